@@ -1,0 +1,10402 @@
+// hpml.h - v0.1.0 - high-performance machine learning in one C header - MIT licence (end of file)
+//
+// Do this in exactly one C or C++ file, before you include it:
+//     #define HPML_IMPLEMENTATION
+//     #include "hpml.h"
+// Elsewhere include it without the define. Build: cc -O2 my.c -lm -lpthread
+//
+// QUICK EXAMPLE: the exclusive or, learned from its four cases
+//
+//     #define HPML_IMPLEMENTATION
+//     #include "hpml.h"
+//
+//     int main(void)
+//     {
+//         const float   x[8] = { 0, 0, 0, 1, 1, 0, 1, 1 };
+//         const int32_t y[4] = { 0, 1, 1, 0 };
+//         hpml_ctx     *ctx  = hpml_ctx_create(NULL);
+//         hpml_tensor  *in   = hpml_input_2d(ctx, 4, 2);
+//         hpml_tensor  *out  = hpml_linear(hpml_tanh(hpml_linear(in, 8, NULL)), 2, NULL);
+//         hpml_trainer *t    = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.5f });
+//         hpml_step_info info = { 0 };
+//         for (int step = 0; step < 500; step++) hpml_trainer_step(t, x, y, 4, &info);
+//         printf("loss %.4f, accuracy %.2f %s\n", info.loss, info.accuracy, hpml_ctx_error(ctx));
+//         hpml_ctx_free(ctx);
+//         return 0;
+//     }
+//
+// hpml.h DOES NOT
+//     - print, exit, abort, or touch globals: everything hangs on a context, errors stay in it, output is yours
+//     - allocate during training steps, or anywhere but through your allocator
+//     - compute in anything but f32 (bf16, f16, i32, u8 are storage types)
+//     - know of MPI, NCCL or CUDA: workers and GPUs plug into the hooks (>>api-trainer) and the backend table (>>api-backend)
+//     - differentiate twice, or change the graph between steps
+//
+// BUILD
+//     cc -O2 program.c -lm -lpthread          C99 or later; also C++17 and the host side of nvcc
+//
+// OPTIONS, defined before the include that has HPML_IMPLEMENTATION
+//     HPML_API              linkage of public functions (dllexport, ...)
+//     HPML_STATIC           everything static: one-file programs
+//     HPML_NO_THREADS       no pthreads; one thread
+//     HPML_NO_SIMD          portable kernels only
+//     HPML_USE_ZLIB         read gzipped IDX files (-lz)
+//     HPML_DEBUG            check internal assumptions
+//     HPML_SELF             this file's name, if you renamed it: it includes itself once for each instruction set
+//
+// THREADS: a context and all that hangs on it belongs to one thread at a time. Contexts are independent of each other.
+// SAME BITS: same seed, same build, same kind of CPU give the same bits, at any number of threads.
+//
+// INDEX (grep '^// >>' hpml.h)
+//     api-status   status codes
+//     api-context   allocator, logger, context
+//     api-tensor   tensors
+//     api-ops   recording a model: inputs, parameters, ops
+//     api-graph   planning and running a recorded graph
+//     api-backend   the seam to devices: a table of functions
+//     api-trainer   optimizers, schedules, the trainer and its four hooks
+//     api-data   datasets, readers, the loader
+//     api-save   safetensors and checkpoints
+//     api-see   timeline, profile, summary
+//     api-random   random numbers that depend on nothing but their place
+//     api-codec   gradients packed for the wire: plain, bf16, 1-bit with error feedback
+//     simd   vectors: one kernel text for all instruction sets
+//     vmath   exp, log, tanh, erf and the activations
+//     vreduce   sums, maxima, norms
+//     vupdate   optimizer steps, one pass over the data
+//     vconvert   storage types
+//     gemm   matrix product: tiles
+//     gemm-pack   matrix product: packing and turning
+//     gemm-part   matrix product: one rectangle of C
+//     random   Philox: random numbers by number
+//     onebit   gradient codecs: 1 bit and bf16, one row
+//     conv-kernels   columns of a convolution
+//     dispatch   the kernel table: one text, one copy for each instruction set
+//     rng   single random numbers, permutations
+//     codec   gradients packed for the wire
+//     context   the context: errors, memory
+//     threads   the clock and the thread pool
+//     create   creating and freeing contexts
+//     tensor   tensors and views
+//     convert   copies and conversions of storage types
+//     record   recording: nodes, inputs, parameters
+//     gemm-threads   dealing a matrix product out to threads
+//     elementwise   add, sub, mul, div with broadcasting; scale; activations
+//     matmul   matrix products and linear layers
+//     shape   reshape, permute, slice, concat, sum
+//     conv   two-dimensional convolution
+//     pool   max, average and global pooling
+//     batchnorm   batch normalization
+//     softmax   softmax and log-softmax over the last dimension
+//     norm   layernorm and rmsnorm
+//     dropout   dropout and embedding
+//     attention   multi-head attention
+//     lstm   long short-term memory
+//     loss   cross-entropy, binary cross-entropy, squared and huber loss
+//     backend   the CPU backend: memory, the table of ops, optimizer steps
+//     plan   from a recorded graph to a memory plan
+//     run   running a graph forward and backward
+//     trainer   the trainer: settings, creation, one step
+//     step   one step, one epoch, evaluation, prediction
+//     files   reading whole files, writing files that appear whole
+//     dataset   datasets and their readers
+//     npy   numpy arrays and packed records
+//     loader   batches: shuffled, sharded, augmented, made ahead
+//     json   a strict reader for the header of a safetensors file
+//     safetensors   reading and writing safetensors files
+//     checkpoint   saving and loading parameters and whole trainings
+//     trace   the timeline
+//     profile   where the time goes, and what a model is
+#ifndef HPML_H_INCLUDED
+#define HPML_H_INCLUDED
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdbool.h>
+
+#define HPML_VERSION 100 /* 10000 * major + 100 * minor + patch */
+
+/* HPML_API is the linkage of every public function. Define it yourself (dllexport, ...) or define HPML_STATIC. */
+#ifndef HPML_API
+#ifdef HPML_STATIC
+#if defined(__GNUC__)
+#define HPML_API static __attribute__((unused))
+#else
+#define HPML_API static
+#endif
+#else
+#define HPML_API extern
+#endif
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-status   status codes
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* One list gives the enum and its texts. Blocks: -1 general, -100 shape, -200 memory, -300 files, -400 comm, -500 CUDA. */
+#define HPML_STATUS_LIST(X)                                                                                            \
+    X(HPML_OK, 0, "ok")                                                                                                \
+    X(HPML_ERR_ARGUMENT, -1, "invalid argument")                                                                       \
+    X(HPML_ERR_STATE, -2, "call out of order")                                                                         \
+    X(HPML_ERR_UNSUPPORTED, -3, "not supported")                                                                       \
+    X(HPML_ERR_NONFINITE, -4, "a value is NaN or infinite")                                                            \
+    X(HPML_ERR_LABEL, -5, "a label is out of range")                                                                   \
+    X(HPML_ERR_STOPPED, -6, "stopped by a callback")                                                                   \
+    X(HPML_ERR_SHAPE, -100, "shapes do not fit")                                                                       \
+    X(HPML_ERR_DTYPE, -101, "element types do not fit")                                                                \
+    X(HPML_ERR_OVERFLOW, -102, "a size does not fit in memory")                                                        \
+    X(HPML_ERR_MEMORY, -200, "out of memory")                                                                          \
+    X(HPML_ERR_OPEN, -300, "cannot open the file")                                                                     \
+    X(HPML_ERR_READ, -301, "cannot read the file")                                                                     \
+    X(HPML_ERR_WRITE, -302, "cannot write the file")                                                                   \
+    X(HPML_ERR_FORMAT, -303, "the file is not what it should be")                                                      \
+    X(HPML_ERR_PEER, -400, "another rank failed")                                                                      \
+    X(HPML_ERR_TIMEOUT, -401, "a deadline passed")                                                                     \
+    X(HPML_ERR_COMM, -402, "communication failed")                                                                     \
+    X(HPML_ERR_CUDA, -500, "CUDA failed")
+
+typedef enum hpml_status {
+#define HPMLI_X(name, code, text) name = code,
+    HPML_STATUS_LIST(HPMLI_X)
+#undef HPMLI_X
+        HPMLI_STATUS_END = 1
+} hpml_status;
+
+HPML_API const char *hpml_status_string(hpml_status status); /* static text, never NULL */
+HPML_API int         hpml_version(void);                     /* HPML_VERSION of the implementation */
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-context   allocator, logger, context
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A zero field means its documented default; HPML_ZERO means a true zero where zero is legal but not the default. */
+#define HPML_ZERO (1e-38f)
+
+#define HPML_MAX_DIMS 5 /* dimensions of a tensor */
+#define HPML_MAX_SRC  8 /* inputs of one op */
+
+typedef struct hpml_ctx     hpml_ctx;     /* everything hangs on it; opaque */
+typedef struct hpml_tensor  hpml_tensor;  /* transparent, see below */
+typedef struct hpml_node    hpml_node;    /* one recorded op, transparent for backends */
+typedef struct hpml_graph   hpml_graph;   /* a planned graph; opaque */
+typedef struct hpml_trainer hpml_trainer; /* opaque */
+typedef struct hpml_backend hpml_backend; /* a table of functions, see >>api-backend */
+
+/* Memory comes from here and nowhere else. `align` is a power of two, at most 64. alloc returns NULL on failure.
+   Both are called by the thread that calls the library, never by its workers. All zero: malloc and free. */
+typedef struct hpml_allocator {
+    void *(*alloc)(size_t size, size_t align, void *user);
+    void (*free)(void *ptr, size_t size, void *user);
+    void *user;
+} hpml_allocator;
+
+/* Called once for each error (text with file and line). NULL: silent; the library never prints. */
+typedef void hpml_log_fn(hpml_status status, const char *text, void *user);
+
+typedef struct hpml_ctx_desc {
+    uint32_t            _begin;    /* canary, leave zero (as `_end` of every desc) */
+    int32_t             threads;   /* threads that compute, the caller included; 0: all cores this process may use */
+    uint64_t            seed;      /* seed of everything random in this context */
+    const char         *cpu;       /* force kernels: "scalar", "avx2", "avx512", "neon"; NULL: the best this CPU has */
+    const hpml_backend *backend;   /* where tensors live and ops run; NULL: CPU */
+    void               *backend_desc; /* passed to backend->open */
+    hpml_allocator      allocator; /* all zero: malloc */
+    hpml_log_fn        *log;       /* NULL: silent */
+    void               *log_user;
+    uint32_t            _end;
+} hpml_ctx_desc;
+
+/* Creates a context. `desc` NULL means all defaults. Returns NULL only when there is no memory for the context itself;
+   any other failure (an unknown kernel name, say) gives a context that already holds the error.
+   A context and all that hangs on it belongs to one thread at a time; different contexts are independent. */
+HPML_API hpml_ctx   *hpml_ctx_create(const hpml_ctx_desc *desc);
+HPML_API void        hpml_ctx_free(hpml_ctx *ctx); /* frees everything made from it; NULL is fine */
+HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx); /* the first error, or HPML_OK; NULL: HPML_ERR_ARGUMENT */
+HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx);  /* its text: object, what was expected, what came, what to do */
+HPML_API void        hpml_ctx_clear_error(hpml_ctx *ctx);  /* after you have dealt with it */
+HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx);
+HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx);    /* kernels in use: "avx512", ... */
+HPML_API uint64_t    hpml_ctx_seed(const hpml_ctx *ctx);
+HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx); /* calls of alloc so far: a training step adds none */
+HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx);       /* bytes now held */
+
+/* Reports an error on the context as the library does; for siblings and for your own layers. Keeps the first. */
+HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char *format, ...)
+#if defined(__GNUC__)
+    __attribute__((format(printf, 3, 4)))
+#endif
+    ;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-tensor   tensors
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* All arithmetic is f32. The others are storage types: labels and tokens (I32), pixels (U8), halves for files and wire. */
+typedef enum hpml_dtype {
+    HPML_DTYPE_F32  = 0,
+    HPML_DTYPE_BF16 = 1,
+    HPML_DTYPE_F16  = 2,
+    HPML_DTYPE_I32  = 3,
+    HPML_DTYPE_U8   = 4
+} hpml_dtype;
+
+/* How a parameter starts. fan_in is the product of all dimensions but the first; fan_out is shape[0] x receptive field. */
+typedef enum hpml_init {
+    HPML_INIT_DEFAULT         = 0, /* weights: KAIMING_UNIFORM; biases: ZEROS; norm scales: ONES; embeddings: NORMAL 1 */
+    HPML_INIT_KAIMING_UNIFORM = 1, /* U(-b, b), b = sqrt(6 / fan_in), He et al. 2015 */
+    HPML_INIT_KAIMING_NORMAL  = 2, /* N(0, 2 / fan_in) */
+    HPML_INIT_XAVIER_UNIFORM  = 3, /* U(-b, b), b = sqrt(6 / (fan_in + fan_out)), Glorot & Bengio 2010 */
+    HPML_INIT_XAVIER_NORMAL   = 4, /* N(0, 2 / (fan_in + fan_out)) */
+    HPML_INIT_NORMAL          = 5, /* N(0, init_scale^2); scale 0: 0.02 */
+    HPML_INIT_UNIFORM         = 6, /* U(-init_scale, init_scale); scale 0: 0.1 */
+    HPML_INIT_ZEROS           = 7,
+    HPML_INIT_ONES            = 8
+} hpml_init;
+
+/* What makes a tensor a parameter. You may change the last three fields before or between training steps. */
+typedef struct hpml_param {
+    int       index;      /* position in the context's list of parameters: the order of recording */
+    hpml_init init;
+    float     init_scale;
+    bool      buffer;     /* state that is saved but not trained: running mean and variance of batchnorm */
+    bool      frozen;     /* no gradient, no update */
+    bool      no_decay;   /* weight decay does not touch it (set for biases and norms) */
+    float     lr_scale;   /* its learning rate is lr * lr_scale; 1 at first */
+} hpml_param;
+
+/* A dense array in row-major order, owned by its context. `data` and `grad` are NULL until memory has been taken for
+   them (hpml_graph_alloc, hpml_trainer_create); they live where the backend keeps them: with the CPU backend read and
+   write them as you like, for others use hpml_tensor_get/set. For dtypes other than F32 cast `data`.
+   The first dimension of an input is the batch; see `batch_rows`. */
+struct hpml_tensor {
+    hpml_ctx   *ctx;
+    const char *name;                  /* unique among parameters; never NULL */
+    float      *data;                  /* (shape) */
+    float      *grad;                  /* (shape) f32, d loss / d data; NULL when nothing needs it */
+    hpml_dtype  dtype;
+    int         ndim;                  /* 0 (a scalar) to HPML_MAX_DIMS */
+    int64_t     shape[HPML_MAX_DIMS];  /* unused dimensions are 1 */
+    int64_t     stride[HPML_MAX_DIMS]; /* in elements; tensors of a graph are contiguous, views need not be */
+    int64_t     batch_rows; /* rows of dimension 0 for each sample of the batch: shape[0] == batch_rows * batch; 0: none */
+    hpml_param *param;      /* not NULL: a parameter */
+    hpml_node  *node;       /* the op that makes it; NULL: leaf */
+    bool        needs_grad; /* a parameter or something computed from one, or an input so marked */
+};
+
+HPML_API size_t  hpml_dtype_size(hpml_dtype dtype);        /* bytes of one element */
+HPML_API const char *hpml_dtype_name(hpml_dtype dtype);    /* "f32", ... */
+HPML_API int64_t hpml_tensor_count(const hpml_tensor *t);  /* number of elements now (a short batch has fewer); 0 for NULL */
+HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t size); /* "f32 64x784 \"fc1.weight\"" */
+
+/* A tensor with memory of its own, zero filled: constants, your data, masks. shape: `ndim` positive numbers. */
+HPML_API hpml_tensor *hpml_tensor_create(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
+HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0);
+HPML_API hpml_tensor *hpml_tensor_create_2d(hpml_ctx *ctx, int64_t d0, int64_t d1);
+HPML_API hpml_tensor *hpml_tensor_create_3d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2);
+HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2, int64_t d3);
+HPML_API void         hpml_tensor_free(hpml_tensor *t); /* optional; only for tensors made by hpml_tensor_create and views */
+
+/* Views share the memory of `t` and cost nothing. `t` must have memory (or be a view); not for recording: see the ops. */
+HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* t contiguous; one -1 allowed */
+HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count);
+HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
+
+/* Copies between tensors of the same shape, any strides, converting the dtype (round to nearest even; I32, U8 saturate).
+   CPU memory only. */
+HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src);
+/* Whole contents, contiguous, to and from host memory of the tensor's dtype; `count` must equal hpml_tensor_count. */
+HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const void *values, int64_t count);
+HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t count);
+
+/* Converts n contiguous elements between any two dtypes in host memory. */
+HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n);
+
+/* C = alpha * op(A) * op(B) + beta * C on plain arrays, as BLAS defines it, row-major: op(A) is (m, k), op(B) is (k, n).
+   trans_a: A is stored (k, m). lda, ldb, ldc: elements between rows as stored. beta 0 never reads C. */
+HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                                const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
+                                int64_t ldc);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-ops   recording a model: inputs, parameters, ops
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Each call adds a node to the context's graph, checks shapes, takes no tensor memory and returns the result's tensor.
+   A failed call returns NULL and leaves the error on the context; a call given NULL returns NULL and does nothing, so a
+   model is written without a check on each line. `name` fields name the parameters ("fc1" gives "fc1.weight");
+   NULL: "linear3" and so on. Shapes: B batch, T time, C channels or features, H x W image.
+
+   Dimension 0 of an input is the batch. Ops carry it along, so that a short last batch just runs on fewer rows. */
+HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
+HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1);                         /* f32 (B, d1) */
+HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2);             /* f32 (B, d1, d2) */
+HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2, int64_t d3); /* f32 (B, C, H, W) */
+HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t);                      /* i32 (B, T) */
+
+typedef struct hpml_param_desc {
+    uint32_t    _begin;
+    int32_t     ndim;
+    int64_t     shape[HPML_MAX_DIMS];
+    const char *name;       /* NULL: "param3" */
+    hpml_init   init;       /* DEFAULT: KAIMING_UNIFORM */
+    float       init_scale; /* for NORMAL, UNIFORM */
+    bool        buffer, frozen, no_decay;
+    uint32_t    _end;
+} hpml_param_desc;
+HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc); /* a trainable tensor */
+HPML_API int          hpml_param_count(const hpml_ctx *ctx);
+HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* in order of recording */
+HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL when there is none */
+HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* trainable numbers in all */
+HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 over all bits of all parameters */
+HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* takes memory and starts all that have none; done by graph_alloc */
+
+/* Elementwise with numpy broadcasting: dimensions are matched from the last; 1 stretches. */
+HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b); /* a + b */
+HPML_API hpml_tensor *hpml_sub(hpml_tensor *a, hpml_tensor *b); /* a - b */
+HPML_API hpml_tensor *hpml_mul(hpml_tensor *a, hpml_tensor *b); /* a * b */
+HPML_API hpml_tensor *hpml_div(hpml_tensor *a, hpml_tensor *b); /* a / b */
+HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b); /* a * x + b */
+
+/* Pointwise functions. */
+typedef enum hpml_act {
+    HPML_ACT_NONE       = 0,
+    HPML_ACT_RELU       = 1,  /* max(x, 0) */
+    HPML_ACT_LEAKY_RELU = 2,  /* x > 0 ? x : slope * x */
+    HPML_ACT_GELU       = 3,  /* x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), Hendrycks & Gimpel 2016 */
+    HPML_ACT_GELU_ERF   = 4,  /* x/2 (1 + erf(x / sqrt 2)) */
+    HPML_ACT_SILU       = 5,  /* x sigmoid(x) */
+    HPML_ACT_SIGMOID    = 6,  /* 1 / (1 + exp(-x)) */
+    HPML_ACT_TANH       = 7,
+    HPML_ACT_EXP        = 8,
+    HPML_ACT_LOG        = 9,
+    HPML_ACT_SQRT       = 10,
+    HPML_ACT_SQUARE     = 11,
+    HPML_ACT_NEG        = 12,
+    HPML_ACT_ABS        = 13
+} hpml_act;
+#define HPML_ACT_COUNT 14
+HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope); /* slope: of leaky relu; 0: 0.01 */
+HPML_API hpml_tensor *hpml_relu(hpml_tensor *x);
+HPML_API hpml_tensor *hpml_leaky_relu(hpml_tensor *x, float slope);
+HPML_API hpml_tensor *hpml_gelu(hpml_tensor *x);
+HPML_API hpml_tensor *hpml_gelu_erf(hpml_tensor *x);
+HPML_API hpml_tensor *hpml_silu(hpml_tensor *x);
+HPML_API hpml_tensor *hpml_sigmoid(hpml_tensor *x);
+HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x);
+
+/* y = op(A) op(B) over the last two dimensions: (.., m, k) x (.., k, n) = (.., m, n); trans_x swaps the last two of x.
+   Leading dimensions are the same in both, or b is (k, n) and is used for all. */
+HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, bool trans_b);
+
+/* y = act(x w^T + bias): x (.., in), w (out, in), bias (out), y (.., out). The activation is fused into the product. */
+typedef struct hpml_linear_desc {
+    uint32_t     _begin;
+    const char  *name;
+    hpml_act     activation;
+    bool         no_bias;
+    hpml_init    init;       /* of the weight */
+    float        init_scale;
+    hpml_tensor *weight;     /* share this (out, in) parameter instead of making one (tied embeddings) */
+    uint32_t     _end;
+} hpml_linear_desc;
+HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
+
+/* Cross-correlation, as the field calls convolution: x (B, C, H, W), w (out, C/groups, kernel, kernel), y (B, out, H', W'),
+   H' = (H + 2 padding - dilation (kernel - 1) - 1) / stride + 1. groups = C is depthwise. */
+typedef struct hpml_conv2d_desc {
+    uint32_t    _begin;
+    int32_t     kernel_h, kernel_w;     /* required; kernel_w 0: as kernel_h */
+    int32_t     stride_h, stride_w;     /* 0: 1 (w: as h) */
+    int32_t     padding_h, padding_w;   /* zeros on each side; w 0: as h, HPML_NO_PAD: none */
+    int32_t     dilation_h, dilation_w; /* 0: 1 (w: as h) */
+    int32_t     groups;                 /* 0: 1 */
+    const char *name;
+    hpml_act    activation;
+    bool        no_bias;
+    hpml_init   init;
+    float       init_scale;
+    uint32_t    _end;
+} hpml_conv2d_desc;
+#define HPML_NO_PAD (-1)
+HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc);
+
+/* Pooling over kernel x kernel windows: (B, C, H, W) -> (B, C, H', W'). stride 0: as kernel. Padding never wins a maximum and
+   does not count in an average. */
+HPML_API hpml_tensor *hpml_max_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding);
+HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding);
+HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x); /* (B, C, H, W) -> (B, C) */
+
+/* Shapes. One dimension of a reshape may be -1. permute: dimension i of the result is dims[i] of x. */
+HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape);
+HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1);
+HPML_API hpml_tensor *hpml_reshape_3d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2);
+HPML_API hpml_tensor *hpml_reshape_4d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2, int64_t d3);
+HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x); /* (B, ...) -> (B, rest) */
+HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims);
+HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b);
+HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count);
+HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim); /* at most HPML_MAX_SRC */
+
+/* Reductions over dimension `dim`, which stays with size 1; dim HPML_ALL_DIMS: over everything, to a scalar. */
+#define HPML_ALL_DIMS (-1)
+HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim);
+HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim);
+
+/* Over the last dimension. */
+HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x);
+HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x);
+
+/* Norms. layer: (x - mean) / sqrt(var + eps) * gamma + beta over the last dimension (Ba et al. 2016); rms: x / sqrt(mean x^2 +
+   eps) * gamma (Zhang & Sennrich 2019); batch: per channel over (B, H, W) or B, with running statistics used in evaluation
+   (Ioffe & Szegedy 2015), running <- (1 - momentum) running + momentum batch, variance unbiased there. */
+typedef struct hpml_norm_desc {
+    uint32_t    _begin;
+    const char *name;
+    float       eps;        /* 0: 1e-5 */
+    float       momentum;   /* batchnorm; 0: 0.1 */
+    bool        no_affine;  /* no gamma and beta */
+    hpml_act    activation; /* batchnorm: NONE or RELU, fused */
+    uint32_t    _end;
+} hpml_norm_desc;
+HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc);
+HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *desc);
+HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc); /* (B, C) or (B, C, H, W) */
+
+/* In training: zero with probability p, the rest scaled by 1/(1-p) (Srivastava et al. 2014). The mask is a function of (seed, step, node, element): it is
+   made again in the backward pass, not stored. */
+HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p);
+
+/* Rows of a table: tokens i32 (B, T) -> (B, T, width); table (vocabulary, width). */
+typedef struct hpml_embedding_desc {
+    uint32_t     _begin;
+    const char  *name;
+    hpml_init    init;
+    float        init_scale;
+    hpml_tensor *weight; /* share */
+    uint32_t     _end;
+} hpml_embedding_desc;
+HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
+                                     const hpml_embedding_desc *desc);
+
+/* Multi-head attention without its projections: qkv (B, T, 3C) holds queries, keys, values side by side; y (B, T, C) =
+   softmax(q k^T / sqrt(C/heads), causal) v per head, in blocks of queries: the (T, T) matrix is never stored. */
+typedef struct hpml_attention_desc {
+    uint32_t _begin;
+    int32_t  heads;      /* required, divides C */
+    bool     not_causal; /* every position sees every other */
+    float    scale;      /* 0: 1 / sqrt(C / heads) */
+    uint32_t _end;
+} hpml_attention_desc;
+HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc);
+
+/* Long short-term memory over time (Hochreiter & Schmidhuber 1997), state zero at the start: x (B, T, in) -> (B, T, hidden).
+   Parameters w_x (4 hidden, in), w_h (4 hidden, hidden), bias (4 hidden); gates in the order i, f, g, o. */
+HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *name);
+
+/* Losses: scalars, mean over what counts. labels: i32, one for each row of the other dimensions. */
+typedef struct hpml_cross_entropy_desc {
+    uint32_t _begin;
+    float    label_smoothing; /* 0..1 */
+    int32_t  ignore_index;    /* labels with this value do not count; 0: HPML_IGNORE (a class 0 cannot be ignored) */
+    uint32_t _end;
+} hpml_cross_entropy_desc;
+#define HPML_IGNORE (-100)
+HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc);
+HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target); /* binary cross-entropy */
+HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target);                  /* mean (y - t)^2 */
+HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delta);   /* delta 0: l1, mean |y - t| */
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-graph   planning and running a recorded graph
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* What a graph needs, in bytes, known before any of it is taken. */
+typedef struct hpml_memory {
+    size_t parameters;  /* values of the parameters of the context */
+    size_t gradients;   /* and their gradients */
+    size_t activations; /* everything between, after reuse */
+    size_t unshared;    /* what activations would be without reuse */
+    size_t scratch;     /* working space of ops */
+    size_t optimizer;   /* state of the optimizer (0 for a graph without a trainer) */
+    size_t total;
+} hpml_memory;
+
+typedef struct hpml_graph_desc {
+    uint32_t            _begin;
+    int32_t             output_count;
+    hpml_tensor *const *outputs;   /* kept readable after a run */
+    hpml_tensor        *loss;      /* scalar; NULL: no backward pass */
+    uint32_t            _end;
+} hpml_graph_desc;
+
+/* Plans what leads to outputs and loss. Takes no tensor memory yet. An activation belongs to at most one graph. */
+HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc);
+HPML_API void        hpml_graph_memory(const hpml_graph *g, hpml_memory *out);
+HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* takes it; done by the first run when you do not */
+/* Sets the number of samples of the next runs, 1 to the batch of the inputs; all shapes with batch_rows follow. */
+HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples);
+HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: some op mixes samples into another dimension */
+HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step); /* step keys the dropout masks */
+/* Gradients of the loss times `scale`. Parameters: set, or added to when `accumulate`. */
+HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
+
+/* Compares backward with central differences (double accumulation) on up to `samples` numbers of every parameter and every input that
+   needs a gradient; returns the largest |difference| / (|a| + |b| + floor), or a negative number on error. */
+HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
+HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* an input that shall get a gradient */
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-backend   the seam to devices: a table of functions
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Every op, in one list: enum, names and the backends' tables follow from it. */
+#define HPML_OPS(X)                                                                                                    \
+    X(ADD, add) X(SUB, sub) X(MUL, mul) X(DIV, div) X(SCALE, scale) X(ACT, activation) X(MATMUL, matmul)               \
+    X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL, max_pool2d) X(AVG_POOL, avg_pool2d) X(RESHAPE, reshape)            \
+    X(PERMUTE, permute) X(SLICE, slice) X(CONCAT, concat) X(SUM, sum) X(SOFTMAX, softmax) X(LAYERNORM, layernorm)      \
+    X(RMSNORM, rmsnorm) X(BATCHNORM, batchnorm) X(DROPOUT, dropout) X(EMBEDDING, embedding) X(ATTENTION, attention)    \
+    X(LSTM, lstm) X(CROSS_ENTROPY, cross_entropy) X(BCE, bce_with_logits) X(HUBER, huber)
+
+typedef enum hpml_op {
+#define HPMLI_X(op, name) HPML_OP_##op,
+    HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+        HPML_OP_COUNT
+} hpml_op;
+HPML_API const char *hpml_op_name(hpml_op op);
+
+/* The constants of an op; which member counts is said by the op. */
+typedef union hpml_attr {
+    struct { float a, b; } scale;
+    struct { hpml_act act; float slope; } act;                          /* ACT, LINEAR */
+    struct { bool trans_a, trans_b; } matmul;
+    struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act; } conv; /* and pooling; [0] = h */
+    struct { int32_t dims[HPML_MAX_DIMS]; } permute;
+    struct { int32_t dim; int64_t start; } slice;                       /* and concat */
+    struct { int32_t dim; bool mean; } sum;
+    struct { bool log; } softmax;
+    struct { float eps, momentum; hpml_act act; } norm;
+    struct { float p; } dropout;
+    struct { int32_t heads; bool causal; float scale; } attention;
+    struct { float smoothing; int32_t ignore; } cross_entropy;
+    struct { bool squared; float delta; } huber;                        /* squared: mse */
+} hpml_attr;
+
+/* One recorded op, as a backend sees it. */
+struct hpml_node {
+    hpml_op      op;
+    int          index;                        /* position in the graph: order of running */
+    hpml_tensor *out;
+    int          src_count;
+    hpml_tensor *src[HPML_MAX_SRC];            /* inputs and parameters; NULL where optional and absent */
+    bool         accumulate[HPML_MAX_SRC];     /* backward adds to src->grad (else it writes) */
+    hpml_attr    attr;
+    bool         mixes_batch;                  /* the result has no batch dimension 0 although an input has */
+    size_t       saved_bytes, scratch_bytes;   /* asked for by the op: kept from forward to backward / for one call */
+    void        *saved, *scratch;              /* where they are */
+    hpml_tensor *out_root, *grad_root;         /* planner: the tensors in whose memory value and gradient stand */
+};
+
+/* What a run is about. */
+typedef struct hpml_run {
+    hpml_ctx *ctx;
+    bool      train;       /* dropout active, batchnorm on batch statistics */
+    uint64_t  step;        /* keys random masks */
+    float     loss_scale;  /* gradient that a loss starts with */
+    uint64_t  sample;      /* number of the first sample within the global batch: keys random masks by sample */
+} hpml_run;
+
+typedef hpml_status hpml_op_fn(const hpml_run *run, hpml_node *node);
+typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /* backward NULL: no gradient */
+
+typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
+                        HPML_OPT_LARS, HPML_OPT_LAMB } hpml_opt;
+
+/* One optimizer step on one parameter. State arrays have the parameter's shape. */
+typedef struct hpml_update {
+    hpml_opt opt;
+    int64_t  n;
+    float   *w;          /* (n) */
+    const float *g;      /* (n) */
+    float   *m, *v;      /* (n) first and second state, NULL where the optimizer has none */
+    uint64_t step;       /* 1 for the first */
+    float    lr, momentum, beta1, beta2, eps, weight_decay, trust; /* weight_decay 0 where the parameter has none */
+    float    grad_scale; /* multiplies g first: clipping */
+    bool     nesterov;
+} hpml_update;
+
+/* A device. All functions get what `open` gave. Entries marked optional may be NULL. */
+struct hpml_backend {
+    const char *name;
+    hpml_status (*open)(hpml_ctx *ctx, const void *desc, void **device);
+    void (*close)(void *device);
+    void *(*alloc)(void *device, size_t bytes);          /* NULL on failure; zero filled; 256-byte aligned or better */
+    void (*free)(void *device, void *ptr, size_t bytes);
+    hpml_status (*write)(void *device, void *dst, const void *host, size_t bytes); /* ordered with the ops */
+    hpml_status (*read)(void *device, void *host, const void *src, size_t bytes);  /* done on return */
+    hpml_status (*zero)(void *device, void *dst, size_t bytes);
+    hpml_status (*sync)(void *device);                   /* optional: all work done on return */
+    const hpml_op_impl *ops;                             /* [HPML_OP_COUNT] */
+    hpml_status (*update)(void *device, hpml_ctx *ctx, const hpml_update *updates, int count);
+    hpml_status (*sumsq)(void *device, hpml_ctx *ctx, const float *x, int64_t n, double *out); /* sum of squares */
+};
+HPML_API const hpml_backend *hpml_backend_cpu(void);
+HPML_API void *hpml_ctx_device(const hpml_ctx *ctx); /* what the backend's open gave */
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-trainer   optimizers, schedules, the trainer and its four hooks
+// ---------------------------------------------------------------------------------------------------------------------
+
+typedef enum hpml_loss { HPML_LOSS_CROSS_ENTROPY = 0, HPML_LOSS_BCE, HPML_LOSS_MSE, HPML_LOSS_HUBER } hpml_loss;
+
+typedef enum hpml_schedule_kind {
+    HPML_SCHEDULE_CONSTANT = 0,
+    HPML_SCHEDULE_STEP     = 1, /* lr gamma^(floor(step / period)) */
+    HPML_SCHEDULE_COSINE   = 2, /* from lr to min_lr over total_steps, Loshchilov & Hutter 2017 */
+    HPML_SCHEDULE_LINEAR   = 3  /* from lr to min_lr over total_steps, straight */
+} hpml_schedule_kind;
+
+typedef struct hpml_schedule {
+    hpml_schedule_kind kind;
+    int64_t warmup_steps; /* lr rises linearly: lr (step + 1) / warmup_steps, then the schedule starts (Goyal et al. 2017) */
+    int64_t total_steps;  /* COSINE, LINEAR: end of the schedule, warm-up included */
+    int64_t period;       /* STEP */
+    float   gamma;        /* STEP; 0: 0.1 */
+    float   min_lr;       /* COSINE, LINEAR */
+} hpml_schedule;
+HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step); /* step counts from 0 */
+
+/* Learning rate for a batch `factor` times the one that `lr` was tuned for. */
+typedef enum hpml_lr_rule { HPML_LR_AS_GIVEN = 0, HPML_LR_LINEAR = 1, HPML_LR_SQRT = 2 } hpml_lr_rule;
+HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor); /* lr, lr * factor, lr * sqrt(factor) */
+
+typedef struct hpml_trainer_desc {
+    uint32_t      _begin;
+    hpml_tensor  *input;           /* required */
+    hpml_tensor  *output;          /* what predict and accuracy read; required */
+    hpml_loss     loss;            /* made by the trainer from output and a target input of its own ... */
+    hpml_tensor  *loss_tensor;     /* ... or given: a scalar; then */
+    hpml_tensor  *target;          /*     the input the targets go to */
+    float         label_smoothing, huber_delta;
+    hpml_opt      optimizer;
+    float         lr;              /* 0: SGD, LARS 0.01; ADAGRAD 0.01; RMSPROP, ADAM, ADAMW, LAMB 0.001 */
+    float         momentum;        /* SGD, RMSPROP, LARS; 0: none (LARS 0.9) */
+    bool          nesterov;
+    float         beta1, beta2;    /* ADAM, ADAMW, LAMB; 0: 0.9, 0.999. RMSPROP: beta2 0: 0.99 */
+    float         eps;             /* 0: 1e-8 (ADAGRAD 1e-10, LAMB 1e-6) */
+    float         weight_decay;    /* L2 added to the gradient; ADAMW, LAMB: decoupled */
+    bool          decay_all;       /* decay biases and norms as well */
+    float         trust;           /* LARS: 0: 0.001 */
+    hpml_schedule schedule;
+    hpml_lr_rule  lr_rule;         /* scales lr by global batch / lr_base_batch */
+    int64_t       lr_base_batch;   /* 0: no scaling */
+    float         clip_norm;       /* 0: none; else gradients are scaled so that their global norm is at most this */
+    int32_t       accumulate;      /* batches that make one update; 0: 1 */
+    bool          no_finite_check; /* skip the check of loss and gradient norm that names the first bad layer */
+    uint32_t      _end;
+} hpml_trainer_desc;
+
+/* Plans, takes all memory, starts the parameters. After that a training step does not allocate.
+   Batch, stochastic and minibatch gradient descent are one setting: the first dimension of the input. */
+HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc);
+HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trainer_desc *out); /* zeros replaced */
+/* What hpml_trainer_create with this desc will take; takes nothing. */
+HPML_API hpml_status   hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out);
+HPML_API hpml_graph   *hpml_trainer_graph(hpml_trainer *t);
+HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t); /* resolved */
+
+/* One step as it ended. */
+typedef struct hpml_step_info {
+    int64_t  step;               /* updates done so far, this one included */
+    int64_t  epoch;              /* from 0 */
+    int64_t  epoch_step, epoch_steps;
+    float    loss;               /* mean over the samples of this step */
+    float    accuracy;           /* of this step, in training mode; -1 when the loss is not CROSS_ENTROPY */
+    float    lr;
+    float    grad_norm;          /* global, before clipping; -1 unless clip_norm is set */
+    int64_t  samples;            /* of this step */
+    double   seconds;            /* since the start of fit */
+    double   samples_per_second; /* since the start of fit */
+} hpml_step_info;
+typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* not 0: stop, fit returns HPML_ERR_STOPPED */
+
+/* One batch from host memory: x and y hold `samples` samples (1 to batch) in the dtypes of input and target (i32 labels for
+   cross-entropy). With `accumulate` k, every k-th call updates. info may be NULL. */
+HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples, hpml_step_info *info);
+
+typedef struct hpml_metrics {
+    double   loss;      /* mean over samples */
+    double   accuracy;  /* 0..1; -1 when not classification */
+    int64_t  samples;
+    int64_t *confusion; /* in: NULL or (classes, classes) counts to add to, row = label, column = prediction */
+    double   seconds;
+} hpml_metrics;
+
+typedef struct hpml_dataset hpml_dataset;
+typedef struct hpml_loader  hpml_loader;
+struct hpml_loader_desc;
+
+typedef struct hpml_fit_desc {
+    uint32_t      _begin;
+    int32_t       epochs;                  /* 0: 1 */
+    const struct hpml_loader_desc *loader; /* batch, shuffling, augmentation; NULL: shuffled with the context's seed */
+    hpml_step_fn *on_step;
+    void         *user;
+    int64_t       max_steps;               /* 0: no limit; counts updates of this call */
+    uint32_t      _end;
+} hpml_fit_desc;
+HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc); /* NULL: one pass */
+HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
+/* output for `samples` samples of x (as in step), any number: out holds samples x (elements of output per sample). */
+HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
+
+/* The only seam to distributed training. All NULL in a serial trainer. A strategy fills them in.
+   run     instead of forward and backward of one batch: cut it, pipeline it; calls hpml_trainer_run_local for its part
+   need    before the values of parameter p are read in a pass: pull, gather, wait
+   grad    the moment the gradient of parameter p is final in this step's backward pass (last micro-batch), in reverse order
+           of recording: communication starts here and overlaps the rest
+   update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_update_local for the
+           parameters it wants updated here. Returns HPML_OK. */
+typedef struct hpml_hooks {
+    void *user;
+    hpml_status (*run)(void *user, hpml_trainer *t, int64_t samples, float *loss);
+    hpml_status (*need)(void *user, hpml_trainer *t, int param);
+    hpml_status (*grad)(void *user, hpml_trainer *t, int param);
+    hpml_status (*update)(void *user, hpml_trainer *t);
+    void (*free)(void *user); /* called by hpml_ctx_free and when replaced */
+} hpml_hooks;
+HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* NULL: serial again */
+/* Forward and backward on what is now in the inputs, gradients times grad_scale. */
+HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t samples, float grad_scale, bool accumulate, float *loss);
+HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
+/* Which part of the data fit and evaluate read, and the global batch for the learning-rate rule. Set by strategies. */
+HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks);
+/* Names an array that checkpoints shall hold (residuals, strategy state). It must outlive the trainer. */
+HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
+HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates so far */
+HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* of the next update */
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-data   datasets, readers, the loader
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Samples in host memory. The arrays are the dataset's own (or mapped from a file), freed with it. */
+struct hpml_dataset {
+    hpml_ctx   *ctx;
+    int64_t     count;                  /* samples */
+    hpml_dtype  x_dtype;                /* U8, F32 or I32 */
+    int         x_ndim;                 /* of one sample */
+    int64_t     x_shape[HPML_MAX_DIMS]; /* of one sample: (C, H, W) for images */
+    const void *x;                      /* (count, x_shape) */
+    hpml_dtype  y_dtype;                /* I32: labels, one for each y_size; F32: targets */
+    int64_t     y_size;                 /* numbers of y for one sample */
+    const void *y;                      /* (count, y_size), NULL: unlabelled */
+    int         classes;                /* 1 + largest label; 0 when y is not labels */
+    float       x_scale, x_shift;       /* U8 pixels become x * x_scale + x_shift; 1/255 and 0 at first, yours to change */
+    int64_t     x_step;                 /* samples start every x_step elements of x; 0: the size of one. Text: 1 */
+    int64_t     y_step;                 /* likewise for y */
+    void       *owner;                  /* private */
+};
+
+/* All readers treat the file as hostile: truncated, oversized, of another kind or random bytes end in an error that says what was
+   expected where. NULL on failure, the error on the context. */
+HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels); /* MNIST; gzip with HPML_USE_ZLIB */
+HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
+/* Numbers separated by `,` `;` or tabs; an optional header line is found by itself. label_column: from 0, negative: from the end (-1 the
+   last), HPML_NO_LABEL: none. regression: the label is a float target. Independent of the locale. */
+#define HPML_NO_LABEL INT32_MIN
+HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
+/* Text as a stream of tokens: each sample is `context` characters and, as target, the same shifted by one. bytes: vocabulary 256; else the
+   characters that occur, in byte order (see hpml_dataset_vocabulary). */
+HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context, bool bytes);
+HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size); /* text: byte of each token */
+/* Your own arrays, copied; y NULL: unlabelled. */
+HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim, const int64_t *x_shape,
+                                           const void *x, hpml_dtype y_dtype, int64_t y_size, const void *y);
+HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* shares memory; d must outlive it */
+HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional */
+
+/* numpy .npy, version 1.0: f32, f16, i32, u8 (f64 and i64 are converted on reading), C order. */
+HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path);
+HPML_API hpml_status  hpml_npy_save(const hpml_tensor *t, const char *path);
+
+/* Packed records: many small samples in one large file with an index, read through mmap (as LMDB served Caffe). Little-endian:
+   "HPMLREC1", count u64, index offset u64, then the records, then count + 1 offsets u64. */
+typedef struct hpml_record_writer hpml_record_writer;
+typedef struct hpml_record_file   hpml_record_file;
+HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path);
+HPML_API hpml_status         hpml_record_add(hpml_record_writer *w, const void *bytes, size_t size);
+HPML_API hpml_status         hpml_record_finish(hpml_record_writer *w); /* the file appears, whole, now; frees w */
+HPML_API void                hpml_record_abandon(hpml_record_writer *w); /* no file; frees w */
+HPML_API hpml_record_file   *hpml_record_open(hpml_ctx *ctx, const char *path);
+HPML_API int64_t             hpml_record_count(const hpml_record_file *f);
+HPML_API const void         *hpml_record_get(const hpml_record_file *f, int64_t index, size_t *size); /* lives as long as f */
+HPML_API void                hpml_record_close(hpml_record_file *f);
+/* A dataset's samples as records and back (the first record holds the shapes). */
+HPML_API hpml_status   hpml_dataset_save_records(const hpml_dataset *d, const char *path);
+HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path);
+
+/* Image augmentation, random per (seed, epoch, sample). All zero: none. */
+typedef struct hpml_augment {
+    int32_t shift;  /* up to this many pixels each way, zeros come in (the random crop of a padded image) */
+    bool    flip;   /* left-right with probability 1/2 */
+    int32_t cutout; /* a square of this size set to zero */
+} hpml_augment;
+
+typedef struct hpml_loader_desc {
+    uint32_t     _begin;
+    int32_t      batch;      /* samples per batch of this rank; required (fit: 0 = the trainer's) */
+    bool         in_order;   /* do not shuffle */
+    bool         drop_last;  /* leave out a short last batch */
+    bool         no_prefetch; /* batches are made by the caller's thread; same batches */
+    uint64_t     seed;       /* 0: the context's */
+    int32_t      rank, ranks; /* this rank's share of each global batch of ranks * batch samples; ranks 0: 1 */
+    int64_t      samples_per_epoch; /* 0: all; less or more: that many, drawn as the shuffle goes on */
+    hpml_augment augment;
+    uint32_t     _end;
+} hpml_loader_desc;
+
+typedef struct hpml_batch {
+    const void *x;        /* (samples, ...) f32 (U8 pixels already scaled) or i32 tokens; valid until the next call */
+    const void *y;        /* (samples, y_size) or NULL */
+    int64_t     samples;  /* of this rank: may be short, even 0, in the last global batch; every rank gets equally many batches */
+    int64_t     global_samples; /* of all ranks: what a mean divides by */
+    int64_t     first;    /* number of this rank's first sample within the global batch */
+    int64_t     index;    /* batch of the epoch, from 0 */
+} hpml_batch;
+
+/* Order: sample i of epoch e is a seeded permutation of (seed, e, i): the same global batches for every number of ranks. */
+HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *d, const hpml_loader_desc *desc);
+HPML_API int64_t      hpml_loader_steps(const hpml_loader *l);                             /* batches per epoch, same on all ranks */
+HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);     /* next batch to come */
+HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out); /* false: epoch done (the next call starts the next) or error */
+HPML_API void         hpml_loader_free(hpml_loader *l);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-save   safetensors and checkpoints
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* safetensors: 8-byte length, JSON header, data. Written to a temporary file beside `path`, synced, renamed: a kill at any moment leaves
+   the old file or the new one. */
+typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped */
+typedef struct hpml_safetensor {                  /* one entry */
+    const char *name;
+    hpml_dtype  dtype;
+    int         ndim;
+    int64_t     shape[HPML_MAX_DIMS];
+    const void *data; /* in the file's mapping; may be unaligned for its type */
+    size_t      bytes;
+} hpml_safetensor;
+HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path);
+HPML_API int               hpml_safetensors_count(const hpml_safetensors *f);
+HPML_API bool              hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_safetensor *out);
+HPML_API bool              hpml_safetensors_find(const hpml_safetensors *f, const char *name, hpml_safetensor *out);
+HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* of __metadata__; NULL: none */
+HPML_API void              hpml_safetensors_close(hpml_safetensors *f);
+typedef struct hpml_meta { const char *key, *value; } hpml_meta;
+HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
+                                           const hpml_meta *meta, int meta_count);
+
+/* Parameters only (weight exchange; names are the parameters'), optionally stored as BF16 or F16. */
+HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* every parameter must be there, with its shape */
+
+/* Everything that training needs to go on with the same bits: parameters, optimizer state, named states (residuals), step, epoch and position in the
+   data, seed. A checkpoint is a safetensors file: "opt.m.<param>", "opt.v.<param>", "state.<name>", metadata "hpml.step" ... */
+HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
+HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* all or nothing */
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-see   timeline, profile, summary
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Chrome trace form: open the file in Perfetto. One process per rank, one lane (thread) per stream. A span costs about 50 ns; off, one branch. */
+typedef struct hpml_trace_desc {
+    uint32_t _begin;
+    int32_t  rank;                  /* process id in the trace */
+    int64_t  first_step, last_step; /* record only these updates; last 0: all */
+    int64_t  capacity;              /* spans kept, the oldest are dropped; 0: 65,536 */
+    uint32_t _end;
+} hpml_trace_desc;
+#define HPML_LANE_COMPUTE 0
+#define HPML_LANE_COMM    1
+#define HPML_LANE_IO      2
+#define HPML_LANE_GPU     3
+HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc);
+HPML_API double      hpml_now(void); /* seconds, monotonic */
+/* Adds a span; `name` must live as long as the trace. Any thread. Does nothing when no trace is on. */
+HPML_API void        hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end);
+HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path);
+
+/* One line of the per-layer table; times are sums over the runs since the profile was switched on. */
+typedef struct hpml_profile_row {
+    const hpml_node *node;
+    const char      *name;              /* of the layer: its parameter's or its op's */
+    int64_t          calls;
+    double           forward_s, backward_s;
+    double           forward_flops, backward_flops; /* of one call, multiply-add = 2 */
+    double           bytes;             /* inputs + outputs + parameters of one forward call */
+} hpml_profile_row;
+HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* switching on clears */
+HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity); /* number of nodes */
+/* Text tables into `buffer`, as snprintf: returns the length it needs. */
+HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
+HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, shapes, parameters, FLOPs, memory */
+HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* of one run at full batch */
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-random   random numbers that depend on nothing but their place
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Philox 4x32-10 (Salmon et al. 2011): a keyed bijection of 128-bit counters, so number i of a stream is computed, not
+   reached. Any thread, rank or device can make any part of a sequence, and all parts fit together bit for bit, on every
+   instruction set. Not for cryptography. out = the four words of block `counter` under `key`. */
+HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4]);
+
+/* A place in a sequence: number `counter` of stream `stream` of `seed`. Fill it as you like; all zero is valid.
+   Word i is word i % 4 of block i / 4 under the key (seed low, seed high) with the counter (block low, block high,
+   stream low, stream high). Each call below returns the number at `counter` and moves on by one (fills: by n), so
+   a fill equals n single calls, however it is cut. */
+typedef struct hpml_rng {
+    uint64_t seed, stream, counter;
+} hpml_rng;
+
+HPML_API uint32_t hpml_rng_u32(hpml_rng *r);
+HPML_API float    hpml_rng_uniform(hpml_rng *r); /* [0, 1): a multiple of 2^-24 */
+HPML_API float    hpml_rng_normal(hpml_rng *r);  /* mean 0, variance 1, |x| < 6.8 (Box & Muller 1958) */
+HPML_API int64_t  hpml_rng_below(hpml_rng *r, int64_t n); /* [0, n), unbiased; takes 1 or more numbers; 0 for n < 1 */
+HPML_API void     hpml_rng_fill_u32(hpml_rng *r, uint32_t *x, int64_t n);
+HPML_API void     hpml_rng_fill_uniform(hpml_rng *r, float *x, int64_t n);
+HPML_API void     hpml_rng_fill_normal(hpml_rng *r, float *x, int64_t n);
+
+/* A shuffle without memory: for fixed seed, epoch and n, the map i -> hpml_permute_index(..., i) is a permutation of
+   [0, n), another one for each epoch. About 40 ns; any rank computes just its own part. -1 when i is not in [0, n). */
+HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, int64_t i);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-codec   gradients packed for the wire: plain, bf16, 1-bit with error feedback
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A codec packs a gradient in fewer bytes and carries what it lost, the residual e, into the next step:
+       v = g + e,   packed = encode(v),   e <- v - decode(packed)
+   so that all that was ever sent plus e is all that was ever computed. It works on bare arrays, needs no context or
+   model and allocates nothing. A gradient is (rows, cols), row-major: a weight of shape (out, ...) has rows = out and
+   cols = fan-in, a vector rows = 1. Every codec packs row by row, independently: rows [r0, r1) are the bytes [r0 *
+   row_size, r1 * row_size), whoever packed them and in whatever pieces, and the same bytes on every instruction set.
+
+   Packed forms, little-endian, nothing between rows:
+     NONE    cols x f32
+     BF16    cols x bf16, rounded to nearest even
+     ONEBIT  f32 low, f32 high, then ceil(cols / 32) x 4 bytes of bits: element i is bit i % 8 of byte i / 8, set for
+             `high`; the unused last bits are 0 */
+typedef enum hpml_codec_kind { HPML_CODEC_NONE = 0, HPML_CODEC_BF16 = 1, HPML_CODEC_ONEBIT = 2 } hpml_codec_kind;
+
+#define HPML_CODEC_MIN_ELEMENTS 256
+
+typedef struct hpml_codec hpml_codec; /* a table of functions, below */
+
+typedef struct hpml_codec_desc {
+    uint32_t          _begin;
+    hpml_codec_kind   kind;
+    const hpml_codec *custom;           /* your own codec instead of `kind`; NULL: none */
+    int64_t           min_elements;     /* ONEBIT: smaller tensors, and vectors, travel as NONE; 0: ..._MIN_ELEMENTS */
+    bool              compress_all;     /* vectors and small tensors too; what would grow still travels as NONE */
+    bool              no_feedback;      /* nothing is carried: fine for BF16, a control that must fail for ONEBIT */
+    bool              printed_residual; /* control that must fail: e <- g - decoded, as the paper prints it */
+    bool              all_bits;         /* control that must agree: keeps all 32 bits, equals NONE bit for bit */
+    uint32_t          _end;
+} hpml_codec_desc;
+
+/* How one tensor is packed: desc and shape, resolved once. Read the fields; do not change them. */
+typedef struct hpml_packing {
+    const hpml_codec *codec;          /* what this tensor gets: NONE's when it is exempt */
+    hpml_codec_desc   desc;
+    int64_t           rows, cols;
+    size_t            row_size;       /* bytes of a packed row */
+    size_t            size;           /* bytes of the whole: rows * row_size rounded up to 4: tensors can be lined up */
+    int64_t           residual_count; /* floats of residual: rows * cols or 0. Zero them at the start */
+    const void       *kernels;        /* private */
+} hpml_packing;
+
+/* desc NULL: plain. HPML_ERR_SHAPE, HPML_ERR_OVERFLOW or HPML_ERR_ARGUMENT when rows, cols or desc make no sense. */
+HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *desc, int64_t rows, int64_t cols);
+
+/* Packs `rows` rows, all or a piece. packed: rows * row_size bytes, row 0 aligned to 4; residual, grad: (rows, cols),
+   from where the piece starts; residual is read and updated, NULL: no feedback. Nothing may overlap. A lossy codec
+   never packs NaN or infinity: a row of v that has one is packed as zeros, its residual is reset to zero, the other
+   rows are packed as ever, and the call returns HPML_ERR_NONFINITE: skip this step on all ranks. Plain rows are copied
+   without a look. Clip gradients before. Mean, sum and learning rate are not applied: the residual has the gradient's
+   unit. */
+HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, float *residual, const float *grad,
+                                         int64_t rows);
+HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows);     /* out = */
+HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const void *packed, int64_t rows); /* out += */
+
+/* A codec of your own: fill a table, point desc.custom to it. `rows` is a piece; p says the rest. */
+struct hpml_codec {
+    const char *name;
+    bool        linear;   /* the packed form is f32 and may be summed as it stands: any allreduce will do */
+    bool        lossy;    /* wants a residual */
+    bool        exempts;  /* vectors and small tensors travel as NONE */
+    size_t (*row_size)(const hpml_codec_desc *desc, int64_t cols);
+    hpml_status (*encode)(const hpml_packing *p, void *packed, float *residual, const float *grad, int64_t rows);
+    void (*decode)(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add);
+};
+HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind); /* the table of a kind; NULL when there is none */
+
+/* What an exchange keeps between steps for one tensor, or for its stripe of rows: saved and loaded under its name. */
+typedef struct hpml_residual {
+    const char  *name;
+    hpml_packing packing;
+    int64_t      row, rows; /* the rows that `e` covers */
+    float       *e;         /* (rows, packing.cols), or NULL when packing.residual_count is 0 */
+} hpml_residual;
+HPML_API void hpml_residual_reset(hpml_residual *r); /* e = 0: after a jump (weights loaded, another loss) */
+
+
+#ifdef __cplusplus
+} /* extern "C" */
+
+/* In C++ a desc may be passed as an object: hpml_linear(x, 10, desc). */
+#define HPMLI_REF(ret, name, params, args) \
+    static inline ret name params { return name args; }
+HPMLI_REF(hpml_ctx *, hpml_ctx_create, (const hpml_ctx_desc &d), (&d))
+HPMLI_REF(hpml_tensor *, hpml_param_create, (hpml_ctx *c, const hpml_param_desc &d), (c, &d))
+HPMLI_REF(hpml_tensor *, hpml_linear, (hpml_tensor *x, int64_t out, const hpml_linear_desc &d), (x, out, &d))
+HPMLI_REF(hpml_tensor *, hpml_conv2d, (hpml_tensor *x, int64_t out, const hpml_conv2d_desc &d), (x, out, &d))
+HPMLI_REF(hpml_tensor *, hpml_layernorm, (hpml_tensor *x, const hpml_norm_desc &d), (x, &d))
+HPMLI_REF(hpml_tensor *, hpml_rmsnorm, (hpml_tensor *x, const hpml_norm_desc &d), (x, &d))
+HPMLI_REF(hpml_tensor *, hpml_batchnorm, (hpml_tensor *x, const hpml_norm_desc &d), (x, &d))
+HPMLI_REF(hpml_tensor *, hpml_attention, (hpml_tensor *x, const hpml_attention_desc &d), (x, &d))
+HPMLI_REF(hpml_graph *, hpml_graph_create, (hpml_ctx *c, const hpml_graph_desc &d), (c, &d))
+HPMLI_REF(hpml_trainer *, hpml_trainer_create, (hpml_ctx *c, const hpml_trainer_desc &d), (c, &d))
+HPMLI_REF(hpml_status, hpml_trainer_fit, (hpml_trainer *t, hpml_dataset *s, const hpml_fit_desc &d), (t, s, &d))
+HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, const hpml_loader_desc &d), (c, s, &d))
+#undef HPMLI_REF
+#endif
+
+#endif /* HPML_H_INCLUDED: stop here if you only want the API */
+
+#ifdef HPML_IMPLEMENTATION
+#ifdef HPMLI_ISA
+// ---------------------------------------------------------------------------------------------------------------------
+// >>simd   vectors: one kernel text for all instruction sets
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Everything up to the matching #else is compiled several times, once for each instruction set (HPMLI_ISA 0 scalar, 1 AVX2,
+   2 AVX-512, 3 NEON): the header includes itself. Kernels below are written once over these few operations; `hv` is a
+   vector of HV_W floats. Each function carries its own target attribute, so a plain `cc -O2` builds all of them and the
+   context picks the best one that the CPU runs. The last, partial vector of an array is loaded with hv_load_n and goes
+   through the same instructions as the others: an element's result does not depend on where it stands. */
+
+#ifndef HPMLI_K
+#define HPMLI_CAT_(a, b)  a##b
+#define HPMLI_CAT(a, b)   HPMLI_CAT_(a, b)
+#define HPMLI_K(name)     HPMLI_CAT(name, HPMLI_SUFFIX)
+#define HPMLI_KFN         static __attribute__((unused)) HPMLI_TARGET
+#define HPMLI_VFN         static inline __attribute__((always_inline, unused)) HPMLI_TARGET
+#define HPMLI_V1(name, e) HPMLI_VFN hv HPMLI_K(name)(hv a) { return e; }
+#define HPMLI_V2(name, e) HPMLI_VFN hv HPMLI_K(name)(hv a, hv b) { return e; }
+#define HPMLI_V3(name, e) HPMLI_VFN hv HPMLI_K(name)(hv a, hv b, hv c) { return e; }
+#define HPMLI_V4(name, e) HPMLI_VFN hv HPMLI_K(name)(hv a, hv b, hv x, hv y) { return e; }
+#define hv_set1         HPMLI_K(hpmli_set1)
+#define hv_zero         HPMLI_K(hpmli_zero)
+#define hv_load         HPMLI_K(hpmli_load)
+#define hv_store        HPMLI_K(hpmli_store)
+#define hv_load_n       HPMLI_K(hpmli_load_n)
+#define hv_store_n      HPMLI_K(hpmli_store_n)
+#define hv_add          HPMLI_K(hpmli_add)
+#define hv_sub          HPMLI_K(hpmli_sub)
+#define hv_mul          HPMLI_K(hpmli_mul)
+#define hv_div          HPMLI_K(hpmli_div)
+#define hv_fma          HPMLI_K(hpmli_fma)
+#define hv_fnma         HPMLI_K(hpmli_fnma)
+#define hv_max          HPMLI_K(hpmli_max)
+#define hv_min          HPMLI_K(hpmli_min)
+#define hv_abs          HPMLI_K(hpmli_abs)
+#define hv_neg          HPMLI_K(hpmli_neg)
+#define hv_sqrt         HPMLI_K(hpmli_sqrt)
+#define hv_round        HPMLI_K(hpmli_round)
+#define hv_ge           HPMLI_K(hpmli_ge)
+#define hv_gt           HPMLI_K(hpmli_gt)
+#define hv_eq           HPMLI_K(hpmli_eq)
+#define hv_pow2i        HPMLI_K(hpmli_pow2i)
+#define hv_exponent     HPMLI_K(hpmli_exponent)
+#define hv_mantissa     HPMLI_K(hpmli_mantissa)
+#define hv_sum          HPMLI_K(hpmli_sum)
+#define hv_hmax         HPMLI_K(hpmli_hmax)
+#define hv_signmask     HPMLI_K(hpmli_signmask)
+#define hv_bits         HPMLI_K(hpmli_bits)
+#define hv_load_bf16    HPMLI_K(hpmli_load_bf16)
+#define hv_store_bf16   HPMLI_K(hpmli_store_bf16)
+#define hv_load_f16     HPMLI_K(hpmli_load_f16)
+#define hv_store_f16    HPMLI_K(hpmli_store_f16)
+#define hv_iota         HPMLI_K(hpmli_iota)
+#define hv_load_u8      HPMLI_K(hpmli_load_u8)
+#define hv_load_i32     HPMLI_K(hpmli_load_i32)
+#define hv_store_i32    HPMLI_K(hpmli_store_i32)
+#endif
+
+#undef HPMLI_SUFFIX
+#undef HPMLI_TARGET
+#undef HPMLI_ISA_NAME
+#undef HV_W
+#undef hv
+#undef hvi
+
+#if HPMLI_ISA == 0
+#define HPMLI_SUFFIX   _scalar
+#define HPMLI_TARGET
+#define HPMLI_ISA_NAME "scalar"
+#define HV_W           1
+#define hv             float
+#define hvi            int32_t
+HPMLI_VFN hv HPMLI_K(hpmli_set1)(float x) { return x; }
+HPMLI_VFN hv HPMLI_K(hpmli_zero)(void) { return 0; }
+HPMLI_VFN hv HPMLI_K(hpmli_iota)(void) { return 0; }
+HPMLI_VFN hv HPMLI_K(hpmli_load)(const float *p) { return *p; }
+HPMLI_VFN void HPMLI_K(hpmli_store)(float *p, hv a) { *p = a; }
+HPMLI_VFN hv HPMLI_K(hpmli_load_n)(const float *p, int64_t n) { return n > 0 ? *p : 0; }
+HPMLI_VFN void HPMLI_K(hpmli_store_n)(float *p, hv a, int64_t n) { if (n > 0) *p = a; }
+HPMLI_V2(hpmli_add, a + b)
+HPMLI_V2(hpmli_sub, a - b)
+HPMLI_V2(hpmli_mul, a * b)
+HPMLI_V2(hpmli_div, a / b)
+HPMLI_V3(hpmli_fma, a * b + c)
+HPMLI_V3(hpmli_fnma, c - a * b)
+HPMLI_V2(hpmli_max, a > b ? a : b)
+HPMLI_V2(hpmli_min, a < b ? a : b)
+HPMLI_V1(hpmli_abs, fabsf(a))
+HPMLI_V1(hpmli_neg, -a)
+HPMLI_V1(hpmli_sqrt, sqrtf(a))
+HPMLI_V1(hpmli_round, rintf(a))
+HPMLI_V4(hpmli_ge, a >= b ? x : y)
+HPMLI_V4(hpmli_gt, a > b ? x : y)
+HPMLI_V4(hpmli_eq, a == b ? x : y)
+HPMLI_VFN uint32_t HPMLI_K(hpmli_word)(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
+HPMLI_VFN float HPMLI_K(hpmli_float)(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+HPMLI_V1(hpmli_pow2i, HPMLI_K(hpmli_float)((uint32_t)((int32_t)a + 127) << 23))
+HPMLI_V1(hpmli_exponent, (float)((int32_t)(HPMLI_K(hpmli_word)(a) >> 23 & 255) - 127))
+HPMLI_V1(hpmli_mantissa, HPMLI_K(hpmli_float)((HPMLI_K(hpmli_word)(a) & 0x7fffffu) | 0x3f800000u))
+HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a) { return a; }
+HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a) { return a; }
+HPMLI_VFN uint32_t HPMLI_K(hpmli_signmask)(hv a) { return a >= 0; }
+HPMLI_VFN hv HPMLI_K(hpmli_bits)(uint32_t m, hv a, hv b) { return m & 1 ? a : b; }
+HPMLI_VFN hv HPMLI_K(hpmli_load_bf16)(const uint16_t *p) { return HPMLI_K(hpmli_float)((uint32_t)*p << 16); }
+HPMLI_VFN void HPMLI_K(hpmli_store_bf16)(uint16_t *p, hv a)
+{
+    uint32_t u = HPMLI_K(hpmli_word)(a);
+    *p = (uint16_t)(a != a ? u >> 16 | 0x40u : (u + 0x7fffu + (u >> 16 & 1)) >> 16);
+}
+HPMLI_VFN hv HPMLI_K(hpmli_load_f16)(const uint16_t *p)
+{
+    uint32_t sign = (uint32_t)(*p & 0x8000u) << 16, exponent = *p >> 10 & 31u, fraction = *p & 0x3ffu;
+    if (exponent == 31) return HPMLI_K(hpmli_float)(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
+    if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * (1.0f / 16777216.0f); /* subnormal: fraction 2^-24 */
+    return HPMLI_K(hpmli_float)(sign | (exponent + 112) << 23 | fraction << 13);
+}
+HPMLI_VFN void HPMLI_K(hpmli_store_f16)(uint16_t *p, hv a)
+{
+    uint32_t u = HPMLI_K(hpmli_word)(a), sign = u >> 16 & 0x8000u, x = u & 0x7fffffffu, h;
+    if (x > 0x7f800000u) h = 0x7e00u | (x >> 13 & 0x3ffu);
+    else if (x >= 0x477ff000u) h = 0x7c00u; /* 65520 and more round to infinity */
+    else if (x >= 0x38800000u) h = (x - 0x38000000u + 0xfffu + (x >> 13 & 1)) >> 13;
+    else h = (uint32_t)rintf(HPMLI_K(hpmli_float)(x) * 16777216.0f); /* subnormal */
+    *p = (uint16_t)(sign | h);
+}
+HPMLI_VFN hv HPMLI_K(hpmli_load_u8)(const uint8_t *p) { return (float)*p; }
+HPMLI_VFN hv HPMLI_K(hpmli_load_i32)(const int32_t *p) { return (float)*p; }
+HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
+{
+    *p = a != a ? 0 : a >= 2147483648.0f ? INT32_MAX : a <= -2147483648.0f ? INT32_MIN : (int32_t)rintf(a);
+}
+#endif
+
+#if HPMLI_ISA == 1
+#define HPMLI_SUFFIX   _avx2
+#define HPMLI_TARGET   __attribute__((target("avx2,fma,f16c")))
+#define HPMLI_ISA_NAME "avx2"
+#define HV_W           8
+#define hv             __m256
+#define hvi            __m256i
+HPMLI_VFN __m256i HPMLI_K(hpmli_lanes)(int64_t n)
+{
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+HPMLI_VFN hv HPMLI_K(hpmli_set1)(float x) { return _mm256_set1_ps(x); }
+HPMLI_VFN hv HPMLI_K(hpmli_zero)(void) { return _mm256_setzero_ps(); }
+HPMLI_VFN hv HPMLI_K(hpmli_iota)(void) { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
+HPMLI_VFN hv HPMLI_K(hpmli_load)(const float *p) { return _mm256_loadu_ps(p); }
+HPMLI_VFN void HPMLI_K(hpmli_store)(float *p, hv a) { _mm256_storeu_ps(p, a); }
+HPMLI_VFN hv HPMLI_K(hpmli_load_n)(const float *p, int64_t n) { return _mm256_maskload_ps(p, HPMLI_K(hpmli_lanes)(n)); }
+HPMLI_VFN void HPMLI_K(hpmli_store_n)(float *p, hv a, int64_t n) { _mm256_maskstore_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
+HPMLI_V2(hpmli_add, _mm256_add_ps(a, b))
+HPMLI_V2(hpmli_sub, _mm256_sub_ps(a, b))
+HPMLI_V2(hpmli_mul, _mm256_mul_ps(a, b))
+HPMLI_V2(hpmli_div, _mm256_div_ps(a, b))
+HPMLI_V3(hpmli_fma, _mm256_fmadd_ps(a, b, c))
+HPMLI_V3(hpmli_fnma, _mm256_fnmadd_ps(a, b, c))
+HPMLI_V2(hpmli_max, _mm256_max_ps(a, b))
+HPMLI_V2(hpmli_min, _mm256_min_ps(a, b))
+HPMLI_V1(hpmli_abs, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a))
+HPMLI_V1(hpmli_neg, _mm256_xor_ps(_mm256_set1_ps(-0.0f), a))
+HPMLI_V1(hpmli_sqrt, _mm256_sqrt_ps(a))
+HPMLI_V1(hpmli_round, _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+HPMLI_V4(hpmli_ge, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GE_OQ)))
+HPMLI_V4(hpmli_gt, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ)))
+HPMLI_V4(hpmli_eq, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_EQ_OQ)))
+HPMLI_V1(hpmli_pow2i, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(a), _mm256_set1_epi32(127)), 23)))
+HPMLI_V1(hpmli_exponent, _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(_mm256_srli_epi32(_mm256_castps_si256(a), 23),
+                             _mm256_set1_epi32(255)), _mm256_set1_epi32(127))))
+HPMLI_V1(hpmli_mantissa, _mm256_or_ps(_mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffff))), _mm256_set1_ps(1)))
+HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
+{
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a)
+{
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+HPMLI_VFN uint32_t HPMLI_K(hpmli_signmask)(hv a)
+{
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GE_OQ));
+}
+HPMLI_VFN hv HPMLI_K(hpmli_bits)(uint32_t m, hv a, hv b)
+{
+    __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    __m256i on  = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)m), bit), bit);
+    return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(on));
+}
+HPMLI_VFN hv HPMLI_K(hpmli_load_bf16)(const uint16_t *p)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)), 16));
+}
+HPMLI_VFN void HPMLI_K(hpmli_store_bf16)(uint16_t *p, hv a)
+{
+    __m256i u = _mm256_castps_si256(a), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    __m256i r = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
+    __m256i q = _mm256_or_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(0x40));
+    r = _mm256_blendv_epi8(r, q, _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
+    r = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_castsi256_si128(r));
+}
+HPMLI_VFN hv HPMLI_K(hpmli_load_f16)(const uint16_t *p)
+{
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
+}
+HPMLI_VFN void HPMLI_K(hpmli_store_f16)(uint16_t *p, hv a)
+{
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
+HPMLI_VFN hv HPMLI_K(hpmli_load_u8)(const uint8_t *p)
+{
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
+}
+HPMLI_VFN hv HPMLI_K(hpmli_load_i32)(const int32_t *p)
+{
+    return _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
+}
+HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
+{
+    __m256i i   = _mm256_cvtps_epi32(a); /* out of range gives INT32_MIN */
+    __m256i top = _mm256_castps_si256(_mm256_cmp_ps(a, _mm256_set1_ps(2147483648.0f), _CMP_GE_OQ));
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+    i = _mm256_blendv_epi8(i, _mm256_set1_epi32(INT32_MAX), top);
+    _mm256_storeu_si256((__m256i *)(void *)p, _mm256_andnot_si256(nan, i));
+}
+#endif
+
+#if HPMLI_ISA == 2
+#if !defined(__clang__) /* without optimization gcc's own headers make macros of some of these, which -Wconversion sees */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wsign-conversion"
+#endif
+#define HPMLI_SUFFIX   _avx512
+#define HPMLI_TARGET   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define HPMLI_ISA_NAME "avx512"
+#define HV_W           16
+#define hv             __m512
+#define hvi            __m512i
+HPMLI_VFN __mmask16 HPMLI_K(hpmli_lanes)(int64_t n) { return (__mmask16)((1u << n) - 1); }
+HPMLI_VFN hv HPMLI_K(hpmli_set1)(float x) { return _mm512_set1_ps(x); }
+HPMLI_VFN hv HPMLI_K(hpmli_zero)(void) { return _mm512_setzero_ps(); }
+HPMLI_VFN hv HPMLI_K(hpmli_iota)(void) { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+HPMLI_VFN hv HPMLI_K(hpmli_load)(const float *p) { return _mm512_loadu_ps(p); }
+HPMLI_VFN void HPMLI_K(hpmli_store)(float *p, hv a) { _mm512_storeu_ps(p, a); }
+HPMLI_VFN hv HPMLI_K(hpmli_load_n)(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HPMLI_K(hpmli_lanes)(n), p); }
+HPMLI_VFN void HPMLI_K(hpmli_store_n)(float *p, hv a, int64_t n) { _mm512_mask_storeu_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
+HPMLI_V2(hpmli_add, _mm512_add_ps(a, b))
+HPMLI_V2(hpmli_sub, _mm512_sub_ps(a, b))
+HPMLI_V2(hpmli_mul, _mm512_mul_ps(a, b))
+HPMLI_V2(hpmli_div, _mm512_div_ps(a, b))
+HPMLI_V3(hpmli_fma, _mm512_fmadd_ps(a, b, c))
+HPMLI_V3(hpmli_fnma, _mm512_fnmadd_ps(a, b, c))
+HPMLI_V2(hpmli_max, _mm512_max_ps(a, b))
+HPMLI_V2(hpmli_min, _mm512_min_ps(a, b))
+HPMLI_V1(hpmli_abs, _mm512_andnot_ps(_mm512_set1_ps(-0.0f), a))
+HPMLI_V1(hpmli_neg, _mm512_xor_ps(_mm512_set1_ps(-0.0f), a))
+HPMLI_V1(hpmli_sqrt, _mm512_sqrt_ps(a))
+HPMLI_V1(hpmli_round, _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+HPMLI_V4(hpmli_ge, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), y, x))
+HPMLI_V4(hpmli_gt, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x))
+HPMLI_V4(hpmli_eq, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), y, x))
+HPMLI_V1(hpmli_pow2i, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(a), _mm512_set1_epi32(127)), 23)))
+HPMLI_V1(hpmli_exponent, _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(_mm512_srli_epi32(_mm512_castps_si512(a), 23),
+                             _mm512_set1_epi32(255)), _mm512_set1_epi32(127))))
+HPMLI_V1(hpmli_mantissa, _mm512_or_ps(_mm512_and_ps(a, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fffff))), _mm512_set1_ps(1)))
+HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
+{
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a)
+{
+    __m256 h = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+HPMLI_VFN uint32_t HPMLI_K(hpmli_signmask)(hv a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
+HPMLI_VFN hv HPMLI_K(hpmli_bits)(uint32_t m, hv a, hv b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
+HPMLI_VFN hv HPMLI_K(hpmli_load_bf16)(const uint16_t *p)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p)), 16));
+}
+HPMLI_VFN void HPMLI_K(hpmli_store_bf16)(uint16_t *p, hv a)
+{
+    __m512i u = _mm512_castps_si512(a), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    __m512i r = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
+    __m512i q = _mm512_or_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(0x40));
+    r = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), r, q);
+    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(r));
+}
+HPMLI_VFN hv HPMLI_K(hpmli_load_f16)(const uint16_t *p)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
+}
+HPMLI_VFN void HPMLI_K(hpmli_store_f16)(uint16_t *p, hv a)
+{
+    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
+HPMLI_VFN hv HPMLI_K(hpmli_load_u8)(const uint8_t *p)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
+}
+HPMLI_VFN hv HPMLI_K(hpmli_load_i32)(const int32_t *p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
+HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
+{
+    __m512i i = _mm512_cvtps_epi32(a); /* out of range gives INT32_MIN */
+    i = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, _mm512_set1_ps(2147483648.0f), _CMP_GE_OQ), i, _mm512_set1_epi32(INT32_MAX));
+    i = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), i, _mm512_setzero_si512());
+    _mm512_storeu_si512(p, i);
+}
+#endif
+
+#if HPMLI_ISA == 2 && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+
+#if HPMLI_ISA == 3
+#define HPMLI_SUFFIX   _neon
+#define HPMLI_TARGET
+#define HPMLI_ISA_NAME "neon"
+#define HV_W           4
+#define hv             float32x4_t
+#define hvi            int32x4_t
+HPMLI_VFN hv HPMLI_K(hpmli_set1)(float x) { return vdupq_n_f32(x); }
+HPMLI_VFN hv HPMLI_K(hpmli_zero)(void) { return vdupq_n_f32(0); }
+HPMLI_VFN hv HPMLI_K(hpmli_iota)(void)
+{
+    static const float lane[4] = { 0, 1, 2, 3 };
+    return vld1q_f32(lane);
+}
+HPMLI_VFN hv HPMLI_K(hpmli_load)(const float *p) { return vld1q_f32(p); }
+HPMLI_VFN void HPMLI_K(hpmli_store)(float *p, hv a) { vst1q_f32(p, a); }
+HPMLI_VFN hv HPMLI_K(hpmli_load_n)(const float *p, int64_t n)
+{
+    float t[4] = { 0, 0, 0, 0 };
+    for (int64_t i = 0; i < n; i++) t[i] = p[i];
+    return vld1q_f32(t);
+}
+HPMLI_VFN void HPMLI_K(hpmli_store_n)(float *p, hv a, int64_t n)
+{
+    float t[4];
+    vst1q_f32(t, a);
+    for (int64_t i = 0; i < n; i++) p[i] = t[i];
+}
+HPMLI_V2(hpmli_add, vaddq_f32(a, b))
+HPMLI_V2(hpmli_sub, vsubq_f32(a, b))
+HPMLI_V2(hpmli_mul, vmulq_f32(a, b))
+HPMLI_V2(hpmli_div, vdivq_f32(a, b))
+HPMLI_V3(hpmli_fma, vfmaq_f32(c, a, b))
+HPMLI_V3(hpmli_fnma, vfmsq_f32(c, a, b))
+HPMLI_V1(hpmli_abs, vabsq_f32(a))
+HPMLI_V1(hpmli_neg, vnegq_f32(a))
+HPMLI_V1(hpmli_sqrt, vsqrtq_f32(a))
+HPMLI_V1(hpmli_round, vrndnq_f32(a))
+HPMLI_V4(hpmli_ge, vbslq_f32(vcgeq_f32(a, b), x, y))
+HPMLI_V4(hpmli_gt, vbslq_f32(vcgtq_f32(a, b), x, y))
+HPMLI_V4(hpmli_eq, vbslq_f32(vceqq_f32(a, b), x, y))
+HPMLI_V2(hpmli_max, vbslq_f32(vcgtq_f32(a, b), a, b)) /* as on x86: a NaN in a gives b */
+HPMLI_V2(hpmli_min, vbslq_f32(vcltq_f32(a, b), a, b))
+HPMLI_V1(hpmli_pow2i, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(a), vdupq_n_s32(127)), 23)))
+HPMLI_V1(hpmli_exponent, vcvtq_f32_s32(vsubq_s32(vandq_s32(vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_f32(a), 23)),
+                             vdupq_n_s32(255)), vdupq_n_s32(127))))
+HPMLI_V1(hpmli_mantissa, vreinterpretq_f32_u32(vorrq_u32(vandq_u32(vreinterpretq_u32_f32(a), vdupq_n_u32(0x7fffff)),
+                             vdupq_n_u32(0x3f800000))))
+HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
+{
+    float32x2_t s = vadd_f32(vget_low_f32(a), vget_high_f32(a));
+    return vget_lane_f32(s, 0) + vget_lane_f32(s, 1);
+}
+HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a) { return vmaxvq_f32(a); }
+HPMLI_VFN uint32_t HPMLI_K(hpmli_signmask)(hv a)
+{
+    static const uint32_t bit[4] = { 1, 2, 4, 8 };
+    return vaddvq_u32(vandq_u32(vcgeq_f32(a, vdupq_n_f32(0)), vld1q_u32(bit)));
+}
+HPMLI_VFN hv HPMLI_K(hpmli_bits)(uint32_t m, hv a, hv b)
+{
+    static const uint32_t bit[4] = { 1, 2, 4, 8 };
+    return vbslq_f32(vtstq_u32(vdupq_n_u32(m), vld1q_u32(bit)), a, b);
+}
+HPMLI_VFN hv HPMLI_K(hpmli_load_bf16)(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+HPMLI_VFN void HPMLI_K(hpmli_store_bf16)(uint16_t *p, hv a)
+{
+    uint32x4_t u = vreinterpretq_u32_f32(a), odd = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));
+    uint32x4_t r = vshrq_n_u32(vaddq_u32(vaddq_u32(u, vdupq_n_u32(0x7fff)), odd), 16);
+    uint32x4_t q = vorrq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(0x40));
+    vst1_u16(p, vmovn_u32(vbslq_u32(vceqq_f32(a, a), r, q)));
+}
+HPMLI_VFN hv HPMLI_K(hpmli_load_f16)(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+HPMLI_VFN void HPMLI_K(hpmli_store_f16)(uint16_t *p, hv a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
+HPMLI_VFN hv HPMLI_K(hpmli_load_u8)(const uint8_t *p)
+{
+    uint32_t t[4];
+    for (int i = 0; i < 4; i++) t[i] = p[i];
+    return vcvtq_f32_u32(vld1q_u32(t));
+}
+HPMLI_VFN hv HPMLI_K(hpmli_load_i32)(const int32_t *p) { return vcvtq_f32_s32(vld1q_s32(p)); }
+HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
+#endif
+
+/* Partial forms for types without masked instructions: through a buffer, so that the conversion is the same. */
+#define HPMLI_PARTIAL(load, T)                                                                                        \
+    HPMLI_VFN hv HPMLI_K(hpmli_##load##_n)(const T *p, int64_t n)                                                      \
+    {                                                                                                                  \
+        T t[HV_W];                                                                                                     \
+        for (int64_t i = 0; i < HV_W; i++) t[i] = i < n ? p[i] : 0;                                                    \
+        return HPMLI_K(hpmli_##load)(t);                                                                               \
+    }
+HPMLI_PARTIAL(load_bf16, uint16_t)
+HPMLI_PARTIAL(load_f16, uint16_t)
+HPMLI_PARTIAL(load_u8, uint8_t)
+HPMLI_PARTIAL(load_i32, int32_t)
+#undef HPMLI_PARTIAL
+#define HPMLI_PARTIAL(store, T)                                                                                       \
+    HPMLI_VFN void HPMLI_K(hpmli_##store##_n)(T *p, hv a, int64_t n)                                                   \
+    {                                                                                                                  \
+        T t[HV_W];                                                                                                     \
+        HPMLI_K(hpmli_##store)(t, a);                                                                                  \
+        for (int64_t i = 0; i < n && i < HV_W; i++) p[i] = t[i];                                                       \
+    }
+HPMLI_PARTIAL(store_bf16, uint16_t)
+HPMLI_PARTIAL(store_f16, uint16_t)
+HPMLI_PARTIAL(store_i32, int32_t)
+#undef HPMLI_PARTIAL
+#define hv_load_bf16_n  HPMLI_K(hpmli_load_bf16_n)
+#define hv_load_f16_n   HPMLI_K(hpmli_load_f16_n)
+#define hv_load_u8_n    HPMLI_K(hpmli_load_u8_n)
+#define hv_load_i32_n   HPMLI_K(hpmli_load_i32_n)
+#define hv_store_bf16_n HPMLI_K(hpmli_store_bf16_n)
+#define hv_store_f16_n  HPMLI_K(hpmli_store_f16_n)
+#define hv_store_i32_n  HPMLI_K(hpmli_store_i32_n)
+
+/* for (i = 0; i < n; i += HV_W) with c = the lanes that count. */
+#define HV_LOOP(n) for (int64_t i = 0, c; c = (n) - i < HV_W ? (n) - i : HV_W, i < (n); i += HV_W)
+/* A load that is whole almost always. */
+HPMLI_VFN hv HPMLI_K(hpmli_ld)(const float *p, int64_t n) { return n >= HV_W ? hv_load(p) : hv_load_n(p, n); }
+HPMLI_VFN void HPMLI_K(hpmli_st)(float *p, hv a, int64_t n)
+{
+    if (n >= HV_W) hv_store(p, a);
+    else hv_store_n(p, a, n);
+}
+#define hv_ld HPMLI_K(hpmli_ld)
+#define hv_st HPMLI_K(hpmli_st)
+// ---------------------------------------------------------------------------------------------------------------------
+// >>vmath   exp, log, tanh, erf and the activations
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Range reduction and a polynomial, after Cody & Waite: exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2.
+   Errors are below 2 units in the last place over the whole range; NaN stays NaN, exp underflows to 0. */
+
+HPMLI_VFN hv HPMLI_K(hpmli_exp)(hv x)
+{
+    hv clamped = hv_max(hv_min(x, hv_set1(88.9f)), hv_set1(-104.0f));
+    hv n = hv_round(hv_mul(clamped, hv_set1(1.44269504088896341f)));
+    hv r = hv_fnma(n, hv_set1(-2.12194440e-4f), hv_fnma(n, hv_set1(0.693359375f), clamped));
+    hv p = hv_set1(1.9875691500e-4f);
+    hv low, high;
+    p = hv_fma(p, r, hv_set1(1.3981999507e-3f));
+    p = hv_fma(p, r, hv_set1(8.3334519073e-3f));
+    p = hv_fma(p, r, hv_set1(4.1665795894e-2f));
+    p = hv_fma(p, r, hv_set1(1.6666665459e-1f));
+    p = hv_fma(p, r, hv_set1(5.0000001201e-1f));
+    p = hv_add(hv_fma(p, hv_mul(r, r), r), hv_set1(1));
+    low  = hv_round(hv_mul(n, hv_set1(0.5f))); /* 2^n in two factors: n reaches 128 and -150 */
+    high = hv_sub(n, low);
+    p = hv_mul(hv_mul(p, hv_pow2i(low)), hv_pow2i(high));
+    return hv_eq(x, x, p, x);
+}
+
+/* log(2^e m) = e ln 2 + log m, m in [sqrt 1/2, sqrt 2). */
+HPMLI_VFN hv HPMLI_K(hpmli_log)(hv x)
+{
+    hv tiny = hv_set1(1.17549435e-38f), one = hv_set1(1);
+    hv s    = hv_gt(tiny, x, hv_mul(x, hv_set1(8388608.0f)), x); /* subnormal: times 2^23 */
+    hv e    = hv_sub(hv_exponent(s), hv_gt(tiny, x, hv_set1(23), hv_zero()));
+    hv m = hv_mantissa(s), big = hv_set1(1.41421356f), f, z, p, y;
+    e = hv_gt(m, big, hv_add(e, one), e);
+    f = hv_sub(hv_gt(m, big, hv_mul(m, hv_set1(0.5f)), m), one);
+    z = hv_mul(f, f);
+    p = hv_set1(7.0376836292e-2f);
+    p = hv_fma(p, f, hv_set1(-1.1514610310e-1f));
+    p = hv_fma(p, f, hv_set1(1.1676998740e-1f));
+    p = hv_fma(p, f, hv_set1(-1.2420140846e-1f));
+    p = hv_fma(p, f, hv_set1(1.4249322787e-1f));
+    p = hv_fma(p, f, hv_set1(-1.6668057665e-1f));
+    p = hv_fma(p, f, hv_set1(2.0000714765e-1f));
+    p = hv_fma(p, f, hv_set1(-2.4999993993e-1f));
+    p = hv_fma(p, f, hv_set1(3.3333331174e-1f));
+    y = hv_mul(hv_mul(p, f), z);
+    y = hv_fma(e, hv_set1(-2.12194440e-4f), y);
+    y = hv_fma(z, hv_set1(-0.5f), y);
+    y = hv_fma(e, hv_set1(0.693359375f), hv_add(f, y));
+    y = hv_eq(x, hv_set1(INFINITY), x, y);
+    y = hv_eq(x, hv_zero(), hv_set1(-INFINITY), y);
+    return hv_ge(x, hv_zero(), y, hv_set1(NAN));
+}
+
+HPMLI_VFN hv HPMLI_K(hpmli_sigmoid)(hv x)
+{
+    return hv_div(hv_set1(1), hv_add(hv_set1(1), HPMLI_K(hpmli_exp)(hv_neg(x))));
+}
+
+/* tanh: a polynomial near zero, 1 - 2 / (exp(2|x|) + 1) elsewhere. */
+HPMLI_VFN hv HPMLI_K(hpmli_tanh)(hv x)
+{
+    hv a = hv_abs(x), z = hv_mul(x, x), p = hv_set1(-5.70498872745e-3f), far;
+    p = hv_fma(p, z, hv_set1(2.06390887954e-2f));
+    p = hv_fma(p, z, hv_set1(-5.37397155531e-2f));
+    p = hv_fma(p, z, hv_set1(1.33314422036e-1f));
+    p = hv_fma(p, z, hv_set1(-3.33332819422e-1f));
+    p = hv_fma(hv_mul(p, z), x, x);
+    far = hv_sub(hv_set1(1), hv_div(hv_set1(2), hv_add(HPMLI_K(hpmli_exp)(hv_add(a, a)), hv_set1(1))));
+    far = hv_ge(x, hv_zero(), far, hv_neg(far));
+    return hv_ge(a, hv_set1(0.625f), far, p);
+}
+
+/* erf: the series near zero, Abramowitz & Stegun 7.1.26 elsewhere; absolute error below 3e-7. */
+HPMLI_VFN hv HPMLI_K(hpmli_erf)(hv x)
+{
+    hv a = hv_abs(x), z = hv_mul(x, x), t, p, far, near_;
+    t = hv_div(hv_set1(1), hv_fma(a, hv_set1(0.3275911f), hv_set1(1)));
+    p = hv_set1(1.061405429f);
+    p = hv_fma(p, t, hv_set1(-1.453152027f));
+    p = hv_fma(p, t, hv_set1(1.421413741f));
+    p = hv_fma(p, t, hv_set1(-0.284496736f));
+    p = hv_fma(p, t, hv_set1(0.254829592f));
+    far = hv_fnma(hv_mul(p, t), HPMLI_K(hpmli_exp)(hv_neg(z)), hv_set1(1));
+    far = hv_ge(x, hv_zero(), far, hv_neg(far));
+    p = hv_set1(-8.5483270e-4f); /* 2 / sqrt(pi) (-1)^k / (k! (2k + 1)) */
+    p = hv_fma(p, z, hv_set1(5.2239776e-3f));
+    p = hv_fma(p, z, hv_set1(-2.6866170e-2f));
+    p = hv_fma(p, z, hv_set1(1.1283792e-1f));
+    p = hv_fma(p, z, hv_set1(-3.7612639e-1f));
+    near_ = hv_mul(hv_fma(p, z, hv_set1(1.1283792f)), x);
+    return hv_gt(hv_set1(0.5f), a, near_, far);
+}
+
+/* The activations: f(x), and df/dx from x or from y = f(x), whichever is cheaper. s is the slope of leaky relu. */
+#define HPMLI_ACT(name, forward, slope_of)                                                                             \
+    HPMLI_VFN hv HPMLI_K(hpmli_f_##name)(hv x, hv s) { (void)s; return forward; }                                      \
+    HPMLI_VFN hv HPMLI_K(hpmli_d_##name)(hv x, hv y, hv s) { (void)x; (void)y; (void)s; return slope_of; }
+#define HV_ONE  hv_set1(1)
+#define HV_HALF hv_set1(0.5f)
+
+/* gelu, tanh form: u = sqrt(2/pi) (x + 0.044715 x^3) */
+HPMLI_VFN hv HPMLI_K(hpmli_gelu_t)(hv x)
+{
+    hv cubic = hv_fma(hv_mul(hv_mul(x, x), x), hv_set1(0.044715f), x);
+    return HPMLI_K(hpmli_tanh)(hv_mul(cubic, hv_set1(0.79788456080286535588f)));
+}
+HPMLI_VFN hv HPMLI_K(hpmli_gelu_slope)(hv x)
+{
+    hv t  = HPMLI_K(hpmli_gelu_t)(x);
+    hv du = hv_fma(hv_mul(x, x), hv_set1(0.79788456080286535588f * 3 * 0.044715f), hv_set1(0.79788456080286535588f));
+    hv dt = hv_mul(hv_fnma(t, t, HV_ONE), du);
+    return hv_mul(HV_HALF, hv_add(hv_add(HV_ONE, t), hv_mul(x, dt)));
+}
+HPMLI_VFN hv HPMLI_K(hpmli_gelu_cdf)(hv x) /* normal distribution function */
+{
+    return hv_mul(HV_HALF, hv_add(HV_ONE, HPMLI_K(hpmli_erf)(hv_mul(x, hv_set1(0.70710678118654752f)))));
+}
+HPMLI_VFN hv HPMLI_K(hpmli_gelu_pdf)(hv x)
+{
+    return hv_mul(hv_set1(0.39894228040143268f), HPMLI_K(hpmli_exp)(hv_mul(hv_mul(x, x), hv_set1(-0.5f))));
+}
+HPMLI_VFN hv HPMLI_K(hpmli_silu_slope)(hv x)
+{
+    hv s = HPMLI_K(hpmli_sigmoid)(x);
+    return hv_mul(s, hv_fma(x, hv_sub(HV_ONE, s), HV_ONE));
+}
+HPMLI_ACT(none, x, HV_ONE)
+HPMLI_ACT(relu, hv_gt(x, hv_zero(), x, hv_eq(x, x, hv_zero(), x)), hv_gt(y, hv_zero(), HV_ONE, hv_zero()))
+HPMLI_ACT(leaky, hv_gt(x, hv_zero(), x, hv_mul(x, s)), hv_gt(y, hv_zero(), HV_ONE, s))
+HPMLI_ACT(gelu, hv_mul(hv_mul(x, HV_HALF), hv_add(HV_ONE, HPMLI_K(hpmli_gelu_t)(x))), HPMLI_K(hpmli_gelu_slope)(x))
+HPMLI_ACT(gelu_erf, hv_mul(x, HPMLI_K(hpmli_gelu_cdf)(x)),
+          hv_fma(x, HPMLI_K(hpmli_gelu_pdf)(x), HPMLI_K(hpmli_gelu_cdf)(x)))
+HPMLI_ACT(silu, hv_mul(x, HPMLI_K(hpmli_sigmoid)(x)), HPMLI_K(hpmli_silu_slope)(x))
+HPMLI_ACT(sigmoid, HPMLI_K(hpmli_sigmoid)(x), hv_mul(y, hv_sub(HV_ONE, y)))
+HPMLI_ACT(tanh, HPMLI_K(hpmli_tanh)(x), hv_fnma(y, y, HV_ONE))
+HPMLI_ACT(exp, HPMLI_K(hpmli_exp)(x), y)
+HPMLI_ACT(log, HPMLI_K(hpmli_log)(x), hv_div(HV_ONE, x))
+HPMLI_ACT(sqrt, hv_sqrt(x), hv_div(HV_HALF, y))
+HPMLI_ACT(square, hv_mul(x, x), hv_add(x, x))
+HPMLI_ACT(neg, hv_neg(x), hv_set1(-1))
+HPMLI_ACT(abs, hv_abs(x), hv_gt(x, hv_zero(), HV_ONE, hv_gt(hv_zero(), x, hv_set1(-1), hv_zero())))
+#undef HPMLI_ACT
+
+#define HPMLI_ACTS(X) X(0, none) X(1, relu) X(2, leaky) X(3, gelu) X(4, gelu_erf) X(5, silu) X(6, sigmoid) X(7, tanh) \
+    X(8, exp) X(9, log) X(10, sqrt) X(11, square) X(12, neg) X(13, abs)
+
+HPMLI_KFN void HPMLI_K(hpmli_act_forward)(int kind, float slope, float *y, const float *x, int64_t n)
+{
+    hv s = hv_set1(slope);
+    switch (kind) {
+#define HPMLI_X(number, name) \
+    case number: HV_LOOP(n) hv_st(y + i, HPMLI_K(hpmli_f_##name)(hv_ld(x + i, c), s), c); break;
+        HPMLI_ACTS(HPMLI_X)
+#undef HPMLI_X
+    default: break;
+    }
+}
+
+/* x or y may be NULL where the slope does not read it: dy stands in. */
+HPMLI_KFN void HPMLI_K(hpmli_act_backward)(int kind, float slope, float *dx, const float *dy, const float *x, const float *y,
+                                           int64_t n, int accumulate)
+{
+    hv s = hv_set1(slope);
+    if (!x) x = dy;
+    if (!y) y = dy;
+    switch (kind) {
+#define HPMLI_X(number, name)                                                                                          \
+    case number:                                                                                                       \
+        HV_LOOP(n) {                                                                                                   \
+            hv d = hv_mul(hv_ld(dy + i, c), HPMLI_K(hpmli_d_##name)(hv_ld(x + i, c), hv_ld(y + i, c), s));             \
+            hv_st(dx + i, accumulate ? hv_add(hv_ld(dx + i, c), d) : d, c);                                            \
+        }                                                                                                              \
+        break;
+        HPMLI_ACTS(HPMLI_X)
+#undef HPMLI_X
+    default: break;
+    }
+}
+
+#define HPMLI_MAP(name, e)                                                                                             \
+    HPMLI_KFN void HPMLI_K(hpmli_v##name)(float *y, const float *x, int64_t n)                                         \
+    {                                                                                                                  \
+        HV_LOOP(n) hv_st(y + i, HPMLI_K(hpmli_##e)(hv_ld(x + i, c)), c);                                               \
+    }
+HPMLI_MAP(exp, exp)
+HPMLI_MAP(log, log)
+HPMLI_MAP(tanh, tanh)
+HPMLI_MAP(sigmoid, sigmoid)
+HPMLI_MAP(erf, erf)
+#undef HPMLI_MAP
+
+#define HPMLI_MAP2(name)                                                                                               \
+    HPMLI_KFN void HPMLI_K(hpmli_v##name)(float *y, const float *a, const float *b, int64_t n)                         \
+    {                                                                                                                  \
+        HV_LOOP(n) hv_st(y + i, hv_##name(hv_ld(a + i, c), hv_ld(b + i, c)), c);                                       \
+    }
+HPMLI_MAP2(add)
+HPMLI_MAP2(sub)
+HPMLI_MAP2(mul)
+HPMLI_MAP2(div)
+#undef HPMLI_MAP2
+
+HPMLI_KFN void HPMLI_K(hpmli_vfill)(float *y, float value, int64_t n)
+{
+    HV_LOOP(n) hv_st(y + i, hv_set1(value), c);
+}
+
+/* y = a x + b y; b == 0 does not read y. */
+HPMLI_KFN void HPMLI_K(hpmli_vaxpby)(float *y, float a, const float *x, float b, int64_t n)
+{
+    hv va = hv_set1(a), vb = hv_set1(b);
+    if (b == 0) HV_LOOP(n) hv_st(y + i, hv_mul(va, hv_ld(x + i, c)), c);
+    else HV_LOOP(n) hv_st(y + i, hv_fma(va, hv_ld(x + i, c), hv_mul(vb, hv_ld(y + i, c))), c);
+}
+
+/* y = a x + b */
+HPMLI_KFN void HPMLI_K(hpmli_vscale_add)(float *y, const float *x, float a, float b, int64_t n)
+{
+    hv va = hv_set1(a), vb = hv_set1(b);
+    HV_LOOP(n) hv_st(y + i, hv_fma(va, hv_ld(x + i, c), vb), c);
+}
+
+/* y = max(a x + b, 0) */
+HPMLI_KFN void HPMLI_K(hpmli_vaffine_relu)(float *y, const float *x, float a, float b, int64_t n)
+{
+    hv va = hv_set1(a), vb = hv_set1(b);
+    HV_LOOP(n) hv_st(y + i, hv_max(hv_zero(), hv_fma(va, hv_ld(x + i, c), vb)), c);
+}
+
+/* y (+)= a x + b z + c */
+HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float constant, int64_t n,
+                                       int accumulate)
+{
+    hv va = hv_set1(a), vb = hv_set1(b), vc = hv_set1(constant);
+    HV_LOOP(n) {
+        hv r = hv_fma(va, hv_ld(x + i, c), hv_fma(vb, hv_ld(z + i, c), vc));
+        hv_st(y + i, accumulate ? hv_add(hv_ld(y + i, c), r) : r, c);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>vreduce   sums, maxima, norms
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Four independent accumulators hide the latency of an addition; they are joined in a fixed order. The `_wide` forms join
+   in double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
+
+#define HPMLI_BLOCK_SUM 1024
+
+#define HPMLI_REDUCE(name, params, term)                                                                               \
+    HPMLI_KFN float HPMLI_K(hpmli_##name) params                                                                       \
+    {                                                                                                                  \
+        hv      s0 = hv_zero(), s1 = s0, s2 = s0, s3 = s0;                                                             \
+        int64_t i = 0;                                                                                                 \
+        for (; i + 4 * HV_W <= n; i += 4 * HV_W) {                                                                     \
+            const int64_t c = HV_W, j = i + HV_W, k = i + 2 * HV_W, l = i + 3 * HV_W;                                  \
+            s0 = term(i, s0);                                                                                          \
+            s1 = term(j, s1);                                                                                          \
+            s2 = term(k, s2);                                                                                          \
+            s3 = term(l, s3);                                                                                          \
+        }                                                                                                              \
+        for (; i < n; i += HV_W) {                                                                                     \
+            const int64_t c = n - i < HV_W ? n - i : HV_W;                                                             \
+            s0 = term(i, s0);                                                                                          \
+        }                                                                                                              \
+        return hv_sum(hv_add(hv_add(s0, s1), hv_add(s2, s3)));                                                         \
+    }
+#define HPMLI_TERM(at, s) hv_add(s, hv_ld(x + (at), c))
+HPMLI_REDUCE(vsum, (const float *x, int64_t n), HPMLI_TERM)
+#undef HPMLI_TERM
+#define HPMLI_TERM(at, s) hv_fma(hv_ld(a + (at), c), hv_ld(b + (at), c), s)
+HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HPMLI_TERM)
+#undef HPMLI_TERM
+#define HPMLI_TERM(at, s) HPMLI_K(hpmli_square_in)(hv_sub(hv_ld(x + (at), c), HPMLI_K(hpmli_keep)(mean, c)), s)
+HPMLI_VFN hv HPMLI_K(hpmli_square_in)(hv d, hv s) { return hv_fma(d, d, s); }
+HPMLI_VFN hv HPMLI_K(hpmli_keep)(float value, int64_t n) /* value in the first n lanes, as hv_load_n leaves 0 in the rest */
+{
+    return n >= HV_W ? hv_set1(value) : hv_bits((1u << n) - 1, hv_set1(value), hv_zero());
+}
+HPMLI_REDUCE(vvar, (const float *x, float mean, int64_t n), HPMLI_TERM)
+#undef HPMLI_TERM
+#undef HPMLI_REDUCE
+
+#define HPMLI_WIDE(name, params, piece)                                                                                \
+    HPMLI_KFN double HPMLI_K(hpmli_##name) params                                                                      \
+    {                                                                                                                  \
+        double sum = 0;                                                                                                \
+        for (int64_t i = 0; i < n; i += HPMLI_BLOCK_SUM) {                                                             \
+            int64_t c = n - i < HPMLI_BLOCK_SUM ? n - i : HPMLI_BLOCK_SUM;                                             \
+            sum += (double)piece;                                                                                      \
+        }                                                                                                              \
+        return sum;                                                                                                    \
+    }
+HPMLI_WIDE(vsumsq, (const float *x, int64_t n), HPMLI_K(hpmli_vdot)(x + i, x + i, c))
+HPMLI_WIDE(vsum_wide, (const float *x, int64_t n), HPMLI_K(hpmli_vsum)(x + i, c))
+HPMLI_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HPMLI_K(hpmli_vdot)(a + i, b + i, c))
+HPMLI_WIDE(vvar_wide, (const float *x, float mean, int64_t n), HPMLI_K(hpmli_vvar)(x + i, mean, c)) /* sum (x - mean)^2 */
+#undef HPMLI_WIDE
+
+HPMLI_KFN float HPMLI_K(hpmli_vmax)(const float *x, int64_t n)
+{
+    hv      m = hv_set1(-INFINITY);
+    float   best;
+    int64_t i = 0;
+    for (; i + HV_W <= n; i += HV_W) m = hv_max(hv_load(x + i), m);
+    best = hv_hmax(m);
+    for (; i < n; i++) best = x[i] > best ? x[i] : best;
+    return best;
+}
+
+/* y = exp(x - shift); returns the sum. The heart of a softmax. */
+HPMLI_KFN float HPMLI_K(hpmli_vexp_sum)(float *y, const float *x, float shift, int64_t n)
+{
+    hv s = hv_zero(), vs = hv_set1(shift);
+    HV_LOOP(n) {
+        hv e = HPMLI_K(hpmli_exp)(hv_sub(hv_ld(x + i, c), vs));
+        hv_st(y + i, e, c);
+        s = hv_add(s, c >= HV_W ? e : hv_bits((1u << c) - 1, e, hv_zero()));
+    }
+    return hv_sum(s);
+}
+
+/* out[j] (+)= sum over rows of x[r][j]. Blocks of rows keep the chain of additions short. */
+HPMLI_KFN void HPMLI_K(hpmli_vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
+{
+    HV_LOOP(cols) {
+        hv total = hv_zero();
+        for (int64_t r0 = 0; r0 < rows; r0 += 64) {
+            int64_t r = r0, end = r0 + 64 < rows ? r0 + 64 : rows;
+            hv      s0 = hv_zero(), s1 = s0, s2 = s0, s3 = s0;
+            for (; r + 4 <= end; r += 4) {
+                s0 = hv_add(s0, hv_ld(x + r * cols + i, c));
+                s1 = hv_add(s1, hv_ld(x + (r + 1) * cols + i, c));
+                s2 = hv_add(s2, hv_ld(x + (r + 2) * cols + i, c));
+                s3 = hv_add(s3, hv_ld(x + (r + 3) * cols + i, c));
+            }
+            for (; r < end; r++) s0 = hv_add(s0, hv_ld(x + r * cols + i, c));
+            total = hv_add(total, hv_add(hv_add(s0, s1), hv_add(s2, s3)));
+        }
+        hv_st(out + i, accumulate ? hv_add(hv_ld(out + i, c), total) : total, c);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>vupdate   optimizer steps, one pass over the data
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the same
+   names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
+   LARS (You et al. 2017) is SGD with lr already multiplied by the layer's trust ratio. LAMB (You et al. 2020) leaves its
+   direction in m2 = scratch, see hpmli_cpu_update. */
+
+HPMLI_VFN hv HPMLI_K(hpmli_moment)(float *state, hv g, float beta, int64_t c) /* state = beta state + (1 - beta) g */
+{
+    hv s = hv_fma(hv_set1(1 - beta), g, hv_mul(hv_set1(beta), hv_ld(state, c)));
+    hv_st(state, s, c);
+    return s;
+}
+
+HPMLI_VFN void HPMLI_K(hpmli_sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, int64_t c)
+{
+    hv x = hv_ld(w, c), step;
+    g    = hv_fma(hv_set1(o->weight_decay), x, g);
+    step = g;
+    if (m) {
+        hv v = o->first ? g : hv_fma(hv_set1(o->momentum), hv_ld(m, c), g);
+        hv_st(m, v, c);
+        step = o->nesterov ? hv_fma(hv_set1(o->momentum), v, g) : v;
+    }
+    hv_st(w, hv_fnma(hv_set1(o->lr), step, x), c);
+}
+
+HPMLI_VFN void HPMLI_K(hpmli_adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, int64_t c)
+{
+    hv x = hv_ld(w, c), s;
+    g = hv_fma(hv_set1(o->weight_decay), x, g);
+    s = hv_fma(g, g, hv_ld(v, c));
+    hv_st(v, s, c);
+    hv_st(w, hv_fnma(hv_set1(o->lr), hv_div(g, hv_add(hv_sqrt(s), hv_set1(o->eps))), x), c);
+}
+
+HPMLI_VFN void HPMLI_K(hpmli_rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, int64_t c)
+{
+    hv x = hv_ld(w, c), step;
+    g    = hv_fma(hv_set1(o->weight_decay), x, g);
+    step = HPMLI_K(hpmli_moment)(v, hv_mul(g, g), o->beta2, c);
+    step = hv_div(g, hv_add(hv_sqrt(step), hv_set1(o->eps)));
+    if (m) {
+        step = hv_fma(hv_set1(o->momentum), hv_ld(m, c), step);
+        hv_st(m, step, c);
+    }
+    hv_st(w, hv_fnma(hv_set1(o->lr), step, x), c);
+}
+
+/* m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) */
+HPMLI_VFN hv HPMLI_K(hpmli_adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, int64_t c)
+{
+    hv mean   = hv_div(HPMLI_K(hpmli_moment)(m, g, o->beta1, c), hv_set1(o->correction1));
+    hv square = hv_div(HPMLI_K(hpmli_moment)(v, hv_mul(g, g), o->beta2, c), hv_set1(o->correction2));
+    return hv_div(mean, hv_add(hv_sqrt(square), hv_set1(o->eps)));
+}
+
+/* LAMB writes its direction over the gradient's array, which is ours to spend. */
+HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const float *grad, float *m, float *v, int64_t n)
+{
+    hv scale = hv_set1(o->grad_scale), lr = hv_set1(o->lr), decay = hv_set1(o->weight_decay);
+    HV_LOOP(n) {
+        hv g = hv_mul(hv_ld(grad + i, c), scale), x;
+        switch (o->opt) {
+        case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_K(hpmli_sgd)(o, w + i, g, m ? m + i : NULL, c); break;
+        case HPML_OPT_ADAGRAD: HPMLI_K(hpmli_adagrad)(o, w + i, g, v + i, c); break;
+        case HPML_OPT_RMSPROP: HPMLI_K(hpmli_rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, c); break;
+        case HPML_OPT_ADAM: case HPML_OPT_ADAMW:
+            x = hv_ld(w + i, c);
+            if (o->opt == HPML_OPT_ADAM) g = hv_fma(decay, x, g);
+            else x = hv_fnma(hv_mul(lr, decay), x, x);
+            hv_st(w + i, hv_fnma(lr, HPMLI_K(hpmli_adam_direction)(o, g, m + i, v + i, c), x), c);
+            break;
+        default: /* LAMB */
+            x = HPMLI_K(hpmli_adam_direction)(o, g, m + i, v + i, c);
+            hv_st((float *)(uintptr_t)(grad + i), hv_fma(decay, hv_ld(w + i, c), x), c);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>vconvert   storage types
+// ---------------------------------------------------------------------------------------------------------------------
+
+#define HPMLI_FROM(name, T)                                                                                            \
+    HPMLI_KFN void HPMLI_K(hpmli_##name##_to_f32)(float *y, const T *x, int64_t n)                                     \
+    {                                                                                                                  \
+        HV_LOOP(n) hv_st(y + i, c >= HV_W ? hv_load_##name(x + i) : hv_load_##name##_n(x + i, c), c);                  \
+    }
+HPMLI_FROM(bf16, uint16_t)
+HPMLI_FROM(f16, uint16_t)
+HPMLI_FROM(i32, int32_t)
+#undef HPMLI_FROM
+#define HPMLI_TO(name, T)                                                                                              \
+    HPMLI_KFN void HPMLI_K(hpmli_f32_to_##name)(T *y, const float *x, int64_t n)                                       \
+    {                                                                                                                  \
+        HV_LOOP(n) {                                                                                                   \
+            if (c >= HV_W) hv_store_##name(y + i, hv_load(x + i));                                                     \
+            else hv_store_##name##_n(y + i, hv_load_n(x + i, c), c);                                                   \
+        }                                                                                                              \
+    }
+HPMLI_TO(bf16, uint16_t)
+HPMLI_TO(f16, uint16_t)
+HPMLI_TO(i32, int32_t)
+#undef HPMLI_TO
+
+HPMLI_KFN void HPMLI_K(hpmli_u8_to_f32)(float *y, const uint8_t *x, float scale, float shift, int64_t n)
+{
+    hv s = hv_set1(scale), b = hv_set1(shift);
+    HV_LOOP(n) hv_st(y + i, hv_fma(c >= HV_W ? hv_load_u8(x + i) : hv_load_u8_n(x + i, c), s, b), c);
+}
+
+HPMLI_KFN void HPMLI_K(hpmli_f32_to_u8)(uint8_t *y, const float *x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        float r = rintf(x[i]);
+        y[i] = (uint8_t)(r > 0 ? r < 255 ? r : 255 : 0);
+    }
+}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gemm   matrix product: tiles
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* After Goto & van de Geijn 2008. A tile of C, MR rows by two vectors, lives in registers while k runs: each step loads two
+   vectors of B and broadcasts MR numbers of A, for 2 MR multiply-adds. So that the operands come from the nearest caches,
+   k is cut into blocks of at most KC, and A and B are packed into the order in which the tile reads them, where that order
+   is not good enough as they stand. Rows are dealt out evenly to tiles (64 rows are 13 + 13 + 13 + 13 + 12, not 4 x 14 + 8),
+   so there is a tile function for each height; the compiler makes them all from one text.
+
+   Every element of C is summed over k in an order that only the shape decides, not how the work is cut, so results have
+   the same bits for any number of threads. */
+
+#undef HPMLI_MR
+#undef HPMLI_NR
+#undef HPMLI_ROWS
+#undef HPMLI_DOT_MR
+#define HPMLI_NR (2 * HV_W)
+#if HPMLI_ISA == 2
+#define HPMLI_MR      14
+#define HPMLI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
+#define HPMLI_DOT_MR  5
+#elif HPMLI_ISA == 1
+#define HPMLI_MR      6
+#define HPMLI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
+#define HPMLI_DOT_MR  2
+#elif HPMLI_ISA == 3
+#define HPMLI_MR      8
+#define HPMLI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#define HPMLI_DOT_MR  4
+#else
+#define HPMLI_MR      4
+#define HPMLI_ROWS(X) X(0) X(1) X(2) X(3)
+#define HPMLI_DOT_MR  2
+#endif
+
+#ifndef HPMLI_TILE_ROW
+/* Where a tile goes and what is done to it on the way. */
+typedef struct hpmli_tile_out {
+    float       *c;
+    int64_t      ldc;
+    float        alpha, beta;
+    const float *bias_row; /* one for each row, or NULL */
+    const float *bias_col; /* one for each column, or NULL */
+    int          relu;
+    int          plain;    /* alpha 1, beta 0 or 1, no bias, no relu */
+    float       *packed;   /* the first tile of a panel of B packs it here on the way */
+} hpmli_tile_out;
+
+#define HPMLI_TILE_ARGS                                                                                                \
+    int64_t kc, const float *a, int64_t ars, int64_t acs, const float *b, int64_t ldb, int64_t n, const hpmli_tile_out *e
+typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
+
+/* What happens to row r of a tile; `mr`, `nv` are constants once inlined, so rows that are not there vanish. Every third row
+   has a pointer, the others are at one or two strides from it. */
+#define HPMLI_TILE_ZERO(r) hv s##r = hv_zero(), t##r = hv_zero();
+#define HPMLI_TILE_AT(r)   (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * ars]
+#define HPMLI_TILE_ROW(r)                                                                                              \
+    if (mr > r) {                                                                                                      \
+        hv x = hv_set1(HPMLI_TILE_AT(r));                                                                              \
+        s##r = hv_fma(x, b0, s##r);                                                                                    \
+        if (nv > 1) t##r = hv_fma(x, b1, t##r);                                                                        \
+    }
+#define HPMLI_TILE_TOUCH(r)                                                                                            \
+    if (mr > r) {                                                                                                      \
+        HPMLI_PREFETCH(e->c + r * e->ldc);                                                                             \
+        if (nv > 1) HPMLI_PREFETCH(e->c + r * e->ldc + HPMLI_NR - 1);                                                  \
+    }
+#define HPMLI_TILE_STORE(r)                                                                                            \
+    if (mr > r) {                                                                                                      \
+        hv_store(e->c + r * e->ldc, s##r);                                                                             \
+        if (nv > 1) hv_store(e->c + r * e->ldc + HV_W, t##r);                                                          \
+    }
+#define HPMLI_TILE_ADD(r)                                                                                              \
+    if (mr > r) {                                                                                                      \
+        hv_store(e->c + r * e->ldc, hv_add(hv_load(e->c + r * e->ldc), s##r));                                         \
+        if (nv > 1) hv_store(e->c + r * e->ldc + HV_W, hv_add(hv_load(e->c + r * e->ldc + HV_W), t##r));               \
+    }
+#define HPMLI_TILE_SAVE(r)                                                                                             \
+    if (mr > r) {                                                                                                      \
+        HPMLI_K(hpmli_tile_save)(e, e->c + r * e->ldc, r, 0, s##r, n);                                                 \
+        if (nv > 1) HPMLI_K(hpmli_tile_save)(e, e->c + r * e->ldc + HV_W, r, HV_W, t##r, n - HV_W);                    \
+    }
+#if defined(__GNUC__)
+#define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1)
+#else
+#define HPMLI_PREFETCH(p) ((void)0)
+#endif
+#endif
+
+/* n lanes of row r, from column j of the tile on. */
+HPMLI_VFN void HPMLI_K(hpmli_tile_save)(const hpmli_tile_out *e, float *c, int64_t r, int64_t j, hv v, int64_t n)
+{
+    v = hv_mul(v, hv_set1(e->alpha));
+    if (e->beta != 0) v = hv_fma(hv_set1(e->beta), hv_ld(c, n), v);
+    if (e->bias_col) v = hv_add(v, hv_ld(e->bias_col + j, n));
+    if (e->bias_row) v = hv_add(v, hv_set1(e->bias_row[r]));
+    if (e->relu) v = hv_max(v, hv_zero());
+    hv_st(c, v, n);
+}
+
+/* first: B is not packed yet: n may be partial, and what is read goes into e->packed. */
+HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int first, HPMLI_TILE_ARGS)
+{
+    const float *a0 = a, *a3 = a + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
+    float       *packed = e->packed;
+    HPMLI_ROWS(HPMLI_TILE_ZERO)
+    if (kc >= 64) { HPMLI_ROWS(HPMLI_TILE_TOUCH) }
+    for (int64_t p = 0; p < kc; p++) {
+        hv b0 = first ? hv_ld(b, n) : hv_load(b);
+        hv b1 = nv < 2 ? b0 : first ? hv_ld(b + HV_W, n - HV_W) : hv_load(b + HV_W);
+        if (first) {
+            hv_store(packed, b0);
+            hv_store(packed + HV_W, b1);
+            packed += HPMLI_NR;
+        }
+        HPMLI_ROWS(HPMLI_TILE_ROW)
+        a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs;
+        b += ldb;
+    }
+    (void)a3, (void)a6, (void)a9, (void)a12;
+    if (e->plain && n == nv * HV_W) {
+        if (e->beta == 0) { HPMLI_ROWS(HPMLI_TILE_STORE) }
+        else { HPMLI_ROWS(HPMLI_TILE_ADD) }
+    } else {
+        HPMLI_ROWS(HPMLI_TILE_SAVE)
+    }
+}
+
+#ifndef HPMLI_TILE_KINDS
+/* For each height: two vectors, one, two for the first time. */
+#define HPMLI_TILE_KINDS(r)                                                                                            \
+    HPMLI_KFN void HPMLI_K(hpmli_tile_two_##r)(HPMLI_TILE_ARGS)                                                        \
+    { HPMLI_K(hpmli_tile)(r + 1, 2, 0, kc, a, ars, acs, b, ldb, n, e); }                                               \
+    HPMLI_KFN void HPMLI_K(hpmli_tile_one_##r)(HPMLI_TILE_ARGS)                                                        \
+    { HPMLI_K(hpmli_tile)(r + 1, 1, 0, kc, a, ars, acs, b, ldb, n, e); }                                               \
+    HPMLI_KFN void HPMLI_K(hpmli_tile_first_##r)(HPMLI_TILE_ARGS)                                                      \
+    { HPMLI_K(hpmli_tile)(r + 1, 2, 1, kc, a, ars, acs, b, ldb, n, e); }
+#define HPMLI_TILE_TWO(r)   HPMLI_K(hpmli_tile_two_##r),
+#define HPMLI_TILE_ONE(r)   HPMLI_K(hpmli_tile_one_##r),
+#define HPMLI_TILE_FIRST(r) HPMLI_K(hpmli_tile_first_##r),
+#endif
+HPMLI_ROWS(HPMLI_TILE_KINDS)
+
+static hpmli_tile_fn *const HPMLI_K(hpmli_tiles_two)[HPMLI_MR]   = { HPMLI_ROWS(HPMLI_TILE_TWO) };
+static hpmli_tile_fn *const HPMLI_K(hpmli_tiles_one)[HPMLI_MR]   = { HPMLI_ROWS(HPMLI_TILE_ONE) };
+static hpmli_tile_fn *const HPMLI_K(hpmli_tiles_first)[HPMLI_MR] = { HPMLI_ROWS(HPMLI_TILE_FIRST) };
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gemm-pack   matrix product: packing and turning
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A matrix that lies the wrong way round is turned in registers, a square of HV_W x HV_W at a time. */
+
+/* HV_W rows of HV_W floats, transposed in registers: out[p * ld + j] = in[j * ldx + p], rows from `rows` on are zero. Written in
+   the order of p: where ld < HV_W each row overwrites what the one before spilled. */
+HPMLI_VFN void HPMLI_K(hpmli_transpose)(const float *in, int64_t ldx, int64_t rows, float *out, int64_t ld)
+{
+#if HPMLI_ISA == 2
+    __m512 r[16], t[16];
+    HPMLI_UNROLL
+    for (int i = 0; i < 16; i++) r[i] = i < rows ? _mm512_loadu_ps(in + i * ldx) : _mm512_setzero_ps();
+    HPMLI_UNROLL
+    for (int i = 0; i < 8; i++) {
+        t[2 * i]     = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    HPMLI_UNROLL
+    for (int i = 0; i < 4; i++) {
+        r[4 * i]     = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        r[4 * i + 1] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        r[4 * i + 2] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        r[4 * i + 3] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+    HPMLI_UNROLL
+    for (int i = 0; i < 4; i++) {
+        t[i]      = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88);
+        t[4 + i]  = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xdd);
+        t[8 + i]  = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0x88);
+        t[12 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0xdd);
+    }
+    HPMLI_UNROLL
+    for (int i = 0; i < 8; i++) {
+        r[i]     = _mm512_shuffle_f32x4(t[i], t[8 + i], 0x88);
+        r[8 + i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0xdd);
+    }
+    HPMLI_UNROLL
+    for (int i = 0; i < 16; i++) _mm512_storeu_ps(out + i * ld, r[i]);
+#elif HPMLI_ISA == 1
+    __m256 r[8], t[8];
+    HPMLI_UNROLL
+    for (int i = 0; i < 8; i++) r[i] = i < rows ? _mm256_loadu_ps(in + i * ldx) : _mm256_setzero_ps();
+    HPMLI_UNROLL
+    for (int i = 0; i < 4; i++) {
+        t[2 * i]     = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    HPMLI_UNROLL
+    for (int i = 0; i < 2; i++) {
+        r[4 * i]     = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+    HPMLI_UNROLL
+    for (int i = 0; i < 4; i++) {
+        t[i]     = _mm256_permute2f128_ps(r[i], r[4 + i], 0x20);
+        t[4 + i] = _mm256_permute2f128_ps(r[i], r[4 + i], 0x31);
+    }
+    HPMLI_UNROLL
+    for (int i = 0; i < 8; i++) _mm256_storeu_ps(out + i * ld, t[i]);
+#else
+    for (int64_t j = 0; j < HV_W; j++)
+        for (int64_t p = 0; p < HV_W; p++) out[p * ld + j] = j < rows ? in[j * ldx + p] : 0;
+#endif
+}
+
+/* Packs a panel dst[p * nr + j] = x[p * ps + j * js], p < pc, j < jn, zero up to nr. dst has HV_W floats to spare. */
+HPMLI_KFN void HPMLI_K(hpmli_pack)(const float *x, int64_t ps, int64_t js, int64_t pc, int64_t jn, int64_t nr, float *dst)
+{
+    if (js == 1) {
+        for (int64_t p = 0; p < pc; p++, x += ps, dst += nr)
+            for (int64_t j = 0; j < nr; j += HV_W) /* the last may spill over, into what comes later */
+                hv_store(dst + j, j < jn ? hv_ld(x + j, jn - j) : hv_zero());
+        return;
+    }
+    for (int64_t j = 0; j < nr; j += HV_W) { /* squares; one may spill over, into what comes later */
+        int64_t rows = jn - j < 0 ? 0 : jn - j < HV_W ? jn - j : HV_W, p = 0;
+        int64_t cols = nr - j < HV_W ? nr - j : HV_W;
+        if (ps == 1 && (cols == HV_W || nr < HV_W))
+            for (; p + HV_W <= pc; p += HV_W) HPMLI_K(hpmli_transpose)(x + j * js + p, js, rows, dst + p * nr + j, nr);
+        for (; p < pc; p++)
+            for (int64_t q = 0; q < cols; q++) dst[p * nr + j + q] = q < rows ? x[(j + q) * js + p * ps] : 0;
+    }
+}
+
+/* A tile of C^T, mr rows of NR, goes into C turned. e tells where, and what is done to it, as C sees it. */
+HPMLI_KFN void HPMLI_K(hpmli_turn)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_out *e)
+{
+    float square[HV_W * HV_W];
+    for (int64_t r = 0; r < mr; r += HV_W)
+        for (int64_t q = 0; q < n; q += HV_W) {
+            int64_t lanes = mr - r < HV_W ? mr - r : HV_W, rows = n - q < HV_W ? n - q : HV_W;
+            float  *c     = e->c + q * e->ldc + r;
+            HPMLI_K(hpmli_transpose)(tile + r * HPMLI_NR + q, HPMLI_NR, lanes, square, HV_W);
+            if (e->plain && e->beta == 0)
+                for (int64_t i = 0; i < rows; i++) hv_st(c + i * e->ldc, hv_load(square + i * HV_W), lanes);
+            else
+                for (int64_t i = 0; i < rows; i++)
+                    HPMLI_K(hpmli_tile_save)(e, c + i * e->ldc, q + i, r, hv_load(square + i * HV_W), lanes);
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gemm-part   matrix product: one rectangle of C
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A product seen from the tile: `rows` of P are broadcast, columns of Q are vectors. Mostly P is A and Q is B. Swapped, P is
+   B^T and Q is A^T and tiles of C^T are turned on the way out: for products where turning B would cost more. */
+typedef struct HPMLI_K(hpmli_view) {
+    const hpmli_gemm_part *part;
+    const float *p;
+    int64_t      p_rs, p_ks; /* row and k strides of P */
+    const float *q;
+    int64_t      q_ks, q_cs; /* k and column strides of Q */
+    float       *c;          /* first element of the part */
+    int64_t      rows, cols, k;
+    int          swapped, pack_p, pack_q;
+} HPMLI_K(hpmli_view);
+
+HPMLI_KFN HPMLI_K(hpmli_view) HPMLI_K(hpmli_view_of)(const hpmli_gemm_part *part)
+{
+    const hpmli_gemm_desc *d = part->d;
+    HPMLI_K(hpmli_view)    v;
+    int64_t m = part->i1 - part->i0, n = part->j1 - part->j0;
+    v.part = part;
+    v.k    = d->alpha == 0 ? 0 : d->k;
+    v.c    = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
+    v.p = v.q = part->ws; /* nothing is read when k is 0 */
+    v.p_rs = v.p_ks = v.q_ks = v.q_cs = 0;
+    v.swapped = v.pack_p = v.pack_q = 0;
+    v.rows = m, v.cols = n;
+    if (v.k == 0) return v;
+    v.p = d->a + part->batch * d->a_batch + part->i0 * d->a_rs, v.p_rs = d->a_rs, v.p_ks = d->a_cs;
+    if (!d->pack_b) {
+        v.q = d->b + part->batch * d->b_batch + part->j0 * d->b_cs, v.q_ks = d->b_rs, v.q_cs = d->b_cs;
+        /* Turning n k numbers of B, or m k of A (when they need it) and m n of C: each about as dear. */
+        if (v.q_cs != 1 && n * v.k > (v.p_rs == 1 ? 0 : m * v.k) + m * n * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
+            const float *p = v.p;
+            int64_t      rs = v.p_rs, ks = v.p_ks;
+            v.p = v.q, v.p_rs = v.q_cs, v.p_ks = v.q_ks;
+            v.q = p, v.q_cs = rs, v.q_ks = ks;
+            v.rows = n, v.cols = m, v.swapped = 1;
+        }
+    }
+    v.pack_q = d->pack_b || v.q_cs != 1 || v.rows > 2 * HPMLI_MR;
+    v.pack_p = v.cols > HPMLI_PACK_P_COLS;
+    return v;
+}
+
+/* rows [i0, i0 + mc) x columns [j, j + n) of a panel, over k [p0, p0 + kc). */
+HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n, int64_t p0,
+                                    int64_t kc, const float *pa, float *pb, int ready)
+{
+    const hpmli_gemm_desc *d = v->part->d;
+    const float *b   = v->q + p0 * v->q_ks + j * v->q_cs;
+    int64_t      ldb = v->q_ks, tiles = (mc + HPMLI_MR - 1) / HPMLI_MR, width = n <= HV_W ? HV_W : HPMLI_NR;
+    int          last = p0 + kc == v->k, first = 0;
+    float        turned[HPMLI_MR * HPMLI_NR];
+    hpmli_tile_fn *const *fn = n <= HV_W ? HPMLI_K(hpmli_tiles_one) : HPMLI_K(hpmli_tiles_two);
+    hpmli_tile_out e, inner;
+    memset(&e, 0, sizeof e);
+    e.ldc    = d->ldc;
+    e.alpha  = d->alpha;
+    e.beta   = p0 == 0 ? d->beta : 1;
+    e.relu   = d->act == 1 && last;
+    e.plain  = e.alpha == 1 && (e.beta == 0 || e.beta == 1) && !(last && (d->bias_n || d->bias_m || e.relu));
+    e.packed = pb;
+    if (v->pack_q || n < width) {
+        if (ready) b = pb;
+        else if (v->k == 0) b = pb;
+        else if (d->pack_b) {
+            d->pack_b(d->pack_user, v->part->batch, d->k_first + p0, kc, v->part->j0 + j, n, width, pb);
+            b = pb;
+        } else if (v->q_cs == 1 && n > HV_W) first = 1;
+        else {
+            HPMLI_K(hpmli_pack)(b, v->q_ks, v->q_cs, kc, n, width, pb);
+            b = pb;
+        }
+        if (b == pb) ldb = width;
+    }
+    inner       = e;
+    inner.c     = turned, inner.ldc = HPMLI_NR;
+    inner.alpha = 1, inner.beta = 0, inner.relu = 0, inner.plain = 1;
+    for (int64_t t = 0; t < tiles; t++) {
+        int64_t      i = i0 + t * mc / tiles, mr = i0 + (t + 1) * mc / tiles - i;
+        const float *a = v->pack_p ? pa + (i - i0) * kc : v->p + i * v->p_rs + p0 * v->p_ks;
+        int64_t      ars = v->pack_p ? 1 : v->p_rs, acs = v->pack_p ? mr : v->p_ks, ci = v->swapped ? j : i, cj = v->swapped ? i : j;
+        e.c        = v->c + ci * d->ldc + cj;
+        e.bias_col = last && d->bias_n ? d->bias_n + v->part->j0 + cj : NULL;
+        e.bias_row = last && d->bias_m ? d->bias_m + v->part->i0 + ci : NULL;
+        (first ? HPMLI_K(hpmli_tiles_first) : fn)[mr - 1](kc, a, ars, acs, b, ldb, v->swapped ? width : n, v->swapped ? &inner : &e);
+        if (v->swapped) HPMLI_K(hpmli_turn)(turned, mr, n, &e);
+        if (first) first = 0, b = pb, ldb = HPMLI_NR;
+        if (last && d->act_row)
+            for (int64_t r = 0; r < (v->swapped ? n : mr); r++) d->act_row(e.c + r * d->ldc, v->swapped ? mr : n);
+    }
+}
+
+/* Block after block of k, of rows; for the first block of rows the panels of Q are packed, as they come. */
+HPMLI_KFN void HPMLI_K(hpmli_blocks)(const HPMLI_K(hpmli_view) *v)
+{
+    float  *pa = v->part->ws, *pb = pa + (HPMLI_GEMM_MC + 32) * HPMLI_GEMM_KC;
+    int64_t k_blocks = v->k > 0 ? (v->k - 1) / HPMLI_GEMM_KC + 1 : 1, row_blocks = (v->rows - 1) / HPMLI_GEMM_MC + 1;
+    for (int64_t j0 = 0; j0 < v->cols; j0 += HPMLI_GEMM_NC) {
+        int64_t nc = v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC;
+        for (int64_t kb = 0; kb < k_blocks; kb++) {
+            int64_t p0 = kb * v->k / k_blocks, kc = (kb + 1) * v->k / k_blocks - p0;
+            for (int64_t rb = 0; rb < row_blocks; rb++) {
+                int64_t i0 = rb * v->rows / row_blocks, mc = (rb + 1) * v->rows / row_blocks - i0;
+                int64_t tiles = (mc + HPMLI_MR - 1) / HPMLI_MR;
+                for (int64_t t = 0; v->pack_p && t < tiles; t++) {
+                    int64_t i = t * mc / tiles, mr = (t + 1) * mc / tiles - i;
+                    HPMLI_K(hpmli_pack)(v->p + (i0 + i) * v->p_rs + p0 * v->p_ks, v->p_ks, v->p_rs, kc, mr, mr, pa + i * kc);
+                }
+                for (int64_t j = 0; j < nc; j += HPMLI_NR)
+                    HPMLI_K(hpmli_panel)(v, i0, mc, j0 + j, nc - j < HPMLI_NR ? nc - j : HPMLI_NR, p0, kc, pa,
+                                         row_blocks > 1 ? pb + j * kc : pb, rb > 0);
+            }
+        }
+    }
+}
+
+#ifndef HPMLI_DOT_ROWS
+#define HPMLI_DOT_ROWS(X)       X(0) X(1) X(2) X(3) X(4)
+#define HPMLI_DOT_ZERO(r)       hv s##r##0 = hv_zero(), s##r##1 = hv_zero(), s##r##2 = hv_zero(), s##r##3 = hv_zero(), s##r##4 = hv_zero();
+#define HPMLI_DOT_ROW(r, LOAD)                                                                                         \
+    if (mr > r) {                                                                                                      \
+        hv x = LOAD(p + r * p_rs);                                                                                     \
+        s##r##0 = hv_fma(x, b0, s##r##0), s##r##1 = hv_fma(x, b1, s##r##1), s##r##2 = hv_fma(x, b2, s##r##2);         \
+        s##r##3 = hv_fma(x, b3, s##r##3), s##r##4 = hv_fma(x, b4, s##r##4);                                            \
+    }
+#define HPMLI_DOT_SAVE(r)                                                                                              \
+    if (mr > r) {                                                                                                      \
+        out[r * 5] = hv_sum(s##r##0), out[r * 5 + 1] = hv_sum(s##r##1), out[r * 5 + 2] = hv_sum(s##r##2);              \
+        out[r * 5 + 3] = hv_sum(s##r##3), out[r * 5 + 4] = hv_sum(s##r##4);                                            \
+    }
+#define HPMLI_DOT_STEP(LOAD)                                                                                           \
+    {                                                                                                                  \
+        hv b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3), b4 = LOAD(q4);                                  \
+        HPMLI_DOT_ROW(0, LOAD) HPMLI_DOT_ROW(1, LOAD) HPMLI_DOT_ROW(2, LOAD) HPMLI_DOT_ROW(3, LOAD) HPMLI_DOT_ROW(4, LOAD) \
+    }
+#define HPMLI_DOT_REST(p) hv_load_n(p, k - i)
+#define HPMLI_DOT_ARGS    int64_t k, const float *p, int64_t p_rs, const float *q, int64_t q_rs, int64_t n, float *out
+typedef void hpmli_dot_fn(HPMLI_DOT_ARGS);
+#endif
+
+/* Dot products of mr rows of P with 5 of Q, along k: out[r * 5 + j]. With n < 5 rows of Q the last stands in for the rest. */
+HPMLI_VFN void HPMLI_K(hpmli_dot)(const int mr, HPMLI_DOT_ARGS)
+{
+    const float *q0 = q, *q1 = q + (n > 1 ? q_rs : 0), *q2 = n > 2 ? q1 + q_rs : q1, *q3 = n > 3 ? q2 + q_rs : q2;
+    const float *q4 = n > 4 ? q3 + q_rs : q3;
+    int64_t      i  = 0;
+    HPMLI_DOT_ROWS(HPMLI_DOT_ZERO)
+    for (; i + HV_W <= k; i += HV_W) {
+        HPMLI_DOT_STEP(hv_load)
+        p += HV_W, q0 += HV_W, q1 += HV_W, q2 += HV_W, q3 += HV_W, q4 += HV_W;
+    }
+    if (i < k) HPMLI_DOT_STEP(HPMLI_DOT_REST)
+    HPMLI_DOT_ROWS(HPMLI_DOT_SAVE)
+}
+
+HPMLI_KFN void HPMLI_K(hpmli_dot_1)(HPMLI_DOT_ARGS) { HPMLI_K(hpmli_dot)(1, k, p, p_rs, q, q_rs, n, out); }
+HPMLI_KFN void HPMLI_K(hpmli_dot_2)(HPMLI_DOT_ARGS) { HPMLI_K(hpmli_dot)(2, k, p, p_rs, q, q_rs, n, out); }
+#if HPMLI_DOT_MR > 2
+HPMLI_KFN void HPMLI_K(hpmli_dot_3)(HPMLI_DOT_ARGS) { HPMLI_K(hpmli_dot)(3, k, p, p_rs, q, q_rs, n, out); }
+HPMLI_KFN void HPMLI_K(hpmli_dot_4)(HPMLI_DOT_ARGS) { HPMLI_K(hpmli_dot)(4, k, p, p_rs, q, q_rs, n, out); }
+#endif
+#if HPMLI_DOT_MR > 4
+HPMLI_KFN void HPMLI_K(hpmli_dot_5)(HPMLI_DOT_ARGS) { HPMLI_K(hpmli_dot)(5, k, p, p_rs, q, q_rs, n, out); }
+#endif
+static hpmli_dot_fn *const HPMLI_K(hpmli_dots)[HPMLI_DOT_MR] = { HPMLI_K(hpmli_dot_1), HPMLI_K(hpmli_dot_2),
+#if HPMLI_DOT_MR > 2
+    HPMLI_K(hpmli_dot_3), HPMLI_K(hpmli_dot_4),
+#endif
+#if HPMLI_DOT_MR > 4
+    HPMLI_K(hpmli_dot_5)
+#endif
+};
+
+/* One element of C, finished. */
+HPMLI_VFN void HPMLI_K(hpmli_save_one)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
+{
+    x *= d->alpha;
+    if (d->beta != 0) x += d->beta * *c;
+    if (d->bias_n) x += d->bias_n[j];
+    if (d->bias_m) x += d->bias_m[i];
+    *c = d->act == 1 && !(x > 0) ? 0 : x;
+    if (d->act_row) d->act_row(c, 1);
+}
+
+/* Both operands run along k and C is small: dot products, nothing is packed and no lane is idle. */
+HPMLI_KFN void HPMLI_K(hpmli_gemm_dots)(const hpmli_gemm_part *part)
+{
+    const hpmli_gemm_desc *d = part->d;
+    int64_t m = part->i1 - part->i0, n = part->j1 - part->j0;
+    const float *a = d->a + part->batch * d->a_batch + part->i0 * d->a_rs;
+    const float *b = d->b + part->batch * d->b_batch + part->j0 * d->b_cs;
+    int     turned = n < 5 && m > n; /* the dimension that goes in fives should be the longer one */
+    int64_t rows = turned ? n : m, cols = turned ? m : n, p_rs = turned ? d->b_cs : d->a_rs, q_rs = turned ? d->a_rs : d->b_cs;
+    int64_t tiles = (rows + HPMLI_DOT_MR - 1) / HPMLI_DOT_MR;
+    for (int64_t j = 0; j < cols; j += 5)
+        for (int64_t t = 0; t < tiles; t++) {
+            int64_t i = t * rows / tiles, mr = (t + 1) * rows / tiles - i, nr = cols - j < 5 ? cols - j : 5;
+            float   out[5 * HPMLI_DOT_MR];
+            HPMLI_K(hpmli_dots)[mr - 1](d->k, (turned ? b : a) + i * p_rs, p_rs, (turned ? a : b) + j * q_rs, q_rs, nr, out);
+            for (int64_t r = 0; r < mr; r++)
+                for (int64_t q = 0; q < nr; q++) {
+                    int64_t ci = part->i0 + (turned ? j + q : i + r), cj = part->j0 + (turned ? i + r : j + q);
+                    HPMLI_K(hpmli_save_one)(d, d->c + part->batch * d->c_batch + ci * d->ldc + cj, ci, cj, out[r * 5 + q]);
+                }
+        }
+}
+
+HPMLI_KFN void HPMLI_K(hpmli_gemm_part)(const hpmli_gemm_part *part)
+{
+    const hpmli_gemm_desc *d = part->d;
+    if (!d->pack_b && d->a_cs == 1 && d->b_rs == 1 && d->alpha != 0 && d->k >= 64 &&
+        (d->n <= 16 || d->m <= 16 || d->m * d->n <= 1024))
+        HPMLI_K(hpmli_gemm_dots)(part);
+    else {
+        HPMLI_K(hpmli_view) v = HPMLI_K(hpmli_view_of)(part);
+        HPMLI_K(hpmli_blocks)(&v);
+    }
+}
+
+/* Row i of C from `count` parts of the sum over k, `apart` floats from one to the next; added up in order. */
+HPMLI_KFN void HPMLI_K(hpmli_gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t apart)
+{
+    hpmli_tile_out e;
+    memset(&e, 0, sizeof e);
+    e.alpha    = d->alpha;
+    e.beta     = d->beta;
+    e.relu     = d->act == 1;
+    e.bias_row = d->bias_m ? d->bias_m + i : NULL;
+    e.bias_col = d->bias_n;
+    e.c        = d->c + i * d->ldc;
+    for (int64_t j = 0; j < d->n; j += HV_W) {
+        int64_t n = d->n - j < HV_W ? d->n - j : HV_W;
+        hv      s = hv_ld(sums + i * d->n + j, n);
+        for (int64_t t = 1; t < count; t++) s = hv_add(s, hv_ld(sums + t * apart + i * d->n + j, n));
+        HPMLI_K(hpmli_tile_save)(&e, e.c + j, 0, j, s, n);
+    }
+    if (d->act_row) d->act_row(e.c, d->n);
+}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>random   Philox: random numbers by number
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* One round of Philox takes the words c of a counter and the key k to
+       (high(M1 c2) ^ c1 ^ k0,  low(M1 c2),  high(M0 c0) ^ c3 ^ k1,  low(M0 c0))
+   and adds a constant to each half of the key; ten rounds make a block of four random words [Salmon et al., "Parallel
+   random numbers: as easy as 1, 2, 3", SC 2011]. In a vector register that holds whole blocks the factors c0 and c2 are
+   the even words, where the 32 x 32 -> 64 bit multiplication wants them; the products read backwards are (high, low,
+   high, low) of the line above, and the counter shifted right by one word is (c1, 0, c3, 0): a round is five
+   instructions.
+
+   The unit of work is a chunk of 64 words, 16 blocks, on every instruction set; a range that starts or ends inside a
+   chunk computes all of it and keeps its part. Where a product is added to something it is a fused multiply-add, in the
+   scalar pass too: the same floats come out everywhere, and so a seed gives the same initial weights on every CPU. */
+
+#define hv_words   HPMLI_K(hpmli_words)
+#define hv_words24 HPMLI_K(hpmli_words24)
+#define hv_fused   HPMLI_K(hpmli_fused)
+#define pv_set     HPMLI_K(hpmli_pv_set)
+#define pv_count   HPMLI_K(hpmli_pv_count)
+#define pv_add     HPMLI_K(hpmli_pv_add)
+#define pv_round   HPMLI_K(hpmli_pv_round)
+#define pv_store   HPMLI_K(hpmli_pv_store)
+
+/* What this chapter needs of an instruction set. `pv` holds HV_W / 4 blocks; pv_set: the words (a, 0, b, 0) for each;
+   pv_count: the counters of `block`, block + 1, ...; hv_words: words as floats, rounded; hv_words24: their top 24 bits.
+   */
+#if HPMLI_ISA == 0
+HPMLI_VFN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4])
+{
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t p0 = (uint64_t)HPMLI_PHILOX_M0 * c0, p1 = (uint64_t)HPMLI_PHILOX_M1 * c2;
+        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)p1;
+        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)p0;
+        k0 += HPMLI_PHILOX_W0;
+        k1 += HPMLI_PHILOX_W1;
+    }
+    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+}
+HPMLI_VFN hv hv_words(const uint32_t *p) { return (float)*p; }
+HPMLI_VFN hv hv_words24(const uint32_t *p) { return (float)(*p >> 8); }
+HPMLI_VFN hv hv_fused(hv a, hv b, hv c) { return fmaf(a, b, c); }
+#elif HPMLI_ISA == 1
+#define pv __m256i
+HPMLI_VFN pv pv_set(uint32_t a, uint32_t b) { return _mm256_set_epi64x(b, a, b, a); }
+HPMLI_VFN pv pv_count(uint64_t block, uint64_t stream)
+{
+    return _mm256_set_epi64x((int64_t)stream, (int64_t)(block + 1), (int64_t)stream, (int64_t)block);
+}
+HPMLI_VFN pv pv_add(pv a, pv b) { return _mm256_add_epi32(a, b); }
+HPMLI_VFN pv pv_round(pv c, pv key, pv m)
+{
+    pv products = _mm256_shuffle_epi32(_mm256_mul_epu32(c, m), 0x1b);
+    return _mm256_xor_si256(_mm256_xor_si256(products, key), _mm256_srli_epi64(c, 32));
+}
+HPMLI_VFN void pv_store(uint32_t *p, pv a) { _mm256_storeu_si256((__m256i *)(void *)p, a); }
+HPMLI_VFN hv hv_words24(const uint32_t *p)
+{
+    return _mm256_cvtepi32_ps(_mm256_srli_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p), 8));
+}
+HPMLI_VFN hv hv_words(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, rounded once */
+{
+    __m256i low = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(const void *)p), _mm256_set1_epi32(255));
+    return _mm256_fmadd_ps(hv_words24(p), _mm256_set1_ps(256), _mm256_cvtepi32_ps(low));
+}
+#elif HPMLI_ISA == 2
+#define pv __m512i
+HPMLI_VFN pv pv_set(uint32_t a, uint32_t b) { return _mm512_set4_epi64(b, a, b, a); }
+HPMLI_VFN pv pv_count(uint64_t block, uint64_t stream)
+{
+    pv first = _mm512_set4_epi64((int64_t)stream, (int64_t)block, (int64_t)stream, (int64_t)block);
+    return _mm512_add_epi64(first, _mm512_set_epi64(0, 3, 0, 2, 0, 1, 0, 0));
+}
+HPMLI_VFN pv pv_add(pv a, pv b) { return _mm512_add_epi32(a, b); }
+HPMLI_VFN pv pv_round(pv c, pv key, pv m)
+{
+    pv products = _mm512_shuffle_epi32(_mm512_mul_epu32(c, m), (_MM_PERM_ENUM)0x1b);
+    return _mm512_ternarylogic_epi32(products, key, _mm512_srli_epi64(c, 32), 0x96); /* a ^ b ^ c */
+}
+HPMLI_VFN void pv_store(uint32_t *p, pv a) { _mm512_storeu_si512(p, a); }
+HPMLI_VFN hv hv_words(const uint32_t *p) { return _mm512_cvtepu32_ps(_mm512_loadu_si512(p)); }
+HPMLI_VFN hv hv_words24(const uint32_t *p) { return _mm512_cvtepi32_ps(_mm512_srli_epi32(_mm512_loadu_si512(p), 8)); }
+#elif HPMLI_ISA == 3
+#define pv uint32x4_t
+HPMLI_VFN pv pv_set(uint32_t a, uint32_t b)
+{
+    return vreinterpretq_u32_u64(vcombine_u64(vcreate_u64(a), vcreate_u64(b)));
+}
+HPMLI_VFN pv pv_count(uint64_t block, uint64_t stream)
+{
+    return vreinterpretq_u32_u64(vcombine_u64(vcreate_u64(block), vcreate_u64(stream)));
+}
+HPMLI_VFN pv pv_add(pv a, pv b) { return vaddq_u32(a, b); }
+HPMLI_VFN pv pv_round(pv c, pv key, pv m)
+{
+    uint64x2_t c64 = vreinterpretq_u64_u32(c);
+    pv products = vrev64q_u32(vreinterpretq_u32_u64(vmull_u32(vmovn_u64(c64), vmovn_u64(vreinterpretq_u64_u32(m)))));
+    return veorq_u32(veorq_u32(vextq_u32(products, products, 2), key), vreinterpretq_u32_u64(vshrq_n_u64(c64, 32)));
+}
+HPMLI_VFN void pv_store(uint32_t *p, pv a) { vst1q_u32(p, a); }
+HPMLI_VFN hv hv_words(const uint32_t *p) { return vcvtq_f32_u32(vld1q_u32(p)); }
+HPMLI_VFN hv hv_words24(const uint32_t *p) { return vcvtq_f32_u32(vshrq_n_u32(vld1q_u32(p), 8)); }
+#endif
+#if HPMLI_ISA != 0
+HPMLI_VFN hv hv_fused(hv a, hv b, hv c) { return hv_fma(a, b, c); }
+#endif
+
+/* Chunk number `chunk` of a stream. Four vectors at a time hide the latency of the multiplication. */
+HPMLI_VFN void HPMLI_K(hpmli_chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
+{
+    uint64_t block = chunk * (HPMLI_CHUNK / 4);
+#if HPMLI_ISA == 0
+    for (int b = 0; b < HPMLI_CHUNK / 4; b++) hpmli_philox_scalar(seed, stream, block + (uint64_t)b, w + 4 * b);
+#else
+    pv m = pv_set(HPMLI_PHILOX_M0, HPMLI_PHILOX_M1), bump = pv_set(HPMLI_PHILOX_W0, HPMLI_PHILOX_W1);
+    for (int i = 0; i < HPMLI_CHUNK; i += 4 * HV_W, block += HV_W) {
+        pv key = pv_set((uint32_t)seed, (uint32_t)(seed >> 32));
+        pv a = pv_count(block, stream), b = pv_count(block + HV_W / 4, stream);
+        pv c = pv_count(block + HV_W / 2, stream), d = pv_count(block + 3 * (HV_W / 4), stream);
+        for (int round = 0; round < 10; round++, key = pv_add(key, bump)) {
+            a = pv_round(a, key, m);
+            b = pv_round(b, key, m);
+            c = pv_round(c, key, m);
+            d = pv_round(d, key, m);
+        }
+        pv_store(w + i, a);
+        pv_store(w + i + HV_W, b);
+        pv_store(w + i + 2 * HV_W, c);
+        pv_store(w + i + 3 * HV_W, d);
+    }
+#endif
+}
+
+/* sqrt(-2 log u) for u in (0, 1]: u = 2^e m with m in [sqrt(1/2), sqrt(2)), log u = e log 2 + log m, and for log m the
+   polynomial in f = m - 1 of the Cephes library; log 2 is split in two so that e times the larger part is exact. */
+HPMLI_VFN hv HPMLI_K(hpmli_radius)(hv u)
+{
+    hv m = hv_mantissa(u), e = hv_exponent(u), root2 = hv_set1(1.41421356f), f, z, y;
+    e = hv_gt(m, root2, hv_add(e, hv_set1(1)), e);
+    f = hv_sub(hv_gt(m, root2, hv_mul(m, hv_set1(0.5f)), m), hv_set1(1));
+    z = hv_mul(f, f);
+    y = hv_fused(hv_set1(7.0376836292e-2f), f, hv_set1(-1.1514610310e-1f));
+    y = hv_fused(y, f, hv_set1(1.1676998740e-1f));
+    y = hv_fused(y, f, hv_set1(-1.2420140846e-1f));
+    y = hv_fused(y, f, hv_set1(1.4249322787e-1f));
+    y = hv_fused(y, f, hv_set1(-1.6668057665e-1f));
+    y = hv_fused(y, f, hv_set1(2.0000714765e-1f));
+    y = hv_fused(y, f, hv_set1(-2.4999993993e-1f));
+    y = hv_fused(y, f, hv_set1(3.3333331174e-1f));
+    y = hv_fused(hv_mul(f, z), y, hv_mul(e, hv_set1(-2.12194440e-4f)));
+    y = hv_add(hv_fused(z, hv_set1(-0.5f), y), f);
+    y = hv_fused(e, hv_set1(0.693359375f), y);
+    return hv_sqrt(hv_max(hv_mul(y, hv_set1(-2)), hv_zero()));
+}
+
+/* cos and sin of 2 pi t for t in [-1/2, 1/2]: exact reduction to an eighth of a turn, then polynomials (Cephes). */
+HPMLI_VFN void HPMLI_K(hpmli_cos_sin)(hv t, hv *cosine, hv *sine)
+{
+    hv q = hv_round(hv_mul(t, hv_set1(4))), one = hv_set1(1), aq = hv_abs(q);
+    hv x = hv_mul(hv_fused(q, hv_set1(-0.25f), t), hv_set1(6.28318531f)), z = hv_mul(x, x);
+    hv s = hv_fused(hv_set1(-1.9515295891e-4f), z, hv_set1(8.3321608736e-3f));
+    hv c = hv_fused(hv_set1(2.443315711809948e-5f), z, hv_set1(-1.388731625493765e-3f));
+    hv u, v;
+    s = hv_fused(hv_mul(x, z), hv_fused(s, z, hv_set1(-1.6666654611e-1f)), x);
+    c = hv_fused(z, hv_fused(z, hv_fused(c, z, hv_set1(4.166664568298827e-2f)), hv_set1(-0.5f)), one);
+    u = hv_eq(aq, one, s, c);          /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
+    v = hv_eq(aq, one, c, s);
+    u = hv_gt(aq, one, hv_neg(u), u);
+    v = hv_gt(aq, one, hv_neg(v), v);
+    *cosine = hv_eq(q, one, hv_neg(u), u);
+    *sine   = hv_eq(q, hv_set1(-1), hv_neg(v), v);
+}
+
+/* Two words to two independent normals: radius from the first, angle from the second (Box & Muller). */
+HPMLI_VFN void HPMLI_K(hpmli_box_muller)(const uint32_t *a, const uint32_t *b, hv *x, hv *y)
+{
+    const float scale = 1.0f / 4294967296.0f;
+    hv          u = hv_fused(hv_words(a), hv_set1(scale), hv_set1(scale / 2)), r = HPMLI_K(hpmli_radius)(u), c, s;
+    HPMLI_K(hpmli_cos_sin)(hv_mul(hv_load_i32((const int32_t *)(const void *)b), hv_set1(scale)), &c, &s);
+    *x = hv_mul(r, c);
+    *y = hv_mul(r, s);
+}
+
+HPMLI_VFN void HPMLI_K(hpmli_chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
+{
+    for (int i = 0; i < HPMLI_CHUNK; i += HV_W)
+        hv_store(x + i, hv_mul(hv_words24(w + i), hv_set1(1.0f / 16777216.0f)));
+}
+
+/* Words j and j + 32 of a chunk make normals j and j + 32. */
+HPMLI_VFN void HPMLI_K(hpmli_chunk_normal)(float *x, const uint32_t *w) // x, w: (64)
+{
+    for (int i = 0; i < HPMLI_CHUNK / 2; i += HV_W) {
+        hv a, b;
+        HPMLI_K(hpmli_box_muller)(w + i, w + i + HPMLI_CHUNK / 2, &a, &b);
+        hv_store(x + i, a);
+        hv_store(x + i + HPMLI_CHUNK / 2, b);
+    }
+}
+
+/* All three fills walk over chunks; what differs is what becomes of the 64 words. */
+#define HPMLI_RANDOM_FILL(name, T, convert)                                                                            \
+    HPMLI_KFN void HPMLI_K(hpmli_random_##name)(T *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)     \
+    {                                                                                                                  \
+        uint32_t w[HPMLI_CHUNK];                                                                                       \
+        T        x[HPMLI_CHUNK];                                                                                       \
+        while (n > 0) {                                                                                                \
+            int64_t skip = (int64_t)(first % HPMLI_CHUNK), c = HPMLI_CHUNK - skip < n ? HPMLI_CHUNK - skip : n;        \
+            HPMLI_K(hpmli_chunk)(w, seed, stream, first / HPMLI_CHUNK);                                                \
+            convert(c == HPMLI_CHUNK ? out : x, w);                                                                    \
+            if (c != HPMLI_CHUNK) memcpy(out, x + skip, (size_t)c * sizeof(T));                                        \
+            out += c, first += (uint64_t)c, n -= c;                                                                    \
+        }                                                                                                              \
+    }
+#define HPMLI_CHUNK_WORDS(x, w) memcpy(x, w, sizeof w)
+HPMLI_RANDOM_FILL(words, uint32_t, HPMLI_CHUNK_WORDS)
+HPMLI_RANDOM_FILL(uniform, float, HPMLI_K(hpmli_chunk_uniform))
+HPMLI_RANDOM_FILL(normal, float, HPMLI_K(hpmli_chunk_normal))
+#undef HPMLI_CHUNK_WORDS
+#undef HPMLI_RANDOM_FILL
+#undef hv_words
+#undef hv_words24
+#undef hv_fused
+#undef pv
+#undef pv_set
+#undef pv_count
+#undef pv_add
+#undef pv_round
+#undef pv_store
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>onebit   gradient codecs: 1 bit and bf16, one row
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* 1-bit SGD [Seide, Fu, Droppo, Li, Yu, Interspeech 2014]. With v = g + e, a row becomes a bit for each element, v >=
+   0, and two levels: the mean of the elements on each side, which for this threshold is the best reconstruction in the
+   sense of least squares. Pass 1 reads g and e, leaves v in e, writes the bits and sums both sides; pass 2 finds v
+   still in the cache and takes the levels off: e = v - level, rounded once.
+
+   Every instruction set sums in the same order, hence sends the same bits: element i goes to lane i % 16 of a float
+   accumulator (one register or several), lanes are added by halves, and every 1,024 elements the result goes to a
+   double. A mean is kept within the least and greatest element of its side, so that a side whose elements are all equal
+   is exact: what was quantized once is quantized again without loss. */
+
+#define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_W) /* registers that make up the lanes */
+
+typedef struct HPMLI_K(hpmli_onebit_acc) {
+    hv sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
+} HPMLI_K(hpmli_onebit_acc);
+
+/* c elements, at most 16; returns their bits. e NULL: no feedback. */
+HPMLI_VFN uint32_t HPMLI_K(hpmli_onebit_step)(HPMLI_K(hpmli_onebit_acc) *a, float *e, const float *g, int64_t c)
+{
+    hv       zero = hv_zero(), inf = hv_set1(INFINITY), minf = hv_set1(-INFINITY);
+    uint32_t bits = 0, valid = (1u << c) - 1;
+    HPMLI_UNROLL
+    for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
+        int64_t  at   = u * HV_W, left = c > at ? c - at : 0;
+        uint32_t mask = valid >> at;
+        hv       v    = hv_ld(g + at, left), low0, high0, low1, high1;
+        if (e) {
+            v = hv_add(v, hv_ld(e + at, left));
+            hv_st(e + at, v, left);
+        }
+        bits |= hv_signmask(v) << at;
+        a->sum[0][u] = hv_add(a->sum[0][u], hv_ge(v, zero, zero, v));
+        a->sum[1][u] = hv_add(a->sum[1][u], hv_ge(v, zero, v, zero));
+        low0  = hv_min(v, a->least[0][u]); /* v >= 0 does no harm: clamped only when the side has elements */
+        high0 = hv_max(hv_ge(v, zero, minf, v), a->most[0][u]);
+        low1  = hv_min(hv_ge(v, zero, v, inf), a->least[1][u]);
+        high1 = hv_max(v, a->most[1][u]);
+        a->least[0][u] = left < HV_W ? hv_bits(mask, low0, a->least[0][u]) : low0;
+        a->most[0][u]  = left < HV_W ? hv_bits(mask, high0, a->most[0][u]) : high0;
+        a->least[1][u] = left < HV_W ? hv_bits(mask, low1, a->least[1][u]) : low1;
+        a->most[1][u]  = left < HV_W ? hv_bits(mask, high1, a->most[1][u]) : high1;
+    }
+    return bits & valid;
+}
+
+/* Pass 1. bits: ceil(n / 32) * 4 bytes. e: in e, out v. A NaN or infinity shows in the sums. */
+HPMLI_KFN void HPMLI_K(hpmli_onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
+{
+    HPMLI_K(hpmli_onebit_acc) a;
+    int64_t                   ones = 0, step = HPMLI_ONEBIT_LANES;
+    row->sum[0] = row->sum[1] = 0;
+    HPMLI_UNROLL
+    for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
+        a.least[0][u] = a.least[1][u] = hv_set1(INFINITY);
+        a.most[0][u] = a.most[1][u] = hv_set1(-INFINITY);
+    }
+    for (int64_t i = 0; i < n;) {
+        int64_t end = n - i < HPMLI_ONEBIT_CHUNK ? n : i + HPMLI_ONEBIT_CHUNK;
+        HPMLI_UNROLL
+        for (int u = 0; u < HPMLI_ONEBIT_V; u++) a.sum[0][u] = a.sum[1][u] = hv_zero();
+        for (; i + step <= end; i += step) {
+            uint32_t m = HPMLI_K(hpmli_onebit_step)(&a, e ? e + i : NULL, g + i, HPMLI_ONEBIT_LANES);
+            bits[i / 8]     = (uint8_t)m;
+            bits[i / 8 + 1] = (uint8_t)(m >> 8);
+            ones += hpmli_popcount(m);
+        }
+        if (i < end) {
+            uint32_t m = HPMLI_K(hpmli_onebit_step)(&a, e ? e + i : NULL, g + i, end - i);
+            bits[i / 8]     = (uint8_t)m;
+            bits[i / 8 + 1] = (uint8_t)(m >> 8);
+            ones += hpmli_popcount(m);
+            i = end;
+        }
+        for (int side = 0; side < 2; side++) {
+            HPMLI_UNROLL
+            for (int h = HPMLI_ONEBIT_V / 2; h > 0; h /= 2)
+                for (int u = 0; u < h; u++) a.sum[side][u] = hv_add(a.sum[side][u], a.sum[side][u + h]);
+            row->sum[side] += (double)hv_sum(a.sum[side][0]);
+        }
+    }
+    if ((n + 15) / 16 % 2) bits[(n + 15) / 16 * 2] = bits[(n + 15) / 16 * 2 + 1] = 0; /* to whole words */
+    for (int side = 0; side < 2; side++) {
+        HPMLI_UNROLL
+        for (int u = 1; u < HPMLI_ONEBIT_V; u++) {
+            a.least[side][0] = hv_min(a.least[side][0], a.least[side][u]);
+            a.most[side][0]  = hv_max(a.most[side][0], a.most[side][u]);
+        }
+        row->least[side] = -hv_hmax(hv_neg(a.least[side][0]));
+        row->most[side]  = hv_hmax(a.most[side][0]);
+    }
+    row->count[1] = ones;
+    row->count[0] = n - ones;
+}
+
+/* Pass 2: e holds v, gets v - level. */
+HPMLI_KFN void HPMLI_K(hpmli_onebit_carry)(float *e, float low, float high, int64_t n)
+{
+    hv l = hv_set1(low), h = hv_set1(high);
+    HV_LOOP(n) {
+        hv v = hv_ld(e + i, c);
+        hv_st(e + i, hv_sub(v, hv_ge(v, hv_zero(), h, l)), c);
+    }
+}
+
+#define HPMLI_ONEBIT_DECODE(name, result)                                                                              \
+    HPMLI_KFN void HPMLI_K(hpmli_##name)(float *out, const uint8_t *bits, float low, float high, int64_t n)            \
+    {                                                                                                                  \
+        hv l = hv_set1(low), h = hv_set1(high);                                                                        \
+        for (int64_t i = 0; i < n; i += HPMLI_ONEBIT_LANES) {                                                          \
+            uint32_t m = bits[i / 8] | (uint32_t)bits[i / 8 + 1] << 8;                                                 \
+            HPMLI_UNROLL                                                                                               \
+            for (int u = 0; u < HPMLI_ONEBIT_LANES; u += HV_W) {                                                       \
+                int64_t c = n - i > u ? n - i - u : 0;                                                                 \
+                float  *y = out + i + u;                                                                               \
+                hv      v = hv_bits(m >> u, h, l);                                                                     \
+                hv_st(y, result, c);                                                                                   \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+HPMLI_ONEBIT_DECODE(onebit_decode, v)
+HPMLI_ONEBIT_DECODE(onebit_decode_add, hv_add(hv_ld(y, c), v))
+#undef HPMLI_ONEBIT_DECODE
+#undef HPMLI_ONEBIT_V
+
+/* packed = bf16(g + e), e = what was lost; e NULL: no feedback. False when something does not fit: NaN, infinity, or a
+   float that rounds to infinity; 0 * lost is NaN then, and stays so in the sum. */
+HPMLI_KFN bool HPMLI_K(hpmli_bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n)
+{
+    hv nan = hv_zero();
+    HV_LOOP(n) {
+        hv v = hv_ld(g + i, c), lost;
+        if (e) v = hv_add(v, hv_ld(e + i, c));
+        if (c == HV_W) hv_store_bf16(packed + i, v);
+        else hv_store_bf16_n(packed + i, v, c);
+        lost = hv_sub(v, c == HV_W ? hv_load_bf16(packed + i) : hv_load_bf16_n(packed + i, c));
+        if (e) hv_st(e + i, lost, c);
+        nan = hv_fma(lost, hv_zero(), nan);
+    }
+    return hv_sum(nan) == 0;
+}
+
+HPMLI_KFN void HPMLI_K(hpmli_bf16_decode_add)(float *out, const uint16_t *packed, int64_t n)
+{
+    HV_LOOP(n) {
+        hv v = c == HV_W ? hv_load_bf16(packed + i) : hv_load_bf16_n(packed + i, c);
+        hv_st(out + i, hv_add(hv_ld(out + i, c), v), c);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>conv-kernels   columns of a convolution
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A convolution is the product W (out, K) x columns (K, pixels), K = channels x kernel x kernel; row (c, u, v) of the columns is
+   the image c shifted by tap (u, v). The matrix is never made: the product asks for a panel of a few pixels at a time
+   and gets it from the image, in runs along the rows. */
+HPMLI_KFN void HPMLI_K(hpmli_conv_columns)(const void *user, int64_t batch, int64_t p0, int64_t pc, int64_t j0, int64_t jn,
+                                           int64_t nr, float *dst)
+{
+    const hpmli_taps *t = (const hpmli_taps *)user;
+    int64_t           taps = t->kernel[0] * t->kernel[1], plane = t->height * t->width, row0 = j0 / t->out_width;
+    for (int64_t p = p0; p < p0 + pc; p++, dst += nr) {
+        int64_t      c = p / taps, u = p % taps / t->kernel[1], v = p % t->kernel[1];
+        int64_t      row = row0, col = j0 - row0 * t->out_width;
+        const float *x = t->x + batch * t->image + c * plane + u * t->dilation[0] * t->width + v * t->dilation[1];
+        for (int64_t j = 0; j < jn; row++, col = 0) {
+            int64_t      n = t->out_width - col < jn - j ? t->out_width - col : jn - j;
+            const float *from = x + row * t->stride[0] * t->width + col * t->stride[1];
+            if (t->stride[1] == 1)
+                for (int64_t i = 0; i < n; i += HV_W) hv_st(dst + j + i, hv_ld(from + i, n - i), n - i);
+            else
+                for (int64_t i = 0; i < n; i++) dst[j + i] = from[i * t->stride[1]];
+            j += n;
+        }
+        for (int64_t j = jn; j < nr; j++) dst[j] = 0;
+    }
+}
+
+/* n results of a 2 x 2 pooling with stride 2 over two rows of an image; at: offset of the winner from x. */
+HPMLI_KFN void HPMLI_K(hpmli_max_pool_row)(float *y, int32_t *at, const float *x, int64_t width, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        const float *w = x + 2 * i;
+        float        a = w[0], b = w[width];
+        int64_t      ia = 2 * i, ib = 2 * i + width;
+        ia = w[1] > a ? ia + 1 : ia, a = w[1] > a ? w[1] : a;
+        ib = w[width + 1] > b ? ib + 1 : ib, b = w[width + 1] > b ? w[width + 1] : b;
+        at[i] = (int32_t)(b > a ? ib : ia);
+        y[i]  = b > a ? b : a;
+    }
+}
+
+#define HPMLI_X(ret, fn, args) HPMLI_K(hpmli_##fn),
+static const hpmli_kernels HPMLI_K(hpmli_kernels) = { HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X) };
+#undef HPMLI_X
+
+#else /* HPMLI_ISA: the ordinary body */
+#ifndef HPMLI_BODY_INCLUDED
+#define HPMLI_BODY_INCLUDED
+#if !defined(HPML_NO_SIMD) && defined(__GNUC__) && defined(__x86_64__)
+#define HPMLI_HAVE_X86 1
+#include <immintrin.h>
+#else
+#define HPMLI_HAVE_X86 0
+#endif
+#if !defined(HPML_NO_SIMD) && defined(__GNUC__) && defined(__aarch64__)
+#define HPMLI_HAVE_NEON 1
+#include <arm_neon.h>
+#else
+#define HPMLI_HAVE_NEON 0
+#endif
+
+/* One matrix product, C = act(alpha A B + beta C + bias); see >>gemm. Strides in elements; any operand may be transposed.
+   Set the whole struct to zero first. */
+typedef struct hpmli_gemm_desc {
+    int64_t      m, n, k;
+    const float *a;             /* (m, k): a[i a_rs + p a_cs] */
+    int64_t      a_rs, a_cs;
+    const float *b;             /* (k, n): b[p b_rs + j b_cs] */
+    int64_t      b_rs, b_cs;
+    float       *c;             /* (m, n), rows ldc apart */
+    int64_t      ldc;
+    float        alpha, beta;   /* beta 0 never reads C, alpha 0 never reads A and B */
+    const float *bias_n;        /* (n), added to each row, or NULL */
+    const float *bias_m;        /* (m), added to each column, or NULL */
+    int          act;           /* 1: relu */
+    void (*act_row)(float *y, int64_t n); /* or NULL: an elementwise function, run in place over finished pieces of rows */
+    int64_t      batch, a_batch, b_batch, c_batch; /* that many products, operands so far apart */
+    /* Implicit GEMM: B is not an array but made on the fly. Writes rows [p0, p0 + pc) of columns [j0, j0 + jn) as a panel
+       dst[p * nr + j], zero for j >= jn. */
+    void (*pack_b)(const void *user, int64_t batch, int64_t p0, int64_t pc, int64_t j0, int64_t jn, int64_t nr, float *dst);
+    const void  *pack_user;
+    int64_t      k_first;       /* added to p0 in calls of pack_b: this is a part of a longer product */
+} hpmli_gemm_desc;
+
+/* A rectangle of C computed by one thread: rows [i0, i1), columns [j0, j1) of one product of the batch. */
+typedef struct hpmli_gemm_part {
+    const hpmli_gemm_desc *d;
+    int64_t                batch, i0, i1, j0, j1;
+    float                 *ws; /* packing space of this thread */
+} hpmli_gemm_part;
+
+/* Blocks, for a second-level cache of 1 MB; half of that is fine too. A block of A (MC x KC) stays in it while the panels
+   of B (KC x 32) pass by; deeper blocks read and write C less often. */
+#define HPMLI_GEMM_KC 384
+#define HPMLI_GEMM_MC 182  /* a multiple of most tile heights */
+#define HPMLI_GEMM_NC 1024 /* columns of B kept packed for the next block of A */
+#define HPMLI_GEMM_WS ((HPMLI_GEMM_MC + 32) * HPMLI_GEMM_KC + (HPMLI_GEMM_NC + 64) * HPMLI_GEMM_KC)
+
+/* Loops over registers must be unrolled at any optimization level. */
+#if defined(__clang__)
+#define HPMLI_UNROLL _Pragma("clang loop unroll(full)")
+#elif defined(__GNUC__)
+#define HPMLI_UNROLL _Pragma("GCC unroll 16")
+#else
+#define HPMLI_UNROLL
+#endif
+#ifndef HPMLI_PACK_P_COLS
+#define HPMLI_PACK_P_COLS 64
+#endif
+
+#define HPMLI_KERNELS_GEMM(X)                                                                                          \
+    X(void, gemm_part, (const hpmli_gemm_part *part))                                                                  \
+    X(void, gemm_sum, (const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t apart))
+
+/* What one optimizer step needs; see >>vupdate. */
+typedef struct hpmli_opt_args {
+    int   opt; /* hpml_opt */
+    float lr, momentum, beta1, beta2, eps, weight_decay, grad_scale;
+    float correction1, correction2; /* 1 - beta^step */
+    bool  nesterov, first;          /* first: step 1 */
+} hpmli_opt_args;
+
+#define HPMLI_KERNELS_VEC(X)                                                                                           \
+    X(void, vexp, (float *y, const float *x, int64_t n))                                                               \
+    X(void, vlog, (float *y, const float *x, int64_t n))                                                               \
+    X(void, vtanh, (float *y, const float *x, int64_t n))                                                              \
+    X(void, vsigmoid, (float *y, const float *x, int64_t n))                                                           \
+    X(void, verf, (float *y, const float *x, int64_t n))                                                               \
+    X(void, act_forward, (int kind, float slope, float *y, const float *x, int64_t n))                                 \
+    X(void, act_backward, (int kind, float slope, float *dx, const float *dy, const float *x, const float *y, int64_t n, \
+                           int accumulate))                                                                            \
+    X(void, vfill, (float *y, float value, int64_t n))                                                                 \
+    X(void, vadd, (float *y, const float *a, const float *b, int64_t n))                                               \
+    X(void, vsub, (float *y, const float *a, const float *b, int64_t n))                                               \
+    X(void, vmul, (float *y, const float *a, const float *b, int64_t n))                                               \
+    X(void, vdiv, (float *y, const float *a, const float *b, int64_t n))                                               \
+    X(void, vaxpby, (float *y, float a, const float *x, float b, int64_t n))                                           \
+    X(void, vscale_add, (float *y, const float *x, float a, float b, int64_t n))                                       \
+    X(void, vaffine_relu, (float *y, const float *x, float a, float b, int64_t n))                                     \
+    X(void, vaxpbypc, (float *y, float a, const float *x, float b, const float *z, float c, int64_t n, int accumulate)) \
+    X(void, vsum_rows, (float *out, const float *x, int64_t rows, int64_t cols, int accumulate))                       \
+    X(float, vsum, (const float *x, int64_t n))                                                                        \
+    X(float, vdot, (const float *a, const float *b, int64_t n))                                                        \
+    X(float, vmax, (const float *x, int64_t n))                                                                        \
+    X(double, vsumsq, (const float *x, int64_t n))                                                                     \
+    X(double, vsum_wide, (const float *x, int64_t n))                                                                  \
+    X(double, vdot_wide, (const float *a, const float *b, int64_t n))                                                  \
+    X(double, vvar_wide, (const float *x, float mean, int64_t n))                                                      \
+    X(float, vexp_sum, (float *y, const float *x, float shift, int64_t n))                                             \
+    X(void, opt_step, (const hpmli_opt_args *o, float *w, const float *g, float *m, float *v, int64_t n))              \
+    X(void, bf16_to_f32, (float *y, const uint16_t *x, int64_t n))                                                     \
+    X(void, f32_to_bf16, (uint16_t *y, const float *x, int64_t n))                                                     \
+    X(void, f16_to_f32, (float *y, const uint16_t *x, int64_t n))                                                      \
+    X(void, f32_to_f16, (uint16_t *y, const float *x, int64_t n))                                                      \
+    X(void, u8_to_f32, (float *y, const uint8_t *x, float scale, float shift, int64_t n))                              \
+    X(void, i32_to_f32, (float *y, const int32_t *x, int64_t n))                                                       \
+    X(void, f32_to_i32, (int32_t *y, const float *x, int64_t n))                                                       \
+    X(void, f32_to_u8, (uint8_t *y, const float *x, int64_t n))
+
+#define HPMLI_CHUNK     64          /* random words made at a time */
+#define HPMLI_PHILOX_M0 0xD2511F53u /* multipliers of Philox ... */
+#define HPMLI_PHILOX_M1 0xCD9E8D57u
+#define HPMLI_PHILOX_W0 0x9E3779B9u /* ... and what a round adds to its key */
+#define HPMLI_PHILOX_W1 0xBB67AE85u
+
+/* Numbers first .. first + n - 1 of a stream: words, uniform in [0, 1), normal. */
+#define HPMLI_KERNELS_RANDOM(X)                                                                                        \
+    X(void, random_words, (uint32_t * out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n))                 \
+    X(void, random_uniform, (float *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n))                   \
+    X(void, random_normal, (float *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n))
+
+#define HPMLI_ONEBIT_LANES 16   /* elements in a step: two bytes of bits */
+#define HPMLI_ONEBIT_CHUNK 1024 /* elements summed in float */
+
+#if defined(__GNUC__)
+#define hpmli_popcount(x) __builtin_popcount(x)
+#else
+#define hpmli_popcount(x) hpmli_popcount_16(x)
+static int hpmli_popcount_16(uint32_t x)
+{
+    int n = 0;
+    for (; x; x &= x - 1) n++;
+    return n;
+}
+#endif
+
+/* What pass 1 finds out about a row: [0] the elements below zero, [1] the others. */
+typedef struct hpmli_onebit_row {
+    double  sum[2];
+    int64_t count[2];
+    float   least[2], most[2];
+} hpmli_onebit_row;
+
+#define HPMLI_KERNELS_CODEC(X)                                                                                         \
+    X(void, onebit_scan, (hpmli_onebit_row * row, uint8_t *bits, float *e, const float *g, int64_t n))                 \
+    X(void, onebit_carry, (float *e, float low, float high, int64_t n))                                                \
+    X(void, onebit_decode, (float *out, const uint8_t *bits, float low, float high, int64_t n))                        \
+    X(void, onebit_decode_add, (float *out, const uint8_t *bits, float low, float high, int64_t n))                    \
+    X(bool, bf16_encode, (uint16_t * packed, float *e, const float *g, int64_t n))                                     \
+    X(void, bf16_decode_add, (float *out, const uint16_t *packed, int64_t n))
+
+/* A convolution as the packing of its columns sees it: images with their zeros around them, and where taps and outputs lie. */
+typedef struct hpmli_taps {
+    const float *x;                 /* (batch, channels, height, width), padded */
+    int64_t      image;             /* floats between images */
+    int64_t      height, width;     /* padded */
+    int64_t      kernel[2], stride[2], dilation[2];
+    int64_t      out_width;
+} hpmli_taps;
+
+#define HPMLI_KERNELS_CONV(X)                                                                                          \
+    X(void, conv_columns, (const void *user, int64_t batch, int64_t p0, int64_t pc, int64_t j0, int64_t jn, int64_t nr, \
+                           float *dst))                                                                                \
+    X(void, max_pool_row, (float *y, int32_t *at, const float *x, int64_t width, int64_t n))
+
+/* System headers stand here, once, before the kernel passes. */
+#include <errno.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__unix__) || defined(__APPLE__)
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <unistd.h>
+#define HPMLI_POSIX 1
+#endif
+#include <time.h>
+#ifndef HPML_NO_THREADS
+#include <pthread.h>
+#include <sched.h>
+#endif
+
+#if defined(__GNUC__)
+#define HPMLI_FN static __attribute__((unused))
+#define HPML_RESTRICT __restrict__
+#else
+#define HPMLI_FN static
+#define HPML_RESTRICT
+#endif
+
+/* For bugs in hpml only. */
+#ifndef HPML_ASSERT
+#ifdef HPML_DEBUG
+#include <assert.h>
+#define HPML_ASSERT(condition) assert(condition)
+#else
+#define HPML_ASSERT(condition) do { } while (0)
+#endif
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>dispatch   the kernel table: one text, one copy for each instruction set
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Every kernel chapter lists its kernels; together they make the table that a context points to. */
+#define HPMLI_KERNELS(X) \
+    HPMLI_KERNELS_GEMM(X) HPMLI_KERNELS_CONV(X) HPMLI_KERNELS_VEC(X) HPMLI_KERNELS_RANDOM(X) HPMLI_KERNELS_CODEC(X)
+
+typedef struct hpmli_kernels { /* static tables are const: no globals change */
+    const char *name;
+#define HPMLI_X(ret, fn, args) ret(*fn) args;
+    HPMLI_KERNELS(HPMLI_X)
+#undef HPMLI_X
+} hpmli_kernels;
+
+#ifdef HPML_USE_ZLIB
+#include <zlib.h>
+#endif
+
+/* The passes: the header includes itself, see >>simd. If you rename the file, define HPML_SELF as its new name. */
+#ifndef HPML_SELF
+#define HPML_SELF "hpml.h"
+#endif
+#define HPMLI_ISA 0
+#include HPML_SELF
+#undef HPMLI_ISA
+#if HPMLI_HAVE_X86
+#define HPMLI_ISA 1
+#include HPML_SELF
+#undef HPMLI_ISA
+#define HPMLI_ISA 2
+#include HPML_SELF
+#undef HPMLI_ISA
+#endif
+#if HPMLI_HAVE_NEON
+#define HPMLI_ISA 3
+#include HPML_SELF
+#undef HPMLI_ISA
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>rng   single random numbers, permutations
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Single numbers are the same elements that the bulk kernels make, one block of Philox each (about 20 ns). */
+
+HPMLI_FN const hpmli_kernels *hpmli_kernels_best(void); /* see >>dispatch */
+
+#define HPMLI_STREAM_SHUFFLE (UINT64_C(0x5) << 60) /* no other use of a seed draws from it */
+
+HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4])
+{
+    hpmli_philox_scalar((uint64_t)key[1] << 32 | key[0], (uint64_t)counter[3] << 32 | counter[2],
+                        (uint64_t)counter[1] << 32 | counter[0], out);
+}
+
+/* Word number i of the stream. */
+HPMLI_FN uint32_t hpmli_rng_word(const hpml_rng *r, uint64_t i)
+{
+    uint32_t block[4];
+    hpmli_philox_scalar(r->seed, r->stream, i / 4, block);
+    return block[i % 4];
+}
+
+HPML_API uint32_t hpml_rng_u32(hpml_rng *r)
+{
+    return hpmli_rng_word(r, r->counter++);
+}
+
+HPML_API float hpml_rng_uniform(hpml_rng *r)
+{
+    return (float)(hpml_rng_u32(r) >> 8) * (1.0f / 16777216.0f);
+}
+
+HPML_API float hpml_rng_normal(hpml_rng *r)
+{
+    uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_CHUNK / 2); /* its pair: j and j + half a chunk */
+    uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_CHUNK / 2);
+    float    x, y;
+    hpmli_box_muller_scalar(&a, &b, &x, &y);
+    return i == j ? x : y;
+}
+
+/* Draws as many bits as n - 1 has and starts again when they show n or more: less than two draws on average. */
+HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
+{
+    uint64_t mask = n > 1 ? (uint64_t)(n - 1) : 0, x;
+    if (mask == 0) return 0;
+    for (int shift = 1; shift < 64; shift *= 2) mask |= mask >> shift;
+    do {
+        x = hpml_rng_u32(r);
+        if (mask >> 32) x |= (uint64_t)hpml_rng_u32(r) << 32;
+        x &= mask;
+    } while (x >= (uint64_t)n);
+    return (int64_t)x;
+}
+
+HPML_API void hpml_rng_fill_u32(hpml_rng *r, uint32_t *x, int64_t n) // x: (n)
+{
+    hpmli_kernels_best()->random_words(x, r->seed, r->stream, r->counter, n);
+    if (n > 0) r->counter += (uint64_t)n;
+}
+
+HPML_API void hpml_rng_fill_uniform(hpml_rng *r, float *x, int64_t n) // x: (n)
+{
+    hpmli_kernels_best()->random_uniform(x, r->seed, r->stream, r->counter, n);
+    if (n > 0) r->counter += (uint64_t)n;
+}
+
+HPML_API void hpml_rng_fill_normal(hpml_rng *r, float *x, int64_t n) // x: (n)
+{
+    hpmli_kernels_best()->random_normal(x, r->seed, r->stream, r->counter, n);
+    if (n > 0) r->counter += (uint64_t)n;
+}
+
+/* The same for the rest of the library: numbers first .. first + n - 1. */
+HPMLI_FN void hpmli_random_words(uint32_t *y, uint64_t seed, uint64_t stream, int64_t first, int64_t n) // y: (n)
+{
+    hpmli_kernels_best()->random_words(y, seed, stream, (uint64_t)first, n);
+}
+
+HPMLI_FN void hpmli_random_uniform(float *y, uint64_t seed, uint64_t stream, int64_t first, int64_t n) // y: (n)
+{
+    hpmli_kernels_best()->random_uniform(y, seed, stream, (uint64_t)first, n);
+}
+
+HPMLI_FN void hpmli_random_normal(float *y, uint64_t seed, uint64_t stream, int64_t first, int64_t n) // y: (n)
+{
+    hpmli_kernels_best()->random_normal(y, seed, stream, (uint64_t)first, n);
+}
+
+/* The last step of splitmix64: every bit of x moves every bit of the result. */
+HPMLI_FN uint64_t hpmli_mix64(uint64_t x)
+{
+    x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
+    return x ^ x >> 31;
+}
+
+/* A Feistel network permutes the numbers of b bits, 2^(b-1) < n <= 2^b: cut the bits in two parts and change, in turn,
+   one part by a random function of the other; whatever the function, each step can be undone, so the whole is a
+   bijection. A result of n or more is put through again until it falls below n, less than twice on average ("cycle
+   walking", Black & Rogaway 2002): that follows a cycle of the larger permutation from [0, n) back into it, so it
+   permutes [0, n). */
+HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, int64_t i)
+{
+    uint32_t k[4];
+    uint64_t x = (uint64_t)i, key0, key1, low_mask, high_mask;
+    int      bits = 2, low_bits;
+    if (i < 0 || i >= n) return -1;
+    if (n == 1) return 0;
+    while ((uint64_t)(n - 1) >> bits) bits++;
+    low_bits  = (bits + 1) / 2;
+    low_mask  = ((uint64_t)1 << low_bits) - 1;
+    high_mask = ((uint64_t)1 << (bits - low_bits)) - 1;
+    hpmli_philox_scalar(seed, HPMLI_STREAM_SHUFFLE, epoch, k);
+    key0 = (uint64_t)k[1] << 32 | k[0];
+    key1 = (uint64_t)k[3] << 32 | k[2] | 1;
+    do {
+        uint64_t low = x & low_mask, high = x >> low_bits, round_key = key0;
+        for (int round = 0; round < 4; round++) { /* two half rounds each */
+            high ^= hpmli_mix64(low + (round_key += key1)) >> 32 & high_mask;
+            low ^= hpmli_mix64(high + (round_key += key1)) >> 32 & low_mask;
+        }
+        x = high << low_bits | low;
+    } while (x >= (uint64_t)n);
+    return (int64_t)x;
+}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>codec   gradients packed for the wire
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* What the bits lose is not lost: it is carried as a residual into the next step, e <- (g + e) - decoded, so that the
+   sum of what was sent plus the residual is the sum of the gradients at any time. (The paper prints the residual
+   without the e that was carried in; taken literally the sums drift apart by 30 % in 1,000 steps, while training still
+   looks plausible. It is here as `printed_residual`, beside `no_feedback`, a control that tests expect to fail.)
+
+   A column of the paper, which shares its two levels, is a row here: it runs along the fan-in, which is contiguous in
+   our [out][in] weights and makes long columns, so that the two floats weigh little. */
+
+HPMLI_FN size_t hpmli_none_row_size(const hpml_codec_desc *desc, int64_t cols)
+{
+    (void)desc;
+    return (size_t)cols * sizeof(float);
+}
+
+HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows)
+{
+    (void)e;
+    if (rows > 0 && p->cols > 0) memcpy(packed, g, (size_t)rows * p->row_size);
+    return HPML_OK;
+}
+
+HPMLI_FN void hpmli_none_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
+{
+    const hpmli_kernels *k = (const hpmli_kernels *)p->kernels;
+    if (add) k->vadd(out, out, (const float *)packed, rows * p->cols);
+    else if (rows > 0 && p->cols > 0) memcpy(out, packed, (size_t)rows * p->row_size);
+}
+
+/* A row with a NaN or an infinity must reach neither the residual, which would carry it for ever, nor the others. */
+HPMLI_FN hpml_status hpmli_codec_drop_row(const hpml_packing *p, void *packed, float *e)
+{
+    memset(packed, 0, p->row_size);
+    if (e) memset(e, 0, (size_t)p->cols * sizeof(float));
+    return HPML_ERR_NONFINITE;
+}
+
+HPMLI_FN size_t hpmli_bf16_row_size(const hpml_codec_desc *desc, int64_t cols)
+{
+    (void)desc;
+    return (size_t)cols * sizeof(uint16_t);
+}
+
+HPMLI_FN hpml_status hpmli_bf16_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows)
+{
+    const hpmli_kernels *k      = (const hpmli_kernels *)p->kernels;
+    uint16_t            *q      = (uint16_t *)packed;
+    hpml_status          status = HPML_OK;
+    for (int64_t r = 0; r < rows; r++, g += p->cols, q += p->cols) {
+        float *er = e ? e + r * p->cols : NULL;
+        if (!k->bf16_encode(q, er, g, p->cols)) status = hpmli_codec_drop_row(p, q, er);
+        else if (er && p->desc.printed_residual) { /* the control */
+            k->bf16_to_f32(er, q, p->cols);
+            k->vsub(er, g, er, p->cols);
+        }
+    }
+    return status;
+}
+
+HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
+{
+    const hpmli_kernels *k = (const hpmli_kernels *)p->kernels;
+    if (add) k->bf16_decode_add(out, (const uint16_t *)packed, rows * p->cols);
+    else k->bf16_to_f32(out, (const uint16_t *)packed, rows * p->cols);
+}
+
+HPMLI_FN size_t hpmli_onebit_row_size(const hpml_codec_desc *desc, int64_t cols)
+{
+    (void)desc;
+    return 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t);
+}
+
+/* Mean of one side, 0 for an empty one, see >>onebit. */
+HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
+{
+    float mean = row->count[side] ? (float)(row->sum[side] / (double)row->count[side]) : 0;
+    if (row->count[side] && mean < row->least[side]) mean = row->least[side];
+    if (row->count[side] && mean > row->most[side]) mean = row->most[side];
+    return mean;
+}
+
+HPMLI_FN hpml_status hpmli_onebit_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows)
+{
+    const hpmli_kernels *k      = (const hpmli_kernels *)p->kernels;
+    hpml_status          status = HPML_OK;
+    for (int64_t r = 0; r < rows; r++, g += p->cols) {
+        uint8_t         *q  = (uint8_t *)packed + (size_t)r * p->row_size, *bits = q + 2 * sizeof(float);
+        float           *er = e ? e + r * p->cols : NULL, level[2];
+        hpmli_onebit_row row;
+        k->onebit_scan(&row, bits, er, g, p->cols);
+        if (!(fabs(row.sum[0]) <= DBL_MAX && fabs(row.sum[1]) <= DBL_MAX)) {
+            status = hpmli_codec_drop_row(p, q, er);
+            continue;
+        }
+        level[0] = hpmli_onebit_level(&row, 0);
+        level[1] = hpmli_onebit_level(&row, 1);
+        memcpy(q, level, sizeof level);
+        if (er && p->desc.printed_residual) { /* the control */
+            k->onebit_decode(er, bits, level[0], level[1], p->cols);
+            k->vsub(er, g, er, p->cols);
+        } else if (er)
+            k->onebit_carry(er, level[0], level[1], p->cols);
+    }
+    return status;
+}
+
+HPMLI_FN void hpmli_onebit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
+{
+    const hpmli_kernels *k = (const hpmli_kernels *)p->kernels;
+    for (int64_t r = 0; r < rows; r++, out += p->cols) {
+        const uint8_t *q = (const uint8_t *)packed + (size_t)r * p->row_size, *bits = q + 2 * sizeof(float);
+        float          level[2];
+        memcpy(level, q, sizeof level);
+        if (add) k->onebit_decode_add(out, bits, level[0], level[1], p->cols);
+        else k->onebit_decode(out, bits, level[0], level[1], p->cols);
+    }
+}
+
+HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind)
+{
+    static const hpml_codec codecs[] = {
+        { "none", true, false, false, hpmli_none_row_size, hpmli_none_encode, hpmli_none_decode },
+        { "bf16", false, true, false, hpmli_bf16_row_size, hpmli_bf16_encode, hpmli_bf16_decode },
+        { "onebit", false, true, true, hpmli_onebit_row_size, hpmli_onebit_encode, hpmli_onebit_decode },
+    };
+    return (unsigned)kind < sizeof codecs / sizeof codecs[0] ? &codecs[kind] : NULL;
+}
+
+HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *desc, int64_t rows, int64_t cols)
+{
+    const hpml_codec *none = hpml_codec_get(HPML_CODEC_NONE);
+    hpml_codec_desc  *d    = &p->desc;
+    bool              small;
+    memset(p, 0, sizeof *p);
+    if (desc) *d = *desc;
+    p->codec = d->custom ? d->custom : hpml_codec_get(d->kind);
+    if (!p->codec || d->_begin || d->_end || d->min_elements < 0) return HPML_ERR_ARGUMENT;
+    if (rows < 0 || cols < 0) return HPML_ERR_SHAPE;
+    if (cols > 0 && (uint64_t)rows >= SIZE_MAX / 32 / (uint64_t)cols) return HPML_ERR_OVERFLOW;
+    if (d->min_elements == 0) d->min_elements = HPML_CODEC_MIN_ELEMENTS;
+    p->rows     = rows;
+    p->cols     = cols;
+    p->kernels  = hpmli_kernels_best();
+    p->row_size = p->codec->row_size(d, cols);
+    small = (rows == 1 || cols == 1 || rows * cols < d->min_elements) && !d->compress_all;
+    if (d->all_bits || (p->codec->exempts && (small || p->row_size >= none->row_size(d, cols)))) {
+        p->codec    = none;
+        p->row_size = none->row_size(d, cols);
+    }
+    p->size           = ((size_t)rows * p->row_size + 3) / 4 * 4;
+    p->residual_count = p->codec->lossy && !d->no_feedback ? rows * cols : 0;
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, float *residual, const float *grad,
+                                         int64_t rows)
+{
+    return p->codec->encode(p, packed, p->residual_count ? residual : NULL, grad, rows);
+}
+
+HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows)
+{
+    p->codec->decode(p, out, packed, rows, false);
+}
+
+HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const void *packed, int64_t rows)
+{
+    p->codec->decode(p, out, packed, rows, true);
+}
+
+HPML_API void hpml_residual_reset(hpml_residual *r)
+{
+    if (r && r->e) memset(r->e, 0, (size_t)(r->rows * r->packing.cols) * sizeof *r->e);
+}
+/* Kernels by name, NULL when this CPU cannot run them. */
+HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
+{
+    if (strcmp(name, "scalar") == 0) return &hpmli_kernels_scalar;
+#if HPMLI_HAVE_X86
+    __builtin_cpu_init();
+    if (strcmp(name, "avx2") == 0 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return &hpmli_kernels_avx2;
+    if (strcmp(name, "avx512") == 0 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return &hpmli_kernels_avx512;
+#endif
+#if HPMLI_HAVE_NEON
+    if (strcmp(name, "neon") == 0) return &hpmli_kernels_neon;
+#endif
+    return NULL;
+}
+
+HPMLI_FN const hpmli_kernels *hpmli_kernels_best(void)
+{
+    static const char *const order[] = { "avx512", "avx2", "neon" };
+    for (size_t i = 0; i < sizeof order / sizeof order[0]; i++) {
+        const hpmli_kernels *k = hpmli_kernels_find(order[i]);
+        if (k) return k;
+    }
+    return &hpmli_kernels_scalar;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>context   the context: errors, memory
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Everything a context owns is a block on one list, newest first, so that hpml_ctx_free can let go of all of it.
+   A block may carry a `drop` function: what must happen before its memory goes (stop a thread, close a file). */
+typedef void hpmli_drop_fn(void *object);
+
+typedef struct hpmli_block {
+    struct hpmli_block *older, *newer;
+    hpmli_drop_fn      *drop;
+    size_t              size; /* bytes taken from the allocator, this header included */
+} hpmli_block;
+#define HPMLI_BLOCK 64 /* bytes before the payload: keeps it aligned to a cache line */
+
+typedef struct hpmli_pool  hpmli_pool;  /* see >>threads */
+typedef struct hpmli_trace hpmli_trace; /* see >>trace */
+static void hpmli_trace_step(hpml_ctx *ctx, int64_t step);
+
+struct hpml_ctx {
+    hpml_allocator       allocator;
+    hpml_log_fn         *log;
+    void                *log_user;
+    hpml_status          status;     /* the first error ... */
+    char                 error[768]; /* ... and its text */
+    hpmli_block         *blocks;     /* newest */
+    size_t               allocations, bytes;
+    const hpmli_kernels *k;
+    int                  threads;
+    hpmli_pool          *pool;       /* NULL: one thread */
+    uint64_t             seed;
+    const hpml_backend  *backend;
+    void                *device;     /* what backend->open gave */
+    float               *gemm_ws;    /* packing buffers of all threads, see >>gemm */
+    hpml_tensor        **params;     /* (param_count) in order of recording */
+    int                  param_count, param_capacity;
+    int                  node_count; /* recorded so far: names and mask keys */
+    hpmli_trace         *trace;      /* NULL: off */
+};
+
+HPML_API const char *hpml_status_string(hpml_status status)
+{
+    switch (status) {
+#define HPMLI_X(name, code, text) case name: return text;
+        HPML_STATUS_LIST(HPMLI_X)
+#undef HPMLI_X
+    default: return "unknown status";
+    }
+}
+
+HPML_API int hpml_version(void)
+{
+    return HPML_VERSION;
+}
+
+HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const char *format, va_list args)
+{
+    char text[sizeof ctx->error], whole[sizeof ctx->error + 32];
+    vsnprintf(text, sizeof text, format, args);
+    if (ctx->status == HPML_OK) {
+        ctx->status = status;
+        memcpy(ctx->error, text, sizeof text);
+    }
+    if (ctx->log) {
+        snprintf(whole, sizeof whole, "hpml.h:%d: %s", line, text);
+        ctx->log(status, whole, ctx->log_user);
+    }
+}
+
+HPMLI_FN hpml_status hpmli_fail_at(hpml_ctx *ctx, hpml_status status, int line, const char *format, ...)
+#if defined(__GNUC__)
+    __attribute__((format(printf, 4, 5)))
+#endif
+    ;
+HPMLI_FN hpml_status hpmli_fail_at(hpml_ctx *ctx, hpml_status status, int line, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    hpmli_fail_va(ctx, status, line, format, args);
+    va_end(args);
+    return status;
+}
+#define hpmli_fail(ctx, status, ...) hpmli_fail_at(ctx, status, __LINE__, __VA_ARGS__)
+
+HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char *format, ...)
+{
+    va_list args;
+    if (!ctx) return HPML_ERR_ARGUMENT;
+    va_start(args, format);
+    hpmli_fail_va(ctx, status, 0, format, args);
+    va_end(args);
+    return status;
+}
+
+/* True when calls on this context should do nothing. */
+HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx)
+{
+    return !ctx || ctx->status != HPML_OK;
+}
+
+HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
+{
+    if (a != 0 && b > SIZE_MAX / 2 / a) return false; /* half: every size also fits ptrdiff_t */
+    *out = a * b;
+    return true;
+}
+
+/* malloc with alignment, in plain C99: the pointer that malloc gave stands right before the block. */
+HPMLI_FN void *hpmli_default_alloc(size_t size, size_t align, void *user)
+{
+    char *raw = (char *)malloc(size + align + sizeof(void *));
+    char *p;
+    (void)user;
+    if (!raw) return NULL;
+    p = raw + sizeof(void *);
+    p += (align - (uintptr_t)p % align) % align;
+    memcpy(p - sizeof(void *), &raw, sizeof(void *));
+    return p;
+}
+
+HPMLI_FN void hpmli_default_free(void *p, size_t size, void *user)
+{
+    void *raw;
+    (void)size;
+    (void)user;
+    memcpy(&raw, (char *)p - sizeof(void *), sizeof(void *));
+    free(raw);
+}
+
+/* 64-byte aligned, not cleared. NULL and an error on the context when there is none. */
+HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_drop_fn *drop)
+{
+    hpmli_block *b = NULL;
+    if (bytes <= SIZE_MAX / 2 - HPMLI_BLOCK)
+        b = (hpmli_block *)ctx->allocator.alloc(bytes + HPMLI_BLOCK, HPMLI_BLOCK, ctx->allocator.user);
+    if (!b) {
+        hpmli_fail(ctx, HPML_ERR_MEMORY, "out of memory: %zu bytes were asked for while this context holds %zu; use a "
+                   "smaller batch or model", bytes, ctx->bytes);
+        return NULL;
+    }
+    b->size  = bytes + HPMLI_BLOCK;
+    b->drop  = drop;
+    b->older = ctx->blocks;
+    b->newer = NULL;
+    if (ctx->blocks) ctx->blocks->newer = b;
+    ctx->blocks = b;
+    ctx->allocations++;
+    ctx->bytes += b->size;
+    return (char *)b + HPMLI_BLOCK;
+}
+
+HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
+{
+    return hpmli_alloc_object(ctx, bytes, NULL);
+}
+
+/* Cleared memory for `count` things of `size` bytes, the product checked. */
+HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
+{
+    size_t bytes;
+    void  *p;
+    if (count < 0 || !hpmli_mul((size_t)count, size, &bytes)) {
+        hpmli_fail(ctx, HPML_ERR_OVERFLOW, "%lld things of %zu bytes do not fit in memory", (long long)count, size);
+        return NULL;
+    }
+    p = hpmli_alloc(ctx, bytes);
+    if (p) memset(p, 0, bytes);
+    return p;
+}
+
+HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
+{
+    size_t size = strlen(s) + 1;
+    char  *p    = (char *)hpmli_alloc(ctx, size);
+    if (p) memcpy(p, s, size);
+    return p;
+}
+
+/* Lets go of one object: its drop function runs first. NULL is fine. */
+HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
+{
+    hpmli_block *b;
+    if (!p) return;
+    b = (hpmli_block *)(void *)((char *)p - HPMLI_BLOCK);
+    if (b->drop) b->drop(p);
+    if (b->newer) b->newer->older = b->older;
+    else ctx->blocks = b->older;
+    if (b->older) b->older->newer = b->newer;
+    ctx->bytes -= b->size;
+    ctx->allocator.free(b, b->size, ctx->allocator.user);
+}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>threads   the clock and the thread pool
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Fork-join over numbered tasks. The caller opens a job, works on it as one more thread, closes it, and waits for the
+   workers still inside. Who does which task is left to chance; what a task computes is not: tasks are cut by size, never
+   by thread count, so results have the same bits on any number of threads.
+
+   A worker waits adaptively: it spins a moment (the next job is usually microseconds away), then yields, then sleeps.
+   `state` packs (job number << 32 | open bit << 31 | workers inside), so that a worker that wakes late can never enter a
+   job that is closed or another than the one it saw. */
+
+HPML_API double hpml_now(void)
+{
+#if defined(CLOCK_MONOTONIC)
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+#elif HPMLI_POSIX
+    struct timeval t;
+    gettimeofday(&t, NULL);
+    return (double)t.tv_sec + 1e-6 * (double)t.tv_usec;
+#else
+    return (double)clock() / CLOCKS_PER_SEC;
+#endif
+}
+
+typedef void hpmli_task_fn(void *arg, int64_t task, int thread);
+
+#ifndef HPML_NO_THREADS
+#define HPMLI_JOB_OPEN   (UINT64_C(1) << 31)
+#define HPMLI_SPINS      4000 /* about 50 us */
+#define HPMLI_YIELDS     50
+
+typedef struct hpmli_worker {
+    hpmli_pool *pool;
+    pthread_t   thread;
+    int         index; /* 1.. ; the caller is thread 0 */
+} hpmli_worker;
+
+struct hpmli_pool {
+    uint64_t        state;    /* atomic, see above */
+    int64_t         next;     /* atomic: first task nobody has taken */
+    int64_t         count;
+    hpmli_task_fn  *fn;
+    void           *arg;
+    int             sleepers; /* atomic */
+    int             stop;     /* atomic */
+    pthread_mutex_t mutex;
+    pthread_cond_t  wake;
+    int             worker_count;
+    hpmli_worker    workers[1]; /* (worker_count) */
+};
+
+HPMLI_FN void hpmli_spin(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+HPMLI_FN void hpmli_pool_work(hpmli_pool *p, int thread)
+{
+    for (;;) {
+        int64_t task = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED);
+        if (task >= p->count) return;
+        p->fn(p->arg, task, thread);
+    }
+}
+
+/* True when a job newer than `seen` is open, or the pool stops. */
+HPMLI_FN bool hpmli_pool_ready(hpmli_pool *p, uint64_t seen)
+{
+    uint64_t s = __atomic_load_n(&p->state, __ATOMIC_SEQ_CST);
+    return ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) || __atomic_load_n(&p->stop, __ATOMIC_SEQ_CST);
+}
+
+HPMLI_FN void hpmli_pool_wait(hpmli_pool *p, uint64_t seen)
+{
+    for (int i = 0; i < HPMLI_SPINS; i++) {
+        if (hpmli_pool_ready(p, seen)) return;
+        hpmli_spin();
+    }
+    for (int i = 0; i < HPMLI_YIELDS; i++) {
+        if (hpmli_pool_ready(p, seen)) return;
+        sched_yield();
+    }
+    pthread_mutex_lock(&p->mutex);
+    __atomic_add_fetch(&p->sleepers, 1, __ATOMIC_SEQ_CST);
+    while (!hpmli_pool_ready(p, seen)) pthread_cond_wait(&p->wake, &p->mutex);
+    __atomic_sub_fetch(&p->sleepers, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&p->mutex);
+}
+
+HPMLI_FN void *hpmli_worker_main(void *arg)
+{
+    hpmli_worker *w    = (hpmli_worker *)arg;
+    hpmli_pool   *p    = w->pool;
+    uint64_t      seen = 0;
+    for (;;) {
+        uint64_t s;
+        hpmli_pool_wait(p, seen);
+        if (__atomic_load_n(&p->stop, __ATOMIC_SEQ_CST)) return NULL;
+        s = __atomic_load_n(&p->state, __ATOMIC_SEQ_CST);
+        while ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) /* go in, unless it has closed meanwhile */
+            if (__atomic_compare_exchange_n(&p->state, &s, s + 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+                seen = s >> 32;
+                hpmli_pool_work(p, w->index);
+                __atomic_sub_fetch(&p->state, 1, __ATOMIC_SEQ_CST);
+                break;
+            }
+    }
+}
+
+HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *arg)
+{
+    uint64_t job = (__atomic_load_n(&p->state, __ATOMIC_RELAXED) >> 32) + 1;
+    p->fn    = fn;
+    p->arg   = arg;
+    p->count = n;
+    __atomic_store_n(&p->next, 0, __ATOMIC_RELAXED);
+    if ((job & UINT32_MAX) == 0) job = 1; /* 0 means "none seen" */
+    __atomic_store_n(&p->state, job << 32 | HPMLI_JOB_OPEN, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&p->sleepers, __ATOMIC_SEQ_CST) > 0) {
+        pthread_mutex_lock(&p->mutex);
+        pthread_cond_broadcast(&p->wake);
+        pthread_mutex_unlock(&p->mutex);
+    }
+    hpmli_pool_work(p, 0);
+    __atomic_and_fetch(&p->state, ~HPMLI_JOB_OPEN, __ATOMIC_SEQ_CST);
+    for (int i = 0; (__atomic_load_n(&p->state, __ATOMIC_SEQ_CST) & (HPMLI_JOB_OPEN - 1)) != 0; i++) {
+        if (i < HPMLI_SPINS) hpmli_spin();
+        else sched_yield();
+    }
+}
+
+HPMLI_FN void hpmli_pool_drop(void *object)
+{
+    hpmli_pool *p = (hpmli_pool *)object;
+    pthread_mutex_lock(&p->mutex);
+    __atomic_store_n(&p->stop, 1, __ATOMIC_SEQ_CST);
+    pthread_cond_broadcast(&p->wake);
+    pthread_mutex_unlock(&p->mutex);
+    for (int i = 0; i < p->worker_count; i++) pthread_join(p->workers[i].thread, NULL);
+    pthread_cond_destroy(&p->wake);
+    pthread_mutex_destroy(&p->mutex);
+}
+
+/* A pool of `threads` - 1 workers; fewer when the system refuses. */
+HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
+{
+    size_t      bytes = sizeof(hpmli_pool) + (size_t)threads * sizeof(hpmli_worker);
+    hpmli_pool *p     = (hpmli_pool *)hpmli_alloc_object(ctx, bytes, hpmli_pool_drop);
+    if (!p) return NULL;
+    memset(p, 0, bytes);
+    pthread_mutex_init(&p->mutex, NULL);
+    pthread_cond_init(&p->wake, NULL);
+    for (int i = 0; i < threads - 1; i++) {
+        hpmli_worker *w = &p->workers[i];
+        w->pool  = p;
+        w->index = i + 1;
+        if (pthread_create(&w->thread, NULL, hpmli_worker_main, w) != 0) break;
+        p->worker_count++;
+    }
+    return p;
+}
+#endif
+
+/* Runs fn for each task in [0, n); returns when all are done. */
+HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *arg)
+{
+#ifndef HPML_NO_THREADS
+    if (n > 1 && ctx->pool) {
+        hpmli_pool_run(ctx->pool, n, fn, arg);
+        return;
+    }
+#endif
+    for (int64_t i = 0; i < n; i++) fn(arg, i, 0);
+    (void)ctx;
+}
+
+HPMLI_FN int hpmli_cores(void)
+{
+#if defined(HPML_NO_THREADS)
+    return 1;
+#elif defined(CPU_COUNT)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+    return 1;
+#elif defined(_SC_NPROCESSORS_ONLN)
+    long n = sysconf(_SC_NPROCESSORS_ONLN);
+    return n > 0 ? (int)n : 1;
+#else
+    return 1;
+#endif
+}
+
+/* Loops over long arrays are cut into pieces of this many elements: small enough to share, large enough to pay. */
+#define HPMLI_GRAIN 16384
+
+/* Rows per task so that a task has about HPMLI_GRAIN elements. */
+HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols)
+{
+    int64_t rows = cols > 0 ? HPMLI_GRAIN / cols : 1;
+    return rows < 1 ? 1 : rows;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>create   creating and freeing contexts
+// ---------------------------------------------------------------------------------------------------------------------
+
+HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
+{
+    if (d->_begin || d->_end) {
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "ctx desc: canary is not zero; zero the struct before you set fields");
+        return false;
+    }
+    ctx->k = d->cpu ? hpmli_kernels_find(d->cpu) : hpmli_kernels_best();
+    if (!ctx->k) {
+        hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "ctx: this CPU or build has no \"%s\" kernels; leave .cpu NULL for the best "
+                   "(\"%s\")", d->cpu, hpmli_kernels_best()->name);
+        ctx->k = hpmli_kernels_best();
+    }
+    ctx->threads = d->threads > 0 ? d->threads : hpmli_cores();
+    if (ctx->threads > 1024) ctx->threads = 1024;
+#ifdef HPML_NO_THREADS
+    ctx->threads = 1;
+#else
+    if (ctx->threads > 1) {
+        ctx->pool = hpmli_pool_create(ctx, ctx->threads);
+        if (!ctx->pool) return false;
+        ctx->threads = ctx->pool->worker_count + 1;
+    }
+#endif
+    ctx->gemm_ws = (float *)hpmli_alloc_array(ctx, (int64_t)ctx->threads * HPMLI_GEMM_WS, sizeof(float));
+    if (!ctx->gemm_ws) return false;
+    return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
+}
+
+HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
+{
+    hpml_ctx_desc d;
+    hpml_ctx     *ctx;
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (!d.allocator.alloc || !d.allocator.free) {
+        d.allocator.alloc = hpmli_default_alloc;
+        d.allocator.free  = hpmli_default_free;
+    }
+    ctx = (hpml_ctx *)d.allocator.alloc(sizeof *ctx, HPMLI_BLOCK, d.allocator.user);
+    if (!ctx) return NULL;
+    memset(ctx, 0, sizeof *ctx);
+    ctx->allocator   = d.allocator;
+    ctx->log         = d.log;
+    ctx->log_user    = d.log_user;
+    ctx->seed        = d.seed;
+    ctx->backend     = d.backend ? d.backend : hpml_backend_cpu();
+    ctx->allocations = 1;
+    ctx->bytes       = sizeof *ctx;
+    ctx->threads     = 1;
+    if (!hpmli_ctx_open(ctx, &d) && ctx->status == HPML_OK)
+        hpmli_fail(ctx, HPML_ERR_STATE, "ctx: the backend \"%s\" did not open", ctx->backend->name);
+    return ctx;
+}
+
+HPML_API void hpml_ctx_free(hpml_ctx *ctx)
+{
+    hpml_allocator allocator;
+    if (!ctx) return;
+    for (hpmli_block *b = ctx->blocks; b; b = b->older) { /* newest first: users before what they use */
+        hpmli_drop_fn *drop = b->drop;
+        b->drop = NULL;
+        if (drop) drop((char *)b + HPMLI_BLOCK);
+    }
+    if (ctx->device) ctx->backend->close(ctx->device);
+    while (ctx->blocks) hpmli_free(ctx, (char *)ctx->blocks + HPMLI_BLOCK);
+    allocator = ctx->allocator;
+    allocator.free(ctx, sizeof *ctx, allocator.user);
+}
+
+HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx)
+{
+    return ctx ? ctx->status : HPML_ERR_ARGUMENT;
+}
+
+HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx)
+{
+    return ctx ? ctx->error : "no context";
+}
+
+HPML_API void hpml_ctx_clear_error(hpml_ctx *ctx)
+{
+    if (!ctx) return;
+    ctx->status   = HPML_OK;
+    ctx->error[0] = 0;
+}
+
+HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx)     { return ctx ? ctx->threads : 0; }
+HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx)         { return ctx ? ctx->k->name : ""; }
+HPML_API uint64_t    hpml_ctx_seed(const hpml_ctx *ctx)        { return ctx ? ctx->seed : 0; }
+HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx) { return ctx ? ctx->allocations : 0; }
+HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx)       { return ctx ? ctx->bytes : 0; }
+HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ctx->device : NULL; }
+// ---------------------------------------------------------------------------------------------------------------------
+// >>tensor   tensors and views
+// ---------------------------------------------------------------------------------------------------------------------
+
+HPML_API size_t hpml_dtype_size(hpml_dtype dtype)
+{
+    switch (dtype) {
+    case HPML_DTYPE_F32: case HPML_DTYPE_I32: return 4;
+    case HPML_DTYPE_BF16: case HPML_DTYPE_F16: return 2;
+    case HPML_DTYPE_U8: return 1;
+    }
+    return 0;
+}
+
+HPML_API const char *hpml_dtype_name(hpml_dtype dtype)
+{
+    switch (dtype) {
+    case HPML_DTYPE_F32: return "f32";
+    case HPML_DTYPE_BF16: return "bf16";
+    case HPML_DTYPE_F16: return "f16";
+    case HPML_DTYPE_I32: return "i32";
+    case HPML_DTYPE_U8: return "u8";
+    }
+    return "?";
+}
+
+/* Product of a shape; -1 when a dimension is not positive or the bytes would overflow. */
+HPMLI_FN int64_t hpmli_shape_count(int ndim, const int64_t *shape)
+{
+    size_t count = 1;
+    for (int i = 0; i < ndim; i++)
+        if (shape[i] <= 0 || !hpmli_mul(count, (size_t)shape[i], &count) || count > SIZE_MAX / 16) return -1;
+    return (int64_t)count;
+}
+
+HPMLI_FN const char *hpmli_shape_text(char *buffer, size_t size, int ndim, const int64_t *shape)
+{
+    size_t used = 0;
+    buffer[0] = 0;
+    if (ndim == 0) snprintf(buffer, size, "scalar");
+    for (int i = 0; i < ndim && used < size; i++)
+        used += (size_t)snprintf(buffer + used, size - used, "%s%lld", i ? "x" : "", (long long)shape[i]);
+    return buffer;
+}
+
+HPML_API int64_t hpml_tensor_count(const hpml_tensor *t)
+{
+    int64_t count = 1;
+    if (!t) return 0;
+    for (int i = 0; i < t->ndim; i++) count *= t->shape[i];
+    return count;
+}
+
+HPMLI_FN size_t hpmli_tensor_bytes(const hpml_tensor *t)
+{
+    return (size_t)hpml_tensor_count(t) * hpml_dtype_size(t->dtype);
+}
+
+HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t size)
+{
+    char shape[128];
+    if (!t) snprintf(buffer, size, "no tensor");
+    else snprintf(buffer, size, "%s %s \"%s\"", hpml_dtype_name(t->dtype),
+                  hpmli_shape_text(shape, sizeof shape, t->ndim, t->shape), t->name);
+    return buffer;
+}
+
+HPMLI_FN void hpmli_set_shape(hpml_tensor *t, int ndim, const int64_t *shape)
+{
+    int64_t stride = 1;
+    t->ndim = ndim;
+    for (int i = 0; i < HPML_MAX_DIMS; i++) t->shape[i] = i < ndim ? shape[i] : 1;
+    for (int i = HPML_MAX_DIMS - 1; i >= 0; i--) {
+        t->stride[i] = stride;
+        stride *= t->shape[i];
+    }
+}
+
+/* A tensor without memory. The one place where shapes are checked. */
+HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dtype dtype, int ndim, const int64_t *shape)
+{
+    char         text[128];
+    hpml_tensor *t;
+    if (hpmli_failed(ctx)) return NULL;
+    if (ndim < 0 || ndim > HPML_MAX_DIMS || (ndim > 0 && !shape)) {
+        hpmli_fail(ctx, HPML_ERR_SHAPE, "tensor \"%s\": %d dimensions, expected 0 to %d", name, ndim, HPML_MAX_DIMS);
+        return NULL;
+    }
+    if (hpml_dtype_size(dtype) == 0) {
+        hpmli_fail(ctx, HPML_ERR_DTYPE, "tensor \"%s\": unknown dtype %d", name, (int)dtype);
+        return NULL;
+    }
+    for (int i = 0; i < ndim; i++)
+        if (shape[i] <= 0) {
+            hpmli_fail(ctx, HPML_ERR_SHAPE, "tensor \"%s\": shape %s, every dimension must be at least 1", name,
+                       hpmli_shape_text(text, sizeof text, ndim, shape));
+            return NULL;
+        }
+    if (hpmli_shape_count(ndim, shape) < 0) {
+        hpmli_fail(ctx, HPML_ERR_OVERFLOW, "tensor \"%s\": shape %s does not fit in memory", name,
+                   hpmli_shape_text(text, sizeof text, ndim, shape));
+        return NULL;
+    }
+    t = (hpml_tensor *)hpmli_alloc_array(ctx, 1, sizeof *t);
+    if (!t) return NULL;
+    t->ctx   = ctx;
+    t->name  = name;
+    t->dtype = dtype;
+    hpmli_set_shape(t, ndim, shape);
+    return t;
+}
+
+/* Zeroed memory on the context's device; an error on the context when there is none. */
+HPMLI_FN void *hpmli_device_alloc(hpml_ctx *ctx, size_t bytes)
+{
+    void *p = ctx->backend->alloc(ctx->device, bytes);
+    if (!p) hpmli_fail(ctx, HPML_ERR_MEMORY, "out of memory on the %s device: %zu bytes were asked for", ctx->backend->name,
+                       bytes);
+    return p;
+}
+
+HPML_API hpml_tensor *hpml_tensor_create(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape)
+{
+    hpml_tensor *t = hpmli_tensor_new(ctx, "tensor", dtype, ndim, shape);
+    if (!t) return NULL;
+    t->data = (float *)hpmli_device_alloc(ctx, hpmli_tensor_bytes(t));
+    if (t->data) return t;
+    hpmli_free(ctx, t);
+    return NULL;
+}
+
+HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0)
+{
+    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 1, &d0);
+}
+
+HPML_API hpml_tensor *hpml_tensor_create_2d(hpml_ctx *ctx, int64_t d0, int64_t d1)
+{
+    int64_t shape[2];
+    shape[0] = d0, shape[1] = d1;
+    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 2, shape);
+}
+
+HPML_API hpml_tensor *hpml_tensor_create_3d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2)
+{
+    int64_t shape[3];
+    shape[0] = d0, shape[1] = d1, shape[2] = d2;
+    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 3, shape);
+}
+
+HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2, int64_t d3)
+{
+    int64_t shape[4];
+    shape[0] = d0, shape[1] = d1, shape[2] = d2, shape[3] = d3;
+    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 4, shape);
+}
+
+/* A view has the memory of another tensor: it is marked by a stride or an owner that is not its own. */
+HPMLI_FN hpml_tensor *hpmli_view(hpml_tensor *t)
+{
+    hpml_tensor *v;
+    if (!t || hpmli_failed(t->ctx)) return NULL;
+    if (!t->data) {
+        hpmli_fail(t->ctx, HPML_ERR_STATE, "view of \"%s\": it has no memory yet; record hpml_reshape, hpml_slice or "
+                   "hpml_transpose instead", t->name);
+        return NULL;
+    }
+    v = (hpml_tensor *)hpmli_alloc(t->ctx, sizeof *v);
+    if (!v) return NULL;
+    *v            = *t;
+    v->name       = "view";
+    v->grad       = NULL;
+    v->node       = NULL;
+    v->param      = NULL;
+    v->batch_rows = 0;
+    v->needs_grad = false;
+    return v;
+}
+
+HPML_API void hpml_tensor_free(hpml_tensor *t)
+{
+    if (!t || t->node || t->param || t->batch_rows) return;
+    if (strcmp(t->name, "tensor") == 0) t->ctx->backend->free(t->ctx->device, t->data, hpmli_tensor_bytes(t));
+    hpmli_free(t->ctx, t);
+}
+
+HPMLI_FN bool hpmli_contiguous(const hpml_tensor *t)
+{
+    int64_t stride = 1;
+    for (int i = t->ndim - 1; i >= 0; i--) {
+        if (t->shape[i] != 1 && t->stride[i] != stride) return false;
+        stride *= t->shape[i];
+    }
+    return true;
+}
+
+/* Replaces one -1 in a wanted shape by what is left; false when the counts differ. */
+HPMLI_FN bool hpmli_reshape_rule(int64_t count, int ndim, const int64_t *want, int64_t *shape)
+{
+    int64_t known = 1;
+    int     open  = -1;
+    if (ndim < 0 || ndim > HPML_MAX_DIMS) return false;
+    for (int i = 0; i < ndim; i++) {
+        shape[i] = want[i];
+        if (want[i] == -1 && open < 0) open = i;
+        else if (want[i] <= 0 || known > count / want[i]) return false;
+        else known *= want[i];
+    }
+    if (open >= 0) {
+        if (known == 0 || count % known != 0) return false;
+        shape[open] = count / known;
+        known *= shape[open];
+    }
+    return known == count;
+}
+
+HPMLI_FN hpml_tensor *hpmli_reshape_error(hpml_tensor *t, int ndim, const int64_t *want)
+{
+    char text[128], shape[128];
+    hpmli_shape_text(shape, sizeof shape, ndim < 0 || ndim > HPML_MAX_DIMS ? 0 : ndim, want);
+    hpmli_fail(t->ctx, HPML_ERR_SHAPE, "reshape of %s to %s: the number of elements must stay the same, and at most one "
+               "dimension may be -1", hpml_tensor_text(t, text, sizeof text), shape);
+    return NULL;
+}
+
+HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape)
+{
+    int64_t      full[HPML_MAX_DIMS];
+    hpml_tensor *v = hpmli_view(t);
+    if (!v) return NULL;
+    if (!hpmli_contiguous(t) || !hpmli_reshape_rule(hpml_tensor_count(t), ndim, shape, full)) {
+        hpmli_free(t->ctx, v);
+        return hpmli_reshape_error(t, ndim, shape);
+    }
+    hpmli_set_shape(v, ndim, full);
+    return v;
+}
+
+HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count)
+{
+    char         text[128];
+    hpml_tensor *v = hpmli_view(t);
+    if (!v) return NULL;
+    if (dim < 0 || dim >= t->ndim || start < 0 || count < 1 || start > t->shape[dim] - count) {
+        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside",
+                   hpml_tensor_text(t, text, sizeof text), (long long)start, (long long)start + count, dim);
+        hpmli_free(t->ctx, v);
+        return NULL;
+    }
+    v->shape[dim] = count;
+    v->data = (float *)(void *)((char *)t->data + (size_t)(start * t->stride[dim]) * hpml_dtype_size(t->dtype));
+    return v;
+}
+
+HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
+{
+    char         text[128];
+    hpml_tensor *v = hpmli_view(t);
+    if (!v) return NULL;
+    if (dim_a < 0 || dim_b < 0 || dim_a >= t->ndim || dim_b >= t->ndim) {
+        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "transpose of %s: there is no dimension %d or %d",
+                   hpml_tensor_text(t, text, sizeof text), dim_a, dim_b);
+        hpmli_free(t->ctx, v);
+        return NULL;
+    }
+    v->shape[dim_a] = t->shape[dim_b], v->stride[dim_a] = t->stride[dim_b];
+    v->shape[dim_b] = t->shape[dim_a], v->stride[dim_b] = t->stride[dim_a];
+    return v;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>convert   copies and conversions of storage types
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Any pair of types goes through f32, in pieces that stay in the cache. I32 to I32 is copied: f32 holds 24 bits only. */
+HPMLI_FN void hpmli_to_f32(const hpmli_kernels *k, float *y, hpml_dtype from, const void *x, int64_t n)
+{
+    switch (from) {
+    case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * 4); break;
+    case HPML_DTYPE_BF16: k->bf16_to_f32(y, (const uint16_t *)x, n); break;
+    case HPML_DTYPE_F16: k->f16_to_f32(y, (const uint16_t *)x, n); break;
+    case HPML_DTYPE_I32: k->i32_to_f32(y, (const int32_t *)x, n); break;
+    case HPML_DTYPE_U8: k->u8_to_f32(y, (const uint8_t *)x, 1, 0, n); break;
+    }
+}
+
+HPMLI_FN void hpmli_from_f32(const hpmli_kernels *k, hpml_dtype to, void *y, const float *x, int64_t n)
+{
+    switch (to) {
+    case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * 4); break;
+    case HPML_DTYPE_BF16: k->f32_to_bf16((uint16_t *)y, x, n); break;
+    case HPML_DTYPE_F16: k->f32_to_f16((uint16_t *)y, x, n); break;
+    case HPML_DTYPE_I32: k->f32_to_i32((int32_t *)y, x, n); break;
+    case HPML_DTYPE_U8: k->f32_to_u8((uint8_t *)y, x, n); break;
+    }
+}
+
+HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n)
+{
+    float piece[1024];
+    size_t to_size = hpml_dtype_size(to), from_size = hpml_dtype_size(from);
+    if (to == from) {
+        memmove(dst, src, (size_t)n * to_size);
+        return;
+    }
+    for (int64_t i = 0; i < n; i += 1024) {
+        int64_t count = n - i < 1024 ? n - i : 1024;
+        hpmli_to_f32(k, piece, from, (const char *)src + (size_t)i * from_size, count);
+        hpmli_from_f32(k, to, (char *)dst + (size_t)i * to_size, piece, count);
+    }
+}
+
+HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n)
+{
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (!dst || !src || n < 0 || !hpml_dtype_size(to) || !hpml_dtype_size(from))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "convert: needs two arrays, two dtypes and n >= 0, got n = %lld",
+                          (long long)n);
+    hpmli_convert(ctx->k, to, dst, from, src, n);
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
+{
+    char    a[160], b[160];
+    int64_t at[HPML_MAX_DIMS] = { 0 }, rows = 1, last = HPML_MAX_DIMS - 1;
+    if (!dst || !src || hpmli_failed(dst->ctx)) return dst ? hpml_ctx_status(dst->ctx) : HPML_ERR_ARGUMENT;
+    if (dst->ndim != src->ndim || memcmp(dst->shape, src->shape, sizeof dst->shape) != 0 || !dst->data || !src->data)
+        return hpmli_fail(dst->ctx, HPML_ERR_SHAPE, "copy of %s to %s: both need memory and the same shape",
+                          hpml_tensor_text(src, a, sizeof a), hpml_tensor_text(dst, b, sizeof b));
+    if (hpmli_contiguous(dst) && hpmli_contiguous(src)) {
+        hpmli_convert(dst->ctx->k, dst->dtype, dst->data, src->dtype, src->data, hpml_tensor_count(dst));
+        return HPML_OK;
+    }
+    for (int i = 0; i < dst->ndim; i++) rows *= dst->shape[i];
+    for (int64_t r = 0; r < rows; r++) { /* element by element: views are for convenience, ops for speed */
+        int64_t d = 0, s = 0;
+        for (int i = 0; i < dst->ndim; i++) d += at[i] * dst->stride[i], s += at[i] * src->stride[i];
+        hpmli_convert(dst->ctx->k, dst->dtype, (char *)dst->data + (size_t)d * hpml_dtype_size(dst->dtype), src->dtype,
+                      (const char *)src->data + (size_t)s * hpml_dtype_size(src->dtype), 1);
+        for (last = dst->ndim - 1; last >= 0 && ++at[last] == dst->shape[last]; last--) at[last] = 0;
+    }
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_check_transfer(const hpml_tensor *t, const void *values, int64_t count, const char *verb)
+{
+    char text[160];
+    if (!t) return HPML_ERR_ARGUMENT;
+    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    if (!values || !t->data || !hpmli_contiguous(t) || count != hpml_tensor_count(t))
+        return hpmli_fail(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got %lld%s", verb,
+                          hpml_tensor_text(t, text, sizeof text), (long long)hpml_tensor_count(t), (long long)count,
+                          t->data ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const void *values, int64_t count)
+{
+    hpml_status status = hpmli_check_transfer(t, values, count, "set");
+    if (status != HPML_OK) return status;
+    return t->ctx->backend->write(t->ctx->device, t->data, values, hpmli_tensor_bytes(t));
+}
+
+HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t count)
+{
+    hpml_status status = hpmli_check_transfer(t, values, count, "get");
+    if (status != HPML_OK) return status;
+    return t->ctx->backend->read(t->ctx->device, values, t->data, hpmli_tensor_bytes(t));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>record   recording: nodes, inputs, parameters
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* What the backward pass of an op reads: the planner keeps just that. Given by the op's _needs function. */
+#define HPMLI_NEED_SRC(i) (1u << (i))
+#define HPMLI_NEED_OUT    (1u << 8)
+#define HPMLI_INPLACE     (1u << 9) /* the result may stand in the memory of src[0] */
+
+/* The given name, or "<kind><number>". Owned by the context. */
+HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const char *kind)
+{
+    char text[64];
+    if (hpmli_failed(ctx)) return NULL;
+    if (name && name[0]) return hpmli_strdup(ctx, name);
+    snprintf(text, sizeof text, "%s%d", kind, ctx->node_count);
+    return hpmli_strdup(ctx, text);
+}
+
+/* True when all sources are there and belong to one context; with one NULL, or on a failed context, recording does nothing. */
+HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
+{
+    hpml_ctx *ctx = NULL;
+    for (int i = 0; i < src_count; i++) {
+        if (!src[i]) return false;
+        if (!ctx) ctx = src[i]->ctx;
+        if (hpmli_failed(ctx)) return false;
+        if (src[i]->ctx != ctx) {
+            hpmli_fail(ctx, HPML_ERR_ARGUMENT, "\"%s\" and \"%s\" belong to different contexts", src[0]->name, src[i]->name);
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Adds an op; returns its result, named `name` (see hpmli_layer_name; NULL: after the op). Sources that are optional and
+   absent are NULL. The caller fills in node->attr and the bytes it needs. */
+HPMLI_FN hpml_tensor *hpmli_node_create_named(hpml_ctx *ctx, hpml_op op, const char *name, int src_count,
+                                              hpml_tensor *const *src, int ndim, const int64_t *shape)
+{
+    hpml_tensor *out;
+    hpml_node   *n;
+    if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
+    if (!name) return NULL;
+    out = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
+    n   = out ? (hpml_node *)hpmli_alloc_array(ctx, 1, sizeof *n) : NULL;
+    if (!n) return NULL;
+    n->op        = op;
+    n->index     = ctx->node_count++;
+    n->out       = out;
+    n->src_count = src_count;
+    out->node    = n;
+    for (int i = 0; i < src_count; i++) {
+        hpml_tensor *s = n->src[i] = src[i];
+        if (!s) continue;
+        if (s->needs_grad) out->needs_grad = true;
+        if (!s->batch_rows) continue;
+        if (ndim > 0 && shape[0] == s->shape[0]) out->batch_rows = s->batch_rows;
+        else n->mixes_batch = true;
+    }
+    if (out->batch_rows) n->mixes_batch = false;
+    return out;
+}
+
+HPMLI_FN hpml_tensor *hpmli_node_create(hpml_ctx *ctx, hpml_op op, int src_count, hpml_tensor *const *src, int ndim,
+                                        const int64_t *shape)
+{
+    return hpmli_node_create_named(ctx, op, NULL, src_count, src, ndim, shape);
+}
+
+HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape)
+{
+    hpml_tensor *t;
+    if (hpmli_failed(ctx)) return NULL;
+    if (ndim < 1) {
+        hpmli_fail(ctx, HPML_ERR_SHAPE, "input: needs at least the batch dimension");
+        return NULL;
+    }
+    t = hpmli_tensor_new(ctx, "input", dtype, ndim, shape);
+    if (t) t->batch_rows = 1;
+    return t;
+}
+
+HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1)
+{
+    int64_t shape[2];
+    shape[0] = b, shape[1] = d1;
+    return hpml_input(ctx, HPML_DTYPE_F32, 2, shape);
+}
+
+HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2)
+{
+    int64_t shape[3];
+    shape[0] = b, shape[1] = d1, shape[2] = d2;
+    return hpml_input(ctx, HPML_DTYPE_F32, 3, shape);
+}
+
+HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2, int64_t d3)
+{
+    int64_t shape[4];
+    shape[0] = b, shape[1] = d1, shape[2] = d2, shape[3] = d3;
+    return hpml_input(ctx, HPML_DTYPE_F32, 4, shape);
+}
+
+HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t)
+{
+    int64_t shape[2];
+    shape[0] = b, shape[1] = t;
+    return hpml_input(ctx, HPML_DTYPE_I32, 2, shape);
+}
+
+HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
+{
+    if (!input) return HPML_ERR_ARGUMENT;
+    if (hpmli_failed(input->ctx)) return input->ctx->status;
+    if (input->node || input->dtype != HPML_DTYPE_F32)
+        return hpmli_fail(input->ctx, HPML_ERR_ARGUMENT, "require_grad of \"%s\": only f32 inputs; what ops make gets its "
+                          "gradient by itself", input->name);
+    input->needs_grad = true;
+    return HPML_OK;
+}
+
+/* Room for one more parameter. */
+HPMLI_FN bool hpmli_params_grow(hpml_ctx *ctx)
+{
+    int           capacity = ctx->param_capacity ? 2 * ctx->param_capacity : 32;
+    hpml_tensor **params;
+    if (ctx->param_count < ctx->param_capacity) return true;
+    params = (hpml_tensor **)hpmli_alloc_array(ctx, capacity, sizeof *params);
+    if (!params) return false;
+    if (ctx->param_count) memcpy(params, ctx->params, (size_t)ctx->param_count * sizeof *params);
+    hpmli_free(ctx, ctx->params);
+    ctx->params         = params;
+    ctx->param_capacity = capacity;
+    return true;
+}
+
+HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
+                                      const int64_t *shape)
+{
+    hpml_tensor *t;
+    if (!name || hpmli_failed(ctx)) return NULL;
+    if (hpml_param_find(ctx, name)) {
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give the layers different names", name);
+        return NULL;
+    }
+    t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
+    if (!t || !hpmli_params_grow(ctx)) return NULL;
+    t->param = (hpml_param *)hpmli_alloc_array(ctx, 1, sizeof *t->param);
+    if (!t->param) return NULL;
+    t->param->index      = ctx->param_count;
+    t->param->init       = init == HPML_INIT_DEFAULT ? HPML_INIT_KAIMING_UNIFORM : init;
+    t->param->init_scale = scale;
+    t->param->lr_scale   = 1;
+    t->needs_grad        = true;
+    ctx->params[ctx->param_count++] = t;
+    return t;
+}
+
+/* The parameter "layer.suffix". */
+HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init, float scale,
+                                        int ndim, const int64_t *shape)
+{
+    char text[256];
+    if (!layer || hpmli_failed(ctx)) return NULL;
+    snprintf(text, sizeof text, "%s.%s", layer, suffix);
+    return hpmli_param_new(ctx, hpmli_strdup(ctx, text), init, scale, ndim, shape);
+}
+
+/* The vector "layer.suffix" that weight decay leaves alone: a bias, the scale of a norm. */
+HPMLI_FN hpml_tensor *hpmli_layer_vector(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init, int64_t n)
+{
+    hpml_tensor *t = hpmli_layer_param(ctx, layer, suffix, init, 0, 1, &n);
+    if (t) t->param->no_decay = true;
+    return t;
+}
+
+HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *d)
+{
+    hpml_tensor *t;
+    char         text[32];
+    if (hpmli_failed(ctx)) return NULL;
+    if (!d || d->ndim < 1) {
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
+        return NULL;
+    }
+    snprintf(text, sizeof text, "param%d", ctx->param_count);
+    t = hpmli_param_new(ctx, hpmli_strdup(ctx, d->name ? d->name : text), d->init, d->init_scale, d->ndim, d->shape);
+    if (!t) return NULL;
+    t->param->buffer   = d->buffer;
+    t->param->frozen   = d->frozen;
+    t->param->no_decay = d->no_decay;
+    t->needs_grad      = !d->buffer && !d->frozen;
+    return t;
+}
+
+HPML_API int hpml_param_count(const hpml_ctx *ctx) { return ctx ? ctx->param_count : 0; }
+
+HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index)
+{
+    return ctx && index >= 0 && index < ctx->param_count ? ctx->params[index] : NULL;
+}
+
+HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name)
+{
+    if (ctx && name)
+        for (int i = 0; i < ctx->param_count; i++)
+            if (strcmp(ctx->params[i]->name, name) == 0) return ctx->params[i];
+    return NULL;
+}
+
+HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
+{
+    int64_t total = 0;
+    for (int i = 0; i < hpml_param_count(ctx); i++)
+        if (!ctx->params[i]->param->buffer) total += hpml_tensor_count(ctx->params[i]);
+    return total;
+}
+
+/* One parameter's first values, drawn on the host from the stream of its index, so that they do not depend on the others. */
+HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
+{
+    const hpml_param *p      = t->param;
+    int64_t           n      = hpml_tensor_count(t);
+    double            fan_in = (double)n / (double)t->shape[0], field = fan_in / (double)t->shape[1];
+    double            fan_out = (double)t->shape[0] * field, scale = p->init_scale;
+    bool              normal = false;
+    uint64_t          stream = (uint64_t)p->index;
+    switch (p->init) {
+    case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: scale = sqrt(6 / fan_in); break;
+    case HPML_INIT_KAIMING_NORMAL: scale = sqrt(2 / fan_in), normal = true; break;
+    case HPML_INIT_XAVIER_UNIFORM: scale = sqrt(6 / (fan_in + fan_out)); break;
+    case HPML_INIT_XAVIER_NORMAL: scale = sqrt(2 / (fan_in + fan_out)), normal = true; break;
+    case HPML_INIT_NORMAL: scale = scale > 0 ? scale : 0.02, normal = true; break;
+    case HPML_INIT_UNIFORM: scale = scale > 0 ? scale : 0.1; break;
+    case HPML_INIT_ZEROS: case HPML_INIT_ONES:
+        for (int64_t i = 0; i < n; i++) w[i] = p->init == HPML_INIT_ONES ? 1.0f : 0.0f;
+        return;
+    }
+    if (normal) hpmli_random_normal(w, ctx->seed, stream, 0, n);
+    else hpmli_random_uniform(w, ctx->seed, stream, 0, n);
+    for (int64_t i = 0; i < n; i++) w[i] = (float)(normal ? scale * w[i] : scale * (2 * (double)w[i] - 1));
+}
+
+HPML_API hpml_status hpml_param_init(hpml_ctx *ctx)
+{
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    for (int i = 0; i < ctx->param_count; i++) {
+        hpml_tensor *t = ctx->params[i];
+        float       *w, *data;
+        if (t->data) continue;
+        data = (float *)hpmli_device_alloc(ctx, hpmli_tensor_bytes(t));
+        w    = data ? (float *)hpmli_alloc(ctx, hpmli_tensor_bytes(t)) : NULL;
+        if (!w) {
+            if (data) ctx->backend->free(ctx->device, data, hpmli_tensor_bytes(t));
+            return ctx->status;
+        }
+        hpmli_init_values(ctx, t, w);
+        ctx->backend->write(ctx->device, data, w, hpmli_tensor_bytes(t));
+        hpmli_free(ctx, w);
+        t->data = data;
+    }
+    return ctx->status;
+}
+
+HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
+{
+    uint64_t hash = UINT64_C(14695981039346656037);
+    if (hpmli_failed(ctx)) return 0;
+    for (int i = 0; i < ctx->param_count; i++) {
+        const hpml_tensor *t     = ctx->params[i];
+        size_t             bytes = hpmli_tensor_bytes(t);
+        unsigned char     *host  = t->data ? (unsigned char *)hpmli_alloc(ctx, bytes) : NULL;
+        if (!host) continue;
+        ctx->backend->read(ctx->device, host, t->data, bytes);
+        for (size_t b = 0; b < bytes; b++) hash = (hash ^ host[b]) * UINT64_C(1099511628211);
+        hpmli_free(ctx, host);
+    }
+    return hash;
+}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gemm-threads   dealing a matrix product out to threads
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* C is cut into rectangles, each computed by one thread with its own packing space: nothing is shared, nobody waits. Each
+   rectangle packs what it needs; at 100 rows or more that is a few percent. */
+
+typedef struct hpmli_gemm_job {
+    hpml_ctx              *ctx;
+    const hpmli_gemm_desc *d;
+    int64_t                rows, cols; /* pieces of C down and across */
+} hpmli_gemm_job;
+
+/* Piece t of `pieces` of a length, cut at multiples of `unit`. */
+HPMLI_FN int64_t hpmli_cut(int64_t length, int64_t pieces, int64_t t, int64_t unit)
+{
+    int64_t units = (length + unit - 1) / unit, at = units * t / pieces * unit;
+    return at < length ? at : length;
+}
+
+HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_gemm_job *job = (const hpmli_gemm_job *)arg;
+    int64_t               at  = task % (job->rows * job->cols), r = at / job->cols, c = at % job->cols;
+    hpmli_gemm_part       part;
+    part.d     = job->d;
+    part.batch = task / (job->rows * job->cols);
+    part.i0    = hpmli_cut(job->d->m, job->rows, r, 1);
+    part.i1    = hpmli_cut(job->d->m, job->rows, r + 1, 1);
+    part.j0    = hpmli_cut(job->d->n, job->cols, c, 32);
+    part.j1    = hpmli_cut(job->d->n, job->cols, c + 1, 32);
+    part.ws    = job->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+    if (part.i0 < part.i1 && part.j0 < part.j1) job->ctx->k->gemm_part(&part);
+}
+
+/* One thread, from inside a task: uses the packing space of `thread`. */
+HPMLI_FN void hpmli_gemm_serial(hpml_ctx *ctx, int thread, const hpmli_gemm_desc *d)
+{
+    hpmli_gemm_part part;
+    part.d  = d;
+    part.ws = ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+    part.i0 = part.j0 = 0;
+    part.i1 = d->m, part.j1 = d->n;
+    if (d->m > 0 && d->n > 0)
+        for (part.batch = 0; part.batch < d->batch; part.batch++) ctx->k->gemm_part(&part);
+}
+
+HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
+{
+    hpmli_gemm_job job;
+    double         flops = 2.0 * (double)d->m * (double)d->n * (double)d->k * (double)d->batch;
+    int64_t        want  = flops < 1e5 ? 1 : ctx->threads;
+    if (d->m < 1 || d->n < 1 || d->batch < 1) return;
+    if (want == 1) {
+        hpmli_gemm_serial(ctx, 0, d);
+        return;
+    }
+    job.ctx = ctx, job.d = d, job.rows = job.cols = 1;
+    while (job.rows * job.cols * d->batch < want) { /* cut the longer side of a piece */
+        int64_t height = d->m / job.rows, width = d->n / job.cols;
+        if (width >= height && width >= 64) job.cols++;
+        else if (height >= 8) job.rows++;
+        else if (width >= 64) job.cols++;
+        else break;
+    }
+    hpmli_parallel(ctx, job.rows * job.cols * d->batch, hpmli_gemm_task, &job);
+}
+
+HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                                const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc)
+{
+    hpmli_gemm_desc d;
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (m < 0 || n < 0 || k < 0 || lda < (trans_a ? m : k) || ldb < (trans_b ? k : n) || ldc < n ||
+        (m > 0 && n > 0 && (!c || (k > 0 && (!a || !b)))))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemm: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must not be "
+                          "negative, a leading dimension not smaller than a stored row, and no array NULL", (long long)m,
+                          (long long)n, (long long)k, (long long)lda, (long long)ldb, (long long)ldc);
+    memset(&d, 0, sizeof d);
+    d.m = m, d.n = n, d.k = k, d.alpha = alpha, d.beta = beta, d.batch = 1;
+    d.a = a, d.a_rs = trans_a ? 1 : lda, d.a_cs = trans_a ? lda : 1;
+    d.b = b, d.b_rs = trans_b ? 1 : ldb, d.b_cs = trans_b ? ldb : 1;
+    d.c = c, d.ldc = ldc;
+    hpmli_gemm(ctx, &d);
+    return HPML_OK;
+}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>elementwise   add, sub, mul, div with broadcasting; scale; activations
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Broadcasting as numpy does it: shapes are matched from the last dimension, a 1 stretches, which in memory is a stride of
+   0. Neighbouring dimensions that walk in step are joined, so that equal shapes become one long run and (B, C) + (C) becomes
+   B runs of C. The gradient of a stretched operand is the sum over what it was stretched to. */
+
+HPML_API const char *hpml_op_name(hpml_op op)
+{
+    static const char *const names[] = {
+#define HPMLI_X(op, name) #name,
+        HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+    };
+    return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
+}
+
+typedef struct hpmli_walk {
+    int     ndim;
+    int64_t shape[HPML_MAX_DIMS];     /* of the result, joined */
+    int64_t stride[2][HPML_MAX_DIMS]; /* of a and b: 0 where stretched */
+    int64_t runs, run;                /* result = runs x run elements */
+} hpmli_walk;
+
+HPMLI_FN void hpmli_walk_make(hpmli_walk *w, const hpml_tensor *out, const hpml_tensor *a, const hpml_tensor *b)
+{
+    const hpml_tensor *src[2];
+    int64_t            stride[2][HPML_MAX_DIMS], shape[HPML_MAX_DIMS];
+    src[0] = a, src[1] = b;
+    for (int s = 0; s < 2; s++) {
+        int64_t step = 1;
+        int     lead = out->ndim - src[s]->ndim;
+        for (int i = out->ndim - 1; i >= 0; i--) {
+            int64_t size = i < lead ? 1 : src[s]->shape[i - lead];
+            stride[s][i] = size == 1 ? 0 : step;
+            step *= size;
+        }
+    }
+    w->ndim = 0;
+    for (int i = 0; i < out->ndim; i++) { /* outermost first; join dimension i to the one before when both operands allow */
+        shape[i] = out->shape[i];
+        if (w->ndim > 0 && w->stride[0][w->ndim - 1] == stride[0][i] * shape[i] &&
+            w->stride[1][w->ndim - 1] == stride[1][i] * shape[i]) {
+            w->ndim--;
+            shape[i] *= w->shape[w->ndim];
+        } else if (shape[i] == 1) {
+            continue;
+        }
+        w->shape[w->ndim]     = shape[i];
+        w->stride[0][w->ndim] = stride[0][i];
+        w->stride[1][w->ndim] = stride[1][i];
+        w->ndim++;
+    }
+    if (w->ndim == 0) w->shape[0] = 1, w->stride[0][0] = w->stride[1][0] = 1, w->ndim = 1;
+    w->run  = w->shape[w->ndim - 1];
+    w->runs = 1;
+    for (int i = 0; i < w->ndim - 1; i++) w->runs *= w->shape[i];
+}
+
+/* Where run `r` of operand s begins. */
+HPMLI_FN int64_t hpmli_walk_at(const hpmli_walk *w, int s, int64_t r)
+{
+    int64_t at = 0;
+    for (int i = w->ndim - 2; i >= 0; i--) {
+        at += r % w->shape[i] * w->stride[s][i];
+        r /= w->shape[i];
+    }
+    return at;
+}
+
+#define HPMLI_PIECE 512 /* elements handled at a time where an operand has to be spread out */
+
+typedef struct hpmli_binary {
+    const hpmli_kernels *k;
+    hpml_node           *n;
+    hpmli_walk           w;
+    int64_t              pieces, grain; /* pieces per run, elements per piece */
+    int                  side;          /* backward: the operand whose gradient is computed */
+} hpmli_binary;
+
+/* n elements of operand s from `at`: in place, or the one stretched value spread over `piece`. */
+HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t at, int64_t from, int64_t n, float *piece)
+{
+    const float *x = b->n->src[s]->data + at;
+    if (b->w.stride[s][b->w.ndim - 1] != 0) return x + from;
+    b->k->vfill(piece, x[0], n);
+    return piece;
+}
+
+HPMLI_FN void hpmli_binary_forward_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_binary *b   = (const hpmli_binary *)arg;
+    int64_t             run = task / b->pieces, from = task % b->pieces * b->grain;
+    int64_t             n   = b->w.run - from < b->grain ? b->w.run - from : b->grain;
+    float               pa[HPMLI_PIECE], pb[HPMLI_PIECE];
+    float              *y = b->n->out->data + run * b->w.run;
+    (void)thread;
+    for (int64_t i = from; i < from + n; i += HPMLI_PIECE) {
+        int64_t      c = from + n - i < HPMLI_PIECE ? from + n - i : HPMLI_PIECE;
+        const float *x0 = hpmli_operand(b, 0, hpmli_walk_at(&b->w, 0, run), i, c, pa);
+        const float *x1 = hpmli_operand(b, 1, hpmli_walk_at(&b->w, 1, run), i, c, pb);
+        switch (b->n->op) {
+        case HPML_OP_ADD: b->k->vadd(y + i, x0, x1, c); break;
+        case HPML_OP_SUB: b->k->vsub(y + i, x0, x1, c); break;
+        case HPML_OP_MUL: b->k->vmul(y + i, x0, x1, c); break;
+        default: b->k->vdiv(y + i, x0, x1, c); break;
+        }
+    }
+}
+
+HPMLI_FN void hpmli_binary_make(hpmli_binary *b, const hpml_run *run, hpml_node *n)
+{
+    b->k = run->ctx->k;
+    b->n = n;
+    hpmli_walk_make(&b->w, n->out, n->src[0], n->src[1]);
+    b->grain  = HPMLI_GRAIN;
+    b->pieces = (b->w.run + b->grain - 1) / b->grain;
+    b->side   = 0;
+}
+
+HPMLI_FN hpml_status hpmli_binary_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmli_binary b;
+    hpmli_binary_make(&b, run, n);
+    hpmli_parallel(run->ctx, b.w.runs * b.pieces, hpmli_binary_forward_task, &b);
+    return HPML_OK;
+}
+
+/* d(side) of n elements: dy for a sum; for the rest the product rule. */
+HPMLI_FN void hpmli_binary_slope(const hpmli_binary *b, float *d, const float *dy, const float *x0, const float *x1,
+                                 int64_t n)
+{
+    switch (b->n->op) {
+    case HPML_OP_ADD: b->k->vscale_add(d, dy, 1, 0, n); break;
+    case HPML_OP_SUB: b->k->vscale_add(d, dy, b->side ? -1.0f : 1.0f, 0, n); break;
+    case HPML_OP_MUL: b->k->vmul(d, dy, b->side ? x0 : x1, n); break;
+    default: /* a / b: da = dy / b, db = -dy a / b^2 */
+        b->k->vdiv(d, dy, x1, n);
+        if (!b->side) break;
+        b->k->vmul(d, d, x0, n);
+        b->k->vdiv(d, d, x1, n);
+        b->k->vscale_add(d, d, -1, 0, n);
+    }
+}
+
+HPMLI_FN void hpmli_binary_backward_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_binary *b   = (const hpmli_binary *)arg;
+    int64_t             run = task / b->pieces, from = task % b->pieces * b->grain;
+    int64_t             n   = b->w.run - from < b->grain ? b->w.run - from : b->grain;
+    float               pa[HPMLI_PIECE], pb[HPMLI_PIECE], d[HPMLI_PIECE];
+    const float        *dy   = b->n->out->grad + run * b->w.run;
+    float              *dx   = b->n->src[b->side]->grad + hpmli_walk_at(&b->w, b->side, run);
+    bool                wide = b->w.stride[b->side][b->w.ndim - 1] != 0;
+    (void)thread;
+    for (int64_t i = from; i < from + n; i += HPMLI_PIECE) {
+        int64_t      c = from + n - i < HPMLI_PIECE ? from + n - i : HPMLI_PIECE;
+        const float *x0 = hpmli_operand(b, 0, hpmli_walk_at(&b->w, 0, run), i, c, pa);
+        const float *x1 = hpmli_operand(b, 1, hpmli_walk_at(&b->w, 1, run), i, c, pb);
+        hpmli_binary_slope(b, d, dy + i, x0, x1, c);
+        if (wide) b->k->vadd(dx + i, dx + i, d, c);
+        else dx[0] += b->k->vsum(d, c);
+    }
+}
+
+/* A gradient that was stretched is summed by one thread, in order; a whole one is cut among all. */
+HPMLI_FN hpml_status hpmli_binary_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmli_binary b;
+    hpmli_binary_make(&b, run, n);
+    for (b.side = 0; b.side < 2; b.side++) {
+        hpml_tensor *s     = n->src[b.side];
+        int64_t      tasks = b.w.runs * b.pieces;
+        if (!s->grad) continue;
+        if (b.side == 1 && s == n->src[0]) n->accumulate[1] = true; /* x + x */
+        if (!n->accumulate[b.side]) run->ctx->k->vfill(s->grad, 0, hpml_tensor_count(s));
+        if (hpml_tensor_count(s) == hpml_tensor_count(n->out))
+            hpmli_parallel(run->ctx, tasks, hpmli_binary_backward_task, &b);
+        else
+            for (int64_t i = 0; i < tasks; i++) hpmli_binary_backward_task(&b, i, 0);
+    }
+    return HPML_OK;
+}
+
+#define HPMLI_BINARY_OP(op, name, needs)                                                                               \
+    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n) { (void)n; return needs; }                              \
+    HPMLI_FN hpml_status hpmli_##name##_forward(const hpml_run *run, hpml_node *n) { return hpmli_binary_forward(run, n); }   \
+    HPMLI_FN hpml_status hpmli_##name##_backward(const hpml_run *run, hpml_node *n) { return hpmli_binary_backward(run, n); } \
+    HPML_API hpml_tensor *hpml_##name(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(op, a, b); }
+
+HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tensor *b)
+{
+    char         ta[160], tb[160];
+    int64_t      shape[HPML_MAX_DIMS];
+    hpml_tensor *src[2];
+    int          ndim;
+    src[0] = a, src[1] = b;
+    if (!hpmli_recordable(2, src)) return NULL;
+    ndim = a->ndim > b->ndim ? a->ndim : b->ndim;
+    for (int i = 0; i < ndim; i++) {
+        int64_t da = i < ndim - a->ndim ? 1 : a->shape[i - (ndim - a->ndim)];
+        int64_t db = i < ndim - b->ndim ? 1 : b->shape[i - (ndim - b->ndim)];
+        if (da != db && da != 1 && db != 1) {
+            hpmli_fail(a->ctx, HPML_ERR_SHAPE, "%s: %s and %s do not fit: dimensions must be equal or 1", hpml_op_name(op),
+                       hpml_tensor_text(a, ta, sizeof ta), hpml_tensor_text(b, tb, sizeof tb));
+            return NULL;
+        }
+        shape[i] = da > db ? da : db;
+    }
+    return hpmli_node_create(a->ctx, op, 2, src, ndim, shape);
+}
+
+HPMLI_BINARY_OP(HPML_OP_ADD, add, 0)
+HPMLI_BINARY_OP(HPML_OP_SUB, sub, 0)
+HPMLI_BINARY_OP(HPML_OP_MUL, mul, HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
+HPMLI_BINARY_OP(HPML_OP_DIV, div, HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
+
+/* Pointwise maps of one array: one task for each piece of HPMLI_GRAIN elements. */
+typedef struct hpmli_map {
+    const hpmli_kernels *k;
+    hpml_act             act;
+    float                a, b;
+    int64_t              n;
+    float               *y;          /* (n) forward: result; backward: dx */
+    const float         *x, *dy, *v; /* (n) */
+    bool                 accumulate;
+} hpmli_map;
+
+HPMLI_FN void hpmli_map_run(hpml_ctx *ctx, hpmli_map *m, hpmli_task_fn *fn)
+{
+    m->k = ctx->k;
+    hpmli_parallel(ctx, (m->n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, fn, m);
+}
+
+HPMLI_FN int64_t hpmli_map_piece(const hpmli_map *m, int64_t task, int64_t *from)
+{
+    *from = task * HPMLI_GRAIN;
+    return m->n - *from < HPMLI_GRAIN ? m->n - *from : HPMLI_GRAIN;
+}
+
+HPMLI_FN void hpmli_axpb_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_map *m = (const hpmli_map *)arg;
+    int64_t          i, n = hpmli_map_piece(m, task, &i);
+    (void)thread;
+    if (m->accumulate) m->k->vaxpby(m->y + i, m->a, m->x + i, 1, n);
+    else m->k->vscale_add(m->y + i, m->x + i, m->a, m->b, n);
+}
+
+HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
+{
+    hpml_tensor *y;
+    if (!hpmli_recordable(1, &x)) return NULL;
+    y = hpmli_node_create(x->ctx, HPML_OP_SCALE, 1, &x, x->ndim, x->shape);
+    if (y) y->node->attr.scale.a = a, y->node->attr.scale.b = b;
+    return y;
+}
+
+HPMLI_FN unsigned hpmli_scale_needs(const hpml_node *n) { (void)n; return HPMLI_INPLACE; }
+
+HPMLI_FN hpml_status hpmli_scale_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmli_map m;
+    memset(&m, 0, sizeof m);
+    m.a = n->attr.scale.a, m.b = n->attr.scale.b;
+    m.y = n->out->data, m.x = n->src[0]->data, m.n = hpml_tensor_count(n->out);
+    hpmli_map_run(run->ctx, &m, hpmli_axpb_task);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_scale_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmli_map m;
+    memset(&m, 0, sizeof m);
+    m.a = n->attr.scale.a;
+    m.y = n->src[0]->grad, m.x = n->out->grad, m.n = hpml_tensor_count(n->out), m.accumulate = n->accumulate[0];
+    hpmli_map_run(run->ctx, &m, hpmli_axpb_task);
+    return HPML_OK;
+}
+
+HPMLI_FN void hpmli_act_forward_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_map *m = (const hpmli_map *)arg;
+    int64_t          i, n = hpmli_map_piece(m, task, &i);
+    (void)thread;
+    m->k->act_forward((int)m->act, m->a, m->y + i, m->x + i, n);
+}
+
+HPMLI_FN void hpmli_act_backward_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_map *m = (const hpmli_map *)arg;
+    int64_t          i, n = hpmli_map_piece(m, task, &i);
+    (void)thread;
+    m->k->act_backward((int)m->act, m->a, m->y + i, m->dy + i, m->x ? m->x + i : NULL, m->v ? m->v + i : NULL, n,
+                       m->accumulate);
+}
+
+/* y = act(x), threaded. y may be x. */
+HPMLI_FN void hpmli_act_forward(hpml_ctx *ctx, hpml_act act, float slope, float *y, const float *x, int64_t n)
+{
+    hpmli_map m;
+    memset(&m, 0, sizeof m);
+    m.act = act, m.a = slope, m.y = y, m.x = x, m.n = n;
+    hpmli_map_run(ctx, &m, hpmli_act_forward_task);
+}
+
+/* dx (+)= dy act'(x), threaded. dx may be dy. x or y may be NULL as the kind allows (hpmli_act_reads_x). */
+HPMLI_FN void hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float *dx, const float *dy, const float *x,
+                                 const float *y, int64_t n, bool accumulate)
+{
+    hpmli_map m;
+    memset(&m, 0, sizeof m);
+    m.act = act, m.a = slope, m.y = dx, m.dy = dy, m.x = x, m.v = y, m.n = n, m.accumulate = accumulate;
+    hpmli_map_run(ctx, &m, hpmli_act_backward_task);
+}
+
+/* True when the derivative is computed from the argument, false when the result is enough. */
+HPMLI_FN bool hpmli_act_reads_x(hpml_act act)
+{
+    return act == HPML_ACT_GELU || act == HPML_ACT_GELU_ERF || act == HPML_ACT_SILU || act == HPML_ACT_LOG ||
+           act == HPML_ACT_SQUARE || act == HPML_ACT_ABS;
+}
+
+HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
+{
+    hpml_tensor *y;
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT) {
+        hpmli_fail(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": there is no function %d", x->name, (int)act);
+        return NULL;
+    }
+    y = hpmli_node_create(x->ctx, HPML_OP_ACT, 1, &x, x->ndim, x->shape);
+    if (y) y->node->attr.act.act = act, y->node->attr.act.slope = slope == 0 ? 0.01f : slope;
+    return y;
+}
+
+HPML_API hpml_tensor *hpml_relu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_RELU, 0); }
+HPML_API hpml_tensor *hpml_leaky_relu(hpml_tensor *x, float slope) { return hpml_activation(x, HPML_ACT_LEAKY_RELU, slope); }
+HPML_API hpml_tensor *hpml_gelu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_GELU, 0); }
+HPML_API hpml_tensor *hpml_gelu_erf(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_GELU_ERF, 0); }
+HPML_API hpml_tensor *hpml_silu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_SILU, 0); }
+HPML_API hpml_tensor *hpml_sigmoid(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_SIGMOID, 0); }
+HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_TANH, 0); }
+
+HPMLI_FN unsigned hpmli_activation_needs(const hpml_node *n)
+{
+    return hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE;
+}
+
+HPMLI_FN hpml_status hpmli_activation_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmli_act_forward(run->ctx, n->attr.act.act, n->attr.act.slope, n->out->data, n->src[0]->data, hpml_tensor_count(n->out));
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_activation_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmli_act_backward(run->ctx, n->attr.act.act, n->attr.act.slope, n->src[0]->grad, n->out->grad, n->src[0]->data,
+                       n->out->data, hpml_tensor_count(n->out), n->accumulate[0]);
+    return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>matmul   matrix products and linear layers
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* C = A B. With dC known, dA = dC B^T and dB = A^T dC: three products of the same kind. A transposed operand is the same
+   memory walked with swapped strides, so one function does them all. */
+
+typedef struct hpmli_mat {
+    const float *p;
+    int64_t      rs, cs, batch; /* elements between rows, columns, matrices */
+} hpmli_mat;
+
+/* A stored (rows, cols) matrix, or its transpose. */
+HPMLI_FN hpmli_mat hpmli_mat_of(const float *p, int64_t rows, int64_t cols, bool trans)
+{
+    hpmli_mat m;
+    m.p = p, m.rs = trans ? 1 : cols, m.cs = trans ? cols : 1, m.batch = rows * cols;
+    return m;
+}
+
+/* c (batch, m, n) = a b (+ c when accumulate). */
+HPMLI_FN void hpmli_product(hpml_ctx *ctx, int64_t batch, int64_t m, int64_t n, int64_t k, hpmli_mat a, hpmli_mat b,
+                            float *c, bool accumulate)
+{
+    hpmli_gemm_desc d;
+    memset(&d, 0, sizeof d);
+    d.m = m, d.n = n, d.k = k;
+    d.a = a.p, d.a_rs = a.rs, d.a_cs = a.cs, d.a_batch = a.batch;
+    d.b = b.p, d.b_rs = b.rs, d.b_cs = b.cs, d.b_batch = b.batch;
+    d.c = c, d.ldc = n, d.c_batch = m * n;
+    d.alpha = 1, d.beta = accumulate ? 1.0f : 0.0f, d.batch = batch;
+    hpmli_gemm(ctx, &d);
+}
+
+/* A matrix whose rows are ld apart, or its transpose. */
+HPMLI_FN hpmli_mat hpmli_strided(const float *p, int64_t ld, bool trans)
+{
+    hpmli_mat m;
+    m.p = p, m.rs = trans ? 1 : ld, m.cs = trans ? ld : 1, m.batch = 0;
+    return m;
+}
+
+/* c (m, n), rows ldc apart, (+)= alpha a b + bias (n). thread: from inside a task its number, else -1: all threads. */
+HPMLI_FN void hpmli_product_at(hpml_ctx *ctx, int thread, int64_t m, int64_t n, int64_t k, float alpha, hpmli_mat a,
+                               hpmli_mat b, float *c, int64_t ldc, const float *bias, bool accumulate)
+{
+    hpmli_gemm_desc d;
+    memset(&d, 0, sizeof d);
+    d.m = m, d.n = n, d.k = k, d.alpha = alpha, d.beta = accumulate ? 1.0f : 0.0f, d.batch = 1, d.bias_n = bias;
+    d.a = a.p, d.a_rs = a.rs, d.a_cs = a.cs;
+    d.b = b.p, d.b_rs = b.rs, d.b_cs = b.cs;
+    d.c = c, d.ldc = ldc;
+    if (thread < 0) hpmli_gemm(ctx, &d);
+    else hpmli_gemm_serial(ctx, thread, &d);
+}
+
+HPMLI_FN hpml_tensor *hpmli_matmul_error(hpml_tensor *a, hpml_tensor *b, bool ta, bool tb)
+{
+    char x[160], y[160];
+    hpmli_fail(a->ctx, HPML_ERR_SHAPE, "matmul: %s%s and %s%s do not fit: expected (.., m, k) and (.., k, n) with the same "
+               "leading dimensions, or (k, n)", hpml_tensor_text(a, x, sizeof x), ta ? " transposed" : "",
+               hpml_tensor_text(b, y, sizeof y), tb ? " transposed" : "");
+    return NULL;
+}
+
+HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, bool trans_b)
+{
+    int64_t      shape[HPML_MAX_DIMS];
+    hpml_tensor *src[2], *c;
+    src[0] = a, src[1] = b;
+    if (!hpmli_recordable(2, src)) return NULL;
+    if (a->ndim < 2 || b->ndim < 2 || (b->ndim != 2 && b->ndim != a->ndim)) return hpmli_matmul_error(a, b, trans_a, trans_b);
+    for (int i = 0; i < a->ndim - 2; i++) {
+        shape[i] = a->shape[i];
+        if (b->ndim > 2 && b->shape[i] != a->shape[i]) return hpmli_matmul_error(a, b, trans_a, trans_b);
+    }
+    if (a->shape[a->ndim - (trans_a ? 2 : 1)] != b->shape[b->ndim - (trans_b ? 1 : 2)])
+        return hpmli_matmul_error(a, b, trans_a, trans_b);
+    shape[a->ndim - 2] = a->shape[a->ndim - (trans_a ? 1 : 2)];
+    shape[a->ndim - 1] = b->shape[b->ndim - (trans_b ? 2 : 1)];
+    c = hpmli_node_create(a->ctx, HPML_OP_MATMUL, 2, src, a->ndim, shape);
+    if (!c) return NULL;
+    c->node->attr.matmul.trans_a = trans_a;
+    c->node->attr.matmul.trans_b = trans_b;
+    if (a->ndim == 2) { /* the batch is a row of C only when it is a row of A; contracted away it is just a shorter sum */
+        c->batch_rows        = trans_a ? 0 : a->batch_rows;
+        c->node->mixes_batch = (a->batch_rows && trans_a && !b->batch_rows) || (b->batch_rows && trans_b);
+    }
+    return c;
+}
+
+HPMLI_FN unsigned hpmli_matmul_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
+
+typedef struct hpmli_matmul_dims {
+    int64_t batch, m, n, k;
+    bool    shared; /* one b for all */
+} hpmli_matmul_dims;
+
+/* Untransposed products with a shared b are one tall product. */
+HPMLI_FN hpmli_matmul_dims hpmli_matmul_size(const hpml_node *node)
+{
+    const hpml_tensor *c = node->out, *a = node->src[0], *b = node->src[1];
+    hpmli_matmul_dims  d;
+    d.batch = 1;
+    for (int i = 0; i < c->ndim - 2; i++) d.batch *= c->shape[i];
+    d.m = c->shape[c->ndim - 2], d.n = c->shape[c->ndim - 1];
+    d.k = a->shape[a->ndim - (node->attr.matmul.trans_a ? 2 : 1)];
+    d.shared = b->ndim == 2 && c->ndim > 2;
+    if (d.shared && !node->attr.matmul.trans_a) d.m *= d.batch, d.batch = 1, d.shared = false;
+    return d;
+}
+
+HPMLI_FN hpml_status hpmli_matmul_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmli_matmul_dims d  = hpmli_matmul_size(n);
+    bool              ta = n->attr.matmul.trans_a, tb = n->attr.matmul.trans_b;
+    hpmli_mat         a  = hpmli_mat_of(n->src[0]->data, ta ? d.k : d.m, ta ? d.m : d.k, ta);
+    hpmli_mat         b  = hpmli_mat_of(n->src[1]->data, tb ? d.n : d.k, tb ? d.k : d.n, tb);
+    if (d.shared) b.batch = 0;
+    hpmli_product(run->ctx, d.batch, d.m, d.n, d.k, a, b, n->out->data, false);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_matmul_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmli_matmul_dims d  = hpmli_matmul_size(n);
+    bool              ta = n->attr.matmul.trans_a, tb = n->attr.matmul.trans_b;
+    const float      *dc = n->out->grad;
+    hpml_tensor      *a = n->src[0], *b = n->src[1];
+    hpmli_mat         bt = hpmli_mat_of(b->data, tb ? d.n : d.k, tb ? d.k : d.n, !tb); /* op(B)^T (n, k) */
+    if (d.shared) bt.batch = 0;
+    if (a->grad && !ta) /* dA (m, k) = dC op(B)^T */
+        hpmli_product(run->ctx, d.batch, d.m, d.k, d.n, hpmli_mat_of(dc, d.m, d.n, false), bt, a->grad, n->accumulate[0]);
+    if (a->grad && ta) { /* stored (k, m): dA = op(B) dC^T */
+        hpmli_mat bn = hpmli_mat_of(b->data, tb ? d.n : d.k, tb ? d.k : d.n, tb);
+        if (d.shared) bn.batch = 0;
+        hpmli_product(run->ctx, d.batch, d.k, d.m, d.n, bn, hpmli_mat_of(dc, d.m, d.n, true), a->grad, n->accumulate[0]);
+    }
+    if (b == a) n->accumulate[1] = true; /* x x^T: both gradients meet in one place */
+    for (int64_t i = 0; b->grad && i < (d.shared ? d.batch : 1); i++) { /* a shared b adds up over the batch, in order */
+        bool         add   = n->accumulate[1] || i > 0;
+        int64_t      batch = d.shared ? 1 : d.batch;
+        const float *ai = a->data + i * d.m * d.k, *dci = dc + i * d.m * d.n;
+        if (!tb) /* dB (k, n) = op(A)^T dC */
+            hpmli_product(run->ctx, batch, d.k, d.n, d.m, hpmli_mat_of(ai, ta ? d.k : d.m, ta ? d.m : d.k, !ta),
+                          hpmli_mat_of(dci, d.m, d.n, false), b->grad, add);
+        else /* stored (n, k): dB = dC^T op(A) */
+            hpmli_product(run->ctx, batch, d.n, d.k, d.m, hpmli_mat_of(dci, d.m, d.n, true),
+                          hpmli_mat_of(ai, ta ? d.k : d.m, ta ? d.m : d.k, ta), b->grad, add);
+    }
+    return HPML_OK;
+}
+
+/* Linear: sources x, w, bias (NULL without). */
+HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
+{
+    hpml_linear_desc d;
+    int64_t          shape[HPML_MAX_DIMS], weight[2];
+    hpml_tensor     *src[3], *y;
+    const char      *name;
+    char             text[160], other[160];
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (x->ndim < 2 || out < 1 || x->dtype != HPML_DTYPE_F32) {
+        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected f32 (.., in) and at least one output, got %lld",
+                   d.name ? d.name : "", hpml_tensor_text(x, text, sizeof text), (long long)out);
+        return NULL;
+    }
+    name      = hpmli_layer_name(x->ctx, d.name, "linear");
+    weight[0] = out, weight[1] = x->shape[x->ndim - 1];
+    src[0]    = x;
+    src[1]    = d.weight ? d.weight : hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 2, weight);
+    src[2]    = d.no_bias ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, out);
+    if (!src[1] || (!d.no_bias && !src[2])) return NULL;
+    if (src[1]->ndim != 2 || src[1]->shape[0] != out || src[1]->shape[1] != weight[1]) {
+        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": weight is %s, input %s has %lld features and %lld outputs are wanted",
+                   name, hpml_tensor_text(src[1], text, sizeof text), hpml_tensor_text(x, other, sizeof other),
+                   (long long)weight[1], (long long)out);
+        return NULL;
+    }
+    memcpy(shape, x->shape, sizeof shape);
+    shape[x->ndim - 1] = out;
+    y = hpmli_node_create_named(x->ctx, HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
+    if (!y) return NULL;
+    y->node->attr.act.act   = d.activation;
+    y->node->attr.act.slope = 0.01f;
+    if (hpmli_act_reads_x(d.activation)) y->node->saved_bytes = hpmli_tensor_bytes(y); /* x w^T + bias */
+    return y;
+}
+
+HPMLI_FN unsigned hpmli_linear_needs(const hpml_node *n)
+{
+    bool from_result = n->attr.act.act != HPML_ACT_NONE && !hpmli_act_reads_x(n->attr.act.act);
+    return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1) | (from_result ? HPMLI_NEED_OUT : 0);
+}
+
+HPMLI_FN hpml_status hpmli_linear_forward(const hpml_run *run, hpml_node *n)
+{
+    const hpml_tensor *x = n->src[0], *w = n->src[1];
+    hpml_act           act = n->attr.act.act;
+    float             *z   = n->saved ? (float *)n->saved : n->out->data; /* (rows, out) before the activation */
+    hpmli_gemm_desc    d;
+    memset(&d, 0, sizeof d);
+    d.k = w->shape[1], d.n = w->shape[0], d.m = hpml_tensor_count(x) / d.k;
+    d.a = x->data, d.a_rs = d.k, d.a_cs = 1;
+    d.b = w->data, d.b_rs = 1, d.b_cs = d.k;
+    d.c = z, d.ldc = d.n, d.alpha = 1, d.batch = 1;
+    d.bias_n = n->src[2] ? n->src[2]->data : NULL;
+    d.act    = act == HPML_ACT_RELU;
+    hpmli_gemm(run->ctx, &d);
+    if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
+        hpmli_act_forward(run->ctx, act, n->attr.act.slope, n->out->data, z, d.m * d.n);
+    return HPML_OK;
+}
+
+/* dz = dy act'(z) in the memory of dy, which nobody reads after us; dx = dz w, dw = dz^T x, dbias = column sums of dz. */
+HPMLI_FN hpml_status hpmli_linear_backward(const hpml_run *run, hpml_node *n)
+{
+    hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
+    int64_t      out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
+    float       *dz  = n->out->grad; /* (rows, out) */
+    if (n->attr.act.act != HPML_ACT_NONE)
+        hpmli_act_backward(run->ctx, n->attr.act.act, n->attr.act.slope, dz, dz, (const float *)n->saved, n->out->data,
+                           rows * out, false);
+    if (w->grad)
+        hpmli_product(run->ctx, 1, out, in, rows, hpmli_mat_of(dz, rows, out, true), hpmli_mat_of(x->data, rows, in, false),
+                      w->grad, n->accumulate[1]);
+    if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz, rows, out, n->accumulate[2]);
+    if (x->grad)
+        hpmli_product(run->ctx, 1, rows, in, out, hpmli_mat_of(dz, rows, out, false), hpmli_mat_of(w->data, out, in, false),
+                      x->grad, n->accumulate[0]);
+    return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>shape   reshape, permute, slice, concat, sum
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A reshape is free: the planner gives the result the memory of its source (and the gradients likewise). The others copy
+   once, in long runs where the layout allows. Slice, concat and sum see an array as (outer, dim, inner). */
+
+HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
+{
+    int64_t      full[HPML_MAX_DIMS];
+    hpml_tensor *y;
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (!hpmli_reshape_rule(hpml_tensor_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
+    y = hpmli_node_create(x->ctx, HPML_OP_RESHAPE, 1, &x, ndim, full);
+    if (y && x->batch_rows) { /* the first samples stay the first rows whenever rows can be dealt out evenly */
+        int64_t batch = x->shape[0] / x->batch_rows;
+        y->batch_rows        = ndim > 0 && full[0] % batch == 0 ? full[0] / batch : 0;
+        y->node->mixes_batch = y->batch_rows == 0;
+    }
+    if (y) y->dtype = x->dtype;
+    return y;
+}
+
+HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1)
+{
+    int64_t shape[2];
+    shape[0] = d0, shape[1] = d1;
+    return hpml_reshape(x, 2, shape);
+}
+
+HPML_API hpml_tensor *hpml_reshape_3d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2)
+{
+    int64_t shape[3];
+    shape[0] = d0, shape[1] = d1, shape[2] = d2;
+    return hpml_reshape(x, 3, shape);
+}
+
+HPML_API hpml_tensor *hpml_reshape_4d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2, int64_t d3)
+{
+    int64_t shape[4];
+    shape[0] = d0, shape[1] = d1, shape[2] = d2, shape[3] = d3;
+    return hpml_reshape(x, 4, shape);
+}
+
+HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x)
+{
+    return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL;
+}
+
+HPMLI_FN unsigned    hpmli_reshape_needs(const hpml_node *n) { (void)n; return 0; }
+HPMLI_FN hpml_status hpmli_reshape_forward(const hpml_run *run, hpml_node *n) { (void)run; (void)n; return HPML_OK; }
+HPMLI_FN hpml_status hpmli_reshape_backward(const hpml_run *run, hpml_node *n) { (void)run; (void)n; return HPML_OK; }
+
+HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
+{
+    char         text[160];
+    int64_t      shape[HPML_MAX_DIMS];
+    unsigned     seen = 0;
+    hpml_tensor *y;
+    if (!hpmli_recordable(1, &x)) return NULL;
+    for (int i = 0; i < x->ndim; i++) {
+        if (!dims || dims[i] < 0 || dims[i] >= x->ndim || (seen & 1u << dims[i])) {
+            hpmli_fail(x->ctx, HPML_ERR_SHAPE, "permute of %s: dims must name each dimension once",
+                       hpml_tensor_text(x, text, sizeof text));
+            return NULL;
+        }
+        seen |= 1u << dims[i];
+        shape[i] = x->shape[dims[i]];
+    }
+    y = hpmli_node_create(x->ctx, HPML_OP_PERMUTE, 1, &x, x->ndim, shape);
+    if (!y) return NULL;
+    for (int i = 0; i < x->ndim; i++) y->node->attr.permute.dims[i] = dims[i];
+    y->batch_rows        = dims[0] == 0 ? x->batch_rows : 0;
+    y->node->mixes_batch = x->batch_rows && dims[0] != 0;
+    return y;
+}
+
+HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
+{
+    int dims[HPML_MAX_DIMS];
+    for (int i = 0; i < HPML_MAX_DIMS; i++) dims[i] = i == dim_a ? dim_b : i == dim_b ? dim_a : i;
+    return hpml_permute(x, dims);
+}
+
+typedef struct hpmli_permute_job {
+    const hpmli_kernels *k;
+    const float         *from;
+    float               *to;
+    int64_t              shape[HPML_MAX_DIMS]; /* of the side that is walked in order */
+    int64_t              stride[HPML_MAX_DIMS]; /* of the other side */
+    int                  ndim;
+    int64_t              run, rows_per_task, rows;
+    bool                 scatter, accumulate;
+} hpmli_permute_job;
+
+/* One row of the ordered side: contiguous there, stride[last] on the other. */
+HPMLI_FN void hpmli_permute_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_permute_job *j    = (const hpmli_permute_job *)arg;
+    int64_t                  last = j->stride[j->ndim - 1], first = task * j->rows_per_task;
+    (void)thread;
+    for (int64_t row = first; row < first + j->rows_per_task && row < j->rows; row++) {
+        int64_t at = 0, r = row;
+        for (int i = j->ndim - 2; i >= 0; i--) at += r % j->shape[i] * j->stride[i], r /= j->shape[i];
+        if (j->scatter) { /* backward: dx[at ..] (+)= dy[row] */
+            const float *dy = j->from + row * j->run;
+            float       *dx = j->to + at;
+            if (j->accumulate) for (int64_t i = 0; i < j->run; i++) dx[i * last] += dy[i];
+            else for (int64_t i = 0; i < j->run; i++) dx[i * last] = dy[i];
+        } else if (last == 1) {
+            memcpy(j->to + row * j->run, j->from + at, (size_t)j->run * sizeof(float));
+        } else {
+            for (int64_t i = 0; i < j->run; i++) j->to[row * j->run + i] = j->from[at + i * last];
+        }
+    }
+}
+
+HPMLI_FN hpml_status hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
+{
+    hpmli_permute_job j;
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    memset(&j, 0, sizeof j);
+    j.ndim = y->ndim;
+    for (int i = 0; i < y->ndim; i++) {
+        j.shape[i]  = y->shape[i];
+        j.stride[i] = 1;
+        for (int d = n->attr.permute.dims[i] + 1; d < x->ndim; d++) j.stride[i] *= x->shape[d];
+    }
+    j.run           = y->shape[y->ndim - 1];
+    j.rows          = hpml_tensor_count(y) / j.run;
+    j.rows_per_task = hpmli_rows_per_task(j.run);
+    j.scatter       = backward;
+    j.accumulate    = n->accumulate[0];
+    j.from          = backward ? y->grad : x->data;
+    j.to            = backward ? x->grad : y->data;
+    hpmli_parallel(run->ctx, (j.rows + j.rows_per_task - 1) / j.rows_per_task, hpmli_permute_task, &j);
+    return HPML_OK;
+}
+
+HPMLI_FN unsigned    hpmli_permute_needs(const hpml_node *n) { (void)n; return 0; }
+HPMLI_FN hpml_status hpmli_permute_forward(const hpml_run *run, hpml_node *n) { return hpmli_permute_run(run, n, false); }
+HPMLI_FN hpml_status hpmli_permute_backward(const hpml_run *run, hpml_node *n) { return hpmli_permute_run(run, n, true); }
+
+/* (outer, dim, inner) of a tensor around one dimension. */
+HPMLI_FN void hpmli_split_dims(const hpml_tensor *t, int dim, int64_t *outer, int64_t *inner)
+{
+    *outer = *inner = 1;
+    for (int i = 0; i < dim; i++) *outer *= t->shape[i];
+    for (int i = dim + 1; i < t->ndim; i++) *inner *= t->shape[i];
+}
+
+/* Copies or adds `outer` blocks of `block` floats; the blocks are to_step and from_step apart. */
+HPMLI_FN void hpmli_copy_blocks(const hpmli_kernels *k, float *to, int64_t to_step, const float *from, int64_t from_step,
+                                int64_t outer, int64_t block, bool accumulate)
+{
+    for (int64_t o = 0; o < outer; o++) {
+        if (accumulate) k->vadd(to + o * to_step, to + o * to_step, from + o * from_step, block);
+        else memcpy(to + o * to_step, from + o * from_step, (size_t)block * sizeof(float));
+    }
+}
+
+HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
+{
+    char         text[160];
+    int64_t      shape[HPML_MAX_DIMS];
+    hpml_tensor *y;
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (dim < 0 || dim >= x->ndim || start < 0 || count < 1 || start > x->shape[dim] - count) {
+        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside",
+                   hpml_tensor_text(x, text, sizeof text), (long long)start, (long long)start + count, dim);
+        return NULL;
+    }
+    memcpy(shape, x->shape, sizeof shape);
+    shape[dim] = count;
+    y = hpmli_node_create(x->ctx, HPML_OP_SLICE, 1, &x, x->ndim, shape);
+    if (!y) return NULL;
+    y->node->attr.slice.dim   = dim;
+    y->node->attr.slice.start = start;
+    if (dim == 0 && x->batch_rows) y->batch_rows = 0, y->node->mixes_batch = true;
+    return y;
+}
+
+HPMLI_FN unsigned hpmli_slice_needs(const hpml_node *n) { (void)n; return 0; }
+
+HPMLI_FN hpml_status hpmli_slice_forward(const hpml_run *run, hpml_node *n)
+{
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    int                dim = n->attr.slice.dim;
+    int64_t            outer, inner;
+    hpmli_split_dims(x, dim, &outer, &inner);
+    hpmli_copy_blocks(run->ctx->k, y->data, y->shape[dim] * inner, x->data + n->attr.slice.start * inner,
+                      x->shape[dim] * inner, outer, y->shape[dim] * inner, false);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_slice_backward(const hpml_run *run, hpml_node *n)
+{
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    int                dim = n->attr.slice.dim;
+    int64_t            outer, inner;
+    hpmli_split_dims(x, dim, &outer, &inner);
+    if (!n->accumulate[0]) run->ctx->k->vfill(x->grad, 0, hpml_tensor_count(x));
+    hpmli_copy_blocks(run->ctx->k, x->grad + n->attr.slice.start * inner, x->shape[dim] * inner, y->grad,
+                      y->shape[dim] * inner, outer, y->shape[dim] * inner, true);
+    return HPML_OK;
+}
+
+HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
+{
+    char         a[160], b[160];
+    int64_t      shape[HPML_MAX_DIMS];
+    hpml_tensor *y;
+    if (!x || count < 1 || count > HPML_MAX_SRC || !hpmli_recordable(count, x)) return NULL;
+    memcpy(shape, x[0]->shape, sizeof shape);
+    for (int i = 0; i < count; i++) {
+        bool fits = dim >= 0 && dim < x[0]->ndim && x[i]->ndim == x[0]->ndim;
+        for (int d = 0; fits && d < x[0]->ndim; d++) fits = d == dim || x[i]->shape[d] == x[0]->shape[d];
+        if (!fits) {
+            hpmli_fail(x[0]->ctx, HPML_ERR_SHAPE, "concat along dimension %d: %s and %s do not fit", dim,
+                       hpml_tensor_text(x[0], a, sizeof a), hpml_tensor_text(x[i], b, sizeof b));
+            return NULL;
+        }
+        if (i > 0) shape[dim] += x[i]->shape[dim];
+    }
+    y = hpmli_node_create(x[0]->ctx, HPML_OP_CONCAT, count, x, x[0]->ndim, shape);
+    if (!y) return NULL;
+    y->node->attr.slice.dim = dim;
+    if (dim == 0)
+        for (int i = 0; i < count; i++)
+            if (x[i]->batch_rows) y->batch_rows = 0, y->node->mixes_batch = true;
+    return y;
+}
+
+HPMLI_FN unsigned hpmli_concat_needs(const hpml_node *n) { (void)n; return 0; }
+
+HPMLI_FN hpml_status hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
+{
+    const hpml_tensor *y = n->out;
+    int                dim = n->attr.slice.dim;
+    int64_t            outer, inner, start = 0;
+    hpmli_split_dims(y, dim, &outer, &inner);
+    for (int i = 0; i < n->src_count; i++) {
+        hpml_tensor *x     = n->src[i];
+        int64_t      block = x->shape[dim] * inner, whole = y->shape[dim] * inner;
+        if (!backward)
+            hpmli_copy_blocks(run->ctx->k, y->data + start, whole, x->data, block, outer, block, false);
+        else if (x->grad)
+            hpmli_copy_blocks(run->ctx->k, x->grad, block, y->grad + start, whole, outer, block, n->accumulate[i]);
+        start += block;
+    }
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_concat_forward(const hpml_run *run, hpml_node *n) { return hpmli_concat_run(run, n, false); }
+HPMLI_FN hpml_status hpmli_concat_backward(const hpml_run *run, hpml_node *n) { return hpmli_concat_run(run, n, true); }
+
+HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
+{
+    char         text[160];
+    int64_t      shape[HPML_MAX_DIMS];
+    hpml_tensor *y;
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (dim < HPML_ALL_DIMS || dim >= x->ndim) {
+        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "sum of %s: there is no dimension %d", hpml_tensor_text(x, text, sizeof text), dim);
+        return NULL;
+    }
+    memcpy(shape, x->shape, sizeof shape);
+    if (dim >= 0) shape[dim] = 1;
+    y = hpmli_node_create(x->ctx, HPML_OP_SUM, 1, &x, dim >= 0 ? x->ndim : 0, shape);
+    if (!y) return NULL;
+    y->node->attr.sum.dim  = dim;
+    y->node->attr.sum.mean = mean;
+    if (dim <= 0) y->batch_rows = 0; /* summed away: a short batch is just a shorter sum */
+    y->node->mixes_batch = false;
+    return y;
+}
+
+HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
+HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, true); }
+
+HPMLI_FN unsigned hpmli_sum_needs(const hpml_node *n) { (void)n; return 0; }
+
+HPMLI_FN void hpmli_sum_dims(const hpml_node *n, int64_t *outer, int64_t *dim, int64_t *inner)
+{
+    *outer = *inner = 1;
+    *dim = hpml_tensor_count(n->src[0]);
+    if (n->attr.sum.dim == HPML_ALL_DIMS) return;
+    hpmli_split_dims(n->src[0], n->attr.sum.dim, outer, inner);
+    *dim = n->src[0]->shape[n->attr.sum.dim];
+}
+
+HPMLI_FN hpml_status hpmli_sum_forward(const hpml_run *run, hpml_node *n)
+{
+    const hpmli_kernels *k = run->ctx->k;
+    const float         *x = n->src[0]->data; /* (outer, dim, inner) */
+    float               *y = n->out->data;    /* (outer, inner) */
+    int64_t              outer, dim, inner;
+    hpmli_sum_dims(n, &outer, &dim, &inner);
+    for (int64_t o = 0; o < outer; o++) {
+        if (inner == 1) y[o] = k->vsum(x + o * dim, dim);
+        else k->vsum_rows(y + o * inner, x + o * dim * inner, dim, inner, 0);
+    }
+    if (n->attr.sum.mean) k->vscale_add(y, y, 1 / (float)dim, 0, outer * inner);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_sum_backward(const hpml_run *run, hpml_node *n)
+{
+    const hpmli_kernels *k  = run->ctx->k;
+    float               *dx = n->src[0]->grad;
+    const float         *dy = n->out->grad;
+    int64_t              outer, dim, inner;
+    float                scale;
+    hpmli_sum_dims(n, &outer, &dim, &inner);
+    scale = n->attr.sum.mean ? 1 / (float)dim : 1;
+    if (!n->accumulate[0]) k->vfill(dx, 0, outer * dim * inner);
+    for (int64_t o = 0; o < outer; o++) {
+        if (inner == 1) k->vscale_add(dx + o * dim, dx + o * dim, 1, scale * dy[o], dim);
+        else for (int64_t d = 0; d < dim; d++) k->vaxpby(dx + (o * dim + d) * inner, scale, dy + o * inner, 1, inner);
+    }
+    return HPML_OK;
+}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>conv   two-dimensional convolution
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Forward is the product above, image by image. The gradient of the input is a convolution as well: of dy, spread out by the
+   stride, with the kernel turned by 180 degrees and channels exchanged; so the same code does it. The gradient of the
+   weights is dW = dy (out, pixels) x columns^T, summed over images: a fixed number of tasks each sum their images, and the
+   parts are added in order. Groups are convolutions side by side. Sources: x, w, bias (NULL without). */
+
+#define HPMLI_CONV_PARTS 8 /* partial sums of dW */
+
+typedef struct hpmli_conv {
+    hpml_ctx   *ctx;
+    hpml_node  *n;
+    int64_t     B, C, H, W, OC, OH, OW, K; /* C, OC of one group; K = C kh kw */
+    int64_t     groups;
+    hpmli_taps  taps;   /* of the forward convolution, x not set */
+    int64_t     tile;   /* pixels of a tile of columns, for dW */
+    int64_t     group;  /* being worked on */
+    const float *dz;    /* (B, groups OC, OH, OW) */
+} hpmli_conv;
+
+HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value == HPML_NO_PAD ? 0 : value; }
+
+HPMLI_FN void hpmli_conv_make(hpmli_conv *c, hpml_ctx *ctx, hpml_node *n)
+{
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    memset(c, 0, sizeof *c);
+    c->ctx = ctx, c->n = n, c->groups = n->attr.conv.groups;
+    c->B = x->shape[0], c->C = x->shape[1] / c->groups, c->H = x->shape[2], c->W = x->shape[3];
+    c->OC = y->shape[1] / c->groups, c->OH = y->shape[2], c->OW = y->shape[3];
+    for (int i = 0; i < 2; i++) {
+        c->taps.kernel[i]   = n->attr.conv.kernel[i];
+        c->taps.stride[i]   = n->attr.conv.stride[i];
+        c->taps.dilation[i] = n->attr.conv.dilation[i];
+    }
+    c->taps.height    = c->H + 2 * n->attr.conv.padding[0];
+    c->taps.width     = c->W + 2 * n->attr.conv.padding[1];
+    c->taps.image     = c->groups * c->C * c->taps.height * c->taps.width;
+    c->taps.out_width = c->OW;
+    c->K    = c->C * c->taps.kernel[0] * c->taps.kernel[1];
+    c->tile = 65536 / c->K / 32 * 32;
+    if (c->tile < 32) c->tile = 32;
+    if (c->tile > c->OH * c->OW) c->tile = c->OH * c->OW;
+}
+
+HPMLI_FN bool hpmli_conv_padded(const hpmli_conv *c) { return c->n->attr.conv.padding[0] > 0 || c->n->attr.conv.padding[1] > 0; }
+
+/* Sizes of the image that the gradient of the input is convolved from. */
+HPMLI_FN int64_t hpmli_conv_spread(const hpmli_conv *c, int dim)
+{
+    return (dim == 0 ? c->H : c->W) + (c->taps.kernel[dim] - 1) * c->taps.dilation[dim];
+}
+
+/* Floats of scratch: the padded input, tiles of columns and parts of dW; or the spread dy and the turned kernel. */
+HPMLI_FN int64_t hpmli_conv_scratch(const hpmli_conv *c)
+{
+    int64_t pad    = hpmli_conv_padded(c) ? c->B * c->taps.image + 16 : 0;
+    int64_t weight = pad + c->ctx->threads * c->K * c->tile + HPMLI_CONV_PARTS * c->OC * c->K;
+    int64_t input  = c->B * c->groups * c->OC * hpmli_conv_spread(c, 0) * hpmli_conv_spread(c, 1) + c->groups * c->OC * c->K + 16;
+    return weight > input ? weight : input;
+}
+
+HPMLI_FN hpml_tensor *hpmli_conv_error(hpml_tensor *x, const char *name, int64_t out, const hpml_attr *a, const char *why)
+{
+    char text[160];
+    hpmli_fail(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, padding %dx%d, dilation "
+               "%dx%d, %d groups: %s", name ? name : "", hpml_tensor_text(x, text, sizeof text), (long long)out, a->conv.kernel[0],
+               a->conv.kernel[1], a->conv.stride[0], a->conv.stride[1], a->conv.padding[0], a->conv.padding[1],
+               a->conv.dilation[0], a->conv.dilation[1], a->conv.groups, why);
+    return NULL;
+}
+
+/* Size of the result along one dimension; 0 when the kernel does not fit. */
+HPMLI_FN int64_t hpmli_conv_out(int64_t size, int32_t kernel, int32_t stride, int32_t padding, int32_t dilation)
+{
+    int64_t span = size + 2 * (int64_t)padding - (int64_t)dilation * (kernel - 1) - 1;
+    return span < 0 ? 0 : span / stride + 1;
+}
+
+HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const hpml_attr *a)
+{
+    if (x->ndim != 4 || x->dtype != HPML_DTYPE_F32) return "the input must be f32 (B, C, H, W)";
+    if (a->conv.groups < 1 || x->shape[1] % a->conv.groups != 0 || out < 1 || out % a->conv.groups != 0)
+        return "input and output channels must be multiples of the groups";
+    for (int i = 0; i < 2; i++) {
+        if (a->conv.kernel[i] < 1 || a->conv.stride[i] < 1 || a->conv.padding[i] < 0 || a->conv.dilation[i] < 1)
+            return "kernel_h is required, and kernel, stride, dilation must be at least 1, padding at least 0";
+        if (hpmli_conv_out(x->shape[2 + i], a->conv.kernel[i], a->conv.stride[i], a->conv.padding[i], a->conv.dilation[i]) < 1)
+            return "the kernel is larger than the padded image";
+    }
+    if (a->conv.act != HPML_ACT_NONE && hpmli_act_reads_x(a->conv.act))
+        return "this activation needs its argument in the backward pass; record it after the convolution";
+    return NULL;
+}
+
+HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *d)
+{
+    hpml_attr    a;
+    int64_t      shape[4], w[4];
+    hpml_tensor *src[3], *y;
+    const char  *why, *name;
+    hpmli_conv   c;
+    if (!hpmli_recordable(1, &x)) return NULL;
+    memset(&a, 0, sizeof a);
+    if (d) {
+        a.conv.kernel[0] = d->kernel_h, a.conv.kernel[1] = hpmli_conv_or(d->kernel_w, d->kernel_h);
+        a.conv.stride[0] = hpmli_conv_or(d->stride_h, 1), a.conv.stride[1] = hpmli_conv_or(d->stride_w, a.conv.stride[0]);
+        a.conv.padding[0] = hpmli_conv_or(d->padding_h, 0), a.conv.padding[1] = hpmli_conv_or(d->padding_w, a.conv.padding[0]);
+        a.conv.dilation[0] = hpmli_conv_or(d->dilation_h, 1), a.conv.dilation[1] = hpmli_conv_or(d->dilation_w, a.conv.dilation[0]);
+        a.conv.groups = hpmli_conv_or(d->groups, 1);
+        a.conv.act    = d->activation;
+    }
+    why = hpmli_conv_check(x, out, &a);
+    if (why) return hpmli_conv_error(x, d ? d->name : NULL, out, &a, why);
+    shape[0] = x->shape[0], shape[1] = out;
+    for (int i = 0; i < 2; i++)
+        shape[2 + i] = hpmli_conv_out(x->shape[2 + i], a.conv.kernel[i], a.conv.stride[i], a.conv.padding[i], a.conv.dilation[i]);
+    w[0] = out, w[1] = x->shape[1] / a.conv.groups, w[2] = a.conv.kernel[0], w[3] = a.conv.kernel[1];
+    name   = hpmli_layer_name(x->ctx, d->name, "conv");
+    src[0] = x;
+    src[1] = hpmli_layer_param(x->ctx, name, "weight", d->init, d->init_scale, 4, w);
+    src[2] = d->no_bias ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, out);
+    if (hpmli_failed(x->ctx)) return NULL;
+    y = hpmli_node_create_named(x->ctx, HPML_OP_CONV2D, name, 3, src, 4, shape);
+    if (!y) return NULL;
+    y->node->attr = a;
+    hpmli_conv_make(&c, x->ctx, y->node);
+    y->node->scratch_bytes = (size_t)hpmli_conv_scratch(&c) * sizeof(float);
+    return y;
+}
+
+HPMLI_FN unsigned hpmli_conv2d_needs(const hpml_node *n)
+{
+    return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1) | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0);
+}
+
+/* Puts planes into larger ones, between zeros: element (i, j) at (offset + step i, offset + step j). */
+typedef struct hpmli_spread {
+    const float *from; /* (planes, h, w) */
+    float       *to;   /* (planes, height, width) */
+    int64_t      h, w, height, width, offset[2], step[2];
+} hpmli_spread;
+
+HPMLI_FN void hpmli_spread_task(void *arg, int64_t plane, int thread)
+{
+    const hpmli_spread *s    = (const hpmli_spread *)arg;
+    const float        *from = s->from + plane * s->h * s->w;
+    float              *to   = s->to + plane * s->height * s->width;
+    (void)thread;
+    memset(to, 0, (size_t)(s->height * s->width) * sizeof(float));
+    for (int64_t i = 0; i < s->h; i++) {
+        int64_t row = s->offset[0] + i * s->step[0];
+        if (row < 0 || row >= s->height) continue;
+        if (s->step[1] == 1 && s->offset[1] >= 0 && s->offset[1] + s->w <= s->width) {
+            memcpy(to + row * s->width + s->offset[1], from + i * s->w, (size_t)s->w * sizeof(float));
+            continue;
+        }
+        for (int64_t j = 0; j < s->w; j++) {
+            int64_t col = s->offset[1] + j * s->step[1];
+            if (col >= 0 && col < s->width) to[row * s->width + col] = from[i * s->w + j];
+        }
+    }
+}
+
+/* The input with its padding: a copy in scratch, or the input itself. */
+HPMLI_FN const float *hpmli_conv_input(const hpmli_conv *c)
+{
+    hpmli_spread s;
+    if (!hpmli_conv_padded(c)) return c->n->src[0]->data;
+    s.from = c->n->src[0]->data, s.to = (float *)c->n->scratch;
+    s.h = c->H, s.w = c->W, s.height = c->taps.height, s.width = c->taps.width;
+    s.offset[0] = c->n->attr.conv.padding[0], s.offset[1] = c->n->attr.conv.padding[1];
+    s.step[0] = s.step[1] = 1;
+    hpmli_parallel(c->ctx, c->B * c->groups * c->C, hpmli_spread_task, &s);
+    return s.to;
+}
+
+/* y (B, groups rows, pixels) (+)= w_g (rows, K) x columns of group g, for all groups. */
+HPMLI_FN void hpmli_conv_product(const hpmli_conv *c, const hpmli_taps *taps, int64_t channels, int64_t rows, int64_t pixels,
+                                 const float *w, const float *bias, bool relu, float *y, bool accumulate)
+{
+    int64_t K = channels * taps->kernel[0] * taps->kernel[1];
+    bool    direct = taps->kernel[0] == 1 && taps->kernel[1] == 1 && taps->stride[0] == 1 && taps->stride[1] == 1;
+    for (int64_t g = 0; g < c->groups; g++) {
+        hpmli_gemm_desc d;
+        hpmli_taps      t = *taps;
+        t.x += g * channels * taps->height * taps->width;
+        memset(&d, 0, sizeof d);
+        d.m = rows, d.n = pixels, d.k = K, d.alpha = 1, d.beta = accumulate ? 1.0f : 0.0f, d.batch = c->B;
+        d.a = w + g * rows * K, d.a_rs = K, d.a_cs = 1;
+        d.c = y + g * rows * pixels, d.ldc = pixels, d.c_batch = c->groups * rows * pixels;
+        d.bias_m = bias ? bias + g * rows : NULL;
+        d.act    = relu;
+        if (direct) d.b = t.x, d.b_rs = pixels, d.b_cs = 1, d.b_batch = t.image;
+        else d.pack_b = c->ctx->k->conv_columns, d.pack_user = &t;
+        hpmli_gemm(c->ctx, &d);
+    }
+}
+
+HPMLI_FN hpml_status hpmli_conv2d_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmli_conv c;
+    hpml_act   act = n->attr.conv.act;
+    hpmli_conv_make(&c, run->ctx, n);
+    c.taps.x = hpmli_conv_input(&c);
+    hpmli_conv_product(&c, &c.taps, c.C, c.OC, c.OH * c.OW, n->src[1]->data, n->src[2] ? n->src[2]->data : NULL,
+                       act == HPML_ACT_RELU, n->out->data, false);
+    if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
+        hpmli_act_forward(run->ctx, act, 0.01f, n->out->data, n->out->data, hpml_tensor_count(n->out));
+    return HPML_OK;
+}
+
+/* Part `part` of dW: the images [part B / parts, (part + 1) B / parts), tile by tile. */
+HPMLI_FN void hpmli_conv_weight_task(void *arg, int64_t part, int thread)
+{
+    const hpmli_conv *c   = (const hpmli_conv *)arg;
+    int64_t    pad    = hpmli_conv_padded(c) ? c->B * c->taps.image + 16 : 0, pixels = c->OH * c->OW;
+    float     *tiles  = (float *)c->n->scratch + pad, *tile = tiles + thread * c->K * c->tile; /* (K, tile) */
+    float     *dw     = tiles + c->ctx->threads * c->K * c->tile + part * c->OC * c->K;       /* (OC, K) */
+    hpmli_taps t      = c->taps;
+    bool       first  = true;
+    t.x += c->group * c->C * t.height * t.width;
+    for (int64_t b = part * c->B / HPMLI_CONV_PARTS; b < (part + 1) * c->B / HPMLI_CONV_PARTS; b++)
+        for (int64_t j = 0; j < pixels; j += c->tile) {
+            int64_t n = pixels - j < c->tile ? pixels - j : c->tile;
+            c->ctx->k->conv_columns(&t, b, 0, c->K, j, n, n, tile);
+            hpmli_product_at(c->ctx, thread, c->OC, c->K, n, 1,
+                                hpmli_strided(c->dz + ((b * c->groups + c->group) * c->OC) * pixels + j, pixels, false),
+                                hpmli_strided(tile, n, true), dw, c->K, NULL, !first);
+            first = false;
+        }
+    if (first) memset(dw, 0, (size_t)(c->OC * c->K) * sizeof(float));
+}
+
+HPMLI_FN void hpmli_conv_weight_grad(hpmli_conv *c)
+{
+    float *dw = c->n->src[1]->grad, *parts;
+    c->taps.x = hpmli_conv_input(c);
+    parts = (float *)c->n->scratch + (hpmli_conv_padded(c) ? c->B * c->taps.image + 16 : 0) + c->ctx->threads * c->K * c->tile;
+    for (c->group = 0; c->group < c->groups; c->group++) {
+        float *to = dw + c->group * c->OC * c->K;
+        hpmli_parallel(c->ctx, HPMLI_CONV_PARTS, hpmli_conv_weight_task, c);
+        for (int64_t p = 0; p < HPMLI_CONV_PARTS; p++)
+            c->ctx->k->vaxpby(to, 1, parts + p * c->OC * c->K, p > 0 || c->n->accumulate[1] ? 1.0f : 0.0f, c->OC * c->K);
+    }
+}
+
+HPMLI_FN void hpmli_conv_input_grad(hpmli_conv *c)
+{
+    const float *w    = c->n->src[1]->data;   /* (groups OC, C, kh, kw) */
+    float       *turned = (float *)c->n->scratch; /* (groups C, OC, kh, kw) */
+    int64_t      taps = c->taps.kernel[0] * c->taps.kernel[1];
+    hpmli_spread s;
+    hpmli_taps   t = c->taps;
+    for (int64_t g = 0; g < c->groups; g++)
+        for (int64_t o = 0; o < c->OC; o++)
+            for (int64_t i = 0; i < c->C; i++)
+                for (int64_t k = 0; k < taps; k++)
+                    turned[((g * c->C + i) * c->OC + o) * taps + k] = w[((g * c->OC + o) * c->C + i) * taps + taps - 1 - k];
+    s.from = c->dz, s.to = turned + c->groups * c->OC * c->K;
+    s.h = c->OH, s.w = c->OW;
+    s.height = hpmli_conv_spread(c, 0), s.width = hpmli_conv_spread(c, 1);
+    for (int i = 0; i < 2; i++) {
+        s.offset[i] = (c->taps.kernel[i] - 1) * c->taps.dilation[i] - c->n->attr.conv.padding[i];
+        s.step[i]   = c->taps.stride[i];
+        t.stride[i] = 1;
+    }
+    hpmli_parallel(c->ctx, c->B * c->groups * c->OC, hpmli_spread_task, &s);
+    t.x = s.to, t.height = s.height, t.width = s.width, t.out_width = c->W;
+    t.image = c->groups * c->OC * s.height * s.width;
+    hpmli_conv_product(c, &t, c->OC, c->C, c->H * c->W, turned, NULL, false, c->n->src[0]->grad, c->n->accumulate[0]);
+}
+
+/* Sum of dz over images and pixels of one channel. */
+HPMLI_FN void hpmli_conv_bias_task(void *arg, int64_t channel, int thread)
+{
+    const hpmli_conv *c = (const hpmli_conv *)arg;
+    int64_t           pixels = c->OH * c->OW, channels = c->groups * c->OC;
+    float            *db = c->n->src[2]->grad + channel;
+    double            sum = 0;
+    (void)thread;
+    for (int64_t b = 0; b < c->B; b++) sum += (double)c->ctx->k->vsum(c->dz + (b * channels + channel) * pixels, pixels);
+    *db = (c->n->accumulate[2] ? *db : 0) + (float)sum;
+}
+
+HPMLI_FN hpml_status hpmli_conv2d_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmli_conv c;
+    float     *dz = n->out->grad;
+    hpmli_conv_make(&c, run->ctx, n);
+    if (n->attr.conv.act != HPML_ACT_NONE) /* in the memory of dy, which nobody reads after us */
+        hpmli_act_backward(run->ctx, n->attr.conv.act, 0.01f, dz, dz, NULL, n->out->data, hpml_tensor_count(n->out), false);
+    c.dz = dz;
+    if (n->src[2] && n->src[2]->grad) hpmli_parallel(run->ctx, c.groups * c.OC, hpmli_conv_bias_task, &c);
+    if (n->src[1]->grad) hpmli_conv_weight_grad(&c);
+    if (n->src[0]->grad) hpmli_conv_input_grad(&c);
+    return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>pool   max, average and global pooling
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A plane at a time. Max keeps the place of each winner for the backward pass; average divides by the pixels inside the image. */
+
+typedef struct hpmli_pooling_job {
+    const hpmli_kernels *k;
+    hpml_node *n;
+    int64_t    H, W, OH, OW, kh, kw, stride, pad;
+} hpmli_pooling_job;
+
+HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride, int32_t padding)
+{
+    char         text[160];
+    int64_t      shape[4];
+    hpml_tensor *y;
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (stride == 0) stride = kh;
+    if (x->ndim != 4 || kh < 1 || kw < 1 || stride < 1 || padding < 0 || 2 * padding > kh || 2 * padding > kw ||
+        hpmli_conv_out(x->shape[2], kh, stride, padding, 1) < 1 || hpmli_conv_out(x->shape[3], kw, stride, padding, 1) < 1) {
+        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, H, W), a kernel that fits "
+                   "and padding of at most half of it", hpml_op_name(op), hpml_tensor_text(x, text, sizeof text), kh, kw, stride, padding);
+        return NULL;
+    }
+    shape[0] = x->shape[0], shape[1] = x->shape[1];
+    shape[2] = hpmli_conv_out(x->shape[2], kh, stride, padding, 1);
+    shape[3] = hpmli_conv_out(x->shape[3], kw, stride, padding, 1);
+    y = hpmli_node_create(x->ctx, op, 1, &x, 4, shape);
+    if (!y) return NULL;
+    y->node->attr.conv.kernel[0] = kh, y->node->attr.conv.kernel[1] = kw;
+    y->node->attr.conv.stride[0] = stride, y->node->attr.conv.padding[0] = padding;
+    if (op == HPML_OP_MAX_POOL) y->node->saved_bytes = (size_t)hpml_tensor_count(y) * sizeof(int32_t);
+    return y;
+}
+
+HPML_API hpml_tensor *hpml_max_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
+{
+    return hpmli_pool_record(x, HPML_OP_MAX_POOL, kernel, kernel, stride, padding);
+}
+
+HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
+{
+    return hpmli_pool_record(x, HPML_OP_AVG_POOL, kernel, kernel, stride, padding);
+}
+
+HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
+{
+    hpml_tensor *y = x && x->ndim == 4 ? hpmli_pool_record(x, HPML_OP_AVG_POOL, (int32_t)x->shape[2], (int32_t)x->shape[3], 1, 0)
+                                       : hpmli_pool_record(x, HPML_OP_AVG_POOL, 1, 1, 1, 0);
+    return y ? hpml_reshape_2d(y, y->shape[0], y->shape[1]) : NULL;
+}
+
+HPMLI_FN void hpmli_pooling_make(hpmli_pooling_job *j, const hpml_run *run, hpml_node *n)
+{
+    j->k = run->ctx->k, j->n = n;
+    j->H = n->src[0]->shape[2], j->W = n->src[0]->shape[3], j->OH = n->out->shape[2], j->OW = n->out->shape[3];
+    j->kh = n->attr.conv.kernel[0], j->kw = n->attr.conv.kernel[1], j->stride = n->attr.conv.stride[0], j->pad = n->attr.conv.padding[0];
+}
+
+/* The part [*from, *to) of window o that lies inside [0, size). */
+HPMLI_FN void hpmli_window(int64_t o, int64_t stride, int64_t pad, int64_t kernel, int64_t size, int64_t *from, int64_t *to)
+{
+    *from = o * stride - pad;
+    *to   = *from + kernel < size ? *from + kernel : size;
+    if (*from < 0) *from = 0;
+}
+
+HPMLI_FN unsigned hpmli_max_pool2d_needs(const hpml_node *n) { (void)n; return 0; }
+HPMLI_FN unsigned hpmli_avg_pool2d_needs(const hpml_node *n) { (void)n; return 0; }
+
+HPMLI_FN void hpmli_max_pool_task(void *arg, int64_t plane, int thread)
+{
+    const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
+    const float *x  = j->n->src[0]->data + plane * j->H * j->W;
+    float       *y  = j->n->out->data + plane * j->OH * j->OW;
+    int32_t     *at = (int32_t *)j->n->saved + plane * j->OH * j->OW;
+    int64_t      r0, r1, c0, c1;
+    (void)thread;
+    for (int64_t oh = 0; oh < j->OH; oh++) {
+        if (j->kh == 2 && j->kw == 2 && j->stride == 2 && j->pad == 0) {
+            int64_t row = 2 * oh * j->W;
+            j->k->max_pool_row(y + oh * j->OW, at + oh * j->OW, x + row, j->W, j->OW);
+            for (int64_t i = 0; i < j->OW; i++) at[oh * j->OW + i] += (int32_t)row;
+            continue;
+        }
+        for (int64_t ow = 0; ow < j->OW; ow++) {
+            int64_t best;
+            hpmli_window(oh, j->stride, j->pad, j->kh, j->H, &r0, &r1);
+            hpmli_window(ow, j->stride, j->pad, j->kw, j->W, &c0, &c1);
+            best = r0 * j->W + c0;
+            for (int64_t r = r0; r < r1; r++)
+                for (int64_t c = c0; c < c1; c++)
+                    if (x[r * j->W + c] > x[best]) best = r * j->W + c;
+            y[oh * j->OW + ow]  = x[best];
+            at[oh * j->OW + ow] = (int32_t)best;
+        }
+    }
+}
+
+HPMLI_FN void hpmli_max_pool_back_task(void *arg, int64_t plane, int thread)
+{
+    const hpmli_pooling_job *j  = (const hpmli_pooling_job *)arg;
+    float                *dx = j->n->src[0]->grad + plane * j->H * j->W;
+    const float          *dy = j->n->out->grad + plane * j->OH * j->OW;
+    const int32_t        *at = (const int32_t *)j->n->saved + plane * j->OH * j->OW;
+    (void)thread;
+    if (!j->n->accumulate[0]) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
+    for (int64_t i = 0; i < j->OH * j->OW; i++) dx[at[i]] += dy[i];
+}
+
+/* Average: forward gathers a window, backward deals it out; the same walk. */
+HPMLI_FN void hpmli_avg_pool_walk(const hpmli_pooling_job *j, const float *x, float *y, float *dx, const float *dy)
+{
+    int64_t r0, r1, c0, c1;
+    for (int64_t o = 0; o < j->OH * j->OW; o++) {
+        double sum = 0;
+        float  share;
+        hpmli_window(o / j->OW, j->stride, j->pad, j->kh, j->H, &r0, &r1);
+        hpmli_window(o % j->OW, j->stride, j->pad, j->kw, j->W, &c0, &c1);
+        share = 1 / (float)((r1 - r0) * (c1 - c0));
+        for (int64_t r = r0; r < r1; r++) {
+            if (dx) j->k->vscale_add(dx + r * j->W + c0, dx + r * j->W + c0, 1, share * dy[o], c1 - c0);
+            else sum += (double)j->k->vsum(x + r * j->W + c0, c1 - c0);
+        }
+        if (y) y[o] = (float)sum * share;
+    }
+}
+
+HPMLI_FN void hpmli_avg_pool_task(void *arg, int64_t plane, int thread)
+{
+    const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
+    (void)thread;
+    hpmli_avg_pool_walk(j, j->n->src[0]->data + plane * j->H * j->W, j->n->out->data + plane * j->OH * j->OW, NULL, NULL);
+}
+
+HPMLI_FN void hpmli_avg_pool_back_task(void *arg, int64_t plane, int thread)
+{
+    const hpmli_pooling_job *j  = (const hpmli_pooling_job *)arg;
+    float                *dx = j->n->src[0]->grad + plane * j->H * j->W;
+    (void)thread;
+    if (!j->n->accumulate[0]) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
+    hpmli_avg_pool_walk(j, NULL, NULL, dx, j->n->out->grad + plane * j->OH * j->OW);
+}
+
+HPMLI_FN hpml_status hpmli_pooling_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
+{
+    hpmli_pooling_job j;
+    hpmli_pooling_make(&j, run, n);
+    hpmli_parallel(run->ctx, n->out->shape[0] * n->out->shape[1], task, &j);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_max_pool2d_forward(const hpml_run *run, hpml_node *n) { return hpmli_pooling_run(run, n, hpmli_max_pool_task); }
+HPMLI_FN hpml_status hpmli_max_pool2d_backward(const hpml_run *run, hpml_node *n) { return hpmli_pooling_run(run, n, hpmli_max_pool_back_task); }
+HPMLI_FN hpml_status hpmli_avg_pool2d_forward(const hpml_run *run, hpml_node *n) { return hpmli_pooling_run(run, n, hpmli_avg_pool_task); }
+HPMLI_FN hpml_status hpmli_avg_pool2d_backward(const hpml_run *run, hpml_node *n) { return hpmli_pooling_run(run, n, hpmli_avg_pool_back_task); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>batchnorm   batch normalization
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Per channel, N = B H W numbers: xhat = (x - mean) rstd, y = gamma xhat + beta, with a relu on top if wanted. In training the
+   statistics are the batch's; they also move the running ones, which evaluation uses. With s1 = sum dy, s2 = sum dy xhat:
+       dx = gamma rstd (dy - s1 / N - xhat s2 / N),  dgamma = s2,  dbeta = s1.
+   One task is one channel. Sources: x, gamma, beta (NULL without affine), running mean, running variance. */
+
+HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
+{
+    hpml_norm_desc d;
+    char           text[160];
+    hpml_tensor   *src[5], *y;
+    const char    *name;
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU)) {
+        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), activation NONE or RELU",
+                   d.name ? d.name : "", hpml_tensor_text(x, text, sizeof text));
+        return NULL;
+    }
+    name   = hpmli_layer_name(x->ctx, d.name, "batchnorm");
+    src[0] = x;
+    src[1] = d.no_affine ? NULL : hpmli_layer_vector(x->ctx, name, "weight", HPML_INIT_ONES, x->shape[1]);
+    src[2] = d.no_affine ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, x->shape[1]);
+    src[3] = hpmli_layer_vector(x->ctx, name, "running_mean", HPML_INIT_ZEROS, x->shape[1]);
+    src[4] = hpmli_layer_vector(x->ctx, name, "running_var", HPML_INIT_ONES, x->shape[1]);
+    if (hpmli_failed(x->ctx)) return NULL;
+    for (int i = 3; i < 5; i++) src[i]->param->buffer = true, src[i]->needs_grad = false;
+    y = hpmli_node_create_named(x->ctx, HPML_OP_BATCHNORM, name, 5, src, x->ndim, x->shape);
+    if (!y) return NULL;
+    y->node->attr.norm.eps      = d.eps > 0 ? d.eps : 1e-5f;
+    y->node->attr.norm.momentum = d.momentum > 0 ? d.momentum : 0.1f;
+    y->node->attr.norm.act      = d.activation;
+    y->node->saved_bytes        = (size_t)(2 * x->shape[1]) * sizeof(float); /* mean and rstd */
+    return y;
+}
+
+HPMLI_FN unsigned hpmli_batchnorm_needs(const hpml_node *n)
+{
+    return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1) | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0);
+}
+
+typedef struct hpmli_bn_job {
+    const hpml_run      *run;
+    const hpmli_kernels *k;
+    hpml_node           *n;
+    int64_t              B, C, P; /* P: pixels of a plane */
+} hpmli_bn_job;
+
+HPMLI_FN void hpmli_bn_statistics(const hpmli_bn_job *j, int64_t c, float *mean, float *rstd)
+{
+    const hpml_node *n = j->n;
+    const float     *x = n->src[0]->data + c * j->P;
+    float           *running_mean = n->src[3]->data + c, *running_var = n->src[4]->data + c, m = n->attr.norm.momentum;
+    double           N = (double)(j->B * j->P), sum = 0, square = 0;
+    if (!j->run->train) {
+        *mean = *running_mean;
+        *rstd = (float)(1 / sqrt((double)*running_var + (double)n->attr.norm.eps));
+        return;
+    }
+    for (int64_t b = 0; b < j->B; b++) sum += j->k->vsum_wide(x + b * j->C * j->P, j->P);
+    *mean = (float)(sum / N);
+    for (int64_t b = 0; b < j->B; b++) square += j->k->vvar_wide(x + b * j->C * j->P, *mean, j->P);
+    *rstd = (float)(1 / sqrt(square / N + (double)n->attr.norm.eps));
+    *running_mean = (1 - m) * *running_mean + m * *mean;
+    *running_var  = (1 - m) * *running_var + m * (float)(square / (N > 1 ? N - 1 : 1));
+}
+
+HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread)
+{
+    const hpmli_bn_job *j     = (const hpmli_bn_job *)arg;
+    const hpml_node    *n     = j->n;
+    float              *saved = (float *)n->saved + 2 * c, a, b;
+    (void)thread;
+    hpmli_bn_statistics(j, c, &saved[0], &saved[1]);
+    a = saved[1] * (n->src[1] ? n->src[1]->data[c] : 1);
+    b = (n->src[2] ? n->src[2]->data[c] : 0) - saved[0] * a;
+    for (int64_t i = 0; i < j->B; i++) {
+        const float *x = n->src[0]->data + (i * j->C + c) * j->P;
+        float       *y = n->out->data + (i * j->C + c) * j->P;
+        if (n->attr.norm.act == HPML_ACT_RELU) j->k->vaffine_relu(y, x, a, b, j->P);
+        else j->k->vscale_add(y, x, a, b, j->P);
+    }
+}
+
+HPMLI_FN void hpmli_bn_back_task(void *arg, int64_t c, int thread)
+{
+    const hpmli_bn_job *j = (const hpmli_bn_job *)arg;
+    const hpml_node    *n = j->n;
+    float   mean = ((const float *)n->saved)[2 * c], rstd = ((const float *)n->saved)[2 * c + 1];
+    double  N = (double)(j->B * j->P), s1 = 0, dot = 0, s2, a;
+    int64_t step = j->C * j->P, first = c * j->P;
+    (void)thread;
+    for (int64_t i = 0; i < j->B; i++) {
+        float *dy = n->out->grad + first + i * step;
+        if (n->attr.norm.act == HPML_ACT_RELU)
+            j->k->act_backward(HPML_ACT_RELU, 0, dy, dy, NULL, n->out->data + first + i * step, j->P, 0);
+        s1 += j->k->vsum_wide(dy, j->P);
+        dot += j->k->vdot_wide(dy, n->src[0]->data + first + i * step, j->P);
+    }
+    s2 = (double)rstd * (dot - (double)mean * s1);
+    a  = (double)rstd * (n->src[1] ? (double)n->src[1]->data[c] : 1);
+    if (n->src[1] && n->src[1]->grad) n->src[1]->grad[c] = (n->accumulate[1] ? n->src[1]->grad[c] : 0) + (float)s2;
+    if (n->src[2] && n->src[2]->grad) n->src[2]->grad[c] = (n->accumulate[2] ? n->src[2]->grad[c] : 0) + (float)s1;
+    if (!n->src[0]->grad) return;
+    if (!j->run->train) s1 = s2 = 0; /* fixed statistics */
+    for (int64_t i = 0; i < j->B; i++)
+        j->k->vaxpbypc(n->src[0]->grad + first + i * step, (float)a, n->out->grad + first + i * step,
+                       (float)(-a * (double)rstd * s2 / N), n->src[0]->data + first + i * step,
+                       (float)(a * ((double)(mean * rstd) * s2 - s1) / N), j->P, n->accumulate[0]);
+}
+
+HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
+{
+    hpmli_bn_job j;
+    j.run = run, j.k = run->ctx->k, j.n = n;
+    j.B = n->out->shape[0], j.C = n->out->shape[1];
+    j.P = n->out->ndim == 4 ? n->out->shape[2] * n->out->shape[3] : 1;
+    hpmli_parallel(run->ctx, j.C, task, &j);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_batchnorm_forward(const hpml_run *run, hpml_node *n) { return hpmli_bn_run(run, n, hpmli_bn_task); }
+HPMLI_FN hpml_status hpmli_batchnorm_backward(const hpml_run *run, hpml_node *n) { return hpmli_bn_run(run, n, hpmli_bn_back_task); }
+// ---------------------------------------------------------------------------------------------------------------------
+// >>softmax   softmax and log-softmax over the last dimension
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* softmax(x)_i = exp(x_i - max) / sum_j exp(x_j - max). With y known, dx = y (dy - <dy, y>); for the logarithm dx = dy - exp(y)
+   sum(dy). Rows are independent; several make a task. */
+
+typedef struct hpmli_rows {
+    const hpmli_kernels *k;
+    const hpml_run      *run;
+    hpml_node           *n;
+    int64_t              rows, cols, each; /* each: rows per task */
+    void (*row)(const struct hpmli_rows *r, int64_t row);
+} hpmli_rows;
+
+HPMLI_FN void hpmli_rows_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_rows *r = (const hpmli_rows *)arg;
+    (void)thread;
+    for (int64_t i = task * r->each; i < (task + 1) * r->each && i < r->rows; i++) r->row(r, i);
+}
+
+/* Calls `row` for each row of the last dimension of t. */
+HPMLI_FN hpml_status hpmli_rows_run(const hpml_run *run, hpml_node *n, const hpml_tensor *t,
+                                    void (*row)(const hpmli_rows *r, int64_t row))
+{
+    hpmli_rows r;
+    r.k = run->ctx->k, r.run = run, r.n = n, r.row = row;
+    r.cols = t->ndim > 0 ? t->shape[t->ndim - 1] : 1;
+    r.rows = hpml_tensor_count(t) / r.cols;
+    r.each = hpmli_rows_per_task(r.cols);
+    hpmli_parallel(run->ctx, (r.rows + r.each - 1) / r.each, hpmli_rows_task, &r);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
+{
+    hpml_tensor *y;
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (x->ndim < 1) {
+        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "softmax of \"%s\": a scalar has no last dimension", x->name);
+        return NULL;
+    }
+    y = hpmli_node_create(x->ctx, HPML_OP_SOFTMAX, 1, &x, x->ndim, x->shape);
+    if (y) y->node->attr.softmax.log = log;
+    return y;
+}
+
+HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, false); }
+HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, true); }
+
+HPMLI_FN unsigned hpmli_softmax_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_OUT; }
+
+HPMLI_FN void hpmli_softmax_row(const hpmli_rows *r, int64_t row)
+{
+    const float *x   = r->n->src[0]->data + row * r->cols; /* (cols) */
+    float       *y   = r->n->out->data + row * r->cols;    /* (cols) */
+    float        max = r->k->vmax(x, r->cols), sum = r->k->vexp_sum(y, x, max, r->cols);
+    if (r->n->attr.softmax.log) r->k->vscale_add(y, x, 1, -(max + logf(sum)), r->cols);
+    else r->k->vscale_add(y, y, 1 / sum, 0, r->cols);
+}
+
+HPMLI_FN hpml_status hpmli_softmax_forward(const hpml_run *run, hpml_node *n)
+{
+    return hpmli_rows_run(run, n, n->out, hpmli_softmax_row);
+}
+
+HPMLI_FN void hpmli_softmax_back_row(const hpmli_rows *r, int64_t row)
+{
+    const float *y = r->n->out->data + row * r->cols, *dy = r->n->out->grad + row * r->cols;
+    float       *dx = r->n->src[0]->grad + row * r->cols, d[HPMLI_PIECE];
+    bool         log = r->n->attr.softmax.log;
+    float        s   = log ? r->k->vsum(dy, r->cols) : r->k->vdot(dy, y, r->cols);
+    for (int64_t i = 0; i < r->cols; i += HPMLI_PIECE) {
+        int64_t c = r->cols - i < HPMLI_PIECE ? r->cols - i : HPMLI_PIECE;
+        if (log) {
+            r->k->vexp(d, y + i, c);
+            r->k->vaxpby(d, 1, dy + i, -s, c);
+        } else {
+            r->k->vscale_add(d, dy + i, 1, -s, c);
+            r->k->vmul(d, d, y + i, c);
+        }
+        r->k->vaxpby(dx + i, 1, d, r->n->accumulate[0] ? 1.0f : 0.0f, c);
+    }
+}
+
+HPMLI_FN hpml_status hpmli_softmax_backward(const hpml_run *run, hpml_node *n)
+{
+    return hpmli_rows_run(run, n, n->out, hpmli_softmax_back_row);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>norm   layernorm and rmsnorm
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* xhat = (x - mean) rstd; y = xhat gamma + beta. With g = dy gamma:
+       dx = rstd (g - mean(g) - xhat mean(g xhat)),  dgamma = sum over rows of dy xhat,  dbeta = sum over rows of dy.
+   rmsnorm is the same with mean = 0 and without the term mean(g). Backward works on blocks of rows; each block leaves its
+   part of dgamma and dbeta, and the parts are added in order. Sources: x, gamma, beta (NULL without). */
+
+#define HPMLI_NORM_ROWS 32 /* rows of a block */
+
+HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
+{
+    hpml_norm_desc d;
+    hpml_tensor   *src[3], *y;
+    const char    *name;
+    int64_t        rows, cols;
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (x->ndim < 2) {
+        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
+        return NULL;
+    }
+    cols   = x->shape[x->ndim - 1];
+    rows   = hpml_tensor_count(x) / cols;
+    name   = hpmli_layer_name(x->ctx, d.name, hpml_op_name(op));
+    src[0] = x, src[1] = src[2] = NULL;
+    if (!d.no_affine) {
+        src[1] = hpmli_layer_vector(x->ctx, name, "weight", HPML_INIT_ONES, cols);
+        if (op == HPML_OP_LAYERNORM) src[2] = hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, cols);
+        if (hpmli_failed(x->ctx)) return NULL;
+    }
+    y = hpmli_node_create_named(x->ctx, op, name, 3, src, x->ndim, x->shape);
+    if (!y) return NULL;
+    y->node->attr.norm.eps   = d.eps > 0 ? d.eps : 1e-5f;
+    y->node->saved_bytes     = (size_t)rows * 2 * sizeof(float); /* mean and rstd of each row */
+    y->node->scratch_bytes   = (size_t)((rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS * 2 * cols) * sizeof(float);
+    return y;
+}
+
+HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *d) { return hpmli_norm_record(x, d, HPML_OP_LAYERNORM); }
+HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *d) { return hpmli_norm_record(x, d, HPML_OP_RMSNORM); }
+
+HPMLI_FN unsigned hpmli_layernorm_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
+HPMLI_FN unsigned hpmli_rmsnorm_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
+
+HPMLI_FN void hpmli_norm_row(const hpmli_rows *r, int64_t row)
+{
+    const hpml_node *n = r->n;
+    const float     *x = n->src[0]->data + row * r->cols; /* (cols) */
+    float           *y = n->out->data + row * r->cols, *saved = (float *)n->saved + 2 * row;
+    double           C = (double)r->cols, mean = 0, rstd;
+    if (n->op == HPML_OP_LAYERNORM) mean = r->k->vsum_wide(x, r->cols) / C;
+    rstd = 1 / sqrt(r->k->vvar_wide(x, (float)mean, r->cols) / C + (double)n->attr.norm.eps);
+    saved[0] = (float)mean, saved[1] = (float)rstd;
+    r->k->vscale_add(y, x, (float)rstd, (float)(-mean * rstd), r->cols);
+    if (n->src[1]) r->k->vmul(y, y, n->src[1]->data, r->cols);
+    if (n->src[2]) r->k->vadd(y, y, n->src[2]->data, r->cols);
+}
+
+HPMLI_FN hpml_status hpmli_norm_forward(const hpml_run *run, hpml_node *n)
+{
+    return hpmli_rows_run(run, n, n->out, hpmli_norm_row);
+}
+
+/* Rows of one block; part holds its dgamma (cols) and dbeta (cols). */
+HPMLI_FN void hpmli_norm_back_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_rows *r    = (const hpmli_rows *)arg;
+    const hpml_node  *n    = r->n;
+    float            *part = (float *)n->scratch + task * 2 * r->cols, g[HPMLI_PIECE], h[HPMLI_PIECE];
+    const float      *gamma = n->src[1] ? n->src[1]->data : NULL;
+    int64_t           end = (task + 1) * HPMLI_NORM_ROWS < r->rows ? (task + 1) * HPMLI_NORM_ROWS : r->rows;
+    (void)thread;
+    r->k->vfill(part, 0, 2 * r->cols);
+    for (int64_t row = task * HPMLI_NORM_ROWS; row < end; row++) {
+        const float *x = n->src[0]->data + row * r->cols, *dy = n->out->grad + row * r->cols;
+        float        mean = ((float *)n->saved)[2 * row], rstd = ((float *)n->saved)[2 * row + 1];
+        double       sum = 0, dot = 0;
+        for (int64_t i = 0; i < r->cols; i += HPMLI_PIECE) { /* the two means, and this row's share of dgamma, dbeta */
+            int64_t      c  = r->cols - i < HPMLI_PIECE ? r->cols - i : HPMLI_PIECE;
+            const float *gi = dy + i;
+            r->k->vscale_add(h, x + i, rstd, -mean * rstd, c); /* xhat */
+            if (gamma) r->k->vmul(g, dy + i, gamma + i, c), gi = g;
+            sum += (double)r->k->vsum(gi, c);
+            dot += (double)r->k->vdot(gi, h, c);
+            r->k->vmul(h, h, dy + i, c);
+            r->k->vadd(part + i, part + i, h, c);
+            r->k->vadd(part + r->cols + i, part + r->cols + i, dy + i, c);
+        }
+        if (!n->src[0]->grad) continue;
+        sum = n->op == HPML_OP_LAYERNORM ? sum / (double)r->cols : 0;
+        dot = dot / (double)r->cols;
+        for (int64_t i = 0; i < r->cols; i += HPMLI_PIECE) { /* rstd g - rstd^2 dot x + rstd (mean rstd dot - sum) */
+            int64_t      c  = r->cols - i < HPMLI_PIECE ? r->cols - i : HPMLI_PIECE;
+            const float *gi = dy + i;
+            if (gamma) r->k->vmul(g, dy + i, gamma + i, c), gi = g;
+            r->k->vaxpbypc(n->src[0]->grad + row * r->cols + i, rstd, gi, (float)(-dot) * rstd * rstd, x + i,
+                           rstd * (float)(dot * (double)(mean * rstd) - sum), c, n->accumulate[0]);
+        }
+    }
+}
+
+HPMLI_FN hpml_status hpmli_norm_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmli_rows r;
+    int64_t    blocks;
+    r.k = run->ctx->k, r.run = run, r.n = n;
+    r.cols = n->out->shape[n->out->ndim - 1];
+    r.rows = hpml_tensor_count(n->out) / r.cols;
+    blocks = (r.rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
+    hpmli_parallel(run->ctx, blocks, hpmli_norm_back_task, &r);
+    for (int s = 1; s < 3; s++) {
+        if (!n->src[s] || !n->src[s]->grad) continue;
+        if (!n->accumulate[s]) r.k->vfill(n->src[s]->grad, 0, r.cols);
+        for (int64_t b = 0; b < blocks; b++)
+            r.k->vadd(n->src[s]->grad, n->src[s]->grad, (float *)n->scratch + (2 * b + s - 1) * r.cols, r.cols);
+    }
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_layernorm_forward(const hpml_run *run, hpml_node *n) { return hpmli_norm_forward(run, n); }
+HPMLI_FN hpml_status hpmli_layernorm_backward(const hpml_run *run, hpml_node *n) { return hpmli_norm_backward(run, n); }
+HPMLI_FN hpml_status hpmli_rmsnorm_forward(const hpml_run *run, hpml_node *n) { return hpmli_norm_forward(run, n); }
+HPMLI_FN hpml_status hpmli_rmsnorm_backward(const hpml_run *run, hpml_node *n) { return hpmli_norm_backward(run, n); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>dropout   dropout and embedding
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The mask of element i is word i of the stream (step, node): it is computed in both passes and stored in neither. i counts
+   from the first sample of the global batch, so every rank that holds a sample draws the same mask for it. */
+
+HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
+{
+    hpml_tensor *y;
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (!(p >= 0 && p < 1)) {
+        hpmli_fail(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": probability %g, expected 0 <= p < 1", x->name, (double)p);
+        return NULL;
+    }
+    y = hpmli_node_create(x->ctx, HPML_OP_DROPOUT, 1, &x, x->ndim, x->shape);
+    if (y) y->node->attr.dropout.p = p;
+    return y;
+}
+
+HPMLI_FN unsigned hpmli_dropout_needs(const hpml_node *n) { (void)n; return HPMLI_INPLACE; }
+
+typedef struct hpmli_dropout_job {
+    const hpml_run *run;
+    hpml_node      *n;
+    const float    *x; /* (count) */
+    float          *y; /* (count) */
+    int64_t         count, first;
+    bool            accumulate;
+} hpmli_dropout_job;
+
+HPMLI_FN void hpmli_dropout_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_dropout_job *j = (const hpmli_dropout_job *)arg;
+    uint64_t stream = j->run->step << 24 ^ (uint64_t)j->n->index ^ UINT64_C(0xd) << 60;
+    float    p = j->n->attr.dropout.p, scale = 1 / (1 - p);
+    uint32_t words[256], least = (uint32_t)((double)p * 4294967296.0);
+    int64_t  end = (task + 1) * HPMLI_GRAIN < j->count ? (task + 1) * HPMLI_GRAIN : j->count;
+    (void)thread;
+    for (int64_t i = task * HPMLI_GRAIN; i < end; i += 256) {
+        int64_t c = end - i < 256 ? end - i : 256;
+        hpmli_random_words(words, j->run->ctx->seed, stream, j->first + i, c);
+        for (int64_t q = 0; q < c; q++) {
+            float v = words[q] >= least ? j->x[i + q] * scale : 0;
+            j->y[i + q] = j->accumulate ? j->y[i + q] + v : v;
+        }
+    }
+}
+
+HPMLI_FN hpml_status hpmli_dropout_run(const hpml_run *run, hpml_node *n, const float *x, float *y, bool accumulate)
+{
+    hpmli_dropout_job j;
+    int64_t           rows = n->out->batch_rows ? n->out->shape[0] / n->out->batch_rows : 1;
+    j.run = run, j.n = n, j.x = x, j.y = y, j.accumulate = accumulate;
+    j.count = hpml_tensor_count(n->out);
+    j.first = n->out->batch_rows ? (int64_t)run->sample * (j.count / rows) : 0;
+    if (run->train && n->attr.dropout.p > 0)
+        hpmli_parallel(run->ctx, (j.count + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_dropout_task, &j);
+    else if (x != y || accumulate)
+        run->ctx->k->vaxpby(y, 1, x, accumulate ? 1.0f : 0.0f, j.count);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_dropout_forward(const hpml_run *run, hpml_node *n)
+{
+    return hpmli_dropout_run(run, n, n->src[0]->data, n->out->data, false);
+}
+
+HPMLI_FN hpml_status hpmli_dropout_backward(const hpml_run *run, hpml_node *n)
+{
+    return hpmli_dropout_run(run, n, n->out->grad, n->src[0]->grad, n->accumulate[0]);
+}
+
+/* Embedding: y[i] = table[token[i]]; backward adds dy[i] to that row, in order of i. Sources: tokens, table. */
+HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width, const hpml_embedding_desc *desc)
+{
+    hpml_embedding_desc d;
+    int64_t             shape[HPML_MAX_DIMS], table[2];
+    hpml_tensor        *src[2];
+    char                text[160];
+    const char         *name;
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (!hpmli_recordable(1, &tokens)) return NULL;
+    if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1) {
+        hpmli_fail(tokens->ctx, HPML_ERR_DTYPE, "embedding \"%s\": tokens are %s, expected i32 with at most %d dimensions; "
+                   "table %lldx%lld", d.name ? d.name : "", hpml_tensor_text(tokens, text, sizeof text), HPML_MAX_DIMS - 1,
+                   (long long)vocabulary, (long long)width);
+        return NULL;
+    }
+    name     = hpmli_layer_name(tokens->ctx, d.name, "embedding");
+    table[0] = vocabulary, table[1] = width;
+    src[0]   = tokens;
+    src[1]   = d.weight ? d.weight : hpmli_layer_param(tokens->ctx, name, "weight",
+                   d.init == HPML_INIT_DEFAULT ? HPML_INIT_NORMAL : d.init,
+                   d.init == HPML_INIT_DEFAULT ? 1.0f : d.init_scale, 2, table);
+    if (!src[1]) return NULL;
+    if (src[1]->ndim != 2 || src[1]->shape[0] != vocabulary || src[1]->shape[1] != width) {
+        hpmli_fail(tokens->ctx, HPML_ERR_SHAPE, "embedding \"%s\": the shared table is %s, expected %lldx%lld", name,
+                   hpml_tensor_text(src[1], text, sizeof text), (long long)vocabulary, (long long)width);
+        return NULL;
+    }
+    memcpy(shape, tokens->shape, sizeof shape);
+    shape[tokens->ndim] = width;
+    return hpmli_node_create_named(tokens->ctx, HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape);
+}
+
+HPMLI_FN unsigned hpmli_embedding_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0); }
+
+HPMLI_FN hpml_status hpmli_embedding_forward(const hpml_run *run, hpml_node *n)
+{
+    const int32_t *token = (const int32_t *)(const void *)n->src[0]->data; /* (B, T) */
+    int64_t        count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
+    for (int64_t i = 0; i < count; i++) {
+        if (token[i] < 0 || token[i] >= vocabulary)
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld", n->out->name,
+                              (long long)i, token[i], (long long)vocabulary - 1);
+        memcpy(n->out->data + i * width, n->src[1]->data + token[i] * width, (size_t)width * sizeof(float));
+    }
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_embedding_backward(const hpml_run *run, hpml_node *n)
+{
+    const int32_t *token = (const int32_t *)(const void *)n->src[0]->data;
+    int64_t        count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
+    float         *dw    = n->src[1]->grad;
+    if (!dw) return HPML_OK;
+    if (!n->accumulate[1]) run->ctx->k->vfill(dw, 0, hpml_tensor_count(n->src[1]));
+    for (int64_t i = 0; i < count; i++)
+        run->ctx->k->vadd(dw + token[i] * width, dw + token[i] * width, n->out->grad + i * width, width);
+    return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>attention   multi-head attention
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Per sample and head, for a block of HPMLI_QUERIES queries: S = scale Q K^T, P = softmax(S), O = P V. Only this block of S is
+   ever in memory, (64, T) per thread; what is kept for backward is one number for each query, log sum exp(S). Backward
+   computes P again from it (Dao et al. 2022):
+       delta = rowsum(dO O),  dP = dO V^T,  dS = scale P (dP - delta),  dQ = dS K,  dK += dS^T Q,  dV += P^T dO.
+   Blocks are done from the last to the first: with a causal mask the last one touches every key, so it writes dK and dV and
+   the others add. One task is one sample and head. */
+
+#define HPMLI_QUERIES 64
+
+HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *d)
+{
+    char         text[160];
+    int64_t      shape[3], C;
+    hpml_tensor *y;
+    if (!hpmli_recordable(1, &qkv)) return NULL;
+    C = qkv->shape[2] / 3;
+    if (!d || d->heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d->heads != 0) {
+        hpmli_fail(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C a multiple of the "
+                   "heads", hpml_tensor_text(qkv, text, sizeof text), d ? d->heads : 0);
+        return NULL;
+    }
+    shape[0] = qkv->shape[0], shape[1] = qkv->shape[1], shape[2] = C;
+    y = hpmli_node_create(qkv->ctx, HPML_OP_ATTENTION, 1, &qkv, 3, shape);
+    if (!y) return NULL;
+    y->node->attr.attention.heads  = d->heads;
+    y->node->attr.attention.causal = !d->not_causal;
+    y->node->attr.attention.scale  = d->scale != 0 ? d->scale : (float)(1 / sqrt((double)(C / d->heads)));
+    y->node->saved_bytes   = (size_t)(shape[0] * shape[1] * d->heads) * sizeof(float); /* (B, heads, T) log sum exp */
+    y->node->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * shape[1]) * sizeof(float);
+    return y;
+}
+
+HPMLI_FN unsigned hpmli_attention_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT; }
+
+typedef struct hpmli_attention_job {
+    hpml_ctx  *ctx;
+    hpml_node *n;
+    int64_t    T, C, D;
+} hpmli_attention_job;
+
+/* Keys that row r of a block starting at query q0 may see. */
+HPMLI_FN int64_t hpmli_visible(const hpmli_attention_job *j, int64_t query)
+{
+    return j->n->attr.attention.causal ? query + 1 : j->T;
+}
+
+HPMLI_FN void hpmli_attention_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_attention_job *j = (const hpmli_attention_job *)arg;
+    const hpmli_kernels       *k = j->ctx->k;
+    int64_t heads = j->n->attr.attention.heads, b = task / heads, h = task % heads, ld = 3 * j->C;
+    const float *q   = j->n->src[0]->data + b * j->T * ld + h * j->D; /* (T, D), rows ld apart; k and v follow */
+    float       *o   = j->n->out->data + b * j->T * j->C + h * j->D;  /* (T, D), rows C apart */
+    float       *lse = (float *)j->n->saved + task * j->T;            /* (T) */
+    float       *s   = (float *)j->n->scratch + thread * 2 * HPMLI_QUERIES * j->T; /* (queries, T) */
+    for (int64_t q0 = 0; q0 < j->T; q0 += HPMLI_QUERIES) {
+        int64_t rows = j->T - q0 < HPMLI_QUERIES ? j->T - q0 : HPMLI_QUERIES, keys = hpmli_visible(j, q0 + rows - 1);
+        hpmli_product_at(j->ctx, thread, rows, keys, j->D, j->n->attr.attention.scale, hpmli_strided(q + q0 * ld, ld, false),
+                            hpmli_strided(q + j->C, ld, true), s, keys, NULL, false);
+        for (int64_t r = 0; r < rows; r++) {
+            float  *row = s + r * keys;
+            int64_t see = hpmli_visible(j, q0 + r);
+            float   max = k->vmax(row, see), sum = k->vexp_sum(row, row, max, see);
+            lse[q0 + r] = max + logf(sum);
+            k->vscale_add(row, row, 1 / sum, 0, see);
+            if (see < keys) k->vfill(row + see, 0, keys - see);
+        }
+        hpmli_product_at(j->ctx, thread, rows, j->D, keys, 1, hpmli_strided(s, keys, false),
+                            hpmli_strided(q + 2 * j->C, ld, false), o + q0 * j->C, j->C, NULL, false);
+    }
+}
+
+HPMLI_FN void hpmli_attention_back_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_attention_job *j = (const hpmli_attention_job *)arg;
+    const hpmli_kernels       *k = j->ctx->k;
+    hpml_node *n = j->n;
+    int64_t heads = n->attr.attention.heads, b = task / heads, h = task % heads, ld = 3 * j->C, C = j->C;
+    const float *q   = n->src[0]->data + b * j->T * ld + h * j->D;
+    float       *dq  = n->src[0]->grad + b * j->T * ld + h * j->D;
+    const float *o   = n->out->data + b * j->T * C + h * j->D, *d_o = n->out->grad + b * j->T * C + h * j->D;
+    const float *lse = (const float *)n->saved + task * j->T;
+    float       *p   = (float *)n->scratch + thread * 2 * HPMLI_QUERIES * j->T, *ds = p + HPMLI_QUERIES * j->T;
+    float        scale = n->attr.attention.scale;
+    int64_t      last  = (j->T - 1) / HPMLI_QUERIES * HPMLI_QUERIES;
+    for (int64_t q0 = last; q0 >= 0; q0 -= HPMLI_QUERIES) {
+        int64_t rows = j->T - q0 < HPMLI_QUERIES ? j->T - q0 : HPMLI_QUERIES, keys = hpmli_visible(j, q0 + rows - 1);
+        bool    add  = q0 != last || n->accumulate[0];
+        hpmli_mat dor = hpmli_strided(d_o + q0 * C, C, false);
+        hpmli_product_at(j->ctx, thread, rows, keys, j->D, scale, hpmli_strided(q + q0 * ld, ld, false),
+                            hpmli_strided(q + C, ld, true), p, keys, NULL, false);
+        hpmli_product_at(j->ctx, thread, rows, keys, j->D, 1, dor, hpmli_strided(q + 2 * C, ld, true), ds, keys, NULL, false);
+        for (int64_t r = 0; r < rows; r++) {
+            float  *pr = p + r * keys, *dr = ds + r * keys;
+            int64_t see = hpmli_visible(j, q0 + r);
+            float   delta = k->vdot(d_o + (q0 + r) * C, o + (q0 + r) * C, j->D);
+            k->vexp_sum(pr, pr, lse[q0 + r], see);
+            k->vscale_add(dr, dr, scale, -delta * scale, see);
+            k->vmul(dr, dr, pr, see);
+            if (see < keys) k->vfill(pr + see, 0, keys - see), k->vfill(dr + see, 0, keys - see);
+        }
+        hpmli_product_at(j->ctx, thread, rows, j->D, keys, 1, hpmli_strided(ds, keys, false),
+                            hpmli_strided(q + C, ld, false), dq + q0 * ld, ld, NULL, n->accumulate[0]);
+        hpmli_product_at(j->ctx, thread, keys, j->D, rows, 1, hpmli_strided(ds, keys, true),
+                            hpmli_strided(q + q0 * ld, ld, false), dq + C, ld, NULL, add);
+        hpmli_product_at(j->ctx, thread, keys, j->D, rows, 1, hpmli_strided(p, keys, true), dor, dq + 2 * C, ld, NULL, add);
+    }
+}
+
+HPMLI_FN hpml_status hpmli_attention_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
+{
+    hpmli_attention_job j;
+    j.ctx = run->ctx, j.n = n;
+    j.T = n->out->shape[1], j.C = n->out->shape[2], j.D = j.C / n->attr.attention.heads;
+    hpmli_parallel(run->ctx, n->out->shape[0] * n->attr.attention.heads, task, &j);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_attention_forward(const hpml_run *run, hpml_node *n)
+{
+    return hpmli_attention_run(run, n, hpmli_attention_task);
+}
+
+HPMLI_FN hpml_status hpmli_attention_backward(const hpml_run *run, hpml_node *n)
+{
+    return hpmli_attention_run(run, n, hpmli_attention_back_task);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>lstm   long short-term memory
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* For each t: a = x_t W_x^T + bias + h_{t-1} W_h^T; i, f, o = sigmoid, g = tanh of its quarters; c_t = f c_{t-1} + i g;
+   h_t = o tanh(c_t). The products with x do not wait for each other and are one matrix product; the recurrent ones are one per
+   step. Backward runs t down, turns the kept gates into da in place, and ends with one product for each gradient.
+   Sources: x, w_x, w_h, bias. Kept: gates (B, T, 4H), cells (B, T, H). */
+
+HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *given)
+{
+    char         text[160];
+    int64_t      shape[3], w[2];
+    hpml_tensor *src[4], *y;
+    const char  *name;
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (x->ndim != 3 || hidden < 1) {
+        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "lstm \"%s\": input is %s, expected (B, T, features), hidden %lld", given ? given : "",
+                   hpml_tensor_text(x, text, sizeof text), (long long)hidden);
+        return NULL;
+    }
+    name   = hpmli_layer_name(x->ctx, given, "lstm");
+    w[0]   = 4 * hidden, w[1] = x->shape[2];
+    src[0] = x;
+    src[1] = hpmli_layer_param(x->ctx, name, "weight_x", HPML_INIT_XAVIER_UNIFORM, 0, 2, w);
+    w[1]   = hidden;
+    src[2] = hpmli_layer_param(x->ctx, name, "weight_h", HPML_INIT_XAVIER_UNIFORM, 0, 2, w);
+    src[3] = hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, 4 * hidden);
+    if (!src[1] || !src[2] || !src[3]) return NULL;
+    shape[0] = x->shape[0], shape[1] = x->shape[1], shape[2] = hidden;
+    y = hpmli_node_create_named(x->ctx, HPML_OP_LSTM, name, 4, src, 3, shape);
+    if (!y) return NULL;
+    y->node->saved_bytes   = (size_t)(shape[0] * shape[1] * 5 * hidden) * sizeof(float);
+    y->node->scratch_bytes = (size_t)(2 * shape[0] * hidden) * sizeof(float); /* dh, dc (B, H) */
+    return y;
+}
+
+HPMLI_FN unsigned hpmli_lstm_needs(const hpml_node *n)
+{
+    (void)n;
+    return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1) | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT;
+}
+
+typedef struct hpmli_lstm_job {
+    const hpmli_kernels *k;
+    hpml_node           *n;
+    int64_t              B, T, H, t;
+    float               *gates, *cells, *dh, *dc;
+} hpmli_lstm_job;
+
+HPMLI_FN void hpmli_lstm_make(hpmli_lstm_job *j, const hpml_run *run, hpml_node *n)
+{
+    j->k = run->ctx->k, j->n = n;
+    j->B = n->out->shape[0], j->T = n->out->shape[1], j->H = n->out->shape[2];
+    j->gates = (float *)n->saved;
+    j->cells = j->gates + j->B * j->T * 4 * j->H;
+    j->dh    = (float *)n->scratch;
+    j->dc    = j->dh + j->B * j->H;
+}
+
+HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread)
+{
+    const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
+    int64_t H  = j->H, at = b * j->T + j->t;
+    float  *a  = j->gates + at * 4 * H, *c = j->cells + at * H, *h = j->n->out->data + at * H;
+    (void)thread;
+    j->k->vsigmoid(a, a, 2 * H);
+    j->k->vtanh(a + 2 * H, a + 2 * H, H);
+    j->k->vsigmoid(a + 3 * H, a + 3 * H, H);
+    j->k->vmul(c, a, a + 2 * H, H);
+    if (j->t > 0) {
+        j->k->vmul(h, a + H, c - H, H);
+        j->k->vadd(c, c, h, H);
+    }
+    j->k->vtanh(h, c, H);
+    j->k->vmul(h, h, a + 3 * H, H);
+}
+
+HPMLI_FN hpml_status hpmli_lstm_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmli_lstm_job j;
+    int64_t        in = n->src[0]->shape[2], H;
+    hpmli_lstm_make(&j, run, n);
+    H = j.H;
+    hpmli_product_at(run->ctx, -1, j.B * j.T, 4 * H, in, 1, hpmli_strided(n->src[0]->data, in, false),
+                     hpmli_strided(n->src[1]->data, in, true), j.gates, 4 * H, n->src[3]->data, false);
+    for (j.t = 0; j.t < j.T; j.t++) {
+        if (j.t > 0)
+            hpmli_product_at(run->ctx, -1, j.B, 4 * H, H, 1, hpmli_strided(n->out->data + (j.t - 1) * H, j.T * H, false),
+                               hpmli_strided(n->src[2]->data, H, true), j.gates + j.t * 4 * H, j.T * 4 * H, NULL, true);
+        hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell, &j);
+    }
+    return HPML_OK;
+}
+
+HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread)
+{
+    const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
+    int64_t      H = j->H, at = b * j->T + j->t;
+    float       *a = j->gates + at * 4 * H, *dc = j->dc + b * H;
+    const float *c = j->cells + at * H, *dy = j->n->out->grad + at * H, *dh = j->dh + b * H;
+    (void)thread;
+    for (int64_t i = 0; i < H; i++) {
+        float in = a[i], forget = a[H + i], g = a[2 * H + i], out = a[3 * H + i], t = tanhf(c[i]);
+        float d  = dy[i] + (j->t < j->T - 1 ? dh[i] : 0);
+        float dcell = d * out * (1 - t * t) + (j->t < j->T - 1 ? dc[i] : 0);
+        a[i]         = dcell * g * in * (1 - in);
+        a[H + i]     = j->t > 0 ? dcell * c[i - H] * forget * (1 - forget) : 0;
+        a[2 * H + i] = dcell * in * (1 - g * g);
+        a[3 * H + i] = d * t * out * (1 - out);
+        dc[i]        = dcell * forget;
+    }
+}
+
+HPMLI_FN hpml_status hpmli_lstm_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmli_lstm_job j;
+    int64_t        in = n->src[0]->shape[2], H;
+    hpmli_mat      da;
+    hpmli_lstm_make(&j, run, n);
+    H = j.H;
+    for (j.t = j.T - 1; j.t >= 0; j.t--) {
+        hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell_back, &j);
+        if (j.t > 0) /* dh_{t-1} = da_t W_h */
+            hpmli_product_at(run->ctx, -1, j.B, H, 4 * H, 1, hpmli_strided(j.gates + j.t * 4 * H, j.T * 4 * H, false),
+                               hpmli_strided(n->src[2]->data, H, false), j.dh, H, NULL, false);
+    }
+    da = hpmli_strided(j.gates, 4 * H, false);
+    if (n->src[0]->grad)
+        hpmli_product_at(run->ctx, -1, j.B * j.T, in, 4 * H, 1, da, hpmli_strided(n->src[1]->data, in, false), n->src[0]->grad, in,
+                           NULL, n->accumulate[0]);
+    da = hpmli_strided(j.gates, 4 * H, true);
+    if (n->src[1]->grad)
+        hpmli_product_at(run->ctx, -1, 4 * H, in, j.B * j.T, 1, da, hpmli_strided(n->src[0]->data, in, false), n->src[1]->grad, in,
+                           NULL, n->accumulate[1]);
+    if (n->src[3]->grad) j.k->vsum_rows(n->src[3]->grad, j.gates, j.B * j.T, 4 * H, n->accumulate[3]);
+    if (!n->src[2]->grad) return HPML_OK;
+    if (!n->accumulate[2]) j.k->vfill(n->src[2]->grad, 0, 4 * H * H);
+    for (int64_t b = 0; b < j.B && j.T > 1; b++) /* dW_h = sum over t >= 1 of da_t^T h_{t-1} */
+        hpmli_product_at(run->ctx, -1, 4 * H, H, j.T - 1, 1, hpmli_strided(j.gates + (b * j.T + 1) * 4 * H, 4 * H, true),
+                           hpmli_strided(n->out->data + b * j.T * H, H, false), n->src[2]->grad, H, NULL, true);
+    return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>loss   cross-entropy, binary cross-entropy, squared and huber loss
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* All are means, over the rows or elements that count; sums are taken in double, in order. The gradient of a loss arrives in
+   out->grad[0]. Cross-entropy of logits x and label l, with smoothing s over V classes:
+       loss = lse - (1 - s) x_l - s mean(x),  dx_i = exp(x_i - lse) - (1 - s) [i = l] - s / V,  lse = log sum exp(x).
+   Probabilities are not stored: lse is kept for each row, and backward takes the exponential again. */
+
+HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor *target)
+{
+    char         a[160], b[160];
+    hpml_tensor *src[2], *loss;
+    src[0] = y, src[1] = target;
+    if (!hpmli_recordable(2, src)) return NULL;
+    if (target->dtype != HPML_DTYPE_F32 || target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0) {
+        hpmli_fail(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape", hpml_op_name(op),
+                   hpml_tensor_text(y, a, sizeof a), hpml_tensor_text(target, b, sizeof b));
+        return NULL;
+    }
+    loss = hpmli_node_create(y->ctx, op, 2, src, 0, NULL);
+    if (loss) loss->node->mixes_batch = false;
+    return loss;
+}
+
+HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
+{
+    char         a[160], b[160];
+    hpml_tensor *src[2], *loss;
+    bool         fits;
+    src[0] = logits, src[1] = labels;
+    if (!hpmli_recordable(2, src)) return NULL;
+    fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
+    for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
+    if (!fits || (desc && !(desc->label_smoothing >= 0 && desc->label_smoothing <= 1))) {
+        hpmli_fail(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) and i32 (..), "
+                   "label_smoothing in 0..1", hpml_tensor_text(logits, a, sizeof a), hpml_tensor_text(labels, b, sizeof b));
+        return NULL;
+    }
+    loss = hpmli_node_create(logits->ctx, HPML_OP_CROSS_ENTROPY, 2, src, 0, NULL);
+    if (!loss) return NULL;
+    loss->node->mixes_batch                  = false;
+    loss->node->attr.cross_entropy.smoothing = desc ? desc->label_smoothing : 0;
+    loss->node->attr.cross_entropy.ignore    = desc && desc->ignore_index ? desc->ignore_index : HPML_IGNORE;
+    loss->node->saved_bytes = (size_t)(2 * hpml_tensor_count(labels) + 1) * sizeof(float); /* lse, loss of rows; 1 / counted */
+    return loss;
+}
+
+HPMLI_FN unsigned hpmli_cross_entropy_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
+
+/* sum of exp(x - shift) without a place for the exponentials */
+HPMLI_FN float hpmli_exp_sum(const hpmli_kernels *k, const float *x, float shift, int64_t n)
+{
+    float piece[HPMLI_PIECE], sum = 0;
+    for (int64_t i = 0; i < n; i += HPMLI_PIECE)
+        sum += k->vexp_sum(piece, x + i, shift, n - i < HPMLI_PIECE ? n - i : HPMLI_PIECE);
+    return sum;
+}
+
+HPMLI_FN void hpmli_cross_entropy_row(const hpmli_rows *r, int64_t row)
+{
+    const hpml_node *n     = r->n;
+    const float     *x     = n->src[0]->data + row * r->cols; /* (V) */
+    int32_t          label = ((const int32_t *)(const void *)n->src[1]->data)[row];
+    float           *lse   = (float *)n->saved + row, *loss = (float *)n->saved + r->rows + row, max;
+    float            s     = n->attr.cross_entropy.smoothing;
+    *loss = *lse = 0;
+    if (label == n->attr.cross_entropy.ignore) return;
+    max   = r->k->vmax(x, r->cols);
+    *lse  = max + logf(hpmli_exp_sum(r->k, x, max, r->cols));
+    *loss = *lse - (1 - s) * x[label];
+    if (s > 0) *loss -= s * r->k->vsum(x, r->cols) / (float)r->cols;
+}
+
+HPMLI_FN hpml_status hpmli_cross_entropy_forward(const hpml_run *run, hpml_node *n)
+{
+    const hpml_tensor *x     = n->src[0];
+    const int32_t     *label = (const int32_t *)(const void *)n->src[1]->data;
+    int64_t            V = x->shape[x->ndim - 1], rows = hpml_tensor_count(x) / V, counted = 0;
+    const float       *loss = (const float *)n->saved + rows;
+    double             sum  = 0;
+    for (int64_t i = 0; i < rows; i++) {
+        if (label[i] == n->attr.cross_entropy.ignore) continue;
+        if (label[i] < 0 || label[i] >= V)
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to %lld (or %d to "
+                              "be ignored)", (long long)i, label[i], (long long)V - 1, n->attr.cross_entropy.ignore);
+        counted++;
+    }
+    hpmli_rows_run(run, n, x, hpmli_cross_entropy_row);
+    for (int64_t i = 0; i < rows; i++) sum += (double)loss[i];
+    ((float *)n->saved)[2 * rows] = counted > 0 ? 1 / (float)counted : 0;
+    n->out->data[0] = counted > 0 ? (float)(sum / (double)counted) : 0;
+    return HPML_OK;
+}
+
+HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_rows *r, int64_t row)
+{
+    const hpml_node *n     = r->n;
+    const float     *x     = n->src[0]->data + row * r->cols;
+    float           *dx    = n->src[0]->grad + row * r->cols, piece[HPMLI_PIECE];
+    int32_t          label = ((const int32_t *)(const void *)n->src[1]->data)[row];
+    float            lse   = ((const float *)n->saved)[row], s = n->attr.cross_entropy.smoothing;
+    float            scale = ((const float *)n->saved)[2 * r->rows] * n->out->grad[0];
+    bool             add   = n->accumulate[0], skip = label == n->attr.cross_entropy.ignore;
+    if (skip && !add) r->k->vfill(dx, 0, r->cols);
+    for (int64_t i = 0; i < r->cols && !skip; i += HPMLI_PIECE) {
+        int64_t c = r->cols - i < HPMLI_PIECE ? r->cols - i : HPMLI_PIECE;
+        r->k->vexp_sum(piece, x + i, lse, c);
+        if (add) r->k->vaxpby(dx + i, scale, piece, 1, c);
+        else r->k->vscale_add(dx + i, piece, scale, -scale * s / (float)r->cols, c);
+        if (add && s > 0) r->k->vscale_add(dx + i, dx + i, 1, -scale * s / (float)r->cols, c);
+    }
+    if (!skip) dx[label] -= scale * (1 - s);
+}
+
+HPMLI_FN hpml_status hpmli_cross_entropy_backward(const hpml_run *run, hpml_node *n)
+{
+    return hpmli_rows_run(run, n, n->src[0], hpmli_cross_entropy_back_row);
+}
+
+HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
+{
+    return hpmli_loss_record(HPML_OP_BCE, logits, target);
+}
+
+HPMLI_FN unsigned hpmli_bce_with_logits_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
+
+/* max(x, 0) - x t + log(1 + exp(-|x|)): never overflows */
+HPMLI_FN hpml_status hpmli_bce_with_logits_forward(const hpml_run *run, hpml_node *n)
+{
+    const float *x = n->src[0]->data, *t = n->src[1]->data;
+    int64_t      count = hpml_tensor_count(n->src[0]);
+    double       sum   = 0;
+    (void)run;
+    for (int64_t i = 0; i < count; i++)
+        sum += (double)((x[i] > 0 ? x[i] : 0) - x[i] * t[i]) + log1p(exp(-fabs((double)x[i])));
+    n->out->data[0] = (float)(sum / (double)count);
+    return HPML_OK;
+}
+
+/* The gradient of a mean of f(x, t): slope(x, t) * out->grad / count. */
+HPMLI_FN void hpmli_loss_slopes(hpml_node *n, float (*slope)(const hpml_node *n, float x, float t))
+{
+    const float *x = n->src[0]->data, *t = n->src[1]->data;
+    int64_t      count = hpml_tensor_count(n->src[0]);
+    float        scale = n->out->grad[0] / (float)count;
+    for (int s = 0; s < 2; s++) { /* a target that is computed gets a gradient too; for squares and huber it is the opposite */
+        float *d = n->src[s]->grad, sign = s ? -scale : scale;
+        for (int64_t i = 0; d && i < count; i++) d[i] = (n->accumulate[s] ? d[i] : 0) + sign * slope(n, x[i], t[i]);
+    }
+}
+
+HPMLI_FN float hpmli_bce_slope(const hpml_node *n, float x, float t)
+{
+    (void)n;
+    return 1 / (1 + expf(-x)) - t;
+}
+
+HPMLI_FN hpml_status hpmli_bce_with_logits_backward(const hpml_run *run, hpml_node *n)
+{
+    if (n->src[1]->grad)
+        return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from parameters; only the "
+                          "logits get a gradient", n->src[1]->name);
+    hpmli_loss_slopes(n, hpmli_bce_slope);
+    return HPML_OK;
+}
+
+HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target)
+{
+    hpml_tensor *loss = hpmli_loss_record(HPML_OP_HUBER, y, target);
+    if (loss) loss->node->attr.huber.squared = true;
+    return loss;
+}
+
+HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delta)
+{
+    hpml_tensor *loss = hpmli_loss_record(HPML_OP_HUBER, y, target);
+    if (loss) loss->node->attr.huber.delta = delta;
+    return loss;
+}
+
+HPMLI_FN unsigned hpmli_huber_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
+
+/* squared: d^2. Huber: d^2 / 2 up to delta, then delta (|d| - delta / 2). delta 0: |d|. */
+HPMLI_FN hpml_status hpmli_huber_forward(const hpml_run *run, hpml_node *n)
+{
+    const float *x = n->src[0]->data, *t = n->src[1]->data;
+    int64_t      count = hpml_tensor_count(n->src[0]);
+    double       sum = 0, delta = (double)n->attr.huber.delta;
+    (void)run;
+    for (int64_t i = 0; i < count; i++) {
+        double d = fabs((double)x[i] - (double)t[i]);
+        if (n->attr.huber.squared) sum += d * d;
+        else if (delta == 0) sum += d;
+        else sum += d <= delta ? d * d / 2 : delta * (d - delta / 2);
+    }
+    n->out->data[0] = (float)(sum / (double)count);
+    return HPML_OK;
+}
+
+HPMLI_FN float hpmli_huber_slope(const hpml_node *n, float x, float t)
+{
+    float d = x - t, delta = n->attr.huber.delta;
+    if (n->attr.huber.squared) return 2 * d;
+    if (delta == 0) return d > 0 ? 1.0f : d < 0 ? -1.0f : 0.0f;
+    return d > delta ? delta : d < -delta ? -delta : d;
+}
+
+HPMLI_FN hpml_status hpmli_huber_backward(const hpml_run *run, hpml_node *n)
+{
+    (void)run;
+    hpmli_loss_slopes(n, hpmli_huber_slope);
+    return HPML_OK;
+}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>backend   the CPU backend: memory, the table of ops, optimizer steps
+// ---------------------------------------------------------------------------------------------------------------------
+
+HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc, void **device)
+{
+    (void)desc;
+    *device = ctx;
+    return HPML_OK;
+}
+
+HPMLI_FN void  hpmli_cpu_close(void *device) { (void)device; }
+
+HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
+{
+    void *p = hpmli_alloc((hpml_ctx *)device, bytes);
+    if (p) memset(p, 0, bytes);
+    return p;
+}
+
+HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes)
+{
+    (void)bytes;
+    hpmli_free((hpml_ctx *)device, p);
+}
+
+HPMLI_FN hpml_status hpmli_cpu_write(void *device, void *dst, const void *host, size_t bytes)
+{
+    (void)device;
+    memcpy(dst, host, bytes);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_cpu_read(void *device, void *host, const void *src, size_t bytes)
+{
+    (void)device;
+    memcpy(host, src, bytes);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_cpu_zero(void *device, void *dst, size_t bytes)
+{
+    (void)device;
+    memset(dst, 0, bytes);
+    return HPML_OK;
+}
+
+/* Long sums are cut into HPMLI_SUM_TASK pieces; the partial sums are added in order. */
+#define HPMLI_SUM_TASKS 64
+
+typedef struct hpmli_sumsq_job {
+    const hpmli_kernels *k;
+    const float         *x;
+    int64_t              n, piece;
+    double               part[HPMLI_SUM_TASKS];
+} hpmli_sumsq_job;
+
+HPMLI_FN void hpmli_sumsq_task(void *arg, int64_t task, int thread)
+{
+    hpmli_sumsq_job *j = (hpmli_sumsq_job *)arg;
+    int64_t          i = task * j->piece, n = j->n - i < j->piece ? j->n - i : j->piece;
+    (void)thread;
+    j->part[task] = j->k->vsumsq(j->x + i, n);
+}
+
+HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device, hpml_ctx *ctx, const float *x, int64_t n, double *out)
+{
+    hpmli_sumsq_job j;
+    int64_t         tasks;
+    (void)device;
+    j.k = ctx->k, j.x = x, j.n = n;
+    j.piece = (n + HPMLI_SUM_TASKS - 1) / HPMLI_SUM_TASKS;
+    if (j.piece < HPMLI_GRAIN) j.piece = HPMLI_GRAIN;
+    tasks = (n + j.piece - 1) / j.piece;
+    hpmli_parallel(ctx, tasks, hpmli_sumsq_task, &j);
+    *out = 0;
+    for (int64_t i = 0; i < tasks; i++) *out += j.part[i];
+    return HPML_OK;
+}
+
+typedef struct hpmli_update_job {
+    const hpmli_kernels *k;
+    const hpml_update   *u;
+    hpmli_opt_args       o;
+} hpmli_update_job;
+
+HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_update_job *j = (const hpmli_update_job *)arg;
+    const hpml_update      *u = j->u;
+    int64_t                 i = task * HPMLI_GRAIN, n = u->n - i < HPMLI_GRAIN ? u->n - i : HPMLI_GRAIN;
+    (void)thread;
+    j->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
+}
+
+/* LARS: lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the paper's code. */
+HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, const hpml_update *u, hpmli_opt_args *o)
+{
+    double w, g;
+    hpmli_cpu_sumsq(NULL, ctx, u->w, u->n, &w);
+    hpmli_cpu_sumsq(NULL, ctx, u->g, u->n, &g);
+    w = sqrt(w);
+    g = sqrt(g) * u->grad_scale + (double)u->weight_decay * w;
+    if (w > 0 && g > 0 && u->weight_decay > 0) o->lr *= (float)((double)u->trust * w / g);
+}
+
+/* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r. */
+HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, const hpml_update *u)
+{
+    double w, r, ratio;
+    hpmli_cpu_sumsq(NULL, ctx, u->w, u->n, &w);
+    hpmli_cpu_sumsq(NULL, ctx, u->g, u->n, &r);
+    ratio = w > 0 && r > 0 ? sqrt(w) / sqrt(r) : 1;
+    ctx->k->vaxpby(u->w, -u->lr * (float)ratio, u->g, 1, u->n);
+}
+
+HPMLI_FN hpml_status hpmli_cpu_update(void *device, hpml_ctx *ctx, const hpml_update *updates, int count)
+{
+    (void)device;
+    for (int i = 0; i < count; i++) {
+        const hpml_update *u = &updates[i];
+        hpmli_update_job   j;
+        j.k = ctx->k, j.u = u;
+        j.o.opt = (int)u->opt, j.o.lr = u->lr, j.o.momentum = u->momentum, j.o.beta1 = u->beta1, j.o.beta2 = u->beta2;
+        j.o.eps = u->eps, j.o.weight_decay = u->weight_decay, j.o.grad_scale = u->grad_scale, j.o.nesterov = u->nesterov;
+        j.o.first       = u->step == 1;
+        j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
+        j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
+        if (u->opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, u, &j.o);
+        hpmli_parallel(ctx, (u->n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_update_task, &j);
+        if (u->opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, u);
+    }
+    return HPML_OK;
+}
+
+HPML_API const hpml_backend *hpml_backend_cpu(void)
+{
+    static const hpml_op_impl ops[HPML_OP_COUNT] = {
+#define HPMLI_X(op, name) { hpmli_##name##_forward, hpmli_##name##_backward },
+        HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+    };
+    static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
+        hpmli_cpu_write, hpmli_cpu_read, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq };
+    return &cpu;
+}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>plan   from a recorded graph to a memory plan
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A graph of N ops runs at times 0 .. N - 1 forward and N .. 2N - 1 backward (op i at 2N - 1 - i). Every array between is
+   alive from the time that writes it to the last that reads it; what backward reads is said by each op's _needs function.
+   Two arrays may share memory when their lives do not overlap. The arrays are placed largest first, each at the lowest
+   place that is free during its life: simple, and close to the best for chains. All this happens once; a step allocates
+   nothing.
+
+   Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that may
+   work in place on a source that nobody else wants. `root` follows such links. */
+
+typedef struct hpmli_slot {
+    size_t   bytes, offset;
+    int      from, to;   /* alive, both included */
+    void   **place;      /* where the address goes once there is memory */
+} hpmli_slot;
+
+typedef struct hpmli_use {     /* what the planner knows about the tensor made by node i */
+    hpml_tensor *root_value;   /* whose memory the value stands in */
+    hpml_tensor *root_grad;
+    int          first, last;  /* life of the value */
+    int          grad_first, grad_last;
+    int          readers;      /* nodes that read the value */
+    bool         kept, grad_written;
+} hpmli_use;
+
+struct hpml_graph {
+    hpml_ctx      *ctx;
+    hpml_node    **nodes;      /* (count) in order */
+    int            count;
+    hpml_tensor  **leaves;     /* (leaf_count) inputs and constants */
+    int            leaf_count;
+    hpml_tensor   *loss;
+    int            output_count;
+    hpmli_slot    *slots;      /* (slot_count) */
+    int            slot_count;
+    hpml_memory    memory;
+    char          *arena;      /* activations, their gradients and scratch, on the device */
+    float         *grads;      /* gradients of all parameters, in order, each 64-byte aligned */
+    int64_t        grad_count; /* floats */
+    size_t         arena_bytes, scratch_bytes;
+    int           *param_last; /* (param_count) node whose backward finishes the gradient; -1: none */
+    int64_t        batch, batch_now;
+    bool           batchable, grads_ready;
+    bool           train;      /* of the last forward pass ... */
+    uint64_t       step;       /* ... and its step */
+    int64_t        first_sample;
+    const char   **back_names; /* (count) for the timeline */
+    hpml_profile_row *profile; /* (count), NULL: off */
+    void          *hook_user;  /* set by the trainer */
+    hpml_status (*need)(void *user, int param);
+    hpml_status (*grad)(void *user, int param);
+};
+
+/* One pass over what is reachable marks it; positions are given in order of recording, which is an order of running. */
+HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, int target_count)
+{
+    hpml_ctx      *ctx   = g->ctx;
+    hpml_node    **stack = (hpml_node **)hpmli_alloc_array(ctx, (int64_t)ctx->node_count + target_count + 1, sizeof *stack);
+    hpml_node    **found = (hpml_node **)hpmli_alloc_array(ctx, (int64_t)ctx->node_count + 1, sizeof *found);
+    int            depth = 0, leaf_room = ctx->node_count * HPML_MAX_SRC + target_count + 1;
+    g->leaves = (hpml_tensor **)hpmli_alloc_array(ctx, leaf_room, sizeof *g->leaves);
+    g->nodes  = (hpml_node **)hpmli_alloc_array(ctx, (int64_t)ctx->node_count + 1, sizeof *g->nodes);
+    if (!stack || !found || !g->leaves || !g->nodes) return false;
+    for (int i = 0; i < target_count; i++)
+        if (targets[i]->node && !found[targets[i]->node->index])
+            found[targets[i]->node->index] = stack[depth++] = targets[i]->node;
+    while (depth > 0) {
+        hpml_node *n = stack[--depth];
+        for (int i = 0; i < n->src_count; i++) {
+            hpml_tensor *s    = n->src[i];
+            bool         seen = false;
+            if (!s || s->param) continue;
+            if (s->node) {
+                if (!found[s->node->index]) found[s->node->index] = stack[depth++] = s->node;
+                continue;
+            }
+            for (int l = 0; l < g->leaf_count; l++) seen = seen || g->leaves[l] == s;
+            if (!seen) g->leaves[g->leaf_count++] = s;
+        }
+    }
+    for (int i = 0; i < ctx->node_count; i++)
+        if (found[i]) g->nodes[g->count++] = found[i];
+    hpmli_free(ctx, stack);
+    hpmli_free(ctx, found);
+    return true;
+}
+
+HPMLI_FN unsigned hpmli_node_needs(const hpml_node *n)
+{
+    switch (n->op) {
+#define HPMLI_X(op, name) case HPML_OP_##op: return hpmli_##name##_needs(n);
+        HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+    default: return 0;
+    }
+}
+
+HPMLI_FN bool hpmli_trainable(const hpml_tensor *t)
+{
+    return t->param && !t->param->buffer && !t->param->frozen;
+}
+
+/* Position of the node that makes t in this graph, by its index. */
+HPMLI_FN hpmli_use *hpmli_use_of(hpmli_use *uses, const int *position, const hpml_tensor *t)
+{
+    return t && t->node ? &uses[position[t->node->index]] : NULL;
+}
+
+/* Lives of the values. */
+HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses, const int *position)
+{
+    int N = g->count;
+    for (int i = 0; i < N; i++) {
+        hpml_node *n      = g->nodes[i];
+        bool       back   = g->loss && n->out->needs_grad;
+        unsigned   needs  = hpmli_node_needs(n);
+        hpmli_use *u      = &uses[i], *s0 = hpmli_use_of(uses, position, n->src[0]);
+        u->root_value = n->out;
+        u->first      = i;
+        u->last       = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
+        if (u->kept) u->last = 2 * N;
+        for (int j = 0; j < n->src_count; j++) {
+            hpmli_use *s = hpmli_use_of(uses, position, n->src[j]);
+            int        at = back && (needs & HPMLI_NEED_SRC(j)) ? 2 * N - 1 - i : i;
+            if (s && s->last < at) s->last = at;
+            if (s) s->readers++;
+        }
+        if (n->op == HPML_OP_RESHAPE && s0) u->root_value = s0->root_value;
+    }
+    for (int i = 0; i < N; i++) { /* in place: the only reader of a source that is not wanted later; and links to it */
+        hpml_node *n  = g->nodes[i];
+        hpmli_use *u  = &uses[i], *s0 = hpmli_use_of(uses, position, n->src[0]);
+        if (!s0) continue;
+        if (n->op != HPML_OP_RESHAPE && (hpmli_node_needs(n) & HPMLI_INPLACE) && s0->readers == 1 && !s0->kept &&
+            s0->last <= i && s0->root_value == n->src[0])
+            u->root_value = n->src[0];
+        if (u->root_value != n->out) u->root_value = s0->root_value;
+    }
+    for (int i = N - 1; i >= 0; i--) { /* a root lives as long as everything in it */
+        hpmli_use *u = &uses[i], *r = hpmli_use_of(uses, position, u->root_value);
+        if (r && r != u && r->last < u->last) r->last = u->last;
+    }
+}
+
+/* True when a node after node i (so, earlier in the backward pass) writes the gradient of this input. */
+HPMLI_FN bool hpmli_leaf_written(const hpml_graph *g, const hpml_tensor *leaf, int i)
+{
+    for (int p = i + 1; p < g->count; p++)
+        for (int j = 0; j < g->nodes[p]->src_count; j++)
+            if (g->nodes[p]->src[j] == leaf && g->nodes[p]->out->needs_grad) return true;
+    return false;
+}
+
+/* Lives of the gradients; who writes first and who adds. Runs in the order of the backward pass. */
+HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses, const int *position)
+{
+    int N = g->count;
+    for (int i = 0; i < N; i++) {
+        hpmli_use *s0 = hpmli_use_of(uses, position, g->nodes[i]->src[0]);
+        uses[i].root_grad  = g->nodes[i]->op == HPML_OP_RESHAPE && s0 ? s0->root_grad : g->nodes[i]->out;
+        uses[i].grad_first = 2 * N;
+        uses[i].grad_last  = 2 * N - 1 - i;
+    }
+    for (int i = N - 1; i >= 0; i--) {
+        hpml_node *n = g->nodes[i];
+        if (!n->out->needs_grad) continue;
+        for (int j = 0; j < n->src_count; j++) {
+            hpml_tensor *s = n->src[j];
+            hpmli_use   *u = hpmli_use_of(uses, position, s), *r;
+            n->accumulate[j] = false;
+            if (!s || !s->needs_grad) continue;
+            if (hpmli_trainable(s)) {
+                n->accumulate[j] = g->param_last[s->param->index] >= 0;
+                g->param_last[s->param->index] = i;
+            }
+            if (!u && !hpmli_trainable(s)) n->accumulate[j] = hpmli_leaf_written(g, s, i);
+            if (!u) continue;
+            r = hpmli_use_of(uses, position, u->root_grad);
+            n->accumulate[j] = n->op != HPML_OP_RESHAPE && r->grad_written;
+            r->grad_written  = true;
+            if (r->grad_first > 2 * N - 1 - i) r->grad_first = 2 * N - 1 - i;
+            if (r->grad_last < u->grad_last) r->grad_last = u->grad_last;
+        }
+    }
+}
+
+HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void **place)
+{
+    hpmli_slot *s = &g->slots[g->slot_count++];
+    s->bytes = (bytes + 63) / 64 * 64;
+    s->from  = from;
+    s->to    = to;
+    s->place = place;
+    g->memory.unshared += s->bytes;
+}
+
+HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
+{
+    const hpmli_slot *x = *(const hpmli_slot *const *)a, *y = *(const hpmli_slot *const *)b;
+    if (x->bytes != y->bytes) return x->bytes < y->bytes ? 1 : -1;
+    return x < y ? -1 : x > y;
+}
+
+/* Lowest offset at which s fits beside the placed slots that live at the same time; `placed` is sorted by offset. */
+HPMLI_FN size_t hpmli_slot_place(hpmli_slot *const *placed, int count, const hpmli_slot *s)
+{
+    size_t at = 0;
+    for (int i = 0; i < count; i++) {
+        const hpmli_slot *p = placed[i];
+        if (p->to < s->from || s->to < p->from || p->offset + p->bytes <= at) continue;
+        if (at + s->bytes <= p->offset) break;
+        at = p->offset + p->bytes;
+    }
+    return at;
+}
+
+HPMLI_FN bool hpmli_plan_place(hpml_graph *g)
+{
+    hpmli_slot **order  = (hpmli_slot **)hpmli_alloc_array(g->ctx, (int64_t)g->slot_count + 1, sizeof *order);
+    hpmli_slot **placed = (hpmli_slot **)hpmli_alloc_array(g->ctx, (int64_t)g->slot_count + 1, sizeof *placed);
+    if (!order || !placed) return false;
+    for (int i = 0; i < g->slot_count; i++) order[i] = &g->slots[i];
+    qsort(order, (size_t)g->slot_count, sizeof *order, hpmli_slot_order);
+    for (int i = 0; i < g->slot_count; i++) {
+        hpmli_slot *s = order[i];
+        int         at = i;
+        s->offset = hpmli_slot_place(placed, i, s);
+        while (at > 0 && placed[at - 1]->offset > s->offset) placed[at] = placed[at - 1], at--;
+        placed[at] = s;
+        if (s->offset + s->bytes > g->memory.activations) g->memory.activations = s->offset + s->bytes;
+    }
+    hpmli_free(g->ctx, order);
+    hpmli_free(g->ctx, placed);
+    return true;
+}
+
+HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
+{
+    int N = g->count;
+    for (int i = 0; i < N; i++) {
+        hpml_node *n    = g->nodes[i];
+        bool       back = g->loss && n->out->needs_grad;
+        if (uses[i].root_value == n->out)
+            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), i, uses[i].last, (void **)(void *)&n->out->data);
+        if (back && uses[i].root_grad == n->out && (n->out == g->loss || uses[i].grad_written))
+            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : uses[i].grad_first, uses[i].grad_last,
+                           (void **)(void *)&n->out->grad);
+        if (n->saved_bytes) hpmli_slot_add(g, n->saved_bytes, i, back ? 2 * N - 1 - i : i, &n->saved);
+        if (n->scratch_bytes > g->scratch_bytes) g->scratch_bytes = (n->scratch_bytes + 63) / 64 * 64;
+    }
+    for (int i = 0; i < g->leaf_count; i++) {
+        hpml_tensor *t = g->leaves[i];
+        if (!t->data) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, (void **)(void *)&t->data);
+        if (g->loss && t->needs_grad) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, (void **)(void *)&t->grad);
+    }
+}
+
+HPMLI_FN void hpmli_plan_params(hpml_graph *g)
+{
+    for (int i = 0; i < g->ctx->param_count; i++) {
+        hpml_tensor *p = g->ctx->params[i];
+        g->memory.parameters += hpmli_tensor_bytes(p);
+        if (g->loss && g->param_last[i] >= 0) g->grad_count += (hpml_tensor_count(p) + 15) / 16 * 16;
+    }
+    g->memory.gradients = (size_t)g->grad_count * sizeof(float);
+}
+
+/* The batch is that of the inputs; all must agree. */
+HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
+{
+    g->batchable = true;
+    for (int i = 0; i < g->leaf_count; i++) {
+        const hpml_tensor *t = g->leaves[i];
+        if (!t->batch_rows) continue;
+        if (g->batch == 0) g->batch = t->shape[0];
+        if (g->batch != t->shape[0]) {
+            hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: its inputs have batches of %lld and %lld; they must be the same",
+                       (long long)g->batch, (long long)t->shape[0]);
+            return false;
+        }
+    }
+    for (int i = 0; i < g->count; i++)
+        if (g->nodes[i]->mixes_batch) g->batchable = false;
+    if (g->batch == 0) g->batch = 1;
+    g->batch_now = g->batch;
+    return true;
+}
+
+HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
+{
+    hpml_ctx  *ctx      = g->ctx;
+    hpmli_use *uses     = (hpmli_use *)hpmli_alloc_array(ctx, (int64_t)g->count + 1, sizeof *uses);
+    int       *position = (int *)hpmli_alloc_array(ctx, (int64_t)ctx->node_count + 1, sizeof *position);
+    g->slots      = (hpmli_slot *)hpmli_alloc_array(ctx, 3 * (int64_t)g->count + 2 * (int64_t)g->leaf_count + 1, sizeof *g->slots);
+    g->param_last = (int *)hpmli_alloc_array(ctx, (int64_t)ctx->param_count + 1, sizeof *g->param_last);
+    g->back_names = (const char **)hpmli_alloc_array(ctx, (int64_t)g->count + 1, sizeof *g->back_names);
+    if (!uses || !position || !g->slots || !g->param_last || !g->back_names) return false;
+    for (int i = 0; i < g->count; i++) {
+        char text[160];
+        position[g->nodes[i]->index] = i;
+        snprintf(text, sizeof text, "%s backward", g->nodes[i]->out->name);
+        g->back_names[i] = hpmli_strdup(ctx, text);
+        if (!g->back_names[i]) return false;
+    }
+    for (int i = 0; i < ctx->param_count; i++) g->param_last[i] = -1;
+    for (int i = 0; i < g->output_count; i++)
+        if (outputs[i]->node) uses[position[outputs[i]->node->index]].kept = true;
+    if (g->loss && g->loss->node) uses[position[g->loss->node->index]].kept = true;
+    hpmli_plan_values(g, uses, position);
+    if (g->loss) hpmli_plan_grads(g, uses, position);
+    hpmli_plan_slots(g, uses);
+    hpmli_plan_params(g);
+    for (int i = 0; i < g->count; i++) { /* links: who stands in whose memory, kept for hpml_graph_alloc */
+        hpml_node *n = g->nodes[i];
+        n->out_root  = uses[i].root_value;
+        n->grad_root = g->loss ? uses[i].root_grad : NULL;
+    }
+    hpmli_free(ctx, uses);
+    hpmli_free(ctx, position);
+    if (!hpmli_plan_place(g)) return false;
+    g->memory.scratch = g->scratch_bytes;
+    g->memory.total   = g->memory.parameters + g->memory.gradients + g->memory.activations + g->memory.scratch;
+    return true;
+}
+
+HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
+{
+    hpml_tensor *targets[HPML_MAX_SRC + 1];
+    hpml_graph  *g;
+    int          count = 0;
+    if (hpmli_failed(ctx)) return NULL;
+    if (!d || d->output_count < 0 || d->output_count > HPML_MAX_SRC || (d->output_count == 0 && !d->loss) ||
+        (d->loss && hpml_tensor_count(d->loss) != 1)) {
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be one number",
+                   HPML_MAX_SRC);
+        return NULL;
+    }
+    for (int i = 0; i < d->output_count; i++) targets[count++] = d->outputs[i];
+    if (d->loss) targets[count++] = d->loss;
+    if (!hpmli_recordable(count, targets)) return NULL;
+    g = (hpml_graph *)hpmli_alloc_array(ctx, 1, sizeof *g);
+    if (!g) return NULL;
+    g->ctx          = ctx;
+    g->loss         = d->loss;
+    g->output_count = d->output_count;
+    if (!hpmli_graph_collect(g, targets, count) || !hpmli_graph_batches(g) || !hpmli_graph_plan(g, targets)) return NULL;
+    return g;
+}
+
+HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
+{
+    memset(out, 0, sizeof *out);
+    if (g) *out = g->memory;
+}
+
+HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }
+
+/* Gives each parameter its place in the array of gradients. */
+HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
+{
+    int64_t at = 0;
+    for (int i = 0; i < g->ctx->param_count; i++) {
+        hpml_tensor *p = g->ctx->params[i];
+        if (!g->loss || g->param_last[i] < 0) continue;
+        p->grad = g->grads + at;
+        at += (hpml_tensor_count(p) + 15) / 16 * 16;
+    }
+}
+
+HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
+{
+    hpml_ctx *ctx;
+    if (!g) return HPML_ERR_ARGUMENT;
+    ctx = g->ctx;
+    if (hpmli_failed(ctx)) return ctx->status;
+    if (g->arena) return HPML_OK;
+    for (int i = 0; i < g->count; i++)
+        if (g->nodes[i]->out->data)
+            return hpmli_fail(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; record it again with the "
+                              "same parameters", g->nodes[i]->out->name);
+    if (hpml_param_init(ctx) != HPML_OK) return ctx->status;
+    g->arena_bytes = g->memory.activations + g->scratch_bytes + 64;
+    g->arena       = (char *)hpmli_device_alloc(ctx, g->arena_bytes);
+    if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+    if (ctx->status != HPML_OK) return ctx->status;
+    for (int i = 0; i < g->slot_count; i++) *g->slots[i].place = g->arena + g->slots[i].offset;
+    hpmli_graph_place_grads(g);
+    for (int i = 0; i < g->count; i++) {
+        hpml_node *n = g->nodes[i];
+        n->out->data = n->out_root->data;
+        if (n->grad_root) n->out->grad = n->grad_root->grad;
+        n->scratch = g->arena + g->memory.activations;
+    }
+    return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>run   running a graph forward and backward
+// ---------------------------------------------------------------------------------------------------------------------
+
+HPMLI_FN void hpmli_set_rows(hpml_tensor *t, int64_t samples)
+{
+    if (t->batch_rows) t->shape[0] = t->batch_rows * samples;
+}
+
+HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
+{
+    if (!g) return HPML_ERR_ARGUMENT;
+    if (hpmli_failed(g->ctx)) return g->ctx->status;
+    if (samples < 1 || samples > g->batch || (samples != g->batch && !g->batchable))
+        return hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: %lld samples, expected %s%lld", (long long)samples,
+                          g->batchable ? "1 to " : "(an op mixes samples) exactly ", (long long)g->batch);
+    if (samples == g->batch_now) return HPML_OK;
+    g->batch_now = samples;
+    for (int i = 0; i < g->leaf_count; i++) hpmli_set_rows(g->leaves[i], samples);
+    for (int i = 0; i < g->count; i++) hpmli_set_rows(g->nodes[i]->out, samples);
+    return HPML_OK;
+}
+
+/* One op, timed when somebody looks. */
+HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, bool backward)
+{
+    hpml_node          *n    = g->nodes[i];
+    const hpml_op_impl *impl = &g->ctx->backend->ops[n->op];
+    bool                look = g->profile || g->ctx->trace;
+    double              start = look ? hpml_now() : 0, end;
+    hpml_status         status = HPML_OK;
+    for (int s = 0; g->need && s < n->src_count && status == HPML_OK; s++)
+        if (n->src[s] && n->src[s]->param) status = g->need(g->hook_user, n->src[s]->param->index);
+    if (status == HPML_OK) status = backward ? impl->backward(run, n) : impl->forward(run, n);
+    if (!look) return status;
+    if (g->ctx->backend->sync) g->ctx->backend->sync(g->ctx->device);
+    end = hpml_now();
+    hpml_trace_span(g->ctx, HPML_LANE_COMPUTE, backward ? g->back_names[i] : n->out->name, start, end);
+    if (g->profile) {
+        if (backward) g->profile[i].backward_s += end - start;
+        else g->profile[i].forward_s += end - start, g->profile[i].calls++;
+    }
+    return status;
+}
+
+HPMLI_FN void hpmli_run_make(hpml_run *run, const hpml_graph *g, bool train, uint64_t step, float scale)
+{
+    memset(run, 0, sizeof *run);
+    run->ctx        = g->ctx;
+    run->train      = train;
+    run->step       = step;
+    run->loss_scale = scale;
+    run->sample     = (uint64_t)g->first_sample;
+}
+
+HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step)
+{
+    hpml_run    run;
+    hpml_status status;
+    if (!g) return HPML_ERR_ARGUMENT;
+    status = hpml_graph_alloc(g);
+    if (status != HPML_OK) return status;
+    hpmli_run_make(&run, g, train, step, 1);
+    g->train = train;
+    g->step  = step;
+    for (int i = 0; i < g->count; i++) {
+        status = hpmli_run_node(g, &run, i, false);
+        if (status != HPML_OK) return status;
+    }
+    g->grads_ready = false;
+    return HPML_OK;
+}
+
+/* Adding to earlier gradients: those ops that would write a parameter's gradient first must add as well. */
+HPMLI_FN void hpmli_add_to_params(const hpml_graph *g, hpml_node *n, bool accumulate, bool *before)
+{
+    for (int s = 0; s < n->src_count; s++) {
+        before[s] = n->accumulate[s];
+        if (accumulate && n->src[s] && hpmli_trainable(n->src[s])) n->accumulate[s] = true;
+    }
+    (void)g;
+}
+
+HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate)
+{
+    hpml_run    run;
+    hpml_status status = HPML_OK;
+    if (!g) return HPML_ERR_ARGUMENT;
+    if (hpmli_failed(g->ctx)) return g->ctx->status;
+    if (!g->loss || !g->arena || !g->loss->grad)
+        return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a forward "
+                          "pass before");
+    hpmli_run_make(&run, g, g->train, g->step, scale);
+    g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
+    for (int i = g->count - 1; i >= 0 && status == HPML_OK; i--) {
+        hpml_node *n = g->nodes[i];
+        bool       before[HPML_MAX_SRC];
+        if (!n->out->needs_grad || !n->out->grad) continue;
+        hpmli_add_to_params(g, n, accumulate, before);
+        status = hpmli_run_node(g, &run, i, true);
+        memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
+        for (int s = 0; g->grad && s < n->src_count && status == HPML_OK; s++)
+            if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
+                status = g->grad(g->hook_user, n->src[s]->param->index);
+    }
+    g->grads_ready = status == HPML_OK;
+    return status;
+}
+
+HPMLI_FN double hpmli_graph_loss(hpml_graph *g)
+{
+    float loss = 0;
+    g->ctx->backend->read(g->ctx->device, &loss, g->loss->data, sizeof loss);
+    return (double)loss;
+}
+
+/* Loss with element `at` of t moved by `by`. */
+HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, float by)
+{
+    float  was, now;
+    double loss;
+    g->ctx->backend->read(g->ctx->device, &was, t->data + at, sizeof was);
+    now = was + by;
+    g->ctx->backend->write(g->ctx->device, t->data + at, &now, sizeof now);
+    hpml_graph_forward(g, g->train, g->step);
+    loss = hpmli_graph_loss(g);
+    g->ctx->backend->write(g->ctx->device, t->data + at, &was, sizeof was);
+    return loss;
+}
+
+HPMLI_FN double hpmli_check_one(hpml_graph *g, hpml_tensor *t, float eps, int samples)
+{
+    double   worst = 0, scale = 0;
+    int64_t  n     = hpml_tensor_count(t);
+    float   *grad  = (float *)hpmli_alloc(g->ctx, (size_t)n * sizeof(float));
+    hpml_rng rng;
+    if (!grad) return -1;
+    g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
+    for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
+    scale      = sqrt(scale / (double)n); /* floor: differences far below the typical gradient are rounding */
+    rng.seed   = g->ctx->seed, rng.stream = 77, rng.counter = 0;
+    for (int i = 0; i < samples; i++) {
+        int64_t at   = samples >= n ? i : hpml_rng_below(&rng, n);
+        double  up, down, slope, error;
+        if (at >= n) break;
+        up    = hpmli_loss_moved(g, t, at, eps);
+        down  = hpmli_loss_moved(g, t, at, -eps);
+        slope = (up - down) / (2 * (double)eps);
+        error = fabs(slope - (double)grad[at]) / (fabs(slope) + fabs((double)grad[at]) + scale + 1e-6);
+        if (!(error <= worst)) worst = error;
+    }
+    hpmli_free(g->ctx, grad);
+    return worst;
+}
+
+HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
+{
+    double worst = 0;
+    if (!g || hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
+    for (int i = 0; i < g->ctx->param_count + g->leaf_count; i++) {
+        hpml_tensor *t = i < g->ctx->param_count ? g->ctx->params[i] : g->leaves[i - g->ctx->param_count];
+        double       error;
+        if (!t->grad || !t->needs_grad) continue;
+        error = hpmli_check_one(g, t, eps, samples);
+        if (error < 0) return -1;
+        if (!(error <= worst)) worst = error;
+    }
+    hpml_graph_forward(g, true, 0);
+    return worst;
+}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>trainer   the trainer: settings, creation, one step
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A step is: put the batch into the inputs, forward, backward (adding up over `accumulate` batches), clip, optimizer. The
+   four hooks stand exactly at the places where distributed strategies differ; without hooks they cost a branch. */
+
+typedef struct hpmli_named { /* an array that checkpoints hold */
+    const char         *name;
+    float              *values; /* on the device */
+    int64_t             count;
+    struct hpmli_named *next;
+} hpmli_named;
+
+struct hpml_trainer {
+    hpml_ctx         *ctx;
+    hpml_trainer_desc d;       /* resolved */
+    hpml_graph       *graph;
+    hpml_tensor      *input, *target, *output, *loss;
+    float            *m, *v;   /* optimizer state, laid out as graph->grads; NULL: none */
+    hpml_update      *updates; /* (param_count) */
+    const char      **m_names, **v_names; /* (param_count) "opt.m.<param>" */
+    float            *host_out; /* host: a batch of the output */
+    int32_t          *host_y;  /* host: a batch of labels */
+    hpmli_named      *states;
+    hpml_hooks        hooks;
+    int               rank, ranks;
+    int64_t           step, epoch, epoch_step;
+    int32_t           micro;   /* batches since the last update */
+    float             grad_norm;
+    double            accumulated_loss;
+};
+
+HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
+{
+    double t, span;
+    if (!s) return lr;
+    if (step < s->warmup_steps) return lr * (float)(step + 1) / (float)s->warmup_steps;
+    span = (double)(s->total_steps - s->warmup_steps);
+    t    = span > 0 ? (double)(step - s->warmup_steps) / span : 1;
+    if (t > 1) t = 1;
+    switch (s->kind) {
+    case HPML_SCHEDULE_CONSTANT: break;
+    case HPML_SCHEDULE_STEP:
+        return s->period > 0 ? lr * (float)pow(s->gamma > 0 ? (double)s->gamma : 0.1, (double)(step / s->period)) : lr;
+    case HPML_SCHEDULE_COSINE:
+        return s->min_lr + (lr - s->min_lr) * (float)(0.5 * (1 + cos(3.14159265358979323846 * t)));
+    case HPML_SCHEDULE_LINEAR: return s->min_lr + (lr - s->min_lr) * (float)(1 - t);
+    }
+    return lr;
+}
+
+HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
+{
+    switch (rule) {
+    case HPML_LR_AS_GIVEN: break;
+    case HPML_LR_LINEAR: return (float)((double)lr * factor);
+    case HPML_LR_SQRT: return (float)((double)lr * sqrt(factor));
+    }
+    return lr;
+}
+
+HPMLI_FN float hpmli_or(float value, float otherwise) /* zero means the default, HPML_ZERO a true zero */
+{
+    return value == 0 ? otherwise : value == HPML_ZERO ? 0 : value;
+}
+
+HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trainer_desc *out)
+{
+    hpml_opt opt   = desc->optimizer;
+    bool     plain = opt == HPML_OPT_SGD || opt == HPML_OPT_LARS || opt == HPML_OPT_ADAGRAD;
+    float    eps   = opt == HPML_OPT_ADAGRAD ? 1e-10f : opt == HPML_OPT_LAMB ? 1e-6f : 1e-8f;
+    *out            = *desc;
+    out->lr         = hpmli_or(desc->lr, plain ? 0.01f : 0.001f);
+    out->momentum   = hpmli_or(desc->momentum, opt == HPML_OPT_LARS ? 0.9f : 0);
+    out->beta1      = hpmli_or(desc->beta1, 0.9f);
+    out->beta2      = hpmli_or(desc->beta2, opt == HPML_OPT_RMSPROP ? 0.99f : 0.999f);
+    out->eps        = hpmli_or(desc->eps, eps);
+    out->trust      = hpmli_or(desc->trust, 0.001f);
+    out->accumulate = desc->accumulate > 0 ? desc->accumulate : 1;
+}
+
+/* How many state arrays the optimizer keeps for each number: bit 0 is m, bit 1 is v. */
+HPMLI_FN int hpmli_opt_states(const hpml_trainer_desc *d)
+{
+    switch (d->optimizer) {
+    case HPML_OPT_SGD: case HPML_OPT_LARS: return d->momentum != 0 ? 1 : 0;
+    case HPML_OPT_ADAGRAD: return 2;
+    case HPML_OPT_RMSPROP: return d->momentum != 0 ? 3 : 2;
+    case HPML_OPT_ADAM: case HPML_OPT_ADAMW: case HPML_OPT_LAMB: return 3;
+    }
+    return 0;
+}
+
+/* The loss node and the input for its targets, recorded when the desc does not give them. */
+HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
+{
+    const hpml_trainer_desc *d      = &t->d;
+    bool                     labels = d->loss == HPML_LOSS_CROSS_ENTROPY;
+    hpml_cross_entropy_desc  ce;
+    if (d->loss_tensor || d->target) {
+        t->loss   = d->loss_tensor;
+        t->target = d->target;
+        if (t->loss && t->target) return true;
+        hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: loss_tensor and target go together");
+        return false;
+    }
+    t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, t->output->ndim - (labels ? 1 : 0),
+                           t->output->shape);
+    if (t->target && t->output->batch_rows) t->target->batch_rows = t->output->batch_rows;
+    memset(&ce, 0, sizeof ce);
+    ce.label_smoothing = d->label_smoothing;
+    switch (d->loss) {
+    case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(t->output, t->target, &ce); break;
+    case HPML_LOSS_BCE: t->loss = hpml_bce_with_logits(t->output, t->target); break;
+    case HPML_LOSS_MSE: t->loss = hpml_mse(t->output, t->target); break;
+    case HPML_LOSS_HUBER: t->loss = hpml_huber(t->output, t->target, d->huber_delta); break;
+    }
+    return t->loss != NULL;
+}
+
+HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
+{
+    if (hpmli_failed(ctx)) return false;
+    if (!d || d->_begin || d->_end) {
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer desc: %s", d ? "canary is not zero; zero the struct before you set fields" :
+                   "none given");
+        return false;
+    }
+    if (!d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2) {
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
+        return false;
+    }
+    if (!(d->lr >= 0) || !(d->momentum >= 0) || !(d->weight_decay >= 0) || !(d->clip_norm >= 0) || d->label_smoothing < 0 ||
+        d->label_smoothing > 1) {
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: lr %g, momentum %g, weight_decay %g, clip_norm %g must not be negative and "
+                   "label_smoothing %g be in 0..1", (double)d->lr, (double)d->momentum, (double)d->weight_decay,
+                   (double)d->clip_norm, (double)d->label_smoothing);
+        return false;
+    }
+    return true;
+}
+
+/* Everything but memory: what hpml_trainer_memory and hpml_trainer_create share. */
+HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
+{
+    hpml_graph_desc gd;
+    hpml_trainer   *t;
+    int             states;
+    if (!hpmli_trainer_check(ctx, desc)) return NULL;
+    t = (hpml_trainer *)hpmli_alloc_array(ctx, 1, sizeof *t);
+    if (!t) return NULL;
+    t->ctx   = ctx;
+    t->ranks = 1;
+    hpml_trainer_desc_resolve(desc, &t->d);
+    t->input  = desc->input;
+    t->output = desc->output;
+    if (!hpmli_trainer_loss(t)) return NULL;
+    memset(&gd, 0, sizeof gd);
+    gd.output_count = 1;
+    gd.outputs      = &t->output;
+    gd.loss         = t->loss;
+    t->graph        = hpml_graph_create(ctx, &gd);
+    if (!t->graph) return NULL;
+    states = hpmli_opt_states(&t->d);
+    t->graph->memory.optimizer = (size_t)((states & 1) + (states >> 1)) * t->graph->memory.gradients;
+    t->graph->memory.total += t->graph->memory.optimizer;
+    return t;
+}
+
+HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out)
+{
+    hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
+    memset(out, 0, sizeof *out);
+    if (!t) return hpml_ctx_status(ctx);
+    *out = t->graph->memory;
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_hook_need(void *user, int param)
+{
+    hpml_trainer *t = (hpml_trainer *)user;
+    return t->hooks.need(t->hooks.user, t, param);
+}
+
+HPMLI_FN hpml_status hpmli_hook_grad(void *user, int param)
+{
+    hpml_trainer *t = (hpml_trainer *)user;
+    return t->micro == t->d.accumulate - 1 ? t->hooks.grad(t->hooks.user, t, param) : HPML_OK;
+}
+
+HPMLI_FN void hpmli_trainer_drop(void *object)
+{
+    hpml_trainer *t = (hpml_trainer *)object;
+    if (t->hooks.free) t->hooks.free(t->hooks.user);
+}
+
+HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    hpmli_trainer_drop(t);
+    memset(&t->hooks, 0, sizeof t->hooks);
+    if (hooks) t->hooks = *hooks;
+    t->graph->hook_user = t;
+    t->graph->need      = t->hooks.need ? hpmli_hook_need : NULL;
+    t->graph->grad      = t->hooks.grad ? hpmli_hook_grad : NULL;
+    return HPML_OK;
+}
+
+/* One update record for each parameter; the arrays of state lie as the gradients do. */
+HPMLI_FN bool hpmli_trainer_updates(hpml_trainer *t)
+{
+    hpml_ctx *ctx = t->ctx;
+    for (int i = 0; i < ctx->param_count; i++) {
+        hpml_tensor *p = ctx->params[i];
+        hpml_update *u = &t->updates[i];
+        char         text[256];
+        u->opt = t->d.optimizer, u->momentum = t->d.momentum, u->beta1 = t->d.beta1, u->beta2 = t->d.beta2;
+        u->eps = t->d.eps, u->trust = t->d.trust, u->nesterov = t->d.nesterov;
+        if (!p->grad) continue;
+        u->n = hpml_tensor_count(p), u->w = p->data, u->g = p->grad;
+        u->m = t->m ? t->m + (p->grad - t->graph->grads) : NULL;
+        u->v = t->v ? t->v + (p->grad - t->graph->grads) : NULL;
+        snprintf(text, sizeof text, "opt.m.%s", p->name);
+        t->m_names[i] = hpmli_strdup(ctx, text);
+        text[4]       = 'v';
+        t->v_names[i] = hpmli_strdup(ctx, text);
+        if (!t->m_names[i] || !t->v_names[i]) return false;
+    }
+    return true;
+}
+
+HPMLI_FN bool hpmli_trainer_alloc(hpml_trainer *t)
+{
+    hpml_ctx *ctx    = t->ctx;
+    int       states = hpmli_opt_states(&t->d);
+    size_t    bytes  = t->graph->memory.gradients;
+    if (hpml_graph_alloc(t->graph) != HPML_OK) return false;
+    if (bytes == 0) {
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained");
+        return false;
+    }
+    if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, bytes);
+    if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, bytes);
+    t->updates  = (hpml_update *)hpmli_alloc_array(ctx, (int64_t)ctx->param_count, sizeof *t->updates);
+    t->m_names  = (const char **)hpmli_alloc_array(ctx, (int64_t)ctx->param_count, sizeof *t->m_names);
+    t->v_names  = (const char **)hpmli_alloc_array(ctx, (int64_t)ctx->param_count, sizeof *t->v_names);
+    t->host_out = (float *)hpmli_alloc_array(ctx, hpml_tensor_count(t->output), sizeof(float));
+    t->host_y   = (int32_t *)hpmli_alloc_array(ctx, hpml_tensor_count(t->target), sizeof(int32_t));
+    return ctx->status == HPML_OK && hpmli_trainer_updates(t);
+}
+
+HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc)
+{
+    hpml_trainer *plan = hpmli_trainer_plan(ctx, desc), *t;
+    if (!plan || !hpmli_trainer_alloc(plan)) return NULL;
+    t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_drop); /* last: dropped first */
+    if (!t) return NULL;
+    *t = *plan;
+    hpmli_free(ctx, plan);
+    return t;
+}
+
+HPML_API hpml_graph *hpml_trainer_graph(hpml_trainer *t) { return t ? t->graph : NULL; }
+HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t) { return t ? &t->d : NULL; }
+HPML_API int64_t hpml_trainer_step_count(const hpml_trainer *t) { return t ? t->step : 0; }
+
+HPML_API float hpml_trainer_lr(const hpml_trainer *t)
+{
+    double batch;
+    if (!t) return 0;
+    batch = (double)t->graph->batch * t->ranks * t->d.accumulate;
+    return hpml_schedule_lr(&t->d.schedule, t->d.lr_base_batch > 0 ?
+                            hpml_lr_scale(t->d.lr_rule, t->d.lr, batch / (double)t->d.lr_base_batch) : t->d.lr, t->step);
+}
+
+HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    if (ranks < 1 || rank < 0 || rank >= ranks)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d", rank, ranks);
+    t->rank  = rank;
+    t->ranks = ranks;
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
+{
+    hpmli_named *s;
+    char         text[256];
+    if (!t || !name || !values) return HPML_ERR_ARGUMENT;
+    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    s = (hpmli_named *)hpmli_alloc(t->ctx, sizeof *s);
+    snprintf(text, sizeof text, "state.%s", name);
+    if (!s) return t->ctx->status;
+    s->name = hpmli_strdup(t->ctx, text);
+    if (!s->name) return t->ctx->status;
+    s->values = values;
+    s->count  = count;
+    s->next   = t->states;
+    t->states = s;
+    return HPML_OK;
+}
+
+/* What checkpoints hold, one by one; false past the end. */
+typedef struct hpmli_state {
+    const char    *name;
+    float         *device;
+    int64_t        count;
+    int            ndim;
+    const int64_t *shape;
+} hpmli_state;
+
+HPMLI_FN bool hpmli_trainer_state(const hpml_trainer *t, int index, hpmli_state *out)
+{
+    int          n = t->ctx->param_count, kind = index / n, i = index % n;
+    hpmli_named *s = t->states;
+    if (kind < 3) {
+        const hpml_tensor *p = t->ctx->params[i];
+        const hpml_update *u = &t->updates[i];
+        out->name   = kind == 0 ? p->name : kind == 1 ? t->m_names[i] : t->v_names[i];
+        out->device = kind == 0 ? p->data : kind == 1 ? u->m : u->v;
+        out->ndim   = p->ndim;
+        out->shape  = p->shape;
+        out->count  = out->device ? hpml_tensor_count(p) : 0; /* 0: nothing kept here */
+        return true;
+    }
+    for (i = index - 3 * n; s && i > 0; i--) s = s->next;
+    if (!s) return false;
+    out->name = s->name, out->device = s->values, out->count = s->count, out->ndim = 1, out->shape = &s->count;
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>step   one step, one epoch, evaluation, prediction
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Puts samples into an input. */
+HPMLI_FN void hpmli_put(hpml_trainer *t, hpml_tensor *to, const void *from, int64_t samples)
+{
+    int64_t n = hpml_tensor_count(to) / to->shape[0] * to->batch_rows * samples;
+    t->ctx->backend->write(t->ctx->device, to->data, from, (size_t)n * hpml_dtype_size(to->dtype));
+}
+
+/* Sets the batch and fills inputs. A graph that cannot run fewer rows gets the rest as labels that do not count. */
+HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const void *y, int64_t samples)
+{
+    hpml_graph *g    = t->graph;
+    int64_t     rows = samples;
+    if (samples < 1 || samples > g->batch || !x)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: a batch of %lld samples, expected 1 to %lld and data",
+                          (long long)samples, (long long)g->batch);
+    if (!g->batchable && samples < g->batch) {
+        if (t->d.loss != HPML_LOSS_CROSS_ENTROPY || t->d.loss_tensor)
+            return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: this graph mixes samples and takes full batches of %lld "
+                              "only; set drop_last in the loader", (long long)g->batch);
+        rows = g->batch;
+    }
+    if (hpml_graph_batch(g, rows) != HPML_OK) return t->ctx->status;
+    hpmli_put(t, t->input, x, samples);
+    if (!y) return HPML_OK;
+    if (rows == samples) {
+        hpmli_put(t, t->target, y, samples);
+        return HPML_OK;
+    }
+    for (int64_t i = 0, n = hpml_tensor_count(t->target), real = n / rows * samples; i < n; i++)
+        t->host_y[i] = i < real ? ((const int32_t *)y)[i] : HPML_IGNORE;
+    hpmli_put(t, t->target, t->host_y, rows);
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t samples, float grad_scale, bool accumulate, float *loss)
+{
+    hpml_status status;
+    (void)samples;
+    if (!t) return HPML_ERR_ARGUMENT;
+    status = hpml_graph_forward(t->graph, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
+    if (status == HPML_OK) status = hpml_graph_backward(t->graph, grad_scale, accumulate);
+    if (status == HPML_OK && loss) *loss = (float)hpmli_graph_loss(t->graph);
+    return status;
+}
+
+/* True when all n numbers on the device are finite. */
+HPMLI_FN bool hpmli_all_finite(hpml_ctx *ctx, const float *x, int64_t n)
+{
+    double sum = 0;
+    ctx->backend->sumsq(ctx->device, ctx, x, n, &sum);
+    return sum - sum == 0;
+}
+
+/* Finds and names the first layer with a NaN or infinity, by running forward once more and looking at each result. */
+HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, double value)
+{
+    hpml_ctx   *ctx = t->ctx;
+    hpml_graph *g   = t->graph;
+    hpml_run    run;
+    for (int i = 0; i < ctx->param_count; i++) {
+        const hpml_tensor *p = ctx->params[i];
+        if (p->data && !hpmli_all_finite(ctx, p->data, hpml_tensor_count(p)))
+            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: parameter \"%s\" holds a NaN or infinity; lower "
+                              "the learning rate (now %g) or set clip_norm", (long long)t->step, what, value, p->name,
+                              (double)hpml_trainer_lr(t));
+    }
+    for (int i = 0; i < g->leaf_count; i++)
+        if (g->leaves[i]->dtype == HPML_DTYPE_F32 &&
+            !hpmli_all_finite(ctx, g->leaves[i]->data, hpml_tensor_count(g->leaves[i])))
+            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the data hold a NaN or infinity", (long long)t->step,
+                              what, value);
+    hpmli_run_make(&run, g, true, g->step, 1);
+    for (int i = 0; i < g->count; i++) {
+        const hpml_tensor *y = g->nodes[i]->out;
+        if (hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
+        if (!hpmli_all_finite(ctx, y->data, hpml_tensor_count(y)))
+            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity comes out of \"%s\"; "
+                              "lower the learning rate (now %g) or set clip_norm", (long long)t->step, what, value, y->name,
+                              (double)hpml_trainer_lr(t));
+    }
+    for (int i = 0; i < ctx->param_count; i++) {
+        const hpml_tensor *p = ctx->params[i];
+        if (p->grad && !hpmli_all_finite(ctx, p->grad, hpml_tensor_count(p)))
+            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the gradient of \"%s\" holds a NaN or infinity",
+                              (long long)t->step, what, value, p->name);
+    }
+    return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step, what, value);
+}
+
+HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count)
+{
+    hpml_ctx *ctx;
+    float     lr, scale = 1;
+    int       count = 0;
+    if (!t) return HPML_ERR_ARGUMENT;
+    ctx = t->ctx;
+    if (hpmli_failed(ctx)) return ctx->status;
+    t->grad_norm = -1;
+    if (t->d.clip_norm > 0) {
+        double sum;
+        ctx->backend->sumsq(ctx->device, ctx, t->graph->grads, t->graph->grad_count, &sum);
+        t->grad_norm = (float)sqrt(sum);
+        if (!t->d.no_finite_check && !(sum - sum == 0)) return hpmli_name_nonfinite(t, "the gradient norm", sqrt(sum));
+        if (t->grad_norm > t->d.clip_norm) scale = t->d.clip_norm / t->grad_norm;
+    }
+    lr = hpml_trainer_lr(t);
+    for (int i = first_param; i < first_param + param_count && i < ctx->param_count; i++) {
+        const hpml_param *p = ctx->params[i]->param;
+        hpml_update      *u = &t->updates[i];
+        if (!u->g || p->frozen) continue;
+        u->step         = (uint64_t)t->step + 1;
+        u->lr           = lr * p->lr_scale;
+        u->grad_scale   = scale;
+        u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
+        ctx->backend->update(ctx->device, ctx, u, 1);
+        count++;
+    }
+    (void)count;
+    return ctx->status;
+}
+
+/* Counts rows whose largest output is the label; labels that are ignored do not count. */
+HPMLI_FN void hpmli_count_correct(hpml_trainer *t, const int32_t *labels, int64_t *correct, int64_t *counted, int64_t *confusion)
+{
+    int64_t      classes = t->output->shape[t->output->ndim - 1], n = hpml_tensor_count(t->output);
+    const float *y       = t->host_out;
+    t->ctx->backend->read(t->ctx->device, t->host_out, t->output->data, (size_t)n * sizeof(float));
+    for (int64_t r = 0; r < n / classes; r++, y += classes) {
+        int64_t best = 0;
+        if (labels[r] < 0 || labels[r] >= classes) continue;
+        for (int64_t c = 1; c < classes; c++)
+            if (y[c] > y[best]) best = c;
+        *correct += best == labels[r];
+        *counted += 1;
+        if (confusion) confusion[labels[r] * classes + best]++;
+    }
+}
+
+HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
+{
+    return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
+}
+
+HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples, hpml_step_info *info)
+{
+    hpml_status status;
+    float       loss = 0, lr;
+    int64_t     correct = 0, counted = 0;
+    double      start = hpml_now();
+    if (!t) return HPML_ERR_ARGUMENT;
+    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
+    status = hpmli_trainer_feed(t, x, y, samples);
+    if (status != HPML_OK) return status;
+    hpmli_trace_step(t->ctx, t->step);
+    lr     = hpml_trainer_lr(t);
+    status = t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
+                          : hpml_trainer_run_local(t, samples, 1 / (float)t->d.accumulate, t->micro > 0, &loss);
+    if (status != HPML_OK) return status;
+    if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
+    if (info && hpmli_classifies(t)) hpmli_count_correct(t, (const int32_t *)y, &correct, &counted, NULL);
+    if (++t->micro == t->d.accumulate) {
+        status   = t->hooks.update ? t->hooks.update(t->hooks.user, t)
+                                   : hpml_trainer_update_local(t, 0, t->ctx->param_count);
+        t->micro = 0;
+        t->step += status == HPML_OK;
+    }
+    if (!info || status != HPML_OK) return status;
+    memset(info, 0, sizeof *info);
+    info->step      = t->step;
+    info->epoch     = t->epoch;
+    info->loss      = loss;
+    info->accuracy  = counted > 0 ? (float)correct / (float)counted : -1;
+    info->lr        = lr;
+    info->grad_norm = t->grad_norm;
+    info->samples   = samples;
+    info->seconds   = hpml_now() - start;
+    return HPML_OK;
+}
+
+/* A loader over `data` that fits the trainer. */
+HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given, bool evaluate)
+{
+    hpml_loader_desc d;
+    int64_t          need = hpml_tensor_count(t->input) / t->input->shape[0], have = 1;
+    if (hpmli_failed(t->ctx) || !data) return NULL;
+    hpml_graph_batch(t->graph, t->graph->batch);
+    for (int i = 0; i < data->x_ndim; i++) have *= data->x_shape[i];
+    if (have != need) {
+        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers, the input of the model takes %lld",
+                   (long long)have, (long long)need);
+        return NULL;
+    }
+    memset(&d, 0, sizeof d);
+    if (given) d = *given;
+    if (d.batch <= 0) d.batch = (int32_t)t->graph->batch;
+    if (d.batch > t->graph->batch) {
+        hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loader's batch %d is larger than the model's %lld", d.batch,
+                   (long long)t->graph->batch);
+        return NULL;
+    }
+    if (evaluate) d.in_order = true;
+    else if (d.ranks == 0) d.rank = t->rank, d.ranks = t->ranks;
+    return hpml_loader_create(t->ctx, data, &d);
+}
+
+HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, double start, int64_t *samples,
+                                     int64_t *steps)
+{
+    hpml_batch     b;
+    hpml_step_info info;
+    hpml_loader_seek(l, t->epoch, t->epoch_step);
+    while (hpml_loader_next(l, &b)) {
+        hpml_status status;
+        int64_t     before = t->step;
+        t->graph->first_sample = b.first;
+        status = hpml_trainer_step(t, b.x, b.y, b.samples, d->on_step ? &info : NULL);
+        if (status != HPML_OK) return status;
+        t->epoch_step = b.index + 1;
+        *samples += b.samples;
+        *steps += t->step - before;
+        if (d->on_step) {
+            info.epoch_step         = t->epoch_step;
+            info.epoch_steps        = hpml_loader_steps(l);
+            info.seconds            = hpml_now() - start;
+            info.samples_per_second = (double)*samples / info.seconds;
+            if (d->on_step(&info, d->user) != 0) return HPML_ERR_STOPPED;
+        }
+        if (d->max_steps > 0 && *steps >= d->max_steps) return HPML_ERR_STOPPED;
+    }
+    if (t->ctx->status != HPML_OK) return t->ctx->status;
+    t->epoch++;
+    t->epoch_step = 0;
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc)
+{
+    hpml_fit_desc d;
+    hpml_loader  *l;
+    hpml_status   status = HPML_OK;
+    int64_t       samples = 0, steps = 0;
+    double        start = hpml_now();
+    if (!t) return HPML_ERR_ARGUMENT;
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    l = hpmli_trainer_loader(t, data, d.loader, false);
+    if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
+    for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++)
+        status = hpmli_fit_epoch(t, l, &d, start, &samples, &steps);
+    hpml_loader_free(l);
+    if (status == HPML_ERR_STOPPED && d.max_steps > 0 && steps >= d.max_steps) status = HPML_OK;
+    return status;
+}
+
+HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out)
+{
+    hpml_batch   b;
+    hpml_loader *l;
+    int64_t      correct = 0, counted = 0, *confusion;
+    double       start = hpml_now();
+    if (!t || !out) return HPML_ERR_ARGUMENT;
+    l = hpmli_trainer_loader(t, data, NULL, true);
+    if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
+    confusion = out->confusion;
+    memset(out, 0, sizeof *out);
+    out->confusion = confusion;
+    while (hpml_loader_next(l, &b)) {
+        if (!b.y) hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "evaluate: the dataset has no labels");
+        if (hpmli_failed(t->ctx) || hpmli_trainer_feed(t, b.x, b.y, b.samples) != HPML_OK ||
+            hpml_graph_forward(t->graph, false, 0) != HPML_OK)
+            break;
+        out->loss += hpmli_graph_loss(t->graph) * (double)b.samples;
+        out->samples += b.samples;
+        if (hpmli_classifies(t)) hpmli_count_correct(t, (const int32_t *)b.y, &correct, &counted, confusion);
+    }
+    hpml_loader_free(l);
+    hpml_graph_batch(t->graph, t->graph->batch);
+    if (out->samples > 0) out->loss /= (double)out->samples;
+    out->accuracy = counted > 0 ? (double)correct / (double)counted : -1;
+    out->seconds  = hpml_now() - start;
+    return t->ctx->status;
+}
+
+HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
+{
+    hpml_graph *g;
+    int64_t     each, row;
+    if (!t || !out || !x) return HPML_ERR_ARGUMENT;
+    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    g = t->graph;
+    hpml_graph_batch(g, g->batch);
+    each = hpml_tensor_count(t->input) / g->batch * (int64_t)hpml_dtype_size(t->input->dtype);
+    row  = hpml_tensor_count(t->output) / g->batch;
+    for (int64_t i = 0; i < samples; i += g->batch) {
+        int64_t n = samples - i < g->batch ? samples - i : g->batch;
+        if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) return t->ctx->status;
+        hpmli_put(t, t->input, (const char *)x + i * each, n);
+        for (int p = 0; p < g->count; p++) { /* everything but what leads to the loss alone */
+            hpml_run run;
+            hpmli_run_make(&run, g, false, 0, 1);
+            if (g->nodes[p]->out == t->loss) continue;
+            if (hpmli_run_node(g, &run, p, false) != HPML_OK) return t->ctx->status;
+        }
+        t->ctx->backend->read(t->ctx->device, out + i * row, t->output->data, (size_t)(n * row) * sizeof(float));
+    }
+    hpml_graph_batch(g, g->batch);
+    return t->ctx->status;
+}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>files   reading whole files, writing files that appear whole
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A file is mapped (or read) as a whole and never trusted. A file that is written goes to a temporary name beside its own, is
+   synced and renamed: whatever happens, the name holds the old content or the new one. */
+
+typedef struct hpmli_file {
+    const unsigned char *bytes;
+    size_t               size;
+    bool                 mapped;
+    hpml_ctx            *ctx;
+} hpmli_file;
+
+HPMLI_FN void hpmli_file_close(hpmli_file *f)
+{
+    if (!f->bytes) return;
+#if HPMLI_POSIX
+    if (f->mapped) munmap((void *)(uintptr_t)f->bytes, f->size);
+    else
+#endif
+        hpmli_free(f->ctx, (void *)(uintptr_t)f->bytes);
+    f->bytes = NULL;
+}
+
+HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
+{
+    static const unsigned char nothing = 0;
+    memset(f, 0, sizeof *f);
+    f->ctx = ctx;
+    if (!path) {
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "no file name given");
+        return false;
+    }
+#if HPMLI_POSIX
+    {
+        struct stat st;
+        void       *p  = NULL;
+        int         fd = open(path, O_RDONLY);
+        if (fd < 0 || fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
+            hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path, fd < 0 ? strerror(errno) : "not a regular file");
+            if (fd >= 0) close(fd);
+            return false;
+        }
+        f->size = (size_t)st.st_size;
+        if (f->size > 0) p = mmap(NULL, f->size, PROT_READ, MAP_PRIVATE, fd, 0);
+        close(fd);
+        if (f->size == 0) f->bytes = &nothing;
+        else if (p != MAP_FAILED) f->bytes = (const unsigned char *)p, f->mapped = true;
+        else hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": cannot map: %s", path, strerror(errno));
+        if (f->size == 0) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": the file is empty", path), f->bytes = NULL;
+        return f->bytes != NULL;
+    }
+#else
+    {
+        FILE *in = fopen(path, "rb");
+        long  n;
+        (void)nothing;
+        if (!in || fseek(in, 0, SEEK_END) != 0 || (n = ftell(in)) <= 0 || fseek(in, 0, SEEK_SET) != 0) {
+            hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open, or empty", path);
+            if (in) fclose(in);
+            return false;
+        }
+        f->size  = (size_t)n;
+        f->bytes = (const unsigned char *)hpmli_alloc(ctx, f->size);
+        if (f->bytes && fread((void *)(uintptr_t)f->bytes, 1, f->size, in) != f->size) {
+            hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": cannot read", path);
+            hpmli_file_close(f);
+        }
+        fclose(in);
+        return f->bytes != NULL;
+    }
+#endif
+}
+
+typedef struct hpmli_writer {
+    hpml_ctx *ctx;
+    FILE     *f;
+    char     *path, *temporary;
+    uint64_t  size;
+} hpmli_writer;
+
+HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path)
+{
+    size_t room = path ? strlen(path) + 48 : 0;
+    long   id   = 0;
+    memset(w, 0, sizeof *w);
+    w->ctx = ctx;
+    if (!path) {
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "no file name given");
+        return false;
+    }
+#if HPMLI_POSIX
+    id = (long)getpid();
+#endif
+    w->path      = hpmli_strdup(ctx, path);
+    w->temporary = w->path ? (char *)hpmli_alloc(ctx, room) : NULL;
+    if (w->temporary) {
+        snprintf(w->temporary, room, "%s.tmp%ld-%zx", path, id, (size_t)(uintptr_t)w->temporary);
+        w->f = fopen(w->temporary, "wb");
+        if (!w->f) hpmli_fail(ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", path, strerror(errno));
+    }
+    if (w->f) return true;
+    hpmli_free(ctx, w->temporary);
+    hpmli_free(ctx, w->path);
+    return false;
+}
+
+HPMLI_FN void hpmli_write(hpmli_writer *w, const void *bytes, size_t size)
+{
+    if (size > 0) (void)(fwrite(bytes, 1, size, w->f) != size); /* ferror tells at the end */
+    w->size += size;
+}
+
+#if HPMLI_POSIX
+#ifdef __cplusplus
+extern "C"
+#endif
+int fsync(int fd); /* hidden by -std=c99 */
+#endif
+
+/* The file appears now, or an error says why not; with `keep` false nothing appears. */
+HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
+{
+    bool good = !ferror(w->f) && fflush(w->f) == 0;
+    good = fclose(w->f) == 0 && good;
+#if HPMLI_POSIX
+    if (good && keep) { /* to the disk before the name points to it */
+        int fd = open(w->temporary, O_RDWR);
+        good = fd >= 0 && fsync(fd) == 0;
+        if (fd >= 0) close(fd);
+    }
+#endif
+    if (good && keep) good = rename(w->temporary, w->path) == 0;
+    if (!good && keep) hpmli_fail(w->ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", w->path, strerror(errno));
+    if (!good || !keep) remove(w->temporary);
+    hpmli_free(w->ctx, w->temporary);
+    hpmli_free(w->ctx, w->path);
+    return good || !keep ? HPML_OK : HPML_ERR_WRITE;
+}
+
+HPMLI_FN uint64_t hpmli_little(const unsigned char *p, int bytes)
+{
+    uint64_t x = 0;
+    for (int i = bytes - 1; i >= 0; i--) x = x << 8 | p[i];
+    return x;
+}
+
+HPMLI_FN void hpmli_put_little(unsigned char *p, uint64_t x, int bytes)
+{
+    for (int i = 0; i < bytes; i++) p[i] = (unsigned char)(x >> 8 * i);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>dataset   datasets and their readers
+// ---------------------------------------------------------------------------------------------------------------------
+
+typedef struct hpmli_owner { /* what a dataset holds */
+    hpmli_file    file;
+    void         *x, *y;
+    unsigned char vocabulary[256];
+    int           vocabulary_size;
+} hpmli_owner;
+
+HPMLI_FN void hpmli_dataset_drop(void *object)
+{
+    hpml_dataset *d = (hpml_dataset *)object;
+    if (d->owner) hpmli_file_close(&((hpmli_owner *)d->owner)->file);
+}
+
+HPMLI_FN hpml_dataset *hpmli_dataset_new(hpml_ctx *ctx)
+{
+    hpml_dataset *d;
+    hpmli_owner  *o = (hpmli_owner *)hpmli_alloc_array(ctx, 1, sizeof *o);
+    if (!o) return NULL;
+    d = (hpml_dataset *)hpmli_alloc_object(ctx, sizeof *d, hpmli_dataset_drop);
+    if (!d) {
+        hpmli_free(ctx, o);
+        return NULL;
+    }
+    memset(d, 0, sizeof *d);
+    d->ctx     = ctx;
+    d->owner   = o;
+    d->x_scale = 1.0f / 255.0f;
+    for (int i = 0; i < HPML_MAX_DIMS; i++) d->x_shape[i] = 1;
+    return d;
+}
+
+HPML_API void hpml_dataset_free(hpml_dataset *d)
+{
+    hpml_ctx    *ctx = d ? d->ctx : NULL;
+    hpmli_owner *o   = d ? (hpmli_owner *)d->owner : NULL;
+    if (!d) return;
+    if (o) hpmli_free(ctx, o->x), hpmli_free(ctx, o->y);
+    hpmli_free(ctx, d); /* its drop function closes the file */
+    hpmli_free(ctx, o);
+}
+
+/* A failed reader lets go of what it has and returns NULL. */
+HPMLI_FN hpml_dataset *hpmli_dataset_done(hpml_dataset *d, bool good)
+{
+    if (good) return d;
+    hpml_dataset_free(d);
+    return NULL;
+}
+
+/* Room for x and y; sizes checked. */
+HPMLI_FN bool hpmli_dataset_room(hpml_dataset *d)
+{
+    hpmli_owner *o    = (hpmli_owner *)d->owner;
+    int64_t      each = hpmli_shape_count(d->x_ndim, d->x_shape);
+    size_t       xs, ys;
+    if (each < 0 || d->count < 1 || !hpmli_mul((size_t)d->count, (size_t)each, &xs) ||
+        !hpmli_mul(xs, hpml_dtype_size(d->x_dtype), &xs) || !hpmli_mul((size_t)d->count, (size_t)d->y_size * 4, &ys)) {
+        hpmli_fail(d->ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory", (long long)d->count);
+        return false;
+    }
+    d->x = o->x = hpmli_alloc(d->ctx, xs);
+    d->y = o->y = o->x && ys > 0 ? hpmli_alloc(d->ctx, ys) : NULL;
+    return o->x && (ys == 0 || o->y);
+}
+
+HPMLI_FN void hpmli_dataset_classes(hpml_dataset *d)
+{
+    const int32_t *y = (const int32_t *)d->y;
+    if (d->y_dtype != HPML_DTYPE_I32 || !y) return;
+    for (int64_t i = 0; i < d->count * d->y_size; i++)
+        if (y[i] >= d->classes && y[i] < INT32_MAX) d->classes = y[i] + 1;
+}
+
+HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim, const int64_t *x_shape,
+                                           const void *x, hpml_dtype y_dtype, int64_t y_size, const void *y)
+{
+    hpml_dataset *d;
+    bool          good;
+    if (hpmli_failed(ctx)) return NULL;
+    if (!x || count < 1 || x_ndim < 0 || x_ndim >= HPML_MAX_DIMS || hpmli_shape_count(x_ndim, x_shape) < 0 || y_size < 0 ||
+        (x_dtype != HPML_DTYPE_U8 && x_dtype != HPML_DTYPE_F32 && x_dtype != HPML_DTYPE_I32) ||
+        (y && y_dtype != HPML_DTYPE_I32 && y_dtype != HPML_DTYPE_F32)) {
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "dataset: needs data, a count and a shape of positive sizes, x u8, f32 or i32, y i32 or "
+                   "f32; got %lld samples of %d dimensions", (long long)count, x_ndim);
+        return NULL;
+    }
+    d = hpmli_dataset_new(ctx);
+    if (!d) return NULL;
+    d->count = count, d->x_dtype = x_dtype, d->x_ndim = x_ndim, d->y_dtype = y_dtype, d->y_size = y ? y_size : 0;
+    memcpy(d->x_shape, x_shape, (size_t)x_ndim * sizeof *x_shape);
+    good = hpmli_dataset_room(d);
+    if (good) {
+        memcpy(((hpmli_owner *)d->owner)->x, x,
+               (size_t)(count * hpmli_shape_count(x_ndim, x_shape)) * hpml_dtype_size(x_dtype));
+        if (d->y) memcpy(((hpmli_owner *)d->owner)->y, y, (size_t)(count * y_size) * 4);
+        hpmli_dataset_classes(d);
+    }
+    return hpmli_dataset_done(d, good);
+}
+
+HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count)
+{
+    hpml_dataset *s;
+    int64_t       each;
+    if (!d || hpmli_failed(d->ctx)) return NULL;
+    if (first < 0 || count < 1 || first > d->count - count) {
+        hpmli_fail(d->ctx, HPML_ERR_SHAPE, "dataset slice: samples [%lld, %lld) of %lld", (long long)first, (long long)first + count,
+                   (long long)d->count);
+        return NULL;
+    }
+    s = (hpml_dataset *)hpmli_alloc(d->ctx, sizeof *s);
+    if (!s) return NULL;
+    *s       = *d;
+    s->owner = NULL;
+    s->count = count;
+    each = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
+    s->x = (const char *)d->x + (size_t)(first * each) * hpml_dtype_size(d->x_dtype);
+    if (d->y) s->y = (const char *)d->y + (size_t)(first * (d->y_step ? d->y_step : d->y_size)) * 4;
+    return s;
+}
+
+/* IDX, the format of MNIST: 0 0 type dimensions, then the sizes as big-endian u32, then the bytes. Unpacked if gzipped. */
+HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
+{
+    if (!hpmli_file_open(ctx, f, path)) return false;
+    if (f->size < 2 || f->bytes[0] != 0x1f || f->bytes[1] != 0x8b) return true;
+#ifdef HPML_USE_ZLIB
+    {
+        gzFile         gz = gzopen(path, "rb");
+        unsigned char *out = NULL;
+        size_t         size = 0, room = 1 << 20;
+        int            n = -1;
+        hpmli_file_close(f);
+        for (out = (unsigned char *)hpmli_alloc(ctx, room); gz && out; size += (size_t)n) {
+            if (size == room) {
+                unsigned char *more = room < (size_t)1 << 34 ? (unsigned char *)hpmli_alloc(ctx, 2 * room) : NULL;
+                if (more) memcpy(more, out, size);
+                hpmli_free(ctx, out);
+                out = more, room *= 2;
+                if (!out) break;
+            }
+            n = gzread(gz, out + size, (unsigned)(room - size < 1 << 20 ? room - size : 1 << 20));
+            if (n <= 0) break;
+        }
+        if (gz) gzclose(gz);
+        f->bytes = out, f->size = size, f->mapped = false;
+        if (n == 0 && out) return true;
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", path);
+        hpmli_file_close(f);
+        return false;
+    }
+#else
+    hpmli_file_close(f);
+    hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "\"%s\" is gzipped: run gunzip on it, or build with -DHPML_USE_ZLIB -lz", path);
+    return false;
+#endif
+}
+
+/* Checks header and length; sizes receives the dimensions. */
+HPMLI_FN bool hpmli_idx_header(hpml_ctx *ctx, const hpmli_file *f, const char *path, int dims, int64_t *sizes)
+{
+    size_t want = 1;
+    if (f->size < 4 + 4 * (size_t)dims || f->bytes[0] || f->bytes[1] || f->bytes[2] != 8 || f->bytes[3] != dims) {
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not an IDX file of bytes with %d dimensions: it should start with 00 00 08 %02x", path,
+                   dims, (unsigned)dims);
+        return false;
+    }
+    for (int i = 0; i < dims; i++) {
+        const unsigned char *p = f->bytes + 4 + 4 * i;
+        sizes[i] = (int64_t)((uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3]);
+        if (sizes[i] == 0 || !hpmli_mul(want, (size_t)sizes[i], &want)) want = SIZE_MAX / 4;
+    }
+    if (f->size - 4 - 4 * (size_t)dims == want) return true;
+    hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %zu", path, want,
+               f->size - 4 - 4 * (size_t)dims);
+    return false;
+}
+
+HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels)
+{
+    hpmli_file    fx, fy;
+    int64_t       sx[3], sy[1];
+    hpml_dataset *d = NULL;
+    bool          good;
+    if (hpmli_failed(ctx) || !hpmli_idx_open(ctx, &fx, images)) return NULL;
+    if (!hpmli_idx_open(ctx, &fy, labels)) {
+        hpmli_file_close(&fx);
+        return NULL;
+    }
+    good = hpmli_idx_header(ctx, &fx, images, 3, sx) && hpmli_idx_header(ctx, &fy, labels, 1, sy);
+    if (good && sx[0] != sy[0]) {
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images, (long long)sx[0], labels,
+                   (long long)sy[0]);
+        good = false;
+    }
+    d    = good ? hpmli_dataset_new(ctx) : NULL;
+    good = d != NULL;
+    if (good) {
+        d->count = sx[0], d->x_dtype = HPML_DTYPE_U8, d->x_ndim = 3, d->x_shape[0] = 1, d->x_shape[1] = sx[1], d->x_shape[2] = sx[2];
+        d->y_dtype = HPML_DTYPE_I32, d->y_size = 1;
+        good = hpmli_dataset_room(d);
+    }
+    if (good) {
+        memcpy(((hpmli_owner *)d->owner)->x, fx.bytes + 16, fx.size - 16);
+        for (int64_t i = 0; i < d->count; i++) ((int32_t *)((hpmli_owner *)d->owner)->y)[i] = fy.bytes[8 + i];
+        hpmli_dataset_classes(d);
+    }
+    hpmli_file_close(&fx);
+    hpmli_file_close(&fy);
+    return hpmli_dataset_done(d, good);
+}
+
+/* CIFAR-10 binary: records of a label byte and 3072 bytes, the planes R, G, B. */
+HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count)
+{
+    hpml_dataset *d;
+    int64_t       at = 0;
+    bool          good = true;
+    if (hpmli_failed(ctx) || !paths) return NULL;
+    d = hpmli_dataset_new(ctx);
+    if (!d) return NULL;
+    for (int pass = 0; pass < 2 && good; pass++) { /* count the records, then copy them */
+        for (int i = 0; i < count && good; i++) {
+            hpmli_file f;
+            good = hpmli_file_open(ctx, &f, paths[i]);
+            if (good && f.size % 3073 != 0) {
+                hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and 3 x 32 x 32 pixels)",
+                           paths[i], f.size);
+                good = false;
+            }
+            for (size_t r = 0; good && r < f.size / 3073; r++, at++) {
+                const unsigned char *p = f.bytes + r * 3073;
+                if (p[0] > 9) {
+                    hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9", paths[i], r, p[0]);
+                    good = false;
+                } else if (pass == 1) {
+                    ((int32_t *)((hpmli_owner *)d->owner)->y)[at] = p[0];
+                    memcpy((char *)((hpmli_owner *)d->owner)->x + at * 3072, p + 1, 3072);
+                }
+            }
+            hpmli_file_close(&f);
+        }
+        if (pass == 1 || !good) break;
+        d->count = at, d->x_dtype = HPML_DTYPE_U8, d->x_ndim = 3, d->x_shape[0] = 3, d->x_shape[1] = d->x_shape[2] = 32;
+        d->y_dtype = HPML_DTYPE_I32, d->y_size = 1, d->classes = 10;
+        good = hpmli_dataset_room(d);
+        at   = 0;
+    }
+    return hpmli_dataset_done(d, good);
+}
+
+/* A decimal number, whatever the locale. Returns the end, or NULL when there is none. */
+HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)
+{
+    double   value = 0, scale = 0;
+    int      digits = 0, exponent = 0, sign = 1, esign = 1;
+    bool     point = false, negative = p < end && *p == '-';
+    if (p < end && (*p == '-' || *p == '+')) p++;
+    for (; p < end && ((*p >= '0' && *p <= '9') || (*p == '.' && !point)); p++) {
+        if (*p == '.') point = true;
+        else value = value * 10 + (*p - '0'), scale += point, digits++;
+    }
+    if (digits == 0) return NULL;
+    if (p < end && (*p == 'e' || *p == 'E')) {
+        p++;
+        if (p < end && (*p == '-' || *p == '+')) esign = *p++ == '-' ? -1 : 1;
+        if (p >= end || *p < '0' || *p > '9') return NULL;
+        for (; p < end && *p >= '0' && *p <= '9'; p++)
+            if (exponent < 10000) exponent = exponent * 10 + (*p - '0');
+    }
+    sign = negative ? -1 : 1;
+    *out = sign * value * pow(10, esign * exponent - scale);
+    return *out - *out == 0 ? p : NULL;
+}
+
+typedef struct hpmli_csv {
+    hpml_ctx   *ctx;
+    const char *path, *p, *end;
+    char        separator;
+    int64_t     line, columns;
+} hpmli_csv;
+
+/* One field; false at the end of the line. `good` turns false on anything that is not a number. */
+HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, double *value, bool *good)
+{
+    const char *stop;
+    bool        quoted;
+    while (c->p < c->end && (*c->p == ' ' || (*c->p == '\t' && c->separator != '\t'))) c->p++;
+    quoted = c->p < c->end && *c->p == '"';
+    stop   = hpmli_parse_number(c->p + quoted, c->end, value);
+    if (!stop) {
+        *good = false;
+        return false;
+    }
+    if (quoted && stop < c->end && *stop == '"') stop++;
+    else if (quoted) *good = false;
+    while (stop < c->end && (*stop == ' ' || *stop == '\r')) stop++;
+    c->p = stop;
+    if (c->p >= c->end || *c->p == '\n') return false;
+    if (*c->p != c->separator) *good = false;
+    c->p++;
+    return *good;
+}
+
+/* One line into `row` (columns; NULL: just count). Returns the number of fields, -1 when it is not all numbers. */
+HPMLI_FN int64_t hpmli_csv_line(hpmli_csv *c, double *row)
+{
+    int64_t n    = 0;
+    bool    more = true, good = true;
+    while (more) {
+        double value = 0;
+        more = hpmli_csv_field(c, &value, &good);
+        if (good && row && n < c->columns) row[n] = value;
+        n++;
+    }
+    while (c->p < c->end && *c->p != '\n') c->p++;
+    if (c->p < c->end) c->p++;
+    c->line++;
+    return good ? n : -1;
+}
+
+HPMLI_FN bool hpmli_csv_fill(hpmli_csv *c, hpml_dataset *d, double *row, int64_t label, bool regression)
+{
+    hpmli_owner *o = (hpmli_owner *)d->owner;
+    for (int64_t i = 0, x = 0; i < d->count; i++) {
+        int64_t n;
+        while (c->p < c->end && (*c->p == '\n' || *c->p == '\r')) c->p++, c->line += c->p[-1] == '\n';
+        n = hpmli_csv_line(c, row);
+        if (n != c->columns) {
+            hpmli_fail(c->ctx, HPML_ERR_FORMAT, n < 0 ? "\"%s\" line %lld: not all fields are numbers (%lld columns were expected)"
+                       : "\"%s\" line %lld: expected %lld fields, got another number", c->path, (long long)c->line, (long long)c->columns);
+            return false;
+        }
+        for (int64_t j = 0; j < n; j++) {
+            if (j != label) ((float *)o->x)[x++] = (float)row[j];
+            else if (regression) ((float *)o->y)[i] = (float)row[j];
+            else if (row[j] >= 0 && row[j] < INT32_MAX && row[j] == floor(row[j])) ((int32_t *)o->y)[i] = (int32_t)row[j];
+            else {
+                hpmli_fail(c->ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0", c->path, (long long)c->line,
+                           row[j]);
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression)
+{
+    hpmli_file    f;
+    hpmli_csv     c;
+    hpml_dataset *d = NULL;
+    const char   *start;
+    double       *row  = NULL;
+    int64_t       label = label_column, header = 0, lines = 0;
+    bool          good = false;
+    if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
+    memset(&c, 0, sizeof c);
+    c.ctx = ctx, c.path = path, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
+    for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the first candidate on the first line */
+        if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
+    start     = c.p;
+    c.columns = hpmli_csv_line(&c, NULL);
+    if (c.columns < 0 && c.p < c.end) start = c.p, header = 1, c.columns = hpmli_csv_line(&c, NULL);
+    for (const char *p = start; p < c.end; p++) /* lines that are not blank */
+        if (*p != '\n' && *p != '\r' && (p == start || p[-1] == '\n')) lines++;
+    if (label_column < 0 && label_column != HPML_NO_LABEL) label = c.columns + label_column;
+    if (c.columns < 1 || (label_column != HPML_NO_LABEL && (label < 0 || label >= c.columns || c.columns < 2)))
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %d", path, (long long)c.columns, label_column);
+    else d = hpmli_dataset_new(ctx);
+    if (d) {
+        if (label_column == HPML_NO_LABEL) label = -1;
+        d->count = lines, d->x_dtype = HPML_DTYPE_F32, d->x_ndim = 1, d->x_shape[0] = c.columns - (label >= 0);
+        d->y_dtype = regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32, d->y_size = label >= 0;
+        row  = (double *)hpmli_alloc_array(ctx, c.columns, sizeof *row);
+        c.p  = start, c.line = header;
+        good = row && hpmli_dataset_room(d) && hpmli_csv_fill(&c, d, row, label, regression);
+        if (good) hpmli_dataset_classes(d);
+    }
+    hpmli_free(ctx, row);
+    hpmli_file_close(&f);
+    return hpmli_dataset_done(d, good);
+}
+
+HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context, bool bytes)
+{
+    hpml_dataset *d;
+    hpmli_owner  *o;
+    int32_t      *tokens = NULL, of[256];
+    size_t        total = 0;
+    bool          used[256] = { false }, good = true;
+    if (hpmli_failed(ctx) || !paths || context < 1) return NULL;
+    d = hpmli_dataset_new(ctx);
+    if (!d) return NULL;
+    o = (hpmli_owner *)d->owner;
+    for (int pass = 0; pass < 2 && good; pass++) { /* which characters occur; then the tokens */
+        size_t at = 0;
+        for (int i = 0; i < count && good; i++) {
+            hpmli_file f;
+            good = hpmli_file_open(ctx, &f, paths[i]);
+            for (size_t b = 0; good && b < f.size; b++) {
+                if (pass == 0) used[f.bytes[b]] = true, total++;
+                else if (at < total) tokens[at++] = of[f.bytes[b]];
+            }
+            hpmli_file_close(&f);
+        }
+        if (pass == 1 || !good) break;
+        for (int c = 0; c < 256; c++) {
+            of[c] = o->vocabulary_size;
+            if (used[c] || bytes) o->vocabulary[o->vocabulary_size++] = (unsigned char)c;
+        }
+        good = total > (size_t)context;
+        if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "text: %zu characters, expected more than the context of %lld", total, (long long)context);
+        else tokens = (int32_t *)hpmli_alloc_array(ctx, (int64_t)total, sizeof *tokens);
+        good = tokens != NULL;
+    }
+    if (!good) return hpmli_dataset_done(d, false);
+    d->x = o->x = tokens;
+    d->y = tokens + 1;
+    d->count = (int64_t)total - context, d->x_dtype = d->y_dtype = HPML_DTYPE_I32, d->x_ndim = 1;
+    d->x_shape[0] = d->y_size = context, d->x_step = d->y_step = 1, d->classes = o->vocabulary_size;
+    return d;
+}
+
+HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size)
+{
+    const hpmli_owner *o = d ? (const hpmli_owner *)d->owner : NULL;
+    if (size) *size = o ? o->vocabulary_size : 0;
+    return o && o->vocabulary_size > 0 ? o->vocabulary : NULL;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>npy   numpy arrays and packed records
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* .npy: \x93NUMPY 1 0, length of the header u16, a Python dict as text, the data. */
+
+/* The value after 'key': in the dict, or NULL. */
+HPMLI_FN const char *hpmli_npy_key(const char *header, const char *key)
+{
+    const char *p = strstr(header, key);
+    if (!p) return NULL;
+    p += strlen(key);
+    while (*p == ' ' || *p == ':') p++;
+    return p;
+}
+
+HPMLI_FN bool hpmli_npy_shape(const char *p, int *ndim, int64_t *shape)
+{
+    if (!p || *p++ != '(') return false;
+    for (*ndim = 0; *p && *p != ')';) {
+        int64_t v = 0;
+        if (*p == ' ' || *p == ',') { p++; continue; }
+        if (*p < '0' || *p > '9' || *ndim == HPML_MAX_DIMS) return false;
+        for (; *p >= '0' && *p <= '9'; p++) {
+            if (v > INT64_MAX / 16) return false;
+            v = v * 10 + (*p - '0');
+        }
+        shape[(*ndim)++] = v;
+    }
+    return *p == ')';
+}
+
+HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
+{
+    static const struct { const char *code; hpml_dtype dtype; int size; } kinds[] = {
+        { "'<f4'", HPML_DTYPE_F32, 4 }, { "'<f2'", HPML_DTYPE_F16, 2 }, { "'<i4'", HPML_DTYPE_I32, 4 }, { "'|u1'", HPML_DTYPE_U8, 1 },
+        { "'<f8'", HPML_DTYPE_F32, 8 }, { "'<i8'", HPML_DTYPE_I32, 8 } };
+    hpmli_file   f;
+    char         header[1024];
+    size_t       length, start, n = sizeof kinds / sizeof kinds[0], kind = n;
+    int64_t      shape[HPML_MAX_DIMS], count;
+    int          ndim = 0;
+    const char  *descr, *order;
+    hpml_tensor *t = NULL;
+    if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
+    length = f.size >= 10 ? (size_t)hpmli_little(f.bytes + 8, 2) : 0;
+    start  = 10 + length;
+    if (f.size < 10 || memcmp(f.bytes, "\x93NUMPY\1", 7) != 0 || start > f.size || length >= sizeof header) {
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a version 1 .npy file", path);
+        hpmli_file_close(&f);
+        return NULL;
+    }
+    memcpy(header, f.bytes + 10, length);
+    header[length] = 0;
+    descr = hpmli_npy_key(header, "'descr'");
+    order = hpmli_npy_key(header, "'fortran_order'");
+    for (size_t i = 0; descr && i < n; i++)
+        if (strncmp(descr, kinds[i].code, 5) == 0) kind = i;
+    count = kind < n && order && strncmp(order, "False", 5) == 0 && hpmli_npy_shape(hpmli_npy_key(header, "'shape'"), &ndim, shape)
+                ? hpmli_shape_count(ndim, shape) : -1;
+    if (count < 0 || (f.size - start) / (size_t)kinds[kind].size != (size_t)count || (f.size - start) % (size_t)kinds[kind].size != 0)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected <f4, <f2, <i4, |u1, <f8 or <i8 in C order, at most %d dimensions, none 0, and "
+                   "data of just that size; the header says %s", path, HPML_MAX_DIMS, header);
+    else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
+    if (t && kinds[kind].size < 8) hpml_tensor_set(t, f.bytes + start, count);
+    for (int64_t i = 0; t && kinds[kind].size == 8 && i < count; i++) {
+        double  v;
+        int64_t w;
+        memcpy(&v, f.bytes + start + 8 * i, 8);
+        memcpy(&w, f.bytes + start + 8 * i, 8);
+        if (kinds[kind].dtype == HPML_DTYPE_F32) t->data[i] = (float)v;
+        else ((int32_t *)(void *)t->data)[i] = w > INT32_MAX ? INT32_MAX : w < INT32_MIN ? INT32_MIN : (int32_t)w;
+    }
+    hpmli_file_close(&f);
+    return t;
+}
+
+HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
+{
+    static const char *const codes[] = { "<f4", NULL, "<f2", "<i4", "|u1" };
+    char         header[256], shape[128];
+    int          used = 0, n;
+    hpmli_writer w;
+    void        *host;
+    if (!t) return HPML_ERR_ARGUMENT;
+    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    if (!codes[t->dtype] || !t->data || !hpmli_contiguous(t))
+        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "npy \"%s\": numpy has no bf16, and the tensor must be contiguous with memory",
+                          path);
+    shape[0] = 0;
+    for (int i = 0; i < t->ndim; i++)
+        used += snprintf(shape + used, sizeof shape - (size_t)used, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
+    n = snprintf(header + 10, sizeof header - 10, "{'descr': '%s', 'fortran_order': False, 'shape': (%s), }", codes[t->dtype], shape);
+    n += 10;
+    while (n % 64 != 63) header[n++] = ' '; /* the data start at a multiple of 64 */
+    header[n++] = '\n';
+    memcpy(header, "\x93NUMPY\1\0", 8);
+    hpmli_put_little((unsigned char *)header + 8, (uint64_t)(n - 10), 2);
+    host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
+    if (!host || hpml_tensor_get(t, host, hpml_tensor_count(t)) != HPML_OK || !hpmli_writer_open(t->ctx, &w, path)) {
+        hpmli_free(t->ctx, host);
+        return t->ctx->status;
+    }
+    hpmli_write(&w, header, (size_t)n);
+    hpmli_write(&w, host, hpmli_tensor_bytes(t));
+    hpmli_free(t->ctx, host);
+    return hpmli_writer_close(&w, true);
+}
+
+struct hpml_record_writer {
+    hpmli_writer w;
+    uint64_t    *offsets; /* (count) */
+    int64_t      count, capacity;
+};
+
+HPMLI_FN void hpmli_record_writer_drop(void *object)
+{
+    hpml_record_writer *w = (hpml_record_writer *)object;
+    if (w->w.f) fclose(w->w.f), remove(w->w.temporary);
+}
+
+HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path)
+{
+    hpmli_writer        out;
+    hpml_record_writer *w;
+    unsigned char       head[24] = { 0 };
+    if (hpmli_failed(ctx) || !hpmli_writer_open(ctx, &out, path)) return NULL;
+    w = (hpml_record_writer *)hpmli_alloc_object(ctx, sizeof *w, hpmli_record_writer_drop);
+    if (!w) {
+        hpmli_writer_close(&out, false);
+        return NULL;
+    }
+    memset(w, 0, sizeof *w);
+    w->w = out;
+    hpmli_write(&w->w, head, sizeof head);
+    return w;
+}
+
+HPML_API hpml_status hpml_record_add(hpml_record_writer *w, const void *bytes, size_t size)
+{
+    if (!w) return HPML_ERR_ARGUMENT;
+    if (hpmli_failed(w->w.ctx)) return w->w.ctx->status;
+    if (w->count == w->capacity) {
+        int64_t   capacity = w->capacity ? 2 * w->capacity : 1024;
+        uint64_t *more     = (uint64_t *)hpmli_alloc_array(w->w.ctx, capacity, sizeof *more);
+        if (!more) return w->w.ctx->status;
+        if (w->count) memcpy(more, w->offsets, (size_t)w->count * sizeof *more);
+        hpmli_free(w->w.ctx, w->offsets);
+        w->offsets = more, w->capacity = capacity;
+    }
+    w->offsets[w->count++] = w->w.size;
+    hpmli_write(&w->w, bytes, size);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_record_end(hpml_record_writer *w, bool keep)
+{
+    hpml_ctx     *ctx;
+    hpml_status   status;
+    unsigned char head[24], word[8];
+    uint64_t      index;
+    if (!w) return HPML_ERR_ARGUMENT;
+    ctx   = w->w.ctx;
+    keep  = keep && ctx->status == HPML_OK;
+    index = w->w.size;
+    for (int64_t i = 0; keep && i <= w->count; i++) {
+        hpmli_put_little(word, i < w->count ? w->offsets[i] : index, 8);
+        hpmli_write(&w->w, word, 8);
+    }
+    memcpy(head, "HPMLREC1", 8);
+    hpmli_put_little(head + 8, (uint64_t)w->count, 8);
+    hpmli_put_little(head + 16, index, 8);
+    if (keep && fseek(w->w.f, 0, SEEK_SET) == 0) hpmli_write(&w->w, head, sizeof head);
+    status = hpmli_writer_close(&w->w, keep);
+    w->w.f = NULL;
+    hpmli_free(ctx, w->offsets);
+    hpmli_free(ctx, w);
+    return keep ? status : ctx->status;
+}
+
+HPML_API hpml_status hpml_record_finish(hpml_record_writer *w) { return hpmli_record_end(w, true); }
+HPML_API void        hpml_record_abandon(hpml_record_writer *w) { if (w) hpmli_record_end(w, false); }
+
+struct hpml_record_file {
+    hpmli_file           file;
+    int64_t              count;
+    const unsigned char *index; /* (count + 1) u64 */
+};
+
+HPMLI_FN void hpmli_record_file_drop(void *object) { hpmli_file_close(&((hpml_record_file *)object)->file); }
+
+HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
+{
+    hpmli_file        in;
+    hpml_record_file *f;
+    uint64_t          count, index, last = 24;
+    bool              good;
+    if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &in, path)) return NULL;
+    count = in.size >= 32 ? hpmli_little(in.bytes + 8, 8) : 0;
+    index = in.size >= 32 ? hpmli_little(in.bytes + 16, 8) : 0;
+    good  = in.size >= 32 && memcmp(in.bytes, "HPMLREC1", 8) == 0 && index >= 24 && index <= in.size && count < in.size / 8 &&
+           in.size - index == (count + 1) * 8;
+    for (uint64_t i = 0; good && i <= count; i++) {
+        uint64_t at = hpmli_little(in.bytes + index + 8 * i, 8);
+        good = at >= last && at <= index && (i < count || at == index);
+        last = at;
+    }
+    f = good ? (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, NULL) : NULL;
+    if (!f) {
+        if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a record file, or damaged", path);
+        hpmli_file_close(&in);
+        return NULL;
+    }
+    f->file = in, f->count = (int64_t)count, f->index = in.bytes + index;
+    ((hpmli_block *)(void *)((char *)f - HPMLI_BLOCK))->drop = hpmli_record_file_drop;
+    return f;
+}
+
+HPML_API int64_t hpml_record_count(const hpml_record_file *f) { return f ? f->count : 0; }
+
+HPML_API const void *hpml_record_get(const hpml_record_file *f, int64_t i, size_t *size)
+{
+    uint64_t at;
+    if (size) *size = 0;
+    if (!f || i < 0 || i >= f->count) return NULL;
+    at = hpmli_little(f->index + 8 * i, 8);
+    if (size) *size = (size_t)(hpmli_little(f->index + 8 * (i + 1), 8) - at);
+    return f->file.bytes + at;
+}
+
+HPML_API void hpml_record_close(hpml_record_file *f)
+{
+    if (f) hpmli_free(f->file.ctx, f);
+}
+
+/* Record 0: ten i64: x dtype, x dimensions, five sizes, y dtype, y size, classes; then x and y of each sample. */
+HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char *path)
+{
+    hpml_record_writer *w;
+    int64_t             head[10];
+    size_t              xs, ys;
+    char               *sample;
+    if (!d) return HPML_ERR_ARGUMENT;
+    if (hpmli_failed(d->ctx)) return d->ctx->status;
+    xs = (size_t)hpmli_shape_count(d->x_ndim, d->x_shape) * hpml_dtype_size(d->x_dtype);
+    ys = (size_t)d->y_size * 4;
+    head[0] = d->x_dtype, head[1] = d->x_ndim, head[7] = d->y_dtype, head[8] = d->y_size, head[9] = d->classes;
+    for (int i = 0; i < HPML_MAX_DIMS; i++) head[2 + i] = i < d->x_ndim ? d->x_shape[i] : 1;
+    sample = (char *)hpmli_alloc(d->ctx, xs + ys);
+    w      = sample ? hpml_record_create(d->ctx, path) : NULL;
+    if (w) hpml_record_add(w, head, sizeof head);
+    for (int64_t i = 0; w && i < d->count; i++) {
+        memcpy(sample, (const char *)d->x + (size_t)(i * (d->x_step ? d->x_step : (int64_t)(xs / hpml_dtype_size(d->x_dtype)))) *
+               hpml_dtype_size(d->x_dtype), xs);
+        if (ys) memcpy(sample + xs, (const char *)d->y + (size_t)(i * (d->y_step ? d->y_step : d->y_size)) * 4, ys);
+        hpml_record_add(w, sample, xs + ys);
+    }
+    hpmli_free(d->ctx, sample);
+    return w ? hpml_record_finish(w) : d->ctx->status;
+}
+
+HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path)
+{
+    hpml_record_file *f = hpml_record_open(ctx, path);
+    hpml_dataset     *d = NULL;
+    size_t            size = 0, xs = 0, ys = 0;
+    const void       *first = hpml_record_get(f, 0, &size);
+    int64_t           head[10] = { 0 };
+    bool              good = size == sizeof head;
+    if (!f) return NULL;
+    if (good) memcpy(head, first, sizeof head);
+    good = good && (head[0] == HPML_DTYPE_U8 || head[0] == HPML_DTYPE_F32 || head[0] == HPML_DTYPE_I32) && head[1] >= 0 &&
+           head[1] < HPML_MAX_DIMS && hpmli_shape_count(HPML_MAX_DIMS, head + 2) > 0 && head[8] >= 0 && head[8] < INT32_MAX &&
+           (head[7] == HPML_DTYPE_I32 || head[7] == HPML_DTYPE_F32) && head[9] >= 0 && head[9] <= INT32_MAX;
+    d = good ? hpmli_dataset_new(ctx) : NULL;
+    if (d) {
+        d->count = f->count - 1, d->x_dtype = (hpml_dtype)head[0], d->x_ndim = (int)head[1];
+        memcpy(d->x_shape, head + 2, sizeof d->x_shape);
+        d->y_dtype = (hpml_dtype)head[7], d->y_size = head[8], d->classes = (int)head[9];
+        xs   = (size_t)hpmli_shape_count(HPML_MAX_DIMS, head + 2) * hpml_dtype_size(d->x_dtype), ys = (size_t)d->y_size * 4;
+        good = hpmli_dataset_room(d);
+    }
+    for (int64_t i = 0; d && good && i < d->count; i++) {
+        const char *p = (const char *)hpml_record_get(f, i + 1, &size);
+        good = size == xs + ys;
+        if (!good) break;
+        memcpy((char *)((hpmli_owner *)d->owner)->x + (size_t)i * xs, p, xs);
+        if (ys) memcpy((char *)((hpmli_owner *)d->owner)->y + (size_t)i * ys, p + xs, ys);
+    }
+    if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a dataset in records: the first must describe the others", path);
+    hpml_record_close(f);
+    return d ? hpmli_dataset_done(d, good) : NULL;
+}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>loader   batches: shuffled, sharded, augmented, made ahead
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Global batch g of an epoch holds positions [g R b, (g + 1) R b) of the shuffle, whatever the number of ranks R; rank r takes the
+   r-th piece. So the order of the data depends on seed and epoch only, and all ranks make equally many steps. A thread of
+   the loader's own makes the next batch while the current one is used. */
+
+typedef struct hpmli_slot_batch { /* one of two buffers */
+    char      *x, *y;
+    hpml_batch batch;
+    int64_t    epoch;
+    bool       ready;
+} hpmli_slot_batch;
+
+struct hpml_loader {
+    hpml_ctx            *ctx;
+    const hpmli_kernels *k;
+    hpml_dataset        *data;
+    hpml_loader_desc     d;
+    int64_t              samples, steps, each, x_step, y_step; /* each: numbers of a sample */
+    hpml_dtype           dtype;                /* of the batch's x */
+    float               *image;                /* one sample before augmentation */
+    hpmli_slot_batch     slot[2];
+    int                  turn;                 /* the slot to hand out next */
+    int64_t              epoch, index;         /* batch to hand out next */
+    int64_t              make_epoch, make_index; /* batch to make next */
+    bool                 held;                 /* the caller has the other slot */
+#ifndef HPML_NO_THREADS
+    bool                 threaded, stop;
+    pthread_t            thread;
+    pthread_mutex_t      mutex;
+    pthread_cond_t       changed;
+    int                  fill;                 /* the slot being filled next */
+#endif
+};
+
+/* Copies a sample with shift, flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx]. */
+HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, uint64_t epoch, int64_t sample)
+{
+    const hpml_augment *a = &l->d.augment;
+    const int64_t *shape = l->data->x_shape;
+    int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->each / (H * W), dx, dy, cx, cy;
+    uint32_t word[4];
+    bool     flip;
+    hpmli_random_words(word, l->d.seed, UINT64_C(0xa) << 60 | epoch, 4 * sample, 4);
+    dx   = a->shift > 0 ? (int64_t)(word[0] % (uint32_t)(2 * a->shift + 1)) - a->shift : 0;
+    dy   = a->shift > 0 ? (int64_t)(word[1] % (uint32_t)(2 * a->shift + 1)) - a->shift : 0;
+    flip = a->flip && (word[2] & 1);
+    cx   = (int64_t)(word[2] >> 1) % W - a->cutout / 2;
+    cy   = (int64_t)word[3] % H - a->cutout / 2;
+    for (int64_t c = 0; c < C; c++)
+        for (int64_t i = 0; i < H; i++)
+            for (int64_t j = 0; j < W; j++) {
+                int64_t si = i + dy, sj = (flip ? W - 1 - j : j) + dx;
+                bool    out = si < 0 || si >= H || sj < 0 || sj >= W || (i >= cy && i < cy + a->cutout && j >= cx && j < cx + a->cutout);
+                to[(c * H + i) * W + j] = out ? 0 : from[(c * H + si) * W + sj];
+            }
+}
+
+HPMLI_FN void hpmli_load_sample(const hpml_loader *l, hpmli_slot_batch *s, int64_t at, int64_t sample, uint64_t epoch)
+{
+    const hpml_dataset *d = l->data;
+    bool   augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0;
+    float *to      = (float *)(void *)s->x + at * l->each;
+    const char *from = (const char *)d->x + (size_t)(sample * l->x_step) * hpml_dtype_size(d->x_dtype);
+    if (d->x_dtype == HPML_DTYPE_U8)
+        l->k->u8_to_f32(augment ? l->image : to, (const uint8_t *)from, d->x_scale, d->x_shift, l->each);
+    else memcpy(augment ? l->image : to, from, (size_t)l->each * 4);
+    if (augment) hpmli_augment(l, to, l->image, epoch, sample);
+    if (d->y) memcpy(s->y + (size_t)(at * d->y_size) * 4, (const char *)d->y + (size_t)(sample * l->y_step) * 4, (size_t)d->y_size * 4);
+}
+
+/* Makes batch `index` of `epoch` in slot s. */
+HPMLI_FN void hpmli_load_batch(const hpml_loader *l, hpmli_slot_batch *s, int64_t epoch, int64_t index)
+{
+    int64_t R = l->d.ranks, r = l->d.rank, whole = R * l->d.batch, start = index * whole, n = l->data->count;
+    int64_t size  = l->samples - start < whole ? l->samples - start : whole;
+    int64_t first = size == whole ? r * l->d.batch : size * r / R, end = size == whole ? first + l->d.batch : size * (r + 1) / R;
+    double  begin = hpml_now();
+    for (int64_t i = first; i < end; i++) {
+        int64_t at = start + i, round = at / n; /* more samples than there are: the shuffle of the next round */
+        int64_t sample = l->d.in_order ? at % n
+                                       : hpml_permute_index(l->d.seed, (uint64_t)(epoch + (round << 32)), n, at % n);
+        hpmli_load_sample(l, s, i - first, sample, (uint64_t)epoch);
+    }
+    s->batch.x = s->x;
+    s->batch.y = l->data->y ? s->y : NULL;
+    s->batch.samples = end - first, s->batch.global_samples = size, s->batch.first = first, s->batch.index = index;
+    s->epoch = epoch;
+    hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
+}
+
+HPMLI_FN void hpmli_load_next(hpml_loader *l)
+{
+    if (++l->make_index < l->steps) return;
+    l->make_index = 0;
+    l->make_epoch++;
+}
+
+#ifndef HPML_NO_THREADS
+HPMLI_FN void *hpmli_loader_main(void *arg)
+{
+    hpml_loader *l = (hpml_loader *)arg;
+    pthread_mutex_lock(&l->mutex);
+    for (;;) {
+        hpmli_slot_batch *s = &l->slot[l->fill];
+        while (!l->stop && s->ready) pthread_cond_wait(&l->changed, &l->mutex);
+        if (l->stop) break;
+        pthread_mutex_unlock(&l->mutex);
+        hpmli_load_batch(l, s, l->make_epoch, l->make_index);
+        pthread_mutex_lock(&l->mutex);
+        hpmli_load_next(l);
+        s->ready = true;
+        l->fill  = !l->fill;
+        pthread_cond_broadcast(&l->changed);
+    }
+    pthread_mutex_unlock(&l->mutex);
+    return NULL;
+}
+
+HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
+{
+    if (!l->threaded) return;
+    pthread_mutex_lock(&l->mutex);
+    l->stop = true;
+    pthread_cond_broadcast(&l->changed);
+    pthread_mutex_unlock(&l->mutex);
+    pthread_join(l->thread, NULL);
+    l->threaded = l->stop = false;
+}
+
+HPMLI_FN void hpmli_loader_start(hpml_loader *l)
+{
+    if (l->d.no_prefetch || l->threaded) return;
+    l->fill     = l->turn;
+    l->threaded = pthread_create(&l->thread, NULL, hpmli_loader_main, l) == 0;
+}
+#else
+HPMLI_FN void hpmli_loader_stop(hpml_loader *l) { (void)l; }
+HPMLI_FN void hpmli_loader_start(hpml_loader *l) { (void)l; }
+#endif
+
+HPMLI_FN void hpmli_loader_drop(void *object)
+{
+    hpml_loader *l = (hpml_loader *)object;
+    hpmli_loader_stop(l);
+#ifndef HPML_NO_THREADS
+    pthread_mutex_destroy(&l->mutex);
+    pthread_cond_destroy(&l->changed);
+#endif
+}
+
+HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_loader_desc *d)
+{
+    bool augment = d->augment.shift != 0 || d->augment.flip || d->augment.cutout != 0;
+    if (d->ranks == 0) d->ranks = 1;
+    if (d->seed == 0) d->seed = ctx->seed;
+    if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank >= d->ranks || d->samples_per_epoch < 0 || d->augment.shift < 0 ||
+        d->augment.cutout < 0) {
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "loader: batch %d, rank %d of %d, %lld samples per epoch: out of range", d->batch, d->rank,
+                   d->ranks, (long long)d->samples_per_epoch);
+        return false;
+    }
+    if (augment && (data->x_ndim < 2 || data->x_dtype == HPML_DTYPE_I32)) {
+        hpmli_fail(ctx, HPML_ERR_SHAPE, "loader: augmentation needs images (.., H, W), the samples have %d dimensions", data->x_ndim);
+        return false;
+    }
+    return true;
+}
+
+HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, const hpml_loader_desc *desc)
+{
+    hpml_loader_desc d;
+    hpml_loader     *l;
+    int64_t          whole;
+    if (hpmli_failed(ctx) || !data) return NULL;
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (!hpmli_loader_check(ctx, data, &d)) return NULL;
+    l = (hpml_loader *)hpmli_alloc_array(ctx, 1, sizeof *l);
+    if (!l) return NULL;
+    l->ctx = ctx, l->k = ctx->k, l->data = data, l->d = d;
+    l->each    = hpmli_shape_count(data->x_ndim, data->x_shape);
+    l->x_step  = data->x_step ? data->x_step : l->each;
+    l->y_step  = data->y_step ? data->y_step : data->y_size;
+    l->dtype   = data->x_dtype == HPML_DTYPE_I32 ? HPML_DTYPE_I32 : HPML_DTYPE_F32;
+    l->samples = d.samples_per_epoch > 0 ? d.samples_per_epoch : data->count;
+    whole      = (int64_t)d.batch * d.ranks;
+    l->steps   = d.drop_last ? l->samples / whole : (l->samples + whole - 1) / whole;
+    l->image   = (float *)hpmli_alloc_array(ctx, l->each, sizeof(float));
+    for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
+        l->slot[i].x = (char *)hpmli_alloc_array(ctx, l->each, (size_t)d.batch * 4);
+        l->slot[i].y = (char *)hpmli_alloc_array(ctx, data->y_size + 1, (size_t)d.batch * 4);
+    }
+    if (ctx->status != HPML_OK || l->steps < 1) {
+        if (ctx->status == HPML_OK)
+            hpmli_fail(ctx, HPML_ERR_ARGUMENT, "loader: %lld samples do not fill one batch of %lld and drop_last is set",
+                       (long long)l->samples, (long long)whole);
+        for (int i = 0; i < 2; i++) hpmli_free(ctx, l->slot[i].x), hpmli_free(ctx, l->slot[i].y);
+        hpmli_free(ctx, l->image);
+        hpmli_free(ctx, l);
+        return NULL;
+    }
+#ifndef HPML_NO_THREADS
+    pthread_mutex_init(&l->mutex, NULL);
+    pthread_cond_init(&l->changed, NULL);
+#endif
+    ((hpmli_block *)(void *)((char *)l - HPMLI_BLOCK))->drop = hpmli_loader_drop;
+    return l;
+}
+
+HPML_API int64_t hpml_loader_steps(const hpml_loader *l) { return l ? l->steps : 0; }
+
+HPML_API hpml_status hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index)
+{
+    if (!l) return HPML_ERR_ARGUMENT;
+    if (epoch < 0 || index < 0 || index > l->steps)
+        return hpmli_fail(l->ctx, HPML_ERR_ARGUMENT, "loader: epoch %lld, batch %lld of %lld", (long long)epoch, (long long)index,
+                          (long long)l->steps);
+    if (l->epoch == epoch && l->index == index) return HPML_OK;
+    hpmli_loader_stop(l);
+    l->slot[0].ready = l->slot[1].ready = false;
+    l->turn  = 0;
+    l->held  = false;
+    l->epoch = epoch, l->index = index;
+    l->make_epoch = index == l->steps ? epoch + 1 : epoch;
+    l->make_index = index == l->steps ? 0 : index;
+    return HPML_OK;
+}
+
+HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
+{
+    hpmli_slot_batch *s;
+    if (!l || l->ctx->status != HPML_OK) return false;
+    if (l->index == l->steps) { /* the end of the epoch is told once */
+        l->epoch++;
+        l->index = 0;
+        return false;
+    }
+    hpmli_loader_start(l);
+    s = &l->slot[l->turn];
+#ifndef HPML_NO_THREADS
+    if (l->threaded) {
+        pthread_mutex_lock(&l->mutex);
+        if (l->held) l->slot[!l->turn].ready = false; /* the caller is done with the one before */
+        pthread_cond_broadcast(&l->changed);
+        while (!s->ready) pthread_cond_wait(&l->changed, &l->mutex);
+        pthread_mutex_unlock(&l->mutex);
+    } else
+#endif
+    {
+        hpmli_load_batch(l, s, l->make_epoch, l->make_index);
+        hpmli_load_next(l);
+    }
+    *out    = s->batch;
+    l->held = true;
+    l->turn = !l->turn;
+    l->index++;
+    return true;
+}
+
+HPML_API void hpml_loader_free(hpml_loader *l)
+{
+    hpml_ctx *ctx = l ? l->ctx : NULL;
+    char     *buffers[5];
+    if (!l) return;
+    for (int i = 0; i < 2; i++) buffers[2 * i] = l->slot[i].x, buffers[2 * i + 1] = l->slot[i].y;
+    buffers[4] = (char *)l->image;
+    hpmli_free(ctx, l); /* its drop function stops the thread */
+    for (int i = 0; i < 5; i++) hpmli_free(ctx, buffers[i]);
+}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>json   a strict reader for the header of a safetensors file
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Only what that header may hold: objects, arrays of numbers, strings. Strings are unescaped in place into a copy of the text. */
+
+typedef struct hpmli_json {
+    char *p, *end;
+    bool  bad;
+} hpmli_json;
+
+HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* takes c if it comes next */
+{
+    while (j->p < j->end && (*j->p == ' ' || *j->p == '\n' || *j->p == '\t' || *j->p == '\r')) j->p++;
+    if (j->p >= j->end || *j->p != c) return false;
+    j->p++;
+    return true;
+}
+
+HPMLI_FN void hpmli_json_want(hpmli_json *j, char c)
+{
+    if (!hpmli_json_is(j, c)) j->bad = true;
+}
+
+HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
+{
+    char *start, *to;
+    hpmli_json_want(j, '"');
+    for (start = to = j->p; !j->bad && j->p < j->end && *j->p != '"'; j->p++) {
+        if (*j->p == '\\') {
+            if (j->p + 1 >= j->end || !strchr("\"\\/nrtbf", j->p[1])) { j->bad = true; break; } /* \u: names are plain here */
+            j->p++;
+            *to++ = *j->p == 'n' ? '\n' : *j->p == 't' ? '\t' : *j->p == 'r' ? '\r' : *j->p == 'b' ? '\b' : *j->p == 'f' ? '\f' : *j->p;
+        } else if ((unsigned char)*j->p < 32) {
+            j->bad = true;
+        } else {
+            *to++ = *j->p;
+        }
+    }
+    if (j->p >= j->end) j->bad = true;
+    if (j->bad) return "";
+    j->p++;
+    *to = 0; /* at the latest in the place of the closing quote */
+    return start;
+}
+
+HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
+{
+    uint64_t v = 0;
+    int      digits = 0;
+    hpmli_json_is(j, ' ');
+    for (; j->p < j->end && *j->p >= '0' && *j->p <= '9'; j->p++, digits++) {
+        if (v > UINT64_MAX / 32) j->bad = true;
+        v = v * 10 + (uint64_t)(*j->p - '0');
+    }
+    if (digits == 0) j->bad = true;
+    return j->bad ? 0 : v;
+}
+
+/* An array of at most `room` numbers; returns how many. */
+HPMLI_FN int hpmli_json_numbers(hpmli_json *j, uint64_t *out, int room)
+{
+    int n = 0;
+    hpmli_json_want(j, '[');
+    if (hpmli_json_is(j, ']')) return 0;
+    while (!j->bad) {
+        if (n == room) j->bad = true;
+        else out[n++] = hpmli_json_number(j);
+        if (hpmli_json_is(j, ']')) break;
+        hpmli_json_want(j, ',');
+    }
+    return n;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>safetensors   reading and writing safetensors files
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* u64 length of the header, the header in JSON, the data. Entry: "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+   offsets from the end of the header; entries cover the data without holes or overlaps. */
+
+#define HPMLI_SAFE_HEADER 100000000 /* bytes of header at most, the format's own limit */
+
+struct hpml_safetensors {
+    hpml_ctx        *ctx;
+    hpmli_file       file;
+    char            *text;                 /* copy of the header; names point into it */
+    hpml_safetensor *entries;              /* (count) */
+    const char     **meta;                 /* (2 meta_count) key, value */
+    int              count, meta_count, capacity, meta_capacity;
+};
+
+HPMLI_FN void hpmli_safetensors_drop(void *object) { hpmli_file_close(&((hpml_safetensors *)object)->file); }
+
+HPML_API void hpml_safetensors_close(hpml_safetensors *f)
+{
+    hpml_ctx *ctx = f ? f->ctx : NULL;
+    if (!f) return;
+    hpmli_free(ctx, f->text);
+    hpmli_free(ctx, f->entries);
+    hpmli_free(ctx, (void *)(uintptr_t)f->meta);
+    hpmli_free(ctx, f);
+}
+
+HPMLI_FN const char *hpmli_safe_name(hpml_dtype dtype)
+{
+    static const char *const names[] = { "F32", "BF16", "F16", "I32", "U8" };
+    return names[dtype];
+}
+
+/* Doubles an array when it is full. */
+HPMLI_FN void *hpmli_grow(hpml_ctx *ctx, void *array, int count, int *capacity, size_t size)
+{
+    int   room = *capacity ? 2 * *capacity : 64;
+    void *more;
+    if (count < *capacity) return array;
+    more = hpmli_alloc_array(ctx, room, size);
+    if (!more) return NULL;
+    if (count > 0) memcpy(more, array, (size_t)count * size);
+    hpmli_free(ctx, array);
+    *capacity = room;
+    return more;
+}
+
+HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
+{
+    hpmli_json_want(j, '{');
+    if (hpmli_json_is(j, '}')) return !j->bad;
+    while (!j->bad) {
+        const char **more = (const char **)hpmli_grow(f->ctx, (void *)(uintptr_t)f->meta, 2 * f->meta_count, &f->meta_capacity, sizeof *more);
+        if (!more) return false;
+        f->meta = more;
+        f->meta[2 * f->meta_count] = hpmli_json_text(j);
+        hpmli_json_want(j, ':');
+        f->meta[2 * f->meta_count + 1] = hpmli_json_text(j);
+        f->meta_count++;
+        if (hpmli_json_is(j, '}')) break;
+        hpmli_json_want(j, ',');
+    }
+    return !j->bad;
+}
+
+/* One entry; data holds its offsets until the header is known to be whole. */
+HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t data_bytes)
+{
+    hpml_safetensor *more = (hpml_safetensor *)hpmli_grow(f->ctx, f->entries, f->count, &f->capacity, sizeof *more), *e;
+    uint64_t         shape[HPML_MAX_DIMS], at[2] = { 1, 0 };
+    int              seen = 0, offsets = 0;
+    bool             known = false;
+    if (!more) return false;
+    f->entries = more;
+    e          = &f->entries[f->count++];
+    e->name    = name;
+    e->ndim    = 0;
+    hpmli_json_want(j, '{');
+    while (!j->bad) {
+        const char *key = hpmli_json_text(j);
+        hpmli_json_want(j, ':');
+        if (strcmp(key, "dtype") == 0) {
+            const char *dtype = hpmli_json_text(j);
+            for (int i = 0; i < 5; i++)
+                if (strcmp(dtype, hpmli_safe_name((hpml_dtype)i)) == 0) e->dtype = (hpml_dtype)i, known = true;
+            seen |= 1;
+        } else if (strcmp(key, "shape") == 0) {
+            e->ndim = hpmli_json_numbers(j, shape, HPML_MAX_DIMS);
+            seen |= 2;
+        } else if (strcmp(key, "data_offsets") == 0) {
+            offsets = hpmli_json_numbers(j, at, 2);
+            seen |= 4;
+        } else {
+            j->bad = true;
+        }
+        if (hpmli_json_is(j, '}')) break;
+        hpmli_json_want(j, ',');
+    }
+    if (j->bad || seen != 7 || offsets != 2 || !known || at[0] > at[1] || at[1] > data_bytes) return false;
+    for (int i = 0; i < HPML_MAX_DIMS; i++) {
+        e->shape[i] = i < e->ndim ? (int64_t)(shape[i] < INT64_MAX ? shape[i] : 0) : 1;
+        if (i < e->ndim && e->shape[i] < 1) return false;
+    }
+    e->bytes = (size_t)(at[1] - at[0]);
+    e->data  = f->file.bytes + (f->file.size - data_bytes) + at[0];
+    return hpmli_shape_count(e->ndim, e->shape) > 0 &&
+           (uint64_t)hpmli_shape_count(e->ndim, e->shape) * hpml_dtype_size(e->dtype) == e->bytes;
+}
+
+HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
+{
+    const char *x = (const char *)((const hpml_safetensor *)a)->data, *y = (const char *)((const hpml_safetensor *)b)->data;
+    return x < y ? -1 : x > y;
+}
+
+HPMLI_FN int hpmli_safe_name_order(const void *a, const void *b)
+{
+    return strcmp(((const hpml_safetensor *)a)->name, ((const hpml_safetensor *)b)->name);
+}
+
+HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
+{
+    uint64_t             length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
+    size_t               data_bytes;
+    const unsigned char *next;
+    hpmli_json           j;
+    if (length < 2 || length > HPMLI_SAFE_HEADER || length > f->file.size - 8) return false;
+    data_bytes = f->file.size - 8 - (size_t)length;
+    f->text    = (char *)hpmli_alloc(f->ctx, (size_t)length + 1);
+    if (!f->text) return false;
+    memcpy(f->text, f->file.bytes + 8, (size_t)length);
+    j.p = f->text, j.end = f->text + length, j.bad = f->text[0] != '{';
+    hpmli_json_want(&j, '{');
+    if (!hpmli_json_is(&j, '}'))
+        while (!j.bad) {
+            const char *name = hpmli_json_text(&j);
+            hpmli_json_want(&j, ':');
+            if (j.bad) return false;
+            if (strcmp(name, "__metadata__") == 0 ? !hpmli_safe_meta(f, &j) : !hpmli_safe_entry(f, &j, name, data_bytes)) return false;
+            if (hpmli_json_is(&j, '}')) break;
+            hpmli_json_want(&j, ',');
+        }
+    while (j.p < j.end && *j.p == ' ') j.p++;
+    if (j.bad || j.p != j.end) return false;
+    if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_order);
+    next = f->file.bytes + 8 + length;
+    for (int i = 0; i < f->count; i++) { /* no holes, no overlaps */
+        if ((const unsigned char *)f->entries[i].data != next) return false;
+        next += f->entries[i].bytes;
+    }
+    if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_name_order);
+    for (int i = 1; i < f->count; i++)
+        if (strcmp(f->entries[i - 1].name, f->entries[i].name) == 0) return false;
+    return next == f->file.bytes + f->file.size;
+}
+
+HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path)
+{
+    hpmli_file        in;
+    hpml_safetensors *f;
+    if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &in, path)) return NULL;
+    f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_safetensors_drop);
+    if (!f) {
+        hpmli_file_close(&in);
+        return NULL;
+    }
+    memset(f, 0, sizeof *f);
+    f->ctx = ctx, f->file = in;
+    if (hpmli_safe_parse(f)) return f;
+    if (ctx->status == HPML_OK)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file of F32, BF16, F16, I32 and U8 tensors with 1 to %d dimensions",
+                   path, HPML_MAX_DIMS);
+    hpml_safetensors_close(f);
+    return NULL;
+}
+
+HPML_API int hpml_safetensors_count(const hpml_safetensors *f) { return f ? f->count : 0; }
+
+HPML_API bool hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_safetensor *out)
+{
+    if (!f || index < 0 || index >= f->count) return false;
+    *out = f->entries[index];
+    return true;
+}
+
+HPML_API bool hpml_safetensors_find(const hpml_safetensors *f, const char *name, hpml_safetensor *out)
+{
+    int low = 0, high = f && name ? f->count : 0;
+    while (low < high) {
+        int middle = (low + high) / 2, order = strcmp(name, f->entries[middle].name);
+        if (order == 0) return hpml_safetensors_at(f, middle, out);
+        if (order < 0) high = middle;
+        else low = middle + 1;
+    }
+    return false;
+}
+
+HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char *key)
+{
+    for (int i = 0; f && key && i < f->meta_count; i++)
+        if (strcmp(f->meta[2 * i], key) == 0) return f->meta[2 * i + 1];
+    return NULL;
+}
+
+HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *s)
+{
+    hpmli_write(w, "\"", 1);
+    for (; *s; s++) {
+        const char *escape = *s == '"' ? "\\\"" : *s == '\\' ? "\\\\" : *s == '\n' ? "\\n" : *s == '\t' ? "\\t" : NULL;
+        if (escape) hpmli_write(w, escape, 2);
+        else hpmli_write(w, (unsigned char)*s < 32 ? "?" : s, 1);
+    }
+    hpmli_write(w, "\"", 1);
+}
+
+HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const hpml_safetensor *t, uint64_t at)
+{
+    char text[256];
+    int  n;
+    hpmli_write_json(w, t->name);
+    n = snprintf(text, sizeof text, ":{\"dtype\":\"%s\",\"shape\":[", hpmli_safe_name(t->dtype));
+    for (int i = 0; i < t->ndim; i++)
+        n += snprintf(text + n, sizeof text - (size_t)n, "%s%lld", i ? "," : "", (long long)t->shape[i]);
+    n += snprintf(text + n, sizeof text - (size_t)n, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
+                  (unsigned long long)(at + t->bytes));
+    hpmli_write(w, text, (size_t)n);
+}
+
+HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
+                                           const hpml_meta *meta, int meta_count)
+{
+    hpmli_writer  w;
+    unsigned char length[8] = { 0 };
+    uint64_t      at = 0;
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (!hpmli_writer_open(ctx, &w, path)) return ctx->status;
+    hpmli_write(&w, length, 8);
+    hpmli_write(&w, "{", 1);
+    for (int i = 0; i < meta_count; i++) {
+        hpmli_write(&w, i ? "," : "\"__metadata__\":{", i ? 1 : 16);
+        hpmli_write_json(&w, meta[i].key);
+        hpmli_write(&w, ":", 1);
+        hpmli_write_json(&w, meta[i].value);
+    }
+    if (meta_count > 0) hpmli_write(&w, "}", 1);
+    for (int i = 0; i < count; i++) {
+        if (i > 0 || meta_count > 0) hpmli_write(&w, ",", 1);
+        hpmli_write_entry(&w, &tensors[i], at);
+        at += tensors[i].bytes;
+    }
+    hpmli_write(&w, "}", 1);
+    while (w.size % 8 != 0) hpmli_write(&w, " ", 1);
+    hpmli_put_little(length, w.size - 8, 8);
+    for (int i = 0; i < count; i++) hpmli_write(&w, tensors[i].data, tensors[i].bytes);
+    if (fseek(w.f, 0, SEEK_SET) == 0) hpmli_write(&w, length, 8);
+    return hpmli_writer_close(&w, true);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>checkpoint   saving and loading parameters and whole trainings
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A list of named arrays on the device becomes a file, and back. Loading checks every entry before it changes the first number. */
+
+typedef struct hpmli_arrays {
+    hpmli_state *s; /* (count) */
+    int          count;
+} hpmli_arrays;
+
+HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpmli_arrays *a, const char *path, hpml_dtype dtype, const hpml_meta *meta,
+                                       int meta_count)
+{
+    hpml_safetensor *t    = (hpml_safetensor *)hpmli_alloc_array(ctx, a->count + 1, sizeof *t);
+    float           *host = NULL;
+    char            *all  = NULL;
+    size_t           bytes = 0, at = 0, most = 0;
+    for (int i = 0; i < a->count; i++) {
+        bytes += (size_t)a->s[i].count * hpml_dtype_size(dtype);
+        if ((size_t)a->s[i].count > most) most = (size_t)a->s[i].count;
+    }
+    if (t) all = (char *)hpmli_alloc(ctx, bytes + 1);
+    if (all) host = (float *)hpmli_alloc(ctx, most * sizeof(float) + 1);
+    for (int i = 0; host && i < a->count; i++) {
+        const hpmli_state *s = &a->s[i];
+        t[i].name = s->name, t[i].dtype = dtype, t[i].ndim = s->ndim, t[i].data = all + at;
+        t[i].bytes = (size_t)s->count * hpml_dtype_size(dtype);
+        memcpy(t[i].shape, s->shape, (size_t)s->ndim * sizeof *s->shape);
+        ctx->backend->read(ctx->device, host, s->device, (size_t)s->count * sizeof(float));
+        hpmli_convert(ctx->k, dtype, all + at, HPML_DTYPE_F32, host, s->count);
+        at += t[i].bytes;
+    }
+    if (host) hpml_safetensors_save(ctx, path, t, a->count, meta, meta_count);
+    hpmli_free(ctx, host);
+    hpmli_free(ctx, all);
+    hpmli_free(ctx, t);
+    return ctx->status;
+}
+
+HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensors *f, const char *path)
+{
+    hpml_safetensor e;
+    char            want[128], have[128];
+    float          *host;
+    size_t          most = 1;
+    for (int i = 0; i < a->count; i++) {
+        const hpmli_state *s = &a->s[i];
+        if (!hpml_safetensors_find(f, s->name, &e))
+            return hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has", path, s->name);
+        if (e.ndim != s->ndim || memcmp(e.shape, s->shape, (size_t)s->ndim * sizeof *s->shape) != 0)
+            return hpmli_fail(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, s->name,
+                              hpmli_shape_text(have, sizeof have, e.ndim, e.shape), hpmli_shape_text(want, sizeof want, s->ndim, s->shape));
+        if ((size_t)s->count > most) most = (size_t)s->count;
+    }
+    host = (float *)hpmli_alloc(ctx, most * sizeof(float));
+    for (int i = 0; host && i < a->count; i++) {
+        hpml_safetensors_find(f, a->s[i].name, &e);
+        hpmli_convert(ctx->k, HPML_DTYPE_F32, host, e.dtype, e.data, a->s[i].count);
+        ctx->backend->write(ctx->device, a->s[i].device, host, (size_t)a->s[i].count * sizeof(float));
+    }
+    hpmli_free(ctx, host);
+    return ctx->status;
+}
+
+HPMLI_FN bool hpmli_arrays_of_params(hpml_ctx *ctx, hpmli_arrays *a)
+{
+    a->count = 0;
+    a->s     = NULL;
+    if (hpml_param_init(ctx) != HPML_OK) return false;
+    a->s = (hpmli_state *)hpmli_alloc_array(ctx, ctx->param_count + 1, sizeof *a->s);
+    for (int i = 0; a->s && i < ctx->param_count; i++) {
+        hpml_tensor *p = ctx->params[i];
+        a->s[i].name = p->name, a->s[i].device = p->data, a->s[i].count = hpml_tensor_count(p), a->s[i].ndim = p->ndim;
+        a->s[i].shape = p->shape;
+        a->count++;
+    }
+    return a->s != NULL;
+}
+
+HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype)
+{
+    hpmli_arrays a;
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
+        return hpmli_fail(ctx, HPML_ERR_DTYPE, "params_save: parameters are stored as f32, bf16 or f16");
+    if (hpmli_arrays_of_params(ctx, &a)) hpmli_arrays_save(ctx, &a, path, dtype, NULL, 0);
+    hpmli_free(ctx, a.s);
+    return ctx->status;
+}
+
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
+{
+    hpmli_arrays      a;
+    hpml_safetensors *f;
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (!hpmli_arrays_of_params(ctx, &a)) return ctx->status;
+    f = hpml_safetensors_open(ctx, path);
+    if (f) hpmli_arrays_load(ctx, &a, f, path);
+    hpml_safetensors_close(f);
+    hpmli_free(ctx, a.s);
+    return ctx->status;
+}
+
+HPMLI_FN bool hpmli_arrays_of_trainer(hpml_trainer *t, hpmli_arrays *a)
+{
+    hpmli_state s;
+    int         n = 0;
+    while (hpmli_trainer_state(t, n, &s)) n++;
+    a->count = 0;
+    a->s     = (hpmli_state *)hpmli_alloc_array(t->ctx, n + 1, sizeof *a->s);
+    for (int i = 0; a->s && i < n; i++)
+        if (hpmli_trainer_state(t, i, &s) && s.count > 0) a->s[a->count++] = s;
+    return a->s != NULL;
+}
+
+/* Numbers of a training that are not arrays; kept as text in the metadata. */
+#define HPMLI_POSITION(X) X(seed) X(step) X(epoch) X(epoch_step) X(micro) X(optimizer)
+typedef struct hpmli_position {
+#define HPMLI_X(name) int64_t name;
+    HPMLI_POSITION(HPMLI_X)
+#undef HPMLI_X
+} hpmli_position;
+
+HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
+{
+    hpmli_arrays   a;
+    hpmli_position p;
+    char           text[6][24];
+    hpml_meta      meta[6];
+    int            n = 0;
+    if (!t) return HPML_ERR_ARGUMENT;
+    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    if (t->micro != 0)
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save between updates", path,
+                          t->micro, t->d.accumulate);
+    p.seed = (int64_t)t->ctx->seed, p.step = t->step, p.epoch = t->epoch, p.epoch_step = t->epoch_step, p.micro = t->micro;
+    p.optimizer = (int64_t)t->d.optimizer;
+#define HPMLI_X(name)                                                         \
+    snprintf(text[n], sizeof text[n], "%lld", (long long)p.name);             \
+    meta[n].key = "hpml." #name, meta[n].value = text[n], n++;
+    HPMLI_POSITION(HPMLI_X)
+#undef HPMLI_X
+    if (hpmli_arrays_of_trainer(t, &a)) hpmli_arrays_save(t->ctx, &a, path, HPML_DTYPE_F32, meta, n);
+    hpmli_free(t->ctx, a.s);
+    return t->ctx->status;
+}
+
+HPMLI_FN bool hpmli_position_read(const hpml_safetensors *f, const char *key, int64_t *out)
+{
+    const char *s = hpml_safetensors_meta(f, key);
+    bool        negative = s && *s == '-';
+    uint64_t    v = 0;
+    if (!s || (s[negative] < '0' || s[negative] > '9')) return false;
+    for (s += negative; *s >= '0' && *s <= '9'; s++) v = v * 10 + (uint64_t)(*s - '0');
+    *out = negative ? -(int64_t)v : (int64_t)v;
+    return *s == 0;
+}
+
+HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
+{
+    hpmli_arrays      a;
+    hpmli_position    p;
+    hpml_safetensors *f;
+    hpml_ctx         *ctx;
+    bool              good = true;
+    if (!t) return HPML_ERR_ARGUMENT;
+    ctx = t->ctx;
+    f   = hpml_safetensors_open(ctx, path);
+    if (!f) return ctx->status;
+    memset(&p, 0, sizeof p);
+#define HPMLI_X(name) good = good && hpmli_position_read(f, "hpml." #name, &p.name);
+    HPMLI_POSITION(HPMLI_X)
+#undef HPMLI_X
+    if (!good || p.step < 0 || p.epoch < 0 || p.epoch_step < 0)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": holds no position of a training; load bare parameters with hpml_params_load", path);
+    else if (p.optimizer != (int64_t)t->d.optimizer)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (%d, this trainer has %d)", path, (int)p.optimizer,
+                   (int)t->d.optimizer);
+    a.s = NULL;
+    if (ctx->status == HPML_OK && hpmli_arrays_of_trainer(t, &a) && hpmli_arrays_load(ctx, &a, f, path) == HPML_OK) {
+        ctx->seed = (uint64_t)p.seed;
+        t->step = p.step, t->epoch = p.epoch, t->epoch_step = p.epoch_step, t->micro = 0;
+    }
+    hpmli_free(ctx, a.s);
+    hpml_safetensors_close(f);
+    return ctx->status;
+}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>trace   the timeline
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Spans go into a ring of fixed size; writing one is an atomic increment and five stores. The file is Chrome's trace format
+   in its array form, one event a line, so that a cut file still opens. Times are microseconds since the trace started. */
+
+typedef struct hpmli_span {
+    const char *name;
+    double      start, end;
+    int         lane;
+} hpmli_span;
+
+struct hpmli_trace {
+    hpml_trace_desc d;
+    double          origin;
+    int64_t         count;    /* atomic: spans so far */
+    int64_t         capacity;
+    bool            paused;   /* outside the wanted steps */
+    hpmli_span      spans[1]; /* (capacity) ring */
+};
+
+HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc)
+{
+    hpml_trace_desc d;
+    hpmli_trace    *t;
+    size_t          bytes;
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (d.capacity < 0 || d.capacity > INT64_C(1) << 32)
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
+    if (d.capacity == 0) d.capacity = 65536;
+    bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpmli_span);
+    t     = (hpmli_trace *)hpmli_alloc(ctx, bytes);
+    if (!t) return ctx->status;
+    memset(t, 0, bytes);
+    t->d        = d;
+    t->capacity = d.capacity;
+    t->origin   = hpml_now();
+    t->paused   = d.first_step > 0;
+    hpmli_free(ctx, ctx->trace);
+    ctx->trace = t;
+    return HPML_OK;
+}
+
+/* Tells the trace which step begins. */
+HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step)
+{
+    hpmli_trace *t = ctx->trace;
+    if (t) t->paused = step < t->d.first_step || (t->d.last_step > 0 && step > t->d.last_step);
+}
+
+HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end)
+{
+    hpmli_trace *t = ctx ? ctx->trace : NULL;
+    hpmli_span  *s;
+    if (!t || t->paused) return;
+    s = &t->spans[__atomic_fetch_add(&t->count, 1, __ATOMIC_RELAXED) % t->capacity];
+    s->name = name, s->start = start, s->end = end, s->lane = lane;
+}
+
+HPMLI_FN void hpmli_json_string(FILE *f, const char *s)
+{
+    fputc('"', f);
+    for (; *s; s++) {
+        unsigned char c = (unsigned char)*s;
+        if (c == '"' || c == '\\') fprintf(f, "\\%c", c);
+        else if (c < 32) fprintf(f, "\\u%04x", c);
+        else fputc(c, f);
+    }
+    fputc('"', f);
+}
+
+HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
+{
+    static const char *const lanes[] = { "compute", "communication", "input", "gpu" };
+    hpmli_trace *t;
+    FILE        *f;
+    int64_t      first, total;
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    t = ctx->trace;
+    if (!t) return hpmli_fail(ctx, HPML_ERR_STATE, "trace \"%s\": no trace was started", path);
+    f = fopen(path, "wb");
+    if (!f) return hpmli_fail(ctx, HPML_ERR_OPEN, "trace \"%s\": cannot write: %s", path, strerror(errno));
+    fprintf(f, "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}", t->d.rank, t->d.rank);
+    for (int l = 0; l < 4; l++)
+        fprintf(f, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}", t->d.rank, l, lanes[l]);
+    total = t->count;
+    first = total > t->capacity ? total - t->capacity : 0;
+    for (int64_t i = first; i < total; i++) {
+        const hpmli_span *s = &t->spans[i % t->capacity];
+        fprintf(f, ",\n{\"name\":");
+        hpmli_json_string(f, s->name);
+        fprintf(f, ",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f}", t->d.rank, s->lane,
+                1e6 * (s->start - t->origin), 1e6 * (s->end - s->start));
+    }
+    fprintf(f, "\n]\n");
+    if (fflush(f) != 0 || ferror(f)) {
+        fclose(f);
+        return hpmli_fail(ctx, HPML_ERR_WRITE, "trace \"%s\": cannot write: %s", path, strerror(errno));
+    }
+    fclose(f);
+    return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>profile   where the time goes, and what a model is
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Multiply-adds count 2. Backward of a product costs two products; only the one for the weights when the input needs no
+   gradient. Everything that is not a product is counted as one operation for each element of its result. */
+
+HPMLI_FN double hpmli_node_flops(const hpml_node *n, bool backward)
+{
+    const hpml_tensor *x = n->src[0], *w = n->src_count > 1 ? n->src[1] : NULL, *y = n->out;
+    double out = (double)hpml_tensor_count(y), once = out, H;
+    int    products = (x->needs_grad ? 1 : 0) + (w && w->needs_grad ? 1 : 0);
+    switch (n->op) {
+    case HPML_OP_MATMUL: once = 2 * out * (double)x->shape[x->ndim - (n->attr.matmul.trans_a ? 2 : 1)]; break;
+    case HPML_OP_LINEAR: once = 2 * out * (double)w->shape[1]; break;
+    case HPML_OP_CONV2D: once = 2 * out * (double)(w->shape[1] * w->shape[2] * w->shape[3]); break;
+    case HPML_OP_ATTENTION: /* two products of (T, T) with C, half of it masked away when causal */
+        once     = 4 * out * (double)y->shape[1] * (n->attr.attention.causal ? 0.5 : 1);
+        products = 2;
+        break;
+    case HPML_OP_LSTM:
+        H    = (double)y->shape[2];
+        once = 8 * out * (H + (double)x->shape[2]);
+        break;
+    case HPML_OP_RESHAPE: return 0;
+    default: products = y->needs_grad; break;
+    }
+    return backward ? once * products : once;
+}
+
+/* Bytes that one forward call reads and writes. */
+HPMLI_FN double hpmli_node_bytes(const hpml_node *n)
+{
+    double bytes = n->op == HPML_OP_RESHAPE ? 0 : (double)hpmli_tensor_bytes(n->out);
+    for (int i = 0; i < n->src_count && n->op != HPML_OP_RESHAPE; i++)
+        if (n->src[i]) bytes += (double)hpmli_tensor_bytes(n->src[i]);
+    return bytes;
+}
+
+HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
+{
+    double sum = 0;
+    for (int i = 0; g && i < g->count; i++) sum += hpmli_node_flops(g->nodes[i], backward);
+    return sum;
+}
+
+HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
+{
+    if (!g || hpmli_failed(g->ctx)) return;
+    hpmli_free(g->ctx, g->profile);
+    g->profile = NULL;
+    if (!on) return;
+    g->profile = (hpml_profile_row *)hpmli_alloc_array(g->ctx, g->count, sizeof *g->profile);
+    for (int i = 0; g->profile && i < g->count; i++) {
+        hpml_node        *n = g->nodes[i];
+        hpml_profile_row *r = &g->profile[i];
+        r->node           = n;
+        r->name           = n->out->name;
+        r->forward_flops  = hpmli_node_flops(n, false);
+        r->backward_flops = n->out->needs_grad ? hpmli_node_flops(n, true) : 0;
+        r->bytes          = hpmli_node_bytes(n);
+    }
+}
+
+HPML_API int hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity)
+{
+    if (!g || !g->profile) return 0;
+    if (rows) memcpy(rows, g->profile, sizeof *rows * (size_t)(capacity < g->count ? capacity : g->count));
+    return g->count;
+}
+
+/* Appends as snprintf does, and counts what it would have needed. */
+typedef struct hpmli_text {
+    char  *buffer;
+    size_t size;
+    int    used;
+} hpmli_text;
+
+HPMLI_FN void hpmli_text_add(hpmli_text *t, const char *format, ...)
+#if defined(__GNUC__)
+    __attribute__((format(printf, 2, 3)))
+#endif
+    ;
+HPMLI_FN void hpmli_text_add(hpmli_text *t, const char *format, ...)
+{
+    va_list args;
+    bool    room = t->buffer && (size_t)t->used < t->size;
+    int     n;
+    va_start(args, format);
+    n = vsnprintf(room ? t->buffer + t->used : NULL, room ? t->size - (size_t)t->used : 0, format, args);
+    va_end(args);
+    if (n > 0) t->used += n;
+}
+
+HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
+{
+    hpmli_text t;
+    double     total = 0;
+    t.buffer = buffer, t.size = size, t.used = 0;
+    if (size > 0 && buffer) buffer[0] = 0;
+    if (!g || !g->profile) return 0;
+    for (int i = 0; i < g->count; i++) total += g->profile[i].forward_s + g->profile[i].backward_s;
+    hpmli_text_add(&t, "%-16s %-14s %9s %9s %6s %9s %9s\n", "layer", "op", "fwd us", "bwd us", "share", "GFLOP/s", "MB");
+    for (int i = 0; i < g->count; i++) {
+        const hpml_profile_row *r = &g->profile[i];
+        double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
+        hpmli_text_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpml_op_name(r->node->op),
+                       1e6 * r->forward_s / calls, 1e6 * r->backward_s / calls, total > 0 ? 100 * s / total : 0,
+                       s > 0 ? 1e-9 * calls * (r->forward_flops + (r->backward_s > 0 ? r->backward_flops : 0)) / s : 0,
+                       1e-6 * r->bytes);
+    }
+    hpmli_text_add(&t, "total %.3f ms a step\n", g->count > 0 && g->profile[0].calls > 0 ?
+                   1e3 * total / (double)g->profile[0].calls : 0);
+    return t.used;
+}
+
+HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
+{
+    hpmli_text t;
+    char       shape[128];
+    t.buffer = buffer, t.size = size, t.used = 0;
+    if (size > 0 && buffer) buffer[0] = 0;
+    if (!g) return 0;
+    hpmli_text_add(&t, "%-16s %-14s %-18s %12s %12s\n", "layer", "op", "output", "parameters", "MFLOP");
+    for (int i = 0; i < g->count; i++) {
+        const hpml_node *n      = g->nodes[i];
+        int64_t          params = 0;
+        for (int s = 0; s < n->src_count; s++)
+            if (n->src[s] && n->src[s]->param) params += hpml_tensor_count(n->src[s]);
+        hpmli_text_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
+                       hpmli_shape_text(shape, sizeof shape, n->out->ndim, n->out->shape), (long long)params,
+                       1e-6 * hpmli_node_flops(n, false));
+    }
+    hpmli_text_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
+                   (long long)hpml_param_total(g->ctx), 1e-6 * hpml_graph_flops(g, false), 1e-6 * hpml_graph_flops(g, true),
+                   (long long)g->batch);
+    hpmli_text_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without reuse), "
+                   "scratch %.3f, total %.3f\n", 1e-6 * (double)g->memory.parameters, 1e-6 * (double)g->memory.gradients,
+                   1e-6 * (double)g->memory.optimizer, 1e-6 * (double)g->memory.activations, 1e-6 * (double)g->memory.unshared,
+                   1e-6 * (double)g->memory.scratch, 1e-6 * (double)g->memory.total);
+    return t.used;
+}
+#endif /* HPMLI_BODY_INCLUDED */
+#endif /* HPMLI_ISA */
+#endif /* HPML_IMPLEMENTATION */
+
+// CHANGES
+//     0.1.0   first version: contexts, tensors, graph, layers, optimizers, trainer, codecs, data, checkpoints, CPU kernels
+//
+// MIT License
+//
+// Copyright (c) 2026 hpml authors
+//
+// Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated documentation
+// files (the "Software"), to deal in the Software without restriction, including without limitation the rights to use, copy,
+// modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to permit persons to whom the
+// Software is furnished to do so, subject to the following conditions:
+//
+// The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
+// Software.
+//
+// THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
+// WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
+// COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE,
+// ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
