@@ -1,0 +1,29 @@
+#!/bin/sh
+# What this machine has, and what will be skipped for lack of it.
+row() { printf '%-8s %-44s %s\n' "$1" "$2" "$3"; }
+have() { command -v "$1" >/dev/null 2>&1; }
+cc=${CC:-cc} mpicc=${MPICC:-mpicc} mpiexec=${MPIEXEC:-mpiexec} nvcc=${NVCC:-nvcc} tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+if have "$cc"; then row cc "$($cc --version | head -n 1)" ok; else row cc none "install build-essential"; exit 1; fi
+printf '#define HPML_IMPLEMENTATION\n#include "hpml.h"\nint main(void) { hpml_ctx *c = hpml_ctx_create(NULL);
+printf("%%s kernels, %%d threads", hpml_ctx_cpu(c), hpml_ctx_threads(c)); hpml_ctx_free(c); return 0; }\n' >"$tmp/cpu.c"
+if $cc -O1 -I. "$tmp/cpu.c" -o "$tmp/cpu" -lm -lpthread 2>"$tmp/err"; then row cpu "$("$tmp/cpu")" ok
+else row cpu "$(head -n 1 "$tmp/err")" "hpml.h does not compile"; fi
+have clang && row clang "$(clang --version | head -n 1)" ok || row clang none "compile tests use $cc only"
+if printf '#include <zlib.h>\nint main(void) { return 0; }\n' | $cc -x c - -o /dev/null -lz 2>/dev/null
+then row zlib found "gzipped data files are read"; else row zlib none "gunzip data files first"; fi
+if have "$mpicc" && have "$mpiexec"; then
+    printf '#include <mpi.h>\n#include <stdio.h>\nint main(int c, char **v) { int n, r; MPI_Init(&c, &v); MPI_Comm_size(MPI_COMM_WORLD, &n);
+MPI_Comm_rank(MPI_COMM_WORLD, &r); if (r == 0) printf("%%d", n); MPI_Finalize(); return 0; }\n' >"$tmp/mpi.c"
+    ranks=none
+    $mpicc "$tmp/mpi.c" -o "$tmp/mpi" 2>/dev/null && ranks=$(timeout 30 "$mpiexec" -n 2 "$tmp/mpi" 2>/dev/null)
+    [ "$ranks" = 2 ] && row mpi "2-rank job has 2 ranks" ok || row mpi "2-rank job reports: $ranks" "mpicc and mpiexec do not fit together"
+else row mpi none "in-process workers only"; fi
+if have "$nvcc"; then
+    row nvcc "$($nvcc --version | grep release | sed 's/.*release/release/')" "device: $(nvidia-smi -L 2>/dev/null | head -n 1 | grep . || echo none)"
+else row nvcc none "compile test for nvcc is skipped"; fi
+[ -n "$(find /usr/include /usr/local -name nccl.h 2>/dev/null | head -n 1)" ] && row nccl header ok || row nccl none "not needed by hpml.h"
+ldconfig -p 2>/dev/null | grep -q openblas && row blas OpenBLAS "bench compares with it" || row blas none "bench has no peer"
+have aarch64-linux-gnu-gcc && row aarch64 "cross compiler" "$(have qemu-aarch64 && echo 'runs under qemu' || echo 'compile only')" ||
+    row aarch64 none "aarch64 tests are skipped"
+row cores "$(getconf _NPROCESSORS_ONLN)" ok

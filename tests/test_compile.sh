@@ -1,0 +1,50 @@
+#!/bin/sh
+# hpml.h under every dialect, compiler and option, without a warning; two units link; only hpml_* is visible.
+tmp=$(mktemp -d) passed=0 failed=0 skipped=0
+trap 'rm -rf "$tmp"' EXIT
+ok() { passed=$((passed + 1)); }
+bad() { failed=$((failed + 1)); echo "FAIL $1"; head -n 5 "$tmp/err"; }
+strict='-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wstrict-prototypes -Werror'
+cat >"$tmp/body.c" <<'C'
+#include <stdio.h>
+#define HPML_IMPLEMENTATION
+#include "hpml.h"
+int body(void);
+int body(void) { return hpml_version() + hpml_ctx_threads(NULL); }
+C
+cat >"$tmp/user.c" <<'C'
+#include "hpml.h"
+int body(void);
+int main(void) { hpml_ctx *c = hpml_ctx_create(NULL); int good = hpml_ctx_status(c) == HPML_OK; hpml_ctx_free(c); return good && body() ? 0 : 1; }
+C
+cp "$tmp/user.c" "$tmp/user.cc"; cp "$tmp/body.c" "$tmp/body.cc"; cp "$tmp/body.c" "$tmp/body.cu"
+sed 's/int body(void)/extern "C" int body(void)/' "$tmp/user.c" >"$tmp/user.cc"
+try() { if "$@" >"$tmp/err" 2>&1; then ok; else bad "$*"; fi; }
+for cc in gcc clang; do
+    command -v $cc >/dev/null || { skipped=$((skipped + 5)); continue; }
+    for std in c99 c11 c17; do try $cc -std=$std -O0 -fsyntax-only $strict -I. "$tmp/body.c"; done
+    try $cc -std=c99 -O2 $strict -I. -c "$tmp/body.c" -o "$tmp/$cc.o"
+    try $cc -std=c99 -O2 $strict -I. "$tmp/user.c" "$tmp/$cc.o" -o "$tmp/two" -lm -lpthread
+    [ -x "$tmp/two" ] && try "$tmp/two"
+done
+for cxx in g++ clang++; do
+    command -v $cxx >/dev/null || { skipped=$((skipped + 2)); continue; }
+    try $cxx -std=c++17 -O0 -fsyntax-only -Wall -Wextra -Werror -I. "$tmp/body.cc"
+    [ -f "$tmp/gcc.o" ] && try $cxx -std=c++17 -Wall -Wextra -Werror -I. "$tmp/user.cc" "$tmp/gcc.o" -o "$tmp/mixed" -lm -lpthread
+done
+for option in HPML_NO_THREADS HPML_NO_SIMD HPML_STATIC HPML_DEBUG; do
+    try gcc -std=c99 -fsyntax-only $strict -D$option -I. "$tmp/body.c"
+done
+extra=$(nm -g --defined-only "$tmp/gcc.o" 2>/dev/null | awk '{ print $3 }' | grep -vE '^(hpml_|body$)')
+if [ -z "$extra" ]; then ok; else echo "$extra" >"$tmp/err"; bad "visible names that are not hpml_*"; fi
+if command -v nvcc >/dev/null; then try nvcc -std=c++17 -Xcompiler -Wall,-Wextra,-Wshadow -I. -c "$tmp/body.cu" -o "$tmp/cu.o"
+else skipped=$((skipped + 1)); fi
+if command -v aarch64-linux-gnu-gcc >/dev/null; then
+    try aarch64-linux-gnu-gcc -std=c99 -O2 $strict -I. -c "$tmp/body.c" -o "$tmp/arm.o"
+    if command -v qemu-aarch64 >/dev/null; then
+        try aarch64-linux-gnu-gcc -std=gnu11 -O2 -I. tests/test_ops.c -o "$tmp/arm" -lm -lpthread
+        try qemu-aarch64 -L /usr/aarch64-linux-gnu "$tmp/arm"
+    else skipped=$((skipped + 2)); fi
+else skipped=$((skipped + 3)); fi
+echo "$passed passed, $failed failed, $skipped skipped"
+[ $failed -eq 0 ]
