@@ -1128,6 +1128,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define hv_exponent     HPMLI_K(hpmli_exponent)
 #define hv_mantissa     HPMLI_K(hpmli_mantissa)
 #define hv_sum          HPMLI_K(hpmli_sum)
+#define hv_sum4         HPMLI_K(hpmli_sum4)
 #define hv_hmax         HPMLI_K(hpmli_hmax)
 #define hv_signmask     HPMLI_K(hpmli_signmask)
 #define hv_bits         HPMLI_K(hpmli_bits)
@@ -1183,6 +1184,7 @@ HPMLI_V1(hpmli_pow2i, HPMLI_K(hpmli_float)((uint32_t)((int32_t)a + 127) << 23))
 HPMLI_V1(hpmli_exponent, (float)((int32_t)(HPMLI_K(hpmli_word)(a) >> 23 & 255) - 127))
 HPMLI_V1(hpmli_mantissa, HPMLI_K(hpmli_float)((HPMLI_K(hpmli_word)(a) & 0x7fffffu) | 0x3f800000u))
 HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a) { return a; }
+HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
 HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a) { return a; }
 HPMLI_VFN uint32_t HPMLI_K(hpmli_signmask)(hv a) { return a >= 0; }
 HPMLI_VFN hv HPMLI_K(hpmli_bits)(uint32_t m, hv a, hv b) { return m & 1 ? a : b; }
@@ -1258,6 +1260,11 @@ HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d) /* out[0..3] = the sums of four vectors */
+{
+    __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
 HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a)
 {
@@ -1354,15 +1361,32 @@ HPMLI_V1(hpmli_exponent, _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(_m
 HPMLI_V1(hpmli_mantissa, _mm512_or_ps(_mm512_and_ps(a, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fffff))), _mm512_set1_ps(1)))
 HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
 {
-    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    float  t[16]; /* through memory: gcc 12 warns about its own half-register casts */
+    __m256 h;
+    __m128 s;
+    _mm512_storeu_ps(t, a);
+    h = _mm256_add_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8));
+    s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
+HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d)
+{
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    __m512 s  = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e)); /* within each quarter: a, b, c, d */
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, s)));
+}
 HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a)
 {
-    __m256 h = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
-    __m128 s = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    float  t[16]; /* through memory: gcc 12 warns about its own half-register casts */
+    __m256 h;
+    __m128 s;
+    _mm512_storeu_ps(t, a);
+    h = _mm256_max_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8));
+    s = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
@@ -1458,6 +1482,10 @@ HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
 {
     float32x2_t s = vadd_f32(vget_low_f32(a), vget_high_f32(a));
     return vget_lane_f32(s, 0) + vget_lane_f32(s, 1);
+}
+HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d)
+{
+    vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
 }
 HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a) { return vmaxvq_f32(a); }
 HPMLI_VFN uint32_t HPMLI_K(hpmli_signmask)(hv a)
