@@ -68,6 +68,7 @@
 //     gemm   matrix product: tiles
 //     gemm-pack   matrix product: packing and turning
 //     gemm-part   matrix product: one rectangle of C
+//     gemm-thin   matrix product: small and thin shapes
 //     random   Philox: random numbers by number
 //     onebit   gradient codecs: 1 bit and bf16, one row
 //     conv-kernels   columns of a convolution
@@ -545,7 +546,7 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
 /* Gradients of the loss times `scale`. Parameters: set, or added to when `accumulate`. */
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
 
-/* Compares backward with central differences (double accumulation) on up to `samples` numbers of every parameter and every input that
+/* Compares backward with central differences of fourth order on up to `samples` numbers of every parameter and every input that
    needs a gradient; returns the largest |difference| / (|a| + |b| + floor), or a negative number on error. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* an input that shall get a gradient */
@@ -1167,8 +1168,13 @@ HPMLI_V2(hpmli_add, a + b)
 HPMLI_V2(hpmli_sub, a - b)
 HPMLI_V2(hpmli_mul, a * b)
 HPMLI_V2(hpmli_div, a / b)
+#ifdef __FP_FAST_FMAF /* where there is one, always: not when the compiler feels like contracting */
+HPMLI_V3(hpmli_fma, fmaf(a, b, c))
+HPMLI_V3(hpmli_fnma, fmaf(-a, b, c))
+#else
 HPMLI_V3(hpmli_fma, a * b + c)
 HPMLI_V3(hpmli_fnma, c - a * b)
+#endif
 HPMLI_V2(hpmli_max, a > b ? a : b)
 HPMLI_V2(hpmli_min, a < b ? a : b)
 HPMLI_V1(hpmli_abs, fabsf(a))
@@ -2047,7 +2053,7 @@ HPMLI_KFN void HPMLI_K(hpmli_f32_to_u8)(uint8_t *y, const float *x, int64_t n)
 #if HPMLI_ISA == 2
 #define HPMLI_MR      14
 #define HPMLI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
-#define HPMLI_DOT_MR  5
+#define HPMLI_DOT_MR  6
 #elif HPMLI_ISA == 1
 #define HPMLI_MR      6
 #define HPMLI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
@@ -2063,20 +2069,25 @@ HPMLI_KFN void HPMLI_K(hpmli_f32_to_u8)(uint8_t *y, const float *x, int64_t n)
 #endif
 
 #ifndef HPMLI_TILE_ROW
-/* Where a tile goes and what is done to it on the way. */
+/* Where a tile goes. Written or added to; full vectors only. */
 typedef struct hpmli_tile_out {
-    float       *c;
-    int64_t      ldc;
+    float  *c;
+    int64_t ldc;
+    int     add;
+    int64_t n;      /* columns of B that are there, and ... */
+    float  *packed; /* ... where the first tile of a panel of B packs it on the way */
+} hpmli_tile_out;
+
+/* What else is done to C. */
+typedef struct hpmli_tile_end {
     float        alpha, beta;
     const float *bias_row; /* one for each row, or NULL */
     const float *bias_col; /* one for each column, or NULL */
     int          relu;
-    int          plain;    /* alpha 1, beta 0 or 1, no bias, no relu */
-    float       *packed;   /* the first tile of a panel of B packs it here on the way */
-} hpmli_tile_out;
+} hpmli_tile_end;
 
 #define HPMLI_TILE_ARGS                                                                                                \
-    int64_t kc, const float *a, int64_t ars, int64_t acs, const float *b, int64_t ldb, int64_t n, const hpmli_tile_out *e
+    int64_t kc, const float *a, int64_t ars, int64_t acs, const float *b, int64_t ldb, const hpmli_tile_out *o
 typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 
 /* What happens to row r of a tile; `mr`, `nv` are constants once inlined, so rows that are not there vanish. Every third row
@@ -2089,25 +2100,15 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
         s##r = hv_fma(x, b0, s##r);                                                                                    \
         if (nv > 1) t##r = hv_fma(x, b1, t##r);                                                                        \
     }
-#define HPMLI_TILE_TOUCH(r)                                                                                            \
-    if (mr > r) {                                                                                                      \
-        HPMLI_PREFETCH(e->c + r * e->ldc);                                                                             \
-        if (nv > 1) HPMLI_PREFETCH(e->c + r * e->ldc + HPMLI_NR - 1);                                                  \
-    }
 #define HPMLI_TILE_STORE(r)                                                                                            \
     if (mr > r) {                                                                                                      \
-        hv_store(e->c + r * e->ldc, s##r);                                                                             \
-        if (nv > 1) hv_store(e->c + r * e->ldc + HV_W, t##r);                                                          \
+        hv_store(c + r * ldc, s##r);                                                                                   \
+        if (nv > 1) hv_store(c + r * ldc + HV_W, t##r);                                                                \
     }
 #define HPMLI_TILE_ADD(r)                                                                                              \
     if (mr > r) {                                                                                                      \
-        hv_store(e->c + r * e->ldc, hv_add(hv_load(e->c + r * e->ldc), s##r));                                         \
-        if (nv > 1) hv_store(e->c + r * e->ldc + HV_W, hv_add(hv_load(e->c + r * e->ldc + HV_W), t##r));               \
-    }
-#define HPMLI_TILE_SAVE(r)                                                                                             \
-    if (mr > r) {                                                                                                      \
-        HPMLI_K(hpmli_tile_save)(e, e->c + r * e->ldc, r, 0, s##r, n);                                                 \
-        if (nv > 1) HPMLI_K(hpmli_tile_save)(e, e->c + r * e->ldc + HV_W, r, HV_W, t##r, n - HV_W);                    \
+        hv_store(c + r * ldc, hv_add(hv_load(c + r * ldc), s##r));                                                     \
+        if (nv > 1) hv_store(c + r * ldc + HV_W, hv_add(hv_load(c + r * ldc + HV_W), t##r));                           \
     }
 #if defined(__GNUC__)
 #define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1)
@@ -2116,28 +2117,19 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 #endif
 #endif
 
-/* n lanes of row r, from column j of the tile on. */
-HPMLI_VFN void HPMLI_K(hpmli_tile_save)(const hpmli_tile_out *e, float *c, int64_t r, int64_t j, hv v, int64_t n)
-{
-    v = hv_mul(v, hv_set1(e->alpha));
-    if (e->beta != 0) v = hv_fma(hv_set1(e->beta), hv_ld(c, n), v);
-    if (e->bias_col) v = hv_add(v, hv_ld(e->bias_col + j, n));
-    if (e->bias_row) v = hv_add(v, hv_set1(e->bias_row[r]));
-    if (e->relu) v = hv_max(v, hv_zero());
-    hv_st(c, v, n);
-}
-
-/* first: B is not packed yet: n may be partial, and what is read goes into e->packed. */
+/* first: B is not packed yet: n may be partial, and what is read goes into o->packed. */
 HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int first, HPMLI_TILE_ARGS)
 {
     const float *a0 = a, *a3 = a + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
-    float       *packed = e->packed;
+    float       *c = o->c, *packed = o->packed;
+    int64_t      ldc = o->ldc;
     HPMLI_ROWS(HPMLI_TILE_ZERO)
-    if (kc >= 64) { HPMLI_ROWS(HPMLI_TILE_TOUCH) }
     for (int64_t p = 0; p < kc; p++) {
-        hv b0 = first ? hv_ld(b, n) : hv_load(b);
-        hv b1 = nv < 2 ? b0 : first ? hv_ld(b + HV_W, n - HV_W) : hv_load(b + HV_W);
+        hv b0 = first ? hv_ld(b, o->n) : hv_load(b);
+        hv b1 = nv < 2 ? b0 : first ? hv_ld(b + HV_W, o->n - HV_W) : hv_load(b + HV_W);
         if (first) {
+            HPMLI_PREFETCH(b + HPMLI_NR); /* the next panel */
+            HPMLI_PREFETCH(b + HPMLI_NR + HV_W);
             hv_store(packed, b0);
             hv_store(packed + HV_W, b1);
             packed += HPMLI_NR;
@@ -2147,23 +2139,19 @@ HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int first, 
         b += ldb;
     }
     (void)a3, (void)a6, (void)a9, (void)a12;
-    if (e->plain && n == nv * HV_W) {
-        if (e->beta == 0) { HPMLI_ROWS(HPMLI_TILE_STORE) }
-        else { HPMLI_ROWS(HPMLI_TILE_ADD) }
-    } else {
-        HPMLI_ROWS(HPMLI_TILE_SAVE)
-    }
+    if (o->add) { HPMLI_ROWS(HPMLI_TILE_ADD) }
+    else { HPMLI_ROWS(HPMLI_TILE_STORE) }
 }
 
 #ifndef HPMLI_TILE_KINDS
 /* For each height: two vectors, one, two for the first time. */
 #define HPMLI_TILE_KINDS(r)                                                                                            \
     HPMLI_KFN void HPMLI_K(hpmli_tile_two_##r)(HPMLI_TILE_ARGS)                                                        \
-    { HPMLI_K(hpmli_tile)(r + 1, 2, 0, kc, a, ars, acs, b, ldb, n, e); }                                               \
+    { HPMLI_K(hpmli_tile)(r + 1, 2, 0, kc, a, ars, acs, b, ldb, o); }                                               \
     HPMLI_KFN void HPMLI_K(hpmli_tile_one_##r)(HPMLI_TILE_ARGS)                                                        \
-    { HPMLI_K(hpmli_tile)(r + 1, 1, 0, kc, a, ars, acs, b, ldb, n, e); }                                               \
+    { HPMLI_K(hpmli_tile)(r + 1, 1, 0, kc, a, ars, acs, b, ldb, o); }                                               \
     HPMLI_KFN void HPMLI_K(hpmli_tile_first_##r)(HPMLI_TILE_ARGS)                                                      \
-    { HPMLI_K(hpmli_tile)(r + 1, 2, 1, kc, a, ars, acs, b, ldb, n, e); }
+    { HPMLI_K(hpmli_tile)(r + 1, 2, 1, kc, a, ars, acs, b, ldb, o); }
 #define HPMLI_TILE_TWO(r)   HPMLI_K(hpmli_tile_two_##r),
 #define HPMLI_TILE_ONE(r)   HPMLI_K(hpmli_tile_one_##r),
 #define HPMLI_TILE_FIRST(r) HPMLI_K(hpmli_tile_first_##r),
@@ -2262,20 +2250,37 @@ HPMLI_KFN void HPMLI_K(hpmli_pack)(const float *x, int64_t ps, int64_t js, int64
     }
 }
 
-/* A tile of C^T, mr rows of NR, goes into C turned. e tells where, and what is done to it, as C sees it. */
-HPMLI_KFN void HPMLI_K(hpmli_turn)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_out *e)
+/* n lanes of row r, from column j of the tile on, go into C. */
+HPMLI_VFN void HPMLI_K(hpmli_tile_save)(const hpmli_tile_end *e, float *c, int64_t r, int64_t j, hv v, int64_t n)
+{
+    v = hv_mul(v, hv_set1(e->alpha));
+    if (e->beta != 0) v = hv_fma(hv_set1(e->beta), hv_ld(c, n), v);
+    if (e->bias_col) v = hv_add(v, hv_ld(e->bias_col + j, n));
+    if (e->bias_row) v = hv_add(v, hv_set1(e->bias_row[r]));
+    if (e->relu) v = hv_max(v, hv_zero());
+    hv_st(c, v, n);
+}
+
+/* The same for mr rows of a tile. */
+HPMLI_KFN void HPMLI_K(hpmli_save)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, float *c, int64_t ldc)
+{
+    for (int64_t r = 0; r < mr; r++, c += ldc, tile += HPMLI_NR)
+        for (int64_t j = 0; j < n; j += HV_W) HPMLI_K(hpmli_tile_save)(e, c + j, r, j, hv_load(tile + j), n - j);
+}
+
+/* A tile of C^T, mr rows of NR, goes into C turned; e as C sees it. plain: nothing is done to it but that. */
+HPMLI_KFN void HPMLI_K(hpmli_turn)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, bool plain, float *c,
+                                   int64_t ldc)
 {
     float square[HV_W * HV_W];
     for (int64_t r = 0; r < mr; r += HV_W)
         for (int64_t q = 0; q < n; q += HV_W) {
             int64_t lanes = mr - r < HV_W ? mr - r : HV_W, rows = n - q < HV_W ? n - q : HV_W;
-            float  *c     = e->c + q * e->ldc + r;
+            float  *to    = c + q * ldc + r;
             HPMLI_K(hpmli_transpose)(tile + r * HPMLI_NR + q, HPMLI_NR, lanes, square, HV_W);
-            if (e->plain && e->beta == 0)
-                for (int64_t i = 0; i < rows; i++) hv_st(c + i * e->ldc, hv_load(square + i * HV_W), lanes);
-            else
-                for (int64_t i = 0; i < rows; i++)
-                    HPMLI_K(hpmli_tile_save)(e, c + i * e->ldc, q + i, r, hv_load(square + i * HV_W), lanes);
+            for (int64_t i = 0; i < rows; i++)
+                if (plain) hv_st(to + i * ldc, hv_load(square + i * HV_W), lanes);
+                else HPMLI_K(hpmli_tile_save)(e, to + i * ldc, q + i, r, hv_load(square + i * HV_W), lanes);
         }
 }
 
@@ -2292,8 +2297,14 @@ typedef struct HPMLI_K(hpmli_view) {
     const float *q;
     int64_t      q_ks, q_cs; /* k and column strides of Q */
     float       *c;          /* first element of the part */
-    int64_t      rows, cols, k;
-    int          swapped, pack_p, pack_q;
+    int64_t      ldc, rows, cols, k;
+    bool         swapped;
+    bool         pack_q, fuse; /* pack panels of Q; while the first tile is computed */
+    int64_t      tiles;        /* down the block of rows */
+    bool         plain;        /* tiles are only stored or added, ... */
+    bool         fetch;        /* ... C is worth a prefetch, */
+    hpmli_tile_end end;        /* or this is done; for the block of k */
+    void (*act_row)(float *y, int64_t n);
 } HPMLI_K(hpmli_view);
 
 HPMLI_KFN HPMLI_K(hpmli_view) HPMLI_K(hpmli_view_of)(const hpmli_gemm_part *part)
@@ -2301,12 +2312,12 @@ HPMLI_KFN HPMLI_K(hpmli_view) HPMLI_K(hpmli_view_of)(const hpmli_gemm_part *part
     const hpmli_gemm_desc *d = part->d;
     HPMLI_K(hpmli_view)    v;
     int64_t m = part->i1 - part->i0, n = part->j1 - part->j0;
+    memset(&v, 0, sizeof v);
     v.part = part;
+    v.ldc  = d->ldc;
     v.k    = d->alpha == 0 ? 0 : d->k;
     v.c    = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
     v.p = v.q = part->ws; /* nothing is read when k is 0 */
-    v.p_rs = v.p_ks = v.q_ks = v.q_cs = 0;
-    v.swapped = v.pack_p = v.pack_q = 0;
     v.rows = m, v.cols = n;
     if (v.k == 0) return v;
     v.p = d->a + part->batch * d->a_batch + part->i0 * d->a_rs, v.p_rs = d->a_rs, v.p_ks = d->a_cs;
@@ -2318,145 +2329,160 @@ HPMLI_KFN HPMLI_K(hpmli_view) HPMLI_K(hpmli_view_of)(const hpmli_gemm_part *part
             int64_t      rs = v.p_rs, ks = v.p_ks;
             v.p = v.q, v.p_rs = v.q_cs, v.p_ks = v.q_ks;
             v.q = p, v.q_cs = rs, v.q_ks = ks;
-            v.rows = n, v.cols = m, v.swapped = 1;
+            v.rows = n, v.cols = m, v.swapped = true;
         }
     }
     v.pack_q = d->pack_b || v.q_cs != 1 || v.rows > 2 * HPMLI_MR;
-    v.pack_p = v.cols > HPMLI_PACK_P_COLS;
+    v.fuse   = !d->pack_b && v.q_cs == 1;
     return v;
 }
 
-/* rows [i0, i0 + mc) x columns [j, j + n) of a panel, over k [p0, p0 + kc). */
-HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n, int64_t p0,
-                                    int64_t kc, const float *pa, float *pb, int ready)
+/* Makes columns [j, j + n) of Q, over k [p0, p0 + kc), a packed panel. */
+HPMLI_KFN void HPMLI_K(hpmli_pack_panel)(const HPMLI_K(hpmli_view) *v, int64_t j, int64_t n, int64_t p0, int64_t kc, int64_t width,
+                                         float *pb)
 {
     const hpmli_gemm_desc *d = v->part->d;
-    const float *b   = v->q + p0 * v->q_ks + j * v->q_cs;
-    int64_t      ldb = v->q_ks, tiles = (mc + HPMLI_MR - 1) / HPMLI_MR, width = n <= HV_W ? HV_W : HPMLI_NR;
-    int          last = p0 + kc == v->k, first = 0;
-    float        turned[HPMLI_MR * HPMLI_NR];
-    hpmli_tile_fn *const *fn = n <= HV_W ? HPMLI_K(hpmli_tiles_one) : HPMLI_K(hpmli_tiles_two);
-    hpmli_tile_out e, inner;
-    memset(&e, 0, sizeof e);
-    e.ldc    = d->ldc;
-    e.alpha  = d->alpha;
-    e.beta   = p0 == 0 ? d->beta : 1;
-    e.relu   = d->act == 1 && last;
-    e.plain  = e.alpha == 1 && (e.beta == 0 || e.beta == 1) && !(last && (d->bias_n || d->bias_m || e.relu));
-    e.packed = pb;
+    if (d->pack_b) d->pack_b(d->pack_user, v->part->batch, d->k_first + p0, kc, v->part->j0 + j, n, width, pb);
+    else HPMLI_K(hpmli_pack)(v->q + p0 * v->q_ks + j * v->q_cs, v->q_ks, v->q_cs, kc, n, width, pb);
+}
+
+/* Rows [i0, i0 + mc) x columns [j, j + n) of a panel, over k [p0, p0 + kc). pb: room for the packed panel. */
+HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n, int64_t p0,
+                                    int64_t kc, float *pb, bool ready)
+{
+    const float *a = v->p + i0 * v->p_rs + p0 * v->p_ks, *b = v->q + p0 * v->q_ks + j * v->q_cs;
+    int64_t      ldb = v->q_ks, width = n <= HV_W ? HV_W : HPMLI_NR, more = mc % v->tiles, mr = mc / v->tiles + (more > 0);
+    bool         direct = v->plain && n == width && !v->swapped;
+    hpmli_tile_fn *const *later = n <= HV_W ? HPMLI_K(hpmli_tiles_one) : HPMLI_K(hpmli_tiles_two), *const *fn = later;
+    float          tile[HPMLI_MR * HPMLI_NR];
+    hpmli_tile_end e = v->end;
+    hpmli_tile_out o;
+    o.c = tile, o.ldc = direct ? v->ldc : HPMLI_NR, o.add = direct && e.beta != 0, o.n = n, o.packed = pb;
     if (v->pack_q || n < width) {
-        if (ready) b = pb;
-        else if (v->k == 0) b = pb;
-        else if (d->pack_b) {
-            d->pack_b(d->pack_user, v->part->batch, d->k_first + p0, kc, v->part->j0 + j, n, width, pb);
-            b = pb;
-        } else if (v->q_cs == 1 && n > HV_W) first = 1;
+        if (!ready && v->fuse && n > HV_W) fn = HPMLI_K(hpmli_tiles_first);
         else {
-            HPMLI_K(hpmli_pack)(b, v->q_ks, v->q_cs, kc, n, width, pb);
-            b = pb;
+            if (!ready && v->k > 0) HPMLI_K(hpmli_pack_panel)(v, j, n, p0, kc, width, pb);
+            b = pb, ldb = width;
         }
-        if (b == pb) ldb = width;
     }
-    inner       = e;
-    inner.c     = turned, inner.ldc = HPMLI_NR;
-    inner.alpha = 1, inner.beta = 0, inner.relu = 0, inner.plain = 1;
-    for (int64_t t = 0; t < tiles; t++) {
-        int64_t      i = i0 + t * mc / tiles, mr = i0 + (t + 1) * mc / tiles - i;
-        const float *a = v->pack_p ? pa + (i - i0) * kc : v->p + i * v->p_rs + p0 * v->p_ks;
-        int64_t      ars = v->pack_p ? 1 : v->p_rs, acs = v->pack_p ? mr : v->p_ks, ci = v->swapped ? j : i, cj = v->swapped ? i : j;
-        e.c        = v->c + ci * d->ldc + cj;
-        e.bias_col = last && d->bias_n ? d->bias_n + v->part->j0 + cj : NULL;
-        e.bias_row = last && d->bias_m ? d->bias_m + v->part->i0 + ci : NULL;
-        (first ? HPMLI_K(hpmli_tiles_first) : fn)[mr - 1](kc, a, ars, acs, b, ldb, v->swapped ? width : n, v->swapped ? &inner : &e);
-        if (v->swapped) HPMLI_K(hpmli_turn)(turned, mr, n, &e);
-        if (first) first = 0, b = pb, ldb = HPMLI_NR;
-        if (last && d->act_row)
-            for (int64_t r = 0; r < (v->swapped ? n : mr); r++) d->act_row(e.c + r * d->ldc, v->swapped ? mr : n);
+    for (int64_t t = 0, i = i0; t < v->tiles; t++) {
+        int64_t ci = v->swapped ? j : i, cj = v->swapped ? i : j;
+        float  *c  = v->c + ci * v->ldc + cj;
+        if (t == more && more > 0) mr--;
+        for (int64_t r = 0; v->fetch && r < mr; r++) {
+            HPMLI_PREFETCH(c + r * v->ldc);
+            HPMLI_PREFETCH(c + r * v->ldc + HV_W);
+        }
+        if (direct) o.c = c;
+        fn[mr - 1](kc, a, v->p_rs, v->p_ks, b, ldb, &o);
+        if (!direct) {
+            e.bias_col = v->end.bias_col ? v->end.bias_col + cj : NULL;
+            e.bias_row = v->end.bias_row ? v->end.bias_row + ci : NULL;
+            if (v->swapped) HPMLI_K(hpmli_turn)(tile, mr, n, &e, v->plain && e.beta == 0, c, v->ldc);
+            else HPMLI_K(hpmli_save)(tile, mr, n, &e, c, v->ldc);
+        }
+        for (int64_t r = 0; v->act_row && r < (v->swapped ? n : mr); r++) v->act_row(c + r * v->ldc, v->swapped ? mr : n);
+        if (fn != later) fn = later, b = pb, ldb = HPMLI_NR;
+        i += mr, a += mr * v->p_rs;
     }
 }
 
-/* Block after block of k, of rows; for the first block of rows the panels of Q are packed, as they come. */
-HPMLI_KFN void HPMLI_K(hpmli_blocks)(const HPMLI_K(hpmli_view) *v)
+/* What is done to tiles of the block of k from p0 on. */
+HPMLI_KFN void HPMLI_K(hpmli_block_end)(HPMLI_K(hpmli_view) *v, int64_t p0, int64_t kc)
 {
-    float  *pa = v->part->ws, *pb = pa + (HPMLI_GEMM_MC + 32) * HPMLI_GEMM_KC;
-    int64_t k_blocks = v->k > 0 ? (v->k - 1) / HPMLI_GEMM_KC + 1 : 1, row_blocks = (v->rows - 1) / HPMLI_GEMM_MC + 1;
+    const hpmli_gemm_desc *d    = v->part->d;
+    bool                   last = p0 + kc == v->k;
+    v->end.alpha    = d->alpha;
+    v->end.beta     = p0 == 0 ? d->beta : 1;
+    v->end.bias_col = last && d->bias_n ? d->bias_n + v->part->j0 : NULL;
+    v->end.bias_row = last && d->bias_m ? d->bias_m + v->part->i0 : NULL;
+    v->end.relu     = last && d->act == 1;
+    v->act_row      = last ? d->act_row : NULL;
+    v->plain        = d->alpha == 1 && (v->end.beta == 0 || v->end.beta == 1) && !v->end.bias_col && !v->end.bias_row && !v->end.relu;
+    v->fetch        = kc >= 64 && v->rows * v->cols >= 65536 && !v->swapped;
+}
+
+/* Block after block of k, of rows; for the first block of rows the panels of Q are packed, as they come. */
+HPMLI_KFN void HPMLI_K(hpmli_blocks)(HPMLI_K(hpmli_view) *v)
+{
+    float  *pb = v->part->ws;
+    int64_t k_blocks = v->k > HPMLI_GEMM_KC ? (v->k - 1) / HPMLI_GEMM_KC + 1 : 1;
+    int64_t row_blocks = v->rows > HPMLI_GEMM_MC ? (v->rows - 1) / HPMLI_GEMM_MC + 1 : 1;
     for (int64_t j0 = 0; j0 < v->cols; j0 += HPMLI_GEMM_NC) {
         int64_t nc = v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC;
         for (int64_t kb = 0; kb < k_blocks; kb++) {
             int64_t p0 = kb * v->k / k_blocks, kc = (kb + 1) * v->k / k_blocks - p0;
+            HPMLI_K(hpmli_block_end)(v, p0, kc);
             for (int64_t rb = 0; rb < row_blocks; rb++) {
                 int64_t i0 = rb * v->rows / row_blocks, mc = (rb + 1) * v->rows / row_blocks - i0;
-                int64_t tiles = (mc + HPMLI_MR - 1) / HPMLI_MR;
-                for (int64_t t = 0; v->pack_p && t < tiles; t++) {
-                    int64_t i = t * mc / tiles, mr = (t + 1) * mc / tiles - i;
-                    HPMLI_K(hpmli_pack)(v->p + (i0 + i) * v->p_rs + p0 * v->p_ks, v->p_ks, v->p_rs, kc, mr, mr, pa + i * kc);
-                }
+                v->tiles = (mc + HPMLI_MR - 1) / HPMLI_MR;
                 for (int64_t j = 0; j < nc; j += HPMLI_NR)
-                    HPMLI_K(hpmli_panel)(v, i0, mc, j0 + j, nc - j < HPMLI_NR ? nc - j : HPMLI_NR, p0, kc, pa,
+                    HPMLI_K(hpmli_panel)(v, i0, mc, j0 + j, nc - j < HPMLI_NR ? nc - j : HPMLI_NR, p0, kc,
                                          row_blocks > 1 ? pb + j * kc : pb, rb > 0);
             }
         }
     }
 }
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gemm-thin   matrix product: small and thin shapes
+// ---------------------------------------------------------------------------------------------------------------------
 
-#ifndef HPMLI_DOT_ROWS
-#define HPMLI_DOT_ROWS(X)       X(0) X(1) X(2) X(3) X(4)
-#define HPMLI_DOT_ZERO(r)       hv s##r##0 = hv_zero(), s##r##1 = hv_zero(), s##r##2 = hv_zero(), s##r##3 = hv_zero(), s##r##4 = hv_zero();
+/* Where C is small, or only a row, packing and turning would cost more than the product itself. If both operands run along
+   k, each element is a dot product: vectors run along k, a tile of MR x 4 sums shares its loads, and no lane is idle. */
+
+#ifndef HPMLI_DOT_ROW
+#define HPMLI_DOT_ZERO(r) hv s##r = hv_zero(), t##r = s##r, u##r = s##r, v##r = s##r;
 #define HPMLI_DOT_ROW(r, LOAD)                                                                                         \
     if (mr > r) {                                                                                                      \
         hv x = LOAD(p + r * p_rs);                                                                                     \
-        s##r##0 = hv_fma(x, b0, s##r##0), s##r##1 = hv_fma(x, b1, s##r##1), s##r##2 = hv_fma(x, b2, s##r##2);         \
-        s##r##3 = hv_fma(x, b3, s##r##3), s##r##4 = hv_fma(x, b4, s##r##4);                                            \
-    }
-#define HPMLI_DOT_SAVE(r)                                                                                              \
-    if (mr > r) {                                                                                                      \
-        out[r * 5] = hv_sum(s##r##0), out[r * 5 + 1] = hv_sum(s##r##1), out[r * 5 + 2] = hv_sum(s##r##2);              \
-        out[r * 5 + 3] = hv_sum(s##r##3), out[r * 5 + 4] = hv_sum(s##r##4);                                            \
+        s##r = hv_fma(x, b0, s##r), t##r = hv_fma(x, b1, t##r), u##r = hv_fma(x, b2, u##r), v##r = hv_fma(x, b3, v##r); \
     }
 #define HPMLI_DOT_STEP(LOAD)                                                                                           \
     {                                                                                                                  \
-        hv b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3), b4 = LOAD(q4);                                  \
-        HPMLI_DOT_ROW(0, LOAD) HPMLI_DOT_ROW(1, LOAD) HPMLI_DOT_ROW(2, LOAD) HPMLI_DOT_ROW(3, LOAD) HPMLI_DOT_ROW(4, LOAD) \
+        hv b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                 \
+        HPMLI_DOT_ROW(0, LOAD) HPMLI_DOT_ROW(1, LOAD) HPMLI_DOT_ROW(2, LOAD)                                           \
+        HPMLI_DOT_ROW(3, LOAD) HPMLI_DOT_ROW(4, LOAD) HPMLI_DOT_ROW(5, LOAD)                                           \
     }
 #define HPMLI_DOT_REST(p) hv_load_n(p, k - i)
+#define HPMLI_DOT_SAVE(r) if (mr > r) hv_sum4(out + 4 * r, s##r, t##r, u##r, v##r);
+#define HPMLI_DOT_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
 #define HPMLI_DOT_ARGS    int64_t k, const float *p, int64_t p_rs, const float *q, int64_t q_rs, int64_t n, float *out
+#define HPMLI_DOT(rows)                                                                                                \
+    HPMLI_KFN void HPMLI_K(hpmli_dot_##rows)(HPMLI_DOT_ARGS) { HPMLI_K(hpmli_dot)(rows, k, p, p_rs, q, q_rs, n, out); }
 typedef void hpmli_dot_fn(HPMLI_DOT_ARGS);
 #endif
 
-/* Dot products of mr rows of P with 5 of Q, along k: out[r * 5 + j]. With n < 5 rows of Q the last stands in for the rest. */
+/* Dot products of mr rows of P with 4 of Q, along k: out[r * 4 + j]. With n < 4 rows of Q the last stands in for the rest. */
 HPMLI_VFN void HPMLI_K(hpmli_dot)(const int mr, HPMLI_DOT_ARGS)
 {
-    const float *q0 = q, *q1 = q + (n > 1 ? q_rs : 0), *q2 = n > 2 ? q1 + q_rs : q1, *q3 = n > 3 ? q2 + q_rs : q2;
-    const float *q4 = n > 4 ? q3 + q_rs : q3;
+    const float *q0 = q, *q1 = n > 1 ? q0 + q_rs : q0, *q2 = n > 2 ? q1 + q_rs : q1, *q3 = n > 3 ? q2 + q_rs : q2;
     int64_t      i  = 0;
     HPMLI_DOT_ROWS(HPMLI_DOT_ZERO)
     for (; i + HV_W <= k; i += HV_W) {
         HPMLI_DOT_STEP(hv_load)
-        p += HV_W, q0 += HV_W, q1 += HV_W, q2 += HV_W, q3 += HV_W, q4 += HV_W;
+        p += HV_W, q0 += HV_W, q1 += HV_W, q2 += HV_W, q3 += HV_W;
     }
     if (i < k) HPMLI_DOT_STEP(HPMLI_DOT_REST)
     HPMLI_DOT_ROWS(HPMLI_DOT_SAVE)
 }
 
-HPMLI_KFN void HPMLI_K(hpmli_dot_1)(HPMLI_DOT_ARGS) { HPMLI_K(hpmli_dot)(1, k, p, p_rs, q, q_rs, n, out); }
-HPMLI_KFN void HPMLI_K(hpmli_dot_2)(HPMLI_DOT_ARGS) { HPMLI_K(hpmli_dot)(2, k, p, p_rs, q, q_rs, n, out); }
+HPMLI_DOT(1) HPMLI_DOT(2)
 #if HPMLI_DOT_MR > 2
-HPMLI_KFN void HPMLI_K(hpmli_dot_3)(HPMLI_DOT_ARGS) { HPMLI_K(hpmli_dot)(3, k, p, p_rs, q, q_rs, n, out); }
-HPMLI_KFN void HPMLI_K(hpmli_dot_4)(HPMLI_DOT_ARGS) { HPMLI_K(hpmli_dot)(4, k, p, p_rs, q, q_rs, n, out); }
+HPMLI_DOT(3) HPMLI_DOT(4)
 #endif
 #if HPMLI_DOT_MR > 4
-HPMLI_KFN void HPMLI_K(hpmli_dot_5)(HPMLI_DOT_ARGS) { HPMLI_K(hpmli_dot)(5, k, p, p_rs, q, q_rs, n, out); }
+HPMLI_DOT(5) HPMLI_DOT(6)
 #endif
 static hpmli_dot_fn *const HPMLI_K(hpmli_dots)[HPMLI_DOT_MR] = { HPMLI_K(hpmli_dot_1), HPMLI_K(hpmli_dot_2),
 #if HPMLI_DOT_MR > 2
     HPMLI_K(hpmli_dot_3), HPMLI_K(hpmli_dot_4),
 #endif
 #if HPMLI_DOT_MR > 4
-    HPMLI_K(hpmli_dot_5)
+    HPMLI_K(hpmli_dot_5), HPMLI_K(hpmli_dot_6)
 #endif
 };
 
-/* One element of C, finished. */
+/* Element (i, j) of one product, finished. */
 HPMLI_VFN void HPMLI_K(hpmli_save_one)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
 {
     x *= d->alpha;
@@ -2467,34 +2493,78 @@ HPMLI_VFN void HPMLI_K(hpmli_save_one)(const hpmli_gemm_desc *d, float *c, int64
     if (d->act_row) d->act_row(c, 1);
 }
 
-/* Both operands run along k and C is small: dot products, nothing is packed and no lane is idle. */
 HPMLI_KFN void HPMLI_K(hpmli_gemm_dots)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
     int64_t m = part->i1 - part->i0, n = part->j1 - part->j0;
     const float *a = d->a + part->batch * d->a_batch + part->i0 * d->a_rs;
     const float *b = d->b + part->batch * d->b_batch + part->j0 * d->b_cs;
-    int     turned = n < 5 && m > n; /* the dimension that goes in fives should be the longer one */
+    float       *c = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
+    int     turned = n * ((m + 3) / 4) < m * ((n + 3) / 4); /* which dimension goes better in fours */
+    bool    plain  = d->alpha == 1 && d->beta == 0 && !d->bias_n && !d->bias_m && d->act != 1 && !d->act_row;
     int64_t rows = turned ? n : m, cols = turned ? m : n, p_rs = turned ? d->b_cs : d->a_rs, q_rs = turned ? d->a_rs : d->b_cs;
     int64_t tiles = (rows + HPMLI_DOT_MR - 1) / HPMLI_DOT_MR;
-    for (int64_t j = 0; j < cols; j += 5)
+    for (int64_t j = 0; j < cols; j += 4)
         for (int64_t t = 0; t < tiles; t++) {
-            int64_t i = t * rows / tiles, mr = (t + 1) * rows / tiles - i, nr = cols - j < 5 ? cols - j : 5;
-            float   out[5 * HPMLI_DOT_MR];
+            int64_t i = t * rows / tiles, mr = (t + 1) * rows / tiles - i, nr = cols - j < 4 ? cols - j : 4;
+            float   out[4 * HPMLI_DOT_MR];
             HPMLI_K(hpmli_dots)[mr - 1](d->k, (turned ? b : a) + i * p_rs, p_rs, (turned ? a : b) + j * q_rs, q_rs, nr, out);
-            for (int64_t r = 0; r < mr; r++)
-                for (int64_t q = 0; q < nr; q++) {
-                    int64_t ci = part->i0 + (turned ? j + q : i + r), cj = part->j0 + (turned ? i + r : j + q);
-                    HPMLI_K(hpmli_save_one)(d, d->c + part->batch * d->c_batch + ci * d->ldc + cj, ci, cj, out[r * 5 + q]);
+            for (int64_t r = 0; r < mr; r++) {
+                if (plain && nr == 4) {
+                    float *to = turned ? c + j * d->ldc + i + r : c + (i + r) * d->ldc + j, *from = out + 4 * r;
+                    if (!turned) memcpy(to, from, 4 * sizeof(float));
+                    else to[0] = from[0], to[d->ldc] = from[1], to[2 * d->ldc] = from[2], to[3 * d->ldc] = from[3];
+                    continue;
                 }
+                for (int64_t q = 0; q < nr; q++) {
+                    int64_t ci = turned ? j + q : i + r, cj = turned ? i + r : j + q;
+                    HPMLI_K(hpmli_save_one)(d, c + ci * d->ldc + cj, part->i0 + ci, part->j0 + cj, out[4 * r + q]);
+                }
+            }
         }
+}
+
+/* One row times a matrix whose rows are contiguous: eight vectors of C at a time, so that B is read in long stretches. */
+HPMLI_KFN void HPMLI_K(hpmli_gemm_row)(const hpmli_gemm_part *part)
+{
+    const hpmli_gemm_desc *d = part->d;
+    const float *a = d->a + part->batch * d->a_batch;
+    float       *c = d->c + part->batch * d->c_batch;
+    hpmli_tile_end e;
+    e.alpha = d->alpha, e.beta = d->beta, e.relu = d->act == 1;
+    e.bias_row = d->bias_m, e.bias_col = d->bias_n;
+    for (int64_t j = part->j0, width; j < part->j1; j += width) {
+        const float *b = d->b + part->batch * d->b_batch + j;
+        hv s0 = hv_zero(), s1 = s0, s2 = s0, s3 = s0, s4 = s0, s5 = s0, s6 = s0, s7 = s0;
+        width = part->j1 - j >= 8 * HV_W ? 8 * HV_W : HV_W;
+        if (width == HV_W) {
+            width = part->j1 - j < HV_W ? part->j1 - j : HV_W;
+            for (int64_t p = 0; p < d->k; p++, b += d->b_rs) s0 = hv_fma(hv_set1(a[p * d->a_cs]), hv_ld(b, width), s0);
+            HPMLI_K(hpmli_tile_save)(&e, c + j, 0, j, s0, width);
+            continue;
+        }
+        for (int64_t p = 0; p < d->k; p++, b += d->b_rs) {
+            hv x = hv_set1(a[p * d->a_cs]);
+            s0 = hv_fma(x, hv_load(b), s0), s1 = hv_fma(x, hv_load(b + HV_W), s1);
+            s2 = hv_fma(x, hv_load(b + 2 * HV_W), s2), s3 = hv_fma(x, hv_load(b + 3 * HV_W), s3);
+            s4 = hv_fma(x, hv_load(b + 4 * HV_W), s4), s5 = hv_fma(x, hv_load(b + 5 * HV_W), s5);
+            s6 = hv_fma(x, hv_load(b + 6 * HV_W), s6), s7 = hv_fma(x, hv_load(b + 7 * HV_W), s7);
+        }
+#define HPMLI_ROW_SAVE(i, s) HPMLI_K(hpmli_tile_save)(&e, c + j + i * HV_W, 0, j + i * HV_W, s, HV_W);
+        HPMLI_ROW_SAVE(0, s0) HPMLI_ROW_SAVE(1, s1) HPMLI_ROW_SAVE(2, s2) HPMLI_ROW_SAVE(3, s3)
+        HPMLI_ROW_SAVE(4, s4) HPMLI_ROW_SAVE(5, s5) HPMLI_ROW_SAVE(6, s6) HPMLI_ROW_SAVE(7, s7)
+#undef HPMLI_ROW_SAVE
+    }
+    if (d->act_row) d->act_row(c + part->j0, part->j1 - part->j0);
 }
 
 HPMLI_KFN void HPMLI_K(hpmli_gemm_part)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
-    if (!d->pack_b && d->a_cs == 1 && d->b_rs == 1 && d->alpha != 0 && d->k >= 64 &&
-        (d->n <= 16 || d->m <= 16 || d->m * d->n <= 1024))
+    bool plain = !d->pack_b && d->alpha != 0 && d->k > 0;
+    if (plain && d->m == 1 && d->b_cs == 1 && d->n > 1) HPMLI_K(hpmli_gemm_row)(part);
+    else if (plain && d->a_cs == 1 && d->b_rs == 1 && (d->m == 1 || d->n == 1 ||
+             (d->k >= 128 && (d->n <= 16 || d->m <= 16 || d->m * d->n <= 1024))))
         HPMLI_K(hpmli_gemm_dots)(part);
     else {
         HPMLI_K(hpmli_view) v = HPMLI_K(hpmli_view_of)(part);
@@ -2505,21 +2575,20 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_part)(const hpmli_gemm_part *part)
 /* Row i of C from `count` parts of the sum over k, `apart` floats from one to the next; added up in order. */
 HPMLI_KFN void HPMLI_K(hpmli_gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t apart)
 {
-    hpmli_tile_out e;
-    memset(&e, 0, sizeof e);
+    hpmli_tile_end e;
+    float *c = d->c + i * d->ldc;
     e.alpha    = d->alpha;
     e.beta     = d->beta;
     e.relu     = d->act == 1;
     e.bias_row = d->bias_m ? d->bias_m + i : NULL;
     e.bias_col = d->bias_n;
-    e.c        = d->c + i * d->ldc;
     for (int64_t j = 0; j < d->n; j += HV_W) {
         int64_t n = d->n - j < HV_W ? d->n - j : HV_W;
         hv      s = hv_ld(sums + i * d->n + j, n);
         for (int64_t t = 1; t < count; t++) s = hv_add(s, hv_ld(sums + t * apart + i * d->n + j, n));
-        HPMLI_K(hpmli_tile_save)(&e, e.c + j, 0, j, s, n);
+        HPMLI_K(hpmli_tile_save)(&e, c + j, 0, j, s, n);
     }
-    if (d->act_row) d->act_row(e.c, d->n);
+    if (d->act_row) d->act_row(c, d->n);
 }
 // ---------------------------------------------------------------------------------------------------------------------
 // >>random   Philox: random numbers by number
@@ -2961,7 +3030,15 @@ static const hpmli_kernels HPMLI_K(hpmli_kernels) = { HPMLI_ISA_NAME, HPMLI_KERN
 #define HPMLI_BODY_INCLUDED
 #if !defined(HPML_NO_SIMD) && defined(__GNUC__) && defined(__x86_64__)
 #define HPMLI_HAVE_X86 1
+#if !defined(__clang__) /* gcc 12 warns, as C++, about "undefined" vectors in its own header */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
+#if !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
 #else
 #define HPMLI_HAVE_X86 0
 #endif
@@ -3002,12 +3079,12 @@ typedef struct hpmli_gemm_part {
     float                 *ws; /* packing space of this thread */
 } hpmli_gemm_part;
 
-/* Blocks, for a second-level cache of 1 MB; half of that is fine too. A block of A (MC x KC) stays in it while the panels
-   of B (KC x 32) pass by; deeper blocks read and write C less often. */
-#define HPMLI_GEMM_KC 384
-#define HPMLI_GEMM_MC 182  /* a multiple of most tile heights */
-#define HPMLI_GEMM_NC 1024 /* columns of B kept packed for the next block of A */
-#define HPMLI_GEMM_WS ((HPMLI_GEMM_MC + 32) * HPMLI_GEMM_KC + (HPMLI_GEMM_NC + 64) * HPMLI_GEMM_KC)
+/* Blocks: MC rows of A, KC deep, stay in a second-level cache of 1 MB while the panels of B pass by (512 KB is fine too);
+   deeper blocks read and write C less often. NC columns of B are kept packed for the next MC rows. */
+#define HPMLI_GEMM_KC 512
+#define HPMLI_GEMM_MC 182
+#define HPMLI_GEMM_NC 512
+#define HPMLI_GEMM_WS ((HPMLI_GEMM_NC + 64) * HPMLI_GEMM_KC)
 
 /* Loops over registers must be unrolled at any optimization level. */
 #if defined(__clang__)
@@ -3016,9 +3093,6 @@ typedef struct hpmli_gemm_part {
 #define HPMLI_UNROLL _Pragma("GCC unroll 16")
 #else
 #define HPMLI_UNROLL
-#endif
-#ifndef HPMLI_PACK_P_COLS
-#define HPMLI_PACK_P_COLS 64
 #endif
 
 #define HPMLI_KERNELS_GEMM(X)                                                                                          \
@@ -7413,9 +7487,11 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses, const int *posit
     }
 }
 
-/* True when a node after node i (so, earlier in the backward pass) writes the gradient of this input. */
-HPMLI_FN bool hpmli_leaf_written(const hpml_graph *g, const hpml_tensor *leaf, int i)
+/* True when source j of node i is not the first, in the backward pass, to write the gradient of this input. */
+HPMLI_FN bool hpmli_leaf_written(const hpml_graph *g, const hpml_tensor *leaf, int i, int source)
 {
+    for (int j = 0; j < source; j++)
+        if (g->nodes[i]->src[j] == leaf) return true;
     for (int p = i + 1; p < g->count; p++)
         for (int j = 0; j < g->nodes[p]->src_count; j++)
             if (g->nodes[p]->src[j] == leaf && g->nodes[p]->out->needs_grad) return true;
@@ -7444,7 +7520,7 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses, const int *positi
                 n->accumulate[j] = g->param_last[s->param->index] >= 0;
                 g->param_last[s->param->index] = i;
             }
-            if (!u && !hpmli_trainable(s)) n->accumulate[j] = hpmli_leaf_written(g, s, i);
+            if (!u && !hpmli_trainable(s)) n->accumulate[j] = hpmli_leaf_written(g, s, i, j);
             if (!u) continue;
             r = hpmli_use_of(uses, position, u->root_grad);
             n->accumulate[j] = n->op != HPML_OP_RESHAPE && r->grad_written;
@@ -7808,11 +7884,11 @@ HPMLI_FN double hpmli_check_one(hpml_graph *g, hpml_tensor *t, float eps, int sa
     rng.seed   = g->ctx->seed, rng.stream = 77, rng.counter = 0;
     for (int i = 0; i < samples; i++) {
         int64_t at   = samples >= n ? i : hpml_rng_below(&rng, n);
-        double  up, down, slope, error;
+        double  near_, far, slope, error;
         if (at >= n) break;
-        up    = hpmli_loss_moved(g, t, at, eps);
-        down  = hpmli_loss_moved(g, t, at, -eps);
-        slope = (up - down) / (2 * (double)eps);
+        near_ = hpmli_loss_moved(g, t, at, eps) - hpmli_loss_moved(g, t, at, -eps);
+        far   = hpmli_loss_moved(g, t, at, 2 * eps) - hpmli_loss_moved(g, t, at, -2 * eps);
+        slope = (8 * near_ - far) / (12 * (double)eps); /* error of order eps^4 */
         error = fabs(slope - (double)grad[at]) / (fabs(slope) + fabs((double)grad[at]) + scale + 1e-6);
         if (!(error <= worst)) worst = error;
     }

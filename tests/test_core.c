@@ -1,0 +1,207 @@
+/* Context, errors, memory, threads, tensors, conversions, planning. */
+#define HPML_IMPLEMENTATION
+#include "../hpml.h"
+#include "test.h"
+
+typedef struct meter { size_t live, calls, fail_at; } meter;
+
+static void *meter_alloc(size_t size, size_t align, void *user)
+{
+    meter *m = (meter *)user;
+    void  *p;
+    if (++m->calls == m->fail_at) return NULL;
+    p = hpmli_default_alloc(size, align, NULL);
+    if (p) m->live += size;
+    return p;
+}
+
+static void meter_free(void *p, size_t size, void *user)
+{
+    ((meter *)user)->live -= size;
+    hpmli_default_free(p, size, NULL);
+}
+
+static hpml_tensor *small_model(hpml_tensor *x)
+{
+    hpml_conv2d_desc c = { .kernel_h = 3, .padding_h = 1, .activation = HPML_ACT_RELU };
+    x = hpml_max_pool2d(hpml_batchnorm(hpml_conv2d(x, 4, &c), NULL), 2, 0, 0);
+    return hpml_linear(hpml_dropout(hpml_gelu(hpml_layernorm(hpml_flatten(x), NULL)), 0.1f), 3, NULL);
+}
+
+/* Fails the k-th allocation for every k until none fails: always an error or success, nothing left behind. */
+TEST(failing_allocator_leaks_nothing)
+{
+    const float   x[2 * 64] = { 0 };
+    const int32_t y[2]      = { 0, 1 };
+    for (size_t k = 1;; k++) {
+        meter         m  = { 0, 0, k };
+        hpml_ctx_desc cd = { .threads = 2, .allocator = { meter_alloc, meter_free, &m } };
+        hpml_ctx     *ctx = hpml_ctx_create(&cd);
+        hpml_tensor  *in  = hpml_input_4d(ctx, 2, 1, 8, 8);
+        hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = small_model(in), .optimizer = HPML_OPT_ADAM });
+        hpml_status   s   = hpml_trainer_step(t, x, y, 2, NULL);
+        bool          done = m.calls < k;
+        if (!done) ENSURE(ctx == NULL || (hpml_ctx_status(ctx) == HPML_ERR_MEMORY && s != HPML_OK));
+        else ENSURE(s == HPML_OK);
+        hpml_ctx_free(ctx);
+        ENSURE(m.live == 0);
+        if (done) break;
+        ENSURE(k < 5000);
+    }
+}
+
+TEST(a_step_does_not_allocate)
+{
+    const float   x[2 * 64] = { 0 };
+    const int32_t y[2]      = { 0, 1 };
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    hpml_tensor  *in  = hpml_input_4d(ctx, 2, 1, 8, 8);
+    hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = small_model(in) });
+    size_t        before = hpml_ctx_allocations(ctx);
+    for (int i = 0; i < 5; i++) ENSURE(hpml_trainer_step(t, x, y, 2, NULL) == HPML_OK);
+    ENSURE(hpml_ctx_allocations(ctx) == before);
+    hpml_ctx_free(ctx);
+}
+
+TEST(memory_is_known_before_it_is_taken)
+{
+    hpml_ctx         *ctx = hpml_ctx_create(NULL);
+    hpml_tensor      *in  = hpml_input_2d(ctx, 1000, 1000);
+    hpml_trainer_desc d   = { .input = in, .output = hpml_linear(hpml_relu(hpml_linear(in, 2000, NULL)), 10, NULL), .momentum = 0.9f };
+    hpml_memory       m;
+    size_t            held = hpml_ctx_bytes(ctx);
+    ENSURE(hpml_trainer_memory(ctx, &d, &m) == HPML_OK);
+    ENSURE(hpml_ctx_bytes(ctx) < held + 100000);
+    ENSURE(m.parameters == 4 * (2000 * 1000 + 2000 + 2000 * 10 + 10));
+    ENSURE(m.gradients >= m.parameters && m.optimizer == m.gradients);
+    ENSURE(m.activations <= m.unshared && m.activations >= 4 * 1000 * 3000);
+    hpml_ctx_free(ctx);
+}
+
+TEST(errors_stick_and_name_things)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    hpml_tensor *x   = hpml_input_2d(ctx, 4, 5);
+    hpml_tensor *y   = hpml_linear(x, 7, &(hpml_linear_desc){ .name = "fc1" });
+    ENSURE(hpml_matmul(x, y, false, false) == NULL);
+    ENSURE(hpml_ctx_status(ctx) == HPML_ERR_SHAPE);
+    ENSURE(strstr(hpml_ctx_error(ctx), "4x5") && strstr(hpml_ctx_error(ctx), "4x7"));
+    ENSURE(hpml_relu(hpml_linear(NULL, 3, NULL)) == NULL);
+    ENSURE(hpml_linear(x, 3, NULL) == NULL); /* nothing happens on a failed context */
+    hpml_ctx_clear_error(ctx);
+    ENSURE(hpml_linear(x, 3, &(hpml_linear_desc){ .name = "fc1" }) == NULL && strstr(hpml_ctx_error(ctx), "fc1.weight"));
+    hpml_ctx_clear_error(ctx);
+    ENSURE(hpml_input_2d(ctx, 0, 3) == NULL && hpml_ctx_status(ctx) == HPML_ERR_SHAPE);
+    hpml_ctx_clear_error(ctx);
+    ENSURE(hpml_input_4d(ctx, INT64_MAX / 2, 1000, 1000, 1000) == NULL && hpml_ctx_status(ctx) == HPML_ERR_OVERFLOW);
+    hpml_ctx_clear_error(ctx);
+    ENSURE(hpml_reshape_2d(x, 3, 7) == NULL && hpml_ctx_status(ctx) == HPML_ERR_SHAPE);
+    hpml_ctx_free(ctx);
+    ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = "pdp11" });
+    ENSURE(hpml_ctx_status(ctx) == HPML_ERR_UNSUPPORTED && strstr(hpml_ctx_error(ctx), "pdp11"));
+    hpml_ctx_free(ctx);
+    ENSURE(hpml_ctx_status(NULL) == HPML_ERR_ARGUMENT && strcmp(hpml_status_string(HPML_ERR_SHAPE), "shapes do not fit") == 0);
+}
+
+static void add_task(void *arg, int64_t task, int thread)
+{
+    (void)thread;
+    ((int64_t *)arg)[task]++;
+}
+
+TEST(each_task_runs_once)
+{
+    static int64_t count[5000];
+    hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 4 });
+    for (int round = 1; round <= 300; round++) hpmli_parallel(ctx, round % 3 ? round * 16 : 5000, add_task, count);
+    ENSURE(count[0] == 300 && count[4999] == 100);
+    hpml_ctx_free(ctx);
+}
+
+TEST(views_share_memory)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    hpml_tensor *t   = hpml_tensor_create_3d(ctx, 2, 3, 4), *v, *copy = hpml_tensor_create_3d(ctx, 4, 2, 3);
+    for (int i = 0; i < 24; i++) t->data[i] = (float)i;
+    v = hpml_view_transpose(hpml_view_transpose(t, 1, 2), 0, 1); /* (4, 2, 3) */
+    ENSURE(hpml_tensor_copy(copy, v) == HPML_OK);
+    for (int a = 0; a < 4; a++)
+        for (int b = 0; b < 2; b++)
+            for (int c = 0; c < 3; c++) ENSURE(copy->data[(a * 2 + b) * 3 + c] == (float)(b * 12 + c * 4 + a));
+    v = hpml_view_slice(hpml_view_reshape(t, 2, (int64_t[]){ 6, -1 }), 0, 4, 2);
+    ENSURE(v->data == t->data + 16 && v->shape[0] == 2 && v->shape[1] == 4);
+    ENSURE(hpml_view_slice(t, 0, 1, 2) == NULL && hpml_ctx_status(ctx) == HPML_ERR_SHAPE);
+    hpml_ctx_free(ctx);
+}
+
+/* All 65,536 halves to float and back, with every set of kernels; the scalar rounding against all near ties. */
+TEST(halves_round_trip_on_all_kernels)
+{
+    static const char *const names[] = { "scalar", "avx2", "avx512", "neon" };
+    static uint16_t h[65536], back[65536];
+    static float    f[65536], reference[65536];
+    for (int i = 0; i < 65536; i++) h[i] = (uint16_t)i;
+    for (int n = 0; n < 4; n++) {
+        const hpmli_kernels *k = hpmli_kernels_find(names[n]);
+        if (!k) continue;
+        k->f16_to_f32(f, h, 65536);
+        k->f32_to_f16(back, f, 65536);
+        if (n == 0) memcpy(reference, f, sizeof f);
+        for (int i = 0; i < 65536; i++) {
+            ENSURE(f[i] != f[i] ? (back[i] & 0x7c00) == 0x7c00 && (back[i] & 0x3ff) : back[i] == h[i]);
+            ENSURE(memcmp(&f[i], &reference[i], 4) == 0 || f[i] != f[i]);
+        }
+        k->bf16_to_f32(f, h, 65536);
+        k->f32_to_bf16(back, f, 65536);
+        for (int i = 0; i < 65536; i++) ENSURE(f[i] != f[i] ? (back[i] & 0x7f) != 0 : back[i] == h[i]);
+        f[0] = 65519.0f, f[1] = 65520.0f, f[2] = 1.0f + 1.0f / 2048, f[3] = 1.0f + 3.0f / 2048, f[4] = 2.98e-8f, f[5] = 2.99e-8f;
+        k->f32_to_f16(back, f, 6);
+        ENSURE(back[0] == 0x7bff && back[1] == 0x7c00 && back[2] == 0x3c00 && back[3] == 0x3c02 && back[4] == 0 && back[5] == 1);
+    }
+}
+
+TEST(functions_against_libm_on_all_kernels)
+{
+    static const char *const names[] = { "scalar", "avx2", "avx512", "neon" };
+    static float x[20011], y[20011];
+    for (int n = 0; n < 4; n++) {
+        const hpmli_kernels *k = hpmli_kernels_find(names[n]);
+        if (!k) continue;
+        for (int i = 0; i < 20011; i++) x[i] = ((float)i - 10005) / 100;
+        k->vexp(y, x, 20011);
+        for (int i = 0; i < 20011; i++) {
+            double e = exp((double)x[i]);
+            if (e > 3.4e38) ENSURE(isinf(y[i]));
+            else ENSURE_NEAR(y[i], e, 3e-7 * e + 1e-37);
+        }
+        k->vtanh(y, x, 20011);
+        for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], tanh((double)x[i]), 3e-7);
+        k->vsigmoid(y, x, 20011);
+        for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], 1 / (1 + exp(-(double)x[i])), 3e-7);
+        k->verf(y, x, 20011);
+        for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], erf((double)x[i]), 5e-7);
+        for (int i = 0; i < 20011; i++) x[i] = expf(((float)i - 10005) / 120);
+        k->vlog(y, x, 20011);
+        for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], log((double)x[i]), 3e-7 * fabs(log((double)x[i])) + 2e-7);
+        x[0] = NAN, x[1] = INFINITY, x[2] = -INFINITY, x[3] = 0;
+        k->vexp(y, x, 4);
+        ENSURE(isnan(y[0]) && isinf(y[1]) && y[2] == 0 && y[3] == 1);
+        k->vlog(y, x, 4);
+        ENSURE(isnan(y[0]) && isinf(y[1]) && isnan(y[2]) && y[3] == -INFINITY);
+    }
+}
+
+TEST(schedules_and_rules)
+{
+    hpml_schedule s = { .kind = HPML_SCHEDULE_COSINE, .warmup_steps = 10, .total_steps = 110, .min_lr = 0.1f };
+    ENSURE_NEAR(hpml_schedule_lr(&s, 1, 0), 0.1, 1e-6);
+    ENSURE_NEAR(hpml_schedule_lr(&s, 1, 9), 1.0, 1e-6);
+    ENSURE_NEAR(hpml_schedule_lr(&s, 1, 60), 0.55, 1e-6);
+    ENSURE_NEAR(hpml_schedule_lr(&s, 1, 500), 0.1, 1e-6);
+    s = (hpml_schedule){ .kind = HPML_SCHEDULE_STEP, .period = 30 };
+    ENSURE_NEAR(hpml_schedule_lr(&s, 1, 65), 0.01, 1e-6);
+    s = (hpml_schedule){ .kind = HPML_SCHEDULE_LINEAR, .total_steps = 100 };
+    ENSURE_NEAR(hpml_schedule_lr(&s, 2, 25), 1.5, 1e-6);
+    ENSURE_NEAR(hpml_lr_scale(HPML_LR_LINEAR, 0.1f, 8), 0.8, 1e-6);
+    ENSURE_NEAR(hpml_lr_scale(HPML_LR_SQRT, 0.1f, 4), 0.2, 1e-6);
+}

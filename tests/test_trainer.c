@@ -1,0 +1,264 @@
+/* Optimizers against their formulas, training, accumulation, clipping, hooks, determinism, checkpoints, the loader's order. */
+#define HPML_IMPLEMENTATION
+#include "../hpml.h"
+#include "test.h"
+#ifdef HPMLI_POSIX
+#include <sys/wait.h>
+#endif
+
+/* A model with one weight vector w (1, 3): loss = mean (x w - t)^2 over 2 samples. */
+static hpml_trainer *line(hpml_ctx **ctx, hpml_trainer_desc d)
+{
+    hpml_linear_desc l = { .no_bias = true, .name = "w" };
+    *ctx     = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+    d.input  = hpml_input_2d(*ctx, 2, 3);
+    d.output = hpml_linear(d.input, 1, &l);
+    d.loss   = HPML_LOSS_MSE;
+    return hpml_trainer_create(*ctx, &d);
+}
+
+static const float X[6] = { 1, 2, -1, 0.5f, -1, 2 }, T[2] = { 1, -2 };
+
+static void gradient(const double *w, double *g)
+{
+    for (int j = 0; j < 3; j++) g[j] = 0;
+    for (int i = 0; i < 2; i++) {
+        double y = 0;
+        for (int j = 0; j < 3; j++) y += (double)X[3 * i + j] * w[j];
+        for (int j = 0; j < 3; j++) g[j] += (y - (double)T[i]) * (double)X[3 * i + j];
+    }
+}
+
+/* Twelve steps in double by the formulas of the papers; the library must follow. */
+TEST(optimizers_follow_their_formulas)
+{
+    static const struct { hpml_opt opt; double lr, momentum, decay; bool nesterov; } runs[] = {
+        { HPML_OPT_SGD, 0.1, 0, 0, false }, { HPML_OPT_SGD, 0.05, 0.9, 0.01, false }, { HPML_OPT_SGD, 0.05, 0.9, 0, true },
+        { HPML_OPT_ADAGRAD, 0.1, 0, 0.02, false }, { HPML_OPT_RMSPROP, 0.02, 0, 0, false }, { HPML_OPT_RMSPROP, 0.02, 0.5, 0, false },
+        { HPML_OPT_ADAM, 0.05, 0, 0.1, false }, { HPML_OPT_ADAMW, 0.05, 0, 0.1, false }, { HPML_OPT_LARS, 10, 0.9, 0.1, false },
+        { HPML_OPT_LAMB, 0.05, 0, 0.1, false } };
+    for (size_t r = 0; r < sizeof runs / sizeof runs[0]; r++) {
+        hpml_ctx     *ctx;
+        hpml_trainer *t = line(&ctx, (hpml_trainer_desc){ .optimizer = runs[r].opt, .lr = (float)runs[r].lr, .momentum = (float)runs[r].momentum,
+                                         .weight_decay = (float)runs[r].decay, .nesterov = runs[r].nesterov });
+        double w[3], m[3] = { 0 }, v[3] = { 0 }, g[3], u[3];
+        ENSURE(t);
+        for (int j = 0; j < 3; j++) w[j] = (double)hpml_param_at(ctx, 0)->data[j];
+        for (int step = 1; step <= 12; step++) {
+            double wn = 0, gn = 0, un = 0, lr = runs[r].lr, wd = runs[r].decay;
+            gradient(w, g);
+            for (int j = 0; j < 3; j++) wn += w[j] * w[j], gn += g[j] * g[j];
+            for (int j = 0; j < 3; j++) {
+                switch (runs[r].opt) {
+                case HPML_OPT_LARS: lr = runs[r].lr * 0.001 * sqrt(wn) / (sqrt(gn) + wd * sqrt(wn)); /* fall through */
+                case HPML_OPT_SGD:
+                    g[j] += wd * w[j];
+                    m[j] = step == 1 ? g[j] : runs[r].momentum * m[j] + g[j];
+                    u[j] = lr * (runs[r].nesterov ? g[j] + runs[r].momentum * m[j] : m[j]);
+                    break;
+                case HPML_OPT_ADAGRAD: g[j] += wd * w[j], v[j] += g[j] * g[j], u[j] = lr * g[j] / (sqrt(v[j]) + 1e-10); break;
+                case HPML_OPT_RMSPROP:
+                    v[j] = 0.99 * v[j] + 0.01 * g[j] * g[j];
+                    m[j] = runs[r].momentum * m[j] + g[j] / (sqrt(v[j]) + 1e-8);
+                    u[j] = lr * m[j];
+                    break;
+                default:
+                    if (runs[r].opt == HPML_OPT_ADAM) g[j] += wd * w[j];
+                    m[j] = 0.9 * m[j] + 0.1 * g[j], v[j] = 0.999 * v[j] + 0.001 * g[j] * g[j];
+                    u[j] = m[j] / (1 - pow(0.9, step)) / (sqrt(v[j] / (1 - pow(0.999, step))) + (runs[r].opt == HPML_OPT_LAMB ? 1e-6 : 1e-8));
+                    if (runs[r].opt != HPML_OPT_ADAM) u[j] += wd * w[j];
+                    if (runs[r].opt != HPML_OPT_LAMB) u[j] *= lr;
+                }
+                un += u[j] * u[j];
+            }
+            for (int j = 0; j < 3; j++) w[j] -= runs[r].opt == HPML_OPT_LAMB ? lr * sqrt(wn / un) * u[j] : u[j];
+            ENSURE(hpml_trainer_step(t, X, T, 2, NULL) == HPML_OK);
+            for (int j = 0; j < 3; j++) ENSURE_NEAR(hpml_param_at(ctx, 0)->data[j], w[j], 2e-5 * (1 + fabs(w[j])));
+        }
+        hpml_ctx_free(ctx);
+    }
+}
+
+TEST(clipping_scales_the_global_norm)
+{
+    hpml_ctx      *ctx;
+    hpml_trainer  *t = line(&ctx, (hpml_trainer_desc){ .lr = 1, .clip_norm = 0.5f });
+    hpml_step_info info;
+    double         before[3], move = 0;
+    for (int j = 0; j < 3; j++) before[j] = (double)hpml_param_at(ctx, 0)->data[j];
+    ENSURE(hpml_trainer_step(t, X, T, 2, &info) == HPML_OK && info.grad_norm > 0.5f);
+    for (int j = 0; j < 3; j++) move += pow((double)hpml_param_at(ctx, 0)->data[j] - before[j], 2);
+    ENSURE_NEAR(sqrt(move), 0.5, 1e-5);
+    hpml_ctx_free(ctx);
+}
+
+
+/* Three noisy classes in the plane. */
+static hpml_dataset *blobs(hpml_ctx *ctx, int64_t n)
+{
+    float   *x = (float *)malloc(sizeof(float) * (size_t)n * 2);
+    int32_t *y = (int32_t *)malloc(sizeof(int32_t) * (size_t)n);
+    hpml_rng r = { .seed = 5 };
+    hpml_dataset *d;
+    for (int64_t i = 0; i < n; i++) {
+        y[i] = (int32_t)hpml_rng_below(&r, 3);
+        x[2 * i]     = cosf(2.1f * (float)y[i]) + 0.2f * hpml_rng_normal(&r);
+        x[2 * i + 1] = sinf(2.1f * (float)y[i]) + 0.2f * hpml_rng_normal(&r);
+    }
+    d = hpml_dataset_create(ctx, n, HPML_DTYPE_F32, 1, (int64_t[]){ 2 }, x, HPML_DTYPE_I32, 1, y);
+    free(x);
+    free(y);
+    return d;
+}
+
+static hpml_trainer *classifier(hpml_ctx *ctx, int64_t batch, hpml_trainer_desc d)
+{
+    d.input  = hpml_input_2d(ctx, batch, 2);
+    d.output = hpml_linear(hpml_dropout(hpml_tanh(hpml_linear(d.input, 16, NULL)), 0.1f), 3, NULL);
+    return hpml_trainer_create(ctx, &d);
+}
+
+TEST(learns_and_evaluates)
+{
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 2 });
+    hpml_dataset *d = blobs(ctx, 1000), *train = hpml_dataset_slice(d, 0, 803), *test = hpml_dataset_slice(d, 803, 197);
+    hpml_trainer *t = classifier(ctx, 32, (hpml_trainer_desc){ .lr = 0.1f, .momentum = 0.9f });
+    int64_t       confusion[9] = { 0 }, sum = 0;
+    hpml_metrics  m = { .confusion = confusion };
+    float         scores[197 * 3];
+    ENSURE(hpml_trainer_fit(t, train, &(hpml_fit_desc){ .epochs = 5 }) == HPML_OK);
+    ENSURE(hpml_trainer_step_count(t) == 5 * 26); /* ceil(803 / 32) */
+    ENSURE(hpml_trainer_evaluate(t, test, &m) == HPML_OK && m.samples == 197 && m.accuracy > 0.98);
+    for (int i = 0; i < 9; i++) sum += confusion[i];
+    ENSURE(sum == 197);
+    ENSURE(hpml_trainer_predict(t, test->x, 197, scores) == HPML_OK);
+    for (int i = 0, right = 0; i < 197; i++) {
+        float *s = scores + 3 * i;
+        right += (s[1] > s[0] ? s[2] > s[1] ? 2 : 1 : s[2] > s[0] ? 2 : 0) == ((const int32_t *)test->y)[i];
+        if (i == 196) ENSURE_NEAR(right / 197.0, m.accuracy, 1e-9);
+    }
+    hpml_ctx_free(ctx);
+}
+
+/* Two batches of 16 that make one update equal one batch of 32. */
+TEST(accumulation_equals_the_larger_batch)
+{
+    float w[2][16];
+    for (int k = 0; k < 2; k++) {
+        hpml_ctx     *ctx = hpml_ctx_create(NULL);
+        hpml_dataset *d   = blobs(ctx, 320);
+        hpml_trainer_desc td = { .lr = 0.1f, .accumulate = k ? 2 : 1, .input = hpml_input_2d(ctx, k ? 16 : 32, 2) };
+        hpml_trainer *t;
+        td.output = hpml_linear(hpml_tanh(hpml_linear(td.input, 8, NULL)), 3, NULL);
+        t = hpml_trainer_create(ctx, &td);
+        ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK && hpml_trainer_step_count(t) == 10);
+        memcpy(w[k], hpml_param_at(ctx, 0)->data, sizeof w[k]);
+        hpml_ctx_free(ctx);
+    }
+    for (int i = 0; i < 16; i++) ENSURE_NEAR(w[0][i], w[1][i], 1e-5);
+}
+
+TEST(a_nan_is_named)
+{
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    hpml_trainer *t   = classifier(ctx, 2, (hpml_trainer_desc){ .lr = 0.1f });
+    float         x[4] = { 1, NAN, 0, 0 };
+    int32_t       y[2] = { 0, 5 };
+    ENSURE(hpml_trainer_step(t, x, y, 2, NULL) == HPML_ERR_LABEL);
+    hpml_ctx_clear_error(ctx);
+    y[1] = 1;
+    ENSURE(hpml_trainer_step(t, x, y, 2, NULL) == HPML_ERR_NONFINITE && strstr(hpml_ctx_error(ctx), "data"));
+    hpml_ctx_clear_error(ctx);
+    x[1] = 1;
+    hpml_param_at(ctx, 2)->data[0] = INFINITY;
+    ENSURE(hpml_trainer_step(t, x, y, 2, NULL) == HPML_ERR_NONFINITE && strstr(hpml_ctx_error(ctx), hpml_param_at(ctx, 2)->name));
+    hpml_ctx_free(ctx);
+}
+
+typedef struct log { int order[64], count, needs, updates, runs; } log_t;
+static hpml_status on_grad(void *u, hpml_trainer *t, int p) { log_t *l = (log_t *)u; (void)t; l->order[l->count++] = p; return HPML_OK; }
+static hpml_status on_need(void *u, hpml_trainer *t, int p) { (void)t; (void)p; ((log_t *)u)->needs++; return HPML_OK; }
+static hpml_status on_update(void *u, hpml_trainer *t) { ((log_t *)u)->updates++; return hpml_trainer_update_local(t, 0, 100); }
+static hpml_status on_run(void *u, hpml_trainer *t, int64_t n, float *loss) { ((log_t *)u)->runs++; return hpml_trainer_run_local(t, n, 1, false, loss); }
+
+/* With hooks that do what a serial trainer does, the bits are those of a serial trainer. */
+TEST(the_four_hooks)
+{
+    uint64_t hash[2];
+    for (int k = 0; k < 2; k++) {
+        hpml_ctx     *ctx = hpml_ctx_create(NULL);
+        hpml_dataset *d   = blobs(ctx, 64);
+        hpml_trainer *t   = classifier(ctx, 64, (hpml_trainer_desc){ .lr = 0.1f });
+        log_t         l   = { .count = 0 };
+        if (k) hpml_trainer_set_hooks(t, &(hpml_hooks){ &l, on_run, on_need, on_grad, on_update, NULL });
+        ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK);
+        hash[k] = hpml_param_hash(ctx);
+        if (k) ENSURE(l.count == 4 && l.runs == 1 && l.updates == 1 && l.needs == 8 && l.order[0] + l.order[1] == 5 && l.order[2] + l.order[3] == 1);
+        hpml_ctx_free(ctx);
+    }
+    ENSURE(hash[0] == hash[1]);
+}
+
+static uint64_t train_for(const char *load, const char *save, int64_t steps, hpml_opt opt)
+{
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 3 });
+    hpml_dataset *d   = blobs(ctx, 200);
+    hpml_trainer *t   = classifier(ctx, 32, (hpml_trainer_desc){ .lr = 0.05f, .momentum = 0.9f, .optimizer = opt });
+    uint64_t      hash;
+    if (load) hpml_checkpoint_load(t, load);
+    hpml_trainer_fit(t, d, &(hpml_fit_desc){ .epochs = 10, .max_steps = steps });
+    if (save) hpml_checkpoint_save(t, save);
+    hash = hpml_ctx_status(ctx) == HPML_OK ? hpml_param_hash(ctx) : 0;
+    if (!hash) printf("    %s\n", hpml_ctx_error(ctx));
+    hpml_ctx_free(ctx);
+    return hash;
+}
+
+/* 10 steps, or 5, save, load in a new process, 5: the same bits (7 batches an epoch: it resumes inside one). */
+TEST(resume_has_the_same_bits)
+{
+#ifdef HPMLI_POSIX
+    char path[] = "/tmp/hpml_test_XXXXXX";
+    int  fd = mkstemp(path);
+    ENSURE(fd >= 0);
+    close(fd);
+    for (int opt = 0; opt <= HPML_OPT_LAMB; opt++) {
+        uint64_t whole = train_for(NULL, NULL, 10, (hpml_opt)opt);
+        pid_t    child = fork();
+        int      status = 1;
+        if (child == 0) _exit(train_for(NULL, path, 5, (hpml_opt)opt) == 0);
+        waitpid(child, &status, 0);
+        ENSURE(status == 0);
+        ENSURE(whole != 0 && train_for(path, NULL, 5, (hpml_opt)opt) == whole);
+    }
+    remove(path);
+#else
+    SKIP("needs fork");
+#endif
+}
+
+TEST(trace_and_tables)
+{
+    char          path[] = "/tmp/hpml_trace_XXXXXX", text[4096], *all;
+    int           fd = mkstemp(path);
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    hpml_dataset *d = blobs(ctx, 96);
+    hpml_trainer *t = classifier(ctx, 32, (hpml_trainer_desc){ .lr = 0.1f });
+    FILE         *f;
+    size_t        n;
+    ENSURE(fd >= 0 && hpml_trace_start(ctx, NULL) == HPML_OK);
+    close(fd);
+    hpml_profile_enable(hpml_trainer_graph(t), true);
+    ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK && hpml_trace_save(ctx, path) == HPML_OK);
+    f   = fopen(path, "rb");
+    all = (char *)calloc(1, 1 << 20);
+    n   = fread(all, 1, (1 << 20) - 1, f);
+    fclose(f);
+    remove(path);
+    ENSURE(n > 1000 && all[0] == '[' && strstr(all, "\"name\":\"linear0 backward\"") && strstr(all, "\n]\n"));
+    free(all);
+    ENSURE(hpml_profile_text(hpml_trainer_graph(t), text, sizeof text) > 0 && strstr(text, "linear0"));
+    ENSURE(hpml_summary_text(hpml_trainer_graph(t), text, sizeof text) > 0 && strstr(text, "99 parameters"));
+    ENSURE(hpml_trace_save(ctx, "/nonexistent/x") == HPML_ERR_OPEN);
+    hpml_ctx_free(ctx);
+}
