@@ -61,6 +61,8 @@
 //     api-random   random numbers that depend on nothing but their place
 //     api-codec   gradients packed for the wire: plain, bf16, 1-bit with error feedback
 //     simd   vectors: one kernel text for all instruction sets
+//     simd-x86   vectors: AVX2, AVX-512
+//     simd-neon   vectors: NEON; what all have in common
 //     vmath   exp, log, tanh, erf and the activations
 //     vreduce   sums, maxima, norms
 //     vupdate   optimizer steps, one pass over the data
@@ -1088,11 +1090,12 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 // >>simd   vectors: one kernel text for all instruction sets
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Everything up to the matching #else is compiled several times, once for each instruction set (HPMLI_ISA 0 scalar, 1 AVX2,
-   2 AVX-512, 3 NEON): the header includes itself. Kernels below are written once over these few operations; `hv` is a
-   vector of HV_W floats. Each function carries its own target attribute, so a plain `cc -O2` builds all of them and the
-   context picks the best one that the CPU runs. The last, partial vector of an array is loaded with hv_load_n and goes
-   through the same instructions as the others: an element's result does not depend on where it stands. */
+/* Everything up to the matching #else is compiled several times, once for each instruction set (HPMLI_ISA 0 scalar, 1
+   AVX2, 2 AVX-512, 3 NEON): the header includes itself. Kernels below are written once over these few operations;
+   `hv` is a vector of HV_W floats. Each function carries its own target attribute, so a plain `cc -O2` builds all of
+   them and the context picks the best one that the CPU runs. The last, partial vector of an array is loaded with
+   hv_load_n and goes through the same instructions as the others: an element's result does not depend on where it
+   stands. */
 
 #ifndef HPMLI_K
 #define HPMLI_CAT_(a, b)  a##b
@@ -1190,7 +1193,10 @@ HPMLI_V1(hpmli_pow2i, HPMLI_K(hpmli_float)((uint32_t)((int32_t)a + 127) << 23))
 HPMLI_V1(hpmli_exponent, (float)((int32_t)(HPMLI_K(hpmli_word)(a) >> 23 & 255) - 127))
 HPMLI_V1(hpmli_mantissa, HPMLI_K(hpmli_float)((HPMLI_K(hpmli_word)(a) & 0x7fffffu) | 0x3f800000u))
 HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a) { return a; }
-HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
+HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d)
+{
+    out[0] = a, out[1] = b, out[2] = c, out[3] = d;
+}
 HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a) { return a; }
 HPMLI_VFN uint32_t HPMLI_K(hpmli_signmask)(hv a) { return a >= 0; }
 HPMLI_VFN hv HPMLI_K(hpmli_bits)(uint32_t m, hv a, hv b) { return m & 1 ? a : b; }
@@ -1204,7 +1210,7 @@ HPMLI_VFN hv HPMLI_K(hpmli_load_f16)(const uint16_t *p)
 {
     uint32_t sign = (uint32_t)(*p & 0x8000u) << 16, exponent = *p >> 10 & 31u, fraction = *p & 0x3ffu;
     if (exponent == 31) return HPMLI_K(hpmli_float)(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
-    if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * (1.0f / 16777216.0f); /* subnormal: fraction 2^-24 */
+    if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * (1.0f / 16777216.0f); /* fraction 2^-24 */
     return HPMLI_K(hpmli_float)(sign | (exponent + 112) << 23 | fraction << 13);
 }
 HPMLI_VFN void HPMLI_K(hpmli_store_f16)(uint16_t *p, hv a)
@@ -1223,6 +1229,10 @@ HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
     *p = a != a ? 0 : a >= 2147483648.0f ? INT32_MAX : a <= -2147483648.0f ? INT32_MIN : (int32_t)rintf(a);
 }
 #endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>simd-x86   vectors: AVX2, AVX-512
+// ---------------------------------------------------------------------------------------------------------------------
 
 #if HPMLI_ISA == 1
 #define HPMLI_SUFFIX   _avx2
@@ -1257,10 +1267,13 @@ HPMLI_V1(hpmli_round, _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_
 HPMLI_V4(hpmli_ge, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GE_OQ)))
 HPMLI_V4(hpmli_gt, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ)))
 HPMLI_V4(hpmli_eq, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_EQ_OQ)))
-HPMLI_V1(hpmli_pow2i, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(a), _mm256_set1_epi32(127)), 23)))
-HPMLI_V1(hpmli_exponent, _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(_mm256_srli_epi32(_mm256_castps_si256(a), 23),
-                             _mm256_set1_epi32(255)), _mm256_set1_epi32(127))))
-HPMLI_V1(hpmli_mantissa, _mm256_or_ps(_mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffff))), _mm256_set1_ps(1)))
+HPMLI_V1(hpmli_pow2i, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(a),
+                          _mm256_set1_epi32(127)), 23)))
+HPMLI_V1(hpmli_exponent, _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(
+                             _mm256_srli_epi32(_mm256_castps_si256(a), 23), _mm256_set1_epi32(255)),
+                             _mm256_set1_epi32(127))))
+HPMLI_V1(hpmli_mantissa, _mm256_or_ps(_mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffff))),
+                             _mm256_set1_ps(1)))
 HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
 {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -1290,7 +1303,8 @@ HPMLI_VFN hv HPMLI_K(hpmli_bits)(uint32_t m, hv a, hv b)
 }
 HPMLI_VFN hv HPMLI_K(hpmli_load_bf16)(const uint16_t *p)
 {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)), 16));
+    __m128i x = _mm_loadu_si128((const __m128i *)(const void *)p);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
 }
 HPMLI_VFN void HPMLI_K(hpmli_store_bf16)(uint16_t *p, hv a)
 {
@@ -1328,7 +1342,7 @@ HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
 #endif
 
 #if HPMLI_ISA == 2
-#if !defined(__clang__) /* without optimization gcc's own headers make macros of some of these, which -Wconversion sees */
+#if !defined(__clang__) /* at -O0 gcc's own headers make macros of some of these, which -Wconversion sees */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wsign-conversion"
 #endif
@@ -1344,8 +1358,14 @@ HPMLI_VFN hv HPMLI_K(hpmli_zero)(void) { return _mm512_setzero_ps(); }
 HPMLI_VFN hv HPMLI_K(hpmli_iota)(void) { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 HPMLI_VFN hv HPMLI_K(hpmli_load)(const float *p) { return _mm512_loadu_ps(p); }
 HPMLI_VFN void HPMLI_K(hpmli_store)(float *p, hv a) { _mm512_storeu_ps(p, a); }
-HPMLI_VFN hv HPMLI_K(hpmli_load_n)(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HPMLI_K(hpmli_lanes)(n), p); }
-HPMLI_VFN void HPMLI_K(hpmli_store_n)(float *p, hv a, int64_t n) { _mm512_mask_storeu_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
+HPMLI_VFN hv HPMLI_K(hpmli_load_n)(const float *p, int64_t n)
+{
+    return _mm512_maskz_loadu_ps(HPMLI_K(hpmli_lanes)(n), p);
+}
+HPMLI_VFN void HPMLI_K(hpmli_store_n)(float *p, hv a, int64_t n)
+{
+    _mm512_mask_storeu_ps(p, HPMLI_K(hpmli_lanes)(n), a);
+}
 HPMLI_V2(hpmli_add, _mm512_add_ps(a, b))
 HPMLI_V2(hpmli_sub, _mm512_sub_ps(a, b))
 HPMLI_V2(hpmli_mul, _mm512_mul_ps(a, b))
@@ -1361,10 +1381,13 @@ HPMLI_V1(hpmli_round, _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FR
 HPMLI_V4(hpmli_ge, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), y, x))
 HPMLI_V4(hpmli_gt, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x))
 HPMLI_V4(hpmli_eq, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), y, x))
-HPMLI_V1(hpmli_pow2i, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(a), _mm512_set1_epi32(127)), 23)))
-HPMLI_V1(hpmli_exponent, _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(_mm512_srli_epi32(_mm512_castps_si512(a), 23),
-                             _mm512_set1_epi32(255)), _mm512_set1_epi32(127))))
-HPMLI_V1(hpmli_mantissa, _mm512_or_ps(_mm512_and_ps(a, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fffff))), _mm512_set1_ps(1)))
+HPMLI_V1(hpmli_pow2i, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(a),
+                          _mm512_set1_epi32(127)), 23)))
+HPMLI_V1(hpmli_exponent, _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(
+                             _mm512_srli_epi32(_mm512_castps_si512(a), 23), _mm512_set1_epi32(255)),
+                             _mm512_set1_epi32(127))))
+HPMLI_V1(hpmli_mantissa, _mm512_or_ps(_mm512_and_ps(a, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fffff))),
+                             _mm512_set1_ps(1)))
 HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
 {
     float  t[16]; /* through memory: gcc 12 warns about its own half-register casts */
@@ -1400,7 +1423,8 @@ HPMLI_VFN uint32_t HPMLI_K(hpmli_signmask)(hv a) { return _mm512_cmp_ps_mask(a, 
 HPMLI_VFN hv HPMLI_K(hpmli_bits)(uint32_t m, hv a, hv b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
 HPMLI_VFN hv HPMLI_K(hpmli_load_bf16)(const uint16_t *p)
 {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p)), 16));
+    __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)p);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
 }
 HPMLI_VFN void HPMLI_K(hpmli_store_bf16)(uint16_t *p, hv a)
 {
@@ -1426,7 +1450,8 @@ HPMLI_VFN hv HPMLI_K(hpmli_load_i32)(const int32_t *p) { return _mm512_cvtepi32_
 HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
 {
     __m512i i = _mm512_cvtps_epi32(a); /* out of range gives INT32_MIN */
-    i = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, _mm512_set1_ps(2147483648.0f), _CMP_GE_OQ), i, _mm512_set1_epi32(INT32_MAX));
+    i = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, _mm512_set1_ps(2147483648.0f), _CMP_GE_OQ), i,
+                                _mm512_set1_epi32(INT32_MAX));
     i = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), i, _mm512_setzero_si512());
     _mm512_storeu_si512(p, i);
 }
@@ -1435,6 +1460,10 @@ HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
 #if HPMLI_ISA == 2 && !defined(__clang__)
 #pragma GCC diagnostic pop
 #endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>simd-neon   vectors: NEON; what all have in common
+// ---------------------------------------------------------------------------------------------------------------------
 
 #if HPMLI_ISA == 3
 #define HPMLI_SUFFIX   _neon
@@ -1480,8 +1509,8 @@ HPMLI_V4(hpmli_eq, vbslq_f32(vceqq_f32(a, b), x, y))
 HPMLI_V2(hpmli_max, vbslq_f32(vcgtq_f32(a, b), a, b)) /* as on x86: a NaN in a gives b */
 HPMLI_V2(hpmli_min, vbslq_f32(vcltq_f32(a, b), a, b))
 HPMLI_V1(hpmli_pow2i, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(a), vdupq_n_s32(127)), 23)))
-HPMLI_V1(hpmli_exponent, vcvtq_f32_s32(vsubq_s32(vandq_s32(vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_f32(a), 23)),
-                             vdupq_n_s32(255)), vdupq_n_s32(127))))
+HPMLI_V1(hpmli_exponent, vcvtq_f32_s32(vsubq_s32(vandq_s32(vreinterpretq_s32_u32(
+                             vshrq_n_u32(vreinterpretq_u32_f32(a), 23)), vdupq_n_s32(255)), vdupq_n_s32(127))))
 HPMLI_V1(hpmli_mantissa, vreinterpretq_f32_u32(vorrq_u32(vandq_u32(vreinterpretq_u32_f32(a), vdupq_n_u32(0x7fffff)),
                              vdupq_n_u32(0x3f800000))))
 HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
@@ -9424,13 +9453,15 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
         d->count = f->count - 1, d->x_dtype = (hpml_dtype)head[0], d->x_ndim = (int)head[1];
         memcpy(d->x_shape, head + 2, sizeof d->x_shape);
         d->y_dtype = (hpml_dtype)head[7], d->y_size = head[8], d->classes = (int)head[9];
-        xs   = (size_t)hpmli_shape_count(HPML_MAX_DIMS, head + 2) * hpml_dtype_size(d->x_dtype), ys = (size_t)d->y_size * 4;
-        good = hpmli_dataset_room(d);
+        xs = (size_t)hpmli_shape_count(HPML_MAX_DIMS, head + 2) * hpml_dtype_size(d->x_dtype), ys = (size_t)d->y_size * 4;
+        for (int64_t i = 0; good && i < d->count; i++) { /* before memory is taken: the header may promise anything */
+            hpml_record_get(f, i + 1, &size);
+            good = size == xs + ys;
+        }
+        good = good && d->count > 0 && hpmli_dataset_room(d);
     }
     for (int64_t i = 0; d && good && i < d->count; i++) {
         const char *p = (const char *)hpml_record_get(f, i + 1, &size);
-        good = size == xs + ys;
-        if (!good) break;
         memcpy((char *)((hpmli_owner *)d->owner)->x + (size_t)i * xs, p, xs);
         if (ys) memcpy((char *)((hpmli_owner *)d->owner)->y + (size_t)i * ys, p + xs, ys);
     }

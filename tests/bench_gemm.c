@@ -1,7 +1,8 @@
 /* Matrix products against OpenBLAS and oneDNN, in one process, taking turns; medians of several rounds.
 
-   The peers are opened at run time: where a library is not installed its column says so. GFLOP/s are 2 m n k / seconds. `peak` is
-   what a loop of nothing but multiply-adds in registers reaches on one thread in the same run, times threads.
+   The peers are opened at run time: where a library is not installed its column is 0. GFLOP/s are 2 m n k / seconds.
+   The last column compares with what a loop of nothing but multiply-adds in registers reaches on one thread in the same
+   run, times threads.
 
    build   cc -O2 tests/bench_gemm.c -o build/bench_gemm -lm -lpthread -ldl
    run     build/bench_gemm [--filter TEXT] [--rounds N] [--threads 1|2]      rows are appended to build/bench.jsonl */
@@ -10,7 +11,8 @@
 #include "../hpml.h"
 #include <dlfcn.h>
 
-typedef void cblas_sgemm_fn(int, int, int, int, int, int, float, const float *, int, const float *, int, float, float *, int);
+typedef void cblas_sgemm_fn(int, int, int, int, int, int, float, const float *, int, const float *, int, float,
+                            float *, int);
 typedef int  dnnl_sgemm_fn(char, char, int64_t, int64_t, int64_t, float, const float *, int64_t, const float *, int64_t,
                            float, float *, int64_t);
 typedef void set_threads_fn(int);
@@ -37,19 +39,21 @@ typedef struct shape {
 /* Linear layer, rows x in -> out: forward, gradient of the input, gradient of the weight. */
 #define LAYER(group, rows, in, out) \
     { group, rows, out, in, 0, 1 }, { group, rows, in, out, 0, 0 }, { group, out, in, rows, 1, 0 }
-/* Convolution of one image as a product, `taps` = channels in x kernel area: forward, gradient of the columns, of the weight. */
+/* Convolution of one image, `taps` = channels in x kernel area: forward, gradients of columns and weight. */
 #define CONV(group, out, taps, pixels) \
     { group, out, pixels, taps, 0, 0 }, { group, taps, pixels, out, 1, 0 }, { group, out, taps, pixels, 0, 1 }
 
 static const shape shapes[] = {
     { "square", 64, 64, 64, 0, 0 }, { "square", 96, 96, 96, 0, 0 }, ALL_TRANSPOSES("square", 128, 128, 128),
     { "square", 192, 192, 192, 0, 0 }, { "square", 256, 256, 256, 0, 0 }, { "square", 384, 384, 384, 0, 0 },
-    ALL_TRANSPOSES("square", 512, 512, 512), { "square", 768, 768, 768, 0, 0 }, ALL_TRANSPOSES("square", 1024, 1024, 1024),
+    ALL_TRANSPOSES("square", 512, 512, 512), { "square", 768, 768, 768, 0, 0 },
+    ALL_TRANSPOSES("square", 1024, 1024, 1024),
     { "square", 1500, 1500, 1500, 0, 0 }, { "square", 2048, 2048, 2048, 0, 0 },
     LAYER("mlp", 64, 784, 512), LAYER("mlp", 64, 512, 256), LAYER("mlp", 64, 256, 10), LAYER("mlp", 64, 512, 10),
     CONV("cnn", 6, 25, 784), CONV("cnn", 16, 150, 100), CONV("cnn", 32, 27, 1024), CONV("cnn", 32, 288, 1024),
     CONV("cnn", 64, 288, 256), CONV("cnn", 64, 576, 256), CONV("cnn", 128, 576, 64), CONV("cnn", 128, 1152, 64),
-    { "cnn", 32, 65536, 27, 0, 0 }, { "cnn", 64, 16384, 288, 0, 0 }, { "cnn", 32, 27, 50000, 0, 1 }, { "cnn", 64, 288, 16384, 0, 1 },
+    { "cnn", 32, 65536, 27, 0, 0 }, { "cnn", 64, 16384, 288, 0, 0 }, { "cnn", 32, 27, 50000, 0, 1 },
+    { "cnn", 64, 288, 16384, 0, 1 },
     LAYER("transformer", 1024, 128, 384), LAYER("transformer", 1024, 128, 128), LAYER("transformer", 1024, 128, 512),
     LAYER("transformer", 1024, 512, 128), LAYER("transformer", 1024, 128, 65),
     { "attention", 64, 64, 32, 0, 1 }, { "attention", 64, 32, 64, 0, 0 }, { "attention", 64, 32, 64, 1, 0 },
@@ -134,7 +138,8 @@ static void pause_for(int threads)
 
 static void measure(const bench *x, const shape *s, int threads, int rounds, double *out, double *peak)
 {
-    double value[LIBRARIES][64], peaks[64], seconds = 2.0 * (double)s->m * (double)s->n * (double)s->k / (100e9 * threads);
+    double value[LIBRARIES][64], peaks[64];
+    double seconds = 2.0 * (double)s->m * (double)s->n * (double)s->k / (100e9 * threads);
     int    reps = (int)(2e-3 / (seconds + 1e-7)) + 1;
     for (int round = 0; round < rounds; round++) {
         peaks[round] = peak_gflops() * threads;
@@ -153,8 +158,10 @@ static void measure(const bench *x, const shape *s, int threads, int rounds, dou
 static void open_peers(bench *x)
 {
     void *library;
-    /* The peer at its best, whatever the environment asks for: the Debian build does not know newer cores than this one. */
+    /* The peer at its best, whatever the environment asks for: old builds do not know newer cores than this one. */
+#if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f")) setenv("OPENBLAS_CORETYPE", "SKYLAKEX", 1);
+#endif
     unsetenv("OPENBLAS_L2_SIZE");
     library = dlopen("libopenblas.so.0", RTLD_NOW | RTLD_LOCAL);
     if (library) {
@@ -224,13 +231,14 @@ int main(int argc, char **argv)
             fflush(stdout);
             if (json && v[peer] > 0)
                 fprintf(json, "{\"bench\":\"sgemm\",\"case\":\"%s\",\"unit\":\"GFLOP/s\",\"hpml\":%.2f,\"peer\":\"%s\","
-                        "\"peer_value\":%.2f,\"ratio\":%.3f}\n", name, v[HPML], library_names[peer], v[peer], v[HPML] / best);
+                        "\"peer_value\":%.2f,\"ratio\":%.3f}\n", name, v[HPML], library_names[peer], v[peer],
+                        v[HPML] / best);
             log_ratio += log(v[HPML] / best), count++;
             if (v[HPML] / best < worst) worst = v[HPML] / best;
         }
         if (count)
-            printf("%d threads: geometric mean of hpml / fastest peer over %d shapes %.3f, worst %.2f\n", threads, count,
-                   exp(log_ratio / count), worst);
+            printf("%d threads: geometric mean of hpml / fastest peer over %d shapes %.3f, worst %.2f\n", threads,
+                   count, exp(log_ratio / count), worst);
         hpml_ctx_free(x.ctx);
     }
     if (json) fclose(json);

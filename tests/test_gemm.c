@@ -43,7 +43,8 @@ typedef struct on_the_fly {
     int64_t                rs, cs;
 } on_the_fly;
 
-static void make_b(const void *user, int64_t batch, int64_t p0, int64_t pc, int64_t j0, int64_t jn, int64_t nr, float *dst)
+static void make_b(const void *user, int64_t batch, int64_t p0, int64_t pc, int64_t j0, int64_t jn, int64_t nr,
+                   float *dst)
 {
     const on_the_fly *f = (const on_the_fly *)user;
     for (int64_t p = 0; p < pc; p++)
@@ -57,12 +58,13 @@ typedef struct product { /* what is asked for; arrays are made to fit */
     float   alpha, beta;
 } product;
 
-static double reference(const hpmli_gemm_desc *d, const float *b, int64_t rs, int64_t cs, const float *c, int64_t t, int64_t i,
-                        int64_t j, double *scale)
+static double reference(const hpmli_gemm_desc *d, const float *b, int64_t rs, int64_t cs, const float *c, int64_t t,
+                        int64_t i, int64_t j, double *scale)
 {
     double sum = 0, size = 1e-3;
     for (int64_t p = 0; d->alpha != 0 && p < d->k; p++) {
-        double x = (double)d->a[t * d->a_batch + i * d->a_rs + p * d->a_cs] * (double)b[t * d->b_batch + p * rs + j * cs];
+        double x = (double)d->a[t * d->a_batch + i * d->a_rs + p * d->a_cs];
+        x *= (double)b[t * d->b_batch + p * rs + j * cs];
         sum += x, size += fabs(x);
     }
     sum *= (double)d->alpha;
@@ -112,9 +114,10 @@ static int64_t wrong(hpml_ctx *const *ctx, int contexts, const product *s)
     }
     free(a), free(b), free(c), free(bias_n), free(bias_m), free(got), free(first);
     if (bad)
-        printf("  %s: %lld x %lld x %lld batch %lld %c%c alpha %g beta %g bias %d %d act %d row %d made %d: %lld wrong\n",
-               hpml_ctx_cpu(ctx[0]), (long long)s->m, (long long)s->n, (long long)s->k, (long long)s->batch, s->ta ? 'T' : 'N',
-               s->tb ? 'T' : 'N', (double)s->alpha, (double)s->beta, s->bias_n, s->bias_m, s->act, s->act_row, s->made,
+        printf("  %s: %lld x %lld x %lld batch %lld %c%c alpha %g beta %g bias %d %d act %d row %d made %d: "
+               "%lld wrong\n",
+               hpml_ctx_cpu(ctx[0]), (long long)s->m, (long long)s->n, (long long)s->k, (long long)s->batch,
+               s->ta ? 'T' : 'N', s->tb ? 'T' : 'N', (double)s->alpha, (double)s->beta, s->bias_n, s->bias_m, s->act, s->act_row, s->made,
                (long long)bad);
     return bad;
 }
@@ -153,7 +156,8 @@ static int64_t on_all(int64_t (*check)(hpml_ctx *const *ctx, int contexts))
 
 static int64_t check_small(hpml_ctx *const *ctx, int contexts)
 {
-    static const int64_t sizes[] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 14, 15, 16, 17, 25, 27, 31, 32, 33, 47, 64, 65, 97 };
+    static const int64_t sizes[] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 14, 15, 16, 17, 25, 27, 31, 32, 33,
+                                     47, 64, 65, 97 };
     int64_t bad = 0;
     for (int i = 0; i < 3000; i++) {
         product s = random_product(sizes, sizeof sizes / sizeof sizes[0]);
@@ -169,7 +173,7 @@ TEST(gemm_small_shapes_of_every_kind)
 
 static int64_t check_large(hpml_ctx *const *ctx, int contexts)
 {
-    static const int64_t sizes[] = { 1, 10, 61, 128, 183, 211, 256, 385, 400, 512, 777 }; /* across the blocks of m, k */
+    static const int64_t sizes[] = { 1, 10, 61, 128, 183, 211, 256, 385, 513, 512, 1030 }; /* across blocks of m, n, k */
     int64_t bad = 0;
     for (int i = 0; i < (strcmp(hpml_ctx_cpu(ctx[0]), "scalar") == 0 ? 12 : 40); i++) {
         product s = random_product(sizes, sizeof sizes / sizeof sizes[0]);
@@ -186,8 +190,10 @@ TEST(gemm_shapes_across_blocks)
 
 static int64_t check_long(hpml_ctx *const *ctx, int contexts)
 {
-    static const int64_t shape[][3] = { { 3, 2500, 33 }, { 30, 1100, 200 }, { 200, 1057, 20 }, /* across the blocks of n */
-                                        { 10, 33, 9000 }, { 32, 27, 20001 }, { 40, 70, 5003 }, { 1, 7, 10000 }, { 2, 1, 70001 } };
+    static const int64_t shape[][3] = {
+        { 3, 2500, 33 }, { 30, 1100, 200 }, { 200, 1057, 20 }, /* across the blocks of n */
+        { 10, 33, 9000 }, { 32, 27, 20001 }, { 40, 70, 5003 }, { 1, 7, 10000 }, { 2, 1, 70001 }
+    };
     int64_t bad = 0;
     for (int i = 0; i < 8; i++)
         for (int trans = 0; trans < 8; trans++) {
@@ -195,7 +201,8 @@ static int64_t check_long(hpml_ctx *const *ctx, int contexts)
             memset(&s, 0, sizeof s);
             s.m = shape[i][0], s.n = shape[i][1], s.k = shape[i][2], s.batch = 1, s.alpha = 1;
             s.ta = trans & 1, s.tb = trans >> 1 & 1, s.made = trans >> 2, s.pad = trans & 1;
-            s.beta = i % 2 ? 0.5f : 0, s.bias_n = i % 3 == 0, s.act = i % 3 == 1, s.bias_m = i % 4 == 1, s.act_row = i % 5 == 4;
+            s.beta = i % 2 ? 0.5f : 0, s.bias_n = i % 3 == 0, s.bias_m = i % 4 == 1;
+            s.act = i % 3 == 1, s.act_row = i % 5 == 4;
             bad += wrong(ctx, contexts, &s);
         }
     return bad;

@@ -66,7 +66,7 @@ static void fill(hpml_tensor *t, uint64_t seed)
     hpml_rng r = { .seed = seed };
     for (int64_t i = 0; i < hpml_tensor_count(t); i++) {
         t->data[i] = hpml_rng_normal(&r);
-        if (fabsf(t->data[i]) < 0.03f) t->data[i] = 0.1f; /* away from the kinks of relu and max */
+        if (fabsf(t->data[i]) < 0.05f) t->data[i] = 0.1f; /* away from the kinks of relu and max */
     }
 }
 
@@ -95,7 +95,7 @@ TEST(gradients_on_all_kernels)
         for (size_t i = 0; hpmli_kernels_find(cpus[k]) && i < sizeof cases / sizeof cases[0]; i++) {
             hpml_ctx   *ctx;
             hpml_graph *g     = build(&cases[i], cpus[k], 2, &ctx);
-            double      error = g ? hpml_check_grad(g, 1e-2f, 24) : -1;
+            double      error = g ? hpml_check_grad(g, 2e-2f, 24) : -1;
             if (!(error >= 0 && error < 2 * cases[i].tolerance))
                 printf("    %s with %s: %g %s\n", cases[i].name, cpus[k], error, hpml_ctx_error(ctx)), test_failed = 1;
             hpml_ctx_free(ctx);

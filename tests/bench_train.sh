@@ -1,0 +1,19 @@
+#!/bin/sh
+# Samples/s of training steps, three interleaved rounds against PyTorch where python3 has it; medians.
+median() { sort -g | sed -n 2p; }
+peer=0; python3 -c 'import torch' 2>/dev/null && peer=1
+printf '%-8s %-8s %12s %10s %12s %7s\n' model threads hpml GFLOP/s pytorch ratio
+for threads in 1 2; do
+    for model in mlp lenet cifar gpt; do
+        : >build/ours; : >build/theirs
+        for round in 1 2 3; do
+            build/bench_train $model $threads >>build/ours
+            [ $peer = 0 ] || python3 tests/bench_train.py $model $threads >>build/theirs
+        done
+        ours=$(cut -d' ' -f1 build/ours | median) flops=$(cut -d' ' -f2 build/ours | median) theirs=$(median <build/theirs)
+        ratio=$(awk -v a="$ours" -v b="${theirs:-0}" 'BEGIN { printf b > 0 ? "%.2f" : "null", b > 0 ? a / b : 0 }')
+        printf '%-8s %-8s %12s %10s %12s %7s\n' $model $threads "$ours" "$flops" "${theirs:-absent}" "$ratio"
+        printf '{"bench": "train", "case": "%s %st", "unit": "samples/s", "hpml": %s, "gflops": %s, "peer": "pytorch", "peer_value": %s, "ratio": %s}\n' \
+            $model $threads "$ours" "$flops" "${theirs:-null}" "$ratio" >>build/bench.jsonl
+    done
+done

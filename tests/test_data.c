@@ -1,0 +1,281 @@
+/* Files: every reader against good, cut, wrong and random files; round trips; whole-or-nothing writing; the loader. */
+#define HPML_IMPLEMENTATION
+#include "../hpml.h"
+#include "test.h"
+#include <signal.h>
+#include <sys/wait.h>
+
+static char folder[64];
+
+static const char *file(const char *name)
+{
+    static char path[4][160];
+    static int  turn;
+    if (!folder[0]) {
+        strcpy(folder, "/tmp/hpml_data_XXXXXX");
+        if (!mkdtemp(folder)) exit(1);
+    }
+    turn = (turn + 1) % 4;
+    snprintf(path[turn], sizeof path[turn], "%s/%s", folder, name);
+    return path[turn];
+}
+
+static const char *put(const char *name, const void *bytes, size_t size)
+{
+    const char *path = file(name);
+    FILE       *f = fopen(path, "wb");
+    if (!f || fwrite(bytes, 1, size, f) != size || fclose(f) != 0) exit(1);
+    return path;
+}
+
+static const unsigned char images[16 + 2 * 6] = { 0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 2, 0, 0, 0, 3, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 255 };
+static const unsigned char labels[8 + 2] = { 0, 0, 8, 1, 0, 0, 0, 2, 4, 9 };
+
+TEST(idx)
+{
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    hpml_dataset *d = hpml_dataset_load_idx(ctx, put("i", images, sizeof images), put("l", labels, sizeof labels));
+    ENSURE(d && d->count == 2 && d->x_shape[1] == 2 && d->x_shape[2] == 3 && d->classes == 10);
+    ENSURE(((const unsigned char *)d->x)[11] == 255 && ((const int32_t *)d->y)[1] == 9);
+    ENSURE(hpml_dataset_load_idx(ctx, file("i"), file("missing")) == NULL && hpml_ctx_status(ctx) == HPML_ERR_OPEN);
+    hpml_ctx_clear_error(ctx);
+    ENSURE(hpml_dataset_load_idx(ctx, file("l"), file("i")) == NULL && hpml_ctx_status(ctx) == HPML_ERR_FORMAT);
+    hpml_ctx_free(ctx);
+}
+
+TEST(cifar)
+{
+    static unsigned char r[2 * 3073];
+    const char          *paths[2];
+    hpml_ctx            *ctx = hpml_ctx_create(NULL);
+    hpml_dataset        *d;
+    r[0] = 7, r[3073] = 9, r[3074] = 42;
+    paths[0] = put("c", r, sizeof r), paths[1] = paths[0];
+    d = hpml_dataset_load_cifar10(ctx, paths, 2);
+    ENSURE(d && d->count == 4 && ((const int32_t *)d->y)[2] == 7 && ((const unsigned char *)d->x)[3072] == 42);
+    r[3073] = 10;
+    put("c", r, sizeof r);
+    ENSURE(hpml_dataset_load_cifar10(ctx, paths, 1) == NULL && hpml_ctx_status(ctx) == HPML_ERR_LABEL);
+    hpml_ctx_clear_error(ctx);
+    put("c", r, 3000);
+    ENSURE(hpml_dataset_load_cifar10(ctx, paths, 1) == NULL && hpml_ctx_status(ctx) == HPML_ERR_FORMAT);
+    hpml_ctx_free(ctx);
+}
+
+static hpml_dataset *csv(hpml_ctx *ctx, const char *text, int32_t label, bool regression)
+{
+    return hpml_dataset_load_csv(ctx, put("csv", text, strlen(text)), label, regression);
+}
+
+TEST(csv_files)
+{
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    hpml_dataset *d = csv(ctx, "a,b,label\n1.5,-2e3,0\r\n\"3\", 4 ,2\n\n5,6,1", -1, false);
+    ENSURE(d && d->count == 3 && d->x_shape[0] == 2 && d->classes == 3);
+    ENSURE(((const float *)d->x)[1] == -2000.0f && ((const float *)d->x)[2] == 3 && ((const int32_t *)d->y)[2] == 1);
+    d = csv(ctx, "1;2;3\n4;5;6.25\n", 2, true);
+    ENSURE(d && d->count == 2 && ((const float *)d->y)[1] == 6.25f);
+    d = csv(ctx, "1\t2\n3\t4\n", HPML_NO_LABEL, false);
+    ENSURE(d && d->x_shape[0] == 2 && d->y_size == 0);
+    ENSURE(csv(ctx, "1,2\n3\n", -1, false) == NULL && strstr(hpml_ctx_error(ctx), "line 2"));
+    hpml_ctx_clear_error(ctx);
+    ENSURE(csv(ctx, "1,2\n3,x\n", -1, false) == NULL && hpml_ctx_status(ctx) == HPML_ERR_FORMAT);
+    hpml_ctx_clear_error(ctx);
+    ENSURE(csv(ctx, "1,2\n3,2.5\n", -1, false) == NULL && hpml_ctx_status(ctx) == HPML_ERR_LABEL);
+    hpml_ctx_clear_error(ctx);
+    ENSURE(csv(ctx, "1,2\n3,nan\n", -1, true) == NULL);
+    hpml_ctx_clear_error(ctx);
+    ENSURE(csv(ctx, "1,2\n", 5, true) == NULL);
+    hpml_ctx_free(ctx);
+}
+
+TEST(text)
+{
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    const char   *path = put("t", "abcabd", 6);
+    hpml_dataset *d = hpml_dataset_load_text(ctx, &path, 1, 3, false);
+    int           V;
+    const unsigned char *v = hpml_dataset_vocabulary(d, &V);
+    ENSURE(d && d->count == 3 && V == 4 && v[3] == 'd' && ((const int32_t *)d->y)[4] == 3);
+    ENSURE(hpml_dataset_load_text(ctx, &path, 1, 6, true) == NULL && hpml_ctx_status(ctx) == HPML_ERR_FORMAT);
+    hpml_ctx_free(ctx);
+}
+
+TEST(npy_and_records)
+{
+    hpml_ctx           *ctx = hpml_ctx_create(NULL);
+    hpml_tensor        *t = hpml_tensor_create_3d(ctx, 2, 3, 5), *u;
+    hpml_record_writer *w;
+    hpml_record_file   *f;
+    size_t              size;
+    hpml_dataset       *d;
+    for (int i = 0; i < 30; i++) t->data[i] = (float)i / 7;
+    ENSURE(hpml_npy_save(t, file("a.npy")) == HPML_OK);
+    u = hpml_npy_load(ctx, file("a.npy"));
+    ENSURE(u && u->ndim == 3 && u->shape[2] == 5 && memcmp(u->data, t->data, 120) == 0);
+    ENSURE(hpml_npy_save(t, "/nonexistent/x.npy") == HPML_ERR_WRITE);
+    hpml_ctx_clear_error(ctx);
+    w = hpml_record_create(ctx, file("r"));
+    ENSURE(hpml_record_add(w, "one", 3) == HPML_OK && hpml_record_add(w, "", 0) == HPML_OK && hpml_record_add(w, "three", 5) == HPML_OK);
+    ENSURE(access(file("r"), F_OK) != 0); /* not there before it is whole */
+    ENSURE(hpml_record_finish(w) == HPML_OK);
+    f = hpml_record_open(ctx, file("r"));
+    ENSURE(hpml_record_count(f) == 3 && memcmp(hpml_record_get(f, 2, &size), "three", 5) == 0 && size == 5);
+    ENSURE(hpml_record_get(f, 3, &size) == NULL);
+    d = hpml_dataset_load_idx(ctx, put("i", images, sizeof images), put("l", labels, sizeof labels));
+    ENSURE(hpml_dataset_save_records(d, file("d")) == HPML_OK);
+    d = hpml_dataset_load_records(ctx, file("d"));
+    ENSURE(d && d->count == 2 && memcmp(d->x, images + 16, 12) == 0 && ((const int32_t *)d->y)[0] == 4);
+    hpml_ctx_free(ctx);
+}
+
+static hpml_trainer *small_trainer(hpml_ctx *ctx)
+{
+    hpml_tensor *x = hpml_input_2d(ctx, 4, 3);
+    return hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = hpml_linear(x, 2, &(hpml_linear_desc){ .name = "fc" }), .momentum = 0.9f });
+}
+
+TEST(safetensors_and_parameters)
+{
+    hpml_ctx         *ctx = hpml_ctx_create(NULL), *other = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 9 });
+    hpml_trainer     *t = small_trainer(ctx), *o = small_trainer(other);
+    hpml_safetensors *f;
+    hpml_safetensor   e;
+    ENSURE(t && o && hpml_param_hash(ctx) != hpml_param_hash(other));
+    ENSURE(hpml_params_save(ctx, file("p"), HPML_DTYPE_F32) == HPML_OK && hpml_params_load(other, file("p")) == HPML_OK);
+    ENSURE(hpml_param_hash(ctx) == hpml_param_hash(other));
+    ENSURE(hpml_params_save(ctx, file("h"), HPML_DTYPE_BF16) == HPML_OK && hpml_params_load(other, file("h")) == HPML_OK);
+    ENSURE_NEAR(hpml_param_at(ctx, 0)->data[3], hpml_param_at(other, 0)->data[3], 0.01);
+    f = hpml_safetensors_open(ctx, file("p"));
+    ENSURE(f && hpml_safetensors_count(f) == 2 && hpml_safetensors_find(f, "fc.weight", &e) && e.shape[0] == 2 && e.shape[1] == 3);
+    ENSURE(!hpml_safetensors_find(f, "fc", &e));
+    hpml_safetensors_close(f);
+    ENSURE(hpml_checkpoint_load(t, file("p")) == HPML_ERR_FORMAT); /* no training in it */
+    hpml_ctx_clear_error(ctx);
+    ENSURE(hpml_params_save(ctx, "/nonexistent/p", HPML_DTYPE_F32) == HPML_ERR_WRITE);
+    hpml_ctx_free(other);
+    hpml_ctx_free(ctx);
+}
+
+/* A child that saves all the time is killed at any moment: the file is always whole. */
+TEST(killed_while_saving)
+{
+    for (int round = 0; round < 12; round++) {
+        pid_t child = fork();
+        hpml_ctx *ctx = hpml_ctx_create(NULL);
+        hpml_trainer *t = small_trainer(ctx);
+        if (child == 0)
+            for (;;) hpml_checkpoint_save(t, file("k"));
+        usleep(3000 + 1777 * (unsigned)round);
+        kill(child, SIGKILL);
+        waitpid(child, NULL, 0);
+        if (access(file("k"), F_OK) == 0) ENSURE(hpml_checkpoint_load(t, file("k")) == HPML_OK);
+        hpml_ctx_free(ctx);
+    }
+}
+
+/* Every kind of file, mutated in every way: an error or an object, never a crash, nothing left. */
+static int open_any(hpml_ctx *ctx, int kind, const char *path)
+{
+    switch (kind) {
+    case 0: return hpml_dataset_load_idx(ctx, path, file("l")) != NULL;
+    case 1: return hpml_dataset_load_idx(ctx, file("i"), path) != NULL;
+    case 2: return hpml_dataset_load_cifar10(ctx, &path, 1) != NULL;
+    case 3: return hpml_dataset_load_csv(ctx, path, -1, false) != NULL;
+    case 4: return hpml_dataset_load_text(ctx, &path, 1, 2, false) != NULL;
+    case 5: return hpml_npy_load(ctx, path) != NULL;
+    case 6: return hpml_dataset_load_records(ctx, path) != NULL;
+    default: return hpml_safetensors_open(ctx, path) != NULL;
+    }
+}
+
+TEST(mutated_files)
+{
+    static const char *const names[] = { "i", "l", "cifar", "csv", "t", "a.npy", "d", "p" };
+    static unsigned char good[1 << 16], bad[1 << 16];
+    static unsigned char r[3073] = { 3 };
+    hpml_rng rng = { .seed = 1 };
+    put("i", images, sizeof images), put("l", labels, sizeof labels), put("cifar", r, sizeof r), put("csv", "1,2,0\n3,4,1\n", 12), put("t", "hello", 5);
+    for (int kind = 0; kind < 8; kind++) {
+        FILE  *f = fopen(file(names[kind]), "rb");
+        size_t n = f ? fread(good, 1, sizeof good, f) : 0;
+        ENSURE(f && n > 0);
+        fclose(f);
+        for (int round = 0; round < 700; round++) {
+            size_t    m   = n;
+            hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+            int       opened;
+            memcpy(bad, good, n);
+            if (round < 250) m = n * (size_t)round / 250;
+            else if (round < 600) for (int k = 0; k < 1 + round % 3; k++) bad[hpml_rng_below(&rng, round % 2 || n < 40 ? (int64_t)n : 40)] ^= (unsigned char)(1 << (hpml_rng_u32(&rng) & 7));
+            else for (size_t k = 0; k < n; k++) bad[k] = (unsigned char)hpml_rng_u32(&rng);
+            opened = open_any(ctx, kind, put("mutant", bad, m));
+            ENSURE(opened == (hpml_ctx_status(ctx) == HPML_OK));
+            hpml_ctx_free(ctx);
+        }
+    }
+}
+
+/* For 1 to 8 ranks: the same global batches, disjoint, complete, equal numbers of steps. */
+TEST(loader_order_does_not_depend_on_ranks)
+{
+    enum { N = 103, BATCH = 24 };
+    static float x[N];
+    static int   order[N];
+    for (int i = 0; i < N; i++) x[i] = (float)i;
+    for (int ranks = 1; ranks <= 8; ranks *= 2) {
+        hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 4 });
+        hpml_dataset *d = hpml_dataset_create(ctx, N, HPML_DTYPE_F32, 1, (int64_t[]){ 1 }, x, HPML_DTYPE_I32, 0, NULL);
+        int           seen[N] = { 0 }, least = N, most = 0;
+        for (int r = 0; r < ranks; r++) {
+            hpml_loader *l = hpml_loader_create(ctx, d, &(hpml_loader_desc){ .batch = BATCH / ranks, .rank = r, .ranks = ranks, .no_prefetch = r % 2 });
+            hpml_batch   b;
+            int          mine = 0, steps = 0;
+            size_t       before = hpml_ctx_allocations(ctx);
+            ENSURE(l && hpml_loader_steps(l) == 5);
+            while (hpml_loader_next(l, &b)) {
+                for (int64_t i = 0; i < b.samples; i++) {
+                    int at = (int)(b.index * BATCH + b.first + i), v = (int)((const float *)b.x)[i];
+                    if (ranks == 1) order[at] = v;
+                    ENSURE(order[at] == v);
+                    seen[v]++;
+                    mine++;
+                }
+                steps++;
+            }
+            ENSURE(steps == 5 && hpml_ctx_allocations(ctx) == before);
+            if (mine < least) least = mine;
+            if (mine > most) most = mine;
+            ENSURE(hpml_loader_next(l, &b) && b.index == 0); /* the next epoch */
+            hpml_loader_free(l);
+        }
+        for (int i = 0; i < N; i++) ENSURE(seen[i] == 1);
+        ENSURE(most - least <= 1);
+        hpml_ctx_free(ctx);
+    }
+    ENSURE(order[0] != 0 || order[1] != 1 || order[2] != 2);
+}
+
+TEST(augmentation_and_prefetch)
+{
+    static unsigned char x[20 * 64];
+    float first[2][64 * 8];
+    for (int i = 0; i < 20 * 64; i++) x[i] = (unsigned char)(i * 7);
+    for (int k = 0; k < 2; k++) {
+        hpml_ctx     *ctx = hpml_ctx_create(NULL);
+        hpml_dataset *d = hpml_dataset_create(ctx, 20, HPML_DTYPE_U8, 3, (int64_t[]){ 1, 8, 8 }, x, HPML_DTYPE_I32, 0, NULL);
+        hpml_loader  *l = hpml_loader_create(ctx, d, &(hpml_loader_desc){ .batch = 8, .no_prefetch = k, .augment = { 2, true, 3 } });
+        hpml_batch    b;
+        ENSURE(hpml_loader_seek(l, 3, 1) == HPML_OK && hpml_loader_next(l, &b) && b.index == 1);
+        memcpy(first[k], b.x, sizeof first[k]);
+        hpml_ctx_free(ctx);
+    }
+    ENSURE(memcmp(first[0], first[1], sizeof first[0]) == 0);
+}
+
+TEST(zz_clean_up)
+{
+    char command[100];
+    snprintf(command, sizeof command, "rm -rf %s", folder);
+    ENSURE(folder[0] && system(command) == 0);
+}
