@@ -73,7 +73,7 @@
 //     gemm-thin   matrix product: small and thin shapes
 //     random   Philox: random numbers by number
 //     onebit   gradient codecs: 1 bit and bf16, one row
-//     conv-kernels   columns of a convolution
+//     conv-kernels   convolution: tiles of pixels by channels
 //     dispatch   the kernel table: one text, one copy for each instruction set
 //     rng   single random numbers, permutations
 //     codec   gradients packed for the wire
@@ -2065,14 +2065,15 @@ HPMLI_KFN void HPMLI_K(hpmli_f32_to_u8)(uint8_t *y, const float *x, int64_t n)
 // >>gemm   matrix product: tiles
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* After Goto & van de Geijn 2008. A tile of C, MR rows by two vectors, lives in registers while k runs: each step loads two
-   vectors of B and broadcasts MR numbers of A, for 2 MR multiply-adds. So that the operands come from the nearest caches,
-   k is cut into blocks of at most KC, and A and B are packed into the order in which the tile reads them, where that order
-   is not good enough as they stand. Rows are dealt out evenly to tiles (64 rows are 13 + 13 + 13 + 13 + 12, not 4 x 14 + 8),
-   so there is a tile function for each height; the compiler makes them all from one text.
+/* After Goto & van de Geijn 2008. A tile of C, MR rows by two vectors, lives in registers while k runs: each step
+   loads two vectors of B and broadcasts MR numbers of A, for 2 MR multiply-adds. So that the operands come from the
+   nearest caches, k is cut into blocks of at most KC, and A and B are packed into the order in which the tile reads
+   them, where that order is not good enough as they stand. Rows are dealt out evenly to tiles (64 rows are 13 + 13 +
+   13 + 13 + 12, not 4 x 14 + 8), so there is a tile function for each height; the compiler makes them all from one
+   text.
 
-   Every element of C is summed over k in an order that only the shape decides, not how the work is cut, so results have
-   the same bits for any number of threads. */
+   Every element of C is summed over k in an order that only the shape decides, not how the work is cut, so results
+   have the same bits for any number of threads. */
 
 #undef HPMLI_MR
 #undef HPMLI_NR
@@ -2119,8 +2120,8 @@ typedef struct hpmli_tile_end {
     int64_t kc, const float *a, int64_t ars, int64_t acs, const float *b, int64_t ldb, const hpmli_tile_out *o
 typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 
-/* What happens to row r of a tile; `mr`, `nv` are constants once inlined, so rows that are not there vanish. Every third row
-   has a pointer, the others are at one or two strides from it. */
+/* What happens to row r of a tile; `mr`, `nv` are constants once inlined, so rows that are not there vanish. Every
+   third row has a pointer, the others are at one or two strides from it. */
 #define HPMLI_TILE_ZERO(r) hv s##r = hv_zero(), t##r = hv_zero();
 #define HPMLI_TILE_AT(r)   (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * ars]
 #define HPMLI_TILE_ROW(r)                                                                                              \
@@ -2197,8 +2198,8 @@ static hpmli_tile_fn *const HPMLI_K(hpmli_tiles_first)[HPMLI_MR] = { HPMLI_ROWS(
 
 /* A matrix that lies the wrong way round is turned in registers, a square of HV_W x HV_W at a time. */
 
-/* HV_W rows of HV_W floats, transposed in registers: out[p * ld + j] = in[j * ldx + p], rows from `rows` on are zero. Written in
-   the order of p: where ld < HV_W each row overwrites what the one before spilled. */
+/* HV_W rows of HV_W floats, transposed in registers: out[p * ld + j] = in[j * ldx + p], rows from `rows` on are zero.
+   Written in the order of p: where ld < HV_W each row overwrites what the one before spilled. */
 HPMLI_VFN void HPMLI_K(hpmli_transpose)(const float *in, int64_t ldx, int64_t rows, float *out, int64_t ld)
 {
 #if HPMLI_ISA == 2
@@ -2261,7 +2262,8 @@ HPMLI_VFN void HPMLI_K(hpmli_transpose)(const float *in, int64_t ldx, int64_t ro
 }
 
 /* Packs a panel dst[p * nr + j] = x[p * ps + j * js], p < pc, j < jn, zero up to nr. dst has HV_W floats to spare. */
-HPMLI_KFN void HPMLI_K(hpmli_pack)(const float *x, int64_t ps, int64_t js, int64_t pc, int64_t jn, int64_t nr, float *dst)
+HPMLI_KFN void HPMLI_K(hpmli_pack)(const float *x, int64_t ps, int64_t js, int64_t pc, int64_t jn, int64_t nr,
+                                   float *dst)
 {
     if (js == 1) {
         for (int64_t p = 0; p < pc; p++, x += ps, dst += nr)
@@ -2291,15 +2293,16 @@ HPMLI_VFN void HPMLI_K(hpmli_tile_save)(const hpmli_tile_end *e, float *c, int64
 }
 
 /* The same for mr rows of a tile. */
-HPMLI_KFN void HPMLI_K(hpmli_save)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, float *c, int64_t ldc)
+HPMLI_KFN void HPMLI_K(hpmli_save)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, float *c,
+                                   int64_t ldc)
 {
     for (int64_t r = 0; r < mr; r++, c += ldc, tile += HPMLI_NR)
         for (int64_t j = 0; j < n; j += HV_W) HPMLI_K(hpmli_tile_save)(e, c + j, r, j, hv_load(tile + j), n - j);
 }
 
 /* A tile of C^T, mr rows of NR, goes into C turned; e as C sees it. plain: nothing is done to it but that. */
-HPMLI_KFN void HPMLI_K(hpmli_turn)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, bool plain, float *c,
-                                   int64_t ldc)
+HPMLI_KFN void HPMLI_K(hpmli_turn)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, bool plain,
+                                   float *c, int64_t ldc)
 {
     float square[HV_W * HV_W];
     for (int64_t r = 0; r < mr; r += HV_W)
@@ -2317,8 +2320,9 @@ HPMLI_KFN void HPMLI_K(hpmli_turn)(const float *tile, int64_t mr, int64_t n, con
 // >>gemm-part   matrix product: one rectangle of C
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A product seen from the tile: `rows` of P are broadcast, columns of Q are vectors. Mostly P is A and Q is B. Swapped, P is
-   B^T and Q is A^T and tiles of C^T are turned on the way out: for products where turning B would cost more. */
+/* A product seen from the tile: `rows` of P are broadcast, columns of Q are vectors. Mostly P is A and Q is B.
+   Swapped, P is B^T and Q is A^T and tiles of C^T are turned on the way out: for products where turning B would cost
+   more. */
 typedef struct HPMLI_K(hpmli_view) {
     const hpmli_gemm_part *part;
     const float *p;
@@ -2367,8 +2371,8 @@ HPMLI_KFN HPMLI_K(hpmli_view) HPMLI_K(hpmli_view_of)(const hpmli_gemm_part *part
 }
 
 /* Makes columns [j, j + n) of Q, over k [p0, p0 + kc), a packed panel. */
-HPMLI_KFN void HPMLI_K(hpmli_pack_panel)(const HPMLI_K(hpmli_view) *v, int64_t j, int64_t n, int64_t p0, int64_t kc, int64_t width,
-                                         float *pb)
+HPMLI_KFN void HPMLI_K(hpmli_pack_panel)(const HPMLI_K(hpmli_view) *v, int64_t j, int64_t n, int64_t p0, int64_t kc,
+                                         int64_t width, float *pb)
 {
     const hpmli_gemm_desc *d = v->part->d;
     if (d->pack_b) d->pack_b(d->pack_user, v->part->batch, d->k_first + p0, kc, v->part->j0 + j, n, width, pb);
@@ -2376,11 +2380,12 @@ HPMLI_KFN void HPMLI_K(hpmli_pack_panel)(const HPMLI_K(hpmli_view) *v, int64_t j
 }
 
 /* Rows [i0, i0 + mc) x columns [j, j + n) of a panel, over k [p0, p0 + kc). pb: room for the packed panel. */
-HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n, int64_t p0,
-                                    int64_t kc, float *pb, bool ready)
+HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n,
+                                    int64_t p0, int64_t kc, float *pb, bool ready)
 {
     const float *a = v->p + i0 * v->p_rs + p0 * v->p_ks, *b = v->q + p0 * v->q_ks + j * v->q_cs;
-    int64_t      ldb = v->q_ks, width = n <= HV_W ? HV_W : HPMLI_NR, more = mc % v->tiles, mr = mc / v->tiles + (more > 0);
+    int64_t      ldb = v->q_ks, width = n <= HV_W ? HV_W : HPMLI_NR;
+    int64_t      more = mc % v->tiles, mr = mc / v->tiles + (more > 0); /* so many tiles are one row higher */
     bool         direct = v->plain && n == width && !v->swapped;
     hpmli_tile_fn *const *later = n <= HV_W ? HPMLI_K(hpmli_tiles_one) : HPMLI_K(hpmli_tiles_two), *const *fn = later;
     float          tile[HPMLI_MR * HPMLI_NR];
@@ -2410,7 +2415,8 @@ HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, in
             if (v->swapped) HPMLI_K(hpmli_turn)(tile, mr, n, &e, v->plain && e.beta == 0, c, v->ldc);
             else HPMLI_K(hpmli_save)(tile, mr, n, &e, c, v->ldc);
         }
-        for (int64_t r = 0; v->act_row && r < (v->swapped ? n : mr); r++) v->act_row(c + r * v->ldc, v->swapped ? mr : n);
+        for (int64_t r = 0; v->act_row && r < (v->swapped ? n : mr); r++)
+            v->act_row(c + r * v->ldc, v->swapped ? mr : n);
         if (fn != later) fn = later, b = pb, ldb = HPMLI_NR;
         i += mr, a += mr * v->p_rs;
     }
@@ -2427,7 +2433,8 @@ HPMLI_KFN void HPMLI_K(hpmli_block_end)(HPMLI_K(hpmli_view) *v, int64_t p0, int6
     v->end.bias_row = last && d->bias_m ? d->bias_m + v->part->i0 : NULL;
     v->end.relu     = last && d->act == 1;
     v->act_row      = last ? d->act_row : NULL;
-    v->plain        = d->alpha == 1 && (v->end.beta == 0 || v->end.beta == 1) && !v->end.bias_col && !v->end.bias_row && !v->end.relu;
+    v->plain        = d->alpha == 1 && (v->end.beta == 0 || v->end.beta == 1) && !v->end.bias_col &&
+                      !v->end.bias_row && !v->end.relu;
     v->fetch        = kc >= 64 && v->rows * v->cols >= 65536 && !v->swapped;
 }
 
@@ -2456,15 +2463,17 @@ HPMLI_KFN void HPMLI_K(hpmli_blocks)(HPMLI_K(hpmli_view) *v)
 // >>gemm-thin   matrix product: small and thin shapes
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Where C is small, or only a row, packing and turning would cost more than the product itself. If both operands run along
-   k, each element is a dot product: vectors run along k, a tile of MR x 4 sums shares its loads, and no lane is idle. */
+/* Where C is small, or only a row, packing and turning would cost more than the product itself. If both operands run
+   along k, each element is a dot product: vectors run along k, a tile of MR x 4 sums shares its loads, and no lane is
+   idle. */
 
 #ifndef HPMLI_DOT_ROW
 #define HPMLI_DOT_ZERO(r) hv s##r = hv_zero(), t##r = s##r, u##r = s##r, v##r = s##r;
 #define HPMLI_DOT_ROW(r, LOAD)                                                                                         \
     if (mr > r) {                                                                                                      \
         hv x = LOAD(p + r * p_rs);                                                                                     \
-        s##r = hv_fma(x, b0, s##r), t##r = hv_fma(x, b1, t##r), u##r = hv_fma(x, b2, u##r), v##r = hv_fma(x, b3, v##r); \
+        s##r = hv_fma(x, b0, s##r), t##r = hv_fma(x, b1, t##r);                                                        \
+        u##r = hv_fma(x, b2, u##r), v##r = hv_fma(x, b3, v##r);                                                        \
     }
 #define HPMLI_DOT_STEP(LOAD)                                                                                           \
     {                                                                                                                  \
@@ -2481,7 +2490,8 @@ HPMLI_KFN void HPMLI_K(hpmli_blocks)(HPMLI_K(hpmli_view) *v)
 typedef void hpmli_dot_fn(HPMLI_DOT_ARGS);
 #endif
 
-/* Dot products of mr rows of P with 4 of Q, along k: out[r * 4 + j]. With n < 4 rows of Q the last stands in for the rest. */
+/* Dot products of mr rows of P with 4 of Q, along k: out[r * 4 + j]. With n < 4 rows of Q the last stands in for the
+   rest. */
 HPMLI_VFN void HPMLI_K(hpmli_dot)(const int mr, HPMLI_DOT_ARGS)
 {
     const float *q0 = q, *q1 = n > 1 ? q0 + q_rs : q0, *q2 = n > 2 ? q1 + q_rs : q1, *q3 = n > 3 ? q2 + q_rs : q2;
@@ -2531,13 +2541,15 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_dots)(const hpmli_gemm_part *part)
     float       *c = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
     int     turned = n * ((m + 3) / 4) < m * ((n + 3) / 4); /* which dimension goes better in fours */
     bool    plain  = d->alpha == 1 && d->beta == 0 && !d->bias_n && !d->bias_m && d->act != 1 && !d->act_row;
-    int64_t rows = turned ? n : m, cols = turned ? m : n, p_rs = turned ? d->b_cs : d->a_rs, q_rs = turned ? d->a_rs : d->b_cs;
+    int64_t rows = turned ? n : m, cols = turned ? m : n;
+    int64_t p_rs = turned ? d->b_cs : d->a_rs, q_rs = turned ? d->a_rs : d->b_cs;
+    const float *p = turned ? b : a, *q = turned ? a : b;
     int64_t tiles = (rows + HPMLI_DOT_MR - 1) / HPMLI_DOT_MR;
     for (int64_t j = 0; j < cols; j += 4)
         for (int64_t t = 0; t < tiles; t++) {
             int64_t i = t * rows / tiles, mr = (t + 1) * rows / tiles - i, nr = cols - j < 4 ? cols - j : 4;
             float   out[4 * HPMLI_DOT_MR];
-            HPMLI_K(hpmli_dots)[mr - 1](d->k, (turned ? b : a) + i * p_rs, p_rs, (turned ? a : b) + j * q_rs, q_rs, nr, out);
+            HPMLI_K(hpmli_dots)[mr - 1](d->k, p + i * p_rs, p_rs, q + j * q_rs, q_rs, nr, out);
             for (int64_t r = 0; r < mr; r++) {
                 if (plain && nr == 4) {
                     float *to = turned ? c + j * d->ldc + i + r : c + (i + r) * d->ldc + j, *from = out + 4 * r;
@@ -2545,15 +2557,16 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_dots)(const hpmli_gemm_part *part)
                     else to[0] = from[0], to[d->ldc] = from[1], to[2 * d->ldc] = from[2], to[3 * d->ldc] = from[3];
                     continue;
                 }
-                for (int64_t q = 0; q < nr; q++) {
-                    int64_t ci = turned ? j + q : i + r, cj = turned ? i + r : j + q;
-                    HPMLI_K(hpmli_save_one)(d, c + ci * d->ldc + cj, part->i0 + ci, part->j0 + cj, out[4 * r + q]);
+                for (int64_t s = 0; s < nr; s++) {
+                    int64_t ci = turned ? j + s : i + r, cj = turned ? i + r : j + s;
+                    HPMLI_K(hpmli_save_one)(d, c + ci * d->ldc + cj, part->i0 + ci, part->j0 + cj, out[4 * r + s]);
                 }
             }
         }
 }
 
-/* One row times a matrix whose rows are contiguous: eight vectors of C at a time, so that B is read in long stretches. */
+/* One row times a matrix whose rows are contiguous: eight vectors of C at a time, so that B is read in long
+   stretches. */
 HPMLI_KFN void HPMLI_K(hpmli_gemm_row)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -2602,7 +2615,8 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_part)(const hpmli_gemm_part *part)
 }
 
 /* Row i of C from `count` parts of the sum over k, `apart` floats from one to the next; added up in order. */
-HPMLI_KFN void HPMLI_K(hpmli_gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t apart)
+HPMLI_KFN void HPMLI_K(hpmli_gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count,
+                                       int64_t apart)
 {
     hpmli_tile_end e;
     float *c = d->c + i * d->ldc;
@@ -3008,31 +3022,227 @@ HPMLI_KFN void HPMLI_K(hpmli_bf16_decode_add)(float *out, const uint16_t *packed
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>conv-kernels   columns of a convolution
+// >>conv-kernels   convolution: tiles of pixels by channels
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A convolution is the product W (out, K) x columns (K, pixels), K = channels x kernel x kernel; row (c, u, v) of the columns is
-   the image c shifted by tap (u, v). The matrix is never made: the product asks for a panel of a few pixels at a time
-   and gets it from the image, in runs along the rows. */
-HPMLI_KFN void HPMLI_K(hpmli_conv_columns)(const void *user, int64_t batch, int64_t p0, int64_t pc, int64_t j0, int64_t jn,
-                                           int64_t nr, float *dst)
+/* A convolution is a matrix product, Y (pixels, out) = columns (pixels, K) x W (K, out), K = taps x channels. The matrix of columns is
+   never made: in an image stored pixel by pixel, channels innermost (NHWC), with its zeros around it, the numbers that a
+   pixel reads are a few long runs, one for each row of the kernel, and the next pixel's are the same moved by one pixel.
+   So each image is turned once into that order, which costs about a hundredth of the work, and tiles of a few pixels by two
+   vectors of channels read it where it stands. Results are turned back on their way out, in bands of some rows.
+
+   The same tile makes all three products: the gradient of the input is a convolution of dy, and the gradient of the weights
+   has taps x channels for rows and sums over pixels. */
+
+#ifndef HPMLI_STRIP_ROW
+#define HPMLI_STRIP_ZERO(r) hv s##r = hv_zero(), t##r = hv_zero();
+#define HPMLI_STRIP_ROW(r)                                                                                             \
+    if (mr > r) {                                                                                                      \
+        hv x = hv_set1((r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * ars]);                       \
+        s##r = hv_fma(x, b0, s##r);                                                                                    \
+        if (nv > 1) t##r = hv_fma(x, b1, t##r);                                                                        \
+    }
+#define HPMLI_STRIP_STORE(r)                                                                                           \
+    if (mr > r) {                                                                                                      \
+        hv_store(c + r * ldc, s##r);                                                                                   \
+        if (nv > 1) hv_store(c + r * ldc + HV_W, t##r);                                                                \
+    }
+#define HPMLI_STRIP_ADD(r)                                                                                             \
+    if (mr > r) {                                                                                                      \
+        hv_store(c + r * ldc, hv_add(hv_load(c + r * ldc), s##r));                                                     \
+        if (nv > 1) hv_store(c + r * ldc + HV_W, hv_add(hv_load(c + r * ldc + HV_W), t##r));                           \
+    }
+typedef void hpmli_strip_fn(const hpmli_conv_strip *s, const float *a, const float *b, float *c);
+#endif
+
+HPMLI_VFN void HPMLI_K(hpmli_strip_tile)(const int mr, const int nv, const hpmli_conv_strip *s, const float *a, const float *b,
+                                         float *c)
 {
-    const hpmli_taps *t = (const hpmli_taps *)user;
-    int64_t           taps = t->kernel[0] * t->kernel[1], plane = t->height * t->width, row0 = j0 / t->out_width;
-    for (int64_t p = p0; p < p0 + pc; p++, dst += nr) {
-        int64_t      c = p / taps, u = p % taps / t->kernel[1], v = p % t->kernel[1];
-        int64_t      row = row0, col = j0 - row0 * t->out_width;
-        const float *x = t->x + batch * t->image + c * plane + u * t->dilation[0] * t->width + v * t->dilation[1];
-        for (int64_t j = 0; j < jn; row++, col = 0) {
-            int64_t      n = t->out_width - col < jn - j ? t->out_width - col : jn - j;
-            const float *from = x + row * t->stride[0] * t->width + col * t->stride[1];
-            if (t->stride[1] == 1)
-                for (int64_t i = 0; i < n; i += HV_W) hv_st(dst + j + i, hv_ld(from + i, n - i), n - i);
-            else
-                for (int64_t i = 0; i < n; i++) dst[j + i] = from[i * t->stride[1]];
-            j += n;
+    const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc, length = s->length;
+    HPMLI_ROWS(HPMLI_STRIP_ZERO)
+    for (int64_t run = 0; run < s->runs; run++) {
+        const float *a0 = a + s->a_at[run], *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
+        const float *q  = b + (s->b_at ? s->b_at[run] : run * length * ldb);
+        for (int64_t p = 0; p < length; p++) {
+            hv b0 = hv_load(q), b1 = nv < 2 ? b0 : hv_load(q + HV_W);
+            HPMLI_ROWS(HPMLI_STRIP_ROW)
+            a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, q += ldb;
         }
-        for (int64_t j = jn; j < nr; j++) dst[j] = 0;
+        (void)a3, (void)a6, (void)a9, (void)a12;
+    }
+    if (s->add) { HPMLI_ROWS(HPMLI_STRIP_ADD) }
+    else { HPMLI_ROWS(HPMLI_STRIP_STORE) }
+}
+
+#ifndef HPMLI_STRIP_KINDS
+#define HPMLI_STRIP_KINDS(r)                                                                                           \
+    HPMLI_KFN void HPMLI_K(hpmli_strip_one_##r)(const hpmli_conv_strip *s, const float *a, const float *b, float *c)   \
+    { HPMLI_K(hpmli_strip_tile)(r + 1, 1, s, a, b, c); }                                                               \
+    HPMLI_KFN void HPMLI_K(hpmli_strip_two_##r)(const hpmli_conv_strip *s, const float *a, const float *b, float *c)   \
+    { HPMLI_K(hpmli_strip_tile)(r + 1, 2, s, a, b, c); }
+#define HPMLI_STRIP_ONE(r) HPMLI_K(hpmli_strip_one_##r),
+#define HPMLI_STRIP_TWO(r) HPMLI_K(hpmli_strip_two_##r),
+#endif
+HPMLI_ROWS(HPMLI_STRIP_KINDS)
+static hpmli_strip_fn *const HPMLI_K(hpmli_strips)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_STRIP_ONE) }, { HPMLI_ROWS(HPMLI_STRIP_TWO) } };
+
+/* All rows of a strip, dealt out evenly to tiles; n columns count. */
+HPMLI_VFN void HPMLI_K(hpmli_strip)(const hpmli_conv_strip *s, int64_t n, const float *a, const float *b, float *c)
+{
+    int64_t tiles = (s->rows + HPMLI_MR - 1) / HPMLI_MR;
+    for (int64_t t = 0; t < tiles; t++) {
+        int64_t i = t * s->rows / tiles, mr = (t + 1) * s->rows / tiles - i;
+        HPMLI_K(hpmli_strips)[n > HV_W][mr - 1](s, a + i * s->ars, b, c + i * s->ldc);
+    }
+}
+
+/* out[j * HV_W + i] = x[i * ldx + j], i < rows, j < cols, both at most HV_W; rows that are not there are zero. */
+HPMLI_KFN void HPMLI_K(hpmli_square)(const float *x, int64_t ldx, int64_t rows, int64_t cols, float *out)
+{
+    float part[HV_W * HV_W];
+    if (cols < HV_W) {
+        for (int64_t i = 0; i < rows; i++) hv_store(part + i * HV_W, hv_load_n(x + i * ldx, cols));
+        x = part, ldx = HV_W;
+    }
+    HPMLI_K(hpmli_transpose)(x, ldx, rows, out, HV_W);
+}
+
+/* The weights of channels [o, o + panel) as tiles read them: dst[(rank[tap] * in + c) * panel + lane] = w[(o + lane) * lane_step +
+   c * channel_step + tap]. */
+HPMLI_KFN void HPMLI_K(hpmli_conv_pack)(float *dst, const float *w, int64_t lane_step, int64_t channel_step,
+                                        const hpmli_conv_map *m, int64_t o)
+{
+    float square[HV_W * HV_W];
+    int64_t end = o + HPMLI_CONV_PANEL < m->out ? o + HPMLI_CONV_PANEL : m->out;
+    for (; o < end; o += HV_W) {
+        int64_t rows = m->out - o < HV_W ? m->out - o : HV_W;
+        float  *to   = dst + o / HPMLI_NR * HPMLI_NR * m->taps * m->in + o % HPMLI_NR;
+        for (int64_t c = 0; c < m->in; c++)
+            for (int64_t t = 0; t < m->taps; t += HV_W) {
+                int64_t n = m->taps - t < HV_W ? m->taps - t : HV_W;
+                HPMLI_K(hpmli_square)(w + o * lane_step + c * channel_step + t, lane_step, rows, n, square);
+                for (int64_t i = 0; i < n; i++)
+                    hv_store(to + (m->rank[t + i] * m->in + c) * HPMLI_NR, hv_load(square + i * HV_W));
+            }
+    }
+}
+
+/* An image (channels, height, width) into NHWC order; rows of the result are `pitch` floats apart. */
+HPMLI_KFN void HPMLI_K(hpmli_conv_turn)(float *image, const float *x, int64_t channels, int64_t height, int64_t width,
+                                        int64_t pitch)
+{
+    float   square[HV_W * HV_W];
+    int64_t plane = height * width, row = 0, col = 0;
+    if (channels == 1) {
+        for (row = 0; row < height; row++)
+            for (int64_t i = 0; i < width; i += HV_W)
+                hv_st(image + row * pitch + i, hv_ld(x + row * width + i, width - i), width - i);
+        return;
+    }
+    if (channels < 4) {
+        for (row = 0; row < height; row++)
+            for (int64_t c = 0; c < channels; c++)
+                for (col = 0; col < width; col++) image[row * pitch + col * channels + c] = x[c * plane + row * width + col];
+        return;
+    }
+    for (int64_t p = 0; p < plane; p += HV_W) {
+        float  *to[HV_W];
+        int64_t n = plane - p < HV_W ? plane - p : HV_W;
+        for (int64_t i = 0; i < n; i++) {
+            to[i] = image + row * pitch + col * channels;
+            if (++col == width) col = 0, row++;
+        }
+        for (int64_t c = 0; c < channels; c += HV_W) {
+            int64_t rows = channels - c < HV_W ? channels - c : HV_W;
+            HPMLI_K(hpmli_square)(x + c * plane + p, plane, rows, n, square);
+            for (int64_t i = 0; i < n; i++) hv_st(to[i] + c, hv_load(square + i * HV_W), rows);
+        }
+    }
+}
+
+/* A finished band (n pixels, panel) goes into the planes of y, turned. */
+HPMLI_KFN void HPMLI_K(hpmli_conv_emit)(const float *band, int64_t n, int64_t channels, float *y, int64_t plane,
+                                        const float *bias, int relu, int accumulate)
+{
+    float square[HV_W * HV_W];
+    for (int64_t i = 0; i < n; i += HV_W) {
+        int64_t lanes = n - i < HV_W ? n - i : HV_W;
+        for (int64_t o = 0; o < channels; o += HV_W) {
+            int64_t rows = channels - o < HV_W ? channels - o : HV_W;
+            HPMLI_K(hpmli_transpose)(band + i * HPMLI_NR + o, HPMLI_NR, lanes, square, HV_W);
+            for (int64_t r = 0; r < rows; r++) {
+                float *to = y + (o + r) * plane + i;
+                hv     v  = hv_load(square + r * HV_W);
+                if (bias) v = hv_add(v, hv_set1(bias[o + r]));
+                if (accumulate) v = hv_add(hv_ld(to, lanes), v);
+                if (relu) v = hv_max(v, hv_zero());
+                hv_st(to, v, lanes);
+            }
+        }
+    }
+}
+
+/* Channels [o0, o1) of one image's result, from its image in NHWC order. band: map->band x width x panel floats. */
+HPMLI_KFN void HPMLI_K(hpmli_conv_image)(const hpmli_conv_map *m, const float *w, const float *image, int64_t o0, int64_t o1,
+                                         const float *bias, int relu, int accumulate, float *y, float *band)
+{
+    int64_t plane = m->height * m->width;
+    for (int64_t o = o0; o < o1; o += HPMLI_NR) {
+        int64_t      n  = o1 - o < HPMLI_NR ? o1 - o : HPMLI_NR;
+        const float *wp = w + o * m->taps * m->in;
+        for (int64_t row = 0; row < m->height; row += m->band) {
+            int64_t rows = m->height - row < m->band ? m->height - row : m->band;
+            for (int64_t f = 0; f < m->phases; f++) {
+                const hpmli_conv_phase *p = &m->phase[f];
+                hpmli_conv_strip        s;
+                s.rows = p->cols, s.ars = m->col_at, s.acs = 1, s.ldb = HPMLI_NR, s.runs = p->runs, s.length = p->length;
+                s.a_at = p->run_at, s.b_at = NULL, s.ldc = m->step[1] * HPMLI_NR, s.add = 0;
+                for (int64_t r = p->row0; r < rows; r += m->step[0])
+                    HPMLI_K(hpmli_strip)(&s, n, image + p->at + (row + r - p->row0) / m->step[0] * m->row_at,
+                                         wp + p->first * m->in * HPMLI_NR, band + (r * m->width + p->col0) * HPMLI_NR);
+            }
+            HPMLI_K(hpmli_conv_emit)(band, rows * m->width, n, y + o * plane + row * m->width, plane, bias ? bias + o : NULL,
+                                     relu, accumulate);
+        }
+    }
+}
+
+/* dw (panels of out, taps, in, panel) (+)= sum over the pixels of some images. */
+HPMLI_KFN void HPMLI_K(hpmli_conv_weights)(const hpmli_conv_sum *g, const float *x, const float *dy, float *dw, int add)
+{
+    hpmli_conv_strip s;
+    s.rows = g->block, s.ars = 1, s.acs = g->col_at, s.ldb = g->out, s.runs = g->runs, s.length = g->cols;
+    s.a_at = g->x_at, s.b_at = g->y_at, s.ldc = HPMLI_NR, s.add = add;
+    for (int64_t o = 0; o < g->out; o += HPMLI_NR)
+        for (int64_t u = 0; u < g->blocks[0]; u++)
+            for (int64_t v = 0; v < g->blocks[1]; v++, dw += g->block * HPMLI_NR)
+                HPMLI_K(hpmli_strip)(&s, g->out - o, x + u * g->block_at[0] + v * g->block_at[1], dy + o, dw);
+}
+
+/* dw (out, in, taps) (+)= the sum of the parts, in order; channels [o, o + panel) of it. */
+HPMLI_KFN void HPMLI_K(hpmli_conv_unpack)(float *dw, const float *parts, int64_t count, int64_t apart, int64_t in, int64_t out,
+                                          int64_t taps, int64_t o, int accumulate)
+{
+    float sum[HV_W * HV_W], square[HV_W * HV_W];
+    int64_t end = o + HPMLI_CONV_PANEL < out ? o + HPMLI_CONV_PANEL : out;
+    for (; o < end; o += HV_W) {
+        const float *from = parts + o / HPMLI_NR * HPMLI_NR * taps * in + o % HPMLI_NR;
+        for (int64_t c = 0; c < in; c++)
+            for (int64_t t = 0; t < taps; t += HV_W) {
+                int64_t n = taps - t < HV_W ? taps - t : HV_W;
+                for (int64_t i = 0; i < n; i++) {
+                    const float *p = from + ((t + i) * in + c) * HPMLI_NR;
+                    hv           s = hv_load(p);
+                    for (int64_t k = 1; k < count; k++) s = hv_add(s, hv_load(p + k * apart));
+                    hv_store(sum + i * HV_W, s);
+                }
+                HPMLI_K(hpmli_transpose)(sum, HV_W, n, square, HV_W);
+                for (int64_t q = 0; q < HV_W && o + q < end; q++) {
+                    float *to = dw + ((o + q) * in + c) * taps + t;
+                    hv     s  = hv_load(square + q * HV_W);
+                    hv_st(to, accumulate ? hv_add(hv_ld(to, n), s) : s, n);
+                }
+            }
     }
 }
 
@@ -3078,8 +3288,8 @@ static const hpmli_kernels HPMLI_K(hpmli_kernels) = { HPMLI_ISA_NAME, HPMLI_KERN
 #define HPMLI_HAVE_NEON 0
 #endif
 
-/* One matrix product, C = act(alpha A B + beta C + bias); see >>gemm. Strides in elements; any operand may be transposed.
-   Set the whole struct to zero first. */
+/* One matrix product, C = act(alpha A B + beta C + bias); see >>gemm. Strides in elements; any operand may be
+   transposed. Set the whole struct to zero first. */
 typedef struct hpmli_gemm_desc {
     int64_t      m, n, k;
     const float *a;             /* (m, k): a[i a_rs + p a_cs] */
@@ -3092,11 +3302,12 @@ typedef struct hpmli_gemm_desc {
     const float *bias_n;        /* (n), added to each row, or NULL */
     const float *bias_m;        /* (m), added to each column, or NULL */
     int          act;           /* 1: relu */
-    void (*act_row)(float *y, int64_t n); /* or NULL: an elementwise function, run in place over finished pieces of rows */
+    void (*act_row)(float *y, int64_t n); /* or NULL: an elementwise function, in place over finished pieces of rows */
     int64_t      batch, a_batch, b_batch, c_batch; /* that many products, operands so far apart */
-    /* Implicit GEMM: B is not an array but made on the fly. Writes rows [p0, p0 + pc) of columns [j0, j0 + jn) as a panel
-       dst[p * nr + j], zero for j >= jn. */
-    void (*pack_b)(const void *user, int64_t batch, int64_t p0, int64_t pc, int64_t j0, int64_t jn, int64_t nr, float *dst);
+    /* Implicit GEMM: B is not an array but made on the fly. Writes rows [p0, p0 + pc) of columns [j0, j0 + jn) as a
+       panel dst[p * nr + j], zero for j >= jn. */
+    void (*pack_b)(const void *user, int64_t batch, int64_t p0, int64_t pc, int64_t j0, int64_t jn, int64_t nr,
+                   float *dst);
     const void  *pack_user;
     int64_t      k_first;       /* added to p0 in calls of pack_b: this is a part of a longer product */
 } hpmli_gemm_desc;
@@ -3108,12 +3319,13 @@ typedef struct hpmli_gemm_part {
     float                 *ws; /* packing space of this thread */
 } hpmli_gemm_part;
 
-/* Blocks: MC rows of A, KC deep, stay in a second-level cache of 1 MB while the panels of B pass by (512 KB is fine too);
-   deeper blocks read and write C less often. NC columns of B are kept packed for the next MC rows. */
+/* Blocks: MC rows of A, KC deep, stay in a second-level cache of 1 MB while the panels of B pass by (512 KB is fine
+   too); deeper blocks read and write C less often. NC columns of B are kept packed for the next MC rows. */
 #define HPMLI_GEMM_KC 512
 #define HPMLI_GEMM_MC 182
 #define HPMLI_GEMM_NC 512
-#define HPMLI_GEMM_WS ((HPMLI_GEMM_NC + 64) * HPMLI_GEMM_KC)
+#define HPMLI_GEMM_SUMS 65536 /* partial sums of a product that is cut along k */
+#define HPMLI_GEMM_WS ((HPMLI_GEMM_NC + 64) * HPMLI_GEMM_KC + HPMLI_GEMM_SUMS)
 
 /* Loops over registers must be unrolled at any optimization level. */
 #if defined(__clang__)
@@ -3215,18 +3427,57 @@ typedef struct hpmli_onebit_row {
     X(bool, bf16_encode, (uint16_t * packed, float *e, const float *g, int64_t n))                                     \
     X(void, bf16_decode_add, (float *out, const uint16_t *packed, int64_t n))
 
-/* A convolution as the packing of its columns sees it: images with their zeros around them, and where taps and outputs lie. */
-typedef struct hpmli_taps {
-    const float *x;                 /* (batch, channels, height, width), padded */
-    int64_t      image;             /* floats between images */
-    int64_t      height, width;     /* padded */
-    int64_t      kernel[2], stride[2], dilation[2];
-    int64_t      out_width;
-} hpmli_taps;
+/* How the pixels of a result are computed from an image in NHWC order. With a stride, the gradient of the input has pixels of
+   several phases, each seen by other taps; a forward convolution has one phase. */
+typedef struct hpmli_conv_phase {
+    int64_t row0, col0;   /* first pixel of this phase; the next ones are map->step apart */
+    int64_t cols;         /* in a row */
+    int64_t at;           /* what that pixel reads, in floats from the start of the image */
+    int64_t first;        /* number of its first tap in the packed weights */
+    int64_t runs, length; /* its taps are so many runs of so many neighbouring floats ... */
+    const int64_t *run_at; /* (runs) ... from here on */
+} hpmli_conv_phase;
+
+typedef struct hpmli_conv_map {
+    int64_t in, out, taps;      /* channels read, channels made, kernel positions */
+    int64_t height, width;      /* of the result */
+    int64_t band;               /* rows computed at a time: a multiple of step[0] */
+    int64_t step[2];
+    int64_t row_at, col_at;     /* floats in the image from one row, one pixel of a phase to the next */
+    int64_t phases;
+    const hpmli_conv_phase *phase; /* (phases) */
+    const int64_t *rank;        /* (taps) place of each tap in the packed weights */
+} hpmli_conv_map;
+
+/* A strip of a product: C (rows, up to two vectors) = sum over runs r, over p < length of a[a_at[r] + i ars + p acs] times the
+   vectors at b + b_at[r] + p ldb. */
+typedef struct hpmli_conv_strip {
+    int64_t        rows, ars, acs, ldb, runs, length;
+    const int64_t *a_at, *b_at; /* (runs) b_at NULL: one run follows the other */
+    int64_t        ldc;
+    int            add;
+} hpmli_conv_strip;
+
+/* The gradient of the weights of one group, from images in NHWC order. */
+typedef struct hpmli_conv_sum {
+    int64_t        in, out;
+    int64_t        blocks[2], block; /* taps: blocks[0] x blocks[1] blocks of `block` neighbouring floats ... */
+    int64_t        block_at[2];      /* ... so far apart in x */
+    int64_t        col_at;           /* floats of x from one pixel to the next */
+    int64_t        cols, runs;       /* pixels in a row of dy, rows */
+    const int64_t *x_at, *y_at;      /* (runs) where rows begin */
+} hpmli_conv_sum;
+
+#define HPMLI_CONV_PANEL 32 /* channels are dealt with in panels; what a kernel calls a panel divides this */
 
 #define HPMLI_KERNELS_CONV(X)                                                                                          \
-    X(void, conv_columns, (const void *user, int64_t batch, int64_t p0, int64_t pc, int64_t j0, int64_t jn, int64_t nr, \
-                           float *dst))                                                                                \
+    X(void, conv_pack, (float *dst, const float *w, int64_t lane, int64_t channel, const hpmli_conv_map *m, int64_t o)) \
+    X(void, conv_turn, (float *image, const float *x, int64_t channels, int64_t height, int64_t width, int64_t pitch)) \
+    X(void, conv_image, (const hpmli_conv_map *m, const float *w, const float *image, int64_t o0, int64_t o1,          \
+                         const float *bias, int relu, int accumulate, float *y, float *band))                          \
+    X(void, conv_weights, (const hpmli_conv_sum *s, const float *x, const float *dy, float *dw, int add))              \
+    X(void, conv_unpack, (float *dw, const float *parts, int64_t count, int64_t apart, int64_t in, int64_t out,        \
+                          int64_t taps, int64_t o, int accumulate))                                                    \
     X(void, max_pool_row, (float *y, int32_t *at, const float *x, int64_t width, int64_t n))
 
 /* System headers stand here, once, before the kernel passes. */
@@ -4794,8 +5045,8 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
 // >>gemm-threads   dealing a matrix product out to threads
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* C is cut into rectangles, each computed by one thread with its own packing space: nothing is shared, nobody waits. Each
-   rectangle packs what it needs; at 100 rows or more that is a few percent. */
+/* C is cut into rectangles, each computed by one thread with its own packing space: nothing is shared, nobody waits.
+   Each rectangle packs what it needs; at 100 rows or more that is a few percent. */
 
 typedef struct hpmli_gemm_job {
     hpml_ctx              *ctx;
@@ -4837,12 +5088,50 @@ HPMLI_FN void hpmli_gemm_serial(hpml_ctx *ctx, int thread, const hpmli_gemm_desc
         for (part.batch = 0; part.batch < d->batch; part.batch++) ctx->k->gemm_part(&part);
 }
 
+/* A small C over a long k (the gradient of a convolution's weights) is cut along k, into pieces that the shape alone
+   decides; their sums are added in order. */
+typedef struct hpmli_gemm_split {
+    hpml_ctx              *ctx;
+    const hpmli_gemm_desc *d;
+    int64_t                pieces;
+    float                 *sums; /* (pieces, m, n) */
+} hpmli_gemm_split;
+
+HPMLI_FN int64_t hpmli_gemm_pieces(const hpmli_gemm_desc *d)
+{
+    int64_t pieces = d->k / 2048;
+    if (d->batch != 1 || d->alpha == 0 || d->m * d->n > HPMLI_GEMM_SUMS / 8) return 1;
+    if (pieces > HPMLI_GEMM_SUMS / (d->m * d->n)) pieces = HPMLI_GEMM_SUMS / (d->m * d->n);
+    return pieces > 64 ? 64 : pieces;
+}
+
+HPMLI_FN void hpmli_gemm_split_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_gemm_split *s  = (const hpmli_gemm_split *)arg;
+    int64_t                 p0 = task * s->d->k / s->pieces, p1 = (task + 1) * s->d->k / s->pieces;
+    hpmli_gemm_desc         d  = *s->d;
+    d.k = p1 - p0, d.k_first += p0;
+    d.a += p0 * d.a_cs;
+    if (!d.pack_b) d.b += p0 * d.b_rs;
+    d.c = s->sums + task * d.m * d.n, d.ldc = d.n;
+    d.alpha = 1, d.beta = 0, d.bias_n = d.bias_m = NULL, d.act = 0, d.act_row = NULL;
+    hpmli_gemm_serial(s->ctx, thread, &d);
+}
+
 HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
-    hpmli_gemm_job job;
-    double         flops = 2.0 * (double)d->m * (double)d->n * (double)d->k * (double)d->batch;
-    int64_t        want  = flops < 1e5 ? 1 : ctx->threads;
+    hpmli_gemm_job   job;
+    hpmli_gemm_split split;
+    double           flops = 2.0 * (double)d->m * (double)d->n * (double)d->k * (double)d->batch;
+    int64_t          want  = flops < 5e5 ? 1 : ctx->threads;
     if (d->m < 1 || d->n < 1 || d->batch < 1) return;
+    split.pieces = hpmli_gemm_pieces(d);
+    if (split.pieces > 1) {
+        split.ctx = ctx, split.d = d, split.sums = ctx->gemm_ws + HPMLI_GEMM_WS - HPMLI_GEMM_SUMS;
+        hpmli_parallel(ctx, split.pieces, hpmli_gemm_split_task, &split);
+        for (int64_t i = 0; i < d->m; i++) ctx->k->gemm_sum(d, i, split.sums, split.pieces, d->m * d->n);
+        return;
+    }
     if (want == 1) {
         hpmli_gemm_serial(ctx, 0, d);
         return;
@@ -5478,7 +5767,7 @@ HPMLI_FN hpml_status hpmli_linear_backward(const hpml_run *run, hpml_node *n)
 // >>shape   reshape, permute, slice, concat, sum
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A reshape is free: the planner gives the result the memory of its source (and the gradients likewise). The others copy
+/* A reshape of a computed tensor is free: the planner gives it the memory of its source (gradients likewise). The others copy
    once, in long runs where the layout allows. Slice, concat and sum see an array as (outer, dim, inner). */
 
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
@@ -5524,8 +5813,22 @@ HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x)
 }
 
 HPMLI_FN unsigned    hpmli_reshape_needs(const hpml_node *n) { (void)n; return 0; }
-HPMLI_FN hpml_status hpmli_reshape_forward(const hpml_run *run, hpml_node *n) { (void)run; (void)n; return HPML_OK; }
-HPMLI_FN hpml_status hpmli_reshape_backward(const hpml_run *run, hpml_node *n) { (void)run; (void)n; return HPML_OK; }
+
+/* Inputs and parameters have memory of their own: their reshape is a copy. */
+HPMLI_FN hpml_status hpmli_reshape_forward(const hpml_run *run, hpml_node *n)
+{
+    (void)run;
+    if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out));
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_reshape_backward(const hpml_run *run, hpml_node *n)
+{
+    float *dx = n->src[0]->grad;
+    if (dx && dx != n->out->grad)
+        run->ctx->k->vaxpby(dx, 1, n->out->grad, n->accumulate[0] ? 1.0f : 0.0f, hpml_tensor_count(n->out));
+    return HPML_OK;
+}
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
 {
@@ -5800,25 +6103,33 @@ HPMLI_FN hpml_status hpmli_sum_backward(const hpml_run *run, hpml_node *n)
 // >>conv   two-dimensional convolution
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Forward is the product above, image by image. The gradient of the input is a convolution as well: of dy, spread out by the
-   stride, with the kernel turned by 180 degrees and channels exchanged; so the same code does it. The gradient of the
-   weights is dW = dy (out, pixels) x columns^T, summed over images: a fixed number of tasks each sum their images, and the
-   parts are added in order. Groups are convolutions side by side. Sources: x, w, bias (NULL without). */
+/* y = act(w * x + bias), see hpml_conv2d. Sources: x, w, bias (NULL without). Groups are convolutions side by side.
 
-#define HPMLI_CONV_PARTS 8 /* partial sums of dW */
+   The gradient of the input, dx[c, h, w] = sum over o, u, v of w[o, c, u, v] dy[o, (h + pad - u dilation) / stride, ..], is
+   gathered the same way, over those taps for which the division leaves no rest: they are the same for every stride-th pixel,
+   a phase. The gradient of the weights is summed image by image into a number of partial sums that depends on the shape
+   alone, added up in order: the same bits at any number of threads. */
 
 typedef struct hpmli_conv {
-    hpml_ctx   *ctx;
-    hpml_node  *n;
-    int64_t     B, C, H, W, OC, OH, OW, K; /* C, OC of one group; K = C kh kw */
-    int64_t     groups;
-    hpmli_taps  taps;   /* of the forward convolution, x not set */
-    int64_t     tile;   /* pixels of a tile of columns, for dW */
-    int64_t     group;  /* being worked on */
-    const float *dz;    /* (B, groups OC, OH, OW) */
+    hpml_ctx        *ctx;
+    hpml_node       *n;
+    int64_t          B, C, H, W, OC, OH, OW; /* C, OC of one group */
+    int64_t          groups, taps, kernel[2], stride[2], dilation[2], padding[2];
+    bool             back, want_dx, want_dw, want_db, y_padded;
+    int64_t          x_pitch, x_size;   /* image of x: floats of a row, of all */
+    int64_t          y_pitch, y_size, y_at; /* image of dy; its first pixel */
+    int64_t          parts, part_size;  /* partial sums of dw and db */
+    int64_t          joint;             /* images whose dw is summed at once */
+    int64_t          splits;            /* forward: pieces of the output channels */
+    hpmli_conv_map   map;               /* forward: of y; backward: of dx */
+    hpmli_conv_sum   sum;
+    hpmli_conv_phase *phase;            /* these, and the rest, are places in scratch */
+    int64_t         *run_at, *rank, *x_at, *y_row_at;
+    float           *packed, *part, *own; /* weights as tiles read them, partial sums, space of each thread */
+    int64_t          own_size, band_size, weights; /* weights: floats of one group, packed */
 } hpmli_conv;
 
-HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value == HPML_NO_PAD ? 0 : value; }
+HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 HPMLI_FN void hpmli_conv_make(hpmli_conv *c, hpml_ctx *ctx, hpml_node *n)
 {
@@ -5828,35 +6139,69 @@ HPMLI_FN void hpmli_conv_make(hpmli_conv *c, hpml_ctx *ctx, hpml_node *n)
     c->B = x->shape[0], c->C = x->shape[1] / c->groups, c->H = x->shape[2], c->W = x->shape[3];
     c->OC = y->shape[1] / c->groups, c->OH = y->shape[2], c->OW = y->shape[3];
     for (int i = 0; i < 2; i++) {
-        c->taps.kernel[i]   = n->attr.conv.kernel[i];
-        c->taps.stride[i]   = n->attr.conv.stride[i];
-        c->taps.dilation[i] = n->attr.conv.dilation[i];
+        c->kernel[i]   = n->attr.conv.kernel[i];
+        c->stride[i]   = n->attr.conv.stride[i];
+        c->dilation[i] = n->attr.conv.dilation[i];
+        c->padding[i]  = n->attr.conv.padding[i];
     }
-    c->taps.height    = c->H + 2 * n->attr.conv.padding[0];
-    c->taps.width     = c->W + 2 * n->attr.conv.padding[1];
-    c->taps.image     = c->groups * c->C * c->taps.height * c->taps.width;
-    c->taps.out_width = c->OW;
-    c->K    = c->C * c->taps.kernel[0] * c->taps.kernel[1];
-    c->tile = 65536 / c->K / 32 * 32;
-    if (c->tile < 32) c->tile = 32;
-    if (c->tile > c->OH * c->OW) c->tile = c->OH * c->OW;
+    c->taps    = c->kernel[0] * c->kernel[1];
+    c->x_pitch = (c->W + 2 * c->padding[1]) * c->C;
+    c->x_size  = hpmli_round_up((c->H + 2 * c->padding[0]) * c->x_pitch, 16);
 }
 
-HPMLI_FN bool hpmli_conv_padded(const hpmli_conv *c) { return c->n->attr.conv.padding[0] > 0 || c->n->attr.conv.padding[1] > 0; }
-
-/* Sizes of the image that the gradient of the input is convolved from. */
-HPMLI_FN int64_t hpmli_conv_spread(const hpmli_conv *c, int dim)
+/* A product without columns: 1 x 1, as it stands. */
+HPMLI_FN bool hpmli_conv_direct(const hpmli_conv *c)
 {
-    return (dim == 0 ? c->H : c->W) + (c->taps.kernel[dim] - 1) * c->taps.dilation[dim];
+    return c->taps == 1 && c->stride[0] == 1 && c->stride[1] == 1 && c->padding[0] == 0 && c->padding[1] == 0;
 }
 
-/* Floats of scratch: the padded input, tiles of columns and parts of dW; or the spread dy and the turned kernel. */
-HPMLI_FN int64_t hpmli_conv_scratch(const hpmli_conv *c)
+/* A place in scratch for `count` things. */
+HPMLI_FN void *hpmli_conv_place(const hpmli_conv *c, int64_t *used, int64_t count, size_t size)
 {
-    int64_t pad    = hpmli_conv_padded(c) ? c->B * c->taps.image + 16 : 0;
-    int64_t weight = pad + c->ctx->threads * c->K * c->tile + HPMLI_CONV_PARTS * c->OC * c->K;
-    int64_t input  = c->B * c->groups * c->OC * hpmli_conv_spread(c, 0) * hpmli_conv_spread(c, 1) + c->groups * c->OC * c->K + 16;
-    return weight > input ? weight : input;
+    char *p = c->n->scratch ? (char *)c->n->scratch + *used : NULL;
+    *used += hpmli_round_up(count * (int64_t)size, 64);
+    return p;
+}
+
+/* Deals out the scratch, for either pass; returns the bytes it takes. */
+HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
+{
+    int64_t phases = backward ? c->stride[0] * c->stride[1] : 1, used = 0, weights;
+    int64_t width = backward ? c->W : c->OW, step = backward ? c->stride[0] : 1;
+    c->map.band  = step * (64 / (width * step) > 1 ? 64 / (width * step) : 1);
+    c->band_size = hpmli_round_up(c->map.band * width, 16) * HPMLI_CONV_PANEL;
+    c->phase     = (hpmli_conv_phase *)hpmli_conv_place(c, &used, phases, sizeof *c->phase);
+    c->run_at    = (int64_t *)hpmli_conv_place(c, &used, c->taps, sizeof *c->run_at);
+    c->rank      = (int64_t *)hpmli_conv_place(c, &used, c->taps, sizeof *c->rank);
+    weights      = c->taps * (backward ? c->OC * hpmli_round_up(c->C, HPMLI_CONV_PANEL) : c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL));
+    c->packed    = (float *)hpmli_conv_place(c, &used, c->groups * weights, sizeof(float));
+    c->own_size  = c->x_size + c->band_size;
+    if (backward) {
+        int64_t size[2], margin[2], panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
+        for (int i = 0; i < 2; i++) { /* dy as far around as taps reach */
+            int64_t last = ((i == 0 ? c->H : c->W) - 1 + c->padding[i]) / c->stride[i] + 1, own = i == 0 ? c->OH : c->OW;
+            margin[i] = (c->kernel[i] - 1) * c->dilation[i] / c->stride[i] - c->padding[i] / c->stride[i];
+            if (margin[i] < 0 || !c->want_dx) margin[i] = 0;
+            size[i] = margin[i] + (c->want_dx && last > own ? last : own);
+        }
+        c->y_pitch   = size[1] * c->OC;
+        c->y_size    = hpmli_round_up(size[0] * c->y_pitch + 2 * HPMLI_CONV_PANEL, 16);
+        c->y_at      = margin[0] * c->y_pitch + margin[1] * c->OC;
+        c->y_padded  = size[0] > c->OH || size[1] > c->OW;
+        c->parts     = c->groups * panels > 65536 ? 8 : 16;
+        if (c->parts > c->B) c->parts = c->B;
+        c->joint     = 128 / (c->OH * c->OW);
+        if (c->joint > (c->B - 1) / c->parts + 1) c->joint = (c->B - 1) / c->parts + 1;
+        if (c->joint < 1) c->joint = 1;
+        c->part_size = c->groups * panels + hpmli_round_up(c->groups * c->OC, 16);
+        c->part      = (float *)hpmli_conv_place(c, &used, c->parts * c->part_size, sizeof(float));
+        c->x_at      = (int64_t *)hpmli_conv_place(c, &used, c->joint * c->OH, sizeof *c->x_at);
+        c->y_row_at  = (int64_t *)hpmli_conv_place(c, &used, c->joint * c->OH, sizeof *c->y_row_at);
+        c->own_size  = c->joint * (c->x_size + c->y_size) + c->band_size;
+    }
+    c->weights = weights;
+    c->own     = (float *)hpmli_conv_place(c, &used, c->ctx->threads * c->own_size, sizeof(float));
+    return used;
 }
 
 HPMLI_FN hpml_tensor *hpmli_conv_error(hpml_tensor *x, const char *name, int64_t out, const hpml_attr *a, const char *why)
@@ -5884,6 +6229,9 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
     for (int i = 0; i < 2; i++) {
         if (a->conv.kernel[i] < 1 || a->conv.stride[i] < 1 || a->conv.padding[i] < 0 || a->conv.dilation[i] < 1)
             return "kernel_h is required, and kernel, stride, dilation must be at least 1, padding at least 0";
+        if (a->conv.kernel[i] > INT16_MAX || a->conv.stride[i] > INT16_MAX || a->conv.padding[i] > INT16_MAX ||
+            a->conv.dilation[i] > INT16_MAX)
+            return "kernel, stride, padding and dilation must be below 32768";
         if (hpmli_conv_out(x->shape[2 + i], a->conv.kernel[i], a->conv.stride[i], a->conv.padding[i], a->conv.dilation[i]) < 1)
             return "the kernel is larger than the padded image";
     }
@@ -5892,24 +6240,36 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
     return NULL;
 }
 
+HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise)
+{
+    return value == 0 ? otherwise : value == HPML_NO_PAD ? 0 : value;
+}
+
+HPMLI_FN void hpmli_conv_attr(hpml_attr *a, const hpml_conv2d_desc *d)
+{
+    a->conv.kernel[0]   = d->kernel_h;
+    a->conv.kernel[1]   = hpmli_conv_or(d->kernel_w, d->kernel_h);
+    a->conv.stride[0]   = hpmli_conv_or(d->stride_h, 1);
+    a->conv.stride[1]   = hpmli_conv_or(d->stride_w, a->conv.stride[0]);
+    a->conv.padding[0]  = hpmli_conv_or(d->padding_h, 0);
+    a->conv.padding[1]  = hpmli_conv_or(d->padding_w, a->conv.padding[0]);
+    a->conv.dilation[0] = hpmli_conv_or(d->dilation_h, 1);
+    a->conv.dilation[1] = hpmli_conv_or(d->dilation_w, a->conv.dilation[0]);
+    a->conv.groups      = hpmli_conv_or(d->groups, 1);
+    a->conv.act         = d->activation;
+}
+
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *d)
 {
     hpml_attr    a;
-    int64_t      shape[4], w[4];
+    int64_t      shape[4], w[4], forward, backward;
     hpml_tensor *src[3], *y;
     const char  *why, *name;
     hpmli_conv   c;
     if (!hpmli_recordable(1, &x)) return NULL;
     memset(&a, 0, sizeof a);
-    if (d) {
-        a.conv.kernel[0] = d->kernel_h, a.conv.kernel[1] = hpmli_conv_or(d->kernel_w, d->kernel_h);
-        a.conv.stride[0] = hpmli_conv_or(d->stride_h, 1), a.conv.stride[1] = hpmli_conv_or(d->stride_w, a.conv.stride[0]);
-        a.conv.padding[0] = hpmli_conv_or(d->padding_h, 0), a.conv.padding[1] = hpmli_conv_or(d->padding_w, a.conv.padding[0]);
-        a.conv.dilation[0] = hpmli_conv_or(d->dilation_h, 1), a.conv.dilation[1] = hpmli_conv_or(d->dilation_w, a.conv.dilation[0]);
-        a.conv.groups = hpmli_conv_or(d->groups, 1);
-        a.conv.act    = d->activation;
-    }
-    why = hpmli_conv_check(x, out, &a);
+    if (d) hpmli_conv_attr(&a, d);
+    why = d && (d->_begin || d->_end) ? "canary is not zero; zero the desc before you set fields" : hpmli_conv_check(x, out, &a);
     if (why) return hpmli_conv_error(x, d ? d->name : NULL, out, &a, why);
     shape[0] = x->shape[0], shape[1] = out;
     for (int i = 0; i < 2; i++)
@@ -5924,7 +6284,10 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     if (!y) return NULL;
     y->node->attr = a;
     hpmli_conv_make(&c, x->ctx, y->node);
-    y->node->scratch_bytes = (size_t)hpmli_conv_scratch(&c) * sizeof(float);
+    c.want_dx = true;
+    forward   = hpmli_conv_layout(&c, false);
+    backward  = hpmli_conv_layout(&c, true);
+    y->node->scratch_bytes = (size_t)(forward > backward ? forward : backward);
     return y;
 }
 
@@ -5933,65 +6296,81 @@ HPMLI_FN unsigned hpmli_conv2d_needs(const hpml_node *n)
     return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1) | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0);
 }
 
-/* Puts planes into larger ones, between zeros: element (i, j) at (offset + step i, offset + step j). */
-typedef struct hpmli_spread {
-    const float *from; /* (planes, h, w) */
-    float       *to;   /* (planes, height, width) */
-    int64_t      h, w, height, width, offset[2], step[2];
-} hpmli_spread;
-
-HPMLI_FN void hpmli_spread_task(void *arg, int64_t plane, int thread)
+/* The channels [o, o + HPMLI_CONV_PANEL) of one group's weights, packed; lanes are outputs, or inputs for dx. */
+HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread)
 {
-    const hpmli_spread *s    = (const hpmli_spread *)arg;
-    const float        *from = s->from + plane * s->h * s->w;
-    float              *to   = s->to + plane * s->height * s->width;
+    const hpmli_conv *c = (const hpmli_conv *)arg;
+    int64_t panels = (c->map.out + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL, g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
+    int64_t out = c->C * c->taps, in = c->taps; /* steps of w (OC, C, taps) */
     (void)thread;
-    memset(to, 0, (size_t)(s->height * s->width) * sizeof(float));
-    for (int64_t i = 0; i < s->h; i++) {
-        int64_t row = s->offset[0] + i * s->step[0];
-        if (row < 0 || row >= s->height) continue;
-        if (s->step[1] == 1 && s->offset[1] >= 0 && s->offset[1] + s->w <= s->width) {
-            memcpy(to + row * s->width + s->offset[1], from + i * s->w, (size_t)s->w * sizeof(float));
-            continue;
-        }
-        for (int64_t j = 0; j < s->w; j++) {
-            int64_t col = s->offset[1] + j * s->step[1];
-            if (col >= 0 && col < s->width) to[row * s->width + col] = from[i * s->w + j];
-        }
+    c->ctx->k->conv_pack(c->packed + g * c->weights, c->n->src[1]->data + g * c->OC * out, c->back ? in : out,
+                         c->back ? out : in, &c->map, o);
+}
+
+HPMLI_FN void hpmli_conv_pack(hpmli_conv *c)
+{
+    int64_t panels = (c->map.out + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL;
+    hpmli_parallel(c->ctx, c->groups * panels, hpmli_conv_pack_task, c);
+}
+
+/* One image and group of x, in NHWC order with its padding. */
+HPMLI_FN void hpmli_conv_turn_x(const hpmli_conv *c, int64_t b, int64_t g, float *image)
+{
+    const float *x = c->n->src[0]->data + (b * c->groups + g) * c->C * c->H * c->W;
+    if (c->padding[0] || c->padding[1]) memset(image, 0, (size_t)c->x_size * sizeof(float));
+    c->ctx->k->conv_turn(image + c->padding[0] * c->x_pitch + c->padding[1] * c->C, x, c->C, c->H, c->W, c->x_pitch);
+}
+
+/* The one phase of a forward convolution. */
+HPMLI_FN void hpmli_conv_forward_map(hpmli_conv *c)
+{
+    hpmli_conv_map   *m = &c->map;
+    hpmli_conv_phase *p = c->phase;
+    bool wide = c->dilation[1] == 1; /* a row of the kernel is one run */
+    m->in = c->C, m->out = c->OC, m->taps = c->taps, m->height = c->OH, m->width = c->OW;
+    m->step[0] = m->step[1] = 1;
+    m->row_at = c->stride[0] * c->x_pitch, m->col_at = c->stride[1] * c->C;
+    m->phases = 1, m->phase = p, m->rank = c->rank;
+    memset(p, 0, sizeof *p);
+    p->cols = c->OW, p->run_at = c->run_at;
+    p->length = wide ? c->kernel[1] * c->C : c->C;
+    for (int64_t t = 0; t < c->taps; t++) {
+        c->rank[t] = t;
+        if (!wide || t % c->kernel[1] == 0)
+            c->run_at[p->runs++] = t / c->kernel[1] * c->dilation[0] * c->x_pitch + t % c->kernel[1] * c->dilation[1] * c->C;
     }
 }
 
-/* The input with its padding: a copy in scratch, or the input itself. */
-HPMLI_FN const float *hpmli_conv_input(const hpmli_conv *c)
+HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
 {
-    hpmli_spread s;
-    if (!hpmli_conv_padded(c)) return c->n->src[0]->data;
-    s.from = c->n->src[0]->data, s.to = (float *)c->n->scratch;
-    s.h = c->H, s.w = c->W, s.height = c->taps.height, s.width = c->taps.width;
-    s.offset[0] = c->n->attr.conv.padding[0], s.offset[1] = c->n->attr.conv.padding[1];
-    s.step[0] = s.step[1] = 1;
-    hpmli_parallel(c->ctx, c->B * c->groups * c->C, hpmli_spread_task, &s);
-    return s.to;
+    const hpmli_conv *c = (const hpmli_conv *)arg;
+    int64_t b = task / c->splits, piece = task % c->splits, panels = (c->OC + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL;
+    int64_t o0 = piece * panels / c->splits * HPMLI_CONV_PANEL, o1 = (piece + 1) * panels / c->splits * HPMLI_CONV_PANEL;
+    float  *image = c->own + thread * c->own_size, *band = image + c->x_size;
+    if (o1 > c->OC) o1 = c->OC;
+    for (int64_t g = 0; g < c->groups; g++) {
+        const float *bias = c->n->src[2] ? c->n->src[2]->data + g * c->OC : NULL;
+        hpmli_conv_turn_x(c, b, g, image);
+        c->ctx->k->conv_image(&c->map, c->packed + g * c->weights, image, o0, o1, bias, c->n->attr.conv.act == HPML_ACT_RELU, 0,
+                              c->n->out->data + (b * c->groups + g) * c->OC * c->OH * c->OW, band);
+    }
 }
 
-/* y (B, groups rows, pixels) (+)= w_g (rows, K) x columns of group g, for all groups. */
-HPMLI_FN void hpmli_conv_product(const hpmli_conv *c, const hpmli_taps *taps, int64_t channels, int64_t rows, int64_t pixels,
-                                 const float *w, const float *bias, bool relu, float *y, bool accumulate)
+/* 1 x 1: for each image, y (OC, pixels) = w (OC, C) x (C, pixels); or dx = w^T dy. */
+HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
 {
-    int64_t K = channels * taps->kernel[0] * taps->kernel[1];
-    bool    direct = taps->kernel[0] == 1 && taps->kernel[1] == 1 && taps->stride[0] == 1 && taps->stride[1] == 1;
+    const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
+    int64_t pixels = c->OH * c->OW, in = back ? c->OC : c->C, out = back ? c->C : c->OC;
     for (int64_t g = 0; g < c->groups; g++) {
         hpmli_gemm_desc d;
-        hpmli_taps      t = *taps;
-        t.x += g * channels * taps->height * taps->width;
         memset(&d, 0, sizeof d);
-        d.m = rows, d.n = pixels, d.k = K, d.alpha = 1, d.beta = accumulate ? 1.0f : 0.0f, d.batch = c->B;
-        d.a = w + g * rows * K, d.a_rs = K, d.a_cs = 1;
-        d.c = y + g * rows * pixels, d.ldc = pixels, d.c_batch = c->groups * rows * pixels;
-        d.bias_m = bias ? bias + g * rows : NULL;
-        d.act    = relu;
-        if (direct) d.b = t.x, d.b_rs = pixels, d.b_cs = 1, d.b_batch = t.image;
-        else d.pack_b = c->ctx->k->conv_columns, d.pack_user = &t;
+        d.m = out, d.n = pixels, d.k = in, d.alpha = 1, d.batch = c->B;
+        d.a = w->data + g * c->OC * c->C, d.a_rs = back ? 1 : c->C, d.a_cs = back ? c->C : 1;
+        d.b = (back ? y->grad : x->data) + g * in * pixels, d.b_rs = pixels, d.b_cs = 1, d.b_batch = c->groups * in * pixels;
+        d.c = (back ? x->grad : y->data) + g * out * pixels, d.ldc = pixels, d.c_batch = c->groups * out * pixels;
+        d.beta   = back && c->n->accumulate[0] ? 1.0f : 0.0f;
+        d.bias_m = !back && bias ? bias->data + g * c->OC : NULL;
+        d.act    = !back && c->n->attr.conv.act == HPML_ACT_RELU;
         hpmli_gemm(c->ctx, &d);
     }
 }
@@ -6001,98 +6380,165 @@ HPMLI_FN hpml_status hpmli_conv2d_forward(const hpml_run *run, hpml_node *n)
     hpmli_conv c;
     hpml_act   act = n->attr.conv.act;
     hpmli_conv_make(&c, run->ctx, n);
-    c.taps.x = hpmli_conv_input(&c);
-    hpmli_conv_product(&c, &c.taps, c.C, c.OC, c.OH * c.OW, n->src[1]->data, n->src[2] ? n->src[2]->data : NULL,
-                       act == HPML_ACT_RELU, n->out->data, false);
+    if (hpmli_conv_direct(&c)) {
+        hpmli_conv_1x1(&c, false);
+    } else {
+        int64_t panels = (c.OC + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL, want = 2 * run->ctx->threads;
+        hpmli_conv_layout(&c, false);
+        hpmli_conv_forward_map(&c);
+        hpmli_conv_pack(&c);
+        c.splits = want > c.B ? (want - 1) / c.B + 1 : 1; /* few images: share their channels out */
+        if (c.splits > panels) c.splits = panels;
+        if (run->ctx->threads == 1) c.splits = 1;
+        hpmli_parallel(run->ctx, c.B * c.splits, hpmli_conv_forward_task, &c);
+    }
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
         hpmli_act_forward(run->ctx, act, 0.01f, n->out->data, n->out->data, hpml_tensor_count(n->out));
     return HPML_OK;
 }
 
-/* Part `part` of dW: the images [part B / parts, (part + 1) B / parts), tile by tile. */
-HPMLI_FN void hpmli_conv_weight_task(void *arg, int64_t part, int thread)
+/* The taps of phase (f, g) of dx: those whose (pixel + padding - tap dilation) the stride divides. Adds them to the tables. */
+HPMLI_FN void hpmli_conv_phase_taps(hpmli_conv *c, hpmli_conv_phase *p, int64_t f, int64_t g, int64_t *taps, int64_t *runs)
 {
-    const hpmli_conv *c   = (const hpmli_conv *)arg;
-    int64_t    pad    = hpmli_conv_padded(c) ? c->B * c->taps.image + 16 : 0, pixels = c->OH * c->OW;
-    float     *tiles  = (float *)c->n->scratch + pad, *tile = tiles + thread * c->K * c->tile; /* (K, tile) */
-    float     *dw     = tiles + c->ctx->threads * c->K * c->tile + part * c->OC * c->K;       /* (OC, K) */
-    hpmli_taps t      = c->taps;
-    bool       first  = true;
-    t.x += c->group * c->C * t.height * t.width;
-    for (int64_t b = part * c->B / HPMLI_CONV_PARTS; b < (part + 1) * c->B / HPMLI_CONV_PARTS; b++)
-        for (int64_t j = 0; j < pixels; j += c->tile) {
-            int64_t n = pixels - j < c->tile ? pixels - j : c->tile;
-            c->ctx->k->conv_columns(&t, b, 0, c->K, j, n, n, tile);
-            hpmli_product_at(c->ctx, thread, c->OC, c->K, n, 1,
-                                hpmli_strided(c->dz + ((b * c->groups + c->group) * c->OC) * pixels + j, pixels, false),
-                                hpmli_strided(tile, n, true), dw, c->K, NULL, !first);
-            first = false;
+    int64_t first_run = *runs, each = 0;
+    bool    wide = true; /* the taps of a kernel row are neighbours in dy */
+    p->first = *taps;
+    for (int64_t u = 0; u < c->kernel[0]; u++) {
+        int64_t last = 0, row = u * c->dilation[0] / c->stride[0] * c->y_pitch;
+        if (u * c->dilation[0] % c->stride[0] != f) continue;
+        each = 0;
+        for (int64_t v = c->kernel[1] - 1; v >= 0; v--) {
+            int64_t col = v * c->dilation[1] / c->stride[1];
+            if (v * c->dilation[1] % c->stride[1] != g) continue;
+            if (each > 0 && col != last - 1) wide = false;
+            c->rank[u * c->kernel[1] + v] = (*taps)++;
+            c->run_at[(*runs)++] = -row - col * c->OC;
+            last = col;
+            each++;
         }
-    if (first) memset(dw, 0, (size_t)(c->OC * c->K) * sizeof(float));
-}
-
-HPMLI_FN void hpmli_conv_weight_grad(hpmli_conv *c)
-{
-    float *dw = c->n->src[1]->grad, *parts;
-    c->taps.x = hpmli_conv_input(c);
-    parts = (float *)c->n->scratch + (hpmli_conv_padded(c) ? c->B * c->taps.image + 16 : 0) + c->ctx->threads * c->K * c->tile;
-    for (c->group = 0; c->group < c->groups; c->group++) {
-        float *to = dw + c->group * c->OC * c->K;
-        hpmli_parallel(c->ctx, HPMLI_CONV_PARTS, hpmli_conv_weight_task, c);
-        for (int64_t p = 0; p < HPMLI_CONV_PARTS; p++)
-            c->ctx->k->vaxpby(to, 1, parts + p * c->OC * c->K, p > 0 || c->n->accumulate[1] ? 1.0f : 0.0f, c->OC * c->K);
+    }
+    p->run_at = c->run_at + first_run;
+    p->runs   = *runs - first_run;
+    p->length = c->OC;
+    if (wide && each > 1) { /* one run for each row of the kernel */
+        p->runs /= each;
+        p->length *= each;
+        for (int64_t r = 0; r < p->runs; r++) c->run_at[first_run + r] = c->run_at[first_run + r * each];
+        *runs = first_run + p->runs;
     }
 }
 
-HPMLI_FN void hpmli_conv_input_grad(hpmli_conv *c)
+/* The phases of dx. Pixel h of the image reads rows (h + padding) / stride - (tap's place) of dy. */
+HPMLI_FN void hpmli_conv_back_map(hpmli_conv *c)
 {
-    const float *w    = c->n->src[1]->data;   /* (groups OC, C, kh, kw) */
-    float       *turned = (float *)c->n->scratch; /* (groups C, OC, kh, kw) */
-    int64_t      taps = c->taps.kernel[0] * c->taps.kernel[1];
-    hpmli_spread s;
-    hpmli_taps   t = c->taps;
-    for (int64_t g = 0; g < c->groups; g++)
-        for (int64_t o = 0; o < c->OC; o++)
-            for (int64_t i = 0; i < c->C; i++)
-                for (int64_t k = 0; k < taps; k++)
-                    turned[((g * c->C + i) * c->OC + o) * taps + k] = w[((g * c->OC + o) * c->C + i) * taps + taps - 1 - k];
-    s.from = c->dz, s.to = turned + c->groups * c->OC * c->K;
-    s.h = c->OH, s.w = c->OW;
-    s.height = hpmli_conv_spread(c, 0), s.width = hpmli_conv_spread(c, 1);
-    for (int i = 0; i < 2; i++) {
-        s.offset[i] = (c->taps.kernel[i] - 1) * c->taps.dilation[i] - c->n->attr.conv.padding[i];
-        s.step[i]   = c->taps.stride[i];
-        t.stride[i] = 1;
+    hpmli_conv_map *m = &c->map;
+    int64_t         taps = 0, runs = 0;
+    m->in = c->OC, m->out = c->C, m->taps = c->taps, m->height = c->H, m->width = c->W;
+    m->step[0] = c->stride[0], m->step[1] = c->stride[1];
+    m->row_at = c->y_pitch, m->col_at = c->OC;
+    m->phases = c->stride[0] * c->stride[1], m->phase = c->phase, m->rank = c->rank;
+    for (int64_t i = 0; i < m->phases; i++) {
+        hpmli_conv_phase *p = &c->phase[i];
+        int64_t f = i / c->stride[1], g = i % c->stride[1];
+        p->row0 = (f + c->stride[0] - c->padding[0] % c->stride[0]) % c->stride[0];
+        p->col0 = (g + c->stride[1] - c->padding[1] % c->stride[1]) % c->stride[1];
+        p->cols = p->col0 < c->W ? (c->W - 1 - p->col0) / c->stride[1] + 1 : 0;
+        p->at   = c->y_at + (p->row0 + c->padding[0]) / c->stride[0] * c->y_pitch + (p->col0 + c->padding[1]) / c->stride[1] * c->OC;
+        hpmli_conv_phase_taps(c, p, f, g, &taps, &runs);
     }
-    hpmli_parallel(c->ctx, c->B * c->groups * c->OC, hpmli_spread_task, &s);
-    t.x = s.to, t.height = s.height, t.width = s.width, t.out_width = c->W;
-    t.image = c->groups * c->OC * s.height * s.width;
-    hpmli_conv_product(c, &t, c->OC, c->C, c->H * c->W, turned, NULL, false, c->n->src[0]->grad, c->n->accumulate[0]);
 }
 
-/* Sum of dz over images and pixels of one channel. */
-HPMLI_FN void hpmli_conv_bias_task(void *arg, int64_t channel, int thread)
+/* What the sums of dw run over: rows of dy, of up to `joint` images lying one after the other. */
+HPMLI_FN void hpmli_conv_sum_map(hpmli_conv *c)
+{
+    bool wide = c->dilation[1] == 1;
+    c->sum.in = c->C, c->sum.out = c->OC;
+    c->sum.blocks[0] = c->kernel[0], c->sum.blocks[1] = wide ? 1 : c->kernel[1];
+    c->sum.block       = wide ? c->kernel[1] * c->C : c->C;
+    c->sum.block_at[0] = c->dilation[0] * c->x_pitch, c->sum.block_at[1] = c->dilation[1] * c->C;
+    c->sum.col_at = c->stride[1] * c->C, c->sum.cols = c->OW;
+    c->sum.x_at = c->x_at, c->sum.y_at = c->y_row_at;
+    for (int64_t i = 0; i < c->joint * c->OH; i++) {
+        c->x_at[i]     = i / c->OH * c->x_size + i % c->OH * c->stride[0] * c->x_pitch;
+        c->y_row_at[i] = i / c->OH * c->y_size + i % c->OH * c->y_pitch;
+    }
+}
+
+/* dy of one image becomes dz, in its place: nobody reads dy after us. Sums for the bias. */
+HPMLI_FN void hpmli_conv_take_dy(const hpmli_conv *c, int64_t b, float *db, bool first)
+{
+    int64_t pixels = c->OH * c->OW, channels = c->groups * c->OC;
+    float  *dz = c->n->out->grad + b * channels * pixels;
+    if (c->n->attr.conv.act != HPML_ACT_NONE)
+        c->ctx->k->act_backward((int)c->n->attr.conv.act, 0.01f, dz, dz, NULL, c->n->out->data + b * channels * pixels,
+                                channels * pixels, 0);
+    for (int64_t o = 0; c->want_db && o < channels; o++)
+        db[o] = (first ? 0 : db[o]) + c->ctx->k->vsum(dz + o * pixels, pixels);
+}
+
+/* Part `part` of the images: their dx, and their sum of dw and db. */
+HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t           pixels = c->OH * c->OW, channels = c->groups * c->OC;
-    float            *db = c->n->src[2]->grad + channel;
-    double            sum = 0;
+    float  *xs = c->own + thread * c->own_size, *ys = xs + c->joint * c->x_size, *band = ys + c->joint * c->y_size;
+    float  *dw = c->part + part * c->part_size, *db = dw + c->part_size - hpmli_round_up(c->groups * c->OC, 16);
+    int64_t first = part * c->B / c->parts, end = (part + 1) * c->B / c->parts, pixels = c->OH * c->OW;
+    int64_t panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
+    for (int64_t b = first; b < end; b += c->joint) {
+        int64_t images = end - b < c->joint ? end - b : c->joint;
+        for (int64_t i = 0; i < images; i++) hpmli_conv_take_dy(c, b + i, db, b + i == first);
+        for (int64_t g = 0; g < c->groups; g++) {
+            hpmli_conv_sum sum = c->sum;
+            for (int64_t i = 0; i < images; i++) {
+                float *y = ys + i * c->y_size;
+                if (c->want_dw) hpmli_conv_turn_x(c, b + i, g, xs + i * c->x_size);
+                if (c->y_padded) memset(y, 0, (size_t)c->y_size * sizeof(float));
+                if (c->want_dw || c->want_dx)
+                    c->ctx->k->conv_turn(y + c->y_at, c->n->out->grad + ((b + i) * c->groups + g) * c->OC * pixels, c->OC, c->OH,
+                                         c->OW, c->y_pitch);
+                if (c->want_dx)
+                    c->ctx->k->conv_image(&c->map, c->packed + g * c->weights, y, 0, c->C, NULL, 0, c->n->accumulate[0],
+                                          c->n->src[0]->grad + ((b + i) * c->groups + g) * c->C * c->H * c->W, band);
+            }
+            sum.runs = images * c->OH;
+            if (c->want_dw) c->ctx->k->conv_weights(&sum, xs, ys + c->y_at, dw + g * panels, b > first);
+        }
+    }
+}
+
+/* The parts come together: HPMLI_CONV_PANEL channels of one group. */
+HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_conv *c = (const hpmli_conv *)arg;
+    int64_t panels = (c->OC + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL, g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
     (void)thread;
-    for (int64_t b = 0; b < c->B; b++) sum += (double)c->ctx->k->vsum(c->dz + (b * channels + channel) * pixels, pixels);
-    *db = (c->n->accumulate[2] ? *db : 0) + (float)sum;
+    c->ctx->k->conv_unpack(c->n->src[1]->grad + g * c->OC * c->C * c->taps,
+                           c->part + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, c->parts, c->part_size, c->C, c->OC, c->taps, o,
+                           c->n->accumulate[1]);
 }
 
 HPMLI_FN hpml_status hpmli_conv2d_backward(const hpml_run *run, hpml_node *n)
 {
     hpmli_conv c;
-    float     *dz = n->out->grad;
+    int64_t    channels = n->out->shape[1];
     hpmli_conv_make(&c, run->ctx, n);
-    if (n->attr.conv.act != HPML_ACT_NONE) /* in the memory of dy, which nobody reads after us */
-        hpmli_act_backward(run->ctx, n->attr.conv.act, 0.01f, dz, dz, NULL, n->out->data, hpml_tensor_count(n->out), false);
-    c.dz = dz;
-    if (n->src[2] && n->src[2]->grad) hpmli_parallel(run->ctx, c.groups * c.OC, hpmli_conv_bias_task, &c);
-    if (n->src[1]->grad) hpmli_conv_weight_grad(&c);
-    if (n->src[0]->grad) hpmli_conv_input_grad(&c);
+    c.back    = true;
+    c.want_dw = n->src[1]->grad != NULL;
+    c.want_db = n->src[2] && n->src[2]->grad;
+    c.want_dx = n->src[0]->grad && !hpmli_conv_direct(&c);
+    hpmli_conv_layout(&c, true);
+    if (c.want_dx) {
+        hpmli_conv_back_map(&c);
+        hpmli_conv_pack(&c);
+    }
+    hpmli_conv_sum_map(&c);
+    hpmli_parallel(run->ctx, c.parts, hpmli_conv_back_task, &c);
+    if (c.want_dw)
+        hpmli_parallel(run->ctx, c.groups * ((c.OC + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL), hpmli_conv_join_task, &c);
+    for (int64_t p = 0; c.want_db && p < c.parts; p++)
+        run->ctx->k->vaxpby(n->src[2]->grad, 1, c.part + (p + 1) * c.part_size - hpmli_round_up(channels, 16),
+                            p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
+    if (n->src[0]->grad && hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, true);
     return HPML_OK;
 }
 

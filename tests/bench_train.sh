@@ -11,7 +11,7 @@ for threads in 1 2; do
             [ $peer = 0 ] || python3 tests/bench_train.py $model $threads >>build/theirs
         done
         ours=$(cut -d' ' -f1 build/ours | median) flops=$(cut -d' ' -f2 build/ours | median) theirs=$(median <build/theirs)
-        ratio=$(awk -v a="$ours" -v b="${theirs:-0}" 'BEGIN { printf b > 0 ? "%.2f" : "null", b > 0 ? a / b : 0 }')
+        ratio=$(awk -v a="$ours" -v b="${theirs:-0}" 'BEGIN { if (b > 0) printf("%.2f", a / b); else printf("null") }')
         printf '%-8s %-8s %12s %10s %12s %7s\n' $model $threads "$ours" "$flops" "${theirs:-absent}" "$ratio"
         printf '{"bench": "train", "case": "%s %st", "unit": "samples/s", "hpml": %s, "gflops": %s, "peer": "pytorch", "peer_value": %s, "ratio": %s}\n' \
             $model $threads "$ours" "$flops" "${theirs:-null}" "$ratio" >>build/bench.jsonl

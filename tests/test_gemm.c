@@ -117,8 +117,8 @@ static int64_t wrong(hpml_ctx *const *ctx, int contexts, const product *s)
         printf("  %s: %lld x %lld x %lld batch %lld %c%c alpha %g beta %g bias %d %d act %d row %d made %d: "
                "%lld wrong\n",
                hpml_ctx_cpu(ctx[0]), (long long)s->m, (long long)s->n, (long long)s->k, (long long)s->batch,
-               s->ta ? 'T' : 'N', s->tb ? 'T' : 'N', (double)s->alpha, (double)s->beta, s->bias_n, s->bias_m, s->act, s->act_row, s->made,
-               (long long)bad);
+               s->ta ? 'T' : 'N', s->tb ? 'T' : 'N', (double)s->alpha, (double)s->beta, s->bias_n, s->bias_m,
+               s->act, s->act_row, s->made, (long long)bad);
     return bad;
 }
 
@@ -173,7 +173,7 @@ TEST(gemm_small_shapes_of_every_kind)
 
 static int64_t check_large(hpml_ctx *const *ctx, int contexts)
 {
-    static const int64_t sizes[] = { 1, 10, 61, 128, 183, 211, 256, 385, 513, 512, 1030 }; /* across blocks of m, n, k */
+    static const int64_t sizes[] = { 1, 10, 61, 128, 183, 211, 256, 385, 513, 512, 1030 }; /* across blocks */
     int64_t bad = 0;
     for (int i = 0; i < (strcmp(hpml_ctx_cpu(ctx[0]), "scalar") == 0 ? 12 : 40); i++) {
         product s = random_product(sizes, sizeof sizes / sizeof sizes[0]);

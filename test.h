@@ -1,0 +1,81 @@
+/* A test program: TEST(name) { ... ENSURE(condition); ENSURE_NEAR(a, b, tolerance); } and nothing else; main is here.
+   Options: --filter TEXT runs the tests whose name contains it, --list names them. Exit: 0 passed, 1 failed, 77 all skipped. */
+#ifndef HPML_TEST_H
+#define HPML_TEST_H
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct test_case {
+    const char       *name;
+    void            (*run)(void);
+    struct test_case *next;
+} test_case;
+
+static test_case  *test_first, **test_last = &test_first;
+static int         test_failed;
+static const char *test_skipped;
+
+/* Registers itself before main. */
+#define TEST(name)                                                                              \
+    static void name(void);                                                                     \
+    static test_case test_case_##name = { #name, name, NULL };                                  \
+    __attribute__((constructor)) static void test_add_##name(void)                              \
+    {                                                                                           \
+        *test_last = &test_case_##name;                                                         \
+        test_last  = &test_case_##name.next;                                                    \
+    }                                                                                           \
+    static void name(void)
+
+#define ENSURE(condition)                                                                       \
+    do {                                                                                        \
+        if (!(condition)) {                                                                     \
+            printf("    %s:%d: %s\n", __FILE__, __LINE__, #condition);                          \
+            test_failed = 1;                                                                    \
+            return;                                                                             \
+        }                                                                                       \
+    } while (0)
+
+#define ENSURE_NEAR(a, b, tolerance)                                                            \
+    do {                                                                                        \
+        double test_a = (double)(a), test_b = (double)(b);                                      \
+        if (!(fabs(test_a - test_b) <= (double)(tolerance))) {                                  \
+            printf("    %s:%d: %s is %.9g, %s is %.9g\n", __FILE__, __LINE__, #a, test_a, #b, test_b); \
+            test_failed = 1;                                                                    \
+            return;                                                                             \
+        }                                                                                       \
+    } while (0)
+
+#define SKIP(reason)                                                                            \
+    do {                                                                                        \
+        test_skipped = reason;                                                                  \
+        return;                                                                                 \
+    } while (0)
+
+#ifndef TEST_NO_MAIN
+int main(int argc, char **argv)
+{
+    const char *filter = argc > 2 && strcmp(argv[1], "--filter") == 0 ? argv[2] : "";
+    int         passed = 0, failed = 0, skipped = 0;
+    for (test_case *t = test_first; t; t = t->next) {
+        if (argc > 1 && strcmp(argv[1], "--list") == 0) {
+            puts(t->name);
+            continue;
+        }
+        if (!strstr(t->name, filter)) continue;
+        test_failed  = 0;
+        test_skipped = NULL;
+        t->run();
+        if (test_failed) printf("FAIL %s\n", t->name), failed++;
+        else if (test_skipped) printf("skip %s (%s)\n", t->name, test_skipped), skipped++;
+        else printf("ok %s\n", t->name), passed++;
+        fflush(stdout);
+    }
+    printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
+    return failed > 0 ? 1 : passed == 0 && skipped > 0 ? 77 : 0;
+}
+#endif
+
+#endif
