@@ -41,6 +41,7 @@
 //     HPML_NO_THREADS       no pthreads; one thread
 //     HPML_NO_SIMD          portable kernels only
 //     HPML_USE_ZLIB         read gzipped IDX files (-lz)
+//     HPML_USE_CBLAS        large matrix products by a BLAS (cblas.h; -lopenblas)
 //     HPML_DEBUG            check internal assumptions
 //     HPML_SELF             this file's name, if you renamed it: it includes itself once for each instruction set
 //
@@ -74,6 +75,8 @@
 //     random   Philox: random numbers by number
 //     onebit   gradient codecs: 1 bit and bf16, one row
 //     conv-kernels   convolution: tiles of pixels by channels
+//     isa   which instruction sets this build has; structs that kernels share
+//     system   system headers, macros
 //     dispatch   the kernel table: one text, one copy for each instruction set
 //     rng   single random numbers, permutations
 //     codec   gradients packed for the wire
@@ -88,6 +91,8 @@
 //     matmul   matrix products and linear layers
 //     shape   reshape, permute, slice, concat, sum
 //     conv   two-dimensional convolution
+//     conv-forward   forward pass of a convolution
+//     conv-back   gradients of a convolution
 //     pool   max, average and global pooling
 //     batchnorm   batch normalization
 //     softmax   softmax and log-softmax over the last dimension
@@ -98,11 +103,13 @@
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     backend   the CPU backend: memory, the table of ops, optimizer steps
 //     plan   from a recorded graph to a memory plan
+//     lives   how long each array is needed
 //     run   running a graph forward and backward
 //     trainer   the trainer: settings, creation, one step
 //     step   one step, one epoch, evaluation, prediction
 //     files   reading whole files, writing files that appear whole
 //     dataset   datasets and their readers
+//     csv   CSV and text
 //     npy   numpy arrays and packed records
 //     loader   batches: shuffled, sharded, augmented, made ahead
 //     json   a strict reader for the header of a safetensors file
@@ -3267,6 +3274,10 @@ static const hpmli_kernels HPMLI_K(hpmli_kernels) = { HPMLI_ISA_NAME, HPMLI_KERN
 #else /* HPMLI_ISA: the ordinary body */
 #ifndef HPMLI_BODY_INCLUDED
 #define HPMLI_BODY_INCLUDED
+// ---------------------------------------------------------------------------------------------------------------------
+// >>isa   which instruction sets this build has; structs that kernels share
+// ---------------------------------------------------------------------------------------------------------------------
+
 #if !defined(HPML_NO_SIMD) && defined(__GNUC__) && defined(__x86_64__)
 #define HPMLI_HAVE_X86 1
 #if !defined(__clang__) /* gcc 12 warns, as C++, about "undefined" vectors in its own header */
@@ -3480,6 +3491,10 @@ typedef struct hpmli_conv_sum {
                           int64_t taps, int64_t o, int accumulate))                                                    \
     X(void, max_pool_row, (float *y, int32_t *at, const float *x, int64_t width, int64_t n))
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>system   system headers, macros
+// ---------------------------------------------------------------------------------------------------------------------
+
 /* System headers stand here, once, before the kernel passes. */
 #include <errno.h>
 #include <float.h>
@@ -3501,6 +3516,9 @@ typedef struct hpmli_conv_sum {
 #ifndef HPML_NO_THREADS
 #include <pthread.h>
 #include <sched.h>
+#endif
+#ifdef HPML_USE_CBLAS
+#include <cblas.h>
 #endif
 
 #if defined(__GNUC__)
@@ -5118,6 +5136,30 @@ HPMLI_FN void hpmli_gemm_split_task(void *arg, int64_t task, int thread)
     hpmli_gemm_serial(s->ctx, thread, &d);
 }
 
+#ifdef HPML_USE_CBLAS
+/* HPML_USE_CBLAS: whole products of plain matrices go to a BLAS (its threads, its bits); bias first, relu after. Small products
+   inside tasks, convolutions and batches stay with us. */
+HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
+{
+    bool  ta = d->a_cs != 1, tb = d->b_cs != 1;
+    float beta = d->beta;
+    if (d->pack_b || d->batch != 1 || d->bias_m || d->act_row || d->k < 1 || d->m > INT_MAX || d->n > INT_MAX || d->k > INT_MAX ||
+        (ta && d->a_rs != 1) || (tb && d->b_rs != 1) || (ta ? d->a_cs < d->m : d->a_rs < d->k) ||
+        (tb ? d->b_cs < d->k : d->b_rs < d->n) || d->ldc < d->n)
+        return false;
+    for (int64_t i = 0; d->bias_n && i < d->m; i++) {
+        if (d->beta == 0) memcpy(d->c + i * d->ldc, d->bias_n, (size_t)d->n * sizeof(float));
+        else return false;
+        beta = 1;
+    }
+    cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, (int)d->m, (int)d->n, (int)d->k, d->alpha,
+                d->a, (int)(ta ? d->a_cs : d->a_rs), d->b, (int)(tb ? d->b_cs : d->b_rs), beta, d->c, (int)d->ldc);
+    for (int64_t i = 0; d->act == 1 && i < d->m; i++)
+        ctx->k->act_forward(HPML_ACT_RELU, 0, d->c + i * d->ldc, d->c + i * d->ldc, d->n);
+    return true;
+}
+#endif
+
 HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
     hpmli_gemm_job   job;
@@ -5125,6 +5167,9 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     double           flops = 2.0 * (double)d->m * (double)d->n * (double)d->k * (double)d->batch;
     int64_t          want  = flops < 5e5 ? 1 : ctx->threads;
     if (d->m < 1 || d->n < 1 || d->batch < 1) return;
+#ifdef HPML_USE_CBLAS
+    if (hpmli_gemm_cblas(ctx, d)) return;
+#endif
     split.pieces = hpmli_gemm_pieces(d);
     if (split.pieces > 1) {
         split.ctx = ctx, split.d = d, split.sums = ctx->gemm_ws + HPMLI_GEMM_WS - HPMLI_GEMM_SUMS;
@@ -6296,6 +6341,10 @@ HPMLI_FN unsigned hpmli_conv2d_needs(const hpml_node *n)
     return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1) | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>conv-forward   forward pass of a convolution
+// ---------------------------------------------------------------------------------------------------------------------
+
 /* The channels [o, o + HPMLI_CONV_PANEL) of one group's weights, packed; lanes are outputs, or inputs for dx. */
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread)
 {
@@ -6427,6 +6476,10 @@ HPMLI_FN void hpmli_conv_phase_taps(hpmli_conv *c, hpmli_conv_phase *p, int64_t 
         *runs = first_run + p->runs;
     }
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>conv-back   gradients of a convolution
+// ---------------------------------------------------------------------------------------------------------------------
 
 /* The phases of dx. Pixel h of the image reads rows (h + padding) / stride - (tap's place) of dy. */
 HPMLI_FN void hpmli_conv_back_map(hpmli_conv *c)
@@ -7925,6 +7978,10 @@ HPMLI_FN hpmli_use *hpmli_use_of(hpmli_use *uses, const int *position, const hpm
 {
     return t && t->node ? &uses[position[t->node->index]] : NULL;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>lives   how long each array is needed
+// ---------------------------------------------------------------------------------------------------------------------
 
 /* Lives of the values. */
 HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses, const int *position)
@@ -9439,6 +9496,10 @@ HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *cons
     }
     return hpmli_dataset_done(d, good);
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>csv   CSV and text
+// ---------------------------------------------------------------------------------------------------------------------
 
 /* A decimal number, whatever the locale. Returns the end, or NULL when there is none. */
 HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)

@@ -35,6 +35,10 @@ done
 for option in HPML_NO_THREADS HPML_NO_SIMD HPML_STATIC HPML_DEBUG; do
     try gcc -std=c99 -fsyntax-only $strict -D$option -I. "$tmp/body.c"
 done
+if printf '#include <cblas.h>\nint main(void) { return 0; }\n' | gcc -x c - -o /dev/null -lopenblas 2>/dev/null; then
+    try gcc -std=gnu11 -O2 -DHPML_USE_CBLAS -I. tests/test_ops.c -o "$tmp/blas" -lm -lpthread -lopenblas
+    try "$tmp/blas" --filter gradients
+else skipped=$((skipped + 2)); fi
 extra=$(nm -g --defined-only "$tmp/gcc.o" 2>/dev/null | awk '{ print $3 }' | grep -vE '^(hpml_|body$)')
 if [ -z "$extra" ]; then ok; else echo "$extra" >"$tmp/err"; bad "visible names that are not hpml_*"; fi
 if command -v nvcc >/dev/null; then try nvcc -std=c++17 -Xcompiler -Wall,-Wextra,-Wshadow -I. -c "$tmp/body.cu" -o "$tmp/cu.o"
