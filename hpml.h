@@ -1397,12 +1397,10 @@ HPMLI_V1(hpmli_mantissa, _mm512_or_ps(_mm512_and_ps(a, _mm512_castsi512_ps(_mm51
                              _mm512_set1_ps(1)))
 HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
 {
-    float  t[16]; /* through memory: gcc 12 warns about its own half-register casts */
-    __m256 h;
-    __m128 s;
+    float t[16]; /* through memory: gcc 12 warns about its own half-register casts */
     _mm512_storeu_ps(t, a);
-    h = _mm256_add_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8));
-    s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    __m256 h = _mm256_add_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8));
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
@@ -1417,12 +1415,10 @@ HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d)
 }
 HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a)
 {
-    float  t[16]; /* through memory: gcc 12 warns about its own half-register casts */
-    __m256 h;
-    __m128 s;
+    float t[16]; /* through memory: gcc 12 warns about its own half-register casts */
     _mm512_storeu_ps(t, a);
-    h = _mm256_max_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8));
-    s = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    __m256 h = _mm256_max_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8));
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
@@ -3842,7 +3838,6 @@ HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *d
 {
     const hpml_codec *none = hpml_codec_get(HPML_CODEC_NONE);
     hpml_codec_desc  *d    = &p->desc;
-    bool              small;
     memset(p, 0, sizeof *p);
     if (desc) *d = *desc;
     p->codec = d->custom ? d->custom : hpml_codec_get(d->kind);
@@ -3854,7 +3849,7 @@ HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *d
     p->cols     = cols;
     p->kernels  = hpmli_kernels_best();
     p->row_size = p->codec->row_size(d, cols);
-    small = (rows == 1 || cols == 1 || rows * cols < d->min_elements) && !d->compress_all;
+    bool small  = (rows == 1 || cols == 1 || rows * cols < d->min_elements) && !d->compress_all;
     if (d->all_bits || (p->codec->exempts && (small || p->row_size >= none->row_size(d, cols)))) {
         p->codec    = none;
         p->row_size = none->row_size(d, cols);
@@ -4023,10 +4018,9 @@ HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
 HPMLI_FN void *hpmli_default_alloc(size_t size, size_t align, void *user)
 {
     char *raw = (char *)malloc(size + align + sizeof(void *));
-    char *p;
     (void)user;
     if (!raw) return NULL;
-    p = raw + sizeof(void *);
+    char *p = raw + sizeof(void *);
     p += (align - (uintptr_t)p % align) % align;
     memcpy(p - sizeof(void *), &raw, sizeof(void *));
     return p;
@@ -4072,12 +4066,11 @@ HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
 HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
 {
     size_t bytes;
-    void  *p;
     if (count < 0 || !hpmli_mul((size_t)count, size, &bytes)) {
         hpmli_fail(ctx, HPML_ERR_OVERFLOW, "%lld things of %zu bytes do not fit in memory", (long long)count, size);
         return NULL;
     }
-    p = hpmli_alloc(ctx, bytes);
+    void *p = hpmli_alloc(ctx, bytes);
     if (p) memset(p, 0, bytes);
     return p;
 }
@@ -4372,7 +4365,6 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
 
 HPML_API void hpml_ctx_free(hpml_ctx *ctx)
 {
-    hpml_allocator allocator;
     if (!ctx) return;
     for (hpmli_block *b = ctx->blocks; b; b = b->older) { /* newest first: users before what they use */
         hpmli_drop_fn *drop = b->drop;
@@ -4381,7 +4373,7 @@ HPML_API void hpml_ctx_free(hpml_ctx *ctx)
     }
     if (ctx->device) ctx->backend->close(ctx->device);
     while (ctx->blocks) hpmli_free(ctx, (char *)ctx->blocks + HPMLI_BLOCK);
-    allocator = ctx->allocator;
+    hpml_allocator allocator = ctx->allocator;
     allocator.free(ctx, sizeof *ctx, allocator.user);
 }
 
@@ -4851,13 +4843,12 @@ HPMLI_FN hpml_tensor *hpmli_node_create(hpml_ctx *ctx, hpml_op op, int src_count
 
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape)
 {
-    hpml_tensor *t;
     if (hpmli_failed(ctx)) return NULL;
     if (ndim < 1) {
         hpmli_fail(ctx, HPML_ERR_SHAPE, "input: needs at least the batch dimension");
         return NULL;
     }
-    t = hpmli_tensor_new(ctx, "input", dtype, ndim, shape);
+    hpml_tensor *t = hpmli_tensor_new(ctx, "input", dtype, ndim, shape);
     if (t) t->batch_rows = 1;
     return t;
 }
@@ -4919,13 +4910,12 @@ HPMLI_FN bool hpmli_params_grow(hpml_ctx *ctx)
 HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
                                       const int64_t *shape)
 {
-    hpml_tensor *t;
     if (!name || hpmli_failed(ctx)) return NULL;
     if (hpml_param_find(ctx, name)) {
         hpmli_fail(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give the layers different names", name);
         return NULL;
     }
-    t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
+    hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
     if (!t || !hpmli_params_grow(ctx)) return NULL;
     t->param = (hpml_param *)hpmli_alloc_array(ctx, 1, sizeof *t->param);
     if (!t->param) return NULL;
@@ -4958,15 +4948,15 @@ HPMLI_FN hpml_tensor *hpmli_layer_vector(hpml_ctx *ctx, const char *layer, const
 
 HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *d)
 {
-    hpml_tensor *t;
-    char         text[32];
+    char text[32];
     if (hpmli_failed(ctx)) return NULL;
     if (!d || d->ndim < 1) {
         hpmli_fail(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
         return NULL;
     }
     snprintf(text, sizeof text, "param%d", ctx->param_count);
-    t = hpmli_param_new(ctx, hpmli_strdup(ctx, d->name ? d->name : text), d->init, d->init_scale, d->ndim, d->shape);
+    hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, d->name ? d->name : text), d->init, d->init_scale, d->ndim,
+                                     d->shape);
     if (!t) return NULL;
     t->param->buffer   = d->buffer;
     t->param->frozen   = d->frozen;
@@ -5406,10 +5396,9 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
     char         ta[160], tb[160];
     int64_t      shape[HPML_MAX_DIMS];
     hpml_tensor *src[2];
-    int          ndim;
     src[0] = a, src[1] = b;
     if (!hpmli_recordable(2, src)) return NULL;
-    ndim = a->ndim > b->ndim ? a->ndim : b->ndim;
+    int ndim = a->ndim > b->ndim ? a->ndim : b->ndim;
     for (int i = 0; i < ndim; i++) {
         int64_t da = i < ndim - a->ndim ? 1 : a->shape[i - (ndim - a->ndim)];
         int64_t db = i < ndim - b->ndim ? 1 : b->shape[i - (ndim - b->ndim)];
@@ -5536,13 +5525,12 @@ HPMLI_FN bool hpmli_act_reads_x(hpml_act act)
 
 HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
 {
-    hpml_tensor *y;
     if (!hpmli_recordable(1, &x)) return NULL;
     if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT) {
         hpmli_fail(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": there is no function %d", x->name, (int)act);
         return NULL;
     }
-    y = hpmli_node_create(x->ctx, HPML_OP_ACT, 1, &x, x->ndim, x->shape);
+    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_ACT, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.act.act = act, y->node->attr.act.slope = slope == 0 ? 0.01f : slope;
     return y;
 }
@@ -5732,7 +5720,6 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     hpml_linear_desc d;
     int64_t          shape[HPML_MAX_DIMS], weight[2];
     hpml_tensor     *src[3], *y;
-    const char      *name;
     char             text[160], other[160];
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
@@ -5742,7 +5729,7 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
                    d.name ? d.name : "", hpml_tensor_text(x, text, sizeof text), (long long)out);
         return NULL;
     }
-    name      = hpmli_layer_name(x->ctx, d.name, "linear");
+    const char *name = hpmli_layer_name(x->ctx, d.name, "linear");
     weight[0] = out, weight[1] = x->shape[x->ndim - 1];
     src[0]    = x;
     src[1]    = d.weight ? d.weight : hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 2, weight);
@@ -5877,10 +5864,9 @@ HPMLI_FN hpml_status hpmli_reshape_backward(const hpml_run *run, hpml_node *n)
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
 {
-    char         text[160];
-    int64_t      shape[HPML_MAX_DIMS];
-    unsigned     seen = 0;
-    hpml_tensor *y;
+    char     text[160];
+    int64_t  shape[HPML_MAX_DIMS];
+    unsigned seen = 0;
     if (!hpmli_recordable(1, &x)) return NULL;
     for (int i = 0; i < x->ndim; i++) {
         if (!dims || dims[i] < 0 || dims[i] >= x->ndim || (seen & 1u << dims[i])) {
@@ -5891,7 +5877,7 @@ HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
         seen |= 1u << dims[i];
         shape[i] = x->shape[dims[i]];
     }
-    y = hpmli_node_create(x->ctx, HPML_OP_PERMUTE, 1, &x, x->ndim, shape);
+    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_PERMUTE, 1, &x, x->ndim, shape);
     if (!y) return NULL;
     for (int i = 0; i < x->ndim; i++) y->node->attr.permute.dims[i] = dims[i];
     y->batch_rows        = dims[0] == 0 ? x->batch_rows : 0;
@@ -5985,9 +5971,8 @@ HPMLI_FN void hpmli_copy_blocks(const hpmli_kernels *k, float *to, int64_t to_st
 
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
 {
-    char         text[160];
-    int64_t      shape[HPML_MAX_DIMS];
-    hpml_tensor *y;
+    char    text[160];
+    int64_t shape[HPML_MAX_DIMS];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (dim < 0 || dim >= x->ndim || start < 0 || count < 1 || start > x->shape[dim] - count) {
         hpmli_fail(x->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside",
@@ -5996,7 +5981,7 @@ HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t
     }
     memcpy(shape, x->shape, sizeof shape);
     shape[dim] = count;
-    y = hpmli_node_create(x->ctx, HPML_OP_SLICE, 1, &x, x->ndim, shape);
+    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SLICE, 1, &x, x->ndim, shape);
     if (!y) return NULL;
     y->node->attr.slice.dim   = dim;
     y->node->attr.slice.start = start;
@@ -6031,9 +6016,8 @@ HPMLI_FN hpml_status hpmli_slice_backward(const hpml_run *run, hpml_node *n)
 
 HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 {
-    char         a[160], b[160];
-    int64_t      shape[HPML_MAX_DIMS];
-    hpml_tensor *y;
+    char    a[160], b[160];
+    int64_t shape[HPML_MAX_DIMS];
     if (!x || count < 1 || count > HPML_MAX_SRC || !hpmli_recordable(count, x)) return NULL;
     memcpy(shape, x[0]->shape, sizeof shape);
     for (int i = 0; i < count; i++) {
@@ -6046,7 +6030,7 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
         }
         if (i > 0) shape[dim] += x[i]->shape[dim];
     }
-    y = hpmli_node_create(x[0]->ctx, HPML_OP_CONCAT, count, x, x[0]->ndim, shape);
+    hpml_tensor *y = hpmli_node_create(x[0]->ctx, HPML_OP_CONCAT, count, x, x[0]->ndim, shape);
     if (!y) return NULL;
     y->node->attr.slice.dim = dim;
     if (dim == 0)
@@ -6080,9 +6064,8 @@ HPMLI_FN hpml_status hpmli_concat_backward(const hpml_run *run, hpml_node *n) { 
 
 HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 {
-    char         text[160];
-    int64_t      shape[HPML_MAX_DIMS];
-    hpml_tensor *y;
+    char    text[160];
+    int64_t shape[HPML_MAX_DIMS];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (dim < HPML_ALL_DIMS || dim >= x->ndim) {
         hpmli_fail(x->ctx, HPML_ERR_SHAPE, "sum of %s: there is no dimension %d", hpml_tensor_text(x, text, sizeof text), dim);
@@ -6090,7 +6073,7 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
     }
     memcpy(shape, x->shape, sizeof shape);
     if (dim >= 0) shape[dim] = 1;
-    y = hpmli_node_create(x->ctx, HPML_OP_SUM, 1, &x, dim >= 0 ? x->ndim : 0, shape);
+    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SUM, 1, &x, dim >= 0 ? x->ndim : 0, shape);
     if (!y) return NULL;
     y->node->attr.sum.dim  = dim;
     y->node->attr.sum.mean = mean;
@@ -6134,9 +6117,8 @@ HPMLI_FN hpml_status hpmli_sum_backward(const hpml_run *run, hpml_node *n)
     float               *dx = n->src[0]->grad;
     const float         *dy = n->out->grad;
     int64_t              outer, dim, inner;
-    float                scale;
     hpmli_sum_dims(n, &outer, &dim, &inner);
-    scale = n->attr.sum.mean ? 1 / (float)dim : 1;
+    float scale = n->attr.sum.mean ? 1 / (float)dim : 1;
     if (!n->accumulate[0]) k->vfill(dx, 0, outer * dim * inner);
     for (int64_t o = 0; o < outer; o++) {
         if (inner == 1) k->vscale_add(dx + o * dim, dx + o * dim, 1, scale * dy[o], dim);
@@ -6309,18 +6291,18 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     hpml_attr    a;
     int64_t      shape[4], w[4], forward, backward;
     hpml_tensor *src[3], *y;
-    const char  *why, *name;
     hpmli_conv   c;
     if (!hpmli_recordable(1, &x)) return NULL;
     memset(&a, 0, sizeof a);
     if (d) hpmli_conv_attr(&a, d);
-    why = d && (d->_begin || d->_end) ? "canary is not zero; zero the desc before you set fields" : hpmli_conv_check(x, out, &a);
+    const char *why = d && (d->_begin || d->_end) ? "canary is not zero; zero the desc before you set fields"
+                                                  : hpmli_conv_check(x, out, &a);
     if (why) return hpmli_conv_error(x, d ? d->name : NULL, out, &a, why);
     shape[0] = x->shape[0], shape[1] = out;
     for (int i = 0; i < 2; i++)
         shape[2 + i] = hpmli_conv_out(x->shape[2 + i], a.conv.kernel[i], a.conv.stride[i], a.conv.padding[i], a.conv.dilation[i]);
     w[0] = out, w[1] = x->shape[1] / a.conv.groups, w[2] = a.conv.kernel[0], w[3] = a.conv.kernel[1];
-    name   = hpmli_layer_name(x->ctx, d->name, "conv");
+    const char *name = hpmli_layer_name(x->ctx, d->name, "conv");
     src[0] = x;
     src[1] = hpmli_layer_param(x->ctx, name, "weight", d->init, d->init_scale, 4, w);
     src[2] = d->no_bias ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, out);
@@ -6609,9 +6591,8 @@ typedef struct hpmli_pooling_job {
 
 HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride, int32_t padding)
 {
-    char         text[160];
-    int64_t      shape[4];
-    hpml_tensor *y;
+    char    text[160];
+    int64_t shape[4];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (stride == 0) stride = kh;
     if (x->ndim != 4 || kh < 1 || kw < 1 || stride < 1 || padding < 0 || 2 * padding > kh || 2 * padding > kw ||
@@ -6623,7 +6604,7 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
     shape[0] = x->shape[0], shape[1] = x->shape[1];
     shape[2] = hpmli_conv_out(x->shape[2], kh, stride, padding, 1);
     shape[3] = hpmli_conv_out(x->shape[3], kw, stride, padding, 1);
-    y = hpmli_node_create(x->ctx, op, 1, &x, 4, shape);
+    hpml_tensor *y = hpmli_node_create(x->ctx, op, 1, &x, 4, shape);
     if (!y) return NULL;
     y->node->attr.conv.kernel[0] = kh, y->node->attr.conv.kernel[1] = kw;
     y->node->attr.conv.stride[0] = stride, y->node->attr.conv.padding[0] = padding;
@@ -6767,7 +6748,6 @@ HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
     hpml_norm_desc d;
     char           text[160];
     hpml_tensor   *src[5], *y;
-    const char    *name;
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &x)) return NULL;
@@ -6776,7 +6756,7 @@ HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
                    d.name ? d.name : "", hpml_tensor_text(x, text, sizeof text));
         return NULL;
     }
-    name   = hpmli_layer_name(x->ctx, d.name, "batchnorm");
+    const char *name = hpmli_layer_name(x->ctx, d.name, "batchnorm");
     src[0] = x;
     src[1] = d.no_affine ? NULL : hpmli_layer_vector(x->ctx, name, "weight", HPML_INIT_ONES, x->shape[1]);
     src[2] = d.no_affine ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, x->shape[1]);
@@ -6917,13 +6897,12 @@ HPMLI_FN hpml_status hpmli_rows_run(const hpml_run *run, hpml_node *n, const hpm
 
 HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
 {
-    hpml_tensor *y;
     if (!hpmli_recordable(1, &x)) return NULL;
     if (x->ndim < 1) {
         hpmli_fail(x->ctx, HPML_ERR_SHAPE, "softmax of \"%s\": a scalar has no last dimension", x->name);
         return NULL;
     }
-    y = hpmli_node_create(x->ctx, HPML_OP_SOFTMAX, 1, &x, x->ndim, x->shape);
+    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SOFTMAX, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.softmax.log = log;
     return y;
 }
@@ -6986,8 +6965,6 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
 {
     hpml_norm_desc d;
     hpml_tensor   *src[3], *y;
-    const char    *name;
-    int64_t        rows, cols;
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &x)) return NULL;
@@ -6995,9 +6972,9 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
         hpmli_fail(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
         return NULL;
     }
-    cols   = x->shape[x->ndim - 1];
-    rows   = hpml_tensor_count(x) / cols;
-    name   = hpmli_layer_name(x->ctx, d.name, hpml_op_name(op));
+    int64_t     cols = x->shape[x->ndim - 1];
+    int64_t     rows = hpml_tensor_count(x) / cols;
+    const char *name = hpmli_layer_name(x->ctx, d.name, hpml_op_name(op));
     src[0] = x, src[1] = src[2] = NULL;
     if (!d.no_affine) {
         src[1] = hpmli_layer_vector(x->ctx, name, "weight", HPML_INIT_ONES, cols);
@@ -7078,11 +7055,10 @@ HPMLI_FN void hpmli_norm_back_task(void *arg, int64_t task, int thread)
 HPMLI_FN hpml_status hpmli_norm_backward(const hpml_run *run, hpml_node *n)
 {
     hpmli_rows r;
-    int64_t    blocks;
     r.k = run->ctx->k, r.run = run, r.n = n;
     r.cols = n->out->shape[n->out->ndim - 1];
     r.rows = hpml_tensor_count(n->out) / r.cols;
-    blocks = (r.rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
+    int64_t blocks = (r.rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
     hpmli_parallel(run->ctx, blocks, hpmli_norm_back_task, &r);
     for (int s = 1; s < 3; s++) {
         if (!n->src[s] || !n->src[s]->grad) continue;
@@ -7107,13 +7083,12 @@ HPMLI_FN hpml_status hpmli_rmsnorm_backward(const hpml_run *run, hpml_node *n) {
 
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
 {
-    hpml_tensor *y;
     if (!hpmli_recordable(1, &x)) return NULL;
     if (!(p >= 0 && p < 1)) {
         hpmli_fail(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": probability %g, expected 0 <= p < 1", x->name, (double)p);
         return NULL;
     }
-    y = hpmli_node_create(x->ctx, HPML_OP_DROPOUT, 1, &x, x->ndim, x->shape);
+    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_DROPOUT, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.dropout.p = p;
     return y;
 }
@@ -7178,7 +7153,6 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
     int64_t             shape[HPML_MAX_DIMS], table[2];
     hpml_tensor        *src[2];
     char                text[160];
-    const char         *name;
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &tokens)) return NULL;
@@ -7188,7 +7162,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
                    (long long)vocabulary, (long long)width);
         return NULL;
     }
-    name     = hpmli_layer_name(tokens->ctx, d.name, "embedding");
+    const char *name = hpmli_layer_name(tokens->ctx, d.name, "embedding");
     table[0] = vocabulary, table[1] = width;
     src[0]   = tokens;
     src[1]   = d.weight ? d.weight : hpmli_layer_param(tokens->ctx, name, "weight",
@@ -7247,9 +7221,8 @@ HPMLI_FN hpml_status hpmli_embedding_backward(const hpml_run *run, hpml_node *n)
 
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *d)
 {
-    char         text[160];
-    int64_t      shape[3], C;
-    hpml_tensor *y;
+    char    text[160];
+    int64_t shape[3], C;
     if (!hpmli_recordable(1, &qkv)) return NULL;
     C = qkv->shape[2] / 3;
     if (!d || d->heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d->heads != 0) {
@@ -7258,7 +7231,7 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
         return NULL;
     }
     shape[0] = qkv->shape[0], shape[1] = qkv->shape[1], shape[2] = C;
-    y = hpmli_node_create(qkv->ctx, HPML_OP_ATTENTION, 1, &qkv, 3, shape);
+    hpml_tensor *y = hpmli_node_create(qkv->ctx, HPML_OP_ATTENTION, 1, &qkv, 3, shape);
     if (!y) return NULL;
     y->node->attr.attention.heads  = d->heads;
     y->node->attr.attention.causal = !d->not_causal;
@@ -7378,14 +7351,13 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
     char         text[160];
     int64_t      shape[3], w[2];
     hpml_tensor *src[4], *y;
-    const char  *name;
     if (!hpmli_recordable(1, &x)) return NULL;
     if (x->ndim != 3 || hidden < 1) {
         hpmli_fail(x->ctx, HPML_ERR_SHAPE, "lstm \"%s\": input is %s, expected (B, T, features), hidden %lld", given ? given : "",
                    hpml_tensor_text(x, text, sizeof text), (long long)hidden);
         return NULL;
     }
-    name   = hpmli_layer_name(x->ctx, given, "lstm");
+    const char *name = hpmli_layer_name(x->ctx, given, "lstm");
     w[0]   = 4 * hidden, w[1] = x->shape[2];
     src[0] = x;
     src[1] = hpmli_layer_param(x->ctx, name, "weight_x", HPML_INIT_XAVIER_UNIFORM, 0, 2, w);
@@ -7482,7 +7454,6 @@ HPMLI_FN hpml_status hpmli_lstm_backward(const hpml_run *run, hpml_node *n)
 {
     hpmli_lstm_job j;
     int64_t        in = n->src[0]->shape[2], H;
-    hpmli_mat      da;
     hpmli_lstm_make(&j, run, n);
     H = j.H;
     for (j.t = j.T - 1; j.t >= 0; j.t--) {
@@ -7491,7 +7462,7 @@ HPMLI_FN hpml_status hpmli_lstm_backward(const hpml_run *run, hpml_node *n)
             hpmli_product_at(run->ctx, -1, j.B, H, 4 * H, 1, hpmli_strided(j.gates + j.t * 4 * H, j.T * 4 * H, false),
                                hpmli_strided(n->src[2]->data, H, false), j.dh, H, NULL, false);
     }
-    da = hpmli_strided(j.gates, 4 * H, false);
+    hpmli_mat da = hpmli_strided(j.gates, 4 * H, false);
     if (n->src[0]->grad)
         hpmli_product_at(run->ctx, -1, j.B * j.T, in, 4 * H, 1, da, hpmli_strided(n->src[1]->data, in, false), n->src[0]->grad, in,
                            NULL, n->accumulate[0]);
@@ -7537,10 +7508,9 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
 {
     char         a[160], b[160];
     hpml_tensor *src[2], *loss;
-    bool         fits;
     src[0] = logits, src[1] = labels;
     if (!hpmli_recordable(2, src)) return NULL;
-    fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
+    bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
     for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
     if (!fits || (desc && !(desc->label_smoothing >= 0 && desc->label_smoothing <= 1))) {
         hpmli_fail(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) and i32 (..), "
@@ -7790,12 +7760,11 @@ HPMLI_FN void hpmli_sumsq_task(void *arg, int64_t task, int thread)
 HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device, hpml_ctx *ctx, const float *x, int64_t n, double *out)
 {
     hpmli_sumsq_job j;
-    int64_t         tasks;
     (void)device;
     j.k = ctx->k, j.x = x, j.n = n;
     j.piece = (n + HPMLI_SUM_TASKS - 1) / HPMLI_SUM_TASKS;
     if (j.piece < HPMLI_GRAIN) j.piece = HPMLI_GRAIN;
-    tasks = (n + j.piece - 1) / j.piece;
+    int64_t tasks = (n + j.piece - 1) / j.piece;
     hpmli_parallel(ctx, tasks, hpmli_sumsq_task, &j);
     *out = 0;
     for (int64_t i = 0; i < tasks; i++) *out += j.part[i];
@@ -8392,13 +8361,12 @@ HPMLI_FN double hpmli_graph_loss(hpml_graph *g)
 /* Loss with element `at` of t moved by `by`. */
 HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, float by)
 {
-    float  was, now;
-    double loss;
+    float was, now;
     g->ctx->backend->read(g->ctx->device, &was, t->data + at, sizeof was);
     now = was + by;
     g->ctx->backend->write(g->ctx->device, t->data + at, &now, sizeof now);
     hpml_graph_forward(g, g->train, g->step);
-    loss = hpmli_graph_loss(g);
+    double loss = hpmli_graph_loss(g);
     g->ctx->backend->write(g->ctx->device, t->data + at, &was, sizeof was);
     return loss;
 }
@@ -8591,7 +8559,6 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
 {
     hpml_graph_desc gd;
     hpml_trainer   *t;
-    int             states;
     if (!hpmli_trainer_check(ctx, desc)) return NULL;
     t = (hpml_trainer *)hpmli_alloc_array(ctx, 1, sizeof *t);
     if (!t) return NULL;
@@ -8607,7 +8574,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     gd.loss         = t->loss;
     t->graph        = hpml_graph_create(ctx, &gd);
     if (!t->graph) return NULL;
-    states = hpmli_opt_states(&t->d);
+    int states                 = hpmli_opt_states(&t->d);
     t->graph->memory.optimizer = (size_t)((states & 1) + (states >> 1)) * t->graph->memory.gradients;
     t->graph->memory.total += t->graph->memory.optimizer;
     return t;
@@ -8816,10 +8783,9 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
 
 HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t samples, float grad_scale, bool accumulate, float *loss)
 {
-    hpml_status status;
     (void)samples;
     if (!t) return HPML_ERR_ARGUMENT;
-    status = hpml_graph_forward(t->graph, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
+    hpml_status status = hpml_graph_forward(t->graph, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
     if (status == HPML_OK) status = hpml_graph_backward(t->graph, grad_scale, accumulate);
     if (status == HPML_OK && loss) *loss = (float)hpmli_graph_loss(t->graph);
     return status;
@@ -9019,14 +8985,13 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc)
 {
     hpml_fit_desc d;
-    hpml_loader  *l;
-    hpml_status   status = HPML_OK;
+    hpml_status   status  = HPML_OK;
     int64_t       samples = 0, steps = 0;
     double        start = hpml_now();
     if (!t) return HPML_ERR_ARGUMENT;
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
-    l = hpmli_trainer_loader(t, data, d.loader, false);
+    hpml_loader *l = hpmli_trainer_loader(t, data, d.loader, false);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++)
         status = hpmli_fit_epoch(t, l, &d, start, &samples, &steps);
@@ -9067,13 +9032,12 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
 {
     hpml_graph *g;
-    int64_t     each, row;
     if (!t || !out || !x) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     g = t->graph;
     hpml_graph_batch(g, g->batch);
-    each = hpml_tensor_count(t->input) / g->batch * (int64_t)hpml_dtype_size(t->input->dtype);
-    row  = hpml_tensor_count(t->output) / g->batch;
+    int64_t each = hpml_tensor_count(t->input) / g->batch * (int64_t)hpml_dtype_size(t->input->dtype);
+    int64_t row  = hpml_tensor_count(t->output) / g->batch;
     for (int64_t i = 0; i < samples; i += g->batch) {
         int64_t n = samples - i < g->batch ? samples - i : g->batch;
         if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) return t->ctx->status;
@@ -9322,8 +9286,6 @@ HPMLI_FN void hpmli_dataset_classes(hpml_dataset *d)
 HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim, const int64_t *x_shape,
                                            const void *x, hpml_dtype y_dtype, int64_t y_size, const void *y)
 {
-    hpml_dataset *d;
-    bool          good;
     if (hpmli_failed(ctx)) return NULL;
     if (!x || count < 1 || x_ndim < 0 || x_ndim >= HPML_MAX_DIMS || hpmli_shape_count(x_ndim, x_shape) < 0 || y_size < 0 ||
         (x_dtype != HPML_DTYPE_U8 && x_dtype != HPML_DTYPE_F32 && x_dtype != HPML_DTYPE_I32) ||
@@ -9332,11 +9294,11 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
                    "f32; got %lld samples of %d dimensions", (long long)count, x_ndim);
         return NULL;
     }
-    d = hpmli_dataset_new(ctx);
+    hpml_dataset *d = hpmli_dataset_new(ctx);
     if (!d) return NULL;
     d->count = count, d->x_dtype = x_dtype, d->x_ndim = x_ndim, d->y_dtype = y_dtype, d->y_size = y ? y_size : 0;
     memcpy(d->x_shape, x_shape, (size_t)x_ndim * sizeof *x_shape);
-    good = hpmli_dataset_room(d);
+    bool good = hpmli_dataset_room(d);
     if (good) {
         memcpy(((hpmli_owner *)d->owner)->x, x,
                (size_t)(count * hpmli_shape_count(x_ndim, x_shape)) * hpml_dtype_size(x_dtype));
@@ -9349,7 +9311,6 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
 HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count)
 {
     hpml_dataset *s;
-    int64_t       each;
     if (!d || hpmli_failed(d->ctx)) return NULL;
     if (first < 0 || count < 1 || first > d->count - count) {
         hpmli_fail(d->ctx, HPML_ERR_SHAPE, "dataset slice: samples [%lld, %lld) of %lld", (long long)first, (long long)first + count,
@@ -9361,7 +9322,7 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
     *s       = *d;
     s->owner = NULL;
     s->count = count;
-    each = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
+    int64_t each = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
     s->x = (const char *)d->x + (size_t)(first * each) * hpml_dtype_size(d->x_dtype);
     if (d->y) s->y = (const char *)d->y + (size_t)(first * (d->y_step ? d->y_step : d->y_size)) * 4;
     return s;
@@ -9429,13 +9390,12 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
     hpmli_file    fx, fy;
     int64_t       sx[3], sy[1];
     hpml_dataset *d = NULL;
-    bool          good;
     if (hpmli_failed(ctx) || !hpmli_idx_open(ctx, &fx, images)) return NULL;
     if (!hpmli_idx_open(ctx, &fy, labels)) {
         hpmli_file_close(&fx);
         return NULL;
     }
-    good = hpmli_idx_header(ctx, &fx, images, 3, sx) && hpmli_idx_header(ctx, &fy, labels, 1, sy);
+    bool good = hpmli_idx_header(ctx, &fx, images, 3, sx) && hpmli_idx_header(ctx, &fy, labels, 1, sy);
     if (good && sx[0] != sy[0]) {
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images, (long long)sx[0], labels,
                    (long long)sy[0]);
@@ -9601,9 +9561,8 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
 {
     hpmli_file    f;
     hpmli_csv     c;
-    hpml_dataset *d = NULL;
-    const char   *start;
-    double       *row  = NULL;
+    hpml_dataset *d     = NULL;
+    double       *row   = NULL;
     int64_t       label = label_column, header = 0, lines = 0;
     bool          good = false;
     if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
@@ -9611,7 +9570,7 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     c.ctx = ctx, c.path = path, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
     for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the first candidate on the first line */
         if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
-    start     = c.p;
+    const char *start = c.p;
     c.columns = hpmli_csv_line(&c, NULL);
     if (c.columns < 0 && c.p < c.end) start = c.p, header = 1, c.columns = hpmli_csv_line(&c, NULL);
     for (const char *p = start; p < c.end; p++) /* lines that are not blank */
@@ -9761,10 +9720,9 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
 HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
 {
     static const char *const codes[] = { "<f4", NULL, "<f2", "<i4", "|u1" };
-    char         header[256], shape[128];
-    int          used = 0, n;
-    hpmli_writer w;
-    void        *host;
+    char                     header[256], shape[128];
+    int                      used = 0, n;
+    hpmli_writer             w;
     if (!t) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     if (!codes[t->dtype] || !t->data || !hpmli_contiguous(t))
@@ -9779,7 +9737,7 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     header[n++] = '\n';
     memcpy(header, "\x93NUMPY\1\0", 8);
     hpmli_put_little((unsigned char *)header + 8, (uint64_t)(n - 10), 2);
-    host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
+    void *host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
     if (!host || hpml_tensor_get(t, host, hpml_tensor_count(t)) != HPML_OK || !hpmli_writer_open(t->ctx, &w, path)) {
         hpmli_free(t->ctx, host);
         return t->ctx->status;
@@ -9839,7 +9797,6 @@ HPML_API hpml_status hpml_record_add(hpml_record_writer *w, const void *bytes, s
 HPMLI_FN hpml_status hpmli_record_end(hpml_record_writer *w, bool keep)
 {
     hpml_ctx     *ctx;
-    hpml_status   status;
     unsigned char head[24], word[8];
     uint64_t      index;
     if (!w) return HPML_ERR_ARGUMENT;
@@ -9854,7 +9811,7 @@ HPMLI_FN hpml_status hpmli_record_end(hpml_record_writer *w, bool keep)
     hpmli_put_little(head + 8, (uint64_t)w->count, 8);
     hpmli_put_little(head + 16, index, 8);
     if (keep && fseek(w->w.f, 0, SEEK_SET) == 0) hpmli_write(&w->w, head, sizeof head);
-    status = hpmli_writer_close(&w->w, keep);
+    hpml_status status = hpmli_writer_close(&w->w, keep);
     w->w.f = NULL;
     hpmli_free(ctx, w->offsets);
     hpmli_free(ctx, w);
@@ -9877,12 +9834,11 @@ HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
     hpmli_file        in;
     hpml_record_file *f;
     uint64_t          count, index, last = 24;
-    bool              good;
     if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &in, path)) return NULL;
-    count = in.size >= 32 ? hpmli_little(in.bytes + 8, 8) : 0;
-    index = in.size >= 32 ? hpmli_little(in.bytes + 16, 8) : 0;
-    good  = in.size >= 32 && memcmp(in.bytes, "HPMLREC1", 8) == 0 && index >= 24 && index <= in.size && count < in.size / 8 &&
-           in.size - index == (count + 1) * 8;
+    count     = in.size >= 32 ? hpmli_little(in.bytes + 8, 8) : 0;
+    index     = in.size >= 32 ? hpmli_little(in.bytes + 16, 8) : 0;
+    bool good = in.size >= 32 && memcmp(in.bytes, "HPMLREC1", 8) == 0 && index >= 24 && index <= in.size &&
+                count < in.size / 8 && in.size - index == (count + 1) * 8;
     for (uint64_t i = 0; good && i <= count; i++) {
         uint64_t at = hpmli_little(in.bytes + index + 8 * i, 8);
         good = at >= last && at <= index && (i < count || at == index);
@@ -9919,18 +9875,16 @@ HPML_API void hpml_record_close(hpml_record_file *f)
 /* Record 0: ten i64: x dtype, x dimensions, five sizes, y dtype, y size, classes; then x and y of each sample. */
 HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char *path)
 {
-    hpml_record_writer *w;
-    int64_t             head[10];
-    size_t              xs, ys;
-    char               *sample;
+    int64_t head[10];
+    size_t  xs, ys;
     if (!d) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(d->ctx)) return d->ctx->status;
-    xs = (size_t)hpmli_shape_count(d->x_ndim, d->x_shape) * hpml_dtype_size(d->x_dtype);
-    ys = (size_t)d->y_size * 4;
+    xs      = (size_t)hpmli_shape_count(d->x_ndim, d->x_shape) * hpml_dtype_size(d->x_dtype);
+    ys      = (size_t)d->y_size * 4;
     head[0] = d->x_dtype, head[1] = d->x_ndim, head[7] = d->y_dtype, head[8] = d->y_size, head[9] = d->classes;
     for (int i = 0; i < HPML_MAX_DIMS; i++) head[2 + i] = i < d->x_ndim ? d->x_shape[i] : 1;
-    sample = (char *)hpmli_alloc(d->ctx, xs + ys);
-    w      = sample ? hpml_record_create(d->ctx, path) : NULL;
+    char               *sample = (char *)hpmli_alloc(d->ctx, xs + ys);
+    hpml_record_writer *w      = sample ? hpml_record_create(d->ctx, path) : NULL;
     if (w) hpml_record_add(w, head, sizeof head);
     for (int64_t i = 0; w && i < d->count; i++) {
         memcpy(sample, (const char *)d->x + (size_t)(i * (d->x_step ? d->x_step : (int64_t)(xs / hpml_dtype_size(d->x_dtype)))) *
@@ -10016,15 +9970,14 @@ struct hpml_loader {
 /* Copies a sample with shift, flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx]. */
 HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, uint64_t epoch, int64_t sample)
 {
-    const hpml_augment *a = &l->d.augment;
-    const int64_t *shape = l->data->x_shape;
+    const hpml_augment *a     = &l->d.augment;
+    const int64_t      *shape = l->data->x_shape;
     int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->each / (H * W), dx, dy, cx, cy;
     uint32_t word[4];
-    bool     flip;
     hpmli_random_words(word, l->d.seed, UINT64_C(0xa) << 60 | epoch, 4 * sample, 4);
     dx   = a->shift > 0 ? (int64_t)(word[0] % (uint32_t)(2 * a->shift + 1)) - a->shift : 0;
     dy   = a->shift > 0 ? (int64_t)(word[1] % (uint32_t)(2 * a->shift + 1)) - a->shift : 0;
-    flip = a->flip && (word[2] & 1);
+    bool flip = a->flip && (word[2] & 1);
     cx   = (int64_t)(word[2] >> 1) % W - a->cutout / 2;
     cy   = (int64_t)word[3] % H - a->cutout / 2;
     for (int64_t c = 0; c < C; c++)
@@ -10151,7 +10104,6 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
 {
     hpml_loader_desc d;
     hpml_loader     *l;
-    int64_t          whole;
     if (hpmli_failed(ctx) || !data) return NULL;
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
@@ -10164,7 +10116,7 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     l->y_step  = data->y_step ? data->y_step : data->y_size;
     l->dtype   = data->x_dtype == HPML_DTYPE_I32 ? HPML_DTYPE_I32 : HPML_DTYPE_F32;
     l->samples = d.samples_per_epoch > 0 ? d.samples_per_epoch : data->count;
-    whole      = (int64_t)d.batch * d.ranks;
+    int64_t whole = (int64_t)d.batch * d.ranks;
     l->steps   = d.drop_last ? l->samples / whole : (l->samples + whole - 1) / whole;
     l->image   = (float *)hpmli_alloc_array(ctx, l->each, sizeof(float));
     for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
@@ -10209,7 +10161,6 @@ HPML_API hpml_status hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t ind
 
 HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
 {
-    hpmli_slot_batch *s;
     if (!l || l->ctx->status != HPML_OK) return false;
     if (l->index == l->steps) { /* the end of the epoch is told once */
         l->epoch++;
@@ -10217,7 +10168,7 @@ HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
         return false;
     }
     hpmli_loader_start(l);
-    s = &l->slot[l->turn];
+    hpmli_slot_batch *s = &l->slot[l->turn];
 #ifndef HPML_NO_THREADS
     if (l->threaded) {
         pthread_mutex_lock(&l->mutex);
@@ -10447,10 +10398,9 @@ HPMLI_FN int hpmli_safe_name_order(const void *a, const void *b)
 
 HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 {
-    uint64_t             length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
-    size_t               data_bytes;
-    const unsigned char *next;
-    hpmli_json           j;
+    uint64_t   length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
+    size_t     data_bytes;
+    hpmli_json j;
     if (length < 2 || length > HPMLI_SAFE_HEADER || length > f->file.size - 8) return false;
     data_bytes = f->file.size - 8 - (size_t)length;
     f->text    = (char *)hpmli_alloc(f->ctx, (size_t)length + 1);
@@ -10470,7 +10420,7 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
     while (j.p < j.end && *j.p == ' ') j.p++;
     if (j.bad || j.p != j.end) return false;
     if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_order);
-    next = f->file.bytes + 8 + length;
+    const unsigned char *next = f->file.bytes + 8 + length;
     for (int i = 0; i < f->count; i++) { /* no holes, no overlaps */
         if ((const unsigned char *)f->entries[i].data != next) return false;
         next += f->entries[i].bytes;
@@ -10543,9 +10493,8 @@ HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *s)
 HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const hpml_safetensor *t, uint64_t at)
 {
     char text[256];
-    int  n;
     hpmli_write_json(w, t->name);
-    n = snprintf(text, sizeof text, ":{\"dtype\":\"%s\",\"shape\":[", hpmli_safe_name(t->dtype));
+    int n = snprintf(text, sizeof text, ":{\"dtype\":\"%s\",\"shape\":[", hpmli_safe_name(t->dtype));
     for (int i = 0; i < t->ndim; i++)
         n += snprintf(text + n, sizeof text - (size_t)n, "%s%lld", i ? "," : "", (long long)t->shape[i]);
     n += snprintf(text + n, sizeof text - (size_t)n, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
@@ -10627,7 +10576,6 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpmli_arrays *a, con
 {
     hpml_safetensor e;
     char            want[128], have[128];
-    float          *host;
     size_t          most = 1;
     for (int i = 0; i < a->count; i++) {
         const hpmli_state *s = &a->s[i];
@@ -10638,7 +10586,7 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpmli_arrays *a, con
                               hpmli_shape_text(have, sizeof have, e.ndim, e.shape), hpmli_shape_text(want, sizeof want, s->ndim, s->shape));
         if ((size_t)s->count > most) most = (size_t)s->count;
     }
-    host = (float *)hpmli_alloc(ctx, most * sizeof(float));
+    float *host = (float *)hpmli_alloc(ctx, most * sizeof(float));
     for (int i = 0; host && i < a->count; i++) {
         hpml_safetensors_find(f, a->s[i].name, &e);
         hpmli_convert(ctx->k, HPML_DTYPE_F32, host, e.dtype, e.data, a->s[i].count);
@@ -10796,16 +10744,14 @@ struct hpmli_trace {
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc)
 {
     hpml_trace_desc d;
-    hpmli_trace    *t;
-    size_t          bytes;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (d.capacity < 0 || d.capacity > INT64_C(1) << 32)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
     if (d.capacity == 0) d.capacity = 65536;
-    bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpmli_span);
-    t     = (hpmli_trace *)hpmli_alloc(ctx, bytes);
+    size_t       bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpmli_span);
+    hpmli_trace *t     = (hpmli_trace *)hpmli_alloc(ctx, bytes);
     if (!t) return ctx->status;
     memset(t, 0, bytes);
     t->d        = d;
@@ -10848,11 +10794,10 @@ HPMLI_FN void hpmli_json_string(FILE *f, const char *s)
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
 {
     static const char *const lanes[] = { "compute", "communication", "input", "gpu" };
-    hpmli_trace *t;
     FILE        *f;
     int64_t      first, total;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    t = ctx->trace;
+    hpmli_trace *t = ctx->trace;
     if (!t) return hpmli_fail(ctx, HPML_ERR_STATE, "trace \"%s\": no trace was started", path);
     f = fopen(path, "wb");
     if (!f) return hpmli_fail(ctx, HPML_ERR_OPEN, "trace \"%s\": cannot write: %s", path, strerror(errno));
@@ -10964,9 +10909,8 @@ HPMLI_FN void hpmli_text_add(hpmli_text *t, const char *format, ...)
 {
     va_list args;
     bool    room = t->buffer && (size_t)t->used < t->size;
-    int     n;
     va_start(args, format);
-    n = vsnprintf(room ? t->buffer + t->used : NULL, room ? t->size - (size_t)t->used : 0, format, args);
+    int n = vsnprintf(room ? t->buffer + t->used : NULL, room ? t->size - (size_t)t->used : 0, format, args);
     va_end(args);
     if (n > 0) t->used += n;
 }
