@@ -1609,18 +1609,17 @@ HPMLI_VFN void HPMLI_K(hpmli_st)(float *p, hv a, int64_t n)
 HPMLI_VFN hv HPMLI_K(hpmli_exp)(hv x)
 {
     hv clamped = hv_max(hv_min(x, hv_set1(88.9f)), hv_set1(-104.0f));
-    hv n = hv_round(hv_mul(clamped, hv_set1(1.44269504088896341f)));
-    hv r = hv_fnma(n, hv_set1(-2.12194440e-4f), hv_fnma(n, hv_set1(0.693359375f), clamped));
-    hv p = hv_set1(1.9875691500e-4f);
-    hv low, high;
+    hv n       = hv_round(hv_mul(clamped, hv_set1(1.44269504088896341f)));
+    hv r       = hv_fnma(n, hv_set1(-2.12194440e-4f), hv_fnma(n, hv_set1(0.693359375f), clamped));
+    hv p       = hv_set1(1.9875691500e-4f);
     p = hv_fma(p, r, hv_set1(1.3981999507e-3f));
     p = hv_fma(p, r, hv_set1(8.3334519073e-3f));
     p = hv_fma(p, r, hv_set1(4.1665795894e-2f));
     p = hv_fma(p, r, hv_set1(1.6666665459e-1f));
     p = hv_fma(p, r, hv_set1(5.0000001201e-1f));
     p = hv_add(hv_fma(p, hv_mul(r, r), r), hv_set1(1));
-    low  = hv_round(hv_mul(n, hv_set1(0.5f))); /* 2^n in two factors: n reaches 128 and -150 */
-    high = hv_sub(n, low);
+    hv low     = hv_round(hv_mul(n, hv_set1(0.5f))); /* 2^n in two factors: n reaches 128 and -150 */
+    hv high    = hv_sub(n, low);
     p = hv_mul(hv_mul(p, hv_pow2i(low)), hv_pow2i(high));
     return hv_eq(x, x, p, x);
 }
@@ -1902,10 +1901,9 @@ HPMLI_WIDE(vvar_wide, (const float *x, float mean, int64_t n), HPMLI_K(hpmli_vva
 HPMLI_KFN float HPMLI_K(hpmli_vmax)(const float *x, int64_t n)
 {
     hv      m = hv_set1(-INFINITY);
-    float   best;
     int64_t i = 0;
     for (; i + HV_W <= n; i += HV_W) m = hv_max(hv_load(x + i), m);
-    best = hv_hmax(m);
+    float best = hv_hmax(m);
     for (; i < n; i++) best = x[i] > best ? x[i] : best;
     return best;
 }
@@ -2801,13 +2799,12 @@ HPMLI_VFN void HPMLI_K(hpmli_cos_sin)(hv t, hv *cosine, hv *sine)
 {
     hv q = hv_round(hv_mul(t, hv_set1(4))), one = hv_set1(1), aq = hv_abs(q);
     hv x = hv_mul(hv_fused(q, hv_set1(-0.25f), t), hv_set1(6.28318531f)), z = hv_mul(x, x);
-    hv s = hv_fused(hv_set1(-1.9515295891e-4f), z, hv_set1(8.3321608736e-3f));
-    hv c = hv_fused(hv_set1(2.443315711809948e-5f), z, hv_set1(-1.388731625493765e-3f));
-    hv u, v;
+    hv s    = hv_fused(hv_set1(-1.9515295891e-4f), z, hv_set1(8.3321608736e-3f));
+    hv c    = hv_fused(hv_set1(2.443315711809948e-5f), z, hv_set1(-1.388731625493765e-3f));
     s = hv_fused(hv_mul(x, z), hv_fused(s, z, hv_set1(-1.6666654611e-1f)), x);
     c = hv_fused(z, hv_fused(z, hv_fused(c, z, hv_set1(4.166664568298827e-2f)), hv_set1(-0.5f)), one);
-    u = hv_eq(aq, one, s, c);          /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
-    v = hv_eq(aq, one, c, s);
+    hv u    = hv_eq(aq, one, s, c); /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
+    hv v    = hv_eq(aq, one, c, s);
     u = hv_gt(aq, one, hv_neg(u), u);
     v = hv_gt(aq, one, hv_neg(v), v);
     *cosine = hv_eq(q, one, hv_neg(u), u);
@@ -4086,9 +4083,8 @@ HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
 /* Lets go of one object: its drop function runs first. NULL is fine. */
 HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
 {
-    hpmli_block *b;
     if (!p) return;
-    b = (hpmli_block *)(void *)((char *)p - HPMLI_BLOCK);
+    hpmli_block *b = (hpmli_block *)(void *)((char *)p - HPMLI_BLOCK);
     if (b->drop) b->drop(p);
     if (b->newer) b->newer->older = b->older;
     else ctx->blocks = b->older;
@@ -4811,11 +4807,10 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
 HPMLI_FN hpml_tensor *hpmli_node_create_named(hpml_ctx *ctx, hpml_op op, const char *name, int src_count,
                                               hpml_tensor *const *src, int ndim, const int64_t *shape)
 {
-    hpml_tensor *out;
-    hpml_node   *n;
+    hpml_node *n;
     if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
     if (!name) return NULL;
-    out = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
+    hpml_tensor *out = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
     n   = out ? (hpml_node *)hpmli_alloc_array(ctx, 1, sizeof *n) : NULL;
     if (!n) return NULL;
     n->op        = op;
@@ -5451,9 +5446,8 @@ HPMLI_FN void hpmli_axpb_task(void *arg, int64_t task, int thread)
 
 HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
 {
-    hpml_tensor *y;
     if (!hpmli_recordable(1, &x)) return NULL;
-    y = hpmli_node_create(x->ctx, HPML_OP_SCALE, 1, &x, x->ndim, x->shape);
+    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SCALE, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.scale.a = a, y->node->attr.scale.b = b;
     return y;
 }
@@ -5804,11 +5798,10 @@ HPMLI_FN hpml_status hpmli_linear_backward(const hpml_run *run, hpml_node *n)
 
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
 {
-    int64_t      full[HPML_MAX_DIMS];
-    hpml_tensor *y;
+    int64_t full[HPML_MAX_DIMS];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (!hpmli_reshape_rule(hpml_tensor_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
-    y = hpmli_node_create(x->ctx, HPML_OP_RESHAPE, 1, &x, ndim, full);
+    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_RESHAPE, 1, &x, ndim, full);
     if (y && x->batch_rows) { /* the first samples stay the first rows whenever rows can be dealt out evenly */
         int64_t batch = x->shape[0] / x->batch_rows;
         y->batch_rows        = ndim > 0 && full[0] % batch == 0 ? full[0] / batch : 0;
@@ -8217,9 +8210,8 @@ HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
 
 HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
 {
-    hpml_ctx *ctx;
     if (!g) return HPML_ERR_ARGUMENT;
-    ctx = g->ctx;
+    hpml_ctx *ctx = g->ctx;
     if (hpmli_failed(ctx)) return ctx->status;
     if (g->arena) return HPML_OK;
     for (int i = 0; i < g->count; i++)
@@ -8299,10 +8291,9 @@ HPMLI_FN void hpmli_run_make(hpml_run *run, const hpml_graph *g, bool train, uin
 
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step)
 {
-    hpml_run    run;
-    hpml_status status;
+    hpml_run run;
     if (!g) return HPML_ERR_ARGUMENT;
-    status = hpml_graph_alloc(g);
+    hpml_status status = hpml_graph_alloc(g);
     if (status != HPML_OK) return status;
     hpmli_run_make(&run, g, train, step, 1);
     g->train = train;
@@ -8446,11 +8437,10 @@ struct hpml_trainer {
 
 HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
 {
-    double t, span;
     if (!s) return lr;
     if (step < s->warmup_steps) return lr * (float)(step + 1) / (float)s->warmup_steps;
-    span = (double)(s->total_steps - s->warmup_steps);
-    t    = span > 0 ? (double)(step - s->warmup_steps) / span : 1;
+    double span = (double)(s->total_steps - s->warmup_steps);
+    double t    = span > 0 ? (double)(step - s->warmup_steps) / span : 1;
     if (t > 1) t = 1;
     switch (s->kind) {
     case HPML_SCHEDULE_CONSTANT: break;
@@ -8679,9 +8669,8 @@ HPML_API int64_t hpml_trainer_step_count(const hpml_trainer *t) { return t ? t->
 
 HPML_API float hpml_trainer_lr(const hpml_trainer *t)
 {
-    double batch;
     if (!t) return 0;
-    batch = (double)t->graph->batch * t->ranks * t->d.accumulate;
+    double batch = (double)t->graph->batch * t->ranks * t->d.accumulate;
     return hpml_schedule_lr(&t->d.schedule, t->d.lr_base_batch > 0 ?
                             hpml_lr_scale(t->d.lr_rule, t->d.lr, batch / (double)t->d.lr_base_batch) : t->d.lr, t->step);
 }
@@ -8837,11 +8826,10 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
 
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count)
 {
-    hpml_ctx *ctx;
-    float     lr, scale = 1;
-    int       count = 0;
+    float lr, scale = 1;
+    int   count = 0;
     if (!t) return HPML_ERR_ARGUMENT;
-    ctx = t->ctx;
+    hpml_ctx *ctx = t->ctx;
     if (hpmli_failed(ctx)) return ctx->status;
     t->grad_norm = -1;
     if (t->d.clip_norm > 0) {
@@ -8891,14 +8879,13 @@ HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
 
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples, hpml_step_info *info)
 {
-    hpml_status status;
-    float       loss = 0, lr;
-    int64_t     correct = 0, counted = 0;
-    double      start = hpml_now();
+    float   loss    = 0, lr;
+    int64_t correct = 0, counted = 0;
+    double  start = hpml_now();
     if (!t) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
-    status = hpmli_trainer_feed(t, x, y, samples);
+    hpml_status status = hpmli_trainer_feed(t, x, y, samples);
     if (status != HPML_OK) return status;
     hpmli_trace_step(t->ctx, t->step);
     lr     = hpml_trainer_lr(t);
@@ -9002,12 +8989,11 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
 
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out)
 {
-    hpml_batch   b;
-    hpml_loader *l;
-    int64_t      correct = 0, counted = 0, *confusion;
-    double       start = hpml_now();
+    hpml_batch b;
+    int64_t    correct = 0, counted = 0, *confusion;
+    double     start = hpml_now();
     if (!t || !out) return HPML_ERR_ARGUMENT;
-    l = hpmli_trainer_loader(t, data, NULL, true);
+    hpml_loader *l = hpmli_trainer_loader(t, data, NULL, true);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     confusion = out->confusion;
     memset(out, 0, sizeof *out);
@@ -9031,10 +9017,9 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
 
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
 {
-    hpml_graph *g;
     if (!t || !out || !x) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
-    g = t->graph;
+    hpml_graph *g = t->graph;
     hpml_graph_batch(g, g->batch);
     int64_t each = hpml_tensor_count(t->input) / g->batch * (int64_t)hpml_dtype_size(t->input->dtype);
     int64_t row  = hpml_tensor_count(t->output) / g->batch;
@@ -9421,11 +9406,10 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
 /* CIFAR-10 binary: records of a label byte and 3072 bytes, the planes R, G, B. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count)
 {
-    hpml_dataset *d;
-    int64_t       at = 0;
-    bool          good = true;
+    int64_t at   = 0;
+    bool    good = true;
     if (hpmli_failed(ctx) || !paths) return NULL;
-    d = hpmli_dataset_new(ctx);
+    hpml_dataset *d = hpmli_dataset_new(ctx);
     if (!d) return NULL;
     for (int pass = 0; pass < 2 && good; pass++) { /* count the records, then copy them */
         for (int i = 0; i < count && good; i++) {
@@ -9495,11 +9479,9 @@ typedef struct hpmli_csv {
 /* One field; false at the end of the line. `good` turns false on anything that is not a number. */
 HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, double *value, bool *good)
 {
-    const char *stop;
-    bool        quoted;
     while (c->p < c->end && (*c->p == ' ' || (*c->p == '\t' && c->separator != '\t'))) c->p++;
-    quoted = c->p < c->end && *c->p == '"';
-    stop   = hpmli_parse_number(c->p + quoted, c->end, value);
+    bool        quoted = c->p < c->end && *c->p == '"';
+    const char *stop   = hpmli_parse_number(c->p + quoted, c->end, value);
     if (!stop) {
         *good = false;
         return false;
@@ -9595,15 +9577,13 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
 
 HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context, bool bytes)
 {
-    hpml_dataset *d;
-    hpmli_owner  *o;
-    int32_t      *tokens = NULL, of[256];
-    size_t        total = 0;
-    bool          used[256] = { false }, good = true;
+    int32_t *tokens    = NULL, of[256];
+    size_t   total     = 0;
+    bool     used[256] = { false }, good = true;
     if (hpmli_failed(ctx) || !paths || context < 1) return NULL;
-    d = hpmli_dataset_new(ctx);
+    hpml_dataset *d = hpmli_dataset_new(ctx);
     if (!d) return NULL;
-    o = (hpmli_owner *)d->owner;
+    hpmli_owner *o = (hpmli_owner *)d->owner;
     for (int pass = 0; pass < 2 && good; pass++) { /* which characters occur; then the tokens */
         size_t at = 0;
         for (int i = 0; i < count && good; i++) {
@@ -9796,13 +9776,11 @@ HPML_API hpml_status hpml_record_add(hpml_record_writer *w, const void *bytes, s
 
 HPMLI_FN hpml_status hpmli_record_end(hpml_record_writer *w, bool keep)
 {
-    hpml_ctx     *ctx;
     unsigned char head[24], word[8];
-    uint64_t      index;
     if (!w) return HPML_ERR_ARGUMENT;
-    ctx   = w->w.ctx;
+    hpml_ctx *ctx  = w->w.ctx;
     keep  = keep && ctx->status == HPML_OK;
-    index = w->w.size;
+    uint64_t index = w->w.size;
     for (int64_t i = 0; keep && i <= w->count; i++) {
         hpmli_put_little(word, i < w->count ? w->offsets[i] : index, 8);
         hpmli_write(&w->w, word, 8);
@@ -9859,10 +9837,9 @@ HPML_API int64_t hpml_record_count(const hpml_record_file *f) { return f ? f->co
 
 HPML_API const void *hpml_record_get(const hpml_record_file *f, int64_t i, size_t *size)
 {
-    uint64_t at;
     if (size) *size = 0;
     if (!f || i < 0 || i >= f->count) return NULL;
-    at = hpmli_little(f->index + 8 * i, 8);
+    uint64_t at = hpmli_little(f->index + 8 * i, 8);
     if (size) *size = (size_t)(hpmli_little(f->index + 8 * (i + 1), 8) - at);
     return f->file.bytes + at;
 }
@@ -9876,11 +9853,10 @@ HPML_API void hpml_record_close(hpml_record_file *f)
 HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char *path)
 {
     int64_t head[10];
-    size_t  xs, ys;
     if (!d) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(d->ctx)) return d->ctx->status;
-    xs      = (size_t)hpmli_shape_count(d->x_ndim, d->x_shape) * hpml_dtype_size(d->x_dtype);
-    ys      = (size_t)d->y_size * 4;
+    size_t xs = (size_t)hpmli_shape_count(d->x_ndim, d->x_shape) * hpml_dtype_size(d->x_dtype);
+    size_t ys = (size_t)d->y_size * 4;
     head[0] = d->x_dtype, head[1] = d->x_ndim, head[7] = d->y_dtype, head[8] = d->y_size, head[9] = d->classes;
     for (int i = 0; i < HPML_MAX_DIMS; i++) head[2 + i] = i < d->x_ndim ? d->x_shape[i] : 1;
     char               *sample = (char *)hpmli_alloc(d->ctx, xs + ys);
@@ -10312,10 +10288,9 @@ HPMLI_FN const char *hpmli_safe_name(hpml_dtype dtype)
 /* Doubles an array when it is full. */
 HPMLI_FN void *hpmli_grow(hpml_ctx *ctx, void *array, int count, int *capacity, size_t size)
 {
-    int   room = *capacity ? 2 * *capacity : 64;
-    void *more;
+    int room = *capacity ? 2 * *capacity : 64;
     if (count < *capacity) return array;
-    more = hpmli_alloc_array(ctx, room, size);
+    void *more = hpmli_alloc_array(ctx, room, size);
     if (!more) return NULL;
     if (count > 0) memcpy(more, array, (size_t)count * size);
     hpmli_free(ctx, array);
@@ -10399,10 +10374,9 @@ HPMLI_FN int hpmli_safe_name_order(const void *a, const void *b)
 HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 {
     uint64_t   length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
-    size_t     data_bytes;
     hpmli_json j;
     if (length < 2 || length > HPMLI_SAFE_HEADER || length > f->file.size - 8) return false;
-    data_bytes = f->file.size - 8 - (size_t)length;
+    size_t data_bytes = f->file.size - 8 - (size_t)length;
     f->text    = (char *)hpmli_alloc(f->ctx, (size_t)length + 1);
     if (!f->text) return false;
     memcpy(f->text, f->file.bytes + 8, (size_t)length);
@@ -10624,11 +10598,10 @@ HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtyp
 
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
 {
-    hpmli_arrays      a;
-    hpml_safetensors *f;
+    hpmli_arrays a;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (!hpmli_arrays_of_params(ctx, &a)) return ctx->status;
-    f = hpml_safetensors_open(ctx, path);
+    hpml_safetensors *f = hpml_safetensors_open(ctx, path);
     if (f) hpmli_arrays_load(ctx, &a, f, path);
     hpml_safetensors_close(f);
     hpmli_free(ctx, a.s);
@@ -10692,14 +10665,12 @@ HPMLI_FN bool hpmli_position_read(const hpml_safetensors *f, const char *key, in
 
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 {
-    hpmli_arrays      a;
-    hpmli_position    p;
-    hpml_safetensors *f;
-    hpml_ctx         *ctx;
-    bool              good = true;
+    hpmli_arrays   a;
+    hpmli_position p;
+    bool           good = true;
     if (!t) return HPML_ERR_ARGUMENT;
-    ctx = t->ctx;
-    f   = hpml_safetensors_open(ctx, path);
+    hpml_ctx         *ctx = t->ctx;
+    hpml_safetensors *f   = hpml_safetensors_open(ctx, path);
     if (!f) return ctx->status;
     memset(&p, 0, sizeof p);
 #define HPMLI_X(name) good = good && hpmli_position_read(f, "hpml." #name, &p.name);
@@ -10773,9 +10744,8 @@ HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step)
 HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end)
 {
     hpmli_trace *t = ctx ? ctx->trace : NULL;
-    hpmli_span  *s;
     if (!t || t->paused) return;
-    s = &t->spans[__atomic_fetch_add(&t->count, 1, __ATOMIC_RELAXED) % t->capacity];
+    hpmli_span *s = &t->spans[__atomic_fetch_add(&t->count, 1, __ATOMIC_RELAXED) % t->capacity];
     s->name = name, s->start = start, s->end = end, s->lane = lane;
 }
 
