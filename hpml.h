@@ -3942,6 +3942,8 @@ struct hpml_ctx {
     int                  param_count, param_capacity;
     int                  node_count; /* recorded so far: names and mask keys */
     hpmli_trace         *trace;      /* NULL: off */
+    char                 texts[8][192]; /* for messages, see hpmli_text ... */
+    unsigned             text_count;    /* ... made so far */
 };
 
 HPML_API const char *hpml_status_string(hpml_status status)
@@ -3987,6 +3989,14 @@ HPMLI_FN hpml_status hpmli_fail_at(hpml_ctx *ctx, hpml_status status, int line, 
     return status;
 }
 #define hpmli_fail(ctx, status, ...) hpmli_fail_at(ctx, status, __LINE__, __VA_ARGS__)
+
+/* The same for functions that return a pointer, or whether all is well. */
+#ifdef __cplusplus
+#define hpmli_null(...) (hpmli_fail(__VA_ARGS__), nullptr)
+#else
+#define hpmli_null(...) (hpmli_fail(__VA_ARGS__), NULL)
+#endif
+#define hpmli_false(...) (hpmli_fail(__VA_ARGS__), false)
 
 HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char *format, ...)
 {
@@ -4038,11 +4048,9 @@ HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_drop_fn *dr
     hpmli_block *b = NULL;
     if (bytes <= SIZE_MAX / 2 - HPMLI_BLOCK)
         b = (hpmli_block *)ctx->allocator.alloc(bytes + HPMLI_BLOCK, HPMLI_BLOCK, ctx->allocator.user);
-    if (!b) {
-        hpmli_fail(ctx, HPML_ERR_MEMORY, "out of memory: %zu bytes were asked for while this context holds %zu; use a "
-                   "smaller batch or model", bytes, ctx->bytes);
-        return NULL;
-    }
+    if (!b)
+        return hpmli_null(ctx, HPML_ERR_MEMORY, "out of memory: %zu bytes were asked for while this context holds %zu; "
+                          "use a smaller batch or model", bytes, ctx->bytes);
     b->size  = bytes + HPMLI_BLOCK;
     b->drop  = drop;
     b->older = ctx->blocks;
@@ -4063,10 +4071,9 @@ HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
 HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
 {
     size_t bytes;
-    if (count < 0 || !hpmli_mul((size_t)count, size, &bytes)) {
-        hpmli_fail(ctx, HPML_ERR_OVERFLOW, "%lld things of %zu bytes do not fit in memory", (long long)count, size);
-        return NULL;
-    }
+    if (count < 0 || !hpmli_mul((size_t)count, size, &bytes))
+        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "%lld things of %zu bytes do not fit in memory", (long long)count,
+                          size);
     void *p = hpmli_alloc(ctx, bytes);
     if (p) memset(p, 0, bytes);
     return p;
@@ -4307,14 +4314,13 @@ HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols)
 
 HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 {
-    if (d->_begin || d->_end) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "ctx desc: canary is not zero; zero the struct before you set fields");
-        return false;
-    }
+    if (d->_begin || d->_end)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx desc: canary is not zero; zero the struct before you set "
+                           "fields");
     ctx->k = d->cpu ? hpmli_kernels_find(d->cpu) : hpmli_kernels_best();
     if (!ctx->k) {
-        hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "ctx: this CPU or build has no \"%s\" kernels; leave .cpu NULL for the best "
-                   "(\"%s\")", d->cpu, hpmli_kernels_best()->name);
+        hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "ctx: this CPU or build has no \"%s\" kernels; leave .cpu NULL for the "
+                   "best (\"%s\")", d->cpu, hpmli_kernels_best()->name);
         ctx->k = hpmli_kernels_best();
     }
     ctx->threads = d->threads > 0 ? d->threads : hpmli_cores();
@@ -4431,11 +4437,12 @@ HPMLI_FN int64_t hpmli_shape_count(int ndim, const int64_t *shape)
     return (int64_t)count;
 }
 
-HPMLI_FN const char *hpmli_shape_text(char *buffer, size_t size, int ndim, const int64_t *shape)
+/* Texts for messages, good until eight more are made: of a shape, "64x784", ... */
+HPMLI_FN const char *hpmli_shape_text(hpml_ctx *ctx, int ndim, const int64_t *shape)
 {
-    size_t used = 0;
-    buffer[0] = 0;
-    if (ndim == 0) snprintf(buffer, size, "scalar");
+    char  *buffer = ctx->texts[ctx->text_count++ % 8];
+    size_t used = 0, size = sizeof ctx->texts[0];
+    snprintf(buffer, size, "scalar");
     for (int i = 0; i < ndim && used < size; i++)
         used += (size_t)snprintf(buffer + used, size - used, "%s%lld", i ? "x" : "", (long long)shape[i]);
     return buffer;
@@ -4456,11 +4463,17 @@ HPMLI_FN size_t hpmli_tensor_bytes(const hpml_tensor *t)
 
 HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t size)
 {
-    char shape[128];
     if (!t) snprintf(buffer, size, "no tensor");
     else snprintf(buffer, size, "%s %s \"%s\"", hpml_dtype_name(t->dtype),
-                  hpmli_shape_text(shape, sizeof shape, t->ndim, t->shape), t->name);
+                  hpmli_shape_text(t->ctx, t->ndim, t->shape), t->name);
     return buffer;
+}
+
+/* ... and of a tensor. */
+HPMLI_FN const char *hpmli_text(const hpml_tensor *t)
+{
+    char *buffer = t->ctx->texts[t->ctx->text_count++ % 8];
+    return hpml_tensor_text(t, buffer, sizeof t->ctx->texts[0]);
 }
 
 HPMLI_FN void hpmli_set_shape(hpml_tensor *t, int ndim, const int64_t *shape)
@@ -4477,28 +4490,20 @@ HPMLI_FN void hpmli_set_shape(hpml_tensor *t, int ndim, const int64_t *shape)
 /* A tensor without memory. The one place where shapes are checked. */
 HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dtype dtype, int ndim, const int64_t *shape)
 {
-    char         text[128];
     hpml_tensor *t;
     if (hpmli_failed(ctx)) return NULL;
-    if (ndim < 0 || ndim > HPML_MAX_DIMS || (ndim > 0 && !shape)) {
-        hpmli_fail(ctx, HPML_ERR_SHAPE, "tensor \"%s\": %d dimensions, expected 0 to %d", name, ndim, HPML_MAX_DIMS);
-        return NULL;
-    }
-    if (hpml_dtype_size(dtype) == 0) {
-        hpmli_fail(ctx, HPML_ERR_DTYPE, "tensor \"%s\": unknown dtype %d", name, (int)dtype);
-        return NULL;
-    }
+    if (ndim < 0 || ndim > HPML_MAX_DIMS || (ndim > 0 && !shape))
+        return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": %d dimensions, expected 0 to %d", name, ndim,
+                          HPML_MAX_DIMS);
+    if (hpml_dtype_size(dtype) == 0)
+        return hpmli_null(ctx, HPML_ERR_DTYPE, "tensor \"%s\": unknown dtype %d", name, (int)dtype);
     for (int i = 0; i < ndim; i++)
-        if (shape[i] <= 0) {
-            hpmli_fail(ctx, HPML_ERR_SHAPE, "tensor \"%s\": shape %s, every dimension must be at least 1", name,
-                       hpmli_shape_text(text, sizeof text, ndim, shape));
-            return NULL;
-        }
-    if (hpmli_shape_count(ndim, shape) < 0) {
-        hpmli_fail(ctx, HPML_ERR_OVERFLOW, "tensor \"%s\": shape %s does not fit in memory", name,
-                   hpmli_shape_text(text, sizeof text, ndim, shape));
-        return NULL;
-    }
+        if (shape[i] <= 0)
+            return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": shape %s, every dimension must be at least 1", name,
+                              hpmli_shape_text(ctx, ndim, shape));
+    if (hpmli_shape_count(ndim, shape) < 0)
+        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "tensor \"%s\": shape %s does not fit in memory", name,
+                          hpmli_shape_text(ctx, ndim, shape));
     t = (hpml_tensor *)hpmli_alloc_array(ctx, 1, sizeof *t);
     if (!t) return NULL;
     t->ctx   = ctx;
@@ -4512,8 +4517,8 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
 HPMLI_FN void *hpmli_device_alloc(hpml_ctx *ctx, size_t bytes)
 {
     void *p = ctx->backend->alloc(ctx->device, bytes);
-    if (!p) hpmli_fail(ctx, HPML_ERR_MEMORY, "out of memory on the %s device: %zu bytes were asked for", ctx->backend->name,
-                       bytes);
+    if (!p) hpmli_fail(ctx, HPML_ERR_MEMORY, "out of memory on the %s device: %zu bytes were asked for",
+                       ctx->backend->name, bytes);
     return p;
 }
 
@@ -4558,11 +4563,9 @@ HPMLI_FN hpml_tensor *hpmli_view(hpml_tensor *t)
 {
     hpml_tensor *v;
     if (!t || hpmli_failed(t->ctx)) return NULL;
-    if (!t->data) {
-        hpmli_fail(t->ctx, HPML_ERR_STATE, "view of \"%s\": it has no memory yet; record hpml_reshape, hpml_slice or "
-                   "hpml_transpose instead", t->name);
-        return NULL;
-    }
+    if (!t->data)
+        return hpmli_null(t->ctx, HPML_ERR_STATE, "view of \"%s\": it has no memory yet; record hpml_reshape, "
+                          "hpml_slice or hpml_transpose instead", t->name);
     v = (hpml_tensor *)hpmli_alloc(t->ctx, sizeof *v);
     if (!v) return NULL;
     *v            = *t;
@@ -4614,11 +4617,9 @@ HPMLI_FN bool hpmli_reshape_rule(int64_t count, int ndim, const int64_t *want, i
 
 HPMLI_FN hpml_tensor *hpmli_reshape_error(hpml_tensor *t, int ndim, const int64_t *want)
 {
-    char text[128], shape[128];
-    hpmli_shape_text(shape, sizeof shape, ndim < 0 || ndim > HPML_MAX_DIMS ? 0 : ndim, want);
-    hpmli_fail(t->ctx, HPML_ERR_SHAPE, "reshape of %s to %s: the number of elements must stay the same, and at most one "
-               "dimension may be -1", hpml_tensor_text(t, text, sizeof text), shape);
-    return NULL;
+    const char *shape = hpmli_shape_text(t->ctx, ndim < 0 || ndim > HPML_MAX_DIMS ? 0 : ndim, want);
+    return hpmli_null(t->ctx, HPML_ERR_SHAPE, "reshape of %s to %s: the number of elements must stay the same, and at "
+                      "most one dimension may be -1", hpmli_text(t), shape);
 }
 
 HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape)
@@ -4636,12 +4637,11 @@ HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t 
 
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count)
 {
-    char         text[128];
     hpml_tensor *v = hpmli_view(t);
     if (!v) return NULL;
     if (dim < 0 || dim >= t->ndim || start < 0 || count < 1 || start > t->shape[dim] - count) {
-        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside",
-                   hpml_tensor_text(t, text, sizeof text), (long long)start, (long long)start + count, dim);
+        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside", hpmli_text(t),
+                   (long long)start, (long long)start + count, dim);
         hpmli_free(t->ctx, v);
         return NULL;
     }
@@ -4652,12 +4652,11 @@ HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, in
 
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
 {
-    char         text[128];
     hpml_tensor *v = hpmli_view(t);
     if (!v) return NULL;
     if (dim_a < 0 || dim_b < 0 || dim_a >= t->ndim || dim_b >= t->ndim) {
-        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "transpose of %s: there is no dimension %d or %d",
-                   hpml_tensor_text(t, text, sizeof text), dim_a, dim_b);
+        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "transpose of %s: there is no dimension %d or %d", hpmli_text(t), dim_a,
+                   dim_b);
         hpmli_free(t->ctx, v);
         return NULL;
     }
@@ -4720,12 +4719,11 @@ HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_
 
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 {
-    char    a[160], b[160];
     int64_t at[HPML_MAX_DIMS] = { 0 }, rows = 1, last = HPML_MAX_DIMS - 1;
     if (!dst || !src || hpmli_failed(dst->ctx)) return dst ? hpml_ctx_status(dst->ctx) : HPML_ERR_ARGUMENT;
     if (dst->ndim != src->ndim || memcmp(dst->shape, src->shape, sizeof dst->shape) != 0 || !dst->data || !src->data)
         return hpmli_fail(dst->ctx, HPML_ERR_SHAPE, "copy of %s to %s: both need memory and the same shape",
-                          hpml_tensor_text(src, a, sizeof a), hpml_tensor_text(dst, b, sizeof b));
+                          hpmli_text(src), hpmli_text(dst));
     if (hpmli_contiguous(dst) && hpmli_contiguous(src)) {
         hpmli_convert(dst->ctx->k, dst->dtype, dst->data, src->dtype, src->data, hpml_tensor_count(dst));
         return HPML_OK;
@@ -4743,12 +4741,11 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 
 HPMLI_FN hpml_status hpmli_check_transfer(const hpml_tensor *t, const void *values, int64_t count, const char *verb)
 {
-    char text[160];
     if (!t) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     if (!values || !t->data || !hpmli_contiguous(t) || count != hpml_tensor_count(t))
-        return hpmli_fail(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got %lld%s", verb,
-                          hpml_tensor_text(t, text, sizeof text), (long long)hpml_tensor_count(t), (long long)count,
+        return hpmli_fail(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got "
+                          "%lld%s", verb, hpmli_text(t), (long long)hpml_tensor_count(t), (long long)count,
                           t->data ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
     return HPML_OK;
 }
@@ -4794,10 +4791,9 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
         if (!src[i]) return false;
         if (!ctx) ctx = src[i]->ctx;
         if (hpmli_failed(ctx)) return false;
-        if (src[i]->ctx != ctx) {
-            hpmli_fail(ctx, HPML_ERR_ARGUMENT, "\"%s\" and \"%s\" belong to different contexts", src[0]->name, src[i]->name);
-            return false;
-        }
+        if (src[i]->ctx != ctx)
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "\"%s\" and \"%s\" belong to different contexts", src[0]->name,
+                               src[i]->name);
     }
     return true;
 }
@@ -4839,10 +4835,7 @@ HPMLI_FN hpml_tensor *hpmli_node_create(hpml_ctx *ctx, hpml_op op, int src_count
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape)
 {
     if (hpmli_failed(ctx)) return NULL;
-    if (ndim < 1) {
-        hpmli_fail(ctx, HPML_ERR_SHAPE, "input: needs at least the batch dimension");
-        return NULL;
-    }
+    if (ndim < 1) return hpmli_null(ctx, HPML_ERR_SHAPE, "input: needs at least the batch dimension");
     hpml_tensor *t = hpmli_tensor_new(ctx, "input", dtype, ndim, shape);
     if (t) t->batch_rows = 1;
     return t;
@@ -4881,8 +4874,8 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
     if (!input) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(input->ctx)) return input->ctx->status;
     if (input->node || input->dtype != HPML_DTYPE_F32)
-        return hpmli_fail(input->ctx, HPML_ERR_ARGUMENT, "require_grad of \"%s\": only f32 inputs; what ops make gets its "
-                          "gradient by itself", input->name);
+        return hpmli_fail(input->ctx, HPML_ERR_ARGUMENT, "require_grad of \"%s\": only f32 inputs; what ops make gets "
+                          "its gradient by itself", input->name);
     input->needs_grad = true;
     return HPML_OK;
 }
@@ -4906,10 +4899,9 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
                                       const int64_t *shape)
 {
     if (!name || hpmli_failed(ctx)) return NULL;
-    if (hpml_param_find(ctx, name)) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give the layers different names", name);
-        return NULL;
-    }
+    if (hpml_param_find(ctx, name))
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give the layers different names",
+                          name);
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
     if (!t || !hpmli_params_grow(ctx)) return NULL;
     t->param = (hpml_param *)hpmli_alloc_array(ctx, 1, sizeof *t->param);
@@ -4945,10 +4937,7 @@ HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *d)
 {
     char text[32];
     if (hpmli_failed(ctx)) return NULL;
-    if (!d || d->ndim < 1) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
-        return NULL;
-    }
+    if (!d || d->ndim < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
     snprintf(text, sizeof text, "param%d", ctx->param_count);
     hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, d->name ? d->name : text), d->init, d->init_scale, d->ndim,
                                      d->shape);
@@ -5388,7 +5377,6 @@ HPMLI_FN hpml_status hpmli_binary_backward(const hpml_run *run, hpml_node *n)
 
 HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tensor *b)
 {
-    char         ta[160], tb[160];
     int64_t      shape[HPML_MAX_DIMS];
     hpml_tensor *src[2];
     src[0] = a, src[1] = b;
@@ -5397,11 +5385,9 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
     for (int i = 0; i < ndim; i++) {
         int64_t da = i < ndim - a->ndim ? 1 : a->shape[i - (ndim - a->ndim)];
         int64_t db = i < ndim - b->ndim ? 1 : b->shape[i - (ndim - b->ndim)];
-        if (da != db && da != 1 && db != 1) {
-            hpmli_fail(a->ctx, HPML_ERR_SHAPE, "%s: %s and %s do not fit: dimensions must be equal or 1", hpml_op_name(op),
-                       hpml_tensor_text(a, ta, sizeof ta), hpml_tensor_text(b, tb, sizeof tb));
-            return NULL;
-        }
+        if (da != db && da != 1 && db != 1)
+            return hpmli_null(a->ctx, HPML_ERR_SHAPE, "%s: %s and %s do not fit: dimensions must be equal or 1",
+                              hpml_op_name(op), hpmli_text(a), hpmli_text(b));
         shape[i] = da > db ? da : db;
     }
     return hpmli_node_create(a->ctx, op, 2, src, ndim, shape);
@@ -5520,10 +5506,9 @@ HPMLI_FN bool hpmli_act_reads_x(hpml_act act)
 HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
-    if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT) {
-        hpmli_fail(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": there is no function %d", x->name, (int)act);
-        return NULL;
-    }
+    if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT)
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": there is no function %d", x->name,
+                          (int)act);
     hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_ACT, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.act.act = act, y->node->attr.act.slope = slope == 0 ? 0.01f : slope;
     return y;
@@ -5613,11 +5598,9 @@ HPMLI_FN void hpmli_product_at(hpml_ctx *ctx, int thread, int64_t m, int64_t n, 
 
 HPMLI_FN hpml_tensor *hpmli_matmul_error(hpml_tensor *a, hpml_tensor *b, bool ta, bool tb)
 {
-    char x[160], y[160];
-    hpmli_fail(a->ctx, HPML_ERR_SHAPE, "matmul: %s%s and %s%s do not fit: expected (.., m, k) and (.., k, n) with the same "
-               "leading dimensions, or (k, n)", hpml_tensor_text(a, x, sizeof x), ta ? " transposed" : "",
-               hpml_tensor_text(b, y, sizeof y), tb ? " transposed" : "");
-    return NULL;
+    return hpmli_null(a->ctx, HPML_ERR_SHAPE, "matmul: %s%s and %s%s do not fit: expected (.., m, k) and (.., k, n) "
+                      "with the same leading dimensions, or (k, n)", hpmli_text(a), ta ? " transposed" : "",
+                      hpmli_text(b), tb ? " transposed" : "");
 }
 
 HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, bool trans_b)
@@ -5714,27 +5697,22 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     hpml_linear_desc d;
     int64_t          shape[HPML_MAX_DIMS], weight[2];
     hpml_tensor     *src[3], *y;
-    char             text[160], other[160];
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (x->ndim < 2 || out < 1 || x->dtype != HPML_DTYPE_F32) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected f32 (.., in) and at least one output, got %lld",
-                   d.name ? d.name : "", hpml_tensor_text(x, text, sizeof text), (long long)out);
-        return NULL;
-    }
+    if (x->ndim < 2 || out < 1 || x->dtype != HPML_DTYPE_F32)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected f32 (.., in) and at least one "
+                          "output, got %lld", d.name ? d.name : "", hpmli_text(x), (long long)out);
     const char *name = hpmli_layer_name(x->ctx, d.name, "linear");
     weight[0] = out, weight[1] = x->shape[x->ndim - 1];
     src[0]    = x;
     src[1]    = d.weight ? d.weight : hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 2, weight);
     src[2]    = d.no_bias ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, out);
     if (!src[1] || (!d.no_bias && !src[2])) return NULL;
-    if (src[1]->ndim != 2 || src[1]->shape[0] != out || src[1]->shape[1] != weight[1]) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": weight is %s, input %s has %lld features and %lld outputs are wanted",
-                   name, hpml_tensor_text(src[1], text, sizeof text), hpml_tensor_text(x, other, sizeof other),
-                   (long long)weight[1], (long long)out);
-        return NULL;
-    }
+    if (src[1]->ndim != 2 || src[1]->shape[0] != out || src[1]->shape[1] != weight[1])
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": weight is %s, input %s has %lld features and %lld "
+                          "outputs are wanted", name, hpmli_text(src[1]), hpmli_text(x), (long long)weight[1],
+                          (long long)out);
     memcpy(shape, x->shape, sizeof shape);
     shape[x->ndim - 1] = out;
     y = hpmli_node_create_named(x->ctx, HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
@@ -5857,16 +5835,13 @@ HPMLI_FN hpml_status hpmli_reshape_backward(const hpml_run *run, hpml_node *n)
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
 {
-    char     text[160];
     int64_t  shape[HPML_MAX_DIMS];
     unsigned seen = 0;
     if (!hpmli_recordable(1, &x)) return NULL;
     for (int i = 0; i < x->ndim; i++) {
-        if (!dims || dims[i] < 0 || dims[i] >= x->ndim || (seen & 1u << dims[i])) {
-            hpmli_fail(x->ctx, HPML_ERR_SHAPE, "permute of %s: dims must name each dimension once",
-                       hpml_tensor_text(x, text, sizeof text));
-            return NULL;
-        }
+        if (!dims || dims[i] < 0 || dims[i] >= x->ndim || (seen & 1u << dims[i]))
+            return hpmli_null(x->ctx, HPML_ERR_SHAPE, "permute of %s: dims must name each dimension once",
+                              hpmli_text(x));
         seen |= 1u << dims[i];
         shape[i] = x->shape[dims[i]];
     }
@@ -5964,14 +5939,11 @@ HPMLI_FN void hpmli_copy_blocks(const hpmli_kernels *k, float *to, int64_t to_st
 
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
 {
-    char    text[160];
     int64_t shape[HPML_MAX_DIMS];
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (dim < 0 || dim >= x->ndim || start < 0 || count < 1 || start > x->shape[dim] - count) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside",
-                   hpml_tensor_text(x, text, sizeof text), (long long)start, (long long)start + count, dim);
-        return NULL;
-    }
+    if (dim < 0 || dim >= x->ndim || start < 0 || count < 1 || start > x->shape[dim] - count)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside", hpmli_text(x),
+                          (long long)start, (long long)start + count, dim);
     memcpy(shape, x->shape, sizeof shape);
     shape[dim] = count;
     hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SLICE, 1, &x, x->ndim, shape);
@@ -6009,18 +5981,15 @@ HPMLI_FN hpml_status hpmli_slice_backward(const hpml_run *run, hpml_node *n)
 
 HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 {
-    char    a[160], b[160];
     int64_t shape[HPML_MAX_DIMS];
     if (!x || count < 1 || count > HPML_MAX_SRC || !hpmli_recordable(count, x)) return NULL;
     memcpy(shape, x[0]->shape, sizeof shape);
     for (int i = 0; i < count; i++) {
         bool fits = dim >= 0 && dim < x[0]->ndim && x[i]->ndim == x[0]->ndim;
         for (int d = 0; fits && d < x[0]->ndim; d++) fits = d == dim || x[i]->shape[d] == x[0]->shape[d];
-        if (!fits) {
-            hpmli_fail(x[0]->ctx, HPML_ERR_SHAPE, "concat along dimension %d: %s and %s do not fit", dim,
-                       hpml_tensor_text(x[0], a, sizeof a), hpml_tensor_text(x[i], b, sizeof b));
-            return NULL;
-        }
+        if (!fits)
+            return hpmli_null(x[0]->ctx, HPML_ERR_SHAPE, "concat along dimension %d: %s and %s do not fit", dim,
+                              hpmli_text(x[0]), hpmli_text(x[i]));
         if (i > 0) shape[dim] += x[i]->shape[dim];
     }
     hpml_tensor *y = hpmli_node_create(x[0]->ctx, HPML_OP_CONCAT, count, x, x[0]->ndim, shape);
@@ -6057,13 +6026,10 @@ HPMLI_FN hpml_status hpmli_concat_backward(const hpml_run *run, hpml_node *n) { 
 
 HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 {
-    char    text[160];
     int64_t shape[HPML_MAX_DIMS];
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (dim < HPML_ALL_DIMS || dim >= x->ndim) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "sum of %s: there is no dimension %d", hpml_tensor_text(x, text, sizeof text), dim);
-        return NULL;
-    }
+    if (dim < HPML_ALL_DIMS || dim >= x->ndim)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: there is no dimension %d", hpmli_text(x), dim);
     memcpy(shape, x->shape, sizeof shape);
     if (dim >= 0) shape[dim] = 1;
     hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SUM, 1, &x, dim >= 0 ? x->ndim : 0, shape);
@@ -6226,12 +6192,10 @@ HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
 
 HPMLI_FN hpml_tensor *hpmli_conv_error(hpml_tensor *x, const char *name, int64_t out, const hpml_attr *a, const char *why)
 {
-    char text[160];
-    hpmli_fail(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, padding %dx%d, dilation "
-               "%dx%d, %d groups: %s", name ? name : "", hpml_tensor_text(x, text, sizeof text), (long long)out, a->conv.kernel[0],
-               a->conv.kernel[1], a->conv.stride[0], a->conv.stride[1], a->conv.padding[0], a->conv.padding[1],
-               a->conv.dilation[0], a->conv.dilation[1], a->conv.groups, why);
-    return NULL;
+    return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, "
+                      "padding %dx%d, dilation %dx%d, %d groups: %s", name ? name : "", hpmli_text(x), (long long)out,
+                      a->conv.kernel[0], a->conv.kernel[1], a->conv.stride[0], a->conv.stride[1], a->conv.padding[0],
+                      a->conv.padding[1], a->conv.dilation[0], a->conv.dilation[1], a->conv.groups, why);
 }
 
 /* Size of the result along one dimension; 0 when the kernel does not fit. */
@@ -6584,16 +6548,14 @@ typedef struct hpmli_pooling_job {
 
 HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride, int32_t padding)
 {
-    char    text[160];
     int64_t shape[4];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (stride == 0) stride = kh;
     if (x->ndim != 4 || kh < 1 || kw < 1 || stride < 1 || padding < 0 || 2 * padding > kh || 2 * padding > kw ||
-        hpmli_conv_out(x->shape[2], kh, stride, padding, 1) < 1 || hpmli_conv_out(x->shape[3], kw, stride, padding, 1) < 1) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, H, W), a kernel that fits "
-                   "and padding of at most half of it", hpml_op_name(op), hpml_tensor_text(x, text, sizeof text), kh, kw, stride, padding);
-        return NULL;
-    }
+        hpmli_conv_out(x->shape[2], kh, stride, padding, 1) < 1 || hpmli_conv_out(x->shape[3], kw, stride, padding, 1) < 1)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, "
+                          "H, W), a kernel that fits and padding of at most half of it", hpml_op_name(op),
+                          hpmli_text(x), kh, kw, stride, padding);
     shape[0] = x->shape[0], shape[1] = x->shape[1];
     shape[2] = hpmli_conv_out(x->shape[2], kh, stride, padding, 1);
     shape[3] = hpmli_conv_out(x->shape[3], kw, stride, padding, 1);
@@ -6739,16 +6701,13 @@ HPMLI_FN hpml_status hpmli_avg_pool2d_backward(const hpml_run *run, hpml_node *n
 HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
 {
     hpml_norm_desc d;
-    char           text[160];
     hpml_tensor   *src[5], *y;
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &x)) return NULL;
-    if ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU)) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), activation NONE or RELU",
-                   d.name ? d.name : "", hpml_tensor_text(x, text, sizeof text));
-        return NULL;
-    }
+    if ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU))
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), "
+                          "activation NONE or RELU", d.name ? d.name : "", hpmli_text(x));
     const char *name = hpmli_layer_name(x->ctx, d.name, "batchnorm");
     src[0] = x;
     src[1] = d.no_affine ? NULL : hpmli_layer_vector(x->ctx, name, "weight", HPML_INIT_ONES, x->shape[1]);
@@ -6891,10 +6850,8 @@ HPMLI_FN hpml_status hpmli_rows_run(const hpml_run *run, hpml_node *n, const hpm
 HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (x->ndim < 1) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "softmax of \"%s\": a scalar has no last dimension", x->name);
-        return NULL;
-    }
+    if (x->ndim < 1)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "softmax of \"%s\": a scalar has no last dimension", x->name);
     hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SOFTMAX, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.softmax.log = log;
     return y;
@@ -6961,10 +6918,8 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (x->ndim < 2) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
-        return NULL;
-    }
+    if (x->ndim < 2)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
     int64_t     cols = x->shape[x->ndim - 1];
     int64_t     rows = hpml_tensor_count(x) / cols;
     const char *name = hpmli_layer_name(x->ctx, d.name, hpml_op_name(op));
@@ -7077,10 +7032,9 @@ HPMLI_FN hpml_status hpmli_rmsnorm_backward(const hpml_run *run, hpml_node *n) {
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (!(p >= 0 && p < 1)) {
-        hpmli_fail(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": probability %g, expected 0 <= p < 1", x->name, (double)p);
-        return NULL;
-    }
+    if (!(p >= 0 && p < 1))
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": probability %g, expected 0 <= p < 1", x->name,
+                          (double)p);
     hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_DROPOUT, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.dropout.p = p;
     return y;
@@ -7145,16 +7099,13 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
     hpml_embedding_desc d;
     int64_t             shape[HPML_MAX_DIMS], table[2];
     hpml_tensor        *src[2];
-    char                text[160];
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &tokens)) return NULL;
-    if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1) {
-        hpmli_fail(tokens->ctx, HPML_ERR_DTYPE, "embedding \"%s\": tokens are %s, expected i32 with at most %d dimensions; "
-                   "table %lldx%lld", d.name ? d.name : "", hpml_tensor_text(tokens, text, sizeof text), HPML_MAX_DIMS - 1,
-                   (long long)vocabulary, (long long)width);
-        return NULL;
-    }
+    if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1)
+        return hpmli_null(tokens->ctx, HPML_ERR_DTYPE, "embedding \"%s\": tokens are %s, expected i32 with at most %d "
+                          "dimensions; table %lldx%lld", d.name ? d.name : "", hpmli_text(tokens), HPML_MAX_DIMS - 1,
+                          (long long)vocabulary, (long long)width);
     const char *name = hpmli_layer_name(tokens->ctx, d.name, "embedding");
     table[0] = vocabulary, table[1] = width;
     src[0]   = tokens;
@@ -7162,11 +7113,9 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
                    d.init == HPML_INIT_DEFAULT ? HPML_INIT_NORMAL : d.init,
                    d.init == HPML_INIT_DEFAULT ? 1.0f : d.init_scale, 2, table);
     if (!src[1]) return NULL;
-    if (src[1]->ndim != 2 || src[1]->shape[0] != vocabulary || src[1]->shape[1] != width) {
-        hpmli_fail(tokens->ctx, HPML_ERR_SHAPE, "embedding \"%s\": the shared table is %s, expected %lldx%lld", name,
-                   hpml_tensor_text(src[1], text, sizeof text), (long long)vocabulary, (long long)width);
-        return NULL;
-    }
+    if (src[1]->ndim != 2 || src[1]->shape[0] != vocabulary || src[1]->shape[1] != width)
+        return hpmli_null(tokens->ctx, HPML_ERR_SHAPE, "embedding \"%s\": the shared table is %s, expected %lldx%lld",
+                          name, hpmli_text(src[1]), (long long)vocabulary, (long long)width);
     memcpy(shape, tokens->shape, sizeof shape);
     shape[tokens->ndim] = width;
     return hpmli_node_create_named(tokens->ctx, HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape);
@@ -7180,8 +7129,8 @@ HPMLI_FN hpml_status hpmli_embedding_forward(const hpml_run *run, hpml_node *n)
     int64_t        count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
     for (int64_t i = 0; i < count; i++) {
         if (token[i] < 0 || token[i] >= vocabulary)
-            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld", n->out->name,
-                              (long long)i, token[i], (long long)vocabulary - 1);
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
+                              n->out->name, (long long)i, token[i], (long long)vocabulary - 1);
         memcpy(n->out->data + i * width, n->src[1]->data + token[i] * width, (size_t)width * sizeof(float));
     }
     return HPML_OK;
@@ -7214,15 +7163,12 @@ HPMLI_FN hpml_status hpmli_embedding_backward(const hpml_run *run, hpml_node *n)
 
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *d)
 {
-    char    text[160];
     int64_t shape[3], C;
     if (!hpmli_recordable(1, &qkv)) return NULL;
     C = qkv->shape[2] / 3;
-    if (!d || d->heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d->heads != 0) {
-        hpmli_fail(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C a multiple of the "
-                   "heads", hpml_tensor_text(qkv, text, sizeof text), d ? d->heads : 0);
-        return NULL;
-    }
+    if (!d || d->heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d->heads != 0)
+        return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
+                          "a multiple of the heads", hpmli_text(qkv), d ? d->heads : 0);
     shape[0] = qkv->shape[0], shape[1] = qkv->shape[1], shape[2] = C;
     hpml_tensor *y = hpmli_node_create(qkv->ctx, HPML_OP_ATTENTION, 1, &qkv, 3, shape);
     if (!y) return NULL;
@@ -7341,15 +7287,12 @@ HPMLI_FN hpml_status hpmli_attention_backward(const hpml_run *run, hpml_node *n)
 
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *given)
 {
-    char         text[160];
     int64_t      shape[3], w[2];
     hpml_tensor *src[4], *y;
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (x->ndim != 3 || hidden < 1) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "lstm \"%s\": input is %s, expected (B, T, features), hidden %lld", given ? given : "",
-                   hpml_tensor_text(x, text, sizeof text), (long long)hidden);
-        return NULL;
-    }
+    if (x->ndim != 3 || hidden < 1)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "lstm \"%s\": input is %s, expected (B, T, features), hidden %lld",
+                          given ? given : "", hpmli_text(x), (long long)hidden);
     const char *name = hpmli_layer_name(x->ctx, given, "lstm");
     w[0]   = 4 * hidden, w[1] = x->shape[2];
     src[0] = x;
@@ -7483,15 +7426,12 @@ HPMLI_FN hpml_status hpmli_lstm_backward(const hpml_run *run, hpml_node *n)
 
 HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor *target)
 {
-    char         a[160], b[160];
     hpml_tensor *src[2], *loss;
     src[0] = y, src[1] = target;
     if (!hpmli_recordable(2, src)) return NULL;
-    if (target->dtype != HPML_DTYPE_F32 || target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0) {
-        hpmli_fail(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape", hpml_op_name(op),
-                   hpml_tensor_text(y, a, sizeof a), hpml_tensor_text(target, b, sizeof b));
-        return NULL;
-    }
+    if (target->dtype != HPML_DTYPE_F32 || target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
+        return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
+                          hpml_op_name(op), hpmli_text(y), hpmli_text(target));
     loss = hpmli_node_create(y->ctx, op, 2, src, 0, NULL);
     if (loss) loss->node->mixes_batch = false;
     return loss;
@@ -7499,17 +7439,14 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor 
 
 HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
 {
-    char         a[160], b[160];
     hpml_tensor *src[2], *loss;
     src[0] = logits, src[1] = labels;
     if (!hpmli_recordable(2, src)) return NULL;
     bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
     for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
-    if (!fits || (desc && !(desc->label_smoothing >= 0 && desc->label_smoothing <= 1))) {
-        hpmli_fail(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) and i32 (..), "
-                   "label_smoothing in 0..1", hpml_tensor_text(logits, a, sizeof a), hpml_tensor_text(labels, b, sizeof b));
-        return NULL;
-    }
+    if (!fits || (desc && !(desc->label_smoothing >= 0 && desc->label_smoothing <= 1)))
+        return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
+                          "and i32 (..), label_smoothing in 0..1", hpmli_text(logits), hpmli_text(labels));
     loss = hpmli_node_create(logits->ctx, HPML_OP_CROSS_ENTROPY, 2, src, 0, NULL);
     if (!loss) return NULL;
     loss->node->mixes_batch                  = false;
@@ -7555,8 +7492,9 @@ HPMLI_FN hpml_status hpmli_cross_entropy_forward(const hpml_run *run, hpml_node 
     for (int64_t i = 0; i < rows; i++) {
         if (label[i] == n->attr.cross_entropy.ignore) continue;
         if (label[i] < 0 || label[i] >= V)
-            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to %lld (or %d to "
-                              "be ignored)", (long long)i, label[i], (long long)V - 1, n->attr.cross_entropy.ignore);
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to "
+                              "%lld (or %d to be ignored)", (long long)i, label[i], (long long)V - 1,
+                              n->attr.cross_entropy.ignore);
         counted++;
     }
     hpmli_rows_run(run, n, x, hpmli_cross_entropy_row);
@@ -7632,8 +7570,8 @@ HPMLI_FN float hpmli_bce_slope(const hpml_node *n, float x, float t)
 HPMLI_FN hpml_status hpmli_bce_with_logits_backward(const hpml_run *run, hpml_node *n)
 {
     if (n->src[1]->grad)
-        return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from parameters; only the "
-                          "logits get a gradient", n->src[1]->name);
+        return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
+                          "parameters; only the logits get a gradient", n->src[1]->name);
     hpmli_loss_slopes(n, hpmli_bce_slope);
     return HPML_OK;
 }
@@ -8114,11 +8052,9 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
         const hpml_tensor *t = g->leaves[i];
         if (!t->batch_rows) continue;
         if (g->batch == 0) g->batch = t->shape[0];
-        if (g->batch != t->shape[0]) {
-            hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: its inputs have batches of %lld and %lld; they must be the same",
-                       (long long)g->batch, (long long)t->shape[0]);
-            return false;
-        }
+        if (g->batch != t->shape[0])
+            return hpmli_false(g->ctx, HPML_ERR_SHAPE, "graph: its inputs have batches of %lld and %lld; they must be "
+                               "the same", (long long)g->batch, (long long)t->shape[0]);
     }
     for (int i = 0; i < g->count; i++)
         if (g->nodes[i]->mixes_batch) g->batchable = false;
@@ -8171,11 +8107,9 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
     int          count = 0;
     if (hpmli_failed(ctx)) return NULL;
     if (!d || d->output_count < 0 || d->output_count > HPML_MAX_SRC || (d->output_count == 0 && !d->loss) ||
-        (d->loss && hpml_tensor_count(d->loss) != 1)) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be one number",
-                   HPML_MAX_SRC);
-        return NULL;
-    }
+        (d->loss && hpml_tensor_count(d->loss) != 1))
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be "
+                          "one number", HPML_MAX_SRC);
     for (int i = 0; i < d->output_count; i++) targets[count++] = d->outputs[i];
     if (d->loss) targets[count++] = d->loss;
     if (!hpmli_recordable(count, targets)) return NULL;
@@ -8216,8 +8150,8 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (g->arena) return HPML_OK;
     for (int i = 0; i < g->count; i++)
         if (g->nodes[i]->out->data)
-            return hpmli_fail(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; record it again with the "
-                              "same parameters", g->nodes[i]->out->name);
+            return hpmli_fail(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; record it again "
+                              "with the same parameters", g->nodes[i]->out->name);
     if (hpml_param_init(ctx) != HPML_OK) return ctx->status;
     g->arena_bytes = g->memory.activations + g->scratch_bytes + 64;
     g->arena       = (char *)hpmli_device_alloc(ctx, g->arena_bytes);
@@ -8323,8 +8257,8 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
     if (!g) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(g->ctx)) return g->ctx->status;
     if (!g->loss || !g->arena || !g->loss->grad)
-        return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a forward "
-                          "pass before");
+        return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
+                          "forward pass before");
     hpmli_run_make(&run, g, g->train, g->step, scale);
     g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
     for (int i = g->count - 1; i >= 0 && status == HPML_OK; i--) {
@@ -8505,8 +8439,7 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
         t->loss   = d->loss_tensor;
         t->target = d->target;
         if (t->loss && t->target) return true;
-        hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: loss_tensor and target go together");
-        return false;
+        return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "trainer: loss_tensor and target go together");
     }
     t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, t->output->ndim - (labels ? 1 : 0),
                            t->output->shape);
@@ -8525,22 +8458,16 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
 HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 {
     if (hpmli_failed(ctx)) return false;
-    if (!d || d->_begin || d->_end) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer desc: %s", d ? "canary is not zero; zero the struct before you set fields" :
-                   "none given");
-        return false;
-    }
-    if (!d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
-        return false;
-    }
+    if (!d || d->_begin || d->_end)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer desc: %s",
+                           d ? "canary is not zero; zero the struct before you set fields" : "none given");
+    if (!d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
     if (!(d->lr >= 0) || !(d->momentum >= 0) || !(d->weight_decay >= 0) || !(d->clip_norm >= 0) || d->label_smoothing < 0 ||
-        d->label_smoothing > 1) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: lr %g, momentum %g, weight_decay %g, clip_norm %g must not be negative and "
-                   "label_smoothing %g be in 0..1", (double)d->lr, (double)d->momentum, (double)d->weight_decay,
-                   (double)d->clip_norm, (double)d->label_smoothing);
-        return false;
-    }
+        d->label_smoothing > 1)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: lr %g, momentum %g, weight_decay %g, clip_norm %g must "
+                           "not be negative and label_smoothing %g be in 0..1", (double)d->lr, (double)d->momentum,
+                           (double)d->weight_decay, (double)d->clip_norm, (double)d->label_smoothing);
     return true;
 }
 
@@ -8638,10 +8565,8 @@ HPMLI_FN bool hpmli_trainer_alloc(hpml_trainer *t)
     int       states = hpmli_opt_states(&t->d);
     size_t    bytes  = t->graph->memory.gradients;
     if (hpml_graph_alloc(t->graph) != HPML_OK) return false;
-    if (bytes == 0) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained");
-        return false;
-    }
+    if (bytes == 0)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained");
     if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, bytes);
     if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, bytes);
     t->updates  = (hpml_update *)hpmli_alloc_array(ctx, (int64_t)ctx->param_count, sizeof *t->updates);
@@ -8753,8 +8678,8 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
                           (long long)samples, (long long)g->batch);
     if (!g->batchable && samples < g->batch) {
         if (t->d.loss != HPML_LOSS_CROSS_ENTROPY || t->d.loss_tensor)
-            return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: this graph mixes samples and takes full batches of %lld "
-                              "only; set drop_last in the loader", (long long)g->batch);
+            return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: this graph mixes samples and takes full batches "
+                              "of %lld only; set drop_last in the loader", (long long)g->batch);
         rows = g->batch;
     }
     if (hpml_graph_batch(g, rows) != HPML_OK) return t->ctx->status;
@@ -8797,29 +8722,29 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
     for (int i = 0; i < ctx->param_count; i++) {
         const hpml_tensor *p = ctx->params[i];
         if (p->data && !hpmli_all_finite(ctx, p->data, hpml_tensor_count(p)))
-            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: parameter \"%s\" holds a NaN or infinity; lower "
-                              "the learning rate (now %g) or set clip_norm", (long long)t->step, what, value, p->name,
-                              (double)hpml_trainer_lr(t));
+            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: parameter \"%s\" holds a NaN or infinity; "
+                              "lower the learning rate (now %g) or set clip_norm", (long long)t->step, what, value,
+                              p->name, (double)hpml_trainer_lr(t));
     }
     for (int i = 0; i < g->leaf_count; i++)
         if (g->leaves[i]->dtype == HPML_DTYPE_F32 &&
             !hpmli_all_finite(ctx, g->leaves[i]->data, hpml_tensor_count(g->leaves[i])))
-            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the data hold a NaN or infinity", (long long)t->step,
-                              what, value);
+            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the data hold a NaN or infinity",
+                              (long long)t->step, what, value);
     hpmli_run_make(&run, g, true, g->step, 1);
     for (int i = 0; i < g->count; i++) {
         const hpml_tensor *y = g->nodes[i]->out;
         if (hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
         if (!hpmli_all_finite(ctx, y->data, hpml_tensor_count(y)))
-            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity comes out of \"%s\"; "
-                              "lower the learning rate (now %g) or set clip_norm", (long long)t->step, what, value, y->name,
-                              (double)hpml_trainer_lr(t));
+            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity comes out of "
+                              "\"%s\"; lower the learning rate (now %g) or set clip_norm", (long long)t->step, what,
+                              value, y->name, (double)hpml_trainer_lr(t));
     }
     for (int i = 0; i < ctx->param_count; i++) {
         const hpml_tensor *p = ctx->params[i];
         if (p->grad && !hpmli_all_finite(ctx, p->grad, hpml_tensor_count(p)))
-            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the gradient of \"%s\" holds a NaN or infinity",
-                              (long long)t->step, what, value, p->name);
+            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the gradient of \"%s\" holds a NaN or "
+                              "infinity", (long long)t->step, what, value, p->name);
     }
     return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step, what, value);
 }
@@ -8921,19 +8846,15 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
     if (hpmli_failed(t->ctx) || !data) return NULL;
     hpml_graph_batch(t->graph, t->graph->batch);
     for (int i = 0; i < data->x_ndim; i++) have *= data->x_shape[i];
-    if (have != need) {
-        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers, the input of the model takes %lld",
-                   (long long)have, (long long)need);
-        return NULL;
-    }
+    if (have != need)
+        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers, the input of the "
+                          "model takes %lld", (long long)have, (long long)need);
     memset(&d, 0, sizeof d);
     if (given) d = *given;
     if (d.batch <= 0) d.batch = (int32_t)t->graph->batch;
-    if (d.batch > t->graph->batch) {
-        hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loader's batch %d is larger than the model's %lld", d.batch,
-                   (long long)t->graph->batch);
-        return NULL;
-    }
+    if (d.batch > t->graph->batch)
+        return hpmli_null(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loader's batch %d is larger than the model's %lld",
+                          d.batch, (long long)t->graph->batch);
     if (evaluate) d.in_order = true;
     else if (d.ranks == 0) d.rank = t->rank, d.ranks = t->ranks;
     return hpml_loader_create(t->ctx, data, &d);
@@ -9068,17 +8989,15 @@ HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
     static const unsigned char nothing = 0;
     memset(f, 0, sizeof *f);
     f->ctx = ctx;
-    if (!path) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "no file name given");
-        return false;
-    }
+    if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
 #if HPMLI_POSIX
     {
         struct stat st;
         void       *p  = NULL;
         int         fd = open(path, O_RDONLY);
         if (fd < 0 || fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
-            hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path, fd < 0 ? strerror(errno) : "not a regular file");
+            hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path,
+                       fd < 0 ? strerror(errno) : "not a regular file");
             if (fd >= 0) close(fd);
             return false;
         }
@@ -9126,10 +9045,7 @@ HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path
     long   id   = 0;
     memset(w, 0, sizeof *w);
     w->ctx = ctx;
-    if (!path) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "no file name given");
-        return false;
-    }
+    if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
 #if HPMLI_POSIX
     id = (long)getpid();
 #endif
@@ -9251,10 +9167,9 @@ HPMLI_FN bool hpmli_dataset_room(hpml_dataset *d)
     int64_t      each = hpmli_shape_count(d->x_ndim, d->x_shape);
     size_t       xs, ys;
     if (each < 0 || d->count < 1 || !hpmli_mul((size_t)d->count, (size_t)each, &xs) ||
-        !hpmli_mul(xs, hpml_dtype_size(d->x_dtype), &xs) || !hpmli_mul((size_t)d->count, (size_t)d->y_size * 4, &ys)) {
-        hpmli_fail(d->ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory", (long long)d->count);
-        return false;
-    }
+        !hpmli_mul(xs, hpml_dtype_size(d->x_dtype), &xs) || !hpmli_mul((size_t)d->count, (size_t)d->y_size * 4, &ys))
+        return hpmli_false(d->ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory",
+                           (long long)d->count);
     d->x = o->x = hpmli_alloc(d->ctx, xs);
     d->y = o->y = o->x && ys > 0 ? hpmli_alloc(d->ctx, ys) : NULL;
     return o->x && (ys == 0 || o->y);
@@ -9274,11 +9189,9 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
     if (hpmli_failed(ctx)) return NULL;
     if (!x || count < 1 || x_ndim < 0 || x_ndim >= HPML_MAX_DIMS || hpmli_shape_count(x_ndim, x_shape) < 0 || y_size < 0 ||
         (x_dtype != HPML_DTYPE_U8 && x_dtype != HPML_DTYPE_F32 && x_dtype != HPML_DTYPE_I32) ||
-        (y && y_dtype != HPML_DTYPE_I32 && y_dtype != HPML_DTYPE_F32)) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "dataset: needs data, a count and a shape of positive sizes, x u8, f32 or i32, y i32 or "
-                   "f32; got %lld samples of %d dimensions", (long long)count, x_ndim);
-        return NULL;
-    }
+        (y && y_dtype != HPML_DTYPE_I32 && y_dtype != HPML_DTYPE_F32))
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "dataset: needs data, a count and a shape of positive sizes, x u8, "
+                          "f32 or i32, y i32 or f32; got %lld samples of %d dimensions", (long long)count, x_ndim);
     hpml_dataset *d = hpmli_dataset_new(ctx);
     if (!d) return NULL;
     d->count = count, d->x_dtype = x_dtype, d->x_ndim = x_ndim, d->y_dtype = y_dtype, d->y_size = y ? y_size : 0;
@@ -9297,11 +9210,9 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
 {
     hpml_dataset *s;
     if (!d || hpmli_failed(d->ctx)) return NULL;
-    if (first < 0 || count < 1 || first > d->count - count) {
-        hpmli_fail(d->ctx, HPML_ERR_SHAPE, "dataset slice: samples [%lld, %lld) of %lld", (long long)first, (long long)first + count,
-                   (long long)d->count);
-        return NULL;
-    }
+    if (first < 0 || count < 1 || first > d->count - count)
+        return hpmli_null(d->ctx, HPML_ERR_SHAPE, "dataset slice: samples [%lld, %lld) of %lld", (long long)first,
+                          (long long)first + count, (long long)d->count);
     s = (hpml_dataset *)hpmli_alloc(d->ctx, sizeof *s);
     if (!s) return NULL;
     *s       = *d;
@@ -9345,8 +9256,8 @@ HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
     }
 #else
     hpmli_file_close(f);
-    hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "\"%s\" is gzipped: run gunzip on it, or build with -DHPML_USE_ZLIB -lz", path);
-    return false;
+    return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "\"%s\" is gzipped: run gunzip on it, or build with -DHPML_USE_ZLIB "
+                       "-lz", path);
 #endif
 }
 
@@ -9354,20 +9265,17 @@ HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
 HPMLI_FN bool hpmli_idx_header(hpml_ctx *ctx, const hpmli_file *f, const char *path, int dims, int64_t *sizes)
 {
     size_t want = 1;
-    if (f->size < 4 + 4 * (size_t)dims || f->bytes[0] || f->bytes[1] || f->bytes[2] != 8 || f->bytes[3] != dims) {
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not an IDX file of bytes with %d dimensions: it should start with 00 00 08 %02x", path,
-                   dims, (unsigned)dims);
-        return false;
-    }
+    if (f->size < 4 + 4 * (size_t)dims || f->bytes[0] || f->bytes[1] || f->bytes[2] != 8 || f->bytes[3] != dims)
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": not an IDX file of bytes with %d dimensions: it should start "
+                           "with 00 00 08 %02x", path, dims, (unsigned)dims);
     for (int i = 0; i < dims; i++) {
         const unsigned char *p = f->bytes + 4 + 4 * i;
         sizes[i] = (int64_t)((uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3]);
         if (sizes[i] == 0 || !hpmli_mul(want, (size_t)sizes[i], &want)) want = SIZE_MAX / 4;
     }
     if (f->size - 4 - 4 * (size_t)dims == want) return true;
-    hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %zu", path, want,
-               f->size - 4 - 4 * (size_t)dims);
-    return false;
+    return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %zu", path,
+                       want, f->size - 4 - 4 * (size_t)dims);
 }
 
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels)
@@ -9382,8 +9290,8 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
     }
     bool good = hpmli_idx_header(ctx, &fx, images, 3, sx) && hpmli_idx_header(ctx, &fy, labels, 1, sy);
     if (good && sx[0] != sy[0]) {
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images, (long long)sx[0], labels,
-                   (long long)sy[0]);
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images, (long long)sx[0],
+                   labels, (long long)sy[0]);
         good = false;
     }
     d    = good ? hpmli_dataset_new(ctx) : NULL;
@@ -9416,14 +9324,15 @@ HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *cons
             hpmli_file f;
             good = hpmli_file_open(ctx, &f, paths[i]);
             if (good && f.size % 3073 != 0) {
-                hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and 3 x 32 x 32 pixels)",
-                           paths[i], f.size);
+                hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and 3 x 32 x "
+                           "32 pixels)", paths[i], f.size);
                 good = false;
             }
             for (size_t r = 0; good && r < f.size / 3073; r++, at++) {
                 const unsigned char *p = f.bytes + r * 3073;
                 if (p[0] > 9) {
-                    hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9", paths[i], r, p[0]);
+                    hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9", paths[i], r,
+                               p[0]);
                     good = false;
                 } else if (pass == 1) {
                     ((int32_t *)((hpmli_owner *)d->owner)->y)[at] = p[0];
@@ -9520,20 +9429,17 @@ HPMLI_FN bool hpmli_csv_fill(hpmli_csv *c, hpml_dataset *d, double *row, int64_t
         int64_t n;
         while (c->p < c->end && (*c->p == '\n' || *c->p == '\r')) c->p++, c->line += c->p[-1] == '\n';
         n = hpmli_csv_line(c, row);
-        if (n != c->columns) {
-            hpmli_fail(c->ctx, HPML_ERR_FORMAT, n < 0 ? "\"%s\" line %lld: not all fields are numbers (%lld columns were expected)"
-                       : "\"%s\" line %lld: expected %lld fields, got another number", c->path, (long long)c->line, (long long)c->columns);
-            return false;
-        }
+        if (n != c->columns)
+            return hpmli_false(c->ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %s (%lld columns were expected)", c->path,
+                               (long long)c->line, n < 0 ? "not all fields are numbers" : "another number of fields",
+                               (long long)c->columns);
         for (int64_t j = 0; j < n; j++) {
             if (j != label) ((float *)o->x)[x++] = (float)row[j];
             else if (regression) ((float *)o->y)[i] = (float)row[j];
             else if (row[j] >= 0 && row[j] < INT32_MAX && row[j] == floor(row[j])) ((int32_t *)o->y)[i] = (int32_t)row[j];
-            else {
-                hpmli_fail(c->ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0", c->path, (long long)c->line,
-                           row[j]);
-                return false;
-            }
+            else
+                return hpmli_false(c->ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0",
+                                   c->path, (long long)c->line, row[j]);
         }
     }
     return true;
@@ -9559,7 +9465,8 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
         if (*p != '\n' && *p != '\r' && (p == start || p[-1] == '\n')) lines++;
     if (label_column < 0 && label_column != HPML_NO_LABEL) label = c.columns + label_column;
     if (c.columns < 1 || (label_column != HPML_NO_LABEL && (label < 0 || label >= c.columns || c.columns < 2)))
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %d", path, (long long)c.columns, label_column);
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %d", path,
+                   (long long)c.columns, label_column);
     else d = hpmli_dataset_new(ctx);
     if (d) {
         if (label_column == HPML_NO_LABEL) label = -1;
@@ -9601,7 +9508,8 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
             if (used[c] || bytes) o->vocabulary[o->vocabulary_size++] = (unsigned char)c;
         }
         good = total > (size_t)context;
-        if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "text: %zu characters, expected more than the context of %lld", total, (long long)context);
+        if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "text: %zu characters, expected more than the context of %lld",
+                              total, (long long)context);
         else tokens = (int32_t *)hpmli_alloc_array(ctx, (int64_t)total, sizeof *tokens);
         good = tokens != NULL;
     }
@@ -9681,8 +9589,8 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
     count = kind < n && order && strncmp(order, "False", 5) == 0 && hpmli_npy_shape(hpmli_npy_key(header, "'shape'"), &ndim, shape)
                 ? hpmli_shape_count(ndim, shape) : -1;
     if (count < 0 || (f.size - start) / (size_t)kinds[kind].size != (size_t)count || (f.size - start) % (size_t)kinds[kind].size != 0)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected <f4, <f2, <i4, |u1, <f8 or <i8 in C order, at most %d dimensions, none 0, and "
-                   "data of just that size; the header says %s", path, HPML_MAX_DIMS, header);
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected <f4, <f2, <i4, |u1, <f8 or <i8 in C order, at most %d "
+                   "dimensions, none 0, and data of just that size; the header says %s", path, HPML_MAX_DIMS, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
     if (t && kinds[kind].size < 8) hpml_tensor_set(t, f.bytes + start, count);
     for (int64_t i = 0; t && kinds[kind].size == 8 && i < count; i++) {
@@ -9706,8 +9614,8 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     if (!t) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     if (!codes[t->dtype] || !t->data || !hpmli_contiguous(t))
-        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "npy \"%s\": numpy has no bf16, and the tensor must be contiguous with memory",
-                          path);
+        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "npy \"%s\": numpy has no bf16, and the tensor must be "
+                          "contiguous with memory", path);
     shape[0] = 0;
     for (int i = 0; i < t->ndim; i++)
         used += snprintf(shape + used, sizeof shape - (size_t)used, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
@@ -9902,7 +9810,8 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
         memcpy((char *)((hpmli_owner *)d->owner)->x + (size_t)i * xs, p, xs);
         if (ys) memcpy((char *)((hpmli_owner *)d->owner)->y + (size_t)i * ys, p + xs, ys);
     }
-    if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a dataset in records: the first must describe the others", path);
+    if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a dataset in records: the first must describe the others",
+                          path);
     hpml_record_close(f);
     return d ? hpmli_dataset_done(d, good) : NULL;
 }
@@ -10064,15 +9973,12 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
     if (d->ranks == 0) d->ranks = 1;
     if (d->seed == 0) d->seed = ctx->seed;
     if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank >= d->ranks || d->samples_per_epoch < 0 || d->augment.shift < 0 ||
-        d->augment.cutout < 0) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "loader: batch %d, rank %d of %d, %lld samples per epoch: out of range", d->batch, d->rank,
-                   d->ranks, (long long)d->samples_per_epoch);
-        return false;
-    }
-    if (augment && (data->x_ndim < 2 || data->x_dtype == HPML_DTYPE_I32)) {
-        hpmli_fail(ctx, HPML_ERR_SHAPE, "loader: augmentation needs images (.., H, W), the samples have %d dimensions", data->x_ndim);
-        return false;
-    }
+        d->augment.cutout < 0)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: batch %d, rank %d of %d, %lld samples per epoch: out of "
+                           "range", d->batch, d->rank, d->ranks, (long long)d->samples_per_epoch);
+    if (augment && (data->x_ndim < 2 || data->x_dtype == HPML_DTYPE_I32))
+        return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: augmentation needs images (.., H, W), the samples have %d "
+                           "dimensions", data->x_ndim);
     return true;
 }
 
@@ -10101,8 +10007,8 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     }
     if (ctx->status != HPML_OK || l->steps < 1) {
         if (ctx->status == HPML_OK)
-            hpmli_fail(ctx, HPML_ERR_ARGUMENT, "loader: %lld samples do not fill one batch of %lld and drop_last is set",
-                       (long long)l->samples, (long long)whole);
+            hpmli_fail(ctx, HPML_ERR_ARGUMENT, "loader: %lld samples do not fill one batch of %lld and drop_last is "
+                       "set", (long long)l->samples, (long long)whole);
         for (int i = 0; i < 2; i++) hpmli_free(ctx, l->slot[i].x), hpmli_free(ctx, l->slot[i].y);
         hpmli_free(ctx, l->image);
         hpmli_free(ctx, l);
@@ -10122,8 +10028,8 @@ HPML_API hpml_status hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t ind
 {
     if (!l) return HPML_ERR_ARGUMENT;
     if (epoch < 0 || index < 0 || index > l->steps)
-        return hpmli_fail(l->ctx, HPML_ERR_ARGUMENT, "loader: epoch %lld, batch %lld of %lld", (long long)epoch, (long long)index,
-                          (long long)l->steps);
+        return hpmli_fail(l->ctx, HPML_ERR_ARGUMENT, "loader: epoch %lld, batch %lld of %lld", (long long)epoch,
+                          (long long)index, (long long)l->steps);
     if (l->epoch == epoch && l->index == index) return HPML_OK;
     hpmli_loader_stop(l);
     l->slot[0].ready = l->slot[1].ready = false;
@@ -10419,8 +10325,8 @@ HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path
     f->ctx = ctx, f->file = in;
     if (hpmli_safe_parse(f)) return f;
     if (ctx->status == HPML_OK)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file of F32, BF16, F16, I32 and U8 tensors with 1 to %d dimensions",
-                   path, HPML_MAX_DIMS);
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file of F32, BF16, F16, I32 and U8 tensors "
+                   "with 1 to %d dimensions", path, HPML_MAX_DIMS);
     hpml_safetensors_close(f);
     return NULL;
 }
@@ -10549,7 +10455,6 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpmli_arrays *a, con
 HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensors *f, const char *path)
 {
     hpml_safetensor e;
-    char            want[128], have[128];
     size_t          most = 1;
     for (int i = 0; i < a->count; i++) {
         const hpmli_state *s = &a->s[i];
@@ -10557,7 +10462,7 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpmli_arrays *a, con
             return hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has", path, s->name);
         if (e.ndim != s->ndim || memcmp(e.shape, s->shape, (size_t)s->ndim * sizeof *s->shape) != 0)
             return hpmli_fail(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, s->name,
-                              hpmli_shape_text(have, sizeof have, e.ndim, e.shape), hpmli_shape_text(want, sizeof want, s->ndim, s->shape));
+                              hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, s->ndim, s->shape));
         if ((size_t)s->count > most) most = (size_t)s->count;
     }
     float *host = (float *)hpmli_alloc(ctx, most * sizeof(float));
@@ -10638,8 +10543,8 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     if (!t) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     if (t->micro != 0)
-        return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save between updates", path,
-                          t->micro, t->d.accumulate);
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
+                          "between updates", path, t->micro, t->d.accumulate);
     p.seed = (int64_t)t->ctx->seed, p.step = t->step, p.epoch = t->epoch, p.epoch_step = t->epoch_step, p.micro = t->micro;
     p.optimizer = (int64_t)t->d.optimizer;
 #define HPMLI_X(name)                                                         \
@@ -10677,10 +10582,11 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     HPMLI_POSITION(HPMLI_X)
 #undef HPMLI_X
     if (!good || p.step < 0 || p.epoch < 0 || p.epoch_step < 0)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": holds no position of a training; load bare parameters with hpml_params_load", path);
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": holds no position of a training; load bare parameters with "
+                   "hpml_params_load", path);
     else if (p.optimizer != (int64_t)t->d.optimizer)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (%d, this trainer has %d)", path, (int)p.optimizer,
-                   (int)t->d.optimizer);
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (%d, this trainer has %d)", path,
+                   (int)p.optimizer, (int)t->d.optimizer);
     a.s = NULL;
     if (ctx->status == HPML_OK && hpmli_arrays_of_trainer(t, &a) && hpmli_arrays_load(ctx, &a, f, path) == HPML_OK) {
         ctx->seed = (uint64_t)p.seed;
@@ -10864,18 +10770,18 @@ HPML_API int hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capac
 }
 
 /* Appends as snprintf does, and counts what it would have needed. */
-typedef struct hpmli_text {
+typedef struct hpmli_table {
     char  *buffer;
     size_t size;
     int    used;
-} hpmli_text;
+} hpmli_table;
 
-HPMLI_FN void hpmli_text_add(hpmli_text *t, const char *format, ...)
+HPMLI_FN void hpmli_table_add(hpmli_table *t, const char *format, ...)
 #if defined(__GNUC__)
     __attribute__((format(printf, 2, 3)))
 #endif
     ;
-HPMLI_FN void hpmli_text_add(hpmli_text *t, const char *format, ...)
+HPMLI_FN void hpmli_table_add(hpmli_table *t, const char *format, ...)
 {
     va_list args;
     bool    room = t->buffer && (size_t)t->used < t->size;
@@ -10887,47 +10793,46 @@ HPMLI_FN void hpmli_text_add(hpmli_text *t, const char *format, ...)
 
 HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
 {
-    hpmli_text t;
+    hpmli_table t;
     double     total = 0;
     t.buffer = buffer, t.size = size, t.used = 0;
     if (size > 0 && buffer) buffer[0] = 0;
     if (!g || !g->profile) return 0;
     for (int i = 0; i < g->count; i++) total += g->profile[i].forward_s + g->profile[i].backward_s;
-    hpmli_text_add(&t, "%-16s %-14s %9s %9s %6s %9s %9s\n", "layer", "op", "fwd us", "bwd us", "share", "GFLOP/s", "MB");
+    hpmli_table_add(&t, "%-16s %-14s %9s %9s %6s %9s %9s\n", "layer", "op", "fwd us", "bwd us", "share", "GFLOP/s", "MB");
     for (int i = 0; i < g->count; i++) {
         const hpml_profile_row *r = &g->profile[i];
         double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
-        hpmli_text_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpml_op_name(r->node->op),
+        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpml_op_name(r->node->op),
                        1e6 * r->forward_s / calls, 1e6 * r->backward_s / calls, total > 0 ? 100 * s / total : 0,
                        s > 0 ? 1e-9 * calls * (r->forward_flops + (r->backward_s > 0 ? r->backward_flops : 0)) / s : 0,
                        1e-6 * r->bytes);
     }
-    hpmli_text_add(&t, "total %.3f ms a step\n", g->count > 0 && g->profile[0].calls > 0 ?
+    hpmli_table_add(&t, "total %.3f ms a step\n", g->count > 0 && g->profile[0].calls > 0 ?
                    1e3 * total / (double)g->profile[0].calls : 0);
     return t.used;
 }
 
 HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
 {
-    hpmli_text t;
-    char       shape[128];
+    hpmli_table t;
     t.buffer = buffer, t.size = size, t.used = 0;
     if (size > 0 && buffer) buffer[0] = 0;
     if (!g) return 0;
-    hpmli_text_add(&t, "%-16s %-14s %-18s %12s %12s\n", "layer", "op", "output", "parameters", "MFLOP");
+    hpmli_table_add(&t, "%-16s %-14s %-18s %12s %12s\n", "layer", "op", "output", "parameters", "MFLOP");
     for (int i = 0; i < g->count; i++) {
         const hpml_node *n      = g->nodes[i];
         int64_t          params = 0;
         for (int s = 0; s < n->src_count; s++)
             if (n->src[s] && n->src[s]->param) params += hpml_tensor_count(n->src[s]);
-        hpmli_text_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
-                       hpmli_shape_text(shape, sizeof shape, n->out->ndim, n->out->shape), (long long)params,
+        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
+                       hpmli_shape_text(g->ctx, n->out->ndim, n->out->shape), (long long)params,
                        1e-6 * hpmli_node_flops(n, false));
     }
-    hpmli_text_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
+    hpmli_table_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
                    (long long)hpml_param_total(g->ctx), 1e-6 * hpml_graph_flops(g, false), 1e-6 * hpml_graph_flops(g, true),
                    (long long)g->batch);
-    hpmli_text_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without reuse), "
+    hpmli_table_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without reuse), "
                    "scratch %.3f, total %.3f\n", 1e-6 * (double)g->memory.parameters, 1e-6 * (double)g->memory.gradients,
                    1e-6 * (double)g->memory.optimizer, 1e-6 * (double)g->memory.activations, 1e-6 * (double)g->memory.unshared,
                    1e-6 * (double)g->memory.scratch, 1e-6 * (double)g->memory.total);
