@@ -3515,10 +3515,12 @@ typedef struct hpmli_conv_sum {
 #endif
 
 #if defined(__GNUC__)
-#define HPMLI_FN static __attribute__((unused))
+#define HPMLI_FN     static __attribute__((unused))
+#define HPMLI_UNUSED __attribute__((unused))
 #define HPML_RESTRICT __restrict__
 #else
 #define HPMLI_FN static
+#define HPMLI_UNUSED
 #define HPML_RESTRICT
 #endif
 
@@ -3712,15 +3714,13 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
    A column of the paper, which shares its two levels, is a row here: it runs along the fan-in, which is contiguous in
    our [out][in] weights and makes long columns, so that the two floats weigh little. */
 
-HPMLI_FN size_t hpmli_none_row_size(const hpml_codec_desc *desc, int64_t cols)
+HPMLI_FN size_t hpmli_none_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
 {
-    (void)desc;
     return (size_t)cols * sizeof(float);
 }
 
-HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows)
+HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, float *e HPMLI_UNUSED, const float *g, int64_t rows)
 {
-    (void)e;
     if (rows > 0 && p->cols > 0) memcpy(packed, g, (size_t)rows * p->row_size);
     return HPML_OK;
 }
@@ -3740,9 +3740,8 @@ HPMLI_FN hpml_status hpmli_codec_drop_row(const hpml_packing *p, void *packed, f
     return HPML_ERR_NONFINITE;
 }
 
-HPMLI_FN size_t hpmli_bf16_row_size(const hpml_codec_desc *desc, int64_t cols)
+HPMLI_FN size_t hpmli_bf16_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
 {
-    (void)desc;
     return (size_t)cols * sizeof(uint16_t);
 }
 
@@ -3769,9 +3768,8 @@ HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *p
     else k->bf16_to_f32(out, (const uint16_t *)packed, rows * p->cols);
 }
 
-HPMLI_FN size_t hpmli_onebit_row_size(const hpml_codec_desc *desc, int64_t cols)
+HPMLI_FN size_t hpmli_onebit_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
 {
-    (void)desc;
     return 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t);
 }
 
@@ -4022,10 +4020,9 @@ HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
 }
 
 /* malloc with alignment, in plain C99: the pointer that malloc gave stands right before the block. */
-HPMLI_FN void *hpmli_default_alloc(size_t size, size_t align, void *user)
+HPMLI_FN void *hpmli_default_alloc(size_t size, size_t align, void *user HPMLI_UNUSED)
 {
     char *raw = (char *)malloc(size + align + sizeof(void *));
-    (void)user;
     if (!raw) return NULL;
     char *p = raw + sizeof(void *);
     p += (align - (uintptr_t)p % align) % align;
@@ -4033,11 +4030,9 @@ HPMLI_FN void *hpmli_default_alloc(size_t size, size_t align, void *user)
     return p;
 }
 
-HPMLI_FN void hpmli_default_free(void *p, size_t size, void *user)
+HPMLI_FN void hpmli_default_free(void *p, size_t size HPMLI_UNUSED, void *user HPMLI_UNUSED)
 {
     void *raw;
-    (void)size;
-    (void)user;
     memcpy(&raw, (char *)p - sizeof(void *), sizeof(void *));
     free(raw);
 }
@@ -5274,14 +5269,13 @@ HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t at, in
     return piece;
 }
 
-HPMLI_FN void hpmli_binary_forward_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_binary_forward_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_binary *b   = (const hpmli_binary *)arg;
     int64_t             run = task / b->pieces, from = task % b->pieces * b->grain;
     int64_t             n   = b->w.run - from < b->grain ? b->w.run - from : b->grain;
     float               pa[HPMLI_PIECE], pb[HPMLI_PIECE];
     float              *y = b->n->out->data + run * b->w.run;
-    (void)thread;
     for (int64_t i = from; i < from + n; i += HPMLI_PIECE) {
         int64_t      c = from + n - i < HPMLI_PIECE ? from + n - i : HPMLI_PIECE;
         const float *x0 = hpmli_operand(b, 0, hpmli_walk_at(&b->w, 0, run), i, c, pa);
@@ -5330,7 +5324,7 @@ HPMLI_FN void hpmli_binary_slope(const hpmli_binary *b, float *d, const float *d
     }
 }
 
-HPMLI_FN void hpmli_binary_backward_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_binary_backward_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_binary *b   = (const hpmli_binary *)arg;
     int64_t             run = task / b->pieces, from = task % b->pieces * b->grain;
@@ -5339,7 +5333,6 @@ HPMLI_FN void hpmli_binary_backward_task(void *arg, int64_t task, int thread)
     const float        *dy   = b->n->out->grad + run * b->w.run;
     float              *dx   = b->n->src[b->side]->grad + hpmli_walk_at(&b->w, b->side, run);
     bool                wide = b->w.stride[b->side][b->w.ndim - 1] != 0;
-    (void)thread;
     for (int64_t i = from; i < from + n; i += HPMLI_PIECE) {
         int64_t      c = from + n - i < HPMLI_PIECE ? from + n - i : HPMLI_PIECE;
         const float *x0 = hpmli_operand(b, 0, hpmli_walk_at(&b->w, 0, run), i, c, pa);
@@ -5421,11 +5414,10 @@ HPMLI_FN int64_t hpmli_map_piece(const hpmli_map *m, int64_t task, int64_t *from
     return m->n - *from < HPMLI_GRAIN ? m->n - *from : HPMLI_GRAIN;
 }
 
-HPMLI_FN void hpmli_axpb_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_axpb_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_map *m = (const hpmli_map *)arg;
     int64_t          i, n = hpmli_map_piece(m, task, &i);
-    (void)thread;
     if (m->accumulate) m->k->vaxpby(m->y + i, m->a, m->x + i, 1, n);
     else m->k->vscale_add(m->y + i, m->x + i, m->a, m->b, n);
 }
@@ -5460,19 +5452,17 @@ HPMLI_FN hpml_status hpmli_scale_backward(const hpml_run *run, hpml_node *n)
     return HPML_OK;
 }
 
-HPMLI_FN void hpmli_act_forward_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_act_forward_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_map *m = (const hpmli_map *)arg;
     int64_t          i, n = hpmli_map_piece(m, task, &i);
-    (void)thread;
     m->k->act_forward((int)m->act, m->a, m->y + i, m->x + i, n);
 }
 
-HPMLI_FN void hpmli_act_backward_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_act_backward_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_map *m = (const hpmli_map *)arg;
     int64_t          i, n = hpmli_map_piece(m, task, &i);
-    (void)thread;
     m->k->act_backward((int)m->act, m->a, m->y + i, m->dy + i, m->x ? m->x + i : NULL, m->v ? m->v + i : NULL, n,
                        m->accumulate);
 }
@@ -5818,9 +5808,8 @@ HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x)
 HPMLI_FN unsigned    hpmli_reshape_needs(const hpml_node *n) { (void)n; return 0; }
 
 /* Inputs and parameters have memory of their own: their reshape is a copy. */
-HPMLI_FN hpml_status hpmli_reshape_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN hpml_status hpmli_reshape_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
-    (void)run;
     if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out));
     return HPML_OK;
 }
@@ -5872,11 +5861,10 @@ typedef struct hpmli_permute_job {
 } hpmli_permute_job;
 
 /* One row of the ordered side: contiguous there, stride[last] on the other. */
-HPMLI_FN void hpmli_permute_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_permute_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_permute_job *j    = (const hpmli_permute_job *)arg;
     int64_t                  last = j->stride[j->ndim - 1], first = task * j->rows_per_task;
-    (void)thread;
     for (int64_t row = first; row < first + j->rows_per_task && row < j->rows; row++) {
         int64_t at = 0, r = row;
         for (int i = j->ndim - 2; i >= 0; i--) at += r % j->shape[i] * j->stride[i], r /= j->shape[i];
@@ -6285,12 +6273,11 @@ HPMLI_FN unsigned hpmli_conv2d_needs(const hpml_node *n)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The channels [o, o + HPMLI_CONV_PANEL) of one group's weights, packed; lanes are outputs, or inputs for dx. */
-HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
     int64_t panels = (c->map.out + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL, g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
     int64_t out = c->C * c->taps, in = c->taps; /* steps of w (OC, C, taps) */
-    (void)thread;
     c->ctx->k->conv_pack(c->packed + g * c->weights, c->n->src[1]->data + g * c->OC * out, c->back ? in : out,
                          c->back ? out : in, &c->map, o);
 }
@@ -6499,11 +6486,10 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
 }
 
 /* The parts come together: HPMLI_CONV_PANEL channels of one group. */
-HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
     int64_t panels = (c->OC + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL, g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
-    (void)thread;
     c->ctx->k->conv_unpack(c->n->src[1]->grad + g * c->OC * c->C * c->taps,
                            c->part + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, c->parts, c->part_size, c->C, c->OC, c->taps, o,
                            c->n->accumulate[1]);
@@ -6602,14 +6588,13 @@ HPMLI_FN void hpmli_window(int64_t o, int64_t stride, int64_t pad, int64_t kerne
 HPMLI_FN unsigned hpmli_max_pool2d_needs(const hpml_node *n) { (void)n; return 0; }
 HPMLI_FN unsigned hpmli_avg_pool2d_needs(const hpml_node *n) { (void)n; return 0; }
 
-HPMLI_FN void hpmli_max_pool_task(void *arg, int64_t plane, int thread)
+HPMLI_FN void hpmli_max_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
     const float *x  = j->n->src[0]->data + plane * j->H * j->W;
     float       *y  = j->n->out->data + plane * j->OH * j->OW;
     int32_t     *at = (int32_t *)j->n->saved + plane * j->OH * j->OW;
     int64_t      r0, r1, c0, c1;
-    (void)thread;
     for (int64_t oh = 0; oh < j->OH; oh++) {
         if (j->kh == 2 && j->kw == 2 && j->stride == 2 && j->pad == 0) {
             int64_t row = 2 * oh * j->W;
@@ -6631,13 +6616,12 @@ HPMLI_FN void hpmli_max_pool_task(void *arg, int64_t plane, int thread)
     }
 }
 
-HPMLI_FN void hpmli_max_pool_back_task(void *arg, int64_t plane, int thread)
+HPMLI_FN void hpmli_max_pool_back_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpmli_pooling_job *j  = (const hpmli_pooling_job *)arg;
     float                *dx = j->n->src[0]->grad + plane * j->H * j->W;
     const float          *dy = j->n->out->grad + plane * j->OH * j->OW;
     const int32_t        *at = (const int32_t *)j->n->saved + plane * j->OH * j->OW;
-    (void)thread;
     if (!j->n->accumulate[0]) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
     for (int64_t i = 0; i < j->OH * j->OW; i++) dx[at[i]] += dy[i];
 }
@@ -6660,18 +6644,16 @@ HPMLI_FN void hpmli_avg_pool_walk(const hpmli_pooling_job *j, const float *x, fl
     }
 }
 
-HPMLI_FN void hpmli_avg_pool_task(void *arg, int64_t plane, int thread)
+HPMLI_FN void hpmli_avg_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
-    (void)thread;
     hpmli_avg_pool_walk(j, j->n->src[0]->data + plane * j->H * j->W, j->n->out->data + plane * j->OH * j->OW, NULL, NULL);
 }
 
-HPMLI_FN void hpmli_avg_pool_back_task(void *arg, int64_t plane, int thread)
+HPMLI_FN void hpmli_avg_pool_back_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpmli_pooling_job *j  = (const hpmli_pooling_job *)arg;
     float                *dx = j->n->src[0]->grad + plane * j->H * j->W;
-    (void)thread;
     if (!j->n->accumulate[0]) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
     hpmli_avg_pool_walk(j, NULL, NULL, dx, j->n->out->grad + plane * j->OH * j->OW);
 }
@@ -6756,12 +6738,11 @@ HPMLI_FN void hpmli_bn_statistics(const hpmli_bn_job *j, int64_t c, float *mean,
     *running_var  = (1 - m) * *running_var + m * (float)(square / (N > 1 ? N - 1 : 1));
 }
 
-HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread)
+HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
 {
     const hpmli_bn_job *j     = (const hpmli_bn_job *)arg;
     const hpml_node    *n     = j->n;
     float              *saved = (float *)n->saved + 2 * c, a, b;
-    (void)thread;
     hpmli_bn_statistics(j, c, &saved[0], &saved[1]);
     a = saved[1] * (n->src[1] ? n->src[1]->data[c] : 1);
     b = (n->src[2] ? n->src[2]->data[c] : 0) - saved[0] * a;
@@ -6773,14 +6754,13 @@ HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread)
     }
 }
 
-HPMLI_FN void hpmli_bn_back_task(void *arg, int64_t c, int thread)
+HPMLI_FN void hpmli_bn_back_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
 {
     const hpmli_bn_job *j = (const hpmli_bn_job *)arg;
     const hpml_node    *n = j->n;
     float   mean = ((const float *)n->saved)[2 * c], rstd = ((const float *)n->saved)[2 * c + 1];
     double  N = (double)(j->B * j->P), s1 = 0, dot = 0, s2, a;
     int64_t step = j->C * j->P, first = c * j->P;
-    (void)thread;
     for (int64_t i = 0; i < j->B; i++) {
         float *dy = n->out->grad + first + i * step;
         if (n->attr.norm.act == HPML_ACT_RELU)
@@ -6827,10 +6807,9 @@ typedef struct hpmli_rows {
     void (*row)(const struct hpmli_rows *r, int64_t row);
 } hpmli_rows;
 
-HPMLI_FN void hpmli_rows_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_rows_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_rows *r = (const hpmli_rows *)arg;
-    (void)thread;
     for (int64_t i = task * r->each; i < (task + 1) * r->each && i < r->rows; i++) r->row(r, i);
 }
 
@@ -6963,14 +6942,13 @@ HPMLI_FN hpml_status hpmli_norm_forward(const hpml_run *run, hpml_node *n)
 }
 
 /* Rows of one block; part holds its dgamma (cols) and dbeta (cols). */
-HPMLI_FN void hpmli_norm_back_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_norm_back_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_rows *r    = (const hpmli_rows *)arg;
     const hpml_node  *n    = r->n;
     float            *part = (float *)n->scratch + task * 2 * r->cols, g[HPMLI_PIECE], h[HPMLI_PIECE];
     const float      *gamma = n->src[1] ? n->src[1]->data : NULL;
     int64_t           end = (task + 1) * HPMLI_NORM_ROWS < r->rows ? (task + 1) * HPMLI_NORM_ROWS : r->rows;
-    (void)thread;
     r->k->vfill(part, 0, 2 * r->cols);
     for (int64_t row = task * HPMLI_NORM_ROWS; row < end; row++) {
         const float *x = n->src[0]->data + row * r->cols, *dy = n->out->grad + row * r->cols;
@@ -7051,14 +7029,13 @@ typedef struct hpmli_dropout_job {
     bool            accumulate;
 } hpmli_dropout_job;
 
-HPMLI_FN void hpmli_dropout_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_dropout_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_dropout_job *j = (const hpmli_dropout_job *)arg;
     uint64_t stream = j->run->step << 24 ^ (uint64_t)j->n->index ^ UINT64_C(0xd) << 60;
     float    p = j->n->attr.dropout.p, scale = 1 / (1 - p);
     uint32_t words[256], least = (uint32_t)((double)p * 4294967296.0);
     int64_t  end = (task + 1) * HPMLI_GRAIN < j->count ? (task + 1) * HPMLI_GRAIN : j->count;
-    (void)thread;
     for (int64_t i = task * HPMLI_GRAIN; i < end; i += 256) {
         int64_t c = end - i < 256 ? end - i : 256;
         hpmli_random_words(words, j->run->ctx->seed, stream, j->first + i, c);
@@ -7309,9 +7286,8 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
     return y;
 }
 
-HPMLI_FN unsigned hpmli_lstm_needs(const hpml_node *n)
+HPMLI_FN unsigned hpmli_lstm_needs(const hpml_node *n HPMLI_UNUSED)
 {
-    (void)n;
     return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1) | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT;
 }
 
@@ -7332,12 +7308,11 @@ HPMLI_FN void hpmli_lstm_make(hpmli_lstm_job *j, const hpml_run *run, hpml_node 
     j->dc    = j->dh + j->B * j->H;
 }
 
-HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread)
+HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
     int64_t H  = j->H, at = b * j->T + j->t;
     float  *a  = j->gates + at * 4 * H, *c = j->cells + at * H, *h = j->n->out->data + at * H;
-    (void)thread;
     j->k->vsigmoid(a, a, 2 * H);
     j->k->vtanh(a + 2 * H, a + 2 * H, H);
     j->k->vsigmoid(a + 3 * H, a + 3 * H, H);
@@ -7367,13 +7342,12 @@ HPMLI_FN hpml_status hpmli_lstm_forward(const hpml_run *run, hpml_node *n)
     return HPML_OK;
 }
 
-HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread)
+HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
     int64_t      H = j->H, at = b * j->T + j->t;
     float       *a = j->gates + at * 4 * H, *dc = j->dc + b * H;
     const float *c = j->cells + at * H, *dy = j->n->out->grad + at * H, *dh = j->dh + b * H;
-    (void)thread;
     for (int64_t i = 0; i < H; i++) {
         float in = a[i], forget = a[H + i], g = a[2 * H + i], out = a[3 * H + i], t = tanhf(c[i]);
         float d  = dy[i] + (j->t < j->T - 1 ? dh[i] : 0);
@@ -7537,12 +7511,11 @@ HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *tar
 HPMLI_FN unsigned hpmli_bce_with_logits_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
 
 /* max(x, 0) - x t + log(1 + exp(-|x|)): never overflows */
-HPMLI_FN hpml_status hpmli_bce_with_logits_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN hpml_status hpmli_bce_with_logits_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
     const float *x = n->src[0]->data, *t = n->src[1]->data;
     int64_t      count = hpml_tensor_count(n->src[0]);
     double       sum   = 0;
-    (void)run;
     for (int64_t i = 0; i < count; i++)
         sum += (double)((x[i] > 0 ? x[i] : 0) - x[i] * t[i]) + log1p(exp(-fabs((double)x[i])));
     n->out->data[0] = (float)(sum / (double)count);
@@ -7561,9 +7534,8 @@ HPMLI_FN void hpmli_loss_slopes(hpml_node *n, float (*slope)(const hpml_node *n,
     }
 }
 
-HPMLI_FN float hpmli_bce_slope(const hpml_node *n, float x, float t)
+HPMLI_FN float hpmli_bce_slope(const hpml_node *n HPMLI_UNUSED, float x, float t)
 {
-    (void)n;
     return 1 / (1 + expf(-x)) - t;
 }
 
@@ -7593,12 +7565,11 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
 HPMLI_FN unsigned hpmli_huber_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
 
 /* squared: d^2. Huber: d^2 / 2 up to delta, then delta (|d| - delta / 2). delta 0: |d|. */
-HPMLI_FN hpml_status hpmli_huber_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN hpml_status hpmli_huber_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
     const float *x = n->src[0]->data, *t = n->src[1]->data;
     int64_t      count = hpml_tensor_count(n->src[0]);
     double       sum = 0, delta = (double)n->attr.huber.delta;
-    (void)run;
     for (int64_t i = 0; i < count; i++) {
         double d = fabs((double)x[i] - (double)t[i]);
         if (n->attr.huber.squared) sum += d * d;
@@ -7617,9 +7588,8 @@ HPMLI_FN float hpmli_huber_slope(const hpml_node *n, float x, float t)
     return d > delta ? delta : d < -delta ? -delta : d;
 }
 
-HPMLI_FN hpml_status hpmli_huber_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN hpml_status hpmli_huber_backward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
-    (void)run;
     hpmli_loss_slopes(n, hpmli_huber_slope);
     return HPML_OK;
 }
@@ -7627,9 +7597,8 @@ HPMLI_FN hpml_status hpmli_huber_backward(const hpml_run *run, hpml_node *n)
 // >>backend   the CPU backend: memory, the table of ops, optimizer steps
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc, void **device)
+HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
 {
-    (void)desc;
     *device = ctx;
     return HPML_OK;
 }
@@ -7643,29 +7612,25 @@ HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
     return p;
 }
 
-HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes)
+HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes HPMLI_UNUSED)
 {
-    (void)bytes;
     hpmli_free((hpml_ctx *)device, p);
 }
 
-HPMLI_FN hpml_status hpmli_cpu_write(void *device, void *dst, const void *host, size_t bytes)
+HPMLI_FN hpml_status hpmli_cpu_write(void *device HPMLI_UNUSED, void *dst, const void *host, size_t bytes)
 {
-    (void)device;
     memcpy(dst, host, bytes);
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_cpu_read(void *device, void *host, const void *src, size_t bytes)
+HPMLI_FN hpml_status hpmli_cpu_read(void *device HPMLI_UNUSED, void *host, const void *src, size_t bytes)
 {
-    (void)device;
     memcpy(host, src, bytes);
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_cpu_zero(void *device, void *dst, size_t bytes)
+HPMLI_FN hpml_status hpmli_cpu_zero(void *device HPMLI_UNUSED, void *dst, size_t bytes)
 {
-    (void)device;
     memset(dst, 0, bytes);
     return HPML_OK;
 }
@@ -7680,18 +7645,16 @@ typedef struct hpmli_sumsq_job {
     double               part[HPMLI_SUM_TASKS];
 } hpmli_sumsq_job;
 
-HPMLI_FN void hpmli_sumsq_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_sumsq_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     hpmli_sumsq_job *j = (hpmli_sumsq_job *)arg;
     int64_t          i = task * j->piece, n = j->n - i < j->piece ? j->n - i : j->piece;
-    (void)thread;
     j->part[task] = j->k->vsumsq(j->x + i, n);
 }
 
-HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device, hpml_ctx *ctx, const float *x, int64_t n, double *out)
+HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, const float *x, int64_t n, double *out)
 {
     hpmli_sumsq_job j;
-    (void)device;
     j.k = ctx->k, j.x = x, j.n = n;
     j.piece = (n + HPMLI_SUM_TASKS - 1) / HPMLI_SUM_TASKS;
     if (j.piece < HPMLI_GRAIN) j.piece = HPMLI_GRAIN;
@@ -7708,12 +7671,11 @@ typedef struct hpmli_update_job {
     hpmli_opt_args       o;
 } hpmli_update_job;
 
-HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_update_job *j = (const hpmli_update_job *)arg;
     const hpml_update      *u = j->u;
     int64_t                 i = task * HPMLI_GRAIN, n = u->n - i < HPMLI_GRAIN ? u->n - i : HPMLI_GRAIN;
-    (void)thread;
     j->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
 }
 
@@ -7738,9 +7700,8 @@ HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, const hpml_update *u)
     ctx->k->vaxpby(u->w, -u->lr * (float)ratio, u->g, 1, u->n);
 }
 
-HPMLI_FN hpml_status hpmli_cpu_update(void *device, hpml_ctx *ctx, const hpml_update *updates, int count)
+HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
 {
-    (void)device;
     for (int i = 0; i < count; i++) {
         const hpml_update *u = &updates[i];
         hpmli_update_job   j;
@@ -8241,13 +8202,12 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
 }
 
 /* Adding to earlier gradients: those ops that would write a parameter's gradient first must add as well. */
-HPMLI_FN void hpmli_add_to_params(const hpml_graph *g, hpml_node *n, bool accumulate, bool *before)
+HPMLI_FN void hpmli_add_to_params(const hpml_graph *g HPMLI_UNUSED, hpml_node *n, bool accumulate, bool *before)
 {
     for (int s = 0; s < n->src_count; s++) {
         before[s] = n->accumulate[s];
         if (accumulate && n->src[s] && hpmli_trainable(n->src[s])) n->accumulate[s] = true;
     }
-    (void)g;
 }
 
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate)
@@ -8695,9 +8655,8 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
     return HPML_OK;
 }
 
-HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t samples, float grad_scale, bool accumulate, float *loss)
+HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t samples HPMLI_UNUSED, float grad_scale, bool accumulate, float *loss)
 {
-    (void)samples;
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_status status = hpml_graph_forward(t->graph, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
     if (status == HPML_OK) status = hpml_graph_backward(t->graph, grad_scale, accumulate);
