@@ -1801,10 +1801,7 @@ HPMLI_MAP2(mul)
 HPMLI_MAP2(div)
 #undef HPMLI_MAP2
 
-HPMLI_KFN void HPMLI_K(hpmli_vfill)(float *y, float value, int64_t n)
-{
-    HV_LOOP(n) hv_st(y + i, hv_set1(value), c);
-}
+HPMLI_KFN void HPMLI_K(hpmli_vfill)(float *y, float value, int64_t n) { HV_LOOP(n) hv_st(y + i, hv_set1(value), c); }
 
 /* y = a x + b y; b == 0 does not read y. */
 HPMLI_KFN void HPMLI_K(hpmli_vaxpby)(float *y, float a, const float *x, float b, int64_t n)
@@ -3598,15 +3595,8 @@ HPMLI_FN uint32_t hpmli_rng_word(const hpml_rng *r, uint64_t i)
     return block[i % 4];
 }
 
-HPML_API uint32_t hpml_rng_u32(hpml_rng *r)
-{
-    return hpmli_rng_word(r, r->counter++);
-}
-
-HPML_API float hpml_rng_uniform(hpml_rng *r)
-{
-    return (float)(hpml_rng_u32(r) >> 8) * (1.0f / 16777216.0f);
-}
+HPML_API uint32_t hpml_rng_u32(hpml_rng *r) { return hpmli_rng_word(r, r->counter++); }
+HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >> 8) * (1.0f / 16777216.0f); }
 
 HPML_API float hpml_rng_normal(hpml_rng *r)
 {
@@ -3954,10 +3944,7 @@ HPML_API const char *hpml_status_string(hpml_status status)
     }
 }
 
-HPML_API int hpml_version(void)
-{
-    return HPML_VERSION;
-}
+HPML_API int hpml_version(void) { return HPML_VERSION; }
 
 HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const char *format, va_list args)
 {
@@ -4007,10 +3994,7 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
 }
 
 /* True when calls on this context should do nothing. */
-HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx)
-{
-    return !ctx || ctx->status != HPML_OK;
-}
+HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != HPML_OK; }
 
 HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
 {
@@ -4057,10 +4041,7 @@ HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_drop_fn *dr
     return (char *)b + HPMLI_BLOCK;
 }
 
-HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
-{
-    return hpmli_alloc_object(ctx, bytes, NULL);
-}
+HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes) { return hpmli_alloc_object(ctx, bytes, NULL); }
 
 /* Cleared memory for `count` things of `size` bytes, the product checked. */
 HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
@@ -4374,15 +4355,8 @@ HPML_API void hpml_ctx_free(hpml_ctx *ctx)
     allocator.free(ctx, sizeof *ctx, allocator.user);
 }
 
-HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx)
-{
-    return ctx ? ctx->status : HPML_ERR_ARGUMENT;
-}
-
-HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx)
-{
-    return ctx ? ctx->error : "no context";
-}
+HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx) { return ctx ? ctx->status : HPML_ERR_ARGUMENT; }
+HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx) { return ctx ? ctx->error : "no context"; }
 
 HPML_API void hpml_ctx_clear_error(hpml_ctx *ctx)
 {
@@ -5800,11 +5774,7 @@ HPML_API hpml_tensor *hpml_reshape_4d(hpml_tensor *x, int64_t d0, int64_t d1, in
     return hpml_reshape(x, 4, shape);
 }
 
-HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x)
-{
-    return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL;
-}
-
+HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x) { return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL; }
 HPMLI_FN unsigned    hpmli_reshape_needs(const hpml_node *n) { (void)n; return 0; }
 
 /* Inputs and parameters have memory of their own: their reshape is a copy. */
@@ -6031,7 +6001,6 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, true); }
-
 HPMLI_FN unsigned hpmli_sum_needs(const hpml_node *n) { (void)n; return 0; }
 
 HPMLI_FN void hpmli_sum_dims(const hpml_node *n, int64_t *outer, int64_t *dim, int64_t *inner)
@@ -6838,7 +6807,6 @@ HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
 
 HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, false); }
 HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, true); }
-
 HPMLI_FN unsigned hpmli_softmax_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_OUT; }
 
 HPMLI_FN void hpmli_softmax_row(const hpmli_rows *r, int64_t row)
@@ -6918,7 +6886,6 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
 
 HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *d) { return hpmli_norm_record(x, d, HPML_OP_LAYERNORM); }
 HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *d) { return hpmli_norm_record(x, d, HPML_OP_RMSNORM); }
-
 HPMLI_FN unsigned hpmli_layernorm_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
 HPMLI_FN unsigned hpmli_rmsnorm_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
 
@@ -7534,10 +7501,7 @@ HPMLI_FN void hpmli_loss_slopes(hpml_node *n, float (*slope)(const hpml_node *n,
     }
 }
 
-HPMLI_FN float hpmli_bce_slope(const hpml_node *n HPMLI_UNUSED, float x, float t)
-{
-    return 1 / (1 + expf(-x)) - t;
-}
+HPMLI_FN float hpmli_bce_slope(const hpml_node *n HPMLI_UNUSED, float x, float t) { return 1 / (1 + expf(-x)) - t; }
 
 HPMLI_FN hpml_status hpmli_bce_with_logits_backward(const hpml_run *run, hpml_node *n)
 {
@@ -7612,10 +7576,7 @@ HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
     return p;
 }
 
-HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes HPMLI_UNUSED)
-{
-    hpmli_free((hpml_ctx *)device, p);
-}
+HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes HPMLI_UNUSED) { hpmli_free((hpml_ctx *)device, p); }
 
 HPMLI_FN hpml_status hpmli_cpu_write(void *device HPMLI_UNUSED, void *dst, const void *host, size_t bytes)
 {
@@ -7829,10 +7790,7 @@ HPMLI_FN unsigned hpmli_node_needs(const hpml_node *n)
     }
 }
 
-HPMLI_FN bool hpmli_trainable(const hpml_tensor *t)
-{
-    return t->param && !t->param->buffer && !t->param->frozen;
-}
+HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
 
 /* Position of the node that makes t in this graph, by its index. */
 HPMLI_FN hpmli_use *hpmli_use_of(hpmli_use *uses, const int *position, const hpml_tensor *t)
