@@ -3521,6 +3521,13 @@ typedef struct hpmli_conv_sum {
 #define HPML_RESTRICT
 #endif
 
+/* T x = HPMLI_ZEROED: all fields zero. */
+#ifdef __cplusplus
+#define HPMLI_ZEROED {}
+#else
+#define HPMLI_ZEROED { 0 }
+#endif
+
 /* For bugs in hpml only. */
 #ifndef HPML_ASSERT
 #ifdef HPML_DEBUG
@@ -4317,9 +4324,8 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 
 HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
 {
-    hpml_ctx_desc d;
+    hpml_ctx_desc d = HPMLI_ZEROED;
     hpml_ctx     *ctx;
-    memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!d.allocator.alloc || !d.allocator.free) {
         d.allocator.alloc = hpmli_default_alloc;
@@ -5408,8 +5414,7 @@ HPMLI_FN unsigned hpmli_scale_needs(const hpml_node *n) { (void)n; return HPMLI_
 
 HPMLI_FN hpml_status hpmli_scale_forward(const hpml_run *run, hpml_node *n)
 {
-    hpmli_map m;
-    memset(&m, 0, sizeof m);
+    hpmli_map m = HPMLI_ZEROED;
     m.a = n->attr.scale.a, m.b = n->attr.scale.b;
     m.y = n->out->data, m.x = n->src[0]->data, m.n = hpml_tensor_count(n->out);
     hpmli_map_run(run->ctx, &m, hpmli_axpb_task);
@@ -5418,8 +5423,7 @@ HPMLI_FN hpml_status hpmli_scale_forward(const hpml_run *run, hpml_node *n)
 
 HPMLI_FN hpml_status hpmli_scale_backward(const hpml_run *run, hpml_node *n)
 {
-    hpmli_map m;
-    memset(&m, 0, sizeof m);
+    hpmli_map m = HPMLI_ZEROED;
     m.a = n->attr.scale.a;
     m.y = n->src[0]->grad, m.x = n->out->grad, m.n = hpml_tensor_count(n->out), m.accumulate = n->accumulate[0];
     hpmli_map_run(run->ctx, &m, hpmli_axpb_task);
@@ -5444,8 +5448,7 @@ HPMLI_FN void hpmli_act_backward_task(void *arg, int64_t task, int thread HPMLI_
 /* y = act(x), threaded. y may be x. */
 HPMLI_FN void hpmli_act_forward(hpml_ctx *ctx, hpml_act act, float slope, float *y, const float *x, int64_t n)
 {
-    hpmli_map m;
-    memset(&m, 0, sizeof m);
+    hpmli_map m = HPMLI_ZEROED;
     m.act = act, m.a = slope, m.y = y, m.x = x, m.n = n;
     hpmli_map_run(ctx, &m, hpmli_act_forward_task);
 }
@@ -5454,8 +5457,7 @@ HPMLI_FN void hpmli_act_forward(hpml_ctx *ctx, hpml_act act, float slope, float 
 HPMLI_FN void hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float *dx, const float *dy, const float *x,
                                  const float *y, int64_t n, bool accumulate)
 {
-    hpmli_map m;
-    memset(&m, 0, sizeof m);
+    hpmli_map m = HPMLI_ZEROED;
     m.act = act, m.a = slope, m.y = dx, m.dy = dy, m.x = x, m.v = y, m.n = n, m.accumulate = accumulate;
     hpmli_map_run(ctx, &m, hpmli_act_backward_task);
 }
@@ -5528,8 +5530,7 @@ HPMLI_FN hpmli_mat hpmli_mat_of(const float *p, int64_t rows, int64_t cols, bool
 HPMLI_FN void hpmli_product(hpml_ctx *ctx, int64_t batch, int64_t m, int64_t n, int64_t k, hpmli_mat a, hpmli_mat b,
                             float *c, bool accumulate)
 {
-    hpmli_gemm_desc d;
-    memset(&d, 0, sizeof d);
+    hpmli_gemm_desc d = HPMLI_ZEROED;
     d.m = m, d.n = n, d.k = k;
     d.a = a.p, d.a_rs = a.rs, d.a_cs = a.cs, d.a_batch = a.batch;
     d.b = b.p, d.b_rs = b.rs, d.b_cs = b.cs, d.b_batch = b.batch;
@@ -5550,8 +5551,7 @@ HPMLI_FN hpmli_mat hpmli_strided(const float *p, int64_t ld, bool trans)
 HPMLI_FN void hpmli_product_at(hpml_ctx *ctx, int thread, int64_t m, int64_t n, int64_t k, float alpha, hpmli_mat a,
                                hpmli_mat b, float *c, int64_t ldc, const float *bias, bool accumulate)
 {
-    hpmli_gemm_desc d;
-    memset(&d, 0, sizeof d);
+    hpmli_gemm_desc d = HPMLI_ZEROED;
     d.m = m, d.n = n, d.k = k, d.alpha = alpha, d.beta = accumulate ? 1.0f : 0.0f, d.batch = 1, d.bias_n = bias;
     d.a = a.p, d.a_rs = a.rs, d.a_cs = a.cs;
     d.b = b.p, d.b_rs = b.rs, d.b_cs = b.cs;
@@ -5658,10 +5658,9 @@ HPMLI_FN hpml_status hpmli_matmul_backward(const hpml_run *run, hpml_node *n)
 /* Linear: sources x, w, bias (NULL without). */
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
 {
-    hpml_linear_desc d;
+    hpml_linear_desc d = HPMLI_ZEROED;
     int64_t          shape[HPML_MAX_DIMS], weight[2];
     hpml_tensor     *src[3], *y;
-    memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &x)) return NULL;
     if (x->ndim < 2 || out < 1 || x->dtype != HPML_DTYPE_F32)
@@ -5698,8 +5697,7 @@ HPMLI_FN hpml_status hpmli_linear_forward(const hpml_run *run, hpml_node *n)
     const hpml_tensor *x = n->src[0], *w = n->src[1];
     hpml_act           act = n->attr.act.act;
     float             *z   = n->saved ? (float *)n->saved : n->out->data; /* (rows, out) before the activation */
-    hpmli_gemm_desc    d;
-    memset(&d, 0, sizeof d);
+    hpmli_gemm_desc    d = HPMLI_ZEROED;
     d.k = w->shape[1], d.n = w->shape[0], d.m = hpml_tensor_count(x) / d.k;
     d.a = x->data, d.a_rs = d.k, d.a_cs = 1;
     d.b = w->data, d.b_rs = 1, d.b_cs = d.k;
@@ -5853,9 +5851,8 @@ HPMLI_FN void hpmli_permute_task(void *arg, int64_t task, int thread HPMLI_UNUSE
 
 HPMLI_FN hpml_status hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
 {
-    hpmli_permute_job j;
+    hpmli_permute_job j = HPMLI_ZEROED;
     const hpml_tensor *x = n->src[0], *y = n->out;
-    memset(&j, 0, sizeof j);
     j.ndim = y->ndim;
     for (int i = 0; i < y->ndim; i++) {
         j.shape[i]  = y->shape[i];
@@ -6306,8 +6303,7 @@ HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
     const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
     int64_t pixels = c->OH * c->OW, in = back ? c->OC : c->C, out = back ? c->C : c->OC;
     for (int64_t g = 0; g < c->groups; g++) {
-        hpmli_gemm_desc d;
-        memset(&d, 0, sizeof d);
+        hpmli_gemm_desc d = HPMLI_ZEROED;
         d.m = out, d.n = pixels, d.k = in, d.alpha = 1, d.batch = c->B;
         d.a = w->data + g * c->OC * c->C, d.a_rs = back ? 1 : c->C, d.a_cs = back ? c->C : 1;
         d.b = (back ? y->grad : x->data) + g * in * pixels, d.b_rs = pixels, d.b_cs = 1, d.b_batch = c->groups * in * pixels;
@@ -6651,9 +6647,8 @@ HPMLI_FN hpml_status hpmli_avg_pool2d_backward(const hpml_run *run, hpml_node *n
 
 HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
 {
-    hpml_norm_desc d;
+    hpml_norm_desc d = HPMLI_ZEROED;
     hpml_tensor   *src[5], *y;
-    memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &x)) return NULL;
     if ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU))
@@ -6860,9 +6855,8 @@ HPMLI_FN hpml_status hpmli_softmax_backward(const hpml_run *run, hpml_node *n)
 
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
 {
-    hpml_norm_desc d;
+    hpml_norm_desc d = HPMLI_ZEROED;
     hpml_tensor   *src[3], *y;
-    memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &x)) return NULL;
     if (x->ndim < 2)
@@ -7040,10 +7034,9 @@ HPMLI_FN hpml_status hpmli_dropout_backward(const hpml_run *run, hpml_node *n)
 /* Embedding: y[i] = table[token[i]]; backward adds dy[i] to that row, in order of i. Sources: tokens, table. */
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width, const hpml_embedding_desc *desc)
 {
-    hpml_embedding_desc d;
+    hpml_embedding_desc d = HPMLI_ZEROED;
     int64_t             shape[HPML_MAX_DIMS], table[2];
     hpml_tensor        *src[2];
-    memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &tokens)) return NULL;
     if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1)
@@ -8352,7 +8345,7 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
 {
     const hpml_trainer_desc *d      = &t->d;
     bool                     labels = d->loss == HPML_LOSS_CROSS_ENTROPY;
-    hpml_cross_entropy_desc  ce;
+    hpml_cross_entropy_desc  ce = HPMLI_ZEROED;
     if (d->loss_tensor || d->target) {
         t->loss   = d->loss_tensor;
         t->target = d->target;
@@ -8362,7 +8355,6 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
     t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, t->output->ndim - (labels ? 1 : 0),
                            t->output->shape);
     if (t->target && t->output->batch_rows) t->target->batch_rows = t->output->batch_rows;
-    memset(&ce, 0, sizeof ce);
     ce.label_smoothing = d->label_smoothing;
     switch (d->loss) {
     case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(t->output, t->target, &ce); break;
@@ -8392,7 +8384,7 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 /* Everything but memory: what hpml_trainer_memory and hpml_trainer_create share. */
 HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
-    hpml_graph_desc gd;
+    hpml_graph_desc gd = HPMLI_ZEROED;
     hpml_trainer   *t;
     if (!hpmli_trainer_check(ctx, desc)) return NULL;
     t = (hpml_trainer *)hpmli_alloc_array(ctx, 1, sizeof *t);
@@ -8403,7 +8395,6 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     t->input  = desc->input;
     t->output = desc->output;
     if (!hpmli_trainer_loss(t)) return NULL;
-    memset(&gd, 0, sizeof gd);
     gd.output_count = 1;
     gd.outputs      = &t->output;
     gd.loss         = t->loss;
@@ -8758,7 +8749,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
 /* A loader over `data` that fits the trainer. */
 HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given, bool evaluate)
 {
-    hpml_loader_desc d;
+    hpml_loader_desc d = HPMLI_ZEROED;
     int64_t          need = hpml_tensor_count(t->input) / t->input->shape[0], have = 1;
     if (hpmli_failed(t->ctx) || !data) return NULL;
     hpml_graph_batch(t->graph, t->graph->batch);
@@ -8766,7 +8757,6 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
     if (have != need)
         return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers, the input of the "
                           "model takes %lld", (long long)have, (long long)need);
-    memset(&d, 0, sizeof d);
     if (given) d = *given;
     if (d.batch <= 0) d.batch = (int32_t)t->graph->batch;
     if (d.batch > t->graph->batch)
@@ -8809,12 +8799,11 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml
 
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc)
 {
-    hpml_fit_desc d;
+    hpml_fit_desc d = HPMLI_ZEROED;
     hpml_status   status  = HPML_OK;
     int64_t       samples = 0, steps = 0;
     double        start = hpml_now();
     if (!t) return HPML_ERR_ARGUMENT;
-    memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     hpml_loader *l = hpmli_trainer_loader(t, data, d.loader, false);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
@@ -9365,13 +9354,12 @@ HPMLI_FN bool hpmli_csv_fill(hpmli_csv *c, hpml_dataset *d, double *row, int64_t
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression)
 {
     hpmli_file    f;
-    hpmli_csv     c;
+    hpmli_csv     c = HPMLI_ZEROED;
     hpml_dataset *d     = NULL;
     double       *row   = NULL;
     int64_t       label = label_column, header = 0, lines = 0;
     bool          good = false;
     if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
-    memset(&c, 0, sizeof c);
     c.ctx = ctx, c.path = path, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
     for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the first candidate on the first line */
         if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
@@ -9901,10 +9889,9 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
 
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, const hpml_loader_desc *desc)
 {
-    hpml_loader_desc d;
+    hpml_loader_desc d = HPMLI_ZEROED;
     hpml_loader     *l;
     if (hpmli_failed(ctx) || !data) return NULL;
-    memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_loader_check(ctx, data, &d)) return NULL;
     l = (hpml_loader *)hpmli_alloc_array(ctx, 1, sizeof *l);
@@ -10488,13 +10475,12 @@ HPMLI_FN bool hpmli_position_read(const hpml_safetensors *f, const char *key, in
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 {
     hpmli_arrays   a;
-    hpmli_position p;
+    hpmli_position p = HPMLI_ZEROED;
     bool           good = true;
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx         *ctx = t->ctx;
     hpml_safetensors *f   = hpml_safetensors_open(ctx, path);
     if (!f) return ctx->status;
-    memset(&p, 0, sizeof p);
 #define HPMLI_X(name) good = good && hpmli_position_read(f, "hpml." #name, &p.name);
     HPMLI_POSITION(HPMLI_X)
 #undef HPMLI_X
@@ -10537,9 +10523,8 @@ struct hpmli_trace {
 
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc)
 {
-    hpml_trace_desc d;
+    hpml_trace_desc d = HPMLI_ZEROED;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (d.capacity < 0 || d.capacity > INT64_C(1) << 32)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
