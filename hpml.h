@@ -1397,12 +1397,10 @@ HPMLI_V1(hpmli_mantissa, _mm512_or_ps(_mm512_and_ps(a, _mm512_castsi512_ps(_mm51
                              _mm512_set1_ps(1)))
 HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
 {
-    float  t[16]; /* through memory: gcc 12 warns about its own half-register casts */
-    __m256 h;
-    __m128 s;
+    float t[16]; /* through memory: gcc 12 warns about its own half-register casts */
     _mm512_storeu_ps(t, a);
-    h = _mm256_add_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8));
-    s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    __m256 h = _mm256_add_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8));
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
@@ -1417,12 +1415,10 @@ HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d)
 }
 HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a)
 {
-    float  t[16]; /* through memory: gcc 12 warns about its own half-register casts */
-    __m256 h;
-    __m128 s;
+    float t[16]; /* through memory: gcc 12 warns about its own half-register casts */
     _mm512_storeu_ps(t, a);
-    h = _mm256_max_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8));
-    s = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    __m256 h = _mm256_max_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8));
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
@@ -1613,18 +1609,17 @@ HPMLI_VFN void HPMLI_K(hpmli_st)(float *p, hv a, int64_t n)
 HPMLI_VFN hv HPMLI_K(hpmli_exp)(hv x)
 {
     hv clamped = hv_max(hv_min(x, hv_set1(88.9f)), hv_set1(-104.0f));
-    hv n = hv_round(hv_mul(clamped, hv_set1(1.44269504088896341f)));
-    hv r = hv_fnma(n, hv_set1(-2.12194440e-4f), hv_fnma(n, hv_set1(0.693359375f), clamped));
-    hv p = hv_set1(1.9875691500e-4f);
-    hv low, high;
+    hv n       = hv_round(hv_mul(clamped, hv_set1(1.44269504088896341f)));
+    hv r       = hv_fnma(n, hv_set1(-2.12194440e-4f), hv_fnma(n, hv_set1(0.693359375f), clamped));
+    hv p       = hv_set1(1.9875691500e-4f);
     p = hv_fma(p, r, hv_set1(1.3981999507e-3f));
     p = hv_fma(p, r, hv_set1(8.3334519073e-3f));
     p = hv_fma(p, r, hv_set1(4.1665795894e-2f));
     p = hv_fma(p, r, hv_set1(1.6666665459e-1f));
     p = hv_fma(p, r, hv_set1(5.0000001201e-1f));
     p = hv_add(hv_fma(p, hv_mul(r, r), r), hv_set1(1));
-    low  = hv_round(hv_mul(n, hv_set1(0.5f))); /* 2^n in two factors: n reaches 128 and -150 */
-    high = hv_sub(n, low);
+    hv low     = hv_round(hv_mul(n, hv_set1(0.5f))); /* 2^n in two factors: n reaches 128 and -150 */
+    hv high    = hv_sub(n, low);
     p = hv_mul(hv_mul(p, hv_pow2i(low)), hv_pow2i(high));
     return hv_eq(x, x, p, x);
 }
@@ -1806,10 +1801,7 @@ HPMLI_MAP2(mul)
 HPMLI_MAP2(div)
 #undef HPMLI_MAP2
 
-HPMLI_KFN void HPMLI_K(hpmli_vfill)(float *y, float value, int64_t n)
-{
-    HV_LOOP(n) hv_st(y + i, hv_set1(value), c);
-}
+HPMLI_KFN void HPMLI_K(hpmli_vfill)(float *y, float value, int64_t n) { HV_LOOP(n) hv_st(y + i, hv_set1(value), c); }
 
 /* y = a x + b y; b == 0 does not read y. */
 HPMLI_KFN void HPMLI_K(hpmli_vaxpby)(float *y, float a, const float *x, float b, int64_t n)
@@ -1906,10 +1898,9 @@ HPMLI_WIDE(vvar_wide, (const float *x, float mean, int64_t n), HPMLI_K(hpmli_vva
 HPMLI_KFN float HPMLI_K(hpmli_vmax)(const float *x, int64_t n)
 {
     hv      m = hv_set1(-INFINITY);
-    float   best;
     int64_t i = 0;
     for (; i + HV_W <= n; i += HV_W) m = hv_max(hv_load(x + i), m);
-    best = hv_hmax(m);
+    float best = hv_hmax(m);
     for (; i < n; i++) best = x[i] > best ? x[i] : best;
     return best;
 }
@@ -2805,13 +2796,12 @@ HPMLI_VFN void HPMLI_K(hpmli_cos_sin)(hv t, hv *cosine, hv *sine)
 {
     hv q = hv_round(hv_mul(t, hv_set1(4))), one = hv_set1(1), aq = hv_abs(q);
     hv x = hv_mul(hv_fused(q, hv_set1(-0.25f), t), hv_set1(6.28318531f)), z = hv_mul(x, x);
-    hv s = hv_fused(hv_set1(-1.9515295891e-4f), z, hv_set1(8.3321608736e-3f));
-    hv c = hv_fused(hv_set1(2.443315711809948e-5f), z, hv_set1(-1.388731625493765e-3f));
-    hv u, v;
+    hv s    = hv_fused(hv_set1(-1.9515295891e-4f), z, hv_set1(8.3321608736e-3f));
+    hv c    = hv_fused(hv_set1(2.443315711809948e-5f), z, hv_set1(-1.388731625493765e-3f));
     s = hv_fused(hv_mul(x, z), hv_fused(s, z, hv_set1(-1.6666654611e-1f)), x);
     c = hv_fused(z, hv_fused(z, hv_fused(c, z, hv_set1(4.166664568298827e-2f)), hv_set1(-0.5f)), one);
-    u = hv_eq(aq, one, s, c);          /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
-    v = hv_eq(aq, one, c, s);
+    hv u    = hv_eq(aq, one, s, c); /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
+    hv v    = hv_eq(aq, one, c, s);
     u = hv_gt(aq, one, hv_neg(u), u);
     v = hv_gt(aq, one, hv_neg(v), v);
     *cosine = hv_eq(q, one, hv_neg(u), u);
@@ -3522,11 +3512,20 @@ typedef struct hpmli_conv_sum {
 #endif
 
 #if defined(__GNUC__)
-#define HPMLI_FN static __attribute__((unused))
+#define HPMLI_FN     static __attribute__((unused))
+#define HPMLI_UNUSED __attribute__((unused))
 #define HPML_RESTRICT __restrict__
 #else
 #define HPMLI_FN static
+#define HPMLI_UNUSED
 #define HPML_RESTRICT
+#endif
+
+/* T x = HPMLI_ZEROED: all fields zero. */
+#ifdef __cplusplus
+#define HPMLI_ZEROED {}
+#else
+#define HPMLI_ZEROED { 0 }
 #endif
 
 /* For bugs in hpml only. */
@@ -3603,15 +3602,8 @@ HPMLI_FN uint32_t hpmli_rng_word(const hpml_rng *r, uint64_t i)
     return block[i % 4];
 }
 
-HPML_API uint32_t hpml_rng_u32(hpml_rng *r)
-{
-    return hpmli_rng_word(r, r->counter++);
-}
-
-HPML_API float hpml_rng_uniform(hpml_rng *r)
-{
-    return (float)(hpml_rng_u32(r) >> 8) * (1.0f / 16777216.0f);
-}
+HPML_API uint32_t hpml_rng_u32(hpml_rng *r) { return hpmli_rng_word(r, r->counter++); }
+HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >> 8) * (1.0f / 16777216.0f); }
 
 HPML_API float hpml_rng_normal(hpml_rng *r)
 {
@@ -3719,15 +3711,13 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
    A column of the paper, which shares its two levels, is a row here: it runs along the fan-in, which is contiguous in
    our [out][in] weights and makes long columns, so that the two floats weigh little. */
 
-HPMLI_FN size_t hpmli_none_row_size(const hpml_codec_desc *desc, int64_t cols)
+HPMLI_FN size_t hpmli_none_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
 {
-    (void)desc;
     return (size_t)cols * sizeof(float);
 }
 
-HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows)
+HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, float *e HPMLI_UNUSED, const float *g, int64_t rows)
 {
-    (void)e;
     if (rows > 0 && p->cols > 0) memcpy(packed, g, (size_t)rows * p->row_size);
     return HPML_OK;
 }
@@ -3747,9 +3737,8 @@ HPMLI_FN hpml_status hpmli_codec_drop_row(const hpml_packing *p, void *packed, f
     return HPML_ERR_NONFINITE;
 }
 
-HPMLI_FN size_t hpmli_bf16_row_size(const hpml_codec_desc *desc, int64_t cols)
+HPMLI_FN size_t hpmli_bf16_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
 {
-    (void)desc;
     return (size_t)cols * sizeof(uint16_t);
 }
 
@@ -3776,9 +3765,8 @@ HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *p
     else k->bf16_to_f32(out, (const uint16_t *)packed, rows * p->cols);
 }
 
-HPMLI_FN size_t hpmli_onebit_row_size(const hpml_codec_desc *desc, int64_t cols)
+HPMLI_FN size_t hpmli_onebit_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
 {
-    (void)desc;
     return 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t);
 }
 
@@ -3842,7 +3830,6 @@ HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *d
 {
     const hpml_codec *none = hpml_codec_get(HPML_CODEC_NONE);
     hpml_codec_desc  *d    = &p->desc;
-    bool              small;
     memset(p, 0, sizeof *p);
     if (desc) *d = *desc;
     p->codec = d->custom ? d->custom : hpml_codec_get(d->kind);
@@ -3854,7 +3841,7 @@ HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *d
     p->cols     = cols;
     p->kernels  = hpmli_kernels_best();
     p->row_size = p->codec->row_size(d, cols);
-    small = (rows == 1 || cols == 1 || rows * cols < d->min_elements) && !d->compress_all;
+    bool small  = (rows == 1 || cols == 1 || rows * cols < d->min_elements) && !d->compress_all;
     if (d->all_bits || (p->codec->exempts && (small || p->row_size >= none->row_size(d, cols)))) {
         p->codec    = none;
         p->row_size = none->row_size(d, cols);
@@ -3950,6 +3937,8 @@ struct hpml_ctx {
     int                  param_count, param_capacity;
     int                  node_count; /* recorded so far: names and mask keys */
     hpmli_trace         *trace;      /* NULL: off */
+    char                 texts[8][192]; /* for messages, see hpmli_text ... */
+    unsigned             text_count;    /* ... made so far */
 };
 
 HPML_API const char *hpml_status_string(hpml_status status)
@@ -3962,10 +3951,7 @@ HPML_API const char *hpml_status_string(hpml_status status)
     }
 }
 
-HPML_API int hpml_version(void)
-{
-    return HPML_VERSION;
-}
+HPML_API int hpml_version(void) { return HPML_VERSION; }
 
 HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const char *format, va_list args)
 {
@@ -3996,6 +3982,14 @@ HPMLI_FN hpml_status hpmli_fail_at(hpml_ctx *ctx, hpml_status status, int line, 
 }
 #define hpmli_fail(ctx, status, ...) hpmli_fail_at(ctx, status, __LINE__, __VA_ARGS__)
 
+/* The same for functions that return a pointer, or whether all is well. */
+#ifdef __cplusplus
+#define hpmli_null(...) (hpmli_fail(__VA_ARGS__), nullptr)
+#else
+#define hpmli_null(...) (hpmli_fail(__VA_ARGS__), NULL)
+#endif
+#define hpmli_false(...) (hpmli_fail(__VA_ARGS__), false)
+
 HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char *format, ...)
 {
     va_list args;
@@ -4007,10 +4001,7 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
 }
 
 /* True when calls on this context should do nothing. */
-HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx)
-{
-    return !ctx || ctx->status != HPML_OK;
-}
+HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != HPML_OK; }
 
 HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
 {
@@ -4020,23 +4011,19 @@ HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
 }
 
 /* malloc with alignment, in plain C99: the pointer that malloc gave stands right before the block. */
-HPMLI_FN void *hpmli_default_alloc(size_t size, size_t align, void *user)
+HPMLI_FN void *hpmli_default_alloc(size_t size, size_t align, void *user HPMLI_UNUSED)
 {
     char *raw = (char *)malloc(size + align + sizeof(void *));
-    char *p;
-    (void)user;
     if (!raw) return NULL;
-    p = raw + sizeof(void *);
+    char *p = raw + sizeof(void *);
     p += (align - (uintptr_t)p % align) % align;
     memcpy(p - sizeof(void *), &raw, sizeof(void *));
     return p;
 }
 
-HPMLI_FN void hpmli_default_free(void *p, size_t size, void *user)
+HPMLI_FN void hpmli_default_free(void *p, size_t size HPMLI_UNUSED, void *user HPMLI_UNUSED)
 {
     void *raw;
-    (void)size;
-    (void)user;
     memcpy(&raw, (char *)p - sizeof(void *), sizeof(void *));
     free(raw);
 }
@@ -4047,11 +4034,9 @@ HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_drop_fn *dr
     hpmli_block *b = NULL;
     if (bytes <= SIZE_MAX / 2 - HPMLI_BLOCK)
         b = (hpmli_block *)ctx->allocator.alloc(bytes + HPMLI_BLOCK, HPMLI_BLOCK, ctx->allocator.user);
-    if (!b) {
-        hpmli_fail(ctx, HPML_ERR_MEMORY, "out of memory: %zu bytes were asked for while this context holds %zu; use a "
-                   "smaller batch or model", bytes, ctx->bytes);
-        return NULL;
-    }
+    if (!b)
+        return hpmli_null(ctx, HPML_ERR_MEMORY, "out of memory: %zu bytes were asked for while this context holds %zu; "
+                          "use a smaller batch or model", bytes, ctx->bytes);
     b->size  = bytes + HPMLI_BLOCK;
     b->drop  = drop;
     b->older = ctx->blocks;
@@ -4063,21 +4048,16 @@ HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_drop_fn *dr
     return (char *)b + HPMLI_BLOCK;
 }
 
-HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
-{
-    return hpmli_alloc_object(ctx, bytes, NULL);
-}
+HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes) { return hpmli_alloc_object(ctx, bytes, NULL); }
 
 /* Cleared memory for `count` things of `size` bytes, the product checked. */
 HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
 {
     size_t bytes;
-    void  *p;
-    if (count < 0 || !hpmli_mul((size_t)count, size, &bytes)) {
-        hpmli_fail(ctx, HPML_ERR_OVERFLOW, "%lld things of %zu bytes do not fit in memory", (long long)count, size);
-        return NULL;
-    }
-    p = hpmli_alloc(ctx, bytes);
+    if (count < 0 || !hpmli_mul((size_t)count, size, &bytes))
+        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "%lld things of %zu bytes do not fit in memory", (long long)count,
+                          size);
+    void *p = hpmli_alloc(ctx, bytes);
     if (p) memset(p, 0, bytes);
     return p;
 }
@@ -4093,9 +4073,8 @@ HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
 /* Lets go of one object: its drop function runs first. NULL is fine. */
 HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
 {
-    hpmli_block *b;
     if (!p) return;
-    b = (hpmli_block *)(void *)((char *)p - HPMLI_BLOCK);
+    hpmli_block *b = (hpmli_block *)(void *)((char *)p - HPMLI_BLOCK);
     if (b->drop) b->drop(p);
     if (b->newer) b->newer->older = b->older;
     else ctx->blocks = b->older;
@@ -4318,14 +4297,13 @@ HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols)
 
 HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 {
-    if (d->_begin || d->_end) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "ctx desc: canary is not zero; zero the struct before you set fields");
-        return false;
-    }
+    if (d->_begin || d->_end)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx desc: canary is not zero; zero the struct before you set "
+                           "fields");
     ctx->k = d->cpu ? hpmli_kernels_find(d->cpu) : hpmli_kernels_best();
     if (!ctx->k) {
-        hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "ctx: this CPU or build has no \"%s\" kernels; leave .cpu NULL for the best "
-                   "(\"%s\")", d->cpu, hpmli_kernels_best()->name);
+        hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "ctx: this CPU or build has no \"%s\" kernels; leave .cpu NULL for the "
+                   "best (\"%s\")", d->cpu, hpmli_kernels_best()->name);
         ctx->k = hpmli_kernels_best();
     }
     ctx->threads = d->threads > 0 ? d->threads : hpmli_cores();
@@ -4346,9 +4324,8 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 
 HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
 {
-    hpml_ctx_desc d;
+    hpml_ctx_desc d = HPMLI_ZEROED;
     hpml_ctx     *ctx;
-    memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!d.allocator.alloc || !d.allocator.free) {
         d.allocator.alloc = hpmli_default_alloc;
@@ -4372,7 +4349,6 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
 
 HPML_API void hpml_ctx_free(hpml_ctx *ctx)
 {
-    hpml_allocator allocator;
     if (!ctx) return;
     for (hpmli_block *b = ctx->blocks; b; b = b->older) { /* newest first: users before what they use */
         hpmli_drop_fn *drop = b->drop;
@@ -4381,19 +4357,12 @@ HPML_API void hpml_ctx_free(hpml_ctx *ctx)
     }
     if (ctx->device) ctx->backend->close(ctx->device);
     while (ctx->blocks) hpmli_free(ctx, (char *)ctx->blocks + HPMLI_BLOCK);
-    allocator = ctx->allocator;
+    hpml_allocator allocator = ctx->allocator;
     allocator.free(ctx, sizeof *ctx, allocator.user);
 }
 
-HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx)
-{
-    return ctx ? ctx->status : HPML_ERR_ARGUMENT;
-}
-
-HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx)
-{
-    return ctx ? ctx->error : "no context";
-}
+HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx) { return ctx ? ctx->status : HPML_ERR_ARGUMENT; }
+HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx) { return ctx ? ctx->error : "no context"; }
 
 HPML_API void hpml_ctx_clear_error(hpml_ctx *ctx)
 {
@@ -4443,11 +4412,12 @@ HPMLI_FN int64_t hpmli_shape_count(int ndim, const int64_t *shape)
     return (int64_t)count;
 }
 
-HPMLI_FN const char *hpmli_shape_text(char *buffer, size_t size, int ndim, const int64_t *shape)
+/* Texts for messages, good until eight more are made: of a shape, "64x784", ... */
+HPMLI_FN const char *hpmli_shape_text(hpml_ctx *ctx, int ndim, const int64_t *shape)
 {
-    size_t used = 0;
-    buffer[0] = 0;
-    if (ndim == 0) snprintf(buffer, size, "scalar");
+    char  *buffer = ctx->texts[ctx->text_count++ % 8];
+    size_t used = 0, size = sizeof ctx->texts[0];
+    snprintf(buffer, size, "scalar");
     for (int i = 0; i < ndim && used < size; i++)
         used += (size_t)snprintf(buffer + used, size - used, "%s%lld", i ? "x" : "", (long long)shape[i]);
     return buffer;
@@ -4468,11 +4438,17 @@ HPMLI_FN size_t hpmli_tensor_bytes(const hpml_tensor *t)
 
 HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t size)
 {
-    char shape[128];
     if (!t) snprintf(buffer, size, "no tensor");
     else snprintf(buffer, size, "%s %s \"%s\"", hpml_dtype_name(t->dtype),
-                  hpmli_shape_text(shape, sizeof shape, t->ndim, t->shape), t->name);
+                  hpmli_shape_text(t->ctx, t->ndim, t->shape), t->name);
     return buffer;
+}
+
+/* ... and of a tensor. */
+HPMLI_FN const char *hpmli_text(const hpml_tensor *t)
+{
+    char *buffer = t->ctx->texts[t->ctx->text_count++ % 8];
+    return hpml_tensor_text(t, buffer, sizeof t->ctx->texts[0]);
 }
 
 HPMLI_FN void hpmli_set_shape(hpml_tensor *t, int ndim, const int64_t *shape)
@@ -4489,28 +4465,20 @@ HPMLI_FN void hpmli_set_shape(hpml_tensor *t, int ndim, const int64_t *shape)
 /* A tensor without memory. The one place where shapes are checked. */
 HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dtype dtype, int ndim, const int64_t *shape)
 {
-    char         text[128];
     hpml_tensor *t;
     if (hpmli_failed(ctx)) return NULL;
-    if (ndim < 0 || ndim > HPML_MAX_DIMS || (ndim > 0 && !shape)) {
-        hpmli_fail(ctx, HPML_ERR_SHAPE, "tensor \"%s\": %d dimensions, expected 0 to %d", name, ndim, HPML_MAX_DIMS);
-        return NULL;
-    }
-    if (hpml_dtype_size(dtype) == 0) {
-        hpmli_fail(ctx, HPML_ERR_DTYPE, "tensor \"%s\": unknown dtype %d", name, (int)dtype);
-        return NULL;
-    }
+    if (ndim < 0 || ndim > HPML_MAX_DIMS || (ndim > 0 && !shape))
+        return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": %d dimensions, expected 0 to %d", name, ndim,
+                          HPML_MAX_DIMS);
+    if (hpml_dtype_size(dtype) == 0)
+        return hpmli_null(ctx, HPML_ERR_DTYPE, "tensor \"%s\": unknown dtype %d", name, (int)dtype);
     for (int i = 0; i < ndim; i++)
-        if (shape[i] <= 0) {
-            hpmli_fail(ctx, HPML_ERR_SHAPE, "tensor \"%s\": shape %s, every dimension must be at least 1", name,
-                       hpmli_shape_text(text, sizeof text, ndim, shape));
-            return NULL;
-        }
-    if (hpmli_shape_count(ndim, shape) < 0) {
-        hpmli_fail(ctx, HPML_ERR_OVERFLOW, "tensor \"%s\": shape %s does not fit in memory", name,
-                   hpmli_shape_text(text, sizeof text, ndim, shape));
-        return NULL;
-    }
+        if (shape[i] <= 0)
+            return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": shape %s, every dimension must be at least 1", name,
+                              hpmli_shape_text(ctx, ndim, shape));
+    if (hpmli_shape_count(ndim, shape) < 0)
+        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "tensor \"%s\": shape %s does not fit in memory", name,
+                          hpmli_shape_text(ctx, ndim, shape));
     t = (hpml_tensor *)hpmli_alloc_array(ctx, 1, sizeof *t);
     if (!t) return NULL;
     t->ctx   = ctx;
@@ -4524,8 +4492,8 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
 HPMLI_FN void *hpmli_device_alloc(hpml_ctx *ctx, size_t bytes)
 {
     void *p = ctx->backend->alloc(ctx->device, bytes);
-    if (!p) hpmli_fail(ctx, HPML_ERR_MEMORY, "out of memory on the %s device: %zu bytes were asked for", ctx->backend->name,
-                       bytes);
+    if (!p) hpmli_fail(ctx, HPML_ERR_MEMORY, "out of memory on the %s device: %zu bytes were asked for",
+                       ctx->backend->name, bytes);
     return p;
 }
 
@@ -4570,11 +4538,9 @@ HPMLI_FN hpml_tensor *hpmli_view(hpml_tensor *t)
 {
     hpml_tensor *v;
     if (!t || hpmli_failed(t->ctx)) return NULL;
-    if (!t->data) {
-        hpmli_fail(t->ctx, HPML_ERR_STATE, "view of \"%s\": it has no memory yet; record hpml_reshape, hpml_slice or "
-                   "hpml_transpose instead", t->name);
-        return NULL;
-    }
+    if (!t->data)
+        return hpmli_null(t->ctx, HPML_ERR_STATE, "view of \"%s\": it has no memory yet; record hpml_reshape, "
+                          "hpml_slice or hpml_transpose instead", t->name);
     v = (hpml_tensor *)hpmli_alloc(t->ctx, sizeof *v);
     if (!v) return NULL;
     *v            = *t;
@@ -4626,11 +4592,9 @@ HPMLI_FN bool hpmli_reshape_rule(int64_t count, int ndim, const int64_t *want, i
 
 HPMLI_FN hpml_tensor *hpmli_reshape_error(hpml_tensor *t, int ndim, const int64_t *want)
 {
-    char text[128], shape[128];
-    hpmli_shape_text(shape, sizeof shape, ndim < 0 || ndim > HPML_MAX_DIMS ? 0 : ndim, want);
-    hpmli_fail(t->ctx, HPML_ERR_SHAPE, "reshape of %s to %s: the number of elements must stay the same, and at most one "
-               "dimension may be -1", hpml_tensor_text(t, text, sizeof text), shape);
-    return NULL;
+    const char *shape = hpmli_shape_text(t->ctx, ndim < 0 || ndim > HPML_MAX_DIMS ? 0 : ndim, want);
+    return hpmli_null(t->ctx, HPML_ERR_SHAPE, "reshape of %s to %s: the number of elements must stay the same, and at "
+                      "most one dimension may be -1", hpmli_text(t), shape);
 }
 
 HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape)
@@ -4648,12 +4612,11 @@ HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t 
 
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count)
 {
-    char         text[128];
     hpml_tensor *v = hpmli_view(t);
     if (!v) return NULL;
     if (dim < 0 || dim >= t->ndim || start < 0 || count < 1 || start > t->shape[dim] - count) {
-        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside",
-                   hpml_tensor_text(t, text, sizeof text), (long long)start, (long long)start + count, dim);
+        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside", hpmli_text(t),
+                   (long long)start, (long long)start + count, dim);
         hpmli_free(t->ctx, v);
         return NULL;
     }
@@ -4664,12 +4627,11 @@ HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, in
 
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
 {
-    char         text[128];
     hpml_tensor *v = hpmli_view(t);
     if (!v) return NULL;
     if (dim_a < 0 || dim_b < 0 || dim_a >= t->ndim || dim_b >= t->ndim) {
-        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "transpose of %s: there is no dimension %d or %d",
-                   hpml_tensor_text(t, text, sizeof text), dim_a, dim_b);
+        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "transpose of %s: there is no dimension %d or %d", hpmli_text(t), dim_a,
+                   dim_b);
         hpmli_free(t->ctx, v);
         return NULL;
     }
@@ -4732,12 +4694,11 @@ HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_
 
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 {
-    char    a[160], b[160];
     int64_t at[HPML_MAX_DIMS] = { 0 }, rows = 1, last = HPML_MAX_DIMS - 1;
     if (!dst || !src || hpmli_failed(dst->ctx)) return dst ? hpml_ctx_status(dst->ctx) : HPML_ERR_ARGUMENT;
     if (dst->ndim != src->ndim || memcmp(dst->shape, src->shape, sizeof dst->shape) != 0 || !dst->data || !src->data)
         return hpmli_fail(dst->ctx, HPML_ERR_SHAPE, "copy of %s to %s: both need memory and the same shape",
-                          hpml_tensor_text(src, a, sizeof a), hpml_tensor_text(dst, b, sizeof b));
+                          hpmli_text(src), hpmli_text(dst));
     if (hpmli_contiguous(dst) && hpmli_contiguous(src)) {
         hpmli_convert(dst->ctx->k, dst->dtype, dst->data, src->dtype, src->data, hpml_tensor_count(dst));
         return HPML_OK;
@@ -4755,12 +4716,11 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 
 HPMLI_FN hpml_status hpmli_check_transfer(const hpml_tensor *t, const void *values, int64_t count, const char *verb)
 {
-    char text[160];
     if (!t) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     if (!values || !t->data || !hpmli_contiguous(t) || count != hpml_tensor_count(t))
-        return hpmli_fail(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got %lld%s", verb,
-                          hpml_tensor_text(t, text, sizeof text), (long long)hpml_tensor_count(t), (long long)count,
+        return hpmli_fail(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got "
+                          "%lld%s", verb, hpmli_text(t), (long long)hpml_tensor_count(t), (long long)count,
                           t->data ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
     return HPML_OK;
 }
@@ -4806,10 +4766,9 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
         if (!src[i]) return false;
         if (!ctx) ctx = src[i]->ctx;
         if (hpmli_failed(ctx)) return false;
-        if (src[i]->ctx != ctx) {
-            hpmli_fail(ctx, HPML_ERR_ARGUMENT, "\"%s\" and \"%s\" belong to different contexts", src[0]->name, src[i]->name);
-            return false;
-        }
+        if (src[i]->ctx != ctx)
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "\"%s\" and \"%s\" belong to different contexts", src[0]->name,
+                               src[i]->name);
     }
     return true;
 }
@@ -4819,11 +4778,10 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
 HPMLI_FN hpml_tensor *hpmli_node_create_named(hpml_ctx *ctx, hpml_op op, const char *name, int src_count,
                                               hpml_tensor *const *src, int ndim, const int64_t *shape)
 {
-    hpml_tensor *out;
-    hpml_node   *n;
+    hpml_node *n;
     if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
     if (!name) return NULL;
-    out = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
+    hpml_tensor *out = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
     n   = out ? (hpml_node *)hpmli_alloc_array(ctx, 1, sizeof *n) : NULL;
     if (!n) return NULL;
     n->op        = op;
@@ -4851,13 +4809,9 @@ HPMLI_FN hpml_tensor *hpmli_node_create(hpml_ctx *ctx, hpml_op op, int src_count
 
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape)
 {
-    hpml_tensor *t;
     if (hpmli_failed(ctx)) return NULL;
-    if (ndim < 1) {
-        hpmli_fail(ctx, HPML_ERR_SHAPE, "input: needs at least the batch dimension");
-        return NULL;
-    }
-    t = hpmli_tensor_new(ctx, "input", dtype, ndim, shape);
+    if (ndim < 1) return hpmli_null(ctx, HPML_ERR_SHAPE, "input: needs at least the batch dimension");
+    hpml_tensor *t = hpmli_tensor_new(ctx, "input", dtype, ndim, shape);
     if (t) t->batch_rows = 1;
     return t;
 }
@@ -4895,8 +4849,8 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
     if (!input) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(input->ctx)) return input->ctx->status;
     if (input->node || input->dtype != HPML_DTYPE_F32)
-        return hpmli_fail(input->ctx, HPML_ERR_ARGUMENT, "require_grad of \"%s\": only f32 inputs; what ops make gets its "
-                          "gradient by itself", input->name);
+        return hpmli_fail(input->ctx, HPML_ERR_ARGUMENT, "require_grad of \"%s\": only f32 inputs; what ops make gets "
+                          "its gradient by itself", input->name);
     input->needs_grad = true;
     return HPML_OK;
 }
@@ -4919,13 +4873,11 @@ HPMLI_FN bool hpmli_params_grow(hpml_ctx *ctx)
 HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
                                       const int64_t *shape)
 {
-    hpml_tensor *t;
     if (!name || hpmli_failed(ctx)) return NULL;
-    if (hpml_param_find(ctx, name)) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give the layers different names", name);
-        return NULL;
-    }
-    t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
+    if (hpml_param_find(ctx, name))
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give the layers different names",
+                          name);
+    hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
     if (!t || !hpmli_params_grow(ctx)) return NULL;
     t->param = (hpml_param *)hpmli_alloc_array(ctx, 1, sizeof *t->param);
     if (!t->param) return NULL;
@@ -4958,15 +4910,12 @@ HPMLI_FN hpml_tensor *hpmli_layer_vector(hpml_ctx *ctx, const char *layer, const
 
 HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *d)
 {
-    hpml_tensor *t;
-    char         text[32];
+    char text[32];
     if (hpmli_failed(ctx)) return NULL;
-    if (!d || d->ndim < 1) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
-        return NULL;
-    }
+    if (!d || d->ndim < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
     snprintf(text, sizeof text, "param%d", ctx->param_count);
-    t = hpmli_param_new(ctx, hpmli_strdup(ctx, d->name ? d->name : text), d->init, d->init_scale, d->ndim, d->shape);
+    hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, d->name ? d->name : text), d->init, d->init_scale, d->ndim,
+                                     d->shape);
     if (!t) return NULL;
     t->param->buffer   = d->buffer;
     t->param->frozen   = d->frozen;
@@ -5300,14 +5249,13 @@ HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t at, in
     return piece;
 }
 
-HPMLI_FN void hpmli_binary_forward_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_binary_forward_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_binary *b   = (const hpmli_binary *)arg;
     int64_t             run = task / b->pieces, from = task % b->pieces * b->grain;
     int64_t             n   = b->w.run - from < b->grain ? b->w.run - from : b->grain;
     float               pa[HPMLI_PIECE], pb[HPMLI_PIECE];
     float              *y = b->n->out->data + run * b->w.run;
-    (void)thread;
     for (int64_t i = from; i < from + n; i += HPMLI_PIECE) {
         int64_t      c = from + n - i < HPMLI_PIECE ? from + n - i : HPMLI_PIECE;
         const float *x0 = hpmli_operand(b, 0, hpmli_walk_at(&b->w, 0, run), i, c, pa);
@@ -5356,7 +5304,7 @@ HPMLI_FN void hpmli_binary_slope(const hpmli_binary *b, float *d, const float *d
     }
 }
 
-HPMLI_FN void hpmli_binary_backward_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_binary_backward_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_binary *b   = (const hpmli_binary *)arg;
     int64_t             run = task / b->pieces, from = task % b->pieces * b->grain;
@@ -5365,7 +5313,6 @@ HPMLI_FN void hpmli_binary_backward_task(void *arg, int64_t task, int thread)
     const float        *dy   = b->n->out->grad + run * b->w.run;
     float              *dx   = b->n->src[b->side]->grad + hpmli_walk_at(&b->w, b->side, run);
     bool                wide = b->w.stride[b->side][b->w.ndim - 1] != 0;
-    (void)thread;
     for (int64_t i = from; i < from + n; i += HPMLI_PIECE) {
         int64_t      c = from + n - i < HPMLI_PIECE ? from + n - i : HPMLI_PIECE;
         const float *x0 = hpmli_operand(b, 0, hpmli_walk_at(&b->w, 0, run), i, c, pa);
@@ -5403,21 +5350,17 @@ HPMLI_FN hpml_status hpmli_binary_backward(const hpml_run *run, hpml_node *n)
 
 HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tensor *b)
 {
-    char         ta[160], tb[160];
     int64_t      shape[HPML_MAX_DIMS];
     hpml_tensor *src[2];
-    int          ndim;
     src[0] = a, src[1] = b;
     if (!hpmli_recordable(2, src)) return NULL;
-    ndim = a->ndim > b->ndim ? a->ndim : b->ndim;
+    int ndim = a->ndim > b->ndim ? a->ndim : b->ndim;
     for (int i = 0; i < ndim; i++) {
         int64_t da = i < ndim - a->ndim ? 1 : a->shape[i - (ndim - a->ndim)];
         int64_t db = i < ndim - b->ndim ? 1 : b->shape[i - (ndim - b->ndim)];
-        if (da != db && da != 1 && db != 1) {
-            hpmli_fail(a->ctx, HPML_ERR_SHAPE, "%s: %s and %s do not fit: dimensions must be equal or 1", hpml_op_name(op),
-                       hpml_tensor_text(a, ta, sizeof ta), hpml_tensor_text(b, tb, sizeof tb));
-            return NULL;
-        }
+        if (da != db && da != 1 && db != 1)
+            return hpmli_null(a->ctx, HPML_ERR_SHAPE, "%s: %s and %s do not fit: dimensions must be equal or 1",
+                              hpml_op_name(op), hpmli_text(a), hpmli_text(b));
         shape[i] = da > db ? da : db;
     }
     return hpmli_node_create(a->ctx, op, 2, src, ndim, shape);
@@ -5451,20 +5394,18 @@ HPMLI_FN int64_t hpmli_map_piece(const hpmli_map *m, int64_t task, int64_t *from
     return m->n - *from < HPMLI_GRAIN ? m->n - *from : HPMLI_GRAIN;
 }
 
-HPMLI_FN void hpmli_axpb_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_axpb_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_map *m = (const hpmli_map *)arg;
     int64_t          i, n = hpmli_map_piece(m, task, &i);
-    (void)thread;
     if (m->accumulate) m->k->vaxpby(m->y + i, m->a, m->x + i, 1, n);
     else m->k->vscale_add(m->y + i, m->x + i, m->a, m->b, n);
 }
 
 HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
 {
-    hpml_tensor *y;
     if (!hpmli_recordable(1, &x)) return NULL;
-    y = hpmli_node_create(x->ctx, HPML_OP_SCALE, 1, &x, x->ndim, x->shape);
+    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SCALE, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.scale.a = a, y->node->attr.scale.b = b;
     return y;
 }
@@ -5473,8 +5414,7 @@ HPMLI_FN unsigned hpmli_scale_needs(const hpml_node *n) { (void)n; return HPMLI_
 
 HPMLI_FN hpml_status hpmli_scale_forward(const hpml_run *run, hpml_node *n)
 {
-    hpmli_map m;
-    memset(&m, 0, sizeof m);
+    hpmli_map m = HPMLI_ZEROED;
     m.a = n->attr.scale.a, m.b = n->attr.scale.b;
     m.y = n->out->data, m.x = n->src[0]->data, m.n = hpml_tensor_count(n->out);
     hpmli_map_run(run->ctx, &m, hpmli_axpb_task);
@@ -5483,27 +5423,24 @@ HPMLI_FN hpml_status hpmli_scale_forward(const hpml_run *run, hpml_node *n)
 
 HPMLI_FN hpml_status hpmli_scale_backward(const hpml_run *run, hpml_node *n)
 {
-    hpmli_map m;
-    memset(&m, 0, sizeof m);
+    hpmli_map m = HPMLI_ZEROED;
     m.a = n->attr.scale.a;
     m.y = n->src[0]->grad, m.x = n->out->grad, m.n = hpml_tensor_count(n->out), m.accumulate = n->accumulate[0];
     hpmli_map_run(run->ctx, &m, hpmli_axpb_task);
     return HPML_OK;
 }
 
-HPMLI_FN void hpmli_act_forward_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_act_forward_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_map *m = (const hpmli_map *)arg;
     int64_t          i, n = hpmli_map_piece(m, task, &i);
-    (void)thread;
     m->k->act_forward((int)m->act, m->a, m->y + i, m->x + i, n);
 }
 
-HPMLI_FN void hpmli_act_backward_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_act_backward_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_map *m = (const hpmli_map *)arg;
     int64_t          i, n = hpmli_map_piece(m, task, &i);
-    (void)thread;
     m->k->act_backward((int)m->act, m->a, m->y + i, m->dy + i, m->x ? m->x + i : NULL, m->v ? m->v + i : NULL, n,
                        m->accumulate);
 }
@@ -5511,8 +5448,7 @@ HPMLI_FN void hpmli_act_backward_task(void *arg, int64_t task, int thread)
 /* y = act(x), threaded. y may be x. */
 HPMLI_FN void hpmli_act_forward(hpml_ctx *ctx, hpml_act act, float slope, float *y, const float *x, int64_t n)
 {
-    hpmli_map m;
-    memset(&m, 0, sizeof m);
+    hpmli_map m = HPMLI_ZEROED;
     m.act = act, m.a = slope, m.y = y, m.x = x, m.n = n;
     hpmli_map_run(ctx, &m, hpmli_act_forward_task);
 }
@@ -5521,8 +5457,7 @@ HPMLI_FN void hpmli_act_forward(hpml_ctx *ctx, hpml_act act, float slope, float 
 HPMLI_FN void hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float *dx, const float *dy, const float *x,
                                  const float *y, int64_t n, bool accumulate)
 {
-    hpmli_map m;
-    memset(&m, 0, sizeof m);
+    hpmli_map m = HPMLI_ZEROED;
     m.act = act, m.a = slope, m.y = dx, m.dy = dy, m.x = x, m.v = y, m.n = n, m.accumulate = accumulate;
     hpmli_map_run(ctx, &m, hpmli_act_backward_task);
 }
@@ -5536,13 +5471,11 @@ HPMLI_FN bool hpmli_act_reads_x(hpml_act act)
 
 HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
 {
-    hpml_tensor *y;
     if (!hpmli_recordable(1, &x)) return NULL;
-    if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT) {
-        hpmli_fail(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": there is no function %d", x->name, (int)act);
-        return NULL;
-    }
-    y = hpmli_node_create(x->ctx, HPML_OP_ACT, 1, &x, x->ndim, x->shape);
+    if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT)
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": there is no function %d", x->name,
+                          (int)act);
+    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_ACT, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.act.act = act, y->node->attr.act.slope = slope == 0 ? 0.01f : slope;
     return y;
 }
@@ -5597,8 +5530,7 @@ HPMLI_FN hpmli_mat hpmli_mat_of(const float *p, int64_t rows, int64_t cols, bool
 HPMLI_FN void hpmli_product(hpml_ctx *ctx, int64_t batch, int64_t m, int64_t n, int64_t k, hpmli_mat a, hpmli_mat b,
                             float *c, bool accumulate)
 {
-    hpmli_gemm_desc d;
-    memset(&d, 0, sizeof d);
+    hpmli_gemm_desc d = HPMLI_ZEROED;
     d.m = m, d.n = n, d.k = k;
     d.a = a.p, d.a_rs = a.rs, d.a_cs = a.cs, d.a_batch = a.batch;
     d.b = b.p, d.b_rs = b.rs, d.b_cs = b.cs, d.b_batch = b.batch;
@@ -5619,8 +5551,7 @@ HPMLI_FN hpmli_mat hpmli_strided(const float *p, int64_t ld, bool trans)
 HPMLI_FN void hpmli_product_at(hpml_ctx *ctx, int thread, int64_t m, int64_t n, int64_t k, float alpha, hpmli_mat a,
                                hpmli_mat b, float *c, int64_t ldc, const float *bias, bool accumulate)
 {
-    hpmli_gemm_desc d;
-    memset(&d, 0, sizeof d);
+    hpmli_gemm_desc d = HPMLI_ZEROED;
     d.m = m, d.n = n, d.k = k, d.alpha = alpha, d.beta = accumulate ? 1.0f : 0.0f, d.batch = 1, d.bias_n = bias;
     d.a = a.p, d.a_rs = a.rs, d.a_cs = a.cs;
     d.b = b.p, d.b_rs = b.rs, d.b_cs = b.cs;
@@ -5631,11 +5562,9 @@ HPMLI_FN void hpmli_product_at(hpml_ctx *ctx, int thread, int64_t m, int64_t n, 
 
 HPMLI_FN hpml_tensor *hpmli_matmul_error(hpml_tensor *a, hpml_tensor *b, bool ta, bool tb)
 {
-    char x[160], y[160];
-    hpmli_fail(a->ctx, HPML_ERR_SHAPE, "matmul: %s%s and %s%s do not fit: expected (.., m, k) and (.., k, n) with the same "
-               "leading dimensions, or (k, n)", hpml_tensor_text(a, x, sizeof x), ta ? " transposed" : "",
-               hpml_tensor_text(b, y, sizeof y), tb ? " transposed" : "");
-    return NULL;
+    return hpmli_null(a->ctx, HPML_ERR_SHAPE, "matmul: %s%s and %s%s do not fit: expected (.., m, k) and (.., k, n) "
+                      "with the same leading dimensions, or (k, n)", hpmli_text(a), ta ? " transposed" : "",
+                      hpmli_text(b), tb ? " transposed" : "");
 }
 
 HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, bool trans_b)
@@ -5729,31 +5658,24 @@ HPMLI_FN hpml_status hpmli_matmul_backward(const hpml_run *run, hpml_node *n)
 /* Linear: sources x, w, bias (NULL without). */
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
 {
-    hpml_linear_desc d;
+    hpml_linear_desc d = HPMLI_ZEROED;
     int64_t          shape[HPML_MAX_DIMS], weight[2];
     hpml_tensor     *src[3], *y;
-    const char      *name;
-    char             text[160], other[160];
-    memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (x->ndim < 2 || out < 1 || x->dtype != HPML_DTYPE_F32) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected f32 (.., in) and at least one output, got %lld",
-                   d.name ? d.name : "", hpml_tensor_text(x, text, sizeof text), (long long)out);
-        return NULL;
-    }
-    name      = hpmli_layer_name(x->ctx, d.name, "linear");
+    if (x->ndim < 2 || out < 1 || x->dtype != HPML_DTYPE_F32)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected f32 (.., in) and at least one "
+                          "output, got %lld", d.name ? d.name : "", hpmli_text(x), (long long)out);
+    const char *name = hpmli_layer_name(x->ctx, d.name, "linear");
     weight[0] = out, weight[1] = x->shape[x->ndim - 1];
     src[0]    = x;
     src[1]    = d.weight ? d.weight : hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 2, weight);
     src[2]    = d.no_bias ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, out);
     if (!src[1] || (!d.no_bias && !src[2])) return NULL;
-    if (src[1]->ndim != 2 || src[1]->shape[0] != out || src[1]->shape[1] != weight[1]) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": weight is %s, input %s has %lld features and %lld outputs are wanted",
-                   name, hpml_tensor_text(src[1], text, sizeof text), hpml_tensor_text(x, other, sizeof other),
-                   (long long)weight[1], (long long)out);
-        return NULL;
-    }
+    if (src[1]->ndim != 2 || src[1]->shape[0] != out || src[1]->shape[1] != weight[1])
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": weight is %s, input %s has %lld features and %lld "
+                          "outputs are wanted", name, hpmli_text(src[1]), hpmli_text(x), (long long)weight[1],
+                          (long long)out);
     memcpy(shape, x->shape, sizeof shape);
     shape[x->ndim - 1] = out;
     y = hpmli_node_create_named(x->ctx, HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
@@ -5775,8 +5697,7 @@ HPMLI_FN hpml_status hpmli_linear_forward(const hpml_run *run, hpml_node *n)
     const hpml_tensor *x = n->src[0], *w = n->src[1];
     hpml_act           act = n->attr.act.act;
     float             *z   = n->saved ? (float *)n->saved : n->out->data; /* (rows, out) before the activation */
-    hpmli_gemm_desc    d;
-    memset(&d, 0, sizeof d);
+    hpmli_gemm_desc    d = HPMLI_ZEROED;
     d.k = w->shape[1], d.n = w->shape[0], d.m = hpml_tensor_count(x) / d.k;
     d.a = x->data, d.a_rs = d.k, d.a_cs = 1;
     d.b = w->data, d.b_rs = 1, d.b_cs = d.k;
@@ -5817,11 +5738,10 @@ HPMLI_FN hpml_status hpmli_linear_backward(const hpml_run *run, hpml_node *n)
 
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
 {
-    int64_t      full[HPML_MAX_DIMS];
-    hpml_tensor *y;
+    int64_t full[HPML_MAX_DIMS];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (!hpmli_reshape_rule(hpml_tensor_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
-    y = hpmli_node_create(x->ctx, HPML_OP_RESHAPE, 1, &x, ndim, full);
+    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_RESHAPE, 1, &x, ndim, full);
     if (y && x->batch_rows) { /* the first samples stay the first rows whenever rows can be dealt out evenly */
         int64_t batch = x->shape[0] / x->batch_rows;
         y->batch_rows        = ndim > 0 && full[0] % batch == 0 ? full[0] / batch : 0;
@@ -5852,17 +5772,12 @@ HPML_API hpml_tensor *hpml_reshape_4d(hpml_tensor *x, int64_t d0, int64_t d1, in
     return hpml_reshape(x, 4, shape);
 }
 
-HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x)
-{
-    return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL;
-}
-
+HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x) { return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL; }
 HPMLI_FN unsigned    hpmli_reshape_needs(const hpml_node *n) { (void)n; return 0; }
 
 /* Inputs and parameters have memory of their own: their reshape is a copy. */
-HPMLI_FN hpml_status hpmli_reshape_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN hpml_status hpmli_reshape_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
-    (void)run;
     if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out));
     return HPML_OK;
 }
@@ -5877,21 +5792,17 @@ HPMLI_FN hpml_status hpmli_reshape_backward(const hpml_run *run, hpml_node *n)
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
 {
-    char         text[160];
-    int64_t      shape[HPML_MAX_DIMS];
-    unsigned     seen = 0;
-    hpml_tensor *y;
+    int64_t  shape[HPML_MAX_DIMS];
+    unsigned seen = 0;
     if (!hpmli_recordable(1, &x)) return NULL;
     for (int i = 0; i < x->ndim; i++) {
-        if (!dims || dims[i] < 0 || dims[i] >= x->ndim || (seen & 1u << dims[i])) {
-            hpmli_fail(x->ctx, HPML_ERR_SHAPE, "permute of %s: dims must name each dimension once",
-                       hpml_tensor_text(x, text, sizeof text));
-            return NULL;
-        }
+        if (!dims || dims[i] < 0 || dims[i] >= x->ndim || (seen & 1u << dims[i]))
+            return hpmli_null(x->ctx, HPML_ERR_SHAPE, "permute of %s: dims must name each dimension once",
+                              hpmli_text(x));
         seen |= 1u << dims[i];
         shape[i] = x->shape[dims[i]];
     }
-    y = hpmli_node_create(x->ctx, HPML_OP_PERMUTE, 1, &x, x->ndim, shape);
+    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_PERMUTE, 1, &x, x->ndim, shape);
     if (!y) return NULL;
     for (int i = 0; i < x->ndim; i++) y->node->attr.permute.dims[i] = dims[i];
     y->batch_rows        = dims[0] == 0 ? x->batch_rows : 0;
@@ -5918,11 +5829,10 @@ typedef struct hpmli_permute_job {
 } hpmli_permute_job;
 
 /* One row of the ordered side: contiguous there, stride[last] on the other. */
-HPMLI_FN void hpmli_permute_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_permute_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_permute_job *j    = (const hpmli_permute_job *)arg;
     int64_t                  last = j->stride[j->ndim - 1], first = task * j->rows_per_task;
-    (void)thread;
     for (int64_t row = first; row < first + j->rows_per_task && row < j->rows; row++) {
         int64_t at = 0, r = row;
         for (int i = j->ndim - 2; i >= 0; i--) at += r % j->shape[i] * j->stride[i], r /= j->shape[i];
@@ -5941,9 +5851,8 @@ HPMLI_FN void hpmli_permute_task(void *arg, int64_t task, int thread)
 
 HPMLI_FN hpml_status hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
 {
-    hpmli_permute_job j;
+    hpmli_permute_job j = HPMLI_ZEROED;
     const hpml_tensor *x = n->src[0], *y = n->out;
-    memset(&j, 0, sizeof j);
     j.ndim = y->ndim;
     for (int i = 0; i < y->ndim; i++) {
         j.shape[i]  = y->shape[i];
@@ -5985,18 +5894,14 @@ HPMLI_FN void hpmli_copy_blocks(const hpmli_kernels *k, float *to, int64_t to_st
 
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
 {
-    char         text[160];
-    int64_t      shape[HPML_MAX_DIMS];
-    hpml_tensor *y;
+    int64_t shape[HPML_MAX_DIMS];
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (dim < 0 || dim >= x->ndim || start < 0 || count < 1 || start > x->shape[dim] - count) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside",
-                   hpml_tensor_text(x, text, sizeof text), (long long)start, (long long)start + count, dim);
-        return NULL;
-    }
+    if (dim < 0 || dim >= x->ndim || start < 0 || count < 1 || start > x->shape[dim] - count)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside", hpmli_text(x),
+                          (long long)start, (long long)start + count, dim);
     memcpy(shape, x->shape, sizeof shape);
     shape[dim] = count;
-    y = hpmli_node_create(x->ctx, HPML_OP_SLICE, 1, &x, x->ndim, shape);
+    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SLICE, 1, &x, x->ndim, shape);
     if (!y) return NULL;
     y->node->attr.slice.dim   = dim;
     y->node->attr.slice.start = start;
@@ -6031,22 +5936,18 @@ HPMLI_FN hpml_status hpmli_slice_backward(const hpml_run *run, hpml_node *n)
 
 HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 {
-    char         a[160], b[160];
-    int64_t      shape[HPML_MAX_DIMS];
-    hpml_tensor *y;
+    int64_t shape[HPML_MAX_DIMS];
     if (!x || count < 1 || count > HPML_MAX_SRC || !hpmli_recordable(count, x)) return NULL;
     memcpy(shape, x[0]->shape, sizeof shape);
     for (int i = 0; i < count; i++) {
         bool fits = dim >= 0 && dim < x[0]->ndim && x[i]->ndim == x[0]->ndim;
         for (int d = 0; fits && d < x[0]->ndim; d++) fits = d == dim || x[i]->shape[d] == x[0]->shape[d];
-        if (!fits) {
-            hpmli_fail(x[0]->ctx, HPML_ERR_SHAPE, "concat along dimension %d: %s and %s do not fit", dim,
-                       hpml_tensor_text(x[0], a, sizeof a), hpml_tensor_text(x[i], b, sizeof b));
-            return NULL;
-        }
+        if (!fits)
+            return hpmli_null(x[0]->ctx, HPML_ERR_SHAPE, "concat along dimension %d: %s and %s do not fit", dim,
+                              hpmli_text(x[0]), hpmli_text(x[i]));
         if (i > 0) shape[dim] += x[i]->shape[dim];
     }
-    y = hpmli_node_create(x[0]->ctx, HPML_OP_CONCAT, count, x, x[0]->ndim, shape);
+    hpml_tensor *y = hpmli_node_create(x[0]->ctx, HPML_OP_CONCAT, count, x, x[0]->ndim, shape);
     if (!y) return NULL;
     y->node->attr.slice.dim = dim;
     if (dim == 0)
@@ -6080,17 +5981,13 @@ HPMLI_FN hpml_status hpmli_concat_backward(const hpml_run *run, hpml_node *n) { 
 
 HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 {
-    char         text[160];
-    int64_t      shape[HPML_MAX_DIMS];
-    hpml_tensor *y;
+    int64_t shape[HPML_MAX_DIMS];
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (dim < HPML_ALL_DIMS || dim >= x->ndim) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "sum of %s: there is no dimension %d", hpml_tensor_text(x, text, sizeof text), dim);
-        return NULL;
-    }
+    if (dim < HPML_ALL_DIMS || dim >= x->ndim)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: there is no dimension %d", hpmli_text(x), dim);
     memcpy(shape, x->shape, sizeof shape);
     if (dim >= 0) shape[dim] = 1;
-    y = hpmli_node_create(x->ctx, HPML_OP_SUM, 1, &x, dim >= 0 ? x->ndim : 0, shape);
+    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SUM, 1, &x, dim >= 0 ? x->ndim : 0, shape);
     if (!y) return NULL;
     y->node->attr.sum.dim  = dim;
     y->node->attr.sum.mean = mean;
@@ -6101,7 +5998,6 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, true); }
-
 HPMLI_FN unsigned hpmli_sum_needs(const hpml_node *n) { (void)n; return 0; }
 
 HPMLI_FN void hpmli_sum_dims(const hpml_node *n, int64_t *outer, int64_t *dim, int64_t *inner)
@@ -6134,9 +6030,8 @@ HPMLI_FN hpml_status hpmli_sum_backward(const hpml_run *run, hpml_node *n)
     float               *dx = n->src[0]->grad;
     const float         *dy = n->out->grad;
     int64_t              outer, dim, inner;
-    float                scale;
     hpmli_sum_dims(n, &outer, &dim, &inner);
-    scale = n->attr.sum.mean ? 1 / (float)dim : 1;
+    float scale = n->attr.sum.mean ? 1 / (float)dim : 1;
     if (!n->accumulate[0]) k->vfill(dx, 0, outer * dim * inner);
     for (int64_t o = 0; o < outer; o++) {
         if (inner == 1) k->vscale_add(dx + o * dim, dx + o * dim, 1, scale * dy[o], dim);
@@ -6251,12 +6146,10 @@ HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
 
 HPMLI_FN hpml_tensor *hpmli_conv_error(hpml_tensor *x, const char *name, int64_t out, const hpml_attr *a, const char *why)
 {
-    char text[160];
-    hpmli_fail(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, padding %dx%d, dilation "
-               "%dx%d, %d groups: %s", name ? name : "", hpml_tensor_text(x, text, sizeof text), (long long)out, a->conv.kernel[0],
-               a->conv.kernel[1], a->conv.stride[0], a->conv.stride[1], a->conv.padding[0], a->conv.padding[1],
-               a->conv.dilation[0], a->conv.dilation[1], a->conv.groups, why);
-    return NULL;
+    return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, "
+                      "padding %dx%d, dilation %dx%d, %d groups: %s", name ? name : "", hpmli_text(x), (long long)out,
+                      a->conv.kernel[0], a->conv.kernel[1], a->conv.stride[0], a->conv.stride[1], a->conv.padding[0],
+                      a->conv.padding[1], a->conv.dilation[0], a->conv.dilation[1], a->conv.groups, why);
 }
 
 /* Size of the result along one dimension; 0 when the kernel does not fit. */
@@ -6309,18 +6202,18 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     hpml_attr    a;
     int64_t      shape[4], w[4], forward, backward;
     hpml_tensor *src[3], *y;
-    const char  *why, *name;
     hpmli_conv   c;
     if (!hpmli_recordable(1, &x)) return NULL;
     memset(&a, 0, sizeof a);
     if (d) hpmli_conv_attr(&a, d);
-    why = d && (d->_begin || d->_end) ? "canary is not zero; zero the desc before you set fields" : hpmli_conv_check(x, out, &a);
+    const char *why = d && (d->_begin || d->_end) ? "canary is not zero; zero the desc before you set fields"
+                                                  : hpmli_conv_check(x, out, &a);
     if (why) return hpmli_conv_error(x, d ? d->name : NULL, out, &a, why);
     shape[0] = x->shape[0], shape[1] = out;
     for (int i = 0; i < 2; i++)
         shape[2 + i] = hpmli_conv_out(x->shape[2 + i], a.conv.kernel[i], a.conv.stride[i], a.conv.padding[i], a.conv.dilation[i]);
     w[0] = out, w[1] = x->shape[1] / a.conv.groups, w[2] = a.conv.kernel[0], w[3] = a.conv.kernel[1];
-    name   = hpmli_layer_name(x->ctx, d->name, "conv");
+    const char *name = hpmli_layer_name(x->ctx, d->name, "conv");
     src[0] = x;
     src[1] = hpmli_layer_param(x->ctx, name, "weight", d->init, d->init_scale, 4, w);
     src[2] = d->no_bias ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, out);
@@ -6346,12 +6239,11 @@ HPMLI_FN unsigned hpmli_conv2d_needs(const hpml_node *n)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The channels [o, o + HPMLI_CONV_PANEL) of one group's weights, packed; lanes are outputs, or inputs for dx. */
-HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
     int64_t panels = (c->map.out + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL, g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
     int64_t out = c->C * c->taps, in = c->taps; /* steps of w (OC, C, taps) */
-    (void)thread;
     c->ctx->k->conv_pack(c->packed + g * c->weights, c->n->src[1]->data + g * c->OC * out, c->back ? in : out,
                          c->back ? out : in, &c->map, o);
 }
@@ -6411,8 +6303,7 @@ HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
     const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
     int64_t pixels = c->OH * c->OW, in = back ? c->OC : c->C, out = back ? c->C : c->OC;
     for (int64_t g = 0; g < c->groups; g++) {
-        hpmli_gemm_desc d;
-        memset(&d, 0, sizeof d);
+        hpmli_gemm_desc d = HPMLI_ZEROED;
         d.m = out, d.n = pixels, d.k = in, d.alpha = 1, d.batch = c->B;
         d.a = w->data + g * c->OC * c->C, d.a_rs = back ? 1 : c->C, d.a_cs = back ? c->C : 1;
         d.b = (back ? y->grad : x->data) + g * in * pixels, d.b_rs = pixels, d.b_cs = 1, d.b_batch = c->groups * in * pixels;
@@ -6560,11 +6451,10 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
 }
 
 /* The parts come together: HPMLI_CONV_PANEL channels of one group. */
-HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
     int64_t panels = (c->OC + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL, g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
-    (void)thread;
     c->ctx->k->conv_unpack(c->n->src[1]->grad + g * c->OC * c->C * c->taps,
                            c->part + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, c->parts, c->part_size, c->C, c->OC, c->taps, o,
                            c->n->accumulate[1]);
@@ -6609,21 +6499,18 @@ typedef struct hpmli_pooling_job {
 
 HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride, int32_t padding)
 {
-    char         text[160];
-    int64_t      shape[4];
-    hpml_tensor *y;
+    int64_t shape[4];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (stride == 0) stride = kh;
     if (x->ndim != 4 || kh < 1 || kw < 1 || stride < 1 || padding < 0 || 2 * padding > kh || 2 * padding > kw ||
-        hpmli_conv_out(x->shape[2], kh, stride, padding, 1) < 1 || hpmli_conv_out(x->shape[3], kw, stride, padding, 1) < 1) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, H, W), a kernel that fits "
-                   "and padding of at most half of it", hpml_op_name(op), hpml_tensor_text(x, text, sizeof text), kh, kw, stride, padding);
-        return NULL;
-    }
+        hpmli_conv_out(x->shape[2], kh, stride, padding, 1) < 1 || hpmli_conv_out(x->shape[3], kw, stride, padding, 1) < 1)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, "
+                          "H, W), a kernel that fits and padding of at most half of it", hpml_op_name(op),
+                          hpmli_text(x), kh, kw, stride, padding);
     shape[0] = x->shape[0], shape[1] = x->shape[1];
     shape[2] = hpmli_conv_out(x->shape[2], kh, stride, padding, 1);
     shape[3] = hpmli_conv_out(x->shape[3], kw, stride, padding, 1);
-    y = hpmli_node_create(x->ctx, op, 1, &x, 4, shape);
+    hpml_tensor *y = hpmli_node_create(x->ctx, op, 1, &x, 4, shape);
     if (!y) return NULL;
     y->node->attr.conv.kernel[0] = kh, y->node->attr.conv.kernel[1] = kw;
     y->node->attr.conv.stride[0] = stride, y->node->attr.conv.padding[0] = padding;
@@ -6666,14 +6553,13 @@ HPMLI_FN void hpmli_window(int64_t o, int64_t stride, int64_t pad, int64_t kerne
 HPMLI_FN unsigned hpmli_max_pool2d_needs(const hpml_node *n) { (void)n; return 0; }
 HPMLI_FN unsigned hpmli_avg_pool2d_needs(const hpml_node *n) { (void)n; return 0; }
 
-HPMLI_FN void hpmli_max_pool_task(void *arg, int64_t plane, int thread)
+HPMLI_FN void hpmli_max_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
     const float *x  = j->n->src[0]->data + plane * j->H * j->W;
     float       *y  = j->n->out->data + plane * j->OH * j->OW;
     int32_t     *at = (int32_t *)j->n->saved + plane * j->OH * j->OW;
     int64_t      r0, r1, c0, c1;
-    (void)thread;
     for (int64_t oh = 0; oh < j->OH; oh++) {
         if (j->kh == 2 && j->kw == 2 && j->stride == 2 && j->pad == 0) {
             int64_t row = 2 * oh * j->W;
@@ -6695,13 +6581,12 @@ HPMLI_FN void hpmli_max_pool_task(void *arg, int64_t plane, int thread)
     }
 }
 
-HPMLI_FN void hpmli_max_pool_back_task(void *arg, int64_t plane, int thread)
+HPMLI_FN void hpmli_max_pool_back_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpmli_pooling_job *j  = (const hpmli_pooling_job *)arg;
     float                *dx = j->n->src[0]->grad + plane * j->H * j->W;
     const float          *dy = j->n->out->grad + plane * j->OH * j->OW;
     const int32_t        *at = (const int32_t *)j->n->saved + plane * j->OH * j->OW;
-    (void)thread;
     if (!j->n->accumulate[0]) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
     for (int64_t i = 0; i < j->OH * j->OW; i++) dx[at[i]] += dy[i];
 }
@@ -6724,18 +6609,16 @@ HPMLI_FN void hpmli_avg_pool_walk(const hpmli_pooling_job *j, const float *x, fl
     }
 }
 
-HPMLI_FN void hpmli_avg_pool_task(void *arg, int64_t plane, int thread)
+HPMLI_FN void hpmli_avg_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
-    (void)thread;
     hpmli_avg_pool_walk(j, j->n->src[0]->data + plane * j->H * j->W, j->n->out->data + plane * j->OH * j->OW, NULL, NULL);
 }
 
-HPMLI_FN void hpmli_avg_pool_back_task(void *arg, int64_t plane, int thread)
+HPMLI_FN void hpmli_avg_pool_back_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpmli_pooling_job *j  = (const hpmli_pooling_job *)arg;
     float                *dx = j->n->src[0]->grad + plane * j->H * j->W;
-    (void)thread;
     if (!j->n->accumulate[0]) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
     hpmli_avg_pool_walk(j, NULL, NULL, dx, j->n->out->grad + plane * j->OH * j->OW);
 }
@@ -6764,19 +6647,14 @@ HPMLI_FN hpml_status hpmli_avg_pool2d_backward(const hpml_run *run, hpml_node *n
 
 HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
 {
-    hpml_norm_desc d;
-    char           text[160];
+    hpml_norm_desc d = HPMLI_ZEROED;
     hpml_tensor   *src[5], *y;
-    const char    *name;
-    memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &x)) return NULL;
-    if ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU)) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), activation NONE or RELU",
-                   d.name ? d.name : "", hpml_tensor_text(x, text, sizeof text));
-        return NULL;
-    }
-    name   = hpmli_layer_name(x->ctx, d.name, "batchnorm");
+    if ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU))
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), "
+                          "activation NONE or RELU", d.name ? d.name : "", hpmli_text(x));
+    const char *name = hpmli_layer_name(x->ctx, d.name, "batchnorm");
     src[0] = x;
     src[1] = d.no_affine ? NULL : hpmli_layer_vector(x->ctx, name, "weight", HPML_INIT_ONES, x->shape[1]);
     src[2] = d.no_affine ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, x->shape[1]);
@@ -6824,12 +6702,11 @@ HPMLI_FN void hpmli_bn_statistics(const hpmli_bn_job *j, int64_t c, float *mean,
     *running_var  = (1 - m) * *running_var + m * (float)(square / (N > 1 ? N - 1 : 1));
 }
 
-HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread)
+HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
 {
     const hpmli_bn_job *j     = (const hpmli_bn_job *)arg;
     const hpml_node    *n     = j->n;
     float              *saved = (float *)n->saved + 2 * c, a, b;
-    (void)thread;
     hpmli_bn_statistics(j, c, &saved[0], &saved[1]);
     a = saved[1] * (n->src[1] ? n->src[1]->data[c] : 1);
     b = (n->src[2] ? n->src[2]->data[c] : 0) - saved[0] * a;
@@ -6841,14 +6718,13 @@ HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread)
     }
 }
 
-HPMLI_FN void hpmli_bn_back_task(void *arg, int64_t c, int thread)
+HPMLI_FN void hpmli_bn_back_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
 {
     const hpmli_bn_job *j = (const hpmli_bn_job *)arg;
     const hpml_node    *n = j->n;
     float   mean = ((const float *)n->saved)[2 * c], rstd = ((const float *)n->saved)[2 * c + 1];
     double  N = (double)(j->B * j->P), s1 = 0, dot = 0, s2, a;
     int64_t step = j->C * j->P, first = c * j->P;
-    (void)thread;
     for (int64_t i = 0; i < j->B; i++) {
         float *dy = n->out->grad + first + i * step;
         if (n->attr.norm.act == HPML_ACT_RELU)
@@ -6895,10 +6771,9 @@ typedef struct hpmli_rows {
     void (*row)(const struct hpmli_rows *r, int64_t row);
 } hpmli_rows;
 
-HPMLI_FN void hpmli_rows_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_rows_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_rows *r = (const hpmli_rows *)arg;
-    (void)thread;
     for (int64_t i = task * r->each; i < (task + 1) * r->each && i < r->rows; i++) r->row(r, i);
 }
 
@@ -6917,20 +6792,16 @@ HPMLI_FN hpml_status hpmli_rows_run(const hpml_run *run, hpml_node *n, const hpm
 
 HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
 {
-    hpml_tensor *y;
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (x->ndim < 1) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "softmax of \"%s\": a scalar has no last dimension", x->name);
-        return NULL;
-    }
-    y = hpmli_node_create(x->ctx, HPML_OP_SOFTMAX, 1, &x, x->ndim, x->shape);
+    if (x->ndim < 1)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "softmax of \"%s\": a scalar has no last dimension", x->name);
+    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SOFTMAX, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.softmax.log = log;
     return y;
 }
 
 HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, false); }
 HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, true); }
-
 HPMLI_FN unsigned hpmli_softmax_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_OUT; }
 
 HPMLI_FN void hpmli_softmax_row(const hpmli_rows *r, int64_t row)
@@ -6984,20 +6855,15 @@ HPMLI_FN hpml_status hpmli_softmax_backward(const hpml_run *run, hpml_node *n)
 
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
 {
-    hpml_norm_desc d;
+    hpml_norm_desc d = HPMLI_ZEROED;
     hpml_tensor   *src[3], *y;
-    const char    *name;
-    int64_t        rows, cols;
-    memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (x->ndim < 2) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
-        return NULL;
-    }
-    cols   = x->shape[x->ndim - 1];
-    rows   = hpml_tensor_count(x) / cols;
-    name   = hpmli_layer_name(x->ctx, d.name, hpml_op_name(op));
+    if (x->ndim < 2)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
+    int64_t     cols = x->shape[x->ndim - 1];
+    int64_t     rows = hpml_tensor_count(x) / cols;
+    const char *name = hpmli_layer_name(x->ctx, d.name, hpml_op_name(op));
     src[0] = x, src[1] = src[2] = NULL;
     if (!d.no_affine) {
         src[1] = hpmli_layer_vector(x->ctx, name, "weight", HPML_INIT_ONES, cols);
@@ -7014,7 +6880,6 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
 
 HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *d) { return hpmli_norm_record(x, d, HPML_OP_LAYERNORM); }
 HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *d) { return hpmli_norm_record(x, d, HPML_OP_RMSNORM); }
-
 HPMLI_FN unsigned hpmli_layernorm_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
 HPMLI_FN unsigned hpmli_rmsnorm_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
 
@@ -7038,14 +6903,13 @@ HPMLI_FN hpml_status hpmli_norm_forward(const hpml_run *run, hpml_node *n)
 }
 
 /* Rows of one block; part holds its dgamma (cols) and dbeta (cols). */
-HPMLI_FN void hpmli_norm_back_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_norm_back_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_rows *r    = (const hpmli_rows *)arg;
     const hpml_node  *n    = r->n;
     float            *part = (float *)n->scratch + task * 2 * r->cols, g[HPMLI_PIECE], h[HPMLI_PIECE];
     const float      *gamma = n->src[1] ? n->src[1]->data : NULL;
     int64_t           end = (task + 1) * HPMLI_NORM_ROWS < r->rows ? (task + 1) * HPMLI_NORM_ROWS : r->rows;
-    (void)thread;
     r->k->vfill(part, 0, 2 * r->cols);
     for (int64_t row = task * HPMLI_NORM_ROWS; row < end; row++) {
         const float *x = n->src[0]->data + row * r->cols, *dy = n->out->grad + row * r->cols;
@@ -7078,11 +6942,10 @@ HPMLI_FN void hpmli_norm_back_task(void *arg, int64_t task, int thread)
 HPMLI_FN hpml_status hpmli_norm_backward(const hpml_run *run, hpml_node *n)
 {
     hpmli_rows r;
-    int64_t    blocks;
     r.k = run->ctx->k, r.run = run, r.n = n;
     r.cols = n->out->shape[n->out->ndim - 1];
     r.rows = hpml_tensor_count(n->out) / r.cols;
-    blocks = (r.rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
+    int64_t blocks = (r.rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
     hpmli_parallel(run->ctx, blocks, hpmli_norm_back_task, &r);
     for (int s = 1; s < 3; s++) {
         if (!n->src[s] || !n->src[s]->grad) continue;
@@ -7107,13 +6970,11 @@ HPMLI_FN hpml_status hpmli_rmsnorm_backward(const hpml_run *run, hpml_node *n) {
 
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
 {
-    hpml_tensor *y;
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (!(p >= 0 && p < 1)) {
-        hpmli_fail(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": probability %g, expected 0 <= p < 1", x->name, (double)p);
-        return NULL;
-    }
-    y = hpmli_node_create(x->ctx, HPML_OP_DROPOUT, 1, &x, x->ndim, x->shape);
+    if (!(p >= 0 && p < 1))
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": probability %g, expected 0 <= p < 1", x->name,
+                          (double)p);
+    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_DROPOUT, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.dropout.p = p;
     return y;
 }
@@ -7129,14 +6990,13 @@ typedef struct hpmli_dropout_job {
     bool            accumulate;
 } hpmli_dropout_job;
 
-HPMLI_FN void hpmli_dropout_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_dropout_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_dropout_job *j = (const hpmli_dropout_job *)arg;
     uint64_t stream = j->run->step << 24 ^ (uint64_t)j->n->index ^ UINT64_C(0xd) << 60;
     float    p = j->n->attr.dropout.p, scale = 1 / (1 - p);
     uint32_t words[256], least = (uint32_t)((double)p * 4294967296.0);
     int64_t  end = (task + 1) * HPMLI_GRAIN < j->count ? (task + 1) * HPMLI_GRAIN : j->count;
-    (void)thread;
     for (int64_t i = task * HPMLI_GRAIN; i < end; i += 256) {
         int64_t c = end - i < 256 ? end - i : 256;
         hpmli_random_words(words, j->run->ctx->seed, stream, j->first + i, c);
@@ -7174,32 +7034,25 @@ HPMLI_FN hpml_status hpmli_dropout_backward(const hpml_run *run, hpml_node *n)
 /* Embedding: y[i] = table[token[i]]; backward adds dy[i] to that row, in order of i. Sources: tokens, table. */
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width, const hpml_embedding_desc *desc)
 {
-    hpml_embedding_desc d;
+    hpml_embedding_desc d = HPMLI_ZEROED;
     int64_t             shape[HPML_MAX_DIMS], table[2];
     hpml_tensor        *src[2];
-    char                text[160];
-    const char         *name;
-    memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &tokens)) return NULL;
-    if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1) {
-        hpmli_fail(tokens->ctx, HPML_ERR_DTYPE, "embedding \"%s\": tokens are %s, expected i32 with at most %d dimensions; "
-                   "table %lldx%lld", d.name ? d.name : "", hpml_tensor_text(tokens, text, sizeof text), HPML_MAX_DIMS - 1,
-                   (long long)vocabulary, (long long)width);
-        return NULL;
-    }
-    name     = hpmli_layer_name(tokens->ctx, d.name, "embedding");
+    if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1)
+        return hpmli_null(tokens->ctx, HPML_ERR_DTYPE, "embedding \"%s\": tokens are %s, expected i32 with at most %d "
+                          "dimensions; table %lldx%lld", d.name ? d.name : "", hpmli_text(tokens), HPML_MAX_DIMS - 1,
+                          (long long)vocabulary, (long long)width);
+    const char *name = hpmli_layer_name(tokens->ctx, d.name, "embedding");
     table[0] = vocabulary, table[1] = width;
     src[0]   = tokens;
     src[1]   = d.weight ? d.weight : hpmli_layer_param(tokens->ctx, name, "weight",
                    d.init == HPML_INIT_DEFAULT ? HPML_INIT_NORMAL : d.init,
                    d.init == HPML_INIT_DEFAULT ? 1.0f : d.init_scale, 2, table);
     if (!src[1]) return NULL;
-    if (src[1]->ndim != 2 || src[1]->shape[0] != vocabulary || src[1]->shape[1] != width) {
-        hpmli_fail(tokens->ctx, HPML_ERR_SHAPE, "embedding \"%s\": the shared table is %s, expected %lldx%lld", name,
-                   hpml_tensor_text(src[1], text, sizeof text), (long long)vocabulary, (long long)width);
-        return NULL;
-    }
+    if (src[1]->ndim != 2 || src[1]->shape[0] != vocabulary || src[1]->shape[1] != width)
+        return hpmli_null(tokens->ctx, HPML_ERR_SHAPE, "embedding \"%s\": the shared table is %s, expected %lldx%lld",
+                          name, hpmli_text(src[1]), (long long)vocabulary, (long long)width);
     memcpy(shape, tokens->shape, sizeof shape);
     shape[tokens->ndim] = width;
     return hpmli_node_create_named(tokens->ctx, HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape);
@@ -7213,8 +7066,8 @@ HPMLI_FN hpml_status hpmli_embedding_forward(const hpml_run *run, hpml_node *n)
     int64_t        count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
     for (int64_t i = 0; i < count; i++) {
         if (token[i] < 0 || token[i] >= vocabulary)
-            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld", n->out->name,
-                              (long long)i, token[i], (long long)vocabulary - 1);
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
+                              n->out->name, (long long)i, token[i], (long long)vocabulary - 1);
         memcpy(n->out->data + i * width, n->src[1]->data + token[i] * width, (size_t)width * sizeof(float));
     }
     return HPML_OK;
@@ -7247,18 +7100,14 @@ HPMLI_FN hpml_status hpmli_embedding_backward(const hpml_run *run, hpml_node *n)
 
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *d)
 {
-    char         text[160];
-    int64_t      shape[3], C;
-    hpml_tensor *y;
+    int64_t shape[3], C;
     if (!hpmli_recordable(1, &qkv)) return NULL;
     C = qkv->shape[2] / 3;
-    if (!d || d->heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d->heads != 0) {
-        hpmli_fail(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C a multiple of the "
-                   "heads", hpml_tensor_text(qkv, text, sizeof text), d ? d->heads : 0);
-        return NULL;
-    }
+    if (!d || d->heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d->heads != 0)
+        return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
+                          "a multiple of the heads", hpmli_text(qkv), d ? d->heads : 0);
     shape[0] = qkv->shape[0], shape[1] = qkv->shape[1], shape[2] = C;
-    y = hpmli_node_create(qkv->ctx, HPML_OP_ATTENTION, 1, &qkv, 3, shape);
+    hpml_tensor *y = hpmli_node_create(qkv->ctx, HPML_OP_ATTENTION, 1, &qkv, 3, shape);
     if (!y) return NULL;
     y->node->attr.attention.heads  = d->heads;
     y->node->attr.attention.causal = !d->not_causal;
@@ -7375,17 +7224,13 @@ HPMLI_FN hpml_status hpmli_attention_backward(const hpml_run *run, hpml_node *n)
 
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *given)
 {
-    char         text[160];
     int64_t      shape[3], w[2];
     hpml_tensor *src[4], *y;
-    const char  *name;
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (x->ndim != 3 || hidden < 1) {
-        hpmli_fail(x->ctx, HPML_ERR_SHAPE, "lstm \"%s\": input is %s, expected (B, T, features), hidden %lld", given ? given : "",
-                   hpml_tensor_text(x, text, sizeof text), (long long)hidden);
-        return NULL;
-    }
-    name   = hpmli_layer_name(x->ctx, given, "lstm");
+    if (x->ndim != 3 || hidden < 1)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "lstm \"%s\": input is %s, expected (B, T, features), hidden %lld",
+                          given ? given : "", hpmli_text(x), (long long)hidden);
+    const char *name = hpmli_layer_name(x->ctx, given, "lstm");
     w[0]   = 4 * hidden, w[1] = x->shape[2];
     src[0] = x;
     src[1] = hpmli_layer_param(x->ctx, name, "weight_x", HPML_INIT_XAVIER_UNIFORM, 0, 2, w);
@@ -7401,9 +7246,8 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
     return y;
 }
 
-HPMLI_FN unsigned hpmli_lstm_needs(const hpml_node *n)
+HPMLI_FN unsigned hpmli_lstm_needs(const hpml_node *n HPMLI_UNUSED)
 {
-    (void)n;
     return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1) | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT;
 }
 
@@ -7424,12 +7268,11 @@ HPMLI_FN void hpmli_lstm_make(hpmli_lstm_job *j, const hpml_run *run, hpml_node 
     j->dc    = j->dh + j->B * j->H;
 }
 
-HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread)
+HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
     int64_t H  = j->H, at = b * j->T + j->t;
     float  *a  = j->gates + at * 4 * H, *c = j->cells + at * H, *h = j->n->out->data + at * H;
-    (void)thread;
     j->k->vsigmoid(a, a, 2 * H);
     j->k->vtanh(a + 2 * H, a + 2 * H, H);
     j->k->vsigmoid(a + 3 * H, a + 3 * H, H);
@@ -7459,13 +7302,12 @@ HPMLI_FN hpml_status hpmli_lstm_forward(const hpml_run *run, hpml_node *n)
     return HPML_OK;
 }
 
-HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread)
+HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
     int64_t      H = j->H, at = b * j->T + j->t;
     float       *a = j->gates + at * 4 * H, *dc = j->dc + b * H;
     const float *c = j->cells + at * H, *dy = j->n->out->grad + at * H, *dh = j->dh + b * H;
-    (void)thread;
     for (int64_t i = 0; i < H; i++) {
         float in = a[i], forget = a[H + i], g = a[2 * H + i], out = a[3 * H + i], t = tanhf(c[i]);
         float d  = dy[i] + (j->t < j->T - 1 ? dh[i] : 0);
@@ -7482,7 +7324,6 @@ HPMLI_FN hpml_status hpmli_lstm_backward(const hpml_run *run, hpml_node *n)
 {
     hpmli_lstm_job j;
     int64_t        in = n->src[0]->shape[2], H;
-    hpmli_mat      da;
     hpmli_lstm_make(&j, run, n);
     H = j.H;
     for (j.t = j.T - 1; j.t >= 0; j.t--) {
@@ -7491,7 +7332,7 @@ HPMLI_FN hpml_status hpmli_lstm_backward(const hpml_run *run, hpml_node *n)
             hpmli_product_at(run->ctx, -1, j.B, H, 4 * H, 1, hpmli_strided(j.gates + j.t * 4 * H, j.T * 4 * H, false),
                                hpmli_strided(n->src[2]->data, H, false), j.dh, H, NULL, false);
     }
-    da = hpmli_strided(j.gates, 4 * H, false);
+    hpmli_mat da = hpmli_strided(j.gates, 4 * H, false);
     if (n->src[0]->grad)
         hpmli_product_at(run->ctx, -1, j.B * j.T, in, 4 * H, 1, da, hpmli_strided(n->src[1]->data, in, false), n->src[0]->grad, in,
                            NULL, n->accumulate[0]);
@@ -7519,15 +7360,12 @@ HPMLI_FN hpml_status hpmli_lstm_backward(const hpml_run *run, hpml_node *n)
 
 HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor *target)
 {
-    char         a[160], b[160];
     hpml_tensor *src[2], *loss;
     src[0] = y, src[1] = target;
     if (!hpmli_recordable(2, src)) return NULL;
-    if (target->dtype != HPML_DTYPE_F32 || target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0) {
-        hpmli_fail(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape", hpml_op_name(op),
-                   hpml_tensor_text(y, a, sizeof a), hpml_tensor_text(target, b, sizeof b));
-        return NULL;
-    }
+    if (target->dtype != HPML_DTYPE_F32 || target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
+        return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
+                          hpml_op_name(op), hpmli_text(y), hpmli_text(target));
     loss = hpmli_node_create(y->ctx, op, 2, src, 0, NULL);
     if (loss) loss->node->mixes_batch = false;
     return loss;
@@ -7535,18 +7373,14 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor 
 
 HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
 {
-    char         a[160], b[160];
     hpml_tensor *src[2], *loss;
-    bool         fits;
     src[0] = logits, src[1] = labels;
     if (!hpmli_recordable(2, src)) return NULL;
-    fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
+    bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
     for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
-    if (!fits || (desc && !(desc->label_smoothing >= 0 && desc->label_smoothing <= 1))) {
-        hpmli_fail(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) and i32 (..), "
-                   "label_smoothing in 0..1", hpml_tensor_text(logits, a, sizeof a), hpml_tensor_text(labels, b, sizeof b));
-        return NULL;
-    }
+    if (!fits || (desc && !(desc->label_smoothing >= 0 && desc->label_smoothing <= 1)))
+        return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
+                          "and i32 (..), label_smoothing in 0..1", hpmli_text(logits), hpmli_text(labels));
     loss = hpmli_node_create(logits->ctx, HPML_OP_CROSS_ENTROPY, 2, src, 0, NULL);
     if (!loss) return NULL;
     loss->node->mixes_batch                  = false;
@@ -7592,8 +7426,9 @@ HPMLI_FN hpml_status hpmli_cross_entropy_forward(const hpml_run *run, hpml_node 
     for (int64_t i = 0; i < rows; i++) {
         if (label[i] == n->attr.cross_entropy.ignore) continue;
         if (label[i] < 0 || label[i] >= V)
-            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to %lld (or %d to "
-                              "be ignored)", (long long)i, label[i], (long long)V - 1, n->attr.cross_entropy.ignore);
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to "
+                              "%lld (or %d to be ignored)", (long long)i, label[i], (long long)V - 1,
+                              n->attr.cross_entropy.ignore);
         counted++;
     }
     hpmli_rows_run(run, n, x, hpmli_cross_entropy_row);
@@ -7636,12 +7471,11 @@ HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *tar
 HPMLI_FN unsigned hpmli_bce_with_logits_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
 
 /* max(x, 0) - x t + log(1 + exp(-|x|)): never overflows */
-HPMLI_FN hpml_status hpmli_bce_with_logits_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN hpml_status hpmli_bce_with_logits_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
     const float *x = n->src[0]->data, *t = n->src[1]->data;
     int64_t      count = hpml_tensor_count(n->src[0]);
     double       sum   = 0;
-    (void)run;
     for (int64_t i = 0; i < count; i++)
         sum += (double)((x[i] > 0 ? x[i] : 0) - x[i] * t[i]) + log1p(exp(-fabs((double)x[i])));
     n->out->data[0] = (float)(sum / (double)count);
@@ -7660,17 +7494,13 @@ HPMLI_FN void hpmli_loss_slopes(hpml_node *n, float (*slope)(const hpml_node *n,
     }
 }
 
-HPMLI_FN float hpmli_bce_slope(const hpml_node *n, float x, float t)
-{
-    (void)n;
-    return 1 / (1 + expf(-x)) - t;
-}
+HPMLI_FN float hpmli_bce_slope(const hpml_node *n HPMLI_UNUSED, float x, float t) { return 1 / (1 + expf(-x)) - t; }
 
 HPMLI_FN hpml_status hpmli_bce_with_logits_backward(const hpml_run *run, hpml_node *n)
 {
     if (n->src[1]->grad)
-        return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from parameters; only the "
-                          "logits get a gradient", n->src[1]->name);
+        return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
+                          "parameters; only the logits get a gradient", n->src[1]->name);
     hpmli_loss_slopes(n, hpmli_bce_slope);
     return HPML_OK;
 }
@@ -7692,12 +7522,11 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
 HPMLI_FN unsigned hpmli_huber_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
 
 /* squared: d^2. Huber: d^2 / 2 up to delta, then delta (|d| - delta / 2). delta 0: |d|. */
-HPMLI_FN hpml_status hpmli_huber_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN hpml_status hpmli_huber_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
     const float *x = n->src[0]->data, *t = n->src[1]->data;
     int64_t      count = hpml_tensor_count(n->src[0]);
     double       sum = 0, delta = (double)n->attr.huber.delta;
-    (void)run;
     for (int64_t i = 0; i < count; i++) {
         double d = fabs((double)x[i] - (double)t[i]);
         if (n->attr.huber.squared) sum += d * d;
@@ -7716,9 +7545,8 @@ HPMLI_FN float hpmli_huber_slope(const hpml_node *n, float x, float t)
     return d > delta ? delta : d < -delta ? -delta : d;
 }
 
-HPMLI_FN hpml_status hpmli_huber_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN hpml_status hpmli_huber_backward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
-    (void)run;
     hpmli_loss_slopes(n, hpmli_huber_slope);
     return HPML_OK;
 }
@@ -7726,9 +7554,8 @@ HPMLI_FN hpml_status hpmli_huber_backward(const hpml_run *run, hpml_node *n)
 // >>backend   the CPU backend: memory, the table of ops, optimizer steps
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc, void **device)
+HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
 {
-    (void)desc;
     *device = ctx;
     return HPML_OK;
 }
@@ -7742,29 +7569,22 @@ HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
     return p;
 }
 
-HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes)
-{
-    (void)bytes;
-    hpmli_free((hpml_ctx *)device, p);
-}
+HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes HPMLI_UNUSED) { hpmli_free((hpml_ctx *)device, p); }
 
-HPMLI_FN hpml_status hpmli_cpu_write(void *device, void *dst, const void *host, size_t bytes)
+HPMLI_FN hpml_status hpmli_cpu_write(void *device HPMLI_UNUSED, void *dst, const void *host, size_t bytes)
 {
-    (void)device;
     memcpy(dst, host, bytes);
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_cpu_read(void *device, void *host, const void *src, size_t bytes)
+HPMLI_FN hpml_status hpmli_cpu_read(void *device HPMLI_UNUSED, void *host, const void *src, size_t bytes)
 {
-    (void)device;
     memcpy(host, src, bytes);
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_cpu_zero(void *device, void *dst, size_t bytes)
+HPMLI_FN hpml_status hpmli_cpu_zero(void *device HPMLI_UNUSED, void *dst, size_t bytes)
 {
-    (void)device;
     memset(dst, 0, bytes);
     return HPML_OK;
 }
@@ -7779,23 +7599,20 @@ typedef struct hpmli_sumsq_job {
     double               part[HPMLI_SUM_TASKS];
 } hpmli_sumsq_job;
 
-HPMLI_FN void hpmli_sumsq_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_sumsq_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     hpmli_sumsq_job *j = (hpmli_sumsq_job *)arg;
     int64_t          i = task * j->piece, n = j->n - i < j->piece ? j->n - i : j->piece;
-    (void)thread;
     j->part[task] = j->k->vsumsq(j->x + i, n);
 }
 
-HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device, hpml_ctx *ctx, const float *x, int64_t n, double *out)
+HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, const float *x, int64_t n, double *out)
 {
     hpmli_sumsq_job j;
-    int64_t         tasks;
-    (void)device;
     j.k = ctx->k, j.x = x, j.n = n;
     j.piece = (n + HPMLI_SUM_TASKS - 1) / HPMLI_SUM_TASKS;
     if (j.piece < HPMLI_GRAIN) j.piece = HPMLI_GRAIN;
-    tasks = (n + j.piece - 1) / j.piece;
+    int64_t tasks = (n + j.piece - 1) / j.piece;
     hpmli_parallel(ctx, tasks, hpmli_sumsq_task, &j);
     *out = 0;
     for (int64_t i = 0; i < tasks; i++) *out += j.part[i];
@@ -7808,12 +7625,11 @@ typedef struct hpmli_update_job {
     hpmli_opt_args       o;
 } hpmli_update_job;
 
-HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_update_job *j = (const hpmli_update_job *)arg;
     const hpml_update      *u = j->u;
     int64_t                 i = task * HPMLI_GRAIN, n = u->n - i < HPMLI_GRAIN ? u->n - i : HPMLI_GRAIN;
-    (void)thread;
     j->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
 }
 
@@ -7838,9 +7654,8 @@ HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, const hpml_update *u)
     ctx->k->vaxpby(u->w, -u->lr * (float)ratio, u->g, 1, u->n);
 }
 
-HPMLI_FN hpml_status hpmli_cpu_update(void *device, hpml_ctx *ctx, const hpml_update *updates, int count)
+HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
 {
-    (void)device;
     for (int i = 0; i < count; i++) {
         const hpml_update *u = &updates[i];
         hpmli_update_job   j;
@@ -7968,10 +7783,7 @@ HPMLI_FN unsigned hpmli_node_needs(const hpml_node *n)
     }
 }
 
-HPMLI_FN bool hpmli_trainable(const hpml_tensor *t)
-{
-    return t->param && !t->param->buffer && !t->param->frozen;
-}
+HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
 
 /* Position of the node that makes t in this graph, by its index. */
 HPMLI_FN hpmli_use *hpmli_use_of(hpmli_use *uses, const int *position, const hpml_tensor *t)
@@ -8152,11 +7964,9 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
         const hpml_tensor *t = g->leaves[i];
         if (!t->batch_rows) continue;
         if (g->batch == 0) g->batch = t->shape[0];
-        if (g->batch != t->shape[0]) {
-            hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: its inputs have batches of %lld and %lld; they must be the same",
-                       (long long)g->batch, (long long)t->shape[0]);
-            return false;
-        }
+        if (g->batch != t->shape[0])
+            return hpmli_false(g->ctx, HPML_ERR_SHAPE, "graph: its inputs have batches of %lld and %lld; they must be "
+                               "the same", (long long)g->batch, (long long)t->shape[0]);
     }
     for (int i = 0; i < g->count; i++)
         if (g->nodes[i]->mixes_batch) g->batchable = false;
@@ -8209,11 +8019,9 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
     int          count = 0;
     if (hpmli_failed(ctx)) return NULL;
     if (!d || d->output_count < 0 || d->output_count > HPML_MAX_SRC || (d->output_count == 0 && !d->loss) ||
-        (d->loss && hpml_tensor_count(d->loss) != 1)) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be one number",
-                   HPML_MAX_SRC);
-        return NULL;
-    }
+        (d->loss && hpml_tensor_count(d->loss) != 1))
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be "
+                          "one number", HPML_MAX_SRC);
     for (int i = 0; i < d->output_count; i++) targets[count++] = d->outputs[i];
     if (d->loss) targets[count++] = d->loss;
     if (!hpmli_recordable(count, targets)) return NULL;
@@ -8248,15 +8056,14 @@ HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
 
 HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
 {
-    hpml_ctx *ctx;
     if (!g) return HPML_ERR_ARGUMENT;
-    ctx = g->ctx;
+    hpml_ctx *ctx = g->ctx;
     if (hpmli_failed(ctx)) return ctx->status;
     if (g->arena) return HPML_OK;
     for (int i = 0; i < g->count; i++)
         if (g->nodes[i]->out->data)
-            return hpmli_fail(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; record it again with the "
-                              "same parameters", g->nodes[i]->out->name);
+            return hpmli_fail(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; record it again "
+                              "with the same parameters", g->nodes[i]->out->name);
     if (hpml_param_init(ctx) != HPML_OK) return ctx->status;
     g->arena_bytes = g->memory.activations + g->scratch_bytes + 64;
     g->arena       = (char *)hpmli_device_alloc(ctx, g->arena_bytes);
@@ -8330,10 +8137,9 @@ HPMLI_FN void hpmli_run_make(hpml_run *run, const hpml_graph *g, bool train, uin
 
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step)
 {
-    hpml_run    run;
-    hpml_status status;
+    hpml_run run;
     if (!g) return HPML_ERR_ARGUMENT;
-    status = hpml_graph_alloc(g);
+    hpml_status status = hpml_graph_alloc(g);
     if (status != HPML_OK) return status;
     hpmli_run_make(&run, g, train, step, 1);
     g->train = train;
@@ -8347,13 +8153,12 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
 }
 
 /* Adding to earlier gradients: those ops that would write a parameter's gradient first must add as well. */
-HPMLI_FN void hpmli_add_to_params(const hpml_graph *g, hpml_node *n, bool accumulate, bool *before)
+HPMLI_FN void hpmli_add_to_params(const hpml_graph *g HPMLI_UNUSED, hpml_node *n, bool accumulate, bool *before)
 {
     for (int s = 0; s < n->src_count; s++) {
         before[s] = n->accumulate[s];
         if (accumulate && n->src[s] && hpmli_trainable(n->src[s])) n->accumulate[s] = true;
     }
-    (void)g;
 }
 
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate)
@@ -8363,8 +8168,8 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
     if (!g) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(g->ctx)) return g->ctx->status;
     if (!g->loss || !g->arena || !g->loss->grad)
-        return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a forward "
-                          "pass before");
+        return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
+                          "forward pass before");
     hpmli_run_make(&run, g, g->train, g->step, scale);
     g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
     for (int i = g->count - 1; i >= 0 && status == HPML_OK; i--) {
@@ -8392,13 +8197,12 @@ HPMLI_FN double hpmli_graph_loss(hpml_graph *g)
 /* Loss with element `at` of t moved by `by`. */
 HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, float by)
 {
-    float  was, now;
-    double loss;
+    float was, now;
     g->ctx->backend->read(g->ctx->device, &was, t->data + at, sizeof was);
     now = was + by;
     g->ctx->backend->write(g->ctx->device, t->data + at, &now, sizeof now);
     hpml_graph_forward(g, g->train, g->step);
-    loss = hpmli_graph_loss(g);
+    double loss = hpmli_graph_loss(g);
     g->ctx->backend->write(g->ctx->device, t->data + at, &was, sizeof was);
     return loss;
 }
@@ -8478,11 +8282,10 @@ struct hpml_trainer {
 
 HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
 {
-    double t, span;
     if (!s) return lr;
     if (step < s->warmup_steps) return lr * (float)(step + 1) / (float)s->warmup_steps;
-    span = (double)(s->total_steps - s->warmup_steps);
-    t    = span > 0 ? (double)(step - s->warmup_steps) / span : 1;
+    double span = (double)(s->total_steps - s->warmup_steps);
+    double t    = span > 0 ? (double)(step - s->warmup_steps) / span : 1;
     if (t > 1) t = 1;
     switch (s->kind) {
     case HPML_SCHEDULE_CONSTANT: break;
@@ -8542,18 +8345,16 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
 {
     const hpml_trainer_desc *d      = &t->d;
     bool                     labels = d->loss == HPML_LOSS_CROSS_ENTROPY;
-    hpml_cross_entropy_desc  ce;
+    hpml_cross_entropy_desc  ce = HPMLI_ZEROED;
     if (d->loss_tensor || d->target) {
         t->loss   = d->loss_tensor;
         t->target = d->target;
         if (t->loss && t->target) return true;
-        hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: loss_tensor and target go together");
-        return false;
+        return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "trainer: loss_tensor and target go together");
     }
     t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, t->output->ndim - (labels ? 1 : 0),
                            t->output->shape);
     if (t->target && t->output->batch_rows) t->target->batch_rows = t->output->batch_rows;
-    memset(&ce, 0, sizeof ce);
     ce.label_smoothing = d->label_smoothing;
     switch (d->loss) {
     case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(t->output, t->target, &ce); break;
@@ -8567,31 +8368,24 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
 HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 {
     if (hpmli_failed(ctx)) return false;
-    if (!d || d->_begin || d->_end) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer desc: %s", d ? "canary is not zero; zero the struct before you set fields" :
-                   "none given");
-        return false;
-    }
-    if (!d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
-        return false;
-    }
+    if (!d || d->_begin || d->_end)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer desc: %s",
+                           d ? "canary is not zero; zero the struct before you set fields" : "none given");
+    if (!d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
     if (!(d->lr >= 0) || !(d->momentum >= 0) || !(d->weight_decay >= 0) || !(d->clip_norm >= 0) || d->label_smoothing < 0 ||
-        d->label_smoothing > 1) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: lr %g, momentum %g, weight_decay %g, clip_norm %g must not be negative and "
-                   "label_smoothing %g be in 0..1", (double)d->lr, (double)d->momentum, (double)d->weight_decay,
-                   (double)d->clip_norm, (double)d->label_smoothing);
-        return false;
-    }
+        d->label_smoothing > 1)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: lr %g, momentum %g, weight_decay %g, clip_norm %g must "
+                           "not be negative and label_smoothing %g be in 0..1", (double)d->lr, (double)d->momentum,
+                           (double)d->weight_decay, (double)d->clip_norm, (double)d->label_smoothing);
     return true;
 }
 
 /* Everything but memory: what hpml_trainer_memory and hpml_trainer_create share. */
 HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
-    hpml_graph_desc gd;
+    hpml_graph_desc gd = HPMLI_ZEROED;
     hpml_trainer   *t;
-    int             states;
     if (!hpmli_trainer_check(ctx, desc)) return NULL;
     t = (hpml_trainer *)hpmli_alloc_array(ctx, 1, sizeof *t);
     if (!t) return NULL;
@@ -8601,13 +8395,12 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     t->input  = desc->input;
     t->output = desc->output;
     if (!hpmli_trainer_loss(t)) return NULL;
-    memset(&gd, 0, sizeof gd);
     gd.output_count = 1;
     gd.outputs      = &t->output;
     gd.loss         = t->loss;
     t->graph        = hpml_graph_create(ctx, &gd);
     if (!t->graph) return NULL;
-    states = hpmli_opt_states(&t->d);
+    int states                 = hpmli_opt_states(&t->d);
     t->graph->memory.optimizer = (size_t)((states & 1) + (states >> 1)) * t->graph->memory.gradients;
     t->graph->memory.total += t->graph->memory.optimizer;
     return t;
@@ -8681,10 +8474,8 @@ HPMLI_FN bool hpmli_trainer_alloc(hpml_trainer *t)
     int       states = hpmli_opt_states(&t->d);
     size_t    bytes  = t->graph->memory.gradients;
     if (hpml_graph_alloc(t->graph) != HPML_OK) return false;
-    if (bytes == 0) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained");
-        return false;
-    }
+    if (bytes == 0)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained");
     if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, bytes);
     if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, bytes);
     t->updates  = (hpml_update *)hpmli_alloc_array(ctx, (int64_t)ctx->param_count, sizeof *t->updates);
@@ -8712,9 +8503,8 @@ HPML_API int64_t hpml_trainer_step_count(const hpml_trainer *t) { return t ? t->
 
 HPML_API float hpml_trainer_lr(const hpml_trainer *t)
 {
-    double batch;
     if (!t) return 0;
-    batch = (double)t->graph->batch * t->ranks * t->d.accumulate;
+    double batch = (double)t->graph->batch * t->ranks * t->d.accumulate;
     return hpml_schedule_lr(&t->d.schedule, t->d.lr_base_batch > 0 ?
                             hpml_lr_scale(t->d.lr_rule, t->d.lr, batch / (double)t->d.lr_base_batch) : t->d.lr, t->step);
 }
@@ -8797,8 +8587,8 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
                           (long long)samples, (long long)g->batch);
     if (!g->batchable && samples < g->batch) {
         if (t->d.loss != HPML_LOSS_CROSS_ENTROPY || t->d.loss_tensor)
-            return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: this graph mixes samples and takes full batches of %lld "
-                              "only; set drop_last in the loader", (long long)g->batch);
+            return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: this graph mixes samples and takes full batches "
+                              "of %lld only; set drop_last in the loader", (long long)g->batch);
         rows = g->batch;
     }
     if (hpml_graph_batch(g, rows) != HPML_OK) return t->ctx->status;
@@ -8814,12 +8604,10 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
     return HPML_OK;
 }
 
-HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t samples, float grad_scale, bool accumulate, float *loss)
+HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t samples HPMLI_UNUSED, float grad_scale, bool accumulate, float *loss)
 {
-    hpml_status status;
-    (void)samples;
     if (!t) return HPML_ERR_ARGUMENT;
-    status = hpml_graph_forward(t->graph, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
+    hpml_status status = hpml_graph_forward(t->graph, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
     if (status == HPML_OK) status = hpml_graph_backward(t->graph, grad_scale, accumulate);
     if (status == HPML_OK && loss) *loss = (float)hpmli_graph_loss(t->graph);
     return status;
@@ -8842,40 +8630,39 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
     for (int i = 0; i < ctx->param_count; i++) {
         const hpml_tensor *p = ctx->params[i];
         if (p->data && !hpmli_all_finite(ctx, p->data, hpml_tensor_count(p)))
-            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: parameter \"%s\" holds a NaN or infinity; lower "
-                              "the learning rate (now %g) or set clip_norm", (long long)t->step, what, value, p->name,
-                              (double)hpml_trainer_lr(t));
+            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: parameter \"%s\" holds a NaN or infinity; "
+                              "lower the learning rate (now %g) or set clip_norm", (long long)t->step, what, value,
+                              p->name, (double)hpml_trainer_lr(t));
     }
     for (int i = 0; i < g->leaf_count; i++)
         if (g->leaves[i]->dtype == HPML_DTYPE_F32 &&
             !hpmli_all_finite(ctx, g->leaves[i]->data, hpml_tensor_count(g->leaves[i])))
-            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the data hold a NaN or infinity", (long long)t->step,
-                              what, value);
+            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the data hold a NaN or infinity",
+                              (long long)t->step, what, value);
     hpmli_run_make(&run, g, true, g->step, 1);
     for (int i = 0; i < g->count; i++) {
         const hpml_tensor *y = g->nodes[i]->out;
         if (hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
         if (!hpmli_all_finite(ctx, y->data, hpml_tensor_count(y)))
-            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity comes out of \"%s\"; "
-                              "lower the learning rate (now %g) or set clip_norm", (long long)t->step, what, value, y->name,
-                              (double)hpml_trainer_lr(t));
+            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity comes out of "
+                              "\"%s\"; lower the learning rate (now %g) or set clip_norm", (long long)t->step, what,
+                              value, y->name, (double)hpml_trainer_lr(t));
     }
     for (int i = 0; i < ctx->param_count; i++) {
         const hpml_tensor *p = ctx->params[i];
         if (p->grad && !hpmli_all_finite(ctx, p->grad, hpml_tensor_count(p)))
-            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the gradient of \"%s\" holds a NaN or infinity",
-                              (long long)t->step, what, value, p->name);
+            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the gradient of \"%s\" holds a NaN or "
+                              "infinity", (long long)t->step, what, value, p->name);
     }
     return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step, what, value);
 }
 
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count)
 {
-    hpml_ctx *ctx;
-    float     lr, scale = 1;
-    int       count = 0;
+    float lr, scale = 1;
+    int   count = 0;
     if (!t) return HPML_ERR_ARGUMENT;
-    ctx = t->ctx;
+    hpml_ctx *ctx = t->ctx;
     if (hpmli_failed(ctx)) return ctx->status;
     t->grad_norm = -1;
     if (t->d.clip_norm > 0) {
@@ -8925,14 +8712,13 @@ HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
 
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples, hpml_step_info *info)
 {
-    hpml_status status;
-    float       loss = 0, lr;
-    int64_t     correct = 0, counted = 0;
-    double      start = hpml_now();
+    float   loss    = 0, lr;
+    int64_t correct = 0, counted = 0;
+    double  start = hpml_now();
     if (!t) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
-    status = hpmli_trainer_feed(t, x, y, samples);
+    hpml_status status = hpmli_trainer_feed(t, x, y, samples);
     if (status != HPML_OK) return status;
     hpmli_trace_step(t->ctx, t->step);
     lr     = hpml_trainer_lr(t);
@@ -8963,24 +8749,19 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
 /* A loader over `data` that fits the trainer. */
 HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given, bool evaluate)
 {
-    hpml_loader_desc d;
+    hpml_loader_desc d = HPMLI_ZEROED;
     int64_t          need = hpml_tensor_count(t->input) / t->input->shape[0], have = 1;
     if (hpmli_failed(t->ctx) || !data) return NULL;
     hpml_graph_batch(t->graph, t->graph->batch);
     for (int i = 0; i < data->x_ndim; i++) have *= data->x_shape[i];
-    if (have != need) {
-        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers, the input of the model takes %lld",
-                   (long long)have, (long long)need);
-        return NULL;
-    }
-    memset(&d, 0, sizeof d);
+    if (have != need)
+        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers, the input of the "
+                          "model takes %lld", (long long)have, (long long)need);
     if (given) d = *given;
     if (d.batch <= 0) d.batch = (int32_t)t->graph->batch;
-    if (d.batch > t->graph->batch) {
-        hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loader's batch %d is larger than the model's %lld", d.batch,
-                   (long long)t->graph->batch);
-        return NULL;
-    }
+    if (d.batch > t->graph->batch)
+        return hpmli_null(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loader's batch %d is larger than the model's %lld",
+                          d.batch, (long long)t->graph->batch);
     if (evaluate) d.in_order = true;
     else if (d.ranks == 0) d.rank = t->rank, d.ranks = t->ranks;
     return hpml_loader_create(t->ctx, data, &d);
@@ -9018,15 +8799,13 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml
 
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc)
 {
-    hpml_fit_desc d;
-    hpml_loader  *l;
-    hpml_status   status = HPML_OK;
+    hpml_fit_desc d = HPMLI_ZEROED;
+    hpml_status   status  = HPML_OK;
     int64_t       samples = 0, steps = 0;
     double        start = hpml_now();
     if (!t) return HPML_ERR_ARGUMENT;
-    memset(&d, 0, sizeof d);
     if (desc) d = *desc;
-    l = hpmli_trainer_loader(t, data, d.loader, false);
+    hpml_loader *l = hpmli_trainer_loader(t, data, d.loader, false);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++)
         status = hpmli_fit_epoch(t, l, &d, start, &samples, &steps);
@@ -9037,12 +8816,11 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
 
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out)
 {
-    hpml_batch   b;
-    hpml_loader *l;
-    int64_t      correct = 0, counted = 0, *confusion;
-    double       start = hpml_now();
+    hpml_batch b;
+    int64_t    correct = 0, counted = 0, *confusion;
+    double     start = hpml_now();
     if (!t || !out) return HPML_ERR_ARGUMENT;
-    l = hpmli_trainer_loader(t, data, NULL, true);
+    hpml_loader *l = hpmli_trainer_loader(t, data, NULL, true);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     confusion = out->confusion;
     memset(out, 0, sizeof *out);
@@ -9066,14 +8844,12 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
 
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
 {
-    hpml_graph *g;
-    int64_t     each, row;
     if (!t || !out || !x) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
-    g = t->graph;
+    hpml_graph *g = t->graph;
     hpml_graph_batch(g, g->batch);
-    each = hpml_tensor_count(t->input) / g->batch * (int64_t)hpml_dtype_size(t->input->dtype);
-    row  = hpml_tensor_count(t->output) / g->batch;
+    int64_t each = hpml_tensor_count(t->input) / g->batch * (int64_t)hpml_dtype_size(t->input->dtype);
+    int64_t row  = hpml_tensor_count(t->output) / g->batch;
     for (int64_t i = 0; i < samples; i += g->batch) {
         int64_t n = samples - i < g->batch ? samples - i : g->batch;
         if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) return t->ctx->status;
@@ -9119,17 +8895,15 @@ HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
     static const unsigned char nothing = 0;
     memset(f, 0, sizeof *f);
     f->ctx = ctx;
-    if (!path) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "no file name given");
-        return false;
-    }
+    if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
 #if HPMLI_POSIX
     {
         struct stat st;
         void       *p  = NULL;
         int         fd = open(path, O_RDONLY);
         if (fd < 0 || fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
-            hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path, fd < 0 ? strerror(errno) : "not a regular file");
+            hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path,
+                       fd < 0 ? strerror(errno) : "not a regular file");
             if (fd >= 0) close(fd);
             return false;
         }
@@ -9177,10 +8951,7 @@ HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path
     long   id   = 0;
     memset(w, 0, sizeof *w);
     w->ctx = ctx;
-    if (!path) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "no file name given");
-        return false;
-    }
+    if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
 #if HPMLI_POSIX
     id = (long)getpid();
 #endif
@@ -9302,10 +9073,9 @@ HPMLI_FN bool hpmli_dataset_room(hpml_dataset *d)
     int64_t      each = hpmli_shape_count(d->x_ndim, d->x_shape);
     size_t       xs, ys;
     if (each < 0 || d->count < 1 || !hpmli_mul((size_t)d->count, (size_t)each, &xs) ||
-        !hpmli_mul(xs, hpml_dtype_size(d->x_dtype), &xs) || !hpmli_mul((size_t)d->count, (size_t)d->y_size * 4, &ys)) {
-        hpmli_fail(d->ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory", (long long)d->count);
-        return false;
-    }
+        !hpmli_mul(xs, hpml_dtype_size(d->x_dtype), &xs) || !hpmli_mul((size_t)d->count, (size_t)d->y_size * 4, &ys))
+        return hpmli_false(d->ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory",
+                           (long long)d->count);
     d->x = o->x = hpmli_alloc(d->ctx, xs);
     d->y = o->y = o->x && ys > 0 ? hpmli_alloc(d->ctx, ys) : NULL;
     return o->x && (ys == 0 || o->y);
@@ -9322,21 +9092,17 @@ HPMLI_FN void hpmli_dataset_classes(hpml_dataset *d)
 HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim, const int64_t *x_shape,
                                            const void *x, hpml_dtype y_dtype, int64_t y_size, const void *y)
 {
-    hpml_dataset *d;
-    bool          good;
     if (hpmli_failed(ctx)) return NULL;
     if (!x || count < 1 || x_ndim < 0 || x_ndim >= HPML_MAX_DIMS || hpmli_shape_count(x_ndim, x_shape) < 0 || y_size < 0 ||
         (x_dtype != HPML_DTYPE_U8 && x_dtype != HPML_DTYPE_F32 && x_dtype != HPML_DTYPE_I32) ||
-        (y && y_dtype != HPML_DTYPE_I32 && y_dtype != HPML_DTYPE_F32)) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "dataset: needs data, a count and a shape of positive sizes, x u8, f32 or i32, y i32 or "
-                   "f32; got %lld samples of %d dimensions", (long long)count, x_ndim);
-        return NULL;
-    }
-    d = hpmli_dataset_new(ctx);
+        (y && y_dtype != HPML_DTYPE_I32 && y_dtype != HPML_DTYPE_F32))
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "dataset: needs data, a count and a shape of positive sizes, x u8, "
+                          "f32 or i32, y i32 or f32; got %lld samples of %d dimensions", (long long)count, x_ndim);
+    hpml_dataset *d = hpmli_dataset_new(ctx);
     if (!d) return NULL;
     d->count = count, d->x_dtype = x_dtype, d->x_ndim = x_ndim, d->y_dtype = y_dtype, d->y_size = y ? y_size : 0;
     memcpy(d->x_shape, x_shape, (size_t)x_ndim * sizeof *x_shape);
-    good = hpmli_dataset_room(d);
+    bool good = hpmli_dataset_room(d);
     if (good) {
         memcpy(((hpmli_owner *)d->owner)->x, x,
                (size_t)(count * hpmli_shape_count(x_ndim, x_shape)) * hpml_dtype_size(x_dtype));
@@ -9349,19 +9115,16 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
 HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count)
 {
     hpml_dataset *s;
-    int64_t       each;
     if (!d || hpmli_failed(d->ctx)) return NULL;
-    if (first < 0 || count < 1 || first > d->count - count) {
-        hpmli_fail(d->ctx, HPML_ERR_SHAPE, "dataset slice: samples [%lld, %lld) of %lld", (long long)first, (long long)first + count,
-                   (long long)d->count);
-        return NULL;
-    }
+    if (first < 0 || count < 1 || first > d->count - count)
+        return hpmli_null(d->ctx, HPML_ERR_SHAPE, "dataset slice: samples [%lld, %lld) of %lld", (long long)first,
+                          (long long)first + count, (long long)d->count);
     s = (hpml_dataset *)hpmli_alloc(d->ctx, sizeof *s);
     if (!s) return NULL;
     *s       = *d;
     s->owner = NULL;
     s->count = count;
-    each = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
+    int64_t each = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
     s->x = (const char *)d->x + (size_t)(first * each) * hpml_dtype_size(d->x_dtype);
     if (d->y) s->y = (const char *)d->y + (size_t)(first * (d->y_step ? d->y_step : d->y_size)) * 4;
     return s;
@@ -9399,8 +9162,8 @@ HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
     }
 #else
     hpmli_file_close(f);
-    hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "\"%s\" is gzipped: run gunzip on it, or build with -DHPML_USE_ZLIB -lz", path);
-    return false;
+    return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "\"%s\" is gzipped: run gunzip on it, or build with -DHPML_USE_ZLIB "
+                       "-lz", path);
 #endif
 }
 
@@ -9408,20 +9171,17 @@ HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
 HPMLI_FN bool hpmli_idx_header(hpml_ctx *ctx, const hpmli_file *f, const char *path, int dims, int64_t *sizes)
 {
     size_t want = 1;
-    if (f->size < 4 + 4 * (size_t)dims || f->bytes[0] || f->bytes[1] || f->bytes[2] != 8 || f->bytes[3] != dims) {
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not an IDX file of bytes with %d dimensions: it should start with 00 00 08 %02x", path,
-                   dims, (unsigned)dims);
-        return false;
-    }
+    if (f->size < 4 + 4 * (size_t)dims || f->bytes[0] || f->bytes[1] || f->bytes[2] != 8 || f->bytes[3] != dims)
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": not an IDX file of bytes with %d dimensions: it should start "
+                           "with 00 00 08 %02x", path, dims, (unsigned)dims);
     for (int i = 0; i < dims; i++) {
         const unsigned char *p = f->bytes + 4 + 4 * i;
         sizes[i] = (int64_t)((uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3]);
         if (sizes[i] == 0 || !hpmli_mul(want, (size_t)sizes[i], &want)) want = SIZE_MAX / 4;
     }
     if (f->size - 4 - 4 * (size_t)dims == want) return true;
-    hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %zu", path, want,
-               f->size - 4 - 4 * (size_t)dims);
-    return false;
+    return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %zu", path,
+                       want, f->size - 4 - 4 * (size_t)dims);
 }
 
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels)
@@ -9429,16 +9189,15 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
     hpmli_file    fx, fy;
     int64_t       sx[3], sy[1];
     hpml_dataset *d = NULL;
-    bool          good;
     if (hpmli_failed(ctx) || !hpmli_idx_open(ctx, &fx, images)) return NULL;
     if (!hpmli_idx_open(ctx, &fy, labels)) {
         hpmli_file_close(&fx);
         return NULL;
     }
-    good = hpmli_idx_header(ctx, &fx, images, 3, sx) && hpmli_idx_header(ctx, &fy, labels, 1, sy);
+    bool good = hpmli_idx_header(ctx, &fx, images, 3, sx) && hpmli_idx_header(ctx, &fy, labels, 1, sy);
     if (good && sx[0] != sy[0]) {
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images, (long long)sx[0], labels,
-                   (long long)sy[0]);
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images, (long long)sx[0],
+                   labels, (long long)sy[0]);
         good = false;
     }
     d    = good ? hpmli_dataset_new(ctx) : NULL;
@@ -9461,25 +9220,25 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
 /* CIFAR-10 binary: records of a label byte and 3072 bytes, the planes R, G, B. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count)
 {
-    hpml_dataset *d;
-    int64_t       at = 0;
-    bool          good = true;
+    int64_t at   = 0;
+    bool    good = true;
     if (hpmli_failed(ctx) || !paths) return NULL;
-    d = hpmli_dataset_new(ctx);
+    hpml_dataset *d = hpmli_dataset_new(ctx);
     if (!d) return NULL;
     for (int pass = 0; pass < 2 && good; pass++) { /* count the records, then copy them */
         for (int i = 0; i < count && good; i++) {
             hpmli_file f;
             good = hpmli_file_open(ctx, &f, paths[i]);
             if (good && f.size % 3073 != 0) {
-                hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and 3 x 32 x 32 pixels)",
-                           paths[i], f.size);
+                hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and 3 x 32 x "
+                           "32 pixels)", paths[i], f.size);
                 good = false;
             }
             for (size_t r = 0; good && r < f.size / 3073; r++, at++) {
                 const unsigned char *p = f.bytes + r * 3073;
                 if (p[0] > 9) {
-                    hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9", paths[i], r, p[0]);
+                    hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9", paths[i], r,
+                               p[0]);
                     good = false;
                 } else if (pass == 1) {
                     ((int32_t *)((hpmli_owner *)d->owner)->y)[at] = p[0];
@@ -9535,11 +9294,9 @@ typedef struct hpmli_csv {
 /* One field; false at the end of the line. `good` turns false on anything that is not a number. */
 HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, double *value, bool *good)
 {
-    const char *stop;
-    bool        quoted;
     while (c->p < c->end && (*c->p == ' ' || (*c->p == '\t' && c->separator != '\t'))) c->p++;
-    quoted = c->p < c->end && *c->p == '"';
-    stop   = hpmli_parse_number(c->p + quoted, c->end, value);
+    bool        quoted = c->p < c->end && *c->p == '"';
+    const char *stop   = hpmli_parse_number(c->p + quoted, c->end, value);
     if (!stop) {
         *good = false;
         return false;
@@ -9578,20 +9335,17 @@ HPMLI_FN bool hpmli_csv_fill(hpmli_csv *c, hpml_dataset *d, double *row, int64_t
         int64_t n;
         while (c->p < c->end && (*c->p == '\n' || *c->p == '\r')) c->p++, c->line += c->p[-1] == '\n';
         n = hpmli_csv_line(c, row);
-        if (n != c->columns) {
-            hpmli_fail(c->ctx, HPML_ERR_FORMAT, n < 0 ? "\"%s\" line %lld: not all fields are numbers (%lld columns were expected)"
-                       : "\"%s\" line %lld: expected %lld fields, got another number", c->path, (long long)c->line, (long long)c->columns);
-            return false;
-        }
+        if (n != c->columns)
+            return hpmli_false(c->ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %s (%lld columns were expected)", c->path,
+                               (long long)c->line, n < 0 ? "not all fields are numbers" : "another number of fields",
+                               (long long)c->columns);
         for (int64_t j = 0; j < n; j++) {
             if (j != label) ((float *)o->x)[x++] = (float)row[j];
             else if (regression) ((float *)o->y)[i] = (float)row[j];
             else if (row[j] >= 0 && row[j] < INT32_MAX && row[j] == floor(row[j])) ((int32_t *)o->y)[i] = (int32_t)row[j];
-            else {
-                hpmli_fail(c->ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0", c->path, (long long)c->line,
-                           row[j]);
-                return false;
-            }
+            else
+                return hpmli_false(c->ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0",
+                                   c->path, (long long)c->line, row[j]);
         }
     }
     return true;
@@ -9600,25 +9354,24 @@ HPMLI_FN bool hpmli_csv_fill(hpmli_csv *c, hpml_dataset *d, double *row, int64_t
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression)
 {
     hpmli_file    f;
-    hpmli_csv     c;
-    hpml_dataset *d = NULL;
-    const char   *start;
-    double       *row  = NULL;
+    hpmli_csv     c = HPMLI_ZEROED;
+    hpml_dataset *d     = NULL;
+    double       *row   = NULL;
     int64_t       label = label_column, header = 0, lines = 0;
     bool          good = false;
     if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
-    memset(&c, 0, sizeof c);
     c.ctx = ctx, c.path = path, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
     for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the first candidate on the first line */
         if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
-    start     = c.p;
+    const char *start = c.p;
     c.columns = hpmli_csv_line(&c, NULL);
     if (c.columns < 0 && c.p < c.end) start = c.p, header = 1, c.columns = hpmli_csv_line(&c, NULL);
     for (const char *p = start; p < c.end; p++) /* lines that are not blank */
         if (*p != '\n' && *p != '\r' && (p == start || p[-1] == '\n')) lines++;
     if (label_column < 0 && label_column != HPML_NO_LABEL) label = c.columns + label_column;
     if (c.columns < 1 || (label_column != HPML_NO_LABEL && (label < 0 || label >= c.columns || c.columns < 2)))
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %d", path, (long long)c.columns, label_column);
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %d", path,
+                   (long long)c.columns, label_column);
     else d = hpmli_dataset_new(ctx);
     if (d) {
         if (label_column == HPML_NO_LABEL) label = -1;
@@ -9636,15 +9389,13 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
 
 HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context, bool bytes)
 {
-    hpml_dataset *d;
-    hpmli_owner  *o;
-    int32_t      *tokens = NULL, of[256];
-    size_t        total = 0;
-    bool          used[256] = { false }, good = true;
+    int32_t *tokens    = NULL, of[256];
+    size_t   total     = 0;
+    bool     used[256] = { false }, good = true;
     if (hpmli_failed(ctx) || !paths || context < 1) return NULL;
-    d = hpmli_dataset_new(ctx);
+    hpml_dataset *d = hpmli_dataset_new(ctx);
     if (!d) return NULL;
-    o = (hpmli_owner *)d->owner;
+    hpmli_owner *o = (hpmli_owner *)d->owner;
     for (int pass = 0; pass < 2 && good; pass++) { /* which characters occur; then the tokens */
         size_t at = 0;
         for (int i = 0; i < count && good; i++) {
@@ -9662,7 +9413,8 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
             if (used[c] || bytes) o->vocabulary[o->vocabulary_size++] = (unsigned char)c;
         }
         good = total > (size_t)context;
-        if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "text: %zu characters, expected more than the context of %lld", total, (long long)context);
+        if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "text: %zu characters, expected more than the context of %lld",
+                              total, (long long)context);
         else tokens = (int32_t *)hpmli_alloc_array(ctx, (int64_t)total, sizeof *tokens);
         good = tokens != NULL;
     }
@@ -9742,8 +9494,8 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
     count = kind < n && order && strncmp(order, "False", 5) == 0 && hpmli_npy_shape(hpmli_npy_key(header, "'shape'"), &ndim, shape)
                 ? hpmli_shape_count(ndim, shape) : -1;
     if (count < 0 || (f.size - start) / (size_t)kinds[kind].size != (size_t)count || (f.size - start) % (size_t)kinds[kind].size != 0)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected <f4, <f2, <i4, |u1, <f8 or <i8 in C order, at most %d dimensions, none 0, and "
-                   "data of just that size; the header says %s", path, HPML_MAX_DIMS, header);
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected <f4, <f2, <i4, |u1, <f8 or <i8 in C order, at most %d "
+                   "dimensions, none 0, and data of just that size; the header says %s", path, HPML_MAX_DIMS, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
     if (t && kinds[kind].size < 8) hpml_tensor_set(t, f.bytes + start, count);
     for (int64_t i = 0; t && kinds[kind].size == 8 && i < count; i++) {
@@ -9761,15 +9513,14 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
 HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
 {
     static const char *const codes[] = { "<f4", NULL, "<f2", "<i4", "|u1" };
-    char         header[256], shape[128];
-    int          used = 0, n;
-    hpmli_writer w;
-    void        *host;
+    char                     header[256], shape[128];
+    int                      used = 0, n;
+    hpmli_writer             w;
     if (!t) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     if (!codes[t->dtype] || !t->data || !hpmli_contiguous(t))
-        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "npy \"%s\": numpy has no bf16, and the tensor must be contiguous with memory",
-                          path);
+        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "npy \"%s\": numpy has no bf16, and the tensor must be "
+                          "contiguous with memory", path);
     shape[0] = 0;
     for (int i = 0; i < t->ndim; i++)
         used += snprintf(shape + used, sizeof shape - (size_t)used, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
@@ -9779,7 +9530,7 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     header[n++] = '\n';
     memcpy(header, "\x93NUMPY\1\0", 8);
     hpmli_put_little((unsigned char *)header + 8, (uint64_t)(n - 10), 2);
-    host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
+    void *host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
     if (!host || hpml_tensor_get(t, host, hpml_tensor_count(t)) != HPML_OK || !hpmli_writer_open(t->ctx, &w, path)) {
         hpmli_free(t->ctx, host);
         return t->ctx->status;
@@ -9838,14 +9589,11 @@ HPML_API hpml_status hpml_record_add(hpml_record_writer *w, const void *bytes, s
 
 HPMLI_FN hpml_status hpmli_record_end(hpml_record_writer *w, bool keep)
 {
-    hpml_ctx     *ctx;
-    hpml_status   status;
     unsigned char head[24], word[8];
-    uint64_t      index;
     if (!w) return HPML_ERR_ARGUMENT;
-    ctx   = w->w.ctx;
+    hpml_ctx *ctx  = w->w.ctx;
     keep  = keep && ctx->status == HPML_OK;
-    index = w->w.size;
+    uint64_t index = w->w.size;
     for (int64_t i = 0; keep && i <= w->count; i++) {
         hpmli_put_little(word, i < w->count ? w->offsets[i] : index, 8);
         hpmli_write(&w->w, word, 8);
@@ -9854,7 +9602,7 @@ HPMLI_FN hpml_status hpmli_record_end(hpml_record_writer *w, bool keep)
     hpmli_put_little(head + 8, (uint64_t)w->count, 8);
     hpmli_put_little(head + 16, index, 8);
     if (keep && fseek(w->w.f, 0, SEEK_SET) == 0) hpmli_write(&w->w, head, sizeof head);
-    status = hpmli_writer_close(&w->w, keep);
+    hpml_status status = hpmli_writer_close(&w->w, keep);
     w->w.f = NULL;
     hpmli_free(ctx, w->offsets);
     hpmli_free(ctx, w);
@@ -9877,12 +9625,11 @@ HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
     hpmli_file        in;
     hpml_record_file *f;
     uint64_t          count, index, last = 24;
-    bool              good;
     if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &in, path)) return NULL;
-    count = in.size >= 32 ? hpmli_little(in.bytes + 8, 8) : 0;
-    index = in.size >= 32 ? hpmli_little(in.bytes + 16, 8) : 0;
-    good  = in.size >= 32 && memcmp(in.bytes, "HPMLREC1", 8) == 0 && index >= 24 && index <= in.size && count < in.size / 8 &&
-           in.size - index == (count + 1) * 8;
+    count     = in.size >= 32 ? hpmli_little(in.bytes + 8, 8) : 0;
+    index     = in.size >= 32 ? hpmli_little(in.bytes + 16, 8) : 0;
+    bool good = in.size >= 32 && memcmp(in.bytes, "HPMLREC1", 8) == 0 && index >= 24 && index <= in.size &&
+                count < in.size / 8 && in.size - index == (count + 1) * 8;
     for (uint64_t i = 0; good && i <= count; i++) {
         uint64_t at = hpmli_little(in.bytes + index + 8 * i, 8);
         good = at >= last && at <= index && (i < count || at == index);
@@ -9903,10 +9650,9 @@ HPML_API int64_t hpml_record_count(const hpml_record_file *f) { return f ? f->co
 
 HPML_API const void *hpml_record_get(const hpml_record_file *f, int64_t i, size_t *size)
 {
-    uint64_t at;
     if (size) *size = 0;
     if (!f || i < 0 || i >= f->count) return NULL;
-    at = hpmli_little(f->index + 8 * i, 8);
+    uint64_t at = hpmli_little(f->index + 8 * i, 8);
     if (size) *size = (size_t)(hpmli_little(f->index + 8 * (i + 1), 8) - at);
     return f->file.bytes + at;
 }
@@ -9919,18 +9665,15 @@ HPML_API void hpml_record_close(hpml_record_file *f)
 /* Record 0: ten i64: x dtype, x dimensions, five sizes, y dtype, y size, classes; then x and y of each sample. */
 HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char *path)
 {
-    hpml_record_writer *w;
-    int64_t             head[10];
-    size_t              xs, ys;
-    char               *sample;
+    int64_t head[10];
     if (!d) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(d->ctx)) return d->ctx->status;
-    xs = (size_t)hpmli_shape_count(d->x_ndim, d->x_shape) * hpml_dtype_size(d->x_dtype);
-    ys = (size_t)d->y_size * 4;
+    size_t xs = (size_t)hpmli_shape_count(d->x_ndim, d->x_shape) * hpml_dtype_size(d->x_dtype);
+    size_t ys = (size_t)d->y_size * 4;
     head[0] = d->x_dtype, head[1] = d->x_ndim, head[7] = d->y_dtype, head[8] = d->y_size, head[9] = d->classes;
     for (int i = 0; i < HPML_MAX_DIMS; i++) head[2 + i] = i < d->x_ndim ? d->x_shape[i] : 1;
-    sample = (char *)hpmli_alloc(d->ctx, xs + ys);
-    w      = sample ? hpml_record_create(d->ctx, path) : NULL;
+    char               *sample = (char *)hpmli_alloc(d->ctx, xs + ys);
+    hpml_record_writer *w      = sample ? hpml_record_create(d->ctx, path) : NULL;
     if (w) hpml_record_add(w, head, sizeof head);
     for (int64_t i = 0; w && i < d->count; i++) {
         memcpy(sample, (const char *)d->x + (size_t)(i * (d->x_step ? d->x_step : (int64_t)(xs / hpml_dtype_size(d->x_dtype)))) *
@@ -9972,7 +9715,8 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
         memcpy((char *)((hpmli_owner *)d->owner)->x + (size_t)i * xs, p, xs);
         if (ys) memcpy((char *)((hpmli_owner *)d->owner)->y + (size_t)i * ys, p + xs, ys);
     }
-    if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a dataset in records: the first must describe the others", path);
+    if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a dataset in records: the first must describe the others",
+                          path);
     hpml_record_close(f);
     return d ? hpmli_dataset_done(d, good) : NULL;
 }
@@ -10016,15 +9760,14 @@ struct hpml_loader {
 /* Copies a sample with shift, flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx]. */
 HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, uint64_t epoch, int64_t sample)
 {
-    const hpml_augment *a = &l->d.augment;
-    const int64_t *shape = l->data->x_shape;
+    const hpml_augment *a     = &l->d.augment;
+    const int64_t      *shape = l->data->x_shape;
     int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->each / (H * W), dx, dy, cx, cy;
     uint32_t word[4];
-    bool     flip;
     hpmli_random_words(word, l->d.seed, UINT64_C(0xa) << 60 | epoch, 4 * sample, 4);
     dx   = a->shift > 0 ? (int64_t)(word[0] % (uint32_t)(2 * a->shift + 1)) - a->shift : 0;
     dy   = a->shift > 0 ? (int64_t)(word[1] % (uint32_t)(2 * a->shift + 1)) - a->shift : 0;
-    flip = a->flip && (word[2] & 1);
+    bool flip = a->flip && (word[2] & 1);
     cx   = (int64_t)(word[2] >> 1) % W - a->cutout / 2;
     cy   = (int64_t)word[3] % H - a->cutout / 2;
     for (int64_t c = 0; c < C; c++)
@@ -10135,25 +9878,20 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
     if (d->ranks == 0) d->ranks = 1;
     if (d->seed == 0) d->seed = ctx->seed;
     if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank >= d->ranks || d->samples_per_epoch < 0 || d->augment.shift < 0 ||
-        d->augment.cutout < 0) {
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "loader: batch %d, rank %d of %d, %lld samples per epoch: out of range", d->batch, d->rank,
-                   d->ranks, (long long)d->samples_per_epoch);
-        return false;
-    }
-    if (augment && (data->x_ndim < 2 || data->x_dtype == HPML_DTYPE_I32)) {
-        hpmli_fail(ctx, HPML_ERR_SHAPE, "loader: augmentation needs images (.., H, W), the samples have %d dimensions", data->x_ndim);
-        return false;
-    }
+        d->augment.cutout < 0)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: batch %d, rank %d of %d, %lld samples per epoch: out of "
+                           "range", d->batch, d->rank, d->ranks, (long long)d->samples_per_epoch);
+    if (augment && (data->x_ndim < 2 || data->x_dtype == HPML_DTYPE_I32))
+        return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: augmentation needs images (.., H, W), the samples have %d "
+                           "dimensions", data->x_ndim);
     return true;
 }
 
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, const hpml_loader_desc *desc)
 {
-    hpml_loader_desc d;
+    hpml_loader_desc d = HPMLI_ZEROED;
     hpml_loader     *l;
-    int64_t          whole;
     if (hpmli_failed(ctx) || !data) return NULL;
-    memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (!hpmli_loader_check(ctx, data, &d)) return NULL;
     l = (hpml_loader *)hpmli_alloc_array(ctx, 1, sizeof *l);
@@ -10164,7 +9902,7 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     l->y_step  = data->y_step ? data->y_step : data->y_size;
     l->dtype   = data->x_dtype == HPML_DTYPE_I32 ? HPML_DTYPE_I32 : HPML_DTYPE_F32;
     l->samples = d.samples_per_epoch > 0 ? d.samples_per_epoch : data->count;
-    whole      = (int64_t)d.batch * d.ranks;
+    int64_t whole = (int64_t)d.batch * d.ranks;
     l->steps   = d.drop_last ? l->samples / whole : (l->samples + whole - 1) / whole;
     l->image   = (float *)hpmli_alloc_array(ctx, l->each, sizeof(float));
     for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
@@ -10173,8 +9911,8 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     }
     if (ctx->status != HPML_OK || l->steps < 1) {
         if (ctx->status == HPML_OK)
-            hpmli_fail(ctx, HPML_ERR_ARGUMENT, "loader: %lld samples do not fill one batch of %lld and drop_last is set",
-                       (long long)l->samples, (long long)whole);
+            hpmli_fail(ctx, HPML_ERR_ARGUMENT, "loader: %lld samples do not fill one batch of %lld and drop_last is "
+                       "set", (long long)l->samples, (long long)whole);
         for (int i = 0; i < 2; i++) hpmli_free(ctx, l->slot[i].x), hpmli_free(ctx, l->slot[i].y);
         hpmli_free(ctx, l->image);
         hpmli_free(ctx, l);
@@ -10194,8 +9932,8 @@ HPML_API hpml_status hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t ind
 {
     if (!l) return HPML_ERR_ARGUMENT;
     if (epoch < 0 || index < 0 || index > l->steps)
-        return hpmli_fail(l->ctx, HPML_ERR_ARGUMENT, "loader: epoch %lld, batch %lld of %lld", (long long)epoch, (long long)index,
-                          (long long)l->steps);
+        return hpmli_fail(l->ctx, HPML_ERR_ARGUMENT, "loader: epoch %lld, batch %lld of %lld", (long long)epoch,
+                          (long long)index, (long long)l->steps);
     if (l->epoch == epoch && l->index == index) return HPML_OK;
     hpmli_loader_stop(l);
     l->slot[0].ready = l->slot[1].ready = false;
@@ -10209,7 +9947,6 @@ HPML_API hpml_status hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t ind
 
 HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
 {
-    hpmli_slot_batch *s;
     if (!l || l->ctx->status != HPML_OK) return false;
     if (l->index == l->steps) { /* the end of the epoch is told once */
         l->epoch++;
@@ -10217,7 +9954,7 @@ HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
         return false;
     }
     hpmli_loader_start(l);
-    s = &l->slot[l->turn];
+    hpmli_slot_batch *s = &l->slot[l->turn];
 #ifndef HPML_NO_THREADS
     if (l->threaded) {
         pthread_mutex_lock(&l->mutex);
@@ -10361,10 +10098,9 @@ HPMLI_FN const char *hpmli_safe_name(hpml_dtype dtype)
 /* Doubles an array when it is full. */
 HPMLI_FN void *hpmli_grow(hpml_ctx *ctx, void *array, int count, int *capacity, size_t size)
 {
-    int   room = *capacity ? 2 * *capacity : 64;
-    void *more;
+    int room = *capacity ? 2 * *capacity : 64;
     if (count < *capacity) return array;
-    more = hpmli_alloc_array(ctx, room, size);
+    void *more = hpmli_alloc_array(ctx, room, size);
     if (!more) return NULL;
     if (count > 0) memcpy(more, array, (size_t)count * size);
     hpmli_free(ctx, array);
@@ -10447,12 +10183,10 @@ HPMLI_FN int hpmli_safe_name_order(const void *a, const void *b)
 
 HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 {
-    uint64_t             length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
-    size_t               data_bytes;
-    const unsigned char *next;
-    hpmli_json           j;
+    uint64_t   length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
+    hpmli_json j;
     if (length < 2 || length > HPMLI_SAFE_HEADER || length > f->file.size - 8) return false;
-    data_bytes = f->file.size - 8 - (size_t)length;
+    size_t data_bytes = f->file.size - 8 - (size_t)length;
     f->text    = (char *)hpmli_alloc(f->ctx, (size_t)length + 1);
     if (!f->text) return false;
     memcpy(f->text, f->file.bytes + 8, (size_t)length);
@@ -10470,7 +10204,7 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
     while (j.p < j.end && *j.p == ' ') j.p++;
     if (j.bad || j.p != j.end) return false;
     if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_order);
-    next = f->file.bytes + 8 + length;
+    const unsigned char *next = f->file.bytes + 8 + length;
     for (int i = 0; i < f->count; i++) { /* no holes, no overlaps */
         if ((const unsigned char *)f->entries[i].data != next) return false;
         next += f->entries[i].bytes;
@@ -10495,8 +10229,8 @@ HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path
     f->ctx = ctx, f->file = in;
     if (hpmli_safe_parse(f)) return f;
     if (ctx->status == HPML_OK)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file of F32, BF16, F16, I32 and U8 tensors with 1 to %d dimensions",
-                   path, HPML_MAX_DIMS);
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file of F32, BF16, F16, I32 and U8 tensors "
+                   "with 1 to %d dimensions", path, HPML_MAX_DIMS);
     hpml_safetensors_close(f);
     return NULL;
 }
@@ -10543,9 +10277,8 @@ HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *s)
 HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const hpml_safetensor *t, uint64_t at)
 {
     char text[256];
-    int  n;
     hpmli_write_json(w, t->name);
-    n = snprintf(text, sizeof text, ":{\"dtype\":\"%s\",\"shape\":[", hpmli_safe_name(t->dtype));
+    int n = snprintf(text, sizeof text, ":{\"dtype\":\"%s\",\"shape\":[", hpmli_safe_name(t->dtype));
     for (int i = 0; i < t->ndim; i++)
         n += snprintf(text + n, sizeof text - (size_t)n, "%s%lld", i ? "," : "", (long long)t->shape[i]);
     n += snprintf(text + n, sizeof text - (size_t)n, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
@@ -10626,8 +10359,6 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpmli_arrays *a, con
 HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensors *f, const char *path)
 {
     hpml_safetensor e;
-    char            want[128], have[128];
-    float          *host;
     size_t          most = 1;
     for (int i = 0; i < a->count; i++) {
         const hpmli_state *s = &a->s[i];
@@ -10635,10 +10366,10 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpmli_arrays *a, con
             return hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has", path, s->name);
         if (e.ndim != s->ndim || memcmp(e.shape, s->shape, (size_t)s->ndim * sizeof *s->shape) != 0)
             return hpmli_fail(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, s->name,
-                              hpmli_shape_text(have, sizeof have, e.ndim, e.shape), hpmli_shape_text(want, sizeof want, s->ndim, s->shape));
+                              hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, s->ndim, s->shape));
         if ((size_t)s->count > most) most = (size_t)s->count;
     }
-    host = (float *)hpmli_alloc(ctx, most * sizeof(float));
+    float *host = (float *)hpmli_alloc(ctx, most * sizeof(float));
     for (int i = 0; host && i < a->count; i++) {
         hpml_safetensors_find(f, a->s[i].name, &e);
         hpmli_convert(ctx->k, HPML_DTYPE_F32, host, e.dtype, e.data, a->s[i].count);
@@ -10676,11 +10407,10 @@ HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtyp
 
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
 {
-    hpmli_arrays      a;
-    hpml_safetensors *f;
+    hpmli_arrays a;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (!hpmli_arrays_of_params(ctx, &a)) return ctx->status;
-    f = hpml_safetensors_open(ctx, path);
+    hpml_safetensors *f = hpml_safetensors_open(ctx, path);
     if (f) hpmli_arrays_load(ctx, &a, f, path);
     hpml_safetensors_close(f);
     hpmli_free(ctx, a.s);
@@ -10717,8 +10447,8 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     if (!t) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     if (t->micro != 0)
-        return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save between updates", path,
-                          t->micro, t->d.accumulate);
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
+                          "between updates", path, t->micro, t->d.accumulate);
     p.seed = (int64_t)t->ctx->seed, p.step = t->step, p.epoch = t->epoch, p.epoch_step = t->epoch_step, p.micro = t->micro;
     p.optimizer = (int64_t)t->d.optimizer;
 #define HPMLI_X(name)                                                         \
@@ -10744,24 +10474,22 @@ HPMLI_FN bool hpmli_position_read(const hpml_safetensors *f, const char *key, in
 
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 {
-    hpmli_arrays      a;
-    hpmli_position    p;
-    hpml_safetensors *f;
-    hpml_ctx         *ctx;
-    bool              good = true;
+    hpmli_arrays   a;
+    hpmli_position p = HPMLI_ZEROED;
+    bool           good = true;
     if (!t) return HPML_ERR_ARGUMENT;
-    ctx = t->ctx;
-    f   = hpml_safetensors_open(ctx, path);
+    hpml_ctx         *ctx = t->ctx;
+    hpml_safetensors *f   = hpml_safetensors_open(ctx, path);
     if (!f) return ctx->status;
-    memset(&p, 0, sizeof p);
 #define HPMLI_X(name) good = good && hpmli_position_read(f, "hpml." #name, &p.name);
     HPMLI_POSITION(HPMLI_X)
 #undef HPMLI_X
     if (!good || p.step < 0 || p.epoch < 0 || p.epoch_step < 0)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": holds no position of a training; load bare parameters with hpml_params_load", path);
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": holds no position of a training; load bare parameters with "
+                   "hpml_params_load", path);
     else if (p.optimizer != (int64_t)t->d.optimizer)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (%d, this trainer has %d)", path, (int)p.optimizer,
-                   (int)t->d.optimizer);
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (%d, this trainer has %d)", path,
+                   (int)p.optimizer, (int)t->d.optimizer);
     a.s = NULL;
     if (ctx->status == HPML_OK && hpmli_arrays_of_trainer(t, &a) && hpmli_arrays_load(ctx, &a, f, path) == HPML_OK) {
         ctx->seed = (uint64_t)p.seed;
@@ -10795,17 +10523,14 @@ struct hpmli_trace {
 
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc)
 {
-    hpml_trace_desc d;
-    hpmli_trace    *t;
-    size_t          bytes;
+    hpml_trace_desc d = HPMLI_ZEROED;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    memset(&d, 0, sizeof d);
     if (desc) d = *desc;
     if (d.capacity < 0 || d.capacity > INT64_C(1) << 32)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
     if (d.capacity == 0) d.capacity = 65536;
-    bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpmli_span);
-    t     = (hpmli_trace *)hpmli_alloc(ctx, bytes);
+    size_t       bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpmli_span);
+    hpmli_trace *t     = (hpmli_trace *)hpmli_alloc(ctx, bytes);
     if (!t) return ctx->status;
     memset(t, 0, bytes);
     t->d        = d;
@@ -10827,9 +10552,8 @@ HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step)
 HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end)
 {
     hpmli_trace *t = ctx ? ctx->trace : NULL;
-    hpmli_span  *s;
     if (!t || t->paused) return;
-    s = &t->spans[__atomic_fetch_add(&t->count, 1, __ATOMIC_RELAXED) % t->capacity];
+    hpmli_span *s = &t->spans[__atomic_fetch_add(&t->count, 1, __ATOMIC_RELAXED) % t->capacity];
     s->name = name, s->start = start, s->end = end, s->lane = lane;
 }
 
@@ -10848,11 +10572,10 @@ HPMLI_FN void hpmli_json_string(FILE *f, const char *s)
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
 {
     static const char *const lanes[] = { "compute", "communication", "input", "gpu" };
-    hpmli_trace *t;
     FILE        *f;
     int64_t      first, total;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    t = ctx->trace;
+    hpmli_trace *t = ctx->trace;
     if (!t) return hpmli_fail(ctx, HPML_ERR_STATE, "trace \"%s\": no trace was started", path);
     f = fopen(path, "wb");
     if (!f) return hpmli_fail(ctx, HPML_ERR_OPEN, "trace \"%s\": cannot write: %s", path, strerror(errno));
@@ -10949,71 +10672,69 @@ HPML_API int hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capac
 }
 
 /* Appends as snprintf does, and counts what it would have needed. */
-typedef struct hpmli_text {
+typedef struct hpmli_table {
     char  *buffer;
     size_t size;
     int    used;
-} hpmli_text;
+} hpmli_table;
 
-HPMLI_FN void hpmli_text_add(hpmli_text *t, const char *format, ...)
+HPMLI_FN void hpmli_table_add(hpmli_table *t, const char *format, ...)
 #if defined(__GNUC__)
     __attribute__((format(printf, 2, 3)))
 #endif
     ;
-HPMLI_FN void hpmli_text_add(hpmli_text *t, const char *format, ...)
+HPMLI_FN void hpmli_table_add(hpmli_table *t, const char *format, ...)
 {
     va_list args;
     bool    room = t->buffer && (size_t)t->used < t->size;
-    int     n;
     va_start(args, format);
-    n = vsnprintf(room ? t->buffer + t->used : NULL, room ? t->size - (size_t)t->used : 0, format, args);
+    int n = vsnprintf(room ? t->buffer + t->used : NULL, room ? t->size - (size_t)t->used : 0, format, args);
     va_end(args);
     if (n > 0) t->used += n;
 }
 
 HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
 {
-    hpmli_text t;
+    hpmli_table t;
     double     total = 0;
     t.buffer = buffer, t.size = size, t.used = 0;
     if (size > 0 && buffer) buffer[0] = 0;
     if (!g || !g->profile) return 0;
     for (int i = 0; i < g->count; i++) total += g->profile[i].forward_s + g->profile[i].backward_s;
-    hpmli_text_add(&t, "%-16s %-14s %9s %9s %6s %9s %9s\n", "layer", "op", "fwd us", "bwd us", "share", "GFLOP/s", "MB");
+    hpmli_table_add(&t, "%-16s %-14s %9s %9s %6s %9s %9s\n", "layer", "op", "fwd us", "bwd us", "share", "GFLOP/s", "MB");
     for (int i = 0; i < g->count; i++) {
         const hpml_profile_row *r = &g->profile[i];
         double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
-        hpmli_text_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpml_op_name(r->node->op),
+        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpml_op_name(r->node->op),
                        1e6 * r->forward_s / calls, 1e6 * r->backward_s / calls, total > 0 ? 100 * s / total : 0,
                        s > 0 ? 1e-9 * calls * (r->forward_flops + (r->backward_s > 0 ? r->backward_flops : 0)) / s : 0,
                        1e-6 * r->bytes);
     }
-    hpmli_text_add(&t, "total %.3f ms a step\n", g->count > 0 && g->profile[0].calls > 0 ?
+    hpmli_table_add(&t, "total %.3f ms a step\n", g->count > 0 && g->profile[0].calls > 0 ?
                    1e3 * total / (double)g->profile[0].calls : 0);
     return t.used;
 }
 
 HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
 {
-    hpmli_text t;
-    char       shape[128];
+    hpmli_table t;
     t.buffer = buffer, t.size = size, t.used = 0;
     if (size > 0 && buffer) buffer[0] = 0;
     if (!g) return 0;
-    hpmli_text_add(&t, "%-16s %-14s %-18s %12s %12s\n", "layer", "op", "output", "parameters", "MFLOP");
+    hpmli_table_add(&t, "%-16s %-14s %-18s %12s %12s\n", "layer", "op", "output", "parameters", "MFLOP");
     for (int i = 0; i < g->count; i++) {
         const hpml_node *n      = g->nodes[i];
         int64_t          params = 0;
         for (int s = 0; s < n->src_count; s++)
             if (n->src[s] && n->src[s]->param) params += hpml_tensor_count(n->src[s]);
-        hpmli_text_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
-                       hpmli_shape_text(shape, sizeof shape, n->out->ndim, n->out->shape), (long long)params,
+        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
+                       hpmli_shape_text(g->ctx, n->out->ndim, n->out->shape), (long long)params,
                        1e-6 * hpmli_node_flops(n, false));
     }
-    hpmli_text_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
+    hpmli_table_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
                    (long long)hpml_param_total(g->ctx), 1e-6 * hpml_graph_flops(g, false), 1e-6 * hpml_graph_flops(g, true),
                    (long long)g->batch);
-    hpmli_text_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without reuse), "
+    hpmli_table_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without reuse), "
                    "scratch %.3f, total %.3f\n", 1e-6 * (double)g->memory.parameters, 1e-6 * (double)g->memory.gradients,
                    1e-6 * (double)g->memory.optimizer, 1e-6 * (double)g->memory.activations, 1e-6 * (double)g->memory.unshared,
                    1e-6 * (double)g->memory.scratch, 1e-6 * (double)g->memory.total);
