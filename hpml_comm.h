@@ -468,17 +468,27 @@ HPMLC_FN void hpmlc_pause(void)
 #endif
 }
 
+/* A sender learns from the receiver's thread that its message is done. */
+HPMLC_FN bool hpmlc_done(const hpml_message *m)
+{
+#if defined(__GNUC__)
+    return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE);
+#else
+    return *(const volatile bool *)&m->done;
+#endif
+}
+
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
 {
     double limit = 0;
     if (!c || !m) return HPML_ERR_ARGUMENT;
-    for (int turn = 0; !m->done; turn++) {
+    for (int turn = 0; !hpmlc_done(m); turn++) {
         c->t->test(c, m);
-        for (hpml_message *other = c->pending, *next; other && !m->done; other = next) {
+        for (hpml_message *other = c->pending, *next; other && !hpmlc_done(m); other = next) {
             next = other->next;
             if (other != m && !other->done) c->t->test(c, other);
         }
-        if (m->done) break;
+        if (hpmlc_done(m)) break;
         if (turn < c->spin) { hpmlc_pause(); continue; }
         if (limit == 0) limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout;
         if (hpml_now() < limit) { c->t->block(c, m, limit); continue; }
@@ -821,8 +831,8 @@ HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
             m->moved   = (size_t)now + 1;
         }
         if (sent) hpmlc_meet(c, m, sent);
-    } else if (__atomic_load_n(&m->done, __ATOMIC_ACQUIRE)) return;
-    if (m->done || !__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE)) return;
+    } else if (hpmlc_done(m)) return;
+    if ((m->receiving && m->done) || !__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE)) return;
     if (!m->receiving) { /* take it back, unless somebody has it in hands */
         hpmlc_inbox   *in = &c->room->inbox[m->peer];
         hpml_message **at;
