@@ -4747,6 +4747,15 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
 #define HPMLI_NEED_SRC(i) (1u << (i))
 #define HPMLI_NEED_OUT    (1u << 8)
 #define HPMLI_INPLACE     (1u << 9) /* the result may stand in the memory of src[0] */
+#define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
+
+/* An op is a row: its name, what its backward pass reads, and both passes, written with `run` and the node `n`. Longer
+   passes are functions of their own; they have HPMLI_NEEDS alone. */
+#define HPMLI_NEEDS(name, what) HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return what; }
+#define HPMLI_OP(name, what, forward, backward)                                                                        \
+    HPMLI_NEEDS(name, what)                                                                                            \
+    HPMLI_FN hpml_status hpmli_##name##_forward(const hpml_run *run, hpml_node *n) { return forward; }                 \
+    HPMLI_FN hpml_status hpmli_##name##_backward(const hpml_run *run, hpml_node *n) { return backward; }
 
 /* The given name, or "<kind><number>". Owned by the context. */
 HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const char *kind)
@@ -5186,9 +5195,8 @@ typedef struct hpmli_walk {
 
 HPMLI_FN void hpmli_walk_make(hpmli_walk *w, const hpml_tensor *out, const hpml_tensor *a, const hpml_tensor *b)
 {
-    const hpml_tensor *src[2];
+    const hpml_tensor *src[2] = { a, b };
     int64_t            stride[2][HPML_MAX_DIMS], shape[HPML_MAX_DIMS];
-    src[0] = a, src[1] = b;
     for (int s = 0; s < 2; s++) {
         int64_t step = 1;
         int     lead = out->ndim - src[s]->ndim;
@@ -5236,8 +5244,8 @@ typedef struct hpmli_binary {
     const hpmli_kernels *k;
     hpml_node           *n;
     hpmli_walk           w;
-    int64_t              pieces, grain; /* pieces per run, elements per piece */
-    int                  side;          /* backward: the operand whose gradient is computed */
+    int64_t              pieces; /* of HPMLI_GRAIN elements, per run */
+    int                  side;   /* backward: the operand whose gradient is computed; -1: forward */
 } hpmli_binary;
 
 /* n elements of operand s from `at`: in place, or the one stretched value spread over `piece`. */
@@ -5249,42 +5257,14 @@ HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t at, in
     return piece;
 }
 
-HPMLI_FN void hpmli_binary_forward_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_binary_result(const hpmli_binary *b, float *y, const float *x0, const float *x1, int64_t n)
 {
-    const hpmli_binary *b   = (const hpmli_binary *)arg;
-    int64_t             run = task / b->pieces, from = task % b->pieces * b->grain;
-    int64_t             n   = b->w.run - from < b->grain ? b->w.run - from : b->grain;
-    float               pa[HPMLI_PIECE], pb[HPMLI_PIECE];
-    float              *y = b->n->out->data + run * b->w.run;
-    for (int64_t i = from; i < from + n; i += HPMLI_PIECE) {
-        int64_t      c = from + n - i < HPMLI_PIECE ? from + n - i : HPMLI_PIECE;
-        const float *x0 = hpmli_operand(b, 0, hpmli_walk_at(&b->w, 0, run), i, c, pa);
-        const float *x1 = hpmli_operand(b, 1, hpmli_walk_at(&b->w, 1, run), i, c, pb);
-        switch (b->n->op) {
-        case HPML_OP_ADD: b->k->vadd(y + i, x0, x1, c); break;
-        case HPML_OP_SUB: b->k->vsub(y + i, x0, x1, c); break;
-        case HPML_OP_MUL: b->k->vmul(y + i, x0, x1, c); break;
-        default: b->k->vdiv(y + i, x0, x1, c); break;
-        }
+    switch (b->n->op) {
+    case HPML_OP_ADD: b->k->vadd(y, x0, x1, n); break;
+    case HPML_OP_SUB: b->k->vsub(y, x0, x1, n); break;
+    case HPML_OP_MUL: b->k->vmul(y, x0, x1, n); break;
+    default: b->k->vdiv(y, x0, x1, n); break;
     }
-}
-
-HPMLI_FN void hpmli_binary_make(hpmli_binary *b, const hpml_run *run, hpml_node *n)
-{
-    b->k = run->ctx->k;
-    b->n = n;
-    hpmli_walk_make(&b->w, n->out, n->src[0], n->src[1]);
-    b->grain  = HPMLI_GRAIN;
-    b->pieces = (b->w.run + b->grain - 1) / b->grain;
-    b->side   = 0;
-}
-
-HPMLI_FN hpml_status hpmli_binary_forward(const hpml_run *run, hpml_node *n)
-{
-    hpmli_binary b;
-    hpmli_binary_make(&b, run, n);
-    hpmli_parallel(run->ctx, b.w.runs * b.pieces, hpmli_binary_forward_task, &b);
-    return HPML_OK;
 }
 
 /* d(side) of n elements: dy for a sum; for the rest the product rule. */
@@ -5304,55 +5284,57 @@ HPMLI_FN void hpmli_binary_slope(const hpmli_binary *b, float *d, const float *d
     }
 }
 
-HPMLI_FN void hpmli_binary_backward_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+/* One piece of a run: its result, or its share of one operand's gradient. */
+HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_binary *b   = (const hpmli_binary *)arg;
-    int64_t             run = task / b->pieces, from = task % b->pieces * b->grain;
-    int64_t             n   = b->w.run - from < b->grain ? b->w.run - from : b->grain;
+    int64_t             run = task / b->pieces, from = task % b->pieces * HPMLI_GRAIN;
+    int64_t             end = b->w.run - from < HPMLI_GRAIN ? b->w.run : from + HPMLI_GRAIN, c;
     float               pa[HPMLI_PIECE], pb[HPMLI_PIECE], d[HPMLI_PIECE];
-    const float        *dy   = b->n->out->grad + run * b->w.run;
-    float              *dx   = b->n->src[b->side]->grad + hpmli_walk_at(&b->w, b->side, run);
-    bool                wide = b->w.stride[b->side][b->w.ndim - 1] != 0;
-    for (int64_t i = from; i < from + n; i += HPMLI_PIECE) {
-        int64_t      c = from + n - i < HPMLI_PIECE ? from + n - i : HPMLI_PIECE;
+    for (int64_t i = from; i < end; i += c) {
+        c = end - i < HPMLI_PIECE ? end - i : HPMLI_PIECE;
         const float *x0 = hpmli_operand(b, 0, hpmli_walk_at(&b->w, 0, run), i, c, pa);
         const float *x1 = hpmli_operand(b, 1, hpmli_walk_at(&b->w, 1, run), i, c, pb);
-        hpmli_binary_slope(b, d, dy + i, x0, x1, c);
-        if (wide) b->k->vadd(dx + i, dx + i, d, c);
-        else dx[0] += b->k->vsum(d, c);
+        if (b->side < 0) {
+            hpmli_binary_result(b, b->n->out->data + run * b->w.run + i, x0, x1, c);
+            continue;
+        }
+        float *dx = b->n->src[b->side]->grad + hpmli_walk_at(&b->w, b->side, run);
+        hpmli_binary_slope(b, d, b->n->out->grad + run * b->w.run + i, x0, x1, c);
+        if (b->w.stride[b->side][b->w.ndim - 1] != 0) b->k->vadd(dx + i, dx + i, d, c);
+        else dx[0] += b->k->vsum(d, c); /* stretched */
     }
 }
 
-/* A gradient that was stretched is summed by one thread, in order; a whole one is cut among all. */
-HPMLI_FN hpml_status hpmli_binary_backward(const hpml_run *run, hpml_node *n)
+/* Sides [first, end), see hpmli_binary. A gradient that was stretched is summed by one thread, in order; a whole one is
+   cut among all. */
+HPMLI_FN hpml_status hpmli_binary_run(const hpml_run *run, hpml_node *n, int first, int end)
 {
-    hpmli_binary b;
-    hpmli_binary_make(&b, run, n);
-    for (b.side = 0; b.side < 2; b.side++) {
-        hpml_tensor *s     = n->src[b.side];
+    hpmli_binary b = HPMLI_ZEROED;
+    b.k = run->ctx->k, b.n = n;
+    hpmli_walk_make(&b.w, n->out, n->src[0], n->src[1]);
+    b.pieces = (b.w.run + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
+    for (b.side = first; b.side < end; b.side++) {
+        hpml_tensor *s     = b.side < 0 ? n->out : n->src[b.side];
         int64_t      tasks = b.w.runs * b.pieces;
-        if (!s->grad) continue;
+        if (b.side >= 0 && !s->grad) continue;
         if (b.side == 1 && s == n->src[0]) n->accumulate[1] = true; /* x + x */
-        if (!n->accumulate[b.side]) run->ctx->k->vfill(s->grad, 0, hpml_tensor_count(s));
-        if (hpml_tensor_count(s) == hpml_tensor_count(n->out))
-            hpmli_parallel(run->ctx, tasks, hpmli_binary_backward_task, &b);
+        if (b.side >= 0 && !n->accumulate[b.side]) b.k->vfill(s->grad, 0, hpml_tensor_count(s));
+        if (hpml_tensor_count(s) == hpml_tensor_count(n->out)) hpmli_parallel(run->ctx, tasks, hpmli_binary_task, &b);
         else
-            for (int64_t i = 0; i < tasks; i++) hpmli_binary_backward_task(&b, i, 0);
+            for (int64_t i = 0; i < tasks; i++) hpmli_binary_task(&b, i, 0);
     }
     return HPML_OK;
 }
 
 #define HPMLI_BINARY_OP(op, name, needs)                                                                               \
-    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n) { (void)n; return needs; }                              \
-    HPMLI_FN hpml_status hpmli_##name##_forward(const hpml_run *run, hpml_node *n) { return hpmli_binary_forward(run, n); }   \
-    HPMLI_FN hpml_status hpmli_##name##_backward(const hpml_run *run, hpml_node *n) { return hpmli_binary_backward(run, n); } \
+    HPMLI_OP(name, needs, hpmli_binary_run(run, n, -1, 0), hpmli_binary_run(run, n, 0, 2))                             \
     HPML_API hpml_tensor *hpml_##name(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(op, a, b); }
 
 HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tensor *b)
 {
     int64_t      shape[HPML_MAX_DIMS];
-    hpml_tensor *src[2];
-    src[0] = a, src[1] = b;
+    hpml_tensor *src[2] = { a, b };
     if (!hpmli_recordable(2, src)) return NULL;
     int ndim = a->ndim > b->ndim ? a->ndim : b->ndim;
     for (int i = 0; i < ndim; i++) {
@@ -5368,38 +5350,53 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
 
 HPMLI_BINARY_OP(HPML_OP_ADD, add, 0)
 HPMLI_BINARY_OP(HPML_OP_SUB, sub, 0)
-HPMLI_BINARY_OP(HPML_OP_MUL, mul, HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
-HPMLI_BINARY_OP(HPML_OP_DIV, div, HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
+HPMLI_BINARY_OP(HPML_OP_MUL, mul, HPMLI_NEED_BOTH)
+HPMLI_BINARY_OP(HPML_OP_DIV, div, HPMLI_NEED_BOTH)
 
-/* Pointwise maps of one array: one task for each piece of HPMLI_GRAIN elements. */
+/* Pointwise maps of one array, threaded: one task for each piece of HPMLI_GRAIN elements.
+   dy: dx = y (+)= dy act'(x); act: y = act(x); else y = a x + b, or y += a x. */
 typedef struct hpmli_map {
     const hpmli_kernels *k;
     hpml_act             act;
-    float                a, b;
+    float                a, b;       /* a: the slope of act */
     int64_t              n;
     float               *y;          /* (n) forward: result; backward: dx */
-    const float         *x, *dy, *v; /* (n) */
+    const float         *x, *dy, *v; /* (n) v: act(x) */
     bool                 accumulate;
 } hpmli_map;
 
-HPMLI_FN void hpmli_map_run(hpml_ctx *ctx, hpmli_map *m, hpmli_task_fn *fn)
-{
-    m->k = ctx->k;
-    hpmli_parallel(ctx, (m->n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, fn, m);
-}
-
-HPMLI_FN int64_t hpmli_map_piece(const hpmli_map *m, int64_t task, int64_t *from)
-{
-    *from = task * HPMLI_GRAIN;
-    return m->n - *from < HPMLI_GRAIN ? m->n - *from : HPMLI_GRAIN;
-}
-
-HPMLI_FN void hpmli_axpb_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_map_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_map *m = (const hpmli_map *)arg;
-    int64_t          i, n = hpmli_map_piece(m, task, &i);
-    if (m->accumulate) m->k->vaxpby(m->y + i, m->a, m->x + i, 1, n);
+    int64_t          i = task * HPMLI_GRAIN, n = m->n - i < HPMLI_GRAIN ? m->n - i : HPMLI_GRAIN;
+    if (m->dy)
+        m->k->act_backward((int)m->act, m->a, m->y + i, m->dy + i, m->x ? m->x + i : NULL, m->v ? m->v + i : NULL, n,
+                           m->accumulate);
+    else if (m->act) m->k->act_forward((int)m->act, m->a, m->y + i, m->x + i, n);
+    else if (m->accumulate) m->k->vaxpby(m->y + i, m->a, m->x + i, 1, n);
     else m->k->vscale_add(m->y + i, m->x + i, m->a, m->b, n);
+}
+
+HPMLI_FN hpml_status hpmli_map_run(hpml_ctx *ctx, hpmli_map m)
+{
+    m.k = ctx->k;
+    hpmli_parallel(ctx, (m.n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_map_task, &m);
+    return HPML_OK;
+}
+
+/* y = act(x). y may be x. */
+HPMLI_FN hpml_status hpmli_act_forward(hpml_ctx *ctx, hpml_act act, float slope, float *y, const float *x, int64_t n)
+{
+    hpmli_map m = { NULL, act, slope, 0, n, y, x, NULL, NULL, false };
+    return hpmli_map_run(ctx, m);
+}
+
+/* dx (+)= dy act'(x). dx may be dy. x or y may be NULL as the kind allows (hpmli_act_reads_x). */
+HPMLI_FN hpml_status hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float *dx, const float *dy,
+                                        const float *x, const float *y, int64_t n, bool accumulate)
+{
+    hpmli_map m = { NULL, act, slope, 0, n, dx, x, dy, y, accumulate };
+    return hpmli_map_run(ctx, m);
 }
 
 HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
@@ -5410,57 +5407,18 @@ HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
     return y;
 }
 
-HPMLI_FN unsigned hpmli_scale_needs(const hpml_node *n) { (void)n; return HPMLI_INPLACE; }
-
-HPMLI_FN hpml_status hpmli_scale_forward(const hpml_run *run, hpml_node *n)
+/* y = a x + b, or y += a x. */
+HPMLI_FN hpml_status hpmli_axpb(hpml_ctx *ctx, float a, float b, float *y, const float *x, int64_t n, bool accumulate)
 {
-    hpmli_map m = HPMLI_ZEROED;
-    m.a = n->attr.scale.a, m.b = n->attr.scale.b;
-    m.y = n->out->data, m.x = n->src[0]->data, m.n = hpml_tensor_count(n->out);
-    hpmli_map_run(run->ctx, &m, hpmli_axpb_task);
-    return HPML_OK;
+    hpmli_map m = { NULL, HPML_ACT_NONE, a, b, n, y, x, NULL, NULL, accumulate };
+    return hpmli_map_run(ctx, m);
 }
 
-HPMLI_FN hpml_status hpmli_scale_backward(const hpml_run *run, hpml_node *n)
-{
-    hpmli_map m = HPMLI_ZEROED;
-    m.a = n->attr.scale.a;
-    m.y = n->src[0]->grad, m.x = n->out->grad, m.n = hpml_tensor_count(n->out), m.accumulate = n->accumulate[0];
-    hpmli_map_run(run->ctx, &m, hpmli_axpb_task);
-    return HPML_OK;
-}
-
-HPMLI_FN void hpmli_act_forward_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_map *m = (const hpmli_map *)arg;
-    int64_t          i, n = hpmli_map_piece(m, task, &i);
-    m->k->act_forward((int)m->act, m->a, m->y + i, m->x + i, n);
-}
-
-HPMLI_FN void hpmli_act_backward_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_map *m = (const hpmli_map *)arg;
-    int64_t          i, n = hpmli_map_piece(m, task, &i);
-    m->k->act_backward((int)m->act, m->a, m->y + i, m->dy + i, m->x ? m->x + i : NULL, m->v ? m->v + i : NULL, n,
-                       m->accumulate);
-}
-
-/* y = act(x), threaded. y may be x. */
-HPMLI_FN void hpmli_act_forward(hpml_ctx *ctx, hpml_act act, float slope, float *y, const float *x, int64_t n)
-{
-    hpmli_map m = HPMLI_ZEROED;
-    m.act = act, m.a = slope, m.y = y, m.x = x, m.n = n;
-    hpmli_map_run(ctx, &m, hpmli_act_forward_task);
-}
-
-/* dx (+)= dy act'(x), threaded. dx may be dy. x or y may be NULL as the kind allows (hpmli_act_reads_x). */
-HPMLI_FN void hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float *dx, const float *dy, const float *x,
-                                 const float *y, int64_t n, bool accumulate)
-{
-    hpmli_map m = HPMLI_ZEROED;
-    m.act = act, m.a = slope, m.y = dx, m.dy = dy, m.x = x, m.v = y, m.n = n, m.accumulate = accumulate;
-    hpmli_map_run(ctx, &m, hpmli_act_backward_task);
-}
+HPMLI_OP(scale, HPMLI_INPLACE,
+         hpmli_axpb(run->ctx, n->attr.scale.a, n->attr.scale.b, n->out->data, n->src[0]->data,
+                    hpml_tensor_count(n->out), false),
+         hpmli_axpb(run->ctx, n->attr.scale.a, 0, n->src[0]->grad, n->out->grad, hpml_tensor_count(n->out),
+                    n->accumulate[0]))
 
 /* True when the derivative is computed from the argument, false when the result is enough. */
 HPMLI_FN bool hpmli_act_reads_x(hpml_act act)
@@ -5481,30 +5439,18 @@ HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
 }
 
 HPML_API hpml_tensor *hpml_relu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_RELU, 0); }
-HPML_API hpml_tensor *hpml_leaky_relu(hpml_tensor *x, float slope) { return hpml_activation(x, HPML_ACT_LEAKY_RELU, slope); }
+HPML_API hpml_tensor *hpml_leaky_relu(hpml_tensor *x, float s) { return hpml_activation(x, HPML_ACT_LEAKY_RELU, s); }
 HPML_API hpml_tensor *hpml_gelu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_GELU, 0); }
 HPML_API hpml_tensor *hpml_gelu_erf(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_GELU_ERF, 0); }
 HPML_API hpml_tensor *hpml_silu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_SILU, 0); }
 HPML_API hpml_tensor *hpml_sigmoid(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_SIGMOID, 0); }
 HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_TANH, 0); }
 
-HPMLI_FN unsigned hpmli_activation_needs(const hpml_node *n)
-{
-    return hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE;
-}
-
-HPMLI_FN hpml_status hpmli_activation_forward(const hpml_run *run, hpml_node *n)
-{
-    hpmli_act_forward(run->ctx, n->attr.act.act, n->attr.act.slope, n->out->data, n->src[0]->data, hpml_tensor_count(n->out));
-    return HPML_OK;
-}
-
-HPMLI_FN hpml_status hpmli_activation_backward(const hpml_run *run, hpml_node *n)
-{
-    hpmli_act_backward(run->ctx, n->attr.act.act, n->attr.act.slope, n->src[0]->grad, n->out->grad, n->src[0]->data,
-                       n->out->data, hpml_tensor_count(n->out), n->accumulate[0]);
-    return HPML_OK;
-}
+HPMLI_OP(activation, hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
+         hpmli_act_forward(run->ctx, n->attr.act.act, n->attr.act.slope, n->out->data, n->src[0]->data,
+                           hpml_tensor_count(n->out)),
+         hpmli_act_backward(run->ctx, n->attr.act.act, n->attr.act.slope, n->src[0]->grad, n->out->grad,
+                            n->src[0]->data, n->out->data, hpml_tensor_count(n->out), n->accumulate[0]))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>matmul   matrix products and linear layers
@@ -5518,44 +5464,42 @@ typedef struct hpmli_mat {
     int64_t      rs, cs, batch; /* elements between rows, columns, matrices */
 } hpmli_mat;
 
-/* A stored (rows, cols) matrix, or its transpose. */
-HPMLI_FN hpmli_mat hpmli_mat_of(const float *p, int64_t rows, int64_t cols, bool trans)
+/* A matrix whose rows are ld apart, or its transpose; `batch` numbers further the next one. */
+HPMLI_FN hpmli_mat hpmli_mats(const float *p, int64_t ld, int64_t batch, bool trans)
 {
-    hpmli_mat m;
-    m.p = p, m.rs = trans ? 1 : cols, m.cs = trans ? cols : 1, m.batch = rows * cols;
+    hpmli_mat m = { p, trans ? 1 : ld, trans ? ld : 1, batch };
     return m;
+}
+
+HPMLI_FN hpmli_mat hpmli_strided(const float *p, int64_t ld, bool trans) { return hpmli_mats(p, ld, 0, trans); }
+
+/* c (m, n), rows ldc apart, = a b (+ c when accumulate). */
+HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(int64_t m, int64_t n, int64_t k, hpmli_mat a, hpmli_mat b, float *c, int64_t ldc,
+                                       bool accumulate)
+{
+    hpmli_gemm_desc d = HPMLI_ZEROED;
+    d.m = m, d.n = n, d.k = k, d.alpha = 1, d.beta = accumulate ? 1.0f : 0.0f, d.batch = 1;
+    d.a = a.p, d.a_rs = a.rs, d.a_cs = a.cs, d.a_batch = a.batch;
+    d.b = b.p, d.b_rs = b.rs, d.b_cs = b.cs, d.b_batch = b.batch;
+    d.c = c, d.ldc = ldc, d.c_batch = m * n;
+    return d;
 }
 
 /* c (batch, m, n) = a b (+ c when accumulate). */
 HPMLI_FN void hpmli_product(hpml_ctx *ctx, int64_t batch, int64_t m, int64_t n, int64_t k, hpmli_mat a, hpmli_mat b,
                             float *c, bool accumulate)
 {
-    hpmli_gemm_desc d = HPMLI_ZEROED;
-    d.m = m, d.n = n, d.k = k;
-    d.a = a.p, d.a_rs = a.rs, d.a_cs = a.cs, d.a_batch = a.batch;
-    d.b = b.p, d.b_rs = b.rs, d.b_cs = b.cs, d.b_batch = b.batch;
-    d.c = c, d.ldc = n, d.c_batch = m * n;
-    d.alpha = 1, d.beta = accumulate ? 1.0f : 0.0f, d.batch = batch;
+    hpmli_gemm_desc d = hpmli_gemm_of(m, n, k, a, b, c, n, accumulate);
+    d.batch = batch;
     hpmli_gemm(ctx, &d);
-}
-
-/* A matrix whose rows are ld apart, or its transpose. */
-HPMLI_FN hpmli_mat hpmli_strided(const float *p, int64_t ld, bool trans)
-{
-    hpmli_mat m;
-    m.p = p, m.rs = trans ? 1 : ld, m.cs = trans ? ld : 1, m.batch = 0;
-    return m;
 }
 
 /* c (m, n), rows ldc apart, (+)= alpha a b + bias (n). thread: from inside a task its number, else -1: all threads. */
 HPMLI_FN void hpmli_product_at(hpml_ctx *ctx, int thread, int64_t m, int64_t n, int64_t k, float alpha, hpmli_mat a,
                                hpmli_mat b, float *c, int64_t ldc, const float *bias, bool accumulate)
 {
-    hpmli_gemm_desc d = HPMLI_ZEROED;
-    d.m = m, d.n = n, d.k = k, d.alpha = alpha, d.beta = accumulate ? 1.0f : 0.0f, d.batch = 1, d.bias_n = bias;
-    d.a = a.p, d.a_rs = a.rs, d.a_cs = a.cs;
-    d.b = b.p, d.b_rs = b.rs, d.b_cs = b.cs;
-    d.c = c, d.ldc = ldc;
+    hpmli_gemm_desc d = hpmli_gemm_of(m, n, k, a, b, c, ldc, accumulate);
+    d.alpha = alpha, d.bias_n = bias;
     if (thread < 0) hpmli_gemm(ctx, &d);
     else hpmli_gemm_serial(ctx, thread, &d);
 }
@@ -5570,8 +5514,7 @@ HPMLI_FN hpml_tensor *hpmli_matmul_error(hpml_tensor *a, hpml_tensor *b, bool ta
 HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, bool trans_b)
 {
     int64_t      shape[HPML_MAX_DIMS];
-    hpml_tensor *src[2], *c;
-    src[0] = a, src[1] = b;
+    hpml_tensor *src[2] = { a, b };
     if (!hpmli_recordable(2, src)) return NULL;
     if (a->ndim < 2 || b->ndim < 2 || (b->ndim != 2 && b->ndim != a->ndim)) return hpmli_matmul_error(a, b, trans_a, trans_b);
     for (int i = 0; i < a->ndim - 2; i++) {
@@ -5582,7 +5525,7 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
         return hpmli_matmul_error(a, b, trans_a, trans_b);
     shape[a->ndim - 2] = a->shape[a->ndim - (trans_a ? 1 : 2)];
     shape[a->ndim - 1] = b->shape[b->ndim - (trans_b ? 2 : 1)];
-    c = hpmli_node_create(a->ctx, HPML_OP_MATMUL, 2, src, a->ndim, shape);
+    hpml_tensor *c = hpmli_node_create(a->ctx, HPML_OP_MATMUL, 2, src, a->ndim, shape);
     if (!c) return NULL;
     c->node->attr.matmul.trans_a = trans_a;
     c->node->attr.matmul.trans_b = trans_b;
@@ -5593,7 +5536,7 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     return c;
 }
 
-HPMLI_FN unsigned hpmli_matmul_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
+HPMLI_NEEDS(matmul, HPMLI_NEED_BOTH)
 
 typedef struct hpmli_matmul_dims {
     int64_t batch, m, n, k;
@@ -5614,43 +5557,49 @@ HPMLI_FN hpmli_matmul_dims hpmli_matmul_size(const hpml_node *node)
     return d;
 }
 
+/* op(B) as it is stored, or its transpose, and likewise op(A) from `at` on. */
+HPMLI_FN hpmli_mat hpmli_matmul_b(const hpml_node *n, const hpmli_matmul_dims *d, bool trans)
+{
+    bool tb = n->attr.matmul.trans_b;
+    return hpmli_mats(n->src[1]->data, tb ? d->k : d->n, d->shared ? 0 : d->k * d->n, tb != trans);
+}
+
+HPMLI_FN hpmli_mat hpmli_matmul_a(const hpml_node *n, const hpmli_matmul_dims *d, int64_t at, bool trans)
+{
+    bool ta = n->attr.matmul.trans_a;
+    return hpmli_mats(n->src[0]->data + at, ta ? d->m : d->k, d->m * d->k, ta != trans);
+}
+
 HPMLI_FN hpml_status hpmli_matmul_forward(const hpml_run *run, hpml_node *n)
 {
-    hpmli_matmul_dims d  = hpmli_matmul_size(n);
-    bool              ta = n->attr.matmul.trans_a, tb = n->attr.matmul.trans_b;
-    hpmli_mat         a  = hpmli_mat_of(n->src[0]->data, ta ? d.k : d.m, ta ? d.m : d.k, ta);
-    hpmli_mat         b  = hpmli_mat_of(n->src[1]->data, tb ? d.n : d.k, tb ? d.k : d.n, tb);
-    if (d.shared) b.batch = 0;
-    hpmli_product(run->ctx, d.batch, d.m, d.n, d.k, a, b, n->out->data, false);
+    hpmli_matmul_dims d = hpmli_matmul_size(n);
+    hpmli_product(run->ctx, d.batch, d.m, d.n, d.k, hpmli_matmul_a(n, &d, 0, false), hpmli_matmul_b(n, &d, false),
+                  n->out->data, false);
     return HPML_OK;
 }
 
 HPMLI_FN hpml_status hpmli_matmul_backward(const hpml_run *run, hpml_node *n)
 {
     hpmli_matmul_dims d  = hpmli_matmul_size(n);
-    bool              ta = n->attr.matmul.trans_a, tb = n->attr.matmul.trans_b;
     const float      *dc = n->out->grad;
     hpml_tensor      *a = n->src[0], *b = n->src[1];
-    hpmli_mat         bt = hpmli_mat_of(b->data, tb ? d.n : d.k, tb ? d.k : d.n, !tb); /* op(B)^T (n, k) */
-    if (d.shared) bt.batch = 0;
-    if (a->grad && !ta) /* dA (m, k) = dC op(B)^T */
-        hpmli_product(run->ctx, d.batch, d.m, d.k, d.n, hpmli_mat_of(dc, d.m, d.n, false), bt, a->grad, n->accumulate[0]);
-    if (a->grad && ta) { /* stored (k, m): dA = op(B) dC^T */
-        hpmli_mat bn = hpmli_mat_of(b->data, tb ? d.n : d.k, tb ? d.k : d.n, tb);
-        if (d.shared) bn.batch = 0;
-        hpmli_product(run->ctx, d.batch, d.k, d.m, d.n, bn, hpmli_mat_of(dc, d.m, d.n, true), a->grad, n->accumulate[0]);
-    }
+    int64_t           mn = d.m * d.n, mk = d.m * d.k;
+    if (a->grad && !n->attr.matmul.trans_a) /* dA (m, k) = dC op(B)^T */
+        hpmli_product(run->ctx, d.batch, d.m, d.k, d.n, hpmli_mats(dc, d.n, mn, false), hpmli_matmul_b(n, &d, true),
+                      a->grad, n->accumulate[0]);
+    else if (a->grad) /* stored (k, m): dA = op(B) dC^T */
+        hpmli_product(run->ctx, d.batch, d.k, d.m, d.n, hpmli_matmul_b(n, &d, false), hpmli_mats(dc, d.n, mn, true),
+                      a->grad, n->accumulate[0]);
     if (b == a) n->accumulate[1] = true; /* x x^T: both gradients meet in one place */
     for (int64_t i = 0; b->grad && i < (d.shared ? d.batch : 1); i++) { /* a shared b adds up over the batch, in order */
-        bool         add   = n->accumulate[1] || i > 0;
-        int64_t      batch = d.shared ? 1 : d.batch;
-        const float *ai = a->data + i * d.m * d.k, *dci = dc + i * d.m * d.n;
-        if (!tb) /* dB (k, n) = op(A)^T dC */
-            hpmli_product(run->ctx, batch, d.k, d.n, d.m, hpmli_mat_of(ai, ta ? d.k : d.m, ta ? d.m : d.k, !ta),
-                          hpmli_mat_of(dci, d.m, d.n, false), b->grad, add);
+        bool    add   = n->accumulate[1] || i > 0;
+        int64_t batch = d.shared ? 1 : d.batch;
+        if (!n->attr.matmul.trans_b) /* dB (k, n) = op(A)^T dC */
+            hpmli_product(run->ctx, batch, d.k, d.n, d.m, hpmli_matmul_a(n, &d, i * mk, true),
+                          hpmli_mats(dc + i * mn, d.n, mn, false), b->grad, add);
         else /* stored (n, k): dB = dC^T op(A) */
-            hpmli_product(run->ctx, batch, d.n, d.k, d.m, hpmli_mat_of(dci, d.m, d.n, true),
-                          hpmli_mat_of(ai, ta ? d.k : d.m, ta ? d.m : d.k, ta), b->grad, add);
+            hpmli_product(run->ctx, batch, d.n, d.k, d.m, hpmli_mats(dc + i * mn, d.n, mn, true),
+                          hpmli_matmul_a(n, &d, i * mk, false), b->grad, add);
     }
     return HPML_OK;
 }
@@ -5686,27 +5635,21 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     return y;
 }
 
-HPMLI_FN unsigned hpmli_linear_needs(const hpml_node *n)
-{
-    bool from_result = n->attr.act.act != HPML_ACT_NONE && !hpmli_act_reads_x(n->attr.act.act);
-    return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1) | (from_result ? HPMLI_NEED_OUT : 0);
-}
+HPMLI_NEEDS(linear, HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0))
 
 HPMLI_FN hpml_status hpmli_linear_forward(const hpml_run *run, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *w = n->src[1];
     hpml_act           act = n->attr.act.act;
     float             *z   = n->saved ? (float *)n->saved : n->out->data; /* (rows, out) before the activation */
-    hpmli_gemm_desc    d = HPMLI_ZEROED;
-    d.k = w->shape[1], d.n = w->shape[0], d.m = hpml_tensor_count(x) / d.k;
-    d.a = x->data, d.a_rs = d.k, d.a_cs = 1;
-    d.b = w->data, d.b_rs = 1, d.b_cs = d.k;
-    d.c = z, d.ldc = d.n, d.alpha = 1, d.batch = 1;
+    int64_t            out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
+    hpmli_gemm_desc    d   = hpmli_gemm_of(rows, out, in, hpmli_strided(x->data, in, false),
+                                           hpmli_strided(w->data, in, true), z, out, false);
     d.bias_n = n->src[2] ? n->src[2]->data : NULL;
     d.act    = act == HPML_ACT_RELU;
     hpmli_gemm(run->ctx, &d);
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
-        hpmli_act_forward(run->ctx, act, n->attr.act.slope, n->out->data, z, d.m * d.n);
+        hpmli_act_forward(run->ctx, act, n->attr.act.slope, n->out->data, z, rows * out);
     return HPML_OK;
 }
 
@@ -5720,11 +5663,11 @@ HPMLI_FN hpml_status hpmli_linear_backward(const hpml_run *run, hpml_node *n)
         hpmli_act_backward(run->ctx, n->attr.act.act, n->attr.act.slope, dz, dz, (const float *)n->saved, n->out->data,
                            rows * out, false);
     if (w->grad)
-        hpmli_product(run->ctx, 1, out, in, rows, hpmli_mat_of(dz, rows, out, true), hpmli_mat_of(x->data, rows, in, false),
+        hpmli_product(run->ctx, 1, out, in, rows, hpmli_strided(dz, out, true), hpmli_strided(x->data, in, false),
                       w->grad, n->accumulate[1]);
     if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz, rows, out, n->accumulate[2]);
     if (x->grad)
-        hpmli_product(run->ctx, 1, rows, in, out, hpmli_mat_of(dz, rows, out, false), hpmli_mat_of(w->data, out, in, false),
+        hpmli_product(run->ctx, 1, rows, in, out, hpmli_strided(dz, out, false), hpmli_strided(w->data, in, false),
                       x->grad, n->accumulate[0]);
     return HPML_OK;
 }
@@ -6303,12 +6246,11 @@ HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
     const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
     int64_t pixels = c->OH * c->OW, in = back ? c->OC : c->C, out = back ? c->C : c->OC;
     for (int64_t g = 0; g < c->groups; g++) {
-        hpmli_gemm_desc d = HPMLI_ZEROED;
-        d.m = out, d.n = pixels, d.k = in, d.alpha = 1, d.batch = c->B;
-        d.a = w->data + g * c->OC * c->C, d.a_rs = back ? 1 : c->C, d.a_cs = back ? c->C : 1;
-        d.b = (back ? y->grad : x->data) + g * in * pixels, d.b_rs = pixels, d.b_cs = 1, d.b_batch = c->groups * in * pixels;
-        d.c = (back ? x->grad : y->data) + g * out * pixels, d.ldc = pixels, d.c_batch = c->groups * out * pixels;
-        d.beta   = back && c->n->accumulate[0] ? 1.0f : 0.0f;
+        hpmli_gemm_desc d = hpmli_gemm_of(
+            out, pixels, in, hpmli_strided(w->data + g * c->OC * c->C, c->C, back),
+            hpmli_mats((back ? y->grad : x->data) + g * in * pixels, pixels, c->groups * in * pixels, false),
+            (back ? x->grad : y->data) + g * out * pixels, pixels, back && c->n->accumulate[0]);
+        d.batch = c->B, d.c_batch = c->groups * out * pixels;
         d.bias_m = !back && bias ? bias->data + g * c->OC : NULL;
         d.act    = !back && c->n->attr.conv.act == HPML_ACT_RELU;
         hpmli_gemm(c->ctx, &d);
