@@ -147,7 +147,7 @@ extern "C" {
 // >>api-status   status codes
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* One list gives the enum and its texts. Blocks: -1 general, -100 shape, -200 memory, -300 files, -400 comm, -500 CUDA. */
+/* One list gives enum and texts. Blocks: -1 general, -100 shape, -200 memory, -300 files, -400 comm, -500 CUDA. */
 #define HPML_STATUS_LIST(X)                                                                                            \
     X(HPML_OK, 0, "ok")                                                                                                \
     X(HPML_ERR_ARGUMENT, -1, "invalid argument")                                                                       \
@@ -245,7 +245,7 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
 // >>api-tensor   tensors
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* All arithmetic is f32. The others are storage types: labels and tokens (I32), pixels (U8), halves for files and wire. */
+/* All arithmetic is f32. The others are storage types: labels, tokens (I32), pixels (U8), halves for files and wire. */
 typedef enum hpml_dtype {
     HPML_DTYPE_F32  = 0,
     HPML_DTYPE_BF16 = 1,
@@ -254,7 +254,7 @@ typedef enum hpml_dtype {
     HPML_DTYPE_U8   = 4
 } hpml_dtype;
 
-/* How a parameter starts. fan_in is the product of all dimensions but the first; fan_out is shape[0] x receptive field. */
+/* How a parameter starts. fan_in is the product of all dimensions but the first; fan_out: shape[0] x receptive field. */
 typedef enum hpml_init {
     HPML_INIT_DEFAULT         = 0, /* weights: KAIMING_UNIFORM; biases: ZEROS; norm scales: ONES; embeddings: NORMAL 1 */
     HPML_INIT_KAIMING_UNIFORM = 1, /* U(-b, b), b = sqrt(6 / fan_in), He et al. 2015 */
@@ -310,13 +310,13 @@ HPML_API hpml_tensor *hpml_tensor_create_3d(hpml_ctx *ctx, int64_t d0, int64_t d
 HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2, int64_t d3);
 HPML_API void         hpml_tensor_free(hpml_tensor *t); /* optional; only for tensors made by hpml_tensor_create and views */
 
-/* Views share the memory of `t` and cost nothing. `t` must have memory (or be a view); not for recording: see the ops. */
+/* Views share the memory of `t` and cost nothing. `t` must have memory (or be a view); to record, see the ops. */
 HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* t contiguous; one -1 allowed */
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count);
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
 
-/* Copies between tensors of the same shape, any strides, converting the dtype (round to nearest even; I32, U8 saturate).
-   CPU memory only. */
+/* Copies between tensors of the same shape, any strides, converting the dtype (round to nearest even; I32, U8
+   saturate). CPU memory only. */
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src);
 /* Whole contents, contiguous, to and from host memory of the tensor's dtype; `count` must equal hpml_tensor_count. */
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const void *values, int64_t count);
@@ -325,8 +325,8 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
 /* Converts n contiguous elements between any two dtypes in host memory. */
 HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n);
 
-/* C = alpha * op(A) * op(B) + beta * C on plain arrays, as BLAS defines it, row-major: op(A) is (m, k), op(B) is (k, n).
-   trans_a: A is stored (k, m). lda, ldb, ldc: elements between rows as stored. beta 0 never reads C. */
+/* C = alpha * op(A) * op(B) + beta * C on plain arrays, as BLAS defines it, row-major: op(A) is (m, k), op(B) is
+   (k, n). trans_a: A is stored (k, m). lda, ldb, ldc: elements between rows as stored. beta 0 never reads C. */
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                 const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
                                 int64_t ldc);
@@ -416,8 +416,8 @@ typedef struct hpml_linear_desc {
 } hpml_linear_desc;
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
 
-/* Cross-correlation, as the field calls convolution: x (B, C, H, W), w (out, C/groups, kernel, kernel), y (B, out, H', W'),
-   H' = (H + 2 padding - dilation (kernel - 1) - 1) / stride + 1. groups = C is depthwise. */
+/* Cross-correlation, as the field calls convolution: x (B, C, H, W), w (out, C/groups, kernel, kernel), y
+   (B, out, H', W'), H' = (H + 2 padding - dilation (kernel - 1) - 1) / stride + 1. groups = C is depthwise. */
 typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
     int32_t     kernel_h, kernel_w;     /* required; kernel_w 0: as kernel_h */
@@ -435,8 +435,8 @@ typedef struct hpml_conv2d_desc {
 #define HPML_NO_PAD (-1)
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc);
 
-/* Pooling over kernel x kernel windows: (B, C, H, W) -> (B, C, H', W'). stride 0: as kernel. Padding never wins a maximum and
-   does not count in an average. */
+/* Pooling over kernel x kernel windows: (B, C, H, W) -> (B, C, H', W'). stride 0: as kernel. Padding never wins a
+   maximum and does not count in an average. */
 HPML_API hpml_tensor *hpml_max_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding);
 HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding);
 HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x); /* (B, C, H, W) -> (B, C) */
@@ -461,9 +461,10 @@ HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim);
 HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x);
 HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x);
 
-/* Norms. layer: (x - mean) / sqrt(var + eps) * gamma + beta over the last dimension (Ba et al. 2016); rms: x / sqrt(mean x^2 +
-   eps) * gamma (Zhang & Sennrich 2019); batch: per channel over (B, H, W) or B, with running statistics used in evaluation
-   (Ioffe & Szegedy 2015), running <- (1 - momentum) running + momentum batch, variance unbiased there. */
+/* Norms. layer: (x - mean) / sqrt(var + eps) * gamma + beta over the last dimension (Ba et al. 2016); rms: x /
+   sqrt(mean x^2 + eps) * gamma (Zhang & Sennrich 2019); batch: per channel over (B, H, W) or B, with running statistics
+   used in evaluation (Ioffe & Szegedy 2015), running <- (1 - momentum) running + momentum batch, with unbiased
+   variance. */
 typedef struct hpml_norm_desc {
     uint32_t    _begin;
     const char *name;
@@ -477,8 +478,8 @@ HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc)
 HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *desc);
 HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc); /* (B, C) or (B, C, H, W) */
 
-/* In training: zero with probability p, the rest scaled by 1/(1-p) (Srivastava et al. 2014). The mask is a function of (seed, step, node, element): it is
-   made again in the backward pass, not stored. */
+/* In training: zero with probability p, the rest scaled by 1/(1-p) (Srivastava et al. 2014). The mask is a function of
+   (seed, step, node, element): it is made again in the backward pass, not stored. */
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p);
 
 /* Rows of a table: tokens i32 (B, T) -> (B, T, width); table (vocabulary, width). */
@@ -504,8 +505,8 @@ typedef struct hpml_attention_desc {
 } hpml_attention_desc;
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc);
 
-/* Long short-term memory over time (Hochreiter & Schmidhuber 1997), state zero at the start: x (B, T, in) -> (B, T, hidden).
-   Parameters w_x (4 hidden, in), w_h (4 hidden, hidden), bias (4 hidden); gates in the order i, f, g, o. */
+/* Long short-term memory over time (Hochreiter & Schmidhuber 1997), state zero at the start: x (B, T, in) ->
+   (B, T, hidden). Parameters w_x (4 hidden, in), w_h (4 hidden, hidden), bias (4 hidden); gates in order i, f, g, o. */
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *name);
 
 /* Losses: scalars, mean over what counts. labels: i32, one for each row of the other dimensions. */
@@ -555,8 +556,8 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
 /* Gradients of the loss times `scale`. Parameters: set, or added to when `accumulate`. */
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
 
-/* Compares backward with central differences of fourth order on up to `samples` numbers of every parameter and every input that
-   needs a gradient; returns the largest |difference| / (|a| + |b| + floor), or a negative number on error. */
+/* Compares backward with central differences of fourth order on up to `samples` numbers of every parameter and every
+   input that needs a gradient; returns the largest |difference| / (|a| + |b| + floor), on error a negative number. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* an input that shall get a gradient */
 
@@ -735,8 +736,8 @@ typedef struct hpml_step_info {
 } hpml_step_info;
 typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* not 0: stop, fit returns HPML_ERR_STOPPED */
 
-/* One batch from host memory: x and y hold `samples` samples (1 to batch) in the dtypes of input and target (i32 labels for
-   cross-entropy). With `accumulate` k, every k-th call updates. info may be NULL. */
+/* One batch from host memory: x and y hold `samples` samples (1 to batch) in the dtypes of input and target (i32 labels
+   for cross-entropy). With `accumulate` k, every k-th call updates. info may be NULL. */
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples, hpml_step_info *info);
 
 typedef struct hpml_metrics {
@@ -768,10 +769,10 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
 /* The only seam to distributed training. All NULL in a serial trainer. A strategy fills them in.
    run     instead of forward and backward of one batch: cut it, pipeline it; calls hpml_trainer_run_local for its part
    need    before the values of parameter p are read in a pass: pull, gather, wait
-   grad    the moment the gradient of parameter p is final in this step's backward pass (last micro-batch), in reverse order
-           of recording: communication starts here and overlaps the rest
-   update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_update_local for the
-           parameters it wants updated here. Returns HPML_OK. */
+   grad    the moment the gradient of parameter p is final in this step's backward pass (last micro-batch), in reverse
+           order of recording: communication starts here and overlaps the rest
+   update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_update_local for
+           the parameters it wants updated here. Returns HPML_OK. */
 typedef struct hpml_hooks {
     void *user;
     hpml_status (*run)(void *user, hpml_trainer *t, int64_t samples, float *loss);
@@ -813,16 +814,16 @@ struct hpml_dataset {
     void       *owner;                  /* private */
 };
 
-/* All readers treat the file as hostile: truncated, oversized, of another kind or random bytes end in an error that says what was
-   expected where. NULL on failure, the error on the context. */
+/* All readers treat the file as hostile: truncated, oversized, of another kind or random bytes end in an error that
+   says what was expected where. NULL on failure, the error on the context. */
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels); /* MNIST; gzip with HPML_USE_ZLIB */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
-/* Numbers separated by `,` `;` or tabs; an optional header line is found by itself. label_column: from 0, negative: from the end (-1 the
-   last), HPML_NO_LABEL: none. regression: the label is a float target. Independent of the locale. */
+/* Numbers separated by `,` `;` or tabs; an optional header line is found by itself. label_column: from 0, negative:
+   from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float target. The locale is ignored. */
 #define HPML_NO_LABEL INT32_MIN
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
-/* Text as a stream of tokens: each sample is `context` characters and, as target, the same shifted by one. bytes: vocabulary 256; else the
-   characters that occur, in byte order (see hpml_dataset_vocabulary). */
+/* Text as a stream of tokens: each sample is `context` characters and, as target, the same shifted by one. bytes:
+   vocabulary 256; else the characters that occur, in byte order (see hpml_dataset_vocabulary). */
 HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context, bool bytes);
 HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size); /* text: byte of each token */
 /* Your own arrays, copied; y NULL: unlabelled. */
@@ -835,8 +836,8 @@ HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional */
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path);
 HPML_API hpml_status  hpml_npy_save(const hpml_tensor *t, const char *path);
 
-/* Packed records: many small samples in one large file with an index, read through mmap (as LMDB served Caffe). Little-endian:
-   "HPMLREC1", count u64, index offset u64, then the records, then count + 1 offsets u64. */
+/* Packed records: many small samples in one large file with an index, read through mmap (as LMDB served Caffe).
+   Little-endian: "HPMLREC1", count u64, index offset u64, then the records, then count + 1 offsets u64. */
 typedef struct hpml_record_writer hpml_record_writer;
 typedef struct hpml_record_file   hpml_record_file;
 HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path);
@@ -880,7 +881,7 @@ typedef struct hpml_batch {
     int64_t     index;    /* batch of the epoch, from 0 */
 } hpml_batch;
 
-/* Order: sample i of epoch e is a seeded permutation of (seed, e, i): the same global batches for every number of ranks. */
+/* Order: sample i of epoch e is a seeded permutation of (seed, e, i): the same global batches on any number of ranks. */
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *d, const hpml_loader_desc *desc);
 HPML_API int64_t      hpml_loader_steps(const hpml_loader *l);                             /* batches per epoch, same on all ranks */
 HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);     /* next batch to come */
@@ -891,8 +892,8 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // >>api-save   safetensors and checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* safetensors: 8-byte length, JSON header, data. Written to a temporary file beside `path`, synced, renamed: a kill at any moment leaves
-   the old file or the new one. */
+/* safetensors: 8-byte length, JSON header, data. Written to a temporary file beside `path`, synced, renamed: a kill at
+   any moment leaves the old file or the new one. */
 typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped */
 typedef struct hpml_safetensor {                  /* one entry */
     const char *name;
@@ -916,8 +917,9 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* every parameter must be there, with its shape */
 
-/* Everything that training needs to go on with the same bits: parameters, optimizer state, named states (residuals), step, epoch and position in the
-   data, seed. A checkpoint is a safetensors file: "opt.m.<param>", "opt.v.<param>", "state.<name>", metadata "hpml.step" ... */
+/* Everything that training needs to go on with the same bits: parameters, optimizer state, named states (residuals),
+   step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>", "opt.v.<param>",
+   "state.<name>", metadata "hpml.step" ... */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* all or nothing */
 
@@ -925,7 +927,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /*
 // >>api-see   timeline, profile, summary
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Chrome trace form: open the file in Perfetto. One process per rank, one lane (thread) per stream. A span costs about 50 ns; off, one branch. */
+/* Chrome trace form: open the file in Perfetto. A process per rank, a lane (thread) per stream; a span costs 50 ns. */
 typedef struct hpml_trace_desc {
     uint32_t _begin;
     int32_t  rank;                  /* process id in the trace */
@@ -1098,11 +1100,10 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Everything up to the matching #else is compiled several times, once for each instruction set (HPMLI_ISA 0 scalar, 1
-   AVX2, 2 AVX-512, 3 NEON): the header includes itself. Kernels below are written once over these few operations;
-   `hv` is a vector of HV_W floats. Each function carries its own target attribute, so a plain `cc -O2` builds all of
-   them and the context picks the best one that the CPU runs. The last, partial vector of an array is loaded with
-   hv_load_n and goes through the same instructions as the others: an element's result does not depend on where it
-   stands. */
+   AVX2, 2 AVX-512, 3 NEON): the header includes itself. Kernels below are written once over these few operations; `hv`
+   is a vector of HV_W floats. Each function carries its own target attribute, so a plain `cc -O2` builds all of them
+   and the context picks the best one that the CPU runs. The last, partial vector of an array is loaded with hv_load_n
+   and goes through the same instructions as the others: an element's result does not depend on where it stands. */
 
 #ifndef HPMLI_K
 #define HPMLI_CAT_(a, b)  a##b
@@ -1603,8 +1604,8 @@ HPMLI_VFN void HPMLI_K(hpmli_st)(float *p, hv a, int64_t n)
 // >>vmath   exp, log, tanh, erf and the activations
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Range reduction and a polynomial, after Cody & Waite: exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2.
-   Errors are below 2 units in the last place over the whole range; NaN stays NaN, exp underflows to 0. */
+/* Range reduction and a polynomial, after Cody & Waite: exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 /
+   2. Errors are below 2 units in the last place over the whole range; NaN stays NaN, exp underflows to 0. */
 
 HPMLI_VFN hv HPMLI_K(hpmli_exp)(hv x)
 {
@@ -1840,8 +1841,8 @@ HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float 
 // >>vreduce   sums, maxima, norms
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Four independent accumulators hide the latency of an addition; they are joined in a fixed order. The `_wide` forms join
-   in double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
+/* Four independent accumulators hide the latency of an addition; they are joined in a fixed order. The `_wide` forms
+   join in double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
 
 #define HPMLI_BLOCK_SUM 1024
 
@@ -1942,10 +1943,10 @@ HPMLI_KFN void HPMLI_K(hpmli_vsum_rows)(float *out, const float *x, int64_t rows
 // >>vupdate   optimizer steps, one pass over the data
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the same
-   names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
-   LARS (You et al. 2017) is SGD with lr already multiplied by the layer's trust ratio. LAMB (You et al. 2020) leaves its
-   direction in m2 = scratch, see hpmli_cpu_update. */
+/* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the
+   same names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
+   LARS (You et al. 2017) is SGD with lr already multiplied by the layer's trust ratio. LAMB (You et al. 2020) leaves
+   its direction in m2 = scratch, see hpmli_cpu_update. */
 
 HPMLI_VFN hv HPMLI_K(hpmli_moment)(float *state, hv g, float beta, int64_t c) /* state = beta state + (1 - beta) g */
 {
@@ -3022,14 +3023,15 @@ HPMLI_KFN void HPMLI_K(hpmli_bf16_decode_add)(float *out, const uint16_t *packed
 // >>conv-kernels   convolution: tiles of pixels by channels
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A convolution is a matrix product, Y (pixels, out) = columns (pixels, K) x W (K, out), K = taps x channels. The matrix of columns is
-   never made: in an image stored pixel by pixel, channels innermost (NHWC), with its zeros around it, the numbers that a
-   pixel reads are a few long runs, one for each row of the kernel, and the next pixel's are the same moved by one pixel.
-   So each image is turned once into that order, which costs about a hundredth of the work, and tiles of a few pixels by two
-   vectors of channels read it where it stands. Results are turned back on their way out, in bands of some rows.
+/* A convolution is a matrix product, Y (pixels, out) = columns (pixels, K) x W (K, out), K = taps x channels. The
+   matrix of columns is never made: in an image stored pixel by pixel, channels innermost (NHWC), with its zeros around
+   it, the numbers that a pixel reads are a few long runs, one for each row of the kernel, and the next pixel's are the
+   same moved by one pixel. So each image is turned once into that order, which costs about a hundredth of the work, and
+   tiles of a few pixels by two vectors of channels read it where it stands. Results are turned back on their way out,
+   in bands of some rows.
 
-   The same tile makes all three products: the gradient of the input is a convolution of dy, and the gradient of the weights
-   has taps x channels for rows and sums over pixels. */
+   The same tile makes all three products: the gradient of the input is a convolution of dy, and the gradient of the
+   weights has taps x channels for rows and sums over pixels. */
 
 #ifndef HPMLI_STRIP_ROW
 #define HPMLI_STRIP_ZERO(r) hv s##r = hv_zero(), t##r = hv_zero();
@@ -3104,8 +3106,8 @@ HPMLI_KFN void HPMLI_K(hpmli_square)(const float *x, int64_t ldx, int64_t rows, 
     HPMLI_K(hpmli_transpose)(x, ldx, rows, out, HV_W);
 }
 
-/* The weights of channels [o, o + panel) as tiles read them: dst[(rank[tap] * in + c) * panel + lane] = w[(o + lane) * lane_step +
-   c * channel_step + tap]. */
+/* The weights of channels [o, o + panel) as tiles read them: dst[(rank[tap] * in + c) * panel + lane] = w[(o + lane) *
+   lane_step + c * channel_step + tap]. */
 HPMLI_KFN void HPMLI_K(hpmli_conv_pack)(float *dst, const float *w, int64_t lane_step, int64_t channel_step,
                                         const hpmli_conv_map *m, int64_t o)
 {
@@ -3428,8 +3430,8 @@ typedef struct hpmli_onebit_row {
     X(bool, bf16_encode, (uint16_t * packed, float *e, const float *g, int64_t n))                                     \
     X(void, bf16_decode_add, (float *out, const uint16_t *packed, int64_t n))
 
-/* How the pixels of a result are computed from an image in NHWC order. With a stride, the gradient of the input has pixels of
-   several phases, each seen by other taps; a forward convolution has one phase. */
+/* How the pixels of a result are computed from an image in NHWC order. With a stride, the gradient of the input has
+   pixels of several phases, each seen by other taps; a forward convolution has one phase. */
 typedef struct hpmli_conv_phase {
     int64_t row0, col0;   /* first pixel of this phase; the next ones are map->step apart */
     int64_t cols;         /* in a row */
@@ -3450,8 +3452,8 @@ typedef struct hpmli_conv_map {
     const int64_t *rank;        /* (taps) place of each tap in the packed weights */
 } hpmli_conv_map;
 
-/* A strip of a product: C (rows, up to two vectors) = sum over runs r, over p < length of a[a_at[r] + i ars + p acs] times the
-   vectors at b + b_at[r] + p ldb. */
+/* A strip of a product: C (rows, up to two vectors) = sum over runs r, over p < length of a[a_at[r] + i ars + p acs]
+   times the vectors at b + b_at[r] + p ldb. */
 typedef struct hpmli_conv_strip {
     int64_t        rows, ars, acs, ldb, runs, length;
     const int64_t *a_at, *b_at; /* (runs) b_at NULL: one run follows the other */
@@ -4087,12 +4089,12 @@ HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Fork-join over numbered tasks. The caller opens a job, works on it as one more thread, closes it, and waits for the
-   workers still inside. Who does which task is left to chance; what a task computes is not: tasks are cut by size, never
-   by thread count, so results have the same bits on any number of threads.
+   workers still inside. Who does which task is left to chance; what a task computes is not: tasks are cut by size,
+   never by thread count, so results have the same bits on any number of threads.
 
    A worker waits adaptively: it spins a moment (the next job is usually microseconds away), then yields, then sleeps.
-   `state` packs (job number << 32 | open bit << 31 | workers inside), so that a worker that wakes late can never enter a
-   job that is closed or another than the one it saw. */
+   `state` packs (job number << 32 | open bit << 31 | workers inside), so that a worker that wakes late can never enter
+   a job that is closed or another than the one it saw. */
 
 HPML_API double hpml_now(void)
 {
@@ -4512,26 +4514,14 @@ HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0)
     return hpml_tensor_create(ctx, HPML_DTYPE_F32, 1, &d0);
 }
 
-HPML_API hpml_tensor *hpml_tensor_create_2d(hpml_ctx *ctx, int64_t d0, int64_t d1)
-{
-    int64_t shape[2];
-    shape[0] = d0, shape[1] = d1;
-    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 2, shape);
-}
-
-HPML_API hpml_tensor *hpml_tensor_create_3d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2)
-{
-    int64_t shape[3];
-    shape[0] = d0, shape[1] = d1, shape[2] = d2;
-    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 3, shape);
-}
-
-HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2, int64_t d3)
-{
-    int64_t shape[4];
-    shape[0] = d0, shape[1] = d1, shape[2] = d2, shape[3] = d3;
-    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 4, shape);
-}
+/* The forms of a function that take a shape as two, three, four numbers; `call` uses them as `shape`. */
+#define HPMLI_SHAPES(name, T, x, call)                                                                                 \
+    HPML_API hpml_tensor *name##_2d(T x, int64_t a, int64_t b) { int64_t ndim = 2, shape[] = { a, b }; return call; }  \
+    HPML_API hpml_tensor *name##_3d(T x, int64_t a, int64_t b, int64_t c)                                              \
+    { int64_t ndim = 3, shape[] = { a, b, c }; return call; }                                                          \
+    HPML_API hpml_tensor *name##_4d(T x, int64_t a, int64_t b, int64_t c, int64_t d)                                   \
+    { int64_t ndim = 4, shape[] = { a, b, c, d }; return call; }
+HPMLI_SHAPES(hpml_tensor_create, hpml_ctx *, ctx, hpml_tensor_create(ctx, HPML_DTYPE_F32, (int)ndim, shape))
 
 /* A view has the memory of another tensor: it is marked by a stride or an owner that is not its own. */
 HPMLI_FN hpml_tensor *hpmli_view(hpml_tensor *t)
@@ -4644,7 +4634,7 @@ HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
 // >>convert   copies and conversions of storage types
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Any pair of types goes through f32, in pieces that stay in the cache. I32 to I32 is copied: f32 holds 24 bits only. */
+/* Any pair of types goes through f32, in pieces that stay in the cache. I32 to I32 is copied: f32 holds 24 bits. */
 HPMLI_FN void hpmli_to_f32(const hpmli_kernels *k, float *y, hpml_dtype from, const void *x, int64_t n)
 {
     switch (from) {
@@ -4767,7 +4757,7 @@ HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const cha
     return hpmli_strdup(ctx, text);
 }
 
-/* True when all sources are there and belong to one context; with one NULL, or on a failed context, recording does nothing. */
+/* True when all sources are there and of one context; with one NULL, or on a failed context, recording does nothing. */
 HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
 {
     hpml_ctx *ctx = NULL;
@@ -4782,8 +4772,8 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
     return true;
 }
 
-/* Adds an op; returns its result, named `name` (see hpmli_layer_name; NULL: after the op). Sources that are optional and
-   absent are NULL. The caller fills in node->attr and the bytes it needs. */
+/* Adds an op; returns its result, named `name` (see hpmli_layer_name; NULL: after the op). Sources that are optional
+   and absent are NULL. The caller fills in node->attr and the bytes it needs. */
 HPMLI_FN hpml_tensor *hpmli_node_create_named(hpml_ctx *ctx, hpml_op op, const char *name, int src_count,
                                               hpml_tensor *const *src, int ndim, const int64_t *shape)
 {
@@ -4825,31 +4815,11 @@ HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, cons
     return t;
 }
 
-HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1)
-{
-    int64_t shape[2];
-    shape[0] = b, shape[1] = d1;
-    return hpml_input(ctx, HPML_DTYPE_F32, 2, shape);
-}
-
-HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2)
-{
-    int64_t shape[3];
-    shape[0] = b, shape[1] = d1, shape[2] = d2;
-    return hpml_input(ctx, HPML_DTYPE_F32, 3, shape);
-}
-
-HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2, int64_t d3)
-{
-    int64_t shape[4];
-    shape[0] = b, shape[1] = d1, shape[2] = d2, shape[3] = d3;
-    return hpml_input(ctx, HPML_DTYPE_F32, 4, shape);
-}
+HPMLI_SHAPES(hpml_input, hpml_ctx *, ctx, hpml_input(ctx, HPML_DTYPE_F32, (int)ndim, shape))
 
 HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t)
 {
-    int64_t shape[2];
-    shape[0] = b, shape[1] = t;
+    int64_t shape[2] = { b, t };
     return hpml_input(ctx, HPML_DTYPE_I32, 2, shape);
 }
 
@@ -4956,7 +4926,7 @@ HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
     return total;
 }
 
-/* One parameter's first values, drawn on the host from the stream of its index, so that they do not depend on the others. */
+/* One parameter's first values, drawn on the host from the stream of its index: they do not depend on the others. */
 HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
 {
     const hpml_param *p      = t->param;
@@ -5172,9 +5142,9 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
 // >>elementwise   add, sub, mul, div with broadcasting; scale; activations
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Broadcasting as numpy does it: shapes are matched from the last dimension, a 1 stretches, which in memory is a stride of
-   0. Neighbouring dimensions that walk in step are joined, so that equal shapes become one long run and (B, C) + (C) becomes
-   B runs of C. The gradient of a stretched operand is the sum over what it was stretched to. */
+/* Broadcasting as numpy does it: shapes are matched from the last dimension, a 1 stretches, which in memory is a stride
+   of 0. Neighbouring dimensions that walk in step are joined, so that equal shapes become one long run and (B, C) + (C)
+   becomes B runs of C. The gradient of a stretched operand is the sum over what it was stretched to. */
 
 HPML_API const char *hpml_op_name(hpml_op op)
 {
@@ -5456,8 +5426,8 @@ HPMLI_OP(activation, hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HP
 // >>matmul   matrix products and linear layers
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* C = A B. With dC known, dA = dC B^T and dB = A^T dC: three products of the same kind. A transposed operand is the same
-   memory walked with swapped strides, so one function does them all. */
+/* C = A B. With dC known, dA = dC B^T and dB = A^T dC: three products of the same kind. A transposed operand is the
+   same memory walked with swapped strides, so one function does them all. */
 
 typedef struct hpmli_mat {
     const float *p;
@@ -5653,7 +5623,7 @@ HPMLI_FN hpml_status hpmli_linear_forward(const hpml_run *run, hpml_node *n)
     return HPML_OK;
 }
 
-/* dz = dy act'(z) in the memory of dy, which nobody reads after us; dx = dz w, dw = dz^T x, dbias = column sums of dz. */
+/* dz = dy act'(z) in the memory of dy, which nobody reads after us; dx = dz w, dw = dz^T x, dbias = sums of columns. */
 HPMLI_FN hpml_status hpmli_linear_backward(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
@@ -5676,8 +5646,8 @@ HPMLI_FN hpml_status hpmli_linear_backward(const hpml_run *run, hpml_node *n)
 // >>shape   reshape, permute, slice, concat, sum
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A reshape of a computed tensor is free: the planner gives it the memory of its source (gradients likewise). The others copy
-   once, in long runs where the layout allows. Slice, concat and sum see an array as (outer, dim, inner). */
+/* A reshape of a computed tensor is free: the planner gives it the memory of its source (gradients likewise). The
+   others copy once, in long runs where the layout allows. Slice, concat and sum see an array as (outer, dim, inner). */
 
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
 {
@@ -5694,29 +5664,10 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
     return y;
 }
 
-HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1)
-{
-    int64_t shape[2];
-    shape[0] = d0, shape[1] = d1;
-    return hpml_reshape(x, 2, shape);
-}
-
-HPML_API hpml_tensor *hpml_reshape_3d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2)
-{
-    int64_t shape[3];
-    shape[0] = d0, shape[1] = d1, shape[2] = d2;
-    return hpml_reshape(x, 3, shape);
-}
-
-HPML_API hpml_tensor *hpml_reshape_4d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2, int64_t d3)
-{
-    int64_t shape[4];
-    shape[0] = d0, shape[1] = d1, shape[2] = d2, shape[3] = d3;
-    return hpml_reshape(x, 4, shape);
-}
+HPMLI_SHAPES(hpml_reshape, hpml_tensor *, x, hpml_reshape(x, (int)ndim, shape))
 
 HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x) { return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL; }
-HPMLI_FN unsigned    hpmli_reshape_needs(const hpml_node *n) { (void)n; return 0; }
+HPMLI_NEEDS(reshape, 0)
 
 /* Inputs and parameters have memory of their own: their reshape is a copy. */
 HPMLI_FN hpml_status hpmli_reshape_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
@@ -5813,9 +5764,7 @@ HPMLI_FN hpml_status hpmli_permute_run(const hpml_run *run, hpml_node *n, bool b
     return HPML_OK;
 }
 
-HPMLI_FN unsigned    hpmli_permute_needs(const hpml_node *n) { (void)n; return 0; }
-HPMLI_FN hpml_status hpmli_permute_forward(const hpml_run *run, hpml_node *n) { return hpmli_permute_run(run, n, false); }
-HPMLI_FN hpml_status hpmli_permute_backward(const hpml_run *run, hpml_node *n) { return hpmli_permute_run(run, n, true); }
+HPMLI_OP(permute, 0, hpmli_permute_run(run, n, false), hpmli_permute_run(run, n, true))
 
 /* (outer, dim, inner) of a tensor around one dimension. */
 HPMLI_FN void hpmli_split_dims(const hpml_tensor *t, int dim, int64_t *outer, int64_t *inner)
@@ -5852,30 +5801,20 @@ HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t
     return y;
 }
 
-HPMLI_FN unsigned hpmli_slice_needs(const hpml_node *n) { (void)n; return 0; }
-
-HPMLI_FN hpml_status hpmli_slice_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN hpml_status hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
     int                dim = n->attr.slice.dim;
     int64_t            outer, inner;
     hpmli_split_dims(x, dim, &outer, &inner);
-    hpmli_copy_blocks(run->ctx->k, y->data, y->shape[dim] * inner, x->data + n->attr.slice.start * inner,
-                      x->shape[dim] * inner, outer, y->shape[dim] * inner, false);
+    int64_t block = y->shape[dim] * inner, whole = x->shape[dim] * inner, at = n->attr.slice.start * inner;
+    if (backward && !n->accumulate[0]) run->ctx->k->vfill(x->grad, 0, hpml_tensor_count(x));
+    if (backward) hpmli_copy_blocks(run->ctx->k, x->grad + at, whole, y->grad, block, outer, block, true);
+    else hpmli_copy_blocks(run->ctx->k, y->data, block, x->data + at, whole, outer, block, false);
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_slice_backward(const hpml_run *run, hpml_node *n)
-{
-    const hpml_tensor *x = n->src[0], *y = n->out;
-    int                dim = n->attr.slice.dim;
-    int64_t            outer, inner;
-    hpmli_split_dims(x, dim, &outer, &inner);
-    if (!n->accumulate[0]) run->ctx->k->vfill(x->grad, 0, hpml_tensor_count(x));
-    hpmli_copy_blocks(run->ctx->k, x->grad + n->attr.slice.start * inner, x->shape[dim] * inner, y->grad,
-                      y->shape[dim] * inner, outer, y->shape[dim] * inner, true);
-    return HPML_OK;
-}
+HPMLI_OP(slice, 0, hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true))
 
 HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 {
@@ -5899,8 +5838,6 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
     return y;
 }
 
-HPMLI_FN unsigned hpmli_concat_needs(const hpml_node *n) { (void)n; return 0; }
-
 HPMLI_FN hpml_status hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *y = n->out;
@@ -5919,8 +5856,7 @@ HPMLI_FN hpml_status hpmli_concat_run(const hpml_run *run, hpml_node *n, bool ba
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_concat_forward(const hpml_run *run, hpml_node *n) { return hpmli_concat_run(run, n, false); }
-HPMLI_FN hpml_status hpmli_concat_backward(const hpml_run *run, hpml_node *n) { return hpmli_concat_run(run, n, true); }
+HPMLI_OP(concat, 0, hpmli_concat_run(run, n, false), hpmli_concat_run(run, n, true))
 
 HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 {
@@ -5941,7 +5877,7 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, true); }
-HPMLI_FN unsigned hpmli_sum_needs(const hpml_node *n) { (void)n; return 0; }
+HPMLI_NEEDS(sum, 0)
 
 HPMLI_FN void hpmli_sum_dims(const hpml_node *n, int64_t *outer, int64_t *dim, int64_t *inner)
 {
@@ -5988,10 +5924,10 @@ HPMLI_FN hpml_status hpmli_sum_backward(const hpml_run *run, hpml_node *n)
 
 /* y = act(w * x + bias), see hpml_conv2d. Sources: x, w, bias (NULL without). Groups are convolutions side by side.
 
-   The gradient of the input, dx[c, h, w] = sum over o, u, v of w[o, c, u, v] dy[o, (h + pad - u dilation) / stride, ..], is
-   gathered the same way, over those taps for which the division leaves no rest: they are the same for every stride-th pixel,
-   a phase. The gradient of the weights is summed image by image into a number of partial sums that depends on the shape
-   alone, added up in order: the same bits at any number of threads. */
+   The gradient of the input, dx[c, h, w] = sum over o, u, v of w[o, c, u, v] dy[o, (h + pad - u dilation) / stride,
+   ..], is gathered the same way, over those taps for which the division leaves no rest: they are the same for every
+   stride-th pixel, a phase. The gradient of the weights is summed image by image into a number of partial sums that
+   depends on the shape alone, added up in order: the same bits at any number of threads. */
 
 typedef struct hpmli_conv {
     hpml_ctx        *ctx;
@@ -6172,10 +6108,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     return y;
 }
 
-HPMLI_FN unsigned hpmli_conv2d_needs(const hpml_node *n)
-{
-    return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1) | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0);
-}
+HPMLI_NEEDS(conv2d, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-forward   forward pass of a convolution
@@ -6279,7 +6212,7 @@ HPMLI_FN hpml_status hpmli_conv2d_forward(const hpml_run *run, hpml_node *n)
     return HPML_OK;
 }
 
-/* The taps of phase (f, g) of dx: those whose (pixel + padding - tap dilation) the stride divides. Adds them to the tables. */
+/* Adds to the tables the taps of phase (f, g) of dx: those whose (pixel + padding - tap dilation) the stride divides. */
 HPMLI_FN void hpmli_conv_phase_taps(hpmli_conv *c, hpmli_conv_phase *p, int64_t f, int64_t g, int64_t *taps, int64_t *runs)
 {
     int64_t first_run = *runs, each = 0;
@@ -6431,7 +6364,7 @@ HPMLI_FN hpml_status hpmli_conv2d_backward(const hpml_run *run, hpml_node *n)
 // >>pool   max, average and global pooling
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A plane at a time. Max keeps the place of each winner for the backward pass; average divides by the pixels inside the image. */
+/* A plane at a time. Max keeps the place of each winner for backward; average divides by the pixels inside the image. */
 
 typedef struct hpmli_pooling_job {
     const hpmli_kernels *k;
@@ -6472,16 +6405,10 @@ HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t st
 
 HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
 {
-    hpml_tensor *y = x && x->ndim == 4 ? hpmli_pool_record(x, HPML_OP_AVG_POOL, (int32_t)x->shape[2], (int32_t)x->shape[3], 1, 0)
-                                       : hpmli_pool_record(x, HPML_OP_AVG_POOL, 1, 1, 1, 0);
+    bool         image = x && x->ndim == 4; /* anything else is refused */
+    int32_t      kh = image ? (int32_t)x->shape[2] : 1, kw = image ? (int32_t)x->shape[3] : 1;
+    hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL, kh, kw, 1, 0);
     return y ? hpml_reshape_2d(y, y->shape[0], y->shape[1]) : NULL;
-}
-
-HPMLI_FN void hpmli_pooling_make(hpmli_pooling_job *j, const hpml_run *run, hpml_node *n)
-{
-    j->k = run->ctx->k, j->n = n;
-    j->H = n->src[0]->shape[2], j->W = n->src[0]->shape[3], j->OH = n->out->shape[2], j->OW = n->out->shape[3];
-    j->kh = n->attr.conv.kernel[0], j->kw = n->attr.conv.kernel[1], j->stride = n->attr.conv.stride[0], j->pad = n->attr.conv.padding[0];
 }
 
 /* The part [*from, *to) of window o that lies inside [0, size). */
@@ -6491,9 +6418,6 @@ HPMLI_FN void hpmli_window(int64_t o, int64_t stride, int64_t pad, int64_t kerne
     *to   = *from + kernel < size ? *from + kernel : size;
     if (*from < 0) *from = 0;
 }
-
-HPMLI_FN unsigned hpmli_max_pool2d_needs(const hpml_node *n) { (void)n; return 0; }
-HPMLI_FN unsigned hpmli_avg_pool2d_needs(const hpml_node *n) { (void)n; return 0; }
 
 HPMLI_FN void hpmli_max_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
@@ -6565,25 +6489,25 @@ HPMLI_FN void hpmli_avg_pool_back_task(void *arg, int64_t plane, int thread HPML
     hpmli_avg_pool_walk(j, NULL, NULL, dx, j->n->out->grad + plane * j->OH * j->OW);
 }
 
-HPMLI_FN hpml_status hpmli_pooling_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
+HPMLI_FN hpml_status hpmli_planes(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
 {
-    hpmli_pooling_job j;
-    hpmli_pooling_make(&j, run, n);
-    hpmli_parallel(run->ctx, n->out->shape[0] * n->out->shape[1], task, &j);
+    const int64_t    *x = n->src[0]->shape, *y = n->out->shape;
+    hpmli_pooling_job j = { run->ctx->k, n, x[2], x[3], y[2], y[3], n->attr.conv.kernel[0], n->attr.conv.kernel[1],
+                            n->attr.conv.stride[0], n->attr.conv.padding[0] };
+    hpmli_parallel(run->ctx, y[0] * y[1], task, &j);
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_max_pool2d_forward(const hpml_run *run, hpml_node *n) { return hpmli_pooling_run(run, n, hpmli_max_pool_task); }
-HPMLI_FN hpml_status hpmli_max_pool2d_backward(const hpml_run *run, hpml_node *n) { return hpmli_pooling_run(run, n, hpmli_max_pool_back_task); }
-HPMLI_FN hpml_status hpmli_avg_pool2d_forward(const hpml_run *run, hpml_node *n) { return hpmli_pooling_run(run, n, hpmli_avg_pool_task); }
-HPMLI_FN hpml_status hpmli_avg_pool2d_backward(const hpml_run *run, hpml_node *n) { return hpmli_pooling_run(run, n, hpmli_avg_pool_back_task); }
+HPMLI_OP(max_pool2d, 0, hpmli_planes(run, n, hpmli_max_pool_task), hpmli_planes(run, n, hpmli_max_pool_back_task))
+HPMLI_OP(avg_pool2d, 0, hpmli_planes(run, n, hpmli_avg_pool_task), hpmli_planes(run, n, hpmli_avg_pool_back_task))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>batchnorm   batch normalization
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Per channel, N = B H W numbers: xhat = (x - mean) rstd, y = gamma xhat + beta, with a relu on top if wanted. In training the
-   statistics are the batch's; they also move the running ones, which evaluation uses. With s1 = sum dy, s2 = sum dy xhat:
+/* Per channel, N = B H W numbers: xhat = (x - mean) rstd, y = gamma xhat + beta, with a relu on top if wanted. In
+   training the statistics are the batch's; they also move the running ones, which evaluation uses. With s1 = sum dy, s2
+   = sum dy xhat:
        dx = gamma rstd (dy - s1 / N - xhat s2 / N),  dgamma = s2,  dbeta = s1.
    One task is one channel. Sources: x, gamma, beta (NULL without affine), running mean, running variance. */
 
@@ -6611,11 +6535,6 @@ HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
     y->node->attr.norm.act      = d.activation;
     y->node->saved_bytes        = (size_t)(2 * x->shape[1]) * sizeof(float); /* mean and rstd */
     return y;
-}
-
-HPMLI_FN unsigned hpmli_batchnorm_needs(const hpml_node *n)
-{
-    return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1) | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0);
 }
 
 typedef struct hpmli_bn_job {
@@ -6688,22 +6607,21 @@ HPMLI_FN void hpmli_bn_back_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
 
 HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
 {
-    hpmli_bn_job j;
-    j.run = run, j.k = run->ctx->k, j.n = n;
-    j.B = n->out->shape[0], j.C = n->out->shape[1];
-    j.P = n->out->ndim == 4 ? n->out->shape[2] * n->out->shape[3] : 1;
+    const int64_t *y = n->out->shape; /* the dimensions that are not there are 1 */
+    hpmli_bn_job   j = { run, run->ctx->k, n, y[0], y[1], y[2] * y[3] };
     hpmli_parallel(run->ctx, j.C, task, &j);
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_batchnorm_forward(const hpml_run *run, hpml_node *n) { return hpmli_bn_run(run, n, hpmli_bn_task); }
-HPMLI_FN hpml_status hpmli_batchnorm_backward(const hpml_run *run, hpml_node *n) { return hpmli_bn_run(run, n, hpmli_bn_back_task); }
+HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0),
+         hpmli_bn_run(run, n, hpmli_bn_task), hpmli_bn_run(run, n, hpmli_bn_back_task))
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>softmax   softmax and log-softmax over the last dimension
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* softmax(x)_i = exp(x_i - max) / sum_j exp(x_j - max). With y known, dx = y (dy - <dy, y>); for the logarithm dx = dy - exp(y)
-   sum(dy). Rows are independent; several make a task. */
+/* softmax(x)_i = exp(x_i - max) / sum_j exp(x_j - max). With y known, dx = y (dy - <dy, y>); for the logarithm dx = dy
+   - exp(y) sum(dy). Rows are independent; several make a task. */
 
 typedef struct hpmli_rows {
     const hpmli_kernels *k;
@@ -6744,8 +6662,6 @@ HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
 
 HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, false); }
 HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, true); }
-HPMLI_FN unsigned hpmli_softmax_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_OUT; }
-
 HPMLI_FN void hpmli_softmax_row(const hpmli_rows *r, int64_t row)
 {
     const float *x   = r->n->src[0]->data + row * r->cols; /* (cols) */
@@ -6753,11 +6669,6 @@ HPMLI_FN void hpmli_softmax_row(const hpmli_rows *r, int64_t row)
     float        max = r->k->vmax(x, r->cols), sum = r->k->vexp_sum(y, x, max, r->cols);
     if (r->n->attr.softmax.log) r->k->vscale_add(y, x, 1, -(max + logf(sum)), r->cols);
     else r->k->vscale_add(y, y, 1 / sum, 0, r->cols);
-}
-
-HPMLI_FN hpml_status hpmli_softmax_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmli_rows_run(run, n, n->out, hpmli_softmax_row);
 }
 
 HPMLI_FN void hpmli_softmax_back_row(const hpmli_rows *r, int64_t row)
@@ -6779,10 +6690,8 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_rows *r, int64_t row)
     }
 }
 
-HPMLI_FN hpml_status hpmli_softmax_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmli_rows_run(run, n, n->out, hpmli_softmax_back_row);
-}
+HPMLI_OP(softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, n->out, hpmli_softmax_row),
+         hpmli_rows_run(run, n, n->out, hpmli_softmax_back_row))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   layernorm and rmsnorm
@@ -6790,8 +6699,8 @@ HPMLI_FN hpml_status hpmli_softmax_backward(const hpml_run *run, hpml_node *n)
 
 /* xhat = (x - mean) rstd; y = xhat gamma + beta. With g = dy gamma:
        dx = rstd (g - mean(g) - xhat mean(g xhat)),  dgamma = sum over rows of dy xhat,  dbeta = sum over rows of dy.
-   rmsnorm is the same with mean = 0 and without the term mean(g). Backward works on blocks of rows; each block leaves its
-   part of dgamma and dbeta, and the parts are added in order. Sources: x, gamma, beta (NULL without). */
+   rmsnorm is the same with mean = 0 and without the term mean(g). Backward works on blocks of rows; each block leaves
+   its part of dgamma and dbeta, and the parts are added in order. Sources: x, gamma, beta (NULL without). */
 
 #define HPMLI_NORM_ROWS 32 /* rows of a block */
 
@@ -6820,10 +6729,15 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     return y;
 }
 
-HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *d) { return hpmli_norm_record(x, d, HPML_OP_LAYERNORM); }
-HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *d) { return hpmli_norm_record(x, d, HPML_OP_RMSNORM); }
-HPMLI_FN unsigned hpmli_layernorm_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
-HPMLI_FN unsigned hpmli_rmsnorm_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
+HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc)
+{
+    return hpmli_norm_record(x, desc, HPML_OP_LAYERNORM);
+}
+
+HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *desc)
+{
+    return hpmli_norm_record(x, desc, HPML_OP_RMSNORM);
+}
 
 HPMLI_FN void hpmli_norm_row(const hpmli_rows *r, int64_t row)
 {
@@ -6837,11 +6751,6 @@ HPMLI_FN void hpmli_norm_row(const hpmli_rows *r, int64_t row)
     r->k->vscale_add(y, x, (float)rstd, (float)(-mean * rstd), r->cols);
     if (n->src[1]) r->k->vmul(y, y, n->src[1]->data, r->cols);
     if (n->src[2]) r->k->vadd(y, y, n->src[2]->data, r->cols);
-}
-
-HPMLI_FN hpml_status hpmli_norm_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmli_rows_run(run, n, n->out, hpmli_norm_row);
 }
 
 /* Rows of one block; part holds its dgamma (cols) and dbeta (cols). */
@@ -6898,17 +6807,15 @@ HPMLI_FN hpml_status hpmli_norm_backward(const hpml_run *run, hpml_node *n)
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_layernorm_forward(const hpml_run *run, hpml_node *n) { return hpmli_norm_forward(run, n); }
-HPMLI_FN hpml_status hpmli_layernorm_backward(const hpml_run *run, hpml_node *n) { return hpmli_norm_backward(run, n); }
-HPMLI_FN hpml_status hpmli_rmsnorm_forward(const hpml_run *run, hpml_node *n) { return hpmli_norm_forward(run, n); }
-HPMLI_FN hpml_status hpmli_rmsnorm_backward(const hpml_run *run, hpml_node *n) { return hpmli_norm_backward(run, n); }
+HPMLI_OP(layernorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, n->out, hpmli_norm_row), hpmli_norm_backward(run, n))
+HPMLI_OP(rmsnorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, n->out, hpmli_norm_row), hpmli_norm_backward(run, n))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>dropout   dropout and embedding
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The mask of element i is word i of the stream (step, node): it is computed in both passes and stored in neither. i counts
-   from the first sample of the global batch, so every rank that holds a sample draws the same mask for it. */
+/* The mask of element i is word i of the stream (step, node): it is computed in both passes and stored in neither. i
+   counts from the first sample of the global batch, so every rank that holds a sample draws the same mask for it. */
 
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
 {
@@ -6920,8 +6827,6 @@ HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
     if (y) y->node->attr.dropout.p = p;
     return y;
 }
-
-HPMLI_FN unsigned hpmli_dropout_needs(const hpml_node *n) { (void)n; return HPMLI_INPLACE; }
 
 typedef struct hpmli_dropout_job {
     const hpml_run *run;
@@ -6963,15 +6868,8 @@ HPMLI_FN hpml_status hpmli_dropout_run(const hpml_run *run, hpml_node *n, const 
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_dropout_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmli_dropout_run(run, n, n->src[0]->data, n->out->data, false);
-}
-
-HPMLI_FN hpml_status hpmli_dropout_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmli_dropout_run(run, n, n->out->grad, n->src[0]->grad, n->accumulate[0]);
-}
+HPMLI_OP(dropout, HPMLI_INPLACE, hpmli_dropout_run(run, n, n->src[0]->data, n->out->data, false),
+         hpmli_dropout_run(run, n, n->out->grad, n->src[0]->grad, n->accumulate[0]))
 
 /* Embedding: y[i] = table[token[i]]; backward adds dy[i] to that row, in order of i. Sources: tokens, table. */
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width, const hpml_embedding_desc *desc)
@@ -7000,7 +6898,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
     return hpmli_node_create_named(tokens->ctx, HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape);
 }
 
-HPMLI_FN unsigned hpmli_embedding_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0); }
+HPMLI_NEEDS(embedding, HPMLI_NEED_SRC(0))
 
 HPMLI_FN hpml_status hpmli_embedding_forward(const hpml_run *run, hpml_node *n)
 {
@@ -7031,12 +6929,12 @@ HPMLI_FN hpml_status hpmli_embedding_backward(const hpml_run *run, hpml_node *n)
 // >>attention   multi-head attention
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Per sample and head, for a block of HPMLI_QUERIES queries: S = scale Q K^T, P = softmax(S), O = P V. Only this block of S is
-   ever in memory, (64, T) per thread; what is kept for backward is one number for each query, log sum exp(S). Backward
-   computes P again from it (Dao et al. 2022):
+/* Per sample and head, for a block of HPMLI_QUERIES queries: S = scale Q K^T, P = softmax(S), O = P V. Only this block
+   of S is ever in memory, (64, T) per thread; what is kept for backward is one number for each query, log sum exp(S).
+   Backward computes P again from it (Dao et al. 2022):
        delta = rowsum(dO O),  dP = dO V^T,  dS = scale P (dP - delta),  dQ = dS K,  dK += dS^T Q,  dV += P^T dO.
-   Blocks are done from the last to the first: with a causal mask the last one touches every key, so it writes dK and dV and
-   the others add. One task is one sample and head. */
+   Blocks are done from the last to the first: with a causal mask the last one touches every key, so it writes dK and dV
+   and the others add. One task is one sample and head. */
 
 #define HPMLI_QUERIES 64
 
@@ -7058,8 +6956,6 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     y->node->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * shape[1]) * sizeof(float);
     return y;
 }
-
-HPMLI_FN unsigned hpmli_attention_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT; }
 
 typedef struct hpmli_attention_job {
     hpml_ctx  *ctx;
@@ -7138,31 +7034,23 @@ HPMLI_FN void hpmli_attention_back_task(void *arg, int64_t task, int thread)
 
 HPMLI_FN hpml_status hpmli_attention_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
 {
-    hpmli_attention_job j;
-    j.ctx = run->ctx, j.n = n;
-    j.T = n->out->shape[1], j.C = n->out->shape[2], j.D = j.C / n->attr.attention.heads;
-    hpmli_parallel(run->ctx, n->out->shape[0] * n->attr.attention.heads, task, &j);
+    int64_t             heads = n->attr.attention.heads, C = n->out->shape[2];
+    hpmli_attention_job j = { run->ctx, n, n->out->shape[1], C, C / heads };
+    hpmli_parallel(run->ctx, n->out->shape[0] * heads, task, &j);
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_attention_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmli_attention_run(run, n, hpmli_attention_task);
-}
-
-HPMLI_FN hpml_status hpmli_attention_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmli_attention_run(run, n, hpmli_attention_back_task);
-}
+HPMLI_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_attention_run(run, n, hpmli_attention_task),
+         hpmli_attention_run(run, n, hpmli_attention_back_task))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>lstm   long short-term memory
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* For each t: a = x_t W_x^T + bias + h_{t-1} W_h^T; i, f, o = sigmoid, g = tanh of its quarters; c_t = f c_{t-1} + i g;
-   h_t = o tanh(c_t). The products with x do not wait for each other and are one matrix product; the recurrent ones are one per
-   step. Backward runs t down, turns the kept gates into da in place, and ends with one product for each gradient.
-   Sources: x, w_x, w_h, bias. Kept: gates (B, T, 4H), cells (B, T, H). */
+   h_t = o tanh(c_t). The products with x do not wait for each other and are one matrix product; the recurrent ones are
+   one per step. Backward runs t down, turns the kept gates into da in place, and ends with one product for each
+   gradient. Sources: x, w_x, w_h, bias. Kept: gates (B, T, 4H), cells (B, T, H). */
 
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *given)
 {
@@ -7188,10 +7076,7 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
     return y;
 }
 
-HPMLI_FN unsigned hpmli_lstm_needs(const hpml_node *n HPMLI_UNUSED)
-{
-    return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1) | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT;
-}
+HPMLI_NEEDS(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT)
 
 typedef struct hpmli_lstm_job {
     const hpmli_kernels *k;
@@ -7295,35 +7180,33 @@ HPMLI_FN hpml_status hpmli_lstm_backward(const hpml_run *run, hpml_node *n)
 // >>loss   cross-entropy, binary cross-entropy, squared and huber loss
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* All are means, over the rows or elements that count; sums are taken in double, in order. The gradient of a loss arrives in
-   out->grad[0]. Cross-entropy of logits x and label l, with smoothing s over V classes:
+/* All are means, over the rows or elements that count; sums are taken in double, in order. The gradient of a loss
+   arrives in out->grad[0]. Cross-entropy of logits x and label l, with smoothing s over V classes:
        loss = lse - (1 - s) x_l - s mean(x),  dx_i = exp(x_i - lse) - (1 - s) [i = l] - s / V,  lse = log sum exp(x).
    Probabilities are not stored: lse is kept for each row, and backward takes the exponential again. */
 
 HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor *target)
 {
-    hpml_tensor *src[2], *loss;
-    src[0] = y, src[1] = target;
+    hpml_tensor *src[2] = { y, target };
     if (!hpmli_recordable(2, src)) return NULL;
     if (target->dtype != HPML_DTYPE_F32 || target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
         return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
                           hpml_op_name(op), hpmli_text(y), hpmli_text(target));
-    loss = hpmli_node_create(y->ctx, op, 2, src, 0, NULL);
+    hpml_tensor *loss = hpmli_node_create(y->ctx, op, 2, src, 0, NULL);
     if (loss) loss->node->mixes_batch = false;
     return loss;
 }
 
 HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
 {
-    hpml_tensor *src[2], *loss;
-    src[0] = logits, src[1] = labels;
+    hpml_tensor *src[2] = { logits, labels };
     if (!hpmli_recordable(2, src)) return NULL;
     bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
     for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
     if (!fits || (desc && !(desc->label_smoothing >= 0 && desc->label_smoothing <= 1)))
         return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
                           "and i32 (..), label_smoothing in 0..1", hpmli_text(logits), hpmli_text(labels));
-    loss = hpmli_node_create(logits->ctx, HPML_OP_CROSS_ENTROPY, 2, src, 0, NULL);
+    hpml_tensor *loss = hpmli_node_create(logits->ctx, HPML_OP_CROSS_ENTROPY, 2, src, 0, NULL);
     if (!loss) return NULL;
     loss->node->mixes_batch                  = false;
     loss->node->attr.cross_entropy.smoothing = desc ? desc->label_smoothing : 0;
@@ -7332,7 +7215,7 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     return loss;
 }
 
-HPMLI_FN unsigned hpmli_cross_entropy_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
+HPMLI_NEEDS(cross_entropy, HPMLI_NEED_BOTH)
 
 /* sum of exp(x - shift) without a place for the exponentials */
 HPMLI_FN float hpmli_exp_sum(const hpmli_kernels *k, const float *x, float shift, int64_t n)
@@ -7410,7 +7293,7 @@ HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *tar
     return hpmli_loss_record(HPML_OP_BCE, logits, target);
 }
 
-HPMLI_FN unsigned hpmli_bce_with_logits_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
+HPMLI_NEEDS(bce_with_logits, HPMLI_NEED_BOTH)
 
 /* max(x, 0) - x t + log(1 + exp(-|x|)): never overflows */
 HPMLI_FN hpml_status hpmli_bce_with_logits_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
@@ -7461,7 +7344,7 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
     return loss;
 }
 
-HPMLI_FN unsigned hpmli_huber_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
+HPMLI_NEEDS(huber, HPMLI_NEED_BOTH)
 
 /* squared: d^2. Huber: d^2 / 2 up to delta, then delta (|d| - delta / 2). delta 0: |d|. */
 HPMLI_FN hpml_status hpmli_huber_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
@@ -7629,14 +7512,14 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 // >>plan   from a recorded graph to a memory plan
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A graph of N ops runs at times 0 .. N - 1 forward and N .. 2N - 1 backward (op i at 2N - 1 - i). Every array between is
-   alive from the time that writes it to the last that reads it; what backward reads is said by each op's _needs function.
-   Two arrays may share memory when their lives do not overlap. The arrays are placed largest first, each at the lowest
-   place that is free during its life: simple, and close to the best for chains. All this happens once; a step allocates
-   nothing.
+/* A graph of N ops runs at times 0 .. N - 1 forward and N .. 2N - 1 backward (op i at 2N - 1 - i). Every array between
+   is alive from the time that writes it to the last that reads it; what backward reads is said by each op's _needs
+   function. Two arrays may share memory when their lives do not overlap. The arrays are placed largest first, each at
+   the lowest place that is free during its life: simple, and close to the best for chains. All this happens once; a
+   step allocates nothing.
 
-   Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that may
-   work in place on a source that nobody else wants. `root` follows such links. */
+   Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that
+   may work in place on a source that nobody else wants. `root` follows such links. */
 
 typedef struct hpmli_slot {
     size_t   bytes, offset;
@@ -8193,8 +8076,8 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 // >>trainer   the trainer: settings, creation, one step
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A step is: put the batch into the inputs, forward, backward (adding up over `accumulate` batches), clip, optimizer. The
-   four hooks stand exactly at the places where distributed strategies differ; without hooks they cost a branch. */
+/* A step is: put the batch into the inputs, forward, backward (adding up over `accumulate` batches), clip, optimizer.
+   The four hooks stand exactly at the places where distributed strategies differ; without hooks they cost a branch. */
 
 typedef struct hpmli_named { /* an array that checkpoints hold */
     const char         *name;
@@ -8811,8 +8694,8 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
 // >>files   reading whole files, writing files that appear whole
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A file is mapped (or read) as a whole and never trusted. A file that is written goes to a temporary name beside its own, is
-   synced and renamed: whatever happens, the name holds the old content or the new one. */
+/* A file is mapped (or read) as a whole and never trusted. A file that is written goes to a temporary name beside its
+   own, is synced and renamed: whatever happens, the name holds the old content or the new one. */
 
 typedef struct hpmli_file {
     const unsigned char *bytes;
@@ -9072,7 +8955,7 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
     return s;
 }
 
-/* IDX, the format of MNIST: 0 0 type dimensions, then the sizes as big-endian u32, then the bytes. Unpacked if gzipped. */
+/* IDX, the format of MNIST: 0 0 type dimensions, the sizes as big-endian u32, the bytes. Unpacked if gzipped. */
 HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
 {
     if (!hpmli_file_open(ctx, f, path)) return false;
@@ -9666,9 +9549,9 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
 // >>loader   batches: shuffled, sharded, augmented, made ahead
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Global batch g of an epoch holds positions [g R b, (g + 1) R b) of the shuffle, whatever the number of ranks R; rank r takes the
-   r-th piece. So the order of the data depends on seed and epoch only, and all ranks make equally many steps. A thread of
-   the loader's own makes the next batch while the current one is used. */
+/* Global batch g of an epoch holds positions [g R b, (g + 1) R b) of the shuffle, whatever the number of ranks R; rank
+   r takes the r-th piece. So the order of the data depends on seed and epoch only, and all ranks make equally many
+   steps. A thread of the loader's own makes the next batch while the current one is used. */
 
 typedef struct hpmli_slot_batch { /* one of two buffers */
     char      *x, *y;
@@ -9931,7 +9814,7 @@ HPML_API void hpml_loader_free(hpml_loader *l)
 // >>json   a strict reader for the header of a safetensors file
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Only what that header may hold: objects, arrays of numbers, strings. Strings are unescaped in place into a copy of the text. */
+/* Only what that header may hold: objects, arrays of numbers, strings (unescaped in place, in a copy of the text). */
 
 typedef struct hpmli_json {
     char *p, *end;
@@ -10005,8 +9888,8 @@ HPMLI_FN int hpmli_json_numbers(hpmli_json *j, uint64_t *out, int room)
 // >>safetensors   reading and writing safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* u64 length of the header, the header in JSON, the data. Entry: "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
-   offsets from the end of the header; entries cover the data without holes or overlaps. */
+/* u64 length of the header, the header in JSON, the data. Entry: "name": {"dtype": "F32", "shape": [2, 3],
+   "data_offsets": [0, 24]}, offsets from the end of the header; entries cover the data without holes or overlaps. */
 
 #define HPMLI_SAFE_HEADER 100000000 /* bytes of header at most, the format's own limit */
 
@@ -10262,7 +10145,7 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 // >>checkpoint   saving and loading parameters and whole trainings
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A list of named arrays on the device becomes a file, and back. Loading checks every entry before it changes the first number. */
+/* A list of named arrays on the device becomes a file, and back. Loading checks all entries before it changes one. */
 
 typedef struct hpmli_arrays {
     hpmli_state *s; /* (count) */
@@ -10445,8 +10328,8 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 // >>trace   the timeline
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Spans go into a ring of fixed size; writing one is an atomic increment and five stores. The file is Chrome's trace format
-   in its array form, one event a line, so that a cut file still opens. Times are microseconds since the trace started. */
+/* Spans go into a ring of fixed size; writing one is an atomic increment and five stores. The file is Chrome's trace
+   format in its array form, one event a line, so that a cut file still opens. Times are microseconds from its start. */
 
 typedef struct hpmli_span {
     const char *name;
