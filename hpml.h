@@ -2919,7 +2919,7 @@ HPMLI_VFN uint32_t HPMLI_K(hpmli_onebit_step)(HPMLI_K(hpmli_onebit_acc) *a, floa
 HPMLI_KFN void HPMLI_K(hpmli_onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
 {
     HPMLI_K(hpmli_onebit_acc) a;
-    int64_t                   ones = 0, step = HPMLI_ONEBIT_LANES;
+    int64_t                   ones = 0;
     row->sum[0] = row->sum[1] = 0;
     HPMLI_UNROLL
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
@@ -2930,18 +2930,13 @@ HPMLI_KFN void HPMLI_K(hpmli_onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, 
         int64_t end = n - i < HPMLI_ONEBIT_CHUNK ? n : i + HPMLI_ONEBIT_CHUNK;
         HPMLI_UNROLL
         for (int u = 0; u < HPMLI_ONEBIT_V; u++) a.sum[0][u] = a.sum[1][u] = hv_zero();
-        for (; i + step <= end; i += step) {
-            uint32_t m = HPMLI_K(hpmli_onebit_step)(&a, e ? e + i : NULL, g + i, HPMLI_ONEBIT_LANES);
+        for (; i < end; i += HPMLI_ONEBIT_LANES) { /* two calls: a whole step is compiled without its checks */
+            float   *ei = e ? e + i : NULL;
+            uint32_t m  = end - i >= HPMLI_ONEBIT_LANES ? HPMLI_K(hpmli_onebit_step)(&a, ei, g + i, HPMLI_ONEBIT_LANES)
+                                                        : HPMLI_K(hpmli_onebit_step)(&a, ei, g + i, end - i);
             bits[i / 8]     = (uint8_t)m;
             bits[i / 8 + 1] = (uint8_t)(m >> 8);
             ones += hpmli_popcount(m);
-        }
-        if (i < end) {
-            uint32_t m = HPMLI_K(hpmli_onebit_step)(&a, e ? e + i : NULL, g + i, end - i);
-            bits[i / 8]     = (uint8_t)m;
-            bits[i / 8 + 1] = (uint8_t)(m >> 8);
-            ones += hpmli_popcount(m);
-            i = end;
         }
         for (int side = 0; side < 2; side++) {
             HPMLI_UNROLL
@@ -3630,39 +3625,21 @@ HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
     return (int64_t)x;
 }
 
-HPML_API void hpml_rng_fill_u32(hpml_rng *r, uint32_t *x, int64_t n) // x: (n)
-{
-    hpmli_kernels_best()->random_words(x, r->seed, r->stream, r->counter, n);
-    if (n > 0) r->counter += (uint64_t)n;
-}
-
-HPML_API void hpml_rng_fill_uniform(hpml_rng *r, float *x, int64_t n) // x: (n)
-{
-    hpmli_kernels_best()->random_uniform(x, r->seed, r->stream, r->counter, n);
-    if (n > 0) r->counter += (uint64_t)n;
-}
-
-HPML_API void hpml_rng_fill_normal(hpml_rng *r, float *x, int64_t n) // x: (n)
-{
-    hpmli_kernels_best()->random_normal(x, r->seed, r->stream, r->counter, n);
-    if (n > 0) r->counter += (uint64_t)n;
-}
-
-/* The same for the rest of the library: numbers first .. first + n - 1. */
-HPMLI_FN void hpmli_random_words(uint32_t *y, uint64_t seed, uint64_t stream, int64_t first, int64_t n) // y: (n)
-{
-    hpmli_kernels_best()->random_words(y, seed, stream, (uint64_t)first, n);
-}
-
-HPMLI_FN void hpmli_random_uniform(float *y, uint64_t seed, uint64_t stream, int64_t first, int64_t n) // y: (n)
-{
-    hpmli_kernels_best()->random_uniform(y, seed, stream, (uint64_t)first, n);
-}
-
-HPMLI_FN void hpmli_random_normal(float *y, uint64_t seed, uint64_t stream, int64_t first, int64_t n) // y: (n)
-{
-    hpmli_kernels_best()->random_normal(y, seed, stream, (uint64_t)first, n);
-}
+/* Whole pieces of a stream, and numbers first .. first + n - 1 of one for the rest of the library. x: (n) */
+#define HPMLI_RANDOM(kind, name, T)                                                                                    \
+    HPML_API void hpml_rng_fill_##name(hpml_rng *r, T *x, int64_t n)                                                   \
+    {                                                                                                                  \
+        hpmli_kernels_best()->random_##kind(x, r->seed, r->stream, r->counter, n);                                     \
+        if (n > 0) r->counter += (uint64_t)n;                                                                          \
+    }                                                                                                                  \
+    HPMLI_FN void hpmli_random_##kind(T *x, uint64_t seed, uint64_t stream, int64_t first, int64_t n)                  \
+    {                                                                                                                  \
+        hpmli_kernels_best()->random_##kind(x, seed, stream, (uint64_t)first, n);                                      \
+    }
+HPMLI_RANDOM(words, u32, uint32_t)
+HPMLI_RANDOM(uniform, uniform, float)
+HPMLI_RANDOM(normal, normal, float)
+#undef HPMLI_RANDOM
 
 /* The last step of splitmix64: every bit of x moves every bit of the result. */
 HPMLI_FN uint64_t hpmli_mix64(uint64_t x)
@@ -3936,7 +3913,8 @@ struct hpml_ctx {
     void                *device;     /* what backend->open gave */
     float               *gemm_ws;    /* packing buffers of all threads, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
-    int                  param_count, param_capacity;
+    int                  param_count;
+    int64_t              param_capacity;
     int                  node_count; /* recorded so far: names and mask keys */
     hpmli_trace         *trace;      /* NULL: off */
     char                 texts[8][192]; /* for messages, see hpmli_text ... */
@@ -4083,6 +4061,21 @@ HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
     if (b->older) b->older->newer = b->newer;
     ctx->bytes -= b->size;
     ctx->allocator.free(b, b->size, ctx->allocator.user);
+}
+
+/* Room for one more thing in an array of `count`: doubles it when it is full. False and an error when there is none. */
+HPMLI_FN bool hpmli_grow(hpml_ctx *ctx, void *array, int64_t count, int64_t *capacity, size_t size)
+{
+    void *old, *more;
+    if (count < *capacity) return true;
+    more = hpmli_alloc_array(ctx, *capacity ? 2 * *capacity : 64, size);
+    if (!more) return false;
+    memcpy(&old, array, sizeof old); /* array: the address of the pointer, of whatever type */
+    memcpy(array, &more, sizeof more);
+    if (count > 0) memcpy(more, old, (size_t)count * size);
+    hpmli_free(ctx, old);
+    *capacity = *capacity ? 2 * *capacity : 64;
+    return true;
 }
 // ---------------------------------------------------------------------------------------------------------------------
 // >>threads   the clock and the thread pool
@@ -4383,26 +4376,22 @@ HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ct
 // >>tensor   tensors and views
 // ---------------------------------------------------------------------------------------------------------------------
 
+/* By hpml_dtype: bytes of an element, our name, safetensors' name, numpy's (it has no bf16). */
+static const struct hpmli_dtype {
+    size_t      size;
+    const char *name, *safe, *numpy;
+} hpmli_dtypes[] = { { 4, "f32", "F32", "<f4" }, { 2, "bf16", "BF16", NULL }, { 2, "f16", "F16", "<f2" },
+                     { 4, "i32", "I32", "<i4" }, { 1, "u8", "U8", "|u1" } };
+#define HPMLI_DTYPES 5
+
 HPML_API size_t hpml_dtype_size(hpml_dtype dtype)
 {
-    switch (dtype) {
-    case HPML_DTYPE_F32: case HPML_DTYPE_I32: return 4;
-    case HPML_DTYPE_BF16: case HPML_DTYPE_F16: return 2;
-    case HPML_DTYPE_U8: return 1;
-    }
-    return 0;
+    return (unsigned)dtype < HPMLI_DTYPES ? hpmli_dtypes[dtype].size : 0;
 }
 
 HPML_API const char *hpml_dtype_name(hpml_dtype dtype)
 {
-    switch (dtype) {
-    case HPML_DTYPE_F32: return "f32";
-    case HPML_DTYPE_BF16: return "bf16";
-    case HPML_DTYPE_F16: return "f16";
-    case HPML_DTYPE_I32: return "i32";
-    case HPML_DTYPE_U8: return "u8";
-    }
-    return "?";
+    return (unsigned)dtype < HPMLI_DTYPES ? hpmli_dtypes[dtype].name : "?";
 }
 
 /* Product of a shape; -1 when a dimension is not positive or the bytes would overflow. */
@@ -4706,8 +4695,7 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 
 HPMLI_FN hpml_status hpmli_check_transfer(const hpml_tensor *t, const void *values, int64_t count, const char *verb)
 {
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!values || !t->data || !hpmli_contiguous(t) || count != hpml_tensor_count(t))
         return hpmli_fail(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got "
                           "%lld%s", verb, hpmli_text(t), (long long)hpml_tensor_count(t), (long long)count,
@@ -4825,28 +4813,12 @@ HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t)
 
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
 {
-    if (!input) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(input->ctx)) return input->ctx->status;
+    if (!input || hpmli_failed(input->ctx)) return input ? input->ctx->status : HPML_ERR_ARGUMENT;
     if (input->node || input->dtype != HPML_DTYPE_F32)
         return hpmli_fail(input->ctx, HPML_ERR_ARGUMENT, "require_grad of \"%s\": only f32 inputs; what ops make gets "
                           "its gradient by itself", input->name);
     input->needs_grad = true;
     return HPML_OK;
-}
-
-/* Room for one more parameter. */
-HPMLI_FN bool hpmli_params_grow(hpml_ctx *ctx)
-{
-    int           capacity = ctx->param_capacity ? 2 * ctx->param_capacity : 32;
-    hpml_tensor **params;
-    if (ctx->param_count < ctx->param_capacity) return true;
-    params = (hpml_tensor **)hpmli_alloc_array(ctx, capacity, sizeof *params);
-    if (!params) return false;
-    if (ctx->param_count) memcpy(params, ctx->params, (size_t)ctx->param_count * sizeof *params);
-    hpmli_free(ctx, ctx->params);
-    ctx->params         = params;
-    ctx->param_capacity = capacity;
-    return true;
 }
 
 HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
@@ -4857,7 +4829,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give the layers different names",
                           name);
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
-    if (!t || !hpmli_params_grow(ctx)) return NULL;
+    if (!t || !hpmli_grow(ctx, &ctx->params, ctx->param_count, &ctx->param_capacity, sizeof t)) return NULL;
     t->param = (hpml_param *)hpmli_alloc_array(ctx, 1, sizeof *t->param);
     if (!t->param) return NULL;
     t->param->index      = ctx->param_count;
@@ -7396,15 +7368,9 @@ HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
 
 HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes HPMLI_UNUSED) { hpmli_free((hpml_ctx *)device, p); }
 
-HPMLI_FN hpml_status hpmli_cpu_write(void *device HPMLI_UNUSED, void *dst, const void *host, size_t bytes)
+HPMLI_FN hpml_status hpmli_cpu_copy(void *device HPMLI_UNUSED, void *to, const void *from, size_t bytes)
 {
-    memcpy(dst, host, bytes);
-    return HPML_OK;
-}
-
-HPMLI_FN hpml_status hpmli_cpu_read(void *device HPMLI_UNUSED, void *host, const void *src, size_t bytes)
-{
-    memcpy(host, src, bytes);
+    memcpy(to, from, bytes);
     return HPML_OK;
 }
 
@@ -7505,7 +7471,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 #undef HPMLI_X
     };
     static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
-        hpmli_cpu_write, hpmli_cpu_read, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq };
+        hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq };
     return &cpu;
 }
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7916,8 +7882,7 @@ HPMLI_FN void hpmli_set_rows(hpml_tensor *t, int64_t samples)
 
 HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
 {
-    if (!g) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(g->ctx)) return g->ctx->status;
+    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     if (samples < 1 || samples > g->batch || (samples != g->batch && !g->batchable))
         return hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: %lld samples, expected %s%lld", (long long)samples,
                           g->batchable ? "1 to " : "(an op mixes samples) exactly ", (long long)g->batch);
@@ -7990,8 +7955,7 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
 {
     hpml_run    run;
     hpml_status status = HPML_OK;
-    if (!g) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(g->ctx)) return g->ctx->status;
+    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     if (!g->loss || !g->arena || !g->loss->grad)
         return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
                           "forward pass before");
@@ -8540,8 +8504,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     float   loss    = 0, lr;
     int64_t correct = 0, counted = 0;
     double  start = hpml_now();
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
     hpml_status status = hpmli_trainer_feed(t, x, y, samples);
     if (status != HPML_OK) return status;
@@ -9337,19 +9300,18 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
 
 HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
 {
-    static const char *const codes[] = { "<f4", NULL, "<f2", "<i4", "|u1" };
+    const char  *code = t ? hpmli_dtypes[t->dtype].numpy : NULL;
     char                     header[256], shape[128];
     int                      used = 0, n;
     hpmli_writer             w;
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(t->ctx)) return t->ctx->status;
-    if (!codes[t->dtype] || !t->data || !hpmli_contiguous(t))
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (!code || !t->data || !hpmli_contiguous(t))
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "npy \"%s\": numpy has no bf16, and the tensor must be "
                           "contiguous with memory", path);
     shape[0] = 0;
     for (int i = 0; i < t->ndim; i++)
         used += snprintf(shape + used, sizeof shape - (size_t)used, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
-    n = snprintf(header + 10, sizeof header - 10, "{'descr': '%s', 'fortran_order': False, 'shape': (%s), }", codes[t->dtype], shape);
+    n = snprintf(header + 10, sizeof header - 10, "{'descr': '%s', 'fortran_order': False, 'shape': (%s), }", code, shape);
     n += 10;
     while (n % 64 != 63) header[n++] = ' '; /* the data start at a multiple of 64 */
     header[n++] = '\n';
@@ -9397,16 +9359,8 @@ HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path)
 
 HPML_API hpml_status hpml_record_add(hpml_record_writer *w, const void *bytes, size_t size)
 {
-    if (!w) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(w->w.ctx)) return w->w.ctx->status;
-    if (w->count == w->capacity) {
-        int64_t   capacity = w->capacity ? 2 * w->capacity : 1024;
-        uint64_t *more     = (uint64_t *)hpmli_alloc_array(w->w.ctx, capacity, sizeof *more);
-        if (!more) return w->w.ctx->status;
-        if (w->count) memcpy(more, w->offsets, (size_t)w->count * sizeof *more);
-        hpmli_free(w->w.ctx, w->offsets);
-        w->offsets = more, w->capacity = capacity;
-    }
+    if (!w || hpmli_failed(w->w.ctx)) return w ? w->w.ctx->status : HPML_ERR_ARGUMENT;
+    if (!hpmli_grow(w->w.ctx, &w->offsets, w->count, &w->capacity, sizeof *w->offsets)) return w->w.ctx->status;
     w->offsets[w->count++] = w->w.size;
     hpmli_write(&w->w, bytes, size);
     return HPML_OK;
@@ -9491,8 +9445,7 @@ HPML_API void hpml_record_close(hpml_record_file *f)
 HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char *path)
 {
     int64_t head[10];
-    if (!d) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(d->ctx)) return d->ctx->status;
+    if (!d || hpmli_failed(d->ctx)) return d ? d->ctx->status : HPML_ERR_ARGUMENT;
     size_t xs = (size_t)hpmli_shape_count(d->x_ndim, d->x_shape) * hpml_dtype_size(d->x_dtype);
     size_t ys = (size_t)d->y_size * 4;
     head[0] = d->x_dtype, head[1] = d->x_ndim, head[7] = d->y_dtype, head[8] = d->y_size, head[9] = d->classes;
@@ -9899,7 +9852,8 @@ struct hpml_safetensors {
     char            *text;                 /* copy of the header; names point into it */
     hpml_safetensor *entries;              /* (count) */
     const char     **meta;                 /* (2 meta_count) key, value */
-    int              count, meta_count, capacity, meta_capacity;
+    int              count, meta_count;
+    int64_t          capacity, meta_capacity;
 };
 
 HPMLI_FN void hpmli_safetensors_drop(void *object) { hpmli_file_close(&((hpml_safetensors *)object)->file); }
@@ -9914,33 +9868,12 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
     hpmli_free(ctx, f);
 }
 
-HPMLI_FN const char *hpmli_safe_name(hpml_dtype dtype)
-{
-    static const char *const names[] = { "F32", "BF16", "F16", "I32", "U8" };
-    return names[dtype];
-}
-
-/* Doubles an array when it is full. */
-HPMLI_FN void *hpmli_grow(hpml_ctx *ctx, void *array, int count, int *capacity, size_t size)
-{
-    int room = *capacity ? 2 * *capacity : 64;
-    if (count < *capacity) return array;
-    void *more = hpmli_alloc_array(ctx, room, size);
-    if (!more) return NULL;
-    if (count > 0) memcpy(more, array, (size_t)count * size);
-    hpmli_free(ctx, array);
-    *capacity = room;
-    return more;
-}
-
 HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 {
     hpmli_json_want(j, '{');
     if (hpmli_json_is(j, '}')) return !j->bad;
     while (!j->bad) {
-        const char **more = (const char **)hpmli_grow(f->ctx, (void *)(uintptr_t)f->meta, 2 * f->meta_count, &f->meta_capacity, sizeof *more);
-        if (!more) return false;
-        f->meta = more;
+        if (!hpmli_grow(f->ctx, &f->meta, 2 * f->meta_count, &f->meta_capacity, sizeof *f->meta)) return false;
         f->meta[2 * f->meta_count] = hpmli_json_text(j);
         hpmli_json_want(j, ':');
         f->meta[2 * f->meta_count + 1] = hpmli_json_text(j);
@@ -9954,12 +9887,11 @@ HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 /* One entry; data holds its offsets until the header is known to be whole. */
 HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t data_bytes)
 {
-    hpml_safetensor *more = (hpml_safetensor *)hpmli_grow(f->ctx, f->entries, f->count, &f->capacity, sizeof *more), *e;
+    hpml_safetensor *e;
     uint64_t         shape[HPML_MAX_DIMS], at[2] = { 1, 0 };
     int              seen = 0, offsets = 0;
     bool             known = false;
-    if (!more) return false;
-    f->entries = more;
+    if (!hpmli_grow(f->ctx, &f->entries, f->count, &f->capacity, sizeof *e)) return false;
     e          = &f->entries[f->count++];
     e->name    = name;
     e->ndim    = 0;
@@ -9969,8 +9901,8 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
         hpmli_json_want(j, ':');
         if (strcmp(key, "dtype") == 0) {
             const char *dtype = hpmli_json_text(j);
-            for (int i = 0; i < 5; i++)
-                if (strcmp(dtype, hpmli_safe_name((hpml_dtype)i)) == 0) e->dtype = (hpml_dtype)i, known = true;
+            for (int i = 0; i < HPMLI_DTYPES; i++)
+                if (strcmp(dtype, hpmli_dtypes[i].safe) == 0) e->dtype = (hpml_dtype)i, known = true;
             seen |= 1;
         } else if (strcmp(key, "shape") == 0) {
             e->ndim = hpmli_json_numbers(j, shape, HPML_MAX_DIMS);
@@ -10103,7 +10035,7 @@ HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const hpml_safetensor *t, uint6
 {
     char text[256];
     hpmli_write_json(w, t->name);
-    int n = snprintf(text, sizeof text, ":{\"dtype\":\"%s\",\"shape\":[", hpmli_safe_name(t->dtype));
+    int n = snprintf(text, sizeof text, ":{\"dtype\":\"%s\",\"shape\":[", hpmli_dtypes[t->dtype].safe);
     for (int i = 0; i < t->ndim; i++)
         n += snprintf(text + n, sizeof text - (size_t)n, "%s%lld", i ? "," : "", (long long)t->shape[i]);
     n += snprintf(text + n, sizeof text - (size_t)n, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
@@ -10269,8 +10201,7 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     char           text[6][24];
     hpml_meta      meta[6];
     int            n = 0;
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (t->micro != 0)
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
                           "between updates", path, t->micro, t->d.accumulate);
@@ -10382,47 +10313,31 @@ HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double 
     s->name = name, s->start = start, s->end = end, s->lane = lane;
 }
 
-HPMLI_FN void hpmli_json_string(FILE *f, const char *s)
-{
-    fputc('"', f);
-    for (; *s; s++) {
-        unsigned char c = (unsigned char)*s;
-        if (c == '"' || c == '\\') fprintf(f, "\\%c", c);
-        else if (c < 32) fprintf(f, "\\u%04x", c);
-        else fputc(c, f);
-    }
-    fputc('"', f);
-}
-
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
 {
     static const char *const lanes[] = { "compute", "communication", "input", "gpu" };
-    FILE        *f;
-    int64_t      first, total;
+    hpmli_writer w = HPMLI_ZEROED; /* just the stream: a cut file opens as well */
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     hpmli_trace *t = ctx->trace;
     if (!t) return hpmli_fail(ctx, HPML_ERR_STATE, "trace \"%s\": no trace was started", path);
-    f = fopen(path, "wb");
-    if (!f) return hpmli_fail(ctx, HPML_ERR_OPEN, "trace \"%s\": cannot write: %s", path, strerror(errno));
-    fprintf(f, "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}", t->d.rank, t->d.rank);
+    w.f = fopen(path, "wb");
+    if (!w.f) return hpmli_fail(ctx, HPML_ERR_OPEN, "trace \"%s\": cannot write: %s", path, strerror(errno));
+    fprintf(w.f, "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}", t->d.rank,
+            t->d.rank);
     for (int l = 0; l < 4; l++)
-        fprintf(f, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}", t->d.rank, l, lanes[l]);
-    total = t->count;
-    first = total > t->capacity ? total - t->capacity : 0;
-    for (int64_t i = first; i < total; i++) {
+        fprintf(w.f, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
+                t->d.rank, l, lanes[l]);
+    for (int64_t i = t->count > t->capacity ? t->count - t->capacity : 0; i < t->count; i++) {
         const hpmli_span *s = &t->spans[i % t->capacity];
-        fprintf(f, ",\n{\"name\":");
-        hpmli_json_string(f, s->name);
-        fprintf(f, ",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f}", t->d.rank, s->lane,
+        fprintf(w.f, ",\n{\"name\":");
+        hpmli_write_json(&w, s->name);
+        fprintf(w.f, ",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f}", t->d.rank, s->lane,
                 1e6 * (s->start - t->origin), 1e6 * (s->end - s->start));
     }
-    fprintf(f, "\n]\n");
-    if (fflush(f) != 0 || ferror(f)) {
-        fclose(f);
-        return hpmli_fail(ctx, HPML_ERR_WRITE, "trace \"%s\": cannot write: %s", path, strerror(errno));
-    }
-    fclose(f);
-    return HPML_OK;
+    fprintf(w.f, "\n]\n");
+    bool good = fflush(w.f) == 0 && !ferror(w.f);
+    fclose(w.f);
+    return good ? HPML_OK : hpmli_fail(ctx, HPML_ERR_WRITE, "trace \"%s\": cannot write: %s", path, strerror(errno));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
