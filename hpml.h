@@ -1111,10 +1111,10 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPMLI_K(name)     HPMLI_CAT(name, HPMLI_SUFFIX)
 #define HPMLI_KFN         static __attribute__((unused)) HPMLI_TARGET
 #define HPMLI_VFN         static inline __attribute__((always_inline, unused)) HPMLI_TARGET
-#define HPMLI_V1(name, e) HPMLI_VFN hv HPMLI_K(name)(hv a) { return e; }
-#define HPMLI_V2(name, e) HPMLI_VFN hv HPMLI_K(name)(hv a, hv b) { return e; }
-#define HPMLI_V3(name, e) HPMLI_VFN hv HPMLI_K(name)(hv a, hv b, hv c) { return e; }
-#define HPMLI_V4(name, e) HPMLI_VFN hv HPMLI_K(name)(hv a, hv b, hv x, hv y) { return e; }
+#define HPMLI_V1(name, e) HPMLI_VFN hv name(hv a) { return e; }
+#define HPMLI_V2(name, e) HPMLI_VFN hv name(hv a, hv b) { return e; }
+#define HPMLI_V3(name, e) HPMLI_VFN hv name(hv a, hv b, hv c) { return e; }
+#define HPMLI_V4(name, e) HPMLI_VFN hv name(hv a, hv b, hv x, hv y) { return e; }
 #define hv_set1         HPMLI_K(hpmli_set1)
 #define hv_zero         HPMLI_K(hpmli_zero)
 #define hv_load         HPMLI_K(hpmli_load)
@@ -1148,7 +1148,6 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define hv_store_bf16   HPMLI_K(hpmli_store_bf16)
 #define hv_load_f16     HPMLI_K(hpmli_load_f16)
 #define hv_store_f16    HPMLI_K(hpmli_store_f16)
-#define hv_iota         HPMLI_K(hpmli_iota)
 #define hv_load_u8      HPMLI_K(hpmli_load_u8)
 #define hv_load_i32     HPMLI_K(hpmli_load_i32)
 #define hv_store_i32    HPMLI_K(hpmli_store_i32)
@@ -1159,7 +1158,6 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #undef HPMLI_ISA_NAME
 #undef HV_W
 #undef hv
-#undef hvi
 
 #if HPMLI_ISA == 0
 #define HPMLI_SUFFIX   _scalar
@@ -1167,61 +1165,56 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPMLI_ISA_NAME "scalar"
 #define HV_W           1
 #define hv             float
-#define hvi            int32_t
-HPMLI_VFN hv HPMLI_K(hpmli_set1)(float x) { return x; }
-HPMLI_VFN hv HPMLI_K(hpmli_zero)(void) { return 0; }
-HPMLI_VFN hv HPMLI_K(hpmli_iota)(void) { return 0; }
-HPMLI_VFN hv HPMLI_K(hpmli_load)(const float *p) { return *p; }
-HPMLI_VFN void HPMLI_K(hpmli_store)(float *p, hv a) { *p = a; }
-HPMLI_VFN hv HPMLI_K(hpmli_load_n)(const float *p, int64_t n) { return n > 0 ? *p : 0; }
-HPMLI_VFN void HPMLI_K(hpmli_store_n)(float *p, hv a, int64_t n) { if (n > 0) *p = a; }
-HPMLI_V2(hpmli_add, a + b)
-HPMLI_V2(hpmli_sub, a - b)
-HPMLI_V2(hpmli_mul, a * b)
-HPMLI_V2(hpmli_div, a / b)
+HPMLI_VFN hv hv_set1(float x) { return x; }
+HPMLI_VFN hv hv_zero(void) { return 0; }
+HPMLI_VFN hv hv_load(const float *p) { return *p; }
+HPMLI_VFN void hv_store(float *p, hv a) { *p = a; }
+HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return n > 0 ? *p : 0; }
+HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { if (n > 0) *p = a; }
+HPMLI_V2(hv_add, a + b)
+HPMLI_V2(hv_sub, a - b)
+HPMLI_V2(hv_mul, a * b)
+HPMLI_V2(hv_div, a / b)
 #ifdef __FP_FAST_FMAF /* where there is one, always: not when the compiler feels like contracting */
-HPMLI_V3(hpmli_fma, fmaf(a, b, c))
-HPMLI_V3(hpmli_fnma, fmaf(-a, b, c))
+HPMLI_V3(hv_fma, fmaf(a, b, c))
+HPMLI_V3(hv_fnma, fmaf(-a, b, c))
 #else
-HPMLI_V3(hpmli_fma, a * b + c)
-HPMLI_V3(hpmli_fnma, c - a * b)
+HPMLI_V3(hv_fma, a * b + c)
+HPMLI_V3(hv_fnma, c - a * b)
 #endif
-HPMLI_V2(hpmli_max, a > b ? a : b)
-HPMLI_V2(hpmli_min, a < b ? a : b)
-HPMLI_V1(hpmli_abs, fabsf(a))
-HPMLI_V1(hpmli_neg, -a)
-HPMLI_V1(hpmli_sqrt, sqrtf(a))
-HPMLI_V1(hpmli_round, rintf(a))
-HPMLI_V4(hpmli_ge, a >= b ? x : y)
-HPMLI_V4(hpmli_gt, a > b ? x : y)
-HPMLI_V4(hpmli_eq, a == b ? x : y)
+HPMLI_V2(hv_max, a > b ? a : b)
+HPMLI_V2(hv_min, a < b ? a : b)
+HPMLI_V1(hv_abs, fabsf(a))
+HPMLI_V1(hv_neg, -a)
+HPMLI_V1(hv_sqrt, sqrtf(a))
+HPMLI_V1(hv_round, rintf(a))
+HPMLI_V4(hv_ge, a >= b ? x : y)
+HPMLI_V4(hv_gt, a > b ? x : y)
+HPMLI_V4(hv_eq, a == b ? x : y)
 HPMLI_VFN uint32_t HPMLI_K(hpmli_word)(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 HPMLI_VFN float HPMLI_K(hpmli_float)(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
-HPMLI_V1(hpmli_pow2i, HPMLI_K(hpmli_float)((uint32_t)((int32_t)a + 127) << 23))
-HPMLI_V1(hpmli_exponent, (float)((int32_t)(HPMLI_K(hpmli_word)(a) >> 23 & 255) - 127))
-HPMLI_V1(hpmli_mantissa, HPMLI_K(hpmli_float)((HPMLI_K(hpmli_word)(a) & 0x7fffffu) | 0x3f800000u))
-HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a) { return a; }
-HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d)
-{
-    out[0] = a, out[1] = b, out[2] = c, out[3] = d;
-}
-HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a) { return a; }
-HPMLI_VFN uint32_t HPMLI_K(hpmli_signmask)(hv a) { return a >= 0; }
-HPMLI_VFN hv HPMLI_K(hpmli_bits)(uint32_t m, hv a, hv b) { return m & 1 ? a : b; }
-HPMLI_VFN hv HPMLI_K(hpmli_load_bf16)(const uint16_t *p) { return HPMLI_K(hpmli_float)((uint32_t)*p << 16); }
-HPMLI_VFN void HPMLI_K(hpmli_store_bf16)(uint16_t *p, hv a)
+HPMLI_V1(hv_pow2i, HPMLI_K(hpmli_float)((uint32_t)((int32_t)a + 127) << 23))
+HPMLI_V1(hv_exponent, (float)((int32_t)(HPMLI_K(hpmli_word)(a) >> 23 & 255) - 127))
+HPMLI_V1(hv_mantissa, HPMLI_K(hpmli_float)((HPMLI_K(hpmli_word)(a) & 0x7fffffu) | 0x3f800000u))
+HPMLI_VFN float hv_sum(hv a) { return a; }
+HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
+HPMLI_VFN float hv_hmax(hv a) { return a; }
+HPMLI_VFN uint32_t hv_signmask(hv a) { return a >= 0; }
+HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b) { return m & 1 ? a : b; }
+HPMLI_VFN hv hv_load_bf16(const uint16_t *p) { return HPMLI_K(hpmli_float)((uint32_t)*p << 16); }
+HPMLI_VFN void hv_store_bf16(uint16_t *p, hv a)
 {
     uint32_t u = HPMLI_K(hpmli_word)(a);
     *p = (uint16_t)(a != a ? u >> 16 | 0x40u : (u + 0x7fffu + (u >> 16 & 1)) >> 16);
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_f16)(const uint16_t *p)
+HPMLI_VFN hv hv_load_f16(const uint16_t *p)
 {
     uint32_t sign = (uint32_t)(*p & 0x8000u) << 16, exponent = *p >> 10 & 31u, fraction = *p & 0x3ffu;
     if (exponent == 31) return HPMLI_K(hpmli_float)(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
     if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * (1.0f / 16777216.0f); /* fraction 2^-24 */
     return HPMLI_K(hpmli_float)(sign | (exponent + 112) << 23 | fraction << 13);
 }
-HPMLI_VFN void HPMLI_K(hpmli_store_f16)(uint16_t *p, hv a)
+HPMLI_VFN void hv_store_f16(uint16_t *p, hv a)
 {
     uint32_t u = HPMLI_K(hpmli_word)(a), sign = u >> 16 & 0x8000u, x = u & 0x7fffffffu, h;
     if (x > 0x7f800000u) h = 0x7e00u | (x >> 13 & 0x3ffu);
@@ -1230,9 +1223,9 @@ HPMLI_VFN void HPMLI_K(hpmli_store_f16)(uint16_t *p, hv a)
     else h = (uint32_t)rintf(HPMLI_K(hpmli_float)(x) * 16777216.0f); /* subnormal */
     *p = (uint16_t)(sign | h);
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_u8)(const uint8_t *p) { return (float)*p; }
-HPMLI_VFN hv HPMLI_K(hpmli_load_i32)(const int32_t *p) { return (float)*p; }
-HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
+HPMLI_VFN hv hv_load_u8(const uint8_t *p) { return (float)*p; }
+HPMLI_VFN hv hv_load_i32(const int32_t *p) { return (float)*p; }
+HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
 {
     *p = a != a ? 0 : a >= 2147483648.0f ? INT32_MAX : a <= -2147483648.0f ? INT32_MIN : (int32_t)rintf(a);
 }
@@ -1242,104 +1235,82 @@ HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
 // >>simd-x86   vectors: AVX2, AVX-512
 // ---------------------------------------------------------------------------------------------------------------------
 
+#if HPMLI_ISA == 2 && !defined(__clang__) /* at -O0 gcc's own headers make macros of some, which -Wconversion sees */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wsign-conversion"
+#endif
+#undef HPMLI_MM
+#undef HPMLI_MMF
+#undef HPMLI_MMI
+#undef HPMLI_MM_HALF
+#undef HPMLI_MM_STORE_HALF
+
 #if HPMLI_ISA == 1
-#define HPMLI_SUFFIX   _avx2
-#define HPMLI_TARGET   __attribute__((target("avx2,fma,f16c")))
-#define HPMLI_ISA_NAME "avx2"
-#define HV_W           8
-#define hv             __m256
-#define hvi            __m256i
+#define HPMLI_SUFFIX              _avx2
+#define HPMLI_TARGET              __attribute__((target("avx2,fma,f16c")))
+#define HPMLI_ISA_NAME            "avx2"
+#define HV_W                      8
+#define hv                        __m256
+#define HPMLI_MM(op)              HPMLI_CAT(_mm256_, op)
+#define HPMLI_MMF(x)              _mm256_castsi256_ps(x) /* integers seen as floats ... */
+#define HPMLI_MMI(x)              _mm256_castps_si256(x) /* ... and back */
+#define HPMLI_MM_HALF(p)          _mm_loadu_si128((const __m128i *)(const void *)(p)) /* 16 bits for each lane */
+#define HPMLI_MM_STORE_HALF(p, x) _mm_storeu_si128((__m128i *)(void *)(p), x)
 HPMLI_VFN __m256i HPMLI_K(hpmli_lanes)(int64_t n)
 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_set1)(float x) { return _mm256_set1_ps(x); }
-HPMLI_VFN hv HPMLI_K(hpmli_zero)(void) { return _mm256_setzero_ps(); }
-HPMLI_VFN hv HPMLI_K(hpmli_iota)(void) { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
-HPMLI_VFN hv HPMLI_K(hpmli_load)(const float *p) { return _mm256_loadu_ps(p); }
-HPMLI_VFN void HPMLI_K(hpmli_store)(float *p, hv a) { _mm256_storeu_ps(p, a); }
-HPMLI_VFN hv HPMLI_K(hpmli_load_n)(const float *p, int64_t n) { return _mm256_maskload_ps(p, HPMLI_K(hpmli_lanes)(n)); }
-HPMLI_VFN void HPMLI_K(hpmli_store_n)(float *p, hv a, int64_t n) { _mm256_maskstore_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
-HPMLI_V2(hpmli_add, _mm256_add_ps(a, b))
-HPMLI_V2(hpmli_sub, _mm256_sub_ps(a, b))
-HPMLI_V2(hpmli_mul, _mm256_mul_ps(a, b))
-HPMLI_V2(hpmli_div, _mm256_div_ps(a, b))
-HPMLI_V3(hpmli_fma, _mm256_fmadd_ps(a, b, c))
-HPMLI_V3(hpmli_fnma, _mm256_fnmadd_ps(a, b, c))
-HPMLI_V2(hpmli_max, _mm256_max_ps(a, b))
-HPMLI_V2(hpmli_min, _mm256_min_ps(a, b))
-HPMLI_V1(hpmli_abs, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a))
-HPMLI_V1(hpmli_neg, _mm256_xor_ps(_mm256_set1_ps(-0.0f), a))
-HPMLI_V1(hpmli_sqrt, _mm256_sqrt_ps(a))
-HPMLI_V1(hpmli_round, _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
-HPMLI_V4(hpmli_ge, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GE_OQ)))
-HPMLI_V4(hpmli_gt, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ)))
-HPMLI_V4(hpmli_eq, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_EQ_OQ)))
-HPMLI_V1(hpmli_pow2i, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(a),
-                          _mm256_set1_epi32(127)), 23)))
-HPMLI_V1(hpmli_exponent, _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(
-                             _mm256_srli_epi32(_mm256_castps_si256(a), 23), _mm256_set1_epi32(255)),
-                             _mm256_set1_epi32(127))))
-HPMLI_V1(hpmli_mantissa, _mm256_or_ps(_mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffff))),
-                             _mm256_set1_ps(1)))
-HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
+HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return _mm256_maskload_ps(p, HPMLI_K(hpmli_lanes)(n)); }
+HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { _mm256_maskstore_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
+HPMLI_V1(hv_round, _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+HPMLI_V4(hv_ge, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GE_OQ)))
+HPMLI_V4(hv_gt, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ)))
+HPMLI_V4(hv_eq, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_EQ_OQ)))
+HPMLI_VFN float hv_sum(hv a)
 {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
-HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d) /* out[0..3] = the sums of four vectors */
+HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d) /* out[0..3] = the sums of four vectors */
 {
     __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
-HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a)
+HPMLI_VFN float hv_hmax(hv a)
 {
     __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
-HPMLI_VFN uint32_t HPMLI_K(hpmli_signmask)(hv a)
+HPMLI_VFN uint32_t hv_signmask(hv a)
 {
     return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GE_OQ));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_bits)(uint32_t m, hv a, hv b)
+HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b)
 {
     __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     __m256i on  = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)m), bit), bit);
     return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(on));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_bf16)(const uint16_t *p)
-{
-    __m128i x = _mm_loadu_si128((const __m128i *)(const void *)p);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
-}
-HPMLI_VFN void HPMLI_K(hpmli_store_bf16)(uint16_t *p, hv a)
+HPMLI_VFN void hv_store_bf16(uint16_t *p, hv a)
 {
     __m256i u = _mm256_castps_si256(a), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
     __m256i r = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
     __m256i q = _mm256_or_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(0x40));
     r = _mm256_blendv_epi8(r, q, _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
     r = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
-    _mm_storeu_si128((__m128i *)(void *)p, _mm256_castsi256_si128(r));
+    HPMLI_MM_STORE_HALF(p, _mm256_castsi256_si128(r));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_f16)(const uint16_t *p)
-{
-    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
-}
-HPMLI_VFN void HPMLI_K(hpmli_store_f16)(uint16_t *p, hv a)
-{
-    _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
-}
-HPMLI_VFN hv HPMLI_K(hpmli_load_u8)(const uint8_t *p)
+HPMLI_VFN hv hv_load_u8(const uint8_t *p)
 {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_i32)(const int32_t *p)
+HPMLI_VFN hv hv_load_i32(const int32_t *p)
 {
     return _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
 }
-HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
+HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
 {
     __m256i i   = _mm256_cvtps_epi32(a); /* out of range gives INT32_MIN */
     __m256i top = _mm256_castps_si256(_mm256_cmp_ps(a, _mm256_set1_ps(2147483648.0f), _CMP_GE_OQ));
@@ -1347,65 +1318,31 @@ HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
     i = _mm256_blendv_epi8(i, _mm256_set1_epi32(INT32_MAX), top);
     _mm256_storeu_si256((__m256i *)(void *)p, _mm256_andnot_si256(nan, i));
 }
-#endif
-
-#if HPMLI_ISA == 2
-#if !defined(__clang__) /* at -O0 gcc's own headers make macros of some of these, which -Wconversion sees */
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wsign-conversion"
-#endif
-#define HPMLI_SUFFIX   _avx512
-#define HPMLI_TARGET   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
-#define HPMLI_ISA_NAME "avx512"
-#define HV_W           16
-#define hv             __m512
-#define hvi            __m512i
+#elif HPMLI_ISA == 2
+#define HPMLI_SUFFIX              _avx512
+#define HPMLI_TARGET              __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define HPMLI_ISA_NAME            "avx512"
+#define HV_W                      16
+#define hv                        __m512
+#define HPMLI_MM(op)              HPMLI_CAT(_mm512_, op)
+#define HPMLI_MMF(x)              _mm512_castsi512_ps(x)
+#define HPMLI_MMI(x)              _mm512_castps_si512(x)
+#define HPMLI_MM_HALF(p)          _mm256_loadu_si256((const __m256i *)(const void *)(p))
+#define HPMLI_MM_STORE_HALF(p, x) _mm256_storeu_si256((__m256i *)(void *)(p), x)
 HPMLI_VFN __mmask16 HPMLI_K(hpmli_lanes)(int64_t n) { return (__mmask16)((1u << n) - 1); }
-HPMLI_VFN hv HPMLI_K(hpmli_set1)(float x) { return _mm512_set1_ps(x); }
-HPMLI_VFN hv HPMLI_K(hpmli_zero)(void) { return _mm512_setzero_ps(); }
-HPMLI_VFN hv HPMLI_K(hpmli_iota)(void) { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
-HPMLI_VFN hv HPMLI_K(hpmli_load)(const float *p) { return _mm512_loadu_ps(p); }
-HPMLI_VFN void HPMLI_K(hpmli_store)(float *p, hv a) { _mm512_storeu_ps(p, a); }
-HPMLI_VFN hv HPMLI_K(hpmli_load_n)(const float *p, int64_t n)
-{
-    return _mm512_maskz_loadu_ps(HPMLI_K(hpmli_lanes)(n), p);
-}
-HPMLI_VFN void HPMLI_K(hpmli_store_n)(float *p, hv a, int64_t n)
-{
-    _mm512_mask_storeu_ps(p, HPMLI_K(hpmli_lanes)(n), a);
-}
-HPMLI_V2(hpmli_add, _mm512_add_ps(a, b))
-HPMLI_V2(hpmli_sub, _mm512_sub_ps(a, b))
-HPMLI_V2(hpmli_mul, _mm512_mul_ps(a, b))
-HPMLI_V2(hpmli_div, _mm512_div_ps(a, b))
-HPMLI_V3(hpmli_fma, _mm512_fmadd_ps(a, b, c))
-HPMLI_V3(hpmli_fnma, _mm512_fnmadd_ps(a, b, c))
-HPMLI_V2(hpmli_max, _mm512_max_ps(a, b))
-HPMLI_V2(hpmli_min, _mm512_min_ps(a, b))
-HPMLI_V1(hpmli_abs, _mm512_andnot_ps(_mm512_set1_ps(-0.0f), a))
-HPMLI_V1(hpmli_neg, _mm512_xor_ps(_mm512_set1_ps(-0.0f), a))
-HPMLI_V1(hpmli_sqrt, _mm512_sqrt_ps(a))
-HPMLI_V1(hpmli_round, _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
-HPMLI_V4(hpmli_ge, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), y, x))
-HPMLI_V4(hpmli_gt, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x))
-HPMLI_V4(hpmli_eq, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), y, x))
-HPMLI_V1(hpmli_pow2i, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(a),
-                          _mm512_set1_epi32(127)), 23)))
-HPMLI_V1(hpmli_exponent, _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(
-                             _mm512_srli_epi32(_mm512_castps_si512(a), 23), _mm512_set1_epi32(255)),
-                             _mm512_set1_epi32(127))))
-HPMLI_V1(hpmli_mantissa, _mm512_or_ps(_mm512_and_ps(a, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fffff))),
-                             _mm512_set1_ps(1)))
-HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
+HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HPMLI_K(hpmli_lanes)(n), p); }
+HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { _mm512_mask_storeu_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
+HPMLI_V1(hv_round, _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+HPMLI_V4(hv_ge, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), y, x))
+HPMLI_V4(hv_gt, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x))
+HPMLI_V4(hv_eq, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), y, x))
+HPMLI_VFN float hv_sum(hv a)
 {
     float t[16]; /* through memory: gcc 12 warns about its own half-register casts */
     _mm512_storeu_ps(t, a);
-    __m256 h = _mm256_add_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8));
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+    return hpmli_sum_avx2(_mm256_add_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
 }
-HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d)
+HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d)
 {
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
@@ -1414,50 +1351,68 @@ HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d)
     s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, s)));
 }
-HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a)
+HPMLI_VFN float hv_hmax(hv a)
 {
-    float t[16]; /* through memory: gcc 12 warns about its own half-register casts */
+    float t[16];
     _mm512_storeu_ps(t, a);
-    __m256 h = _mm256_max_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8));
-    __m128 s = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
+    return hpmli_hmax_avx2(_mm256_max_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
 }
-HPMLI_VFN uint32_t HPMLI_K(hpmli_signmask)(hv a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
-HPMLI_VFN hv HPMLI_K(hpmli_bits)(uint32_t m, hv a, hv b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
-HPMLI_VFN hv HPMLI_K(hpmli_load_bf16)(const uint16_t *p)
-{
-    __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)p);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-}
-HPMLI_VFN void HPMLI_K(hpmli_store_bf16)(uint16_t *p, hv a)
+HPMLI_VFN uint32_t hv_signmask(hv a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
+HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
+HPMLI_VFN void hv_store_bf16(uint16_t *p, hv a)
 {
     __m512i u = _mm512_castps_si512(a), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
     __m512i r = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
     __m512i q = _mm512_or_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(0x40));
     r = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), r, q);
-    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(r));
+    HPMLI_MM_STORE_HALF(p, _mm512_cvtepi32_epi16(r));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_f16)(const uint16_t *p)
-{
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
-}
-HPMLI_VFN void HPMLI_K(hpmli_store_f16)(uint16_t *p, hv a)
-{
-    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
-}
-HPMLI_VFN hv HPMLI_K(hpmli_load_u8)(const uint8_t *p)
+HPMLI_VFN hv hv_load_u8(const uint8_t *p)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_i32)(const int32_t *p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
-HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
+HPMLI_VFN hv hv_load_i32(const int32_t *p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
+HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
 {
     __m512i i = _mm512_cvtps_epi32(a); /* out of range gives INT32_MIN */
     i = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, _mm512_set1_ps(2147483648.0f), _CMP_GE_OQ), i,
                                 _mm512_set1_epi32(INT32_MAX));
     i = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), i, _mm512_setzero_si512());
     _mm512_storeu_si512(p, i);
+}
+#endif
+
+#if HPMLI_ISA == 1 || HPMLI_ISA == 2
+HPMLI_VFN hv hv_set1(float x) { return HPMLI_MM(set1_ps)(x); }
+HPMLI_VFN hv hv_zero(void) { return HPMLI_MM(setzero_ps)(); }
+HPMLI_VFN hv hv_load(const float *p) { return HPMLI_MM(loadu_ps)(p); }
+HPMLI_VFN void hv_store(float *p, hv a) { HPMLI_MM(storeu_ps)(p, a); }
+HPMLI_V2(hv_add, HPMLI_MM(add_ps)(a, b))
+HPMLI_V2(hv_sub, HPMLI_MM(sub_ps)(a, b))
+HPMLI_V2(hv_mul, HPMLI_MM(mul_ps)(a, b))
+HPMLI_V2(hv_div, HPMLI_MM(div_ps)(a, b))
+HPMLI_V3(hv_fma, HPMLI_MM(fmadd_ps)(a, b, c))
+HPMLI_V3(hv_fnma, HPMLI_MM(fnmadd_ps)(a, b, c))
+HPMLI_V2(hv_max, HPMLI_MM(max_ps)(a, b))
+HPMLI_V2(hv_min, HPMLI_MM(min_ps)(a, b))
+HPMLI_V1(hv_abs, HPMLI_MM(andnot_ps)(HPMLI_MM(set1_ps)(-0.0f), a))
+HPMLI_V1(hv_neg, HPMLI_MM(xor_ps)(HPMLI_MM(set1_ps)(-0.0f), a))
+HPMLI_V1(hv_sqrt, HPMLI_MM(sqrt_ps)(a))
+HPMLI_V1(hv_pow2i, HPMLI_MMF(HPMLI_MM(slli_epi32)(HPMLI_MM(add_epi32)(HPMLI_MM(cvtps_epi32)(a),
+                                                                      HPMLI_MM(set1_epi32)(127)), 23)))
+HPMLI_VFN hv hv_exponent(hv a) /* the sign is shifted out */
+{
+    return hv_sub(HPMLI_MM(cvtepi32_ps)(HPMLI_MM(srli_epi32)(HPMLI_MM(slli_epi32)(HPMLI_MMI(a), 1), 24)), hv_set1(127));
+}
+HPMLI_V1(hv_mantissa, HPMLI_MM(or_ps)(HPMLI_MM(and_ps)(a, HPMLI_MMF(HPMLI_MM(set1_epi32)(0x7fffff))), hv_set1(1)))
+HPMLI_VFN hv hv_load_bf16(const uint16_t *p)
+{
+    return HPMLI_MMF(HPMLI_MM(slli_epi32)(HPMLI_MM(cvtepu16_epi32)(HPMLI_MM_HALF(p)), 16));
+}
+HPMLI_VFN hv hv_load_f16(const uint16_t *p) { return HPMLI_MM(cvtph_ps)(HPMLI_MM_HALF(p)); }
+HPMLI_VFN void hv_store_f16(uint16_t *p, hv a)
+{
+    HPMLI_MM_STORE_HALF(p, HPMLI_MM(cvtps_ph)(a, _MM_FROUND_TO_NEAREST_INT));
 }
 #endif
 
@@ -1475,86 +1430,80 @@ HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
 #define HPMLI_ISA_NAME "neon"
 #define HV_W           4
 #define hv             float32x4_t
-#define hvi            int32x4_t
-HPMLI_VFN hv HPMLI_K(hpmli_set1)(float x) { return vdupq_n_f32(x); }
-HPMLI_VFN hv HPMLI_K(hpmli_zero)(void) { return vdupq_n_f32(0); }
-HPMLI_VFN hv HPMLI_K(hpmli_iota)(void)
-{
-    static const float lane[4] = { 0, 1, 2, 3 };
-    return vld1q_f32(lane);
-}
-HPMLI_VFN hv HPMLI_K(hpmli_load)(const float *p) { return vld1q_f32(p); }
-HPMLI_VFN void HPMLI_K(hpmli_store)(float *p, hv a) { vst1q_f32(p, a); }
-HPMLI_VFN hv HPMLI_K(hpmli_load_n)(const float *p, int64_t n)
+HPMLI_VFN hv hv_set1(float x) { return vdupq_n_f32(x); }
+HPMLI_VFN hv hv_zero(void) { return vdupq_n_f32(0); }
+HPMLI_VFN hv hv_load(const float *p) { return vld1q_f32(p); }
+HPMLI_VFN void hv_store(float *p, hv a) { vst1q_f32(p, a); }
+HPMLI_VFN hv hv_load_n(const float *p, int64_t n)
 {
     float t[4] = { 0, 0, 0, 0 };
     for (int64_t i = 0; i < n; i++) t[i] = p[i];
     return vld1q_f32(t);
 }
-HPMLI_VFN void HPMLI_K(hpmli_store_n)(float *p, hv a, int64_t n)
+HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n)
 {
     float t[4];
     vst1q_f32(t, a);
     for (int64_t i = 0; i < n; i++) p[i] = t[i];
 }
-HPMLI_V2(hpmli_add, vaddq_f32(a, b))
-HPMLI_V2(hpmli_sub, vsubq_f32(a, b))
-HPMLI_V2(hpmli_mul, vmulq_f32(a, b))
-HPMLI_V2(hpmli_div, vdivq_f32(a, b))
-HPMLI_V3(hpmli_fma, vfmaq_f32(c, a, b))
-HPMLI_V3(hpmli_fnma, vfmsq_f32(c, a, b))
-HPMLI_V1(hpmli_abs, vabsq_f32(a))
-HPMLI_V1(hpmli_neg, vnegq_f32(a))
-HPMLI_V1(hpmli_sqrt, vsqrtq_f32(a))
-HPMLI_V1(hpmli_round, vrndnq_f32(a))
-HPMLI_V4(hpmli_ge, vbslq_f32(vcgeq_f32(a, b), x, y))
-HPMLI_V4(hpmli_gt, vbslq_f32(vcgtq_f32(a, b), x, y))
-HPMLI_V4(hpmli_eq, vbslq_f32(vceqq_f32(a, b), x, y))
-HPMLI_V2(hpmli_max, vbslq_f32(vcgtq_f32(a, b), a, b)) /* as on x86: a NaN in a gives b */
-HPMLI_V2(hpmli_min, vbslq_f32(vcltq_f32(a, b), a, b))
-HPMLI_V1(hpmli_pow2i, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(a), vdupq_n_s32(127)), 23)))
-HPMLI_V1(hpmli_exponent, vcvtq_f32_s32(vsubq_s32(vandq_s32(vreinterpretq_s32_u32(
+HPMLI_V2(hv_add, vaddq_f32(a, b))
+HPMLI_V2(hv_sub, vsubq_f32(a, b))
+HPMLI_V2(hv_mul, vmulq_f32(a, b))
+HPMLI_V2(hv_div, vdivq_f32(a, b))
+HPMLI_V3(hv_fma, vfmaq_f32(c, a, b))
+HPMLI_V3(hv_fnma, vfmsq_f32(c, a, b))
+HPMLI_V1(hv_abs, vabsq_f32(a))
+HPMLI_V1(hv_neg, vnegq_f32(a))
+HPMLI_V1(hv_sqrt, vsqrtq_f32(a))
+HPMLI_V1(hv_round, vrndnq_f32(a))
+HPMLI_V4(hv_ge, vbslq_f32(vcgeq_f32(a, b), x, y))
+HPMLI_V4(hv_gt, vbslq_f32(vcgtq_f32(a, b), x, y))
+HPMLI_V4(hv_eq, vbslq_f32(vceqq_f32(a, b), x, y))
+HPMLI_V2(hv_max, vbslq_f32(vcgtq_f32(a, b), a, b)) /* as on x86: a NaN in a gives b */
+HPMLI_V2(hv_min, vbslq_f32(vcltq_f32(a, b), a, b))
+HPMLI_V1(hv_pow2i, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(a), vdupq_n_s32(127)), 23)))
+HPMLI_V1(hv_exponent, vcvtq_f32_s32(vsubq_s32(vandq_s32(vreinterpretq_s32_u32(
                              vshrq_n_u32(vreinterpretq_u32_f32(a), 23)), vdupq_n_s32(255)), vdupq_n_s32(127))))
-HPMLI_V1(hpmli_mantissa, vreinterpretq_f32_u32(vorrq_u32(vandq_u32(vreinterpretq_u32_f32(a), vdupq_n_u32(0x7fffff)),
+HPMLI_V1(hv_mantissa, vreinterpretq_f32_u32(vorrq_u32(vandq_u32(vreinterpretq_u32_f32(a), vdupq_n_u32(0x7fffff)),
                              vdupq_n_u32(0x3f800000))))
-HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
+HPMLI_VFN float hv_sum(hv a)
 {
     float32x2_t s = vadd_f32(vget_low_f32(a), vget_high_f32(a));
     return vget_lane_f32(s, 0) + vget_lane_f32(s, 1);
 }
-HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d)
+HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d)
 {
     vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
 }
-HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a) { return vmaxvq_f32(a); }
-HPMLI_VFN uint32_t HPMLI_K(hpmli_signmask)(hv a)
+HPMLI_VFN float hv_hmax(hv a) { return vmaxvq_f32(a); }
+HPMLI_VFN uint32_t hv_signmask(hv a)
 {
     static const uint32_t bit[4] = { 1, 2, 4, 8 };
     return vaddvq_u32(vandq_u32(vcgeq_f32(a, vdupq_n_f32(0)), vld1q_u32(bit)));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_bits)(uint32_t m, hv a, hv b)
+HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b)
 {
     static const uint32_t bit[4] = { 1, 2, 4, 8 };
     return vbslq_f32(vtstq_u32(vdupq_n_u32(m), vld1q_u32(bit)), a, b);
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_bf16)(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
-HPMLI_VFN void HPMLI_K(hpmli_store_bf16)(uint16_t *p, hv a)
+HPMLI_VFN hv hv_load_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+HPMLI_VFN void hv_store_bf16(uint16_t *p, hv a)
 {
     uint32x4_t u = vreinterpretq_u32_f32(a), odd = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));
     uint32x4_t r = vshrq_n_u32(vaddq_u32(vaddq_u32(u, vdupq_n_u32(0x7fff)), odd), 16);
     uint32x4_t q = vorrq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(0x40));
     vst1_u16(p, vmovn_u32(vbslq_u32(vceqq_f32(a, a), r, q)));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_f16)(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-HPMLI_VFN void HPMLI_K(hpmli_store_f16)(uint16_t *p, hv a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
-HPMLI_VFN hv HPMLI_K(hpmli_load_u8)(const uint8_t *p)
+HPMLI_VFN hv hv_load_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+HPMLI_VFN void hv_store_f16(uint16_t *p, hv a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
+HPMLI_VFN hv hv_load_u8(const uint8_t *p)
 {
     uint32_t t[4];
     for (int i = 0; i < 4; i++) t[i] = p[i];
     return vcvtq_f32_u32(vld1q_u32(t));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_i32)(const int32_t *p) { return vcvtq_f32_s32(vld1q_s32(p)); }
-HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
+HPMLI_VFN hv hv_load_i32(const int32_t *p) { return vcvtq_f32_s32(vld1q_s32(p)); }
+HPMLI_VFN void hv_store_i32(int32_t *p, hv a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
 #endif
 
 /* Partial forms for types without masked instructions: through a buffer, so that the conversion is the same. */
