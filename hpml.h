@@ -3958,7 +3958,7 @@ HPMLI_FN void hpmli_default_free(void *p, size_t size HPMLI_UNUSED, void *user H
 }
 
 /* 64-byte aligned, not cleared. NULL and an error on the context when there is none. */
-HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_drop_fn *drop)
+HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
 {
     hpmli_block *b = NULL;
     if (bytes <= SIZE_MAX / 2 - HPMLI_BLOCK)
@@ -3966,10 +3966,9 @@ HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_drop_fn *dr
     if (!b)
         return hpmli_null(ctx, HPML_ERR_MEMORY, "out of memory: %zu bytes were asked for while this context holds %zu; "
                           "use a smaller batch or model", bytes, ctx->bytes);
+    memset(b, 0, sizeof *b);
     b->size  = bytes + HPMLI_BLOCK;
-    b->drop  = drop;
     b->older = ctx->blocks;
-    b->newer = NULL;
     if (ctx->blocks) ctx->blocks->newer = b;
     ctx->blocks = b;
     ctx->allocations++;
@@ -3977,7 +3976,14 @@ HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_drop_fn *dr
     return (char *)b + HPMLI_BLOCK;
 }
 
-HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes) { return hpmli_alloc_object(ctx, bytes, NULL); }
+/* A cleared object with a drop function. */
+HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_drop_fn *drop)
+{
+    void *p = hpmli_alloc(ctx, bytes);
+    if (!p) return NULL;
+    ((hpmli_block *)(void *)((char *)p - HPMLI_BLOCK))->drop = drop;
+    return memset(p, 0, bytes);
+}
 
 /* Cleared memory for `count` things of `size` bytes, the product checked. */
 HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
@@ -3986,9 +3992,7 @@ HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
     if (count < 0 || !hpmli_mul((size_t)count, size, &bytes))
         return hpmli_null(ctx, HPML_ERR_OVERFLOW, "%lld things of %zu bytes do not fit in memory", (long long)count,
                           size);
-    void *p = hpmli_alloc(ctx, bytes);
-    if (p) memset(p, 0, bytes);
-    return p;
+    return hpmli_alloc_object(ctx, bytes, NULL);
 }
 
 HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
@@ -4182,7 +4186,6 @@ HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
     size_t      bytes = sizeof(hpmli_pool) + (size_t)threads * sizeof(hpmli_worker);
     hpmli_pool *p     = (hpmli_pool *)hpmli_alloc_object(ctx, bytes, hpmli_pool_drop);
     if (!p) return NULL;
-    memset(p, 0, bytes);
     pthread_mutex_init(&p->mutex, NULL);
     pthread_cond_init(&p->wake, NULL);
     for (int i = 0; i < threads - 1; i++) {
@@ -7310,9 +7313,7 @@ HPMLI_FN void  hpmli_cpu_close(void *device) { (void)device; }
 
 HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
 {
-    void *p = hpmli_alloc((hpml_ctx *)device, bytes);
-    if (p) memset(p, 0, bytes);
-    return p;
+    return hpmli_alloc_object((hpml_ctx *)device, bytes, NULL);
 }
 
 HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes HPMLI_UNUSED) { hpmli_free((hpml_ctx *)device, p); }
@@ -8777,7 +8778,6 @@ HPMLI_FN hpml_dataset *hpmli_dataset_new(hpml_ctx *ctx)
         hpmli_free(ctx, o);
         return NULL;
     }
-    memset(d, 0, sizeof *d);
     d->ctx     = ctx;
     d->owner   = o;
     d->x_scale = 1.0f / 255.0f;
@@ -8803,19 +8803,23 @@ HPMLI_FN hpml_dataset *hpmli_dataset_done(hpml_dataset *d, bool good)
     return NULL;
 }
 
-/* Room for x and y; sizes checked. */
-HPMLI_FN bool hpmli_dataset_room(hpml_dataset *d)
+/* A dataset with room for its samples, sizes checked; NULL and an error when there is none. */
+HPMLI_FN hpml_dataset *hpmli_dataset_make(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
+                                          const int64_t *x_shape, hpml_dtype y_dtype, int64_t y_size)
 {
-    hpmli_owner *o    = (hpmli_owner *)d->owner;
-    int64_t      each = hpmli_shape_count(d->x_ndim, d->x_shape);
-    size_t       xs, ys;
-    if (each < 0 || d->count < 1 || !hpmli_mul((size_t)d->count, (size_t)each, &xs) ||
-        !hpmli_mul(xs, hpml_dtype_size(d->x_dtype), &xs) || !hpmli_mul((size_t)d->count, (size_t)d->y_size * 4, &ys))
-        return hpmli_false(d->ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory",
-                           (long long)d->count);
-    d->x = o->x = hpmli_alloc(d->ctx, xs);
-    d->y = o->y = o->x && ys > 0 ? hpmli_alloc(d->ctx, ys) : NULL;
-    return o->x && (ys == 0 || o->y);
+    int64_t each = hpmli_shape_count(x_ndim, x_shape);
+    size_t  xs, ys;
+    if (each < 0 || count < 1 || !hpmli_mul((size_t)count, (size_t)each, &xs) ||
+        !hpmli_mul(xs, hpml_dtype_size(x_dtype), &xs) || !hpmli_mul((size_t)count, (size_t)y_size * 4, &ys))
+        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory", (long long)count);
+    hpml_dataset *d = hpmli_dataset_new(ctx);
+    hpmli_owner  *o = d ? (hpmli_owner *)d->owner : NULL;
+    if (!d) return NULL;
+    d->count = count, d->x_dtype = x_dtype, d->x_ndim = x_ndim, d->y_dtype = y_dtype, d->y_size = y_size;
+    for (int i = 0; i < x_ndim; i++) d->x_shape[i] = x_shape[i];
+    d->x = o->x = hpmli_alloc(ctx, xs);
+    d->y = o->y = o->x && ys > 0 ? hpmli_alloc(ctx, ys) : NULL;
+    return hpmli_dataset_done(d, o->x && (ys == 0 || o->y));
 }
 
 HPMLI_FN void hpmli_dataset_classes(hpml_dataset *d)
@@ -8835,18 +8839,25 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
         (y && y_dtype != HPML_DTYPE_I32 && y_dtype != HPML_DTYPE_F32))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "dataset: needs data, a count and a shape of positive sizes, x u8, "
                           "f32 or i32, y i32 or f32; got %lld samples of %d dimensions", (long long)count, x_ndim);
-    hpml_dataset *d = hpmli_dataset_new(ctx);
+    hpml_dataset *d = hpmli_dataset_make(ctx, count, x_dtype, x_ndim, x_shape, y_dtype, y ? y_size : 0);
+    hpmli_owner  *o = d ? (hpmli_owner *)d->owner : NULL;
     if (!d) return NULL;
-    d->count = count, d->x_dtype = x_dtype, d->x_ndim = x_ndim, d->y_dtype = y_dtype, d->y_size = y ? y_size : 0;
-    memcpy(d->x_shape, x_shape, (size_t)x_ndim * sizeof *x_shape);
-    bool good = hpmli_dataset_room(d);
-    if (good) {
-        memcpy(((hpmli_owner *)d->owner)->x, x,
-               (size_t)(count * hpmli_shape_count(x_ndim, x_shape)) * hpml_dtype_size(x_dtype));
-        if (d->y) memcpy(((hpmli_owner *)d->owner)->y, y, (size_t)(count * y_size) * 4);
-        hpmli_dataset_classes(d);
-    }
-    return hpmli_dataset_done(d, good);
+    memcpy(o->x, x, (size_t)(count * hpmli_shape_count(x_ndim, x_shape)) * hpml_dtype_size(x_dtype));
+    if (d->y) memcpy(o->y, y, (size_t)(count * y_size) * 4);
+    hpmli_dataset_classes(d);
+    return d;
+}
+
+/* Where x and y of a sample begin. */
+HPMLI_FN const char *hpmli_sample_x(const hpml_dataset *d, int64_t i)
+{
+    int64_t step = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
+    return (const char *)d->x + (size_t)(i * step) * hpml_dtype_size(d->x_dtype);
+}
+
+HPMLI_FN const char *hpmli_sample_y(const hpml_dataset *d, int64_t i)
+{
+    return (const char *)d->y + (size_t)(i * (d->y_step ? d->y_step : d->y_size)) * 4;
 }
 
 HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count)
@@ -8861,9 +8872,8 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
     *s       = *d;
     s->owner = NULL;
     s->count = count;
-    int64_t each = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
-    s->x = (const char *)d->x + (size_t)(first * each) * hpml_dtype_size(d->x_dtype);
-    if (d->y) s->y = (const char *)d->y + (size_t)(first * (d->y_step ? d->y_step : d->y_size)) * 4;
+    s->x = hpmli_sample_x(d, first);
+    if (d->y) s->y = hpmli_sample_y(d, first);
     return s;
 }
 
@@ -8923,72 +8933,62 @@ HPMLI_FN bool hpmli_idx_header(hpml_ctx *ctx, const hpmli_file *f, const char *p
 
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels)
 {
-    hpmli_file    fx, fy;
-    int64_t       sx[3], sy[1];
+    hpmli_file    fx = HPMLI_ZEROED, fy = HPMLI_ZEROED;
+    int64_t       sx[3], sy[1]; /* images, height, width; labels */
     hpml_dataset *d = NULL;
-    if (hpmli_failed(ctx) || !hpmli_idx_open(ctx, &fx, images)) return NULL;
-    if (!hpmli_idx_open(ctx, &fy, labels)) {
-        hpmli_file_close(&fx);
-        return NULL;
+    if (hpmli_failed(ctx)) return NULL;
+    if (hpmli_idx_open(ctx, &fx, images) && hpmli_idx_open(ctx, &fy, labels) &&
+        hpmli_idx_header(ctx, &fx, images, 3, sx) && hpmli_idx_header(ctx, &fy, labels, 1, sy)) {
+        if (sx[0] != sy[0])
+            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images, (long long)sx[0],
+                       labels, (long long)sy[0]);
+        else {
+            int64_t shape[3] = { 1, sx[1], sx[2] };
+            d = hpmli_dataset_make(ctx, sx[0], HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
+        }
     }
-    bool good = hpmli_idx_header(ctx, &fx, images, 3, sx) && hpmli_idx_header(ctx, &fy, labels, 1, sy);
-    if (good && sx[0] != sy[0]) {
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images, (long long)sx[0],
-                   labels, (long long)sy[0]);
-        good = false;
-    }
-    d    = good ? hpmli_dataset_new(ctx) : NULL;
-    good = d != NULL;
-    if (good) {
-        d->count = sx[0], d->x_dtype = HPML_DTYPE_U8, d->x_ndim = 3, d->x_shape[0] = 1, d->x_shape[1] = sx[1], d->x_shape[2] = sx[2];
-        d->y_dtype = HPML_DTYPE_I32, d->y_size = 1;
-        good = hpmli_dataset_room(d);
-    }
-    if (good) {
-        memcpy(((hpmli_owner *)d->owner)->x, fx.bytes + 16, fx.size - 16);
-        for (int64_t i = 0; i < d->count; i++) ((int32_t *)((hpmli_owner *)d->owner)->y)[i] = fy.bytes[8 + i];
+    if (d) {
+        hpmli_owner *o = (hpmli_owner *)d->owner;
+        memcpy(o->x, fx.bytes + 16, fx.size - 16);
+        for (int64_t i = 0; i < d->count; i++) ((int32_t *)o->y)[i] = fy.bytes[8 + i];
         hpmli_dataset_classes(d);
     }
     hpmli_file_close(&fx);
     hpmli_file_close(&fy);
-    return hpmli_dataset_done(d, good);
+    return d;
 }
 
 /* CIFAR-10 binary: records of a label byte and 3072 bytes, the planes R, G, B. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count)
 {
-    int64_t at   = 0;
-    bool    good = true;
+    const int64_t shape[3] = { 3, 32, 32 };
+    hpml_dataset *d    = NULL;
+    hpmli_owner  *o    = NULL;
+    bool          good = true;
     if (hpmli_failed(ctx) || !paths) return NULL;
-    hpml_dataset *d = hpmli_dataset_new(ctx);
-    if (!d) return NULL;
     for (int pass = 0; pass < 2 && good; pass++) { /* count the records, then copy them */
+        int64_t at = 0;
         for (int i = 0; i < count && good; i++) {
             hpmli_file f;
             good = hpmli_file_open(ctx, &f, paths[i]);
-            if (good && f.size % 3073 != 0) {
-                hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and 3 x 32 x "
-                           "32 pixels)", paths[i], f.size);
-                good = false;
-            }
+            if (good && f.size % 3073 != 0)
+                good = hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and "
+                                   "3 x 32 x 32 pixels)", paths[i], f.size);
             for (size_t r = 0; good && r < f.size / 3073; r++, at++) {
                 const unsigned char *p = f.bytes + r * 3073;
-                if (p[0] > 9) {
-                    hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9", paths[i], r,
-                               p[0]);
-                    good = false;
-                } else if (pass == 1) {
-                    ((int32_t *)((hpmli_owner *)d->owner)->y)[at] = p[0];
-                    memcpy((char *)((hpmli_owner *)d->owner)->x + at * 3072, p + 1, 3072);
+                if (p[0] > 9)
+                    good = hpmli_false(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9",
+                                       paths[i], r, p[0]);
+                else if (pass == 1) {
+                    ((int32_t *)o->y)[at] = p[0];
+                    memcpy((char *)o->x + at * 3072, p + 1, 3072);
                 }
             }
             hpmli_file_close(&f);
         }
-        if (pass == 1 || !good) break;
-        d->count = at, d->x_dtype = HPML_DTYPE_U8, d->x_ndim = 3, d->x_shape[0] = 3, d->x_shape[1] = d->x_shape[2] = 32;
-        d->y_dtype = HPML_DTYPE_I32, d->y_size = 1, d->classes = 10;
-        good = hpmli_dataset_room(d);
-        at   = 0;
+        if (pass == 0 && good) d = hpmli_dataset_make(ctx, at, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
+        good = good && d;
+        if (d) o = (hpmli_owner *)d->owner, d->classes = 10;
     }
     return hpmli_dataset_done(d, good);
 }
@@ -9109,14 +9109,14 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     if (c.columns < 1 || (label_column != HPML_NO_LABEL && (label < 0 || label >= c.columns || c.columns < 2)))
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %d", path,
                    (long long)c.columns, label_column);
-    else d = hpmli_dataset_new(ctx);
-    if (d) {
+    else {
         if (label_column == HPML_NO_LABEL) label = -1;
-        d->count = lines, d->x_dtype = HPML_DTYPE_F32, d->x_ndim = 1, d->x_shape[0] = c.columns - (label >= 0);
-        d->y_dtype = regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32, d->y_size = label >= 0;
+        int64_t columns = c.columns - (label >= 0);
         row  = (double *)hpmli_alloc_array(ctx, c.columns, sizeof *row);
         c.p  = start, c.line = header;
-        good = row && hpmli_dataset_room(d) && hpmli_csv_fill(&c, d, row, label, regression);
+        d    = !row ? NULL : hpmli_dataset_make(ctx, lines, HPML_DTYPE_F32, 1, &columns,
+                                                regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32, label >= 0);
+        good = d && hpmli_csv_fill(&c, d, row, label, regression);
         if (good) hpmli_dataset_classes(d);
     }
     hpmli_free(ctx, row);
@@ -9300,7 +9300,6 @@ HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path)
         hpmli_writer_close(&out, false);
         return NULL;
     }
-    memset(w, 0, sizeof *w);
     w->w = out;
     hpmli_write(&w->w, head, sizeof head);
     return w;
@@ -9363,14 +9362,13 @@ HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
         good = at >= last && at <= index && (i < count || at == index);
         last = at;
     }
-    f = good ? (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, NULL) : NULL;
+    f = good ? (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_record_file_drop) : NULL;
     if (!f) {
         if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a record file, or damaged", path);
         hpmli_file_close(&in);
         return NULL;
     }
     f->file = in, f->count = (int64_t)count, f->index = in.bytes + index;
-    ((hpmli_block *)(void *)((char *)f - HPMLI_BLOCK))->drop = hpmli_record_file_drop;
     return f;
 }
 
@@ -9403,9 +9401,8 @@ HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char
     hpml_record_writer *w      = sample ? hpml_record_create(d->ctx, path) : NULL;
     if (w) hpml_record_add(w, head, sizeof head);
     for (int64_t i = 0; w && i < d->count; i++) {
-        memcpy(sample, (const char *)d->x + (size_t)(i * (d->x_step ? d->x_step : (int64_t)(xs / hpml_dtype_size(d->x_dtype)))) *
-               hpml_dtype_size(d->x_dtype), xs);
-        if (ys) memcpy(sample + xs, (const char *)d->y + (size_t)(i * (d->y_step ? d->y_step : d->y_size)) * 4, ys);
+        memcpy(sample, hpmli_sample_x(d, i), xs);
+        if (ys) memcpy(sample + xs, hpmli_sample_y(d, i), ys);
         hpml_record_add(w, sample, xs + ys);
     }
     hpmli_free(d->ctx, sample);
@@ -9416,36 +9413,31 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
 {
     hpml_record_file *f = hpml_record_open(ctx, path);
     hpml_dataset     *d = NULL;
-    size_t            size = 0, xs = 0, ys = 0;
+    size_t            size = 0;
     const void       *first = hpml_record_get(f, 0, &size);
-    int64_t           head[10] = { 0 };
-    bool              good = size == sizeof head;
+    int64_t           h[10] = { 0 }, count = hpml_record_count(f) - 1;
+    bool              good = size == sizeof h;
     if (!f) return NULL;
-    if (good) memcpy(head, first, sizeof head);
-    good = good && (head[0] == HPML_DTYPE_U8 || head[0] == HPML_DTYPE_F32 || head[0] == HPML_DTYPE_I32) && head[1] >= 0 &&
-           head[1] < HPML_MAX_DIMS && hpmli_shape_count(HPML_MAX_DIMS, head + 2) > 0 && head[8] >= 0 && head[8] < INT32_MAX &&
-           (head[7] == HPML_DTYPE_I32 || head[7] == HPML_DTYPE_F32) && head[9] >= 0 && head[9] <= INT32_MAX;
-    d = good ? hpmli_dataset_new(ctx) : NULL;
-    if (d) {
-        d->count = f->count - 1, d->x_dtype = (hpml_dtype)head[0], d->x_ndim = (int)head[1];
-        memcpy(d->x_shape, head + 2, sizeof d->x_shape);
-        d->y_dtype = (hpml_dtype)head[7], d->y_size = head[8], d->classes = (int)head[9];
-        xs = (size_t)hpmli_shape_count(HPML_MAX_DIMS, head + 2) * hpml_dtype_size(d->x_dtype), ys = (size_t)d->y_size * 4;
-        for (int64_t i = 0; good && i < d->count; i++) { /* before memory is taken: the header may promise anything */
-            hpml_record_get(f, i + 1, &size);
-            good = size == xs + ys;
-        }
-        good = good && d->count > 0 && hpmli_dataset_room(d);
+    if (good) memcpy(h, first, sizeof h);
+    good = good && (h[0] == HPML_DTYPE_U8 || h[0] == HPML_DTYPE_F32 || h[0] == HPML_DTYPE_I32) && h[1] >= 0 &&
+           h[1] < HPML_MAX_DIMS && hpmli_shape_count((int)h[1], h + 2) > 0 && h[8] >= 0 && h[8] < INT32_MAX &&
+           (h[7] == HPML_DTYPE_I32 || h[7] == HPML_DTYPE_F32) && h[9] >= 0 && h[9] <= INT32_MAX && count > 0;
+    size_t xs = good ? (size_t)hpmli_shape_count((int)h[1], h + 2) * hpml_dtype_size((hpml_dtype)h[0]) : 0;
+    size_t ys = good ? (size_t)h[8] * 4 : 0;
+    for (int64_t i = 0; good && i < count; i++) { /* before memory is taken: the header may promise anything */
+        hpml_record_get(f, i + 1, &size);
+        good = size == xs + ys;
     }
-    for (int64_t i = 0; d && good && i < d->count; i++) {
+    if (good) d = hpmli_dataset_make(ctx, count, (hpml_dtype)h[0], (int)h[1], h + 2, (hpml_dtype)h[7], h[8]);
+    else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a dataset in records: the first must describe the others", path);
+    for (int64_t i = 0; d && i < count; i++) {
         const char *p = (const char *)hpml_record_get(f, i + 1, &size);
         memcpy((char *)((hpmli_owner *)d->owner)->x + (size_t)i * xs, p, xs);
         if (ys) memcpy((char *)((hpmli_owner *)d->owner)->y + (size_t)i * ys, p + xs, ys);
     }
-    if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a dataset in records: the first must describe the others",
-                          path);
+    if (d) d->classes = (int)h[9];
     hpml_record_close(f);
-    return d ? hpmli_dataset_done(d, good) : NULL;
+    return d;
 }
 // ---------------------------------------------------------------------------------------------------------------------
 // >>loader   batches: shuffled, sharded, augmented, made ahead
@@ -9467,7 +9459,7 @@ struct hpml_loader {
     const hpmli_kernels *k;
     hpml_dataset        *data;
     hpml_loader_desc     d;
-    int64_t              samples, steps, each, x_step, y_step; /* each: numbers of a sample */
+    int64_t              samples, steps, each; /* each: numbers of a sample */
     hpml_dtype           dtype;                /* of the batch's x */
     float               *image;                /* one sample before augmentation */
     hpmli_slot_batch     slot[2];
@@ -9509,14 +9501,13 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
 HPMLI_FN void hpmli_load_sample(const hpml_loader *l, hpmli_slot_batch *s, int64_t at, int64_t sample, uint64_t epoch)
 {
     const hpml_dataset *d = l->data;
-    bool   augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0;
-    float *to      = (float *)(void *)s->x + at * l->each;
-    const char *from = (const char *)d->x + (size_t)(sample * l->x_step) * hpml_dtype_size(d->x_dtype);
-    if (d->x_dtype == HPML_DTYPE_U8)
-        l->k->u8_to_f32(augment ? l->image : to, (const uint8_t *)from, d->x_scale, d->x_shift, l->each);
-    else memcpy(augment ? l->image : to, from, (size_t)l->each * 4);
+    const char *from    = hpmli_sample_x(d, sample);
+    bool        augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0;
+    float      *to      = (float *)(void *)s->x + at * l->each, *plain = augment ? l->image : to;
+    if (d->x_dtype == HPML_DTYPE_U8) l->k->u8_to_f32(plain, (const uint8_t *)from, d->x_scale, d->x_shift, l->each);
+    else memcpy(plain, from, (size_t)l->each * 4);
     if (augment) hpmli_augment(l, to, l->image, epoch, sample);
-    if (d->y) memcpy(s->y + (size_t)(at * d->y_size) * 4, (const char *)d->y + (size_t)(sample * l->y_step) * 4, (size_t)d->y_size * 4);
+    if (d->y) memcpy(s->y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
 }
 
 /* Makes batch `index` of `epoch` in slot s. */
@@ -9621,12 +9612,14 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     if (hpmli_failed(ctx) || !data) return NULL;
     if (desc) d = *desc;
     if (!hpmli_loader_check(ctx, data, &d)) return NULL;
-    l = (hpml_loader *)hpmli_alloc_array(ctx, 1, sizeof *l);
+    l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_drop);
     if (!l) return NULL;
+#ifndef HPML_NO_THREADS
+    pthread_mutex_init(&l->mutex, NULL);
+    pthread_cond_init(&l->changed, NULL);
+#endif
     l->ctx = ctx, l->k = ctx->k, l->data = data, l->d = d;
     l->each    = hpmli_shape_count(data->x_ndim, data->x_shape);
-    l->x_step  = data->x_step ? data->x_step : l->each;
-    l->y_step  = data->y_step ? data->y_step : data->y_size;
     l->dtype   = data->x_dtype == HPML_DTYPE_I32 ? HPML_DTYPE_I32 : HPML_DTYPE_F32;
     l->samples = d.samples_per_epoch > 0 ? d.samples_per_epoch : data->count;
     int64_t whole = (int64_t)d.batch * d.ranks;
@@ -9640,16 +9633,9 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
         if (ctx->status == HPML_OK)
             hpmli_fail(ctx, HPML_ERR_ARGUMENT, "loader: %lld samples do not fill one batch of %lld and drop_last is "
                        "set", (long long)l->samples, (long long)whole);
-        for (int i = 0; i < 2; i++) hpmli_free(ctx, l->slot[i].x), hpmli_free(ctx, l->slot[i].y);
-        hpmli_free(ctx, l->image);
-        hpmli_free(ctx, l);
+        hpml_loader_free(l);
         return NULL;
     }
-#ifndef HPML_NO_THREADS
-    pthread_mutex_init(&l->mutex, NULL);
-    pthread_cond_init(&l->changed, NULL);
-#endif
-    ((hpmli_block *)(void *)((char *)l - HPMLI_BLOCK))->drop = hpmli_loader_drop;
     return l;
 }
 
@@ -9931,7 +9917,6 @@ HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path
         hpmli_file_close(&in);
         return NULL;
     }
-    memset(f, 0, sizeof *f);
     f->ctx = ctx, f->file = in;
     if (hpmli_safe_parse(f)) return f;
     if (ctx->status == HPML_OK)
@@ -10235,9 +10220,8 @@ HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
     if (d.capacity == 0) d.capacity = 65536;
     size_t       bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpmli_span);
-    hpmli_trace *t     = (hpmli_trace *)hpmli_alloc(ctx, bytes);
+    hpmli_trace *t     = (hpmli_trace *)hpmli_alloc_object(ctx, bytes, NULL);
     if (!t) return ctx->status;
-    memset(t, 0, bytes);
     t->d        = d;
     t->capacity = d.capacity;
     t->origin   = hpml_now();
