@@ -4679,13 +4679,13 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
 #define HPMLI_INPLACE     (1u << 9) /* the result may stand in the memory of src[0] */
 #define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
 
-/* An op is a row: its name, what its backward pass reads, and both passes, written with `run` and the node `n`. Longer
-   passes are functions of their own; they have HPMLI_NEEDS alone. */
+/* An op is a row: its name, what its backward pass reads, and both passes, written with `run` and the node `n`. Passes
+   that can fail are written out; those ops have HPMLI_NEEDS alone. */
 #define HPMLI_NEEDS(name, what) HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return what; }
 #define HPMLI_OP(name, what, forward, backward)                                                                        \
     HPMLI_NEEDS(name, what)                                                                                            \
-    HPMLI_FN hpml_status hpmli_##name##_forward(const hpml_run *run, hpml_node *n) { return forward; }                 \
-    HPMLI_FN hpml_status hpmli_##name##_backward(const hpml_run *run, hpml_node *n) { return backward; }
+    HPMLI_FN hpml_status hpmli_##name##_forward(const hpml_run *run, hpml_node *n) { forward; return HPML_OK; }        \
+    HPMLI_FN hpml_status hpmli_##name##_backward(const hpml_run *run, hpml_node *n) { backward; return HPML_OK; }
 
 /* The given name, or "<kind><number>". Owned by the context. */
 HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const char *kind)
@@ -5202,7 +5202,7 @@ HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED
 
 /* Sides [first, end), see hpmli_binary. A gradient that was stretched is summed by one thread, in order; a whole one is
    cut among all. */
-HPMLI_FN hpml_status hpmli_binary_run(const hpml_run *run, hpml_node *n, int first, int end)
+HPMLI_FN void hpmli_binary_run(const hpml_run *run, hpml_node *n, int first, int end)
 {
     hpmli_binary b = HPMLI_ZEROED;
     b.k = run->ctx->k, b.n = n;
@@ -5218,7 +5218,6 @@ HPMLI_FN hpml_status hpmli_binary_run(const hpml_run *run, hpml_node *n, int fir
         else
             for (int64_t i = 0; i < tasks; i++) hpmli_binary_task(&b, i, 0);
     }
-    return HPML_OK;
 }
 
 #define HPMLI_BINARY_OP(op, name, needs)                                                                               \
@@ -5271,26 +5270,25 @@ HPMLI_FN void hpmli_map_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     else m->k->vscale_add(m->y + i, m->x + i, m->a, m->b, n);
 }
 
-HPMLI_FN hpml_status hpmli_map_run(hpml_ctx *ctx, hpmli_map m)
+HPMLI_FN void hpmli_map_run(hpml_ctx *ctx, hpmli_map m)
 {
     m.k = ctx->k;
     hpmli_parallel(ctx, (m.n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_map_task, &m);
-    return HPML_OK;
 }
 
 /* y = act(x). y may be x. */
-HPMLI_FN hpml_status hpmli_act_forward(hpml_ctx *ctx, hpml_act act, float slope, float *y, const float *x, int64_t n)
+HPMLI_FN void hpmli_act_forward(hpml_ctx *ctx, hpml_act act, float slope, float *y, const float *x, int64_t n)
 {
     hpmli_map m = { NULL, act, slope, 0, n, y, x, NULL, NULL, false };
-    return hpmli_map_run(ctx, m);
+    hpmli_map_run(ctx, m);
 }
 
 /* dx (+)= dy act'(x). dx may be dy. x or y may be NULL as the kind allows (hpmli_act_reads_x). */
-HPMLI_FN hpml_status hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float *dx, const float *dy,
+HPMLI_FN void hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float *dx, const float *dy,
                                         const float *x, const float *y, int64_t n, bool accumulate)
 {
     hpmli_map m = { NULL, act, slope, 0, n, dx, x, dy, y, accumulate };
-    return hpmli_map_run(ctx, m);
+    hpmli_map_run(ctx, m);
 }
 
 HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
@@ -5302,10 +5300,10 @@ HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
 }
 
 /* y = a x + b, or y += a x. */
-HPMLI_FN hpml_status hpmli_axpb(hpml_ctx *ctx, float a, float b, float *y, const float *x, int64_t n, bool accumulate)
+HPMLI_FN void hpmli_axpb(hpml_ctx *ctx, float a, float b, float *y, const float *x, int64_t n, bool accumulate)
 {
     hpmli_map m = { NULL, HPML_ACT_NONE, a, b, n, y, x, NULL, NULL, accumulate };
-    return hpmli_map_run(ctx, m);
+    hpmli_map_run(ctx, m);
 }
 
 HPMLI_OP(scale, HPMLI_INPLACE,
@@ -5430,8 +5428,6 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     return c;
 }
 
-HPMLI_NEEDS(matmul, HPMLI_NEED_BOTH)
-
 typedef struct hpmli_matmul_dims {
     int64_t batch, m, n, k;
     bool    shared; /* one b for all */
@@ -5464,15 +5460,14 @@ HPMLI_FN hpmli_mat hpmli_matmul_a(const hpml_node *n, const hpmli_matmul_dims *d
     return hpmli_mats(n->src[0]->data + at, ta ? d->m : d->k, d->m * d->k, ta != trans);
 }
 
-HPMLI_FN hpml_status hpmli_matmul_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_matmul_pass(const hpml_run *run, hpml_node *n)
 {
     hpmli_matmul_dims d = hpmli_matmul_size(n);
     hpmli_product(run->ctx, d.batch, d.m, d.n, d.k, hpmli_matmul_a(n, &d, 0, false), hpmli_matmul_b(n, &d, false),
                   n->out->data, false);
-    return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_matmul_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
 {
     hpmli_matmul_dims d  = hpmli_matmul_size(n);
     const float      *dc = n->out->grad;
@@ -5495,8 +5490,9 @@ HPMLI_FN hpml_status hpmli_matmul_backward(const hpml_run *run, hpml_node *n)
             hpmli_product(run->ctx, batch, d.n, d.k, d.m, hpmli_mats(dc + i * mn, d.n, mn, true),
                           hpmli_matmul_a(n, &d, i * mk, false), b->grad, add);
     }
-    return HPML_OK;
 }
+
+HPMLI_OP(matmul, HPMLI_NEED_BOTH, hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n))
 
 /* Linear: sources x, w, bias (NULL without). */
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
@@ -5529,9 +5525,7 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     return y;
 }
 
-HPMLI_NEEDS(linear, HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0))
-
-HPMLI_FN hpml_status hpmli_linear_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *w = n->src[1];
     hpml_act           act = n->attr.act.act;
@@ -5544,11 +5538,10 @@ HPMLI_FN hpml_status hpmli_linear_forward(const hpml_run *run, hpml_node *n)
     hpmli_gemm(run->ctx, &d);
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
         hpmli_act_forward(run->ctx, act, n->attr.act.slope, n->out->data, z, rows * out);
-    return HPML_OK;
 }
 
 /* dz = dy act'(z) in the memory of dy, which nobody reads after us; dx = dz w, dw = dz^T x, dbias = sums of columns. */
-HPMLI_FN hpml_status hpmli_linear_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
     int64_t      out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
@@ -5563,8 +5556,10 @@ HPMLI_FN hpml_status hpmli_linear_backward(const hpml_run *run, hpml_node *n)
     if (x->grad)
         hpmli_product(run->ctx, 1, rows, in, out, hpmli_strided(dz, out, false), hpmli_strided(w->data, in, false),
                       x->grad, n->accumulate[0]);
-    return HPML_OK;
 }
+
+HPMLI_OP(linear, HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
+         hpmli_linear_pass(run, n), hpmli_linear_back(run, n))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>shape   reshape, permute, slice, concat, sum
@@ -5591,22 +5586,20 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
 HPMLI_SHAPES(hpml_reshape, hpml_tensor *, x, hpml_reshape(x, (int)ndim, shape))
 
 HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x) { return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL; }
-HPMLI_NEEDS(reshape, 0)
-
 /* Inputs and parameters have memory of their own: their reshape is a copy. */
-HPMLI_FN hpml_status hpmli_reshape_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+HPMLI_FN void hpmli_reshape_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
     if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out));
-    return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_reshape_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_reshape_back(const hpml_run *run, hpml_node *n)
 {
     float *dx = n->src[0]->grad;
     if (dx && dx != n->out->grad)
         run->ctx->k->vaxpby(dx, 1, n->out->grad, n->accumulate[0] ? 1.0f : 0.0f, hpml_tensor_count(n->out));
-    return HPML_OK;
 }
+
+HPMLI_OP(reshape, 0, hpmli_reshape_pass(run, n), hpmli_reshape_back(run, n))
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
 {
@@ -5667,7 +5660,7 @@ HPMLI_FN void hpmli_permute_task(void *arg, int64_t task, int thread HPMLI_UNUSE
     }
 }
 
-HPMLI_FN hpml_status hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
+HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     hpmli_permute_job j = HPMLI_ZEROED;
     const hpml_tensor *x = n->src[0], *y = n->out;
@@ -5685,7 +5678,6 @@ HPMLI_FN hpml_status hpmli_permute_run(const hpml_run *run, hpml_node *n, bool b
     j.from          = backward ? y->grad : x->data;
     j.to            = backward ? x->grad : y->data;
     hpmli_parallel(run->ctx, (j.rows + j.rows_per_task - 1) / j.rows_per_task, hpmli_permute_task, &j);
-    return HPML_OK;
 }
 
 HPMLI_OP(permute, 0, hpmli_permute_run(run, n, false), hpmli_permute_run(run, n, true))
@@ -5725,7 +5717,7 @@ HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t
     return y;
 }
 
-HPMLI_FN hpml_status hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
+HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
     int                dim = n->attr.slice.dim;
@@ -5735,7 +5727,6 @@ HPMLI_FN hpml_status hpmli_slice_run(const hpml_run *run, hpml_node *n, bool bac
     if (backward && !n->accumulate[0]) run->ctx->k->vfill(x->grad, 0, hpml_tensor_count(x));
     if (backward) hpmli_copy_blocks(run->ctx->k, x->grad + at, whole, y->grad, block, outer, block, true);
     else hpmli_copy_blocks(run->ctx->k, y->data, block, x->data + at, whole, outer, block, false);
-    return HPML_OK;
 }
 
 HPMLI_OP(slice, 0, hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true))
@@ -5762,7 +5753,7 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
     return y;
 }
 
-HPMLI_FN hpml_status hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
+HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *y = n->out;
     int                dim = n->attr.slice.dim;
@@ -5777,7 +5768,6 @@ HPMLI_FN hpml_status hpmli_concat_run(const hpml_run *run, hpml_node *n, bool ba
             hpmli_copy_blocks(run->ctx->k, x->grad, block, y->grad + start, whole, outer, block, n->accumulate[i]);
         start += block;
     }
-    return HPML_OK;
 }
 
 HPMLI_OP(concat, 0, hpmli_concat_run(run, n, false), hpmli_concat_run(run, n, true))
@@ -5801,8 +5791,6 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, true); }
-HPMLI_NEEDS(sum, 0)
-
 HPMLI_FN void hpmli_sum_dims(const hpml_node *n, int64_t *outer, int64_t *dim, int64_t *inner)
 {
     *outer = *inner = 1;
@@ -5812,7 +5800,7 @@ HPMLI_FN void hpmli_sum_dims(const hpml_node *n, int64_t *outer, int64_t *dim, i
     *dim = n->src[0]->shape[n->attr.sum.dim];
 }
 
-HPMLI_FN hpml_status hpmli_sum_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_sum_pass(const hpml_run *run, hpml_node *n)
 {
     const hpmli_kernels *k = run->ctx->k;
     const float         *x = n->src[0]->data; /* (outer, dim, inner) */
@@ -5824,10 +5812,9 @@ HPMLI_FN hpml_status hpmli_sum_forward(const hpml_run *run, hpml_node *n)
         else k->vsum_rows(y + o * inner, x + o * dim * inner, dim, inner, 0);
     }
     if (n->attr.sum.mean) k->vscale_add(y, y, 1 / (float)dim, 0, outer * inner);
-    return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_sum_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_sum_back(const hpml_run *run, hpml_node *n)
 {
     const hpmli_kernels *k  = run->ctx->k;
     float               *dx = n->src[0]->grad;
@@ -5840,8 +5827,9 @@ HPMLI_FN hpml_status hpmli_sum_backward(const hpml_run *run, hpml_node *n)
         if (inner == 1) k->vscale_add(dx + o * dim, dx + o * dim, 1, scale * dy[o], dim);
         else for (int64_t d = 0; d < dim; d++) k->vaxpby(dx + (o * dim + d) * inner, scale, dy + o * inner, 1, inner);
     }
-    return HPML_OK;
 }
+
+HPMLI_OP(sum, 0, hpmli_sum_pass(run, n), hpmli_sum_back(run, n))
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv   two-dimensional convolution
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6032,8 +6020,6 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     return y;
 }
 
-HPMLI_NEEDS(conv2d, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0))
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-forward   forward pass of a convolution
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6114,7 +6100,7 @@ HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
     }
 }
 
-HPMLI_FN hpml_status hpmli_conv2d_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
 {
     hpmli_conv c;
     hpml_act   act = n->attr.conv.act;
@@ -6133,7 +6119,6 @@ HPMLI_FN hpml_status hpmli_conv2d_forward(const hpml_run *run, hpml_node *n)
     }
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
         hpmli_act_forward(run->ctx, act, 0.01f, n->out->data, n->out->data, hpml_tensor_count(n->out));
-    return HPML_OK;
 }
 
 /* Adds to the tables the taps of phase (f, g) of dx: those whose (pixel + padding - tap dilation) the stride divides. */
@@ -6259,7 +6244,7 @@ HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNU
                            c->n->accumulate[1]);
 }
 
-HPMLI_FN hpml_status hpmli_conv2d_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
 {
     hpmli_conv c;
     int64_t    channels = n->out->shape[1];
@@ -6281,8 +6266,10 @@ HPMLI_FN hpml_status hpmli_conv2d_backward(const hpml_run *run, hpml_node *n)
         run->ctx->k->vaxpby(n->src[2]->grad, 1, c.part + (p + 1) * c.part_size - hpmli_round_up(channels, 16),
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
     if (n->src[0]->grad && hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, true);
-    return HPML_OK;
 }
+
+HPMLI_OP(conv2d, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
+         hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>pool   max, average and global pooling
@@ -6413,13 +6400,12 @@ HPMLI_FN void hpmli_avg_pool_back_task(void *arg, int64_t plane, int thread HPML
     hpmli_avg_pool_walk(j, NULL, NULL, dx, j->n->out->grad + plane * j->OH * j->OW);
 }
 
-HPMLI_FN hpml_status hpmli_planes(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
+HPMLI_FN void hpmli_planes(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
 {
     const int64_t    *x = n->src[0]->shape, *y = n->out->shape;
     hpmli_pooling_job j = { run->ctx->k, n, x[2], x[3], y[2], y[3], n->attr.conv.kernel[0], n->attr.conv.kernel[1],
                             n->attr.conv.stride[0], n->attr.conv.padding[0] };
     hpmli_parallel(run->ctx, y[0] * y[1], task, &j);
-    return HPML_OK;
 }
 
 HPMLI_OP(max_pool2d, 0, hpmli_planes(run, n, hpmli_max_pool_task), hpmli_planes(run, n, hpmli_max_pool_back_task))
@@ -6529,12 +6515,11 @@ HPMLI_FN void hpmli_bn_back_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
                        (float)(a * ((double)(mean * rstd) * s2 - s1) / N), j->P, n->accumulate[0]);
 }
 
-HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
+HPMLI_FN void hpmli_bn_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
 {
     const int64_t *y = n->out->shape; /* the dimensions that are not there are 1 */
     hpmli_bn_job   j = { run, run->ctx->k, n, y[0], y[1], y[2] * y[3] };
     hpmli_parallel(run->ctx, j.C, task, &j);
-    return HPML_OK;
 }
 
 HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0),
@@ -6562,7 +6547,7 @@ HPMLI_FN void hpmli_rows_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 }
 
 /* Calls `row` for each row of the last dimension of t. */
-HPMLI_FN hpml_status hpmli_rows_run(const hpml_run *run, hpml_node *n, const hpml_tensor *t,
+HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, const hpml_tensor *t,
                                     void (*row)(const hpmli_rows *r, int64_t row))
 {
     hpmli_rows r;
@@ -6571,7 +6556,6 @@ HPMLI_FN hpml_status hpmli_rows_run(const hpml_run *run, hpml_node *n, const hpm
     r.rows = hpml_tensor_count(t) / r.cols;
     r.each = hpmli_rows_per_task(r.cols);
     hpmli_parallel(run->ctx, (r.rows + r.each - 1) / r.each, hpmli_rows_task, &r);
-    return HPML_OK;
 }
 
 HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
@@ -6714,7 +6698,7 @@ HPMLI_FN void hpmli_norm_back_task(void *arg, int64_t task, int thread HPMLI_UNU
     }
 }
 
-HPMLI_FN hpml_status hpmli_norm_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_norm_backward(const hpml_run *run, hpml_node *n)
 {
     hpmli_rows r;
     r.k = run->ctx->k, r.run = run, r.n = n;
@@ -6728,7 +6712,6 @@ HPMLI_FN hpml_status hpmli_norm_backward(const hpml_run *run, hpml_node *n)
         for (int64_t b = 0; b < blocks; b++)
             r.k->vadd(n->src[s]->grad, n->src[s]->grad, (float *)n->scratch + (2 * b + s - 1) * r.cols, r.cols);
     }
-    return HPML_OK;
 }
 
 HPMLI_OP(layernorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, n->out, hpmli_norm_row), hpmli_norm_backward(run, n))
@@ -6778,7 +6761,7 @@ HPMLI_FN void hpmli_dropout_task(void *arg, int64_t task, int thread HPMLI_UNUSE
     }
 }
 
-HPMLI_FN hpml_status hpmli_dropout_run(const hpml_run *run, hpml_node *n, const float *x, float *y, bool accumulate)
+HPMLI_FN void hpmli_dropout_run(const hpml_run *run, hpml_node *n, const float *x, float *y, bool accumulate)
 {
     hpmli_dropout_job j;
     int64_t           rows = n->out->batch_rows ? n->out->shape[0] / n->out->batch_rows : 1;
@@ -6789,7 +6772,6 @@ HPMLI_FN hpml_status hpmli_dropout_run(const hpml_run *run, hpml_node *n, const 
         hpmli_parallel(run->ctx, (j.count + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_dropout_task, &j);
     else if (x != y || accumulate)
         run->ctx->k->vaxpby(y, 1, x, accumulate ? 1.0f : 0.0f, j.count);
-    return HPML_OK;
 }
 
 HPMLI_OP(dropout, HPMLI_INPLACE, hpmli_dropout_run(run, n, n->src[0]->data, n->out->data, false),
@@ -6956,12 +6938,11 @@ HPMLI_FN void hpmli_attention_back_task(void *arg, int64_t task, int thread)
     }
 }
 
-HPMLI_FN hpml_status hpmli_attention_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
+HPMLI_FN void hpmli_attention_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
 {
     int64_t             heads = n->attr.attention.heads, C = n->out->shape[2];
     hpmli_attention_job j = { run->ctx, n, n->out->shape[1], C, C / heads };
     hpmli_parallel(run->ctx, n->out->shape[0] * heads, task, &j);
-    return HPML_OK;
 }
 
 HPMLI_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_attention_run(run, n, hpmli_attention_task),
@@ -7000,8 +6981,6 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
     return y;
 }
 
-HPMLI_NEEDS(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT)
-
 typedef struct hpmli_lstm_job {
     const hpmli_kernels *k;
     hpml_node           *n;
@@ -7036,7 +7015,7 @@ HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
     j->k->vmul(h, h, a + 3 * H, H);
 }
 
-HPMLI_FN hpml_status hpmli_lstm_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
 {
     hpmli_lstm_job j;
     int64_t        in = n->src[0]->shape[2], H;
@@ -7050,7 +7029,6 @@ HPMLI_FN hpml_status hpmli_lstm_forward(const hpml_run *run, hpml_node *n)
                                hpmli_strided(n->src[2]->data, H, true), j.gates + j.t * 4 * H, j.T * 4 * H, NULL, true);
         hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell, &j);
     }
-    return HPML_OK;
 }
 
 HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED)
@@ -7071,7 +7049,7 @@ HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED
     }
 }
 
-HPMLI_FN hpml_status hpmli_lstm_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
 {
     hpmli_lstm_job j;
     int64_t        in = n->src[0]->shape[2], H;
@@ -7092,13 +7070,14 @@ HPMLI_FN hpml_status hpmli_lstm_backward(const hpml_run *run, hpml_node *n)
         hpmli_product_at(run->ctx, -1, 4 * H, in, j.B * j.T, 1, da, hpmli_strided(n->src[0]->data, in, false), n->src[1]->grad, in,
                            NULL, n->accumulate[1]);
     if (n->src[3]->grad) j.k->vsum_rows(n->src[3]->grad, j.gates, j.B * j.T, 4 * H, n->accumulate[3]);
-    if (!n->src[2]->grad) return HPML_OK;
+    if (!n->src[2]->grad) return;
     if (!n->accumulate[2]) j.k->vfill(n->src[2]->grad, 0, 4 * H * H);
     for (int64_t b = 0; b < j.B && j.T > 1; b++) /* dW_h = sum over t >= 1 of da_t^T h_{t-1} */
         hpmli_product_at(run->ctx, -1, 4 * H, H, j.T - 1, 1, hpmli_strided(j.gates + (b * j.T + 1) * 4 * H, 4 * H, true),
                            hpmli_strided(n->out->data + b * j.T * H, H, false), n->src[2]->grad, H, NULL, true);
-    return HPML_OK;
 }
+
+HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_pass(run, n), hpmli_lstm_back(run, n))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>loss   cross-entropy, binary cross-entropy, squared and huber loss
@@ -7209,7 +7188,8 @@ HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_rows *r, int64_t row)
 
 HPMLI_FN hpml_status hpmli_cross_entropy_backward(const hpml_run *run, hpml_node *n)
 {
-    return hpmli_rows_run(run, n, n->src[0], hpmli_cross_entropy_back_row);
+    hpmli_rows_run(run, n, n->src[0], hpmli_cross_entropy_back_row);
+    return HPML_OK;
 }
 
 HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
@@ -7268,10 +7248,8 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
     return loss;
 }
 
-HPMLI_NEEDS(huber, HPMLI_NEED_BOTH)
-
 /* squared: d^2. Huber: d^2 / 2 up to delta, then delta (|d| - delta / 2). delta 0: |d|. */
-HPMLI_FN hpml_status hpmli_huber_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+HPMLI_FN void hpmli_huber_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
     const float *x = n->src[0]->data, *t = n->src[1]->data;
     int64_t      count = hpml_tensor_count(n->src[0]);
@@ -7283,7 +7261,6 @@ HPMLI_FN hpml_status hpmli_huber_forward(const hpml_run *run HPMLI_UNUSED, hpml_
         else sum += d <= delta ? d * d / 2 : delta * (d - delta / 2);
     }
     n->out->data[0] = (float)(sum / (double)count);
-    return HPML_OK;
 }
 
 HPMLI_FN float hpmli_huber_slope(const hpml_node *n, float x, float t)
@@ -7294,11 +7271,12 @@ HPMLI_FN float hpmli_huber_slope(const hpml_node *n, float x, float t)
     return d > delta ? delta : d < -delta ? -delta : d;
 }
 
-HPMLI_FN hpml_status hpmli_huber_backward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+HPMLI_FN void hpmli_huber_back(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
     hpmli_loss_slopes(n, hpmli_huber_slope);
-    return HPML_OK;
 }
+
+HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_huber_pass(run, n), hpmli_huber_back(run, n))
 // ---------------------------------------------------------------------------------------------------------------------
 // >>backend   the CPU backend: memory, the table of ops, optimizer steps
 // ---------------------------------------------------------------------------------------------------------------------
@@ -9757,17 +9735,22 @@ HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
     return j->bad ? 0 : v;
 }
 
+/* Before element n of a list: takes the bracket or the comma in front of it; false at the end, and when it is bad. */
+HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
+{
+    if (n == 0) hpmli_json_want(j, open);
+    if (j->bad || hpmli_json_is(j, close)) return false;
+    if (n > 0) hpmli_json_want(j, ',');
+    return !j->bad;
+}
+
 /* An array of at most `room` numbers; returns how many. */
 HPMLI_FN int hpmli_json_numbers(hpmli_json *j, uint64_t *out, int room)
 {
     int n = 0;
-    hpmli_json_want(j, '[');
-    if (hpmli_json_is(j, ']')) return 0;
-    while (!j->bad) {
+    while (hpmli_json_next(j, n, '[', ']')) {
         if (n == room) j->bad = true;
         else out[n++] = hpmli_json_number(j);
-        if (hpmli_json_is(j, ']')) break;
-        hpmli_json_want(j, ',');
     }
     return n;
 }
@@ -9805,16 +9788,11 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
 
 HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 {
-    hpmli_json_want(j, '{');
-    if (hpmli_json_is(j, '}')) return !j->bad;
-    while (!j->bad) {
+    for (int n = 0; hpmli_json_next(j, n, '{', '}'); n++) {
         if (!hpmli_grow(f->ctx, &f->meta, 2 * f->meta_count, &f->meta_capacity, sizeof *f->meta)) return false;
         f->meta[2 * f->meta_count] = hpmli_json_text(j);
         hpmli_json_want(j, ':');
-        f->meta[2 * f->meta_count + 1] = hpmli_json_text(j);
-        f->meta_count++;
-        if (hpmli_json_is(j, '}')) break;
-        hpmli_json_want(j, ',');
+        f->meta[2 * f->meta_count++ + 1] = hpmli_json_text(j);
     }
     return !j->bad;
 }
@@ -9830,8 +9808,7 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
     e          = &f->entries[f->count++];
     e->name    = name;
     e->ndim    = 0;
-    hpmli_json_want(j, '{');
-    while (!j->bad) {
+    for (int n = 0; hpmli_json_next(j, n, '{', '}'); n++) {
         const char *key = hpmli_json_text(j);
         hpmli_json_want(j, ':');
         if (strcmp(key, "dtype") == 0) {
@@ -9848,8 +9825,6 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
         } else {
             j->bad = true;
         }
-        if (hpmli_json_is(j, '}')) break;
-        hpmli_json_want(j, ',');
     }
     if (j->bad || seen != 7 || offsets != 2 || !known || at[0] > at[1] || at[1] > data_bytes) return false;
     for (int i = 0; i < HPML_MAX_DIMS; i++) {
@@ -9883,16 +9858,12 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
     if (!f->text) return false;
     memcpy(f->text, f->file.bytes + 8, (size_t)length);
     j.p = f->text, j.end = f->text + length, j.bad = f->text[0] != '{';
-    hpmli_json_want(&j, '{');
-    if (!hpmli_json_is(&j, '}'))
-        while (!j.bad) {
-            const char *name = hpmli_json_text(&j);
-            hpmli_json_want(&j, ':');
-            if (j.bad) return false;
-            if (strcmp(name, "__metadata__") == 0 ? !hpmli_safe_meta(f, &j) : !hpmli_safe_entry(f, &j, name, data_bytes)) return false;
-            if (hpmli_json_is(&j, '}')) break;
-            hpmli_json_want(&j, ',');
-        }
+    for (int n = 0; hpmli_json_next(&j, n, '{', '}'); n++) {
+        const char *name = hpmli_json_text(&j);
+        bool        meta = strcmp(name, "__metadata__") == 0;
+        hpmli_json_want(&j, ':');
+        if (j.bad || !(meta ? hpmli_safe_meta(f, &j) : hpmli_safe_entry(f, &j, name, data_bytes))) return false;
+    }
     while (j.p < j.end && *j.p == ' ') j.p++;
     if (j.bad || j.p != j.end) return false;
     if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_order);
