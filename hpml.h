@@ -2977,57 +2977,39 @@ HPMLI_KFN void HPMLI_K(hpmli_bf16_decode_add)(float *out, const uint16_t *packed
    The same tile makes all three products: the gradient of the input is a convolution of dy, and the gradient of the
    weights has taps x channels for rows and sums over pixels. */
 
-#ifndef HPMLI_STRIP_ROW
-#define HPMLI_STRIP_ZERO(r) hv s##r = hv_zero(), t##r = hv_zero();
-#define HPMLI_STRIP_ROW(r)                                                                                             \
-    if (mr > r) {                                                                                                      \
-        hv x = hv_set1((r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * ars]);                       \
-        s##r = hv_fma(x, b0, s##r);                                                                                    \
-        if (nv > 1) t##r = hv_fma(x, b1, t##r);                                                                        \
-    }
-#define HPMLI_STRIP_STORE(r)                                                                                           \
-    if (mr > r) {                                                                                                      \
-        hv_store(c + r * ldc, s##r);                                                                                   \
-        if (nv > 1) hv_store(c + r * ldc + HV_W, t##r);                                                                \
-    }
-#define HPMLI_STRIP_ADD(r)                                                                                             \
-    if (mr > r) {                                                                                                      \
-        hv_store(c + r * ldc, hv_add(hv_load(c + r * ldc), s##r));                                                     \
-        if (nv > 1) hv_store(c + r * ldc + HV_W, hv_add(hv_load(c + r * ldc + HV_W), t##r));                           \
-    }
-typedef void hpmli_strip_fn(const hpmli_conv_strip *s, const float *a, const float *b, float *c);
+#ifndef HPMLI_STRIP_ARGS /* the rows of a tile are those of >>gemm */
+#define HPMLI_STRIP_ARGS const hpmli_conv_strip *s, const float *a, const float *b, float *c
+typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
 #endif
 
-HPMLI_VFN void HPMLI_K(hpmli_strip_tile)(const int mr, const int nv, const hpmli_conv_strip *s, const float *a, const float *b,
-                                         float *c)
+HPMLI_VFN void HPMLI_K(hpmli_strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
 {
     const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc, length = s->length;
-    HPMLI_ROWS(HPMLI_STRIP_ZERO)
+    HPMLI_ROWS(HPMLI_TILE_ZERO)
     for (int64_t run = 0; run < s->runs; run++) {
-        const float *a0 = a + s->a_at[run], *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
-        const float *q  = b + (s->b_at ? s->b_at[run] : run * length * ldb);
+        const float *a0 = a + s->a_at[run], *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars;
+        const float *a12 = a9 + 3 * ars, *q = b + (s->b_at ? s->b_at[run] : run * length * ldb);
         for (int64_t p = 0; p < length; p++) {
             hv b0 = hv_load(q), b1 = nv < 2 ? b0 : hv_load(q + HV_W);
-            HPMLI_ROWS(HPMLI_STRIP_ROW)
+            HPMLI_ROWS(HPMLI_TILE_ROW)
             a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, q += ldb;
         }
         (void)a3, (void)a6, (void)a9, (void)a12;
     }
-    if (s->add) { HPMLI_ROWS(HPMLI_STRIP_ADD) }
-    else { HPMLI_ROWS(HPMLI_STRIP_STORE) }
+    if (s->add) { HPMLI_ROWS(HPMLI_TILE_ADD) }
+    else { HPMLI_ROWS(HPMLI_TILE_STORE) }
 }
 
 #ifndef HPMLI_STRIP_KINDS
 #define HPMLI_STRIP_KINDS(r)                                                                                           \
-    HPMLI_KFN void HPMLI_K(hpmli_strip_one_##r)(const hpmli_conv_strip *s, const float *a, const float *b, float *c)   \
-    { HPMLI_K(hpmli_strip_tile)(r + 1, 1, s, a, b, c); }                                                               \
-    HPMLI_KFN void HPMLI_K(hpmli_strip_two_##r)(const hpmli_conv_strip *s, const float *a, const float *b, float *c)   \
-    { HPMLI_K(hpmli_strip_tile)(r + 1, 2, s, a, b, c); }
+    HPMLI_KFN void HPMLI_K(hpmli_strip_one_##r)(HPMLI_STRIP_ARGS) { HPMLI_K(hpmli_strip_tile)(r + 1, 1, s, a, b, c); } \
+    HPMLI_KFN void HPMLI_K(hpmli_strip_two_##r)(HPMLI_STRIP_ARGS) { HPMLI_K(hpmli_strip_tile)(r + 1, 2, s, a, b, c); }
 #define HPMLI_STRIP_ONE(r) HPMLI_K(hpmli_strip_one_##r),
 #define HPMLI_STRIP_TWO(r) HPMLI_K(hpmli_strip_two_##r),
 #endif
 HPMLI_ROWS(HPMLI_STRIP_KINDS)
-static hpmli_strip_fn *const HPMLI_K(hpmli_strips)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_STRIP_ONE) }, { HPMLI_ROWS(HPMLI_STRIP_TWO) } };
+static hpmli_strip_fn *const HPMLI_K(hpmli_strips)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_STRIP_ONE) },
+                                                                    { HPMLI_ROWS(HPMLI_STRIP_TWO) } };
 
 /* All rows of a strip, dealt out evenly to tiles; n columns count. */
 HPMLI_VFN void HPMLI_K(hpmli_strip)(const hpmli_conv_strip *s, int64_t n, const float *a, const float *b, float *c)
@@ -3295,31 +3277,26 @@ typedef struct hpmli_opt_args {
     bool  nesterov, first;          /* first: step 1 */
 } hpmli_opt_args;
 
+#define HPMLI_MAP_ARGS    (float *y, const float *x, int64_t n)
+#define HPMLI_MAP2_ARGS   (float *y, const float *a, const float *b, int64_t n)
+#define HPMLI_REDUCE_ARGS (const float *x, int64_t n)
+#define HPMLI_DOT2_ARGS   (const float *a, const float *b, int64_t n)
 #define HPMLI_KERNELS_VEC(X)                                                                                           \
-    X(void, vexp, (float *y, const float *x, int64_t n))                                                               \
-    X(void, vlog, (float *y, const float *x, int64_t n))                                                               \
-    X(void, vtanh, (float *y, const float *x, int64_t n))                                                              \
-    X(void, vsigmoid, (float *y, const float *x, int64_t n))                                                           \
-    X(void, verf, (float *y, const float *x, int64_t n))                                                               \
+    X(void, vexp, HPMLI_MAP_ARGS) X(void, vlog, HPMLI_MAP_ARGS) X(void, vtanh, HPMLI_MAP_ARGS)                         \
+    X(void, vsigmoid, HPMLI_MAP_ARGS) X(void, verf, HPMLI_MAP_ARGS)                                                    \
     X(void, act_forward, (int kind, float slope, float *y, const float *x, int64_t n))                                 \
-    X(void, act_backward, (int kind, float slope, float *dx, const float *dy, const float *x, const float *y, int64_t n, \
-                           int accumulate))                                                                            \
+    X(void, act_backward, (int kind, float slope, float *dx, const float *dy, const float *x, const float *y,          \
+                           int64_t n, int accumulate))                                                                 \
     X(void, vfill, (float *y, float value, int64_t n))                                                                 \
-    X(void, vadd, (float *y, const float *a, const float *b, int64_t n))                                               \
-    X(void, vsub, (float *y, const float *a, const float *b, int64_t n))                                               \
-    X(void, vmul, (float *y, const float *a, const float *b, int64_t n))                                               \
-    X(void, vdiv, (float *y, const float *a, const float *b, int64_t n))                                               \
+    X(void, vadd, HPMLI_MAP2_ARGS) X(void, vsub, HPMLI_MAP2_ARGS)                                                      \
+    X(void, vmul, HPMLI_MAP2_ARGS) X(void, vdiv, HPMLI_MAP2_ARGS)                                                      \
     X(void, vaxpby, (float *y, float a, const float *x, float b, int64_t n))                                           \
     X(void, vscale_add, (float *y, const float *x, float a, float b, int64_t n))                                       \
     X(void, vaffine_relu, (float *y, const float *x, float a, float b, int64_t n))                                     \
     X(void, vaxpbypc, (float *y, float a, const float *x, float b, const float *z, float c, int64_t n, int accumulate)) \
     X(void, vsum_rows, (float *out, const float *x, int64_t rows, int64_t cols, int accumulate))                       \
-    X(float, vsum, (const float *x, int64_t n))                                                                        \
-    X(float, vdot, (const float *a, const float *b, int64_t n))                                                        \
-    X(float, vmax, (const float *x, int64_t n))                                                                        \
-    X(double, vsumsq, (const float *x, int64_t n))                                                                     \
-    X(double, vsum_wide, (const float *x, int64_t n))                                                                  \
-    X(double, vdot_wide, (const float *a, const float *b, int64_t n))                                                  \
+    X(float, vsum, HPMLI_REDUCE_ARGS) X(float, vdot, HPMLI_DOT2_ARGS) X(float, vmax, HPMLI_REDUCE_ARGS)                \
+    X(double, vsumsq, HPMLI_REDUCE_ARGS) X(double, vsum_wide, HPMLI_REDUCE_ARGS) X(double, vdot_wide, HPMLI_DOT2_ARGS) \
     X(double, vvar_wide, (const float *x, float mean, int64_t n))                                                      \
     X(float, vexp_sum, (float *y, const float *x, float shift, int64_t n))                                             \
     X(void, opt_step, (const hpmli_opt_args *o, float *w, const float *g, float *m, float *v, int64_t n))              \
