@@ -234,6 +234,11 @@ HPML_API uint64_t    hpml_ctx_seed(const hpml_ctx *ctx);
 HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx); /* calls of alloc so far: a training step adds none */
 HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx);       /* bytes now held */
 
+/* Memory that lives as long as the context: zeroed, 64-byte aligned; `drop`, where given, is called before it goes. For
+   siblings, strategies and layers of your own. NULL and an error on the context when there is none. */
+HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*drop)(void *object));
+HPML_API void  hpml_ctx_release(hpml_ctx *ctx, void *object); /* earlier than the context; NULL is fine */
+
 /* Reports an error on the context as the library does; for siblings and for your own layers. Keeps the first. */
 HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char *format, ...)
 #if defined(__GNUC__)
@@ -782,11 +787,12 @@ typedef struct hpml_hooks {
     void (*free)(void *user); /* called by hpml_ctx_free and when replaced */
 } hpml_hooks;
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* NULL: serial again */
-/* Forward and backward on what is now in the inputs, gradients times grad_scale. */
-HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t samples, float grad_scale, bool accumulate, float *loss);
+/* Forward and backward on samples [first, first + samples) of what is now in the inputs, gradients times grad_scale. */
+HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
+                                            bool accumulate, float *loss);
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
-/* Which part of the data fit and evaluate read, and the global batch for the learning-rate rule. Set by strategies. */
-HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks);
+/* Which part of each global batch fit reads, and the global batch for the learning-rate rule: see hpml_loader_desc. */
+HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
 /* Names an array that checkpoints shall hold (residuals, strategy state). It must outlive the trainer. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates so far */
@@ -866,7 +872,9 @@ typedef struct hpml_loader_desc {
     bool         drop_last;  /* leave out a short last batch */
     bool         no_prefetch; /* batches are made by the caller's thread; same batches */
     uint64_t     seed;       /* 0: the context's */
-    int32_t      rank, ranks; /* this rank's share of each global batch of ranks * batch samples; ranks 0: 1 */
+    int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1 */
+    int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` nearly equal shares, at most `batch` */
+    int64_t      grain;        /* samples that stay together on one rank (leaves); 0: 1 */
     int64_t      samples_per_epoch; /* 0: all; less or more: that many, drawn as the shuffle goes on */
     hpml_augment augment;
     uint32_t     _end;
@@ -3972,6 +3980,11 @@ HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
     return hpmli_alloc_object(ctx, bytes, NULL);
 }
 
+HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*drop)(void *object))
+{
+    return hpmli_failed(ctx) ? NULL : hpmli_alloc_object(ctx, bytes, drop);
+}
+
 HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
 {
     size_t size = strlen(s) + 1;
@@ -4007,6 +4020,8 @@ HPMLI_FN bool hpmli_grow(hpml_ctx *ctx, void *array, int64_t count, int64_t *cap
     *capacity = *capacity ? 2 * *capacity : 64;
     return true;
 }
+
+HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, object); }
 // ---------------------------------------------------------------------------------------------------------------------
 // >>threads   the clock and the thread pool
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7968,6 +7983,10 @@ struct hpml_trainer {
     hpmli_named      *states;
     hpml_hooks        hooks;
     int               rank, ranks;
+    int64_t           global_batch, grain;
+    int64_t           fed;     /* samples in the inputs */
+    const int32_t    *labels;  /* host: of the step that is running, when its accuracy is wanted */
+    int64_t           correct, counted;
     int64_t           step, epoch, epoch_step;
     int32_t           micro;   /* batches since the last update */
     float             grad_norm;
@@ -8198,18 +8217,18 @@ HPML_API int64_t hpml_trainer_step_count(const hpml_trainer *t) { return t ? t->
 HPML_API float hpml_trainer_lr(const hpml_trainer *t)
 {
     if (!t) return 0;
-    double batch = (double)t->graph->batch * t->ranks * t->d.accumulate;
+    double batch = (double)(t->global_batch > 0 ? t->global_batch : t->graph->batch * t->ranks) * t->d.accumulate;
     return hpml_schedule_lr(&t->d.schedule, t->d.lr_base_batch > 0 ?
                             hpml_lr_scale(t->d.lr_rule, t->d.lr, batch / (double)t->d.lr_base_batch) : t->d.lr, t->step);
 }
 
-HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks)
+HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    if (ranks < 1 || rank < 0 || rank >= ranks)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d", rank, ranks);
-    t->rank  = rank;
-    t->ranks = ranks;
+    if (ranks < 1 || rank < 0 || rank >= ranks || global_batch < 0 || grain < 0)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d, global batch %lld in grains of %lld", rank, ranks,
+                          (long long)global_batch, (long long)grain);
+    t->rank = rank, t->ranks = ranks, t->global_batch = global_batch, t->grain = grain;
     return HPML_OK;
 }
 
@@ -8298,12 +8317,59 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
     return HPML_OK;
 }
 
-HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t samples HPMLI_UNUSED, float grad_scale, bool accumulate, float *loss)
+/* Counts rows whose largest output is the label; labels that are ignored do not count. */
+HPMLI_FN void hpmli_count_correct(hpml_trainer *t, const int32_t *labels, int64_t *correct, int64_t *counted, int64_t *confusion)
+{
+    int64_t      classes = t->output->shape[t->output->ndim - 1], n = hpml_tensor_count(t->output);
+    const float *y       = t->host_out;
+    t->ctx->backend->read(t->ctx->device, t->host_out, t->output->data, (size_t)n * sizeof(float));
+    for (int64_t r = 0; r < n / classes; r++, y += classes) {
+        int64_t best = 0;
+        if (labels[r] < 0 || labels[r] >= classes) continue;
+        for (int64_t c = 1; c < classes; c++)
+            if (y[c] > y[best]) best = c;
+        *correct += best == labels[r];
+        *counted += 1;
+        if (confusion) confusion[labels[r] * classes + best]++;
+    }
+}
+
+HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
+{
+    return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
+}
+
+/* Moves the inputs, and what is a reshape of an input, by `first` samples. */
+HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
+{
+    hpml_graph *g = t->graph;
+    g->first_sample += first;
+    for (int i = 0; i < g->leaf_count + g->count; i++) {
+        hpml_tensor *x = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
+        hpml_tensor *root = x->node ? x->node->out_root : x;
+        if (root->node || !root->batch_rows) continue;
+        int64_t sample = hpml_tensor_count(x) / g->batch_now * (int64_t)hpml_dtype_size(x->dtype);
+        x->data = (float *)(void *)((char *)x->data + first * sample);
+    }
+}
+
+HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
+                                            bool accumulate, float *loss)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    hpml_status status = hpml_graph_forward(t->graph, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
-    if (status == HPML_OK) status = hpml_graph_backward(t->graph, grad_scale, accumulate);
-    if (status == HPML_OK && loss) *loss = (float)hpmli_graph_loss(t->graph);
+    hpml_graph *g = t->graph;
+    bool        part = first != 0 || samples != t->fed;
+    if (first < 0 || samples < 1 || first + samples > t->fed)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld", (long long)first,
+                          (long long)(first + samples), (long long)t->fed);
+    if (part && hpml_graph_batch(g, samples) != HPML_OK) return t->ctx->status;
+    hpmli_trainer_shift(t, first);
+    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
+    if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale, accumulate);
+    if (status == HPML_OK && loss) *loss = (float)hpmli_graph_loss(g);
+    if (status == HPML_OK && t->labels)
+        hpmli_count_correct(t, t->labels + first * (hpml_tensor_count(t->target) / g->batch_now), &t->correct, &t->counted, NULL);
+    hpmli_trainer_shift(t, -first);
     return status;
 }
 
@@ -8382,44 +8448,25 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     return ctx->status;
 }
 
-/* Counts rows whose largest output is the label; labels that are ignored do not count. */
-HPMLI_FN void hpmli_count_correct(hpml_trainer *t, const int32_t *labels, int64_t *correct, int64_t *counted, int64_t *confusion)
-{
-    int64_t      classes = t->output->shape[t->output->ndim - 1], n = hpml_tensor_count(t->output);
-    const float *y       = t->host_out;
-    t->ctx->backend->read(t->ctx->device, t->host_out, t->output->data, (size_t)n * sizeof(float));
-    for (int64_t r = 0; r < n / classes; r++, y += classes) {
-        int64_t best = 0;
-        if (labels[r] < 0 || labels[r] >= classes) continue;
-        for (int64_t c = 1; c < classes; c++)
-            if (y[c] > y[best]) best = c;
-        *correct += best == labels[r];
-        *counted += 1;
-        if (confusion) confusion[labels[r] * classes + best]++;
-    }
-}
-
-HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
-{
-    return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
-}
-
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples, hpml_step_info *info)
 {
-    float   loss    = 0, lr;
-    int64_t correct = 0, counted = 0;
-    double  start = hpml_now();
+    float  loss  = 0, lr;
+    double start = hpml_now();
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
-    hpml_status status = hpmli_trainer_feed(t, x, y, samples);
-    if (status != HPML_OK) return status;
+    if (samples != 0 || !t->hooks.run) { /* a rank may have no part in a short last batch */
+        hpml_status fed = hpmli_trainer_feed(t, x, y, samples);
+        if (fed != HPML_OK) return fed;
+    }
+    t->fed     = samples;
+    t->correct = t->counted = 0;
+    t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
     lr     = hpml_trainer_lr(t);
-    status = t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
-                          : hpml_trainer_run_local(t, samples, 1 / (float)t->d.accumulate, t->micro > 0, &loss);
+    hpml_status status = t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
+                                      : hpml_trainer_run_local(t, 0, samples, 1 / (float)t->d.accumulate, t->micro > 0, &loss);
     if (status != HPML_OK) return status;
     if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
-    if (info && hpmli_classifies(t)) hpmli_count_correct(t, (const int32_t *)y, &correct, &counted, NULL);
     if (++t->micro == t->d.accumulate) {
         status   = t->hooks.update ? t->hooks.update(t->hooks.user, t)
                                    : hpml_trainer_update_local(t, 0, t->ctx->param_count);
@@ -8431,7 +8478,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     info->step      = t->step;
     info->epoch     = t->epoch;
     info->loss      = loss;
-    info->accuracy  = counted > 0 ? (float)correct / (float)counted : -1;
+    info->accuracy  = t->counted > 0 ? (float)t->correct / (float)t->counted : -1;
     info->lr        = lr;
     info->grad_norm = t->grad_norm;
     info->samples   = samples;
@@ -8456,7 +8503,8 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
         return hpmli_null(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loader's batch %d is larger than the model's %lld",
                           d.batch, (long long)t->graph->batch);
     if (evaluate) d.in_order = true;
-    else if (d.ranks == 0) d.rank = t->rank, d.ranks = t->ranks;
+    else if (d.ranks == 0)
+        d.rank = t->rank, d.ranks = t->ranks, d.global_batch = t->global_batch, d.grain = t->grain;
     return hpml_loader_create(t->ctx, data, &d);
 }
 
@@ -9398,9 +9446,9 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
 // >>loader   batches: shuffled, sharded, augmented, made ahead
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Global batch g of an epoch holds positions [g R b, (g + 1) R b) of the shuffle, whatever the number of ranks R; rank
-   r takes the r-th piece. So the order of the data depends on seed and epoch only, and all ranks make equally many
-   steps. A thread of the loader's own makes the next batch while the current one is used. */
+/* Global batch g of an epoch holds positions [g G, (g + 1) G) of the shuffle, whatever the number of ranks; rank r takes
+   the r-th share. So the order of the data depends on seed and epoch only, and all ranks make equally many steps. A
+   thread of the loader's own makes the next batch while the current one is used. */
 
 typedef struct hpmli_slot_batch { /* one of two buffers */
     char      *x, *y;
@@ -9465,12 +9513,19 @@ HPMLI_FN void hpmli_load_sample(const hpml_loader *l, hpmli_slot_batch *s, int64
     if (d->y) memcpy(s->y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
 }
 
+/* Where rank r's share of `size` samples begins: whole grains, dealt out evenly. */
+HPMLI_FN int64_t hpmli_share(const hpml_loader_desc *d, int64_t size, int64_t rank)
+{
+    int64_t grains = (size + d->grain - 1) / d->grain, at = grains * rank / d->ranks * d->grain;
+    return at < size ? at : size;
+}
+
 /* Makes batch `index` of `epoch` in slot s. */
 HPMLI_FN void hpmli_load_batch(const hpml_loader *l, hpmli_slot_batch *s, int64_t epoch, int64_t index)
 {
-    int64_t R = l->d.ranks, r = l->d.rank, whole = R * l->d.batch, start = index * whole, n = l->data->count;
+    int64_t whole = l->d.global_batch, start = index * whole, n = l->data->count;
     int64_t size  = l->samples - start < whole ? l->samples - start : whole;
-    int64_t first = size == whole ? r * l->d.batch : size * r / R, end = size == whole ? first + l->d.batch : size * (r + 1) / R;
+    int64_t first = hpmli_share(&l->d, size, l->d.rank), end = hpmli_share(&l->d, size, l->d.rank + 1);
     double  begin = hpml_now();
     for (int64_t i = first; i < end; i++) {
         int64_t at = start + i, round = at / n; /* more samples than there are: the shuffle of the next round */
@@ -9549,11 +9604,18 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
 {
     bool augment = d->augment.shift != 0 || d->augment.flip || d->augment.cutout != 0;
     if (d->ranks == 0) d->ranks = 1;
+    if (d->grain == 0) d->grain = 1;
+    if (d->global_batch == 0) d->global_batch = (int64_t)d->batch * d->ranks;
     if (d->seed == 0) d->seed = ctx->seed;
     if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank >= d->ranks || d->samples_per_epoch < 0 || d->augment.shift < 0 ||
         d->augment.cutout < 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: batch %d, rank %d of %d, %lld samples per epoch: out of "
                            "range", d->batch, d->rank, d->ranks, (long long)d->samples_per_epoch);
+    int64_t most = ((d->global_batch + d->grain - 1) / d->grain + d->ranks - 1) / d->ranks * d->grain;
+    if (d->global_batch < 1 || d->grain < 1 || most > d->batch)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: a global batch of %lld in grains of %lld gives a rank of %d up to "
+                           "%lld samples, its batch holds %d", (long long)d->global_batch, (long long)d->grain, d->ranks,
+                           (long long)most, d->batch);
     if (augment && (data->x_ndim < 2 || data->x_dtype == HPML_DTYPE_I32))
         return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: augmentation needs images (.., H, W), the samples have %d "
                            "dimensions", data->x_ndim);
@@ -9577,7 +9639,7 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     l->each    = hpmli_shape_count(data->x_ndim, data->x_shape);
     l->dtype   = data->x_dtype == HPML_DTYPE_I32 ? HPML_DTYPE_I32 : HPML_DTYPE_F32;
     l->samples = d.samples_per_epoch > 0 ? d.samples_per_epoch : data->count;
-    int64_t whole = (int64_t)d.batch * d.ranks;
+    int64_t whole = d.global_batch;
     l->steps   = d.drop_last ? l->samples / whole : (l->samples + whole - 1) / whole;
     l->image   = (float *)hpmli_alloc_array(ctx, l->each, sizeof(float));
     for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {

@@ -4,90 +4,8 @@
    The digits are drawn by digits.h; --data DIR takes MNIST's IDX files instead (only the t10k pair: its last 2,000 test). */
 #define HPML_IMPLEMENTATION
 #include "../hpml.h"
-#include "digits.h"
+#include "mnist.h"
 #include "report.h"
-
-typedef struct options {
-    const char *data, *model, *codec, *save, *load;
-    int64_t     samples, batch, epochs, workers, threads, seed;
-    double      lr;
-    int         json, exact;
-} options;
-
-static int usage(const char *bad)
-{
-    fprintf(stderr, "unknown or incomplete option %s\n--model linear|mlp|cnn --epochs N --batch N --lr X --samples N --data DIR --workers N "
-            "--codec none|onebit|bf16 --exact --seed N --threads N --save FILE --load FILE --json\n", bad);
-    return 2;
-}
-
-static int parse(options *o, int argc, char **argv)
-{
-    const struct { const char *name; const char **text; int64_t *number; } table[] = {
-        { "--data", &o->data, NULL }, { "--model", &o->model, NULL }, { "--codec", &o->codec, NULL }, { "--save", &o->save, NULL },
-        { "--load", &o->load, NULL }, { "--samples", NULL, &o->samples }, { "--batch", NULL, &o->batch }, { "--epochs", NULL, &o->epochs },
-        { "--workers", NULL, &o->workers }, { "--threads", NULL, &o->threads }, { "--seed", NULL, &o->seed } };
-    for (int i = 1; i < argc; i++) {
-        size_t k = 0, n = sizeof table / sizeof table[0];
-        if (strcmp(argv[i], "--json") == 0) { o->json = 1; continue; }
-        if (strcmp(argv[i], "--exact") == 0) { o->exact = 1; continue; }
-        if (i + 1 == argc) return usage(argv[i]);
-        if (strcmp(argv[i], "--lr") == 0) { o->lr = atof(argv[++i]); continue; }
-        while (k < n && strcmp(table[k].name, argv[i]) != 0) k++;
-        if (k == n) return usage(argv[i]);
-        i++;
-        if (table[k].text) *table[k].text = argv[i];
-        else *table[k].number = atoll(argv[i]);
-    }
-    return 0;
-}
-
-/* The IDX pair `name` of a folder, plain or gzipped; NULL when it is not there. */
-static hpml_dataset *load_pair(hpml_ctx *ctx, const char *dir, const char *name)
-{
-    char images[1024], labels[1024];
-    for (int gz = 0; gz < 2; gz++) {
-        snprintf(images, sizeof images, "%s/%s-images-idx3-ubyte%s", dir, name, gz ? ".gz" : "");
-        snprintf(labels, sizeof labels, "%s/%s-labels-idx1-ubyte%s", dir, name, gz ? ".gz" : "");
-        if (access(images, R_OK) == 0) return hpml_dataset_load_idx(ctx, images, labels);
-    }
-    return NULL;
-}
-
-static hpml_dataset *draw_digits(hpml_ctx *ctx, uint64_t seed, int64_t first, int64_t count)
-{
-    const int64_t  shape[3] = { 1, 28, 28 };
-    unsigned char *images = (unsigned char *)malloc((size_t)count * 785), *labels = images ? images + count * 784 : NULL;
-    int32_t       *y      = (int32_t *)malloc((size_t)count * sizeof *y);
-    hpml_dataset  *d      = NULL;
-    if (images && y) {
-        digits_fill(seed, first, count, images, labels);
-        for (int64_t i = 0; i < count; i++) y[i] = labels[i];
-        d = hpml_dataset_create(ctx, count, HPML_DTYPE_U8, 3, shape, images, HPML_DTYPE_I32, 1, y);
-    }
-    free(images);
-    free(y);
-    return d;
-}
-
-static int load_data(hpml_ctx *ctx, const options *o, hpml_dataset **train, hpml_dataset **test)
-{
-    if (!o->data) {
-        *train = draw_digits(ctx, 1, 0, o->samples);
-        *test  = draw_digits(ctx, 1, 1000000000, 2000);
-        return *train && *test;
-    }
-    *train = load_pair(ctx, o->data, "train");
-    *test  = load_pair(ctx, o->data, "t10k");
-    if (*test && !*train && hpml_ctx_status(ctx) == HPML_OK && (*test)->count > 2000) {
-        hpml_dataset *all = *test;
-        *train = hpml_dataset_slice(all, 0, all->count - 2000);
-        *test  = hpml_dataset_slice(all, all->count - 2000, 2000);
-    }
-    if (!*test && hpml_ctx_status(ctx) == HPML_OK)
-        fprintf(stderr, "%s: no t10k-images-idx3-ubyte[.gz] in this folder\n", o->data);
-    return *train && *test;
-}
 
 static hpml_tensor *record_model(const char *model, hpml_tensor *x)
 {
@@ -175,7 +93,9 @@ static int train(hpml_ctx *ctx, const options *o)
     double        start;
     hpml_fit_desc fit = { .epochs = 1, .on_step = report_step, .user = &r };
     if (!load_data(ctx, o, &data, &test)) return 1;
-    t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = record_model(o->model, x), .lr = (float)o->lr, .momentum = 0.9f });
+    t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+        .input = x, .output = record_model(o->model, x), .lr = (float)o->lr, .momentum = 0.9f,
+        .schedule = { .kind = HPML_SCHEDULE_COSINE, .total_steps = o->epochs * ((data->count + o->batch - 1) / o->batch) } });
     if (!t) return 1;
     attach_codec(ctx, t, &w, o->codec);
     if (o->load && hpml_checkpoint_load(t, o->load) != HPML_OK) return 1;
@@ -183,7 +103,7 @@ static int train(hpml_ctx *ctx, const options *o)
            (long long)data->count, (long long)o->batch, hpml_ctx_cpu(ctx), hpml_ctx_threads(ctx));
     hpml_trace_start(ctx, &(hpml_trace_desc){ .first_step = 10, .last_step = 30 });
     start = hpml_now();
-    for (int64_t e = hpml_trainer_step_count(t) * o->batch / data->count; e < o->epochs; e++)
+    for (int64_t e = hpml_trainer_step_count(t) * o->batch / data->count; e < o->stop; e++)
         if (hpml_trainer_fit(t, data, &fit) != HPML_OK) return 1;
     start = hpml_now() - start;
     if (o->save && hpml_checkpoint_save(t, o->save) != HPML_OK) return 1;
@@ -195,10 +115,10 @@ static int train(hpml_ctx *ctx, const options *o)
 
 int main(int argc, char **argv)
 {
-    options   o = { .model = "cnn", .codec = "onebit", .samples = 12000, .batch = 64, .epochs = 3, .workers = 1, .seed = 1, .lr = 0.05 };
+    options   o = { .model = "cnn", .codec = "onebit", .samples = 12000, .batch = 64, .workers = 1, .seed = 1, .lr = 0.05 };
     int       failed = parse(&o, argc, argv);
     hpml_ctx *ctx;
-    if (failed) return failed;
+    if (failed) return failed == 1 ? 0 : failed;
     if (o.workers != 1) {
         fprintf(stderr, "--workers %lld: hpml.h trains with one worker; several come with hpml_comm.h\n", (long long)o.workers);
         return 2;

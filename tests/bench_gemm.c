@@ -9,6 +9,7 @@
 #define _GNU_SOURCE
 #define HPML_IMPLEMENTATION
 #include "../hpml.h"
+#include "peak.h"
 #include <dlfcn.h>
 
 typedef void cblas_sgemm_fn(int, int, int, int, int, int, float, const float *, int, const float *, int, float,
@@ -83,42 +84,6 @@ static double median(double *x, int n)
 {
     qsort(x, (size_t)n, sizeof *x, by_value);
     return n == 0 ? 0 : n % 2 ? x[n / 2] : 0.5 * (x[n / 2 - 1] + x[n / 2]);
-}
-
-#define PEAK_STEPS 400000
-#if defined(__x86_64__) && defined(__GNUC__)
-/* Twelve chains in named registers: two multiply-adds per cycle, each done after four or five, need at least ten. */
-#define CHAINS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
-#define DECLARE512(i) __m512 v##i = _mm512_set1_ps(i);
-#define FMA512(i)     __asm__ __volatile__("vfmadd231ps %1, %1, %0" : "+v"(v##i) : "v"(x));
-#define DECLARE256(i) __m256 v##i = _mm256_set1_ps(i);
-#define FMA256(i)     __asm__ __volatile__("vfmadd231ps %1, %1, %0" : "+x"(v##i) : "x"(x));
-__attribute__((target("avx512f"))) static double peak512(void)
-{
-    __m512 x = _mm512_set1_ps(1e-6f);
-    CHAINS(DECLARE512)
-    for (int s = 0; s < PEAK_STEPS; s++) { CHAINS(FMA512) }
-    return 12.0 * 32 * PEAK_STEPS;
-}
-__attribute__((target("avx2,fma"))) static double peak256(void)
-{
-    __m256 x = _mm256_set1_ps(1e-6f);
-    CHAINS(DECLARE256)
-    for (int s = 0; s < PEAK_STEPS; s++) { CHAINS(FMA256) }
-    return 12.0 * 16 * PEAK_STEPS;
-}
-static double peak_run(void)
-{
-    return __builtin_cpu_supports("avx512f") ? peak512() : __builtin_cpu_supports("avx2") ? peak256() : 0;
-}
-#else
-static double peak_run(void) { return 0; }
-#endif
-
-static double peak_gflops(void)
-{
-    double start = hpml_now(), flops = peak_run();
-    return flops / (hpml_now() - start) * 1e-9;
 }
 
 /* GFLOP/s of `reps` calls. */

@@ -9,8 +9,9 @@ check "the index is not the list of sections" "$(diff "$tmp/index" "$tmp/tags")"
 check "sections of more than 400 lines" "$(awk '/^\/\/ >>/ { if (NR - at > 400 && tag) print tag, NR - at; at = NR; tag = $2 }' hpml.h)"
 check "functions of more than 60 lines" "$(awk '/^{/ { start = NR } /^}/ { if (start && NR - start > 62) print FILENAME ":" start ": " NR - start; start = 0 }' hpml.h)"
 check "characters outside ASCII" "$(LC_ALL=C grep -n '[^ -~	]' hpml.h)"
-run() { # extracts nothing: compiles and runs the program in $1
-    ${CC:-cc} -O1 -I. "$1" -o "$tmp/program" -lm -lpthread 2>&1 && "$tmp/program" >"$tmp/out" 2>&1 || cat "$tmp/out" 2>/dev/null
+run() { # says what goes wrong when the program in $1 is compiled and run
+    ${CC:-cc} -O1 -I. "$1" -o "$tmp/program" -lm -lpthread 2>&1 || { echo "does not compile"; return; }
+    "$tmp/program" >"$tmp/out" 2>&1 || { echo "exit status $?"; cat "$tmp/out"; }
 }
 sed -n '/^\/\/ QUICK EXAMPLE/,/^\/\/ hpml.h DOES NOT/p' hpml.h | grep '^//     ' | sed 's|^//     ||' >"$tmp/example.c"
 check "the example in the header" "$(run "$tmp/example.c")"

@@ -16,7 +16,7 @@ check "linear model, 1-bit gradients" 'above test_accuracy 0.6'
 build/02_mnist --samples 2000 --epochs 2 --model mlp --seed 5 --threads 1 --json >"$tmp/out" 2>&1; one=$(tail -n 1 "$tmp/out" | grep -o '"weights_hash": *"[^"]*"')
 build/02_mnist --samples 2000 --epochs 2 --model mlp --seed 5 --threads 3 --json >"$tmp/out" 2>&1; three=$(tail -n 1 "$tmp/out" | grep -o '"weights_hash": *"[^"]*"')
 check "the same bits with 1 and 3 threads" '[ -n "$one" ] && [ "$one" = "$three" ]'
-build/02_mnist --samples 2000 --epochs 1 --model mlp --save "$tmp/a.safetensors" --json >"$tmp/out" 2>&1
+build/02_mnist --samples 2000 --epochs 2 --stop 1 --model mlp --save "$tmp/a.safetensors" --json >"$tmp/out" 2>&1
 build/02_mnist --samples 2000 --epochs 2 --model mlp --load "$tmp/a.safetensors" --json >"$tmp/out" 2>&1; resumed=$(tail -n 1 "$tmp/out" | grep -o '"weights_hash": *"[^"]*"')
 build/02_mnist --samples 2000 --epochs 2 --model mlp --json >"$tmp/out" 2>&1; whole=$(tail -n 1 "$tmp/out" | grep -o '"weights_hash": *"[^"]*"')
 check "resumed in a new process: the same bits" '[ -n "$whole" ] && [ "$resumed" = "$whole" ]'

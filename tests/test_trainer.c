@@ -179,7 +179,7 @@ typedef struct log { int order[64], count, needs, updates, runs; } log_t;
 static hpml_status on_grad(void *u, hpml_trainer *t, int p) { log_t *l = (log_t *)u; (void)t; l->order[l->count++] = p; return HPML_OK; }
 static hpml_status on_need(void *u, hpml_trainer *t, int p) { (void)t; (void)p; ((log_t *)u)->needs++; return HPML_OK; }
 static hpml_status on_update(void *u, hpml_trainer *t) { ((log_t *)u)->updates++; return hpml_trainer_update_local(t, 0, 100); }
-static hpml_status on_run(void *u, hpml_trainer *t, int64_t n, float *loss) { ((log_t *)u)->runs++; return hpml_trainer_run_local(t, n, 1, false, loss); }
+static hpml_status on_run(void *u, hpml_trainer *t, int64_t n, float *loss) { ((log_t *)u)->runs++; return hpml_trainer_run_local(t, 0, n, 1, false, loss); }
 
 /* With hooks that do what a serial trainer does, the bits are those of a serial trainer. */
 TEST(the_four_hooks)

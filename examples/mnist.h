@@ -1,0 +1,101 @@
+/* What the main job is asked for, and its data: MNIST's files from a folder, or digits drawn by digits.h. */
+#ifndef HPML_MNIST_H
+#define HPML_MNIST_H
+
+#include "digits.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+typedef struct options {
+    const char *data, *model, *codec, *save, *load;
+    int64_t     samples, batch, epochs, stop, workers, threads, seed;
+    double      lr;
+    int         json, exact;
+} options;
+
+static const char usage[] =
+    "--model linear|mlp|cnn  what to train (cnn)           --data DIR    MNIST's IDX files, gzipped or not (drawn digits)\n"
+    "--epochs N              passes (files 6, drawn 3)     --samples N   digits to draw (12000)\n"
+    "--batch N               samples of a step (64)        --lr X        learning rate (0.05)\n"
+    "--codec none|onebit|bf16  how gradients travel        --workers N   data-parallel workers (1)\n"
+    "--seed N                of everything random (1)      --threads N   threads of a worker (all cores)\n"
+    "--save FILE, --load FILE  a checkpoint                --stop N      leave after pass N of the --epochs\n"
+    "--exact                 the same bits for every number of workers\n"
+    "--json                  a JSON object as last line\n";
+
+/* 0: go on; 1: --help was answered; 2: an option that is none. */
+static int parse(options *o, int argc, char **argv)
+{
+    const struct { const char *name; const char **text; int64_t *number; } table[] = {
+        { "--data", &o->data, NULL }, { "--model", &o->model, NULL }, { "--codec", &o->codec, NULL }, { "--save", &o->save, NULL },
+        { "--load", &o->load, NULL }, { "--samples", NULL, &o->samples }, { "--batch", NULL, &o->batch }, { "--epochs", NULL, &o->epochs }, { "--stop", NULL, &o->stop },
+        { "--workers", NULL, &o->workers }, { "--threads", NULL, &o->threads }, { "--seed", NULL, &o->seed } };
+    for (int i = 1; i < argc; i++) {
+        size_t k = 0, n = sizeof table / sizeof table[0];
+        if (strcmp(argv[i], "--help") == 0) return printf("%s", usage), 1;
+        if (strcmp(argv[i], "--json") == 0) { o->json = 1; continue; }
+        if (strcmp(argv[i], "--exact") == 0) { o->exact = 1; continue; }
+        while (k < n && strcmp(table[k].name, argv[i]) != 0) k++;
+        if (i + 1 == argc || (k == n && strcmp(argv[i], "--lr") != 0))
+            return fprintf(stderr, "unknown or incomplete option %s\n%s", argv[i], usage), 2;
+        i++;
+        if (k == n) { o->lr = atof(argv[i]); continue; }
+        if (table[k].text) *table[k].text = argv[i];
+        else *table[k].number = atoll(argv[i]);
+    }
+    if (o->epochs == 0) o->epochs = o->data ? 6 : 3;
+    if (o->stop == 0 || o->stop > o->epochs) o->stop = o->epochs;
+    return 0;
+}
+
+/* The IDX pair `name` of a folder, plain or gzipped; NULL when it is not there. */
+static hpml_dataset *load_pair(hpml_ctx *ctx, const char *dir, const char *name)
+{
+    char images[1024], labels[1024];
+    for (int gz = 0; gz < 2; gz++) {
+        snprintf(images, sizeof images, "%s/%s-images-idx3-ubyte%s", dir, name, gz ? ".gz" : "");
+        snprintf(labels, sizeof labels, "%s/%s-labels-idx1-ubyte%s", dir, name, gz ? ".gz" : "");
+        if (access(images, R_OK) == 0) return hpml_dataset_load_idx(ctx, images, labels);
+    }
+    return NULL;
+}
+
+static hpml_dataset *draw_digits(hpml_ctx *ctx, uint64_t seed, int64_t first, int64_t count)
+{
+    const int64_t  shape[3] = { 1, 28, 28 };
+    unsigned char *images = (unsigned char *)malloc((size_t)count * 785), *labels = images ? images + count * 784 : NULL;
+    int32_t       *y      = (int32_t *)malloc((size_t)count * sizeof *y);
+    hpml_dataset  *d      = NULL;
+    if (images && y) {
+        digits_fill(seed, first, count, images, labels);
+        for (int64_t i = 0; i < count; i++) y[i] = labels[i];
+        d = hpml_dataset_create(ctx, count, HPML_DTYPE_U8, 3, shape, images, HPML_DTYPE_I32, 1, y);
+    }
+    free(images);
+    free(y);
+    return d;
+}
+
+static int load_data(hpml_ctx *ctx, const options *o, hpml_dataset **train, hpml_dataset **test)
+{
+    if (!o->data) {
+        *train = draw_digits(ctx, 1, 0, o->samples);
+        *test  = draw_digits(ctx, 1, 1000000000, 2000);
+        return *train && *test;
+    }
+    *train = load_pair(ctx, o->data, "train");
+    *test  = load_pair(ctx, o->data, "t10k");
+    if (*test && !*train && hpml_ctx_status(ctx) == HPML_OK && (*test)->count > 2000) {
+        hpml_dataset *all = *test;
+        *train = hpml_dataset_slice(all, 0, all->count - 2000);
+        *test  = hpml_dataset_slice(all, all->count - 2000, 2000);
+    }
+    if (!*test && hpml_ctx_status(ctx) == HPML_OK)
+        fprintf(stderr, "%s: no t10k-images-idx3-ubyte[.gz] in this folder\n", o->data);
+    return *train && *test;
+}
+
+#endif
