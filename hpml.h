@@ -259,7 +259,7 @@ typedef enum hpml_dtype {
     HPML_DTYPE_U8   = 4
 } hpml_dtype;
 
-/* How a parameter starts. fan_in is the product of all dimensions but the first; fan_out: shape[0] x receptive field. */
+/* How a parameter starts. fan_in: product of all dimensions but the first; fan_out: shape[0] x receptive field. */
 typedef enum hpml_init {
     HPML_INIT_DEFAULT         = 0, /* weights: KAIMING_UNIFORM; biases: ZEROS; norm scales: ONES; embeddings: NORMAL 1 */
     HPML_INIT_KAIMING_UNIFORM = 1, /* U(-b, b), b = sqrt(6 / fan_in), He et al. 2015 */
@@ -889,7 +889,7 @@ typedef struct hpml_batch {
     int64_t     index;    /* batch of the epoch, from 0 */
 } hpml_batch;
 
-/* Order: sample i of epoch e is a seeded permutation of (seed, e, i): the same global batches on any number of ranks. */
+/* Order: sample i of epoch e is a seeded permutation of (seed, e, i): the same for every number of ranks. */
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *d, const hpml_loader_desc *desc);
 HPML_API int64_t      hpml_loader_steps(const hpml_loader *l);                             /* batches per epoch, same on all ranks */
 HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);     /* next batch to come */
@@ -6113,7 +6113,7 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         hpmli_act_forward(run->ctx, act, 0.01f, n->out->data, n->out->data, hpml_tensor_count(n->out));
 }
 
-/* Adds to the tables the taps of phase (f, g) of dx: those whose (pixel + padding - tap dilation) the stride divides. */
+/* Adds the taps of phase (f, g) of dx to the tables: those where the stride divides pixel + padding - tap dilation. */
 HPMLI_FN void hpmli_conv_phase_taps(hpmli_conv *c, hpmli_conv_phase *p, int64_t f, int64_t g, int64_t *taps, int64_t *runs)
 {
     int64_t first_run = *runs, each = 0;
@@ -6267,7 +6267,7 @@ HPMLI_OP(conv2d, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NE
 // >>pool   max, average and global pooling
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A plane at a time. Max keeps the place of each winner for backward; average divides by the pixels inside the image. */
+/* A plane at a time. Max keeps the place of each winner for backward; average divides by the pixels in the image. */
 
 typedef struct hpmli_pooling_job {
     const hpmli_kernels *k;
@@ -8226,8 +8226,8 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
 {
     if (!t) return HPML_ERR_ARGUMENT;
     if (ranks < 1 || rank < 0 || rank >= ranks || global_batch < 0 || grain < 0)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d, global batch %lld in grains of %lld", rank, ranks,
-                          (long long)global_batch, (long long)grain);
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d, global batch %lld in grains of %lld",
+                          rank, ranks, (long long)global_batch, (long long)grain);
     t->rank = rank, t->ranks = ranks, t->global_batch = global_batch, t->grain = grain;
     return HPML_OK;
 }
@@ -8360,8 +8360,8 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
     hpml_graph *g = t->graph;
     bool        part = first != 0 || samples != t->fed;
     if (first < 0 || samples < 1 || first + samples > t->fed)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld", (long long)first,
-                          (long long)(first + samples), (long long)t->fed);
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
+                          (long long)first, (long long)(first + samples), (long long)t->fed);
     if (part && hpml_graph_batch(g, samples) != HPML_OK) return t->ctx->status;
     hpmli_trainer_shift(t, first);
     hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
@@ -8420,7 +8420,6 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count)
 {
     float lr, scale = 1;
-    int   count = 0;
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = t->ctx;
     if (hpmli_failed(ctx)) return ctx->status;
@@ -8442,9 +8441,7 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
         u->grad_scale   = scale;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
         ctx->backend->update(ctx->device, ctx, u, 1);
-        count++;
     }
-    (void)count;
     return ctx->status;
 }
 
@@ -9446,9 +9443,9 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
 // >>loader   batches: shuffled, sharded, augmented, made ahead
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Global batch g of an epoch holds positions [g G, (g + 1) G) of the shuffle, whatever the number of ranks; rank r takes
-   the r-th share. So the order of the data depends on seed and epoch only, and all ranks make equally many steps. A
-   thread of the loader's own makes the next batch while the current one is used. */
+/* Global batch g of an epoch holds positions [g G, (g + 1) G) of the shuffle, whatever the number of ranks; rank r
+   takes the r-th share. So the order of the data depends on seed and epoch only, and all ranks make equally many steps.
+   A thread of the loader's own makes the next batch while the current one is used. */
 
 typedef struct hpmli_slot_batch { /* one of two buffers */
     char      *x, *y;
@@ -9613,9 +9610,9 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
                            "range", d->batch, d->rank, d->ranks, (long long)d->samples_per_epoch);
     int64_t most = ((d->global_batch + d->grain - 1) / d->grain + d->ranks - 1) / d->ranks * d->grain;
     if (d->global_batch < 1 || d->grain < 1 || most > d->batch)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: a global batch of %lld in grains of %lld gives a rank of %d up to "
-                           "%lld samples, its batch holds %d", (long long)d->global_batch, (long long)d->grain, d->ranks,
-                           (long long)most, d->batch);
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: a global batch of %lld in grains of %lld gives a rank of "
+                           "%d up to %lld samples, its batch holds %d", (long long)d->global_batch, (long long)d->grain,
+                           d->ranks, (long long)most, d->batch);
     if (augment && (data->x_ndim < 2 || data->x_dtype == HPML_DTYPE_I32))
         return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: augmentation needs images (.., H, W), the samples have %d "
                            "dimensions", data->x_ndim);
