@@ -17,7 +17,8 @@
 //         hpml_ctx     *ctx  = hpml_ctx_create(NULL);
 //         hpml_tensor  *in   = hpml_input_2d(ctx, 4, 2);
 //         hpml_tensor  *out  = hpml_linear(hpml_tanh(hpml_linear(in, 8, NULL)), 2, NULL);
-//         hpml_trainer *t    = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.5f });
+//         hpml_trainer_desc d = { .input = in, .output = out, .lr = 0.5f };
+//         hpml_trainer *t    = hpml_trainer_create(ctx, &d);
 //         hpml_step_info info = { 0 };
 //         for (int step = 0; step < 500; step++) hpml_trainer_step(t, x, y, 4, &info);
 //         printf("loss %.4f, accuracy %.2f %s\n", info.loss, info.accuracy, hpml_ctx_error(ctx));
@@ -29,7 +30,7 @@
 //     - print, exit, abort, or touch globals: everything hangs on a context, errors stay in it, output is yours
 //     - allocate during training steps, or anywhere but through your allocator
 //     - compute in anything but f32 (bf16, f16, i32, u8 are storage types)
-//     - know of MPI, NCCL or CUDA: workers and GPUs plug into the hooks (>>api-trainer) and the backend table (>>api-backend)
+//     - know of MPI, NCCL or CUDA: workers plug into the hooks (>>api-trainer), GPUs into a table (>>api-backend)
 //     - differentiate twice, or change the graph between steps
 //
 // BUILD
@@ -226,7 +227,7 @@ typedef struct hpml_ctx_desc {
 HPML_API hpml_ctx   *hpml_ctx_create(const hpml_ctx_desc *desc);
 HPML_API void        hpml_ctx_free(hpml_ctx *ctx); /* frees everything made from it; NULL is fine */
 HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx); /* the first error, or HPML_OK; NULL: HPML_ERR_ARGUMENT */
-HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx);  /* its text: object, what was expected, what came, what to do */
+HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx);  /* its text: object, what was expected, what came */
 HPML_API void        hpml_ctx_clear_error(hpml_ctx *ctx);  /* after you have dealt with it */
 HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx);
 HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx);    /* kernels in use: "avx512", ... */
@@ -261,7 +262,7 @@ typedef enum hpml_dtype {
 
 /* How a parameter starts. fan_in: product of all dimensions but the first; fan_out: shape[0] x receptive field. */
 typedef enum hpml_init {
-    HPML_INIT_DEFAULT         = 0, /* weights: KAIMING_UNIFORM; biases: ZEROS; norm scales: ONES; embeddings: NORMAL 1 */
+    HPML_INIT_DEFAULT         = 0, /* weights KAIMING_UNIFORM, biases ZEROS, norm scales ONES, embeddings NORMAL 1 */
     HPML_INIT_KAIMING_UNIFORM = 1, /* U(-b, b), b = sqrt(6 / fan_in), He et al. 2015 */
     HPML_INIT_KAIMING_NORMAL  = 2, /* N(0, 2 / fan_in) */
     HPML_INIT_XAVIER_UNIFORM  = 3, /* U(-b, b), b = sqrt(6 / (fan_in + fan_out)), Glorot & Bengio 2010 */
@@ -296,7 +297,7 @@ struct hpml_tensor {
     int         ndim;                  /* 0 (a scalar) to HPML_MAX_DIMS */
     int64_t     shape[HPML_MAX_DIMS];  /* unused dimensions are 1 */
     int64_t     stride[HPML_MAX_DIMS]; /* in elements; tensors of a graph are contiguous, views need not be */
-    int64_t     batch_rows; /* rows of dimension 0 for each sample of the batch: shape[0] == batch_rows * batch; 0: none */
+    int64_t     batch_rows; /* rows of dimension 0 for each sample: shape[0] == batch_rows * batch; 0: no batch */
     hpml_param *param;      /* not NULL: a parameter */
     hpml_node  *node;       /* the op that makes it; NULL: leaf */
     bool        needs_grad; /* a parameter or something computed from one, or an input so marked */
@@ -304,8 +305,8 @@ struct hpml_tensor {
 
 HPML_API size_t  hpml_dtype_size(hpml_dtype dtype);        /* bytes of one element */
 HPML_API const char *hpml_dtype_name(hpml_dtype dtype);    /* "f32", ... */
-HPML_API int64_t hpml_tensor_count(const hpml_tensor *t);  /* number of elements now (a short batch has fewer); 0 for NULL */
-HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t size); /* "f32 64x784 \"fc1.weight\"" */
+HPML_API int64_t hpml_tensor_count(const hpml_tensor *t);  /* elements now (a short batch has fewer); 0 for NULL */
+HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t size); /* f32 64x784 "fc1.weight" */
 
 /* A tensor with memory of its own, zero filled: constants, your data, masks. shape: `ndim` positive numbers. */
 HPML_API hpml_tensor *hpml_tensor_create(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
@@ -313,10 +314,10 @@ HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0);
 HPML_API hpml_tensor *hpml_tensor_create_2d(hpml_ctx *ctx, int64_t d0, int64_t d1);
 HPML_API hpml_tensor *hpml_tensor_create_3d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2);
 HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2, int64_t d3);
-HPML_API void         hpml_tensor_free(hpml_tensor *t); /* optional; only for tensors made by hpml_tensor_create and views */
+HPML_API void         hpml_tensor_free(hpml_tensor *t); /* optional; for views and what hpml_tensor_create made */
 
 /* Views share the memory of `t` and cost nothing. `t` must have memory (or be a view); to record, see the ops. */
-HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* t contiguous; one -1 allowed */
+HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* t contiguous; one -1 */
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count);
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
 
@@ -349,7 +350,7 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1);                         /* f32 (B, d1) */
 HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2);             /* f32 (B, d1, d2) */
-HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2, int64_t d3); /* f32 (B, C, H, W) */
+HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t c, int64_t h, int64_t w);    /* (B, C, H, W) */
 HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t);                      /* i32 (B, T) */
 
 typedef struct hpml_param_desc {
@@ -367,8 +368,8 @@ HPML_API int          hpml_param_count(const hpml_ctx *ctx);
 HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* in order of recording */
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL when there is none */
 HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* trainable numbers in all */
-HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 over all bits of all parameters */
-HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* takes memory and starts all that have none; done by graph_alloc */
+HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 over all their bits */
+HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* memory and first values for all without; by graph_alloc */
 
 /* Elementwise with numpy broadcasting: dimensions are matched from the last; 1 stretches. */
 HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b); /* a + b */
@@ -556,7 +557,7 @@ HPML_API void        hpml_graph_memory(const hpml_graph *g, hpml_memory *out);
 HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* takes it; done by the first run when you do not */
 /* Sets the number of samples of the next runs, 1 to the batch of the inputs; all shapes with batch_rows follow. */
 HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples);
-HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: some op mixes samples into another dimension */
+HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: some op moves samples to another dimension */
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step); /* step keys the dropout masks */
 /* Gradients of the loss times `scale`. Parameters: set, or added to when `accumulate`. */
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
@@ -591,7 +592,7 @@ typedef union hpml_attr {
     struct { float a, b; } scale;
     struct { hpml_act act; float slope; } act;                          /* ACT, LINEAR */
     struct { bool trans_a, trans_b; } matmul;
-    struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act; } conv; /* and pooling; [0] = h */
+    struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act; } conv; /* pools; [0]: h */
     struct { int32_t dims[HPML_MAX_DIMS]; } permute;
     struct { int32_t dim; int64_t start; } slice;                       /* and concat */
     struct { int32_t dim; bool mean; } sum;
@@ -679,7 +680,7 @@ typedef enum hpml_schedule_kind {
 
 typedef struct hpml_schedule {
     hpml_schedule_kind kind;
-    int64_t warmup_steps; /* lr rises linearly: lr (step + 1) / warmup_steps, then the schedule starts (Goyal et al. 2017) */
+    int64_t warmup_steps; /* first lr (step + 1) / warmup_steps, then the schedule (Goyal et al. 2017) */
     int64_t total_steps;  /* COSINE, LINEAR: end of the schedule, warm-up included */
     int64_t period;       /* STEP */
     float   gamma;        /* STEP; 0: 0.1 */
@@ -720,7 +721,7 @@ typedef struct hpml_trainer_desc {
 /* Plans, takes all memory, starts the parameters. After that a training step does not allocate.
    Batch, stochastic and minibatch gradient descent are one setting: the first dimension of the input. */
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc);
-HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trainer_desc *out); /* zeros replaced */
+HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out); /* fills zeros */
 /* What hpml_trainer_create with this desc will take; takes nothing. */
 HPML_API hpml_status   hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out);
 HPML_API hpml_graph   *hpml_trainer_graph(hpml_trainer *t);
@@ -743,7 +744,8 @@ typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* not 0: stop
 
 /* One batch from host memory: x and y hold `samples` samples (1 to batch) in the dtypes of input and target (i32 labels
    for cross-entropy). With `accumulate` k, every k-th call updates. info may be NULL. */
-HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples, hpml_step_info *info);
+HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
+                                       hpml_step_info *info);
 
 typedef struct hpml_metrics {
     double   loss;      /* mean over samples */
@@ -766,7 +768,7 @@ typedef struct hpml_fit_desc {
     int64_t       max_steps;               /* 0: no limit; counts updates of this call */
     uint32_t      _end;
 } hpml_fit_desc;
-HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc); /* NULL: one pass */
+HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d); /* NULL: one pass */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
 /* output for `samples` samples of x (as in step), any number: out holds samples x (elements of output per sample). */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
@@ -814,7 +816,7 @@ struct hpml_dataset {
     int64_t     y_size;                 /* numbers of y for one sample */
     const void *y;                      /* (count, y_size), NULL: unlabelled */
     int         classes;                /* 1 + largest label; 0 when y is not labels */
-    float       x_scale, x_shift;       /* U8 pixels become x * x_scale + x_shift; 1/255 and 0 at first, yours to change */
+    float       x_scale, x_shift;       /* U8 pixels become x * x_scale + x_shift; at first 1/255 and 0; change them */
     int64_t     x_step;                 /* samples start every x_step elements of x; 0: the size of one. Text: 1 */
     int64_t     y_step;                 /* likewise for y */
     void       *owner;                  /* private */
@@ -822,7 +824,8 @@ struct hpml_dataset {
 
 /* All readers treat the file as hostile: truncated, oversized, of another kind or random bytes end in an error that
    says what was expected where. NULL on failure, the error on the context. */
-HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels); /* MNIST; gzip with HPML_USE_ZLIB */
+/* MNIST; gzipped with HPML_USE_ZLIB. */
+HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels);
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
 /* Numbers separated by `,` `;` or tabs; an optional header line is found by itself. label_column: from 0, negative:
    from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float target. The locale is ignored. */
@@ -830,12 +833,14 @@ HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *cons
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
 /* Text as a stream of tokens: each sample is `context` characters and, as target, the same shifted by one. bytes:
    vocabulary 256; else the characters that occur, in byte order (see hpml_dataset_vocabulary). */
-HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context, bool bytes);
+HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context,
+                                              bool bytes);
 HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size); /* text: byte of each token */
 /* Your own arrays, copied; y NULL: unlabelled. */
-HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim, const int64_t *x_shape,
-                                           const void *x, hpml_dtype y_dtype, int64_t y_size, const void *y);
-HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* shares memory; d must outlive it */
+HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
+                                           const int64_t *x_shape, const void *x, hpml_dtype y_dtype, int64_t y_size,
+                                           const void *y);
+HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive it */
 HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional */
 
 /* numpy .npy, version 1.0: f32, f16, i32, u8 (f64 and i64 are converted on reading), C order. */
@@ -852,7 +857,7 @@ HPML_API hpml_status         hpml_record_finish(hpml_record_writer *w); /* the f
 HPML_API void                hpml_record_abandon(hpml_record_writer *w); /* no file; frees w */
 HPML_API hpml_record_file   *hpml_record_open(hpml_ctx *ctx, const char *path);
 HPML_API int64_t             hpml_record_count(const hpml_record_file *f);
-HPML_API const void         *hpml_record_get(const hpml_record_file *f, int64_t index, size_t *size); /* lives as long as f */
+HPML_API const void         *hpml_record_get(const hpml_record_file *f, int64_t index, size_t *size); /* lives with f */
 HPML_API void                hpml_record_close(hpml_record_file *f);
 /* A dataset's samples as records and back (the first record holds the shapes). */
 HPML_API hpml_status   hpml_dataset_save_records(const hpml_dataset *d, const char *path);
@@ -873,7 +878,7 @@ typedef struct hpml_loader_desc {
     bool         no_prefetch; /* batches are made by the caller's thread; same batches */
     uint64_t     seed;       /* 0: the context's */
     int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1 */
-    int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` nearly equal shares, at most `batch` */
+    int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` near-equal shares, at most `batch` */
     int64_t      grain;        /* samples that stay together on one rank (leaves); 0: 1 */
     int64_t      samples_per_epoch; /* 0: all; less or more: that many, drawn as the shuffle goes on */
     hpml_augment augment;
@@ -883,7 +888,7 @@ typedef struct hpml_loader_desc {
 typedef struct hpml_batch {
     const void *x;        /* (samples, ...) f32 (U8 pixels already scaled) or i32 tokens; valid until the next call */
     const void *y;        /* (samples, y_size) or NULL */
-    int64_t     samples;  /* of this rank: may be short, even 0, in the last global batch; every rank gets equally many batches */
+    int64_t     samples;  /* of this rank: few or 0 in the last global batch; every rank gets equally many batches */
     int64_t     global_samples; /* of all ranks: what a mean divides by */
     int64_t     first;    /* number of this rank's first sample within the global batch */
     int64_t     index;    /* batch of the epoch, from 0 */
@@ -891,9 +896,9 @@ typedef struct hpml_batch {
 
 /* Order: sample i of epoch e is a seeded permutation of (seed, e, i): the same for every number of ranks. */
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *d, const hpml_loader_desc *desc);
-HPML_API int64_t      hpml_loader_steps(const hpml_loader *l);                             /* batches per epoch, same on all ranks */
+HPML_API int64_t      hpml_loader_steps(const hpml_loader *l);                     /* batches per epoch and rank */
 HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);     /* next batch to come */
-HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out); /* false: epoch done (the next call starts the next) or error */
+HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out); /* false: error, or epoch done (then comes the next) */
 HPML_API void         hpml_loader_free(hpml_loader *l);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -915,7 +920,7 @@ HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path
 HPML_API int               hpml_safetensors_count(const hpml_safetensors *f);
 HPML_API bool              hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_safetensor *out);
 HPML_API bool              hpml_safetensors_find(const hpml_safetensors *f, const char *name, hpml_safetensor *out);
-HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* of __metadata__; NULL: none */
+HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* NULL: there is none */
 HPML_API void              hpml_safetensors_close(hpml_safetensors *f);
 typedef struct hpml_meta { const char *key, *value; } hpml_meta;
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
@@ -923,7 +928,7 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 
 /* Parameters only (weight exchange; names are the parameters'), optionally stored as BF16 or F16. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
-HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* every parameter must be there, with its shape */
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all must be there, in their shapes */
 
 /* Everything that training needs to go on with the same bits: parameters, optimizer state, named states (residuals),
    step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>", "opt.v.<param>",
@@ -966,7 +971,7 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* switching on clear
 HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity); /* number of nodes */
 /* Text tables into `buffer`, as snprintf: returns the length it needs. */
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
-HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, shapes, parameters, FLOPs, memory */
+HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* of one run at full batch */
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-random   random numbers that depend on nothing but their place
@@ -1716,8 +1721,8 @@ HPMLI_KFN void HPMLI_K(hpmli_act_forward)(int kind, float slope, float *y, const
 }
 
 /* x or y may be NULL where the slope does not read it: dy stands in. */
-HPMLI_KFN void HPMLI_K(hpmli_act_backward)(int kind, float slope, float *dx, const float *dy, const float *x, const float *y,
-                                           int64_t n, int accumulate)
+HPMLI_KFN void HPMLI_K(hpmli_act_backward)(int kind, float slope, float *dx, const float *dy, const float *x,
+                                           const float *y, int64_t n, int accumulate)
 {
     hv s = hv_set1(slope);
     if (!x) x = dy;
@@ -1784,8 +1789,8 @@ HPMLI_KFN void HPMLI_K(hpmli_vaffine_relu)(float *y, const float *x, float a, fl
 }
 
 /* y (+)= a x + b z + c */
-HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float constant, int64_t n,
-                                       int accumulate)
+HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float constant,
+                                       int64_t n, int accumulate)
 {
     hv va = hv_set1(a), vb = hv_set1(b), vc = hv_set1(constant);
     HV_LOOP(n) {
@@ -1829,7 +1834,7 @@ HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HPMLI_TERM)
 #undef HPMLI_TERM
 #define HPMLI_TERM(at, s) HPMLI_K(hpmli_square_in)(hv_sub(hv_ld(x + (at), c), HPMLI_K(hpmli_keep)(mean, c)), s)
 HPMLI_VFN hv HPMLI_K(hpmli_square_in)(hv d, hv s) { return hv_fma(d, d, s); }
-HPMLI_VFN hv HPMLI_K(hpmli_keep)(float value, int64_t n) /* value in the first n lanes, as hv_load_n leaves 0 in the rest */
+HPMLI_VFN hv HPMLI_K(hpmli_keep)(float value, int64_t n) /* value in the first n lanes, 0 in the rest, as hv_load_n */
 {
     return n >= HV_W ? hv_set1(value) : hv_bits((1u << n) - 1, hv_set1(value), hv_zero());
 }
@@ -1850,7 +1855,7 @@ HPMLI_REDUCE(vvar, (const float *x, float mean, int64_t n), HPMLI_TERM)
 HPMLI_WIDE(vsumsq, (const float *x, int64_t n), HPMLI_K(hpmli_vdot)(x + i, x + i, c))
 HPMLI_WIDE(vsum_wide, (const float *x, int64_t n), HPMLI_K(hpmli_vsum)(x + i, c))
 HPMLI_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HPMLI_K(hpmli_vdot)(a + i, b + i, c))
-HPMLI_WIDE(vvar_wide, (const float *x, float mean, int64_t n), HPMLI_K(hpmli_vvar)(x + i, mean, c)) /* sum (x - mean)^2 */
+HPMLI_WIDE(vvar_wide, (const float *x, float mean, int64_t n), HPMLI_K(hpmli_vvar)(x + i, mean, c)) /* (x - mean)^2 */
 #undef HPMLI_WIDE
 
 HPMLI_KFN float HPMLI_K(hpmli_vmax)(const float *x, int64_t n)
@@ -1956,11 +1961,12 @@ HPMLI_VFN hv HPMLI_K(hpmli_adam_direction)(const hpmli_opt_args *o, hv g, float 
 }
 
 /* LAMB writes its direction over the gradient's array, which is ours to spend. */
-HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const float *grad, float *m, float *v, int64_t n)
+HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const float *dw, float *m, float *v,
+                                       int64_t n)
 {
     hv scale = hv_set1(o->grad_scale), lr = hv_set1(o->lr), decay = hv_set1(o->weight_decay);
     HV_LOOP(n) {
-        hv g = hv_mul(hv_ld(grad + i, c), scale), x;
+        hv g = hv_mul(hv_ld(dw + i, c), scale), x;
         switch (o->opt) {
         case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_K(hpmli_sgd)(o, w + i, g, m ? m + i : NULL, c); break;
         case HPML_OPT_ADAGRAD: HPMLI_K(hpmli_adagrad)(o, w + i, g, v + i, c); break;
@@ -1973,7 +1979,7 @@ HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const 
             break;
         default: /* LAMB */
             x = HPMLI_K(hpmli_adam_direction)(o, g, m + i, v + i, c);
-            hv_st((float *)(uintptr_t)(grad + i), hv_fma(decay, hv_ld(w + i, c), x), c);
+            hv_st((float *)(uintptr_t)(dw + i), hv_fma(decay, hv_ld(w + i, c), x), c);
         }
     }
 }
@@ -3075,7 +3081,8 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_turn)(float *image, const float *x, int64_t ch
     if (channels < 4) {
         for (row = 0; row < height; row++)
             for (int64_t c = 0; c < channels; c++)
-                for (col = 0; col < width; col++) image[row * pitch + col * channels + c] = x[c * plane + row * width + col];
+                for (col = 0; col < width; col++)
+                    image[row * pitch + col * channels + c] = x[c * plane + row * width + col];
         return;
     }
     for (int64_t p = 0; p < plane; p += HV_W) {
@@ -3116,8 +3123,8 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_emit)(const float *band, int64_t n, int64_t ch
 }
 
 /* Channels [o0, o1) of one image's result, from its image in NHWC order. band: map->band x width x panel floats. */
-HPMLI_KFN void HPMLI_K(hpmli_conv_image)(const hpmli_conv_map *m, const float *w, const float *image, int64_t o0, int64_t o1,
-                                         const float *bias, int relu, int accumulate, float *y, float *band)
+HPMLI_KFN void HPMLI_K(hpmli_conv_image)(const hpmli_conv_map *m, const float *w, const float *image, int64_t o0,
+                                         int64_t o1, const float *bias, int relu, int add, float *y, float *band)
 {
     int64_t plane = m->height * m->width;
     for (int64_t o = o0; o < o1; o += HPMLI_NR) {
@@ -3128,14 +3135,14 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_image)(const hpmli_conv_map *m, const float *w
             for (int64_t f = 0; f < m->phases; f++) {
                 const hpmli_conv_phase *p = &m->phase[f];
                 hpmli_conv_strip        s;
-                s.rows = p->cols, s.ars = m->col_at, s.acs = 1, s.ldb = HPMLI_NR, s.runs = p->runs, s.length = p->length;
-                s.a_at = p->run_at, s.b_at = NULL, s.ldc = m->step[1] * HPMLI_NR, s.add = 0;
+                s.rows = p->cols, s.ars = m->col_at, s.acs = 1, s.ldb = HPMLI_NR, s.runs = p->runs;
+                s.length = p->length, s.a_at = p->run_at, s.b_at = NULL, s.ldc = m->step[1] * HPMLI_NR, s.add = 0;
                 for (int64_t r = p->row0; r < rows; r += m->step[0])
                     HPMLI_K(hpmli_strip)(&s, n, image + p->at + (row + r - p->row0) / m->step[0] * m->row_at,
                                          wp + p->first * m->in * HPMLI_NR, band + (r * m->width + p->col0) * HPMLI_NR);
             }
-            HPMLI_K(hpmli_conv_emit)(band, rows * m->width, n, y + o * plane + row * m->width, plane, bias ? bias + o : NULL,
-                                     relu, accumulate);
+            HPMLI_K(hpmli_conv_emit)(band, rows * m->width, n, y + o * plane + row * m->width, plane,
+                                     bias ? bias + o : NULL, relu, add);
         }
     }
 }
@@ -3153,8 +3160,8 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_weights)(const hpmli_conv_sum *g, const float 
 }
 
 /* dw (out, in, taps) (+)= the sum of the parts, in order; channels [o, o + panel) of it. */
-HPMLI_KFN void HPMLI_K(hpmli_conv_unpack)(float *dw, const float *parts, int64_t count, int64_t apart, int64_t in, int64_t out,
-                                          int64_t taps, int64_t o, int accumulate)
+HPMLI_KFN void HPMLI_K(hpmli_conv_unpack)(float *dw, const float *parts, int64_t count, int64_t apart, int64_t in,
+                                          int64_t out, int64_t taps, int64_t o, int accumulate)
 {
     float sum[HV_W * HV_W], square[HV_W * HV_W];
     int64_t end = o + HPMLI_CONV_PANEL < out ? o + HPMLI_CONV_PANEL : out;
@@ -3301,7 +3308,7 @@ typedef struct hpmli_opt_args {
     X(void, vaxpby, (float *y, float a, const float *x, float b, int64_t n))                                           \
     X(void, vscale_add, (float *y, const float *x, float a, float b, int64_t n))                                       \
     X(void, vaffine_relu, (float *y, const float *x, float a, float b, int64_t n))                                     \
-    X(void, vaxpbypc, (float *y, float a, const float *x, float b, const float *z, float c, int64_t n, int accumulate)) \
+    X(void, vaxpbypc, (float *y, float a, const float *x, float b, const float *z, float c, int64_t n, int add))       \
     X(void, vsum_rows, (float *out, const float *x, int64_t rows, int64_t cols, int accumulate))                       \
     X(float, vsum, HPMLI_REDUCE_ARGS) X(float, vdot, HPMLI_DOT2_ARGS) X(float, vmax, HPMLI_REDUCE_ARGS)                \
     X(double, vsumsq, HPMLI_REDUCE_ARGS) X(double, vsum_wide, HPMLI_REDUCE_ARGS) X(double, vdot_wide, HPMLI_DOT2_ARGS) \
@@ -3403,7 +3410,7 @@ typedef struct hpmli_conv_sum {
 #define HPMLI_CONV_PANEL 32 /* channels are dealt with in panels; what a kernel calls a panel divides this */
 
 #define HPMLI_KERNELS_CONV(X)                                                                                          \
-    X(void, conv_pack, (float *dst, const float *w, int64_t lane, int64_t channel, const hpmli_conv_map *m, int64_t o)) \
+    X(void, conv_pack, (float *to, const float *w, int64_t lane, int64_t channel, const hpmli_conv_map *m, int64_t o)) \
     X(void, conv_turn, (float *image, const float *x, int64_t channels, int64_t height, int64_t width, int64_t pitch)) \
     X(void, conv_image, (const hpmli_conv_map *m, const float *w, const float *image, int64_t o0, int64_t o1,          \
                          const float *bias, int relu, int accumulate, float *y, float *band))                          \
@@ -3629,7 +3636,8 @@ HPMLI_FN size_t hpmli_none_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, in
     return (size_t)cols * sizeof(float);
 }
 
-HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, float *e HPMLI_UNUSED, const float *g, int64_t rows)
+HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, float *e HPMLI_UNUSED, const float *g,
+                                       int64_t rows)
 {
     if (rows > 0 && p->cols > 0) memcpy(packed, g, (size_t)rows * p->row_size);
     return HPML_OK;
@@ -3985,6 +3993,8 @@ HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*drop)(void *ob
     return hpmli_failed(ctx) ? NULL : hpmli_alloc_object(ctx, bytes, drop);
 }
 
+#define hpmli_new(ctx, T, count) ((T *)hpmli_alloc_array(ctx, count, sizeof(T)))
+
 HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
 {
     size_t size = strlen(s) + 1;
@@ -4256,7 +4266,7 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
         ctx->threads = ctx->pool->worker_count + 1;
     }
 #endif
-    ctx->gemm_ws = (float *)hpmli_alloc_array(ctx, (int64_t)ctx->threads * HPMLI_GEMM_WS, sizeof(float));
+    ctx->gemm_ws = hpmli_new(ctx, float, (int64_t)ctx->threads * HPMLI_GEMM_WS);
     if (!ctx->gemm_ws) return false;
     return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
 }
@@ -4398,7 +4408,8 @@ HPMLI_FN void hpmli_set_shape(hpml_tensor *t, int ndim, const int64_t *shape)
 }
 
 /* A tensor without memory. The one place where shapes are checked. */
-HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dtype dtype, int ndim, const int64_t *shape)
+HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dtype dtype, int ndim,
+                                       const int64_t *shape)
 {
     hpml_tensor *t;
     if (hpmli_failed(ctx)) return NULL;
@@ -4414,7 +4425,7 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
     if (hpmli_shape_count(ndim, shape) < 0)
         return hpmli_null(ctx, HPML_ERR_OVERFLOW, "tensor \"%s\": shape %s does not fit in memory", name,
                           hpmli_shape_text(ctx, ndim, shape));
-    t = (hpml_tensor *)hpmli_alloc_array(ctx, 1, sizeof *t);
+    t = hpmli_new(ctx, hpml_tensor, 1);
     if (!t) return NULL;
     t->ctx   = ctx;
     t->name  = name;
@@ -4590,7 +4601,8 @@ HPMLI_FN void hpmli_from_f32(const hpmli_kernels *k, hpml_dtype to, void *y, con
     }
 }
 
-HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n)
+HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hpml_dtype from, const void *src,
+                            int64_t n)
 {
     float piece[1024];
     size_t to_size = hpml_dtype_size(to), from_size = hpml_dtype_size(from);
@@ -4713,7 +4725,7 @@ HPMLI_FN hpml_tensor *hpmli_node_create_named(hpml_ctx *ctx, hpml_op op, const c
     if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
     if (!name) return NULL;
     hpml_tensor *out = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
-    n   = out ? (hpml_node *)hpmli_alloc_array(ctx, 1, sizeof *n) : NULL;
+    n   = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
     if (!n) return NULL;
     n->op        = op;
     n->index     = ctx->node_count++;
@@ -4774,7 +4786,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
                           name);
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
     if (!t || !hpmli_grow(ctx, &ctx->params, ctx->param_count, &ctx->param_capacity, sizeof t)) return NULL;
-    t->param = (hpml_param *)hpmli_alloc_array(ctx, 1, sizeof *t->param);
+    t->param = hpmli_new(ctx, hpml_param, 1);
     if (!t->param) return NULL;
     t->param->index      = ctx->param_count;
     t->param->init       = init == HPML_INIT_DEFAULT ? HPML_INIT_KAIMING_UNIFORM : init;
@@ -4786,8 +4798,8 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
 }
 
 /* The parameter "layer.suffix". */
-HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init, float scale,
-                                        int ndim, const int64_t *shape)
+HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init,
+                                        float scale, int ndim, const int64_t *shape)
 {
     char text[256];
     if (!layer || hpmli_failed(ctx)) return NULL;
@@ -4796,7 +4808,8 @@ HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const 
 }
 
 /* The vector "layer.suffix" that weight decay leaves alone: a bias, the scale of a norm. */
-HPMLI_FN hpml_tensor *hpmli_layer_vector(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init, int64_t n)
+HPMLI_FN hpml_tensor *hpmli_layer_vector(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init,
+                                         int64_t n)
 {
     hpml_tensor *t = hpmli_layer_param(ctx, layer, suffix, init, 0, 1, &n);
     if (t) t->param->no_decay = true;
@@ -5093,7 +5106,7 @@ HPMLI_FN void hpmli_walk_make(hpmli_walk *w, const hpml_tensor *out, const hpml_
         }
     }
     w->ndim = 0;
-    for (int i = 0; i < out->ndim; i++) { /* outermost first; join dimension i to the one before when both operands allow */
+    for (int i = 0; i < out->ndim; i++) { /* outermost first; i joins the one before when both operands allow */
         shape[i] = out->shape[i];
         if (w->ndim > 0 && w->stride[0][w->ndim - 1] == stride[0][i] * shape[i] &&
             w->stride[1][w->ndim - 1] == stride[1][i] * shape[i]) {
@@ -5400,7 +5413,8 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     int64_t      shape[HPML_MAX_DIMS];
     hpml_tensor *src[2] = { a, b };
     if (!hpmli_recordable(2, src)) return NULL;
-    if (a->ndim < 2 || b->ndim < 2 || (b->ndim != 2 && b->ndim != a->ndim)) return hpmli_matmul_error(a, b, trans_a, trans_b);
+    if (a->ndim < 2 || b->ndim < 2 || (b->ndim != 2 && b->ndim != a->ndim))
+        return hpmli_matmul_error(a, b, trans_a, trans_b);
     for (int i = 0; i < a->ndim - 2; i++) {
         shape[i] = a->shape[i];
         if (b->ndim > 2 && b->shape[i] != a->shape[i]) return hpmli_matmul_error(a, b, trans_a, trans_b);
@@ -5413,7 +5427,7 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     if (!c) return NULL;
     c->node->attr.matmul.trans_a = trans_a;
     c->node->attr.matmul.trans_b = trans_b;
-    if (a->ndim == 2) { /* the batch is a row of C only when it is a row of A; contracted away it is just a shorter sum */
+    if (a->ndim == 2) { /* the batch is a row of C when it is a row of A; contracted away it is just a shorter sum */
         c->batch_rows        = trans_a ? 0 : a->batch_rows;
         c->node->mixes_batch = (a->batch_rows && trans_a && !b->batch_rows) || (b->batch_rows && trans_b);
     }
@@ -5472,7 +5486,7 @@ HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
         hpmli_product(run->ctx, d.batch, d.k, d.m, d.n, hpmli_matmul_b(n, &d, false), hpmli_mats(dc, d.n, mn, true),
                       a->grad, n->accumulate[0]);
     if (b == a) n->accumulate[1] = true; /* x x^T: both gradients meet in one place */
-    for (int64_t i = 0; b->grad && i < (d.shared ? d.batch : 1); i++) { /* a shared b adds up over the batch, in order */
+    for (int64_t i = 0; b->grad && i < (d.shared ? d.batch : 1); i++) { /* a shared b sums over the batch, in order */
         bool    add   = n->accumulate[1] || i > 0;
         int64_t batch = d.shared ? 1 : d.batch;
         if (!n->attr.matmul.trans_b) /* dB (k, n) = op(A)^T dC */
@@ -5683,8 +5697,8 @@ HPMLI_FN void hpmli_split_dims(const hpml_tensor *t, int dim, int64_t *outer, in
 }
 
 /* Copies or adds `outer` blocks of `block` floats; the blocks are to_step and from_step apart. */
-HPMLI_FN void hpmli_copy_blocks(const hpmli_kernels *k, float *to, int64_t to_step, const float *from, int64_t from_step,
-                                int64_t outer, int64_t block, bool accumulate)
+HPMLI_FN void hpmli_copy_blocks(const hpmli_kernels *k, float *to, int64_t to_step, const float *from,
+                                int64_t from_step, int64_t outer, int64_t block, bool accumulate)
 {
     for (int64_t o = 0; o < outer; o++) {
         if (accumulate) k->vadd(to + o * to_step, to + o * to_step, from + o * from_step, block);
@@ -5853,6 +5867,7 @@ typedef struct hpmli_conv {
 } hpmli_conv;
 
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+HPMLI_FN int64_t hpmli_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
 HPMLI_FN void hpmli_conv_make(hpmli_conv *c, hpml_ctx *ctx, hpml_node *n)
 {
@@ -5896,13 +5911,14 @@ HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
     c->phase     = (hpmli_conv_phase *)hpmli_conv_place(c, &used, phases, sizeof *c->phase);
     c->run_at    = (int64_t *)hpmli_conv_place(c, &used, c->taps, sizeof *c->run_at);
     c->rank      = (int64_t *)hpmli_conv_place(c, &used, c->taps, sizeof *c->rank);
-    weights      = c->taps * (backward ? c->OC * hpmli_round_up(c->C, HPMLI_CONV_PANEL) : c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL));
+    weights      = c->taps * (backward ? c->OC : c->C) * hpmli_round_up(backward ? c->C : c->OC, HPMLI_CONV_PANEL);
     c->packed    = (float *)hpmli_conv_place(c, &used, c->groups * weights, sizeof(float));
     c->own_size  = c->x_size + c->band_size;
     if (backward) {
         int64_t size[2], margin[2], panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
         for (int i = 0; i < 2; i++) { /* dy as far around as taps reach */
-            int64_t last = ((i == 0 ? c->H : c->W) - 1 + c->padding[i]) / c->stride[i] + 1, own = i == 0 ? c->OH : c->OW;
+            int64_t image = i == 0 ? c->H : c->W, own = i == 0 ? c->OH : c->OW;
+            int64_t last  = (image - 1 + c->padding[i]) / c->stride[i] + 1;
             margin[i] = (c->kernel[i] - 1) * c->dilation[i] / c->stride[i] - c->padding[i] / c->stride[i];
             if (margin[i] < 0 || !c->want_dx) margin[i] = 0;
             size[i] = margin[i] + (c->want_dx && last > own ? last : own);
@@ -5927,7 +5943,8 @@ HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
     return used;
 }
 
-HPMLI_FN hpml_tensor *hpmli_conv_error(hpml_tensor *x, const char *name, int64_t out, const hpml_attr *a, const char *why)
+HPMLI_FN hpml_tensor *hpmli_conv_error(hpml_tensor *x, const char *name, int64_t out, const hpml_attr *a,
+                                       const char *why)
 {
     return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, "
                       "padding %dx%d, dilation %dx%d, %d groups: %s", name ? name : "", hpmli_text(x), (long long)out,
@@ -5942,6 +5959,12 @@ HPMLI_FN int64_t hpmli_conv_out(int64_t size, int32_t kernel, int32_t stride, in
     return span < 0 ? 0 : span / stride + 1;
 }
 
+HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i)
+{
+    return hpmli_conv_out(x->shape[2 + i], a->conv.kernel[i], a->conv.stride[i], a->conv.padding[i],
+                          a->conv.dilation[i]);
+}
+
 HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const hpml_attr *a)
 {
     if (x->ndim != 4 || x->dtype != HPML_DTYPE_F32) return "the input must be f32 (B, C, H, W)";
@@ -5953,7 +5976,7 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
         if (a->conv.kernel[i] > INT16_MAX || a->conv.stride[i] > INT16_MAX || a->conv.padding[i] > INT16_MAX ||
             a->conv.dilation[i] > INT16_MAX)
             return "kernel, stride, padding and dilation must be below 32768";
-        if (hpmli_conv_out(x->shape[2 + i], a->conv.kernel[i], a->conv.stride[i], a->conv.padding[i], a->conv.dilation[i]) < 1)
+        if (hpmli_conv_size(x, a, i) < 1)
             return "the kernel is larger than the padded image";
     }
     if (a->conv.act != HPML_ACT_NONE && hpmli_act_reads_x(a->conv.act))
@@ -5994,7 +6017,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     if (why) return hpmli_conv_error(x, d ? d->name : NULL, out, &a, why);
     shape[0] = x->shape[0], shape[1] = out;
     for (int i = 0; i < 2; i++)
-        shape[2 + i] = hpmli_conv_out(x->shape[2 + i], a.conv.kernel[i], a.conv.stride[i], a.conv.padding[i], a.conv.dilation[i]);
+        shape[2 + i] = hpmli_conv_size(x, &a, i);
     w[0] = out, w[1] = x->shape[1] / a.conv.groups, w[2] = a.conv.kernel[0], w[3] = a.conv.kernel[1];
     const char *name = hpmli_layer_name(x->ctx, d->name, "conv");
     src[0] = x;
@@ -6020,7 +6043,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t panels = (c->map.out + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL, g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
+    int64_t panels = hpmli_panels(c->map.out), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
     int64_t out = c->C * c->taps, in = c->taps; /* steps of w (OC, C, taps) */
     c->ctx->k->conv_pack(c->packed + g * c->weights, c->n->src[1]->data + g * c->OC * out, c->back ? in : out,
                          c->back ? out : in, &c->map, o);
@@ -6028,7 +6051,7 @@ HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNU
 
 HPMLI_FN void hpmli_conv_pack(hpmli_conv *c)
 {
-    int64_t panels = (c->map.out + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL;
+    int64_t panels = hpmli_panels(c->map.out);
     hpmli_parallel(c->ctx, c->groups * panels, hpmli_conv_pack_task, c);
 }
 
@@ -6056,14 +6079,15 @@ HPMLI_FN void hpmli_conv_forward_map(hpmli_conv *c)
     for (int64_t t = 0; t < c->taps; t++) {
         c->rank[t] = t;
         if (!wide || t % c->kernel[1] == 0)
-            c->run_at[p->runs++] = t / c->kernel[1] * c->dilation[0] * c->x_pitch + t % c->kernel[1] * c->dilation[1] * c->C;
+            c->run_at[p->runs++] = t / c->kernel[1] * c->dilation[0] * c->x_pitch +
+                                   t % c->kernel[1] * c->dilation[1] * c->C;
     }
 }
 
 HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t b = task / c->splits, piece = task % c->splits, panels = (c->OC + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL;
+    int64_t b = task / c->splits, piece = task % c->splits, panels = hpmli_panels(c->OC);
     int64_t o0 = piece * panels / c->splits * HPMLI_CONV_PANEL, o1 = (piece + 1) * panels / c->splits * HPMLI_CONV_PANEL;
     float  *image = c->own + thread * c->own_size, *band = image + c->x_size;
     if (o1 > c->OC) o1 = c->OC;
@@ -6100,7 +6124,7 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
     if (hpmli_conv_direct(&c)) {
         hpmli_conv_1x1(&c, false);
     } else {
-        int64_t panels = (c.OC + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL, want = 2 * run->ctx->threads;
+        int64_t panels = hpmli_panels(c.OC), want = 2 * run->ctx->threads;
         hpmli_conv_layout(&c, false);
         hpmli_conv_forward_map(&c);
         hpmli_conv_pack(&c);
@@ -6114,7 +6138,8 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
 }
 
 /* Adds the taps of phase (f, g) of dx to the tables: those where the stride divides pixel + padding - tap dilation. */
-HPMLI_FN void hpmli_conv_phase_taps(hpmli_conv *c, hpmli_conv_phase *p, int64_t f, int64_t g, int64_t *taps, int64_t *runs)
+HPMLI_FN void hpmli_conv_phase_taps(hpmli_conv *c, hpmli_conv_phase *p, int64_t f, int64_t g, int64_t *taps,
+                                    int64_t *runs)
 {
     int64_t first_run = *runs, each = 0;
     bool    wide = true; /* the taps of a kernel row are neighbours in dy */
@@ -6163,7 +6188,8 @@ HPMLI_FN void hpmli_conv_back_map(hpmli_conv *c)
         p->row0 = (f + c->stride[0] - c->padding[0] % c->stride[0]) % c->stride[0];
         p->col0 = (g + c->stride[1] - c->padding[1] % c->stride[1]) % c->stride[1];
         p->cols = p->col0 < c->W ? (c->W - 1 - p->col0) / c->stride[1] + 1 : 0;
-        p->at   = c->y_at + (p->row0 + c->padding[0]) / c->stride[0] * c->y_pitch + (p->col0 + c->padding[1]) / c->stride[1] * c->OC;
+        p->at   = c->y_at + (p->row0 + c->padding[0]) / c->stride[0] * c->y_pitch +
+                  (p->col0 + c->padding[1]) / c->stride[1] * c->OC;
         hpmli_conv_phase_taps(c, p, f, g, &taps, &runs);
     }
 }
@@ -6230,7 +6256,7 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
 HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t panels = (c->OC + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL, g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
+    int64_t panels = hpmli_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
     c->ctx->k->conv_unpack(c->n->src[1]->grad + g * c->OC * c->C * c->taps,
                            c->part + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, c->parts, c->part_size, c->C, c->OC, c->taps, o,
                            c->n->accumulate[1]);
@@ -6253,7 +6279,7 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
     hpmli_conv_sum_map(&c);
     hpmli_parallel(run->ctx, c.parts, hpmli_conv_back_task, &c);
     if (c.want_dw)
-        hpmli_parallel(run->ctx, c.groups * ((c.OC + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL), hpmli_conv_join_task, &c);
+        hpmli_parallel(run->ctx, c.groups * hpmli_panels(c.OC), hpmli_conv_join_task, &c);
     for (int64_t p = 0; c.want_db && p < c.parts; p++)
         run->ctx->k->vaxpby(n->src[2]->grad, 1, c.part + (p + 1) * c.part_size - hpmli_round_up(channels, 16),
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
@@ -6275,13 +6301,15 @@ typedef struct hpmli_pooling_job {
     int64_t    H, W, OH, OW, kh, kw, stride, pad;
 } hpmli_pooling_job;
 
-HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride, int32_t padding)
+HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride,
+                                        int32_t padding)
 {
     int64_t shape[4];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (stride == 0) stride = kh;
     if (x->ndim != 4 || kh < 1 || kw < 1 || stride < 1 || padding < 0 || 2 * padding > kh || 2 * padding > kw ||
-        hpmli_conv_out(x->shape[2], kh, stride, padding, 1) < 1 || hpmli_conv_out(x->shape[3], kw, stride, padding, 1) < 1)
+        hpmli_conv_out(x->shape[2], kh, stride, padding, 1) < 1 ||
+        hpmli_conv_out(x->shape[3], kw, stride, padding, 1) < 1)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, "
                           "H, W), a kernel that fits and padding of at most half of it", hpml_op_name(op),
                           hpmli_text(x), kh, kw, stride, padding);
@@ -6315,7 +6343,8 @@ HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
 }
 
 /* The part [*from, *to) of window o that lies inside [0, size). */
-HPMLI_FN void hpmli_window(int64_t o, int64_t stride, int64_t pad, int64_t kernel, int64_t size, int64_t *from, int64_t *to)
+HPMLI_FN void hpmli_window(int64_t o, int64_t stride, int64_t pad, int64_t kernel, int64_t size, int64_t *from,
+                           int64_t *to)
 {
     *from = o * stride - pad;
     *to   = *from + kernel < size ? *from + kernel : size;
@@ -6381,7 +6410,8 @@ HPMLI_FN void hpmli_avg_pool_walk(const hpmli_pooling_job *j, const float *x, fl
 HPMLI_FN void hpmli_avg_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
-    hpmli_avg_pool_walk(j, j->n->src[0]->data + plane * j->H * j->W, j->n->out->data + plane * j->OH * j->OW, NULL, NULL);
+    const float *x = j->n->src[0]->data + plane * j->H * j->W;
+    hpmli_avg_pool_walk(j, x, j->n->out->data + plane * j->OH * j->OW, NULL, NULL);
 }
 
 HPMLI_FN void hpmli_avg_pool_back_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
@@ -6770,7 +6800,8 @@ HPMLI_OP(dropout, HPMLI_INPLACE, hpmli_dropout_run(run, n, n->src[0]->data, n->o
          hpmli_dropout_run(run, n, n->out->grad, n->src[0]->grad, n->accumulate[0]))
 
 /* Embedding: y[i] = table[token[i]]; backward adds dy[i] to that row, in order of i. Sources: tokens, table. */
-HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width, const hpml_embedding_desc *desc)
+HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
+                                     const hpml_embedding_desc *desc)
 {
     hpml_embedding_desc d = HPMLI_ZEROED;
     int64_t             shape[HPML_MAX_DIMS], table[2];
@@ -7084,7 +7115,8 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor 
 {
     hpml_tensor *src[2] = { y, target };
     if (!hpmli_recordable(2, src)) return NULL;
-    if (target->dtype != HPML_DTYPE_F32 || target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
+    if (target->dtype != HPML_DTYPE_F32 || target->ndim != y->ndim ||
+        memcmp(target->shape, y->shape, sizeof y->shape) != 0)
         return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
                           hpml_op_name(op), hpmli_text(y), hpmli_text(target));
     hpml_tensor *loss = hpmli_node_create(y->ctx, op, 2, src, 0, NULL);
@@ -7106,7 +7138,7 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     loss->node->mixes_batch                  = false;
     loss->node->attr.cross_entropy.smoothing = desc ? desc->label_smoothing : 0;
     loss->node->attr.cross_entropy.ignore    = desc && desc->ignore_index ? desc->ignore_index : HPML_IGNORE;
-    loss->node->saved_bytes = (size_t)(2 * hpml_tensor_count(labels) + 1) * sizeof(float); /* lse, loss of rows; 1 / counted */
+    loss->node->saved_bytes = (size_t)(2 * hpml_tensor_count(labels) + 1) * 4; /* lse, loss of each row; 1 / counted */
     return loss;
 }
 
@@ -7209,7 +7241,7 @@ HPMLI_FN void hpmli_loss_slopes(hpml_node *n, float (*slope)(const hpml_node *n,
     const float *x = n->src[0]->data, *t = n->src[1]->data;
     int64_t      count = hpml_tensor_count(n->src[0]);
     float        scale = n->out->grad[0] / (float)count;
-    for (int s = 0; s < 2; s++) { /* a target that is computed gets a gradient too; for squares and huber it is the opposite */
+    for (int s = 0; s < 2; s++) { /* a computed target gets a gradient too: the opposite for squares and huber */
         float *d = n->src[s]->grad, sign = s ? -scale : scale;
         for (int64_t i = 0; d && i < count; i++) d[i] = (n->accumulate[s] ? d[i] : 0) + sign * slope(n, x[i], t[i]);
     }
@@ -7372,8 +7404,8 @@ HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, 
         hpmli_update_job   j;
         j.k = ctx->k, j.u = u;
         j.o.opt = (int)u->opt, j.o.lr = u->lr, j.o.momentum = u->momentum, j.o.beta1 = u->beta1, j.o.beta2 = u->beta2;
-        j.o.eps = u->eps, j.o.weight_decay = u->weight_decay, j.o.grad_scale = u->grad_scale, j.o.nesterov = u->nesterov;
-        j.o.first       = u->step == 1;
+        j.o.eps = u->eps, j.o.weight_decay = u->weight_decay, j.o.grad_scale = u->grad_scale;
+        j.o.nesterov = u->nesterov, j.o.first = u->step == 1;
         j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
         j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
         if (u->opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, u, &j.o);
@@ -7454,11 +7486,11 @@ struct hpml_graph {
 HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, int target_count)
 {
     hpml_ctx      *ctx   = g->ctx;
-    hpml_node    **stack = (hpml_node **)hpmli_alloc_array(ctx, (int64_t)ctx->node_count + target_count + 1, sizeof *stack);
-    hpml_node    **found = (hpml_node **)hpmli_alloc_array(ctx, (int64_t)ctx->node_count + 1, sizeof *found);
+    hpml_node    **stack = hpmli_new(ctx, hpml_node *, ctx->node_count + target_count + 1);
+    hpml_node    **found = hpmli_new(ctx, hpml_node *, ctx->node_count + 1);
     int            depth = 0, leaf_room = ctx->node_count * HPML_MAX_SRC + target_count + 1;
-    g->leaves = (hpml_tensor **)hpmli_alloc_array(ctx, leaf_room, sizeof *g->leaves);
-    g->nodes  = (hpml_node **)hpmli_alloc_array(ctx, (int64_t)ctx->node_count + 1, sizeof *g->nodes);
+    g->leaves = hpmli_new(ctx, hpml_tensor *, leaf_room);
+    g->nodes  = hpmli_new(ctx, hpml_node *, ctx->node_count + 1);
     if (!stack || !found || !g->leaves || !g->nodes) return false;
     for (int i = 0; i < target_count; i++)
         if (targets[i]->node && !found[targets[i]->node->index])
@@ -7618,8 +7650,8 @@ HPMLI_FN size_t hpmli_slot_place(hpmli_slot *const *placed, int count, const hpm
 
 HPMLI_FN bool hpmli_plan_place(hpml_graph *g)
 {
-    hpmli_slot **order  = (hpmli_slot **)hpmli_alloc_array(g->ctx, (int64_t)g->slot_count + 1, sizeof *order);
-    hpmli_slot **placed = (hpmli_slot **)hpmli_alloc_array(g->ctx, (int64_t)g->slot_count + 1, sizeof *placed);
+    hpmli_slot **order  = hpmli_new(g->ctx, hpmli_slot *, g->slot_count + 1);
+    hpmli_slot **placed = hpmli_new(g->ctx, hpmli_slot *, g->slot_count + 1);
     if (!order || !placed) return false;
     for (int i = 0; i < g->slot_count; i++) order[i] = &g->slots[i];
     qsort(order, (size_t)g->slot_count, sizeof *order, hpmli_slot_order);
@@ -7689,11 +7721,11 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
 HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
 {
     hpml_ctx  *ctx      = g->ctx;
-    hpmli_use *uses     = (hpmli_use *)hpmli_alloc_array(ctx, (int64_t)g->count + 1, sizeof *uses);
-    int       *position = (int *)hpmli_alloc_array(ctx, (int64_t)ctx->node_count + 1, sizeof *position);
-    g->slots      = (hpmli_slot *)hpmli_alloc_array(ctx, 3 * (int64_t)g->count + 2 * (int64_t)g->leaf_count + 1, sizeof *g->slots);
-    g->param_last = (int *)hpmli_alloc_array(ctx, (int64_t)ctx->param_count + 1, sizeof *g->param_last);
-    g->back_names = (const char **)hpmli_alloc_array(ctx, (int64_t)g->count + 1, sizeof *g->back_names);
+    hpmli_use *uses     = hpmli_new(ctx, hpmli_use, g->count + 1);
+    int       *position = hpmli_new(ctx, int, ctx->node_count + 1);
+    g->slots      = hpmli_new(ctx, hpmli_slot, 3 * (int64_t)g->count + 2 * (int64_t)g->leaf_count + 1);
+    g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
+    g->back_names = hpmli_new(ctx, const char *, g->count + 1);
     if (!uses || !position || !g->slots || !g->param_last || !g->back_names) return false;
     for (int i = 0; i < g->count; i++) {
         char text[160];
@@ -7736,13 +7768,12 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
     for (int i = 0; i < d->output_count; i++) targets[count++] = d->outputs[i];
     if (d->loss) targets[count++] = d->loss;
     if (!hpmli_recordable(count, targets)) return NULL;
-    g = (hpml_graph *)hpmli_alloc_array(ctx, 1, sizeof *g);
+    g = hpmli_new(ctx, hpml_graph, 1);
     if (!g) return NULL;
     g->ctx          = ctx;
     g->loss         = d->loss;
     g->output_count = d->output_count;
-    if (!hpmli_graph_collect(g, targets, count) || !hpmli_graph_batches(g) || !hpmli_graph_plan(g, targets)) return NULL;
-    return g;
+    return hpmli_graph_collect(g, targets, count) && hpmli_graph_batches(g) && hpmli_graph_plan(g, targets) ? g : NULL;
 }
 
 HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
@@ -8086,7 +8117,7 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
                            d ? "canary is not zero; zero the struct before you set fields" : "none given");
     if (!d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
-    if (!(d->lr >= 0) || !(d->momentum >= 0) || !(d->weight_decay >= 0) || !(d->clip_norm >= 0) || d->label_smoothing < 0 ||
+    if (!(d->lr >= 0 && d->momentum >= 0 && d->weight_decay >= 0 && d->clip_norm >= 0) || d->label_smoothing < 0 ||
         d->label_smoothing > 1)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: lr %g, momentum %g, weight_decay %g, clip_norm %g must "
                            "not be negative and label_smoothing %g be in 0..1", (double)d->lr, (double)d->momentum,
@@ -8100,7 +8131,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     hpml_graph_desc gd = HPMLI_ZEROED;
     hpml_trainer   *t;
     if (!hpmli_trainer_check(ctx, desc)) return NULL;
-    t = (hpml_trainer *)hpmli_alloc_array(ctx, 1, sizeof *t);
+    t = hpmli_new(ctx, hpml_trainer, 1);
     if (!t) return NULL;
     t->ctx   = ctx;
     t->ranks = 1;
@@ -8191,11 +8222,11 @@ HPMLI_FN bool hpmli_trainer_alloc(hpml_trainer *t)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained");
     if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, bytes);
     if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, bytes);
-    t->updates  = (hpml_update *)hpmli_alloc_array(ctx, (int64_t)ctx->param_count, sizeof *t->updates);
-    t->m_names  = (const char **)hpmli_alloc_array(ctx, (int64_t)ctx->param_count, sizeof *t->m_names);
-    t->v_names  = (const char **)hpmli_alloc_array(ctx, (int64_t)ctx->param_count, sizeof *t->v_names);
-    t->host_out = (float *)hpmli_alloc_array(ctx, hpml_tensor_count(t->output), sizeof(float));
-    t->host_y   = (int32_t *)hpmli_alloc_array(ctx, hpml_tensor_count(t->target), sizeof(int32_t));
+    t->updates  = hpmli_new(ctx, hpml_update, ctx->param_count);
+    t->m_names  = hpmli_new(ctx, const char *, ctx->param_count);
+    t->v_names  = hpmli_new(ctx, const char *, ctx->param_count);
+    t->host_out = hpmli_new(ctx, float, hpml_tensor_count(t->output));
+    t->host_y   = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
     return ctx->status == HPML_OK && hpmli_trainer_updates(t);
 }
 
@@ -8318,7 +8349,8 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
 }
 
 /* Counts rows whose largest output is the label; labels that are ignored do not count. */
-HPMLI_FN void hpmli_count_correct(hpml_trainer *t, const int32_t *labels, int64_t *correct, int64_t *counted, int64_t *confusion)
+HPMLI_FN void hpmli_count_correct(hpml_trainer *t, const int32_t *labels, int64_t *correct, int64_t *counted,
+                                  int64_t *confusion)
 {
     int64_t      classes = t->output->shape[t->output->ndim - 1], n = hpml_tensor_count(t->output);
     const float *y       = t->host_out;
@@ -8368,7 +8400,8 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
     if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale, accumulate);
     if (status == HPML_OK && loss) *loss = (float)hpmli_graph_loss(g);
     if (status == HPML_OK && t->labels)
-        hpmli_count_correct(t, t->labels + first * (hpml_tensor_count(t->target) / g->batch_now), &t->correct, &t->counted, NULL);
+        hpmli_count_correct(t, t->labels + first * (hpml_tensor_count(t->target) / g->batch_now), &t->correct,
+                            &t->counted, NULL);
     hpmli_trainer_shift(t, -first);
     return status;
 }
@@ -8445,7 +8478,8 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     return ctx->status;
 }
 
-HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples, hpml_step_info *info)
+HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
+                                       hpml_step_info *info)
 {
     float  loss  = 0, lr;
     double start = hpml_now();
@@ -8460,8 +8494,9 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
     lr     = hpml_trainer_lr(t);
-    hpml_status status = t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
-                                      : hpml_trainer_run_local(t, 0, samples, 1 / (float)t->d.accumulate, t->micro > 0, &loss);
+    hpml_status status =
+        t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
+                     : hpml_trainer_run_local(t, 0, samples, 1 / (float)t->d.accumulate, t->micro > 0, &loss);
     if (status != HPML_OK) return status;
     if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
     if (++t->micro == t->d.accumulate) {
@@ -8484,7 +8519,8 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
 }
 
 /* A loader over `data` that fits the trainer. */
-HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given, bool evaluate)
+HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
+                                           bool evaluate)
 {
     hpml_loader_desc d = HPMLI_ZEROED;
     int64_t          need = hpml_tensor_count(t->input) / t->input->shape[0], have = 1;
@@ -8505,8 +8541,8 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
     return hpml_loader_create(t->ctx, data, &d);
 }
 
-HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, double start, int64_t *samples,
-                                     int64_t *steps)
+HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, double start,
+                                     int64_t *samples, int64_t *steps)
 {
     hpml_batch     b;
     hpml_step_info info;
@@ -8771,7 +8807,7 @@ HPMLI_FN void hpmli_dataset_drop(void *object)
 HPMLI_FN hpml_dataset *hpmli_dataset_new(hpml_ctx *ctx)
 {
     hpml_dataset *d;
-    hpmli_owner  *o = (hpmli_owner *)hpmli_alloc_array(ctx, 1, sizeof *o);
+    hpmli_owner  *o = hpmli_new(ctx, hpmli_owner, 1);
     if (!o) return NULL;
     d = (hpml_dataset *)hpmli_alloc_object(ctx, sizeof *d, hpmli_dataset_drop);
     if (!d) {
@@ -8830,12 +8866,13 @@ HPMLI_FN void hpmli_dataset_classes(hpml_dataset *d)
         if (y[i] >= d->classes && y[i] < INT32_MAX) d->classes = y[i] + 1;
 }
 
-HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim, const int64_t *x_shape,
-                                           const void *x, hpml_dtype y_dtype, int64_t y_size, const void *y)
+HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
+                                           const int64_t *x_shape, const void *x, hpml_dtype y_dtype, int64_t y_size,
+                                           const void *y)
 {
     if (hpmli_failed(ctx)) return NULL;
-    if (!x || count < 1 || x_ndim < 0 || x_ndim >= HPML_MAX_DIMS || hpmli_shape_count(x_ndim, x_shape) < 0 || y_size < 0 ||
-        (x_dtype != HPML_DTYPE_U8 && x_dtype != HPML_DTYPE_F32 && x_dtype != HPML_DTYPE_I32) ||
+    if (!x || count < 1 || x_ndim < 0 || x_ndim >= HPML_MAX_DIMS || hpmli_shape_count(x_ndim, x_shape) < 0 ||
+        y_size < 0 || (x_dtype != HPML_DTYPE_U8 && x_dtype != HPML_DTYPE_F32 && x_dtype != HPML_DTYPE_I32) ||
         (y && y_dtype != HPML_DTYPE_I32 && y_dtype != HPML_DTYPE_F32))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "dataset: needs data, a count and a shape of positive sizes, x u8, "
                           "f32 or i32, y i32 or f32; got %lld samples of %d dimensions", (long long)count, x_ndim);
@@ -9079,7 +9116,8 @@ HPMLI_FN bool hpmli_csv_fill(hpmli_csv *c, hpml_dataset *d, double *row, int64_t
         for (int64_t j = 0; j < n; j++) {
             if (j != label) ((float *)o->x)[x++] = (float)row[j];
             else if (regression) ((float *)o->y)[i] = (float)row[j];
-            else if (row[j] >= 0 && row[j] < INT32_MAX && row[j] == floor(row[j])) ((int32_t *)o->y)[i] = (int32_t)row[j];
+            else if (row[j] >= 0 && row[j] < INT32_MAX && row[j] == floor(row[j]))
+                ((int32_t *)o->y)[i] = (int32_t)row[j];
             else
                 return hpmli_false(c->ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0",
                                    c->path, (long long)c->line, row[j]);
@@ -9112,7 +9150,7 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     else {
         if (label_column == HPML_NO_LABEL) label = -1;
         int64_t columns = c.columns - (label >= 0);
-        row  = (double *)hpmli_alloc_array(ctx, c.columns, sizeof *row);
+        row  = hpmli_new(ctx, double, c.columns);
         c.p  = start, c.line = header;
         d    = !row ? NULL : hpmli_dataset_make(ctx, lines, HPML_DTYPE_F32, 1, &columns,
                                                 regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32, label >= 0);
@@ -9124,7 +9162,8 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     return hpmli_dataset_done(d, good);
 }
 
-HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context, bool bytes)
+HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context,
+                                              bool bytes)
 {
     int32_t *tokens    = NULL, of[256];
     size_t   total     = 0;
@@ -9152,7 +9191,7 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
         good = total > (size_t)context;
         if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "text: %zu characters, expected more than the context of %lld",
                               total, (long long)context);
-        else tokens = (int32_t *)hpmli_alloc_array(ctx, (int64_t)total, sizeof *tokens);
+        else tokens = hpmli_new(ctx, int32_t, (int64_t)total);
         good = tokens != NULL;
     }
     if (!good) return hpmli_dataset_done(d, false);
@@ -9205,8 +9244,8 @@ HPMLI_FN bool hpmli_npy_shape(const char *p, int *ndim, int64_t *shape)
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
 {
     static const struct { const char *code; hpml_dtype dtype; int size; } kinds[] = {
-        { "'<f4'", HPML_DTYPE_F32, 4 }, { "'<f2'", HPML_DTYPE_F16, 2 }, { "'<i4'", HPML_DTYPE_I32, 4 }, { "'|u1'", HPML_DTYPE_U8, 1 },
-        { "'<f8'", HPML_DTYPE_F32, 8 }, { "'<i8'", HPML_DTYPE_I32, 8 } };
+        { "'<f4'", HPML_DTYPE_F32, 4 }, { "'<f2'", HPML_DTYPE_F16, 2 }, { "'<i4'", HPML_DTYPE_I32, 4 },
+        { "'|u1'", HPML_DTYPE_U8, 1 }, { "'<f8'", HPML_DTYPE_F32, 8 }, { "'<i8'", HPML_DTYPE_I32, 8 } };
     hpmli_file   f;
     char         header[1024];
     size_t       length, start, n = sizeof kinds / sizeof kinds[0], kind = n;
@@ -9259,8 +9298,10 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
                           "contiguous with memory", path);
     shape[0] = 0;
     for (int i = 0; i < t->ndim; i++)
-        used += snprintf(shape + used, sizeof shape - (size_t)used, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
-    n = snprintf(header + 10, sizeof header - 10, "{'descr': '%s', 'fortran_order': False, 'shape': (%s), }", code, shape);
+        used += snprintf(shape + used, sizeof shape - (size_t)used, "%lld,%s", (long long)t->shape[i],
+                         i < t->ndim - 1 ? " " : "");
+    n = snprintf(header + 10, sizeof header - 10, "{'descr': '%s', 'fortran_order': False, 'shape': (%s), }", code,
+                 shape);
     n += 10;
     while (n % 64 != 63) header[n++] = ' '; /* the data start at a multiple of 64 */
     header[n++] = '\n';
@@ -9493,8 +9534,9 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
         for (int64_t i = 0; i < H; i++)
             for (int64_t j = 0; j < W; j++) {
                 int64_t si = i + dy, sj = (flip ? W - 1 - j : j) + dx;
-                bool    out = si < 0 || si >= H || sj < 0 || sj >= W || (i >= cy && i < cy + a->cutout && j >= cx && j < cx + a->cutout);
-                to[(c * H + i) * W + j] = out ? 0 : from[(c * H + si) * W + sj];
+                bool    out = si < 0 || si >= H || sj < 0 || sj >= W;
+                bool    cut = i >= cy && i < cy + a->cutout && j >= cx && j < cx + a->cutout;
+                to[(c * H + i) * W + j] = out || cut ? 0 : from[(c * H + si) * W + sj];
             }
 }
 
@@ -9638,7 +9680,7 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     l->samples = d.samples_per_epoch > 0 ? d.samples_per_epoch : data->count;
     int64_t whole = d.global_batch;
     l->steps   = d.drop_last ? l->samples / whole : (l->samples + whole - 1) / whole;
-    l->image   = (float *)hpmli_alloc_array(ctx, l->each, sizeof(float));
+    l->image   = hpmli_new(ctx, float, l->each);
     for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
         l->slot[i].x = (char *)hpmli_alloc_array(ctx, l->each, (size_t)d.batch * 4);
         l->slot[i].y = (char *)hpmli_alloc_array(ctx, data->y_size + 1, (size_t)d.batch * 4);
@@ -9742,9 +9784,11 @@ HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
     hpmli_json_want(j, '"');
     for (start = to = j->p; !j->bad && j->p < j->end && *j->p != '"'; j->p++) {
         if (*j->p == '\\') {
-            if (j->p + 1 >= j->end || !strchr("\"\\/nrtbf", j->p[1])) { j->bad = true; break; } /* \u: names are plain here */
+            static const char of[] = "\"\\/nrtbf", is[] = "\"\\/\n\r\t\b\f"; /* no \u: names are plain here */
+            const char       *at   = j->p + 1 < j->end && j->p[1] ? strchr(of, j->p[1]) : NULL;
+            if (!at) { j->bad = true; break; }
             j->p++;
-            *to++ = *j->p == 'n' ? '\n' : *j->p == 't' ? '\t' : *j->p == 'r' ? '\r' : *j->p == 'b' ? '\b' : *j->p == 'f' ? '\f' : *j->p;
+            *to++ = is[at - of];
         } else if ((unsigned char)*j->p < 32) {
             j->bad = true;
         } else {
@@ -9875,7 +9919,8 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
 
 HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
 {
-    const char *x = (const char *)((const hpml_safetensor *)a)->data, *y = (const char *)((const hpml_safetensor *)b)->data;
+    const char *x = (const char *)((const hpml_safetensor *)a)->data;
+    const char *y = (const char *)((const hpml_safetensor *)b)->data;
     return x < y ? -1 : x > y;
 }
 
@@ -10025,10 +10070,10 @@ typedef struct hpmli_arrays {
     int          count;
 } hpmli_arrays;
 
-HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpmli_arrays *a, const char *path, hpml_dtype dtype, const hpml_meta *meta,
-                                       int meta_count)
+HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpmli_arrays *a, const char *path, hpml_dtype dtype,
+                                       const hpml_meta *meta, int meta_count)
 {
-    hpml_safetensor *t    = (hpml_safetensor *)hpmli_alloc_array(ctx, a->count + 1, sizeof *t);
+    hpml_safetensor *t    = hpmli_new(ctx, hpml_safetensor, a->count + 1);
     float           *host = NULL;
     char            *all  = NULL;
     size_t           bytes = 0, at = 0, most = 0;
@@ -10054,7 +10099,8 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpmli_arrays *a, con
     return ctx->status;
 }
 
-HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensors *f, const char *path)
+HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensors *f,
+                                       const char *path)
 {
     hpml_safetensor e;
     size_t          most = 1;
@@ -10082,7 +10128,7 @@ HPMLI_FN bool hpmli_arrays_of_params(hpml_ctx *ctx, hpmli_arrays *a)
     a->count = 0;
     a->s     = NULL;
     if (hpml_param_init(ctx) != HPML_OK) return false;
-    a->s = (hpmli_state *)hpmli_alloc_array(ctx, ctx->param_count + 1, sizeof *a->s);
+    a->s = hpmli_new(ctx, hpmli_state, ctx->param_count + 1);
     for (int i = 0; a->s && i < ctx->param_count; i++) {
         hpml_tensor *p = ctx->params[i];
         a->s[i].name = p->name, a->s[i].device = p->data, a->s[i].count = hpml_tensor_count(p), a->s[i].ndim = p->ndim;
@@ -10121,7 +10167,7 @@ HPMLI_FN bool hpmli_arrays_of_trainer(hpml_trainer *t, hpmli_arrays *a)
     int         n = 0;
     while (hpmli_trainer_state(t, n, &s)) n++;
     a->count = 0;
-    a->s     = (hpmli_state *)hpmli_alloc_array(t->ctx, n + 1, sizeof *a->s);
+    a->s     = hpmli_new(t->ctx, hpmli_state, n + 1);
     for (int i = 0; a->s && i < n; i++)
         if (hpmli_trainer_state(t, i, &s) && s.count > 0) a->s[a->count++] = s;
     return a->s != NULL;
@@ -10146,8 +10192,8 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     if (t->micro != 0)
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
                           "between updates", path, t->micro, t->d.accumulate);
-    p.seed = (int64_t)t->ctx->seed, p.step = t->step, p.epoch = t->epoch, p.epoch_step = t->epoch_step, p.micro = t->micro;
-    p.optimizer = (int64_t)t->d.optimizer;
+    p.seed = (int64_t)t->ctx->seed, p.step = t->step, p.epoch = t->epoch, p.epoch_step = t->epoch_step;
+    p.micro = t->micro, p.optimizer = (int64_t)t->d.optimizer;
 #define HPMLI_X(name)                                                         \
     snprintf(text[n], sizeof text[n], "%lld", (long long)p.name);             \
     meta[n].key = "hpml." #name, meta[n].value = text[n], n++;
@@ -10332,7 +10378,7 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
     hpmli_free(g->ctx, g->profile);
     g->profile = NULL;
     if (!on) return;
-    g->profile = (hpml_profile_row *)hpmli_alloc_array(g->ctx, g->count, sizeof *g->profile);
+    g->profile = hpmli_new(g->ctx, hpml_profile_row, g->count);
     for (int i = 0; g->profile && i < g->count; i++) {
         hpml_node        *n = g->nodes[i];
         hpml_profile_row *r = &g->profile[i];
@@ -10381,7 +10427,8 @@ HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
     if (size > 0 && buffer) buffer[0] = 0;
     if (!g || !g->profile) return 0;
     for (int i = 0; i < g->count; i++) total += g->profile[i].forward_s + g->profile[i].backward_s;
-    hpmli_table_add(&t, "%-16s %-14s %9s %9s %6s %9s %9s\n", "layer", "op", "fwd us", "bwd us", "share", "GFLOP/s", "MB");
+    hpmli_table_add(&t, "%-16s %-14s %9s %9s %6s %9s %9s\n", "layer", "op", "fwd us", "bwd us", "share", "GFLOP/s",
+                    "MB");
     for (int i = 0; i < g->count; i++) {
         const hpml_profile_row *r = &g->profile[i];
         double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
@@ -10425,7 +10472,7 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
 #endif /* HPML_IMPLEMENTATION */
 
 // CHANGES
-//     0.1.0   first version: contexts, tensors, graph, layers, optimizers, trainer, codecs, data, checkpoints, CPU kernels
+//     0.1.0   first version: tensors, graph, layers, optimizers, trainer, codecs, data, checkpoints, CPU kernels
 //
 // MIT License
 //
