@@ -898,7 +898,7 @@ typedef struct hpml_batch {
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *d, const hpml_loader_desc *desc);
 HPML_API int64_t      hpml_loader_steps(const hpml_loader *l);                     /* batches per epoch and rank */
 HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);     /* next batch to come */
-HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out); /* false: error, or epoch done (then comes the next) */
+HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out); /* false: error, or epoch done, the next comes */
 HPML_API void         hpml_loader_free(hpml_loader *l);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6088,13 +6088,15 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
     int64_t b = task / c->splits, piece = task % c->splits, panels = hpmli_panels(c->OC);
-    int64_t o0 = piece * panels / c->splits * HPMLI_CONV_PANEL, o1 = (piece + 1) * panels / c->splits * HPMLI_CONV_PANEL;
+    int64_t o0 = piece * panels / c->splits * HPMLI_CONV_PANEL;
+    int64_t o1 = (piece + 1) * panels / c->splits * HPMLI_CONV_PANEL;
     float  *image = c->own + thread * c->own_size, *band = image + c->x_size;
     if (o1 > c->OC) o1 = c->OC;
     for (int64_t g = 0; g < c->groups; g++) {
         const float *bias = c->n->src[2] ? c->n->src[2]->data + g * c->OC : NULL;
         hpmli_conv_turn_x(c, b, g, image);
-        c->ctx->k->conv_image(&c->map, c->packed + g * c->weights, image, o0, o1, bias, c->n->attr.conv.act == HPML_ACT_RELU, 0,
+        c->ctx->k->conv_image(&c->map, c->packed + g * c->weights, image, o0, o1, bias,
+                              c->n->attr.conv.act == HPML_ACT_RELU, 0,
                               c->n->out->data + (b * c->groups + g) * c->OC * c->OH * c->OW, band);
     }
 }
@@ -6240,8 +6242,8 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
                 if (c->want_dw) hpmli_conv_turn_x(c, b + i, g, xs + i * c->x_size);
                 if (c->y_padded) memset(y, 0, (size_t)c->y_size * sizeof(float));
                 if (c->want_dw || c->want_dx)
-                    c->ctx->k->conv_turn(y + c->y_at, c->n->out->grad + ((b + i) * c->groups + g) * c->OC * pixels, c->OC, c->OH,
-                                         c->OW, c->y_pitch);
+                    c->ctx->k->conv_turn(y + c->y_at, c->n->out->grad + ((b + i) * c->groups + g) * c->OC * pixels,
+                                         c->OC, c->OH, c->OW, c->y_pitch);
                 if (c->want_dx)
                     c->ctx->k->conv_image(&c->map, c->packed + g * c->weights, y, 0, c->C, NULL, 0, c->n->accumulate[0],
                                           c->n->src[0]->grad + ((b + i) * c->groups + g) * c->C * c->H * c->W, band);
@@ -6258,8 +6260,8 @@ HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNU
     const hpmli_conv *c = (const hpmli_conv *)arg;
     int64_t panels = hpmli_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
     c->ctx->k->conv_unpack(c->n->src[1]->grad + g * c->OC * c->C * c->taps,
-                           c->part + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, c->parts, c->part_size, c->C, c->OC, c->taps, o,
-                           c->n->accumulate[1]);
+                           c->part + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, c->parts, c->part_size, c->C,
+                           c->OC, c->taps, o, c->n->accumulate[1]);
 }
 
 HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
@@ -6909,8 +6911,9 @@ HPMLI_FN void hpmli_attention_task(void *arg, int64_t task, int thread)
     float       *s   = (float *)j->n->scratch + thread * 2 * HPMLI_QUERIES * j->T; /* (queries, T) */
     for (int64_t q0 = 0; q0 < j->T; q0 += HPMLI_QUERIES) {
         int64_t rows = j->T - q0 < HPMLI_QUERIES ? j->T - q0 : HPMLI_QUERIES, keys = hpmli_visible(j, q0 + rows - 1);
-        hpmli_product_at(j->ctx, thread, rows, keys, j->D, j->n->attr.attention.scale, hpmli_strided(q + q0 * ld, ld, false),
-                            hpmli_strided(q + j->C, ld, true), s, keys, NULL, false);
+        hpmli_product_at(j->ctx, thread, rows, keys, j->D, j->n->attr.attention.scale,
+                         hpmli_strided(q + q0 * ld, ld, false), hpmli_strided(q + j->C, ld, true), s, keys, NULL,
+                         false);
         for (int64_t r = 0; r < rows; r++) {
             float  *row = s + r * keys;
             int64_t see = hpmli_visible(j, q0 + r);
@@ -6943,7 +6946,8 @@ HPMLI_FN void hpmli_attention_back_task(void *arg, int64_t task, int thread)
         hpmli_mat dor = hpmli_strided(d_o + q0 * C, C, false);
         hpmli_product_at(j->ctx, thread, rows, keys, j->D, scale, hpmli_strided(q + q0 * ld, ld, false),
                             hpmli_strided(q + C, ld, true), p, keys, NULL, false);
-        hpmli_product_at(j->ctx, thread, rows, keys, j->D, 1, dor, hpmli_strided(q + 2 * C, ld, true), ds, keys, NULL, false);
+        hpmli_product_at(j->ctx, thread, rows, keys, j->D, 1, dor, hpmli_strided(q + 2 * C, ld, true), ds, keys, NULL,
+                         false);
         for (int64_t r = 0; r < rows; r++) {
             float  *pr = p + r * keys, *dr = ds + r * keys;
             int64_t see = hpmli_visible(j, q0 + r);
@@ -6957,7 +6961,8 @@ HPMLI_FN void hpmli_attention_back_task(void *arg, int64_t task, int thread)
                             hpmli_strided(q + C, ld, false), dq + q0 * ld, ld, NULL, n->accumulate[0]);
         hpmli_product_at(j->ctx, thread, keys, j->D, rows, 1, hpmli_strided(ds, keys, true),
                             hpmli_strided(q + q0 * ld, ld, false), dq + C, ld, NULL, add);
-        hpmli_product_at(j->ctx, thread, keys, j->D, rows, 1, hpmli_strided(p, keys, true), dor, dq + 2 * C, ld, NULL, add);
+        hpmli_product_at(j->ctx, thread, keys, j->D, rows, 1, hpmli_strided(p, keys, true), dor, dq + 2 * C, ld, NULL,
+                         add);
     }
 }
 
@@ -7048,8 +7053,9 @@ HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
                      hpmli_strided(n->src[1]->data, in, true), j.gates, 4 * H, n->src[3]->data, false);
     for (j.t = 0; j.t < j.T; j.t++) {
         if (j.t > 0)
-            hpmli_product_at(run->ctx, -1, j.B, 4 * H, H, 1, hpmli_strided(n->out->data + (j.t - 1) * H, j.T * H, false),
-                               hpmli_strided(n->src[2]->data, H, true), j.gates + j.t * 4 * H, j.T * 4 * H, NULL, true);
+            hpmli_product_at(run->ctx, -1, j.B, 4 * H, H, 1,
+                             hpmli_strided(n->out->data + (j.t - 1) * H, j.T * H, false),
+                             hpmli_strided(n->src[2]->data, H, true), j.gates + j.t * 4 * H, j.T * 4 * H, NULL, true);
         hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell, &j);
     }
 }
@@ -7086,18 +7092,19 @@ HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
     }
     hpmli_mat da = hpmli_strided(j.gates, 4 * H, false);
     if (n->src[0]->grad)
-        hpmli_product_at(run->ctx, -1, j.B * j.T, in, 4 * H, 1, da, hpmli_strided(n->src[1]->data, in, false), n->src[0]->grad, in,
-                           NULL, n->accumulate[0]);
+        hpmli_product_at(run->ctx, -1, j.B * j.T, in, 4 * H, 1, da, hpmli_strided(n->src[1]->data, in, false),
+                         n->src[0]->grad, in, NULL, n->accumulate[0]);
     da = hpmli_strided(j.gates, 4 * H, true);
     if (n->src[1]->grad)
-        hpmli_product_at(run->ctx, -1, 4 * H, in, j.B * j.T, 1, da, hpmli_strided(n->src[0]->data, in, false), n->src[1]->grad, in,
-                           NULL, n->accumulate[1]);
+        hpmli_product_at(run->ctx, -1, 4 * H, in, j.B * j.T, 1, da, hpmli_strided(n->src[0]->data, in, false),
+                         n->src[1]->grad, in, NULL, n->accumulate[1]);
     if (n->src[3]->grad) j.k->vsum_rows(n->src[3]->grad, j.gates, j.B * j.T, 4 * H, n->accumulate[3]);
     if (!n->src[2]->grad) return;
     if (!n->accumulate[2]) j.k->vfill(n->src[2]->grad, 0, 4 * H * H);
     for (int64_t b = 0; b < j.B && j.T > 1; b++) /* dW_h = sum over t >= 1 of da_t^T h_{t-1} */
-        hpmli_product_at(run->ctx, -1, 4 * H, H, j.T - 1, 1, hpmli_strided(j.gates + (b * j.T + 1) * 4 * H, 4 * H, true),
-                           hpmli_strided(n->out->data + b * j.T * H, H, false), n->src[2]->grad, H, NULL, true);
+        hpmli_product_at(run->ctx, -1, 4 * H, H, j.T - 1, 1,
+                         hpmli_strided(j.gates + (b * j.T + 1) * 4 * H, 4 * H, true),
+                         hpmli_strided(n->out->data + b * j.T * H, H, false), n->src[2]->grad, H, NULL, true);
 }
 
 HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_pass(run, n), hpmli_lstm_back(run, n))
@@ -7677,8 +7684,8 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
         if (uses[i].root_value == n->out)
             hpmli_slot_add(g, hpmli_tensor_bytes(n->out), i, uses[i].last, (void **)(void *)&n->out->data);
         if (back && uses[i].root_grad == n->out && (n->out == g->loss || uses[i].grad_written))
-            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : uses[i].grad_first, uses[i].grad_last,
-                           (void **)(void *)&n->out->grad);
+            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : uses[i].grad_first,
+                           uses[i].grad_last, (void **)(void *)&n->out->grad);
         if (n->saved_bytes) hpmli_slot_add(g, n->saved_bytes, i, back ? 2 * N - 1 - i : i, &n->saved);
         if (n->scratch_bytes > g->scratch_bytes) g->scratch_bytes = (n->scratch_bytes + 63) / 64 * 64;
     }
@@ -8249,8 +8256,8 @@ HPML_API float hpml_trainer_lr(const hpml_trainer *t)
 {
     if (!t) return 0;
     double batch = (double)(t->global_batch > 0 ? t->global_batch : t->graph->batch * t->ranks) * t->d.accumulate;
-    return hpml_schedule_lr(&t->d.schedule, t->d.lr_base_batch > 0 ?
-                            hpml_lr_scale(t->d.lr_rule, t->d.lr, batch / (double)t->d.lr_base_batch) : t->d.lr, t->step);
+    double factor = t->d.lr_base_batch > 0 ? batch / (double)t->d.lr_base_batch : 1;
+    return hpml_schedule_lr(&t->d.schedule, hpml_lr_scale(t->d.lr_rule, t->d.lr, factor), t->step);
 }
 
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain)
@@ -9243,7 +9250,7 @@ HPMLI_FN bool hpmli_npy_shape(const char *p, int *ndim, int64_t *shape)
 
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
 {
-    static const struct { const char *code; hpml_dtype dtype; int size; } kinds[] = {
+    static const struct { const char *code; hpml_dtype dtype; size_t size; } kinds[] = {
         { "'<f4'", HPML_DTYPE_F32, 4 }, { "'<f2'", HPML_DTYPE_F16, 2 }, { "'<i4'", HPML_DTYPE_I32, 4 },
         { "'|u1'", HPML_DTYPE_U8, 1 }, { "'<f8'", HPML_DTYPE_F32, 8 }, { "'<i8'", HPML_DTYPE_I32, 8 } };
     hpmli_file   f;
@@ -9267,9 +9274,10 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
     order = hpmli_npy_key(header, "'fortran_order'");
     for (size_t i = 0; descr && i < n; i++)
         if (strncmp(descr, kinds[i].code, 5) == 0) kind = i;
-    count = kind < n && order && strncmp(order, "False", 5) == 0 && hpmli_npy_shape(hpmli_npy_key(header, "'shape'"), &ndim, shape)
-                ? hpmli_shape_count(ndim, shape) : -1;
-    if (count < 0 || (f.size - start) / (size_t)kinds[kind].size != (size_t)count || (f.size - start) % (size_t)kinds[kind].size != 0)
+    bool good = kind < n && order && strncmp(order, "False", 5) == 0 &&
+                hpmli_npy_shape(hpmli_npy_key(header, "'shape'"), &ndim, shape);
+    count = good ? hpmli_shape_count(ndim, shape) : -1;
+    if (count < 0 || f.size - start != (size_t)count * kinds[kind].size)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected <f4, <f2, <i4, |u1, <f8 or <i8 in C order, at most %d "
                    "dimensions, none 0, and data of just that size; the header says %s", path, HPML_MAX_DIMS, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
@@ -9646,8 +9654,8 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
     if (d->grain == 0) d->grain = 1;
     if (d->global_batch == 0) d->global_batch = (int64_t)d->batch * d->ranks;
     if (d->seed == 0) d->seed = ctx->seed;
-    if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank >= d->ranks || d->samples_per_epoch < 0 || d->augment.shift < 0 ||
-        d->augment.cutout < 0)
+    if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank >= d->ranks || d->samples_per_epoch < 0 ||
+        d->augment.shift < 0 || d->augment.cutout < 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: batch %d, rank %d of %d, %lld samples per epoch: out of "
                            "range", d->batch, d->rank, d->ranks, (long long)d->samples_per_epoch);
     int64_t most = ((d->global_batch + d->grain - 1) / d->grain + d->ranks - 1) / d->ranks * d->grain;
@@ -10459,12 +10467,13 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
                        1e-6 * hpmli_node_flops(n, false));
     }
     hpmli_table_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
-                   (long long)hpml_param_total(g->ctx), 1e-6 * hpml_graph_flops(g, false), 1e-6 * hpml_graph_flops(g, true),
-                   (long long)g->batch);
-    hpmli_table_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without reuse), "
-                   "scratch %.3f, total %.3f\n", 1e-6 * (double)g->memory.parameters, 1e-6 * (double)g->memory.gradients,
-                   1e-6 * (double)g->memory.optimizer, 1e-6 * (double)g->memory.activations, 1e-6 * (double)g->memory.unshared,
-                   1e-6 * (double)g->memory.scratch, 1e-6 * (double)g->memory.total);
+                    (long long)hpml_param_total(g->ctx), 1e-6 * hpml_graph_flops(g, false),
+                    1e-6 * hpml_graph_flops(g, true), (long long)g->batch);
+    const hpml_memory *m = &g->memory;
+    hpmli_table_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without "
+                    "reuse), scratch %.3f, total %.3f\n", 1e-6 * (double)m->parameters, 1e-6 * (double)m->gradients,
+                    1e-6 * (double)m->optimizer, 1e-6 * (double)m->activations, 1e-6 * (double)m->unshared,
+                    1e-6 * (double)m->scratch, 1e-6 * (double)m->total);
     return t.used;
 }
 #endif /* HPMLI_BODY_INCLUDED */
@@ -10478,15 +10487,15 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
 //
 // Copyright (c) 2026 hpml authors
 //
-// Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated documentation
-// files (the "Software"), to deal in the Software without restriction, including without limitation the rights to use, copy,
-// modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to permit persons to whom the
-// Software is furnished to do so, subject to the following conditions:
+// Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
+// documentation files (the "Software"), to deal in the Software without restriction, including without limitation the
+// rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to
+// permit persons to whom the Software is furnished to do so, subject to the following conditions:
 //
 // The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
 // Software.
 //
 // THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
 // WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
-// COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE,
-// ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+// COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR
+// OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
