@@ -17,7 +17,8 @@
 //         hpml_ctx     *ctx  = hpml_ctx_create(NULL);
 //         hpml_tensor  *in   = hpml_input_2d(ctx, 4, 2);
 //         hpml_tensor  *out  = hpml_linear(hpml_tanh(hpml_linear(in, 8, NULL)), 2, NULL);
-//         hpml_trainer *t    = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.5f });
+//         hpml_trainer_desc d = { .input = in, .output = out, .lr = 0.5f };
+//         hpml_trainer *t    = hpml_trainer_create(ctx, &d);
 //         hpml_step_info info = { 0 };
 //         for (int step = 0; step < 500; step++) hpml_trainer_step(t, x, y, 4, &info);
 //         printf("loss %.4f, accuracy %.2f %s\n", info.loss, info.accuracy, hpml_ctx_error(ctx));
@@ -29,7 +30,7 @@
 //     - print, exit, abort, or touch globals: everything hangs on a context, errors stay in it, output is yours
 //     - allocate during training steps, or anywhere but through your allocator
 //     - compute in anything but f32 (bf16, f16, i32, u8 are storage types)
-//     - know of MPI, NCCL or CUDA: workers and GPUs plug into the hooks (>>api-trainer) and the backend table (>>api-backend)
+//     - know of MPI, NCCL or CUDA: workers plug into the hooks (>>api-trainer), GPUs into a table (>>api-backend)
 //     - differentiate twice, or change the graph between steps
 //
 // BUILD
@@ -147,7 +148,7 @@ extern "C" {
 // >>api-status   status codes
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* One list gives the enum and its texts. Blocks: -1 general, -100 shape, -200 memory, -300 files, -400 comm, -500 CUDA. */
+/* One list gives enum and texts. Blocks: -1 general, -100 shape, -200 memory, -300 files, -400 comm, -500 CUDA. */
 #define HPML_STATUS_LIST(X)                                                                                            \
     X(HPML_OK, 0, "ok")                                                                                                \
     X(HPML_ERR_ARGUMENT, -1, "invalid argument")                                                                       \
@@ -226,7 +227,7 @@ typedef struct hpml_ctx_desc {
 HPML_API hpml_ctx   *hpml_ctx_create(const hpml_ctx_desc *desc);
 HPML_API void        hpml_ctx_free(hpml_ctx *ctx); /* frees everything made from it; NULL is fine */
 HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx); /* the first error, or HPML_OK; NULL: HPML_ERR_ARGUMENT */
-HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx);  /* its text: object, what was expected, what came, what to do */
+HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx);  /* its text: object, what was expected, what came */
 HPML_API void        hpml_ctx_clear_error(hpml_ctx *ctx);  /* after you have dealt with it */
 HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx);
 HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx);    /* kernels in use: "avx512", ... */
@@ -250,7 +251,7 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
 // >>api-tensor   tensors
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* All arithmetic is f32. The others are storage types: labels and tokens (I32), pixels (U8), halves for files and wire. */
+/* All arithmetic is f32. The others are storage types: labels, tokens (I32), pixels (U8), halves for files and wire. */
 typedef enum hpml_dtype {
     HPML_DTYPE_F32  = 0,
     HPML_DTYPE_BF16 = 1,
@@ -259,9 +260,9 @@ typedef enum hpml_dtype {
     HPML_DTYPE_U8   = 4
 } hpml_dtype;
 
-/* How a parameter starts. fan_in is the product of all dimensions but the first; fan_out is shape[0] x receptive field. */
+/* How a parameter starts. fan_in: product of all dimensions but the first; fan_out: shape[0] x receptive field. */
 typedef enum hpml_init {
-    HPML_INIT_DEFAULT         = 0, /* weights: KAIMING_UNIFORM; biases: ZEROS; norm scales: ONES; embeddings: NORMAL 1 */
+    HPML_INIT_DEFAULT         = 0, /* weights KAIMING_UNIFORM, biases ZEROS, norm scales ONES, embeddings NORMAL 1 */
     HPML_INIT_KAIMING_UNIFORM = 1, /* U(-b, b), b = sqrt(6 / fan_in), He et al. 2015 */
     HPML_INIT_KAIMING_NORMAL  = 2, /* N(0, 2 / fan_in) */
     HPML_INIT_XAVIER_UNIFORM  = 3, /* U(-b, b), b = sqrt(6 / (fan_in + fan_out)), Glorot & Bengio 2010 */
@@ -296,7 +297,7 @@ struct hpml_tensor {
     int         ndim;                  /* 0 (a scalar) to HPML_MAX_DIMS */
     int64_t     shape[HPML_MAX_DIMS];  /* unused dimensions are 1 */
     int64_t     stride[HPML_MAX_DIMS]; /* in elements; tensors of a graph are contiguous, views need not be */
-    int64_t     batch_rows; /* rows of dimension 0 for each sample of the batch: shape[0] == batch_rows * batch; 0: none */
+    int64_t     batch_rows; /* rows of dimension 0 for each sample: shape[0] == batch_rows * batch; 0: no batch */
     hpml_param *param;      /* not NULL: a parameter */
     hpml_node  *node;       /* the op that makes it; NULL: leaf */
     bool        needs_grad; /* a parameter or something computed from one, or an input so marked */
@@ -304,8 +305,8 @@ struct hpml_tensor {
 
 HPML_API size_t  hpml_dtype_size(hpml_dtype dtype);        /* bytes of one element */
 HPML_API const char *hpml_dtype_name(hpml_dtype dtype);    /* "f32", ... */
-HPML_API int64_t hpml_tensor_count(const hpml_tensor *t);  /* number of elements now (a short batch has fewer); 0 for NULL */
-HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t size); /* "f32 64x784 \"fc1.weight\"" */
+HPML_API int64_t hpml_tensor_count(const hpml_tensor *t);  /* elements now (a short batch has fewer); 0 for NULL */
+HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t size); /* f32 64x784 "fc1.weight" */
 
 /* A tensor with memory of its own, zero filled: constants, your data, masks. shape: `ndim` positive numbers. */
 HPML_API hpml_tensor *hpml_tensor_create(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
@@ -313,15 +314,15 @@ HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0);
 HPML_API hpml_tensor *hpml_tensor_create_2d(hpml_ctx *ctx, int64_t d0, int64_t d1);
 HPML_API hpml_tensor *hpml_tensor_create_3d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2);
 HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2, int64_t d3);
-HPML_API void         hpml_tensor_free(hpml_tensor *t); /* optional; only for tensors made by hpml_tensor_create and views */
+HPML_API void         hpml_tensor_free(hpml_tensor *t); /* optional; for views and what hpml_tensor_create made */
 
-/* Views share the memory of `t` and cost nothing. `t` must have memory (or be a view); not for recording: see the ops. */
-HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* t contiguous; one -1 allowed */
+/* Views share the memory of `t` and cost nothing. `t` must have memory (or be a view); to record, see the ops. */
+HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* t contiguous; one -1 */
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count);
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
 
-/* Copies between tensors of the same shape, any strides, converting the dtype (round to nearest even; I32, U8 saturate).
-   CPU memory only. */
+/* Copies between tensors of the same shape, any strides, converting the dtype (round to nearest even; I32, U8
+   saturate). CPU memory only. */
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src);
 /* Whole contents, contiguous, to and from host memory of the tensor's dtype; `count` must equal hpml_tensor_count. */
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const void *values, int64_t count);
@@ -330,8 +331,8 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
 /* Converts n contiguous elements between any two dtypes in host memory. */
 HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n);
 
-/* C = alpha * op(A) * op(B) + beta * C on plain arrays, as BLAS defines it, row-major: op(A) is (m, k), op(B) is (k, n).
-   trans_a: A is stored (k, m). lda, ldb, ldc: elements between rows as stored. beta 0 never reads C. */
+/* C = alpha * op(A) * op(B) + beta * C on plain arrays, as BLAS defines it, row-major: op(A) is (m, k), op(B) is
+   (k, n). trans_a: A is stored (k, m). lda, ldb, ldc: elements between rows as stored. beta 0 never reads C. */
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                 const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
                                 int64_t ldc);
@@ -349,7 +350,7 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1);                         /* f32 (B, d1) */
 HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2);             /* f32 (B, d1, d2) */
-HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2, int64_t d3); /* f32 (B, C, H, W) */
+HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t c, int64_t h, int64_t w);    /* (B, C, H, W) */
 HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t);                      /* i32 (B, T) */
 
 typedef struct hpml_param_desc {
@@ -367,8 +368,8 @@ HPML_API int          hpml_param_count(const hpml_ctx *ctx);
 HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* in order of recording */
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL when there is none */
 HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* trainable numbers in all */
-HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 over all bits of all parameters */
-HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* takes memory and starts all that have none; done by graph_alloc */
+HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 over all their bits */
+HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* memory and first values for all without; by graph_alloc */
 
 /* Elementwise with numpy broadcasting: dimensions are matched from the last; 1 stretches. */
 HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b); /* a + b */
@@ -421,8 +422,8 @@ typedef struct hpml_linear_desc {
 } hpml_linear_desc;
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
 
-/* Cross-correlation, as the field calls convolution: x (B, C, H, W), w (out, C/groups, kernel, kernel), y (B, out, H', W'),
-   H' = (H + 2 padding - dilation (kernel - 1) - 1) / stride + 1. groups = C is depthwise. */
+/* Cross-correlation, as the field calls convolution: x (B, C, H, W), w (out, C/groups, kernel, kernel), y
+   (B, out, H', W'), H' = (H + 2 padding - dilation (kernel - 1) - 1) / stride + 1. groups = C is depthwise. */
 typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
     int32_t     kernel_h, kernel_w;     /* required; kernel_w 0: as kernel_h */
@@ -440,8 +441,8 @@ typedef struct hpml_conv2d_desc {
 #define HPML_NO_PAD (-1)
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc);
 
-/* Pooling over kernel x kernel windows: (B, C, H, W) -> (B, C, H', W'). stride 0: as kernel. Padding never wins a maximum and
-   does not count in an average. */
+/* Pooling over kernel x kernel windows: (B, C, H, W) -> (B, C, H', W'). stride 0: as kernel. Padding never wins a
+   maximum and does not count in an average. */
 HPML_API hpml_tensor *hpml_max_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding);
 HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding);
 HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x); /* (B, C, H, W) -> (B, C) */
@@ -466,9 +467,10 @@ HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim);
 HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x);
 HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x);
 
-/* Norms. layer: (x - mean) / sqrt(var + eps) * gamma + beta over the last dimension (Ba et al. 2016); rms: x / sqrt(mean x^2 +
-   eps) * gamma (Zhang & Sennrich 2019); batch: per channel over (B, H, W) or B, with running statistics used in evaluation
-   (Ioffe & Szegedy 2015), running <- (1 - momentum) running + momentum batch, variance unbiased there. */
+/* Norms. layer: (x - mean) / sqrt(var + eps) * gamma + beta over the last dimension (Ba et al. 2016); rms: x /
+   sqrt(mean x^2 + eps) * gamma (Zhang & Sennrich 2019); batch: per channel over (B, H, W) or B, with running statistics
+   used in evaluation (Ioffe & Szegedy 2015), running <- (1 - momentum) running + momentum batch, with unbiased
+   variance. */
 typedef struct hpml_norm_desc {
     uint32_t    _begin;
     const char *name;
@@ -482,8 +484,8 @@ HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc)
 HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *desc);
 HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc); /* (B, C) or (B, C, H, W) */
 
-/* In training: zero with probability p, the rest scaled by 1/(1-p) (Srivastava et al. 2014). The mask is a function of (seed, step, node, element): it is
-   made again in the backward pass, not stored. */
+/* In training: zero with probability p, the rest scaled by 1/(1-p) (Srivastava et al. 2014). The mask is a function of
+   (seed, step, node, element): it is made again in the backward pass, not stored. */
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p);
 
 /* Rows of a table: tokens i32 (B, T) -> (B, T, width); table (vocabulary, width). */
@@ -509,8 +511,8 @@ typedef struct hpml_attention_desc {
 } hpml_attention_desc;
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc);
 
-/* Long short-term memory over time (Hochreiter & Schmidhuber 1997), state zero at the start: x (B, T, in) -> (B, T, hidden).
-   Parameters w_x (4 hidden, in), w_h (4 hidden, hidden), bias (4 hidden); gates in the order i, f, g, o. */
+/* Long short-term memory over time (Hochreiter & Schmidhuber 1997), state zero at the start: x (B, T, in) ->
+   (B, T, hidden). Parameters w_x (4 hidden, in), w_h (4 hidden, hidden), bias (4 hidden); gates in order i, f, g, o. */
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *name);
 
 /* Losses: scalars, mean over what counts. labels: i32, one for each row of the other dimensions. */
@@ -555,13 +557,13 @@ HPML_API void        hpml_graph_memory(const hpml_graph *g, hpml_memory *out);
 HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* takes it; done by the first run when you do not */
 /* Sets the number of samples of the next runs, 1 to the batch of the inputs; all shapes with batch_rows follow. */
 HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples);
-HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: some op mixes samples into another dimension */
+HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: some op moves samples to another dimension */
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step); /* step keys the dropout masks */
 /* Gradients of the loss times `scale`. Parameters: set, or added to when `accumulate`. */
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
 
-/* Compares backward with central differences of fourth order on up to `samples` numbers of every parameter and every input that
-   needs a gradient; returns the largest |difference| / (|a| + |b| + floor), or a negative number on error. */
+/* Compares backward with central differences of fourth order on up to `samples` numbers of every parameter and every
+   input that needs a gradient; returns the largest |difference| / (|a| + |b| + floor), on error a negative number. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* an input that shall get a gradient */
 
@@ -590,7 +592,7 @@ typedef union hpml_attr {
     struct { float a, b; } scale;
     struct { hpml_act act; float slope; } act;                          /* ACT, LINEAR */
     struct { bool trans_a, trans_b; } matmul;
-    struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act; } conv; /* and pooling; [0] = h */
+    struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act; } conv; /* pools; [0]: h */
     struct { int32_t dims[HPML_MAX_DIMS]; } permute;
     struct { int32_t dim; int64_t start; } slice;                       /* and concat */
     struct { int32_t dim; bool mean; } sum;
@@ -679,7 +681,7 @@ typedef enum hpml_schedule_kind {
 
 typedef struct hpml_schedule {
     hpml_schedule_kind kind;
-    int64_t warmup_steps; /* lr rises linearly: lr (step + 1) / warmup_steps, then the schedule starts (Goyal et al. 2017) */
+    int64_t warmup_steps; /* first lr (step + 1) / warmup_steps, then the schedule (Goyal et al. 2017) */
     int64_t total_steps;  /* COSINE, LINEAR: end of the schedule, warm-up included */
     int64_t period;       /* STEP */
     float   gamma;        /* STEP; 0: 0.1 */
@@ -720,7 +722,7 @@ typedef struct hpml_trainer_desc {
 /* Plans, takes all memory, starts the parameters. After that a training step does not allocate.
    Batch, stochastic and minibatch gradient descent are one setting: the first dimension of the input. */
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc);
-HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trainer_desc *out); /* zeros replaced */
+HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out); /* fills zeros */
 /* What hpml_trainer_create with this desc will take; takes nothing. */
 HPML_API hpml_status   hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out);
 HPML_API hpml_graph   *hpml_trainer_graph(hpml_trainer *t);
@@ -741,9 +743,10 @@ typedef struct hpml_step_info {
 } hpml_step_info;
 typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* not 0: stop, fit returns HPML_ERR_STOPPED */
 
-/* One batch from host memory: x and y hold `samples` samples (1 to batch) in the dtypes of input and target (i32 labels for
-   cross-entropy). With `accumulate` k, every k-th call updates. info may be NULL. */
-HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples, hpml_step_info *info);
+/* One batch from host memory: x and y hold `samples` samples (1 to batch) in the dtypes of input and target (i32 labels
+   for cross-entropy). With `accumulate` k, every k-th call updates. info may be NULL. */
+HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
+                                       hpml_step_info *info);
 
 typedef struct hpml_metrics {
     double   loss;      /* mean over samples */
@@ -766,7 +769,7 @@ typedef struct hpml_fit_desc {
     int64_t       max_steps;               /* 0: no limit; counts updates of this call */
     uint32_t      _end;
 } hpml_fit_desc;
-HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc); /* NULL: one pass */
+HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d); /* NULL: one pass */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
 /* output for `samples` samples of x (as in step), any number: out holds samples x (elements of output per sample). */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
@@ -774,10 +777,10 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
 /* The only seam to distributed training. All NULL in a serial trainer. A strategy fills them in.
    run     instead of forward and backward of one batch: cut it, pipeline it; calls hpml_trainer_run_local for its part
    need    before the values of parameter p are read in a pass: pull, gather, wait
-   grad    the moment the gradient of parameter p is final in this step's backward pass (last micro-batch), in reverse order
-           of recording: communication starts here and overlaps the rest
-   update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_update_local for the
-           parameters it wants updated here. Returns HPML_OK. */
+   grad    the moment the gradient of parameter p is final in this step's backward pass (last micro-batch), in reverse
+           order of recording: communication starts here and overlaps the rest
+   update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_update_local for
+           the parameters it wants updated here. Returns HPML_OK. */
 typedef struct hpml_hooks {
     void *user;
     hpml_status (*run)(void *user, hpml_trainer *t, int64_t samples, float *loss);
@@ -814,36 +817,39 @@ struct hpml_dataset {
     int64_t     y_size;                 /* numbers of y for one sample */
     const void *y;                      /* (count, y_size), NULL: unlabelled */
     int         classes;                /* 1 + largest label; 0 when y is not labels */
-    float       x_scale, x_shift;       /* U8 pixels become x * x_scale + x_shift; 1/255 and 0 at first, yours to change */
+    float       x_scale, x_shift;       /* U8 pixels become x * x_scale + x_shift; at first 1/255 and 0; change them */
     int64_t     x_step;                 /* samples start every x_step elements of x; 0: the size of one. Text: 1 */
     int64_t     y_step;                 /* likewise for y */
     void       *owner;                  /* private */
 };
 
-/* All readers treat the file as hostile: truncated, oversized, of another kind or random bytes end in an error that says what was
-   expected where. NULL on failure, the error on the context. */
-HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels); /* MNIST; gzip with HPML_USE_ZLIB */
+/* All readers treat the file as hostile: truncated, oversized, of another kind or random bytes end in an error that
+   says what was expected where. NULL on failure, the error on the context. */
+/* MNIST; gzipped with HPML_USE_ZLIB. */
+HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels);
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
-/* Numbers separated by `,` `;` or tabs; an optional header line is found by itself. label_column: from 0, negative: from the end (-1 the
-   last), HPML_NO_LABEL: none. regression: the label is a float target. Independent of the locale. */
+/* Numbers separated by `,` `;` or tabs; an optional header line is found by itself. label_column: from 0, negative:
+   from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float target. The locale is ignored. */
 #define HPML_NO_LABEL INT32_MIN
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
-/* Text as a stream of tokens: each sample is `context` characters and, as target, the same shifted by one. bytes: vocabulary 256; else the
-   characters that occur, in byte order (see hpml_dataset_vocabulary). */
-HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context, bool bytes);
+/* Text as a stream of tokens: each sample is `context` characters and, as target, the same shifted by one. bytes:
+   vocabulary 256; else the characters that occur, in byte order (see hpml_dataset_vocabulary). */
+HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context,
+                                              bool bytes);
 HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size); /* text: byte of each token */
 /* Your own arrays, copied; y NULL: unlabelled. */
-HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim, const int64_t *x_shape,
-                                           const void *x, hpml_dtype y_dtype, int64_t y_size, const void *y);
-HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* shares memory; d must outlive it */
+HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
+                                           const int64_t *x_shape, const void *x, hpml_dtype y_dtype, int64_t y_size,
+                                           const void *y);
+HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive it */
 HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional */
 
 /* numpy .npy, version 1.0: f32, f16, i32, u8 (f64 and i64 are converted on reading), C order. */
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path);
 HPML_API hpml_status  hpml_npy_save(const hpml_tensor *t, const char *path);
 
-/* Packed records: many small samples in one large file with an index, read through mmap (as LMDB served Caffe). Little-endian:
-   "HPMLREC1", count u64, index offset u64, then the records, then count + 1 offsets u64. */
+/* Packed records: many small samples in one large file with an index, read through mmap (as LMDB served Caffe).
+   Little-endian: "HPMLREC1", count u64, index offset u64, then the records, then count + 1 offsets u64. */
 typedef struct hpml_record_writer hpml_record_writer;
 typedef struct hpml_record_file   hpml_record_file;
 HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path);
@@ -852,7 +858,7 @@ HPML_API hpml_status         hpml_record_finish(hpml_record_writer *w); /* the f
 HPML_API void                hpml_record_abandon(hpml_record_writer *w); /* no file; frees w */
 HPML_API hpml_record_file   *hpml_record_open(hpml_ctx *ctx, const char *path);
 HPML_API int64_t             hpml_record_count(const hpml_record_file *f);
-HPML_API const void         *hpml_record_get(const hpml_record_file *f, int64_t index, size_t *size); /* lives as long as f */
+HPML_API const void         *hpml_record_get(const hpml_record_file *f, int64_t index, size_t *size); /* lives with f */
 HPML_API void                hpml_record_close(hpml_record_file *f);
 /* A dataset's samples as records and back (the first record holds the shapes). */
 HPML_API hpml_status   hpml_dataset_save_records(const hpml_dataset *d, const char *path);
@@ -883,25 +889,25 @@ typedef struct hpml_loader_desc {
 typedef struct hpml_batch {
     const void *x;        /* (samples, ...) f32 (U8 pixels already scaled) or i32 tokens; valid until the next call */
     const void *y;        /* (samples, y_size) or NULL */
-    int64_t     samples;  /* of this rank: may be short, even 0, in the last global batch; every rank gets equally many batches */
+    int64_t     samples;  /* of this rank: few or 0 in the last global batch; every rank gets equally many batches */
     int64_t     global_samples; /* of all ranks: what a mean divides by */
     int64_t     first;    /* number of this rank's first sample within the global batch */
     int64_t     index;    /* batch of the epoch, from 0 */
 } hpml_batch;
 
-/* Order: sample i of epoch e is a seeded permutation of (seed, e, i): the same global batches for every number of ranks. */
+/* Order: sample i of epoch e is a seeded permutation of (seed, e, i): the same for every number of ranks. */
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *d, const hpml_loader_desc *desc);
-HPML_API int64_t      hpml_loader_steps(const hpml_loader *l);                             /* batches per epoch, same on all ranks */
+HPML_API int64_t      hpml_loader_steps(const hpml_loader *l);                     /* batches per epoch and rank */
 HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);     /* next batch to come */
-HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out); /* false: epoch done (the next call starts the next) or error */
+HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out); /* false: error, or epoch done, the next comes */
 HPML_API void         hpml_loader_free(hpml_loader *l);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-save   safetensors and checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* safetensors: 8-byte length, JSON header, data. Written to a temporary file beside `path`, synced, renamed: a kill at any moment leaves
-   the old file or the new one. */
+/* safetensors: 8-byte length, JSON header, data. Written to a temporary file beside `path`, synced, renamed: a kill at
+   any moment leaves the old file or the new one. */
 typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped */
 typedef struct hpml_safetensor {                  /* one entry */
     const char *name;
@@ -915,7 +921,7 @@ HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path
 HPML_API int               hpml_safetensors_count(const hpml_safetensors *f);
 HPML_API bool              hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_safetensor *out);
 HPML_API bool              hpml_safetensors_find(const hpml_safetensors *f, const char *name, hpml_safetensor *out);
-HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* of __metadata__; NULL: none */
+HPML_API const char       *hpml_safetensors_meta(const hpml_safetensors *f, const char *key); /* NULL: there is none */
 HPML_API void              hpml_safetensors_close(hpml_safetensors *f);
 typedef struct hpml_meta { const char *key, *value; } hpml_meta;
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
@@ -923,10 +929,11 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 
 /* Parameters only (weight exchange; names are the parameters'), optionally stored as BF16 or F16. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
-HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* every parameter must be there, with its shape */
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all must be there, in their shapes */
 
-/* Everything that training needs to go on with the same bits: parameters, optimizer state, named states (residuals), step, epoch and position in the
-   data, seed. A checkpoint is a safetensors file: "opt.m.<param>", "opt.v.<param>", "state.<name>", metadata "hpml.step" ... */
+/* Everything that training needs to go on with the same bits: parameters, optimizer state, named states (residuals),
+   step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>", "opt.v.<param>",
+   "state.<name>", metadata "hpml.step" ... */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* all or nothing */
 
@@ -934,7 +941,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /*
 // >>api-see   timeline, profile, summary
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Chrome trace form: open the file in Perfetto. One process per rank, one lane (thread) per stream. A span costs about 50 ns; off, one branch. */
+/* Chrome trace form: open the file in Perfetto. A process per rank, a lane (thread) per stream; a span costs 50 ns. */
 typedef struct hpml_trace_desc {
     uint32_t _begin;
     int32_t  rank;                  /* process id in the trace */
@@ -965,7 +972,7 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* switching on clear
 HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity); /* number of nodes */
 /* Text tables into `buffer`, as snprintf: returns the length it needs. */
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
-HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, shapes, parameters, FLOPs, memory */
+HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* of one run at full batch */
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-random   random numbers that depend on nothing but their place
@@ -1110,11 +1117,10 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Everything up to the matching #else is compiled several times, once for each instruction set (HPMLI_ISA 0 scalar, 1
-   AVX2, 2 AVX-512, 3 NEON): the header includes itself. Kernels below are written once over these few operations;
-   `hv` is a vector of HV_W floats. Each function carries its own target attribute, so a plain `cc -O2` builds all of
-   them and the context picks the best one that the CPU runs. The last, partial vector of an array is loaded with
-   hv_load_n and goes through the same instructions as the others: an element's result does not depend on where it
-   stands. */
+   AVX2, 2 AVX-512, 3 NEON): the header includes itself. Kernels below are written once over these few operations; `hv`
+   is a vector of HV_W floats. Each function carries its own target attribute, so a plain `cc -O2` builds all of them
+   and the context picks the best one that the CPU runs. The last, partial vector of an array is loaded with hv_load_n
+   and goes through the same instructions as the others: an element's result does not depend on where it stands. */
 
 #ifndef HPMLI_K
 #define HPMLI_CAT_(a, b)  a##b
@@ -1122,10 +1128,10 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPMLI_K(name)     HPMLI_CAT(name, HPMLI_SUFFIX)
 #define HPMLI_KFN         static __attribute__((unused)) HPMLI_TARGET
 #define HPMLI_VFN         static inline __attribute__((always_inline, unused)) HPMLI_TARGET
-#define HPMLI_V1(name, e) HPMLI_VFN hv HPMLI_K(name)(hv a) { return e; }
-#define HPMLI_V2(name, e) HPMLI_VFN hv HPMLI_K(name)(hv a, hv b) { return e; }
-#define HPMLI_V3(name, e) HPMLI_VFN hv HPMLI_K(name)(hv a, hv b, hv c) { return e; }
-#define HPMLI_V4(name, e) HPMLI_VFN hv HPMLI_K(name)(hv a, hv b, hv x, hv y) { return e; }
+#define HPMLI_V1(name, e) HPMLI_VFN hv name(hv a) { return e; }
+#define HPMLI_V2(name, e) HPMLI_VFN hv name(hv a, hv b) { return e; }
+#define HPMLI_V3(name, e) HPMLI_VFN hv name(hv a, hv b, hv c) { return e; }
+#define HPMLI_V4(name, e) HPMLI_VFN hv name(hv a, hv b, hv x, hv y) { return e; }
 #define hv_set1         HPMLI_K(hpmli_set1)
 #define hv_zero         HPMLI_K(hpmli_zero)
 #define hv_load         HPMLI_K(hpmli_load)
@@ -1159,7 +1165,6 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define hv_store_bf16   HPMLI_K(hpmli_store_bf16)
 #define hv_load_f16     HPMLI_K(hpmli_load_f16)
 #define hv_store_f16    HPMLI_K(hpmli_store_f16)
-#define hv_iota         HPMLI_K(hpmli_iota)
 #define hv_load_u8      HPMLI_K(hpmli_load_u8)
 #define hv_load_i32     HPMLI_K(hpmli_load_i32)
 #define hv_store_i32    HPMLI_K(hpmli_store_i32)
@@ -1170,7 +1175,6 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #undef HPMLI_ISA_NAME
 #undef HV_W
 #undef hv
-#undef hvi
 
 #if HPMLI_ISA == 0
 #define HPMLI_SUFFIX   _scalar
@@ -1178,61 +1182,56 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPMLI_ISA_NAME "scalar"
 #define HV_W           1
 #define hv             float
-#define hvi            int32_t
-HPMLI_VFN hv HPMLI_K(hpmli_set1)(float x) { return x; }
-HPMLI_VFN hv HPMLI_K(hpmli_zero)(void) { return 0; }
-HPMLI_VFN hv HPMLI_K(hpmli_iota)(void) { return 0; }
-HPMLI_VFN hv HPMLI_K(hpmli_load)(const float *p) { return *p; }
-HPMLI_VFN void HPMLI_K(hpmli_store)(float *p, hv a) { *p = a; }
-HPMLI_VFN hv HPMLI_K(hpmli_load_n)(const float *p, int64_t n) { return n > 0 ? *p : 0; }
-HPMLI_VFN void HPMLI_K(hpmli_store_n)(float *p, hv a, int64_t n) { if (n > 0) *p = a; }
-HPMLI_V2(hpmli_add, a + b)
-HPMLI_V2(hpmli_sub, a - b)
-HPMLI_V2(hpmli_mul, a * b)
-HPMLI_V2(hpmli_div, a / b)
+HPMLI_VFN hv hv_set1(float x) { return x; }
+HPMLI_VFN hv hv_zero(void) { return 0; }
+HPMLI_VFN hv hv_load(const float *p) { return *p; }
+HPMLI_VFN void hv_store(float *p, hv a) { *p = a; }
+HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return n > 0 ? *p : 0; }
+HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { if (n > 0) *p = a; }
+HPMLI_V2(hv_add, a + b)
+HPMLI_V2(hv_sub, a - b)
+HPMLI_V2(hv_mul, a * b)
+HPMLI_V2(hv_div, a / b)
 #ifdef __FP_FAST_FMAF /* where there is one, always: not when the compiler feels like contracting */
-HPMLI_V3(hpmli_fma, fmaf(a, b, c))
-HPMLI_V3(hpmli_fnma, fmaf(-a, b, c))
+HPMLI_V3(hv_fma, fmaf(a, b, c))
+HPMLI_V3(hv_fnma, fmaf(-a, b, c))
 #else
-HPMLI_V3(hpmli_fma, a * b + c)
-HPMLI_V3(hpmli_fnma, c - a * b)
+HPMLI_V3(hv_fma, a * b + c)
+HPMLI_V3(hv_fnma, c - a * b)
 #endif
-HPMLI_V2(hpmli_max, a > b ? a : b)
-HPMLI_V2(hpmli_min, a < b ? a : b)
-HPMLI_V1(hpmli_abs, fabsf(a))
-HPMLI_V1(hpmli_neg, -a)
-HPMLI_V1(hpmli_sqrt, sqrtf(a))
-HPMLI_V1(hpmli_round, rintf(a))
-HPMLI_V4(hpmli_ge, a >= b ? x : y)
-HPMLI_V4(hpmli_gt, a > b ? x : y)
-HPMLI_V4(hpmli_eq, a == b ? x : y)
+HPMLI_V2(hv_max, a > b ? a : b)
+HPMLI_V2(hv_min, a < b ? a : b)
+HPMLI_V1(hv_abs, fabsf(a))
+HPMLI_V1(hv_neg, -a)
+HPMLI_V1(hv_sqrt, sqrtf(a))
+HPMLI_V1(hv_round, rintf(a))
+HPMLI_V4(hv_ge, a >= b ? x : y)
+HPMLI_V4(hv_gt, a > b ? x : y)
+HPMLI_V4(hv_eq, a == b ? x : y)
 HPMLI_VFN uint32_t HPMLI_K(hpmli_word)(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 HPMLI_VFN float HPMLI_K(hpmli_float)(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
-HPMLI_V1(hpmli_pow2i, HPMLI_K(hpmli_float)((uint32_t)((int32_t)a + 127) << 23))
-HPMLI_V1(hpmli_exponent, (float)((int32_t)(HPMLI_K(hpmli_word)(a) >> 23 & 255) - 127))
-HPMLI_V1(hpmli_mantissa, HPMLI_K(hpmli_float)((HPMLI_K(hpmli_word)(a) & 0x7fffffu) | 0x3f800000u))
-HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a) { return a; }
-HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d)
-{
-    out[0] = a, out[1] = b, out[2] = c, out[3] = d;
-}
-HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a) { return a; }
-HPMLI_VFN uint32_t HPMLI_K(hpmli_signmask)(hv a) { return a >= 0; }
-HPMLI_VFN hv HPMLI_K(hpmli_bits)(uint32_t m, hv a, hv b) { return m & 1 ? a : b; }
-HPMLI_VFN hv HPMLI_K(hpmli_load_bf16)(const uint16_t *p) { return HPMLI_K(hpmli_float)((uint32_t)*p << 16); }
-HPMLI_VFN void HPMLI_K(hpmli_store_bf16)(uint16_t *p, hv a)
+HPMLI_V1(hv_pow2i, HPMLI_K(hpmli_float)((uint32_t)((int32_t)a + 127) << 23))
+HPMLI_V1(hv_exponent, (float)((int32_t)(HPMLI_K(hpmli_word)(a) >> 23 & 255) - 127))
+HPMLI_V1(hv_mantissa, HPMLI_K(hpmli_float)((HPMLI_K(hpmli_word)(a) & 0x7fffffu) | 0x3f800000u))
+HPMLI_VFN float hv_sum(hv a) { return a; }
+HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
+HPMLI_VFN float hv_hmax(hv a) { return a; }
+HPMLI_VFN uint32_t hv_signmask(hv a) { return a >= 0; }
+HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b) { return m & 1 ? a : b; }
+HPMLI_VFN hv hv_load_bf16(const uint16_t *p) { return HPMLI_K(hpmli_float)((uint32_t)*p << 16); }
+HPMLI_VFN void hv_store_bf16(uint16_t *p, hv a)
 {
     uint32_t u = HPMLI_K(hpmli_word)(a);
     *p = (uint16_t)(a != a ? u >> 16 | 0x40u : (u + 0x7fffu + (u >> 16 & 1)) >> 16);
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_f16)(const uint16_t *p)
+HPMLI_VFN hv hv_load_f16(const uint16_t *p)
 {
     uint32_t sign = (uint32_t)(*p & 0x8000u) << 16, exponent = *p >> 10 & 31u, fraction = *p & 0x3ffu;
     if (exponent == 31) return HPMLI_K(hpmli_float)(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
     if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * (1.0f / 16777216.0f); /* fraction 2^-24 */
     return HPMLI_K(hpmli_float)(sign | (exponent + 112) << 23 | fraction << 13);
 }
-HPMLI_VFN void HPMLI_K(hpmli_store_f16)(uint16_t *p, hv a)
+HPMLI_VFN void hv_store_f16(uint16_t *p, hv a)
 {
     uint32_t u = HPMLI_K(hpmli_word)(a), sign = u >> 16 & 0x8000u, x = u & 0x7fffffffu, h;
     if (x > 0x7f800000u) h = 0x7e00u | (x >> 13 & 0x3ffu);
@@ -1241,9 +1240,9 @@ HPMLI_VFN void HPMLI_K(hpmli_store_f16)(uint16_t *p, hv a)
     else h = (uint32_t)rintf(HPMLI_K(hpmli_float)(x) * 16777216.0f); /* subnormal */
     *p = (uint16_t)(sign | h);
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_u8)(const uint8_t *p) { return (float)*p; }
-HPMLI_VFN hv HPMLI_K(hpmli_load_i32)(const int32_t *p) { return (float)*p; }
-HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
+HPMLI_VFN hv hv_load_u8(const uint8_t *p) { return (float)*p; }
+HPMLI_VFN hv hv_load_i32(const int32_t *p) { return (float)*p; }
+HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
 {
     *p = a != a ? 0 : a >= 2147483648.0f ? INT32_MAX : a <= -2147483648.0f ? INT32_MIN : (int32_t)rintf(a);
 }
@@ -1253,104 +1252,82 @@ HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
 // >>simd-x86   vectors: AVX2, AVX-512
 // ---------------------------------------------------------------------------------------------------------------------
 
+#if HPMLI_ISA == 2 && !defined(__clang__) /* at -O0 gcc's own headers make macros of some, which -Wconversion sees */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wsign-conversion"
+#endif
+#undef HPMLI_MM
+#undef HPMLI_MMF
+#undef HPMLI_MMI
+#undef HPMLI_MM_HALF
+#undef HPMLI_MM_STORE_HALF
+
 #if HPMLI_ISA == 1
-#define HPMLI_SUFFIX   _avx2
-#define HPMLI_TARGET   __attribute__((target("avx2,fma,f16c")))
-#define HPMLI_ISA_NAME "avx2"
-#define HV_W           8
-#define hv             __m256
-#define hvi            __m256i
+#define HPMLI_SUFFIX              _avx2
+#define HPMLI_TARGET              __attribute__((target("avx2,fma,f16c")))
+#define HPMLI_ISA_NAME            "avx2"
+#define HV_W                      8
+#define hv                        __m256
+#define HPMLI_MM(op)              HPMLI_CAT(_mm256_, op)
+#define HPMLI_MMF(x)              _mm256_castsi256_ps(x) /* integers seen as floats ... */
+#define HPMLI_MMI(x)              _mm256_castps_si256(x) /* ... and back */
+#define HPMLI_MM_HALF(p)          _mm_loadu_si128((const __m128i *)(const void *)(p)) /* 16 bits for each lane */
+#define HPMLI_MM_STORE_HALF(p, x) _mm_storeu_si128((__m128i *)(void *)(p), x)
 HPMLI_VFN __m256i HPMLI_K(hpmli_lanes)(int64_t n)
 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_set1)(float x) { return _mm256_set1_ps(x); }
-HPMLI_VFN hv HPMLI_K(hpmli_zero)(void) { return _mm256_setzero_ps(); }
-HPMLI_VFN hv HPMLI_K(hpmli_iota)(void) { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
-HPMLI_VFN hv HPMLI_K(hpmli_load)(const float *p) { return _mm256_loadu_ps(p); }
-HPMLI_VFN void HPMLI_K(hpmli_store)(float *p, hv a) { _mm256_storeu_ps(p, a); }
-HPMLI_VFN hv HPMLI_K(hpmli_load_n)(const float *p, int64_t n) { return _mm256_maskload_ps(p, HPMLI_K(hpmli_lanes)(n)); }
-HPMLI_VFN void HPMLI_K(hpmli_store_n)(float *p, hv a, int64_t n) { _mm256_maskstore_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
-HPMLI_V2(hpmli_add, _mm256_add_ps(a, b))
-HPMLI_V2(hpmli_sub, _mm256_sub_ps(a, b))
-HPMLI_V2(hpmli_mul, _mm256_mul_ps(a, b))
-HPMLI_V2(hpmli_div, _mm256_div_ps(a, b))
-HPMLI_V3(hpmli_fma, _mm256_fmadd_ps(a, b, c))
-HPMLI_V3(hpmli_fnma, _mm256_fnmadd_ps(a, b, c))
-HPMLI_V2(hpmli_max, _mm256_max_ps(a, b))
-HPMLI_V2(hpmli_min, _mm256_min_ps(a, b))
-HPMLI_V1(hpmli_abs, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a))
-HPMLI_V1(hpmli_neg, _mm256_xor_ps(_mm256_set1_ps(-0.0f), a))
-HPMLI_V1(hpmli_sqrt, _mm256_sqrt_ps(a))
-HPMLI_V1(hpmli_round, _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
-HPMLI_V4(hpmli_ge, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GE_OQ)))
-HPMLI_V4(hpmli_gt, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ)))
-HPMLI_V4(hpmli_eq, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_EQ_OQ)))
-HPMLI_V1(hpmli_pow2i, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(a),
-                          _mm256_set1_epi32(127)), 23)))
-HPMLI_V1(hpmli_exponent, _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_and_si256(
-                             _mm256_srli_epi32(_mm256_castps_si256(a), 23), _mm256_set1_epi32(255)),
-                             _mm256_set1_epi32(127))))
-HPMLI_V1(hpmli_mantissa, _mm256_or_ps(_mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffff))),
-                             _mm256_set1_ps(1)))
-HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
+HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return _mm256_maskload_ps(p, HPMLI_K(hpmli_lanes)(n)); }
+HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { _mm256_maskstore_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
+HPMLI_V1(hv_round, _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+HPMLI_V4(hv_ge, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GE_OQ)))
+HPMLI_V4(hv_gt, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ)))
+HPMLI_V4(hv_eq, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_EQ_OQ)))
+HPMLI_VFN float hv_sum(hv a)
 {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
-HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d) /* out[0..3] = the sums of four vectors */
+HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d) /* out[0..3] = the sums of four vectors */
 {
     __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
-HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a)
+HPMLI_VFN float hv_hmax(hv a)
 {
     __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
-HPMLI_VFN uint32_t HPMLI_K(hpmli_signmask)(hv a)
+HPMLI_VFN uint32_t hv_signmask(hv a)
 {
     return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GE_OQ));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_bits)(uint32_t m, hv a, hv b)
+HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b)
 {
     __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     __m256i on  = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)m), bit), bit);
     return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(on));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_bf16)(const uint16_t *p)
-{
-    __m128i x = _mm_loadu_si128((const __m128i *)(const void *)p);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
-}
-HPMLI_VFN void HPMLI_K(hpmli_store_bf16)(uint16_t *p, hv a)
+HPMLI_VFN void hv_store_bf16(uint16_t *p, hv a)
 {
     __m256i u = _mm256_castps_si256(a), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
     __m256i r = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
     __m256i q = _mm256_or_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(0x40));
     r = _mm256_blendv_epi8(r, q, _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
     r = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
-    _mm_storeu_si128((__m128i *)(void *)p, _mm256_castsi256_si128(r));
+    HPMLI_MM_STORE_HALF(p, _mm256_castsi256_si128(r));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_f16)(const uint16_t *p)
-{
-    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
-}
-HPMLI_VFN void HPMLI_K(hpmli_store_f16)(uint16_t *p, hv a)
-{
-    _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
-}
-HPMLI_VFN hv HPMLI_K(hpmli_load_u8)(const uint8_t *p)
+HPMLI_VFN hv hv_load_u8(const uint8_t *p)
 {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_i32)(const int32_t *p)
+HPMLI_VFN hv hv_load_i32(const int32_t *p)
 {
     return _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
 }
-HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
+HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
 {
     __m256i i   = _mm256_cvtps_epi32(a); /* out of range gives INT32_MIN */
     __m256i top = _mm256_castps_si256(_mm256_cmp_ps(a, _mm256_set1_ps(2147483648.0f), _CMP_GE_OQ));
@@ -1358,65 +1335,31 @@ HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
     i = _mm256_blendv_epi8(i, _mm256_set1_epi32(INT32_MAX), top);
     _mm256_storeu_si256((__m256i *)(void *)p, _mm256_andnot_si256(nan, i));
 }
-#endif
-
-#if HPMLI_ISA == 2
-#if !defined(__clang__) /* at -O0 gcc's own headers make macros of some of these, which -Wconversion sees */
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wsign-conversion"
-#endif
-#define HPMLI_SUFFIX   _avx512
-#define HPMLI_TARGET   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
-#define HPMLI_ISA_NAME "avx512"
-#define HV_W           16
-#define hv             __m512
-#define hvi            __m512i
+#elif HPMLI_ISA == 2
+#define HPMLI_SUFFIX              _avx512
+#define HPMLI_TARGET              __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define HPMLI_ISA_NAME            "avx512"
+#define HV_W                      16
+#define hv                        __m512
+#define HPMLI_MM(op)              HPMLI_CAT(_mm512_, op)
+#define HPMLI_MMF(x)              _mm512_castsi512_ps(x)
+#define HPMLI_MMI(x)              _mm512_castps_si512(x)
+#define HPMLI_MM_HALF(p)          _mm256_loadu_si256((const __m256i *)(const void *)(p))
+#define HPMLI_MM_STORE_HALF(p, x) _mm256_storeu_si256((__m256i *)(void *)(p), x)
 HPMLI_VFN __mmask16 HPMLI_K(hpmli_lanes)(int64_t n) { return (__mmask16)((1u << n) - 1); }
-HPMLI_VFN hv HPMLI_K(hpmli_set1)(float x) { return _mm512_set1_ps(x); }
-HPMLI_VFN hv HPMLI_K(hpmli_zero)(void) { return _mm512_setzero_ps(); }
-HPMLI_VFN hv HPMLI_K(hpmli_iota)(void) { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
-HPMLI_VFN hv HPMLI_K(hpmli_load)(const float *p) { return _mm512_loadu_ps(p); }
-HPMLI_VFN void HPMLI_K(hpmli_store)(float *p, hv a) { _mm512_storeu_ps(p, a); }
-HPMLI_VFN hv HPMLI_K(hpmli_load_n)(const float *p, int64_t n)
-{
-    return _mm512_maskz_loadu_ps(HPMLI_K(hpmli_lanes)(n), p);
-}
-HPMLI_VFN void HPMLI_K(hpmli_store_n)(float *p, hv a, int64_t n)
-{
-    _mm512_mask_storeu_ps(p, HPMLI_K(hpmli_lanes)(n), a);
-}
-HPMLI_V2(hpmli_add, _mm512_add_ps(a, b))
-HPMLI_V2(hpmli_sub, _mm512_sub_ps(a, b))
-HPMLI_V2(hpmli_mul, _mm512_mul_ps(a, b))
-HPMLI_V2(hpmli_div, _mm512_div_ps(a, b))
-HPMLI_V3(hpmli_fma, _mm512_fmadd_ps(a, b, c))
-HPMLI_V3(hpmli_fnma, _mm512_fnmadd_ps(a, b, c))
-HPMLI_V2(hpmli_max, _mm512_max_ps(a, b))
-HPMLI_V2(hpmli_min, _mm512_min_ps(a, b))
-HPMLI_V1(hpmli_abs, _mm512_andnot_ps(_mm512_set1_ps(-0.0f), a))
-HPMLI_V1(hpmli_neg, _mm512_xor_ps(_mm512_set1_ps(-0.0f), a))
-HPMLI_V1(hpmli_sqrt, _mm512_sqrt_ps(a))
-HPMLI_V1(hpmli_round, _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
-HPMLI_V4(hpmli_ge, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), y, x))
-HPMLI_V4(hpmli_gt, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x))
-HPMLI_V4(hpmli_eq, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), y, x))
-HPMLI_V1(hpmli_pow2i, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(a),
-                          _mm512_set1_epi32(127)), 23)))
-HPMLI_V1(hpmli_exponent, _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(
-                             _mm512_srli_epi32(_mm512_castps_si512(a), 23), _mm512_set1_epi32(255)),
-                             _mm512_set1_epi32(127))))
-HPMLI_V1(hpmli_mantissa, _mm512_or_ps(_mm512_and_ps(a, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fffff))),
-                             _mm512_set1_ps(1)))
-HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
+HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HPMLI_K(hpmli_lanes)(n), p); }
+HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { _mm512_mask_storeu_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
+HPMLI_V1(hv_round, _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+HPMLI_V4(hv_ge, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), y, x))
+HPMLI_V4(hv_gt, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x))
+HPMLI_V4(hv_eq, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), y, x))
+HPMLI_VFN float hv_sum(hv a)
 {
     float t[16]; /* through memory: gcc 12 warns about its own half-register casts */
     _mm512_storeu_ps(t, a);
-    __m256 h = _mm256_add_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8));
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+    return hpmli_sum_avx2(_mm256_add_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
 }
-HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d)
+HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d)
 {
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
@@ -1425,50 +1368,68 @@ HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d)
     s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, s)));
 }
-HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a)
+HPMLI_VFN float hv_hmax(hv a)
 {
-    float t[16]; /* through memory: gcc 12 warns about its own half-register casts */
+    float t[16];
     _mm512_storeu_ps(t, a);
-    __m256 h = _mm256_max_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8));
-    __m128 s = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
+    return hpmli_hmax_avx2(_mm256_max_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
 }
-HPMLI_VFN uint32_t HPMLI_K(hpmli_signmask)(hv a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
-HPMLI_VFN hv HPMLI_K(hpmli_bits)(uint32_t m, hv a, hv b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
-HPMLI_VFN hv HPMLI_K(hpmli_load_bf16)(const uint16_t *p)
-{
-    __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)p);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-}
-HPMLI_VFN void HPMLI_K(hpmli_store_bf16)(uint16_t *p, hv a)
+HPMLI_VFN uint32_t hv_signmask(hv a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
+HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
+HPMLI_VFN void hv_store_bf16(uint16_t *p, hv a)
 {
     __m512i u = _mm512_castps_si512(a), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
     __m512i r = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
     __m512i q = _mm512_or_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(0x40));
     r = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), r, q);
-    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(r));
+    HPMLI_MM_STORE_HALF(p, _mm512_cvtepi32_epi16(r));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_f16)(const uint16_t *p)
-{
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
-}
-HPMLI_VFN void HPMLI_K(hpmli_store_f16)(uint16_t *p, hv a)
-{
-    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
-}
-HPMLI_VFN hv HPMLI_K(hpmli_load_u8)(const uint8_t *p)
+HPMLI_VFN hv hv_load_u8(const uint8_t *p)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_i32)(const int32_t *p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
-HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
+HPMLI_VFN hv hv_load_i32(const int32_t *p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
+HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
 {
     __m512i i = _mm512_cvtps_epi32(a); /* out of range gives INT32_MIN */
     i = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, _mm512_set1_ps(2147483648.0f), _CMP_GE_OQ), i,
                                 _mm512_set1_epi32(INT32_MAX));
     i = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), i, _mm512_setzero_si512());
     _mm512_storeu_si512(p, i);
+}
+#endif
+
+#if HPMLI_ISA == 1 || HPMLI_ISA == 2
+HPMLI_VFN hv hv_set1(float x) { return HPMLI_MM(set1_ps)(x); }
+HPMLI_VFN hv hv_zero(void) { return HPMLI_MM(setzero_ps)(); }
+HPMLI_VFN hv hv_load(const float *p) { return HPMLI_MM(loadu_ps)(p); }
+HPMLI_VFN void hv_store(float *p, hv a) { HPMLI_MM(storeu_ps)(p, a); }
+HPMLI_V2(hv_add, HPMLI_MM(add_ps)(a, b))
+HPMLI_V2(hv_sub, HPMLI_MM(sub_ps)(a, b))
+HPMLI_V2(hv_mul, HPMLI_MM(mul_ps)(a, b))
+HPMLI_V2(hv_div, HPMLI_MM(div_ps)(a, b))
+HPMLI_V3(hv_fma, HPMLI_MM(fmadd_ps)(a, b, c))
+HPMLI_V3(hv_fnma, HPMLI_MM(fnmadd_ps)(a, b, c))
+HPMLI_V2(hv_max, HPMLI_MM(max_ps)(a, b))
+HPMLI_V2(hv_min, HPMLI_MM(min_ps)(a, b))
+HPMLI_V1(hv_abs, HPMLI_MM(andnot_ps)(HPMLI_MM(set1_ps)(-0.0f), a))
+HPMLI_V1(hv_neg, HPMLI_MM(xor_ps)(HPMLI_MM(set1_ps)(-0.0f), a))
+HPMLI_V1(hv_sqrt, HPMLI_MM(sqrt_ps)(a))
+HPMLI_V1(hv_pow2i, HPMLI_MMF(HPMLI_MM(slli_epi32)(HPMLI_MM(add_epi32)(HPMLI_MM(cvtps_epi32)(a),
+                                                                      HPMLI_MM(set1_epi32)(127)), 23)))
+HPMLI_VFN hv hv_exponent(hv a) /* the sign is shifted out */
+{
+    return hv_sub(HPMLI_MM(cvtepi32_ps)(HPMLI_MM(srli_epi32)(HPMLI_MM(slli_epi32)(HPMLI_MMI(a), 1), 24)), hv_set1(127));
+}
+HPMLI_V1(hv_mantissa, HPMLI_MM(or_ps)(HPMLI_MM(and_ps)(a, HPMLI_MMF(HPMLI_MM(set1_epi32)(0x7fffff))), hv_set1(1)))
+HPMLI_VFN hv hv_load_bf16(const uint16_t *p)
+{
+    return HPMLI_MMF(HPMLI_MM(slli_epi32)(HPMLI_MM(cvtepu16_epi32)(HPMLI_MM_HALF(p)), 16));
+}
+HPMLI_VFN hv hv_load_f16(const uint16_t *p) { return HPMLI_MM(cvtph_ps)(HPMLI_MM_HALF(p)); }
+HPMLI_VFN void hv_store_f16(uint16_t *p, hv a)
+{
+    HPMLI_MM_STORE_HALF(p, HPMLI_MM(cvtps_ph)(a, _MM_FROUND_TO_NEAREST_INT));
 }
 #endif
 
@@ -1486,86 +1447,80 @@ HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a)
 #define HPMLI_ISA_NAME "neon"
 #define HV_W           4
 #define hv             float32x4_t
-#define hvi            int32x4_t
-HPMLI_VFN hv HPMLI_K(hpmli_set1)(float x) { return vdupq_n_f32(x); }
-HPMLI_VFN hv HPMLI_K(hpmli_zero)(void) { return vdupq_n_f32(0); }
-HPMLI_VFN hv HPMLI_K(hpmli_iota)(void)
-{
-    static const float lane[4] = { 0, 1, 2, 3 };
-    return vld1q_f32(lane);
-}
-HPMLI_VFN hv HPMLI_K(hpmli_load)(const float *p) { return vld1q_f32(p); }
-HPMLI_VFN void HPMLI_K(hpmli_store)(float *p, hv a) { vst1q_f32(p, a); }
-HPMLI_VFN hv HPMLI_K(hpmli_load_n)(const float *p, int64_t n)
+HPMLI_VFN hv hv_set1(float x) { return vdupq_n_f32(x); }
+HPMLI_VFN hv hv_zero(void) { return vdupq_n_f32(0); }
+HPMLI_VFN hv hv_load(const float *p) { return vld1q_f32(p); }
+HPMLI_VFN void hv_store(float *p, hv a) { vst1q_f32(p, a); }
+HPMLI_VFN hv hv_load_n(const float *p, int64_t n)
 {
     float t[4] = { 0, 0, 0, 0 };
     for (int64_t i = 0; i < n; i++) t[i] = p[i];
     return vld1q_f32(t);
 }
-HPMLI_VFN void HPMLI_K(hpmli_store_n)(float *p, hv a, int64_t n)
+HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n)
 {
     float t[4];
     vst1q_f32(t, a);
     for (int64_t i = 0; i < n; i++) p[i] = t[i];
 }
-HPMLI_V2(hpmli_add, vaddq_f32(a, b))
-HPMLI_V2(hpmli_sub, vsubq_f32(a, b))
-HPMLI_V2(hpmli_mul, vmulq_f32(a, b))
-HPMLI_V2(hpmli_div, vdivq_f32(a, b))
-HPMLI_V3(hpmli_fma, vfmaq_f32(c, a, b))
-HPMLI_V3(hpmli_fnma, vfmsq_f32(c, a, b))
-HPMLI_V1(hpmli_abs, vabsq_f32(a))
-HPMLI_V1(hpmli_neg, vnegq_f32(a))
-HPMLI_V1(hpmli_sqrt, vsqrtq_f32(a))
-HPMLI_V1(hpmli_round, vrndnq_f32(a))
-HPMLI_V4(hpmli_ge, vbslq_f32(vcgeq_f32(a, b), x, y))
-HPMLI_V4(hpmli_gt, vbslq_f32(vcgtq_f32(a, b), x, y))
-HPMLI_V4(hpmli_eq, vbslq_f32(vceqq_f32(a, b), x, y))
-HPMLI_V2(hpmli_max, vbslq_f32(vcgtq_f32(a, b), a, b)) /* as on x86: a NaN in a gives b */
-HPMLI_V2(hpmli_min, vbslq_f32(vcltq_f32(a, b), a, b))
-HPMLI_V1(hpmli_pow2i, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(a), vdupq_n_s32(127)), 23)))
-HPMLI_V1(hpmli_exponent, vcvtq_f32_s32(vsubq_s32(vandq_s32(vreinterpretq_s32_u32(
+HPMLI_V2(hv_add, vaddq_f32(a, b))
+HPMLI_V2(hv_sub, vsubq_f32(a, b))
+HPMLI_V2(hv_mul, vmulq_f32(a, b))
+HPMLI_V2(hv_div, vdivq_f32(a, b))
+HPMLI_V3(hv_fma, vfmaq_f32(c, a, b))
+HPMLI_V3(hv_fnma, vfmsq_f32(c, a, b))
+HPMLI_V1(hv_abs, vabsq_f32(a))
+HPMLI_V1(hv_neg, vnegq_f32(a))
+HPMLI_V1(hv_sqrt, vsqrtq_f32(a))
+HPMLI_V1(hv_round, vrndnq_f32(a))
+HPMLI_V4(hv_ge, vbslq_f32(vcgeq_f32(a, b), x, y))
+HPMLI_V4(hv_gt, vbslq_f32(vcgtq_f32(a, b), x, y))
+HPMLI_V4(hv_eq, vbslq_f32(vceqq_f32(a, b), x, y))
+HPMLI_V2(hv_max, vbslq_f32(vcgtq_f32(a, b), a, b)) /* as on x86: a NaN in a gives b */
+HPMLI_V2(hv_min, vbslq_f32(vcltq_f32(a, b), a, b))
+HPMLI_V1(hv_pow2i, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(a), vdupq_n_s32(127)), 23)))
+HPMLI_V1(hv_exponent, vcvtq_f32_s32(vsubq_s32(vandq_s32(vreinterpretq_s32_u32(
                              vshrq_n_u32(vreinterpretq_u32_f32(a), 23)), vdupq_n_s32(255)), vdupq_n_s32(127))))
-HPMLI_V1(hpmli_mantissa, vreinterpretq_f32_u32(vorrq_u32(vandq_u32(vreinterpretq_u32_f32(a), vdupq_n_u32(0x7fffff)),
+HPMLI_V1(hv_mantissa, vreinterpretq_f32_u32(vorrq_u32(vandq_u32(vreinterpretq_u32_f32(a), vdupq_n_u32(0x7fffff)),
                              vdupq_n_u32(0x3f800000))))
-HPMLI_VFN float HPMLI_K(hpmli_sum)(hv a)
+HPMLI_VFN float hv_sum(hv a)
 {
     float32x2_t s = vadd_f32(vget_low_f32(a), vget_high_f32(a));
     return vget_lane_f32(s, 0) + vget_lane_f32(s, 1);
 }
-HPMLI_VFN void HPMLI_K(hpmli_sum4)(float *out, hv a, hv b, hv c, hv d)
+HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d)
 {
     vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
 }
-HPMLI_VFN float HPMLI_K(hpmli_hmax)(hv a) { return vmaxvq_f32(a); }
-HPMLI_VFN uint32_t HPMLI_K(hpmli_signmask)(hv a)
+HPMLI_VFN float hv_hmax(hv a) { return vmaxvq_f32(a); }
+HPMLI_VFN uint32_t hv_signmask(hv a)
 {
     static const uint32_t bit[4] = { 1, 2, 4, 8 };
     return vaddvq_u32(vandq_u32(vcgeq_f32(a, vdupq_n_f32(0)), vld1q_u32(bit)));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_bits)(uint32_t m, hv a, hv b)
+HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b)
 {
     static const uint32_t bit[4] = { 1, 2, 4, 8 };
     return vbslq_f32(vtstq_u32(vdupq_n_u32(m), vld1q_u32(bit)), a, b);
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_bf16)(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
-HPMLI_VFN void HPMLI_K(hpmli_store_bf16)(uint16_t *p, hv a)
+HPMLI_VFN hv hv_load_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+HPMLI_VFN void hv_store_bf16(uint16_t *p, hv a)
 {
     uint32x4_t u = vreinterpretq_u32_f32(a), odd = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));
     uint32x4_t r = vshrq_n_u32(vaddq_u32(vaddq_u32(u, vdupq_n_u32(0x7fff)), odd), 16);
     uint32x4_t q = vorrq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(0x40));
     vst1_u16(p, vmovn_u32(vbslq_u32(vceqq_f32(a, a), r, q)));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_f16)(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-HPMLI_VFN void HPMLI_K(hpmli_store_f16)(uint16_t *p, hv a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
-HPMLI_VFN hv HPMLI_K(hpmli_load_u8)(const uint8_t *p)
+HPMLI_VFN hv hv_load_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+HPMLI_VFN void hv_store_f16(uint16_t *p, hv a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
+HPMLI_VFN hv hv_load_u8(const uint8_t *p)
 {
     uint32_t t[4];
     for (int i = 0; i < 4; i++) t[i] = p[i];
     return vcvtq_f32_u32(vld1q_u32(t));
 }
-HPMLI_VFN hv HPMLI_K(hpmli_load_i32)(const int32_t *p) { return vcvtq_f32_s32(vld1q_s32(p)); }
-HPMLI_VFN void HPMLI_K(hpmli_store_i32)(int32_t *p, hv a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
+HPMLI_VFN hv hv_load_i32(const int32_t *p) { return vcvtq_f32_s32(vld1q_s32(p)); }
+HPMLI_VFN void hv_store_i32(int32_t *p, hv a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
 #endif
 
 /* Partial forms for types without masked instructions: through a buffer, so that the conversion is the same. */
@@ -1615,8 +1570,8 @@ HPMLI_VFN void HPMLI_K(hpmli_st)(float *p, hv a, int64_t n)
 // >>vmath   exp, log, tanh, erf and the activations
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Range reduction and a polynomial, after Cody & Waite: exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2.
-   Errors are below 2 units in the last place over the whole range; NaN stays NaN, exp underflows to 0. */
+/* Range reduction and a polynomial, after Cody & Waite: exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 /
+   2. Errors are below 2 units in the last place over the whole range; NaN stays NaN, exp underflows to 0. */
 
 HPMLI_VFN hv HPMLI_K(hpmli_exp)(hv x)
 {
@@ -1770,8 +1725,8 @@ HPMLI_KFN void HPMLI_K(hpmli_act_forward)(int kind, float slope, float *y, const
 }
 
 /* x or y may be NULL where the slope does not read it: dy stands in. */
-HPMLI_KFN void HPMLI_K(hpmli_act_backward)(int kind, float slope, float *dx, const float *dy, const float *x, const float *y,
-                                           int64_t n, int accumulate)
+HPMLI_KFN void HPMLI_K(hpmli_act_backward)(int kind, float slope, float *dx, const float *dy, const float *x,
+                                           const float *y, int64_t n, int accumulate)
 {
     hv s = hv_set1(slope);
     if (!x) x = dy;
@@ -1838,8 +1793,8 @@ HPMLI_KFN void HPMLI_K(hpmli_vaffine_relu)(float *y, const float *x, float a, fl
 }
 
 /* y (+)= a x + b z + c */
-HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float constant, int64_t n,
-                                       int accumulate)
+HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float constant,
+                                       int64_t n, int accumulate)
 {
     hv va = hv_set1(a), vb = hv_set1(b), vc = hv_set1(constant);
     HV_LOOP(n) {
@@ -1852,8 +1807,8 @@ HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float 
 // >>vreduce   sums, maxima, norms
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Four independent accumulators hide the latency of an addition; they are joined in a fixed order. The `_wide` forms join
-   in double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
+/* Four independent accumulators hide the latency of an addition; they are joined in a fixed order. The `_wide` forms
+   join in double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
 
 #define HPMLI_BLOCK_SUM 1024
 
@@ -1883,7 +1838,7 @@ HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HPMLI_TERM)
 #undef HPMLI_TERM
 #define HPMLI_TERM(at, s) HPMLI_K(hpmli_square_in)(hv_sub(hv_ld(x + (at), c), HPMLI_K(hpmli_keep)(mean, c)), s)
 HPMLI_VFN hv HPMLI_K(hpmli_square_in)(hv d, hv s) { return hv_fma(d, d, s); }
-HPMLI_VFN hv HPMLI_K(hpmli_keep)(float value, int64_t n) /* value in the first n lanes, as hv_load_n leaves 0 in the rest */
+HPMLI_VFN hv HPMLI_K(hpmli_keep)(float value, int64_t n) /* value in the first n lanes, 0 in the rest, as hv_load_n */
 {
     return n >= HV_W ? hv_set1(value) : hv_bits((1u << n) - 1, hv_set1(value), hv_zero());
 }
@@ -1904,7 +1859,7 @@ HPMLI_REDUCE(vvar, (const float *x, float mean, int64_t n), HPMLI_TERM)
 HPMLI_WIDE(vsumsq, (const float *x, int64_t n), HPMLI_K(hpmli_vdot)(x + i, x + i, c))
 HPMLI_WIDE(vsum_wide, (const float *x, int64_t n), HPMLI_K(hpmli_vsum)(x + i, c))
 HPMLI_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HPMLI_K(hpmli_vdot)(a + i, b + i, c))
-HPMLI_WIDE(vvar_wide, (const float *x, float mean, int64_t n), HPMLI_K(hpmli_vvar)(x + i, mean, c)) /* sum (x - mean)^2 */
+HPMLI_WIDE(vvar_wide, (const float *x, float mean, int64_t n), HPMLI_K(hpmli_vvar)(x + i, mean, c)) /* (x - mean)^2 */
 #undef HPMLI_WIDE
 
 HPMLI_KFN float HPMLI_K(hpmli_vmax)(const float *x, int64_t n)
@@ -1954,10 +1909,10 @@ HPMLI_KFN void HPMLI_K(hpmli_vsum_rows)(float *out, const float *x, int64_t rows
 // >>vupdate   optimizer steps, one pass over the data
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the same
-   names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
-   LARS (You et al. 2017) is SGD with lr already multiplied by the layer's trust ratio. LAMB (You et al. 2020) leaves its
-   direction in m2 = scratch, see hpmli_cpu_update. */
+/* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the
+   same names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
+   LARS (You et al. 2017) is SGD with lr already multiplied by the layer's trust ratio. LAMB (You et al. 2020) leaves
+   its direction in m2 = scratch, see hpmli_cpu_update. */
 
 HPMLI_VFN hv HPMLI_K(hpmli_moment)(float *state, hv g, float beta, int64_t c) /* state = beta state + (1 - beta) g */
 {
@@ -2010,11 +1965,12 @@ HPMLI_VFN hv HPMLI_K(hpmli_adam_direction)(const hpmli_opt_args *o, hv g, float 
 }
 
 /* LAMB writes its direction over the gradient's array, which is ours to spend. */
-HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const float *grad, float *m, float *v, int64_t n)
+HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const float *dw, float *m, float *v,
+                                       int64_t n)
 {
     hv scale = hv_set1(o->grad_scale), lr = hv_set1(o->lr), decay = hv_set1(o->weight_decay);
     HV_LOOP(n) {
-        hv g = hv_mul(hv_ld(grad + i, c), scale), x;
+        hv g = hv_mul(hv_ld(dw + i, c), scale), x;
         switch (o->opt) {
         case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_K(hpmli_sgd)(o, w + i, g, m ? m + i : NULL, c); break;
         case HPML_OPT_ADAGRAD: HPMLI_K(hpmli_adagrad)(o, w + i, g, v + i, c); break;
@@ -2027,7 +1983,7 @@ HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const 
             break;
         default: /* LAMB */
             x = HPMLI_K(hpmli_adam_direction)(o, g, m + i, v + i, c);
-            hv_st((float *)(uintptr_t)(grad + i), hv_fma(decay, hv_ld(w + i, c), x), c);
+            hv_st((float *)(uintptr_t)(dw + i), hv_fma(decay, hv_ld(w + i, c), x), c);
         }
     }
 }
@@ -2930,7 +2886,7 @@ HPMLI_VFN uint32_t HPMLI_K(hpmli_onebit_step)(HPMLI_K(hpmli_onebit_acc) *a, floa
 HPMLI_KFN void HPMLI_K(hpmli_onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
 {
     HPMLI_K(hpmli_onebit_acc) a;
-    int64_t                   ones = 0, step = HPMLI_ONEBIT_LANES;
+    int64_t                   ones = 0;
     row->sum[0] = row->sum[1] = 0;
     HPMLI_UNROLL
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
@@ -2941,18 +2897,13 @@ HPMLI_KFN void HPMLI_K(hpmli_onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, 
         int64_t end = n - i < HPMLI_ONEBIT_CHUNK ? n : i + HPMLI_ONEBIT_CHUNK;
         HPMLI_UNROLL
         for (int u = 0; u < HPMLI_ONEBIT_V; u++) a.sum[0][u] = a.sum[1][u] = hv_zero();
-        for (; i + step <= end; i += step) {
-            uint32_t m = HPMLI_K(hpmli_onebit_step)(&a, e ? e + i : NULL, g + i, HPMLI_ONEBIT_LANES);
+        for (; i < end; i += HPMLI_ONEBIT_LANES) { /* two calls: a whole step is compiled without its checks */
+            float   *ei = e ? e + i : NULL;
+            uint32_t m  = end - i >= HPMLI_ONEBIT_LANES ? HPMLI_K(hpmli_onebit_step)(&a, ei, g + i, HPMLI_ONEBIT_LANES)
+                                                        : HPMLI_K(hpmli_onebit_step)(&a, ei, g + i, end - i);
             bits[i / 8]     = (uint8_t)m;
             bits[i / 8 + 1] = (uint8_t)(m >> 8);
             ones += hpmli_popcount(m);
-        }
-        if (i < end) {
-            uint32_t m = HPMLI_K(hpmli_onebit_step)(&a, e ? e + i : NULL, g + i, end - i);
-            bits[i / 8]     = (uint8_t)m;
-            bits[i / 8 + 1] = (uint8_t)(m >> 8);
-            ones += hpmli_popcount(m);
-            i = end;
         }
         for (int side = 0; side < 2; side++) {
             HPMLI_UNROLL
@@ -3034,66 +2985,49 @@ HPMLI_KFN void HPMLI_K(hpmli_bf16_decode_add)(float *out, const uint16_t *packed
 // >>conv-kernels   convolution: tiles of pixels by channels
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A convolution is a matrix product, Y (pixels, out) = columns (pixels, K) x W (K, out), K = taps x channels. The matrix of columns is
-   never made: in an image stored pixel by pixel, channels innermost (NHWC), with its zeros around it, the numbers that a
-   pixel reads are a few long runs, one for each row of the kernel, and the next pixel's are the same moved by one pixel.
-   So each image is turned once into that order, which costs about a hundredth of the work, and tiles of a few pixels by two
-   vectors of channels read it where it stands. Results are turned back on their way out, in bands of some rows.
+/* A convolution is a matrix product, Y (pixels, out) = columns (pixels, K) x W (K, out), K = taps x channels. The
+   matrix of columns is never made: in an image stored pixel by pixel, channels innermost (NHWC), with its zeros around
+   it, the numbers that a pixel reads are a few long runs, one for each row of the kernel, and the next pixel's are the
+   same moved by one pixel. So each image is turned once into that order, which costs about a hundredth of the work, and
+   tiles of a few pixels by two vectors of channels read it where it stands. Results are turned back on their way out,
+   in bands of some rows.
 
-   The same tile makes all three products: the gradient of the input is a convolution of dy, and the gradient of the weights
-   has taps x channels for rows and sums over pixels. */
+   The same tile makes all three products: the gradient of the input is a convolution of dy, and the gradient of the
+   weights has taps x channels for rows and sums over pixels. */
 
-#ifndef HPMLI_STRIP_ROW
-#define HPMLI_STRIP_ZERO(r) hv s##r = hv_zero(), t##r = hv_zero();
-#define HPMLI_STRIP_ROW(r)                                                                                             \
-    if (mr > r) {                                                                                                      \
-        hv x = hv_set1((r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * ars]);                       \
-        s##r = hv_fma(x, b0, s##r);                                                                                    \
-        if (nv > 1) t##r = hv_fma(x, b1, t##r);                                                                        \
-    }
-#define HPMLI_STRIP_STORE(r)                                                                                           \
-    if (mr > r) {                                                                                                      \
-        hv_store(c + r * ldc, s##r);                                                                                   \
-        if (nv > 1) hv_store(c + r * ldc + HV_W, t##r);                                                                \
-    }
-#define HPMLI_STRIP_ADD(r)                                                                                             \
-    if (mr > r) {                                                                                                      \
-        hv_store(c + r * ldc, hv_add(hv_load(c + r * ldc), s##r));                                                     \
-        if (nv > 1) hv_store(c + r * ldc + HV_W, hv_add(hv_load(c + r * ldc + HV_W), t##r));                           \
-    }
-typedef void hpmli_strip_fn(const hpmli_conv_strip *s, const float *a, const float *b, float *c);
+#ifndef HPMLI_STRIP_ARGS /* the rows of a tile are those of >>gemm */
+#define HPMLI_STRIP_ARGS const hpmli_conv_strip *s, const float *a, const float *b, float *c
+typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
 #endif
 
-HPMLI_VFN void HPMLI_K(hpmli_strip_tile)(const int mr, const int nv, const hpmli_conv_strip *s, const float *a, const float *b,
-                                         float *c)
+HPMLI_VFN void HPMLI_K(hpmli_strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
 {
     const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc, length = s->length;
-    HPMLI_ROWS(HPMLI_STRIP_ZERO)
+    HPMLI_ROWS(HPMLI_TILE_ZERO)
     for (int64_t run = 0; run < s->runs; run++) {
-        const float *a0 = a + s->a_at[run], *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
-        const float *q  = b + (s->b_at ? s->b_at[run] : run * length * ldb);
+        const float *a0 = a + s->a_at[run], *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars;
+        const float *a12 = a9 + 3 * ars, *q = b + (s->b_at ? s->b_at[run] : run * length * ldb);
         for (int64_t p = 0; p < length; p++) {
             hv b0 = hv_load(q), b1 = nv < 2 ? b0 : hv_load(q + HV_W);
-            HPMLI_ROWS(HPMLI_STRIP_ROW)
+            HPMLI_ROWS(HPMLI_TILE_ROW)
             a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, q += ldb;
         }
         (void)a3, (void)a6, (void)a9, (void)a12;
     }
-    if (s->add) { HPMLI_ROWS(HPMLI_STRIP_ADD) }
-    else { HPMLI_ROWS(HPMLI_STRIP_STORE) }
+    if (s->add) { HPMLI_ROWS(HPMLI_TILE_ADD) }
+    else { HPMLI_ROWS(HPMLI_TILE_STORE) }
 }
 
 #ifndef HPMLI_STRIP_KINDS
 #define HPMLI_STRIP_KINDS(r)                                                                                           \
-    HPMLI_KFN void HPMLI_K(hpmli_strip_one_##r)(const hpmli_conv_strip *s, const float *a, const float *b, float *c)   \
-    { HPMLI_K(hpmli_strip_tile)(r + 1, 1, s, a, b, c); }                                                               \
-    HPMLI_KFN void HPMLI_K(hpmli_strip_two_##r)(const hpmli_conv_strip *s, const float *a, const float *b, float *c)   \
-    { HPMLI_K(hpmli_strip_tile)(r + 1, 2, s, a, b, c); }
+    HPMLI_KFN void HPMLI_K(hpmli_strip_one_##r)(HPMLI_STRIP_ARGS) { HPMLI_K(hpmli_strip_tile)(r + 1, 1, s, a, b, c); } \
+    HPMLI_KFN void HPMLI_K(hpmli_strip_two_##r)(HPMLI_STRIP_ARGS) { HPMLI_K(hpmli_strip_tile)(r + 1, 2, s, a, b, c); }
 #define HPMLI_STRIP_ONE(r) HPMLI_K(hpmli_strip_one_##r),
 #define HPMLI_STRIP_TWO(r) HPMLI_K(hpmli_strip_two_##r),
 #endif
 HPMLI_ROWS(HPMLI_STRIP_KINDS)
-static hpmli_strip_fn *const HPMLI_K(hpmli_strips)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_STRIP_ONE) }, { HPMLI_ROWS(HPMLI_STRIP_TWO) } };
+static hpmli_strip_fn *const HPMLI_K(hpmli_strips)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_STRIP_ONE) },
+                                                                    { HPMLI_ROWS(HPMLI_STRIP_TWO) } };
 
 /* All rows of a strip, dealt out evenly to tiles; n columns count. */
 HPMLI_VFN void HPMLI_K(hpmli_strip)(const hpmli_conv_strip *s, int64_t n, const float *a, const float *b, float *c)
@@ -3116,8 +3050,8 @@ HPMLI_KFN void HPMLI_K(hpmli_square)(const float *x, int64_t ldx, int64_t rows, 
     HPMLI_K(hpmli_transpose)(x, ldx, rows, out, HV_W);
 }
 
-/* The weights of channels [o, o + panel) as tiles read them: dst[(rank[tap] * in + c) * panel + lane] = w[(o + lane) * lane_step +
-   c * channel_step + tap]. */
+/* The weights of channels [o, o + panel) as tiles read them: dst[(rank[tap] * in + c) * panel + lane] = w[(o + lane) *
+   lane_step + c * channel_step + tap]. */
 HPMLI_KFN void HPMLI_K(hpmli_conv_pack)(float *dst, const float *w, int64_t lane_step, int64_t channel_step,
                                         const hpmli_conv_map *m, int64_t o)
 {
@@ -3151,7 +3085,8 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_turn)(float *image, const float *x, int64_t ch
     if (channels < 4) {
         for (row = 0; row < height; row++)
             for (int64_t c = 0; c < channels; c++)
-                for (col = 0; col < width; col++) image[row * pitch + col * channels + c] = x[c * plane + row * width + col];
+                for (col = 0; col < width; col++)
+                    image[row * pitch + col * channels + c] = x[c * plane + row * width + col];
         return;
     }
     for (int64_t p = 0; p < plane; p += HV_W) {
@@ -3192,8 +3127,8 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_emit)(const float *band, int64_t n, int64_t ch
 }
 
 /* Channels [o0, o1) of one image's result, from its image in NHWC order. band: map->band x width x panel floats. */
-HPMLI_KFN void HPMLI_K(hpmli_conv_image)(const hpmli_conv_map *m, const float *w, const float *image, int64_t o0, int64_t o1,
-                                         const float *bias, int relu, int accumulate, float *y, float *band)
+HPMLI_KFN void HPMLI_K(hpmli_conv_image)(const hpmli_conv_map *m, const float *w, const float *image, int64_t o0,
+                                         int64_t o1, const float *bias, int relu, int add, float *y, float *band)
 {
     int64_t plane = m->height * m->width;
     for (int64_t o = o0; o < o1; o += HPMLI_NR) {
@@ -3204,14 +3139,14 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_image)(const hpmli_conv_map *m, const float *w
             for (int64_t f = 0; f < m->phases; f++) {
                 const hpmli_conv_phase *p = &m->phase[f];
                 hpmli_conv_strip        s;
-                s.rows = p->cols, s.ars = m->col_at, s.acs = 1, s.ldb = HPMLI_NR, s.runs = p->runs, s.length = p->length;
-                s.a_at = p->run_at, s.b_at = NULL, s.ldc = m->step[1] * HPMLI_NR, s.add = 0;
+                s.rows = p->cols, s.ars = m->col_at, s.acs = 1, s.ldb = HPMLI_NR, s.runs = p->runs;
+                s.length = p->length, s.a_at = p->run_at, s.b_at = NULL, s.ldc = m->step[1] * HPMLI_NR, s.add = 0;
                 for (int64_t r = p->row0; r < rows; r += m->step[0])
                     HPMLI_K(hpmli_strip)(&s, n, image + p->at + (row + r - p->row0) / m->step[0] * m->row_at,
                                          wp + p->first * m->in * HPMLI_NR, band + (r * m->width + p->col0) * HPMLI_NR);
             }
-            HPMLI_K(hpmli_conv_emit)(band, rows * m->width, n, y + o * plane + row * m->width, plane, bias ? bias + o : NULL,
-                                     relu, accumulate);
+            HPMLI_K(hpmli_conv_emit)(band, rows * m->width, n, y + o * plane + row * m->width, plane,
+                                     bias ? bias + o : NULL, relu, add);
         }
     }
 }
@@ -3229,8 +3164,8 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_weights)(const hpmli_conv_sum *g, const float 
 }
 
 /* dw (out, in, taps) (+)= the sum of the parts, in order; channels [o, o + panel) of it. */
-HPMLI_KFN void HPMLI_K(hpmli_conv_unpack)(float *dw, const float *parts, int64_t count, int64_t apart, int64_t in, int64_t out,
-                                          int64_t taps, int64_t o, int accumulate)
+HPMLI_KFN void HPMLI_K(hpmli_conv_unpack)(float *dw, const float *parts, int64_t count, int64_t apart, int64_t in,
+                                          int64_t out, int64_t taps, int64_t o, int accumulate)
 {
     float sum[HV_W * HV_W], square[HV_W * HV_W];
     int64_t end = o + HPMLI_CONV_PANEL < out ? o + HPMLI_CONV_PANEL : out;
@@ -3361,31 +3296,26 @@ typedef struct hpmli_opt_args {
     bool  nesterov, first;          /* first: step 1 */
 } hpmli_opt_args;
 
+#define HPMLI_MAP_ARGS    (float *y, const float *x, int64_t n)
+#define HPMLI_MAP2_ARGS   (float *y, const float *a, const float *b, int64_t n)
+#define HPMLI_REDUCE_ARGS (const float *x, int64_t n)
+#define HPMLI_DOT2_ARGS   (const float *a, const float *b, int64_t n)
 #define HPMLI_KERNELS_VEC(X)                                                                                           \
-    X(void, vexp, (float *y, const float *x, int64_t n))                                                               \
-    X(void, vlog, (float *y, const float *x, int64_t n))                                                               \
-    X(void, vtanh, (float *y, const float *x, int64_t n))                                                              \
-    X(void, vsigmoid, (float *y, const float *x, int64_t n))                                                           \
-    X(void, verf, (float *y, const float *x, int64_t n))                                                               \
+    X(void, vexp, HPMLI_MAP_ARGS) X(void, vlog, HPMLI_MAP_ARGS) X(void, vtanh, HPMLI_MAP_ARGS)                         \
+    X(void, vsigmoid, HPMLI_MAP_ARGS) X(void, verf, HPMLI_MAP_ARGS)                                                    \
     X(void, act_forward, (int kind, float slope, float *y, const float *x, int64_t n))                                 \
-    X(void, act_backward, (int kind, float slope, float *dx, const float *dy, const float *x, const float *y, int64_t n, \
-                           int accumulate))                                                                            \
+    X(void, act_backward, (int kind, float slope, float *dx, const float *dy, const float *x, const float *y,          \
+                           int64_t n, int accumulate))                                                                 \
     X(void, vfill, (float *y, float value, int64_t n))                                                                 \
-    X(void, vadd, (float *y, const float *a, const float *b, int64_t n))                                               \
-    X(void, vsub, (float *y, const float *a, const float *b, int64_t n))                                               \
-    X(void, vmul, (float *y, const float *a, const float *b, int64_t n))                                               \
-    X(void, vdiv, (float *y, const float *a, const float *b, int64_t n))                                               \
+    X(void, vadd, HPMLI_MAP2_ARGS) X(void, vsub, HPMLI_MAP2_ARGS)                                                      \
+    X(void, vmul, HPMLI_MAP2_ARGS) X(void, vdiv, HPMLI_MAP2_ARGS)                                                      \
     X(void, vaxpby, (float *y, float a, const float *x, float b, int64_t n))                                           \
     X(void, vscale_add, (float *y, const float *x, float a, float b, int64_t n))                                       \
     X(void, vaffine_relu, (float *y, const float *x, float a, float b, int64_t n))                                     \
-    X(void, vaxpbypc, (float *y, float a, const float *x, float b, const float *z, float c, int64_t n, int accumulate)) \
+    X(void, vaxpbypc, (float *y, float a, const float *x, float b, const float *z, float c, int64_t n, int add))       \
     X(void, vsum_rows, (float *out, const float *x, int64_t rows, int64_t cols, int accumulate))                       \
-    X(float, vsum, (const float *x, int64_t n))                                                                        \
-    X(float, vdot, (const float *a, const float *b, int64_t n))                                                        \
-    X(float, vmax, (const float *x, int64_t n))                                                                        \
-    X(double, vsumsq, (const float *x, int64_t n))                                                                     \
-    X(double, vsum_wide, (const float *x, int64_t n))                                                                  \
-    X(double, vdot_wide, (const float *a, const float *b, int64_t n))                                                  \
+    X(float, vsum, HPMLI_REDUCE_ARGS) X(float, vdot, HPMLI_DOT2_ARGS) X(float, vmax, HPMLI_REDUCE_ARGS)                \
+    X(double, vsumsq, HPMLI_REDUCE_ARGS) X(double, vsum_wide, HPMLI_REDUCE_ARGS) X(double, vdot_wide, HPMLI_DOT2_ARGS) \
     X(double, vvar_wide, (const float *x, float mean, int64_t n))                                                      \
     X(float, vexp_sum, (float *y, const float *x, float shift, int64_t n))                                             \
     X(void, opt_step, (const hpmli_opt_args *o, float *w, const float *g, float *m, float *v, int64_t n))              \
@@ -3440,8 +3370,8 @@ typedef struct hpmli_onebit_row {
     X(bool, bf16_encode, (uint16_t * packed, float *e, const float *g, int64_t n))                                     \
     X(void, bf16_decode_add, (float *out, const uint16_t *packed, int64_t n))
 
-/* How the pixels of a result are computed from an image in NHWC order. With a stride, the gradient of the input has pixels of
-   several phases, each seen by other taps; a forward convolution has one phase. */
+/* How the pixels of a result are computed from an image in NHWC order. With a stride, the gradient of the input has
+   pixels of several phases, each seen by other taps; a forward convolution has one phase. */
 typedef struct hpmli_conv_phase {
     int64_t row0, col0;   /* first pixel of this phase; the next ones are map->step apart */
     int64_t cols;         /* in a row */
@@ -3462,8 +3392,8 @@ typedef struct hpmli_conv_map {
     const int64_t *rank;        /* (taps) place of each tap in the packed weights */
 } hpmli_conv_map;
 
-/* A strip of a product: C (rows, up to two vectors) = sum over runs r, over p < length of a[a_at[r] + i ars + p acs] times the
-   vectors at b + b_at[r] + p ldb. */
+/* A strip of a product: C (rows, up to two vectors) = sum over runs r, over p < length of a[a_at[r] + i ars + p acs]
+   times the vectors at b + b_at[r] + p ldb. */
 typedef struct hpmli_conv_strip {
     int64_t        rows, ars, acs, ldb, runs, length;
     const int64_t *a_at, *b_at; /* (runs) b_at NULL: one run follows the other */
@@ -3484,7 +3414,7 @@ typedef struct hpmli_conv_sum {
 #define HPMLI_CONV_PANEL 32 /* channels are dealt with in panels; what a kernel calls a panel divides this */
 
 #define HPMLI_KERNELS_CONV(X)                                                                                          \
-    X(void, conv_pack, (float *dst, const float *w, int64_t lane, int64_t channel, const hpmli_conv_map *m, int64_t o)) \
+    X(void, conv_pack, (float *to, const float *w, int64_t lane, int64_t channel, const hpmli_conv_map *m, int64_t o)) \
     X(void, conv_turn, (float *image, const float *x, int64_t channels, int64_t height, int64_t width, int64_t pitch)) \
     X(void, conv_image, (const hpmli_conv_map *m, const float *w, const float *image, int64_t o0, int64_t o1,          \
                          const float *bias, int relu, int accumulate, float *y, float *band))                          \
@@ -3640,39 +3570,21 @@ HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
     return (int64_t)x;
 }
 
-HPML_API void hpml_rng_fill_u32(hpml_rng *r, uint32_t *x, int64_t n) // x: (n)
-{
-    hpmli_kernels_best()->random_words(x, r->seed, r->stream, r->counter, n);
-    if (n > 0) r->counter += (uint64_t)n;
-}
-
-HPML_API void hpml_rng_fill_uniform(hpml_rng *r, float *x, int64_t n) // x: (n)
-{
-    hpmli_kernels_best()->random_uniform(x, r->seed, r->stream, r->counter, n);
-    if (n > 0) r->counter += (uint64_t)n;
-}
-
-HPML_API void hpml_rng_fill_normal(hpml_rng *r, float *x, int64_t n) // x: (n)
-{
-    hpmli_kernels_best()->random_normal(x, r->seed, r->stream, r->counter, n);
-    if (n > 0) r->counter += (uint64_t)n;
-}
-
-/* The same for the rest of the library: numbers first .. first + n - 1. */
-HPMLI_FN void hpmli_random_words(uint32_t *y, uint64_t seed, uint64_t stream, int64_t first, int64_t n) // y: (n)
-{
-    hpmli_kernels_best()->random_words(y, seed, stream, (uint64_t)first, n);
-}
-
-HPMLI_FN void hpmli_random_uniform(float *y, uint64_t seed, uint64_t stream, int64_t first, int64_t n) // y: (n)
-{
-    hpmli_kernels_best()->random_uniform(y, seed, stream, (uint64_t)first, n);
-}
-
-HPMLI_FN void hpmli_random_normal(float *y, uint64_t seed, uint64_t stream, int64_t first, int64_t n) // y: (n)
-{
-    hpmli_kernels_best()->random_normal(y, seed, stream, (uint64_t)first, n);
-}
+/* Whole pieces of a stream, and numbers first .. first + n - 1 of one for the rest of the library. x: (n) */
+#define HPMLI_RANDOM(kind, name, T)                                                                                    \
+    HPML_API void hpml_rng_fill_##name(hpml_rng *r, T *x, int64_t n)                                                   \
+    {                                                                                                                  \
+        hpmli_kernels_best()->random_##kind(x, r->seed, r->stream, r->counter, n);                                     \
+        if (n > 0) r->counter += (uint64_t)n;                                                                          \
+    }                                                                                                                  \
+    HPMLI_FN void hpmli_random_##kind(T *x, uint64_t seed, uint64_t stream, int64_t first, int64_t n)                  \
+    {                                                                                                                  \
+        hpmli_kernels_best()->random_##kind(x, seed, stream, (uint64_t)first, n);                                      \
+    }
+HPMLI_RANDOM(words, u32, uint32_t)
+HPMLI_RANDOM(uniform, uniform, float)
+HPMLI_RANDOM(normal, normal, float)
+#undef HPMLI_RANDOM
 
 /* The last step of splitmix64: every bit of x moves every bit of the result. */
 HPMLI_FN uint64_t hpmli_mix64(uint64_t x)
@@ -3728,7 +3640,8 @@ HPMLI_FN size_t hpmli_none_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, in
     return (size_t)cols * sizeof(float);
 }
 
-HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, float *e HPMLI_UNUSED, const float *g, int64_t rows)
+HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, float *e HPMLI_UNUSED, const float *g,
+                                       int64_t rows)
 {
     if (rows > 0 && p->cols > 0) memcpy(packed, g, (size_t)rows * p->row_size);
     return HPML_OK;
@@ -3984,7 +3897,8 @@ struct hpml_ctx {
     void                *device;     /* what backend->open gave */
     float               *gemm_ws;    /* packing buffers of all threads, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
-    int                  param_count, param_capacity;
+    int                  param_count;
+    int64_t              param_capacity;
     int                  node_count; /* recorded so far: names and mask keys */
     hpmli_trace         *trace;      /* NULL: off */
     char                 texts[8][192]; /* for messages, see hpmli_text ... */
@@ -4079,7 +3993,7 @@ HPMLI_FN void hpmli_default_free(void *p, size_t size HPMLI_UNUSED, void *user H
 }
 
 /* 64-byte aligned, not cleared. NULL and an error on the context when there is none. */
-HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_drop_fn *drop)
+HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
 {
     hpmli_block *b = NULL;
     if (bytes <= SIZE_MAX / 2 - HPMLI_BLOCK)
@@ -4087,10 +4001,9 @@ HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_drop_fn *dr
     if (!b)
         return hpmli_null(ctx, HPML_ERR_MEMORY, "out of memory: %zu bytes were asked for while this context holds %zu; "
                           "use a smaller batch or model", bytes, ctx->bytes);
+    memset(b, 0, sizeof *b);
     b->size  = bytes + HPMLI_BLOCK;
-    b->drop  = drop;
     b->older = ctx->blocks;
-    b->newer = NULL;
     if (ctx->blocks) ctx->blocks->newer = b;
     ctx->blocks = b;
     ctx->allocations++;
@@ -4098,7 +4011,14 @@ HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_drop_fn *dr
     return (char *)b + HPMLI_BLOCK;
 }
 
-HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes) { return hpmli_alloc_object(ctx, bytes, NULL); }
+/* A cleared object with a drop function. */
+HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_drop_fn *drop)
+{
+    void *p = hpmli_alloc(ctx, bytes);
+    if (!p) return NULL;
+    ((hpmli_block *)(void *)((char *)p - HPMLI_BLOCK))->drop = drop;
+    return memset(p, 0, bytes);
+}
 
 /* Cleared memory for `count` things of `size` bytes, the product checked. */
 HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
@@ -4107,17 +4027,15 @@ HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
     if (count < 0 || !hpmli_mul((size_t)count, size, &bytes))
         return hpmli_null(ctx, HPML_ERR_OVERFLOW, "%lld things of %zu bytes do not fit in memory", (long long)count,
                           size);
-    void *p = hpmli_alloc(ctx, bytes);
-    if (p) memset(p, 0, bytes);
-    return p;
+    return hpmli_alloc_object(ctx, bytes, NULL);
 }
 
 HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*drop)(void *object))
 {
-    void *p = hpmli_failed(ctx) ? NULL : hpmli_alloc_object(ctx, bytes, drop);
-    if (p) memset(p, 0, bytes);
-    return p;
+    return hpmli_failed(ctx) ? NULL : hpmli_alloc_object(ctx, bytes, drop);
 }
+
+#define hpmli_new(ctx, T, count) ((T *)hpmli_alloc_array(ctx, count, sizeof(T)))
 
 HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
 {
@@ -4140,18 +4058,33 @@ HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
     ctx->allocator.free(b, b->size, ctx->allocator.user);
 }
 
+/* Room for one more thing in an array of `count`: doubles it when it is full. False and an error when there is none. */
+HPMLI_FN bool hpmli_grow(hpml_ctx *ctx, void *array, int64_t count, int64_t *capacity, size_t size)
+{
+    void *old, *more;
+    if (count < *capacity) return true;
+    more = hpmli_alloc_array(ctx, *capacity ? 2 * *capacity : 64, size);
+    if (!more) return false;
+    memcpy(&old, array, sizeof old); /* array: the address of the pointer, of whatever type */
+    memcpy(array, &more, sizeof more);
+    if (count > 0) memcpy(more, old, (size_t)count * size);
+    hpmli_free(ctx, old);
+    *capacity = *capacity ? 2 * *capacity : 64;
+    return true;
+}
+
 HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, object); }
 // ---------------------------------------------------------------------------------------------------------------------
 // >>threads   the clock and the thread pool
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Fork-join over numbered tasks. The caller opens a job, works on it as one more thread, closes it, and waits for the
-   workers still inside. Who does which task is left to chance; what a task computes is not: tasks are cut by size, never
-   by thread count, so results have the same bits on any number of threads.
+   workers still inside. Who does which task is left to chance; what a task computes is not: tasks are cut by size,
+   never by thread count, so results have the same bits on any number of threads.
 
    A worker waits adaptively: it spins a moment (the next job is usually microseconds away), then yields, then sleeps.
-   `state` packs (job number << 32 | open bit << 31 | workers inside), so that a worker that wakes late can never enter a
-   job that is closed or another than the one it saw. */
+   `state` packs (job number << 32 | open bit << 31 | workers inside), so that a worker that wakes late can never enter
+   a job that is closed or another than the one it saw. */
 
 HPML_API double hpml_now(void)
 {
@@ -4297,7 +4230,6 @@ HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
     size_t      bytes = sizeof(hpmli_pool) + (size_t)threads * sizeof(hpmli_worker);
     hpmli_pool *p     = (hpmli_pool *)hpmli_alloc_object(ctx, bytes, hpmli_pool_drop);
     if (!p) return NULL;
-    memset(p, 0, bytes);
     pthread_mutex_init(&p->mutex, NULL);
     pthread_cond_init(&p->wake, NULL);
     for (int i = 0; i < threads - 1; i++) {
@@ -4376,7 +4308,7 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
         ctx->threads = ctx->pool->worker_count + 1;
     }
 #endif
-    ctx->gemm_ws = (float *)hpmli_alloc_array(ctx, (int64_t)ctx->threads * HPMLI_GEMM_WS, sizeof(float));
+    ctx->gemm_ws = hpmli_new(ctx, float, (int64_t)ctx->threads * HPMLI_GEMM_WS);
     if (!ctx->gemm_ws) return false;
     return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
 }
@@ -4441,26 +4373,22 @@ HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ct
 // >>tensor   tensors and views
 // ---------------------------------------------------------------------------------------------------------------------
 
+/* By hpml_dtype: bytes of an element, our name, safetensors' name, numpy's (it has no bf16). */
+static const struct hpmli_dtype {
+    size_t      size;
+    const char *name, *safe, *numpy;
+} hpmli_dtypes[] = { { 4, "f32", "F32", "<f4" }, { 2, "bf16", "BF16", NULL }, { 2, "f16", "F16", "<f2" },
+                     { 4, "i32", "I32", "<i4" }, { 1, "u8", "U8", "|u1" } };
+#define HPMLI_DTYPES 5
+
 HPML_API size_t hpml_dtype_size(hpml_dtype dtype)
 {
-    switch (dtype) {
-    case HPML_DTYPE_F32: case HPML_DTYPE_I32: return 4;
-    case HPML_DTYPE_BF16: case HPML_DTYPE_F16: return 2;
-    case HPML_DTYPE_U8: return 1;
-    }
-    return 0;
+    return (unsigned)dtype < HPMLI_DTYPES ? hpmli_dtypes[dtype].size : 0;
 }
 
 HPML_API const char *hpml_dtype_name(hpml_dtype dtype)
 {
-    switch (dtype) {
-    case HPML_DTYPE_F32: return "f32";
-    case HPML_DTYPE_BF16: return "bf16";
-    case HPML_DTYPE_F16: return "f16";
-    case HPML_DTYPE_I32: return "i32";
-    case HPML_DTYPE_U8: return "u8";
-    }
-    return "?";
+    return (unsigned)dtype < HPMLI_DTYPES ? hpmli_dtypes[dtype].name : "?";
 }
 
 /* Product of a shape; -1 when a dimension is not positive or the bytes would overflow. */
@@ -4523,7 +4451,8 @@ HPMLI_FN void hpmli_set_shape(hpml_tensor *t, int ndim, const int64_t *shape)
 }
 
 /* A tensor without memory. The one place where shapes are checked. */
-HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dtype dtype, int ndim, const int64_t *shape)
+HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dtype dtype, int ndim,
+                                       const int64_t *shape)
 {
     hpml_tensor *t;
     if (hpmli_failed(ctx)) return NULL;
@@ -4539,7 +4468,7 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
     if (hpmli_shape_count(ndim, shape) < 0)
         return hpmli_null(ctx, HPML_ERR_OVERFLOW, "tensor \"%s\": shape %s does not fit in memory", name,
                           hpmli_shape_text(ctx, ndim, shape));
-    t = (hpml_tensor *)hpmli_alloc_array(ctx, 1, sizeof *t);
+    t = hpmli_new(ctx, hpml_tensor, 1);
     if (!t) return NULL;
     t->ctx   = ctx;
     t->name  = name;
@@ -4572,26 +4501,14 @@ HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0)
     return hpml_tensor_create(ctx, HPML_DTYPE_F32, 1, &d0);
 }
 
-HPML_API hpml_tensor *hpml_tensor_create_2d(hpml_ctx *ctx, int64_t d0, int64_t d1)
-{
-    int64_t shape[2];
-    shape[0] = d0, shape[1] = d1;
-    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 2, shape);
-}
-
-HPML_API hpml_tensor *hpml_tensor_create_3d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2)
-{
-    int64_t shape[3];
-    shape[0] = d0, shape[1] = d1, shape[2] = d2;
-    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 3, shape);
-}
-
-HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2, int64_t d3)
-{
-    int64_t shape[4];
-    shape[0] = d0, shape[1] = d1, shape[2] = d2, shape[3] = d3;
-    return hpml_tensor_create(ctx, HPML_DTYPE_F32, 4, shape);
-}
+/* The forms of a function that take a shape as two, three, four numbers; `call` uses them as `shape`. */
+#define HPMLI_SHAPES(name, T, x, call)                                                                                 \
+    HPML_API hpml_tensor *name##_2d(T x, int64_t a, int64_t b) { int64_t ndim = 2, shape[] = { a, b }; return call; }  \
+    HPML_API hpml_tensor *name##_3d(T x, int64_t a, int64_t b, int64_t c)                                              \
+    { int64_t ndim = 3, shape[] = { a, b, c }; return call; }                                                          \
+    HPML_API hpml_tensor *name##_4d(T x, int64_t a, int64_t b, int64_t c, int64_t d)                                   \
+    { int64_t ndim = 4, shape[] = { a, b, c, d }; return call; }
+HPMLI_SHAPES(hpml_tensor_create, hpml_ctx *, ctx, hpml_tensor_create(ctx, HPML_DTYPE_F32, (int)ndim, shape))
 
 /* A view has the memory of another tensor: it is marked by a stride or an owner that is not its own. */
 HPMLI_FN hpml_tensor *hpmli_view(hpml_tensor *t)
@@ -4704,7 +4621,7 @@ HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
 // >>convert   copies and conversions of storage types
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Any pair of types goes through f32, in pieces that stay in the cache. I32 to I32 is copied: f32 holds 24 bits only. */
+/* Any pair of types goes through f32, in pieces that stay in the cache. I32 to I32 is copied: f32 holds 24 bits. */
 HPMLI_FN void hpmli_to_f32(const hpmli_kernels *k, float *y, hpml_dtype from, const void *x, int64_t n)
 {
     switch (from) {
@@ -4727,7 +4644,8 @@ HPMLI_FN void hpmli_from_f32(const hpmli_kernels *k, hpml_dtype to, void *y, con
     }
 }
 
-HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n)
+HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hpml_dtype from, const void *src,
+                            int64_t n)
 {
     float piece[1024];
     size_t to_size = hpml_dtype_size(to), from_size = hpml_dtype_size(from);
@@ -4776,8 +4694,7 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 
 HPMLI_FN hpml_status hpmli_check_transfer(const hpml_tensor *t, const void *values, int64_t count, const char *verb)
 {
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!values || !t->data || !hpmli_contiguous(t) || count != hpml_tensor_count(t))
         return hpmli_fail(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got "
                           "%lld%s", verb, hpmli_text(t), (long long)hpml_tensor_count(t), (long long)count,
@@ -4807,6 +4724,15 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
 #define HPMLI_NEED_SRC(i) (1u << (i))
 #define HPMLI_NEED_OUT    (1u << 8)
 #define HPMLI_INPLACE     (1u << 9) /* the result may stand in the memory of src[0] */
+#define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
+
+/* An op is a row: its name, what its backward pass reads, and both passes, written with `run` and the node `n`. Passes
+   that can fail are written out; those ops have HPMLI_NEEDS alone. */
+#define HPMLI_NEEDS(name, what) HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return what; }
+#define HPMLI_OP(name, what, forward, backward)                                                                        \
+    HPMLI_NEEDS(name, what)                                                                                            \
+    HPMLI_FN hpml_status hpmli_##name##_forward(const hpml_run *run, hpml_node *n) { forward; return HPML_OK; }        \
+    HPMLI_FN hpml_status hpmli_##name##_backward(const hpml_run *run, hpml_node *n) { backward; return HPML_OK; }
 
 /* The given name, or "<kind><number>". Owned by the context. */
 HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const char *kind)
@@ -4818,7 +4744,7 @@ HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const cha
     return hpmli_strdup(ctx, text);
 }
 
-/* True when all sources are there and belong to one context; with one NULL, or on a failed context, recording does nothing. */
+/* True when all sources are there and of one context; with one NULL, or on a failed context, recording does nothing. */
 HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
 {
     hpml_ctx *ctx = NULL;
@@ -4833,8 +4759,8 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
     return true;
 }
 
-/* Adds an op; returns its result, named `name` (see hpmli_layer_name; NULL: after the op). Sources that are optional and
-   absent are NULL. The caller fills in node->attr and the bytes it needs. */
+/* Adds an op; returns its result, named `name` (see hpmli_layer_name; NULL: after the op). Sources that are optional
+   and absent are NULL. The caller fills in node->attr and the bytes it needs. */
 HPMLI_FN hpml_tensor *hpmli_node_create_named(hpml_ctx *ctx, hpml_op op, const char *name, int src_count,
                                               hpml_tensor *const *src, int ndim, const int64_t *shape)
 {
@@ -4842,7 +4768,7 @@ HPMLI_FN hpml_tensor *hpmli_node_create_named(hpml_ctx *ctx, hpml_op op, const c
     if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
     if (!name) return NULL;
     hpml_tensor *out = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
-    n   = out ? (hpml_node *)hpmli_alloc_array(ctx, 1, sizeof *n) : NULL;
+    n   = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
     if (!n) return NULL;
     n->op        = op;
     n->index     = ctx->node_count++;
@@ -4876,58 +4802,22 @@ HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, cons
     return t;
 }
 
-HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1)
-{
-    int64_t shape[2];
-    shape[0] = b, shape[1] = d1;
-    return hpml_input(ctx, HPML_DTYPE_F32, 2, shape);
-}
-
-HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2)
-{
-    int64_t shape[3];
-    shape[0] = b, shape[1] = d1, shape[2] = d2;
-    return hpml_input(ctx, HPML_DTYPE_F32, 3, shape);
-}
-
-HPML_API hpml_tensor *hpml_input_4d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2, int64_t d3)
-{
-    int64_t shape[4];
-    shape[0] = b, shape[1] = d1, shape[2] = d2, shape[3] = d3;
-    return hpml_input(ctx, HPML_DTYPE_F32, 4, shape);
-}
+HPMLI_SHAPES(hpml_input, hpml_ctx *, ctx, hpml_input(ctx, HPML_DTYPE_F32, (int)ndim, shape))
 
 HPML_API hpml_tensor *hpml_input_tokens(hpml_ctx *ctx, int64_t b, int64_t t)
 {
-    int64_t shape[2];
-    shape[0] = b, shape[1] = t;
+    int64_t shape[2] = { b, t };
     return hpml_input(ctx, HPML_DTYPE_I32, 2, shape);
 }
 
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
 {
-    if (!input) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(input->ctx)) return input->ctx->status;
+    if (!input || hpmli_failed(input->ctx)) return input ? input->ctx->status : HPML_ERR_ARGUMENT;
     if (input->node || input->dtype != HPML_DTYPE_F32)
         return hpmli_fail(input->ctx, HPML_ERR_ARGUMENT, "require_grad of \"%s\": only f32 inputs; what ops make gets "
                           "its gradient by itself", input->name);
     input->needs_grad = true;
     return HPML_OK;
-}
-
-/* Room for one more parameter. */
-HPMLI_FN bool hpmli_params_grow(hpml_ctx *ctx)
-{
-    int           capacity = ctx->param_capacity ? 2 * ctx->param_capacity : 32;
-    hpml_tensor **params;
-    if (ctx->param_count < ctx->param_capacity) return true;
-    params = (hpml_tensor **)hpmli_alloc_array(ctx, capacity, sizeof *params);
-    if (!params) return false;
-    if (ctx->param_count) memcpy(params, ctx->params, (size_t)ctx->param_count * sizeof *params);
-    hpmli_free(ctx, ctx->params);
-    ctx->params         = params;
-    ctx->param_capacity = capacity;
-    return true;
 }
 
 HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
@@ -4938,8 +4828,8 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give the layers different names",
                           name);
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
-    if (!t || !hpmli_params_grow(ctx)) return NULL;
-    t->param = (hpml_param *)hpmli_alloc_array(ctx, 1, sizeof *t->param);
+    if (!t || !hpmli_grow(ctx, &ctx->params, ctx->param_count, &ctx->param_capacity, sizeof t)) return NULL;
+    t->param = hpmli_new(ctx, hpml_param, 1);
     if (!t->param) return NULL;
     t->param->index      = ctx->param_count;
     t->param->init       = init == HPML_INIT_DEFAULT ? HPML_INIT_KAIMING_UNIFORM : init;
@@ -4951,8 +4841,8 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
 }
 
 /* The parameter "layer.suffix". */
-HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init, float scale,
-                                        int ndim, const int64_t *shape)
+HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init,
+                                        float scale, int ndim, const int64_t *shape)
 {
     char text[256];
     if (!layer || hpmli_failed(ctx)) return NULL;
@@ -4961,7 +4851,8 @@ HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const 
 }
 
 /* The vector "layer.suffix" that weight decay leaves alone: a bias, the scale of a norm. */
-HPMLI_FN hpml_tensor *hpmli_layer_vector(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init, int64_t n)
+HPMLI_FN hpml_tensor *hpmli_layer_vector(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init,
+                                         int64_t n)
 {
     hpml_tensor *t = hpmli_layer_param(ctx, layer, suffix, init, 0, 1, &n);
     if (t) t->param->no_decay = true;
@@ -5007,7 +4898,7 @@ HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
     return total;
 }
 
-/* One parameter's first values, drawn on the host from the stream of its index, so that they do not depend on the others. */
+/* One parameter's first values, drawn on the host from the stream of its index: they do not depend on the others. */
 HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
 {
     const hpml_param *p      = t->param;
@@ -5223,9 +5114,9 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
 // >>elementwise   add, sub, mul, div with broadcasting; scale; activations
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Broadcasting as numpy does it: shapes are matched from the last dimension, a 1 stretches, which in memory is a stride of
-   0. Neighbouring dimensions that walk in step are joined, so that equal shapes become one long run and (B, C) + (C) becomes
-   B runs of C. The gradient of a stretched operand is the sum over what it was stretched to. */
+/* Broadcasting as numpy does it: shapes are matched from the last dimension, a 1 stretches, which in memory is a stride
+   of 0. Neighbouring dimensions that walk in step are joined, so that equal shapes become one long run and (B, C) + (C)
+   becomes B runs of C. The gradient of a stretched operand is the sum over what it was stretched to. */
 
 HPML_API const char *hpml_op_name(hpml_op op)
 {
@@ -5246,9 +5137,8 @@ typedef struct hpmli_walk {
 
 HPMLI_FN void hpmli_walk_make(hpmli_walk *w, const hpml_tensor *out, const hpml_tensor *a, const hpml_tensor *b)
 {
-    const hpml_tensor *src[2];
+    const hpml_tensor *src[2] = { a, b };
     int64_t            stride[2][HPML_MAX_DIMS], shape[HPML_MAX_DIMS];
-    src[0] = a, src[1] = b;
     for (int s = 0; s < 2; s++) {
         int64_t step = 1;
         int     lead = out->ndim - src[s]->ndim;
@@ -5259,7 +5149,7 @@ HPMLI_FN void hpmli_walk_make(hpmli_walk *w, const hpml_tensor *out, const hpml_
         }
     }
     w->ndim = 0;
-    for (int i = 0; i < out->ndim; i++) { /* outermost first; join dimension i to the one before when both operands allow */
+    for (int i = 0; i < out->ndim; i++) { /* outermost first; i joins the one before when both operands allow */
         shape[i] = out->shape[i];
         if (w->ndim > 0 && w->stride[0][w->ndim - 1] == stride[0][i] * shape[i] &&
             w->stride[1][w->ndim - 1] == stride[1][i] * shape[i]) {
@@ -5296,8 +5186,8 @@ typedef struct hpmli_binary {
     const hpmli_kernels *k;
     hpml_node           *n;
     hpmli_walk           w;
-    int64_t              pieces, grain; /* pieces per run, elements per piece */
-    int                  side;          /* backward: the operand whose gradient is computed */
+    int64_t              pieces; /* of HPMLI_GRAIN elements, per run */
+    int                  side;   /* backward: the operand whose gradient is computed; -1: forward */
 } hpmli_binary;
 
 /* n elements of operand s from `at`: in place, or the one stretched value spread over `piece`. */
@@ -5309,42 +5199,14 @@ HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t at, in
     return piece;
 }
 
-HPMLI_FN void hpmli_binary_forward_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_binary_result(const hpmli_binary *b, float *y, const float *x0, const float *x1, int64_t n)
 {
-    const hpmli_binary *b   = (const hpmli_binary *)arg;
-    int64_t             run = task / b->pieces, from = task % b->pieces * b->grain;
-    int64_t             n   = b->w.run - from < b->grain ? b->w.run - from : b->grain;
-    float               pa[HPMLI_PIECE], pb[HPMLI_PIECE];
-    float              *y = b->n->out->data + run * b->w.run;
-    for (int64_t i = from; i < from + n; i += HPMLI_PIECE) {
-        int64_t      c = from + n - i < HPMLI_PIECE ? from + n - i : HPMLI_PIECE;
-        const float *x0 = hpmli_operand(b, 0, hpmli_walk_at(&b->w, 0, run), i, c, pa);
-        const float *x1 = hpmli_operand(b, 1, hpmli_walk_at(&b->w, 1, run), i, c, pb);
-        switch (b->n->op) {
-        case HPML_OP_ADD: b->k->vadd(y + i, x0, x1, c); break;
-        case HPML_OP_SUB: b->k->vsub(y + i, x0, x1, c); break;
-        case HPML_OP_MUL: b->k->vmul(y + i, x0, x1, c); break;
-        default: b->k->vdiv(y + i, x0, x1, c); break;
-        }
+    switch (b->n->op) {
+    case HPML_OP_ADD: b->k->vadd(y, x0, x1, n); break;
+    case HPML_OP_SUB: b->k->vsub(y, x0, x1, n); break;
+    case HPML_OP_MUL: b->k->vmul(y, x0, x1, n); break;
+    default: b->k->vdiv(y, x0, x1, n); break;
     }
-}
-
-HPMLI_FN void hpmli_binary_make(hpmli_binary *b, const hpml_run *run, hpml_node *n)
-{
-    b->k = run->ctx->k;
-    b->n = n;
-    hpmli_walk_make(&b->w, n->out, n->src[0], n->src[1]);
-    b->grain  = HPMLI_GRAIN;
-    b->pieces = (b->w.run + b->grain - 1) / b->grain;
-    b->side   = 0;
-}
-
-HPMLI_FN hpml_status hpmli_binary_forward(const hpml_run *run, hpml_node *n)
-{
-    hpmli_binary b;
-    hpmli_binary_make(&b, run, n);
-    hpmli_parallel(run->ctx, b.w.runs * b.pieces, hpmli_binary_forward_task, &b);
-    return HPML_OK;
 }
 
 /* d(side) of n elements: dy for a sum; for the rest the product rule. */
@@ -5364,55 +5226,56 @@ HPMLI_FN void hpmli_binary_slope(const hpmli_binary *b, float *d, const float *d
     }
 }
 
-HPMLI_FN void hpmli_binary_backward_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+/* One piece of a run: its result, or its share of one operand's gradient. */
+HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_binary *b   = (const hpmli_binary *)arg;
-    int64_t             run = task / b->pieces, from = task % b->pieces * b->grain;
-    int64_t             n   = b->w.run - from < b->grain ? b->w.run - from : b->grain;
+    int64_t             run = task / b->pieces, from = task % b->pieces * HPMLI_GRAIN;
+    int64_t             end = b->w.run - from < HPMLI_GRAIN ? b->w.run : from + HPMLI_GRAIN, c;
     float               pa[HPMLI_PIECE], pb[HPMLI_PIECE], d[HPMLI_PIECE];
-    const float        *dy   = b->n->out->grad + run * b->w.run;
-    float              *dx   = b->n->src[b->side]->grad + hpmli_walk_at(&b->w, b->side, run);
-    bool                wide = b->w.stride[b->side][b->w.ndim - 1] != 0;
-    for (int64_t i = from; i < from + n; i += HPMLI_PIECE) {
-        int64_t      c = from + n - i < HPMLI_PIECE ? from + n - i : HPMLI_PIECE;
+    for (int64_t i = from; i < end; i += c) {
+        c = end - i < HPMLI_PIECE ? end - i : HPMLI_PIECE;
         const float *x0 = hpmli_operand(b, 0, hpmli_walk_at(&b->w, 0, run), i, c, pa);
         const float *x1 = hpmli_operand(b, 1, hpmli_walk_at(&b->w, 1, run), i, c, pb);
-        hpmli_binary_slope(b, d, dy + i, x0, x1, c);
-        if (wide) b->k->vadd(dx + i, dx + i, d, c);
-        else dx[0] += b->k->vsum(d, c);
+        if (b->side < 0) {
+            hpmli_binary_result(b, b->n->out->data + run * b->w.run + i, x0, x1, c);
+            continue;
+        }
+        float *dx = b->n->src[b->side]->grad + hpmli_walk_at(&b->w, b->side, run);
+        hpmli_binary_slope(b, d, b->n->out->grad + run * b->w.run + i, x0, x1, c);
+        if (b->w.stride[b->side][b->w.ndim - 1] != 0) b->k->vadd(dx + i, dx + i, d, c);
+        else dx[0] += b->k->vsum(d, c); /* stretched */
     }
 }
 
-/* A gradient that was stretched is summed by one thread, in order; a whole one is cut among all. */
-HPMLI_FN hpml_status hpmli_binary_backward(const hpml_run *run, hpml_node *n)
+/* Sides [first, end), see hpmli_binary. A gradient that was stretched is summed by one thread, in order; a whole one is
+   cut among all. */
+HPMLI_FN void hpmli_binary_run(const hpml_run *run, hpml_node *n, int first, int end)
 {
-    hpmli_binary b;
-    hpmli_binary_make(&b, run, n);
-    for (b.side = 0; b.side < 2; b.side++) {
-        hpml_tensor *s     = n->src[b.side];
+    hpmli_binary b = HPMLI_ZEROED;
+    b.k = run->ctx->k, b.n = n;
+    hpmli_walk_make(&b.w, n->out, n->src[0], n->src[1]);
+    b.pieces = (b.w.run + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
+    for (b.side = first; b.side < end; b.side++) {
+        hpml_tensor *s     = b.side < 0 ? n->out : n->src[b.side];
         int64_t      tasks = b.w.runs * b.pieces;
-        if (!s->grad) continue;
+        if (b.side >= 0 && !s->grad) continue;
         if (b.side == 1 && s == n->src[0]) n->accumulate[1] = true; /* x + x */
-        if (!n->accumulate[b.side]) run->ctx->k->vfill(s->grad, 0, hpml_tensor_count(s));
-        if (hpml_tensor_count(s) == hpml_tensor_count(n->out))
-            hpmli_parallel(run->ctx, tasks, hpmli_binary_backward_task, &b);
+        if (b.side >= 0 && !n->accumulate[b.side]) b.k->vfill(s->grad, 0, hpml_tensor_count(s));
+        if (hpml_tensor_count(s) == hpml_tensor_count(n->out)) hpmli_parallel(run->ctx, tasks, hpmli_binary_task, &b);
         else
-            for (int64_t i = 0; i < tasks; i++) hpmli_binary_backward_task(&b, i, 0);
+            for (int64_t i = 0; i < tasks; i++) hpmli_binary_task(&b, i, 0);
     }
-    return HPML_OK;
 }
 
 #define HPMLI_BINARY_OP(op, name, needs)                                                                               \
-    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n) { (void)n; return needs; }                              \
-    HPMLI_FN hpml_status hpmli_##name##_forward(const hpml_run *run, hpml_node *n) { return hpmli_binary_forward(run, n); }   \
-    HPMLI_FN hpml_status hpmli_##name##_backward(const hpml_run *run, hpml_node *n) { return hpmli_binary_backward(run, n); } \
+    HPMLI_OP(name, needs, hpmli_binary_run(run, n, -1, 0), hpmli_binary_run(run, n, 0, 2))                             \
     HPML_API hpml_tensor *hpml_##name(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(op, a, b); }
 
 HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tensor *b)
 {
     int64_t      shape[HPML_MAX_DIMS];
-    hpml_tensor *src[2];
-    src[0] = a, src[1] = b;
+    hpml_tensor *src[2] = { a, b };
     if (!hpmli_recordable(2, src)) return NULL;
     int ndim = a->ndim > b->ndim ? a->ndim : b->ndim;
     for (int i = 0; i < ndim; i++) {
@@ -5428,38 +5291,52 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
 
 HPMLI_BINARY_OP(HPML_OP_ADD, add, 0)
 HPMLI_BINARY_OP(HPML_OP_SUB, sub, 0)
-HPMLI_BINARY_OP(HPML_OP_MUL, mul, HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
-HPMLI_BINARY_OP(HPML_OP_DIV, div, HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
+HPMLI_BINARY_OP(HPML_OP_MUL, mul, HPMLI_NEED_BOTH)
+HPMLI_BINARY_OP(HPML_OP_DIV, div, HPMLI_NEED_BOTH)
 
-/* Pointwise maps of one array: one task for each piece of HPMLI_GRAIN elements. */
+/* Pointwise maps of one array, threaded: one task for each piece of HPMLI_GRAIN elements.
+   dy: dx = y (+)= dy act'(x); act: y = act(x); else y = a x + b, or y += a x. */
 typedef struct hpmli_map {
     const hpmli_kernels *k;
     hpml_act             act;
-    float                a, b;
+    float                a, b;       /* a: the slope of act */
     int64_t              n;
     float               *y;          /* (n) forward: result; backward: dx */
-    const float         *x, *dy, *v; /* (n) */
+    const float         *x, *dy, *v; /* (n) v: act(x) */
     bool                 accumulate;
 } hpmli_map;
 
-HPMLI_FN void hpmli_map_run(hpml_ctx *ctx, hpmli_map *m, hpmli_task_fn *fn)
-{
-    m->k = ctx->k;
-    hpmli_parallel(ctx, (m->n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, fn, m);
-}
-
-HPMLI_FN int64_t hpmli_map_piece(const hpmli_map *m, int64_t task, int64_t *from)
-{
-    *from = task * HPMLI_GRAIN;
-    return m->n - *from < HPMLI_GRAIN ? m->n - *from : HPMLI_GRAIN;
-}
-
-HPMLI_FN void hpmli_axpb_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_map_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_map *m = (const hpmli_map *)arg;
-    int64_t          i, n = hpmli_map_piece(m, task, &i);
-    if (m->accumulate) m->k->vaxpby(m->y + i, m->a, m->x + i, 1, n);
+    int64_t          i = task * HPMLI_GRAIN, n = m->n - i < HPMLI_GRAIN ? m->n - i : HPMLI_GRAIN;
+    if (m->dy)
+        m->k->act_backward((int)m->act, m->a, m->y + i, m->dy + i, m->x ? m->x + i : NULL, m->v ? m->v + i : NULL, n,
+                           m->accumulate);
+    else if (m->act) m->k->act_forward((int)m->act, m->a, m->y + i, m->x + i, n);
+    else if (m->accumulate) m->k->vaxpby(m->y + i, m->a, m->x + i, 1, n);
     else m->k->vscale_add(m->y + i, m->x + i, m->a, m->b, n);
+}
+
+HPMLI_FN void hpmli_map_run(hpml_ctx *ctx, hpmli_map m)
+{
+    m.k = ctx->k;
+    hpmli_parallel(ctx, (m.n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_map_task, &m);
+}
+
+/* y = act(x). y may be x. */
+HPMLI_FN void hpmli_act_forward(hpml_ctx *ctx, hpml_act act, float slope, float *y, const float *x, int64_t n)
+{
+    hpmli_map m = { NULL, act, slope, 0, n, y, x, NULL, NULL, false };
+    hpmli_map_run(ctx, m);
+}
+
+/* dx (+)= dy act'(x). dx may be dy. x or y may be NULL as the kind allows (hpmli_act_reads_x). */
+HPMLI_FN void hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float *dx, const float *dy,
+                                        const float *x, const float *y, int64_t n, bool accumulate)
+{
+    hpmli_map m = { NULL, act, slope, 0, n, dx, x, dy, y, accumulate };
+    hpmli_map_run(ctx, m);
 }
 
 HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
@@ -5470,57 +5347,18 @@ HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
     return y;
 }
 
-HPMLI_FN unsigned hpmli_scale_needs(const hpml_node *n) { (void)n; return HPMLI_INPLACE; }
-
-HPMLI_FN hpml_status hpmli_scale_forward(const hpml_run *run, hpml_node *n)
+/* y = a x + b, or y += a x. */
+HPMLI_FN void hpmli_axpb(hpml_ctx *ctx, float a, float b, float *y, const float *x, int64_t n, bool accumulate)
 {
-    hpmli_map m = HPMLI_ZEROED;
-    m.a = n->attr.scale.a, m.b = n->attr.scale.b;
-    m.y = n->out->data, m.x = n->src[0]->data, m.n = hpml_tensor_count(n->out);
-    hpmli_map_run(run->ctx, &m, hpmli_axpb_task);
-    return HPML_OK;
+    hpmli_map m = { NULL, HPML_ACT_NONE, a, b, n, y, x, NULL, NULL, accumulate };
+    hpmli_map_run(ctx, m);
 }
 
-HPMLI_FN hpml_status hpmli_scale_backward(const hpml_run *run, hpml_node *n)
-{
-    hpmli_map m = HPMLI_ZEROED;
-    m.a = n->attr.scale.a;
-    m.y = n->src[0]->grad, m.x = n->out->grad, m.n = hpml_tensor_count(n->out), m.accumulate = n->accumulate[0];
-    hpmli_map_run(run->ctx, &m, hpmli_axpb_task);
-    return HPML_OK;
-}
-
-HPMLI_FN void hpmli_act_forward_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_map *m = (const hpmli_map *)arg;
-    int64_t          i, n = hpmli_map_piece(m, task, &i);
-    m->k->act_forward((int)m->act, m->a, m->y + i, m->x + i, n);
-}
-
-HPMLI_FN void hpmli_act_backward_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_map *m = (const hpmli_map *)arg;
-    int64_t          i, n = hpmli_map_piece(m, task, &i);
-    m->k->act_backward((int)m->act, m->a, m->y + i, m->dy + i, m->x ? m->x + i : NULL, m->v ? m->v + i : NULL, n,
-                       m->accumulate);
-}
-
-/* y = act(x), threaded. y may be x. */
-HPMLI_FN void hpmli_act_forward(hpml_ctx *ctx, hpml_act act, float slope, float *y, const float *x, int64_t n)
-{
-    hpmli_map m = HPMLI_ZEROED;
-    m.act = act, m.a = slope, m.y = y, m.x = x, m.n = n;
-    hpmli_map_run(ctx, &m, hpmli_act_forward_task);
-}
-
-/* dx (+)= dy act'(x), threaded. dx may be dy. x or y may be NULL as the kind allows (hpmli_act_reads_x). */
-HPMLI_FN void hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float *dx, const float *dy, const float *x,
-                                 const float *y, int64_t n, bool accumulate)
-{
-    hpmli_map m = HPMLI_ZEROED;
-    m.act = act, m.a = slope, m.y = dx, m.dy = dy, m.x = x, m.v = y, m.n = n, m.accumulate = accumulate;
-    hpmli_map_run(ctx, &m, hpmli_act_backward_task);
-}
+HPMLI_OP(scale, HPMLI_INPLACE,
+         hpmli_axpb(run->ctx, n->attr.scale.a, n->attr.scale.b, n->out->data, n->src[0]->data,
+                    hpml_tensor_count(n->out), false),
+         hpmli_axpb(run->ctx, n->attr.scale.a, 0, n->src[0]->grad, n->out->grad, hpml_tensor_count(n->out),
+                    n->accumulate[0]))
 
 /* True when the derivative is computed from the argument, false when the result is enough. */
 HPMLI_FN bool hpmli_act_reads_x(hpml_act act)
@@ -5541,81 +5379,67 @@ HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
 }
 
 HPML_API hpml_tensor *hpml_relu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_RELU, 0); }
-HPML_API hpml_tensor *hpml_leaky_relu(hpml_tensor *x, float slope) { return hpml_activation(x, HPML_ACT_LEAKY_RELU, slope); }
+HPML_API hpml_tensor *hpml_leaky_relu(hpml_tensor *x, float s) { return hpml_activation(x, HPML_ACT_LEAKY_RELU, s); }
 HPML_API hpml_tensor *hpml_gelu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_GELU, 0); }
 HPML_API hpml_tensor *hpml_gelu_erf(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_GELU_ERF, 0); }
 HPML_API hpml_tensor *hpml_silu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_SILU, 0); }
 HPML_API hpml_tensor *hpml_sigmoid(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_SIGMOID, 0); }
 HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_TANH, 0); }
 
-HPMLI_FN unsigned hpmli_activation_needs(const hpml_node *n)
-{
-    return hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE;
-}
-
-HPMLI_FN hpml_status hpmli_activation_forward(const hpml_run *run, hpml_node *n)
-{
-    hpmli_act_forward(run->ctx, n->attr.act.act, n->attr.act.slope, n->out->data, n->src[0]->data, hpml_tensor_count(n->out));
-    return HPML_OK;
-}
-
-HPMLI_FN hpml_status hpmli_activation_backward(const hpml_run *run, hpml_node *n)
-{
-    hpmli_act_backward(run->ctx, n->attr.act.act, n->attr.act.slope, n->src[0]->grad, n->out->grad, n->src[0]->data,
-                       n->out->data, hpml_tensor_count(n->out), n->accumulate[0]);
-    return HPML_OK;
-}
+HPMLI_OP(activation, hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
+         hpmli_act_forward(run->ctx, n->attr.act.act, n->attr.act.slope, n->out->data, n->src[0]->data,
+                           hpml_tensor_count(n->out)),
+         hpmli_act_backward(run->ctx, n->attr.act.act, n->attr.act.slope, n->src[0]->grad, n->out->grad,
+                            n->src[0]->data, n->out->data, hpml_tensor_count(n->out), n->accumulate[0]))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>matmul   matrix products and linear layers
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* C = A B. With dC known, dA = dC B^T and dB = A^T dC: three products of the same kind. A transposed operand is the same
-   memory walked with swapped strides, so one function does them all. */
+/* C = A B. With dC known, dA = dC B^T and dB = A^T dC: three products of the same kind. A transposed operand is the
+   same memory walked with swapped strides, so one function does them all. */
 
 typedef struct hpmli_mat {
     const float *p;
     int64_t      rs, cs, batch; /* elements between rows, columns, matrices */
 } hpmli_mat;
 
-/* A stored (rows, cols) matrix, or its transpose. */
-HPMLI_FN hpmli_mat hpmli_mat_of(const float *p, int64_t rows, int64_t cols, bool trans)
+/* A matrix whose rows are ld apart, or its transpose; `batch` numbers further the next one. */
+HPMLI_FN hpmli_mat hpmli_mats(const float *p, int64_t ld, int64_t batch, bool trans)
 {
-    hpmli_mat m;
-    m.p = p, m.rs = trans ? 1 : cols, m.cs = trans ? cols : 1, m.batch = rows * cols;
+    hpmli_mat m = { p, trans ? 1 : ld, trans ? ld : 1, batch };
     return m;
+}
+
+HPMLI_FN hpmli_mat hpmli_strided(const float *p, int64_t ld, bool trans) { return hpmli_mats(p, ld, 0, trans); }
+
+/* c (m, n), rows ldc apart, = a b (+ c when accumulate). */
+HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(int64_t m, int64_t n, int64_t k, hpmli_mat a, hpmli_mat b, float *c, int64_t ldc,
+                                       bool accumulate)
+{
+    hpmli_gemm_desc d = HPMLI_ZEROED;
+    d.m = m, d.n = n, d.k = k, d.alpha = 1, d.beta = accumulate ? 1.0f : 0.0f, d.batch = 1;
+    d.a = a.p, d.a_rs = a.rs, d.a_cs = a.cs, d.a_batch = a.batch;
+    d.b = b.p, d.b_rs = b.rs, d.b_cs = b.cs, d.b_batch = b.batch;
+    d.c = c, d.ldc = ldc, d.c_batch = m * n;
+    return d;
 }
 
 /* c (batch, m, n) = a b (+ c when accumulate). */
 HPMLI_FN void hpmli_product(hpml_ctx *ctx, int64_t batch, int64_t m, int64_t n, int64_t k, hpmli_mat a, hpmli_mat b,
                             float *c, bool accumulate)
 {
-    hpmli_gemm_desc d = HPMLI_ZEROED;
-    d.m = m, d.n = n, d.k = k;
-    d.a = a.p, d.a_rs = a.rs, d.a_cs = a.cs, d.a_batch = a.batch;
-    d.b = b.p, d.b_rs = b.rs, d.b_cs = b.cs, d.b_batch = b.batch;
-    d.c = c, d.ldc = n, d.c_batch = m * n;
-    d.alpha = 1, d.beta = accumulate ? 1.0f : 0.0f, d.batch = batch;
+    hpmli_gemm_desc d = hpmli_gemm_of(m, n, k, a, b, c, n, accumulate);
+    d.batch = batch;
     hpmli_gemm(ctx, &d);
-}
-
-/* A matrix whose rows are ld apart, or its transpose. */
-HPMLI_FN hpmli_mat hpmli_strided(const float *p, int64_t ld, bool trans)
-{
-    hpmli_mat m;
-    m.p = p, m.rs = trans ? 1 : ld, m.cs = trans ? ld : 1, m.batch = 0;
-    return m;
 }
 
 /* c (m, n), rows ldc apart, (+)= alpha a b + bias (n). thread: from inside a task its number, else -1: all threads. */
 HPMLI_FN void hpmli_product_at(hpml_ctx *ctx, int thread, int64_t m, int64_t n, int64_t k, float alpha, hpmli_mat a,
                                hpmli_mat b, float *c, int64_t ldc, const float *bias, bool accumulate)
 {
-    hpmli_gemm_desc d = HPMLI_ZEROED;
-    d.m = m, d.n = n, d.k = k, d.alpha = alpha, d.beta = accumulate ? 1.0f : 0.0f, d.batch = 1, d.bias_n = bias;
-    d.a = a.p, d.a_rs = a.rs, d.a_cs = a.cs;
-    d.b = b.p, d.b_rs = b.rs, d.b_cs = b.cs;
-    d.c = c, d.ldc = ldc;
+    hpmli_gemm_desc d = hpmli_gemm_of(m, n, k, a, b, c, ldc, accumulate);
+    d.alpha = alpha, d.bias_n = bias;
     if (thread < 0) hpmli_gemm(ctx, &d);
     else hpmli_gemm_serial(ctx, thread, &d);
 }
@@ -5630,10 +5454,10 @@ HPMLI_FN hpml_tensor *hpmli_matmul_error(hpml_tensor *a, hpml_tensor *b, bool ta
 HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, bool trans_b)
 {
     int64_t      shape[HPML_MAX_DIMS];
-    hpml_tensor *src[2], *c;
-    src[0] = a, src[1] = b;
+    hpml_tensor *src[2] = { a, b };
     if (!hpmli_recordable(2, src)) return NULL;
-    if (a->ndim < 2 || b->ndim < 2 || (b->ndim != 2 && b->ndim != a->ndim)) return hpmli_matmul_error(a, b, trans_a, trans_b);
+    if (a->ndim < 2 || b->ndim < 2 || (b->ndim != 2 && b->ndim != a->ndim))
+        return hpmli_matmul_error(a, b, trans_a, trans_b);
     for (int i = 0; i < a->ndim - 2; i++) {
         shape[i] = a->shape[i];
         if (b->ndim > 2 && b->shape[i] != a->shape[i]) return hpmli_matmul_error(a, b, trans_a, trans_b);
@@ -5642,18 +5466,16 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
         return hpmli_matmul_error(a, b, trans_a, trans_b);
     shape[a->ndim - 2] = a->shape[a->ndim - (trans_a ? 1 : 2)];
     shape[a->ndim - 1] = b->shape[b->ndim - (trans_b ? 2 : 1)];
-    c = hpmli_node_create(a->ctx, HPML_OP_MATMUL, 2, src, a->ndim, shape);
+    hpml_tensor *c = hpmli_node_create(a->ctx, HPML_OP_MATMUL, 2, src, a->ndim, shape);
     if (!c) return NULL;
     c->node->attr.matmul.trans_a = trans_a;
     c->node->attr.matmul.trans_b = trans_b;
-    if (a->ndim == 2) { /* the batch is a row of C only when it is a row of A; contracted away it is just a shorter sum */
+    if (a->ndim == 2) { /* the batch is a row of C when it is a row of A; contracted away it is just a shorter sum */
         c->batch_rows        = trans_a ? 0 : a->batch_rows;
         c->node->mixes_batch = (a->batch_rows && trans_a && !b->batch_rows) || (b->batch_rows && trans_b);
     }
     return c;
 }
-
-HPMLI_FN unsigned hpmli_matmul_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
 
 typedef struct hpmli_matmul_dims {
     int64_t batch, m, n, k;
@@ -5674,46 +5496,52 @@ HPMLI_FN hpmli_matmul_dims hpmli_matmul_size(const hpml_node *node)
     return d;
 }
 
-HPMLI_FN hpml_status hpmli_matmul_forward(const hpml_run *run, hpml_node *n)
+/* op(B) as it is stored, or its transpose, and likewise op(A) from `at` on. */
+HPMLI_FN hpmli_mat hpmli_matmul_b(const hpml_node *n, const hpmli_matmul_dims *d, bool trans)
 {
-    hpmli_matmul_dims d  = hpmli_matmul_size(n);
-    bool              ta = n->attr.matmul.trans_a, tb = n->attr.matmul.trans_b;
-    hpmli_mat         a  = hpmli_mat_of(n->src[0]->data, ta ? d.k : d.m, ta ? d.m : d.k, ta);
-    hpmli_mat         b  = hpmli_mat_of(n->src[1]->data, tb ? d.n : d.k, tb ? d.k : d.n, tb);
-    if (d.shared) b.batch = 0;
-    hpmli_product(run->ctx, d.batch, d.m, d.n, d.k, a, b, n->out->data, false);
-    return HPML_OK;
+    bool tb = n->attr.matmul.trans_b;
+    return hpmli_mats(n->src[1]->data, tb ? d->k : d->n, d->shared ? 0 : d->k * d->n, tb != trans);
 }
 
-HPMLI_FN hpml_status hpmli_matmul_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN hpmli_mat hpmli_matmul_a(const hpml_node *n, const hpmli_matmul_dims *d, int64_t at, bool trans)
+{
+    bool ta = n->attr.matmul.trans_a;
+    return hpmli_mats(n->src[0]->data + at, ta ? d->m : d->k, d->m * d->k, ta != trans);
+}
+
+HPMLI_FN void hpmli_matmul_pass(const hpml_run *run, hpml_node *n)
+{
+    hpmli_matmul_dims d = hpmli_matmul_size(n);
+    hpmli_product(run->ctx, d.batch, d.m, d.n, d.k, hpmli_matmul_a(n, &d, 0, false), hpmli_matmul_b(n, &d, false),
+                  n->out->data, false);
+}
+
+HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
 {
     hpmli_matmul_dims d  = hpmli_matmul_size(n);
-    bool              ta = n->attr.matmul.trans_a, tb = n->attr.matmul.trans_b;
     const float      *dc = n->out->grad;
     hpml_tensor      *a = n->src[0], *b = n->src[1];
-    hpmli_mat         bt = hpmli_mat_of(b->data, tb ? d.n : d.k, tb ? d.k : d.n, !tb); /* op(B)^T (n, k) */
-    if (d.shared) bt.batch = 0;
-    if (a->grad && !ta) /* dA (m, k) = dC op(B)^T */
-        hpmli_product(run->ctx, d.batch, d.m, d.k, d.n, hpmli_mat_of(dc, d.m, d.n, false), bt, a->grad, n->accumulate[0]);
-    if (a->grad && ta) { /* stored (k, m): dA = op(B) dC^T */
-        hpmli_mat bn = hpmli_mat_of(b->data, tb ? d.n : d.k, tb ? d.k : d.n, tb);
-        if (d.shared) bn.batch = 0;
-        hpmli_product(run->ctx, d.batch, d.k, d.m, d.n, bn, hpmli_mat_of(dc, d.m, d.n, true), a->grad, n->accumulate[0]);
-    }
+    int64_t           mn = d.m * d.n, mk = d.m * d.k;
+    if (a->grad && !n->attr.matmul.trans_a) /* dA (m, k) = dC op(B)^T */
+        hpmli_product(run->ctx, d.batch, d.m, d.k, d.n, hpmli_mats(dc, d.n, mn, false), hpmli_matmul_b(n, &d, true),
+                      a->grad, n->accumulate[0]);
+    else if (a->grad) /* stored (k, m): dA = op(B) dC^T */
+        hpmli_product(run->ctx, d.batch, d.k, d.m, d.n, hpmli_matmul_b(n, &d, false), hpmli_mats(dc, d.n, mn, true),
+                      a->grad, n->accumulate[0]);
     if (b == a) n->accumulate[1] = true; /* x x^T: both gradients meet in one place */
-    for (int64_t i = 0; b->grad && i < (d.shared ? d.batch : 1); i++) { /* a shared b adds up over the batch, in order */
-        bool         add   = n->accumulate[1] || i > 0;
-        int64_t      batch = d.shared ? 1 : d.batch;
-        const float *ai = a->data + i * d.m * d.k, *dci = dc + i * d.m * d.n;
-        if (!tb) /* dB (k, n) = op(A)^T dC */
-            hpmli_product(run->ctx, batch, d.k, d.n, d.m, hpmli_mat_of(ai, ta ? d.k : d.m, ta ? d.m : d.k, !ta),
-                          hpmli_mat_of(dci, d.m, d.n, false), b->grad, add);
+    for (int64_t i = 0; b->grad && i < (d.shared ? d.batch : 1); i++) { /* a shared b sums over the batch, in order */
+        bool    add   = n->accumulate[1] || i > 0;
+        int64_t batch = d.shared ? 1 : d.batch;
+        if (!n->attr.matmul.trans_b) /* dB (k, n) = op(A)^T dC */
+            hpmli_product(run->ctx, batch, d.k, d.n, d.m, hpmli_matmul_a(n, &d, i * mk, true),
+                          hpmli_mats(dc + i * mn, d.n, mn, false), b->grad, add);
         else /* stored (n, k): dB = dC^T op(A) */
-            hpmli_product(run->ctx, batch, d.n, d.k, d.m, hpmli_mat_of(dci, d.m, d.n, true),
-                          hpmli_mat_of(ai, ta ? d.k : d.m, ta ? d.m : d.k, ta), b->grad, add);
+            hpmli_product(run->ctx, batch, d.n, d.k, d.m, hpmli_mats(dc + i * mn, d.n, mn, true),
+                          hpmli_matmul_a(n, &d, i * mk, false), b->grad, add);
     }
-    return HPML_OK;
 }
+
+HPMLI_OP(matmul, HPMLI_NEED_BOTH, hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n))
 
 /* Linear: sources x, w, bias (NULL without). */
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
@@ -5746,32 +5574,23 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     return y;
 }
 
-HPMLI_FN unsigned hpmli_linear_needs(const hpml_node *n)
-{
-    bool from_result = n->attr.act.act != HPML_ACT_NONE && !hpmli_act_reads_x(n->attr.act.act);
-    return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1) | (from_result ? HPMLI_NEED_OUT : 0);
-}
-
-HPMLI_FN hpml_status hpmli_linear_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *w = n->src[1];
     hpml_act           act = n->attr.act.act;
     float             *z   = n->saved ? (float *)n->saved : n->out->data; /* (rows, out) before the activation */
-    hpmli_gemm_desc    d = HPMLI_ZEROED;
-    d.k = w->shape[1], d.n = w->shape[0], d.m = hpml_tensor_count(x) / d.k;
-    d.a = x->data, d.a_rs = d.k, d.a_cs = 1;
-    d.b = w->data, d.b_rs = 1, d.b_cs = d.k;
-    d.c = z, d.ldc = d.n, d.alpha = 1, d.batch = 1;
+    int64_t            out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
+    hpmli_gemm_desc    d   = hpmli_gemm_of(rows, out, in, hpmli_strided(x->data, in, false),
+                                           hpmli_strided(w->data, in, true), z, out, false);
     d.bias_n = n->src[2] ? n->src[2]->data : NULL;
     d.act    = act == HPML_ACT_RELU;
     hpmli_gemm(run->ctx, &d);
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
-        hpmli_act_forward(run->ctx, act, n->attr.act.slope, n->out->data, z, d.m * d.n);
-    return HPML_OK;
+        hpmli_act_forward(run->ctx, act, n->attr.act.slope, n->out->data, z, rows * out);
 }
 
-/* dz = dy act'(z) in the memory of dy, which nobody reads after us; dx = dz w, dw = dz^T x, dbias = column sums of dz. */
-HPMLI_FN hpml_status hpmli_linear_backward(const hpml_run *run, hpml_node *n)
+/* dz = dy act'(z) in the memory of dy, which nobody reads after us; dx = dz w, dw = dz^T x, dbias = sums of columns. */
+HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
     int64_t      out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
@@ -5780,21 +5599,23 @@ HPMLI_FN hpml_status hpmli_linear_backward(const hpml_run *run, hpml_node *n)
         hpmli_act_backward(run->ctx, n->attr.act.act, n->attr.act.slope, dz, dz, (const float *)n->saved, n->out->data,
                            rows * out, false);
     if (w->grad)
-        hpmli_product(run->ctx, 1, out, in, rows, hpmli_mat_of(dz, rows, out, true), hpmli_mat_of(x->data, rows, in, false),
+        hpmli_product(run->ctx, 1, out, in, rows, hpmli_strided(dz, out, true), hpmli_strided(x->data, in, false),
                       w->grad, n->accumulate[1]);
     if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz, rows, out, n->accumulate[2]);
     if (x->grad)
-        hpmli_product(run->ctx, 1, rows, in, out, hpmli_mat_of(dz, rows, out, false), hpmli_mat_of(w->data, out, in, false),
+        hpmli_product(run->ctx, 1, rows, in, out, hpmli_strided(dz, out, false), hpmli_strided(w->data, in, false),
                       x->grad, n->accumulate[0]);
-    return HPML_OK;
 }
+
+HPMLI_OP(linear, HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
+         hpmli_linear_pass(run, n), hpmli_linear_back(run, n))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>shape   reshape, permute, slice, concat, sum
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A reshape of a computed tensor is free: the planner gives it the memory of its source (gradients likewise). The others copy
-   once, in long runs where the layout allows. Slice, concat and sum see an array as (outer, dim, inner). */
+/* A reshape of a computed tensor is free: the planner gives it the memory of its source (gradients likewise). The
+   others copy once, in long runs where the layout allows. Slice, concat and sum see an array as (outer, dim, inner). */
 
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
 {
@@ -5811,44 +5632,23 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
     return y;
 }
 
-HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1)
-{
-    int64_t shape[2];
-    shape[0] = d0, shape[1] = d1;
-    return hpml_reshape(x, 2, shape);
-}
-
-HPML_API hpml_tensor *hpml_reshape_3d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2)
-{
-    int64_t shape[3];
-    shape[0] = d0, shape[1] = d1, shape[2] = d2;
-    return hpml_reshape(x, 3, shape);
-}
-
-HPML_API hpml_tensor *hpml_reshape_4d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2, int64_t d3)
-{
-    int64_t shape[4];
-    shape[0] = d0, shape[1] = d1, shape[2] = d2, shape[3] = d3;
-    return hpml_reshape(x, 4, shape);
-}
+HPMLI_SHAPES(hpml_reshape, hpml_tensor *, x, hpml_reshape(x, (int)ndim, shape))
 
 HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x) { return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL; }
-HPMLI_FN unsigned    hpmli_reshape_needs(const hpml_node *n) { (void)n; return 0; }
-
 /* Inputs and parameters have memory of their own: their reshape is a copy. */
-HPMLI_FN hpml_status hpmli_reshape_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+HPMLI_FN void hpmli_reshape_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
     if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out));
-    return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_reshape_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_reshape_back(const hpml_run *run, hpml_node *n)
 {
     float *dx = n->src[0]->grad;
     if (dx && dx != n->out->grad)
         run->ctx->k->vaxpby(dx, 1, n->out->grad, n->accumulate[0] ? 1.0f : 0.0f, hpml_tensor_count(n->out));
-    return HPML_OK;
 }
+
+HPMLI_OP(reshape, 0, hpmli_reshape_pass(run, n), hpmli_reshape_back(run, n))
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
 {
@@ -5909,7 +5709,7 @@ HPMLI_FN void hpmli_permute_task(void *arg, int64_t task, int thread HPMLI_UNUSE
     }
 }
 
-HPMLI_FN hpml_status hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
+HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     hpmli_permute_job j = HPMLI_ZEROED;
     const hpml_tensor *x = n->src[0], *y = n->out;
@@ -5927,12 +5727,9 @@ HPMLI_FN hpml_status hpmli_permute_run(const hpml_run *run, hpml_node *n, bool b
     j.from          = backward ? y->grad : x->data;
     j.to            = backward ? x->grad : y->data;
     hpmli_parallel(run->ctx, (j.rows + j.rows_per_task - 1) / j.rows_per_task, hpmli_permute_task, &j);
-    return HPML_OK;
 }
 
-HPMLI_FN unsigned    hpmli_permute_needs(const hpml_node *n) { (void)n; return 0; }
-HPMLI_FN hpml_status hpmli_permute_forward(const hpml_run *run, hpml_node *n) { return hpmli_permute_run(run, n, false); }
-HPMLI_FN hpml_status hpmli_permute_backward(const hpml_run *run, hpml_node *n) { return hpmli_permute_run(run, n, true); }
+HPMLI_OP(permute, 0, hpmli_permute_run(run, n, false), hpmli_permute_run(run, n, true))
 
 /* (outer, dim, inner) of a tensor around one dimension. */
 HPMLI_FN void hpmli_split_dims(const hpml_tensor *t, int dim, int64_t *outer, int64_t *inner)
@@ -5943,8 +5740,8 @@ HPMLI_FN void hpmli_split_dims(const hpml_tensor *t, int dim, int64_t *outer, in
 }
 
 /* Copies or adds `outer` blocks of `block` floats; the blocks are to_step and from_step apart. */
-HPMLI_FN void hpmli_copy_blocks(const hpmli_kernels *k, float *to, int64_t to_step, const float *from, int64_t from_step,
-                                int64_t outer, int64_t block, bool accumulate)
+HPMLI_FN void hpmli_copy_blocks(const hpmli_kernels *k, float *to, int64_t to_step, const float *from,
+                                int64_t from_step, int64_t outer, int64_t block, bool accumulate)
 {
     for (int64_t o = 0; o < outer; o++) {
         if (accumulate) k->vadd(to + o * to_step, to + o * to_step, from + o * from_step, block);
@@ -5969,30 +5766,19 @@ HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t
     return y;
 }
 
-HPMLI_FN unsigned hpmli_slice_needs(const hpml_node *n) { (void)n; return 0; }
-
-HPMLI_FN hpml_status hpmli_slice_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
     int                dim = n->attr.slice.dim;
     int64_t            outer, inner;
     hpmli_split_dims(x, dim, &outer, &inner);
-    hpmli_copy_blocks(run->ctx->k, y->data, y->shape[dim] * inner, x->data + n->attr.slice.start * inner,
-                      x->shape[dim] * inner, outer, y->shape[dim] * inner, false);
-    return HPML_OK;
+    int64_t block = y->shape[dim] * inner, whole = x->shape[dim] * inner, at = n->attr.slice.start * inner;
+    if (backward && !n->accumulate[0]) run->ctx->k->vfill(x->grad, 0, hpml_tensor_count(x));
+    if (backward) hpmli_copy_blocks(run->ctx->k, x->grad + at, whole, y->grad, block, outer, block, true);
+    else hpmli_copy_blocks(run->ctx->k, y->data, block, x->data + at, whole, outer, block, false);
 }
 
-HPMLI_FN hpml_status hpmli_slice_backward(const hpml_run *run, hpml_node *n)
-{
-    const hpml_tensor *x = n->src[0], *y = n->out;
-    int                dim = n->attr.slice.dim;
-    int64_t            outer, inner;
-    hpmli_split_dims(x, dim, &outer, &inner);
-    if (!n->accumulate[0]) run->ctx->k->vfill(x->grad, 0, hpml_tensor_count(x));
-    hpmli_copy_blocks(run->ctx->k, x->grad + n->attr.slice.start * inner, x->shape[dim] * inner, y->grad,
-                      y->shape[dim] * inner, outer, y->shape[dim] * inner, true);
-    return HPML_OK;
-}
+HPMLI_OP(slice, 0, hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true))
 
 HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 {
@@ -6016,9 +5802,7 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
     return y;
 }
 
-HPMLI_FN unsigned hpmli_concat_needs(const hpml_node *n) { (void)n; return 0; }
-
-HPMLI_FN hpml_status hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
+HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *y = n->out;
     int                dim = n->attr.slice.dim;
@@ -6033,11 +5817,9 @@ HPMLI_FN hpml_status hpmli_concat_run(const hpml_run *run, hpml_node *n, bool ba
             hpmli_copy_blocks(run->ctx->k, x->grad, block, y->grad + start, whole, outer, block, n->accumulate[i]);
         start += block;
     }
-    return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_concat_forward(const hpml_run *run, hpml_node *n) { return hpmli_concat_run(run, n, false); }
-HPMLI_FN hpml_status hpmli_concat_backward(const hpml_run *run, hpml_node *n) { return hpmli_concat_run(run, n, true); }
+HPMLI_OP(concat, 0, hpmli_concat_run(run, n, false), hpmli_concat_run(run, n, true))
 
 HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 {
@@ -6058,8 +5840,6 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, true); }
-HPMLI_FN unsigned hpmli_sum_needs(const hpml_node *n) { (void)n; return 0; }
-
 HPMLI_FN void hpmli_sum_dims(const hpml_node *n, int64_t *outer, int64_t *dim, int64_t *inner)
 {
     *outer = *inner = 1;
@@ -6069,7 +5849,7 @@ HPMLI_FN void hpmli_sum_dims(const hpml_node *n, int64_t *outer, int64_t *dim, i
     *dim = n->src[0]->shape[n->attr.sum.dim];
 }
 
-HPMLI_FN hpml_status hpmli_sum_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_sum_pass(const hpml_run *run, hpml_node *n)
 {
     const hpmli_kernels *k = run->ctx->k;
     const float         *x = n->src[0]->data; /* (outer, dim, inner) */
@@ -6081,10 +5861,9 @@ HPMLI_FN hpml_status hpmli_sum_forward(const hpml_run *run, hpml_node *n)
         else k->vsum_rows(y + o * inner, x + o * dim * inner, dim, inner, 0);
     }
     if (n->attr.sum.mean) k->vscale_add(y, y, 1 / (float)dim, 0, outer * inner);
-    return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_sum_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_sum_back(const hpml_run *run, hpml_node *n)
 {
     const hpmli_kernels *k  = run->ctx->k;
     float               *dx = n->src[0]->grad;
@@ -6097,18 +5876,19 @@ HPMLI_FN hpml_status hpmli_sum_backward(const hpml_run *run, hpml_node *n)
         if (inner == 1) k->vscale_add(dx + o * dim, dx + o * dim, 1, scale * dy[o], dim);
         else for (int64_t d = 0; d < dim; d++) k->vaxpby(dx + (o * dim + d) * inner, scale, dy + o * inner, 1, inner);
     }
-    return HPML_OK;
 }
+
+HPMLI_OP(sum, 0, hpmli_sum_pass(run, n), hpmli_sum_back(run, n))
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv   two-dimensional convolution
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* y = act(w * x + bias), see hpml_conv2d. Sources: x, w, bias (NULL without). Groups are convolutions side by side.
 
-   The gradient of the input, dx[c, h, w] = sum over o, u, v of w[o, c, u, v] dy[o, (h + pad - u dilation) / stride, ..], is
-   gathered the same way, over those taps for which the division leaves no rest: they are the same for every stride-th pixel,
-   a phase. The gradient of the weights is summed image by image into a number of partial sums that depends on the shape
-   alone, added up in order: the same bits at any number of threads. */
+   The gradient of the input, dx[c, h, w] = sum over o, u, v of w[o, c, u, v] dy[o, (h + pad - u dilation) / stride,
+   ..], is gathered the same way, over those taps for which the division leaves no rest: they are the same for every
+   stride-th pixel, a phase. The gradient of the weights is summed image by image into a number of partial sums that
+   depends on the shape alone, added up in order: the same bits at any number of threads. */
 
 typedef struct hpmli_conv {
     hpml_ctx        *ctx;
@@ -6130,6 +5910,7 @@ typedef struct hpmli_conv {
 } hpmli_conv;
 
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+HPMLI_FN int64_t hpmli_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
 HPMLI_FN void hpmli_conv_make(hpmli_conv *c, hpml_ctx *ctx, hpml_node *n)
 {
@@ -6173,13 +5954,14 @@ HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
     c->phase     = (hpmli_conv_phase *)hpmli_conv_place(c, &used, phases, sizeof *c->phase);
     c->run_at    = (int64_t *)hpmli_conv_place(c, &used, c->taps, sizeof *c->run_at);
     c->rank      = (int64_t *)hpmli_conv_place(c, &used, c->taps, sizeof *c->rank);
-    weights      = c->taps * (backward ? c->OC * hpmli_round_up(c->C, HPMLI_CONV_PANEL) : c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL));
+    weights      = c->taps * (backward ? c->OC : c->C) * hpmli_round_up(backward ? c->C : c->OC, HPMLI_CONV_PANEL);
     c->packed    = (float *)hpmli_conv_place(c, &used, c->groups * weights, sizeof(float));
     c->own_size  = c->x_size + c->band_size;
     if (backward) {
         int64_t size[2], margin[2], panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
         for (int i = 0; i < 2; i++) { /* dy as far around as taps reach */
-            int64_t last = ((i == 0 ? c->H : c->W) - 1 + c->padding[i]) / c->stride[i] + 1, own = i == 0 ? c->OH : c->OW;
+            int64_t image = i == 0 ? c->H : c->W, own = i == 0 ? c->OH : c->OW;
+            int64_t last  = (image - 1 + c->padding[i]) / c->stride[i] + 1;
             margin[i] = (c->kernel[i] - 1) * c->dilation[i] / c->stride[i] - c->padding[i] / c->stride[i];
             if (margin[i] < 0 || !c->want_dx) margin[i] = 0;
             size[i] = margin[i] + (c->want_dx && last > own ? last : own);
@@ -6204,7 +5986,8 @@ HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
     return used;
 }
 
-HPMLI_FN hpml_tensor *hpmli_conv_error(hpml_tensor *x, const char *name, int64_t out, const hpml_attr *a, const char *why)
+HPMLI_FN hpml_tensor *hpmli_conv_error(hpml_tensor *x, const char *name, int64_t out, const hpml_attr *a,
+                                       const char *why)
 {
     return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, "
                       "padding %dx%d, dilation %dx%d, %d groups: %s", name ? name : "", hpmli_text(x), (long long)out,
@@ -6219,6 +6002,12 @@ HPMLI_FN int64_t hpmli_conv_out(int64_t size, int32_t kernel, int32_t stride, in
     return span < 0 ? 0 : span / stride + 1;
 }
 
+HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i)
+{
+    return hpmli_conv_out(x->shape[2 + i], a->conv.kernel[i], a->conv.stride[i], a->conv.padding[i],
+                          a->conv.dilation[i]);
+}
+
 HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const hpml_attr *a)
 {
     if (x->ndim != 4 || x->dtype != HPML_DTYPE_F32) return "the input must be f32 (B, C, H, W)";
@@ -6230,7 +6019,7 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
         if (a->conv.kernel[i] > INT16_MAX || a->conv.stride[i] > INT16_MAX || a->conv.padding[i] > INT16_MAX ||
             a->conv.dilation[i] > INT16_MAX)
             return "kernel, stride, padding and dilation must be below 32768";
-        if (hpmli_conv_out(x->shape[2 + i], a->conv.kernel[i], a->conv.stride[i], a->conv.padding[i], a->conv.dilation[i]) < 1)
+        if (hpmli_conv_size(x, a, i) < 1)
             return "the kernel is larger than the padded image";
     }
     if (a->conv.act != HPML_ACT_NONE && hpmli_act_reads_x(a->conv.act))
@@ -6271,7 +6060,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     if (why) return hpmli_conv_error(x, d ? d->name : NULL, out, &a, why);
     shape[0] = x->shape[0], shape[1] = out;
     for (int i = 0; i < 2; i++)
-        shape[2 + i] = hpmli_conv_out(x->shape[2 + i], a.conv.kernel[i], a.conv.stride[i], a.conv.padding[i], a.conv.dilation[i]);
+        shape[2 + i] = hpmli_conv_size(x, &a, i);
     w[0] = out, w[1] = x->shape[1] / a.conv.groups, w[2] = a.conv.kernel[0], w[3] = a.conv.kernel[1];
     const char *name = hpmli_layer_name(x->ctx, d->name, "conv");
     src[0] = x;
@@ -6289,11 +6078,6 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     return y;
 }
 
-HPMLI_FN unsigned hpmli_conv2d_needs(const hpml_node *n)
-{
-    return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1) | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-forward   forward pass of a convolution
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6302,7 +6086,7 @@ HPMLI_FN unsigned hpmli_conv2d_needs(const hpml_node *n)
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t panels = (c->map.out + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL, g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
+    int64_t panels = hpmli_panels(c->map.out), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
     int64_t out = c->C * c->taps, in = c->taps; /* steps of w (OC, C, taps) */
     c->ctx->k->conv_pack(c->packed + g * c->weights, c->n->src[1]->data + g * c->OC * out, c->back ? in : out,
                          c->back ? out : in, &c->map, o);
@@ -6310,7 +6094,7 @@ HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNU
 
 HPMLI_FN void hpmli_conv_pack(hpmli_conv *c)
 {
-    int64_t panels = (c->map.out + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL;
+    int64_t panels = hpmli_panels(c->map.out);
     hpmli_parallel(c->ctx, c->groups * panels, hpmli_conv_pack_task, c);
 }
 
@@ -6338,21 +6122,24 @@ HPMLI_FN void hpmli_conv_forward_map(hpmli_conv *c)
     for (int64_t t = 0; t < c->taps; t++) {
         c->rank[t] = t;
         if (!wide || t % c->kernel[1] == 0)
-            c->run_at[p->runs++] = t / c->kernel[1] * c->dilation[0] * c->x_pitch + t % c->kernel[1] * c->dilation[1] * c->C;
+            c->run_at[p->runs++] = t / c->kernel[1] * c->dilation[0] * c->x_pitch +
+                                   t % c->kernel[1] * c->dilation[1] * c->C;
     }
 }
 
 HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t b = task / c->splits, piece = task % c->splits, panels = (c->OC + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL;
-    int64_t o0 = piece * panels / c->splits * HPMLI_CONV_PANEL, o1 = (piece + 1) * panels / c->splits * HPMLI_CONV_PANEL;
+    int64_t b = task / c->splits, piece = task % c->splits, panels = hpmli_panels(c->OC);
+    int64_t o0 = piece * panels / c->splits * HPMLI_CONV_PANEL;
+    int64_t o1 = (piece + 1) * panels / c->splits * HPMLI_CONV_PANEL;
     float  *image = c->own + thread * c->own_size, *band = image + c->x_size;
     if (o1 > c->OC) o1 = c->OC;
     for (int64_t g = 0; g < c->groups; g++) {
         const float *bias = c->n->src[2] ? c->n->src[2]->data + g * c->OC : NULL;
         hpmli_conv_turn_x(c, b, g, image);
-        c->ctx->k->conv_image(&c->map, c->packed + g * c->weights, image, o0, o1, bias, c->n->attr.conv.act == HPML_ACT_RELU, 0,
+        c->ctx->k->conv_image(&c->map, c->packed + g * c->weights, image, o0, o1, bias,
+                              c->n->attr.conv.act == HPML_ACT_RELU, 0,
                               c->n->out->data + (b * c->groups + g) * c->OC * c->OH * c->OW, band);
     }
 }
@@ -6363,19 +6150,18 @@ HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
     const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
     int64_t pixels = c->OH * c->OW, in = back ? c->OC : c->C, out = back ? c->C : c->OC;
     for (int64_t g = 0; g < c->groups; g++) {
-        hpmli_gemm_desc d = HPMLI_ZEROED;
-        d.m = out, d.n = pixels, d.k = in, d.alpha = 1, d.batch = c->B;
-        d.a = w->data + g * c->OC * c->C, d.a_rs = back ? 1 : c->C, d.a_cs = back ? c->C : 1;
-        d.b = (back ? y->grad : x->data) + g * in * pixels, d.b_rs = pixels, d.b_cs = 1, d.b_batch = c->groups * in * pixels;
-        d.c = (back ? x->grad : y->data) + g * out * pixels, d.ldc = pixels, d.c_batch = c->groups * out * pixels;
-        d.beta   = back && c->n->accumulate[0] ? 1.0f : 0.0f;
+        hpmli_gemm_desc d = hpmli_gemm_of(
+            out, pixels, in, hpmli_strided(w->data + g * c->OC * c->C, c->C, back),
+            hpmli_mats((back ? y->grad : x->data) + g * in * pixels, pixels, c->groups * in * pixels, false),
+            (back ? x->grad : y->data) + g * out * pixels, pixels, back && c->n->accumulate[0]);
+        d.batch = c->B, d.c_batch = c->groups * out * pixels;
         d.bias_m = !back && bias ? bias->data + g * c->OC : NULL;
         d.act    = !back && c->n->attr.conv.act == HPML_ACT_RELU;
         hpmli_gemm(c->ctx, &d);
     }
 }
 
-HPMLI_FN hpml_status hpmli_conv2d_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
 {
     hpmli_conv c;
     hpml_act   act = n->attr.conv.act;
@@ -6383,7 +6169,7 @@ HPMLI_FN hpml_status hpmli_conv2d_forward(const hpml_run *run, hpml_node *n)
     if (hpmli_conv_direct(&c)) {
         hpmli_conv_1x1(&c, false);
     } else {
-        int64_t panels = (c.OC + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL, want = 2 * run->ctx->threads;
+        int64_t panels = hpmli_panels(c.OC), want = 2 * run->ctx->threads;
         hpmli_conv_layout(&c, false);
         hpmli_conv_forward_map(&c);
         hpmli_conv_pack(&c);
@@ -6394,11 +6180,11 @@ HPMLI_FN hpml_status hpmli_conv2d_forward(const hpml_run *run, hpml_node *n)
     }
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
         hpmli_act_forward(run->ctx, act, 0.01f, n->out->data, n->out->data, hpml_tensor_count(n->out));
-    return HPML_OK;
 }
 
-/* The taps of phase (f, g) of dx: those whose (pixel + padding - tap dilation) the stride divides. Adds them to the tables. */
-HPMLI_FN void hpmli_conv_phase_taps(hpmli_conv *c, hpmli_conv_phase *p, int64_t f, int64_t g, int64_t *taps, int64_t *runs)
+/* Adds the taps of phase (f, g) of dx to the tables: those where the stride divides pixel + padding - tap dilation. */
+HPMLI_FN void hpmli_conv_phase_taps(hpmli_conv *c, hpmli_conv_phase *p, int64_t f, int64_t g, int64_t *taps,
+                                    int64_t *runs)
 {
     int64_t first_run = *runs, each = 0;
     bool    wide = true; /* the taps of a kernel row are neighbours in dy */
@@ -6447,7 +6233,8 @@ HPMLI_FN void hpmli_conv_back_map(hpmli_conv *c)
         p->row0 = (f + c->stride[0] - c->padding[0] % c->stride[0]) % c->stride[0];
         p->col0 = (g + c->stride[1] - c->padding[1] % c->stride[1]) % c->stride[1];
         p->cols = p->col0 < c->W ? (c->W - 1 - p->col0) / c->stride[1] + 1 : 0;
-        p->at   = c->y_at + (p->row0 + c->padding[0]) / c->stride[0] * c->y_pitch + (p->col0 + c->padding[1]) / c->stride[1] * c->OC;
+        p->at   = c->y_at + (p->row0 + c->padding[0]) / c->stride[0] * c->y_pitch +
+                  (p->col0 + c->padding[1]) / c->stride[1] * c->OC;
         hpmli_conv_phase_taps(c, p, f, g, &taps, &runs);
     }
 }
@@ -6498,8 +6285,8 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
                 if (c->want_dw) hpmli_conv_turn_x(c, b + i, g, xs + i * c->x_size);
                 if (c->y_padded) memset(y, 0, (size_t)c->y_size * sizeof(float));
                 if (c->want_dw || c->want_dx)
-                    c->ctx->k->conv_turn(y + c->y_at, c->n->out->grad + ((b + i) * c->groups + g) * c->OC * pixels, c->OC, c->OH,
-                                         c->OW, c->y_pitch);
+                    c->ctx->k->conv_turn(y + c->y_at, c->n->out->grad + ((b + i) * c->groups + g) * c->OC * pixels,
+                                         c->OC, c->OH, c->OW, c->y_pitch);
                 if (c->want_dx)
                     c->ctx->k->conv_image(&c->map, c->packed + g * c->weights, y, 0, c->C, NULL, 0, c->n->accumulate[0],
                                           c->n->src[0]->grad + ((b + i) * c->groups + g) * c->C * c->H * c->W, band);
@@ -6514,13 +6301,13 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
 HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t panels = (c->OC + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL, g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
+    int64_t panels = hpmli_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
     c->ctx->k->conv_unpack(c->n->src[1]->grad + g * c->OC * c->C * c->taps,
-                           c->part + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, c->parts, c->part_size, c->C, c->OC, c->taps, o,
-                           c->n->accumulate[1]);
+                           c->part + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, c->parts, c->part_size, c->C,
+                           c->OC, c->taps, o, c->n->accumulate[1]);
 }
 
-HPMLI_FN hpml_status hpmli_conv2d_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
 {
     hpmli_conv c;
     int64_t    channels = n->out->shape[1];
@@ -6537,19 +6324,21 @@ HPMLI_FN hpml_status hpmli_conv2d_backward(const hpml_run *run, hpml_node *n)
     hpmli_conv_sum_map(&c);
     hpmli_parallel(run->ctx, c.parts, hpmli_conv_back_task, &c);
     if (c.want_dw)
-        hpmli_parallel(run->ctx, c.groups * ((c.OC + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL), hpmli_conv_join_task, &c);
+        hpmli_parallel(run->ctx, c.groups * hpmli_panels(c.OC), hpmli_conv_join_task, &c);
     for (int64_t p = 0; c.want_db && p < c.parts; p++)
         run->ctx->k->vaxpby(n->src[2]->grad, 1, c.part + (p + 1) * c.part_size - hpmli_round_up(channels, 16),
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
     if (n->src[0]->grad && hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, true);
-    return HPML_OK;
 }
+
+HPMLI_OP(conv2d, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
+         hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>pool   max, average and global pooling
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A plane at a time. Max keeps the place of each winner for the backward pass; average divides by the pixels inside the image. */
+/* A plane at a time. Max keeps the place of each winner for backward; average divides by the pixels in the image. */
 
 typedef struct hpmli_pooling_job {
     const hpmli_kernels *k;
@@ -6557,13 +6346,15 @@ typedef struct hpmli_pooling_job {
     int64_t    H, W, OH, OW, kh, kw, stride, pad;
 } hpmli_pooling_job;
 
-HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride, int32_t padding)
+HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride,
+                                        int32_t padding)
 {
     int64_t shape[4];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (stride == 0) stride = kh;
     if (x->ndim != 4 || kh < 1 || kw < 1 || stride < 1 || padding < 0 || 2 * padding > kh || 2 * padding > kw ||
-        hpmli_conv_out(x->shape[2], kh, stride, padding, 1) < 1 || hpmli_conv_out(x->shape[3], kw, stride, padding, 1) < 1)
+        hpmli_conv_out(x->shape[2], kh, stride, padding, 1) < 1 ||
+        hpmli_conv_out(x->shape[3], kw, stride, padding, 1) < 1)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, "
                           "H, W), a kernel that fits and padding of at most half of it", hpml_op_name(op),
                           hpmli_text(x), kh, kw, stride, padding);
@@ -6590,28 +6381,20 @@ HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t st
 
 HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
 {
-    hpml_tensor *y = x && x->ndim == 4 ? hpmli_pool_record(x, HPML_OP_AVG_POOL, (int32_t)x->shape[2], (int32_t)x->shape[3], 1, 0)
-                                       : hpmli_pool_record(x, HPML_OP_AVG_POOL, 1, 1, 1, 0);
+    bool         image = x && x->ndim == 4; /* anything else is refused */
+    int32_t      kh = image ? (int32_t)x->shape[2] : 1, kw = image ? (int32_t)x->shape[3] : 1;
+    hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL, kh, kw, 1, 0);
     return y ? hpml_reshape_2d(y, y->shape[0], y->shape[1]) : NULL;
 }
 
-HPMLI_FN void hpmli_pooling_make(hpmli_pooling_job *j, const hpml_run *run, hpml_node *n)
-{
-    j->k = run->ctx->k, j->n = n;
-    j->H = n->src[0]->shape[2], j->W = n->src[0]->shape[3], j->OH = n->out->shape[2], j->OW = n->out->shape[3];
-    j->kh = n->attr.conv.kernel[0], j->kw = n->attr.conv.kernel[1], j->stride = n->attr.conv.stride[0], j->pad = n->attr.conv.padding[0];
-}
-
 /* The part [*from, *to) of window o that lies inside [0, size). */
-HPMLI_FN void hpmli_window(int64_t o, int64_t stride, int64_t pad, int64_t kernel, int64_t size, int64_t *from, int64_t *to)
+HPMLI_FN void hpmli_window(int64_t o, int64_t stride, int64_t pad, int64_t kernel, int64_t size, int64_t *from,
+                           int64_t *to)
 {
     *from = o * stride - pad;
     *to   = *from + kernel < size ? *from + kernel : size;
     if (*from < 0) *from = 0;
 }
-
-HPMLI_FN unsigned hpmli_max_pool2d_needs(const hpml_node *n) { (void)n; return 0; }
-HPMLI_FN unsigned hpmli_avg_pool2d_needs(const hpml_node *n) { (void)n; return 0; }
 
 HPMLI_FN void hpmli_max_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
@@ -6672,7 +6455,8 @@ HPMLI_FN void hpmli_avg_pool_walk(const hpmli_pooling_job *j, const float *x, fl
 HPMLI_FN void hpmli_avg_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
-    hpmli_avg_pool_walk(j, j->n->src[0]->data + plane * j->H * j->W, j->n->out->data + plane * j->OH * j->OW, NULL, NULL);
+    const float *x = j->n->src[0]->data + plane * j->H * j->W;
+    hpmli_avg_pool_walk(j, x, j->n->out->data + plane * j->OH * j->OW, NULL, NULL);
 }
 
 HPMLI_FN void hpmli_avg_pool_back_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
@@ -6683,25 +6467,24 @@ HPMLI_FN void hpmli_avg_pool_back_task(void *arg, int64_t plane, int thread HPML
     hpmli_avg_pool_walk(j, NULL, NULL, dx, j->n->out->grad + plane * j->OH * j->OW);
 }
 
-HPMLI_FN hpml_status hpmli_pooling_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
+HPMLI_FN void hpmli_planes(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
 {
-    hpmli_pooling_job j;
-    hpmli_pooling_make(&j, run, n);
-    hpmli_parallel(run->ctx, n->out->shape[0] * n->out->shape[1], task, &j);
-    return HPML_OK;
+    const int64_t    *x = n->src[0]->shape, *y = n->out->shape;
+    hpmli_pooling_job j = { run->ctx->k, n, x[2], x[3], y[2], y[3], n->attr.conv.kernel[0], n->attr.conv.kernel[1],
+                            n->attr.conv.stride[0], n->attr.conv.padding[0] };
+    hpmli_parallel(run->ctx, y[0] * y[1], task, &j);
 }
 
-HPMLI_FN hpml_status hpmli_max_pool2d_forward(const hpml_run *run, hpml_node *n) { return hpmli_pooling_run(run, n, hpmli_max_pool_task); }
-HPMLI_FN hpml_status hpmli_max_pool2d_backward(const hpml_run *run, hpml_node *n) { return hpmli_pooling_run(run, n, hpmli_max_pool_back_task); }
-HPMLI_FN hpml_status hpmli_avg_pool2d_forward(const hpml_run *run, hpml_node *n) { return hpmli_pooling_run(run, n, hpmli_avg_pool_task); }
-HPMLI_FN hpml_status hpmli_avg_pool2d_backward(const hpml_run *run, hpml_node *n) { return hpmli_pooling_run(run, n, hpmli_avg_pool_back_task); }
+HPMLI_OP(max_pool2d, 0, hpmli_planes(run, n, hpmli_max_pool_task), hpmli_planes(run, n, hpmli_max_pool_back_task))
+HPMLI_OP(avg_pool2d, 0, hpmli_planes(run, n, hpmli_avg_pool_task), hpmli_planes(run, n, hpmli_avg_pool_back_task))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>batchnorm   batch normalization
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Per channel, N = B H W numbers: xhat = (x - mean) rstd, y = gamma xhat + beta, with a relu on top if wanted. In training the
-   statistics are the batch's; they also move the running ones, which evaluation uses. With s1 = sum dy, s2 = sum dy xhat:
+/* Per channel, N = B H W numbers: xhat = (x - mean) rstd, y = gamma xhat + beta, with a relu on top if wanted. In
+   training the statistics are the batch's; they also move the running ones, which evaluation uses. With s1 = sum dy, s2
+   = sum dy xhat:
        dx = gamma rstd (dy - s1 / N - xhat s2 / N),  dgamma = s2,  dbeta = s1.
    One task is one channel. Sources: x, gamma, beta (NULL without affine), running mean, running variance. */
 
@@ -6729,11 +6512,6 @@ HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
     y->node->attr.norm.act      = d.activation;
     y->node->saved_bytes        = (size_t)(2 * x->shape[1]) * sizeof(float); /* mean and rstd */
     return y;
-}
-
-HPMLI_FN unsigned hpmli_batchnorm_needs(const hpml_node *n)
-{
-    return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1) | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0);
 }
 
 typedef struct hpmli_bn_job {
@@ -6804,24 +6582,22 @@ HPMLI_FN void hpmli_bn_back_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
                        (float)(a * ((double)(mean * rstd) * s2 - s1) / N), j->P, n->accumulate[0]);
 }
 
-HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
+HPMLI_FN void hpmli_bn_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
 {
-    hpmli_bn_job j;
-    j.run = run, j.k = run->ctx->k, j.n = n;
-    j.B = n->out->shape[0], j.C = n->out->shape[1];
-    j.P = n->out->ndim == 4 ? n->out->shape[2] * n->out->shape[3] : 1;
+    const int64_t *y = n->out->shape; /* the dimensions that are not there are 1 */
+    hpmli_bn_job   j = { run, run->ctx->k, n, y[0], y[1], y[2] * y[3] };
     hpmli_parallel(run->ctx, j.C, task, &j);
-    return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_batchnorm_forward(const hpml_run *run, hpml_node *n) { return hpmli_bn_run(run, n, hpmli_bn_task); }
-HPMLI_FN hpml_status hpmli_batchnorm_backward(const hpml_run *run, hpml_node *n) { return hpmli_bn_run(run, n, hpmli_bn_back_task); }
+HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0),
+         hpmli_bn_run(run, n, hpmli_bn_task), hpmli_bn_run(run, n, hpmli_bn_back_task))
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>softmax   softmax and log-softmax over the last dimension
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* softmax(x)_i = exp(x_i - max) / sum_j exp(x_j - max). With y known, dx = y (dy - <dy, y>); for the logarithm dx = dy - exp(y)
-   sum(dy). Rows are independent; several make a task. */
+/* softmax(x)_i = exp(x_i - max) / sum_j exp(x_j - max). With y known, dx = y (dy - <dy, y>); for the logarithm dx = dy
+   - exp(y) sum(dy). Rows are independent; several make a task. */
 
 typedef struct hpmli_rows {
     const hpmli_kernels *k;
@@ -6838,7 +6614,7 @@ HPMLI_FN void hpmli_rows_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 }
 
 /* Calls `row` for each row of the last dimension of t. */
-HPMLI_FN hpml_status hpmli_rows_run(const hpml_run *run, hpml_node *n, const hpml_tensor *t,
+HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, const hpml_tensor *t,
                                     void (*row)(const hpmli_rows *r, int64_t row))
 {
     hpmli_rows r;
@@ -6847,7 +6623,6 @@ HPMLI_FN hpml_status hpmli_rows_run(const hpml_run *run, hpml_node *n, const hpm
     r.rows = hpml_tensor_count(t) / r.cols;
     r.each = hpmli_rows_per_task(r.cols);
     hpmli_parallel(run->ctx, (r.rows + r.each - 1) / r.each, hpmli_rows_task, &r);
-    return HPML_OK;
 }
 
 HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
@@ -6862,8 +6637,6 @@ HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
 
 HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, false); }
 HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, true); }
-HPMLI_FN unsigned hpmli_softmax_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_OUT; }
-
 HPMLI_FN void hpmli_softmax_row(const hpmli_rows *r, int64_t row)
 {
     const float *x   = r->n->src[0]->data + row * r->cols; /* (cols) */
@@ -6871,11 +6644,6 @@ HPMLI_FN void hpmli_softmax_row(const hpmli_rows *r, int64_t row)
     float        max = r->k->vmax(x, r->cols), sum = r->k->vexp_sum(y, x, max, r->cols);
     if (r->n->attr.softmax.log) r->k->vscale_add(y, x, 1, -(max + logf(sum)), r->cols);
     else r->k->vscale_add(y, y, 1 / sum, 0, r->cols);
-}
-
-HPMLI_FN hpml_status hpmli_softmax_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmli_rows_run(run, n, n->out, hpmli_softmax_row);
 }
 
 HPMLI_FN void hpmli_softmax_back_row(const hpmli_rows *r, int64_t row)
@@ -6897,10 +6665,8 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_rows *r, int64_t row)
     }
 }
 
-HPMLI_FN hpml_status hpmli_softmax_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmli_rows_run(run, n, n->out, hpmli_softmax_back_row);
-}
+HPMLI_OP(softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, n->out, hpmli_softmax_row),
+         hpmli_rows_run(run, n, n->out, hpmli_softmax_back_row))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   layernorm and rmsnorm
@@ -6908,8 +6674,8 @@ HPMLI_FN hpml_status hpmli_softmax_backward(const hpml_run *run, hpml_node *n)
 
 /* xhat = (x - mean) rstd; y = xhat gamma + beta. With g = dy gamma:
        dx = rstd (g - mean(g) - xhat mean(g xhat)),  dgamma = sum over rows of dy xhat,  dbeta = sum over rows of dy.
-   rmsnorm is the same with mean = 0 and without the term mean(g). Backward works on blocks of rows; each block leaves its
-   part of dgamma and dbeta, and the parts are added in order. Sources: x, gamma, beta (NULL without). */
+   rmsnorm is the same with mean = 0 and without the term mean(g). Backward works on blocks of rows; each block leaves
+   its part of dgamma and dbeta, and the parts are added in order. Sources: x, gamma, beta (NULL without). */
 
 #define HPMLI_NORM_ROWS 32 /* rows of a block */
 
@@ -6938,10 +6704,15 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     return y;
 }
 
-HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *d) { return hpmli_norm_record(x, d, HPML_OP_LAYERNORM); }
-HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *d) { return hpmli_norm_record(x, d, HPML_OP_RMSNORM); }
-HPMLI_FN unsigned hpmli_layernorm_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
-HPMLI_FN unsigned hpmli_rmsnorm_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
+HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc)
+{
+    return hpmli_norm_record(x, desc, HPML_OP_LAYERNORM);
+}
+
+HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *desc)
+{
+    return hpmli_norm_record(x, desc, HPML_OP_RMSNORM);
+}
 
 HPMLI_FN void hpmli_norm_row(const hpmli_rows *r, int64_t row)
 {
@@ -6955,11 +6726,6 @@ HPMLI_FN void hpmli_norm_row(const hpmli_rows *r, int64_t row)
     r->k->vscale_add(y, x, (float)rstd, (float)(-mean * rstd), r->cols);
     if (n->src[1]) r->k->vmul(y, y, n->src[1]->data, r->cols);
     if (n->src[2]) r->k->vadd(y, y, n->src[2]->data, r->cols);
-}
-
-HPMLI_FN hpml_status hpmli_norm_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmli_rows_run(run, n, n->out, hpmli_norm_row);
 }
 
 /* Rows of one block; part holds its dgamma (cols) and dbeta (cols). */
@@ -6999,7 +6765,7 @@ HPMLI_FN void hpmli_norm_back_task(void *arg, int64_t task, int thread HPMLI_UNU
     }
 }
 
-HPMLI_FN hpml_status hpmli_norm_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_norm_backward(const hpml_run *run, hpml_node *n)
 {
     hpmli_rows r;
     r.k = run->ctx->k, r.run = run, r.n = n;
@@ -7013,20 +6779,17 @@ HPMLI_FN hpml_status hpmli_norm_backward(const hpml_run *run, hpml_node *n)
         for (int64_t b = 0; b < blocks; b++)
             r.k->vadd(n->src[s]->grad, n->src[s]->grad, (float *)n->scratch + (2 * b + s - 1) * r.cols, r.cols);
     }
-    return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_layernorm_forward(const hpml_run *run, hpml_node *n) { return hpmli_norm_forward(run, n); }
-HPMLI_FN hpml_status hpmli_layernorm_backward(const hpml_run *run, hpml_node *n) { return hpmli_norm_backward(run, n); }
-HPMLI_FN hpml_status hpmli_rmsnorm_forward(const hpml_run *run, hpml_node *n) { return hpmli_norm_forward(run, n); }
-HPMLI_FN hpml_status hpmli_rmsnorm_backward(const hpml_run *run, hpml_node *n) { return hpmli_norm_backward(run, n); }
+HPMLI_OP(layernorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, n->out, hpmli_norm_row), hpmli_norm_backward(run, n))
+HPMLI_OP(rmsnorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, n->out, hpmli_norm_row), hpmli_norm_backward(run, n))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>dropout   dropout and embedding
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The mask of element i is word i of the stream (step, node): it is computed in both passes and stored in neither. i counts
-   from the first sample of the global batch, so every rank that holds a sample draws the same mask for it. */
+/* The mask of element i is word i of the stream (step, node): it is computed in both passes and stored in neither. i
+   counts from the first sample of the global batch, so every rank that holds a sample draws the same mask for it. */
 
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
 {
@@ -7038,8 +6801,6 @@ HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
     if (y) y->node->attr.dropout.p = p;
     return y;
 }
-
-HPMLI_FN unsigned hpmli_dropout_needs(const hpml_node *n) { (void)n; return HPMLI_INPLACE; }
 
 typedef struct hpmli_dropout_job {
     const hpml_run *run;
@@ -7067,7 +6828,7 @@ HPMLI_FN void hpmli_dropout_task(void *arg, int64_t task, int thread HPMLI_UNUSE
     }
 }
 
-HPMLI_FN hpml_status hpmli_dropout_run(const hpml_run *run, hpml_node *n, const float *x, float *y, bool accumulate)
+HPMLI_FN void hpmli_dropout_run(const hpml_run *run, hpml_node *n, const float *x, float *y, bool accumulate)
 {
     hpmli_dropout_job j;
     int64_t           rows = n->out->batch_rows ? n->out->shape[0] / n->out->batch_rows : 1;
@@ -7078,21 +6839,14 @@ HPMLI_FN hpml_status hpmli_dropout_run(const hpml_run *run, hpml_node *n, const 
         hpmli_parallel(run->ctx, (j.count + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_dropout_task, &j);
     else if (x != y || accumulate)
         run->ctx->k->vaxpby(y, 1, x, accumulate ? 1.0f : 0.0f, j.count);
-    return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_dropout_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmli_dropout_run(run, n, n->src[0]->data, n->out->data, false);
-}
-
-HPMLI_FN hpml_status hpmli_dropout_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmli_dropout_run(run, n, n->out->grad, n->src[0]->grad, n->accumulate[0]);
-}
+HPMLI_OP(dropout, HPMLI_INPLACE, hpmli_dropout_run(run, n, n->src[0]->data, n->out->data, false),
+         hpmli_dropout_run(run, n, n->out->grad, n->src[0]->grad, n->accumulate[0]))
 
 /* Embedding: y[i] = table[token[i]]; backward adds dy[i] to that row, in order of i. Sources: tokens, table. */
-HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width, const hpml_embedding_desc *desc)
+HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
+                                     const hpml_embedding_desc *desc)
 {
     hpml_embedding_desc d = HPMLI_ZEROED;
     int64_t             shape[HPML_MAX_DIMS], table[2];
@@ -7118,7 +6872,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
     return hpmli_node_create_named(tokens->ctx, HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape);
 }
 
-HPMLI_FN unsigned hpmli_embedding_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0); }
+HPMLI_NEEDS(embedding, HPMLI_NEED_SRC(0))
 
 HPMLI_FN hpml_status hpmli_embedding_forward(const hpml_run *run, hpml_node *n)
 {
@@ -7149,12 +6903,12 @@ HPMLI_FN hpml_status hpmli_embedding_backward(const hpml_run *run, hpml_node *n)
 // >>attention   multi-head attention
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Per sample and head, for a block of HPMLI_QUERIES queries: S = scale Q K^T, P = softmax(S), O = P V. Only this block of S is
-   ever in memory, (64, T) per thread; what is kept for backward is one number for each query, log sum exp(S). Backward
-   computes P again from it (Dao et al. 2022):
+/* Per sample and head, for a block of HPMLI_QUERIES queries: S = scale Q K^T, P = softmax(S), O = P V. Only this block
+   of S is ever in memory, (64, T) per thread; what is kept for backward is one number for each query, log sum exp(S).
+   Backward computes P again from it (Dao et al. 2022):
        delta = rowsum(dO O),  dP = dO V^T,  dS = scale P (dP - delta),  dQ = dS K,  dK += dS^T Q,  dV += P^T dO.
-   Blocks are done from the last to the first: with a causal mask the last one touches every key, so it writes dK and dV and
-   the others add. One task is one sample and head. */
+   Blocks are done from the last to the first: with a causal mask the last one touches every key, so it writes dK and dV
+   and the others add. One task is one sample and head. */
 
 #define HPMLI_QUERIES 64
 
@@ -7176,8 +6930,6 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     y->node->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * shape[1]) * sizeof(float);
     return y;
 }
-
-HPMLI_FN unsigned hpmli_attention_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT; }
 
 typedef struct hpmli_attention_job {
     hpml_ctx  *ctx;
@@ -7202,8 +6954,9 @@ HPMLI_FN void hpmli_attention_task(void *arg, int64_t task, int thread)
     float       *s   = (float *)j->n->scratch + thread * 2 * HPMLI_QUERIES * j->T; /* (queries, T) */
     for (int64_t q0 = 0; q0 < j->T; q0 += HPMLI_QUERIES) {
         int64_t rows = j->T - q0 < HPMLI_QUERIES ? j->T - q0 : HPMLI_QUERIES, keys = hpmli_visible(j, q0 + rows - 1);
-        hpmli_product_at(j->ctx, thread, rows, keys, j->D, j->n->attr.attention.scale, hpmli_strided(q + q0 * ld, ld, false),
-                            hpmli_strided(q + j->C, ld, true), s, keys, NULL, false);
+        hpmli_product_at(j->ctx, thread, rows, keys, j->D, j->n->attr.attention.scale,
+                         hpmli_strided(q + q0 * ld, ld, false), hpmli_strided(q + j->C, ld, true), s, keys, NULL,
+                         false);
         for (int64_t r = 0; r < rows; r++) {
             float  *row = s + r * keys;
             int64_t see = hpmli_visible(j, q0 + r);
@@ -7236,7 +6989,8 @@ HPMLI_FN void hpmli_attention_back_task(void *arg, int64_t task, int thread)
         hpmli_mat dor = hpmli_strided(d_o + q0 * C, C, false);
         hpmli_product_at(j->ctx, thread, rows, keys, j->D, scale, hpmli_strided(q + q0 * ld, ld, false),
                             hpmli_strided(q + C, ld, true), p, keys, NULL, false);
-        hpmli_product_at(j->ctx, thread, rows, keys, j->D, 1, dor, hpmli_strided(q + 2 * C, ld, true), ds, keys, NULL, false);
+        hpmli_product_at(j->ctx, thread, rows, keys, j->D, 1, dor, hpmli_strided(q + 2 * C, ld, true), ds, keys, NULL,
+                         false);
         for (int64_t r = 0; r < rows; r++) {
             float  *pr = p + r * keys, *dr = ds + r * keys;
             int64_t see = hpmli_visible(j, q0 + r);
@@ -7250,37 +7004,29 @@ HPMLI_FN void hpmli_attention_back_task(void *arg, int64_t task, int thread)
                             hpmli_strided(q + C, ld, false), dq + q0 * ld, ld, NULL, n->accumulate[0]);
         hpmli_product_at(j->ctx, thread, keys, j->D, rows, 1, hpmli_strided(ds, keys, true),
                             hpmli_strided(q + q0 * ld, ld, false), dq + C, ld, NULL, add);
-        hpmli_product_at(j->ctx, thread, keys, j->D, rows, 1, hpmli_strided(p, keys, true), dor, dq + 2 * C, ld, NULL, add);
+        hpmli_product_at(j->ctx, thread, keys, j->D, rows, 1, hpmli_strided(p, keys, true), dor, dq + 2 * C, ld, NULL,
+                         add);
     }
 }
 
-HPMLI_FN hpml_status hpmli_attention_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
+HPMLI_FN void hpmli_attention_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
 {
-    hpmli_attention_job j;
-    j.ctx = run->ctx, j.n = n;
-    j.T = n->out->shape[1], j.C = n->out->shape[2], j.D = j.C / n->attr.attention.heads;
-    hpmli_parallel(run->ctx, n->out->shape[0] * n->attr.attention.heads, task, &j);
-    return HPML_OK;
+    int64_t             heads = n->attr.attention.heads, C = n->out->shape[2];
+    hpmli_attention_job j = { run->ctx, n, n->out->shape[1], C, C / heads };
+    hpmli_parallel(run->ctx, n->out->shape[0] * heads, task, &j);
 }
 
-HPMLI_FN hpml_status hpmli_attention_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmli_attention_run(run, n, hpmli_attention_task);
-}
-
-HPMLI_FN hpml_status hpmli_attention_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmli_attention_run(run, n, hpmli_attention_back_task);
-}
+HPMLI_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_attention_run(run, n, hpmli_attention_task),
+         hpmli_attention_run(run, n, hpmli_attention_back_task))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>lstm   long short-term memory
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* For each t: a = x_t W_x^T + bias + h_{t-1} W_h^T; i, f, o = sigmoid, g = tanh of its quarters; c_t = f c_{t-1} + i g;
-   h_t = o tanh(c_t). The products with x do not wait for each other and are one matrix product; the recurrent ones are one per
-   step. Backward runs t down, turns the kept gates into da in place, and ends with one product for each gradient.
-   Sources: x, w_x, w_h, bias. Kept: gates (B, T, 4H), cells (B, T, H). */
+   h_t = o tanh(c_t). The products with x do not wait for each other and are one matrix product; the recurrent ones are
+   one per step. Backward runs t down, turns the kept gates into da in place, and ends with one product for each
+   gradient. Sources: x, w_x, w_h, bias. Kept: gates (B, T, 4H), cells (B, T, H). */
 
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *given)
 {
@@ -7304,11 +7050,6 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
     y->node->saved_bytes   = (size_t)(shape[0] * shape[1] * 5 * hidden) * sizeof(float);
     y->node->scratch_bytes = (size_t)(2 * shape[0] * hidden) * sizeof(float); /* dh, dc (B, H) */
     return y;
-}
-
-HPMLI_FN unsigned hpmli_lstm_needs(const hpml_node *n HPMLI_UNUSED)
-{
-    return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1) | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT;
 }
 
 typedef struct hpmli_lstm_job {
@@ -7345,7 +7086,7 @@ HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
     j->k->vmul(h, h, a + 3 * H, H);
 }
 
-HPMLI_FN hpml_status hpmli_lstm_forward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
 {
     hpmli_lstm_job j;
     int64_t        in = n->src[0]->shape[2], H;
@@ -7355,11 +7096,11 @@ HPMLI_FN hpml_status hpmli_lstm_forward(const hpml_run *run, hpml_node *n)
                      hpmli_strided(n->src[1]->data, in, true), j.gates, 4 * H, n->src[3]->data, false);
     for (j.t = 0; j.t < j.T; j.t++) {
         if (j.t > 0)
-            hpmli_product_at(run->ctx, -1, j.B, 4 * H, H, 1, hpmli_strided(n->out->data + (j.t - 1) * H, j.T * H, false),
-                               hpmli_strided(n->src[2]->data, H, true), j.gates + j.t * 4 * H, j.T * 4 * H, NULL, true);
+            hpmli_product_at(run->ctx, -1, j.B, 4 * H, H, 1,
+                             hpmli_strided(n->out->data + (j.t - 1) * H, j.T * H, false),
+                             hpmli_strided(n->src[2]->data, H, true), j.gates + j.t * 4 * H, j.T * 4 * H, NULL, true);
         hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell, &j);
     }
-    return HPML_OK;
 }
 
 HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED)
@@ -7380,7 +7121,7 @@ HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED
     }
 }
 
-HPMLI_FN hpml_status hpmli_lstm_backward(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
 {
     hpmli_lstm_job j;
     int64_t        in = n->src[0]->shape[2], H;
@@ -7394,63 +7135,64 @@ HPMLI_FN hpml_status hpmli_lstm_backward(const hpml_run *run, hpml_node *n)
     }
     hpmli_mat da = hpmli_strided(j.gates, 4 * H, false);
     if (n->src[0]->grad)
-        hpmli_product_at(run->ctx, -1, j.B * j.T, in, 4 * H, 1, da, hpmli_strided(n->src[1]->data, in, false), n->src[0]->grad, in,
-                           NULL, n->accumulate[0]);
+        hpmli_product_at(run->ctx, -1, j.B * j.T, in, 4 * H, 1, da, hpmli_strided(n->src[1]->data, in, false),
+                         n->src[0]->grad, in, NULL, n->accumulate[0]);
     da = hpmli_strided(j.gates, 4 * H, true);
     if (n->src[1]->grad)
-        hpmli_product_at(run->ctx, -1, 4 * H, in, j.B * j.T, 1, da, hpmli_strided(n->src[0]->data, in, false), n->src[1]->grad, in,
-                           NULL, n->accumulate[1]);
+        hpmli_product_at(run->ctx, -1, 4 * H, in, j.B * j.T, 1, da, hpmli_strided(n->src[0]->data, in, false),
+                         n->src[1]->grad, in, NULL, n->accumulate[1]);
     if (n->src[3]->grad) j.k->vsum_rows(n->src[3]->grad, j.gates, j.B * j.T, 4 * H, n->accumulate[3]);
-    if (!n->src[2]->grad) return HPML_OK;
+    if (!n->src[2]->grad) return;
     if (!n->accumulate[2]) j.k->vfill(n->src[2]->grad, 0, 4 * H * H);
     for (int64_t b = 0; b < j.B && j.T > 1; b++) /* dW_h = sum over t >= 1 of da_t^T h_{t-1} */
-        hpmli_product_at(run->ctx, -1, 4 * H, H, j.T - 1, 1, hpmli_strided(j.gates + (b * j.T + 1) * 4 * H, 4 * H, true),
-                           hpmli_strided(n->out->data + b * j.T * H, H, false), n->src[2]->grad, H, NULL, true);
-    return HPML_OK;
+        hpmli_product_at(run->ctx, -1, 4 * H, H, j.T - 1, 1,
+                         hpmli_strided(j.gates + (b * j.T + 1) * 4 * H, 4 * H, true),
+                         hpmli_strided(n->out->data + b * j.T * H, H, false), n->src[2]->grad, H, NULL, true);
 }
+
+HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_pass(run, n), hpmli_lstm_back(run, n))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>loss   cross-entropy, binary cross-entropy, squared and huber loss
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* All are means, over the rows or elements that count; sums are taken in double, in order. The gradient of a loss arrives in
-   out->grad[0]. Cross-entropy of logits x and label l, with smoothing s over V classes:
+/* All are means, over the rows or elements that count; sums are taken in double, in order. The gradient of a loss
+   arrives in out->grad[0]. Cross-entropy of logits x and label l, with smoothing s over V classes:
        loss = lse - (1 - s) x_l - s mean(x),  dx_i = exp(x_i - lse) - (1 - s) [i = l] - s / V,  lse = log sum exp(x).
    Probabilities are not stored: lse is kept for each row, and backward takes the exponential again. */
 
 HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor *target)
 {
-    hpml_tensor *src[2], *loss;
-    src[0] = y, src[1] = target;
+    hpml_tensor *src[2] = { y, target };
     if (!hpmli_recordable(2, src)) return NULL;
-    if (target->dtype != HPML_DTYPE_F32 || target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
+    if (target->dtype != HPML_DTYPE_F32 || target->ndim != y->ndim ||
+        memcmp(target->shape, y->shape, sizeof y->shape) != 0)
         return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
                           hpml_op_name(op), hpmli_text(y), hpmli_text(target));
-    loss = hpmli_node_create(y->ctx, op, 2, src, 0, NULL);
+    hpml_tensor *loss = hpmli_node_create(y->ctx, op, 2, src, 0, NULL);
     if (loss) loss->node->mixes_batch = false;
     return loss;
 }
 
 HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
 {
-    hpml_tensor *src[2], *loss;
-    src[0] = logits, src[1] = labels;
+    hpml_tensor *src[2] = { logits, labels };
     if (!hpmli_recordable(2, src)) return NULL;
     bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
     for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
     if (!fits || (desc && !(desc->label_smoothing >= 0 && desc->label_smoothing <= 1)))
         return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
                           "and i32 (..), label_smoothing in 0..1", hpmli_text(logits), hpmli_text(labels));
-    loss = hpmli_node_create(logits->ctx, HPML_OP_CROSS_ENTROPY, 2, src, 0, NULL);
+    hpml_tensor *loss = hpmli_node_create(logits->ctx, HPML_OP_CROSS_ENTROPY, 2, src, 0, NULL);
     if (!loss) return NULL;
     loss->node->mixes_batch                  = false;
     loss->node->attr.cross_entropy.smoothing = desc ? desc->label_smoothing : 0;
     loss->node->attr.cross_entropy.ignore    = desc && desc->ignore_index ? desc->ignore_index : HPML_IGNORE;
-    loss->node->saved_bytes = (size_t)(2 * hpml_tensor_count(labels) + 1) * sizeof(float); /* lse, loss of rows; 1 / counted */
+    loss->node->saved_bytes = (size_t)(2 * hpml_tensor_count(labels) + 1) * 4; /* lse, loss of each row; 1 / counted */
     return loss;
 }
 
-HPMLI_FN unsigned hpmli_cross_entropy_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
+HPMLI_NEEDS(cross_entropy, HPMLI_NEED_BOTH)
 
 /* sum of exp(x - shift) without a place for the exponentials */
 HPMLI_FN float hpmli_exp_sum(const hpmli_kernels *k, const float *x, float shift, int64_t n)
@@ -7520,7 +7262,8 @@ HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_rows *r, int64_t row)
 
 HPMLI_FN hpml_status hpmli_cross_entropy_backward(const hpml_run *run, hpml_node *n)
 {
-    return hpmli_rows_run(run, n, n->src[0], hpmli_cross_entropy_back_row);
+    hpmli_rows_run(run, n, n->src[0], hpmli_cross_entropy_back_row);
+    return HPML_OK;
 }
 
 HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
@@ -7528,7 +7271,7 @@ HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *tar
     return hpmli_loss_record(HPML_OP_BCE, logits, target);
 }
 
-HPMLI_FN unsigned hpmli_bce_with_logits_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
+HPMLI_NEEDS(bce_with_logits, HPMLI_NEED_BOTH)
 
 /* max(x, 0) - x t + log(1 + exp(-|x|)): never overflows */
 HPMLI_FN hpml_status hpmli_bce_with_logits_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
@@ -7548,7 +7291,7 @@ HPMLI_FN void hpmli_loss_slopes(hpml_node *n, float (*slope)(const hpml_node *n,
     const float *x = n->src[0]->data, *t = n->src[1]->data;
     int64_t      count = hpml_tensor_count(n->src[0]);
     float        scale = n->out->grad[0] / (float)count;
-    for (int s = 0; s < 2; s++) { /* a target that is computed gets a gradient too; for squares and huber it is the opposite */
+    for (int s = 0; s < 2; s++) { /* a computed target gets a gradient too: the opposite for squares and huber */
         float *d = n->src[s]->grad, sign = s ? -scale : scale;
         for (int64_t i = 0; d && i < count; i++) d[i] = (n->accumulate[s] ? d[i] : 0) + sign * slope(n, x[i], t[i]);
     }
@@ -7579,10 +7322,8 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
     return loss;
 }
 
-HPMLI_FN unsigned hpmli_huber_needs(const hpml_node *n) { (void)n; return HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1); }
-
 /* squared: d^2. Huber: d^2 / 2 up to delta, then delta (|d| - delta / 2). delta 0: |d|. */
-HPMLI_FN hpml_status hpmli_huber_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+HPMLI_FN void hpmli_huber_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
     const float *x = n->src[0]->data, *t = n->src[1]->data;
     int64_t      count = hpml_tensor_count(n->src[0]);
@@ -7594,7 +7335,6 @@ HPMLI_FN hpml_status hpmli_huber_forward(const hpml_run *run HPMLI_UNUSED, hpml_
         else sum += d <= delta ? d * d / 2 : delta * (d - delta / 2);
     }
     n->out->data[0] = (float)(sum / (double)count);
-    return HPML_OK;
 }
 
 HPMLI_FN float hpmli_huber_slope(const hpml_node *n, float x, float t)
@@ -7605,11 +7345,12 @@ HPMLI_FN float hpmli_huber_slope(const hpml_node *n, float x, float t)
     return d > delta ? delta : d < -delta ? -delta : d;
 }
 
-HPMLI_FN hpml_status hpmli_huber_backward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+HPMLI_FN void hpmli_huber_back(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
     hpmli_loss_slopes(n, hpmli_huber_slope);
-    return HPML_OK;
 }
+
+HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_huber_pass(run, n), hpmli_huber_back(run, n))
 // ---------------------------------------------------------------------------------------------------------------------
 // >>backend   the CPU backend: memory, the table of ops, optimizer steps
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7624,22 +7365,14 @@ HPMLI_FN void  hpmli_cpu_close(void *device) { (void)device; }
 
 HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
 {
-    void *p = hpmli_alloc((hpml_ctx *)device, bytes);
-    if (p) memset(p, 0, bytes);
-    return p;
+    return hpmli_alloc_object((hpml_ctx *)device, bytes, NULL);
 }
 
 HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes HPMLI_UNUSED) { hpmli_free((hpml_ctx *)device, p); }
 
-HPMLI_FN hpml_status hpmli_cpu_write(void *device HPMLI_UNUSED, void *dst, const void *host, size_t bytes)
+HPMLI_FN hpml_status hpmli_cpu_copy(void *device HPMLI_UNUSED, void *to, const void *from, size_t bytes)
 {
-    memcpy(dst, host, bytes);
-    return HPML_OK;
-}
-
-HPMLI_FN hpml_status hpmli_cpu_read(void *device HPMLI_UNUSED, void *host, const void *src, size_t bytes)
-{
-    memcpy(host, src, bytes);
+    memcpy(to, from, bytes);
     return HPML_OK;
 }
 
@@ -7721,8 +7454,8 @@ HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, 
         hpmli_update_job   j;
         j.k = ctx->k, j.u = u;
         j.o.opt = (int)u->opt, j.o.lr = u->lr, j.o.momentum = u->momentum, j.o.beta1 = u->beta1, j.o.beta2 = u->beta2;
-        j.o.eps = u->eps, j.o.weight_decay = u->weight_decay, j.o.grad_scale = u->grad_scale, j.o.nesterov = u->nesterov;
-        j.o.first       = u->step == 1;
+        j.o.eps = u->eps, j.o.weight_decay = u->weight_decay, j.o.grad_scale = u->grad_scale;
+        j.o.nesterov = u->nesterov, j.o.first = u->step == 1;
         j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
         j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
         if (u->opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, u, &j.o);
@@ -7740,21 +7473,21 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 #undef HPMLI_X
     };
     static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
-        hpmli_cpu_write, hpmli_cpu_read, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq };
+        hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq };
     return &cpu;
 }
 // ---------------------------------------------------------------------------------------------------------------------
 // >>plan   from a recorded graph to a memory plan
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A graph of N ops runs at times 0 .. N - 1 forward and N .. 2N - 1 backward (op i at 2N - 1 - i). Every array between is
-   alive from the time that writes it to the last that reads it; what backward reads is said by each op's _needs function.
-   Two arrays may share memory when their lives do not overlap. The arrays are placed largest first, each at the lowest
-   place that is free during its life: simple, and close to the best for chains. All this happens once; a step allocates
-   nothing.
+/* A graph of N ops runs at times 0 .. N - 1 forward and N .. 2N - 1 backward (op i at 2N - 1 - i). Every array between
+   is alive from the time that writes it to the last that reads it; what backward reads is said by each op's _needs
+   function. Two arrays may share memory when their lives do not overlap. The arrays are placed largest first, each at
+   the lowest place that is free during its life: simple, and close to the best for chains. All this happens once; a
+   step allocates nothing.
 
-   Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that may
-   work in place on a source that nobody else wants. `root` follows such links. */
+   Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that
+   may work in place on a source that nobody else wants. `root` follows such links. */
 
 typedef struct hpmli_slot {
     size_t   bytes, offset;
@@ -7803,11 +7536,11 @@ struct hpml_graph {
 HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, int target_count)
 {
     hpml_ctx      *ctx   = g->ctx;
-    hpml_node    **stack = (hpml_node **)hpmli_alloc_array(ctx, (int64_t)ctx->node_count + target_count + 1, sizeof *stack);
-    hpml_node    **found = (hpml_node **)hpmli_alloc_array(ctx, (int64_t)ctx->node_count + 1, sizeof *found);
+    hpml_node    **stack = hpmli_new(ctx, hpml_node *, ctx->node_count + target_count + 1);
+    hpml_node    **found = hpmli_new(ctx, hpml_node *, ctx->node_count + 1);
     int            depth = 0, leaf_room = ctx->node_count * HPML_MAX_SRC + target_count + 1;
-    g->leaves = (hpml_tensor **)hpmli_alloc_array(ctx, leaf_room, sizeof *g->leaves);
-    g->nodes  = (hpml_node **)hpmli_alloc_array(ctx, (int64_t)ctx->node_count + 1, sizeof *g->nodes);
+    g->leaves = hpmli_new(ctx, hpml_tensor *, leaf_room);
+    g->nodes  = hpmli_new(ctx, hpml_node *, ctx->node_count + 1);
     if (!stack || !found || !g->leaves || !g->nodes) return false;
     for (int i = 0; i < target_count; i++)
         if (targets[i]->node && !found[targets[i]->node->index])
@@ -7967,8 +7700,8 @@ HPMLI_FN size_t hpmli_slot_place(hpmli_slot *const *placed, int count, const hpm
 
 HPMLI_FN bool hpmli_plan_place(hpml_graph *g)
 {
-    hpmli_slot **order  = (hpmli_slot **)hpmli_alloc_array(g->ctx, (int64_t)g->slot_count + 1, sizeof *order);
-    hpmli_slot **placed = (hpmli_slot **)hpmli_alloc_array(g->ctx, (int64_t)g->slot_count + 1, sizeof *placed);
+    hpmli_slot **order  = hpmli_new(g->ctx, hpmli_slot *, g->slot_count + 1);
+    hpmli_slot **placed = hpmli_new(g->ctx, hpmli_slot *, g->slot_count + 1);
     if (!order || !placed) return false;
     for (int i = 0; i < g->slot_count; i++) order[i] = &g->slots[i];
     qsort(order, (size_t)g->slot_count, sizeof *order, hpmli_slot_order);
@@ -7994,8 +7727,8 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
         if (uses[i].root_value == n->out)
             hpmli_slot_add(g, hpmli_tensor_bytes(n->out), i, uses[i].last, (void **)(void *)&n->out->data);
         if (back && uses[i].root_grad == n->out && (n->out == g->loss || uses[i].grad_written))
-            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : uses[i].grad_first, uses[i].grad_last,
-                           (void **)(void *)&n->out->grad);
+            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : uses[i].grad_first,
+                           uses[i].grad_last, (void **)(void *)&n->out->grad);
         if (n->saved_bytes) hpmli_slot_add(g, n->saved_bytes, i, back ? 2 * N - 1 - i : i, &n->saved);
         if (n->scratch_bytes > g->scratch_bytes) g->scratch_bytes = (n->scratch_bytes + 63) / 64 * 64;
     }
@@ -8038,11 +7771,11 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
 HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
 {
     hpml_ctx  *ctx      = g->ctx;
-    hpmli_use *uses     = (hpmli_use *)hpmli_alloc_array(ctx, (int64_t)g->count + 1, sizeof *uses);
-    int       *position = (int *)hpmli_alloc_array(ctx, (int64_t)ctx->node_count + 1, sizeof *position);
-    g->slots      = (hpmli_slot *)hpmli_alloc_array(ctx, 3 * (int64_t)g->count + 2 * (int64_t)g->leaf_count + 1, sizeof *g->slots);
-    g->param_last = (int *)hpmli_alloc_array(ctx, (int64_t)ctx->param_count + 1, sizeof *g->param_last);
-    g->back_names = (const char **)hpmli_alloc_array(ctx, (int64_t)g->count + 1, sizeof *g->back_names);
+    hpmli_use *uses     = hpmli_new(ctx, hpmli_use, g->count + 1);
+    int       *position = hpmli_new(ctx, int, ctx->node_count + 1);
+    g->slots      = hpmli_new(ctx, hpmli_slot, 3 * (int64_t)g->count + 2 * (int64_t)g->leaf_count + 1);
+    g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
+    g->back_names = hpmli_new(ctx, const char *, g->count + 1);
     if (!uses || !position || !g->slots || !g->param_last || !g->back_names) return false;
     for (int i = 0; i < g->count; i++) {
         char text[160];
@@ -8085,13 +7818,12 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
     for (int i = 0; i < d->output_count; i++) targets[count++] = d->outputs[i];
     if (d->loss) targets[count++] = d->loss;
     if (!hpmli_recordable(count, targets)) return NULL;
-    g = (hpml_graph *)hpmli_alloc_array(ctx, 1, sizeof *g);
+    g = hpmli_new(ctx, hpml_graph, 1);
     if (!g) return NULL;
     g->ctx          = ctx;
     g->loss         = d->loss;
     g->output_count = d->output_count;
-    if (!hpmli_graph_collect(g, targets, count) || !hpmli_graph_batches(g) || !hpmli_graph_plan(g, targets)) return NULL;
-    return g;
+    return hpmli_graph_collect(g, targets, count) && hpmli_graph_batches(g) && hpmli_graph_plan(g, targets) ? g : NULL;
 }
 
 HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
@@ -8151,8 +7883,7 @@ HPMLI_FN void hpmli_set_rows(hpml_tensor *t, int64_t samples)
 
 HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
 {
-    if (!g) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(g->ctx)) return g->ctx->status;
+    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     if (samples < 1 || samples > g->batch || (samples != g->batch && !g->batchable))
         return hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: %lld samples, expected %s%lld", (long long)samples,
                           g->batchable ? "1 to " : "(an op mixes samples) exactly ", (long long)g->batch);
@@ -8225,8 +7956,7 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
 {
     hpml_run    run;
     hpml_status status = HPML_OK;
-    if (!g) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(g->ctx)) return g->ctx->status;
+    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     if (!g->loss || !g->arena || !g->loss->grad)
         return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
                           "forward pass before");
@@ -8311,8 +8041,8 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 // >>trainer   the trainer: settings, creation, one step
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A step is: put the batch into the inputs, forward, backward (adding up over `accumulate` batches), clip, optimizer. The
-   four hooks stand exactly at the places where distributed strategies differ; without hooks they cost a branch. */
+/* A step is: put the batch into the inputs, forward, backward (adding up over `accumulate` batches), clip, optimizer.
+   The four hooks stand exactly at the places where distributed strategies differ; without hooks they cost a branch. */
 
 typedef struct hpmli_named { /* an array that checkpoints hold */
     const char         *name;
@@ -8437,7 +8167,7 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
                            d ? "canary is not zero; zero the struct before you set fields" : "none given");
     if (!d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
-    if (!(d->lr >= 0) || !(d->momentum >= 0) || !(d->weight_decay >= 0) || !(d->clip_norm >= 0) || d->label_smoothing < 0 ||
+    if (!(d->lr >= 0 && d->momentum >= 0 && d->weight_decay >= 0 && d->clip_norm >= 0) || d->label_smoothing < 0 ||
         d->label_smoothing > 1)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: lr %g, momentum %g, weight_decay %g, clip_norm %g must "
                            "not be negative and label_smoothing %g be in 0..1", (double)d->lr, (double)d->momentum,
@@ -8451,7 +8181,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     hpml_graph_desc gd = HPMLI_ZEROED;
     hpml_trainer   *t;
     if (!hpmli_trainer_check(ctx, desc)) return NULL;
-    t = (hpml_trainer *)hpmli_alloc_array(ctx, 1, sizeof *t);
+    t = hpmli_new(ctx, hpml_trainer, 1);
     if (!t) return NULL;
     t->ctx   = ctx;
     t->ranks = 1;
@@ -8542,11 +8272,11 @@ HPMLI_FN bool hpmli_trainer_alloc(hpml_trainer *t)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained");
     if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, bytes);
     if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, bytes);
-    t->updates  = (hpml_update *)hpmli_alloc_array(ctx, (int64_t)ctx->param_count, sizeof *t->updates);
-    t->m_names  = (const char **)hpmli_alloc_array(ctx, (int64_t)ctx->param_count, sizeof *t->m_names);
-    t->v_names  = (const char **)hpmli_alloc_array(ctx, (int64_t)ctx->param_count, sizeof *t->v_names);
-    t->host_out = (float *)hpmli_alloc_array(ctx, hpml_tensor_count(t->output), sizeof(float));
-    t->host_y   = (int32_t *)hpmli_alloc_array(ctx, hpml_tensor_count(t->target), sizeof(int32_t));
+    t->updates  = hpmli_new(ctx, hpml_update, ctx->param_count);
+    t->m_names  = hpmli_new(ctx, const char *, ctx->param_count);
+    t->v_names  = hpmli_new(ctx, const char *, ctx->param_count);
+    t->host_out = hpmli_new(ctx, float, hpml_tensor_count(t->output));
+    t->host_y   = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
     return ctx->status == HPML_OK && hpmli_trainer_updates(t);
 }
 
@@ -8569,16 +8299,16 @@ HPML_API float hpml_trainer_lr(const hpml_trainer *t)
 {
     if (!t) return 0;
     double batch = (double)(t->global_batch > 0 ? t->global_batch : t->graph->batch * t->ranks) * t->d.accumulate;
-    return hpml_schedule_lr(&t->d.schedule, t->d.lr_base_batch > 0 ?
-                            hpml_lr_scale(t->d.lr_rule, t->d.lr, batch / (double)t->d.lr_base_batch) : t->d.lr, t->step);
+    double factor = t->d.lr_base_batch > 0 ? batch / (double)t->d.lr_base_batch : 1;
+    return hpml_schedule_lr(&t->d.schedule, hpml_lr_scale(t->d.lr_rule, t->d.lr, factor), t->step);
 }
 
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain)
 {
     if (!t) return HPML_ERR_ARGUMENT;
     if (ranks < 1 || rank < 0 || rank >= ranks || global_batch < 0 || grain < 0)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d, global batch %lld in grains of %lld", rank, ranks,
-                          (long long)global_batch, (long long)grain);
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d, global batch %lld in grains of %lld",
+                          rank, ranks, (long long)global_batch, (long long)grain);
     t->rank = rank, t->ranks = ranks, t->global_batch = global_batch, t->grain = grain;
     return HPML_OK;
 }
@@ -8669,7 +8399,8 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
 }
 
 /* Counts rows whose largest output is the label; labels that are ignored do not count. */
-HPMLI_FN void hpmli_count_correct(hpml_trainer *t, const int32_t *labels, int64_t *correct, int64_t *counted, int64_t *confusion)
+HPMLI_FN void hpmli_count_correct(hpml_trainer *t, const int32_t *labels, int64_t *correct, int64_t *counted,
+                                  int64_t *confusion)
 {
     int64_t      classes = t->output->shape[t->output->ndim - 1], n = hpml_tensor_count(t->output);
     const float *y       = t->host_out;
@@ -8711,15 +8442,16 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
     hpml_graph *g = t->graph;
     bool        part = first != 0 || samples != t->fed;
     if (first < 0 || samples < 1 || first + samples > t->fed)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld", (long long)first,
-                          (long long)(first + samples), (long long)t->fed);
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
+                          (long long)first, (long long)(first + samples), (long long)t->fed);
     if (part && hpml_graph_batch(g, samples) != HPML_OK) return t->ctx->status;
     hpmli_trainer_shift(t, first);
     hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
     if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale, accumulate);
     if (status == HPML_OK && loss) *loss = (float)hpmli_graph_loss(g);
     if (status == HPML_OK && t->labels)
-        hpmli_count_correct(t, t->labels + first * (hpml_tensor_count(t->target) / g->batch_now), &t->correct, &t->counted, NULL);
+        hpmli_count_correct(t, t->labels + first * (hpml_tensor_count(t->target) / g->batch_now), &t->correct,
+                            &t->counted, NULL);
     hpmli_trainer_shift(t, -first);
     return status;
 }
@@ -8771,7 +8503,6 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count)
 {
     float lr, scale = 1;
-    int   count = 0;
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = t->ctx;
     if (hpmli_failed(ctx)) return ctx->status;
@@ -8793,18 +8524,16 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
         u->grad_scale   = scale;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
         ctx->backend->update(ctx->device, ctx, u, 1);
-        count++;
     }
-    (void)count;
     return ctx->status;
 }
 
-HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples, hpml_step_info *info)
+HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
+                                       hpml_step_info *info)
 {
     float  loss  = 0, lr;
     double start = hpml_now();
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
     if (samples != 0 || !t->hooks.run) { /* a rank may have no part in a short last batch */
         hpml_status fed = hpmli_trainer_feed(t, x, y, samples);
@@ -8815,8 +8544,9 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
     lr     = hpml_trainer_lr(t);
-    hpml_status status = t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
-                                      : hpml_trainer_run_local(t, 0, samples, 1 / (float)t->d.accumulate, t->micro > 0, &loss);
+    hpml_status status =
+        t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
+                     : hpml_trainer_run_local(t, 0, samples, 1 / (float)t->d.accumulate, t->micro > 0, &loss);
     if (status != HPML_OK) return status;
     if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
     if (++t->micro == t->d.accumulate) {
@@ -8839,7 +8569,8 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
 }
 
 /* A loader over `data` that fits the trainer. */
-HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given, bool evaluate)
+HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
+                                           bool evaluate)
 {
     hpml_loader_desc d = HPMLI_ZEROED;
     int64_t          need = hpml_tensor_count(t->input) / t->input->shape[0], have = 1;
@@ -8860,8 +8591,8 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
     return hpml_loader_create(t->ctx, data, &d);
 }
 
-HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, double start, int64_t *samples,
-                                     int64_t *steps)
+HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, double start,
+                                     int64_t *samples, int64_t *steps)
 {
     hpml_batch     b;
     hpml_step_info info;
@@ -8962,8 +8693,8 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
 // >>files   reading whole files, writing files that appear whole
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A file is mapped (or read) as a whole and never trusted. A file that is written goes to a temporary name beside its own, is
-   synced and renamed: whatever happens, the name holds the old content or the new one. */
+/* A file is mapped (or read) as a whole and never trusted. A file that is written goes to a temporary name beside its
+   own, is synced and renamed: whatever happens, the name holds the old content or the new one. */
 
 typedef struct hpmli_file {
     const unsigned char *bytes;
@@ -9126,14 +8857,13 @@ HPMLI_FN void hpmli_dataset_drop(void *object)
 HPMLI_FN hpml_dataset *hpmli_dataset_new(hpml_ctx *ctx)
 {
     hpml_dataset *d;
-    hpmli_owner  *o = (hpmli_owner *)hpmli_alloc_array(ctx, 1, sizeof *o);
+    hpmli_owner  *o = hpmli_new(ctx, hpmli_owner, 1);
     if (!o) return NULL;
     d = (hpml_dataset *)hpmli_alloc_object(ctx, sizeof *d, hpmli_dataset_drop);
     if (!d) {
         hpmli_free(ctx, o);
         return NULL;
     }
-    memset(d, 0, sizeof *d);
     d->ctx     = ctx;
     d->owner   = o;
     d->x_scale = 1.0f / 255.0f;
@@ -9159,19 +8889,23 @@ HPMLI_FN hpml_dataset *hpmli_dataset_done(hpml_dataset *d, bool good)
     return NULL;
 }
 
-/* Room for x and y; sizes checked. */
-HPMLI_FN bool hpmli_dataset_room(hpml_dataset *d)
+/* A dataset with room for its samples, sizes checked; NULL and an error when there is none. */
+HPMLI_FN hpml_dataset *hpmli_dataset_make(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
+                                          const int64_t *x_shape, hpml_dtype y_dtype, int64_t y_size)
 {
-    hpmli_owner *o    = (hpmli_owner *)d->owner;
-    int64_t      each = hpmli_shape_count(d->x_ndim, d->x_shape);
-    size_t       xs, ys;
-    if (each < 0 || d->count < 1 || !hpmli_mul((size_t)d->count, (size_t)each, &xs) ||
-        !hpmli_mul(xs, hpml_dtype_size(d->x_dtype), &xs) || !hpmli_mul((size_t)d->count, (size_t)d->y_size * 4, &ys))
-        return hpmli_false(d->ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory",
-                           (long long)d->count);
-    d->x = o->x = hpmli_alloc(d->ctx, xs);
-    d->y = o->y = o->x && ys > 0 ? hpmli_alloc(d->ctx, ys) : NULL;
-    return o->x && (ys == 0 || o->y);
+    int64_t each = hpmli_shape_count(x_ndim, x_shape);
+    size_t  xs, ys;
+    if (each < 0 || count < 1 || !hpmli_mul((size_t)count, (size_t)each, &xs) ||
+        !hpmli_mul(xs, hpml_dtype_size(x_dtype), &xs) || !hpmli_mul((size_t)count, (size_t)y_size * 4, &ys))
+        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory", (long long)count);
+    hpml_dataset *d = hpmli_dataset_new(ctx);
+    hpmli_owner  *o = d ? (hpmli_owner *)d->owner : NULL;
+    if (!d) return NULL;
+    d->count = count, d->x_dtype = x_dtype, d->x_ndim = x_ndim, d->y_dtype = y_dtype, d->y_size = y_size;
+    for (int i = 0; i < x_ndim; i++) d->x_shape[i] = x_shape[i];
+    d->x = o->x = hpmli_alloc(ctx, xs);
+    d->y = o->y = o->x && ys > 0 ? hpmli_alloc(ctx, ys) : NULL;
+    return hpmli_dataset_done(d, o->x && (ys == 0 || o->y));
 }
 
 HPMLI_FN void hpmli_dataset_classes(hpml_dataset *d)
@@ -9182,27 +8916,35 @@ HPMLI_FN void hpmli_dataset_classes(hpml_dataset *d)
         if (y[i] >= d->classes && y[i] < INT32_MAX) d->classes = y[i] + 1;
 }
 
-HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim, const int64_t *x_shape,
-                                           const void *x, hpml_dtype y_dtype, int64_t y_size, const void *y)
+HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
+                                           const int64_t *x_shape, const void *x, hpml_dtype y_dtype, int64_t y_size,
+                                           const void *y)
 {
     if (hpmli_failed(ctx)) return NULL;
-    if (!x || count < 1 || x_ndim < 0 || x_ndim >= HPML_MAX_DIMS || hpmli_shape_count(x_ndim, x_shape) < 0 || y_size < 0 ||
-        (x_dtype != HPML_DTYPE_U8 && x_dtype != HPML_DTYPE_F32 && x_dtype != HPML_DTYPE_I32) ||
+    if (!x || count < 1 || x_ndim < 0 || x_ndim >= HPML_MAX_DIMS || hpmli_shape_count(x_ndim, x_shape) < 0 ||
+        y_size < 0 || (x_dtype != HPML_DTYPE_U8 && x_dtype != HPML_DTYPE_F32 && x_dtype != HPML_DTYPE_I32) ||
         (y && y_dtype != HPML_DTYPE_I32 && y_dtype != HPML_DTYPE_F32))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "dataset: needs data, a count and a shape of positive sizes, x u8, "
                           "f32 or i32, y i32 or f32; got %lld samples of %d dimensions", (long long)count, x_ndim);
-    hpml_dataset *d = hpmli_dataset_new(ctx);
+    hpml_dataset *d = hpmli_dataset_make(ctx, count, x_dtype, x_ndim, x_shape, y_dtype, y ? y_size : 0);
+    hpmli_owner  *o = d ? (hpmli_owner *)d->owner : NULL;
     if (!d) return NULL;
-    d->count = count, d->x_dtype = x_dtype, d->x_ndim = x_ndim, d->y_dtype = y_dtype, d->y_size = y ? y_size : 0;
-    memcpy(d->x_shape, x_shape, (size_t)x_ndim * sizeof *x_shape);
-    bool good = hpmli_dataset_room(d);
-    if (good) {
-        memcpy(((hpmli_owner *)d->owner)->x, x,
-               (size_t)(count * hpmli_shape_count(x_ndim, x_shape)) * hpml_dtype_size(x_dtype));
-        if (d->y) memcpy(((hpmli_owner *)d->owner)->y, y, (size_t)(count * y_size) * 4);
-        hpmli_dataset_classes(d);
-    }
-    return hpmli_dataset_done(d, good);
+    memcpy(o->x, x, (size_t)(count * hpmli_shape_count(x_ndim, x_shape)) * hpml_dtype_size(x_dtype));
+    if (d->y) memcpy(o->y, y, (size_t)(count * y_size) * 4);
+    hpmli_dataset_classes(d);
+    return d;
+}
+
+/* Where x and y of a sample begin. */
+HPMLI_FN const char *hpmli_sample_x(const hpml_dataset *d, int64_t i)
+{
+    int64_t step = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
+    return (const char *)d->x + (size_t)(i * step) * hpml_dtype_size(d->x_dtype);
+}
+
+HPMLI_FN const char *hpmli_sample_y(const hpml_dataset *d, int64_t i)
+{
+    return (const char *)d->y + (size_t)(i * (d->y_step ? d->y_step : d->y_size)) * 4;
 }
 
 HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count)
@@ -9217,13 +8959,12 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
     *s       = *d;
     s->owner = NULL;
     s->count = count;
-    int64_t each = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
-    s->x = (const char *)d->x + (size_t)(first * each) * hpml_dtype_size(d->x_dtype);
-    if (d->y) s->y = (const char *)d->y + (size_t)(first * (d->y_step ? d->y_step : d->y_size)) * 4;
+    s->x = hpmli_sample_x(d, first);
+    if (d->y) s->y = hpmli_sample_y(d, first);
     return s;
 }
 
-/* IDX, the format of MNIST: 0 0 type dimensions, then the sizes as big-endian u32, then the bytes. Unpacked if gzipped. */
+/* IDX, the format of MNIST: 0 0 type dimensions, the sizes as big-endian u32, the bytes. Unpacked if gzipped. */
 HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
 {
     if (!hpmli_file_open(ctx, f, path)) return false;
@@ -9279,72 +9020,62 @@ HPMLI_FN bool hpmli_idx_header(hpml_ctx *ctx, const hpmli_file *f, const char *p
 
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels)
 {
-    hpmli_file    fx, fy;
-    int64_t       sx[3], sy[1];
+    hpmli_file    fx = HPMLI_ZEROED, fy = HPMLI_ZEROED;
+    int64_t       sx[3], sy[1]; /* images, height, width; labels */
     hpml_dataset *d = NULL;
-    if (hpmli_failed(ctx) || !hpmli_idx_open(ctx, &fx, images)) return NULL;
-    if (!hpmli_idx_open(ctx, &fy, labels)) {
-        hpmli_file_close(&fx);
-        return NULL;
+    if (hpmli_failed(ctx)) return NULL;
+    if (hpmli_idx_open(ctx, &fx, images) && hpmli_idx_open(ctx, &fy, labels) &&
+        hpmli_idx_header(ctx, &fx, images, 3, sx) && hpmli_idx_header(ctx, &fy, labels, 1, sy)) {
+        if (sx[0] != sy[0])
+            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images, (long long)sx[0],
+                       labels, (long long)sy[0]);
+        else {
+            int64_t shape[3] = { 1, sx[1], sx[2] };
+            d = hpmli_dataset_make(ctx, sx[0], HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
+        }
     }
-    bool good = hpmli_idx_header(ctx, &fx, images, 3, sx) && hpmli_idx_header(ctx, &fy, labels, 1, sy);
-    if (good && sx[0] != sy[0]) {
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images, (long long)sx[0],
-                   labels, (long long)sy[0]);
-        good = false;
-    }
-    d    = good ? hpmli_dataset_new(ctx) : NULL;
-    good = d != NULL;
-    if (good) {
-        d->count = sx[0], d->x_dtype = HPML_DTYPE_U8, d->x_ndim = 3, d->x_shape[0] = 1, d->x_shape[1] = sx[1], d->x_shape[2] = sx[2];
-        d->y_dtype = HPML_DTYPE_I32, d->y_size = 1;
-        good = hpmli_dataset_room(d);
-    }
-    if (good) {
-        memcpy(((hpmli_owner *)d->owner)->x, fx.bytes + 16, fx.size - 16);
-        for (int64_t i = 0; i < d->count; i++) ((int32_t *)((hpmli_owner *)d->owner)->y)[i] = fy.bytes[8 + i];
+    if (d) {
+        hpmli_owner *o = (hpmli_owner *)d->owner;
+        memcpy(o->x, fx.bytes + 16, fx.size - 16);
+        for (int64_t i = 0; i < d->count; i++) ((int32_t *)o->y)[i] = fy.bytes[8 + i];
         hpmli_dataset_classes(d);
     }
     hpmli_file_close(&fx);
     hpmli_file_close(&fy);
-    return hpmli_dataset_done(d, good);
+    return d;
 }
 
 /* CIFAR-10 binary: records of a label byte and 3072 bytes, the planes R, G, B. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count)
 {
-    int64_t at   = 0;
-    bool    good = true;
+    const int64_t shape[3] = { 3, 32, 32 };
+    hpml_dataset *d    = NULL;
+    hpmli_owner  *o    = NULL;
+    bool          good = true;
     if (hpmli_failed(ctx) || !paths) return NULL;
-    hpml_dataset *d = hpmli_dataset_new(ctx);
-    if (!d) return NULL;
     for (int pass = 0; pass < 2 && good; pass++) { /* count the records, then copy them */
+        int64_t at = 0;
         for (int i = 0; i < count && good; i++) {
             hpmli_file f;
             good = hpmli_file_open(ctx, &f, paths[i]);
-            if (good && f.size % 3073 != 0) {
-                hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and 3 x 32 x "
-                           "32 pixels)", paths[i], f.size);
-                good = false;
-            }
+            if (good && f.size % 3073 != 0)
+                good = hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and "
+                                   "3 x 32 x 32 pixels)", paths[i], f.size);
             for (size_t r = 0; good && r < f.size / 3073; r++, at++) {
                 const unsigned char *p = f.bytes + r * 3073;
-                if (p[0] > 9) {
-                    hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9", paths[i], r,
-                               p[0]);
-                    good = false;
-                } else if (pass == 1) {
-                    ((int32_t *)((hpmli_owner *)d->owner)->y)[at] = p[0];
-                    memcpy((char *)((hpmli_owner *)d->owner)->x + at * 3072, p + 1, 3072);
+                if (p[0] > 9)
+                    good = hpmli_false(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9",
+                                       paths[i], r, p[0]);
+                else if (pass == 1) {
+                    ((int32_t *)o->y)[at] = p[0];
+                    memcpy((char *)o->x + at * 3072, p + 1, 3072);
                 }
             }
             hpmli_file_close(&f);
         }
-        if (pass == 1 || !good) break;
-        d->count = at, d->x_dtype = HPML_DTYPE_U8, d->x_ndim = 3, d->x_shape[0] = 3, d->x_shape[1] = d->x_shape[2] = 32;
-        d->y_dtype = HPML_DTYPE_I32, d->y_size = 1, d->classes = 10;
-        good = hpmli_dataset_room(d);
-        at   = 0;
+        if (pass == 0 && good) d = hpmli_dataset_make(ctx, at, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
+        good = good && d;
+        if (d) o = (hpmli_owner *)d->owner, d->classes = 10;
     }
     return hpmli_dataset_done(d, good);
 }
@@ -9435,7 +9166,8 @@ HPMLI_FN bool hpmli_csv_fill(hpmli_csv *c, hpml_dataset *d, double *row, int64_t
         for (int64_t j = 0; j < n; j++) {
             if (j != label) ((float *)o->x)[x++] = (float)row[j];
             else if (regression) ((float *)o->y)[i] = (float)row[j];
-            else if (row[j] >= 0 && row[j] < INT32_MAX && row[j] == floor(row[j])) ((int32_t *)o->y)[i] = (int32_t)row[j];
+            else if (row[j] >= 0 && row[j] < INT32_MAX && row[j] == floor(row[j]))
+                ((int32_t *)o->y)[i] = (int32_t)row[j];
             else
                 return hpmli_false(c->ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0",
                                    c->path, (long long)c->line, row[j]);
@@ -9465,14 +9197,14 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     if (c.columns < 1 || (label_column != HPML_NO_LABEL && (label < 0 || label >= c.columns || c.columns < 2)))
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %d", path,
                    (long long)c.columns, label_column);
-    else d = hpmli_dataset_new(ctx);
-    if (d) {
+    else {
         if (label_column == HPML_NO_LABEL) label = -1;
-        d->count = lines, d->x_dtype = HPML_DTYPE_F32, d->x_ndim = 1, d->x_shape[0] = c.columns - (label >= 0);
-        d->y_dtype = regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32, d->y_size = label >= 0;
-        row  = (double *)hpmli_alloc_array(ctx, c.columns, sizeof *row);
+        int64_t columns = c.columns - (label >= 0);
+        row  = hpmli_new(ctx, double, c.columns);
         c.p  = start, c.line = header;
-        good = row && hpmli_dataset_room(d) && hpmli_csv_fill(&c, d, row, label, regression);
+        d    = !row ? NULL : hpmli_dataset_make(ctx, lines, HPML_DTYPE_F32, 1, &columns,
+                                                regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32, label >= 0);
+        good = d && hpmli_csv_fill(&c, d, row, label, regression);
         if (good) hpmli_dataset_classes(d);
     }
     hpmli_free(ctx, row);
@@ -9480,7 +9212,8 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     return hpmli_dataset_done(d, good);
 }
 
-HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context, bool bytes)
+HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context,
+                                              bool bytes)
 {
     int32_t *tokens    = NULL, of[256];
     size_t   total     = 0;
@@ -9508,7 +9241,7 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
         good = total > (size_t)context;
         if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "text: %zu characters, expected more than the context of %lld",
                               total, (long long)context);
-        else tokens = (int32_t *)hpmli_alloc_array(ctx, (int64_t)total, sizeof *tokens);
+        else tokens = hpmli_new(ctx, int32_t, (int64_t)total);
         good = tokens != NULL;
     }
     if (!good) return hpmli_dataset_done(d, false);
@@ -9560,9 +9293,9 @@ HPMLI_FN bool hpmli_npy_shape(const char *p, int *ndim, int64_t *shape)
 
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
 {
-    static const struct { const char *code; hpml_dtype dtype; int size; } kinds[] = {
-        { "'<f4'", HPML_DTYPE_F32, 4 }, { "'<f2'", HPML_DTYPE_F16, 2 }, { "'<i4'", HPML_DTYPE_I32, 4 }, { "'|u1'", HPML_DTYPE_U8, 1 },
-        { "'<f8'", HPML_DTYPE_F32, 8 }, { "'<i8'", HPML_DTYPE_I32, 8 } };
+    static const struct { const char *code; hpml_dtype dtype; size_t size; } kinds[] = {
+        { "'<f4'", HPML_DTYPE_F32, 4 }, { "'<f2'", HPML_DTYPE_F16, 2 }, { "'<i4'", HPML_DTYPE_I32, 4 },
+        { "'|u1'", HPML_DTYPE_U8, 1 }, { "'<f8'", HPML_DTYPE_F32, 8 }, { "'<i8'", HPML_DTYPE_I32, 8 } };
     hpmli_file   f;
     char         header[1024];
     size_t       length, start, n = sizeof kinds / sizeof kinds[0], kind = n;
@@ -9584,9 +9317,10 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
     order = hpmli_npy_key(header, "'fortran_order'");
     for (size_t i = 0; descr && i < n; i++)
         if (strncmp(descr, kinds[i].code, 5) == 0) kind = i;
-    count = kind < n && order && strncmp(order, "False", 5) == 0 && hpmli_npy_shape(hpmli_npy_key(header, "'shape'"), &ndim, shape)
-                ? hpmli_shape_count(ndim, shape) : -1;
-    if (count < 0 || (f.size - start) / (size_t)kinds[kind].size != (size_t)count || (f.size - start) % (size_t)kinds[kind].size != 0)
+    bool good = kind < n && order && strncmp(order, "False", 5) == 0 &&
+                hpmli_npy_shape(hpmli_npy_key(header, "'shape'"), &ndim, shape);
+    count = good ? hpmli_shape_count(ndim, shape) : -1;
+    if (count < 0 || f.size - start != (size_t)count * kinds[kind].size)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected <f4, <f2, <i4, |u1, <f8 or <i8 in C order, at most %d "
                    "dimensions, none 0, and data of just that size; the header says %s", path, HPML_MAX_DIMS, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
@@ -9605,19 +9339,20 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
 
 HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
 {
-    static const char *const codes[] = { "<f4", NULL, "<f2", "<i4", "|u1" };
+    const char  *code = t ? hpmli_dtypes[t->dtype].numpy : NULL;
     char                     header[256], shape[128];
     int                      used = 0, n;
     hpmli_writer             w;
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(t->ctx)) return t->ctx->status;
-    if (!codes[t->dtype] || !t->data || !hpmli_contiguous(t))
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (!code || !t->data || !hpmli_contiguous(t))
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "npy \"%s\": numpy has no bf16, and the tensor must be "
                           "contiguous with memory", path);
     shape[0] = 0;
     for (int i = 0; i < t->ndim; i++)
-        used += snprintf(shape + used, sizeof shape - (size_t)used, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
-    n = snprintf(header + 10, sizeof header - 10, "{'descr': '%s', 'fortran_order': False, 'shape': (%s), }", codes[t->dtype], shape);
+        used += snprintf(shape + used, sizeof shape - (size_t)used, "%lld,%s", (long long)t->shape[i],
+                         i < t->ndim - 1 ? " " : "");
+    n = snprintf(header + 10, sizeof header - 10, "{'descr': '%s', 'fortran_order': False, 'shape': (%s), }", code,
+                 shape);
     n += 10;
     while (n % 64 != 63) header[n++] = ' '; /* the data start at a multiple of 64 */
     header[n++] = '\n';
@@ -9657,7 +9392,6 @@ HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path)
         hpmli_writer_close(&out, false);
         return NULL;
     }
-    memset(w, 0, sizeof *w);
     w->w = out;
     hpmli_write(&w->w, head, sizeof head);
     return w;
@@ -9665,16 +9399,8 @@ HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path)
 
 HPML_API hpml_status hpml_record_add(hpml_record_writer *w, const void *bytes, size_t size)
 {
-    if (!w) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(w->w.ctx)) return w->w.ctx->status;
-    if (w->count == w->capacity) {
-        int64_t   capacity = w->capacity ? 2 * w->capacity : 1024;
-        uint64_t *more     = (uint64_t *)hpmli_alloc_array(w->w.ctx, capacity, sizeof *more);
-        if (!more) return w->w.ctx->status;
-        if (w->count) memcpy(more, w->offsets, (size_t)w->count * sizeof *more);
-        hpmli_free(w->w.ctx, w->offsets);
-        w->offsets = more, w->capacity = capacity;
-    }
+    if (!w || hpmli_failed(w->w.ctx)) return w ? w->w.ctx->status : HPML_ERR_ARGUMENT;
+    if (!hpmli_grow(w->w.ctx, &w->offsets, w->count, &w->capacity, sizeof *w->offsets)) return w->w.ctx->status;
     w->offsets[w->count++] = w->w.size;
     hpmli_write(&w->w, bytes, size);
     return HPML_OK;
@@ -9728,14 +9454,13 @@ HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
         good = at >= last && at <= index && (i < count || at == index);
         last = at;
     }
-    f = good ? (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, NULL) : NULL;
+    f = good ? (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_record_file_drop) : NULL;
     if (!f) {
         if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a record file, or damaged", path);
         hpmli_file_close(&in);
         return NULL;
     }
     f->file = in, f->count = (int64_t)count, f->index = in.bytes + index;
-    ((hpmli_block *)(void *)((char *)f - HPMLI_BLOCK))->drop = hpmli_record_file_drop;
     return f;
 }
 
@@ -9759,8 +9484,7 @@ HPML_API void hpml_record_close(hpml_record_file *f)
 HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char *path)
 {
     int64_t head[10];
-    if (!d) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(d->ctx)) return d->ctx->status;
+    if (!d || hpmli_failed(d->ctx)) return d ? d->ctx->status : HPML_ERR_ARGUMENT;
     size_t xs = (size_t)hpmli_shape_count(d->x_ndim, d->x_shape) * hpml_dtype_size(d->x_dtype);
     size_t ys = (size_t)d->y_size * 4;
     head[0] = d->x_dtype, head[1] = d->x_ndim, head[7] = d->y_dtype, head[8] = d->y_size, head[9] = d->classes;
@@ -9769,9 +9493,8 @@ HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char
     hpml_record_writer *w      = sample ? hpml_record_create(d->ctx, path) : NULL;
     if (w) hpml_record_add(w, head, sizeof head);
     for (int64_t i = 0; w && i < d->count; i++) {
-        memcpy(sample, (const char *)d->x + (size_t)(i * (d->x_step ? d->x_step : (int64_t)(xs / hpml_dtype_size(d->x_dtype)))) *
-               hpml_dtype_size(d->x_dtype), xs);
-        if (ys) memcpy(sample + xs, (const char *)d->y + (size_t)(i * (d->y_step ? d->y_step : d->y_size)) * 4, ys);
+        memcpy(sample, hpmli_sample_x(d, i), xs);
+        if (ys) memcpy(sample + xs, hpmli_sample_y(d, i), ys);
         hpml_record_add(w, sample, xs + ys);
     }
     hpmli_free(d->ctx, sample);
@@ -9782,44 +9505,39 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
 {
     hpml_record_file *f = hpml_record_open(ctx, path);
     hpml_dataset     *d = NULL;
-    size_t            size = 0, xs = 0, ys = 0;
+    size_t            size = 0;
     const void       *first = hpml_record_get(f, 0, &size);
-    int64_t           head[10] = { 0 };
-    bool              good = size == sizeof head;
+    int64_t           h[10] = { 0 }, count = hpml_record_count(f) - 1;
+    bool              good = size == sizeof h;
     if (!f) return NULL;
-    if (good) memcpy(head, first, sizeof head);
-    good = good && (head[0] == HPML_DTYPE_U8 || head[0] == HPML_DTYPE_F32 || head[0] == HPML_DTYPE_I32) && head[1] >= 0 &&
-           head[1] < HPML_MAX_DIMS && hpmli_shape_count(HPML_MAX_DIMS, head + 2) > 0 && head[8] >= 0 && head[8] < INT32_MAX &&
-           (head[7] == HPML_DTYPE_I32 || head[7] == HPML_DTYPE_F32) && head[9] >= 0 && head[9] <= INT32_MAX;
-    d = good ? hpmli_dataset_new(ctx) : NULL;
-    if (d) {
-        d->count = f->count - 1, d->x_dtype = (hpml_dtype)head[0], d->x_ndim = (int)head[1];
-        memcpy(d->x_shape, head + 2, sizeof d->x_shape);
-        d->y_dtype = (hpml_dtype)head[7], d->y_size = head[8], d->classes = (int)head[9];
-        xs = (size_t)hpmli_shape_count(HPML_MAX_DIMS, head + 2) * hpml_dtype_size(d->x_dtype), ys = (size_t)d->y_size * 4;
-        for (int64_t i = 0; good && i < d->count; i++) { /* before memory is taken: the header may promise anything */
-            hpml_record_get(f, i + 1, &size);
-            good = size == xs + ys;
-        }
-        good = good && d->count > 0 && hpmli_dataset_room(d);
+    if (good) memcpy(h, first, sizeof h);
+    good = good && (h[0] == HPML_DTYPE_U8 || h[0] == HPML_DTYPE_F32 || h[0] == HPML_DTYPE_I32) && h[1] >= 0 &&
+           h[1] < HPML_MAX_DIMS && hpmli_shape_count((int)h[1], h + 2) > 0 && h[8] >= 0 && h[8] < INT32_MAX &&
+           (h[7] == HPML_DTYPE_I32 || h[7] == HPML_DTYPE_F32) && h[9] >= 0 && h[9] <= INT32_MAX && count > 0;
+    size_t xs = good ? (size_t)hpmli_shape_count((int)h[1], h + 2) * hpml_dtype_size((hpml_dtype)h[0]) : 0;
+    size_t ys = good ? (size_t)h[8] * 4 : 0;
+    for (int64_t i = 0; good && i < count; i++) { /* before memory is taken: the header may promise anything */
+        hpml_record_get(f, i + 1, &size);
+        good = size == xs + ys;
     }
-    for (int64_t i = 0; d && good && i < d->count; i++) {
+    if (good) d = hpmli_dataset_make(ctx, count, (hpml_dtype)h[0], (int)h[1], h + 2, (hpml_dtype)h[7], h[8]);
+    else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a dataset in records: the first must describe the others", path);
+    for (int64_t i = 0; d && i < count; i++) {
         const char *p = (const char *)hpml_record_get(f, i + 1, &size);
         memcpy((char *)((hpmli_owner *)d->owner)->x + (size_t)i * xs, p, xs);
         if (ys) memcpy((char *)((hpmli_owner *)d->owner)->y + (size_t)i * ys, p + xs, ys);
     }
-    if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a dataset in records: the first must describe the others",
-                          path);
+    if (d) d->classes = (int)h[9];
     hpml_record_close(f);
-    return d ? hpmli_dataset_done(d, good) : NULL;
+    return d;
 }
 // ---------------------------------------------------------------------------------------------------------------------
 // >>loader   batches: shuffled, sharded, augmented, made ahead
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Global batch g of an epoch holds positions [g G, (g + 1) G) of the shuffle, whatever the number of ranks; rank r takes the
-   r-th share. So the order of the data depends on seed and epoch only, and all ranks make equally many steps. A thread of
-   the loader's own makes the next batch while the current one is used. */
+/* Global batch g of an epoch holds positions [g G, (g + 1) G) of the shuffle, whatever the number of ranks; rank r
+   takes the r-th share. So the order of the data depends on seed and epoch only, and all ranks make equally many steps.
+   A thread of the loader's own makes the next batch while the current one is used. */
 
 typedef struct hpmli_slot_batch { /* one of two buffers */
     char      *x, *y;
@@ -9833,7 +9551,7 @@ struct hpml_loader {
     const hpmli_kernels *k;
     hpml_dataset        *data;
     hpml_loader_desc     d;
-    int64_t              samples, steps, each, x_step, y_step; /* each: numbers of a sample */
+    int64_t              samples, steps, each; /* each: numbers of a sample */
     hpml_dtype           dtype;                /* of the batch's x */
     float               *image;                /* one sample before augmentation */
     hpmli_slot_batch     slot[2];
@@ -9867,22 +9585,22 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
         for (int64_t i = 0; i < H; i++)
             for (int64_t j = 0; j < W; j++) {
                 int64_t si = i + dy, sj = (flip ? W - 1 - j : j) + dx;
-                bool    out = si < 0 || si >= H || sj < 0 || sj >= W || (i >= cy && i < cy + a->cutout && j >= cx && j < cx + a->cutout);
-                to[(c * H + i) * W + j] = out ? 0 : from[(c * H + si) * W + sj];
+                bool    out = si < 0 || si >= H || sj < 0 || sj >= W;
+                bool    cut = i >= cy && i < cy + a->cutout && j >= cx && j < cx + a->cutout;
+                to[(c * H + i) * W + j] = out || cut ? 0 : from[(c * H + si) * W + sj];
             }
 }
 
 HPMLI_FN void hpmli_load_sample(const hpml_loader *l, hpmli_slot_batch *s, int64_t at, int64_t sample, uint64_t epoch)
 {
     const hpml_dataset *d = l->data;
-    bool   augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0;
-    float *to      = (float *)(void *)s->x + at * l->each;
-    const char *from = (const char *)d->x + (size_t)(sample * l->x_step) * hpml_dtype_size(d->x_dtype);
-    if (d->x_dtype == HPML_DTYPE_U8)
-        l->k->u8_to_f32(augment ? l->image : to, (const uint8_t *)from, d->x_scale, d->x_shift, l->each);
-    else memcpy(augment ? l->image : to, from, (size_t)l->each * 4);
+    const char *from    = hpmli_sample_x(d, sample);
+    bool        augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0;
+    float      *to      = (float *)(void *)s->x + at * l->each, *plain = augment ? l->image : to;
+    if (d->x_dtype == HPML_DTYPE_U8) l->k->u8_to_f32(plain, (const uint8_t *)from, d->x_scale, d->x_shift, l->each);
+    else memcpy(plain, from, (size_t)l->each * 4);
     if (augment) hpmli_augment(l, to, l->image, epoch, sample);
-    if (d->y) memcpy(s->y + (size_t)(at * d->y_size) * 4, (const char *)d->y + (size_t)(sample * l->y_step) * 4, (size_t)d->y_size * 4);
+    if (d->y) memcpy(s->y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
 }
 
 /* Where rank r's share of a global batch of `size` samples begins. */
@@ -9979,8 +9697,8 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
     if (d->ranks == 0) d->ranks = 1;
     if (d->global_batch == 0) d->global_batch = (int64_t)d->batch * d->ranks;
     if (d->seed == 0) d->seed = ctx->seed;
-    if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank >= d->ranks || d->samples_per_epoch < 0 || d->augment.shift < 0 ||
-        d->augment.cutout < 0)
+    if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank >= d->ranks || d->samples_per_epoch < 0 ||
+        d->augment.shift < 0 || d->augment.cutout < 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: batch %d, rank %d of %d, %lld samples per epoch: out of "
                            "range", d->batch, d->rank, d->ranks, (long long)d->samples_per_epoch);
     int64_t grain = d->grain > 0 ? d->grain : 1;
@@ -10002,17 +9720,19 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     if (hpmli_failed(ctx) || !data) return NULL;
     if (desc) d = *desc;
     if (!hpmli_loader_check(ctx, data, &d)) return NULL;
-    l = (hpml_loader *)hpmli_alloc_array(ctx, 1, sizeof *l);
+    l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_drop);
     if (!l) return NULL;
+#ifndef HPML_NO_THREADS
+    pthread_mutex_init(&l->mutex, NULL);
+    pthread_cond_init(&l->changed, NULL);
+#endif
     l->ctx = ctx, l->k = ctx->k, l->data = data, l->d = d;
     l->each    = hpmli_shape_count(data->x_ndim, data->x_shape);
-    l->x_step  = data->x_step ? data->x_step : l->each;
-    l->y_step  = data->y_step ? data->y_step : data->y_size;
     l->dtype   = data->x_dtype == HPML_DTYPE_I32 ? HPML_DTYPE_I32 : HPML_DTYPE_F32;
     l->samples = d.samples_per_epoch > 0 ? d.samples_per_epoch : data->count;
     int64_t whole = d.global_batch;
     l->steps   = d.drop_last ? l->samples / whole : (l->samples + whole - 1) / whole;
-    l->image   = (float *)hpmli_alloc_array(ctx, l->each, sizeof(float));
+    l->image   = hpmli_new(ctx, float, l->each);
     for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
         l->slot[i].x = (char *)hpmli_alloc_array(ctx, l->each, (size_t)d.batch * 4);
         l->slot[i].y = (char *)hpmli_alloc_array(ctx, data->y_size + 1, (size_t)d.batch * 4);
@@ -10021,16 +9741,9 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
         if (ctx->status == HPML_OK)
             hpmli_fail(ctx, HPML_ERR_ARGUMENT, "loader: %lld samples do not fill one batch of %lld and drop_last is "
                        "set", (long long)l->samples, (long long)whole);
-        for (int i = 0; i < 2; i++) hpmli_free(ctx, l->slot[i].x), hpmli_free(ctx, l->slot[i].y);
-        hpmli_free(ctx, l->image);
-        hpmli_free(ctx, l);
+        hpml_loader_free(l);
         return NULL;
     }
-#ifndef HPML_NO_THREADS
-    pthread_mutex_init(&l->mutex, NULL);
-    pthread_cond_init(&l->changed, NULL);
-#endif
-    ((hpmli_block *)(void *)((char *)l - HPMLI_BLOCK))->drop = hpmli_loader_drop;
     return l;
 }
 
@@ -10097,7 +9810,7 @@ HPML_API void hpml_loader_free(hpml_loader *l)
 // >>json   a strict reader for the header of a safetensors file
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Only what that header may hold: objects, arrays of numbers, strings. Strings are unescaped in place into a copy of the text. */
+/* Only what that header may hold: objects, arrays of numbers, strings (unescaped in place, in a copy of the text). */
 
 typedef struct hpmli_json {
     char *p, *end;
@@ -10123,9 +9836,11 @@ HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
     hpmli_json_want(j, '"');
     for (start = to = j->p; !j->bad && j->p < j->end && *j->p != '"'; j->p++) {
         if (*j->p == '\\') {
-            if (j->p + 1 >= j->end || !strchr("\"\\/nrtbf", j->p[1])) { j->bad = true; break; } /* \u: names are plain here */
+            static const char of[] = "\"\\/nrtbf", is[] = "\"\\/\n\r\t\b\f"; /* no \u: names are plain here */
+            const char       *at   = j->p + 1 < j->end && j->p[1] ? strchr(of, j->p[1]) : NULL;
+            if (!at) { j->bad = true; break; }
             j->p++;
-            *to++ = *j->p == 'n' ? '\n' : *j->p == 't' ? '\t' : *j->p == 'r' ? '\r' : *j->p == 'b' ? '\b' : *j->p == 'f' ? '\f' : *j->p;
+            *to++ = is[at - of];
         } else if ((unsigned char)*j->p < 32) {
             j->bad = true;
         } else {
@@ -10152,17 +9867,22 @@ HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
     return j->bad ? 0 : v;
 }
 
+/* Before element n of a list: takes the bracket or the comma in front of it; false at the end, and when it is bad. */
+HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
+{
+    if (n == 0) hpmli_json_want(j, open);
+    if (j->bad || hpmli_json_is(j, close)) return false;
+    if (n > 0) hpmli_json_want(j, ',');
+    return !j->bad;
+}
+
 /* An array of at most `room` numbers; returns how many. */
 HPMLI_FN int hpmli_json_numbers(hpmli_json *j, uint64_t *out, int room)
 {
     int n = 0;
-    hpmli_json_want(j, '[');
-    if (hpmli_json_is(j, ']')) return 0;
-    while (!j->bad) {
+    while (hpmli_json_next(j, n, '[', ']')) {
         if (n == room) j->bad = true;
         else out[n++] = hpmli_json_number(j);
-        if (hpmli_json_is(j, ']')) break;
-        hpmli_json_want(j, ',');
     }
     return n;
 }
@@ -10171,8 +9891,8 @@ HPMLI_FN int hpmli_json_numbers(hpmli_json *j, uint64_t *out, int room)
 // >>safetensors   reading and writing safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* u64 length of the header, the header in JSON, the data. Entry: "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
-   offsets from the end of the header; entries cover the data without holes or overlaps. */
+/* u64 length of the header, the header in JSON, the data. Entry: "name": {"dtype": "F32", "shape": [2, 3],
+   "data_offsets": [0, 24]}, offsets from the end of the header; entries cover the data without holes or overlaps. */
 
 #define HPMLI_SAFE_HEADER 100000000 /* bytes of header at most, the format's own limit */
 
@@ -10182,7 +9902,8 @@ struct hpml_safetensors {
     char            *text;                 /* copy of the header; names point into it */
     hpml_safetensor *entries;              /* (count) */
     const char     **meta;                 /* (2 meta_count) key, value */
-    int              count, meta_count, capacity, meta_capacity;
+    int              count, meta_count;
+    int64_t          capacity, meta_capacity;
 };
 
 HPMLI_FN void hpmli_safetensors_drop(void *object) { hpmli_file_close(&((hpml_safetensors *)object)->file); }
@@ -10197,39 +9918,13 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
     hpmli_free(ctx, f);
 }
 
-HPMLI_FN const char *hpmli_safe_name(hpml_dtype dtype)
-{
-    static const char *const names[] = { "F32", "BF16", "F16", "I32", "U8" };
-    return names[dtype];
-}
-
-/* Doubles an array when it is full. */
-HPMLI_FN void *hpmli_grow(hpml_ctx *ctx, void *array, int count, int *capacity, size_t size)
-{
-    int room = *capacity ? 2 * *capacity : 64;
-    if (count < *capacity) return array;
-    void *more = hpmli_alloc_array(ctx, room, size);
-    if (!more) return NULL;
-    if (count > 0) memcpy(more, array, (size_t)count * size);
-    hpmli_free(ctx, array);
-    *capacity = room;
-    return more;
-}
-
 HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 {
-    hpmli_json_want(j, '{');
-    if (hpmli_json_is(j, '}')) return !j->bad;
-    while (!j->bad) {
-        const char **more = (const char **)hpmli_grow(f->ctx, (void *)(uintptr_t)f->meta, 2 * f->meta_count, &f->meta_capacity, sizeof *more);
-        if (!more) return false;
-        f->meta = more;
+    for (int n = 0; hpmli_json_next(j, n, '{', '}'); n++) {
+        if (!hpmli_grow(f->ctx, &f->meta, 2 * f->meta_count, &f->meta_capacity, sizeof *f->meta)) return false;
         f->meta[2 * f->meta_count] = hpmli_json_text(j);
         hpmli_json_want(j, ':');
-        f->meta[2 * f->meta_count + 1] = hpmli_json_text(j);
-        f->meta_count++;
-        if (hpmli_json_is(j, '}')) break;
-        hpmli_json_want(j, ',');
+        f->meta[2 * f->meta_count++ + 1] = hpmli_json_text(j);
     }
     return !j->bad;
 }
@@ -10237,23 +9932,21 @@ HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 /* One entry; data holds its offsets until the header is known to be whole. */
 HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t data_bytes)
 {
-    hpml_safetensor *more = (hpml_safetensor *)hpmli_grow(f->ctx, f->entries, f->count, &f->capacity, sizeof *more), *e;
+    hpml_safetensor *e;
     uint64_t         shape[HPML_MAX_DIMS], at[2] = { 1, 0 };
     int              seen = 0, offsets = 0;
     bool             known = false;
-    if (!more) return false;
-    f->entries = more;
+    if (!hpmli_grow(f->ctx, &f->entries, f->count, &f->capacity, sizeof *e)) return false;
     e          = &f->entries[f->count++];
     e->name    = name;
     e->ndim    = 0;
-    hpmli_json_want(j, '{');
-    while (!j->bad) {
+    for (int n = 0; hpmli_json_next(j, n, '{', '}'); n++) {
         const char *key = hpmli_json_text(j);
         hpmli_json_want(j, ':');
         if (strcmp(key, "dtype") == 0) {
             const char *dtype = hpmli_json_text(j);
-            for (int i = 0; i < 5; i++)
-                if (strcmp(dtype, hpmli_safe_name((hpml_dtype)i)) == 0) e->dtype = (hpml_dtype)i, known = true;
+            for (int i = 0; i < HPMLI_DTYPES; i++)
+                if (strcmp(dtype, hpmli_dtypes[i].safe) == 0) e->dtype = (hpml_dtype)i, known = true;
             seen |= 1;
         } else if (strcmp(key, "shape") == 0) {
             e->ndim = hpmli_json_numbers(j, shape, HPML_MAX_DIMS);
@@ -10264,8 +9957,6 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
         } else {
             j->bad = true;
         }
-        if (hpmli_json_is(j, '}')) break;
-        hpmli_json_want(j, ',');
     }
     if (j->bad || seen != 7 || offsets != 2 || !known || at[0] > at[1] || at[1] > data_bytes) return false;
     for (int i = 0; i < HPML_MAX_DIMS; i++) {
@@ -10280,7 +9971,8 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
 
 HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
 {
-    const char *x = (const char *)((const hpml_safetensor *)a)->data, *y = (const char *)((const hpml_safetensor *)b)->data;
+    const char *x = (const char *)((const hpml_safetensor *)a)->data;
+    const char *y = (const char *)((const hpml_safetensor *)b)->data;
     return x < y ? -1 : x > y;
 }
 
@@ -10299,16 +9991,12 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
     if (!f->text) return false;
     memcpy(f->text, f->file.bytes + 8, (size_t)length);
     j.p = f->text, j.end = f->text + length, j.bad = f->text[0] != '{';
-    hpmli_json_want(&j, '{');
-    if (!hpmli_json_is(&j, '}'))
-        while (!j.bad) {
-            const char *name = hpmli_json_text(&j);
-            hpmli_json_want(&j, ':');
-            if (j.bad) return false;
-            if (strcmp(name, "__metadata__") == 0 ? !hpmli_safe_meta(f, &j) : !hpmli_safe_entry(f, &j, name, data_bytes)) return false;
-            if (hpmli_json_is(&j, '}')) break;
-            hpmli_json_want(&j, ',');
-        }
+    for (int n = 0; hpmli_json_next(&j, n, '{', '}'); n++) {
+        const char *name = hpmli_json_text(&j);
+        bool        meta = strcmp(name, "__metadata__") == 0;
+        hpmli_json_want(&j, ':');
+        if (j.bad || !(meta ? hpmli_safe_meta(f, &j) : hpmli_safe_entry(f, &j, name, data_bytes))) return false;
+    }
     while (j.p < j.end && *j.p == ' ') j.p++;
     if (j.bad || j.p != j.end) return false;
     if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_order);
@@ -10333,7 +10021,6 @@ HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path
         hpmli_file_close(&in);
         return NULL;
     }
-    memset(f, 0, sizeof *f);
     f->ctx = ctx, f->file = in;
     if (hpmli_safe_parse(f)) return f;
     if (ctx->status == HPML_OK)
@@ -10386,7 +10073,7 @@ HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const hpml_safetensor *t, uint6
 {
     char text[256];
     hpmli_write_json(w, t->name);
-    int n = snprintf(text, sizeof text, ":{\"dtype\":\"%s\",\"shape\":[", hpmli_safe_name(t->dtype));
+    int n = snprintf(text, sizeof text, ":{\"dtype\":\"%s\",\"shape\":[", hpmli_dtypes[t->dtype].safe);
     for (int i = 0; i < t->ndim; i++)
         n += snprintf(text + n, sizeof text - (size_t)n, "%s%lld", i ? "," : "", (long long)t->shape[i]);
     n += snprintf(text + n, sizeof text - (size_t)n, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
@@ -10428,17 +10115,17 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 // >>checkpoint   saving and loading parameters and whole trainings
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A list of named arrays on the device becomes a file, and back. Loading checks every entry before it changes the first number. */
+/* A list of named arrays on the device becomes a file, and back. Loading checks all entries before it changes one. */
 
 typedef struct hpmli_arrays {
     hpmli_state *s; /* (count) */
     int          count;
 } hpmli_arrays;
 
-HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpmli_arrays *a, const char *path, hpml_dtype dtype, const hpml_meta *meta,
-                                       int meta_count)
+HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpmli_arrays *a, const char *path, hpml_dtype dtype,
+                                       const hpml_meta *meta, int meta_count)
 {
-    hpml_safetensor *t    = (hpml_safetensor *)hpmli_alloc_array(ctx, a->count + 1, sizeof *t);
+    hpml_safetensor *t    = hpmli_new(ctx, hpml_safetensor, a->count + 1);
     float           *host = NULL;
     char            *all  = NULL;
     size_t           bytes = 0, at = 0, most = 0;
@@ -10464,7 +10151,8 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpmli_arrays *a, con
     return ctx->status;
 }
 
-HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensors *f, const char *path)
+HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensors *f,
+                                       const char *path)
 {
     hpml_safetensor e;
     size_t          most = 1;
@@ -10492,7 +10180,7 @@ HPMLI_FN bool hpmli_arrays_of_params(hpml_ctx *ctx, hpmli_arrays *a)
     a->count = 0;
     a->s     = NULL;
     if (hpml_param_init(ctx) != HPML_OK) return false;
-    a->s = (hpmli_state *)hpmli_alloc_array(ctx, ctx->param_count + 1, sizeof *a->s);
+    a->s = hpmli_new(ctx, hpmli_state, ctx->param_count + 1);
     for (int i = 0; a->s && i < ctx->param_count; i++) {
         hpml_tensor *p = ctx->params[i];
         a->s[i].name = p->name, a->s[i].device = p->data, a->s[i].count = hpml_tensor_count(p), a->s[i].ndim = p->ndim;
@@ -10531,7 +10219,7 @@ HPMLI_FN bool hpmli_arrays_of_trainer(hpml_trainer *t, hpmli_arrays *a)
     int         n = 0;
     while (hpmli_trainer_state(t, n, &s)) n++;
     a->count = 0;
-    a->s     = (hpmli_state *)hpmli_alloc_array(t->ctx, n + 1, sizeof *a->s);
+    a->s     = hpmli_new(t->ctx, hpmli_state, n + 1);
     for (int i = 0; a->s && i < n; i++)
         if (hpmli_trainer_state(t, i, &s) && s.count > 0) a->s[a->count++] = s;
     return a->s != NULL;
@@ -10552,13 +10240,12 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     char           text[6][24];
     hpml_meta      meta[6];
     int            n = 0;
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (t->micro != 0)
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
                           "between updates", path, t->micro, t->d.accumulate);
-    p.seed = (int64_t)t->ctx->seed, p.step = t->step, p.epoch = t->epoch, p.epoch_step = t->epoch_step, p.micro = t->micro;
-    p.optimizer = (int64_t)t->d.optimizer;
+    p.seed = (int64_t)t->ctx->seed, p.step = t->step, p.epoch = t->epoch, p.epoch_step = t->epoch_step;
+    p.micro = t->micro, p.optimizer = (int64_t)t->d.optimizer;
 #define HPMLI_X(name)                                                         \
     snprintf(text[n], sizeof text[n], "%lld", (long long)p.name);             \
     meta[n].key = "hpml." #name, meta[n].value = text[n], n++;
@@ -10611,8 +10298,8 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 // >>trace   the timeline
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Spans go into a ring of fixed size; writing one is an atomic increment and five stores. The file is Chrome's trace format
-   in its array form, one event a line, so that a cut file still opens. Times are microseconds since the trace started. */
+/* Spans go into a ring of fixed size; writing one is an atomic increment and five stores. The file is Chrome's trace
+   format in its array form, one event a line, so that a cut file still opens. Times are microseconds from its start. */
 
 typedef struct hpmli_span {
     const char *name;
@@ -10638,9 +10325,8 @@ HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
     if (d.capacity == 0) d.capacity = 65536;
     size_t       bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpmli_span);
-    hpmli_trace *t     = (hpmli_trace *)hpmli_alloc(ctx, bytes);
+    hpmli_trace *t     = (hpmli_trace *)hpmli_alloc_object(ctx, bytes, NULL);
     if (!t) return ctx->status;
-    memset(t, 0, bytes);
     t->d        = d;
     t->capacity = d.capacity;
     t->origin   = hpml_now();
@@ -10665,47 +10351,31 @@ HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double 
     s->name = name, s->start = start, s->end = end, s->lane = lane;
 }
 
-HPMLI_FN void hpmli_json_string(FILE *f, const char *s)
-{
-    fputc('"', f);
-    for (; *s; s++) {
-        unsigned char c = (unsigned char)*s;
-        if (c == '"' || c == '\\') fprintf(f, "\\%c", c);
-        else if (c < 32) fprintf(f, "\\u%04x", c);
-        else fputc(c, f);
-    }
-    fputc('"', f);
-}
-
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
 {
     static const char *const lanes[] = { "compute", "communication", "input", "gpu" };
-    FILE        *f;
-    int64_t      first, total;
+    hpmli_writer w = HPMLI_ZEROED; /* just the stream: a cut file opens as well */
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     hpmli_trace *t = ctx->trace;
     if (!t) return hpmli_fail(ctx, HPML_ERR_STATE, "trace \"%s\": no trace was started", path);
-    f = fopen(path, "wb");
-    if (!f) return hpmli_fail(ctx, HPML_ERR_OPEN, "trace \"%s\": cannot write: %s", path, strerror(errno));
-    fprintf(f, "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}", t->d.rank, t->d.rank);
+    w.f = fopen(path, "wb");
+    if (!w.f) return hpmli_fail(ctx, HPML_ERR_OPEN, "trace \"%s\": cannot write: %s", path, strerror(errno));
+    fprintf(w.f, "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}", t->d.rank,
+            t->d.rank);
     for (int l = 0; l < 4; l++)
-        fprintf(f, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}", t->d.rank, l, lanes[l]);
-    total = t->count;
-    first = total > t->capacity ? total - t->capacity : 0;
-    for (int64_t i = first; i < total; i++) {
+        fprintf(w.f, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
+                t->d.rank, l, lanes[l]);
+    for (int64_t i = t->count > t->capacity ? t->count - t->capacity : 0; i < t->count; i++) {
         const hpmli_span *s = &t->spans[i % t->capacity];
-        fprintf(f, ",\n{\"name\":");
-        hpmli_json_string(f, s->name);
-        fprintf(f, ",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f}", t->d.rank, s->lane,
+        fprintf(w.f, ",\n{\"name\":");
+        hpmli_write_json(&w, s->name);
+        fprintf(w.f, ",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f}", t->d.rank, s->lane,
                 1e6 * (s->start - t->origin), 1e6 * (s->end - s->start));
     }
-    fprintf(f, "\n]\n");
-    if (fflush(f) != 0 || ferror(f)) {
-        fclose(f);
-        return hpmli_fail(ctx, HPML_ERR_WRITE, "trace \"%s\": cannot write: %s", path, strerror(errno));
-    }
-    fclose(f);
-    return HPML_OK;
+    fprintf(w.f, "\n]\n");
+    bool good = fflush(w.f) == 0 && !ferror(w.f);
+    fclose(w.f);
+    return good ? HPML_OK : hpmli_fail(ctx, HPML_ERR_WRITE, "trace \"%s\": cannot write: %s", path, strerror(errno));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10760,7 +10430,7 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
     hpmli_free(g->ctx, g->profile);
     g->profile = NULL;
     if (!on) return;
-    g->profile = (hpml_profile_row *)hpmli_alloc_array(g->ctx, g->count, sizeof *g->profile);
+    g->profile = hpmli_new(g->ctx, hpml_profile_row, g->count);
     for (int i = 0; g->profile && i < g->count; i++) {
         hpml_node        *n = g->nodes[i];
         hpml_profile_row *r = &g->profile[i];
@@ -10809,7 +10479,8 @@ HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
     if (size > 0 && buffer) buffer[0] = 0;
     if (!g || !g->profile) return 0;
     for (int i = 0; i < g->count; i++) total += g->profile[i].forward_s + g->profile[i].backward_s;
-    hpmli_table_add(&t, "%-16s %-14s %9s %9s %6s %9s %9s\n", "layer", "op", "fwd us", "bwd us", "share", "GFLOP/s", "MB");
+    hpmli_table_add(&t, "%-16s %-14s %9s %9s %6s %9s %9s\n", "layer", "op", "fwd us", "bwd us", "share", "GFLOP/s",
+                    "MB");
     for (int i = 0; i < g->count; i++) {
         const hpml_profile_row *r = &g->profile[i];
         double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
@@ -10840,12 +10511,13 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
                        1e-6 * hpmli_node_flops(n, false));
     }
     hpmli_table_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
-                   (long long)hpml_param_total(g->ctx), 1e-6 * hpml_graph_flops(g, false), 1e-6 * hpml_graph_flops(g, true),
-                   (long long)g->batch);
-    hpmli_table_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without reuse), "
-                   "scratch %.3f, total %.3f\n", 1e-6 * (double)g->memory.parameters, 1e-6 * (double)g->memory.gradients,
-                   1e-6 * (double)g->memory.optimizer, 1e-6 * (double)g->memory.activations, 1e-6 * (double)g->memory.unshared,
-                   1e-6 * (double)g->memory.scratch, 1e-6 * (double)g->memory.total);
+                    (long long)hpml_param_total(g->ctx), 1e-6 * hpml_graph_flops(g, false),
+                    1e-6 * hpml_graph_flops(g, true), (long long)g->batch);
+    const hpml_memory *m = &g->memory;
+    hpmli_table_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without "
+                    "reuse), scratch %.3f, total %.3f\n", 1e-6 * (double)m->parameters, 1e-6 * (double)m->gradients,
+                    1e-6 * (double)m->optimizer, 1e-6 * (double)m->activations, 1e-6 * (double)m->unshared,
+                    1e-6 * (double)m->scratch, 1e-6 * (double)m->total);
     return t.used;
 }
 #endif /* HPMLI_BODY_INCLUDED */
@@ -10853,21 +10525,21 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
 #endif /* HPML_IMPLEMENTATION */
 
 // CHANGES
-//     0.1.0   first version: contexts, tensors, graph, layers, optimizers, trainer, codecs, data, checkpoints, CPU kernels
+//     0.1.0   first version: tensors, graph, layers, optimizers, trainer, codecs, data, checkpoints, CPU kernels
 //
 // MIT License
 //
 // Copyright (c) 2026 hpml authors
 //
-// Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated documentation
-// files (the "Software"), to deal in the Software without restriction, including without limitation the rights to use, copy,
-// modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to permit persons to whom the
-// Software is furnished to do so, subject to the following conditions:
+// Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
+// documentation files (the "Software"), to deal in the Software without restriction, including without limitation the
+// rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and to
+// permit persons to whom the Software is furnished to do so, subject to the following conditions:
 //
 // The above copyright notice and this permission notice shall be included in all copies or substantial portions of the
 // Software.
 //
 // THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
 // WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR
-// COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE,
-// ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+// COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR
+// OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
