@@ -796,7 +796,8 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
 /* Which part of each global batch fit reads, and the global batch for the learning-rate rule: see hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
-/* Names an array that checkpoints shall hold (residuals, strategy state). It must outlive the trainer. */
+/* Names an array that checkpoints shall hold (residuals, strategy state), or another one for that name; values NULL: none
+   any more. It must live as long as it is named. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates so far */
 HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* of the next update */
@@ -8315,12 +8316,15 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
 
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
 {
-    hpmli_named *s;
+    hpmli_named *s, **at;
     char         text[256];
-    if (!t || !name || !values) return HPML_ERR_ARGUMENT;
+    if (!t || !name) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
-    s = (hpmli_named *)hpmli_alloc(t->ctx, sizeof *s);
     snprintf(text, sizeof text, "state.%s", name);
+    for (at = &t->states; *at && strcmp((*at)->name, text) != 0; at = &(*at)->next) {}
+    if (*at) *at = (*at)->next;
+    if (!values) return HPML_OK;
+    s = (hpmli_named *)hpmli_alloc(t->ctx, sizeof *s);
     if (!s) return t->ctx->status;
     s->name = hpmli_strdup(t->ctx, text);
     if (!s->name) return t->ctx->status;
