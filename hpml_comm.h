@@ -187,6 +187,7 @@ typedef struct hpml_message {
     hpml_status          status;
     char                *data;
     size_t               bytes, moved;
+    size_t               posted;       /* MPI: pieces given to MPI */
     void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
     double               arrival;      /* THREADS, CLOCK: not before */
     struct hpml_message *next;         /* private, as all below */
@@ -1054,7 +1055,9 @@ HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     }
     hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_threads, d->rank, w->ranks);
     if (!c) return NULL;
+    pthread_mutex_lock(&w->mutex);
     for (c->room = w->rooms; c->room->next;) c->room = c->room->next; /* the first one made */
+    pthread_mutex_unlock(&w->mutex);
     for (int i = 0; i < c->size; i++)
         c->node[i] = w->network.spread ? i % w->nodes : i / w->network.ranks_per_node;
     c->spin = w->ranks <= (int)sysconf(_SC_NPROCESSORS_ONLN) ? 2000 : 20;
@@ -1082,6 +1085,7 @@ HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 
 struct hpmlc_mpi {
     MPI_Comm  comm;
+    hpml_message *sending; /* sends of many pieces, and those behind them; oldest first */
     int       level;  /* of thread support */
     MPI_Comm  words;  /* of the first communicator */
     char     *heard;  /* (world size) 0, 'L' left, 'F' failed */
@@ -1140,28 +1144,50 @@ HPMLC_FN int hpmlc_mpi_post(hpml_comm *c, hpml_message *m, size_t at)
     return code;
 }
 
+HPMLC_FN size_t hpmlc_mpi_pieces(const hpml_message *m)
+{
+    return m->bytes > HPMLC_PIECE ? (m->bytes + HPMLC_PIECE - 1) / HPMLC_PIECE : 1;
+}
+
+/* Posts what may be posted: two pieces ahead, and none before all pieces of older messages of the same tag and rank. */
+HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
+{
+    size_t end = m->moved / HPMLC_PIECE + 2, all = hpmlc_mpi_pieces(m);
+    int    code = MPI_SUCCESS;
+    if (end > all) end = all;
+    if (m->posted >= end) return;
+    for (hpml_message *older = m->receiving ? m->next : c->mpi->sending; older && older != m; older = older->next)
+        if (!older->done && older->peer == m->peer && older->tag == m->tag && older->posted < hpmlc_mpi_pieces(older)) return;
+    hpmlc_mpi_lock(c);
+    for (; m->posted < end && code == MPI_SUCCESS; m->posted++) code = hpmlc_mpi_post(c, m, m->posted * HPMLC_PIECE);
+    hpmlc_mpi_unlock(c);
+    if (code != MPI_SUCCESS) hpmlc_mpi_error(c, m, code);
+}
+
 HPMLC_FN void hpmlc_mpi_start(hpml_comm *c, hpml_message *m)
 {
-    int code;
+    hpml_message **last = &c->mpi->sending;
     if (m->receiving && m->reduce) {
         if (!c->staging) c->staging = (char *)hpml_ctx_alloc(c->ctx, 2 * HPMLC_PIECE, NULL);
         m->staging = c->staging;
         if (!m->staging) { m->done = true, m->status = hpml_ctx_status(c->ctx); return; }
     }
-    hpmlc_mpi_lock(c);
-    code = hpmlc_mpi_post(c, m, 0);
-    if (code == MPI_SUCCESS && m->bytes > HPMLC_PIECE) code = hpmlc_mpi_post(c, m, HPMLC_PIECE);
-    hpmlc_mpi_unlock(c);
-    if (code != MPI_SUCCESS) hpmlc_mpi_error(c, m, code);
+    if (!m->receiving && (*last || hpmlc_mpi_pieces(m) > 2)) { /* sends that must be looked after, oldest first */
+        while (*last) last = &(*last)->next;
+        *last = m;
+    }
+    hpmlc_mpi_feed(c, m);
 }
 
-HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
+HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
 {
     size_t      n = m->bytes - m->moved < HPMLC_PIECE ? m->bytes - m->moved : HPMLC_PIECE;
     void      **slot = &m->native[m->moved / HPMLC_PIECE % 2];
     int         there = 0, count = (int)n, code;
     MPI_Request request;
     MPI_Status  status;
+    hpmlc_mpi_feed(c, m);
+    if (m->done || m->posted <= m->moved / HPMLC_PIECE) return; /* nothing under way */
     memcpy(&request, slot, sizeof request);
     hpmlc_mpi_lock(c);
     code = MPI_Test(&request, &there, &status);
@@ -1177,15 +1203,21 @@ HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
         return;
     }
     if (m->staging) m->reduce(m->data + m->moved, hpmlc_mpi_place(m, m->moved), n);
-    size_t next = m->moved + 2 * HPMLC_PIECE;
     m->moved += n;
-    if (next < m->bytes) {
-        hpmlc_mpi_lock(c);
-        code = hpmlc_mpi_post(c, m, next);
-        hpmlc_mpi_unlock(c);
-        if (code != MPI_SUCCESS) hpmlc_mpi_error(c, m, code);
-    }
     if (m->moved == m->bytes) m->done = true;
+    else hpmlc_mpi_feed(c, m);
+}
+
+/* Long sends go on, too, or two ranks that send to each other would both wait for the other's next piece. */
+HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
+{
+    for (hpml_message **at = &c->mpi->sending; *at;) {
+        hpml_message *s = *at;
+        if (!s->done) hpmlc_mpi_step(c, s);
+        if (s->done) *at = s->next;
+        else at = &s->next;
+    }
+    if (!m->done) hpmlc_mpi_step(c, m);
 }
 
 /* Listens for words; lock held. */
@@ -1229,12 +1261,14 @@ HPMLC_FN void hpmlc_mpi_tell(hpml_comm *c, const char *text) { hpmlc_mpi_say(c, 
 HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
 {
     hpmlc_mpi_lock(c);
-    for (size_t at = m->moved, end = at + 2 * HPMLC_PIECE; m->receiving && at < end && (at < m->bytes || at == 0); at += HPMLC_PIECE) {
+    for (size_t k = m->moved / HPMLC_PIECE; m->receiving && k < m->posted; k++) {
         MPI_Request request;
-        memcpy(&request, &m->native[at / HPMLC_PIECE % 2], sizeof request);
+        memcpy(&request, &m->native[k % 2], sizeof request);
         if (MPI_Cancel(&request) == MPI_SUCCESS) MPI_Wait(&request, MPI_STATUS_IGNORE);
     }
     hpmlc_mpi_unlock(c);
+    for (hpml_message **at = &c->mpi->sending; *at; at = &(*at)->next)
+        if (*at == m) { *at = m->next; break; }
     m->done = true;
 }
 
@@ -1249,7 +1283,7 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until HPMLC_
     if (x->failed || x->heard[peer] == 'L') {
         if (!x->failed) hpmlc_mpi_test(c, m); /* it may have sent this before it left */
         if (m->done) return;
-        m->done   = true;
+        hpmlc_mpi_abandon(c, m);
         m->status = x->failed ? hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text)
                               : hpmlc_fail(c, HPML_ERR_PEER, "rank %d has left while this rank waits for it in %s", peer, c->doing);
         return;
@@ -1292,13 +1326,14 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
 
 HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks HPMLC_UNUSED, int count HPMLC_UNUSED, int color)
 {
-    part->mpi = (hpmlc_mpi *)hpml_ctx_alloc(c->ctx, sizeof *part->mpi, NULL);
-    if (!part->mpi) return hpml_ctx_status(c->ctx);
-    part->mpi->shared = true, part->mpi->level = c->mpi->level;
+    MPI_Comm comm;
     hpmlc_mpi_lock(c);
-    int code = MPI_Comm_split(c->mpi->comm, color, part->rank, &part->mpi->comm);
-    if (code == MPI_SUCCESS) MPI_Comm_set_errhandler(part->mpi->comm, MPI_ERRORS_RETURN);
+    int code = MPI_Comm_split(c->mpi->comm, color, part->rank, &comm);
+    if (code == MPI_SUCCESS) MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
     hpmlc_mpi_unlock(c);
+    part->mpi = (hpmlc_mpi *)hpml_ctx_alloc(c->ctx, sizeof *part->mpi, NULL); /* after what all ranks must take part in */
+    if (!part->mpi) return hpml_ctx_status(c->ctx);
+    part->mpi->shared = true, part->mpi->level = c->mpi->level, part->mpi->comm = comm;
     return code == MPI_SUCCESS ? HPML_OK : hpmlc_fail(c, HPML_ERR_COMM, "MPI_Comm_split gave error %d", code);
 }
 
@@ -1373,16 +1408,24 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     }
     hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_mpi_transport, rank, size);
     hpmlc_mpi *x = c ? (hpmlc_mpi *)hpml_ctx_alloc(ctx, sizeof *x, NULL) : NULL;
-    if (x) x->heard = (char *)hpml_ctx_alloc(ctx, (size_t)size, NULL);
-    if (!x || !x->heard) return NULL;
+    int        ready = x && (x->heard = (char *)hpml_ctx_alloc(ctx, (size_t)size, NULL)) != NULL;
+    MPI_Comm   pair[2];
+    MPI_Comm_dup(given, &pair[0]);
+    MPI_Comm_dup(given, &pair[1]);
+    MPI_Allreduce(MPI_IN_PLACE, &ready, 1, MPI_INT, MPI_MIN, pair[0]);
+    if (!ready) { /* on any rank: no rank goes on alone */
+        MPI_Comm_free(&pair[0]), MPI_Comm_free(&pair[1]);
+        hpml_ctx_fail(ctx, HPML_ERR_PEER, "comm: another rank could not start"); /* the first error is kept */
+        if (c) c->t = NULL;
+        return NULL;
+    }
 #ifndef HPML_NO_THREADS
     pthread_mutex_init(&x->lock, NULL);
 #endif
-    x->level = level;
-    MPI_Comm_dup(given, &x->comm);
-    MPI_Comm_dup(given, &x->words);
+    x->level = level, x->comm = pair[0], x->words = pair[1];
     MPI_Comm_set_errhandler(x->comm, MPI_ERRORS_RETURN);
     MPI_Comm_set_errhandler(x->words, MPI_ERRORS_RETURN);
+    MPI_Comm_set_errhandler(MPI_COMM_SELF, MPI_ERRORS_RETURN); /* where errors of MPI_Test are raised, from MPI 4.0 on */
     c->mpi  = x;
     c->spin = 200;
     hpmlc_mpi_nodes(c, d->ranks_per_node);
@@ -1447,6 +1490,15 @@ HPMLC_FN void hpmlc_agent_yield(hpml_comm *c, bool rest)
     }
     hpmlc_agent_wait(w, c->agent);
     c->room->inbox[c->rank].gate.sleeping = false;
+    pthread_mutex_unlock(&w->mutex);
+}
+
+/* A new thread comes on stage: it waits for its turn. */
+HPMLC_FN void hpmlc_agent_enter(hpml_comm *c)
+{
+    hpml_world *w = c->room->world;
+    pthread_mutex_lock(&w->mutex);
+    while (w->turn != c->agent) pthread_cond_wait(&c->agent->turn, &w->mutex);
     pthread_mutex_unlock(&w->mutex);
 }
 
@@ -1590,9 +1642,9 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     }
     c->t = &hpmlc_clock;
     pthread_mutex_lock(&w->mutex);
-    if (w->agent_count == w->ranks) hpmlc_agent_pass(w);
-    while (w->turn != c->agent) pthread_cond_wait(&c->agent->turn, &w->mutex);
+    if (w->agent_count == w->ranks && !w->turn) hpmlc_agent_pass(w);
     pthread_mutex_unlock(&w->mutex);
+    hpmlc_agent_enter(c);
     const hpml_link *between = w->nodes > 1 ? &w->network.between : &w->network.inside;
     if (between->latency > 0) c->alpha = between->latency;
     if (between->bandwidth > 0) c->beta = 1 / between->bandwidth;
@@ -1709,7 +1761,11 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
 {
     if (count == 1 && c->size == 1) me = 0;
     hpml_comm *part = hpmlc_comm_new(ctx, c->t, me, count);
-    if (!part) return NULL;
+    if (!part) hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
+    if (hpml_barrier(c) != HPML_OK || !part) { /* all ranks have their memory, or none goes on */
+        if (part) part->t = NULL;
+        return NULL;
+    }
     part->t = NULL; /* nothing to close yet */
     for (int i = 0; i < count; i++) part->origin[i] = c->origin[ranks[i]], part->node[i] = c->node[ranks[i]];
     part->first = c->first, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
@@ -1737,8 +1793,9 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
             count++;
         }
         while (me < count && ranks[me] != c->rank) me++;
+        if (color < 0) hpml_barrier(c);
 #ifdef HPML_USE_MPI
-        if (color < 0 && c->mpi) { /* MPI wants everybody */
+        if (color < 0 && c->mpi && hpml_ctx_status(c->ctx) == HPML_OK) { /* MPI wants everybody */
             MPI_Comm none;
             hpmlc_mpi_lock(c);
             MPI_Comm_split(c->mpi->comm, MPI_UNDEFINED, 0, &none);
@@ -2413,7 +2470,7 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
 {
     hpmlc_background *b    = (hpmlc_background *)arg;
     unsigned          seen = 0;
-    if (b->twin->agent) hpmlc_agent_yield(b->twin, false);
+    if (b->twin->agent) hpmlc_agent_enter(b->twin);
     for (;;) {
         unsigned posted = __atomic_load_n(&b->posted, __ATOMIC_ACQUIRE);
         if (b->taken == posted) {
@@ -2431,7 +2488,7 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     }
     hpml_world  *w = hpmlc_world_of(b->twin);
     hpmlc_agent *a = b->twin->agent;
-    b->twin->agent = NULL;
+    if (a) b->twin->agent = NULL;
     __atomic_store_n(&b->ended, true, __ATOMIC_RELEASE);
     hpmlc_rouse(b->twin, b->c, &b->waiter); /* the last touch of b */
     if (a) hpmlc_agent_free(w, a);

@@ -78,7 +78,9 @@ static hpml_status train(hpml_comm *comm, void *user)
         .input = x, .output = record_model(o->model, x), .lr = (float)o->lr, .momentum = 0.9f,
         .schedule = { .kind = HPML_SCHEDULE_COSINE, .total_steps = o->epochs * ((data->count + o->batch - 1) / o->batch) } });
     if (t && (workers > 1 || o->exact || strcmp(o->codec, "none") != 0)) {
-        d = hpml_distribute(t, comm, &(hpml_distribute_desc){ .global_batch = o->batch, .codec = { .kind = codec_kind(o->codec) },
+        d = hpml_distribute(t, comm, &(hpml_distribute_desc){
+            .global_batch = o->batch,
+            .codec        = { .kind = codec_kind(o->codec), .min_elements = 1024 }, /* not the first filters: 25 numbers each */
             .algorithm = hpml_algorithm_find(o->allreduce), .exact = o->exact, .leaf = leaf });
         if (!d) return hpml_ctx_status(ctx);
     }
@@ -159,7 +161,7 @@ static int compare(const options *base)
 int main(int argc, char **argv)
 {
     options o = { .model = "cnn", .codec = "onebit", .allreduce = "auto", .transport = "threads", .samples = 12000, .batch = 64, .workers = 1,
-                  .seed = 1, .lr = 0.05 };
+                  .seed = 1 };
     job     j = { .o = &o };
     int     failed = parse(&o, argc, argv);
     if (failed) return failed == 1 ? 0 : failed;

@@ -20,7 +20,7 @@ static const char usage[] =
     "--model linear|mlp|cnn    what to train (cnn)           --data DIR     MNIST's IDX files, gzipped or not (drawn digits)\n"
     "--epochs N                passes (files 6, drawn 3)     --samples N    digits to draw (12000)\n"
     "--batch N                 samples of a step, on all workers together (64)\n"
-    "--lr X                    learning rate (0.05)          --seed N       of everything random (1)\n"
+    "--lr X                    learning rate (cnn 0.03, else 0.05)   --seed N       of everything random (1)\n"
     "--workers N               data-parallel workers (1)     --threads N    threads of a worker (the cores shared out)\n"
     "--transport threads|mpi   how workers talk; with mpi start the program by mpiexec\n"
     "--codec none|bf16|onebit|twobit   how gradients travel (onebit)\n"
@@ -54,6 +54,7 @@ static int parse(options *o, int argc, char **argv)
         else *table[k].number = atoll(argv[i]);
     }
     if (o->epochs == 0) o->epochs = o->data ? 6 : 3;
+    if (o->lr == 0) o->lr = strcmp(o->model, "cnn") == 0 ? 0.03 : 0.05;
     if (o->stop == 0 || o->stop > o->epochs) o->stop = o->epochs;
     if (o->workers >= 1 && o->batch >= o->workers && o->samples >= 1) return 0;
     return fprintf(stderr, "--workers %lld, --batch %lld: a worker needs a sample of each batch\n", (long long)o->workers, (long long)o->batch), 2;
