@@ -2140,13 +2140,15 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
     }
 #define HPMLI_TILE_STORE(r)                                                                                            \
     if (mr > r) {                                                                                                      \
-        hv_store(c + r * ldc, s##r);                                                                                   \
-        if (nv > 1) hv_store(c + r * ldc + HV_W, t##r);                                                                \
+        hv_store(c, s##r);                                                                                             \
+        if (nv > 1) hv_store(c + HV_W, t##r);                                                                          \
+        c += ldc;                                                                                                      \
     }
 #define HPMLI_TILE_ADD(r)                                                                                              \
     if (mr > r) {                                                                                                      \
-        hv_store(c + r * ldc, hv_add(hv_load(c + r * ldc), s##r));                                                     \
-        if (nv > 1) hv_store(c + r * ldc + HV_W, hv_add(hv_load(c + r * ldc + HV_W), t##r));                           \
+        hv_store(c, hv_add(hv_load(c), s##r));                                                                         \
+        if (nv > 1) hv_store(c + HV_W, hv_add(hv_load(c + HV_W), t##r));                                               \
+        c += ldc;                                                                                                      \
     }
 #if defined(__GNUC__)
 #define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1)
