@@ -3371,8 +3371,8 @@ typedef struct hpmli_gemm_part {
 
 /* Blocks: MC rows of A, KC deep, stay in the second-level cache while the panels of B pass by; NC columns of B are kept
    packed for the next MC rows. Deep blocks read and write C less often. */
-#define HPMLI_GEMM_KC 1024
-#define HPMLI_GEMM_MC 126
+#define HPMLI_GEMM_KC 768
+#define HPMLI_GEMM_MC 168
 #define HPMLI_GEMM_NC 256
 #define HPMLI_GEMM_SUMS 65536 /* partial sums of a product that is cut along k */
 #define HPMLI_GEMM_PACKED_A ((HPMLI_GEMM_NC + 32) * HPMLI_GEMM_KC) /* behind the packed B */
