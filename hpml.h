@@ -1569,16 +1569,20 @@ HPMLI_VFN void HPMLI_K(hpmli_st)(float *p, hv a, int64_t n)
 /* Range reduction and a polynomial, after Cody & Waite: exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 /
    2. Errors are below 2 units in the last place over the whole range; NaN stays NaN, exp underflows to 0. */
 
+/* Horner's rule for five coefficients, highest first; and four more on top of p. */
+#ifndef HV_POLY5
+#define HV_POLY5(op, x, a, b, c, d, e)    HV_POLY_ON(op, x, hv_set1(a), b, c, d, e)
+#define HV_POLY_ON(op, x, p, b, c, d, e)                                                                               \
+    op(op(op(op(p, x, hv_set1(b)), x, hv_set1(c)), x, hv_set1(d)), x, hv_set1(e))
+#endif
+
 HPMLI_VFN hv HPMLI_K(hpmli_exp)(hv x)
 {
     hv clamped = hv_max(hv_min(x, hv_set1(88.9f)), hv_set1(-104.0f));
     hv n       = hv_round(hv_mul(clamped, hv_set1(1.44269504088896341f)));
     hv r       = hv_fnma(n, hv_set1(-2.12194440e-4f), hv_fnma(n, hv_set1(0.693359375f), clamped));
-    hv p       = hv_set1(1.9875691500e-4f);
-    p = hv_fma(p, r, hv_set1(1.3981999507e-3f));
-    p = hv_fma(p, r, hv_set1(8.3334519073e-3f));
-    p = hv_fma(p, r, hv_set1(4.1665795894e-2f));
-    p = hv_fma(p, r, hv_set1(1.6666665459e-1f));
+    hv p       = HV_POLY5(hv_fma, r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+                          1.6666665459e-1f);
     p = hv_fma(p, r, hv_set1(5.0000001201e-1f));
     p = hv_add(hv_fma(p, hv_mul(r, r), r), hv_set1(1));
     hv low     = hv_round(hv_mul(n, hv_set1(0.5f))); /* 2^n in two factors: n reaches 128 and -150 */
@@ -1587,7 +1591,12 @@ HPMLI_VFN hv HPMLI_K(hpmli_exp)(hv x)
     return hv_eq(x, x, p, x);
 }
 
-/* log(2^e m) = e ln 2 + log m, m in [sqrt 1/2, sqrt 2). */
+/* log(2^e m) = e ln 2 + log m, m in [sqrt 1/2, sqrt 2): a polynomial in f = m - 1 of the Cephes library. */
+#ifndef HPMLI_LOG_POLY
+#define HPMLI_LOG_POLY(op, f)                                                                                          \
+    HV_POLY_ON(op, f, HV_POLY5(op, f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,        \
+               1.4249322787e-1f), -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f)
+#endif
 HPMLI_VFN hv HPMLI_K(hpmli_log)(hv x)
 {
     hv tiny = hv_set1(1.17549435e-38f), one = hv_set1(1);
@@ -1597,15 +1606,7 @@ HPMLI_VFN hv HPMLI_K(hpmli_log)(hv x)
     e = hv_gt(m, big, hv_add(e, one), e);
     f = hv_sub(hv_gt(m, big, hv_mul(m, hv_set1(0.5f)), m), one);
     z = hv_mul(f, f);
-    p = hv_set1(7.0376836292e-2f);
-    p = hv_fma(p, f, hv_set1(-1.1514610310e-1f));
-    p = hv_fma(p, f, hv_set1(1.1676998740e-1f));
-    p = hv_fma(p, f, hv_set1(-1.2420140846e-1f));
-    p = hv_fma(p, f, hv_set1(1.4249322787e-1f));
-    p = hv_fma(p, f, hv_set1(-1.6668057665e-1f));
-    p = hv_fma(p, f, hv_set1(2.0000714765e-1f));
-    p = hv_fma(p, f, hv_set1(-2.4999993993e-1f));
-    p = hv_fma(p, f, hv_set1(3.3333331174e-1f));
+    p = HPMLI_LOG_POLY(hv_fma, f);
     y = hv_mul(hv_mul(p, f), z);
     y = hv_fma(e, hv_set1(-2.12194440e-4f), y);
     y = hv_fma(z, hv_set1(-0.5f), y);
@@ -1623,11 +1624,9 @@ HPMLI_VFN hv HPMLI_K(hpmli_sigmoid)(hv x)
 /* tanh: a polynomial near zero, 1 - 2 / (exp(2|x|) + 1) elsewhere. */
 HPMLI_VFN hv HPMLI_K(hpmli_tanh)(hv x)
 {
-    hv a = hv_abs(x), z = hv_mul(x, x), p = hv_set1(-5.70498872745e-3f), far;
-    p = hv_fma(p, z, hv_set1(2.06390887954e-2f));
-    p = hv_fma(p, z, hv_set1(-5.37397155531e-2f));
-    p = hv_fma(p, z, hv_set1(1.33314422036e-1f));
-    p = hv_fma(p, z, hv_set1(-3.33332819422e-1f));
+    hv a = hv_abs(x), z = hv_mul(x, x), far;
+    hv p = HV_POLY5(hv_fma, z, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+                    -3.33332819422e-1f);
     p = hv_fma(hv_mul(p, z), x, x);
     far = hv_sub(hv_set1(1), hv_div(hv_set1(2), hv_add(HPMLI_K(hpmli_exp)(hv_add(a, a)), hv_set1(1))));
     far = hv_ge(x, hv_zero(), far, hv_neg(far));
@@ -1639,18 +1638,11 @@ HPMLI_VFN hv HPMLI_K(hpmli_erf)(hv x)
 {
     hv a = hv_abs(x), z = hv_mul(x, x), t, p, far, near_;
     t = hv_div(hv_set1(1), hv_fma(a, hv_set1(0.3275911f), hv_set1(1)));
-    p = hv_set1(1.061405429f);
-    p = hv_fma(p, t, hv_set1(-1.453152027f));
-    p = hv_fma(p, t, hv_set1(1.421413741f));
-    p = hv_fma(p, t, hv_set1(-0.284496736f));
-    p = hv_fma(p, t, hv_set1(0.254829592f));
+    p = HV_POLY5(hv_fma, t, 1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f);
     far = hv_fnma(hv_mul(p, t), HPMLI_K(hpmli_exp)(hv_neg(z)), hv_set1(1));
     far = hv_ge(x, hv_zero(), far, hv_neg(far));
-    p = hv_set1(-8.5483270e-4f); /* 2 / sqrt(pi) (-1)^k / (k! (2k + 1)) */
-    p = hv_fma(p, z, hv_set1(5.2239776e-3f));
-    p = hv_fma(p, z, hv_set1(-2.6866170e-2f));
-    p = hv_fma(p, z, hv_set1(1.1283792e-1f));
-    p = hv_fma(p, z, hv_set1(-3.7612639e-1f));
+    p = HV_POLY5(hv_fma, z, -8.5483270e-4f, 5.2239776e-3f, -2.6866170e-2f, 1.1283792e-1f,
+                 -3.7612639e-1f); /* 2 / sqrt(pi) (-1)^k / (k! (2k + 1)) */
     near_ = hv_mul(hv_fma(p, z, hv_set1(1.1283792f)), x);
     return hv_gt(hv_set1(0.5f), a, near_, far);
 }
@@ -2733,22 +2725,15 @@ HPMLI_VFN void HPMLI_K(hpmli_chunk)(uint32_t *w, uint64_t seed, uint64_t stream,
 #endif
 }
 
-/* sqrt(-2 log u) for u in (0, 1]: u = 2^e m with m in [sqrt(1/2), sqrt(2)), log u = e log 2 + log m, and for log m the
-   polynomial in f = m - 1 of the Cephes library; log 2 is split in two so that e times the larger part is exact. */
+/* sqrt(-2 log u) for u in (0, 1]: u = 2^e m with m in [sqrt(1/2), sqrt(2)), log u = e log 2 + log m, for log m the
+   polynomial of hpmli_log; log 2 is split in two so that e times the larger part is exact. */
 HPMLI_VFN hv HPMLI_K(hpmli_radius)(hv u)
 {
     hv m = hv_mantissa(u), e = hv_exponent(u), root2 = hv_set1(1.41421356f), f, z, y;
     e = hv_gt(m, root2, hv_add(e, hv_set1(1)), e);
     f = hv_sub(hv_gt(m, root2, hv_mul(m, hv_set1(0.5f)), m), hv_set1(1));
     z = hv_mul(f, f);
-    y = hv_fused(hv_set1(7.0376836292e-2f), f, hv_set1(-1.1514610310e-1f));
-    y = hv_fused(y, f, hv_set1(1.1676998740e-1f));
-    y = hv_fused(y, f, hv_set1(-1.2420140846e-1f));
-    y = hv_fused(y, f, hv_set1(1.4249322787e-1f));
-    y = hv_fused(y, f, hv_set1(-1.6668057665e-1f));
-    y = hv_fused(y, f, hv_set1(2.0000714765e-1f));
-    y = hv_fused(y, f, hv_set1(-2.4999993993e-1f));
-    y = hv_fused(y, f, hv_set1(3.3333331174e-1f));
+    y = HPMLI_LOG_POLY(hv_fused, f);
     y = hv_fused(hv_mul(f, z), y, hv_mul(e, hv_set1(-2.12194440e-4f)));
     y = hv_add(hv_fused(z, hv_set1(-0.5f), y), f);
     y = hv_fused(e, hv_set1(0.693359375f), y);
@@ -10139,9 +10124,8 @@ HPMLI_FN bool hpmli_arrays_of_params(hpml_ctx *ctx, hpmli_arrays *a)
     a->s = hpmli_new(ctx, hpmli_state, ctx->param_count + 1);
     for (int i = 0; a->s && i < ctx->param_count; i++) {
         hpml_tensor *p = ctx->params[i];
-        a->s[i].name = p->name, a->s[i].device = p->data, a->s[i].count = hpml_tensor_count(p), a->s[i].ndim = p->ndim;
-        a->s[i].shape = p->shape;
-        a->count++;
+        hpmli_state  s = { p->name, p->data, hpml_tensor_count(p), p->ndim, p->shape };
+        a->s[a->count++] = s;
     }
     return a->s != NULL;
 }
@@ -10412,6 +10396,13 @@ typedef struct hpmli_table {
     int    used;
 } hpmli_table;
 
+HPMLI_FN hpmli_table hpmli_table_of(char *buffer, size_t size)
+{
+    hpmli_table t = { buffer, size, 0 };
+    if (size > 0 && buffer) buffer[0] = 0;
+    return t;
+}
+
 HPMLI_FN void hpmli_table_add(hpmli_table *t, const char *format, ...)
 #if defined(__GNUC__)
     __attribute__((format(printf, 2, 3)))
@@ -10429,10 +10420,8 @@ HPMLI_FN void hpmli_table_add(hpmli_table *t, const char *format, ...)
 
 HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
 {
-    hpmli_table t;
+    hpmli_table t     = hpmli_table_of(buffer, size);
     double     total = 0;
-    t.buffer = buffer, t.size = size, t.used = 0;
-    if (size > 0 && buffer) buffer[0] = 0;
     if (!g || !g->profile) return 0;
     for (int i = 0; i < g->count; i++) total += g->profile[i].forward_s + g->profile[i].backward_s;
     hpmli_table_add(&t, "%-16s %-14s %9s %9s %6s %9s %9s\n", "layer", "op", "fwd us", "bwd us", "share", "GFLOP/s",
@@ -10452,9 +10441,7 @@ HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
 
 HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
 {
-    hpmli_table t;
-    t.buffer = buffer, t.size = size, t.used = 0;
-    if (size > 0 && buffer) buffer[0] = 0;
+    hpmli_table t = hpmli_table_of(buffer, size);
     if (!g) return 0;
     hpmli_table_add(&t, "%-16s %-14s %-18s %12s %12s\n", "layer", "op", "output", "parameters", "MFLOP");
     for (int i = 0; i < g->count; i++) {
