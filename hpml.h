@@ -77,27 +77,23 @@
 //     onebit   gradient codecs: 1 bit and bf16, one row
 //     conv-kernels   convolution: tiles of pixels by channels
 //     isa   which instruction sets this build has; structs that kernels share
-//     system   system headers, macros
-//     dispatch   the kernel table: one text, one copy for each instruction set
+//     dispatch   system headers, macros; the kernel table: one text, one copy for each instruction set
 //     rng   single random numbers, permutations
 //     codec   gradients packed for the wire
 //     context   the context: errors, memory
 //     threads   the clock and the thread pool
 //     create   creating and freeing contexts
-//     tensor   tensors and views
-//     convert   copies and conversions of storage types
+//     tensor   tensors and views, copies and conversions
 //     record   recording: nodes, inputs, parameters
 //     gemm-threads   dealing a matrix product out to threads
 //     elementwise   add, sub, mul, div with broadcasting; scale; activations
 //     matmul   matrix products and linear layers
 //     shape   reshape, permute, slice, concat, sum
 //     conv   two-dimensional convolution
-//     conv-forward   forward pass of a convolution
-//     conv-back   gradients of a convolution
+//     conv-passes   a convolution forward and backward
 //     pool   max, average and global pooling
 //     batchnorm   batch normalization
-//     softmax   softmax and log-softmax over the last dimension
-//     norm   layernorm and rmsnorm
+//     norm   softmax, layernorm, rmsnorm: row by row
 //     dropout   dropout and embedding
 //     attention   multi-head attention
 //     lstm   long short-term memory
@@ -113,11 +109,9 @@
 //     csv   CSV and text
 //     npy   numpy arrays and packed records
 //     loader   batches: shuffled, sharded, augmented, made ahead
-//     json   a strict reader for the header of a safetensors file
-//     safetensors   reading and writing safetensors files
+//     safetensors   JSON headers; reading and writing safetensors files
 //     checkpoint   saving and loading parameters and whole trainings
-//     trace   the timeline
-//     profile   where the time goes, and what a model is
+//     trace   the timeline; where the time goes, and what a model is
 #ifndef HPML_H_INCLUDED
 #define HPML_H_INCLUDED
 
@@ -3405,7 +3399,7 @@ typedef struct hpmli_conv_sum {
     X(void, max_pool_row, (float *y, int32_t *at, const float *x, int64_t width, int64_t n))
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>system   system headers, macros
+// >>dispatch   system headers, macros; the kernel table: one text, one copy for each instruction set
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* System headers stand here, once, before the kernel passes. */
@@ -3460,10 +3454,6 @@ typedef struct hpmli_conv_sum {
 #define HPML_ASSERT(condition) do { } while (0)
 #endif
 #endif
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>dispatch   the kernel table: one text, one copy for each instruction set
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* Every kernel chapter lists its kernels; together they make the table that a context points to. */
 #define HPMLI_KERNELS(X) \
@@ -4312,7 +4302,7 @@ HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx) { return ctx ? ct
 HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx)       { return ctx ? ctx->bytes : 0; }
 HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ctx->device : NULL; }
 // ---------------------------------------------------------------------------------------------------------------------
-// >>tensor   tensors and views
+// >>tensor   tensors and views, copies and conversions
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* By hpml_dtype: bytes of an element, our name, safetensors' name, numpy's (it has no bf16). */
@@ -4558,10 +4548,6 @@ HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
     v->shape[dim_b] = t->shape[dim_a], v->stride[dim_b] = t->stride[dim_a];
     return v;
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>convert   copies and conversions of storage types
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* Any pair of types goes through f32, in pieces that stay in the cache. I32 to I32 is copied: f32 holds 24 bits. */
 HPMLI_FN void hpmli_to_f32(const hpmli_kernels *k, float *y, hpml_dtype from, const void *x, int64_t n)
@@ -6021,7 +6007,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>conv-forward   forward pass of a convolution
+// >>conv-passes   a convolution forward and backward
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The channels [o, o + HPMLI_CONV_PANEL) of one group's weights, packed; lanes are outputs, or inputs for dx. */
@@ -6155,10 +6141,6 @@ HPMLI_FN void hpmli_conv_phase_taps(hpmli_conv *c, hpmli_conv_phase *p, int64_t 
         *runs = first_run + p->runs;
     }
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>conv-back   gradients of a convolution
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* The phases of dx. Pixel h of the image reads rows (h + padding) / stride - (tap's place) of dy. */
 HPMLI_FN void hpmli_conv_back_map(hpmli_conv *c)
@@ -6535,7 +6517,7 @@ HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI
          hpmli_bn_run(run, n, hpmli_bn_task), hpmli_bn_run(run, n, hpmli_bn_back_task))
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>softmax   softmax and log-softmax over the last dimension
+// >>norm   softmax, layernorm, rmsnorm: row by row
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* softmax(x)_i = exp(x_i - max) / sum_j exp(x_j - max). With y known, dx = y (dy - <dy, y>); for the logarithm dx = dy
@@ -6609,10 +6591,6 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_rows *r, int64_t row)
 
 HPMLI_OP(softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, n->out, hpmli_softmax_row),
          hpmli_rows_run(run, n, n->out, hpmli_softmax_back_row))
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>norm   layernorm and rmsnorm
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* xhat = (x - mean) rstd; y = xhat gamma + beta. With g = dy gamma:
        dx = rstd (g - mean(g) - xhat mean(g xhat)),  dgamma = sum over rows of dy xhat,  dbeta = sum over rows of dy.
@@ -9748,7 +9726,7 @@ HPML_API void hpml_loader_free(hpml_loader *l)
     for (int i = 0; i < 5; i++) hpmli_free(ctx, buffers[i]);
 }
 // ---------------------------------------------------------------------------------------------------------------------
-// >>json   a strict reader for the header of a safetensors file
+// >>safetensors   JSON headers; reading and writing safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Only what that header may hold: objects, arrays of numbers, strings (unescaped in place, in a copy of the text). */
@@ -9827,10 +9805,6 @@ HPMLI_FN int hpmli_json_numbers(hpmli_json *j, uint64_t *out, int room)
     }
     return n;
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>safetensors   reading and writing safetensors files
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* u64 length of the header, the header in JSON, the data. Entry: "name": {"dtype": "F32", "shape": [2, 3],
    "data_offsets": [0, 24]}, offsets from the end of the header; entries cover the data without holes or overlaps. */
@@ -10235,7 +10209,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     return ctx->status;
 }
 // ---------------------------------------------------------------------------------------------------------------------
-// >>trace   the timeline
+// >>trace   the timeline; where the time goes, and what a model is
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Spans go into a ring of fixed size; writing one is an atomic increment and five stores. The file is Chrome's trace
@@ -10317,10 +10291,6 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     fclose(w.f);
     return good ? HPML_OK : hpmli_fail(ctx, HPML_ERR_WRITE, "trace \"%s\": cannot write: %s", path, strerror(errno));
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>profile   where the time goes, and what a model is
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* Multiply-adds count 2. Backward of a product costs two products; only the one for the weights when the input needs no
    gradient. Everything that is not a product is counted as one operation for each element of its result. */
