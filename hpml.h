@@ -892,7 +892,7 @@ typedef struct hpml_batch {
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *d, const hpml_loader_desc *desc);
 HPML_API int64_t      hpml_loader_steps(const hpml_loader *l);                     /* batches per epoch and rank */
 HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);     /* next batch to come */
-HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out); /* false: error, or epoch done, the next comes */
+HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out); /* false: error, or the epoch is done */
 HPML_API void         hpml_loader_free(hpml_loader *l);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3431,10 +3431,12 @@ typedef struct hpmli_conv_sum {
 #if defined(__GNUC__)
 #define HPMLI_FN     static __attribute__((unused))
 #define HPMLI_UNUSED __attribute__((unused))
+#define HPMLI_PRINTF(text, args) __attribute__((format(printf, text, args)))
 #define HPML_RESTRICT __restrict__
 #else
 #define HPMLI_FN static
 #define HPMLI_UNUSED
+#define HPMLI_PRINTF(text, args)
 #define HPML_RESTRICT
 #endif
 
@@ -3864,11 +3866,7 @@ HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const c
     }
 }
 
-HPMLI_FN hpml_status hpmli_fail_at(hpml_ctx *ctx, hpml_status status, int line, const char *format, ...)
-#if defined(__GNUC__)
-    __attribute__((format(printf, 4, 5)))
-#endif
-    ;
+HPMLI_PRINTF(4, 5)
 HPMLI_FN hpml_status hpmli_fail_at(hpml_ctx *ctx, hpml_status status, int line, const char *format, ...)
 {
     va_list args;
@@ -4659,8 +4657,9 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
 #define HPMLI_NEEDS(name, what) HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return what; }
 #define HPMLI_OP(name, what, forward, backward)                                                                        \
     HPMLI_NEEDS(name, what)                                                                                            \
-    HPMLI_FN hpml_status hpmli_##name##_forward(const hpml_run *run, hpml_node *n) { forward; return HPML_OK; }        \
-    HPMLI_FN hpml_status hpmli_##name##_backward(const hpml_run *run, hpml_node *n) { backward; return HPML_OK; }
+    HPMLI_PASS(name##_forward) { forward; return HPML_OK; }                                                            \
+    HPMLI_PASS(name##_backward) { backward; return HPML_OK; }
+#define HPMLI_PASS(name) HPMLI_FN hpml_status hpmli_##name(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 
 /* The given name, or "<kind><number>". Owned by the context. */
 HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const char *kind)
@@ -5564,19 +5563,18 @@ HPMLI_SHAPES(hpml_reshape, hpml_tensor *, x, hpml_reshape(x, (int)ndim, shape))
 
 HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x) { return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL; }
 /* Inputs and parameters have memory of their own: their reshape is a copy. */
-HPMLI_FN void hpmli_reshape_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+HPMLI_FN void hpmli_reshape_copy(const hpml_node *n)
 {
     if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out));
 }
 
-HPMLI_FN void hpmli_reshape_back(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_reshape_back(const hpmli_kernels *k, const hpml_node *n)
 {
-    float *dx = n->src[0]->grad;
-    if (dx && dx != n->out->grad)
-        run->ctx->k->vaxpby(dx, 1, n->out->grad, n->accumulate[0] ? 1.0f : 0.0f, hpml_tensor_count(n->out));
+    float *dx = n->src[0]->grad, *dy = n->out->grad;
+    if (dx && dx != dy) k->vaxpby(dx, 1, dy, n->accumulate[0] ? 1.0f : 0.0f, hpml_tensor_count(n->out));
 }
 
-HPMLI_OP(reshape, 0, hpmli_reshape_pass(run, n), hpmli_reshape_back(run, n))
+HPMLI_OP(reshape, 0, hpmli_reshape_copy(n), hpmli_reshape_back(run->ctx->k, n))
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
 {
@@ -7243,7 +7241,7 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
 }
 
 /* squared: d^2. Huber: d^2 / 2 up to delta, then delta (|d| - delta / 2). delta 0: |d|. */
-HPMLI_FN void hpmli_huber_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+HPMLI_FN void hpmli_huber_pass(const hpml_node *n)
 {
     const float *x = n->src[0]->data, *t = n->src[1]->data;
     int64_t      count = hpml_tensor_count(n->src[0]);
@@ -7265,12 +7263,7 @@ HPMLI_FN float hpmli_huber_slope(const hpml_node *n, float x, float t)
     return d > delta ? delta : d < -delta ? -delta : d;
 }
 
-HPMLI_FN void hpmli_huber_back(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
-{
-    hpmli_loss_slopes(n, hpmli_huber_slope);
-}
-
-HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_huber_pass(run, n), hpmli_huber_back(run, n))
+HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_huber_pass(n), hpmli_loss_slopes(n, hpmli_huber_slope))
 // ---------------------------------------------------------------------------------------------------------------------
 // >>backend   the CPU backend: memory, the table of ops, optimizer steps
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7590,12 +7583,9 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses, const int *positi
 
 HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void **place)
 {
-    hpmli_slot *s = &g->slots[g->slot_count++];
-    s->bytes = (bytes + 63) / 64 * 64;
-    s->from  = from;
-    s->to    = to;
-    s->place = place;
-    g->memory.unshared += s->bytes;
+    hpmli_slot s = { (bytes + 63) / 64 * 64, 0, from, to, place };
+    g->slots[g->slot_count++] = s;
+    g->memory.unshared += s.bytes;
 }
 
 HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
@@ -7836,57 +7826,41 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     return status;
 }
 
-HPMLI_FN void hpmli_run_make(hpml_run *run, const hpml_graph *g, bool train, uint64_t step, float scale)
+HPMLI_FN hpml_run hpmli_run_of(const hpml_graph *g, bool train, uint64_t step, float scale)
 {
-    memset(run, 0, sizeof *run);
-    run->ctx        = g->ctx;
-    run->train      = train;
-    run->step       = step;
-    run->loss_scale = scale;
-    run->sample     = (uint64_t)g->first_sample;
+    hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample };
+    return run;
 }
 
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step)
 {
-    hpml_run run;
-    if (!g) return HPML_ERR_ARGUMENT;
     hpml_status status = hpml_graph_alloc(g);
     if (status != HPML_OK) return status;
-    hpmli_run_make(&run, g, train, step, 1);
-    g->train = train;
-    g->step  = step;
-    for (int i = 0; i < g->count; i++) {
-        status = hpmli_run_node(g, &run, i, false);
-        if (status != HPML_OK) return status;
-    }
+    hpml_run run = hpmli_run_of(g, train, step, 1);
+    g->train       = train;
+    g->step        = step;
     g->grads_ready = false;
-    return HPML_OK;
-}
-
-/* Adding to earlier gradients: those ops that would write a parameter's gradient first must add as well. */
-HPMLI_FN void hpmli_add_to_params(const hpml_graph *g HPMLI_UNUSED, hpml_node *n, bool accumulate, bool *before)
-{
-    for (int s = 0; s < n->src_count; s++) {
-        before[s] = n->accumulate[s];
-        if (accumulate && n->src[s] && hpmli_trainable(n->src[s])) n->accumulate[s] = true;
-    }
+    for (int i = 0; i < g->count && status == HPML_OK; i++) status = hpmli_run_node(g, &run, i, false);
+    return status;
 }
 
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate)
 {
-    hpml_run    run;
     hpml_status status = HPML_OK;
     if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     if (!g->loss || !g->arena || !g->loss->grad)
         return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
                           "forward pass before");
-    hpmli_run_make(&run, g, g->train, g->step, scale);
+    hpml_run run = hpmli_run_of(g, g->train, g->step, scale);
     g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
     for (int i = g->count - 1; i >= 0 && status == HPML_OK; i--) {
         hpml_node *n = g->nodes[i];
         bool       before[HPML_MAX_SRC];
         if (!n->out->needs_grad || !n->out->grad) continue;
-        hpmli_add_to_params(g, n, accumulate, before);
+        for (int s = 0; s < n->src_count; s++) { /* an op that would write a parameter's gradient first must add */
+            before[s] = n->accumulate[s];
+            if (accumulate && n->src[s] && hpmli_trainable(n->src[s])) n->accumulate[s] = true;
+        }
         status = hpmli_run_node(g, &run, i, true);
         memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
         for (int s = 0; g->grad && s < n->src_count && status == HPML_OK; s++)
@@ -8376,47 +8350,39 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
     return status;
 }
 
-/* True when all n numbers on the device are finite. */
-HPMLI_FN bool hpmli_all_finite(hpml_ctx *ctx, const float *x, int64_t n)
+/* True, with an error that names the place, when one of the numbers x of tensor y is NaN or infinite. */
+HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y,
+                          const float *x)
 {
     double sum = 0;
-    ctx->backend->sumsq(ctx->device, ctx, x, n, &sum);
-    return sum - sum == 0;
+    if (x) t->ctx->backend->sumsq(t->ctx->device, t->ctx, x, hpml_tensor_count(y), &sum);
+    if (sum - sum == 0) return false;
+    hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
+               "the data, lower the learning rate (now %g) or set clip_norm", (long long)t->step, what, value, where,
+               y->name, (double)hpml_trainer_lr(t));
+    return true;
 }
 
 /* Finds and names the first layer with a NaN or infinity, by running forward once more and looking at each result. */
 HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, double value)
 {
-    hpml_ctx   *ctx = t->ctx;
-    hpml_graph *g   = t->graph;
-    hpml_run    run;
-    for (int i = 0; i < ctx->param_count; i++) {
-        const hpml_tensor *p = ctx->params[i];
-        if (p->data && !hpmli_all_finite(ctx, p->data, hpml_tensor_count(p)))
-            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: parameter \"%s\" holds a NaN or infinity; "
-                              "lower the learning rate (now %g) or set clip_norm", (long long)t->step, what, value,
-                              p->name, (double)hpml_trainer_lr(t));
-    }
+    hpml_ctx           *ctx = t->ctx;
+    hpml_graph         *g   = t->graph;
+    hpml_tensor *const *p   = ctx->params;
+    hpml_run            run = hpmli_run_of(g, true, g->step, 1);
+    for (int i = 0; i < ctx->param_count; i++)
+        if (hpmli_blame(t, what, value, "parameter", p[i], p[i]->data)) return ctx->status;
     for (int i = 0; i < g->leaf_count; i++)
         if (g->leaves[i]->dtype == HPML_DTYPE_F32 &&
-            !hpmli_all_finite(ctx, g->leaves[i]->data, hpml_tensor_count(g->leaves[i])))
-            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the data hold a NaN or infinity",
-                              (long long)t->step, what, value);
-    hpmli_run_make(&run, g, true, g->step, 1);
+            hpmli_blame(t, what, value, "the data of", g->leaves[i], g->leaves[i]->data))
+            return ctx->status;
     for (int i = 0; i < g->count; i++) {
         const hpml_tensor *y = g->nodes[i]->out;
         if (hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
-        if (!hpmli_all_finite(ctx, y->data, hpml_tensor_count(y)))
-            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity comes out of "
-                              "\"%s\"; lower the learning rate (now %g) or set clip_norm", (long long)t->step, what,
-                              value, y->name, (double)hpml_trainer_lr(t));
+        if (hpmli_blame(t, what, value, "the result of", y, y->data)) return ctx->status;
     }
-    for (int i = 0; i < ctx->param_count; i++) {
-        const hpml_tensor *p = ctx->params[i];
-        if (p->grad && !hpmli_all_finite(ctx, p->grad, hpml_tensor_count(p)))
-            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the gradient of \"%s\" holds a NaN or "
-                              "infinity", (long long)t->step, what, value, p->name);
-    }
+    for (int i = 0; i < ctx->param_count; i++)
+        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad)) return ctx->status;
     return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step, what, value);
 }
 
@@ -8599,8 +8565,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
         if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) return t->ctx->status;
         hpmli_put(t, t->input, (const char *)x + i * each, n);
         for (int p = 0; p < g->count; p++) { /* everything but what leads to the loss alone */
-            hpml_run run;
-            hpmli_run_make(&run, g, false, 0, 1);
+            hpml_run run = hpmli_run_of(g, false, 0, 1);
             if (g->nodes[p]->out == t->loss) continue;
             if (hpmli_run_node(g, &run, p, false) != HPML_OK) return t->ctx->status;
         }
@@ -10373,11 +10338,7 @@ HPMLI_FN hpmli_table hpmli_table_of(char *buffer, size_t size)
     return t;
 }
 
-HPMLI_FN void hpmli_table_add(hpmli_table *t, const char *format, ...)
-#if defined(__GNUC__)
-    __attribute__((format(printf, 2, 3)))
-#endif
-    ;
+HPMLI_PRINTF(2, 3)
 HPMLI_FN void hpmli_table_add(hpmli_table *t, const char *format, ...)
 {
     va_list args;
