@@ -1906,60 +1906,60 @@ HPMLI_VFN hv HPMLI_K(hpmli_moment)(float *state, hv g, float beta, int64_t c) /*
 HPMLI_VFN void HPMLI_K(hpmli_sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, int64_t c)
 {
     hv x = hv_ld(w, c), step;
-    g    = hv_fma(hv_set1(o->weight_decay), x, g);
+    g    = hv_fma(hv_set1(o->u.weight_decay), x, g);
     step = g;
     if (m) {
-        hv v = o->first ? g : hv_fma(hv_set1(o->momentum), hv_ld(m, c), g);
+        hv v = o->u.step == 1 ? g : hv_fma(hv_set1(o->u.momentum), hv_ld(m, c), g);
         hv_st(m, v, c);
-        step = o->nesterov ? hv_fma(hv_set1(o->momentum), v, g) : v;
+        step = o->u.nesterov ? hv_fma(hv_set1(o->u.momentum), v, g) : v;
     }
-    hv_st(w, hv_fnma(hv_set1(o->lr), step, x), c);
+    hv_st(w, hv_fnma(hv_set1(o->u.lr), step, x), c);
 }
 
 HPMLI_VFN void HPMLI_K(hpmli_adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, int64_t c)
 {
     hv x = hv_ld(w, c), s;
-    g = hv_fma(hv_set1(o->weight_decay), x, g);
+    g = hv_fma(hv_set1(o->u.weight_decay), x, g);
     s = hv_fma(g, g, hv_ld(v, c));
     hv_st(v, s, c);
-    hv_st(w, hv_fnma(hv_set1(o->lr), hv_div(g, hv_add(hv_sqrt(s), hv_set1(o->eps))), x), c);
+    hv_st(w, hv_fnma(hv_set1(o->u.lr), hv_div(g, hv_add(hv_sqrt(s), hv_set1(o->u.eps))), x), c);
 }
 
 HPMLI_VFN void HPMLI_K(hpmli_rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, int64_t c)
 {
     hv x = hv_ld(w, c), step;
-    g    = hv_fma(hv_set1(o->weight_decay), x, g);
-    step = HPMLI_K(hpmli_moment)(v, hv_mul(g, g), o->beta2, c);
-    step = hv_div(g, hv_add(hv_sqrt(step), hv_set1(o->eps)));
+    g    = hv_fma(hv_set1(o->u.weight_decay), x, g);
+    step = HPMLI_K(hpmli_moment)(v, hv_mul(g, g), o->u.beta2, c);
+    step = hv_div(g, hv_add(hv_sqrt(step), hv_set1(o->u.eps)));
     if (m) {
-        step = hv_fma(hv_set1(o->momentum), hv_ld(m, c), step);
+        step = hv_fma(hv_set1(o->u.momentum), hv_ld(m, c), step);
         hv_st(m, step, c);
     }
-    hv_st(w, hv_fnma(hv_set1(o->lr), step, x), c);
+    hv_st(w, hv_fnma(hv_set1(o->u.lr), step, x), c);
 }
 
 /* m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) */
 HPMLI_VFN hv HPMLI_K(hpmli_adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, int64_t c)
 {
-    hv mean   = hv_div(HPMLI_K(hpmli_moment)(m, g, o->beta1, c), hv_set1(o->correction1));
-    hv square = hv_div(HPMLI_K(hpmli_moment)(v, hv_mul(g, g), o->beta2, c), hv_set1(o->correction2));
-    return hv_div(mean, hv_add(hv_sqrt(square), hv_set1(o->eps)));
+    hv mean   = hv_div(HPMLI_K(hpmli_moment)(m, g, o->u.beta1, c), hv_set1(o->correction1));
+    hv square = hv_div(HPMLI_K(hpmli_moment)(v, hv_mul(g, g), o->u.beta2, c), hv_set1(o->correction2));
+    return hv_div(mean, hv_add(hv_sqrt(square), hv_set1(o->u.eps)));
 }
 
 /* LAMB writes its direction over the gradient's array, which is ours to spend. */
 HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const float *dw, float *m, float *v,
                                        int64_t n)
 {
-    hv scale = hv_set1(o->grad_scale), lr = hv_set1(o->lr), decay = hv_set1(o->weight_decay);
+    hv scale = hv_set1(o->u.grad_scale), lr = hv_set1(o->u.lr), decay = hv_set1(o->u.weight_decay);
     HV_LOOP(n) {
         hv g = hv_mul(hv_ld(dw + i, c), scale), x;
-        switch (o->opt) {
+        switch (o->u.opt) {
         case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_K(hpmli_sgd)(o, w + i, g, m ? m + i : NULL, c); break;
         case HPML_OPT_ADAGRAD: HPMLI_K(hpmli_adagrad)(o, w + i, g, v + i, c); break;
         case HPML_OPT_RMSPROP: HPMLI_K(hpmli_rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, c); break;
         case HPML_OPT_ADAM: case HPML_OPT_ADAMW:
             x = hv_ld(w + i, c);
-            if (o->opt == HPML_OPT_ADAM) g = hv_fma(decay, x, g);
+            if (o->u.opt == HPML_OPT_ADAM) g = hv_fma(decay, x, g);
             else x = hv_fnma(hv_mul(lr, decay), x, x);
             hv_st(w + i, hv_fnma(lr, HPMLI_K(hpmli_adam_direction)(o, g, m + i, v + i, c), x), c);
             break;
@@ -3265,10 +3265,8 @@ typedef struct hpmli_gemm_part {
 
 /* What one optimizer step needs; see >>vupdate. */
 typedef struct hpmli_opt_args {
-    int   opt; /* hpml_opt */
-    float lr, momentum, beta1, beta2, eps, weight_decay, grad_scale;
-    float correction1, correction2; /* 1 - beta^step */
-    bool  nesterov, first;          /* first: step 1 */
+    hpml_update u;                         /* lr already scaled for LARS */
+    float       correction1, correction2;  /* 1 - beta^step */
 } hpmli_opt_args;
 
 #define HPMLI_MAP_ARGS    (float *y, const float *x, int64_t n)
@@ -3956,8 +3954,7 @@ HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
 {
     size_t bytes;
     if (count < 0 || !hpmli_mul((size_t)count, size, &bytes))
-        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "%lld things of %zu bytes do not fit in memory", (long long)count,
-                          size);
+        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "%lld things of %zu bytes do not fit", (long long)count, size);
     return hpmli_alloc_object(ctx, bytes, NULL);
 }
 
@@ -4220,8 +4217,7 @@ HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols)
 HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 {
     if (d->_begin || d->_end)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx desc: canary is not zero; zero the struct before you set "
-                           "fields");
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx desc: canary is not zero; zero the struct first");
     ctx->k = d->cpu ? hpmli_kernels_find(d->cpu) : hpmli_kernels_best();
     if (!ctx->k) {
         hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "ctx: this CPU or build has no \"%s\" kernels; leave .cpu NULL for the "
@@ -4387,8 +4383,7 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
     hpml_tensor *t;
     if (hpmli_failed(ctx)) return NULL;
     if (ndim < 0 || ndim > HPML_MAX_DIMS || (ndim > 0 && !shape))
-        return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": %d dimensions, expected 0 to %d", name, ndim,
-                          HPML_MAX_DIMS);
+        return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": %d dimensions, not 0 to %d", name, ndim, HPML_MAX_DIMS);
     if (hpml_dtype_size(dtype) == 0)
         return hpmli_null(ctx, HPML_ERR_DTYPE, "tensor \"%s\": unknown dtype %d", name, (int)dtype);
     for (int i = 0; i < ndim; i++)
@@ -4537,8 +4532,7 @@ HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
     hpml_tensor *v = hpmli_view(t);
     if (!v) return NULL;
     if (dim_a < 0 || dim_b < 0 || dim_a >= t->ndim || dim_b >= t->ndim) {
-        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "transpose of %s: there is no dimension %d or %d", hpmli_text(t), dim_a,
-                   dim_b);
+        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "transpose of %s: no dimension %d or %d", hpmli_text(t), dim_a, dim_b);
         hpmli_free(t->ctx, v);
         return NULL;
     }
@@ -4590,7 +4584,7 @@ HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_
 {
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (!dst || !src || n < 0 || !hpml_dtype_size(to) || !hpml_dtype_size(from))
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "convert: needs two arrays, two dtypes and n >= 0, got n = %lld",
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "convert: needs two arrays, two dtypes, n >= 0; n is %lld",
                           (long long)n);
     hpmli_convert(ctx->k, to, dst, from, src, n);
     return HPML_OK;
@@ -4752,8 +4746,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
 {
     if (!name || hpmli_failed(ctx)) return NULL;
     if (hpml_param_find(ctx, name))
-        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give the layers different names",
-                          name);
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give layers other names", name);
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
     if (!t || !hpmli_grow(ctx, &ctx->params, ctx->param_count, &ctx->param_capacity, sizeof t)) return NULL;
     t->param = hpmli_new(ctx, hpml_param, 1);
@@ -5298,8 +5291,7 @@ HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
     if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT)
-        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": there is no function %d", x->name,
-                          (int)act);
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": no function %d", x->name, (int)act);
     hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_ACT, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.act.act = act, y->node->attr.act.slope = slope == 0 ? 0.01f : slope;
     return y;
@@ -5583,8 +5575,7 @@ HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
     if (!hpmli_recordable(1, &x)) return NULL;
     for (int i = 0; i < x->ndim; i++) {
         if (!dims || dims[i] < 0 || dims[i] >= x->ndim || (seen & 1u << dims[i]))
-            return hpmli_null(x->ctx, HPML_ERR_SHAPE, "permute of %s: dims must name each dimension once",
-                              hpmli_text(x));
+            return hpmli_null(x->ctx, HPML_ERR_SHAPE, "permute of %s: name each dimension once", hpmli_text(x));
         seen |= 1u << dims[i];
         shape[i] = x->shape[dims[i]];
     }
@@ -6713,7 +6704,7 @@ HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
     if (!(p >= 0 && p < 1))
-        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": probability %g, expected 0 <= p < 1", x->name,
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": p is %g, expected 0 <= p < 1", x->name,
                           (double)p);
     hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_DROPOUT, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.dropout.p = p;
@@ -7327,27 +7318,26 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, c
 
 typedef struct hpmli_update_job {
     const hpmli_kernels *k;
-    const hpml_update   *u;
     hpmli_opt_args       o;
 } hpmli_update_job;
 
 HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_update_job *j = (const hpmli_update_job *)arg;
-    const hpml_update      *u = j->u;
+    const hpml_update      *u = &j->o.u;
     int64_t                 i = task * HPMLI_GRAIN, n = u->n - i < HPMLI_GRAIN ? u->n - i : HPMLI_GRAIN;
     j->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
 }
 
 /* LARS: lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the paper's code. */
-HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, const hpml_update *u, hpmli_opt_args *o)
+HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
 {
     double w, g;
     hpmli_cpu_sumsq(NULL, ctx, u->w, u->n, &w);
     hpmli_cpu_sumsq(NULL, ctx, u->g, u->n, &g);
     w = sqrt(w);
     g = sqrt(g) * u->grad_scale + (double)u->weight_decay * w;
-    if (w > 0 && g > 0 && u->weight_decay > 0) o->lr *= (float)((double)u->trust * w / g);
+    if (w > 0 && g > 0 && u->weight_decay > 0) u->lr *= (float)((double)u->trust * w / g);
 }
 
 /* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r. */
@@ -7364,14 +7354,10 @@ HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, 
 {
     for (int i = 0; i < count; i++) {
         const hpml_update *u = &updates[i];
-        hpmli_update_job   j;
-        j.k = ctx->k, j.u = u;
-        j.o.opt = (int)u->opt, j.o.lr = u->lr, j.o.momentum = u->momentum, j.o.beta1 = u->beta1, j.o.beta2 = u->beta2;
-        j.o.eps = u->eps, j.o.weight_decay = u->weight_decay, j.o.grad_scale = u->grad_scale;
-        j.o.nesterov = u->nesterov, j.o.first = u->step == 1;
+        hpmli_update_job   j = { ctx->k, { *u, 0, 0 } };
         j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
         j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
-        if (u->opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, u, &j.o);
+        if (u->opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, &j.o.u);
         hpmli_parallel(ctx, (u->n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_update_task, &j);
         if (u->opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, u);
     }
