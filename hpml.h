@@ -657,6 +657,7 @@ struct hpml_backend {
     hpml_status (*sumsq)(void *device, hpml_ctx *ctx, const float *x, int64_t n, double *out); /* sum of squares */
 };
 HPML_API const hpml_backend *hpml_backend_cpu(void);
+HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx);
 HPML_API void *hpml_ctx_device(const hpml_ctx *ctx); /* what the backend's open gave */
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -872,8 +873,8 @@ typedef struct hpml_loader_desc {
     bool         no_prefetch; /* batches are made by the caller's thread; same batches */
     uint64_t     seed;       /* 0: the context's */
     int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1 */
-    int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` near-equal shares, at most `batch` */
-    int64_t      grain;        /* samples that stay together on one rank (leaves); 0: 1 */
+    int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` nearly equal shares, at most `batch` */
+    int64_t      grain;        /* samples that stay together (leaves), always on the same rank; 0: shares as even as can be */
     int64_t      samples_per_epoch; /* 0: all; less or more: that many, drawn as the shuffle goes on */
     hpml_augment augment;
     uint32_t     _end;
@@ -1011,8 +1012,10 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
      NONE    cols x f32
      BF16    cols x bf16, rounded to nearest even
      ONEBIT  f32 low, f32 high, then ceil(cols / 32) x 4 bytes of bits: element i is bit i % 8 of byte i / 8, set for
-             `high`; the unused last bits are 0 */
-typedef enum hpml_codec_kind { HPML_CODEC_NONE = 0, HPML_CODEC_BF16 = 1, HPML_CODEC_ONEBIT = 2 } hpml_codec_kind;
+             `high`; the unused last bits are 0
+     TWOBIT  ceil(cols / 16) x 4 bytes: element i is the bits 2 (i % 4) of byte i / 4: 3 for +threshold, 2 for -threshold,
+             0 for nothing (as MXNet does it: the threshold is yours to tune to the size of the gradients) */
+typedef enum hpml_codec_kind { HPML_CODEC_NONE = 0, HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT } hpml_codec_kind;
 
 #define HPML_CODEC_MIN_ELEMENTS 256
 
@@ -1022,7 +1025,8 @@ typedef struct hpml_codec_desc {
     uint32_t          _begin;
     hpml_codec_kind   kind;
     const hpml_codec *custom;           /* your own codec instead of `kind`; NULL: none */
-    int64_t           min_elements;     /* ONEBIT: smaller tensors, and vectors, travel as NONE; 0: ..._MIN_ELEMENTS */
+    float             threshold;        /* TWOBIT: what is worth sending; 0: 0.5 */
+    int64_t           min_elements;     /* ONEBIT, TWOBIT: smaller tensors, and vectors, travel as NONE; 0: ..._MIN_ELEMENTS */
     bool              compress_all;     /* vectors and small tensors too; what would grow still travels as NONE */
     bool              no_feedback;      /* nothing is carried: fine for BF16, a control that must fail for ONEBIT */
     bool              printed_residual; /* control that must fail: e <- g - decoded, as the paper prints it */
@@ -3712,12 +3716,50 @@ HPMLI_FN void hpmli_onebit_decode(const hpml_packing *p, float *out, const void 
     }
 }
 
+HPMLI_FN size_t hpmli_twobit_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
+{
+    return (size_t)((cols + 15) / 16) * sizeof(uint32_t);
+}
+
+HPMLI_FN hpml_status hpmli_twobit_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows)
+{
+    const float t      = p->desc.threshold > 0 ? p->desc.threshold : 0.5f;
+    hpml_status status = HPML_OK;
+    for (int64_t r = 0; r < rows; r++, g += p->cols) {
+        uint8_t *q  = (uint8_t *)packed + (size_t)r * p->row_size;
+        float   *er = e ? e + r * p->cols : NULL, bad = 0;
+        memset(q, 0, p->row_size);
+        for (int64_t i = 0; i < p->cols; i++) {
+            float v    = g[i] + (er ? er[i] : 0), sent = v >= t ? t : v <= -t ? -t : 0;
+            q[i / 4]   = (uint8_t)(q[i / 4] | (unsigned)(v >= t ? 3 : v <= -t ? 2 : 0) << (2 * (i % 4)));
+            bad += v - v; /* 0 unless v is NaN or infinite */
+            if (er) er[i] = (p->desc.printed_residual ? g[i] : v) - sent;
+        }
+        if (bad != 0) status = hpmli_codec_drop_row(p, q, er);
+    }
+    return status;
+}
+
+HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
+{
+    const float t        = p->desc.threshold > 0 ? p->desc.threshold : 0.5f;
+    const float value[4] = { 0, 0, -t, t };
+    for (int64_t r = 0; r < rows; r++, out += p->cols) {
+        const uint8_t *q = (const uint8_t *)packed + (size_t)r * p->row_size;
+        for (int64_t i = 0; i < p->cols; i++) {
+            float x = value[q[i / 4] >> (2 * (i % 4)) & 3];
+            out[i]  = add ? out[i] + x : x;
+        }
+    }
+}
+
 HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind)
 {
     static const hpml_codec codecs[] = {
         { "none", true, false, false, hpmli_none_row_size, hpmli_none_encode, hpmli_none_decode },
         { "bf16", false, true, false, hpmli_bf16_row_size, hpmli_bf16_encode, hpmli_bf16_decode },
         { "onebit", false, true, true, hpmli_onebit_row_size, hpmli_onebit_encode, hpmli_onebit_decode },
+        { "twobit", false, true, true, hpmli_twobit_row_size, hpmli_twobit_encode, hpmli_twobit_decode },
     };
     return (unsigned)kind < sizeof codecs / sizeof codecs[0] ? &codecs[kind] : NULL;
 }
@@ -4294,6 +4336,7 @@ HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx)         { return ctx ? ct
 HPML_API uint64_t    hpml_ctx_seed(const hpml_ctx *ctx)        { return ctx ? ctx->seed : 0; }
 HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx) { return ctx ? ctx->allocations : 0; }
 HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx)       { return ctx ? ctx->bytes : 0; }
+HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ctx->device : NULL; }
 // ---------------------------------------------------------------------------------------------------------------------
 // >>tensor   tensors and views, copies and conversions
@@ -9474,10 +9517,11 @@ HPMLI_FN void hpmli_load_sample(const hpml_loader *l, hpmli_slot_batch *s, int64
     if (d->y) memcpy(s->y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
 }
 
-/* Where rank r's share of `size` samples begins: whole grains, dealt out evenly. */
+/* Where rank r's share of a global batch of `size` samples begins. */
 HPMLI_FN int64_t hpmli_share(const hpml_loader_desc *d, int64_t size, int64_t rank)
 {
-    int64_t grains = (size + d->grain - 1) / d->grain, at = grains * rank / d->ranks * d->grain;
+    int64_t grains = d->grain > 0 ? (d->global_batch + d->grain - 1) / d->grain : 0;
+    int64_t at     = d->grain > 0 ? grains * rank / d->ranks * d->grain : size * rank / d->ranks;
     return at < size ? at : size;
 }
 
@@ -9565,18 +9609,18 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
 {
     bool augment = d->augment.shift != 0 || d->augment.flip || d->augment.cutout != 0;
     if (d->ranks == 0) d->ranks = 1;
-    if (d->grain == 0) d->grain = 1;
     if (d->global_batch == 0) d->global_batch = (int64_t)d->batch * d->ranks;
     if (d->seed == 0) d->seed = ctx->seed;
     if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank >= d->ranks || d->samples_per_epoch < 0 ||
         d->augment.shift < 0 || d->augment.cutout < 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: batch %d, rank %d of %d, %lld samples per epoch: out of "
                            "range", d->batch, d->rank, d->ranks, (long long)d->samples_per_epoch);
-    int64_t most = ((d->global_batch + d->grain - 1) / d->grain + d->ranks - 1) / d->ranks * d->grain;
-    if (d->global_batch < 1 || d->grain < 1 || most > d->batch)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: a global batch of %lld in grains of %lld gives a rank of "
-                           "%d up to %lld samples, its batch holds %d", (long long)d->global_batch, (long long)d->grain,
-                           d->ranks, (long long)most, d->batch);
+    int64_t grain = d->grain > 0 ? d->grain : 1;
+    int64_t most  = ((d->global_batch + grain - 1) / grain + d->ranks - 1) / d->ranks * grain;
+    if (d->global_batch < 1 || d->grain < 0 || most > d->batch)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: a global batch of %lld in grains of %lld gives a rank of %d up to "
+                           "%lld samples, its batch holds %d", (long long)d->global_batch, (long long)d->grain, d->ranks,
+                           (long long)most, d->batch);
     if (augment && (data->x_ndim < 2 || data->x_dtype == HPML_DTYPE_I32))
         return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: augmentation needs images (.., H, W), the samples have %d "
                            "dimensions", data->x_ndim);

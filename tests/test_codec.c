@@ -221,9 +221,9 @@ TEST(bad_arguments)
     memset(&d, 0, sizeof d);
     ENSURE(hpml_packing_init(&p, &d, -1, 4) == HPML_ERR_SHAPE);
     ENSURE(hpml_packing_init(&p, &d, INT64_MAX / 2, 4) == HPML_ERR_OVERFLOW);
-    d.kind = (hpml_codec_kind)3;
+    d.kind = (hpml_codec_kind)4;
     ENSURE(hpml_packing_init(&p, &d, 4, 4) == HPML_ERR_ARGUMENT);
-    ENSURE(hpml_codec_get((hpml_codec_kind)3) == NULL);
+    ENSURE(hpml_codec_get((hpml_codec_kind)4) == NULL);
     d.kind = HPML_CODEC_BF16;
     d._end = 1;
     ENSURE(hpml_packing_init(&p, &d, 4, 4) == HPML_ERR_ARGUMENT);
