@@ -873,8 +873,8 @@ typedef struct hpml_loader_desc {
     bool         no_prefetch; /* batches are made by the caller's thread; same batches */
     uint64_t     seed;       /* 0: the context's */
     int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1 */
-    int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` nearly equal shares, at most `batch` */
-    int64_t      grain;        /* samples that stay together (leaves), always on the same rank; 0: shares as even as can be */
+    int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` near-equal shares, at most `batch` */
+    int64_t      grain;        /* samples that stay together (leaves), always on one rank; 0: shares as even as can be */
     int64_t      samples_per_epoch; /* 0: all; less or more: that many, drawn as the shuffle goes on */
     hpml_augment augment;
     uint32_t     _end;
@@ -1013,9 +1013,11 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
      BF16    cols x bf16, rounded to nearest even
      ONEBIT  f32 low, f32 high, then ceil(cols / 32) x 4 bytes of bits: element i is bit i % 8 of byte i / 8, set for
              `high`; the unused last bits are 0
-     TWOBIT  ceil(cols / 16) x 4 bytes: element i is the bits 2 (i % 4) of byte i / 4: 3 for +threshold, 2 for -threshold,
-             0 for nothing (as MXNet does it: the threshold is yours to tune to the size of the gradients) */
-typedef enum hpml_codec_kind { HPML_CODEC_NONE = 0, HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT } hpml_codec_kind;
+     TWOBIT  ceil(cols / 16) x 4 bytes: element i is the bits 2 (i % 4) of byte i / 4: 3 for +threshold, 2 for
+             -threshold, 0 for nothing (as MXNet does it: tune the threshold to the size of the gradients) */
+typedef enum hpml_codec_kind {
+    HPML_CODEC_NONE = 0, HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT
+} hpml_codec_kind;
 
 #define HPML_CODEC_MIN_ELEMENTS 256
 
@@ -1026,7 +1028,7 @@ typedef struct hpml_codec_desc {
     hpml_codec_kind   kind;
     const hpml_codec *custom;           /* your own codec instead of `kind`; NULL: none */
     float             threshold;        /* TWOBIT: what is worth sending; 0: 0.5 */
-    int64_t           min_elements;     /* ONEBIT, TWOBIT: smaller tensors, and vectors, travel as NONE; 0: ..._MIN_ELEMENTS */
+    int64_t           min_elements;     /* ONEBIT, TWOBIT: smaller tensors, vectors travel as NONE; 0: ..._MIN_ELEMENTS */
     bool              compress_all;     /* vectors and small tensors too; what would grow still travels as NONE */
     bool              no_feedback;      /* nothing is carried: fine for BF16, a control that must fail for ONEBIT */
     bool              printed_residual; /* control that must fail: e <- g - decoded, as the paper prints it */
@@ -4423,7 +4425,6 @@ HPMLI_FN void hpmli_set_shape(hpml_tensor *t, int ndim, const int64_t *shape)
 HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dtype dtype, int ndim,
                                        const int64_t *shape)
 {
-    hpml_tensor *t;
     if (hpmli_failed(ctx)) return NULL;
     if (ndim < 0 || ndim > HPML_MAX_DIMS || (ndim > 0 && !shape))
         return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": %d dimensions, not 0 to %d", name, ndim, HPML_MAX_DIMS);
@@ -4436,7 +4437,7 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
     if (hpmli_shape_count(ndim, shape) < 0)
         return hpmli_null(ctx, HPML_ERR_OVERFLOW, "tensor \"%s\": shape %s does not fit in memory", name,
                           hpmli_shape_text(ctx, ndim, shape));
-    t = hpmli_new(ctx, hpml_tensor, 1);
+    hpml_tensor *t = hpmli_new(ctx, hpml_tensor, 1);
     if (!t) return NULL;
     t->ctx   = ctx;
     t->name  = name;
@@ -4728,11 +4729,10 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
 HPMLI_FN hpml_tensor *hpmli_node_create_named(hpml_ctx *ctx, hpml_op op, const char *name, int src_count,
                                               hpml_tensor *const *src, int ndim, const int64_t *shape)
 {
-    hpml_node *n;
     if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
     if (!name) return NULL;
     hpml_tensor *out = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
-    n   = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
+    hpml_node   *n   = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
     if (!n) return NULL;
     n->op        = op;
     n->index     = ctx->node_count++;
@@ -7747,7 +7747,6 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
 HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
 {
     hpml_tensor *targets[HPML_MAX_SRC + 1];
-    hpml_graph  *g;
     int          count = 0;
     if (hpmli_failed(ctx)) return NULL;
     if (!d || d->output_count < 0 || d->output_count > HPML_MAX_SRC || (d->output_count == 0 && !d->loss) ||
@@ -7757,7 +7756,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
     for (int i = 0; i < d->output_count; i++) targets[count++] = d->outputs[i];
     if (d->loss) targets[count++] = d->loss;
     if (!hpmli_recordable(count, targets)) return NULL;
-    g = hpmli_new(ctx, hpml_graph, 1);
+    hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
     if (!g) return NULL;
     g->ctx          = ctx;
     g->loss         = d->loss;
@@ -8102,9 +8101,8 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_graph_desc gd = HPMLI_ZEROED;
-    hpml_trainer   *t;
     if (!hpmli_trainer_check(ctx, desc)) return NULL;
-    t = hpmli_new(ctx, hpml_trainer, 1);
+    hpml_trainer *t = hpmli_new(ctx, hpml_trainer, 1);
     if (!t) return NULL;
     t->ctx   = ctx;
     t->ranks = 1;
@@ -9618,9 +9616,9 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
     int64_t grain = d->grain > 0 ? d->grain : 1;
     int64_t most  = ((d->global_batch + grain - 1) / grain + d->ranks - 1) / d->ranks * grain;
     if (d->global_batch < 1 || d->grain < 0 || most > d->batch)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: a global batch of %lld in grains of %lld gives a rank of %d up to "
-                           "%lld samples, its batch holds %d", (long long)d->global_batch, (long long)d->grain, d->ranks,
-                           (long long)most, d->batch);
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: a global batch of %lld in grains of %lld gives a rank of "
+                           "%d up to %lld samples, its batch holds %d", (long long)d->global_batch, (long long)d->grain,
+                           d->ranks, (long long)most, d->batch);
     if (augment && (data->x_ndim < 2 || data->x_dtype == HPML_DTYPE_I32))
         return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: augmentation needs images (.., H, W), the samples have %d "
                            "dimensions", data->x_ndim);
