@@ -77,27 +77,23 @@
 //     onebit   gradient codecs: 1 bit and bf16, one row
 //     conv-kernels   convolution: tiles of pixels by channels
 //     isa   which instruction sets this build has; structs that kernels share
-//     system   system headers, macros
-//     dispatch   the kernel table: one text, one copy for each instruction set
+//     dispatch   system headers, macros; the kernel table: one text, one copy for each instruction set
 //     rng   single random numbers, permutations
 //     codec   gradients packed for the wire
 //     context   the context: errors, memory
 //     threads   the clock and the thread pool
 //     create   creating and freeing contexts
-//     tensor   tensors and views
-//     convert   copies and conversions of storage types
+//     tensor   tensors and views, copies and conversions
 //     record   recording: nodes, inputs, parameters
 //     gemm-threads   dealing a matrix product out to threads
 //     elementwise   add, sub, mul, div with broadcasting; scale; activations
 //     matmul   matrix products and linear layers
 //     shape   reshape, permute, slice, concat, sum
 //     conv   two-dimensional convolution
-//     conv-forward   forward pass of a convolution
-//     conv-back   gradients of a convolution
+//     conv-passes   a convolution forward and backward
 //     pool   max, average and global pooling
 //     batchnorm   batch normalization
-//     softmax   softmax and log-softmax over the last dimension
-//     norm   layernorm and rmsnorm
+//     norm   softmax, layernorm, rmsnorm: row by row
 //     dropout   dropout and embedding
 //     attention   multi-head attention
 //     lstm   long short-term memory
@@ -113,11 +109,9 @@
 //     csv   CSV and text
 //     npy   numpy arrays and packed records
 //     loader   batches: shuffled, sharded, augmented, made ahead
-//     json   a strict reader for the header of a safetensors file
-//     safetensors   reading and writing safetensors files
+//     safetensors   JSON headers; reading and writing safetensors files
 //     checkpoint   saving and loading parameters and whole trainings
-//     trace   the timeline
-//     profile   where the time goes, and what a model is
+//     trace   the timeline; where the time goes, and what a model is
 #ifndef HPML_H_INCLUDED
 #define HPML_H_INCLUDED
 
@@ -880,8 +874,8 @@ typedef struct hpml_loader_desc {
     bool         no_prefetch; /* batches are made by the caller's thread; same batches */
     uint64_t     seed;       /* 0: the context's */
     int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1 */
-    int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` nearly equal shares, at most `batch` */
-    int64_t      grain;        /* samples that stay together (leaves), always on the same rank; 0: shares as even as can be */
+    int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` near-equal shares, at most `batch` */
+    int64_t      grain;        /* samples that stay together (leaves), always on one rank; 0: shares as even as can be */
     int64_t      samples_per_epoch; /* 0: all; less or more: that many, drawn as the shuffle goes on */
     hpml_augment augment;
     uint32_t     _end;
@@ -900,7 +894,7 @@ typedef struct hpml_batch {
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *d, const hpml_loader_desc *desc);
 HPML_API int64_t      hpml_loader_steps(const hpml_loader *l);                     /* batches per epoch and rank */
 HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);     /* next batch to come */
-HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out); /* false: error, or epoch done, the next comes */
+HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out); /* false: error, or the epoch is done */
 HPML_API void         hpml_loader_free(hpml_loader *l);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1020,9 +1014,11 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
      BF16    cols x bf16, rounded to nearest even
      ONEBIT  f32 low, f32 high, then ceil(cols / 32) x 4 bytes of bits: element i is bit i % 8 of byte i / 8, set for
              `high`; the unused last bits are 0
-     TWOBIT  ceil(cols / 16) x 4 bytes: element i is the bits 2 (i % 4) of byte i / 4: 3 for +threshold, 2 for -threshold,
-             0 for nothing (as MXNet does it: the threshold is yours to tune to the size of the gradients) */
-typedef enum hpml_codec_kind { HPML_CODEC_NONE = 0, HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT } hpml_codec_kind;
+     TWOBIT  ceil(cols / 16) x 4 bytes: element i is the bits 2 (i % 4) of byte i / 4: 3 for +threshold, 2 for
+             -threshold, 0 for nothing (as MXNet does it: tune the threshold to the size of the gradients) */
+typedef enum hpml_codec_kind {
+    HPML_CODEC_NONE = 0, HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT
+} hpml_codec_kind;
 
 #define HPML_CODEC_MIN_ELEMENTS 256
 
@@ -1033,7 +1029,7 @@ typedef struct hpml_codec_desc {
     hpml_codec_kind   kind;
     const hpml_codec *custom;           /* your own codec instead of `kind`; NULL: none */
     float             threshold;        /* TWOBIT: what is worth sending; 0: 0.5 */
-    int64_t           min_elements;     /* ONEBIT, TWOBIT: smaller tensors, and vectors, travel as NONE; 0: ..._MIN_ELEMENTS */
+    int64_t           min_elements;     /* ONEBIT, TWOBIT: smaller tensors, vectors travel as NONE; 0: ..._MIN_ELEMENTS */
     bool              compress_all;     /* vectors and small tensors too; what would grow still travels as NONE */
     bool              no_feedback;      /* nothing is carried: fine for BF16, a control that must fail for ONEBIT */
     bool              printed_residual; /* control that must fail: e <- g - decoded, as the paper prints it */
@@ -1574,16 +1570,20 @@ HPMLI_VFN void HPMLI_K(hpmli_st)(float *p, hv a, int64_t n)
 /* Range reduction and a polynomial, after Cody & Waite: exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 /
    2. Errors are below 2 units in the last place over the whole range; NaN stays NaN, exp underflows to 0. */
 
+/* Horner's rule for five coefficients, highest first; and four more on top of p. */
+#ifndef HV_POLY5
+#define HV_POLY5(op, x, a, b, c, d, e)    HV_POLY_ON(op, x, hv_set1(a), b, c, d, e)
+#define HV_POLY_ON(op, x, p, b, c, d, e)                                                                               \
+    op(op(op(op(p, x, hv_set1(b)), x, hv_set1(c)), x, hv_set1(d)), x, hv_set1(e))
+#endif
+
 HPMLI_VFN hv HPMLI_K(hpmli_exp)(hv x)
 {
     hv clamped = hv_max(hv_min(x, hv_set1(88.9f)), hv_set1(-104.0f));
     hv n       = hv_round(hv_mul(clamped, hv_set1(1.44269504088896341f)));
     hv r       = hv_fnma(n, hv_set1(-2.12194440e-4f), hv_fnma(n, hv_set1(0.693359375f), clamped));
-    hv p       = hv_set1(1.9875691500e-4f);
-    p = hv_fma(p, r, hv_set1(1.3981999507e-3f));
-    p = hv_fma(p, r, hv_set1(8.3334519073e-3f));
-    p = hv_fma(p, r, hv_set1(4.1665795894e-2f));
-    p = hv_fma(p, r, hv_set1(1.6666665459e-1f));
+    hv p       = HV_POLY5(hv_fma, r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+                          1.6666665459e-1f);
     p = hv_fma(p, r, hv_set1(5.0000001201e-1f));
     p = hv_add(hv_fma(p, hv_mul(r, r), r), hv_set1(1));
     hv low     = hv_round(hv_mul(n, hv_set1(0.5f))); /* 2^n in two factors: n reaches 128 and -150 */
@@ -1592,7 +1592,12 @@ HPMLI_VFN hv HPMLI_K(hpmli_exp)(hv x)
     return hv_eq(x, x, p, x);
 }
 
-/* log(2^e m) = e ln 2 + log m, m in [sqrt 1/2, sqrt 2). */
+/* log(2^e m) = e ln 2 + log m, m in [sqrt 1/2, sqrt 2): a polynomial in f = m - 1 of the Cephes library. */
+#ifndef HPMLI_LOG_POLY
+#define HPMLI_LOG_POLY(op, f)                                                                                          \
+    HV_POLY_ON(op, f, HV_POLY5(op, f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,        \
+               1.4249322787e-1f), -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f)
+#endif
 HPMLI_VFN hv HPMLI_K(hpmli_log)(hv x)
 {
     hv tiny = hv_set1(1.17549435e-38f), one = hv_set1(1);
@@ -1602,15 +1607,7 @@ HPMLI_VFN hv HPMLI_K(hpmli_log)(hv x)
     e = hv_gt(m, big, hv_add(e, one), e);
     f = hv_sub(hv_gt(m, big, hv_mul(m, hv_set1(0.5f)), m), one);
     z = hv_mul(f, f);
-    p = hv_set1(7.0376836292e-2f);
-    p = hv_fma(p, f, hv_set1(-1.1514610310e-1f));
-    p = hv_fma(p, f, hv_set1(1.1676998740e-1f));
-    p = hv_fma(p, f, hv_set1(-1.2420140846e-1f));
-    p = hv_fma(p, f, hv_set1(1.4249322787e-1f));
-    p = hv_fma(p, f, hv_set1(-1.6668057665e-1f));
-    p = hv_fma(p, f, hv_set1(2.0000714765e-1f));
-    p = hv_fma(p, f, hv_set1(-2.4999993993e-1f));
-    p = hv_fma(p, f, hv_set1(3.3333331174e-1f));
+    p = HPMLI_LOG_POLY(hv_fma, f);
     y = hv_mul(hv_mul(p, f), z);
     y = hv_fma(e, hv_set1(-2.12194440e-4f), y);
     y = hv_fma(z, hv_set1(-0.5f), y);
@@ -1628,11 +1625,9 @@ HPMLI_VFN hv HPMLI_K(hpmli_sigmoid)(hv x)
 /* tanh: a polynomial near zero, 1 - 2 / (exp(2|x|) + 1) elsewhere. */
 HPMLI_VFN hv HPMLI_K(hpmli_tanh)(hv x)
 {
-    hv a = hv_abs(x), z = hv_mul(x, x), p = hv_set1(-5.70498872745e-3f), far;
-    p = hv_fma(p, z, hv_set1(2.06390887954e-2f));
-    p = hv_fma(p, z, hv_set1(-5.37397155531e-2f));
-    p = hv_fma(p, z, hv_set1(1.33314422036e-1f));
-    p = hv_fma(p, z, hv_set1(-3.33332819422e-1f));
+    hv a = hv_abs(x), z = hv_mul(x, x), far;
+    hv p = HV_POLY5(hv_fma, z, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+                    -3.33332819422e-1f);
     p = hv_fma(hv_mul(p, z), x, x);
     far = hv_sub(hv_set1(1), hv_div(hv_set1(2), hv_add(HPMLI_K(hpmli_exp)(hv_add(a, a)), hv_set1(1))));
     far = hv_ge(x, hv_zero(), far, hv_neg(far));
@@ -1644,18 +1639,11 @@ HPMLI_VFN hv HPMLI_K(hpmli_erf)(hv x)
 {
     hv a = hv_abs(x), z = hv_mul(x, x), t, p, far, near_;
     t = hv_div(hv_set1(1), hv_fma(a, hv_set1(0.3275911f), hv_set1(1)));
-    p = hv_set1(1.061405429f);
-    p = hv_fma(p, t, hv_set1(-1.453152027f));
-    p = hv_fma(p, t, hv_set1(1.421413741f));
-    p = hv_fma(p, t, hv_set1(-0.284496736f));
-    p = hv_fma(p, t, hv_set1(0.254829592f));
+    p = HV_POLY5(hv_fma, t, 1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f);
     far = hv_fnma(hv_mul(p, t), HPMLI_K(hpmli_exp)(hv_neg(z)), hv_set1(1));
     far = hv_ge(x, hv_zero(), far, hv_neg(far));
-    p = hv_set1(-8.5483270e-4f); /* 2 / sqrt(pi) (-1)^k / (k! (2k + 1)) */
-    p = hv_fma(p, z, hv_set1(5.2239776e-3f));
-    p = hv_fma(p, z, hv_set1(-2.6866170e-2f));
-    p = hv_fma(p, z, hv_set1(1.1283792e-1f));
-    p = hv_fma(p, z, hv_set1(-3.7612639e-1f));
+    p = HV_POLY5(hv_fma, z, -8.5483270e-4f, 5.2239776e-3f, -2.6866170e-2f, 1.1283792e-1f,
+                 -3.7612639e-1f); /* 2 / sqrt(pi) (-1)^k / (k! (2k + 1)) */
     near_ = hv_mul(hv_fma(p, z, hv_set1(1.1283792f)), x);
     return hv_gt(hv_set1(0.5f), a, near_, far);
 }
@@ -1925,60 +1913,60 @@ HPMLI_VFN hv HPMLI_K(hpmli_moment)(float *state, hv g, float beta, int64_t c) /*
 HPMLI_VFN void HPMLI_K(hpmli_sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, int64_t c)
 {
     hv x = hv_ld(w, c), step;
-    g    = hv_fma(hv_set1(o->weight_decay), x, g);
+    g    = hv_fma(hv_set1(o->u.weight_decay), x, g);
     step = g;
     if (m) {
-        hv v = o->first ? g : hv_fma(hv_set1(o->momentum), hv_ld(m, c), g);
+        hv v = o->u.step == 1 ? g : hv_fma(hv_set1(o->u.momentum), hv_ld(m, c), g);
         hv_st(m, v, c);
-        step = o->nesterov ? hv_fma(hv_set1(o->momentum), v, g) : v;
+        step = o->u.nesterov ? hv_fma(hv_set1(o->u.momentum), v, g) : v;
     }
-    hv_st(w, hv_fnma(hv_set1(o->lr), step, x), c);
+    hv_st(w, hv_fnma(hv_set1(o->u.lr), step, x), c);
 }
 
 HPMLI_VFN void HPMLI_K(hpmli_adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, int64_t c)
 {
     hv x = hv_ld(w, c), s;
-    g = hv_fma(hv_set1(o->weight_decay), x, g);
+    g = hv_fma(hv_set1(o->u.weight_decay), x, g);
     s = hv_fma(g, g, hv_ld(v, c));
     hv_st(v, s, c);
-    hv_st(w, hv_fnma(hv_set1(o->lr), hv_div(g, hv_add(hv_sqrt(s), hv_set1(o->eps))), x), c);
+    hv_st(w, hv_fnma(hv_set1(o->u.lr), hv_div(g, hv_add(hv_sqrt(s), hv_set1(o->u.eps))), x), c);
 }
 
 HPMLI_VFN void HPMLI_K(hpmli_rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, int64_t c)
 {
     hv x = hv_ld(w, c), step;
-    g    = hv_fma(hv_set1(o->weight_decay), x, g);
-    step = HPMLI_K(hpmli_moment)(v, hv_mul(g, g), o->beta2, c);
-    step = hv_div(g, hv_add(hv_sqrt(step), hv_set1(o->eps)));
+    g    = hv_fma(hv_set1(o->u.weight_decay), x, g);
+    step = HPMLI_K(hpmli_moment)(v, hv_mul(g, g), o->u.beta2, c);
+    step = hv_div(g, hv_add(hv_sqrt(step), hv_set1(o->u.eps)));
     if (m) {
-        step = hv_fma(hv_set1(o->momentum), hv_ld(m, c), step);
+        step = hv_fma(hv_set1(o->u.momentum), hv_ld(m, c), step);
         hv_st(m, step, c);
     }
-    hv_st(w, hv_fnma(hv_set1(o->lr), step, x), c);
+    hv_st(w, hv_fnma(hv_set1(o->u.lr), step, x), c);
 }
 
 /* m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) */
 HPMLI_VFN hv HPMLI_K(hpmli_adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, int64_t c)
 {
-    hv mean   = hv_div(HPMLI_K(hpmli_moment)(m, g, o->beta1, c), hv_set1(o->correction1));
-    hv square = hv_div(HPMLI_K(hpmli_moment)(v, hv_mul(g, g), o->beta2, c), hv_set1(o->correction2));
-    return hv_div(mean, hv_add(hv_sqrt(square), hv_set1(o->eps)));
+    hv mean   = hv_div(HPMLI_K(hpmli_moment)(m, g, o->u.beta1, c), hv_set1(o->correction1));
+    hv square = hv_div(HPMLI_K(hpmli_moment)(v, hv_mul(g, g), o->u.beta2, c), hv_set1(o->correction2));
+    return hv_div(mean, hv_add(hv_sqrt(square), hv_set1(o->u.eps)));
 }
 
 /* LAMB writes its direction over the gradient's array, which is ours to spend. */
 HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const float *dw, float *m, float *v,
                                        int64_t n)
 {
-    hv scale = hv_set1(o->grad_scale), lr = hv_set1(o->lr), decay = hv_set1(o->weight_decay);
+    hv scale = hv_set1(o->u.grad_scale), lr = hv_set1(o->u.lr), decay = hv_set1(o->u.weight_decay);
     HV_LOOP(n) {
         hv g = hv_mul(hv_ld(dw + i, c), scale), x;
-        switch (o->opt) {
+        switch (o->u.opt) {
         case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_K(hpmli_sgd)(o, w + i, g, m ? m + i : NULL, c); break;
         case HPML_OPT_ADAGRAD: HPMLI_K(hpmli_adagrad)(o, w + i, g, v + i, c); break;
         case HPML_OPT_RMSPROP: HPMLI_K(hpmli_rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, c); break;
         case HPML_OPT_ADAM: case HPML_OPT_ADAMW:
             x = hv_ld(w + i, c);
-            if (o->opt == HPML_OPT_ADAM) g = hv_fma(decay, x, g);
+            if (o->u.opt == HPML_OPT_ADAM) g = hv_fma(decay, x, g);
             else x = hv_fnma(hv_mul(lr, decay), x, x);
             hv_st(w + i, hv_fnma(lr, HPMLI_K(hpmli_adam_direction)(o, g, m + i, v + i, c), x), c);
             break;
@@ -2777,22 +2765,15 @@ HPMLI_VFN void HPMLI_K(hpmli_chunk)(uint32_t *w, uint64_t seed, uint64_t stream,
 #endif
 }
 
-/* sqrt(-2 log u) for u in (0, 1]: u = 2^e m with m in [sqrt(1/2), sqrt(2)), log u = e log 2 + log m, and for log m the
-   polynomial in f = m - 1 of the Cephes library; log 2 is split in two so that e times the larger part is exact. */
+/* sqrt(-2 log u) for u in (0, 1]: u = 2^e m with m in [sqrt(1/2), sqrt(2)), log u = e log 2 + log m, for log m the
+   polynomial of hpmli_log; log 2 is split in two so that e times the larger part is exact. */
 HPMLI_VFN hv HPMLI_K(hpmli_radius)(hv u)
 {
     hv m = hv_mantissa(u), e = hv_exponent(u), root2 = hv_set1(1.41421356f), f, z, y;
     e = hv_gt(m, root2, hv_add(e, hv_set1(1)), e);
     f = hv_sub(hv_gt(m, root2, hv_mul(m, hv_set1(0.5f)), m), hv_set1(1));
     z = hv_mul(f, f);
-    y = hv_fused(hv_set1(7.0376836292e-2f), f, hv_set1(-1.1514610310e-1f));
-    y = hv_fused(y, f, hv_set1(1.1676998740e-1f));
-    y = hv_fused(y, f, hv_set1(-1.2420140846e-1f));
-    y = hv_fused(y, f, hv_set1(1.4249322787e-1f));
-    y = hv_fused(y, f, hv_set1(-1.6668057665e-1f));
-    y = hv_fused(y, f, hv_set1(2.0000714765e-1f));
-    y = hv_fused(y, f, hv_set1(-2.4999993993e-1f));
-    y = hv_fused(y, f, hv_set1(3.3333331174e-1f));
+    y = HPMLI_LOG_POLY(hv_fused, f);
     y = hv_fused(hv_mul(f, z), y, hv_mul(e, hv_set1(-2.12194440e-4f)));
     y = hv_add(hv_fused(z, hv_set1(-0.5f), y), f);
     y = hv_fused(e, hv_set1(0.693359375f), y);
@@ -3331,10 +3312,8 @@ typedef struct hpmli_gemm_part {
 
 /* What one optimizer step needs; see >>vupdate. */
 typedef struct hpmli_opt_args {
-    int   opt; /* hpml_opt */
-    float lr, momentum, beta1, beta2, eps, weight_decay, grad_scale;
-    float correction1, correction2; /* 1 - beta^step */
-    bool  nesterov, first;          /* first: step 1 */
+    hpml_update u;                         /* lr already scaled for LARS */
+    float       correction1, correction2;  /* 1 - beta^step */
 } hpmli_opt_args;
 
 #define HPMLI_MAP_ARGS    (float *y, const float *x, int64_t n)
@@ -3465,7 +3444,7 @@ typedef struct hpmli_conv_sum {
     X(void, max_pool_row, (float *y, int32_t *at, const float *x, int64_t width, int64_t n))
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>system   system headers, macros
+// >>dispatch   system headers, macros; the kernel table: one text, one copy for each instruction set
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* System headers stand here, once, before the kernel passes. */
@@ -3497,10 +3476,12 @@ typedef struct hpmli_conv_sum {
 #if defined(__GNUC__)
 #define HPMLI_FN     static __attribute__((unused))
 #define HPMLI_UNUSED __attribute__((unused))
+#define HPMLI_PRINTF(text, args) __attribute__((format(printf, text, args)))
 #define HPML_RESTRICT __restrict__
 #else
 #define HPMLI_FN static
 #define HPMLI_UNUSED
+#define HPMLI_PRINTF(text, args)
 #define HPML_RESTRICT
 #endif
 
@@ -3520,10 +3501,6 @@ typedef struct hpmli_conv_sum {
 #define HPML_ASSERT(condition) do { } while (0)
 #endif
 #endif
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>dispatch   the kernel table: one text, one copy for each instruction set
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* Every kernel chapter lists its kernels; together they make the table that a context points to. */
 #define HPMLI_KERNELS(X) \
@@ -3972,11 +3949,7 @@ HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const c
     }
 }
 
-HPMLI_FN hpml_status hpmli_fail_at(hpml_ctx *ctx, hpml_status status, int line, const char *format, ...)
-#if defined(__GNUC__)
-    __attribute__((format(printf, 4, 5)))
-#endif
-    ;
+HPMLI_PRINTF(4, 5)
 HPMLI_FN hpml_status hpmli_fail_at(hpml_ctx *ctx, hpml_status status, int line, const char *format, ...)
 {
     va_list args;
@@ -4066,8 +4039,7 @@ HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
 {
     size_t bytes;
     if (count < 0 || !hpmli_mul((size_t)count, size, &bytes))
-        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "%lld things of %zu bytes do not fit in memory", (long long)count,
-                          size);
+        return hpmli_null(ctx, HPML_ERR_OVERFLOW, "%lld things of %zu bytes do not fit", (long long)count, size);
     return hpmli_alloc_object(ctx, bytes, NULL);
 }
 
@@ -4330,8 +4302,7 @@ HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols)
 HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 {
     if (d->_begin || d->_end)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx desc: canary is not zero; zero the struct before you set "
-                           "fields");
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx desc: canary is not zero; zero the struct first");
     ctx->k = d->cpu ? hpmli_kernels_find(d->cpu) : hpmli_kernels_best();
     if (!ctx->k) {
         hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "ctx: this CPU or build has no \"%s\" kernels; leave .cpu NULL for the "
@@ -4411,7 +4382,7 @@ HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx)       { return ctx ? ct
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ctx->device : NULL; }
 // ---------------------------------------------------------------------------------------------------------------------
-// >>tensor   tensors and views
+// >>tensor   tensors and views, copies and conversions
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* By hpml_dtype: bytes of an element, our name, safetensors' name, numpy's (it has no bf16). */
@@ -4495,11 +4466,9 @@ HPMLI_FN void hpmli_set_shape(hpml_tensor *t, int ndim, const int64_t *shape)
 HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dtype dtype, int ndim,
                                        const int64_t *shape)
 {
-    hpml_tensor *t;
     if (hpmli_failed(ctx)) return NULL;
     if (ndim < 0 || ndim > HPML_MAX_DIMS || (ndim > 0 && !shape))
-        return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": %d dimensions, expected 0 to %d", name, ndim,
-                          HPML_MAX_DIMS);
+        return hpmli_null(ctx, HPML_ERR_SHAPE, "tensor \"%s\": %d dimensions, not 0 to %d", name, ndim, HPML_MAX_DIMS);
     if (hpml_dtype_size(dtype) == 0)
         return hpmli_null(ctx, HPML_ERR_DTYPE, "tensor \"%s\": unknown dtype %d", name, (int)dtype);
     for (int i = 0; i < ndim; i++)
@@ -4509,7 +4478,7 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
     if (hpmli_shape_count(ndim, shape) < 0)
         return hpmli_null(ctx, HPML_ERR_OVERFLOW, "tensor \"%s\": shape %s does not fit in memory", name,
                           hpmli_shape_text(ctx, ndim, shape));
-    t = hpmli_new(ctx, hpml_tensor, 1);
+    hpml_tensor *t = hpmli_new(ctx, hpml_tensor, 1);
     if (!t) return NULL;
     t->ctx   = ctx;
     t->name  = name;
@@ -4648,8 +4617,7 @@ HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
     hpml_tensor *v = hpmli_view(t);
     if (!v) return NULL;
     if (dim_a < 0 || dim_b < 0 || dim_a >= t->ndim || dim_b >= t->ndim) {
-        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "transpose of %s: there is no dimension %d or %d", hpmli_text(t), dim_a,
-                   dim_b);
+        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "transpose of %s: no dimension %d or %d", hpmli_text(t), dim_a, dim_b);
         hpmli_free(t->ctx, v);
         return NULL;
     }
@@ -4657,10 +4625,6 @@ HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
     v->shape[dim_b] = t->shape[dim_a], v->stride[dim_b] = t->stride[dim_a];
     return v;
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>convert   copies and conversions of storage types
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* Any pair of types goes through f32, in pieces that stay in the cache. I32 to I32 is copied: f32 holds 24 bits. */
 HPMLI_FN void hpmli_to_f32(const hpmli_kernels *k, float *y, hpml_dtype from, const void *x, int64_t n)
@@ -4705,7 +4669,7 @@ HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_
 {
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (!dst || !src || n < 0 || !hpml_dtype_size(to) || !hpml_dtype_size(from))
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "convert: needs two arrays, two dtypes and n >= 0, got n = %lld",
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "convert: needs two arrays, two dtypes, n >= 0; n is %lld",
                           (long long)n);
     hpmli_convert(ctx->k, to, dst, from, src, n);
     return HPML_OK;
@@ -4772,8 +4736,9 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
 #define HPMLI_NEEDS(name, what) HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return what; }
 #define HPMLI_OP(name, what, forward, backward)                                                                        \
     HPMLI_NEEDS(name, what)                                                                                            \
-    HPMLI_FN hpml_status hpmli_##name##_forward(const hpml_run *run, hpml_node *n) { forward; return HPML_OK; }        \
-    HPMLI_FN hpml_status hpmli_##name##_backward(const hpml_run *run, hpml_node *n) { backward; return HPML_OK; }
+    HPMLI_PASS(name##_forward) { forward; return HPML_OK; }                                                            \
+    HPMLI_PASS(name##_backward) { backward; return HPML_OK; }
+#define HPMLI_PASS(name) HPMLI_FN hpml_status hpmli_##name(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 
 /* The given name, or "<kind><number>". Owned by the context. */
 HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const char *kind)
@@ -4805,11 +4770,10 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
 HPMLI_FN hpml_tensor *hpmli_node_create_named(hpml_ctx *ctx, hpml_op op, const char *name, int src_count,
                                               hpml_tensor *const *src, int ndim, const int64_t *shape)
 {
-    hpml_node *n;
     if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
     if (!name) return NULL;
     hpml_tensor *out = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
-    n   = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
+    hpml_node   *n   = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
     if (!n) return NULL;
     n->op        = op;
     n->index     = ctx->node_count++;
@@ -4866,8 +4830,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
 {
     if (!name || hpmli_failed(ctx)) return NULL;
     if (hpml_param_find(ctx, name))
-        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give the layers different names",
-                          name);
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give layers other names", name);
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
     if (!t || !hpmli_grow(ctx, &ctx->params, ctx->param_count, &ctx->param_capacity, sizeof t)) return NULL;
     t->param = hpmli_new(ctx, hpml_param, 1);
@@ -5412,8 +5375,7 @@ HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
     if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT)
-        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": there is no function %d", x->name,
-                          (int)act);
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": no function %d", x->name, (int)act);
     hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_ACT, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.act.act = act, y->node->attr.act.slope = slope == 0 ? 0.01f : slope;
     return y;
@@ -5677,19 +5639,18 @@ HPMLI_SHAPES(hpml_reshape, hpml_tensor *, x, hpml_reshape(x, (int)ndim, shape))
 
 HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x) { return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL; }
 /* Inputs and parameters have memory of their own: their reshape is a copy. */
-HPMLI_FN void hpmli_reshape_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+HPMLI_FN void hpmli_reshape_copy(const hpml_node *n)
 {
     if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out));
 }
 
-HPMLI_FN void hpmli_reshape_back(const hpml_run *run, hpml_node *n)
+HPMLI_FN void hpmli_reshape_back(const hpmli_kernels *k, const hpml_node *n)
 {
-    float *dx = n->src[0]->grad;
-    if (dx && dx != n->out->grad)
-        run->ctx->k->vaxpby(dx, 1, n->out->grad, n->accumulate[0] ? 1.0f : 0.0f, hpml_tensor_count(n->out));
+    float *dx = n->src[0]->grad, *dy = n->out->grad;
+    if (dx && dx != dy) k->vaxpby(dx, 1, dy, n->accumulate[0] ? 1.0f : 0.0f, hpml_tensor_count(n->out));
 }
 
-HPMLI_OP(reshape, 0, hpmli_reshape_pass(run, n), hpmli_reshape_back(run, n))
+HPMLI_OP(reshape, 0, hpmli_reshape_copy(n), hpmli_reshape_back(run->ctx->k, n))
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
 {
@@ -5698,8 +5659,7 @@ HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
     if (!hpmli_recordable(1, &x)) return NULL;
     for (int i = 0; i < x->ndim; i++) {
         if (!dims || dims[i] < 0 || dims[i] >= x->ndim || (seen & 1u << dims[i]))
-            return hpmli_null(x->ctx, HPML_ERR_SHAPE, "permute of %s: dims must name each dimension once",
-                              hpmli_text(x));
+            return hpmli_null(x->ctx, HPML_ERR_SHAPE, "permute of %s: name each dimension once", hpmli_text(x));
         seen |= 1u << dims[i];
         shape[i] = x->shape[dims[i]];
     }
@@ -6120,7 +6080,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>conv-forward   forward pass of a convolution
+// >>conv-passes   a convolution forward and backward
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The channels [o, o + HPMLI_CONV_PANEL) of one group's weights, packed; lanes are outputs, or inputs for dx. */
@@ -6254,10 +6214,6 @@ HPMLI_FN void hpmli_conv_phase_taps(hpmli_conv *c, hpmli_conv_phase *p, int64_t 
         *runs = first_run + p->runs;
     }
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>conv-back   gradients of a convolution
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* The phases of dx. Pixel h of the image reads rows (h + padding) / stride - (tap's place) of dy. */
 HPMLI_FN void hpmli_conv_back_map(hpmli_conv *c)
@@ -6634,7 +6590,7 @@ HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI
          hpmli_bn_run(run, n, hpmli_bn_task), hpmli_bn_run(run, n, hpmli_bn_back_task))
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>softmax   softmax and log-softmax over the last dimension
+// >>norm   softmax, layernorm, rmsnorm: row by row
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* softmax(x)_i = exp(x_i - max) / sum_j exp(x_j - max). With y known, dx = y (dy - <dy, y>); for the logarithm dx = dy
@@ -6708,10 +6664,6 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_rows *r, int64_t row)
 
 HPMLI_OP(softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, n->out, hpmli_softmax_row),
          hpmli_rows_run(run, n, n->out, hpmli_softmax_back_row))
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>norm   layernorm and rmsnorm
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* xhat = (x - mean) rstd; y = xhat gamma + beta. With g = dy gamma:
        dx = rstd (g - mean(g) - xhat mean(g xhat)),  dgamma = sum over rows of dy xhat,  dbeta = sum over rows of dy.
@@ -6836,7 +6788,7 @@ HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
     if (!(p >= 0 && p < 1))
-        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": probability %g, expected 0 <= p < 1", x->name,
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": p is %g, expected 0 <= p < 1", x->name,
                           (double)p);
     hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_DROPOUT, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.dropout.p = p;
@@ -7364,7 +7316,7 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
 }
 
 /* squared: d^2. Huber: d^2 / 2 up to delta, then delta (|d| - delta / 2). delta 0: |d|. */
-HPMLI_FN void hpmli_huber_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+HPMLI_FN void hpmli_huber_pass(const hpml_node *n)
 {
     const float *x = n->src[0]->data, *t = n->src[1]->data;
     int64_t      count = hpml_tensor_count(n->src[0]);
@@ -7386,12 +7338,7 @@ HPMLI_FN float hpmli_huber_slope(const hpml_node *n, float x, float t)
     return d > delta ? delta : d < -delta ? -delta : d;
 }
 
-HPMLI_FN void hpmli_huber_back(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
-{
-    hpmli_loss_slopes(n, hpmli_huber_slope);
-}
-
-HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_huber_pass(run, n), hpmli_huber_back(run, n))
+HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_huber_pass(n), hpmli_loss_slopes(n, hpmli_huber_slope))
 // ---------------------------------------------------------------------------------------------------------------------
 // >>backend   the CPU backend: memory, the table of ops, optimizer steps
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7455,27 +7402,26 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, c
 
 typedef struct hpmli_update_job {
     const hpmli_kernels *k;
-    const hpml_update   *u;
     hpmli_opt_args       o;
 } hpmli_update_job;
 
 HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_update_job *j = (const hpmli_update_job *)arg;
-    const hpml_update      *u = j->u;
+    const hpml_update      *u = &j->o.u;
     int64_t                 i = task * HPMLI_GRAIN, n = u->n - i < HPMLI_GRAIN ? u->n - i : HPMLI_GRAIN;
     j->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
 }
 
 /* LARS: lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the paper's code. */
-HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, const hpml_update *u, hpmli_opt_args *o)
+HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
 {
     double w, g;
     hpmli_cpu_sumsq(NULL, ctx, u->w, u->n, &w);
     hpmli_cpu_sumsq(NULL, ctx, u->g, u->n, &g);
     w = sqrt(w);
     g = sqrt(g) * u->grad_scale + (double)u->weight_decay * w;
-    if (w > 0 && g > 0 && u->weight_decay > 0) o->lr *= (float)((double)u->trust * w / g);
+    if (w > 0 && g > 0 && u->weight_decay > 0) u->lr *= (float)((double)u->trust * w / g);
 }
 
 /* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r. */
@@ -7492,14 +7438,10 @@ HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, 
 {
     for (int i = 0; i < count; i++) {
         const hpml_update *u = &updates[i];
-        hpmli_update_job   j;
-        j.k = ctx->k, j.u = u;
-        j.o.opt = (int)u->opt, j.o.lr = u->lr, j.o.momentum = u->momentum, j.o.beta1 = u->beta1, j.o.beta2 = u->beta2;
-        j.o.eps = u->eps, j.o.weight_decay = u->weight_decay, j.o.grad_scale = u->grad_scale;
-        j.o.nesterov = u->nesterov, j.o.first = u->step == 1;
+        hpmli_update_job   j = { ctx->k, { *u, 0, 0 } };
         j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
         j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
-        if (u->opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, u, &j.o);
+        if (u->opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, &j.o.u);
         hpmli_parallel(ctx, (u->n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_update_task, &j);
         if (u->opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, u);
     }
@@ -7711,12 +7653,9 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses, const int *positi
 
 HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void **place)
 {
-    hpmli_slot *s = &g->slots[g->slot_count++];
-    s->bytes = (bytes + 63) / 64 * 64;
-    s->from  = from;
-    s->to    = to;
-    s->place = place;
-    g->memory.unshared += s->bytes;
+    hpmli_slot s = { (bytes + 63) / 64 * 64, 0, from, to, place };
+    g->slots[g->slot_count++] = s;
+    g->memory.unshared += s.bytes;
 }
 
 HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
@@ -7849,7 +7788,6 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
 HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
 {
     hpml_tensor *targets[HPML_MAX_SRC + 1];
-    hpml_graph  *g;
     int          count = 0;
     if (hpmli_failed(ctx)) return NULL;
     if (!d || d->output_count < 0 || d->output_count > HPML_MAX_SRC || (d->output_count == 0 && !d->loss) ||
@@ -7859,7 +7797,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
     for (int i = 0; i < d->output_count; i++) targets[count++] = d->outputs[i];
     if (d->loss) targets[count++] = d->loss;
     if (!hpmli_recordable(count, targets)) return NULL;
-    g = hpmli_new(ctx, hpml_graph, 1);
+    hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
     if (!g) return NULL;
     g->ctx          = ctx;
     g->loss         = d->loss;
@@ -7957,57 +7895,41 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     return status;
 }
 
-HPMLI_FN void hpmli_run_make(hpml_run *run, const hpml_graph *g, bool train, uint64_t step, float scale)
+HPMLI_FN hpml_run hpmli_run_of(const hpml_graph *g, bool train, uint64_t step, float scale)
 {
-    memset(run, 0, sizeof *run);
-    run->ctx        = g->ctx;
-    run->train      = train;
-    run->step       = step;
-    run->loss_scale = scale;
-    run->sample     = (uint64_t)g->first_sample;
+    hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample };
+    return run;
 }
 
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step)
 {
-    hpml_run run;
-    if (!g) return HPML_ERR_ARGUMENT;
     hpml_status status = hpml_graph_alloc(g);
     if (status != HPML_OK) return status;
-    hpmli_run_make(&run, g, train, step, 1);
-    g->train = train;
-    g->step  = step;
-    for (int i = 0; i < g->count; i++) {
-        status = hpmli_run_node(g, &run, i, false);
-        if (status != HPML_OK) return status;
-    }
+    hpml_run run = hpmli_run_of(g, train, step, 1);
+    g->train       = train;
+    g->step        = step;
     g->grads_ready = false;
-    return HPML_OK;
-}
-
-/* Adding to earlier gradients: those ops that would write a parameter's gradient first must add as well. */
-HPMLI_FN void hpmli_add_to_params(const hpml_graph *g HPMLI_UNUSED, hpml_node *n, bool accumulate, bool *before)
-{
-    for (int s = 0; s < n->src_count; s++) {
-        before[s] = n->accumulate[s];
-        if (accumulate && n->src[s] && hpmli_trainable(n->src[s])) n->accumulate[s] = true;
-    }
+    for (int i = 0; i < g->count && status == HPML_OK; i++) status = hpmli_run_node(g, &run, i, false);
+    return status;
 }
 
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate)
 {
-    hpml_run    run;
     hpml_status status = HPML_OK;
     if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     if (!g->loss || !g->arena || !g->loss->grad)
         return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
                           "forward pass before");
-    hpmli_run_make(&run, g, g->train, g->step, scale);
+    hpml_run run = hpmli_run_of(g, g->train, g->step, scale);
     g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
     for (int i = g->count - 1; i >= 0 && status == HPML_OK; i--) {
         hpml_node *n = g->nodes[i];
         bool       before[HPML_MAX_SRC];
         if (!n->out->needs_grad || !n->out->grad) continue;
-        hpmli_add_to_params(g, n, accumulate, before);
+        for (int s = 0; s < n->src_count; s++) { /* an op that would write a parameter's gradient first must add */
+            before[s] = n->accumulate[s];
+            if (accumulate && n->src[s] && hpmli_trainable(n->src[s])) n->accumulate[s] = true;
+        }
         status = hpmli_run_node(g, &run, i, true);
         memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
         for (int s = 0; g->grad && s < n->src_count && status == HPML_OK; s++)
@@ -8220,9 +8142,8 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_graph_desc gd = HPMLI_ZEROED;
-    hpml_trainer   *t;
     if (!hpmli_trainer_check(ctx, desc)) return NULL;
-    t = hpmli_new(ctx, hpml_trainer, 1);
+    hpml_trainer *t = hpmli_new(ctx, hpml_trainer, 1);
     if (!t) return NULL;
     t->ctx   = ctx;
     t->ranks = 1;
@@ -8500,47 +8421,39 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
     return status;
 }
 
-/* True when all n numbers on the device are finite. */
-HPMLI_FN bool hpmli_all_finite(hpml_ctx *ctx, const float *x, int64_t n)
+/* True, with an error that names the place, when one of the numbers x of tensor y is NaN or infinite. */
+HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y,
+                          const float *x)
 {
     double sum = 0;
-    ctx->backend->sumsq(ctx->device, ctx, x, n, &sum);
-    return sum - sum == 0;
+    if (x) t->ctx->backend->sumsq(t->ctx->device, t->ctx, x, hpml_tensor_count(y), &sum);
+    if (sum - sum == 0) return false;
+    hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
+               "the data, lower the learning rate (now %g) or set clip_norm", (long long)t->step, what, value, where,
+               y->name, (double)hpml_trainer_lr(t));
+    return true;
 }
 
 /* Finds and names the first layer with a NaN or infinity, by running forward once more and looking at each result. */
 HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, double value)
 {
-    hpml_ctx   *ctx = t->ctx;
-    hpml_graph *g   = t->graph;
-    hpml_run    run;
-    for (int i = 0; i < ctx->param_count; i++) {
-        const hpml_tensor *p = ctx->params[i];
-        if (p->data && !hpmli_all_finite(ctx, p->data, hpml_tensor_count(p)))
-            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: parameter \"%s\" holds a NaN or infinity; "
-                              "lower the learning rate (now %g) or set clip_norm", (long long)t->step, what, value,
-                              p->name, (double)hpml_trainer_lr(t));
-    }
+    hpml_ctx           *ctx = t->ctx;
+    hpml_graph         *g   = t->graph;
+    hpml_tensor *const *p   = ctx->params;
+    hpml_run            run = hpmli_run_of(g, true, g->step, 1);
+    for (int i = 0; i < ctx->param_count; i++)
+        if (hpmli_blame(t, what, value, "parameter", p[i], p[i]->data)) return ctx->status;
     for (int i = 0; i < g->leaf_count; i++)
         if (g->leaves[i]->dtype == HPML_DTYPE_F32 &&
-            !hpmli_all_finite(ctx, g->leaves[i]->data, hpml_tensor_count(g->leaves[i])))
-            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the data hold a NaN or infinity",
-                              (long long)t->step, what, value);
-    hpmli_run_make(&run, g, true, g->step, 1);
+            hpmli_blame(t, what, value, "the data of", g->leaves[i], g->leaves[i]->data))
+            return ctx->status;
     for (int i = 0; i < g->count; i++) {
         const hpml_tensor *y = g->nodes[i]->out;
         if (hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
-        if (!hpmli_all_finite(ctx, y->data, hpml_tensor_count(y)))
-            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity comes out of "
-                              "\"%s\"; lower the learning rate (now %g) or set clip_norm", (long long)t->step, what,
-                              value, y->name, (double)hpml_trainer_lr(t));
+        if (hpmli_blame(t, what, value, "the result of", y, y->data)) return ctx->status;
     }
-    for (int i = 0; i < ctx->param_count; i++) {
-        const hpml_tensor *p = ctx->params[i];
-        if (p->grad && !hpmli_all_finite(ctx, p->grad, hpml_tensor_count(p)))
-            return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the gradient of \"%s\" holds a NaN or "
-                              "infinity", (long long)t->step, what, value, p->name);
-    }
+    for (int i = 0; i < ctx->param_count; i++)
+        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad)) return ctx->status;
     return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step, what, value);
 }
 
@@ -8723,8 +8636,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
         if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) return t->ctx->status;
         hpmli_put(t, t->input, (const char *)x + i * each, n);
         for (int p = 0; p < g->count; p++) { /* everything but what leads to the loss alone */
-            hpml_run run;
-            hpmli_run_make(&run, g, false, 0, 1);
+            hpml_run run = hpmli_run_of(g, false, 0, 1);
             if (g->nodes[p]->out == t->loss) continue;
             if (hpmli_run_node(g, &run, p, false) != HPML_OK) return t->ctx->status;
         }
@@ -9748,9 +9660,9 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
     int64_t grain = d->grain > 0 ? d->grain : 1;
     int64_t most  = ((d->global_batch + grain - 1) / grain + d->ranks - 1) / d->ranks * grain;
     if (d->global_batch < 1 || d->grain < 0 || most > d->batch)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: a global batch of %lld in grains of %lld gives a rank of %d up to "
-                           "%lld samples, its batch holds %d", (long long)d->global_batch, (long long)d->grain, d->ranks,
-                           (long long)most, d->batch);
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: a global batch of %lld in grains of %lld gives a rank of "
+                           "%d up to %lld samples, its batch holds %d", (long long)d->global_batch, (long long)d->grain,
+                           d->ranks, (long long)most, d->batch);
     if (augment && (data->x_ndim < 2 || data->x_dtype == HPML_DTYPE_I32))
         return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: augmentation needs images (.., H, W), the samples have %d "
                            "dimensions", data->x_ndim);
@@ -9851,7 +9763,7 @@ HPML_API void hpml_loader_free(hpml_loader *l)
     for (int i = 0; i < 5; i++) hpmli_free(ctx, buffers[i]);
 }
 // ---------------------------------------------------------------------------------------------------------------------
-// >>json   a strict reader for the header of a safetensors file
+// >>safetensors   JSON headers; reading and writing safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Only what that header may hold: objects, arrays of numbers, strings (unescaped in place, in a copy of the text). */
@@ -9930,10 +9842,6 @@ HPMLI_FN int hpmli_json_numbers(hpmli_json *j, uint64_t *out, int room)
     }
     return n;
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>safetensors   reading and writing safetensors files
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* u64 length of the header, the header in JSON, the data. Entry: "name": {"dtype": "F32", "shape": [2, 3],
    "data_offsets": [0, 24]}, offsets from the end of the header; entries cover the data without holes or overlaps. */
@@ -10227,9 +10135,8 @@ HPMLI_FN bool hpmli_arrays_of_params(hpml_ctx *ctx, hpmli_arrays *a)
     a->s = hpmli_new(ctx, hpmli_state, ctx->param_count + 1);
     for (int i = 0; a->s && i < ctx->param_count; i++) {
         hpml_tensor *p = ctx->params[i];
-        a->s[i].name = p->name, a->s[i].device = p->data, a->s[i].count = hpml_tensor_count(p), a->s[i].ndim = p->ndim;
-        a->s[i].shape = p->shape;
-        a->count++;
+        hpmli_state  s = { p->name, p->data, hpml_tensor_count(p), p->ndim, p->shape };
+        a->s[a->count++] = s;
     }
     return a->s != NULL;
 }
@@ -10339,7 +10246,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     return ctx->status;
 }
 // ---------------------------------------------------------------------------------------------------------------------
-// >>trace   the timeline
+// >>trace   the timeline; where the time goes, and what a model is
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Spans go into a ring of fixed size; writing one is an atomic increment and five stores. The file is Chrome's trace
@@ -10422,10 +10329,6 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     return good ? HPML_OK : hpmli_fail(ctx, HPML_ERR_WRITE, "trace \"%s\": cannot write: %s", path, strerror(errno));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>profile   where the time goes, and what a model is
-// ---------------------------------------------------------------------------------------------------------------------
-
 /* Multiply-adds count 2. Backward of a product costs two products; only the one for the weights when the input needs no
    gradient. Everything that is not a product is counted as one operation for each element of its result. */
 
@@ -10500,11 +10403,14 @@ typedef struct hpmli_table {
     int    used;
 } hpmli_table;
 
-HPMLI_FN void hpmli_table_add(hpmli_table *t, const char *format, ...)
-#if defined(__GNUC__)
-    __attribute__((format(printf, 2, 3)))
-#endif
-    ;
+HPMLI_FN hpmli_table hpmli_table_of(char *buffer, size_t size)
+{
+    hpmli_table t = { buffer, size, 0 };
+    if (size > 0 && buffer) buffer[0] = 0;
+    return t;
+}
+
+HPMLI_PRINTF(2, 3)
 HPMLI_FN void hpmli_table_add(hpmli_table *t, const char *format, ...)
 {
     va_list args;
@@ -10517,10 +10423,8 @@ HPMLI_FN void hpmli_table_add(hpmli_table *t, const char *format, ...)
 
 HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
 {
-    hpmli_table t;
+    hpmli_table t     = hpmli_table_of(buffer, size);
     double     total = 0;
-    t.buffer = buffer, t.size = size, t.used = 0;
-    if (size > 0 && buffer) buffer[0] = 0;
     if (!g || !g->profile) return 0;
     for (int i = 0; i < g->count; i++) total += g->profile[i].forward_s + g->profile[i].backward_s;
     hpmli_table_add(&t, "%-16s %-14s %9s %9s %6s %9s %9s\n", "layer", "op", "fwd us", "bwd us", "share", "GFLOP/s",
@@ -10540,9 +10444,7 @@ HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
 
 HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
 {
-    hpmli_table t;
-    t.buffer = buffer, t.size = size, t.used = 0;
-    if (size > 0 && buffer) buffer[0] = 0;
+    hpmli_table t = hpmli_table_of(buffer, size);
     if (!g) return 0;
     hpmli_table_add(&t, "%-16s %-14s %-18s %12s %12s\n", "layer", "op", "output", "parameters", "MFLOP");
     for (int i = 0; i < g->count; i++) {
