@@ -1120,6 +1120,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
    and goes through the same instructions as the others: an element's result does not depend on where it stands. */
 
 #ifndef HPMLI_K
+#define HPMLI_WINS(a, b)  (!((a) <= (b)) && (b) == (b)) /* a maximum that keeps a NaN */
 #define HPMLI_CAT_(a, b)  a##b
 #define HPMLI_CAT(a, b)   HPMLI_CAT_(a, b)
 #define HPMLI_K(name)     HPMLI_CAT(name, HPMLI_SUFFIX)
@@ -3219,10 +3220,12 @@ HPMLI_KFN void HPMLI_K(hpmli_max_pool_row)(float *y, int32_t *at, const float *x
         const float *w = x + 2 * i;
         float        a = w[0], b = w[width];
         int64_t      ia = 2 * i, ib = 2 * i + width;
-        ia = w[1] > a ? ia + 1 : ia, a = w[1] > a ? w[1] : a;
-        ib = w[width + 1] > b ? ib + 1 : ib, b = w[width + 1] > b ? w[width + 1] : b;
-        at[i] = (int32_t)(b > a ? ib : ia);
-        y[i]  = b > a ? b : a;
+        bool         right = HPMLI_WINS(w[1], a), under = HPMLI_WINS(w[width + 1], b);
+        ia = right ? ia + 1 : ia, a = right ? w[1] : a;
+        ib = under ? ib + 1 : ib, b = under ? w[width + 1] : b;
+        bool low = HPMLI_WINS(b, a);
+        at[i] = (int32_t)(low ? ib : ia);
+        y[i]  = low ? b : a;
     }
 }
 
@@ -6415,7 +6418,7 @@ HPMLI_FN void hpmli_max_pool_task(void *arg, int64_t plane, int thread HPMLI_UNU
             best = r0 * j->W + c0;
             for (int64_t r = r0; r < r1; r++)
                 for (int64_t c = c0; c < c1; c++)
-                    if (x[r * j->W + c] > x[best]) best = r * j->W + c;
+                    if (HPMLI_WINS(x[r * j->W + c], x[best])) best = r * j->W + c;
             y[oh * j->OW + ow]  = x[best];
             at[oh * j->OW + ow] = (int32_t)best;
         }

@@ -2416,7 +2416,8 @@ HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes)
     double         cost[3], n = (double)bytes * c->beta;
     hpml_algorithm a = HPML_RING;
     if (c->per_node > 1 && c->per_node < c->size) return bytes > 65536 ? HPML_HIERARCHICAL : HPML_BUTTERFLY;
-    cost[0] = (down + fold) * (c->alpha + n);
+    double copy = c->agent ? 0 : (double)bytes * 1e-10; /* BUTTERFLY adds to what it sends, so it sends a copy */
+    cost[0] = (down + fold) * (c->alpha + n) + down * copy;
     cost[1] = (2 * down + fold) * c->alpha + (share + fold) * n;
     cost[2] = 2 * (p - 1) * c->alpha + share * n;
     for (int i = 0; i < 3; i++)
