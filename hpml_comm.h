@@ -213,6 +213,7 @@ typedef struct hpml_transport {
     hpml_status (*split)(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count, int color); /* collective */
     void (*close)(hpml_comm *c);
     hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int dtype, int op); /* optional: native */
+    size_t piece; /* AUTO sums large arrays in pieces of as many bytes, which stay in the caches; 0: whole */
     double alpha, beta; /* typical seconds a message, seconds a byte: what `auto` starts from */
 } hpml_transport;
 
@@ -498,9 +499,11 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
 #if defined(__GNUC__)
 #define HPMLC_FN static __attribute__((unused))
 #define HPMLC_UNUSED __attribute__((unused))
+#define HPMLC_RESTRICT __restrict__
 #else
 #define HPMLC_FN static
 #define HPMLC_UNUSED
+#define HPMLC_RESTRICT
 #endif
 
 #ifdef __cplusplus
@@ -1105,8 +1108,12 @@ HPMLC_FN void hpmlc_threads_abandon(hpml_comm *c, hpml_message *m)
     }
 }
 
+#ifndef HPMLC_CHUNK
+#define HPMLC_CHUNK ((size_t)1 << 20)
+#endif
 static const hpml_transport hpmlc_threads = { "threads", hpmlc_threads_start, hpmlc_threads_test, hpmlc_threads_block,
-                                              hpmlc_threads_abandon, hpmlc_threads_tell, hpmlc_threads_split, hpmlc_threads_close, NULL, 2e-6, 0.25e-9 };
+                                              hpmlc_threads_abandon, hpmlc_threads_tell, hpmlc_threads_split, hpmlc_threads_close, NULL,
+                                              HPMLC_CHUNK, 2e-6, 0.25e-9 };
 
 HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
@@ -1427,7 +1434,7 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
 }
 
 static const hpml_transport hpmlc_mpi_transport = { "mpi", hpmlc_mpi_start, hpmlc_mpi_test, hpmlc_mpi_block, hpmlc_mpi_abandon,
-                                                    hpmlc_mpi_tell, hpmlc_mpi_split, hpmlc_mpi_close, hpmlc_mpi_allreduce, 5e-6, 0.3e-9 };
+                                                    hpmlc_mpi_tell, hpmlc_mpi_split, hpmlc_mpi_close, hpmlc_mpi_allreduce, 0, 5e-6, 0.3e-9 };
 
 /* The number of ranks that the launcher says it has started; 0: it does not say. */
 HPMLC_FN int hpmlc_launched(void)
@@ -1700,7 +1707,7 @@ HPMLC_FN hpml_status hpmlc_clock_split(hpml_comm *c, hpml_comm *part, const int3
 HPMLC_FN void hpmlc_clock_abandon(hpml_comm *c HPMLC_UNUSED, hpml_message *m) { m->done = true; } /* sends are copies */
 
 static const hpml_transport hpmlc_clock = { "clock", hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_clock_abandon,
-                                            hpmlc_threads_tell, hpmlc_clock_split, hpmlc_clock_close, NULL, 2e-6, 0.25e-9 };
+                                            hpmlc_threads_tell, hpmlc_clock_split, hpmlc_clock_close, NULL, 0, 2e-6, 0.25e-9 };
 
 HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
@@ -1776,7 +1783,7 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d);
 #endif
 
 /* One rank alone: nothing is ever sent. */
-static const hpml_transport hpmlc_self = { "self", NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 1e-7, 1e-10 };
+static const hpml_transport hpmlc_self = { "self", NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 1e-7, 1e-10 };
 
 HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
 {
@@ -2114,21 +2121,22 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
 // >>sums   adding up elements
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* into[i] = into[i] + from[i], or the larger. Blocks of 16 with a fixed count let any compiler use vectors at -O2. */
+/* into[i] = into[i] + from[i], or the larger. Blocks of 16 with a fixed count, and no overlap, let any compiler use vectors
+   at -O2. */
 #define HPMLC_REDUCE(name, type, wide, read, write, expression)                                                        \
-    HPMLC_FN void hpmlc_##name(void *into, const void *from, size_t bytes)                                             \
+    HPMLC_FN void hpmlc_##name(void *HPMLC_RESTRICT into, const void *HPMLC_RESTRICT from, size_t bytes)               \
     {                                                                                                                  \
         type       *x = (type *)into;                                                                                  \
         const type *y = (const type *)from;                                                                            \
-        size_t      n = bytes / sizeof(type), i = 0;                                                                   \
-        for (; i + 16 <= n; i += 16)                                                                                   \
-            for (size_t j = i; j < i + 16; j++) {                                                                      \
+        size_t      n = bytes / sizeof(type);                                                                          \
+        for (; n >= 16; n -= 16, x += 16, y += 16)                                                                     \
+            for (int j = 0; j < 16; j++) {                                                                             \
                 wide a = read(x[j]), b = read(y[j]);                                                                   \
                 x[j]   = write(expression);                                                                            \
             }                                                                                                          \
-        for (; i < n; i++) {                                                                                           \
-            wide a = read(x[i]), b = read(y[i]);                                                                       \
-            x[i]   = write(expression);                                                                                \
+        for (size_t j = 0; j < n; j++) {                                                                               \
+            wide a = read(x[j]), b = read(y[j]);                                                                       \
+            x[j]   = write(expression);                                                                                \
         }                                                                                                              \
     }
 
@@ -2439,14 +2447,20 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     int tag = hpmlc_enter(c, "allreduce", n, d.element, d.reduce, d.algorithm);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     double start = hpml_comm_now(c);
+    int64_t piece = d.algorithm == HPML_AUTO && c->t->piece > 0 ? (int64_t)(c->t->piece / hpml_element_size(d.element)) : 0;
     if (d.algorithm == HPML_AUTO) d.algorithm = hpml_comm_choose(c, n * (int64_t)hpml_element_size(d.element));
     if (d.algorithm == HPML_NATIVE) {
         if (!c->t->allreduce)
             return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce: transport %s has no native one; choose another algorithm", c->t->name);
         status = c->t->allreduce(c, data, n, d.element, d.reduce);
     } else {
-        hpmlc_plan_make(&plan, d.algorithm, c->size, c->per_node, c->spread, c->rank, n);
-        status = hpmlc_run(c, &plan, (char *)data, d.element, reduce, tag);
+        int64_t at = 0, step = piece > 0 && piece < n ? piece : n;
+        do {
+            int64_t count = n - at < step ? n - at : step;
+            hpmlc_plan_make(&plan, d.algorithm, c->size, c->per_node, c->spread, c->rank, count);
+            status = hpmlc_run(c, &plan, (char *)data + (size_t)at * hpml_element_size(d.element), d.element, reduce, tag);
+            at += count;
+        } while (at < n && status == HPML_OK);
     }
     if (status == HPML_OK && d.reduce == HPML_MEAN) hpmlc_divide(data, n, d.element, c->size);
     return hpmlc_leave(c, start, status);
@@ -4100,10 +4114,12 @@ typedef struct hpmlc_sim_letter { /* has been sent to a rank that waits for some
 typedef enum hpmlc_sim_kind { HPMLC_SIM_ALLREDUCE, HPMLC_SIM_ALL_TO_ALL, HPMLC_SIM_ALLGATHER } hpmlc_sim_kind;
 
 typedef struct hpmlc_sim {
-    int               p, nodes, per_node; /* per_node: 0 where nodes differ */
-    bool              spread, plain;      /* plain: no short cuts; for tests */
+    hpml_comm         layout;             /* what a communicator knows of them */
+    int               p, nodes, per_node; /* per_node: 0 where nodes are not all alike */
+    bool              spread, mixed;      /* mixed: neighbours in a ring are on different nodes, several on each */
+    bool              plain;              /* no short cuts; for tests */
     double            latency[2], rate[2]; /* inside, between: seconds, seconds a byte */
-    int              *node;               /* (p) */
+    int32_t          *node;               /* (p) */
     double           *clock;              /* (p) */
     double           *out, *in;           /* (p + nodes) when cards are free: of ranks inside their node, of nodes */
     int64_t          *bytes, *messages;   /* (p) sent */
@@ -4130,6 +4146,17 @@ HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
     free(s->letter);
 }
 
+HPMLC_FN void hpmlc_sim_layout(hpmlc_sim *s)
+{
+    hpml_comm *c = &s->layout;
+    int        far = s->nodes > 1;
+    c->size  = s->p, c->node = s->node;
+    c->alpha = s->latency[far] > 0 ? s->latency[far] : 2e-6, c->beta = s->rate[far] > 0 ? s->rate[far] : 0.25e-9;
+    hpmlc_comm_layout(c);
+    s->spread   = c->spread;
+    s->per_node = c->per_node > 0 && s->p % c->per_node == 0 ? c->per_node : 0;
+}
+
 HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
 {
     size_t n = (size_t)p;
@@ -4137,13 +4164,12 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     memset(s, 0, sizeof *s);
     s->p           = p;
     s->nodes       = (p + m - 1) / m;
-    s->spread      = net->spread && s->nodes > 1 && s->nodes < p;
-    s->per_node    = p % s->nodes == 0 && (s->spread || p / s->nodes == m) ? p / s->nodes : 0;
+    s->mixed       = net->spread && s->nodes > 1 && s->nodes < p;
     s->latency[0]  = net->inside.latency, s->latency[1] = net->between.latency;
     s->rate[0]     = net->inside.bandwidth > 0 ? 1 / net->inside.bandwidth : 0;
     s->rate[1]     = net->between.bandwidth > 0 ? 1 / net->between.bandwidth : 0;
     s->free_letter = -1;
-    s->node        = (int *)calloc(n, sizeof(int));
+    s->node        = (int32_t *)calloc(n, sizeof(int32_t));
     s->clock       = (double *)calloc(n, sizeof(double));
     s->out         = (double *)calloc(n + (size_t)s->nodes, sizeof(double));
     s->in          = (double *)calloc(n + (size_t)s->nodes, sizeof(double));
@@ -4160,6 +4186,7 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->failed = !s->node || !s->clock || !s->out || !s->in || !s->bytes || !s->messages || !s->work || !s->plan ||
                 !s->phase || !s->round || !s->want || !s->first || !s->last || !s->queue;
     for (int r = 0; !s->failed && r < p; r++) s->node[r] = net->spread ? r % s->nodes : r / m;
+    if (!s->failed) hpmlc_sim_layout(s);
     return !s->failed;
 }
 
@@ -4324,7 +4351,7 @@ HPMLC_FN bool hpmlc_sim_differ(const double *x, int i, int j) { return x[i] < x[
    longest may stand for all (the time is an upper bound then). free_at: (p) when the link from i to i + 1 is free. */
 HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_at)
 {
-    int q = s->nodes == 1 || s->nodes == s->p ? 1 : s->per_node > 0 && !s->spread ? s->per_node : s->p;
+    int q = s->nodes == 1 || s->nodes == s->p ? 1 : s->per_node > 0 && !s->mixed ? s->per_node : s->p;
     if (n % s->p != 0 && s->p <= 256) return s->p;
     for (int i = q; i < s->p; i++)
         if (hpmlc_sim_differ(s->clock, i, i % q) || hpmlc_sim_differ(free_at, i, i % q)) return s->p;
@@ -4436,15 +4463,15 @@ HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a
     for (int r = 0; r < p && kind != HPMLC_SIM_ALL_TO_ALL; r++) {
         all.me           = r;
         s->plan[r].count = 0;
-        if (kind == HPMLC_SIM_ALLREDUCE) hpmlc_plan_make(&s->plan[r], a, p, s->per_node, s->spread, r, n);
+        if (kind == HPMLC_SIM_ALLREDUCE) hpmlc_plan_make(&s->plan[r], a, p, s->layout.per_node, s->spread, r, n);
         else hpmlc_plan_add(&s->plan[r], HPMLC_RING_GATHER, all, 0, n);
     }
     const hpmlc_phase *f = &s->plan[0].phase[0];
     bool ring = f->team.size == p && (f->kind == HPMLC_RING_SCATTER || f->kind == HPMLC_RING_GATHER);
     if (s->plain) hpmlc_sim_queue(s);
     else if (kind == HPMLC_SIM_ALL_TO_ALL && hpmlc_sim_alike(s)) hpmlc_sim_all_to_all(s);
-    else if (kind == HPMLC_SIM_ALLREDUCE && ring && !s->spread) hpmlc_sim_ring(s, 2 * (p - 1));
-    else if (kind == HPMLC_SIM_ALLGATHER && !s->spread) hpmlc_sim_ring(s, p - 1);
+    else if (kind == HPMLC_SIM_ALLREDUCE && ring && !s->mixed) hpmlc_sim_ring(s, 2 * (p - 1));
+    else if (kind == HPMLC_SIM_ALLGATHER && !s->mixed) hpmlc_sim_ring(s, p - 1);
     else hpmlc_sim_queue(s);
     return !s->failed;
 }
@@ -4530,16 +4557,9 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_si
     return HPML_OK;
 }
 
-/* What hpml_allreduce takes for AUTO: asks hpml_comm_choose as a communicator that does not know more than the desc. */
 HPMLC_FN hpml_algorithm hpmlc_sim_choose(const hpmlc_sim *s, hpml_algorithm a, int64_t bytes)
 {
-    hpml_comm c;
-    int       far = s->nodes > 1;
-    if (a != HPML_AUTO) return a;
-    memset(&c, 0, sizeof c);
-    c.size  = s->p, c.per_node = s->per_node;
-    c.alpha = s->latency[far] > 0 ? s->latency[far] : 2e-6, c.beta = s->rate[far] > 0 ? s->rate[far] : 0.25e-9;
-    return hpml_comm_choose(&c, bytes);
+    return a == HPML_AUTO ? hpml_comm_choose(&s->layout, bytes) : a;
 }
 
 /* Exchanges one bucket, which rank r has at time ready * slow[r]. False: out of memory. */

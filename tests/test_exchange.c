@@ -1,0 +1,221 @@
+/* Gradients added up in fewer bytes: nothing is lost, everybody gets the same bits, and controls that must fail do. */
+#define HPML_IMPLEMENTATION
+#include "../hpml_comm.h"
+#include "test.h"
+
+enum { ROWS = 40, COLS = 100, STEPS = 1000 };
+
+typedef struct trial {
+    hpml_exchange_desc d;
+    int                steps;
+    double             drift;  /* |sum of what was applied + residuals - sum of gradients| / |sum of gradients| */
+    bool               same;   /* all ranks had the same bits after every step */
+    int64_t            bytes, sent;
+    hpml_status        status[16];
+    int                poison; /* step at which rank 1 has a NaN; 0: never */
+    char               text[256];
+} trial;
+
+static void draw(float *g, int rank, int step)
+{
+    hpml_rng r = { .seed = 11, .stream = (uint64_t)(step * 64 + rank) };
+    hpml_rng_fill_normal(&r, g, ROWS * COLS);
+    for (int i = 0; i < ROWS * COLS; i++) g[i] = 0.3f * g[i] + 0.05f; /* a mean, so that lost sums show */
+}
+
+static uint64_t bits_of(const float *x, int n)
+{
+    uint64_t h = 1469598103934665603u;
+    for (int i = 0; i < n; i++) {
+        uint32_t u;
+        memcpy(&u, &x[i], 4);
+        h = (h ^ u) * 1099511628211u;
+    }
+    return h;
+}
+
+static hpml_status telescope(hpml_comm *c, void *user)
+{
+    trial  *t = (trial *)user;
+    int     p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    float  *g = (float *)malloc(sizeof(float) * ROWS * COLS), bias[7] = { 0 };
+    double *sum = (double *)calloc(2 * ROWS * COLS, sizeof *sum), *want = sum + ROWS * COLS;
+    hpml_gradient tensors[2] = { { "w", g, ROWS, COLS }, { "b", bias, 1, 7 } };
+    hpml_exchange_desc d = t->d;
+    d.count = 2, d.tensors = tensors;
+    hpml_exchange *x = hpml_exchange_create(c, &d);
+    hpml_status    status = x ? HPML_OK : hpml_ctx_status(hpml_comm_ctx(c));
+    hpml_counters  sent;
+    hpml_comm_counters_reset(c);
+    for (int s = 1; s <= t->steps && x && status == HPML_OK; s++) {
+        draw(g, rank, s);
+        if (s == t->poison && rank == 1) g[5] = (float)NAN;
+        for (int i = 0; i < 7; i++) bias[i] = (float)(rank + i);
+        for (int i = 0; i < ROWS * COLS; i++) want[i] += (double)g[i];
+        status = hpml_exchange_run(x);
+        if (t->status[rank] == HPML_OK) t->status[rank] = status;
+        if (status == HPML_ERR_NONFINITE) status = HPML_OK;
+        for (int i = 0; i < ROWS * COLS; i++) sum[i] += (double)g[i] / (rank == 0 ? 1 : 1e300); /* rank 0 counts what was applied */
+        int64_t hash[2] = { (int64_t)(bits_of(g, ROWS * COLS) >> 2), 0 };
+        hash[1] = -hash[0];
+        if (s % 100 == 0) {
+            hpml_allreduce(c, hash, 2, &(hpml_allreduce_desc){ .reduce = HPML_MAX, .element = HPML_ELEMENT_I64 });
+            if (rank == 0 && hash[0] != -hash[1]) t->same = false;
+            for (int i = 0; i < 7 && rank == 0; i++)
+                if (bias[i] != (float)(p * (p - 1) / 2 + p * i)) t->same = false;
+        }
+    }
+    hpml_comm_counters(c, &sent);
+    if (rank == 0 && x) t->bytes = hpml_exchange_bytes(x), t->sent = sent.bytes;
+    if (x && status == HPML_OK) { /* sum over ranks of (gradients - residuals) - applied */
+        int64_t row = 0, rows = 0, n = 0;
+        float  *e = hpml_exchange_residual(x, 0, &n), *stripe = hpml_exchange_stripe(x, 0, &row, &rows);
+        for (int i = 0; i < ROWS * COLS; i++) {
+            double own = rank == 0 ? sum[i] : 0;
+            if (e && n) own += (double)e[i];
+            if (stripe && i >= row * COLS && i < (row + rows) * COLS) own += (double)stripe[i - row * COLS];
+            sum[i] = own;
+        }
+        hpml_allreduce(c, sum, 2 * ROWS * COLS, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_F64 });
+        double a = 0, b = 0;
+        for (int i = 0; i < ROWS * COLS; i++) a += (sum[i] - want[i]) * (sum[i] - want[i]), b += want[i] * want[i];
+        if (rank == 0) t->drift = sqrt(a / b);
+    }
+    free(g);
+    free(sum);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+static trial run(hpml_exchange_desc d, int ranks, int steps, int poison)
+{
+    trial t = { .d = d, .steps = steps, .same = true, .drift = -1, .poison = poison };
+    hpml_launch(&(hpml_launch_desc){ .ranks = ranks, .ctx.threads = 1 }, telescope, &t, t.text, sizeof t.text);
+    return t;
+}
+
+TEST(one_bit_loses_nothing)
+{
+    for (int p = 1; p <= 5; p++) {
+        trial t = run((hpml_exchange_desc){ .codec.kind = HPML_CODEC_ONEBIT }, p, STEPS, 0);
+        if (!(t.drift < 1e-6)) printf("%d ranks: %g %s\n", p, t.drift, t.text);
+        ENSURE(t.drift >= 0 && t.drift < 1e-6 && t.same);
+    }
+}
+
+TEST(controls_that_must_fail)
+{
+    trial none = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_ONEBIT, .no_feedback = true } }, 4, STEPS, 0);
+    trial printed = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_ONEBIT, .printed_residual = true } }, 4, STEPS, 0);
+    printf("    drift without feedback %.3f, with the residual as printed %.3f\n", none.drift, printed.drift);
+    ENSURE(none.drift > 0.01 && printed.drift > 0.01);
+}
+
+TEST(other_codecs_lose_nothing)
+{
+    trial bf16 = run((hpml_exchange_desc){ .codec.kind = HPML_CODEC_BF16 }, 4, 200, 0);
+    trial two  = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_TWOBIT, .threshold = 0.5f } }, 4, STEPS, 0);
+    trial top  = run((hpml_exchange_desc){ .method = HPML_METHOD_TOPK, .ratio = 0.05f }, 4, 200, 0);
+    trial low  = run((hpml_exchange_desc){ .method = HPML_METHOD_LOWRANK, .lowrank = 2 }, 4, 200, 0);
+    trial sum  = run((hpml_exchange_desc){ .method = HPML_METHOD_LOWRANK, .lowrank = 2, .reduce = HPML_SUM }, 1, 50, 0);
+    ENSURE(bf16.drift >= 0 && bf16.drift < 1e-6 && bf16.same);
+    ENSURE(two.drift >= 0 && two.drift < 1e-6 && two.same);
+    ENSURE(top.drift >= 0 && top.drift < 1e-5 && top.same);
+    ENSURE(low.same && low.drift >= 0 && low.drift < 1e-4);
+    ENSURE(sum.drift >= 0 && sum.drift < 1e-4);
+}
+
+/* All bits of the 1-bit path: the plain sum, bit for bit. */
+typedef struct pair { float a[ROWS * COLS], b[ROWS * COLS]; } pair;
+
+static hpml_status both_ways(hpml_comm *c, void *user)
+{
+    pair *out = (pair *)user, mine;
+    draw(mine.a, hpml_comm_rank(c), 1);
+    memcpy(mine.b, mine.a, sizeof mine.a);
+    hpml_gradient g = { "w", mine.a, ROWS, COLS };
+    hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &g, .codec = { .kind = HPML_CODEC_ONEBIT, .all_bits = true } });
+    hpml_exchange_run(x);
+    hpml_allreduce(c, mine.b, ROWS * COLS, NULL);
+    if (hpml_comm_rank(c) == 0) *out = mine;
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(all_bits_equal_the_plain_sum)
+{
+    static pair p;
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 3 }, both_ways, &p, NULL, 0) == HPML_OK);
+    ENSURE(memcmp(p.a, p.b, sizeof p.a) == 0);
+}
+
+/* 40 stripes' rows of 100: 8 + 16 bytes each. Twice (p - 1) / p of them, a word a message, and the bias by a plain sum. */
+TEST(bytes_are_what_the_formula_says)
+{
+    trial t = run((hpml_exchange_desc){ .codec.kind = HPML_CODEC_ONEBIT }, 4, 10, 0);
+    int64_t packed = ROWS * (8 + 4 * ((COLS + 31) / 32)), expected = 2 * packed * 3 / 4 + 2 * 3 * 8;
+    ENSURE(t.bytes == expected + 8 * (7 - 1));
+    ENSURE(t.sent >= 10 * expected && t.sent <= 10 * (expected + 4 * 7 * 3));
+}
+
+TEST(a_nan_is_heard_on_all_ranks)
+{
+    for (int m = 0; m < 3; m++) {
+        trial t = run((hpml_exchange_desc){ .codec.kind = HPML_CODEC_ONEBIT, .method = (hpml_method)m }, 3, 20, 7);
+        for (int r = 0; r < 3; r++) ENSURE(t.status[r] == HPML_ERR_NONFINITE);
+        ENSURE(t.text[0] == 0 && t.same);
+    }
+}
+
+static hpml_status differs(hpml_comm *c, void *user)
+{
+    float         x[64] = { 0 };
+    hpml_gradient g = { "w", x, hpml_comm_rank(c) == 1 ? 4 : 8, 8 };
+    (void)user;
+    hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &g });
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+static hpml_status nothing(hpml_comm *c, void *user)
+{
+    (void)user;
+    hpml_gradient g = { "w", NULL, 8, 8 };
+    hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &g });
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(bad_input)
+{
+    char text[512];
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 3 }, differs, NULL, text, sizeof text) == HPML_ERR_SHAPE);
+    ENSURE(strstr(text, "different tensors"));
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2 }, nothing, NULL, text, sizeof text) == HPML_ERR_SHAPE);
+    ENSURE(strstr(text, "without data"));
+}
+
+/* Adagrad on the sum, inside the stripe, as the paper places it. */
+static void scale_down(void *user, int tensor, int64_t row, int64_t rows, float *sum)
+{
+    (void)tensor;
+    for (int64_t i = 0; i < rows * COLS; i++) sum[i] *= 0.5f;
+    ((int64_t *)user)[row] += rows;
+}
+
+static hpml_status in_stripe(hpml_comm *c, void *user)
+{
+    static int64_t seen[4][ROWS];
+    float         *x = (float *)malloc(sizeof(float) * ROWS * COLS);
+    hpml_gradient  g = { "w", x, ROWS, COLS };
+    for (int i = 0; i < ROWS * COLS; i++) x[i] = 3; /* equal values are exact */
+    hpml_exchange *e = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &g, .codec.kind = HPML_CODEC_ONEBIT,
+                                                .reduce = HPML_MEAN, .in_stripe = scale_down, .user = seen[hpml_comm_rank(c)] });
+    hpml_exchange_run(e);
+    for (int i = 0; i < ROWS * COLS; i++) *(bool *)user = *(bool *)user && x[i] == 1.5f;
+    free(x);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(work_inside_the_stripe)
+{
+    bool right = true;
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 4 }, in_stripe, &right, NULL, 0) == HPML_OK);
+    ENSURE(right);
+}
