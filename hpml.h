@@ -1082,7 +1082,6 @@ typedef struct hpml_residual {
 } hpml_residual;
 HPML_API void hpml_residual_reset(hpml_residual *r); /* e = 0: after a jump (weights loaded, another loss) */
 
-
 #ifdef __cplusplus
 } /* extern "C" */
 
@@ -3811,6 +3810,7 @@ HPML_API void hpml_residual_reset(hpml_residual *r)
 {
     if (r && r->e) memset(r->e, 0, (size_t)(r->rows * r->packing.cols) * sizeof *r->e);
 }
+
 /* Kernels by name, NULL when this CPU cannot run them. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 {
@@ -5597,6 +5597,7 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
 HPMLI_SHAPES(hpml_reshape, hpml_tensor *, x, hpml_reshape(x, (int)ndim, shape))
 
 HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x) { return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL; }
+
 /* Inputs and parameters have memory of their own: their reshape is a copy. */
 HPMLI_FN void hpmli_reshape_copy(const hpml_node *n)
 {
