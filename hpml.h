@@ -790,7 +790,8 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
 /* Which part of each global batch fit reads, and the global batch for the learning-rate rule: see hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
-/* Names an array that checkpoints shall hold (residuals, strategy state). It must outlive the trainer. */
+/* Names an array that checkpoints shall hold (residuals, strategy state), or another one for that name; values NULL: none
+   any more. It must live as long as it is named. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates so far */
 HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* of the next update */
@@ -2052,13 +2053,14 @@ HPMLI_KFN void HPMLI_K(hpmli_f32_to_u8)(uint8_t *y, const float *x, int64_t n)
 #endif
 
 #ifndef HPMLI_TILE_ROW
-/* Where a tile goes. Written or added to; full vectors only. */
+/* Where a tile goes. Written or added to. */
 typedef struct hpmli_tile_out {
     float  *c;
     int64_t ldc;
     int     add;
-    int64_t n;      /* columns of B that are there, and ... */
-    float  *packed; /* ... where the first tile of a panel of B packs it on the way */
+    int64_t fetch;  /* so many rows of it are worth a prefetch */
+    int64_t n;      /* columns that are there, and ... */
+    float  *packed; /* ... NULL, or where the first tile of a panel of B packs it on the way */
 } hpmli_tile_out;
 
 /* What else is done to C. */
@@ -2085,13 +2087,16 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
     }
 #define HPMLI_TILE_STORE(r)                                                                                            \
     if (mr > r) {                                                                                                      \
-        hv_store(c + r * ldc, s##r);                                                                                   \
-        if (nv > 1) hv_store(c + r * ldc + HV_W, t##r);                                                                \
+        HPMLI_K(hpmli_tile_put)(part, c, s##r, n0);                                                                    \
+        if (nv > 1) HPMLI_K(hpmli_tile_put)(part, c + HV_W, t##r, n1);                                                 \
+        c += ldc;                                                                                                      \
     }
 #define HPMLI_TILE_ADD(r)                                                                                              \
     if (mr > r) {                                                                                                      \
-        hv_store(c + r * ldc, hv_add(hv_load(c + r * ldc), s##r));                                                     \
-        if (nv > 1) hv_store(c + r * ldc + HV_W, hv_add(hv_load(c + r * ldc + HV_W), t##r));                           \
+        HPMLI_K(hpmli_tile_put)(part, c, hv_add(HPMLI_K(hpmli_tile_get)(part, c, n0), s##r), n0);                      \
+        if (nv > 1)                                                                                                    \
+            HPMLI_K(hpmli_tile_put)(part, c + HV_W, hv_add(HPMLI_K(hpmli_tile_get)(part, c + HV_W, n1), t##r), n1);    \
+        c += ldc;                                                                                                      \
     }
 #if defined(__GNUC__)
 #define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1)
@@ -2100,22 +2105,39 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 #endif
 #endif
 
-/* first: B is not packed yet: n may be partial, and what is read goes into o->packed. */
-HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int first, HPMLI_TILE_ARGS)
+/* A vector, or part of one. */
+HPMLI_VFN hv HPMLI_K(hpmli_tile_get)(const int part, const float *p, int64_t n)
+{
+    return part ? hv_load_n(p, n) : hv_load(p);
+}
+HPMLI_VFN void HPMLI_K(hpmli_tile_put)(const int part, float *p, hv x, int64_t n)
+{
+    if (part) hv_store_n(p, x, n);
+    else hv_store(p, x);
+}
+
+/* nv: vectors across. part: o->n columns may be fewer, and what is read of B may go into o->packed. */
+HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int part, HPMLI_TILE_ARGS)
 {
     const float *a0 = a, *a3 = a + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
     float       *c = o->c, *packed = o->packed;
-    int64_t      ldc = o->ldc;
+    const float *next = c;
+    int64_t      ldc = o->ldc, fetch = o->fetch, n0 = o->n < HV_W ? o->n : HV_W, n1 = o->n - n0;
     HPMLI_ROWS(HPMLI_TILE_ZERO)
     for (int64_t p = 0; p < kc; p++) {
-        hv b0 = first ? hv_ld(b, o->n) : hv_load(b);
-        hv b1 = nv < 2 ? b0 : first ? hv_ld(b + HV_W, o->n - HV_W) : hv_load(b + HV_W);
-        if (first) {
+        hv b0 = HPMLI_K(hpmli_tile_get)(part, b, n0);
+        hv b1 = nv < 2 ? b0 : HPMLI_K(hpmli_tile_get)(part, b + HV_W, n1);
+        if (part && nv > 1 && packed) {
             HPMLI_PREFETCH(b + HPMLI_NR); /* the next panel */
             HPMLI_PREFETCH(b + HPMLI_NR + HV_W);
             hv_store(packed, b0);
             hv_store(packed + HV_W, b1);
             packed += HPMLI_NR;
+        }
+        if (p < fetch) { /* not all at once: the first numbers of A and B would have to wait */
+            HPMLI_PREFETCH(next);
+            HPMLI_PREFETCH(next + HV_W);
+            next += ldc;
         }
         HPMLI_ROWS(HPMLI_TILE_ROW)
         a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs;
@@ -2127,23 +2149,23 @@ HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int first, 
 }
 
 #ifndef HPMLI_TILE_KINDS
-/* For each height: two vectors, one, two for the first time. */
+/* For each height: two vectors, up to two, up to one. */
 #define HPMLI_TILE_KINDS(r)                                                                                            \
     HPMLI_KFN void HPMLI_K(hpmli_tile_two_##r)(HPMLI_TILE_ARGS)                                                        \
     { HPMLI_K(hpmli_tile)(r + 1, 2, 0, kc, a, ars, acs, b, ldb, o); }                                               \
     HPMLI_KFN void HPMLI_K(hpmli_tile_one_##r)(HPMLI_TILE_ARGS)                                                        \
-    { HPMLI_K(hpmli_tile)(r + 1, 1, 0, kc, a, ars, acs, b, ldb, o); }                                               \
-    HPMLI_KFN void HPMLI_K(hpmli_tile_first_##r)(HPMLI_TILE_ARGS)                                                      \
+    { HPMLI_K(hpmli_tile)(r + 1, 1, 1, kc, a, ars, acs, b, ldb, o); }                                               \
+    HPMLI_KFN void HPMLI_K(hpmli_tile_part_##r)(HPMLI_TILE_ARGS)                                                      \
     { HPMLI_K(hpmli_tile)(r + 1, 2, 1, kc, a, ars, acs, b, ldb, o); }
 #define HPMLI_TILE_TWO(r)   HPMLI_K(hpmli_tile_two_##r),
 #define HPMLI_TILE_ONE(r)   HPMLI_K(hpmli_tile_one_##r),
-#define HPMLI_TILE_FIRST(r) HPMLI_K(hpmli_tile_first_##r),
+#define HPMLI_TILE_PART(r) HPMLI_K(hpmli_tile_part_##r),
 #endif
 HPMLI_ROWS(HPMLI_TILE_KINDS)
 
 static hpmli_tile_fn *const HPMLI_K(hpmli_tiles_two)[HPMLI_MR]   = { HPMLI_ROWS(HPMLI_TILE_TWO) };
 static hpmli_tile_fn *const HPMLI_K(hpmli_tiles_one)[HPMLI_MR]   = { HPMLI_ROWS(HPMLI_TILE_ONE) };
-static hpmli_tile_fn *const HPMLI_K(hpmli_tiles_first)[HPMLI_MR] = { HPMLI_ROWS(HPMLI_TILE_FIRST) };
+static hpmli_tile_fn *const HPMLI_K(hpmli_tiles_part)[HPMLI_MR] = { HPMLI_ROWS(HPMLI_TILE_PART) };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm-pack   matrix product: packing and turning
@@ -2286,6 +2308,7 @@ typedef struct HPMLI_K(hpmli_view) {
     int64_t      ldc, rows, cols, k;
     bool         swapped;
     bool         pack_q, fuse; /* pack panels of Q; while the first tile is computed */
+    float       *packed_p;     /* NULL, or where the block of P is packed, tile after tile */
     int64_t      tiles;        /* down the block of rows */
     bool         plain;        /* tiles are only stored or added, ... */
     bool         fetch;        /* ... C is worth a prefetch, */
@@ -2318,9 +2341,25 @@ HPMLI_KFN HPMLI_K(hpmli_view) HPMLI_K(hpmli_view_of)(const hpmli_gemm_part *part
             v.rows = n, v.cols = m, v.swapped = true;
         }
     }
-    v.pack_q = d->pack_b || v.q_cs != 1 || v.rows > 2 * HPMLI_MR;
+    v.pack_q = d->pack_b || v.q_cs != 1 || (v.rows > 2 * HPMLI_MR && v.k > 16);
     v.fuse   = !d->pack_b && v.q_cs == 1;
+    /* Columns of P that lie far apart: each is in another page, and a few sets of the cache take them all. */
+    if (v.p_rs == 1 && v.p_ks * v.k >= 262144 && v.cols >= 4 * HPMLI_NR) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
     return v;
+}
+
+/* Packs the block of P at p, tile after tile with a vector to spill into between them; a few k at a time for all tiles,
+   so that whole lines and few pages are read at a time. */
+HPMLI_KFN void HPMLI_K(hpmli_pack_block)(const HPMLI_K(hpmli_view) *v, const float *p, int64_t mc, int64_t kc)
+{
+    for (int64_t p0 = 0, pc; p0 < kc; p0 += pc) {
+        float *tile = v->packed_p;
+        pc = kc - p0 < 16 ? kc - p0 : 16;
+        for (int64_t t = 0, i = 0, mr; t < v->tiles; t++, i += mr, tile += mr * kc + HV_W) {
+            mr = (mc + v->tiles - 1 - t) / v->tiles;
+            HPMLI_K(hpmli_pack)(p + i * v->p_rs + p0 * v->p_ks, v->p_ks, v->p_rs, pc, mr, mr, tile + p0 * mr);
+        }
+    }
 }
 
 /* Makes columns [j, j + n) of Q, over k [p0, p0 + kc), a packed panel. */
@@ -2336,17 +2375,17 @@ HPMLI_KFN void HPMLI_K(hpmli_pack_panel)(const HPMLI_K(hpmli_view) *v, int64_t j
 HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n,
                                     int64_t p0, int64_t kc, float *pb, bool ready)
 {
-    const float *a = v->p + i0 * v->p_rs + p0 * v->p_ks, *b = v->q + p0 * v->q_ks + j * v->q_cs;
+    bool         packed = v->packed_p != NULL;
+    const float *a = packed ? v->packed_p : v->p + i0 * v->p_rs + p0 * v->p_ks, *b = v->q + p0 * v->q_ks + j * v->q_cs;
     int64_t      ldb = v->q_ks, width = n <= HV_W ? HV_W : HPMLI_NR;
     int64_t      more = mc % v->tiles, mr = mc / v->tiles + (more > 0); /* so many tiles are one row higher */
-    bool         direct = v->plain && n == width && !v->swapped;
-    hpmli_tile_fn *const *later = n <= HV_W ? HPMLI_K(hpmli_tiles_one) : HPMLI_K(hpmli_tiles_two), *const *fn = later;
+    bool         direct = v->plain && !v->swapped, partial = n < width;
     float          tile[HPMLI_MR * HPMLI_NR];
     hpmli_tile_end e = v->end;
     hpmli_tile_out o;
-    o.c = tile, o.ldc = direct ? v->ldc : HPMLI_NR, o.add = direct && e.beta != 0, o.n = n, o.packed = pb;
-    if (v->pack_q || n < width) {
-        if (!ready && v->fuse && n > HV_W) fn = HPMLI_K(hpmli_tiles_first);
+    o.c = tile, o.ldc = direct ? v->ldc : HPMLI_NR, o.add = direct && e.beta != 0, o.n = n, o.packed = NULL;
+    if (v->pack_q) {
+        if (!ready && v->fuse && n > HV_W) o.packed = pb;
         else {
             if (!ready && v->k > 0) HPMLI_K(hpmli_pack_panel)(v, j, n, p0, kc, width, pb);
             b = pb, ldb = width;
@@ -2355,13 +2394,13 @@ HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, in
     for (int64_t t = 0, i = i0; t < v->tiles; t++) {
         int64_t ci = v->swapped ? j : i, cj = v->swapped ? i : j;
         float  *c  = v->c + ci * v->ldc + cj;
+        hpmli_tile_fn *const *fn = n <= HV_W             ? HPMLI_K(hpmli_tiles_one)
+                                   : o.packed || partial ? HPMLI_K(hpmli_tiles_part)
+                                                         : HPMLI_K(hpmli_tiles_two);
         if (t == more && more > 0) mr--;
-        for (int64_t r = 0; v->fetch && r < mr; r++) {
-            HPMLI_PREFETCH(c + r * v->ldc);
-            HPMLI_PREFETCH(c + r * v->ldc + HV_W);
-        }
+        o.fetch = direct && v->fetch ? mr : 0;
         if (direct) o.c = c;
-        fn[mr - 1](kc, a, v->p_rs, v->p_ks, b, ldb, &o);
+        fn[mr - 1](kc, a, packed ? 1 : v->p_rs, packed ? mr : v->p_ks, b, ldb, &o);
         if (!direct) {
             e.bias_col = v->end.bias_col ? v->end.bias_col + cj : NULL;
             e.bias_row = v->end.bias_row ? v->end.bias_row + ci : NULL;
@@ -2370,8 +2409,8 @@ HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, in
         }
         for (int64_t r = 0; v->act_row && r < (v->swapped ? n : mr); r++)
             v->act_row(c + r * v->ldc, v->swapped ? mr : n);
-        if (fn != later) fn = later, b = pb, ldb = HPMLI_NR;
-        i += mr, a += mr * v->p_rs;
+        if (o.packed) o.packed = NULL, b = pb, ldb = HPMLI_NR;
+        i += mr, a += packed ? mr * kc + HV_W : mr * v->p_rs;
     }
 }
 
@@ -2405,6 +2444,7 @@ HPMLI_KFN void HPMLI_K(hpmli_blocks)(HPMLI_K(hpmli_view) *v)
             for (int64_t rb = 0; rb < row_blocks; rb++) {
                 int64_t i0 = rb * v->rows / row_blocks, mc = (rb + 1) * v->rows / row_blocks - i0;
                 v->tiles = (mc + HPMLI_MR - 1) / HPMLI_MR;
+                if (v->packed_p) HPMLI_K(hpmli_pack_block)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
                 for (int64_t j = 0; j < nc; j += HPMLI_NR)
                     HPMLI_K(hpmli_panel)(v, i0, mc, j0 + j, nc - j < HPMLI_NR ? nc - j : HPMLI_NR, p0, kc,
                                          row_blocks > 1 ? pb + j * kc : pb, rb > 0);
@@ -3247,13 +3287,14 @@ typedef struct hpmli_gemm_part {
     float                 *ws; /* packing space of this thread */
 } hpmli_gemm_part;
 
-/* Blocks: MC rows of A, KC deep, stay in a second-level cache of 1 MB while the panels of B pass by (512 KB is fine
-   too); deeper blocks read and write C less often. NC columns of B are kept packed for the next MC rows. */
-#define HPMLI_GEMM_KC 512
-#define HPMLI_GEMM_MC 182
-#define HPMLI_GEMM_NC 512
+/* Blocks: MC rows of A, KC deep, stay in the second-level cache while the panels of B pass by; NC columns of B are kept
+   packed for the next MC rows. Deep blocks read and write C less often. */
+#define HPMLI_GEMM_KC 768
+#define HPMLI_GEMM_MC 168
+#define HPMLI_GEMM_NC 256
 #define HPMLI_GEMM_SUMS 65536 /* partial sums of a product that is cut along k */
-#define HPMLI_GEMM_WS ((HPMLI_GEMM_NC + 64) * HPMLI_GEMM_KC + HPMLI_GEMM_SUMS)
+#define HPMLI_GEMM_PACKED_A ((HPMLI_GEMM_NC + 32) * HPMLI_GEMM_KC) /* behind the packed B */
+#define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + (HPMLI_GEMM_MC + 2) * HPMLI_GEMM_KC + HPMLI_GEMM_SUMS)
 
 /* Loops over registers must be unrolled at any optimization level. */
 #if defined(__clang__)
@@ -8237,12 +8278,15 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
 
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
 {
-    hpmli_named *s;
+    hpmli_named *s, **at;
     char         text[256];
-    if (!t || !name || !values) return HPML_ERR_ARGUMENT;
+    if (!t || !name) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
-    s = (hpmli_named *)hpmli_alloc(t->ctx, sizeof *s);
     snprintf(text, sizeof text, "state.%s", name);
+    for (at = &t->states; *at && strcmp((*at)->name, text) != 0; at = &(*at)->next) {}
+    if (*at) *at = (*at)->next;
+    if (!values) return HPML_OK;
+    s = (hpmli_named *)hpmli_alloc(t->ctx, sizeof *s);
     if (!s) return t->ctx->status;
     s->name = hpmli_strdup(t->ctx, text);
     if (!s->name) return t->ctx->status;

@@ -45,6 +45,8 @@
 //     api-messages   point to point
 //     api-collectives   all ranks together
 //     api-async   collectives in the background
+//     api-exchange   gradients added up in fewer bytes
+//     api-distribute   synchronous data parallelism
 //     base   system headers, what communicators are made of
 //     messages   sending, receiving, waiting
 //     world   ranks as threads: inboxes, links, deadlock
@@ -57,6 +59,11 @@
 //     collectives   the moves, executed
 //     async   work in the background
 //     launch   running a function on every rank
+//     exchange   1-bit exchange: stripes, owners, two residuals
+//     methods   top-k and low rank
+//     distribute   synchronous data parallelism: buckets, overlap, weights
+//     exact   the same bits for every number of ranks
+//     attach   attaching to a trainer, reports, checkpoints
 #ifndef HPML_COMM_H_INCLUDED
 #define HPML_COMM_H_INCLUDED
 
@@ -180,6 +187,7 @@ typedef struct hpml_message {
     hpml_status          status;
     char                *data;
     size_t               bytes, moved;
+    size_t               posted;       /* MPI: pieces given to MPI */
     void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
     double               arrival;      /* THREADS, CLOCK: not before */
     struct hpml_message *next;         /* private, as all below */
@@ -197,6 +205,7 @@ typedef struct hpml_transport {
     void (*start)(hpml_comm *c, hpml_message *m); /* begins a send or a receive */
     void (*test)(hpml_comm *c, hpml_message *m);  /* sets m->done, and m->status, when it is over */
     void (*block)(hpml_comm *c, hpml_message *m, double until); /* sleeps until something may have changed */
+    void (*abandon)(hpml_comm *c, hpml_message *m); /* after this rank has failed: nobody touches its data any more */
     void (*tell)(hpml_comm *c, const char *text); /* this rank has failed: the others' waits end */
     hpml_status (*split)(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count, int color); /* collective */
     void (*close)(hpml_comm *c);
@@ -282,6 +291,118 @@ HPML_API hpml_job   *hpml_iallreduce(hpml_comm *c, void *data, int64_t n, const 
 HPML_API hpml_job   *hpml_background(hpml_comm *c, hpml_rank_fn *work, void *user); /* anything else, on the twin */
 HPML_API bool        hpml_job_done(const hpml_job *j);
 HPML_API hpml_status hpml_job_wait(hpml_job *j);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-exchange   gradients added up in fewer bytes
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* One array of a model, yours: (rows, cols) row-major, or a vector with rows 1. Codecs work along rows (>>api-codec). */
+typedef struct hpml_gradient {
+    const char *name; /* for errors and saved residuals; NULL: its number */
+    float      *data; /* (rows, cols) */
+    int64_t     rows, cols;
+} hpml_gradient;
+
+typedef enum hpml_method {
+    HPML_METHOD_CODEC = 0, /* every row on its own, by hpml_codec: NONE, BF16, ONEBIT, TWOBIT or your own */
+    HPML_METHOD_TOPK,      /* the largest numbers, with their places; the rest waits (Lin et al. 2018, Deep Gradient Compression) */
+    HPML_METHOD_LOWRANK    /* P Q^T of a given rank (Vogels et al. 2019, PowerSGD) */
+} hpml_method;
+
+/* How gradients are added up on all ranks. What is not compressed (codec NONE, vectors, small tensors) goes through one
+   plain allreduce. Codecs that cannot be added in packed form travel as 1-bit SGD does it (Seide et al. 2014):
+     1. every rank packs its whole gradient, with its residual;
+     2. stripe j of the rows goes to rank j;
+     3. rank j unpacks and adds the p contributions, in the order of the ranks;
+     4. it packs the sum with a second residual, kept for its stripe alone;
+     5. everybody gets, and unpacks, the same bits.
+   2 (p-1)/p of the packed size leaves each rank, whatever p is. TOPK gathers everybody's k pairs; LOWRANK adds up P and Q. */
+typedef struct hpml_exchange_desc {
+    uint32_t             _begin;
+    int32_t              count;     /* tensors: required */
+    const hpml_gradient *tensors;   /* (count), same order, names and shapes on all ranks; copied */
+    hpml_codec_desc      codec;     /* METHOD_CODEC */
+    hpml_method          method;
+    float                ratio;     /* TOPK: share of the numbers that is sent; 0: 0.01 */
+    float                momentum;  /* TOPK: momentum correction; the optimizer then has none itself */
+    int32_t              lowrank;   /* LOWRANK: rank; 0: 2 */
+    hpml_reduce          reduce;    /* SUM or MEAN over ranks */
+    hpml_algorithm       algorithm; /* of the plain allreduce */
+    int32_t              leaves;    /* contributions of this rank; 0: 1. Contribution l of a tensor starts at data + l * leaf_step; */
+    int64_t              leaf_step; /*     the result goes to contribution 0. See `exact` of hpml_distribute */
+    void (*in_stripe)(void *user, int tensor, int64_t row, int64_t rows, float *sum); /* between 3 and 4: Adagrad on the */
+    void                *user;                                                        /* sum, as the paper does; optional */
+    bool                 padded;    /* private */
+    uint32_t             _end;
+} hpml_exchange_desc;
+
+/* Residuals live with the exchange, zero at first. Collective; NULL on failure, the error on the context. */
+typedef struct hpml_exchange hpml_exchange;
+HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc);
+HPML_API void           hpml_exchange_free(hpml_exchange *x); /* optional */
+/* Every tensor becomes the sum, or mean, over all ranks: the same bits everywhere. A NaN or infinity on any rank gives
+   HPML_ERR_NONFINITE on every rank, which names it; residuals of the bad rows are zero, the context stays usable: skip
+   this step. */
+HPML_API hpml_status hpml_exchange_run(hpml_exchange *x);
+HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background; hpml_job_wait */
+HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x); /* that this rank sends in one run */
+/* Residuals: tensor by tensor, (leaves, rows, cols) of this rank, and its stripe. NULL when the codec keeps none. */
+HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count);
+HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row, int64_t *rows);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-distribute   synchronous data parallelism
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Attached to a trainer, it makes p ranks with a share of each global batch equal one rank with all of it: parameters start
+   as rank 0's, gradients are added up while the backward pass still runs, every rank makes the same step. Serial code
+   does not change. The short last batch is weighted right, and a rank without samples takes part. */
+typedef struct hpml_distribute_desc {
+    uint32_t        _begin;
+    hpml_codec_desc codec;        /* how gradients travel, as in hpml_exchange_desc, ... */
+    hpml_method     method;
+    float           ratio, momentum;
+    int32_t         lowrank;
+    hpml_algorithm  algorithm;
+    bool            sum;          /* the sum of the ranks' mean gradients; else the mean over the global batch */
+    int64_t         global_batch; /* samples of all ranks for a step; 0: ranks * the model's batch. Shares differ by 1 at most */
+    int64_t         bucket_bytes; /* gradients that travel together; 0: 1 MiB; 1: every tensor alone */
+    bool            no_overlap;   /* exchange after the backward pass, not during it */
+    bool            delayed;      /* double buffering: a step applies the gradients of the step before (the first none) */
+    int64_t         warm_steps;   /* the first steps travel uncompressed */
+    bool            exact;        /* the same bits for every number of ranks, algorithm, bucket and transport, see below */
+    int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
+    uint32_t        _end;
+} hpml_distribute_desc;
+
+/* Exact sums. Floats do not add up to the same bits in every order; integers do. The global batch is cut into leaves of a
+   fixed size, each computed on its own by one rank. All ranks agree on the largest gradient, scale by a power of two so
+   that the sum of all leaves fits 62 bits, round each leaf to 64-bit integers, add those, and convert back once. So 1,
+   2, 3, ... ranks give the same bits (same build, same CPU kind), at 2 times the bytes of f32 and the memory of one gradient for
+   each leaf of a rank. With a codec, residuals belong to leaves, and leaves are added up in their order. */
+
+typedef struct hpml_distributed hpml_distributed;
+HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc); /* collective */
+
+/* Since the start or the last call with reset. */
+typedef struct hpml_distribute_report {
+    int64_t steps;
+    double  step_s, compute_s; /* mean of a step; forward and backward */
+    double  comm_s, exposed_s; /* exchanging; and waiting for it with nothing left to compute */
+    double  hidden;            /* 1 - exposed_s / comm_s */
+    double  bytes;             /* sent by this rank in a step */
+    double  plain_bytes;       /* what a ring allreduce of f32 would have sent */
+    double  loss;              /* of the last step, mean over all ranks' samples */
+    int64_t samples;           /* of the last step, on all ranks */
+    int32_t buckets;
+} hpml_distribute_report;
+HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
+HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line, as snprintf */
+
+/* A checkpoint of the whole job, residuals of all ranks included; collective. It loads on any number of ranks: what is carried
+   over is the sum of the residuals, so nothing that was ever computed is lost. Exact jobs continue bit for bit. */
+HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
+HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
 
 #ifdef __cplusplus
 } /* extern "C" */
@@ -404,18 +525,18 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     return c;
 }
 
-/* Ranks per node, and whether nodes hold neighbours or every k-th rank; 0 where nodes differ or are mixed. */
+/* Ranks per node, and whether nodes hold neighbours (the last may have fewer) or every k-th rank; 0 where they are mixed. */
 HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 {
-    int p = c->size, nodes = 0;
+    int p = c->size, k = 1, nodes = 0;
     c->per_node = 0, c->spread = false;
+    while (k < p && c->node[k] == c->node[0]) k++;
     for (int i = 0; i < p; i++)
         if (c->node[i] >= nodes) nodes = c->node[i] + 1;
-    if (nodes < 1 || p % nodes) return;
     for (int spread = 0; spread < 2 && c->per_node == 0; spread++) {
-        bool fits = true;
-        for (int i = 0; i < p; i++) fits = fits && c->node[i] == (spread ? i % nodes : i / (p / nodes));
-        if (fits) c->per_node = p / nodes, c->spread = spread == 1 && nodes > 1 && nodes < p;
+        bool fits = nodes > 0 && (!spread || p % nodes == 0);
+        for (int i = 0; i < p && fits; i++) fits = c->node[i] == (spread ? i % nodes : i / k);
+        if (fits) c->per_node = spread ? p / nodes : k, c->spread = spread == 1 && nodes > 1 && nodes < p;
     }
 }
 
@@ -478,24 +599,32 @@ HPMLC_FN bool hpmlc_done(const hpml_message *m)
 #endif
 }
 
+/* Of two receives with the same tag from the same rank, the older one (further on in the list) gets the first message. */
+HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
+{
+    if (m->receiving)
+        for (const hpml_message *older = m->next; older; older = older->next)
+            if (!older->done && older->peer == m->peer && older->tag == m->tag) return;
+    c->t->test(c, m);
+}
+
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
 {
     double limit = 0;
     if (!c || !m) return HPML_ERR_ARGUMENT;
     for (int turn = 0; !hpmlc_done(m); turn++) {
-        c->t->test(c, m);
-        for (hpml_message *other = c->pending, *next; other && !hpmlc_done(m); other = next) {
-            next = other->next;
-            if (other != m && !other->done) c->t->test(c, other);
-        }
+        bool moved = false;
+        hpmlc_test(c, m);
+        for (hpml_message *other = c->pending; other && !hpmlc_done(m); other = other->next)
+            if (other != m && !other->done) hpmlc_test(c, other), moved = moved || other->done;
         if (hpmlc_done(m)) break;
-        if (turn < c->spin) { hpmlc_pause(); continue; }
+        if (moved || turn < c->spin) { hpmlc_pause(); continue; }
         if (limit == 0) limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout;
         if (hpml_now() < limit) { c->t->block(c, m, limit); continue; }
-        m->done   = true;
-        m->status = hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d in %s, round %d, step %lld; is that rank alive and "
-                               "in the same operation? (.timeout sets the limit)", c->timeout, c->origin[m->peer], c->doing,
-                               c->round, (long long)c->step);
+        hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d in %s, round %d, step %lld; is that rank alive and in the same "
+                   "operation? (.timeout sets the limit)", c->timeout, c->origin[m->peer], c->doing, c->round, (long long)c->step);
+        c->t->abandon(c, m);
+        m->status = hpml_ctx_status(c->ctx);
     }
     if (m->receiving) hpmlc_end(c, m);
     return m->status;
@@ -503,18 +632,19 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
 
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m)
 {
+    if (c) c->doing = "send";
     return hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)data, bytes, NULL, m);
 }
 
 HPML_API hpml_status hpml_irecv(hpml_comm *c, int from, int tag, void *data, size_t bytes, hpml_message *m)
 {
+    if (c) c->doing = "receive";
     return hpmlc_begin(c, true, from, tag, (char *)data, bytes, NULL, m);
 }
 
 HPML_API hpml_status hpml_send(hpml_comm *c, int to, int tag, const void *data, size_t bytes)
 {
     hpml_message m;
-    if (c) c->doing = "send";
     hpml_isend(c, to, tag, data, bytes, &m);
     return hpml_wait(c, &m);
 }
@@ -522,7 +652,6 @@ HPML_API hpml_status hpml_send(hpml_comm *c, int to, int tag, const void *data, 
 HPML_API hpml_status hpml_recv(hpml_comm *c, int from, int tag, void *data, size_t bytes)
 {
     hpml_message m;
-    if (c) c->doing = "receive";
     hpml_irecv(c, from, tag, data, bytes, &m);
     return hpml_wait(c, &m);
 }
@@ -531,7 +660,6 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *out, size_t
                                    size_t in_bytes, int tag)
 {
     hpml_message send, receive;
-    if (c) c->doing = "sendrecv";
     hpml_irecv(c, from, tag, in, in_bytes, &receive);
     hpml_isend(c, to, tag, out, out_bytes, &send);
     hpml_status got = hpml_wait(c, &receive), sent = hpml_wait(c, &send);
@@ -905,8 +1033,17 @@ HPMLC_FN void hpmlc_threads_tell(hpml_comm *c, const char *text)
     hpmlc_world_fail(c->room->world, c->origin[c->rank], text);
 }
 
+/* The world has failed, so a test ends it; unless a receiver has it in hands, which is a matter of moments. */
+HPMLC_FN void hpmlc_threads_abandon(hpml_comm *c, hpml_message *m)
+{
+    while (!hpmlc_done(m)) {
+        hpmlc_threads_test(c, m);
+        if (!hpmlc_done(m)) sched_yield();
+    }
+}
+
 static const hpml_transport hpmlc_threads = { "threads", hpmlc_threads_start, hpmlc_threads_test, hpmlc_threads_block,
-                                              hpmlc_threads_tell, hpmlc_threads_split, hpmlc_threads_close, NULL, 2e-6, 0.25e-9 };
+                                              hpmlc_threads_abandon, hpmlc_threads_tell, hpmlc_threads_split, hpmlc_threads_close, NULL, 2e-6, 0.25e-9 };
 
 HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
@@ -918,7 +1055,9 @@ HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     }
     hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_threads, d->rank, w->ranks);
     if (!c) return NULL;
+    pthread_mutex_lock(&w->mutex);
     for (c->room = w->rooms; c->room->next;) c->room = c->room->next; /* the first one made */
+    pthread_mutex_unlock(&w->mutex);
     for (int i = 0; i < c->size; i++)
         c->node[i] = w->network.spread ? i % w->nodes : i / w->network.ranks_per_node;
     c->spin = w->ranks <= (int)sysconf(_SC_NPROCESSORS_ONLN) ? 2000 : 20;
@@ -946,6 +1085,7 @@ HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 
 struct hpmlc_mpi {
     MPI_Comm  comm;
+    hpml_message *sending; /* sends of many pieces, and those behind them; oldest first */
     int       level;  /* of thread support */
     MPI_Comm  words;  /* of the first communicator */
     char     *heard;  /* (world size) 0, 'L' left, 'F' failed */
@@ -1004,28 +1144,50 @@ HPMLC_FN int hpmlc_mpi_post(hpml_comm *c, hpml_message *m, size_t at)
     return code;
 }
 
+HPMLC_FN size_t hpmlc_mpi_pieces(const hpml_message *m)
+{
+    return m->bytes > HPMLC_PIECE ? (m->bytes + HPMLC_PIECE - 1) / HPMLC_PIECE : 1;
+}
+
+/* Posts what may be posted: two pieces ahead, and none before all pieces of older messages of the same tag and rank. */
+HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
+{
+    size_t end = m->moved / HPMLC_PIECE + 2, all = hpmlc_mpi_pieces(m);
+    int    code = MPI_SUCCESS;
+    if (end > all) end = all;
+    if (m->posted >= end) return;
+    for (hpml_message *older = m->receiving ? m->next : c->mpi->sending; older && older != m; older = older->next)
+        if (!older->done && older->peer == m->peer && older->tag == m->tag && older->posted < hpmlc_mpi_pieces(older)) return;
+    hpmlc_mpi_lock(c);
+    for (; m->posted < end && code == MPI_SUCCESS; m->posted++) code = hpmlc_mpi_post(c, m, m->posted * HPMLC_PIECE);
+    hpmlc_mpi_unlock(c);
+    if (code != MPI_SUCCESS) hpmlc_mpi_error(c, m, code);
+}
+
 HPMLC_FN void hpmlc_mpi_start(hpml_comm *c, hpml_message *m)
 {
-    int code;
+    hpml_message **last = &c->mpi->sending;
     if (m->receiving && m->reduce) {
         if (!c->staging) c->staging = (char *)hpml_ctx_alloc(c->ctx, 2 * HPMLC_PIECE, NULL);
         m->staging = c->staging;
         if (!m->staging) { m->done = true, m->status = hpml_ctx_status(c->ctx); return; }
     }
-    hpmlc_mpi_lock(c);
-    code = hpmlc_mpi_post(c, m, 0);
-    if (code == MPI_SUCCESS && m->bytes > HPMLC_PIECE) code = hpmlc_mpi_post(c, m, HPMLC_PIECE);
-    hpmlc_mpi_unlock(c);
-    if (code != MPI_SUCCESS) hpmlc_mpi_error(c, m, code);
+    if (!m->receiving && (*last || hpmlc_mpi_pieces(m) > 2)) { /* sends that must be looked after, oldest first */
+        while (*last) last = &(*last)->next;
+        *last = m;
+    }
+    hpmlc_mpi_feed(c, m);
 }
 
-HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
+HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
 {
     size_t      n = m->bytes - m->moved < HPMLC_PIECE ? m->bytes - m->moved : HPMLC_PIECE;
     void      **slot = &m->native[m->moved / HPMLC_PIECE % 2];
     int         there = 0, count = (int)n, code;
     MPI_Request request;
     MPI_Status  status;
+    hpmlc_mpi_feed(c, m);
+    if (m->done || m->posted <= m->moved / HPMLC_PIECE) return; /* nothing under way */
     memcpy(&request, slot, sizeof request);
     hpmlc_mpi_lock(c);
     code = MPI_Test(&request, &there, &status);
@@ -1041,15 +1203,21 @@ HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
         return;
     }
     if (m->staging) m->reduce(m->data + m->moved, hpmlc_mpi_place(m, m->moved), n);
-    size_t next = m->moved + 2 * HPMLC_PIECE;
     m->moved += n;
-    if (next < m->bytes) {
-        hpmlc_mpi_lock(c);
-        code = hpmlc_mpi_post(c, m, next);
-        hpmlc_mpi_unlock(c);
-        if (code != MPI_SUCCESS) hpmlc_mpi_error(c, m, code);
-    }
     if (m->moved == m->bytes) m->done = true;
+    else hpmlc_mpi_feed(c, m);
+}
+
+/* Long sends go on, too, or two ranks that send to each other would both wait for the other's next piece. */
+HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
+{
+    for (hpml_message **at = &c->mpi->sending; *at;) {
+        hpml_message *s = *at;
+        if (!s->done) hpmlc_mpi_step(c, s);
+        if (s->done) *at = s->next;
+        else at = &s->next;
+    }
+    if (!m->done) hpmlc_mpi_step(c, m);
 }
 
 /* Listens for words; lock held. */
@@ -1089,6 +1257,21 @@ HPMLC_FN void hpmlc_mpi_say(hpml_comm *c, char kind, const char *text)
 
 HPMLC_FN void hpmlc_mpi_tell(hpml_comm *c, const char *text) { hpmlc_mpi_say(c, 'F', text); }
 
+/* A receive can be called off; a send can not, and its data must live as long as the process, which ends soon. */
+HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
+{
+    hpmlc_mpi_lock(c);
+    for (size_t k = m->moved / HPMLC_PIECE; m->receiving && k < m->posted; k++) {
+        MPI_Request request;
+        memcpy(&request, &m->native[k % 2], sizeof request);
+        if (MPI_Cancel(&request) == MPI_SUCCESS) MPI_Wait(&request, MPI_STATUS_IGNORE);
+    }
+    hpmlc_mpi_unlock(c);
+    for (hpml_message **at = &c->mpi->sending; *at; at = &(*at)->next)
+        if (*at == m) { *at = m->next; break; }
+    m->done = true;
+}
+
 /* Gives the core away for a moment: longer the longer nothing comes. A lost peer ends the wait. */
 HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
 {
@@ -1100,7 +1283,7 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until HPMLC_
     if (x->failed || x->heard[peer] == 'L') {
         if (!x->failed) hpmlc_mpi_test(c, m); /* it may have sent this before it left */
         if (m->done) return;
-        m->done   = true;
+        hpmlc_mpi_abandon(c, m);
         m->status = x->failed ? hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text)
                               : hpmlc_fail(c, HPML_ERR_PEER, "rank %d has left while this rank waits for it in %s", peer, c->doing);
         return;
@@ -1143,13 +1326,14 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
 
 HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks HPMLC_UNUSED, int count HPMLC_UNUSED, int color)
 {
-    part->mpi = (hpmlc_mpi *)hpml_ctx_alloc(c->ctx, sizeof *part->mpi, NULL);
-    if (!part->mpi) return hpml_ctx_status(c->ctx);
-    part->mpi->shared = true, part->mpi->level = c->mpi->level;
+    MPI_Comm comm;
     hpmlc_mpi_lock(c);
-    int code = MPI_Comm_split(c->mpi->comm, color, part->rank, &part->mpi->comm);
-    if (code == MPI_SUCCESS) MPI_Comm_set_errhandler(part->mpi->comm, MPI_ERRORS_RETURN);
+    int code = MPI_Comm_split(c->mpi->comm, color, part->rank, &comm);
+    if (code == MPI_SUCCESS) MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
     hpmlc_mpi_unlock(c);
+    part->mpi = (hpmlc_mpi *)hpml_ctx_alloc(c->ctx, sizeof *part->mpi, NULL); /* after what all ranks must take part in */
+    if (!part->mpi) return hpml_ctx_status(c->ctx);
+    part->mpi->shared = true, part->mpi->level = c->mpi->level, part->mpi->comm = comm;
     return code == MPI_SUCCESS ? HPML_OK : hpmlc_fail(c, HPML_ERR_COMM, "MPI_Comm_split gave error %d", code);
 }
 
@@ -1169,8 +1353,8 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
     return HPML_OK;
 }
 
-static const hpml_transport hpmlc_mpi_transport = { "mpi", hpmlc_mpi_start, hpmlc_mpi_test, hpmlc_mpi_block, hpmlc_mpi_tell,
-                                                    hpmlc_mpi_split, hpmlc_mpi_close, hpmlc_mpi_allreduce, 5e-6, 0.3e-9 };
+static const hpml_transport hpmlc_mpi_transport = { "mpi", hpmlc_mpi_start, hpmlc_mpi_test, hpmlc_mpi_block, hpmlc_mpi_abandon,
+                                                    hpmlc_mpi_tell, hpmlc_mpi_split, hpmlc_mpi_close, hpmlc_mpi_allreduce, 5e-6, 0.3e-9 };
 
 /* The number of ranks that the launcher says it has started; 0: it does not say. */
 HPMLC_FN int hpmlc_launched(void)
@@ -1224,16 +1408,24 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     }
     hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_mpi_transport, rank, size);
     hpmlc_mpi *x = c ? (hpmlc_mpi *)hpml_ctx_alloc(ctx, sizeof *x, NULL) : NULL;
-    if (x) x->heard = (char *)hpml_ctx_alloc(ctx, (size_t)size, NULL);
-    if (!x || !x->heard) return NULL;
+    int        ready = x && (x->heard = (char *)hpml_ctx_alloc(ctx, (size_t)size, NULL)) != NULL;
+    MPI_Comm   pair[2];
+    MPI_Comm_dup(given, &pair[0]);
+    MPI_Comm_dup(given, &pair[1]);
+    MPI_Allreduce(MPI_IN_PLACE, &ready, 1, MPI_INT, MPI_MIN, pair[0]);
+    if (!ready) { /* on any rank: no rank goes on alone */
+        MPI_Comm_free(&pair[0]), MPI_Comm_free(&pair[1]);
+        hpml_ctx_fail(ctx, HPML_ERR_PEER, "comm: another rank could not start"); /* the first error is kept */
+        if (c) c->t = NULL;
+        return NULL;
+    }
 #ifndef HPML_NO_THREADS
     pthread_mutex_init(&x->lock, NULL);
 #endif
-    x->level = level;
-    MPI_Comm_dup(given, &x->comm);
-    MPI_Comm_dup(given, &x->words);
+    x->level = level, x->comm = pair[0], x->words = pair[1];
     MPI_Comm_set_errhandler(x->comm, MPI_ERRORS_RETURN);
     MPI_Comm_set_errhandler(x->words, MPI_ERRORS_RETURN);
+    MPI_Comm_set_errhandler(MPI_COMM_SELF, MPI_ERRORS_RETURN); /* where errors of MPI_Test are raised, from MPI 4.0 on */
     c->mpi  = x;
     c->spin = 200;
     hpmlc_mpi_nodes(c, d->ranks_per_node);
@@ -1291,13 +1483,22 @@ HPMLC_FN void hpmlc_agent_yield(hpml_comm *c, bool rest)
 {
     hpml_world *w = c->room->world;
     pthread_mutex_lock(&w->mutex);
-    if (rest && !w->failed) {
+    if (rest && (!w->failed || c->room->inbox[c->rank].peer < 0)) { /* after a failure no message is waited for */
         c->agent->runnable = false;
         c->room->inbox[c->rank].gate.sleeping = true; /* for the report of a deadlock */
         __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
     }
     hpmlc_agent_wait(w, c->agent);
     c->room->inbox[c->rank].gate.sleeping = false;
+    pthread_mutex_unlock(&w->mutex);
+}
+
+/* A new thread comes on stage: it waits for its turn. */
+HPMLC_FN void hpmlc_agent_enter(hpml_comm *c)
+{
+    hpml_world *w = c->room->world;
+    pthread_mutex_lock(&w->mutex);
+    while (w->turn != c->agent) pthread_cond_wait(&c->agent->turn, &w->mutex);
     pthread_mutex_unlock(&w->mutex);
 }
 
@@ -1390,7 +1591,7 @@ HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
         else if (m->bytes > 0) memcpy(m->data, sent->data, m->bytes);
         free(sent);
         m->done = true;
-    } else if (w->failed) {
+    } else if (__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE)) {
         m->done   = true;
         m->status = w->failed > w->ranks ? hpmlc_fail(c, HPML_ERR_COMM, "%s", w->text)
                                          : hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", w->failed - 1, w->text);
@@ -1422,8 +1623,10 @@ HPMLC_FN hpml_status hpmlc_clock_split(hpml_comm *c, hpml_comm *part, const int3
     return hpmlc_threads_split(c, part, ranks, count, color);
 }
 
-static const hpml_transport hpmlc_clock = { "clock", hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_threads_tell,
-                                            hpmlc_clock_split, hpmlc_clock_close, NULL, 2e-6, 0.25e-9 };
+HPMLC_FN void hpmlc_clock_abandon(hpml_comm *c HPMLC_UNUSED, hpml_message *m) { m->done = true; } /* sends are copies */
+
+static const hpml_transport hpmlc_clock = { "clock", hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_clock_abandon,
+                                            hpmlc_threads_tell, hpmlc_clock_split, hpmlc_clock_close, NULL, 2e-6, 0.25e-9 };
 
 HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
@@ -1433,17 +1636,31 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     c->agent      = hpmlc_agent_new(w, c->rank, 0);
     if (!c->agent) {
         hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for a clock");
+        c->room->inbox[c->rank].owner = NULL;
+        c->t = NULL;
         return NULL;
     }
     c->t = &hpmlc_clock;
     pthread_mutex_lock(&w->mutex);
-    if (w->agent_count == w->ranks) hpmlc_agent_pass(w);
-    while (w->turn != c->agent) pthread_cond_wait(&c->agent->turn, &w->mutex);
+    if (w->agent_count == w->ranks && !w->turn) hpmlc_agent_pass(w);
     pthread_mutex_unlock(&w->mutex);
+    hpmlc_agent_enter(c);
     const hpml_link *between = w->nodes > 1 ? &w->network.between : &w->network.inside;
     if (between->latency > 0) c->alpha = between->latency;
     if (between->bandwidth > 0) c->beta = 1 / between->bandwidth;
     return c;
+}
+
+/* A rank that could not start: nobody waits for it any more. */
+HPMLC_FN void hpmlc_world_absent(hpml_world *w, int rank, const char *text)
+{
+    if (rank < 0 || rank >= w->ranks) return;
+    hpmlc_world_fail(w, rank, text);
+    pthread_mutex_lock(&w->mutex);
+    w->left[rank] = true;
+    __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
+    if (w->kind == HPML_TRANSPORT_CLOCK && ++w->agent_count == w->ranks) hpmlc_agent_pass(w);
+    pthread_mutex_unlock(&w->mutex);
 }
 
 HPML_API double hpml_comm_now(const hpml_comm *c) { return c && c->agent ? c->agent->clock : hpml_now(); }
@@ -1485,12 +1702,12 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d);
 #endif
 
 /* One rank alone: nothing is ever sent. */
-static const hpml_transport hpmlc_self = { "self", NULL, NULL, NULL, NULL, NULL, NULL, NULL, 1e-7, 1e-10 };
+static const hpml_transport hpmlc_self = { "self", NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 1e-7, 1e-10 };
 
 HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
 {
     hpml_comm *c = NULL;
-    if (hpml_ctx_status(ctx) != HPML_OK) return NULL;
+    if (!ctx) return NULL;
     if (!desc || desc->_begin || desc->_end) {
         hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm desc: %s", desc ? "canary is not zero; zero the struct before you set fields" : "none given");
         return NULL;
@@ -1510,7 +1727,12 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
 #endif
         break;
     }
-    if (!c || hpml_ctx_status(ctx) != HPML_OK) return NULL;
+    if (!c || hpml_ctx_status(ctx) != HPML_OK) {
+#ifndef HPML_NO_THREADS
+        if (!c && desc->world) hpmlc_world_absent(desc->world, desc->rank, hpml_ctx_error(ctx));
+#endif
+        return NULL;
+    }
     if (desc->timeout != 0) c->timeout = desc->timeout;
     c->check = desc->check;
     hpmlc_comm_layout(c);
@@ -1523,8 +1745,8 @@ HPMLC_FN void hpmlc_comm_drop(void *object)
 {
     hpml_comm *c = (hpml_comm *)object;
     if (!c->t) return;
-    hpmlc_background_stop(c);
     if (hpml_ctx_status(c->ctx) != HPML_OK) hpmlc_tell(c, hpml_ctx_error(c->ctx));
+    hpmlc_background_stop(c);
     if (c->t->close) c->t->close(c);
     c->t = NULL;
 }
@@ -1539,7 +1761,11 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
 {
     if (count == 1 && c->size == 1) me = 0;
     hpml_comm *part = hpmlc_comm_new(ctx, c->t, me, count);
-    if (!part) return NULL;
+    if (!part) hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
+    if (hpml_barrier(c) != HPML_OK || !part) { /* all ranks have their memory, or none goes on */
+        if (part) part->t = NULL;
+        return NULL;
+    }
     part->t = NULL; /* nothing to close yet */
     for (int i = 0; i < count; i++) part->origin[i] = c->origin[ranks[i]], part->node[i] = c->node[ranks[i]];
     part->first = c->first, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
@@ -1567,8 +1793,9 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
             count++;
         }
         while (me < count && ranks[me] != c->rank) me++;
+        if (color < 0) hpml_barrier(c);
 #ifdef HPML_USE_MPI
-        if (color < 0 && c->mpi) { /* MPI wants everybody */
+        if (color < 0 && c->mpi && hpml_ctx_status(c->ctx) == HPML_OK) { /* MPI wants everybody */
             MPI_Comm none;
             hpmlc_mpi_lock(c);
             MPI_Comm_split(c->mpi->comm, MPI_UNDEFINED, 0, &none);
@@ -2038,15 +2265,18 @@ HPML_API hpml_status hpml_barrier(hpml_comm *c)
     char nothing = 0;
     int  tag     = hpmlc_enter(c, "barrier", 0, 0, 0, 0);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    for (int step = 1; step < c->size; step *= 2) { /* dissemination: after round k everybody knows of 2^k others */
+    hpml_status status = HPML_OK;
+    double      start  = hpml_comm_now(c);
+    for (int step = 1; step < c->size && status == HPML_OK; step *= 2) { /* dissemination: after round k everybody knows of 2^k others */
         hpml_message out, in;
         c->round++;
         c->counters.rounds++;
         hpmlc_begin(c, true, (c->rank - step % c->size + c->size) % c->size, tag, &nothing, 0, NULL, &in);
         hpmlc_begin(c, false, (c->rank + step) % c->size, tag, &nothing, 0, NULL, &out);
-        if (hpml_wait(c, &in) != HPML_OK || hpml_wait(c, &out) != HPML_OK) return hpml_ctx_status(c->ctx);
+        hpml_status got = hpml_wait(c, &in), sent = hpml_wait(c, &out); /* both, or one would outlive its place */
+        status = got != HPML_OK ? got : sent;
     }
-    return HPML_OK;
+    return hpmlc_leave(c, start, status);
 }
 
 /* Blocks of `bytes` between a root and everybody, or everybody and everybody: in round k with the rank k further on. */
@@ -2057,7 +2287,9 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *ou
     bool gather = strcmp(name, "gather") == 0, scatter = strcmp(name, "scatter") == 0;
     if (in && out && bytes > 0 && (root < 0 || root == c->rank))
         memmove(in + (scatter ? 0 : (size_t)c->rank * bytes), out + (gather ? 0 : (size_t)c->rank * bytes), bytes);
-    for (int k = 1; k < c->size; k++) {
+    hpml_status status = HPML_OK;
+    double      start  = hpml_comm_now(c);
+    for (int k = 1; k < c->size && status == HPML_OK; k++) {
         int          to = (c->rank + k) % c->size, from = (c->rank - k + c->size) % c->size;
         bool         sends = gather ? to == root : scatter ? c->rank == root : true;
         bool         takes = gather ? c->rank == root : scatter ? from == root : true;
@@ -2066,9 +2298,10 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *ou
         if (takes) hpmlc_begin(c, true, from, tag, in + (scatter ? 0 : (size_t)from * bytes), bytes, NULL, &i);
         if (sends) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out + (gather ? 0 : (size_t)to * bytes), bytes, NULL, &o);
         c->counters.rounds += takes || sends;
-        if ((takes && hpml_wait(c, &i) != HPML_OK) || (sends && hpml_wait(c, &o) != HPML_OK)) return hpml_ctx_status(c->ctx);
+        hpml_status got = takes ? hpml_wait(c, &i) : HPML_OK, sent = sends ? hpml_wait(c, &o) : HPML_OK;
+        status = got != HPML_OK ? got : sent;
     }
-    return HPML_OK;
+    return hpmlc_leave(c, start, status);
 }
 
 HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root)
@@ -2197,7 +2430,7 @@ struct hpmlc_background {
     hpml_ctx  *ctx;
     hpml_job   job[HPMLC_JOBS];
     unsigned   posted, taken;
-    bool       threaded, stop;
+    bool       threaded, stop, ended;
 #ifndef HPML_NO_THREADS
     pthread_t  thread;
     hpmlc_gate worker, waiter;
@@ -2237,7 +2470,7 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
 {
     hpmlc_background *b    = (hpmlc_background *)arg;
     unsigned          seen = 0;
-    if (b->twin->agent) hpmlc_agent_yield(b->twin, false);
+    if (b->twin->agent) hpmlc_agent_enter(b->twin);
     for (;;) {
         unsigned posted = __atomic_load_n(&b->posted, __ATOMIC_ACQUIRE);
         if (b->taken == posted) {
@@ -2253,12 +2486,13 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
         __atomic_store_n(&j->done, true, __ATOMIC_RELEASE);
         hpmlc_rouse(b->twin, b->c, &b->waiter);
     }
-    hpml_world *w = hpmlc_world_of(b->twin);
-    if (b->twin->agent) {
-        hpmlc_agent *a = b->twin->agent;
-        b->twin->agent = NULL;
-        hpmlc_agent_free(w, a);
-    } else if (w && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
+    hpml_world  *w = hpmlc_world_of(b->twin);
+    hpmlc_agent *a = b->twin->agent;
+    if (a) b->twin->agent = NULL;
+    __atomic_store_n(&b->ended, true, __ATOMIC_RELEASE);
+    hpmlc_rouse(b->twin, b->c, &b->waiter); /* the last touch of b */
+    if (a) hpmlc_agent_free(w, a);
+    else if (w && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
     return NULL;
 }
 
@@ -2285,7 +2519,8 @@ HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
     if (b->threaded) {
         __atomic_store_n(&b->stop, true, __ATOMIC_RELEASE);
         hpmlc_rouse(c, b->twin, &b->worker);
-        if (c->agent) hpmlc_agent_yield(c, false); /* lets it end in virtual time */
+        unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
+        while (!__atomic_load_n(&b->ended, __ATOMIC_ACQUIRE)) hpmlc_rest(c, &b->waiter, &seen); /* a deadlock is seen, time goes on */
         pthread_join(b->thread, NULL);
         pthread_mutex_destroy(&b->worker.mutex), pthread_cond_destroy(&b->worker.changed);
         pthread_mutex_destroy(&b->waiter.mutex), pthread_cond_destroy(&b->waiter.changed);
@@ -2316,7 +2551,11 @@ HPMLC_FN hpmlc_background *hpmlc_background_start(hpml_comm *c)
     for (int i = 0; i < c->size; i++) all[i] = i;
     b->twin = b->ctx ? hpmlc_part(c, b->ctx, all, c->size, c->rank, 0) : NULL;
     hpml_ctx_release(c->ctx, all);
-    if (!b->twin) return NULL;
+    if (!b->twin) {
+        hpmlc_fail(c, HPML_ERR_MEMORY, "no twin for work in the background: %s", b->ctx ? hpml_ctx_error(b->ctx) : "no memory");
+        hpml_ctx_free(b->ctx);
+        return NULL;
+    }
     b->twin->spin  = 0; /* leaves the core to those who compute */
     b->twin->trace = c->ctx;
     c->background  = b;
@@ -2383,7 +2622,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
     if (j->c->agent && j->c->agent->clock < j->clock) j->c->agent->clock = j->clock;
 #endif
     j->used = false;
-    if (j->status != HPML_OK && hpml_ctx_status(j->c->ctx) == HPML_OK)
+    if (j->status != HPML_OK && hpml_ctx_status(b->ctx) != HPML_OK && hpml_ctx_status(j->c->ctx) == HPML_OK)
         hpml_ctx_fail(j->c->ctx, j->status, "%s", hpml_ctx_error(b->ctx));
     return j->status;
 }
@@ -2434,6 +2673,9 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     hpmlc_start *s    = (hpmlc_start *)arg;
     hpml_ctx    *ctx  = hpml_ctx_create(&s->ctx);
     hpml_comm   *comm = ctx ? hpml_comm_create(ctx, &s->comm) : NULL;
+#ifndef HPML_NO_THREADS
+    if (!ctx && s->comm.world) hpmlc_world_absent(s->comm.world, s->comm.rank, "no memory for a context");
+#endif
     if (comm && s->d->transport == HPML_TRANSPORT_MPI && s->d->ranks > 0 && comm->size != s->d->ranks)
         hpmlc_fail(comm, HPML_ERR_ARGUMENT, "launch: %d ranks are wanted, mpiexec started %d", s->d->ranks, comm->size);
     s->status = comm && hpml_ctx_status(ctx) == HPML_OK ? s->fn(comm, s->user) : ctx ? hpml_ctx_status(ctx) : HPML_ERR_MEMORY;
@@ -2441,6 +2683,7 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
         hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
         snprintf(s->error, sizeof s->error, "%s", hpml_ctx_error(ctx));
     }
+    if (!ctx) snprintf(s->error, sizeof s->error, "rank %d: no memory for a context", s->comm.rank);
     hpml_ctx_free(ctx);
     return NULL;
 }
@@ -2512,10 +2755,13 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     int         started = 0;
     for (int i = 0; i < ranks; i++) s[i].comm.world = w;
     while (w && threads && started < ranks && pthread_create(&threads[started], NULL, hpmlc_start_main, &s[started]) == 0) started++;
-    for (int i = started; w && i < ranks; i++) hpmlc_world_fail(w, i, "its thread could not be started: no memory");
+    for (int i = started; w && i < ranks; i++) hpmlc_world_absent(w, i, "its thread could not be started: no memory");
     for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
     status = w && threads ? hpmlc_verdict(s, ranks, error, size) : HPML_ERR_MEMORY;
-    if (status == HPML_OK && started < ranks) status = HPML_ERR_MEMORY;
+    if (status == HPML_OK && w->failed) { /* a job in the background that nobody has waited for */
+        status = HPML_ERR_COMM;
+        if (error && size > 0) snprintf(error, size, "%s", w->text);
+    }
     hpml_world_free(w);
     free(threads);
 #else
@@ -2525,6 +2771,1233 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
 #endif
     free(s);
     return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>exchange   1-bit exchange: stripes, owners, two residuals
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Tensors are of two kinds: plain ones are added as they are, in one fused allreduce; packed ones go by stripes. A message
+   to rank j holds, contribution by contribution and tensor by tensor, the packed rows of stripe j, behind a word that says
+   whether all was finite. */
+
+typedef struct hpmlc_item {
+    hpml_gradient g;
+    hpml_packing  packing;
+    bool          plain;
+    float        *residual;       /* (leaves, rows, cols) or NULL */
+    float        *stripe;         /* (my_rows, cols) or NULL */
+    int64_t       my_row, my_rows; /* of this rank's stripe */
+    float        *p, *q, *work;   /* LOWRANK: (rows, r), (cols, r); TOPK: accumulated velocity and magnitudes */
+} hpmlc_item;
+
+struct hpml_exchange {
+    hpml_comm         *c;
+    hpml_exchange_desc d;
+    hpmlc_item        *item;      /* (d.count) */
+    int                packed;    /* items that are not plain */
+    float             *fused;     /* plain tensors side by side; NULL: they already lie so, at `span` */
+    float             *span;
+    int64_t            plain;     /* floats in fused or span */
+    int32_t           *leaves;    /* (p) contributions of each rank */
+    size_t            *out_at;    /* (p + 1) where the message to each rank begins in `out` */
+    size_t             in_size;   /* bytes of one contribution to my stripe, word excluded */
+    size_t            *in_at;     /* (p + 1) where the message of each rank begins in `in` */
+    size_t            *sum_at;    /* (p + 1) the packed sums of all stripes */
+    char              *out, *in, *sums;
+    uint64_t           seed_step; /* LOWRANK: draws the first Q */
+    int64_t            bytes;
+};
+
+#define HPMLC_HEAD 8 /* bytes before a message: 1 + the rank that had a NaN, 0: none */
+
+HPMLC_FN int64_t hpmlc_stripe(const hpmlc_item *it, int p, int rank) { return hpml_block(it->g.rows, p, rank); }
+
+HPMLC_FN size_t hpmlc_stripe_size(const hpmlc_item *it, int p, int rank)
+{
+    size_t rows = (size_t)(hpmlc_stripe(it, p, rank + 1) - hpmlc_stripe(it, p, rank));
+    return (rows * it->packing.row_size + 7) / 8 * 8;
+}
+
+/* Bytes of one contribution to the stripes of `rank`. */
+HPMLC_FN size_t hpmlc_message_size(const hpml_exchange *x, int rank)
+{
+    size_t size = 0;
+    for (int i = 0; i < x->d.count; i++)
+        if (!x->item[i].plain) size += hpmlc_stripe_size(&x->item[i], x->c->size, rank);
+    return size;
+}
+
+/* Plain tensors that follow one another in memory need no copy. The trainer pads each to 16 floats. */
+HPMLC_FN bool hpmlc_exchange_span(hpml_exchange *x)
+{
+    float *end = NULL;
+    for (int turn = 0; turn < 2; turn++) { /* as given, or in reverse order */
+        bool fits = true;
+        end = x->span = NULL;
+        for (int k = 0; k < x->d.count; k++) {
+            const hpmlc_item *it = &x->item[turn ? x->d.count - 1 - k : k];
+            if (!it->plain) continue;
+            int64_t n = it->g.rows * it->g.cols;
+            if (!x->span) x->span = end = it->g.data;
+            fits = fits && it->g.data == end;
+            end += x->d.padded ? (n + 15) / 16 * 16 : n;
+        }
+        if (fits) {
+            x->plain = end - x->span;
+            return true;
+        }
+    }
+    return false;
+}
+
+HPMLC_FN bool hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc *d)
+{
+    if (d->_begin || d->_end || d->count < 1 || !d->tensors || d->leaves < 0 || (d->reduce != HPML_SUM && d->reduce != HPML_MEAN) ||
+        !(d->ratio >= 0) || d->ratio > 1 || d->lowrank < 0 || (unsigned)d->method > HPML_METHOD_LOWRANK) {
+        hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: %d tensors, method %d, op %d, ratio %g, rank %d: the desc is not cleared, or out of range",
+                   d->count, (int)d->method, (int)d->reduce, (double)d->ratio, d->lowrank);
+        return false;
+    }
+    for (int i = 0; i < d->count; i++) {
+        const hpml_gradient *g = &d->tensors[i];
+        hpml_packing         p;
+        if (!g->data || g->rows < 1 || g->cols < 1 || hpml_packing_init(&p, &d->codec, g->rows, g->cols) != HPML_OK) {
+            hpmlc_fail(c, HPML_ERR_SHAPE, "exchange: tensor %d \"%s\" is %lld x %lld%s, or its codec desc is not valid", i, g->name ? g->name : "",
+                       (long long)g->rows, (long long)g->cols, g->data ? "" : " without data");
+            return false;
+        }
+    }
+    if (d->leaves > 1 && d->method != HPML_METHOD_CODEC) {
+        hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "exchange: top-k and low-rank take one contribution a rank; exact sums go with codecs");
+        return false;
+    }
+    return true;
+}
+
+/* All ranks must have the same tensors: counts and shapes, folded into a number that is compared. */
+HPMLC_FN hpml_status hpmlc_exchange_agree(hpml_exchange *x)
+{
+    int64_t             hash[2];
+    hpml_allreduce_desc d;
+    uint64_t            h = 14695981039346656037u;
+    for (int i = 0; i < x->d.count; i++) {
+        uint64_t parts[3] = { (uint64_t)x->item[i].g.rows, (uint64_t)x->item[i].g.cols, x->item[i].packing.row_size };
+        for (int k = 0; k < 3; k++) h = (h ^ parts[k]) * 1099511628211u;
+    }
+    hash[0] = (int64_t)(h >> 2), hash[1] = -hash[0];
+    memset(&d, 0, sizeof d);
+    d.reduce = HPML_MAX, d.element = HPML_ELEMENT_I64;
+    hpml_status status = hpml_allreduce(x->c, hash, 2, &d);
+    if (status == HPML_OK && hash[0] != -hash[1])
+        status = hpmlc_fail(x->c, HPML_ERR_SHAPE, "exchange: the ranks have different tensors or codecs (%d here); all ranks must record "
+                            "the same model", x->d.count);
+    return status;
+}
+
+HPMLC_FN bool hpmlc_methods_create(hpml_exchange *x, hpmlc_item *it);
+
+HPMLC_FN bool hpmlc_item_create(hpml_exchange *x, hpmlc_item *it)
+{
+    hpml_comm *c = x->c;
+    hpml_packing_init(&it->packing, &x->d.codec, it->g.rows, it->g.cols);
+    if (x->d.method != HPML_METHOD_CODEC) return hpmlc_methods_create(x, it);
+    it->plain = it->packing.codec->linear;
+    if (it->plain) return true;
+    it->my_row  = hpmlc_stripe(it, c->size, c->rank);
+    it->my_rows = hpmlc_stripe(it, c->size, c->rank + 1) - it->my_row;
+    if (it->packing.residual_count == 0) return true;
+    it->residual = (float *)hpml_ctx_alloc(c->ctx, (size_t)(it->g.rows * it->g.cols * x->d.leaves) * sizeof(float), NULL);
+    it->stripe   = (float *)hpml_ctx_alloc(c->ctx, (size_t)(it->my_rows * it->g.cols) * sizeof(float) + 1, NULL);
+    return it->residual && it->stripe;
+}
+
+/* Where every message begins, and memory for them. */
+HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
+{
+    hpml_comm *c = x->c;
+    int        p = c->size;
+    x->in_size   = hpmlc_message_size(x, c->rank);
+    for (int r = 0; r < p; r++) {
+        size_t size      = hpmlc_message_size(x, r);
+        x->out_at[r + 1] = x->out_at[r] + HPMLC_HEAD + size * (size_t)x->d.leaves;
+        x->in_at[r + 1]  = x->in_at[r] + HPMLC_HEAD + x->in_size * (size_t)x->leaves[r];
+        x->sum_at[r + 1] = x->sum_at[r] + HPMLC_HEAD + size;
+    }
+    x->out  = (char *)hpml_ctx_alloc(c->ctx, x->out_at[p], NULL);
+    x->in   = (char *)hpml_ctx_alloc(c->ctx, x->in_at[p], NULL);
+    x->sums = (char *)hpml_ctx_alloc(c->ctx, x->sum_at[p], NULL);
+    x->bytes += (int64_t)(x->out_at[p] - (x->out_at[c->rank + 1] - x->out_at[c->rank]));
+    x->bytes += (int64_t)(p - 1) * (int64_t)(x->sum_at[c->rank + 1] - x->sum_at[c->rank]);
+    return x->sums != NULL && x->in && x->out;
+}
+
+HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc)
+{
+    if (hpmlc_failed(c) || !desc || !hpmlc_exchange_check(c, desc)) return NULL;
+    hpml_exchange *x = (hpml_exchange *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
+    size_t         p = (size_t)c->size;
+    if (!x) return NULL;
+    x->c = c, x->d = *desc;
+    if (x->d.leaves == 0) x->d.leaves = 1;
+    x->item   = (hpmlc_item *)hpml_ctx_alloc(c->ctx, sizeof *x->item * (size_t)desc->count, NULL);
+    x->leaves = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof *x->leaves * p, NULL);
+    x->out_at = (size_t *)hpml_ctx_alloc(c->ctx, sizeof *x->out_at * 3 * (p + 1), NULL);
+    if (!x->item || !x->leaves || !x->out_at) return NULL;
+    x->in_at = x->out_at + p + 1, x->sum_at = x->in_at + p + 1;
+    for (int i = 0; i < desc->count; i++) {
+        x->item[i].g = desc->tensors[i];
+        if (!hpmlc_item_create(x, &x->item[i])) return NULL;
+        x->packed += !x->item[i].plain;
+        if (x->item[i].plain) x->plain += desc->tensors[i].rows * desc->tensors[i].cols;
+    }
+    x->leaves[c->rank] = x->d.leaves;
+    if (hpmlc_exchange_agree(x) != HPML_OK || hpml_allgather(c, x->leaves, c->size, HPML_ELEMENT_I32) != HPML_OK) return NULL;
+    if (x->plain > 0 && !hpmlc_exchange_span(x)) {
+        x->fused = (float *)hpml_ctx_alloc(c->ctx, (size_t)x->plain * sizeof(float), NULL);
+        if (!x->fused) return NULL;
+    }
+    if (x->d.method == HPML_METHOD_CODEC && x->packed > 0 && !hpmlc_exchange_layout(x)) return NULL;
+    if (x->plain > 0) x->bytes += 8 * (x->plain - hpml_block(x->plain, c->size, 1)); /* of a ring */
+    return x;
+}
+
+HPML_API void hpml_exchange_free(hpml_exchange *x)
+{
+    if (!x) return;
+    hpml_ctx *ctx = x->c->ctx;
+    for (int i = 0; i < x->d.count; i++) {
+        float *own[] = { x->item[i].residual, x->item[i].stripe, x->item[i].p, x->item[i].q, x->item[i].work };
+        for (size_t k = 0; k < sizeof own / sizeof own[0]; k++) hpml_ctx_release(ctx, own[k]);
+    }
+    void *own[] = { x->item, x->leaves, x->out_at, x->fused, x->out, x->in, x->sums };
+    for (size_t k = 0; k < sizeof own / sizeof own[0]; k++) hpml_ctx_release(ctx, own[k]);
+    hpml_ctx_release(ctx, x);
+}
+
+/* 1. Packs all rows, stripe by stripe, into the messages. Says in each whether all was finite. */
+HPMLC_FN void hpmlc_exchange_pack(hpml_exchange *x)
+{
+    int     p = x->c->size;
+    int64_t bad = 0;
+    for (int r = 0; r < p; r++) {
+        char *at = x->out + x->out_at[r] + HPMLC_HEAD;
+        for (int l = 0; l < x->d.leaves; l++)
+            for (int i = 0; i < x->d.count; i++) {
+                hpmlc_item *it = &x->item[i];
+                int64_t     row = it->plain ? 0 : hpmlc_stripe(it, p, r), rows = it->plain ? 0 : hpmlc_stripe(it, p, r + 1) - row;
+                if (it->plain) continue;
+                float *e = it->residual ? it->residual + (l * it->g.rows + row) * it->g.cols : NULL;
+                if (rows > 0 && hpml_packing_encode(&it->packing, at, e, it->g.data + l * x->d.leaf_step + row * it->g.cols, rows) != HPML_OK)
+                    bad = x->c->origin[x->c->rank] + 1;
+                at += hpmlc_stripe_size(it, p, r);
+            }
+    }
+    for (int r = 0; r < p; r++) memcpy(x->out + x->out_at[r], &bad, sizeof bad);
+}
+
+/* 3. and 4. Adds what has come for my stripe, in the order of ranks and leaves, and packs the sum. */
+HPMLC_FN void hpmlc_exchange_add(hpml_exchange *x)
+{
+    int     p = x->c->size, me = x->c->rank;
+    int64_t bad = 0, other;
+    char   *to = x->sums + x->sum_at[me] + HPMLC_HEAD;
+    size_t  offset = 0;
+    for (int r = 0; r < p; r++) {
+        memcpy(&other, r == me ? x->out + x->out_at[r] : x->in + x->in_at[r], sizeof other);
+        if (other && !bad) bad = other;
+    }
+    for (int i = 0; i < x->d.count; i++) {
+        hpmlc_item *it = &x->item[i];
+        if (it->plain) continue;
+        float  *sum   = it->g.data + it->my_row * it->g.cols;
+        int64_t n     = it->my_rows * it->g.cols;
+        bool    first = true;
+        for (int r = 0; r < p; r++)
+            for (int l = 0; l < x->leaves[r]; l++, first = false) {
+                const char *from = (r == me ? x->out + x->out_at[r] : x->in + x->in_at[r]) + HPMLC_HEAD + (size_t)l * x->in_size + offset;
+                if (first) hpml_packing_decode(&it->packing, sum, from, it->my_rows);
+                else hpml_packing_decode_add(&it->packing, sum, from, it->my_rows);
+            }
+        if (x->d.reduce == HPML_MEAN) hpmlc_divide(sum, n, HPML_ELEMENT_F32, p);
+        if (x->d.in_stripe && it->my_rows > 0) x->d.in_stripe(x->d.user, i, it->my_row, it->my_rows, sum);
+        if (it->my_rows > 0 && hpml_packing_encode(&it->packing, to + offset, it->stripe, sum, it->my_rows) != HPML_OK && !bad)
+            bad = x->c->origin[me] + 1;
+        offset += hpmlc_stripe_size(it, p, me);
+    }
+    memcpy(x->sums + x->sum_at[me], &bad, sizeof bad);
+}
+
+/* 2. and 5. Everybody with everybody: in round k with the rank k further on. */
+HPMLC_FN hpml_status hpmlc_exchange_move(hpml_exchange *x, const char *name, char *out, const size_t *out_at, bool same, char *in, const size_t *in_at)
+{
+    hpml_comm *c = x->c;
+    int        tag = hpmlc_enter(c, name, (int64_t)in_at[c->size], HPML_ELEMENT_BYTE, -1, -1);
+    double     start = hpml_comm_now(c);
+    if (tag < 0) return hpml_ctx_status(c->ctx);
+    for (int k = 1; k < c->size; k++) {
+        int          to = (c->rank + k) % c->size, from = (c->rank - k + c->size) % c->size, mine = same ? c->rank : to;
+        hpml_message o, i;
+        c->round = k;
+        c->counters.rounds++;
+        hpmlc_begin(c, true, from, tag, in + in_at[from], in_at[from + 1] - in_at[from], NULL, &i);
+        hpmlc_begin(c, false, to, tag, out + out_at[mine], out_at[mine + 1] - out_at[mine], NULL, &o);
+        hpml_status got = hpml_wait(c, &i), sent = hpml_wait(c, &o);
+        if (got != HPML_OK || sent != HPML_OK) return got != HPML_OK ? got : sent;
+    }
+    return hpmlc_leave(c, start, HPML_OK);
+}
+
+HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_exchange *x)
+{
+    int         p = x->c->size;
+    int64_t     bad = 0, other;
+    double      start = hpml_comm_now(x->c);
+    hpmlc_exchange_pack(x);
+    hpml_trace_span(x->c->trace, HPML_LANE_COMM, "pack", start, hpml_comm_now(x->c));
+    hpml_status status = hpmlc_exchange_move(x, "stripes", x->out, x->out_at, false, x->in, x->in_at);
+    if (status != HPML_OK) return status;
+    hpmlc_exchange_add(x);
+    status = hpmlc_exchange_move(x, "sums", x->sums, x->sum_at, true, x->sums, x->sum_at);
+    if (status != HPML_OK) return status;
+    for (int r = 0; r < p; r++) {
+        const char *at = x->sums + x->sum_at[r] + HPMLC_HEAD;
+        memcpy(&other, at - HPMLC_HEAD, sizeof other);
+        if (other && !bad) bad = other;
+        for (int i = 0; i < x->d.count; i++) {
+            hpmlc_item *it  = &x->item[i];
+            int64_t     row = it->plain ? 0 : hpmlc_stripe(it, p, r), rows = it->plain ? 0 : hpmlc_stripe(it, p, r + 1) - row;
+            if (it->plain) continue;
+            hpml_packing_decode(&it->packing, it->g.data + row * it->g.cols, at, rows);
+            at += hpmlc_stripe_size(it, p, r);
+        }
+    }
+    return bad ? HPML_ERR_NONFINITE : HPML_OK;
+}
+
+HPMLC_FN hpml_status hpmlc_exchange_plain(hpml_exchange *x)
+{
+    hpml_allreduce_desc d;
+    float              *at = x->fused;
+    memset(&d, 0, sizeof d);
+    d.algorithm = x->d.algorithm, d.reduce = x->d.reduce;
+    for (int i = 0; at && i < x->d.count; i++) {
+        const hpml_gradient *g = &x->item[i].g;
+        if (!x->item[i].plain) continue;
+        memcpy(at, g->data, (size_t)(g->rows * g->cols) * sizeof(float));
+        at += g->rows * g->cols;
+    }
+    hpml_status status = hpml_allreduce(x->c, x->fused ? x->fused : x->span, x->plain, &d);
+    at = x->fused;
+    for (int i = 0; at && i < x->d.count && status == HPML_OK; i++) {
+        const hpml_gradient *g = &x->item[i].g;
+        if (!x->item[i].plain) continue;
+        memcpy(g->data, at, (size_t)(g->rows * g->cols) * sizeof(float));
+        at += g->rows * g->cols;
+    }
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_topk_run(hpml_exchange *x);
+HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_exchange *x);
+
+HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
+{
+    hpml_exchange *x      = (hpml_exchange *)user;
+    hpml_comm     *owner  = x->c;
+    hpml_status    status = HPML_OK, plain = HPML_OK;
+    if (hpmlc_failed(c)) return hpml_ctx_status(c->ctx);
+    x->c = c; /* in the background: the twin */
+    if (x->packed > 0 && x->d.method == HPML_METHOD_CODEC) status = hpmlc_exchange_packed(x);
+    if (x->packed > 0 && x->d.method == HPML_METHOD_TOPK) status = hpmlc_topk_run(x);
+    if (x->packed > 0 && x->d.method == HPML_METHOD_LOWRANK) status = hpmlc_lowrank_run(x);
+    if (x->plain > 0 && (status == HPML_OK || status == HPML_ERR_NONFINITE)) plain = hpmlc_exchange_plain(x);
+    x->c = owner;
+    return status != HPML_OK ? status : plain;
+}
+
+HPML_API hpml_status hpml_exchange_run(hpml_exchange *x) { return x ? hpmlc_exchange_on(x->c, x) : HPML_ERR_ARGUMENT; }
+HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x) { return x ? hpml_background(x->c, hpmlc_exchange_on, x) : NULL; }
+HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x) { return x && x->c->size > 1 ? x->bytes : 0; }
+
+HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count)
+{
+    if (!x || tensor < 0 || tensor >= x->d.count) return NULL;
+    if (count) *count = x->item[tensor].residual ? x->item[tensor].g.rows * x->item[tensor].g.cols * x->d.leaves : 0;
+    return x->item[tensor].residual;
+}
+
+HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row, int64_t *rows)
+{
+    if (!x || tensor < 0 || tensor >= x->d.count) return NULL;
+    if (row) *row = x->item[tensor].my_row;
+    if (rows) *rows = x->item[tensor].my_rows;
+    return x->item[tensor].stripe;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>methods   top-k and low rank
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Top-k with momentum correction and factor masking: u <- m u + g, v <- v + u; the k largest |v| are sent, there u = v = 0.
+   Everybody gathers the pairs of all and adds them in the order of the ranks.
+
+   Low rank: M = g + e (rows, cols) is sent as P Q^T with P (rows, r), Q (cols, r): one step of power iteration from the last Q,
+       P <- mean of M Q, made orthonormal;  Q <- mean of M^T P;  result P Q^T;  e <- M - P Q^T.
+   Both P and Q are added up as they are: any allreduce will do. With SUM instead of MEAN the result is multiplied by p. */
+
+HPMLC_FN int64_t hpmlc_topk_count(const hpml_exchange *x, const hpmlc_item *it)
+{
+    int64_t n = it->g.rows * it->g.cols, k = (int64_t)((double)n * (double)(x->d.ratio > 0 ? x->d.ratio : 0.01f));
+    return k < 1 ? 1 : k;
+}
+
+HPMLC_FN int hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
+{
+    int64_t r = x->d.lowrank > 0 ? x->d.lowrank : 2;
+    if (r > it->g.rows) r = it->g.rows;
+    return (int)(r > it->g.cols ? it->g.cols : r);
+}
+
+HPMLC_FN bool hpmlc_methods_create(hpml_exchange *x, hpmlc_item *it)
+{
+    hpml_ctx *ctx = x->c->ctx;
+    int64_t   n = it->g.rows * it->g.cols, least = x->d.codec.min_elements > 0 ? x->d.codec.min_elements : HPML_CODEC_MIN_ELEMENTS;
+    int       r = hpmlc_lowrank_of(x, it), p = x->c->size;
+    bool      top = x->d.method == HPML_METHOD_TOPK;
+    it->plain = (it->g.rows == 1 || it->g.cols == 1 || n < least) && !x->d.codec.compress_all;
+    if (!top && (it->g.rows + it->g.cols) * r >= n) it->plain = true; /* nothing to be saved */
+    if (it->plain) return true;
+    it->residual = (float *)hpml_ctx_alloc(ctx, (size_t)n * sizeof(float), NULL);
+    it->work     = (float *)hpml_ctx_alloc(ctx, (size_t)n * sizeof(float), NULL);
+    if (top) {
+        int64_t k = hpmlc_topk_count(x, it);
+        it->p = (float *)hpml_ctx_alloc(ctx, (size_t)n * sizeof(float), NULL);             /* u */
+        it->q = (float *)hpml_ctx_alloc(ctx, (size_t)(2 * k * p) * sizeof(float), NULL);   /* pairs of all ranks */
+        x->bytes += 8 * k * (p - 1);
+        return it->residual && it->work && it->p && it->q;
+    }
+    it->p = (float *)hpml_ctx_alloc(ctx, (size_t)(it->g.rows * r) * sizeof(float), NULL);
+    it->q = (float *)hpml_ctx_alloc(ctx, (size_t)(it->g.cols * r) * sizeof(float), NULL);
+    x->bytes += 8 * (int64_t)r * (it->g.rows + it->g.cols) * (p - 1) / p;
+    if (!it->residual || !it->work || !it->p || !it->q) return false;
+    hpml_rng rng;
+    rng.seed = 1, rng.stream = (uint64_t)(it - x->item), rng.counter = 0; /* the same on all ranks */
+    hpml_rng_fill_normal(&rng, it->q, it->g.cols * r);
+    return true;
+}
+
+/* The k-th largest of x, which is reordered (Hoare's selection). */
+HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
+{
+    int64_t low = 0, high = n - 1;
+    while (low < high) {
+        float   pivot = x[low + (high - low) / 2], t;
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (x[i] > pivot) i++;
+            while (x[j] < pivot) j--;
+            if (i > j) break;
+            t = x[i], x[i] = x[j], x[j] = t;
+            i++, j--;
+        }
+        if (k - 1 <= j) high = j;
+        else if (k - 1 >= i) low = i;
+        else break;
+    }
+    return x[k - 1];
+}
+
+/* Puts my k pairs (place, value) into the gathered array; false when a number is not finite: then nothing is sent. */
+HPMLC_FN bool hpmlc_topk_pick(hpml_exchange *x, hpmlc_item *it, float *pairs, int64_t k)
+{
+    int64_t n = it->g.rows * it->g.cols, sent = 0;
+    float   bad = 0, *u = it->p, *v = it->residual, least;
+    for (int64_t i = 0; i < n; i++) bad += it->g.data[i] - it->g.data[i];
+    for (int64_t i = 0; i < n && bad == 0; i++) {
+        u[i] = x->d.momentum * u[i] + it->g.data[i];
+        v[i] += u[i];
+        it->work[i] = fabsf(v[i]);
+    }
+    memset(pairs, 0, (size_t)(2 * k) * sizeof *pairs);
+    if (bad != 0) return false;
+    least = hpmlc_select(it->work, n, k);
+    for (int pass = 0; pass < 2; pass++) /* those above the k-th, then those equal to it, from the first on */
+        for (int64_t i = 0; i < n && sent < k; i++) {
+            if (pass == 0 ? !(fabsf(v[i]) > least) : !(fabsf(v[i]) == least && v[i] != 0)) continue;
+            uint32_t place = (uint32_t)i;
+            memcpy(&pairs[2 * sent], &place, sizeof place);
+            pairs[2 * sent + 1] = v[i];
+            u[i] = v[i] = 0;
+            sent++;
+        }
+    return true;
+}
+
+HPMLC_FN hpml_status hpmlc_topk_run(hpml_exchange *x)
+{
+    hpml_comm  *c = x->c;
+    hpml_status status = HPML_OK;
+    int64_t     bad = 0;
+    for (int t = 0; t < x->d.count && status == HPML_OK; t++) {
+        hpmlc_item *it = &x->item[t];
+        int64_t     k  = it->plain ? 0 : hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols;
+        if (it->plain) continue;
+        if (!hpmlc_topk_pick(x, it, it->q + 2 * k * c->rank, k)) bad = c->origin[c->rank] + 1;
+        status = hpml_allgather(c, it->q, 8 * k * c->size, HPML_ELEMENT_BYTE);
+        memset(it->g.data, 0, (size_t)n * sizeof(float));
+        for (int64_t i = 0; i < k * c->size; i++) {
+            uint32_t place;
+            memcpy(&place, &it->q[2 * i], sizeof place);
+            if ((int64_t)place < n) it->g.data[place] += it->q[2 * i + 1];
+        }
+        if (x->d.reduce == HPML_MEAN) hpmlc_divide(it->g.data, n, HPML_ELEMENT_F32, c->size);
+    }
+    hpml_allreduce_desc d;
+    memset(&d, 0, sizeof d);
+    d.reduce = HPML_MAX, d.element = HPML_ELEMENT_I64;
+    if (status == HPML_OK) status = hpml_allreduce(c, &bad, 1, &d);
+    return status == HPML_OK && bad ? HPML_ERR_NONFINITE : status;
+}
+
+/* Columns of (n, r) made orthonormal one after another (Gram & Schmidt, twice is enough). */
+HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
+{
+    for (int j = 0; j < r; j++)
+        for (int pass = 0; pass < 2; pass++) {
+            double norm = 0;
+            for (int k = 0; k < j; k++) {
+                double dot = 0;
+                for (int64_t i = 0; i < n; i++) dot += (double)a[i * r + j] * (double)a[i * r + k];
+                for (int64_t i = 0; i < n; i++) a[i * r + j] -= (float)dot * a[i * r + k];
+            }
+            for (int64_t i = 0; i < n; i++) norm += (double)a[i * r + j] * (double)a[i * r + j];
+            norm = norm > 1e-30 ? 1 / sqrt(norm) : 0;
+            for (int64_t i = 0; i < n; i++) a[i * r + j] *= (float)norm;
+        }
+}
+
+HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_exchange *x)
+{
+    hpml_comm          *c = x->c;
+    hpml_allreduce_desc mean;
+    float               bad = 0;
+    memset(&mean, 0, sizeof mean);
+    mean.reduce = HPML_MEAN, mean.algorithm = x->d.algorithm;
+    for (int t = 0; t < x->d.count; t++) {
+        hpmlc_item *it   = &x->item[t];
+        int64_t     rows = it->g.rows, cols = it->g.cols, n = rows * cols, r = hpmlc_lowrank_of(x, it);
+        float      *M = it->work, part = 0;
+        if (it->plain) continue;
+        for (int64_t i = 0; i < n; i++) part += it->g.data[i] - it->g.data[i];
+        for (int64_t i = 0; i < n; i++) M[i] = (part == 0 ? it->g.data[i] : 0) + it->residual[i];
+        if (part != 0) bad = 1;
+        hpml_sgemm(c->ctx, false, false, rows, r, cols, 1, M, cols, it->q, r, 0, it->p, r);
+        if (hpml_allreduce(c, it->p, rows * r, &mean) != HPML_OK) return hpml_ctx_status(c->ctx);
+        hpmlc_orthonormal(it->p, rows, (int)r);
+        hpml_sgemm(c->ctx, true, false, cols, r, rows, 1, M, cols, it->p, r, 0, it->q, r);
+        if (hpml_allreduce(c, it->q, cols * r, &mean) != HPML_OK) return hpml_ctx_status(c->ctx);
+        hpml_sgemm(c->ctx, false, true, rows, cols, r, 1, it->p, r, it->q, r, 0, it->g.data, cols);
+        for (int64_t i = 0; i < n; i++) it->residual[i] = M[i] - it->g.data[i];
+        if (x->d.reduce == HPML_SUM)
+            for (int64_t i = 0; i < n; i++) it->g.data[i] *= (float)c->size;
+    }
+    mean.reduce = HPML_MAX;
+    if (hpml_allreduce(c, &bad, 1, &mean) != HPML_OK) return hpml_ctx_status(c->ctx);
+    return bad != 0 ? HPML_ERR_NONFINITE : HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>distribute   synchronous data parallelism: buckets, overlap, weights
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The trainer's hooks: `run` scales this rank's gradient by its share of the global batch; `grad` counts a bucket's tensors
+   and starts its exchange in the background when the last one is final, buckets in order, from the last layer to the
+   first; `update` waits for what is still under way and makes the step. Samples, loss and the running statistics of
+   batchnorm travel in one small sum behind the last bucket. */
+
+typedef struct hpmlc_bucket {
+    hpml_exchange *x, *warm; /* warm: uncompressed, for the first steps */
+    hpml_job      *job;
+    int            count, ready;
+} hpmlc_bucket;
+
+enum { HPMLC_SAMPLES, HPMLC_LOSS, HPMLC_BAD, HPMLC_BAD_RANK, HPMLC_STATS }; /* then the buffers */
+
+struct hpml_distributed {
+    hpml_trainer        *t;
+    hpml_comm           *c;
+    hpml_ctx            *ctx;
+    hpml_distribute_desc d;
+    int                  params;
+    int                 *bucket_of; /* (params) -1: not trained */
+    hpmlc_bucket        *bucket;    /* (buckets) */
+    int                  buckets, posted;
+    int32_t              accumulate, micro;
+    double              *stats;     /* (HPMLC_STATS + buffer_total), f64 sums */
+    int64_t              buffer_total, grad_total;
+    hpml_job            *stats_job;
+    double               samples, loss_sum; /* of this rank, this step */
+    float               *shadow;    /* delayed: gradients under way, laid out as the trainer's */
+    double               shadow_samples; /* the global number behind them; 0: none yet */
+    float               *leaf;      /* exact: (leaves, leaf_total) */
+    int64_t             *sum;       /* exact: (leaf_total) */
+    float               *largest, *before; /* exact: (tensors), (buffer_total) */
+    int64_t              leaf_total, leaf_first, leaf_count, leaf_all;
+    hpml_distribute_report r;       /* sums since the reset */
+    double               began;
+    hpml_counters        at_reset;
+};
+
+HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
+
+HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
+{
+    g->name = p->name, g->data = data;
+    g->rows = p->ndim > 1 ? p->shape[0] : 1;
+    g->cols = hpml_tensor_count(p) / g->rows;
+}
+
+HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, bool warm, hpml_exchange_desc *e)
+{
+    memset(e, 0, sizeof *e);
+    e->algorithm = d->d.algorithm, e->reduce = d->d.sum ? HPML_SUM : HPML_MEAN, e->padded = true;
+    if (warm) return;
+    e->codec = d->d.codec, e->method = d->d.method, e->ratio = d->d.ratio, e->momentum = d->d.momentum, e->lowrank = d->d.lowrank;
+}
+
+/* Cuts the trained parameters, last first, into buckets of at least bucket_bytes. */
+HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
+{
+    hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)d->params, NULL);
+    float         *first = NULL;
+    d->bucket = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket * (size_t)d->params, NULL);
+    if (!g || !d->bucket) return false;
+    for (int i = 0; i < d->params && !first; i++) first = hpmlc_param(d, i)->grad;
+    int64_t bytes = 0, limit = d->d.bucket_bytes > 0 ? d->d.bucket_bytes : (int64_t)1 << 20;
+    int     count = 0;
+    for (int i = d->params - 1; i >= -1; i--) {
+        hpml_tensor *p = i >= 0 ? hpmlc_param(d, i) : NULL;
+        if (count > 0 && (i < 0 || bytes >= limit)) {
+            hpmlc_bucket      *b = &d->bucket[d->buckets++];
+            hpml_exchange_desc e;
+            hpmlc_exchange_settings(d, false, &e);
+            e.count = b->count = count, e.tensors = g;
+            b->x = hpml_exchange_create(d->c, &e);
+            if (d->d.warm_steps > 0) {
+                hpmlc_exchange_settings(d, true, &e);
+                e.count = count, e.tensors = g;
+                b->warm = hpml_exchange_create(d->c, &e);
+            }
+            if (!b->x || (d->d.warm_steps > 0 && !b->warm)) return false;
+            count = 0, bytes = 0;
+        }
+        if (i < 0) break;
+        d->bucket_of[i] = -1;
+        if (!p->grad) continue;
+        d->bucket_of[i] = d->buckets;
+        hpmlc_gradient_of(p, d->shadow ? d->shadow + (p->grad - first) : p->grad, &g[count]);
+        bytes += 4 * hpml_tensor_count(p);
+        count++;
+    }
+    hpml_ctx_release(d->ctx, g);
+    return true;
+}
+
+/* Starts every bucket that is ready and whose turn it is. */
+HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
+{
+    bool warm = hpml_trainer_step_count(d->t) < d->d.warm_steps;
+    while (d->posted < d->buckets && d->bucket[d->posted].ready == d->bucket[d->posted].count) {
+        hpmlc_bucket *b = &d->bucket[d->posted++];
+        b->job = hpml_exchange_start(warm ? b->warm : b->x);
+        if (!b->job) return hpml_ctx_status(d->ctx);
+    }
+    return HPML_OK;
+}
+
+HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, int param)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    if (d->bucket_of[param] < 0) return HPML_OK;
+    d->bucket[d->bucket_of[param]].ready++;
+    return d->d.no_overlap || d->d.delayed ? HPML_OK : hpmlc_buckets_post(d);
+}
+
+/* Samples, loss, buffers: into the sum of all ranks. */
+HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d)
+{
+    double *s = d->stats, *at = s + HPMLC_STATS;
+    bool    bad = !(d->loss_sum - d->loss_sum == 0);
+    s[HPMLC_SAMPLES]  = d->samples;
+    s[HPMLC_LOSS]     = bad ? 0 : d->loss_sum;
+    s[HPMLC_BAD]      = bad;
+    s[HPMLC_BAD_RANK] = bad ? d->c->rank : 0;
+    for (int i = 0; i < d->params; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        if (!p->param->buffer) continue;
+        for (int64_t k = 0, n = hpml_tensor_count(p); k < n; k++) *at++ = d->samples * (double)p->data[k];
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_stats_post(hpml_distributed *d)
+{
+    hpml_allreduce_desc f64;
+    hpmlc_stats_fill(d);
+    memset(&f64, 0, sizeof f64);
+    f64.element  = HPML_ELEMENT_F64;
+    d->stats_job = hpml_iallreduce(d->c, d->stats, HPMLC_STATS + d->buffer_total, &f64);
+    return d->stats_job ? HPML_OK : hpml_ctx_status(d->ctx);
+}
+
+/* What the others said: a NaN somewhere, the mean loss, the mean of the running statistics. */
+HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d, bool buffers)
+{
+    const double *s = d->stats, *at = s + HPMLC_STATS;
+    if (s[HPMLC_BAD] > 0)
+        return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank %d, step %lld: the loss of %.0f rank%s is not finite%s", d->c->rank,
+                             (long long)hpml_trainer_step_count(d->t), s[HPMLC_BAD], s[HPMLC_BAD] > 1 ? "s" : "",
+                             s[HPMLC_BAD] > 1 ? "" : "; see that rank's error");
+    if (s[HPMLC_SAMPLES] <= 0) return hpml_ctx_fail(d->ctx, HPML_ERR_STATE, "a step without samples on any rank");
+    d->r.loss    = s[HPMLC_LOSS] / s[HPMLC_SAMPLES];
+    d->r.samples = (int64_t)s[HPMLC_SAMPLES];
+    for (int i = 0; i < d->params && buffers; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        if (!p->param->buffer) continue;
+        for (int64_t k = 0, n = hpml_tensor_count(p); k < n; k++) p->data[k] = (float)(*at++ / s[HPMLC_SAMPLES]);
+    }
+    return HPML_OK;
+}
+
+HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
+{
+    hpml_distributed *d     = (hpml_distributed *)user;
+    double            start = hpml_now(), share = (double)samples * d->c->size / (double)d->d.global_batch;
+    float             scale = (float)((d->d.sum ? 1 : share) / d->accumulate);
+    hpml_status       status = HPML_OK;
+    bool              last = d->micro + 1 == d->accumulate;
+    d->c->step = hpml_trainer_step_count(t);
+    if (d->micro == 0) {
+        d->samples = d->loss_sum = 0, d->posted = 0;
+        for (int i = 0; i < d->buckets; i++) d->bucket[i].ready = 0;
+    }
+    *loss = 0;
+    if (samples > 0) status = hpml_trainer_run_local(t, 0, samples, scale, d->micro > 0, loss);
+    for (int i = d->params - 1; i >= 0 && samples == 0 && status == HPML_OK; i--) { /* no part in a short batch */
+        hpml_tensor *p = hpmlc_param(d, i);
+        if (p->grad && d->micro == 0) memset(p->grad, 0, (size_t)hpml_tensor_count(p) * sizeof(float));
+        if (p->grad && last) status = hpmlc_dist_grad(d, t, i);
+    }
+    d->samples += (double)samples;
+    d->loss_sum += (double)*loss * (double)samples;
+    d->r.compute_s += hpml_now() - start;
+    d->micro++;
+    if (status != HPML_OK) return hpmlc_failed(d->c), status;
+    if (last && !d->d.delayed) {
+        status = hpmlc_buckets_post(d);
+        if (status == HPML_OK) status = hpmlc_stats_post(d);
+    }
+    return status;
+}
+
+/* Waits for all buckets and the sum behind them. */
+HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
+{
+    hpml_status status = HPML_OK;
+    double      start = hpml_now();
+    for (int i = 0; i < d->buckets; i++) {
+        hpml_status s = d->bucket[i].job ? hpml_job_wait(d->bucket[i].job) : HPML_OK;
+        d->bucket[i].job = NULL;
+        if (s != HPML_OK && status == HPML_OK) status = s;
+    }
+    hpml_status s = d->stats_job ? hpml_job_wait(d->stats_job) : HPML_OK;
+    d->stats_job  = NULL;
+    d->r.exposed_s += hpml_now() - start;
+    if (s == HPML_OK && hpml_ctx_status(d->ctx) == HPML_OK) s = hpmlc_stats_read(d, true);
+    if (s == HPML_OK && status == HPML_ERR_NONFINITE)
+        return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: a gradient of some rank is NaN or infinite; lower the learning rate or set "
+                             "clip_norm", d->c->rank, (long long)hpml_trainer_step_count(d->t));
+    return status != HPML_OK ? status : s;
+}
+
+/* Gradients were scaled for a full batch; a short one has fewer samples. */
+HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples)
+{
+    double full = (double)d->d.global_batch * d->accumulate;
+    if (d->d.sum || samples <= 0 || samples == full) return;
+    for (int i = 0; i < d->params; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        for (int64_t k = 0, n = p->grad ? hpml_tensor_count(p) : 0; k < n; k++) p->grad[k] *= (float)(full / samples);
+    }
+}
+
+/* Double buffering: the gradients of the step before, already added up, change places with this step's, which go out now. */
+HPMLC_FN hpml_status hpmlc_dist_swap(hpml_distributed *d, double *samples)
+{
+    hpml_status status = d->shadow_samples > 0 ? hpmlc_dist_wait(d) : HPML_OK;
+    float      *first = NULL;
+    if (status != HPML_OK) return status;
+    *samples = d->shadow_samples > 0 ? d->stats[HPMLC_SAMPLES] : 0;
+    for (int i = 0; i < d->params; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        if (!p->grad) continue;
+        if (!first) first = p->grad;
+        float *other = d->shadow + (p->grad - first);
+        for (int64_t k = 0, n = hpml_tensor_count(p); k < n; k++) {
+            float g = p->grad[k];
+            p->grad[k] = other[k], other[k] = g;
+        }
+    }
+    d->shadow_samples = 1;
+    d->posted = 0;
+    status = hpmlc_buckets_post(d);
+    return status != HPML_OK ? status : hpmlc_stats_post(d);
+}
+
+HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
+{
+    hpml_distributed *d       = (hpml_distributed *)user;
+    double            samples = 0;
+    hpml_status       status  = d->d.exact ? HPML_OK : d->d.delayed ? hpmlc_dist_swap(d, &samples) : hpmlc_dist_wait(d);
+    d->micro = 0;
+    if (status != HPML_OK) return status;
+    if (!d->d.exact && !d->d.delayed) samples = d->stats[HPMLC_SAMPLES];
+    d->r.steps++;
+    if (d->d.delayed && samples <= 0) return HPML_OK; /* the first step has nothing to apply */
+    if (!d->d.exact) hpmlc_dist_rescale(d, samples);
+    return hpml_trainer_update_local(t, 0, d->params);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>exact   the same bits for every number of ranks
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Leaf l of the global batch is samples [l L, (l + 1) L). A rank computes its leaves one after another, each from the same
+   running statistics, and keeps their gradients (of the sum over samples). Then, tensor by tensor: the largest |g| of all
+   leaves and ranks is m < 2^e; with 2^k >= leaves, scale 2^(62 - e - k) makes any sum of leaves fit 63 bits. Rounding a leaf
+   loses less than 2^(e + k - 62), far below a float's last bit. Integers add up to the same bits in any order. */
+
+/* Copies between the tensors and one leaf's row of floats. Buffers: how far this leaf moved them, times its samples. */
+HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
+{
+    const float *before = d->before;
+    for (int i = 0; i < d->params; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        int64_t      n = hpml_tensor_count(p);
+        if (p->grad) memcpy(row, p->grad, (size_t)n * sizeof(float));
+        else if (!p->param->buffer) continue;
+        for (int64_t k = 0; k < n && !p->grad; k++) row[k] = (float)(samples * ((double)p->data[k] - (double)before[k]));
+        if (!p->grad) {
+            memcpy(p->data, before, (size_t)n * sizeof(float)); /* the next leaf starts from the same */
+            before += n;
+        }
+        row += n;
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, float *loss)
+{
+    float      *before = d->before, part = 0;
+    hpml_status status = HPML_OK;
+    for (int i = 0; i < d->params; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        if (!p->param->buffer) continue;
+        memcpy(before, p->data, (size_t)hpml_tensor_count(p) * sizeof(float));
+        before += hpml_tensor_count(p);
+    }
+    memset(d->leaf, 0, (size_t)(d->leaf_total * d->leaf_count) * sizeof(float));
+    for (int64_t l = 0, at = 0; at < samples && status == HPML_OK; l++, at += d->d.leaf) {
+        int64_t n = samples - at < d->d.leaf ? samples - at : d->d.leaf;
+        status    = hpml_trainer_run_local(d->t, at, n, (float)n, false, &part);
+        hpmlc_leaf_store(d, d->leaf + l * d->leaf_total, (double)n);
+        d->loss_sum += (double)part * (double)n;
+    }
+    d->samples = (double)samples;
+    *loss      = samples > 0 ? (float)(d->loss_sum / (double)samples) : 0;
+    return status;
+}
+
+/* Adds up one tensor's leaves, which stand at `at` of each row, as integers. */
+HPMLC_FN void hpmlc_exact_round(const hpml_distributed *d, int64_t *sum, int64_t at, int64_t n, double scale)
+{
+    for (int64_t k = 0; k < n; k++) sum[k] = 0;
+    for (int64_t l = 0; l < d->leaf_count; l++) {
+        const float *row = d->leaf + l * d->leaf_total + at;
+        for (int64_t k = 0; k < n; k++) sum[k] += (int64_t)rint((double)row[k] * scale);
+    }
+}
+
+/* Floats of a leaf that parameter i has. */
+HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
+{
+    const hpml_tensor *p = hpmlc_param(d, i);
+    return p->grad || p->param->buffer ? hpml_tensor_count(p) : 0;
+}
+
+HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
+{
+    int e = 0, k = hpmlc_log2((int)d->leaf_all) + 1;
+    if (!(largest > 0)) return 0;
+    frexp((double)largest, &e);
+    return ldexp(1, 62 - e - k);
+}
+
+HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
+{
+    hpml_allreduce_desc r;
+    int64_t             at = 0, used = 0;
+    memset(&r, 0, sizeof r);
+    r.reduce = HPML_MAX, r.algorithm = d->d.algorithm;
+    for (int i = 0; i < d->params; i++) {
+        int64_t n     = hpmlc_leaf_floats(d, i);
+        d->largest[i] = 0;
+        for (int64_t l = 0; l < d->leaf_count && d->bucket_of[i] < 0; l++)
+            for (int64_t k = 0; k < n; k++) {
+                float a = fabsf(d->leaf[l * d->leaf_total + at + k]);
+                if (!(a <= d->largest[i])) d->largest[i] = a; /* a NaN stays */
+            }
+        at += n;
+    }
+    hpml_status status = hpml_allreduce(d->c, d->largest, d->params, &r);
+    at = 0;
+    for (int i = 0; i < d->params && status == HPML_OK; i++) {
+        int64_t n = hpmlc_leaf_floats(d, i);
+        if (!(d->largest[i] - d->largest[i] == 0))
+            return hpml_ctx_fail(d->ctx, HPML_ERR_NONFINITE, "rank %d, step %lld: the gradient of \"%s\" is NaN or infinite on some rank; lower "
+                                 "the learning rate or set clip_norm", d->c->rank, (long long)hpml_trainer_step_count(d->t), hpmlc_param(d, i)->name);
+        if (d->bucket_of[i] < 0) {
+            hpmlc_exact_round(d, d->sum + used, at, n, hpmlc_exact_scale(d, d->largest[i]));
+            used += n;
+        }
+        at += n;
+    }
+    r.reduce = HPML_SUM, r.element = HPML_ELEMENT_I64;
+    return status == HPML_OK ? hpml_allreduce(d->c, d->sum, used, &r) : status;
+}
+
+/* Integers back to gradients and buffers; packed tensors come from leaf 0, where the exchange has left their sum. */
+HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
+{
+    const int64_t *sum = d->sum;
+    int64_t        at  = 0;
+    for (int i = 0; i < d->params; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        int64_t      n = hpmlc_leaf_floats(d, i);
+        double       scale = hpmlc_exact_scale(d, d->largest[i]), back = scale > 0 ? 1 / scale : 0;
+        bool         packed = d->bucket_of[i] >= 0;
+        for (int64_t k = 0; k < n; k++) {
+            double mean = (packed ? (double)d->leaf[at + k] : (double)*sum++ * back) / samples;
+            if (p->grad) p->grad[k] = (float)mean;
+            else p->data[k] = (float)((double)p->data[k] + mean);
+        }
+        at += n;
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_exact_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
+{
+    hpml_distributed   *d     = (hpml_distributed *)user;
+    double              start = hpml_now();
+    hpml_allreduce_desc f64;
+    memset(&f64, 0, sizeof f64);
+    f64.element = HPML_ELEMENT_F64;
+    d->c->step  = hpml_trainer_step_count(t);
+    d->loss_sum = 0;
+    hpml_status status = hpmlc_exact_leaves(d, samples, loss);
+    d->r.compute_s += hpml_now() - start;
+    if (status != HPML_OK) return hpmlc_failed(d->c), status;
+    start = hpml_now();
+    hpmlc_stats_fill(d);
+    status = hpml_allreduce(d->c, d->stats, HPMLC_STATS, &f64);
+    if (status == HPML_OK) status = hpmlc_stats_read(d, false);
+    if (status == HPML_OK && d->buckets > 0) {
+        status = hpml_exchange_run(d->bucket[0].x);
+        if (status == HPML_ERR_NONFINITE)
+            return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: a gradient of some rank is NaN or infinite", d->c->rank, (long long)d->c->step);
+    }
+    if (status == HPML_OK) status = hpmlc_exact_sum(d);
+    if (status == HPML_OK) hpmlc_exact_apply(d, d->stats[HPMLC_SAMPLES]);
+    d->r.exposed_s += hpml_now() - start;
+    return status;
+}
+
+/* Memory for leaves, and one exchange for the tensors that a codec packs. */
+HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
+{
+    hpml_exchange_desc e;
+    int64_t            at = 0;
+    int                p = d->c->size;
+    hpml_gradient     *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)d->params, NULL);
+    if (!g) return false;
+    d->leaf_all   = (d->d.global_batch + d->d.leaf - 1) / d->d.leaf;
+    d->leaf_first = hpml_block(d->leaf_all, p, d->c->rank);
+    d->leaf_count = hpml_block(d->leaf_all, p, d->c->rank + 1) - d->leaf_first;
+    d->leaf_total = d->grad_total + d->buffer_total;
+    int64_t rows  = d->leaf_count > 0 ? d->leaf_count : 1;
+    d->leaf    = (float *)hpml_ctx_alloc(d->ctx, (size_t)(d->leaf_total * rows) * sizeof(float), NULL);
+    d->sum     = (int64_t *)hpml_ctx_alloc(d->ctx, (size_t)d->leaf_total * sizeof(int64_t), NULL);
+    d->largest = (float *)hpml_ctx_alloc(d->ctx, (size_t)d->params * sizeof(float), NULL);
+    d->before  = (float *)hpml_ctx_alloc(d->ctx, (size_t)d->buffer_total * sizeof(float) + 1, NULL);
+    d->bucket  = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket, NULL);
+    if (!d->leaf || !d->sum || !d->largest || !d->before || !d->bucket) return false;
+    hpmlc_exchange_settings(d, false, &e);
+    for (int i = 0; i < d->params; i++) {
+        hpml_tensor *t = hpmlc_param(d, i);
+        hpml_packing pack;
+        d->bucket_of[i] = -1;
+        if (!t->grad && !t->param->buffer) continue;
+        hpmlc_gradient_of(t, d->leaf + at, &g[e.count]);
+        if (t->grad && hpml_packing_init(&pack, &d->d.codec, g[e.count].rows, g[e.count].cols) == HPML_OK && !pack.codec->linear)
+            d->bucket_of[i] = 0, e.count++;
+        at += hpml_tensor_count(t);
+    }
+    if (e.count > 0) {
+        e.tensors = g, e.reduce = HPML_SUM, e.padded = false;
+        e.leaves = (int32_t)d->leaf_count, e.leaf_step = d->leaf_total;
+        if (d->leaf_count == 0) {
+            hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: %lld leaves for %d ranks leave this one without; lower .leaf or the number of "
+                       "ranks", (long long)d->leaf_all, p);
+            return false;
+        }
+        d->bucket[0].x = hpml_exchange_create(d->c, &e);
+        d->buckets     = 1;
+        if (!d->bucket[0].x) return false;
+    }
+    hpml_ctx_release(d->ctx, g);
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>attach   attaching to a trainer, reports, checkpoints
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The same model on all ranks, and everybody starts from rank 0's. */
+HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
+{
+    int64_t             shape[4];
+    hpml_allreduce_desc max;
+    memset(&max, 0, sizeof max);
+    max.reduce = HPML_MAX, max.element = HPML_ELEMENT_I64;
+    shape[0] = hpml_param_total(d->ctx), shape[1] = -shape[0], shape[2] = d->params, shape[3] = -shape[2];
+    hpml_status status = hpml_allreduce(d->c, shape, 4, &max);
+    if (status == HPML_OK && (shape[0] != -shape[1] || shape[2] != -shape[3]))
+        return hpmlc_fail(d->c, HPML_ERR_SHAPE, "distribute: this rank's model has %lld numbers in %d parameters, others up to %lld in %lld; record "
+                          "the same model on all ranks", (long long)hpml_param_total(d->ctx), d->params, (long long)shape[0], (long long)shape[2]);
+    for (int i = 0; i < d->params && status == HPML_OK; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        status = hpml_broadcast(d->c, p->data, (size_t)hpml_tensor_count(p) * sizeof(float), 0);
+    }
+    return status;
+}
+
+HPMLC_FN bool hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
+{
+    if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0)
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative"), false;
+    if (hpml_ctx_backend(c->ctx) != hpml_backend_cpu())
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this transport adds up gradients in host memory; the trainer's are on backend %s",
+                          hpml_ctx_backend(c->ctx)->name), false;
+    if (d->global_batch == 0) d->global_batch = c->size * batch;
+    if (d->leaf == 0) d->leaf = batch < 8 ? batch : 8;
+    int64_t grain = d->exact ? d->leaf : 1, most = ((d->global_batch + grain - 1) / grain + c->size - 1) / c->size * grain;
+    if (most > batch || d->leaf > batch)
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld on %d ranks gives one up to %lld samples (leaves of %lld), the "
+                          "model's batch is %lld", (long long)d->global_batch, c->size, (long long)most, (long long)d->leaf, (long long)batch), false;
+    if (d->exact && (d->sum || d->delayed || d->warm_steps || d->method != HPML_METHOD_CODEC || hpml_trainer_settings(t)->accumulate > 1))
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs, and one batch a step; not with sum, delayed, "
+                          "warm_steps, top-k, low rank or accumulate"), false;
+    if (d->exact && !hpml_graph_batchable(hpml_trainer_graph(t)))
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this model mixes the samples of a batch, so leaves cannot be computed apart"), false;
+    return true;
+}
+
+HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc)
+{
+    hpml_distribute_desc settings;
+    hpml_hooks           hooks;
+    float               *first = NULL, *last = NULL;
+    memset(&settings, 0, sizeof settings);
+    if (desc) settings = *desc;
+    if (hpmlc_failed(c) || !t) return NULL;
+    int64_t batch = hpml_trainer_settings(t)->input->shape[0];
+    if (!hpmlc_dist_check(t, c, &settings, batch)) return NULL;
+    hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
+    if (!d) return NULL;
+    d->t = t, d->c = c, d->ctx = c->ctx, d->d = settings, d->params = hpml_param_count(c->ctx);
+    d->accumulate = hpml_trainer_settings(t)->accumulate;
+    d->bucket_of  = (int *)hpml_ctx_alloc(c->ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
+    if (!d->bucket_of || hpmlc_dist_start(d) != HPML_OK) return NULL;
+    for (int i = 0; i < d->params; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        if (p->grad && !first) first = p->grad;
+        if (p->grad) last = p->grad + hpml_tensor_count(p), d->grad_total += hpml_tensor_count(p);
+        else if (p->param->buffer) d->buffer_total += hpml_tensor_count(p);
+    }
+    d->stats = (double *)hpml_ctx_alloc(c->ctx, sizeof(double) * (size_t)(HPMLC_STATS + d->buffer_total), NULL);
+    if (settings.delayed) d->shadow = (float *)hpml_ctx_alloc(c->ctx, (size_t)(last - first + 16) * sizeof(float), NULL);
+    if (!d->stats || (settings.delayed && !d->shadow)) return NULL;
+    if (!(settings.exact ? hpmlc_exact_create(d) : hpmlc_buckets_create(d))) return NULL;
+    memset(&hooks, 0, sizeof hooks);
+    hooks.user   = d;
+    hooks.run    = settings.exact ? hpmlc_exact_run : hpmlc_dist_run;
+    hooks.grad   = settings.exact ? NULL : hpmlc_dist_grad;
+    hooks.update = hpmlc_dist_update;
+    hpml_trainer_set_hooks(t, &hooks);
+    hpml_trainer_set_shard(t, c->rank, c->size, settings.global_batch, settings.exact ? settings.leaf : 0);
+    hpml_distribute_get(d, NULL, true);
+    return hpml_ctx_status(c->ctx) == HPML_OK ? d : NULL;
+}
+
+HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset)
+{
+    hpml_counters now;
+    if (!d) return;
+    hpml_comm_counters(d->c, &now);
+    if (out) {
+        double n = d->r.steps > 0 ? (double)d->r.steps : 1;
+        *out             = d->r;
+        out->step_s      = (hpml_now() - d->began) / n;
+        out->compute_s   = d->r.compute_s / n;
+        out->exposed_s   = d->r.exposed_s / n;
+        out->comm_s      = (now.seconds - d->at_reset.seconds) / n;
+        out->hidden      = out->comm_s > 0 ? 1 - out->exposed_s / out->comm_s : 0;
+        out->bytes       = (double)(now.bytes - d->at_reset.bytes) / n;
+        out->plain_bytes = 8.0 * (double)d->grad_total * (d->c->size - 1) / d->c->size;
+        out->buckets     = d->buckets;
+        if (out->hidden < 0) out->hidden = 0;
+    }
+    if (!reset) return;
+    double  loss    = d->r.loss;
+    int64_t samples = d->r.samples;
+    memset(&d->r, 0, sizeof d->r);
+    d->r.loss = loss, d->r.samples = samples;
+    d->began    = hpml_now();
+    d->at_reset = now;
+}
+
+HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size)
+{
+    hpml_distribute_report r;
+    if (!d) return 0;
+    hpml_distribute_get(d, &r, false);
+    return snprintf(buffer, size, "%d ranks (%s), %d buckets: step %.2f ms = compute %.2f + exposed %.2f; exchange %.2f ms, %.0f %% hidden; %.0f bytes "
+                    "a step and rank, %.1fx less than a ring of f32", d->c->size, d->c->t->name, r.buckets, 1e3 * r.step_s, 1e3 * r.compute_s,
+                    1e3 * r.exposed_s, 1e3 * r.comm_s, 100 * r.hidden, r.bytes, r.bytes > 0 ? r.plain_bytes / r.bytes : 1);
+}
+
+/* What an exchange carries from step to step, as one row of floats for each contribution (residuals, with TOPK also the
+   velocity), and one that all ranks share (stripes' residuals, with LOWRANK Q). `to` NULL: only counts. */
+HPMLC_FN int64_t hpmlc_carried(hpml_exchange *x, int64_t l, float *row, bool load)
+{
+    int64_t at = 0;
+    for (int i = 0; i < x->d.count; i++) {
+        const hpmlc_item *it = &x->item[i];
+        int64_t           n = it->g.rows * it->g.cols;
+        for (int k = 0; k < 2; k++) {
+            float *mine = k == 0 ? it->residual : x->d.method == HPML_METHOD_TOPK ? it->p : NULL;
+            if (!mine) continue;
+            for (int64_t e = 0; e < n && row; e++) {
+                if (load) mine[l * n + e] += row[at + e];
+                else row[at + e] = mine[l * n + e];
+            }
+            at += n;
+        }
+    }
+    return at;
+}
+
+HPMLC_FN int64_t hpmlc_shared(hpml_exchange *x, float *row, bool load)
+{
+    int64_t at = 0;
+    for (int i = 0; i < x->d.count; i++) {
+        const hpmlc_item *it = &x->item[i];
+        bool    low = x->d.method == HPML_METHOD_LOWRANK && !it->plain;
+        float  *mine = low ? it->q : it->stripe;
+        int64_t whole = low ? it->g.cols * hpmlc_lowrank_of(x, it) : it->g.rows * it->g.cols;
+        int64_t first = low ? 0 : it->my_row * it->g.cols, n = low ? (load || x->c->rank == 0 ? whole : 0) : it->my_rows * it->g.cols;
+        if (!mine) continue;
+        if (row && load) memcpy(mine, row + at + first, (size_t)n * sizeof(float));
+        else if (row) memcpy(row + at + first, mine, (size_t)n * sizeof(float));
+        at += whole;
+    }
+    return at;
+}
+
+/* Rank 0 writes for all. */
+HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
+{
+    if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
+    hpml_comm *c = d->c;
+    int64_t    each = 0, shared = 0, mine = d->d.exact ? d->leaf_count : 1, most = d->d.exact ? d->leaf_all : c->size;
+    for (int b = 0; b < d->buckets; b++) each += hpmlc_carried(d->bucket[b].x, 0, NULL, false), shared += hpmlc_shared(d->bucket[b].x, NULL, false);
+    float *rows = (float *)hpml_ctx_alloc(d->ctx, (size_t)(each * most + 1) * sizeof(float), NULL);
+    float *sum  = (float *)hpml_ctx_alloc(d->ctx, (size_t)(shared + 1) * sizeof(float), NULL);
+    if (!rows || !sum) return hpml_ctx_status(d->ctx);
+    int64_t first = d->d.exact ? d->leaf_first : c->rank, at = 0;
+    for (int64_t l = 0; l < mine; l++) {
+        float *row = rows + (first + l) * each;
+        for (int b = 0; b < d->buckets; b++) row += hpmlc_carried(d->bucket[b].x, l, row, false);
+    }
+    for (int b = 0; b < d->buckets; b++) at += hpmlc_shared(d->bucket[b].x, sum + at, false);
+    hpml_status status = hpml_reduce_to(c, rows, each * most, HPML_ELEMENT_F32, HPML_SUM, 0); /* others' rows are zero: exact */
+    if (status == HPML_OK) status = hpml_reduce_to(c, sum, shared, HPML_ELEMENT_F32, HPML_SUM, 0);
+    if (status == HPML_OK && c->rank == 0) {
+        if (each > 0) hpml_trainer_add_state(d->t, "residual.workers", rows, each * most);
+        if (shared > 0) hpml_trainer_add_state(d->t, "residual.shared", sum, shared);
+        status = hpml_checkpoint_save(d->t, path);
+        hpml_trainer_add_state(d->t, "residual.workers", NULL, 0);
+        hpml_trainer_add_state(d->t, "residual.shared", NULL, 0);
+    }
+    hpml_ctx_release(d->ctx, rows);
+    hpml_ctx_release(d->ctx, sum);
+    int32_t            told = status;
+    hpml_status        heard = hpml_broadcast(c, &told, sizeof told, 0);
+    if (heard == HPML_OK && told != HPML_OK && hpml_ctx_status(d->ctx) == HPML_OK)
+        return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank 0 could not save %s: %s", path, hpml_status_string((hpml_status)told));
+    return heard != HPML_OK ? heard : (hpml_status)told;
+}
+
+HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
+{
+    if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
+    hpml_safetensor   workers, shared;
+    int64_t           each = 0, all = 0, at = 0, want = d->d.exact ? d->leaf_all : d->c->size, mine = d->d.exact ? d->leaf_count : 1;
+    int64_t           first = d->d.exact ? d->leaf_first : d->c->rank;
+    hpml_status       status = hpml_checkpoint_load(d->t, path);
+    hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
+    if (!f) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
+    for (int b = 0; b < d->buckets; b++) {
+        hpml_exchange *x = d->bucket[b].x;
+        each += hpmlc_carried(x, 0, NULL, false), all += hpmlc_shared(x, NULL, false);
+        for (int i = 0; i < x->d.count; i++) { /* zero what will be added to */
+            const hpmlc_item *it = &x->item[i];
+            size_t            n = (size_t)(it->g.rows * it->g.cols) * sizeof(float);
+            if (it->residual) memset(it->residual, 0, n * (size_t)x->d.leaves);
+            if (it->p && x->d.method == HPML_METHOD_TOPK) memset(it->p, 0, n);
+        }
+    }
+    bool there = hpml_safetensors_find(f, "state.residual.workers", &workers);
+    if (each > 0 && there && workers.bytes % ((size_t)each * sizeof(float)) == 0) {
+        int64_t saved = (int64_t)(workers.bytes / sizeof(float)) / each;
+        float  *row = (float *)hpml_ctx_alloc(d->ctx, (size_t)each * sizeof(float), NULL);
+        for (int64_t w = 0; w < saved && row; w++) { /* contribution w belongs to w modulo as many as there are now */
+            int64_t l = w % want - first;
+            if (l < 0 || l >= mine) continue;
+            memcpy(row, (const char *)workers.data + (size_t)(w * each) * sizeof(float), (size_t)each * sizeof(float));
+            for (int b = 0, o = 0; b < d->buckets; b++) o += (int)hpmlc_carried(d->bucket[b].x, l, row + o, true);
+        }
+        hpml_ctx_release(d->ctx, row);
+    } else if (each > 0)
+        status = hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s; save with the codec that you load with", path,
+                            there ? "its residuals are of other tensors" : "it holds no residuals (state.residual.workers)");
+    if (status == HPML_OK && all > 0 && hpml_safetensors_find(f, "state.residual.shared", &shared) && shared.bytes == (size_t)all * sizeof(float)) {
+        float *copy = (float *)hpml_ctx_alloc(d->ctx, shared.bytes, NULL);
+        if (copy) memcpy(copy, shared.data, shared.bytes);
+        for (int b = 0; b < d->buckets && copy; b++) at += hpmlc_shared(d->bucket[b].x, copy + at, true);
+        hpml_ctx_release(d->ctx, copy);
+    }
+    hpml_safetensors_close(f);
+    return status != HPML_OK ? status : hpml_ctx_status(d->ctx);
 }
 
 #ifdef __cplusplus

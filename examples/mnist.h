@@ -10,45 +10,54 @@
 #include <unistd.h>
 
 typedef struct options {
-    const char *data, *model, *codec, *save, *load;
+    const char *data, *model, *codec, *allreduce, *transport, *network, *save, *load;
     int64_t     samples, batch, epochs, stop, workers, threads, seed;
     double      lr;
-    int         json, exact;
+    int         json, exact, compare;
 } options;
 
 static const char usage[] =
-    "--model linear|mlp|cnn  what to train (cnn)           --data DIR    MNIST's IDX files, gzipped or not (drawn digits)\n"
-    "--epochs N              passes (files 6, drawn 3)     --samples N   digits to draw (12000)\n"
-    "--batch N               samples of a step (64)        --lr X        learning rate (0.05)\n"
-    "--codec none|onebit|bf16  how gradients travel        --workers N   data-parallel workers (1)\n"
-    "--seed N                of everything random (1)      --threads N   threads of a worker (all cores)\n"
-    "--save FILE, --load FILE  a checkpoint                --stop N      leave after pass N of the --epochs\n"
-    "--exact                 the same bits for every number of workers\n"
-    "--json                  a JSON object as last line\n";
+    "--model linear|mlp|cnn    what to train (cnn)           --data DIR     MNIST's IDX files, gzipped or not (drawn digits)\n"
+    "--epochs N                passes (files 6, drawn 3)     --samples N    digits to draw (12000)\n"
+    "--batch N                 samples of a step, on all workers together (64)\n"
+    "--lr X                    learning rate (cnn 0.03, else 0.05)   --seed N       of everything random (1)\n"
+    "--workers N               data-parallel workers (1)     --threads N    threads of a worker (the cores shared out)\n"
+    "--transport threads|mpi   how workers talk; with mpi start the program by mpiexec\n"
+    "--codec none|bf16|onebit|twobit   how gradients travel (onebit)\n"
+    "--allreduce auto|central|tree|ring|butterfly|halving|hierarchical|native\n"
+    "--network 1gbit|100mbit   slow the threads' messages down to this, each worker on a machine of its own\n"
+    "--exact                   the same bits for every number of workers, algorithm and transport\n"
+    "--save FILE, --load FILE  a checkpoint                  --stop N       leave after pass N of the --epochs\n"
+    "--compare                 1 worker, 4 workers, 4 workers with 1 bit; also on slow networks\n"
+    "--json                    a JSON object as last line\n";
 
 /* 0: go on; 1: --help was answered; 2: an option that is none. */
 static int parse(options *o, int argc, char **argv)
 {
-    const struct { const char *name; const char **text; int64_t *number; } table[] = {
-        { "--data", &o->data, NULL }, { "--model", &o->model, NULL }, { "--codec", &o->codec, NULL }, { "--save", &o->save, NULL },
-        { "--load", &o->load, NULL }, { "--samples", NULL, &o->samples }, { "--batch", NULL, &o->batch }, { "--epochs", NULL, &o->epochs }, { "--stop", NULL, &o->stop },
-        { "--workers", NULL, &o->workers }, { "--threads", NULL, &o->threads }, { "--seed", NULL, &o->seed } };
+    const struct { const char *name; const char **text; int64_t *number; double *real; int *flag; } table[] = {
+        { "--data", &o->data, NULL, NULL, NULL }, { "--model", &o->model, NULL, NULL, NULL }, { "--codec", &o->codec, NULL, NULL, NULL },
+        { "--allreduce", &o->allreduce, NULL, NULL, NULL }, { "--transport", &o->transport, NULL, NULL, NULL },
+        { "--network", &o->network, NULL, NULL, NULL }, { "--save", &o->save, NULL, NULL, NULL }, { "--load", &o->load, NULL, NULL, NULL },
+        { "--samples", NULL, &o->samples, NULL, NULL }, { "--batch", NULL, &o->batch, NULL, NULL }, { "--epochs", NULL, &o->epochs, NULL, NULL },
+        { "--stop", NULL, &o->stop, NULL, NULL }, { "--workers", NULL, &o->workers, NULL, NULL }, { "--threads", NULL, &o->threads, NULL, NULL },
+        { "--seed", NULL, &o->seed, NULL, NULL }, { "--lr", NULL, NULL, &o->lr, NULL }, { "--json", NULL, NULL, NULL, &o->json },
+        { "--exact", NULL, NULL, NULL, &o->exact }, { "--compare", NULL, NULL, NULL, &o->compare } };
     for (int i = 1; i < argc; i++) {
         size_t k = 0, n = sizeof table / sizeof table[0];
         if (strcmp(argv[i], "--help") == 0) return printf("%s", usage), 1;
-        if (strcmp(argv[i], "--json") == 0) { o->json = 1; continue; }
-        if (strcmp(argv[i], "--exact") == 0) { o->exact = 1; continue; }
         while (k < n && strcmp(table[k].name, argv[i]) != 0) k++;
-        if (i + 1 == argc || (k == n && strcmp(argv[i], "--lr") != 0))
-            return fprintf(stderr, "unknown or incomplete option %s\n%s", argv[i], usage), 2;
+        if (k < n && table[k].flag) { *table[k].flag = 1; continue; }
+        if (k == n || i + 1 == argc) return fprintf(stderr, "unknown or incomplete option %s\n%s", argv[i], usage), 2;
         i++;
-        if (k == n) { o->lr = atof(argv[i]); continue; }
         if (table[k].text) *table[k].text = argv[i];
+        else if (table[k].real) *table[k].real = atof(argv[i]);
         else *table[k].number = atoll(argv[i]);
     }
     if (o->epochs == 0) o->epochs = o->data ? 6 : 3;
+    if (o->lr == 0) o->lr = strcmp(o->model, "cnn") == 0 ? 0.03 : 0.05;
     if (o->stop == 0 || o->stop > o->epochs) o->stop = o->epochs;
-    return 0;
+    if (o->workers >= 1 && o->batch >= o->workers && o->samples >= 1) return 0;
+    return fprintf(stderr, "--workers %lld, --batch %lld: a worker needs a sample of each batch\n", (long long)o->workers, (long long)o->batch), 2;
 }
 
 /* The IDX pair `name` of a folder, plain or gzipped; NULL when it is not there. */
