@@ -3022,7 +3022,8 @@ typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
 
 HPMLI_VFN void HPMLI_K(hpmli_strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
 {
-    const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc, length = s->length;
+    const int     part = 0; /* tiles are whole: the result has room for them */
+    const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc, length = s->length, n0 = HV_W, n1 = HV_W;
     HPMLI_ROWS(HPMLI_TILE_ZERO)
     for (int64_t run = 0; run < s->runs; run++) {
         const float *a0 = a + s->a_at[run], *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars;

@@ -47,6 +47,7 @@
 //     api-async   collectives in the background
 //     api-exchange   gradients added up in fewer bytes
 //     api-distribute   synchronous data parallelism
+//     api-simulate   step time on machines you do not have
 //     base   system headers, what communicators are made of
 //     messages   sending, receiving, waiting
 //     world   ranks as threads: inboxes, links, deadlock
@@ -64,6 +65,8 @@
 //     distribute   synchronous data parallelism: buckets, overlap, weights
 //     exact   the same bits for every number of ranks
 //     attach   attaching to a trainer, reports, checkpoints
+//     simulate   moves in virtual time
+//     simulate-step   a step of training in virtual time
 #ifndef HPML_COMM_H_INCLUDED
 #define HPML_COMM_H_INCLUDED
 
@@ -403,6 +406,66 @@ HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t siz
    over is the sum of the residuals, so nothing that was ever computed is lost. Exact jobs continue bit for bit. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-simulate   step time on machines you do not have
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* How long would a step of synchronous training take on 512 ranks behind 10 Gbit/s? The moves of all ranks are played
+   in virtual time, without threads and payloads: the moves, links and cards of HPML_TRANSPORT_CLOCK and the same times,
+   but thousands of ranks take milliseconds to seconds. What is modelled:
+     - a message takes latency + bytes / bandwidth. A node's card for traffic with other nodes (out and in at once)
+       serves one message after another; latency does not occupy it: k in line take latency + k bytes / bandwidth
+     - a backward pass from the last layer to the first; a bucket is exchanged once its first layer is done and the
+       bucket before it is through: one stream of communication a rank, beside the computation, not slowed down by it
+     - stragglers: network.slow multiplies a rank's computation
+   What is not: lost packets, a switch with too little bandwidth, memory bandwidth shared with the computation. */
+typedef struct hpml_simulate_desc {
+    uint32_t       _begin;
+    int32_t        ranks;            /* 1 to 65536 */
+    hpml_network   network;
+    int32_t        layers;
+    const double  *forward_s;        /* (layers) seconds on one rank for its part of the batch; NULL: 0 */
+    const double  *backward_s;       /* (layers) */
+    double         update_s;         /* of all weights, once all gradients are there */
+    const int64_t *elements;         /* (layers) of the gradient; 0: this layer has no parameters */
+    hpml_algorithm algorithm;        /* AUTO: what hpml_allreduce would take. NATIVE: nobody knows */
+    hpml_element   element;          /* as which gradients travel: F32, BF16, ... */
+    const int64_t *packed;           /* (layers) bytes of each gradient as a codec packs it. They cannot be added on the
+                                        way: each rank sends every owner its stripe (all to all); the owner adds, packs,
+                                        and sends the sum round (allgather), whatever the algorithm. NULL: no codec */
+    double         codec_s_per_byte; /* to pack and unpack a byte of f32 gradient, there and back; part of the stream */
+    size_t         bucket_bytes;     /* of f32 gradient: so much is exchanged together; 0: 25 MiB, 1: one by one */
+    bool           no_overlap;       /* begin when the whole backward pass is done */
+    bool           delayed;          /* exchange the gradients of the step before, beside this one (double buffering) */
+    uint32_t       _end;
+} hpml_simulate_desc;
+
+typedef struct hpml_simulation {
+    double  step_s;         /* of the slowest rank: compute_s + straggle_s + exposed_s */
+    double  compute_s;      /* forward, backward and update of a rank that is not slow */
+    double  straggle_s;     /* what the slowest rank computes longer */
+    double  exposed_s;      /* communication that no computation hides */
+    double  comm_s;         /* communication in all, packing included; hidden is comm_s - exposed_s */
+    double  efficiency;     /* compute_s / step_s: at 1, p ranks do p batches in the time of one */
+    int64_t bytes_per_rank; /* sent by the rank that sends most */
+    int64_t messages;       /* of the rank that sends most */
+    int64_t between_bytes;  /* that leave a node, all ranks together */
+    int32_t buckets;
+} hpml_simulation;
+
+/* HPML_ERR_ARGUMENT, HPML_ERR_UNSUPPORTED or HPML_ERR_MEMORY, with the reason in `error` (may be NULL). */
+HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulation *out, char *error, size_t size);
+/* Seconds from the start of an allreduce until the last rank has the sum; -1: something is out of range. */
+HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const hpml_network *network, int64_t bytes);
+
+/* Rules of thumb. Amdahl: the speedup of p ranks when the share `serial` of the work cannot be divided. Optimal ranks,
+   from "1-Bit Stochastic Gradient Descent" (Seide et al. 2014): with more, ranks wait for the network. divisible_s: the
+   work of a step that ranks share (half a minibatch when double buffering, and what is done to each stripe); comm_s:
+   the exchange (T_comm / Z when packed Z times smaller); fixed_s: what each rank does anyway (the update). Infinite if
+   comm_s <= fixed_s: then the update is the limit, and the network is never saturated. */
+HPML_API double hpml_amdahl(double serial, double ranks); /* 1 / (serial + (1 - serial) / ranks) */
+HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double comm_s); /* divisible / (comm - fixed) */
 
 #ifdef __cplusplus
 } /* extern "C" */
@@ -1087,6 +1150,7 @@ struct hpmlc_mpi {
     MPI_Comm  comm;
     hpml_message *sending; /* sends of many pieces, and those behind them; oldest first */
     int       level;  /* of thread support */
+    MPI_Errhandler before; /* the world's, given back in the end */
     MPI_Comm  words;  /* of the first communicator */
     char     *heard;  /* (world size) 0, 'L' left, 'F' failed */
     int       failed; /* 1 + the first rank that said it has failed */
@@ -1119,9 +1183,14 @@ HPMLC_FN void hpmlc_mpi_unlock(hpml_comm *c)
 HPMLC_FN void hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
 {
     char text[MPI_MAX_ERROR_STRING];
-    int  length = 0;
+    int  length = 0, kind = 0;
     MPI_Error_string(code, text, &length);
-    m->done   = true;
+    MPI_Error_class(code, &kind);
+    m->done = true;
+    if (kind == MPI_ERR_TRUNCATE)
+        m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent more than the %zu bytes that rank %d expected; all ranks must pass "
+                               "the same counts", c->doing, c->origin[m->peer], m->bytes, c->origin[c->rank]);
+    else
     m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s with rank %d: MPI says: %.*s", c->doing, c->origin[m->peer], length, text);
 }
 
@@ -1211,13 +1280,15 @@ HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
 /* Long sends go on, too, or two ranks that send to each other would both wait for the other's next piece. */
 HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 {
+    bool listed = false;
     for (hpml_message **at = &c->mpi->sending; *at;) {
         hpml_message *s = *at;
+        listed = listed || s == m;
         if (!s->done) hpmlc_mpi_step(c, s);
         if (s->done) *at = s->next;
         else at = &s->next;
     }
-    if (!m->done) hpmlc_mpi_step(c, m);
+    if (!listed) hpmlc_mpi_step(c, m);
 }
 
 /* Listens for words; lock held. */
@@ -1315,6 +1386,8 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
 #endif
         }
         if (all) MPI_Comm_free(&x->words);
+        MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
+        MPI_Errhandler_free(&x->before);
     }
     hpmlc_mpi_lock(c);
     if (hpml_ctx_status(c->ctx) == HPML_OK) MPI_Comm_free(&x->comm);
@@ -1425,7 +1498,8 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     x->level = level, x->comm = pair[0], x->words = pair[1];
     MPI_Comm_set_errhandler(x->comm, MPI_ERRORS_RETURN);
     MPI_Comm_set_errhandler(x->words, MPI_ERRORS_RETURN);
-    MPI_Comm_set_errhandler(MPI_COMM_SELF, MPI_ERRORS_RETURN); /* where errors of MPI_Test are raised, from MPI 4.0 on */
+    MPI_Comm_get_errhandler(MPI_COMM_WORLD, &x->before);
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* where MPICH raises errors of MPI_Test */
     c->mpi  = x;
     c->spin = 200;
     hpmlc_mpi_nodes(c, d->ranks_per_node);
@@ -3998,6 +4072,573 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     }
     hpml_safetensors_close(f);
     return status != HPML_OK ? status : hpml_ctx_status(d->ctx);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>simulate   moves in virtual time
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Every rank has a clock. Ranks that want to send wait in a queue by (clock, rank), as threads do in >>clock, so
+   messages enter the cards in the same order and the times are the same. That costs some 150 ns a message. Two shapes
+   have p^2 messages and need less, because nobody's turn matters in them:
+     ring         each card serves one pair: round by round, without a queue (some ns a message). Where all nodes are
+                  alike, what happens on one happens on all: the ranks of one node stand for all
+     all to all   the ranks of one node stand for all likewise
+   Tests compare both with the queue. */
+
+typedef struct hpmlc_sim_event {
+    double time;
+    int    rank;
+} hpmlc_sim_event;
+
+typedef struct hpmlc_sim_letter { /* has been sent to a rank that waits for something else */
+    int    from, next;
+    double arrival;
+} hpmlc_sim_letter;
+
+typedef enum hpmlc_sim_kind { HPMLC_SIM_ALLREDUCE, HPMLC_SIM_ALL_TO_ALL, HPMLC_SIM_ALLGATHER } hpmlc_sim_kind;
+
+typedef struct hpmlc_sim {
+    int               p, nodes, per_node; /* per_node: 0 where nodes differ */
+    bool              spread, plain;      /* plain: no short cuts; for tests */
+    double            latency[2], rate[2]; /* inside, between: seconds, seconds a byte */
+    int              *node;               /* (p) */
+    double           *clock;              /* (p) */
+    double           *out, *in;           /* (p + nodes) when cards are free: of ranks inside their node, of nodes */
+    int64_t          *bytes, *messages;   /* (p) sent */
+    int64_t           between;            /* bytes between nodes */
+    double           *work;               /* (4 p) scratch */
+    /* of the queue */
+    hpmlc_sim_kind    kind;
+    int64_t           n;
+    size_t            size;               /* of an element */
+    hpmlc_plan       *plan;               /* (p) */
+    int              *phase, *round, *want; /* (p) want: the rank whose message is awaited, or -1 */
+    int              *first, *last;       /* (p) letters of a rank, -1: none */
+    hpmlc_sim_event  *queue;              /* (p) a heap, the earliest at its top */
+    int               queued;
+    hpmlc_sim_letter *letter;
+    int               letters, free_letter; /* room, first of the unused */
+    bool              failed;             /* out of memory */
+} hpmlc_sim;
+
+HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
+{
+    free(s->node), free(s->clock), free(s->out), free(s->in), free(s->bytes), free(s->messages), free(s->work);
+    free(s->plan), free(s->phase), free(s->round), free(s->want), free(s->first), free(s->last), free(s->queue);
+    free(s->letter);
+}
+
+HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
+{
+    size_t n = (size_t)p;
+    int    m = net->ranks_per_node > 0 && net->ranks_per_node < p ? net->ranks_per_node : p;
+    memset(s, 0, sizeof *s);
+    s->p           = p;
+    s->nodes       = (p + m - 1) / m;
+    s->spread      = net->spread && s->nodes > 1 && s->nodes < p;
+    s->per_node    = p % s->nodes == 0 && (s->spread || p / s->nodes == m) ? p / s->nodes : 0;
+    s->latency[0]  = net->inside.latency, s->latency[1] = net->between.latency;
+    s->rate[0]     = net->inside.bandwidth > 0 ? 1 / net->inside.bandwidth : 0;
+    s->rate[1]     = net->between.bandwidth > 0 ? 1 / net->between.bandwidth : 0;
+    s->free_letter = -1;
+    s->node        = (int *)calloc(n, sizeof(int));
+    s->clock       = (double *)calloc(n, sizeof(double));
+    s->out         = (double *)calloc(n + (size_t)s->nodes, sizeof(double));
+    s->in          = (double *)calloc(n + (size_t)s->nodes, sizeof(double));
+    s->bytes       = (int64_t *)calloc(n, sizeof(int64_t));
+    s->messages    = (int64_t *)calloc(n, sizeof(int64_t));
+    s->work        = (double *)calloc(4 * n, sizeof(double));
+    s->plan        = (hpmlc_plan *)calloc(n, sizeof(hpmlc_plan));
+    s->phase       = (int *)calloc(n, sizeof(int));
+    s->round       = (int *)calloc(n, sizeof(int));
+    s->want        = (int *)calloc(n, sizeof(int));
+    s->first       = (int *)calloc(n, sizeof(int));
+    s->last        = (int *)calloc(n, sizeof(int));
+    s->queue       = (hpmlc_sim_event *)calloc(n, sizeof(hpmlc_sim_event));
+    s->failed = !s->node || !s->clock || !s->out || !s->in || !s->bytes || !s->messages || !s->work || !s->plan ||
+                !s->phase || !s->round || !s->want || !s->first || !s->last || !s->queue;
+    for (int r = 0; !s->failed && r < p; r++) s->node[r] = net->spread ? r % s->nodes : r / m;
+    return !s->failed;
+}
+
+/* Where a rank stands within its node, and the rank that stands there on the first node. Nodes all alike. */
+HPMLC_FN int hpmlc_sim_place(const hpmlc_sim *s, int rank) { return s->spread ? rank / s->nodes : rank % s->per_node; }
+HPMLC_FN int hpmlc_sim_rank(const hpmlc_sim *s, int place) { return s->spread ? place * s->nodes : place; }
+
+/* The cards of a message: its own ranks' inside a node, else the nodes'. */
+HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far) { return far ? s->p + s->node[rank] : rank; }
+
+/* When a message that is sent now will be there: the rule of hpmlc_arrival. But in an all to all as many bytes enter a
+   node as leave it, all the time; so the card coming in is not counted. (Reserved in the order of sending, it would
+   hold up the card going out, and that one the next: a traffic jam that no switch has.) */
+HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
+{
+    bool    far  = s->node[from] != s->node[to];
+    double  busy = (double)bytes * s->rate[far], start = s->clock[from];
+    double *out = &s->out[hpmlc_sim_card(s, from, far)], *in = &s->in[hpmlc_sim_card(s, to, far)];
+    s->bytes[from] += bytes;
+    s->messages[from]++;
+    if (far) s->between += bytes;
+    if (busy <= 0 && s->latency[far] <= 0) return start;
+    if (start < *out) start = *out;
+    if (far && s->kind == HPMLC_SIM_ALL_TO_ALL) in = out;
+    if (start < *in) start = *in;
+    *out = *in = start + busy;
+    return start + busy + s->latency[far];
+}
+
+HPMLC_FN bool hpmlc_sim_before(hpmlc_sim_event a, hpmlc_sim_event b)
+{
+    return a.time < b.time || (a.time <= b.time && a.rank < b.rank);
+}
+
+HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
+{
+    hpmlc_sim_event e;
+    int             i = s->queued++;
+    e.time = s->clock[rank], e.rank = rank;
+    for (; i > 0 && hpmlc_sim_before(e, s->queue[(i - 1) / 2]); i = (i - 1) / 2) s->queue[i] = s->queue[(i - 1) / 2];
+    s->queue[i] = e;
+}
+
+HPMLC_FN int hpmlc_sim_pop(hpmlc_sim *s)
+{
+    int             top = s->queue[0].rank, i = 0, child;
+    hpmlc_sim_event e = s->queue[--s->queued];
+    while ((child = 2 * i + 1) < s->queued) {
+        if (child + 1 < s->queued && hpmlc_sim_before(s->queue[child + 1], s->queue[child])) child++;
+        if (!hpmlc_sim_before(s->queue[child], e)) break;
+        s->queue[i] = s->queue[child];
+        i           = child;
+    }
+    s->queue[i] = e;
+    return top;
+}
+
+HPMLC_FN int64_t hpmlc_sim_block(const hpmlc_sim *s, int i)
+{
+    return hpml_block(s->n, s->p, i + 1) - hpml_block(s->n, s->p, i);
+}
+
+/* The move that rank r is at; false when it is through. */
+HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r, hpml_move *m)
+{
+    if (s->kind == HPMLC_SIM_ALL_TO_ALL) { /* in round k with the rank k further on, as hpmlc_blocks */
+        int k = s->round[r] + 1;
+        if (k >= s->p) return false;
+        m->to = (r + k) % s->p, m->from = (r + s->p - k) % s->p;
+        m->out_count = hpmlc_sim_block(s, m->to);
+        return true;
+    }
+    hpmlc_plan *plan = &s->plan[r];
+    while (s->phase[r] < plan->count && s->round[r] >= plan->phase[s->phase[r]].rounds) s->phase[r]++, s->round[r] = 0;
+    if (s->phase[r] >= plan->count) return false;
+    hpmlc_move_of(&plan->phase[s->phase[r]], s->round[r], m);
+    return true;
+}
+
+/* Takes the letter from this rank out of r's box. */
+HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
+{
+    for (int i = s->first[r], before = -1; i >= 0; before = i, i = s->letter[i].next) {
+        hpmlc_sim_letter *l = &s->letter[i];
+        if (l->from != from) continue;
+        if (s->clock[r] < l->arrival) s->clock[r] = l->arrival;
+        if (before < 0) s->first[r] = l->next;
+        else s->letter[before].next = l->next;
+        if (s->last[r] == i) s->last[r] = before;
+        l->next        = s->free_letter;
+        s->free_letter = i;
+        return true;
+    }
+    return false;
+}
+
+HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
+{
+    if (s->free_letter < 0) {
+        int               room = s->letters ? 2 * s->letters : 1024;
+        hpmlc_sim_letter *more = (hpmlc_sim_letter *)realloc(s->letter, sizeof *more * (size_t)room);
+        if (!more) { s->failed = true; return; }
+        s->letter = more;
+        for (int i = room - 1; i >= s->letters; i--) more[i].next = s->free_letter, s->free_letter = i;
+        s->letters = room;
+    }
+    int i          = s->free_letter;
+    s->free_letter = s->letter[i].next;
+    s->letter[i].from = from, s->letter[i].arrival = arrival, s->letter[i].next = -1;
+    if (s->first[r] < 0) s->first[r] = i;
+    else s->letter[s->last[r]].next = i;
+    s->last[r] = i;
+}
+
+/* Receives what is there, round by round, until rank r wants to send (then it queues), must wait, or is through. */
+HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r)
+{
+    hpml_move m;
+    for (; hpmlc_sim_move(s, r, &m); s->round[r]++) {
+        if (m.to >= 0) {
+            hpmlc_sim_push(s, r);
+            return;
+        }
+        if (m.from >= 0 && !hpmlc_sim_take(s, r, m.from)) {
+            s->want[r] = m.from;
+            return;
+        }
+    }
+}
+
+HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
+{
+    s->queued = 0;
+    for (int r = 0; r < s->p; r++) {
+        s->phase[r] = s->round[r] = 0;
+        s->want[r] = s->first[r] = s->last[r] = -1;
+    }
+    for (int r = 0; r < s->p; r++) hpmlc_sim_go_on(s, r);
+    while (s->queued > 0 && !s->failed) {
+        hpml_move m;
+        int       r = hpmlc_sim_pop(s);
+        hpmlc_sim_move(s, r, &m);
+        double arrival = hpmlc_sim_send(s, r, m.to, m.out_count * (int64_t)s->size);
+        if (s->want[m.to] == r) { /* is waiting for just this */
+            if (s->clock[m.to] < arrival) s->clock[m.to] = arrival;
+            s->want[m.to] = -1;
+            s->round[m.to]++;
+            hpmlc_sim_go_on(s, m.to);
+        } else hpmlc_sim_keep(s, m.to, r, arrival);
+        if (m.from >= 0 && !hpmlc_sim_take(s, r, m.from)) {
+            s->want[r] = m.from;
+            continue;
+        }
+        s->round[r]++;
+        hpmlc_sim_go_on(s, r);
+    }
+}
+
+HPMLC_FN bool hpmlc_sim_differ(const double *x, int i, int j) { return x[i] < x[j] || x[i] > x[j]; }
+
+/* How many ranks stand for all of them in a ring: 1, those of a node, or p. Blocks must be equal, or so many that the
+   longest may stand for all (the time is an upper bound then). free_at: (p) when the link from i to i + 1 is free. */
+HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_at)
+{
+    int q = s->nodes == 1 || s->nodes == s->p ? 1 : s->per_node > 0 && !s->spread ? s->per_node : s->p;
+    if (n % s->p != 0 && s->p <= 256) return s->p;
+    for (int i = q; i < s->p; i++)
+        if (hpmlc_sim_differ(s->clock, i, i % q) || hpmlc_sim_differ(free_at, i, i % q)) return s->p;
+    return q;
+}
+
+/* A ring of all ranks in which no two pairs share a card. rounds: 2 (p - 1), or p - 1 for the allgather. In round k
+   rank i sends block i - 1 - k; in the allgather i - k. */
+HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
+{
+    int     p = s->p, all = rounds == p - 1 ? 0 : 1;
+    double *free_at = s->work, *block = free_at + p, *arrival = block + 2 * p; /* (p), (2 p) twice the same, (p) */
+    for (int i = 0; i < p; i++) {
+        int     next = (i + 1) % p, far = s->node[i] != s->node[next];
+        double  out = s->out[hpmlc_sim_card(s, i, far)], in = s->in[hpmlc_sim_card(s, next, far)];
+        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* not sent in the first, second half */
+        int64_t sent = ((all ? 2 * s->n - mine : s->n) - kept) * (int64_t)s->size;
+        free_at[i] = out > in ? out : in;
+        block[i] = block[i + p] = (double)(mine * (int64_t)s->size);
+        s->bytes[i] += sent, s->messages[i] += rounds, s->between += far ? sent : 0;
+    }
+    int q = hpmlc_sim_period(s, s->n, free_at);
+    if (q < p)
+        for (int i = 0; i < 2 * p; i++) block[i] = (double)((s->n + p - 1) / p * (int64_t)s->size);
+    for (int k = 0; k < rounds; k++) {
+        const double *b = block + (2 * p - k - all) % p;
+        for (int i = 0; i < q; i++) {
+            int    next = i + 1 == q ? 0 : i + 1, far = s->node[i] != s->node[i + 1 == p ? 0 : i + 1];
+            double start = s->clock[i] > free_at[i] ? s->clock[i] : free_at[i];
+            free_at[i]    = start + b[i] * s->rate[far];
+            arrival[next] = free_at[i] + s->latency[far];
+        }
+        for (int i = 0; i < q; i++)
+            if (s->clock[i] < arrival[i]) s->clock[i] = arrival[i];
+    }
+    for (int i = p - 1; i >= 0; i--) {
+        int next = (i + 1) % p, far = s->node[i] != s->node[next];
+        s->out[hpmlc_sim_card(s, i, far)] = s->in[hpmlc_sim_card(s, next, far)] = free_at[i % q];
+        s->clock[i] = s->clock[i % q];
+    }
+}
+
+/* True when all nodes are in the same state: what one does, all do. */
+HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
+{
+    if (s->per_node == 0) return false;
+    for (int r = 0; r < s->p; r++) {
+        int i = s->nodes == 1 ? 0 : hpmlc_sim_rank(s, hpmlc_sim_place(s, r));
+        if (hpmlc_sim_differ(s->clock, r, i)) return false;
+        if (hpmlc_sim_differ(s->out, r, i) || hpmlc_sim_differ(s->in, r, i)) return false;
+    }
+    for (int i = s->p + 1; i < s->p + s->nodes; i++)
+        if (hpmlc_sim_differ(s->out, i, s->p)) return false;
+    return true;
+}
+
+/* Nodes alike. Blocks are taken to be as long as the longest. As in hpmlc_sim_send, the card coming in is not waited
+   for: messages come in one by one, as they leave. */
+HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
+{
+    int     p = s->p, m = s->nodes == 1 ? 1 : s->per_node;
+    double *arrival = s->work, busy = (double)((s->n + p - 1) / p * (int64_t)s->size); /* (m) */
+    double  card = s->out[p];
+    int    *order = s->want; /* (m) places by clock */
+    for (int j = 0; j < m; j++) order[j] = j;
+    for (int k = 1; k < p; k++) {
+        for (int j = 1; j < m; j++) { /* by insertion: there is little to move */
+            int place = order[j], i = j;
+            double clock = s->clock[hpmlc_sim_rank(s, place)];
+            for (; i > 0 && s->clock[hpmlc_sim_rank(s, order[i - 1])] > clock; i--) order[i] = order[i - 1];
+            order[i] = place;
+        }
+        for (int j = 0; j < m; j++) {
+            int     r = hpmlc_sim_rank(s, order[j]), to = (r + k) % p, at = s->nodes == 1 ? 0 : hpmlc_sim_place(s, to);
+            bool    far = s->node[r] != s->node[to];
+            double *out = far ? &card : &s->out[r], *in = far ? &card : &s->in[hpmlc_sim_rank(s, at)];
+            double  start = s->clock[r];
+            if (start < *out) start = *out;
+            if (start < *in) start = *in;
+            *out = *in = start + busy * s->rate[far];
+            arrival[at] = *out + s->latency[far];
+        }
+        for (int j = 0; j < m; j++)
+            if (s->clock[hpmlc_sim_rank(s, j)] < arrival[j]) s->clock[hpmlc_sim_rank(s, j)] = arrival[j];
+    }
+    for (int i = 0; i < s->nodes; i++) s->out[p + i] = card;
+    for (int r = 0; r < p; r++) {
+        int     i = s->nodes == 1 ? 0 : hpmlc_sim_rank(s, hpmlc_sim_place(s, r));
+        int64_t near_part = 0;
+        s->clock[r] = s->clock[i], s->out[r] = s->out[i], s->in[r] = s->in[i];
+        for (int j = 0; j < s->per_node; j++) {
+            int to = s->spread ? s->node[r] + j * s->nodes : r - r % s->per_node + j;
+            near_part += hpmlc_sim_block(s, to);
+        }
+        s->messages[r] += p - 1;
+        s->bytes[r] += (s->n - hpmlc_sim_block(s, r)) * (int64_t)s->size;
+        s->between += (s->n - near_part) * (int64_t)s->size;
+    }
+}
+
+/* One collective of n elements, from the ranks' clocks on. */
+HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a, int64_t n, size_t size)
+{
+    int        p = s->p;
+    hpmlc_team all;
+    if (p == 1) return true;
+    s->kind = kind, s->n = n, s->size = size;
+    all.base = 0, all.stride = 1, all.size = p, all.root = 0;
+    for (int r = 0; r < p && kind != HPMLC_SIM_ALL_TO_ALL; r++) {
+        all.me           = r;
+        s->plan[r].count = 0;
+        if (kind == HPMLC_SIM_ALLREDUCE) hpmlc_plan_make(&s->plan[r], a, p, s->per_node, s->spread, r, n);
+        else hpmlc_plan_add(&s->plan[r], HPMLC_RING_GATHER, all, 0, n);
+    }
+    const hpmlc_phase *f = &s->plan[0].phase[0];
+    bool ring = f->team.size == p && (f->kind == HPMLC_RING_SCATTER || f->kind == HPMLC_RING_GATHER);
+    if (s->plain) hpmlc_sim_queue(s);
+    else if (kind == HPMLC_SIM_ALL_TO_ALL && hpmlc_sim_alike(s)) hpmlc_sim_all_to_all(s);
+    else if (kind == HPMLC_SIM_ALLREDUCE && ring && !s->spread) hpmlc_sim_ring(s, 2 * (p - 1));
+    else if (kind == HPMLC_SIM_ALLGATHER && !s->spread) hpmlc_sim_ring(s, p - 1);
+    else hpmlc_sim_queue(s);
+    return !s->failed;
+}
+
+HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
+{
+    double t = s->clock[0];
+    for (int r = 1; r < s->p; r++)
+        if (s->clock[r] > t) t = s->clock[r];
+    return t;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>simulate-step   a step of training in virtual time
+// ---------------------------------------------------------------------------------------------------------------------
+
+typedef struct hpmlc_sim_text { /* where the reason of an error goes */
+    char  *text;
+    size_t size;
+} hpmlc_sim_text;
+
+HPMLC_FN hpml_status hpmlc_sim_no(const hpmlc_sim_text *to, hpml_status status, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    if (to->text && to->size > 0) vsnprintf(to->text, to->size, format, args);
+    va_end(args);
+    return status;
+}
+
+#define HPMLC_SIM_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* false for NaN */
+
+HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml_network *net, const hpmlc_sim_text *to)
+{
+    const hpml_status wrong = HPML_ERR_ARGUMENT;
+    const hpml_link  *in = &net->inside, *far = &net->between;
+    if (p < 1 || p > 65536) return hpmlc_sim_no(to, wrong, "simulate: %d ranks; from 1 to 65536 are possible", p);
+    if ((unsigned)a >= HPML_ALGORITHM_COUNT)
+        return hpmlc_sim_no(to, wrong, "simulate: there is no algorithm %d", (int)a);
+    if (a == HPML_NATIVE)
+        return hpmlc_sim_no(to, HPML_ERR_UNSUPPORTED, "simulate: how an MPI's own allreduce works is not known; choose "
+                            "another algorithm");
+    if (net->ranks_per_node < 0 || !HPMLC_SIM_GOOD(in->latency) || !HPMLC_SIM_GOOD(far->latency) ||
+        !(in->bandwidth >= 0) || !(far->bandwidth >= 0))
+        return hpmlc_sim_no(to, wrong, "simulate: network of %d ranks a node, inside %g s and %g bytes/s, between %g s "
+                            "and %g bytes/s: a negative number or NaN", net->ranks_per_node, in->latency, in->bandwidth,
+                            far->latency, far->bandwidth);
+    if (p > 1 && net->ranks_per_node == 0 && (far->latency > 0 || far->bandwidth > 0))
+        return hpmlc_sim_no(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
+                            "ranks on one node; set ranks_per_node (1: each rank a node of its own)");
+    for (int r = 0; net->slow && r < p; r++)
+        if (!(net->slow[r] > 0) || !HPMLC_SIM_GOOD(net->slow[r]))
+            return hpmlc_sim_no(to, wrong, "simulate: network.slow[%d] is %g; it must be above 0 (1: not slow)", r,
+                                net->slow[r]);
+    return HPML_OK;
+}
+
+HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_sim_text *to)
+{
+    const hpml_status wrong = HPML_ERR_ARGUMENT;
+    int64_t           total = 0, limit = (int64_t)1 << 50;
+    if (!d) return hpmlc_sim_no(to, wrong, "simulate: no desc given");
+    if (d->_begin || d->_end)
+        return hpmlc_sim_no(to, wrong, "simulate desc: canary is not zero; zero the struct before you set fields");
+    hpml_status status = hpmlc_sim_check_network(d->packed ? HPML_RING : d->algorithm, d->ranks, &d->network, to);
+    if (status != HPML_OK) return status;
+    if (d->layers < 1 || !d->backward_s || !d->elements)
+        return hpmlc_sim_no(to, wrong, "simulate: %d layers, backward_s %s, elements %s; at least one layer and both "
+                            "are needed", d->layers, d->backward_s ? "given" : "NULL", d->elements ? "given" : "NULL");
+    if (hpml_element_size(d->element) == 0 || !HPMLC_SIM_GOOD(d->update_s) || !HPMLC_SIM_GOOD(d->codec_s_per_byte))
+        return hpmlc_sim_no(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
+                            (int)d->element, d->update_s, d->codec_s_per_byte);
+    for (int i = 0; i < d->layers; i++) {
+        double  forward = d->forward_s ? d->forward_s[i] : 0, backward = d->backward_s[i];
+        int64_t packed  = d->packed ? d->packed[i] : 0, n = d->elements[i];
+        if (!HPMLC_SIM_GOOD(forward) || !HPMLC_SIM_GOOD(backward) || n < 0 || packed < 0)
+            return hpmlc_sim_no(to, wrong, "simulate: layer %d: forward %g s, backward %g s, %lld elements, packed in "
+                                "%lld bytes: a negative number or NaN", i, forward, backward, (long long)n,
+                                (long long)packed);
+        total = n < limit - total && packed < limit ? total + n : limit;
+        if (total >= limit) return hpmlc_sim_no(to, wrong, "simulate: layer %d: more than 2^50 elements in all", i);
+    }
+    return HPML_OK;
+}
+
+/* What hpml_allreduce takes for AUTO: asks hpml_comm_choose as a communicator that does not know more than the desc. */
+HPMLC_FN hpml_algorithm hpmlc_sim_choose(const hpmlc_sim *s, hpml_algorithm a, int64_t bytes)
+{
+    hpml_comm c;
+    int       far = s->nodes > 1;
+    if (a != HPML_AUTO) return a;
+    memset(&c, 0, sizeof c);
+    c.size  = s->p, c.per_node = s->per_node;
+    c.alpha = s->latency[far] > 0 ? s->latency[far] : 2e-6, c.beta = s->rate[far] > 0 ? s->rate[far] : 0.25e-9;
+    return hpml_comm_choose(&c, bytes);
+}
+
+/* Exchanges one bucket, which rank r has at time ready * slow[r]. False: out of memory. */
+HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double ready, int64_t n, int64_t packed,
+                               double *comm)
+{
+    double codec = d->codec_s_per_byte * (double)n * 4, start = 0;
+    bool   good;
+    if (s->p == 1) return true;
+    for (int r = 0; r < s->p; r++) {
+        double slow = d->network.slow ? d->network.slow[r] : 1;
+        if (s->clock[r] < ready * slow) s->clock[r] = ready * slow;
+        if (start < s->clock[r]) start = s->clock[r];
+        s->clock[r] += codec * slow;
+    }
+    if (d->packed)
+        good = hpmlc_sim_play(s, HPMLC_SIM_ALL_TO_ALL, HPML_AUTO, packed, 1) &&
+               hpmlc_sim_play(s, HPMLC_SIM_ALLGATHER, HPML_AUTO, packed, 1);
+    else {
+        size_t size = hpml_element_size(d->element);
+        good = hpmlc_sim_play(s, HPMLC_SIM_ALLREDUCE, hpmlc_sim_choose(s, d->algorithm, n * (int64_t)size), n, size);
+    }
+    *comm += hpmlc_sim_latest(s) - start;
+    return good;
+}
+
+HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
+{
+    double   now = 0, slowest = 1, whole = 0;
+    int64_t  n = 0, packed = 0;
+    double   limit = d->bucket_bytes == 0 ? 25 * 1048576. : (double)d->bucket_bytes;
+    for (int i = 0; i < d->layers; i++) now += d->forward_s ? d->forward_s[i] : 0, whole += d->backward_s[i];
+    whole += now;
+    for (int i = d->layers - 1; i >= 0; i--) {
+        now += d->backward_s[i];
+        n += d->elements[i], packed += d->packed ? d->packed[i] : 0;
+        if (n == 0 || ((double)n * 4 < limit && i > 0)) continue;
+        double ready = d->delayed ? 0 : d->no_overlap ? whole : now;
+        if (!hpmlc_sim_bucket(s, d, ready, n, packed, &out->comm_s)) return false;
+        out->buckets++;
+        n = packed = 0;
+    }
+    if (d->network.slow) slowest = 0;
+    for (int r = 0; r < s->p; r++) {
+        double slow = d->network.slow ? d->network.slow[r] : 1, end = whole * slow;
+        if (end < s->clock[r]) end = s->clock[r];
+        if (out->step_s < end + d->update_s * slow) out->step_s = end + d->update_s * slow;
+        if (slowest < slow) slowest = slow;
+        if (out->bytes_per_rank < s->bytes[r]) out->bytes_per_rank = s->bytes[r];
+        if (out->messages < s->messages[r]) out->messages = s->messages[r];
+    }
+    out->between_bytes = s->between;
+    out->compute_s     = whole + d->update_s;
+    out->straggle_s    = slowest > 1 ? (slowest - 1) * out->compute_s : 0;
+    out->exposed_s     = out->step_s - out->compute_s - out->straggle_s;
+    if (out->exposed_s < 0) out->exposed_s = 0;
+    out->efficiency = out->step_s > 0 ? out->compute_s / out->step_s : 1;
+    return true;
+}
+
+HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulation *out, char *error, size_t size)
+{
+    hpmlc_sim       s;
+    hpmlc_sim_text  to;
+    hpml_simulation result;
+    hpml_status     status;
+    memset(&result, 0, sizeof result);
+    to.text = error, to.size = size;
+    if (error && size > 0) error[0] = 0;
+    if (out) *out = result;
+    status = hpmlc_sim_check(desc, &to);
+    if (status == HPML_OK && !out) status = hpmlc_sim_no(&to, HPML_ERR_ARGUMENT, "simulate: nowhere to put the result");
+    if (status != HPML_OK) return status;
+    if (!hpmlc_sim_open(&s, desc->ranks, &desc->network) || !hpmlc_sim_step(&s, desc, &result))
+        status = hpmlc_sim_no(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
+    else *out = result;
+    hpmlc_sim_close(&s);
+    return status;
+}
+
+HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const hpml_network *network, int64_t bytes)
+{
+    hpmlc_sim      s;
+    hpmlc_sim_text nowhere;
+    double         seconds = -1;
+    memset(&nowhere, 0, sizeof nowhere);
+    if (!network || bytes < 0 || hpmlc_sim_check_network(a, ranks, network, &nowhere) != HPML_OK) return -1;
+    size_t size = bytes % 4 == 0 ? 4 : 1;
+    if (hpmlc_sim_open(&s, ranks, network) &&
+        hpmlc_sim_play(&s, HPMLC_SIM_ALLREDUCE, hpmlc_sim_choose(&s, a, bytes), bytes / (int64_t)size, size))
+        seconds = hpmlc_sim_latest(&s);
+    hpmlc_sim_close(&s);
+    return seconds;
+}
+
+HPML_API double hpml_amdahl(double serial, double ranks) { return 1 / (serial + (1 - serial) / ranks); }
+
+HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double comm_s)
+{
+    return comm_s > fixed_s ? divisible_s / (comm_s - fixed_s) : HUGE_VAL;
 }
 
 #ifdef __cplusplus
