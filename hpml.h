@@ -875,7 +875,7 @@ typedef struct hpml_loader_desc {
     uint64_t     seed;       /* 0: the context's */
     int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1 */
     int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` near-equal shares, at most `batch` */
-    int64_t      grain;        /* samples that stay together (leaves), always on one rank; 0: shares as even as can be */
+    int64_t      grain;        /* samples that stay together (leaves), always on one rank; 0: shares as even as may be */
     int64_t      samples_per_epoch; /* 0: all; less or more: that many, drawn as the shuffle goes on */
     hpml_augment augment;
     uint32_t     _end;
@@ -1029,7 +1029,7 @@ typedef struct hpml_codec_desc {
     hpml_codec_kind   kind;
     const hpml_codec *custom;           /* your own codec instead of `kind`; NULL: none */
     float             threshold;        /* TWOBIT: what is worth sending; 0: 0.5 */
-    int64_t           min_elements;     /* ONEBIT, TWOBIT: smaller tensors, vectors travel as NONE; 0: ..._MIN_ELEMENTS */
+    int64_t           min_elements;     /* ONEBIT, TWOBIT: smaller ones and vectors travel as NONE; 0: 256 */
     bool              compress_all;     /* vectors and small tensors too; what would grow still travels as NONE */
     bool              no_feedback;      /* nothing is carried: fine for BF16, a control that must fail for ONEBIT */
     bool              printed_residual; /* control that must fail: e <- g - decoded, as the paper prints it */
