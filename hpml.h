@@ -790,8 +790,8 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
 /* Which part of each global batch fit reads, and the global batch for the learning-rate rule: see hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
-/* Names an array that checkpoints shall hold (residuals, strategy state), or another one for that name; values NULL: none
-   any more. It must live as long as it is named. */
+/* Names an array that checkpoints shall hold (residuals, strategy state), or another one for that name; values NULL:
+   none any more. It must live as long as it is named. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates so far */
 HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* of the next update */
@@ -875,7 +875,7 @@ typedef struct hpml_loader_desc {
     uint64_t     seed;       /* 0: the context's */
     int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1 */
     int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` near-equal shares, at most `batch` */
-    int64_t      grain;        /* samples that stay together (leaves), always on one rank; 0: shares as even as may be */
+    int64_t      grain;        /* samples that stay together (leaves), always on one rank; 0: shares are near-equal */
     int64_t      samples_per_epoch; /* 0: all; less or more: that many, drawn as the shuffle goes on */
     hpml_augment augment;
     uint32_t     _end;
