@@ -790,8 +790,8 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
 /* Which part of each global batch fit reads, and the global batch for the learning-rate rule: see hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
-/* Names an array that checkpoints shall hold (residuals, strategy state), or another one for that name; values NULL: none
-   any more. It must live as long as it is named. */
+/* Names an array that checkpoints shall hold (residuals, strategy state), or another one for that name; values NULL:
+   none any more. It must live as long as it is named. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates so far */
 HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* of the next update */
@@ -875,7 +875,7 @@ typedef struct hpml_loader_desc {
     uint64_t     seed;       /* 0: the context's */
     int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1 */
     int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` near-equal shares, at most `batch` */
-    int64_t      grain;        /* samples that stay together (leaves), always on one rank; 0: shares as even as can be */
+    int64_t      grain;        /* samples that stay together (leaves), always on one rank; 0: shares are near-equal */
     int64_t      samples_per_epoch; /* 0: all; less or more: that many, drawn as the shuffle goes on */
     hpml_augment augment;
     uint32_t     _end;
@@ -1029,7 +1029,7 @@ typedef struct hpml_codec_desc {
     hpml_codec_kind   kind;
     const hpml_codec *custom;           /* your own codec instead of `kind`; NULL: none */
     float             threshold;        /* TWOBIT: what is worth sending; 0: 0.5 */
-    int64_t           min_elements;     /* ONEBIT, TWOBIT: smaller tensors, vectors travel as NONE; 0: ..._MIN_ELEMENTS */
+    int64_t           min_elements;     /* ONEBIT, TWOBIT: smaller ones and vectors travel as NONE; 0: 256 */
     bool              compress_all;     /* vectors and small tensors too; what would grow still travels as NONE */
     bool              no_feedback;      /* nothing is carried: fine for BF16, a control that must fail for ONEBIT */
     bool              printed_residual; /* control that must fail: e <- g - decoded, as the paper prints it */
@@ -1082,7 +1082,6 @@ typedef struct hpml_residual {
     float       *e;         /* (rows, packing.cols), or NULL when packing.residual_count is 0 */
 } hpml_residual;
 HPML_API void hpml_residual_reset(hpml_residual *r); /* e = 0: after a jump (weights loaded, another loss) */
-
 
 #ifdef __cplusplus
 } /* extern "C" */
@@ -3856,6 +3855,7 @@ HPML_API void hpml_residual_reset(hpml_residual *r)
 {
     if (r && r->e) memset(r->e, 0, (size_t)(r->rows * r->packing.cols) * sizeof *r->e);
 }
+
 /* Kernels by name, NULL when this CPU cannot run them. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 {
@@ -5642,6 +5642,7 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
 HPMLI_SHAPES(hpml_reshape, hpml_tensor *, x, hpml_reshape(x, (int)ndim, shape))
 
 HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x) { return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL; }
+
 /* Inputs and parameters have memory of their own: their reshape is a copy. */
 HPMLI_FN void hpmli_reshape_copy(const hpml_node *n)
 {
