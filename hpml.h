@@ -2264,7 +2264,7 @@ HPMLI_VFN void HPMLI_K(hpmli_tile_save)(const hpmli_tile_end *e, float *c, int64
     if (e->beta != 0) v = hv_fma(hv_set1(e->beta), hv_ld(c, n), v);
     if (e->bias_col) v = hv_add(v, hv_ld(e->bias_col + j, n));
     if (e->bias_row) v = hv_add(v, hv_set1(e->bias_row[r]));
-    if (e->relu) v = hv_max(v, hv_zero());
+    if (e->relu) v = hv_max(hv_zero(), v); /* in this order a NaN stays */
     hv_st(c, v, n);
 }
 
@@ -3141,7 +3141,7 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_emit)(const float *band, int64_t n, int64_t ch
                 hv     v  = hv_load(square + r * HV_W);
                 if (bias) v = hv_add(v, hv_set1(bias[o + r]));
                 if (accumulate) v = hv_add(hv_ld(to, lanes), v);
-                if (relu) v = hv_max(v, hv_zero());
+                if (relu) v = hv_max(hv_zero(), v); /* a NaN stays */
                 hv_st(to, v, lanes);
             }
         }

@@ -1108,12 +1108,9 @@ HPMLC_FN void hpmlc_threads_abandon(hpml_comm *c, hpml_message *m)
     }
 }
 
-#ifndef HPMLC_CHUNK
-#define HPMLC_CHUNK ((size_t)1 << 20)
-#endif
 static const hpml_transport hpmlc_threads = { "threads", hpmlc_threads_start, hpmlc_threads_test, hpmlc_threads_block,
                                               hpmlc_threads_abandon, hpmlc_threads_tell, hpmlc_threads_split, hpmlc_threads_close, NULL,
-                                              HPMLC_CHUNK, 2e-6, 0.25e-9 };
+                                              (size_t)512 << 10, 2e-6, 0.25e-9 };
 
 HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
@@ -2447,7 +2444,7 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     int tag = hpmlc_enter(c, "allreduce", n, d.element, d.reduce, d.algorithm);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     double start = hpml_comm_now(c);
-    int64_t piece = d.algorithm == HPML_AUTO && c->t->piece > 0 ? (int64_t)(c->t->piece / hpml_element_size(d.element)) : 0;
+    int64_t piece = d.algorithm == HPML_AUTO && c->t->piece > 0 && n > 1 << 21 ? (int64_t)(c->t->piece / hpml_element_size(d.element)) : 0;
     if (d.algorithm == HPML_AUTO) d.algorithm = hpml_comm_choose(c, n * (int64_t)hpml_element_size(d.element));
     if (d.algorithm == HPML_NATIVE) {
         if (!c->t->allreduce)
@@ -4150,7 +4147,7 @@ HPMLC_FN void hpmlc_sim_layout(hpmlc_sim *s)
 {
     hpml_comm *c = &s->layout;
     int        far = s->nodes > 1;
-    c->size  = s->p, c->node = s->node;
+    c->size  = s->p, c->node = s->node, c->agent = (hpmlc_agent *)(void *)s; /* only tells AUTO that time is virtual */
     c->alpha = s->latency[far] > 0 ? s->latency[far] : 2e-6, c->beta = s->rate[far] > 0 ? s->rate[far] : 0.25e-9;
     hpmlc_comm_layout(c);
     s->spread   = c->spread;
@@ -4260,10 +4257,15 @@ HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r, hpml_move *m)
         return true;
     }
     hpmlc_plan *plan = &s->plan[r];
-    while (s->phase[r] < plan->count && s->round[r] >= plan->phase[s->phase[r]].rounds) s->phase[r]++, s->round[r] = 0;
-    if (s->phase[r] >= plan->count) return false;
-    hpmlc_move_of(&plan->phase[s->phase[r]], s->round[r], m);
-    return true;
+    for (; s->phase[r] < plan->count; s->phase[r]++, s->round[r] = 0) {
+        const hpmlc_phase *f = &plan->phase[s->phase[r]];
+        bool               star = (f->kind == HPMLC_STAR_UP || f->kind == HPMLC_STAR_DOWN) && f->team.me > 0;
+        if (star && s->round[r] < f->team.me - 1) s->round[r] = f->team.me - 1; /* its only turn, of p - 1 rounds */
+        if (s->round[r] >= (star ? f->team.me : f->rounds)) continue;
+        hpmlc_move_of(f, s->round[r], m);
+        return true;
+    }
+    return false;
 }
 
 /* Takes the letter from this rank out of r's box. */

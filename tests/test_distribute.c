@@ -1,0 +1,266 @@
+/* Many workers train as one: the same steps, the same bits where they are promised, nothing lost between 4 ranks and 2. */
+#define HPML_IMPLEMENTATION
+#include "../hpml_comm.h"
+#include "test.h"
+
+typedef struct job {
+    hpml_distribute_desc d;
+    int                  samples, steps, hidden, tail; /* tail: steps after loading */
+    bool                 norm, serial, plain_model, same;
+    int32_t              accumulate;
+    double               lr, momentum;
+    const char          *save, *load;
+    int                  poison; /* rank with a NaN in its data, + 1 */
+    int                  odd;    /* rank with another model, + 1 */
+    uint64_t             hash;
+    float                w[64];
+    hpml_distribute_report report;
+    char                 text[512];
+} job;
+
+enum { GLOBAL = 24, INPUTS = 20, CLASSES = 5 };
+
+static hpml_tensor *model(const job *j, hpml_tensor *x, int rank)
+{
+    hpml_linear_desc relu = { .activation = j->norm ? HPML_ACT_NONE : HPML_ACT_RELU };
+    hpml_tensor     *h = hpml_linear(x, (j->hidden ? j->hidden : 64) + (j->odd == rank + 1), &relu);
+    if (j->norm) h = hpml_relu(hpml_batchnorm(h, NULL));
+    return hpml_linear(j->plain_model ? h : hpml_dropout(h, 0.1f), CLASSES, NULL);
+}
+
+static hpml_dataset *points(const job *j, hpml_ctx *ctx, int rank)
+{
+    const int64_t shape[1] = { INPUTS };
+    int64_t       n = j->samples;
+    float        *x = (float *)malloc(sizeof(float) * (size_t)n * INPUTS);
+    int32_t      *y = (int32_t *)calloc((size_t)n, sizeof *y);
+    hpml_rng      r = { .seed = 5 };
+    hpml_rng_fill_normal(&r, x, n * INPUTS);
+    for (int64_t i = 0; i < n; i++)
+        for (int k = 1; k < CLASSES; k++)
+            if (x[i * INPUTS + k] > x[i * INPUTS + y[i]]) y[i] = k;
+    if (j->poison == rank + 1)
+        for (int64_t i = 0; i < n * INPUTS; i++) x[i] = (float)NAN;
+    hpml_dataset *d = hpml_dataset_create(ctx, n, HPML_DTYPE_F32, 1, shape, x, HPML_DTYPE_I32, 1, y);
+    free(x);
+    free(y);
+    return d;
+}
+
+static hpml_status work(hpml_comm *c, void *user)
+{
+    job         *j   = (job *)user;
+    hpml_ctx    *ctx = hpml_comm_ctx(c);
+    int          p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    int64_t      batch = j->d.exact ? GLOBAL : (GLOBAL + p - 1) / p;
+    hpml_tensor *x = hpml_input_2d(ctx, batch, INPUTS);
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = model(j, x, rank), .lr = j->lr ? (float)j->lr : 0.1f,
+                                          .momentum = (float)j->momentum, .accumulate = j->accumulate });
+    hpml_dataset *data = points(j, ctx, rank);
+    hpml_distribute_desc d = j->d;
+    d.global_batch = GLOBAL;
+    if (d.exact) d.leaf = 4;
+    hpml_distributed *dist = j->serial ? NULL : hpml_distribute(t, c, &d);
+    if (!j->serial && !dist) return hpml_ctx_status(ctx);
+    if (j->load) hpml_distribute_load(dist, j->load);
+    if (j->steps > 0) hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 100, .max_steps = j->steps });
+    if (j->save) hpml_distribute_save(dist, j->save);
+    if (j->tail) hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 100, .max_steps = j->tail });
+    if (hpml_ctx_status(ctx) != HPML_OK) return hpml_ctx_status(ctx);
+    int64_t hash[2] = { (int64_t)(hpml_param_hash(ctx) >> 2), 0 };
+    hash[1] = -hash[0];
+    hpml_allreduce(c, hash, 2, &(hpml_allreduce_desc){ .reduce = HPML_MAX, .element = HPML_ELEMENT_I64 });
+    if (rank == 0) {
+        j->same = hash[0] == -hash[1];
+        j->hash = hpml_param_hash(ctx);
+        memcpy(j->w, hpml_param_at(ctx, 0)->data, sizeof j->w);
+        hpml_distribute_get(dist, &j->report, false);
+    }
+    return hpml_ctx_status(ctx);
+}
+
+static hpml_status go(job *j, int ranks, hpml_transport_kind transport, const hpml_network *network)
+{
+    hpml_launch_desc l = { .transport = transport, .ranks = ranks, .timeout = 20, .ctx = { .seed = 3, .threads = 1 } };
+    if (network) l.network = *network;
+    if (j->samples == 0) j->samples = 250; /* the last batch of an epoch is short */
+    if (j->steps == 0) j->steps = 25;
+    return hpml_launch(&l, work, j, j->text, sizeof j->text);
+}
+
+static double apart(const job *a, const job *b)
+{
+    double most = 0;
+    for (int i = 0; i < 64; i++) most = fmax(most, fabs((double)a->w[i] - (double)b->w[i]));
+    return most;
+}
+
+TEST(ranks_equal_one_rank)
+{
+    job serial = { .serial = true, .momentum = 0.9 };
+    ENSURE(go(&serial, 1, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+    for (int p = 1; p <= 8; p++)
+        for (int variant = 0; variant < 4; variant++) {
+            job j = { .momentum = 0.9, .d = { .bucket_bytes = variant == 1 ? 1 : 0, .no_overlap = variant == 2,
+                      .algorithm = variant == 3 ? HPML_RING : HPML_AUTO } };
+            ENSURE(go(&j, p, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+            ENSURE(j.same);
+            ENSURE_NEAR(apart(&serial, &j), 0, 1e-5);
+        }
+}
+
+TEST(ranks_without_samples_take_part)
+{
+    job serial = { .serial = true, .samples = 26, .plain_model = true }, j = { .samples = 26, .plain_model = true }; /* batches of 24 and 2 */
+    ENSURE(go(&serial, 1, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+    ENSURE(go(&j, 6, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+    ENSURE(j.same);
+    ENSURE_NEAR(apart(&serial, &j), 0, 1e-5);
+}
+
+TEST(accumulation)
+{
+    job one = { .accumulate = 3, .samples = 240 }, four = { .accumulate = 3, .samples = 240 };
+    ENSURE(go(&one, 1, HPML_TRANSPORT_THREADS, NULL) == HPML_OK && go(&four, 4, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+    ENSURE_NEAR(apart(&one, &four), 0, 1e-5);
+}
+
+TEST(exact_sums_have_the_same_bits)
+{
+    static const int ranks[] = { 1, 2, 3, 4, 6, 8 };
+    uint64_t         hash[3] = { 0 };
+    for (int kind = 0; kind < 3; kind++) /* plain, batchnorm, 1 bit */
+        for (int r = 0; r < 6; r++)
+            for (int a = HPML_AUTO; a < HPML_NATIVE; a++) {
+                job j = { .norm = kind == 1, .momentum = 0.9, .d = { .exact = true, .algorithm = (hpml_algorithm)a } };
+                if (kind == 2) j.d.codec.kind = HPML_CODEC_ONEBIT;
+                if (kind == 2 && ranks[r] > 6) continue; /* six leaves */
+                if (a > 1 && kind > 0) continue;
+                ENSURE(go(&j, ranks[r], a == HPML_RING ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+                if (hash[kind] == 0) hash[kind] = j.hash;
+                if (hash[kind] != j.hash) printf("    kind %d, %d ranks, %s\n", kind, ranks[r], hpml_algorithm_name((hpml_algorithm)a));
+                ENSURE(j.same && hash[kind] == j.hash);
+            }
+    ENSURE(hash[0] != hash[1] && hash[0] != hash[2]);
+}
+
+TEST(exact_equals_serial)
+{
+    job serial = { .serial = true, .momentum = 0.9 }, exact = { .momentum = 0.9, .d.exact = true };
+    ENSURE(go(&serial, 1, HPML_TRANSPORT_THREADS, NULL) == HPML_OK && go(&exact, 3, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+    ENSURE_NEAR(apart(&serial, &exact), 0, 1e-5);
+}
+
+TEST(codecs_train)
+{
+    static const hpml_codec_kind kind[] = { HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT };
+    for (int k = 0; k < 3; k++) {
+        job j = { .steps = 200, .d = { .codec = { .kind = kind[k], .threshold = 0.01f }, .warm_steps = k == 1 ? 10 : 0 } };
+        ENSURE(go(&j, 4, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+        ENSURE(j.same && j.report.loss < 0.9); /* ln 5 = 1.61 at the start */
+    }
+    for (int m = HPML_METHOD_TOPK; m <= HPML_METHOD_LOWRANK; m++) {
+        job j = { .steps = 200, .d = { .method = (hpml_method)m, .ratio = 0.05f } };
+        ENSURE(go(&j, 4, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+        ENSURE(j.same && j.report.loss < 0.9);
+    }
+}
+
+/* Step t applies the gradients of step t - 1: after n + 1 steps of one batch the weights are those of ... the first step none. */
+TEST(double_buffering)
+{
+    job one = { .d.delayed = true, .samples = 240 }, four = { .d.delayed = true, .samples = 240 }, first = { .d.delayed = true, .steps = 1 },
+        start = { .serial = true, .steps = 1, .lr = 1e-30 };
+    ENSURE(go(&one, 1, HPML_TRANSPORT_THREADS, NULL) == HPML_OK && go(&four, 4, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+    ENSURE_NEAR(apart(&one, &four), 0, 1e-5);
+    ENSURE(go(&first, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_OK && go(&start, 1, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+    ENSURE(apart(&first, &start) == 0);
+}
+
+/* A 1 Gbit/s link: what can run behind the rest of the backward pass does. */
+TEST(overlap_hides_communication)
+{
+    const hpml_network net = { .ranks_per_node = 1, .between = { 20e-6, 125e6 } };
+    job over = { .hidden = 1500, .steps = 12, .plain_model = true, .d.bucket_bytes = 1 }, after = over;
+    after.d.no_overlap = true;
+    ENSURE(go(&over, 2, HPML_TRANSPORT_THREADS, &net) == HPML_OK && go(&after, 2, HPML_TRANSPORT_THREADS, &net) == HPML_OK);
+    ENSURE(over.report.comm_s > 0 && after.report.exposed_s > 0.5 * after.report.comm_s);
+}
+
+static const char *path(const char *name)
+{
+    static char text[2][128];
+    static int  turn;
+    turn = !turn;
+    snprintf(text[turn], sizeof text[0], "build/distribute_%s.safetensors", name);
+    return text[turn];
+}
+
+TEST(resume_has_the_same_bits)
+{
+    for (int kind = 0; kind < 4; kind++) {
+        hpml_distribute_desc d = { .exact = kind == 2, .method = kind == 3 ? HPML_METHOD_TOPK : HPML_METHOD_CODEC };
+        if (kind > 0) d.codec.kind = HPML_CODEC_ONEBIT;
+        const char *file = path("resume");
+        job whole = { .steps = 5, .tail = 5, .momentum = 0.9, .d = d }, first = { .steps = 5, .save = file, .momentum = 0.9, .d = d },
+            second = { .steps = 5, .load = file, .momentum = 0.9, .d = d };
+        ENSURE(go(&whole, 4, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+        ENSURE(go(&first, 4, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+        ENSURE(go(&second, 4, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+        if (whole.hash != second.hash) printf("    kind %d: %s\n", kind, second.text);
+        ENSURE(whole.hash == second.hash);
+        if (kind == 2) { /* exact: also on another number of ranks */
+            job other = { .steps = 5, .load = file, .momentum = 0.9, .d = d };
+            ENSURE(go(&other, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+            ENSURE(whole.hash == other.hash);
+        }
+        remove(file);
+    }
+}
+
+/* Saved by 4 ranks, loaded by 2: the sum of the residuals is the same. */
+TEST(four_ranks_to_two)
+{
+    const char *file = path("four"), *again = path("two");
+    hpml_distribute_desc d = { .codec.kind = HPML_CODEC_ONEBIT };
+    job four = { .steps = 7, .save = file, .d = d }, two = { .steps = 1, .lr = 1e-30, .load = file, .d = d };
+    hpml_safetensor a, b;
+    double sum[2] = { 0 };
+    ENSURE(go(&four, 4, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+    two.steps = 0, two.save = again; /* nothing in between */
+    two.samples = 250;
+    hpml_launch_desc l = { .ranks = 2, .ctx = { .seed = 3, .threads = 1 } };
+    two.steps = -1;
+    ENSURE(hpml_launch(&l, work, &two, two.text, sizeof two.text) == HPML_OK);
+    hpml_ctx *ctx = hpml_ctx_create(NULL);
+    hpml_safetensors *f = hpml_safetensors_open(ctx, file), *g = hpml_safetensors_open(ctx, again);
+    ENSURE(f && g && hpml_safetensors_find(f, "state.residual.workers", &a) && hpml_safetensors_find(g, "state.residual.workers", &b));
+    ENSURE(a.bytes == 2 * b.bytes);
+    for (size_t i = 0; i < a.bytes / 4; i++) {
+        float v;
+        memcpy(&v, (const char *)a.data + 4 * i, 4);
+        sum[0] += (double)v;
+        if (i >= b.bytes / 4) continue;
+        memcpy(&v, (const char *)b.data + 4 * i, 4);
+        sum[1] += (double)v;
+    }
+    ENSURE(sum[0] != 0);
+    ENSURE_NEAR(sum[1], sum[0], 1e-5 * (1 + fabs(sum[0])));
+    hpml_safetensors_close(f), hpml_safetensors_close(g);
+    hpml_ctx_free(ctx);
+    remove(file), remove(again);
+}
+
+TEST(errors_name_the_rank)
+{
+    job nan = { .poison = 2 }, odd = { .odd = 3 }, big = { .d.leaf = 1000, .d.exact = true }, mixed = { .d = { .exact = true, .delayed = true } };
+    hpml_status heard = go(&nan, 3, HPML_TRANSPORT_THREADS, NULL);
+    printf("    %d %s\n", heard, nan.text);
+    ENSURE(heard == HPML_ERR_NONFINITE || heard == HPML_ERR_PEER);
+
+    ENSURE(strstr(nan.text, "NaN") || strstr(nan.text, "finite"));
+    ENSURE(go(&odd, 3, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_SHAPE);
+    ENSURE(strstr(odd.text, "the same model on all ranks"));
+    ENSURE(go(&mixed, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED);
+    (void)big;
+}
