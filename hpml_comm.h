@@ -957,8 +957,9 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     double *in  = &w->card[w->ranks + w->nodes + (far ? w->ranks + c->node[to] : c->origin[to])];
     pthread_mutex_lock(&w->mutex);
     double start = now > *out ? now : *out;
-    if (*in > start) start = *in;
-    *out = *in = start + busy;
+    *out = start + busy;
+    if (*in > start) start = *in; /* it waits on its way, not in the sender's card */
+    *in = start + busy;
     pthread_mutex_unlock(&w->mutex);
     return start + busy + link->latency;
 }
@@ -1332,14 +1333,18 @@ HPMLC_FN void hpmlc_mpi_say(hpml_comm *c, char kind, const char *text)
 
 HPMLC_FN void hpmlc_mpi_tell(hpml_comm *c, const char *text) { hpmlc_mpi_say(c, 'F', text); }
 
-/* A receive can be called off; a send can not, and its data must live as long as the process, which ends soon. */
+/* A receive can be called off, unless half of it is here; such a one, and a send, cannot, and its data must live as long as
+   the process, which ends soon. */
 HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
 {
     hpmlc_mpi_lock(c);
     for (size_t k = m->moved / HPMLC_PIECE; m->receiving && k < m->posted; k++) {
         MPI_Request request;
+        int         over = 0;
         memcpy(&request, &m->native[k % 2], sizeof request);
-        if (MPI_Cancel(&request) == MPI_SUCCESS) MPI_Wait(&request, MPI_STATUS_IGNORE);
+        if (MPI_Cancel(&request) != MPI_SUCCESS) continue;
+        for (int turn = 0; turn < 100 && !over; turn++) /* MPI_Wait would wait for a half that may never come */
+            if (MPI_Test(&request, &over, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
     }
     hpmlc_mpi_unlock(c);
     for (hpml_message **at = &c->mpi->sending; *at; at = &(*at)->next)
@@ -4207,9 +4212,10 @@ HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
     if (far) s->between += bytes;
     if (busy <= 0 && s->latency[far] <= 0) return start;
     if (start < *out) start = *out;
+    *out = start + busy;
     if (far && s->kind == HPMLC_SIM_ALL_TO_ALL) in = out;
-    if (start < *in) start = *in;
-    *out = *in = start + busy;
+    else if (start < *in) start = *in;
+    *in = start + busy;
     return start + busy + s->latency[far];
 }
 

@@ -1,0 +1,145 @@
+/* What you learn: the ways to add up numbers over many workers, and what each costs. Difficulty 2 of 4.
+   cc -O2 examples/05_allreduce.c -o allreduce -lm -lpthread && ./allreduce --ranks 4
+   mpicc -O2 -DHPML_USE_MPI examples/05_allreduce.c -o allreduce_mpi -lm -lpthread && mpiexec -n 4 ./allreduce_mpi
+   options: --ranks N (threads), --max BYTES (64M; K, M, G), --algorithm NAME, --json
+   prints a table in the style of nccl-tests, a block for each algorithm:
+       algorithm       size (B)     count   time (us)  algbw (GB/s)  busbw (GB/s)  check
+       ring             1048576    262144       163.1          6.43          9.64     ok
+   algbw is size / time. busbw = algbw * 2 (p-1) / p is what a rank must send at least: compare it with the link's. */
+#define HPML_IMPLEMENTATION
+#include "../hpml_comm.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct options {
+    hpml_algorithm only; /* AUTO: all */
+    int            ranks;
+    int64_t        max;
+    bool           json;
+} options;
+
+static float number(int rank, int64_t i) { return (float)((i * 7 + rank * 3) % 11); } /* sums stay exact */
+
+/* The slowest rank's time counts. */
+static double slowest(hpml_comm *comm, double seconds)
+{
+    hpml_allreduce_desc d = { .reduce = HPML_MAX, .element = HPML_ELEMENT_F64 };
+    hpml_allreduce(comm, &seconds, 1, &d);
+    return seconds;
+}
+
+/* Elements that are wrong, on all ranks together. */
+static double wrong_elements(hpml_comm *comm, float *x, int64_t n, const hpml_allreduce_desc *d)
+{
+    hpml_allreduce_desc total = { .element = HPML_ELEMENT_F64 };
+    double              wrong = 0;
+    int                 p = hpml_comm_size(comm);
+    float               sum[11] = { 0 }; /* it repeats after 11 elements */
+    for (int64_t i = 0; i < 11; i++)
+        for (int r = 0; r < p; r++) sum[i] += number(r, i);
+    for (int64_t i = 0; i < n; i++) x[i] = number(hpml_comm_rank(comm), i);
+    hpml_allreduce(comm, x, n, d);
+    for (int64_t i = 0; i < n; i++) wrong += x[i] != sum[i % 11];
+    hpml_allreduce(comm, &wrong, 1, &total);
+    return wrong;
+}
+
+/* Seconds of one allreduce: the best of five stretches of about 20 ms. */
+static double time_one(hpml_comm *comm, float *x, int64_t n, const hpml_allreduce_desc *d)
+{
+    double best = 1e30;
+    int    times = 1;
+    for (int run = 0; run < 6; run++) {
+        hpml_barrier(comm);
+        double start = hpml_now();
+        for (int i = 0; i < times; i++) hpml_allreduce(comm, x, n, d);
+        double seconds = slowest(comm, (hpml_now() - start) / times); /* the same on all ranks, so is what follows */
+        if (run > 0 && seconds < best) best = seconds;
+        times = seconds > 0.02 ? 1 : seconds > 2e-5 ? (int)(0.02 / seconds) : 1000;
+    }
+    return best;
+}
+
+static void print_line(const options *o, hpml_comm *comm, hpml_algorithm a, int64_t n, double seconds, double wrong)
+{
+    int    p     = hpml_comm_size(comm);
+    double bytes = 4.0 * (double)n, algbw = bytes / seconds / 1e9, busbw = algbw * 2 * (p - 1) / p;
+    if (o->json)
+        printf("{\"transport\": \"%s\", \"ranks\": %d, \"algorithm\": \"%s\", \"bytes\": %.0f, \"us\": %.2f, "
+               "\"algbw\": %.4f, \"busbw\": %.4f, \"wrong\": %.0f}\n",
+               hpml_comm_transport(comm), p, hpml_algorithm_name(a), bytes, seconds * 1e6, algbw, busbw, wrong);
+    else
+        printf("%-14s %11.0f %10lld %11.1f %12.3f %12.3f %6s\n", hpml_algorithm_name(a), bytes, (long long)n,
+               seconds * 1e6, algbw, busbw, wrong > 0 ? "WRONG" : "ok");
+    fflush(stdout);
+}
+
+static hpml_status rank_main(hpml_comm *comm, void *user)
+{
+    const options *o    = (const options *)user;
+    hpml_ctx      *ctx  = hpml_comm_ctx(comm);
+    bool           mpi  = strcmp(hpml_comm_transport(comm), "mpi") == 0;
+    float         *x    = (float *)hpml_ctx_alloc(ctx, (size_t)o->max, NULL);
+    double         lost = 0;
+
+    hpml_comm_tune(comm); /* measures the links, so that "auto" chooses well */
+    if (hpml_comm_rank(comm) == 0 && !o->json) {
+        printf("# %d ranks, transport %s, float sum in place\n", hpml_comm_size(comm), hpml_comm_transport(comm));
+        printf("%-14s %11s %10s %11s %12s %12s %6s\n", "algorithm", "size (B)", "count", "time (us)", "algbw (GB/s)",
+               "busbw (GB/s)", "check");
+    }
+    for (int a = HPML_AUTO; a < HPML_ALGORITHM_COUNT; a++) {
+        hpml_allreduce_desc d = { .algorithm = (hpml_algorithm)a };
+        if (o->only != HPML_AUTO && a != (int)o->only) continue;
+        if (a == HPML_NATIVE && !mpi) continue; /* only MPI has one of its own */
+        for (int64_t n = 1; 4 * n <= o->max && hpml_ctx_status(ctx) == HPML_OK; n *= 4) {
+            double wrong = wrong_elements(comm, x, n, &d);
+            memset(x, 0, (size_t)n * sizeof *x);
+            double seconds = time_one(comm, x, n, &d);
+            lost += wrong;
+            if (hpml_comm_rank(comm) == 0) print_line(o, comm, d.algorithm, n, seconds, wrong);
+        }
+    }
+    if (lost > 0) hpml_ctx_fail(ctx, HPML_ERR_STATE, "%.0f elements were wrong", lost);
+    return hpml_ctx_status(ctx);
+}
+
+static int64_t bytes_of(const char *text)
+{
+    char  *unit;
+    double x = strtod(text, &unit);
+    return (int64_t)(x * (*unit == 'K' ? 1024 : *unit == 'M' ? 1 << 20 : *unit == 'G' ? 1 << 30 : 1));
+}
+
+int main(int argc, char **argv)
+{
+    options          o    = { .only = HPML_AUTO, .ranks = 2, .max = (int64_t)64 << 20 };
+    hpml_launch_desc desc = { .ranks = 0 };
+    char             error[768];
+    bool             bad = false;
+    for (int i = 1; i < argc; i++) {
+        const char *value = i + 1 < argc ? argv[i + 1] : NULL;
+        if (strcmp(argv[i], "--json") == 0) { o.json = true; continue; }
+        if (value && strcmp(argv[i], "--ranks") == 0) o.ranks = atoi(value);
+        else if (value && strcmp(argv[i], "--max") == 0) o.max = bytes_of(value);
+        else if (value && strcmp(argv[i], "--algorithm") == 0) o.only = hpml_algorithm_find(value);
+        else { bad = true; break; }
+        i++;
+    }
+    if (bad || (int)o.only < 0 || o.ranks < 1 || o.max < 4) {
+        fprintf(stderr, "usage: %s [--ranks N] [--max BYTES] [--algorithm NAME] [--json]\nalgorithms:", argv[0]);
+        for (int a = 0; a < HPML_ALGORITHM_COUNT; a++) fprintf(stderr, " %s", hpml_algorithm_name((hpml_algorithm)a));
+        fprintf(stderr, "\n");
+        return 2;
+    }
+#ifdef HPML_USE_MPI
+    desc.transport = HPML_TRANSPORT_MPI; /* mpiexec says how many */
+#else
+    desc.ranks = o.ranks;
+#endif
+    if (hpml_launch(&desc, rank_main, &o, error, sizeof error) == HPML_OK) return 0;
+    fprintf(stderr, "%s\n", error);
+    return 1;
+}

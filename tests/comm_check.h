@@ -1,0 +1,329 @@
+/* What the tests of hpml_comm.h on threads, in virtual time and under mpiexec share: numbers to add up, checks that end
+   a rank with an error that names the line. */
+#ifndef HPML_COMM_CHECK_H
+#define HPML_COMM_CHECK_H
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Inside a rank's function. */
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) return check_failed(c, __FILE__, __LINE__, #condition);                                      \
+    } while (0)
+
+static hpml_status check_failed(hpml_comm *c, const char *file, int line, const char *text)
+{
+    hpml_ctx *ctx = hpml_comm_ctx(c);
+    if (hpml_ctx_status(ctx) != HPML_OK) {
+        printf("    %s:%d: %s: %s\n", file, line, text, hpml_ctx_error(ctx));
+        return hpml_ctx_status(ctx);
+    }
+    printf("    %s:%d: %s on rank %d of %d, %s\n", file, line, text, hpml_comm_rank(c), hpml_comm_size(c),
+           hpml_comm_transport(c));
+    return hpml_ctx_fail(ctx, HPML_ERR_STATE, "%s:%d: %s", file, line, text);
+}
+
+static double whole(int rank, int64_t i) { return (double)((i * 7 + rank * 3) % 11 - 4); } /* sums stay exact in bf16 */
+
+static float real(int rank, int64_t i)
+{
+    uint32_t h = (uint32_t)i * 2654435761u ^ (uint32_t)(rank + 1) * 40503u;
+    h ^= h >> 15, h *= 2246822519u, h ^= h >> 13;
+    return ((float)(h & 0xffffff) / 8388608.0f - 1) * (h >> 24 & 1 ? 100 : 0.01f);
+}
+
+static uint64_t hash_of(const void *data, size_t bytes)
+{
+    uint64_t h = 1469598103934665603u;
+    for (size_t i = 0; i < bytes; i++) h = (h ^ ((const unsigned char *)data)[i]) * 1099511628211u;
+    return h;
+}
+
+/* True on all ranks when all have the same bits. */
+static bool same_bits(hpml_comm *c, const void *data, size_t bytes)
+{
+    int64_t all[64] = { 0 }, p = hpml_comm_size(c);
+    all[hpml_comm_rank(c)] = (int64_t)hash_of(data, bytes);
+    if (hpml_allgather(c, all, p, HPML_ELEMENT_I64) != HPML_OK) return false;
+    for (int i = 1; i < p; i++)
+        if (all[i] != all[0]) return false;
+    return true;
+}
+
+static void element_set(void *data, hpml_element e, int64_t i, double x)
+{
+    float    f = (float)x;
+    uint32_t u;
+    memcpy(&u, &f, sizeof u);
+    switch (e) {
+    case HPML_ELEMENT_F32: ((float *)data)[i] = f; break;
+    case HPML_ELEMENT_BF16: ((uint16_t *)data)[i] = (uint16_t)(u >> 16); break;
+    case HPML_ELEMENT_I32: ((int32_t *)data)[i] = (int32_t)x; break;
+    case HPML_ELEMENT_I64: ((int64_t *)data)[i] = (int64_t)x; break;
+    case HPML_ELEMENT_F64: ((double *)data)[i] = x; break;
+    case HPML_ELEMENT_BYTE: ((unsigned char *)data)[i] = (unsigned char)(int)x; break;
+    }
+}
+
+static double element_get(const void *data, hpml_element e, int64_t i)
+{
+    uint32_t u;
+    float    f;
+    switch (e) {
+    case HPML_ELEMENT_F32: return (double)((const float *)data)[i];
+    case HPML_ELEMENT_BF16:
+        u = (uint32_t)((const uint16_t *)data)[i] << 16;
+        memcpy(&f, &u, sizeof f);
+        return (double)f;
+    case HPML_ELEMENT_I32: return (double)((const int32_t *)data)[i];
+    case HPML_ELEMENT_I64: return (double)((const int64_t *)data)[i];
+    case HPML_ELEMENT_F64: return ((const double *)data)[i];
+    case HPML_ELEMENT_BYTE: return (double)((const unsigned char *)data)[i];
+    }
+    return 0;
+}
+
+/* Sum and maximum of whole(0 .. p-1, i). */
+static double whole_sum(int p, int64_t i)
+{
+    double sum = 0;
+    for (int r = 0; r < p; r++) sum += whole(r, i);
+    return sum;
+}
+
+static double whole_max(int p, int64_t i)
+{
+    double max = -100;
+    for (int r = 0; r < p; r++) max = whole(r, i) > max ? whole(r, i) : max;
+    return max;
+}
+
+/* One allreduce: exact on whole numbers; on real ones within (p - 1) roundings, and the same bits on all ranks. */
+static hpml_status allreduce_case(hpml_comm *c, hpml_algorithm a, int64_t n)
+{
+    int                 p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    hpml_allreduce_desc d;
+    float              *x = (float *)malloc(((size_t)n + 1) * sizeof *x);
+    memset(&d, 0, sizeof d);
+    d.algorithm = a;
+    x[n]        = 12345;
+    for (int64_t i = 0; i < n; i++) x[i] = (float)whole(rank, i);
+    hpml_status status = hpml_allreduce(c, x, n, &d);
+    int64_t     wrong = x[n] != 12345;
+    for (int64_t i = 0; i < n && status == HPML_OK; i++) wrong += (double)x[i] != whole_sum(p, i);
+    for (int64_t i = 0; i < n; i++) x[i] = real(rank, i);
+    if (status == HPML_OK) status = hpml_allreduce(c, x, n, &d);
+    for (int64_t i = 0; i < n && status == HPML_OK; i++) {
+        double sum = 0, size = 0;
+        for (int r = 0; r < p; r++) sum += (double)real(r, i), size += fabs((double)real(r, i));
+        wrong += !(fabs((double)x[i] - sum) <= (p - 1) * 1.2e-7 * size);
+    }
+    bool same = status == HPML_OK && same_bits(c, x, (size_t)n * sizeof *x);
+    free(x);
+    if (status == HPML_OK && (wrong || !same))
+        printf("    %s of %lld on %d ranks, rank %d: %lld wrong, %s\n", hpml_algorithm_name(a), (long long)n, p, rank,
+               (long long)wrong, same ? "same bits" : "ranks differ");
+    CHECK(status == HPML_OK && wrong == 0 && same);
+    return HPML_OK;
+}
+
+/* Every type, sum, mean and maximum. */
+static hpml_status types_case(hpml_comm *c, hpml_algorithm a, int64_t n)
+{
+    int                 p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    hpml_allreduce_desc d;
+    double              data[64];
+    memset(&d, 0, sizeof d);
+    d.algorithm = a;
+    for (int e = HPML_ELEMENT_F32; e <= HPML_ELEMENT_F64; e++)
+        for (int op = HPML_SUM; op <= HPML_MAX; op++) {
+            d.element = (hpml_element)e, d.reduce = (hpml_reduce)op;
+            for (int64_t i = 0; i < n; i++) element_set(data, d.element, i, whole(rank, i));
+            if (a == HPML_NATIVE && e == HPML_ELEMENT_BF16) continue;
+            CHECK(hpml_allreduce(c, data, n, &d) == HPML_OK);
+            for (int64_t i = 0; i < n; i++) {
+                double right = op == HPML_MAX ? whole_max(p, i) : whole_sum(p, i), slack = 0;
+                double got   = element_get(data, d.element, i);
+                if (op == HPML_MEAN) {
+                    right /= p;
+                    if (e == HPML_ELEMENT_I32 || e == HPML_ELEMENT_I64) right = trunc(right);
+                    slack = (e == HPML_ELEMENT_BF16 ? 4e-3 : e == HPML_ELEMENT_F32 ? 1e-7 : 0) * fabs(right);
+                }
+                CHECK(fabs(got - right) <= slack);
+            }
+        }
+    return HPML_OK;
+}
+
+/* The other collectives, from and to every root. */
+static hpml_status others_case(hpml_comm *c, int64_t n)
+{
+    enum { MAX = 64 * 37 };
+    int     p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    int32_t x[MAX], y[MAX];
+    int64_t begin = hpml_block(n, p, rank), end = hpml_block(n, p, rank + 1);
+    for (int op = HPML_SUM; op <= HPML_MAX; op++) {
+        for (int64_t i = 0; i < n; i++) x[i] = 60 * (int32_t)whole(rank, i);
+        CHECK(hpml_reduce_scatter(c, x, n, HPML_ELEMENT_I32, (hpml_reduce)op) == HPML_OK);
+        for (int64_t i = begin; i < end; i++)
+            CHECK(x[i] == (int32_t)(60 * (op == HPML_MAX ? whole_max(p, i) : whole_sum(p, i))) / (op == HPML_MEAN ? p : 1));
+    }
+    for (int64_t i = 0; i < n; i++) x[i] = i >= begin && i < end ? (int32_t)(i + 5) : -1;
+    CHECK(hpml_allgather(c, x, n, HPML_ELEMENT_I32) == HPML_OK);
+    for (int64_t i = 0; i < n; i++) CHECK(x[i] == i + 5);
+    for (int root = 0; root < p; root++) {
+        size_t bytes = (size_t)n * sizeof *x;
+        for (int64_t i = 0; i < n; i++) x[i] = rank == root ? (int32_t)i + root : -1;
+        CHECK(hpml_broadcast(c, x, bytes, root) == HPML_OK);
+        for (int64_t i = 0; i < n; i++) CHECK(x[i] == i + root);
+        for (int64_t i = 0; i < n; i++) x[i] = (int32_t)whole(rank, i);
+        CHECK(hpml_reduce_to(c, x, n, HPML_ELEMENT_I32, HPML_SUM, root) == HPML_OK);
+        for (int64_t i = 0; i < n && rank == root; i++) CHECK(x[i] == whole_sum(p, i));
+        for (int64_t i = 0; i < n; i++) x[i] = (int32_t)(rank * 1000 + i);
+        memset(y, 0, sizeof y);
+        CHECK(hpml_gather(c, x, bytes, rank == root ? y : NULL, root) == HPML_OK);
+        for (int64_t i = 0; i < n * p && rank == root; i++) CHECK(y[i] == i / n * 1000 + i % n);
+        CHECK(hpml_scatter(c, rank == root ? y : NULL, bytes, x, root) == HPML_OK);
+        for (int64_t i = 0; i < n; i++) CHECK(x[i] == rank * 1000 + i);
+    }
+    for (int64_t i = 0; i < n * p; i++) x[i] = (int32_t)(rank * 100000 + i / n * 1000 + i % n);
+    CHECK(hpml_all_to_all(c, x, y, (size_t)n * sizeof *x) == HPML_OK);
+    for (int64_t i = 0; i < n * p; i++) CHECK(y[i] == i / n * 100000 + rank * 1000 + i % n);
+    CHECK(hpml_barrier(c) == HPML_OK);
+    return HPML_OK;
+}
+
+/* A hundred messages of random length between random ranks, begun and waited for in different orders. */
+static hpml_status messages_case(hpml_comm *c, uint32_t seed, size_t longest)
+{
+    enum { COUNT = 100 };
+    int            p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    static const int strides[] = { 1, 3, 7, 9, 11, 13, 17, 19 };
+    hpml_message   m[COUNT];
+    unsigned char *data[COUNT];
+    size_t         size[COUNT];
+    int            from[COUNT], to[COUNT];
+    bool           good = true;
+    for (int i = 0; i < COUNT; i++) {
+        for (int k = 0; k < 3; k++) {
+            seed = seed * 1664525u + 1013904223u;
+            if (k == 0) from[i] = (int)(seed >> 10) % p;
+            if (k == 1) to[i] = (int)(seed >> 10) % p;
+            if (k == 2) size[i] = i % 10 == 0 ? 0 : (seed >> 8) % (longest >> (i % 5 * 2));
+        }
+        data[i] = (unsigned char *)malloc(size[i] + 1);
+        for (size_t k = 0; k < size[i]; k++) data[i][k] = (unsigned char)(rank == from[i] ? k * 31 + (size_t)i : 0);
+    }
+    int first = strides[rank % 8], last = strides[(rank + 3) % 8];
+    for (int k = 0; k < COUNT; k++) { /* a message from a rank to itself is not of this test */
+        int i = k * first % COUNT;
+        if (from[i] == to[i]) continue;
+        if (rank == from[i]) hpml_isend(c, to[i], i, data[i], size[i], &m[i]);
+        if (rank == to[i]) hpml_irecv(c, from[i], i, data[i], size[i], &m[i]);
+    }
+    for (int k = 0; k < COUNT; k++) {
+        int i = k * last % COUNT;
+        if (from[i] == to[i] || (rank != from[i] && rank != to[i])) continue;
+        good = hpml_wait(c, &m[i]) == HPML_OK && good;
+        for (size_t b = 0; b < size[i] && good; b++) good = data[i][b] == (unsigned char)(b * 31 + (size_t)i);
+    }
+    for (int i = 0; i < COUNT; i++) free(data[i]);
+    CHECK(good);
+    return HPML_OK;
+}
+
+/* The same tag: in the order sent, whatever is waited for first. */
+static hpml_status order_case(hpml_comm *c, size_t bytes)
+{
+    int           p = hpml_comm_size(c), rank = hpml_comm_rank(c), next = (rank + 1) % p, before = (rank + p - 1) % p;
+    hpml_message  out[4], in[4];
+    char         *send = (char *)malloc(4 * bytes), *receive = (char *)calloc(4, bytes);
+    hpml_status   status = HPML_OK;
+    bool          good = true;
+    for (int i = 0; i < 4; i++) {
+        memset(send + (size_t)i * bytes, i + 1, bytes);
+        hpml_irecv(c, before, 7, receive + (size_t)i * bytes, bytes, &in[i]);
+    }
+    for (int i = 0; i < 4; i++) hpml_isend(c, next, 7, send + (size_t)i * bytes, bytes, &out[i]);
+    for (int i = 3; i >= 0; i--) {
+        if (hpml_wait(c, &in[i]) != HPML_OK) status = in[i].status;
+        if (hpml_wait(c, &out[(i + 1) % 4]) != HPML_OK) status = HPML_ERR_STATE;
+    }
+    for (size_t i = 0; i < 4 * bytes; i++) good = good && receive[i] == (char)(i / bytes + 1);
+    free(send);
+    free(receive);
+    CHECK(status == HPML_OK && good);
+    return HPML_OK;
+}
+
+/* Split in two by colour, in reversed order, and one with nobody for odd ranks. */
+static hpml_status split_case(hpml_comm *c)
+{
+    int        p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    hpml_comm *half = hpml_comm_split(c, rank % 2, -rank), *none = hpml_comm_split(c, rank % 2 ? -1 : 0, 0);
+    hpml_comm *node = hpml_comm_split_node(c), *again;
+    int32_t    x[2] = { 1, rank };
+    hpml_allreduce_desc d;
+    CHECK(half && node && (none == NULL) == (rank % 2 == 1));
+    CHECK(hpml_comm_size(half) == (p + (rank % 2 == 0)) / 2);
+    CHECK(hpml_comm_rank(half) == hpml_comm_size(half) - 1 - rank / 2);
+    memset(&d, 0, sizeof d);
+    d.element = HPML_ELEMENT_I32;
+    CHECK(hpml_allreduce(half, x, 2, &d) == HPML_OK);
+    int m = hpml_comm_size(half);
+    CHECK(x[0] == m && x[1] == (rank % 2) * m + m * (m - 1));
+    for (int i = 0, count = 0; i <= p; i++) {
+        if (i == p) CHECK(hpml_comm_size(node) == count);
+        else count += hpml_comm_node(c, i) == hpml_comm_node(c, rank);
+    }
+    again = hpml_comm_split(half, 0, hpml_comm_rank(half)); /* of a part */
+    x[0]  = 1;
+    CHECK(again && hpml_allreduce(again, x, 1, &d) == HPML_OK && x[0] == m);
+    hpml_comm_free(again);
+    hpml_comm_free(half);
+    CHECK(hpml_barrier(c) == HPML_OK);
+    return HPML_OK;
+}
+
+static hpml_status add_rank(hpml_comm *c, void *user) /* a job */
+{
+    int32_t            *x = (int32_t *)user;
+    hpml_allreduce_desc d;
+    memset(&d, 0, sizeof d);
+    d.element = HPML_ELEMENT_I32;
+    x[0]      = x[0] * 10 + hpml_comm_size(c);
+    return hpml_allreduce(c, x + 1, 1, &d);
+}
+
+/* Jobs in the background, collectives in the foreground at the same time. */
+static hpml_status jobs_case(hpml_comm *c, int rounds)
+{
+    enum { N = 1000 };
+    int       p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    float     x[4][N], y[N];
+    int32_t   z[2] = { 0, 0 };
+    hpml_job *job[5];
+    for (int round = 0; round < rounds; round++) {
+        for (int k = 0; k < 4; k++) {
+            for (int i = 0; i < N; i++) x[k][i] = (float)whole(rank, i + k);
+            job[k] = hpml_iallreduce(c, x[k], N >> k, NULL);
+            CHECK(job[k]);
+        }
+        z[0] = 0, z[1] = rank;
+        job[4] = hpml_background(c, add_rank, z);
+        CHECK(job[4]);
+        for (int i = 0; i < N; i++) y[i] = (float)whole(rank, i + round);
+        CHECK(hpml_allreduce(c, y, N, NULL) == HPML_OK);
+        CHECK(hpml_barrier(c) == HPML_OK);
+        for (int i = 0; i < N; i++) CHECK((double)y[i] == whole_sum(p, i + round));
+        for (int k = 4; k >= 0; k--) CHECK(hpml_job_wait(job[k]) == HPML_OK);
+        for (int k = 0; k < 4; k++)
+            for (int i = 0; i < N >> k; i++) CHECK((double)x[k][i] == whole_sum(p, i + k));
+        CHECK(z[0] == p && z[1] == p * (p - 1) / 2);
+    }
+    return HPML_OK;
+}
+
+#endif

@@ -1,0 +1,244 @@
+/* The checks of comm_check.h on MPI's ranks, and what can go wrong there. Run by test_mpi.sh: mpi_ranks CASE. A rank that
+   finds an error says so on one line, "rank R: status S: text", and exits with 1. */
+#define HPML_IMPLEMENTATION
+#include "../hpml_comm.h"
+#include "comm_check.h"
+
+#include <signal.h>
+#include <unistd.h>
+
+static hpml_status correct(hpml_comm *c, void *user)
+{
+    int           p = hpml_comm_size(c);
+    const int64_t sizes[] = { 0, 1, p - 1, p, p + 1, 1000, 1003, 100000 };
+    (void)user;
+    for (int a = HPML_AUTO; a < HPML_ALGORITHM_COUNT; a++)
+        for (int k = 0; k < 8; k++)
+            if (allreduce_case(c, (hpml_algorithm)a, sizes[k]) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
+    for (int a = HPML_AUTO; a < HPML_ALGORITHM_COUNT; a++)
+        if (types_case(c, (hpml_algorithm)a, 37) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
+    for (int64_t n = 0; n < 40; n += 1 + n / 3)
+        if (others_case(c, n) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
+    CHECK(split_case(c) == HPML_OK);
+    if (p > 1) {
+        CHECK(messages_case(c, 3, 100000) == HPML_OK);
+        CHECK(order_case(c, 1000) == HPML_OK);
+    }
+    CHECK(jobs_case(c, 5) == HPML_OK);
+    CHECK(hpml_comm_tune(c) == HPML_OK);
+    CHECK(allreduce_case(c, HPML_AUTO, 20000) == HPML_OK);
+    return HPML_OK;
+}
+
+/* Messages of many pieces: sums, and two at once with the same tag. */
+static hpml_status large(hpml_comm *c, void *user)
+{
+    (void)user;
+    CHECK(allreduce_case(c, HPML_RING, 7000003) == HPML_OK);
+    CHECK(allreduce_case(c, HPML_BUTTERFLY, 3000001) == HPML_OK);
+    if (hpml_comm_size(c) > 1) CHECK(order_case(c, (size_t)13 << 20) == HPML_OK);
+    return HPML_OK;
+}
+
+static hpml_status traffic(hpml_comm *c, void *user)
+{
+    int                 p = hpml_comm_size(c);
+    float               x[1003] = { 0 };
+    hpml_counters       k;
+    hpml_allreduce_desc d;
+    (void)user;
+    memset(&d, 0, sizeof d);
+    d.algorithm = HPML_RING;
+    hpml_comm_counters_reset(c);
+    CHECK(hpml_allreduce(c, x, 1003, &d) == HPML_OK);
+    hpml_comm_counters(c, &k);
+    CHECK(k.rounds == 2 * (p - 1) && k.messages == 2 * (p - 1));
+    int64_t blocks[2] = { 0, 0 };
+    for (int i = 0; i < 2; i++) {
+        int b     = (hpml_comm_rank(c) + i) % p;
+        blocks[i] = hpml_block(1003, p, b + 1) - hpml_block(1003, p, b);
+    }
+    CHECK(k.bytes == 4 * (2 * 1003 - blocks[0] - blocks[1]));
+    return HPML_OK;
+}
+
+static hpml_status sum_of_four(hpml_comm *c)
+{
+    float x[4] = { 1, 1, 1, 1 };
+    return hpml_allreduce(c, x, 4, NULL);
+}
+
+static hpml_status raises(hpml_comm *c, void *user)
+{
+    (void)user;
+    return hpml_comm_rank(c) == 1 ? hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_NONFINITE, "the loss is NaN") : sum_of_four(c);
+}
+
+static hpml_status leaves(hpml_comm *c, void *user)
+{
+    (void)user;
+    return hpml_comm_rank(c) == 1 ? HPML_OK : sum_of_four(c);
+}
+
+static hpml_status killed(hpml_comm *c, void *user)
+{
+    (void)user;
+    sum_of_four(c);
+    if (hpml_comm_rank(c) == 1) kill(getpid(), SIGKILL);
+    return sum_of_four(c);
+}
+
+static hpml_status exits(hpml_comm *c, void *user)
+{
+    (void)user;
+    if (hpml_comm_rank(c) == 1) exit(3);
+    return sum_of_four(c);
+}
+
+static hpml_status another(hpml_comm *c, void *user)
+{
+    float x[4] = { 0 };
+    (void)user;
+    return hpml_comm_rank(c) == 0 ? hpml_broadcast(c, x, sizeof x, 1) : sum_of_four(c);
+}
+
+static hpml_status other_count(hpml_comm *c, void *user)
+{
+    float x[64] = { 0 };
+    (void)user;
+    return hpml_allreduce(c, x, hpml_comm_rank(c) == 1 ? 64 : 32, NULL);
+}
+
+static hpml_status sleeps(hpml_comm *c, void *user)
+{
+    (void)user;
+    if (hpml_comm_rank(c) == 1) sleep(1);
+    return sum_of_four(c);
+}
+
+static hpml_status hungry(hpml_comm *c, void *user)
+{
+    float x[8] = { 0 };
+    (void)user;
+    sum_of_four(c);
+    hpml_barrier(hpml_comm_split(c, 0, 0));
+    hpml_job_wait(hpml_iallreduce(c, x, 8, NULL));
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+static void *no_alloc(size_t size, size_t align, void *user)
+{
+    int *left = (int *)user;
+    if ((*left)-- <= 0) return NULL;
+    return aligned_alloc(align, (size + align - 1) / align * align);
+}
+
+static void no_free(void *p, size_t size, void *user)
+{
+    (void)size, (void)user;
+    free(p);
+}
+
+static int report(hpml_status status, const char *text)
+{
+    char *rank = getenv("PMI_RANK") ? getenv("PMI_RANK") : getenv("OMPI_COMM_WORLD_RANK");
+    if (status != HPML_OK) printf("rank %s: status %d: %s\n", rank ? rank : "0", status, text);
+    fflush(stdout);
+    if (status != HPML_OK) usleep(300000); /* mpiexec kills the others when the first one ends */
+    return status != HPML_OK;
+}
+
+static int launch(hpml_rank_fn *fn, int ranks, bool check, double timeout)
+{
+    char             error[768];
+    hpml_launch_desc d;
+    memset(&d, 0, sizeof d);
+    d.transport = HPML_TRANSPORT_MPI, d.ranks = ranks, d.check = check, d.timeout = timeout;
+    return report(hpml_launch(&d, fn, NULL, error, sizeof error), error);
+}
+
+/* A host program with MPI of its own: before MPI_Init, single-threaded, on a part of the world, after MPI_Finalize. */
+static int host(const char *what)
+{
+    bool           part = strcmp(what, "part") == 0, single = strcmp(what, "single") == 0;
+    int            level, rank, bad = 0;
+    hpml_comm_desc d;
+    memset(&d, 0, sizeof d);
+    d.transport = HPML_TRANSPORT_MPI, d.timeout = 10;
+    if (strcmp(what, "before") == 0) {
+        hpml_ctx  *ctx = hpml_ctx_create(NULL);
+        hpml_comm *c   = hpml_comm_create(ctx, &d);
+        bad            = report(hpml_ctx_status(ctx), hpml_ctx_error(ctx)) && !c;
+        hpml_ctx_free(ctx);
+        return bad;
+    }
+    MPI_Init_thread(NULL, NULL, single ? MPI_THREAD_SINGLE : MPI_THREAD_MULTIPLE, &level);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm some = MPI_COMM_NULL;
+    if (part) {
+        MPI_Comm_split(MPI_COMM_WORLD, rank % 2, -rank, &some);
+        d.mpi_comm = &some;
+    }
+    if (strcmp(what, "after") == 0) MPI_Finalize();
+    for (int twice = 0; twice < 2 && !bad; twice++) { /* one after another */
+        hpml_ctx  *ctx = hpml_ctx_create(NULL);
+        hpml_comm *c   = hpml_comm_create(ctx, &d);
+        int        own = 0, size = 0;
+        if (c && part) {
+            MPI_Comm_rank(some, &own), MPI_Comm_size(some, &size);
+            if (own != hpml_comm_rank(c) || size != hpml_comm_size(c)) bad = 1;
+        }
+        if (c && correct(c, NULL) != HPML_OK) bad = 1;
+        bad |= report(hpml_ctx_status(ctx), hpml_ctx_error(ctx));
+        hpml_ctx_free(ctx);
+    }
+    if (part) MPI_Comm_free(&some);
+    if (!bad && strcmp(what, "after") != 0) {
+        int sum = 0;
+        MPI_Allreduce(&rank, &sum, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD); /* the host's MPI still works */
+        MPI_Finalize();
+    }
+    return bad;
+}
+
+/* Rank 1 runs out of memory at its k-th allocation, for every k. */
+static int memory(void)
+{
+    int rank, worst = 0, succeeded = 0;
+    MPI_Init(NULL, NULL);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    for (int k = 1; k < 60 && !succeeded; k++) {
+        char             error[768] = { 0 };
+        int              left = k, mine, all;
+        hpml_launch_desc d;
+        memset(&d, 0, sizeof d);
+        d.transport = HPML_TRANSPORT_MPI, d.timeout = 3;
+        if (rank == 1) d.ctx.allocator.alloc = no_alloc, d.ctx.allocator.free = no_free, d.ctx.allocator.user = &left;
+        mine = hpml_launch(&d, hungry, NULL, error, sizeof error) == HPML_OK;
+        MPI_Allreduce(&mine, &all, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
+        if (all == 1) worst = 1, printf("rank %d: k = %d: only one rank knows: %s\n", rank, k, error);
+        succeeded = all == 2;
+    }
+    MPI_Finalize();
+    return worst || !succeeded;
+}
+
+int main(int argc, char **argv)
+{
+    const char *what = argc > 1 ? argv[1] : "correct";
+    if (strcmp(what, "correct") == 0) return launch(correct, 0, false, 30);
+    if (strcmp(what, "checked") == 0) return launch(correct, 0, true, 30);
+    if (strcmp(what, "large") == 0) return launch(large, 0, false, 30);
+    if (strcmp(what, "traffic") == 0) return launch(traffic, 0, false, 10);
+    if (strcmp(what, "wrong_number") == 0) return launch(correct, 3, false, 10);
+    if (strcmp(what, "raises") == 0) return launch(raises, 0, false, 20);
+    if (strcmp(what, "leaves") == 0) return launch(leaves, 0, false, 20);
+    if (strcmp(what, "killed") == 0) return launch(killed, 0, false, 3);
+    if (strcmp(what, "exits") == 0) return launch(exits, 0, false, 3);
+    if (strcmp(what, "another") == 0) return launch(another, 0, true, 20);
+    if (strcmp(what, "other_count") == 0) return launch(other_count, 0, false, 20);
+    if (strcmp(what, "other_count_checked") == 0) return launch(other_count, 0, true, 20);
+    if (strcmp(what, "sleeps") == 0) return launch(sleeps, 0, false, 0.2);
+    if (strcmp(what, "memory") == 0) return memory();
+    return host(what);
+}

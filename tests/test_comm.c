@@ -1,0 +1,977 @@
+/* Communicators on threads and in virtual time: algorithms, other collectives, messages, jobs, links, failures. Under
+   MPI the same checks run in mpi_ranks.c. */
+#define HPML_IMPLEMENTATION
+#include "../hpml_comm.h"
+#include "test.h"
+#include "comm_check.h"
+
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+#define SLOW_BUILD 1
+#else
+#define SLOW_BUILD 0
+#endif
+
+static const hpml_transport_kind transports[] = { HPML_TRANSPORT_THREADS, HPML_TRANSPORT_CLOCK };
+
+static char   error[768];
+static double seconds; /* of the last launch */
+
+static hpml_status launch(hpml_transport_kind transport, int ranks, hpml_rank_fn *fn, void *user)
+{
+    hpml_launch_desc d;
+    memset(&d, 0, sizeof d);
+    d.transport = transport, d.ranks = ranks, d.timeout = 20;
+    seconds            = hpml_now();
+    hpml_status status = hpml_launch(&d, fn, user, error, sizeof error);
+    seconds            = hpml_now() - seconds;
+    if (status != HPML_OK) printf("    %d ranks: %s\n", ranks, error);
+    return status;
+}
+
+static hpml_status launch_on(hpml_transport_kind transport, int ranks, const hpml_network *network, hpml_rank_fn *fn,
+                             void *user)
+{
+    hpml_launch_desc d;
+    memset(&d, 0, sizeof d);
+    d.transport = transport, d.ranks = ranks, d.timeout = 20;
+    if (network) d.network = *network;
+    hpml_status status = hpml_launch(&d, fn, user, error, sizeof error);
+    if (status != HPML_OK) printf("    %d ranks: %s\n", ranks, error);
+    return status;
+}
+
+/* ---- results ---- */
+
+static hpml_status all_algorithms(hpml_comm *c, void *user)
+{
+    int           p = hpml_comm_size(c);
+    const int64_t sizes[] = { 0, 1, p - 1, p, p + 1, 1000, 1003 };
+    (void)user;
+    for (int a = HPML_AUTO; a < HPML_NATIVE; a++)
+        for (int k = 0; k < 7; k++) {
+            hpml_status status = allreduce_case(c, (hpml_algorithm)a, sizes[k]);
+            if (status != HPML_OK) return status;
+        }
+    return HPML_OK;
+}
+
+TEST(every_algorithm_every_rank_count)
+{
+    static const int ranks[] = { 1, 2, 3, 4, 5, 7, 8, 16 };
+    for (int t = 0; t < 2; t++)
+        for (int i = 0; i < 8; i++)
+            for (int per_node = 0; per_node < ranks[i] && per_node < 6; per_node++)
+                for (int spread = 0; spread < 1 + (per_node > 1); spread++) {
+                    hpml_network net;
+                    if (SLOW_BUILD && (ranks[i] > 8 || (per_node > 0 && per_node + spread != 3))) continue;
+                    memset(&net, 0, sizeof net);
+                    net.ranks_per_node = per_node, net.spread = spread;
+                    ENSURE(launch_on(transports[t], ranks[i], &net, all_algorithms, NULL) == HPML_OK);
+                }
+}
+
+static hpml_status one_large(hpml_comm *c, void *user) { return allreduce_case(c, *(hpml_algorithm *)user, 1000000); }
+
+TEST(a_million_elements)
+{
+    static const int ranks[] = { 2, 3, 4, 8 };
+    for (int t = 0; t < 2; t++)
+        for (int i = 0; i < (SLOW_BUILD ? 2 : 4); i++)
+            for (int a = HPML_CENTRAL; a < HPML_NATIVE; a++) {
+                hpml_algorithm algorithm = (hpml_algorithm)a;
+                hpml_network   net;
+                if (ranks[i] > 4 && a != HPML_HIERARCHICAL) continue;
+                memset(&net, 0, sizeof net);
+                net.ranks_per_node = 2;
+                ENSURE(launch_on(transports[t], ranks[i], &net, one_large, &algorithm) == HPML_OK);
+            }
+}
+
+static hpml_status all_types(hpml_comm *c, void *user)
+{
+    (void)user;
+    for (int a = HPML_AUTO; a < HPML_NATIVE; a++)
+        if (types_case(c, (hpml_algorithm)a, 37) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
+    return HPML_OK;
+}
+
+TEST(every_type_sum_mean_maximum)
+{
+    for (int t = 0; t < 2; t++)
+        for (int p = 1; p <= 6; p++) {
+            hpml_network net;
+            memset(&net, 0, sizeof net);
+            net.ranks_per_node = p == 6 ? 3 : 2;
+            ENSURE(launch_on(transports[t], p, &net, all_types, NULL) == HPML_OK);
+        }
+}
+
+static hpml_status special_values(hpml_comm *c, void *user)
+{
+    hpml_allreduce_desc d;
+    bool                odd = hpml_comm_rank(c) == 1;
+    float               x[3] = { 1, odd ? NAN : 0.0f, odd ? INFINITY : -INFINITY };
+    (void)user;
+    memset(&d, 0, sizeof d);
+    d.reduce = HPML_MAX, d.algorithm = HPML_BUTTERFLY;
+    CHECK(hpml_allreduce(c, x, 3, &d) == HPML_OK);
+    CHECK(x[0] == 1 && x[1] != x[1] && x[2] > 1e30f);
+    x[1] = hpml_comm_rank(c) == 1 ? NAN : 0.0f;
+    CHECK(hpml_allreduce(c, x, 3, NULL) == HPML_OK && x[1] != x[1]);
+    return HPML_OK;
+}
+
+TEST(nan_and_infinity_reach_everybody)
+{
+    for (int t = 0; t < 2; t++) ENSURE(launch(transports[t], 3, special_values, NULL) == HPML_OK);
+}
+
+static hpml_status other_collectives(hpml_comm *c, void *user)
+{
+    static const int64_t sizes[] = { 0, 1, 2, 5, 16, 37 };
+    (void)user;
+    for (int i = 0; i < 6; i++)
+        if (others_case(c, sizes[i]) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
+    return HPML_OK;
+}
+
+TEST(the_other_collectives_at_every_root)
+{
+    static const int ranks[] = { 1, 2, 3, 4, 5, 7, 8, 16 };
+    for (int t = 0; t < 2; t++)
+        for (int i = 0; i < 8 - SLOW_BUILD; i++)
+            ENSURE(launch(transports[t], ranks[i], other_collectives, NULL) == HPML_OK);
+}
+
+/* ---- what is sent ---- */
+
+typedef struct traffic {
+    hpml_algorithm algorithm;
+    int            per_node;
+    int64_t        n;
+    hpml_counters  rank[16];
+} traffic;
+
+static hpml_status count_one(hpml_comm *c, void *user)
+{
+    traffic            *t = (traffic *)user;
+    float              *x = (float *)calloc((size_t)t->n + 1, sizeof *x);
+    hpml_allreduce_desc d;
+    int                 rank = hpml_comm_rank(c), p = hpml_comm_size(c);
+    int64_t             to = 0;
+    memset(&d, 0, sizeof d);
+    d.algorithm = t->algorithm;
+    hpml_comm_counters_reset(c);
+    hpml_allreduce(c, x, t->n, &d);
+    free(x);
+    hpml_comm_counters(c, &t->rank[rank]);
+    for (int i = 0; i < p; i++) to += hpml_comm_bytes_to(c, i);
+    CHECK(to == t->rank[rank].bytes);
+    CHECK(hpml_comm_bytes_to(c, rank) == 0);
+    int64_t messages = 0, bytes = 0, rounds = 0, between = 0; /* the same from the moves */
+    for (int k = 0;; k++) {
+        hpml_move m;
+        if (!hpml_allreduce_move(t->algorithm, p, t->per_node, rank, t->n, k, &m)) break;
+        rounds += m.to >= 0 || m.from >= 0;
+        if (m.to < 0) continue;
+        messages++;
+        bytes += 4 * m.out_count;
+        if (hpml_comm_node(c, m.to) != hpml_comm_node(c, rank)) between += 4 * m.out_count;
+    }
+    const hpml_counters *got = &t->rank[rank];
+    CHECK(messages == got->messages && bytes == got->bytes && rounds == got->rounds && between == got->between_bytes);
+    return HPML_OK;
+}
+
+static hpml_status counted(traffic *t, hpml_transport_kind kind, hpml_algorithm a, int p, int per_node, int64_t n)
+{
+    hpml_network net;
+    memset(&net, 0, sizeof net);
+    net.ranks_per_node = t->per_node = per_node;
+    t->algorithm = a, t->n = n;
+    return launch_on(kind, p, &net, count_one, t);
+}
+
+static int64_t block_size(int64_t n, int p, int b) { return n * (b + 1) / p - n * b / p; }
+
+static int log2_up(int p)
+{
+    int k = 0;
+    while (1 << k < p) k++;
+    return k;
+}
+
+TEST(rounds_messages_and_bytes_are_the_theory)
+{
+    static const int     ranks[] = { 2, 3, 4, 5, 7, 8, 16 };
+    static const int64_t sizes[] = { 0, 1, 3, 1003, 1680 };
+    for (int i = 0; i < 7 * 5; i += SLOW_BUILD ? 8 : 1) {
+        int       p = ranks[i / 5], up = log2_up(p), core = 1 << (up - (1 << up != p));
+        int64_t   n = sizes[i % 5];
+        traffic   t;
+        hpml_transport_kind kind = transports[i % 2];
+        ENSURE(counted(&t, kind, HPML_RING, p, 0, n) == HPML_OK);
+        for (int r = 0; r < p; r++) {
+            ENSURE(t.rank[r].rounds == 2 * (p - 1) && t.rank[r].messages == 2 * (p - 1));
+            ENSURE(t.rank[r].bytes == 4 * (2 * n - block_size(n, p, r) - block_size(n, p, (r + 1) % p)));
+            if (n % p == 0) ENSURE(t.rank[r].bytes == 4 * 2 * n * (p - 1) / p);
+        }
+        ENSURE(counted(&t, kind, HPML_CENTRAL, p, 0, n) == HPML_OK);
+        for (int r = 0; r < p; r++) {
+            ENSURE(t.rank[r].messages == (r ? 1 : p - 1) && t.rank[r].bytes == t.rank[r].messages * 4 * n);
+            ENSURE(t.rank[r].rounds == (r ? 2 : 2 * (p - 1)));
+        }
+        ENSURE(counted(&t, kind, HPML_TREE, p, 0, n) == HPML_OK);
+        int64_t messages = 0;
+        for (int r = 0; r < p; r++) {
+            messages += t.rank[r].messages;
+            ENSURE(t.rank[r].bytes == t.rank[r].messages * 4 * n && t.rank[r].rounds <= 2 * up);
+        }
+        ENSURE(messages == 2 * (p - 1) && t.rank[0].rounds == 2 * up);
+        ENSURE(counted(&t, kind, HPML_BUTTERFLY, p, 0, n) == HPML_OK);
+        for (int r = 0; r < p; r++) {
+            int folds = core < p && (r >= core || r < p - core); /* has a partner beyond the power of two */
+            ENSURE(t.rank[r].rounds == (r < core ? log2_up(core) : 0) + 2 * folds);
+            ENSURE(t.rank[r].messages == (r < core ? log2_up(core) : 0) + folds);
+            ENSURE(t.rank[r].bytes == t.rank[r].messages * 4 * n);
+        }
+        ENSURE(counted(&t, kind, HPML_HALVING, p, 0, n) == HPML_OK);
+        for (int r = 0; r < p; r++) {
+            int folds = core < p && (r >= core || r < p - core);
+            ENSURE(t.rank[r].messages == (r < core ? 2 * log2_up(core) : 0) + folds);
+            if (n % core == 0)
+                ENSURE(t.rank[r].bytes == (r < core ? 4 * 2 * n * (core - 1) / core : 0) + folds * 4 * n);
+        }
+    }
+}
+
+TEST(hierarchical_sends_one_share_between_nodes)
+{
+    static const int shape[][2] = { { 4, 2 }, { 8, 2 }, { 8, 4 }, { 16, 4 }, { 16, 8 } }; /* ranks, of them on a node */
+    for (int t = 0; t < 2; t++)
+        for (int i = 0; i < 5; i++) {
+            int     p = shape[i][0], k = shape[i][1], nodes = p / k;
+            int64_t n = 4096, flat = 4 * 2 * n * (nodes - 1) / nodes;
+            traffic x;
+            ENSURE(counted(&x, transports[t], HPML_HIERARCHICAL, p, k, n) == HPML_OK);
+            for (int r = 0; r < p; r++) {
+                ENSURE(x.rank[r].between_bytes == flat / k);
+                ENSURE(x.rank[r].bytes == flat / k + 4 * 2 * n * (k - 1) / k);
+            }
+        }
+    for (int p = 3; p <= (SLOW_BUILD ? 5 : 16); p++) /* nodes that differ in size, too: the moves' counters */
+        for (int k = 2; k < p; k++) {
+            traffic x;
+            ENSURE(counted(&x, HPML_TRANSPORT_THREADS, HPML_HIERARCHICAL, p, k, 101) == HPML_OK);
+        }
+}
+
+TEST(moves_fit_together)
+{
+    for (int a = HPML_CENTRAL; a < HPML_NATIVE; a++)
+        for (int p = 1; p <= 33; p++)
+            for (int k = 0; k < (a == HPML_HIERARCHICAL ? p : 1); k++) {
+                enum { ROUNDS = 80 };
+                static hpml_move m[33][ROUNDS];
+                static int       count[33], sent[33], got[33];
+                int64_t          n = 37;
+                for (int r = 0; r < p; r++) {
+                    count[r] = sent[r] = got[r] = 0;
+                    while (hpml_allreduce_move((hpml_algorithm)a, p, k, r, n, count[r], &m[r][count[r]])) count[r]++;
+                    ENSURE(count[r] < ROUNDS);
+                }
+                /* Every send meets the next receive of that rank from this one; a rank's sends and receives of a round
+                   may wait for each other. All get done, or nothing moves: a deadlock. */
+                for (bool moved = true; moved;) {
+                    moved = false;
+                    for (int r = 0; r < p; r++) {
+                        while (sent[r] < count[r] && m[r][sent[r]].to < 0) sent[r]++, moved = true;
+                        while (got[r] < count[r] && m[r][got[r]].from < 0) got[r]++, moved = true;
+                        if (sent[r] >= count[r] || sent[r] > got[r]) continue;
+                        hpml_move *out = &m[r][sent[r]], *in;
+                        int        to = out->to;
+                        while (got[to] < count[to] && m[to][got[to]].from < 0) got[to]++;
+                        if (got[to] >= count[to] || got[to] > sent[to]) continue;
+                        in = &m[to][got[to]];
+                        if (in->from != r) continue;
+                        ENSURE(in->in_at == out->out_at && in->in_count == out->out_count);
+                        ENSURE(out->out_at >= 0 && out->out_at + out->out_count <= n);
+                        sent[r]++, got[to]++;
+                        moved = true;
+                    }
+                }
+                for (int r = 0; r < p; r++) ENSURE(sent[r] == count[r] && got[r] == count[r]);
+            }
+}
+
+TEST(blocks_cover_everything)
+{
+    for (int64_t n = 0; n < 40; n++)
+        for (int p = 1; p < 20; p++) {
+            ENSURE(hpml_block(n, p, 0) == 0 && hpml_block(n, p, p) == n);
+            for (int i = 0; i < p; i++) ENSURE(hpml_block(n, p, i) == n * i / p);
+        }
+    ENSURE(hpml_block((int64_t)9e18, 1000, 1000) == (int64_t)9e18); /* no overflow on the way */
+    for (int a = 0; a < HPML_ALGORITHM_COUNT; a++)
+        ENSURE((int)hpml_algorithm_find(hpml_algorithm_name((hpml_algorithm)a)) == a);
+    ENSURE((int)hpml_algorithm_find("star") == -1 && (int)hpml_algorithm_find(NULL) == -1);
+    ENSURE(hpml_element_size(HPML_ELEMENT_BF16) == 2 && hpml_element_size((hpml_element)77) == 0);
+}
+
+/* ---- messages ---- */
+
+static hpml_status messages(hpml_comm *c, void *user)
+{
+    (void)user;
+    for (uint32_t seed = 1; seed <= (SLOW_BUILD ? 2 : 10); seed++)
+        if (messages_case(c, seed, 100000) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
+    return order_case(c, 1000);
+}
+
+TEST(messages_of_a_hundred_shapes)
+{
+    for (int t = 0; t < 2; t++)
+        for (int p = 2; p <= 7; p += p == 4 ? 3 : 1) ENSURE(launch(transports[t], p, messages, NULL) == HPML_OK);
+}
+
+static hpml_status plain_messages(hpml_comm *c, void *user)
+{
+    int    p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    double x = rank, y = -1;
+    (void)user;
+    CHECK(hpml_sendrecv(c, (rank + 1) % p, &x, sizeof x, (rank + p - 1) % p, &y, sizeof y, 3) == HPML_OK);
+    CHECK(y == (rank + p - 1) % p); /* with itself when alone */
+    if (rank == 0)
+        for (int i = 1; i < p; i++) CHECK(hpml_recv(c, i, HPML_TAG_MAX, &y, sizeof y) == HPML_OK && y == i);
+    else CHECK(hpml_send(c, 0, HPML_TAG_MAX, &x, sizeof x) == HPML_OK);
+    for (int i = 0; i < 3 && p > 1; i++) { /* two tags, taken in the other order */
+        hpml_message a, b;
+        int          one = 10 * i, two = 10 * i + 1;
+        if (rank == 0) {
+            CHECK(hpml_isend(c, 1, 1, &one, sizeof one, &a) == HPML_OK);
+            CHECK(hpml_isend(c, 1, 2, &two, sizeof two, &b) == HPML_OK);
+            CHECK(hpml_wait(c, &a) == HPML_OK && hpml_wait(c, &b) == HPML_OK);
+        } else if (rank == 1) {
+            CHECK(hpml_recv(c, 0, 2, &two, sizeof two) == HPML_OK && two == 10 * i + 1);
+            CHECK(hpml_recv(c, 0, 1, &one, sizeof one) == HPML_OK && one == 10 * i);
+        }
+    }
+    return HPML_OK;
+}
+
+TEST(send_receive_and_tags)
+{
+    for (int t = 0; t < 2; t++)
+        for (int p = 1; p <= 4; p++) ENSURE(launch(transports[t], p, plain_messages, NULL) == HPML_OK);
+}
+
+static hpml_status split_ranks(hpml_comm *c, void *user) { return (void)user, split_case(c); }
+
+TEST(split_by_colour_and_node)
+{
+    for (int t = 0; t < 2; t++)
+        for (int p = 1; p <= 9; p++)
+            for (int spread = 0; spread < 2; spread++) {
+                hpml_network net;
+                memset(&net, 0, sizeof net);
+                net.ranks_per_node = 3, net.spread = spread;
+                ENSURE(launch_on(transports[t], p, &net, split_ranks, NULL) == HPML_OK);
+            }
+}
+
+/* ---- jobs ---- */
+
+static hpml_status jobs(hpml_comm *c, void *user) { return (void)user, jobs_case(c, SLOW_BUILD ? 5 : 20); }
+
+TEST(jobs_in_the_background)
+{
+    for (int t = 0; t < 2; t++)
+        for (int p = 1; p <= 5; p++) ENSURE(launch(transports[t], p, jobs, NULL) == HPML_OK);
+}
+
+static hpml_status not_waited_for(hpml_comm *c, void *user) /* the job's array lives as long as the program */
+{
+    static float x[8][1000];
+    (void)user;
+    CHECK(hpml_iallreduce(c, x[hpml_comm_rank(c)], 1000, NULL));
+    return HPML_OK;
+}
+
+TEST(a_job_that_nobody_waits_for_still_ends)
+{
+    for (int t = 0; t < 2; t++) ENSURE(launch(transports[t], 4, not_waited_for, NULL) == HPML_OK);
+}
+
+static hpml_status nothing(hpml_comm *c, void *user) { return (void)c, (void)user, HPML_OK; }
+
+static hpml_status too_many(hpml_comm *c, void *user)
+{
+    hpml_job *job[257];
+    for (int i = 0; i < 256; i++) {
+        job[i] = hpml_background(c, nothing, user);
+        CHECK(job[i]);
+    }
+    CHECK(hpml_job_wait(job[0]) == HPML_OK);
+    job[256] = hpml_background(c, nothing, user); /* its place is free again */
+    CHECK(job[256]);
+    CHECK(hpml_barrier(c) == HPML_OK);
+    if (hpml_background(c, nothing, user) != NULL) return HPML_OK;
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(more_than_256_jobs_are_an_error)
+{
+    for (int t = 0; t < 2; t++) {
+        hpml_launch_desc d;
+        memset(&d, 0, sizeof d);
+        d.transport = transports[t], d.ranks = 2;
+        ENSURE(hpml_launch(&d, too_many, NULL, error, sizeof error) == HPML_ERR_STATE);
+        ENSURE(strstr(error, "256 jobs"));
+    }
+}
+
+static hpml_status job_fails(hpml_comm *c, void *user)
+{
+    (void)user;
+    return hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_NONFINITE, "the gradient of w1 is NaN");
+}
+
+static hpml_status one_job_fails(hpml_comm *c, void *user)
+{
+    float     x[4] = { 0 };
+    hpml_job *j = hpml_comm_rank(c) == 1 ? hpml_background(c, job_fails, user) : hpml_iallreduce(c, x, 4, NULL);
+    CHECK(hpml_job_wait(j) != HPML_OK && strstr(hpml_ctx_error(hpml_comm_ctx(c)), "w1")); /* j NULL: it was quicker */
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(an_error_in_a_job_reaches_everybody)
+{
+    for (int t = 0; t < 2; t++) {
+        hpml_launch_desc d;
+        memset(&d, 0, sizeof d);
+        d.transport = transports[t], d.ranks = 3;
+        hpml_status status = hpml_launch(&d, one_job_fails, NULL, error, sizeof error);
+        if (status != HPML_ERR_NONFINITE) printf("    %d: %s\n", status, error);
+        ENSURE(status == HPML_ERR_NONFINITE && strstr(error, "w1"));
+    }
+}
+
+/* ---- links and clocks ---- */
+
+static int by_size(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static hpml_status timed(hpml_comm *c, void *user)
+{
+    enum { BYTES = 1 << 20, TIMES = 7 };
+    static char buffer[2][BYTES];
+    double      t[TIMES];
+    int         rank = hpml_comm_rank(c);
+    for (int i = 0; i < TIMES; i++) { /* there and back */
+        double start = hpml_now();
+        for (int turn = 0; turn < 2; turn++)
+            if (rank == turn) CHECK(hpml_send(c, !rank, 0, buffer[rank], BYTES) == HPML_OK);
+            else CHECK(hpml_recv(c, !rank, 0, buffer[rank], BYTES) == HPML_OK);
+        t[i] = hpml_now() - start;
+    }
+    qsort(t, TIMES, sizeof *t, by_size);
+    if (rank == 0) *(double *)user = t[TIMES / 2];
+    return HPML_OK;
+}
+
+TEST(an_injected_link_takes_its_time)
+{
+    hpml_network net;
+    double       t = 0, right = 2 * (0.005 + (1 << 20) / 100e6);
+    memset(&net, 0, sizeof net);
+    net.inside.latency = 0.005, net.inside.bandwidth = 100e6;
+    ENSURE(launch_on(HPML_TRANSPORT_THREADS, 2, &net, timed, &t) == HPML_OK);
+    ENSURE(t > 0.99 * right && t < 1.5 * right + 0.02);
+    net.between            = net.inside;
+    net.inside.latency     = net.inside.bandwidth = 0;
+    net.ranks_per_node     = 1;
+    net.between.bandwidth  = 0; /* latency alone */
+    ENSURE(launch_on(HPML_TRANSPORT_THREADS, 2, &net, timed, &t) == HPML_OK);
+    ENSURE(t > 0.0099 && t < 0.04);
+}
+
+typedef struct clocked {
+    hpml_algorithm algorithm;
+    int64_t        n;
+    double         end[16];
+} clocked;
+
+static hpml_status clock_allreduce(hpml_comm *c, void *user)
+{
+    clocked            *k = (clocked *)user;
+    float              *x = (float *)calloc((size_t)k->n, sizeof *x);
+    hpml_allreduce_desc d;
+    memset(&d, 0, sizeof d);
+    d.algorithm = k->algorithm;
+    hpml_comm_compute(c, 1);
+    hpml_allreduce(c, x, k->n, &d);
+    free(x);
+    k->end[hpml_comm_rank(c)] = hpml_comm_now(c) - 1;
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(virtual_time_is_the_formula)
+{
+    hpml_network net;
+    double       alpha = 10e-6, beta = 1 / 125e6;
+    memset(&net, 0, sizeof net);
+    net.inside.latency = alpha, net.inside.bandwidth = 1 / beta;
+    for (int p = 2; p <= 16; p += SLOW_BUILD ? 3 : 1) {
+        clocked k = { HPML_RING, 0, { 0 } };
+        k.n       = 1000 * p;
+        double n = 4.0 * (double)k.n, ring = 2 * (p - 1) * (alpha + n / p * beta);
+        ENSURE(launch_on(HPML_TRANSPORT_CLOCK, p, &net, clock_allreduce, &k) == HPML_OK);
+        for (int r = 0; r < p; r++) ENSURE_NEAR(k.end[r], ring, 1e-12);
+        if (p & (p - 1)) continue;
+        int steps   = log2_up(p);
+        k.algorithm = HPML_BUTTERFLY;
+        ENSURE(launch_on(HPML_TRANSPORT_CLOCK, p, &net, clock_allreduce, &k) == HPML_OK);
+        for (int r = 0; r < p; r++) ENSURE_NEAR(k.end[r], steps * (alpha + n * beta), 1e-12);
+        k.algorithm = HPML_HALVING;
+        ENSURE(launch_on(HPML_TRANSPORT_CLOCK, p, &net, clock_allreduce, &k) == HPML_OK);
+        for (int r = 0; r < p; r++) ENSURE_NEAR(k.end[r], 2 * steps * alpha + 2 * n * (p - 1) / p * beta, 1e-12);
+        k.algorithm = HPML_CENTRAL; /* rank 0's card takes one after another; back: the same, the last one ends it */
+        ENSURE(launch_on(HPML_TRANSPORT_CLOCK, p, &net, clock_allreduce, &k) == HPML_OK);
+        ENSURE_NEAR(k.end[p - 1], 2 * alpha + 2 * (p - 1) * n * beta, 1e-12);
+    }
+}
+
+static hpml_status replayed(hpml_comm *c, void *user)
+{
+    double *end = (double *)user;
+    float   x[500] = { 0 }, y[100] = { 0 };
+    int     rank = hpml_comm_rank(c);
+    for (int step = 0; step < 5; step++) {
+        hpml_job *j = hpml_iallreduce(c, y, 100, NULL);
+        hpml_comm_compute(c, 1e-4 * (1 + (rank * 7 + step * 3) % 5));
+        CHECK(hpml_allreduce(c, x, 500, NULL) == HPML_OK);
+        CHECK(hpml_job_wait(j) == HPML_OK);
+        end[rank * 5 + step] = hpml_comm_now(c);
+    }
+    return HPML_OK;
+}
+
+TEST(virtual_time_replays_exactly)
+{
+    static double end[4][8 * 5];
+    double        slow[8] = { 1, 1, 1, 1.7, 1, 1, 2.5, 1 };
+    hpml_network  net;
+    memset(&net, 0, sizeof net);
+    net.ranks_per_node = 4, net.slow = slow;
+    net.inside.latency = 1e-6, net.inside.bandwidth = 1e10, net.between.latency = 2e-5, net.between.bandwidth = 1e8;
+    for (int i = 0; i < 4; i++) ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 8, &net, replayed, end[i]) == HPML_OK);
+    for (int i = 1; i < 4; i++) ENSURE(memcmp(end[i], end[0], sizeof end[0]) == 0);
+    ENSURE(end[0][4] > 0.002);
+}
+
+static hpml_status straggle(hpml_comm *c, void *user)
+{
+    hpml_comm_compute(c, 0.5);
+    hpml_barrier(c);
+    ((double *)user)[hpml_comm_rank(c)] = hpml_comm_now(c);
+    return HPML_OK;
+}
+
+static hpml_status cross(hpml_comm *c, void *user) /* the first half of the ranks sends to the second */
+{
+    static char buffer[8][1 << 20];
+    int         rank = hpml_comm_rank(c), half = hpml_comm_size(c) / 2;
+    if (rank < half) CHECK(hpml_send(c, rank + half, 0, buffer[rank], 1 << 20) == HPML_OK);
+    else CHECK(hpml_recv(c, rank - half, 0, buffer[rank], 1 << 20) == HPML_OK);
+    ((double *)user)[rank] = hpml_comm_now(c);
+    return HPML_OK;
+}
+
+TEST(stragglers_and_shared_network_cards)
+{
+    double       slow[4] = { 1, 1, 3, 1 }, end[8], last = 0, one = (1 << 20) / 1e9;
+    hpml_network net;
+    memset(&net, 0, sizeof net);
+    net.slow = slow;
+    ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 4, &net, straggle, end) == HPML_OK);
+    for (int i = 0; i < 4; i++) ENSURE_NEAR(end[i], 1.5, 1e-12); /* all wait for the slowest */
+    memset(&net, 0, sizeof net);
+    net.ranks_per_node = 4;
+    net.between.latency = 1e-3, net.between.bandwidth = 1e9;
+    ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 8, &net, cross, end) == HPML_OK);
+    for (int i = 4; i < 8; i++) last = end[i] > last ? end[i] : last;
+    ENSURE_NEAR(last, 4 * one + 1e-3, 1e-9); /* four messages through one card */
+    net.ranks_per_node = 1;
+    last               = 0;
+    ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 8, &net, cross, end) == HPML_OK);
+    for (int i = 4; i < 8; i++) last = end[i] > last ? end[i] : last;
+    ENSURE_NEAR(last, one + 1e-3, 1e-9);
+}
+
+static hpml_status tuned(hpml_comm *c, void *user)
+{
+    int64_t small = (int64_t)hpml_comm_choose(c, 4), large = (int64_t)hpml_comm_choose(c, (int64_t)1 << 28);
+    (void)user;
+    CHECK(hpml_comm_tune(c) == HPML_OK);
+    for (int64_t bytes = 4; bytes < (int64_t)1 << 32; bytes *= 4) {
+        int64_t a = (int64_t)hpml_comm_choose(c, bytes);
+        CHECK(a > HPML_AUTO && a < HPML_NATIVE && same_bits(c, &a, sizeof a));
+    }
+    small = (int64_t)hpml_comm_choose(c, 4), large = (int64_t)hpml_comm_choose(c, (int64_t)1 << 28);
+    if (hpml_comm_size(c) == 8) CHECK(small == HPML_BUTTERFLY && (large == HPML_RING || large == HPML_HALVING));
+    CHECK(allreduce_case(c, HPML_AUTO, 5000) == HPML_OK);
+    return HPML_OK;
+}
+
+TEST(tuning_gives_all_ranks_the_same_choice)
+{
+    hpml_network net;
+    memset(&net, 0, sizeof net);
+    net.inside.latency = 1e-5, net.inside.bandwidth = 1e9;
+    ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 8, &net, tuned, NULL) == HPML_OK);
+    for (int p = 1; p <= 8; p += p < 3 ? 1 : 5) ENSURE(launch(HPML_TRANSPORT_THREADS, p, tuned, NULL) == HPML_OK);
+}
+
+static hpml_status counting(hpml_comm *c, void *user)
+{
+    hpml_counters k;
+    float         x[64] = { 0 };
+    (void)user;
+    for (int i = 0; i < 3; i++) CHECK(hpml_job_wait(hpml_iallreduce(c, x, 64, NULL)) == HPML_OK);
+    CHECK(hpml_allreduce(c, x, 64, NULL) == HPML_OK);
+    hpml_comm_counters(c, &k);
+    CHECK(k.bytes >= 4 * 256 && k.messages >= 4 && k.rounds >= 4 && k.seconds >= 0);
+    CHECK(hpml_comm_bytes_to(c, !hpml_comm_rank(c)) == k.bytes);
+    hpml_comm_counters_reset(c);
+    hpml_comm_counters(c, &k);
+    CHECK(k.bytes == 0 && k.messages == 0 && k.rounds == 0 && k.seconds == 0);
+    CHECK(hpml_comm_bytes_to(c, 1) == 0 && hpml_comm_bytes_to(c, 5) == 0 && hpml_comm_bytes_to(NULL, 0) == 0);
+    return HPML_OK;
+}
+
+TEST(counters_include_the_background)
+{
+    for (int t = 0; t < 2; t++) ENSURE(launch(transports[t], 2, counting, NULL) == HPML_OK);
+}
+
+/* ---- failures ---- */
+
+typedef struct failure {
+    const char   *name;
+    hpml_rank_fn *fn;
+    int           ranks;
+    bool          check;
+    double        timeout;
+    hpml_status   status;  /* 0: any error */
+    const char   *text[3]; /* all in the launch's text */
+} failure;
+
+static hpml_status sum_of_four(hpml_comm *c)
+{
+    float x[4] = { 0 };
+    return hpml_allreduce(c, x, 4, NULL);
+}
+
+static hpml_status leaves(hpml_comm *c, void *user)
+{
+    (void)user;
+    return hpml_comm_rank(c) == 1 ? HPML_OK : sum_of_four(c);
+}
+
+static hpml_status raises(hpml_comm *c, void *user)
+{
+    char *heard = (char *)user;
+    if (hpml_comm_rank(c) == 1) return hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_NONFINITE, "the loss is NaN");
+    hpml_status status = sum_of_four(c);
+    const char *text = hpml_ctx_error(hpml_comm_ctx(c));
+    bool named = strstr(text, "rank 1") && strstr(text, "the loss is NaN");
+    if (status == HPML_ERR_PEER && named) heard[hpml_comm_rank(c)] = 1;
+    return status;
+}
+
+static hpml_status returns_error(hpml_comm *c, void *user) /* the context is clean */
+{
+    (void)user;
+    return hpml_comm_rank(c) == 1 ? HPML_ERR_READ : sum_of_four(c);
+}
+
+static hpml_status another(hpml_comm *c, void *user)
+{
+    float x[4] = { 0 };
+    (void)user;
+    return hpml_comm_rank(c) == 0 ? hpml_broadcast(c, x, sizeof x, 2) : sum_of_four(c);
+}
+
+static hpml_status other_count(hpml_comm *c, void *user)
+{
+    float x[64] = { 0 };
+    (void)user;
+    return hpml_allreduce(c, x, hpml_comm_rank(c) == 1 ? 64 : 32, NULL);
+}
+
+static hpml_status other_type(hpml_comm *c, void *user)
+{
+    int64_t             x[8] = { 0 };
+    hpml_allreduce_desc d;
+    (void)user;
+    memset(&d, 0, sizeof d);
+    d.element = hpml_comm_rank(c) == 1 ? HPML_ELEMENT_I64 : HPML_ELEMENT_F64; /* as many bytes: only .check sees it */
+    return hpml_allreduce(c, x, 8, &d);
+}
+
+static hpml_status sleeps(hpml_comm *c, void *user)
+{
+    (void)user;
+    if (hpml_comm_rank(c) == 1) hpml_comm_compute(c, 0.7);
+    return sum_of_four(c);
+}
+
+static hpml_status circle(hpml_comm *c, void *user) /* everybody receives first */
+{
+    char x = 0;
+    (void)user;
+    hpml_status status = hpml_recv(c, (hpml_comm_rank(c) + 1) % hpml_comm_size(c), 0, &x, 1);
+    return status != HPML_OK ? status : hpml_send(c, (hpml_comm_rank(c) + 2) % hpml_comm_size(c), 0, &x, 1);
+}
+
+static hpml_status leaves_a_job(hpml_comm *c, void *user)
+{
+    static float x[8][100];
+    (void)user;
+    if (hpml_comm_rank(c) == 1) return HPML_OK;
+    return hpml_job_wait(hpml_iallreduce(c, x[hpml_comm_rank(c)], 100, NULL));
+}
+
+static hpml_status job_alone(hpml_comm *c, void *user) /* rank 0 posts one job more than the others, and goes */
+{
+    static float x[8][100], y[8][100];
+    int          rank = hpml_comm_rank(c);
+    (void)user;
+    hpml_status status = hpml_job_wait(hpml_iallreduce(c, x[rank], 100, NULL));
+    if (rank == 0 && status == HPML_OK) hpml_iallreduce(c, y[rank], 100, NULL);
+    return status;
+}
+
+static hpml_status in_a_part(hpml_comm *c, void *user)
+{
+    hpml_comm *half = hpml_comm_split(c, hpml_comm_rank(c) % 2, 0);
+    (void)user;
+    if (hpml_comm_rank(c) == 2) return HPML_OK;
+    return sum_of_four(half);
+}
+
+static hpml_status barrier_alone(hpml_comm *c, void *user)
+{
+    (void)user;
+    return hpml_comm_rank(c) == 2 ? hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_READ, "no such file") : hpml_barrier(c);
+}
+
+static hpml_status exchange_alone(hpml_comm *c, void *user)
+{
+    char x[4][8] = { { 0 } }, y[4][8];
+    (void)user;
+    if (hpml_comm_rank(c) == 2) return hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_READ, "no such file");
+    return hpml_all_to_all(c, x, y, 8);
+}
+
+static hpml_status unanswered(hpml_comm *c, void *user) /* a send that times out must not be read afterwards */
+{
+    char *x = (char *)malloc(1000), y[1000];
+    (void)user;
+    memset(x, 1, 1000);
+    hpml_status status = HPML_OK;
+    if (hpml_comm_rank(c) == 0) status = hpml_send(c, 1, 0, x, 1000);
+    free(x);
+    if (hpml_comm_rank(c) == 0) return status;
+    hpml_comm_compute(c, 0.5);
+    return hpml_recv(c, 0, 0, y, 1000);
+}
+
+static hpml_status bad_arguments(hpml_comm *c, void *user)
+{
+    char x = 0;
+    (void)user;
+    if (hpml_comm_rank(c) == 0) return hpml_send(c, 77, 0, &x, 1);
+    return sum_of_four(c);
+}
+
+static char heard[8];
+
+static const failure failures[] = {
+    { "leaves", leaves, 3, false, 20, HPML_ERR_COMM, { "waits for rank 1, which has left", "allreduce", NULL } },
+    { "raises", raises, 3, false, 20, HPML_ERR_NONFINITE, { "the loss is NaN", NULL, NULL } },
+    { "returns an error", returns_error, 3, false, 20, HPML_ERR_READ, { "cannot read", NULL, NULL } },
+    { "another collective", another, 3, false, 20, HPML_ERR_COMM, { "deadlock", "waits for rank", "allreduce" } },
+    { "other collective, checked", another, 3, true, 20, HPML_ERR_COMM, { "rank 0 is in broadcast", "in allreduce" } },
+    { "another count", other_count, 3, false, 20, HPML_ERR_COMM, { "bytes", "same counts", NULL } },
+    { "other count, checked", other_count, 3, true, 20, HPML_ERR_COMM, { "allreduce of 32", "allreduce of 64" } },
+    { "another type, checked", other_type, 2, true, 20, HPML_ERR_COMM, { "differs", "element 4", NULL } },
+    { "circle", circle, 3, false, 20, HPML_ERR_COMM, { "rank 0 waits for rank 1", "rank 1 waits for rank 2" } },
+    { "leaves a job", leaves_a_job, 3, false, 20, 0, { "rank 1", NULL, NULL } },
+    { "a job alone", job_alone, 3, false, 20, 0, { NULL, NULL, NULL } },
+    { "in a part", in_a_part, 4, false, 20, HPML_ERR_COMM, { "rank 0 waits for rank 2, which has left", NULL, NULL } },
+    { "barrier", barrier_alone, 4, false, 20, HPML_ERR_READ, { "no such file", NULL, NULL } },
+    { "exchange", exchange_alone, 4, false, 20, HPML_ERR_READ, { "no such file", NULL, NULL } },
+    { "bad arguments", bad_arguments, 3, false, 20, HPML_ERR_ARGUMENT, { "77", NULL, NULL } },
+    { "sleeps", sleeps, 3, false, 0.2, HPML_ERR_TIMEOUT, { "waited 0.2 s for rank", "allreduce", NULL } },
+    { "unanswered", unanswered, 2, false, 0.2, HPML_ERR_TIMEOUT, { "waited 0.2 s for rank 1", NULL, NULL } },
+};
+
+TEST(failures_end_everywhere_and_say_why)
+{
+    for (int t = 0; t < 2; t++)
+        for (size_t i = 0; i < sizeof failures / sizeof failures[0]; i++) {
+            const failure   *f = &failures[i];
+            hpml_launch_desc d;
+            if (t == 1 && f->status == HPML_ERR_TIMEOUT) continue; /* virtual time has no deadlines */
+            for (int round = 0; round < (f->timeout < 1 ? 1 : SLOW_BUILD ? 1 : 20); round++) {
+                memset(&d, 0, sizeof d);
+                memset(heard, 0, sizeof heard);
+                d.transport = transports[t], d.ranks = f->ranks, d.timeout = f->timeout, d.check = f->check;
+                double      start = hpml_now();
+                hpml_status status = hpml_launch(&d, f->fn, heard, error, sizeof error);
+                double      took = hpml_now() - start;
+                bool        good = f->status ? status == f->status : status != HPML_OK;
+                for (int k = 0; k < 3 && f->text[k]; k++) good = good && strstr(error, f->text[k]);
+                if (f->fn == raises) good = good && heard[0] && heard[2];
+                if (!good || took > 2)
+                    printf("    %s, transport %d, round %d: %d, %.3f s, %s\n", f->name, t, round, status, took, error);
+                ENSURE(good && took <= 2);
+            }
+        }
+}
+
+TEST(a_slow_rank_is_no_error)
+{
+    ENSURE(launch(HPML_TRANSPORT_THREADS, 3, sleeps, NULL) == HPML_OK);
+    ENSURE(launch(HPML_TRANSPORT_CLOCK, 3, sleeps, NULL) == HPML_OK);
+    ENSURE(seconds < 0.6); /* virtual */
+}
+
+TEST(arguments_are_checked)
+{
+    hpml_launch_desc d;
+    hpml_comm_desc   k;
+    hpml_ctx        *ctx = hpml_ctx_create(NULL);
+    float            x = 0;
+    memset(&d, 0, sizeof d);
+    d.ranks = -1;
+    ENSURE(hpml_launch(&d, nothing, NULL, error, sizeof error) == HPML_ERR_ARGUMENT && error[0]);
+    ENSURE(hpml_launch(NULL, NULL, NULL, NULL, 0) == HPML_ERR_ARGUMENT);
+    ENSURE(hpml_launch(NULL, nothing, NULL, NULL, 0) == HPML_OK);
+    memset(&k, 0, sizeof k);
+    ENSURE(hpml_comm_create(ctx, &k) == NULL && strstr(hpml_ctx_error(ctx), "hpml_launch"));
+    ENSURE(hpml_allreduce(NULL, &x, 1, NULL) != HPML_OK && hpml_barrier(NULL) != HPML_OK);
+    ENSURE(hpml_comm_tune(NULL) != HPML_OK);
+    ENSURE(hpml_broadcast(NULL, &x, 4, 0) != HPML_OK && hpml_gather(NULL, &x, 4, &x, 0) != HPML_OK);
+    ENSURE(hpml_send(NULL, 0, 0, &x, 4) != HPML_OK && hpml_recv(NULL, 0, 0, &x, 4) != HPML_OK);
+    ENSURE(hpml_iallreduce(NULL, &x, 1, NULL) == NULL && hpml_job_wait(NULL) != HPML_OK && hpml_job_done(NULL));
+    ENSURE(hpml_comm_split(NULL, 0, 0) == NULL && hpml_comm_split_node(NULL) == NULL);
+    ENSURE(hpml_world_create(HPML_TRANSPORT_THREADS, 0, NULL) == NULL);
+    hpml_comm_free(NULL);
+    hpml_world_free(NULL);
+    hpml_ctx_free(ctx);
+#ifndef HPML_USE_MPI
+    ctx         = hpml_ctx_create(NULL);
+    k.transport = HPML_TRANSPORT_MPI;
+    ENSURE(hpml_comm_create(ctx, &k) == NULL && strstr(hpml_ctx_error(ctx), "mpicc"));
+    hpml_ctx_free(ctx);
+#endif
+}
+
+/* ---- threads of one's own ---- */
+
+typedef struct own {
+    hpml_world *world;
+    int         rank;
+    float       sum;
+} own;
+
+static void *own_thread(void *arg)
+{
+    own           *o = (own *)arg;
+    hpml_ctx      *ctx = hpml_ctx_create(NULL);
+    hpml_comm_desc d;
+    memset(&d, 0, sizeof d);
+    d.world = o->world, d.rank = o->rank;
+    hpml_comm *c = hpml_comm_create(ctx, &d);
+    o->sum       = (float)o->rank;
+    hpml_allreduce(c, &o->sum, 1, NULL);
+    hpml_ctx_free(ctx);
+    return NULL;
+}
+
+TEST(ranks_on_threads_of_the_caller)
+{
+    for (int t = 0; t < 2; t++) {
+        own         o[3];
+        pthread_t   thread[3];
+        hpml_world *w = hpml_world_create(transports[t], 3, NULL);
+        for (int i = 0; i < 3; i++) {
+            o[i].world = w, o[i].rank = i;
+            pthread_create(&thread[i], NULL, own_thread, &o[i]);
+        }
+        for (int i = 0; i < 3; i++) pthread_join(thread[i], NULL);
+        for (int i = 0; i < 3; i++) ENSURE(o[i].sum == 3);
+        hpml_world_free(w);
+    }
+}
+
+/* ---- no memory ---- */
+
+static int left; /* allocations that still succeed */
+
+static void *scarce_alloc(size_t size, size_t align, void *user)
+{
+    (void)user;
+    if (__atomic_fetch_sub(&left, 1, __ATOMIC_RELAXED) <= 0) return NULL;
+    return aligned_alloc(align, (size + align - 1) / align * align);
+}
+
+static void scarce_free(void *p, size_t size, void *user)
+{
+    (void)size, (void)user;
+    free(p);
+}
+
+static hpml_status hungry(hpml_comm *c, void *user)
+{
+    static float x[3][300];
+    hpml_comm   *part;
+    (void)user;
+    hpml_allreduce_desc d;
+    memset(&d, 0, sizeof d);
+    d.algorithm = HPML_BUTTERFLY;
+    hpml_allreduce(c, x[hpml_comm_rank(c)], 300, &d);
+    part = hpml_comm_split(c, 0, 0);
+    hpml_barrier(part);
+    hpml_job_wait(hpml_iallreduce(c, x[hpml_comm_rank(c)], 300, NULL));
+    hpml_comm_tune(c);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(no_memory_is_an_error_on_all_ranks)
+{
+    for (int t = 0; t < 2; t++) {
+        int k = 0;
+        for (hpml_status status = HPML_ERR_MEMORY; status != HPML_OK; k++) {
+            hpml_launch_desc d;
+            memset(&d, 0, sizeof d);
+            d.transport = transports[t], d.ranks = 3, d.timeout = 20;
+            d.ctx.allocator.alloc = scarce_alloc, d.ctx.allocator.free = scarce_free;
+            left           = k;
+            double start = hpml_now();
+            status         = hpml_launch(&d, hungry, NULL, error, sizeof error);
+            double took  = hpml_now() - start;
+            if (took > 2 || (status != HPML_OK && status != HPML_ERR_MEMORY))
+                printf("    k = %d: %d, %.2f s: %s\n", k, status, took, error);
+            ENSURE(took <= 2 && k < 500);
+            ENSURE(status == HPML_OK || status == HPML_ERR_MEMORY);
+            ENSURE(status == HPML_OK || error[0]);
+        }
+        ENSURE(k > 20);
+    }
+}

@@ -1,0 +1,50 @@
+#!/bin/sh
+# Communicators on MPI: the checks of comm_check.h on 1, 2 and 4 ranks, MPI of the host program's, and what can go wrong.
+# Skipped (77) where there is no mpicc or no mpiexec that works.
+tmp=$(mktemp -d) passed=0 failed=0
+trap 'rm -rf "$tmp"' EXIT
+skip() { echo "skipped: $1"; exit 77; }
+command -v mpicc >/dev/null || skip "no mpicc"
+command -v mpiexec >/dev/null || skip "no mpiexec"
+mpicc -O1 -Wall -Wextra -DHPML_USE_MPI tests/mpi_ranks.c -o "$tmp/ranks" -lm -lpthread 2>"$tmp/err" || {
+    printf '#include <mpi.h>\nint main(void) { return MPI_SUCCESS; }\n' | mpicc -x c - -o "$tmp/probe" 2>/dev/null ||
+        skip "mpicc cannot compile"
+    cat "$tmp/err"; echo "0 passed, 1 failed, 0 skipped"; exit 1; }
+[ -s "$tmp/err" ] && { cat "$tmp/err"; failed=1; }
+root=
+if [ "$(id -u)" = 0 ] && mpiexec --version 2>/dev/null | grep -qi 'open'; then root='--allow-run-as-root --oversubscribe'; fi
+on() { ranks=$1; shift; timeout 30 mpiexec $root -n "$ranks" "$tmp/ranks" "$@" >"$tmp/out" 2>&1; }
+on 2 traffic || [ $? -ne 124 ] || skip "mpiexec hangs"
+timeout 30 mpiexec $root -n 2 true >/dev/null 2>&1 || skip "mpiexec does not work: $(tail -n 1 "$tmp/out")"
+# check NAME EXIT TEXT: the exit status (0, or not 0 but no time-out) and a text in the output
+check() {
+    code=$? good=1
+    if [ "$2" = 0 ]; then [ $code -eq 0 ] || good=0; else [ $code -ne 0 ] && [ $code -ne 124 ] || good=0; fi
+    [ -z "$3" ] || grep -qE "$3" "$tmp/out" || good=0
+    if [ $good = 1 ]; then passed=$((passed + 1)); echo "ok $1"
+    else failed=$((failed + 1)); echo "FAIL $1 (exit $code)"; tail -n 12 "$tmp/out"; fi
+}
+for n in 1 2 4; do on $n correct; check "everything on $n ranks" 0 ''; done
+for n in 2 4; do
+    on $n traffic; check "bytes and rounds on $n ranks" 0 ''
+    on $n large; check "messages of many pieces on $n ranks" 0 ''
+done
+on 2 checked; check "with .check" 0 ''
+on 2 single; check "MPI_THREAD_SINGLE: jobs are done at once" 0 ''
+on 2 multiple; check "the host program's MPI" 0 ''
+on 4 part; check "a part of the world" 0 ''
+on 2 before; check "MPI not initialized" 1 'MPI is not initialized; call MPI_Init'
+on 2 after; check "MPI over" 1 'MPI is over already'
+on 2 wrong_number; check "a wrong number of ranks" 1 '3 ranks are wanted, mpiexec started 2'
+on 3 raises; check "a rank raises an error" 1 'rank 1 failed: the loss is NaN'
+on 3 leaves; check "a rank leaves early" 1 'rank 1 has left while this rank waits for it in allreduce|rank . failed'
+on 2 killed; check "a rank is killed" 1 ''
+on 2 exits; check "a rank calls exit" 1 ''
+on 2 another; check "another collective" 1 'rank 0 is in broadcast of 16 .* rank 1 in allreduce of 4'
+on 2 other_count; check "another count" 1 'all ranks must pass the same counts'
+on 2 other_count_checked; check "another count, checked" 1 'allreduce of 32 .* allreduce of 64'
+on 2 sleeps; check "a deadline" 1 'waited 0.2 s for rank 1 in allreduce'
+on 2 memory; check "no memory on one rank" 0 ''
+PMI_SIZE=4 timeout 30 "$tmp/ranks" correct >"$tmp/out" 2>&1; check "mpiexec of another MPI" 1 'started 4 processes but MPI says each is alone'
+echo "$passed passed, $failed failed, 0 skipped"
+[ $failed -eq 0 ]

@@ -1,0 +1,341 @@
+/* The simulator against formulas, against itself without short cuts, and against threads in virtual time. */
+#define HPML_IMPLEMENTATION
+#include "../hpml_comm.h"
+#include "test.h"
+
+static hpml_network flat(double latency, double bandwidth)
+{
+    hpml_network n = { 0 };
+    n.ranks_per_node    = 1;
+    n.between.latency   = latency;
+    n.between.bandwidth = bandwidth;
+    return n;
+}
+
+static hpml_network nodes(int ranks_per_node, bool spread)
+{
+    hpml_network n = flat(50e-6, 125e6);
+    n.ranks_per_node   = ranks_per_node;
+    n.spread           = spread;
+    n.inside.latency   = 1e-6;
+    n.inside.bandwidth = 1e10;
+    return n;
+}
+
+static double seconds(hpml_algorithm a, int p, hpml_network n, int64_t bytes) { return hpml_simulate_allreduce(a, p, &n, bytes); }
+
+#define ENSURE_CLOSE(a, b, relative) ENSURE_NEAR((a) / (b), 1, relative)
+
+TEST(formulas)
+{
+    static const int ps[] = { 2, 4, 8, 64, 256, 4096 };
+    for (size_t i = 0; i < sizeof ps / sizeof *ps; i++)
+        for (int net = 0; net < 3; net++) {
+            double       alpha = net == 2 ? 1e-3 : 1e-5, beta = net == 1 ? 1e-6 : 1e-9, p = ps[i], k = log2(p), n = 16384. * 64;
+            hpml_network w = flat(alpha, 1 / beta);
+            ENSURE_CLOSE(seconds(HPML_RING, ps[i], w, (int64_t)n), 2 * (p - 1) * (alpha + n / p * beta), 1e-9);
+            ENSURE_CLOSE(seconds(HPML_BUTTERFLY, ps[i], w, (int64_t)n), k * (alpha + n * beta), 1e-9);
+            ENSURE_CLOSE(seconds(HPML_HALVING, ps[i], w, (int64_t)n), 2 * k * alpha + 2 * n * (p - 1) / p * beta, 1e-9);
+            ENSURE_CLOSE(seconds(HPML_TREE, ps[i], w, (int64_t)n), 2 * k * (alpha + n * beta), net == 1 ? 0.01 : 1);
+            /* Messages in line pay one latency: 2 (p-1) (alpha + n beta) is what it would be one by one. */
+            ENSURE_CLOSE(seconds(HPML_CENTRAL, ps[i], w, (int64_t)n), 2 * alpha + 2 * (p - 1) * n * beta, 1e-9);
+            if (net == 1) ENSURE_CLOSE(seconds(HPML_CENTRAL, ps[i], w, (int64_t)n), 2 * (p - 1) * (alpha + n * beta), 0.01);
+        }
+}
+
+/* m ranks a node: a ring inside, halving of each share among the nodes, m shares through one card. */
+TEST(hierarchical_formula)
+{
+    hpml_network w = nodes(8, false);
+    double       n = 1 << 24, m = 8, k = 16, a = w.inside.latency, b = 1 / w.inside.bandwidth;
+    double       inside = 2 * (m - 1) * (a + n / m * b), between = 2 * log2(k) * w.between.latency + 2 * n * (k - 1) / k / w.between.bandwidth;
+    ENSURE_CLOSE(seconds(HPML_HIERARCHICAL, 128, w, 1 << 24), inside + between, 0.01);
+    ENSURE(seconds(HPML_HIERARCHICAL, 128, w, 1 << 24) < seconds(HPML_RING, 128, w, 1 << 24));
+}
+
+typedef struct clock_run {
+    hpml_allreduce_desc d;
+    int64_t             n;
+    double              end;
+    int64_t             bytes, messages, between;
+} clock_run;
+
+static hpml_status clock_rank(hpml_comm *c, void *user) /* one thread at a time: no races */
+{
+    clock_run    *run = (clock_run *)user;
+    hpml_counters count;
+    float        *x = (float *)calloc((size_t)run->n + 1, sizeof *x);
+    hpml_allreduce(c, x, run->n, &run->d);
+    free(x);
+    hpml_comm_counters(c, &count);
+    if (hpml_comm_now(c) > run->end) run->end = hpml_comm_now(c);
+    if (count.bytes > run->bytes) run->bytes = count.bytes;
+    if (count.messages > run->messages) run->messages = count.messages;
+    run->between += count.between_bytes;
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+static hpml_simulation one_layer(hpml_algorithm a, int p, hpml_network w, int64_t n, bool stripes)
+{
+    double             none = 0;
+    int64_t            bytes = 4 * n;
+    hpml_simulate_desc d     = { 0 };
+    hpml_simulation    s;
+    d.ranks = p, d.network = w, d.layers = 1, d.backward_s = &none, d.elements = &n, d.algorithm = a;
+    if (stripes) d.packed = &bytes;
+    hpml_simulate(&d, &s, NULL, 0);
+    return s;
+}
+
+/* Time, bytes and messages of every algorithm equal those of threads that really pass messages in virtual time. */
+TEST(equals_the_clock_transport)
+{
+    static const int     ps[] = { 2, 3, 4, 5, 6, 8, 16 };
+    static const int64_t ns[] = { 1, 1003, 60000 };
+    for (int net = 0; net < 6; net++)
+        for (int i = 0; i < 7 * 3 * HPML_NATIVE; i++) {
+            hpml_launch_desc l   = { 0 };
+            clock_run        run;
+            char             error[256];
+            memset(&run, 0, sizeof run);
+            l.transport = HPML_TRANSPORT_CLOCK, l.ranks = ps[i % 7];
+            l.network = net == 0 ? flat(2e-5, 1e9) : nodes(net == 5 ? 3 : 1 << (net % 3), net > 2);
+            run.n = ns[i / 7 % 3], run.d.algorithm = (hpml_algorithm)(i / 21);
+            hpml_status status = hpml_launch(&l, clock_rank, &run, error, sizeof error);
+            if (status != HPML_OK) puts(error);
+            ENSURE(status == HPML_OK);
+            hpml_simulation s = one_layer(run.d.algorithm, l.ranks, l.network, run.n, false);
+            ENSURE_CLOSE(seconds(run.d.algorithm, l.ranks, l.network, 4 * run.n), run.end, 1e-9);
+            ENSURE_CLOSE(s.comm_s, run.end, 1e-9);
+            ENSURE(s.bytes_per_rank == run.bytes && s.messages == run.messages && s.between_bytes == run.between);
+        }
+}
+
+typedef struct overlap_run {
+    double         end, backward[4];
+    int64_t        n[4];
+    hpml_algorithm a;
+    const double  *slow;
+} overlap_run;
+
+static hpml_status overlap_rank(hpml_comm *c, void *user)
+{
+    overlap_run        *run = (overlap_run *)user;
+    hpml_job           *job[4];
+    float              *x[4];
+    hpml_allreduce_desc d = { 0 };
+    d.algorithm = run->a;
+    hpml_job_wait(hpml_iallreduce(c, run->n, 0, NULL)); /* the first one makes the twin, which takes messages; */
+    hpml_comm_compute(c, (10 - hpml_comm_now(c)) / (run->slow ? run->slow[hpml_comm_rank(c)] : 1)); /* all begin at 10 s */
+    for (int i = 3; i >= 0; i--) {
+        x[i] = (float *)calloc((size_t)run->n[i], sizeof(float));
+        hpml_comm_compute(c, run->backward[i]);
+        job[i] = hpml_iallreduce(c, x[i], run->n[i], &d);
+    }
+    for (int i = 3; i >= 0; i--) hpml_job_wait(job[i]), free(x[i]);
+    if (hpml_comm_now(c) > run->end) run->end = hpml_comm_now(c);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+/* A backward pass with allreduces in the background, and a straggler: run by threads in virtual time, and simulated. */
+TEST(overlapped_step_equals_the_clock_transport)
+{
+    static const double slow[6] = { 1, 1, 1.5, 1, 1, 1.2 };
+    for (int a = 1; a < HPML_NATIVE; a++)
+        for (int stragglers = 0; stragglers < 2; stragglers++) {
+            hpml_launch_desc   l   = { 0 };
+            overlap_run        run = { 0, { 1e-3, 2e-3, 1e-3, 4e-3 }, { 60000, 30000, 120000, 1000 }, HPML_AUTO, NULL };
+            hpml_simulate_desc d   = { 0 };
+            hpml_simulation    s;
+            char               error[256];
+            run.a = (hpml_algorithm)a, run.slow = stragglers ? slow : NULL;
+            l.transport = HPML_TRANSPORT_CLOCK, l.ranks = 6, l.network = nodes(3, false), l.network.slow = stragglers ? slow : NULL;
+            ENSURE(hpml_launch(&l, overlap_rank, &run, error, sizeof error) == HPML_OK);
+            d.ranks = 6, d.network = l.network, d.layers = 4, d.backward_s = run.backward, d.elements = run.n, d.bucket_bytes = 1;
+            d.algorithm = run.a;
+            ENSURE(hpml_simulate(&d, &s, error, sizeof error) == HPML_OK);
+            ENSURE_CLOSE(s.step_s, run.end - 10, 0.03); /* rounding may decide who is first at a card */
+            ENSURE(s.buckets == 4);
+        }
+}
+
+/* Rings and all to alls by symmetry, and one message after another from the queue. */
+TEST(short_cuts)
+{
+    static const int ps[] = { 4, 8, 24, 64, 264, 512 };
+    for (int i = 0; i < 6 * 3 * 5 * 2; i++) {
+        hpmlc_sim    s, q;
+        int          p = ps[i % 6], net = i / 18 % 5;
+        hpml_network w = net == 0 ? flat(5e-5, 1e9) : nodes(net == 1 ? 4 : net == 2 ? 8 : net == 3 ? 3 : 512, false);
+        int64_t      n = i / 90 ? 200 * p : 100003;
+        ENSURE(hpmlc_sim_open(&s, p, &w) && hpmlc_sim_open(&q, p, &w));
+        q.plain = true;
+        for (int twice = 0; twice < 2; twice++) {
+            ENSURE(hpmlc_sim_play(&s, (hpmlc_sim_kind)(i / 6 % 3), HPML_RING, n, 4));
+            ENSURE(hpmlc_sim_play(&q, (hpmlc_sim_kind)(i / 6 % 3), HPML_RING, n, 4));
+        }
+        bool ring = i / 6 % 3 != HPMLC_SIM_ALL_TO_ALL; /* blocks of unequal sizes get out of step in an all to all */
+        ENSURE_CLOSE(hpmlc_sim_latest(&s), hpmlc_sim_latest(&q), n % p == 0 ? (ring ? 1e-9 : 0.02) : ring ? 0.001 : 0.1);
+        ENSURE(memcmp(s.bytes, q.bytes, sizeof(int64_t) * (size_t)p) == 0 && s.between == q.between);
+        ENSURE(memcmp(s.messages, q.messages, sizeof(int64_t) * (size_t)p) == 0);
+        hpmlc_sim_close(&s);
+        hpmlc_sim_close(&q);
+    }
+}
+
+TEST(stripes)
+{
+    for (int p = 2; p <= 256; p *= 2) { /* 2 (p-1) messages of n/p, whatever the algorithm */
+        hpml_simulation s = one_layer(HPML_CENTRAL, p, flat(1e-4, 1e8), 65536, true);
+        ENSURE_CLOSE(s.comm_s, 2 * (p - 1) * (1e-4 + 262144. / p * 1e-8), 1e-9);
+        ENSURE(s.messages == 2 * (p - 1) && s.bytes_per_rank == 2 * (262144 - 262144 / p));
+    }
+    double  none = 0;
+    int64_t n = 4000000, packed = n / 8 + 4000;
+    hpml_simulate_desc d = { 0 };
+    hpml_simulation    s;
+    d.ranks = 16, d.network = flat(0, 12.5e6), d.layers = 1, d.backward_s = &none, d.elements = &n, d.packed = &packed;
+    ENSURE(hpml_simulate(&d, &s, NULL, 0) == HPML_OK);
+    ENSURE((double)one_layer(HPML_RING, 16, flat(0, 12.5e6), n, false).bytes_per_rank / (double)s.bytes_per_rank > 27);
+    double without = s.comm_s;
+    d.codec_s_per_byte = 1e-9;
+    hpml_simulate(&d, &s, NULL, 0);
+    ENSURE_NEAR(s.comm_s - without, 16e6 * 1e-9, 1e-9);
+}
+
+/* A ring of 8 on 2 nodes of 4: neighbours on one node, or never. */
+TEST(spread_and_pack)
+{
+    hpml_simulation pack = one_layer(HPML_RING, 8, nodes(4, false), 80000, false), spread = one_layer(HPML_RING, 8, nodes(4, true), 80000, false);
+    ENSURE(spread.between_bytes == 4 * pack.between_bytes);
+    ENSURE(pack.between_bytes == 2 * 14 * 10000 * 4);
+    ENSURE(spread.comm_s > 3 * pack.comm_s);
+}
+
+static hpml_status model(hpml_simulate_desc *d, int layers, double backward_s, int64_t elements, hpml_simulation *s)
+{
+    double  time[256];
+    int64_t n[256];
+    for (int i = 0; i < layers; i++) time[i] = backward_s / layers, n[i] = elements / layers;
+    d->layers = layers, d->backward_s = time, d->elements = n;
+    hpml_status status = hpml_simulate(d, s, NULL, 0);
+    d->backward_s = NULL, d->elements = NULL;
+    return status;
+}
+
+TEST(overlap)
+{
+    hpml_simulate_desc d = { 0 };
+    hpml_simulation    with, without, half;
+    d.ranks = 8, d.network = flat(0, 1e9), d.algorithm = HPML_RING, d.bucket_bytes = 1;
+    double t = 2 * 7 / 8. * 4e6 * 20 / 1e9; /* 20 layers of 1e6 elements: backward takes as long as the exchange */
+    ENSURE(model(&d, 20, t, 20000000, &with) == HPML_OK);
+    d.no_overlap = true;
+    ENSURE(model(&d, 20, t, 20000000, &without) == HPML_OK);
+    d.no_overlap = false;
+    ENSURE(model(&d, 20, 2 * t, 20000000, &half) == HPML_OK);
+    ENSURE_CLOSE(without.step_s, 2 * t, 1e-9);
+    ENSURE_CLOSE(with.step_s, t * 21 / 20, 1e-9); /* the last layer's exchange sticks out */
+    ENSURE(with.step_s <= 0.65 * without.step_s);
+    ENSURE(1 - half.exposed_s / half.comm_s >= 0.8);
+    d.delayed = true;
+    ENSURE(model(&d, 20, t, 20000000, &with) == HPML_OK);
+    ENSURE_CLOSE(with.step_s, t, 1e-9);
+}
+
+TEST(fusion)
+{
+    hpml_simulate_desc d = { 0 };
+    hpml_simulation    one, fused;
+    d.ranks = 8, d.network = flat(50e-6, 1.25e9), d.algorithm = HPML_RING, d.bucket_bytes = 1;
+    ENSURE(model(&d, 200, 5e-3, 200 * 500, &one) == HPML_OK);
+    d.bucket_bytes = 0;
+    ENSURE(model(&d, 200, 5e-3, 200 * 500, &fused) == HPML_OK);
+    ENSURE(one.buckets == 200 && fused.buckets == 1);
+    ENSURE(one.step_s >= 3 * fused.step_s);
+    d.bucket_bytes = 50 * 500 * 4;
+    ENSURE(model(&d, 200, 5e-3, 200 * 500, &fused) == HPML_OK && fused.buckets == 4);
+}
+
+TEST(more_bandwidth_is_never_slower)
+{
+    for (int a = 0; a < HPML_NATIVE; a++)
+        for (int p = 2; p <= 128; p = p * 2 + (p == 8)) {
+            double before = 1e300;
+            for (double bandwidth = 1e6; bandwidth < 1e12; bandwidth *= 3) {
+                hpml_network w = nodes(4, false);
+                w.between.bandwidth = bandwidth, w.inside.bandwidth = 8 * bandwidth;
+                double now = seconds(a == HPML_AUTO ? HPML_RING : (hpml_algorithm)a, p, w, 4000000);
+                ENSURE(now <= before * (1 + 1e-12));
+                before = now;
+            }
+        }
+}
+
+TEST(thousands_of_ranks)
+{
+    double start = hpml_now();
+    for (int a = 1; a < HPML_NATIVE; a++) ENSURE(seconds((hpml_algorithm)a, 4096, nodes(8, false), 100 << 20) > 0);
+    ENSURE(seconds(HPML_RING, 4096, nodes(7, false), 1 << 20) > 0); /* the last node is not full: no symmetry */
+    ENSURE(hpml_now() - start < 20); /* 0.2 s, but for sanitizers and busy machines */
+    ENSURE(seconds(HPML_HALVING, 65536, flat(1e-5, 1e9), 1 << 20) > 0);
+}
+
+TEST(stragglers)
+{
+    double             slow[64];
+    hpml_simulate_desc d = { 0 };
+    hpml_simulation    s;
+    for (int i = 0; i < 64; i++) slow[i] = i == 17 ? 2 : 1;
+    d.ranks = 64, d.network = flat(1e-6, 1e12), d.network.slow = slow, d.update_s = 0.1;
+    ENSURE(model(&d, 10, 1, 100, &s) == HPML_OK);
+    ENSURE_NEAR(s.step_s, 2.2, 1e-3);
+    ENSURE_NEAR(s.straggle_s, 1.1, 1e-9);
+    ENSURE_NEAR(s.efficiency, 0.5, 1e-3);
+    ENSURE_NEAR(s.step_s, s.compute_s + s.straggle_s + s.exposed_s, 1e-12);
+}
+
+TEST(rules_of_thumb)
+{
+    ENSURE_NEAR(hpml_amdahl(0.1, 1e9), 10, 1e-6);
+    ENSURE_NEAR(hpml_amdahl(0, 64), 64, 1e-9);
+    ENSURE_NEAR(hpml_optimal_ranks(0.5, 0.01, 0.06), 10, 1e-9);
+    ENSURE(hpml_optimal_ranks(1, 0.1, 0.1) > 1e300);
+    /* At the optimum computing takes as long as communicating. */
+    double k = hpml_optimal_ranks(2, 0.05, 0.3);
+    ENSURE_NEAR(2 / k + 0.05, 0.3, 1e-12);
+}
+
+TEST(errors)
+{
+    double             t = 1, bad = -1;
+    int64_t            n = 10;
+    hpml_simulate_desc d = { 0 };
+    hpml_simulation    s;
+    char               error[300];
+    ENSURE(hpml_simulate(NULL, &s, error, sizeof error) == HPML_ERR_ARGUMENT && strstr(error, "no desc"));
+#define REFUSED(change, undo, words)                                                                                     \
+    change;                                                                                                              \
+    ENSURE(hpml_simulate(&d, &s, error, sizeof error) < 0 && strstr(error, words));                                      \
+    undo
+    REFUSED(, , "0 ranks");
+    REFUSED(d.ranks = 70000, d.ranks = 4, "70000");
+    REFUSED(, , "at least one layer");
+    d.layers = 1, d.backward_s = &t, d.elements = &n;
+    ENSURE(hpml_simulate(&d, &s, error, sizeof error) == HPML_OK && error[0] == 0);
+    REFUSED(d.backward_s = &bad, d.backward_s = &t, "layer 0");
+    REFUSED(n = -1, n = 10, "layer 0");
+    REFUSED(n = INT64_MAX, n = 10, "2^50");
+    REFUSED(d.algorithm = HPML_NATIVE, d.algorithm = HPML_AUTO, "choose another");
+    REFUSED(d.algorithm = (hpml_algorithm)99, d.algorithm = HPML_AUTO, "algorithm 99");
+    REFUSED(d.network.between.bandwidth = 1e9, d.network.between.bandwidth = 0, "ranks_per_node");
+    REFUSED(d.network.inside.latency = NAN, d.network.inside.latency = 0, "NaN");
+    REFUSED(d._end = 1, d._end = 0, "canary");
+    REFUSED(d.network.slow = &bad, d.network.slow = NULL, "slow[0]");
+    REFUSED(d.update_s = INFINITY, d.update_s = 0, "update_s");
+    ENSURE(hpml_simulate(&d, NULL, error, sizeof error) == HPML_ERR_ARGUMENT);
+    ENSURE(hpml_simulate_allreduce(HPML_RING, 0, &d.network, 4) < 0 && hpml_simulate_allreduce(HPML_RING, 4, NULL, 4) < 0);
+    d.ranks = 1;
+    ENSURE(hpml_simulate(&d, &s, NULL, 0) == HPML_OK);
+    ENSURE_NEAR(s.efficiency, 1, 0);
+}
