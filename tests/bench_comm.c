@@ -1,5 +1,5 @@
-/* Allreduce of f32, seconds by size: bench_comm threads | mpi | ring [BYTES]. Prints "case bytes seconds" for each measurement;
-   bench_comm.sh repeats, takes the best of each and writes the rows. */
+/* Allreduce of f32, seconds by size: bench_comm threads | mpi | ring [BYTES]. Prints "case bytes seconds" for each
+   measurement; bench_comm.sh repeats, takes the best of each and writes the rows. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
 
@@ -49,8 +49,8 @@ static hpml_status measure(hpml_comm *c, void *user)
         t[0] = seconds(c, OURS, x, bytes, 6);
         t[1] = seconds(c, mpi ? NATIVE : COPY, x, bytes, 6);
         if (hpml_comm_rank(c) > 0) continue;
-        printf("%s %lld %.9g\n%s %lld %.9g\n", mpi ? "ours_mpi" : "ours_threads", (long long)bytes, t[0], mpi ? "mpich" : "copy",
-               (long long)bytes, t[1]);
+        printf("%s %lld %.9g\n", mpi ? "ours_mpi" : "ours_threads", (long long)bytes, t[0]);
+        printf("%s %lld %.9g\n", mpi ? "mpich" : "copy", (long long)bytes, t[1]);
     }
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
@@ -63,8 +63,8 @@ static void plain_ring(float *x, float *buffer, int64_t n, int p, int rank)
     for (int k = 0; k < 2 * (p - 1); k++) {
         int     out = ((rank - (k < p - 1 ? 1 : 0) - k % (p - 1)) % p + p) % p, in = (out + p - 1) % p;
         int64_t from = hpml_block(n, p, out), to = hpml_block(n, p, in), size = hpml_block(n, p, in + 1) - to;
-        MPI_Sendrecv(x + from, (int)(hpml_block(n, p, out + 1) - from), MPI_FLOAT, next, 0, k < p - 1 ? buffer : x + to, (int)size,
-                     MPI_FLOAT, before, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+        MPI_Sendrecv(x + from, (int)(hpml_block(n, p, out + 1) - from), MPI_FLOAT, next, 0, k < p - 1 ? buffer : x + to,
+                     (int)size, MPI_FLOAT, before, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
         for (int64_t i = 0; i < size && k < p - 1; i++) x[to + i] += buffer[i];
     }
 }
@@ -79,7 +79,8 @@ static hpml_status crowd(hpml_comm *c, void *user) /* more ranks than cores */
     for (int64_t i = 0; i < n; i++) x[i] = (float)rank;
     plain_ring(x, buffer, n, p, rank);
     for (int64_t i = 0; i < n; i++)
-        if (x[i] != (float)(p * (p - 1) / 2)) return hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_STATE, "plain ring is wrong");
+        if (x[i] != (float)(p * (p - 1) / 2))
+            return hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_STATE, "plain ring is wrong");
     ours = seconds(c, RING, x, bytes, 10);
     for (int run = 0; run < 5; run++) {
         MPI_Barrier(MPI_COMM_WORLD);
@@ -88,7 +89,8 @@ static hpml_status crowd(hpml_comm *c, void *user) /* more ranks than cores */
         t      = (hpml_now() - start) / 4;
         theirs = t < theirs ? t : theirs;
     }
-    if (rank == 0) printf("ours_ring %lld %.9g\nplain_ring %lld %.9g\n", (long long)bytes, ours, (long long)bytes, theirs);
+    if (rank == 0) printf("ours_ring %lld %.9g\n", (long long)bytes, ours);
+    if (rank == 0) printf("plain_ring %lld %.9g\n", (long long)bytes, theirs);
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
 #endif

@@ -167,8 +167,10 @@ static hpml_status others_case(hpml_comm *c, int64_t n)
     for (int op = HPML_SUM; op <= HPML_MAX; op++) {
         for (int64_t i = 0; i < n; i++) x[i] = 60 * (int32_t)whole(rank, i);
         CHECK(hpml_reduce_scatter(c, x, n, HPML_ELEMENT_I32, (hpml_reduce)op) == HPML_OK);
-        for (int64_t i = begin; i < end; i++)
-            CHECK(x[i] == (int32_t)(60 * (op == HPML_MAX ? whole_max(p, i) : whole_sum(p, i))) / (op == HPML_MEAN ? p : 1));
+        for (int64_t i = begin; i < end; i++) {
+            int32_t right = 60 * (int32_t)(op == HPML_MAX ? whole_max(p, i) : whole_sum(p, i));
+            CHECK(x[i] == right / (op == HPML_MEAN ? p : 1));
+        }
     }
     for (int64_t i = 0; i < n; i++) x[i] = i >= begin && i < end ? (int32_t)(i + 5) : -1;
     CHECK(hpml_allgather(c, x, n, HPML_ELEMENT_I32) == HPML_OK);

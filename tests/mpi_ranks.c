@@ -1,5 +1,5 @@
-/* The checks of comm_check.h on MPI's ranks, and what can go wrong there. Run by test_mpi.sh: mpi_ranks CASE. A rank that
-   finds an error says so on one line, "rank R: status S: text", and exits with 1. */
+/* The checks of comm_check.h on MPI's ranks, and what can go wrong there. Run by test_mpi.sh: mpi_ranks CASE. A rank
+   that finds an error says so on one line, "rank R: status S: text", and exits with 1. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
 #include "comm_check.h"
@@ -71,7 +71,8 @@ static hpml_status sum_of_four(hpml_comm *c)
 static hpml_status raises(hpml_comm *c, void *user)
 {
     (void)user;
-    return hpml_comm_rank(c) == 1 ? hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_NONFINITE, "the loss is NaN") : sum_of_four(c);
+    if (hpml_comm_rank(c) == 1) return hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_NONFINITE, "the loss is NaN");
+    return sum_of_four(c);
 }
 
 static hpml_status leaves(hpml_comm *c, void *user)

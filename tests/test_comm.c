@@ -63,7 +63,8 @@ TEST(every_algorithm_every_rank_count)
             for (int per_node = 0; per_node < ranks[i] && per_node < 6; per_node++)
                 for (int spread = 0; spread < 1 + (per_node > 1); spread++) {
                     hpml_network net;
-                    if (SLOW_BUILD && (ranks[i] > 8 || (per_node > 0 && per_node + spread != 3))) continue;
+                    bool few = ranks[i] <= 8 && ranks[i] != 7 && (per_node == 0 || per_node + spread == 3);
+                    if (SLOW_BUILD && !few) continue;
                     memset(&net, 0, sizeof net);
                     net.ranks_per_node = per_node, net.spread = spread;
                     ENSURE(launch_on(transports[t], ranks[i], &net, all_algorithms, NULL) == HPML_OK);
@@ -139,7 +140,7 @@ TEST(the_other_collectives_at_every_root)
 {
     static const int ranks[] = { 1, 2, 3, 4, 5, 7, 8, 16 };
     for (int t = 0; t < 2; t++)
-        for (int i = 0; i < 8 - SLOW_BUILD; i++)
+        for (int i = 0; i < (SLOW_BUILD ? 5 : 8); i++)
             ENSURE(launch(transports[t], ranks[i], other_collectives, NULL) == HPML_OK);
 }
 
@@ -249,7 +250,7 @@ TEST(hierarchical_sends_one_share_between_nodes)
 {
     static const int shape[][2] = { { 4, 2 }, { 8, 2 }, { 8, 4 }, { 16, 4 }, { 16, 8 } }; /* ranks, of them on a node */
     for (int t = 0; t < 2; t++)
-        for (int i = 0; i < 5; i++) {
+        for (int i = 0; i < (SLOW_BUILD ? 2 : 5); i++) {
             int     p = shape[i][0], k = shape[i][1], nodes = p / k;
             int64_t n = 4096, flat = 4 * 2 * n * (nodes - 1) / nodes;
             traffic x;
@@ -331,7 +332,8 @@ static hpml_status messages(hpml_comm *c, void *user)
 TEST(messages_of_a_hundred_shapes)
 {
     for (int t = 0; t < 2; t++)
-        for (int p = 2; p <= 7; p += p == 4 ? 3 : 1) ENSURE(launch(transports[t], p, messages, NULL) == HPML_OK);
+        for (int p = 2; p <= (SLOW_BUILD ? 3 : 7); p += p == 4 ? 3 : 1)
+            ENSURE(launch(transports[t], p, messages, NULL) == HPML_OK);
 }
 
 static hpml_status plain_messages(hpml_comm *c, void *user)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# hpml.h under every dialect, compiler and option, without a warning; two units link; only hpml_* is visible.
+# The headers under every dialect, compiler and option, without a warning; two units link; only hpml_* is visible.
 tmp=$(mktemp -d) passed=0 failed=0 skipped=0
 trap 'rm -rf "$tmp"' EXIT
 ok() { passed=$((passed + 1)); }
@@ -17,24 +17,30 @@ cat >"$tmp/user.c" <<'C'
 int body(void);
 int main(void) { hpml_ctx *c = hpml_ctx_create(NULL); int good = hpml_ctx_status(c) == HPML_OK; hpml_ctx_free(c); return good && body() ? 0 : 1; }
 C
-cp "$tmp/user.c" "$tmp/user.cc"; cp "$tmp/body.c" "$tmp/body.cc"; cp "$tmp/body.c" "$tmp/body.cu"
+sed 's/"hpml.h"/"hpml_comm.h"/' "$tmp/body.c" >"$tmp/comm.c" # with many workers
+printf '#define HPML_COMM_IMPLEMENTATION\n#include "hpml_comm.h"\n' >"$tmp/half.c" # split builds: this header's body alone
+cp "$tmp/body.c" "$tmp/body.cc"; cp "$tmp/comm.c" "$tmp/comm.cc"; cp "$tmp/comm.c" "$tmp/body.cu"
 sed 's/int body(void)/extern "C" int body(void)/' "$tmp/user.c" >"$tmp/user.cc"
 try() { if "$@" >"$tmp/err" 2>&1; then ok; else bad "$*"; fi; }
 for cc in gcc clang; do
-    command -v $cc >/dev/null || { skipped=$((skipped + 5)); continue; }
-    for std in c99 c11 c17; do try $cc -std=$std -O0 -fsyntax-only $strict -I. "$tmp/body.c"; done
-    try $cc -std=c99 -O2 $strict -I. -c "$tmp/body.c" -o "$tmp/$cc.o"
+    command -v $cc >/dev/null || { skipped=$((skipped + 6)); continue; }
+    for std in c99 c11 c17; do try $cc -std=$std -O0 -fsyntax-only $strict -I. "$tmp/comm.c"; done
+    try $cc -std=c99 -O0 -fsyntax-only $strict -I. "$tmp/body.c"
+    try $cc -std=c99 -O2 $strict -I. -c "$tmp/comm.c" -o "$tmp/$cc.o"
     try $cc -std=c99 -O2 $strict -I. "$tmp/user.c" "$tmp/$cc.o" -o "$tmp/two" -lm -lpthread
     [ -x "$tmp/two" ] && try "$tmp/two"
 done
 for cxx in g++ clang++; do
-    command -v $cxx >/dev/null || { skipped=$((skipped + 2)); continue; }
-    try $cxx -std=c++17 -O0 -fsyntax-only -Wall -Wextra -Werror -I. "$tmp/body.cc"
+    command -v $cxx >/dev/null || { skipped=$((skipped + 3)); continue; }
+    for unit in body comm; do try $cxx -std=c++17 -O0 -fsyntax-only -Wall -Wextra -Werror -I. "$tmp/$unit.cc"; done
     [ -f "$tmp/gcc.o" ] && try $cxx -std=c++17 -Wall -Wextra -Werror -I. "$tmp/user.cc" "$tmp/gcc.o" -o "$tmp/mixed" -lm -lpthread
 done
 for option in HPML_NO_THREADS HPML_NO_SIMD HPML_STATIC HPML_DEBUG; do
-    try gcc -std=c99 -fsyntax-only $strict -D$option -I. "$tmp/body.c"
+    try gcc -std=c99 -fsyntax-only $strict -D$option -I. "$tmp/comm.c"
 done
+try gcc -std=c99 -O1 $strict -I. "$tmp/body.c" "$tmp/half.c" "$tmp/user.c" -o "$tmp/split" -lm -lpthread
+if command -v mpicc >/dev/null; then try mpicc -std=c99 -fsyntax-only $strict -DHPML_USE_MPI -I. "$tmp/comm.c"
+else skipped=$((skipped + 1)); fi
 if printf '#include <cblas.h>\nint main(void) { return 0; }\n' | gcc -x c - -o /dev/null -lopenblas 2>/dev/null; then
     try gcc -std=gnu11 -O2 -DHPML_USE_CBLAS -I. tests/test_ops.c -o "$tmp/blas" -lm -lpthread -lopenblas
     try "$tmp/blas" --filter gradients

@@ -24,5 +24,30 @@ build/02_mnist --data /nonexistent >"$tmp/out" 2>&1
 check "a missing folder is an error" '[ $? -ne 0 ] && grep -q nonexistent "$tmp/out"'
 build/03_charlm --steps 60 --json hpml.h >"$tmp/out" 2>&1
 check "character model" 'grep -q bits_per_character "$tmp/out"'
+hash() { "$@" --samples 2000 --epochs 1 --model mlp --exact --json >"$tmp/out" 2>&1; tail -n 1 "$tmp/out" | grep -o '"weights_hash": *"[^"]*"'; }
+one=$(hash build/02_mnist)
+for workers in 2 3 4 8; do
+    many=$(hash build/02_mnist --workers $workers --allreduce ring)
+    check "exact: the same bits with $workers workers as with one" '[ -n "$one" ] && [ "$many" = "$one" ]'
+done
+plain=$(hash build/02_mnist --codec none)
+for workers in 2 4; do
+    many=$(timeout 60 mpiexec -n $workers build/02_mnist_mpi --transport mpi --codec none --samples 2000 --epochs 1 --model mlp --exact --json 2>&1 |
+           grep -o '"weights_hash": *"[^"]*"')
+    check "exact: the same bits under mpiexec -n $workers" '[ "$many" = "$plain" ] || ! command -v mpicc >/dev/null'
+done
+build/02_mnist --workers 4 --model mlp --json >"$tmp/out" 2>&1
+check "4 workers, 1 bit" 'above test_accuracy 0.95'
+build/02_mnist --workers 4 --samples 2000 --epochs 2 --stop 1 --model mlp --save "$tmp/b.safetensors" --json >"$tmp/out" 2>&1
+build/02_mnist --workers 2 --samples 2000 --epochs 2 --model mlp --load "$tmp/b.safetensors" --json >"$tmp/out" 2>&1
+check "saved by 4 workers, loaded by 2" 'above test_accuracy 0.7'
+build/05_allreduce --ranks 4 --max 65536 >"$tmp/out" 2>&1
+check "all algorithms agree" '[ $? -eq 0 ]'
+build/06_onebit_dropin >"$tmp/out" 2>&1
+check "1 bit dropped into a program" '[ $? -eq 0 ] && grep -q "^onebit" "$tmp/out"'
+build/08_simulate --model gpt2 --network 10gbit --ranks 256 >"$tmp/out" 2>&1
+check "simulated machines" '[ $? -eq 0 ] && grep -q "148 layers, 124.4 M" "$tmp/out" && grep -q "^   256 |" "$tmp/out"'
+build/08_simulate --layers /nonexistent >"$tmp/out" 2>&1
+check "a missing file of layers is an error" '[ $? -ne 0 ] && grep -q nonexistent "$tmp/out"'
 echo "$passed passed, $failed failed, 0 skipped"
 [ $failed -eq 0 ]
