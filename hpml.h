@@ -5045,13 +5045,14 @@ HPMLI_FN void hpmli_gemm_split_task(void *arg, int64_t task, int thread)
 }
 
 #ifdef HPML_USE_CBLAS
-/* HPML_USE_CBLAS: whole products of plain matrices go to a BLAS (its threads, its bits); bias first, relu after. Small products
-   inside tasks, convolutions and batches stay with us. */
+/* HPML_USE_CBLAS: whole products of plain matrices go to a BLAS (its threads, its bits); bias first, relu after. Small
+   products inside tasks, convolutions and batches stay with us. */
 HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
     bool  ta = d->a_cs != 1, tb = d->b_cs != 1;
     float beta = d->beta;
-    if (d->pack_b || d->batch != 1 || d->bias_m || d->act_row || d->k < 1 || d->m > INT_MAX || d->n > INT_MAX || d->k > INT_MAX ||
+    if (d->pack_b || d->batch != 1 || d->bias_m || d->act_row || d->k < 1) return false;
+    if (d->m > INT_MAX || d->n > INT_MAX || d->k > INT_MAX ||
         (ta && d->a_rs != 1) || (tb && d->b_rs != 1) || (ta ? d->a_cs < d->m : d->a_rs < d->k) ||
         (tb ? d->b_cs < d->k : d->b_rs < d->n) || d->ldc < d->n)
         return false;
@@ -5060,8 +5061,9 @@ HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
         else return false;
         beta = 1;
     }
-    cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, (int)d->m, (int)d->n, (int)d->k, d->alpha,
-                d->a, (int)(ta ? d->a_cs : d->a_rs), d->b, (int)(tb ? d->b_cs : d->b_rs), beta, d->c, (int)d->ldc);
+    cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, (int)d->m, (int)d->n,
+                (int)d->k, d->alpha, d->a, (int)(ta ? d->a_cs : d->a_rs), d->b, (int)(tb ? d->b_cs : d->b_rs), beta, d->c,
+                (int)d->ldc);
     for (int64_t i = 0; d->act == 1 && i < d->m; i++)
         ctx->k->act_forward(HPML_ACT_RELU, 0, d->c + i * d->ldc, d->c + i * d->ldc, d->n);
     return true;
@@ -5101,15 +5103,16 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 }
 
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
-                                const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc)
+                                const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
+                                int64_t ldc)
 {
     hpmli_gemm_desc d;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (m < 0 || n < 0 || k < 0 || lda < (trans_a ? m : k) || ldb < (trans_b ? k : n) || ldc < n ||
         (m > 0 && n > 0 && (!c || (k > 0 && (!a || !b)))))
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemm: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must not be "
-                          "negative, a leading dimension not smaller than a stored row, and no array NULL", (long long)m,
-                          (long long)n, (long long)k, (long long)lda, (long long)ldb, (long long)ldc);
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemm: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must not "
+                          "be negative, a leading dimension not smaller than a stored row, and no array NULL",
+                          (long long)m, (long long)n, (long long)k, (long long)lda, (long long)ldb, (long long)ldc);
     memset(&d, 0, sizeof d);
     d.m = m, d.n = n, d.k = k, d.alpha = alpha, d.beta = beta, d.batch = 1;
     d.a = a, d.a_rs = trans_a ? 1 : lda, d.a_cs = trans_a ? lda : 1;

@@ -1,4 +1,4 @@
-// hpml_comm.h - v0.1.0 - many workers in step: transports, collectives, 1-bit exchange, overlap - MIT licence (see hpml.h)
+// hpml_comm.h - v0.1.0 - many workers in step: transports, collectives, 1-bit exchange - MIT licence (see hpml.h)
 //
 // Do this in exactly one C or C++ file:
 //     #define HPML_IMPLEMENTATION
@@ -37,8 +37,8 @@
 //
 // THREADS: a communicator belongs to its rank's thread, as the context it hangs on. With collectives in the background
 // (>>api-async) a thread of the communicator's own works on a twin of it.
-// SAME BITS: results do not depend on timing; every rank gets the same bits. The order of additions, and so the last bit,
-// depends on algorithm and number of ranks, unless you ask for exact sums (>>api-distribute).
+// SAME BITS: results do not depend on timing; every rank gets the same bits. The order of additions, and so the last
+// bit, depends on algorithm and number of ranks, unless you ask for exact sums (>>api-distribute).
 //
 // INDEX (grep '^// >>' hpml_comm.h)
 //     api-comm   ranks and communicators
@@ -84,8 +84,8 @@ extern "C" {
 // >>api-comm   ranks and communicators
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A rank is one worker: a thread of this process, a process under mpiexec, or a thread in virtual time. All run the same
-   program; a communicator is how they meet. */
+/* A rank is one worker: a thread of this process, a process under mpiexec, or a thread in virtual time. All run the
+   same program; a communicator is how they meet. */
 typedef struct hpml_comm  hpml_comm;  /* opaque; hangs on a context */
 typedef struct hpml_world hpml_world; /* ranks that are threads of one process; opaque */
 
@@ -119,12 +119,13 @@ typedef struct hpml_comm_desc {
     void               *mpi_comm; /* MPI: points to an MPI_Comm, which is duplicated; NULL: MPI_COMM_WORLD */
     int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory */
     double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever */
-    bool                check;    /* compare every collective on all ranks first: kind, count, type, order. For debugging */
+    bool                check;    /* for debugging: compare each collective on all ranks first (kind, count, type, order) */
     uint32_t            _end;
 } hpml_comm_desc;
 
-/* Collective. NULL on failure, the error on the context: MPI not initialized, a launcher that started several programs of
-   one rank each, ... The communicator goes with its context; a rank whose context holds an error tells the others. */
+/* Collective. NULL on failure, the error on the context: MPI not initialized, a launcher that started several programs
+   of one rank each, ... The communicator goes with its context; a rank whose context holds an error tells the others.
+   */
 HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc);
 HPML_API void       hpml_comm_free(hpml_comm *c); /* optional, collective */
 
@@ -132,9 +133,9 @@ HPML_API void       hpml_comm_free(hpml_comm *c); /* optional, collective */
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network);
 HPML_API void        hpml_world_free(hpml_world *w);
 
-/* Runs `fn` on every rank and returns when all have: the one line that differs between one core, threads, virtual time and
-   mpiexec (where it runs `fn` once, on this process's rank, and starts and ends MPI unless you have). Every rank gets a
-   context and a communicator. The result is the first rank's error, its text in `error` (may be NULL). */
+/* Runs `fn` on every rank and returns when all have: the one line that differs between one core, threads, virtual time
+   and mpiexec (where it runs `fn` once, on this process's rank, and starts and ends MPI unless you have). Every rank
+   gets a context and a communicator. The result is the first rank's error, its text in `error` (may be NULL). */
 typedef struct hpml_launch_desc {
     uint32_t            _begin;
     hpml_transport_kind transport;
@@ -156,7 +157,8 @@ HPML_API const char *hpml_comm_transport(const hpml_comm *c); /* "threads", "mpi
 HPML_API double    hpml_comm_now(const hpml_comm *c);  /* seconds: hpml_now, or this rank's virtual clock */
 HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds); /* CLOCK: time passes; else sleeps as long */
 
-/* Ranks with the same colour form a new communicator, ordered by key, then rank. Colour negative: none for me (NULL). */
+/* Ranks with the same colour form a new communicator, ordered by key, then rank. Colour negative: none for me (NULL).
+   */
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key);
 HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 
@@ -175,8 +177,8 @@ HPML_API void    hpml_comm_counters_reset(hpml_comm *c);
 // >>api-messages   point to point
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Messages between two ranks with the same tag arrive in the order sent. Lengths must agree. A send may wait until it is
-   received. tag: 0 to HPML_TAG_MAX. */
+/* Messages between two ranks with the same tag arrive in the order sent. Lengths must agree. A send may wait until it
+   is received. tag: 0 to HPML_TAG_MAX. */
 #define HPML_TAG_MAX 1023
 HPML_API hpml_status hpml_send(hpml_comm *c, int to, int tag, const void *data, size_t bytes);
 HPML_API hpml_status hpml_recv(hpml_comm *c, int from, int tag, void *data, size_t bytes);
@@ -222,7 +224,7 @@ typedef struct hpml_transport {
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The ways to add up (n elements, p ranks; a message costs alpha + beta bytes):
-     CENTRAL    rank 0 receives all, adds in rank order, sends back       2 (p-1) (alpha + n beta) at rank 0
+     CENTRAL    rank 0 receives all, adds in rank order, sends back       2 alpha + 2 (p-1) n beta, at rank 0's card
      TREE       binomial tree to rank 0 and back                          2 ceil(log2 p) (alpha + n beta)
      RING       2 (p-1) steps of n/p, Patarasuk & Yuan 2009               2 (p-1) alpha + 2 n (p-1)/p beta, optimal
      BUTTERFLY  recursive doubling                                        ceil(log2 p) (alpha + n beta)
@@ -230,9 +232,9 @@ typedef struct hpml_transport {
      HIERARCHICAL  reduce-scatter inside each node, allreduce between nodes of each share, allgather inside: only
                 1/ranks_per_node of the bytes leave a node
      NATIVE     the transport's own (MPI_Allreduce)
-   BUTTERFLY and HALVING fold the ranks beyond a power of two into partners first. Every algorithm gives all ranks the same
-   bits: an element is added up along one fixed tree. CENTRAL: ((x0 + x1) + x2) ...; RING: block b starts at rank b + 1 and
-   goes round; the others pair ranks as their name says. */
+   BUTTERFLY and HALVING fold the ranks beyond a power of two into partners first. Every algorithm gives all ranks the
+   same bits: an element is added up along one fixed tree. CENTRAL: ((x0 + x1) + x2) ...; RING: block b starts at rank b
+   + 1 and goes round; the others pair ranks as their name says. */
 typedef enum hpml_algorithm {
     HPML_AUTO = 0, HPML_CENTRAL, HPML_TREE, HPML_RING, HPML_BUTTERFLY, HPML_HALVING, HPML_HIERARCHICAL, HPML_NATIVE
 } hpml_algorithm;
@@ -264,32 +266,38 @@ HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes); /* 
 
 /* Block r of an array of n elements is [n r / p, n (r+1) / p). */
 HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n index / parts: where block `index` begins */
-HPML_API hpml_status hpml_reduce_scatter(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op); /* in place: my block holds the result, the rest is scratch */
-HPML_API hpml_status hpml_allgather(hpml_comm *c, void *data, int64_t n, hpml_element e); /* in place: my block is mine, then all are there */
-HPML_API hpml_status hpml_broadcast(hpml_comm *c, void *data, size_t bytes, int root);
-HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op, int root); /* elsewhere data is scratch */
-HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root);  /* all: (p, bytes) at root */
-HPML_API hpml_status hpml_scatter(hpml_comm *c, const void *all, size_t bytes, void *mine, int root);
-HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *out, void *in, size_t bytes);          /* (p, bytes) each */
-HPML_API hpml_status hpml_barrier(hpml_comm *c);
 
-/* The moves of a collective, one by one: for those who want to draw, count or simulate them. Round `round` of an allreduce
-   of n elements as rank `rank` of p sees it. False when the algorithm has no such round. */
+/* In place. reduce_scatter: then my block holds the result, the rest is scratch. allgather: at first my block is mine,
+   then all are there. reduce_to: the result is at the root; elsewhere data is scratch. */
+HPML_API hpml_status hpml_reduce_scatter(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op);
+HPML_API hpml_status hpml_allgather(hpml_comm *c, void *data, int64_t n, hpml_element e);
+HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op, int root);
+HPML_API hpml_status hpml_broadcast(hpml_comm *c, void *data, size_t bytes, int root);
+
+/* Blocks of `bytes` each. all: (p, bytes), needed at the root only; out and in: (p, bytes), block r to and from rank r. */
+HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root);
+HPML_API hpml_status hpml_scatter(hpml_comm *c, const void *all, size_t bytes, void *mine, int root);
+HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *out, void *in, size_t bytes);
+HPML_API hpml_status hpml_barrier(hpml_comm *c);
+/* The moves of a collective, one by one: for those who want to draw, count or simulate them. Round `round` of an
+   allreduce of n elements as rank `rank` of p sees it. False when the algorithm has no such round. */
 typedef struct hpml_move {
     int     to, from;           /* -1: none */
     int64_t out_at, out_count;  /* elements sent */
     int64_t in_at, in_count;    /* elements received, ... */
     bool    add;                /* ... and added; else they replace */
 } hpml_move;
-HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, int rank, int64_t n, int round, hpml_move *out);
+HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, int rank, int64_t n, int round,
+                                  hpml_move *out);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-async   collectives in the background
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Started now, done by a thread of the communicator's own on a twin of it, in the order of starting, which must be the same
-   on all ranks. The array must stay untouched until hpml_job_wait has returned. Jobs are reused: wait for each exactly once.
-   Where there is no thread to be had (HPML_NO_THREADS, MPI_THREAD_SINGLE) the work is done at once instead. */
+/* Started now, done by a thread of the communicator's own on a twin of it, in the order of starting, which must be the
+   same on all ranks. The array must stay untouched until hpml_job_wait has returned. Jobs are reused: wait for each
+   exactly once. Where there is no thread to be had (HPML_NO_THREADS, MPI_THREAD_SINGLE) the work is done at once
+   instead. */
 typedef struct hpml_job hpml_job;
 HPML_API hpml_job   *hpml_iallreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc);
 HPML_API hpml_job   *hpml_background(hpml_comm *c, hpml_rank_fn *work, void *user); /* anything else, on the twin */
@@ -300,7 +308,8 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j);
 // >>api-exchange   gradients added up in fewer bytes
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* One array of a model, yours: (rows, cols) row-major, or a vector with rows 1. Codecs work along rows (>>api-codec). */
+/* One array of a model, yours: (rows, cols) row-major, or a vector with rows 1. Codecs work along rows (>>api-codec).
+   */
 typedef struct hpml_gradient {
     const char *name; /* for errors and saved residuals; NULL: its number */
     float      *data; /* (rows, cols) */
@@ -309,7 +318,8 @@ typedef struct hpml_gradient {
 
 typedef enum hpml_method {
     HPML_METHOD_CODEC = 0, /* every row on its own, by hpml_codec: NONE, BF16, ONEBIT, TWOBIT or your own */
-    HPML_METHOD_TOPK,      /* the largest numbers, with their places; the rest waits (Lin et al. 2018, Deep Gradient Compression) */
+    HPML_METHOD_TOPK,      /* the largest numbers and their places; the rest waits (Lin et al. 2018, Deep Gradient
+                              Compression) */
     HPML_METHOD_LOWRANK    /* P Q^T of a given rank (Vogels et al. 2019, PowerSGD) */
 } hpml_method;
 
@@ -320,7 +330,8 @@ typedef enum hpml_method {
      3. rank j unpacks and adds the p contributions, in the order of the ranks;
      4. it packs the sum with a second residual, kept for its stripe alone;
      5. everybody gets, and unpacks, the same bits.
-   2 (p-1)/p of the packed size leaves each rank, whatever p is. TOPK gathers everybody's k pairs; LOWRANK adds up P and Q. */
+   2 (p-1)/p of the packed size leaves each rank, whatever p is. TOPK gathers everybody's k pairs; LOWRANK adds up P and
+   Q. */
 typedef struct hpml_exchange_desc {
     uint32_t             _begin;
     int32_t              count;     /* tensors: required */
@@ -332,10 +343,11 @@ typedef struct hpml_exchange_desc {
     int32_t              lowrank;   /* LOWRANK: rank; 0: 2 */
     hpml_reduce          reduce;    /* SUM or MEAN over ranks */
     hpml_algorithm       algorithm; /* of the plain allreduce */
-    int32_t              leaves;    /* contributions of this rank; 0: 1. Contribution l of a tensor starts at data + l * leaf_step; */
-    int64_t              leaf_step; /*     the result goes to contribution 0. See `exact` of hpml_distribute */
-    void (*in_stripe)(void *user, int tensor, int64_t row, int64_t rows, float *sum); /* between 3 and 4: Adagrad on the */
-    void                *user;                                                        /* sum, as the paper does; optional */
+    int32_t              leaves;    /* contributions of this rank; 0: 1. See `exact` of hpml_distribute */
+    int64_t              leaf_step; /* contribution l of a tensor is at data + l * leaf_step; the result goes to l = 0 */
+    /* Optional, called between 3 and 4: Adagrad on the sum, as the paper does. */
+    void (*in_stripe)(void *user, int tensor, int64_t row, int64_t rows, float *sum);
+    void                *user;
     bool                 padded;    /* private */
     uint32_t             _end;
 } hpml_exchange_desc;
@@ -358,9 +370,9 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
 // >>api-distribute   synchronous data parallelism
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Attached to a trainer, it makes p ranks with a share of each global batch equal one rank with all of it: parameters start
-   as rank 0's, gradients are added up while the backward pass still runs, every rank makes the same step. Serial code
-   does not change. The short last batch is weighted right, and a rank without samples takes part. */
+/* Attached to a trainer, it makes p ranks with a share of each global batch equal one rank with all of it: parameters
+   start as rank 0's, gradients are added up while the backward pass still runs, every rank makes the same step. Serial
+   code does not change. The short last batch is weighted right, and a rank without samples takes part. */
 typedef struct hpml_distribute_desc {
     uint32_t        _begin;
     hpml_codec_desc codec;        /* how gradients travel, as in hpml_exchange_desc, ... */
@@ -369,24 +381,26 @@ typedef struct hpml_distribute_desc {
     int32_t         lowrank;
     hpml_algorithm  algorithm;
     bool            sum;          /* the sum of the ranks' mean gradients; else the mean over the global batch */
-    int64_t         global_batch; /* samples of all ranks for a step; 0: ranks * the model's batch. Shares differ by 1 at most */
+    int64_t         global_batch; /* samples a step, all ranks; 0: ranks * the model's batch. Shares differ by 1 at most */
     int64_t         bucket_bytes; /* gradients that travel together; 0: 1 MiB; 1: every tensor alone */
     bool            no_overlap;   /* exchange after the backward pass, not during it */
-    bool            delayed;      /* double buffering: a step applies the gradients of the step before (the first none) */
+    bool            delayed;      /* double buffering: a step applies the gradients of the one before (the first none) */
     int64_t         warm_steps;   /* the first steps travel uncompressed */
-    bool            exact;        /* the same bits for every number of ranks, algorithm, bucket and transport, see below */
+    bool            exact;        /* same bits for every number of ranks, algorithm, bucket and transport, see below */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
     uint32_t        _end;
 } hpml_distribute_desc;
 
-/* Exact sums. Floats do not add up to the same bits in every order; integers do. The global batch is cut into leaves of a
-   fixed size, each computed on its own by one rank. All ranks agree on the largest gradient, scale by a power of two so
-   that the sum of all leaves fits 62 bits, round each leaf to 64-bit integers, add those, and convert back once. So 1,
-   2, 3, ... ranks give the same bits (same build, same CPU kind), at 2 times the bytes of f32 and the memory of one gradient for
-   each leaf of a rank. With a codec, residuals belong to leaves, and leaves are added up in their order. */
+/* Exact sums. Floats do not add up to the same bits in every order; integers do. The global batch is cut into leaves of
+   a fixed size, each computed on its own by one rank. All ranks agree on the largest gradient, scale by a power of two
+   so that the sum of all leaves fits 62 bits, round each leaf to 64-bit integers, add those, and convert back once. So
+   1, 2, 3, ... ranks give the same bits (same build, same CPU kind), at 2 times the bytes of f32 and the memory of one
+   gradient for each leaf of a rank. With a codec, residuals belong to leaves, and leaves are added up in their order.
+   */
 
+/* Collective; NULL on failure, the error on the context. */
 typedef struct hpml_distributed hpml_distributed;
-HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc); /* collective */
+HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc);
 
 /* Since the start or the last call with reset. */
 typedef struct hpml_distribute_report {
@@ -403,8 +417,9 @@ typedef struct hpml_distribute_report {
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
 HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line, as snprintf */
 
-/* A checkpoint of the whole job, residuals of all ranks included; collective. It loads on any number of ranks: what is carried
-   over is the sum of the residuals, so nothing that was ever computed is lost. Exact jobs continue bit for bit. */
+/* A checkpoint of the whole job, residuals of all ranks included; collective. It loads on any number of ranks: what is
+   carried over is the sum of the residuals, so nothing that was ever computed is lost. Exact jobs continue bit for bit.
+   */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
 
@@ -570,9 +585,13 @@ HPMLC_FN bool hpmlc_failed(hpml_comm *c)
 
 HPML_API int         hpml_comm_rank(const hpml_comm *c) { return c ? c->rank : 0; }
 HPML_API int         hpml_comm_size(const hpml_comm *c) { return c ? c->size : 0; }
-HPML_API int         hpml_comm_node(const hpml_comm *c, int rank) { return c && rank >= 0 && rank < c->size ? c->node[rank] : -1; }
 HPML_API hpml_ctx   *hpml_comm_ctx(const hpml_comm *c) { return c ? c->ctx : NULL; }
 HPML_API const char *hpml_comm_transport(const hpml_comm *c) { return c ? c->t->name : "none"; }
+
+HPML_API int hpml_comm_node(const hpml_comm *c, int rank)
+{
+    return c && rank >= 0 && rank < c->size ? c->node[rank] : -1;
+}
 
 /* The part of a communicator that all transports share. */
 HPMLC_FN void       hpmlc_comm_drop(void *object);
@@ -591,7 +610,8 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     return c;
 }
 
-/* Ranks per node, and whether nodes hold neighbours (the last may have fewer) or every k-th rank; 0 where they are mixed. */
+/* Ranks per node, and whether nodes hold neighbours (the last may have fewer) or every k-th rank; 0 where they are
+   mixed. */
 HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 {
     int p = c->size, k = 1, nodes = 0;
@@ -610,9 +630,9 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 // >>messages   sending, receiving, waiting
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A message is begun by the transport and tested until it is done. Waiting spins for some microseconds, then yields, then
-   sleeps: on a busy machine whoever has work gets the core at once. (MPICH spins for ever: with more ranks than cores its
-   own waiting was measured 40 times slower than this.) */
+/* A message is begun by the transport and tested until it is done. Waiting spins for some microseconds, then yields,
+   then sleeps: on a busy machine whoever has work gets the core at once. (MPICH spins for ever: with more ranks than
+   cores its own waiting was measured 40 times slower than this.) */
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
 #define HPMLC_TAGS           30000 /* an MPI may stop at 32,767 */
@@ -626,8 +646,8 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
     if (peer < 0 || peer >= c->size || (bytes > 0 && !data))
         return m->status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s %d: a rank from 0 to %d and data were expected",
                                       receiving ? "receive from" : "send to", peer, c->size - 1);
-    m->receiving = receiving, m->peer = peer, m->tag = tag, m->data = data, m->bytes = bytes, m->reduce = reduce, m->owner = c;
-    m->done = false;
+    m->receiving = receiving, m->peer = peer, m->tag = tag, m->data = data, m->bytes = bytes, m->reduce = reduce;
+    m->owner = c, m->done = false;
     if (receiving) m->next = c->pending, c->pending = m;
     else {
         c->counters.messages++;
@@ -665,13 +685,21 @@ HPMLC_FN bool hpmlc_done(const hpml_message *m)
 #endif
 }
 
-/* Of two receives with the same tag from the same rank, the older one (further on in the list) gets the first message. */
+/* Of two receives with the same tag from the same rank, the older one (further on in the list) gets the first message.
+   */
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 {
     if (m->receiving)
         for (const hpml_message *older = m->next; older; older = older->next)
             if (!older->done && older->peer == m->peer && older->tag == m->tag) return;
     c->t->test(c, m);
+}
+
+/* A receive has met a message of another length. */
+HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
+{
+    m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass the "
+                           "same counts", c->doing, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
 }
 
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
@@ -685,10 +713,16 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
             if (other != m && !other->done) hpmlc_test(c, other), moved = moved || other->done;
         if (hpmlc_done(m)) break;
         if (moved || turn < c->spin) { hpmlc_pause(); continue; }
+        if (limit == 0 && hpmlc_failed(c)) { /* begun before this rank failed: one deadline is enough */
+            c->t->abandon(c, m);
+            m->status = hpml_ctx_status(c->ctx);
+            break;
+        }
         if (limit == 0) limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout;
         if (hpml_now() < limit) { c->t->block(c, m, limit); continue; }
-        hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d in %s, round %d, step %lld; is that rank alive and in the same "
-                   "operation? (.timeout sets the limit)", c->timeout, c->origin[m->peer], c->doing, c->round, (long long)c->step);
+        hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d in %s, round %d, step %lld; is that rank alive and in "
+                   "the same operation? (.timeout sets the limit)", c->timeout, c->origin[m->peer], c->doing, c->round,
+                   (long long)c->step);
         c->t->abandon(c, m);
         m->status = hpml_ctx_status(c->ctx);
     }
@@ -740,8 +774,8 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *out, size_t
    pointer; the receiver copies, or adds, straight from the sender's array and marks the message done: one pass over the
    data, nothing in between.
 
-   The world counts its running threads. One that goes to sleep leaves the count, whoever wakes it puts it back before it
-   goes on itself; so when the count is zero nobody will ever wake anybody: a deadlock, known at once and exactly. */
+   The world counts its running threads. One that goes to sleep leaves the count, whoever wakes it puts it back before
+   it goes on itself; so when the count is zero nobody will ever wake anybody: a deadlock, known at once and exactly. */
 
 #ifndef HPML_NO_THREADS
 
@@ -793,6 +827,12 @@ HPMLC_FN void hpmlc_gate_init(hpmlc_gate *g)
     pthread_condattr_destroy(&clock);
 }
 
+HPMLC_FN void hpmlc_gate_close(hpmlc_gate *g)
+{
+    pthread_mutex_destroy(&g->mutex);
+    pthread_cond_destroy(&g->changed);
+}
+
 /* Call with g->mutex held. */
 HPMLC_FN void hpmlc_gate_wake_held(hpml_world *w, hpmlc_gate *g)
 {
@@ -828,8 +868,9 @@ HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
             for (int i = 0; i < r->size && at < sizeof w->text; i++) {
                 const hpmlc_inbox *in = &r->inbox[i];
                 if (!in->gate.sleeping || !in->owner || in->peer < 0) continue;
-                at += (size_t)snprintf(w->text + at, sizeof w->text - at, "%s rank %d waits for rank %d%s in %s", any ? ";" : "",
-                                       in->owner->origin[i], in->peer, w->left[in->peer] ? ", which has left," : "", in->doing);
+                at += (size_t)snprintf(w->text + at, sizeof w->text - at, "%s rank %d waits for rank %d%s in %s",
+                                       any ? ";" : "", in->owner->origin[i], in->peer,
+                                       w->left[in->peer] ? ", which has left," : "", in->doing);
                 any = true;
             }
         if (any) {
@@ -894,8 +935,7 @@ HPMLC_FN void hpmlc_room_free(hpmlc_room *r)
             next = m->next;
             free(m); /* sent in virtual time, never received */
         }
-        pthread_mutex_destroy(&r->inbox[i].gate.mutex);
-        pthread_cond_destroy(&r->inbox[i].gate.changed);
+        hpmlc_gate_close(&r->inbox[i].gate);
     }
     free(r->inbox);
     free(r);
@@ -1001,8 +1041,7 @@ HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, hpml_message *sent)
 {
     hpml_comm *from = sent->owner;
     if (sent->bytes != m->bytes)
-        m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass the same "
-                               "counts", c->doing, c->origin[m->peer], sent->bytes, c->origin[c->rank], m->bytes);
+        hpmlc_mismatch(c, m, sent->bytes);
     else if (m->reduce) m->reduce(m->data, sent->data, m->bytes);
     else if (m->bytes > 0) memcpy(m->data, sent->data, m->bytes);
     m->done = true;
@@ -1011,6 +1050,15 @@ HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, hpml_message *sent)
     __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE);
     hpmlc_gate_wake_held(c->room->world, gate);
     pthread_mutex_unlock(&gate->mutex);
+}
+
+/* A message that will not be, after the world has failed. */
+HPMLC_FN void hpmlc_threads_give_up(hpml_comm *c, hpml_message *m)
+{
+    hpml_world *w = c->room->world;
+    m->done   = true;
+    m->status = w->failed > w->ranks ? hpmlc_fail(c, HPML_ERR_COMM, "%s", w->text)
+                                     : hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", w->failed - 1, w->text);
 }
 
 HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
@@ -1041,9 +1089,7 @@ HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
         pthread_mutex_unlock(&in->gate.mutex);
         if (m->moved == 0) return;
     }
-    m->done   = true;
-    m->status = w->failed > w->ranks ? hpmlc_fail(c, HPML_ERR_COMM, "%s", w->text)
-                                     : hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", w->failed - 1, w->text);
+    hpmlc_threads_give_up(c, m);
 }
 
 HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
@@ -1079,7 +1125,8 @@ HPMLC_FN void hpmlc_threads_close(hpml_comm *c)
 }
 
 /* The lowest rank makes the room and tells the others where it is. */
-HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count, int color HPMLC_UNUSED)
+HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
+                                         int color HPMLC_UNUSED)
 {
     hpml_status status = HPML_OK;
     hpmlc_room *room   = NULL;
@@ -1088,8 +1135,8 @@ HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const in
         for (int i = 1; i < count && status == HPML_OK; i++)
             status = hpml_send(c, ranks[i], HPMLC_TAG_COLLECTIVE + HPMLC_TAGS, &room, sizeof room);
     } else status = hpml_recv(c, ranks[0], HPMLC_TAG_COLLECTIVE + HPMLC_TAGS, &room, sizeof room);
-    if (status == HPML_OK && !room) return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     if (status != HPML_OK) return status;
+    if (!room) return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     room->inbox[part->rank].owner = part;
     part->room = room;
     return HPML_OK;
@@ -1109,16 +1156,17 @@ HPMLC_FN void hpmlc_threads_abandon(hpml_comm *c, hpml_message *m)
     }
 }
 
-static const hpml_transport hpmlc_threads = { "threads", hpmlc_threads_start, hpmlc_threads_test, hpmlc_threads_block,
-                                              hpmlc_threads_abandon, hpmlc_threads_tell, hpmlc_threads_split, hpmlc_threads_close, NULL,
-                                              (size_t)512 << 10, 2e-6, 0.25e-9 };
+static const hpml_transport hpmlc_threads = {
+    "threads", hpmlc_threads_start, hpmlc_threads_test, hpmlc_threads_block, hpmlc_threads_abandon,
+    hpmlc_threads_tell, hpmlc_threads_split, hpmlc_threads_close, NULL, (size_t)512 << 10, 2e-6, 0.25e-9
+};
 
 HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
     hpml_world *w = d->world;
     if (!w || d->rank < 0 || d->rank >= w->ranks) {
-        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: rank %d of a world of %d; give .world (hpml_world_create) and .rank, or use "
-                      "hpml_launch", d->rank, w ? w->ranks : 0);
+        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: rank %d of a world of %d; give .world (hpml_world_create) and "
+                      ".rank, or use hpml_launch", d->rank, w ? w->ranks : 0);
         return NULL;
     }
     hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_threads, d->rank, w->ranks);
@@ -1139,9 +1187,9 @@ HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 // >>mpi   messages between processes, by MPI
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Only MPI_Isend, MPI_Irecv and MPI_Test are used, so waiting is ours. Messages travel in pieces of HPMLC_PIECE bytes, two
-   under way at a time: counts beyond 2^31 are no matter, and one piece is added while the next arrives. One lock serves all
-   communicators of a process, which lets a background thread work under MPI_THREAD_SERIALIZED.
+/* Only MPI_Isend, MPI_Irecv and MPI_Test are used, so waiting is ours. Messages travel in pieces of HPMLC_PIECE bytes,
+   two under way at a time: counts beyond 2^31 are no matter, and one piece is added while the next arrives. One lock
+   serves all communicators of a process, which lets a background thread work under MPI_THREAD_SERIALIZED.
 
    A second communicator carries words: "I have failed, because ...", "I have left". They are looked for while a rank
    sleeps, so a wait for a lost rank ends at once; the deadline ends those for a rank that was killed without a word. */
@@ -1193,10 +1241,12 @@ HPMLC_FN void hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
     MPI_Error_class(code, &kind);
     m->done = true;
     if (kind == MPI_ERR_TRUNCATE)
-        m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent more than the %zu bytes that rank %d expected; all ranks must pass "
-                               "the same counts", c->doing, c->origin[m->peer], m->bytes, c->origin[c->rank]);
+        m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent more than the %zu bytes that rank %d expected; all "
+                               "ranks must pass the same counts", c->doing, c->origin[m->peer], m->bytes,
+                               c->origin[c->rank]);
     else
-    m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s with rank %d: MPI says: %.*s", c->doing, c->origin[m->peer], length, text);
+        m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s with rank %d: MPI says: %.*s", c->doing, c->origin[m->peer],
+                               length, text);
 }
 
 /* A message's requests lie in native[], which have room for one handle each, whatever MPI it is. */
@@ -1211,9 +1261,13 @@ HPMLC_FN char *hpmlc_mpi_place(hpml_message *m, size_t at)
 HPMLC_FN int hpmlc_mpi_post(hpml_comm *c, hpml_message *m, size_t at)
 {
     size_t      n = m->bytes - at < HPMLC_PIECE ? m->bytes - at : HPMLC_PIECE;
+    MPI_Comm    comm = c->mpi->comm;
     MPI_Request request;
-    int         code = m->receiving ? MPI_Irecv(hpmlc_mpi_place(m, at), (int)n, MPI_BYTE, m->peer, m->tag, c->mpi->comm, &request)
-                                    : MPI_Isend(m->data + at, (int)n, MPI_BYTE, m->peer, m->tag, c->mpi->comm, &request);
+    int         code;
+    if (m->receiving)
+        code = MPI_Irecv(hpmlc_mpi_place(m, at), (int)n, MPI_BYTE, m->peer, m->tag, comm, &request);
+    else
+        code = MPI_Isend(m->data + at, (int)n, MPI_BYTE, m->peer, m->tag, comm, &request);
     memcpy(&m->native[at / HPMLC_PIECE % 2], &request, sizeof request);
     return code;
 }
@@ -1230,8 +1284,10 @@ HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
     int    code = MPI_SUCCESS;
     if (end > all) end = all;
     if (m->posted >= end) return;
-    for (hpml_message *older = m->receiving ? m->next : c->mpi->sending; older && older != m; older = older->next)
-        if (!older->done && older->peer == m->peer && older->tag == m->tag && older->posted < hpmlc_mpi_pieces(older)) return;
+    for (hpml_message *older = m->receiving ? m->next : c->mpi->sending; older && older != m; older = older->next) {
+        if (older->done || older->peer != m->peer || older->tag != m->tag) continue;
+        if (older->posted < hpmlc_mpi_pieces(older)) return;
+    }
     hpmlc_mpi_lock(c);
     for (; m->posted < end && code == MPI_SUCCESS; m->posted++) code = hpmlc_mpi_post(c, m, m->posted * HPMLC_PIECE);
     hpmlc_mpi_unlock(c);
@@ -1272,8 +1328,7 @@ HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
     if (!there) return;
     if (count != (int)n) {
         m->done   = true;
-        m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %d bytes, rank %d expected %d; all ranks must pass the same "
-                               "counts", c->doing, c->origin[m->peer], count, c->origin[c->rank], (int)n);
+        hpmlc_mismatch(c, m, m->moved + (size_t)count);
         return;
     }
     if (m->staging) m->reduce(m->data + m->moved, hpmlc_mpi_place(m, m->moved), n);
@@ -1324,8 +1379,9 @@ HPMLC_FN void hpmlc_mpi_say(hpml_comm *c, char kind, const char *text)
         snprintf(x->mine, sizeof x->mine, "%c%s", kind, text);
         for (int i = 0; i < first->size; i++) {
             MPI_Request request;
-            if (i == first->rank || MPI_Isend(x->mine, HPMLC_WORD, MPI_BYTE, i, 0, x->words, &request) != MPI_SUCCESS) continue;
-            MPI_Request_free(&request);
+            if (i == first->rank) continue;
+            if (MPI_Isend(x->mine, HPMLC_WORD, MPI_BYTE, i, 0, x->words, &request) == MPI_SUCCESS)
+                MPI_Request_free(&request);
         }
     }
     hpmlc_mpi_unlock(c);
@@ -1333,8 +1389,8 @@ HPMLC_FN void hpmlc_mpi_say(hpml_comm *c, char kind, const char *text)
 
 HPMLC_FN void hpmlc_mpi_tell(hpml_comm *c, const char *text) { hpmlc_mpi_say(c, 'F', text); }
 
-/* A receive can be called off, unless half of it is here; such a one, and a send, cannot, and its data must live as long as
-   the process, which ends soon. */
+/* A receive can be called off, unless half of it is here; such a one, and a send, cannot, and its data must live as
+   long as the process, which ends soon. */
 HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
 {
     hpmlc_mpi_lock(c);
@@ -1364,8 +1420,9 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until HPMLC_
         if (!x->failed) hpmlc_mpi_test(c, m); /* it may have sent this before it left */
         if (m->done) return;
         hpmlc_mpi_abandon(c, m);
-        m->status = x->failed ? hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text)
-                              : hpmlc_fail(c, HPML_ERR_PEER, "rank %d has left while this rank waits for it in %s", peer, c->doing);
+        if (x->failed) m->status = hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
+        else m->status = hpmlc_fail(c, HPML_ERR_PEER, "rank %d has left while this rank waits for it in %s", peer,
+                                    c->doing);
         return;
     }
 #ifndef HPML_NO_THREADS
@@ -1406,14 +1463,16 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
 #endif
 }
 
-HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks HPMLC_UNUSED, int count HPMLC_UNUSED, int color)
+HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks HPMLC_UNUSED,
+                                     int count HPMLC_UNUSED, int color)
 {
     MPI_Comm comm;
     hpmlc_mpi_lock(c);
     int code = MPI_Comm_split(c->mpi->comm, color, part->rank, &comm);
     if (code == MPI_SUCCESS) MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
     hpmlc_mpi_unlock(c);
-    part->mpi = (hpmlc_mpi *)hpml_ctx_alloc(c->ctx, sizeof *part->mpi, NULL); /* after what all ranks must take part in */
+    /* Memory after what all ranks must take part in. */
+    part->mpi = (hpmlc_mpi *)hpml_ctx_alloc(c->ctx, sizeof *part->mpi, NULL);
     if (!part->mpi) return hpml_ctx_status(c->ctx);
     part->mpi->shared = true, part->mpi->level = c->mpi->level, part->mpi->comm = comm;
     return code == MPI_SUCCESS ? HPML_OK : hpmlc_fail(c, HPML_ERR_COMM, "MPI_Comm_split gave error %d", code);
@@ -1421,27 +1480,34 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
 
 HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, int element, int op)
 {
-    const MPI_Datatype types[] = { MPI_FLOAT, MPI_DATATYPE_NULL, MPI_INT32_T, MPI_INT64_T, MPI_DOUBLE, MPI_DATATYPE_NULL };
+    const MPI_Datatype none = MPI_DATATYPE_NULL, types[] = { MPI_FLOAT, none, MPI_INT32_T, MPI_INT64_T, MPI_DOUBLE, none };
+    const MPI_Op       how = op == HPML_MAX ? MPI_MAX : MPI_SUM;
+    const size_t       size = hpml_element_size((hpml_element)element);
     for (int64_t at = 0, part; at < n; at += part) {
+        char *from = (char *)data + (size_t)at * size;
+        int   code = MPI_ERR_TYPE;
         part = n - at < ((int64_t)1 << 30) ? n - at : (int64_t)1 << 30;
         hpmlc_mpi_lock(c);
-        int code = types[element] == MPI_DATATYPE_NULL ? MPI_ERR_TYPE
-                   : MPI_Allreduce(MPI_IN_PLACE, (char *)data + (size_t)at * hpml_element_size((hpml_element)element), (int)part,
-                                   types[element], op == HPML_MAX ? MPI_MAX : MPI_SUM, c->mpi->comm);
+        if (types[element] != none)
+            code = MPI_Allreduce(MPI_IN_PLACE, from, (int)part, types[element], how, c->mpi->comm);
         hpmlc_mpi_unlock(c);
         if (code != MPI_SUCCESS)
-            return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "native allreduce: MPI gave error %d for this type; choose another algorithm", code);
+            return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "native allreduce: MPI gave error %d for this type; choose "
+                              "another algorithm", code);
     }
     return HPML_OK;
 }
 
-static const hpml_transport hpmlc_mpi_transport = { "mpi", hpmlc_mpi_start, hpmlc_mpi_test, hpmlc_mpi_block, hpmlc_mpi_abandon,
-                                                    hpmlc_mpi_tell, hpmlc_mpi_split, hpmlc_mpi_close, hpmlc_mpi_allreduce, 0, 5e-6, 0.3e-9 };
+static const hpml_transport hpmlc_mpi_transport = {
+    "mpi", hpmlc_mpi_start, hpmlc_mpi_test, hpmlc_mpi_block, hpmlc_mpi_abandon,
+    hpmlc_mpi_tell, hpmlc_mpi_split, hpmlc_mpi_close, hpmlc_mpi_allreduce, 0, 5e-6, 0.3e-9
+};
 
 /* The number of ranks that the launcher says it has started; 0: it does not say. */
 HPMLC_FN int hpmlc_launched(void)
 {
-    static const char *const names[] = { "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "PMIX_SIZE", "SLURM_NTASKS" };
+    static const char *const names[] = { "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "PMIX_SIZE",
+                                         "SLURM_NTASKS" };
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         const char *text = getenv(names[i]);
         if (text && atoi(text) > 0) return atoi(text);
@@ -1475,8 +1541,8 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     MPI_Initialized(&on);
     MPI_Finalized(&over);
     if (!on || over) {
-        hpml_ctx_fail(ctx, HPML_ERR_STATE, "comm: MPI is %s; call MPI_Init before hpml_comm_create and free the context before "
-                      "MPI_Finalize, or use hpml_launch", over ? "over already" : "not initialized");
+        hpml_ctx_fail(ctx, HPML_ERR_STATE, "comm: MPI is %s; call MPI_Init before hpml_comm_create and free the "
+                      "context before MPI_Finalize, or use hpml_launch", over ? "over already" : "not initialized");
         return NULL;
     }
     given = d->mpi_comm ? *(MPI_Comm *)d->mpi_comm : MPI_COMM_WORLD;
@@ -1484,8 +1550,9 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     MPI_Comm_size(given, &size);
     MPI_Query_thread(&level);
     if (!d->mpi_comm && size == 1 && launched > 1) {
-        hpml_ctx_fail(ctx, HPML_ERR_COMM, "comm: the launcher started %d processes but MPI says each is alone: mpiexec and libmpi are of "
-                      "different MPIs, or this is the MPICH of Ubuntu 24.04. Use the mpiexec that belongs to your mpicc", launched);
+        hpml_ctx_fail(ctx, HPML_ERR_COMM, "comm: the launcher started %d processes but MPI says each is alone: mpiexec "
+                      "and libmpi are of different MPIs, or this is the MPICH of Ubuntu 24.04. Use the mpiexec that "
+                      "belongs to your mpicc", launched);
         return NULL;
     }
     hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_mpi_transport, rank, size);
@@ -1521,9 +1588,9 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 // >>clock   messages in virtual time
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Every thread has a clock of its own, moved by hpml_comm_compute and by the arrival of messages; real time does not count.
-   One thread runs at a time: the one whose clock is behind all others. So messages enter the links in the order of their
-   time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at once. */
+/* Every thread has a clock of its own, moved by hpml_comm_compute and by the arrival of messages; real time does not
+   count. One thread runs at a time: the one whose clock is behind all others. So messages enter the links in the order
+   of their time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at once. */
 
 #ifndef HPML_NO_THREADS
 
@@ -1541,6 +1608,11 @@ HPMLC_FN void hpmlc_agents_wake(hpml_world *w)
         if (!a->runnable) a->runnable = true, __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
 }
 
+HPMLC_FN bool hpmlc_agent_before(const hpmlc_agent *a, const hpmlc_agent *b)
+{
+    return a->clock < b->clock || (a->clock <= b->clock && a->rank < b->rank);
+}
+
 /* Gives the turn to whose time has come; w->mutex held. */
 HPMLC_FN void hpmlc_agent_pass(hpml_world *w)
 {
@@ -1548,7 +1620,7 @@ HPMLC_FN void hpmlc_agent_pass(hpml_world *w)
     if (w->agent_count < w->ranks) return; /* not all are there yet */
     for (int again = 0; again < 2 && !best; again++) {
         for (hpmlc_agent *a = w->agents; a; a = a->next)
-            if (a->runnable && (!best || a->clock < best->clock || (a->clock <= best->clock && a->rank < best->rank))) best = a;
+            if (a->runnable && (!best || hpmlc_agent_before(a, best))) best = a;
         if (!best) hpmlc_world_stuck(w); /* wakes them all, if there is anybody */
     }
     w->turn = best;
@@ -1654,8 +1726,7 @@ HPMLC_FN void hpmlc_clock_start(hpml_comm *c, hpml_message *m)
 
 HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
 {
-    hpmlc_inbox  *in = &c->room->inbox[c->rank];
-    hpml_world   *w  = c->room->world;
+    hpmlc_inbox   *in = &c->room->inbox[c->rank];
     hpml_message **at, *sent;
     pthread_mutex_lock(&in->gate.mutex);
     for (at = &in->posted; (sent = *at) != NULL; at = &sent->next)
@@ -1668,17 +1739,12 @@ HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
     if (sent) {
         if (c->agent->clock < sent->arrival) c->agent->clock = sent->arrival;
         if (sent->bytes != m->bytes)
-            m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass the same "
-                                   "counts", c->doing, c->origin[m->peer], sent->bytes, c->origin[c->rank], m->bytes);
+            hpmlc_mismatch(c, m, sent->bytes);
         else if (m->reduce) m->reduce(m->data, sent->data, m->bytes);
         else if (m->bytes > 0) memcpy(m->data, sent->data, m->bytes);
         free(sent);
         m->done = true;
-    } else if (__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE)) {
-        m->done   = true;
-        m->status = w->failed > w->ranks ? hpmlc_fail(c, HPML_ERR_COMM, "%s", w->text)
-                                         : hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", w->failed - 1, w->text);
-    }
+    } else if (__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_give_up(c, m);
 }
 
 HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
@@ -1691,11 +1757,13 @@ HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPML
 
 HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
 {
-    hpml_world *w     = c->room->world;
-    bool        mine  = c->first == c;
+    hpml_world  *w     = c->room->world;
     hpmlc_agent *agent = c->agent;
-    if (mine) hpmlc_agent_yield(c, false);
-    if (mine) __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL); /* threads_close takes one off, agent_free another */
+    bool         mine  = c->first == c;
+    if (mine) { /* threads_close takes one off the count of the running, agent_free another */
+        hpmlc_agent_yield(c, false);
+        __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
+    }
     hpmlc_threads_close(c);
     if (mine) hpmlc_agent_free(w, agent);
 }
@@ -1708,8 +1776,10 @@ HPMLC_FN hpml_status hpmlc_clock_split(hpml_comm *c, hpml_comm *part, const int3
 
 HPMLC_FN void hpmlc_clock_abandon(hpml_comm *c HPMLC_UNUSED, hpml_message *m) { m->done = true; } /* sends are copies */
 
-static const hpml_transport hpmlc_clock = { "clock", hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_clock_abandon,
-                                            hpmlc_threads_tell, hpmlc_clock_split, hpmlc_clock_close, NULL, 0, 2e-6, 0.25e-9 };
+static const hpml_transport hpmlc_clock = {
+    "clock", hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_clock_abandon,
+    hpmlc_threads_tell, hpmlc_clock_split, hpmlc_clock_close, NULL, 0, 2e-6, 0.25e-9
+};
 
 HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
@@ -1792,7 +1862,8 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
     hpml_comm *c = NULL;
     if (!ctx) return NULL;
     if (!desc || desc->_begin || desc->_end) {
-        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm desc: %s", desc ? "canary is not zero; zero the struct before you set fields" : "none given");
+        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm desc: %s",
+                      desc ? "canary is not zero; zero the struct before you set fields" : "none given");
         return NULL;
     }
     switch (desc->transport) {
@@ -1806,7 +1877,8 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
 #ifdef HPML_USE_MPI
         c = hpmlc_mpi_create(ctx, desc);
 #else
-        hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "comm: this program was built without MPI; compile it with mpicc -DHPML_USE_MPI");
+        hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "comm: this program was built without MPI; compile it with "
+                      "mpicc -DHPML_USE_MPI");
 #endif
         break;
     }
@@ -1891,15 +1963,18 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
     return part;
 }
 
-HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c) { return c ? hpml_comm_split(c, c->node[c->rank], c->rank) : NULL; }
+HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
+{
+    return c ? hpml_comm_split(c, c->node[c->rank], c->rank) : NULL;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>moves   the algorithms, as moves
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* An algorithm is a list of phases; a phase is played by a team on a range of the array. A team is every stride-th rank from
-   `base`; member i has block i of the range. One function for each kind of phase says what a member does in round k. The
-   same moves are executed on threads and MPI, counted by tests and timed by the simulator. */
+/* An algorithm is a list of phases; a phase is played by a team on a range of the array. A team is every stride-th rank
+   from `base`; member i has block i of the range. One function for each kind of phase says what a member does in round
+   k. The same moves are executed on threads and MPI, counted by tests and timed by the simulator. */
 
 typedef enum hpmlc_kind {
     HPMLC_RING_SCATTER,  /* after it, member i has the sum of block i */
@@ -1973,12 +2048,14 @@ HPMLC_FN void hpmlc_take(const hpmlc_phase *f, hpml_move *m, int from, int a, in
     m->add      = add;
 }
 
-/* Halving: before round k of log2 p, member i works on the p / 2^k blocks around its own, and keeps the half with its own. */
+/* Halving: before round k of log2 p, member i works on the p / 2^k blocks around its own, and keeps the half with its
+   own. */
 HPMLC_FN void hpmlc_halve(const hpmlc_phase *f, hpml_move *m, int k, bool back)
 {
-    int i = f->team.me, half = f->team.size >> (k + 1), other = i ^ half, mine = i / half * half, theirs = other / half * half;
-    hpmlc_give(f, m, other, back ? mine : theirs, (back ? mine : theirs) + half);
-    hpmlc_take(f, m, other, back ? theirs : mine, (back ? theirs : mine) + half, !back);
+    int i = f->team.me, half = f->team.size >> (k + 1), other = i ^ half; /* first blocks of the two halves: */
+    int mine = i / half * half, theirs = other / half * half, out = back ? mine : theirs, in = back ? theirs : mine;
+    hpmlc_give(f, m, other, out, out + half);
+    hpmlc_take(f, m, other, in, in + half, !back);
 }
 
 /* A binomial tree: in round k of the way up, members with bit k as their lowest send to the one without it. */
@@ -2070,27 +2147,27 @@ HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, hpml_algorithm a, hpmlc_team t, 
     }
 }
 
-/* Hierarchical: a ring inside the node leaves each member one share; the members with the same place on all nodes sum that
-   share by halving; a ring inside the node spreads the shares. Where nodes differ in size: a tree to the first rank of each
-   node, a ring among those, a tree back. */
+/* Hierarchical: a ring inside the node leaves each member one share; the members with the same place on all nodes sum
+   that share by halving; a ring inside the node spreads the shares. Where nodes differ in size: a tree to the first
+   rank of each node, a ring among those, a tree back. */
 HPMLC_FN void hpmlc_plan_nodes(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n)
 {
     int        nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
     hpmlc_team in, across;
     in.root = across.root = 0;
     if (p % per_node == 0) {
-        in.base = spread ? rank % nodes : rank / per_node * per_node, in.stride = spread ? nodes : 1, in.size = per_node;
-        in.me       = spread ? rank / nodes : rank % per_node;
+        in.me   = spread ? rank / nodes : rank % per_node, across.me = spread ? rank % nodes : rank / per_node;
+        in.base = spread ? across.me : rank - in.me, in.stride = spread ? nodes : 1, in.size = per_node;
         across.base = spread ? in.me * nodes : in.me, across.stride = spread ? 1 : per_node, across.size = nodes;
-        across.me   = spread ? rank % nodes : rank / per_node;
         int64_t at = hpml_block(n, per_node, in.me), end = hpml_block(n, per_node, in.me + 1);
         hpmlc_plan_add(plan, HPMLC_RING_SCATTER, in, 0, n);
         hpmlc_plan_team(plan, HPML_HALVING, across, at, end - at);
         hpmlc_plan_add(plan, HPMLC_RING_GATHER, in, 0, n);
         return;
     }
-    in.base = rank / per_node * per_node, in.stride = 1, in.size = rank / per_node == nodes - 1 ? last : per_node, in.me = rank - in.base;
-    across.base = 0, across.stride = per_node, across.size = nodes, across.me = in.me == 0 ? rank / per_node : -1;
+    int node = rank / per_node;
+    in.base = node * per_node, in.stride = 1, in.size = node == nodes - 1 ? last : per_node, in.me = rank - in.base;
+    across.base = 0, across.stride = per_node, across.size = nodes, across.me = in.me == 0 ? node : -1;
     hpmlc_plan_add(plan, HPMLC_TREE_UP, in, 0, n);
     if (across.me >= 0) hpmlc_plan_team(plan, HPML_RING, across, 0, n);
     hpmlc_plan_add(plan, HPMLC_TREE_DOWN, in, 0, n);
@@ -2105,7 +2182,8 @@ HPMLC_FN void hpmlc_plan_make(hpmlc_plan *plan, hpml_algorithm a, int p, int per
     else hpmlc_plan_team(plan, a, all, 0, n);
 }
 
-HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, int rank, int64_t n, int round, hpml_move *out)
+HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, int rank, int64_t n, int round,
+                                  hpml_move *out)
 {
     hpmlc_plan plan;
     hpmlc_plan_make(&plan, a, p, ranks_per_node, false, rank, n);
@@ -2123,8 +2201,8 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
 // >>sums   adding up elements
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* into[i] = into[i] + from[i], or the larger. Blocks of 16 with a fixed count, and no overlap, let any compiler use vectors
-   at -O2. */
+/* into[i] = into[i] + from[i], or the larger. Blocks of 16 with a fixed count, and no overlap, let any compiler use
+   vectors at -O2. */
 #define HPMLC_REDUCE(name, type, wide, read, write, expression)                                                        \
     HPMLC_FN void hpmlc_##name(void *HPMLC_RESTRICT into, const void *HPMLC_RESTRICT from, size_t bytes)               \
     {                                                                                                                  \
@@ -2172,10 +2250,12 @@ HPMLC_REDUCE(max_i64, int64_t, int64_t, HPMLC_SAME, HPMLC_SAME, a > b ? a : b)
 typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes);
 HPMLC_FN hpmlc_reduce_fn *hpmlc_reducer(hpml_element e, hpml_reduce op)
 {
-    static hpmlc_reduce_fn *const sums[] = { hpmlc_sum_f32, hpmlc_sum_bf16, hpmlc_sum_i32, hpmlc_sum_i64, hpmlc_sum_f64, NULL };
-    static hpmlc_reduce_fn *const maxima[] = { hpmlc_max_f32, hpmlc_max_bf16, hpmlc_max_i32, hpmlc_max_i64, hpmlc_max_f64, NULL };
+    static hpmlc_reduce_fn *const table[2][HPML_ELEMENT_BYTE + 1] = { /* in the order of hpml_element; bytes: only moved */
+        { hpmlc_sum_f32, hpmlc_sum_bf16, hpmlc_sum_i32, hpmlc_sum_i64, hpmlc_sum_f64, NULL },
+        { hpmlc_max_f32, hpmlc_max_bf16, hpmlc_max_i32, hpmlc_max_i64, hpmlc_max_f64, NULL }
+    };
     if ((unsigned)e > HPML_ELEMENT_BYTE || (unsigned)op > HPML_MAX) return NULL;
-    return op == HPML_MAX ? maxima[e] : sums[e];
+    return table[op == HPML_MAX][e];
 }
 
 HPML_API size_t hpml_element_size(hpml_element e)
@@ -2187,12 +2267,18 @@ HPML_API size_t hpml_element_size(hpml_element e)
 /* The mean of p ranks, after the sum: the same operation on the same bits on every rank. */
 HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 {
-    for (int64_t i = 0; i < n; i++) switch (e) {
-        case HPML_ELEMENT_F32: ((float *)data)[i] /= (float)p; break;
-        case HPML_ELEMENT_F64: ((double *)data)[i] /= p; break;
-        case HPML_ELEMENT_BF16: ((uint16_t *)data)[i] = hpmlc_to_bf16(hpmlc_from_bf16(((uint16_t *)data)[i]) / (float)p); break;
-        case HPML_ELEMENT_I32: ((int32_t *)data)[i] /= p; break;
-        case HPML_ELEMENT_I64: ((int64_t *)data)[i] /= p; break;
+    float    *f32  = (float *)data;
+    double   *f64  = (double *)data;
+    uint16_t *bf16 = (uint16_t *)data;
+    int32_t  *i32  = (int32_t *)data;
+    int64_t  *i64  = (int64_t *)data;
+    for (int64_t i = 0; i < n; i++)
+        switch (e) {
+        case HPML_ELEMENT_F32: f32[i] /= (float)p; break;
+        case HPML_ELEMENT_F64: f64[i] /= p; break;
+        case HPML_ELEMENT_BF16: bf16[i] = hpmlc_to_bf16(hpmlc_from_bf16(bf16[i]) / (float)p); break;
+        case HPML_ELEMENT_I32: i32[i] /= p; break;
+        case HPML_ELEMENT_I64: i64[i] /= p; break;
         case HPML_ELEMENT_BYTE: break;
         }
 }
@@ -2218,31 +2304,41 @@ HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
     return c->scratch;
 }
 
-HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data, hpml_element e, hpmlc_reduce_fn *reduce, int tag)
+/* One round of a collective: sends to one rank and receives from one at the same time; -1: none. */
+HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out, size_t out_bytes, int from, char *in,
+                                 size_t in_bytes, hpmlc_reduce_fn *reduce)
 {
-    size_t size  = hpml_element_size(e);
-    int    round = 0;
+    hpml_message o, i;
+    hpml_status  got = HPML_OK, sent = HPML_OK;
+    if (to < 0 && from < 0) return HPML_OK;
+    c->counters.rounds++;
+    if (from >= 0) hpmlc_begin(c, true, from, tag, in, in_bytes, reduce, &i);
+    if (to >= 0) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out, out_bytes, NULL, &o);
+    if (from >= 0) got = hpml_wait(c, &i);
+    if (to >= 0) sent = hpml_wait(c, &o); /* both, or one would outlive its place on the stack */
+    return got != HPML_OK ? got : sent;
+}
+
+HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data, hpml_element e,
+                               hpmlc_reduce_fn *reduce, int tag)
+{
+    size_t      size   = hpml_element_size(e);
+    hpml_status status = HPML_OK;
+    c->round = 0;
     for (int i = 0; i < plan->count; i++)
-        for (int k = 0; k < plan->phase[i].rounds; k++, round++) {
-            hpml_move    m;
-            hpml_message out, in;
+        for (int k = 0; k < plan->phase[i].rounds && status == HPML_OK; k++, c->round++) {
+            hpml_move m;
             hpmlc_move_of(&plan->phase[i], k, &m);
-            c->round = round;
-            if (m.to < 0 && m.from < 0) continue;
-            c->counters.rounds++;
-            char *from = data + (size_t)m.out_at * size;
-            if (m.to >= 0 && m.from >= 0 && m.add && m.out_at == m.in_at && m.out_count > 0) { /* what is sent is added to meanwhile */
-                char *copy = hpmlc_scratch(c, (size_t)m.out_count * size);
+            char  *out = data + (size_t)m.out_at * size, *in = data + (size_t)m.in_at * size;
+            size_t out_bytes = (size_t)m.out_count * size, in_bytes = (size_t)m.in_count * size;
+            if (m.to >= 0 && m.add && out == in && out_bytes > 0) { /* what is sent is added to meanwhile */
+                char *copy = hpmlc_scratch(c, out_bytes);
                 if (!copy) return hpml_ctx_status(c->ctx);
-                from = (char *)memcpy(copy, from, (size_t)m.out_count * size);
+                out = (char *)memcpy(copy, out, out_bytes);
             }
-            if (m.from >= 0)
-                hpmlc_begin(c, true, m.from, tag, data + (size_t)m.in_at * size, (size_t)m.in_count * size, m.add ? reduce : NULL, &in);
-            if (m.to >= 0) hpmlc_begin(c, false, m.to, tag, from, (size_t)m.out_count * size, NULL, &out);
-            hpml_status got = m.from >= 0 ? hpml_wait(c, &in) : HPML_OK, sent = m.to >= 0 ? hpml_wait(c, &out) : HPML_OK;
-            if (got != HPML_OK || sent != HPML_OK) return got != HPML_OK ? got : sent;
+            status = hpmlc_round(c, tag, m.to, out, out_bytes, m.from, in, in_bytes, m.add ? reduce : NULL);
         }
-    return HPML_OK;
+    return status;
 }
 
 /* Rank 0 collects what each rank is about to do and tells all of them what it thinks. */
@@ -2260,10 +2356,10 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const hpmlc_signature *mine, int 
             hpmlc_begin(c, true, i, tag, (char *)&theirs, sizeof theirs, NULL, &m);
             if (hpml_wait(c, &m) != HPML_OK) return m.status;
             if (memcmp(&theirs, mine, sizeof theirs) != 0 && !verdict[0])
-                snprintf(verdict, sizeof verdict, "collective %d differs: rank 0 is in %s of %lld (element %d, op %d, algorithm %d), rank "
-                         "%d in %s of %lld (%d, %d, %d)", mine->sequence, mine->name, (long long)mine->count, mine->element,
-                         mine->op, mine->algorithm, c->origin[i], theirs.name, (long long)theirs.count, theirs.element,
-                         theirs.op, theirs.algorithm);
+                snprintf(verdict, sizeof verdict, "collective %d differs: rank 0 is in %s of %lld (element %d, op %d, "
+                         "algorithm %d), rank %d in %s of %lld (%d, %d, %d)", mine->sequence, mine->name,
+                         (long long)mine->count, mine->element, mine->op, mine->algorithm, c->origin[i], theirs.name,
+                         (long long)theirs.count, theirs.element, theirs.op, theirs.algorithm);
         }
         for (int i = 1; i < c->size; i++) {
             hpmlc_begin(c, false, i, tag, verdict, sizeof verdict, NULL, &m);
@@ -2301,14 +2397,16 @@ HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, double start, hpml_status status)
 }
 
 /* One phase of all ranks as one team, rooted at `root`. */
-HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind kind, void *data, int64_t n, hpml_element e, int op, int root)
+HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind kind, void *data, int64_t n,
+                                     hpml_element e, int op, int root)
 {
     hpmlc_plan       plan;
     hpmlc_team       all;
     hpmlc_reduce_fn *reduce = op < 0 ? NULL : hpmlc_reducer(e, (hpml_reduce)op);
     double           start;
     if (c && (root < 0 || root >= c->size || (op >= 0 && !reduce)))
-        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks, element %d, op %d", name, root, c->size, (int)e, op);
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks, element %d, op %d", name, root, c->size,
+                          (int)e, op);
     int tag = hpmlc_enter(c, name, n, e, op, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     start = hpml_comm_now(c);
@@ -2317,8 +2415,8 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind 
     hpmlc_plan_add(&plan, kind, all, 0, n);
     hpml_status status = hpmlc_run(c, &plan, (char *)data, e, reduce, tag);
     if (status == HPML_OK && op == HPML_MEAN) {
-        int64_t at = kind == HPMLC_RING_SCATTER ? hpml_block(n, c->size, c->rank) : 0;
-        int64_t end = kind == HPMLC_RING_SCATTER ? hpml_block(n, c->size, c->rank + 1) : c->rank == root ? n : 0;
+        int64_t at = 0, end = c->rank == root ? n : 0;
+        if (kind == HPMLC_RING_SCATTER) at = hpml_block(n, c->size, c->rank), end = hpml_block(n, c->size, c->rank + 1);
         hpmlc_divide((char *)data + (size_t)at * hpml_element_size(e), end - at, e, c->size);
     }
     return hpmlc_leave(c, start, status);
@@ -2344,6 +2442,7 @@ HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_el
     return hpmlc_phase_run(c, "reduce", HPMLC_TREE_UP, data, n, e, op, root);
 }
 
+/* Dissemination: after k rounds everybody has heard, directly or not, of 2^k - 1 others. */
 HPML_API hpml_status hpml_barrier(hpml_comm *c)
 {
     char nothing = 0;
@@ -2351,14 +2450,9 @@ HPML_API hpml_status hpml_barrier(hpml_comm *c)
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     hpml_status status = HPML_OK;
     double      start  = hpml_comm_now(c);
-    for (int step = 1; step < c->size && status == HPML_OK; step *= 2) { /* dissemination: after round k everybody knows of 2^k others */
-        hpml_message out, in;
-        c->round++;
-        c->counters.rounds++;
-        hpmlc_begin(c, true, (c->rank - step % c->size + c->size) % c->size, tag, &nothing, 0, NULL, &in);
-        hpmlc_begin(c, false, (c->rank + step) % c->size, tag, &nothing, 0, NULL, &out);
-        hpml_status got = hpml_wait(c, &in), sent = hpml_wait(c, &out); /* both, or one would outlive its place */
-        status = got != HPML_OK ? got : sent;
+    for (int step = 1; step < c->size && status == HPML_OK; step *= 2, c->round++) {
+        int to = (c->rank + step) % c->size, from = (c->rank - step + c->size) % c->size;
+        status = hpmlc_round(c, tag, to, &nothing, 0, from, &nothing, 0, NULL);
     }
     return hpmlc_leave(c, start, status);
 }
@@ -2374,16 +2468,13 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *ou
     hpml_status status = HPML_OK;
     double      start  = hpml_comm_now(c);
     for (int k = 1; k < c->size && status == HPML_OK; k++) {
-        int          to = (c->rank + k) % c->size, from = (c->rank - k + c->size) % c->size;
-        bool         sends = gather ? to == root : scatter ? c->rank == root : true;
-        bool         takes = gather ? c->rank == root : scatter ? from == root : true;
-        hpml_message o, i;
+        int         to = (c->rank + k) % c->size, from = (c->rank - k + c->size) % c->size;
+        bool        sends = gather ? to == root : scatter ? c->rank == root : true;
+        bool        takes = gather ? c->rank == root : scatter ? from == root : true;
+        const char *mine   = out && !gather ? out + (size_t)to * bytes : out;
+        char       *theirs = in && !scatter ? in + (size_t)from * bytes : in;
         c->round = k;
-        if (takes) hpmlc_begin(c, true, from, tag, in + (scatter ? 0 : (size_t)from * bytes), bytes, NULL, &i);
-        if (sends) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out + (gather ? 0 : (size_t)to * bytes), bytes, NULL, &o);
-        c->counters.rounds += takes || sends;
-        hpml_status got = takes ? hpml_wait(c, &i) : HPML_OK, sent = sends ? hpml_wait(c, &o) : HPML_OK;
-        status = got != HPML_OK ? got : sent;
+        status = hpmlc_round(c, tag, sends ? to : -1, mine, bytes, takes ? from : -1, theirs, bytes, NULL);
     }
     return hpmlc_leave(c, start, status);
 }
@@ -2403,8 +2494,8 @@ HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *out, void *in, si
     return hpmlc_blocks(c, "all_to_all", (const char *)out, (char *)in, bytes, -1);
 }
 
-static const char *const hpmlc_algorithms[HPML_ALGORITHM_COUNT] = { "auto", "central", "tree", "ring", "butterfly", "halving",
-                                                                    "hierarchical", "native" };
+static const char *const hpmlc_algorithms[HPML_ALGORITHM_COUNT] = { "auto", "central", "tree", "ring", "butterfly",
+                                                                    "halving", "hierarchical", "native" };
 
 HPML_API const char *hpml_algorithm_name(hpml_algorithm a)
 {
@@ -2422,8 +2513,8 @@ HPML_API hpml_algorithm hpml_algorithm_find(const char *name)
 HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes)
 {
     static const hpml_algorithm order[] = { HPML_BUTTERFLY, HPML_HALVING, HPML_RING };
-    double         p = c->size, up = ceil(log2(p)), down = floor(log2(p)), fold = up > down ? 2 : 0, best = 1e300, share = 2 * (p - 1) / p;
-    double         cost[3], n = (double)bytes * c->beta;
+    double         p = c->size, up = ceil(log2(p)), down = floor(log2(p)), fold = up > down ? 2 : 0;
+    double         n = (double)bytes * c->beta, share = 2 * (p - 1) / p, cost[3], best = 1e300;
     hpml_algorithm a = HPML_RING;
     if (c->per_node > 1 && c->per_node < c->size) return bytes > 65536 ? HPML_HIERARCHICAL : HPML_BUTTERFLY;
     double copy = c->agent ? 0 : (double)bytes * 1e-10; /* BUTTERFLY adds to what it sends, so it sends a copy */
@@ -2444,23 +2535,27 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     if (desc) d = *desc;
     hpmlc_reduce_fn *reduce = hpmlc_reducer(d.element, d.reduce);
     if (c && (d._begin || d._end || !reduce || (unsigned)d.algorithm >= HPML_ALGORITHM_COUNT || (n > 0 && !data)))
-        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "allreduce: algorithm %d, op %d, element %d, data %p: the desc is not cleared, or out of "
-                          "range", (int)d.algorithm, (int)d.reduce, (int)d.element, data);
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "allreduce: algorithm %d, op %d, element %d, data %p: the desc is not "
+                          "cleared, or out of range", (int)d.algorithm, (int)d.reduce, (int)d.element, data);
     int tag = hpmlc_enter(c, "allreduce", n, d.element, d.reduce, d.algorithm);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    double start = hpml_comm_now(c);
-    int64_t piece = d.algorithm == HPML_AUTO && c->t->piece > 0 && n > 1 << 21 ? (int64_t)(c->t->piece / hpml_element_size(d.element)) : 0;
-    if (d.algorithm == HPML_AUTO) d.algorithm = hpml_comm_choose(c, n * (int64_t)hpml_element_size(d.element));
+    double  start = hpml_comm_now(c);
+    int64_t size = (int64_t)hpml_element_size(d.element), step = n;
+    if (d.algorithm == HPML_AUTO) {
+        if (c->t->piece > 0 && n > 1 << 21) step = (int64_t)c->t->piece / size;
+        d.algorithm = hpml_comm_choose(c, n * size);
+    }
     if (d.algorithm == HPML_NATIVE) {
         if (!c->t->allreduce)
-            return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce: transport %s has no native one; choose another algorithm", c->t->name);
+            return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce: transport %s has no native one; choose another "
+                              "algorithm", c->t->name);
         status = c->t->allreduce(c, data, n, d.element, d.reduce);
     } else {
-        int64_t at = 0, step = piece > 0 && piece < n ? piece : n;
-        do {
+        int64_t at = 0;
+        do { /* piece by piece, see hpml_transport; once, too, when n is 0 */
             int64_t count = n - at < step ? n - at : step;
             hpmlc_plan_make(&plan, d.algorithm, c->size, c->per_node, c->spread, c->rank, count);
-            status = hpmlc_run(c, &plan, (char *)data + (size_t)at * hpml_element_size(d.element), d.element, reduce, tag);
+            status = hpmlc_run(c, &plan, (char *)data + at * size, d.element, reduce, tag);
             at += count;
         } while (at < n && status == HPML_OK);
     }
@@ -2477,13 +2572,14 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
     if (c->size == 1) return HPML_OK;
     char *buffer = (char *)hpml_ctx_alloc(c->ctx, 2 * LARGE, NULL);
     if (!buffer) return hpml_ctx_status(c->ctx);
+    int next = (c->rank + 1) % c->size, before = (c->rank + c->size - 1) % c->size;
     for (int i = 0; i < 16; i++)
         for (int large = 0; large < 2; large++) {
+            size_t bytes = large ? LARGE : 4;
             double start = hpml_comm_now(c);
-            hpml_sendrecv(c, (c->rank + 1) % c->size, buffer, large ? LARGE : 4, (c->rank + c->size - 1) % c->size, buffer + LARGE,
-                          large ? LARGE : 4, 0);
-            start = hpml_comm_now(c) - start;
-            if (start < best[large]) best[large] = start;
+            hpml_sendrecv(c, next, buffer, bytes, before, buffer + LARGE, bytes, 0);
+            double took = hpml_comm_now(c) - start;
+            if (took < best[large]) best[large] = took;
         }
     hpml_ctx_release(c->ctx, buffer);
     hpml_allreduce_desc d;
@@ -2499,8 +2595,8 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
 // >>async   work in the background
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A thread with a twin of the communicator and a hidden context (errors are handed over when a job is waited for). Jobs run
-   in the order of posting, so all ranks meet. */
+/* A thread with a twin of the communicator and a hidden context (errors are handed over when a job is waited for). Jobs
+   run in the order of posting, so all ranks meet. */
 
 struct hpml_job {
     hpml_comm          *c;
@@ -2611,10 +2707,11 @@ HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
         __atomic_store_n(&b->stop, true, __ATOMIC_RELEASE);
         hpmlc_rouse(c, b->twin, &b->worker);
         unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
-        while (!__atomic_load_n(&b->ended, __ATOMIC_ACQUIRE)) hpmlc_rest(c, &b->waiter, &seen); /* a deadlock is seen, time goes on */
+        while (!__atomic_load_n(&b->ended, __ATOMIC_ACQUIRE)) /* a deadlock is seen, virtual time goes on */
+            hpmlc_rest(c, &b->waiter, &seen);
         pthread_join(b->thread, NULL);
-        pthread_mutex_destroy(&b->worker.mutex), pthread_cond_destroy(&b->worker.changed);
-        pthread_mutex_destroy(&b->waiter.mutex), pthread_cond_destroy(&b->waiter.changed);
+        hpmlc_gate_close(&b->worker);
+        hpmlc_gate_close(&b->waiter);
     }
     hpml_ctx_free(b->ctx);
 }
@@ -2643,7 +2740,8 @@ HPMLC_FN hpmlc_background *hpmlc_background_start(hpml_comm *c)
     b->twin = b->ctx ? hpmlc_part(c, b->ctx, all, c->size, c->rank, 0) : NULL;
     hpml_ctx_release(c->ctx, all);
     if (!b->twin) {
-        hpmlc_fail(c, HPML_ERR_MEMORY, "no twin for work in the background: %s", b->ctx ? hpml_ctx_error(b->ctx) : "no memory");
+        hpmlc_fail(c, HPML_ERR_MEMORY, "no twin for work in the background: %s",
+                   b->ctx ? hpml_ctx_error(b->ctx) : "no memory");
         hpml_ctx_free(b->ctx);
         return NULL;
     }
@@ -2769,7 +2867,8 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
 #endif
     if (comm && s->d->transport == HPML_TRANSPORT_MPI && s->d->ranks > 0 && comm->size != s->d->ranks)
         hpmlc_fail(comm, HPML_ERR_ARGUMENT, "launch: %d ranks are wanted, mpiexec started %d", s->d->ranks, comm->size);
-    s->status = comm && hpml_ctx_status(ctx) == HPML_OK ? s->fn(comm, s->user) : ctx ? hpml_ctx_status(ctx) : HPML_ERR_MEMORY;
+    s->status = ctx ? hpml_ctx_status(ctx) : HPML_ERR_MEMORY;
+    if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
     if (s->status != HPML_OK && ctx) { /* the others must hear of it even if the context is clean */
         hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
         snprintf(s->error, sizeof s->error, "%s", hpml_ctx_error(ctx));
@@ -2779,13 +2878,14 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     return NULL;
 }
 
-HPMLC_FN int hpmlc_cores(void)
+/* A rank's part of this machine's cores. */
+HPMLC_FN int hpmlc_cores(int ranks)
 {
 #ifndef HPML_NO_THREADS
-    long n = sysconf(_SC_NPROCESSORS_ONLN);
+    long n = sysconf(_SC_NPROCESSORS_ONLN) / (ranks > 0 ? ranks : 1);
     return n > 0 ? (int)n : 1;
 #else
-    return 1;
+    return ranks > 0;
 #endif
 }
 
@@ -2793,8 +2893,10 @@ HPMLC_FN int hpmlc_cores(void)
 HPMLC_FN hpml_status hpmlc_verdict(const hpmlc_start *s, int n, char *error, size_t size)
 {
     const hpmlc_start *worst = NULL;
-    for (int i = 0; i < n; i++)
-        if (s[i].status != HPML_OK && (!worst || (worst->status == HPML_ERR_PEER && s[i].status != HPML_ERR_PEER))) worst = &s[i];
+    for (int i = 0; i < n; i++) {
+        bool heard = worst && (worst->status != HPML_ERR_PEER || s[i].status == HPML_ERR_PEER);
+        if (s[i].status != HPML_OK && !heard) worst = &s[i];
+    }
     if (error && size > 0) snprintf(error, size, "%s", worst ? worst->error : "");
     return worst ? worst->status : HPML_OK;
 }
@@ -2802,17 +2904,16 @@ HPMLC_FN hpml_status hpmlc_verdict(const hpmlc_start *s, int n, char *error, siz
 HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, char *error, size_t size)
 {
 #ifdef HPML_USE_MPI
-    int on = 0, level, local = hpmlc_launched();
+    int on = 0, level;
     MPI_Initialized(&on);
     if (!on) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
-    if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores() / (local > 0 ? local : 1) > 0 ? hpmlc_cores() / (local > 0 ? local : 1) : 1;
+    if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores(hpmlc_launched());
     hpmlc_start_main(s);
-    if (!on && s->status == HPML_OK) MPI_Finalize(); /* after a failure others may never come: ending the process ends the job */
-    return hpmlc_verdict(s, 1, error, size);
+    if (!on && s->status == HPML_OK) MPI_Finalize(); /* else others may never come: ending the process ends the job */
 #else
     hpmlc_start_main(s); /* says how to build with MPI */
-    return hpmlc_verdict(s, 1, error, size);
 #endif
+    return hpmlc_verdict(s, 1, error, size);
 }
 
 HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size)
@@ -2822,7 +2923,8 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     if (desc) d = *desc;
     if (error && size > 0) error[0] = 0;
     if (d._begin || d._end || !fn || d.ranks < 0) {
-        if (error && size > 0) snprintf(error, size, "launch: %d ranks, or no function, or a desc that is not cleared", d.ranks);
+        if (error && size > 0)
+            snprintf(error, size, "launch: %d ranks, or no function, or a desc that is not cleared", d.ranks);
         return HPML_ERR_ARGUMENT;
     }
     int          ranks = d.ranks > 0 && d.transport != HPML_TRANSPORT_MPI ? d.ranks : 1;
@@ -2833,7 +2935,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
         s[i].d = &d, s[i].fn = fn, s[i].user = user, s[i].ctx = d.ctx;
         s[i].comm.transport = d.transport, s[i].comm.rank = i, s[i].comm.timeout = d.timeout, s[i].comm.check = d.check;
         s[i].comm.ranks_per_node = d.network.ranks_per_node;
-        if (s[i].ctx.threads == 0 && d.transport != HPML_TRANSPORT_MPI) s[i].ctx.threads = hpmlc_cores() / ranks > 0 ? hpmlc_cores() / ranks : 1;
+        if (s[i].ctx.threads == 0 && d.transport != HPML_TRANSPORT_MPI) s[i].ctx.threads = hpmlc_cores(ranks);
     }
     if (d.transport == HPML_TRANSPORT_MPI) {
         status = hpmlc_launch_mpi(s, error, size);
@@ -2845,7 +2947,8 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     pthread_t  *threads = (pthread_t *)calloc((size_t)ranks, sizeof *threads);
     int         started = 0;
     for (int i = 0; i < ranks; i++) s[i].comm.world = w;
-    while (w && threads && started < ranks && pthread_create(&threads[started], NULL, hpmlc_start_main, &s[started]) == 0) started++;
+    for (; w && threads && started < ranks; started++)
+        if (pthread_create(&threads[started], NULL, hpmlc_start_main, &s[started]) != 0) break;
     for (int i = started; w && i < ranks; i++) hpmlc_world_absent(w, i, "its thread could not be started: no memory");
     for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
     status = w && threads ? hpmlc_verdict(s, ranks, error, size) : HPML_ERR_MEMORY;
@@ -2857,7 +2960,10 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     free(threads);
 #else
     if (ranks == 1) hpmlc_start_main(&s[0]);
-    else s[0].status = HPML_ERR_UNSUPPORTED, snprintf(s[0].error, sizeof s[0].error, "launch: %d ranks need threads (HPML_NO_THREADS is set)", ranks);
+    else {
+        s[0].status = HPML_ERR_UNSUPPORTED;
+        snprintf(s[0].error, sizeof s[0].error, "launch: %d ranks need threads (HPML_NO_THREADS is set)", ranks);
+    }
     status = hpmlc_verdict(s, ranks, error, size);
 #endif
     free(s);
@@ -2868,9 +2974,9 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
 // >>exchange   1-bit exchange: stripes, owners, two residuals
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Tensors are of two kinds: plain ones are added as they are, in one fused allreduce; packed ones go by stripes. A message
-   to rank j holds, contribution by contribution and tensor by tensor, the packed rows of stripe j, behind a word that says
-   whether all was finite. */
+/* Tensors are of two kinds: plain ones are added as they are, in one fused allreduce; packed ones go by stripes. A
+   message to rank j holds, contribution by contribution and tensor by tensor, the packed rows of stripe j, behind a
+   word that says whether all was finite. */
 
 typedef struct hpmlc_item {
     hpml_gradient g;
@@ -3230,12 +3336,14 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
 // >>methods   top-k and low rank
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Top-k with momentum correction and factor masking: u <- m u + g, v <- v + u; the k largest |v| are sent, there u = v = 0.
-   Everybody gathers the pairs of all and adds them in the order of the ranks.
+/* Top-k with momentum correction and factor masking: u <- m u + g, v <- v + u; the k largest |v| are sent, there u = v
+   = 0. Everybody gathers the pairs of all and adds them in the order of the ranks.
 
-   Low rank: M = g + e (rows, cols) is sent as P Q^T with P (rows, r), Q (cols, r): one step of power iteration from the last Q,
+   Low rank: M = g + e (rows, cols) is sent as P Q^T with P (rows, r), Q (cols, r): one step of power iteration from the
+   last Q,
        P <- mean of M Q, made orthonormal;  Q <- mean of M^T P;  result P Q^T;  e <- M - P Q^T.
-   Both P and Q are added up as they are: any allreduce will do. With SUM instead of MEAN the result is multiplied by p. */
+   Both P and Q are added up as they are: any allreduce will do. With SUM instead of MEAN the result is multiplied by p.
+   */
 
 HPMLC_FN int64_t hpmlc_topk_count(const hpml_exchange *x, const hpmlc_item *it)
 {
@@ -3402,10 +3510,10 @@ HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_exchange *x)
 // >>distribute   synchronous data parallelism: buckets, overlap, weights
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The trainer's hooks: `run` scales this rank's gradient by its share of the global batch; `grad` counts a bucket's tensors
-   and starts its exchange in the background when the last one is final, buckets in order, from the last layer to the
-   first; `update` waits for what is still under way and makes the step. Samples, loss and the running statistics of
-   batchnorm travel in one small sum behind the last bucket. */
+/* The trainer's hooks: `run` scales this rank's gradient by its share of the global batch; `grad` counts a bucket's
+   tensors and starts its exchange in the background when the last one is final, buckets in order, from the last layer
+   to the first; `update` waits for what is still under way and makes the step. Samples, loss and the running statistics
+   of batchnorm travel in one small sum behind the last bucket. */
 
 typedef struct hpmlc_bucket {
     hpml_exchange *x, *warm; /* warm: uncompressed, for the first steps */
@@ -3622,7 +3730,8 @@ HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples)
     }
 }
 
-/* Double buffering: the gradients of the step before, already added up, change places with this step's, which go out now. */
+/* Double buffering: the gradients of the step before, already added up, change places with this step's, which go out
+   now. */
 HPMLC_FN hpml_status hpmlc_dist_swap(hpml_distributed *d, double *samples)
 {
     hpml_status status = d->shadow_samples > 0 ? hpmlc_dist_wait(d) : HPML_OK;
@@ -3663,10 +3772,11 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
 // >>exact   the same bits for every number of ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Leaf l of the global batch is samples [l L, (l + 1) L). A rank computes its leaves one after another, each from the same
-   running statistics, and keeps their gradients (of the sum over samples). Then, tensor by tensor: the largest |g| of all
-   leaves and ranks is m < 2^e; with 2^k >= leaves, scale 2^(62 - e - k) makes any sum of leaves fit 63 bits. Rounding a leaf
-   loses less than 2^(e + k - 62), far below a float's last bit. Integers add up to the same bits in any order. */
+/* Leaf l of the global batch is samples [l L, (l + 1) L). A rank computes its leaves one after another, each from the
+   same running statistics, and keeps their gradients (of the sum over samples). Then, tensor by tensor: the largest |g|
+   of all leaves and ranks is m < 2^e; with 2^k >= leaves, scale 2^(62 - e - k) makes any sum of leaves fit 63 bits.
+   Rounding a leaf loses less than 2^(e + k - 62), far below a float's last bit. Integers add up to the same bits in any
+   order. */
 
 /* Copies between the tensors and one leaf's row of floats. Buffers: how far this leaf moved them, times its samples. */
 HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
