@@ -942,6 +942,7 @@ typedef struct hpml_trace_desc {
     int32_t  rank;                  /* process id in the trace */
     int64_t  first_step, last_step; /* record only these updates; last 0: all */
     int64_t  capacity;              /* spans kept, the oldest are dropped; 0: 65,536 */
+    double   origin;                /* the hpml_now() that is time 0 in the file; 0: now */
     uint32_t _end;
 } hpml_trace_desc;
 #define HPML_LANE_COMPUTE 0
@@ -10288,7 +10289,7 @@ HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc
     if (!t) return ctx->status;
     t->d        = d;
     t->capacity = d.capacity;
-    t->origin   = hpml_now();
+    t->origin   = d.origin != 0 ? d.origin : hpml_now();
     t->paused   = d.first_step > 0;
     hpmli_free(ctx, ctx->trace);
     ctx->trace = t;

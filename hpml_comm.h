@@ -48,6 +48,7 @@
 //     api-exchange   gradients added up in fewer bytes
 //     api-distribute   synchronous data parallelism
 //     api-simulate   step time on machines you do not have
+//     api-mix   averaging with neighbours; one timeline for all ranks
 //     base   system headers, what communicators are made of
 //     messages   sending, receiving, waiting
 //     world   ranks as threads: inboxes, links, deadlock
@@ -65,7 +66,10 @@
 //     distribute   synchronous data parallelism: buckets, overlap, weights
 //     exact   the same bits for every number of ranks
 //     attach   attaching to a trainer, reports, checkpoints
+//     mix   averaging with neighbours
+//     timeline   one timeline for all ranks
 //     simulate   moves in virtual time
+//     simulate-short   rings and all to all without a queue
 //     simulate-step   a step of training in virtual time
 #ifndef HPML_COMM_H_INCLUDED
 #define HPML_COMM_H_INCLUDED
@@ -119,7 +123,7 @@ typedef struct hpml_comm_desc {
     void               *mpi_comm; /* MPI: points to an MPI_Comm, which is duplicated; NULL: MPI_COMM_WORLD */
     int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory */
     double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever */
-    bool                check;    /* for debugging: compare each collective on all ranks first (kind, count, type, order) */
+    bool                check;    /* for debugging: compare collectives on all ranks first (kind, count, type, order) */
     uint32_t            _end;
 } hpml_comm_desc;
 
@@ -274,7 +278,7 @@ HPML_API hpml_status hpml_allgather(hpml_comm *c, void *data, int64_t n, hpml_el
 HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op, int root);
 HPML_API hpml_status hpml_broadcast(hpml_comm *c, void *data, size_t bytes, int root);
 
-/* Blocks of `bytes` each. all: (p, bytes), needed at the root only; out and in: (p, bytes), block r to and from rank r. */
+/* Blocks of `bytes`. all: (p, bytes), needed at the root only; out, in: (p, bytes), block r to and from rank r. */
 HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root);
 HPML_API hpml_status hpml_scatter(hpml_comm *c, const void *all, size_t bytes, void *mine, int root);
 HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *out, void *in, size_t bytes);
@@ -344,7 +348,7 @@ typedef struct hpml_exchange_desc {
     hpml_reduce          reduce;    /* SUM or MEAN over ranks */
     hpml_algorithm       algorithm; /* of the plain allreduce */
     int32_t              leaves;    /* contributions of this rank; 0: 1. See `exact` of hpml_distribute */
-    int64_t              leaf_step; /* contribution l of a tensor is at data + l * leaf_step; the result goes to l = 0 */
+    int64_t              leaf_step; /* contribution l of a tensor is at data + l * leaf_step; the result: at l = 0 */
     /* Optional, called between 3 and 4: Adagrad on the sum, as the paper does. */
     void (*in_stripe)(void *user, int tensor, int64_t row, int64_t rows, float *sum);
     void                *user;
@@ -381,10 +385,10 @@ typedef struct hpml_distribute_desc {
     int32_t         lowrank;
     hpml_algorithm  algorithm;
     bool            sum;          /* the sum of the ranks' mean gradients; else the mean over the global batch */
-    int64_t         global_batch; /* samples a step, all ranks; 0: ranks * the model's batch. Shares differ by 1 at most */
+    int64_t         global_batch; /* samples of all ranks for a step; 0: ranks * the model's batch. Shares are even */
     int64_t         bucket_bytes; /* gradients that travel together; 0: 1 MiB; 1: every tensor alone */
     bool            no_overlap;   /* exchange after the backward pass, not during it */
-    bool            delayed;      /* double buffering: a step applies the gradients of the one before (the first none) */
+    bool            delayed;      /* double buffering: a step applies the gradients of the one before, the first none */
     int64_t         warm_steps;   /* the first steps travel uncompressed */
     bool            exact;        /* same bits for every number of ranks, algorithm, bucket and transport, see below */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
@@ -483,8 +487,48 @@ HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const h
 HPML_API double hpml_amdahl(double serial, double ranks); /* 1 / (serial + (1 - serial) / ranks) */
 HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double comm_s); /* divisible / (comm - fixed) */
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-mix   averaging with neighbours; one timeline for all ranks
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Decentralized averaging (Lian et al. 2017): x_i <- sum over j of W_ij x_j, where W_ij is not 0 only for neighbours. With
+   Metropolis weights W_ij = 1 / (1 + max(degree i, degree j)) the matrix is symmetric and doubly stochastic: the mean over
+   ranks stays, differences shrink by the second largest |eigenvalue| in each step. */
+typedef enum hpml_topology {
+    HPML_TOPOLOGY_RING = 0, /* rank i with i - 1 and i + 1 */
+    HPML_TOPOLOGY_WHEEL,    /* the ring of ranks 1 to p - 1, and rank 0 with all of them */
+    HPML_TOPOLOGY_PAIRS,    /* each step other random pairs: 1/2 and 1/2 */
+    HPML_TOPOLOGY_ALL       /* everybody with everybody: one step is the mean */
+} hpml_topology;
+/* W, (p, p) row-major, of step `step`. seed and step matter for PAIRS. */
+HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
+/* One mixing step on n floats in place; the same seed and step on all ranks. */
+HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
+
+/* hpml_trace_start on every rank, with the ranks' clocks aligned (by the quickest of some messages to and from rank 0), and
+   one file with all of them: a process for each rank, its lanes below. Both collective. */
+HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *desc);
+HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path);
+
 #ifdef __cplusplus
 } /* extern "C" */
+
+/* In C++ a desc may be passed as an object: hpml_allreduce(comm, x, n, desc). */
+#define HPMLC_REF(ret, name, params, args) \
+    static inline ret name params { return name args; }
+HPMLC_REF(hpml_comm *, hpml_comm_create, (hpml_ctx *c, const hpml_comm_desc &d), (c, &d))
+HPMLC_REF(hpml_status, hpml_launch, (const hpml_launch_desc &d, hpml_rank_fn *fn, void *user, char *error, size_t size),
+          (&d, fn, user, error, size))
+HPMLC_REF(hpml_status, hpml_allreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d),
+          (c, data, n, &d))
+HPMLC_REF(hpml_job *, hpml_iallreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d),
+          (c, data, n, &d))
+HPMLC_REF(hpml_exchange *, hpml_exchange_create, (hpml_comm *c, const hpml_exchange_desc &d), (c, &d))
+HPMLC_REF(hpml_distributed *, hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc &d),
+          (t, c, &d))
+HPMLC_REF(hpml_status, hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
+          (&d, out, error, size))
+#undef HPMLC_REF
 #endif
 
 #endif /* HPML_COMM_H_INCLUDED: stop here if you only want the API */
@@ -501,11 +545,15 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
+#if defined(__unix__) || defined(__APPLE__)
+#include <sys/select.h>
+#include <sys/time.h>
+#include <unistd.h>
+#endif
 #ifndef HPML_NO_THREADS
 #include <pthread.h>
 #include <sched.h>
-#include <time.h>
-#include <unistd.h>
 #endif
 #ifdef HPML_USE_MPI
 #include <mpi.h>
@@ -591,6 +639,19 @@ HPML_API const char *hpml_comm_transport(const hpml_comm *c) { return c ? c->t->
 HPML_API int hpml_comm_node(const hpml_comm *c, int rank)
 {
     return c && rank >= 0 && rank < c->size ? c->node[rank] : -1;
+}
+
+/* By select, which is there under -std=c99, too. */
+HPMLC_FN void hpmlc_nap(double seconds)
+{
+#if defined(__unix__) || defined(__APPLE__)
+    struct timeval t;
+    t.tv_sec  = (time_t)seconds;
+    t.tv_usec = (suseconds_t)((seconds - floor(seconds)) * 1e6);
+    select(0, NULL, NULL, NULL, &t);
+#else
+    for (double end = hpml_now() + seconds; hpml_now() < end;) {}
+#endif
 }
 
 /* The part of a communicator that all transports share. */
@@ -698,8 +759,8 @@ HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 /* A receive has met a message of another length. */
 HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
 {
-    m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass the "
-                           "same counts", c->doing, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
+    m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass "
+                           "the same counts", c->doing, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
 }
 
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
@@ -817,11 +878,20 @@ struct hpml_world {
     double             *card;     /* (2 (ranks + nodes)) when each sender's and receiver's card is free again */
 };
 
+/* Deadlines count by a clock that nobody sets, where condition variables can have one (not under -std=c99). */
+#if defined(CLOCK_MONOTONIC) && !defined(__APPLE__)
+#define HPMLC_MONOTONIC 1
+#else
+#define HPMLC_MONOTONIC 0
+#endif
+
 HPMLC_FN void hpmlc_gate_init(hpmlc_gate *g)
 {
     pthread_condattr_t clock;
     pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC); /* the clock of hpml_now */
+#if HPMLC_MONOTONIC
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+#endif
     pthread_mutex_init(&g->mutex, NULL);
     pthread_cond_init(&g->changed, &clock);
     pthread_condattr_destroy(&clock);
@@ -887,15 +957,33 @@ HPMLC_FN void hpmlc_world_deadlock(hpml_world *w)
     pthread_mutex_unlock(&w->mutex);
 }
 
+/* `until`, a time of hpml_now, by the gates' clock; what is far away comes after some days, and the sleeper looks again. */
+HPMLC_FN void hpmlc_gate_limit(double until, struct timespec *limit)
+{
+    double left = until - hpml_now();
+    if (left < 0) left = 0;
+    if (left > 1e6) left = 1e6;
+#if HPMLC_MONOTONIC
+    clock_gettime(CLOCK_MONOTONIC, limit);
+    left += 1e-9 * (double)limit->tv_nsec;
+#else
+    struct timeval now;
+    gettimeofday(&now, NULL);
+    limit->tv_sec = now.tv_sec;
+    left += 1e-6 * (double)now.tv_usec;
+#endif
+    limit->tv_sec += (time_t)left;
+    limit->tv_nsec = (long)((left - floor(left)) * 1e9);
+}
+
 /* Sleeps until the gate changes from what was `seen`, or until the time. counted: out of the count of the running. */
 HPMLC_FN void hpmlc_gate_sleep(hpml_world *w, hpmlc_gate *g, unsigned *seen, double until, bool counted)
 {
     struct timespec limit;
     pthread_mutex_lock(&g->mutex);
     if (g->changes == *seen) {
-        limit.tv_sec  = until > 1e15 ? (time_t)1000000000 : (time_t)until;
-        limit.tv_nsec = until > 1e15 ? 0 : (long)((until - floor(until)) * 1e9);
-        g->sleeping   = counted;
+        hpmlc_gate_limit(until, &limit);
+        g->sleeping = counted;
         if (counted && w && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) {
             pthread_mutex_unlock(&g->mutex);
             hpmlc_world_deadlock(w);
@@ -1408,7 +1496,7 @@ HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
     m->done = true;
 }
 
-/* Gives the core away for a moment: longer the longer nothing comes. A lost peer ends the wait. */
+/* Gives the core away for a moment, now by yielding, now by a nap. A lost peer ends the wait. */
 HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
 {
     hpmlc_mpi *x    = c->first->mpi;
@@ -1427,9 +1515,8 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until HPMLC_
     }
 #ifndef HPML_NO_THREADS
     if (c->seen++ % 64 < 16) { sched_yield(); return; }
-    struct timespec nap = { 0, 30000 };
-    nanosleep(&nap, NULL);
 #endif
+    hpmlc_nap(30e-6);
 }
 
 /* Says goodbye and waits to hear it from the others, so that nobody ends MPI under a message. */
@@ -1446,10 +1533,7 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
             hpmlc_mpi_listen(c);
             hpmlc_mpi_unlock(c);
             for (int i = 0; i < c->size; i++) all = all && (i == c->rank || x->heard[i]);
-#ifndef HPML_NO_THREADS
-            struct timespec nap = { 0, 100000 };
-            if (!all) nanosleep(&nap, NULL);
-#endif
+            if (!all) hpmlc_nap(100e-6);
         }
         if (all) MPI_Comm_free(&x->words);
         MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
@@ -1480,9 +1564,10 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
 
 HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, int element, int op)
 {
-    const MPI_Datatype none = MPI_DATATYPE_NULL, types[] = { MPI_FLOAT, none, MPI_INT32_T, MPI_INT64_T, MPI_DOUBLE, none };
-    const MPI_Op       how = op == HPML_MAX ? MPI_MAX : MPI_SUM;
-    const size_t       size = hpml_element_size((hpml_element)element);
+    const MPI_Datatype none    = MPI_DATATYPE_NULL;
+    const MPI_Datatype types[] = { MPI_FLOAT, none, MPI_INT32_T, MPI_INT64_T, MPI_DOUBLE, none };
+    const MPI_Op       how     = op == HPML_MAX ? MPI_MAX : MPI_SUM;
+    const size_t       size    = hpml_element_size((hpml_element)element);
     for (int64_t at = 0, part; at < n; at += part) {
         char *from = (char *)data + (size_t)at * size;
         int   code = MPI_ERR_TYPE;
@@ -1827,17 +1912,14 @@ HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
         hpmlc_agent_yield(c, false);
         return;
     }
-    struct timespec t;
-    t.tv_sec  = (time_t)seconds;
-    t.tv_nsec = (long)((seconds - floor(seconds)) * 1e9);
-    nanosleep(&t, NULL);
+    hpmlc_nap(seconds);
 }
 
 #else
 HPML_API double hpml_comm_now(const hpml_comm *c HPMLC_UNUSED) { return hpml_now(); }
 HPML_API void   hpml_comm_compute(hpml_comm *c HPMLC_UNUSED, double seconds)
 {
-    for (double end = hpml_now() + seconds; hpml_now() < end;) {}
+    if (seconds > 0) hpmlc_nap(seconds);
 }
 #endif /* HPML_NO_THREADS */
 
@@ -2250,7 +2332,7 @@ HPMLC_REDUCE(max_i64, int64_t, int64_t, HPMLC_SAME, HPMLC_SAME, a > b ? a : b)
 typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes);
 HPMLC_FN hpmlc_reduce_fn *hpmlc_reducer(hpml_element e, hpml_reduce op)
 {
-    static hpmlc_reduce_fn *const table[2][HPML_ELEMENT_BYTE + 1] = { /* in the order of hpml_element; bytes: only moved */
+    static hpmlc_reduce_fn *const table[2][HPML_ELEMENT_BYTE + 1] = { /* in the order of hpml_element */
         { hpmlc_sum_f32, hpmlc_sum_bf16, hpmlc_sum_i32, hpmlc_sum_i64, hpmlc_sum_f64, NULL },
         { hpmlc_max_f32, hpmlc_max_bf16, hpmlc_max_i32, hpmlc_max_i64, hpmlc_max_f64, NULL }
     };
@@ -2885,7 +2967,8 @@ HPMLC_FN int hpmlc_cores(int ranks)
     long n = sysconf(_SC_NPROCESSORS_ONLN) / (ranks > 0 ? ranks : 1);
     return n > 0 ? (int)n : 1;
 #else
-    return ranks > 0;
+    (void)ranks;
+    return 1;
 #endif
 }
 
@@ -2894,8 +2977,8 @@ HPMLC_FN hpml_status hpmlc_verdict(const hpmlc_start *s, int n, char *error, siz
 {
     const hpmlc_start *worst = NULL;
     for (int i = 0; i < n; i++) {
-        bool heard = worst && (worst->status != HPML_ERR_PEER || s[i].status == HPML_ERR_PEER);
-        if (s[i].status != HPML_OK && !heard) worst = &s[i];
+        bool nearer = !worst || (worst->status == HPML_ERR_PEER && s[i].status != HPML_ERR_PEER);
+        if (s[i].status != HPML_OK && nearer) worst = &s[i];
     }
     if (error && size > 0) snprintf(error, size, "%s", worst ? worst->error : "");
     return worst ? worst->status : HPML_OK;
@@ -3050,23 +3133,26 @@ HPMLC_FN bool hpmlc_exchange_span(hpml_exchange *x)
 
 HPMLC_FN bool hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc *d)
 {
-    if (d->_begin || d->_end || d->count < 1 || !d->tensors || d->leaves < 0 || (d->reduce != HPML_SUM && d->reduce != HPML_MEAN) ||
-        !(d->ratio >= 0) || d->ratio > 1 || d->lowrank < 0 || (unsigned)d->method > HPML_METHOD_LOWRANK) {
-        hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: %d tensors, method %d, op %d, ratio %g, rank %d: the desc is not cleared, or out of range",
-                   d->count, (int)d->method, (int)d->reduce, (double)d->ratio, d->lowrank);
+    bool sum = d->reduce == HPML_SUM || d->reduce == HPML_MEAN, ratio = d->ratio >= 0 && d->ratio <= 1;
+    if (d->_begin || d->_end || d->count < 1 || !d->tensors || d->leaves < 0 || !sum || !ratio || d->lowrank < 0 ||
+        (unsigned)d->method > HPML_METHOD_LOWRANK) {
+        hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: %d tensors, method %d, op %d, ratio %g, rank %d: the desc is not "
+                   "cleared, or out of range", d->count, (int)d->method, (int)d->reduce, (double)d->ratio, d->lowrank);
         return false;
     }
     for (int i = 0; i < d->count; i++) {
         const hpml_gradient *g = &d->tensors[i];
         hpml_packing         p;
         if (!g->data || g->rows < 1 || g->cols < 1 || hpml_packing_init(&p, &d->codec, g->rows, g->cols) != HPML_OK) {
-            hpmlc_fail(c, HPML_ERR_SHAPE, "exchange: tensor %d \"%s\" is %lld x %lld%s, or its codec desc is not valid", i, g->name ? g->name : "",
-                       (long long)g->rows, (long long)g->cols, g->data ? "" : " without data");
+            hpmlc_fail(c, HPML_ERR_SHAPE, "exchange: tensor %d \"%s\" is %lld x %lld%s, or its codec desc is not valid",
+                       i, g->name ? g->name : "", (long long)g->rows, (long long)g->cols,
+                       g->data ? "" : " without data");
             return false;
         }
     }
     if (d->leaves > 1 && d->method != HPML_METHOD_CODEC) {
-        hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "exchange: top-k and low-rank take one contribution a rank; exact sums go with codecs");
+        hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "exchange: top-k and low-rank take one contribution a rank; exact sums go "
+                   "with codecs");
         return false;
     }
     return true;
@@ -3087,8 +3173,8 @@ HPMLC_FN hpml_status hpmlc_exchange_agree(hpml_exchange *x)
     d.reduce = HPML_MAX, d.element = HPML_ELEMENT_I64;
     hpml_status status = hpml_allreduce(x->c, hash, 2, &d);
     if (status == HPML_OK && hash[0] != -hash[1])
-        status = hpmlc_fail(x->c, HPML_ERR_SHAPE, "exchange: the ranks have different tensors or codecs (%d here); all ranks must record "
-                            "the same model", x->d.count);
+        status = hpmlc_fail(x->c, HPML_ERR_SHAPE, "exchange: the ranks have different tensors or codecs (%d here); all "
+                            "ranks must record the same model", x->d.count);
     return status;
 }
 
@@ -3104,8 +3190,9 @@ HPMLC_FN bool hpmlc_item_create(hpml_exchange *x, hpmlc_item *it)
     it->my_row  = hpmlc_stripe(it, c->size, c->rank);
     it->my_rows = hpmlc_stripe(it, c->size, c->rank + 1) - it->my_row;
     if (it->packing.residual_count == 0) return true;
-    it->residual = (float *)hpml_ctx_alloc(c->ctx, (size_t)(it->g.rows * it->g.cols * x->d.leaves) * sizeof(float), NULL);
-    it->stripe   = (float *)hpml_ctx_alloc(c->ctx, (size_t)(it->my_rows * it->g.cols) * sizeof(float) + 1, NULL);
+    size_t all = (size_t)(it->g.rows * it->g.cols * x->d.leaves), mine = (size_t)(it->my_rows * it->g.cols);
+    it->residual = (float *)hpml_ctx_alloc(c->ctx, all * sizeof(float), NULL);
+    it->stripe   = (float *)hpml_ctx_alloc(c->ctx, mine * sizeof(float) + 1, NULL); /* also where I have no rows */
     return it->residual && it->stripe;
 }
 
@@ -3149,7 +3236,8 @@ HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_d
         if (x->item[i].plain) x->plain += desc->tensors[i].rows * desc->tensors[i].cols;
     }
     x->leaves[c->rank] = x->d.leaves;
-    if (hpmlc_exchange_agree(x) != HPML_OK || hpml_allgather(c, x->leaves, c->size, HPML_ELEMENT_I32) != HPML_OK) return NULL;
+    if (hpmlc_exchange_agree(x) != HPML_OK) return NULL;
+    if (hpml_allgather(c, x->leaves, c->size, HPML_ELEMENT_I32) != HPML_OK) return NULL;
     if (x->plain > 0 && !hpmlc_exchange_span(x)) {
         x->fused = (float *)hpml_ctx_alloc(c->ctx, (size_t)x->plain * sizeof(float), NULL);
         if (!x->fused) return NULL;
@@ -3173,37 +3261,49 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
 }
 
 /* 1. Packs all rows, stripe by stripe, into the messages. Says in each whether all was finite. */
-HPMLC_FN void hpmlc_exchange_pack(hpml_exchange *x)
+HPMLC_FN void hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
 {
-    int     p = x->c->size;
+    int     p = c->size;
     int64_t bad = 0;
     for (int r = 0; r < p; r++) {
         char *at = x->out + x->out_at[r] + HPMLC_HEAD;
         for (int l = 0; l < x->d.leaves; l++)
             for (int i = 0; i < x->d.count; i++) {
                 hpmlc_item *it = &x->item[i];
-                int64_t     row = it->plain ? 0 : hpmlc_stripe(it, p, r), rows = it->plain ? 0 : hpmlc_stripe(it, p, r + 1) - row;
                 if (it->plain) continue;
-                float *e = it->residual ? it->residual + (l * it->g.rows + row) * it->g.cols : NULL;
-                if (rows > 0 && hpml_packing_encode(&it->packing, at, e, it->g.data + l * x->d.leaf_step + row * it->g.cols, rows) != HPML_OK)
-                    bad = x->c->origin[x->c->rank] + 1;
+                int64_t      row = hpmlc_stripe(it, p, r), rows = hpmlc_stripe(it, p, r + 1) - row;
+                float       *e = it->residual ? it->residual + (l * it->g.rows + row) * it->g.cols : NULL;
+                const float *g = it->g.data + l * x->d.leaf_step + row * it->g.cols;
+                if (rows > 0 && hpml_packing_encode(&it->packing, at, e, g, rows) != HPML_OK)
+                    bad = c->origin[c->rank] + 1;
                 at += hpmlc_stripe_size(it, p, r);
             }
     }
     for (int r = 0; r < p; r++) memcpy(x->out + x->out_at[r], &bad, sizeof bad);
 }
 
-/* 3. and 4. Adds what has come for my stripe, in the order of ranks and leaves, and packs the sum. */
-HPMLC_FN void hpmlc_exchange_add(hpml_exchange *x)
+/* What rank r has sent for my stripe; my own never travelled. */
+HPMLC_FN const char *hpmlc_exchange_from(const hpml_exchange *x, int r, int me)
 {
-    int     p = x->c->size, me = x->c->rank;
-    int64_t bad = 0, other;
+    return r == me ? x->out + x->out_at[r] : x->in + x->in_at[r];
+}
+
+/* The word before a message: keeps the first rank that had a NaN. */
+HPMLC_FN void hpmlc_exchange_hear(int64_t *bad, const char *message)
+{
+    int64_t other;
+    memcpy(&other, message, sizeof other);
+    if (*bad == 0) *bad = other;
+}
+
+/* 3. and 4. Adds what has come for my stripe, in the order of ranks and leaves, and packs the sum. */
+HPMLC_FN void hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
+{
+    int     p = c->size, me = c->rank;
+    int64_t bad = 0;
     char   *to = x->sums + x->sum_at[me] + HPMLC_HEAD;
     size_t  offset = 0;
-    for (int r = 0; r < p; r++) {
-        memcpy(&other, r == me ? x->out + x->out_at[r] : x->in + x->in_at[r], sizeof other);
-        if (other && !bad) bad = other;
-    }
+    for (int r = 0; r < p; r++) hpmlc_exchange_hear(&bad, hpmlc_exchange_from(x, r, me));
     for (int i = 0; i < x->d.count; i++) {
         hpmlc_item *it = &x->item[i];
         if (it->plain) continue;
@@ -3212,59 +3312,58 @@ HPMLC_FN void hpmlc_exchange_add(hpml_exchange *x)
         bool    first = true;
         for (int r = 0; r < p; r++)
             for (int l = 0; l < x->leaves[r]; l++, first = false) {
-                const char *from = (r == me ? x->out + x->out_at[r] : x->in + x->in_at[r]) + HPMLC_HEAD + (size_t)l * x->in_size + offset;
-                if (first) hpml_packing_decode(&it->packing, sum, from, it->my_rows);
-                else hpml_packing_decode_add(&it->packing, sum, from, it->my_rows);
+                const char *rows = hpmlc_exchange_from(x, r, me) + HPMLC_HEAD + (size_t)l * x->in_size + offset;
+                if (first) hpml_packing_decode(&it->packing, sum, rows, it->my_rows);
+                else hpml_packing_decode_add(&it->packing, sum, rows, it->my_rows);
             }
         if (x->d.reduce == HPML_MEAN) hpmlc_divide(sum, n, HPML_ELEMENT_F32, p);
-        if (x->d.in_stripe && it->my_rows > 0) x->d.in_stripe(x->d.user, i, it->my_row, it->my_rows, sum);
-        if (it->my_rows > 0 && hpml_packing_encode(&it->packing, to + offset, it->stripe, sum, it->my_rows) != HPML_OK && !bad)
-            bad = x->c->origin[me] + 1;
+        if (it->my_rows > 0) {
+            if (x->d.in_stripe) x->d.in_stripe(x->d.user, i, it->my_row, it->my_rows, sum);
+            hpml_status packed = hpml_packing_encode(&it->packing, to + offset, it->stripe, sum, it->my_rows);
+            if (packed != HPML_OK && !bad) bad = c->origin[me] + 1;
+        }
         offset += hpmlc_stripe_size(it, p, me);
     }
     memcpy(x->sums + x->sum_at[me], &bad, sizeof bad);
 }
 
-/* 2. and 5. Everybody with everybody: in round k with the rank k further on. */
-HPMLC_FN hpml_status hpmlc_exchange_move(hpml_exchange *x, const char *name, char *out, const size_t *out_at, bool same, char *in, const size_t *in_at)
+/* 2. and 5. Everybody with everybody: in round k with the rank k further on. same: all get my own part of `out`. */
+HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *out, const size_t *out_at,
+                                         bool same, char *in, const size_t *in_at)
 {
-    hpml_comm *c = x->c;
-    int        tag = hpmlc_enter(c, name, (int64_t)in_at[c->size], HPML_ELEMENT_BYTE, -1, -1);
-    double     start = hpml_comm_now(c);
+    int         tag = hpmlc_enter(c, name, (int64_t)in_at[c->size], HPML_ELEMENT_BYTE, -1, -1);
+    double      start = hpml_comm_now(c);
+    hpml_status status = HPML_OK;
     if (tag < 0) return hpml_ctx_status(c->ctx);
-    for (int k = 1; k < c->size; k++) {
-        int          to = (c->rank + k) % c->size, from = (c->rank - k + c->size) % c->size, mine = same ? c->rank : to;
-        hpml_message o, i;
+    for (int k = 1; k < c->size && status == HPML_OK; k++) {
+        int to = (c->rank + k) % c->size, from = (c->rank - k + c->size) % c->size, mine = same ? c->rank : to;
         c->round = k;
-        c->counters.rounds++;
-        hpmlc_begin(c, true, from, tag, in + in_at[from], in_at[from + 1] - in_at[from], NULL, &i);
-        hpmlc_begin(c, false, to, tag, out + out_at[mine], out_at[mine + 1] - out_at[mine], NULL, &o);
-        hpml_status got = hpml_wait(c, &i), sent = hpml_wait(c, &o);
-        if (got != HPML_OK || sent != HPML_OK) return got != HPML_OK ? got : sent;
+        status = hpmlc_round(c, tag, to, out + out_at[mine], out_at[mine + 1] - out_at[mine], from, in + in_at[from],
+                             in_at[from + 1] - in_at[from], NULL);
     }
-    return hpmlc_leave(c, start, HPML_OK);
+    return hpmlc_leave(c, start, status);
 }
 
-HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_exchange *x)
+HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
 {
-    int         p = x->c->size;
-    int64_t     bad = 0, other;
-    double      start = hpml_comm_now(x->c);
-    hpmlc_exchange_pack(x);
-    hpml_trace_span(x->c->trace, HPML_LANE_COMM, "pack", start, hpml_comm_now(x->c));
-    hpml_status status = hpmlc_exchange_move(x, "stripes", x->out, x->out_at, false, x->in, x->in_at);
+    int     p = c->size;
+    int64_t bad = 0;
+    double  start = hpml_comm_now(c);
+    hpmlc_exchange_pack(c, x);
+    hpml_trace_span(c->trace, HPML_LANE_COMM, "pack", start, hpml_comm_now(c));
+    hpml_status status = hpmlc_exchange_move(c, "stripes", x->out, x->out_at, false, x->in, x->in_at);
     if (status != HPML_OK) return status;
-    hpmlc_exchange_add(x);
-    status = hpmlc_exchange_move(x, "sums", x->sums, x->sum_at, true, x->sums, x->sum_at);
+    hpmlc_exchange_add(c, x);
+    status = hpmlc_exchange_move(c, "sums", x->sums, x->sum_at, true, x->sums, x->sum_at);
     if (status != HPML_OK) return status;
     for (int r = 0; r < p; r++) {
-        const char *at = x->sums + x->sum_at[r] + HPMLC_HEAD;
-        memcpy(&other, at - HPMLC_HEAD, sizeof other);
-        if (other && !bad) bad = other;
+        const char *at = x->sums + x->sum_at[r];
+        hpmlc_exchange_hear(&bad, at);
+        at += HPMLC_HEAD;
         for (int i = 0; i < x->d.count; i++) {
-            hpmlc_item *it  = &x->item[i];
-            int64_t     row = it->plain ? 0 : hpmlc_stripe(it, p, r), rows = it->plain ? 0 : hpmlc_stripe(it, p, r + 1) - row;
+            hpmlc_item *it = &x->item[i];
             if (it->plain) continue;
+            int64_t row = hpmlc_stripe(it, p, r), rows = hpmlc_stripe(it, p, r + 1) - row;
             hpml_packing_decode(&it->packing, it->g.data + row * it->g.cols, at, rows);
             at += hpmlc_stripe_size(it, p, r);
         }
@@ -3272,7 +3371,7 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_exchange *x)
     return bad ? HPML_ERR_NONFINITE : HPML_OK;
 }
 
-HPMLC_FN hpml_status hpmlc_exchange_plain(hpml_exchange *x)
+HPMLC_FN hpml_status hpmlc_exchange_plain(hpml_comm *c, hpml_exchange *x)
 {
     hpml_allreduce_desc d;
     float              *at = x->fused;
@@ -3284,7 +3383,7 @@ HPMLC_FN hpml_status hpmlc_exchange_plain(hpml_exchange *x)
         memcpy(at, g->data, (size_t)(g->rows * g->cols) * sizeof(float));
         at += g->rows * g->cols;
     }
-    hpml_status status = hpml_allreduce(x->c, x->fused ? x->fused : x->span, x->plain, &d);
+    hpml_status status = hpml_allreduce(c, x->fused ? x->fused : x->span, x->plain, &d);
     at = x->fused;
     for (int i = 0; at && i < x->d.count && status == HPML_OK; i++) {
         const hpml_gradient *g = &x->item[i].g;
@@ -3295,27 +3394,29 @@ HPMLC_FN hpml_status hpmlc_exchange_plain(hpml_exchange *x)
     return status;
 }
 
-HPMLC_FN hpml_status hpmlc_topk_run(hpml_exchange *x);
-HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_exchange *x);
+HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x);
+HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x);
 
+/* One exchange, on the exchange's communicator or, in the background, on its twin. */
 HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 {
     hpml_exchange *x      = (hpml_exchange *)user;
-    hpml_comm     *owner  = x->c;
     hpml_status    status = HPML_OK, plain = HPML_OK;
     if (hpmlc_failed(c)) return hpml_ctx_status(c->ctx);
-    x->c = c; /* in the background: the twin */
-    if (x->packed > 0 && x->d.method == HPML_METHOD_CODEC) status = hpmlc_exchange_packed(x);
-    if (x->packed > 0 && x->d.method == HPML_METHOD_TOPK) status = hpmlc_topk_run(x);
-    if (x->packed > 0 && x->d.method == HPML_METHOD_LOWRANK) status = hpmlc_lowrank_run(x);
-    if (x->plain > 0 && (status == HPML_OK || status == HPML_ERR_NONFINITE)) plain = hpmlc_exchange_plain(x);
-    x->c = owner;
+    if (x->packed > 0 && x->d.method == HPML_METHOD_CODEC) status = hpmlc_exchange_packed(c, x);
+    if (x->packed > 0 && x->d.method == HPML_METHOD_TOPK) status = hpmlc_topk_run(c, x);
+    if (x->packed > 0 && x->d.method == HPML_METHOD_LOWRANK) status = hpmlc_lowrank_run(c, x);
+    if (x->plain > 0 && (status == HPML_OK || status == HPML_ERR_NONFINITE)) plain = hpmlc_exchange_plain(c, x);
     return status != HPML_OK ? status : plain;
 }
 
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x) { return x ? hpmlc_exchange_on(x->c, x) : HPML_ERR_ARGUMENT; }
-HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x) { return x ? hpml_background(x->c, hpmlc_exchange_on, x) : NULL; }
 HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x) { return x && x->c->size > 1 ? x->bytes : 0; }
+
+HPML_API hpml_job *hpml_exchange_start(hpml_exchange *x)
+{
+    return x ? hpml_background(x->c, hpmlc_exchange_on, x) : NULL;
+}
 
 HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count)
 {
@@ -3361,9 +3462,10 @@ HPMLC_FN int hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
 HPMLC_FN bool hpmlc_methods_create(hpml_exchange *x, hpmlc_item *it)
 {
     hpml_ctx *ctx = x->c->ctx;
-    int64_t   n = it->g.rows * it->g.cols, least = x->d.codec.min_elements > 0 ? x->d.codec.min_elements : HPML_CODEC_MIN_ELEMENTS;
+    int64_t   n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
     int       r = hpmlc_lowrank_of(x, it), p = x->c->size;
     bool      top = x->d.method == HPML_METHOD_TOPK;
+    if (least <= 0) least = HPML_CODEC_MIN_ELEMENTS;
     it->plain = (it->g.rows == 1 || it->g.cols == 1 || n < least) && !x->d.codec.compress_all;
     if (!top && (it->g.rows + it->g.cols) * r >= n) it->plain = true; /* nothing to be saved */
     if (it->plain) return true;
@@ -3433,15 +3535,14 @@ HPMLC_FN bool hpmlc_topk_pick(hpml_exchange *x, hpmlc_item *it, float *pairs, in
     return true;
 }
 
-HPMLC_FN hpml_status hpmlc_topk_run(hpml_exchange *x)
+HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x)
 {
-    hpml_comm  *c = x->c;
     hpml_status status = HPML_OK;
     int64_t     bad = 0;
     for (int t = 0; t < x->d.count && status == HPML_OK; t++) {
         hpmlc_item *it = &x->item[t];
-        int64_t     k  = it->plain ? 0 : hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols;
         if (it->plain) continue;
+        int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols;
         if (!hpmlc_topk_pick(x, it, it->q + 2 * k * c->rank, k)) bad = c->origin[c->rank] + 1;
         status = hpml_allgather(c, it->q, 8 * k * c->size, HPML_ELEMENT_BYTE);
         memset(it->g.data, 0, (size_t)n * sizeof(float));
@@ -3476,9 +3577,8 @@ HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
         }
 }
 
-HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_exchange *x)
+HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
 {
-    hpml_comm          *c = x->c;
     hpml_allreduce_desc mean;
     float               bad = 0;
     memset(&mean, 0, sizeof mean);
@@ -3562,7 +3662,8 @@ HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, bool warm, hpml
     memset(e, 0, sizeof *e);
     e->algorithm = d->d.algorithm, e->reduce = d->d.sum ? HPML_SUM : HPML_MEAN, e->padded = true;
     if (warm) return;
-    e->codec = d->d.codec, e->method = d->d.method, e->ratio = d->d.ratio, e->momentum = d->d.momentum, e->lowrank = d->d.lowrank;
+    e->codec = d->d.codec, e->method = d->d.method;
+    e->ratio = d->d.ratio, e->momentum = d->d.momentum, e->lowrank = d->d.lowrank;
 }
 
 /* Cuts the trained parameters, last first, into buckets of at least bucket_bytes. */
@@ -3654,9 +3755,9 @@ HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d, bool buffers)
 {
     const double *s = d->stats, *at = s + HPMLC_STATS;
     if (s[HPMLC_BAD] > 0)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank %d, step %lld: the loss of %.0f rank%s is not finite%s", d->c->rank,
-                             (long long)hpml_trainer_step_count(d->t), s[HPMLC_BAD], s[HPMLC_BAD] > 1 ? "s" : "",
-                             s[HPMLC_BAD] > 1 ? "" : "; see that rank's error");
+        return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank %d, step %lld: the loss of %.0f rank%s is not finite%s",
+                             d->c->rank, (long long)hpml_trainer_step_count(d->t), s[HPMLC_BAD],
+                             s[HPMLC_BAD] > 1 ? "s" : "", s[HPMLC_BAD] > 1 ? "" : "; see that rank's error");
     if (s[HPMLC_SAMPLES] <= 0) return hpml_ctx_fail(d->ctx, HPML_ERR_STATE, "a step without samples on any rank");
     d->r.loss    = s[HPMLC_LOSS] / s[HPMLC_SAMPLES];
     d->r.samples = (int64_t)s[HPMLC_SAMPLES];
@@ -3714,8 +3815,9 @@ HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
     d->r.exposed_s += hpml_now() - start;
     if (s == HPML_OK && hpml_ctx_status(d->ctx) == HPML_OK) s = hpmlc_stats_read(d, true);
     if (s == HPML_OK && status == HPML_ERR_NONFINITE)
-        return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: a gradient of some rank is NaN or infinite; lower the learning rate or set "
-                             "clip_norm", d->c->rank, (long long)hpml_trainer_step_count(d->t));
+        return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: a gradient of some rank is NaN or infinite; lower "
+                             "the learning rate or set clip_norm", d->c->rank,
+                             (long long)hpml_trainer_step_count(d->t));
     return status != HPML_OK ? status : s;
 }
 
@@ -3785,10 +3887,10 @@ HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
+        if (!p->grad && !p->param->buffer) continue;
         if (p->grad) memcpy(row, p->grad, (size_t)n * sizeof(float));
-        else if (!p->param->buffer) continue;
-        for (int64_t k = 0; k < n && !p->grad; k++) row[k] = (float)(samples * ((double)p->data[k] - (double)before[k]));
-        if (!p->grad) {
+        else {
+            for (int64_t k = 0; k < n; k++) row[k] = (float)(samples * ((double)p->data[k] - (double)before[k]));
             memcpy(p->data, before, (size_t)n * sizeof(float)); /* the next leaf starts from the same */
             before += n;
         }
@@ -3864,8 +3966,9 @@ HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
     for (int i = 0; i < d->params && status == HPML_OK; i++) {
         int64_t n = hpmlc_leaf_floats(d, i);
         if (!(d->largest[i] - d->largest[i] == 0))
-            return hpml_ctx_fail(d->ctx, HPML_ERR_NONFINITE, "rank %d, step %lld: the gradient of \"%s\" is NaN or infinite on some rank; lower "
-                                 "the learning rate or set clip_norm", d->c->rank, (long long)hpml_trainer_step_count(d->t), hpmlc_param(d, i)->name);
+            return hpml_ctx_fail(d->ctx, HPML_ERR_NONFINITE, "rank %d, step %lld: the gradient of \"%s\" is NaN or "
+                                 "infinite on some rank; lower the learning rate or set clip_norm", d->c->rank,
+                                 (long long)d->c->step, hpmlc_param(d, i)->name);
         if (d->bucket_of[i] < 0) {
             hpmlc_exact_round(d, d->sum + used, at, n, hpmlc_exact_scale(d, d->largest[i]));
             used += n;
@@ -3914,7 +4017,8 @@ HPMLC_FN hpml_status hpmlc_exact_run(void *user, hpml_trainer *t, int64_t sample
     if (status == HPML_OK && d->buckets > 0) {
         status = hpml_exchange_run(d->bucket[0].x);
         if (status == HPML_ERR_NONFINITE)
-            return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: a gradient of some rank is NaN or infinite", d->c->rank, (long long)d->c->step);
+            return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: a gradient of some rank is NaN or infinite",
+                                 d->c->rank, (long long)d->c->step);
     }
     if (status == HPML_OK) status = hpmlc_exact_sum(d);
     if (status == HPML_OK) hpmlc_exact_apply(d, d->stats[HPMLC_SAMPLES]);
@@ -3948,16 +4052,16 @@ HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
         d->bucket_of[i] = -1;
         if (!t->grad && !t->param->buffer) continue;
         hpmlc_gradient_of(t, d->leaf + at, &g[e.count]);
-        if (t->grad && hpml_packing_init(&pack, &d->d.codec, g[e.count].rows, g[e.count].cols) == HPML_OK && !pack.codec->linear)
-            d->bucket_of[i] = 0, e.count++;
+        hpml_status good = hpml_packing_init(&pack, &d->d.codec, g[e.count].rows, g[e.count].cols);
+        if (t->grad && good == HPML_OK && !pack.codec->linear) d->bucket_of[i] = 0, e.count++;
         at += hpml_tensor_count(t);
     }
     if (e.count > 0) {
         e.tensors = g, e.reduce = HPML_SUM, e.padded = false;
         e.leaves = (int32_t)d->leaf_count, e.leaf_step = d->leaf_total;
         if (d->leaf_count == 0) {
-            hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: %lld leaves for %d ranks leave this one without; lower .leaf or the number of "
-                       "ranks", (long long)d->leaf_all, p);
+            hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: %lld leaves for %d ranks leave this one without; lower "
+                       ".leaf or the number of ranks", (long long)d->leaf_all, p);
             return false;
         }
         d->bucket[0].x = hpml_exchange_create(d->c, &e);
@@ -3982,8 +4086,9 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     shape[0] = hpml_param_total(d->ctx), shape[1] = -shape[0], shape[2] = d->params, shape[3] = -shape[2];
     hpml_status status = hpml_allreduce(d->c, shape, 4, &max);
     if (status == HPML_OK && (shape[0] != -shape[1] || shape[2] != -shape[3]))
-        return hpmlc_fail(d->c, HPML_ERR_SHAPE, "distribute: this rank's model has %lld numbers in %d parameters, others up to %lld in %lld; record "
-                          "the same model on all ranks", (long long)hpml_param_total(d->ctx), d->params, (long long)shape[0], (long long)shape[2]);
+        return hpmlc_fail(d->c, HPML_ERR_SHAPE, "distribute: this rank's model has %lld numbers in %d parameters, "
+                          "others up to %lld in %lld; record the same model on all ranks",
+                          (long long)hpml_param_total(d->ctx), d->params, (long long)shape[0], (long long)shape[2]);
     for (int i = 0; i < d->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         status = hpml_broadcast(d->c, p->data, (size_t)hpml_tensor_count(p) * sizeof(float), 0);
@@ -3996,19 +4101,23 @@ HPMLC_FN bool hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_de
     if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0)
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative"), false;
     if (hpml_ctx_backend(c->ctx) != hpml_backend_cpu())
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this transport adds up gradients in host memory; the trainer's are on backend %s",
-                          hpml_ctx_backend(c->ctx)->name), false;
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this transport adds up gradients in host memory; the "
+                          "trainer's are on backend %s", hpml_ctx_backend(c->ctx)->name), false;
     if (d->global_batch == 0) d->global_batch = c->size * batch;
     if (d->leaf == 0) d->leaf = batch < 8 ? batch : 8;
-    int64_t grain = d->exact ? d->leaf : 1, most = ((d->global_batch + grain - 1) / grain + c->size - 1) / c->size * grain;
+    int64_t grain = d->exact ? d->leaf : 1, grains = (d->global_batch + grain - 1) / grain;
+    int64_t most  = (grains + c->size - 1) / c->size * grain;
     if (most > batch || d->leaf > batch)
-        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld on %d ranks gives one up to %lld samples (leaves of %lld), the "
-                          "model's batch is %lld", (long long)d->global_batch, c->size, (long long)most, (long long)d->leaf, (long long)batch), false;
-    if (d->exact && (d->sum || d->delayed || d->warm_steps || d->method != HPML_METHOD_CODEC || hpml_trainer_settings(t)->accumulate > 1))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs, and one batch a step; not with sum, delayed, "
-                          "warm_steps, top-k, low rank or accumulate"), false;
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld on %d ranks gives one up to %lld "
+                          "samples (leaves of %lld), the model's batch is %lld", (long long)d->global_batch, c->size,
+                          (long long)most, (long long)d->leaf, (long long)batch), false;
+    bool several = hpml_trainer_settings(t)->accumulate > 1;
+    if (d->exact && (d->sum || d->delayed || d->warm_steps || d->method != HPML_METHOD_CODEC || several))
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs, and one batch a "
+                          "step; not with sum, delayed, warm_steps, top-k, low rank or accumulate"), false;
     if (d->exact && !hpml_graph_batchable(hpml_trainer_graph(t)))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this model mixes the samples of a batch, so leaves cannot be computed apart"), false;
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this model mixes the samples of a batch, so leaves "
+                          "cannot be computed apart"), false;
     return true;
 }
 
@@ -4035,7 +4144,8 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
         else if (p->param->buffer) d->buffer_total += hpml_tensor_count(p);
     }
     d->stats = (double *)hpml_ctx_alloc(c->ctx, sizeof(double) * (size_t)(HPMLC_STATS + d->buffer_total), NULL);
-    if (settings.delayed) d->shadow = (float *)hpml_ctx_alloc(c->ctx, (size_t)(last - first + 16) * sizeof(float), NULL);
+    if (settings.delayed)
+        d->shadow = (float *)hpml_ctx_alloc(c->ctx, (size_t)(last - first + 16) * sizeof(float), NULL);
     if (!d->stats || (settings.delayed && !d->shadow)) return NULL;
     if (!(settings.exact ? hpmlc_exact_create(d) : hpmlc_buckets_create(d))) return NULL;
     memset(&hooks, 0, sizeof hooks);
@@ -4081,9 +4191,10 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
     hpml_distribute_report r;
     if (!d) return 0;
     hpml_distribute_get(d, &r, false);
-    return snprintf(buffer, size, "%d ranks (%s), %d buckets: step %.2f ms = compute %.2f + exposed %.2f; exchange %.2f ms, %.0f %% hidden; %.0f bytes "
-                    "a step and rank, %.1fx less than a ring of f32", d->c->size, d->c->t->name, r.buckets, 1e3 * r.step_s, 1e3 * r.compute_s,
-                    1e3 * r.exposed_s, 1e3 * r.comm_s, 100 * r.hidden, r.bytes, r.bytes > 0 ? r.plain_bytes / r.bytes : 1);
+    return snprintf(buffer, size, "%d ranks (%s), %d buckets: step %.2f ms = compute %.2f + exposed %.2f; "
+                    "exchange %.2f ms, %.0f %% hidden; %.0f bytes a step and rank, %.1fx less than a ring of f32",
+                    d->c->size, d->c->t->name, r.buckets, 1e3 * r.step_s, 1e3 * r.compute_s, 1e3 * r.exposed_s,
+                    1e3 * r.comm_s, 100 * r.hidden, r.bytes, r.bytes > 0 ? r.plain_bytes / r.bytes : 1);
 }
 
 /* What an exchange carries from step to step, as one row of floats for each contribution (residuals, with TOPK also the
@@ -4112,11 +4223,12 @@ HPMLC_FN int64_t hpmlc_shared(hpml_exchange *x, float *row, bool load)
     int64_t at = 0;
     for (int i = 0; i < x->d.count; i++) {
         const hpmlc_item *it = &x->item[i];
-        bool    low = x->d.method == HPML_METHOD_LOWRANK && !it->plain;
-        float  *mine = low ? it->q : it->stripe;
-        int64_t whole = low ? it->g.cols * hpmlc_lowrank_of(x, it) : it->g.rows * it->g.cols;
-        int64_t first = low ? 0 : it->my_row * it->g.cols, n = low ? (load || x->c->rank == 0 ? whole : 0) : it->my_rows * it->g.cols;
+        bool    low   = x->d.method == HPML_METHOD_LOWRANK && !it->plain; /* Q: the same everywhere, saved by rank 0 */
+        float  *mine  = low ? it->q : it->stripe;
+        int64_t whole = it->g.cols * (low ? hpmlc_lowrank_of(x, it) : it->g.rows);
+        int64_t first = low ? 0 : it->my_row * it->g.cols, n = low ? whole : it->my_rows * it->g.cols;
         if (!mine) continue;
+        if (low && !load && x->c->rank != 0) n = 0;
         if (row && load) memcpy(mine, row + at + first, (size_t)n * sizeof(float));
         else if (row) memcpy(row + at + first, mine, (size_t)n * sizeof(float));
         at += whole;
@@ -4130,7 +4242,10 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_comm *c = d->c;
     int64_t    each = 0, shared = 0, mine = d->d.exact ? d->leaf_count : 1, most = d->d.exact ? d->leaf_all : c->size;
-    for (int b = 0; b < d->buckets; b++) each += hpmlc_carried(d->bucket[b].x, 0, NULL, false), shared += hpmlc_shared(d->bucket[b].x, NULL, false);
+    for (int b = 0; b < d->buckets; b++) {
+        each += hpmlc_carried(d->bucket[b].x, 0, NULL, false);
+        shared += hpmlc_shared(d->bucket[b].x, NULL, false);
+    }
     float *rows = (float *)hpml_ctx_alloc(d->ctx, (size_t)(each * most + 1) * sizeof(float), NULL);
     float *sum  = (float *)hpml_ctx_alloc(d->ctx, (size_t)(shared + 1) * sizeof(float), NULL);
     if (!rows || !sum) return hpml_ctx_status(d->ctx);
@@ -4140,7 +4255,8 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
         for (int b = 0; b < d->buckets; b++) row += hpmlc_carried(d->bucket[b].x, l, row, false);
     }
     for (int b = 0; b < d->buckets; b++) at += hpmlc_shared(d->bucket[b].x, sum + at, false);
-    hpml_status status = hpml_reduce_to(c, rows, each * most, HPML_ELEMENT_F32, HPML_SUM, 0); /* others' rows are zero: exact */
+    /* Everybody's rows are zero where others have theirs: the sum is exact. */
+    hpml_status status = hpml_reduce_to(c, rows, each * most, HPML_ELEMENT_F32, HPML_SUM, 0);
     if (status == HPML_OK) status = hpml_reduce_to(c, sum, shared, HPML_ELEMENT_F32, HPML_SUM, 0);
     if (status == HPML_OK && c->rank == 0) {
         if (each > 0) hpml_trainer_add_state(d->t, "residual.workers", rows, each * most);
@@ -4151,10 +4267,11 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     }
     hpml_ctx_release(d->ctx, rows);
     hpml_ctx_release(d->ctx, sum);
-    int32_t            told = status;
-    hpml_status        heard = hpml_broadcast(c, &told, sizeof told, 0);
+    int32_t     told  = status;
+    hpml_status heard = hpml_broadcast(c, &told, sizeof told, 0);
     if (heard == HPML_OK && told != HPML_OK && hpml_ctx_status(d->ctx) == HPML_OK)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank 0 could not save %s: %s", path, hpml_status_string((hpml_status)told));
+        return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank 0 could not save %s: %s", path,
+                             hpml_status_string((hpml_status)told));
     return heard != HPML_OK ? heard : (hpml_status)told;
 }
 
@@ -4162,8 +4279,8 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 {
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_safetensor   workers, shared;
-    int64_t           each = 0, all = 0, at = 0, want = d->d.exact ? d->leaf_all : d->c->size, mine = d->d.exact ? d->leaf_count : 1;
-    int64_t           first = d->d.exact ? d->leaf_first : d->c->rank;
+    int64_t           want = d->d.exact ? d->leaf_all : d->c->size, mine = d->d.exact ? d->leaf_count : 1;
+    int64_t           first = d->d.exact ? d->leaf_first : d->c->rank, each = 0, all = 0, at = 0;
     hpml_status       status = hpml_checkpoint_load(d->t, path);
     hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
     if (!f) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
@@ -4190,8 +4307,10 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
         hpml_ctx_release(d->ctx, row);
     } else if (each > 0)
         status = hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s; save with the codec that you load with", path,
-                            there ? "its residuals are of other tensors" : "it holds no residuals (state.residual.workers)");
-    if (status == HPML_OK && all > 0 && hpml_safetensors_find(f, "state.residual.shared", &shared) && shared.bytes == (size_t)all * sizeof(float)) {
+                            there ? "its residuals are of other tensors"
+                                  : "it holds no residuals (state.residual.workers)");
+    there = all > 0 && hpml_safetensors_find(f, "state.residual.shared", &shared);
+    if (status == HPML_OK && there && shared.bytes == (size_t)all * sizeof(float)) {
         float *copy = (float *)hpml_ctx_alloc(d->ctx, shared.bytes, NULL);
         if (copy) memcpy(copy, shared.data, shared.bytes);
         for (int b = 0; b < d->buckets && copy; b++) at += hpmlc_shared(d->bucket[b].x, copy + at, true);
@@ -4199,6 +4318,175 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     }
     hpml_safetensors_close(f);
     return status != HPML_OK ? status : hpml_ctx_status(d->ctx);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>mix   averaging with neighbours
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Random pairs: ranks in a random order, the first with the second, and so on; with an odd number the last stays alone. */
+HPMLC_FN int hpmlc_partner(int p, uint64_t seed, int64_t step, int rank)
+{
+    int64_t place = 0;
+    while (hpml_permute_index(seed, (uint64_t)step, p, place) != rank) place++;
+    int64_t other = place ^ 1;
+    return other < p ? (int)hpml_permute_index(seed, (uint64_t)step, p, other) : rank;
+}
+
+HPMLC_FN bool hpmlc_neighbours(hpml_topology topology, int p, uint64_t seed, int64_t step, int i, int j)
+{
+    int rim = p - 1;
+    if (i == j) return false;
+    switch (topology) {
+    case HPML_TOPOLOGY_RING: return (i + 1) % p == j || (j + 1) % p == i;
+    case HPML_TOPOLOGY_WHEEL:
+        return i == 0 || j == 0 || (rim > 1 && ((i - 1 + 1) % rim == j - 1 || (j - 1 + 1) % rim == i - 1));
+    case HPML_TOPOLOGY_PAIRS: return hpmlc_partner(p, seed, step, i) == j;
+    case HPML_TOPOLOGY_ALL: return true;
+    }
+    return false;
+}
+
+HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w)
+{
+    for (int i = 0; i < p; i++) {
+        double rest = 1;
+        int    degree = 0;
+        for (int j = 0; j < p; j++) degree += hpmlc_neighbours(topology, p, seed, step, i, j);
+        for (int j = 0; j < p; j++) {
+            int other = 0;
+            w[i * p + j] = 0;
+            if (!hpmlc_neighbours(topology, p, seed, step, i, j)) continue;
+            for (int k = 0; k < p; k++) other += hpmlc_neighbours(topology, p, seed, step, j, k);
+            w[i * p + j] = 1.0 / (1 + (degree > other ? degree : other));
+            rest -= w[i * p + j];
+        }
+        w[i * p + i] = rest;
+    }
+}
+
+/* Everybody sends what it had before; neighbours are added in the order of their distance. */
+HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topology topology, uint64_t seed, int64_t step)
+{
+    int tag = hpmlc_enter(c, "mix", n, HPML_ELEMENT_F32, HPML_SUM, (int)topology);
+    if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
+    int     p = c->size, me = c->rank;
+    size_t  bytes = (size_t)n * sizeof(float);
+    double  start = hpml_comm_now(c);
+    double *w = (double *)hpml_ctx_alloc(c->ctx, sizeof(double) * (size_t)(p * p), NULL);
+    float  *mine = (float *)hpmlc_scratch(c, 2 * bytes + 8), *theirs = mine + n;
+    if (!w || !mine) return hpml_ctx_status(c->ctx);
+    hpml_mixing_matrix(topology, p, seed, step, w);
+    if (n > 0) memcpy(mine, data, bytes);
+    for (int64_t i = 0; i < n; i++) data[i] *= (float)w[me * p + me];
+    hpml_status status = HPML_OK;
+    for (int k = 1; k < p && status == HPML_OK; k++) {
+        int          to = (me + k) % p, from = (me - k + p) % p;
+        bool         sends = w[me * p + to] > 0, takes = w[me * p + from] > 0;
+        hpml_message out, in;
+        c->round = k;
+        c->counters.rounds += sends || takes;
+        if (takes) hpmlc_begin(c, true, from, tag, (char *)theirs, bytes, NULL, &in);
+        if (sends) hpmlc_begin(c, false, to, tag, (char *)mine, bytes, NULL, &out);
+        hpml_status got = takes ? hpml_wait(c, &in) : HPML_OK, sent = sends ? hpml_wait(c, &out) : HPML_OK;
+        status = got != HPML_OK ? got : sent;
+        for (int64_t i = 0; takes && status == HPML_OK && i < n; i++) data[i] += (float)w[me * p + from] * theirs[i];
+    }
+    hpml_ctx_release(c->ctx, w);
+    return hpmlc_leave(c, start, status);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>timeline   one timeline for all ranks
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* How far this rank's hpml_now is ahead of rank 0's: rank 0 answers with its time; the answer of the quickest exchange was
+   made in the middle of it. */
+HPMLC_FN hpml_status hpmlc_clock_ahead(hpml_comm *c, double *ahead)
+{
+    double      best = 1e300, theirs = 0;
+    hpml_status status = HPML_OK;
+    *ahead = 0;
+    for (int r = 1; r < c->size && status == HPML_OK; r++)
+        for (int i = 0; i < 8 && status == HPML_OK && (c->rank == 0 || c->rank == r); i++) {
+            double start = hpml_now();
+            if (c->rank == 0) {
+                status = hpml_recv(c, r, 0, &theirs, sizeof theirs);
+                theirs = hpml_now();
+                if (status == HPML_OK) status = hpml_send(c, r, 0, &theirs, sizeof theirs);
+                continue;
+            }
+            status = hpml_send(c, 0, 0, &theirs, sizeof theirs);
+            if (status == HPML_OK) status = hpml_recv(c, 0, 0, &theirs, sizeof theirs);
+            double end = hpml_now();
+            if (end - start < best) best = end - start, *ahead = 0.5 * (start + end) - theirs;
+        }
+    return status;
+}
+
+HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *desc)
+{
+    hpml_trace_desc d;
+    double          ahead, origin;
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
+    hpml_status status = hpmlc_clock_ahead(c, &ahead);
+    origin = hpml_now();
+    if (status == HPML_OK) status = hpml_broadcast(c, &origin, sizeof origin, 0);
+    d.rank   = c->rank;
+    d.origin = origin + ahead;
+    return status == HPML_OK ? hpml_trace_start(c->ctx, &d) : status;
+}
+
+/* The whole of a file, with a zero behind it; NULL when it cannot be read. */
+HPMLC_FN char *hpmlc_slurp(hpml_ctx *ctx, const char *path, int64_t *size)
+{
+    FILE *f    = fopen(path, "rb");
+    char *text = NULL;
+    long  end  = f && fseek(f, 0, SEEK_END) == 0 ? ftell(f) : -1;
+    if (end >= 0) text = (char *)hpml_ctx_alloc(ctx, (size_t)end + 1, NULL);
+    if (text && (fseek(f, 0, SEEK_SET) != 0 || fread(text, 1, (size_t)end, f) != (size_t)end)) {
+        hpml_ctx_release(ctx, text);
+        text = NULL;
+    }
+    if (f) fclose(f);
+    *size = end;
+    return text;
+}
+
+/* Each rank writes its own file beside `path`, rank 0 strings the events together: between the brackets, a comma apart. */
+HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
+{
+    char    own[1024];
+    int64_t size = 0;
+    FILE   *f = NULL;
+    if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
+    snprintf(own, sizeof own, "%s.rank%d", path, c->rank);
+    if (hpml_trace_save(c->ctx, own) != HPML_OK) return hpmlc_failed(c), hpml_ctx_status(c->ctx);
+    char *text = hpmlc_slurp(c->ctx, own, &size);
+    remove(own);
+    if (!text || size < 5) return hpmlc_fail(c, HPML_ERR_READ, "trace \"%s\": cannot be read back", own);
+    if (c->rank > 0) {
+        hpml_status status = hpml_send(c, 0, 1, &size, sizeof size);
+        if (status == HPML_OK) status = hpml_send(c, 0, 1, text, (size_t)size);
+        hpml_ctx_release(c->ctx, text);
+        return status;
+    }
+    f = fopen(path, "wb");
+    bool good = f && fwrite(text, 1, (size_t)size - 3, f) == (size_t)size - 3; /* without the last bracket */
+    hpml_ctx_release(c->ctx, text);
+    for (int r = 1; r < c->size; r++) {
+        if (hpml_recv(c, r, 1, &size, sizeof size) != HPML_OK) break;
+        text = (char *)hpml_ctx_alloc(c->ctx, (size_t)size, NULL);
+        if (!text || hpml_recv(c, r, 1, text, (size_t)size) != HPML_OK) break;
+        good = good && fprintf(f, ",\n") > 0 && fwrite(text + 2, 1, (size_t)size - 5, f) == (size_t)size - 5;
+        hpml_ctx_release(c->ctx, text);
+    }
+    good = good && fprintf(f, "\n]\n") > 0;
+    if (f && fclose(f) != 0) good = false;
+    if (!good && hpml_ctx_status(c->ctx) == HPML_OK) return hpmlc_fail(c, HPML_ERR_WRITE, "trace \"%s\": cannot be written", path);
+    return hpml_ctx_status(c->ctx);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4211,7 +4499,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
      ring         each card serves one pair: round by round, without a queue (some ns a message). Where all nodes are
                   alike, what happens on one happens on all: the ranks of one node stand for all
      all to all   the ranks of one node stand for all likewise
-   Tests compare both with the queue. */
+   See >>simulate-short. Tests compare both with the queue. */
 
 typedef struct hpmlc_sim_event {
     double time;
@@ -4462,6 +4750,10 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
         hpmlc_sim_go_on(s, r);
     }
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>simulate-short   rings and all to all without a queue
+// ---------------------------------------------------------------------------------------------------------------------
 
 HPMLC_FN bool hpmlc_sim_differ(const double *x, int i, int j) { return x[i] < x[j] || x[i] > x[j]; }
 

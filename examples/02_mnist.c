@@ -55,7 +55,7 @@ static void summarize(hpml_ctx *ctx, hpml_trainer *t, hpml_dataset *test, job *j
     j->accuracy = m.accuracy, j->loss = m.loss, j->hash = hpml_param_hash(ctx);
     printf("test accuracy %.2f %% on %lld digits; %.2f s of training; %.0f bytes a step and worker, %.1f MB in all\n", 100 * m.accuracy,
            (long long)m.samples, j->seconds, j->bytes, 1e-6 * (double)j->sent);
-    if (!j->o->compare && report_files(&j->r) == 0 && hpml_trace_save(ctx, "build/trace.json") == HPML_OK)
+    if (!j->o->compare && report_files(&j->r) == 0)
         printf("wrote build/loss.csv, build/loss.svg (open in a browser), build/trace.json (open in Perfetto)\n");
 }
 
@@ -89,7 +89,7 @@ static hpml_status train(hpml_comm *comm, void *user)
         printf("%s, %lld parameters, %lld training digits, batch %lld, %s kernels, %d worker%s (%s) x %d threads, gradients as %s\n", o->model,
                (long long)hpml_param_total(ctx), (long long)data->count, (long long)o->batch, hpml_ctx_cpu(ctx), workers, workers > 1 ? "s" : "",
                hpml_comm_transport(comm), hpml_ctx_threads(ctx), o->codec);
-    hpml_trace_start(ctx, &(hpml_trace_desc){ .rank = rank, .first_step = 10, .last_step = 30 });
+    hpml_comm_trace_start(comm, &(hpml_trace_desc){ .first_step = 10, .last_step = 30 });
     hpml_comm_counters_reset(comm);
     hpml_distribute_get(d, NULL, true);
     double        start = hpml_now();
@@ -101,10 +101,12 @@ static hpml_status train(hpml_comm *comm, void *user)
     }
     if (hpml_ctx_status(ctx) != HPML_OK) return hpml_ctx_status(ctx);
     if (o->save && (d ? hpml_distribute_save(d, o->save) : hpml_checkpoint_save(t, o->save)) != HPML_OK) return hpml_ctx_status(ctx);
-    if (rank > 0) return HPML_OK;
     hpml_comm_counters(comm, &sent);
     hpml_distribute_get(d, &report, false);
-    j->seconds = hpml_now() - start, j->steps = hpml_trainer_step_count(t) - first, j->workers = workers;
+    start = hpml_now() - start;
+    mkdir("build", 0777);
+    if (hpml_comm_trace_save(comm, "build/trace.json") != HPML_OK || rank > 0) return hpml_ctx_status(ctx);
+    j->seconds = start, j->steps = hpml_trainer_step_count(t) - first, j->workers = workers;
     j->sent = sent.bytes, j->bytes = j->steps > 0 ? (double)sent.bytes / (double)j->steps : 0;
     j->step_s = j->steps > 0 ? j->seconds / (double)j->steps : 0, j->compute_s = report.compute_s;
     j->parameters = hpml_param_total(ctx);

@@ -219,3 +219,95 @@ TEST(work_inside_the_stripe)
     ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 4 }, in_stripe, &right, NULL, 0) == HPML_OK);
     ENSURE(right);
 }
+
+/* The second largest |eigenvalue| of W, by power iteration on vectors of sum zero. */
+static double contraction(const double *w, int p)
+{
+    double x[16], y[16], norm = 1;
+    for (int i = 0; i < p; i++) x[i] = sin(1.0 + 3 * i);
+    for (int step = 0; step < 4000; step++) {
+        double mean = 0, size = 0;
+        for (int i = 0; i < p; i++) mean += x[i] / p;
+        for (int i = 0; i < p; i++) size += (x[i] - mean) * (x[i] - mean);
+        norm = sqrt(size);
+        for (int i = 0; i < p; i++) x[i] = (x[i] - mean) / norm;
+        for (int i = 0; i < p; i++) {
+            y[i] = 0;
+            for (int j = 0; j < p; j++) y[i] += w[i * p + j] * x[j];
+        }
+        memcpy(x, y, sizeof(double) * (size_t)p);
+    }
+    double size = 0;
+    for (int i = 0; i < p; i++) size += x[i] * x[i];
+    return sqrt(size);
+}
+
+typedef struct mixing { hpml_topology topology; int p; double mean, spread, wrong; } mixing;
+
+static hpml_status mix(hpml_comm *c, void *user)
+{
+    mixing *m = (mixing *)user;
+    int     p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    double  w[256], want[16], next[16], ends[2];
+    float   x[3] = { (float)rank, (float)(rank * rank), 1 };
+    for (int i = 0; i < p; i++) want[i] = i * i;
+    for (int step = 0; step < 30; step++) {
+        hpml_mixing_matrix(m->topology, p, 9, step, w);
+        for (int i = 0; i < p; i++) {
+            next[i] = 0;
+            for (int j = 0; j < p; j++) next[i] += w[i * p + j] * want[j];
+        }
+        memcpy(want, next, sizeof next);
+        hpml_mix(c, x, 3, m->topology, 9, step);
+    }
+    ends[0] = fabs((double)x[1] - want[rank]), ends[1] = fabs((double)x[2] - 1);
+    hpml_allreduce(c, ends, 2, &(hpml_allreduce_desc){ .reduce = HPML_MAX, .element = HPML_ELEMENT_F64 });
+    hpml_allreduce(c, x, 1, &(hpml_allreduce_desc){ .reduce = HPML_MEAN });
+    if (rank == 0) m->wrong = ends[0] + ends[1], m->mean = (double)x[0];
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(mixing_with_neighbours)
+{
+    static const double second[2] = { 0.8047, 0.6867 }; /* ring and wheel of 8 */
+    for (int t = 0; t < 4; t++) {
+        double w[64];
+        hpml_mixing_matrix((hpml_topology)t, 8, 9, 3, w);
+        for (int i = 0; i < 8; i++) {
+            double row = 0;
+            for (int j = 0; j < 8; j++) row += w[i * 8 + j];
+            ENSURE_NEAR(row, 1, 1e-12);
+            for (int j = 0; j < 8; j++) ENSURE_NEAR(w[i * 8 + j], w[j * 8 + i], 1e-12);
+        }
+        if (t < 2) ENSURE_NEAR(contraction(w, 8), second[t], 1e-3);
+        for (int p = 1; p <= 8; p++) {
+            mixing m = { .topology = (hpml_topology)t };
+            ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = p, .transport = p % 2 ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS }, mix, &m, NULL, 0) == HPML_OK);
+            ENSURE_NEAR(m.wrong, 0, 1e-4);
+            ENSURE_NEAR(m.mean, (p - 1) / 2.0, 1e-5);
+        }
+    }
+}
+
+static hpml_status timeline(hpml_comm *c, void *user)
+{
+    float x[100] = { 0 };
+    hpml_comm_trace_start(c, NULL);
+    hpml_allreduce(c, x, 100, NULL);
+    return hpml_comm_trace_save(c, (const char *)user);
+}
+
+TEST(one_timeline_for_all_ranks)
+{
+    char        text[4096] = { 0 };
+    const char *path = "build/timeline_test.json";
+    int         ranks = 0;
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 3 }, timeline, (void *)(uintptr_t)path, NULL, 0) == HPML_OK);
+    FILE *f = fopen(path, "rb");
+    ENSURE(f && fread(text, 1, sizeof text - 1, f) > 0);
+    fclose(f);
+    remove(path);
+    for (const char *at = text; (at = strstr(at, "process_name")) != NULL; at++) ranks++;
+    ENSURE(ranks == 3 && text[0] == '[' && strstr(text, "\n]\n") && strstr(text, "allreduce"));
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2 }, timeline, (void *)(uintptr_t) "/nonexistent/x", NULL, 0) != HPML_OK);
+}
