@@ -5063,8 +5063,8 @@ HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
         beta = 1;
     }
     cblas_sgemm(CblasRowMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, (int)d->m, (int)d->n,
-                (int)d->k, d->alpha, d->a, (int)(ta ? d->a_cs : d->a_rs), d->b, (int)(tb ? d->b_cs : d->b_rs), beta, d->c,
-                (int)d->ldc);
+                (int)d->k, d->alpha, d->a, (int)(ta ? d->a_cs : d->a_rs), d->b, (int)(tb ? d->b_cs : d->b_rs), beta,
+                d->c, (int)d->ldc);
     for (int64_t i = 0; d->act == 1 && i < d->m; i++)
         ctx->k->act_forward(HPML_ACT_RELU, 0, d->c + i * d->ldc, d->c + i * d->ldc, d->n);
     return true;
@@ -5111,8 +5111,8 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (m < 0 || n < 0 || k < 0 || lda < (trans_a ? m : k) || ldb < (trans_b ? k : n) || ldc < n ||
         (m > 0 && n > 0 && (!c || (k > 0 && (!a || !b)))))
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemm: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must not "
-                          "be negative, a leading dimension not smaller than a stored row, and no array NULL",
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemm: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must "
+                          "not be negative, a leading dimension not smaller than a stored row, and no array NULL",
                           (long long)m, (long long)n, (long long)k, (long long)lda, (long long)ldb, (long long)ldc);
     memset(&d, 0, sizeof d);
     d.m = m, d.n = n, d.k = k, d.alpha = alpha, d.beta = beta, d.batch = 1;

@@ -491,9 +491,9 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
 // >>api-mix   averaging with neighbours; one timeline for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Decentralized averaging (Lian et al. 2017): x_i <- sum over j of W_ij x_j, where W_ij is not 0 only for neighbours. With
-   Metropolis weights W_ij = 1 / (1 + max(degree i, degree j)) the matrix is symmetric and doubly stochastic: the mean over
-   ranks stays, differences shrink by the second largest |eigenvalue| in each step. */
+/* Decentralized averaging (Lian et al. 2017): x_i <- sum over j of W_ij x_j, where W_ij is not 0 only for neighbours.
+   With Metropolis weights W_ij = 1 / (1 + max(degree i, degree j)) the matrix is symmetric and doubly stochastic: the
+   mean over ranks stays, differences shrink by the second largest |eigenvalue| in each step. */
 typedef enum hpml_topology {
     HPML_TOPOLOGY_RING = 0, /* rank i with i - 1 and i + 1 */
     HPML_TOPOLOGY_WHEEL,    /* the ring of ranks 1 to p - 1, and rank 0 with all of them */
@@ -503,10 +503,11 @@ typedef enum hpml_topology {
 /* W, (p, p) row-major, of step `step`. seed and step matter for PAIRS. */
 HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
 /* One mixing step on n floats in place; the same seed and step on all ranks. */
-HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
+HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topology topology, uint64_t seed,
+                              int64_t step);
 
-/* hpml_trace_start on every rank, with the ranks' clocks aligned (by the quickest of some messages to and from rank 0), and
-   one file with all of them: a process for each rank, its lanes below. Both collective. */
+/* hpml_trace_start on every rank, with the ranks' clocks aligned (by the quickest of some messages to and from rank 0),
+   and one file with all of them: a process for each rank, its lanes below. Both collective. */
 HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *desc);
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path);
 
@@ -4324,7 +4325,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 // >>mix   averaging with neighbours
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Random pairs: ranks in a random order, the first with the second, and so on; with an odd number the last stays alone. */
+/* Random pairs: ranks in a random order, the first with the second, and so on; an odd one stays alone. */
 HPMLC_FN int hpmlc_partner(int p, uint64_t seed, int64_t step, int rank)
 {
     int64_t place = 0;
@@ -4400,8 +4401,8 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
 // >>timeline   one timeline for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* How far this rank's hpml_now is ahead of rank 0's: rank 0 answers with its time; the answer of the quickest exchange was
-   made in the middle of it. */
+/* How far this rank's hpml_now is ahead of rank 0's: rank 0 answers with its time; the answer of the quickest exchange
+   was made in the middle of it. */
 HPMLC_FN hpml_status hpmlc_clock_ahead(hpml_comm *c, double *ahead)
 {
     double      best = 1e300, theirs = 0;
@@ -4455,7 +4456,7 @@ HPMLC_FN char *hpmlc_slurp(hpml_ctx *ctx, const char *path, int64_t *size)
     return text;
 }
 
-/* Each rank writes its own file beside `path`, rank 0 strings the events together: between the brackets, a comma apart. */
+/* Each rank writes its own file beside `path`; rank 0 strings the events together, with commas between. */
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 {
     char    own[1024];
@@ -4485,7 +4486,8 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
     }
     good = good && fprintf(f, "\n]\n") > 0;
     if (f && fclose(f) != 0) good = false;
-    if (!good && hpml_ctx_status(c->ctx) == HPML_OK) return hpmlc_fail(c, HPML_ERR_WRITE, "trace \"%s\": cannot be written", path);
+    if (!good && hpml_ctx_status(c->ctx) == HPML_OK)
+        return hpmlc_fail(c, HPML_ERR_WRITE, "trace \"%s\": cannot be written", path);
     return hpml_ctx_status(c->ctx);
 }
 
