@@ -54,6 +54,7 @@
 //     world   ranks as threads: inboxes, links, deadlock
 //     threads-transport   messages between threads
 //     mpi   messages between processes, by MPI
+//     mpi-words   who has failed, who has left; creating and closing
 //     clock   messages in virtual time
 //     create   creating, splitting, freeing communicators
 //     moves   the algorithms, as moves
@@ -99,8 +100,7 @@ typedef enum hpml_transport_kind {
     HPML_TRANSPORT_CLOCK   = 2  /* threads in virtual time: one runs at a time, in the order of its clock; replayable */
 } hpml_transport_kind;
 
-/* A link: bytes arrive after latency + bytes / bandwidth, one message after another. Zero: as fast as it is (CLOCK: at
-   once). */
+/* A link: bytes arrive after latency + bytes / bandwidth, one message after another. Zero: nothing is added. */
 typedef struct hpml_link {
     double latency;   /* seconds */
     double bandwidth; /* bytes per second */
@@ -128,8 +128,7 @@ typedef struct hpml_comm_desc {
 } hpml_comm_desc;
 
 /* Collective. NULL on failure, the error on the context: MPI not initialized, a launcher that started several programs
-   of one rank each, ... The communicator goes with its context; a rank whose context holds an error tells the others.
-   */
+   of one rank each, ... The communicator goes with its context; a rank whose context has an error tells the others. */
 HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc);
 HPML_API void       hpml_comm_free(hpml_comm *c); /* optional, collective */
 
@@ -161,12 +160,11 @@ HPML_API const char *hpml_comm_transport(const hpml_comm *c); /* "threads", "mpi
 HPML_API double    hpml_comm_now(const hpml_comm *c);  /* seconds: hpml_now, or this rank's virtual clock */
 HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds); /* CLOCK: time passes; else sleeps as long */
 
-/* Ranks with the same colour form a new communicator, ordered by key, then rank. Colour negative: none for me (NULL).
-   */
+/* Ranks of the same color form a new communicator, ordered by key, then rank. Negative color: none for me (NULL). */
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key);
 HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 
-/* What this rank has sent since the last reset, background work included. */
+/* What this rank has sent since the last reset. Background work is included: reading waits until it is done. */
 typedef struct hpml_counters {
     int64_t messages, bytes;
     int64_t between_bytes; /* of them to other nodes */
@@ -220,7 +218,7 @@ typedef struct hpml_transport {
     void (*close)(hpml_comm *c);
     hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int dtype, int op); /* optional: native */
     size_t piece; /* AUTO sums large arrays in pieces of as many bytes, which stay in the caches; 0: whole */
-    double alpha, beta; /* typical seconds a message, seconds a byte: what `auto` starts from */
+    double alpha, beta; /* typical seconds a message, seconds a byte: what AUTO starts from */
 } hpml_transport;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -237,14 +235,15 @@ typedef struct hpml_transport {
                 1/ranks_per_node of the bytes leave a node
      NATIVE     the transport's own (MPI_Allreduce)
    BUTTERFLY and HALVING fold the ranks beyond a power of two into partners first. Every algorithm gives all ranks the
-   same bits: an element is added up along one fixed tree. CENTRAL: ((x0 + x1) + x2) ...; RING: block b starts at rank b
-   + 1 and goes round; the others pair ranks as their name says. */
+   same bits: an element is added up along one fixed tree. CENTRAL: ((x0 + x1) + x2) ...; RING: block b starts behind
+   rank b and goes round; the others pair ranks as their name says. */
 typedef enum hpml_algorithm {
+    HPML_ALGORITHM_NONE = -1, /* there is no such one */
     HPML_AUTO = 0, HPML_CENTRAL, HPML_TREE, HPML_RING, HPML_BUTTERFLY, HPML_HALVING, HPML_HIERARCHICAL, HPML_NATIVE
 } hpml_algorithm;
 #define HPML_ALGORITHM_COUNT 8
 HPML_API const char    *hpml_algorithm_name(hpml_algorithm a);
-HPML_API hpml_algorithm hpml_algorithm_find(const char *name); /* "ring", ...; -1 when there is none */
+HPML_API hpml_algorithm hpml_algorithm_find(const char *name); /* "ring", ...; else HPML_ALGORITHM_NONE */
 
 typedef enum hpml_reduce { HPML_SUM = 0, HPML_MEAN, HPML_MAX } hpml_reduce;
 
@@ -283,6 +282,7 @@ HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, v
 HPML_API hpml_status hpml_scatter(hpml_comm *c, const void *all, size_t bytes, void *mine, int root);
 HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *out, void *in, size_t bytes);
 HPML_API hpml_status hpml_barrier(hpml_comm *c);
+
 /* The moves of a collective, one by one: for those who want to draw, count or simulate them. Round `round` of an
    allreduce of n elements as rank `rank` of p sees it. False when the algorithm has no such round. */
 typedef struct hpml_move {
@@ -312,8 +312,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j);
 // >>api-exchange   gradients added up in fewer bytes
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* One array of a model, yours: (rows, cols) row-major, or a vector with rows 1. Codecs work along rows (>>api-codec).
-   */
+/* One array of a model, yours: (rows, cols) row-major; a vector has 1 row. Codecs work along rows (>>api-codec). */
 typedef struct hpml_gradient {
     const char *name; /* for errors and saved residuals; NULL: its number */
     float      *data; /* (rows, cols) */
@@ -385,8 +384,8 @@ typedef struct hpml_distribute_desc {
     int32_t         lowrank;
     hpml_algorithm  algorithm;
     bool            sum;          /* the sum of the ranks' mean gradients; else the mean over the global batch */
-    int64_t         global_batch; /* samples of all ranks for a step; 0: ranks * the model's batch. Shares are even */
-    int64_t         bucket_bytes; /* gradients that travel together; 0: 1 MiB; 1: every tensor alone */
+    int64_t         global_batch; /* samples a step, all ranks; 0: ranks * model batch. Shares differ by 1 at most */
+    int64_t         bucket_bytes; /* gradients that travel together; 0: 256 KiB; 1: every tensor alone */
     bool            no_overlap;   /* exchange after the backward pass, not during it */
     bool            delayed;      /* double buffering: a step applies the gradients of the one before, the first none */
     int64_t         warm_steps;   /* the first steps travel uncompressed */
@@ -398,9 +397,8 @@ typedef struct hpml_distribute_desc {
 /* Exact sums. Floats do not add up to the same bits in every order; integers do. The global batch is cut into leaves of
    a fixed size, each computed on its own by one rank. All ranks agree on the largest gradient, scale by a power of two
    so that the sum of all leaves fits 62 bits, round each leaf to 64-bit integers, add those, and convert back once. So
-   1, 2, 3, ... ranks give the same bits (same build, same CPU kind), at 2 times the bytes of f32 and the memory of one
-   gradient for each leaf of a rank. With a codec, residuals belong to leaves, and leaves are added up in their order.
-   */
+   1, 2, 3, ... ranks give the same bits (same build, same kind of CPU), at 2 times the bytes of f32 and the memory of
+   one gradient for each leaf of a rank. With a codec, residuals belong to leaves; leaves are added up in their order. */
 
 /* Collective; NULL on failure, the error on the context. */
 typedef struct hpml_distributed hpml_distributed;
@@ -422,8 +420,7 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
 HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line, as snprintf */
 
 /* A checkpoint of the whole job, residuals of all ranks included; collective. It loads on any number of ranks: what is
-   carried over is the sum of the residuals, so nothing that was ever computed is lost. Exact jobs continue bit for bit.
-   */
+   carried over is the sum of the residuals, so nothing that was computed is lost. Exact jobs continue bit for bit. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
 
@@ -561,13 +558,15 @@ HPMLC_REF(hpml_status, hpml_simulate, (const hpml_simulate_desc &d, hpml_simulat
 #endif
 
 #if defined(__GNUC__)
-#define HPMLC_FN static __attribute__((unused))
-#define HPMLC_UNUSED __attribute__((unused))
+#define HPMLC_FN       static __attribute__((unused))
+#define HPMLC_UNUSED   __attribute__((unused))
 #define HPMLC_RESTRICT __restrict__
+#define HPMLC_PRINTF(text, args) __attribute__((format(printf, text, args)))
 #else
 #define HPMLC_FN static
 #define HPMLC_UNUSED
 #define HPMLC_RESTRICT
+#define HPMLC_PRINTF(text, args)
 #endif
 
 #ifdef __cplusplus
@@ -601,17 +600,19 @@ struct hpml_comm {
     hpml_message         *pending;  /* receives that are under way */
     hpmlc_room           *room;     /* THREADS, CLOCK */
     hpmlc_mpi            *mpi;
-    unsigned              seen;     /* changes of the inbox that have been looked at */
+    unsigned              seen;     /* changes of the inbox that have been looked at; MPI: turns of waiting */
     hpmlc_agent          *agent;    /* CLOCK */
     hpmlc_background     *background;
     hpml_comm            *first;    /* the communicator this one was split from, or itself */
     char                 *staging;  /* MPI: two pieces */
-    char                 *scratch;  /* BF16 and checks */
+    char                 *scratch;  /* copies of what is sent while it is added to */
     size_t                scratch_size;
 };
 
+HPMLC_FN void hpmlc_tell(hpml_comm *c, const char *text);
+
 /* Keeps the first error of the context and tells the other ranks. */
-HPMLC_FN void        hpmlc_tell(hpml_comm *c, const char *text);
+HPMLC_PRINTF(3, 4)
 HPMLC_FN hpml_status hpmlc_fail(hpml_comm *c, hpml_status status, const char *format, ...)
 {
     char    text[512];
@@ -672,8 +673,7 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     return c;
 }
 
-/* Ranks per node, and whether nodes hold neighbours (the last may have fewer) or every k-th rank; 0 where they are
-   mixed. */
+/* Ranks per node, and whether nodes hold neighbours (the last may have fewer) or every k-th rank; mixed: 0. */
 HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 {
     int p = c->size, k = 1, nodes = 0;
@@ -747,8 +747,7 @@ HPMLC_FN bool hpmlc_done(const hpml_message *m)
 #endif
 }
 
-/* Of two receives with the same tag from the same rank, the older one (further on in the list) gets the first message.
-   */
+/* Of two receives of the same tag and rank, the older one (further on in the list) gets the first message. */
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 {
     if (m->receiving)
@@ -958,7 +957,7 @@ HPMLC_FN void hpmlc_world_deadlock(hpml_world *w)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* `until`, a time of hpml_now, by the gates' clock; what is far away comes after some days, and the sleeper looks again. */
+/* `until`, a time of hpml_now, by the gates' clock. Far away is some days: then the sleeper looks again. */
 HPMLC_FN void hpmlc_gate_limit(double until, struct timespec *limit)
 {
     double left = until - hpml_now();
@@ -1270,6 +1269,14 @@ HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     return c;
 }
 
+#else
+HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSED, int32_t ranks HPMLC_UNUSED,
+                                       const hpml_network *network HPMLC_UNUSED)
+{
+    return NULL;
+}
+
+HPML_API void hpml_world_free(hpml_world *w HPMLC_UNUSED) {}
 #endif /* HPML_NO_THREADS */
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1289,16 +1296,17 @@ HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 #define HPMLC_WORD  256 /* bytes of a word: 'L' or 'F', then text */
 
 struct hpmlc_mpi {
-    MPI_Comm  comm;
-    hpml_message *sending; /* sends of many pieces, and those behind them; oldest first */
-    int       level;  /* of thread support */
-    MPI_Errhandler before; /* the world's, given back in the end */
-    MPI_Comm  words;  /* of the first communicator */
-    char     *heard;  /* (world size) 0, 'L' left, 'F' failed */
-    int       failed; /* 1 + the first rank that said it has failed */
-    char      text[HPMLC_WORD];
-    char      mine[HPMLC_WORD]; /* my word, while it is being sent */
-    bool      told, shared;     /* shared: words and lock belong to the first communicator */
+    MPI_Comm       comm;
+    hpml_message  *sending; /* sends of many pieces, and those behind them; oldest first */
+    int            level;   /* of thread support */
+    bool           shared;  /* all below belongs to the first communicator */
+    MPI_Errhandler before;  /* the world's, given back in the end */
+    MPI_Comm       words;
+    char          *heard;   /* (world size) 0, 'L' left, 'F' failed */
+    int            failed;  /* 1 + the first rank that said it has failed */
+    char           text[HPMLC_WORD];
+    char           mine[HPMLC_WORD]; /* my word, while it is being sent */
+    bool           told;
 #ifndef HPML_NO_THREADS
     pthread_mutex_t lock;
 #endif
@@ -1439,6 +1447,10 @@ HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
     }
     if (!listed) hpmlc_mpi_step(c, m);
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>mpi-words   who has failed, who has left; creating and closing
+// ---------------------------------------------------------------------------------------------------------------------
 
 /* Listens for words; lock held. */
 HPMLC_FN void hpmlc_mpi_listen(hpml_comm *first)
@@ -1933,13 +1945,10 @@ HPMLC_FN void hpmlc_tell(hpml_comm *c, const char *text)
     if (c && c->t && c->t->tell) c->t->tell(c, text);
 }
 
-#ifndef HPML_NO_THREADS
-HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d);
-#endif
 
-/* One rank alone: nothing is ever sent. */
+#ifdef HPML_NO_THREADS /* one rank alone: nothing is ever sent */
 static const hpml_transport hpmlc_self = { "self", NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 1e-7, 1e-10 };
-
+#endif
 HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
 {
     hpml_comm *c = NULL;
@@ -1997,7 +2006,6 @@ HPML_API void hpml_comm_free(hpml_comm *c)
 /* The communicator of `count` ranks of c, in this order; `me` is my place among them. */
 HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks, int count, int me, int color)
 {
-    if (count == 1 && c->size == 1) me = 0;
     hpml_comm *part = hpmlc_comm_new(ctx, c->t, me, count);
     if (!part) hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     if (hpml_barrier(c) != HPML_OK || !part) { /* all ranks have their memory, or none goes on */
@@ -2017,10 +2025,11 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
 {
     if (hpmlc_failed(c)) return NULL;
-    int        p     = c->size, count = 0, me = 0;
-    int32_t   *all   = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof(int32_t) * (size_t)(3 * p), NULL), *ranks = all + 2 * p;
-    hpml_comm *part  = NULL;
+    int        p    = c->size, count = 0, me = 0;
+    int32_t   *all  = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof(int32_t) * (size_t)(3 * p), NULL);
+    hpml_comm *part = NULL;
     if (!all) return NULL;
+    int32_t *ranks = all + 2 * p; /* behind color and key of each rank */
     all[2 * c->rank] = color, all[2 * c->rank + 1] = key;
     if (hpml_allgather(c, all, 2 * p, HPML_ELEMENT_I32) == HPML_OK) {
         for (int i = 0; i < p; i++) { /* by insertion: communicators are split rarely */
@@ -2490,7 +2499,7 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind 
     if (c && (root < 0 || root >= c->size || (op >= 0 && !reduce)))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks, element %d, op %d", name, root, c->size,
                           (int)e, op);
-    int tag = hpmlc_enter(c, name, n, e, op, root);
+    int tag = hpmlc_enter(c, name, n, (int)e, op, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     start = hpml_comm_now(c);
     all.base = 0, all.stride = 1, all.size = c->size, all.root = root, all.me = (c->rank - root + c->size) % c->size;
@@ -2507,7 +2516,7 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind 
 
 HPML_API hpml_status hpml_reduce_scatter(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op)
 {
-    return hpmlc_phase_run(c, "reduce_scatter", HPMLC_RING_SCATTER, data, n, e, op, 0);
+    return hpmlc_phase_run(c, "reduce_scatter", HPMLC_RING_SCATTER, data, n, e, (int)op, 0);
 }
 
 HPML_API hpml_status hpml_allgather(hpml_comm *c, void *data, int64_t n, hpml_element e)
@@ -2522,7 +2531,7 @@ HPML_API hpml_status hpml_broadcast(hpml_comm *c, void *data, size_t bytes, int 
 
 HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op, int root)
 {
-    return hpmlc_phase_run(c, "reduce", HPMLC_TREE_UP, data, n, e, op, root);
+    return hpmlc_phase_run(c, "reduce", HPMLC_TREE_UP, data, n, e, (int)op, root);
 }
 
 /* Dissemination: after k rounds everybody has heard, directly or not, of 2^k - 1 others. */
@@ -2589,7 +2598,7 @@ HPML_API hpml_algorithm hpml_algorithm_find(const char *name)
 {
     for (int i = 0; name && i < HPML_ALGORITHM_COUNT; i++)
         if (strcmp(name, hpmlc_algorithms[i]) == 0) return (hpml_algorithm)i;
-    return (hpml_algorithm)-1;
+    return HPML_ALGORITHM_NONE;
 }
 
 /* The formulas of the declaration. */
@@ -2620,7 +2629,7 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     if (c && (d._begin || d._end || !reduce || (unsigned)d.algorithm >= HPML_ALGORITHM_COUNT || (n > 0 && !data)))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "allreduce: algorithm %d, op %d, element %d, data %p: the desc is not "
                           "cleared, or out of range", (int)d.algorithm, (int)d.reduce, (int)d.element, data);
-    int tag = hpmlc_enter(c, "allreduce", n, d.element, d.reduce, d.algorithm);
+    int tag = hpmlc_enter(c, "allreduce", n, (int)d.element, (int)d.reduce, (int)d.algorithm);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     double  start = hpml_comm_now(c);
     int64_t size = (int64_t)hpml_element_size(d.element), step = n;
@@ -2632,7 +2641,7 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
         if (!c->t->allreduce)
             return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce: transport %s has no native one; choose another "
                               "algorithm", c->t->name);
-        status = c->t->allreduce(c, data, n, d.element, d.reduce);
+        status = c->t->allreduce(c, data, n, (int)d.element, (int)d.reduce);
     } else {
         int64_t at = 0;
         do { /* piece by piece, see hpml_transport; once, too, when n is 0 */
@@ -2670,7 +2679,7 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
     d.reduce = HPML_MAX, d.element = HPML_ELEMENT_F64, d.algorithm = HPML_BUTTERFLY;
     if (hpml_allreduce(c, best, 2, &d) != HPML_OK) return hpml_ctx_status(c->ctx);
     c->alpha = best[0];
-    c->beta  = best[1] > best[0] ? (best[1] - best[0]) / LARGE : c->beta;
+    c->beta  = best[1] > best[0] ? (best[1] - best[0]) / (double)LARGE : c->beta;
     return HPML_OK;
 }
 
@@ -2690,6 +2699,7 @@ struct hpml_job {
     hpml_allreduce_desc desc;
     hpml_status         status;
     bool                used, done;
+    int64_t             step;  /* of the trainer, when it was posted */
     double              clock; /* CLOCK: when it was posted, then when it was done */
 };
 
@@ -2749,7 +2759,7 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
             continue;
         }
         hpml_job *j = &b->job[b->taken++ % HPMLC_JOBS];
-        b->twin->step = b->c->step;
+        b->twin->step = j->step;
         if (b->twin->agent && b->twin->agent->clock < j->clock) b->twin->agent->clock = j->clock;
         j->status = j->work(b->twin, j->user);
         j->clock  = hpml_comm_now(b->twin);
@@ -2846,7 +2856,7 @@ HPMLC_FN hpml_job *hpmlc_job_new(hpml_comm *c, hpml_rank_fn *work, void *user)
         return NULL;
     }
     memset(j, 0, sizeof *j);
-    j->c = c, j->work = work, j->user = user, j->used = true;
+    j->c = c, j->work = work, j->user = user, j->used = true, j->step = c->step;
     return j;
 }
 
@@ -2855,6 +2865,7 @@ HPMLC_FN hpml_job *hpmlc_job_post(hpml_job *j)
     hpmlc_background *b = j->c->background;
     if (!b->threaded) {
         b->posted++, b->taken++;
+        b->twin->step = j->step;
         j->status = j->work(b->twin, j->user);
         j->done   = true;
         return j;
@@ -2899,10 +2910,25 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
     return j->status;
 }
 
+/* Waits until nothing is under way: then what the twin has counted, and what jobs carry, may be looked at. */
+HPMLC_FN void hpmlc_background_drain(const hpml_comm *c)
+{
+#ifndef HPML_NO_THREADS
+    hpmlc_background *b = c->background;
+    if (!b || !b->threaded || b->posted == 0) return;
+    const hpml_job *last = &b->job[(b->posted - 1) % HPMLC_JOBS];
+    unsigned        seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
+    while (!hpml_job_done(last)) hpmlc_rest(b->c, &b->waiter, &seen);
+#else
+    (void)c;
+#endif
+}
+
 HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
 {
     memset(out, 0, sizeof *out);
     if (!c) return;
+    hpmlc_background_drain(c);
     *out = c->counters;
     if (!c->background) return;
     const hpml_counters *more = &c->background->twin->counters;
@@ -2913,11 +2939,13 @@ HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
 HPML_API int64_t hpml_comm_bytes_to(const hpml_comm *c, int peer)
 {
     if (!c || peer < 0 || peer >= c->size) return 0;
+    hpmlc_background_drain(c);
     return c->bytes_to[peer] + (c->background ? c->background->twin->bytes_to[peer] : 0);
 }
 
 HPML_API void hpml_comm_counters_reset(hpml_comm *c)
 {
+    if (c) hpmlc_background_drain(c);
     for (int twin = 0; c && twin < 2; twin++) {
         hpml_comm *x = twin ? (c->background ? c->background->twin : NULL) : c;
         if (!x) return;
@@ -3069,7 +3097,8 @@ typedef struct hpmlc_item {
     float        *residual;       /* (leaves, rows, cols) or NULL */
     float        *stripe;         /* (my_rows, cols) or NULL */
     int64_t       my_row, my_rows; /* of this rank's stripe */
-    float        *p, *q, *work;   /* LOWRANK: (rows, r), (cols, r); TOPK: accumulated velocity and magnitudes */
+    float        *p, *q, *work;   /* LOWRANK: P (rows, r), Q (cols, r), M (rows, cols). TOPK: u (n), the pairs of all
+                                     ranks (p, k, 2), magnitudes (n) */
 } hpmlc_item;
 
 struct hpml_exchange {
@@ -3086,8 +3115,7 @@ struct hpml_exchange {
     size_t            *in_at;     /* (p + 1) where the message of each rank begins in `in` */
     size_t            *sum_at;    /* (p + 1) the packed sums of all stripes */
     char              *out, *in, *sums;
-    uint64_t           seed_step; /* LOWRANK: draws the first Q */
-    int64_t            bytes;
+    int64_t            bytes;     /* sent in one run */
 };
 
 #define HPMLC_HEAD 8 /* bytes before a message: 1 + the rank that had a NaN, 0: none */
@@ -3438,14 +3466,13 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
 // >>methods   top-k and low rank
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Top-k with momentum correction and factor masking: u <- m u + g, v <- v + u; the k largest |v| are sent, there u = v
-   = 0. Everybody gathers the pairs of all and adds them in the order of the ranks.
+/* Top-k with momentum correction and factor masking: u <- m u + g, v <- v + u; the k largest |v| are sent, and there
+   u = v = 0. Everybody gathers the pairs of all and adds them in the order of the ranks.
 
-   Low rank: M = g + e (rows, cols) is sent as P Q^T with P (rows, r), Q (cols, r): one step of power iteration from the
-   last Q,
+   Low rank: M = g + e (rows, cols) is sent as P Q^T with P (rows, r), Q (cols, r): from the last Q one step of power
+   iteration,
        P <- mean of M Q, made orthonormal;  Q <- mean of M^T P;  result P Q^T;  e <- M - P Q^T.
-   Both P and Q are added up as they are: any allreduce will do. With SUM instead of MEAN the result is multiplied by p.
-   */
+   Both P and Q are added up as they are: any allreduce will do. With SUM the result is multiplied by p. */
 
 HPMLC_FN int64_t hpmlc_topk_count(const hpml_exchange *x, const hpmlc_item *it)
 {
@@ -3632,21 +3659,21 @@ struct hpml_distributed {
     int                  params;
     int                 *bucket_of; /* (params) -1: not trained */
     hpmlc_bucket        *bucket;    /* (buckets) */
-    int                  buckets, posted;
+    int                  buckets, posted; /* posted: buckets whose exchange has begun in this step */
     int32_t              accumulate, micro;
     double              *stats;     /* (HPMLC_STATS + buffer_total), f64 sums */
     int64_t              buffer_total, grad_total;
     hpml_job            *stats_job;
     double               samples, loss_sum; /* of this rank, this step */
     float               *shadow;    /* delayed: gradients under way, laid out as the trainer's */
-    double               shadow_samples; /* the global number behind them; 0: none yet */
+    bool                 under_way; /* delayed: false before the first step */
     float               *leaf;      /* exact: (leaves, leaf_total) */
     int64_t             *sum;       /* exact: (leaf_total) */
     float               *largest, *before; /* exact: (tensors), (buffer_total) */
     int64_t              leaf_total, leaf_first, leaf_count, leaf_all;
     hpml_distribute_report r;       /* sums since the reset */
-    double               began;
-    hpml_counters        at_reset;
+    double               began;     /* the reset: its time, */
+    hpml_counters        at_reset;  /* and what had been sent by then */
 };
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
@@ -3675,7 +3702,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
     d->bucket = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket * (size_t)d->params, NULL);
     if (!g || !d->bucket) return false;
     for (int i = 0; i < d->params && !first; i++) first = hpmlc_param(d, i)->grad;
-    int64_t bytes = 0, limit = d->d.bucket_bytes > 0 ? d->d.bucket_bytes : (int64_t)1 << 20;
+    int64_t bytes = 0, limit = d->d.bucket_bytes > 0 ? d->d.bucket_bytes : (int64_t)1 << 18;
     int     count = 0;
     for (int i = d->params - 1; i >= -1; i--) {
         hpml_tensor *p = i >= 0 ? hpmlc_param(d, i) : NULL;
@@ -3837,10 +3864,10 @@ HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples)
    now. */
 HPMLC_FN hpml_status hpmlc_dist_swap(hpml_distributed *d, double *samples)
 {
-    hpml_status status = d->shadow_samples > 0 ? hpmlc_dist_wait(d) : HPML_OK;
+    hpml_status status = d->under_way ? hpmlc_dist_wait(d) : HPML_OK;
     float      *first = NULL;
     if (status != HPML_OK) return status;
-    *samples = d->shadow_samples > 0 ? d->stats[HPMLC_SAMPLES] : 0;
+    *samples = d->under_way ? d->stats[HPMLC_SAMPLES] : 0;
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         if (!p->grad) continue;
@@ -3851,8 +3878,8 @@ HPMLC_FN hpml_status hpmlc_dist_swap(hpml_distributed *d, double *samples)
             p->grad[k] = other[k], other[k] = g;
         }
     }
-    d->shadow_samples = 1;
-    d->posted = 0;
+    d->under_way = true;
+    d->posted    = 0;
     status = hpmlc_buckets_post(d);
     return status != HPML_OK ? status : hpmlc_stats_post(d);
 }
@@ -3877,7 +3904,7 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
 
 /* Leaf l of the global batch is samples [l L, (l + 1) L). A rank computes its leaves one after another, each from the
    same running statistics, and keeps their gradients (of the sum over samples). Then, tensor by tensor: the largest |g|
-   of all leaves and ranks is m < 2^e; with 2^k >= leaves, scale 2^(62 - e - k) makes any sum of leaves fit 63 bits.
+   of all leaves and ranks is m < 2^e; with 2^k >= leaves, scale 2^(62 - e - k) keeps any sum of leaves below 2^62.
    Rounding a leaf loses less than 2^(e + k - 62), far below a float's last bit. Integers add up to the same bits in any
    order. */
 
@@ -4199,8 +4226,9 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
 }
 
 /* What an exchange carries from step to step, as one row of floats for each contribution (residuals, with TOPK also the
-   velocity), and one that all ranks share (stripes' residuals, with LOWRANK Q). `to` NULL: only counts. */
-HPMLC_FN int64_t hpmlc_carried(hpml_exchange *x, int64_t l, float *row, bool load)
+   velocity), and one that all ranks share (stripes' residuals, with LOWRANK Q). row NULL: only counts. Loading adds to
+   a contribution, for there may have been more of them, and replaces what is shared. */
+HPMLC_FN int64_t hpmlc_carried(const hpml_exchange *x, int64_t l, float *row, bool load)
 {
     int64_t at = 0;
     for (int i = 0; i < x->d.count; i++) {
@@ -4219,7 +4247,7 @@ HPMLC_FN int64_t hpmlc_carried(hpml_exchange *x, int64_t l, float *row, bool loa
     return at;
 }
 
-HPMLC_FN int64_t hpmlc_shared(hpml_exchange *x, float *row, bool load)
+HPMLC_FN int64_t hpmlc_shared(const hpml_exchange *x, float *row, bool load)
 {
     int64_t at = 0;
     for (int i = 0; i < x->d.count; i++) {
@@ -4242,6 +4270,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 {
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_comm *c = d->c;
+    hpmlc_background_drain(c); /* double buffering: an exchange may be under way */
     int64_t    each = 0, shared = 0, mine = d->d.exact ? d->leaf_count : 1, most = d->d.exact ? d->leaf_all : c->size;
     for (int b = 0; b < d->buckets; b++) {
         each += hpmlc_carried(d->bucket[b].x, 0, NULL, false);
@@ -4382,15 +4411,11 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     for (int64_t i = 0; i < n; i++) data[i] *= (float)w[me * p + me];
     hpml_status status = HPML_OK;
     for (int k = 1; k < p && status == HPML_OK; k++) {
-        int          to = (me + k) % p, from = (me - k + p) % p;
-        bool         sends = w[me * p + to] > 0, takes = w[me * p + from] > 0;
-        hpml_message out, in;
+        int  to = (me + k) % p, from = (me - k + p) % p;
+        bool sends = w[me * p + to] > 0, takes = w[me * p + from] > 0;
         c->round = k;
-        c->counters.rounds += sends || takes;
-        if (takes) hpmlc_begin(c, true, from, tag, (char *)theirs, bytes, NULL, &in);
-        if (sends) hpmlc_begin(c, false, to, tag, (char *)mine, bytes, NULL, &out);
-        hpml_status got = takes ? hpml_wait(c, &in) : HPML_OK, sent = sends ? hpml_wait(c, &out) : HPML_OK;
-        status = got != HPML_OK ? got : sent;
+        status = hpmlc_round(c, tag, sends ? to : -1, (const char *)mine, bytes, takes ? from : -1, (char *)theirs,
+                             bytes, NULL);
         for (int64_t i = 0; takes && status == HPML_OK && i < n; i++) data[i] += (float)w[me * p + from] * theirs[i];
     }
     hpml_ctx_release(c->ctx, w);
@@ -4905,6 +4930,7 @@ typedef struct hpmlc_sim_text { /* where the reason of an error goes */
     size_t size;
 } hpmlc_sim_text;
 
+HPMLC_PRINTF(3, 4)
 HPMLC_FN hpml_status hpmlc_sim_no(const hpmlc_sim_text *to, hpml_status status, const char *format, ...)
 {
     va_list args;

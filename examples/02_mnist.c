@@ -15,7 +15,7 @@ typedef struct job {
     int64_t        limit;  /* steps; 0: all epochs */
     bool           quiet;
     double         accuracy, loss, seconds; /* results, of rank 0 */
-    double         bytes, step_s, compute_s; /* of a step */
+    double         bytes, step_s, compute_s, exposed_s, hidden; /* of a step */
     int64_t        steps, sent, parameters, workers;
     uint64_t       hash;
 } job;
@@ -109,6 +109,7 @@ static hpml_status train(hpml_comm *comm, void *user)
     j->seconds = start, j->steps = hpml_trainer_step_count(t) - first, j->workers = workers;
     j->sent = sent.bytes, j->bytes = j->steps > 0 ? (double)sent.bytes / (double)j->steps : 0;
     j->step_s = j->steps > 0 ? j->seconds / (double)j->steps : 0, j->compute_s = report.compute_s;
+    j->exposed_s = report.exposed_s, j->hidden = report.hidden;
     j->parameters = hpml_param_total(ctx);
     if (!j->quiet) summarize(ctx, t, test, j);
     return hpml_ctx_status(ctx);
@@ -171,8 +172,9 @@ int main(int argc, char **argv)
     failed = launch(&j);
     if (o.json && !failed && j.workers > 0)
         printf("{\"test_accuracy\": %.6f, \"test_loss\": %.6f, \"train_seconds\": %.3f, \"samples_per_second\": %.1f, \"bytes_sent\": %lld, "
-               "\"bytes_per_step\": %.1f, \"parameters\": %lld, \"steps\": %lld, \"workers\": %lld, \"weights_hash\": \"%016llx\"}\n", j.accuracy, j.loss,
-               j.seconds, j.seconds > 0 ? (double)(j.steps * o.batch) / j.seconds : 0, (long long)j.sent, j.bytes, (long long)j.parameters,
+               "\"bytes_per_step\": %.1f, \"compute_ms\": %.3f, \"exposed_ms\": %.3f, \"hidden\": %.3f, \"parameters\": %lld, \"steps\": %lld, \"workers\": %lld, \"weights_hash\": \"%016llx\"}\n", j.accuracy, j.loss,
+               j.seconds, j.seconds > 0 ? (double)(j.steps * o.batch) / j.seconds : 0, (long long)j.sent, j.bytes, 1e3 * j.compute_s,
+               1e3 * j.exposed_s, j.hidden, (long long)j.parameters,
                (long long)j.steps, (long long)j.workers, (unsigned long long)j.hash);
     return failed;
 }

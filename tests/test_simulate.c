@@ -1,5 +1,7 @@
 /* The simulator against formulas, against itself without short cuts, and against threads in virtual time. */
+#ifndef HPML_COMM_IMPLEMENTATION /* set where hpml.h is compiled apart */
 #define HPML_IMPLEMENTATION
+#endif
 #include "../hpml_comm.h"
 #include "test.h"
 
