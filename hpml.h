@@ -10300,13 +10300,14 @@ HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc
 HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step)
 {
     hpmli_trace *t = ctx->trace;
-    if (t) t->paused = step < t->d.first_step || (t->d.last_step > 0 && step > t->d.last_step);
+    bool         off = t && (step < t->d.first_step || (t->d.last_step > 0 && step > t->d.last_step));
+    if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* the loader's thread writes spans as well */
 }
 
 HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end)
 {
     hpmli_trace *t = ctx ? ctx->trace : NULL;
-    if (!t || t->paused) return;
+    if (!t || __atomic_load_n(&t->paused, __ATOMIC_RELAXED)) return;
     hpmli_span *s = &t->spans[__atomic_fetch_add(&t->count, 1, __ATOMIC_RELAXED) % t->capacity];
     s->name = name, s->start = start, s->end = end, s->lane = lane;
 }

@@ -398,7 +398,7 @@ typedef struct hpml_distribute_desc {
    a fixed size, each computed on its own by one rank. All ranks agree on the largest gradient, scale by a power of two
    so that the sum of all leaves fits 62 bits, round each leaf to 64-bit integers, add those, and convert back once. So
    1, 2, 3, ... ranks give the same bits (same build, same kind of CPU), at 2 times the bytes of f32 and the memory of
-   one gradient for each leaf of a rank. With a codec, residuals belong to leaves; leaves are added up in their order. */
+   one gradient for each leaf of a rank. With a codec, residuals belong to leaves, which are added up in order. */
 
 /* Collective; NULL on failure, the error on the context. */
 typedef struct hpml_distributed hpml_distributed;
@@ -4488,6 +4488,7 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
     int64_t size = 0;
     FILE   *f = NULL;
     if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
+    hpmlc_background_drain(c);
     snprintf(own, sizeof own, "%s.rank%d", path, c->rank);
     if (hpml_trace_save(c->ctx, own) != HPML_OK) return hpmlc_failed(c), hpml_ctx_status(c->ctx);
     char *text = hpmlc_slurp(c->ctx, own, &size);
