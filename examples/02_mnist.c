@@ -125,7 +125,7 @@ static int launch(job *j)
                            .ctx = { .seed = (uint64_t)o->seed, .threads = (int32_t)o->threads } };
     if (l.transport == HPML_TRANSPORT_MPI) l.ranks = 0;
     if (o->network) l.network.ranks_per_node = 1, l.network.between = strcmp(o->network, "1gbit") == 0 ? gigabit : fast;
-    j->r = (report){ .epochs = (int)o->epochs, .live = isatty(1) };
+    j->r = (report){ .epochs = (int)o->epochs, .live = isatty(1), .workers = (int)o->workers };
     hpml_status status = hpml_launch(&l, train, j, error, sizeof error);
     free(j->r.step), free(j->r.loss), free(j->r.accuracy);
     if (status != HPML_OK) fprintf(stderr, "error: %s\n", error);

@@ -10,7 +10,7 @@
 
 typedef struct report {
     float *step, *loss, *accuracy; /* (count) smoothed */
-    int    count, capacity, epochs, live;
+    int    count, capacity, epochs, live, workers;
     double last;
 } report;
 
@@ -34,7 +34,7 @@ static int report_step(const hpml_step_info *i, void *user)
     r->last = i->seconds;
     printf("%sepoch %d/%d  step %lld/%lld  loss %.4f  accuracy %5.2f %%  %.0f samples/s  %.0f s left %s", r->live ? "\r" : "",
            (int)i->epoch + 1, r->epochs, (long long)i->epoch_step, (long long)i->epoch_steps, (double)r->loss[r->count - 1],
-           100 * (double)r->accuracy[r->count - 1], i->samples_per_second, left, r->live ? "  " : "\n");
+           100 * (double)r->accuracy[r->count - 1], i->samples_per_second * (r->workers > 0 ? r->workers : 1), left, r->live ? "  " : "\n");
     if (r->live && i->epoch_step == i->epoch_steps) printf("\n");
     fflush(stdout);
     return 0;
