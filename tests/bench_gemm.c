@@ -112,7 +112,7 @@ static void measure(const bench *x, const shape *s, int threads, int rounds, dou
             value[library][round] = 0;
             if ((library == OPENBLAS && !x->openblas) || (library == ONEDNN && !x->onednn)) continue;
             pause_for(threads);
-            sample(x, library, s, reps / 4 + 1);
+            sample(x, library, s, threads > 1 ? 4 * reps : reps / 4 + 1); /* an idle core takes its time to wake up */
             value[library][round] = sample(x, library, s, reps);
         }
     }
