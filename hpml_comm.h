@@ -728,6 +728,16 @@ HPMLC_FN void hpmlc_end(hpml_comm *c, hpml_message *m)
     if (*at) *at = m->next;
 }
 
+/* How often to look before the core is given away; a twin's owner changes it while the twin waits. */
+HPMLC_FN int hpmlc_spin(const hpml_comm *c)
+{
+#if defined(__GNUC__)
+    return __atomic_load_n(&c->spin, __ATOMIC_RELAXED);
+#else
+    return c->spin;
+#endif
+}
+
 HPMLC_FN void hpmlc_pause(void)
 {
 #if defined(__x86_64__) || defined(__i386__)
@@ -773,7 +783,7 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
         for (hpml_message *other = c->pending; other && !hpmlc_done(m); other = other->next)
             if (other != m && !other->done) hpmlc_test(c, other), moved = moved || other->done;
         if (hpmlc_done(m)) break;
-        if (moved || turn < c->spin) { hpmlc_pause(); continue; }
+        if (moved || turn < hpmlc_spin(c)) { hpmlc_pause(); continue; }
         if (limit == 0 && hpmlc_failed(c)) { /* begun before this rank failed: one deadline is enough */
             c->t->abandon(c, m);
             m->status = hpml_ctx_status(c->ctx);
@@ -2901,7 +2911,9 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
     hpmlc_background *b = j->c->background;
 #ifndef HPML_NO_THREADS
     unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
+    __atomic_store_n(&b->twin->spin, j->c->spin, __ATOMIC_RELAXED); /* nobody computes here: the core is the twin's */
     while (!hpml_job_done(j)) hpmlc_rest(j->c, &b->waiter, &seen);
+    __atomic_store_n(&b->twin->spin, 0, __ATOMIC_RELAXED);
     if (j->c->agent && j->c->agent->clock < j->clock) j->c->agent->clock = j->clock;
 #endif
     j->used = false;
