@@ -8399,6 +8399,7 @@ HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
 HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
 {
     hpml_graph *g = t->graph;
+    if (first == 0) return;
     g->first_sample += first;
     for (int i = 0; i < g->leaf_count + g->count; i++) {
         hpml_tensor *x = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;

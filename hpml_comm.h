@@ -1115,7 +1115,8 @@ HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
     pthread_mutex_unlock(&in->gate.mutex);
 }
 
-/* The first message from `from` with this tag, or NULL. Taken out of the inbox when `take` and it has arrived. */
+/* Takes the first message from `from` with this tag out of the inbox; NULL when there is none, or it is still on its way:
+   then `arrival` says until when. */
 HPMLC_FN hpml_message *hpmlc_inbox_find(hpmlc_inbox *in, int from, int tag, double *arrival)
 {
     hpml_message **at, *m;
@@ -3795,9 +3796,9 @@ HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d, bool buffers)
 {
     const double *s = d->stats, *at = s + HPMLC_STATS;
     if (s[HPMLC_BAD] > 0)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank %d, step %lld: the loss of %.0f rank%s is not finite%s",
-                             d->c->rank, (long long)hpml_trainer_step_count(d->t), s[HPMLC_BAD],
-                             s[HPMLC_BAD] > 1 ? "s" : "", s[HPMLC_BAD] > 1 ? "" : "; see that rank's error");
+        return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank %d, step %lld: the loss is not finite on %s %.0f", d->c->rank,
+                             (long long)hpml_trainer_step_count(d->t), s[HPMLC_BAD] > 1 ? "so many ranks:" : "rank",
+                             s[HPMLC_BAD] > 1 ? s[HPMLC_BAD] : s[HPMLC_BAD_RANK]);
     if (s[HPMLC_SAMPLES] <= 0) return hpml_ctx_fail(d->ctx, HPML_ERR_STATE, "a step without samples on any rank");
     d->r.loss    = s[HPMLC_LOSS] / s[HPMLC_SAMPLES];
     d->r.samples = (int64_t)s[HPMLC_SAMPLES];

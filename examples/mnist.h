@@ -56,6 +56,16 @@ static int parse(options *o, int argc, char **argv)
     if (o->epochs == 0) o->epochs = o->data ? 6 : 3;
     if (o->lr == 0) o->lr = strcmp(o->model, "cnn") == 0 ? 0.03 : 0.05;
     if (o->stop == 0 || o->stop > o->epochs) o->stop = o->epochs;
+    const struct { const char *option, *value, *allowed; } choice[] = {
+        { "--model", o->model, " linear mlp cnn " }, { "--codec", o->codec, " none bf16 onebit twobit " },
+        { "--transport", o->transport, " threads mpi " }, { "--network", o->network, " 1gbit 100mbit " },
+        { "--allreduce", o->allreduce, " auto central tree ring butterfly halving hierarchical native " } };
+    for (size_t k = 0; k < sizeof choice / sizeof choice[0]; k++) {
+        char word[64];
+        snprintf(word, sizeof word, " %s ", choice[k].value ? choice[k].value : "");
+        if (choice[k].value && !strstr(choice[k].allowed, word))
+            return fprintf(stderr, "%s %s: expected one of%s\n", choice[k].option, choice[k].value, choice[k].allowed), 2;
+    }
     if (o->workers >= 1 && o->batch >= o->workers && o->samples >= 1) return 0;
     return fprintf(stderr, "--workers %lld, --batch %lld: a worker needs a sample of each batch\n", (long long)o->workers, (long long)o->batch), 2;
 }
