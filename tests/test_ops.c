@@ -280,3 +280,23 @@ TEST(wrong_shapes_are_refused)
     REFUSED(hpml_linear(v, 0, NULL));
     hpml_ctx_free(ctx);
 }
+
+/* What went wrong stays visible behind a relu, alone and fused, on all kernels. */
+TEST(relu_keeps_nan)
+{
+    static const char *const isas[] = { "scalar", "avx2", "avx512", "neon" };
+    for (int i = 0; i < 4; i++)
+        for (int fused = 0; fused < 2; fused++) {
+            hpml_ctx        *ctx  = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = isas[i], .threads = 1 });
+            hpml_linear_desc relu = { .activation = fused ? HPML_ACT_RELU : HPML_ACT_NONE };
+            hpml_tensor     *x = hpml_input_2d(ctx, 3, 5), *y = hpml_linear(x, 37, &relu);
+            if (hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT || hpml_ctx_status(ctx) == HPML_ERR_UNSUPPORTED) { hpml_ctx_free(ctx); continue; }
+            if (!fused) y = hpml_relu(y);
+            hpml_graph *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+            ENSURE(hpml_graph_alloc(g) == HPML_OK);
+            x->data[7] = (float)NAN;
+            ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
+            for (int k = 0; k < 37; k++) ENSURE(y->data[37 + k] != y->data[37 + k] && y->data[k] == y->data[k]);
+            hpml_ctx_free(ctx);
+        }
+}
