@@ -1115,7 +1115,7 @@ HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
     pthread_mutex_unlock(&in->gate.mutex);
 }
 
-/* Takes the first message from `from` with this tag out of the inbox; NULL when there is none, or it is still on its way:
+/* Takes the first message from `from` with this tag out of the inbox; NULL when there is none, or it is on its way:
    then `arrival` says until when. */
 HPMLC_FN hpml_message *hpmlc_inbox_find(hpmlc_inbox *in, int from, int tag, double *arrival)
 {
