@@ -190,6 +190,7 @@ typedef struct hpml_node    hpml_node;    /* one recorded op, transparent for ba
 typedef struct hpml_graph   hpml_graph;   /* a planned graph; opaque */
 typedef struct hpml_trainer hpml_trainer; /* opaque */
 typedef struct hpml_backend hpml_backend; /* a table of functions, see >>api-backend */
+typedef struct hpml_packing hpml_packing; /* how a gradient is packed, see >>api-codec */
 
 /* Memory comes from here and nowhere else. `align` is a power of two, at most 64. alloc returns NULL on failure.
    Both are called by the thread that calls the library, never by its workers. All zero: malloc and free. */
@@ -245,7 +246,8 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
 // >>api-tensor   tensors
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* All arithmetic is f32. The others are storage types: labels, tokens (I32), pixels (U8), halves for files and wire. */
+/* All arithmetic is f32. The others are storage types: labels, tokens (I32), pixels (U8), halves for files, wire and,
+   where a backend keeps them so (hpml_backend.store), for what lies between the layers. */
 typedef enum hpml_dtype {
     HPML_DTYPE_F32  = 0,
     HPML_DTYPE_BF16 = 1,
@@ -286,7 +288,7 @@ struct hpml_tensor {
     hpml_ctx   *ctx;
     const char *name;                  /* unique among parameters; never NULL */
     float      *data;                  /* (shape) */
-    float      *grad;                  /* (shape) f32, d loss / d data; NULL when nothing needs it */
+    float      *grad;                  /* (shape) of the same dtype, d loss / d data; NULL when nothing needs it */
     hpml_dtype  dtype;
     int         ndim;                  /* 0 (a scalar) to HPML_MAX_DIMS */
     int64_t     shape[HPML_MAX_DIMS];  /* unused dimensions are 1 */
@@ -641,6 +643,13 @@ typedef struct hpml_update {
     bool     nesterov;
 } hpml_update;
 
+/* One way through a graph. Two passes that are equal in every byte run the same ops on the same memory. */
+typedef struct hpml_pass {
+    const hpml_graph *graph;
+    int64_t           samples, first; /* rows of the batch, and where in the inputs they begin */
+    uint64_t          train, backward, accumulate; /* 0 or 1 */
+} hpml_pass;
+
 /* A device. All functions get what `open` gave. Entries marked optional may be NULL. */
 struct hpml_backend {
     const char *name;
@@ -653,8 +662,23 @@ struct hpml_backend {
     hpml_status (*zero)(void *device, void *dst, size_t bytes);
     hpml_status (*sync)(void *device);                   /* optional: all work done on return */
     const hpml_op_impl *ops;                             /* [HPML_OP_COUNT] */
-    hpml_status (*update)(void *device, hpml_ctx *ctx, const hpml_update *updates, int count);
-    hpml_status (*sumsq)(void *device, hpml_ctx *ctx, const float *x, int64_t n, double *out); /* sum of squares */
+    hpml_status (*update)(void *device, hpml_ctx *ctx, const hpml_update *updates, int count); /* skips those of n 0 */
+    hpml_status (*sumsq)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out);
+    hpml_dtype (*store)(void *device); /* optional: what results of ops are kept in (F32, BF16, F16); scalars are F32 */
+    void (*plan)(void *device, hpml_node *node); /* optional: sets the saved and scratch bytes it wants for a node */
+    /* optional: before the first op of a pass. *done: it has been run as a whole, as recorded before; else its ops
+       follow, and end, with the status they came to. A hook or a look at single ops makes a pass go without both. */
+    hpml_status (*begin)(void *device, const hpml_run *run, const hpml_pass *pass, bool *done);
+    hpml_status (*end)(void *device, const hpml_run *run, hpml_status status);
+    /* optional: adds to counts[0] the rows of y (rows, classes) whose largest number is at the label, to counts[1] the
+       rows with a label in 0 .. classes - 1 */
+    hpml_status (*correct)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
+                           int64_t rows, int64_t classes, int64_t counts[2]);
+    /* optional: hpml_packing_encode and _decode on arrays of the device */
+    hpml_status (*encode)(void *device, hpml_ctx *ctx, const hpml_packing *p, void *packed, float *residual,
+                          const float *grad, int64_t rows);
+    hpml_status (*decode)(void *device, hpml_ctx *ctx, const hpml_packing *p, float *out, const void *packed,
+                          int64_t rows, bool add);
 };
 HPML_API const hpml_backend *hpml_backend_cpu(void);
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx);
@@ -709,7 +733,8 @@ typedef struct hpml_trainer_desc {
     int64_t       lr_base_batch;   /* 0: no scaling */
     float         clip_norm;       /* 0: none; else gradients are scaled so that their global norm is at most this */
     int32_t       accumulate;      /* batches that make one update; 0: 1 */
-    bool          no_finite_check; /* skip the check of loss and gradient norm that names the first bad layer */
+    bool          no_finite_check; /* skip the check of loss and gradient norm that names the first bad layer; a step
+                                      without info then does not wait for the device */
     uint32_t      _end;
 } hpml_trainer_desc;
 
@@ -1039,7 +1064,7 @@ typedef struct hpml_codec_desc {
 } hpml_codec_desc;
 
 /* How one tensor is packed: desc and shape, resolved once. Read the fields; do not change them. */
-typedef struct hpml_packing {
+struct hpml_packing {
     const hpml_codec *codec;          /* what this tensor gets: NONE's when it is exempt */
     hpml_codec_desc   desc;
     int64_t           rows, cols;
@@ -1047,7 +1072,7 @@ typedef struct hpml_packing {
     size_t            size;           /* bytes of the whole: rows * row_size rounded up to 4: tensors can be lined up */
     int64_t           residual_count; /* floats of residual: rows * cols or 0. Zero them at the start */
     const void       *kernels;        /* private */
-} hpml_packing;
+};
 
 /* desc NULL: plain. HPML_ERR_SHAPE, HPML_ERR_OVERFLOW or HPML_ERR_ARGUMENT when rows, cols or desc make no sense. */
 HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *desc, int64_t rows, int64_t cols);
@@ -4745,6 +4770,12 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
     HPMLI_PASS(name##_backward) { backward; return HPML_OK; }
 #define HPMLI_PASS(name) HPMLI_FN hpml_status hpmli_##name(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 
+/* What ops compute with. */
+HPMLI_FN bool hpmli_is_float(const hpml_tensor *t)
+{
+    return t->dtype == HPML_DTYPE_F32 || t->dtype == HPML_DTYPE_BF16 || t->dtype == HPML_DTYPE_F16;
+}
+
 /* The given name, or "<kind><number>". Owned by the context. */
 HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const char *kind)
 {
@@ -4777,8 +4808,9 @@ HPMLI_FN hpml_tensor *hpmli_node_create_named(hpml_ctx *ctx, hpml_op op, const c
 {
     if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
     if (!name) return NULL;
-    hpml_tensor *out = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
-    hpml_node   *n   = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
+    hpml_dtype   dtype = ndim > 0 && ctx->backend->store ? ctx->backend->store(ctx->device) : HPML_DTYPE_F32;
+    hpml_tensor *out   = hpmli_tensor_new(ctx, name, op == HPML_OP_RESHAPE ? src[0]->dtype : dtype, ndim, shape);
+    hpml_node   *n     = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
     if (!n) return NULL;
     n->op        = op;
     n->index     = ctx->node_count++;
@@ -5562,7 +5594,7 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     hpml_tensor     *src[3], *y;
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (x->ndim < 2 || out < 1 || x->dtype != HPML_DTYPE_F32)
+    if (x->ndim < 2 || out < 1 || !hpmli_is_float(x))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected f32 (.., in) and at least one "
                           "output, got %lld", d.name ? d.name : "", hpmli_text(x), (long long)out);
     const char *name = hpmli_layer_name(x->ctx, d.name, "linear");
@@ -6020,7 +6052,7 @@ HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i
 
 HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const hpml_attr *a)
 {
-    if (x->ndim != 4 || x->dtype != HPML_DTYPE_F32) return "the input must be f32 (B, C, H, W)";
+    if (x->ndim != 4 || !hpmli_is_float(x)) return "the input must be f32 (B, C, H, W)";
     if (a->conv.groups < 1 || x->shape[1] % a->conv.groups != 0 || out < 1 || out % a->conv.groups != 0)
         return "input and output channels must be multiples of the groups";
     for (int i = 0; i < 2; i++) {
@@ -7167,7 +7199,7 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor 
 {
     hpml_tensor *src[2] = { y, target };
     if (!hpmli_recordable(2, src)) return NULL;
-    if (target->dtype != HPML_DTYPE_F32 || target->ndim != y->ndim ||
+    if (!hpmli_is_float(target) || target->ndim != y->ndim ||
         memcmp(target->shape, y->shape, sizeof y->shape) != 0)
         return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
                           hpml_op_name(op), hpmli_text(y), hpmli_text(target));
@@ -7396,10 +7428,11 @@ HPMLI_FN void hpmli_sumsq_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     j->part[task] = j->k->vsumsq(j->x + i, n);
 }
 
-HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, const float *x, int64_t n, double *out)
+HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, hpml_dtype dtype HPMLI_UNUSED,
+                                     const void *x, int64_t n, double *out) /* f32: there is nothing else here */
 {
     hpmli_sumsq_job j;
-    j.k = ctx->k, j.x = x, j.n = n;
+    j.k = ctx->k, j.x = (const float *)x, j.n = n;
     j.piece = (n + HPMLI_SUM_TASKS - 1) / HPMLI_SUM_TASKS;
     if (j.piece < HPMLI_GRAIN) j.piece = HPMLI_GRAIN;
     int64_t tasks = (n + j.piece - 1) / j.piece;
@@ -7426,8 +7459,8 @@ HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread HPMLI_UNUSED
 HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
 {
     double w, g;
-    hpmli_cpu_sumsq(NULL, ctx, u->w, u->n, &w);
-    hpmli_cpu_sumsq(NULL, ctx, u->g, u->n, &g);
+    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, u->w, u->n, &w);
+    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, u->g, u->n, &g);
     w = sqrt(w);
     g = sqrt(g) * u->grad_scale + (double)u->weight_decay * w;
     if (w > 0 && g > 0 && u->weight_decay > 0) u->lr *= (float)((double)u->trust * w / g);
@@ -7437,8 +7470,8 @@ HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
 HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, const hpml_update *u)
 {
     double w, r, ratio;
-    hpmli_cpu_sumsq(NULL, ctx, u->w, u->n, &w);
-    hpmli_cpu_sumsq(NULL, ctx, u->g, u->n, &r);
+    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, u->w, u->n, &w);
+    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, u->g, u->n, &r);
     ratio = w > 0 && r > 0 ? sqrt(w) / sqrt(r) : 1;
     ctx->k->vaxpby(u->w, -u->lr * (float)ratio, u->g, 1, u->n);
 }
@@ -7465,7 +7498,8 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 #undef HPMLI_X
     };
     static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
-        hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq };
+        hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq,
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL };
     return &cpu;
 }
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7516,7 +7550,7 @@ struct hpml_graph {
     bool           batchable, grads_ready;
     bool           train;      /* of the last forward pass ... */
     uint64_t       step;       /* ... and its step */
-    int64_t        first_sample;
+    int64_t        first_sample, shift; /* of this pass: in the global batch, in the inputs */
     const char   **back_names; /* (count) for the timeline */
     hpml_profile_row *profile; /* (count), NULL: off */
     void          *hook_user;  /* set by the trainer */
@@ -7606,7 +7640,7 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses, const int *posit
         hpmli_use *u  = &uses[i], *s0 = hpmli_use_of(uses, position, n->src[0]);
         if (!s0) continue;
         if (n->op != HPML_OP_RESHAPE && (hpmli_node_needs(n) & HPMLI_INPLACE) && s0->readers == 1 && !s0->kept &&
-            s0->last <= i && s0->root_value == n->src[0])
+            s0->last <= i && s0->root_value == n->src[0] && n->src[0]->dtype == n->out->dtype)
             u->root_value = n->src[0];
         if (u->root_value != n->out) u->root_value = s0->root_value;
     }
@@ -7764,6 +7798,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     int       *position = hpmli_new(ctx, int, ctx->node_count + 1);
     g->slots      = hpmli_new(ctx, hpmli_slot, 3 * (int64_t)g->count + 2 * (int64_t)g->leaf_count + 1);
     g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
+    for (int i = 0; i < g->count && ctx->backend->plan; i++) ctx->backend->plan(ctx->device, g->nodes[i]);
     g->back_names = hpmli_new(ctx, const char *, g->count + 1);
     if (!uses || !position || !g->slots || !g->param_last || !g->back_names) return false;
     for (int i = 0; i < g->count; i++) {
@@ -7910,15 +7945,61 @@ HPMLI_FN hpml_run hpmli_run_of(const hpml_graph *g, bool train, uint64_t step, f
     return run;
 }
 
+/* Asks the backend whether it can run this pass as a whole. Not when somebody looks at single ops, or hooks in. */
+HPMLI_FN bool hpmli_pass_single(const hpml_graph *g)
+{
+    return g->profile || g->ctx->trace || g->need || g->grad || !g->ctx->backend->begin;
+}
+
+HPMLI_FN hpml_status hpmli_pass_begin(const hpml_graph *g, const hpml_run *run, bool backward, bool accumulate,
+                                      bool *done)
+{
+    hpml_pass pass;
+    if (hpmli_pass_single(g)) return HPML_OK;
+    memset(&pass, 0, sizeof pass);
+    pass.graph = g, pass.samples = g->batch_now, pass.first = g->shift;
+    pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
+    return g->ctx->backend->begin(g->ctx->device, run, &pass, done);
+}
+
+HPMLI_FN hpml_status hpmli_pass_end(const hpml_graph *g, const hpml_run *run, hpml_status status)
+{
+    return hpmli_pass_single(g) ? status : g->ctx->backend->end(g->ctx->device, run, status);
+}
+
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step)
 {
     hpml_status status = hpml_graph_alloc(g);
     if (status != HPML_OK) return status;
     hpml_run run = hpmli_run_of(g, train, step, 1);
+    bool     done = false;
     g->train       = train;
     g->step        = step;
     g->grads_ready = false;
+    status         = hpmli_pass_begin(g, &run, false, false, &done);
+    if (done) return status;
     for (int i = 0; i < g->count && status == HPML_OK; i++) status = hpmli_run_node(g, &run, i, false);
+    return hpmli_pass_end(g, &run, status);
+}
+
+/* The ops of the backward pass, and the hook of each gradient that becomes final. */
+HPMLI_FN hpml_status hpmli_backward_nodes(hpml_graph *g, const hpml_run *run, bool accumulate)
+{
+    hpml_status status = HPML_OK;
+    for (int i = g->count - 1; i >= 0 && status == HPML_OK; i--) {
+        hpml_node *n = g->nodes[i];
+        bool       before[HPML_MAX_SRC];
+        if (!n->out->needs_grad || !n->out->grad) continue;
+        for (int s = 0; s < n->src_count; s++) { /* an op that would write a parameter's gradient first must add */
+            before[s] = n->accumulate[s];
+            if (accumulate && n->src[s] && hpmli_trainable(n->src[s])) n->accumulate[s] = true;
+        }
+        status = hpmli_run_node(g, run, i, true);
+        memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
+        for (int s = 0; g->grad && s < n->src_count && status == HPML_OK; s++)
+            if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
+                status = g->grad(g->hook_user, n->src[s]->param->index);
+    }
     return status;
 }
 
@@ -7929,22 +8010,11 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
     if (!g->loss || !g->arena || !g->loss->grad)
         return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
                           "forward pass before");
-    hpml_run run = hpmli_run_of(g, g->train, g->step, scale);
+    hpml_run run  = hpmli_run_of(g, g->train, g->step, scale);
+    bool     done = false;
     g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
-    for (int i = g->count - 1; i >= 0 && status == HPML_OK; i--) {
-        hpml_node *n = g->nodes[i];
-        bool       before[HPML_MAX_SRC];
-        if (!n->out->needs_grad || !n->out->grad) continue;
-        for (int s = 0; s < n->src_count; s++) { /* an op that would write a parameter's gradient first must add */
-            before[s] = n->accumulate[s];
-            if (accumulate && n->src[s] && hpmli_trainable(n->src[s])) n->accumulate[s] = true;
-        }
-        status = hpmli_run_node(g, &run, i, true);
-        memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
-        for (int s = 0; g->grad && s < n->src_count && status == HPML_OK; s++)
-            if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
-                status = g->grad(g->hook_user, n->src[s]->param->index);
-    }
+    status = hpmli_pass_begin(g, &run, true, accumulate, &done);
+    if (!done) status = hpmli_pass_end(g, &run, status == HPML_OK ? hpmli_backward_nodes(g, &run, accumulate) : status);
     g->grads_ready = status == HPML_OK;
     return status;
 }
@@ -8233,6 +8303,11 @@ HPMLI_FN bool hpmli_trainer_updates(hpml_trainer *t)
     return true;
 }
 
+HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
+{
+    return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
+}
+
 HPMLI_FN bool hpmli_trainer_alloc(hpml_trainer *t)
 {
     hpml_ctx *ctx    = t->ctx;
@@ -8246,7 +8321,7 @@ HPMLI_FN bool hpmli_trainer_alloc(hpml_trainer *t)
     t->updates  = hpmli_new(ctx, hpml_update, ctx->param_count);
     t->m_names  = hpmli_new(ctx, const char *, ctx->param_count);
     t->v_names  = hpmli_new(ctx, const char *, ctx->param_count);
-    t->host_out = hpmli_new(ctx, float, hpml_tensor_count(t->output));
+    t->host_out = hpmli_new(ctx, float, hpmli_classifies(t) ? hpml_tensor_count(t->output) : 1);
     t->host_y   = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
     return ctx->status == HPML_OK && hpmli_trainer_updates(t);
 }
@@ -8372,13 +8447,28 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
     return HPML_OK;
 }
 
+/* The first n numbers of t, whatever they are stored as, as f32 on the host. */
+HPMLI_FN void hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
+{
+    size_t bytes = (size_t)n * hpml_dtype_size(t->dtype);
+    char  *raw   = (char *)out + ((size_t)n * sizeof(float) - bytes); /* at the end: they widen from the front on */
+    ctx->backend->read(ctx->device, raw, t->data, bytes);
+    if (t->dtype != HPML_DTYPE_F32) hpmli_to_f32(ctx->k, out, t->dtype, raw, n);
+}
+
 /* Counts rows whose largest output is the label; labels that are ignored do not count. */
 HPMLI_FN void hpmli_count_correct(hpml_trainer *t, const int32_t *labels, int64_t *correct, int64_t *counted,
                                   int64_t *confusion)
 {
-    int64_t      classes = t->output->shape[t->output->ndim - 1], n = hpml_tensor_count(t->output);
+    int64_t      classes = t->output->shape[t->output->ndim - 1], n = hpml_tensor_count(t->output), counts[2] = { 0, 0 };
     const float *y       = t->host_out;
-    t->ctx->backend->read(t->ctx->device, t->host_out, t->output->data, (size_t)n * sizeof(float));
+    if (t->ctx->backend->correct && !confusion) { /* there, where the outputs are */
+        t->ctx->backend->correct(t->ctx->device, t->ctx, t->output->dtype, t->output->data,
+                                 (const int32_t *)(const void *)t->target->data, n / classes, classes, counts);
+        *correct += counts[0], *counted += counts[1];
+        return;
+    }
+    hpmli_read_floats(t->ctx, t->output, n, t->host_out);
     for (int64_t r = 0; r < n / classes; r++, y += classes) {
         int64_t best = 0;
         if (labels[r] < 0 || labels[r] >= classes) continue;
@@ -8390,17 +8480,13 @@ HPMLI_FN void hpmli_count_correct(hpml_trainer *t, const int32_t *labels, int64_
     }
 }
 
-HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
-{
-    return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
-}
-
 /* Moves the inputs, and what is a reshape of an input, by `first` samples. */
 HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
 {
     hpml_graph *g = t->graph;
     if (first == 0) return;
     g->first_sample += first;
+    g->shift += first;
     for (int i = 0; i < g->leaf_count + g->count; i++) {
         hpml_tensor *x = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
         hpml_tensor *root = x->node ? x->node->out_root : x;
@@ -8436,7 +8522,7 @@ HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const
                           const float *x)
 {
     double sum = 0;
-    if (x) t->ctx->backend->sumsq(t->ctx->device, t->ctx, x, hpml_tensor_count(y), &sum);
+    if (x) t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, hpml_tensor_count(y), &sum);
     if (sum - sum == 0) return false;
     hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
                "the data, lower the learning rate (now %g) or set clip_norm", (long long)t->step, what, value, where,
@@ -8454,7 +8540,7 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
     for (int i = 0; i < ctx->param_count; i++)
         if (hpmli_blame(t, what, value, "parameter", p[i], p[i]->data)) return ctx->status;
     for (int i = 0; i < g->leaf_count; i++)
-        if (g->leaves[i]->dtype == HPML_DTYPE_F32 &&
+        if (hpmli_is_float(g->leaves[i]) &&
             hpmli_blame(t, what, value, "the data of", g->leaves[i], g->leaves[i]->data))
             return ctx->status;
     for (int i = 0; i < g->count; i++) {
@@ -8476,22 +8562,23 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     t->grad_norm = -1;
     if (t->d.clip_norm > 0) {
         double sum;
-        ctx->backend->sumsq(ctx->device, ctx, t->graph->grads, t->graph->grad_count, &sum);
+        ctx->backend->sumsq(ctx->device, ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count, &sum);
         t->grad_norm = (float)sqrt(sum);
         if (!t->d.no_finite_check && !(sum - sum == 0)) return hpmli_name_nonfinite(t, "the gradient norm", sqrt(sum));
         if (t->grad_norm > t->d.clip_norm) scale = t->d.clip_norm / t->grad_norm;
     }
     lr = hpml_trainer_lr(t);
-    for (int i = first_param; i < first_param + param_count && i < ctx->param_count; i++) {
+    if (param_count > ctx->param_count - first_param) param_count = ctx->param_count - first_param;
+    for (int i = first_param; i < first_param + param_count; i++) {
         const hpml_param *p = ctx->params[i]->param;
         hpml_update      *u = &t->updates[i];
-        if (!u->g || p->frozen) continue;
+        u->n = u->g && !p->frozen ? hpml_tensor_count(ctx->params[i]) : 0;
         u->step         = (uint64_t)t->step + 1;
         u->lr           = lr * p->lr_scale;
         u->grad_scale   = scale;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
-        ctx->backend->update(ctx->device, ctx, u, 1);
     }
+    if (param_count > 0) ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
     return ctx->status;
 }
 
@@ -8513,7 +8600,8 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     lr     = hpml_trainer_lr(t);
     hpml_status status =
         t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
-                     : hpml_trainer_run_local(t, 0, samples, 1 / (float)t->d.accumulate, t->micro > 0, &loss);
+                     : hpml_trainer_run_local(t, 0, samples, 1 / (float)t->d.accumulate, t->micro > 0,
+                                              info || !t->d.no_finite_check ? &loss : NULL);
     if (status != HPML_OK) return status;
     if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
     if (++t->micro == t->d.accumulate) {
@@ -8650,7 +8738,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
             if (g->nodes[p]->out == t->loss) continue;
             if (hpmli_run_node(g, &run, p, false) != HPML_OK) return t->ctx->status;
         }
-        t->ctx->backend->read(t->ctx->device, out + i * row, t->output->data, (size_t)(n * row) * sizeof(float));
+        hpmli_read_floats(t->ctx, t->output, n * row, out + i * row);
     }
     hpml_graph_batch(g, g->batch);
     return t->ctx->status;
