@@ -1,0 +1,3 @@
+/* hpml_cuda.cuh's body for a GPU: linked to C programs. */
+#define HPML_CUDA_IMPLEMENTATION
+#include "../hpml_cuda.cuh"

@@ -1,0 +1,76 @@
+/* One small graph for each op, in all its variants: what the tests of the backends run. */
+#ifndef HPML_OP_CASES_H
+#define HPML_OP_CASES_H
+
+typedef struct op_case {
+    const char *name;
+    hpml_tensor *(*record)(hpml_tensor *x); /* x (3, 4, 9, 7) */
+    double tolerance;
+} op_case;
+
+#define OP(name, e, tolerance) { #name, op_##name, tolerance },
+#define OPS(X)                                                                                                         \
+    X(add, hpml_add(x, hpml_scale(x, 0.5f, 1)), 3e-3)                                                                  \
+    X(sub, hpml_sub(hpml_mul(x, x), x), 3e-3)                                                                          \
+    X(div, hpml_div(x, hpml_scale(hpml_mul(x, x), 1, 2)), 3e-3)                                                        \
+    X(broadcast, hpml_mul(x, weight(x, 4, 1, 7)), 3e-3)                                                                \
+    X(broadcast_sub, hpml_sub(weight(x, 1, 9, 1), x), 3e-3)                                                            \
+    X(leaky_relu, hpml_leaky_relu(x, 0.2f), 1e-2)                                                                      \
+    X(gelu, hpml_gelu(x), 3e-3) X(gelu_erf, hpml_gelu_erf(x), 3e-3) X(silu, hpml_silu(x), 3e-3)                        \
+    X(sigmoid, hpml_sigmoid(x), 3e-3) X(tanh, hpml_tanh(x), 3e-3) X(exp, hpml_activation(x, HPML_ACT_EXP, 0), 3e-3)    \
+    X(log, hpml_activation(hpml_scale(hpml_mul(x, x), 1, 1), HPML_ACT_LOG, 0), 3e-3)                                   \
+    X(sqrt, hpml_activation(hpml_scale(hpml_mul(x, x), 1, 1), HPML_ACT_SQRT, 0), 3e-3)                                 \
+    X(softmax, hpml_softmax(x), 5e-3) X(log_softmax, hpml_log_softmax(x), 5e-3)                                        \
+    X(layernorm, hpml_layernorm(x, NULL), 5e-3) X(rmsnorm, hpml_rmsnorm(x, NULL), 5e-3)                                \
+    X(batchnorm, hpml_batchnorm(x, NULL), 8e-3)                                                                        \
+    X(matmul, hpml_matmul(x, x, false, true), 5e-3) X(matmul_at, hpml_matmul(x, x, true, false), 5e-3)                 \
+    X(matmul_shared, hpml_matmul(x, weight(x, 1, 7, 5), false, false), 5e-3)                                           \
+    X(matmul_shared_t, hpml_matmul(x, weight(x, 1, 5, 9), true, true), 5e-3)                                           \
+    X(linear, hpml_linear(x, 5, NULL), 5e-3)                                                                           \
+    X(linear_gelu, hpml_linear(x, 5, &(hpml_linear_desc){ .activation = HPML_ACT_GELU }), 5e-3)                        \
+    X(linear_tanh, hpml_linear(x, 5, &(hpml_linear_desc){ .activation = HPML_ACT_TANH, .no_bias = true }), 5e-3)       \
+    X(conv, hpml_conv2d(x, 6, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1 }), 5e-3)                             \
+    X(conv_stride, hpml_conv2d(x, 5, &(hpml_conv2d_desc){ .kernel_h = 3, .kernel_w = 2, .stride_h = 2, .stride_w = 3, .padding_h = 1 }), 5e-3) \
+    X(conv_groups, hpml_conv2d(x, 6, &(hpml_conv2d_desc){ .kernel_h = 3, .dilation_h = 2, .padding_h = 2, .groups = 2 }), 5e-3) \
+    X(conv_depthwise, hpml_conv2d(x, 8, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1, .groups = 4, .activation = HPML_ACT_TANH }), 5e-3) \
+    X(conv_1x1, hpml_conv2d(x, 5, &(hpml_conv2d_desc){ .kernel_h = 1 }), 5e-3)                                         \
+    X(conv_large, hpml_conv2d(x, 3, &(hpml_conv2d_desc){ .kernel_h = 5, .padding_h = 3, .stride_h = 3 }), 5e-3)        \
+    X(max_pool, hpml_max_pool2d(x, 2, 0, 0), 1e-2) X(max_pool_3, hpml_max_pool2d(x, 3, 2, 1), 1e-2)                    \
+    X(avg_pool, hpml_avg_pool2d(x, 3, 2, 1), 5e-3) X(global_pool, hpml_global_avg_pool2d(x), 5e-3)                     \
+    X(permute, hpml_permute(x, (int[]){ 0, 3, 1, 2 }), 3e-3) X(slice, hpml_slice(x, 2, 3, 4), 3e-3)                    \
+    X(concat, hpml_concat((hpml_tensor *[]){ x, hpml_tanh(x), x }, 3, 1), 3e-3)                                        \
+    X(reshape_input, hpml_softmax(hpml_reshape_3d(x, 6, 6, 21)), 5e-3)                                                 \
+    X(reshape_weight, hpml_mul(x, hpml_reshape_3d(weight(x, 1, 7, 4), 4, 1, 7)), 5e-3)                                 \
+    X(sum, hpml_sum(x, 2), 3e-3) X(mean, hpml_mean(x, 3), 3e-3)                                                        \
+    X(dropout, hpml_dropout(hpml_scale(x, 2, 0), 0.4f), 3e-3)                                                          \
+    X(attention, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 2 }), 8e-3)                                 \
+    X(attention_full, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 1, .not_causal = true }), 8e-3)        \
+    X(lstm, hpml_lstm(three(x), 5, NULL), 8e-3)                                                                        \
+    X(residual, hpml_add(hpml_dropout(hpml_linear(x, 7, NULL), 0.2f), x), 5e-3)
+
+static hpml_tensor *weight(hpml_tensor *x, int64_t a, int64_t b, int64_t c)
+{
+    hpml_param_desc d = { .ndim = a > 1 ? 3 : 2, .shape = { a, b, c }, .init = HPML_INIT_NORMAL, .init_scale = 1 };
+    if (a <= 1) d.shape[0] = b, d.shape[1] = c;
+    return hpml_param_create(x->ctx, &d);
+}
+
+static hpml_tensor *three(hpml_tensor *x) { return hpml_reshape_3d(hpml_slice(x, 2, 0, 6), 3, 14, 12); } /* (B, T, 12) */
+
+#define DEFINE(name, e, tolerance) static hpml_tensor *op_##name(hpml_tensor *x) { return e; }
+OPS(DEFINE)
+static const op_case cases[] = { OPS(OP) };
+
+static void fill(hpml_tensor *t, uint64_t seed)
+{
+    hpml_rng r = { .seed = seed };
+    int64_t  n = hpml_tensor_count(t);
+    float   *x = (float *)malloc((size_t)n * sizeof(float));
+    hpml_rng_fill_normal(&r, x, n);
+    for (int64_t i = 0; i < n; i++)
+        if (fabsf(x[i]) < 0.05f) x[i] = 0.1f; /* away from the kinks of relu and max */
+    hpml_tensor_set(t, x, n);
+    free(x);
+}
+
+#endif
