@@ -639,7 +639,7 @@ typedef struct hpml_update {
     float   *m, *v;      /* (n) first and second state, NULL where the optimizer has none */
     uint64_t step;       /* 1 for the first */
     float    lr, momentum, beta1, beta2, eps, weight_decay, trust; /* weight_decay 0 where the parameter has none */
-    float    grad_scale; /* multiplies g first: clipping */
+    float    grad_scale; /* multiplies g first: clipping, loss scale */
     bool     nesterov;
 } hpml_update;
 
@@ -733,6 +733,10 @@ typedef struct hpml_trainer_desc {
     int64_t       lr_base_batch;   /* 0: no scaling */
     float         clip_norm;       /* 0: none; else gradients are scaled so that their global norm is at most this */
     int32_t       accumulate;      /* batches that make one update; 0: 1 */
+    float         loss_scale;      /* gradients are computed times this and divided by it before they are used, so that
+                                      small ones survive in halves; 0: 1, but dynamic where a backend stores F16: from
+                                      65536, halved, and the update left out, when a gradient overflows; doubled after
+                                      2,000 updates without (Micikevicius et al. 2018) */
     bool          no_finite_check; /* skip the check of loss and gradient norm that names the first bad layer; a step
                                       without info then does not wait for the device */
     uint32_t      _end;
@@ -755,7 +759,8 @@ typedef struct hpml_step_info {
     float    loss;               /* mean over the samples of this step */
     float    accuracy;           /* of this step, in training mode; -1 when the loss is not CROSS_ENTROPY */
     float    lr;
-    float    grad_norm;          /* global, before clipping; -1 unless clip_norm is set */
+    float    grad_norm;          /* global, before clipping; -1 unless clip_norm is set or the loss scale is dynamic */
+    bool     skipped;            /* a gradient overflowed: no update, and the loss scale is halved */
     int64_t  samples;            /* of this step */
     double   seconds;            /* since the start of fit */
     double   samples_per_second; /* since the start of fit */
@@ -4770,6 +4775,12 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
     HPMLI_PASS(name##_backward) { backward; return HPML_OK; }
 #define HPMLI_PASS(name) HPMLI_FN hpml_status hpmli_##name(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 
+/* What results of ops are kept in. */
+HPMLI_FN hpml_dtype hpmli_store(const hpml_ctx *ctx)
+{
+    return ctx->backend->store ? ctx->backend->store(ctx->device) : HPML_DTYPE_F32;
+}
+
 /* What ops compute with. */
 HPMLI_FN bool hpmli_is_float(const hpml_tensor *t)
 {
@@ -4808,7 +4819,7 @@ HPMLI_FN hpml_tensor *hpmli_node_create_named(hpml_ctx *ctx, hpml_op op, const c
 {
     if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
     if (!name) return NULL;
-    hpml_dtype   dtype = ndim > 0 && ctx->backend->store ? ctx->backend->store(ctx->device) : HPML_DTYPE_F32;
+    hpml_dtype   dtype = ndim > 0 ? hpmli_store(ctx) : HPML_DTYPE_F32;
     hpml_tensor *out   = hpmli_tensor_new(ctx, name, op == HPML_OP_RESHAPE ? src[0]->dtype : dtype, ndim, shape);
     hpml_node   *n     = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
     if (!n) return NULL;
@@ -8113,7 +8124,9 @@ struct hpml_trainer {
     int64_t           step, epoch, epoch_step;
     int32_t           micro;   /* batches since the last update */
     float             grad_norm;
-    double            accumulated_loss;
+    float             loss_scale;
+    int64_t           scale_steps; /* updates since it changed; -1: it is fixed */
+    bool              looked, overflowed; /* at the gradients of this update; an infinity was there */
 };
 
 HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
@@ -8209,11 +8222,12 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
                            d ? "canary is not zero; zero the struct before you set fields" : "none given");
     if (!d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
-    if (!(d->lr >= 0 && d->momentum >= 0 && d->weight_decay >= 0 && d->clip_norm >= 0) || d->label_smoothing < 0 ||
-        d->label_smoothing > 1)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: lr %g, momentum %g, weight_decay %g, clip_norm %g must "
-                           "not be negative and label_smoothing %g be in 0..1", (double)d->lr, (double)d->momentum,
-                           (double)d->weight_decay, (double)d->clip_norm, (double)d->label_smoothing);
+    if (!(d->lr >= 0 && d->momentum >= 0 && d->weight_decay >= 0 && d->clip_norm >= 0 && d->loss_scale >= 0) ||
+        d->label_smoothing < 0 || d->label_smoothing > 1)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: lr %g, momentum %g, weight_decay %g, clip_norm %g, "
+                           "loss_scale %g must not be negative and label_smoothing %g be in 0..1", (double)d->lr,
+                           (double)d->momentum, (double)d->weight_decay, (double)d->clip_norm, (double)d->loss_scale,
+                           (double)d->label_smoothing);
     return true;
 }
 
@@ -8227,6 +8241,9 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     t->ctx   = ctx;
     t->ranks = 1;
     hpml_trainer_desc_resolve(desc, &t->d);
+    bool dynamic   = desc->loss_scale == 0 && hpmli_store(ctx) == HPML_DTYPE_F16;
+    t->loss_scale  = desc->loss_scale > 0 ? desc->loss_scale : dynamic ? 65536.0f : 1.0f;
+    t->scale_steps = dynamic ? 0 : -1;
     t->input  = desc->input;
     t->output = desc->output;
     if (!hpmli_trainer_loss(t)) return NULL;
@@ -8460,8 +8477,9 @@ HPMLI_FN void hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, 
 HPMLI_FN void hpmli_count_correct(hpml_trainer *t, const int32_t *labels, int64_t *correct, int64_t *counted,
                                   int64_t *confusion)
 {
-    int64_t      classes = t->output->shape[t->output->ndim - 1], n = hpml_tensor_count(t->output), counts[2] = { 0, 0 };
+    int64_t      classes = t->output->shape[t->output->ndim - 1], n = hpml_tensor_count(t->output), counts[2];
     const float *y       = t->host_out;
+    counts[0] = counts[1] = 0;
     if (t->ctx->backend->correct && !confusion) { /* there, where the outputs are */
         t->ctx->backend->correct(t->ctx->device, t->ctx, t->output->dtype, t->output->data,
                                  (const int32_t *)(const void *)t->target->data, n / classes, classes, counts);
@@ -8508,7 +8526,7 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
     if (part && hpml_graph_batch(g, samples) != HPML_OK) return t->ctx->status;
     hpmli_trainer_shift(t, first);
     hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
-    if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale, accumulate);
+    if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
     if (status == HPML_OK && loss) *loss = (float)hpmli_graph_loss(g);
     if (status == HPML_OK && t->labels)
         hpmli_count_correct(t, t->labels + first * (hpml_tensor_count(t->target) / g->batch_now), &t->correct,
@@ -8553,20 +8571,39 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
     return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step, what, value);
 }
 
+/* Looks at the gradients of this update once, where clipping or a dynamic loss scale want to know their norm. */
+HPMLI_FN hpml_status hpmli_trainer_look(hpml_trainer *t)
+{
+    hpml_ctx *ctx = t->ctx;
+    double    sum = 0;
+    if (t->looked) return HPML_OK;
+    t->looked    = true;
+    t->grad_norm = -1;
+    if (t->d.clip_norm == 0 && t->scale_steps < 0) return HPML_OK;
+    ctx->backend->sumsq(ctx->device, ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count, &sum);
+    t->grad_norm  = (float)(sqrt(sum) / (double)t->loss_scale);
+    t->overflowed = t->scale_steps >= 0 && sum - sum != 0 && t->loss_scale > 1;
+    if (t->d.no_finite_check || t->overflowed || sum - sum == 0) return ctx->status;
+    return hpmli_name_nonfinite(t, "the gradient norm", sqrt(sum));
+}
+
+/* Half of a dynamic loss scale after an overflow, twice of it after a long time without. */
+HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t)
+{
+    if (t->scale_steps < 0) return;
+    t->scale_steps = t->overflowed ? 0 : t->scale_steps + 1;
+    if (t->overflowed) t->loss_scale /= 2;
+    if (t->scale_steps == 2000) t->loss_scale *= 2, t->scale_steps = 0;
+}
+
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count)
 {
-    float lr, scale = 1;
+    float lr, scale;
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = t->ctx;
-    if (hpmli_failed(ctx)) return ctx->status;
-    t->grad_norm = -1;
-    if (t->d.clip_norm > 0) {
-        double sum;
-        ctx->backend->sumsq(ctx->device, ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count, &sum);
-        t->grad_norm = (float)sqrt(sum);
-        if (!t->d.no_finite_check && !(sum - sum == 0)) return hpmli_name_nonfinite(t, "the gradient norm", sqrt(sum));
-        if (t->grad_norm > t->d.clip_norm) scale = t->d.clip_norm / t->grad_norm;
-    }
+    if (hpmli_failed(ctx) || hpmli_trainer_look(t) != HPML_OK || t->overflowed) return ctx->status;
+    scale = 1 / t->loss_scale;
+    if (t->d.clip_norm > 0 && t->grad_norm > t->d.clip_norm) scale *= t->d.clip_norm / t->grad_norm;
     lr = hpml_trainer_lr(t);
     if (param_count > ctx->param_count - first_param) param_count = ctx->param_count - first_param;
     for (int i = first_param; i < first_param + param_count; i++) {
@@ -8605,10 +8642,12 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     if (status != HPML_OK) return status;
     if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
     if (++t->micro == t->d.accumulate) {
+        t->looked = t->overflowed = false;
         status   = t->hooks.update ? t->hooks.update(t->hooks.user, t)
                                    : hpml_trainer_update_local(t, 0, t->ctx->param_count);
         t->micro = 0;
-        t->step += status == HPML_OK;
+        t->step += status == HPML_OK && !t->overflowed;
+        hpmli_trainer_rescale(t);
     }
     if (!info || status != HPML_OK) return status;
     memset(info, 0, sizeof *info);
@@ -8618,6 +8657,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     info->accuracy  = t->counted > 0 ? (float)t->correct / (float)t->counted : -1;
     info->lr        = lr;
     info->grad_norm = t->grad_norm;
+    info->skipped   = t->overflowed;
     info->samples   = samples;
     info->seconds   = hpml_now() - start;
     return HPML_OK;
@@ -10275,7 +10315,7 @@ HPMLI_FN bool hpmli_arrays_of_trainer(hpml_trainer *t, hpmli_arrays *a)
 }
 
 /* Numbers of a training that are not arrays; kept as text in the metadata. */
-#define HPMLI_POSITION(X) X(seed) X(step) X(epoch) X(epoch_step) X(micro) X(optimizer)
+#define HPMLI_POSITION(X) X(seed) X(step) X(epoch) X(epoch_step) X(micro) X(optimizer) X(loss_scale) X(scale_steps)
 typedef struct hpmli_position {
 #define HPMLI_X(name) int64_t name;
     HPMLI_POSITION(HPMLI_X)
@@ -10286,8 +10326,8 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
     hpmli_arrays   a;
     hpmli_position p;
-    char           text[6][24];
-    hpml_meta      meta[6];
+    char           text[8][24];
+    hpml_meta      meta[8];
     int            n = 0;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (t->micro != 0)
@@ -10295,6 +10335,7 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
                           "between updates", path, t->micro, t->d.accumulate);
     p.seed = (int64_t)t->ctx->seed, p.step = t->step, p.epoch = t->epoch, p.epoch_step = t->epoch_step;
     p.micro = t->micro, p.optimizer = (int64_t)t->d.optimizer;
+    p.loss_scale = (int64_t)t->loss_scale, p.scale_steps = t->scale_steps;
 #define HPMLI_X(name)                                                         \
     snprintf(text[n], sizeof text[n], "%lld", (long long)p.name);             \
     meta[n].key = "hpml." #name, meta[n].value = text[n], n++;
@@ -10338,6 +10379,8 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     if (ctx->status == HPML_OK && hpmli_arrays_of_trainer(t, &a) && hpmli_arrays_load(ctx, &a, f, path) == HPML_OK) {
         ctx->seed = (uint64_t)p.seed;
         t->step = p.step, t->epoch = p.epoch, t->epoch_step = p.epoch_step, t->micro = 0;
+        if (t->scale_steps >= 0 && p.scale_steps >= 0) /* both dynamic */
+            t->loss_scale = (float)p.loss_scale, t->scale_steps = p.scale_steps;
     }
     hpmli_free(ctx, a.s);
     hpml_safetensors_close(f);

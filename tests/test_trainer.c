@@ -92,6 +92,48 @@ TEST(clipping_scales_the_global_norm)
     hpml_ctx_free(ctx);
 }
 
+static bool       halves;
+static hpml_dtype store(void *device) { return (void)device, halves ? HPML_DTYPE_F16 : HPML_DTYPE_F32; }
+
+/* A fixed loss scale, a power of two, changes no bit. A dynamic one (a backend that says it stores f16) is halved until the
+   gradient does not overflow, updates are left out meanwhile, and it goes on from a checkpoint. */
+TEST(loss_scales)
+{
+    double        w[3];
+    float         zeros[3] = { 0 }, big[6] = { 4e10f, 0, 0, 4e10f, 0, 0 }, far[2] = { -1e5f, -1e5f };
+    hpml_backend  cpu = *hpml_backend_cpu();
+    hpml_ctx     *ctx;
+    for (int k = 0; k < 2; k++) {
+        hpml_trainer *t = line(&ctx, (hpml_trainer_desc){ .clip_norm = 1, .loss_scale = k ? 4096 : 0 });
+        for (int i = 0; i < 5; i++) ENSURE(hpml_trainer_step(t, X, T, 2, NULL) == HPML_OK);
+        for (int j = 0; j < 3; j++) {
+            if (k) ENSURE(w[j] == (double)hpml_param_at(ctx, 0)->data[j]);
+            w[j] = (double)hpml_param_at(ctx, 0)->data[j];
+        }
+        hpml_ctx_free(ctx);
+    }
+    cpu.store = store;
+    ctx = hpml_ctx_create(&(hpml_ctx_desc){ .backend = &cpu });
+    hpml_tensor      *x = hpml_input_2d(ctx, 2, 3), *y = hpml_linear(x, 1, &(hpml_linear_desc){ .no_bias = true });
+    hpml_trainer_desc d = { .input = x, .output = y, .loss = HPML_LOSS_MSE, .lr = 1e-20f };
+    hpml_step_info    info;
+    halves = true;
+    hpml_trainer *t = hpml_trainer_create(ctx, &d);
+    halves = false;
+    hpml_tensor_set(hpml_param_at(ctx, 0), zeros, 3);
+    for (int i = 0; i < 5; i++) {
+        ENSURE(hpml_trainer_step(t, big, far, 2, &info) == HPML_OK && info.skipped && info.step == 0);
+        ENSURE(hpml_param_at(ctx, 0)->data[0] == 0);
+    }
+    ENSURE(hpml_trainer_step(t, big, far, 2, &info) == HPML_OK && !info.skipped && info.step == 1 && t->loss_scale == 2048);
+    ENSURE(hpml_param_at(ctx, 0)->data[0] < 0);
+    hpml_ctx_free(ctx);
+    ctx = hpml_ctx_create(NULL);
+    x = hpml_input_2d(ctx, 2, 3);
+    d = (hpml_trainer_desc){ .input = x, .output = hpml_linear(x, 1, NULL), .loss_scale = -1 };
+    ENSURE(!hpml_trainer_create(ctx, &d) && strstr(hpml_ctx_error(ctx), "loss_scale -1"));
+    hpml_ctx_free(ctx);
+}
 
 /* Three noisy classes in the plane. */
 static hpml_dataset *blobs(hpml_ctx *ctx, int64_t n)
