@@ -1138,6 +1138,10 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #endif /* HPML_H_INCLUDED: stop here if you only want the API */
 
 #ifdef HPML_IMPLEMENTATION
+#ifdef __CUDACC__ /* nvcc warns of gcc's pragma to unroll loops, and hands it on */
+#pragma nv_diagnostic push
+#pragma nv_diag_suppress 1675
+#endif
 #ifdef HPMLI_ISA
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simd   vectors: one kernel text for all instruction sets
@@ -10610,6 +10614,9 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
 }
 #endif /* HPMLI_BODY_INCLUDED */
 #endif /* HPMLI_ISA */
+#ifdef __CUDACC__
+#pragma nv_diagnostic pop
+#endif
 #endif /* HPML_IMPLEMENTATION */
 
 // CHANGES
