@@ -8329,6 +8329,13 @@ HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
     return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
 }
 
+/* Room for a batch of the output, when it is first wanted on the host. */
+HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
+{
+    if (!t->host_out) t->host_out = hpmli_new(t->ctx, float, hpml_tensor_count(t->output));
+    return t->host_out;
+}
+
 HPMLI_FN bool hpmli_trainer_alloc(hpml_trainer *t)
 {
     hpml_ctx *ctx    = t->ctx;
@@ -8342,7 +8349,7 @@ HPMLI_FN bool hpmli_trainer_alloc(hpml_trainer *t)
     t->updates  = hpmli_new(ctx, hpml_update, ctx->param_count);
     t->m_names  = hpmli_new(ctx, const char *, ctx->param_count);
     t->v_names  = hpmli_new(ctx, const char *, ctx->param_count);
-    t->host_out = hpmli_new(ctx, float, hpmli_classifies(t) ? hpml_tensor_count(t->output) : 1);
+    if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
     t->host_y   = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
     return ctx->status == HPML_OK && hpmli_trainer_updates(t);
 }
@@ -8482,7 +8489,7 @@ HPMLI_FN void hpmli_count_correct(hpml_trainer *t, const int32_t *labels, int64_
                                   int64_t *confusion)
 {
     int64_t      classes = t->output->shape[t->output->ndim - 1], n = hpml_tensor_count(t->output), counts[2];
-    const float *y       = t->host_out;
+    const float *y;
     counts[0] = counts[1] = 0;
     if (t->ctx->backend->correct && !confusion) { /* there, where the outputs are */
         t->ctx->backend->correct(t->ctx->device, t->ctx, t->output->dtype, t->output->data,
@@ -8490,6 +8497,8 @@ HPMLI_FN void hpmli_count_correct(hpml_trainer *t, const int32_t *labels, int64_
         *correct += counts[0], *counted += counts[1];
         return;
     }
+    y = hpmli_trainer_host_out(t);
+    if (!y) return;
     hpmli_read_floats(t->ctx, t->output, n, t->host_out);
     for (int64_t r = 0; r < n / classes; r++, y += classes) {
         int64_t best = 0;

@@ -1,0 +1,212 @@
+/* What you learn: training a real language model, GPT-2 with 124 M parameters, on one GPU, and how near it comes to what
+   the card can do. Difficulty 3 of 4.
+   nvcc -O2 -arch=native examples/11_gpt2.cu -lcublasLt -lcudnn -o gpt2
+   ./gpt2 [--tokens FILE] [--weights model.safetensors] [--steps N --batch N --context N --layers N --width N --heads N
+           --lr X --precision f32|tf32|bf16|f16 --peak TFLOP/s --save FILE --json]
+   --tokens: 16-bit tokens, bare or with llm.c's header; any other file is read as bytes (default: hpml.h).
+   --weights: GPT-2's as published in safetensors; without, random ones. Prints loss, tokens/s and MFU: the part of the
+   card's peak that goes into the model's own arithmetic, 6 parameters + 12 layers width context for each token. */
+#define HPML_IMPLEMENTATION
+#include "../hpml_cuda.cuh"
+
+typedef struct options {
+    const char *tokens, *weights, *save, *precision;
+    int64_t     steps, batch, context, layers, width, heads, vocabulary;
+    double      lr, peak;
+    int         json;
+} options;
+
+static int parse(options *o, int argc, char **argv)
+{
+    const struct { const char *name; const char **text; int64_t *number; double *real; } table[] = {
+        { "--tokens", &o->tokens, NULL, NULL }, { "--weights", &o->weights, NULL, NULL }, { "--save", &o->save, NULL, NULL },
+        { "--precision", &o->precision, NULL, NULL }, { "--steps", NULL, &o->steps, NULL }, { "--batch", NULL, &o->batch, NULL },
+        { "--context", NULL, &o->context, NULL }, { "--layers", NULL, &o->layers, NULL }, { "--width", NULL, &o->width, NULL },
+        { "--heads", NULL, &o->heads, NULL }, { "--lr", NULL, NULL, &o->lr }, { "--peak", NULL, NULL, &o->peak } };
+    for (int i = 1; i < argc; i++) {
+        size_t k = 0, n = sizeof table / sizeof table[0];
+        if (strcmp(argv[i], "--json") == 0) { o->json = 1; continue; }
+        while (k < n && strcmp(table[k].name, argv[i]) != 0) k++;
+        if (k == n || ++i == argc) return fprintf(stderr, "unknown or incomplete option %s; see the top of 11_gpt2.cu\n", argv[i - (k < n)]), 2;
+        if (table[k].text) *table[k].text = argv[i];
+        else if (table[k].number) *table[k].number = atoll(argv[i]);
+        else *table[k].real = atof(argv[i]);
+    }
+    return 0;
+}
+
+/* A layer of GPT-2, named as in the published weights. */
+static hpml_tensor *linear(hpml_tensor *x, int64_t out, const char *name, float scale, hpml_act act)
+{
+    hpml_linear_desc d = {};
+    d.name = name, d.init = HPML_INIT_NORMAL, d.init_scale = scale, d.activation = act;
+    return hpml_linear(x, out, &d);
+}
+
+static hpml_tensor *norm(hpml_tensor *x, const char *name)
+{
+    hpml_norm_desc d = {};
+    d.name = name;
+    return hpml_layernorm(x, &d);
+}
+
+static hpml_tensor *block(hpml_tensor *x, const options *o, int64_t layer) /* (B, T, C) */
+{
+    char                name[6][64];
+    const char *const   parts[6] = { "ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj" };
+    float               small = 0.02f / sqrtf(2 * (float)o->layers); /* residual branches start small */
+    hpml_attention_desc heads = {};
+    heads.heads = (int32_t)o->heads;
+    for (int i = 0; i < 6; i++) snprintf(name[i], sizeof name[i], "h.%d.%s", (int)layer, parts[i]);
+    hpml_tensor *a = linear(norm(x, name[0]), 3 * o->width, name[1], 0.02f, HPML_ACT_NONE); /* (B, T, 3C) */
+    x = hpml_add(x, linear(hpml_attention(a, &heads), o->width, name[2], small, HPML_ACT_NONE));
+    a = linear(norm(x, name[3]), 4 * o->width, name[4], 0.02f, HPML_ACT_GELU);               /* (B, T, 4C) */
+    return hpml_add(x, linear(a, o->width, name[5], small, HPML_ACT_NONE));
+}
+
+static hpml_tensor *record_model(hpml_ctx *ctx, const options *o, hpml_tensor *tokens) /* (B, T) -> (B, T, V) */
+{
+    hpml_embedding_desc table = {};
+    hpml_linear_desc    head  = {};
+    hpml_param_desc     place = {};
+    table.name = "wte", table.init = HPML_INIT_NORMAL, table.init_scale = 0.02f;
+    place.name = "wpe.weight", place.init = HPML_INIT_NORMAL, place.init_scale = 0.02f;
+    place.ndim = 2, place.shape[0] = o->context, place.shape[1] = o->width;
+    hpml_tensor *x = hpml_embedding(tokens, o->vocabulary, o->width, &table);
+    x = hpml_add(x, hpml_param_create(ctx, &place));
+    for (int64_t i = 0; i < o->layers; i++) x = block(x, o, i);
+    head.no_bias = true, head.weight = hpml_param_find(ctx, "wte.weight"); /* tied */
+    return hpml_linear(norm(x, "ln_f"), o->vocabulary, &head);
+}
+
+/* One published array into parameter p. Products' weights lie (in, out) there and (out, in) here; the vocabulary is
+   padded here to a multiple of 64. */
+static hpml_status load_one(hpml_ctx *ctx, const hpml_safetensors *f, hpml_tensor *p)
+{
+    char            other[256];
+    hpml_safetensor e;
+    bool            turned = strstr(p->name, ".c_") && p->ndim == 2;
+    int64_t         n = hpml_tensor_count(p), rows = p->shape[0], cols = p->ndim > 1 ? p->shape[1] : 1;
+    snprintf(other, sizeof other, "transformer.%s", p->name);
+    if (!hpml_safetensors_find(f, p->name, &e) && !hpml_safetensors_find(f, other, &e))
+        return hpml_ctx_fail(ctx, HPML_ERR_FORMAT, "the weights have no \"%s\"", p->name);
+    int64_t have = 1;
+    for (int i = 0; i < e.ndim; i++) have *= e.shape[i];
+    if (e.ndim != p->ndim || have > n || (turned ? e.shape[0] != cols || e.shape[1] != rows : have % cols != 0))
+        return hpml_ctx_fail(ctx, HPML_ERR_SHAPE, "\"%s\": the file has %lldx%lld, the model %lldx%lld", p->name,
+                             (long long)e.shape[0], (long long)e.shape[1], (long long)rows, (long long)cols);
+    float *raw = (float *)calloc((size_t)n, sizeof(float)), *w = turned ? (float *)malloc((size_t)n * sizeof(float)) : raw;
+    if (raw && w) {
+        hpml_convert(ctx, HPML_DTYPE_F32, raw, e.dtype, e.data, have);
+        for (int64_t i = 0; turned && i < n; i++) w[i % rows * cols + i / rows] = raw[i];
+        hpml_tensor_set(p, w, n);
+    }
+    if (turned) free(w);
+    free(raw);
+    return hpml_ctx_status(ctx);
+}
+
+/* Samples of `context` tokens and the tokens that follow them. */
+static hpml_dataset *load_tokens(hpml_ctx *ctx, const options *o)
+{
+    FILE          *file = fopen(o->tokens, "rb");
+    unsigned char *raw  = NULL;
+    long           size = 0;
+    if (file && fseek(file, 0, SEEK_END) == 0) size = ftell(file), rewind(file), raw = (unsigned char *)malloc((size_t)size + 1);
+    bool    read = raw && fread(raw, 1, (size_t)size, file) == (size_t)size;
+    int32_t magic = 0;
+    if (file) fclose(file);
+    if (read && size >= 1024) memcpy(&magic, raw, 4);
+    size_t      path  = strlen(o->tokens);
+    bool        words = magic == 20240520 || (path > 4 && strcmp(o->tokens + path - 4, ".bin") == 0);
+    int64_t     skip = magic == 20240520 ? 1024 : 0, count = (size - skip) / (words ? 2 : 1), T = o->context, samples = (count - 1) / T;
+    int32_t    *x = read && samples > 0 ? (int32_t *)malloc((size_t)(2 * samples * T) * sizeof *x) : NULL, *y = x ? x + samples * T : NULL;
+    hpml_dataset *d = NULL;
+    for (int64_t i = 0; x && i <= samples * T; i++) {
+        int32_t token = words ? raw[skip + 2 * i] | raw[skip + 2 * i + 1] << 8 : raw[i];
+        if (i < samples * T) x[i] = token;
+        if (i > 0) y[i - 1] = token;
+    }
+    if (x) d = hpml_dataset_create(ctx, samples, HPML_DTYPE_I32, 1, &T, x, HPML_DTYPE_I32, T, y);
+    else hpml_ctx_fail(ctx, HPML_ERR_READ, "%s: cannot be read, or holds less than %lld tokens", o->tokens, (long long)T + 1);
+    free(x);
+    free(raw);
+    return d;
+}
+
+typedef struct meter {
+    const options *o;
+    double         flops, start; /* of a token; of step 6: the first ones warm up */
+    double         loss, tokens_per_second, mfu;
+} meter;
+
+static int on_step(const hpml_step_info *i, void *user)
+{
+    meter *m = (meter *)user;
+    if (i->step == 5) m->start = hpml_now();
+    m->loss = i->loss;
+    if (i->step > 5) m->tokens_per_second = (double)((i->step - 5) * m->o->batch * m->o->context) / (hpml_now() - m->start);
+    m->mfu = m->o->peak > 0 ? m->tokens_per_second * m->flops / (m->o->peak * 1e12) : 0;
+    if (i->step % 10 == 0 || i->step == 1)
+        printf("step %lld  loss %.4f  norm %.3f  %.0f tokens/s  MFU %.1f %%\n", (long long)i->step, (double)i->loss,
+               (double)i->grad_norm, m->tokens_per_second, 100 * m->mfu), fflush(stdout);
+    return 0;
+}
+
+static int train(hpml_ctx *ctx, options *o, const char *device)
+{
+    hpml_dataset     *data = load_tokens(ctx, o);
+    hpml_trainer_desc d    = {};
+    hpml_fit_desc     fit  = {};
+    meter             m    = {};
+    hpml_memory       need;
+    d.input  = hpml_input_tokens(ctx, o->batch, o->context);
+    d.output = record_model(ctx, o, d.input);
+    d.optimizer = HPML_OPT_ADAMW, d.lr = (float)o->lr, d.beta2 = 0.95f, d.weight_decay = 0.1f, d.clip_norm = 1;
+    d.schedule.kind = HPML_SCHEDULE_COSINE, d.schedule.warmup_steps = o->steps / 10, d.schedule.total_steps = o->steps;
+    hpml_trainer *t = data ? hpml_trainer_create(ctx, &d) : NULL;
+    if (!t) return 1;
+    if (o->weights) {
+        hpml_safetensors *f = hpml_safetensors_open(ctx, o->weights);
+        for (int i = 0; f && i < hpml_param_count(ctx) && hpml_ctx_status(ctx) == HPML_OK; i++) load_one(ctx, f, hpml_param_at(ctx, i));
+        hpml_safetensors_close(f);
+        if (hpml_ctx_status(ctx) != HPML_OK) return 1;
+    }
+    hpml_graph_memory(hpml_trainer_graph(t), &need);
+    m.o = o, m.flops = 6 * (double)hpml_param_total(ctx) + 12.0 * (double)(o->layers * o->width * o->context);
+    printf("%s, %s: %.1f M parameters, %lld x %lld tokens a step, %.2f GB\n", device, o->precision, 1e-6 * (double)hpml_param_total(ctx),
+           (long long)o->batch, (long long)o->context, 1e-9 * (double)need.total);
+    fit.epochs = INT32_MAX, fit.max_steps = o->steps, fit.on_step = on_step, fit.user = &m;
+    if (hpml_trainer_fit(t, data, &fit) != HPML_OK || (o->save && hpml_checkpoint_save(t, o->save) != HPML_OK)) return 1;
+    if (o->json)
+        printf("{\"loss\": %.5f, \"tokens_per_second\": %.0f, \"mfu\": %.4f, \"parameters\": %lld, \"precision\": \"%s\", \"device\": \"%s\"}\n",
+               m.loss, m.tokens_per_second, m.mfu, (long long)hpml_param_total(ctx), o->precision, device);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    static const char *const names[] = { "f32", "tf32", "bf16", "f16" };
+    static const struct { const char *name; double peak; } cards[] = { /* TFLOP/s of dense bf16, as the maker gives them */
+        { "H100", 989 }, { "H200", 989 }, { "A100", 312 }, { "B200", 2250 }, { "L40S", 362 }, { "RTX 4090", 165 } };
+    options        o    = {};
+    hpml_cuda_desc gpu  = {};
+    hpml_cuda_info info = {};
+    hpml_ctx_desc  desc = {};
+    o.tokens = "hpml.h", o.precision = "bf16", o.lr = 6e-4, o.vocabulary = 50304;
+    o.steps = 100, o.batch = 8, o.context = 1024, o.layers = 12, o.width = 768, o.heads = 12;
+    int p = 0, failed = parse(&o, argc, argv);
+    if (failed) return failed;
+    while (p < 4 && strcmp(names[p], o.precision) != 0) p++;
+    if (p == 4) return fprintf(stderr, "--precision %s: expected f32, tf32, bf16 or f16\n", o.precision), 2;
+    hpml_cuda_device_info(0, &info);
+    for (size_t i = 0; i < sizeof cards / sizeof cards[0]; i++)
+        if (o.peak == 0 && strstr(info.name, cards[i].name)) o.peak = cards[i].peak;
+    gpu.precision = (hpml_cuda_precision)p;
+    desc.backend = hpml_backend_cuda(), desc.backend_desc = &gpu, desc.seed = 1;
+    hpml_ctx *ctx = hpml_ctx_create(&desc);
+    failed = hpml_ctx_status(ctx) != HPML_OK || train(ctx, &o, info.name);
+    if (hpml_ctx_status(ctx) != HPML_OK) fprintf(stderr, "error: %s\n", hpml_ctx_error(ctx)), failed = 1;
+    hpml_ctx_free(ctx);
+    return failed;
+}
