@@ -795,16 +795,54 @@ HPMLG_FN hpml_status hpmlg_end(void *device, const hpml_run *run, hpml_status st
     HPMLG_FN hpml_status hpmlg_##pass(const hpml_run *run, hpml_node *n)                                               \
     { return hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "%s is missing for \"%s\"", #pass, n->out->name); }
 
+/* A thread takes 8 elements at a time, in one access where they are all wanted and the address allows. Rows of any
+   length begin anywhere (50,257 columns of bf16): their ends are handled element by element, the rest is not. */
+#define HPMLG_EIGHTS(at, n)                                                                                            \
+    for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 8; at < (n);                                  \
+         at += (int64_t)gridDim.x * blockDim.x * 8)
+
+HPMLG_DEVICE bool hpmlg_wide(hpmlg_array a, int64_t at, int64_t from, int64_t to)
+{
+    return at >= from && at + 8 <= to && (((uintptr_t)a.p & 15) | (uintptr_t)(at & 7)) == 0;
+}
+
+/* Elements at to at + 7; those outside [from, to) are not read but `fill`. */
+HPMLG_DEVICE hpmlg_eight hpmlg_get_part(hpmlg_array a, int64_t at, int64_t from, int64_t to, float fill)
+{
+    hpmlg_eight e;
+    if (hpmlg_wide(a, at, from, to)) return hpmlg_get8(a, at >> 3);
+    for (int j = 0; j < 8; j++) e.v[j] = at + j >= from && at + j < to ? hpmlg_get(a, at + j) : fill;
+    return e;
+}
+
+HPMLG_DEVICE void hpmlg_put_part(hpmlg_array a, int64_t at, int64_t from, int64_t to, hpmlg_eight e, bool add)
+{
+    if (add) {
+        hpmlg_eight was = hpmlg_get_part(a, at, from, to, 0);
+        for (int j = 0; j < 8; j++) e.v[j] += was.v[j];
+    }
+    if (hpmlg_wide(a, at, from, to)) hpmlg_put8(a, at >> 3, e);
+    else
+        for (int j = 0; j < 8; j++)
+            if (at + j >= from && at + j < to) hpmlg_put(a, at + j, e.v[j]);
+}
+
+HPMLG_DEVICE float hpmlg_act_sigmoid(float x) { return __fdividef(1, 1 + __expf(-x)); }
+HPMLG_DEVICE float hpmlg_act_gelu_gate(float x)
+{
+    return hpmlg_act_sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
+}
+
 /* y = act(x). */
 HPMLG_DEVICE float hpmlg_act(int act, float slope, float x)
 {
     switch (act) {
     case HPML_ACT_RELU: return x > 0 || x != x ? x : 0;
     case HPML_ACT_LEAKY_RELU: return x > 0 ? x : slope * x;
-    case HPML_ACT_GELU: return x / (1 + expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+    case HPML_ACT_GELU: return x * hpmlg_act_gelu_gate(x);
     case HPML_ACT_GELU_ERF: return 0.5f * x * (1 + erff(x * 0.70710678118654752f));
-    case HPML_ACT_SILU: return x / (1 + expf(-x));
-    case HPML_ACT_SIGMOID: return 1 / (1 + expf(-x));
+    case HPML_ACT_SILU: return x * hpmlg_act_sigmoid(x);
+    case HPML_ACT_SIGMOID: return hpmlg_act_sigmoid(x);
     case HPML_ACT_TANH: return tanhf(x);
     case HPML_ACT_EXP: return expf(x);
     case HPML_ACT_LOG: return logf(x);
@@ -816,21 +854,66 @@ HPMLG_DEVICE float hpmlg_act(int act, float slope, float x)
     }
 }
 
-/* y = act(x), 8 elements a thread and turn. */
-static __global__ void hpmlg_k_act(hpmlg_array y, hpmlg_array x, int act, float slope, int64_t n)
+/* True: hpmlg_act_slope wants x, else y. */
+HPMLG_FN bool hpmlg_act_reads_x(hpml_act act)
 {
-    int64_t step = (int64_t)gridDim.x * blockDim.x, first = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    for (int64_t i = first; i < n / 8; i += step) {
-        hpmlg_eight e = hpmlg_get8(x, i);
-        for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act(act, slope, e.v[j]);
-        hpmlg_put8(y, i, e);
+    return act == HPML_ACT_GELU || act == HPML_ACT_GELU_ERF || act == HPML_ACT_SILU || act == HPML_ACT_LOG ||
+           act == HPML_ACT_SQUARE || act == HPML_ACT_ABS;
+}
+
+/* dy / dx, from v: x or y, see above. gelu: with the gate s = (1 + tanh u) / 2, s + 2 x s (1 - s) du. */
+HPMLG_DEVICE float hpmlg_act_slope(int act, float slope, float v)
+{
+    float s;
+    switch (act) {
+    case HPML_ACT_RELU: return v > 0 ? 1 : 0;
+    case HPML_ACT_LEAKY_RELU: return v > 0 ? 1 : slope;
+    case HPML_ACT_GELU:
+        s = hpmlg_act_gelu_gate(v);
+        return s + 2 * v * s * (1 - s) * 0.79788456080286536f * (1 + 3 * 0.044715f * v * v);
+    case HPML_ACT_GELU_ERF:
+        return 0.5f * (1 + erff(v * 0.70710678118654752f)) + v * 0.39894228040143268f * __expf(-0.5f * v * v);
+    case HPML_ACT_SILU: s = hpmlg_act_sigmoid(v); return s * (1 + v * (1 - s));
+    case HPML_ACT_SIGMOID: return v * (1 - v);
+    case HPML_ACT_TANH: return 1 - v * v;
+    case HPML_ACT_EXP: return v;
+    case HPML_ACT_LOG: return 1 / v;
+    case HPML_ACT_SQRT: return 0.5f / v;
+    case HPML_ACT_SQUARE: return 2 * v;
+    case HPML_ACT_NEG: return -1;
+    case HPML_ACT_ABS: return v > 0 ? 1 : v < 0 ? -1 : 0;
+    default: return 1;
     }
-    for (int64_t i = n / 8 * 8 + first; i < n; i += step) hpmlg_put(y, i, hpmlg_act(act, slope, hpmlg_get(x, i)));
+}
+
+/* y = act(x); with dy: y (+)= dy act'. y may be x or dy. */
+static __global__ void hpmlg_k_act(hpmlg_array y, hpmlg_array x, hpmlg_array dy, int act, float slope, int64_t n,
+                                   bool add)
+{
+    HPMLG_EIGHTS(at, n) {
+        hpmlg_eight e = hpmlg_get_part(x, at, 0, n, 1);
+        if (dy.p) {
+            hpmlg_eight g = hpmlg_get_part(dy, at, 0, n, 0);
+            for (int j = 0; j < 8; j++) e.v[j] = g.v[j] * hpmlg_act_slope(act, slope, e.v[j]);
+        } else {
+            for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act(act, slope, e.v[j]);
+        }
+        hpmlg_put_part(y, at, 0, n, e, add);
+    }
 }
 
 HPMLG_FN hpml_status hpmlg_act_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, hpml_act act, float slope, int64_t n)
 {
-    return HPMLG_RUN(d, hpmlg_k_act, hpmlg_blocks(d, n, 2048), 256, 0, y, x, (int)act, slope, n);
+    return HPMLG_RUN(d, hpmlg_k_act, hpmlg_blocks(d, n, 2048), 256, 0, y, x, hpmlg_of(NULL, HPML_DTYPE_F32), (int)act,
+                     slope, n, false);
+}
+
+/* dx (+)= dy act'. dx may be dy. Of x and y only the one that hpmlg_act_reads_x names is read. */
+HPMLG_FN hpml_status hpmlg_act_back_run(hpmlg_device *d, hpmlg_array dx, hpmlg_array dy, hpmlg_array x, hpmlg_array y,
+                                        hpml_act act, float slope, int64_t n, bool add)
+{
+    return HPMLG_RUN(d, hpmlg_k_act, hpmlg_blocks(d, n, 2048), 256, 0, dx, hpmlg_act_reads_x(act) ? x : y, dy,
+                     (int)act, slope, n, add);
 }
 
 HPMLG_FN hpml_status hpmlg_activation_forward(const hpml_run *run, hpml_node *n)
@@ -839,50 +922,713 @@ HPMLG_FN hpml_status hpmlg_activation_forward(const hpml_run *run, hpml_node *n)
                          n->attr.act.slope, hpml_tensor_count(n->out));
 }
 
-HPMLG_MISSING(add_forward)
-HPMLG_MISSING(add_backward)
-HPMLG_MISSING(sub_forward)
-HPMLG_MISSING(sub_backward)
-HPMLG_MISSING(mul_forward)
-HPMLG_MISSING(mul_backward)
-HPMLG_MISSING(div_forward)
-HPMLG_MISSING(div_backward)
-HPMLG_MISSING(scale_forward)
-HPMLG_MISSING(scale_backward)
-HPMLG_MISSING(activation_backward)
+HPMLG_FN hpml_status hpmlg_activation_backward(const hpml_run *run, hpml_node *n)
+{
+    return hpmlg_act_back_run(hpmlg_enter(run->ctx), hpmlg_grad(n->src[0]), hpmlg_grad(n->out), hpmlg_value(n->src[0]),
+                              hpmlg_value(n->out), n->attr.act.act, n->attr.act.slope, hpml_tensor_count(n->out),
+                              n->accumulate[0]);
+}
+
+/* y = a x + b, or y += a x + b. y may be x. */
+static __global__ void hpmlg_k_axpb(hpmlg_array y, hpmlg_array x, float a, float b, int64_t n, bool add)
+{
+    HPMLG_EIGHTS(at, n) {
+        hpmlg_eight e = hpmlg_get_part(x, at, 0, n, 0);
+        for (int j = 0; j < 8; j++) e.v[j] = a * e.v[j] + b;
+        hpmlg_put_part(y, at, 0, n, e, add);
+    }
+}
+
+HPMLG_FN hpml_status hpmlg_axpb_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, float a, float b, int64_t n,
+                                    bool add)
+{
+    return HPMLG_RUN(d, hpmlg_k_axpb, hpmlg_blocks(d, n, 2048), 256, 0, y, x, a, b, n, add);
+}
+
+HPMLG_FN hpml_status hpmlg_scale_forward(const hpml_run *run, hpml_node *n)
+{
+    return hpmlg_axpb_run(hpmlg_enter(run->ctx), hpmlg_value(n->out), hpmlg_value(n->src[0]), n->attr.scale.a,
+                          n->attr.scale.b, hpml_tensor_count(n->out), false);
+}
+
+HPMLG_FN hpml_status hpmlg_scale_backward(const hpml_run *run, hpml_node *n)
+{
+    return hpmlg_axpb_run(hpmlg_enter(run->ctx), hpmlg_grad(n->src[0]), hpmlg_grad(n->out), n->attr.scale.a, 0,
+                          hpml_tensor_count(n->out), n->accumulate[0]);
+}
+
+/* A walk: element i of a shape, in order, is at walk_at(i) of an array with these strides; 0 where it is stretched.
+   Dimensions that all arrays walk in step are joined: (B, T, C) + (C) is (B T, C) + (C). */
+typedef struct hpmlg_walk {
+    int     ndim; /* 1 or more */
+    int64_t shape[HPML_MAX_DIMS], stride[2][HPML_MAX_DIMS];
+} hpmlg_walk;
+
+HPMLG_DEVICE int64_t hpmlg_quotient(int64_t a, int64_t b)
+{
+    return (((uint64_t)a | (uint64_t)b) >> 32) == 0 ? (int64_t)((uint32_t)a / (uint32_t)b) : a / b;
+}
+
+HPMLG_DEVICE int64_t hpmlg_walk_at(const hpmlg_walk &w, int s, int64_t i)
+{
+    int64_t at = 0;
+    for (int k = w.ndim - 1; k > 0; k--) {
+        int64_t q = hpmlg_quotient(i, w.shape[k]);
+        at += (i - q * w.shape[k]) * w.stride[s][k];
+        i = q;
+    }
+    return at + i * w.stride[s][0];
+}
+
+/* Adds an inner dimension; joins it to the one before where both arrays allow. */
+HPMLG_FN void hpmlg_walk_push(hpmlg_walk *w, int64_t size, int64_t stride0, int64_t stride1)
+{
+    int last = w->ndim - 1;
+    if (size == 1 && last >= 0) return;
+    if (last >= 0 && w->shape[last] == 1) w->ndim = last, last--;
+    if (last >= 0 && w->stride[0][last] == stride0 * size && w->stride[1][last] == stride1 * size)
+        size *= w->shape[last], w->ndim = last;
+    w->shape[w->ndim] = size, w->stride[0][w->ndim] = stride0, w->stride[1][w->ndim] = stride1;
+    w->ndim++;
+}
+
+/* Elements at to at + 7 of the walk, as far as there are `count`. */
+HPMLG_DEVICE hpmlg_eight hpmlg_gather(hpmlg_array a, const hpmlg_walk &w, int s, int64_t at, int64_t count)
+{
+    hpmlg_eight e;
+    int64_t     run = w.shape[w.ndim - 1], step = w.stride[s][w.ndim - 1];
+    int64_t     in = at - hpmlg_quotient(at, run) * run, p = hpmlg_walk_at(w, s, at);
+    bool        one_run = in + 8 <= run;
+    if (one_run && step == 1) return hpmlg_get_part(a, p, p, p + 8, 0);
+    for (int j = 0; j < 8; j++) {
+        e.v[j] = j > 0 && one_run && step == 0 ? e.v[0] : at + j < count ? hpmlg_get(a, p) : 1;
+        p += step;
+        if (++in == run && at + j + 1 < count) in = 0, p = hpmlg_walk_at(w, s, at + j + 1);
+    }
+    return e;
+}
+
+typedef struct hpmlg_binary {
+    int         op;
+    hpmlg_walk  w;            /* over the result; stride[s]: of src[s] */
+    int64_t     count;
+    bool        whole[2];     /* src[s] has every element of the result, in order */
+    hpmlg_array out, src[2];  /* out: the result; backward: its gradient */
+    hpmlg_array grad[2];      /* backward: where src[s]'s is written by hpmlg_k_binary_back; p NULL: nowhere */
+    bool        add[2];
+} hpmlg_binary;
+
+HPMLG_DEVICE hpmlg_eight hpmlg_operand(const hpmlg_binary &b, int s, int64_t at)
+{
+    return b.whole[s] ? hpmlg_get_part(b.src[s], at, 0, b.count, 1) : hpmlg_gather(b.src[s], b.w, s, at, b.count);
+}
+
+static __global__ void hpmlg_k_binary(hpmlg_binary b)
+{
+    HPMLG_EIGHTS(at, b.count) {
+        hpmlg_eight x0 = hpmlg_operand(b, 0, at), x1 = hpmlg_operand(b, 1, at);
+        for (int j = 0; j < 8; j++) {
+            float p = x0.v[j], q = x1.v[j];
+            x0.v[j] = b.op == HPML_OP_ADD ? p + q : b.op == HPML_OP_SUB ? p - q : b.op == HPML_OP_MUL ? p * q : p / q;
+        }
+        hpmlg_put_part(b.out, at, 0, b.count, x0, false);
+    }
+}
+
+/* Share of elements at to at + 7 of the result in the gradient of src[side]; 0 outside [from, to). For a / b:
+   da = dy / b, db = -dy a / b^2. */
+HPMLG_DEVICE hpmlg_eight hpmlg_share(const hpmlg_binary &b, int side, int64_t at, int64_t from, int64_t to)
+{
+    hpmlg_eight d = hpmlg_get_part(b.out, at, from, to, 0), x0 = d, x1 = d;
+    if (b.op == HPML_OP_ADD) return d;
+    if (b.op == HPML_OP_DIV || (b.op == HPML_OP_MUL && !side)) x1 = hpmlg_operand(b, 1, at);
+    if (b.op != HPML_OP_SUB && side) x0 = hpmlg_operand(b, 0, at);
+    for (int j = 0; j < 8; j++) {
+        float g = d.v[j], p = x0.v[j], q = x1.v[j];
+        g = b.op == HPML_OP_SUB ? (side ? -g : g) : b.op == HPML_OP_MUL ? g * (side ? p : q)
+          : side ? -g / q * p / q : g / q;
+        d.v[j] = at + j >= from && at + j < to ? g : 0;
+    }
+    return d;
+}
+
+/* Gradients of operands that were not stretched. The same tensor may stand on both sides. */
+static __global__ void hpmlg_k_binary_back(hpmlg_binary b)
+{
+    HPMLG_EIGHTS(at, b.count) {
+        for (int side = 0; side < 2; side++)
+            if (b.grad[side].p)
+                hpmlg_put_part(b.grad[side], at, 0, b.count, hpmlg_share(b, side, at, 0, b.count), b.add[side]);
+    }
+}
+
+HPMLG_FN hpmlg_binary hpmlg_binary_make(const hpml_node *n)
+{
+    hpmlg_binary b;
+    int64_t      stride[2][HPML_MAX_DIMS];
+    memset(&b, 0, sizeof b);
+    b.op = (int)n->op, b.count = hpml_tensor_count(n->out), b.out = hpmlg_value(n->out);
+    for (int s = 0; s < 2; s++) {
+        const hpml_tensor *t = n->src[s];
+        int64_t            step = 1;
+        int                lead = n->out->ndim - t->ndim;
+        b.src[s]   = hpmlg_value(t);
+        b.whole[s] = hpml_tensor_count(t) == b.count;
+        for (int i = n->out->ndim - 1; i >= 0; i--) {
+            int64_t size = i < lead ? 1 : t->shape[i - lead];
+            stride[s][i] = size == 1 ? 0 : step;
+            step *= size;
+        }
+    }
+    for (int i = 0; i < n->out->ndim; i++) hpmlg_walk_push(&b.w, n->out->shape[i], stride[0][i], stride[1][i]);
+    if (b.w.ndim == 0) b.w.ndim = 1, b.w.shape[0] = 1;
+    return b;
+}
+
+HPMLG_FN hpml_status hpmlg_binary_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    hpmlg_binary  b = hpmlg_binary_make(n);
+    return HPMLG_RUN(d, hpmlg_k_binary, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
+}
+
+HPMLG_FN hpml_status hpmlg_binary_fold(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, bool add);
+
+HPMLG_FN hpml_status hpmlg_binary_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    hpmlg_binary  b = hpmlg_binary_make(n);
+    hpml_status   status = HPML_OK;
+    b.out    = hpmlg_grad(n->out);
+    b.add[0] = n->accumulate[0], b.add[1] = n->accumulate[1] || n->src[1] == n->src[0];
+    for (int s = 0; s < 2; s++)
+        if (b.whole[s]) b.grad[s] = hpmlg_grad(n->src[s]);
+    if (b.grad[0].p || b.grad[1].p)
+        status = HPMLG_RUN(d, hpmlg_k_binary_back, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
+    for (int s = 0; s < 2 && status == HPML_OK; s++)
+        if (!b.whole[s] && n->src[s]->grad)
+            status = hpmlg_binary_fold(d, &b, s, hpmlg_grad(n->src[s]), n->accumulate[s]);
+    return status;
+}
+
+#define hpmlg_add_forward  hpmlg_binary_forward
+#define hpmlg_add_backward hpmlg_binary_backward
+#define hpmlg_sub_forward  hpmlg_binary_forward
+#define hpmlg_sub_backward hpmlg_binary_backward
+#define hpmlg_mul_forward  hpmlg_binary_forward
+#define hpmlg_mul_backward hpmlg_binary_backward
+#define hpmlg_div_forward  hpmlg_binary_forward
+#define hpmlg_div_backward hpmlg_binary_backward
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-sums   sums, sums of squares, counting hits
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLG_MISSING(sum_forward)
-HPMLG_MISSING(sum_backward)
+/* The sum op and the gradient of a stretched operand are one thing, a fold: of the dimensions of an array some are kept
+   and the others summed away. What is summed is hpmlg_share: for op ADD the array itself. The last dimension, `run`
+   elements in a row, is kept (a thread has 8 columns and walks down the rows) or summed (a group of threads has a row).
+   Where the kept elements alone do not fill the device the summed ones are cut into splits, whose partial sums are
+   folded once more. The order depends on the shape and the kind of GPU alone. */
+typedef struct hpmlg_fold {
+    hpmlg_binary b;
+    int          side;
+    hpmlg_walk   kept, summed;             /* without the last dimension; stride[0]: within the array */
+    int64_t      kept_count, summed_count; /* elements of these walks */
+    int64_t      run;
+    bool         run_kept;
+    hpmlg_array  out;                      /* (splits, kept) */
+    float        scale;
+    bool         add;
+    int          tx;                       /* threads side by side: a power of two up to 256 */
+} hpmlg_fold;
+
+#define HPMLG_FOLD 256 /* threads of a block */
+
+/* Sum (or maximum, a NaN is lost) over each group of tx neighbouring threads, tx a power of two; all get it. space: a
+   float for each warp, shared. All threads of the block take part. */
+HPMLG_DEVICE float hpmlg_group(float v, float *space, int tx, bool maximum)
+{
+    int lane = (int)threadIdx.x % HPMLG_WARP, warp = (int)threadIdx.x / HPMLG_WARP;
+    for (int o = (tx < HPMLG_WARP ? tx : HPMLG_WARP) / 2; o > 0; o >>= 1) {
+        float w = __shfl_xor_sync(HPMLG_ALL, v, o);
+        v       = maximum ? fmaxf(v, w) : v + w;
+    }
+    if (tx <= HPMLG_WARP) return v;
+    int warps = tx / HPMLG_WARP, first = warp / warps * warps;
+    __syncthreads(); /* space may still be read from a call before */
+    if (lane == 0) space[warp] = v;
+    __syncthreads();
+    v = space[first];
+    for (int i = 1; i < warps; i++) v = maximum ? fmaxf(v, space[first + i]) : v + space[first + i];
+    return v;
+}
+
+static __global__ void hpmlg_k_fold_columns(hpmlg_fold f)
+{
+    __shared__ float part[HPMLG_FOLD * 8];
+    int          lane = (int)threadIdx.x % f.tx, row = (int)threadIdx.x / f.tx, ty = HPMLG_FOLD / f.tx;
+    int64_t      tiles = (f.run + 8 * f.tx - 1) / (8 * f.tx), o = blockIdx.x / tiles;
+    int64_t      c = ((blockIdx.x - o * tiles) * f.tx + lane) * 8, end = c + 8 < f.run ? c + 8 : f.run;
+    int64_t      base = hpmlg_walk_at(f.kept, 0, o), first = ((int64_t)blockIdx.y * f.kept_count + o) * f.run;
+    float       *mine = part + threadIdx.x;
+    hpmlg_eight  sum;
+    for (int j = 0; j < 8; j++) sum.v[j] = 0;
+    for (int64_t r = (int64_t)blockIdx.y * ty + row; r < f.summed_count && c < f.run; r += (int64_t)gridDim.y * ty) {
+        int64_t     at = base + hpmlg_walk_at(f.summed, 0, r);
+        hpmlg_eight e  = hpmlg_share(f.b, f.side, at + c, at + c, at + end);
+        for (int j = 0; j < 8; j++) sum.v[j] += e.v[j];
+    }
+    for (int j = 0; j < 8; j++) mine[j * HPMLG_FOLD] = sum.v[j];
+    for (int h = ty / 2; h > 0; h /= 2) {
+        __syncthreads();
+        for (int j = 0; j < 8 && row < h; j++) mine[j * HPMLG_FOLD] += mine[j * HPMLG_FOLD + h * f.tx];
+    }
+    for (int j = 0; j < 8; j++) sum.v[j] = f.scale * mine[j * HPMLG_FOLD];
+    if (row == 0 && c < f.run) hpmlg_put_part(f.out, first + c, first + c, first + end, sum, f.add);
+}
+
+static __global__ void hpmlg_k_fold_rows(hpmlg_fold f)
+{
+    __shared__ float space[HPMLG_FOLD / HPMLG_WARP];
+    int     lane = (int)threadIdx.x % f.tx, ty = HPMLG_FOLD / f.tx;
+    int64_t k = (int64_t)blockIdx.x * ty + threadIdx.x / (unsigned)f.tx, to = (int64_t)blockIdx.y * f.kept_count + k;
+    int64_t eights = (f.run + 14) / 8; /* that a run touches, wherever it begins */
+    int64_t base = k < f.kept_count ? hpmlg_walk_at(f.kept, 0, k) : 0;
+    float   sum = 0;
+    for (int64_t q = (int64_t)blockIdx.y * f.tx + lane; q < f.summed_count * eights && k < f.kept_count;
+         q += (int64_t)gridDim.y * f.tx) {
+        int64_t r = hpmlg_quotient(q, eights), start = base + hpmlg_walk_at(f.summed, 0, r);
+        int64_t at = start / 8 * 8 + (q - r * eights) * 8;
+        if (at >= start + f.run) continue;
+        hpmlg_eight e = hpmlg_share(f.b, f.side, at, start, start + f.run);
+        sum += ((e.v[0] + e.v[1]) + (e.v[2] + e.v[3])) + ((e.v[4] + e.v[5]) + (e.v[6] + e.v[7]));
+    }
+    sum = f.scale * hpmlg_group(sum, space, f.tx, false);
+    if (lane == 0 && k < f.kept_count) hpmlg_put(f.out, to, f.add ? hpmlg_get(f.out, to) + sum : sum);
+}
+
+/* The smallest power of two of at least n, at most `most`. */
+HPMLG_FN int hpmlg_power(int64_t n, int most)
+{
+    int p = 1;
+    while (p < n && p < most) p *= 2;
+    return p;
+}
+
+HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, hpmlg_fold f)
+{
+    hpmlg_fold  last = f;
+    int64_t     kept = f.run_kept ? f.kept_count * f.run : f.kept_count, blocks, splits, work, room;
+    hpml_status status;
+    f.tx   = hpmlg_power(f.run_kept ? (f.run + 7) / 8 : f.summed_count * ((f.run + 14) / 8), f.run_kept ? 32 : 256);
+    last.tx = HPMLG_FOLD / f.tx; /* groups of a block, for now */
+    blocks = f.run_kept ? f.kept_count * ((f.run + 8 * f.tx - 1) / (8 * f.tx)) : (kept + last.tx - 1) / last.tx;
+    work   = f.run_kept ? f.summed_count / (4 * last.tx) : f.summed_count * ((f.run + 14) / 8) / (4 * f.tx);
+    splits = (int64_t)d->sms * 8 / blocks;
+    room   = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept;
+    if (splits > work) splits = work;
+    if (splits > room) splits = room;
+    if (splits > 1) f.out = hpmlg_of(d->scratch, HPML_DTYPE_F32), f.scale = 1, f.add = false;
+    dim3 grid((unsigned)blocks, (unsigned)(splits > 1 ? splits : 1));
+    status = f.run_kept ? HPMLG_RUN(d, hpmlg_k_fold_columns, grid, HPMLG_FOLD, 0, f)
+                        : HPMLG_RUN(d, hpmlg_k_fold_rows, grid, HPMLG_FOLD, 0, f);
+    if (splits <= 1 || status != HPML_OK) return status;
+    last.b.op = HPML_OP_ADD, last.b.out = f.out, last.b.count = splits * kept, last.run = kept, last.run_kept = true;
+    last.kept.ndim = last.summed.ndim = 1, last.kept.stride[0][0] = 0, last.summed.stride[0][0] = kept;
+    last.kept_count = 1, last.summed_count = splits;
+    last.tx = hpmlg_power((kept + 7) / 8, 32);
+    blocks  = (kept + 8 * last.tx - 1) / (8 * last.tx);
+    return HPMLG_RUN(d, hpmlg_k_fold_columns, dim3((unsigned)blocks), HPMLG_FOLD, 0, last);
+}
+
+/* out (outer, inner) (+)= scale * the sum of x (outer, dim, inner) over dim. */
+HPMLG_FN hpml_status hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, int64_t outer, int64_t dim,
+                                   int64_t inner, float scale, bool add)
+{
+    hpmlg_fold f;
+    memset(&f, 0, sizeof f);
+    f.b.op = HPML_OP_ADD, f.b.out = x, f.b.count = outer * dim * inner;
+    f.out = out, f.scale = scale, f.add = add, f.run_kept = inner > 1;
+    f.kept.ndim = f.summed.ndim = 1;
+    f.kept.shape[0] = f.kept_count = outer, f.kept.stride[0][0] = dim * inner;
+    f.summed.shape[0] = f.summed_count = f.run_kept ? dim : 1, f.summed.stride[0][0] = inner;
+    f.run = f.run_kept ? inner : dim;
+    return hpmlg_fold_run(d, f);
+}
+
+/* The gradient of the stretched operand `side`. */
+HPMLG_FN hpml_status hpmlg_binary_fold(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, bool add)
+{
+    hpmlg_fold f;
+    int        last = b->w.ndim - 1;
+    int64_t    step = 1, stride[HPML_MAX_DIMS];
+    memset(&f, 0, sizeof f);
+    f.b = *b, f.side = side, f.out = out, f.scale = 1, f.add = add;
+    f.run = b->w.shape[last], f.run_kept = b->w.stride[side][last] != 0;
+    for (int i = last; i >= 0; i--) stride[i] = step, step *= b->w.shape[i];
+    f.kept_count = f.summed_count = 1;
+    for (int i = 0; i < last; i++) {
+        bool kept = b->w.stride[side][i] != 0;
+        hpmlg_walk_push(kept ? &f.kept : &f.summed, b->w.shape[i], stride[i], stride[i]);
+        *(kept ? &f.kept_count : &f.summed_count) *= b->w.shape[i];
+    }
+    if (f.kept.ndim == 0) hpmlg_walk_push(&f.kept, 1, 0, 0);
+    if (f.summed.ndim == 0) hpmlg_walk_push(&f.summed, 1, 0, 0);
+    return hpmlg_fold_run(d, f);
+}
+
+/* (outer, dim, inner) of t around one dimension; HPML_ALL_DIMS: (1, all, 1). */
+HPMLG_FN void hpmlg_split_dims(const hpml_tensor *t, int dim, int64_t *outer, int64_t *middle, int64_t *inner)
+{
+    *outer = *inner = 1, *middle = dim == HPML_ALL_DIMS ? hpml_tensor_count(t) : t->shape[dim];
+    for (int i = 0; i < dim; i++) *outer *= t->shape[i];
+    for (int i = dim + 1; i < t->ndim && dim != HPML_ALL_DIMS; i++) *inner *= t->shape[i];
+}
+
+HPMLG_FN hpml_status hpmlg_sum_forward(const hpml_run *run, hpml_node *n)
+{
+    int64_t outer, dim, inner;
+    hpmlg_split_dims(n->src[0], n->attr.sum.dim, &outer, &dim, &inner);
+    return hpmlg_sum_run(hpmlg_enter(run->ctx), hpmlg_value(n->out), hpmlg_value(n->src[0]), outer, dim, inner,
+                         n->attr.sum.mean ? 1 / (float)dim : 1, false);
+}
+
+/* dx (+)= scale * dy, walked as the stretched array it is. */
+static __global__ void hpmlg_k_spread(hpmlg_array dx, hpmlg_array dy, hpmlg_walk w, float scale, int64_t n, bool add)
+{
+    HPMLG_EIGHTS(at, n) {
+        hpmlg_eight e = hpmlg_gather(dy, w, 0, at, n);
+        for (int j = 0; j < 8; j++) e.v[j] *= scale;
+        hpmlg_put_part(dx, at, 0, n, e, add);
+    }
+}
+
+HPMLG_FN hpml_status hpmlg_spread_run(hpmlg_device *d, hpmlg_array dx, hpmlg_array dy, const hpmlg_walk *w,
+                                      float scale, bool add)
+{
+    int64_t n = 1;
+    for (int i = 0; i < w->ndim; i++) n *= w->shape[i];
+    return HPMLG_RUN(d, hpmlg_k_spread, hpmlg_blocks(d, n, 2048), 256, 0, dx, dy, *w, scale, n, add);
+}
+
+HPMLG_FN hpml_status hpmlg_sum_backward(const hpml_run *run, hpml_node *n)
+{
+    int64_t    outer, dim, inner;
+    hpmlg_walk w;
+    memset(&w, 0, sizeof w);
+    hpmlg_split_dims(n->src[0], n->attr.sum.dim, &outer, &dim, &inner);
+    hpmlg_walk_push(&w, outer, inner, 0);
+    hpmlg_walk_push(&w, dim, 0, 0);
+    hpmlg_walk_push(&w, inner, 1, 0);
+    return hpmlg_spread_run(hpmlg_enter(run->ctx), hpmlg_grad(n->src[0]), hpmlg_grad(n->out), &w,
+                            n->attr.sum.mean ? 1 / (float)dim : 1, n->accumulate[0]);
+}
+
+/* Sums of f(x, t) over whole arrays: squares, and the losses. */
+enum hpmlg_term { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
+
+/* bce: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. Huber with delta 0 is |x - t|. */
+HPMLG_DEVICE float hpmlg_term(int what, float delta, float x, float t)
+{
+    float d = fabsf(x - t);
+    switch (what) {
+    case HPMLG_SQUARE: return x * x;
+    case HPMLG_BCE: return (x > 0 ? x : 0) - x * t + log1pf(expf(-fabsf(x)));
+    case HPMLG_MSE: return d * d;
+    default: return delta == 0 ? d : d <= delta ? 0.5f * d * d : delta * (d - 0.5f * delta);
+    }
+}
+
+static __global__ void hpmlg_k_total(float *part, hpmlg_array x, hpmlg_array t, int what, float delta, int64_t n)
+{
+    __shared__ float space[256 / HPMLG_WARP];
+    float sum = 0;
+    HPMLG_EIGHTS(at, n) {
+        hpmlg_eight e = hpmlg_get_part(x, at, 0, n, 0), u = e;
+        if (t.p) u = hpmlg_get_part(t, at, 0, n, 0);
+        for (int j = 0; j < 8; j++) sum += at + j < n ? hpmlg_term(what, delta, e.v[j], u.v[j]) : 0;
+    }
+    sum = hpmlg_block_sum(sum, space);
+    if (threadIdx.x == 0) part[blockIdx.x] = sum;
+}
+
+/* A number from partial sums, by one block, in doubles. labels: it is divided by the rows whose label is a class. */
+typedef struct hpmlg_finish {
+    const float *part;    /* (n) */
+    int64_t      n;
+    const int   *labels;  /* (n) or NULL */
+    int64_t      classes; /* labels are 0 to classes - 1 ... */
+    int          ignore;  /* ... but not this */
+    double       divisor;
+    float       *out, *inverse; /* sum / divisor; 1 / divisor; NULL: not wanted */
+    double      *wide;          /* the same as out */
+} hpmlg_finish;
+
+HPMLG_DEVICE bool hpmlg_label_counts(int label, int ignore, int64_t classes)
+{
+    return label != ignore && label >= 0 && label < classes;
+}
+
+static __global__ void hpmlg_k_finish(hpmlg_finish f)
+{
+    __shared__ double sums[1024];
+    __shared__ int    counts[1024];
+    int    me = (int)threadIdx.x, counted = 0;
+    double sum = 0;
+    for (int64_t i = me; i < f.n; i += 1024) {
+        sum += (double)f.part[i];
+        if (f.labels) counted += hpmlg_label_counts(f.labels[i], f.ignore, f.classes);
+    }
+    sums[me] = sum, counts[me] = counted;
+    for (int h = 512; h > 0; h /= 2) {
+        __syncthreads();
+        if (me < h) sums[me] += sums[me + h], counts[me] += counts[me + h];
+    }
+    if (me != 0) return;
+    double divisor = f.labels ? (double)counts[0] : f.divisor;
+    if (f.out) f.out[0] = divisor > 0 ? (float)(sums[0] / divisor) : 0;
+    if (f.wide) f.wide[0] = sums[0] / divisor;
+    if (f.inverse) f.inverse[0] = divisor > 0 ? (float)(1 / divisor) : 0;
+}
+
+/* f(x, t) summed over n elements and divided; the rest of `f` says where it goes. */
+HPMLG_FN hpml_status hpmlg_total_run(hpmlg_device *d, hpmlg_finish f, hpmlg_array x, hpmlg_array t,
+                                     enum hpmlg_term what, float delta, int64_t n)
+{
+    float      *part = (float *)d->scratch + 64; /* the first 256 bytes are for results */
+    unsigned    blocks = hpmlg_blocks(d, n, 2048);
+    hpml_status status = HPMLG_RUN(d, hpmlg_k_total, blocks, 256, 0, part, x, t, (int)what, delta, n);
+    f.part = part, f.n = blocks;
+    return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f) : status;
+}
 
 HPMLG_FN hpml_status hpmlg_sumsq(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out)
 {
-    (void)device, (void)dtype, (void)x, (void)n, (void)out;
-    return hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "sumsq is missing");
+    hpmlg_device *d = hpmlg_enter(ctx);
+    hpmlg_finish  f;
+    memset(&f, 0, sizeof f);
+    f.divisor = 1, f.wide = (double *)d->scratch;
+    hpml_status status = hpmlg_total_run(d, f, hpmlg_of((void *)x, dtype), hpmlg_of(NULL, HPML_DTYPE_F32), HPMLG_SQUARE,
+                                         0, n);
+    return status == HPML_OK ? hpmlg_read(device, out, d->scratch, sizeof *out) : status;
+}
+
+/* A row is a hit unless an element before the label's is as large, or one after it larger. A NaN hits nothing; at the
+   front it is never overtaken. Integers may be added in any order. */
+static __global__ void hpmlg_k_correct(unsigned long long *counts, hpmlg_array y, const int *labels, int64_t rows,
+                                       int64_t classes, int tx)
+{
+    __shared__ float space[HPMLG_FOLD / HPMLG_WARP];
+    int64_t row = (int64_t)blockIdx.x * (HPMLG_FOLD / tx) + threadIdx.x / (unsigned)tx, first = row * classes;
+    int     lane = (int)threadIdx.x % tx, label = row < rows ? labels[row] : -1;
+    bool    counted = label >= 0 && label < classes;
+    float   mine = counted ? hpmlg_get(y, first + label) : 0, beaten = 0;
+    if (counted && label > 0 && (mine != mine || hpmlg_get(y, first) != hpmlg_get(y, first))) beaten = 1;
+    for (int64_t at = first / 8 * 8 + lane * 8; counted && at < first + classes; at += tx * 8) {
+        hpmlg_eight e = hpmlg_get_part(y, at, first, first + classes, NAN);
+        for (int j = 0; j < 8; j++)
+            if (e.v[j] > mine || (e.v[j] == mine && at + j < first + label)) beaten = 1;
+    }
+    beaten = hpmlg_group(beaten, space, tx, true);
+    if (lane != 0 || !counted) return;
+    atomicAdd(&counts[1], 1ull);
+    if (beaten == 0) atomicAdd(&counts[0], 1ull);
 }
 
 HPMLG_FN hpml_status hpmlg_correct(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
                                    int64_t rows, int64_t classes, int64_t counts[2])
 {
-    (void)device, (void)dtype, (void)y, (void)labels, (void)rows, (void)classes, (void)counts;
-    return hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "correct is missing");
+    hpmlg_device *d = hpmlg_enter(ctx);
+    int           tx = hpmlg_power((classes + 14) / 8, HPMLG_FOLD), ty = HPMLG_FOLD / tx;
+    int64_t       now[2];
+    hpml_status   status = hpmlg_check(d, cudaMemsetAsync(d->scratch, 0, sizeof now, d->stream), "correct");
+    if (status == HPML_OK)
+        status = HPMLG_RUN(d, hpmlg_k_correct, (unsigned)((rows + ty - 1) / ty), HPMLG_FOLD, 0,
+                           (unsigned long long *)d->scratch, hpmlg_of((void *)y, dtype), labels, rows, classes, tx);
+    if (status == HPML_OK) status = hpmlg_read(device, now, d->scratch, sizeof now);
+    if (status == HPML_OK) counts[0] += now[0], counts[1] += now[1];
+    return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-shape   reshape, permute, slice, concat
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLG_MISSING(reshape_forward)
-HPMLG_MISSING(reshape_backward)
-HPMLG_MISSING(permute_forward)
-HPMLG_MISSING(permute_backward)
-HPMLG_MISSING(slice_forward)
-HPMLG_MISSING(slice_backward)
-HPMLG_MISSING(concat_forward)
-HPMLG_MISSING(concat_backward)
+/* A reshape of what an op made is the same memory; inputs and parameters are copied. */
+HPMLG_FN hpml_status hpmlg_reshape_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    size_t        bytes = (size_t)hpml_tensor_count(n->out) * hpml_dtype_size(n->out->dtype);
+    if (n->out->data == n->src[0]->data) return HPML_OK;
+    return hpmlg_check(d, cudaMemcpyAsync(n->out->data, n->src[0]->data, bytes, cudaMemcpyDeviceToDevice, d->stream),
+                       "reshape");
+}
+
+HPMLG_FN hpml_status hpmlg_reshape_backward(const hpml_run *run, hpml_node *n)
+{
+    if (!n->src[0]->grad || n->src[0]->grad == n->out->grad) return HPML_OK;
+    return hpmlg_axpb_run(hpmlg_enter(run->ctx), hpmlg_grad(n->src[0]), hpmlg_grad(n->out), 1, 0,
+                          hpml_tensor_count(n->out), n->accumulate[0]);
+}
+
+/* to (+)= from, permuted, in tiles of 64 x 64: `from` is read along its last dimension, which is dimension p of `to`,
+   and `to` written along its own. w: over the tiles, (.., tiles along p, tiles along the last dimension), with the
+   strides of from and to; p, last: sizes and strides of these two. */
+#define HPMLG_TILE 64
+typedef struct hpmlg_turn {
+    hpmlg_array from, to;
+    hpmlg_walk  w;
+    int64_t     p, last, from_last, to_p; /* strides in from of `last`, in to of `p`; the others are 1 */
+    int64_t     p_tiles, last_tiles;
+    bool        add;
+} hpmlg_turn;
+
+static __global__ void hpmlg_k_turn(hpmlg_turn t)
+{
+    __shared__ float tile[HPMLG_TILE][HPMLG_TILE + 1];
+    int64_t b = hpmlg_quotient(blockIdx.x, t.last_tiles), c0 = (blockIdx.x - b * t.last_tiles) * HPMLG_TILE;
+    int64_t outer = hpmlg_quotient(b, t.p_tiles), r0 = (b - outer * t.p_tiles) * HPMLG_TILE;
+    int64_t from = hpmlg_walk_at(t.w, 0, outer), to = hpmlg_walk_at(t.w, 1, outer);
+    int     x = (int)threadIdx.x % HPMLG_TILE, y = (int)threadIdx.x / HPMLG_TILE;
+    for (int i = y; i < HPMLG_TILE; i += 4)
+        if (r0 + x < t.p && c0 + i < t.last) tile[i][x] = hpmlg_get(t.from, from + r0 + x + (c0 + i) * t.from_last);
+    __syncthreads();
+    for (int i = y; i < HPMLG_TILE; i += 4) {
+        if (r0 + i >= t.p || c0 + x >= t.last) continue;
+        int64_t at = to + (r0 + i) * t.to_p + c0 + x;
+        hpmlg_put(t.to, at, t.add ? hpmlg_get(t.to, at) + tile[x][i] : tile[x][i]);
+    }
+}
+
+/* to (shape) (+)= from walked with `stride`. */
+HPMLG_FN hpml_status hpmlg_permute_run(hpmlg_device *d, hpmlg_array to, hpmlg_array from, int ndim,
+                                       const int64_t *shape, const int64_t *stride, bool add)
+{
+    hpmlg_walk w;
+    hpmlg_turn t;
+    int64_t    own[HPML_MAX_DIMS], step = 1, outer = 1;
+    int        p = 0;
+    memset(&w, 0, sizeof w);
+    memset(&t, 0, sizeof t);
+    for (int i = 0; i < ndim; i++) hpmlg_walk_push(&w, shape[i], stride[i], 0);
+    for (int i = w.ndim - 1; i >= 0; i--) own[i] = step, step *= w.shape[i];
+    for (int i = 0; i < w.ndim - 1; i++)
+        if (w.stride[0][i] == 1) p = i;
+    t.p = w.shape[p], t.last = w.shape[w.ndim - 1];
+    if (w.stride[0][w.ndim - 1] == 1 || t.p < 16 || t.last < 16) return hpmlg_spread_run(d, to, from, &w, 1, add);
+    t.from = from, t.to = to, t.add = add, t.from_last = w.stride[0][w.ndim - 1], t.to_p = own[p];
+    for (int i = 0; i < w.ndim - 1; i++)
+        if (i != p) hpmlg_walk_push(&t.w, w.shape[i], w.stride[0][i], own[i]), outer *= w.shape[i];
+    if (t.w.ndim == 0) hpmlg_walk_push(&t.w, 1, 0, 0);
+    t.p_tiles = (t.p + HPMLG_TILE - 1) / HPMLG_TILE, t.last_tiles = (t.last + HPMLG_TILE - 1) / HPMLG_TILE;
+    return HPMLG_RUN(d, hpmlg_k_turn, (unsigned)(outer * t.p_tiles * t.last_tiles), 256, 0, t);
+}
+
+/* Backward is the permutation that undoes it. */
+HPMLG_FN hpml_status hpmlg_permute_either(const hpml_run *run, hpml_node *n, bool backward)
+{
+    const hpml_tensor *x = n->src[0], *y = n->out, *to = backward ? x : y, *from = backward ? y : x;
+    int64_t            step[HPML_MAX_DIMS], stride[HPML_MAX_DIMS], whole = 1;
+    for (int i = from->ndim - 1; i >= 0; i--) step[i] = whole, whole *= from->shape[i];
+    for (int i = 0; i < y->ndim; i++) {
+        int k = n->attr.permute.dims[i]; /* dimension i of y is k of x */
+        if (backward) stride[k] = step[i];
+        else stride[i] = step[k];
+    }
+    return hpmlg_permute_run(hpmlg_enter(run->ctx), backward ? hpmlg_grad(x) : hpmlg_value(y),
+                             backward ? hpmlg_grad(y) : hpmlg_value(x), to->ndim, to->shape, stride,
+                             backward && n->accumulate[0]);
+}
+
+HPMLG_FN hpml_status hpmlg_permute_forward(const hpml_run *run, hpml_node *n)
+{
+    return hpmlg_permute_either(run, n, false);
+}
+
+HPMLG_FN hpml_status hpmlg_permute_backward(const hpml_run *run, hpml_node *n)
+{
+    return hpmlg_permute_either(run, n, true);
+}
+
+/* Row o of `to`, `width` elements from to_at on, becomes (or is added) row o of `from`, `block` elements from from_at
+   on, with `lead` zeros before it and zeros behind. */
+typedef struct hpmlg_blocked {
+    hpmlg_array to, from;
+    int64_t     to_at, to_step, from_at, from_step, width, block, lead, rows;
+    bool        add;
+} hpmlg_blocked;
+
+static __global__ void hpmlg_k_blocked(hpmlg_blocked b)
+{
+    int64_t eights = (b.width + 7) / 8, step = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < b.rows * eights; i += step) {
+        int64_t     o = hpmlg_quotient(i, eights), k = (i - o * eights) * 8;
+        int64_t     to = b.to_at + o * b.to_step, from = b.from_at + o * b.from_step;
+        hpmlg_eight e = hpmlg_get_part(b.from, from + k - b.lead, from, from + b.block, 0);
+        hpmlg_put_part(b.to, to + k, to, to + b.width, e, b.add);
+    }
+}
+
+HPMLG_FN hpml_status hpmlg_blocked_run(hpmlg_device *d, const hpmlg_blocked *b)
+{
+    return HPMLG_RUN(d, hpmlg_k_blocked, hpmlg_blocks(d, b->rows * ((b->width + 7) / 8), 256), 256, 0, *b);
+}
+
+/* The dimension `dim` of x (.., dim, ..) from `start` on is all of y's. */
+HPMLG_FN hpml_status hpmlg_slice_either(const hpml_run *run, const hpml_tensor *x, const hpml_tensor *y, int dim,
+                                        int64_t start, bool into, bool gradient, bool add)
+{
+    hpmlg_blocked b;
+    int64_t       rows, count, part, inner;
+    memset(&b, 0, sizeof b);
+    hpmlg_split_dims(x, dim, &rows, &count, &inner);
+    part   = y->shape[dim] * inner;
+    b.rows = rows, b.block = b.width = part, b.add = add;
+    if (into) { /* y into x */
+        b.to = gradient ? hpmlg_grad(x) : hpmlg_value(x), b.from = gradient ? hpmlg_grad(y) : hpmlg_value(y);
+        b.to_at = start * inner, b.to_step = count * inner, b.from_step = part;
+        if (gradient && !add) b.to_at = 0, b.width = count * inner, b.lead = start * inner;
+    } else {
+        b.to = gradient ? hpmlg_grad(y) : hpmlg_value(y), b.from = gradient ? hpmlg_grad(x) : hpmlg_value(x);
+        b.to_step = part, b.from_at = start * inner, b.from_step = count * inner;
+    }
+    return hpmlg_blocked_run(hpmlg_enter(run->ctx), &b);
+}
+
+HPMLG_FN hpml_status hpmlg_slice_forward(const hpml_run *run, hpml_node *n)
+{
+    return hpmlg_slice_either(run, n->src[0], n->out, n->attr.slice.dim, n->attr.slice.start, false, false, false);
+}
+
+HPMLG_FN hpml_status hpmlg_slice_backward(const hpml_run *run, hpml_node *n)
+{
+    return hpmlg_slice_either(run, n->src[0], n->out, n->attr.slice.dim, n->attr.slice.start, true, true,
+                              n->accumulate[0]);
+}
+
+HPMLG_FN hpml_status hpmlg_concat_either(const hpml_run *run, hpml_node *n, bool backward)
+{
+    hpml_status status = HPML_OK;
+    int64_t     start = 0;
+    int         dim = n->attr.slice.dim;
+    for (int i = 0; i < n->src_count && status == HPML_OK; i++) {
+        if (!backward || n->src[i]->grad)
+            status = hpmlg_slice_either(run, n->out, n->src[i], dim, start, !backward, backward,
+                                        backward && n->accumulate[i]);
+        start += n->src[i]->shape[dim];
+    }
+    return status;
+}
+
+HPMLG_FN hpml_status hpmlg_concat_forward(const hpml_run *run, hpml_node *n)
+{
+    return hpmlg_concat_either(run, n, false);
+}
+
+HPMLG_FN hpml_status hpmlg_concat_backward(const hpml_run *run, hpml_node *n)
+{
+    return hpmlg_concat_either(run, n, true);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-norm   softmax, layernorm, rmsnorm
@@ -906,10 +1652,102 @@ HPMLG_MISSING(batchnorm_backward)
 // >>gpu-pool   max and average pooling
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLG_MISSING(max_pool2d_forward)
-HPMLG_MISSING(max_pool2d_backward)
-HPMLG_MISSING(avg_pool2d_forward)
-HPMLG_MISSING(avg_pool2d_backward)
+/* One thread for each output; backward one for each input, which gathers from the windows that hold it: nothing is
+   scattered, the order is fixed. Max keeps the place of each winner within its plane, a NaN wins; average divides by
+   the pixels inside the image. */
+typedef struct hpmlg_pool {
+    hpmlg_array x, y; /* backward: gradients */
+    int        *at;   /* winners, NULL: average */
+    int64_t     planes;
+    int         H, W, OH, OW, kh, kw, stride, pad;
+    bool        add;
+} hpmlg_pool;
+
+/* i = (plane, row, column) of planes of (h, w); returns the plane. */
+HPMLG_DEVICE int64_t hpmlg_place(int64_t i, int h, int w, int *row, int *column)
+{
+    int64_t q = hpmlg_quotient(i, w), plane = hpmlg_quotient(q, h);
+    *column = (int)(i - q * w), *row = (int)(q - plane * h);
+    return plane;
+}
+
+/* The part [from, to) of window o that lies inside [0, size). */
+HPMLG_DEVICE void hpmlg_window(int o, int stride, int pad, int kernel, int size, int *from, int *to)
+{
+    int first = o * stride - pad, end = first + kernel;
+    *from = first < 0 ? 0 : first, *to = end < size ? end : size;
+}
+
+static __global__ void hpmlg_k_pool(hpmlg_pool p)
+{
+    int64_t n = p.planes * p.OH * p.OW, step = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+        int     oh, ow, r0, r1, c0, c1;
+        int64_t x = hpmlg_place(i, p.OH, p.OW, &oh, &ow) * p.H * p.W;
+        hpmlg_window(oh, p.stride, p.pad, p.kh, p.H, &r0, &r1);
+        hpmlg_window(ow, p.stride, p.pad, p.kw, p.W, &c0, &c1);
+        int   best = r0 * p.W + c0;
+        float v = p.at ? hpmlg_get(p.x, x + best) : 0;
+        for (int r = r0; r < r1; r++)
+            for (int c = c0; c < c1; c++) {
+                float w = hpmlg_get(p.x, x + r * p.W + c);
+                if (!p.at) v += w;
+                else if (!(w <= v) && v == v) v = w, best = r * p.W + c;
+            }
+        if (p.at) p.at[i] = best;
+        hpmlg_put(p.y, i, p.at ? v : v * (1 / (float)((r1 - r0) * (c1 - c0))));
+    }
+}
+
+static __global__ void hpmlg_k_pool_back(hpmlg_pool p)
+{
+    int64_t n = p.planes * p.H * p.W, step = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+        int     r, c, r0, r1, c0, c1;
+        int64_t y = hpmlg_place(i, p.H, p.W, &r, &c) * p.OH * p.OW;
+        int     first_h = r + p.pad < p.kh ? 0 : (r + p.pad - p.kh) / p.stride + 1, last_h = (r + p.pad) / p.stride;
+        int     first_w = c + p.pad < p.kw ? 0 : (c + p.pad - p.kw) / p.stride + 1, last_w = (c + p.pad) / p.stride;
+        float   sum = p.add ? hpmlg_get(p.x, i) : 0;
+        for (int oh = first_h; oh <= last_h && oh < p.OH; oh++)
+            for (int ow = first_w; ow <= last_w && ow < p.OW; ow++) {
+                int64_t o = y + oh * p.OW + ow;
+                if (p.at) {
+                    if (p.at[o] == r * p.W + c) sum += hpmlg_get(p.y, o);
+                    continue;
+                }
+                hpmlg_window(oh, p.stride, p.pad, p.kh, p.H, &r0, &r1);
+                hpmlg_window(ow, p.stride, p.pad, p.kw, p.W, &c0, &c1);
+                sum += hpmlg_get(p.y, o) * (1 / (float)((r1 - r0) * (c1 - c0)));
+            }
+        hpmlg_put(p.x, i, sum);
+    }
+}
+
+HPMLG_FN hpml_status hpmlg_pool_run(const hpml_run *run, hpml_node *n, bool backward)
+{
+    const int64_t *x = n->src[0]->shape, *y = n->out->shape;
+    hpmlg_device  *d = hpmlg_enter(run->ctx);
+    hpmlg_pool     p;
+    memset(&p, 0, sizeof p);
+    p.x  = backward ? hpmlg_grad(n->src[0]) : hpmlg_value(n->src[0]);
+    p.y  = backward ? hpmlg_grad(n->out) : hpmlg_value(n->out);
+    p.at = n->op == HPML_OP_MAX_POOL ? (int *)n->saved : NULL;
+    p.planes = x[0] * x[1], p.H = (int)x[2], p.W = (int)x[3], p.OH = (int)y[2], p.OW = (int)y[3];
+    p.kh = n->attr.conv.kernel[0], p.kw = n->attr.conv.kernel[1], p.stride = n->attr.conv.stride[0];
+    p.pad = n->attr.conv.padding[0], p.add = backward && n->accumulate[0];
+    if (backward) return HPMLG_RUN(d, hpmlg_k_pool_back, hpmlg_blocks(d, p.planes * p.H * p.W, 256), 256, 0, p);
+    if (!p.at && p.pad == 0 && p.kh == p.H && p.kw == p.W) /* global: the mean of each plane */
+        return hpmlg_sum_run(d, p.y, p.x, p.planes, x[2] * x[3], 1, 1 / (float)(x[2] * x[3]), false);
+    return HPMLG_RUN(d, hpmlg_k_pool, hpmlg_blocks(d, p.planes * p.OH * p.OW, 256), 256, 0, p);
+}
+
+HPMLG_FN hpml_status hpmlg_pool_forward(const hpml_run *run, hpml_node *n) { return hpmlg_pool_run(run, n, false); }
+HPMLG_FN hpml_status hpmlg_pool_backward(const hpml_run *run, hpml_node *n) { return hpmlg_pool_run(run, n, true); }
+
+#define hpmlg_max_pool2d_forward  hpmlg_pool_forward
+#define hpmlg_max_pool2d_backward hpmlg_pool_backward
+#define hpmlg_avg_pool2d_forward  hpmlg_pool_forward
+#define hpmlg_avg_pool2d_backward hpmlg_pool_backward
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-random   Philox, dropout, embedding
@@ -982,12 +1820,165 @@ HPMLG_MISSING(lstm_backward)
 // >>gpu-loss   losses
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLG_MISSING(cross_entropy_forward)
-HPMLG_MISSING(cross_entropy_backward)
-HPMLG_MISSING(bce_with_logits_forward)
-HPMLG_MISSING(bce_with_logits_backward)
-HPMLG_MISSING(huber_forward)
-HPMLG_MISSING(huber_backward)
+/* As in hpml.h: loss = lse - (1 - s) x_l - s mean(x), dx_i = exp(x_i - lse) - (1 - s) [i = l] - s / V. One group of
+   threads has a row and reads it once: each thread keeps a maximum and the sum of exp(x - maximum), which is rescaled
+   when the maximum grows. Probabilities are not stored; kept are lse and loss of each row and 1 / rows that count. */
+typedef struct hpmlg_rows {
+    hpmlg_array      x, dx;    /* (rows, V) */
+    const int       *labels;   /* (rows) */
+    float           *lse, *loss, *inverse; /* (rows), (rows), (1) */
+    const float     *dloss;    /* (1) */
+    int64_t          rows, V;
+    float            smoothing;
+    int              ignore, tx;
+    bool             add;
+    hpmlg_note      *note;
+    int             *taken;
+    const hpml_node *node;
+} hpmlg_rows;
+
+#define HPMLG_LOWEST (-3.402823466e38f) /* not infinity: rows may begin with it, and inf - inf is NaN */
+
+static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p)
+{
+    __shared__ float space[HPMLG_FOLD / HPMLG_WARP];
+    int64_t row = (int64_t)blockIdx.x * (HPMLG_FOLD / p.tx) + threadIdx.x / (unsigned)p.tx, first = row * p.V;
+    int64_t end = first + p.V;
+    int     lane = (int)threadIdx.x % p.tx, label = row < p.rows ? p.labels[row] : p.ignore;
+    bool    counts = row < p.rows && hpmlg_label_counts(label, p.ignore, p.V);
+    float   m = HPMLG_LOWEST, s = 0, all = 0;
+    for (int64_t at = first / 8 * 8 + lane * 8; counts && at < end; at += p.tx * 8) {
+        hpmlg_eight e = hpmlg_get_part(p.x, at, first, end, -INFINITY);
+        float       most = m;
+        for (int j = 0; j < 8; j++) most = fmaxf(most, e.v[j]);
+        s *= __expf(m - most);
+        m = most;
+        for (int j = 0; j < 8; j++) s += __expf(e.v[j] - m);
+        for (int j = 0; j < 8 && p.smoothing > 0; j++) all += at + j >= first && at + j < end ? e.v[j] : 0;
+    }
+    float most = hpmlg_group(m, space, p.tx, true);
+    s = hpmlg_group(s * __expf(m - most), space, p.tx, false);
+    if (p.smoothing > 0) all = hpmlg_group(all, space, p.tx, false);
+    if (lane != 0 || row >= p.rows) return;
+    float lse = most + logf(s);
+    p.lse[row]  = lse;
+    p.loss[row] = 0;
+    if (counts) p.loss[row] = lse - (1 - p.smoothing) * hpmlg_get(p.x, first + label) - p.smoothing * all / (float)p.V;
+    else if (label != p.ignore) hpmlg_complain(p.note, p.taken, HPMLG_BAD_LABEL, row, label, p.node);
+}
+
+static __global__ void hpmlg_k_cross_entropy_back(hpmlg_rows p)
+{
+    int64_t row = (int64_t)blockIdx.x * (HPMLG_FOLD / p.tx) + threadIdx.x / (unsigned)p.tx, first = row * p.V;
+    int64_t end = first + p.V;
+    int     lane = (int)threadIdx.x % p.tx;
+    if (row >= p.rows) return;
+    bool    counts = hpmlg_label_counts(p.labels[row], p.ignore, p.V);
+    int64_t label = first + p.labels[row];
+    float   scale = p.inverse[0] * p.dloss[0], lse = p.lse[row], rest = scale * p.smoothing / (float)p.V;
+    if (!counts && p.add) return;
+    for (int64_t at = first / 8 * 8 + lane * 8; at < end; at += p.tx * 8) {
+        hpmlg_eight e;
+        if (counts) e = hpmlg_get_part(p.x, at, first, end, 0);
+        for (int j = 0; j < 8; j++) e.v[j] = counts ? scale * __expf(e.v[j] - lse) - rest : 0;
+        if (counts && label >= at && label < at + 8)
+            for (int j = 0; j < 8; j++)
+                if (at + j == label) e.v[j] -= scale * (1 - p.smoothing);
+        hpmlg_put_part(p.dx, at, first, end, e, p.add);
+    }
+}
+
+HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_device *d, const hpml_node *n, unsigned *blocks)
+{
+    hpmlg_rows         p;
+    const hpml_tensor *x = n->src[0];
+    memset(&p, 0, sizeof p);
+    p.x = hpmlg_value(x), p.dx = hpmlg_grad(x), p.labels = (const int *)(const void *)n->src[1]->data;
+    p.V = x->shape[x->ndim - 1], p.rows = hpml_tensor_count(x) / p.V;
+    p.lse = (float *)n->saved, p.loss = p.lse + p.rows, p.inverse = p.loss + p.rows, p.dloss = n->out->grad;
+    p.smoothing = n->attr.cross_entropy.smoothing, p.ignore = n->attr.cross_entropy.ignore;
+    p.tx = hpmlg_power((p.V + 14) / 8, HPMLG_FOLD), p.add = n->accumulate[0];
+    p.note = d->note, p.taken = d->note_taken, p.node = n;
+    *blocks = (unsigned)((p.rows + HPMLG_FOLD / p.tx - 1) / (HPMLG_FOLD / p.tx));
+    return p;
+}
+
+HPMLG_FN hpml_status hpmlg_cross_entropy_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    unsigned      blocks;
+    hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
+    hpmlg_finish  f;
+    hpml_status   status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p);
+    memset(&f, 0, sizeof f);
+    f.part = p.loss, f.n = p.rows, f.labels = p.labels, f.classes = p.V, f.ignore = p.ignore;
+    f.out = n->out->data, f.inverse = p.inverse;
+    return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f) : status;
+}
+
+HPMLG_FN hpml_status hpmlg_cross_entropy_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    unsigned      blocks;
+    hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
+    return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, blocks, HPMLG_FOLD, 0, p);
+}
+
+HPMLG_DEVICE float hpmlg_term_slope(int what, float delta, float x, float t)
+{
+    float d = x - t;
+    if (what == HPMLG_BCE) return hpmlg_act_sigmoid(x) - t;
+    if (what == HPMLG_MSE) return 2 * d;
+    if (delta == 0) return d > 0 ? 1.0f : d < 0 ? -1.0f : 0.0f;
+    return d > delta ? delta : d < -delta ? -delta : d;
+}
+
+/* dx (+)= slope * dloss / n, dt (+)= the opposite; p NULL: not wanted. */
+static __global__ void hpmlg_k_term_back(hpmlg_array dx, hpmlg_array dt, hpmlg_array x, hpmlg_array t, int what,
+                                         float delta, const float *dloss, int64_t n, bool add_x, bool add_t)
+{
+    float scale = dloss[0] / (float)n;
+    HPMLG_EIGHTS(at, n) {
+        hpmlg_eight e = hpmlg_get_part(x, at, 0, n, 0), u = hpmlg_get_part(t, at, 0, n, 0);
+        for (int j = 0; j < 8; j++) e.v[j] = scale * hpmlg_term_slope(what, delta, e.v[j], u.v[j]);
+        if (dx.p) hpmlg_put_part(dx, at, 0, n, e, add_x);
+        for (int j = 0; j < 8; j++) e.v[j] = -e.v[j];
+        if (dt.p) hpmlg_put_part(dt, at, 0, n, e, add_t);
+    }
+}
+
+HPMLG_FN enum hpmlg_term hpmlg_term_of(const hpml_node *n)
+{
+    return n->op == HPML_OP_BCE ? HPMLG_BCE : n->attr.huber.squared ? HPMLG_MSE : HPMLG_HUBER;
+}
+
+HPMLG_FN hpml_status hpmlg_term_forward(const hpml_run *run, hpml_node *n)
+{
+    int64_t      count = hpml_tensor_count(n->src[0]);
+    hpmlg_finish f;
+    memset(&f, 0, sizeof f);
+    f.divisor = (double)count, f.out = n->out->data;
+    return hpmlg_total_run(hpmlg_enter(run->ctx), f, hpmlg_value(n->src[0]), hpmlg_value(n->src[1]), hpmlg_term_of(n),
+                           n->op == HPML_OP_HUBER ? n->attr.huber.delta : 0, count);
+}
+
+HPMLG_FN hpml_status hpmlg_term_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    int64_t       count = hpml_tensor_count(n->src[0]);
+    if (n->op == HPML_OP_BCE && n->src[1]->grad)
+        return hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
+                             "parameters; only the logits get a gradient", n->src[1]->name);
+    return HPMLG_RUN(d, hpmlg_k_term_back, hpmlg_blocks(d, count, 2048), 256, 0, hpmlg_grad(n->src[0]),
+                     hpmlg_grad(n->src[1]), hpmlg_value(n->src[0]), hpmlg_value(n->src[1]), (int)hpmlg_term_of(n),
+                     n->op == HPML_OP_HUBER ? n->attr.huber.delta : 0, (const float *)n->out->grad, count,
+                     n->accumulate[0], n->accumulate[1]);
+}
+
+#define hpmlg_bce_with_logits_forward  hpmlg_term_forward
+#define hpmlg_bce_with_logits_backward hpmlg_term_backward
+#define hpmlg_huber_forward  hpmlg_term_forward
+#define hpmlg_huber_backward hpmlg_term_backward
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-update   optimizers: one launch for all parameters
