@@ -3,6 +3,7 @@
    prints: loss 0.00.., accuracy 1.00 */
 #define HPML_IMPLEMENTATION
 #include "../hpml.h"
+#include <stdio.h>
 
 int main(void)
 {

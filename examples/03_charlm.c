@@ -3,6 +3,10 @@
    prints the loss while it trains, the loss on the last tenth of the text, which it has not seen, and text of its own. */
 #define HPML_IMPLEMENTATION
 #include "../hpml.h"
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 typedef struct options {

@@ -10,6 +10,13 @@
 */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef HPML_USE_MPI
+#include <mpi.h>
+#endif
 
 enum { CLASSES = 10, FEATURES = 500, SAMPLES = 600, STEPS = 60 };
 

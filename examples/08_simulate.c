@@ -8,6 +8,9 @@
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
 #include "plot.h"
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
 
 typedef struct model {
     const char *name;

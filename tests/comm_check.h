@@ -4,6 +4,7 @@
 #define HPML_COMM_CHECK_H
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

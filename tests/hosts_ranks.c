@@ -4,7 +4,6 @@
    hpml_simulate predicts from the four numbers given (bandwidth in bytes a second); bytes sent; the first and the last loss.
    Without those numbers nothing overlaps, so that each part is measured alone. Every rank prints the hash of its weights,
    or its error. */
-#define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
 #include <stdio.h>
 #include <stdlib.h>

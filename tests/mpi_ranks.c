@@ -1,9 +1,9 @@
 /* The checks of comm_check.h on MPI's ranks, and what can go wrong there. Run by test_mpi.sh: mpi_ranks CASE. A rank
    that finds an error says so on one line, "rank R: status S: text", and exits with 1. */
-#define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
 #include "comm_check.h"
 
+#include <mpi.h>
 #include <signal.h>
 #include <unistd.h>
 

@@ -1,24 +1,52 @@
 #!/bin/sh
-# Runs test programs one after another, with a time limit, and adds up their counts. Arguments: programs. A program prints
-# "N passed, N failed, N skipped" at its end; one that prints no counts is one test: exit 0 passed, 77 skipped, else failed.
-passed=0 failed=0 skipped=0
-mkdir -p build/log
-for program in "$@"; do
-    case $program in *.sh) set -- sh "$program" ;; *) set -- "$program" ;; esac
-    name=$(basename "$program")
-    timeout "${HPML_TEST_SECONDS:-240}" "$@" >"build/log/$name.log" 2>&1 </dev/null
-    code=$?
-    counts=$(grep -E '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$' "build/log/$name.log" | tail -n 1)
-    if [ -n "$counts" ]; then
-        set -- $(echo "$counts" | tr -dc '0-9 ')
-        passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3))
-        [ $code -eq 0 ] || [ $code -eq 77 ] || [ "$2" -gt 0 ] || failed=$((failed + 1))
-    elif [ $code -eq 0 ]; then passed=$((passed + 1)) counts=passed
-    elif [ $code -eq 77 ]; then skipped=$((skipped + 1)) counts="skipped: $(tail -n 1 "build/log/$name.log")"
-    else failed=$((failed + 1)) counts="failed, exit $code"
-    fi
-    echo "$name: $counts"
-    [ $code -eq 0 ] || [ $code -eq 77 ] || { grep -v '^ok ' "build/log/$name.log" | tail -n 40; }
-done
-echo "$passed passed, $failed failed, $skipped skipped"
-[ $failed -eq 0 ]
+# run.sh [-j N] PROGRAM...: runs test programs with a time limit, those after -j N N at a time, and adds up their counts, in
+# the order of the arguments. A program prints "N passed, N failed, N skipped" at its end; one that prints no counts is one
+# test: exit 0 passed, 77 skipped, else failed.
+log=build/log
+if [ "$1" = --one ]; then
+    name=$(basename "$2")
+    case $2 in *.sh) set -- sh "$2" ;; *) set -- "$2" ;; esac
+    timeout "${HPML_TEST_SECONDS:-240}" "$@" >"$log/$name.log" 2>&1 </dev/null
+    echo $? >"$log/$name.exit"
+    echo "$name"
+    exit
+fi
+mkdir -p $log
+rm -f $log/*.exit
+
+start() { # prints the names of the programs as they end
+    jobs=1
+    while [ $# -gt 0 ]; do
+        group=
+        if [ "$1" = -j ]; then jobs=$2; shift 2; fi
+        while [ $# -gt 0 ] && [ "$1" != -j ]; do group="$group $1"; shift; done
+        echo $group | xargs -n 1 -P "$jobs" sh tests/run.sh --one
+    done
+}
+
+report() {
+    passed=0 failed=0 skipped=0
+    while [ $# -gt 0 ]; do
+        if [ "$1" = -j ]; then shift 2; continue; fi
+        name=$(basename "$1") code=killed
+        shift
+        while [ ! -s "$log/$name.exit" ] && read -r ended; do :; done
+        [ -s "$log/$name.exit" ] && read -r code <"$log/$name.exit"
+        counts=$(grep -E '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$' "$log/$name.log" | tail -n 1)
+        bad=0
+        if [ -n "$counts" ]; then
+            rest=${counts#*, } last=${counts##*, } bad=${rest%% *}
+            passed=$((passed + ${counts%% *})) skipped=$((skipped + ${last%% *}))
+            [ $bad -gt 0 ] || [ "$code" = 0 ] || [ "$code" = 77 ] || bad=1
+        elif [ "$code" = 0 ]; then passed=$((passed + 1)) counts=passed
+        elif [ "$code" = 77 ]; then skipped=$((skipped + 1)) counts="skipped: $(tail -n 1 "$log/$name.log")"
+        else bad=1 counts="failed, exit $code"
+        fi
+        failed=$((failed + bad))
+        echo "$name: $counts"
+        [ "$code" = 0 ] || [ "$code" = 77 ] || grep -v '^ok ' "$log/$name.log" | tail -n 40
+    done
+    echo "$passed passed, $failed failed, $skipped skipped"
+    [ $failed -eq 0 ]
+}
+start "$@" | report "$@"

@@ -1,7 +1,7 @@
 /* Gradient codecs: against a naive double reference, error feedback, sizes, cuts, hostile values, instruction sets. */
-#define HPML_IMPLEMENTATION
-#include "../hpml.h"
+#include "inside.h"
 #include "test.h"
+#include <float.h>
 
 static const char *const isas[] = { "scalar", "avx2", "avx512", "neon" };
 #define ISAS ((int)(sizeof isas / sizeof isas[0]))
@@ -288,7 +288,7 @@ TEST(same_bytes_in_any_cut_on_any_cpu)
             const int64_t rows = shapes[s][0], cols = shapes[s][1];
             const size_t  bytes = (size_t)(rows * cols) * sizeof *e;
             hpml_packing  p = packing_of(kinds[t], rows, cols);
-            p.kernels = hpmli_kernels_find("scalar");
+            p.kernels = inside_kernels("scalar");
             memset(before, 0, sizeof before);
             for (int step = 0; step < 3; step++) {
                 fill(g, 20 + (uint64_t)step, rows * cols, 0.1f, 0);
@@ -296,8 +296,8 @@ TEST(same_bytes_in_any_cut_on_any_cpu)
             }
             for (int a = 0; a < ISAS; a++)
                 for (int64_t piece = 1; piece <= rows; piece += 3) {
-                    if (!hpmli_kernels_find(isas[a])) continue;
-                    p.kernels = hpmli_kernels_find(isas[a]);
+                    p.kernels = inside_kernels(isas[a]);
+                    if (!p.kernels) continue;
                     memset(e, 0, sizeof e);
                     memset(packed, 0xff, sizeof packed);
                     for (int step = 0; step < 3; step++) {

@@ -1,11 +1,9 @@
 /* Communicators on threads and in virtual time: algorithms, other collectives, messages, jobs, links, failures. Under
    MPI the same checks run in mpi_ranks.c. */
-#ifndef HPML_COMM_IMPLEMENTATION /* set where hpml.h is compiled apart */
-#define HPML_IMPLEMENTATION
-#endif
 #include "../hpml_comm.h"
 #include "test.h"
 #include "comm_check.h"
+#include <pthread.h>
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 #define SLOW_BUILD 1

@@ -38,11 +38,12 @@ done
 for option in HPML_NO_THREADS HPML_NO_SIMD HPML_STATIC HPML_DEBUG; do
     try gcc -std=c99 -fsyntax-only $strict -D$option -I. "$tmp/comm.c"
 done
-try gcc -std=c99 -O1 $strict -I. "$tmp/body.c" "$tmp/half.c" "$tmp/user.c" -o "$tmp/split" -lm -lpthread
+try gcc -std=c99 -fsyntax-only $strict -I. "$tmp/half.c" # what ninja links is such a build
+for example in examples/*.c; do try gcc -fsyntax-only -Wall -Wextra -Werror $example; done
 if command -v mpicc >/dev/null; then try mpicc -std=c99 -fsyntax-only $strict -DHPML_USE_MPI -I. "$tmp/comm.c"
 else skipped=$((skipped + 1)); fi
 if printf '#include <cblas.h>\nint main(void) { return 0; }\n' | gcc -x c - -o /dev/null -lopenblas 2>/dev/null; then
-    try gcc -std=gnu11 -O2 -DHPML_USE_CBLAS -I. tests/test_ops.c -o "$tmp/blas" -lm -lpthread -lopenblas
+    try gcc -std=gnu11 -O1 -DHPML_IMPLEMENTATION -DHPML_USE_CBLAS tests/test_ops.c -o "$tmp/blas" -lm -lpthread -lopenblas
     try "$tmp/blas" --filter gradients
 else skipped=$((skipped + 2)); fi
 extra=$(nm -g --defined-only "$tmp/gcc.o" 2>/dev/null | awk '{ print $3 }' | grep -vE '^(hpml_|body$)')
@@ -52,7 +53,7 @@ else skipped=$((skipped + 1)); fi
 if command -v aarch64-linux-gnu-gcc >/dev/null; then
     try aarch64-linux-gnu-gcc -std=c99 -O2 $strict -I. -c "$tmp/body.c" -o "$tmp/arm.o"
     if command -v qemu-aarch64 >/dev/null; then
-        try aarch64-linux-gnu-gcc -std=gnu11 -O2 -I. tests/test_ops.c -o "$tmp/arm" -lm -lpthread
+        try aarch64-linux-gnu-gcc -std=gnu11 -O2 tests/test_ops.c "$tmp/arm.o" -o "$tmp/arm" -lm -lpthread
         try qemu-aarch64 -L /usr/aarch64-linux-gnu "$tmp/arm"
     else skipped=$((skipped + 2)); fi
 else skipped=$((skipped + 3)); fi

@@ -1,5 +1,4 @@
 /* Convolution, pooling, batch normalization: against plain double loops, on every instruction set, at any thread count. */
-#define HPML_IMPLEMENTATION
 #include "../hpml.h"
 #include "test.h"
 

@@ -1,6 +1,5 @@
 /* Context, errors, memory, threads, tensors, conversions, planning. */
-#define HPML_IMPLEMENTATION
-#include "../hpml.h"
+#include "inside.h"
 #include "test.h"
 
 typedef struct meter { size_t live, calls, fail_at; } meter;
@@ -10,15 +9,15 @@ static void *meter_alloc(size_t size, size_t align, void *user)
     meter *m = (meter *)user;
     void  *p;
     if (++m->calls == m->fail_at) return NULL;
-    p = hpmli_default_alloc(size, align, NULL);
-    if (p) m->live += size;
+    if (posix_memalign(&p, align, size) != 0) return NULL;
+    m->live += size;
     return p;
 }
 
 static void meter_free(void *p, size_t size, void *user)
 {
     ((meter *)user)->live -= size;
-    hpmli_default_free(p, size, NULL);
+    free(p);
 }
 
 static hpml_tensor *small_model(hpml_tensor *x)
@@ -113,7 +112,7 @@ TEST(each_task_runs_once)
 {
     static int64_t count[5000];
     hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 4 });
-    for (int round = 1; round <= 300; round++) hpmli_parallel(ctx, round % 3 ? round * 16 : 5000, add_task, count);
+    for (int round = 1; round <= 300; round++) inside_parallel(ctx, round % 3 ? round * 16 : 5000, add_task, count);
     ENSURE(count[0] == 300 && count[4999] == 100);
     hpml_ctx_free(ctx);
 }
@@ -142,21 +141,22 @@ TEST(halves_round_trip_on_all_kernels)
     static float    f[65536], reference[65536];
     for (int i = 0; i < 65536; i++) h[i] = (uint16_t)i;
     for (int n = 0; n < 4; n++) {
-        const hpmli_kernels *k = hpmli_kernels_find(names[n]);
-        if (!k) continue;
-        k->f16_to_f32(f, h, 65536);
-        k->f32_to_f16(back, f, 65536);
+        hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = names[n] });
+        if (hpml_ctx_status(ctx) != HPML_OK) { hpml_ctx_free(ctx); continue; }
+        hpml_convert(ctx, HPML_DTYPE_F32, f, HPML_DTYPE_F16, h, 65536);
+        hpml_convert(ctx, HPML_DTYPE_F16, back, HPML_DTYPE_F32, f, 65536);
         if (n == 0) memcpy(reference, f, sizeof f);
         for (int i = 0; i < 65536; i++) {
             ENSURE(f[i] != f[i] ? (back[i] & 0x7c00) == 0x7c00 && (back[i] & 0x3ff) : back[i] == h[i]);
             ENSURE(memcmp(&f[i], &reference[i], 4) == 0 || f[i] != f[i]);
         }
-        k->bf16_to_f32(f, h, 65536);
-        k->f32_to_bf16(back, f, 65536);
+        hpml_convert(ctx, HPML_DTYPE_F32, f, HPML_DTYPE_BF16, h, 65536);
+        hpml_convert(ctx, HPML_DTYPE_BF16, back, HPML_DTYPE_F32, f, 65536);
         for (int i = 0; i < 65536; i++) ENSURE(f[i] != f[i] ? (back[i] & 0x7f) != 0 : back[i] == h[i]);
         f[0] = 65519.0f, f[1] = 65520.0f, f[2] = 1.0f + 1.0f / 2048, f[3] = 1.0f + 3.0f / 2048, f[4] = 2.98e-8f, f[5] = 2.99e-8f;
-        k->f32_to_f16(back, f, 6);
+        hpml_convert(ctx, HPML_DTYPE_F16, back, HPML_DTYPE_F32, f, 6);
         ENSURE(back[0] == 0x7bff && back[1] == 0x7c00 && back[2] == 0x3c00 && back[3] == 0x3c02 && back[4] == 0 && back[5] == 1);
+        hpml_ctx_free(ctx);
     }
 }
 
@@ -165,28 +165,28 @@ TEST(functions_against_libm_on_all_kernels)
     static const char *const names[] = { "scalar", "avx2", "avx512", "neon" };
     static float x[20011], y[20011];
     for (int n = 0; n < 4; n++) {
-        const hpmli_kernels *k = hpmli_kernels_find(names[n]);
+        const void *k = inside_kernels(names[n]);
         if (!k) continue;
         for (int i = 0; i < 20011; i++) x[i] = ((float)i - 10005) / 100;
-        k->vexp(y, x, 20011);
+        inside_map(k, INSIDE_EXP, y, x, 20011);
         for (int i = 0; i < 20011; i++) {
             double e = exp((double)x[i]);
             if (e > 3.4e38) ENSURE(isinf(y[i]));
             else ENSURE_NEAR(y[i], e, 3e-7 * e + 1e-37);
         }
-        k->vtanh(y, x, 20011);
+        inside_map(k, INSIDE_TANH, y, x, 20011);
         for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], tanh((double)x[i]), 3e-7);
-        k->vsigmoid(y, x, 20011);
+        inside_map(k, INSIDE_SIGMOID, y, x, 20011);
         for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], 1 / (1 + exp(-(double)x[i])), 3e-7);
-        k->verf(y, x, 20011);
+        inside_map(k, INSIDE_ERF, y, x, 20011);
         for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], erf((double)x[i]), 5e-7);
         for (int i = 0; i < 20011; i++) x[i] = expf(((float)i - 10005) / 120);
-        k->vlog(y, x, 20011);
+        inside_map(k, INSIDE_LOG, y, x, 20011);
         for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], log((double)x[i]), 3e-7 * fabs(log((double)x[i])) + 2e-7);
         x[0] = NAN, x[1] = INFINITY, x[2] = -INFINITY, x[3] = 0;
-        k->vexp(y, x, 4);
+        inside_map(k, INSIDE_EXP, y, x, 4);
         ENSURE(isnan(y[0]) && isinf(y[1]) && y[2] == 0 && y[3] == 1);
-        k->vlog(y, x, 4);
+        inside_map(k, INSIDE_LOG, y, x, 4);
         ENSURE(isnan(y[0]) && isinf(y[1]) && isnan(y[2]) && y[3] == -INFINITY);
     }
 }

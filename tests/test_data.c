@@ -1,9 +1,9 @@
 /* Files: every reader against good, cut, wrong and random files; round trips; whole-or-nothing writing; the loader. */
-#define HPML_IMPLEMENTATION
 #include "../hpml.h"
 #include "test.h"
 #include <signal.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 static char folder[64];
 

@@ -1,7 +1,5 @@
 /* Many workers train as one: the same steps, the same bits where they are promised, nothing lost between 4 ranks and 2. */
-#ifndef HPML_COMM_IMPLEMENTATION /* set where hpml.h is compiled apart */
-#define HPML_IMPLEMENTATION
-#endif
+#define HPML_COMM_IMPLEMENTATION /* private functions; hpml.h's body is compiled apart */
 #include "../hpml_comm.h"
 #include "test.h"
 

@@ -1,7 +1,4 @@
 /* Gradients added up in fewer bytes: nothing is lost, everybody gets the same bits, and controls that must fail do. */
-#ifndef HPML_COMM_IMPLEMENTATION /* set where hpml.h is compiled apart */
-#define HPML_IMPLEMENTATION
-#endif
 #include "../hpml_comm.h"
 #include "test.h"
 

@@ -1,7 +1,5 @@
 /* The simulator against formulas, against itself without short cuts, and against threads in virtual time. */
-#ifndef HPML_COMM_IMPLEMENTATION /* set where hpml.h is compiled apart */
-#define HPML_IMPLEMENTATION
-#endif
+#define HPML_COMM_IMPLEMENTATION /* private functions; hpml.h's body is compiled apart */
 #include "../hpml_comm.h"
 #include "test.h"
 

@@ -1,10 +1,8 @@
 /* Optimizers against their formulas, training, accumulation, clipping, hooks, determinism, checkpoints, the loader's order. */
-#define HPML_IMPLEMENTATION
 #include "../hpml.h"
 #include "test.h"
-#ifdef HPMLI_POSIX
 #include <sys/wait.h>
-#endif
+#include <unistd.h>
 
 /* A model with one weight vector w (1, 3): loss = mean (x w - t)^2 over 2 samples. */
 static hpml_trainer *line(hpml_ctx **ctx, hpml_trainer_desc d)
@@ -259,7 +257,6 @@ static uint64_t train_for(const char *load, const char *save, int64_t steps, hpm
 /* 10 steps, or 5, save, load in a new process, 5: the same bits (7 batches an epoch: it resumes inside one). */
 TEST(resume_has_the_same_bits)
 {
-#ifdef HPMLI_POSIX
     char path[] = "/tmp/hpml_test_XXXXXX";
     int  fd = mkstemp(path);
     ENSURE(fd >= 0);
@@ -274,9 +271,6 @@ TEST(resume_has_the_same_bits)
         ENSURE(whole != 0 && train_for(path, NULL, 5, (hpml_opt)opt) == whole);
     }
     remove(path);
-#else
-    SKIP("needs fork");
-#endif
 }
 
 TEST(trace_and_tables)

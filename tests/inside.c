@@ -1,0 +1,24 @@
+/* hpml.h's body, compiled once for all programs of build.ninja that need nothing else of it, and the doors of inside.h. */
+#define HPML_IMPLEMENTATION
+#include "inside.h"
+
+const void *inside_kernels(const char *isa) { return hpmli_kernels_find(isa); }
+
+void inside_parallel(hpml_ctx *ctx, int64_t tasks, void (*fn)(void *arg, int64_t task, int thread), void *arg)
+{
+    hpmli_parallel(ctx, tasks, fn, arg);
+}
+
+void inside_map(const void *k, inside_function f, float *y, const float *x, int64_t n)
+{
+    const hpmli_kernels *t = (const hpmli_kernels *)k;
+    void (*const map[])(float *, const float *, int64_t) = { t->vexp, t->vlog, t->vtanh, t->vsigmoid, t->verf };
+    map[f](y, x, n);
+}
+
+void inside_random(const void *k, inside_numbers kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)
+{
+    const hpmli_kernels *t = (const hpmli_kernels *)k;
+    if (kind == INSIDE_WORDS) t->random_words((uint32_t *)out, seed, stream, first, n);
+    else (kind == INSIDE_UNIFORM ? t->random_uniform : t->random_normal)((float *)out, seed, stream, first, n);
+}
