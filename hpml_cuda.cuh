@@ -1956,7 +1956,7 @@ HPMLG_FN hpml_status hpmlg_norm_backward(const hpml_run *run, hpml_node *n)
 
 typedef struct hpmlg_bn {
     int64_t B, C, P, N, width; /* width: channels of a block */
-    int     splits, unit;      /* pieces of a channel; numbers taken at once: 8 where planes are whole eights */
+    int64_t splits, unit;      /* pieces of a channel; numbers taken at once: 8 where planes are whole eights */
 } hpmlg_bn;
 
 typedef struct hpmlg_moments { double n, mean, square; } hpmlg_moments;
@@ -2044,7 +2044,7 @@ static __global__ void hpmlg_k_bn_statistics(float2 *saved, float *running_mean,
         saved[c] = make_float2(running_mean[c], (float)(1 / sqrt((double)running_var[c] + (double)eps)));
         return;
     }
-    for (int i = 0; i < s.splits; i++) all = hpmlg_moments_join(all, part[i * s.C + c]);
+    for (int64_t i = 0; i < s.splits; i++) all = hpmlg_moments_join(all, part[i * s.C + c]);
     float mean = (float)all.mean, var = (float)(all.square / (all.n > 1 ? all.n - 1 : 1));
     saved[c]        = make_float2(mean, (float)(1 / sqrt(all.square / all.n + (double)eps)));
     running_mean[c] = (1 - momentum) * running_mean[c] + momentum * mean;
@@ -2118,7 +2118,7 @@ static __global__ void hpmlg_k_bn_back_params(float *dgamma, float *dbeta, float
     int64_t c  = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     double  s1 = 0, s2 = 0;
     if (c >= s.C) return;
-    for (int i = 0; i < s.splits; i++) s1 += part[i * s.C + c].x, s2 += part[i * s.C + c].y;
+    for (int64_t i = 0; i < s.splits; i++) s1 += part[i * s.C + c].x, s2 += part[i * s.C + c].y;
     if (dgamma) dgamma[c] = (add_gamma ? dgamma[c] : 0) + (float)s2;
     if (dbeta) dbeta[c] = (add_beta ? dbeta[c] : 0) + (float)s1;
     means[c] = train ? make_float2((float)(s1 / (double)s.N), (float)(s2 / (double)s.N)) : make_float2(0, 0);
@@ -2131,7 +2131,7 @@ HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n)
     int64_t        blocks = (s.C + s.width - 1) / s.width, splits = (d->sms * 8 + blocks - 1) / blocks;
     const hpml_tensor *x = n->src[0];
     bool           on16 = hpmlg_on16(x->data) && hpmlg_on16(n->out->data) && hpmlg_on16(n->out->grad);
-    s.splits = (int)(splits < HPMLG_BN_SPLITS ? splits : HPMLG_BN_SPLITS);
+    s.splits = splits < HPMLG_BN_SPLITS ? splits : HPMLG_BN_SPLITS;
     s.unit   = s.P % 8 == 0 && on16 ? 8 : 1;
     return s;
 }
@@ -2946,8 +2946,8 @@ typedef struct hpmlg_pack { /* rows of one call */
     const float   *g;        /* (rows, cols) */
     int64_t        rows, cols, row_size;
     int           *bad;      /* (1 + rows): any, and each */
+    int            printed;
     float          threshold;
-    bool           printed;
 } hpmlg_pack;
 
 HPMLG_DEVICE void hpmlg_pack_mark(const hpmlg_pack *p, int64_t row) { p->bad[0] = p->bad[1 + row] = 1; }
@@ -3242,7 +3242,7 @@ HPMLG_FN hpml_status hpmlg_encode(void *device, hpml_ctx *ctx, const hpml_packin
     for (int64_t row = 0; row < rows && status == HPML_OK; row += HPMLG_PACK_ROWS) {
         hpmlg_pack some = { (unsigned char *)packed + (size_t)row * p->row_size, NULL, grad + row * p->cols,
                             rows - row < HPMLG_PACK_ROWS ? rows - row : HPMLG_PACK_ROWS, p->cols, (int64_t)p->row_size,
-                            bad, p->desc.threshold > 0 ? p->desc.threshold : 0.5f, p->desc.printed_residual };
+                            bad, p->desc.printed_residual, p->desc.threshold > 0 ? p->desc.threshold : 0.5f };
         if (residual && p->residual_count) some.e = residual + row * p->cols;
         status = hpmlg_pack_some(d, kind, some);
     }
@@ -3285,8 +3285,8 @@ HPMLG_FN hpml_status hpmlg_decode(void *device, hpml_ctx *ctx, const hpml_packin
     hpmlg_device *d = hpmlg_enter(ctx);
     int           kind;
     hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
-    hpmlg_pack    all    = { (unsigned char *)packed, NULL, NULL, rows, p->cols, (int64_t)p->row_size, NULL,
-                             p->desc.threshold > 0 ? p->desc.threshold : 0.5f, false };
+    hpmlg_pack    all    = { (unsigned char *)packed, NULL, NULL, rows, p->cols, (int64_t)p->row_size, NULL, 0,
+                             p->desc.threshold > 0 ? p->desc.threshold : 0.5f };
     (void)device;
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE || kind == HPML_CODEC_BF16)
