@@ -400,6 +400,8 @@ typedef struct hpmlg_device {
     void          *workspace;      /* d.workspace bytes */
     void          *scratch;        /* HPMLG_SCRATCH bytes for partial sums */
     void          *result;         /* HPMLG_RESULT bytes of pinned memory: small downloads land there */
+    void          *updates;        /* the table of an optimizer's step */
+    size_t         updates_room;   /* its bytes */
 #ifndef HPML_CUDA_NO_CUBLAS
     cublasLtHandle_t blas;
 #endif
@@ -544,6 +546,7 @@ HPMLG_FN void hpmlg_close(void *device)
     if (d->now) cudaFree(d->now);
     if (d->scratch) cudaFree(d->scratch);
     if (d->workspace) cudaFree(d->workspace);
+    if (d->updates) cudaFree(d->updates);
     if (d->copies) cudaStreamDestroy(d->copies);
     if (d->stream) cudaStreamDestroy(d->stream);
 }
@@ -1634,19 +1637,550 @@ HPMLG_FN hpml_status hpmlg_concat_backward(const hpml_run *run, hpml_node *n)
 // >>gpu-norm   softmax, layernorm, rmsnorm
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLG_MISSING(softmax_forward)
-HPMLG_MISSING(softmax_backward)
-HPMLG_MISSING(layernorm_forward)
-HPMLG_MISSING(layernorm_backward)
-HPMLG_MISSING(rmsnorm_forward)
-HPMLG_MISSING(rmsnorm_backward)
+/* A row is the work of a team, a warp or a whole block: thread t takes the eights t, t + TEAM, ... of a tile of TEAM G
+   eights. A row that fits in one tile is read once and stays in registers, a longer one is read again for each pass
+   over it, from the cache. */
+
+#ifdef __CUDACC__
+#define HPMLG_UNROLL _Pragma("unroll")
+#else
+#define HPMLG_UNROLL
+#endif
+
+template <int TEAM> HPMLG_DEVICE float hpmlg_team_sum(float v, float *space)
+{
+    return TEAM == HPMLG_WARP ? hpmlg_warp_sum(v) : hpmlg_block_sum(v, space);
+}
+
+/* Elements c to c + 7 of a row; those past its end are `fill` and are not written. vec: eights lie on bounds of 16
+   bytes. */
+HPMLG_DEVICE hpmlg_eight hpmlg_row_get(hpmlg_array a, int64_t row, int64_t cols, int64_t c, bool vec, float fill)
+{
+    hpmlg_eight e;
+    if (vec && c + 8 <= cols) return hpmlg_get8(a, (row * cols + c) >> 3);
+    HPMLG_UNROLL
+    for (int j = 0; j < 8; j++) e.v[j] = c + j < cols ? hpmlg_get(a, row * cols + c + j) : fill;
+    return e;
+}
+
+HPMLG_DEVICE void hpmlg_row_put(hpmlg_array a, int64_t row, int64_t cols, int64_t c, bool vec, hpmlg_eight e, bool add)
+{
+    if (add) {
+        hpmlg_eight old = hpmlg_row_get(a, row, cols, c, vec, 0);
+        for (int j = 0; j < 8; j++) e.v[j] += old.v[j];
+    }
+    if (vec && c + 8 <= cols) {
+        hpmlg_put8(a, (row * cols + c) >> 3, e);
+        return;
+    }
+    HPMLG_UNROLL
+    for (int j = 0; j < 8; j++)
+        if (c + j < cols) hpmlg_put(a, row * cols + c + j, e.v[j]);
+}
+
+HPMLG_FN bool hpmlg_on16(const void *p) { return ((uintptr_t)p & 15) == 0; }
+
+/* Whether rows of the last dimension of y and x can be taken by eights. */
+HPMLG_FN bool hpmlg_rows_vec(const hpml_tensor *y, const hpml_tensor *x, int64_t cols)
+{
+    return cols % 8 == 0 && hpmlg_on16(y->data) && hpmlg_on16(y->grad) && hpmlg_on16(x->data) && hpmlg_on16(x->grad);
+}
+
+HPMLG_FN int64_t hpmlg_last_dim(const hpml_tensor *t) { return t->ndim > 0 ? t->shape[t->ndim - 1] : 1; }
+
+#define HPMLG_WARP_ROW 1024 /* columns that a warp takes; more are for a block */
+
+HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t cols)
+{
+    return hpmlg_blocks(d, rows, cols <= HPMLG_WARP_ROW ? 4 : 1);
+}
+
+/* Launches the team that suits rows of `cols`. */
+#define HPMLG_ROWS(d, kernel, blocks, cols, shared, ...)                                                               \
+    ((cols) <= 256              ? HPMLG_RUN(d, (kernel<32, 1>), blocks, 128, shared, __VA_ARGS__)                      \
+     : (cols) <= HPMLG_WARP_ROW ? HPMLG_RUN(d, (kernel<32, 4>), blocks, 128, shared, __VA_ARGS__)                      \
+     : (cols) <= 2048           ? HPMLG_RUN(d, (kernel<128, 2>), blocks, 128, shared, __VA_ARGS__)                     \
+                                : HPMLG_RUN(d, (kernel<256, 4>), blocks, 256, shared, __VA_ARGS__))
+
+/* Every row of this team, every tile of a row, every eight of a tile: k counts them, c is its first column. */
+#define HPMLG_EACH_ROW                                                                                                 \
+    for (int64_t row = (int64_t)blockIdx.x * (blockDim.x / TEAM) + threadIdx.x / TEAM; row < rows;                     \
+         row += (int64_t)gridDim.x * (blockDim.x / TEAM))
+#define HPMLG_EACH_EIGHT                                                                                               \
+    for (int64_t tile = 8 * (int64_t)(threadIdx.x % TEAM), end = cols + tile; tile < end; tile += 8 * TEAM * G)        \
+        HPMLG_UNROLL for (int64_t k = 0, c = tile; k < G; k++, c += 8 * TEAM)
+
+template <int TEAM, int G>
+static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t rows, int64_t cols, bool log, bool vec)
+{
+    __shared__ float space[HPMLG_WARP];
+    const bool       many = cols > 8 * TEAM * G;
+    hpmlg_eight      e[G];
+    HPMLG_EACH_ROW {
+        float most = -INFINITY, sum = 0;
+        HPMLG_EACH_EIGHT {
+            e[k] = hpmlg_row_get(x, row, cols, c, vec, -INFINITY);
+            for (int j = 0; j < 8; j++) most = e[k].v[j] > most || e[k].v[j] != e[k].v[j] ? e[k].v[j] : most;
+        }
+        most = TEAM == HPMLG_WARP ? hpmlg_warp_max(most) : hpmlg_block_max(most, space);
+        HPMLG_EACH_EIGHT {
+            if (many) e[k] = hpmlg_row_get(x, row, cols, c, vec, -INFINITY);
+            for (int j = 0; j < 8; j++) sum += expf(e[k].v[j] - most);
+        }
+        sum = hpmlg_team_sum<TEAM>(sum, space);
+        float shift = log ? most + logf(sum) : most, scale = 1 / sum;
+        HPMLG_EACH_EIGHT {
+            if (many) e[k] = hpmlg_row_get(x, row, cols, c, vec, 0);
+            for (int j = 0; j < 8; j++) e[k].v[j] = log ? e[k].v[j] - shift : expf(e[k].v[j] - shift) * scale;
+            hpmlg_row_put(y, row, cols, c, vec, e[k], false);
+        }
+    }
+}
+
+/* dx (+)= y (dy - <dy, y>), for the logarithm dy - exp(y) sum(dy). */
+template <int TEAM, int G>
+static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg_array dy, int64_t rows, int64_t cols,
+                                            bool log, bool add, bool vec)
+{
+    __shared__ float space[HPMLG_WARP];
+    const bool       many = cols > 8 * TEAM * G;
+    hpmlg_eight      e[G], f[G];
+    HPMLG_EACH_ROW {
+        float sum = 0;
+        HPMLG_EACH_EIGHT {
+            e[k] = hpmlg_row_get(y, row, cols, c, vec, 0);
+            f[k] = hpmlg_row_get(dy, row, cols, c, vec, 0);
+            for (int j = 0; j < 8; j++) sum += log ? f[k].v[j] : f[k].v[j] * e[k].v[j];
+        }
+        sum = hpmlg_team_sum<TEAM>(sum, space);
+        HPMLG_EACH_EIGHT {
+            if (many) e[k] = hpmlg_row_get(y, row, cols, c, vec, 0), f[k] = hpmlg_row_get(dy, row, cols, c, vec, 0);
+            for (int j = 0; j < 8; j++)
+                f[k].v[j] = log ? f[k].v[j] - expf(e[k].v[j]) * sum : e[k].v[j] * (f[k].v[j] - sum);
+            hpmlg_row_put(dx, row, cols, c, vec, f[k], add);
+        }
+    }
+}
+
+HPMLG_FN hpml_status hpmlg_softmax_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d    = hpmlg_enter(run->ctx);
+    int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
+    return HPMLG_ROWS(d, hpmlg_k_softmax, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out),
+                      hpmlg_value(n->src[0]), rows, cols, n->attr.softmax.log, hpmlg_rows_vec(n->out, n->src[0], cols));
+}
+
+HPMLG_FN hpml_status hpmlg_softmax_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d    = hpmlg_enter(run->ctx);
+    int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
+    if (!n->src[0]->grad) return HPML_OK;
+    return HPMLG_ROWS(d, hpmlg_k_softmax_back, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_grad(n->src[0]),
+                      hpmlg_value(n->out), hpmlg_grad(n->out), rows, cols, n->attr.softmax.log, n->accumulate[0],
+                      hpmlg_rows_vec(n->out, n->src[0], cols));
+}
+
+/* xhat = (x - mean) rstd, y = xhat gamma + beta; saved: mean and rstd of each row. rmsnorm: mean = 0. */
+template <int TEAM, int G>
+static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array gamma, hpmlg_array beta, float2 *saved,
+                                    int64_t rows, int64_t cols, float eps, bool centred, bool vec)
+{
+    __shared__ float space[HPMLG_WARP];
+    const bool       many = cols > 8 * TEAM * G;
+    hpmlg_eight      e[G];
+    HPMLG_EACH_ROW {
+        float mean = 0, sum = 0;
+        HPMLG_EACH_EIGHT {
+            e[k] = hpmlg_row_get(x, row, cols, c, vec, 0);
+            for (int j = 0; j < 8; j++) mean += e[k].v[j];
+        }
+        mean = centred ? hpmlg_team_sum<TEAM>(mean, space) / (float)cols : 0;
+        HPMLG_EACH_EIGHT {
+            if (many) e[k] = hpmlg_row_get(x, row, cols, c, vec, 0);
+            for (int j = 0; j < 8; j++) {
+                float v = c + j < cols ? e[k].v[j] - mean : 0;
+                sum += v * v;
+            }
+        }
+        float rstd = 1 / sqrtf(hpmlg_team_sum<TEAM>(sum, space) / (float)cols + eps);
+        if (threadIdx.x % TEAM == 0) saved[row] = make_float2(mean, rstd);
+        HPMLG_EACH_EIGHT {
+            if (many) e[k] = hpmlg_row_get(x, row, cols, c, vec, 0);
+            hpmlg_eight g, b;
+            if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, vec, 0);
+            if (beta.p) b = hpmlg_row_get(beta, 0, cols, c, vec, 0);
+            for (int j = 0; j < 8; j++) {
+                e[k].v[j] = (e[k].v[j] - mean) * rstd;
+                if (gamma.p) e[k].v[j] *= g.v[j];
+                if (beta.p) e[k].v[j] += b.v[j];
+            }
+            hpmlg_row_put(y, row, cols, c, vec, e[k], false);
+        }
+    }
+}
+
+/* With g = dy gamma: dx (+)= rstd (g - mean(g) - xhat mean(g xhat)). Each block leaves its rows' share of dgamma and
+   dbeta in part (blocks, 2, cols): every thread sums its own columns, then the teams add up in order. */
+template <int TEAM, int G>
+static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_array dy, hpmlg_array gamma,
+                                         const float2 *saved, float *part, int64_t rows, int64_t cols, bool centred,
+                                         bool add, bool vec)
+{
+    __shared__ float space[HPMLG_WARP];
+    HPMLG_SHARED(float, sums); /* (2, cols) where a block has several teams */
+    const bool  many = cols > 8 * TEAM * G;
+    hpmlg_eight e[G], f[G], a[G], b[G];
+    if (part) part += (int64_t)blockIdx.x * 2 * cols;
+    HPMLG_UNROLL
+    for (int k = 0; k < G; k++)
+        for (int j = 0; j < 8; j++) a[k].v[j] = b[k].v[j] = 0;
+    if (many && part) HPMLG_EACH_EIGHT
+        for (int j = 0; j < 8 && c + j < cols; j++) part[c + j] = part[cols + c + j] = 0;
+    HPMLG_EACH_ROW {
+        float mean = saved[row].x, rstd = saved[row].y, sum = 0, dot = 0;
+        HPMLG_EACH_EIGHT {
+            e[k] = hpmlg_row_get(x, row, cols, c, vec, mean);
+            f[k] = hpmlg_row_get(dy, row, cols, c, vec, 0);
+            hpmlg_eight g;
+            if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, vec, 0);
+            for (int j = 0; j < 8; j++) {
+                float xhat = (e[k].v[j] - mean) * rstd, dg = f[k].v[j] * xhat;
+                if (many && part && c + j < cols) part[c + j] += dg, part[cols + c + j] += f[k].v[j];
+                a[k].v[j] += dg, b[k].v[j] += f[k].v[j];
+                if (gamma.p) f[k].v[j] *= g.v[j];
+                e[k].v[j] = xhat;
+                sum += f[k].v[j], dot += f[k].v[j] * xhat;
+            }
+        }
+        if (!dx.p) continue;
+        sum = centred ? hpmlg_team_sum<TEAM>(sum, space) / (float)cols : 0;
+        dot = hpmlg_team_sum<TEAM>(dot, space) / (float)cols;
+        HPMLG_EACH_EIGHT {
+            if (many) {
+                e[k] = hpmlg_row_get(x, row, cols, c, vec, 0), f[k] = hpmlg_row_get(dy, row, cols, c, vec, 0);
+                hpmlg_eight g;
+                if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, vec, 0);
+                for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean) * rstd, f[k].v[j] *= gamma.p ? g.v[j] : 1;
+            }
+            for (int j = 0; j < 8; j++) f[k].v[j] = rstd * (f[k].v[j] - sum - e[k].v[j] * dot);
+            hpmlg_row_put(dx, row, cols, c, vec, f[k], add);
+        }
+    }
+    if (!part || many) return;
+    const int teams = (int)blockDim.x / TEAM;
+    float    *to    = teams == 1 ? part : sums;
+    for (int team = 0; team < teams; team++) {
+        if ((int)threadIdx.x / TEAM == team) HPMLG_EACH_EIGHT
+            for (int j = 0; j < 8; j++)
+                if (c + j < cols) {
+                    to[c + j]        = (team ? to[c + j] : 0) + a[k].v[j];
+                    to[cols + c + j] = (team ? to[cols + c + j] : 0) + b[k].v[j];
+                }
+        __syncthreads();
+    }
+    for (int64_t i = threadIdx.x; i < 2 * cols && teams > 1; i += blockDim.x) part[i] = sums[i];
+}
+
+/* out[0] (cols) and out[1] (cols) (+)= the sums of the parts (parts, 2, cols): 32 columns a block, its warps deal the
+   parts out and add what they have in order. */
+static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const float *part, int parts, int64_t cols,
+                                           bool add_gamma, bool add_beta)
+{
+    __shared__ float space[8][HPMLG_WARP];
+    int     lane = (int)threadIdx.x % HPMLG_WARP, warp = (int)threadIdx.x / HPMLG_WARP;
+    int64_t c    = (int64_t)blockIdx.x * HPMLG_WARP + lane;
+    float   sum  = 0;
+    for (int p = warp; p < parts && c < 2 * cols; p += 8) sum += part[(int64_t)p * 2 * cols + c];
+    space[warp][lane] = sum;
+    __syncthreads();
+    float *out = c < cols ? dgamma : dbeta;
+    bool   add = c < cols ? add_gamma : add_beta;
+    if (warp != 0 || c >= 2 * cols || !out) return;
+    for (int w = 1; w < 8; w++) sum += space[w][lane];
+    c -= c < cols ? 0 : cols;
+    out[c] = (add ? out[c] : 0) + sum;
+}
+
+HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
+{
+    int64_t blocks = cols <= HPMLG_WARP_ROW ? (rows + 3) / 4 : rows;
+    return (int)(blocks < d->sms * 4 ? blocks : d->sms * 4);
+}
+
+HPMLG_FN hpmlg_array hpmlg_param_of(const hpml_node *n, int s)
+{
+    return hpmlg_of(n->src[s] ? n->src[s]->data : NULL, HPML_DTYPE_F32);
+}
+
+HPMLG_FN hpml_status hpmlg_norm_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d    = hpmlg_enter(run->ctx);
+    int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
+    return HPMLG_ROWS(d, hpmlg_k_norm, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out),
+                      hpmlg_value(n->src[0]), hpmlg_param_of(n, 1), hpmlg_param_of(n, 2), (float2 *)n->saved, rows,
+                      cols, n->attr.norm.eps, n->op == HPML_OP_LAYERNORM, hpmlg_rows_vec(n->out, n->src[0], cols));
+}
+
+HPMLG_FN hpml_status hpmlg_norm_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d      = hpmlg_enter(run->ctx);
+    int64_t       cols   = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
+    int           parts  = hpmlg_norm_parts(d, rows, cols);
+    float        *dgamma = n->src[1] ? n->src[1]->grad : NULL, *dbeta = n->src[2] ? n->src[2]->grad : NULL;
+    float        *part   = dgamma || dbeta ? (float *)n->scratch : NULL;
+    size_t        shared = cols <= HPMLG_WARP_ROW ? (size_t)(2 * cols) * sizeof(float) : 0;
+    hpml_status   status = HPMLG_ROWS(d, hpmlg_k_norm_back, (unsigned)parts, cols, shared, hpmlg_grad(n->src[0]),
+                                      hpmlg_value(n->src[0]), hpmlg_grad(n->out), hpmlg_param_of(n, 1),
+                                      (const float2 *)n->saved, part, rows, cols, n->op == HPML_OP_LAYERNORM,
+                                      n->accumulate[0], hpmlg_rows_vec(n->out, n->src[0], cols));
+    if (status != HPML_OK || !part) return status;
+    return HPMLG_RUN(d, hpmlg_k_norm_params, (unsigned)((2 * cols + HPMLG_WARP - 1) / HPMLG_WARP), 256, 0, dgamma,
+                     dbeta, part, parts, cols, n->accumulate[1], n->accumulate[2]);
+}
+
+#define hpmlg_layernorm_forward  hpmlg_norm_forward
+#define hpmlg_layernorm_backward hpmlg_norm_backward
+#define hpmlg_rmsnorm_forward    hpmlg_norm_forward
+#define hpmlg_rmsnorm_backward   hpmlg_norm_backward
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-batchnorm   batch normalization
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLG_MISSING(batchnorm_forward)
-HPMLG_MISSING(batchnorm_backward)
+/* Per channel, N = B P numbers, P = H W: y = gamma (x - mean) rstd + beta. First sums over pieces of a channel, one
+   block each, then one thread for a channel adds the pieces in order, then all elements are written. Means and squares
+   are kept as (count, mean, sum of squared distances to it) and joined so (Chan, Golub & LeVeque 1979), which loses
+   nothing where the mean is far from zero. A block takes one channel, or 32 channels side by side where P is 1. */
+
+#define HPMLG_BN_SPLITS 64
+
+typedef struct hpmlg_bn {
+    int64_t B, C, P, N, width; /* width: channels of a block */
+    int64_t splits, unit;      /* pieces of a channel; numbers taken at once: 8 where planes are whole eights */
+} hpmlg_bn;
+
+typedef struct hpmlg_moments { double n, mean, square; } hpmlg_moments;
+
+HPMLG_DEVICE hpmlg_moments hpmlg_moments_join(hpmlg_moments a, hpmlg_moments b)
+{
+    hpmlg_moments s;
+    double        apart = b.mean - a.mean;
+    s.n = a.n + b.n;
+    if (s.n == 0) return a;
+    s.mean   = a.mean + apart * (b.n / s.n);
+    s.square = a.square + b.square + apart * apart * (a.n * b.n / s.n);
+    return s;
+}
+
+HPMLG_DEVICE int64_t hpmlg_div(int64_t a, int64_t b) /* a, b >= 0 */
+{
+    return (a | b) >> 32 ? a / b : (int64_t)((unsigned)a / (unsigned)b);
+}
+
+/* Where unit u of channel c stands. */
+HPMLG_DEVICE int64_t hpmlg_bn_at(const hpmlg_bn *s, int64_t c, int64_t u)
+{
+    int64_t i = u * s->unit, image = hpmlg_div(i, s->P);
+    return (image * s->C + c) * s->P + (i - image * s->P);
+}
+
+/* Up to 8 numbers of a channel, for the unit u of this thread and those a block's step further on; how many. */
+HPMLG_DEVICE int hpmlg_bn_take(const hpmlg_bn *s, hpmlg_array x, int64_t c, int64_t u, int64_t to, hpmlg_eight *e)
+{
+    int count = 0;
+    if (s->unit == 8) {
+        *e = hpmlg_get8(x, hpmlg_bn_at(s, c, u) >> 3);
+        return 8;
+    }
+    for (int j = 0; j < 8; j++) {
+        int64_t v = u + j * (blockDim.x / s->width);
+        e->v[j]   = v < to ? hpmlg_get(x, hpmlg_bn_at(s, c, v)) : 0;
+        count += v < to;
+    }
+    return count;
+}
+
+/* This thread's channel, its first unit, the end of the block's piece and the step: set by every kernel below. */
+#define HPMLG_BN_PIECE(s)                                                                                              \
+    const int64_t c = (int64_t)blockIdx.x * s.width + threadIdx.x % s.width, units = s.N / s.unit;                     \
+    const int64_t to = c < s.C ? units * (blockIdx.y + 1) / s.splits : 0;                                              \
+    const int64_t first = units * blockIdx.y / s.splits + threadIdx.x / s.width;                                       \
+    const int64_t step = (int64_t)(blockDim.x / s.width) * (s.unit == 8 ? 1 : 8)
+
+static __global__ void hpmlg_k_bn_moments(hpmlg_moments *part, hpmlg_array x, hpmlg_bn s) // part (splits, C)
+{
+    __shared__ hpmlg_moments all[256];
+    HPMLG_BN_PIECE(s);
+    float n = 0, mean = 0, square = 0;
+    for (int64_t u = first; u < to; u += step) {
+        hpmlg_eight e;
+        int         count = hpmlg_bn_take(&s, x, c, u, to, &e);
+        float       m = (float)count, sum = 0, near = 0, apart;
+        for (int j = 0; j < 8; j++) sum += e.v[j];
+        sum /= m;
+        for (int j = 0; j < 8; j++) near += j < count ? (e.v[j] - sum) * (e.v[j] - sum) : 0;
+        apart = sum - mean;
+        mean += apart * (m / (n + m));
+        square += near + apart * apart * (n * m / (n + m));
+        n += m;
+    }
+    hpmlg_moments mine = { (double)n, (double)mean, (double)square };
+    all[threadIdx.x]   = mine;
+    for (int h = (int)blockDim.x / 2; h >= s.width; h /= 2) {
+        __syncthreads();
+        if ((int)threadIdx.x < h) all[threadIdx.x] = hpmlg_moments_join(all[threadIdx.x], all[threadIdx.x + h]);
+    }
+    if (threadIdx.x < s.width && c < s.C) part[blockIdx.y * s.C + c] = all[threadIdx.x];
+}
+
+/* Statistics of each channel: of the batch, which also move the running ones, or, part NULL, the running ones. */
+static __global__ void hpmlg_k_bn_statistics(float2 *saved, float *running_mean, float *running_var,
+                                             const hpmlg_moments *part, hpmlg_bn s, float eps, float momentum)
+{
+    int64_t       c   = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    hpmlg_moments all = { 0, 0, 0 };
+    if (c >= s.C) return;
+    if (!part) {
+        saved[c] = make_float2(running_mean[c], (float)(1 / sqrt((double)running_var[c] + (double)eps)));
+        return;
+    }
+    for (int64_t i = 0; i < s.splits; i++) all = hpmlg_moments_join(all, part[i * s.C + c]);
+    float mean = (float)all.mean, var = (float)(all.square / (all.n > 1 ? all.n - 1 : 1));
+    saved[c]        = make_float2(mean, (float)(1 / sqrt(all.square / all.n + (double)eps)));
+    running_mean[c] = (1 - momentum) * running_mean[c] + momentum * mean;
+    running_var[c]  = (1 - momentum) * running_var[c] + momentum * var;
+}
+
+/* Forward (dy.p NULL): y = a x + b, a = rstd gamma, b = beta - mean a, with a relu if wanted. Backward: dx (+)= a (dy -
+   s1 / N - xhat s2 / N), mean1 and mean2 the two quotients. Eights of the whole array; channels change within. */
+static __global__ void hpmlg_k_bn_apply(hpmlg_array out, hpmlg_array x, hpmlg_array dy, hpmlg_array y, hpmlg_bn s,
+                                        const float2 *saved, const float *gamma, const float *beta,
+                                        const float2 *means, bool relu, bool add, bool vec)
+{
+    int64_t n = s.B * s.C * s.P;
+    for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
+         i += 8 * (int64_t)gridDim.x * blockDim.x) {
+        int64_t     plane = hpmlg_div(i, s.P), r = i - plane * s.P, c = plane - hpmlg_div(plane, s.C) * s.C;
+        hpmlg_eight e = hpmlg_row_get(x, 0, n, i, vec, 0), f, z;
+        if (dy.p) f = hpmlg_row_get(dy, 0, n, i, vec, 0);
+        if (dy.p && relu) z = hpmlg_row_get(y, 0, n, i, vec, 0);
+        float a = 0, b = 0, one = 0, two = 0;
+        for (int j = 0; j < 8; j++, r++) {
+            if (r == s.P) r = 0, c = c + 1 == s.C ? 0 : c + 1;
+            if (j == 0 || r == 0) {
+                float mean = saved[c].x, rstd = saved[c].y;
+                a = rstd * (gamma ? gamma[c] : 1);
+                b = (beta ? beta[c] : 0) - mean * a;
+                if (dy.p) one = means[c].x - mean * rstd * means[c].y, two = rstd * means[c].y;
+            }
+            if (dy.p) e.v[j] = a * ((relu && !(z.v[j] > 0) ? 0 : f.v[j]) - one - e.v[j] * two);
+            else {
+                e.v[j] = a * e.v[j] + b;
+                if (relu) e.v[j] = e.v[j] > 0 || e.v[j] != e.v[j] ? e.v[j] : 0;
+            }
+        }
+        hpmlg_row_put(out, 0, n, i, vec, e, add);
+    }
+}
+
+/* s1 = sum dy, s2 = sum dy xhat of the pieces of each channel. part (splits, C) */
+static __global__ void hpmlg_k_bn_back_sums(double2 *part, hpmlg_array x, hpmlg_array dy, hpmlg_array y,
+                                            const float2 *saved, hpmlg_bn s, bool relu)
+{
+    __shared__ double all[2][256];
+    HPMLG_BN_PIECE(s);
+    float mean = c < s.C ? saved[c].x : 0, rstd = c < s.C ? saved[c].y : 0;
+    double s1 = 0, s2 = 0;
+    for (int64_t u = first; u < to; u += step) {
+        hpmlg_eight e, f, z;
+        float       sum = 0, dot = 0;
+        hpmlg_bn_take(&s, x, c, u, to, &e);
+        hpmlg_bn_take(&s, dy, c, u, to, &f);
+        if (relu) hpmlg_bn_take(&s, y, c, u, to, &z);
+        for (int j = 0; j < 8; j++) { /* what is not there is 0 in dy */
+            float v = relu && !(z.v[j] > 0) ? 0 : f.v[j];
+            sum += v, dot += v * ((e.v[j] - mean) * rstd);
+        }
+        s1 += (double)sum, s2 += (double)dot;
+    }
+    all[0][threadIdx.x] = s1, all[1][threadIdx.x] = s2;
+    for (int h = (int)blockDim.x / 2; h >= s.width; h /= 2) {
+        __syncthreads();
+        for (int k = 0; k < 2 && (int)threadIdx.x < h; k++) all[k][threadIdx.x] += all[k][threadIdx.x + h];
+    }
+    if (threadIdx.x < s.width && c < s.C) part[blockIdx.y * s.C + c] = make_double2(all[0][threadIdx.x],
+                                                                                    all[1][threadIdx.x]);
+}
+
+static __global__ void hpmlg_k_bn_back_params(float *dgamma, float *dbeta, float2 *means, const double2 *part,
+                                              hpmlg_bn s, bool train, bool add_gamma, bool add_beta)
+{
+    int64_t c  = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    double  s1 = 0, s2 = 0;
+    if (c >= s.C) return;
+    for (int64_t i = 0; i < s.splits; i++) s1 += part[i * s.C + c].x, s2 += part[i * s.C + c].y;
+    if (dgamma) dgamma[c] = (add_gamma ? dgamma[c] : 0) + (float)s2;
+    if (dbeta) dbeta[c] = (add_beta ? dbeta[c] : 0) + (float)s1;
+    means[c] = train ? make_float2((float)(s1 / (double)s.N), (float)(s2 / (double)s.N)) : make_float2(0, 0);
+}
+
+HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n)
+{
+    const int64_t *y = n->out->shape; /* dimensions that are not there are 1 */
+    hpmlg_bn       s = { y[0], y[1], y[2] * y[3], y[0] * y[2] * y[3], y[2] * y[3] == 1 ? 32 : 1, 1, 1 };
+    int64_t        blocks = (s.C + s.width - 1) / s.width, splits = (d->sms * 8 + blocks - 1) / blocks;
+    const hpml_tensor *x = n->src[0];
+    bool           on16 = hpmlg_on16(x->data) && hpmlg_on16(n->out->data) && hpmlg_on16(n->out->grad);
+    s.splits = splits < HPMLG_BN_SPLITS ? splits : HPMLG_BN_SPLITS;
+    s.unit   = s.P % 8 == 0 && on16 ? 8 : 1;
+    return s;
+}
+
+HPMLG_FN size_t hpmlg_bn_scratch(const hpmlg_device *d, const hpml_node *n)
+{
+    hpmlg_bn s = hpmlg_bn_of(d, n);
+    return (size_t)(s.C * s.splits) * sizeof(hpmlg_moments) + (size_t)s.C * sizeof(float2);
+}
+
+HPMLG_FN hpml_status hpmlg_batchnorm_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device  *d    = hpmlg_enter(run->ctx);
+    hpmlg_bn       s    = hpmlg_bn_of(d, n);
+    hpmlg_moments *part = run->train ? (hpmlg_moments *)n->scratch : NULL;
+    hpmlg_array    none = hpmlg_of(NULL, HPML_DTYPE_F32), gamma = hpmlg_param_of(n, 1), beta = hpmlg_param_of(n, 2);
+    hpml_status    status = HPML_OK;
+    dim3           grid((unsigned)((s.C + s.width - 1) / s.width), (unsigned)s.splits);
+    if (part) status = HPMLG_RUN(d, hpmlg_k_bn_moments, grid, 256, 0, part, hpmlg_value(n->src[0]), s);
+    if (status == HPML_OK)
+        status = HPMLG_RUN(d, hpmlg_k_bn_statistics, (unsigned)((s.C + 127) / 128), 128, 0, (float2 *)n->saved,
+                           n->src[3]->data, n->src[4]->data, part, s, n->attr.norm.eps, n->attr.norm.momentum);
+    if (status != HPML_OK) return status;
+    return HPMLG_RUN(d, hpmlg_k_bn_apply, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, hpmlg_value(n->out),
+                     hpmlg_value(n->src[0]), none, none, s, (const float2 *)n->saved, (const float *)gamma.p,
+                     (const float *)beta.p, (const float2 *)NULL, n->attr.norm.act == HPML_ACT_RELU, false,
+                     hpmlg_rows_vec(n->out, n->src[0], 8));
+}
+
+HPMLG_FN hpml_status hpmlg_batchnorm_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d     = hpmlg_enter(run->ctx);
+    hpmlg_bn      s     = hpmlg_bn_of(d, n);
+    double2      *part  = (double2 *)n->scratch;
+    float2       *means = (float2 *)((hpmlg_moments *)n->scratch + s.C * s.splits);
+    bool          relu  = n->attr.norm.act == HPML_ACT_RELU;
+    dim3          grid((unsigned)((s.C + s.width - 1) / s.width), (unsigned)s.splits);
+    hpml_status   status = HPMLG_RUN(d, hpmlg_k_bn_back_sums, grid, 256, 0, part, hpmlg_value(n->src[0]),
+                                     hpmlg_grad(n->out), hpmlg_value(n->out), (const float2 *)n->saved, s, relu);
+    if (status == HPML_OK)
+        status = HPMLG_RUN(d, hpmlg_k_bn_back_params, (unsigned)((s.C + 127) / 128), 128, 0,
+                           n->src[1] ? n->src[1]->grad : NULL, n->src[2] ? n->src[2]->grad : NULL, means,
+                           (const double2 *)part, s, run->train, n->accumulate[1], n->accumulate[2]);
+    if (status != HPML_OK || !n->src[0]->grad) return status;
+    return HPMLG_RUN(d, hpmlg_k_bn_apply, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, hpmlg_grad(n->src[0]),
+                     hpmlg_value(n->src[0]), hpmlg_grad(n->out), hpmlg_value(n->out), s, (const float2 *)n->saved,
+                     (const float *)hpmlg_param_of(n, 1).p, (const float *)NULL, (const float2 *)means, relu,
+                     n->accumulate[0], hpmlg_rows_vec(n->out, n->src[0], 8));
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-pool   max and average pooling
@@ -1753,10 +2287,213 @@ HPMLG_FN hpml_status hpmlg_pool_backward(const hpml_run *run, hpml_node *n) { re
 // >>gpu-random   Philox, dropout, embedding
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLG_MISSING(dropout_forward)
-HPMLG_MISSING(dropout_backward)
-HPMLG_MISSING(embedding_forward)
-HPMLG_MISSING(embedding_backward)
+/* Words 4 block to 4 block + 3 of a stream, as hpml_philox4x32 has them. */
+HPMLG_DEVICE uint4 hpmlg_philox(unsigned long long seed, unsigned long long stream, unsigned long long block)
+{
+    unsigned k0 = (unsigned)seed, k1 = (unsigned)(seed >> 32);
+    uint4    c = make_uint4((unsigned)block, (unsigned)(block >> 32), (unsigned)stream, (unsigned)(stream >> 32));
+    HPMLG_UNROLL
+    for (int round = 0; round < 10; round++) {
+        unsigned h0 = __umulhi(0xD2511F53u, c.x), l0 = 0xD2511F53u * c.x;
+        unsigned h1 = __umulhi(0xCD9E8D57u, c.z), l1 = 0xCD9E8D57u * c.z;
+        c = make_uint4(h1 ^ c.y ^ k0, l1, h0 ^ c.w ^ k1, l0);
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    return c;
+}
+
+/* Words first to first + 7 of a stream: two blocks, three where the first word is not the first of its block. */
+HPMLG_DEVICE void hpmlg_words8(unsigned w[8], unsigned long long seed, unsigned long long stream,
+                               unsigned long long first)
+{
+    uint4    a = hpmlg_philox(seed, stream, first / 4), b = hpmlg_philox(seed, stream, first / 4 + 1);
+    uint4    c = first % 4 ? hpmlg_philox(seed, stream, first / 4 + 2) : a;
+    unsigned all[12] = { a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w, c.x, c.y, c.z, c.w };
+    HPMLG_UNROLL
+    for (int j = 0; j < 10; j++) all[j] = first & 2 ? all[j + 2] : all[j];
+    HPMLG_UNROLL
+    for (int j = 0; j < 8; j++) w[j] = first & 1 ? all[j + 1] : all[j];
+}
+
+/* y (+)= x scale where the word of the element is `least` or more, else 0. Word i belongs to element i counted from the
+   first sample of the global batch; `each`: elements of a sample. scale 0: y (+)= x. */
+static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg_now *now, int index, unsigned least,
+                                       float scale, int64_t each, int64_t n, bool add, bool vec)
+{
+    unsigned long long stream = now->step << 24 ^ (unsigned long long)index ^ 0xdull << 60;
+    unsigned long long first = now->sample * (unsigned long long)each, seed = now->seed;
+    for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
+         i += 8 * (int64_t)gridDim.x * blockDim.x) {
+        hpmlg_eight e = hpmlg_row_get(x, 0, n, i, vec, 0);
+        if (scale != 0) {
+            unsigned w[8];
+            hpmlg_words8(w, seed, stream, first + (unsigned long long)i);
+            for (int j = 0; j < 8; j++) e.v[j] = w[j] >= least ? e.v[j] * scale : 0;
+        }
+        hpmlg_row_put(y, 0, n, i, vec, e, add);
+    }
+}
+
+HPMLG_FN hpml_status hpmlg_dropout_run(const hpml_run *run, const hpml_node *n, hpmlg_array y, hpmlg_array x, bool add)
+{
+    hpmlg_device *d      = hpmlg_enter(run->ctx);
+    float         p      = n->attr.dropout.p, scale = run->train && p > 0 ? 1 / (1 - p) : 0;
+    int64_t       count  = hpml_tensor_count(n->out), each = 0;
+    hpml_status   status = hpmlg_now_set(d, run);
+    if (n->out->batch_rows) each = count / (n->out->shape[0] / n->out->batch_rows);
+    if (status != HPML_OK || (scale == 0 && x.p == y.p && !add)) return status;
+    return HPMLG_RUN(d, hpmlg_k_dropout, hpmlg_blocks(d, count, 2048), 256, 0, y, x, (const hpmlg_now *)d->now,
+                     n->index, (unsigned)((double)p * 4294967296.0), scale, each, count, add,
+                     hpmlg_on16(x.p) && hpmlg_on16(y.p));
+}
+
+HPMLG_FN hpml_status hpmlg_dropout_forward(const hpml_run *run, hpml_node *n)
+{
+    return hpmlg_dropout_run(run, n, hpmlg_value(n->out), hpmlg_value(n->src[0]), false);
+}
+
+HPMLG_FN hpml_status hpmlg_dropout_backward(const hpml_run *run, hpml_node *n)
+{
+    if (!n->src[0]->grad) return HPML_OK;
+    return hpmlg_dropout_run(run, n, hpmlg_grad(n->src[0]), hpmlg_grad(n->out), n->accumulate[0]);
+}
+
+/* y[i] = table[token[i]], a warp for a row; a token out of range is noted, its row zeros. */
+static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, const int *token, int64_t count,
+                                         int64_t vocabulary, int64_t width, bool vec, hpmlg_note *note, int *taken,
+                                         const hpml_node *node)
+{
+    int     lane = (int)threadIdx.x % HPMLG_WARP;
+    int64_t step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
+    for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP; i < count; i += step) {
+        int  t  = token[i];
+        bool ok = t >= 0 && t < vocabulary;
+        if (!ok && lane == 0) hpmlg_complain(note, taken, HPMLG_BAD_TOKEN, i, t, node);
+        for (int64_t c = 8 * lane; c < width; c += 8 * HPMLG_WARP) {
+            hpmlg_eight e = hpmlg_row_get(table, ok ? t : 0, width, c, vec, 0);
+            for (int j = 0; j < 8 && !ok; j++) e.v[j] = 0;
+            hpmlg_row_put(y, i, width, c, vec, e, false);
+        }
+    }
+}
+
+/* The gradient of the table without float atomics: the positions of each token are brought together and sorted, then
+   every row of the table adds its own in order. Places come from integer atomics: which one a position gets first is
+   chance, but ranks among a token's positions put them in order. */
+typedef struct hpmlg_buckets {
+    int *count, *start, *used; /* (vocabulary): positions of a token, where they begin in `order`; (1) */
+    int *slot, *order;         /* (tokens): place of a position within its token, in any order; the positions */
+} hpmlg_buckets;
+
+HPMLG_FN hpmlg_buckets hpmlg_buckets_of(void *scratch, int64_t vocabulary, int64_t tokens)
+{
+    hpmlg_buckets b;
+    b.count = (int *)scratch, b.used = b.count + vocabulary, b.start = b.used + 1;
+    b.slot = b.start + vocabulary, b.order = b.slot + tokens;
+    return b;
+}
+
+static __global__ void hpmlg_k_bucket_count(hpmlg_buckets b, const int *token, int64_t count, int64_t vocabulary)
+{
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count && token[i] >= 0 && token[i] < vocabulary) b.slot[i] = atomicAdd(&b.count[token[i]], 1);
+}
+
+static __global__ void hpmlg_k_bucket_start(hpmlg_buckets b, int64_t vocabulary)
+{
+    int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int     lane = (int)threadIdx.x % HPMLG_WARP, own = t < vocabulary ? b.count[t] : 0, upto = own, base = 0;
+    for (int o = 1; o < HPMLG_WARP; o *= 2) {
+        int before = __shfl_up_sync(HPMLG_ALL, upto, o);
+        upto += lane >= o ? before : 0;
+    }
+    if (lane == HPMLG_WARP - 1 && upto > 0) base = atomicAdd(b.used, upto);
+    base = __shfl_sync(HPMLG_ALL, base, HPMLG_WARP - 1);
+    if (t < vocabulary) b.start[t] = base + upto - own;
+}
+
+static __global__ void hpmlg_k_bucket_fill(hpmlg_buckets b, const int *token, int64_t count, int64_t vocabulary)
+{
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count && token[i] >= 0 && token[i] < vocabulary) b.order[b.start[token[i]] + b.slot[i]] = (int)i;
+}
+
+/* Position i by its rank; the slots are done with and take the sorted positions. */
+static __global__ void hpmlg_k_bucket_sort(hpmlg_buckets b, const int *token, int64_t count, int64_t vocabulary)
+{
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= count || token[i] < 0 || token[i] >= vocabulary) return;
+    int start = b.start[token[i]], n = b.count[token[i]], rank = 0;
+    for (int j = 0; j < n; j++) rank += b.order[start + j] < (int)i;
+    b.slot[start + rank] = (int)i;
+}
+
+/* Row t of dw (+)= the sum of dy over the positions of token t: a warp for 256 columns of a row. */
+static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_buckets b, int64_t vocabulary,
+                                              int64_t width, bool add, bool vec)
+{
+    int64_t pieces = (width + 255) / 256, step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
+    int64_t first  = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP;
+    for (int64_t u = first; u < vocabulary * pieces; u += step) {
+        int64_t     t = hpmlg_div(u, pieces), c = (u - t * pieces) * 256 + 8 * (threadIdx.x % HPMLG_WARP);
+        int         n = b.count[t], k = 0;
+        const int  *at = b.slot + b.start[t];
+        hpmlg_eight sum, e[4];
+        if (n == 0 && add) continue;
+        for (int j = 0; j < 8; j++) sum.v[j] = 0;
+        for (; k + 4 <= n; k += 4) {
+            HPMLG_UNROLL
+            for (int q = 0; q < 4; q++) e[q] = hpmlg_row_get(dy, at[k + q], width, c, vec, 0);
+            HPMLG_UNROLL
+            for (int q = 0; q < 4; q++)
+                for (int j = 0; j < 8; j++) sum.v[j] += e[q].v[j];
+        }
+        for (; k < n; k++) {
+            e[0] = hpmlg_row_get(dy, at[k], width, c, vec, 0);
+            for (int j = 0; j < 8; j++) sum.v[j] += e[0].v[j];
+        }
+        hpmlg_row_put(dw, t, width, c, vec, sum, add);
+    }
+}
+
+HPMLG_FN bool hpmlg_embedding_vec(const hpml_node *n)
+{
+    return hpmlg_rows_vec(n->out, n->src[1], n->src[1]->shape[1]);
+}
+
+HPMLG_FN hpml_status hpmlg_embedding_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d     = hpmlg_enter(run->ctx);
+    int64_t       count = hpml_tensor_count(n->src[0]);
+    return HPMLG_RUN(d, hpmlg_k_embedding, hpmlg_blocks(d, count, 8), 256, 0, hpmlg_value(n->out),
+                     hpmlg_value(n->src[1]), (const int *)(const void *)n->src[0]->data, count, n->src[1]->shape[0],
+                     n->src[1]->shape[1], hpmlg_embedding_vec(n), d->note, d->note_taken, (const hpml_node *)n);
+}
+
+HPMLG_FN size_t hpmlg_embedding_scratch(const hpml_node *n)
+{
+    return (size_t)(2 * n->src[1]->shape[0] + 1 + 2 * hpml_tensor_count(n->src[0])) * sizeof(int);
+}
+
+HPMLG_FN hpml_status hpmlg_embedding_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d     = hpmlg_enter(run->ctx);
+    const int    *token = (const int *)(const void *)n->src[0]->data;
+    int64_t       count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
+    hpmlg_buckets b     = hpmlg_buckets_of(n->scratch, vocabulary, count);
+    unsigned      some  = (unsigned)((count + 255) / 256), rows = (unsigned)((vocabulary + 255) / 256);
+    if (!n->src[1]->grad) return HPML_OK;
+    hpml_status status = hpmlg_check(d, cudaMemsetAsync(b.count, 0, (size_t)(vocabulary + 1) * sizeof(int), d->stream),
+                                     "counting tokens");
+    if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_count, some, 256, 0, b, token, count, vocabulary);
+    if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_start, rows, 256, 0, b, vocabulary);
+    if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_fill, some, 256, 0, b, token, count, vocabulary);
+    if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_sort, some, 256, 0, b, token, count, vocabulary);
+    if (status != HPML_OK) return status;
+    return HPMLG_RUN(d, hpmlg_k_embedding_back, hpmlg_blocks(d, vocabulary * ((width + 255) / 256), 8), 256, 0,
+                     hpmlg_grad(n->src[1]), hpmlg_grad(n->out), b, vocabulary, width, n->accumulate[1],
+                     hpmlg_embedding_vec(n));
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-product   matrix products: our kernels
@@ -1984,28 +2721,580 @@ HPMLG_FN hpml_status hpmlg_term_backward(const hpml_run *run, hpml_node *n)
 // >>gpu-update   optimizers: one launch for all parameters
 // ---------------------------------------------------------------------------------------------------------------------
 
+/* The parameters of a model, some of a few numbers and some of millions, are cut into chunks; a block finds the
+   parameter of its chunk in a table that is uploaded for each step. LARS and LAMB need the norms of whole parameters:
+   every chunk leaves its sums of squares, and one block for a parameter adds them in order. */
+
+#define HPMLG_CHUNK ((int64_t)4096) /* two turns of a block */
+
+typedef struct hpmlg_step {
+    hpml_update u;
+    float       correction1, correction2; /* 1 - beta^step */
+    void       *half;                     /* (n) the copy of w in halves, NULL: none */
+    int64_t     chunk, chunks;            /* the first of its chunks, and how many */
+    bool        vec;
+} hpmlg_step;
+
+HPMLG_DEVICE const hpmlg_step *hpmlg_step_find(const hpmlg_step *steps, int count, int64_t chunk)
+{
+    int low = 0, high = count; /* the last whose first chunk is not beyond */
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (steps[middle].chunk <= chunk) low = middle;
+        else high = middle;
+    }
+    return &steps[low];
+}
+
+HPMLG_DEVICE float hpmlg_moment(float *state, float g, float beta) { return *state = fmaf(1 - beta, g, beta * *state); }
+
+/* The new w of one number, for LAMB its direction; hpml.h, vupdate, has the formulas. */
+HPMLG_DEVICE float hpmlg_step_one(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v)
+{
+    float step = 0;
+    bool  coupled = u->opt != HPML_OPT_ADAMW && u->opt != HPML_OPT_LAMB;
+    g *= u->grad_scale;
+    if (coupled) g = fmaf(u->weight_decay, w, g);
+    switch (u->opt) {
+    case HPML_OPT_SGD: case HPML_OPT_LARS:
+        step = g;
+        if (u->m) {
+            *m   = u->step == 1 ? g : fmaf(u->momentum, *m, g);
+            step = u->nesterov ? fmaf(u->momentum, *m, g) : *m;
+        }
+        break;
+    case HPML_OPT_ADAGRAD:
+        *v   = fmaf(g, g, *v);
+        step = g / (sqrtf(*v) + u->eps);
+        break;
+    case HPML_OPT_RMSPROP:
+        step = g / (sqrtf(hpmlg_moment(v, g * g, u->beta2)) + u->eps);
+        if (u->m) step = *m = fmaf(u->momentum, *m, step);
+        break;
+    default: /* ADAM, ADAMW, LAMB */
+        step = hpmlg_moment(m, g, u->beta1) / c1;
+        step /= sqrtf(hpmlg_moment(v, g * g, u->beta2) / c2) + u->eps;
+        if (u->opt == HPML_OPT_LAMB) return fmaf(u->weight_decay, w, step);
+        if (u->opt == HPML_OPT_ADAMW) w = fmaf(-(u->lr * u->weight_decay), w, w);
+    }
+    return fmaf(-u->lr, step, w);
+}
+
+/* What a kernel does with the chunks of the parameters that it is for. */
+enum hpmlg_update_pass {
+    HPMLG_UPDATE_NORMS, /* LARS: sums of squares of w and g */
+    HPMLG_UPDATE_STEP,  /* all: the step; LAMB writes its direction over g and leaves the sums of squares of both */
+    HPMLG_UPDATE_APPLY  /* LAMB: w -= lr direction, lr with the ratio in it */
+};
+
+static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_t chunks, double2 *part, int half_type,
+                                      int pass)
+{
+    __shared__ float space[HPMLG_WARP];
+    for (int64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+        const hpmlg_step *s = hpmlg_step_find(steps, count, chunk);
+        const hpml_update u = s->u;
+        const float       c1 = s->correction1, c2 = s->correction2;
+        const bool        vec = s->vec, lamb = u.opt == HPML_OPT_LAMB;
+        const bool        norms = pass == HPMLG_UPDATE_NORMS, apply = pass == HPMLG_UPDATE_APPLY;
+        if ((norms && u.opt != HPML_OPT_LARS) || (apply && !lamb)) continue;
+        hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { (void *)u.g, HPML_DTYPE_F32 }, m = { u.m, HPML_DTYPE_F32 };
+        hpmlg_array v = { u.v, HPML_DTYPE_F32 }, copy = { s->half, half_type };
+        int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
+        float       ww = 0, gg = 0;
+        for (int64_t i = from + 8 * threadIdx.x; i < to; i += 8 * blockDim.x) {
+            hpmlg_eight x = hpmlg_row_get(w, 0, u.n, i, vec, 0), d = hpmlg_row_get(g, 0, u.n, i, vec, 0), p, q;
+            for (int j = 0; j < 8; j++) p.v[j] = q.v[j] = 0;
+            if (u.m && pass == HPMLG_UPDATE_STEP) p = hpmlg_row_get(m, 0, u.n, i, vec, 0);
+            if (u.v && pass == HPMLG_UPDATE_STEP) q = hpmlg_row_get(v, 0, u.n, i, vec, 0);
+            for (int j = 0; j < 8; j++) {
+                float y = norms   ? d.v[j]
+                          : apply ? fmaf(-u.lr, d.v[j], x.v[j])
+                                  : hpmlg_step_one(&u, c1, c2, x.v[j], d.v[j], &p.v[j], &q.v[j]);
+                ww += x.v[j] * x.v[j], gg += y * y;
+                d.v[j] = y;
+            }
+            if (norms) continue;
+            if (u.m && !apply) hpmlg_row_put(m, 0, u.n, i, vec, p, false);
+            if (u.v && !apply) hpmlg_row_put(v, 0, u.n, i, vec, q, false);
+            hpmlg_row_put(lamb && !apply ? g : w, 0, u.n, i, vec, d, false);
+            if (copy.p && (apply || !lamb)) hpmlg_row_put(copy, 0, u.n, i, vec, d, false);
+        }
+        if (!norms && (!lamb || apply)) continue;
+        ww = hpmlg_block_sum(ww, space), gg = hpmlg_block_sum(gg, space);
+        if (threadIdx.x == 0) part[chunk] = make_double2((double)ww, (double)gg);
+    }
+}
+
+/* One block for a parameter: the layer's factor goes into its learning rate. LARS: trust |w| / (|g| + decay |w|), none
+   without decay; LAMB: |w| / |direction|. */
+static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *part, int opt)
+{
+    __shared__ double all[2][256];
+    hpmlg_step *s  = &steps[blockIdx.x];
+    double      ww = 0, gg = 0;
+    if ((int)s->u.opt != opt || s->chunks == 0) return;
+    part += s->chunk;
+    for (int64_t i = threadIdx.x; i < s->chunks; i += blockDim.x) ww += part[i].x, gg += part[i].y;
+    all[0][threadIdx.x] = ww, all[1][threadIdx.x] = gg;
+    for (int h = (int)blockDim.x / 2; h > 0; h /= 2) {
+        __syncthreads();
+        for (int k = 0; k < 2 && (int)threadIdx.x < h; k++) all[k][threadIdx.x] += all[k][threadIdx.x + h];
+    }
+    if (threadIdx.x != 0) return;
+    ww = sqrt(all[0][0]), gg = sqrt(all[1][0]);
+    if (opt == HPML_OPT_LARS) gg = gg * (double)s->u.grad_scale + (double)s->u.weight_decay * ww;
+    if (!(ww > 0 && gg > 0) || (opt == HPML_OPT_LARS && !(s->u.weight_decay > 0))) return;
+    s->u.lr *= (float)((opt == HPML_OPT_LARS ? (double)s->u.trust : 1) * ww / gg);
+}
+
+/* The half copy that w (n) is all or a piece of: the step writes it too. Others that w overlaps are old then. */
+HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
+{
+    for (int i = 0; i < d->weight_count; i++) {
+        hpmlg_weights *h = &d->weights[i];
+        if (w + n <= h->w || w >= h->w + h->n) continue;
+        if (w >= h->w && w + n <= h->w + h->n) {
+            h->fresh = h->fresh || n == h->n;
+            return (char *)h->half + (size_t)(w - h->w) * hpml_dtype_size(d->store);
+        }
+        h->fresh = false;
+    }
+    return NULL;
+}
+
+HPMLG_FN hpmlg_step hpmlg_step_of(hpmlg_device *d, const hpml_update *u, int64_t chunk)
+{
+    hpmlg_step s;
+    memset(&s, 0, sizeof s);
+    s.u           = *u;
+    s.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
+    s.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
+    s.half        = u->n > 0 ? hpmlg_update_half(d, u->w, u->n) : NULL;
+    s.chunk = chunk, s.chunks = (u->n + HPMLG_CHUNK - 1) / HPMLG_CHUNK;
+    s.vec = hpmlg_on16(u->w) && hpmlg_on16(u->g) && hpmlg_on16(u->m) && hpmlg_on16(u->v) && hpmlg_on16(s.half);
+    return s;
+}
+
+/* Room for the table and the parts on the device; grows with the first step of a larger model. */
+HPMLG_FN hpml_status hpmlg_update_room(hpmlg_device *d, size_t bytes)
+{
+    if (bytes <= d->updates_room) return HPML_OK;
+    hpml_status status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "waiting for the step before");
+    if (d->updates) cudaFree(d->updates);
+    d->updates = NULL, d->updates_room = 0;
+    if (status == HPML_OK) status = hpmlg_check(d, cudaMalloc(&d->updates, bytes), "the table of parameters");
+    if (status == HPML_OK) d->updates_room = bytes;
+    return status;
+}
+
 HPMLG_FN hpml_status hpmlg_update(void *device, hpml_ctx *ctx, const hpml_update *updates, int count)
 {
-    (void)device, (void)updates, (void)count;
-    return hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "update is missing");
+    hpmlg_device *d = hpmlg_enter(ctx);
+    hpmlg_step    some[32];
+    int64_t       chunks = 0;
+    bool          lars = false, lamb = false;
+    (void)device;
+    for (int i = 0; i < count; i++) {
+        chunks += (updates[i].n + HPMLG_CHUNK - 1) / HPMLG_CHUNK;
+        lars = lars || updates[i].opt == HPML_OPT_LARS, lamb = lamb || updates[i].opt == HPML_OPT_LAMB;
+    }
+    if (chunks == 0) return HPML_OK;
+    size_t      table  = ((size_t)count * sizeof(hpmlg_step) + 255) / 256 * 256;
+    hpml_status status = hpmlg_update_room(d, table + (lars || lamb ? (size_t)chunks * sizeof(double2) : 0));
+    hpmlg_step *steps  = (hpmlg_step *)d->updates;
+    double2    *part   = (double2 *)(void *)((char *)d->updates + table);
+    int64_t     chunk  = 0;
+    for (int i = 0; i < count && status == HPML_OK; i += 32) {
+        int n = count - i < 32 ? count - i : 32;
+        for (int j = 0; j < n; chunk += some[j].chunks, j++) some[j] = hpmlg_step_of(d, &updates[i + j], chunk);
+        status = hpmlg_upload(d, steps + i, some, (size_t)n * sizeof *some);
+    }
+    unsigned blocks = hpmlg_blocks(d, chunks, 1);
+    int      type   = (int)d->store;
+    if (status == HPML_OK && lars)
+        status = HPMLG_RUN(d, hpmlg_k_update, blocks, 256, 0, steps, count, chunks, part, type, HPMLG_UPDATE_NORMS);
+    if (status == HPML_OK && lars)
+        status = HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part, HPML_OPT_LARS);
+    if (status == HPML_OK)
+        status = HPMLG_RUN(d, hpmlg_k_update, blocks, 256, 0, steps, count, chunks, part, type, HPMLG_UPDATE_STEP);
+    if (status == HPML_OK && lamb)
+        status = HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part, HPML_OPT_LAMB);
+    if (status == HPML_OK && lamb)
+        status = HPMLG_RUN(d, hpmlg_k_update, blocks, 256, 0, steps, count, chunks, part, type, HPMLG_UPDATE_APPLY);
+    return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-codec   gradients packed on the device
 // ---------------------------------------------------------------------------------------------------------------------
 
+/* The bytes and residuals of hpml.h's codecs, bit for bit; sections api-codec and onebit there say what they are. The
+   sums of ONEBIT are taken as on the CPU: element i of a chunk of 1,024 goes to lane i % 16, lanes are joined by
+   halves, chunks in order in double. Half a warp does a chunk, a number in each lane's registers for every turn; rows
+   of up to 16 chunks are read once, longer ones leave the sums of their chunks in the workspace and are read again. A
+   row that holds a NaN or an infinity is marked while it is packed and wiped afterwards. */
+
+#define HPMLG_PACK_ROWS    ((int64_t)262136) /* rows at a time: their marks fit in the scratch memory; whole eights */
+#define HPMLG_ONEBIT_CHUNK 1024
+#define HPMLG_ONEBIT_LANES 16
+#define HPMLG_ONEBIT_TURNS (HPMLG_ONEBIT_CHUNK / HPMLG_ONEBIT_LANES)
+
+typedef struct hpmlg_pack { /* rows of one call */
+    unsigned char *packed;
+    float         *e;        /* (rows, cols), NULL: no feedback */
+    const float   *g;        /* (rows, cols) */
+    int64_t        rows, cols, row_size;
+    int           *bad;      /* (1 + rows): any, and each */
+    int            printed;
+    float          threshold;
+} hpmlg_pack;
+
+HPMLG_DEVICE void hpmlg_pack_mark(const hpmlg_pack *p, int64_t row) { p->bad[0] = p->bad[1 + row] = 1; }
+
+typedef struct hpmlg_chunk { /* one chunk, or row: [0] what is negative, [1] the rest */
+    float sum[2], least[2], most[2];
+    int   ones;
+} hpmlg_chunk;
+
+/* A chunk by half a warp: n numbers from g and e; v: this lane's, bits: words 2 lane and 2 lane + 1 of the chunk. */
+HPMLG_DEVICE hpmlg_chunk hpmlg_onebit_scan(float v[HPMLG_ONEBIT_TURNS], unsigned bits[2], const float *g,
+                                           const float *e, int n, int turns)
+{
+    int         lane = (int)threadIdx.x % 16, shift = (int)threadIdx.x & 16;
+    hpmlg_chunk s    = { { 0, 0 }, { INFINITY, INFINITY }, { -INFINITY, -INFINITY }, 0 };
+    bits[0] = bits[1] = 0;
+    HPMLG_UNROLL
+    for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++) v[j] = 16 * j + lane < n ? g[16 * j + lane] : 0;
+    HPMLG_UNROLL
+    for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
+        if (e && 16 * j + lane < n) v[j] += e[16 * j + lane];
+    HPMLG_UNROLL
+    for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++) {
+        if (j >= turns) break;
+        bool     in = 16 * j + lane < n, high = v[j] >= 0;
+        unsigned m  = __ballot_sync(HPMLG_ALL, in && high) >> shift & 0xffffu;
+        if (j / 4 == lane) bits[j / 2 % 2] |= m << 16 * (j % 2);
+        s.ones += __popc(m);
+        s.sum[0] += high ? 0 : v[j];
+        s.sum[1] += high ? v[j] : 0;
+        if (in && high) s.least[1] = fminf(s.least[1], v[j]), s.most[1] = fmaxf(s.most[1], v[j]);
+        if (in && !high) s.least[0] = fminf(s.least[0], v[j]), s.most[0] = fmaxf(s.most[0], v[j]);
+    }
+    for (int k = 0; k < 2; k++)
+        for (int o = 8; o > 0; o /= 2) {
+            s.sum[k] += __shfl_xor_sync(HPMLG_ALL, s.sum[k], o);
+            s.least[k] = fminf(s.least[k], __shfl_xor_sync(HPMLG_ALL, s.least[k], o));
+            s.most[k]  = fmaxf(s.most[k], __shfl_xor_sync(HPMLG_ALL, s.most[k], o));
+        }
+    return s;
+}
+
+/* Mean of a side, within its least and greatest element; 0 where it is empty. */
+HPMLG_DEVICE float hpmlg_onebit_level(double sum, int64_t count, float least, float most)
+{
+    float mean = count ? (float)(sum / (double)count) : 0;
+    if (count && mean < least) mean = least;
+    if (count && mean > most) mean = most;
+    return mean;
+}
+
+/* A row of words: low, high, bits. */
+HPMLG_DEVICE float *hpmlg_onebit_row(const hpmlg_pack *p, int64_t row)
+{
+    return (float *)(void *)(p->packed + row * p->row_size);
+}
+
+HPMLG_DEVICE void hpmlg_onebit_bits(const hpmlg_pack *p, int64_t row, int64_t chunk, const unsigned bits[2])
+{
+    unsigned *words = (unsigned *)hpmlg_onebit_row(p, row) + 2;
+    int64_t   at    = 32 * chunk + 2 * (threadIdx.x % 16), count = (p->cols + 31) / 32;
+    for (int k = 0; k < 2; k++)
+        if (at + k < count) words[at + k] = bits[k];
+}
+
+/* Rows of at most 16 chunks, 16 / chunks of them at a time in a block. */
+static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, int chunks)
+{
+    __shared__ hpmlg_chunk all[16];
+    int   team = (int)threadIdx.x / 16, lane = (int)threadIdx.x % 16, slots = 16 / chunks, slot = team / chunks;
+    int   chunk = team % chunks, turns = p.cols < HPMLG_ONEBIT_CHUNK ? (int)(p.cols + 15) / 16 : HPMLG_ONEBIT_TURNS;
+    float v[HPMLG_ONEBIT_TURNS];
+    for (int64_t first = (int64_t)blockIdx.x * slots; first < p.rows; first += (int64_t)gridDim.x * slots) {
+        int64_t      row = first + slot, at = row * p.cols + chunk * HPMLG_ONEBIT_CHUNK;
+        int64_t      left = slot < slots && row < p.rows ? p.cols - chunk * HPMLG_ONEBIT_CHUNK : 0;
+        int          n = (int)(left < HPMLG_ONEBIT_CHUNK ? left : HPMLG_ONEBIT_CHUNK);
+        unsigned     bits[2];
+        double       sum[2] = { 0, 0 };
+        int64_t      ones = 0;
+        hpmlg_chunk  s = hpmlg_onebit_scan(v, bits, p.g + at, p.e && n ? p.e + at : NULL, n, turns);
+        __syncthreads();
+        if (lane == 0) all[team] = s;
+        __syncthreads();
+        if (n == 0) continue;
+        for (int c = 0; c < chunks; c++) {
+            const hpmlg_chunk *o = &all[slot * chunks + c];
+            ones += o->ones;
+            for (int k = 0; k < 2; k++) {
+                sum[k] += (double)o->sum[k];
+                s.least[k] = fminf(s.least[k], o->least[k]), s.most[k] = fmaxf(s.most[k], o->most[k]);
+            }
+        }
+        float low  = hpmlg_onebit_level(sum[0], p.cols - ones, s.least[0], s.most[0]);
+        float high = hpmlg_onebit_level(sum[1], ones, s.least[1], s.most[1]);
+        if (lane == 0 && !(isfinite(sum[0]) && isfinite(sum[1]))) hpmlg_pack_mark(&p, row);
+        if (lane == 0 && chunk == 0) hpmlg_onebit_row(&p, row)[0] = low, hpmlg_onebit_row(&p, row)[1] = high;
+        hpmlg_onebit_bits(&p, row, chunk, bits);
+        if (!p.e) continue;
+        HPMLG_UNROLL
+        for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
+            if (16 * j + lane < n)
+                p.e[at + 16 * j + lane] = (p.printed ? p.g[at + 16 * j + lane] : v[j]) - (v[j] >= 0 ? high : low);
+    }
+}
+
+/* Long rows, first pass: e = v, bits, and the sums of every chunk. */
+static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit_chunks(hpmlg_pack p, int64_t chunks, hpmlg_chunk *sums)
+{
+    float   v[HPMLG_ONEBIT_TURNS];
+    int     lane = (int)threadIdx.x % 16, halves = (int)blockDim.x / 16;
+    int64_t count = p.rows * chunks;
+    for (int64_t first = (int64_t)blockIdx.x * halves; first < count; first += (int64_t)gridDim.x * halves) {
+        int64_t     unit = first + (int)threadIdx.x / 16, row = hpmlg_div(unit, chunks), chunk = unit - row * chunks;
+        int64_t     at = row * p.cols + chunk * HPMLG_ONEBIT_CHUNK;
+        int64_t     left = unit < count ? p.cols - chunk * HPMLG_ONEBIT_CHUNK : 0;
+        int         n = (int)(left < HPMLG_ONEBIT_CHUNK ? left : HPMLG_ONEBIT_CHUNK);
+        unsigned    bits[2];
+        hpmlg_chunk s = hpmlg_onebit_scan(v, bits, p.g + at, p.e && n ? p.e + at : NULL, n, HPMLG_ONEBIT_TURNS);
+        if (n == 0) continue;
+        if (lane == 0) sums[unit] = s;
+        hpmlg_onebit_bits(&p, row, chunk, bits);
+        HPMLG_UNROLL
+        for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
+            if (p.e && 16 * j + lane < n) p.e[at + 16 * j + lane] = v[j];
+    }
+}
+
+/* Second pass: the levels, a warp for a row; lanes fetch the sums, all add them in order. */
+static __global__ void hpmlg_k_onebit_levels(hpmlg_pack p, int64_t chunks, const hpmlg_chunk *sums)
+{
+    int     lane = (int)threadIdx.x % HPMLG_WARP;
+    int64_t step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
+    for (int64_t row = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP; row < p.rows; row += step) {
+        double  sum[2] = { 0, 0 };
+        float   least[2] = { INFINITY, INFINITY }, most[2] = { -INFINITY, -INFINITY };
+        int64_t ones = 0;
+        for (int64_t c = 0; c < chunks; c += HPMLG_WARP) {
+            hpmlg_chunk s = { { 0, 0 }, { INFINITY, INFINITY }, { -INFINITY, -INFINITY }, 0 };
+            if (c + lane < chunks) s = sums[row * chunks + c + lane];
+            for (int i = 0; i < HPMLG_WARP; i++) {
+                ones += __shfl_sync(HPMLG_ALL, s.ones, i);
+                for (int k = 0; k < 2; k++) sum[k] += (double)__shfl_sync(HPMLG_ALL, s.sum[k], i);
+            }
+            for (int k = 0; k < 2; k++) least[k] = fminf(least[k], s.least[k]), most[k] = fmaxf(most[k], s.most[k]);
+        }
+        for (int k = 0; k < 2; k++)
+            least[k] = -hpmlg_warp_max(-least[k]), most[k] = hpmlg_warp_max(most[k]);
+        if (lane == 0 && !(isfinite(sum[0]) && isfinite(sum[1]))) hpmlg_pack_mark(&p, row);
+        if (lane < 2)
+            hpmlg_onebit_row(&p, row)[lane] = lane == 0
+                ? hpmlg_onebit_level(sum[0], p.cols - ones, least[0], most[0])
+                : hpmlg_onebit_level(sum[1], ones, least[1], most[1]);
+    }
+}
+
+/* Third pass: e = v - level. */
+static __global__ void hpmlg_k_onebit_carry(hpmlg_pack p)
+{
+    int64_t n = p.rows * p.cols, step = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+        const float *level = hpmlg_onebit_row(&p, hpmlg_div(i, p.cols));
+        float        v     = p.e[i];
+        p.e[i] = (p.printed ? p.g[i] : v) - level[v >= 0 ? 1 : 0];
+    }
+}
+
+/* The bits of x at the even places. */
+HPMLG_DEVICE unsigned hpmlg_spread(unsigned x)
+{
+    x = (x | x << 8) & 0x00ff00ffu;
+    x = (x | x << 4) & 0x0f0f0f0fu;
+    x = (x | x << 2) & 0x33333333u;
+    return (x | x << 1) & 0x55555555u;
+}
+
+/* A warp for 512 elements of a row, 32 a turn: two ballots are two words. */
+static __global__ void hpmlg_k_twobit(hpmlg_pack p)
+{
+    int     lane = (int)threadIdx.x % HPMLG_WARP;
+    int64_t pieces = (p.cols + 511) / 512, step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
+    for (int64_t u = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP; u < p.rows * pieces; u += step) {
+        int64_t   row = hpmlg_div(u, pieces), i = (u - row * pieces) * 512 + lane, end = i - lane + 512;
+        unsigned *words = (unsigned *)hpmlg_onebit_row(&p, row);
+        bool      bad = false;
+        HPMLG_UNROLL
+        for (int k = 0; k < 16; k++, i += 32) {
+            if (end - 512 + 32 * k >= p.cols) break;
+            bool     in = i < p.cols;
+            float    g = in ? p.g[row * p.cols + i] : 0, v = in && p.e ? g + p.e[row * p.cols + i] : g;
+            bool     up = in && v >= p.threshold, down = in && v <= -p.threshold;
+            unsigned low = __ballot_sync(HPMLG_ALL, up), high = __ballot_sync(HPMLG_ALL, up || down);
+            int64_t  word = (i - lane) / 16 + lane;
+            if (lane < 2 && word < (p.cols + 15) / 16)
+                words[word] = hpmlg_spread(low >> 16 * lane & 0xffffu) | hpmlg_spread(high >> 16 * lane & 0xffffu) << 1;
+            bad = bad || !isfinite(v);
+            if (in && p.e)
+                p.e[row * p.cols + i] = (p.printed ? g : v) - (up ? p.threshold : down ? -p.threshold : 0);
+        }
+        if (bad) hpmlg_pack_mark(&p, row);
+    }
+}
+
+static __global__ void hpmlg_k_bf16(hpmlg_pack p, bool vec)
+{
+    hpmlg_array out = { p.packed, HPML_DTYPE_BF16 }, e = { p.e, HPML_DTYPE_F32 }, g = { (void *)p.g, HPML_DTYPE_F32 };
+    int64_t     n = p.rows * p.cols, step = 8 * (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n; i += step) {
+        hpmlg_eight x = hpmlg_row_get(g, 0, n, i, vec, 0), v = x, lost;
+        if (p.e) {
+            lost = hpmlg_row_get(e, 0, n, i, vec, 0);
+            for (int j = 0; j < 8; j++) v.v[j] += lost.v[j];
+        }
+        hpmlg_row_put(out, 0, n, i, vec, v, false);
+        for (int j = 0; j < 8; j++) {
+            float sent = __bfloat162float(__float2bfloat16_rn(v.v[j]));
+            if (!isfinite(sent) && i + j < n) hpmlg_pack_mark(&p, hpmlg_div(i + j, p.cols));
+            lost.v[j] = (p.printed ? x.v[j] : v.v[j]) - sent;
+        }
+        if (p.e) hpmlg_row_put(e, 0, n, i, vec, lost, false);
+    }
+}
+
+/* Marked rows are packed as zeros and carry nothing: a block a row. */
+static __global__ void hpmlg_k_pack_wipe(hpmlg_pack p)
+{
+    for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+        if (!p.bad[1 + row]) continue;
+        for (int64_t i = threadIdx.x; i < p.row_size; i += blockDim.x) p.packed[row * p.row_size + i] = 0;
+        for (int64_t i = threadIdx.x; p.e && i < p.cols; i += blockDim.x) p.e[row * p.cols + i] = 0;
+    }
+}
+
+/* Which of hpml.h's codecs a tensor gets; one of the user's own has no kernels. */
+HPMLG_FN hpml_status hpmlg_pack_kind(hpml_ctx *ctx, const hpml_packing *p, int *kind)
+{
+    for (*kind = HPML_CODEC_NONE; *kind <= HPML_CODEC_TWOBIT; ++*kind)
+        if (p->codec == hpml_codec_get((hpml_codec_kind)*kind)) return HPML_OK;
+    return hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "cuda: codec \"%s\" is custom and runs on the CPU only; take one "
+                         "of hpml_codec_kind, or a context without this backend", p->codec->name ? p->codec->name : "");
+}
+
+HPMLG_FN hpml_status hpmlg_onebit_encode(hpmlg_device *d, hpmlg_pack p)
+{
+    int64_t     chunks = (p.cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK, rows = p.rows, most;
+    hpml_status status = HPML_OK;
+    if (chunks <= 16)
+        return HPMLG_RUN(d, hpmlg_k_onebit, hpmlg_blocks(d, rows, 16 / chunks), 256, 0, p, (int)chunks);
+    most = (int64_t)(d->d.workspace / sizeof(hpmlg_chunk)) / chunks;
+    if (most == 0)
+        return hpml_ctx_fail(d->ctx, HPML_ERR_MEMORY, "cuda: 1-bit rows of %lld columns need %lld bytes of "
+                             "hpml_cuda_desc.workspace", (long long)p.cols, (long long)(chunks * 28));
+    for (int64_t row = 0; row < rows && status == HPML_OK; row += most) {
+        hpmlg_chunk *sums = (hpmlg_chunk *)d->workspace;
+        p.rows = rows - row < most ? rows - row : most;
+        status = HPMLG_RUN(d, hpmlg_k_onebit_chunks, hpmlg_blocks(d, p.rows * chunks, 16), 256, 0, p, chunks, sums);
+        if (status == HPML_OK)
+            status = HPMLG_RUN(d, hpmlg_k_onebit_levels, hpmlg_blocks(d, p.rows, 8), 256, 0, p, chunks, sums);
+        if (status == HPML_OK && p.e)
+            status = HPMLG_RUN(d, hpmlg_k_onebit_carry, hpmlg_blocks(d, p.rows * p.cols, 2048), 256, 0, p);
+        p.packed += p.rows * p.row_size, p.g += p.rows * p.cols, p.e += p.e ? p.rows * p.cols : 0, p.bad += p.rows;
+    }
+    return status;
+}
+
+/* Up to HPMLG_PACK_ROWS rows of a lossy codec. */
+HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p)
+{
+    int64_t     pieces = p.rows * ((p.cols + 511) / 512);
+    bool        vec = hpmlg_on16(p.packed) && hpmlg_on16(p.e) && hpmlg_on16(p.g);
+    cudaError_t e = cudaMemsetAsync(p.bad + 1, 0, (size_t)p.rows * sizeof(int), d->stream);
+    hpml_status status = hpmlg_check(d, e, "marks");
+    if (status == HPML_OK && kind == HPML_CODEC_ONEBIT) status = hpmlg_onebit_encode(d, p);
+    if (status == HPML_OK && kind == HPML_CODEC_TWOBIT)
+        status = HPMLG_RUN(d, hpmlg_k_twobit, hpmlg_blocks(d, pieces, 8), 256, 0, p);
+    if (status == HPML_OK && kind == HPML_CODEC_BF16)
+        status = HPMLG_RUN(d, hpmlg_k_bf16, hpmlg_blocks(d, p.rows * p.cols, 2048), 256, 0, p, vec);
+    return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_pack_wipe, hpmlg_blocks(d, p.rows, 1), 256, 0, p) : status;
+}
+
 HPMLG_FN hpml_status hpmlg_encode(void *device, hpml_ctx *ctx, const hpml_packing *p, void *packed, float *residual,
                                   const float *grad, int64_t rows)
 {
-    (void)device, (void)p, (void)packed, (void)residual, (void)grad, (void)rows;
-    return hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "encode is missing");
+    hpmlg_device *d = hpmlg_enter(ctx);
+    int           kind, any = 0, *bad = (int *)d->scratch;
+    hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
+    (void)device;
+    if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
+    if (kind == HPML_CODEC_NONE)
+        return hpmlg_check(d, cudaMemcpyAsync(packed, grad, (size_t)rows * p->row_size, cudaMemcpyDeviceToDevice,
+                                              d->stream), "packing");
+    status = hpmlg_check(d, cudaMemsetAsync(bad, 0, sizeof *bad, d->stream), "marks");
+    for (int64_t row = 0; row < rows && status == HPML_OK; row += HPMLG_PACK_ROWS) {
+        hpmlg_pack some = { (unsigned char *)packed + (size_t)row * p->row_size, NULL, grad + row * p->cols,
+                            rows - row < HPMLG_PACK_ROWS ? rows - row : HPMLG_PACK_ROWS, p->cols, (int64_t)p->row_size,
+                            bad, p->desc.printed_residual, p->desc.threshold > 0 ? p->desc.threshold : 0.5f };
+        if (residual && p->residual_count) some.e = residual + row * p->cols;
+        status = hpmlg_pack_some(d, kind, some);
+    }
+    if (status == HPML_OK) status = hpmlg_read(d, &any, bad, sizeof any);
+    return status == HPML_OK && any ? HPML_ERR_NONFINITE : status;
+}
+
+/* NONE and BF16: out = or += the packed array. */
+static __global__ void hpmlg_k_unpack(float *out, hpmlg_array packed, int64_t n, bool add, bool vec)
+{
+    hpmlg_array y = { out, HPML_DTYPE_F32 };
+    for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
+         i += 8 * (int64_t)gridDim.x * blockDim.x)
+        hpmlg_row_put(y, 0, n, i, vec, hpmlg_row_get(packed, 0, n, i, vec, 0), add);
+}
+
+/* ONEBIT and, two, TWOBIT: a warp for 512 elements of a row, a number in each lane, 32 a turn. */
+static __global__ void hpmlg_k_unpack_bits(hpmlg_pack p, float *out, bool two, bool add)
+{
+    int     lane = (int)threadIdx.x % HPMLG_WARP;
+    int64_t pieces = (p.cols + 511) / 512, step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
+    for (int64_t u = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP; u < p.rows * pieces; u += step) {
+        int64_t         row = hpmlg_div(u, pieces), i = (u - row * pieces) * 512 + lane;
+        const float    *level = hpmlg_onebit_row(&p, row);
+        const unsigned *words = (const unsigned *)level + (two ? 0 : 2);
+        float           low = two ? -p.threshold : level[0], high = two ? p.threshold : level[1];
+        HPMLG_UNROLL
+        for (int k = 0; k < 16; k++, i += 32) {
+            if (i >= p.cols) continue;
+            unsigned code = two ? words[i / 16] >> 2 * (i % 16) & 3 : 2 + (words[i / 32] >> lane & 1);
+            float    x    = code < 2 ? 0 : code == 3 ? high : low, *y = out + row * p.cols + i;
+            *y = add ? *y + x : x;
+        }
+    }
 }
 
 HPMLG_FN hpml_status hpmlg_decode(void *device, hpml_ctx *ctx, const hpml_packing *p, float *out, const void *packed,
                                   int64_t rows, bool add)
 {
-    (void)device, (void)p, (void)out, (void)packed, (void)rows, (void)add;
-    return hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "decode is missing");
+    hpmlg_device *d = hpmlg_enter(ctx);
+    int           kind;
+    hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
+    hpmlg_pack    all    = { (unsigned char *)packed, NULL, NULL, rows, p->cols, (int64_t)p->row_size, NULL, 0,
+                             p->desc.threshold > 0 ? p->desc.threshold : 0.5f };
+    (void)device;
+    if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
+    if (kind == HPML_CODEC_NONE || kind == HPML_CODEC_BF16)
+        return HPMLG_RUN(d, hpmlg_k_unpack, hpmlg_blocks(d, rows * p->cols, 2048), 256, 0, out,
+                         hpmlg_of(all.packed, kind == HPML_CODEC_BF16 ? HPML_DTYPE_BF16 : HPML_DTYPE_F32),
+                         rows * p->cols, add, hpmlg_on16(out) && hpmlg_on16(packed));
+    return HPMLG_RUN(d, hpmlg_k_unpack_bits, hpmlg_blocks(d, rows * ((p->cols + 511) / 512), 8), 256, 0, all, out,
+                     kind == HPML_CODEC_TWOBIT, add);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2015,8 +3304,15 @@ HPMLG_FN hpml_status hpmlg_decode(void *device, hpml_ctx *ctx, const hpml_packin
 /* What the passes of a node want kept and as working space here; the CPU's wishes stand when nothing is set. */
 HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
 {
-    (void)device;
+    const hpmlg_device *d    = (const hpmlg_device *)device;
+    int64_t             cols = hpmlg_last_dim(n->out);
     switch (n->op) {
+    case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM:
+        n->scratch_bytes = (size_t)hpmlg_norm_parts(d, hpml_tensor_count(n->out) / cols, cols) * (size_t)(2 * cols) *
+                           sizeof(float);
+        break;
+    case HPML_OP_BATCHNORM: n->scratch_bytes = hpmlg_bn_scratch(d, n); break;
+    case HPML_OP_EMBEDDING: n->scratch_bytes = hpmlg_embedding_scratch(n); break;
     default: break;
     }
 }

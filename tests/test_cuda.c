@@ -144,3 +144,392 @@ TEST(recorded_passes)
         drop(&gpu);
     }
 }
+
+/* One op by itself: recorded, run forward as a graph and backward by hand with a given dy. `halves`: its input is what
+   dropout of 0 leaves in the device's storage type. */
+typedef struct one_op {
+    const char *name;
+    hpml_tensor *(*record)(hpml_tensor *x);
+    bool eval, accumulate, no_dx, halves;
+    float shift;
+} one_op;
+
+#define ONE(name, e) static hpml_tensor *one_##name(hpml_tensor *x) { return e; }
+ONE(softmax, hpml_softmax(x))
+ONE(log_softmax, hpml_log_softmax(x))
+ONE(layernorm, hpml_layernorm(x, NULL))
+ONE(layernorm_plain, hpml_layernorm(x, &(hpml_norm_desc){ .no_affine = true }))
+ONE(rmsnorm, hpml_rmsnorm(x, NULL))
+ONE(batchnorm, hpml_batchnorm(x, NULL))
+ONE(batchnorm_relu, hpml_batchnorm(x, &(hpml_norm_desc){ .activation = HPML_ACT_RELU, .momentum = 0.3f }))
+ONE(dropout, hpml_dropout(x, 0.3f))
+
+static float *numbers(uint64_t seed, int64_t n, float shift)
+{
+    hpml_rng r = { .seed = seed };
+    float   *x = (float *)malloc((size_t)n * sizeof(float));
+    hpml_rng_fill_normal(&r, x, n);
+    for (int64_t i = 0; i < n; i++) x[i] += shift;
+    return x;
+}
+
+/* Memory of the device with n numbers in it, stored as dtype. */
+static void *place(hpml_ctx *ctx, hpml_dtype dtype, const float *x, int64_t n)
+{
+    const hpml_backend *b = hpml_ctx_backend(ctx);
+    size_t bytes = (size_t)n * hpml_dtype_size(dtype);
+    void  *p = b->alloc(hpml_ctx_device(ctx), bytes), *raw = malloc(bytes);
+    hpml_convert(ctx, dtype, raw, HPML_DTYPE_F32, x, n);
+    b->write(hpml_ctx_device(ctx), p, raw, bytes);
+    free(raw);
+    return p;
+}
+
+static void give_back(hpml_ctx *ctx, void *p, int64_t n, hpml_dtype dtype)
+{
+    if (p) hpml_ctx_backend(ctx)->free(hpml_ctx_device(ctx), p, (size_t)n * hpml_dtype_size(dtype));
+}
+
+static void grad_place(hpml_tensor *t, uint64_t seed)
+{
+    int64_t n = hpml_tensor_count(t);
+    float  *x = numbers(seed, n, 0);
+    t->grad   = (float *)place(t->ctx, t->dtype, x, n);
+    free(x);
+}
+
+static void grad_keep(results *r, hpml_tensor *t)
+{
+    if (!t || !t->grad) return;
+    if (r) keep(r, t->ctx, t->name, t->grad, t->dtype, hpml_tensor_count(t));
+    give_back(t->ctx, t->grad, hpml_tensor_count(t), t->dtype);
+    t->grad = NULL;
+}
+
+/* y = op(x): the pass forward on v, and the pass backward of its node on numbers of seed 2. */
+static void run_node(hpml_tensor *x, hpml_tensor *y, const void *v, const one_op *o, results *r)
+{
+    hpml_ctx   *ctx = x->ctx;
+    hpml_graph *g   = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+    hpml_run    run = { .ctx = ctx, .train = !o->eval, .step = 5, .loss_scale = 1 };
+    if (!g || hpml_graph_alloc(g) != HPML_OK || hpml_tensor_set(x, v, hpml_tensor_count(x)) != HPML_OK) return;
+    if (hpml_graph_forward(g, !o->eval, 5) != HPML_OK) return;
+    keep(r, ctx, "y", y->data, y->dtype, hpml_tensor_count(y));
+    grad_place(y, 2);
+    for (int s = 0; s < y->node->src_count; s++) {
+        hpml_tensor *t = y->node->src[s];
+        if (!t || t->dtype == HPML_DTYPE_I32 || (s == 0 && o->no_dx)) continue;
+        if (t->param && t->param->buffer) keep(r, ctx, t->name, t->data, t->dtype, hpml_tensor_count(t));
+        else grad_place(t, 3 + (uint64_t)s);
+        y->node->accumulate[s] = o->accumulate;
+    }
+    hpml_ctx_backend(ctx)->ops[y->node->op].backward(&run, y->node);
+    for (int s = 0; s < y->node->src_count; s++) grad_keep(r, y->node->src[s]);
+    grad_keep(NULL, y);
+}
+
+static void one_case(const one_op *o, const int64_t shape[4], hpml_cuda_precision precision, double tolerance)
+{
+    results r[2];
+    char    what[128];
+    for (int gpu = 0; gpu < 2; gpu++) {
+        hpml_ctx    *ctx = context(gpu == 1, precision);
+        int          ndim = shape[2] ? 4 : 2;
+        hpml_tensor *x = hpml_input(ctx, HPML_DTYPE_F32, ndim, shape), *y;
+        float       *v = numbers(1, hpml_tensor_count(x), o->shift);
+        memset(&r[gpu], 0, sizeof r[gpu]);
+        y = o->record(o->halves ? hpml_dropout(x, 0) : x);
+        for (int p = 0; p < hpml_param_count(ctx); p++) /* gamma 1 and beta 0 would hide a mistake */
+            if (!hpml_param_at(ctx, p)->param->buffer) hpml_param_at(ctx, p)->param->init = HPML_INIT_NORMAL,
+                                                       hpml_param_at(ctx, p)->param->init_scale = 1;
+        if (y) run_node(x, y, v, o, &r[gpu]);
+        if (hpml_ctx_status(ctx) != HPML_OK) printf("    %s: %s\n", o->name, hpml_ctx_error(ctx)), test_failed = 1;
+        hpml_ctx_free(ctx);
+        free(v);
+    }
+    snprintf(what, sizeof what, "%s of %dx%dx%dx%d", o->name, (int)shape[0], (int)shape[1], (int)shape[2],
+             (int)shape[3]);
+    if (r[0].count != r[1].count) printf("    %s: not all there\n", what), test_failed = 1;
+    else compare(what, &r[1], &r[0], tolerance);
+    drop(&r[0]);
+    drop(&r[1]);
+}
+
+#define EACH(list, i) for (size_t i = 0; i < sizeof list / sizeof list[0]; i++)
+
+TEST(rows_of_every_length)
+{
+    static const one_op ops[] = {
+        { "softmax", one_softmax, .accumulate = true },
+        { "log_softmax", one_log_softmax },
+        { "layernorm", one_layernorm, .accumulate = true, .shift = 3 },
+        { "layernorm without parameters", one_layernorm_plain },
+        { "layernorm for its parameters", one_layernorm, .no_dx = true },
+        { "rmsnorm", one_rmsnorm, .shift = 1 },
+    };
+    static const int64_t shapes[][4] = { { 5, 3 }, { 3, 1, 5, 24 }, { 9, 257 }, { 6, 1000 }, { 2, 1027 }, { 3, 1600 },
+                                         { 2, 2056 }, { 2, 8200 }, { 2, 9001 }, { 1, 8 } };
+    if (no_device()) SKIP("no CUDA device");
+    EACH(ops, i) EACH(shapes, k) one_case(&ops[i], shapes[k], HPML_CUDA_F32, 2e-5);
+    one_case(&ops[2], (const int64_t[4]){ 2300, 9 }, HPML_CUDA_F32, 2e-5); /* more rows than teams */
+    one_case(&ops[2], (const int64_t[4]){ 530, 1032 }, HPML_CUDA_F32, 2e-5);
+}
+
+TEST(channels_of_every_size)
+{
+    static const one_op ops[] = {
+        { "batchnorm", one_batchnorm, .shift = 30 },
+        { "batchnorm, accumulating", one_batchnorm_relu, .accumulate = true },
+        { "batchnorm in evaluation", one_batchnorm_relu, .eval = true },
+        { "batchnorm for its parameters", one_batchnorm, .no_dx = true },
+    };
+    static const int64_t shapes[][4] = { { 70, 37 }, { 3, 5, 3, 3 }, { 4, 3, 4, 6 }, { 2, 2, 33, 17 }, { 1, 3, 40, 50 },
+                                         { 7, 1, 1, 1 }, { 300, 8 }, { 5, 1100, 2, 2 } };
+    if (no_device()) SKIP("no CUDA device");
+    EACH(ops, i) EACH(shapes, k) one_case(&ops[i], shapes[k], HPML_CUDA_F32, 2e-5);
+}
+
+/* The input of these nodes and all they write are halves. */
+TEST(rows_and_channels_in_halves)
+{
+    static const one_op ops[] = {
+        { "softmax", one_softmax, .halves = true },
+        { "layernorm", one_layernorm, .accumulate = true, .halves = true },
+        { "batchnorm", one_batchnorm, .halves = true },
+        { "dropout", one_dropout, .accumulate = true, .halves = true },
+    };
+    static const int64_t shapes[][4] = { { 5, 3, 3, 7 }, { 3, 4, 5, 264 } };
+    if (no_device()) SKIP("no CUDA device");
+    EACH(ops, i) EACH(shapes, k) one_case(&ops[i], shapes[k], HPML_CUDA_F16, 3e-3);
+    EACH(ops, i) EACH(shapes, k) one_case(&ops[i], shapes[k], HPML_CUDA_BF16, 2e-2);
+}
+
+/* Ones come out as zeros where the word of their place is below p 2^32. */
+TEST(masks_are_the_words_of_the_stream)
+{
+    static const float chances[] = { 0.1f, 0.5f, 0.93f };
+    if (no_device()) SKIP("no CUDA device");
+    EACH(chances, k) for (uint64_t step = 0; step < 3; step++) {
+        hpml_ctx    *ctx = context(true, HPML_CUDA_F32);
+        hpml_tensor *x = hpml_input_2d(ctx, 7, 93), *y = hpml_dropout(x, 0);
+        y = hpml_dropout(x, chances[k]);
+        hpml_graph *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+        hpml_rng    r = { .seed = 11, .stream = step << 24 ^ (uint64_t)y->node->index ^ (uint64_t)0xd << 60 };
+        hpml_node  *n = y->node;
+        uint32_t    words[651 + 3 * 93];
+        float       v[651];
+        for (int i = 0; i < 651; i++) v[i] = 1;
+        ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, v, 651) == HPML_OK);
+        hpml_rng_fill_u32(&r, words, 651 + 3 * 93);
+        for (uint64_t sample = 0; sample < 4; sample++) { /* of 93 numbers: all places within a block of words */
+            hpml_run run = { .ctx = ctx, .train = true, .step = step, .sample = sample };
+            ENSURE(hpml_ctx_backend(ctx)->ops[HPML_OP_DROPOUT].forward(&run, n) == HPML_OK);
+            ENSURE(hpml_tensor_get(y, v, 651) == HPML_OK);
+            for (int i = 0; i < 651; i++) {
+                bool kept = words[93 * sample + (uint64_t)i] >= (uint32_t)((double)chances[k] * 4294967296.0);
+                ENSURE(v[i] == (kept ? 1 / (1 - chances[k]) : 0));
+            }
+        }
+        hpml_ctx_free(ctx);
+    }
+}
+
+static void embedding_case(int64_t tokens, int64_t vocabulary, int64_t width, bool accumulate)
+{
+    results  r[2];
+    one_op   o = { .name = "embedding", .accumulate = accumulate };
+    int32_t *token = (int32_t *)malloc((size_t)tokens * sizeof *token);
+    hpml_rng rng = { .seed = 3 };
+    for (int64_t i = 0; i < tokens; i++) /* every other one is frequent */
+        token[i] = (int32_t)hpml_rng_below(&rng, i % 2 && vocabulary > 3 ? 3 : vocabulary);
+    for (int gpu = 0; gpu < 2; gpu++) {
+        hpml_ctx    *ctx = context(gpu == 1, HPML_CUDA_F32);
+        hpml_tensor *x = hpml_input_tokens(ctx, 1, tokens), *y = hpml_embedding(x, vocabulary, width, NULL);
+        memset(&r[gpu], 0, sizeof r[gpu]);
+        run_node(x, y, token, &o, &r[gpu]);
+        if (hpml_ctx_status(ctx) != HPML_OK) printf("    %s\n", hpml_ctx_error(ctx)), test_failed = 1;
+        hpml_ctx_free(ctx);
+    }
+    for (int i = 0; i < 2; i++) /* sums in order of position: the CPU's bits */
+        if (r[1].count != 2 || memcmp(r[0].v[i], r[1].v[i], (size_t)r[0].n[i] * sizeof(float)) != 0)
+            printf("    embedding of %dx%d: other bits in array %d\n", (int)vocabulary, (int)width, i), test_failed = 1;
+    drop(&r[0]);
+    drop(&r[1]);
+    free(token);
+}
+
+TEST(embedding_adds_in_order)
+{
+    if (no_device()) SKIP("no CUDA device");
+    embedding_case(700, 300, 24, false);
+    embedding_case(300, 1000, 260, false);
+    embedding_case(90, 7, 5, false);
+    embedding_case(1, 1, 1, false);
+}
+
+TEST(a_token_out_of_range_is_an_error)
+{
+    if (no_device()) SKIP("no CUDA device");
+    for (int bad = -1; bad <= 9; bad += 10) {
+        hpml_ctx    *ctx = context(true, HPML_CUDA_F32);
+        hpml_tensor *x = hpml_input_tokens(ctx, 2, 3), *y = hpml_embedding(x, 9, 4, NULL);
+        hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+        int32_t      token[6] = { 1, 2, 3, 4, bad, 5 };
+        float        v[24];
+        ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, token, 6) == HPML_OK);
+        hpml_graph_forward(g, true, 0);
+        ENSURE(hpml_tensor_get(y, v, 24) == HPML_ERR_LABEL);
+        ENSURE(strstr(hpml_ctx_error(ctx), "token 4 is"));
+        hpml_ctx_free(ctx);
+    }
+}
+
+/* Some steps of an optimizer over parameters of many sizes, one of them where no eight numbers begin at 16 bytes. */
+#define PARAMS 6
+static void optimizer_case(hpml_update u, bool m, bool v, results *r, bool gpu)
+{
+    static const int64_t sizes[PARAMS] = { 7, 4096, 0, 12301, 1, 4099 };
+    hpml_ctx           *ctx = context(gpu, HPML_CUDA_F32);
+    const hpml_backend *b   = hpml_ctx_backend(ctx);
+    hpml_update         all[PARAMS];
+    float              *at[PARAMS][4];
+    memset(r, 0, sizeof *r);
+    for (int step = 1; step <= 3; step++) {
+        for (int p = 0; p < PARAMS; p++) {
+            int64_t n = sizes[p] + 1;
+            for (int k = step == 1 ? 0 : 1; k < (step == 1 ? 4 : 2); k++) { /* w, g, m, v; then a new gradient */
+                float *x = numbers((uint64_t)(100 * step + 10 * p + k), n, 0);
+                for (int64_t i = 0; k > 1 && i < n; i++) x[i] = 0;
+                if (step == 1) at[p][k] = (float *)place(ctx, HPML_DTYPE_F32, x, n);
+                else b->write(hpml_ctx_device(ctx), at[p][k], x, (size_t)n * sizeof(float));
+                free(x);
+            }
+            int64_t skip = p == PARAMS - 1;
+            all[p] = u, all[p].n = sizes[p], all[p].step = (uint64_t)step;
+            all[p].w = at[p][0] + skip, all[p].g = at[p][1] + skip;
+            all[p].m = m ? at[p][2] + skip : NULL, all[p].v = v ? at[p][3] + skip : NULL;
+            if (p == 1) all[p].weight_decay = 0;
+        }
+        if (b->update(hpml_ctx_device(ctx), ctx, all, PARAMS) != HPML_OK) printf("    %s\n", hpml_ctx_error(ctx));
+    }
+    for (int p = 0; p < PARAMS; p++)
+        for (int k = 0; k < 4; k++) {
+            char name[48];
+            snprintf(name, sizeof name, "%s of %d", k == 0 ? "w" : k == 1 ? "g" : k == 2 ? "m" : "v", (int)sizes[p]);
+            if (sizes[p] && (k != 1 || u.opt == HPML_OPT_LAMB))
+                keep(r, ctx, name, at[p][k], HPML_DTYPE_F32, sizes[p] + 1);
+            give_back(ctx, at[p][k], sizes[p] + 1, HPML_DTYPE_F32);
+        }
+    hpml_ctx_free(ctx);
+}
+
+TEST(optimizers)
+{
+    static const char *const names[] = { "sgd", "adagrad", "rmsprop", "adam", "adamw", "lars", "lamb" };
+    if (no_device()) SKIP("no CUDA device");
+    for (int opt = HPML_OPT_SGD; opt <= HPML_OPT_LAMB; opt++)
+        for (int variant = 0; variant < 3; variant++) {
+            hpml_update u = { .opt = (hpml_opt)opt, .lr = 0.02f, .momentum = 0.9f, .beta1 = 0.9f, .beta2 = 0.99f,
+                              .eps = 1e-6f, .weight_decay = variant == 1 ? 0 : 0.03f, .trust = 0.01f,
+                              .grad_scale = 0.7f, .nesterov = variant == 2 };
+            bool    moments = opt == HPML_OPT_ADAM || opt == HPML_OPT_ADAMW || opt == HPML_OPT_LAMB;
+            bool    m = moments || (variant > 0 && opt != HPML_OPT_ADAGRAD);
+            bool    v = moments || opt == HPML_OPT_ADAGRAD || opt == HPML_OPT_RMSPROP;
+            results cpu, gpu;
+            optimizer_case(u, m, v, &cpu, false);
+            optimizer_case(u, m, v, &gpu, true);
+            compare(names[opt], &gpu, &cpu, 2e-6);
+            drop(&cpu);
+            drop(&gpu);
+        }
+}
+
+/* Three steps of a codec on the device and on the CPU: the same bytes, residuals and decoded numbers. */
+static void codec_case(const hpml_codec_desc *c, int64_t rows, int64_t cols, size_t workspace, bool hostile)
+{
+    hpml_cuda_desc      cuda = { .workspace = workspace };
+    hpml_ctx_desc       desc = { .backend = hpml_backend_cuda(), .backend_desc = &cuda };
+    hpml_ctx           *ctx  = hpml_ctx_create(&desc);
+    const hpml_backend *b    = hpml_ctx_backend(ctx);
+    void               *dev  = hpml_ctx_device(ctx);
+    hpml_packing        p;
+    int64_t             n = rows * cols;
+    size_t              bytes = (size_t)n * sizeof(float);
+    const char         *wrong = NULL;
+    ENSURE(hpml_packing_init(&p, c, rows, cols) == HPML_OK);
+    char  *packed = (char *)calloc(p.size, 1), *packed2 = (char *)calloc(p.size, 1);
+    float *e = (float *)calloc(bytes, 1), *out = (float *)calloc(bytes, 1), *back = (float *)calloc(bytes, 1);
+    float *dp = (float *)b->alloc(dev, p.size), *de = (float *)place(ctx, HPML_DTYPE_F32, e, n);
+    float *dout = (float *)place(ctx, HPML_DTYPE_F32, e, n), *dg = (float *)b->alloc(dev, bytes);
+    for (int step = 0; step < 3 && !wrong; step++) {
+        float *g = numbers((uint64_t)step + 40, n, 0.1f);
+        if (hostile) { /* rows: whole, NaN, infinity, sums that overflow, tiny, zeros of both signs */
+            g[cols] = NAN, g[3 * cols - 1] = -INFINITY;
+            for (int64_t i = 0; i < cols; i++)
+                g[3 * cols + i] *= 3e38f, g[4 * cols + i] *= 1e-42f, g[5 * cols + i] = i % 3 ? -0.0f : 0.0f;
+        }
+        b->write(dev, dg, g, bytes);
+        hpml_status cpu = hpml_packing_encode(&p, packed, e, g, rows);
+        if (b->encode(dev, ctx, &p, dp, de, dg, rows) != cpu) wrong = "status";
+        if (b->decode(dev, ctx, &p, dout, dp, rows, step > 0) != HPML_OK) wrong = hpml_ctx_error(ctx);
+        (step > 0 ? hpml_packing_decode_add : hpml_packing_decode)(&p, out, packed, rows);
+        b->read(dev, packed2, dp, p.size);
+        if (memcmp(packed, packed2, (size_t)rows * p.row_size) != 0) wrong = "bytes";
+        b->read(dev, back, de, bytes);
+        if (p.residual_count && memcmp(e, back, bytes) != 0) wrong = "residual";
+        b->read(dev, back, dout, bytes);
+        if (memcmp(out, back, bytes) != 0) wrong = "decoded";
+        free(g);
+    }
+    if (wrong) printf("    codec %d, %lld rows of %lld%s: %s\n", (int)c->kind, (long long)rows, (long long)cols,
+                      c->printed_residual ? ", printed residual" : c->no_feedback ? ", no feedback" : "", wrong),
+               test_failed = 1;
+    b->free(dev, dp, p.size), b->free(dev, dg, bytes), b->free(dev, de, bytes), b->free(dev, dout, bytes);
+    free(packed), free(packed2), free(e), free(out), free(back);
+    hpml_ctx_free(ctx);
+}
+
+TEST(codecs_bit_for_bit)
+{
+    static const int64_t shapes[][2] = { { 1, 300 }, { 3, 1 }, { 40, 5 }, { 37, 27 }, { 6, 64 }, { 9, 513 },
+                                         { 5, 1024 }, { 3, 1025 }, { 5, 3000 }, { 2, 16384 }, { 7, 16390 }, { 1, 40001 } };
+    if (no_device()) SKIP("no CUDA device");
+    for (int kind = HPML_CODEC_NONE; kind <= HPML_CODEC_TWOBIT; kind++)
+        EACH(shapes, i) for (int variant = 0; variant < 3; variant++) {
+            hpml_codec_desc c = { .kind = (hpml_codec_kind)kind, .compress_all = i % 2 == 0,
+                                  .no_feedback = variant == 1, .printed_residual = variant == 2,
+                                  .threshold = variant == 2 ? 0.8f : 0 };
+            codec_case(&c, shapes[i][0], shapes[i][1], i % 2 ? 100000 : 2000, false);
+            if (shapes[i][0] > 5) codec_case(&c, shapes[i][0], shapes[i][1], 2000, true);
+        }
+    codec_case(&(hpml_codec_desc){ .kind = HPML_CODEC_ONEBIT, .all_bits = true }, 20, 70, 100, false);
+    codec_case(&(hpml_codec_desc){ .kind = HPML_CODEC_ONEBIT, .compress_all = true }, 7, 17000, 17 * 28 * 3, true);
+    codec_case(&(hpml_codec_desc){ .kind = HPML_CODEC_BF16 }, 262140, 1, 100, true);
+}
+
+static hpml_status no_encode(const hpml_packing *p, void *to, float *e, const float *g, int64_t rows)
+{
+    (void)p, (void)to, (void)e, (void)g, (void)rows;
+    return HPML_OK;
+}
+
+static size_t no_size(const hpml_codec_desc *c, int64_t cols) { return (void)c, (size_t)cols; }
+
+TEST(codecs_the_device_refuses)
+{
+    hpml_codec     mine = { "mine", false, true, false, no_size, no_encode, NULL };
+    hpml_packing   p;
+    hpml_cuda_desc small = { .workspace = 100 };
+    if (no_device()) SKIP("no CUDA device");
+    for (int i = 0; i < 2; i++) {
+        hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .backend = hpml_backend_cuda(), .backend_desc = &small });
+        float    *x   = (float *)hpml_ctx_backend(ctx)->alloc(hpml_ctx_device(ctx), 800000);
+        hpml_packing_init(&p, i ? &(hpml_codec_desc){ .custom = &mine }
+                                : &(hpml_codec_desc){ .kind = HPML_CODEC_ONEBIT, .compress_all = true }, 1, 100000);
+        ENSURE(hpml_ctx_backend(ctx)->encode(hpml_ctx_device(ctx), ctx, &p, x, NULL, x + 100000, 1) ==
+               (i ? HPML_ERR_UNSUPPORTED : HPML_ERR_MEMORY));
+        ENSURE(strstr(hpml_ctx_error(ctx), i ? "\"mine\" is custom" : "hpml_cuda_desc.workspace"));
+        hpml_ctx_backend(ctx)->free(hpml_ctx_device(ctx), x, 800000);
+        hpml_ctx_free(ctx);
+    }
+}
