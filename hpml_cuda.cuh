@@ -1834,12 +1834,11 @@ typedef struct hpmlg_rows {
     bool             add;
     hpmlg_note      *note;
     int             *taken;
-    const hpml_node *node;
 } hpmlg_rows;
 
 #define HPMLG_LOWEST (-3.402823466e38f) /* not infinity: rows may begin with it, and inf - inf is NaN */
 
-static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p)
+static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node)
 {
     __shared__ float space[HPMLG_FOLD / HPMLG_WARP];
     int64_t row = (int64_t)blockIdx.x * (HPMLG_FOLD / p.tx) + threadIdx.x / (unsigned)p.tx, first = row * p.V;
@@ -1864,7 +1863,7 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p)
     p.lse[row]  = lse;
     p.loss[row] = 0;
     if (counts) p.loss[row] = lse - (1 - p.smoothing) * hpmlg_get(p.x, first + label) - p.smoothing * all / (float)p.V;
-    else if (label != p.ignore) hpmlg_complain(p.note, p.taken, HPMLG_BAD_LABEL, row, label, p.node);
+    else if (label != p.ignore) hpmlg_complain(p.note, p.taken, HPMLG_BAD_LABEL, row, label, node);
 }
 
 static __global__ void hpmlg_k_cross_entropy_back(hpmlg_rows p)
@@ -1898,7 +1897,7 @@ HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_device *d, const hpml_node *n, unsigne
     p.lse = (float *)n->saved, p.loss = p.lse + p.rows, p.inverse = p.loss + p.rows, p.dloss = n->out->grad;
     p.smoothing = n->attr.cross_entropy.smoothing, p.ignore = n->attr.cross_entropy.ignore;
     p.tx = hpmlg_power((p.V + 14) / 8, HPMLG_FOLD), p.add = n->accumulate[0];
-    p.note = d->note, p.taken = d->note_taken, p.node = n;
+    p.note = d->note, p.taken = d->note_taken;
     *blocks = (unsigned)((p.rows + HPMLG_FOLD / p.tx - 1) / (HPMLG_FOLD / p.tx));
     return p;
 }
@@ -1909,7 +1908,7 @@ HPMLG_FN hpml_status hpmlg_cross_entropy_forward(const hpml_run *run, hpml_node 
     unsigned      blocks;
     hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
     hpmlg_finish  f;
-    hpml_status   status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p);
+    hpml_status   status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p, (const hpml_node *)n);
     memset(&f, 0, sizeof f);
     f.part = p.loss, f.n = p.rows, f.labels = p.labels, f.classes = p.V, f.ignore = p.ignore;
     f.out = n->out->data, f.inverse = p.inverse;
