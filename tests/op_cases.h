@@ -46,12 +46,12 @@ typedef struct op_case {
     X(max_pool, hpml_max_pool2d(x, 2, 0, 0), 1e-2) X(max_pool_3, hpml_max_pool2d(x, 3, 2, 1), 1e-2)                    \
     X(avg_pool, hpml_avg_pool2d(x, 3, 2, 1), 5e-3) X(global_pool, hpml_global_avg_pool2d(x), 5e-3)                     \
     X(permute, hpml_permute(x, (int[]){ 0, 3, 1, 2 }), 3e-3) X(slice, hpml_slice(x, 2, 3, 4), 3e-3)                    \
-    X(transpose, hpml_transpose(x, 1, 3), 3e-3) X(permute_rows, hpml_permute(x, (int[]){ 0, 2, 1, 3 }), 3e-3)           \
+    X(transpose, hpml_transpose(x, 1, 3), 3e-3) X(permute_rows, hpml_permute(x, (int[]){ 0, 2, 1, 3 }), 3e-3)          \
     X(slices, hpml_concat((hpml_tensor *[]){ hpml_slice(x, 1, 3, 1), hpml_slice(x, 1, 1, 2) }, 2, 1), 3e-3)            \
     X(concat, hpml_concat((hpml_tensor *[]){ x, hpml_tanh(x), x }, 3, 1), 3e-3)                                        \
     X(reshape_input, hpml_softmax(hpml_reshape_3d(x, 6, 6, 21)), 5e-3)                                                 \
     X(reshape_weight, hpml_mul(x, hpml_reshape_3d(weight(x, 1, 7, 4), 4, 1, 7)), 5e-3)                                 \
-    X(sum, hpml_sum(x, 2), 3e-3) X(mean, hpml_mean(x, 3), 3e-3) X(sum_batch, hpml_add(x, hpml_sum(x, 0)), 3e-3)     \
+    X(sum, hpml_sum(x, 2), 3e-3) X(mean, hpml_mean(x, 3), 3e-3) X(sum_batch, hpml_add(x, hpml_sum(x, 0)), 3e-3)        \
     X(mean_all, hpml_add(hpml_mean(x, HPML_ALL_DIMS), x), 3e-3)                                                        \
     X(dropout, hpml_dropout(hpml_scale(x, 2, 0), 0.4f), 3e-3)                                                          \
     X(attention, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 2 }), 8e-3)                                 \
