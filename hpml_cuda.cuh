@@ -1021,15 +1021,17 @@ typedef struct hpmlg_binary {
     bool        add[2];
 } hpmlg_binary;
 
-HPMLG_DEVICE hpmlg_eight hpmlg_operand(const hpmlg_binary &b, int s, int64_t at)
+/* flat: nothing is stretched, which needs half the registers, and so more loads are under way. */
+template <bool flat> HPMLG_DEVICE hpmlg_eight hpmlg_operand(const hpmlg_binary &b, int s, int64_t at)
 {
-    return b.whole[s] ? hpmlg_get_part(b.src[s], at, 0, b.count, 1) : hpmlg_gather(b.src[s], b.w, s, at, b.count);
+    if (flat || b.whole[s]) return hpmlg_get_part(b.src[s], at, 0, b.count, 1);
+    return hpmlg_gather(b.src[s], b.w, s, at, b.count);
 }
 
-static __global__ void hpmlg_k_binary(hpmlg_binary b)
+template <bool flat> static __global__ void __launch_bounds__(256, flat ? 6 : 4) hpmlg_k_binary(hpmlg_binary b)
 {
     HPMLG_EIGHTS(at, b.count) {
-        hpmlg_eight x0 = hpmlg_operand(b, 0, at), x1 = hpmlg_operand(b, 1, at);
+        hpmlg_eight x0 = hpmlg_operand<flat>(b, 0, at), x1 = hpmlg_operand<flat>(b, 1, at);
         for (int j = 0; j < 8; j++) {
             float p = x0.v[j], q = x1.v[j];
             x0.v[j] = b.op == HPML_OP_ADD ? p + q : b.op == HPML_OP_SUB ? p - q : b.op == HPML_OP_MUL ? p * q : p / q;
@@ -1040,12 +1042,13 @@ static __global__ void hpmlg_k_binary(hpmlg_binary b)
 
 /* Share of elements at to at + 7 of the result in the gradient of src[side]; 0 outside [from, to). For a / b:
    da = dy / b, db = -dy a / b^2. */
+template <bool flat>
 HPMLG_DEVICE hpmlg_eight hpmlg_share(const hpmlg_binary &b, int side, int64_t at, int64_t from, int64_t to)
 {
     hpmlg_eight d = hpmlg_get_part(b.out, at, from, to, 0), x0 = d, x1 = d;
     if (b.op == HPML_OP_ADD) return d;
-    if (b.op == HPML_OP_DIV || (b.op == HPML_OP_MUL && !side)) x1 = hpmlg_operand(b, 1, at);
-    if (b.op != HPML_OP_SUB && side) x0 = hpmlg_operand(b, 0, at);
+    if (b.op == HPML_OP_DIV || (b.op == HPML_OP_MUL && !side)) x1 = hpmlg_operand<flat>(b, 1, at);
+    if (b.op != HPML_OP_SUB && side) x0 = hpmlg_operand<flat>(b, 0, at);
     for (int j = 0; j < 8; j++) {
         float g = d.v[j], p = x0.v[j], q = x1.v[j];
         g = b.op == HPML_OP_SUB ? (side ? -g : g) : b.op == HPML_OP_MUL ? g * (side ? p : q)
@@ -1056,12 +1059,12 @@ HPMLG_DEVICE hpmlg_eight hpmlg_share(const hpmlg_binary &b, int side, int64_t at
 }
 
 /* Gradients of operands that were not stretched. The same tensor may stand on both sides. */
-static __global__ void hpmlg_k_binary_back(hpmlg_binary b)
+template <bool flat> static __global__ void __launch_bounds__(256, flat ? 5 : 3) hpmlg_k_binary_back(hpmlg_binary b)
 {
     HPMLG_EIGHTS(at, b.count) {
         for (int side = 0; side < 2; side++)
             if (b.grad[side].p)
-                hpmlg_put_part(b.grad[side], at, 0, b.count, hpmlg_share(b, side, at, 0, b.count), b.add[side]);
+                hpmlg_put_part(b.grad[side], at, 0, b.count, hpmlg_share<flat>(b, side, at, 0, b.count), b.add[side]);
     }
 }
 
@@ -1092,7 +1095,9 @@ HPMLG_FN hpml_status hpmlg_binary_forward(const hpml_run *run, hpml_node *n)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_binary  b = hpmlg_binary_make(n);
-    return HPMLG_RUN(d, hpmlg_k_binary, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
+    if (b.whole[0] && b.whole[1])
+        return HPMLG_RUN(d, hpmlg_k_binary<true>, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
+    return HPMLG_RUN(d, hpmlg_k_binary<false>, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
 }
 
 HPMLG_FN hpml_status hpmlg_binary_fold(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, bool add);
@@ -1106,8 +1111,10 @@ HPMLG_FN hpml_status hpmlg_binary_backward(const hpml_run *run, hpml_node *n)
     b.add[0] = n->accumulate[0], b.add[1] = n->accumulate[1] || n->src[1] == n->src[0];
     for (int s = 0; s < 2; s++)
         if (b.whole[s]) b.grad[s] = hpmlg_grad(n->src[s]);
+    if (b.whole[0] && b.whole[1])
+        return HPMLG_RUN(d, hpmlg_k_binary_back<true>, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
     if (b.grad[0].p || b.grad[1].p)
-        status = HPMLG_RUN(d, hpmlg_k_binary_back, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
+        status = HPMLG_RUN(d, hpmlg_k_binary_back<false>, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
     for (int s = 0; s < 2 && status == HPML_OK; s++)
         if (!b.whole[s] && n->src[s]->grad)
             status = hpmlg_binary_fold(d, &b, s, hpmlg_grad(n->src[s]), n->accumulate[s]);
@@ -1166,7 +1173,8 @@ HPMLG_DEVICE float hpmlg_group(float v, float *space, int tx, bool maximum)
     return v;
 }
 
-static __global__ void hpmlg_k_fold_columns(hpmlg_fold f)
+template <bool plain>
+static __global__ void __launch_bounds__(HPMLG_FOLD, plain ? 5 : 3) hpmlg_k_fold_columns(hpmlg_fold f)
 {
     __shared__ float part[HPMLG_FOLD * 8];
     int          lane = (int)threadIdx.x % f.tx, row = (int)threadIdx.x / f.tx, ty = HPMLG_FOLD / f.tx;
@@ -1178,7 +1186,8 @@ static __global__ void hpmlg_k_fold_columns(hpmlg_fold f)
     for (int j = 0; j < 8; j++) sum.v[j] = 0;
     for (int64_t r = (int64_t)blockIdx.y * ty + row; r < f.summed_count && c < f.run; r += (int64_t)gridDim.y * ty) {
         int64_t     at = base + hpmlg_walk_at(f.summed, 0, r);
-        hpmlg_eight e  = hpmlg_share(f.b, f.side, at + c, at + c, at + end);
+        hpmlg_eight e  = plain ? hpmlg_get_part(f.b.out, at + c, at + c, at + end, 0)
+                               : hpmlg_share<false>(f.b, f.side, at + c, at + c, at + end);
         for (int j = 0; j < 8; j++) sum.v[j] += e.v[j];
     }
     for (int j = 0; j < 8; j++) mine[j * HPMLG_FOLD] = sum.v[j];
@@ -1190,7 +1199,8 @@ static __global__ void hpmlg_k_fold_columns(hpmlg_fold f)
     if (row == 0 && c < f.run) hpmlg_put_part(f.out, first + c, first + c, first + end, sum, f.add);
 }
 
-static __global__ void hpmlg_k_fold_rows(hpmlg_fold f)
+template <bool plain>
+static __global__ void __launch_bounds__(HPMLG_FOLD, plain ? 5 : 3) hpmlg_k_fold_rows(hpmlg_fold f)
 {
     __shared__ float space[HPMLG_FOLD / HPMLG_WARP];
     int     lane = (int)threadIdx.x % f.tx, ty = HPMLG_FOLD / f.tx;
@@ -1203,7 +1213,8 @@ static __global__ void hpmlg_k_fold_rows(hpmlg_fold f)
         int64_t r = hpmlg_quotient(q, eights), start = base + hpmlg_walk_at(f.summed, 0, r);
         int64_t at = start / 8 * 8 + (q - r * eights) * 8;
         if (at >= start + f.run) continue;
-        hpmlg_eight e = hpmlg_share(f.b, f.side, at, start, start + f.run);
+        hpmlg_eight e = plain ? hpmlg_get_part(f.b.out, at, start, start + f.run, 0)
+                              : hpmlg_share<false>(f.b, f.side, at, start, start + f.run);
         sum += ((e.v[0] + e.v[1]) + (e.v[2] + e.v[3])) + ((e.v[4] + e.v[5]) + (e.v[6] + e.v[7]));
     }
     sum = f.scale * hpmlg_group(sum, space, f.tx, false);
@@ -1233,15 +1244,19 @@ HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, hpmlg_fold f)
     if (splits > room) splits = room;
     if (splits > 1) f.out = hpmlg_of(d->scratch, HPML_DTYPE_F32), f.scale = 1, f.add = false;
     dim3 grid((unsigned)blocks, (unsigned)(splits > 1 ? splits : 1));
-    status = f.run_kept ? HPMLG_RUN(d, hpmlg_k_fold_columns, grid, HPMLG_FOLD, 0, f)
-                        : HPMLG_RUN(d, hpmlg_k_fold_rows, grid, HPMLG_FOLD, 0, f);
+    if (f.b.op == HPML_OP_ADD) /* nothing to compute: fewer registers, more loads under way */
+        status = f.run_kept ? HPMLG_RUN(d, hpmlg_k_fold_columns<true>, grid, HPMLG_FOLD, 0, f)
+                            : HPMLG_RUN(d, hpmlg_k_fold_rows<true>, grid, HPMLG_FOLD, 0, f);
+    else
+        status = f.run_kept ? HPMLG_RUN(d, hpmlg_k_fold_columns<false>, grid, HPMLG_FOLD, 0, f)
+                            : HPMLG_RUN(d, hpmlg_k_fold_rows<false>, grid, HPMLG_FOLD, 0, f);
     if (splits <= 1 || status != HPML_OK) return status;
     last.b.op = HPML_OP_ADD, last.b.out = f.out, last.b.count = splits * kept, last.run = kept, last.run_kept = true;
     last.kept.ndim = last.summed.ndim = 1, last.kept.stride[0][0] = 0, last.summed.stride[0][0] = kept;
     last.kept_count = 1, last.summed_count = splits;
     last.tx = hpmlg_power((kept + 7) / 8, 32);
     blocks  = (kept + 8 * last.tx - 1) / (8 * last.tx);
-    return HPMLG_RUN(d, hpmlg_k_fold_columns, dim3((unsigned)blocks), HPMLG_FOLD, 0, last);
+    return HPMLG_RUN(d, hpmlg_k_fold_columns<true>, dim3((unsigned)blocks), HPMLG_FOLD, 0, last);
 }
 
 /* out (outer, inner) (+)= scale * the sum of x (outer, dim, inner) over dim. */
@@ -1297,7 +1312,8 @@ HPMLG_FN hpml_status hpmlg_sum_forward(const hpml_run *run, hpml_node *n)
 }
 
 /* dx (+)= scale * dy, walked as the stretched array it is. */
-static __global__ void hpmlg_k_spread(hpmlg_array dx, hpmlg_array dy, hpmlg_walk w, float scale, int64_t n, bool add)
+static __global__ void hpmlg_k_spread(hpmlg_array dx, hpmlg_array dy, const hpmlg_walk w, float scale, int64_t n,
+                                      bool add)
 {
     HPMLG_EIGHTS(at, n) {
         hpmlg_eight e = hpmlg_gather(dy, w, 0, at, n);
@@ -2571,12 +2587,11 @@ typedef struct hpmlg_rows {
     bool             add;
     hpmlg_note      *note;
     int             *taken;
-    const hpml_node *node;
 } hpmlg_rows;
 
 #define HPMLG_LOWEST (-3.402823466e38f) /* not infinity: rows may begin with it, and inf - inf is NaN */
 
-static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p)
+static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node)
 {
     __shared__ float space[HPMLG_FOLD / HPMLG_WARP];
     int64_t row = (int64_t)blockIdx.x * (HPMLG_FOLD / p.tx) + threadIdx.x / (unsigned)p.tx, first = row * p.V;
@@ -2601,7 +2616,7 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p)
     p.lse[row]  = lse;
     p.loss[row] = 0;
     if (counts) p.loss[row] = lse - (1 - p.smoothing) * hpmlg_get(p.x, first + label) - p.smoothing * all / (float)p.V;
-    else if (label != p.ignore) hpmlg_complain(p.note, p.taken, HPMLG_BAD_LABEL, row, label, p.node);
+    else if (label != p.ignore) hpmlg_complain(p.note, p.taken, HPMLG_BAD_LABEL, row, label, node);
 }
 
 static __global__ void hpmlg_k_cross_entropy_back(hpmlg_rows p)
@@ -2635,7 +2650,7 @@ HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_device *d, const hpml_node *n, unsigne
     p.lse = (float *)n->saved, p.loss = p.lse + p.rows, p.inverse = p.loss + p.rows, p.dloss = n->out->grad;
     p.smoothing = n->attr.cross_entropy.smoothing, p.ignore = n->attr.cross_entropy.ignore;
     p.tx = hpmlg_power((p.V + 14) / 8, HPMLG_FOLD), p.add = n->accumulate[0];
-    p.note = d->note, p.taken = d->note_taken, p.node = n;
+    p.note = d->note, p.taken = d->note_taken;
     *blocks = (unsigned)((p.rows + HPMLG_FOLD / p.tx - 1) / (HPMLG_FOLD / p.tx));
     return p;
 }
@@ -2646,7 +2661,7 @@ HPMLG_FN hpml_status hpmlg_cross_entropy_forward(const hpml_run *run, hpml_node 
     unsigned      blocks;
     hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
     hpmlg_finish  f;
-    hpml_status   status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p);
+    hpml_status   status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p, (const hpml_node *)n);
     memset(&f, 0, sizeof f);
     f.part = p.loss, f.n = p.rows, f.labels = p.labels, f.classes = p.V, f.ignore = p.ignore;
     f.out = n->out->data, f.inverse = p.inverse;

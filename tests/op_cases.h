@@ -5,16 +5,24 @@
 typedef struct op_case {
     const char *name;
     hpml_tensor *(*record)(hpml_tensor *x); /* x (3, 4, 9, 7) */
-    double tolerance;
+    double  tolerance;
+    int64_t shape[4]; /* of x, where it is another one */
 } op_case;
 
-#define OP(name, e, tolerance) { #name, op_##name, tolerance },
+#define OP(name, e, tolerance) { #name, op_##name, tolerance, { 0 } },
 #define OPS(X)                                                                                                         \
     X(add, hpml_add(x, hpml_scale(x, 0.5f, 1)), 3e-3)                                                                  \
     X(sub, hpml_sub(hpml_mul(x, x), x), 3e-3)                                                                          \
     X(div, hpml_div(x, hpml_scale(hpml_mul(x, x), 1, 2)), 3e-3)                                                        \
     X(broadcast, hpml_mul(x, weight(x, 4, 1, 7)), 3e-3)                                                                \
     X(broadcast_sub, hpml_sub(weight(x, 1, 9, 1), x), 3e-3)                                                            \
+    X(add_itself, hpml_add(x, x), 3e-3)                                                                                \
+    X(div_scalar, hpml_div(weight(x, 1, 1, 1), hpml_activation(x, HPML_ACT_EXP, 0)), 3e-3)                             \
+    X(broadcast_both, hpml_add(x, hpml_mul(weight(x, 4, 1, 7), weight(x, 1, 9, 1))), 3e-3)                             \
+    X(broadcast_div, hpml_div(x, hpml_activation(weight(x, 4, 1, 1), HPML_ACT_EXP, 0)), 3e-3)                          \
+    X(bias, hpml_sub(x, weight(x, 4, 9, 7)), 3e-3)                                                                     \
+    X(relu, hpml_relu(x), 1e-2) X(square, hpml_activation(x, HPML_ACT_SQUARE, 0), 3e-3)                                \
+    X(neg, hpml_activation(x, HPML_ACT_NEG, 0), 3e-3) X(abs, hpml_activation(x, HPML_ACT_ABS, 0), 1e-2)                \
     X(leaky_relu, hpml_leaky_relu(x, 0.2f), 1e-2)                                                                      \
     X(gelu, hpml_gelu(x), 3e-3) X(gelu_erf, hpml_gelu_erf(x), 3e-3) X(silu, hpml_silu(x), 3e-3)                        \
     X(sigmoid, hpml_sigmoid(x), 3e-3) X(tanh, hpml_tanh(x), 3e-3) X(exp, hpml_activation(x, HPML_ACT_EXP, 0), 3e-3)    \
@@ -43,10 +51,13 @@ typedef struct op_case {
     X(max_pool, hpml_max_pool2d(x, 2, 0, 0), 1e-2) X(max_pool_3, hpml_max_pool2d(x, 3, 2, 1), 1e-2)                    \
     X(avg_pool, hpml_avg_pool2d(x, 3, 2, 1), 5e-3) X(global_pool, hpml_global_avg_pool2d(x), 5e-3)                     \
     X(permute, hpml_permute(x, (int[]){ 0, 3, 1, 2 }), 3e-3) X(slice, hpml_slice(x, 2, 3, 4), 3e-3)                    \
+    X(transpose, hpml_transpose(x, 1, 3), 3e-3) X(permute_rows, hpml_permute(x, (int[]){ 0, 2, 1, 3 }), 3e-3)          \
+    X(slices, hpml_concat((hpml_tensor *[]){ hpml_slice(x, 1, 3, 1), hpml_slice(x, 1, 1, 2) }, 2, 1), 3e-3)            \
     X(concat, hpml_concat((hpml_tensor *[]){ x, hpml_tanh(x), x }, 3, 1), 3e-3)                                        \
     X(reshape_input, hpml_softmax(hpml_reshape_3d(x, 6, 6, 21)), 5e-3)                                                 \
     X(reshape_weight, hpml_mul(x, hpml_reshape_3d(weight(x, 1, 7, 4), 4, 1, 7)), 5e-3)                                 \
-    X(sum, hpml_sum(x, 2), 3e-3) X(mean, hpml_mean(x, 3), 3e-3)                                                        \
+    X(sum, hpml_sum(x, 2), 3e-3) X(mean, hpml_mean(x, 3), 3e-3) X(sum_batch, hpml_add(x, hpml_sum(x, 0)), 3e-3)        \
+    X(mean_all, hpml_add(hpml_mean(x, HPML_ALL_DIMS), x), 3e-3)                                                        \
     X(dropout, hpml_dropout(hpml_scale(x, 2, 0), 0.4f), 3e-3)                                                          \
     X(attention, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 2 }), 8e-3)                                 \
     X(attention_full, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 1, .not_causal = true }), 8e-3)        \
