@@ -3683,7 +3683,7 @@ struct hpml_distributed {
     float               *leaf;      /* exact: (leaves, leaf_total) */
     int64_t             *sum;       /* exact: (leaf_total) */
     float               *largest, *before; /* exact: (tensors), (buffer_total) */
-    int64_t              leaf_total, leaf_first, leaf_count, leaf_all;
+    int64_t              leaf_total, leaf_first, leaf_count, leaf_all; /* not exact: each rank is one leaf */
     hpml_distribute_report r;       /* sums since the reset */
     double               began;     /* the reset: its time, */
     hpml_counters        at_reset;  /* and what had been sent by then */
@@ -4175,6 +4175,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
     if (!d) return NULL;
     d->t = t, d->c = c, d->ctx = c->ctx, d->d = settings, d->params = hpml_param_count(c->ctx);
+    d->leaf_all = c->size, d->leaf_first = c->rank, d->leaf_count = 1;
     d->accumulate = hpml_trainer_settings(t)->accumulate;
     d->bucket_of  = (int *)hpml_ctx_alloc(c->ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
     if (!d->bucket_of || hpmlc_dist_start(d) != HPML_OK) return NULL;
@@ -4284,25 +4285,24 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_comm *c = d->c;
     hpmlc_background_drain(c); /* double buffering: an exchange may be under way */
-    int64_t    each = 0, shared = 0, mine = d->d.exact ? d->leaf_count : 1, most = d->d.exact ? d->leaf_all : c->size;
+    int64_t    each = 0, shared = 0, at = 0;
     for (int b = 0; b < d->buckets; b++) {
         each += hpmlc_carried(d->bucket[b].x, 0, NULL, false);
         shared += hpmlc_shared(d->bucket[b].x, NULL, false);
     }
-    float *rows = (float *)hpml_ctx_alloc(d->ctx, (size_t)(each * most + 1) * sizeof(float), NULL);
+    float *rows = (float *)hpml_ctx_alloc(d->ctx, (size_t)(each * d->leaf_all + 1) * sizeof(float), NULL);
     float *sum  = (float *)hpml_ctx_alloc(d->ctx, (size_t)(shared + 1) * sizeof(float), NULL);
     if (!rows || !sum) return hpml_ctx_status(d->ctx);
-    int64_t first = d->d.exact ? d->leaf_first : c->rank, at = 0;
-    for (int64_t l = 0; l < mine; l++) {
-        float *row = rows + (first + l) * each;
+    for (int64_t l = 0; l < d->leaf_count; l++) {
+        float *row = rows + (d->leaf_first + l) * each;
         for (int b = 0; b < d->buckets; b++) row += hpmlc_carried(d->bucket[b].x, l, row, false);
     }
     for (int b = 0; b < d->buckets; b++) at += hpmlc_shared(d->bucket[b].x, sum + at, false);
     /* Everybody's rows are zero where others have theirs: the sum is exact. */
-    hpml_status status = hpml_reduce_to(c, rows, each * most, HPML_ELEMENT_F32, HPML_SUM, 0);
+    hpml_status status = hpml_reduce_to(c, rows, each * d->leaf_all, HPML_ELEMENT_F32, HPML_SUM, 0);
     if (status == HPML_OK) status = hpml_reduce_to(c, sum, shared, HPML_ELEMENT_F32, HPML_SUM, 0);
     if (status == HPML_OK && c->rank == 0) {
-        if (each > 0) hpml_trainer_add_state(d->t, "residual.workers", rows, each * most);
+        if (each > 0) hpml_trainer_add_state(d->t, "residual.workers", rows, each * d->leaf_all);
         if (shared > 0) hpml_trainer_add_state(d->t, "residual.shared", sum, shared);
         status = hpml_checkpoint_save(d->t, path);
         hpml_trainer_add_state(d->t, "residual.workers", NULL, 0);
@@ -4322,8 +4322,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 {
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_safetensor   workers, shared;
-    int64_t           want = d->d.exact ? d->leaf_all : d->c->size, mine = d->d.exact ? d->leaf_count : 1;
-    int64_t           first = d->d.exact ? d->leaf_first : d->c->rank, each = 0, all = 0, at = 0;
+    int64_t           each = 0, all = 0, at = 0;
     hpml_status       status = hpml_checkpoint_load(d->t, path);
     hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
     if (!f) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
@@ -4342,10 +4341,11 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
         int64_t saved = (int64_t)(workers.bytes / sizeof(float)) / each;
         float  *row = (float *)hpml_ctx_alloc(d->ctx, (size_t)each * sizeof(float), NULL);
         for (int64_t w = 0; w < saved && row; w++) { /* contribution w belongs to w modulo as many as there are now */
-            int64_t l = w % want - first;
-            if (l < 0 || l >= mine) continue;
+            int64_t l = w % d->leaf_all - d->leaf_first;
+            if (l < 0 || l >= d->leaf_count) continue;
             memcpy(row, (const char *)workers.data + (size_t)(w * each) * sizeof(float), (size_t)each * sizeof(float));
-            for (int b = 0, o = 0; b < d->buckets; b++) o += (int)hpmlc_carried(d->bucket[b].x, l, row + o, true);
+            float *from = row;
+            for (int b = 0; b < d->buckets; b++) from += hpmlc_carried(d->bucket[b].x, l, from, true);
         }
         hpml_ctx_release(d->ctx, row);
     } else if (each > 0)
