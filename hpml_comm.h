@@ -387,7 +387,8 @@ typedef struct hpml_distribute_desc {
     int64_t         global_batch; /* samples a step, all ranks; 0: ranks * model batch. Shares differ by 1 at most */
     int64_t         bucket_bytes; /* gradients that travel together; 0: 256 KiB; 1: every tensor alone */
     bool            no_overlap;   /* exchange after the backward pass, not during it */
-    bool            delayed;      /* double buffering: a step applies the gradients of the one before, the first none */
+    bool            delayed;      /* double buffering: a step applies the gradients (and moves of batchnorm's running
+                                     statistics) of the one before, the first none */
     int64_t         warm_steps;   /* the first steps travel uncompressed */
     bool            exact;        /* same bits for every number of ranks, algorithm, bucket and transport, see below */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
@@ -419,8 +420,9 @@ typedef struct hpml_distribute_report {
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
 HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line, as snprintf */
 
-/* A checkpoint of the whole job, residuals of all ranks included; collective. It loads on any number of ranks: what is
-   carried over is the sum of the residuals, so nothing that was computed is lost. Exact jobs continue bit for bit. */
+/* A checkpoint of the whole job, residuals of all ranks and, with `delayed`, the gradients not yet applied included;
+   collective. It loads on any number of ranks: what is carried over is the sum of the residuals, so nothing that was
+   computed is lost. On as many ranks as before, or with `exact`, the job continues bit for bit. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
 
@@ -3678,11 +3680,13 @@ struct hpml_distributed {
     int64_t              buffer_total, grad_total;
     hpml_job            *stats_job;
     double               samples, loss_sum; /* of this rank, this step */
-    float               *shadow;    /* delayed: gradients under way, laid out as the trainer's */
+    float               *first;     /* the trainer's gradients: where the first one is, */
+    float               *shadow;    /* delayed: and those under way, laid out like them */
     bool                 under_way; /* delayed: false before the first step */
+    float               *before;    /* (buffer_total) delayed, exact: running statistics that the step began with */
     float               *leaf;      /* exact: (leaves, leaf_total) */
     int64_t             *sum;       /* exact: (leaf_total) */
-    float               *largest, *before; /* exact: (tensors), (buffer_total) */
+    float               *largest;   /* exact: (tensors) */
     int64_t              leaf_total, leaf_first, leaf_count, leaf_all; /* not exact: each rank is one leaf */
     hpml_distribute_report r;       /* sums since the reset */
     double               began;     /* the reset: its time, */
@@ -3711,10 +3715,8 @@ HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, bool warm, hpml
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
 {
     hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)d->params, NULL);
-    float         *first = NULL;
     d->bucket = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket * (size_t)d->params, NULL);
     if (!g || !d->bucket) return false;
-    for (int i = 0; i < d->params && !first; i++) first = hpmlc_param(d, i)->grad;
     int64_t bytes = 0, limit = d->d.bucket_bytes > 0 ? d->d.bucket_bytes : (int64_t)1 << 18;
     int     count = 0;
     for (int i = d->params - 1; i >= -1; i--) {
@@ -3737,7 +3739,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
         d->bucket_of[i] = -1;
         if (!p->grad) continue;
         d->bucket_of[i] = d->buckets;
-        hpmlc_gradient_of(p, d->shadow ? d->shadow + (p->grad - first) : p->grad, &g[count]);
+        hpmlc_gradient_of(p, d->shadow ? d->shadow + (p->grad - d->first) : p->grad, &g[count]);
         bytes += 4 * hpml_tensor_count(p);
         count++;
     }
@@ -3765,10 +3767,36 @@ HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, i
     return d->d.no_overlap || d->d.delayed ? HPML_OK : hpmlc_buckets_post(d);
 }
 
-/* Samples, loss, buffers: into the sum of all ranks. */
+HPMLC_FN void hpmlc_buffers_keep(hpml_distributed *d)
+{
+    float *before = d->before;
+    for (int i = 0; i < d->params; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        if (!p->param->buffer) continue;
+        memcpy(before, p->data, (size_t)hpml_tensor_count(p) * sizeof(float));
+        before += hpml_tensor_count(p);
+    }
+}
+
+/* Running statistics are again what the step began with, and `before` how far it moved them. */
+HPMLC_FN void hpmlc_buffers_back(hpml_distributed *d)
+{
+    float *before = d->before;
+    for (int i = 0; i < d->params; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        for (int64_t k = 0, n = p->param->buffer ? hpml_tensor_count(p) : 0; k < n; k++) {
+            float now  = p->data[k];
+            p->data[k] = *before;
+            *before++  = now - p->data[k];
+        }
+    }
+}
+
+/* Samples, loss, buffers (delayed: their moves): into the sum of all ranks. */
 HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d)
 {
-    double *s = d->stats, *at = s + HPMLC_STATS;
+    double      *s = d->stats, *at = s + HPMLC_STATS;
+    const float *move = d->d.delayed ? d->before : NULL;
     bool    bad = !(d->loss_sum - d->loss_sum == 0);
     s[HPMLC_SAMPLES]  = d->samples;
     s[HPMLC_LOSS]     = bad ? 0 : d->loss_sum;
@@ -3777,7 +3805,8 @@ HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d)
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         if (!p->param->buffer) continue;
-        for (int64_t k = 0, n = hpml_tensor_count(p); k < n; k++) *at++ = d->samples * (double)p->data[k];
+        for (int64_t k = 0, n = hpml_tensor_count(p); k < n; k++)
+            *at++ = d->samples * (double)(move ? *move++ : p->data[k]);
     }
 }
 
@@ -3791,10 +3820,10 @@ HPMLC_FN hpml_status hpmlc_stats_post(hpml_distributed *d)
     return d->stats_job ? HPML_OK : hpml_ctx_status(d->ctx);
 }
 
-/* What the others said: a NaN somewhere, the mean loss, the mean of the running statistics. */
-HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d, bool buffers)
+/* What the others said: a NaN somewhere, the mean loss, */
+HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
 {
-    const double *s = d->stats, *at = s + HPMLC_STATS;
+    const double *s = d->stats;
     if (s[HPMLC_BAD] > 0)
         return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank %d, step %lld: the loss is not finite on %s %.0f", d->c->rank,
                              (long long)hpml_trainer_step_count(d->t), s[HPMLC_BAD] > 1 ? "so many ranks:" : "rank",
@@ -3802,12 +3831,20 @@ HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d, bool buffers)
     if (s[HPMLC_SAMPLES] <= 0) return hpml_ctx_fail(d->ctx, HPML_ERR_STATE, "a step without samples on any rank");
     d->r.loss    = s[HPMLC_LOSS] / s[HPMLC_SAMPLES];
     d->r.samples = (int64_t)s[HPMLC_SAMPLES];
-    for (int i = 0; i < d->params && buffers; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        if (!p->param->buffer) continue;
-        for (int64_t k = 0, n = hpml_tensor_count(p); k < n; k++) p->data[k] = (float)(*at++ / s[HPMLC_SAMPLES]);
-    }
     return HPML_OK;
+}
+
+/* and the mean of the running statistics. */
+HPMLC_FN void hpmlc_buffers_read(hpml_distributed *d)
+{
+    const double *at = d->stats + HPMLC_STATS;
+    for (int i = 0; i < d->params; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        for (int64_t k = 0, n = p->param->buffer ? hpml_tensor_count(p) : 0; k < n; k++) {
+            float mean = (float)(*at++ / d->stats[HPMLC_SAMPLES]);
+            p->data[k] = d->d.delayed ? p->data[k] + mean : mean;
+        }
+    }
 }
 
 HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
@@ -3821,6 +3858,7 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     if (d->micro == 0) {
         d->samples = d->loss_sum = 0, d->posted = 0;
         for (int i = 0; i < d->buckets; i++) d->bucket[i].ready = 0;
+        if (d->d.delayed) hpmlc_buffers_keep(d);
     }
     *loss = 0;
     if (samples > 0) status = hpml_trainer_run_local(t, 0, samples, scale, d->micro > 0, loss);
@@ -3841,11 +3879,10 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     return status;
 }
 
-/* Waits for all buckets and the sum behind them. */
-HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
+/* Waits for all buckets and the sum behind them; what has been waited for is not waited for again. */
+HPMLC_FN hpml_status hpmlc_dist_jobs(hpml_distributed *d)
 {
     hpml_status status = HPML_OK;
-    double      start = hpml_now();
     for (int i = 0; i < d->buckets; i++) {
         hpml_status s = d->bucket[i].job ? hpml_job_wait(d->bucket[i].job) : HPML_OK;
         d->bucket[i].job = NULL;
@@ -3853,13 +3890,27 @@ HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
     }
     hpml_status s = d->stats_job ? hpml_job_wait(d->stats_job) : HPML_OK;
     d->stats_job  = NULL;
+    return s != HPML_OK ? s : status;
+}
+
+HPMLC_FN hpml_status hpmlc_dist_settle(hpml_distributed *d)
+{
+    double      start = hpml_now();
+    hpml_status status = hpmlc_dist_jobs(d), s = HPML_OK;
     d->r.exposed_s += hpml_now() - start;
-    if (s == HPML_OK && hpml_ctx_status(d->ctx) == HPML_OK) s = hpmlc_stats_read(d, true);
+    if (hpml_ctx_status(d->ctx) == HPML_OK) s = hpmlc_stats_read(d);
     if (s == HPML_OK && status == HPML_ERR_NONFINITE)
         return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: a gradient of some rank is NaN or infinite; lower "
                              "the learning rate or set clip_norm", d->c->rank,
                              (long long)hpml_trainer_step_count(d->t));
     return status != HPML_OK ? status : s;
+}
+
+HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
+{
+    hpml_status status = hpmlc_dist_settle(d);
+    if (status == HPML_OK) hpmlc_buffers_read(d);
+    return status;
 }
 
 /* Gradients were scaled for a full batch; a short one has fewer samples. */
@@ -3877,15 +3928,14 @@ HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples)
    now. */
 HPMLC_FN hpml_status hpmlc_dist_swap(hpml_distributed *d, double *samples)
 {
+    hpmlc_buffers_back(d);
     hpml_status status = d->under_way ? hpmlc_dist_wait(d) : HPML_OK;
-    float      *first = NULL;
     if (status != HPML_OK) return status;
     *samples = d->under_way ? d->stats[HPMLC_SAMPLES] : 0;
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         if (!p->grad) continue;
-        if (!first) first = p->grad;
-        float *other = d->shadow + (p->grad - first);
+        float *other = d->shadow + (p->grad - d->first);
         for (int64_t k = 0, n = hpml_tensor_count(p); k < n; k++) {
             float g = p->grad[k];
             p->grad[k] = other[k], other[k] = g;
@@ -3941,14 +3991,9 @@ HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
 
 HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, float *loss)
 {
-    float      *before = d->before, part = 0;
+    float       part = 0;
     hpml_status status = HPML_OK;
-    for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        if (!p->param->buffer) continue;
-        memcpy(before, p->data, (size_t)hpml_tensor_count(p) * sizeof(float));
-        before += hpml_tensor_count(p);
-    }
+    hpmlc_buffers_keep(d);
     memset(d->leaf, 0, (size_t)(d->leaf_total * d->leaf_count) * sizeof(float));
     for (int64_t l = 0, at = 0; at < samples && status == HPML_OK; l++, at += d->d.leaf) {
         int64_t n = samples - at < d->d.leaf ? samples - at : d->d.leaf;
@@ -4054,7 +4099,7 @@ HPMLC_FN hpml_status hpmlc_exact_run(void *user, hpml_trainer *t, int64_t sample
     start = hpml_now();
     hpmlc_stats_fill(d);
     status = hpml_allreduce(d->c, d->stats, HPMLC_STATS, &f64);
-    if (status == HPML_OK) status = hpmlc_stats_read(d, false);
+    if (status == HPML_OK) status = hpmlc_stats_read(d);
     if (status == HPML_OK && d->buckets > 0) {
         status = hpml_exchange_run(d->bucket[0].x);
         if (status == HPML_ERR_NONFINITE)
@@ -4083,9 +4128,8 @@ HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
     d->leaf    = (float *)hpml_ctx_alloc(d->ctx, (size_t)(d->leaf_total * rows) * sizeof(float), NULL);
     d->sum     = (int64_t *)hpml_ctx_alloc(d->ctx, (size_t)d->leaf_total * sizeof(int64_t), NULL);
     d->largest = (float *)hpml_ctx_alloc(d->ctx, (size_t)d->params * sizeof(float), NULL);
-    d->before  = (float *)hpml_ctx_alloc(d->ctx, (size_t)d->buffer_total * sizeof(float) + 1, NULL);
     d->bucket  = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket, NULL);
-    if (!d->leaf || !d->sum || !d->largest || !d->before || !d->bucket) return false;
+    if (!d->leaf || !d->sum || !d->largest || !d->bucket) return false;
     hpmlc_exchange_settings(d, false, &e);
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *t = hpmlc_param(d, i);
@@ -4166,7 +4210,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
 {
     hpml_distribute_desc settings;
     hpml_hooks           hooks;
-    float               *first = NULL, *last = NULL;
+    float               *last = NULL;
     memset(&settings, 0, sizeof settings);
     if (desc) settings = *desc;
     if (hpmlc_failed(c) || !t) return NULL;
@@ -4181,14 +4225,15 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     if (!d->bucket_of || hpmlc_dist_start(d) != HPML_OK) return NULL;
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
-        if (p->grad && !first) first = p->grad;
+        if (p->grad && !d->first) d->first = p->grad;
         if (p->grad) last = p->grad + hpml_tensor_count(p), d->grad_total += hpml_tensor_count(p);
         else if (p->param->buffer) d->buffer_total += hpml_tensor_count(p);
     }
     d->stats = (double *)hpml_ctx_alloc(c->ctx, sizeof(double) * (size_t)(HPMLC_STATS + d->buffer_total), NULL);
+    d->before = (float *)hpml_ctx_alloc(c->ctx, sizeof(float) * (size_t)(d->buffer_total + 1), NULL);
     if (settings.delayed)
-        d->shadow = (float *)hpml_ctx_alloc(c->ctx, (size_t)(last - first + 16) * sizeof(float), NULL);
-    if (!d->stats || (settings.delayed && !d->shadow)) return NULL;
+        d->shadow = (float *)hpml_ctx_alloc(c->ctx, (size_t)(last - d->first + 16) * sizeof(float), NULL);
+    if (!d->stats || !d->before || (settings.delayed && !d->shadow)) return NULL;
     if (!(settings.exact ? hpmlc_exact_create(d) : hpmlc_buckets_create(d))) return NULL;
     memset(&hooks, 0, sizeof hooks);
     hooks.user   = d;
@@ -4279,20 +4324,61 @@ HPMLC_FN int64_t hpmlc_shared(const hpml_exchange *x, float *row, bool load)
     return at;
 }
 
+/* Double buffering: what has been added up and waits to be applied, as one row: samples; loss and moves of the running
+   statistics, both for one sample; gradients. The same on all ranks. Returns its floats; row NULL: only counts. */
+HPMLC_FN int64_t hpmlc_pending(hpml_distributed *d, float *row, bool load)
+{
+    int64_t head = HPMLC_STATS + d->buffer_total;
+    double *s    = d->stats;
+    for (int64_t k = 0; k < head && row; k++) {
+        if (load) s[k] = (double)row[k] * (k > 0 ? s[0] : 1);
+        else row[k] = (float)(k > 0 ? s[k] / s[0] : s[0]);
+    }
+    for (int i = 0; i < d->params && row; i++) {
+        const hpml_tensor *p = hpmlc_param(d, i);
+        if (!p->grad) continue;
+        float *mine = d->shadow + (p->grad - d->first);
+        size_t n    = (size_t)hpml_tensor_count(p);
+        memcpy(load ? mine : row + head, load ? row + head : mine, n * sizeof(float));
+        head += (int64_t)n;
+    }
+    return HPMLC_STATS + d->buffer_total + d->grad_total;
+}
+
+HPMLC_FN hpml_status hpmlc_pending_load(hpml_distributed *d, const hpml_safetensors *f, const char *path)
+{
+    hpml_safetensor pending;
+    size_t          bytes = (size_t)hpmlc_pending(d, NULL, true) * sizeof(float);
+    d->under_way = hpml_safetensors_find(f, "state.pending", &pending);
+    if (!d->under_way) return HPML_OK;
+    if (!d->d.delayed || pending.bytes != bytes)
+        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: holds gradients that are not yet applied (state.pending, %zu "
+                          "bytes); load it with .delayed and the model it was saved with (%zu bytes)", path,
+                          pending.bytes, bytes);
+    float *row = (float *)hpml_ctx_alloc(d->ctx, bytes, NULL);
+    if (!row) return hpml_ctx_status(d->ctx);
+    memcpy(row, pending.data, bytes);
+    hpmlc_pending(d, row, true);
+    hpml_ctx_release(d->ctx, row);
+    return HPML_OK;
+}
+
 /* Rank 0 writes for all. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 {
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_comm *c = d->c;
-    hpmlc_background_drain(c); /* double buffering: an exchange may be under way */
-    int64_t    each = 0, shared = 0, at = 0;
+    bool       pending = d->d.delayed && d->under_way;
+    int64_t    each = 0, shared = 0, at = 0, waits = pending ? hpmlc_pending(d, NULL, false) : 0;
+    if (pending && hpmlc_dist_settle(d) != HPML_OK) return hpml_ctx_status(d->ctx);
     for (int b = 0; b < d->buckets; b++) {
         each += hpmlc_carried(d->bucket[b].x, 0, NULL, false);
         shared += hpmlc_shared(d->bucket[b].x, NULL, false);
     }
     float *rows = (float *)hpml_ctx_alloc(d->ctx, (size_t)(each * d->leaf_all + 1) * sizeof(float), NULL);
-    float *sum  = (float *)hpml_ctx_alloc(d->ctx, (size_t)(shared + 1) * sizeof(float), NULL);
+    float *sum  = (float *)hpml_ctx_alloc(d->ctx, (size_t)(shared + waits + 1) * sizeof(float), NULL);
     if (!rows || !sum) return hpml_ctx_status(d->ctx);
+    if (pending) hpmlc_pending(d, sum + shared, false);
     for (int64_t l = 0; l < d->leaf_count; l++) {
         float *row = rows + (d->leaf_first + l) * each;
         for (int b = 0; b < d->buckets; b++) row += hpmlc_carried(d->bucket[b].x, l, row, false);
@@ -4304,7 +4390,9 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     if (status == HPML_OK && c->rank == 0) {
         if (each > 0) hpml_trainer_add_state(d->t, "residual.workers", rows, each * d->leaf_all);
         if (shared > 0) hpml_trainer_add_state(d->t, "residual.shared", sum, shared);
+        if (pending) hpml_trainer_add_state(d->t, "pending", sum + shared, waits);
         status = hpml_checkpoint_save(d->t, path);
+        hpml_trainer_add_state(d->t, "pending", NULL, 0);
         hpml_trainer_add_state(d->t, "residual.workers", NULL, 0);
         hpml_trainer_add_state(d->t, "residual.shared", NULL, 0);
     }
@@ -4323,6 +4411,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_safetensor   workers, shared;
     int64_t           each = 0, all = 0, at = 0;
+    hpmlc_dist_jobs(d); /* what is under way is forgotten */
     hpml_status       status = hpml_checkpoint_load(d->t, path);
     hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
     if (!f) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
@@ -4352,6 +4441,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
         status = hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s; save with the codec that you load with", path,
                             there ? "its residuals are of other tensors"
                                   : "it holds no residuals (state.residual.workers)");
+    if (status == HPML_OK) status = hpmlc_pending_load(d, f, path);
     there = all > 0 && hpml_safetensors_find(f, "state.residual.shared", &shared);
     if (status == HPML_OK && there && shared.bytes == (size_t)all * sizeof(float)) {
         float *copy = (float *)hpml_ctx_alloc(d->ctx, shared.bytes, NULL);
