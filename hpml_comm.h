@@ -375,7 +375,8 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
 
 /* Attached to a trainer, it makes p ranks with a share of each global batch equal one rank with all of it: parameters
    start as rank 0's, gradients are added up while the backward pass still runs, every rank makes the same step. Serial
-   code does not change. The short last batch is weighted right, and a rank without samples takes part. */
+   code does not change. The short last batch is weighted right, and a rank without samples takes part. Batchnorm sees a
+   rank's share alone unless sync_batchnorm is set. */
 typedef struct hpml_distribute_desc {
     uint32_t        _begin;
     hpml_codec_desc codec;        /* how gradients travel, as in hpml_exchange_desc, ... */
@@ -390,6 +391,8 @@ typedef struct hpml_distribute_desc {
     bool            delayed;      /* double buffering: a step applies the gradients (and moves of batchnorm's running
                                      statistics) of the one before, the first none */
     int64_t         warm_steps;   /* the first steps travel uncompressed */
+    bool            sync_batchnorm; /* batchnorm on the statistics of the global batch, as one rank would have them: a
+                                     small sum over the ranks for each such layer, forward and backward */
     bool            exact;        /* same bits for every number of ranks, algorithm, bucket and transport, see below */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
     uint32_t        _end;
@@ -3792,6 +3795,20 @@ HPMLC_FN void hpmlc_buffers_back(hpml_distributed *d)
     }
 }
 
+/* Statistics of the global batch. The others compute as long as this one does: the time is the network's. */
+HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
+{
+    hpml_distributed   *d     = (hpml_distributed *)user;
+    double              start = hpml_now();
+    hpml_allreduce_desc f64;
+    memset(&f64, 0, sizeof f64);
+    f64.element = HPML_ELEMENT_F64;
+    hpml_status status = hpml_allreduce(d->c, values, n, &f64);
+    start = hpml_now() - start;
+    d->r.exposed_s += start, d->r.compute_s -= start;
+    return status;
+}
+
 /* Samples, loss, buffers (delayed: their moves): into the sum of all ranks. */
 HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d)
 {
@@ -3861,12 +3878,7 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
         if (d->d.delayed) hpmlc_buffers_keep(d);
     }
     *loss = 0;
-    if (samples > 0) status = hpml_trainer_run_local(t, 0, samples, scale, d->micro > 0, loss);
-    for (int i = d->params - 1; i >= 0 && samples == 0 && status == HPML_OK; i--) { /* no part in a short batch */
-        hpml_tensor *p = hpmlc_param(d, i);
-        if (p->grad && d->micro == 0) memset(p->grad, 0, (size_t)hpml_tensor_count(p) * sizeof(float));
-        if (p->grad && last) status = hpmlc_dist_grad(d, t, i);
-    }
+    status = hpml_trainer_run_local(t, 0, samples, scale, d->micro > 0, loss);
     d->samples += (double)samples;
     d->loss_sum += (double)*loss * (double)samples;
     d->r.compute_s += hpml_now() - start;
@@ -4200,6 +4212,9 @@ HPMLC_FN bool hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_de
     if (d->exact && (d->sum || d->delayed || d->warm_steps || d->method != HPML_METHOD_CODEC || several))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs, and one batch a "
                           "step; not with sum, delayed, warm_steps, top-k, low rank or accumulate"), false;
+    if (d->exact && d->sync_batchnorm)
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums compute leaves one after another, each with "
+                          "statistics of its own; sync_batchnorm needs them at once"), false;
     if (d->exact && !hpml_graph_batchable(hpml_trainer_graph(t)))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this model mixes the samples of a batch, so leaves "
                           "cannot be computed apart"), false;
@@ -4239,6 +4254,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.user   = d;
     hooks.run    = settings.exact ? hpmlc_exact_run : hpmlc_dist_run;
     hooks.grad   = settings.exact ? NULL : hpmlc_dist_grad;
+    hooks.sum    = settings.sync_batchnorm ? hpmlc_dist_sum : NULL;
     hooks.update = hpmlc_dist_update;
     hpml_trainer_set_hooks(t, &hooks);
     hpml_trainer_set_shard(t, c->rank, c->size, settings.global_batch, settings.exact ? settings.leaf : 0);

@@ -8,7 +8,7 @@
 typedef struct job {
     hpml_distribute_desc d;
     int                  samples, steps, hidden, tail; /* tail: steps after loading */
-    bool                 norm, serial, plain_model, same;
+    bool                 norm, conv, serial, plain_model, same;
     int32_t              accumulate;
     double               lr, momentum;
     const char          *save, *load;
@@ -24,6 +24,12 @@ enum { GLOBAL = 24, INPUTS = 20, CLASSES = 5 };
 
 static hpml_tensor *model(const job *j, hpml_tensor *x, int rank)
 {
+    if (j->conv) { /* batchnorm over pixels, the relu inside */
+        const int64_t    shape[4] = { x->shape[0], 1, 4, 5 };
+        hpml_conv2d_desc conv = { .kernel_h = 3, .padding_h = 1 };
+        x = hpml_conv2d(hpml_reshape(x, 4, shape), 8, &conv);
+        return hpml_linear(hpml_flatten(hpml_batchnorm(x, &(hpml_norm_desc){ .activation = HPML_ACT_RELU })), CLASSES, NULL);
+    }
     hpml_linear_desc relu = { .activation = j->norm ? HPML_ACT_NONE : HPML_ACT_RELU };
     hpml_tensor     *h = hpml_linear(x, (j->hidden ? j->hidden : 64) + (j->odd == rank + 1), &relu);
     if (j->norm) h = hpml_relu(hpml_batchnorm(h, NULL));
@@ -76,7 +82,7 @@ static hpml_status work(hpml_comm *c, void *user)
         j->same = hash[0] == -hash[1];
         j->hash = hpml_param_hash(ctx);
         memcpy(j->w, hpml_param_at(ctx, 0)->data, sizeof j->w);
-        if (j->norm) memcpy(j->var, hpml_param_at(ctx, 5)->data, sizeof j->var);
+        if (j->norm || j->conv) memcpy(j->var, hpml_param_at(ctx, 5)->data, (size_t)hpml_tensor_count(hpml_param_at(ctx, 5)) * sizeof(float));
         hpml_distribute_get(dist, &j->report, false);
     }
     return hpml_ctx_status(ctx);
@@ -119,6 +125,29 @@ TEST(ranks_without_samples_take_part)
     ENSURE(go(&j, 6, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
     ENSURE(j.same);
     ENSURE_NEAR(apart(&serial, &j), 0, 1e-5);
+}
+
+/* Batches of 24, the last of 10 or of 2: there, ranks beyond two have none. */
+TEST(batchnorm_over_the_global_batch)
+{
+    for (int kind = 0; kind < 5; kind++) { /* plain, conv, accumulate, double buffering, a last batch of 2 */
+        job serial = { .serial = kind != 3, .norm = kind % 3 != 1, .conv = kind % 3 == 1, .plain_model = true, .accumulate = kind == 2 ? 2 : 0,
+                       .samples = kind == 4 ? 26 : kind == 2 ? 240 : 0, .steps = 20, .momentum = 0.9, .d.delayed = kind == 3 };
+        serial.d.sync_batchnorm = true;
+        ENSURE(go(&serial, 1, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+        for (int p = 1; p <= 4; p++) {
+            job j = serial;
+            j.serial = false, j.d.no_overlap = p == 3;
+            hpml_status status = go(&j, p, p == 4 && kind < 2 ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS, NULL);
+            if (status != HPML_OK || apart(&serial, &j) > 1e-5) printf("    kind %d, %d ranks: %g %s\n", kind, p, apart(&serial, &j), j.text);
+            ENSURE(status == HPML_OK && j.same);
+            ENSURE_NEAR(apart(&serial, &j), 0, 1e-5);
+            for (int i = 0; i < 64; i++) ENSURE_NEAR(serial.var[i], j.var[i], 1e-5 * (1 + (double)serial.var[i]));
+        }
+        job own = serial; /* the control: each rank its own statistics */
+        own.serial = own.d.sync_batchnorm = false;
+        ENSURE(go(&own, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_OK && apart(&serial, &own) > 1e-4);
+    }
 }
 
 TEST(accumulation)
@@ -292,13 +321,15 @@ TEST(four_ranks_to_two)
 
 TEST(errors_name_the_rank)
 {
-    job nan = { .poison = 2 }, odd = { .odd = 3 }, mixed = { .d = { .exact = true, .delayed = true } };
+    job nan = { .poison = 2 }, odd = { .odd = 3 }, mixed = { .d = { .exact = true, .delayed = true } },
+        both = { .norm = true, .d = { .exact = true, .sync_batchnorm = true } };
     hpml_status heard = go(&nan, 3, HPML_TRANSPORT_THREADS, NULL);
     ENSURE(heard == HPML_ERR_NONFINITE || heard == HPML_ERR_PEER);
     ENSURE(strstr(nan.text, "NaN") || strstr(nan.text, "finite"));
     ENSURE(go(&odd, 3, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_SHAPE);
     ENSURE(strstr(odd.text, "the same model on all ranks"));
     ENSURE(go(&mixed, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED);
+    ENSURE(go(&both, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED && strstr(both.text, "sync_batchnorm"));
     job late = { .steps = 3, .save = path("late"), .d.delayed = true }, now = { .load = late.save }, other = { .load = late.save, .hidden = 32, .d.delayed = true };
     ENSURE(go(&late, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
     ENSURE(go(&now, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_FORMAT);
