@@ -395,6 +395,7 @@ typedef struct hpml_distribute_desc {
                                      small sum over the ranks for each such layer, forward and backward */
     bool            exact;        /* same bits for every number of ranks, algorithm, bucket and transport, see below */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
+    int32_t         history;      /* steps that hpml_distribute_steps can tell of; 0: 64 */
     uint32_t        _end;
 } hpml_distribute_desc;
 
@@ -422,6 +423,22 @@ typedef struct hpml_distribute_report {
 } hpml_distribute_report;
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
 HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line, as snprintf */
+
+/* One step of one rank: where its time went, from the end of the wait of the step before to the end of its own. What is
+   not in compute, exposed and bubble is data and update. With `delayed` the exchange is that of the step before. */
+typedef struct hpml_step_row {
+    int64_t step;      /* updates done, this one included */
+    int32_t rank;
+    double  step_s, compute_s; /* in all; forward and backward */
+    double  overlap_s; /* exchanging behind computation */
+    double  exposed_s; /* waiting for the exchange with nothing left to compute, ... */
+    double  bubble_s;  /* ... but as long as the slowest rank still computed, it waited for that one */
+    double  bytes;     /* sent */
+} hpml_step_row;
+/* The last steps of all ranks, by step, then rank; only whole steps, so many as `capacity` rows hold. Collective, with
+   the same capacity. Returns the number of rows, the same rows on all ranks; -1: an error, on the context. */
+HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity);
+HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size); /* as snprintf */
 
 /* A checkpoint of the whole job, residuals of all ranks and, with `delayed`, the gradients not yet applied included;
    collective. It loads on any number of ranks: what is carried over is the sum of the residuals, so nothing that was
@@ -3694,6 +3711,11 @@ struct hpml_distributed {
     hpml_distribute_report r;       /* sums since the reset */
     double               began;     /* the reset: its time, */
     hpml_counters        at_reset;  /* and what had been sent by then */
+    hpml_step_row       *row;       /* (history) ring of the last steps */
+    int64_t              rows;      /* steps noted */
+    hpml_distribute_report row_r;   /* as it was when the last one was noted, */
+    double               row_time;  /* and when that was, */
+    hpml_counters        row_sent;  /* and what had been sent */
 };
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
@@ -3936,6 +3958,30 @@ HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples)
     }
 }
 
+/* The next row begins here. */
+HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
+{
+    d->row_r    = d->r;
+    d->row_time = hpml_now();
+    hpml_comm_counters(d->c, &d->row_sent);
+}
+
+/* Called when nothing is under way: counters wait for what is. bubble_s comes when the rows of all ranks are there. */
+HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
+{
+    hpml_step_row *row = &d->row[d->rows++ % d->d.history];
+    hpml_counters  sent = d->row_sent;
+    double         then = d->row_time;
+    row->step = hpml_trainer_step_count(d->t) + 1, row->rank = d->c->rank;
+    row->compute_s = d->r.compute_s - d->row_r.compute_s;
+    row->exposed_s = d->r.exposed_s - d->row_r.exposed_s;
+    hpmlc_steps_mark(d);
+    row->step_s    = d->row_time - then;
+    row->bytes     = (double)(d->row_sent.bytes - sent.bytes);
+    row->overlap_s = d->row_sent.seconds - sent.seconds - row->exposed_s;
+    if (row->overlap_s < 0) row->overlap_s = 0;
+}
+
 /* Double buffering: the gradients of the step before, already added up, change places with this step's, which go out
    now. */
 HPMLC_FN hpml_status hpmlc_dist_swap(hpml_distributed *d, double *samples)
@@ -3953,6 +3999,7 @@ HPMLC_FN hpml_status hpmlc_dist_swap(hpml_distributed *d, double *samples)
             p->grad[k] = other[k], other[k] = g;
         }
     }
+    hpmlc_steps_note(d);
     d->under_way = true;
     d->posted    = 0;
     status = hpmlc_buckets_post(d);
@@ -3967,6 +4014,7 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
     d->micro = 0;
     if (status != HPML_OK) return status;
     if (!d->d.exact && !d->d.delayed) samples = d->stats[HPMLC_SAMPLES];
+    if (!d->d.delayed) hpmlc_steps_note(d);
     d->r.steps++;
     if (d->d.delayed && samples <= 0) return HPML_OK; /* the first step has nothing to apply */
     if (!d->d.exact) hpmlc_dist_rescale(d, samples);
@@ -4195,13 +4243,15 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
 
 HPMLC_FN bool hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
 {
-    if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0)
+    if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0 ||
+        d->history < 0)
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative"), false;
     if (hpml_ctx_backend(c->ctx) != hpml_backend_cpu())
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this transport adds up gradients in host memory; the "
                           "trainer's are on backend %s", hpml_ctx_backend(c->ctx)->name), false;
     if (d->global_batch == 0) d->global_batch = c->size * batch;
     if (d->leaf == 0) d->leaf = batch < 8 ? batch : 8;
+    if (d->history == 0) d->history = 64;
     int64_t grain = d->exact ? d->leaf : 1, grains = (d->global_batch + grain - 1) / grain;
     int64_t most  = (grains + c->size - 1) / c->size * grain;
     if (most > batch || d->leaf > batch)
@@ -4248,7 +4298,8 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     d->before = (float *)hpml_ctx_alloc(c->ctx, sizeof(float) * (size_t)(d->buffer_total + 1), NULL);
     if (settings.delayed)
         d->shadow = (float *)hpml_ctx_alloc(c->ctx, (size_t)(last - d->first + 16) * sizeof(float), NULL);
-    if (!d->stats || !d->before || (settings.delayed && !d->shadow)) return NULL;
+    d->row = (hpml_step_row *)hpml_ctx_alloc(c->ctx, sizeof *d->row * (size_t)settings.history, NULL);
+    if (!d->stats || !d->before || !d->row || (settings.delayed && !d->shadow)) return NULL;
     if (!(settings.exact ? hpmlc_exact_create(d) : hpmlc_buckets_create(d))) return NULL;
     memset(&hooks, 0, sizeof hooks);
     hooks.user   = d;
@@ -4285,8 +4336,57 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
     int64_t samples = d->r.samples;
     memset(&d->r, 0, sizeof d->r);
     d->r.loss = loss, d->r.samples = samples;
-    d->began    = hpml_now();
+    hpmlc_steps_mark(d);
+    d->began    = d->row_time;
     d->at_reset = now;
+}
+
+/* Everybody's rows to everybody, rank by rank; then step by step. */
+HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity)
+{
+    if (!d || !rows || capacity < 0 || hpmlc_failed(d->c)) return -1;
+    int64_t p = d->c->size, kept = d->rows < d->d.history ? d->rows : d->d.history;
+    int64_t n = kept < capacity / p ? kept : capacity / p, size = (int64_t)sizeof *rows;
+    hpml_step_row *all = (hpml_step_row *)hpml_ctx_alloc(d->ctx, (size_t)(n * p * size + 1), NULL);
+    if (!all) return -1;
+    for (int64_t i = 0; i < n; i++) all[d->c->rank * n + i] = d->row[(d->rows - n + i) % d->d.history];
+    hpml_status status = hpml_allgather(d->c, all, n * p * size, HPML_ELEMENT_BYTE);
+    for (int64_t i = 0; i < n; i++) {
+        double slowest = 0;
+        for (int64_t r = 0; r < p; r++) slowest = fmax(slowest, all[r * n + i].compute_s);
+        for (int64_t r = 0; r < p; r++) {
+            hpml_step_row *row = &rows[i * p + r];
+            *row          = all[r * n + i];
+            row->bubble_s = fmin(row->exposed_s, slowest - row->compute_s);
+            row->exposed_s -= row->bubble_s;
+        }
+    }
+    hpml_ctx_release(d->ctx, all);
+    return status == HPML_OK ? (int)(n * p) : -1;
+}
+
+HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size)
+{
+    hpml_step_row sum;
+    size_t        at = 0;
+    memset(&sum, 0, sizeof sum);
+    for (int i = -1; i <= count; i++) {
+        const hpml_step_row *r = i < count && i >= 0 ? &rows[i] : &sum;
+        char                *to = at < size ? buffer + at : NULL;
+        size_t               room = at < size ? size - at : 0;
+        double               one = 1.0 / (i == count && count > 0 ? count : 1), ms = 1e3 * one;
+        char                 name[32] = "  mean     ";
+        if (i < count) snprintf(name, sizeof name, "%6lld %4d", (long long)r->step, (int)r->rank);
+        at += (size_t)(i < 0 ? snprintf(to, room, "  step rank   step ms   compute   overlap   exposed    bubble"
+                                        "        bytes\n")
+                             : snprintf(to, room, "%s %9.3f %9.3f %9.3f %9.3f %9.3f %12.0f\n", name, ms * r->step_s,
+                                        ms * r->compute_s, ms * r->overlap_s, ms * r->exposed_s, ms * r->bubble_s,
+                                        one * r->bytes));
+        if (i < 0 || i == count) continue;
+        sum.step_s += r->step_s, sum.compute_s += r->compute_s, sum.overlap_s += r->overlap_s;
+        sum.exposed_s += r->exposed_s, sum.bubble_s += r->bubble_s, sum.bytes += r->bytes;
+    }
+    return (int)at;
 }
 
 HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size)

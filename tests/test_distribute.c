@@ -252,6 +252,74 @@ TEST(communication_overlaps_the_backward_pass)
     }
 }
 
+/* A rank that computes longer: the others' bubble. What rows say in sum is what the report says in the mean. */
+typedef struct steps_job { hpml_distribute_desc d; int slow, count; hpml_step_row rows[64]; hpml_distribute_report r; char text[8192]; } steps_job;
+
+static hpml_status dawdle(void *user, hpml_trainer *t, int param)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    if (hpml_comm_rank(d->c) == 1) hpml_comm_compute(d->c, 0.005);
+    return hpmlc_dist_grad(user, t, param);
+}
+
+static hpml_status stepwise(hpml_comm *c, void *user)
+{
+    steps_job     *s = (steps_job *)user;
+    hpml_ctx      *ctx = hpml_comm_ctx(c);
+    job            j   = { .samples = 250 };
+    hpml_tensor   *x   = hpml_input_2d(ctx, GLOBAL / 3, INPUTS);
+    hpml_trainer  *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = model(&j, x, 0), .lr = 0.1f });
+    hpml_dataset  *data = points(&j, ctx, 0);
+    hpml_step_row  rows[64];
+    hpml_distributed *d = hpml_distribute(t, c, &s->d);
+    if (!d) return hpml_ctx_status(ctx);
+    if (s->slow) hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = d, .run = hpmlc_dist_run, .grad = dawdle, .update = hpmlc_dist_update });
+    hpml_trainer_fit(t, data, &(hpml_fit_desc){ .max_steps = 8 });
+    hpml_distribute_report r;
+    hpml_distribute_get(d, &r, false);
+    int n = hpml_distribute_steps(d, rows, 64);
+    if (hpml_comm_rank(c) != 0) return n < 0 ? HPML_ERR_STATE : hpml_ctx_status(ctx);
+    s->count = n;
+    memcpy(s->rows, rows, sizeof rows);
+    s->r = r;
+    hpml_steps_text(rows, n, s->text, sizeof s->text);
+    return hpml_ctx_status(ctx);
+}
+
+TEST(a_table_of_steps)
+{
+    static const hpml_link slow = { 5e-3, 0 };
+    for (int kind = 0; kind < 4; kind++) { /* a slow rank; a slow network: bare, exact, with double buffering */
+        static steps_job s;
+        hpml_launch_desc l = { .ranks = 3, .ctx.threads = 1, .network = { .ranks_per_node = 1 } };
+        double sum[2][5] = { { 0 } }, bytes = 0; /* rank 0, rank 1 */
+        memset(&s, 0, sizeof s);
+        s.slow = kind == 0, s.d.exact = kind == 2, s.d.leaf = 4, s.d.delayed = kind == 3, s.d.history = kind == 0 ? 5 : 0;
+        if (kind > 0) l.network.between = slow;
+        ENSURE(hpml_launch(&l, stepwise, &s, NULL, 0) == HPML_OK);
+        ENSURE(s.count == (kind == 0 ? 15 : 24));
+        for (int i = 0; i < s.count; i++) {
+            const hpml_step_row *r = &s.rows[i];
+            ENSURE(r->step == i / 3 + (kind == 0 ? 4 : 1) && r->rank == i % 3);
+            ENSURE(r->compute_s > 0 && r->overlap_s >= 0 && r->exposed_s >= 0 && r->bubble_s >= 0 && (r->bytes > 0 || (kind == 3 && i < 3)));
+            ENSURE(r->compute_s + r->exposed_s + r->bubble_s <= r->step_s * 1.0001);
+            if (r->rank == 2) continue;
+            sum[r->rank][0] += r->step_s / (s.count / 3), sum[r->rank][1] += r->compute_s / (s.count / 3), sum[r->rank][2] += r->overlap_s / (s.count / 3);
+            sum[r->rank][3] += r->exposed_s / (s.count / 3), sum[r->rank][4] += r->bubble_s / (s.count / 3);
+            if (r->rank == 0) bytes += r->bytes;
+        }
+        if (kind == 0) ENSURE(sum[1][1] >= 0.02 && sum[0][4] > 0.01 && sum[1][4] < 0.005 && sum[0][4] > sum[0][3]);
+        if (kind == 1 || kind == 2) ENSURE(sum[0][3] + sum[0][4] > 0.01);
+        if (kind == 1 || kind == 2) ENSURE_NEAR(bytes, 8 * s.r.bytes, 0.5);
+        if (kind > 0) ENSURE_NEAR(sum[0][3] + sum[0][4], s.r.exposed_s, 1e-6);
+        ENSURE(strstr(s.text, "bubble") && strstr(s.text, "\n  mean "));
+        int lines = 0;
+        for (const char *at = s.text; *at; at++) lines += *at == '\n';
+        ENSURE(lines == s.count + 2 && hpml_steps_text(s.rows, s.count, NULL, 0) == (int)strlen(s.text));
+    }
+    ENSURE(hpml_distribute_steps(NULL, NULL, 0) == -1);
+}
+
 static const char *path(const char *name)
 {
     static char text[2][128];
