@@ -8650,7 +8650,7 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml
             info.samples_per_second = (double)*samples / info.seconds;
             if (d->on_step(&info, d->user) != 0) return HPML_ERR_STOPPED;
         }
-        if (d->max_steps > 0 && *steps >= d->max_steps) return HPML_ERR_STOPPED;
+        if (d->max_steps > 0 && *steps >= d->max_steps && b.index + 1 < hpml_loader_steps(l)) return HPML_ERR_STOPPED;
     }
     if (t->ctx->status != HPML_OK) return t->ctx->status;
     t->epoch++;
@@ -8668,8 +8668,10 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     if (desc) d = *desc;
     hpml_loader *l = hpmli_trainer_loader(t, data, d.loader, false);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
-    for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++)
+    for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
+        if (d.max_steps > 0 && steps >= d.max_steps) break; /* they ended with a pass */
         status = hpmli_fit_epoch(t, l, &d, start, &samples, &steps);
+    }
     hpml_loader_free(l);
     if (status == HPML_ERR_STOPPED && d.max_steps > 0 && steps >= d.max_steps) status = HPML_OK;
     return status;
