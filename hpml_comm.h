@@ -67,6 +67,7 @@
 //     distribute   synchronous data parallelism: buckets, overlap, weights
 //     exact   the same bits for every number of ranks
 //     attach   attaching to a trainer, reports, checkpoints
+//     search   the largest batch that does not hurt
 //     mix   averaging with neighbours
 //     timeline   one timeline for all ranks
 //     simulate   moves in virtual time
@@ -446,6 +447,34 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
 
+/* Samples a step, from the next pass of fit on: at most what the models' batches hold together. Not with `exact`. The
+   learning rate follows by the trainer's lr_rule. Same call on all ranks; a checkpoint does not hold it. */
+HPML_API hpml_status hpml_distribute_batch(hpml_distributed *d, int64_t global_batch);
+
+/* How large may a step be before training suffers? As in Seide et al. 2014, sizes are tried on a part of the data, from
+   `min` up, each from the same checkpoint and on the same samples (without double buffering, which would favour small
+   ones). The first whose mean loss exceeds the first one's by more than `slack` ends the search; the one before it is
+   taken. Repeat it now and then, from half to twice the size: later in training larger steps do. Their learning rates
+   were per sample: lr_rule LINEAR. */
+typedef struct hpml_batch_search_desc {
+    uint32_t    _begin;
+    const char *path;     /* of the checkpoint that trials start from, written here and read by all ranks; required */
+    int64_t     min, max; /* samples a step; 0: as now; as many as the models' batches hold */
+    double      factor;   /* from one size to the next; 0: the square root of 2 */
+    int64_t     multiple; /* sizes are multiples of this; 0: 1 */
+    int64_t     samples;  /* that each size trains on; 0: a tenth of the data */
+    double      slack;    /* share of the loss; 0: 0.01 */
+    uint32_t    _end;
+} hpml_batch_search_desc;
+typedef struct hpml_batch_trial {
+    int64_t batch; /* 0: no more were tried */
+    double  loss;  /* mean over the samples; infinite: it diverged */
+} hpml_batch_trial;
+/* Collective, between two passes. Returns the size taken, which is then set; everything else is as before, but for the
+   report, which starts anew. -1: an error, on the context. trials: (capacity) what was tried; may be NULL. */
+HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *desc,
+                                        hpml_batch_trial *trials, int capacity);
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-simulate   step time on machines you do not have
 // ---------------------------------------------------------------------------------------------------------------------
@@ -546,6 +575,8 @@ HPMLC_REF(hpml_job *, hpml_iallreduce, (hpml_comm *c, void *data, int64_t n, con
 HPMLC_REF(hpml_exchange *, hpml_exchange_create, (hpml_comm *c, const hpml_exchange_desc &d), (c, &d))
 HPMLC_REF(hpml_distributed *, hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc &d),
           (t, c, &d))
+HPMLC_REF(int64_t, hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, const hpml_batch_search_desc &d,
+          hpml_batch_trial *trials, int capacity), (x, data, &d, trials, capacity))
 HPMLC_REF(hpml_status, hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
           (&d, out, error, size))
 #undef HPMLC_REF
@@ -3697,12 +3728,13 @@ struct hpml_distributed {
     int                  buckets, posted; /* posted: buckets whose exchange has begun in this step */
     int32_t              accumulate, micro;
     double              *stats;     /* (HPMLC_STATS + buffer_total), f64 sums */
-    int64_t              buffer_total, grad_total;
+    int64_t              buffer_total, grad_total, batch; /* batch: the model's */
     hpml_job            *stats_job;
     double               samples, loss_sum; /* of this rank, this step */
     float               *first;     /* the trainer's gradients: where the first one is, */
     float               *shadow;    /* delayed: and those under way, laid out like them */
     bool                 under_way; /* delayed: false before the first step */
+    double               full;      /* delayed: samples of a whole step when they were computed */
     float               *before;    /* (buffer_total) delayed, exact: running statistics that the step began with */
     float               *leaf;      /* exact: (leaves, leaf_total) */
     int64_t             *sum;       /* exact: (leaf_total) */
@@ -3716,6 +3748,8 @@ struct hpml_distributed {
     hpml_distribute_report row_r;   /* as it was when the last one was noted, */
     double               row_time;  /* and when that was, */
     hpml_counters        row_sent;  /* and what had been sent */
+    bool                 trial;     /* a search: what diverges is no error, nothing is delayed */
+    double               trial_loss, trial_samples;
 };
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
@@ -3836,7 +3870,7 @@ HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d)
 {
     double      *s = d->stats, *at = s + HPMLC_STATS;
     const float *move = d->d.delayed ? d->before : NULL;
-    bool    bad = !(d->loss_sum - d->loss_sum == 0);
+    bool         bad = !(d->loss_sum - d->loss_sum == 0);
     s[HPMLC_SAMPLES]  = d->samples;
     s[HPMLC_LOSS]     = bad ? 0 : d->loss_sum;
     s[HPMLC_BAD]      = bad;
@@ -3863,6 +3897,7 @@ HPMLC_FN hpml_status hpmlc_stats_post(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
 {
     const double *s = d->stats;
+    if (s[HPMLC_BAD] > 0 && d->trial) return HPML_ERR_NONFINITE;
     if (s[HPMLC_BAD] > 0)
         return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank %d, step %lld: the loss is not finite on %s %.0f", d->c->rank,
                              (long long)hpml_trainer_step_count(d->t), s[HPMLC_BAD] > 1 ? "so many ranks:" : "rank",
@@ -3903,6 +3938,7 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     status = hpml_trainer_run_local(t, 0, samples, scale, d->micro > 0, loss);
     d->samples += (double)samples;
     d->loss_sum += (double)*loss * (double)samples;
+    if (d->trial) *loss = 0; /* the trainer need not look for a NaN */
     d->r.compute_s += hpml_now() - start;
     d->micro++;
     if (status != HPML_OK) return hpmlc_failed(d->c), status;
@@ -3933,7 +3969,7 @@ HPMLC_FN hpml_status hpmlc_dist_settle(hpml_distributed *d)
     hpml_status status = hpmlc_dist_jobs(d), s = HPML_OK;
     d->r.exposed_s += hpml_now() - start;
     if (hpml_ctx_status(d->ctx) == HPML_OK) s = hpmlc_stats_read(d);
-    if (s == HPML_OK && status == HPML_ERR_NONFINITE)
+    if (s == HPML_OK && status == HPML_ERR_NONFINITE && !d->trial)
         return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: a gradient of some rank is NaN or infinite; lower "
                              "the learning rate or set clip_norm", d->c->rank,
                              (long long)hpml_trainer_step_count(d->t));
@@ -3948,9 +3984,8 @@ HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
 }
 
 /* Gradients were scaled for a full batch; a short one has fewer samples. */
-HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples)
+HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples, double full)
 {
-    double full = (double)d->d.global_batch * d->accumulate;
     if (d->d.sum || samples <= 0 || samples == full) return;
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
@@ -3982,14 +4017,9 @@ HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
     if (row->overlap_s < 0) row->overlap_s = 0;
 }
 
-/* Double buffering: the gradients of the step before, already added up, change places with this step's, which go out
-   now. */
-HPMLC_FN hpml_status hpmlc_dist_swap(hpml_distributed *d, double *samples)
+/* Gradients under way and the trainer's change places. */
+HPMLC_FN void hpmlc_shadow_swap(hpml_distributed *d)
 {
-    hpmlc_buffers_back(d);
-    hpml_status status = d->under_way ? hpmlc_dist_wait(d) : HPML_OK;
-    if (status != HPML_OK) return status;
-    *samples = d->under_way ? d->stats[HPMLC_SAMPLES] : 0;
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         if (!p->grad) continue;
@@ -3999,25 +4029,43 @@ HPMLC_FN hpml_status hpmlc_dist_swap(hpml_distributed *d, double *samples)
             p->grad[k] = other[k], other[k] = g;
         }
     }
+}
+
+/* Double buffering: the gradients of the step before, already added up, come in, this step's go out. */
+HPMLC_FN hpml_status hpmlc_dist_delay(hpml_distributed *d, double *samples, double *full)
+{
+    hpmlc_buffers_back(d);
+    hpml_status status = d->under_way ? hpmlc_dist_wait(d) : HPML_OK;
+    if (status != HPML_OK) return status;
+    *samples = d->under_way ? d->stats[HPMLC_SAMPLES] : 0;
+    *full    = d->full;
+    d->full  = (double)d->d.global_batch * d->accumulate;
+    hpmlc_shadow_swap(d);
     hpmlc_steps_note(d);
-    d->under_way = true;
+    d->under_way = !d->trial;
     d->posted    = 0;
     status = hpmlc_buckets_post(d);
-    return status != HPML_OK ? status : hpmlc_stats_post(d);
+    if (status == HPML_OK) status = hpmlc_stats_post(d);
+    if (!d->trial || status != HPML_OK) return status;
+    status   = hpmlc_dist_wait(d);
+    *samples = d->stats[HPMLC_SAMPLES], *full = d->full;
+    hpmlc_shadow_swap(d);
+    return status;
 }
 
 HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
 {
     hpml_distributed *d       = (hpml_distributed *)user;
-    double            samples = 0;
-    hpml_status       status  = d->d.exact ? HPML_OK : d->d.delayed ? hpmlc_dist_swap(d, &samples) : hpmlc_dist_wait(d);
+    double            samples = 0, full = (double)d->d.global_batch * d->accumulate;
+    hpml_status       status  = HPML_OK;
+    if (!d->d.exact) status = d->d.delayed ? hpmlc_dist_delay(d, &samples, &full) : hpmlc_dist_wait(d);
     d->micro = 0;
     if (status != HPML_OK) return status;
     if (!d->d.exact && !d->d.delayed) samples = d->stats[HPMLC_SAMPLES];
     if (!d->d.delayed) hpmlc_steps_note(d);
     d->r.steps++;
     if (d->d.delayed && samples <= 0) return HPML_OK; /* the first step has nothing to apply */
-    if (!d->d.exact) hpmlc_dist_rescale(d, samples);
+    if (!d->d.exact) hpmlc_dist_rescale(d, samples, full);
     return hpml_trainer_update_local(t, 0, d->params);
 }
 
@@ -4283,7 +4331,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     if (!hpmlc_dist_check(t, c, &settings, batch)) return NULL;
     hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
     if (!d) return NULL;
-    d->t = t, d->c = c, d->ctx = c->ctx, d->d = settings, d->params = hpml_param_count(c->ctx);
+    d->t = t, d->c = c, d->ctx = c->ctx, d->d = settings, d->params = hpml_param_count(c->ctx), d->batch = batch;
     d->leaf_all = c->size, d->leaf_first = c->rank, d->leaf_count = 1;
     d->accumulate = hpml_trainer_settings(t)->accumulate;
     d->bucket_of  = (int *)hpml_ctx_alloc(c->ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
@@ -4441,11 +4489,14 @@ HPMLC_FN int64_t hpmlc_shared(const hpml_exchange *x, float *row, bool load)
 }
 
 /* Double buffering: what has been added up and waits to be applied, as one row: samples; loss and moves of the running
-   statistics, both for one sample; gradients. The same on all ranks. Returns its floats; row NULL: only counts. */
+   statistics, both for one sample; gradients; samples of a whole step. The same on all ranks. Returns its floats; row
+   NULL: only counts. */
 HPMLC_FN int64_t hpmlc_pending(hpml_distributed *d, float *row, bool load)
 {
-    int64_t head = HPMLC_STATS + d->buffer_total;
+    int64_t head = HPMLC_STATS + d->buffer_total, all = head + d->grad_total + 1;
     double *s    = d->stats;
+    if (row && load) d->full = (double)row[all - 1];
+    else if (row) row[all - 1] = (float)d->full;
     for (int64_t k = 0; k < head && row; k++) {
         if (load) s[k] = (double)row[k] * (k > 0 ? s[0] : 1);
         else row[k] = (float)(k > 0 ? s[k] / s[0] : s[0]);
@@ -4458,7 +4509,7 @@ HPMLC_FN int64_t hpmlc_pending(hpml_distributed *d, float *row, bool load)
         memcpy(load ? mine : row + head, load ? row + head : mine, n * sizeof(float));
         head += (int64_t)n;
     }
-    return HPMLC_STATS + d->buffer_total + d->grad_total;
+    return all;
 }
 
 HPMLC_FN hpml_status hpmlc_pending_load(hpml_distributed *d, const hpml_safetensors *f, const char *path)
@@ -4528,6 +4579,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     hpml_safetensor   workers, shared;
     int64_t           each = 0, all = 0, at = 0;
     hpmlc_dist_jobs(d); /* what is under way is forgotten */
+    d->micro = 0;
     hpml_status       status = hpml_checkpoint_load(d->t, path);
     hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
     if (!f) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
@@ -4567,6 +4619,108 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     }
     hpml_safetensors_close(f);
     return status != HPML_OK ? status : hpml_ctx_status(d->ctx);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>search   the largest batch that does not hurt
+// ---------------------------------------------------------------------------------------------------------------------
+
+HPML_API hpml_status hpml_distribute_batch(hpml_distributed *d, int64_t global_batch)
+{
+    if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
+    int64_t most = d->c->size * d->batch;
+    if (d->d.exact)
+        return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: with exact sums the batch is cut into leaves once");
+    if (global_batch < 1 || global_batch > most)
+        return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld; the models' batches hold 1 to "
+                          "%lld", (long long)global_batch, (long long)most);
+    d->d.global_batch = global_batch;
+    return hpml_trainer_set_shard(d->t, d->c->rank, d->c->size, global_batch, 0);
+}
+
+HPMLC_FN int hpmlc_trial_step(const hpml_step_info *info HPMLC_UNUSED, void *user)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    if (d->micro != 0) return 0; /* the update is still to come */
+    d->trial_loss += d->r.loss * (double)d->r.samples;
+    d->trial_samples += (double)d->r.samples;
+    return 0;
+}
+
+/* Trains with one size; its mean loss, infinite if it diverged. */
+HPMLC_FN hpml_status hpmlc_trial(hpml_distributed *d, hpml_dataset *data, int64_t batch, int64_t samples, double *loss)
+{
+    hpml_fit_desc    fit;
+    hpml_loader_desc loader;
+    memset(&fit, 0, sizeof fit);
+    memset(&loader, 0, sizeof loader);
+    loader.samples_per_epoch = samples;
+    fit.loader = &loader, fit.on_step = hpmlc_trial_step, fit.user = d;
+    d->trial_loss = d->trial_samples = 0;
+    hpml_status status = hpml_distribute_batch(d, batch);
+    d->trial = true;
+    if (status == HPML_OK) status = hpml_trainer_fit(d->t, data, &fit);
+    d->trial = false;
+    *loss    = status == HPML_OK && d->trial_samples > 0 ? d->trial_loss / d->trial_samples : (double)INFINITY;
+    if (!(*loss - *loss == 0)) *loss = (double)INFINITY;
+    return status == HPML_ERR_NONFINITE ? hpml_ctx_status(d->ctx) : status;
+}
+
+HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset *data, hpml_batch_search_desc *s)
+{
+    if (s->min == 0) s->min = d->d.global_batch;
+    if (s->max == 0) s->max = d->c->size * d->batch;
+    if (s->factor == 0) s->factor = 1.4142135623730951;
+    if (s->multiple == 0) s->multiple = 1;
+    if (s->samples == 0) s->samples = data ? (data->count + 9) / 10 : 0;
+    if (s->slack == 0) s->slack = 0.01;
+    s->min = (s->min + s->multiple - 1) / s->multiple * s->multiple;
+    if (d->d.exact)
+        return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "batch search: exact sums cut the batch into leaves once");
+    if (!data || !s->path || s->_begin || s->_end || s->min < 1 || s->max < s->min || !(s->factor > 1) ||
+        s->multiple < 1 || s->samples < 1 || !(s->slack > 0))
+        return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "batch search: needs data, a path, sizes %lld to %lld in multiples "
+                          "of %lld, a factor above 1 (%g), samples (%lld) and a slack (%g) above 0", (long long)s->min,
+                          (long long)s->max, (long long)s->multiple, s->factor, (long long)s->samples, s->slack);
+    return HPML_OK;
+}
+
+HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *desc,
+                                        hpml_batch_trial *trials, int capacity)
+{
+    hpml_batch_search_desc s;
+    double                 first = 0, loss = 0;
+    int64_t                was, best = -1;
+    memset(&s, 0, sizeof s);
+    if (desc) s = *desc;
+    if (!d || hpmlc_failed(d->c) || hpmlc_search_check(d, data, &s) != HPML_OK) return -1;
+    was = d->d.global_batch;
+    hpml_status       status = hpml_distribute_save(d, s.path);
+    hpml_safetensors *f      = status == HPML_OK ? hpml_safetensors_open(d->ctx, s.path) : NULL;
+    const char       *place  = f ? hpml_safetensors_meta(f, "hpml.epoch_step") : NULL;
+    if (place && strcmp(place, "0") != 0)
+        status = hpmlc_fail(d->c, HPML_ERR_STATE, "batch search: %s batches into a pass; search between passes", place);
+    hpml_safetensors_close(f);
+    for (int i = 0; i < capacity && trials; i++) trials[i].batch = 0, trials[i].loss = 0;
+    int64_t next = 0, n = 0;
+    for (int64_t batch = s.min; batch <= s.max && status == HPML_OK; batch = next, n++) {
+        status = hpmlc_trial(d, data, batch, s.samples, &loss);
+        if (n == 0) first = loss;
+        if (n < capacity && trials) trials[n].batch = batch, trials[n].loss = loss;
+        if (status == HPML_OK) status = hpml_distribute_load(d, s.path);
+        if (!(loss <= first + s.slack * fabs(first)) || !(loss - loss == 0)) break;
+        best = batch;
+        next = (int64_t)((double)batch * s.factor / (double)s.multiple + 0.5) * s.multiple;
+        if (next <= batch) next = batch + s.multiple;
+    }
+    d->rows = 0;
+    hpml_distribute_get(d, NULL, true);
+    if (status == HPML_OK && best < 0)
+        status = hpmlc_fail(d->c, HPML_ERR_NONFINITE, "batch search: %lld samples a step diverge already; lower the "
+                            "learning rate", (long long)s.min);
+    if (status == HPML_OK) status = hpml_distribute_batch(d, best);
+    else d->d.global_batch = was;
+    return status == HPML_OK ? best : -1;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@
 #include "../hpml_comm.h"
 #include "test.h"
 
+#include <stddef.h>
+
 typedef struct job {
     hpml_distribute_desc d;
     int                  samples, steps, hidden, tail; /* tail: steps after loading */
@@ -385,6 +387,102 @@ TEST(four_ranks_to_two)
     hpml_safetensors_close(f), hpml_safetensors_close(g);
     hpml_ctx_free(ctx);
     remove(file), remove(again);
+}
+
+/* Batches from 8 up, on 2 ranks whose models hold 64 each. */
+typedef struct search_job {
+    hpml_distribute_desc   d;
+    hpml_batch_search_desc s;
+    hpml_batch_trial       trials[16];
+    double                 lr;
+    int                    poison, spike, skip, before; /* spike: a NaN in gradients of larger batches; before: steps before the search */
+    int64_t                taken, steps;
+    uint64_t               hash[2]; /* after the search, after some more training */
+    char                   text[512];
+} search_job;
+
+static int64_t spike_above;
+
+static hpml_status spike(void *user, hpml_trainer *t, int param)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    if (d->d.global_batch > spike_above && param == 0) hpml_param_at(d->ctx, 0)->grad[3] = (float)NAN;
+    return hpmlc_dist_grad(user, t, param);
+}
+
+static hpml_status search(hpml_comm *c, void *user)
+{
+    search_job    *s = (search_job *)user, own = *s;
+    hpml_ctx      *ctx = hpml_comm_ctx(c);
+    job            j   = { .samples = 2000, .poison = s->poison };
+    hpml_tensor   *x   = hpml_input_2d(ctx, 64, INPUTS);
+    hpml_trainer  *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = model(&j, x, 0), .lr = s->lr ? (float)s->lr : 0.05f, .momentum = 0.9f });
+    hpml_dataset  *data = points(&j, ctx, hpml_comm_rank(c));
+    own.d.global_batch = 8;
+    hpml_distributed *d = hpml_distribute(t, c, &own.d);
+    if (!d) return hpml_ctx_status(ctx);
+    if (s->spike) hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = d, .run = hpmlc_dist_run, .grad = spike, .update = hpmlc_dist_update });
+    if (s->before > 0) hpml_trainer_fit(t, data, &(hpml_fit_desc){ .max_steps = s->before });
+    if (!s->skip) own.taken = hpml_distribute_search(d, data, &own.s, own.trials, 16);
+    if (!s->skip && own.s.max == 8) hpml_distribute_batch(d, 8);
+    own.hash[0] = hpml_param_hash(ctx);
+    if (hpml_ctx_status(ctx) == HPML_OK && !s->spike) hpml_trainer_fit(t, data, &(hpml_fit_desc){ .max_steps = 20 });
+    own.hash[1] = hpml_param_hash(ctx), own.steps = hpml_trainer_step_count(t);
+    if (hpml_comm_rank(c) == 0) memcpy(s, &own, offsetof(search_job, text));
+    return hpml_ctx_status(ctx);
+}
+
+static hpml_status seek(search_job *s)
+{
+    if (!s->s.path) s->s.path = "build/distribute_search.safetensors";
+    if (!s->before) s->before = 250; /* a pass */
+    hpml_status status = hpml_launch(&(hpml_launch_desc){ .ranks = 2, .timeout = 20, .ctx = { .seed = 3, .threads = 1 } }, search, s, s->text, sizeof s->text);
+    remove(s->s.path);
+    return status;
+}
+
+TEST(the_largest_batch_that_does_not_hurt)
+{
+    for (int kind = 0; kind < 4; kind++) { /* f32, 1 bit; with double buffering */
+        search_job none = { .skip = 1, .lr = 0.003, .s.samples = 1000, .d = { .delayed = kind > 1, .codec.kind = kind % 2 ? HPML_CODEC_ONEBIT : HPML_CODEC_NONE } }, same = none, some = none, any = none;
+        same.skip = some.skip = any.skip = 0;
+        same.s.max = 8, some.s.slack = 0.05, any.s.multiple = 8, any.s.slack = 100;
+        ENSURE(seek(&none) == HPML_OK && seek(&same) == HPML_OK && seek(&some) == HPML_OK && seek(&any) == HPML_OK);
+        ENSURE(same.taken == 8 && same.trials[0].batch == 8 && same.trials[1].batch == 0);
+        ENSURE(same.hash[0] == none.hash[0] && same.hash[1] == none.hash[1]); /* as if there had been no search */
+        ENSURE(some.hash[0] == none.hash[0] && some.hash[1] != none.hash[1] && some.steps == 270);
+        int n = 0;
+        while (n < 16 && some.trials[n].batch) n++;
+        ENSURE(n >= 2 && some.taken == some.trials[n - 2].batch && some.taken < 128);
+        for (int i = 0; i < n; i++) ENSURE((some.trials[i].loss <= 1.05 * some.trials[0].loss) == (i < n - 1));
+        ENSURE(some.trials[1].batch == 11 && any.trials[1].batch == 8 + 8 && any.trials[2].batch == 24 && any.taken >= 120);
+    }
+}
+
+/* The first step of a trial applies its own gradients, also with double buffering: the same losses. */
+TEST(a_search_does_not_delay)
+{
+    search_job now = { .before = -1, .s = { .samples = 64, .slack = 10 } }, late = now;
+    late.d.delayed = true;
+    ENSURE(seek(&now) == HPML_OK && seek(&late) == HPML_OK);
+    for (int i = 0; i < 8; i++) ENSURE(now.trials[i].batch == late.trials[i].batch && now.trials[i].loss == late.trials[i].loss);
+    ENSURE(now.trials[7].batch == 93 && now.taken == 93);
+}
+
+TEST(a_search_may_diverge)
+{
+    search_job loud = { .spike = 1, .s.slack = 10, .d.codec.kind = HPML_CODEC_ONEBIT }, nan = { .poison = 2, .before = -1 };
+    spike_above = 20;
+    ENSURE(seek(&loud) == HPML_OK && loud.taken == 16); /* 8, 11, 16, 23 */
+    ENSURE(isinf(loud.trials[3].loss) && loud.trials[3].batch == 23 && loud.trials[4].batch == 0);
+    ENSURE(seek(&nan) == HPML_ERR_NONFINITE && strstr(nan.text, "diverge already"));
+    search_job bad[] = { { .s.factor = 0.5 }, { .s.min = 200 }, { .s.path = "/nonexistent/x" }, { .before = 7 }, { .d = { .exact = true, .leaf = 4 } } };
+    static const char *const says[] = { "factor above 1", "sizes 200 to 128", "/nonexistent", "7 batches into a pass", "exact" };
+    for (int i = 0; i < 5; i++) {
+        ENSURE(seek(&bad[i]) != HPML_OK);
+        if (!strstr(bad[i].text, says[i])) printf("    %s\n", bad[i].text);
+        ENSURE(strstr(bad[i].text, says[i]));
+    }
 }
 
 TEST(errors_name_the_rank)
