@@ -56,7 +56,7 @@
 //     api-ops   recording a model: inputs, parameters, ops
 //     api-graph   planning and running a recorded graph
 //     api-backend   the seam to devices: a table of functions
-//     api-trainer   optimizers, schedules, the trainer and its four hooks
+//     api-trainer   optimizers, schedules, the trainer and its hooks
 //     api-data   datasets, readers, the loader
 //     api-save   safetensors and checkpoints
 //     api-see   timeline, profile, summary
@@ -622,6 +622,11 @@ typedef struct hpml_run {
     uint64_t  step;        /* keys random masks */
     float     loss_scale;  /* gradient that a loss starts with */
     uint64_t  sample;      /* number of the first sample within the global batch: keys random masks by sample */
+    bool      idle;        /* this rank has no samples: ops that `sum` (batchnorm) give zeros, no other op runs */
+    /* Adds up n numbers in host memory over all ranks, in place: an op whose result depends on the whole global batch
+       calls it, equally often and with the same n on all ranks. NULL: this rank's batch is all there is. */
+    hpml_status (*sum)(void *user, double *values, int64_t n);
+    void     *sum_user;
 } hpml_run;
 
 typedef hpml_status hpml_op_fn(const hpml_run *run, hpml_node *node);
@@ -685,7 +690,7 @@ HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx);
 HPML_API void *hpml_ctx_device(const hpml_ctx *ctx); /* what the backend's open gave */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-trainer   optimizers, schedules, the trainer and its four hooks
+// >>api-trainer   optimizers, schedules, the trainer and its hooks
 // ---------------------------------------------------------------------------------------------------------------------
 
 typedef enum hpml_loss { HPML_LOSS_CROSS_ENTROPY = 0, HPML_LOSS_BCE, HPML_LOSS_MSE, HPML_LOSS_HUBER } hpml_loss;
@@ -804,7 +809,9 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
    grad    the moment the gradient of parameter p is final in this step's backward pass (last micro-batch), in reverse
            order of recording: communication starts here and overlaps the rest
    update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_update_local for
-           the parameters it wants updated here. Returns HPML_OK. */
+           the parameters it wants updated here. Returns HPML_OK.
+   sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in training passes forward
+           and backward; called in the same order on all ranks, also on one that runs 0 samples */
 typedef struct hpml_hooks {
     void *user;
     hpml_status (*run)(void *user, hpml_trainer *t, int64_t samples, float *loss);
@@ -812,9 +819,11 @@ typedef struct hpml_hooks {
     hpml_status (*grad)(void *user, hpml_trainer *t, int param);
     hpml_status (*update)(void *user, hpml_trainer *t);
     void (*free)(void *user); /* called by hpml_ctx_free and when replaced */
+    hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
 } hpml_hooks;
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* NULL: serial again */
-/* Forward and backward on samples [first, first + samples) of what is now in the inputs, gradients times grad_scale. */
+/* Forward and backward on samples [first, first + samples) of what is now in the inputs, gradients times grad_scale. 0
+   samples: gradients are zero, hooks are called as by the others. */
 HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                             bool accumulate, float *loss);
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
@@ -6539,7 +6548,8 @@ HPMLI_OP(avg_pool2d, 0, hpmli_planes(run, n, hpmli_avg_pool_task), hpmli_planes(
    training the statistics are the batch's; they also move the running ones, which evaluation uses. With s1 = sum dy, s2
    = sum dy xhat:
        dx = gamma rstd (dy - s1 / N - xhat s2 / N),  dgamma = s2,  dbeta = s1.
-   One task is one channel. Sources: x, gamma, beta (NULL without affine), running mean, running variance. */
+   One task is one channel, measured and then normalized; where many ranks share a batch, the sums of all channels are
+   added up over the ranks in between. Sources: x, gamma, beta (NULL without affine), running mean, running variance. */
 
 HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
 {
@@ -6564,6 +6574,7 @@ HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
     y->node->attr.norm.momentum = d.momentum > 0 ? d.momentum : 0.1f;
     y->node->attr.norm.act      = d.activation;
     y->node->saved_bytes        = (size_t)(2 * x->shape[1]) * sizeof(float); /* mean and rstd */
+    y->node->scratch_bytes      = (size_t)(2 * x->shape[1] + 1) * sizeof(double);
     return y;
 }
 
@@ -6572,33 +6583,35 @@ typedef struct hpmli_bn_job {
     const hpmli_kernels *k;
     hpml_node           *n;
     int64_t              B, C, P; /* P: pixels of a plane */
+    double              *sums;    /* (C, 2) of a channel, then N: of this rank, or of all */
+    bool                 backward, measure, apply;
 } hpmli_bn_job;
 
-HPMLI_FN void hpmli_bn_statistics(const hpmli_bn_job *j, int64_t c, float *mean, float *rstd)
+/* Sum of x, and of (x - mean)^2. */
+HPMLI_FN void hpmli_bn_measure(const hpmli_bn_job *j, int64_t c)
 {
-    const hpml_node *n = j->n;
-    const float     *x = n->src[0]->data + c * j->P;
-    float           *running_mean = n->src[3]->data + c, *running_var = n->src[4]->data + c, m = n->attr.norm.momentum;
-    double           N = (double)(j->B * j->P), sum = 0, square = 0;
-    if (!j->run->train) {
-        *mean = *running_mean;
-        *rstd = (float)(1 / sqrt((double)*running_var + (double)n->attr.norm.eps));
-        return;
-    }
+    const float *x = j->n->src[0]->data + c * j->P;
+    double       N = (double)(j->B * j->P), sum = 0, square = 0;
     for (int64_t b = 0; b < j->B; b++) sum += j->k->vsum_wide(x + b * j->C * j->P, j->P);
-    *mean = (float)(sum / N);
-    for (int64_t b = 0; b < j->B; b++) square += j->k->vvar_wide(x + b * j->C * j->P, *mean, j->P);
-    *rstd = (float)(1 / sqrt(square / N + (double)n->attr.norm.eps));
-    *running_mean = (1 - m) * *running_mean + m * *mean;
-    *running_var  = (1 - m) * *running_var + m * (float)(square / (N > 1 ? N - 1 : 1));
+    float mean = (float)(N > 0 ? sum / N : 0);
+    for (int64_t b = 0; b < j->B; b++) square += j->k->vvar_wide(x + b * j->C * j->P, mean, j->P);
+    j->sums[2 * c] = sum, j->sums[2 * c + 1] = square;
 }
 
-HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_bn_apply(const hpmli_bn_job *j, int64_t c)
 {
-    const hpmli_bn_job *j     = (const hpmli_bn_job *)arg;
-    const hpml_node    *n     = j->n;
-    float              *saved = (float *)n->saved + 2 * c, a, b;
-    hpmli_bn_statistics(j, c, &saved[0], &saved[1]);
+    const hpml_node *n     = j->n;
+    float           *saved = (float *)n->saved + 2 * c, a, b, m = n->attr.norm.momentum;
+    float           *running_mean = n->src[3]->data + c, *running_var = n->src[4]->data + c;
+    double           N = j->sums[2 * j->C], square = j->sums[2 * c + 1], var = (double)*running_var;
+    saved[0] = *running_mean;
+    if (j->run->train) {
+        saved[0]      = (float)(j->sums[2 * c] / N);
+        var           = square / N;
+        *running_mean = (1 - m) * *running_mean + m * saved[0];
+        *running_var  = (1 - m) * *running_var + m * (float)(square / (N > 1 ? N - 1 : 1));
+    }
+    saved[1] = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
     a = saved[1] * (n->src[1] ? n->src[1]->data[c] : 1);
     b = (n->src[2] ? n->src[2]->data[c] : 0) - saved[0] * a;
     for (int64_t i = 0; i < j->B; i++) {
@@ -6609,12 +6622,12 @@ HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
     }
 }
 
-HPMLI_FN void hpmli_bn_back_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
+/* s1 and s2, which are this rank's part of the gradients of beta and gamma. */
+HPMLI_FN void hpmli_bn_back_measure(const hpmli_bn_job *j, int64_t c)
 {
-    const hpmli_bn_job *j = (const hpmli_bn_job *)arg;
-    const hpml_node    *n = j->n;
+    const hpml_node *n = j->n;
     float   mean = ((const float *)n->saved)[2 * c], rstd = ((const float *)n->saved)[2 * c + 1];
-    double  N = (double)(j->B * j->P), s1 = 0, dot = 0, s2, a;
+    double  s1 = 0, dot = 0, s2;
     int64_t step = j->C * j->P, first = c * j->P;
     for (int64_t i = 0; i < j->B; i++) {
         float *dy = n->out->grad + first + i * step;
@@ -6624,9 +6637,18 @@ HPMLI_FN void hpmli_bn_back_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
         dot += j->k->vdot_wide(dy, n->src[0]->data + first + i * step, j->P);
     }
     s2 = (double)rstd * (dot - (double)mean * s1);
-    a  = (double)rstd * (n->src[1] ? (double)n->src[1]->data[c] : 1);
     if (n->src[1] && n->src[1]->grad) n->src[1]->grad[c] = (n->accumulate[1] ? n->src[1]->grad[c] : 0) + (float)s2;
     if (n->src[2] && n->src[2]->grad) n->src[2]->grad[c] = (n->accumulate[2] ? n->src[2]->grad[c] : 0) + (float)s1;
+    j->sums[2 * c] = s1, j->sums[2 * c + 1] = s2;
+}
+
+HPMLI_FN void hpmli_bn_back_apply(const hpmli_bn_job *j, int64_t c)
+{
+    const hpml_node *n = j->n;
+    float   mean = ((const float *)n->saved)[2 * c], rstd = ((const float *)n->saved)[2 * c + 1];
+    double  N = j->sums[2 * j->C], s1 = j->sums[2 * c], s2 = j->sums[2 * c + 1];
+    double  a = (double)rstd * (n->src[1] ? (double)n->src[1]->data[c] : 1);
+    int64_t step = j->C * j->P, first = c * j->P;
     if (!n->src[0]->grad) return;
     if (!j->run->train) s1 = s2 = 0; /* fixed statistics */
     for (int64_t i = 0; i < j->B; i++)
@@ -6635,15 +6657,39 @@ HPMLI_FN void hpmli_bn_back_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
                        (float)(a * ((double)(mean * rstd) * s2 - s1) / N), j->P, n->accumulate[0]);
 }
 
-HPMLI_FN void hpmli_bn_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
+HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
+{
+    const hpmli_bn_job *j = (const hpmli_bn_job *)arg;
+    if (j->measure) j->backward ? hpmli_bn_back_measure(j, c) : hpmli_bn_measure(j, c);
+    if (j->apply) j->backward ? hpmli_bn_back_apply(j, c) : hpmli_bn_apply(j, c);
+}
+
+/* Squares about a rank's own mean do not add up; those about 0 do, and an f64 has the digits for it. */
+HPMLI_FN void hpmli_bn_recenter(const hpmli_bn_job *j, double sign)
+{
+    double *s = j->sums, N = s[2 * j->C];
+    for (int64_t c = 0; c < j->C && !j->backward && N > 0; c++, s += 2) s[1] = fmax(s[1] + sign * s[0] * s[0] / N, 0);
+}
+
+HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const int64_t *y = n->out->shape; /* the dimensions that are not there are 1 */
-    hpmli_bn_job   j = { run, run->ctx->k, n, y[0], y[1], y[2] * y[3] };
-    hpmli_parallel(run->ctx, j.C, task, &j);
+    bool           measure = run->train || backward, shared = run->sum && run->train;
+    hpmli_bn_job   j = { run, run->ctx->k, n, run->idle ? 0 : y[0], y[1], y[2] * y[3], (double *)n->scratch,
+                         backward, measure, !shared };
+    j.sums[2 * j.C]  = (double)(j.B * j.P);
+    hpmli_parallel(run->ctx, j.C, hpmli_bn_task, &j);
+    if (!shared) return HPML_OK;
+    hpmli_bn_recenter(&j, 1);
+    hpml_status status = run->sum(run->sum_user, j.sums, 2 * j.C + 1);
+    hpmli_bn_recenter(&j, -1);
+    j.measure = false, j.apply = true;
+    if (status == HPML_OK) hpmli_parallel(run->ctx, j.C, hpmli_bn_task, &j);
+    return status;
 }
 
 HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0),
-         hpmli_bn_run(run, n, hpmli_bn_task), hpmli_bn_run(run, n, hpmli_bn_back_task))
+         return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   softmax, layernorm, rmsnorm: row by row
@@ -7571,6 +7617,8 @@ struct hpml_graph {
     void          *hook_user;  /* set by the trainer */
     hpml_status (*need)(void *user, int param);
     hpml_status (*grad)(void *user, int param);
+    hpml_status (*sum)(void *user, double *values, int64_t n);
+    bool           idle;       /* see hpml_run */
 };
 
 /* One pass over what is reachable marks it; positions are given in order of recording, which is an order of running. */
@@ -7932,6 +7980,16 @@ HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
     return HPML_OK;
 }
 
+/* What the backward pass of n would write first. */
+HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
+{
+    for (int s = 0; s < n->src_count; s++) {
+        const hpml_tensor *p = n->src[s];
+        if (p && hpmli_trainable(p) && !n->accumulate[s])
+            g->ctx->backend->zero(g->ctx->device, p->grad, (size_t)hpml_tensor_count(p) * sizeof(float));
+    }
+}
+
 /* One op, timed when somebody looks. */
 HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, bool backward)
 {
@@ -7942,7 +8000,9 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     hpml_status         status = HPML_OK;
     for (int s = 0; g->need && s < n->src_count && status == HPML_OK; s++)
         if (n->src[s] && n->src[s]->param) status = g->need(g->hook_user, n->src[s]->param->index);
-    if (status == HPML_OK) status = backward ? impl->backward(run, n) : impl->forward(run, n);
+    bool idle = run->idle && !(run->sum && n->op == HPML_OP_BATCHNORM);
+    if (status == HPML_OK && idle && backward) hpmli_zero_gradients(g, n);
+    if (status == HPML_OK && !idle) status = backward ? impl->backward(run, n) : impl->forward(run, n);
     if (!look) return status;
     if (g->ctx->backend->sync) g->ctx->backend->sync(g->ctx->device);
     end = hpml_now();
@@ -7956,14 +8016,14 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
 
 HPMLI_FN hpml_run hpmli_run_of(const hpml_graph *g, bool train, uint64_t step, float scale)
 {
-    hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample };
+    hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample, g->idle, g->sum, g->hook_user };
     return run;
 }
 
 /* Asks the backend whether it can run this pass as a whole. Not when somebody looks at single ops, or hooks in. */
 HPMLI_FN bool hpmli_pass_single(const hpml_graph *g)
 {
-    return g->profile || g->ctx->trace || g->need || g->grad || !g->ctx->backend->begin;
+    return g->profile || g->ctx->trace || g->need || g->grad || g->sum || g->idle || !g->ctx->backend->begin;
 }
 
 HPMLI_FN hpml_status hpmli_pass_begin(const hpml_graph *g, const hpml_run *run, bool backward, bool accumulate,
@@ -8099,7 +8159,7 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A step is: put the batch into the inputs, forward, backward (adding up over `accumulate` batches), clip, optimizer.
-   The four hooks stand exactly at the places where distributed strategies differ; without hooks they cost a branch. */
+   The hooks stand exactly at the places where distributed strategies differ; without hooks they cost a branch. */
 
 typedef struct hpmli_named { /* an array that checkpoints hold */
     const char         *name;
@@ -8283,6 +8343,12 @@ HPMLI_FN hpml_status hpmli_hook_grad(void *user, int param)
     return t->micro == t->d.accumulate - 1 ? t->hooks.grad(t->hooks.user, t, param) : HPML_OK;
 }
 
+HPMLI_FN hpml_status hpmli_hook_sum(void *user, double *values, int64_t n)
+{
+    hpml_trainer *t = (hpml_trainer *)user;
+    return t->hooks.sum(t->hooks.user, t, values, n);
+}
+
 HPMLI_FN void hpmli_trainer_drop(void *object)
 {
     hpml_trainer *t = (hpml_trainer *)object;
@@ -8298,6 +8364,7 @@ HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *h
     t->graph->hook_user = t;
     t->graph->need      = t->hooks.need ? hpmli_hook_need : NULL;
     t->graph->grad      = t->hooks.grad ? hpmli_hook_grad : NULL;
+    t->graph->sum       = t->hooks.sum ? hpmli_hook_sum : NULL;
     return HPML_OK;
 }
 
@@ -8532,16 +8599,18 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
 {
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_graph *g = t->graph;
-    bool        part = first != 0 || samples != t->fed;
-    if (first < 0 || samples < 1 || first + samples > t->fed)
+    bool        part = samples > 0 && (first != 0 || samples != t->fed);
+    if (first < 0 || samples < 0 || first + samples > t->fed)
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
                           (long long)first, (long long)(first + samples), (long long)t->fed);
     if (part && hpml_graph_batch(g, samples) != HPML_OK) return t->ctx->status;
     hpmli_trainer_shift(t, first);
+    g->idle = samples == 0;
     hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
     if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
-    if (status == HPML_OK && loss) *loss = (float)hpmli_graph_loss(g);
-    if (status == HPML_OK && t->labels)
+    if (status == HPML_OK && loss) *loss = samples > 0 ? (float)hpmli_graph_loss(g) : 0;
+    g->idle = false;
+    if (status == HPML_OK && t->labels && samples > 0)
         hpmli_count_correct(t, t->labels + first * (hpml_tensor_count(t->target) / g->batch_now), &t->correct,
                             &t->counted, NULL);
     hpmli_trainer_shift(t, -first);
@@ -8568,6 +8637,7 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
     hpml_graph         *g   = t->graph;
     hpml_tensor *const *p   = ctx->params;
     hpml_run            run = hpmli_run_of(g, true, g->step, 1);
+    run.sum = NULL; /* the others are elsewhere */
     for (int i = 0; i < ctx->param_count; i++)
         if (hpmli_blame(t, what, value, "parameter", p[i], p[i]->data)) return ctx->status;
     for (int i = 0; i < g->leaf_count; i++)
@@ -8721,7 +8791,7 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml
             info.samples_per_second = (double)*samples / info.seconds;
             if (d->on_step(&info, d->user) != 0) return HPML_ERR_STOPPED;
         }
-        if (d->max_steps > 0 && *steps >= d->max_steps) return HPML_ERR_STOPPED;
+        if (d->max_steps > 0 && *steps >= d->max_steps && b.index + 1 < hpml_loader_steps(l)) return HPML_ERR_STOPPED;
     }
     if (t->ctx->status != HPML_OK) return t->ctx->status;
     t->epoch++;
@@ -8739,8 +8809,10 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     if (desc) d = *desc;
     hpml_loader *l = hpmli_trainer_loader(t, data, d.loader, false);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
-    for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++)
+    for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
+        if (d.max_steps > 0 && steps >= d.max_steps) break; /* they ended with a pass */
         status = hpmli_fit_epoch(t, l, &d, start, &samples, &steps);
+    }
     hpml_loader_free(l);
     if (status == HPML_ERR_STOPPED && d.max_steps > 0 && steps >= d.max_steps) status = HPML_OK;
     return status;

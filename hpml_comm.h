@@ -67,6 +67,7 @@
 //     distribute   synchronous data parallelism: buckets, overlap, weights
 //     exact   the same bits for every number of ranks
 //     attach   attaching to a trainer, reports, checkpoints
+//     search   the largest batch that does not hurt
 //     mix   averaging with neighbours
 //     timeline   one timeline for all ranks
 //     simulate   moves in virtual time
@@ -375,7 +376,8 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
 
 /* Attached to a trainer, it makes p ranks with a share of each global batch equal one rank with all of it: parameters
    start as rank 0's, gradients are added up while the backward pass still runs, every rank makes the same step. Serial
-   code does not change. The short last batch is weighted right, and a rank without samples takes part. */
+   code does not change. The short last batch is weighted right, and a rank without samples takes part. Batchnorm sees a
+   rank's share alone unless sync_batchnorm is set. */
 typedef struct hpml_distribute_desc {
     uint32_t        _begin;
     hpml_codec_desc codec;        /* how gradients travel, as in hpml_exchange_desc, ... */
@@ -387,10 +389,14 @@ typedef struct hpml_distribute_desc {
     int64_t         global_batch; /* samples a step, all ranks; 0: ranks * model batch. Shares differ by 1 at most */
     int64_t         bucket_bytes; /* gradients that travel together; 0: 256 KiB; 1: every tensor alone */
     bool            no_overlap;   /* exchange after the backward pass, not during it */
-    bool            delayed;      /* double buffering: a step applies the gradients of the one before, the first none */
+    bool            delayed;      /* double buffering: a step applies the gradients (and moves of batchnorm's running
+                                     statistics) of the one before, the first none */
     int64_t         warm_steps;   /* the first steps travel uncompressed */
+    bool            sync_batchnorm; /* batchnorm on the statistics of the global batch, as one rank would have them: a
+                                     small sum over the ranks for each such layer, forward and backward */
     bool            exact;        /* same bits for every number of ranks, algorithm, bucket and transport, see below */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
+    int32_t         history;      /* steps that hpml_distribute_steps can tell of; 0: 64 */
     uint32_t        _end;
 } hpml_distribute_desc;
 
@@ -419,10 +425,55 @@ typedef struct hpml_distribute_report {
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
 HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line, as snprintf */
 
-/* A checkpoint of the whole job, residuals of all ranks included; collective. It loads on any number of ranks: what is
-   carried over is the sum of the residuals, so nothing that was computed is lost. Exact jobs continue bit for bit. */
+/* One step of one rank: where its time went, from the end of the wait of the step before to the end of its own. What is
+   not in compute, exposed and bubble is data and update. With `delayed` the exchange is that of the step before. */
+typedef struct hpml_step_row {
+    int64_t step;      /* updates done, this one included */
+    int32_t rank;
+    double  step_s, compute_s; /* in all; forward and backward */
+    double  overlap_s; /* exchanging behind computation */
+    double  exposed_s; /* waiting for the exchange with nothing left to compute, ... */
+    double  bubble_s;  /* ... but as long as the slowest rank still computed, it waited for that one */
+    double  bytes;     /* sent */
+} hpml_step_row;
+/* The last steps of all ranks, by step, then rank; only whole steps, so many as `capacity` rows hold. Collective, with
+   the same capacity. Returns the number of rows, the same rows on all ranks; -1: an error, on the context. */
+HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity);
+HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size); /* as snprintf */
+
+/* A checkpoint of the whole job, residuals of all ranks and, with `delayed`, the gradients not yet applied included;
+   collective. It loads on any number of ranks: what is carried over is the sum of the residuals, so nothing that was
+   computed is lost. On as many ranks as before, or with `exact`, the job continues bit for bit. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
+
+/* Samples a step, from the next pass of fit on: at most what the models' batches hold together. Not with `exact`. The
+   learning rate follows by the trainer's lr_rule. Same call on all ranks; a checkpoint does not hold it. */
+HPML_API hpml_status hpml_distribute_batch(hpml_distributed *d, int64_t global_batch);
+
+/* How large may a step be before training suffers? As in Seide et al. 2014, sizes are tried on a part of the data, from
+   `min` up, each from the same checkpoint and on the same samples (without double buffering, which would favour small
+   ones). The first whose mean loss exceeds the first one's by more than `slack` ends the search; the one before it is
+   taken. Repeat it now and then, from half to twice the size: later in training larger steps do. Their learning rates
+   were per sample: lr_rule LINEAR. */
+typedef struct hpml_batch_search_desc {
+    uint32_t    _begin;
+    const char *path;     /* of the checkpoint that trials start from, written here and read by all ranks; required */
+    int64_t     min, max; /* samples a step; 0: as now; as many as the models' batches hold */
+    double      factor;   /* from one size to the next; 0: the square root of 2 */
+    int64_t     multiple; /* sizes are multiples of this; 0: 1 */
+    int64_t     samples;  /* that each size trains on; 0: a tenth of the data */
+    double      slack;    /* share of the loss; 0: 0.01 */
+    uint32_t    _end;
+} hpml_batch_search_desc;
+typedef struct hpml_batch_trial {
+    int64_t batch; /* 0: no more were tried */
+    double  loss;  /* mean over the samples; infinite: it diverged */
+} hpml_batch_trial;
+/* Collective, between two passes. Returns the size taken, which is then set; everything else is as before, but for the
+   report, which starts anew. -1: an error, on the context. trials: (capacity) what was tried; may be NULL. */
+HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *desc,
+                                        hpml_batch_trial *trials, int capacity);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-simulate   step time on machines you do not have
@@ -524,6 +575,8 @@ HPMLC_REF(hpml_job *, hpml_iallreduce, (hpml_comm *c, void *data, int64_t n, con
 HPMLC_REF(hpml_exchange *, hpml_exchange_create, (hpml_comm *c, const hpml_exchange_desc &d), (c, &d))
 HPMLC_REF(hpml_distributed *, hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc &d),
           (t, c, &d))
+HPMLC_REF(int64_t, hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, const hpml_batch_search_desc &d,
+          hpml_batch_trial *trials, int capacity), (x, data, &d, trials, capacity))
 HPMLC_REF(hpml_status, hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
           (&d, out, error, size))
 #undef HPMLC_REF
@@ -3675,18 +3728,28 @@ struct hpml_distributed {
     int                  buckets, posted; /* posted: buckets whose exchange has begun in this step */
     int32_t              accumulate, micro;
     double              *stats;     /* (HPMLC_STATS + buffer_total), f64 sums */
-    int64_t              buffer_total, grad_total;
+    int64_t              buffer_total, grad_total, batch; /* batch: the model's */
     hpml_job            *stats_job;
     double               samples, loss_sum; /* of this rank, this step */
-    float               *shadow;    /* delayed: gradients under way, laid out as the trainer's */
+    float               *first;     /* the trainer's gradients: where the first one is, */
+    float               *shadow;    /* delayed: and those under way, laid out like them */
     bool                 under_way; /* delayed: false before the first step */
+    double               full;      /* delayed: samples of a whole step when they were computed */
+    float               *before;    /* (buffer_total) delayed, exact: running statistics that the step began with */
     float               *leaf;      /* exact: (leaves, leaf_total) */
     int64_t             *sum;       /* exact: (leaf_total) */
-    float               *largest, *before; /* exact: (tensors), (buffer_total) */
-    int64_t              leaf_total, leaf_first, leaf_count, leaf_all;
+    float               *largest;   /* exact: (tensors) */
+    int64_t              leaf_total, leaf_first, leaf_count, leaf_all; /* not exact: each rank is one leaf */
     hpml_distribute_report r;       /* sums since the reset */
     double               began;     /* the reset: its time, */
     hpml_counters        at_reset;  /* and what had been sent by then */
+    hpml_step_row       *row;       /* (history) ring of the last steps */
+    int64_t              rows;      /* steps noted */
+    hpml_distribute_report row_r;   /* as it was when the last one was noted, */
+    double               row_time;  /* and when that was, */
+    hpml_counters        row_sent;  /* and what had been sent */
+    bool                 trial;     /* a search: what diverges is no error, nothing is delayed */
+    double               trial_loss, trial_samples;
 };
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
@@ -3711,10 +3774,8 @@ HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, bool warm, hpml
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
 {
     hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)d->params, NULL);
-    float         *first = NULL;
     d->bucket = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket * (size_t)d->params, NULL);
     if (!g || !d->bucket) return false;
-    for (int i = 0; i < d->params && !first; i++) first = hpmlc_param(d, i)->grad;
     int64_t bytes = 0, limit = d->d.bucket_bytes > 0 ? d->d.bucket_bytes : (int64_t)1 << 18;
     int     count = 0;
     for (int i = d->params - 1; i >= -1; i--) {
@@ -3737,7 +3798,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
         d->bucket_of[i] = -1;
         if (!p->grad) continue;
         d->bucket_of[i] = d->buckets;
-        hpmlc_gradient_of(p, d->shadow ? d->shadow + (p->grad - first) : p->grad, &g[count]);
+        hpmlc_gradient_of(p, d->shadow ? d->shadow + (p->grad - d->first) : p->grad, &g[count]);
         bytes += 4 * hpml_tensor_count(p);
         count++;
     }
@@ -3765,11 +3826,51 @@ HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, i
     return d->d.no_overlap || d->d.delayed ? HPML_OK : hpmlc_buckets_post(d);
 }
 
-/* Samples, loss, buffers: into the sum of all ranks. */
+HPMLC_FN void hpmlc_buffers_keep(hpml_distributed *d)
+{
+    float *before = d->before;
+    for (int i = 0; i < d->params; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        if (!p->param->buffer) continue;
+        memcpy(before, p->data, (size_t)hpml_tensor_count(p) * sizeof(float));
+        before += hpml_tensor_count(p);
+    }
+}
+
+/* Running statistics are again what the step began with, and `before` how far it moved them. */
+HPMLC_FN void hpmlc_buffers_back(hpml_distributed *d)
+{
+    float *before = d->before;
+    for (int i = 0; i < d->params; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        for (int64_t k = 0, n = p->param->buffer ? hpml_tensor_count(p) : 0; k < n; k++) {
+            float now  = p->data[k];
+            p->data[k] = *before;
+            *before++  = now - p->data[k];
+        }
+    }
+}
+
+/* Statistics of the global batch. The others compute as long as this one does: the time is the network's. */
+HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
+{
+    hpml_distributed   *d     = (hpml_distributed *)user;
+    double              start = hpml_now();
+    hpml_allreduce_desc f64;
+    memset(&f64, 0, sizeof f64);
+    f64.element = HPML_ELEMENT_F64;
+    hpml_status status = hpml_allreduce(d->c, values, n, &f64);
+    start = hpml_now() - start;
+    d->r.exposed_s += start, d->r.compute_s -= start;
+    return status;
+}
+
+/* Samples, loss, buffers (delayed: their moves): into the sum of all ranks. */
 HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d)
 {
-    double *s = d->stats, *at = s + HPMLC_STATS;
-    bool    bad = !(d->loss_sum - d->loss_sum == 0);
+    double      *s = d->stats, *at = s + HPMLC_STATS;
+    const float *move = d->d.delayed ? d->before : NULL;
+    bool         bad = !(d->loss_sum - d->loss_sum == 0);
     s[HPMLC_SAMPLES]  = d->samples;
     s[HPMLC_LOSS]     = bad ? 0 : d->loss_sum;
     s[HPMLC_BAD]      = bad;
@@ -3777,7 +3878,8 @@ HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d)
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         if (!p->param->buffer) continue;
-        for (int64_t k = 0, n = hpml_tensor_count(p); k < n; k++) *at++ = d->samples * (double)p->data[k];
+        for (int64_t k = 0, n = hpml_tensor_count(p); k < n; k++)
+            *at++ = d->samples * (double)(move ? *move++ : p->data[k]);
     }
 }
 
@@ -3791,10 +3893,11 @@ HPMLC_FN hpml_status hpmlc_stats_post(hpml_distributed *d)
     return d->stats_job ? HPML_OK : hpml_ctx_status(d->ctx);
 }
 
-/* What the others said: a NaN somewhere, the mean loss, the mean of the running statistics. */
-HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d, bool buffers)
+/* What the others said: a NaN somewhere, the mean loss, */
+HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
 {
-    const double *s = d->stats, *at = s + HPMLC_STATS;
+    const double *s = d->stats;
+    if (s[HPMLC_BAD] > 0 && d->trial) return HPML_ERR_NONFINITE;
     if (s[HPMLC_BAD] > 0)
         return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank %d, step %lld: the loss is not finite on %s %.0f", d->c->rank,
                              (long long)hpml_trainer_step_count(d->t), s[HPMLC_BAD] > 1 ? "so many ranks:" : "rank",
@@ -3802,12 +3905,20 @@ HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d, bool buffers)
     if (s[HPMLC_SAMPLES] <= 0) return hpml_ctx_fail(d->ctx, HPML_ERR_STATE, "a step without samples on any rank");
     d->r.loss    = s[HPMLC_LOSS] / s[HPMLC_SAMPLES];
     d->r.samples = (int64_t)s[HPMLC_SAMPLES];
-    for (int i = 0; i < d->params && buffers; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        if (!p->param->buffer) continue;
-        for (int64_t k = 0, n = hpml_tensor_count(p); k < n; k++) p->data[k] = (float)(*at++ / s[HPMLC_SAMPLES]);
-    }
     return HPML_OK;
+}
+
+/* and the mean of the running statistics. */
+HPMLC_FN void hpmlc_buffers_read(hpml_distributed *d)
+{
+    const double *at = d->stats + HPMLC_STATS;
+    for (int i = 0; i < d->params; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        for (int64_t k = 0, n = p->param->buffer ? hpml_tensor_count(p) : 0; k < n; k++) {
+            float mean = (float)(*at++ / d->stats[HPMLC_SAMPLES]);
+            p->data[k] = d->d.delayed ? p->data[k] + mean : mean;
+        }
+    }
 }
 
 HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
@@ -3821,16 +3932,13 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     if (d->micro == 0) {
         d->samples = d->loss_sum = 0, d->posted = 0;
         for (int i = 0; i < d->buckets; i++) d->bucket[i].ready = 0;
+        if (d->d.delayed) hpmlc_buffers_keep(d);
     }
     *loss = 0;
-    if (samples > 0) status = hpml_trainer_run_local(t, 0, samples, scale, d->micro > 0, loss);
-    for (int i = d->params - 1; i >= 0 && samples == 0 && status == HPML_OK; i--) { /* no part in a short batch */
-        hpml_tensor *p = hpmlc_param(d, i);
-        if (p->grad && d->micro == 0) memset(p->grad, 0, (size_t)hpml_tensor_count(p) * sizeof(float));
-        if (p->grad && last) status = hpmlc_dist_grad(d, t, i);
-    }
+    status = hpml_trainer_run_local(t, 0, samples, scale, d->micro > 0, loss);
     d->samples += (double)samples;
     d->loss_sum += (double)*loss * (double)samples;
+    if (d->trial) *loss = 0; /* the trainer need not look for a NaN */
     d->r.compute_s += hpml_now() - start;
     d->micro++;
     if (status != HPML_OK) return hpmlc_failed(d->c), status;
@@ -3841,11 +3949,10 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     return status;
 }
 
-/* Waits for all buckets and the sum behind them. */
-HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
+/* Waits for all buckets and the sum behind them; what has been waited for is not waited for again. */
+HPMLC_FN hpml_status hpmlc_dist_jobs(hpml_distributed *d)
 {
     hpml_status status = HPML_OK;
-    double      start = hpml_now();
     for (int i = 0; i < d->buckets; i++) {
         hpml_status s = d->bucket[i].job ? hpml_job_wait(d->bucket[i].job) : HPML_OK;
         d->bucket[i].job = NULL;
@@ -3853,19 +3960,32 @@ HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
     }
     hpml_status s = d->stats_job ? hpml_job_wait(d->stats_job) : HPML_OK;
     d->stats_job  = NULL;
+    return s != HPML_OK ? s : status;
+}
+
+HPMLC_FN hpml_status hpmlc_dist_settle(hpml_distributed *d)
+{
+    double      start = hpml_now();
+    hpml_status status = hpmlc_dist_jobs(d), s = HPML_OK;
     d->r.exposed_s += hpml_now() - start;
-    if (s == HPML_OK && hpml_ctx_status(d->ctx) == HPML_OK) s = hpmlc_stats_read(d, true);
-    if (s == HPML_OK && status == HPML_ERR_NONFINITE)
+    if (hpml_ctx_status(d->ctx) == HPML_OK) s = hpmlc_stats_read(d);
+    if (s == HPML_OK && status == HPML_ERR_NONFINITE && !d->trial)
         return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: a gradient of some rank is NaN or infinite; lower "
                              "the learning rate or set clip_norm", d->c->rank,
                              (long long)hpml_trainer_step_count(d->t));
     return status != HPML_OK ? status : s;
 }
 
-/* Gradients were scaled for a full batch; a short one has fewer samples. */
-HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples)
+HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
 {
-    double full = (double)d->d.global_batch * d->accumulate;
+    hpml_status status = hpmlc_dist_settle(d);
+    if (status == HPML_OK) hpmlc_buffers_read(d);
+    return status;
+}
+
+/* Gradients were scaled for a full batch; a short one has fewer samples. */
+HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples, double full)
+{
     if (d->d.sum || samples <= 0 || samples == full) return;
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
@@ -3873,41 +3993,79 @@ HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples)
     }
 }
 
-/* Double buffering: the gradients of the step before, already added up, change places with this step's, which go out
-   now. */
-HPMLC_FN hpml_status hpmlc_dist_swap(hpml_distributed *d, double *samples)
+/* The next row begins here. */
+HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
 {
-    hpml_status status = d->under_way ? hpmlc_dist_wait(d) : HPML_OK;
-    float      *first = NULL;
-    if (status != HPML_OK) return status;
-    *samples = d->under_way ? d->stats[HPMLC_SAMPLES] : 0;
+    d->row_r    = d->r;
+    d->row_time = hpml_now();
+    hpml_comm_counters(d->c, &d->row_sent);
+}
+
+/* Called when nothing is under way: counters wait for what is. bubble_s comes when the rows of all ranks are there. */
+HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
+{
+    hpml_step_row *row = &d->row[d->rows++ % d->d.history];
+    hpml_counters  sent = d->row_sent;
+    double         then = d->row_time;
+    row->step = hpml_trainer_step_count(d->t) + 1, row->rank = d->c->rank;
+    row->compute_s = d->r.compute_s - d->row_r.compute_s;
+    row->exposed_s = d->r.exposed_s - d->row_r.exposed_s;
+    hpmlc_steps_mark(d);
+    row->step_s    = d->row_time - then;
+    row->bytes     = (double)(d->row_sent.bytes - sent.bytes);
+    row->overlap_s = d->row_sent.seconds - sent.seconds - row->exposed_s;
+    if (row->overlap_s < 0) row->overlap_s = 0;
+}
+
+/* Gradients under way and the trainer's change places. */
+HPMLC_FN void hpmlc_shadow_swap(hpml_distributed *d)
+{
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         if (!p->grad) continue;
-        if (!first) first = p->grad;
-        float *other = d->shadow + (p->grad - first);
+        float *other = d->shadow + (p->grad - d->first);
         for (int64_t k = 0, n = hpml_tensor_count(p); k < n; k++) {
             float g = p->grad[k];
             p->grad[k] = other[k], other[k] = g;
         }
     }
-    d->under_way = true;
+}
+
+/* Double buffering: the gradients of the step before, already added up, come in, this step's go out. */
+HPMLC_FN hpml_status hpmlc_dist_delay(hpml_distributed *d, double *samples, double *full)
+{
+    hpmlc_buffers_back(d);
+    hpml_status status = d->under_way ? hpmlc_dist_wait(d) : HPML_OK;
+    if (status != HPML_OK) return status;
+    *samples = d->under_way ? d->stats[HPMLC_SAMPLES] : 0;
+    *full    = d->full;
+    d->full  = (double)d->d.global_batch * d->accumulate;
+    hpmlc_shadow_swap(d);
+    hpmlc_steps_note(d);
+    d->under_way = !d->trial;
     d->posted    = 0;
     status = hpmlc_buckets_post(d);
-    return status != HPML_OK ? status : hpmlc_stats_post(d);
+    if (status == HPML_OK) status = hpmlc_stats_post(d);
+    if (!d->trial || status != HPML_OK) return status;
+    status   = hpmlc_dist_wait(d);
+    *samples = d->stats[HPMLC_SAMPLES], *full = d->full;
+    hpmlc_shadow_swap(d);
+    return status;
 }
 
 HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
 {
     hpml_distributed *d       = (hpml_distributed *)user;
-    double            samples = 0;
-    hpml_status       status  = d->d.exact ? HPML_OK : d->d.delayed ? hpmlc_dist_swap(d, &samples) : hpmlc_dist_wait(d);
+    double            samples = 0, full = (double)d->d.global_batch * d->accumulate;
+    hpml_status       status  = HPML_OK;
+    if (!d->d.exact) status = d->d.delayed ? hpmlc_dist_delay(d, &samples, &full) : hpmlc_dist_wait(d);
     d->micro = 0;
     if (status != HPML_OK) return status;
     if (!d->d.exact && !d->d.delayed) samples = d->stats[HPMLC_SAMPLES];
+    if (!d->d.delayed) hpmlc_steps_note(d);
     d->r.steps++;
     if (d->d.delayed && samples <= 0) return HPML_OK; /* the first step has nothing to apply */
-    if (!d->d.exact) hpmlc_dist_rescale(d, samples);
+    if (!d->d.exact) hpmlc_dist_rescale(d, samples, full);
     return hpml_trainer_update_local(t, 0, d->params);
 }
 
@@ -3941,14 +4099,9 @@ HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
 
 HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, float *loss)
 {
-    float      *before = d->before, part = 0;
+    float       part = 0;
     hpml_status status = HPML_OK;
-    for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        if (!p->param->buffer) continue;
-        memcpy(before, p->data, (size_t)hpml_tensor_count(p) * sizeof(float));
-        before += hpml_tensor_count(p);
-    }
+    hpmlc_buffers_keep(d);
     memset(d->leaf, 0, (size_t)(d->leaf_total * d->leaf_count) * sizeof(float));
     for (int64_t l = 0, at = 0; at < samples && status == HPML_OK; l++, at += d->d.leaf) {
         int64_t n = samples - at < d->d.leaf ? samples - at : d->d.leaf;
@@ -4054,7 +4207,7 @@ HPMLC_FN hpml_status hpmlc_exact_run(void *user, hpml_trainer *t, int64_t sample
     start = hpml_now();
     hpmlc_stats_fill(d);
     status = hpml_allreduce(d->c, d->stats, HPMLC_STATS, &f64);
-    if (status == HPML_OK) status = hpmlc_stats_read(d, false);
+    if (status == HPML_OK) status = hpmlc_stats_read(d);
     if (status == HPML_OK && d->buckets > 0) {
         status = hpml_exchange_run(d->bucket[0].x);
         if (status == HPML_ERR_NONFINITE)
@@ -4083,9 +4236,8 @@ HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
     d->leaf    = (float *)hpml_ctx_alloc(d->ctx, (size_t)(d->leaf_total * rows) * sizeof(float), NULL);
     d->sum     = (int64_t *)hpml_ctx_alloc(d->ctx, (size_t)d->leaf_total * sizeof(int64_t), NULL);
     d->largest = (float *)hpml_ctx_alloc(d->ctx, (size_t)d->params * sizeof(float), NULL);
-    d->before  = (float *)hpml_ctx_alloc(d->ctx, (size_t)d->buffer_total * sizeof(float) + 1, NULL);
     d->bucket  = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket, NULL);
-    if (!d->leaf || !d->sum || !d->largest || !d->before || !d->bucket) return false;
+    if (!d->leaf || !d->sum || !d->largest || !d->bucket) return false;
     hpmlc_exchange_settings(d, false, &e);
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *t = hpmlc_param(d, i);
@@ -4139,13 +4291,15 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
 
 HPMLC_FN bool hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
 {
-    if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0)
+    if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0 ||
+        d->history < 0)
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative"), false;
     if (hpml_ctx_backend(c->ctx) != hpml_backend_cpu())
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this transport adds up gradients in host memory; the "
                           "trainer's are on backend %s", hpml_ctx_backend(c->ctx)->name), false;
     if (d->global_batch == 0) d->global_batch = c->size * batch;
     if (d->leaf == 0) d->leaf = batch < 8 ? batch : 8;
+    if (d->history == 0) d->history = 64;
     int64_t grain = d->exact ? d->leaf : 1, grains = (d->global_batch + grain - 1) / grain;
     int64_t most  = (grains + c->size - 1) / c->size * grain;
     if (most > batch || d->leaf > batch)
@@ -4156,6 +4310,9 @@ HPMLC_FN bool hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_de
     if (d->exact && (d->sum || d->delayed || d->warm_steps || d->method != HPML_METHOD_CODEC || several))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs, and one batch a "
                           "step; not with sum, delayed, warm_steps, top-k, low rank or accumulate"), false;
+    if (d->exact && d->sync_batchnorm)
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums compute leaves one after another, each with "
+                          "statistics of its own; sync_batchnorm needs them at once"), false;
     if (d->exact && !hpml_graph_batchable(hpml_trainer_graph(t)))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this model mixes the samples of a batch, so leaves "
                           "cannot be computed apart"), false;
@@ -4166,7 +4323,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
 {
     hpml_distribute_desc settings;
     hpml_hooks           hooks;
-    float               *first = NULL, *last = NULL;
+    float               *last = NULL;
     memset(&settings, 0, sizeof settings);
     if (desc) settings = *desc;
     if (hpmlc_failed(c) || !t) return NULL;
@@ -4174,25 +4331,29 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     if (!hpmlc_dist_check(t, c, &settings, batch)) return NULL;
     hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
     if (!d) return NULL;
-    d->t = t, d->c = c, d->ctx = c->ctx, d->d = settings, d->params = hpml_param_count(c->ctx);
+    d->t = t, d->c = c, d->ctx = c->ctx, d->d = settings, d->params = hpml_param_count(c->ctx), d->batch = batch;
+    d->leaf_all = c->size, d->leaf_first = c->rank, d->leaf_count = 1;
     d->accumulate = hpml_trainer_settings(t)->accumulate;
     d->bucket_of  = (int *)hpml_ctx_alloc(c->ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
     if (!d->bucket_of || hpmlc_dist_start(d) != HPML_OK) return NULL;
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
-        if (p->grad && !first) first = p->grad;
+        if (p->grad && !d->first) d->first = p->grad;
         if (p->grad) last = p->grad + hpml_tensor_count(p), d->grad_total += hpml_tensor_count(p);
         else if (p->param->buffer) d->buffer_total += hpml_tensor_count(p);
     }
     d->stats = (double *)hpml_ctx_alloc(c->ctx, sizeof(double) * (size_t)(HPMLC_STATS + d->buffer_total), NULL);
+    d->before = (float *)hpml_ctx_alloc(c->ctx, sizeof(float) * (size_t)(d->buffer_total + 1), NULL);
     if (settings.delayed)
-        d->shadow = (float *)hpml_ctx_alloc(c->ctx, (size_t)(last - first + 16) * sizeof(float), NULL);
-    if (!d->stats || (settings.delayed && !d->shadow)) return NULL;
+        d->shadow = (float *)hpml_ctx_alloc(c->ctx, (size_t)(last - d->first + 16) * sizeof(float), NULL);
+    d->row = (hpml_step_row *)hpml_ctx_alloc(c->ctx, sizeof *d->row * (size_t)settings.history, NULL);
+    if (!d->stats || !d->before || !d->row || (settings.delayed && !d->shadow)) return NULL;
     if (!(settings.exact ? hpmlc_exact_create(d) : hpmlc_buckets_create(d))) return NULL;
     memset(&hooks, 0, sizeof hooks);
     hooks.user   = d;
     hooks.run    = settings.exact ? hpmlc_exact_run : hpmlc_dist_run;
     hooks.grad   = settings.exact ? NULL : hpmlc_dist_grad;
+    hooks.sum    = settings.sync_batchnorm ? hpmlc_dist_sum : NULL;
     hooks.update = hpmlc_dist_update;
     hpml_trainer_set_hooks(t, &hooks);
     hpml_trainer_set_shard(t, c->rank, c->size, settings.global_batch, settings.exact ? settings.leaf : 0);
@@ -4223,8 +4384,57 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
     int64_t samples = d->r.samples;
     memset(&d->r, 0, sizeof d->r);
     d->r.loss = loss, d->r.samples = samples;
-    d->began    = hpml_now();
+    hpmlc_steps_mark(d);
+    d->began    = d->row_time;
     d->at_reset = now;
+}
+
+/* Everybody's rows to everybody, rank by rank; then step by step. */
+HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity)
+{
+    if (!d || !rows || capacity < 0 || hpmlc_failed(d->c)) return -1;
+    int64_t p = d->c->size, kept = d->rows < d->d.history ? d->rows : d->d.history;
+    int64_t n = kept < capacity / p ? kept : capacity / p, size = (int64_t)sizeof *rows;
+    hpml_step_row *all = (hpml_step_row *)hpml_ctx_alloc(d->ctx, (size_t)(n * p * size + 1), NULL);
+    if (!all) return -1;
+    for (int64_t i = 0; i < n; i++) all[d->c->rank * n + i] = d->row[(d->rows - n + i) % d->d.history];
+    hpml_status status = hpml_allgather(d->c, all, n * p * size, HPML_ELEMENT_BYTE);
+    for (int64_t i = 0; i < n; i++) {
+        double slowest = 0;
+        for (int64_t r = 0; r < p; r++) slowest = fmax(slowest, all[r * n + i].compute_s);
+        for (int64_t r = 0; r < p; r++) {
+            hpml_step_row *row = &rows[i * p + r];
+            *row          = all[r * n + i];
+            row->bubble_s = fmin(row->exposed_s, slowest - row->compute_s);
+            row->exposed_s -= row->bubble_s;
+        }
+    }
+    hpml_ctx_release(d->ctx, all);
+    return status == HPML_OK ? (int)(n * p) : -1;
+}
+
+HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size)
+{
+    hpml_step_row sum;
+    size_t        at = 0;
+    memset(&sum, 0, sizeof sum);
+    for (int i = -1; i <= count; i++) {
+        const hpml_step_row *r = i < count && i >= 0 ? &rows[i] : &sum;
+        char                *to = at < size ? buffer + at : NULL;
+        size_t               room = at < size ? size - at : 0;
+        double               one = 1.0 / (i == count && count > 0 ? count : 1), ms = 1e3 * one;
+        char                 name[32] = "  mean     ";
+        if (i < count) snprintf(name, sizeof name, "%6lld %4d", (long long)r->step, (int)r->rank);
+        at += (size_t)(i < 0 ? snprintf(to, room, "  step rank   step ms   compute   overlap   exposed    bubble"
+                                        "        bytes\n")
+                             : snprintf(to, room, "%s %9.3f %9.3f %9.3f %9.3f %9.3f %12.0f\n", name, ms * r->step_s,
+                                        ms * r->compute_s, ms * r->overlap_s, ms * r->exposed_s, ms * r->bubble_s,
+                                        one * r->bytes));
+        if (i < 0 || i == count) continue;
+        sum.step_s += r->step_s, sum.compute_s += r->compute_s, sum.overlap_s += r->overlap_s;
+        sum.exposed_s += r->exposed_s, sum.bubble_s += r->bubble_s, sum.bytes += r->bytes;
+    }
+    return (int)at;
 }
 
 HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size)
@@ -4278,33 +4488,78 @@ HPMLC_FN int64_t hpmlc_shared(const hpml_exchange *x, float *row, bool load)
     return at;
 }
 
+/* Double buffering: what has been added up and waits to be applied, as one row: samples; loss and moves of the running
+   statistics, both for one sample; gradients; samples of a whole step. The same on all ranks. Returns its floats; row
+   NULL: only counts. */
+HPMLC_FN int64_t hpmlc_pending(hpml_distributed *d, float *row, bool load)
+{
+    int64_t head = HPMLC_STATS + d->buffer_total, all = head + d->grad_total + 1;
+    double *s    = d->stats;
+    if (row && load) d->full = (double)row[all - 1];
+    else if (row) row[all - 1] = (float)d->full;
+    for (int64_t k = 0; k < head && row; k++) {
+        if (load) s[k] = (double)row[k] * (k > 0 ? s[0] : 1);
+        else row[k] = (float)(k > 0 ? s[k] / s[0] : s[0]);
+    }
+    for (int i = 0; i < d->params && row; i++) {
+        const hpml_tensor *p = hpmlc_param(d, i);
+        if (!p->grad) continue;
+        float *mine = d->shadow + (p->grad - d->first);
+        size_t n    = (size_t)hpml_tensor_count(p);
+        memcpy(load ? mine : row + head, load ? row + head : mine, n * sizeof(float));
+        head += (int64_t)n;
+    }
+    return all;
+}
+
+HPMLC_FN hpml_status hpmlc_pending_load(hpml_distributed *d, const hpml_safetensors *f, const char *path)
+{
+    hpml_safetensor pending;
+    size_t          bytes = (size_t)hpmlc_pending(d, NULL, true) * sizeof(float);
+    d->under_way = hpml_safetensors_find(f, "state.pending", &pending);
+    if (!d->under_way) return HPML_OK;
+    if (!d->d.delayed || pending.bytes != bytes)
+        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: holds gradients that are not yet applied (state.pending, %zu "
+                          "bytes); load it with .delayed and the model it was saved with (%zu bytes)", path,
+                          pending.bytes, bytes);
+    float *row = (float *)hpml_ctx_alloc(d->ctx, bytes, NULL);
+    if (!row) return hpml_ctx_status(d->ctx);
+    memcpy(row, pending.data, bytes);
+    hpmlc_pending(d, row, true);
+    hpml_ctx_release(d->ctx, row);
+    return HPML_OK;
+}
+
 /* Rank 0 writes for all. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 {
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_comm *c = d->c;
-    hpmlc_background_drain(c); /* double buffering: an exchange may be under way */
-    int64_t    each = 0, shared = 0, mine = d->d.exact ? d->leaf_count : 1, most = d->d.exact ? d->leaf_all : c->size;
+    bool       pending = d->d.delayed && d->under_way;
+    int64_t    each = 0, shared = 0, at = 0, waits = pending ? hpmlc_pending(d, NULL, false) : 0;
+    if (pending && hpmlc_dist_settle(d) != HPML_OK) return hpml_ctx_status(d->ctx);
     for (int b = 0; b < d->buckets; b++) {
         each += hpmlc_carried(d->bucket[b].x, 0, NULL, false);
         shared += hpmlc_shared(d->bucket[b].x, NULL, false);
     }
-    float *rows = (float *)hpml_ctx_alloc(d->ctx, (size_t)(each * most + 1) * sizeof(float), NULL);
-    float *sum  = (float *)hpml_ctx_alloc(d->ctx, (size_t)(shared + 1) * sizeof(float), NULL);
+    float *rows = (float *)hpml_ctx_alloc(d->ctx, (size_t)(each * d->leaf_all + 1) * sizeof(float), NULL);
+    float *sum  = (float *)hpml_ctx_alloc(d->ctx, (size_t)(shared + waits + 1) * sizeof(float), NULL);
     if (!rows || !sum) return hpml_ctx_status(d->ctx);
-    int64_t first = d->d.exact ? d->leaf_first : c->rank, at = 0;
-    for (int64_t l = 0; l < mine; l++) {
-        float *row = rows + (first + l) * each;
+    if (pending) hpmlc_pending(d, sum + shared, false);
+    for (int64_t l = 0; l < d->leaf_count; l++) {
+        float *row = rows + (d->leaf_first + l) * each;
         for (int b = 0; b < d->buckets; b++) row += hpmlc_carried(d->bucket[b].x, l, row, false);
     }
     for (int b = 0; b < d->buckets; b++) at += hpmlc_shared(d->bucket[b].x, sum + at, false);
     /* Everybody's rows are zero where others have theirs: the sum is exact. */
-    hpml_status status = hpml_reduce_to(c, rows, each * most, HPML_ELEMENT_F32, HPML_SUM, 0);
+    hpml_status status = hpml_reduce_to(c, rows, each * d->leaf_all, HPML_ELEMENT_F32, HPML_SUM, 0);
     if (status == HPML_OK) status = hpml_reduce_to(c, sum, shared, HPML_ELEMENT_F32, HPML_SUM, 0);
     if (status == HPML_OK && c->rank == 0) {
-        if (each > 0) hpml_trainer_add_state(d->t, "residual.workers", rows, each * most);
+        if (each > 0) hpml_trainer_add_state(d->t, "residual.workers", rows, each * d->leaf_all);
         if (shared > 0) hpml_trainer_add_state(d->t, "residual.shared", sum, shared);
+        if (pending) hpml_trainer_add_state(d->t, "pending", sum + shared, waits);
         status = hpml_checkpoint_save(d->t, path);
+        hpml_trainer_add_state(d->t, "pending", NULL, 0);
         hpml_trainer_add_state(d->t, "residual.workers", NULL, 0);
         hpml_trainer_add_state(d->t, "residual.shared", NULL, 0);
     }
@@ -4322,8 +4577,9 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 {
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_safetensor   workers, shared;
-    int64_t           want = d->d.exact ? d->leaf_all : d->c->size, mine = d->d.exact ? d->leaf_count : 1;
-    int64_t           first = d->d.exact ? d->leaf_first : d->c->rank, each = 0, all = 0, at = 0;
+    int64_t           each = 0, all = 0, at = 0;
+    hpmlc_dist_jobs(d); /* what is under way is forgotten */
+    d->micro = 0;
     hpml_status       status = hpml_checkpoint_load(d->t, path);
     hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
     if (!f) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
@@ -4342,16 +4598,18 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
         int64_t saved = (int64_t)(workers.bytes / sizeof(float)) / each;
         float  *row = (float *)hpml_ctx_alloc(d->ctx, (size_t)each * sizeof(float), NULL);
         for (int64_t w = 0; w < saved && row; w++) { /* contribution w belongs to w modulo as many as there are now */
-            int64_t l = w % want - first;
-            if (l < 0 || l >= mine) continue;
+            int64_t l = w % d->leaf_all - d->leaf_first;
+            if (l < 0 || l >= d->leaf_count) continue;
             memcpy(row, (const char *)workers.data + (size_t)(w * each) * sizeof(float), (size_t)each * sizeof(float));
-            for (int b = 0, o = 0; b < d->buckets; b++) o += (int)hpmlc_carried(d->bucket[b].x, l, row + o, true);
+            float *from = row;
+            for (int b = 0; b < d->buckets; b++) from += hpmlc_carried(d->bucket[b].x, l, from, true);
         }
         hpml_ctx_release(d->ctx, row);
     } else if (each > 0)
         status = hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s; save with the codec that you load with", path,
                             there ? "its residuals are of other tensors"
                                   : "it holds no residuals (state.residual.workers)");
+    if (status == HPML_OK) status = hpmlc_pending_load(d, f, path);
     there = all > 0 && hpml_safetensors_find(f, "state.residual.shared", &shared);
     if (status == HPML_OK && there && shared.bytes == (size_t)all * sizeof(float)) {
         float *copy = (float *)hpml_ctx_alloc(d->ctx, shared.bytes, NULL);
@@ -4361,6 +4619,108 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     }
     hpml_safetensors_close(f);
     return status != HPML_OK ? status : hpml_ctx_status(d->ctx);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>search   the largest batch that does not hurt
+// ---------------------------------------------------------------------------------------------------------------------
+
+HPML_API hpml_status hpml_distribute_batch(hpml_distributed *d, int64_t global_batch)
+{
+    if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
+    int64_t most = d->c->size * d->batch;
+    if (d->d.exact)
+        return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: with exact sums the batch is cut into leaves once");
+    if (global_batch < 1 || global_batch > most)
+        return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld; the models' batches hold 1 to "
+                          "%lld", (long long)global_batch, (long long)most);
+    d->d.global_batch = global_batch;
+    return hpml_trainer_set_shard(d->t, d->c->rank, d->c->size, global_batch, 0);
+}
+
+HPMLC_FN int hpmlc_trial_step(const hpml_step_info *info HPMLC_UNUSED, void *user)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    if (d->micro != 0) return 0; /* the update is still to come */
+    d->trial_loss += d->r.loss * (double)d->r.samples;
+    d->trial_samples += (double)d->r.samples;
+    return 0;
+}
+
+/* Trains with one size; its mean loss, infinite if it diverged. */
+HPMLC_FN hpml_status hpmlc_trial(hpml_distributed *d, hpml_dataset *data, int64_t batch, int64_t samples, double *loss)
+{
+    hpml_fit_desc    fit;
+    hpml_loader_desc loader;
+    memset(&fit, 0, sizeof fit);
+    memset(&loader, 0, sizeof loader);
+    loader.samples_per_epoch = samples;
+    fit.loader = &loader, fit.on_step = hpmlc_trial_step, fit.user = d;
+    d->trial_loss = d->trial_samples = 0;
+    hpml_status status = hpml_distribute_batch(d, batch);
+    d->trial = true;
+    if (status == HPML_OK) status = hpml_trainer_fit(d->t, data, &fit);
+    d->trial = false;
+    *loss    = status == HPML_OK && d->trial_samples > 0 ? d->trial_loss / d->trial_samples : (double)INFINITY;
+    if (!(*loss - *loss == 0)) *loss = (double)INFINITY;
+    return status == HPML_ERR_NONFINITE ? hpml_ctx_status(d->ctx) : status;
+}
+
+HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset *data, hpml_batch_search_desc *s)
+{
+    if (s->min == 0) s->min = d->d.global_batch;
+    if (s->max == 0) s->max = d->c->size * d->batch;
+    if (s->factor == 0) s->factor = 1.4142135623730951;
+    if (s->multiple == 0) s->multiple = 1;
+    if (s->samples == 0) s->samples = data ? (data->count + 9) / 10 : 0;
+    if (s->slack == 0) s->slack = 0.01;
+    s->min = (s->min + s->multiple - 1) / s->multiple * s->multiple;
+    if (d->d.exact)
+        return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "batch search: exact sums cut the batch into leaves once");
+    if (!data || !s->path || s->_begin || s->_end || s->min < 1 || s->max < s->min || !(s->factor > 1) ||
+        s->multiple < 1 || s->samples < 1 || !(s->slack > 0))
+        return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "batch search: needs data, a path, sizes %lld to %lld in multiples "
+                          "of %lld, a factor above 1 (%g), samples (%lld) and a slack (%g) above 0", (long long)s->min,
+                          (long long)s->max, (long long)s->multiple, s->factor, (long long)s->samples, s->slack);
+    return HPML_OK;
+}
+
+HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *desc,
+                                        hpml_batch_trial *trials, int capacity)
+{
+    hpml_batch_search_desc s;
+    double                 first = 0, loss = 0;
+    int64_t                was, best = -1;
+    memset(&s, 0, sizeof s);
+    if (desc) s = *desc;
+    if (!d || hpmlc_failed(d->c) || hpmlc_search_check(d, data, &s) != HPML_OK) return -1;
+    was = d->d.global_batch;
+    hpml_status       status = hpml_distribute_save(d, s.path);
+    hpml_safetensors *f      = status == HPML_OK ? hpml_safetensors_open(d->ctx, s.path) : NULL;
+    const char       *place  = f ? hpml_safetensors_meta(f, "hpml.epoch_step") : NULL;
+    if (place && strcmp(place, "0") != 0)
+        status = hpmlc_fail(d->c, HPML_ERR_STATE, "batch search: %s batches into a pass; search between passes", place);
+    hpml_safetensors_close(f);
+    for (int i = 0; i < capacity && trials; i++) trials[i].batch = 0, trials[i].loss = 0;
+    int64_t next = 0, n = 0;
+    for (int64_t batch = s.min; batch <= s.max && status == HPML_OK; batch = next, n++) {
+        status = hpmlc_trial(d, data, batch, s.samples, &loss);
+        if (n == 0) first = loss;
+        if (n < capacity && trials) trials[n].batch = batch, trials[n].loss = loss;
+        if (status == HPML_OK) status = hpml_distribute_load(d, s.path);
+        if (!(loss <= first + s.slack * fabs(first)) || !(loss - loss == 0)) break;
+        best = batch;
+        next = (int64_t)((double)batch * s.factor / (double)s.multiple + 0.5) * s.multiple;
+        if (next <= batch) next = batch + s.multiple;
+    }
+    d->rows = 0;
+    hpml_distribute_get(d, NULL, true);
+    if (status == HPML_OK && best < 0)
+        status = hpmlc_fail(d->c, HPML_ERR_NONFINITE, "batch search: %lld samples a step diverge already; lower the "
+                            "learning rate", (long long)s.min);
+    if (status == HPML_OK) status = hpml_distribute_batch(d, best);
+    else d->d.global_batch = was;
+    return status == HPML_OK ? best : -1;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -59,6 +59,19 @@ static void summarize(hpml_ctx *ctx, hpml_trainer *t, hpml_dataset *test, job *j
         printf("wrote build/loss.csv, build/loss.svg (open in a browser), build/trace.json (open in Perfetto)\n");
 }
 
+/* Where the time of the last steps went, on each worker. Collective. */
+static void steps_table(hpml_comm *comm, hpml_distributed *d, int64_t steps)
+{
+    int            room = (int)steps * hpml_comm_size(comm), n;
+    hpml_step_row *rows = (hpml_step_row *)calloc((size_t)room, sizeof *rows);
+    n = hpml_distribute_steps(d, rows, room);
+    size_t size = n > 0 ? (size_t)hpml_steps_text(rows, n, NULL, 0) + 1 : 0;
+    char  *text = (char *)malloc(size + 1);
+    if (n > 0 && text && hpml_comm_rank(comm) == 0 && hpml_steps_text(rows, n, text, size) > 0) printf("%s", text);
+    free(text);
+    free(rows);
+}
+
 /* One worker: the serial program, and one call that joins it to the others. */
 static hpml_status train(hpml_comm *comm, void *user)
 {
@@ -77,11 +90,11 @@ static hpml_status train(hpml_comm *comm, void *user)
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
         .input = x, .output = record_model(o->model, x), .lr = (float)o->lr, .momentum = 0.9f,
         .schedule = { .kind = HPML_SCHEDULE_COSINE, .total_steps = o->epochs * ((data->count + o->batch - 1) / o->batch) } });
-    if (t && (workers > 1 || o->exact || strcmp(o->codec, "none") != 0)) {
+    if (t && (workers > 1 || o->exact || o->table > 0 || strcmp(o->codec, "none") != 0)) {
         d = hpml_distribute(t, comm, &(hpml_distribute_desc){
             .global_batch = o->batch,
             .codec        = { .kind = codec_kind(o->codec), .min_elements = 1024 }, /* not the first filters: 25 numbers each */
-            .algorithm = hpml_algorithm_find(o->allreduce), .exact = o->exact, .leaf = leaf });
+            .algorithm = hpml_algorithm_find(o->allreduce), .exact = o->exact, .leaf = leaf, .history = (int32_t)o->table });
         if (!d) return hpml_ctx_status(ctx);
     }
     if (o->load) d ? hpml_distribute_load(d, o->load) : hpml_checkpoint_load(t, o->load);
@@ -104,6 +117,7 @@ static hpml_status train(hpml_comm *comm, void *user)
     hpml_comm_counters(comm, &sent);
     hpml_distribute_get(d, &report, false);
     start = hpml_now() - start;
+    if (o->table > 0 && !j->quiet) steps_table(comm, d, o->table);
     mkdir("build", 0777);
     if (hpml_comm_trace_save(comm, "build/trace.json") != HPML_OK || rank > 0) return hpml_ctx_status(ctx);
     j->seconds = start, j->steps = hpml_trainer_step_count(t) - first, j->workers = workers;

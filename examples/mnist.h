@@ -11,7 +11,7 @@
 
 typedef struct options {
     const char *data, *model, *codec, *allreduce, *transport, *network, *save, *load;
-    int64_t     samples, batch, epochs, stop, workers, threads, seed;
+    int64_t     samples, batch, epochs, stop, workers, threads, seed, table;
     double      lr;
     int         json, exact, compare;
 } options;
@@ -28,6 +28,7 @@ static const char usage[] =
     "--network 1gbit|100mbit   slow the threads' messages down to this, each worker on a machine of its own\n"
     "--exact                   the same bits for every number of workers, algorithm and transport\n"
     "--save FILE, --load FILE  a checkpoint                  --stop N       leave after pass N of the --epochs\n"
+    "--steps-table N           where the time of the last N steps went, on each worker\n"
     "--compare                 1 worker, 4 workers, 4 workers with 1 bit; also on slow networks\n"
     "--json                    a JSON object as last line\n";
 
@@ -40,7 +41,7 @@ static int parse(options *o, int argc, char **argv)
         { "--network", &o->network, NULL, NULL, NULL }, { "--save", &o->save, NULL, NULL, NULL }, { "--load", &o->load, NULL, NULL, NULL },
         { "--samples", NULL, &o->samples, NULL, NULL }, { "--batch", NULL, &o->batch, NULL, NULL }, { "--epochs", NULL, &o->epochs, NULL, NULL },
         { "--stop", NULL, &o->stop, NULL, NULL }, { "--workers", NULL, &o->workers, NULL, NULL }, { "--threads", NULL, &o->threads, NULL, NULL },
-        { "--seed", NULL, &o->seed, NULL, NULL }, { "--lr", NULL, NULL, &o->lr, NULL }, { "--json", NULL, NULL, NULL, &o->json },
+        { "--seed", NULL, &o->seed, NULL, NULL }, { "--steps-table", NULL, &o->table, NULL, NULL }, { "--lr", NULL, NULL, &o->lr, NULL }, { "--json", NULL, NULL, NULL, &o->json },
         { "--exact", NULL, NULL, NULL, &o->exact }, { "--compare", NULL, NULL, NULL, &o->compare } };
     for (int i = 1; i < argc; i++) {
         size_t k = 0, n = sizeof table / sizeof table[0];
@@ -66,6 +67,7 @@ static int parse(options *o, int argc, char **argv)
         if (choice[k].value && !strstr(choice[k].allowed, word))
             return fprintf(stderr, "%s %s: expected one of%s\n", choice[k].option, choice[k].value, choice[k].allowed), 2;
     }
+    if (o->table < 0 || o->table > 100000) return fprintf(stderr, "--steps-table %lld: expected 0 to 100000\n", (long long)o->table), 2;
     if (o->workers >= 1 && o->batch >= o->workers && o->samples >= 1) return 0;
     return fprintf(stderr, "--workers %lld, --batch %lld: a worker needs a sample of each batch\n", (long long)o->workers, (long long)o->batch), 2;
 }

@@ -3,17 +3,19 @@
 #include "../hpml_comm.h"
 #include "test.h"
 
+#include <stddef.h>
+
 typedef struct job {
     hpml_distribute_desc d;
     int                  samples, steps, hidden, tail; /* tail: steps after loading */
-    bool                 norm, serial, plain_model, same;
+    bool                 norm, conv, serial, plain_model, same;
     int32_t              accumulate;
     double               lr, momentum;
     const char          *save, *load;
     int                  poison; /* rank with a NaN in its data, + 1 */
     int                  odd;    /* rank with another model, + 1 */
     uint64_t             hash;
-    float                w[64];
+    float                w[64], var[64]; /* var: batchnorm's running variance */
     hpml_distribute_report report;
     char                 text[512];
 } job;
@@ -22,6 +24,12 @@ enum { GLOBAL = 24, INPUTS = 20, CLASSES = 5 };
 
 static hpml_tensor *model(const job *j, hpml_tensor *x, int rank)
 {
+    if (j->conv) { /* batchnorm over pixels, the relu inside */
+        const int64_t    shape[4] = { x->shape[0], 1, 4, 5 };
+        hpml_conv2d_desc conv = { .kernel_h = 3, .padding_h = 1 };
+        x = hpml_conv2d(hpml_reshape(x, 4, shape), 8, &conv);
+        return hpml_linear(hpml_flatten(hpml_batchnorm(x, &(hpml_norm_desc){ .activation = HPML_ACT_RELU })), CLASSES, NULL);
+    }
     hpml_linear_desc relu = { .activation = j->norm ? HPML_ACT_NONE : HPML_ACT_RELU };
     hpml_tensor     *h = hpml_linear(x, (j->hidden ? j->hidden : 64) + (j->odd == rank + 1), &relu);
     if (j->norm) h = hpml_relu(hpml_batchnorm(h, NULL));
@@ -74,6 +82,7 @@ static hpml_status work(hpml_comm *c, void *user)
         j->same = hash[0] == -hash[1];
         j->hash = hpml_param_hash(ctx);
         memcpy(j->w, hpml_param_at(ctx, 0)->data, sizeof j->w);
+        if (j->norm || j->conv) memcpy(j->var, hpml_param_at(ctx, 5)->data, (size_t)hpml_tensor_count(hpml_param_at(ctx, 5)) * sizeof(float));
         hpml_distribute_get(dist, &j->report, false);
     }
     return hpml_ctx_status(ctx);
@@ -116,6 +125,29 @@ TEST(ranks_without_samples_take_part)
     ENSURE(go(&j, 6, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
     ENSURE(j.same);
     ENSURE_NEAR(apart(&serial, &j), 0, 1e-5);
+}
+
+/* Batches of 24, the last of 10 or of 2: there, ranks beyond two have none. */
+TEST(batchnorm_over_the_global_batch)
+{
+    for (int kind = 0; kind < 5; kind++) { /* plain, conv, accumulate, double buffering, a last batch of 2 */
+        job serial = { .serial = kind != 3, .norm = kind % 3 != 1, .conv = kind % 3 == 1, .plain_model = true, .accumulate = kind == 2 ? 2 : 0,
+                       .samples = kind == 4 ? 26 : kind == 2 ? 240 : 0, .steps = 20, .momentum = 0.9, .d.delayed = kind == 3 };
+        serial.d.sync_batchnorm = true;
+        ENSURE(go(&serial, 1, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+        for (int p = 1; p <= 4; p++) {
+            job j = serial;
+            j.serial = false, j.d.no_overlap = p == 3;
+            hpml_status status = go(&j, p, p == 4 && kind < 2 ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS, NULL);
+            if (status != HPML_OK || apart(&serial, &j) > 1e-5) printf("    kind %d, %d ranks: %g %s\n", kind, p, apart(&serial, &j), j.text);
+            ENSURE(status == HPML_OK && j.same);
+            ENSURE_NEAR(apart(&serial, &j), 0, 1e-5);
+            for (int i = 0; i < 64; i++) ENSURE_NEAR(serial.var[i], j.var[i], 1e-5 * (1 + (double)serial.var[i]));
+        }
+        job own = serial; /* the control: each rank its own statistics */
+        own.serial = own.d.sync_batchnorm = false;
+        ENSURE(go(&own, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_OK && apart(&serial, &own) > 1e-4);
+    }
 }
 
 TEST(accumulation)
@@ -177,6 +209,17 @@ TEST(double_buffering)
     ENSURE(apart(&first, &start) == 0);
 }
 
+/* Running statistics arrive a step late, but they arrive: near those of a training without double buffering. */
+TEST(double_buffering_moves_running_statistics)
+{
+    job plain = { .norm = true, .lr = 1e-30, .samples = 240 }, late = plain;
+    late.d.delayed = true;
+    ENSURE(go(&plain, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_OK && go(&late, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+    ENSURE(plain.same && late.same);
+    for (int i = 0; i < 64; i++) ENSURE_NEAR(plain.var[i], late.var[i], 0.2 * (double)plain.var[i]); /* after 25 steps: 0.93 of the way from 1 */
+    ENSURE(fabs((double)plain.var[0] - 1) > 0.2);
+}
+
 /* Buckets under way when the last gradient, the first parameter's, becomes final: all others with overlap, else none. */
 static int under_way;
 
@@ -209,6 +252,74 @@ TEST(communication_overlaps_the_backward_pass)
     }
 }
 
+/* A rank that computes longer: the others' bubble. What rows say in sum is what the report says in the mean. */
+typedef struct steps_job { hpml_distribute_desc d; int slow, count; hpml_step_row rows[64]; hpml_distribute_report r; char text[8192]; } steps_job;
+
+static hpml_status dawdle(void *user, hpml_trainer *t, int param)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    if (hpml_comm_rank(d->c) == 1) hpml_comm_compute(d->c, 0.005);
+    return hpmlc_dist_grad(user, t, param);
+}
+
+static hpml_status stepwise(hpml_comm *c, void *user)
+{
+    steps_job     *s = (steps_job *)user;
+    hpml_ctx      *ctx = hpml_comm_ctx(c);
+    job            j   = { .samples = 250 };
+    hpml_tensor   *x   = hpml_input_2d(ctx, GLOBAL / 3, INPUTS);
+    hpml_trainer  *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = model(&j, x, 0), .lr = 0.1f });
+    hpml_dataset  *data = points(&j, ctx, 0);
+    hpml_step_row  rows[64];
+    hpml_distributed *d = hpml_distribute(t, c, &s->d);
+    if (!d) return hpml_ctx_status(ctx);
+    if (s->slow) hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = d, .run = hpmlc_dist_run, .grad = dawdle, .update = hpmlc_dist_update });
+    hpml_trainer_fit(t, data, &(hpml_fit_desc){ .max_steps = 8 });
+    hpml_distribute_report r;
+    hpml_distribute_get(d, &r, false);
+    int n = hpml_distribute_steps(d, rows, 64);
+    if (hpml_comm_rank(c) != 0) return n < 0 ? HPML_ERR_STATE : hpml_ctx_status(ctx);
+    s->count = n;
+    memcpy(s->rows, rows, sizeof rows);
+    s->r = r;
+    hpml_steps_text(rows, n, s->text, sizeof s->text);
+    return hpml_ctx_status(ctx);
+}
+
+TEST(a_table_of_steps)
+{
+    static const hpml_link slow = { 5e-3, 0 };
+    for (int kind = 0; kind < 4; kind++) { /* a slow rank; a slow network: bare, exact, with double buffering */
+        static steps_job s;
+        hpml_launch_desc l = { .ranks = 3, .ctx.threads = 1, .network = { .ranks_per_node = 1 } };
+        double sum[2][5] = { { 0 } }, bytes = 0; /* rank 0, rank 1 */
+        memset(&s, 0, sizeof s);
+        s.slow = kind == 0, s.d.exact = kind == 2, s.d.leaf = 4, s.d.delayed = kind == 3, s.d.history = kind == 0 ? 5 : 0;
+        if (kind > 0) l.network.between = slow;
+        ENSURE(hpml_launch(&l, stepwise, &s, NULL, 0) == HPML_OK);
+        ENSURE(s.count == (kind == 0 ? 15 : 24));
+        for (int i = 0; i < s.count; i++) {
+            const hpml_step_row *r = &s.rows[i];
+            ENSURE(r->step == i / 3 + (kind == 0 ? 4 : 1) && r->rank == i % 3);
+            ENSURE(r->compute_s > 0 && r->overlap_s >= 0 && r->exposed_s >= 0 && r->bubble_s >= 0 && (r->bytes > 0 || (kind == 3 && i < 3)));
+            ENSURE(r->compute_s + r->exposed_s + r->bubble_s <= r->step_s * 1.0001);
+            if (r->rank == 2) continue;
+            sum[r->rank][0] += r->step_s / (s.count / 3), sum[r->rank][1] += r->compute_s / (s.count / 3), sum[r->rank][2] += r->overlap_s / (s.count / 3);
+            sum[r->rank][3] += r->exposed_s / (s.count / 3), sum[r->rank][4] += r->bubble_s / (s.count / 3);
+            if (r->rank == 0) bytes += r->bytes;
+        }
+        if (kind == 0) ENSURE(sum[1][1] >= 0.02 && sum[0][4] > 0.01 && sum[1][4] < 0.005 && sum[0][4] > sum[0][3]);
+        if (kind == 1 || kind == 2) ENSURE(sum[0][3] + sum[0][4] > 0.01);
+        if (kind == 1 || kind == 2) ENSURE_NEAR(bytes, 8 * s.r.bytes, 0.5);
+        if (kind > 0) ENSURE_NEAR(sum[0][3] + sum[0][4], s.r.exposed_s, 1e-6);
+        ENSURE(strstr(s.text, "bubble") && strstr(s.text, "\n  mean "));
+        int lines = 0;
+        for (const char *at = s.text; *at; at++) lines += *at == '\n';
+        ENSURE(lines == s.count + 2 && hpml_steps_text(s.rows, s.count, NULL, 0) == (int)strlen(s.text));
+    }
+    ENSURE(hpml_distribute_steps(NULL, NULL, 0) == -1);
+}
+
 static const char *path(const char *name)
 {
     static char text[2][128];
@@ -220,15 +331,18 @@ static const char *path(const char *name)
 
 TEST(resume_has_the_same_bits)
 {
-    for (int kind = 0; kind < 4; kind++) {
-        hpml_distribute_desc d = { .exact = kind == 2, .method = kind == 3 ? HPML_METHOD_TOPK : HPML_METHOD_CODEC };
-        if (kind > 0) d.codec.kind = HPML_CODEC_ONEBIT;
+    for (int kind = 0; kind < 7; kind++) { /* f32, 1 bit, exact, top-k; with double buffering: f32, 1 bit, batchnorm */
+        hpml_distribute_desc d = { .exact = kind == 2, .method = kind == 3 ? HPML_METHOD_TOPK : HPML_METHOD_CODEC, .delayed = kind > 3 };
+        if (kind > 0 && kind != 4) d.codec.kind = HPML_CODEC_ONEBIT;
         const char *file = path("resume");
-        job whole = { .steps = 5, .tail = 5, .momentum = 0.9, .d = d }, first = { .steps = 5, .save = file, .momentum = 0.9, .d = d },
-            second = { .steps = 5, .load = file, .momentum = 0.9, .d = d };
-        ENSURE(go(&whole, 4, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
-        ENSURE(go(&first, 4, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
-        ENSURE(go(&second, 4, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+        bool norm = kind == 6;
+        int  ranks = kind > 3 ? 2 : 4;
+        job whole = { .steps = 5, .tail = 5, .momentum = 0.9, .norm = norm, .d = d }, second = { .steps = 5, .load = file, .momentum = 0.9, .norm = norm, .d = d },
+            first = { .steps = 5, .save = file, .momentum = 0.9, .norm = norm, .d = d };
+        ENSURE(go(&whole, ranks, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+        ENSURE(go(&first, ranks, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+        ENSURE(go(&second, ranks, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+        ENSURE(whole.same && second.same);
         if (whole.hash != second.hash) printf("    kind %d: %s\n", kind, second.text);
         ENSURE(whole.hash == second.hash);
         if (kind == 2) { /* exact: also on another number of ranks */
@@ -273,13 +387,117 @@ TEST(four_ranks_to_two)
     remove(file), remove(again);
 }
 
+/* Batches from 8 up, on 2 ranks whose models hold 64 each. */
+typedef struct search_job {
+    hpml_distribute_desc   d;
+    hpml_batch_search_desc s;
+    hpml_batch_trial       trials[16];
+    double                 lr;
+    int                    poison, spike, skip, before; /* spike: a NaN in gradients of larger batches; before: steps before the search */
+    int64_t                taken, steps;
+    uint64_t               hash[2]; /* after the search, after some more training */
+    char                   text[512];
+} search_job;
+
+static int64_t spike_above;
+
+static hpml_status spike(void *user, hpml_trainer *t, int param)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    if (d->d.global_batch > spike_above && param == 0) hpml_param_at(d->ctx, 0)->grad[3] = (float)NAN;
+    return hpmlc_dist_grad(user, t, param);
+}
+
+static hpml_status search(hpml_comm *c, void *user)
+{
+    search_job    *s = (search_job *)user, own = *s;
+    hpml_ctx      *ctx = hpml_comm_ctx(c);
+    job            j   = { .samples = 2000, .poison = s->poison };
+    hpml_tensor   *x   = hpml_input_2d(ctx, 64, INPUTS);
+    hpml_trainer  *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = model(&j, x, 0), .lr = s->lr ? (float)s->lr : 0.05f, .momentum = 0.9f });
+    hpml_dataset  *data = points(&j, ctx, hpml_comm_rank(c));
+    own.d.global_batch = 8;
+    hpml_distributed *d = hpml_distribute(t, c, &own.d);
+    if (!d) return hpml_ctx_status(ctx);
+    if (s->spike) hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = d, .run = hpmlc_dist_run, .grad = spike, .update = hpmlc_dist_update });
+    if (s->before > 0) hpml_trainer_fit(t, data, &(hpml_fit_desc){ .max_steps = s->before });
+    if (!s->skip) own.taken = hpml_distribute_search(d, data, &own.s, own.trials, 16);
+    if (!s->skip && own.s.max == 8) hpml_distribute_batch(d, 8);
+    own.hash[0] = hpml_param_hash(ctx);
+    if (hpml_ctx_status(ctx) == HPML_OK && !s->spike) hpml_trainer_fit(t, data, &(hpml_fit_desc){ .max_steps = 20 });
+    own.hash[1] = hpml_param_hash(ctx), own.steps = hpml_trainer_step_count(t);
+    if (hpml_comm_rank(c) == 0) memcpy(s, &own, offsetof(search_job, text));
+    return hpml_ctx_status(ctx);
+}
+
+static hpml_status seek(search_job *s)
+{
+    if (!s->s.path) s->s.path = "build/distribute_search.safetensors";
+    if (!s->before) s->before = 250; /* a pass */
+    hpml_status status = hpml_launch(&(hpml_launch_desc){ .ranks = 2, .timeout = 20, .ctx = { .seed = 3, .threads = 1 } }, search, s, s->text, sizeof s->text);
+    remove(s->s.path);
+    return status;
+}
+
+TEST(the_largest_batch_that_does_not_hurt)
+{
+    for (int kind = 0; kind < 4; kind++) { /* f32, 1 bit; with double buffering */
+        search_job none = { .skip = 1, .lr = 0.003, .s.samples = 1000, .d = { .delayed = kind > 1, .codec.kind = kind % 2 ? HPML_CODEC_ONEBIT : HPML_CODEC_NONE } }, same = none, some = none, any = none;
+        same.skip = some.skip = any.skip = 0;
+        same.s.max = 8, some.s.slack = 0.05, any.s.multiple = 8, any.s.slack = 100;
+        ENSURE(seek(&none) == HPML_OK && seek(&same) == HPML_OK && seek(&some) == HPML_OK && seek(&any) == HPML_OK);
+        ENSURE(same.taken == 8 && same.trials[0].batch == 8 && same.trials[1].batch == 0);
+        ENSURE(same.hash[0] == none.hash[0] && same.hash[1] == none.hash[1]); /* as if there had been no search */
+        ENSURE(some.hash[0] == none.hash[0] && some.hash[1] != none.hash[1] && some.steps == 270);
+        int n = 0;
+        while (n < 16 && some.trials[n].batch) n++;
+        ENSURE(n >= 2 && some.taken == some.trials[n - 2].batch && some.taken < 128);
+        for (int i = 0; i < n; i++) ENSURE((some.trials[i].loss <= 1.05 * some.trials[0].loss) == (i < n - 1));
+        ENSURE(some.trials[1].batch == 11 && any.trials[1].batch == 8 + 8 && any.trials[2].batch == 24 && any.taken >= 120);
+    }
+}
+
+/* The first step of a trial applies its own gradients, also with double buffering: the same losses. */
+TEST(a_search_does_not_delay)
+{
+    search_job now = { .before = -1, .s = { .samples = 64, .slack = 10 } }, late = now;
+    late.d.delayed = true;
+    ENSURE(seek(&now) == HPML_OK && seek(&late) == HPML_OK);
+    for (int i = 0; i < 8; i++) ENSURE(now.trials[i].batch == late.trials[i].batch && now.trials[i].loss == late.trials[i].loss);
+    ENSURE(now.trials[7].batch == 93 && now.taken == 93);
+}
+
+TEST(a_search_may_diverge)
+{
+    search_job loud = { .spike = 1, .s.slack = 10, .d.codec.kind = HPML_CODEC_ONEBIT }, nan = { .poison = 2, .before = -1 };
+    spike_above = 20;
+    ENSURE(seek(&loud) == HPML_OK && loud.taken == 16); /* 8, 11, 16, 23 */
+    ENSURE(isinf(loud.trials[3].loss) && loud.trials[3].batch == 23 && loud.trials[4].batch == 0);
+    ENSURE(seek(&nan) == HPML_ERR_NONFINITE && strstr(nan.text, "diverge already"));
+    search_job bad[] = { { .s.factor = 0.5 }, { .s.min = 200 }, { .s.path = "/nonexistent/x" }, { .before = 7 }, { .d = { .exact = true, .leaf = 4 } } };
+    static const char *const says[] = { "factor above 1", "sizes 200 to 128", "/nonexistent", "7 batches into a pass", "exact" };
+    for (int i = 0; i < 5; i++) {
+        ENSURE(seek(&bad[i]) != HPML_OK);
+        if (!strstr(bad[i].text, says[i])) printf("    %s\n", bad[i].text);
+        ENSURE(strstr(bad[i].text, says[i]));
+    }
+}
+
 TEST(errors_name_the_rank)
 {
-    job nan = { .poison = 2 }, odd = { .odd = 3 }, mixed = { .d = { .exact = true, .delayed = true } };
+    job nan = { .poison = 2 }, odd = { .odd = 3 }, mixed = { .d = { .exact = true, .delayed = true } },
+        both = { .norm = true, .d = { .exact = true, .sync_batchnorm = true } };
     hpml_status heard = go(&nan, 3, HPML_TRANSPORT_THREADS, NULL);
     ENSURE(heard == HPML_ERR_NONFINITE || heard == HPML_ERR_PEER);
     ENSURE(strstr(nan.text, "NaN") || strstr(nan.text, "finite"));
     ENSURE(go(&odd, 3, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_SHAPE);
     ENSURE(strstr(odd.text, "the same model on all ranks"));
     ENSURE(go(&mixed, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED);
+    ENSURE(go(&both, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED && strstr(both.text, "sync_batchnorm"));
+    job late = { .steps = 3, .save = path("late"), .d.delayed = true }, now = { .load = late.save }, other = { .load = late.save, .hidden = 32, .d.delayed = true };
+    ENSURE(go(&late, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+    ENSURE(go(&now, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_FORMAT);
+    ENSURE(strstr(now.text, "not yet applied") && strstr(now.text, ".delayed"));
+    ENSURE(go(&other, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_SHAPE);
+    remove(late.save);
 }

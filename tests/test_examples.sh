@@ -20,6 +20,8 @@ build/02_mnist --samples 2000 --epochs 2 --stop 1 --model mlp --save "$tmp/a.saf
 build/02_mnist --samples 2000 --epochs 2 --model mlp --load "$tmp/a.safetensors" --json >"$tmp/out" 2>&1; resumed=$(tail -n 1 "$tmp/out" | grep -o '"weights_hash": *"[^"]*"')
 build/02_mnist --samples 2000 --epochs 2 --model mlp --json >"$tmp/out" 2>&1; whole=$(tail -n 1 "$tmp/out" | grep -o '"weights_hash": *"[^"]*"')
 check "resumed in a new process: the same bits" '[ -n "$whole" ] && [ "$resumed" = "$whole" ]'
+build/02_mnist --samples 1000 --epochs 1 --model linear --workers 2 --steps-table 3 >"$tmp/out" 2>&1
+check "a table of the last steps" 'grep -q "^ *16    1 .* [1-9][0-9]*$" "$tmp/out" && grep -q "^  mean " "$tmp/out" && grep -q bubble "$tmp/out"'
 build/02_mnist --data /nonexistent >"$tmp/out" 2>&1
 check "a missing folder is an error" '[ $? -ne 0 ] && grep -q nonexistent "$tmp/out"'
 build/02_mnist --codec 1bit >"$tmp/out" 2>&1

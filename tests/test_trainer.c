@@ -239,13 +239,26 @@ TEST(the_four_hooks)
         hpml_dataset *d   = blobs(ctx, 64);
         hpml_trainer *t   = classifier(ctx, 64, (hpml_trainer_desc){ .lr = 0.1f });
         log_t         l   = { .count = 0 };
-        if (k) hpml_trainer_set_hooks(t, &(hpml_hooks){ &l, on_run, on_need, on_grad, on_update, NULL });
+        if (k) hpml_trainer_set_hooks(t, &(hpml_hooks){ &l, on_run, on_need, on_grad, on_update, NULL, NULL });
         ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK);
         hash[k] = hpml_param_hash(ctx);
         if (k) ENSURE(l.count == 4 && l.runs == 1 && l.updates == 1 && l.needs == 8 && l.order[0] + l.order[1] == 5 && l.order[2] + l.order[3] == 1);
         hpml_ctx_free(ctx);
     }
     ENSURE(hash[0] == hash[1]);
+}
+
+/* A limit that is reached with the last batch of a pass: the pass is over, the next call makes the next one. */
+TEST(a_limit_at_the_end_of_a_pass)
+{
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    hpml_dataset *d   = blobs(ctx, 200);
+    hpml_trainer *t   = classifier(ctx, 32, (hpml_trainer_desc){ .lr = 0.1f });
+    ENSURE(hpml_trainer_fit(t, d, &(hpml_fit_desc){ .epochs = 10, .max_steps = 7 }) == HPML_OK && hpml_trainer_step_count(t) == 7);
+    ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK && hpml_trainer_step_count(t) == 14);
+    ENSURE(hpml_trainer_fit(t, d, &(hpml_fit_desc){ .max_steps = 3 }) == HPML_OK && hpml_trainer_step_count(t) == 17);
+    ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK && hpml_trainer_step_count(t) == 21); /* the rest of it */
+    hpml_ctx_free(ctx);
 }
 
 static uint64_t train_for(const char *load, const char *save, int64_t steps, hpml_opt opt)
