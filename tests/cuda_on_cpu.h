@@ -39,6 +39,12 @@
 #  if __has_feature(address_sanitizer)
 #    define CUDA_ON_CPU_ASAN 1
 #  endif
+#  if __has_feature(thread_sanitizer)
+#    define CUDA_ON_CPU_TSAN 1
+#  endif
+#endif
+#ifdef __SANITIZE_THREAD__
+#  define CUDA_ON_CPU_TSAN 1
 #endif
 #ifdef __SANITIZE_ADDRESS__
 #  define CUDA_ON_CPU_ASAN 1
@@ -46,6 +52,11 @@
 #ifdef CUDA_ON_CPU_ASAN
 #  include <sanitizer/asan_interface.h>
 #  include <sanitizer/common_interface_defs.h>
+#endif
+#ifdef CUDA_ON_CPU_TSAN
+#  include <sanitizer/tsan_interface.h>
+extern "C" void AnnotateIgnoreReadsBegin(const char *, int), AnnotateIgnoreReadsEnd(const char *, int);
+extern "C" void AnnotateIgnoreWritesBegin(const char *, int), AnnotateIgnoreWritesEnd(const char *, int);
 #endif
 
 /* ---- the language ------------------------------------------------------------------------------------------------ */
@@ -138,6 +149,7 @@ struct fiber {
     const void *bottom = nullptr;
     size_t bytes = 0, room = 0;
     fiber *next_idle = nullptr;
+    void  *tsan = nullptr;      /* ThreadSanitizer's */
 };
 
 } // namespace emu
@@ -272,7 +284,7 @@ struct state {
     uint64_t    random = 0, laziness = 0;           /* where the random numbers stand */
     thread      thread_of[max_threads];
     warp        warp_of[max_threads / 32];
-    fiber       host, *now = nullptr, *idle = nullptr;
+    fiber       host, *now = nullptr, *idle = nullptr, *spent = nullptr;
     std::vector<fiber *> fibers;
 
     /* the runtime */
@@ -311,6 +323,8 @@ inline void fiber_arrived(void *fake)                   /* the first of a launch
 }
 #endif
 
+inline void kernel_leave(void);
+
 /* An error that a test plants is kept, any other ends the program. In a kernel this does not return. */
 [[gnu::format(printf, 1, 2), gnu::cold, gnu::noinline]] inline void error(const char *format, ...)
 {
@@ -331,6 +345,7 @@ inline void fiber_arrived(void *fake)                   /* the first of a launch
     if (!all.caught[0]) memcpy(all.caught, text, sizeof text);
     if (!all.self) return;
     all.ended = true;
+    kernel_leave();
     fiber_switch(all.now, &all.host);
     abort();
 }
@@ -342,6 +357,65 @@ inline uint64_t draw(uint64_t *state)                   /* splitmix64 */
     z = (z ^ z >> 27) * 0x94d049bb133111ebu;
     return z ^ z >> 31;
 }
+
+/* ---- ThreadSanitizer: each thread of a block is one for it too ----------------------------------------------------- */
+
+/* What kernels do is put down to the thread that runs, what is done here to the host, whose accesses do not count
+   meanwhile. Only barriers and __syncwarp order memory, blocks follow each other: so it reports any two accesses of a
+   block that no barrier separates, whatever the order was. A thread keeps its stack for the whole block. */
+#ifdef CUDA_ON_CPU_TSAN
+inline void tsan_as(void *whom) { __tsan_switch_to_fiber(whom, __tsan_switch_to_fiber_no_sync); }
+inline void kernel_leave(void) { tsan_as(all.host.tsan); }
+inline void kernel_enter(void) { tsan_as(all.now->tsan); }
+inline void kernel_start(void)
+{
+    char name[64];
+    if (!all.now->tsan) all.now->tsan = __tsan_create_fiber(0);
+    snprintf(name, sizeof name, "(%u,%u,%u)", threadIdx.x, threadIdx.y, threadIdx.z);
+    __tsan_set_fiber_name(all.now->tsan, name);
+    tsan_as(all.now->tsan);
+    __tsan_acquire(&all.host);
+}
+inline void kernel_end(void)
+{
+    __tsan_release(&all.now);
+    kernel_leave();
+}
+inline void block_begin(void) { __tsan_release(&all.host); }
+inline void block_end(void)
+{
+    __tsan_acquire(&all.now);
+    while (fiber *f = all.spent) all.spent = f->next_idle, f->next_idle = all.idle, all.idle = f;
+}
+inline void grid_begin(void)
+{
+    AnnotateIgnoreReadsBegin("", 0), AnnotateIgnoreWritesBegin("", 0);
+    all.host.tsan = __tsan_get_current_fiber();
+}
+inline void grid_end(void) { AnnotateIgnoreReadsEnd("", 0), AnnotateIgnoreWritesEnd("", 0); }
+/* All these threads, which wait, see what all of them have done. */
+inline void memory_meets(thread *first, unsigned n, unsigned lanes, void *tag)
+{
+    for (int pass = 0; pass < 2; pass++)
+        for (unsigned i = 0; i < n; i++) {
+            if (!(lanes >> i % 32 & 1)) continue;
+            tsan_as(first[i].on->tsan);
+            if (pass) __tsan_acquire(tag);
+            else __tsan_release(tag);
+        }
+    kernel_leave();
+}
+#else
+inline void kernel_leave(void) {}
+inline void kernel_enter(void) {}
+inline void kernel_start(void) {}
+inline void kernel_end(void) {}
+inline void block_begin(void) {}
+inline void block_end(void) {}
+inline void grid_begin(void) {}
+inline void grid_end(void) {}
+inline void memory_meets(thread *, unsigned, unsigned, void *) {}
+#endif
 
 /* ---- the threads of a block ---------------------------------------------------------------------------------------- */
 
@@ -453,11 +527,18 @@ inline void fiber_main(void)
     fiber_arrived(nullptr);
 #endif
     for (;;) {
+        kernel_start();
         (*all.body)();
+        kernel_end();
         thread_exit();
         fiber  *me   = all.now;
         thread *next = pick();
         if (!next && all.live) stuck();
+#ifdef CUDA_ON_CPU_TSAN
+        me->next_idle = all.spent;
+        all.spent     = me;
+        if (next && !next->on) next->on = fiber_take();
+#else
         if (next && !next->on) {                        /* it starts where this one ended: no switch */
             next->on = me;
             become(next);
@@ -465,6 +546,7 @@ inline void fiber_main(void)
         }
         me->next_idle = all.idle;
         all.idle      = me;
+#endif
         if (next) become(next);
         all.now = next ? next->on : &all.host;
         fiber_switch(me, all.now);
@@ -474,8 +556,11 @@ inline void fiber_main(void)
 /* An ended block leaves stacks in the middle of something. */
 [[gnu::cold]] inline void fibers_reset(void)
 {
-    all.idle = nullptr;
+    all.idle = all.spent = nullptr;
     for (fiber *f : all.fibers) {
+#ifdef CUDA_ON_CPU_TSAN
+        if (f->tsan) tsan_as(f->tsan), kernel_end(), __tsan_destroy_fiber(f->tsan), f->tsan = nullptr;
+#endif
 #ifdef CUDA_ON_CPU_ASAN
         __asan_unpoison_memory_region(static_cast<const char *>(f->bottom) + 4096, f->bytes - 4096);
 #endif
@@ -508,9 +593,11 @@ inline void block_run(void)
     first->on = fiber_take();
     become(first);
     all.now = first->on;
+    block_begin();
     fiber_switch(&all.host, first->on);
     all.self = nullptr;
     if (all.ended) fibers_reset();
+    block_end();
 }
 
 struct launch_of {
@@ -525,6 +612,7 @@ inline void grid_run(const launch_of &l)
     const dim3    &g = l.grid, &b = l.block;
     const uint64_t blocks = (uint64_t)g.x * g.y * g.z;
     void          *shared = nullptr;
+    grid_begin();
     if (posix_memalign(&shared, 128, l.shared)) perror("cuda_on_cpu: shared memory"), abort();
     all.kernel = l.name;
     all.body   = &l.body;
@@ -555,6 +643,7 @@ inline void grid_run(const launch_of &l)
     all.shared = nullptr;
     all.count.kernels++;
     all.count.threads += (long)(blocks * all.threads);
+    grid_end();
 }
 
 /* The launch again in other orders, on the same memory: every byte of the device must come out the same. */
@@ -595,6 +684,7 @@ enum vote { vote_none, vote_count, vote_and, vote_or };
 
 inline int barrier(const char *op, int line, int predicate)
 {
+    kernel_leave();
     thread *t = all.self;
     t->op = op, t->line = line;
     if (const thread *e = all.first_exit)
@@ -608,15 +698,19 @@ inline int barrier(const char *op, int line, int predicate)
     if (++all.arrived == all.threads) {
         all.verdict = all.votes;
         all.arrived = all.votes = 0;
+        memory_meets(all.thread_of, all.threads, full, &all.arrived);
         for (unsigned i = 0; i < all.warps; i++) wake(i, all.warp_of[i].live);
     }
     wait();
+    kernel_enter();
     return (int)all.verdict;                            /* the next barrier is not complete before all have read this */
 }
 
-/* All lanes of the mask meet, each with its io; the last to come does the work of all: combine(ios, mask). */
+/* All lanes of the mask meet, each with its io; the last to come does the work of all: combine(ios, mask). Without an io
+   (__syncwarp) their memory meets as well. */
 template <class F> inline void meet(const char *op, int line, unsigned mask, void *io, const F &combine)
 {
+    kernel_leave();
     thread  *t   = all.self;
     warp    &w   = all.warp_of[t->warp];
     thread  *at  = &all.thread_of[t->warp * 32];
@@ -640,10 +734,12 @@ template <class F> inline void meet(const char *op, int line, unsigned mask, voi
             ios[l] = at[l].io;
         }
         combine(ios, mask);
+        if (!io) memory_meets(at, 32, mask, &w);
         w.waiting &= ~mask;
         wake(t->warp, mask);
     }
     wait();
+    kernel_enter();
 }
 
 template <class T> struct shuffled { T value, result; unsigned from; };
@@ -970,15 +1066,16 @@ template <int K> inline void mma_multiply(void **ios, const float (*a)[K], const
 }
 template <bool trans> inline void ldmatrix(unsigned r[4], const void *row, int line)
 {
-    struct rows { unsigned *r; const void *row; } io = { r, row };
+    struct rows { unsigned *r; unsigned short row[8]; } io = { r, {} };
     if ((uintptr_t)row % 16) error("ldmatrix (line %d): row %p is not aligned to 16 bytes", line, row);
+    memcpy(io.row, row, sizeof io.row);
     meet(trans ? "ldmatrix.trans" : "ldmatrix", line, full, &io, [](void **ios, unsigned) {
         for (unsigned l = 0; l < 32; l++)
             for (unsigned m = 0; m < 4; m++) {
                 unsigned pair[2];
                 for (unsigned i = 0; i < 2; i++) {
                     unsigned y = trans ? l % 4 * 2 + i : l / 4, x = trans ? l / 4 : l % 4 * 2 + i;
-                    pair[i] = static_cast<const unsigned short *>(static_cast<rows *>(ios[m * 8 + y])->row)[x];
+                    pair[i] = static_cast<rows *>(ios[m * 8 + y])->row[x];
                 }
                 static_cast<rows *>(ios[l])->r[m] = pair[0] | pair[1] << 16;
             }
@@ -1033,7 +1130,10 @@ inline void hpmlg_copy_async16(void *shared, const void *global, bool valid)
     if ((uintptr_t)shared % 16 || (valid && (uintptr_t)global % 16))
         emu::error("hpmlg_copy_async16: %p or %p is not aligned to 16 bytes", shared, global);
     emu::copy16 c = { shared, global, valid };
-    if (emu::all.order == 1 || (emu::all.order > 1 && emu::draw(&emu::all.random) & 1)) emu::copy_now(c);
+    emu::kernel_leave();
+    bool now = emu::all.order == 1 || (emu::all.order > 1 && emu::draw(&emu::all.random) & 1);
+    emu::kernel_enter();
+    if (now) emu::copy_now(c);
     else t->copies.push_back(c);
 }
 inline void hpmlg_copy_commit(void) { emu::all.self->groups.push_back(emu::all.self->copies.size()); }
