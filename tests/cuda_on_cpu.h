@@ -2,16 +2,19 @@
        #define HPML_CUDA_ON_CPU
        #include "cuda_on_cpu.h"
        #include "../hpml_cuda.cuh"
-   What it shows that a GPU may hide for years: a missing barrier (threads, warps and blocks run in many orders: compare the
-   results), a barrier or a warp operation that not all threads reach, a wait missing after an asynchronous copy, reading
-   what nobody wrote (fresh memory is NaN), out of bounds (AddressSanitizer), a host pointer in a kernel or a device pointer
-   on the host, host code that forgets to synchronise (work may be held back), leaks, and every error of the runtime at will.
-   What it cannot show: threads really at once, the speed, weak memory order. Blocks run one after another: a kernel
-   whose blocks wait for each other does not end here.
+   It shows what a GPU may hide for years:
+   - a missing barrier: threads, warps and blocks run in many orders (compare the results, cuda_on_cpu_check), and a
+     build with ThreadSanitizer reports any two accesses of a block that no barrier separates, with both lines;
+   - a barrier or a warp operation that not all threads reach, a wait that is missing after an asynchronous copy;
+   - out of bounds, by AddressSanitizer; reading what nobody wrote: fresh memory is NaN;
+   - a host pointer in a kernel, a device pointer on the host, a missing synchronisation: work may be held back;
+   - leaks, and every error of the runtime at will.
+   It cannot show speed or weak memory order. Blocks run one after another: a kernel whose blocks wait for each other
+   does not end.
 
-   Errors in kernels are printed and abort, but between cuda_on_cpu_expect() and cuda_on_cpu_caught() they are kept and the
-   kernel just ends. Orders: 0 ascending, 1 descending, 2.. random by that seed; also by CUDA_ON_CPU_ORDER.
-   Kernels name their shared memory by HPMLG_SHARED or __shared__ (no extern), loops are not unrolled by #pragma. */
+   Errors in kernels are printed and abort; between cuda_on_cpu_expect() and cuda_on_cpu_caught() they are kept and
+   the kernel just ends. Orders: 0 ascending, 1 descending, 2.. random by that seed; also by CUDA_ON_CPU_ORDER.
+   Kernels name their shared memory by HPMLG_SHARED or __shared__ (no extern). */
 #ifndef CUDA_ON_CPU_H
 #define CUDA_ON_CPU_H
 
@@ -39,6 +42,12 @@
 #  if __has_feature(address_sanitizer)
 #    define CUDA_ON_CPU_ASAN 1
 #  endif
+#  if __has_feature(thread_sanitizer)
+#    define CUDA_ON_CPU_TSAN 1
+#  endif
+#endif
+#ifdef __SANITIZE_THREAD__
+#  define CUDA_ON_CPU_TSAN 1
 #endif
 #ifdef __SANITIZE_ADDRESS__
 #  define CUDA_ON_CPU_ASAN 1
@@ -47,8 +56,13 @@
 #  include <sanitizer/asan_interface.h>
 #  include <sanitizer/common_interface_defs.h>
 #endif
+#ifdef CUDA_ON_CPU_TSAN
+#  include <sanitizer/tsan_interface.h>
+extern "C" void AnnotateIgnoreReadsBegin(const char *, int), AnnotateIgnoreReadsEnd(const char *, int);
+extern "C" void AnnotateIgnoreWritesBegin(const char *, int), AnnotateIgnoreWritesEnd(const char *, int);
+#endif
 
-/* ---- the language ------------------------------------------------------------------------------------------------ */
+/* ---- the language ----------------------------------------------------------------------------------------------- */
 
 #define __global__ __attribute__((unused))
 #define __device__ __attribute__((unused))
@@ -122,7 +136,7 @@ enum cudaError_t {
     cudaErrorUnknown                    = 999
 };
 
-/* ---- fibers -------------------------------------------------------------------------------------------------------- */
+/* ---- fibers ----------------------------------------------------------------------------------------------------- */
 
 namespace emu {
 
@@ -138,6 +152,7 @@ struct fiber {
     const void *bottom = nullptr;
     size_t bytes = 0, room = 0;
     fiber *next_idle = nullptr;
+    void  *tsan = nullptr;      /* ThreadSanitizer's */
 };
 
 } // namespace emu
@@ -200,7 +215,7 @@ inline void fiber_switch(fiber *from, fiber *to)
 #endif
 }
 
-/* ---- the state of it all ------------------------------------------------------------------------------------------- */
+/* ---- the state of it all ---------------------------------------------------------------------------------------- */
 
 struct copy16 { void *to; const void *from; bool valid; };
 
@@ -272,7 +287,7 @@ struct state {
     uint64_t    random = 0, laziness = 0;           /* where the random numbers stand */
     thread      thread_of[max_threads];
     warp        warp_of[max_threads / 32];
-    fiber       host, *now = nullptr, *idle = nullptr;
+    fiber       host, *now = nullptr, *idle = nullptr, *spent = nullptr;
     std::vector<fiber *> fibers;
 
     /* the runtime */
@@ -311,6 +326,8 @@ inline void fiber_arrived(void *fake)                   /* the first of a launch
 }
 #endif
 
+inline void kernel_leave(void);
+
 /* An error that a test plants is kept, any other ends the program. In a kernel this does not return. */
 [[gnu::format(printf, 1, 2), gnu::cold, gnu::noinline]] inline void error(const char *format, ...)
 {
@@ -331,6 +348,7 @@ inline void fiber_arrived(void *fake)                   /* the first of a launch
     if (!all.caught[0]) memcpy(all.caught, text, sizeof text);
     if (!all.self) return;
     all.ended = true;
+    kernel_leave();
     fiber_switch(all.now, &all.host);
     abort();
 }
@@ -343,7 +361,66 @@ inline uint64_t draw(uint64_t *state)                   /* splitmix64 */
     return z ^ z >> 31;
 }
 
-/* ---- the threads of a block ---------------------------------------------------------------------------------------- */
+/* ---- ThreadSanitizer: each thread of a block is one for it too -------------------------------------------------- */
+
+/* What kernels do is put down to the thread that runs, what is done here to the host, whose accesses do not count
+   meanwhile. Only barriers and __syncwarp order memory, blocks follow each other: so it reports any two accesses of a
+   block that no barrier separates, whatever the order was. A thread keeps its stack for the whole block. */
+#ifdef CUDA_ON_CPU_TSAN
+inline void tsan_as(void *whom) { __tsan_switch_to_fiber(whom, __tsan_switch_to_fiber_no_sync); }
+inline void kernel_leave(void) { tsan_as(all.host.tsan); }
+inline void kernel_enter(void) { tsan_as(all.now->tsan); }
+inline void kernel_start(void)
+{
+    char name[64];
+    if (!all.now->tsan) all.now->tsan = __tsan_create_fiber(0);
+    snprintf(name, sizeof name, "(%u,%u,%u)", threadIdx.x, threadIdx.y, threadIdx.z);
+    __tsan_set_fiber_name(all.now->tsan, name);
+    tsan_as(all.now->tsan);
+    __tsan_acquire(&all.host);
+}
+inline void kernel_end(void)
+{
+    __tsan_release(&all.now);
+    kernel_leave();
+}
+inline void block_begin(void) { __tsan_release(&all.host); }
+inline void block_end(void)
+{
+    __tsan_acquire(&all.now);
+    while (fiber *f = all.spent) all.spent = f->next_idle, f->next_idle = all.idle, all.idle = f;
+}
+inline void grid_begin(void)
+{
+    AnnotateIgnoreReadsBegin("", 0), AnnotateIgnoreWritesBegin("", 0);
+    all.host.tsan = __tsan_get_current_fiber();
+}
+inline void grid_end(void) { AnnotateIgnoreReadsEnd("", 0), AnnotateIgnoreWritesEnd("", 0); }
+/* All these threads, which wait, see what all of them have done. */
+inline void memory_meets(thread *first, unsigned n, unsigned lanes, void *tag)
+{
+    for (int pass = 0; pass < 2; pass++)
+        for (unsigned i = 0; i < n; i++) {
+            if (!(lanes >> i % 32 & 1)) continue;
+            tsan_as(first[i].on->tsan);
+            if (pass) __tsan_acquire(tag);
+            else __tsan_release(tag);
+        }
+    kernel_leave();
+}
+#else
+inline void kernel_leave(void) {}
+inline void kernel_enter(void) {}
+inline void kernel_start(void) {}
+inline void kernel_end(void) {}
+inline void block_begin(void) {}
+inline void block_end(void) {}
+inline void grid_begin(void) {}
+inline void grid_end(void) {}
+inline void memory_meets(thread *, unsigned, unsigned, void *) {}
+#endif
+
+/* ---- the threads of a block ------------------------------------------------------------------------------------- */
 
 inline unsigned choose(unsigned bits)                   /* one of the bits, by the order of this run */
 {
@@ -354,7 +431,7 @@ inline unsigned choose(unsigned bits)                   /* one of the bits, by t
     return ((unsigned)__builtin_ctz(turned) + turn) & 31;
 }
 
-/* Who runs next. A warp runs as far ahead of the others as it can; with odd random orders they also mix at every turn. */
+/* Who runs next. A warp runs as far ahead of the others as it can; in odd random orders they also mix at every turn. */
 inline thread *pick(void)
 {
     if (!all.ready) return nullptr;
@@ -434,11 +511,12 @@ inline void thread_exit(void)
     thread  *t   = all.self;
     warp    &w   = all.warp_of[t->warp];
     unsigned bit = 1u << t->lane;
-    if (all.arrived) error("exits while thread (%u,%u,%u) waits in %s (line %d)", all.first_arrived->idx.x,
-                           all.first_arrived->idx.y, all.first_arrived->idx.z, all.first_arrived->op, all.first_arrived->line);
+    if (const thread *f = all.arrived ? all.first_arrived : nullptr)
+        error("exits while thread (%u,%u,%u) waits in %s (line %d)", f->idx.x, f->idx.y, f->idx.z, f->op, f->line);
     for (unsigned left = w.waiting; left; left &= left - 1) {
         const thread *o = &all.thread_of[t->warp * 32 + (unsigned)__builtin_ctz(left)];
-        if (o->mask & bit) error("exits, but lane %u names it in %s (line %d) with mask %08x", o->lane, o->op, o->line, o->mask);
+        if (o->mask & bit)
+            error("exits, but lane %u names it in %s (line %d) with mask %08x", o->lane, o->op, o->line, o->mask);
     }
     w.live &= ~bit;
     t->op   = "exit";
@@ -453,11 +531,18 @@ inline void fiber_main(void)
     fiber_arrived(nullptr);
 #endif
     for (;;) {
+        kernel_start();
         (*all.body)();
+        kernel_end();
         thread_exit();
         fiber  *me   = all.now;
         thread *next = pick();
         if (!next && all.live) stuck();
+#ifdef CUDA_ON_CPU_TSAN
+        me->next_idle = all.spent;
+        all.spent     = me;
+        if (next && !next->on) next->on = fiber_take();
+#else
         if (next && !next->on) {                        /* it starts where this one ended: no switch */
             next->on = me;
             become(next);
@@ -465,6 +550,7 @@ inline void fiber_main(void)
         }
         me->next_idle = all.idle;
         all.idle      = me;
+#endif
         if (next) become(next);
         all.now = next ? next->on : &all.host;
         fiber_switch(me, all.now);
@@ -474,8 +560,11 @@ inline void fiber_main(void)
 /* An ended block leaves stacks in the middle of something. */
 [[gnu::cold]] inline void fibers_reset(void)
 {
-    all.idle = nullptr;
+    all.idle = all.spent = nullptr;
     for (fiber *f : all.fibers) {
+#ifdef CUDA_ON_CPU_TSAN
+        if (f->tsan) tsan_as(f->tsan), kernel_end(), __tsan_destroy_fiber(f->tsan), f->tsan = nullptr;
+#endif
 #ifdef CUDA_ON_CPU_ASAN
         __asan_unpoison_memory_region(static_cast<const char *>(f->bottom) + 4096, f->bytes - 4096);
 #endif
@@ -508,9 +597,11 @@ inline void block_run(void)
     first->on = fiber_take();
     become(first);
     all.now = first->on;
+    block_begin();
     fiber_switch(&all.host, first->on);
     all.self = nullptr;
     if (all.ended) fibers_reset();
+    block_end();
 }
 
 struct launch_of {
@@ -525,6 +616,7 @@ inline void grid_run(const launch_of &l)
     const dim3    &g = l.grid, &b = l.block;
     const uint64_t blocks = (uint64_t)g.x * g.y * g.z;
     void          *shared = nullptr;
+    grid_begin();
     if (posix_memalign(&shared, 128, l.shared)) perror("cuda_on_cpu: shared memory"), abort();
     all.kernel = l.name;
     all.body   = &l.body;
@@ -539,7 +631,8 @@ inline void grid_run(const launch_of &l)
         t->idx  = { i % b.x, i / b.x % b.y, i / b.x / b.y };
         t->lane = i % 32, t->warp = i / 32;
     }
-    uint64_t step = all.order > 1 ? draw(&all.random) % blocks | 1 : 1, start = all.order > 1 ? draw(&all.random) % blocks : 0;
+    uint64_t step  = all.order > 1 ? draw(&all.random) % blocks | 1 : 1;
+    uint64_t start = all.order > 1 ? draw(&all.random) % blocks : 0;
     while (std::gcd(step, blocks) != 1) step += 2;
     for (uint64_t i = 0; i < blocks && !all.ended; i++) {
         uint64_t n = all.order == 1 ? blocks - 1 - i : (uint64_t)(((unsigned __int128)i * step + start) % blocks);
@@ -555,6 +648,7 @@ inline void grid_run(const launch_of &l)
     all.shared = nullptr;
     all.count.kernels++;
     all.count.threads += (long)(blocks * all.threads);
+    grid_end();
 }
 
 /* The launch again in other orders, on the same memory: every byte of the device must come out the same. */
@@ -589,12 +683,13 @@ inline void grid_check(const launch_of &l)
     all.order = order;
 }
 
-/* ---- barriers and warps -------------------------------------------------------------------------------------------- */
+/* ---- barriers and warps ----------------------------------------------------------------------------------------- */
 
 enum vote { vote_none, vote_count, vote_and, vote_or };
 
 inline int barrier(const char *op, int line, int predicate)
 {
+    kernel_leave();
     thread *t = all.self;
     t->op = op, t->line = line;
     if (const thread *e = all.first_exit)
@@ -602,21 +697,25 @@ inline int barrier(const char *op, int line, int predicate)
     if (!all.arrived) all.first_arrived = t;
     const thread *f = all.first_arrived;
     if (f->line != line || f->op != op)
-        error("waits in %s (line %d), but thread (%u,%u,%u) waits in %s (line %d)", op, line, f->idx.x, f->idx.y, f->idx.z,
-              f->op, f->line);
+        error("waits in %s (line %d), but thread (%u,%u,%u) waits in %s (line %d)", op, line, f->idx.x, f->idx.y,
+              f->idx.z, f->op, f->line);
     all.votes += predicate != 0;
     if (++all.arrived == all.threads) {
         all.verdict = all.votes;
         all.arrived = all.votes = 0;
+        memory_meets(all.thread_of, all.threads, full, &all.arrived);
         for (unsigned i = 0; i < all.warps; i++) wake(i, all.warp_of[i].live);
     }
     wait();
+    kernel_enter();
     return (int)all.verdict;                            /* the next barrier is not complete before all have read this */
 }
 
-/* All lanes of the mask meet, each with its io; the last to come does the work of all: combine(ios, mask). */
+/* All lanes of the mask meet, each with its io; the last to come does the work of all: combine(ios, mask). Without an
+   io (__syncwarp) their memory meets as well. */
 template <class F> inline void meet(const char *op, int line, unsigned mask, void *io, const F &combine)
 {
+    kernel_leave();
     thread  *t   = all.self;
     warp    &w   = all.warp_of[t->warp];
     thread  *at  = &all.thread_of[t->warp * 32];
@@ -628,8 +727,8 @@ template <class F> inline void meet(const char *op, int line, unsigned mask, voi
     if (unsigned others = w.waiting & mask) {
         const thread *o = &at[__builtin_ctz(others)];
         if (o->op != op || o->mask != mask)
-            error("%s (line %d) with mask %08x meets lane %u in %s (line %d) with mask %08x", op, line, mask, o->lane, o->op,
-                  o->line, o->mask);
+            error("%s (line %d) with mask %08x meets lane %u in %s (line %d) with mask %08x", op, line, mask, o->lane,
+                  o->op, o->line, o->mask);
     }
     t->op = op, t->line = line, t->mask = mask, t->io = io;
     w.waiting |= bit;
@@ -640,10 +739,12 @@ template <class F> inline void meet(const char *op, int line, unsigned mask, voi
             ios[l] = at[l].io;
         }
         combine(ios, mask);
+        if (!io) memory_meets(at, 32, mask, &w);
         w.waiting &= ~mask;
         wake(t->warp, mask);
     }
     wait();
+    kernel_enter();
 }
 
 template <class T> struct shuffled { T value, result; unsigned from; };
@@ -656,7 +757,8 @@ template <class T> inline T shuffle(const char *op, int line, unsigned mask, T v
         for (unsigned left = lanes; left; left &= left - 1) {
             int          l  = __builtin_ctz(left);
             shuffled<T> *to = static_cast<shuffled<T> *>(ios[l]);
-            if (!ios[to->from]) error("%s (line %d): lane %d reads lane %u, which is not in the mask", op, line, l, to->from);
+            if (!ios[to->from])
+                error("%s (line %d): lane %d reads lane %u, which is not in the mask", op, line, l, to->from);
             to->result = static_cast<shuffled<T> *>(ios[to->from])->value;
         }
     });
@@ -714,7 +816,8 @@ template <class T> inline T __shfl_xor_sync(unsigned mask, T v, int with, int wi
 }
 inline unsigned __ballot_sync(unsigned mask, int p, EMU_LINE)
 {
-    return emu::reduce("__ballot_sync", line, mask, p ? 1u << emu::lane() : 0u, [](unsigned a, unsigned b) { return a | b; });
+    unsigned bit = p ? 1u << emu::lane() : 0u;
+    return emu::reduce("__ballot_sync", line, mask, bit, [](unsigned a, unsigned b) { return a | b; });
 }
 inline int __any_sync(unsigned mask, int p, EMU_LINE)
 {
@@ -741,7 +844,7 @@ EMU_REDUCE(__reduce_xor_sync, unsigned, a ^ b)
 #undef EMU_REDUCE
 inline unsigned __activemask(void) { return emu::all.warp_of[emu::all.self->warp].live; }
 
-/* ---- arithmetic ------------------------------------------------------------------------------------------------------ */
+/* ---- arithmetic ------------------------------------------------------------------------------------------------- */
 
 namespace emu {
 template <class To, class From> inline To bits(From from)
@@ -892,7 +995,7 @@ EMU_ATOMIC(atomicAdd, double, old + v)
 #undef EMU_ATOMICS
 #undef EMU_ATOMIC
 
-/* ---- 16-bit floats: to the nearest, ties to even; every NaN becomes 0x7fff, as on the device ------------------------- */
+/* ---- 16-bit floats: to the nearest, ties to even; every NaN becomes 0x7fff, as on the device -------------------- */
 
 struct __nv_bfloat16 { unsigned short __x; };
 struct __half { unsigned short __x; };
@@ -935,17 +1038,20 @@ inline float __half2float(__half h)
     inline T      __float2##name(float f) { return __float2##name##_rn(f); }                                        \
     inline T      __ushort_as_##name(unsigned short u) { return { u }; }                                            \
     inline unsigned short __##name##_as_ushort(T h) { return h.__x; }                                               \
-    inline T2     __floats2##name##2_rn(float a, float b) { return { __float2##name##_rn(a), __float2##name##_rn(b) }; } \
+    inline T2     __halves2##name##2(T a, T b) { return { a, b }; }                                                 \
+    inline T2     __floats2##name##2_rn(float a, float b)                                                           \
+    {                                                                                                               \
+        return { __float2##name##_rn(a), __float2##name##_rn(b) };                                                  \
+    }                                                                                                               \
     inline T2     __float22##name##2_rn(float2 f) { return __floats2##name##2_rn(f.x, f.y); }                       \
     inline float2 __##name##22float2(T2 h) { return { __##name##2float(h.x), __##name##2float(h.y) }; }             \
     inline float  __low2float(T2 h) { return __##name##2float(h.x); }                                               \
-    inline float  __high2float(T2 h) { return __##name##2float(h.y); }                                              \
-    inline T2     __halves2##name##2(T a, T b) { return { a, b }; }
+    inline float  __high2float(T2 h) { return __##name##2float(h.y); }
 EMU_16(__nv_bfloat16, __nv_bfloat162, bfloat16, bfloat162)
 EMU_16(__half, __half2, half, half2)
 #undef EMU_16
 
-/* ---- tensor cores, matrix loads, asynchronous copies ------------------------------------------------------------------ */
+/* ---- tensor cores, matrix loads, asynchronous copies ------------------------------------------------------------ */
 
 namespace emu {
 struct mma { float *d; const unsigned *a, *b; };
@@ -970,15 +1076,16 @@ template <int K> inline void mma_multiply(void **ios, const float (*a)[K], const
 }
 template <bool trans> inline void ldmatrix(unsigned r[4], const void *row, int line)
 {
-    struct rows { unsigned *r; const void *row; } io = { r, row };
+    struct rows { unsigned *r; unsigned short row[8]; } io = { r, {} };
     if ((uintptr_t)row % 16) error("ldmatrix (line %d): row %p is not aligned to 16 bytes", line, row);
+    memcpy(io.row, row, sizeof io.row);
     meet(trans ? "ldmatrix.trans" : "ldmatrix", line, full, &io, [](void **ios, unsigned) {
         for (unsigned l = 0; l < 32; l++)
             for (unsigned m = 0; m < 4; m++) {
                 unsigned pair[2];
                 for (unsigned i = 0; i < 2; i++) {
                     unsigned y = trans ? l % 4 * 2 + i : l / 4, x = trans ? l / 4 : l % 4 * 2 + i;
-                    pair[i] = static_cast<const unsigned short *>(static_cast<rows *>(ios[m * 8 + y])->row)[x];
+                    pair[i] = static_cast<rows *>(ios[m * 8 + y])->row[x];
                 }
                 static_cast<rows *>(ios[l])->r[m] = pair[0] | pair[1] << 16;
             }
@@ -1001,7 +1108,8 @@ inline void hpmlg_mma_16816(float d[4], const unsigned a[4], const unsigned b[2]
             const emu::mma *m = static_cast<emu::mma *>(ios[l]);
             for (unsigned i = 0; i < 8; i++)            /* register i / 2: rows + 8 (odd), columns + 8 (2, 3) */
                 x[l / 4 + i / 2 % 2 * 8][l % 4 * 2 + i % 2 + i / 4 * 8] = emu::half_of(m->a[i / 2], i % 2, f16);
-            for (unsigned i = 0; i < 4; i++) y[l % 4 * 2 + i % 2 + i / 2 * 8][l / 4] = emu::half_of(m->b[i / 2], i % 2, f16);
+            for (unsigned i = 0; i < 4; i++)
+                y[l % 4 * 2 + i % 2 + i / 2 * 8][l / 4] = emu::half_of(m->b[i / 2], i % 2, f16);
         }
         emu::mma_multiply<16>(ios, x, y);
     });
@@ -1021,11 +1129,8 @@ inline void hpmlg_mma_1688_tf32(float d[4], const unsigned a[4], const unsigned 
     });
 }
 /* ldmatrix.sync.aligned.m8n8.x4.shared.b16: lanes 8 i .. 8 i + 7 give the rows of matrix i */
-inline void hpmlg_ldmatrix_x4(unsigned r[4], const void *shared_row, EMU_LINE) { emu::ldmatrix<false>(r, shared_row, line); }
-inline void hpmlg_ldmatrix_x4_trans(unsigned r[4], const void *shared_row, EMU_LINE)
-{
-    emu::ldmatrix<true>(r, shared_row, line);
-}
+inline void hpmlg_ldmatrix_x4(unsigned r[4], const void *row, EMU_LINE) { emu::ldmatrix<false>(r, row, line); }
+inline void hpmlg_ldmatrix_x4_trans(unsigned r[4], const void *row, EMU_LINE) { emu::ldmatrix<true>(r, row, line); }
 /* cp.async: by order 0 the bytes move as late as they may, by order 1 at once, else by chance */
 inline void hpmlg_copy_async16(void *shared, const void *global, bool valid)
 {
@@ -1033,7 +1138,10 @@ inline void hpmlg_copy_async16(void *shared, const void *global, bool valid)
     if ((uintptr_t)shared % 16 || (valid && (uintptr_t)global % 16))
         emu::error("hpmlg_copy_async16: %p or %p is not aligned to 16 bytes", shared, global);
     emu::copy16 c = { shared, global, valid };
-    if (emu::all.order == 1 || (emu::all.order > 1 && emu::draw(&emu::all.random) & 1)) emu::copy_now(c);
+    emu::kernel_leave();
+    bool now = emu::all.order == 1 || (emu::all.order > 1 && emu::draw(&emu::all.random) & 1);
+    emu::kernel_enter();
+    if (now) emu::copy_now(c);
     else t->copies.push_back(c);
 }
 inline void hpmlg_copy_commit(void) { emu::all.self->groups.push_back(emu::all.self->copies.size()); }
@@ -1048,7 +1156,7 @@ inline void hpmlg_copy_wait(int pending)
     for (size_t &end : t->groups) end -= n;
 }
 
-/* ---- the runtime: memory, streams, events, graphs --------------------------------------------------------------------- */
+/* ---- the runtime: memory, streams, events, graphs --------------------------------------------------------------- */
 
 typedef emu::stream *cudaStream_t;
 typedef emu::event  *cudaEvent_t;
@@ -1056,13 +1164,10 @@ typedef emu::graph  *cudaGraph_t;
 typedef std::vector<std::function<void()>> *cudaGraphExec_t;
 enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice,
                       cudaMemcpyDefault };
-enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed };
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive,
-                               cudaStreamCaptureStatusInvalidated };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8, cudaFuncAttributePreferredSharedMemoryCarveout };
-enum cudaDeviceAttr { cudaDevAttrMaxThreadsPerBlock = 1, cudaDevAttrMultiProcessorCount = 16,
-                      cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor,
-                      cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal,
+                             cudaStreamCaptureModeRelaxed };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+                         cudaFuncAttributePreferredSharedMemoryCarveout };
 enum { cudaStreamDefault = 0, cudaStreamNonBlocking = 1, cudaEventDefault = 0, cudaEventBlockingSync = 1,
        cudaEventDisableTiming = 2, cudaHostAllocDefault = 0, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2,
        cudaHostAllocWriteCombined = 4 };
@@ -1097,18 +1202,22 @@ inline double clock_ms(void)
     return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-/* Only work on the device may touch its memory; poisoning much memory for every kernel would take too long. */
+/* Only work on the device may touch its memory. Large allocations are left open: poisoning takes time. */
+inline void memory_poison(uintptr_t p, const state::block_of &b, bool open)
+{
+#ifdef CUDA_ON_CPU_ASAN
+    if (!b.device || b.bytes > (size_t)1 << 20) return;
+    if (open) __asan_unpoison_memory_region(reinterpret_cast<void *>(p), b.bytes);
+    else __asan_poison_memory_region(reinterpret_cast<void *>(p), b.bytes);
+#else
+    (void)p, (void)b, (void)open;
+#endif
+}
+
 inline void memory_open(bool open)
 {
     if (open ? all.open++ : --all.open) return;
-#ifdef CUDA_ON_CPU_ASAN
-    if (all.bytes_live > (size_t)16 << 20) return;
-    for (const auto &m : all.memory_of) {
-        if (!m.second.device) continue;
-        if (open) __asan_unpoison_memory_region(reinterpret_cast<void *>(m.first), m.second.bytes);
-        else __asan_poison_memory_region(reinterpret_cast<void *>(m.first), m.second.bytes);
-    }
-#endif
+    for (const auto &m : all.memory_of) memory_poison(m.first, m.second, open);
 }
 
 inline auto memory_find(const void *p)                  /* the allocation that holds this address */
@@ -1162,7 +1271,8 @@ inline void push(stream *s, std::function<void()> run)
     s->pushed++;
     if (!all.lazy) stream_run(s, s->pushed);
     if (all.lazy > 1)                                   /* by chance: some of the work of some stream */
-        for (const auto &o : all.streams) stream_run(o.get(), o->done + draw(&all.laziness) % (o->pushed - o->done + 1));
+        for (const auto &o : all.streams)
+            stream_run(o.get(), o->done + draw(&all.laziness) % (o->pushed - o->done + 1));
 }
 
 /* What would wait for the device while work is recorded is refused, and the record is lost. */
@@ -1177,6 +1287,14 @@ inline bool while_capturing(stream *s = nullptr)
     return unsafe;
 }
 
+/* What nobody wrote is NaN: the first and the last 4 MiB, so that large allocations cost no more. */
+inline void fill(void *p, size_t bytes)
+{
+    size_t n = std::min(bytes, (size_t)4 << 20);
+    memset(p, 0xff, n);
+    memset(static_cast<char *>(p) + bytes - n, 0xff, n);
+}
+
 inline cudaError_t allocate(void **p, size_t bytes, bool device_side)
 {
     call c;
@@ -1188,13 +1306,11 @@ inline cudaError_t allocate(void **p, size_t bytes, bool device_side)
     if (bytes == 0) return cudaSuccess;
     if (device_side && all.bytes_live + bytes > all.memory) return fail(cudaErrorMemoryAllocation);
     if (posix_memalign(p, 256, bytes)) return *p = nullptr, fail(cudaErrorMemoryAllocation);
-    memset(*p, 0xff, bytes);
+    fill(*p, bytes);
     all.memory_of[(uintptr_t)*p] = { bytes, device_side };
     all.bytes_live += bytes;
     all.count.mallocs++;
-#ifdef CUDA_ON_CPU_ASAN
-    if (device_side && !all.open && all.bytes_live <= (size_t)16 << 20) __asan_poison_memory_region(*p, bytes);
-#endif
+    if (!all.open) memory_poison((uintptr_t)*p, { bytes, device_side }, false);
     return cudaSuccess;
 }
 
@@ -1206,10 +1322,8 @@ inline cudaError_t release(void *p, bool device_side)
     if (m == all.memory_of.end() || m->second.device != device_side) return fail(cudaErrorInvalidValue);
     if (while_capturing()) return fail(cudaErrorStreamCaptureUnsupported);
     streams_run(false);
-#ifdef CUDA_ON_CPU_ASAN
-    __asan_unpoison_memory_region(p, m->second.bytes);
-#endif
-    memset(p, 0xff, m->second.bytes);
+    memory_poison(m->first, m->second, true);
+    fill(p, m->second.bytes);
     all.bytes_live -= m->second.bytes;
     all.memory_of.erase(m);
     all.count.frees++;
@@ -1257,23 +1371,28 @@ inline cudaError_t synchronise(stream *s, uint64_t upto)
 /* Is this a pointer, but not into (or just behind) memory of the device? Numbers that look alike are not mapped. */
 inline bool host_pointer(uintptr_t p)
 {
-    if (p < 0x1000000 || p >> 47) return false;
+    if (p < 0x500000000000 || p >> 47) return false;    /* below lies what sanitizers keep to themselves */
     auto m = all.memory_of.upper_bound(p);
     if (m != all.memory_of.begin() && p <= std::prev(m)->first + std::prev(m)->second.bytes) return false;
     return msync(reinterpret_cast<void *>(p & ~(uintptr_t)4095), 1, MS_ASYNC) == 0;
 }
 
-/* Pointers to data, alone or in structs, must be the device's; pointers to structs may be notes for the host. */
-template <class T> inline void check_argument(const char *kernel, int n, const T &value)
+/* Pointers to data, alone or in structs, must be the device's; pointers to structs may be notes for the host. Padding
+   may hold anything: where the compiler cannot clear it, structs go unchecked. */
+template <class T> inline void check_argument(const char *kernel, int n, T value)
 {
     typedef std::remove_pointer_t<T> to;
-    if (std::is_class<T>::value || (std::is_pointer<T>::value && !std::is_class<to>::value)) {
-        uintptr_t words[sizeof(T) / 8 + 1];
-        memcpy(words, static_cast<const void *>(&value), sizeof(T));
-        for (size_t i = 0; i < sizeof(T) / 8; i++)
-            if (host_pointer(words[i])) 
-                error("%s: argument %d holds %p, which is not the device's memory", kernel, n, (void *)words[i]);
-    }
+    bool check = std::is_pointer<T>::value && !std::is_class<to>::value;
+#if defined __has_builtin
+#  if __has_builtin(__builtin_clear_padding)
+    if (std::is_class<T>::value) __builtin_clear_padding(&value), check = true;
+#  endif
+#endif
+    uintptr_t words[sizeof(T) / 8 + 1];
+    memcpy(words, static_cast<const void *>(&value), sizeof(T));
+    for (size_t i = 0; check && i < sizeof(T) / 8; i++)
+        if (host_pointer(words[i]))
+            error("%s: argument %d holds %p, which is not the device's memory", kernel, n, (void *)words[i]);
 }
 
 inline cudaError_t launch_check(const void *kernel, const launch_of &l)
@@ -1342,15 +1461,6 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int d)
     p->l2CacheSize = 50 << 20, p->clockRate = 1980000, p->memoryClockRate = 2619000, p->memoryBusWidth = 5120;
     p->maxGridSize[0] = 0x7fffffff, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
     p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
-    return cudaSuccess;
-}
-inline cudaError_t cudaDeviceGetAttribute(int *out, cudaDeviceAttr a, int d)
-{
-    cudaDeviceProp p;
-    if (cudaError_t e = cudaGetDeviceProperties(&p, d)) return e;
-    *out = a == cudaDevAttrMultiProcessorCount ? p.multiProcessorCount : a == cudaDevAttrComputeCapabilityMajor ? p.major
-         : a == cudaDevAttrComputeCapabilityMinor ? p.minor : a == cudaDevAttrMaxThreadsPerBlock ? p.maxThreadsPerBlock
-         : (int)p.sharedMemPerBlockOptin;
     return cudaSuccess;
 }
 inline cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
@@ -1542,14 +1652,6 @@ inline cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode 
     emu::all.captures.push_back(s->capture);
     return cudaSuccess;
 }
-inline cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus *out)
-{
-    emu::call c;
-    const emu::graph *g = emu::stream_of(s)->capture;
-    *out = !g ? cudaStreamCaptureStatusNone : g->broken ? cudaStreamCaptureStatusInvalidated
-                                                        : cudaStreamCaptureStatusActive;
-    return c.refused;
-}
 inline cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *out)
 {
     emu::call   c;
@@ -1590,7 +1692,6 @@ inline cudaError_t cudaGraphLaunch(cudaGraphExec_t x, cudaStream_t s)
 }
 inline cudaError_t cudaGraphDestroy(cudaGraph_t g) { return delete g, cudaSuccess; }
 inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t x) { return delete x, cudaSuccess; }
-inline cudaError_t cudaGraphGetNodes(cudaGraph_t g, void *, size_t *n) { return *n = g->nodes.size(), cudaSuccess; }
 
 template <class T> inline cudaError_t cudaFuncSetAttribute(T *kernel, cudaFuncAttribute a, int value)
 {
@@ -1608,12 +1709,13 @@ inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, T 
     emu::call c;
     if (c.refused) return c.refused;
     if (threads < 1 || threads > 1024) return emu::fail(cudaErrorInvalidValue);
-    *blocks = (int)std::min({ (size_t)2048 / (size_t)((threads + 31) / 32 * 32), (emu::shared_most + 1024) / (shared + 1024),
-                              (size_t)32 });
+    size_t by_threads = (size_t)(2048 / ((threads + 31) / 32 * 32));
+    size_t by_shared  = (emu::shared_most + 1024) / (shared + 1024);
+    *blocks = (int)std::min({ by_threads, by_shared, (size_t)32 });
     return cudaSuccess;
 }
 
-/* ---- what tests ask for ------------------------------------------------------------------------------------------------ */
+/* ---- what tests ask for ----------------------------------------------------------------------------------------- */
 
 /* 0 ascending, 1 descending, 2.. random by that seed: even ones let a warp run ahead, odd ones mix the warps. */
 inline void cuda_on_cpu_order(unsigned order) { emu::all.order = order; }
@@ -1633,11 +1735,11 @@ inline const char *cuda_on_cpu_caught(void)
 inline void cuda_on_cpu_reset(void)
 {
     std::lock_guard<std::recursive_mutex> hold(emu::all.mutex);
-    emu::state fresh;
-    emu::all.order = fresh.order, emu::all.lazy = fresh.lazy, emu::all.check = fresh.check, emu::all.fail_malloc = emu::all.fail_launch = 0;
-    emu::all.absent = cudaSuccess, emu::all.wrong_image = false, emu::all.devices = 1, emu::all.major = 9;
-    emu::all.minor = 0, emu::all.sms = fresh.sms, emu::all.memory = fresh.memory, emu::all.expecting = false;
-    emu::all.count = {}, emu::all.sticky = cudaSuccess, emu::all.sticky_seen = false, emu::last = cudaSuccess;
+    emu::state fresh, &all = emu::all;
+    all.order = fresh.order, all.lazy = fresh.lazy, all.check = fresh.check, all.fail_malloc = all.fail_launch = 0;
+    all.absent = cudaSuccess, all.wrong_image = all.expecting = false, all.devices = 1, all.major = 9, all.minor = 0;
+    all.sms = fresh.sms, all.memory = fresh.memory, all.count = {}, all.sticky = emu::last = cudaSuccess;
+    all.sticky_seen = false;
 }
 /* Runs it in `orders` orders and compares what stands in the device's memory afterwards: -1 if it is always the same,
    else the first order that gives other bytes. */
