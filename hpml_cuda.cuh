@@ -379,8 +379,14 @@ typedef struct hpmlg_weights { /* the half copy of a parameter */
     bool         fresh;
 } hpmlg_weights;
 
+typedef struct hpmlg_block { /* memory of tensors; what is left goes with the device */
+    void               *p;
+    struct hpmlg_block *next;
+} hpmlg_block;
+
 typedef struct hpmlg_device {
     hpml_ctx      *ctx;
+    hpmlg_block   *blocks;
     hpml_cuda_desc d;
     hpml_dtype     store;
     int            sms;            /* multiprocessors */
@@ -533,6 +539,7 @@ HPMLG_FN void hpmlg_close(void *device)
     for (int i = 0; i < HPMLG_PASSES; i++)
         if (d->passes[i].exec) cudaGraphExecDestroy(d->passes[i].exec);
     for (int i = 0; i < d->weight_count; i++) cudaFree(d->weights[i].half);
+    for (hpmlg_block *b = d->blocks; b; b = b->next) cudaFree(b->p);
     for (int i = 0; i < HPMLG_SLOTS; i++) {
         hpmlg_slot *s = &d->slots[i];
         if (s->host) cudaFreeHost(s->host);
@@ -554,23 +561,33 @@ HPMLG_FN void hpmlg_close(void *device)
 HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
 {
     hpmlg_device *d = (hpmlg_device *)device;
-    void         *p = NULL;
+    hpmlg_block  *b = (hpmlg_block *)hpml_ctx_alloc(d->ctx, sizeof *b, NULL);
+    if (!b) return NULL;
     cudaSetDevice(d->d.device);
-    if (cudaMalloc(&p, bytes) != cudaSuccess) {
+    if (cudaMalloc(&b->p, bytes) != cudaSuccess) {
         cudaGetLastError(); /* the caller reports it, with the size */
+        hpml_ctx_release(d->ctx, b);
         return NULL;
     }
-    cudaMemsetAsync(p, 0, bytes, d->stream);
-    return p;
+    b->next   = d->blocks;
+    d->blocks = b;
+    cudaMemsetAsync(b->p, 0, bytes, d->stream);
+    return b->p;
 }
 
 HPMLG_FN void hpmlg_free(void *device, void *p, size_t bytes)
 {
     hpmlg_device *d = (hpmlg_device *)device;
+    hpmlg_block **at, *b;
     (void)bytes;
+    for (at = &d->blocks; *at && (*at)->p != p; at = &(*at)->next) {}
+    b = *at;
+    if (!b) return;
+    *at = b->next;
     cudaSetDevice(d->d.device);
     cudaStreamSynchronize(d->stream);
-    cudaFree(p);
+    cudaFree(b->p);
+    hpml_ctx_release(d->ctx, b);
 }
 
 HPMLG_FN hpml_dtype hpmlg_store(void *device) { return ((hpmlg_device *)device)->store; }
