@@ -442,8 +442,8 @@ HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int
 HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size); /* as snprintf */
 
 /* A checkpoint of the whole job, residuals of all ranks and, with `delayed`, the gradients not yet applied included;
-   collective. It loads on any number of ranks: what is carried over is the sum of the residuals, so nothing that was
-   computed is lost. On as many ranks as before, or with `exact`, the job continues bit for bit. */
+   collective. It loads on any number of ranks: what residuals owe to the gradients to come is carried over, so nothing
+   that was computed is lost. On as many ranks as before, or with `exact`, the job continues bit for bit. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
 
@@ -4601,7 +4601,9 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
             int64_t l = w % d->leaf_all - d->leaf_first;
             if (l < 0 || l >= d->leaf_count) continue;
             memcpy(row, (const char *)workers.data + (size_t)(w * each) * sizeof(float), (size_t)each * sizeof(float));
-            float *from = row;
+            /* of a mean over ranks each residual is a share: of fewer ranks a larger one */
+            float *from = row, share = d->d.exact || d->d.sum ? 1 : (float)((double)d->leaf_all / (double)saved);
+            for (int64_t i = 0; i < each; i++) row[i] *= share;
             for (int b = 0; b < d->buckets; b++) from += hpmlc_carried(d->bucket[b].x, l, from, true);
         }
         hpml_ctx_release(d->ctx, row);
