@@ -2472,7 +2472,7 @@ HPMLI_KFN void HPMLI_K(hpmli_block_end)(HPMLI_K(hpmli_view) *v, int64_t p0, int6
     v->act_row      = last ? d->act_row : NULL;
     v->plain        = d->alpha == 1 && (v->end.beta == 0 || v->end.beta == 1) && !v->end.bias_col &&
                       !v->end.bias_row && !v->end.relu;
-    v->fetch        = kc >= 64 && v->rows * v->cols >= 65536 && !v->swapped;
+    v->fetch        = v->rows * v->cols >= 8192 && !v->swapped; /* C is larger than the first-level cache */
 }
 
 /* Block after block of k, of rows; for the first block of rows the panels of Q are packed, as they come. */
@@ -4368,7 +4368,7 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
         ctx->threads = ctx->pool->worker_count + 1;
     }
 #endif
-    ctx->gemm_ws = hpmli_new(ctx, float, (int64_t)ctx->threads * HPMLI_GEMM_WS);
+    ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* few pages are used */
     if (!ctx->gemm_ws) return false;
     return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
 }
