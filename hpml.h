@@ -4375,7 +4375,7 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
         ctx->threads = ctx->pool->worker_count + 1;
     }
 #endif
-    ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* few pages are used */
+    ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* not cleared */
     if (!ctx->gemm_ws) return false;
     return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
 }
