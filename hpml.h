@@ -2472,7 +2472,7 @@ HPMLI_KFN void HPMLI_K(hpmli_block_end)(HPMLI_K(hpmli_view) *v, int64_t p0, int6
     v->act_row      = last ? d->act_row : NULL;
     v->plain        = d->alpha == 1 && (v->end.beta == 0 || v->end.beta == 1) && !v->end.bias_col &&
                       !v->end.bias_row && !v->end.relu;
-    v->fetch        = kc >= 64 && v->rows * v->cols >= 65536 && !v->swapped;
+    v->fetch        = v->rows * v->cols >= 8192 && !v->swapped; /* C is larger than the first-level cache */
 }
 
 /* Block after block of k, of rows; for the first block of rows the panels of Q are packed, as they come. */
@@ -4036,14 +4036,21 @@ HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
     return true;
 }
 
-/* malloc with alignment, in plain C99: the pointer that malloc gave stands right before the block. */
+/* malloc with alignment, in plain C99: the pointer that malloc gave stands right before the block. A large block asks
+   for large pages: a model is touched as a whole, and 4 KiB at a time that takes longer than the first steps. */
+#define HPMLI_LARGE_PAGE ((size_t)1 << 21)
 HPMLI_FN void *hpmli_default_alloc(size_t size, size_t align, void *user HPMLI_UNUSED)
 {
+    bool large = size >= HPMLI_LARGE_PAGE / 2 && size < SIZE_MAX / 4;
+    if (large) align = HPMLI_LARGE_PAGE, size = (size + align - 1) / align * align;
     char *raw = (char *)malloc(size + align + sizeof(void *));
     if (!raw) return NULL;
     char *p = raw + sizeof(void *);
     p += (align - (uintptr_t)p % align) % align;
     memcpy(p - sizeof(void *), &raw, sizeof(void *));
+#ifdef MADV_HUGEPAGE
+    if (large) madvise(p, size, MADV_HUGEPAGE); /* refused or not: the memory is the same */
+#endif
     return p;
 }
 
@@ -4368,7 +4375,7 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
         ctx->threads = ctx->pool->worker_count + 1;
     }
 #endif
-    ctx->gemm_ws = hpmli_new(ctx, float, (int64_t)ctx->threads * HPMLI_GEMM_WS);
+    ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* not cleared */
     if (!ctx->gemm_ws) return false;
     return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
 }
@@ -8187,6 +8194,7 @@ struct hpml_trainer {
     int64_t           correct, counted;
     int64_t           step, epoch, epoch_step;
     int32_t           micro;   /* batches since the last update */
+    bool              early;   /* parameters are updated while the backward pass goes on */
     float             grad_norm;
     float             loss_scale;
     int64_t           scale_steps; /* updates since it changed; -1: it is fixed */
@@ -8594,29 +8602,6 @@ HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
     }
 }
 
-HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
-                                            bool accumulate, float *loss)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    hpml_graph *g = t->graph;
-    bool        part = samples > 0 && (first != 0 || samples != t->fed);
-    if (first < 0 || samples < 0 || first + samples > t->fed)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
-                          (long long)first, (long long)(first + samples), (long long)t->fed);
-    if (part && hpml_graph_batch(g, samples) != HPML_OK) return t->ctx->status;
-    hpmli_trainer_shift(t, first);
-    g->idle = samples == 0;
-    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
-    if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
-    if (status == HPML_OK && loss) *loss = samples > 0 ? (float)hpmli_graph_loss(g) : 0;
-    g->idle = false;
-    if (status == HPML_OK && t->labels && samples > 0)
-        hpmli_count_correct(t, t->labels + first * (hpml_tensor_count(t->target) / g->batch_now), &t->correct,
-                            &t->counted, NULL);
-    hpmli_trainer_shift(t, -first);
-    return status;
-}
-
 /* True, with an error that names the place, when one of the numbers x of tensor y is NaN or infinite. */
 HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y,
                           const float *x)
@@ -8679,6 +8664,33 @@ HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t)
     if (t->scale_steps == 2000) t->loss_scale *= 2, t->scale_steps = 0;
 }
 
+HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
+                                            bool accumulate, float *loss)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    hpml_graph *g = t->graph;
+    bool        part = samples > 0 && (first != 0 || samples != t->fed);
+    if (first < 0 || samples < 0 || first + samples > t->fed)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
+                          (long long)first, (long long)(first + samples), (long long)t->fed);
+    if (part && hpml_graph_batch(g, samples) != HPML_OK) return t->ctx->status;
+    hpmli_trainer_shift(t, first);
+    g->idle = samples == 0;
+    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
+    if (status == HPML_OK && t->early && !t->d.no_finite_check) { /* before it gets into the parameters */
+        double value = hpmli_graph_loss(g);
+        if (value - value != 0) return hpmli_name_nonfinite(t, "the loss", value);
+    }
+    if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
+    if (status == HPML_OK && loss) *loss = samples > 0 ? (float)hpmli_graph_loss(g) : 0;
+    g->idle = false;
+    if (status == HPML_OK && t->labels && samples > 0)
+        hpmli_count_correct(t, t->labels + first * (hpml_tensor_count(t->target) / g->batch_now), &t->correct,
+                            &t->counted, NULL);
+    hpmli_trainer_shift(t, -first);
+    return status;
+}
+
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count)
 {
     float lr, scale;
@@ -8702,11 +8714,17 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     return ctx->status;
 }
 
+HPMLI_FN hpml_status hpmli_early_update(void *user, int param)
+{
+    return hpml_trainer_update_local((hpml_trainer *)user, param, 1);
+}
+
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info)
 {
     float  loss  = 0, lr;
     double start = hpml_now();
+    bool   early;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
     if (samples != 0 || !t->hooks.run) { /* a rank may have no part in a short last batch */
@@ -8718,16 +8736,25 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
     lr     = hpml_trainer_lr(t);
+    /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step the
+       moment its gradient is final: it is still in the cache. */
+    early = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->d.clip_norm == 0 && t->scale_steps < 0 &&
+            !t->ctx->backend->sync && t->micro + 1 == t->d.accumulate;
+    if (early) t->early = true, t->graph->grad = hpmli_early_update, t->graph->hook_user = t;
     hpml_status status =
         t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
                      : hpml_trainer_run_local(t, 0, samples, 1 / (float)t->d.accumulate, t->micro > 0,
                                               info || !t->d.no_finite_check ? &loss : NULL);
+    if (early) t->early = false, t->graph->grad = NULL;
     if (status != HPML_OK) return status;
     if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
     if (++t->micro == t->d.accumulate) {
         t->looked = t->overflowed = false;
-        status   = t->hooks.update ? t->hooks.update(t->hooks.user, t)
-                                   : hpml_trainer_update_local(t, 0, t->ctx->param_count);
+        if (!early)
+            status = t->hooks.update ? t->hooks.update(t->hooks.user, t)
+                                     : hpml_trainer_update_local(t, 0, t->ctx->param_count);
+        for (int i = 0; early && i < t->ctx->param_count; i++) /* what the loss does not reach */
+            if (t->updates[i].step != (uint64_t)t->step + 1) status = hpml_trainer_update_local(t, i, 1);
         t->micro = 0;
         t->step += status == HPML_OK && !t->overflowed;
         hpmli_trainer_rescale(t);

@@ -216,8 +216,10 @@ TEST(a_nan_is_named)
     ENSURE(hpml_trainer_step(t, x, y, 2, NULL) == HPML_ERR_LABEL);
     hpml_ctx_clear_error(ctx);
     y[1] = 1;
+    uint64_t before = hpml_param_hash(ctx);
     ENSURE(hpml_trainer_step(t, x, y, 2, NULL) == HPML_ERR_NONFINITE && strstr(hpml_ctx_error(ctx), "data"));
     hpml_ctx_clear_error(ctx);
+    ENSURE(hpml_param_hash(ctx) == before);
     x[1] = 1;
     hpml_param_at(ctx, 2)->data[0] = INFINITY;
     ENSURE(hpml_trainer_step(t, x, y, 2, NULL) == HPML_ERR_NONFINITE && strstr(hpml_ctx_error(ctx), hpml_param_at(ctx, 2)->name));
