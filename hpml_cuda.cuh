@@ -50,7 +50,9 @@
 //     gpu-batchnorm   batch normalization
 //     gpu-pool   max and average pooling
 //     gpu-random   Philox, dropout, embedding
-//     gpu-product   matrix products: our kernels
+//     gpu-operand   operands of products: where their elements lie
+//     gpu-tiles   products by tiles: dense halves on tensor cores, and anything
+//     gpu-product   matrix products: our kernels, half copies of parameters
 //     gpu-cublas   matrix products by cuBLASLt
 //     gpu-matmul   matmul and linear layers
 //     gpu-conv   convolution: our kernels
@@ -227,8 +229,8 @@ static __device__ __forceinline__ void hpmlg_copy_commit(void) { asm volatile("c
 #define HPMLG_ALL 0xffffffffu
 
 typedef struct hpmlg_array {
-    void *p;
-    int   type; /* HPML_DTYPE_F32, _BF16 or _F16 */
+    void   *p;
+    int64_t type; /* HPML_DTYPE_F32, _BF16 or _F16; as wide as a pointer: no gap */
 } hpmlg_array;
 
 HPMLG_DEVICE float hpmlg_get(hpmlg_array a, int64_t i)
@@ -408,12 +410,7 @@ typedef struct hpmlg_device {
     void          *result;         /* HPMLG_RESULT bytes of pinned memory: small downloads land there */
     void          *updates;        /* the table of an optimizer's step */
     size_t         updates_room;   /* its bytes */
-#ifndef HPML_CUDA_NO_CUBLAS
-    cublasLtHandle_t blas;
-#endif
-#ifndef HPML_CUDA_NO_CUDNN
-    cudnnHandle_t  dnn;
-#endif
+    void          *blas, *dnn;     /* cuBLASLt, cuDNN and what they said about shapes; NULL: not in use */
 } hpmlg_device;
 
 /* A CUDA error becomes the context's, with what to do where that is known. */
@@ -2529,48 +2526,1549 @@ HPMLG_FN hpml_status hpmlg_embedding_backward(const hpml_run *run, hpml_node *n)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>gpu-product   matrix products: our kernels
+// >>gpu-operand   operands of products: where their elements lie
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The half copy of a parameter, made when it is first asked for, and again when it is old. */
+/* All products, convolutions included, are one sum, c[row, col] = sum over k of a[row, k] b[k, col], and differ in
+   where an operand's elements lie. An operand has two axes, its lines (rows of a, columns of b) and k; an axis splits
+   its index into up to three, i = (q nu + u) nv + v, and says how far apart each lie, in memory and, for images, in
+   height and width; an element outside of the image is 0. So one kernel gathers whatever there is (edges, any strides,
+   mixed types, f32, TF32 or halves), and a second one copies 16 bytes at a time where halves lie densely. A block of
+   128 threads makes a tile of T x T. When there are too few tiles for the device, k is split and the sums of the
+   pieces are added in order. */
+
+#ifdef __CUDACC__
+#define HPMLG_ROLLED _Pragma("unroll 1")
+#else
+#define HPMLG_ROLLED
+#endif
+
+typedef struct hpmlg_divisor { unsigned shift, mul, by, unused; } hpmlg_divisor;
+
+/* n / by for n below 2^31 as a multiplication: mul = ceil(2^shift / by), shift = 31 + ceil(log2(by)). */
+HPMLG_FN hpmlg_divisor hpmlg_divisor_of(int64_t by)
+{
+    hpmlg_divisor d = { 31, 0, (unsigned)by, 0 };
+    while (((int64_t)1 << (d.shift - 31)) < by) d.shift++;
+    d.mul = (unsigned)((((uint64_t)1 << d.shift) + (uint64_t)by - 1) / (uint64_t)by);
+    return d;
+}
+
+HPMLG_DEVICE unsigned hpmlg_divide(unsigned n, hpmlg_divisor d) { return (unsigned)((uint64_t)n * d.mul >> d.shift); }
+
+typedef struct hpmlg_axis {
+    hpmlg_divisor block, row; /* nu nv; nv */
+    int64_t   q, u, v;      /* elements from one to the next */
+    int16_t   h0, h, w0, w; /* height h0 + u h, width w0 + v w */
+} hpmlg_axis;
+
+typedef struct __align__(16) hpmlg_spot {
+    int64_t at; /* below 0: beyond the end */
+    int     h, w;
+} hpmlg_spot;
+
+HPMLG_FN hpmlg_axis hpmlg_folded(int64_t nu, int64_t nv, int64_t q, int64_t u, int64_t v)
+{
+    hpmlg_axis x = {};
+    x.block = hpmlg_divisor_of(nu * nv), x.row = hpmlg_divisor_of(nv), x.q = q, x.u = u, x.v = v;
+    return x;
+}
+
+HPMLG_FN hpmlg_axis hpmlg_plain(int64_t step) { return hpmlg_folded(1, 1, step, 0, 0); }
+
+HPMLG_DEVICE hpmlg_spot hpmlg_spot_at(const hpmlg_axis &x, int64_t i, int64_t end)
+{
+    hpmlg_spot s = { -1, 0, 0 };
+    if (i >= end) return s;
+    unsigned q = hpmlg_divide((unsigned)i, x.block), r = (unsigned)i - q * x.block.by;
+    unsigned u = hpmlg_divide(r, x.row), v = r - u * x.row.by;
+    s.at = q * x.q + u * x.u + v * x.v;
+    s.h  = x.h0 + (int)u * x.h;
+    s.w  = x.w0 + (int)v * x.w;
+    return s;
+}
+
+typedef struct hpmlg_side {
+    hpmlg_array x;
+    int64_t     batch;        /* elements to the next matrix */
+    hpmlg_axis  line, k;
+    int64_t     H, W, sh, sw; /* of the image, and every how many-th row and column counts; H 0: not an image */
+    int64_t     along_k;      /* neighbours in k are closer in memory than neighbouring lines */
+    int64_t     ld;           /* not 0: dense along one axis, and this far apart along the other */
+} hpmlg_side;
+
+HPMLG_DEVICE float hpmlg_pick(const hpmlg_side &o, int64_t base, hpmlg_spot line, hpmlg_spot k)
+{
+    int64_t at = base + line.at + k.at;
+    if (line.at < 0 || k.at < 0) return 0;
+    if (o.H) {
+        int h = line.h + k.h, w = line.w + k.w;
+        int sh = (int)o.sh, sw = (int)o.sw;
+        if (sh > 1 || sw > 1) {
+            if (h % sh != 0 || w % sw != 0) return 0;
+            h /= sh, w /= sw;
+        }
+        if ((unsigned)h >= (unsigned)o.H || (unsigned)w >= (unsigned)o.W) return 0;
+        at += (int64_t)h * o.W + w;
+    }
+    return hpmlg_get(o.x, at);
+}
+
+/* c = act(alpha a b (+ c) + bias); what goes into act is kept in z, where there is one. */
+typedef struct hpmlg_job {
+    int64_t       m, n, k, batch;
+    hpmlg_side a, b;
+    hpmlg_array   c, z;
+    int64_t       ldc, c_batch;
+    hpmlg_axis    col;           /* of c */
+    int64_t       flat, eights;  /* columns of c lie side by side; rows of c can be moved 8 at a time */
+    int64_t       add;
+    float         alpha, slope;
+    const float  *bias;
+    int64_t       bias_row, bias_col, bias_batch; /* elements to the next */
+    int64_t       act, half;     /* half: HPML_DTYPE_BF16 or _F16: what halves are multiplied as */
+    float        *part;          /* (splits, batch, m, n) sums of the pieces of k, when there are several */
+    int64_t       splits, k_each;
+    int64_t       tiles_m, tiles_n;
+} hpmlg_job;
+
+static __device__ __attribute__((noinline)) float hpmlg_act_far(int act, float slope, float x)
+{
+    return hpmlg_act(act, slope, x);
+}
+
+HPMLG_DEVICE float hpmlg_end_of(const hpmlg_job &g, int64_t batch, int64_t row, int64_t col, float v)
+{
+    return g.bias ? v + g.bias[batch * g.bias_batch + row * g.bias_row + col * g.bias_col] : v;
+}
+
+/* One sum is complete. */
+HPMLG_DEVICE void hpmlg_emit(const hpmlg_job &g, int64_t batch, int64_t row, int64_t col, float v)
+{
+    int64_t at = batch * g.c_batch + row * g.ldc + (g.flat ? col : hpmlg_spot_at(g.col, col, g.n).at);
+    v = hpmlg_end_of(g, batch, row, col, v * g.alpha);
+    if (g.add) v += hpmlg_get(g.c, at);
+    if (g.z.p) hpmlg_put(g.z, at, v);
+    if (g.act) v = hpmlg_act_far((int)g.act, g.slope, v);
+    hpmlg_put(g.c, at, v);
+}
+
+/* Eight neighbours of a row; col and the row's start are multiples of 8. */
+HPMLG_DEVICE void hpmlg_emit8(const hpmlg_job &g, int64_t batch, int64_t row, int64_t col, hpmlg_eight e)
+{
+    int64_t     at  = (batch * g.c_batch + row * g.ldc + col) / 8;
+    hpmlg_eight old = {};
+    if (g.add) old = hpmlg_get8(g.c, at);
+    HPMLG_UNROLL
+    for (int j = 0; j < 8; j++) e.v[j] = hpmlg_end_of(g, batch, row, col + j, e.v[j] * g.alpha) + old.v[j];
+    if (g.z.p) hpmlg_put8(g.z, at, e);
+    if (g.act == HPML_ACT_RELU) {
+        HPMLG_UNROLL
+        for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act(HPML_ACT_RELU, 0, e.v[j]);
+    } else if (g.act) {
+        HPMLG_UNROLL
+        for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act_far((int)g.act, g.slope, e.v[j]);
+    }
+    hpmlg_put8(g.c, at, e);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gpu-tiles   products by tiles: dense halves on tensor cores, and anything
+// ---------------------------------------------------------------------------------------------------------------------
+
+typedef struct hpmlg_tile { int64_t batch, split, row, col, k0, k1; } hpmlg_tile;
+
+/* The tile of this block: neighbours in time share rows of a and columns of b, which the cache then holds. */
+template <int T> HPMLG_DEVICE hpmlg_tile hpmlg_tile_here(const hpmlg_job &g)
+{
+    unsigned   m = (unsigned)g.tiles_m, n = (unsigned)g.tiles_n;
+    unsigned   tile = blockIdx.x % (m * n), rest = blockIdx.x / (m * n);
+    unsigned   first = tile / (8 * n) * 8, rows = m - first < 8 ? m - first : 8, in = tile % (8 * n);
+    hpmlg_tile t;
+    t.row   = (int64_t)(first + in % rows) * T;
+    t.col   = (int64_t)(in / rows) * T;
+    t.split = rest % g.splits;
+    t.batch = rest / g.splits;
+    t.k0    = t.split * g.k_each;
+    t.k1    = t.k0 + g.k_each < g.k ? t.k0 + g.k_each : g.k;
+    return t;
+}
+
+/* Where element (row, col) of a tile of sums stands in shared memory: neither way in nor out meets a bank twice. */
+template <int T> HPMLG_DEVICE int hpmlg_sum_at(int row, int col) { return row * T + (col ^ (row & 3) << 3); }
+
+/* Sums in registers, as the tensor cores (mma) or the plain kernel leave them, to where they belong, through shared
+   memory. Warp w of four has the quarter (w / 2, w % 2). */
+template <int T, bool MMA>
+HPMLG_DEVICE void hpmlg_tile_end(const hpmlg_job &g, hpmlg_tile t, const float *acc, float *sums)
+{
+    int id = (int)threadIdx.x, lane = id % 32, warp = id / 32;
+    __syncthreads();
+    HPMLG_UNROLL
+    for (int i = 0; i < T * T / 128; i += 2) {
+        int row, col;
+        if (MMA) {
+            int mi = i / (T / 4), ni = i / 4 % (T / 16);
+            row = warp / 2 * (T / 2) + mi * 16 + i / 2 % 2 * 8 + lane / 4;
+            col = warp % 2 * (T / 2) + ni * 8 + lane % 4 * 2;
+        } else {
+            int r = i / (T / 16), c = i % (T / 16);
+            row = id / 16 * 4 + r / 4 * 32 + r % 4;
+            col = id % 16 * 4 + c / 4 * 64 + c % 4;
+        }
+        *(float2 *)&sums[hpmlg_sum_at<T>(row, col)] = make_float2(acc[i], acc[i + 1]);
+    }
+    __syncthreads();
+    HPMLG_ROLLED
+    for (int i = id; i < T * T / 8; i += 128) {
+        int          r = i / (T / 8), c = i % (T / 8) * 8;
+        int64_t      row = t.row + r, col = t.col + c;
+        const float *from = &sums[hpmlg_sum_at<T>(r, c)];
+        if (row >= g.m || col >= g.n) continue;
+        if (g.part) {
+            float *to = g.part + ((t.split * g.batch + t.batch) * g.m + row) * g.n + col;
+            for (int j = 0; j < 8 && col + j < g.n; j++) to[j] = from[j];
+        } else if (g.eights && col + 8 <= g.n) {
+            hpmlg_emit8(g, t.batch, row, col, hpmlg_get8({ (void *)from, HPML_DTYPE_F32 }, 0));
+        } else {
+            for (int j = 0; j < 8 && col + j < g.n; j++) hpmlg_emit(g, t.batch, row, col + j, from[j]);
+        }
+    }
+}
+
+/* How an operand's tile lies in shared memory: halves as [line][32 k] or [32 k][line], 16-byte pieces exchanged so that
+   ldmatrix meets no bank twice, or gathered as [line][16 k]. */
+enum hpmlg_layout { HPMLG_K, HPMLG_LINE, HPMLG_GATHERED };
+
+template <int T, int L> HPMLG_DEVICE int hpmlg_tile_at(int line, int k)
+{
+    if (L == HPMLG_K) return line * 32 + ((k >> 3) ^ (line >> 1 & 3)) * 8 + (k & 7);
+    if (L == HPMLG_LINE) return k * T + ((line >> 3) ^ (k & 7)) * 8 + (line & 7);
+    return line * 24 + k;
+}
+
+/* Lines `line` to + 15 at k to k + 15, as hpmlg_mma_16816 wants them: one a, or (second) two neighbouring b. */
+template <int T, int L>
+HPMLG_DEVICE void hpmlg_fragment(unsigned r[4], const unsigned short *x, int line, int k, bool b)
+{
+    int lane = (int)threadIdx.x % 32, in = lane % 8, low = lane / 8 % 2, high = lane / 16;
+    int l8 = line + (b ? high : low) * 8, k8 = k + (b ? low : high) * 8;
+    if (L == HPMLG_LINE) hpmlg_ldmatrix_x4_trans(r, x + hpmlg_tile_at<T, L>(l8, k8 + in));
+    else hpmlg_ldmatrix_x4(r, x + hpmlg_tile_at<T, L>(l8 + in, k8));
+}
+
+/* The warp's quarter of a tile += its share of 16 k. */
+template <int T, int LA, int LB, bool F16>
+HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const unsigned short *b, int k)
+{
+    int      warp = (int)threadIdx.x / 32;
+    unsigned fa[T / 32][4], fb[T / 32][4];
+    HPMLG_UNROLL
+    for (int i = 0; i < T / 32; i++) {
+        hpmlg_fragment<T, LA>(fa[i], a, warp / 2 * (T / 2) + i * 16, k, false);
+        hpmlg_fragment<T, LB>(fb[i], b, warp % 2 * (T / 2) + i * 16, k, true);
+    }
+    HPMLG_UNROLL
+    for (int i = 0; i < T / 32; i++)
+        HPMLG_UNROLL
+        for (int j = 0; j < T / 16; j++)
+            hpmlg_mma_16816(acc + (i * (T / 16) + j) * 4, fa[i], fb[j / 2] + j % 2 * 2, F16);
+}
+
+/* A dense tile of halves, 32 k deep, on its way into shared memory. x: its first element; lines, ks: how many there
+   are. */
+template <int T, int L>
+HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x, int64_t ld, int64_t lines, int64_t ks)
+{
+    HPMLG_UNROLL
+    for (int i = 0; i < T / 32; i++) {
+        int piece = (int)threadIdx.x + 128 * i, line, k;
+        if (L == HPMLG_K) line = piece / 4, k = piece % 4 * 8;
+        else k = piece / (T / 8), line = piece % (T / 8) * 8;
+        hpmlg_copy_async16(tile + hpmlg_tile_at<T, L>(line, k), L == HPMLG_K ? x + line * ld + k : x + k * ld + line,
+                           line < lines && k < ks);
+    }
+}
+
+#define HPMLG_STAGES 4
+
+template <int T, int LA, int LB>
+HPMLG_DEVICE void hpmlg_dense_stage(const hpmlg_job &g, const hpmlg_tile &t, int64_t step, unsigned short *tiles)
+{
+    unsigned short       *at = tiles + step % HPMLG_STAGES * (2 * T * 32);
+    int64_t               k  = t.k0 + step * 32;
+    const unsigned short *a  = (const unsigned short *)g.a.x.p + t.batch * g.a.batch;
+    const unsigned short *b  = (const unsigned short *)g.b.x.p + t.batch * g.b.batch;
+    if (k < t.k1) {
+        a += LA == HPMLG_K ? t.row * g.a.ld + k : k * g.a.ld + t.row;
+        b += LB == HPMLG_K ? t.col * g.b.ld + k : k * g.b.ld + t.col;
+        hpmlg_dense_load<T, LA>(at, a, g.a.ld, g.m - t.row, t.k1 - k);
+        hpmlg_dense_load<T, LB>(at + T * 32, b, g.b.ld, g.n - t.col, t.k1 - k);
+    }
+    hpmlg_copy_commit(); /* an empty group keeps the count */
+}
+
+/* Dense halves: four stages of 32 k, three on their way while one is multiplied. */
+template <int T, int LA, int LB>
+static __global__ void __launch_bounds__(128, 2) hpmlg_k_dense(const __grid_constant__ hpmlg_job g)
+{
+    HPMLG_SHARED(unsigned short, tiles);
+    hpmlg_tile t = hpmlg_tile_here<T>(g);
+    int64_t    steps = (t.k1 - t.k0 + 31) / 32;
+    float      acc[T * T / 128];
+    HPMLG_UNROLL
+    for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
+    for (int s = 0; s < HPMLG_STAGES - 1; s++) hpmlg_dense_stage<T, LA, LB>(g, t, s, tiles);
+    HPMLG_ROLLED
+    for (int64_t s = 0; s < steps; s++) {
+        const unsigned short *a = tiles + s % HPMLG_STAGES * (2 * T * 32);
+        hpmlg_copy_wait(HPMLG_STAGES - 2);
+        __syncthreads(); /* stage s is here for all, and nobody reads stage s - 1 any more */
+        hpmlg_dense_stage<T, LA, LB>(g, t, s + HPMLG_STAGES - 1, tiles);
+        if (g.half == HPML_DTYPE_F16) {
+            hpmlg_half_step<T, LA, LB, true>(acc, a, a + T * 32, 0);
+            hpmlg_half_step<T, LA, LB, true>(acc, a, a + T * 32, 16);
+        } else {
+            hpmlg_half_step<T, LA, LB, false>(acc, a, a + T * 32, 0);
+            hpmlg_half_step<T, LA, LB, false>(acc, a, a + T * 32, 16);
+        }
+    }
+    hpmlg_copy_wait(0);
+    hpmlg_tile_end<T, true>(g, t, acc, (float *)(void *)tiles);
+}
+
+/* What the gathering kernel multiplies in. */
+enum hpmlg_kind { HPMLG_IN_F32, HPMLG_IN_TF32, HPMLG_IN_HALF };
+
+/* 16 k of a tile into registers, and from there into shared memory: f32 as [k][line], tf32 as [line][k], halves. */
+template <int T> HPMLG_DEVICE void hpmlg_fetch(float *v, const hpmlg_side &o, int64_t base, const hpmlg_spot *lines,
+                                                const hpmlg_spot *ks)
+{
+    HPMLG_UNROLL
+    for (int j = 0; j < T / 8; j++) {
+        int i = (int)threadIdx.x + 128 * j;
+        v[j]  = hpmlg_pick(o, base, lines[o.along_k ? i / 16 : i % T], ks[o.along_k ? i % 16 : i / T]);
+    }
+}
+
+template <int T, int KIND> HPMLG_DEVICE void hpmlg_settle(void *tile, const float *v, int64_t along_k, int type)
+{
+    HPMLG_UNROLL
+    for (int j = 0; j < T / 8; j++) {
+        int i = (int)threadIdx.x + 128 * j, line = along_k ? i / 16 : i % T, k = along_k ? i % 16 : i / T;
+        if (KIND == HPMLG_IN_F32) ((float *)tile)[k * (T + 4) + line] = v[j];
+        else if (KIND == HPMLG_IN_TF32) ((unsigned *)tile)[line * 20 + k] = __float_as_uint(v[j]) + 0x1000u; /* round */
+        else ((unsigned short *)tile)[hpmlg_tile_at<T, HPMLG_GATHERED>(line, k)] =
+                 (unsigned short)hpmlg_narrow(v[j], 0, type);
+    }
+}
+
+/* Sixteen rows of eight columns (T 128) or eight of four for each thread. */
+template <int T> HPMLG_DEVICE void hpmlg_f32_step(float *acc, const float *a, const float *b)
+{
+    int ty = (int)threadIdx.x / 16 * 4, tx = (int)threadIdx.x % 16 * 4;
+    HPMLG_UNROLL
+    for (int k = 0; k < 16; k++) {
+        float fa[T / 8], fb[T / 16];
+        HPMLG_UNROLL
+        for (int i = 0; i < T / 32; i++) *(float4 *)(fa + i * 4) = *(const float4 *)&a[k * (T + 4) + ty + i * 32];
+        HPMLG_UNROLL
+        for (int j = 0; j < T / 64; j++) *(float4 *)(fb + j * 4) = *(const float4 *)&b[k * (T + 4) + tx + j * 64];
+        HPMLG_UNROLL
+        for (int i = 0; i < T / 8; i++)
+            HPMLG_UNROLL
+            for (int j = 0; j < T / 16; j++) acc[i * (T / 16) + j] += fa[i] * fb[j];
+    }
+}
+
+template <int T> HPMLG_DEVICE void hpmlg_tf32_step(float *acc, const unsigned *a, const unsigned *b)
+{
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    a += (warp / 2 * (T / 2) + g) * 20 + t;
+    b += (warp % 2 * (T / 2) + g) * 20 + t;
+    HPMLG_UNROLL
+    for (int k = 0; k < 16; k += 8) {
+        unsigned fa[T / 32][4], fb[2];
+        HPMLG_UNROLL
+        for (int i = 0; i < T / 32; i++)
+            HPMLG_UNROLL
+            for (int e = 0; e < 4; e++) fa[i][e] = a[(i * 16 + e % 2 * 8) * 20 + k + e / 2 * 4];
+        HPMLG_UNROLL
+        for (int j = 0; j < T / 16; j++) {
+            fb[0] = b[j * 8 * 20 + k], fb[1] = b[j * 8 * 20 + k + 4];
+            HPMLG_UNROLL
+            for (int i = 0; i < T / 32; i++) hpmlg_mma_1688_tf32(acc + (i * (T / 16) + j) * 4, fa[i], fb);
+        }
+    }
+}
+
+#define HPMLG_TILE_BYTES(T, KIND)                                                                                      \
+    ((KIND) == HPMLG_IN_F32 ? 16 * ((T) + 4) * 4 : (KIND) == HPMLG_IN_TF32 ? (T) * 80 : (T) * 48)
+
+/* Anything: 16 k at a time by way of registers, in two stages. */
+template <int T, int KIND>
+static __global__ void __launch_bounds__(128, 2) hpmlg_k_gather(const __grid_constant__ hpmlg_job g)
+{
+    enum { BYTES = HPMLG_TILE_BYTES(T, KIND) };
+    HPMLG_SHARED(unsigned char, shared);
+    hpmlg_spot    *lines = (hpmlg_spot *)shared, *ks = lines + 2 * T; /* (a, b)(T); (stage)(a, b)(16) */
+    unsigned char *tiles = shared + (2 * T + 64) * sizeof(hpmlg_spot);
+    hpmlg_tile     t     = hpmlg_tile_here<T>(g);
+    int            id = (int)threadIdx.x, steps = (int)((t.k1 - t.k0 + 15) / 16);
+    float          acc[T * T / 128], va[T / 8], vb[T / 8];
+    HPMLG_UNROLL
+    for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
+    for (int i = id; i < 2 * T; i += 128)
+        lines[i] = i < T ? hpmlg_spot_at(g.a.line, t.row + i, g.m) : hpmlg_spot_at(g.b.line, t.col + i - T, g.n);
+    for (int s = -2; s < steps; s++) { /* where the k of step s + 2 are; load s + 1; multiply s */
+        unsigned char *now = tiles + (s & 1) * 2 * BYTES, *next = tiles + (~s & 1) * 2 * BYTES;
+        hpmlg_spot    *soon = ks + (~s & 1) * 32;
+        bool           load = s >= -1 && s + 1 < steps;
+        if (load) {
+            hpmlg_fetch<T>(va, g.a, t.batch * g.a.batch, lines, soon);
+            hpmlg_fetch<T>(vb, g.b, t.batch * g.b.batch, lines + T, soon + 16);
+        }
+        if (id < 32) {
+            int64_t k = t.k0 + (int64_t)(s + 2) * 16 + id % 16;
+            ks[(s & 1) * 32 + id] = id < 16 ? hpmlg_spot_at(g.a.k, k, t.k1) : hpmlg_spot_at(g.b.k, k, t.k1);
+        }
+        if (s >= 0) {
+            if (KIND == HPMLG_IN_F32) hpmlg_f32_step<T>(acc, (float *)now, (float *)(now + BYTES));
+            else if (KIND == HPMLG_IN_TF32) hpmlg_tf32_step<T>(acc, (unsigned *)now, (unsigned *)(now + BYTES));
+            else if (g.half == HPML_DTYPE_F16) hpmlg_half_step<T, HPMLG_GATHERED, HPMLG_GATHERED, true>(
+                acc, (unsigned short *)now, (unsigned short *)(now + BYTES), 0);
+            else hpmlg_half_step<T, HPMLG_GATHERED, HPMLG_GATHERED, false>(
+                acc, (unsigned short *)now, (unsigned short *)(now + BYTES), 0);
+        }
+        if (load) {
+            hpmlg_settle<T, KIND>(next, va, g.a.along_k, (int)g.half);
+            hpmlg_settle<T, KIND>(next + BYTES, vb, g.b.along_k, (int)g.half);
+        }
+        __syncthreads();
+    }
+    hpmlg_tile_end<T, KIND != HPMLG_IN_F32>(g, t, acc, (float *)(void *)shared);
+}
+
+/* Many products of few rows or columns (depthwise convolutions): each sum by one thread, or by a whole block. */
+static __global__ void hpmlg_k_thin(const __grid_constant__ hpmlg_job g, bool block)
+{
+    __shared__ float space[HPMLG_WARP];
+    int64_t i = block ? (int64_t)blockIdx.x : (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t col = i % g.n, row = i / g.n % g.m, batch = i / g.n / g.m;
+    float   sum = 0;
+    if (batch >= g.batch) return;
+    hpmlg_spot a = hpmlg_spot_at(g.a.line, row, g.m), b = hpmlg_spot_at(g.b.line, col, g.n);
+    for (int64_t k = block ? threadIdx.x : 0; k < g.k; k += block ? blockDim.x : 1)
+        sum += hpmlg_pick(g.a, batch * g.a.batch, a, hpmlg_spot_at(g.a.k, k, g.k)) *
+               hpmlg_pick(g.b, batch * g.b.batch, b, hpmlg_spot_at(g.b.k, k, g.k));
+    if (block) sum = hpmlg_block_sum(sum, space);
+    if (!block || threadIdx.x == 0) hpmlg_emit(g, batch, row, col, sum);
+}
+
+/* The pieces of k come together, in order. */
+static __global__ void hpmlg_k_join(const __grid_constant__ hpmlg_job g)
+{
+    int64_t size = g.batch * g.m * g.n, step = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < size; i += step) {
+        float sum = 0;
+        for (int64_t s = 0; s < g.splits; s++) sum += g.part[s * size + i];
+        hpmlg_emit(g, i / (g.m * g.n), i / g.n % g.m, i % g.n, sum);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gpu-product   matrix products: our kernels, half copies of parameters
+// ---------------------------------------------------------------------------------------------------------------------
+
+typedef void hpmlg_job_kernel(const hpmlg_job);
+
+/* [T 64, 128]: dense for a and b along k, for b along its lines, for both along their lines; gathering, by kind. */
+static hpmlg_job_kernel *const hpmlg_kernels[2][6] = {
+    { hpmlg_k_dense<64, HPMLG_K, HPMLG_K>, hpmlg_k_dense<64, HPMLG_K, HPMLG_LINE>,
+      hpmlg_k_dense<64, HPMLG_LINE, HPMLG_LINE>, hpmlg_k_gather<64, HPMLG_IN_F32>, hpmlg_k_gather<64, HPMLG_IN_TF32>,
+      hpmlg_k_gather<64, HPMLG_IN_HALF> },
+    { hpmlg_k_dense<128, HPMLG_K, HPMLG_K>, hpmlg_k_dense<128, HPMLG_K, HPMLG_LINE>,
+      hpmlg_k_dense<128, HPMLG_LINE, HPMLG_LINE>, hpmlg_k_gather<128, HPMLG_IN_F32>,
+      hpmlg_k_gather<128, HPMLG_IN_TF32>, hpmlg_k_gather<128, HPMLG_IN_HALF> },
+};
+
+/* Shared memory: the four stages of dense operands; the sums of a tile and gathered operands take no more. */
+#define HPMLG_JOB_SHARED(T) ((size_t)(T) * 512)
+
+HPMLG_FN hpml_status hpmlg_kernels_open(hpmlg_device *d)
+{
+    cudaError_t e = cudaSuccess;
+    for (int i = 0; i < 6 && e == cudaSuccess; i++)
+        e = cudaFuncSetAttribute(hpmlg_kernels[1][i], cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 (int)HPMLG_JOB_SHARED(128));
+    return hpmlg_check(d, e, "64 KiB of shared memory for matrix products");
+}
+
+HPMLG_FN bool hpmlg_is_half(hpmlg_array x) { return x.type == HPML_DTYPE_BF16 || x.type == HPML_DTYPE_F16; }
+
+/* Can 16 bytes be copied at a time? `line`: are they neighbouring lines (or ks)? */
+HPMLG_FN bool hpmlg_is_dense(const hpmlg_side *o, int64_t lines, int64_t k)
+{
+    int64_t extent = o->along_k ? k : lines;
+    return o->ld && hpmlg_is_half(o->x) && o->ld % 8 == 0 && o->batch % 8 == 0 && extent % 8 == 0 &&
+           (uintptr_t)o->x.p % 16 == 0;
+}
+
+/* Tiles and pieces of k: enough of them for the device. */
+HPMLG_FN void hpmlg_job_split(const hpmlg_device *d, hpmlg_job *g, int T)
+{
+    int64_t tiles, most, want;
+    g->tiles_m = (g->m + T - 1) / T, g->tiles_n = (g->n + T - 1) / T;
+    tiles = g->tiles_m * g->tiles_n * g->batch;
+    want  = (2 * d->sms + tiles - 1) / tiles;
+    most  = (int64_t)(d->d.workspace / sizeof(float)) / (g->batch * g->m * g->n);
+    if (most > g->k / 256) most = g->k / 256;
+    if (want > most) want = most;
+    if (want < 2 || tiles >= d->sms) want = 1;
+    g->k_each = ((g->k + want - 1) / want + 63) / 64 * 64;
+    g->splits = (g->k + g->k_each - 1) / g->k_each;
+    g->part   = g->splits > 1 ? (float *)d->workspace : NULL;
+}
+
+HPMLG_FN hpml_status hpmlg_job_run(hpmlg_device *d, hpmlg_job *g)
+{
+    bool    dense = hpmlg_is_dense(&g->a, g->m, g->k) && hpmlg_is_dense(&g->b, g->n, g->k) &&
+                    g->a.x.type == g->b.x.type;
+    bool    a_half = hpmlg_is_half(g->a.x), large = g->m > 64 && g->n > 64;
+    int64_t limit = (int64_t)1 << 31, tiles = ((g->m + 127) / 128) * ((g->n + 127) / 128) * g->batch;
+    int     kind = a_half || hpmlg_is_half(g->b.x) ? HPMLG_IN_HALF : d->d.precision == HPML_CUDA_F32 ? HPMLG_IN_F32
+                 : HPMLG_IN_TF32;
+    if (g->m >= limit || g->n >= limit || g->k >= limit)
+        return hpml_ctx_fail(d->ctx, HPML_ERR_OVERFLOW, "cuda: a product of %lld x %lld x %lld: each must be below "
+                             "2^31", (long long)g->m, (long long)g->n, (long long)g->k);
+    g->half   = a_half ? g->a.x.type : g->b.x.type;
+    g->eights = g->flat && g->ldc % 8 == 0 && g->c_batch % 8 == 0 && (uintptr_t)g->c.p % 16 == 0 &&
+                (uintptr_t)g->z.p % 16 == 0;
+    if (g->batch >= 8 && (g->m < 8 || g->n < 8)) {
+        int64_t sums = g->batch * g->m * g->n;
+        bool    block = g->k > 512;
+        return HPMLG_RUN(d, hpmlg_k_thin, (unsigned)(block ? sums : (sums + 255) / 256), 256, 0, *g, block);
+    }
+    large = large && tiles * (g->k / 1024 + 1) >= d->sms;
+    hpmlg_job_split(d, g, large ? 128 : 64);
+    if (dense && (g->a.along_k || !g->b.along_k)) kind = g->b.along_k ? 0 : g->a.along_k ? 1 : 2;
+    else kind += 3;
+    hpmlg_job_kernel *hpmlg_k_product = hpmlg_kernels[large][kind];
+    int64_t           blocks = g->tiles_m * g->tiles_n * g->splits * g->batch;
+    if (blocks >= limit) return hpml_ctx_fail(d->ctx, HPML_ERR_OVERFLOW, "cuda: a product of too many tiles");
+    hpml_status status = HPMLG_RUN(d, hpmlg_k_product, (unsigned)blocks, 128, HPMLG_JOB_SHARED(large ? 128 : 64), *g);
+    if (status != HPML_OK || g->splits == 1) return status;
+    return HPMLG_RUN(d, hpmlg_k_join, hpmlg_blocks(d, g->batch * g->m * g->n, 256), 256, 0, *g);
+}
+
+/* A plain product: c (batch, m, n) = act(alpha a b (+ c) + bias). */
+typedef struct hpmlg_mat {
+    hpmlg_array x;
+    int64_t     rs, cs, batch; /* elements between rows, columns, matrices */
+} hpmlg_mat;
+
+typedef struct hpmlg_gemm {
+    int64_t      m, n, k, batch;
+    hpmlg_mat    a, b;
+    hpmlg_array  c, z;           /* z: gets what goes into act; p NULL: nobody wants it */
+    int64_t      ldc, c_batch;
+    float        alpha, slope;
+    bool         add;
+    hpml_act     act;
+    const float *bias;           /* (n) or NULL */
+    const void  *bias_half;      /* the same in c's type, for cuBLASLt; NULL: no such copy */
+} hpmlg_gemm;
+
+/* The array from element `at` on. */
+HPMLG_FN hpmlg_array hpmlg_from(hpmlg_array x, int64_t at)
+{
+    x.p = (char *)x.p + at * (int64_t)hpml_dtype_size((hpml_dtype)x.type);
+    return x;
+}
+
+/* A matrix whose rows are ld apart, or its transpose; `batch` numbers further the next one. */
+HPMLG_FN hpmlg_mat hpmlg_mats(hpmlg_array x, int64_t ld, int64_t batch, bool trans)
+{
+    hpmlg_mat m = { x, trans ? 1 : ld, trans ? ld : 1, batch };
+    return m;
+}
+
+HPMLG_FN hpmlg_gemm hpmlg_gemm_of(int64_t m, int64_t n, int64_t k, hpmlg_mat a, hpmlg_mat b, hpmlg_array c, int64_t ldc,
+                                  bool add)
+{
+    hpmlg_gemm g = {};
+    g.m = m, g.n = n, g.k = k, g.batch = 1, g.a = a, g.b = b, g.c = c, g.ldc = ldc, g.c_batch = m * n;
+    g.alpha = 1, g.add = add;
+    return g;
+}
+
+HPMLG_FN hpmlg_side hpmlg_side_of(hpmlg_array x, int64_t line, int64_t k, int64_t batch)
+{
+    hpmlg_side o = {};
+    o.x = x, o.batch = batch, o.line = hpmlg_plain(line), o.k = hpmlg_plain(k);
+    o.along_k = k == 1 || (line != 1 && k < line);
+    o.ld      = k == 1 ? line : line == 1 ? k : 0;
+    return o;
+}
+
+HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, const hpmlg_gemm *g, bool *done);
+
+HPMLG_FN hpml_status hpmlg_product(hpmlg_device *d, const hpmlg_gemm *g)
+{
+    hpmlg_job   j = {};
+    bool        done = false;
+    hpml_status status;
+    if (!g->a.x.p || !g->b.x.p || !g->c.p) return hpml_ctx_status(d->ctx); /* a half copy that could not be made */
+    status = hpmlg_blas_product(d, g, &done);
+    if (status != HPML_OK || done) return status;
+    j.m = g->m, j.n = g->n, j.k = g->k, j.batch = g->batch;
+    j.a = hpmlg_side_of(g->a.x, g->a.rs, g->a.cs, g->a.batch);
+    j.b = hpmlg_side_of(g->b.x, g->b.cs, g->b.rs, g->b.batch);
+    j.c = g->c, j.z = g->z, j.ldc = g->ldc, j.c_batch = g->c_batch, j.flat = true;
+    j.alpha = g->alpha, j.add = g->add, j.bias = g->bias, j.bias_col = 1, j.act = g->act, j.slope = g->slope;
+    return hpmlg_job_run(d, &j);
+}
+
+/* Half copies of parameters are made when first asked for, and again when old. The first run of a pass is not recorded,
+   so that memory can be taken in it. */
+HPMLG_FN hpml_status hpmlg_weight_refresh(hpmlg_device *d, hpmlg_weights *w)
+{
+    if (w->fresh) return HPML_OK;
+    w->fresh = true;
+    return hpmlg_act_run(d, hpmlg_of(w->half, d->store), hpmlg_of((void *)w->w, HPML_DTYPE_F32), HPML_ACT_NONE, 0,
+                         w->n);
+}
+
 HPMLG_FN hpml_status hpmlg_weights_refresh(hpmlg_device *d)
 {
-    (void)d;
-    return HPML_OK;
+    hpml_status status = HPML_OK;
+    for (int i = 0; i < d->weight_count && status == HPML_OK; i++) status = hpmlg_weight_refresh(d, &d->weights[i]);
+    return status;
+}
+
+HPMLG_FN hpml_status hpmlg_weights_add(hpmlg_device *d, const hpml_tensor *t)
+{
+    hpmlg_weights w = { t->data, NULL, hpml_tensor_count(t), false };
+    if (d->weight_count == d->weight_room) {
+        int            room = d->weight_room + hpml_param_count(d->ctx) + 1;
+        hpmlg_weights *more = (hpmlg_weights *)hpml_ctx_alloc(d->ctx, (size_t)room * sizeof *more, NULL);
+        if (!more) return HPML_ERR_MEMORY;
+        if (d->weights) memcpy(more, d->weights, (size_t)d->weight_count * sizeof *more);
+        hpml_ctx_release(d->ctx, d->weights);
+        d->weights = more, d->weight_room = room;
+    }
+    hpml_status status = hpmlg_check(d, cudaMalloc(&w.half, (size_t)w.n * 2), "memory for half copies of parameters");
+    if (status == HPML_OK) d->weights[d->weight_count++] = w;
+    return status;
+}
+
+/* The half copy of a parameter; NULL, and an error on the context, when there is no memory for it. */
+HPMLG_FN void *hpmlg_half(hpmlg_device *d, const hpml_tensor *t)
+{
+    int i = 0;
+    while (i < d->weight_count && d->weights[i].w != t->data) i++;
+    if (i == d->weight_count && hpmlg_weights_add(d, t) != HPML_OK) return NULL;
+    return hpmlg_weight_refresh(d, &d->weights[i]) == HPML_OK ? d->weights[i].half : NULL;
+}
+
+/* A tensor as products want it: the half copy of a parameter; an f32 input of a half model narrowed into `place`. */
+HPMLG_FN hpmlg_array hpmlg_factor(hpmlg_device *d, const hpml_tensor *t, void *place)
+{
+    hpmlg_array x = hpmlg_value(t);
+    if (d->store == HPML_DTYPE_F32 || t->dtype != HPML_DTYPE_F32) return x;
+    if (t->param) return hpmlg_of(hpmlg_half(d, t), d->store);
+    if (!place) return x;
+    if (hpmlg_act_run(d, hpmlg_of(place, d->store), x, HPML_ACT_NONE, 0, hpml_tensor_count(t)) != HPML_OK) place = NULL;
+    return hpmlg_of(place, d->store);
+}
+
+/* Bytes of that place. */
+HPMLG_FN size_t hpmlg_factor_bytes(const hpmlg_device *d, const hpml_tensor *t)
+{
+    bool narrow = d->store != HPML_DTYPE_F32 && t->dtype == HPML_DTYPE_F32 && !t->param;
+    return narrow ? ((size_t)hpml_tensor_count(t) * 2 + 255) / 256 * 256 : 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-cublas   matrix products by cuBLASLt
 // ---------------------------------------------------------------------------------------------------------------------
 
+/* Row-major matrices are column-major ones, transposed: c = a b is c^T = b^T a^T, so the operands change places. What
+   the library said about a shape (its algorithm, or that it will not) is kept. Bias, relu and gelu ride on the product;
+   where the library has no such kernel, the activation follows by itself. */
+#ifdef HPML_CUDA_NO_CUBLAS
+HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, const hpmlg_gemm *g, bool *done)
+{
+    (void)d, (void)g, (void)done;
+    return HPML_OK;
+}
+#else
+HPMLG_FN hpml_status hpmlg_blas_check(hpmlg_device *d, cublasStatus_t s, const char *what)
+{
+    if (s == CUBLAS_STATUS_SUCCESS) return HPML_OK;
+    return hpml_ctx_fail(d->ctx, s == CUBLAS_STATUS_ALLOC_FAILED ? HPML_ERR_MEMORY : HPML_ERR_CUDA,
+                         "cuda device %d: %s: %s (%s); hpml_cuda_desc.own_kernels does without cuBLASLt",
+                         (int)d->d.device, what, cublasLtGetStatusName(s), cublasLtGetStatusString(s));
+}
+
+typedef struct hpmlg_blas_key {
+    int64_t m, n, k, batch, lda, ldb, ldc, a_batch, b_batch, c_batch;
+    int64_t a_type, c_type, trans_a, trans_b, epilogue, align, add;
+} hpmlg_blas_key;
+
+typedef struct hpmlg_blas_plan {
+    hpmlg_blas_key         key;
+    bool                   set, usable;
+    cublasLtMatmulDesc_t   op;
+    cublasLtMatrixLayout_t a, b, c;
+    cublasLtMatmulAlgo_t   algo;
+} hpmlg_blas_plan;
+
+#define HPMLG_BLAS_PLANS 256
+
+typedef struct hpmlg_blas {
+    cublasLtHandle_t handle;
+    hpmlg_blas_plan  plans[HPMLG_BLAS_PLANS];
+    int              next; /* the one to go when all are taken */
+} hpmlg_blas;
+
+HPMLG_FN void hpmlg_blas_drop(hpmlg_blas_plan *p)
+{
+    if (p->op) cublasLtMatmulDescDestroy(p->op);
+    if (p->a) cublasLtMatrixLayoutDestroy(p->a);
+    if (p->b) cublasLtMatrixLayoutDestroy(p->b);
+    if (p->c) cublasLtMatrixLayoutDestroy(p->c);
+    memset(p, 0, sizeof *p);
+}
+
+HPMLG_FN cudaDataType_t hpmlg_blas_type(int64_t type)
+{
+    return type == HPML_DTYPE_F32 ? CUDA_R_32F : type == HPML_DTYPE_BF16 ? CUDA_R_16BF : CUDA_R_16F;
+}
+
+HPMLG_FN cublasStatus_t hpmlg_blas_layout(cublasLtMatrixLayout_t *l, int64_t type, int64_t rows, int64_t cols,
+                                          int64_t ld, int64_t batch, int64_t stride)
+{
+    int32_t        count = (int32_t)batch;
+    cublasStatus_t s     = cublasLtMatrixLayoutCreate(l, hpmlg_blas_type(type), (uint64_t)rows, (uint64_t)cols, ld);
+    if (s != CUBLAS_STATUS_SUCCESS || batch == 1) return s;
+    s = cublasLtMatrixLayoutSetAttribute(*l, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count);
+    if (s != CUBLAS_STATUS_SUCCESS) return s;
+    return cublasLtMatrixLayoutSetAttribute(*l, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride);
+}
+
+#define HPMLG_BLAS_SET(attribute, value)                                                                               \
+    if (s == CUBLAS_STATUS_SUCCESS)                                                                                    \
+        s = cublasLtMatmulDescSetAttribute(p->op, CUBLASLT_MATMUL_DESC_##attribute, &value, sizeof value)
+
+HPMLG_FN cublasStatus_t hpmlg_blas_describe(const hpmlg_device *d, hpmlg_blas_plan *p)
+{
+    const hpmlg_blas_key *k = &p->key;
+    cublasOperation_t     ta = k->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, tb = k->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasLtEpilogue_t    epilogue = (cublasLtEpilogue_t)k->epilogue;
+    int64_t               aux = k->ldc;
+    bool                  kept = epilogue == CUBLASLT_EPILOGUE_GELU_AUX || epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+    cublasStatus_t        s = cublasLtMatmulDescCreate(&p->op, d->d.precision == HPML_CUDA_TF32 ?
+                                                       CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUDA_R_32F);
+    HPMLG_BLAS_SET(TRANSA, ta);
+    HPMLG_BLAS_SET(TRANSB, tb);
+    HPMLG_BLAS_SET(EPILOGUE, epilogue);
+    if (kept) HPMLG_BLAS_SET(EPILOGUE_AUX_LD, aux);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = hpmlg_blas_layout(&p->a, k->a_type, k->trans_b ? k->k : k->n, k->trans_b ? k->n : k->k, k->ldb, k->batch,
+                              k->b_batch);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = hpmlg_blas_layout(&p->b, k->a_type, k->trans_a ? k->m : k->k, k->trans_a ? k->k : k->m, k->lda, k->batch,
+                              k->a_batch);
+    if (s == CUBLAS_STATUS_SUCCESS) s = hpmlg_blas_layout(&p->c, k->c_type, k->n, k->m, k->ldc, k->batch, k->c_batch);
+    return s;
+}
+
+/* Sets where bias and z are; they are not part of the key. */
+HPMLG_FN cublasStatus_t hpmlg_blas_point(hpmlg_blas_plan *p, const void *bias, void *z)
+{
+    cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
+    if (bias) HPMLG_BLAS_SET(BIAS_POINTER, bias);
+    if (z) HPMLG_BLAS_SET(EPILOGUE_AUX_POINTER, z);
+    return s;
+}
+
+/* Asks for an algorithm; a refusal is an answer as well. */
+HPMLG_FN hpml_status hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_plan *p, const void *bias, void *z)
+{
+    cublasLtMatmulPreference_t       want = NULL;
+    cublasLtMatmulHeuristicResult_t  found[4];
+    int                              count = 0;
+    uint32_t                         align = (uint32_t)p->key.align;
+    cublasStatus_t s = hpmlg_blas_describe(d, p);
+    if (s == CUBLAS_STATUS_SUCCESS) s = hpmlg_blas_point(p, bias, z);
+    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulPreferenceCreate(&want);
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatmulPreferenceSetAttribute(want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &d->d.workspace,
+                                                 sizeof d->d.workspace);
+    for (int i = 0; i < 4 && s == CUBLAS_STATUS_SUCCESS; i++) {
+        static const cublasLtMatmulPreferenceAttributes_t bytes[4] = {
+            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES };
+        s = cublasLtMatmulPreferenceSetAttribute(want, bytes[i], &align, sizeof align);
+    }
+    if (s == CUBLAS_STATUS_SUCCESS)
+        s = cublasLtMatmulAlgoGetHeuristic(blas->handle, p->op, p->a, p->b, p->c, p->c, want, 4, found, &count);
+    if (want) cublasLtMatmulPreferenceDestroy(want);
+    p->set = true;
+    for (int i = 0; i < count && s == CUBLAS_STATUS_SUCCESS && !p->usable; i++)
+        if (found[i].state == CUBLAS_STATUS_SUCCESS) p->usable = true, p->algo = found[i].algo;
+    if (s == CUBLAS_STATUS_NOT_SUPPORTED || s == CUBLAS_STATUS_INVALID_VALUE) return HPML_OK; /* ours does it */
+    return hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
+}
+
+/* The largest power of two up to 256 that divides what it is given. */
+HPMLG_FN int64_t hpmlg_blas_align(uintptr_t x)
+{
+    int64_t a = 256;
+    while (x % (uintptr_t)a) a /= 2;
+    return a;
+}
+
+HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g)
+{
+    memset(k, 0, sizeof *k);
+    if (g->a.x.type != g->b.x.type || (g->c.type != g->a.x.type && g->c.type != HPML_DTYPE_F32)) return false;
+    k->trans_a = g->a.cs != 1, k->trans_b = g->b.cs != 1;
+    if ((k->trans_a && g->a.rs != 1) || (k->trans_b && g->b.rs != 1)) return false;
+    k->m = g->m, k->n = g->n, k->k = g->k, k->batch = g->batch, k->ldc = g->ldc;
+    k->lda = k->trans_a ? g->a.cs : g->a.rs, k->ldb = k->trans_b ? g->b.cs : g->b.rs;
+    if (k->lda < (k->trans_a ? k->m : k->k) || k->ldb < (k->trans_b ? k->k : k->n) || k->ldc < k->n) return false;
+    if (k->batch > 1) k->a_batch = g->a.batch, k->b_batch = g->b.batch, k->c_batch = g->c_batch;
+    k->a_type = g->a.x.type, k->c_type = g->c.type, k->add = g->add;
+    k->align  = hpmlg_blas_align((uintptr_t)g->a.x.p | (uintptr_t)g->b.x.p | (uintptr_t)g->c.p);
+    return k->batch == 1 || !g->bias;
+}
+
+/* What may ride on the product. */
+HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_gemm *g, bool act)
+{
+    bool bias = g->bias != NULL;
+    if (act && g->act == HPML_ACT_RELU && !g->z.p) return bias ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
+    if (act && g->act == HPML_ACT_GELU && !g->z.p) return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    if (act && g->act == HPML_ACT_GELU && g->z.type == g->c.type && (uintptr_t)g->z.p % 16 == 0 && g->ldc % 8 == 0)
+        return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+}
+
+HPMLG_FN hpml_status hpmlg_blas_plan_of(hpmlg_device *d, hpmlg_blas *blas, const hpmlg_blas_key *key, const void *bias,
+                                        void *z, hpmlg_blas_plan **plan)
+{
+    for (int i = 0; i < HPMLG_BLAS_PLANS; i++)
+        if (blas->plans[i].set && memcmp(&blas->plans[i].key, key, sizeof *key) == 0) {
+            *plan = &blas->plans[i];
+            return HPML_OK;
+        }
+    *plan = &blas->plans[blas->next++ % HPMLG_BLAS_PLANS];
+    hpmlg_blas_drop(*plan);
+    (*plan)->key = *key;
+    return hpmlg_blas_ask(d, blas, *plan, bias, z);
+}
+
+/* With the activation aboard where the library can, else with it after. *done: this was it. */
+HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, const hpmlg_gemm *g, bool *done)
+{
+    hpmlg_blas      *blas = (hpmlg_blas *)d->blas;
+    hpmlg_blas_key   key;
+    hpmlg_blas_plan *p = NULL;
+    const void      *bias = g->c.type == HPML_DTYPE_F32 ? g->bias : g->bias ? g->bias_half : NULL;
+    float            beta = g->add ? 1.0f : 0.0f;
+    bool             act  = g->act != HPML_ACT_NONE;
+    hpml_status      status;
+    if (!blas || !hpmlg_blas_key_of(&key, g) || (g->bias && !bias) || (act && (g->ldc != g->n || g->batch > 1)))
+        return HPML_OK;
+    for (int aboard = act; aboard >= 0; aboard--) {
+        cublasLtEpilogue_t e = hpmlg_blas_epilogue(g, aboard);
+        bool  plain = e == CUBLASLT_EPILOGUE_BIAS || e == CUBLASLT_EPILOGUE_DEFAULT, after = act && plain;
+        void *z = !plain ? g->z.p : NULL, *c = after && g->z.p ? g->z.p : g->c.p;
+        if (plain && aboard) continue;
+        key.epilogue = (int64_t)e;
+        key.c_type   = after && g->z.p ? g->z.type : g->c.type;
+        status       = hpmlg_blas_plan_of(d, blas, &key, bias, z, &p);
+        if (status != HPML_OK) return status;
+        if (!p->usable) continue;
+        status = hpmlg_blas_check(d, hpmlg_blas_point(p, bias, z), "cublasLtMatmulDescSetAttribute");
+        if (status != HPML_OK) return status;
+        status = hpmlg_blas_check(d, cublasLtMatmul(blas->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b,
+                                                    &beta, c, p->c, c, p->c, &p->algo, d->workspace, d->d.workspace,
+                                                    d->stream), "cublasLtMatmul");
+        if (status == HPML_OK && after)
+            status = hpmlg_act_run(d, g->c, g->z.p ? g->z : g->c, g->act, g->slope, g->m * g->n);
+        *done = true;
+        return status;
+    }
+    return HPML_OK;
+}
+
+HPMLG_FN hpml_status hpmlg_blas_open(hpmlg_device *d)
+{
+    hpmlg_blas *blas = (hpmlg_blas *)hpml_ctx_alloc(d->ctx, sizeof *blas, NULL);
+    if (!blas) return HPML_ERR_MEMORY;
+    d->blas = blas;
+    return hpmlg_blas_check(d, cublasLtCreate(&blas->handle), "cublasLtCreate");
+}
+
+HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
+{
+    hpmlg_blas *blas = (hpmlg_blas *)d->blas;
+    for (int i = 0; blas && i < HPMLG_BLAS_PLANS; i++) hpmlg_blas_drop(&blas->plans[i]);
+    if (blas && blas->handle) cublasLtDestroy(blas->handle);
+}
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-matmul   matmul and linear layers
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLG_MISSING(matmul_forward)
-HPMLG_MISSING(matmul_backward)
-HPMLG_MISSING(linear_forward)
-HPMLG_MISSING(linear_backward)
+/* y = act(x w^T + bias) is one product. Backward: dz = dy act'(z) takes the place of dy, which nobody reads after us;
+   the same pass over it sums its columns for the bias, block by block and then block after block. */
+
+/* dy *= act'(v), and sums of its columns over `each` rows to part (gridDim.y, n), where wanted. W columns a thread,
+   32 threads side by side, 8 rows at a time. */
+template <int W>
+static __global__ void hpmlg_k_columns(hpmlg_array dy, hpmlg_array v, int act, float slope, int64_t m, int64_t n,
+                                       int64_t each, float *part)
+{
+    HPMLG_SHARED(float, space); /* (8, 32 W) */
+    int64_t tx = threadIdx.x % 32, ty = threadIdx.x / 32, col = ((int64_t)blockIdx.x * 32 + tx) * W;
+    int64_t first = blockIdx.y * each, end = first + each < m ? first + each : m;
+    float   sum[W];
+    for (int j = 0; j < W; j++) sum[j] = 0;
+    for (int64_t r = first + ty; col < n && r < end; r += 8) {
+        hpmlg_eight g = {}, e = {};
+        int64_t     at = r * n + col;
+        if (W == 8) g = hpmlg_get8(dy, at / 8);
+        else g.v[0] = hpmlg_get(dy, at);
+        if (act) {
+            if (W == 8) e = hpmlg_get8(v, at / 8);
+            else e.v[0] = hpmlg_get(v, at);
+            for (int j = 0; j < W; j++) g.v[j] *= hpmlg_act_slope(act, slope, e.v[j]);
+            if (W == 8) hpmlg_put8(dy, at / 8, g);
+            else hpmlg_put(dy, at, g.v[0]);
+        }
+        for (int j = 0; j < W; j++) sum[j] += g.v[j];
+    }
+    if (!part) return;
+    for (int j = 0; j < W; j++) space[(ty * 32 + tx) * W + j] = sum[j];
+    __syncthreads();
+    for (int64_t c = threadIdx.x; c < 32 * W && (int64_t)blockIdx.x * 32 * W + c < n; c += blockDim.x) {
+        float s = 0;
+        for (int r = 0; r < 8; r++) s += space[r * 32 * W + c];
+        part[blockIdx.y * n + (int64_t)blockIdx.x * 32 * W + c] = s;
+    }
+}
+
+/* out (n) (+)= the rows of part (parts, n), in order. */
+static __global__ void hpmlg_k_rows(float *out, const float *part, int64_t parts, int64_t n, bool add)
+{
+    int64_t i   = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    float   sum = 0;
+    if (i >= n) return;
+    for (int64_t p = 0; p < parts; p++) sum += part[p * n + i];
+    out[i] = add ? out[i] + sum : sum;
+}
+
+HPMLG_FN hpml_status hpmlg_rows_run(hpmlg_device *d, float *out, const float *part, int64_t parts, int64_t n, bool add)
+{
+    return HPMLG_RUN(d, hpmlg_k_rows, (unsigned)((n + 255) / 256), 256, 0, out, part, parts, n, add);
+}
+
+/* dz (m, n) = dy act'(v) in place; db (n), where it is not NULL, (+)= the sums of its columns. */
+HPMLG_FN hpml_status hpmlg_columns_run(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope,
+                                       int64_t m, int64_t n, float *db, bool add)
+{
+    bool        wide  = n % 8 == 0;
+    int64_t     width = wide ? 256 : 32, cols = (n + width - 1) / width, parts = 8 * d->sms / cols;
+    int64_t     most  = (int64_t)(d->d.workspace / sizeof(float)) / n, each;
+    hpml_status status;
+    float      *part = db ? (float *)d->workspace : NULL;
+    if (act == HPML_ACT_NONE && !db) return HPML_OK;
+    if (parts > (m + 31) / 32) parts = (m + 31) / 32;
+    if (parts > most) parts = most;
+    if (parts < 1) parts = 1;
+    if (parts > 1024) parts = 1024;
+    if (most < 1)
+        return hpml_ctx_fail(d->ctx, HPML_ERR_OVERFLOW, "cuda: sums of %lld columns need a larger "
+                             "hpml_cuda_desc.workspace", (long long)n);
+    each  = (m + parts - 1) / parts;
+    parts = (m + each - 1) / each;
+    dim3 grid((unsigned)cols, (unsigned)parts);
+    if (wide) status = HPMLG_RUN(d, hpmlg_k_columns<8>, grid, 256, 8192, dy, v, (int)act, slope, m, n, each, part);
+    else status = HPMLG_RUN(d, hpmlg_k_columns<1>, grid, 256, 1024, dy, v, (int)act, slope, m, n, each, part);
+    return status == HPML_OK && db ? hpmlg_rows_run(d, db, part, parts, n, add) : status;
+}
+
+typedef struct hpmlg_dims {
+    int64_t batch, m, n, k;
+    bool    shared; /* one b for all */
+} hpmlg_dims;
+
+/* Untransposed products with a shared b are one tall product. */
+HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
+{
+    const hpml_tensor *c = node->out, *a = node->src[0], *b = node->src[1];
+    hpmlg_dims         d = { 1, 0, 0, 0, false };
+    for (int i = 0; i < c->ndim - 2; i++) d.batch *= c->shape[i];
+    d.m = c->shape[c->ndim - 2], d.n = c->shape[c->ndim - 1];
+    d.k = a->shape[a->ndim - (node->attr.matmul.trans_a ? 2 : 1)];
+    d.shared = b->ndim == 2 && c->ndim > 2;
+    if (d.shared && !node->attr.matmul.trans_a) d.m *= d.batch, d.batch = 1, d.shared = false;
+    return d;
+}
+
+HPMLG_FN hpml_status hpmlg_batched(hpmlg_device *d, int64_t batch, int64_t m, int64_t n, int64_t k, hpmlg_mat a,
+                                   hpmlg_mat b, hpmlg_array c, bool add)
+{
+    hpmlg_gemm g = hpmlg_gemm_of(m, n, k, a, b, c, n, add);
+    g.batch = batch;
+    return hpmlg_product(d, &g);
+}
+
+/* op(A), op(B) as they are stored, or their transposes. */
+HPMLG_FN hpmlg_mat hpmlg_matmul_a(const hpml_node *n, const hpmlg_dims *s, hpmlg_array a, bool trans)
+{
+    bool ta = n->attr.matmul.trans_a;
+    return hpmlg_mats(a, ta ? s->m : s->k, s->m * s->k, ta != trans);
+}
+
+HPMLG_FN hpmlg_mat hpmlg_matmul_b(const hpml_node *n, const hpmlg_dims *s, hpmlg_array b, bool trans)
+{
+    bool tb = n->attr.matmul.trans_b;
+    return hpmlg_mats(b, tb ? s->k : s->n, s->shared ? 0 : s->k * s->n, tb != trans);
+}
+
+HPMLG_FN hpml_status hpmlg_matmul_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    hpmlg_dims    s = hpmlg_matmul_dims(n);
+    hpmlg_array   a = hpmlg_factor(d, n->src[0], NULL), b = hpmlg_factor(d, n->src[1], NULL);
+    return hpmlg_batched(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_a(n, &s, a, false), hpmlg_matmul_b(n, &s, b, false),
+                         hpmlg_value(n->out), false);
+}
+
+HPMLG_FN hpml_status hpmlg_matmul_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    hpmlg_dims    s = hpmlg_matmul_dims(n);
+    hpml_tensor  *ta = n->src[0], *tb = n->src[1];
+    hpmlg_array   a = hpmlg_factor(d, ta, NULL), b = hpmlg_factor(d, tb, NULL), dc = hpmlg_grad(n->out);
+    hpml_status   status = HPML_OK;
+    int64_t       mn = s.m * s.n;
+    if (ta->grad && !n->attr.matmul.trans_a) /* dA (m, k) = dC op(B)^T */
+        status = hpmlg_batched(d, s.batch, s.m, s.k, s.n, hpmlg_mats(dc, s.n, mn, false),
+                               hpmlg_matmul_b(n, &s, b, true), hpmlg_grad(ta), n->accumulate[0]);
+    else if (ta->grad) /* stored (k, m): dA = op(B) dC^T */
+        status = hpmlg_batched(d, s.batch, s.k, s.m, s.n, hpmlg_matmul_b(n, &s, b, false),
+                               hpmlg_mats(dc, s.n, mn, true), hpmlg_grad(ta), n->accumulate[0]);
+    for (int64_t i = 0; tb->grad && status == HPML_OK && i < (s.shared ? s.batch : 1); i++) {
+        bool        add   = n->accumulate[1] || i > 0 || ta == tb; /* a shared b sums over the batch, in order */
+        int64_t     batch = s.shared ? 1 : s.batch;
+        hpmlg_array ai = hpmlg_from(a, i * s.m * s.k), ci = hpmlg_from(dc, i * mn);
+        if (!n->attr.matmul.trans_b) /* dB (k, n) = op(A)^T dC */
+            status = hpmlg_batched(d, batch, s.k, s.n, s.m, hpmlg_matmul_a(n, &s, ai, true),
+                                   hpmlg_mats(ci, s.n, mn, false), hpmlg_grad(tb), add);
+        else /* stored (n, k): dB = dC^T op(A) */
+            status = hpmlg_batched(d, batch, s.n, s.k, s.m, hpmlg_mats(ci, s.n, mn, true),
+                                   hpmlg_matmul_a(n, &s, ai, false), hpmlg_grad(tb), add);
+    }
+    return status;
+}
+
+HPMLG_FN hpml_status hpmlg_linear_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device      *d = hpmlg_enter(run->ctx);
+    const hpml_tensor *w = n->src[1], *bias = n->src[2];
+    int64_t            out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(n->src[0]) / in;
+    hpmlg_array        x = hpmlg_factor(d, n->src[0], n->scratch), wt = hpmlg_factor(d, w, NULL);
+    hpmlg_gemm         g = hpmlg_gemm_of(rows, out, in, hpmlg_mats(x, in, 0, false), hpmlg_mats(wt, in, 0, true),
+                                         hpmlg_value(n->out), out, false);
+    g.act = n->attr.act.act, g.slope = n->attr.act.slope;
+    g.z   = hpmlg_of(n->saved, n->out->dtype);
+    if (bias) g.bias = bias->data;
+    if (bias && g.c.type != HPML_DTYPE_F32) g.bias_half = hpmlg_half(d, bias);
+    return hpmlg_product(d, &g);
+}
+
+HPMLG_FN hpml_status hpmlg_linear_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    hpml_tensor  *x = n->src[0], *w = n->src[1], *bias = n->src[2];
+    int64_t       out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
+    hpmlg_array   dz = hpmlg_grad(n->out), z = n->saved ? hpmlg_of(n->saved, n->out->dtype) : hpmlg_value(n->out);
+    hpml_status   status = hpmlg_columns_run(d, dz, z, n->attr.act.act, n->attr.act.slope, rows, out,
+                                             bias ? bias->grad : NULL, n->accumulate[2]);
+    if (w->grad && status == HPML_OK)
+        status = hpmlg_batched(d, 1, out, in, rows, hpmlg_mats(dz, out, 0, true),
+                               hpmlg_mats(hpmlg_factor(d, x, n->scratch), in, 0, false), hpmlg_grad(w),
+                               n->accumulate[1]);
+    if (x->grad && status == HPML_OK)
+        status = hpmlg_batched(d, 1, rows, in, out, hpmlg_mats(dz, out, 0, false),
+                               hpmlg_mats(hpmlg_factor(d, w, NULL), in, 0, false), hpmlg_grad(x), n->accumulate[0]);
+    return status;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-conv   convolution: our kernels
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLG_MISSING(conv2d_forward)
-HPMLG_MISSING(conv2d_backward)
+/* A convolution is a product: y (out, pixels) = w (out, channels x taps) x (channels x taps, pixels), where the second
+   operand is never made: its elements are looked up in the image. Likewise dx (channels, pixels) = w' (channels, out x
+   taps) dy (out x taps, pixels), over those taps for which the stride leaves no rest, and dw (out, channels x taps) =
+   dy (out, pixels) x' (pixels, channels x taps). Groups are a batch of products. */
+
+typedef struct hpmlg_conv {
+    int64_t B, C, H, W, OC, OH, OW, groups; /* C, OC of one group */
+    int64_t taps, P;                        /* P: pixels of a plane of y */
+    int     kernel[2], stride[2], padding[2], dilation[2];
+} hpmlg_conv;
+
+HPMLG_FN hpmlg_conv hpmlg_conv_of(const hpml_node *n)
+{
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    hpmlg_conv         c = {};
+    c.groups = n->attr.conv.groups;
+    c.B = x->shape[0], c.C = x->shape[1] / c.groups, c.H = x->shape[2], c.W = x->shape[3];
+    c.OC = y->shape[1] / c.groups, c.OH = y->shape[2], c.OW = y->shape[3];
+    for (int i = 0; i < 2; i++) {
+        c.kernel[i] = n->attr.conv.kernel[i], c.stride[i] = n->attr.conv.stride[i];
+        c.padding[i] = n->attr.conv.padding[i], c.dilation[i] = n->attr.conv.dilation[i];
+    }
+    c.taps = (int64_t)c.kernel[0] * c.kernel[1], c.P = c.OH * c.OW;
+    return c;
+}
+
+/* Pixels of all images of x as those of y (or, back, of x itself) see them: where tap (0, 0) lies. */
+HPMLG_FN hpmlg_axis hpmlg_conv_pixels(const hpmlg_conv *c, bool back)
+{
+    hpmlg_axis p = back ? hpmlg_folded(c->H, c->W, c->groups * c->OC * c->P, 0, 0)
+                        : hpmlg_folded(c->OH, c->OW, c->groups * c->C * c->H * c->W, 0, 0);
+    p.h0 = (int16_t)(back ? c->padding[0] : -c->padding[0]), p.h = (int16_t)(back ? 1 : c->stride[0]);
+    p.w0 = (int16_t)(back ? c->padding[1] : -c->padding[1]), p.w = (int16_t)(back ? 1 : c->stride[1]);
+    return p;
+}
+
+/* Channels x taps: planes, and how far a tap moves. */
+HPMLG_FN hpmlg_axis hpmlg_conv_taps(const hpmlg_conv *c, int64_t plane, int sign)
+{
+    hpmlg_axis t = hpmlg_folded(c->kernel[0], c->kernel[1], plane, 0, 0);
+    t.h = (int16_t)(sign * c->dilation[0]), t.w = (int16_t)(sign * c->dilation[1]);
+    return t;
+}
+
+HPMLG_FN hpmlg_side hpmlg_conv_side(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k)
+{
+    hpmlg_side o = {};
+    o.x = x, o.batch = batch, o.line = line, o.k = k, o.along_k = along_k, o.sh = o.sw = 1;
+    return o;
+}
+
+HPMLG_FN hpmlg_job hpmlg_conv_job(const hpmlg_conv *c, hpmlg_array out, bool add)
+{
+    hpmlg_job j = {};
+    j.batch = c->groups, j.c = out, j.alpha = 1, j.add = add;
+    return j;
+}
+
+HPMLG_FN hpml_status hpmlg_conv_y(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array x, hpmlg_array w, const float *bias,
+                                  hpml_act act, hpmlg_array y)
+{
+    hpmlg_job j = hpmlg_conv_job(c, y, false);
+    j.m = c->OC, j.n = c->B * c->P, j.k = c->C * c->taps;
+    j.a = hpmlg_conv_side(w, c->OC * j.k, hpmlg_plain(j.k), hpmlg_plain(1), true);
+    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_pixels(c, false), hpmlg_conv_taps(c, c->H * c->W, 1),
+                          false);
+    j.b.H = c->H, j.b.W = c->W;
+    j.ldc = c->P, j.c_batch = c->OC * c->P, j.col = hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0);
+    j.bias = bias, j.bias_row = 1, j.bias_batch = c->OC, j.act = act, j.slope = 0.01f;
+    return hpmlg_job_run(d, &j);
+}
+
+HPMLG_FN hpml_status hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array w, hpmlg_array dx,
+                                   bool add)
+{
+    hpmlg_job j = hpmlg_conv_job(c, dx, add);
+    int64_t   size = c->H * c->W;
+    j.m = c->C, j.n = c->B * size, j.k = c->OC * c->taps;
+    j.a = hpmlg_conv_side(w, c->OC * c->C * c->taps, hpmlg_plain(c->taps),
+                             hpmlg_folded(c->taps, 1, c->C * c->taps, 1, 0), true);
+    j.b = hpmlg_conv_side(dy, c->OC * c->P, hpmlg_conv_pixels(c, true), hpmlg_conv_taps(c, c->P, -1), false);
+    j.b.H = c->OH, j.b.W = c->OW, j.b.sh = c->stride[0], j.b.sw = c->stride[1];
+    j.ldc = size, j.c_batch = c->C * size, j.col = hpmlg_folded(size, 1, c->groups * c->C * size, 1, 0);
+    return hpmlg_job_run(d, &j);
+}
+
+HPMLG_FN hpml_status hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array x, hpmlg_array dw,
+                                   bool add)
+{
+    hpmlg_job j = hpmlg_conv_job(c, dw, add);
+    j.m = c->OC, j.n = c->C * c->taps, j.k = c->B * c->P;
+    j.a = hpmlg_conv_side(dy, c->OC * c->P, hpmlg_plain(c->P), hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0),
+                             true);
+    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_taps(c, c->H * c->W, 1), hpmlg_conv_pixels(c, false), true);
+    j.b.H = c->H, j.b.W = c->W;
+    j.ldc = j.n, j.c_batch = c->OC * j.n, j.flat = true;
+    return hpmlg_job_run(d, &j);
+}
+
+/* y (images, C, P) = act(y + bias), in place. */
+static __global__ void hpmlg_k_planes_end(hpmlg_array y, const float *bias, int act, int64_t C, int64_t P, int64_t n)
+{
+    int64_t step = (int64_t)gridDim.x * blockDim.x, first = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (P % 8 == 0) {
+        for (int64_t i = first; i < n / 8; i += step) {
+            hpmlg_eight e = hpmlg_get8(y, i);
+            float       b = bias ? bias[i * 8 / P % C] : 0;
+            for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act_far(act, 0.01f, e.v[j] + b);
+            hpmlg_put8(y, i, e);
+        }
+        return;
+    }
+    for (int64_t i = first; i < n; i += step)
+        hpmlg_put(y, i, hpmlg_act_far(act, 0.01f, hpmlg_get(y, i) + (bias ? bias[i / P % C] : 0)));
+}
+
+/* dy (B, C, P) *= act'(y); where wanted, its sums over the planes of one channel in `each` images: part (.., C). */
+static __global__ void hpmlg_k_planes(hpmlg_array dy, hpmlg_array y, int act, unsigned B, unsigned C, unsigned P,
+                                      unsigned each, float *part)
+{
+    __shared__ float space[HPMLG_WARP];
+    unsigned c = blockIdx.x % C, b0 = blockIdx.x / C * each, b1 = b0 + each < B ? b0 + each : B;
+    unsigned width = P % 8 == 0 ? 8 : 1, count = P / width;
+    float    sum = 0;
+    for (unsigned i = threadIdx.x; i < (b1 - b0) * count; i += blockDim.x) {
+        int64_t     at = ((int64_t)(b0 + i / count) * C + c) * count + i % count;
+        hpmlg_eight g = {}, o = {};
+        if (width == 8) g = hpmlg_get8(dy, at);
+        else g.v[0] = hpmlg_get(dy, at);
+        if (act) {
+            if (width == 8) o = hpmlg_get8(y, at);
+            else o.v[0] = hpmlg_get(y, at);
+            for (int j = 0; j < 8; j++) g.v[j] *= hpmlg_act_slope(act, 0.01f, o.v[j]);
+            if (width == 8) hpmlg_put8(dy, at, g);
+            else hpmlg_put(dy, at, g.v[0]);
+        }
+        for (unsigned j = 0; j < width; j++) sum += g.v[j];
+    }
+    if (!part) return;
+    sum = hpmlg_block_sum(sum, space);
+    if (threadIdx.x == 0) part[blockIdx.x] = sum;
+}
+
+HPMLG_FN hpml_status hpmlg_planes_run(hpmlg_device *d, hpmlg_array dy, hpmlg_array y, hpml_act act, int64_t B,
+                                      int64_t C, int64_t P, float *db, bool add)
+{
+    int64_t parts = (8 * d->sms + C - 1) / C, each;
+    float  *part  = db ? (float *)d->workspace : NULL;
+    if (act == HPML_ACT_NONE && !db) return HPML_OK;
+    if (parts > B) parts = B;
+    each  = (B + parts - 1) / parts;
+    parts = (B + each - 1) / each;
+    if ((size_t)(parts * C) * sizeof(float) > d->d.workspace || each * P >= (int64_t)1 << 31)
+        return hpml_ctx_fail(d->ctx, HPML_ERR_OVERFLOW, "cuda: the gradient of %lld biases over %lld images needs a "
+                             "larger hpml_cuda_desc.workspace", (long long)C, (long long)B);
+    hpml_status status = HPMLG_RUN(d, hpmlg_k_planes, (unsigned)(parts * C), 256, 0, dy, y, (int)act, (unsigned)B,
+                                   (unsigned)C, (unsigned)P, (unsigned)each, part);
+    return status == HPML_OK && db ? hpmlg_rows_run(d, db, part, parts, C, add) : status;
+}
+
+/* By cuDNN; *done: it was. */
+typedef enum hpmlg_dnn_pass { HPMLG_DNN_Y, HPMLG_DNN_DX, HPMLG_DNN_DW, HPMLG_DNN_PASSES } hpmlg_dnn_pass;
+HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
+                                   hpmlg_array y, bool add, bool *done);
+
+HPMLG_FN hpml_status hpmlg_conv2d_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    hpmlg_conv    c = hpmlg_conv_of(n);
+    hpmlg_array   x = hpmlg_factor(d, n->src[0], n->scratch), w = hpmlg_factor(d, n->src[1], NULL);
+    hpmlg_array   y = hpmlg_value(n->out);
+    const float  *bias = n->src[2] ? n->src[2]->data : NULL;
+    bool          done = false;
+    if (!x.p || !w.p) return hpml_ctx_status(run->ctx);
+    hpml_status status = hpmlg_dnn_run(d, n, HPMLG_DNN_Y, x, w, y, false, &done);
+    if (status != HPML_OK || done) return status;
+    return hpmlg_conv_y(d, &c, x, w, bias, n->attr.conv.act, y);
+}
+
+HPMLG_FN hpml_status hpmlg_conv2d_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    hpmlg_conv    c = hpmlg_conv_of(n);
+    hpml_tensor  *tx = n->src[0], *tw = n->src[1], *bias = n->src[2];
+    hpmlg_array   dy = hpmlg_grad(n->out);
+    bool          done = false;
+    hpml_status   status = hpmlg_planes_run(d, dy, hpmlg_value(n->out), n->attr.conv.act, c.B, c.groups * c.OC, c.P,
+                                            bias ? bias->grad : NULL, n->accumulate[2]);
+    if (tw->grad && status == HPML_OK) {
+        hpmlg_array x = hpmlg_factor(d, tx, n->scratch);
+        if (!x.p) return hpml_ctx_status(run->ctx);
+        status = hpmlg_dnn_run(d, n, HPMLG_DNN_DW, x, hpmlg_grad(tw), dy, n->accumulate[1], &done);
+        if (status == HPML_OK && !done) status = hpmlg_conv_dw(d, &c, dy, x, hpmlg_grad(tw), n->accumulate[1]);
+    }
+    if (tx->grad && status == HPML_OK) {
+        hpmlg_array w = hpmlg_factor(d, tw, NULL);
+        if (!w.p) return hpml_ctx_status(run->ctx);
+        done   = false;
+        status = hpmlg_dnn_run(d, n, HPMLG_DNN_DX, hpmlg_grad(tx), w, dy, n->accumulate[0], &done);
+        if (status == HPML_OK && !done) status = hpmlg_conv_dx(d, &c, dy, w, hpmlg_grad(tx), n->accumulate[0]);
+    }
+    return status;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-cudnn   convolution by cuDNN
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLG_FN hpml_status hpmlg_libraries_open(hpmlg_device *d)
+/* Each convolution and batch size has its descriptors and, for each pass, the algorithm that cuDNN's heuristics put
+   first among those that are deterministic and fit the workspace; where there is none, ours runs. In a half model cuDNN
+   gives the gradient of the weights in halves, which are added to the f32 gradient. */
+#ifdef HPML_CUDA_NO_CUDNN
+HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
+                                   hpmlg_array y, bool add, bool *done)
 {
-    (void)d;
+    (void)d, (void)n, (void)pass, (void)x, (void)w, (void)y, (void)add, (void)done;
     return HPML_OK;
 }
+#else
+HPMLG_FN hpml_status hpmlg_dnn_check(hpmlg_device *d, cudnnStatus_t s, const char *what)
+{
+    char why[256] = "";
+    if (s == CUDNN_STATUS_SUCCESS) return HPML_OK;
+    cudnnGetLastErrorString(why, sizeof why);
+    return hpml_ctx_fail(d->ctx, s == CUDNN_STATUS_ALLOC_FAILED ? HPML_ERR_MEMORY : HPML_ERR_CUDA,
+                         "cuda device %d: %s: %s (%s); hpml_cuda_desc.own_kernels does without cuDNN",
+                         (int)d->d.device, what, cudnnGetErrorString(s), why);
+}
 
-HPMLG_FN void hpmlg_libraries_close(hpmlg_device *d) { (void)d; }
+typedef struct hpmlg_dnn_plan {
+    const hpml_node             *n;
+    int64_t                      batch;
+    cudnnTensorDescriptor_t      x, y, bias;
+    cudnnFilterDescriptor_t      w;
+    cudnnConvolutionDescriptor_t conv;
+    cudnnActivationDescriptor_t  act;
+    int                          algo[HPMLG_DNN_PASSES];
+    size_t                       bytes[HPMLG_DNN_PASSES]; /* of workspace */
+    bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES], unfused;
+} hpmlg_dnn_plan;
+
+#define HPMLG_DNN_PLANS 128
+
+typedef struct hpmlg_dnn {
+    cudnnHandle_t  handle;
+    hpmlg_dnn_plan plans[HPMLG_DNN_PLANS];
+    int            next; /* the one to go when all are taken */
+} hpmlg_dnn;
+
+HPMLG_FN void hpmlg_dnn_drop(hpmlg_dnn_plan *p)
+{
+    if (p->x) cudnnDestroyTensorDescriptor(p->x);
+    if (p->y) cudnnDestroyTensorDescriptor(p->y);
+    if (p->bias) cudnnDestroyTensorDescriptor(p->bias);
+    if (p->w) cudnnDestroyFilterDescriptor(p->w);
+    if (p->conv) cudnnDestroyConvolutionDescriptor(p->conv);
+    if (p->act) cudnnDestroyActivationDescriptor(p->act);
+    memset(p, 0, sizeof *p);
+}
+
+#define HPMLG_DNN_TRY(call)                                                                                            \
+    if (s == CUDNN_STATUS_SUCCESS) s = call
+
+HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan *p)
+{
+    hpmlg_conv      c = hpmlg_conv_of(p->n);
+    cudnnDataType_t type = d->store == HPML_DTYPE_F32 ? CUDNN_DATA_FLOAT : d->store == HPML_DTYPE_BF16
+                         ? CUDNN_DATA_BFLOAT16 : CUDNN_DATA_HALF;
+    cudnnMathType_t math = d->d.precision == HPML_CUDA_F32 ? CUDNN_FMA_MATH : CUDNN_TENSOR_OP_MATH;
+    bool            relu = p->n->attr.conv.act == HPML_ACT_RELU;
+    int             channels = (int)(c.groups * c.OC);
+    cudnnStatus_t   s = cudnnCreateTensorDescriptor(&p->x);
+    HPMLG_DNN_TRY(cudnnCreateTensorDescriptor(&p->y));
+    HPMLG_DNN_TRY(cudnnCreateTensorDescriptor(&p->bias));
+    HPMLG_DNN_TRY(cudnnCreateFilterDescriptor(&p->w));
+    HPMLG_DNN_TRY(cudnnCreateConvolutionDescriptor(&p->conv));
+    HPMLG_DNN_TRY(cudnnCreateActivationDescriptor(&p->act));
+    HPMLG_DNN_TRY(cudnnSetTensor4dDescriptor(p->x, CUDNN_TENSOR_NCHW, type, (int)c.B, (int)(c.groups * c.C), (int)c.H,
+                                             (int)c.W));
+    HPMLG_DNN_TRY(cudnnSetTensor4dDescriptor(p->y, CUDNN_TENSOR_NCHW, type, (int)c.B, channels, (int)c.OH, (int)c.OW));
+    HPMLG_DNN_TRY(cudnnSetTensor4dDescriptor(p->bias, CUDNN_TENSOR_NCHW, type, 1, channels, 1, 1));
+    HPMLG_DNN_TRY(cudnnSetFilter4dDescriptor(p->w, type, CUDNN_TENSOR_NCHW, channels, (int)c.C, c.kernel[0],
+                                             c.kernel[1]));
+    HPMLG_DNN_TRY(cudnnSetConvolution2dDescriptor(p->conv, c.padding[0], c.padding[1], c.stride[0], c.stride[1],
+                                                  c.dilation[0], c.dilation[1], CUDNN_CROSS_CORRELATION,
+                                                  CUDNN_DATA_FLOAT));
+    HPMLG_DNN_TRY(cudnnSetConvolutionGroupCount(p->conv, (int)c.groups));
+    HPMLG_DNN_TRY(cudnnSetConvolutionMathType(p->conv, math));
+    HPMLG_DNN_TRY(cudnnSetActivationDescriptor(p->act, relu ? CUDNN_ACTIVATION_RELU : CUDNN_ACTIVATION_IDENTITY,
+                                               CUDNN_PROPAGATE_NAN, 0));
+    return s;
+}
+
+/* The first that will do. */
+#define HPMLG_DNN_CHOOSE(type, ask, ...)                                                                               \
+    do {                                                                                                               \
+        type found[8];                                                                                                 \
+        s = ask(dnn->handle, __VA_ARGS__, 8, &count, found);                                                           \
+        for (int i = 0; i < count && s == CUDNN_STATUS_SUCCESS && !p->usable[pass]; i++)                               \
+            if (found[i].status == CUDNN_STATUS_SUCCESS && found[i].memory <= d->d.workspace &&                        \
+                found[i].determinism == CUDNN_DETERMINISTIC &&                                                         \
+                (d->d.precision != HPML_CUDA_F32 || found[i].mathType == CUDNN_FMA_MATH ||                             \
+                 found[i].mathType == CUDNN_DEFAULT_MATH))                                                             \
+                p->usable[pass] = true, p->algo[pass] = (int)found[i].algo, p->bytes[pass] = found[i].memory;          \
+    } while (0)
+
+HPMLG_FN hpml_status hpmlg_dnn_ask(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpmlg_dnn_pass pass)
+{
+    cudnnStatus_t s;
+    int           count = 0;
+    p->asked[pass] = true;
+    if (pass == HPMLG_DNN_Y)
+        HPMLG_DNN_CHOOSE(cudnnConvolutionFwdAlgoPerf_t, cudnnGetConvolutionForwardAlgorithm_v7, p->x, p->w, p->conv,
+                         p->y);
+    else if (pass == HPMLG_DNN_DX)
+        HPMLG_DNN_CHOOSE(cudnnConvolutionBwdDataAlgoPerf_t, cudnnGetConvolutionBackwardDataAlgorithm_v7, p->w, p->y,
+                         p->conv, p->x);
+    else
+        HPMLG_DNN_CHOOSE(cudnnConvolutionBwdFilterAlgoPerf_t, cudnnGetConvolutionBackwardFilterAlgorithm_v7, p->x, p->y,
+                         p->conv, p->w);
+    if (s == CUDNN_STATUS_NOT_SUPPORTED || s == CUDNN_STATUS_BAD_PARAM) return HPML_OK; /* ours does it */
+    return hpmlg_dnn_check(d, s, "asking cuDNN for an algorithm");
+}
+
+HPMLG_FN hpml_status hpmlg_dnn_plan_of(hpmlg_device *d, hpmlg_dnn *dnn, const hpml_node *n, hpmlg_dnn_pass pass,
+                                       hpmlg_dnn_plan **plan)
+{
+    hpml_status status = HPML_OK;
+    *plan = NULL;
+    for (int i = 0; i < HPMLG_DNN_PLANS && !*plan; i++)
+        if (dnn->plans[i].n == n && dnn->plans[i].batch == n->out->shape[0]) *plan = &dnn->plans[i];
+    if (!*plan) {
+        *plan = &dnn->plans[dnn->next++ % HPMLG_DNN_PLANS];
+        hpmlg_dnn_drop(*plan);
+        (*plan)->n = n, (*plan)->batch = n->out->shape[0];
+        status = hpmlg_dnn_check(d, hpmlg_dnn_describe(d, *plan), "describing a convolution to cuDNN");
+    }
+    return status == HPML_OK && !(*plan)->asked[pass] ? hpmlg_dnn_ask(d, dnn, *plan, pass) : status;
+}
+
+/* y = act(conv(x, w) + bias): in one where cuDNN can, else the end follows by itself. */
+HPMLG_FN hpml_status hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpml_node *n, hpmlg_array x,
+                                       hpmlg_array w, hpmlg_array y)
+{
+    const float  one = 1, zero = 0;
+    hpml_act     act = n->attr.conv.act;
+    hpml_tensor *bias = n->src[2];
+    cudnnStatus_t s;
+    if (bias && !p->unfused && (act == HPML_ACT_NONE || act == HPML_ACT_RELU)) { /* fused: by this algorithm only */
+        hpmlg_array  b = hpmlg_factor(d, bias, NULL);
+        if (!b.p) return hpml_ctx_status(d->ctx);
+        if (p->algo[HPMLG_DNN_Y] == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM)
+            s = cudnnConvolutionBiasActivationForward(dnn->handle, &one, p->x, x.p, p->w, w.p, p->conv,
+                                                      CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM, d->workspace,
+                                                      d->d.workspace, &zero, p->y, y.p, p->bias, b.p, p->act, p->y,
+                                                      y.p);
+        else s = CUDNN_STATUS_NOT_SUPPORTED;
+        if (s == CUDNN_STATUS_SUCCESS) return HPML_OK;
+        if (s != CUDNN_STATUS_NOT_SUPPORTED && s != CUDNN_STATUS_BAD_PARAM)
+            return hpmlg_dnn_check(d, s, "cudnnConvolutionBiasActivationForward");
+        p->unfused = true;
+    }
+    s = cudnnConvolutionForward(dnn->handle, &one, p->x, x.p, p->w, w.p, p->conv,
+                                (cudnnConvolutionFwdAlgo_t)p->algo[HPMLG_DNN_Y], d->workspace, d->d.workspace, &zero,
+                                p->y, y.p);
+    hpml_status status = hpmlg_dnn_check(d, s, "cudnnConvolutionForward");
+    int64_t     count = hpml_tensor_count(n->out);
+    if (status != HPML_OK || (!bias && act == HPML_ACT_NONE)) return status;
+    return HPMLG_RUN(d, hpmlg_k_planes_end, hpmlg_blocks(d, count, 2048), 256, 0, y, bias ? bias->data : NULL, (int)act,
+                     n->out->shape[1], n->out->shape[2] * n->out->shape[3], count);
+}
+
+static __global__ void hpmlg_k_widen(float *to, hpmlg_array from, int64_t n, bool add)
+{
+    int64_t step = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step)
+        to[i] = (add ? to[i] : 0) + hpmlg_get(from, i);
+}
+
+HPMLG_FN hpml_status hpmlg_dnn_filter(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpml_node *n, hpmlg_array x,
+                                      hpmlg_array dw, hpmlg_array dy, bool add)
+{
+    const float one = 1, beta = add ? 1.0f : 0.0f, zero = 0;
+    bool        narrow = d->store != HPML_DTYPE_F32;
+    void       *to = narrow ? (char *)n->scratch + hpmlg_factor_bytes(d, n->src[0]) : dw.p;
+    cudnnStatus_t s = cudnnConvolutionBackwardFilter(dnn->handle, &one, p->x, x.p, p->y, dy.p, p->conv,
+                                                     (cudnnConvolutionBwdFilterAlgo_t)p->algo[HPMLG_DNN_DW],
+                                                     d->workspace, d->d.workspace, narrow ? &zero : &beta, p->w, to);
+    hpml_status status = hpmlg_dnn_check(d, s, "cudnnConvolutionBackwardFilter");
+    int64_t     count = hpml_tensor_count(n->src[1]);
+    if (status != HPML_OK || !narrow) return status;
+    return HPMLG_RUN(d, hpmlg_k_widen, hpmlg_blocks(d, count, 256), 256, 0, (float *)dw.p, hpmlg_of(to, d->store),
+                     count, add);
+}
+
+HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
+                                   hpmlg_array y, bool add, bool *done)
+{
+    hpmlg_dnn      *dnn = (hpmlg_dnn *)d->dnn;
+    hpmlg_dnn_plan *p;
+    const float     one = 1, beta = add ? 1.0f : 0.0f;
+    if (!dnn || x.type != (int)d->store || y.type != (int)d->store) return HPML_OK;
+    hpml_status status = hpmlg_dnn_plan_of(d, dnn, n, pass, &p);
+    if (status != HPML_OK || !p->usable[pass]) return status;
+    *done = true;
+    if (pass == HPMLG_DNN_Y) return hpmlg_dnn_forward(d, dnn, p, n, x, w, y);
+    if (pass == HPMLG_DNN_DW) return hpmlg_dnn_filter(d, dnn, p, n, x, w, y, add);
+    return hpmlg_dnn_check(d, cudnnConvolutionBackwardData(dnn->handle, &one, p->w, w.p, p->y, y.p, p->conv,
+                                                           (cudnnConvolutionBwdDataAlgo_t)p->algo[pass], d->workspace,
+                                                           d->d.workspace, &beta, p->x, x.p),
+                           "cudnnConvolutionBackwardData");
+}
+
+HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *d)
+{
+    hpmlg_dnn *dnn = (hpmlg_dnn *)hpml_ctx_alloc(d->ctx, sizeof *dnn, NULL);
+    if (!dnn) return HPML_ERR_MEMORY;
+    d->dnn = dnn;
+    hpml_status status = hpmlg_dnn_check(d, cudnnCreate(&dnn->handle), "cudnnCreate");
+    return status == HPML_OK ? hpmlg_dnn_check(d, cudnnSetStream(dnn->handle, d->stream), "cudnnSetStream") : status;
+}
+
+HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
+{
+    hpmlg_dnn *dnn = (hpmlg_dnn *)d->dnn;
+    for (int i = 0; dnn && i < HPMLG_DNN_PLANS; i++) hpmlg_dnn_drop(&dnn->plans[i]);
+    if (dnn && dnn->handle) cudnnDestroy(dnn->handle);
+}
+#endif
+
+HPMLG_FN hpml_status hpmlg_libraries_open(hpmlg_device *d)
+{
+    hpml_status status = hpmlg_kernels_open(d);
+    if (d->d.own_kernels) return status;
+#ifndef HPML_CUDA_NO_CUBLAS
+    if (status == HPML_OK) status = hpmlg_blas_open(d);
+#endif
+#ifndef HPML_CUDA_NO_CUDNN
+    if (status == HPML_OK) status = hpmlg_dnn_open(d);
+#endif
+    return status;
+}
+
+HPMLG_FN void hpmlg_libraries_close(hpmlg_device *d)
+{
+    (void)d;
+#ifndef HPML_CUDA_NO_CUBLAS
+    hpmlg_blas_close(d);
+#endif
+#ifndef HPML_CUDA_NO_CUDNN
+    hpmlg_dnn_close(d);
+#endif
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-attention   multi-head attention, never storing the (T, T) matrix
@@ -2583,8 +4081,130 @@ HPMLG_MISSING(attention_backward)
 // >>gpu-lstm   long short-term memory
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLG_MISSING(lstm_forward)
-HPMLG_MISSING(lstm_backward)
+/* As on the CPU: one product for all that x gives to the gates, then step by step the recurrent product and the cell.
+   Backward the kept gates become da, and the gradients of the weights are one product each over all steps, that of w_h
+   with the h of one step before. Half models multiply half copies of da. */
+
+typedef struct hpmlg_lstm {
+    int64_t     B, T, H, in;
+    float      *gates, *cells, *dh, *dc;  /* (B, T, 4H), (B, T, H), (B, H), (B, H) */
+    hpmlg_array x, h, dy, da, before;     /* da (B, T, 4H): gates, or their half copy; before (B, T, H) */
+} hpmlg_lstm;
+
+/* Deals out saved and scratch; returns the bytes of scratch. */
+HPMLG_FN size_t hpmlg_lstm_layout(const hpmlg_device *d, const hpml_node *n, hpmlg_lstm *l)
+{
+    const hpml_tensor *x = n->src[0];
+    int64_t rows, size = (int64_t)hpml_dtype_size(d->store);
+    bool    narrow = d->store != HPML_DTYPE_F32;
+    uintptr_t p = (uintptr_t)n->scratch;
+    l->B = n->out->shape[0], l->T = n->out->shape[1], l->H = n->out->shape[2], l->in = x->shape[2];
+    rows     = l->B * l->T;
+    l->gates = (float *)n->saved, l->cells = n->saved ? l->gates + rows * 4 * l->H : NULL;
+    p += hpmlg_factor_bytes(d, x);
+    l->dh = (float *)p, p += (uintptr_t)(l->B * l->H + 63) / 64 * 256;
+    l->dc = (float *)p, p += (uintptr_t)(l->B * l->H + 63) / 64 * 256;
+    l->da = hpmlg_of(narrow ? (void *)p : n->saved, d->store);
+    if (narrow) p += (uintptr_t)(rows * 4 * l->H * size + 255) / 256 * 256;
+    l->before = hpmlg_of((void *)p, n->out->dtype), p += (uintptr_t)(rows * l->H * size);
+    l->h = hpmlg_value(n->out), l->dy = hpmlg_grad(n->out);
+    return (size_t)(p - (uintptr_t)n->scratch);
+}
+
+HPMLG_DEVICE float hpmlg_sigmoid(float x) { return 1 / (1 + expf(-x)); }
+
+/* One number of h and c at step t: i, f, g, o from their sums. */
+static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
+{
+    int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, b = at / l.H, j = at % l.H, row = b * l.T + t;
+    float  *a = l.gates + row * 4 * l.H + j, *c = l.cells + row * l.H + j;
+    if (b >= l.B) return;
+    float in = hpmlg_sigmoid(a[0]), forget = hpmlg_sigmoid(a[l.H]);
+    float g = tanhf(a[2 * l.H]), out = hpmlg_sigmoid(a[3 * l.H]);
+    float cell = in * g + (t > 0 ? forget * c[-l.H] : 0);
+    a[0] = in, a[l.H] = forget, a[2 * l.H] = g, a[3 * l.H] = out;
+    *c = cell;
+    hpmlg_put(l.h, row * l.H + j, out * tanhf(cell));
+}
+
+/* The same backward: gates become da; dc goes on to the step before. */
+static __global__ void hpmlg_k_lstm_back(hpmlg_lstm l, int64_t t)
+{
+    int64_t      at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, b = at / l.H, j = at % l.H, row = b * l.T + t;
+    float       *a = l.gates + row * 4 * l.H + j, d[4];
+    const float *c = l.cells + row * l.H + j;
+    if (b >= l.B) return;
+    bool  last = t == l.T - 1;
+    float in = a[0], forget = a[l.H], g = a[2 * l.H], out = a[3 * l.H], th = tanhf(*c);
+    float dh = hpmlg_get(l.dy, row * l.H + j) + (last ? 0 : l.dh[at]);
+    float dcell = dh * out * (1 - th * th) + (last ? 0 : l.dc[at]);
+    d[0] = dcell * g * in * (1 - in);
+    d[1] = t > 0 ? dcell * c[-l.H] * forget * (1 - forget) : 0;
+    d[2] = dcell * in * (1 - g * g);
+    d[3] = dh * th * out * (1 - out);
+    for (int i = 0; i < 4; i++) {
+        a[i * l.H] = d[i];
+        if (l.da.p != l.gates) hpmlg_put(l.da, (row * 4 + i) * l.H + j, d[i]);
+    }
+    l.dc[at] = dcell * forget;
+    hpmlg_put(l.before, row * l.H + j, t > 0 ? hpmlg_get(l.h, (row - 1) * l.H + j) : 0);
+}
+
+HPMLG_FN hpml_status hpmlg_lstm_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    hpmlg_lstm    l = {};
+    hpmlg_lstm_layout(d, n, &l);
+    int64_t     H = l.H;
+    hpmlg_array w_h = hpmlg_factor(d, n->src[2], NULL), gates = hpmlg_of(l.gates, HPML_DTYPE_F32);
+    hpmlg_array x = hpmlg_factor(d, n->src[0], n->scratch), w_x = hpmlg_factor(d, n->src[1], NULL);
+    hpmlg_gemm  g = hpmlg_gemm_of(l.B * l.T, 4 * H, l.in, hpmlg_mats(x, l.in, 0, false),
+                                  hpmlg_mats(w_x, l.in, 0, true), gates, 4 * H, false);
+    g.bias = n->src[3]->data;
+    hpml_status status = hpmlg_product(d, &g);
+    for (int64_t t = 0; t < l.T && status == HPML_OK; t++) {
+        if (t > 0) {
+            g = hpmlg_gemm_of(l.B, 4 * H, H, hpmlg_mats(hpmlg_from(l.h, (t - 1) * H), l.T * H, 0, false),
+                              hpmlg_mats(w_h, H, 0, true), hpmlg_from(gates, t * 4 * H), l.T * 4 * H, true);
+            status = hpmlg_product(d, &g);
+        }
+        if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_lstm, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
+    }
+    return status;
+}
+
+HPMLG_FN hpml_status hpmlg_lstm_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    hpmlg_lstm    l = {};
+    hpmlg_gemm    g;
+    hpml_status   status = HPML_OK;
+    hpml_tensor  *x = n->src[0], *w_x = n->src[1], *w_h = n->src[2], *bias = n->src[3];
+    hpmlg_lstm_layout(d, n, &l);
+    int64_t       H = l.H, rows = l.B * l.T;
+    hpmlg_array   half_w_h = hpmlg_factor(d, w_h, NULL);
+    for (int64_t t = l.T - 1; t >= 0 && status == HPML_OK; t--) {
+        status = HPMLG_RUN(d, hpmlg_k_lstm_back, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
+        if (t == 0 || status != HPML_OK) break; /* dh_{t-1} = da_t W_h */
+        g = hpmlg_gemm_of(l.B, H, 4 * H, hpmlg_mats(hpmlg_from(l.da, t * 4 * H), l.T * 4 * H, 0, false),
+                          hpmlg_mats(half_w_h, H, 0, false), hpmlg_of(l.dh, HPML_DTYPE_F32), H, false);
+        status = hpmlg_product(d, &g);
+    }
+    hpmlg_mat da = hpmlg_mats(l.da, 4 * H, 0, false), turned = hpmlg_mats(l.da, 4 * H, 0, true);
+    if (x->grad && status == HPML_OK)
+        status = hpmlg_batched(d, 1, rows, l.in, 4 * H, da, hpmlg_mats(hpmlg_factor(d, w_x, NULL), l.in, 0, false),
+                               hpmlg_grad(x), n->accumulate[0]);
+    if (w_x->grad && status == HPML_OK)
+        status = hpmlg_batched(d, 1, 4 * H, l.in, rows, turned,
+                               hpmlg_mats(hpmlg_factor(d, x, n->scratch), l.in, 0, false), hpmlg_grad(w_x),
+                               n->accumulate[1]);
+    if (w_h->grad && status == HPML_OK)
+        status = hpmlg_batched(d, 1, 4 * H, H, rows, turned, hpmlg_mats(l.before, H, 0, false), hpmlg_grad(w_h),
+                               n->accumulate[2]);
+    if (status != HPML_OK) return status;
+    hpmlg_array all = hpmlg_of(l.gates, HPML_DTYPE_F32);
+    return hpmlg_columns_run(d, all, all, HPML_ACT_NONE, 0, rows, 4 * H, bias->grad, n->accumulate[3]);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-loss   losses
@@ -3338,6 +4958,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
 {
     const hpmlg_device *d    = (const hpmlg_device *)device;
     int64_t             cols = hpmlg_last_dim(n->out);
+    hpmlg_lstm          lstm = {};
     switch (n->op) {
     case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM:
         n->scratch_bytes = (size_t)hpmlg_norm_parts(d, hpml_tensor_count(n->out) / cols, cols) * (size_t)(2 * cols) *
@@ -3345,6 +4966,15 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
         break;
     case HPML_OP_BATCHNORM: n->scratch_bytes = hpmlg_bn_scratch(d, n); break;
     case HPML_OP_EMBEDDING: n->scratch_bytes = hpmlg_embedding_scratch(n); break;
+    case HPML_OP_LINEAR:
+        if (n->saved_bytes) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * hpml_dtype_size(n->out->dtype);
+        n->scratch_bytes = hpmlg_factor_bytes(d, n->src[0]);
+        break;
+    case HPML_OP_CONV2D: /* the input in halves, and the gradient of the weights in halves */
+        n->scratch_bytes = hpmlg_factor_bytes(d, n->src[0]);
+        if (d->store != HPML_DTYPE_F32) n->scratch_bytes += (size_t)hpml_tensor_count(n->src[1]) * 2;
+        break;
+    case HPML_OP_LSTM: n->scratch_bytes = hpmlg_lstm_layout(d, n, &lstm); break;
     default: break;
     }
 }

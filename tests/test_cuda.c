@@ -571,6 +571,74 @@ TEST(wide_ops_in_bf16)
     some_cases(wide_cases, sizeof wide_cases / sizeof wide_cases[0], HPML_CUDA_BF16, 1, 0.1);
 }
 
+/* Products and convolutions of several tiles, with and without whole ones, split sums, many groups. */
+#define PRODUCTS(X)                                                                                                    \
+    X(linear, hpml_linear(x, 136, &(hpml_linear_desc){ .activation = HPML_ACT_GELU }), 5, 2, 100, 72)                  \
+    X(linear_odd, hpml_linear(x, 131, &(hpml_linear_desc){ .activation = HPML_ACT_SIGMOID }), 3, 2, 67, 37)            \
+    X(linear_tall, hpml_linear(hpml_tanh(x), 9, NULL), 30, 7, 11, 16)                                                  \
+    X(linear_twice, hpml_linear(hpml_linear(x, 40, NULL), 24, &(hpml_linear_desc){ .activation = HPML_ACT_SILU }), 6, 5, 9, 16) \
+    X(matmul_nt, hpml_matmul(hpml_tanh(x), x, false, true), 2, 1, 136, 72)                                             \
+    X(matmul_tn, hpml_matmul(hpml_tanh(x), hpml_tanh(x), true, false), 2, 1, 72, 136)                                  \
+    X(matmul_nn, hpml_matmul(hpml_tanh(x), weight(x, 1, 72, 80), false, false), 2, 1, 136, 72)                         \
+    X(matmul_tt, hpml_matmul(hpml_tanh(x), weight(x, 1, 24, 72), true, true), 3, 1, 72, 40)                            \
+    X(conv, hpml_conv2d(hpml_tanh(x), 70, &(hpml_conv2d_desc){ .kernel_h = 3, .stride_h = 2, .padding_h = 1, .activation = HPML_ACT_TANH }), 3, 24, 12, 11) \
+    X(conv_8, hpml_conv2d(x, 16, &(hpml_conv2d_desc){ .kernel_h = 5, .padding_h = 2, .dilation_h = 1 }), 5, 8, 16, 16) \
+    X(conv_groups, hpml_conv2d(x, 24, &(hpml_conv2d_desc){ .kernel_h = 3, .groups = 2, .dilation_h = 2 }), 3, 20, 9, 14) \
+    X(conv_depthwise, hpml_conv2d(x, 32, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1, .groups = 16 }), 4, 16, 13, 12) \
+    X(lstm, hpml_lstm(hpml_reshape_3d(x, 4, 9, 24), 40, NULL), 4, 3, 3, 24)                                            \
+    X(relu, hpml_linear(hpml_conv2d(x, 9, &(hpml_conv2d_desc){ .kernel_h = 3, .activation = HPML_ACT_RELU }), 40, &(hpml_linear_desc){ .activation = HPML_ACT_RELU }), 3, 6, 9, 18)
+#define DEFINE_PRODUCT(name, e, ...) static hpml_tensor *product_##name(hpml_tensor *x) { return e; }
+#define PRODUCT_CASE(name, e, ...) { "large " #name, product_##name, 0, { __VA_ARGS__ } },
+PRODUCTS(DEFINE_PRODUCT)
+static const op_case product_cases[] = { PRODUCTS(PRODUCT_CASE) };
+
+/* The last one's kinks are on one side or the other as the sums are rounded: in f32 only. */
+static void all_products(hpml_cuda_precision precision, double tolerance)
+{
+    some_cases(product_cases, sizeof product_cases / sizeof product_cases[0] - (precision != HPML_CUDA_F32), precision, 1,
+               tolerance);
+}
+
+TEST(large_products_in_f32)
+{
+    if (no_device()) SKIP("no CUDA device");
+    all_products(HPML_CUDA_F32, 1e-4);
+}
+
+TEST(large_products_in_tf32)
+{
+    if (no_device()) SKIP("no CUDA device");
+    all_products(HPML_CUDA_TF32, 2e-2);
+}
+
+TEST(large_products_in_halves)
+{
+    if (no_device()) SKIP("no CUDA device");
+    all_products(HPML_CUDA_BF16, 0.15);
+    all_products(HPML_CUDA_F16, 2e-2);
+}
+
+/* A weight that the host writes is multiplied from then on, in recorded passes too. */
+TEST(half_copies_follow_their_weights)
+{
+    float zero[24] = { 0 }, y[8];
+    if (no_device()) SKIP("no CUDA device");
+    hpml_ctx    *ctx = context(true, HPML_CUDA_BF16);
+    hpml_tensor *x = hpml_input_2d(ctx, 2, 6), *out = hpml_linear(x, 4, NULL);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &out, .output_count = 1 });
+    ENSURE(hpml_graph_alloc(g) == HPML_OK);
+    fill(x, 1);
+    for (int pass = 0; pass < 4; pass++) {
+        bool all_zero = true;
+        if (pass == 3) ENSURE(hpml_tensor_set(hpml_param_at(ctx, 0), zero, 24) == HPML_OK);
+        ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
+        hpml_ctx_backend(ctx)->read(hpml_ctx_device(ctx), y, out->data, 8 * hpml_dtype_size(out->dtype));
+        for (int i = 0; i < 4; i++) all_zero = all_zero && y[i] == 0; /* 8 halves */
+        ENSURE(all_zero == (pass == 3));
+    }
+    hpml_ctx_free(ctx);
+}
+
 typedef struct loss_case {
     int     kind;     /* 0: cross-entropy, 1: bce, 2: mse, 3: huber with a computed target, 4: l1 */
     int64_t rows, classes;
