@@ -58,6 +58,7 @@
 //     gpu-conv   convolution: our kernels
 //     gpu-cudnn   convolution by cuDNN
 //     gpu-attention   multi-head attention, never storing the (T, T) matrix
+//     gpu-attention-back   attention's gradient
 //     gpu-lstm   long short-term memory
 //     gpu-loss   losses
 //     gpu-update   optimizers: one launch for all parameters
@@ -4074,8 +4075,474 @@ HPMLG_FN void hpmlg_libraries_close(hpmlg_device *d)
 // >>gpu-attention   multi-head attention, never storing the (T, T) matrix
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLG_MISSING(attention_forward)
-HPMLG_MISSING(attention_backward)
+/* Per sample and head S = scale Q K^T, P = softmax(S), O = P V, in one pass over blocks of keys: the softmax of the
+   blocks so far, its maximum and its sum, is corrected when a block brings a larger maximum (FlashAttention-2, Dao).
+   What is kept for backward is the log of the sum for each query, in base 2: exp2(S log2(e) - kept) is P. With it
+
+       delta = rowsum(dO O),  dP = dO V^T,  dS = P (dP - delta),  dQ = scale dS K,  dK = scale dS^T Q,  dV = P^T dO.
+
+   Backward is one kernel in two roles. Both hold two tiles of rows and let two others stream by: for dK and dV the rows
+   are keys, for dQ queries. S and dP are computed twice, but every sum stays in the registers of one thread, in order:
+   the same bits each time.
+
+   A warp has M x 16 rows, in the registers as hpmlg_mma_16816 has them: thread (g, t) = (lane / 4, lane % 4) holds of 8
+   columns 2t and 2t + 1 in rows g and g + 8. So P, a result, is at once the left side of the next product. f32 has the
+   same distribution, with plain arithmetic in place of tensor cores. Tiles lie in shared memory, DP columns (D and
+   zeros), 16 bytes at a time in swapped places, so that 8 rows of one column lie in all banks. They come by copies
+   beside the computation, one block ahead; rows that are not aligned or of another type come element by element. */
+
+#define HPMLG_ATTN_MOST 256 /* columns of a head */
+
+enum hpmlg_attn_part { HPMLG_ATTN_Q, HPMLG_ATTN_K, HPMLG_ATTN_V, HPMLG_ATTN_O };
+
+typedef struct hpmlg_attn {
+    hpmlg_array qkv, o;         /* (B, T, 3C), (B, T, C); backward: o is the gradient of O */
+    hpmlg_array out;            /* forward: O, backward: the gradient of qkv */
+    float      *lse, *delta;    /* (B, heads, T) */
+    int64_t     pairs;          /* B heads */
+    int         T, heads, D;
+    float       scale;
+    bool        causal, add;
+    bool        wide, wide_o, wide_out; /* 16 bytes of qkv, o can be copied, two columns of out written as they are */
+} hpmlg_attn;
+
+template <int type> struct hpmlg_cell { typedef unsigned short t; }; /* an element in shared memory */
+template <> struct hpmlg_cell<HPML_DTYPE_F32> { typedef float t; };
+
+HPMLG_DEVICE void hpmlg_cell_put(float *to, float v, int) { *to = v; }
+HPMLG_DEVICE void hpmlg_cell_put(unsigned short *to, float v, int type)
+{
+    *to = (unsigned short)hpmlg_narrow(v, 0, type);
+}
+
+/* 2^x; 0 below 2^-126. */
+HPMLG_DEVICE float hpmlg_exp2(float x)
+{
+#ifdef HPML_CUDA_ON_CPU
+    return exp2f(x);
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
+/* Where 16 bytes number `chunk` of a row of a tile lie. */
+template <int DP, class E> HPMLG_DEVICE E *hpmlg_tile_at(E *tile, int row, int chunk)
+{
+    int swap = DP * sizeof(E) % 128 == 0 ? row & 7 : row >> 1 & 3;
+    return tile + row * DP + (chunk ^ swap) * (int)(16 / sizeof(E));
+}
+
+/* Where row `row` of a part of pair bh begins. */
+HPMLG_DEVICE int64_t hpmlg_attn_at(const hpmlg_attn &p, int64_t bh, int part, int row)
+{
+    int64_t C = (int64_t)p.heads * p.D, b = bh / p.heads, at = (b * p.T + row) * C, in = (bh - b * p.heads) * p.D;
+    return part == HPMLG_ATTN_O ? at + in : 3 * at + part * C + in;
+}
+
+/* Rows from `row` on into a tile; zeros where there are none. */
+template <int type, int DP>
+HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_cell<type>::t *tile, int rows, int64_t bh,
+                                  int part, int row)
+{
+    typedef typename hpmlg_cell<type>::t E;
+    const int   each = (int)(16 / sizeof(E)), chunks = DP / each;
+    bool        is_o = part == HPMLG_ATTN_O, wide = is_o ? p.wide_o : p.wide;
+    hpmlg_array a  = is_o ? p.o : p.qkv;
+    int64_t     at = hpmlg_attn_at(p, bh, part, row), ld = (int64_t)p.heads * p.D * (is_o ? 1 : 3);
+    for (int i = (int)threadIdx.x; i < rows * chunks; i += (int)blockDim.x) {
+        int     r = i / chunks, c = i - r * chunks;
+        bool    in = row + r < p.T && c * each < p.D;
+        E      *to = hpmlg_tile_at<DP>(tile, r, c);
+        int64_t from = at + r * ld + c * each;
+        if (wide) hpmlg_copy_async16(to, (const E *)a.p + (in ? from : 0), in);
+        else
+            for (int j = 0; j < each; j++)
+                hpmlg_cell_put(to + j, in && c * each + j < p.D ? hpmlg_get(a, from + j) : 0, type);
+    }
+}
+
+/* d (16 M, 8 N) = a b^T over DP columns; a: this warp's rows of a tile, b: all 8 N of another. */
+template <int type, int DP, int M, int N>
+HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const unsigned short *a, const unsigned short *b)
+{
+    int lane = (int)threadIdx.x % HPMLG_WARP;
+    HPMLG_UNROLL for (int m = 0; m < M; m++)
+        HPMLG_UNROLL for (int j = 0; j < N; j++) d[m][j][0] = d[m][j][1] = d[m][j][2] = d[m][j][3] = 0;
+    HPMLG_UNROLL for (int k = 0; k < DP / 16; k++) {
+        unsigned x[M][4], y[4];
+        HPMLG_UNROLL for (int m = 0; m < M; m++)
+            hpmlg_ldmatrix_x4(x[m], hpmlg_tile_at<DP>(a, 16 * m + (lane & 15), 2 * k + (lane >> 4)));
+        HPMLG_UNROLL for (int j = 0; j < N; j += 2) {
+            hpmlg_ldmatrix_x4(y, hpmlg_tile_at<DP>(b, 8 * j + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
+            HPMLG_UNROLL for (int m = 0; m < M; m++) {
+                hpmlg_mma_16816(d[m][j], x[m], y, type == HPML_DTYPE_F16);
+                hpmlg_mma_16816(d[m][j + 1], x[m], y + 2, type == HPML_DTYPE_F16);
+            }
+        }
+    }
+}
+
+template <int type, int DP, int M, int N>
+HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const float *a, const float *b)
+{
+    int g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
+    HPMLG_UNROLL for (int m = 0; m < M; m++)
+        HPMLG_UNROLL for (int j = 0; j < N; j++) d[m][j][0] = d[m][j][1] = d[m][j][2] = d[m][j][3] = 0;
+    for (int k = 0; k < DP / 4; k++) {
+        float4 x[M][2];
+        HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
+            x[i / 2][i % 2] = *(const float4 *)hpmlg_tile_at<DP>(a, 8 * i + g, k);
+        HPMLG_UNROLL for (int j = 0; j < N; j++)
+            HPMLG_UNROLL for (int i = 0; i < 2; i++) {
+                float4 y = *(const float4 *)hpmlg_tile_at<DP>(b, 8 * j + 2 * t + i, k);
+                HPMLG_UNROLL for (int m = 0; m < M; m++)
+                    HPMLG_UNROLL for (int h = 0; h < 2; h++) {
+                        float4 v = x[m][h];
+                        d[m][j][2 * h + i] += v.x * y.x + v.y * y.y + v.z * y.z + v.w * y.w;
+                    }
+            }
+    }
+}
+
+/* d (16 M, 8 NO) += s (16 M, 8 N) b; s: results as above, b: 8 N rows of a tile, from column `column` on. */
+template <int type, int DP, int M, int N, int NO>
+HPMLG_DEVICE void hpmlg_attn_blend(float (&d)[M][NO][4], const float (&s)[M][N][4], const unsigned short *b, int column)
+{
+    int lane = (int)threadIdx.x % HPMLG_WARP;
+    HPMLG_UNROLL for (int k = 0; k < N; k += 2) {
+        unsigned x[M][4], y[4];
+        HPMLG_UNROLL for (int m = 0; m < M; m++)
+            HPMLG_UNROLL for (int i = 0; i < 4; i++)
+                x[m][i] = hpmlg_narrow(s[m][k + i / 2][i % 2 * 2], s[m][k + i / 2][i % 2 * 2 + 1], type);
+        HPMLG_UNROLL for (int j = 0; j < NO; j += 2) {
+            hpmlg_ldmatrix_x4_trans(y, hpmlg_tile_at<DP>(b, 8 * k + (lane & 15), column / 8 + j + (lane >> 4)));
+            HPMLG_UNROLL for (int m = 0; m < M; m++) {
+                hpmlg_mma_16816(d[m][j], x[m], y, type == HPML_DTYPE_F16);
+                hpmlg_mma_16816(d[m][j + 1], x[m], y + 2, type == HPML_DTYPE_F16);
+            }
+        }
+    }
+}
+
+template <int type, int DP, int M, int N, int NO>
+HPMLG_DEVICE void hpmlg_attn_blend(float (&d)[M][NO][4], const float (&s)[M][N][4], const float *b, int column)
+{
+    int lane = (int)threadIdx.x % HPMLG_WARP, t = lane % 4;
+    HPMLG_UNROLL for (int k = 0; k < 8 * N; k++) {
+        float x[M][2];
+        HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
+            x[i / 2][i % 2] = __shfl_sync(HPMLG_ALL, s[i / 2][k / 8][i % 2 * 2 + k % 2], (lane & 28) + k % 8 / 2);
+        HPMLG_UNROLL for (int j = 0; j < NO; j++) {
+            float2 y = *(const float2 *)(hpmlg_tile_at<DP>(b, k, column / 4 + 2 * j + t / 2) + t % 2 * 2);
+            HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
+                d[i / 2][j][i % 2 * 2] += x[i / 2][i % 2] * y.x;
+                d[i / 2][j][i % 2 * 2 + 1] += x[i / 2][i % 2] * y.y;
+            }
+        }
+    }
+}
+
+/* out (+)= scale[row] d, in rows from `row` and columns from `column` on. */
+template <int M, int NO>
+HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int64_t bh, int part, int row, int column,
+                                   const float (&d)[M][NO][4], const float (&scale)[M][2])
+{
+    int g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
+    HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
+        int     r  = row + 8 * i + g;
+        int64_t at = hpmlg_attn_at(p, bh, part, r);
+        if (r >= p.T) continue;
+        HPMLG_UNROLL for (int j = 0; j < NO; j++) {
+            int    c = column + 8 * j + 2 * t;
+            float  k = scale[i / 2][i % 2], u = k * d[i / 2][j][i % 2 * 2], v = k * d[i / 2][j][i % 2 * 2 + 1];
+            if (c >= p.D) continue;
+            if (!p.wide_out) {
+                hpmlg_put(p.out, at + c, p.add ? u + hpmlg_get(p.out, at + c) : u);
+                if (c + 1 < p.D) hpmlg_put(p.out, at + c + 1, p.add ? v + hpmlg_get(p.out, at + c + 1) : v);
+            } else if (p.out.type == HPML_DTYPE_F32) {
+                float2 *to = (float2 *)p.out.p + (at + c) / 2, was = p.add ? *to : make_float2(0, 0);
+                *to = make_float2(was.x + u, was.y + v);
+            } else {
+                unsigned *to  = (unsigned *)p.out.p + (at + c) / 2;
+                float2    was = p.add ? hpmlg_widen(*to, p.out.type) : make_float2(0, 0);
+                *to = hpmlg_narrow(was.x + u, was.y + v, p.out.type);
+            }
+        }
+    }
+}
+
+/* The tile of a block, the longest first: with a causal mask the last queries see most, and so do the first keys. */
+HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first, int64_t *bh)
+{
+    int64_t tile = blockIdx.x / p.pairs;
+    *bh = blockIdx.x - tile * p.pairs;
+    return (int)(last_first ? (p.T + rows - 1) / rows - 1 - tile : tile) * rows;
+}
+
+/* s: scores of 16 M rows with keys from `key` on, some of them hidden where edge; becomes P without its divisor. `most`
+   and `sum` (of this thread's columns) of the rows go on, in base 2, o is corrected. */
+template <int M, int N, int NO>
+HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], float (&most)[M][2], float (&sum)[M][2],
+                                     float (&o)[M][NO][4], int row, int key, bool edge)
+{
+    int   g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
+    float base2 = p.scale * 1.4426950408889634f;
+    bool  moved = false;
+    float shrink[M][2];
+    HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
+        float top = most[i / 2][i % 2], add = 0;
+        int   see = p.causal && row + 8 * i + g < p.T ? row + 8 * i + g + 1 : p.T;
+        HPMLG_UNROLL for (int j = 0; j < 2 * N; j++) {
+            float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2];
+            v   = edge && key + j / 2 * 8 + 2 * t + j % 2 >= see ? -INFINITY : v * base2;
+            top = fmaxf(top, v);
+        }
+        top = fmaxf(top, __shfl_xor_sync(HPMLG_ALL, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(HPMLG_ALL, top, 2));
+        HPMLG_UNROLL for (int j = 0; j < 2 * N; j++) {
+            float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2];
+            v = hpmlg_exp2(v - top);
+            add += v;
+        }
+        float k = hpmlg_exp2(most[i / 2][i % 2] - top);
+        most[i / 2][i % 2] = top, shrink[i / 2][i % 2] = k, moved |= k != 1;
+        sum[i / 2][i % 2]  = sum[i / 2][i % 2] * k + add;
+    }
+    if (!__any_sync(HPMLG_ALL, moved)) return;
+    HPMLG_UNROLL for (int m = 0; m < M; m++)
+        HPMLG_UNROLL for (int j = 0; j < NO; j++)
+            HPMLG_UNROLL for (int e = 0; e < 4; e++) o[m][j][e] *= shrink[m][e / 2];
+}
+
+/* One block: 16 M W queries of one head. N: eights of keys in a block of them. */
+template <int type, int DP, int M, int W, int N>
+static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn(hpmlg_attn p)
+{
+    typedef typename hpmlg_cell<type>::t E;
+    const int R = 16 * M * W, K = 8 * N;
+    HPMLG_SHARED(E, q);      /* (R, DP) */
+    E      *kv = q + R * DP; /* two stages of keys (K, DP) and values (K, DP) */
+    int64_t bh;
+    int     first = hpmlg_attn_tile(p, R, true, &bh), row = first + (int)threadIdx.x / HPMLG_WARP * 16 * M, stage = 0;
+    int     end = p.causal && first + R < p.T ? first + R : p.T;
+    float   o[M][DP / 8][4], s[M][N][4], most[M][2], sum[M][2];
+    HPMLG_UNROLL for (int m = 0; m < M; m++) {
+        most[m][0] = most[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
+        HPMLG_UNROLL for (int j = 0; j < DP / 8; j++) o[m][j][0] = o[m][j][1] = o[m][j][2] = o[m][j][3] = 0;
+    }
+    hpmlg_attn_load<type, DP>(p, q, R, bh, HPMLG_ATTN_Q, first);
+    for (int key = -K; key < end; key += K, stage ^= 1) { /* loads a block while it works on the one before */
+        E *now = kv + stage * 2 * K * DP, *next = kv + (stage ^ 1) * 2 * K * DP;
+        hpmlg_copy_wait(0);
+        __syncthreads();
+        if (key + K < end) {
+            hpmlg_attn_load<type, DP>(p, next, K, bh, HPMLG_ATTN_K, key + K);
+            hpmlg_attn_load<type, DP>(p, next + K * DP, K, bh, HPMLG_ATTN_V, key + K);
+            hpmlg_copy_commit();
+        }
+        if (key < 0 || (p.causal && key >= row + 16 * M)) continue;
+        hpmlg_attn_scores<type, DP, M, N>(s, q + (row - first) * DP, now);
+        hpmlg_attn_softmax(p, s, most, sum, o, row, key, key + K > p.T || (p.causal && key + K > row + 1));
+        hpmlg_attn_blend<type, DP>(o, s, now + K * DP, 0);
+    }
+    HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
+        float &v = sum[i / 2][i % 2];
+        int    r = row + 8 * i + (int)threadIdx.x % HPMLG_WARP / 4;
+        v += __shfl_xor_sync(HPMLG_ALL, v, 1);
+        v += __shfl_xor_sync(HPMLG_ALL, v, 2);
+        if (threadIdx.x % 4 == 0 && r < p.T) p.lse[bh * p.T + r] = most[i / 2][i % 2] + log2f(v);
+        v = 1 / v;
+    }
+    hpmlg_attn_store(p, bh, HPMLG_ATTN_O, row, 0, o, sum);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gpu-attention-back   attention's gradient
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* delta = rowsum(dO O): 8 threads for each row of a head. */
+static __global__ void hpmlg_k_attn_delta(hpmlg_attn p, hpmlg_array o)
+{
+    int64_t rows = p.pairs * p.T;
+    int     lane = (int)threadIdx.x % 8;
+    for (int64_t i = (int64_t)blockIdx.x * 32 + (int)threadIdx.x / 8; i - (int)threadIdx.x % HPMLG_WARP / 8 < rows;
+         i += (int64_t)gridDim.x * 32) {
+        int64_t bt = i / p.heads, h = i - bt * p.heads, at = i * p.D;
+        float   sum = 0;
+        for (int c = 8 * lane; c < p.D && i < rows; c += 64) {
+            hpmlg_eight x = hpmlg_get_part(o, at + c, at, at + p.D, 0);
+            hpmlg_eight y = hpmlg_get_part(p.o, at + c, at, at + p.D, 0);
+            for (int j = 0; j < 8; j++) sum += x.v[j] * y.v[j];
+        }
+        for (int k = 4; k > 0; k >>= 1) sum += __shfl_xor_sync(HPMLG_ALL, sum, k);
+        if (lane == 0 && i < rows) p.delta[(bt / p.T * p.heads + h) * p.T + bt % p.T] = sum;
+    }
+}
+
+/* s: scores of rows with a block of columns, becomes P; dp: dP, becomes dS. The kept sum and delta of queries: KEYS,
+   line[c] and line[8 N + c] of column c, else of_row. Where edge, some keys are hidden. */
+template <bool KEYS, int M, int N>
+HPMLG_DEVICE void hpmlg_attn_slopes(const hpmlg_attn &p, float (&s)[M][N][4], float (&dp)[M][N][4],
+                                    const float (&of_row)[M][2][2], const float *line, int row, int column, bool edge)
+{
+    int   g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
+    float base2 = p.scale * 1.4426950408889634f;
+    HPMLG_UNROLL for (int j = 0; j < 2 * N; j++) {
+        int   c = j / 2 * 8 + 2 * t + j % 2;
+        float lse = KEYS ? line[c] : 0, delta = KEYS ? line[8 * N + c] : 0;
+        HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
+            int    r = row + 8 * i + g, query = KEYS ? column + c : r, key = KEYS ? r : column + c;
+            float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2], &w = dp[i / 2][j / 2][i % 2 * 2 + j % 2];
+            bool   hidden = edge && (key >= p.T || (p.causal && key > query));
+            v = hidden ? 0 : hpmlg_exp2(v * base2 - (KEYS ? lse : of_row[i / 2][i % 2][0]));
+            w = v * (w - (KEYS ? delta : of_row[i / 2][i % 2][1]));
+        }
+    }
+}
+
+/* One block: 16 M W keys of one head, their dK and dV, or as many queries and their dQ; DA columns of these from
+   blockIdx.y DA on. */
+template <int type, int DP, int DA, int M, int W, int N, bool KEYS>
+static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn_back(hpmlg_attn p)
+{
+    typedef typename hpmlg_cell<type>::t E;
+    const int R = 16 * M * W, K = 8 * N;
+    HPMLG_SHARED(E, own);                              /* keys and values, or queries and dO: two of (R, DP) */
+    E      *stream = own + 2 * R * DP;                 /* the others: two stages of two (K, DP) */
+    float  *lines = (float *)(stream + 4 * K * DP);    /* two stages of kept sum and delta of the queries in stream */
+    int64_t bh;
+    int     first = hpmlg_attn_tile(p, R, !KEYS, &bh), at = (int)threadIdx.x / HPMLG_WARP * 16 * M, row = first + at;
+    int     begin = KEYS && p.causal ? first / K * K : 0, stage = 0, column = (int)blockIdx.y * DA;
+    int     end = !KEYS && p.causal && first + R < p.T ? first + R : p.T;
+    float   d0[M][DA / 8][4], d1[KEYS ? M : 1][KEYS ? DA / 8 : 1][4], s[M][N][4], dp[M][N][4], of_row[M][2][2];
+    float   scale[M][2], one[M][2];
+    HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
+        int r = row + 8 * i + (int)threadIdx.x % HPMLG_WARP / 4;
+        of_row[i / 2][i % 2][0] = !KEYS && r < p.T ? p.lse[bh * p.T + r] : INFINITY;
+        of_row[i / 2][i % 2][1] = !KEYS && r < p.T ? p.delta[bh * p.T + r] : 0;
+        scale[i / 2][i % 2] = p.scale, one[i / 2][i % 2] = 1;
+        HPMLG_UNROLL for (int j = 0; j < DA / 8; j++)
+            HPMLG_UNROLL for (int e = 0; e < 2; e++) {
+                d0[i / 2][j][i % 2 * 2 + e] = 0;
+                if (KEYS) d1[KEYS ? i / 2 : 0][KEYS ? j : 0][i % 2 * 2 + e] = 0;
+            }
+    }
+    hpmlg_attn_load<type, DP>(p, own, R, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, first);
+    hpmlg_attn_load<type, DP>(p, own + R * DP, R, bh, KEYS ? HPMLG_ATTN_V : HPMLG_ATTN_O, first);
+    for (int c = begin - K; c < end; c += K, stage ^= 1) {
+        E     *now = stream + stage * 2 * K * DP, *next = stream + (stage ^ 1) * 2 * K * DP;
+        float *line = lines + stage * 2 * K, *next_line = lines + (stage ^ 1) * 2 * K;
+        hpmlg_copy_wait(0);
+        __syncthreads();
+        if (c + K < end) {
+            hpmlg_attn_load<type, DP>(p, next, K, bh, KEYS ? HPMLG_ATTN_Q : HPMLG_ATTN_K, c + K);
+            hpmlg_attn_load<type, DP>(p, next + K * DP, K, bh, KEYS ? HPMLG_ATTN_O : HPMLG_ATTN_V, c + K);
+            hpmlg_copy_commit();
+            for (int i = (int)threadIdx.x; KEYS && i < K; i += HPMLG_WARP * W) {
+                bool in = c + K + i < p.T; /* what lies behind the end has weight 0 */
+                next_line[i]     = in ? p.lse[bh * p.T + c + K + i] : INFINITY;
+                next_line[K + i] = in ? p.delta[bh * p.T + c + K + i] : 0;
+            }
+        }
+        if (c < begin || (p.causal && (KEYS ? c + K <= row : c >= row + 16 * M))) continue;
+        hpmlg_attn_scores<type, DP, M, N>(s, own + at * DP, now);
+        hpmlg_attn_scores<type, DP, M, N>(dp, own + (R + at) * DP, now + K * DP);
+        hpmlg_attn_slopes<KEYS>(p, s, dp, of_row, line, row, c, KEYS ? p.causal && c < row + 16 * M - 1
+                                : c + K > p.T || (p.causal && c + K > row + 1));
+        if constexpr (KEYS) hpmlg_attn_blend<type, DP>(d1, s, now + K * DP, column);
+        hpmlg_attn_blend<type, DP>(d0, dp, now, column);
+    }
+    hpmlg_attn_store(p, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, row, column, d0, scale);
+    if constexpr (KEYS) hpmlg_attn_store(p, bh, HPMLG_ATTN_V, row, column, d1, one);
+}
+
+/* Launches with more shared memory than a kernel has without asking: asks in the passes that are not recorded, the
+   first ones. */
+HPMLG_FN hpml_status hpmlg_attn_start(hpmlg_device *d, void (*kernel)(hpmlg_attn), const hpmlg_attn *p, int rows,
+                                      unsigned parts, int threads, size_t shared)
+{
+    int64_t blocks = (p->T + rows - 1) / rows * p->pairs;
+    if (blocks > 0x7fffffff)
+        return hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "attention: %lld samples and heads of %d positions are too "
+                             "many for one launch", (long long)p->pairs, p->T);
+    if (!d->recording && shared > (size_t)48 << 10) {
+        cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
+        if (e != cudaSuccess) return hpmlg_check(d, e, "shared memory for attention");
+    }
+    return HPMLG_RUN(d, kernel, dim3((unsigned)blocks, parts), (unsigned)threads, shared, *p);
+}
+
+/* Sizes such that the results stay in registers and two blocks share a multiprocessor, or at least one has room in
+   99 KiB. */
+template <int type, int DP> HPMLG_FN hpml_status hpmlg_attn_run(hpmlg_device *d, const hpmlg_attn *p, bool backward)
+{
+    const bool   f32 = type == HPML_DTYPE_F32;
+    const int    cell = f32 ? 4 : 2, DA = DP > 128 ? 128 : DP;
+    const int    M = DP > 128 ? 1 : 2, W = f32 && DP > 128 ? 2 : 4, N = f32 ? (DP > 64 ? 2 : 4) : DP > 128 ? 4 : 8;
+    const int    BM = !f32 && DP <= 64 ? 2 : 1, BW = f32 && DP > 128 ? 1 : 4, BN = DP > (f32 ? 64 : 128) ? 2 : 4;
+    const size_t shared = (size_t)((16 * M * W + 32 * N) * DP * cell);
+    const size_t back = (size_t)((32 * BM * BW + 32 * BN) * DP * cell) + (size_t)(32 * BN) * sizeof(float);
+    if (!backward)
+        return hpmlg_attn_start(d, hpmlg_k_attn<type, DP, M, W, N>, p, 16 * M * W, 1, HPMLG_WARP * W, shared);
+    hpml_status status = hpmlg_attn_start(d, hpmlg_k_attn_back<type, DP, DA, BM, BW, BN, true>, p, 16 * BM * BW,
+                                          DP / DA, HPMLG_WARP * BW, back);
+    if (status != HPML_OK) return status;
+    return hpmlg_attn_start(d, hpmlg_k_attn_back<type, DP, DP, BM, BW, BN, false>, p, 16 * BM * BW, 1, HPMLG_WARP * BW,
+                            back);
+}
+
+template <int type> HPMLG_FN hpml_status hpmlg_attn_sized(hpmlg_device *d, const hpmlg_attn *p, bool backward)
+{
+    const bool f32 = type == HPML_DTYPE_F32;
+    if (p->D <= 32) return hpmlg_attn_run<type, f32 ? 64 : 32>(d, p, backward);
+    if (p->D <= 64) return hpmlg_attn_run<type, 64>(d, p, backward);
+    if (p->D <= 96) return hpmlg_attn_run<type, f32 ? 128 : 96>(d, p, backward);
+    if (p->D <= 128) return hpmlg_attn_run<type, 128>(d, p, backward);
+    return hpmlg_attn_run<type, 256>(d, p, backward);
+}
+
+HPMLG_FN hpml_status hpmlg_attn_either(const hpml_run *run, hpml_node *n, bool backward)
+{
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    hpmlg_attn    p;
+    int64_t       C = n->out->shape[2], T = n->out->shape[1], D = C / n->attr.attention.heads;
+    hpml_dtype    type = n->out->dtype;
+    int           each = type == HPML_DTYPE_F32 ? 4 : 8;
+    if (D > HPMLG_ATTN_MOST || T > 0x7fff0000)
+        return hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "attention \"%s\": heads of %lld columns, %lld positions; "
+                             "the GPU's kernels take up to %d columns and 2^31 positions: take more heads",
+                             n->out->name, (long long)D, (long long)T, HPMLG_ATTN_MOST);
+    memset(&p, 0, sizeof p);
+    p.qkv = hpmlg_value(n->src[0]), p.o = hpmlg_grad(n->out);
+    p.out = backward ? hpmlg_grad(n->src[0]) : hpmlg_value(n->out);
+    p.lse = (float *)n->saved, p.delta = (float *)n->scratch;
+    p.T = (int)T, p.heads = n->attr.attention.heads, p.D = (int)D, p.pairs = n->out->shape[0] * p.heads;
+    p.scale = n->attr.attention.scale, p.causal = n->attr.attention.causal, p.add = backward && n->accumulate[0];
+    p.wide     = p.qkv.type == (int)type && D % each == 0 && ((uintptr_t)p.qkv.p & 15) == 0;
+    p.wide_o   = D % each == 0 && ((uintptr_t)p.o.p & 15) == 0;
+    p.wide_out = D % 2 == 0 && ((uintptr_t)p.out.p & 15) == 0;
+    if (p.pairs * T == 0) return HPML_OK;
+    if (backward) {
+        hpml_status status = HPMLG_RUN(d, hpmlg_k_attn_delta, hpmlg_blocks(d, p.pairs * T, 32), 256, 0, p,
+                                       hpmlg_value(n->out));
+        if (status != HPML_OK) return status;
+    }
+    return type == HPML_DTYPE_F32 ? hpmlg_attn_sized<HPML_DTYPE_F32>(d, &p, backward)
+         : type == HPML_DTYPE_BF16 ? hpmlg_attn_sized<HPML_DTYPE_BF16>(d, &p, backward)
+                                   : hpmlg_attn_sized<HPML_DTYPE_F16>(d, &p, backward);
+}
+
+HPMLG_FN hpml_status hpmlg_attention_forward(const hpml_run *run, hpml_node *n)
+{
+    return hpmlg_attn_either(run, n, false);
+}
+
+HPMLG_FN hpml_status hpmlg_attention_backward(const hpml_run *run, hpml_node *n)
+{
+    return hpmlg_attn_either(run, n, true);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-lstm   long short-term memory
@@ -4965,6 +5432,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
                            sizeof(float);
         break;
     case HPML_OP_BATCHNORM: n->scratch_bytes = hpmlg_bn_scratch(d, n); break;
+    case HPML_OP_ATTENTION: n->scratch_bytes = n->saved_bytes; break;
     case HPML_OP_EMBEDDING: n->scratch_bytes = hpmlg_embedding_scratch(n); break;
     case HPML_OP_LINEAR:
         if (n->saved_bytes) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * hpml_dtype_size(n->out->dtype);

@@ -61,6 +61,7 @@ typedef struct op_case {
     X(dropout, hpml_dropout(hpml_scale(x, 2, 0), 0.4f), 3e-3)                                                          \
     X(attention, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 2 }), 8e-3)                                 \
     X(attention_full, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 1, .not_causal = true }), 8e-3)        \
+    X(attention_scale, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 4, .scale = 0.7f }), 8e-3)            \
     X(lstm, hpml_lstm(three(x), 5, NULL), 8e-3)                                                                        \
     X(residual, hpml_add(hpml_dropout(hpml_linear(x, 7, NULL), 0.2f), x), 5e-3)
 

@@ -169,6 +169,8 @@ ONE(rmsnorm, hpml_rmsnorm(x, NULL))
 ONE(batchnorm, hpml_batchnorm(x, NULL))
 ONE(batchnorm_relu, hpml_batchnorm(x, &(hpml_norm_desc){ .activation = HPML_ACT_RELU, .momentum = 0.3f }))
 ONE(dropout, hpml_dropout(x, 0.3f))
+ONE(attention, hpml_attention(x, &(hpml_attention_desc){ .heads = 2 }))
+ONE(attention_full, hpml_attention(x, &(hpml_attention_desc){ .heads = 2, .not_causal = true, .scale = 0.11f }))
 
 static float *numbers(uint64_t seed, int64_t n, float shift)
 {
@@ -240,7 +242,7 @@ static void one_case(const one_op *o, const int64_t shape[4], hpml_cuda_precisio
     char    what[128];
     for (int gpu = 0; gpu < 2; gpu++) {
         hpml_ctx    *ctx = context(gpu == 1, precision);
-        int          ndim = shape[2] ? 4 : 2;
+        int          ndim = shape[3] ? 4 : shape[2] ? 3 : 2;
         hpml_tensor *x = hpml_input(ctx, HPML_DTYPE_F32, ndim, shape), *y;
         float       *v = numbers(1, hpml_tensor_count(x), o->shift);
         memset(&r[gpu], 0, sizeof r[gpu]);
@@ -308,6 +310,55 @@ TEST(rows_and_channels_in_halves)
     if (no_device()) SKIP("no CUDA device");
     EACH(ops, i) EACH(shapes, k) one_case(&ops[i], shapes[k], HPML_CUDA_F16, 3e-3);
     EACH(ops, i) EACH(shapes, k) one_case(&ops[i], shapes[k], HPML_CUDA_BF16, 2e-2);
+}
+
+/* (B, T, 3C): positions below, at and above the kernels' blocks; heads of all padded sizes, aligned and not. A negative
+   scale turns every order around. */
+ONE(attention_turned, hpml_attention(x, &(hpml_attention_desc){ .heads = 2, .scale = -0.2f }))
+static void attention_cases(bool halves, hpml_cuda_precision precision, double tolerance)
+{
+    const one_op ops[] = {
+        { "attention", one_attention, .halves = halves },
+        { "attention, not causal", one_attention_full, .halves = halves, .accumulate = true },
+        { "attention with a negative scale", one_attention_turned, .halves = halves },
+    };
+    static const int64_t lengths[] = { 1, 63, 64, 65, 150 }, widths[] = { 5, 32, 40, 96, 100, 128, 136, 256 };
+    EACH(lengths, i) EACH(ops, k)
+        if (k < 2) one_case(&ops[k], (const int64_t[4]){ 2, lengths[i], 6 * 64 }, precision, tolerance);
+    EACH(widths, i) EACH(ops, k)
+        one_case(&ops[k], (const int64_t[4]){ 1, k ? 17 : 145, 6 * widths[i] }, precision, tolerance);
+}
+
+TEST(attention_in_f32)
+{
+    if (no_device()) SKIP("no CUDA device");
+    attention_cases(false, HPML_CUDA_F32, 2e-5);
+}
+
+TEST(attention_in_halves)
+{
+    if (no_device()) SKIP("no CUDA device");
+    attention_cases(true, HPML_CUDA_F16, 6e-3);
+    attention_cases(true, HPML_CUDA_BF16, 6e-2);
+}
+
+TEST(attention_of_an_f32_input_in_halves)
+{
+    static const one_op o = { "attention", one_attention, .accumulate = true };
+    if (no_device()) SKIP("no CUDA device");
+    one_case(&o, (const int64_t[4]){ 2, 70, 6 * 24 }, HPML_CUDA_F16, 4e-3);
+    one_case(&o, (const int64_t[4]){ 2, 70, 6 * 24 }, HPML_CUDA_TF32, 2e-5);
+}
+
+TEST(attention_the_device_refuses)
+{
+    if (no_device()) SKIP("no CUDA device");
+    hpml_ctx    *ctx = context(true, HPML_CUDA_BF16);
+    hpml_tensor *x = hpml_input_3d(ctx, 1, 4, 3 * 264), *y = hpml_attention(x, &(hpml_attention_desc){ .heads = 1 });
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+    ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_graph_forward(g, true, 0) == HPML_ERR_UNSUPPORTED);
+    ENSURE(strstr(hpml_ctx_error(ctx), "heads of 264 columns"));
+    hpml_ctx_free(ctx);
 }
 
 /* Ones come out as zeros where the word of their place is below p 2^32. */
