@@ -229,6 +229,7 @@ HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx);    /* kernels in use: "a
 HPML_API uint64_t    hpml_ctx_seed(const hpml_ctx *ctx);
 HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx); /* calls of alloc so far: a training step adds none */
 HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx);       /* bytes now held */
+HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx); /* where its memory comes from; ctx NULL: all zero */
 
 /* Memory that lives as long as the context: zeroed, 64-byte aligned; `drop`, where given, is called before it goes. For
    siblings, strategies and layers of your own. NULL and an error on the context when there is none. */
@@ -4434,6 +4435,12 @@ HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx)         { return ctx ? ct
 HPML_API uint64_t    hpml_ctx_seed(const hpml_ctx *ctx)        { return ctx ? ctx->seed : 0; }
 HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx) { return ctx ? ctx->allocations : 0; }
 HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx)       { return ctx ? ctx->bytes : 0; }
+HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx)
+{
+    hpml_allocator none = HPMLI_ZEROED;
+    return ctx ? ctx->allocator : none;
+}
+
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ctx->device : NULL; }
 // ---------------------------------------------------------------------------------------------------------------------

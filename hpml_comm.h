@@ -302,7 +302,7 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
 /* Started now, done by a thread of the communicator's own on a twin of it, in the order of starting, which must be the
    same on all ranks. The array must stay untouched until hpml_job_wait has returned. Jobs are reused: wait for each
    exactly once. Where there is no thread to be had (HPML_NO_THREADS, MPI_THREAD_SINGLE) the work is done at once
-   instead. */
+   instead. That thread takes memory from the context's allocator, too, so yours must then serve two threads. */
 typedef struct hpml_job hpml_job;
 HPML_API hpml_job   *hpml_iallreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc);
 HPML_API hpml_job   *hpml_background(hpml_comm *c, hpml_rank_fn *work, void *user); /* anything else, on the twin */
@@ -605,6 +605,10 @@ HPMLC_REF(hpml_status, hpml_simulate, (const hpml_simulate_desc &d, hpml_simulat
 #ifndef HPML_NO_THREADS
 #include <pthread.h>
 #include <sched.h>
+#endif
+#ifdef __linux__
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #endif
 #ifdef HPML_USE_MPI
 #include <mpi.h>
@@ -2420,23 +2424,37 @@ HPML_API size_t hpml_element_size(hpml_element e)
     return (unsigned)e <= HPML_ELEMENT_BYTE ? size[e] : 0;
 }
 
-/* The mean of p ranks, after the sum: the same operation on the same bits on every rank. */
+/* The mean of p ranks, after the sum: the same operation on the same bits on every rank. Blocks of 16 as above; times
+   1 / p is the same bits as divided by p where p is a power of two. */
+HPMLC_FN void hpmlc_divide_f32(float *x, int64_t n, float p)
+{
+    const int   rest = (int)p & ((int)p - 1);
+    const float inverse = 1 / p;
+    for (; n >= 16; n -= 16, x += 16) {
+        if (rest == 0)
+            for (int j = 0; j < 16; j++) x[j] *= inverse;
+        else
+            for (int j = 0; j < 16; j++) x[j] /= p;
+    }
+    for (int64_t j = 0; j < n; j++) x[j] /= p;
+}
+
 HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 {
-    float    *f32  = (float *)data;
     double   *f64  = (double *)data;
     uint16_t *bf16 = (uint16_t *)data;
     int32_t  *i32  = (int32_t *)data;
     int64_t  *i64  = (int64_t *)data;
-    for (int64_t i = 0; i < n; i++)
-        switch (e) {
-        case HPML_ELEMENT_F32: f32[i] /= (float)p; break;
-        case HPML_ELEMENT_F64: f64[i] /= p; break;
-        case HPML_ELEMENT_BF16: bf16[i] = hpmlc_to_bf16(hpmlc_from_bf16(bf16[i]) / (float)p); break;
-        case HPML_ELEMENT_I32: i32[i] /= p; break;
-        case HPML_ELEMENT_I64: i64[i] /= p; break;
-        case HPML_ELEMENT_BYTE: break;
-        }
+    switch (e) {
+    case HPML_ELEMENT_F32: hpmlc_divide_f32((float *)data, n, (float)p); break;
+    case HPML_ELEMENT_F64: for (int64_t i = 0; i < n; i++) f64[i] /= p; break;
+    case HPML_ELEMENT_BF16:
+        for (int64_t i = 0; i < n; i++) bf16[i] = hpmlc_to_bf16(hpmlc_from_bf16(bf16[i]) / (float)p);
+        break;
+    case HPML_ELEMENT_I32: for (int64_t i = 0; i < n; i++) i32[i] /= p; break;
+    case HPML_ELEMENT_I64: for (int64_t i = 0; i < n; i++) i64[i] /= p; break;
+    case HPML_ELEMENT_BYTE: break;
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2810,10 +2828,28 @@ HPMLC_FN void hpmlc_rouse(hpml_comm *by, hpml_comm *who, hpmlc_gate *g)
     if (who->agent) hpmlc_agent_rouse(who, who->agent, 0);
 }
 
+#if defined(__linux__) && !defined(__USE_MISC) /* -std=c99 */
+long syscall(long number, ...);
+#endif
+
+/* This thread mostly waits, and others wait for what it does next: it asks to be woken when the time has come, not 50 us
+   later, and to run for moments only, which lets it run at once although all cores compute. Refused: no matter. */
+HPMLC_FN void hpmlc_background_prompt(void)
+{
+#if defined(__linux__) && defined(PR_SET_TIMERSLACK) && defined(SYS_sched_setattr)
+    struct { uint32_t size, policy; uint64_t flags; int32_t nice; uint32_t priority; uint64_t runtime, rest[2]; } a;
+    prctl(PR_SET_TIMERSLACK, 1000ul, 0ul, 0ul, 0ul); /* ns */
+    if (syscall(SYS_sched_getattr, 0, &a, (unsigned)sizeof a, 0u) != 0 || a.policy != 0) return;
+    a.runtime = 100000; /* ns of a slice, from Linux 6.12 on */
+    syscall(SYS_sched_setattr, 0, &a, 0u);
+#endif
+}
+
 HPMLC_FN void *hpmlc_background_main(void *arg)
 {
     hpmlc_background *b    = (hpmlc_background *)arg;
     unsigned          seen = 0;
+    hpmlc_background_prompt();
     if (b->twin->agent) hpmlc_agent_enter(b->twin);
     for (;;) {
         unsigned posted = __atomic_load_n(&b->posted, __ATOMIC_ACQUIRE);
@@ -2890,7 +2926,8 @@ HPMLC_FN hpmlc_background *hpmlc_background_start(hpml_comm *c)
     int32_t          *all = b ? (int32_t *)hpml_ctx_alloc(c->ctx, sizeof(int32_t) * (size_t)c->size, NULL) : NULL;
     if (!all) return NULL;
     memset(&d, 0, sizeof d);
-    d.threads = 1;
+    d.threads   = 1;
+    d.allocator = hpml_ctx_allocator(c->ctx);
     b->c   = c;
     b->ctx = hpml_ctx_create(&d);
     for (int i = 0; i < c->size; i++) all[i] = i;
@@ -3711,7 +3748,8 @@ HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
 
 typedef struct hpmlc_bucket {
     hpml_exchange *x, *warm; /* warm: uncompressed, for the first steps */
-    hpml_job      *job;
+    hpml_job      *job;      /* NULL: done at once, with this: */
+    hpml_status    status;
     int            count, ready;
 } hpmlc_bucket;
 
@@ -3730,6 +3768,8 @@ struct hpml_distributed {
     double              *stats;     /* (HPMLC_STATS + buffer_total), f64 sums */
     int64_t              buffer_total, grad_total, batch; /* batch: the model's */
     hpml_job            *stats_job;
+    hpml_status          stats_status;
+    bool                 direct;   /* no thread in the background: each exchange is over when it has begun */
     double               samples, loss_sum; /* of this rank, this step */
     float               *first;     /* the trainer's gradients: where the first one is, */
     float               *shadow;    /* delayed: and those under way, laid out like them */
@@ -3770,13 +3810,36 @@ HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, bool warm, hpml
     e->ratio = d->d.ratio, e->momentum = d->d.momentum, e->lowrank = d->d.lowrank;
 }
 
+/* A thread in the background pays where there is something to wait for, a network, or a core to spare; else it takes
+   from the computation what it gains, and its waking up is added. Any rank's need decides for all. */
+HPMLC_FN bool hpmlc_background_pays(hpml_comm *c)
+{
+    int32_t             near = 0, pays = c->agent != NULL;
+    hpml_allreduce_desc max;
+    for (int i = 0; i < c->size; i++) near += c->node[i] == c->node[c->rank];
+    if (c->mpi) pays = near < c->size;
+#ifndef HPML_NO_THREADS
+    const hpml_network *w = c->room ? &c->room->world->network : NULL;
+    if (w) near = c->size;
+    if (w && (w->inside.latency > 0 || w->inside.bandwidth > 0 || w->between.latency > 0 || w->between.bandwidth > 0))
+        pays = 1;
+#endif
+    if (near * hpml_ctx_threads(c->ctx) < hpmlc_cores(1)) pays = 1;
+    memset(&max, 0, sizeof max);
+    max.reduce = HPML_MAX, max.element = HPML_ELEMENT_I32;
+    hpml_allreduce(c, &pays, 1, &max);
+    return pays != 0;
+}
+
 /* Cuts the trained parameters, last first, into buckets of at least bucket_bytes. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
 {
+    d->direct = !hpmlc_background_pays(d->c);
+    if (d->direct) d->d.no_overlap = true;
     hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)d->params, NULL);
     d->bucket = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket * (size_t)d->params, NULL);
     if (!g || !d->bucket) return false;
-    int64_t bytes = 0, limit = d->d.bucket_bytes > 0 ? d->d.bucket_bytes : (int64_t)1 << 18;
+    int64_t bytes = 0, limit = d->d.bucket_bytes > 0 ? d->d.bucket_bytes : d->direct ? INT64_MAX : (int64_t)1 << 18;
     int     count = 0;
     for (int i = d->params - 1; i >= -1; i--) {
         hpml_tensor *p = i >= 0 ? hpmlc_param(d, i) : NULL;
@@ -3811,9 +3874,10 @@ HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
 {
     bool warm = hpml_trainer_step_count(d->t) < d->d.warm_steps;
     while (d->posted < d->buckets && d->bucket[d->posted].ready == d->bucket[d->posted].count) {
-        hpmlc_bucket *b = &d->bucket[d->posted++];
-        b->job = hpml_exchange_start(warm ? b->warm : b->x);
-        if (!b->job) return hpml_ctx_status(d->ctx);
+        hpmlc_bucket  *b = &d->bucket[d->posted++];
+        hpml_exchange *x = warm ? b->warm : b->x;
+        if (d->direct) b->status = hpml_exchange_run(x);
+        else if (!(b->job = hpml_exchange_start(x))) return hpml_ctx_status(d->ctx);
     }
     return HPML_OK;
 }
@@ -3889,6 +3953,7 @@ HPMLC_FN hpml_status hpmlc_stats_post(hpml_distributed *d)
     hpmlc_stats_fill(d);
     memset(&f64, 0, sizeof f64);
     f64.element  = HPML_ELEMENT_F64;
+    if (d->direct) return d->stats_status = hpml_allreduce(d->c, d->stats, HPMLC_STATS + d->buffer_total, &f64);
     d->stats_job = hpml_iallreduce(d->c, d->stats, HPMLC_STATS + d->buffer_total, &f64);
     return d->stats_job ? HPML_OK : hpml_ctx_status(d->ctx);
 }
@@ -3921,6 +3986,15 @@ HPMLC_FN void hpmlc_buffers_read(hpml_distributed *d)
     }
 }
 
+HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d)
+{
+    double      start  = hpml_now();
+    hpml_status status = hpmlc_buckets_post(d);
+    if (status == HPML_OK) status = hpmlc_stats_post(d);
+    if (d->direct) d->r.exposed_s += hpml_now() - start;
+    return status;
+}
+
 HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
 {
     hpml_distributed *d     = (hpml_distributed *)user;
@@ -3942,10 +4016,7 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     d->r.compute_s += hpml_now() - start;
     d->micro++;
     if (status != HPML_OK) return hpmlc_failed(d->c), status;
-    if (last && !d->d.delayed) {
-        status = hpmlc_buckets_post(d);
-        if (status == HPML_OK) status = hpmlc_stats_post(d);
-    }
+    if (last && !d->d.delayed) status = hpmlc_dist_post(d);
     return status;
 }
 
@@ -3954,12 +4025,12 @@ HPMLC_FN hpml_status hpmlc_dist_jobs(hpml_distributed *d)
 {
     hpml_status status = HPML_OK;
     for (int i = 0; i < d->buckets; i++) {
-        hpml_status s = d->bucket[i].job ? hpml_job_wait(d->bucket[i].job) : HPML_OK;
-        d->bucket[i].job = NULL;
+        hpml_status s = d->bucket[i].job ? hpml_job_wait(d->bucket[i].job) : d->bucket[i].status;
+        d->bucket[i].job = NULL, d->bucket[i].status = HPML_OK;
         if (s != HPML_OK && status == HPML_OK) status = s;
     }
-    hpml_status s = d->stats_job ? hpml_job_wait(d->stats_job) : HPML_OK;
-    d->stats_job  = NULL;
+    hpml_status s = d->stats_job ? hpml_job_wait(d->stats_job) : d->stats_status;
+    d->stats_job  = NULL, d->stats_status = HPML_OK;
     return s != HPML_OK ? s : status;
 }
 
@@ -4044,8 +4115,7 @@ HPMLC_FN hpml_status hpmlc_dist_delay(hpml_distributed *d, double *samples, doub
     hpmlc_steps_note(d);
     d->under_way = !d->trial;
     d->posted    = 0;
-    status = hpmlc_buckets_post(d);
-    if (status == HPML_OK) status = hpmlc_stats_post(d);
+    status = hpmlc_dist_post(d);
     if (!d->trial || status != HPML_OK) return status;
     status   = hpmlc_dist_wait(d);
     *samples = d->stats[HPMLC_SAMPLES], *full = d->full;

@@ -1,5 +1,8 @@
 /* Allreduce of f32, seconds by size: bench_comm threads | mpi | ring [BYTES]. Prints "case bytes seconds" for each
-   measurement; bench_comm.sh repeats, takes the best of each and writes the rows. */
+   measurement; bench_comm.sh repeats, takes the best of each and writes the rows.
+   Training: bench_comm scale MODEL BATCH (or mpiexec -n 2 bench_comm_mpi scale ...) sets 2 workers that share a batch
+   against 1 worker, and against 2 that do not know of each other: what the machine allows. bench_comm hidden MODEL BATCH
+   injects a link of 1 Gbit/s and exchanges during, then after, the backward pass. Prints one line of numbers. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
 
@@ -95,15 +98,145 @@ static hpml_status crowd(hpml_comm *c, void *user) /* more ranks than cores */
 }
 #endif
 
+/* ---- training */
+
+typedef struct training {
+    const char *model;
+    int64_t     batch; /* of all workers together */
+    bool        no_overlap;
+    double      result[6];
+} training;
+
+static hpml_tensor *record(const char *model, hpml_tensor *x)
+{
+    hpml_linear_desc relu = { .activation = HPML_ACT_RELU };
+    hpml_conv2d_desc conv = { .kernel_h = 5, .padding_h = 2, .activation = HPML_ACT_RELU };
+    if (strcmp(model, "mlp") == 0) return hpml_linear(hpml_linear(hpml_flatten(x), 128, &relu), 10, NULL);
+    if (strcmp(model, "deep") == 0) { /* equal layers, so that what is sent can hide behind the layers before it */
+        x = hpml_flatten(x);
+        for (int i = 0; i < 6; i++) x = hpml_linear(x, 256, &relu);
+        return hpml_linear(x, 10, NULL);
+    }
+    x = hpml_max_pool2d(hpml_conv2d(x, 16, &conv), 2, 0, 0);
+    x = hpml_max_pool2d(hpml_conv2d(x, 32, &conv), 2, 0, 0);
+    return hpml_linear(hpml_linear(hpml_flatten(x), 128, &relu), 10, NULL);
+}
+
+static hpml_trainer *trainer(hpml_ctx *ctx, const char *model, int64_t batch)
+{
+    hpml_tensor *x = hpml_input_4d(ctx, batch, 1, 28, 28);
+    return hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = record(model, x), .lr = 1e-4f, .momentum = 0.9f });
+}
+
+static int by_size(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double *x, int n)
+{
+    qsort(x, (size_t)n, sizeof *x, by_size);
+    return x[n / 2];
+}
+
+/* Samples a second of this worker: the median of some steps, for now and then another program takes a core. */
+static double rate(hpml_trainer *t, const float *x, const int32_t *y, int64_t batch, int steps)
+{
+    double took[400];
+    if (steps > 400) steps = 400;
+    for (int i = 0; i < steps; i++) {
+        took[i] = hpml_now();
+        hpml_trainer_step(t, x, y, batch, NULL);
+        took[i] = hpml_now() - took[i];
+    }
+    return (double)batch / median(took, steps);
+}
+
+/* In turns: one worker with the whole batch, two strangers with half of it each, two workers that share it. */
+static hpml_status scale(hpml_comm *c, void *user)
+{
+    enum { ROUNDS = 25 };
+    training     *j = (training *)user;
+    hpml_ctx     *ctx = hpml_comm_ctx(c), *own[2] = { hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 }), hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 }) };
+    int           rank = hpml_comm_rank(c);
+    int64_t       half = j->batch / 2;
+    hpml_trainer *alone = trainer(own[0], j->model, j->batch), *stranger = trainer(own[1], j->model, half), *t = trainer(ctx, j->model, half);
+    float        *x = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)j->batch * 784, NULL);
+    int32_t      *y = (int32_t *)hpml_ctx_alloc(ctx, sizeof(int32_t) * (size_t)j->batch, NULL);
+    double        one[ROUNDS], efficiency[ROUNDS], ceiling[ROUNDS], both[2];
+    int32_t       steps = 0;
+    if (hpml_comm_size(c) != 2 || !x || !y || !hpml_distribute(t, c, NULL)) return hpml_ctx_fail(ctx, HPML_ERR_STATE, "2 ranks, and memory");
+    for (int64_t i = 0; i < j->batch * 784; i++) x[i] = (float)(i * 37 % 11) / 11;
+    rate(alone, x, y, j->batch, 3), rate(stranger, x, y, half, 3), rate(t, x, y, half, 20);
+    steps = (int32_t)(0.03 * rate(alone, x, y, j->batch, 3) / (double)j->batch) + 2; /* about 30 ms */
+    hpml_broadcast(c, &steps, sizeof steps, 0);
+    for (int r = 0; r < ROUNDS; r++) {
+        hpml_barrier(c);
+        if (rank == 0) one[r] = rate(alone, x, y, j->batch, steps);
+        hpml_barrier(c);
+        double mine = rate(stranger, x, y, half, steps);
+        hpml_gather(c, &mine, sizeof mine, both, 0);
+        if (rank == 0) ceiling[r] = (both[0] + both[1]) / one[r] / 2;
+        hpml_barrier(c);
+        efficiency[r] = 2 * rate(t, x, y, half, steps) / (rank == 0 ? one[r] : 1) / 2;
+    }
+    hpml_ctx_free(own[0]), hpml_ctx_free(own[1]);
+    if (rank > 0 || hpml_ctx_status(ctx) != HPML_OK) return hpml_ctx_status(ctx);
+    printf("%.0f %.3f %.3f\n", median(one, ROUNDS), median(efficiency, ROUNDS), median(ceiling, ROUNDS));
+    return HPML_OK;
+}
+
+/* Milliseconds a step: computing, exchanging, waiting for the exchange. */
+static hpml_status hidden(hpml_comm *c, void *user)
+{
+    training     *j = (training *)user;
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    int64_t       half = j->batch / 2;
+    hpml_trainer *t = trainer(ctx, j->model, half);
+    float        *x = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)half * 784, NULL);
+    int32_t      *y = (int32_t *)hpml_ctx_alloc(ctx, sizeof(int32_t) * (size_t)half, NULL);
+    hpml_distributed      *d = hpml_distribute(t, c, &(hpml_distribute_desc){ .no_overlap = j->no_overlap });
+    hpml_distribute_report r = { 0 };
+    if (!x || !y || !d) return hpml_ctx_status(ctx);
+    rate(t, x, y, half, 10);
+    hpml_distribute_get(d, NULL, true);
+    rate(t, x, y, half, 60);
+    hpml_distribute_get(d, &r, false);
+    if (hpml_comm_rank(c) == 0)
+        j->result[0] = r.step_s, j->result[1] = r.compute_s, j->result[2] = r.comm_s, j->result[3] = r.exposed_s, j->result[4] = r.bytes,
+        j->result[5] = r.buckets;
+    return hpml_ctx_status(ctx);
+}
+
 int main(int argc, char **argv)
 {
     char             error[768];
     hpml_launch_desc d;
     int64_t          bytes = argc > 2 ? atoll(argv[2]) : 410000;
+    training         j = { argc > 3 ? argv[2] : "mlp", argc > 3 ? atoll(argv[3]) : 256, false, { 0 } };
     memset(&d, 0, sizeof d);
     hpml_rank_fn *fn = measure;
-    if (argc > 1 && strcmp(argv[1], "threads") == 0) d.ranks = 2;
+    if (argc > 1 && strcmp(argv[1], "hidden") == 0) {
+        d.ranks = 2, d.network.ranks_per_node = 1, d.network.between.latency = 50e-6, d.network.between.bandwidth = 125e6, d.ctx.threads = 1;
+        for (int after = 0; after < 2; after++) {
+            j.no_overlap = after;
+            if (hpml_launch(&d, hidden, &j, error, sizeof error) != HPML_OK) return fprintf(stderr, "%s\n", error), 1;
+            printf("%.3f %.3f %.3f %.3f %.0f %.0f%s", 1e3 * j.result[0], 1e3 * j.result[1], 1e3 * j.result[2], 1e3 * j.result[3], j.result[4],
+                   j.result[5], after ? "\n" : "  ");
+        }
+        return 0;
+    }
+    if (argc > 1 && (strcmp(argv[1], "threads") == 0 || strcmp(argv[1], "scale") == 0)) d.ranks = 2;
     else d.transport = HPML_TRANSPORT_MPI;
+    if (argc > 1 && strcmp(argv[1], "scale") == 0) {
+#ifdef HPML_USE_MPI
+        d.transport = HPML_TRANSPORT_MPI;
+#endif
+        d.ctx.threads = 1;
+        if (hpml_launch(&d, scale, &j, error, sizeof error) == HPML_OK) return 0;
+        return fprintf(stderr, "%s\n", error), 1;
+    }
 #ifdef HPML_USE_MPI
     if (argc > 1 && strcmp(argv[1], "ring") == 0) fn = crowd;
 #endif

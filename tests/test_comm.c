@@ -955,6 +955,25 @@ static hpml_status hungry(hpml_comm *c, void *user)
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
 
+static hpml_status takes_memory(hpml_comm *c, void *user)
+{
+    int before = __atomic_load_n(&left, __ATOMIC_RELAXED);
+    (void)user;
+    hpml_ctx_alloc(hpml_comm_ctx(c), 100, NULL);
+    return __atomic_load_n(&left, __ATOMIC_RELAXED) < before ? HPML_OK : HPML_ERR_STATE;
+}
+
+static hpml_status posts_it(hpml_comm *c, void *user) { return hpml_job_wait(hpml_background(c, takes_memory, user)); }
+
+TEST(background_takes_memory_from_the_callers_allocator)
+{
+    hpml_launch_desc d;
+    memset(&d, 0, sizeof d);
+    d.ranks = 2, d.ctx.allocator.alloc = scarce_alloc, d.ctx.allocator.free = scarce_free;
+    left    = 1 << 20;
+    ENSURE(hpml_launch(&d, posts_it, NULL, error, sizeof error) == HPML_OK);
+}
+
 TEST(no_memory_is_an_error_on_all_ranks)
 {
     for (int t = 0; t < 2; t++) {

@@ -1,17 +1,18 @@
 #!/bin/sh
 # Communicators on MPI: the checks of comm_check.h on 1, 2 and 4 ranks, MPI of the host program's, and what can go wrong.
-# Skipped (77) where there is no mpicc or no mpiexec that works.
-tmp=$(mktemp -d) passed=0 failed=0
+# Skipped (77) where there is no mpicc or no mpiexec that works. MPICC and MPIEXEC choose an MPI, also one beside another:
+# export MPICC=mpicc.openmpi MPIEXEC=mpiexec.openmpi; ninja build/mpi_ranks; sh tests/test_mpi.sh
+tmp=$(mktemp -d) passed=0 failed=0 mpicc=${MPICC:-mpicc} mpiexec=${MPIEXEC:-mpiexec}
 trap 'rm -rf "$tmp"' EXIT
 skip() { echo "skipped: $1"; exit 77; }
-command -v mpicc >/dev/null || skip "no mpicc"
-command -v mpiexec >/dev/null || skip "no mpiexec"
-mpicc -Wall -Wextra -Werror -DHPML_USE_MPI -fsyntax-only tests/mpi_ranks.c || failed=1
+command -v "$mpicc" >/dev/null || skip "no $mpicc"
+command -v "$mpiexec" >/dev/null || skip "no $mpiexec"
+"$mpicc" -Wall -Wextra -Werror -DHPML_USE_MPI -fsyntax-only tests/mpi_ranks.c || failed=1
 root=
-if [ "$(id -u)" = 0 ] && mpiexec --version 2>/dev/null | grep -qi 'open'; then root='--allow-run-as-root --oversubscribe'; fi
-on() { ranks=$1; shift; timeout 30 mpiexec $root -n "$ranks" build/mpi_ranks "$@" >"$tmp/out" 2>&1; }
+if [ "$(id -u)" = 0 ] && "$mpiexec" --version 2>/dev/null | grep -qi 'open'; then root='--allow-run-as-root --oversubscribe'; fi
+on() { ranks=$1; shift; timeout 30 "$mpiexec" $root -n "$ranks" build/mpi_ranks "$@" >"$tmp/out" 2>&1; }
 on 2 traffic || [ $? -ne 124 ] || skip "mpiexec hangs"
-timeout 30 mpiexec $root -n 2 true >/dev/null 2>&1 || skip "mpiexec does not work: $(tail -n 1 "$tmp/out")"
+timeout 30 "$mpiexec" $root -n 2 true >/dev/null 2>&1 || skip "mpiexec does not work: $(tail -n 1 "$tmp/out")"
 # check NAME EXIT TEXT: the exit status (0, or not 0 but no time-out) and a text in the output
 check() {
     code=$? good=1
