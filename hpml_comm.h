@@ -388,7 +388,8 @@ typedef struct hpml_distribute_desc {
     bool            sum;          /* the sum of the ranks' mean gradients; else the mean over the global batch */
     int64_t         global_batch; /* samples a step, all ranks; 0: ranks * model batch. Shares differ by 1 at most */
     int64_t         bucket_bytes; /* gradients that travel together; 0: 256 KiB; 1: every tensor alone */
-    bool            no_overlap;   /* exchange after the backward pass, not during it */
+    bool            no_overlap;   /* exchange after the backward pass, not during it. So it is, at once and in one
+                                     bucket, where ranks of one machine keep all its cores busy and no link is slow */
     bool            delayed;      /* double buffering: a step applies the gradients (and moves of batchnorm's running
                                      statistics) of the one before, the first none */
     int64_t         warm_steps;   /* the first steps travel uncompressed */

@@ -1,21 +1,21 @@
 #!/bin/sh
 # What a second worker brings, and how much of a slow network hides behind the backward pass: medians of three rounds.
-number() { sed -n "s/.*\"$1\": *\([0-9.eE+-]*\).*/\1/p" | tail -n 1; }
 median() { sort -g | sed -n 2p; }
 row() { # CASE UNIT OURS PEER THEIRS RATIO
     printf '%-44s %12s %-10s %-22s %12s %7s\n' "$1" "$3" "$2" "$4" "$5" "$6"
     printf '{"bench": "scale", "case": "%s", "unit": "%s", "hpml": %s, "peer": %s, "peer_value": %s, "ratio": %s}\n' "$1" "$2" "$3" "$([ "$4" = - ] && echo null || echo "\"$4\"")" "$5" "$6" >>build/bench.jsonl
 }
-for model in mlp cnn; do
-    : >build/one; : >build/two; : >build/hidden
-    batch=256; [ $model = cnn ] && batch=64
-    for round in 1 2 3; do
-        run="build/02_mnist --model $model --codec none --threads 1 --batch $batch --samples 12000 --json"
-        $run --workers 1 --epochs 2 | number samples_per_second >>build/one
-        $run --workers 2 --epochs 2 | number samples_per_second >>build/two
-        $run --workers 2 --epochs 1 --samples 3000 --network 1gbit | number hidden >>build/hidden
-    done
-    one=$(median <build/one) two=$(median <build/two)
-    row "$model, 2 workers against 1, efficiency" samples/s "$two" "1 worker x 2" "$one" "$(awk -v a="$two" -v b="$one" 'BEGIN { printf("%.2f", a / b / 2) }')"
-    row "$model, 2 workers on 1 Gbit/s, f32: hidden" fraction "$(median <build/hidden)" - null null
+# scale: samples/s of one worker, efficiency of two, and of two that do not know of each other. hidden: what stays in
+# sight of an exchange over 1 Gbit/s (milliseconds a step) when it is done during, and after, the backward pass.
+for row in 'mlp 256' 'mlp 1024' 'cnn 64'; do
+    : >build/scale
+    for round in 1 2 3; do timeout 100 build/bench_comm scale $row >>build/scale; done
+    one=$(cut -d ' ' -f 1 build/scale | median) two=$(cut -d ' ' -f 2 build/scale | median) most=$(cut -d ' ' -f 3 build/scale | median)
+    row "${row% *}, batch ${row#* }: 2 workers, efficiency" fraction "$two" "2 strangers" "$most" "$(awk -v a="$two" -v b="$most" 'BEGIN { printf("%.2f", a / b) }')"
+done
+for row in 'cnn 64' 'cnn 128'; do
+    : >build/hidden
+    for round in 1 2 3; do timeout 100 build/bench_comm hidden $row >>build/hidden; done
+    with=$(awk '{ print $4 }' build/hidden | median) without=$(awk '{ print $10 }' build/hidden | median)
+    row "${row% *}, batch ${row#* }, 1 Gbit/s: exposed" ms "$with" "no overlap" "$without" "$(awk -v a="$with" -v b="$without" 'BEGIN { printf("%.2f", b / a) }')"
 done
