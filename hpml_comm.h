@@ -2833,8 +2833,8 @@ HPMLC_FN void hpmlc_rouse(hpml_comm *by, hpml_comm *who, hpmlc_gate *g)
 long syscall(long number, ...);
 #endif
 
-/* This thread mostly waits, and others wait for what it does next: it asks to be woken when the time has come, not 50 us
-   later, and to run for moments only, which lets it run at once although all cores compute. Refused: no matter. */
+/* This thread mostly waits, and others wait for what it does next: it asks to be woken when the time has come, not 50
+   us later, and to run for moments only, which lets it run at once although all cores compute. Refused: no matter. */
 HPMLC_FN void hpmlc_background_prompt(void)
 {
 #if defined(__linux__) && defined(PR_SET_TIMERSLACK) && defined(SYS_sched_setattr)
@@ -3821,9 +3821,8 @@ HPMLC_FN bool hpmlc_background_pays(hpml_comm *c)
     if (c->mpi) pays = near < c->size;
 #ifndef HPML_NO_THREADS
     const hpml_network *w = c->room ? &c->room->world->network : NULL;
+    if (w && w->inside.latency + w->inside.bandwidth + w->between.latency + w->between.bandwidth > 0) pays = 1;
     if (w) near = c->size;
-    if (w && (w->inside.latency > 0 || w->inside.bandwidth > 0 || w->between.latency > 0 || w->between.bandwidth > 0))
-        pays = 1;
 #endif
     if (near * hpml_ctx_threads(c->ctx) < hpmlc_cores(1)) pays = 1;
     memset(&max, 0, sizeof max);
@@ -3835,8 +3834,7 @@ HPMLC_FN bool hpmlc_background_pays(hpml_comm *c)
 /* Cuts the trained parameters, last first, into buckets of at least bucket_bytes. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
 {
-    d->direct = !hpmlc_background_pays(d->c);
-    if (d->direct) d->d.no_overlap = true;
+    d->d.no_overlap |= d->direct = !hpmlc_background_pays(d->c);
     hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)d->params, NULL);
     d->bucket = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket * (size_t)d->params, NULL);
     if (!g || !d->bucket) return false;
