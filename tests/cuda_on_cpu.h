@@ -143,7 +143,7 @@ namespace emu {
 constexpr size_t   stack_bytes = 64 << 10;
 constexpr unsigned max_threads = 1024, full = 0xffffffffu;
 
-constexpr size_t   check_bytes = 32 << 20;     /* larger allocations are not compared: they take too long */
+constexpr size_t   check_bytes = 256 << 10;    /* larger allocations are compared only if an argument points there */
 
 /* A stack on which threads of a block run: one after another while none waits, each on its own once it does. */
 struct fiber {
@@ -264,6 +264,7 @@ struct state {
     /* what tests choose */
     unsigned    order = 0, lazy = 0;
     unsigned    check = 0;                          /* run every launch in so many orders and compare */
+    const char *unordered = "";                     /* but these: names of kernels whose atomics deal out places */
     long        fail_malloc = 0, fail_launch = 0;   /* the k-th from now; 0: none */
     cudaError_t absent = cudaSuccess;               /* cudaErrorNoDevice, cudaErrorInsufficientDriver */
     bool        wrong_image = false;
@@ -307,6 +308,7 @@ struct state {
         if (const char *s = getenv("CUDA_ON_CPU_ORDER")) order = (unsigned)atoi(s);
         if (const char *s = getenv("CUDA_ON_CPU_LAZY")) lazy = (unsigned)atoi(s);
         if (const char *s = getenv("CUDA_ON_CPU_CHECK")) check = (unsigned)atoi(s);
+        if (const char *s = getenv("CUDA_ON_CPU_UNORDERED")) unordered = s;
         streams.push_back(null_stream);
     }
     ~state()
@@ -609,6 +611,7 @@ struct launch_of {
     dim3        grid, block;
     size_t      shared;
     std::function<void()> body;
+    std::vector<uintptr_t> named;       /* allocations that arguments point to */
 };
 
 inline void grid_run(const launch_of &l)
@@ -656,9 +659,9 @@ inline void grid_check(const launch_of &l)
 {
     typedef std::vector<std::pair<const std::pair<const uintptr_t, state::block_of> *, std::vector<char>>> image;
     image before, first;
-    auto  keep = [](image &to) {
+    auto  keep = [&l](image &to) {
         for (const auto &m : all.memory_of)
-            if (m.second.bytes <= check_bytes) {
+            if (m.second.bytes <= check_bytes || std::count(l.named.begin(), l.named.end(), m.first)) {
                 const char *p = reinterpret_cast<const char *>(m.first);
                 to.emplace_back(&m, std::vector<char>(p, p + m.second.bytes));
             }
@@ -675,8 +678,8 @@ inline void grid_check(const launch_of &l)
             const char *now = reinterpret_cast<const char *>(m.first->first);
             if (!m.first->second.device || !memcmp(now, m.second.data(), m.second.size())) continue;
             size_t at = (size_t)(std::mismatch(m.second.begin(), m.second.end(), now).first - m.second.begin());
-            error("%s: order %u and order %u differ at byte %zu of the %zu at %p: a barrier is missing", l.name, order,
-                  all.order, at, m.second.size(), (const void *)now);
+            error("%s: order %u and order %u differ at byte %zu of the %zu at %p: a race, or atomics in turn", l.name,
+                  order, all.order, at, m.second.size(), (const void *)now);
             break;
         }
     }
@@ -1379,7 +1382,7 @@ inline bool host_pointer(uintptr_t p)
 
 /* Pointers to data, alone or in structs, must be the device's; pointers to structs may be notes for the host. Padding
    may hold anything: where the compiler cannot clear it, structs go unchecked. */
-template <class T> inline void check_argument(const char *kernel, int n, T value)
+template <class T> inline void check_argument(launch_of &l, int n, T value)
 {
     typedef std::remove_pointer_t<T> to;
     bool check = std::is_pointer<T>::value && !std::is_class<to>::value;
@@ -1390,9 +1393,12 @@ template <class T> inline void check_argument(const char *kernel, int n, T value
 #endif
     uintptr_t words[sizeof(T) / 8 + 1];
     memcpy(words, static_cast<const void *>(&value), sizeof(T));
-    for (size_t i = 0; check && i < sizeof(T) / 8; i++)
-        if (host_pointer(words[i]))
-            error("%s: argument %d holds %p, which is not the device's memory", kernel, n, (void *)words[i]);
+    for (size_t i = 0; i < sizeof(T) / 8; i++) {
+        auto m = memory_find(reinterpret_cast<void *>(words[i]));
+        if (m != all.memory_of.end()) l.named.push_back(m->first);
+        else if (check && host_pointer(words[i]))
+            error("%s: argument %d holds %p, which is not the device's memory", l.name, n, (void *)words[i]);
+    }
 }
 
 inline cudaError_t launch_check(const void *kernel, const launch_of &l)
@@ -1413,15 +1419,15 @@ void launch(const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_
     call c;
     if (c.refused) return;
     std::tuple<std::decay_t<P>...> values(std::forward<A>(args)...);
-    launch_of l = { name, grid, block, shared, [kernel, values] { std::apply(kernel, values); } };
+    launch_of l = { name, grid, block, shared, [kernel, values] { std::apply(kernel, values); }, {} };
     if (fail(launch_check(reinterpret_cast<const void *>(kernel), l))) return;
     int n = 0;
-    std::apply([&](const auto &...v) { (check_argument(name, n++, v), ...); }, values);
+    std::apply([&](const auto &...v) { (check_argument(l, n++, v), ...); }, values);
     all.count.launches++;
     bool fault = all.fail_launch && --all.fail_launch == 0;
     push(stream_of(on), [l, fault] {
         if (fault) all.sticky = cudaErrorIllegalAddress;
-        else if (all.check) grid_check(l);
+        else if (all.check && !strstr(all.unordered, l.name)) grid_check(l);
         else grid_run(l);
     });
 }
@@ -1720,7 +1726,7 @@ inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, T 
 /* 0 ascending, 1 descending, 2.. random by that seed: even ones let a warp run ahead, odd ones mix the warps. */
 inline void cuda_on_cpu_order(unsigned order) { emu::all.order = order; }
 /* From here on every launch runs in so many orders, and the device's memory must come out the same; also by
-   CUDA_ON_CPU_CHECK. 0: off. */
+   CUDA_ON_CPU_CHECK. 0: off. CUDA_ON_CPU_UNORDERED names kernels whose atomics deal out places: they are left out. */
 inline void cuda_on_cpu_check(unsigned orders) { emu::all.check = orders; }
 /* 0: work on a stream runs at once; 1: only when somebody waits for it; 2..: by chance. */
 inline void cuda_on_cpu_lazy(unsigned lazy) { emu::all.lazy = lazy, emu::all.laziness = lazy; }
