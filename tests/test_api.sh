@@ -20,7 +20,7 @@ header() { # FILE LINES
     sed -n '/^\/\/ QUICK EXAMPLE/,/DOES NOT/p' "$1" | grep '^//     ' | sed 's|^//     ||' >"$tmp/example.c"
     check "$1: its example" "$(run "$tmp/example.c")"
 }
-header hpml.h 10600
+header hpml.h 10800
 header hpml_comm.h 6000
 awk '/^```c$/ { on = 1; n++; next } /^```$/ { on = 0 } on { print > ("'"$tmp"'/readme" n ".c") }' README.md
 for f in "$tmp"/readme*.c; do check "a code block of the README" "$(run "$f")"; done
