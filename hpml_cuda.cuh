@@ -357,7 +357,9 @@ typedef struct hpmlg_now {
 } hpmlg_now;
 
 #define HPMLG_SLOTS      4
+#ifndef HPMLG_SLOT_BYTES
 #define HPMLG_SLOT_BYTES ((size_t)4 << 20)
+#endif
 
 typedef struct hpmlg_slot { /* a piece of pinned memory on its way to the device, and where it lands */
     unsigned char *host, *device;

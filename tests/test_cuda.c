@@ -28,7 +28,7 @@ static void keep(results *r, hpml_ctx *ctx, const char *name, const void *device
 
 static hpml_ctx *context(bool gpu, hpml_cuda_precision precision)
 {
-    hpml_cuda_desc cuda = { .precision = precision };
+    hpml_cuda_desc cuda = { .precision = precision, .workspace = (size_t)4 << 20 };
     return hpml_ctx_create(&(hpml_ctx_desc){ .seed = 11, .threads = 1, .backend = gpu ? hpml_backend_cuda() : NULL,
                                              .backend_desc = gpu ? &cuda : NULL });
 }
