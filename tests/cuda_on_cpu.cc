@@ -4,3 +4,24 @@
 #define HPMLG_SLOT_BYTES ((size_t)256 << 10) /* so that tests fill the ring */
 #define HPML_CUDA_IMPLEMENTATION
 #include "../hpml_cuda.cuh"
+
+/* What the emulation can be told and asked, for tests in C. On a GPU these are not there. */
+extern "C" void cuda_on_cpu_fault(const char *what, long k)
+{
+    auto &e = emu::all;
+    if (strcmp(what, "no device") == 0) e.absent = cudaErrorNoDevice;
+    else if (strcmp(what, "no driver") == 0) e.absent = cudaErrorInsufficientDriver;
+    else if (strcmp(what, "other architecture") == 0) e.wrong_image = true;
+    else if (strcmp(what, "malloc") == 0) e.fail_malloc = k;
+    else if (strcmp(what, "launch") == 0) e.fail_launch = k;
+    else if (strcmp(what, "order") == 0) cuda_on_cpu_order((unsigned)k);
+    else if (strcmp(what, "lazy") == 0) cuda_on_cpu_lazy((unsigned)k);
+    else cuda_on_cpu_reset();
+}
+
+extern "C" long cuda_on_cpu_count(const char *what)
+{
+    auto &e = emu::all;
+    return strcmp(what, "bytes") == 0 ? (long)e.bytes_live : strcmp(what, "synchronisations") == 0 ? e.count.synchronisations
+         : strcmp(what, "graphs") == 0 ? e.count.graph_launches : strcmp(what, "mallocs") == 0 ? e.count.mallocs : e.count.launches;
+}

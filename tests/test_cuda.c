@@ -820,3 +820,119 @@ TEST(counts_and_squares)
     b->free(hpml_ctx_device(ctx), l, sizeof labels);
     hpml_ctx_free(ctx);
 }
+
+
+/* Faults, which only the emulation can make. */
+__attribute__((weak)) void cuda_on_cpu_fault(const char *what, long k);
+__attribute__((weak)) long cuda_on_cpu_count(const char *what);
+
+/* A small training of 3 steps; the status, and what the context says. */
+static hpml_status train_briefly(hpml_cuda_precision precision, char *error, float *losses)
+{
+    const float    x[8] = { 0, 0, 0, 1, 1, 0, 1, 1 };
+    const int32_t  y[4] = { 0, 1, 1, 0 };
+    hpml_ctx      *ctx = context(true, precision);
+    hpml_tensor   *in  = hpml_input_2d(ctx, 4, 2);
+    hpml_tensor   *out = hpml_linear(hpml_linear(in, 8, &(hpml_linear_desc){ .activation = HPML_ACT_GELU }), 2, NULL);
+    hpml_trainer  *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.5f });
+    hpml_step_info info = { 0 };
+    for (int i = 0; i < 3 && hpml_trainer_step(t, x, y, 4, &info) == HPML_OK; i++)
+        if (losses) losses[i] = info.loss;
+    hpml_status status = hpml_ctx_status(ctx);
+    snprintf(error, 512, "%s", hpml_ctx_error(ctx));
+    hpml_ctx_free(ctx);
+    return status;
+}
+
+TEST(unfit_machines_are_named)
+{
+    char error[512];
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    static const struct { const char *fault, *text; hpml_status status; } cases_[] = {
+        { "no device", "no usable device", HPML_ERR_CUDA }, { "no driver", "nvidia-smi", HPML_ERR_CUDA },
+        { "other architecture", "-arch=native", HPML_ERR_CUDA } };
+    EACH(cases_, i) {
+        cuda_on_cpu_fault(cases_[i].fault, 0);
+        hpml_status status = train_briefly(HPML_CUDA_F32, error, NULL);
+        cuda_on_cpu_fault("none", 0);
+        ENSURE(status == cases_[i].status && strstr(error, cases_[i].text) && cuda_on_cpu_count("bytes") == 0);
+    }
+    hpml_cuda_desc bad[2] = { { .device = 7 }, { ._end = 1 } };
+    for (int i = 0; i < 2; i++) {
+        hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .backend = hpml_backend_cuda(), .backend_desc = &bad[i] });
+        ENSURE(hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT);
+        ENSURE(strstr(hpml_ctx_error(ctx), i ? "canary" : "no device 7, only 0 to 0"));
+        hpml_ctx_free(ctx);
+    }
+}
+
+/* The k-th allocation fails, the k-th kernel goes astray, for every k: an error that says so, and nothing stays behind. */
+TEST(every_allocation_and_every_launch_may_fail)
+{
+    char error[512];
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    for (int kind = 0; kind < 2; kind++) {
+        long k = 0;
+        hpml_status status;
+        do {
+            cuda_on_cpu_fault(kind ? "launch" : "malloc", ++k);
+            status = train_briefly(HPML_CUDA_BF16, error, NULL);
+            cuda_on_cpu_fault("none", 0);
+            ENSURE(cuda_on_cpu_count("bytes") == 0);
+            if (status == HPML_OK) break;
+            ENSURE(status == (kind ? HPML_ERR_CUDA : HPML_ERR_MEMORY));
+            ENSURE(strstr(error, kind ? "compute-sanitizer" : "emory"));
+        } while (k < 500);
+        ENSURE(k > 8 && k < 500);
+    }
+}
+
+/* A step that nobody asks for its loss waits for nothing; passes are replayed; work held back as long as it may be, in any
+   order of threads, gives the same losses. */
+TEST(a_step_does_not_wait)
+{
+    const float x[8] = { 0, 0, 0, 1, 1, 0, 1, 1 };
+    const int32_t y[4] = { 0, 1, 1, 0 };
+    float         plain[3], other[3];
+    char          error[512];
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    hpml_ctx     *ctx = context(true, HPML_CUDA_F32);
+    hpml_tensor  *in  = hpml_input_2d(ctx, 4, 2), *out = hpml_linear(hpml_dropout(hpml_linear(in, 8, NULL), 0.2f), 2, NULL);
+    hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .no_finite_check = true });
+    for (int i = 0; i < 2; i++) ENSURE(hpml_trainer_step(t, x, y, 4, NULL) == HPML_OK);
+    long waits = cuda_on_cpu_count("synchronisations"), graphs = cuda_on_cpu_count("graphs"), mallocs = cuda_on_cpu_count("mallocs");
+    for (int i = 0; i < 5; i++) ENSURE(hpml_trainer_step(t, x, y, 4, NULL) == HPML_OK);
+    ENSURE(cuda_on_cpu_count("synchronisations") == waits && cuda_on_cpu_count("mallocs") == mallocs);
+    ENSURE(cuda_on_cpu_count("graphs") == graphs + 10);
+    hpml_ctx_free(ctx);
+    ENSURE(train_briefly(HPML_CUDA_F32, error, plain) == HPML_OK);
+    for (long way = 1; way < 6; way++) {
+        cuda_on_cpu_fault("lazy", way % 3);
+        cuda_on_cpu_fault("order", way);
+        ENSURE(train_briefly(HPML_CUDA_F32, error, other) == HPML_OK && memcmp(plain, other, sizeof plain) == 0);
+        cuda_on_cpu_fault("none", 0);
+    }
+}
+
+/* In f16 the loss scale starts too high for large gradients and finds its place; the training learns. */
+TEST(the_loss_scale_finds_its_place)
+{
+    float          x[64];
+    const int32_t  y[4] = { 0, 1, 1, 0 };
+    int            skipped = 0;
+    hpml_step_info info = { 0 };
+    if (no_device()) SKIP("no CUDA device");
+    hpml_ctx     *ctx = context(true, HPML_CUDA_F16);
+    hpml_tensor  *in  = hpml_input_2d(ctx, 4, 16);
+    hpml_tensor  *out = hpml_scale(hpml_linear(hpml_tanh(hpml_linear(in, 8, NULL)), 2, NULL), 16, 0); /* steep */
+    hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.002f });
+    for (int i = 0; i < 64; i++) x[i] = (float)((i / 16 == 1 || i / 16 == 2 ? 3 : -3) + i % 5 - 2);
+    float first = 0;
+    for (int i = 0; i < 40; i++) {
+        ENSURE(hpml_trainer_step(t, x, y, 4, &info) == HPML_OK);
+        skipped += info.skipped;
+        if (i == 0) first = info.loss;
+    }
+    ENSURE(skipped > 0 && skipped < 20 && info.step == 40 - skipped && info.loss < 0.2f * first);
+    hpml_ctx_free(ctx);
+}
