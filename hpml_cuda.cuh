@@ -258,11 +258,12 @@ HPMLG_DEVICE float2 hpmlg_widen(unsigned w, int type)
 
 HPMLG_DEVICE unsigned hpmlg_narrow(float a, float b, int type)
 {
-    unsigned short low, high;
-    if (type == HPML_DTYPE_BF16) low = __bfloat16_as_ushort(__float2bfloat16_rn(a)),
-                                 high = __bfloat16_as_ushort(__float2bfloat16_rn(b));
-    else low = __half_as_ushort(__float2half_rn(a)), high = __half_as_ushort(__float2half_rn(b));
-    return (unsigned)low | (unsigned)high << 16;
+    __nv_bfloat162 x = __floats2bfloat162_rn(a, b); /* one instruction for both */
+    __half2        y = __floats2half2_rn(a, b);
+    unsigned       w;
+    if (type == HPML_DTYPE_BF16) memcpy(&w, &x, sizeof w);
+    else memcpy(&w, &y, sizeof w);
+    return w;
 }
 
 typedef struct hpmlg_eight { float v[8]; } hpmlg_eight;
@@ -4094,6 +4095,7 @@ HPMLG_FN void hpmlg_libraries_close(hpmlg_device *d)
    beside the computation, one block ahead; rows that are not aligned or of another type come element by element. */
 
 #define HPMLG_ATTN_MOST 256 /* columns of a head */
+#define HPMLG_ATTN_LD(columns) ((columns) + 8) /* floats from row to row, so that 8 rows lie in other banks */
 
 enum hpmlg_attn_part { HPMLG_ATTN_Q, HPMLG_ATTN_K, HPMLG_ATTN_V, HPMLG_ATTN_O };
 
@@ -4105,7 +4107,7 @@ typedef struct hpmlg_attn {
     int         T, heads, D;
     float       scale;
     bool        causal, add;
-    bool        wide, wide_o, wide_out; /* 16 bytes of qkv, o can be copied, two columns of out written as they are */
+    bool        wide, wide_o;   /* qkv, o can be copied as they are, 16 bytes at a time */
 } hpmlg_attn;
 
 template <int type> struct hpmlg_cell { typedef unsigned short t; }; /* an element in shared memory */
@@ -4143,25 +4145,29 @@ HPMLG_DEVICE int64_t hpmlg_attn_at(const hpmlg_attn &p, int64_t bh, int part, in
     return part == HPMLG_ATTN_O ? at + in : 3 * at + part * C + in;
 }
 
-/* Rows from `row` on into a tile; zeros where there are none. */
-template <int type, int DP>
-HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_cell<type>::t *tile, int rows, int64_t bh,
-                                  int part, int row)
+/* `rows` rows from `row` on into a tile, by a block of `threads`; zeros where there are none. */
+template <int type, int DP, int threads, int rows>
+HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_cell<type>::t *tile, int64_t bh, int part,
+                                  int row)
 {
     typedef typename hpmlg_cell<type>::t E;
-    const int   each = (int)(16 / sizeof(E)), chunks = DP / each;
+    const int   each = (int)(16 / sizeof(E)), chunks = DP / each, span = chunks < threads ? chunks : threads;
+    const int   step = threads / span; /* rows at a time */
     bool        is_o = part == HPMLG_ATTN_O, wide = is_o ? p.wide_o : p.wide;
     hpmlg_array a  = is_o ? p.o : p.qkv;
-    int64_t     at = hpmlg_attn_at(p, bh, part, row), ld = (int64_t)p.heads * p.D * (is_o ? 1 : 3);
-    for (int i = (int)threadIdx.x; i < rows * chunks; i += (int)blockDim.x) {
-        int     r = i / chunks, c = i - r * chunks;
-        bool    in = row + r < p.T && c * each < p.D;
-        E      *to = hpmlg_tile_at<DP>(tile, r, c);
-        int64_t from = at + r * ld + c * each;
-        if (wide) hpmlg_copy_async16(to, (const E *)a.p + (in ? from : 0), in);
-        else
+    int         r  = (int)threadIdx.x / span;
+    int64_t     at = hpmlg_attn_at(p, bh, part, row + r), ld = (int64_t)p.heads * p.D * (is_o ? 1 : 3);
+    if (r >= step) return;
+    for (int c = (int)threadIdx.x % span; c < chunks; c += span) {
+        const E *from = (const E *)a.p + at + c * each;
+        int      have = c * each < p.D ? p.T - row - r : 0;
+        HPMLG_UNROLL for (int i = 0; wide && i < rows; i += step)
+            if (rows % step == 0 || r + i < rows)
+                hpmlg_copy_async16(hpmlg_tile_at<DP>(tile, r + i, c), i < have ? from + i * ld : (E *)a.p, i < have);
+        HPMLG_ROLLED for (int i = 0; !wide && r + i < rows; i += step)
             for (int j = 0; j < each; j++)
-                hpmlg_cell_put(to + j, in && c * each + j < p.D ? hpmlg_get(a, from + j) : 0, type);
+                hpmlg_cell_put(hpmlg_tile_at<DP>(tile, r + i, c) + j, i < have && c * each + j < p.D
+                               ? hpmlg_get(a, at + i * ld + c * each + j) : 0, type);
     }
 }
 
@@ -4192,7 +4198,7 @@ HPMLG_DEVICE void hpmlg_attn_scores(float (&d)[M][N][4], const float *a, const f
     int g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
     HPMLG_UNROLL for (int m = 0; m < M; m++)
         HPMLG_UNROLL for (int j = 0; j < N; j++) d[m][j][0] = d[m][j][1] = d[m][j][2] = d[m][j][3] = 0;
-    for (int k = 0; k < DP / 4; k++) {
+    HPMLG_ROLLED for (int k = 0; k < DP / 4; k++) {
         float4 x[M][2];
         HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
             x[i / 2][i % 2] = *(const float4 *)hpmlg_tile_at<DP>(a, 8 * i + g, k);
@@ -4232,46 +4238,41 @@ template <int type, int DP, int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_blend(float (&d)[M][NO][4], const float (&s)[M][N][4], const float *b, int column)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP, t = lane % 4;
-    HPMLG_UNROLL for (int k = 0; k < 8 * N; k++) {
-        float x[M][2];
-        HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
-            x[i / 2][i % 2] = __shfl_sync(HPMLG_ALL, s[i / 2][k / 8][i % 2 * 2 + k % 2], (lane & 28) + k % 8 / 2);
-        HPMLG_UNROLL for (int j = 0; j < NO; j++) {
-            float2 y = *(const float2 *)(hpmlg_tile_at<DP>(b, k, column / 4 + 2 * j + t / 2) + t % 2 * 2);
-            HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
-                d[i / 2][j][i % 2 * 2] += x[i / 2][i % 2] * y.x;
-                d[i / 2][j][i % 2 * 2 + 1] += x[i / 2][i % 2] * y.y;
+    HPMLG_ROLLED for (int from = 0; from < 4; from++) /* what this thread of the four holds of s */
+        HPMLG_UNROLL for (int k = 0; k < 2 * N; k++) {
+            float x[M][2];
+            HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
+                x[i / 2][i % 2] = __shfl_sync(HPMLG_ALL, s[i / 2][k / 2][i % 2 * 2 + k % 2], (lane & 28) + from);
+            HPMLG_UNROLL for (int j = 0; j < NO; j++) {
+                const float *row = hpmlg_tile_at<DP>(b, k / 2 * 8 + 2 * from + k % 2, column / 4 + 2 * j + t / 2);
+                float2       y   = *(const float2 *)(row + t % 2 * 2);
+                HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
+                    d[i / 2][j][i % 2 * 2] += x[i / 2][i % 2] * y.x;
+                    d[i / 2][j][i % 2 * 2 + 1] += x[i / 2][i % 2] * y.y;
+                }
             }
         }
-    }
 }
 
-/* out (+)= scale[row] d, in rows from `row` and columns from `column` on. */
+/* out (+)= scale[row] d, in rows from `row` and columns from `column` on. It goes through `space`, shared memory of
+   this warp, to be written in whole eights. */
 template <int M, int NO>
 HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int64_t bh, int part, int row, int column,
-                                   const float (&d)[M][NO][4], const float (&scale)[M][2])
+                                   const float (&d)[M][NO][4], const float (&scale)[M][2], float *space)
 {
-    int g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
-    HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
-        int     r  = row + 8 * i + g;
-        int64_t at = hpmlg_attn_at(p, bh, part, r);
-        if (r >= p.T) continue;
+    int lane = (int)threadIdx.x % HPMLG_WARP, g = lane / 4, t = lane % 4;
+    __syncwarp(); /* space may still be read */
+    HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
         HPMLG_UNROLL for (int j = 0; j < NO; j++) {
-            int    c = column + 8 * j + 2 * t;
-            float  k = scale[i / 2][i % 2], u = k * d[i / 2][j][i % 2 * 2], v = k * d[i / 2][j][i % 2 * 2 + 1];
-            if (c >= p.D) continue;
-            if (!p.wide_out) {
-                hpmlg_put(p.out, at + c, p.add ? u + hpmlg_get(p.out, at + c) : u);
-                if (c + 1 < p.D) hpmlg_put(p.out, at + c + 1, p.add ? v + hpmlg_get(p.out, at + c + 1) : v);
-            } else if (p.out.type == HPML_DTYPE_F32) {
-                float2 *to = (float2 *)p.out.p + (at + c) / 2, was = p.add ? *to : make_float2(0, 0);
-                *to = make_float2(was.x + u, was.y + v);
-            } else {
-                unsigned *to  = (unsigned *)p.out.p + (at + c) / 2;
-                float2    was = p.add ? hpmlg_widen(*to, p.out.type) : make_float2(0, 0);
-                *to = hpmlg_narrow(was.x + u, was.y + v, p.out.type);
-            }
+            float *to = space + (8 * i + g) * HPMLG_ATTN_LD(8 * NO) + 8 * j + 2 * t, k = scale[i / 2][i % 2];
+            *(float2 *)to = make_float2(k * d[i / 2][j][i % 2 * 2], k * d[i / 2][j][i % 2 * 2 + 1]);
         }
+    __syncwarp();
+    HPMLG_ROLLED for (int i = lane; i < 16 * M * NO; i += HPMLG_WARP) {
+        int         r = i / NO, c = column + i % NO * 8;
+        int64_t     at = hpmlg_attn_at(p, bh, part, row + r);
+        hpmlg_eight e = hpmlg_get8(hpmlg_array{ space + r * HPMLG_ATTN_LD(8 * NO), HPML_DTYPE_F32 }, i % NO);
+        if (row + r < p.T) hpmlg_put_part(p.out, at + c, at, at + p.D, e, p.add);
     }
 }
 
@@ -4323,7 +4324,7 @@ template <int type, int DP, int M, int W, int N>
 static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn(hpmlg_attn p)
 {
     typedef typename hpmlg_cell<type>::t E;
-    const int R = 16 * M * W, K = 8 * N;
+    const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
     HPMLG_SHARED(E, q);      /* (R, DP) */
     E      *kv = q + R * DP; /* two stages of keys (K, DP) and values (K, DP) */
     int64_t bh;
@@ -4334,14 +4335,14 @@ static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn(hpmlg_attn
         most[m][0] = most[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
         HPMLG_UNROLL for (int j = 0; j < DP / 8; j++) o[m][j][0] = o[m][j][1] = o[m][j][2] = o[m][j][3] = 0;
     }
-    hpmlg_attn_load<type, DP>(p, q, R, bh, HPMLG_ATTN_Q, first);
+    hpmlg_attn_load<type, DP, threads, R>(p, q, bh, HPMLG_ATTN_Q, first);
     for (int key = -K; key < end; key += K, stage ^= 1) { /* loads a block while it works on the one before */
         E *now = kv + stage * 2 * K * DP, *next = kv + (stage ^ 1) * 2 * K * DP;
         hpmlg_copy_wait(0);
         __syncthreads();
         if (key + K < end) {
-            hpmlg_attn_load<type, DP>(p, next, K, bh, HPMLG_ATTN_K, key + K);
-            hpmlg_attn_load<type, DP>(p, next + K * DP, K, bh, HPMLG_ATTN_V, key + K);
+            hpmlg_attn_load<type, DP, threads, K>(p, next, bh, HPMLG_ATTN_K, key + K);
+            hpmlg_attn_load<type, DP, threads, K>(p, next + K * DP, bh, HPMLG_ATTN_V, key + K);
             hpmlg_copy_commit();
         }
         if (key < 0 || (p.causal && key >= row + 16 * M)) continue;
@@ -4357,7 +4358,8 @@ static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn(hpmlg_attn
         if (threadIdx.x % 4 == 0 && r < p.T) p.lse[bh * p.T + r] = most[i / 2][i % 2] + log2f(v);
         v = 1 / v;
     }
-    hpmlg_attn_store(p, bh, HPMLG_ATTN_O, row, 0, o, sum);
+    __syncthreads(); /* the tiles' memory is free */
+    hpmlg_attn_store(p, bh, HPMLG_ATTN_O, row, 0, o, sum, (float *)q + (row - first) * HPMLG_ATTN_LD(DP));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4410,7 +4412,7 @@ template <int type, int DP, int DA, int M, int W, int N, bool KEYS>
 static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn_back(hpmlg_attn p)
 {
     typedef typename hpmlg_cell<type>::t E;
-    const int R = 16 * M * W, K = 8 * N;
+    const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
     HPMLG_SHARED(E, own);                              /* keys and values, or queries and dO: two of (R, DP) */
     E      *stream = own + 2 * R * DP;                 /* the others: two stages of two (K, DP) */
     float  *lines = (float *)(stream + 4 * K * DP);    /* two stages of kept sum and delta of the queries in stream */
@@ -4431,18 +4433,18 @@ static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn_back(hpmlg
                 if (KEYS) d1[KEYS ? i / 2 : 0][KEYS ? j : 0][i % 2 * 2 + e] = 0;
             }
     }
-    hpmlg_attn_load<type, DP>(p, own, R, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, first);
-    hpmlg_attn_load<type, DP>(p, own + R * DP, R, bh, KEYS ? HPMLG_ATTN_V : HPMLG_ATTN_O, first);
+    hpmlg_attn_load<type, DP, threads, R>(p, own, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, first);
+    hpmlg_attn_load<type, DP, threads, R>(p, own + R * DP, bh, KEYS ? HPMLG_ATTN_V : HPMLG_ATTN_O, first);
     for (int c = begin - K; c < end; c += K, stage ^= 1) {
         E     *now = stream + stage * 2 * K * DP, *next = stream + (stage ^ 1) * 2 * K * DP;
         float *line = lines + stage * 2 * K, *next_line = lines + (stage ^ 1) * 2 * K;
         hpmlg_copy_wait(0);
         __syncthreads();
         if (c + K < end) {
-            hpmlg_attn_load<type, DP>(p, next, K, bh, KEYS ? HPMLG_ATTN_Q : HPMLG_ATTN_K, c + K);
-            hpmlg_attn_load<type, DP>(p, next + K * DP, K, bh, KEYS ? HPMLG_ATTN_O : HPMLG_ATTN_V, c + K);
+            hpmlg_attn_load<type, DP, threads, K>(p, next, bh, KEYS ? HPMLG_ATTN_Q : HPMLG_ATTN_K, c + K);
+            hpmlg_attn_load<type, DP, threads, K>(p, next + K * DP, bh, KEYS ? HPMLG_ATTN_O : HPMLG_ATTN_V, c + K);
             hpmlg_copy_commit();
-            for (int i = (int)threadIdx.x; KEYS && i < K; i += HPMLG_WARP * W) {
+            for (int i = (int)threadIdx.x; KEYS && i < K; i += threads) {
                 bool in = c + K + i < p.T; /* what lies behind the end has weight 0 */
                 next_line[i]     = in ? p.lse[bh * p.T + c + K + i] : INFINITY;
                 next_line[K + i] = in ? p.delta[bh * p.T + c + K + i] : 0;
@@ -4456,8 +4458,10 @@ static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn_back(hpmlg
         if constexpr (KEYS) hpmlg_attn_blend<type, DP>(d1, s, now + K * DP, column);
         hpmlg_attn_blend<type, DP>(d0, dp, now, column);
     }
-    hpmlg_attn_store(p, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, row, column, d0, scale);
-    if constexpr (KEYS) hpmlg_attn_store(p, bh, HPMLG_ATTN_V, row, column, d1, one);
+    float *space = (float *)own + at * HPMLG_ATTN_LD(DA);
+    __syncthreads();
+    hpmlg_attn_store(p, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, row, column, d0, scale, space);
+    if constexpr (KEYS) hpmlg_attn_store(p, bh, HPMLG_ATTN_V, row, column, d1, one, space);
 }
 
 /* Launches with more shared memory than a kernel has without asking: asks in the passes that are not recorded, the
@@ -4480,29 +4484,34 @@ HPMLG_FN hpml_status hpmlg_attn_start(hpmlg_device *d, void (*kernel)(hpmlg_attn
    99 KiB. */
 template <int type, int DP> HPMLG_FN hpml_status hpmlg_attn_run(hpmlg_device *d, const hpmlg_attn *p, bool backward)
 {
-    const bool   f32 = type == HPML_DTYPE_F32;
-    const int    cell = f32 ? 4 : 2, DA = DP > 128 ? 128 : DP;
-    const int    M = DP > 128 ? 1 : 2, W = f32 && DP > 128 ? 2 : 4, N = f32 ? (DP > 64 ? 2 : 4) : DP > 128 ? 4 : 8;
-    const int    BM = !f32 && DP <= 64 ? 2 : 1, BW = f32 && DP > 128 ? 1 : 4, BN = DP > (f32 ? 64 : 128) ? 2 : 4;
+    const bool   f32 = type == HPML_DTYPE_F32, large = DP > 128;
+    const int    cell = f32 ? 4 : 2, M = large ? 1 : 2, W = large ? 2 : 4, N = !f32 ? 8 : DP > 64 ? 2 : 4;
+    const int    BM = !f32 && DP <= 64 ? 2 : 1, BW = large ? 1 : 4, BN = f32 && DP > 64 ? 2 : 4;
     const size_t shared = (size_t)((16 * M * W + 32 * N) * DP * cell);
     const size_t back = (size_t)((32 * BM * BW + 32 * BN) * DP * cell) + (size_t)(32 * BN) * sizeof(float);
     if (!backward)
         return hpmlg_attn_start(d, hpmlg_k_attn<type, DP, M, W, N>, p, 16 * M * W, 1, HPMLG_WARP * W, shared);
-    hpml_status status = hpmlg_attn_start(d, hpmlg_k_attn_back<type, DP, DA, BM, BW, BN, true>, p, 16 * BM * BW,
-                                          DP / DA, HPMLG_WARP * BW, back);
+    hpml_status status = hpmlg_attn_start(d, hpmlg_k_attn_back<type, DP, large ? 128 : DP, BM, BW, BN, true>, p,
+                                          16 * BM * BW, large ? 2 : 1, HPMLG_WARP * BW, back);
     if (status != HPML_OK) return status;
     return hpmlg_attn_start(d, hpmlg_k_attn_back<type, DP, DP, BM, BW, BN, false>, p, 16 * BM * BW, 1, HPMLG_WARP * BW,
                             back);
 }
 
-template <int type> HPMLG_FN hpml_status hpmlg_attn_sized(hpmlg_device *d, const hpmlg_attn *p, bool backward)
+template <int type> HPMLG_FN hpml_status hpmlg_attn_half(hpmlg_device *d, const hpmlg_attn *p, bool backward)
 {
-    const bool f32 = type == HPML_DTYPE_F32;
-    if (p->D <= 32) return hpmlg_attn_run<type, f32 ? 64 : 32>(d, p, backward);
+    if (p->D <= 32) return hpmlg_attn_run<type, 32>(d, p, backward);
     if (p->D <= 64) return hpmlg_attn_run<type, 64>(d, p, backward);
-    if (p->D <= 96) return hpmlg_attn_run<type, f32 ? 128 : 96>(d, p, backward);
-    if (p->D <= 128) return hpmlg_attn_run<type, 128>(d, p, backward);
-    return hpmlg_attn_run<type, 256>(d, p, backward);
+    return p->D <= 96 ? hpmlg_attn_run<type, 96>(d, p, backward) : hpmlg_attn_run<type, 128>(d, p, backward);
+}
+
+HPMLG_FN hpml_status hpmlg_attn_type(hpmlg_device *d, const hpmlg_attn *p, hpml_dtype type, bool backward)
+{
+    if (type == HPML_DTYPE_BF16) return hpmlg_attn_half<HPML_DTYPE_BF16>(d, p, backward);
+    if (type == HPML_DTYPE_F16) return hpmlg_attn_half<HPML_DTYPE_F16>(d, p, backward);
+    if (p->D <= 64) return hpmlg_attn_run<HPML_DTYPE_F32, 64>(d, p, backward);
+    return p->D <= 128 ? hpmlg_attn_run<HPML_DTYPE_F32, 128>(d, p, backward)
+                       : hpmlg_attn_run<HPML_DTYPE_F32, 256>(d, p, backward);
 }
 
 HPMLG_FN hpml_status hpmlg_attn_either(const hpml_run *run, hpml_node *n, bool backward)
@@ -4510,7 +4519,7 @@ HPMLG_FN hpml_status hpmlg_attn_either(const hpml_run *run, hpml_node *n, bool b
     hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_attn    p;
     int64_t       C = n->out->shape[2], T = n->out->shape[1], D = C / n->attr.attention.heads;
-    hpml_dtype    type = n->out->dtype;
+    hpml_dtype    type = D > 128 ? HPML_DTYPE_F32 : n->out->dtype; /* large heads are rare: no tensor cores */
     int           each = type == HPML_DTYPE_F32 ? 4 : 8;
     if (D > HPMLG_ATTN_MOST || T > 0x7fff0000)
         return hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "attention \"%s\": heads of %lld columns, %lld positions; "
@@ -4522,18 +4531,15 @@ HPMLG_FN hpml_status hpmlg_attn_either(const hpml_run *run, hpml_node *n, bool b
     p.lse = (float *)n->saved, p.delta = (float *)n->scratch;
     p.T = (int)T, p.heads = n->attr.attention.heads, p.D = (int)D, p.pairs = n->out->shape[0] * p.heads;
     p.scale = n->attr.attention.scale, p.causal = n->attr.attention.causal, p.add = backward && n->accumulate[0];
-    p.wide     = p.qkv.type == (int)type && D % each == 0 && ((uintptr_t)p.qkv.p & 15) == 0;
-    p.wide_o   = D % each == 0 && ((uintptr_t)p.o.p & 15) == 0;
-    p.wide_out = D % 2 == 0 && ((uintptr_t)p.out.p & 15) == 0;
+    p.wide   = p.qkv.type == (int)type && D % each == 0 && ((uintptr_t)p.qkv.p & 15) == 0;
+    p.wide_o = p.o.type == (int)type && D % each == 0 && ((uintptr_t)p.o.p & 15) == 0;
     if (p.pairs * T == 0) return HPML_OK;
     if (backward) {
         hpml_status status = HPMLG_RUN(d, hpmlg_k_attn_delta, hpmlg_blocks(d, p.pairs * T, 32), 256, 0, p,
                                        hpmlg_value(n->out));
         if (status != HPML_OK) return status;
     }
-    return type == HPML_DTYPE_F32 ? hpmlg_attn_sized<HPML_DTYPE_F32>(d, &p, backward)
-         : type == HPML_DTYPE_BF16 ? hpmlg_attn_sized<HPML_DTYPE_BF16>(d, &p, backward)
-                                   : hpmlg_attn_sized<HPML_DTYPE_F16>(d, &p, backward);
+    return hpmlg_attn_type(d, &p, type, backward);
 }
 
 HPMLG_FN hpml_status hpmlg_attention_forward(const hpml_run *run, hpml_node *n)
