@@ -614,6 +614,8 @@ struct hpml_node {
     size_t       saved_bytes, scratch_bytes;   /* asked for by the op: kept from forward to backward / for one call */
     void        *saved, *scratch;              /* where they are */
     hpml_tensor *out_root, *grad_root;         /* planner: the tensors in whose memory value and gradient stand */
+    hpml_node   *with;                         /* set by a backend's plan: a pass does this op together with that one,
+                                                  the next; sources stay until then */
 };
 
 /* What a run is about. */
@@ -7706,7 +7708,7 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses, const int *posit
         if (u->kept) u->last = 2 * N;
         for (int j = 0; j < n->src_count; j++) {
             hpmli_use *s = hpmli_use_of(uses, position, n->src[j]);
-            int        at = back && (needs & HPMLI_NEED_SRC(j)) ? 2 * N - 1 - i : i;
+            int        at = back && (needs & HPMLI_NEED_SRC(j)) ? 2 * N - 1 - i : i + (n->with != NULL);
             if (s && s->last < at) s->last = at;
             if (s) s->readers++;
         }

@@ -266,6 +266,13 @@ HPMLG_DEVICE unsigned hpmlg_narrow(float a, float b, int type)
     return w;
 }
 
+/* v as the type keeps it. */
+HPMLG_DEVICE float hpmlg_rounded(float v, int64_t type)
+{
+    if (type == HPML_DTYPE_F32) return v;
+    return type == HPML_DTYPE_BF16 ? __bfloat162float(__float2bfloat16_rn(v)) : __half2float(__float2half_rn(v));
+}
+
 typedef struct hpmlg_eight { float v[8]; } hpmlg_eight;
 
 /* Elements 8 i to 8 i + 7; the array begins at a multiple of 16 bytes. */
@@ -406,6 +413,8 @@ typedef struct hpmlg_device {
     bool           now_known;
     hpmlg_pass     passes[HPMLG_PASSES];
     hpmlg_pass    *recording;
+    bool           passing;        /* a whole forward pass is on its way */
+    hpml_node     *planned;        /* the last node that was planned */
     uint64_t       clock;
     hpmlg_weights *weights;        /* (weight_count) */
     int            weight_count, weight_room;
@@ -780,6 +789,7 @@ HPMLG_FN hpml_status hpmlg_begin(void *device, const hpml_run *run, const hpml_p
     hpml_status   status = hpmlg_now_set(d, run);
     (void)device;
     if (status == HPML_OK) status = hpmlg_weights_refresh(d);
+    d->passing = !key->backward;
     if (status != HPML_OK || d->d.no_record) return status;
     hpmlg_pass *p = hpmlg_pass_find(d, key);
     p->used = ++d->clock;
@@ -797,6 +807,7 @@ HPMLG_FN hpml_status hpmlg_end(void *device, const hpml_run *run, hpml_status st
     hpmlg_pass   *p = d->recording;
     cudaGraph_t   graph = NULL;
     (void)device;
+    d->passing = false;
     if (!p) return status;
     d->recording  = NULL;
     cudaError_t e = cudaStreamEndCapture(d->stream, &graph);
@@ -1113,6 +1124,7 @@ HPMLG_FN hpml_status hpmlg_binary_forward(const hpml_run *run, hpml_node *n)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_binary  b = hpmlg_binary_make(n);
+    if (n->with && d->passing) return HPML_OK; /* the norm that follows does it */
     if (b.whole[0] && b.whole[1])
         return HPMLG_RUN(d, hpmlg_k_binary<true>, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
     return HPMLG_RUN(d, hpmlg_k_binary<false>, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
@@ -1814,10 +1826,12 @@ HPMLG_FN hpml_status hpmlg_softmax_backward(const hpml_run *run, hpml_node *n)
                       hpmlg_rows_vec(n->out, n->src[0], cols));
 }
 
-/* xhat = (x - mean) rstd, y = xhat gamma + beta; saved: mean and rstd of each row. rmsnorm: mean = 0. */
+/* xhat = (x - mean) rstd, y = xhat gamma + beta; saved: mean and rstd of each row. rmsnorm: mean = 0. A residual sum
+   right before a norm, x = p + q, is made by the same kernel: x is written and not read again. */
 template <int TEAM, int G>
-static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array gamma, hpmlg_array beta, float2 *saved,
-                                    int64_t rows, int64_t cols, float eps, bool centred, bool vec)
+static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p, hpmlg_array q, hpmlg_array gamma,
+                                    hpmlg_array beta, float2 *saved, int64_t rows, int64_t cols, float eps,
+                                    bool centred, bool vec)
 {
     __shared__ float space[HPMLG_WARP];
     const bool       many = cols > 8 * TEAM * G;
@@ -1825,7 +1839,12 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array ga
     HPMLG_EACH_ROW {
         float mean = 0, sum = 0;
         HPMLG_EACH_EIGHT {
-            e[k] = hpmlg_row_get(x, row, cols, c, vec, 0);
+            e[k] = hpmlg_row_get(p.p ? p : x, row, cols, c, vec, 0);
+            if (p.p) { /* x = p + q comes with it */
+                hpmlg_eight f = hpmlg_row_get(q, row, cols, c, vec, 0);
+                for (int j = 0; j < 8; j++) e[k].v[j] = hpmlg_rounded(e[k].v[j] + f.v[j], x.type);
+                hpmlg_row_put(x, row, cols, c, vec, e[k], false);
+            }
             for (int j = 0; j < 8; j++) mean += e[k].v[j];
         }
         mean = centred ? hpmlg_team_sum<TEAM>(mean, space) / (float)cols : 0;
@@ -1946,13 +1965,29 @@ HPMLG_FN hpmlg_array hpmlg_param_of(const hpml_node *n, int s)
     return hpmlg_of(n->src[s] ? n->src[s]->data : NULL, HPML_DTYPE_F32);
 }
 
+/* The sum that norm n does on its way; planned once, for passes that run as a whole. */
+HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
+{
+    hpml_node *add = n->src[0]->node;
+    if (!add || add != before || add->op != HPML_OP_ADD || !add->src[0] || !add->src[1]) return;
+    for (int s = 0; s < 2; s++)
+        if (add->src[s]->ndim != n->out->ndim || memcmp(add->src[s]->shape, n->out->shape, sizeof n->out->shape) != 0)
+            return;
+    add->with = n;
+}
+
 HPMLG_FN hpml_status hpmlg_norm_forward(const hpml_run *run, hpml_node *n)
 {
-    hpmlg_device *d    = hpmlg_enter(run->ctx);
-    int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
+    hpmlg_device    *d    = hpmlg_enter(run->ctx);
+    const hpml_node *add  = n->src[0]->node && n->src[0]->node->with == n && d->passing ? n->src[0]->node : NULL;
+    hpmlg_array      none = hpmlg_of(NULL, HPML_DTYPE_F32);
+    int64_t          cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
+    bool             vec  = hpmlg_rows_vec(n->out, n->src[0], cols);
+    if (add) vec = vec && hpmlg_on16(add->src[0]->data) && hpmlg_on16(add->src[1]->data);
     return HPMLG_ROWS(d, hpmlg_k_norm, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out),
-                      hpmlg_value(n->src[0]), hpmlg_param_of(n, 1), hpmlg_param_of(n, 2), (float2 *)n->saved, rows,
-                      cols, n->attr.norm.eps, n->op == HPML_OP_LAYERNORM, hpmlg_rows_vec(n->out, n->src[0], cols));
+                      hpmlg_value(n->src[0]), add ? hpmlg_value(add->src[0]) : none,
+                      add ? hpmlg_value(add->src[1]) : none, hpmlg_param_of(n, 1), hpmlg_param_of(n, 2),
+                      (float2 *)n->saved, rows, cols, n->attr.norm.eps, n->op == HPML_OP_LAYERNORM, vec);
 }
 
 HPMLG_FN hpml_status hpmlg_norm_backward(const hpml_run *run, hpml_node *n)
@@ -5431,11 +5466,14 @@ HPMLG_FN hpml_status hpmlg_decode(void *device, hpml_ctx *ctx, const hpml_packin
 /* What the passes of a node want kept and as working space here; the CPU's wishes stand when nothing is set. */
 HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
 {
-    const hpmlg_device *d    = (const hpmlg_device *)device;
-    int64_t             cols = hpmlg_last_dim(n->out);
-    hpmlg_lstm          lstm = {};
+    hpmlg_device *d      = (hpmlg_device *)device;
+    int64_t       cols   = hpmlg_last_dim(n->out);
+    hpml_node    *before = d->planned;
+    hpmlg_lstm    lstm   = {};
+    d->planned = n;
     switch (n->op) {
     case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM:
+        hpmlg_norm_plan(n, before);
         n->scratch_bytes = (size_t)hpmlg_norm_parts(d, hpml_tensor_count(n->out) / cols, cols) * (size_t)(2 * cols) *
                            sizeof(float);
         break;

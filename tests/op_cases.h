@@ -63,6 +63,9 @@ typedef struct op_case {
     X(attention_full, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 1, .not_causal = true }), 8e-3)        \
     X(attention_scale, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 4, .scale = 0.7f }), 8e-3)            \
     X(lstm, hpml_lstm(three(x), 5, NULL), 8e-3)                                                                        \
+    X(residual_norm, hpml_layernorm(hpml_add(hpml_tanh(x), x), NULL), 5e-3)                                            \
+    X(residual_norms, norms(hpml_add(hpml_tanh(x), hpml_scale(x, 2, 0))), 5e-3)                                        \
+    X(residual_rmsnorm, hpml_rmsnorm(hpml_add(hpml_linear(x, 7, NULL), x), NULL), 5e-3)                                \
     X(residual, hpml_add(hpml_dropout(hpml_linear(x, 7, NULL), 0.2f), x), 5e-3)
 
 static hpml_tensor *weight(hpml_tensor *x, int64_t a, int64_t b, int64_t c)
@@ -71,6 +74,9 @@ static hpml_tensor *weight(hpml_tensor *x, int64_t a, int64_t b, int64_t c)
     if (a <= 1) d.shape[0] = b, d.shape[1] = c;
     return hpml_param_create(x->ctx, &d);
 }
+
+/* a sum that two norms and a third op read */
+static hpml_tensor *norms(hpml_tensor *x) { return hpml_add(hpml_mul(hpml_layernorm(x, NULL), hpml_rmsnorm(x, NULL)), x); }
 
 static hpml_tensor *three(hpml_tensor *x) { return hpml_reshape_3d(hpml_slice(x, 2, 0, 6), 3, 14, 12); } /* (B, T, 12) */
 
