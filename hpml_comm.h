@@ -377,7 +377,8 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
 /* Attached to a trainer, it makes p ranks with a share of each global batch equal one rank with all of it: parameters
    start as rank 0's, gradients are added up while the backward pass still runs, every rank makes the same step. Serial
    code does not change. The short last batch is weighted right, and a rank without samples takes part. Batchnorm sees a
-   rank's share alone unless sync_batchnorm is set. */
+   rank's share alone unless sync_batchnorm is set. A trainer on a device (hpml_ctx_desc.backend) is served as well: what
+   is exchanged goes through host memory. */
 typedef struct hpml_distribute_desc {
     uint32_t        _begin;
     hpml_codec_desc codec;        /* how gradients travel, as in hpml_exchange_desc, ... */
@@ -3752,6 +3753,7 @@ typedef struct hpmlc_bucket {
     hpml_job      *job;      /* NULL: done at once, with this: */
     hpml_status    status;
     int            count, ready;
+    int64_t        at, floats; /* its part of the trainer's gradients, last ones first: they lie side by side */
 } hpmlc_bucket;
 
 enum { HPMLC_SAMPLES, HPMLC_LOSS, HPMLC_BAD, HPMLC_BAD_RANK, HPMLC_STATS }; /* then the buffers */
@@ -3772,7 +3774,11 @@ struct hpml_distributed {
     hpml_status          stats_status;
     bool                 direct;   /* no thread in the background: each exchange is over when it has begun */
     double               samples, loss_sum; /* of this rank, this step */
+    const hpml_backend  *device;    /* where the trainer's arrays live; NULL: on the host, */
+    float               *mirror;    /* else the gradients' place on the host, laid out like them, */
+    float               *window;    /* and room for the largest parameter, see hpmlc_open */
     float               *first;     /* the trainer's gradients: where the first one is, */
+    int64_t              span;      /* and the floats from there to the end of the last, padded */
     float               *shadow;    /* delayed: and those under way, laid out like them */
     bool                 under_way; /* delayed: false before the first step */
     double               full;      /* delayed: samples of a whole step when they were computed */
@@ -3794,6 +3800,39 @@ struct hpml_distributed {
 };
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
+
+/* The trainer's arrays may live on a device. `open` gives n floats of them on the host: where they are, or a copy in
+   the window, one at a time; `close` brings what was changed back. `fetch` and `put` do so for gradients at their place
+   in the mirror. On the host the trainer's own arrays are all there is, and these do nothing. */
+HPMLC_FN float *hpmlc_open(hpml_distributed *d, float *x, int64_t n)
+{
+    if (!d->device || n == 0) return x;
+    d->device->read(hpml_ctx_device(d->ctx), d->window, x, (size_t)n * sizeof(float));
+    return d->window;
+}
+
+HPMLC_FN void hpmlc_close(hpml_distributed *d, float *x, int64_t n)
+{
+    if (d->device && n > 0) d->device->write(hpml_ctx_device(d->ctx), x, d->window, (size_t)n * sizeof(float));
+}
+
+HPMLC_FN void hpmlc_fetch(hpml_distributed *d, int64_t at, int64_t n)
+{
+    if (!d->mirror || n == 0) return;
+    d->device->read(hpml_ctx_device(d->ctx), d->mirror + at, d->first + at, (size_t)n * sizeof(float));
+}
+
+HPMLC_FN void hpmlc_put(hpml_distributed *d)
+{
+    if (d->mirror)
+        d->device->write(hpml_ctx_device(d->ctx), d->first, d->mirror, (size_t)d->span * sizeof(float));
+}
+
+/* Where the host finds, and leaves, a gradient. */
+HPMLC_FN float *hpmlc_grad(const hpml_distributed *d, const hpml_tensor *p)
+{
+    return d->mirror && p->grad ? d->mirror + (p->grad - d->first) : p->grad;
+}
 
 HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
 {
@@ -3838,7 +3877,9 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
     hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)d->params, NULL);
     d->bucket = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket * (size_t)d->params, NULL);
     if (!g || !d->bucket) return false;
-    int64_t bytes = 0, limit = d->d.bucket_bytes > 0 ? d->d.bucket_bytes : d->direct ? INT64_MAX : (int64_t)1 << 18;
+    int64_t at = d->span, end = at, bytes = 0, limit = (int64_t)1 << 18;
+    if (d->d.bucket_bytes > 0) limit = d->d.bucket_bytes;
+    else if (d->direct) limit = INT64_MAX;
     int     count = 0;
     for (int i = d->params - 1; i >= -1; i--) {
         hpml_tensor *p = i >= 0 ? hpmlc_param(d, i) : NULL;
@@ -3847,6 +3888,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
             hpml_exchange_desc e;
             hpmlc_exchange_settings(d, false, &e);
             e.count = b->count = count, e.tensors = g;
+            b->at = at, b->floats = end - at, end = at;
             b->x = hpml_exchange_create(d->c, &e);
             if (d->d.warm_steps > 0) {
                 hpmlc_exchange_settings(d, true, &e);
@@ -3860,7 +3902,8 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
         d->bucket_of[i] = -1;
         if (!p->grad) continue;
         d->bucket_of[i] = d->buckets;
-        hpmlc_gradient_of(p, d->shadow ? d->shadow + (p->grad - d->first) : p->grad, &g[count]);
+        at = p->grad - d->first;
+        hpmlc_gradient_of(p, d->shadow ? d->shadow + at : hpmlc_grad(d, p), &g[count]);
         bytes += 4 * hpml_tensor_count(p);
         count++;
     }
@@ -3875,6 +3918,7 @@ HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
     while (d->posted < d->buckets && d->bucket[d->posted].ready == d->bucket[d->posted].count) {
         hpmlc_bucket  *b = &d->bucket[d->posted++];
         hpml_exchange *x = warm ? b->warm : b->x;
+        if (!d->d.delayed) hpmlc_fetch(d, b->at, b->floats);
         if (d->direct) b->status = hpml_exchange_run(x);
         else if (!(b->job = hpml_exchange_start(x))) return hpml_ctx_status(d->ctx);
     }
@@ -3894,9 +3938,10 @@ HPMLC_FN void hpmlc_buffers_keep(hpml_distributed *d)
     float *before = d->before;
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
+        int64_t      n = hpml_tensor_count(p);
         if (!p->param->buffer) continue;
-        memcpy(before, p->data, (size_t)hpml_tensor_count(p) * sizeof(float));
-        before += hpml_tensor_count(p);
+        memcpy(before, hpmlc_open(d, p->data, n), (size_t)n * sizeof(float));
+        before += n;
     }
 }
 
@@ -3906,11 +3951,14 @@ HPMLC_FN void hpmlc_buffers_back(hpml_distributed *d)
     float *before = d->before;
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
-        for (int64_t k = 0, n = p->param->buffer ? hpml_tensor_count(p) : 0; k < n; k++) {
-            float now  = p->data[k];
-            p->data[k] = *before;
-            *before++  = now - p->data[k];
+        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
+        float       *x = hpmlc_open(d, p->data, n);
+        for (int64_t k = 0; k < n; k++) {
+            float now = x[k];
+            x[k]      = *before;
+            *before++ = now - x[k];
         }
+        hpmlc_close(d, p->data, n);
     }
 }
 
@@ -3940,9 +3988,10 @@ HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d)
     s[HPMLC_BAD_RANK] = bad ? d->c->rank : 0;
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
-        if (!p->param->buffer) continue;
-        for (int64_t k = 0, n = hpml_tensor_count(p); k < n; k++)
-            *at++ = d->samples * (double)(move ? *move++ : p->data[k]);
+        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
+        const float *x = move ? move : hpmlc_open(d, p->data, n);
+        for (int64_t k = 0; k < n; k++) *at++ = d->samples * (double)x[k];
+        if (move) move += n;
     }
 }
 
@@ -3978,10 +4027,13 @@ HPMLC_FN void hpmlc_buffers_read(hpml_distributed *d)
     const double *at = d->stats + HPMLC_STATS;
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
-        for (int64_t k = 0, n = p->param->buffer ? hpml_tensor_count(p) : 0; k < n; k++) {
+        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
+        float       *x = hpmlc_open(d, p->data, n);
+        for (int64_t k = 0; k < n; k++) {
             float mean = (float)(*at++ / d->stats[HPMLC_SAMPLES]);
-            p->data[k] = d->d.delayed ? p->data[k] + mean : mean;
+            x[k]       = d->d.delayed ? x[k] + mean : mean;
         }
+        hpmlc_close(d, p->data, n);
     }
 }
 
@@ -4059,7 +4111,8 @@ HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples, double ful
     if (d->d.sum || samples <= 0 || samples == full) return;
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
-        for (int64_t k = 0, n = p->grad ? hpml_tensor_count(p) : 0; k < n; k++) p->grad[k] *= (float)(full / samples);
+        float       *g = hpmlc_grad(d, p);
+        for (int64_t k = 0, n = g ? hpml_tensor_count(p) : 0; k < n; k++) g[k] *= (float)(full / samples);
     }
 }
 
@@ -4093,10 +4146,10 @@ HPMLC_FN void hpmlc_shadow_swap(hpml_distributed *d)
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         if (!p->grad) continue;
-        float *other = d->shadow + (p->grad - d->first);
+        float *mine = hpmlc_grad(d, p), *other = d->shadow + (p->grad - d->first);
         for (int64_t k = 0, n = hpml_tensor_count(p); k < n; k++) {
-            float g = p->grad[k];
-            p->grad[k] = other[k], other[k] = g;
+            float g = mine[k];
+            mine[k] = other[k], other[k] = g;
         }
     }
 }
@@ -4110,6 +4163,7 @@ HPMLC_FN hpml_status hpmlc_dist_delay(hpml_distributed *d, double *samples, doub
     *samples = d->under_way ? d->stats[HPMLC_SAMPLES] : 0;
     *full    = d->full;
     d->full  = (double)d->d.global_batch * d->accumulate;
+    hpmlc_fetch(d, 0, d->span);
     hpmlc_shadow_swap(d);
     hpmlc_steps_note(d);
     d->under_way = !d->trial;
@@ -4134,7 +4188,7 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
     if (!d->d.delayed) hpmlc_steps_note(d);
     d->r.steps++;
     if (d->d.delayed && samples <= 0) return HPML_OK; /* the first step has nothing to apply */
-    if (!d->d.exact) hpmlc_dist_rescale(d, samples, full);
+    if (!d->d.exact) hpmlc_dist_rescale(d, samples, full), hpmlc_put(d);
     return hpml_trainer_update_local(t, 0, d->params);
 }
 
@@ -4156,10 +4210,12 @@ HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
         if (!p->grad && !p->param->buffer) continue;
-        if (p->grad) memcpy(row, p->grad, (size_t)n * sizeof(float));
+        float *x = hpmlc_open(d, p->grad ? p->grad : p->data, n);
+        if (p->grad) memcpy(row, x, (size_t)n * sizeof(float));
         else {
-            for (int64_t k = 0; k < n; k++) row[k] = (float)(samples * ((double)p->data[k] - (double)before[k]));
-            memcpy(p->data, before, (size_t)n * sizeof(float)); /* the next leaf starts from the same */
+            for (int64_t k = 0; k < n; k++) row[k] = (float)(samples * ((double)x[k] - (double)before[k]));
+            memcpy(x, before, (size_t)n * sizeof(float)); /* the next leaf starts from the same */
+            hpmlc_close(d, p->data, n);
             before += n;
         }
         row += n;
@@ -4252,11 +4308,12 @@ HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
         int64_t      n = hpmlc_leaf_floats(d, i);
         double       scale = hpmlc_exact_scale(d, d->largest[i]), back = scale > 0 ? 1 / scale : 0;
         bool         packed = d->bucket_of[i] >= 0;
+        float       *to = p->grad ? p->grad : p->data, *x = hpmlc_open(d, to, n);
         for (int64_t k = 0; k < n; k++) {
             double mean = (packed ? (double)d->leaf[at + k] : (double)*sum++ * back) / samples;
-            if (p->grad) p->grad[k] = (float)mean;
-            else p->data[k] = (float)((double)p->data[k] + mean);
+            x[k] = p->grad ? (float)mean : (float)((double)x[k] + mean);
         }
+        hpmlc_close(d, to, n);
         at += n;
     }
 }
@@ -4353,9 +4410,27 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
                           (long long)hpml_param_total(d->ctx), d->params, (long long)shape[0], (long long)shape[2]);
     for (int i = 0; i < d->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
-        status = hpml_broadcast(d->c, p->data, (size_t)hpml_tensor_count(p) * sizeof(float), 0);
+        int64_t      n = hpml_tensor_count(p);
+        status = hpml_broadcast(d->c, hpmlc_open(d, p->data, n), (size_t)n * sizeof(float), 0);
+        if (status == HPML_OK) hpmlc_close(d, p->data, n);
     }
     return status;
+}
+
+/* What only a trainer on the host can do. */
+HPMLC_FN bool hpmlc_dist_check_device(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *d)
+{
+    const hpml_backend *b = hpml_ctx_backend(c->ctx);
+    void               *device = hpml_ctx_device(c->ctx);
+    bool                overflows = b->store && b->store(device) == HPML_DTYPE_F16;
+    if (d->sync_batchnorm)
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: backend %s computes batchnorm on a rank's samples "
+                          "alone; sync_batchnorm needs the CPU", b->name), false;
+    bool lossy = d->method != HPML_METHOD_CODEC || d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
+    if (overflows && hpml_trainer_settings(t)->loss_scale == 0 && (d->exact || lossy))
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and what packs "
+                          "them cannot carry an infinity; take bf16, a fixed loss_scale, or codec none"), false;
+    return true;
 }
 
 HPMLC_FN bool hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
@@ -4363,9 +4438,6 @@ HPMLC_FN bool hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_de
     if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0 ||
         d->history < 0)
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative"), false;
-    if (hpml_ctx_backend(c->ctx) != hpml_backend_cpu())
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this transport adds up gradients in host memory; the "
-                          "trainer's are on backend %s", hpml_ctx_backend(c->ctx)->name), false;
     if (d->global_batch == 0) d->global_batch = c->size * batch;
     if (d->leaf == 0) d->leaf = batch < 8 ? batch : 8;
     if (d->history == 0) d->history = 64;
@@ -4375,24 +4447,50 @@ HPMLC_FN bool hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_de
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld on %d ranks gives one up to %lld "
                           "samples (leaves of %lld), the model's batch is %lld", (long long)d->global_batch, c->size,
                           (long long)most, (long long)d->leaf, (long long)batch), false;
-    bool several = hpml_trainer_settings(t)->accumulate > 1;
+    bool    several = hpml_trainer_settings(t)->accumulate > 1;
     if (d->exact && (d->sum || d->delayed || d->warm_steps || d->method != HPML_METHOD_CODEC || several))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs, and one batch a "
                           "step; not with sum, delayed, warm_steps, top-k, low rank or accumulate"), false;
     if (d->exact && d->sync_batchnorm)
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums compute leaves one after another, each with "
                           "statistics of its own; sync_batchnorm needs them at once"), false;
+    if (hpml_ctx_backend(c->ctx) != hpml_backend_cpu() && !hpmlc_dist_check_device(t, c, d)) return false;
     if (d->exact && !hpml_graph_batchable(hpml_trainer_graph(t)))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this model mixes the samples of a batch, so leaves "
                           "cannot be computed apart"), false;
     return true;
 }
 
+HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
+{
+    hpml_ctx *ctx  = d->ctx;
+    int64_t   most = 1;
+    for (int i = 0; i < d->params; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        int64_t      n = hpml_tensor_count(p);
+        if (n > most) most = n;
+        if (p->grad && !d->first) d->first = p->grad;
+        if (p->grad) d->span = p->grad - d->first + (n + 15) / 16 * 16, d->grad_total += n;
+        else if (p->param->buffer) d->buffer_total += n;
+    }
+    bool   device = hpml_ctx_backend(ctx) != hpml_backend_cpu(), mirror = device && !d->d.exact, ok;
+    size_t span = (size_t)d->span * sizeof(float);
+    if (device) d->device = hpml_ctx_backend(ctx);
+    d->bucket_of = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
+    d->stats     = (double *)hpml_ctx_alloc(ctx, sizeof(double) * (size_t)(HPMLC_STATS + d->buffer_total), NULL);
+    d->before    = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)(d->buffer_total + 1), NULL);
+    d->row       = (hpml_step_row *)hpml_ctx_alloc(ctx, sizeof *d->row * (size_t)d->d.history, NULL);
+    ok = d->bucket_of && d->stats && d->before && d->row;
+    if (ok && d->d.delayed) ok = (d->shadow = (float *)hpml_ctx_alloc(ctx, span, NULL)) != NULL;
+    if (ok && mirror) ok = (d->mirror = (float *)hpml_ctx_alloc(ctx, span, NULL)) != NULL;
+    if (ok && device) ok = (d->window = (float *)hpml_ctx_alloc(ctx, (size_t)most * sizeof(float), NULL)) != NULL;
+    return ok;
+}
+
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc)
 {
     hpml_distribute_desc settings;
     hpml_hooks           hooks;
-    float               *last = NULL;
     memset(&settings, 0, sizeof settings);
     if (desc) settings = *desc;
     if (hpmlc_failed(c) || !t) return NULL;
@@ -4403,20 +4501,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     d->t = t, d->c = c, d->ctx = c->ctx, d->d = settings, d->params = hpml_param_count(c->ctx), d->batch = batch;
     d->leaf_all = c->size, d->leaf_first = c->rank, d->leaf_count = 1;
     d->accumulate = hpml_trainer_settings(t)->accumulate;
-    d->bucket_of  = (int *)hpml_ctx_alloc(c->ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
-    if (!d->bucket_of || hpmlc_dist_start(d) != HPML_OK) return NULL;
-    for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        if (p->grad && !d->first) d->first = p->grad;
-        if (p->grad) last = p->grad + hpml_tensor_count(p), d->grad_total += hpml_tensor_count(p);
-        else if (p->param->buffer) d->buffer_total += hpml_tensor_count(p);
-    }
-    d->stats = (double *)hpml_ctx_alloc(c->ctx, sizeof(double) * (size_t)(HPMLC_STATS + d->buffer_total), NULL);
-    d->before = (float *)hpml_ctx_alloc(c->ctx, sizeof(float) * (size_t)(d->buffer_total + 1), NULL);
-    if (settings.delayed)
-        d->shadow = (float *)hpml_ctx_alloc(c->ctx, (size_t)(last - d->first + 16) * sizeof(float), NULL);
-    d->row = (hpml_step_row *)hpml_ctx_alloc(c->ctx, sizeof *d->row * (size_t)settings.history, NULL);
-    if (!d->stats || !d->before || !d->row || (settings.delayed && !d->shadow)) return NULL;
+    if (!hpmlc_dist_memory(d) || hpmlc_dist_start(d) != HPML_OK) return NULL;
     if (!(settings.exact ? hpmlc_exact_create(d) : hpmlc_buckets_create(d))) return NULL;
     memset(&hooks, 0, sizeof hooks);
     hooks.user   = d;
@@ -4599,6 +4684,27 @@ HPMLC_FN hpml_status hpmlc_pending_load(hpml_distributed *d, const hpml_safetens
     return HPML_OK;
 }
 
+/* Names host memory for a checkpoint. On a device it has a copy until the name is taken back, with values NULL. */
+HPMLC_FN void hpmlc_state(hpml_distributed *d, const char *name, float *values, int64_t n, void **copy)
+{
+    void  *device = hpml_ctx_device(d->ctx);
+    size_t bytes  = (size_t)n * sizeof(float);
+    if (n == 0 || (!values && d->device && !*copy)) return;
+    if (!values || !d->device) hpml_trainer_add_state(d->t, name, values, n);
+    if (!d->device) return;
+    if (!values) {
+        d->device->free(device, *copy, bytes);
+        return;
+    }
+    *copy = d->device->alloc(device, bytes);
+    if (!*copy) {
+        hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute save: no %zu bytes on backend %s", bytes, d->device->name);
+        return;
+    }
+    d->device->write(device, *copy, values, bytes);
+    hpml_trainer_add_state(d->t, name, (float *)*copy, n);
+}
+
 /* Rank 0 writes for all. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 {
@@ -4624,13 +4730,13 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     hpml_status status = hpml_reduce_to(c, rows, each * d->leaf_all, HPML_ELEMENT_F32, HPML_SUM, 0);
     if (status == HPML_OK) status = hpml_reduce_to(c, sum, shared, HPML_ELEMENT_F32, HPML_SUM, 0);
     if (status == HPML_OK && c->rank == 0) {
-        if (each > 0) hpml_trainer_add_state(d->t, "residual.workers", rows, each * d->leaf_all);
-        if (shared > 0) hpml_trainer_add_state(d->t, "residual.shared", sum, shared);
-        if (pending) hpml_trainer_add_state(d->t, "pending", sum + shared, waits);
+        static const char *const names[] = { "residual.workers", "residual.shared", "pending" };
+        float        *arrays[] = { rows, sum, sum + shared };
+        const int64_t counts[] = { each * d->leaf_all, shared, waits };
+        void         *copies[] = { NULL, NULL, NULL };
+        for (int i = 0; i < 3; i++) hpmlc_state(d, names[i], arrays[i], counts[i], &copies[i]);
         status = hpml_checkpoint_save(d->t, path);
-        hpml_trainer_add_state(d->t, "pending", NULL, 0);
-        hpml_trainer_add_state(d->t, "residual.workers", NULL, 0);
-        hpml_trainer_add_state(d->t, "residual.shared", NULL, 0);
+        for (int i = 2; i >= 0; i--) hpmlc_state(d, names[i], NULL, counts[i], &copies[i]);
     }
     hpml_ctx_release(d->ctx, rows);
     hpml_ctx_release(d->ctx, sum);
