@@ -63,10 +63,14 @@
 //     async   work in the background
 //     launch   running a function on every rank
 //     exchange   1-bit exchange: stripes, owners, two residuals
+//     stripes   the five steps of an exchange
 //     methods   top-k and low rank
-//     distribute   synchronous data parallelism: buckets, overlap, weights
+//     linked   the exchange on a device
+//     distribute   synchronous data parallelism: buckets, overlap
+//     distribute-step   buffers, weights, double buffering
 //     exact   the same bits for every number of ranks
-//     attach   attaching to a trainer, reports, checkpoints
+//     attach   attaching to a trainer, reports
+//     carried   checkpoints of the whole job
 //     search   the largest batch that does not hurt
 //     mix   averaging with neighbours
 //     timeline   one timeline for all ranks
@@ -148,6 +152,7 @@ typedef struct hpml_launch_desc {
     double              timeout;   /* as in hpml_comm_desc */
     bool                check;
     hpml_ctx_desc       ctx;       /* of every rank; threads 0: this machine's cores shared out among the ranks */
+    void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes it for a rank: a GPU of its own */
     uint32_t            _end;
 } hpml_launch_desc;
 typedef hpml_status hpml_rank_fn(hpml_comm *comm, void *user);
@@ -352,7 +357,7 @@ typedef struct hpml_exchange_desc {
     /* Optional, called between 3 and 4: Adagrad on the sum, as the paper does. */
     void (*in_stripe)(void *user, int tensor, int64_t row, int64_t rows, float *sum);
     void                *user;
-    bool                 padded;    /* private */
+    bool                 padded, linked; /* private. linked: tensors are on the device, and move by the link */
     uint32_t             _end;
 } hpml_exchange_desc;
 
@@ -370,6 +375,24 @@ HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x); /* that this r
 HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count);
 HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row, int64_t *rows);
 
+/* How arrays that live on a device move between ranks without passing through the host: NCCL (hpml_nccl_attach in
+   hpml_cuda.cuh), or your own. What stands between begin and end runs on a stream of the link's own; no function but
+   `check` waits on the host. All ranks call the same. Errors stand on the context. */
+typedef struct hpml_device_link {
+    void *user; /* what all functions get */
+    hpml_status (*begin)(void *user); /* what follows comes behind the device's work so far */
+    hpml_status (*allreduce)(void *user, float *x, int64_t n, bool mean); /* sum or mean, in place */
+    /* Bytes [out_at[r], out_at[r + 1]) of `out`, or with `same` mine of them, go to each other rank r; what comes from
+       rank r lands in `in` from in_at[r] to in_at[r + 1]. */
+    hpml_status (*move)(void *user, const void *out, const size_t *out_at, bool same, void *in, const size_t *in_at);
+    hpml_status (*end)(void *user);
+    hpml_status (*wait)(void *user);  /* the device's further work comes behind all that has ended */
+    hpml_status (*check)(void *user); /* the host waits until it is done, or an error, or a deadline has passed */
+    hpml_status (*scale)(void *user, float *x, int64_t n, float times, float by); /* x times / by; the device's work */
+    void (*free)(void *user);         /* optional: called when the communicator goes or gets another link */
+} hpml_device_link;
+HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-distribute   synchronous data parallelism
 // ---------------------------------------------------------------------------------------------------------------------
@@ -377,8 +400,8 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
 /* Attached to a trainer, it makes p ranks with a share of each global batch equal one rank with all of it: parameters
    start as rank 0's, gradients are added up while the backward pass still runs, every rank makes the same step. Serial
    code does not change. The short last batch is weighted right, and a rank without samples takes part. Batchnorm sees a
-   rank's share alone unless sync_batchnorm is set. A trainer on a device (hpml_ctx_desc.backend) is served as well: what
-   is exchanged goes through host memory. */
+   rank's share alone unless sync_batchnorm is set. A trainer on a device is served, too: by the communicator's link,
+   where it has one (codecs and plain sums, neither exact nor delayed), else what is exchanged goes through the host. */
 typedef struct hpml_distribute_desc {
     uint32_t        _begin;
     hpml_codec_desc codec;        /* how gradients travel, as in hpml_exchange_desc, ... */
@@ -388,7 +411,8 @@ typedef struct hpml_distribute_desc {
     hpml_algorithm  algorithm;
     bool            sum;          /* the sum of the ranks' mean gradients; else the mean over the global batch */
     int64_t         global_batch; /* samples a step, all ranks; 0: ranks * model batch. Shares differ by 1 at most */
-    int64_t         bucket_bytes; /* gradients that travel together; 0: 256 KiB; 1: every tensor alone */
+    int64_t         bucket_bytes; /* gradients that travel together; 0: 256 KiB, by a link 8 MiB; 1: every
+                                     tensor alone */
     bool            no_overlap;   /* exchange after the backward pass, not during it. So it is, at once and in one
                                      bucket, where ranks of one machine keep all its cores busy and no link is slow */
     bool            delayed;      /* double buffering: a step applies the gradients (and moves of batchnorm's running
@@ -664,6 +688,7 @@ struct hpml_comm {
     hpmlc_background     *background;
     hpml_comm            *first;    /* the communicator this one was split from, or itself */
     char                 *staging;  /* MPI: two pieces */
+    hpml_device_link      link;     /* begin NULL: none */
     char                 *scratch;  /* copies of what is sent while it is added to */
     size_t                scratch_size;
 };
@@ -2063,9 +2088,20 @@ HPMLC_FN void hpmlc_comm_drop(void *object)
     hpml_comm *c = (hpml_comm *)object;
     if (!c->t) return;
     if (hpml_ctx_status(c->ctx) != HPML_OK) hpmlc_tell(c, hpml_ctx_error(c->ctx));
+    hpml_comm_set_link(c, NULL);
     hpmlc_background_stop(c);
     if (c->t->close) c->t->close(c);
     c->t = NULL;
+}
+
+HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link)
+{
+    if (!c) return HPML_ERR_ARGUMENT;
+    hpml_device_link old = c->link;
+    memset(&c->link, 0, sizeof c->link);
+    if (link) c->link = *link;
+    if (old.free) old.free(old.user);
+    return hpml_ctx_status(c->ctx);
 }
 
 HPML_API void hpml_comm_free(hpml_comm *c)
@@ -3121,10 +3157,12 @@ HPMLC_FN hpml_status hpmlc_verdict(const hpmlc_start *s, int n, char *error, siz
 HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, char *error, size_t size)
 {
 #ifdef HPML_USE_MPI
-    int on = 0, level;
+    int on = 0, level, rank = 0;
     MPI_Initialized(&on);
     if (!on) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
     if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores(hpmlc_launched());
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
     if (!on && s->status == HPML_OK) MPI_Finalize(); /* else others may never come: ending the process ends the job */
 #else
@@ -3152,7 +3190,9 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
         s[i].d = &d, s[i].fn = fn, s[i].user = user, s[i].ctx = d.ctx;
         s[i].comm.transport = d.transport, s[i].comm.rank = i, s[i].comm.timeout = d.timeout, s[i].comm.check = d.check;
         s[i].comm.ranks_per_node = d.network.ranks_per_node;
-        if (s[i].ctx.threads == 0 && d.transport != HPML_TRANSPORT_MPI) s[i].ctx.threads = hpmlc_cores(ranks);
+        if (d.transport == HPML_TRANSPORT_MPI) continue; /* its rank is not known yet */
+        if (s[i].ctx.threads == 0) s[i].ctx.threads = hpmlc_cores(ranks);
+        if (d.place) d.place(&s[i].ctx, i, user);
     }
     if (d.transport == HPML_TRANSPORT_MPI) {
         status = hpmlc_launch_mpi(s, error, size);
@@ -3206,6 +3246,33 @@ typedef struct hpmlc_item {
                                      ranks (p, k, 2), magnitudes (n) */
 } hpmlc_item;
 
+/* Arrays that may live on a device. `open` gives n floats of one on the host: where they are, or a copy in the window,
+   one at a time; `close` brings what was changed back. On the host there is no device, and these do nothing. */
+typedef struct hpmlc_reach {
+    const hpml_backend *device; /* NULL: on the host */
+    void               *at;
+    float              *window; /* as large as the largest array */
+} hpmlc_reach;
+
+HPMLC_FN bool hpmlc_reach_create(hpmlc_reach *r, hpml_ctx *ctx, int64_t largest)
+{
+    r->device = hpml_ctx_backend(ctx), r->at = hpml_ctx_device(ctx);
+    r->window = (float *)hpml_ctx_alloc(ctx, (size_t)(largest > 0 ? largest : 1) * sizeof(float), NULL);
+    return r->window != NULL;
+}
+
+HPMLC_FN float *hpmlc_open(const hpmlc_reach *r, float *x, int64_t n)
+{
+    if (!r->device || n == 0) return x;
+    r->device->read(r->at, r->window, x, (size_t)n * sizeof(float));
+    return r->window;
+}
+
+HPMLC_FN void hpmlc_close(const hpmlc_reach *r, float *x, int64_t n)
+{
+    if (r->device && n > 0) r->device->write(r->at, x, r->window, (size_t)n * sizeof(float));
+}
+
 struct hpml_exchange {
     hpml_comm         *c;
     hpml_exchange_desc d;
@@ -3221,7 +3288,24 @@ struct hpml_exchange {
     size_t            *sum_at;    /* (p + 1) the packed sums of all stripes */
     char              *out, *in, *sums;
     int64_t            bytes;     /* sent in one run */
+    hpmlc_reach        reach;     /* linked: the device, where tensors, residuals and messages are */
+    int64_t            bad;       /* linked: 1 + this rank, when it had a NaN */
 };
+
+/* Memory where the tensors are. */
+HPMLC_FN void *hpmlc_exchange_alloc(hpml_exchange *x, size_t bytes)
+{
+    void *p = x->reach.device ? x->reach.device->alloc(x->reach.at, bytes) : hpml_ctx_alloc(x->c->ctx, bytes, NULL);
+    if (!p && hpml_ctx_status(x->c->ctx) == HPML_OK)
+        hpmlc_fail(x->c, HPML_ERR_MEMORY, "exchange: no %zu bytes on %s", bytes, x->reach.device->name);
+    return p;
+}
+
+HPMLC_FN void hpmlc_exchange_release(hpml_exchange *x, void *p)
+{
+    if (!x->reach.device) hpml_ctx_release(x->c->ctx, p);
+    else if (p) x->reach.device->free(x->reach.at, p, 0);
+}
 
 #define HPMLC_HEAD 8 /* bytes before a message: 1 + the rank that had a NaN, 0: none */
 
@@ -3325,8 +3409,8 @@ HPMLC_FN bool hpmlc_item_create(hpml_exchange *x, hpmlc_item *it)
     it->my_rows = hpmlc_stripe(it, c->size, c->rank + 1) - it->my_row;
     if (it->packing.residual_count == 0) return true;
     size_t all = (size_t)(it->g.rows * it->g.cols * x->d.leaves), mine = (size_t)(it->my_rows * it->g.cols);
-    it->residual = (float *)hpml_ctx_alloc(c->ctx, all * sizeof(float), NULL);
-    it->stripe   = (float *)hpml_ctx_alloc(c->ctx, mine * sizeof(float) + 1, NULL); /* also where I have no rows */
+    it->residual = (float *)hpmlc_exchange_alloc(x, all * sizeof(float));
+    it->stripe   = (float *)hpmlc_exchange_alloc(x, mine * sizeof(float) + 1); /* also where I have no rows */
     return it->residual && it->stripe;
 }
 
@@ -3342,9 +3426,9 @@ HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
         x->in_at[r + 1]  = x->in_at[r] + HPMLC_HEAD + x->in_size * (size_t)x->leaves[r];
         x->sum_at[r + 1] = x->sum_at[r] + HPMLC_HEAD + size;
     }
-    x->out  = (char *)hpml_ctx_alloc(c->ctx, x->out_at[p], NULL);
-    x->in   = (char *)hpml_ctx_alloc(c->ctx, x->in_at[p], NULL);
-    x->sums = (char *)hpml_ctx_alloc(c->ctx, x->sum_at[p], NULL);
+    x->out  = (char *)hpmlc_exchange_alloc(x, x->out_at[p]);
+    x->in   = (char *)hpmlc_exchange_alloc(x, x->in_at[p]);
+    x->sums = (char *)hpmlc_exchange_alloc(x, x->sum_at[p]);
     x->bytes += (int64_t)(x->out_at[p] - (x->out_at[c->rank + 1] - x->out_at[c->rank]));
     x->bytes += (int64_t)(p - 1) * (int64_t)(x->sum_at[c->rank + 1] - x->sum_at[c->rank]);
     return x->sums != NULL && x->in && x->out;
@@ -3363,6 +3447,12 @@ HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_d
     x->out_at = (size_t *)hpml_ctx_alloc(c->ctx, sizeof *x->out_at * 3 * (p + 1), NULL);
     if (!x->item || !x->leaves || !x->out_at) return NULL;
     x->in_at = x->out_at + p + 1, x->sum_at = x->in_at + p + 1;
+    int64_t most = 0;
+    for (int i = 0; i < desc->count; i++) {
+        int64_t n = desc->tensors[i].rows * desc->tensors[i].cols;
+        if (n > most) most = n;
+    }
+    if (desc->linked && !hpmlc_reach_create(&x->reach, c->ctx, most)) return NULL;
     for (int i = 0; i < desc->count; i++) {
         x->item[i].g = desc->tensors[i];
         if (!hpmlc_item_create(x, &x->item[i])) return NULL;
@@ -3372,7 +3462,9 @@ HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_d
     x->leaves[c->rank] = x->d.leaves;
     if (hpmlc_exchange_agree(x) != HPML_OK) return NULL;
     if (hpml_allgather(c, x->leaves, c->size, HPML_ELEMENT_I32) != HPML_OK) return NULL;
-    if (x->plain > 0 && !hpmlc_exchange_span(x)) {
+    bool lie = x->plain > 0 && hpmlc_exchange_span(x);
+    if (!lie) x->span = NULL;
+    if (x->plain > 0 && !lie && !desc->linked) {
         x->fused = (float *)hpml_ctx_alloc(c->ctx, (size_t)x->plain * sizeof(float), NULL);
         if (!x->fused) return NULL;
     }
@@ -3387,15 +3479,38 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
     hpml_ctx *ctx = x->c->ctx;
     for (int i = 0; i < x->d.count; i++) {
         float *own[] = { x->item[i].residual, x->item[i].stripe, x->item[i].p, x->item[i].q, x->item[i].work };
-        for (size_t k = 0; k < sizeof own / sizeof own[0]; k++) hpml_ctx_release(ctx, own[k]);
+        for (size_t k = 0; k < sizeof own / sizeof own[0]; k++) hpmlc_exchange_release(x, own[k]);
     }
-    void *own[] = { x->item, x->leaves, x->out_at, x->fused, x->out, x->in, x->sums };
+    char *messages[] = { x->out, x->in, x->sums };
+    for (size_t k = 0; k < sizeof messages / sizeof messages[0]; k++) hpmlc_exchange_release(x, messages[k]);
+    void *own[] = { x->item, x->leaves, x->out_at, x->fused, x->reach.window };
     for (size_t k = 0; k < sizeof own / sizeof own[0]; k++) hpml_ctx_release(ctx, own[k]);
     hpml_ctx_release(ctx, x);
 }
 
-/* 1. Packs all rows, stripe by stripe, into the messages. Says in each whether all was finite. */
-HPMLC_FN void hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
+// ---------------------------------------------------------------------------------------------------------------------
+// >>stripes   the five steps of an exchange
+// ---------------------------------------------------------------------------------------------------------------------
+
+HPMLC_FN hpml_status hpmlc_encode(const hpml_exchange *x, const hpmlc_item *it, void *packed, float *e, const float *g,
+                                  int64_t rows)
+{
+    const hpml_backend *b = x->reach.device;
+    return b ? b->encode(x->reach.at, x->c->ctx, &it->packing, packed, e, g, rows)
+             : hpml_packing_encode(&it->packing, packed, e, g, rows);
+}
+
+HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *out, const void *packed, int64_t rows,
+                           bool add)
+{
+    const hpml_backend *b = x->reach.device;
+    if (b) b->decode(x->reach.at, x->c->ctx, &it->packing, out, packed, rows, add);
+    else if (add) hpml_packing_decode_add(&it->packing, out, packed, rows);
+    else hpml_packing_decode(&it->packing, out, packed, rows);
+}
+
+/* 1. Packs all rows, stripe by stripe, into the messages. 0: all was finite, else 1 + this rank. */
+HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size;
     int64_t bad = 0;
@@ -3408,12 +3523,11 @@ HPMLC_FN void hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
                 int64_t      row = hpmlc_stripe(it, p, r), rows = hpmlc_stripe(it, p, r + 1) - row;
                 float       *e = it->residual ? it->residual + (l * it->g.rows + row) * it->g.cols : NULL;
                 const float *g = it->g.data + l * x->d.leaf_step + row * it->g.cols;
-                if (rows > 0 && hpml_packing_encode(&it->packing, at, e, g, rows) != HPML_OK)
-                    bad = c->origin[c->rank] + 1;
+                if (rows > 0 && hpmlc_encode(x, it, at, e, g, rows) != HPML_OK) bad = c->origin[c->rank] + 1;
                 at += hpmlc_stripe_size(it, p, r);
             }
     }
-    for (int r = 0; r < p; r++) memcpy(x->out + x->out_at[r], &bad, sizeof bad);
+    return bad;
 }
 
 /* What rank r has sent for my stripe; my own never travelled. */
@@ -3430,14 +3544,13 @@ HPMLC_FN void hpmlc_exchange_hear(int64_t *bad, const char *message)
     if (*bad == 0) *bad = other;
 }
 
-/* 3. and 4. Adds what has come for my stripe, in the order of ranks and leaves, and packs the sum. */
-HPMLC_FN void hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
+/* 3. and 4. Adds what has come for my stripe, in the order of ranks and leaves, and packs the sum. Result: as pack. */
+HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size, me = c->rank;
     int64_t bad = 0;
     char   *to = x->sums + x->sum_at[me] + HPMLC_HEAD;
     size_t  offset = 0;
-    for (int r = 0; r < p; r++) hpmlc_exchange_hear(&bad, hpmlc_exchange_from(x, r, me));
     for (int i = 0; i < x->d.count; i++) {
         hpmlc_item *it = &x->item[i];
         if (it->plain) continue;
@@ -3447,18 +3560,32 @@ HPMLC_FN void hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
         for (int r = 0; r < p; r++)
             for (int l = 0; l < x->leaves[r]; l++, first = false) {
                 const char *rows = hpmlc_exchange_from(x, r, me) + HPMLC_HEAD + (size_t)l * x->in_size + offset;
-                if (first) hpml_packing_decode(&it->packing, sum, rows, it->my_rows);
-                else hpml_packing_decode_add(&it->packing, sum, rows, it->my_rows);
+                hpmlc_decode(x, it, sum, rows, it->my_rows, !first);
             }
-        if (x->d.reduce == HPML_MEAN) hpmlc_divide(sum, n, HPML_ELEMENT_F32, p);
+        if (x->d.reduce == HPML_MEAN && x->reach.device) c->link.scale(c->link.user, sum, n, 1, (float)p);
+        else if (x->d.reduce == HPML_MEAN) hpmlc_divide(sum, n, HPML_ELEMENT_F32, p);
         if (it->my_rows > 0) {
             if (x->d.in_stripe) x->d.in_stripe(x->d.user, i, it->my_row, it->my_rows, sum);
-            hpml_status packed = hpml_packing_encode(&it->packing, to + offset, it->stripe, sum, it->my_rows);
-            if (packed != HPML_OK && !bad) bad = c->origin[me] + 1;
+            if (hpmlc_encode(x, it, to + offset, it->stripe, sum, it->my_rows) != HPML_OK) bad = c->origin[me] + 1;
         }
         offset += hpmlc_stripe_size(it, p, me);
     }
-    memcpy(x->sums + x->sum_at[me], &bad, sizeof bad);
+    return bad;
+}
+
+/* The end of 5. */
+HPMLC_FN void hpmlc_exchange_unpack(hpml_comm *c, hpml_exchange *x)
+{
+    for (int r = 0; r < c->size; r++) {
+        const char *at = x->sums + x->sum_at[r] + HPMLC_HEAD;
+        for (int i = 0; i < x->d.count; i++) {
+            hpmlc_item *it = &x->item[i];
+            if (it->plain) continue;
+            int64_t row = hpmlc_stripe(it, c->size, r), rows = hpmlc_stripe(it, c->size, r + 1) - row;
+            hpmlc_decode(x, it, it->g.data + row * it->g.cols, at, rows, false);
+            at += hpmlc_stripe_size(it, c->size, r);
+        }
+    }
 }
 
 /* 2. and 5. Everybody with everybody: in round k with the rank k further on. same: all get my own part of `out`. */
@@ -3480,28 +3607,22 @@ HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const c
 
 HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
 {
-    int     p = c->size;
-    int64_t bad = 0;
+    int     p = c->size, me = c->rank;
     double  start = hpml_comm_now(c);
-    hpmlc_exchange_pack(c, x);
+    int64_t bad = hpmlc_exchange_pack(c, x), sum;
+    for (int r = 0; r < p; r++) memcpy(x->out + x->out_at[r], &bad, sizeof bad);
     hpml_trace_span(c->trace, HPML_LANE_COMM, "pack", start, hpml_comm_now(c));
     hpml_status status = hpmlc_exchange_move(c, "stripes", x->out, x->out_at, false, x->in, x->in_at);
     if (status != HPML_OK) return status;
-    hpmlc_exchange_add(c, x);
+    bad = 0, sum = hpmlc_exchange_add(c, x);
+    for (int r = 0; r < p; r++) hpmlc_exchange_hear(&bad, hpmlc_exchange_from(x, r, me));
+    if (!bad) bad = sum;
+    memcpy(x->sums + x->sum_at[me], &bad, sizeof bad);
     status = hpmlc_exchange_move(c, "sums", x->sums, x->sum_at, true, x->sums, x->sum_at);
     if (status != HPML_OK) return status;
-    for (int r = 0; r < p; r++) {
-        const char *at = x->sums + x->sum_at[r];
-        hpmlc_exchange_hear(&bad, at);
-        at += HPMLC_HEAD;
-        for (int i = 0; i < x->d.count; i++) {
-            hpmlc_item *it = &x->item[i];
-            if (it->plain) continue;
-            int64_t row = hpmlc_stripe(it, p, r), rows = hpmlc_stripe(it, p, r + 1) - row;
-            hpml_packing_decode(&it->packing, it->g.data + row * it->g.cols, at, rows);
-            at += hpmlc_stripe_size(it, p, r);
-        }
-    }
+    bad = 0;
+    for (int r = 0; r < p; r++) hpmlc_exchange_hear(&bad, x->sums + x->sum_at[r]);
+    hpmlc_exchange_unpack(c, x);
     return bad ? HPML_ERR_NONFINITE : HPML_OK;
 }
 
@@ -3740,7 +3861,67 @@ HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>distribute   synchronous data parallelism: buckets, overlap, weights
+// >>linked   the exchange on a device
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The same five steps, hence the same bits, in the device's memory: packing and adding are the device's work, moving is
+   the link's, beside it. Begun while the backward pass runs, finished before the update, all buckets together. Packing
+   waits for one flag of the device, which tells of a NaN; no word about it travels with the messages. */
+
+HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
+{
+    hpml_comm              *c    = x->c;
+    const hpml_device_link *l    = &c->link;
+    bool                    mean = x->d.reduce == HPML_MEAN;
+    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x) : 0;
+    hpml_status status = l->begin(l->user);
+    if (status == HPML_OK && x->packed > 0) status = l->move(l->user, x->out, x->out_at, false, x->in, x->in_at);
+    if (status == HPML_OK && x->span) status = l->allreduce(l->user, x->span, x->plain, mean);
+    for (int i = 0; i < x->d.count && !x->span && status == HPML_OK; i++) {
+        const hpml_gradient *g = &x->item[i].g;
+        if (x->item[i].plain) status = l->allreduce(l->user, g->data, g->rows * g->cols, mean);
+    }
+    c->counters.bytes += hpml_exchange_bytes(x);
+    return status == HPML_OK ? l->end(l->user) : status;
+}
+
+/* `check`: the device is waited for on the host anyway, and the link has a deadline, which the device has not. */
+HPMLC_FN hpml_status hpmlc_linked_wait(hpml_comm *c, bool check)
+{
+    hpml_status status = check ? c->link.check(c->link.user) : HPML_OK;
+    return status == HPML_OK ? c->link.wait(c->link.user) : status;
+}
+
+/* Steps 3 to 5 of some exchanges; only packed ones have any. HPML_ERR_NONFINITE on all ranks alike. */
+HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int count, bool check)
+{
+    const hpml_device_link *l = &c->link;
+    hpml_allreduce_desc     max;
+    int64_t                 bad = 0;
+    bool                    packed = false;
+    for (int i = 0; i < count; i++) packed = packed || x[i]->packed > 0;
+    hpml_status status = hpmlc_linked_wait(c, check || packed);
+    if (!packed || status != HPML_OK) return status;
+    for (int i = 0; i < count; i++) {
+        int64_t sum = x[i]->packed > 0 ? hpmlc_exchange_add(c, x[i]) : 0;
+        if (sum || x[i]->bad) bad = 1;
+    }
+    if (hpmlc_failed(c)) return hpml_ctx_status(c->ctx);
+    status = l->begin(l->user);
+    for (int i = 0; i < count && status == HPML_OK; i++)
+        if (x[i]->packed > 0) status = l->move(l->user, x[i]->sums, x[i]->sum_at, true, x[i]->sums, x[i]->sum_at);
+    if (status == HPML_OK) status = l->end(l->user);
+    if (status == HPML_OK) status = hpmlc_linked_wait(c, check);
+    for (int i = 0; i < count && status == HPML_OK; i++)
+        if (x[i]->packed > 0) hpmlc_exchange_unpack(c, x[i]);
+    memset(&max, 0, sizeof max);
+    max.reduce = HPML_MAX, max.element = HPML_ELEMENT_I64;
+    if (status == HPML_OK) status = hpml_allreduce(c, &bad, 1, &max);
+    return status == HPML_OK && bad ? HPML_ERR_NONFINITE : status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>distribute   synchronous data parallelism: buckets, overlap
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The trainer's hooks: `run` scales this rank's gradient by its share of the global batch; `grad` counts a bucket's
@@ -3750,6 +3931,7 @@ HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
 
 typedef struct hpmlc_bucket {
     hpml_exchange *x, *warm; /* warm: uncompressed, for the first steps */
+    hpml_exchange *now;      /* the one that has begun */
     hpml_job      *job;      /* NULL: done at once, with this: */
     hpml_status    status;
     int            count, ready;
@@ -3774,9 +3956,11 @@ struct hpml_distributed {
     hpml_status          stats_status;
     bool                 direct;   /* no thread in the background: each exchange is over when it has begun */
     double               samples, loss_sum; /* of this rank, this step */
-    const hpml_backend  *device;    /* where the trainer's arrays live; NULL: on the host, */
-    float               *mirror;    /* else the gradients' place on the host, laid out like them, */
-    float               *window;    /* and room for the largest parameter, see hpmlc_open */
+    hpmlc_reach          reach;     /* where the trainer's arrays live: on the host, or on a device: */
+    const hpml_device_link *link;   /* then this moves the gradients, */
+    float               *mirror;    /* or, without one, that is their place on the host, laid out like them */
+    hpml_exchange      **ended;     /* (buckets) link: those of this step */
+    bool                 looks;     /* link: the trainer looks at the gradients before it uses them */
     float               *first;     /* the trainer's gradients: where the first one is, */
     int64_t              span;      /* and the floats from there to the end of the last, padded */
     float               *shadow;    /* delayed: and those under way, laid out like them */
@@ -3801,31 +3985,17 @@ struct hpml_distributed {
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
 
-/* The trainer's arrays may live on a device. `open` gives n floats of them on the host: where they are, or a copy in
-   the window, one at a time; `close` brings what was changed back. `fetch` and `put` do so for gradients at their place
-   in the mirror. On the host the trainer's own arrays are all there is, and these do nothing. */
-HPMLC_FN float *hpmlc_open(hpml_distributed *d, float *x, int64_t n)
-{
-    if (!d->device || n == 0) return x;
-    d->device->read(hpml_ctx_device(d->ctx), d->window, x, (size_t)n * sizeof(float));
-    return d->window;
-}
-
-HPMLC_FN void hpmlc_close(hpml_distributed *d, float *x, int64_t n)
-{
-    if (d->device && n > 0) d->device->write(hpml_ctx_device(d->ctx), x, d->window, (size_t)n * sizeof(float));
-}
-
+/* Gradients at their place in the mirror: `fetch` from the device, `put` back. On the host these do nothing. */
 HPMLC_FN void hpmlc_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
     if (!d->mirror || n == 0) return;
-    d->device->read(hpml_ctx_device(d->ctx), d->mirror + at, d->first + at, (size_t)n * sizeof(float));
+    d->reach.device->read(d->reach.at, d->mirror + at, d->first + at, (size_t)n * sizeof(float));
 }
 
 HPMLC_FN void hpmlc_put(hpml_distributed *d)
 {
     if (d->mirror)
-        d->device->write(hpml_ctx_device(d->ctx), d->first, d->mirror, (size_t)d->span * sizeof(float));
+        d->reach.device->write(d->reach.at, d->first, d->mirror, (size_t)d->span * sizeof(float));
 }
 
 /* Where the host finds, and leaves, a gradient. */
@@ -3845,6 +4015,7 @@ HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, bool warm, hpml
 {
     memset(e, 0, sizeof *e);
     e->algorithm = d->d.algorithm, e->reduce = d->d.sum ? HPML_SUM : HPML_MEAN, e->padded = true;
+    e->linked = d->link != NULL;
     if (warm) return;
     e->codec = d->d.codec, e->method = d->d.method;
     e->ratio = d->d.ratio, e->momentum = d->d.momentum, e->lowrank = d->d.lowrank;
@@ -3873,12 +4044,15 @@ HPMLC_FN bool hpmlc_background_pays(hpml_comm *c)
 /* Cuts the trained parameters, last first, into buckets of at least bucket_bytes. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
 {
-    d->d.no_overlap |= d->direct = !hpmlc_background_pays(d->c);
+    d->direct = !hpmlc_background_pays(d->c);
+    if (!d->link) d->d.no_overlap |= d->direct; /* a link needs no thread */
     hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)d->params, NULL);
     d->bucket = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket * (size_t)d->params, NULL);
-    if (!g || !d->bucket) return false;
+    d->ended  = (hpml_exchange **)hpml_ctx_alloc(d->ctx, sizeof *d->ended * (size_t)d->params, NULL);
+    if (!g || !d->bucket || !d->ended) return false;
     int64_t at = d->span, end = at, bytes = 0, limit = (int64_t)1 << 18;
     if (d->d.bucket_bytes > 0) limit = d->d.bucket_bytes;
+    else if (d->link) limit = (int64_t)8 << 20;
     else if (d->direct) limit = INT64_MAX;
     int     count = 0;
     for (int i = d->params - 1; i >= -1; i--) {
@@ -3919,7 +4093,9 @@ HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
         hpmlc_bucket  *b = &d->bucket[d->posted++];
         hpml_exchange *x = warm ? b->warm : b->x;
         if (!d->d.delayed) hpmlc_fetch(d, b->at, b->floats);
-        if (d->direct) b->status = hpml_exchange_run(x);
+        b->now = x;
+        if (d->link) b->status = hpmlc_linked_begin(x);
+        else if (d->direct) b->status = hpml_exchange_run(x);
         else if (!(b->job = hpml_exchange_start(x))) return hpml_ctx_status(d->ctx);
     }
     return HPML_OK;
@@ -3933,6 +4109,10 @@ HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, i
     return d->d.no_overlap || d->d.delayed ? HPML_OK : hpmlc_buckets_post(d);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>distribute-step   buffers, weights, double buffering
+// ---------------------------------------------------------------------------------------------------------------------
+
 HPMLC_FN void hpmlc_buffers_keep(hpml_distributed *d)
 {
     float *before = d->before;
@@ -3940,7 +4120,7 @@ HPMLC_FN void hpmlc_buffers_keep(hpml_distributed *d)
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
         if (!p->param->buffer) continue;
-        memcpy(before, hpmlc_open(d, p->data, n), (size_t)n * sizeof(float));
+        memcpy(before, hpmlc_open(&d->reach, p->data, n), (size_t)n * sizeof(float));
         before += n;
     }
 }
@@ -3952,13 +4132,13 @@ HPMLC_FN void hpmlc_buffers_back(hpml_distributed *d)
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        float       *x = hpmlc_open(d, p->data, n);
+        float       *x = hpmlc_open(&d->reach, p->data, n);
         for (int64_t k = 0; k < n; k++) {
             float now = x[k];
             x[k]      = *before;
             *before++ = now - x[k];
         }
-        hpmlc_close(d, p->data, n);
+        hpmlc_close(&d->reach, p->data, n);
     }
 }
 
@@ -3989,7 +4169,7 @@ HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d)
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        const float *x = move ? move : hpmlc_open(d, p->data, n);
+        const float *x = move ? move : hpmlc_open(&d->reach, p->data, n);
         for (int64_t k = 0; k < n; k++) *at++ = d->samples * (double)x[k];
         if (move) move += n;
     }
@@ -4028,12 +4208,12 @@ HPMLC_FN void hpmlc_buffers_read(hpml_distributed *d)
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        float       *x = hpmlc_open(d, p->data, n);
+        float       *x = hpmlc_open(&d->reach, p->data, n);
         for (int64_t k = 0; k < n; k++) {
             float mean = (float)(*at++ / d->stats[HPMLC_SAMPLES]);
             x[k]       = d->d.delayed ? x[k] + mean : mean;
         }
-        hpmlc_close(d, p->data, n);
+        hpmlc_close(&d->reach, p->data, n);
     }
 }
 
@@ -4054,6 +4234,9 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     hpml_status       status = HPML_OK;
     bool              last = d->micro + 1 == d->accumulate;
     d->c->step = hpml_trainer_step_count(t);
+    /* What the last step left under way: behind it stands the loss that the host will wait for without a deadline. The
+       device does its update meanwhile. */
+    if (d->link && d->link->check(d->link->user) != HPML_OK) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
     if (d->micro == 0) {
         d->samples = d->loss_sum = 0, d->posted = 0;
         for (int i = 0; i < d->buckets; i++) d->bucket[i].ready = 0;
@@ -4085,30 +4268,48 @@ HPMLC_FN hpml_status hpmlc_dist_jobs(hpml_distributed *d)
     return s != HPML_OK ? s : status;
 }
 
+HPMLC_FN hpml_status hpmlc_dist_blame(hpml_distributed *d, hpml_status status)
+{
+    if (status != HPML_ERR_NONFINITE || d->trial) return status;
+    return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: a gradient of some rank is NaN or infinite; lower the "
+                         "learning rate or set clip_norm", d->c->rank, (long long)hpml_trainer_step_count(d->t));
+}
+
+/* What is left to do when gradients move by a link. */
+HPMLC_FN hpml_status hpmlc_dist_linked(hpml_distributed *d)
+{
+    double      start = hpml_now();
+    hpml_status status;
+    for (int i = 0; i < d->buckets; i++) d->ended[i] = d->bucket[i].now;
+    status = hpmlc_linked_finish(d->c, d->ended, d->buckets, d->looks);
+    d->r.exposed_s += hpml_now() - start;
+    return hpmlc_dist_blame(d, status);
+}
+
 HPMLC_FN hpml_status hpmlc_dist_settle(hpml_distributed *d)
 {
     double      start = hpml_now();
     hpml_status status = hpmlc_dist_jobs(d), s = HPML_OK;
     d->r.exposed_s += hpml_now() - start;
     if (hpml_ctx_status(d->ctx) == HPML_OK) s = hpmlc_stats_read(d);
-    if (s == HPML_OK && status == HPML_ERR_NONFINITE && !d->trial)
-        return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: a gradient of some rank is NaN or infinite; lower "
-                             "the learning rate or set clip_norm", d->c->rank,
-                             (long long)hpml_trainer_step_count(d->t));
-    return status != HPML_OK ? status : s;
+    return status == HPML_OK ? s : s == HPML_OK ? hpmlc_dist_blame(d, status) : status;
 }
 
 HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
 {
     hpml_status status = hpmlc_dist_settle(d);
     if (status == HPML_OK) hpmlc_buffers_read(d);
-    return status;
+    return status == HPML_OK && d->link ? hpmlc_dist_linked(d) : status;
 }
 
 /* Gradients were scaled for a full batch; a short one has fewer samples. */
 HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples, double full)
 {
     if (d->d.sum || samples <= 0 || samples == full) return;
+    if (d->link) {
+        d->link->scale(d->link->user, d->first, d->span, (float)(full / samples), 1);
+        return;
+    }
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         float       *g = hpmlc_grad(d, p);
@@ -4210,12 +4411,12 @@ HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
         if (!p->grad && !p->param->buffer) continue;
-        float *x = hpmlc_open(d, p->grad ? p->grad : p->data, n);
+        float *x = hpmlc_open(&d->reach, p->grad ? p->grad : p->data, n);
         if (p->grad) memcpy(row, x, (size_t)n * sizeof(float));
         else {
             for (int64_t k = 0; k < n; k++) row[k] = (float)(samples * ((double)x[k] - (double)before[k]));
             memcpy(x, before, (size_t)n * sizeof(float)); /* the next leaf starts from the same */
-            hpmlc_close(d, p->data, n);
+            hpmlc_close(&d->reach, p->data, n);
             before += n;
         }
         row += n;
@@ -4308,12 +4509,12 @@ HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
         int64_t      n = hpmlc_leaf_floats(d, i);
         double       scale = hpmlc_exact_scale(d, d->largest[i]), back = scale > 0 ? 1 / scale : 0;
         bool         packed = d->bucket_of[i] >= 0;
-        float       *to = p->grad ? p->grad : p->data, *x = hpmlc_open(d, to, n);
+        float       *to = p->grad ? p->grad : p->data, *x = hpmlc_open(&d->reach, to, n);
         for (int64_t k = 0; k < n; k++) {
             double mean = (packed ? (double)d->leaf[at + k] : (double)*sum++ * back) / samples;
             x[k] = p->grad ? (float)mean : (float)((double)x[k] + mean);
         }
-        hpmlc_close(d, to, n);
+        hpmlc_close(&d->reach, to, n);
         at += n;
     }
 }
@@ -4392,7 +4593,7 @@ HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>attach   attaching to a trainer, reports, checkpoints
+// >>attach   attaching to a trainer, reports
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The same model on all ranks, and everybody starts from rank 0's. */
@@ -4411,8 +4612,8 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     for (int i = 0; i < d->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
-        status = hpml_broadcast(d->c, hpmlc_open(d, p->data, n), (size_t)n * sizeof(float), 0);
-        if (status == HPML_OK) hpmlc_close(d, p->data, n);
+        status = hpml_broadcast(d->c, hpmlc_open(&d->reach, p->data, n), (size_t)n * sizeof(float), 0);
+        if (status == HPML_OK) hpmlc_close(&d->reach, p->data, n);
     }
     return status;
 }
@@ -4461,6 +4662,18 @@ HPMLC_FN bool hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_de
     return true;
 }
 
+/* May gradients stay on the device? The other strategies look at them on the host. */
+HPMLC_FN bool hpmlc_dist_linkable(hpml_distributed *d)
+{
+    const hpml_backend      *b = hpml_ctx_backend(d->ctx);
+    const hpml_trainer_desc *t = hpml_trainer_settings(d->t);
+    bool lossy = d->d.codec.kind != HPML_CODEC_NONE;
+    bool half  = b->store && b->store(hpml_ctx_device(d->ctx)) == HPML_DTYPE_F16;
+    d->looks   = t->clip_norm > 0 || (t->loss_scale == 0 && half);
+    return d->c->link.begin && d->d.method == HPML_METHOD_CODEC && !d->d.codec.custom && !d->d.exact && !d->d.delayed &&
+           (!lossy || (b->encode && b->decode));
+}
+
 HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
 {
     hpml_ctx *ctx  = d->ctx;
@@ -4473,17 +4686,17 @@ HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
         if (p->grad) d->span = p->grad - d->first + (n + 15) / 16 * 16, d->grad_total += n;
         else if (p->param->buffer) d->buffer_total += n;
     }
-    bool   device = hpml_ctx_backend(ctx) != hpml_backend_cpu(), mirror = device && !d->d.exact, ok;
+    bool   device = hpml_ctx_backend(ctx) != hpml_backend_cpu(), ok;
     size_t span = (size_t)d->span * sizeof(float);
-    if (device) d->device = hpml_ctx_backend(ctx);
+    if (device && hpmlc_dist_linkable(d)) d->link = &d->c->link;
     d->bucket_of = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
     d->stats     = (double *)hpml_ctx_alloc(ctx, sizeof(double) * (size_t)(HPMLC_STATS + d->buffer_total), NULL);
     d->before    = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)(d->buffer_total + 1), NULL);
     d->row       = (hpml_step_row *)hpml_ctx_alloc(ctx, sizeof *d->row * (size_t)d->d.history, NULL);
     ok = d->bucket_of && d->stats && d->before && d->row;
     if (ok && d->d.delayed) ok = (d->shadow = (float *)hpml_ctx_alloc(ctx, span, NULL)) != NULL;
-    if (ok && mirror) ok = (d->mirror = (float *)hpml_ctx_alloc(ctx, span, NULL)) != NULL;
-    if (ok && device) ok = (d->window = (float *)hpml_ctx_alloc(ctx, (size_t)most * sizeof(float), NULL)) != NULL;
+    if (ok && device && !d->link && !d->d.exact) ok = (d->mirror = (float *)hpml_ctx_alloc(ctx, span, NULL)) != NULL;
+    if (ok && device) ok = hpmlc_reach_create(&d->reach, ctx, most);
     return ok;
 }
 
@@ -4602,6 +4815,10 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
                     1e3 * r.comm_s, 100 * r.hidden, r.bytes, r.bytes > 0 ? r.plain_bytes / r.bytes : 1);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>carried   checkpoints of the whole job
+// ---------------------------------------------------------------------------------------------------------------------
+
 /* What an exchange carries from step to step, as one row of floats for each contribution (residuals, with TOPK also the
    velocity), and one that all ranks share (stripes' residuals, with LOWRANK Q). row NULL: only counts. Loading adds to
    a contribution, for there may have been more of them, and replaces what is shared. */
@@ -4614,10 +4831,12 @@ HPMLC_FN int64_t hpmlc_carried(const hpml_exchange *x, int64_t l, float *row, bo
         for (int k = 0; k < 2; k++) {
             float *mine = k == 0 ? it->residual : x->d.method == HPML_METHOD_TOPK ? it->p : NULL;
             if (!mine) continue;
+            float *e_l = row ? hpmlc_open(&x->reach, mine + l * n, n) : NULL;
             for (int64_t e = 0; e < n && row; e++) {
-                if (load) mine[l * n + e] += row[at + e];
-                else row[at + e] = mine[l * n + e];
+                if (load) e_l[e] += row[at + e];
+                else row[at + e] = e_l[e];
             }
+            if (row && load) hpmlc_close(&x->reach, mine + l * n, n);
             at += n;
         }
     }
@@ -4635,8 +4854,9 @@ HPMLC_FN int64_t hpmlc_shared(const hpml_exchange *x, float *row, bool load)
         int64_t first = low ? 0 : it->my_row * it->g.cols, n = low ? whole : it->my_rows * it->g.cols;
         if (!mine) continue;
         if (low && !load && x->c->rank != 0) n = 0;
-        if (row && load) memcpy(mine, row + at + first, (size_t)n * sizeof(float));
-        else if (row) memcpy(row + at + first, mine, (size_t)n * sizeof(float));
+        float *host = row ? hpmlc_open(&x->reach, mine, n) : NULL;
+        if (row && load) memcpy(host, row + at + first, (size_t)n * sizeof(float)), hpmlc_close(&x->reach, mine, n);
+        else if (row) memcpy(row + at + first, host, (size_t)n * sizeof(float));
         at += whole;
     }
     return at;
@@ -4687,22 +4907,17 @@ HPMLC_FN hpml_status hpmlc_pending_load(hpml_distributed *d, const hpml_safetens
 /* Names host memory for a checkpoint. On a device it has a copy until the name is taken back, with values NULL. */
 HPMLC_FN void hpmlc_state(hpml_distributed *d, const char *name, float *values, int64_t n, void **copy)
 {
-    void  *device = hpml_ctx_device(d->ctx);
-    size_t bytes  = (size_t)n * sizeof(float);
-    if (n == 0 || (!values && d->device && !*copy)) return;
-    if (!values || !d->device) hpml_trainer_add_state(d->t, name, values, n);
-    if (!d->device) return;
-    if (!values) {
-        d->device->free(device, *copy, bytes);
-        return;
+    const hpmlc_reach *r     = &d->reach;
+    size_t             bytes = (size_t)n * sizeof(float);
+    if (n == 0) return;
+    if (values && r->device) {
+        *copy = r->device->alloc(r->at, bytes);
+        if (*copy) r->device->write(r->at, *copy, values, bytes);
+        else hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute save: no %zu bytes on %s", bytes, r->device->name);
+        values = (float *)*copy;
     }
-    *copy = d->device->alloc(device, bytes);
-    if (!*copy) {
-        hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute save: no %zu bytes on backend %s", bytes, d->device->name);
-        return;
-    }
-    d->device->write(device, *copy, values, bytes);
-    hpml_trainer_add_state(d->t, name, (float *)*copy, n);
+    hpml_trainer_add_state(d->t, name, values, n);
+    if (!values && *copy) r->device->free(r->at, *copy, bytes);
 }
 
 /* Rank 0 writes for all. */
@@ -4711,6 +4926,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_comm *c = d->c;
     bool       pending = d->d.delayed && d->under_way;
+    if (d->link && d->link->check(d->link->user) != HPML_OK) return hpml_ctx_status(d->ctx);
     int64_t    each = 0, shared = 0, at = 0, waits = pending ? hpmlc_pending(d, NULL, false) : 0;
     if (pending && hpmlc_dist_settle(d) != HPML_OK) return hpml_ctx_status(d->ctx);
     for (int b = 0; b < d->buckets; b++) {
@@ -4764,7 +4980,8 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
         for (int i = 0; i < x->d.count; i++) { /* zero what will be added to */
             const hpmlc_item *it = &x->item[i];
             size_t            n = (size_t)(it->g.rows * it->g.cols) * sizeof(float);
-            if (it->residual) memset(it->residual, 0, n * (size_t)x->d.leaves);
+            if (it->residual && d->link) d->reach.device->zero(d->reach.at, it->residual, n);
+            else if (it->residual) memset(it->residual, 0, n * (size_t)x->d.leaves);
             if (it->p && x->d.method == HPML_METHOD_TOPK) memset(it->p, 0, n);
         }
     }

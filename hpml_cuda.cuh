@@ -32,6 +32,7 @@
 //     HPML_CUDA_IMPLEMENTATION     only this header's body: split builds, where another file has hpml.h's
 //     HPML_CUDA_NO_CUBLAS          matrix products by this header's kernels
 //     HPML_CUDA_NO_CUDNN           convolutions by this header's kernels
+//     HPML_USE_NCCL                sums over several GPUs (>>api-nccl); needs nccl.h, and NCCL when it is used
 //
 // THREADS: as in hpml.h, a context belongs to one thread at a time. All its work runs on one stream, in order.
 // SAME BITS: the same program on the same kind of GPU gives the same bits. They are not the CPU's: sums are taken in
@@ -39,6 +40,7 @@
 //
 // INDEX (grep '^// >>' hpml_cuda.cuh)
 //     api-cuda   devices and the backend
+//     api-nccl   ranks on several GPUs
 //     gpu-language   what kernels are written in
 //     gpu-device   the device: opening, errors, memory
 //     gpu-copy   to and from the host, through pinned memory
@@ -63,6 +65,7 @@
 //     gpu-loss   losses
 //     gpu-update   optimizers: one launch for all parameters
 //     gpu-codec   gradients packed on the device
+//     gpu-nccl   arrays of several GPUs, added up by NCCL
 //     gpu-backend   the table
 #ifndef HPML_CUDA_CUH_INCLUDED
 #define HPML_CUDA_CUH_INCLUDED
@@ -116,6 +119,77 @@ HPML_API hpml_status hpml_cuda_device_info(int device, hpml_cuda_info *out);
 
 HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx); /* the cudaStream_t that ops run on; NULL: not a CUDA context */
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-nccl   ranks on several GPUs
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Arrays that live on GPUs are added up by NCCL, over NVLink or the network, without passing through host memory. The
+   body has this with HPML_USE_NCCL; the library itself is looked for when the first communicator is made, so a program
+   starts without it. Every rank has a context on a GPU of its own: hpml_cuda_desc.device = rank %
+   hpml_cuda_device_count(). With hpml_comm.h, included before this header, one call does it all:
+
+       hpml_nccl_attach(comm, NULL);    then hpml_distribute(trainer, comm, ...) as ever
+
+   No wait lasts longer than the timeout: NCCL is then given up (ncclCommAbort) and the context has an error that names
+   rank, operation and what NCCL says. */
+typedef struct hpml_nccl hpml_nccl; /* opaque; hangs on a context */
+
+typedef struct hpml_nccl_desc {
+    uint32_t    _begin;
+    int32_t     rank, ranks; /* hpml_nccl_create: required; attach: the communicator's */
+    const char *file;        /* hpml_nccl_create: where ranks meet: each leaves a file of this name and .rank */
+    const char *library;     /* NULL: the NCCL that the program was linked with, else libnccl.so.2 */
+    double      timeout;     /* seconds; 0: 60 */
+    /* Private, what attach meets by: gather: all is (ranks, bytes), mine is filled in; closed: it ends. */
+    hpml_status (*gather)(void *user, void *all, size_t bytes);
+    void (*closed)(void *user);
+    void       *user;
+    uint32_t    _end;
+} hpml_nccl_desc;
+
+/* Collective. NULL on failure, the error on the context: no NCCL, two ranks on one GPU, a rank that does not come. */
+HPML_API hpml_nccl  *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc);
+HPML_API void        hpml_nccl_free(hpml_nccl *n); /* optional, before the context goes */
+/* Sum or mean over all ranks of an array on the device, in place, behind the device's work so far and before what
+   follows; the host does not wait. */
+HPML_API hpml_status hpml_nccl_allreduce(hpml_nccl *n, float *x, int64_t count, bool mean);
+
+/* The functions of a hpml_device_link (hpml_comm.h), for nccl = what hpml_nccl_create gave. */
+HPML_API hpml_status hpml_nccl_link_begin(void *nccl);
+HPML_API hpml_status hpml_nccl_link_allreduce(void *nccl, float *x, int64_t n, bool mean);
+HPML_API hpml_status hpml_nccl_link_move(void *nccl, const void *out, const size_t *out_at, bool same, void *in,
+                                         const size_t *in_at);
+HPML_API hpml_status hpml_nccl_link_end(void *nccl);
+HPML_API hpml_status hpml_nccl_link_wait(void *nccl);
+HPML_API hpml_status hpml_nccl_link_check(void *nccl);
+HPML_API hpml_status hpml_nccl_link_scale(void *nccl, float *x, int64_t n, float times, float by);
+HPML_API void        hpml_nccl_link_free(void *nccl);
+
+#ifdef HPML_COMM_H_INCLUDED
+static inline hpml_status hpml_nccl_meet(void *comm, void *all, size_t bytes)
+{
+    hpml_comm *c = (hpml_comm *)comm;
+    return hpml_allgather(c, all, (int64_t)bytes * hpml_comm_size(c), HPML_ELEMENT_BYTE);
+}
+
+static inline void hpml_nccl_closed(void *comm) { hpml_comm_set_link((hpml_comm *)comm, NULL); }
+
+/* Collective: this communicator's ranks have NCCL between their GPUs from now on. desc NULL: all defaults. It goes with
+   the communicator. Without it GPUs' gradients pass through host memory. */
+static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *desc)
+{
+    static hpml_nccl_desc defaults;
+    hpml_nccl_desc        d = desc ? *desc : defaults;
+    hpml_device_link link = { NULL, hpml_nccl_link_begin, hpml_nccl_link_allreduce, hpml_nccl_link_move,
+                              hpml_nccl_link_end, hpml_nccl_link_wait, hpml_nccl_link_check, hpml_nccl_link_scale,
+                              hpml_nccl_link_free };
+    d.rank = hpml_comm_rank(c), d.ranks = hpml_comm_size(c);
+    d.gather = hpml_nccl_meet, d.closed = hpml_nccl_closed, d.user = c;
+    link.user = hpml_nccl_create(hpml_comm_ctx(c), &d);
+    return link.user ? hpml_comm_set_link(c, &link) : hpml_ctx_status(hpml_comm_ctx(c));
+}
+#endif
+
 #ifdef __cplusplus
 } /* extern "C" */
 #endif
@@ -149,6 +223,11 @@ HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx); /* the cudaStream_t that o
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error "hpml_cuda.cuh needs compute capability 8.0 (Ampere) or later: nvcc -arch=native, or -arch=sm_80"
 #endif
+#ifdef HPML_USE_NCCL
+#include <dlfcn.h>
+#include <time.h>
+#include <unistd.h>
+#endif
 #ifdef HPML_CUDA_ON_CPU
 #define HPML_CUDA_NO_CUBLAS
 #define HPML_CUDA_NO_CUDNN
@@ -161,6 +240,9 @@ HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx); /* the cudaStream_t that o
 #endif
 #ifndef HPML_CUDA_NO_CUDNN
 #include <cudnn.h>
+#endif
+#ifdef HPML_USE_NCCL
+#include <nccl.h>
 #endif
 
 #define HPMLG_LAUNCH(kernel, grid, block, shared, stream, ...) kernel<<<grid, block, shared, stream>>>(__VA_ARGS__)
@@ -5458,6 +5540,365 @@ HPMLG_FN hpml_status hpmlg_decode(void *device, hpml_ctx *ctx, const hpml_packin
     return HPMLG_RUN(d, hpmlg_k_unpack_bits, hpmlg_blocks(d, rows * ((p->cols + 511) / 512), 8), 256, 0, all, out,
                      kind == HPML_CODEC_TWOBIT, add);
 }
+
+#ifdef HPML_USE_NCCL
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gpu-nccl   arrays of several GPUs, added up by NCCL
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* NCCL's kernels run on a stream of their own: begin makes it wait for the device's stream, end leaves an event there,
+   and wait makes the device's stream wait for that. Communicators are non-blocking: a call may be in progress when it
+   returns, and is asked about until it is done, has failed, or the deadline has passed. nccl.h is for types only. */
+
+#define HPMLG_NCCL_CALLS(X)                                                                                            \
+    X(GetUniqueId) X(CommInitRankConfig) X(CommGetAsyncError) X(CommAbort) X(CommDestroy) X(AllReduce) X(Send) X(Recv) \
+    X(GroupStart) X(GroupEnd) X(GetErrorString) X(GetLastError)
+
+typedef struct hpmlg_nccl_calls {
+#define HPMLG_X(name) decltype(&nccl##name) name;
+    HPMLG_NCCL_CALLS(HPMLG_X)
+#undef HPMLG_X
+} hpmlg_nccl_calls;
+
+typedef struct hpmlg_card { /* what each rank shows the others */
+    char         host[64];
+    cudaUUID_t   gpu;
+    int          device;
+    ncclUniqueId id; /* rank 0's counts */
+} hpmlg_card;
+
+struct hpml_nccl {
+    hpml_ctx        *ctx;
+    hpmlg_device    *d;
+    hpml_nccl_desc   desc;
+    hpmlg_nccl_calls call;
+    ncclComm_t       comm;
+    cudaStream_t     stream;
+    cudaEvent_t      before, after;
+    bool             open, under_way, closing; /* open: between begin and end */
+    char             doing[96];
+};
+
+/* Between two looks at what takes long: a short one is not worth a sleep. */
+HPMLG_FN void hpmlg_nap(double since)
+{
+    struct timespec t = { 0, 50000 };
+    if (hpml_now() - since > 1e-3) nanosleep(&t, NULL);
+}
+
+/* Gives NCCL up and says why. What its kernels wait for will not come; aborted, they end. */
+HPMLG_FN hpml_status hpmlg_nccl_fail(hpml_nccl *n, hpml_status status, const char *why, const char *more)
+{
+    char text[400];
+    snprintf(text, sizeof text, "%s%s%s", why, more && more[0] ? ": " : "", more ? more : "");
+    if (n->open) n->call.GroupEnd();
+    if (n->comm) n->call.CommAbort(n->comm);
+    n->comm = NULL, n->open = n->under_way = false;
+    return hpml_ctx_fail(n->ctx, status, "rank %d: NCCL %s: %s", (int)n->desc.rank, n->doing, text);
+}
+
+HPMLG_FN hpml_status hpmlg_nccl_result(hpml_nccl *n, ncclResult_t r)
+{
+    if (r == ncclSuccess) return HPML_OK;
+    return hpmlg_nccl_fail(n, r == ncclRemoteError ? HPML_ERR_PEER : HPML_ERR_COMM, n->call.GetErrorString(r),
+                           n->call.GetLastError(n->comm));
+}
+
+HPMLG_FN hpml_status hpmlg_nccl_late(hpml_nccl *n)
+{
+    char text[96];
+    snprintf(text, sizeof text, "not done after %g seconds: has a rank died, or not come?", n->desc.timeout);
+    return hpmlg_nccl_fail(n, HPML_ERR_TIMEOUT, text, n->call.GetLastError(n->comm));
+}
+
+/* The end of a call that gave r. */
+HPMLG_FN hpml_status hpmlg_nccl_done(hpml_nccl *n, ncclResult_t r)
+{
+    for (double start = hpml_now(); r == ncclInProgress; hpmlg_nap(start)) {
+        ncclResult_t asked = n->call.CommGetAsyncError(n->comm, &r);
+        if (asked != ncclSuccess) r = asked;
+        if (r == ncclInProgress && hpml_now() - start > n->desc.timeout) return hpmlg_nccl_late(n);
+    }
+    return hpmlg_nccl_result(n, r);
+}
+
+/* The functions: the program's own, or of a library that is loaded. */
+HPMLG_FN hpml_status hpmlg_nccl_load(hpml_nccl *n)
+{
+    const char *name = n->desc.library ? n->desc.library : "libnccl.so.2";
+    bool        own  = !n->desc.library && dlsym(RTLD_DEFAULT, "ncclCommInitRankConfig");
+    void       *from = own ? RTLD_DEFAULT : dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    if (!own && !from) {
+        const char *why = dlerror();
+        return hpml_ctx_fail(n->ctx, HPML_ERR_UNSUPPORTED, "rank %d: NCCL cannot be loaded (%s); install libnccl2 or "
+                             "set hpml_nccl_desc.library", (int)n->desc.rank, why ? why : name);
+    }
+    bool all = true;
+#define HPMLG_X(name) *(void **)(void *)&n->call.name = dlsym(from, "nccl" #name), all = all && n->call.name;
+    HPMLG_NCCL_CALLS(HPMLG_X)
+#undef HPMLG_X
+    if (all) return HPML_OK;
+    return hpml_ctx_fail(n->ctx, HPML_ERR_UNSUPPORTED, "rank %d: %s is too old: hpml needs NCCL 2.14 or later",
+                         (int)n->desc.rank, name);
+}
+
+/* The file of a rank. */
+HPMLG_FN void hpmlg_nccl_name(const hpml_nccl *n, int rank, char name[1024])
+{
+    snprintf(name, 1024, "%s.%d", n->desc.file, rank);
+}
+
+/* What desc.gather does, by files: mine appears whole, under its name; then the others' are read as they come. */
+HPMLG_FN hpml_status hpmlg_nccl_files(hpml_nccl *n, char *all, size_t bytes)
+{
+    char   name[1024], part[1032];
+    double start = hpml_now();
+    hpmlg_nccl_name(n, n->desc.rank, name);
+    snprintf(part, sizeof part, "%s.part", name);
+    FILE *f = fopen(part, "wb");
+    bool  good = f && fwrite(all + (size_t)n->desc.rank * bytes, 1, bytes, f) == bytes;
+    if (f && fclose(f) != 0) good = false;
+    if (!good || rename(part, name) != 0)
+        return hpml_ctx_fail(n->ctx, HPML_ERR_WRITE, "rank %d: NCCL: cannot write %s", (int)n->desc.rank, name);
+    for (int r = 0; r < n->desc.ranks; r++) {
+        hpmlg_nccl_name(n, r, name);
+        while (!(f = fopen(name, "rb"))) {
+            if (hpml_now() - start > n->desc.timeout)
+                return hpml_ctx_fail(n->ctx, HPML_ERR_TIMEOUT, "rank %d: NCCL: no %s after %g seconds: rank %d has not "
+                                     "come, or does not see this file", (int)n->desc.rank, name, n->desc.timeout, r);
+            hpmlg_nap(start);
+        }
+        good = fread(all + (size_t)r * bytes, 1, bytes, f) == bytes;
+        fclose(f);
+        if (!good)
+            return hpml_ctx_fail(n->ctx, HPML_ERR_FORMAT, "rank %d: NCCL: %s is not of this program", (int)n->desc.rank,
+                                 name);
+    }
+    return HPML_OK;
+}
+
+/* Everybody's card to everybody. A rank that has failed comes, too: so the others hear of it. */
+HPMLG_FN hpml_status hpmlg_nccl_cards(hpml_nccl *n, hpmlg_card *all)
+{
+    hpmlg_card    *mine = &all[n->desc.rank];
+    cudaDeviceProp p;
+    hpml_status    status = hpmlg_nccl_load(n);
+    snprintf(n->doing, sizeof n->doing, "ncclGetUniqueId");
+    if (status == HPML_OK) status = hpmlg_check(n->d, cudaGetDeviceProperties(&p, n->d->d.device), "properties");
+    if (status == HPML_OK && n->desc.rank == 0) status = hpmlg_nccl_result(n, n->call.GetUniqueId(&mine->id));
+    gethostname(mine->host, sizeof mine->host - 1);
+    mine->device = n->d->d.device;
+    if (status == HPML_OK) mine->gpu = p.uuid;
+    if (n->desc.gather) {
+        hpml_status met = n->desc.gather(n->desc.user, all, sizeof *all);
+        return status != HPML_OK ? status : met;
+    }
+    return status == HPML_OK ? hpmlg_nccl_files(n, (char *)all, sizeof *all) : status;
+}
+
+/* NCCL itself finds two ranks on one GPU late, and says little. */
+HPMLG_FN hpml_status hpmlg_nccl_apart(hpml_nccl *n, const hpmlg_card *all)
+{
+    for (int b = 1; b < n->desc.ranks; b++)
+        for (int a = 0; a < b; a++)
+            if (strcmp(all[a].host, all[b].host) == 0 && memcmp(&all[a].gpu, &all[b].gpu, sizeof all[a].gpu) == 0)
+                return hpml_ctx_fail(n->ctx, HPML_ERR_ARGUMENT, "ranks %d and %d are both on GPU %d of host %s: give "
+                                     "each its own (hpml_cuda_desc.device = rank %% hpml_cuda_device_count())", a, b,
+                                     all[a].device, all[a].host);
+    return HPML_OK;
+}
+
+HPMLG_FN hpml_status hpmlg_nccl_open(hpml_nccl *n)
+{
+    hpmlg_card  *all = (hpmlg_card *)hpml_ctx_alloc(n->ctx, sizeof *all * (size_t)n->desc.ranks, NULL);
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    char         name[1024];
+    if (!all) return HPML_ERR_MEMORY;
+    hpml_status status = hpmlg_nccl_cards(n, all);
+    if (status == HPML_OK) status = hpmlg_nccl_apart(n, all);
+    cudaError_t e = cudaStreamCreateWithFlags(&n->stream, cudaStreamNonBlocking);
+    if (e == cudaSuccess) e = cudaEventCreateWithFlags(&n->before, cudaEventDisableTiming);
+    if (e == cudaSuccess) e = cudaEventCreateWithFlags(&n->after, cudaEventDisableTiming);
+    if (status == HPML_OK) status = hpmlg_check(n->d, e, "a stream for NCCL");
+    if (status == HPML_OK) {
+        snprintf(n->doing, sizeof n->doing, "communicator of %d ranks", (int)n->desc.ranks);
+        config.blocking = 0;
+        status = hpmlg_nccl_done(n, n->call.CommInitRankConfig(&n->comm, n->desc.ranks, all[0].id, n->desc.rank,
+                                                               &config));
+    }
+    hpml_ctx_release(n->ctx, all);
+    if (n->desc.gather) return status;
+    hpmlg_nccl_name(n, n->desc.rank, name); /* all have been here, or will not come any more */
+    remove(name);
+    return status;
+}
+
+HPMLG_FN void hpmlg_nccl_drop(void *object)
+{
+    hpml_nccl *n = (hpml_nccl *)object;
+    n->closing = true;
+    if (n->desc.closed) n->desc.closed(n->desc.user);
+    if (!n->ctx) return;
+    hpmlg_enter(n->ctx);
+    if (n->comm && hpml_ctx_status(n->ctx) == HPML_OK && hpml_nccl_link_check(n) == HPML_OK)
+        n->call.CommDestroy(n->comm);
+    else if (n->comm) n->call.CommAbort(n->comm);
+    if (n->before) cudaEventDestroy(n->before);
+    if (n->after) cudaEventDestroy(n->after);
+    if (n->stream) cudaStreamDestroy(n->stream);
+}
+
+HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
+{
+    hpml_nccl *n = NULL;
+    bool       good = desc && !desc->_begin && !desc->_end && desc->ranks > 0 && desc->rank >= 0 &&
+                desc->rank < desc->ranks && (desc->gather || desc->file) && desc->timeout >= 0;
+    if (!ctx) return NULL;
+    if (hpml_ctx_status(ctx) == HPML_OK && !good)
+        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "nccl desc: needs a rank below ranks and a file where they meet, or is "
+                      "not cleared");
+    if (hpml_ctx_status(ctx) == HPML_OK && hpml_ctx_backend(ctx) != hpml_backend_cuda())
+        hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "nccl: rank %d computes on %s; its context needs hpml_backend_cuda()",
+                      (int)desc->rank, hpml_ctx_backend(ctx)->name);
+    if (hpml_ctx_status(ctx) == HPML_OK) n = (hpml_nccl *)hpml_ctx_alloc(ctx, sizeof *n, hpmlg_nccl_drop);
+    if (!n) {
+        if (good && desc->gather) desc->gather(desc->user, NULL, 0); /* the others hear of the error */
+        return NULL;
+    }
+    n->ctx = ctx, n->d = hpmlg_enter(ctx), n->desc = *desc, n->desc.closed = NULL;
+    if (n->desc.timeout == 0) n->desc.timeout = 60;
+    if (hpmlg_nccl_open(n) != HPML_OK) {
+        hpml_ctx_release(ctx, n);
+        return NULL;
+    }
+    n->desc.closed = desc->closed;
+    return n;
+}
+
+HPML_API void hpml_nccl_free(hpml_nccl *n)
+{
+    if (n && !n->closing) hpml_ctx_release(n->ctx, n);
+}
+
+HPML_API void hpml_nccl_link_free(void *nccl)
+{
+    hpml_nccl *n = (hpml_nccl *)nccl;
+    if (!n->closing) n->desc.closed = NULL, hpml_nccl_free(n); /* who calls this has closed already */
+}
+
+/* False: nothing can be done any more. */
+HPMLG_FN bool hpmlg_nccl_ready(hpml_nccl *n)
+{
+    if (!n || hpml_ctx_status(n->ctx) != HPML_OK || !n->comm) return false;
+    hpmlg_enter(n->ctx);
+    return true;
+}
+
+HPMLG_FN hpml_status hpmlg_nccl_broken(const hpml_nccl *n) { return n ? hpml_ctx_status(n->ctx) : HPML_ERR_ARGUMENT; }
+
+HPML_API hpml_status hpml_nccl_link_begin(void *nccl)
+{
+    hpml_nccl *n = (hpml_nccl *)nccl;
+    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    cudaError_t e = cudaEventRecord(n->before, n->d->stream);
+    if (e == cudaSuccess) e = cudaStreamWaitEvent(n->stream, n->before, 0);
+    if (e != cudaSuccess) return hpmlg_check(n->d, e, "a stream for NCCL");
+    n->open = true;
+    return hpmlg_nccl_result(n, n->call.GroupStart());
+}
+
+/* A call within the group has at most been begun. */
+HPMLG_FN hpml_status hpmlg_nccl_begun(hpml_nccl *n, ncclResult_t r)
+{
+    return r == ncclInProgress ? HPML_OK : hpmlg_nccl_result(n, r);
+}
+
+HPML_API hpml_status hpml_nccl_link_allreduce(void *nccl, float *x, int64_t count, bool mean)
+{
+    hpml_nccl *n = (hpml_nccl *)nccl;
+    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    snprintf(n->doing, sizeof n->doing, "allreduce of %lld floats", (long long)count);
+    return hpmlg_nccl_begun(n, n->call.AllReduce(x, x, (size_t)count, ncclFloat32, mean ? ncclAvg : ncclSum, n->comm,
+                                                 n->stream));
+}
+
+HPML_API hpml_status hpml_nccl_link_move(void *nccl, const void *out, const size_t *out_at, bool same, void *in,
+                                         const size_t *in_at)
+{
+    hpml_nccl  *n = (hpml_nccl *)nccl;
+    hpml_status status = HPML_OK;
+    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    int p = n->desc.ranks, me = n->desc.rank;
+    snprintf(n->doing, sizeof n->doing, "%s, %zu bytes", same ? "sums to all" : "stripes to their owners", in_at[p]);
+    for (int k = 1; k < p && status == HPML_OK; k++) {
+        int          to = (me + k) % p, from = (me - k + p) % p, mine = same ? me : to;
+        const char  *what = (const char *)out + out_at[mine];
+        char        *where = (char *)in + in_at[from];
+        ncclResult_t r = n->call.Send(what, out_at[mine + 1] - out_at[mine], ncclUint8, to, n->comm, n->stream);
+        if (r == ncclSuccess || r == ncclInProgress)
+            r = n->call.Recv(where, in_at[from + 1] - in_at[from], ncclUint8, from, n->comm, n->stream);
+        status = hpmlg_nccl_begun(n, r);
+    }
+    return status;
+}
+
+HPML_API hpml_status hpml_nccl_link_end(void *nccl)
+{
+    hpml_nccl *n = (hpml_nccl *)nccl;
+    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    n->open = false;
+    hpml_status status = hpmlg_nccl_done(n, n->call.GroupEnd());
+    if (status != HPML_OK) return status;
+    n->under_way = true;
+    return hpmlg_check(n->d, cudaEventRecord(n->after, n->stream), "a stream for NCCL");
+}
+
+HPML_API hpml_status hpml_nccl_link_wait(void *nccl)
+{
+    hpml_nccl *n = (hpml_nccl *)nccl;
+    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    return hpmlg_check(n->d, cudaStreamWaitEvent(n->d->stream, n->after, 0), "a stream for NCCL");
+}
+
+/* The host waits: before it waits for the device without a deadline. */
+HPML_API hpml_status hpml_nccl_link_check(void *nccl)
+{
+    hpml_nccl *n = (hpml_nccl *)nccl;
+    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    for (double start = hpml_now();; hpmlg_nap(start)) {
+        ncclResult_t error = ncclSuccess, r = n->call.CommGetAsyncError(n->comm, &error);
+        if (r == ncclSuccess && error != ncclInProgress) r = error;
+        if (r != ncclSuccess) return hpmlg_nccl_result(n, r);
+        cudaError_t e = n->under_way ? cudaEventQuery(n->after) : cudaSuccess;
+        if (e == cudaSuccess) n->under_way = false;
+        if (e != cudaErrorNotReady) return hpmlg_check(n->d, e, "NCCL");
+        if (hpml_now() - start > n->desc.timeout) return hpmlg_nccl_late(n);
+    }
+}
+
+static __global__ void hpmlg_k_share(float *x, int64_t n, float times, float by)
+{
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
+        x[i] = x[i] * times / by;
+}
+
+HPML_API hpml_status hpml_nccl_link_scale(void *nccl, float *x, int64_t count, float times, float by)
+{
+    hpml_nccl *n = (hpml_nccl *)nccl;
+    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    if (count <= 0) return HPML_OK;
+    return HPMLG_RUN(n->d, hpmlg_k_share, hpmlg_blocks(n->d, count, 1024), 256, 0, x, count, times, by);
+}
+
+HPML_API hpml_status hpml_nccl_allreduce(hpml_nccl *n, float *x, int64_t count, bool mean)
+{
+    hpml_status status = hpml_nccl_link_check(n); /* the one before: the host then gets at most one call ahead */
+    if (status == HPML_OK) status = hpml_nccl_link_begin(n);
+    if (status == HPML_OK) status = hpml_nccl_link_allreduce(n, x, count, mean);
+    if (status == HPML_OK) status = hpml_nccl_link_end(n);
+    return status == HPML_OK ? hpml_nccl_link_wait(n) : status;
+}
+#endif /* HPML_USE_NCCL */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-backend   the table

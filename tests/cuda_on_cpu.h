@@ -1174,8 +1174,10 @@ enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
 enum { cudaStreamDefault = 0, cudaStreamNonBlocking = 1, cudaEventDefault = 0, cudaEventBlockingSync = 1,
        cudaEventDisableTiming = 2, cudaHostAllocDefault = 0, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2,
        cudaHostAllocWriteCombined = 4 };
+struct cudaUUID_t { char bytes[16]; };
 struct cudaDeviceProp {
     char   name[256];
+    cudaUUID_t uuid;
     size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin, sharedMemPerMultiprocessor;
     int    major, minor, multiProcessorCount, warpSize, maxThreadsPerBlock, maxThreadsPerMultiProcessor, regsPerBlock;
     int    l2CacheSize, clockRate, memoryClockRate, memoryBusWidth, maxGridSize[3], maxThreadsDim[3], integrated;
@@ -1460,6 +1462,7 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int d)
     if (d < 0 || d >= emu::all.devices) return emu::fail(cudaErrorInvalidDevice);
     *p = {};
     snprintf(p->name, sizeof p->name, "CUDA on a CPU");
+    p->uuid.bytes[0] = (char)d;
     p->totalGlobalMem = emu::all.memory, p->sharedMemPerBlock = emu::shared_plain;
     p->sharedMemPerBlockOptin = emu::shared_most, p->sharedMemPerMultiprocessor = emu::shared_most + 1024;
     p->major = emu::all.major, p->minor = emu::all.minor, p->multiProcessorCount = emu::all.sms, p->warpSize = 32;

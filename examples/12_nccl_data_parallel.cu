@@ -1,0 +1,116 @@
+/* What you learn: the digit classifier on all GPUs of a machine, or of many: one rank a GPU, gradients added up by NCCL.
+   Difficulty 3 of 4.
+   nvcc -O2 -arch=native -DHPML_USE_NCCL examples/12_nccl_data_parallel.cu -lcublasLt -lcudnn -o nccl
+   ./nccl [--gpus N] [--batch N] [--epochs N] [--onebit]        one thread a GPU; first alone, then all together
+   With MPI, one process a GPU: nvcc -ccbin mpicxx -DHPML_USE_MPI ... -o nccl && mpiexec -n 8 ./nccl
+   prints accuracy and samples per second for 1 and for N GPUs. */
+#define HPML_IMPLEMENTATION
+#include "../hpml_comm.h" /* before hpml_cuda.cuh, which then has hpml_nccl_attach */
+#include "../hpml_cuda.cuh"
+#include "digits.h"
+
+#include <vector>
+
+struct options {
+    int64_t        gpus, batch, epochs; /* batch: samples of a step, for each GPU */
+    bool           onebit;
+    hpml_cuda_desc gpu[64];
+    double         accuracy, rate; /* results of rank 0 */
+};
+
+/* Called for each rank before its context is made: a GPU of its own. */
+static void place(hpml_ctx_desc *ctx, int rank, void *user)
+{
+    options        *o   = (options *)user;
+    hpml_cuda_desc *gpu = &o->gpu[rank % 64];
+    gpu->device       = rank % hpml_cuda_device_count();
+    gpu->precision    = HPML_CUDA_BF16;
+    ctx->backend      = hpml_backend_cuda();
+    ctx->backend_desc = gpu;
+}
+
+/* Every rank draws all digits; which of them it trains on is hpml_distribute's to say. */
+static hpml_dataset *digits(hpml_ctx *ctx, uint64_t seed, int64_t count)
+{
+    const int64_t        shape[3] = { 1, DIGITS_SIDE, DIGITS_SIDE };
+    std::vector<uint8_t> image((size_t)(count * DIGITS_PIXELS)), label((size_t)count);
+    digits_fill(seed, 0, count, image.data(), label.data());
+    std::vector<int32_t> y(label.begin(), label.end());
+    return hpml_dataset_create(ctx, count, HPML_DTYPE_U8, 3, shape, image.data(), HPML_DTYPE_I32, 1, y.data());
+}
+
+static hpml_tensor *model(hpml_tensor *x) /* (B, 1, 28, 28) -> (B, 10) */
+{
+    hpml_conv2d_desc conv = {};
+    hpml_linear_desc relu = {};
+    conv.kernel_h = 5, conv.padding_h = 2, conv.activation = relu.activation = HPML_ACT_RELU;
+    x = hpml_max_pool2d(hpml_conv2d(x, 32, &conv), 2, 0, 0);
+    x = hpml_max_pool2d(hpml_conv2d(x, 64, &conv), 2, 0, 0);
+    return hpml_linear(hpml_linear(hpml_flatten(x), 256, &relu), 10, NULL);
+}
+
+static hpml_status train(hpml_comm *comm, void *user)
+{
+    options             *o    = (options *)user;
+    hpml_ctx            *ctx  = hpml_comm_ctx(comm);
+    int                  p    = hpml_comm_size(comm), rank = hpml_comm_rank(comm);
+    hpml_dataset        *data = digits(ctx, 1, 24000), *test = digits(ctx, 2, 4000);
+    hpml_trainer_desc    d    = {};
+    hpml_distribute_desc how  = {};
+    hpml_metrics         m    = {};
+    char                 line[512];
+    if (hpml_nccl_attach(comm, NULL) != HPML_OK) return hpml_ctx_status(ctx); /* without it: through host memory */
+    d.input         = hpml_input_4d(ctx, o->batch, 1, DIGITS_SIDE, DIGITS_SIDE);
+    d.output        = model(d.input);
+    d.lr            = 0.05f;
+    d.momentum      = 0.9f;
+    d.lr_rule       = HPML_LR_SQRT; /* p times as many samples a step */
+    d.lr_base_batch = o->batch;
+    how.codec.kind  = o->onebit ? HPML_CODEC_ONEBIT : HPML_CODEC_NONE;
+    hpml_trainer     *t    = hpml_trainer_create(ctx, &d);
+    hpml_distributed *dist = hpml_distribute(t, comm, &how);
+    double seconds = 0;
+    for (int64_t e = 0; e < o->epochs && dist; e++) {
+        double start = hpml_now();
+        if (hpml_trainer_fit(t, data, NULL) != HPML_OK) break;
+        if (e > 0 || o->epochs == 1) seconds += hpml_now() - start; /* the first pass warms up */
+    }
+    if (hpml_trainer_evaluate(t, test, &m) != HPML_OK || rank != 0) return hpml_ctx_status(ctx);
+    int64_t timed = o->epochs > 1 ? o->epochs - 1 : 1;
+    o->accuracy = m.accuracy, o->rate = (double)(24000 * timed) / seconds;
+    hpml_distribute_text(dist, line, sizeof line);
+    printf("%2d GPUs: accuracy %.2f %%, %.0f samples/s\n    %s\n", p, 100 * o->accuracy, o->rate, line);
+    return hpml_ctx_status(ctx);
+}
+
+int main(int argc, char **argv)
+{
+    static options   o;
+    hpml_launch_desc l = {};
+    char             error[768];
+    o.gpus = hpml_cuda_device_count(), o.batch = 128, o.epochs = 4;
+    for (int i = 1; i < argc; i++) {
+        const char *value = i + 1 < argc ? argv[i + 1] : "0";
+        if (strcmp(argv[i], "--onebit") == 0) { o.onebit = true; continue; }
+        if (strcmp(argv[i], "--gpus") == 0) o.gpus = atoll(value);
+        else if (strcmp(argv[i], "--batch") == 0) o.batch = atoll(value);
+        else if (strcmp(argv[i], "--epochs") == 0) o.epochs = atoll(value);
+        else return fprintf(stderr, "usage: nccl [--gpus N] [--batch N] [--epochs N] [--onebit]\n"), 2;
+        i++;
+    }
+    l.place = place;
+#ifdef HPML_USE_MPI
+    l.transport = HPML_TRANSPORT_MPI; /* mpiexec says how many */
+#else
+    l.ranks = 1;
+    if (o.gpus > 1 && hpml_launch(&l, train, &o, error, sizeof error) != HPML_OK)
+        return fprintf(stderr, "error: %s\n", error), 1;
+    double alone = o.rate;
+    l.ranks      = o.gpus > 0 ? (int32_t)o.gpus : 1;
+#endif
+    if (hpml_launch(&l, train, &o, error, sizeof error) != HPML_OK) return fprintf(stderr, "error: %s\n", error), 1;
+#ifndef HPML_USE_MPI
+    if (alone > 0) printf("%lld GPUs are %.2f times as fast as one\n", (long long)o.gpus, o.rate / alone);
+#endif
+    return 0;
+}
