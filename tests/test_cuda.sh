@@ -46,7 +46,7 @@ if ! gcc -fsyntax-only -I. "$tmp/wrong.c" 2>"$tmp/err" && grep -q 'its body is f
 [ -s build/nvcc.found ] || { echo "nvcc was not found"; skipped=$((skipped + 17)); finish; }
 
 found=$(cat build/nvcc.found) nvcc=${found%% *} libs= options=
-for word in ${found#"$nvcc"} $(sed s/-D[^ ]*// build/zlib.flags); do
+for word in ${found#"$nvcc"} $(sed 's/-D[^ ]*//' build/zlib.flags); do
     case $word in -l*) libs="$libs $word" ;; -D*) options="$options $word" ;; esac
 done
 fast='-Xptxas -O1'

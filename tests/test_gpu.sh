@@ -1,7 +1,7 @@
 #!/bin/sh
 # The CUDA backend on this machine's GPU: all tests, then a few of each kind under compute-sanitizer, which is slow.
 . tests/gpu.sh
-timeout 300 build/test_gpu >build/log/test_gpu.all 2>&1
+timeout 240 build/test_gpu >build/log/test_gpu.all 2>&1
 code=$?
 grep -v '^[0-9]* passed' build/log/test_gpu.all
 counts=$(grep -E '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$' build/log/test_gpu.all | tail -n 1)
@@ -13,11 +13,11 @@ tool=$(command -v compute-sanitizer || command -v "${CUDA_HOME:-/usr/local/cuda}
 for check in "memcheck embedding" "memcheck attention_in_halves" "memcheck half_copies" "memcheck counts" "memcheck losses" \
              "racecheck masks" "racecheck embedding" "racecheck counts" "racecheck half_copies"; do
     if [ -z "$tool" ]; then echo "skip $check (no compute-sanitizer)"; skipped=$((skipped + 1)); continue; fi
-    out=$(timeout 60 "$tool" --tool "${check% *}" --error-exitcode 9 build/test_gpu --filter "${check#* }" 2>&1)
+    out=$(timeout 25 "$tool" --tool "${check% *}" --error-exitcode 9 build/test_gpu --filter "${check#* }" 2>&1)
     code=$?
     case $code in
     0) echo "ok $check"; passed=$((passed + 1)) ;;
-    124) echo "skip $check (not done in 60 s)"; skipped=$((skipped + 1)) ;;
+    124) echo "skip $check (not done in 25 s)"; skipped=$((skipped + 1)) ;;
     *) echo "FAIL $check: exit $code"; echo "$out" | head -n 30; failed=$((failed + 1)) ;;
     esac
 done
