@@ -935,6 +935,7 @@ TEST(the_loss_scale_finds_its_place)
     }
     ENSURE(skipped > 0 && skipped < 20 && info.step == 40 - skipped && info.loss < 0.2f * first);
     hpml_ctx_free(ctx);
+}
 
 /* Whole trainings, every fifth step on a short batch: the loss of each step. Small models where the GPU is emulated. */
 enum { STEPS = 30, BATCHES = 3, CLASSES = 10 };
