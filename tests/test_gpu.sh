@@ -8,6 +8,7 @@ counts=$(grep -E '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$' build/log/test
 rest=${counts#*, } passed=${counts%% *} failed=${rest%% *} last=${counts##*, }
 passed=${passed:-0} failed=${failed:-0} skipped=${last%% *}
 skipped=${skipped:-0}
+[ $code -ne 77 ] || { echo "FAIL test_gpu: there is a GPU, but CUDA does not find it"; failed=$((failed + 1)); }
 [ -n "$counts" ] || { echo "FAIL test_gpu: exit $code before its end"; failed=$((failed + 1)); }
 tool=$(command -v compute-sanitizer || command -v "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
 for check in "memcheck embedding" "memcheck attention_in_halves" "memcheck half_copies" "memcheck counts" "memcheck losses" \
