@@ -8,6 +8,10 @@
    card's peak that goes into the model's own arithmetic, 6 parameters + 12 layers width context for each token. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_cuda.cuh"
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 typedef struct options {
     const char *tokens, *weights, *save, *precision;

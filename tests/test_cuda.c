@@ -936,3 +936,139 @@ TEST(the_loss_scale_finds_its_place)
     ENSURE(skipped > 0 && skipped < 20 && info.step == 40 - skipped && info.loss < 0.2f * first);
     hpml_ctx_free(ctx);
 }
+
+/* Whole trainings, every fifth step on a short batch: the loss of each step. Small models where the GPU is emulated. */
+enum { STEPS = 30, BATCHES = 3, CLASSES = 10 };
+
+typedef struct training {
+    const char *name;
+    hpml_tensor *(*record)(hpml_ctx *ctx, bool small, hpml_tensor **in);
+    hpml_opt opt;
+    float    lr;
+} training;
+
+static hpml_tensor *train_mlp(hpml_ctx *ctx, bool small, hpml_tensor **in)
+{
+    hpml_linear_desc d = { .activation = HPML_ACT_RELU };
+    *in = hpml_input_2d(ctx, small ? 16 : 64, small ? 20 : 784);
+    hpml_tensor *x = hpml_dropout(hpml_linear(*in, small ? 24 : 512, &d), 0.2f);
+    return hpml_linear(hpml_dropout(hpml_linear(x, small ? 17 : 256, &d), 0.2f), CLASSES, NULL);
+}
+
+static hpml_tensor *train_cnn(hpml_ctx *ctx, bool small, hpml_tensor **in)
+{
+    hpml_conv2d_desc c = { .kernel_h = 3, .padding_h = 1, .no_bias = true };
+    hpml_norm_desc   n = { .activation = HPML_ACT_RELU };
+    int64_t          width = small ? 4 : 32;
+    *in = hpml_input_4d(ctx, small ? 8 : 64, 3, small ? 8 : 32, small ? 8 : 32);
+    hpml_tensor *x = hpml_batchnorm(hpml_conv2d(*in, width, &c), &n), *y;
+    x = hpml_max_pool2d(x, 2, 0, 0);
+    y = hpml_batchnorm(hpml_conv2d(x, width, &c), NULL);
+    return hpml_linear(hpml_flatten(hpml_relu(hpml_add(x, y))), CLASSES, NULL);
+}
+
+static hpml_tensor *train_gpt(hpml_ctx *ctx, bool small, hpml_tensor **in)
+{
+    int64_t          T = small ? 9 : 128, C = small ? 16 : 256;
+    hpml_linear_desc gelu = { .activation = HPML_ACT_GELU };
+    hpml_param_desc  place = { .name = "positions", .ndim = 2, .shape = { T, C }, .init = HPML_INIT_NORMAL };
+    *in = hpml_input_tokens(ctx, small ? 4 : 8, T);
+    hpml_tensor *x = hpml_add(hpml_embedding(*in, CLASSES, C, NULL), hpml_param_create(ctx, &place));
+    for (int l = 0; l < (small ? 1 : 4); l++) {
+        hpml_tensor *a = hpml_linear(hpml_layernorm(x, NULL), 3 * C, NULL);
+        x = hpml_add(x, hpml_linear(hpml_attention(a, &(hpml_attention_desc){ .heads = small ? 2 : 4 }), C, NULL));
+        x = hpml_add(x, hpml_linear(hpml_linear(hpml_layernorm(x, NULL), 4 * C, &gelu), C, NULL));
+    }
+    return hpml_linear(hpml_layernorm(x, NULL), CLASSES, NULL);
+}
+
+/* Labels that can be learnt: where the largest of the first numbers is, or the token plus two. */
+static void train_data(hpml_dtype dtype, int64_t samples, int64_t each, int seed, float *x, int32_t *y)
+{
+    hpml_rng r = { .seed = 90 + (uint64_t)seed };
+    int32_t *tokens = (int32_t *)x;
+    for (int64_t i = 0; dtype == HPML_DTYPE_I32 && i < samples * each; i++)
+        tokens[i] = (int32_t)hpml_rng_below(&r, CLASSES), y[i] = (tokens[i] + 2) % CLASSES;
+    if (dtype == HPML_DTYPE_I32) return;
+    hpml_rng_fill_normal(&r, x, samples * each);
+    for (int64_t i = 0; i < samples; i++) {
+        y[i] = 0;
+        for (int c = 1; c < CLASSES; c++)
+            if (x[i * each + c] > x[i * each + y[i]]) y[i] = c;
+    }
+}
+
+static bool emulated(void)
+{
+    hpml_cuda_info info;
+    return hpml_cuda_device_info(0, &info) == HPML_OK && strcmp(info.name, "CUDA on a CPU") == 0;
+}
+
+static bool train_steps(const training *t, bool gpu, bool own, hpml_cuda_precision precision, float losses[STEPS])
+{
+    hpml_cuda_desc cuda = { .precision = precision, .own_kernels = own };
+    hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 5, .backend = gpu ? hpml_backend_cuda() : NULL,
+                                                           .backend_desc = gpu ? &cuda : NULL });
+    hpml_tensor   *in = NULL, *out = t->record(ctx, emulated(), &in);
+    hpml_trainer  *tr = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .optimizer = t->opt,
+                            .lr = t->lr, .momentum = t->opt == HPML_OPT_SGD ? 0.9f : 0, .clip_norm = 5,
+                            .loss_scale = precision == HPML_CUDA_F16 ? 256 : 0 });
+    int64_t        n = hpml_tensor_count(in), batch = in ? in->shape[0] : 0, each = batch ? n / batch : 0;
+    float         *x = (float *)malloc((size_t)n * sizeof(float));
+    int32_t       *y = (int32_t *)malloc((size_t)n * sizeof(int32_t));
+    for (int s = 0; s < STEPS && hpml_ctx_status(ctx) == HPML_OK; s++) {
+        hpml_step_info i = { 0 };
+        train_data(in->dtype, batch, each, s % BATCHES, x, y);
+        hpml_trainer_step(tr, x, y, s % 5 == 4 ? batch / 2 + 1 : batch, &i);
+        losses[s] = i.loss;
+    }
+    bool good = hpml_ctx_status(ctx) == HPML_OK;
+    if (!good) printf("    %s: %s\n", t->name, hpml_ctx_error(ctx)), test_failed = 1;
+    free(x);
+    free(y);
+    hpml_ctx_free(ctx);
+    return good;
+}
+
+static void train_both(const training *t, const hpml_cuda_precision *precisions, const double *tolerances, int count)
+{
+    float cpu[STEPS], gpu[STEPS];
+    if (!train_steps(t, false, false, HPML_CUDA_F32, cpu)) return;
+    for (int own = 0; own < (emulated() ? 1 : 2); own++) /* the emulation has no libraries */
+        for (int p = 0; p < count; p++) {
+            double first = 0, last = 0;
+            if (!train_steps(t, true, own == 1, precisions[p], gpu)) continue;
+            for (int s = 0; s < STEPS; s++)
+                if (!(fabsf(gpu[s] - cpu[s]) <= tolerances[p] * (1 + (double)fabsf(cpu[s])))) {
+                    printf("    %s, precision %d%s: loss of step %d is %g, the CPU's %g\n", t->name, (int)precisions[p],
+                           own ? ", own kernels" : "", s + 1, (double)gpu[s], (double)cpu[s]);
+                    test_failed = 1;
+                    break;
+                }
+            for (int s = 0; s < 2 * BATCHES; s++) first += (double)gpu[s], last += (double)gpu[STEPS - 1 - s];
+            if (!(last < 0.8 * first))
+                printf("    %s, precision %d: the loss went from %g to %g\n", t->name, (int)precisions[p],
+                       first / (2 * BATCHES), last / (2 * BATCHES)), test_failed = 1;
+        }
+}
+
+static const training trainings[] = { { "MLP with dropout", train_mlp, HPML_OPT_SGD, 0.05f },
+                                      { "CNN with batchnorm", train_cnn, HPML_OPT_SGD, 0.02f },
+                                      { "GPT", train_gpt, HPML_OPT_ADAMW, 3e-3f } };
+
+TEST(trainings_in_f32)
+{
+    if (no_device()) SKIP("no CUDA device");
+    EACH(trainings, i) train_both(&trainings[i], (hpml_cuda_precision[]){ HPML_CUDA_F32 }, (double[]){ 1e-3 }, 1);
+}
+
+/* All three where they are quick; the emulation takes another one for each model. */
+TEST(trainings_in_tf32_and_halves)
+{
+    static const hpml_cuda_precision kinds[] = { HPML_CUDA_F16, HPML_CUDA_TF32, HPML_CUDA_BF16 };
+    static const double              tolerances[] = { 0.05, 0.05, 0.2 };
+    if (no_device()) SKIP("no CUDA device");
+    EACH(trainings, i)
+        if (emulated()) train_both(&trainings[i], kinds + i, tolerances + i, 1);
+        else train_both(&trainings[i], kinds, tolerances, 3);
+}

@@ -1,0 +1,12 @@
+#!/bin/sh
+# nvcc.sh OUT ARGUMENTS...: compiles with the nvcc and the flags that probe.sh found, or leaves a program that says SKIP where
+# there is none.
+out=$1; shift
+found=$(cat build/nvcc.found)
+if [ -n "$found" ]; then
+    nvcc=${found%% *} fast= # the cores share what is compiled, where nvcc can do that (CUDA 12.4)
+    "$nvcc" --help | grep -q -- '--split-compile' && fast='--split-compile 0'
+    exec $found -std=c++17 -O2 $fast "$@" -o "$out" $(cat build/zlib.flags) -Xcompiler -pthread -lm
+fi
+printf '#!/bin/sh\necho "SKIP: nvcc was not found when this was built"; exit 77\n' >"$out"
+chmod +x "$out"

@@ -1,0 +1,88 @@
+#!/bin/sh
+# hpml_cuda.cuh under every compiler, without a warning: as a plain header, its body for three kinds of GPU, whole and in parts;
+# programs link, only hpml_* is visible, and without a GPU they say so. Not optimized: device code takes minutes otherwise.
+tmp=$(mktemp -d) passed=0 failed=0 skipped=0
+trap 'rm -rf "$tmp"' EXIT
+ok() { passed=$((passed + 1)); }
+bad() { failed=$((failed + 1)); echo "FAIL $1"; head -n 5 "$tmp/err"; }
+try() { if "$@" >"$tmp/err" 2>&1; then ok; else bad "$*"; fi; }
+finish() { echo "$passed passed, $failed failed, $skipped skipped"; [ $failed -eq 0 ]; exit; }
+strict='-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror'
+cat >"$tmp/user.c" <<'C'
+#include "hpml_cuda.cuh"
+static size_t held;
+static void *take(size_t size, size_t align, void *user) { (void)align, (void)user, held += size; return aligned_alloc(64, (size + 63) / 64 * 64); }
+static void  give(void *p, size_t size, void *user) { (void)user, held -= size, free(p); }
+int unit(void);
+int main(void)
+{
+    hpml_cuda_info info;
+    hpml_ctx_desc  desc = { .backend = hpml_backend_cuda(), .allocator = { take, give, NULL } };
+    hpml_ctx      *c = hpml_ctx_create(&desc);
+    int            devices = hpml_cuda_device_count();
+    printf("%s\n", hpml_ctx_error(c));
+    if (devices == 0 && (hpml_ctx_status(c) != HPML_ERR_CUDA || hpml_cuda_stream(c) || hpml_input_2d(c, 1, 1))) return 1;
+    if (devices > 0 && (hpml_ctx_status(c) != HPML_OK || !hpml_cuda_stream(c))) return 2;
+    if (hpml_cuda_device_info(devices, &info) == HPML_OK) return 3;
+    hpml_ctx_free(c);
+    return held == 0 && unit() == hpml_version() ? 0 : 4;
+}
+C
+sed -i '1i #include <stdio.h>\n#include <stdlib.h>' "$tmp/user.c"
+printf '#include "hpml_cuda.cuh"\n' >"$tmp/only.c"
+cp "$tmp/only.c" "$tmp/only.cc"
+printf '#include "hpml_cuda.cuh"\nextern "C" int unit(void) { hpml_cuda_desc d = {}; return d.device ? 0 : hpml_version(); }\n' >"$tmp/unit.cu"
+printf '#define HPML_CUDA_IMPLEMENTATION\n#include "hpml_cuda.cuh"\n' >"$tmp/wrong.c"
+printf '#define HPML_IMPLEMENTATION\n#include "hpml_comm.h"\n#include "hpml_cuda.cuh"\nextern "C" int unit(void) { return hpml_version(); }\n' >"$tmp/whole.cu"
+for cc in gcc clang; do
+    command -v $cc >/dev/null || { skipped=$((skipped + 1)); continue; }
+    try $cc -std=c99 -fsyntax-only $strict -Wstrict-prototypes -I. "$tmp/only.c"
+done
+for cxx in g++ clang++; do
+    command -v $cxx >/dev/null || { skipped=$((skipped + 1)); continue; }
+    try $cxx -std=c++17 -fsyntax-only $strict -I. "$tmp/only.cc"
+done
+if ! gcc -fsyntax-only -I. "$tmp/wrong.c" 2>"$tmp/err" && grep -q 'its body is for nvcc' "$tmp/err"; then ok; else bad "the body under gcc is an error that says so"; fi
+[ -s build/nvcc.found ] || { echo "nvcc was not found"; skipped=$((skipped + 15)); finish; }
+
+found=$(cat build/nvcc.found) nvcc=${found%% *} libs= options=
+for word in ${found#"$nvcc"} $(sed 's/-D[^ ]*//' build/zlib.flags); do
+    case $word in -l*) libs="$libs $word" ;; -D*) options="$options $word" ;; esac
+done
+fast='-Xptxas -O1'
+"$nvcc" --help | grep -q Ofast-compile && fast='-Ofc max'
+archs= first=
+for arch in 80 90 100; do
+    "$nvcc" --list-gpu-code | grep -qx "sm_$arch" || { echo "this nvcc knows no sm_$arch"; skipped=$((skipped + 1)); continue; }
+    archs="$archs -gencode arch=compute_$arch,code=sm_$arch" first=${first:-sm_$arch}
+done
+cu() { try "$nvcc" -std=c++17 -I. $options $fast -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wshadow,-Werror "$@"; }
+cu $archs --threads 3 -c tests/cuda_body.cu -o "$tmp/body.o"
+cu -arch=$first -DHPML_CUDA_NO_CUBLAS -DHPML_CUDA_NO_CUDNN -c "$tmp/whole.cu" -o "$tmp/whole.o"
+cu -arch=$first -c "$tmp/unit.cu" -o "$tmp/unit.o"
+extra=$(nm -g --defined-only "$tmp/body.o" 2>/dev/null | awk '$2 ~ /[TDBR]/ { print $3 }' | grep -vE '^hpml_')
+if [ -z "$extra" ]; then ok; else echo "$extra" >"$tmp/err"; bad "visible names that are not hpml_*"; fi
+
+try gcc -std=c11 -Wall -Wextra -Wshadow -Werror -I. -c "$tmp/user.c" -o "$tmp/user.o"
+cuda=$(dirname "$(dirname "$nvcc")")
+try "$nvcc" "$tmp/user.o" "$tmp/unit.o" "$tmp/body.o" build/hpml.o -o "$tmp/by_nvcc" $libs
+try gcc "$tmp/user.o" "$tmp/unit.o" "$tmp/body.o" build/hpml.o -o "$tmp/by_gcc" -L"$cuda/lib64" -Wl,-rpath,"$cuda/lib64" $libs -lcudart -lstdc++ -lm -lpthread
+try "$nvcc" "$tmp/user.o" "$tmp/whole.o" -o "$tmp/bare" -Xcompiler -pthread
+for program in by_nvcc by_gcc bare; do
+    [ -x "$tmp/$program" ] || continue
+    "$tmp/$program" >"$tmp/err" 2>&1
+    code=$?
+    if [ $code -eq 0 ] && { nvidia-smi -L >/dev/null 2>&1 || grep -q 'no usable device' "$tmp/err"; }; then ok
+    else bad "$program: exit $code"; fi
+done
+
+# The header's and the README's examples, with the bodies from above.
+sed -n '/^\/\/ QUICK EXAMPLE/,/DOES NOT/p' hpml_cuda.cuh | grep '^//     ' | sed 's|^//     ||' >"$tmp/example0.cu"
+awk '/^```cuda$/ { on = 1; n++; next } /^```$/ { on = 0 } on { print > ("'"$tmp"'/example" n ".cu") }' README.md
+for f in "$tmp"/example*.cu; do
+    cu -arch=$first -DHPMLI_BODY_INCLUDED -DHPML_CUDA_BODY -include stdio.h "$f" "$tmp/body.o" build/hpml.o -o "${f%.cu}" $libs -Xcompiler -pthread
+    [ -x "${f%.cu}" ] || continue
+    "${f%.cu}" >"$tmp/err" 2>&1
+    if nvidia-smi -L >/dev/null 2>&1 || grep -q 'no usable device' "$tmp/err"; then ok; else bad "$(basename "$f") says nothing about the GPU"; fi
+done
+finish
