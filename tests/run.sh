@@ -6,7 +6,7 @@ log=build/log
 if [ "$1" = --one ]; then
     name=$(basename "$2")
     case $2 in *.sh) set -- sh "$2" ;; *) set -- "$2" ;; esac
-    timeout "${HPML_TEST_SECONDS:-240}" "$@" >"$log/$name.log" 2>&1 </dev/null
+    timeout "${HPML_TEST_SECONDS:-400}" "$@" >"$log/$name.log" 2>&1 </dev/null
     echo $? >"$log/$name.exit"
     echo "$name"
     exit
