@@ -14,6 +14,7 @@ case $1 in
         found="$found -arch=${CUDA_ARCH:-$arch}"
         if includes cublasLt.h; then found="$found -lcublasLt -lcublas"; else found="$found -DHPML_CUDA_NO_CUBLAS"; fi
         if includes cudnn.h; then found="$found -lcudnn"; else found="$found -DHPML_CUDA_NO_CUDNN"; fi
+        includes nccl.h && found="$found -DHPML_USE_NCCL"
     fi ;;
 *) printf '#include <zlib.h>\nint main(void) { return zlibVersion() == 0; }\n' | ${CC:-cc} -x c - -o /dev/null -lz 2>/dev/null &&
     found='-DHPML_USE_ZLIB -lz' ;;
