@@ -125,8 +125,9 @@ HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx); /* the cudaStream_t that o
 
 /* Arrays that live on GPUs are added up by NCCL, over NVLink or the network, without passing through host memory. The
    body has this with HPML_USE_NCCL; the library itself is looked for when the first communicator is made, so a program
-   starts without it. Every rank has a context on a GPU of its own: hpml_cuda_desc.device = rank %
-   hpml_cuda_device_count(). With hpml_comm.h, included before this header, one call does it all:
+   starts without it. Every rank has a context on a GPU of its own: hpml_cuda_desc.device is the rank modulo
+   hpml_cuda_device_count() (which may be 0); hpml_launch_desc.place sets it. With hpml_comm.h, included before this
+   header, one call does it all:
 
        hpml_nccl_attach(comm, NULL);    then hpml_distribute(trainer, comm, ...) as ever
 

@@ -23,7 +23,8 @@ static void place(hpml_ctx_desc *ctx, int rank, void *user)
 {
     options        *o   = (options *)user;
     hpml_cuda_desc *gpu = &o->gpu[rank % 64];
-    gpu->device       = rank % hpml_cuda_device_count();
+    int             n   = hpml_cuda_device_count();
+    gpu->device       = n > 0 ? rank % n : 0; /* none: opening it says so */
     gpu->precision    = HPML_CUDA_BF16;
     ctx->backend      = hpml_backend_cuda();
     ctx->backend_desc = gpu;
