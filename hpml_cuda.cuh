@@ -5899,6 +5899,27 @@ HPML_API hpml_status hpml_nccl_allreduce(hpml_nccl *n, float *x, int64_t count, 
     if (status == HPML_OK) status = hpml_nccl_link_end(n);
     return status == HPML_OK ? hpml_nccl_link_wait(n) : status;
 }
+#else /* without HPML_USE_NCCL: there is never a hpml_nccl */
+HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
+{
+    if (!ctx) return NULL;
+    hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "nccl: this program was built without NCCL; compile the file that has "
+                  "hpml_cuda.cuh's body with -DHPML_USE_NCCL");
+    if (desc && desc->gather) desc->gather(desc->user, NULL, 0); /* the others hear of the error */
+    return NULL;
+}
+
+#define HPMLG_NO_NCCL(name, ...) HPML_API hpml_status hpml_nccl_##name(__VA_ARGS__) { return HPML_ERR_UNSUPPORTED; }
+HPMLG_NO_NCCL(allreduce, hpml_nccl *, float *, int64_t, bool)
+HPMLG_NO_NCCL(link_begin, void *)
+HPMLG_NO_NCCL(link_allreduce, void *, float *, int64_t, bool)
+HPMLG_NO_NCCL(link_move, void *, const void *, const size_t *, bool, void *, const size_t *)
+HPMLG_NO_NCCL(link_end, void *)
+HPMLG_NO_NCCL(link_wait, void *)
+HPMLG_NO_NCCL(link_check, void *)
+HPMLG_NO_NCCL(link_scale, void *, float *, int64_t, float, float)
+HPML_API void hpml_nccl_link_free(void *nccl) { (void)nccl; }
+HPML_API void hpml_nccl_free(hpml_nccl *n) { (void)n; }
 #endif /* HPML_USE_NCCL */
 
 // ---------------------------------------------------------------------------------------------------------------------
