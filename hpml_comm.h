@@ -4624,9 +4624,6 @@ HPMLC_FN bool hpmlc_dist_check_device(hpml_trainer *t, hpml_comm *c, const hpml_
     const hpml_backend *b = hpml_ctx_backend(c->ctx);
     void               *device = hpml_ctx_device(c->ctx);
     bool                overflows = b->store && b->store(device) == HPML_DTYPE_F16;
-    if (d->sync_batchnorm)
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: backend %s computes batchnorm on a rank's samples "
-                          "alone; sync_batchnorm needs the CPU", b->name), false;
     bool lossy = d->method != HPML_METHOD_CODEC || d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
     if (overflows && hpml_trainer_settings(t)->loss_scale == 0 && (d->exact || lossy))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and what packs "

@@ -2294,19 +2294,50 @@ HPMLG_FN size_t hpmlg_bn_scratch(const hpmlg_device *d, const hpml_node *n)
     return (size_t)(s.C * s.splits) * sizeof(hpmlg_moments) + (size_t)s.C * sizeof(float2);
 }
 
+/* Where ranks share a batch: the pieces of each channel are joined here on the host, as sums about 0 added up over the
+   ranks, and go back as the one piece. pieces: (splits, C) of moments, or, backward, of s1 and s2; each: doubles of one.
+   The host waits, so such passes are not recorded. */
+HPMLG_FN hpml_status hpmlg_bn_share(const hpml_run *run, hpmlg_device *d, hpmlg_bn *s, double *pieces, int64_t each)
+{
+    size_t      bytes = (size_t)(s->C * s->splits * each) * sizeof(double);
+    double     *p = (double *)hpml_ctx_alloc(run->ctx, bytes, NULL), N;
+    double     *sum = (double *)hpml_ctx_alloc(run->ctx, (size_t)(2 * s->C + 1) * sizeof(double), NULL);
+    hpml_status status = p && sum ? hpmlg_read(d, p, pieces, bytes) : HPML_ERR_MEMORY;
+    for (int64_t i = 0; i < s->C * s->splits && status == HPML_OK; i++) {
+        const double *at = p + i * each, n = each == 3 ? at[0] : 0, mean = at[each - 2];
+        sum[2 * (i % s->C)] += each == 3 ? n * mean : mean;
+        sum[2 * (i % s->C) + 1] += at[each - 1] + n * mean * mean;
+    }
+    if (status == HPML_OK) sum[2 * s->C] = (double)s->N, status = run->sum(run->sum_user, sum, 2 * s->C + 1);
+    N = status == HPML_OK ? sum[2 * s->C] : 1;
+    for (int64_t c = 0; c < s->C && status == HPML_OK; c++) {
+        double *at = p + c * each, mean = sum[2 * c] / N;
+        if (each == 3) at[0] = N, at[1] = mean, at[2] = fmax(sum[2 * c + 1] - sum[2 * c] * mean, 0);
+        else at[0] = sum[2 * c], at[1] = sum[2 * c + 1];
+    }
+    if (status == HPML_OK) status = hpmlg_write(d, pieces, p, (size_t)(s->C * each) * sizeof(double));
+    hpml_ctx_release(run->ctx, p);
+    hpml_ctx_release(run->ctx, sum);
+    s->splits = 1, s->N = (int64_t)N;
+    return status;
+}
+
 HPMLG_FN hpml_status hpmlg_batchnorm_forward(const hpml_run *run, hpml_node *n)
 {
     hpmlg_device  *d    = hpmlg_enter(run->ctx);
-    hpmlg_bn       s    = hpmlg_bn_of(d, n);
+    hpmlg_bn       s    = hpmlg_bn_of(d, n), all;
     hpmlg_moments *part = run->train ? (hpmlg_moments *)n->scratch : NULL;
     hpmlg_array    none = hpmlg_of(NULL, HPML_DTYPE_F32), gamma = hpmlg_param_of(n, 1), beta = hpmlg_param_of(n, 2);
     hpml_status    status = HPML_OK;
     dim3           grid((unsigned)((s.C + s.width - 1) / s.width), (unsigned)s.splits);
+    if (run->idle) s.B = s.N = 0;
+    all = s;
     if (part) status = HPMLG_RUN(d, hpmlg_k_bn_moments, grid, 256, 0, part, hpmlg_value(n->src[0]), s);
+    if (part && run->sum && status == HPML_OK) status = hpmlg_bn_share(run, d, &all, (double *)part, 3);
     if (status == HPML_OK)
         status = HPMLG_RUN(d, hpmlg_k_bn_statistics, (unsigned)((s.C + 127) / 128), 128, 0, (float2 *)n->saved,
-                           n->src[3]->data, n->src[4]->data, part, s, n->attr.norm.eps, n->attr.norm.momentum);
-    if (status != HPML_OK) return status;
+                           n->src[3]->data, n->src[4]->data, part, all, n->attr.norm.eps, n->attr.norm.momentum);
+    if (status != HPML_OK || s.N == 0) return status;
     return HPMLG_RUN(d, hpmlg_k_bn_apply, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, hpmlg_value(n->out),
                      hpmlg_value(n->src[0]), none, none, s, (const float2 *)n->saved, (const float *)gamma.p,
                      (const float *)beta.p, (const float2 *)NULL, n->attr.norm.act == HPML_ACT_RELU, false,
@@ -2316,18 +2347,26 @@ HPMLG_FN hpml_status hpmlg_batchnorm_forward(const hpml_run *run, hpml_node *n)
 HPMLG_FN hpml_status hpmlg_batchnorm_backward(const hpml_run *run, hpml_node *n)
 {
     hpmlg_device *d     = hpmlg_enter(run->ctx);
-    hpmlg_bn      s     = hpmlg_bn_of(d, n);
+    hpmlg_bn      s     = hpmlg_bn_of(d, n), all;
     double2      *part  = (double2 *)n->scratch;
     float2       *means = (float2 *)((hpmlg_moments *)n->scratch + s.C * s.splits);
     bool          relu  = n->attr.norm.act == HPML_ACT_RELU;
     dim3          grid((unsigned)((s.C + s.width - 1) / s.width), (unsigned)s.splits);
+    if (run->idle) s.B = s.N = 0;
+    all = s;
     hpml_status   status = HPMLG_RUN(d, hpmlg_k_bn_back_sums, grid, 256, 0, part, hpmlg_value(n->src[0]),
                                      hpmlg_grad(n->out), hpmlg_value(n->out), (const float2 *)n->saved, s, relu);
     if (status == HPML_OK)
         status = HPMLG_RUN(d, hpmlg_k_bn_back_params, (unsigned)((s.C + 127) / 128), 128, 0,
                            n->src[1] ? n->src[1]->grad : NULL, n->src[2] ? n->src[2]->grad : NULL, means,
                            (const double2 *)part, s, run->train, n->accumulate[1], n->accumulate[2]);
-    if (status != HPML_OK || !n->src[0]->grad) return status;
+    if (run->train && run->sum && status == HPML_OK) { /* gamma's and beta's are this rank's; the means are of all */
+        status = hpmlg_bn_share(run, d, &all, (double *)part, 2);
+        if (status == HPML_OK)
+            status = HPMLG_RUN(d, hpmlg_k_bn_back_params, (unsigned)((s.C + 127) / 128), 128, 0, (float *)NULL,
+                               (float *)NULL, means, (const double2 *)part, all, true, false, false);
+    }
+    if (status != HPML_OK || !n->src[0]->grad || s.N == 0) return status;
     return HPMLG_RUN(d, hpmlg_k_bn_apply, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, hpmlg_grad(n->src[0]),
                      hpmlg_value(n->src[0]), hpmlg_grad(n->out), hpmlg_value(n->out), s, (const float2 *)n->saved,
                      (const float *)hpmlg_param_of(n, 1).p, (const float *)NULL, (const float2 *)means, relu,

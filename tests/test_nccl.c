@@ -146,9 +146,10 @@ TEST(staged_ranks_equal_one_rank)
 /* Every way of exchanging that adds plain floats comes out as on CPUs. */
 TEST(staged_equals_cpu)
 {
-    for (int variant = 0; variant < 6; variant++) {
+    for (int variant = 0; variant < 7; variant++) {
         job gpu = { .steps = 12, .norm = variant != 1, .accumulate = variant == 2 ? 2 : 1, .clip = variant == 1 ? 0.5f : 0 };
         gpu.d.delayed = variant == 3 || variant == 4, gpu.d.sum = variant == 4, gpu.d.exact = variant == 5;
+        gpu.d.sync_batchnorm = variant == 6; /* the last, short batch leaves ranks without samples */
         if (variant == 0) gpu.samples = 240; /* batchnorm over 2 samples is a sign: it makes any difference large */
         if (variant == 2) gpu.transport = HPML_TRANSPORT_CLOCK;
         job cpu = gpu;
@@ -207,8 +208,6 @@ TEST(staged_checkpoints_go_on_with_the_same_bits)
 
 TEST(what_a_device_cannot_do)
 {
-    job sync = { .steps = 2, .d = { .sync_batchnorm = true } };
-    ENSURE(go(&sync, 2) == HPML_ERR_UNSUPPORTED && strstr(sync.text, "sync_batchnorm needs the CPU"));
     job half = { .steps = 2, .cuda = { .precision = HPML_CUDA_F16 } };
     half.d.codec.kind = HPML_CODEC_ONEBIT;
     ENSURE(go(&half, 2) == HPML_ERR_UNSUPPORTED && strstr(half.text, "in f16 gradients overflow"));
