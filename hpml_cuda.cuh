@@ -2295,7 +2295,7 @@ HPMLG_FN size_t hpmlg_bn_scratch(const hpmlg_device *d, const hpml_node *n)
 }
 
 /* Where ranks share a batch: the pieces of each channel are joined here on the host, as sums about 0 added up over the
-   ranks, and go back as the one piece. pieces: (splits, C) of moments, or, backward, of s1 and s2; each: doubles of one.
+   ranks, and go back as the one piece. pieces: (splits, C) of moments, or, backward, of s1 and s2: `each` doubles each.
    The host waits, so such passes are not recorded. */
 HPMLG_FN hpml_status hpmlg_bn_share(const hpml_run *run, hpmlg_device *d, hpmlg_bn *s, double *pieces, int64_t each)
 {
