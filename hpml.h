@@ -4039,21 +4039,14 @@ HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
     return true;
 }
 
-/* malloc with alignment, in plain C99: the pointer that malloc gave stands right before the block. A large block asks
-   for large pages: a model is touched as a whole, and 4 KiB at a time that takes longer than the first steps. */
-#define HPMLI_LARGE_PAGE ((size_t)1 << 21)
+/* malloc with alignment, in plain C99: the pointer that malloc gave stands right before the block. */
 HPMLI_FN void *hpmli_default_alloc(size_t size, size_t align, void *user HPMLI_UNUSED)
 {
-    bool large = size >= HPMLI_LARGE_PAGE / 2 && size < SIZE_MAX / 4;
-    if (large) align = HPMLI_LARGE_PAGE, size = (size + align - 1) / align * align;
     char *raw = (char *)malloc(size + align + sizeof(void *));
     if (!raw) return NULL;
     char *p = raw + sizeof(void *);
     p += (align - (uintptr_t)p % align) % align;
     memcpy(p - sizeof(void *), &raw, sizeof(void *));
-#ifdef MADV_HUGEPAGE
-    if (large) madvise(p, size, MADV_HUGEPAGE); /* refused or not: the memory is the same */
-#endif
     return p;
 }
 
