@@ -1348,7 +1348,7 @@ HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, hpmlg_fold f)
     int64_t     kept = f.run_kept ? f.kept_count * f.run : f.kept_count, blocks, splits, work, room;
     hpml_status status;
     f.tx   = hpmlg_power(f.run_kept ? (f.run + 7) / 8 : f.summed_count * ((f.run + 14) / 8), f.run_kept ? 32 : 256);
-    last.tx = HPMLG_FOLD / f.tx; /* groups of a block, for now */
+    last.tx = HPMLG_FOLD / f.tx; /* here: groups of a block; set anew below */
     blocks = f.run_kept ? f.kept_count * ((f.run + 8 * f.tx - 1) / (8 * f.tx)) : (kept + last.tx - 1) / last.tx;
     work   = f.run_kept ? f.summed_count / (4 * last.tx) : f.summed_count * ((f.run + 14) / 8) / (4 * f.tx);
     splits = (int64_t)d->sms * 8 / blocks;
