@@ -1161,9 +1161,10 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 
 /* Everything up to the matching #else is compiled several times, once for each instruction set (HPMLI_ISA 0 scalar, 1
    AVX2, 2 AVX-512, 3 NEON): the header includes itself. Kernels below are written once over these few operations; `hv`
-   is a vector of HV_W floats. Each function carries its own target attribute, so a plain `cc -O2` builds all of them
-   and the context picks the best one that the CPU runs. The last, partial vector of an array is loaded with hv_load_n
-   and goes through the same instructions as the others: an element's result does not depend on where it stands. */
+   is a vector of HV_W floats, `hu` one of as many uint32_t; gcc and clang know + - * / << >> & | ^ of both. Each
+   function carries its own target attribute, so a plain `cc -O2` builds all of them and the context picks the best one
+   that the CPU runs. The last, partial vector of an array is loaded with hv_load_n and goes through the same
+   instructions as the others: an element's result does not depend on where it stands. */
 
 #ifndef HPMLI_K
 #define HPMLI_WINS(a, b)  (!((a) <= (b)) && (b) == (b)) /* a maximum that keeps a NaN */
@@ -1176,35 +1177,45 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPMLI_V2(name, e) HPMLI_VFN hv name(hv a, hv b) { return e; }
 #define HPMLI_V3(name, e) HPMLI_VFN hv name(hv a, hv b, hv c) { return e; }
 #define HPMLI_V4(name, e) HPMLI_VFN hv name(hv a, hv b, hv x, hv y) { return e; }
+#define hv              HPMLI_K(hpmli_floats)
+#define hu              HPMLI_K(hpmli_uints)
+#define hv_of           HPMLI_K(hpmli_floats_of) /* the same bits seen as floats ... */
+#define hu_of           HPMLI_K(hpmli_uints_of)  /* ... and as words */
+#define hv_anywhere     HPMLI_K(hpmli_floats_anywhere) /* not just at multiples of their size */
+#define hu_anywhere     HPMLI_K(hpmli_uints_anywhere)
+#define hu_load         HPMLI_K(hpmli_load_uints)
 #define hv_set1         HPMLI_K(hpmli_set1)
 #define hv_zero         HPMLI_K(hpmli_zero)
 #define hv_load         HPMLI_K(hpmli_load)
 #define hv_store        HPMLI_K(hpmli_store)
 #define hv_load_n       HPMLI_K(hpmli_load_n)
 #define hv_store_n      HPMLI_K(hpmli_store_n)
+#define hv_ld           HPMLI_K(hpmli_ld) /* n lanes, all of them almost always */
+#define hv_st           HPMLI_K(hpmli_st)
 #define hv_add          HPMLI_K(hpmli_add)
 #define hv_sub          HPMLI_K(hpmli_sub)
 #define hv_mul          HPMLI_K(hpmli_mul)
 #define hv_div          HPMLI_K(hpmli_div)
-#define hv_fma          HPMLI_K(hpmli_fma)
-#define hv_fnma         HPMLI_K(hpmli_fnma)
-#define hv_max          HPMLI_K(hpmli_max)
+#define hv_fma          HPMLI_K(hpmli_fma)  /* a b + c */
+#define hv_fnma         HPMLI_K(hpmli_fnma) /* c - a b */
+#define hv_max          HPMLI_K(hpmli_max)  /* a > b ? a : b, so that a NaN in a gives b */
 #define hv_min          HPMLI_K(hpmli_min)
 #define hv_abs          HPMLI_K(hpmli_abs)
 #define hv_neg          HPMLI_K(hpmli_neg)
 #define hv_sqrt         HPMLI_K(hpmli_sqrt)
 #define hv_round        HPMLI_K(hpmli_round)
-#define hv_ge           HPMLI_K(hpmli_ge)
+#define hv_ge           HPMLI_K(hpmli_ge) /* a >= b ? x : y */
 #define hv_gt           HPMLI_K(hpmli_gt)
 #define hv_eq           HPMLI_K(hpmli_eq)
-#define hv_pow2i        HPMLI_K(hpmli_pow2i)
+#define hv_pow2i        HPMLI_K(hpmli_pow2i) /* 2^a, a = 2^exponent mantissa */
 #define hv_exponent     HPMLI_K(hpmli_exponent)
 #define hv_mantissa     HPMLI_K(hpmli_mantissa)
 #define hv_sum          HPMLI_K(hpmli_sum)
-#define hv_sum4         HPMLI_K(hpmli_sum4)
+#define hv_sum4         HPMLI_K(hpmli_sum4) /* out[0..3] = the sums of four vectors */
 #define hv_hmax         HPMLI_K(hpmli_hmax)
-#define hv_signmask     HPMLI_K(hpmli_signmask)
-#define hv_bits         HPMLI_K(hpmli_bits)
+#define hv_signmask     HPMLI_K(hpmli_signmask) /* a bit for each lane, a >= 0 */
+#define hv_bits         HPMLI_K(hpmli_bits)     /* its bit in m ? a : b */
+#define hv_of_i32       HPMLI_K(hpmli_of_i32)   /* conversions, of lanes */
 #define hv_load_bf16    HPMLI_K(hpmli_load_bf16)
 #define hv_store_bf16   HPMLI_K(hpmli_store_bf16)
 #define hv_load_f16     HPMLI_K(hpmli_load_f16)
@@ -1212,30 +1223,72 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define hv_load_u8      HPMLI_K(hpmli_load_u8)
 #define hv_load_i32     HPMLI_K(hpmli_load_i32)
 #define hv_store_i32    HPMLI_K(hpmli_store_i32)
+#define hv_ld_bf16      HPMLI_K(hpmli_ld_bf16) /* ... of the first n lanes */
+#define hv_st_bf16      HPMLI_K(hpmli_st_bf16)
+#define hv_ld_f16       HPMLI_K(hpmli_ld_f16)
+#define hv_st_f16       HPMLI_K(hpmli_st_f16)
+#define hv_ld_u8        HPMLI_K(hpmli_ld_u8)
+#define hv_ld_i32       HPMLI_K(hpmli_ld_i32)
+#define hv_st_i32       HPMLI_K(hpmli_st_i32)
+/* for (i = 0; i < n; i += HV_W) with c = the lanes that count. */
+#define HV_LOOP(n) for (int64_t i = 0, c; c = (n) - i < HV_W ? (n) - i : HV_W, i < (n); i += HV_W)
 #endif
 
 #undef HPMLI_SUFFIX
 #undef HPMLI_TARGET
 #undef HPMLI_ISA_NAME
 #undef HV_W
-#undef hv
 
 #if HPMLI_ISA == 0
 #define HPMLI_SUFFIX   _scalar
 #define HPMLI_TARGET
 #define HPMLI_ISA_NAME "scalar"
 #define HV_W           1
-#define hv             float
-HPMLI_VFN hv hv_set1(float x) { return x; }
-HPMLI_VFN hv hv_zero(void) { return 0; }
-HPMLI_VFN hv hv_load(const float *p) { return *p; }
-HPMLI_VFN void hv_store(float *p, hv a) { *p = a; }
-HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return n > 0 ? *p : 0; }
-HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { if (n > 0) *p = a; }
+typedef float    hv;
+typedef uint32_t hu;
+#elif HPMLI_ISA == 1
+#define HPMLI_SUFFIX   _avx2
+#define HPMLI_TARGET   __attribute__((target("avx2,fma,f16c")))
+#define HPMLI_ISA_NAME "avx2"
+#define HV_W           8
+typedef __m256   hv;
+typedef uint32_t hu __attribute__((vector_size(32)));
+#elif HPMLI_ISA == 2
+#define HPMLI_SUFFIX   _avx512
+#define HPMLI_TARGET   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define HPMLI_ISA_NAME "avx512"
+#define HV_W           16
+typedef __m512   hv;
+typedef uint32_t hu __attribute__((vector_size(64)));
+#elif HPMLI_ISA == 3
+#define HPMLI_SUFFIX   _neon
+#define HPMLI_TARGET
+#define HPMLI_ISA_NAME "neon"
+#define HV_W           4
+typedef float32x4_t hv;
+typedef uint32x4_t  hu;
+#endif
+
+/* What needs no instruction of its own. */
+HPMLI_VFN hv hv_of(hu u) { hv a; memcpy(&a, &u, sizeof a); return a; }
+HPMLI_VFN hu hu_of(hv a) { hu u; memcpy(&u, &a, sizeof u); return u; }
+typedef hv hv_anywhere __attribute__((aligned(4)));
+typedef hu hu_anywhere __attribute__((aligned(4)));
+HPMLI_VFN hu hu_load(const uint32_t *p) { return *(const hu_anywhere *)p; }
+HPMLI_VFN hv hv_load(const float *p) { return *(const hv_anywhere *)p; }
+HPMLI_VFN void hv_store(float *p, hv a) { *(hv_anywhere *)p = a; }
 HPMLI_V2(hv_add, a + b)
 HPMLI_V2(hv_sub, a - b)
 HPMLI_V2(hv_mul, a * b)
 HPMLI_V2(hv_div, a / b)
+HPMLI_V1(hv_neg, -a)
+HPMLI_V1(hv_abs, hv_of(hu_of(a) & 0x7fffffffu))
+HPMLI_V1(hv_mantissa, hv_of((hu_of(a) & 0x7fffffu) | 0x3f800000u))
+
+#if HPMLI_ISA == 0
+HPMLI_VFN hv hv_set1(float x) { return x; }
+HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return n > 0 ? *p : 0; }
+HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { if (n > 0) *p = a; }
 #ifdef __FP_FAST_FMAF /* where there is one, always: not when the compiler feels like contracting */
 HPMLI_V3(hv_fma, fmaf(a, b, c))
 HPMLI_V3(hv_fnma, fmaf(-a, b, c))
@@ -1243,49 +1296,36 @@ HPMLI_V3(hv_fnma, fmaf(-a, b, c))
 HPMLI_V3(hv_fma, a * b + c)
 HPMLI_V3(hv_fnma, c - a * b)
 #endif
-HPMLI_V2(hv_max, a > b ? a : b)
-HPMLI_V2(hv_min, a < b ? a : b)
-HPMLI_V1(hv_abs, fabsf(a))
-HPMLI_V1(hv_neg, -a)
 HPMLI_V1(hv_sqrt, sqrtf(a))
 HPMLI_V1(hv_round, rintf(a))
 HPMLI_V4(hv_ge, a >= b ? x : y)
 HPMLI_V4(hv_gt, a > b ? x : y)
 HPMLI_V4(hv_eq, a == b ? x : y)
-HPMLI_VFN uint32_t HPMLI_K(hpmli_word)(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
-HPMLI_VFN float HPMLI_K(hpmli_float)(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
-HPMLI_V1(hv_pow2i, HPMLI_K(hpmli_float)((uint32_t)((int32_t)a + 127) << 23))
-HPMLI_V1(hv_exponent, (float)((int32_t)(HPMLI_K(hpmli_word)(a) >> 23 & 255) - 127))
-HPMLI_V1(hv_mantissa, HPMLI_K(hpmli_float)((HPMLI_K(hpmli_word)(a) & 0x7fffffu) | 0x3f800000u))
 HPMLI_VFN float hv_sum(hv a) { return a; }
 HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
 HPMLI_VFN float hv_hmax(hv a) { return a; }
 HPMLI_VFN uint32_t hv_signmask(hv a) { return a >= 0; }
 HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b) { return m & 1 ? a : b; }
-HPMLI_VFN hv hv_load_bf16(const uint16_t *p) { return HPMLI_K(hpmli_float)((uint32_t)*p << 16); }
-HPMLI_VFN void hv_store_bf16(uint16_t *p, hv a)
-{
-    uint32_t u = HPMLI_K(hpmli_word)(a);
-    *p = (uint16_t)(a != a ? u >> 16 | 0x40u : (u + 0x7fffu + (u >> 16 & 1)) >> 16);
-}
+HPMLI_VFN hv hv_of_i32(hu u) { return (float)(int32_t)u; }
+HPMLI_VFN hu HPMLI_K(hpmli_widen)(const uint16_t *p) { return *p; }
+HPMLI_VFN void HPMLI_K(hpmli_narrow)(uint16_t *p, hu u) { *p = (uint16_t)u; }
 HPMLI_VFN hv hv_load_f16(const uint16_t *p)
 {
     uint32_t sign = (uint32_t)(*p & 0x8000u) << 16, exponent = *p >> 10 & 31u, fraction = *p & 0x3ffu;
-    if (exponent == 31) return HPMLI_K(hpmli_float)(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
+    if (exponent == 31) return hv_of(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
     if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * (1.0f / 16777216.0f); /* fraction 2^-24 */
-    return HPMLI_K(hpmli_float)(sign | (exponent + 112) << 23 | fraction << 13);
+    return hv_of(sign | (exponent + 112) << 23 | fraction << 13);
 }
 HPMLI_VFN void hv_store_f16(uint16_t *p, hv a)
 {
-    uint32_t u = HPMLI_K(hpmli_word)(a), sign = u >> 16 & 0x8000u, x = u & 0x7fffffffu, h;
+    uint32_t u = hu_of(a), sign = u >> 16 & 0x8000u, x = u & 0x7fffffffu, h;
     if (x > 0x7f800000u) h = 0x7e00u | (x >> 13 & 0x3ffu);
     else if (x >= 0x477ff000u) h = 0x7c00u; /* 65520 and more round to infinity */
     else if (x >= 0x38800000u) h = (x - 0x38000000u + 0xfffu + (x >> 13 & 1)) >> 13;
-    else h = (uint32_t)rintf(HPMLI_K(hpmli_float)(x) * 16777216.0f); /* subnormal */
+    else h = (uint32_t)rintf(hv_of(x) * 16777216.0f); /* subnormal */
     *p = (uint16_t)(sign | h);
 }
 HPMLI_VFN hv hv_load_u8(const uint8_t *p) { return (float)*p; }
-HPMLI_VFN hv hv_load_i32(const int32_t *p) { return (float)*p; }
 HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
 {
     *p = a != a ? 0 : a >= 2147483648.0f ? INT32_MAX : a <= -2147483648.0f ? INT32_MIN : (int32_t)rintf(a);
@@ -1301,22 +1341,15 @@ HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
 #pragma GCC diagnostic ignored "-Wsign-conversion"
 #endif
 #undef HPMLI_MM
-#undef HPMLI_MMF
-#undef HPMLI_MMI
+#undef HPMLI_MM_ALL
 #undef HPMLI_MM_HALF
-#undef HPMLI_MM_STORE_HALF
+#undef HPMLI_MM_WHERE
 
 #if HPMLI_ISA == 1
-#define HPMLI_SUFFIX              _avx2
-#define HPMLI_TARGET              __attribute__((target("avx2,fma,f16c")))
-#define HPMLI_ISA_NAME            "avx2"
-#define HV_W                      8
-#define hv                        __m256
-#define HPMLI_MM(op)              HPMLI_CAT(_mm256_, op)
-#define HPMLI_MMF(x)              _mm256_castsi256_ps(x) /* integers seen as floats ... */
-#define HPMLI_MMI(x)              _mm256_castps_si256(x) /* ... and back */
-#define HPMLI_MM_HALF(p)          _mm_loadu_si128((const __m128i *)(const void *)(p)) /* 16 bits for each lane */
-#define HPMLI_MM_STORE_HALF(p, x) _mm_storeu_si128((__m128i *)(void *)(p), x)
+#define HPMLI_MM(op)                   HPMLI_CAT(_mm256_, op)
+#define HPMLI_MM_ALL                   __m256i
+#define HPMLI_MM_HALF                  __m128i /* 16 bits for each lane */
+#define HPMLI_MM_WHERE(a, op, b, x, y) _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, op)) /* a op b ? x : y */
 HPMLI_VFN __m256i HPMLI_K(hpmli_lanes)(int64_t n)
 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -1324,16 +1357,13 @@ HPMLI_VFN __m256i HPMLI_K(hpmli_lanes)(int64_t n)
 HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return _mm256_maskload_ps(p, HPMLI_K(hpmli_lanes)(n)); }
 HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { _mm256_maskstore_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
 HPMLI_V1(hv_round, _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
-HPMLI_V4(hv_ge, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GE_OQ)))
-HPMLI_V4(hv_gt, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ)))
-HPMLI_V4(hv_eq, _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_EQ_OQ)))
 HPMLI_VFN float hv_sum(hv a)
 {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
-HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d) /* out[0..3] = the sums of four vectors */
+HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d)
 {
     __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
@@ -1354,53 +1384,27 @@ HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b)
     __m256i on  = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)m), bit), bit);
     return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(on));
 }
-HPMLI_VFN void hv_store_bf16(uint16_t *p, hv a)
+HPMLI_VFN __m128i HPMLI_K(hpmli_low_half)(hu u)
 {
-    __m256i u = _mm256_castps_si256(a), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-    __m256i r = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
-    __m256i q = _mm256_or_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(0x40));
-    r = _mm256_blendv_epi8(r, q, _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
-    r = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
-    HPMLI_MM_STORE_HALF(p, _mm256_castsi256_si128(r));
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)u, (__m256i)u), 0x08));
 }
 HPMLI_VFN hv hv_load_u8(const uint8_t *p)
 {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
 }
-HPMLI_VFN hv hv_load_i32(const int32_t *p)
-{
-    return _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
-}
-HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
-{
-    __m256i i   = _mm256_cvtps_epi32(a); /* out of range gives INT32_MIN */
-    __m256i top = _mm256_castps_si256(_mm256_cmp_ps(a, _mm256_set1_ps(2147483648.0f), _CMP_GE_OQ));
-    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
-    i = _mm256_blendv_epi8(i, _mm256_set1_epi32(INT32_MAX), top);
-    _mm256_storeu_si256((__m256i *)(void *)p, _mm256_andnot_si256(nan, i));
-}
 #elif HPMLI_ISA == 2
-#define HPMLI_SUFFIX              _avx512
-#define HPMLI_TARGET              __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
-#define HPMLI_ISA_NAME            "avx512"
-#define HV_W                      16
-#define hv                        __m512
-#define HPMLI_MM(op)              HPMLI_CAT(_mm512_, op)
-#define HPMLI_MMF(x)              _mm512_castsi512_ps(x)
-#define HPMLI_MMI(x)              _mm512_castps_si512(x)
-#define HPMLI_MM_HALF(p)          _mm256_loadu_si256((const __m256i *)(const void *)(p))
-#define HPMLI_MM_STORE_HALF(p, x) _mm256_storeu_si256((__m256i *)(void *)(p), x)
+#define HPMLI_MM(op)                   HPMLI_CAT(_mm512_, op)
+#define HPMLI_MM_ALL                   __m512i
+#define HPMLI_MM_HALF                  __m256i
+#define HPMLI_MM_WHERE(a, op, b, x, y) _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, op), y, x)
 HPMLI_VFN __mmask16 HPMLI_K(hpmli_lanes)(int64_t n) { return (__mmask16)((1u << n) - 1); }
 HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HPMLI_K(hpmli_lanes)(n), p); }
 HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { _mm512_mask_storeu_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
 HPMLI_V1(hv_round, _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
-HPMLI_V4(hv_ge, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), y, x))
-HPMLI_V4(hv_gt, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x))
-HPMLI_V4(hv_eq, _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), y, x))
 HPMLI_VFN float hv_sum(hv a)
 {
     float t[16]; /* through memory: gcc 12 warns about its own half-register casts */
-    _mm512_storeu_ps(t, a);
+    hv_store(t, a);
     return hpmli_sum_avx2(_mm256_add_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
 }
 HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d)
@@ -1415,65 +1419,44 @@ HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d)
 HPMLI_VFN float hv_hmax(hv a)
 {
     float t[16];
-    _mm512_storeu_ps(t, a);
+    hv_store(t, a);
     return hpmli_hmax_avx2(_mm256_max_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
 }
 HPMLI_VFN uint32_t hv_signmask(hv a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
 HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
-HPMLI_VFN void hv_store_bf16(uint16_t *p, hv a)
-{
-    __m512i u = _mm512_castps_si512(a), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-    __m512i r = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
-    __m512i q = _mm512_or_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(0x40));
-    r = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), r, q);
-    HPMLI_MM_STORE_HALF(p, _mm512_cvtepi32_epi16(r));
-}
+HPMLI_VFN __m256i HPMLI_K(hpmli_low_half)(hu u) { return _mm512_cvtepi32_epi16((__m512i)u); }
 HPMLI_VFN hv hv_load_u8(const uint8_t *p)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
-}
-HPMLI_VFN hv hv_load_i32(const int32_t *p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
-HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
-{
-    __m512i i = _mm512_cvtps_epi32(a); /* out of range gives INT32_MIN */
-    i = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, _mm512_set1_ps(2147483648.0f), _CMP_GE_OQ), i,
-                                _mm512_set1_epi32(INT32_MAX));
-    i = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), i, _mm512_setzero_si512());
-    _mm512_storeu_si512(p, i);
 }
 #endif
 
 #if HPMLI_ISA == 1 || HPMLI_ISA == 2
 HPMLI_VFN hv hv_set1(float x) { return HPMLI_MM(set1_ps)(x); }
-HPMLI_VFN hv hv_zero(void) { return HPMLI_MM(setzero_ps)(); }
-HPMLI_VFN hv hv_load(const float *p) { return HPMLI_MM(loadu_ps)(p); }
-HPMLI_VFN void hv_store(float *p, hv a) { HPMLI_MM(storeu_ps)(p, a); }
-HPMLI_V2(hv_add, HPMLI_MM(add_ps)(a, b))
-HPMLI_V2(hv_sub, HPMLI_MM(sub_ps)(a, b))
-HPMLI_V2(hv_mul, HPMLI_MM(mul_ps)(a, b))
-HPMLI_V2(hv_div, HPMLI_MM(div_ps)(a, b))
 HPMLI_V3(hv_fma, HPMLI_MM(fmadd_ps)(a, b, c))
 HPMLI_V3(hv_fnma, HPMLI_MM(fnmadd_ps)(a, b, c))
 HPMLI_V2(hv_max, HPMLI_MM(max_ps)(a, b))
 HPMLI_V2(hv_min, HPMLI_MM(min_ps)(a, b))
-HPMLI_V1(hv_abs, HPMLI_MM(andnot_ps)(HPMLI_MM(set1_ps)(-0.0f), a))
-HPMLI_V1(hv_neg, HPMLI_MM(xor_ps)(HPMLI_MM(set1_ps)(-0.0f), a))
 HPMLI_V1(hv_sqrt, HPMLI_MM(sqrt_ps)(a))
-HPMLI_V1(hv_pow2i, HPMLI_MMF(HPMLI_MM(slli_epi32)(HPMLI_MM(add_epi32)(HPMLI_MM(cvtps_epi32)(a),
-                                                                      HPMLI_MM(set1_epi32)(127)), 23)))
-HPMLI_VFN hv hv_exponent(hv a) /* the sign is shifted out */
-{
-    return hv_sub(HPMLI_MM(cvtepi32_ps)(HPMLI_MM(srli_epi32)(HPMLI_MM(slli_epi32)(HPMLI_MMI(a), 1), 24)), hv_set1(127));
-}
-HPMLI_V1(hv_mantissa, HPMLI_MM(or_ps)(HPMLI_MM(and_ps)(a, HPMLI_MMF(HPMLI_MM(set1_epi32)(0x7fffff))), hv_set1(1)))
-HPMLI_VFN hv hv_load_bf16(const uint16_t *p)
-{
-    return HPMLI_MMF(HPMLI_MM(slli_epi32)(HPMLI_MM(cvtepu16_epi32)(HPMLI_MM_HALF(p)), 16));
-}
-HPMLI_VFN hv hv_load_f16(const uint16_t *p) { return HPMLI_MM(cvtph_ps)(HPMLI_MM_HALF(p)); }
+HPMLI_V4(hv_ge, HPMLI_MM_WHERE(a, _CMP_GE_OQ, b, x, y))
+HPMLI_V4(hv_gt, HPMLI_MM_WHERE(a, _CMP_GT_OQ, b, x, y))
+HPMLI_V4(hv_eq, HPMLI_MM_WHERE(a, _CMP_EQ_OQ, b, x, y))
+HPMLI_VFN hv hv_of_i32(hu u) { return HPMLI_MM(cvtepi32_ps)((HPMLI_MM_ALL)u); }
+HPMLI_VFN HPMLI_MM_HALF HPMLI_K(hpmli_half)(const uint16_t *p) { HPMLI_MM_HALF h; memcpy(&h, p, sizeof h); return h; }
+HPMLI_VFN void HPMLI_K(hpmli_put_half)(uint16_t *p, HPMLI_MM_HALF h) { memcpy(p, &h, sizeof h); }
+HPMLI_VFN hu HPMLI_K(hpmli_widen)(const uint16_t *p) { return (hu)HPMLI_MM(cvtepu16_epi32)(HPMLI_K(hpmli_half)(p)); }
+HPMLI_VFN void HPMLI_K(hpmli_narrow)(uint16_t *p, hu u) { HPMLI_K(hpmli_put_half)(p, HPMLI_K(hpmli_low_half)(u)); }
+HPMLI_VFN hv hv_load_f16(const uint16_t *p) { return HPMLI_MM(cvtph_ps)(HPMLI_K(hpmli_half)(p)); }
 HPMLI_VFN void hv_store_f16(uint16_t *p, hv a)
 {
-    HPMLI_MM_STORE_HALF(p, HPMLI_MM(cvtps_ph)(a, _MM_FROUND_TO_NEAREST_INT));
+    HPMLI_K(hpmli_put_half)(p, HPMLI_MM(cvtps_ph)(a, _MM_FROUND_TO_NEAREST_INT));
+}
+HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
+{
+    hv i = hv_of((hu)HPMLI_MM(cvtps_epi32)(a)); /* out of range gives INT32_MIN */
+    i = hv_ge(a, hv_set1(2147483648.0f), hv_of((hu)HPMLI_MM(set1_epi32)(INT32_MAX)), i);
+    i = hv_eq(a, a, i, hv_set1(0));
+    memcpy(p, &i, sizeof i);
 }
 #endif
 
@@ -1486,47 +1469,26 @@ HPMLI_VFN void hv_store_f16(uint16_t *p, hv a)
 // ---------------------------------------------------------------------------------------------------------------------
 
 #if HPMLI_ISA == 3
-#define HPMLI_SUFFIX   _neon
-#define HPMLI_TARGET
-#define HPMLI_ISA_NAME "neon"
-#define HV_W           4
-#define hv             float32x4_t
 HPMLI_VFN hv hv_set1(float x) { return vdupq_n_f32(x); }
-HPMLI_VFN hv hv_zero(void) { return vdupq_n_f32(0); }
-HPMLI_VFN hv hv_load(const float *p) { return vld1q_f32(p); }
-HPMLI_VFN void hv_store(float *p, hv a) { vst1q_f32(p, a); }
 HPMLI_VFN hv hv_load_n(const float *p, int64_t n)
 {
     float t[4] = { 0, 0, 0, 0 };
     for (int64_t i = 0; i < n; i++) t[i] = p[i];
-    return vld1q_f32(t);
+    return hv_load(t);
 }
 HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n)
 {
     float t[4];
-    vst1q_f32(t, a);
+    hv_store(t, a);
     for (int64_t i = 0; i < n; i++) p[i] = t[i];
 }
-HPMLI_V2(hv_add, vaddq_f32(a, b))
-HPMLI_V2(hv_sub, vsubq_f32(a, b))
-HPMLI_V2(hv_mul, vmulq_f32(a, b))
-HPMLI_V2(hv_div, vdivq_f32(a, b))
 HPMLI_V3(hv_fma, vfmaq_f32(c, a, b))
 HPMLI_V3(hv_fnma, vfmsq_f32(c, a, b))
-HPMLI_V1(hv_abs, vabsq_f32(a))
-HPMLI_V1(hv_neg, vnegq_f32(a))
 HPMLI_V1(hv_sqrt, vsqrtq_f32(a))
 HPMLI_V1(hv_round, vrndnq_f32(a))
 HPMLI_V4(hv_ge, vbslq_f32(vcgeq_f32(a, b), x, y))
 HPMLI_V4(hv_gt, vbslq_f32(vcgtq_f32(a, b), x, y))
 HPMLI_V4(hv_eq, vbslq_f32(vceqq_f32(a, b), x, y))
-HPMLI_V2(hv_max, vbslq_f32(vcgtq_f32(a, b), a, b)) /* as on x86: a NaN in a gives b */
-HPMLI_V2(hv_min, vbslq_f32(vcltq_f32(a, b), a, b))
-HPMLI_V1(hv_pow2i, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(a), vdupq_n_s32(127)), 23)))
-HPMLI_V1(hv_exponent, vcvtq_f32_s32(vsubq_s32(vandq_s32(vreinterpretq_s32_u32(
-                             vshrq_n_u32(vreinterpretq_u32_f32(a), 23)), vdupq_n_s32(255)), vdupq_n_s32(127))))
-HPMLI_V1(hv_mantissa, vreinterpretq_f32_u32(vorrq_u32(vandq_u32(vreinterpretq_u32_f32(a), vdupq_n_u32(0x7fffff)),
-                             vdupq_n_u32(0x3f800000))))
 HPMLI_VFN float hv_sum(hv a)
 {
     float32x2_t s = vadd_f32(vget_low_f32(a), vget_high_f32(a));
@@ -1534,27 +1496,21 @@ HPMLI_VFN float hv_sum(hv a)
 }
 HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d)
 {
-    vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+    hv_store(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
 }
 HPMLI_VFN float hv_hmax(hv a) { return vmaxvq_f32(a); }
+static const uint32_t hpmli_lane_bit[4] = { 1, 2, 4, 8 };
 HPMLI_VFN uint32_t hv_signmask(hv a)
 {
-    static const uint32_t bit[4] = { 1, 2, 4, 8 };
-    return vaddvq_u32(vandq_u32(vcgeq_f32(a, vdupq_n_f32(0)), vld1q_u32(bit)));
+    return vaddvq_u32(vandq_u32(vcgeq_f32(a, vdupq_n_f32(0)), vld1q_u32(hpmli_lane_bit)));
 }
 HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b)
 {
-    static const uint32_t bit[4] = { 1, 2, 4, 8 };
-    return vbslq_f32(vtstq_u32(vdupq_n_u32(m), vld1q_u32(bit)), a, b);
+    return vbslq_f32(vtstq_u32(vdupq_n_u32(m), vld1q_u32(hpmli_lane_bit)), a, b);
 }
-HPMLI_VFN hv hv_load_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
-HPMLI_VFN void hv_store_bf16(uint16_t *p, hv a)
-{
-    uint32x4_t u = vreinterpretq_u32_f32(a), odd = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));
-    uint32x4_t r = vshrq_n_u32(vaddq_u32(vaddq_u32(u, vdupq_n_u32(0x7fff)), odd), 16);
-    uint32x4_t q = vorrq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(0x40));
-    vst1_u16(p, vmovn_u32(vbslq_u32(vceqq_f32(a, a), r, q)));
-}
+HPMLI_VFN hv hv_of_i32(hu u) { return vcvtq_f32_s32(vreinterpretq_s32_u32(u)); }
+HPMLI_VFN hu HPMLI_K(hpmli_widen)(const uint16_t *p) { return vmovl_u16(vld1_u16(p)); }
+HPMLI_VFN void HPMLI_K(hpmli_narrow)(uint16_t *p, hu u) { vst1_u16(p, vmovn_u32(u)); }
 HPMLI_VFN hv hv_load_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 HPMLI_VFN void hv_store_f16(uint16_t *p, hv a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
 HPMLI_VFN hv hv_load_u8(const uint8_t *p)
@@ -1563,53 +1519,58 @@ HPMLI_VFN hv hv_load_u8(const uint8_t *p)
     for (int i = 0; i < 4; i++) t[i] = p[i];
     return vcvtq_f32_u32(vld1q_u32(t));
 }
-HPMLI_VFN hv hv_load_i32(const int32_t *p) { return vcvtq_f32_s32(vld1q_s32(p)); }
 HPMLI_VFN void hv_store_i32(int32_t *p, hv a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
 #endif
 
-/* Partial forms for types without masked instructions: through a buffer, so that the conversion is the same. */
-#define HPMLI_PARTIAL(load, T)                                                                                        \
-    HPMLI_VFN hv HPMLI_K(hpmli_##load##_n)(const T *p, int64_t n)                                                      \
-    {                                                                                                                  \
-        T t[HV_W];                                                                                                     \
-        for (int64_t i = 0; i < HV_W; i++) t[i] = i < n ? p[i] : 0;                                                    \
-        return HPMLI_K(hpmli_##load)(t);                                                                               \
-    }
-HPMLI_PARTIAL(load_bf16, uint16_t)
-HPMLI_PARTIAL(load_f16, uint16_t)
-HPMLI_PARTIAL(load_u8, uint8_t)
-HPMLI_PARTIAL(load_i32, int32_t)
-#undef HPMLI_PARTIAL
-#define HPMLI_PARTIAL(store, T)                                                                                       \
-    HPMLI_VFN void HPMLI_K(hpmli_##store##_n)(T *p, hv a, int64_t n)                                                   \
-    {                                                                                                                  \
-        T t[HV_W];                                                                                                     \
-        HPMLI_K(hpmli_##store)(t, a);                                                                                  \
-        for (int64_t i = 0; i < n && i < HV_W; i++) p[i] = t[i];                                                       \
-    }
-HPMLI_PARTIAL(store_bf16, uint16_t)
-HPMLI_PARTIAL(store_f16, uint16_t)
-HPMLI_PARTIAL(store_i32, int32_t)
-#undef HPMLI_PARTIAL
-#define hv_load_bf16_n  HPMLI_K(hpmli_load_bf16_n)
-#define hv_load_f16_n   HPMLI_K(hpmli_load_f16_n)
-#define hv_load_u8_n    HPMLI_K(hpmli_load_u8_n)
-#define hv_load_i32_n   HPMLI_K(hpmli_load_i32_n)
-#define hv_store_bf16_n HPMLI_K(hpmli_store_bf16_n)
-#define hv_store_f16_n  HPMLI_K(hpmli_store_f16_n)
-#define hv_store_i32_n  HPMLI_K(hpmli_store_i32_n)
+#if HPMLI_ISA == 0 || HPMLI_ISA == 3 /* as x86 has it: a NaN in a gives b */
+HPMLI_V2(hv_max, hv_gt(a, b, a, b))
+HPMLI_V2(hv_min, hv_gt(b, a, a, b))
+#endif
+HPMLI_VFN hv hv_zero(void) { return hv_set1(0); }
+HPMLI_V1(hv_exponent, hv_sub(hv_of_i32(hu_of(a) >> 23 & 255u), hv_set1(127)))
+HPMLI_V1(hv_pow2i, hv_of(hu_of(hv_add(a, hv_set1(8388608 + 127))) << 23)) /* the sum's last bits are a + 127 */
+HPMLI_VFN hv hv_load_i32(const int32_t *p) { return hv_of_i32(hu_load((const uint32_t *)p)); }
+HPMLI_VFN hv hv_load_bf16(const uint16_t *p) { return hv_of(HPMLI_K(hpmli_widen)(p) << 16); }
+HPMLI_VFN void hv_store_bf16(uint16_t *p, hv a) /* to the nearest, ties to even; a NaN stays one */
+{
+    hu u = hu_of(a), rounded = u + 0x7fffu + (u >> 16 & 1u), nan = u | 0x400000u;
+    HPMLI_K(hpmli_narrow)(p, hu_of(hv_eq(a, a, hv_of(rounded), hv_of(nan))) >> 16);
+}
 
-/* for (i = 0; i < n; i += HV_W) with c = the lanes that count. */
-#define HV_LOOP(n) for (int64_t i = 0, c; c = (n) - i < HV_W ? (n) - i : HV_W, i < (n); i += HV_W)
-/* A load that is whole almost always. */
-HPMLI_VFN hv HPMLI_K(hpmli_ld)(const float *p, int64_t n) { return n >= HV_W ? hv_load(p) : hv_load_n(p, n); }
-HPMLI_VFN void HPMLI_K(hpmli_st)(float *p, hv a, int64_t n)
+/* The first n lanes, almost always all of them. Without masked instructions a part goes through a buffer, so that the
+   conversion is the same. */
+HPMLI_VFN hv hv_ld(const float *p, int64_t n) { return n >= HV_W ? hv_load(p) : hv_load_n(p, n); }
+HPMLI_VFN void hv_st(float *p, hv a, int64_t n)
 {
     if (n >= HV_W) hv_store(p, a);
     else hv_store_n(p, a, n);
 }
-#define hv_ld HPMLI_K(hpmli_ld)
-#define hv_st HPMLI_K(hpmli_st)
+#define HPMLI_PARTIAL_LOAD(type, T)                                                                                    \
+    HPMLI_VFN hv hv_ld_##type(const T *p, int64_t n)                                                                   \
+    {                                                                                                                  \
+        T t[HV_W];                                                                                                     \
+        if (__builtin_expect(n >= HV_W, 1)) return hv_load_##type(p);                                                  \
+        for (int64_t i = 0; i < HV_W; i++) t[i] = i < n ? p[i] : 0;                                                    \
+        return hv_load_##type(t);                                                                                      \
+    }
+#define HPMLI_PARTIAL(type, T)                                                                                         \
+    HPMLI_PARTIAL_LOAD(type, T)                                                                                        \
+    HPMLI_VFN void hv_st_##type(T *p, hv a, int64_t n)                                                                 \
+    {                                                                                                                  \
+        T t[HV_W];                                                                                                     \
+        if (__builtin_expect(n >= HV_W, 1)) hv_store_##type(p, a);                                                     \
+        else {                                                                                                         \
+            hv_store_##type(t, a);                                                                                     \
+            for (int64_t i = 0; i < n; i++) p[i] = t[i];                                                               \
+        }                                                                                                              \
+    }
+HPMLI_PARTIAL_LOAD(u8, uint8_t)
+HPMLI_PARTIAL(bf16, uint16_t)
+HPMLI_PARTIAL(f16, uint16_t)
+HPMLI_PARTIAL(i32, int32_t)
+#undef HPMLI_PARTIAL_LOAD
+#undef HPMLI_PARTIAL
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vmath   exp, log, tanh, erf and the activations
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2028,32 +1989,24 @@ HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const 
 // >>vconvert   storage types
 // ---------------------------------------------------------------------------------------------------------------------
 
-#define HPMLI_FROM(name, T)                                                                                            \
+#define HPMLI_CONVERT(name, T)                                                                                         \
     HPMLI_KFN void HPMLI_K(hpmli_##name##_to_f32)(float *y, const T *x, int64_t n)                                     \
     {                                                                                                                  \
-        HV_LOOP(n) hv_st(y + i, c >= HV_W ? hv_load_##name(x + i) : hv_load_##name##_n(x + i, c), c);                  \
-    }
-HPMLI_FROM(bf16, uint16_t)
-HPMLI_FROM(f16, uint16_t)
-HPMLI_FROM(i32, int32_t)
-#undef HPMLI_FROM
-#define HPMLI_TO(name, T)                                                                                              \
+        HV_LOOP(n) hv_st(y + i, hv_ld_##name(x + i, c), c);                                                            \
+    }                                                                                                                  \
     HPMLI_KFN void HPMLI_K(hpmli_f32_to_##name)(T *y, const float *x, int64_t n)                                       \
     {                                                                                                                  \
-        HV_LOOP(n) {                                                                                                   \
-            if (c >= HV_W) hv_store_##name(y + i, hv_load(x + i));                                                     \
-            else hv_store_##name##_n(y + i, hv_load_n(x + i, c), c);                                                   \
-        }                                                                                                              \
+        HV_LOOP(n) hv_st_##name(y + i, hv_ld(x + i, c), c);                                                            \
     }
-HPMLI_TO(bf16, uint16_t)
-HPMLI_TO(f16, uint16_t)
-HPMLI_TO(i32, int32_t)
-#undef HPMLI_TO
+HPMLI_CONVERT(bf16, uint16_t)
+HPMLI_CONVERT(f16, uint16_t)
+HPMLI_CONVERT(i32, int32_t)
+#undef HPMLI_CONVERT
 
 HPMLI_KFN void HPMLI_K(hpmli_u8_to_f32)(float *y, const uint8_t *x, float scale, float shift, int64_t n)
 {
     hv s = hv_set1(scale), b = hv_set1(shift);
-    HV_LOOP(n) hv_st(y + i, hv_fma(c >= HV_W ? hv_load_u8(x + i) : hv_load_u8_n(x + i, c), s, b), c);
+    HV_LOOP(n) hv_st(y + i, hv_fma(hv_ld_u8(x + i, c), s, b), c);
 }
 
 HPMLI_KFN void HPMLI_K(hpmli_f32_to_u8)(uint8_t *y, const float *x, int64_t n)
@@ -3032,9 +2985,8 @@ HPMLI_KFN bool HPMLI_K(hpmli_bf16_encode)(uint16_t *packed, float *e, const floa
     HV_LOOP(n) {
         hv v = hv_ld(g + i, c), lost;
         if (e) v = hv_add(v, hv_ld(e + i, c));
-        if (c == HV_W) hv_store_bf16(packed + i, v);
-        else hv_store_bf16_n(packed + i, v, c);
-        lost = hv_sub(v, c == HV_W ? hv_load_bf16(packed + i) : hv_load_bf16_n(packed + i, c));
+        hv_st_bf16(packed + i, v, c);
+        lost = hv_sub(v, hv_ld_bf16(packed + i, c));
         if (e) hv_st(e + i, lost, c);
         nan = hv_fma(lost, hv_zero(), nan);
     }
@@ -3043,10 +2995,7 @@ HPMLI_KFN bool HPMLI_K(hpmli_bf16_encode)(uint16_t *packed, float *e, const floa
 
 HPMLI_KFN void HPMLI_K(hpmli_bf16_decode_add)(float *out, const uint16_t *packed, int64_t n)
 {
-    HV_LOOP(n) {
-        hv v = c == HV_W ? hv_load_bf16(packed + i) : hv_load_bf16_n(packed + i, c);
-        hv_st(out + i, hv_add(hv_ld(out + i, c), v), c);
-    }
+    HV_LOOP(n) hv_st(out + i, hv_add(hv_ld(out + i, c), hv_ld_bf16(packed + i, c)), c);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
