@@ -1161,10 +1161,11 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 
 /* Everything up to the matching #else is compiled several times, once for each instruction set (HPMLI_ISA 0 scalar, 1
    AVX2, 2 AVX-512, 3 NEON): the header includes itself. Kernels below are written once over these few operations; `hv`
-   is a vector of HV_W floats, `hu` one of as many uint32_t; gcc and clang know + - * / << >> & | ^ of both. Each
-   function carries its own target attribute, so a plain `cc -O2` builds all of them and the context picks the best one
-   that the CPU runs. The last, partial vector of an array is loaded with hv_load_n and goes through the same
-   instructions as the others: an element's result does not depend on where it stands. */
+   is a vector of HV_W floats, `hu` one of as many uint32_t, `hq` one of half as many uint64_t. gcc and clang add,
+   multiply, shift them and so on as they do numbers. Each function carries its own target attribute, so a plain `cc
+   -O2` builds all of them and the context picks the best one that the CPU runs. The last, partial vector of an array is
+   loaded with hv_load_n and goes through the same instructions as the others: an element's result does not depend on
+   where it stands. */
 
 #ifndef HPMLI_K
 #define HPMLI_WINS(a, b)  (!((a) <= (b)) && (b) == (b)) /* a maximum that keeps a NaN */
@@ -1179,11 +1180,13 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPMLI_V4(name, e) HPMLI_VFN hv name(hv a, hv b, hv x, hv y) { return e; }
 #define hv              HPMLI_K(hpmli_floats)
 #define hu              HPMLI_K(hpmli_uints)
+#define hq              HPMLI_K(hpmli_quads)
 #define hv_of           HPMLI_K(hpmli_floats_of) /* the same bits seen as floats ... */
 #define hu_of           HPMLI_K(hpmli_uints_of)  /* ... and as words */
 #define hv_anywhere     HPMLI_K(hpmli_floats_anywhere) /* not just at multiples of their size */
 #define hu_anywhere     HPMLI_K(hpmli_uints_anywhere)
 #define hu_load         HPMLI_K(hpmli_load_uints)
+#define hu_store        HPMLI_K(hpmli_store_uints)
 #define hv_set1         HPMLI_K(hpmli_set1)
 #define hv_zero         HPMLI_K(hpmli_zero)
 #define hv_load         HPMLI_K(hpmli_load)
@@ -1253,6 +1256,7 @@ typedef uint32_t hu;
 #define HV_W           8
 typedef __m256   hv;
 typedef uint32_t hu __attribute__((vector_size(32)));
+typedef uint64_t hq __attribute__((vector_size(32)));
 #elif HPMLI_ISA == 2
 #define HPMLI_SUFFIX   _avx512
 #define HPMLI_TARGET   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
@@ -1260,6 +1264,7 @@ typedef uint32_t hu __attribute__((vector_size(32)));
 #define HV_W           16
 typedef __m512   hv;
 typedef uint32_t hu __attribute__((vector_size(64)));
+typedef uint64_t hq __attribute__((vector_size(64)));
 #elif HPMLI_ISA == 3
 #define HPMLI_SUFFIX   _neon
 #define HPMLI_TARGET
@@ -1267,6 +1272,7 @@ typedef uint32_t hu __attribute__((vector_size(64)));
 #define HV_W           4
 typedef float32x4_t hv;
 typedef uint32x4_t  hu;
+typedef uint64x2_t  hq;
 #endif
 
 /* What needs no instruction of its own. */
@@ -1275,6 +1281,7 @@ HPMLI_VFN hu hu_of(hv a) { hu u; memcpy(&u, &a, sizeof u); return u; }
 typedef hv hv_anywhere __attribute__((aligned(4)));
 typedef hu hu_anywhere __attribute__((aligned(4)));
 HPMLI_VFN hu hu_load(const uint32_t *p) { return *(const hu_anywhere *)p; }
+HPMLI_VFN void hu_store(uint32_t *p, hu a) { *(hu_anywhere *)p = a; }
 HPMLI_VFN hv hv_load(const float *p) { return *(const hv_anywhere *)p; }
 HPMLI_VFN void hv_store(float *p, hv a) { *(hv_anywhere *)p = a; }
 HPMLI_V2(hv_add, a + b)
@@ -2643,18 +2650,16 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_sum)(const hpmli_gemm_desc *d, int64_t i, cons
    chunk computes all of it and keeps its part. Where a product is added to something it is a fused multiply-add, in the
    scalar pass too: the same floats come out everywhere, and so a seed gives the same initial weights on every CPU. */
 
-#define hv_words   HPMLI_K(hpmli_words)
-#define hv_words24 HPMLI_K(hpmli_words24)
-#define hv_fused   HPMLI_K(hpmli_fused)
-#define pv_set     HPMLI_K(hpmli_pv_set)
-#define pv_count   HPMLI_K(hpmli_pv_count)
-#define pv_add     HPMLI_K(hpmli_pv_add)
-#define pv_round   HPMLI_K(hpmli_pv_round)
-#define pv_store   HPMLI_K(hpmli_pv_store)
+#define hv_words    HPMLI_K(hpmli_words)
+#define hv_words24  HPMLI_K(hpmli_words24)
+#define hv_fused    HPMLI_K(hpmli_fused)
+#define pv_set      HPMLI_K(hpmli_pv_set)
+#define pv_products HPMLI_K(hpmli_pv_products)
+#define pv_count    HPMLI_K(hpmli_pv_count)
+#define pv_round    HPMLI_K(hpmli_pv_round)
 
-/* What this chapter needs of an instruction set. `pv` holds HV_W / 4 blocks; pv_set: the words (a, 0, b, 0) for each;
-   pv_count: the counters of `block`, block + 1, ...; hv_words: words as floats, rounded; hv_words24: their top 24 bits.
-   */
+/* What this chapter needs of an instruction set; `hu` holds HV_W / 4 blocks. pv_set: the 64-bit words (a, b) for each;
+   pv_products: the line above without its last two terms; hv_words: words as floats, rounded. */
 #if HPMLI_ISA == 0
 HPMLI_VFN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4])
 {
@@ -2671,73 +2676,44 @@ HPMLI_VFN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t bloc
     }
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
+static const uint32_t hpmli_block_numbers[16] = { 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0 };
 HPMLI_VFN hv hv_words(const uint32_t *p) { return (float)*p; }
-HPMLI_VFN hv hv_words24(const uint32_t *p) { return (float)(*p >> 8); }
 HPMLI_VFN hv hv_fused(hv a, hv b, hv c) { return fmaf(a, b, c); }
-#elif HPMLI_ISA == 1
-#define pv __m256i
-HPMLI_VFN pv pv_set(uint32_t a, uint32_t b) { return _mm256_set_epi64x(b, a, b, a); }
-HPMLI_VFN pv pv_count(uint64_t block, uint64_t stream)
-{
-    return _mm256_set_epi64x((int64_t)stream, (int64_t)(block + 1), (int64_t)stream, (int64_t)block);
-}
-HPMLI_VFN pv pv_add(pv a, pv b) { return _mm256_add_epi32(a, b); }
-HPMLI_VFN pv pv_round(pv c, pv key, pv m)
-{
-    pv products = _mm256_shuffle_epi32(_mm256_mul_epu32(c, m), 0x1b);
-    return _mm256_xor_si256(_mm256_xor_si256(products, key), _mm256_srli_epi64(c, 32));
-}
-HPMLI_VFN void pv_store(uint32_t *p, pv a) { _mm256_storeu_si256((__m256i *)(void *)p, a); }
-HPMLI_VFN hv hv_words24(const uint32_t *p)
-{
-    return _mm256_cvtepi32_ps(_mm256_srli_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p), 8));
-}
+#else
+#if HPMLI_ISA == 1
+HPMLI_VFN hu pv_set(int64_t a, int64_t b) { return (hu)_mm256_set_epi64x(b, a, b, a); }
 HPMLI_VFN hv hv_words(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, rounded once */
 {
-    __m256i low = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(const void *)p), _mm256_set1_epi32(255));
-    return _mm256_fmadd_ps(hv_words24(p), _mm256_set1_ps(256), _mm256_cvtepi32_ps(low));
+    hu words = hu_load(p);
+    return hv_fma(hv_of_i32(words >> 8), hv_set1(256), hv_of_i32(words & 255u));
 }
 #elif HPMLI_ISA == 2
-#define pv __m512i
-HPMLI_VFN pv pv_set(uint32_t a, uint32_t b) { return _mm512_set4_epi64(b, a, b, a); }
-HPMLI_VFN pv pv_count(uint64_t block, uint64_t stream)
+HPMLI_VFN hu pv_set(int64_t a, int64_t b) { return (hu)_mm512_set4_epi64(b, a, b, a); }
+HPMLI_VFN hv hv_words(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)hu_load(p)); }
+#else
+HPMLI_VFN hu pv_set(int64_t a, int64_t b) { return (hu)vcombine_u64(vcreate_u64((uint64_t)a), vcreate_u64((uint64_t)b)); }
+HPMLI_VFN hu pv_products(hu c, hu m)
 {
-    pv first = _mm512_set4_epi64((int64_t)stream, (int64_t)block, (int64_t)stream, (int64_t)block);
-    return _mm512_add_epi64(first, _mm512_set_epi64(0, 3, 0, 2, 0, 1, 0, 0));
+    hu products = vrev64q_u32((hu)vmull_u32(vmovn_u64((hq)c), vmovn_u64((hq)m)));
+    return vextq_u32(products, products, 2);
 }
-HPMLI_VFN pv pv_add(pv a, pv b) { return _mm512_add_epi32(a, b); }
-HPMLI_VFN pv pv_round(pv c, pv key, pv m)
-{
-    pv products = _mm512_shuffle_epi32(_mm512_mul_epu32(c, m), (_MM_PERM_ENUM)0x1b);
-    return _mm512_ternarylogic_epi32(products, key, _mm512_srli_epi64(c, 32), 0x96); /* a ^ b ^ c */
-}
-HPMLI_VFN void pv_store(uint32_t *p, pv a) { _mm512_storeu_si512(p, a); }
-HPMLI_VFN hv hv_words(const uint32_t *p) { return _mm512_cvtepu32_ps(_mm512_loadu_si512(p)); }
-HPMLI_VFN hv hv_words24(const uint32_t *p) { return _mm512_cvtepi32_ps(_mm512_srli_epi32(_mm512_loadu_si512(p), 8)); }
-#elif HPMLI_ISA == 3
-#define pv uint32x4_t
-HPMLI_VFN pv pv_set(uint32_t a, uint32_t b)
-{
-    return vreinterpretq_u32_u64(vcombine_u64(vcreate_u64(a), vcreate_u64(b)));
-}
-HPMLI_VFN pv pv_count(uint64_t block, uint64_t stream)
-{
-    return vreinterpretq_u32_u64(vcombine_u64(vcreate_u64(block), vcreate_u64(stream)));
-}
-HPMLI_VFN pv pv_add(pv a, pv b) { return vaddq_u32(a, b); }
-HPMLI_VFN pv pv_round(pv c, pv key, pv m)
-{
-    uint64x2_t c64 = vreinterpretq_u64_u32(c);
-    pv products = vrev64q_u32(vreinterpretq_u32_u64(vmull_u32(vmovn_u64(c64), vmovn_u64(vreinterpretq_u64_u32(m)))));
-    return veorq_u32(veorq_u32(vextq_u32(products, products, 2), key), vreinterpretq_u32_u64(vshrq_n_u64(c64, 32)));
-}
-HPMLI_VFN void pv_store(uint32_t *p, pv a) { vst1q_u32(p, a); }
-HPMLI_VFN hv hv_words(const uint32_t *p) { return vcvtq_f32_u32(vld1q_u32(p)); }
-HPMLI_VFN hv hv_words24(const uint32_t *p) { return vcvtq_f32_u32(vshrq_n_u32(vld1q_u32(p), 8)); }
+HPMLI_VFN hv hv_words(const uint32_t *p) { return vcvtq_f32_u32(hu_load(p)); }
 #endif
-#if HPMLI_ISA != 0
+#if HPMLI_ISA != 3
+HPMLI_VFN hu pv_products(hu c, hu m)
+{
+    HPMLI_MM_ALL products = HPMLI_MM(mul_epu32)((HPMLI_MM_ALL)c, (HPMLI_MM_ALL)m);
+    return (hu)HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
+}
+#endif
+HPMLI_VFN hu pv_round(hu c, hu key, hu m) { return pv_products(c, m) ^ key ^ (hu)((hq)c >> 32); }
+HPMLI_VFN hu pv_count(uint64_t block, uint64_t stream) /* the counters of block, block + 1, ... */
+{
+    return (hu)((hq)pv_set((int64_t)block, (int64_t)stream) + (hq)hu_load(hpmli_block_numbers));
+}
 HPMLI_VFN hv hv_fused(hv a, hv b, hv c) { return hv_fma(a, b, c); }
 #endif
+HPMLI_VFN hv hv_words24(const uint32_t *p) { return hv_of_i32(hu_load(p) >> 8); } /* their top 24 bits */
 
 /* Chunk number `chunk` of a stream. Four vectors at a time hide the latency of the multiplication. */
 HPMLI_VFN void HPMLI_K(hpmli_chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
@@ -2746,21 +2722,21 @@ HPMLI_VFN void HPMLI_K(hpmli_chunk)(uint32_t *w, uint64_t seed, uint64_t stream,
 #if HPMLI_ISA == 0
     for (int b = 0; b < HPMLI_CHUNK / 4; b++) hpmli_philox_scalar(seed, stream, block + (uint64_t)b, w + 4 * b);
 #else
-    pv m = pv_set(HPMLI_PHILOX_M0, HPMLI_PHILOX_M1), bump = pv_set(HPMLI_PHILOX_W0, HPMLI_PHILOX_W1);
+    hu m = pv_set(HPMLI_PHILOX_M0, HPMLI_PHILOX_M1), bump = pv_set(HPMLI_PHILOX_W0, HPMLI_PHILOX_W1);
     for (int i = 0; i < HPMLI_CHUNK; i += 4 * HV_W, block += HV_W) {
-        pv key = pv_set((uint32_t)seed, (uint32_t)(seed >> 32));
-        pv a = pv_count(block, stream), b = pv_count(block + HV_W / 4, stream);
-        pv c = pv_count(block + HV_W / 2, stream), d = pv_count(block + 3 * (HV_W / 4), stream);
-        for (int round = 0; round < 10; round++, key = pv_add(key, bump)) {
+        hu key = pv_set((uint32_t)seed, (uint32_t)(seed >> 32));
+        hu a = pv_count(block, stream), b = pv_count(block + HV_W / 4, stream);
+        hu c = pv_count(block + HV_W / 2, stream), d = pv_count(block + 3 * (HV_W / 4), stream);
+        for (int round = 0; round < 10; round++, key += bump) {
             a = pv_round(a, key, m);
             b = pv_round(b, key, m);
             c = pv_round(c, key, m);
             d = pv_round(d, key, m);
         }
-        pv_store(w + i, a);
-        pv_store(w + i + HV_W, b);
-        pv_store(w + i + 2 * HV_W, c);
-        pv_store(w + i + 3 * HV_W, d);
+        hu_store(w + i, a);
+        hu_store(w + i + HV_W, b);
+        hu_store(w + i + 2 * HV_W, c);
+        hu_store(w + i + 3 * HV_W, d);
     }
 #endif
 }
@@ -2847,12 +2823,10 @@ HPMLI_RANDOM_FILL(normal, float, HPMLI_K(hpmli_chunk_normal))
 #undef hv_words
 #undef hv_words24
 #undef hv_fused
-#undef pv
 #undef pv_set
+#undef pv_products
 #undef pv_count
-#undef pv_add
 #undef pv_round
-#undef pv_store
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>onebit   gradient codecs: 1 bit and bf16, one row
