@@ -1749,18 +1749,6 @@ HPMLI_KFN void HPMLI_K(hpmli_act_backward)(int kind, float slope, float *dx, con
     }
 }
 
-#define HPMLI_MAP(name, e)                                                                                             \
-    HPMLI_KFN void HPMLI_K(hpmli_v##name)(float *y, const float *x, int64_t n)                                         \
-    {                                                                                                                  \
-        HV_LOOP(n) hv_st(y + i, HPMLI_K(hpmli_##e)(hv_ld(x + i, c)), c);                                               \
-    }
-HPMLI_MAP(exp, exp)
-HPMLI_MAP(log, log)
-HPMLI_MAP(tanh, tanh)
-HPMLI_MAP(sigmoid, sigmoid)
-HPMLI_MAP(erf, erf)
-#undef HPMLI_MAP
-
 #define HPMLI_MAP2(name)                                                                                               \
     HPMLI_KFN void HPMLI_K(hpmli_v##name)(float *y, const float *a, const float *b, int64_t n)                         \
     {                                                                                                                  \
@@ -3289,13 +3277,10 @@ typedef struct hpmli_opt_args {
     float       correction1, correction2;  /* 1 - beta^step */
 } hpmli_opt_args;
 
-#define HPMLI_MAP_ARGS    (float *y, const float *x, int64_t n)
 #define HPMLI_MAP2_ARGS   (float *y, const float *a, const float *b, int64_t n)
 #define HPMLI_REDUCE_ARGS (const float *x, int64_t n)
 #define HPMLI_DOT2_ARGS   (const float *a, const float *b, int64_t n)
 #define HPMLI_KERNELS_VEC(X)                                                                                           \
-    X(void, vexp, HPMLI_MAP_ARGS) X(void, vlog, HPMLI_MAP_ARGS) X(void, vtanh, HPMLI_MAP_ARGS)                         \
-    X(void, vsigmoid, HPMLI_MAP_ARGS) X(void, verf, HPMLI_MAP_ARGS)                                                    \
     X(void, act_forward, (int kind, float slope, float *y, const float *x, int64_t n))                                 \
     X(void, act_backward, (int kind, float slope, float *dx, const float *dy, const float *x, const float *y,          \
                            int64_t n, int accumulate))                                                                 \
@@ -3511,13 +3496,34 @@ typedef struct hpmli_kernels { /* static tables are const: no globals change */
 #undef HPMLI_ISA
 #endif
 
+/* Kernels by name, NULL when this CPU cannot run them; without a name the best. */
+HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
+{
+    const hpmli_kernels *runs[4];
+    int                  count = 0;
+#if HPMLI_HAVE_X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
+        runs[count++] = &hpmli_kernels_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) runs[count++] = &hpmli_kernels_avx2;
+#endif
+#if HPMLI_HAVE_NEON
+    runs[count++] = &hpmli_kernels_neon;
+#endif
+    runs[count++] = &hpmli_kernels_scalar;
+    for (int i = 0; i < count; i++)
+        if (!name || strcmp(name, runs[i]->name) == 0) return runs[i];
+    return NULL;
+}
+
+HPMLI_FN const hpmli_kernels *hpmli_kernels_best(void) { return hpmli_kernels_find(NULL); }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>rng   single random numbers, permutations
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Single numbers are the same elements that the bulk kernels make, one block of Philox each (about 20 ns). */
-
-HPMLI_FN const hpmli_kernels *hpmli_kernels_best(void); /* see >>dispatch */
 
 #define HPMLI_STREAM_SHUFFLE (UINT64_C(0x5) << 60) /* no other use of a seed draws from it */
 
@@ -3626,10 +3632,13 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
    A column of the paper, which shares its two levels, is a row here: it runs along the fan-in, which is contiguous in
    our [out][in] weights and makes long columns, so that the two floats weigh little. */
 
-HPMLI_FN size_t hpmli_none_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
-{
-    return (size_t)cols * sizeof(float);
-}
+#define HPMLI_ROW_SIZE(name, bytes) \
+    HPMLI_FN size_t hpmli_##name##_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols) { return bytes; }
+HPMLI_ROW_SIZE(none, (size_t)cols * sizeof(float))
+HPMLI_ROW_SIZE(bf16, (size_t)cols * sizeof(uint16_t))
+HPMLI_ROW_SIZE(onebit, 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t)) /* two levels, the bits */
+HPMLI_ROW_SIZE(twobit, (size_t)((cols + 15) / 16) * sizeof(uint32_t))
+#undef HPMLI_ROW_SIZE
 
 HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, float *e HPMLI_UNUSED, const float *g,
                                        int64_t rows)
@@ -3645,45 +3654,45 @@ HPMLI_FN void hpmli_none_decode(const hpml_packing *p, float *out, const void *p
     else if (rows > 0 && p->cols > 0) memcpy(out, packed, (size_t)rows * p->row_size);
 }
 
-/* A row with a NaN or an infinity must reach neither the residual, which would carry it for ever, nor the others. */
-HPMLI_FN hpml_status hpmli_codec_drop_row(const hpml_packing *p, void *packed, float *e)
-{
-    memset(packed, 0, p->row_size);
-    if (e) memset(e, 0, (size_t)p->cols * sizeof(float));
-    return HPML_ERR_NONFINITE;
-}
+/* The others pack one row g + e, leave in e, unless it is NULL, what was lost, and say whether all was finite: a row
+   with a NaN or an infinity must reach neither the residual, which would carry it for ever, nor the others. */
+typedef bool hpmli_pack_row(const hpml_packing *p, uint8_t *q, float *e, const float *g);
 
-HPMLI_FN size_t hpmli_bf16_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
+HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
+                                       hpmli_pack_row *pack)
 {
-    return (size_t)cols * sizeof(uint16_t);
-}
-
-HPMLI_FN hpml_status hpmli_bf16_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows)
-{
-    const hpmli_kernels *k      = (const hpmli_kernels *)p->kernels;
-    uint16_t            *q      = (uint16_t *)packed;
-    hpml_status          status = HPML_OK;
-    for (int64_t r = 0; r < rows; r++, g += p->cols, q += p->cols) {
-        float *er = e ? e + r * p->cols : NULL;
-        if (!k->bf16_encode(q, er, g, p->cols)) status = hpmli_codec_drop_row(p, q, er);
-        else if (er && p->desc.printed_residual) { /* the control */
-            k->bf16_to_f32(er, q, p->cols);
-            k->vsub(er, g, er, p->cols);
+    hpml_status status = HPML_OK;
+    for (int64_t r = 0; r < rows; r++, g += p->cols) {
+        uint8_t *q  = (uint8_t *)packed + (size_t)r * p->row_size;
+        float   *er = e ? e + r * p->cols : NULL;
+        if (!pack(p, q, er, g)) {
+            memset(q, 0, p->row_size);
+            if (er) memset(er, 0, (size_t)p->cols * sizeof(float));
+            status = HPML_ERR_NONFINITE;
+        } else if (er && p->desc.printed_residual) { /* the control */
+            p->codec->decode(p, er, q, 1, false);
+            ((const hpmli_kernels *)p->kernels)->vsub(er, g, er, p->cols);
         }
     }
     return status;
 }
+#define HPMLI_ENCODE(name)                                                                                             \
+    HPMLI_FN hpml_status hpmli_##name##_encode(const hpml_packing *p, void *packed, float *e, const float *g,          \
+                                               int64_t rows)                                                           \
+    {                                                                                                                  \
+        return hpmli_encode_rows(p, packed, e, g, rows, hpmli_##name##_pack);                                          \
+    }
+
+HPMLI_FN bool hpmli_bf16_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
+{
+    return ((const hpmli_kernels *)p->kernels)->bf16_encode((uint16_t *)(void *)q, e, g, p->cols);
+}
+HPMLI_ENCODE(bf16)
 
 HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
     const hpmli_kernels *k = (const hpmli_kernels *)p->kernels;
-    if (add) k->bf16_decode_add(out, (const uint16_t *)packed, rows * p->cols);
-    else k->bf16_to_f32(out, (const uint16_t *)packed, rows * p->cols);
-}
-
-HPMLI_FN size_t hpmli_onebit_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
-{
-    return 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t);
+    (add ? k->bf16_decode_add : k->bf16_to_f32)(out, (const uint16_t *)packed, rows * p->cols);
 }
 
 /* Mean of one side, 0 for an empty one, see >>onebit. */
@@ -3695,78 +3704,62 @@ HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
     return mean;
 }
 
-HPMLI_FN hpml_status hpmli_onebit_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows)
+HPMLI_FN bool hpmli_onebit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
 {
-    const hpmli_kernels *k      = (const hpmli_kernels *)p->kernels;
-    hpml_status          status = HPML_OK;
-    for (int64_t r = 0; r < rows; r++, g += p->cols) {
-        uint8_t         *q  = (uint8_t *)packed + (size_t)r * p->row_size, *bits = q + 2 * sizeof(float);
-        float           *er = e ? e + r * p->cols : NULL, level[2];
-        hpmli_onebit_row row;
-        k->onebit_scan(&row, bits, er, g, p->cols);
-        if (!(fabs(row.sum[0]) <= DBL_MAX && fabs(row.sum[1]) <= DBL_MAX)) {
-            status = hpmli_codec_drop_row(p, q, er);
-            continue;
-        }
-        level[0] = hpmli_onebit_level(&row, 0);
-        level[1] = hpmli_onebit_level(&row, 1);
-        memcpy(q, level, sizeof level);
-        if (er && p->desc.printed_residual) { /* the control */
-            k->onebit_decode(er, bits, level[0], level[1], p->cols);
-            k->vsub(er, g, er, p->cols);
-        } else if (er)
-            k->onebit_carry(er, level[0], level[1], p->cols);
-    }
-    return status;
+    const hpmli_kernels *k = (const hpmli_kernels *)p->kernels;
+    hpmli_onebit_row     row;
+    float                level[2];
+    k->onebit_scan(&row, q + sizeof level, e, g, p->cols);
+    if (!(fabs(row.sum[0]) <= DBL_MAX && fabs(row.sum[1]) <= DBL_MAX)) return false;
+    level[0] = hpmli_onebit_level(&row, 0);
+    level[1] = hpmli_onebit_level(&row, 1);
+    memcpy(q, level, sizeof level);
+    if (e) k->onebit_carry(e, level[0], level[1], p->cols);
+    return true;
 }
+HPMLI_ENCODE(onebit)
 
 HPMLI_FN void hpmli_onebit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
     const hpmli_kernels *k = (const hpmli_kernels *)p->kernels;
-    for (int64_t r = 0; r < rows; r++, out += p->cols) {
-        const uint8_t *q = (const uint8_t *)packed + (size_t)r * p->row_size, *bits = q + 2 * sizeof(float);
-        float          level[2];
+    const uint8_t       *q = (const uint8_t *)packed;
+    for (int64_t r = 0; r < rows; r++, out += p->cols, q += p->row_size) {
+        float level[2];
         memcpy(level, q, sizeof level);
-        if (add) k->onebit_decode_add(out, bits, level[0], level[1], p->cols);
-        else k->onebit_decode(out, bits, level[0], level[1], p->cols);
+        (add ? k->onebit_decode_add : k->onebit_decode)(out, q + sizeof level, level[0], level[1], p->cols);
     }
 }
 
-HPMLI_FN size_t hpmli_twobit_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
+HPMLI_FN float hpmli_twobit_threshold(const hpml_packing *p)
 {
-    return (size_t)((cols + 15) / 16) * sizeof(uint32_t);
+    return p->desc.threshold > 0 ? p->desc.threshold : 0.5f;
 }
 
-HPMLI_FN hpml_status hpmli_twobit_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows)
+HPMLI_FN bool hpmli_twobit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
 {
-    const float t      = p->desc.threshold > 0 ? p->desc.threshold : 0.5f;
-    hpml_status status = HPML_OK;
-    for (int64_t r = 0; r < rows; r++, g += p->cols) {
-        uint8_t *q  = (uint8_t *)packed + (size_t)r * p->row_size;
-        float   *er = e ? e + r * p->cols : NULL, bad = 0;
-        memset(q, 0, p->row_size);
-        for (int64_t i = 0; i < p->cols; i++) {
-            float v    = g[i] + (er ? er[i] : 0), sent = v >= t ? t : v <= -t ? -t : 0;
-            q[i / 4]   = (uint8_t)(q[i / 4] | (unsigned)(v >= t ? 3 : v <= -t ? 2 : 0) << (2 * (i % 4)));
-            bad += v - v; /* 0 unless v is NaN or infinite */
-            if (er) er[i] = (p->desc.printed_residual ? g[i] : v) - sent;
-        }
-        if (bad != 0) status = hpmli_codec_drop_row(p, q, er);
+    const float t = hpmli_twobit_threshold(p);
+    float       bad = 0;
+    memset(q, 0, p->row_size);
+    for (int64_t i = 0; i < p->cols; i++) {
+        float v  = g[i] + (e ? e[i] : 0), sent = v >= t ? t : v <= -t ? -t : 0;
+        q[i / 4] = (uint8_t)(q[i / 4] | (unsigned)(v >= t ? 3 : v <= -t ? 2 : 0) << (2 * (i % 4)));
+        bad += v - v; /* 0 unless v is NaN or infinite */
+        if (e) e[i] = v - sent;
     }
-    return status;
+    return bad == 0;
 }
+HPMLI_ENCODE(twobit)
+#undef HPMLI_ENCODE
 
 HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
-    const float t        = p->desc.threshold > 0 ? p->desc.threshold : 0.5f;
-    const float value[4] = { 0, 0, -t, t };
-    for (int64_t r = 0; r < rows; r++, out += p->cols) {
-        const uint8_t *q = (const uint8_t *)packed + (size_t)r * p->row_size;
+    const float    t = hpmli_twobit_threshold(p), value[4] = { 0, 0, -t, t };
+    const uint8_t *q = (const uint8_t *)packed;
+    for (int64_t r = 0; r < rows; r++, out += p->cols, q += p->row_size)
         for (int64_t i = 0; i < p->cols; i++) {
             float x = value[q[i / 4] >> (2 * (i % 4)) & 3];
             out[i]  = add ? out[i] + x : x;
         }
-    }
 }
 
 HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind)
@@ -3824,34 +3817,6 @@ HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const v
 HPML_API void hpml_residual_reset(hpml_residual *r)
 {
     if (r && r->e) memset(r->e, 0, (size_t)(r->rows * r->packing.cols) * sizeof *r->e);
-}
-
-/* Kernels by name, NULL when this CPU cannot run them. */
-HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
-{
-    if (strcmp(name, "scalar") == 0) return &hpmli_kernels_scalar;
-#if HPMLI_HAVE_X86
-    __builtin_cpu_init();
-    if (strcmp(name, "avx2") == 0 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return &hpmli_kernels_avx2;
-    if (strcmp(name, "avx512") == 0 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return &hpmli_kernels_avx512;
-#endif
-#if HPMLI_HAVE_NEON
-    if (strcmp(name, "neon") == 0) return &hpmli_kernels_neon;
-#endif
-    return NULL;
-}
-
-HPMLI_FN const hpmli_kernels *hpmli_kernels_best(void)
-{
-    static const char *const order[] = { "avx512", "avx2", "neon" };
-    for (size_t i = 0; i < sizeof order / sizeof order[0]; i++) {
-        const hpmli_kernels *k = hpmli_kernels_find(order[i]);
-        if (k) return k;
-    }
-    return &hpmli_kernels_scalar;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4500,15 +4465,19 @@ HPML_API hpml_tensor *hpml_tensor_create_1d(hpml_ctx *ctx, int64_t d0)
     { int64_t ndim = 4, shape[] = { a, b, c, d }; return call; }
 HPMLI_SHAPES(hpml_tensor_create, hpml_ctx *, ctx, hpml_tensor_create(ctx, HPML_DTYPE_F32, (int)ndim, shape))
 
-/* A view has the memory of another tensor: it is marked by a stride or an owner that is not its own. */
-HPMLI_FN hpml_tensor *hpmli_view(hpml_tensor *t)
+/* True when views of t can be made. */
+HPMLI_FN bool hpmli_has_views(const hpml_tensor *t)
 {
-    hpml_tensor *v;
-    if (!t || hpmli_failed(t->ctx)) return NULL;
-    if (!t->data)
-        return hpmli_null(t->ctx, HPML_ERR_STATE, "view of \"%s\": it has no memory yet; record hpml_reshape, "
-                          "hpml_slice or hpml_transpose instead", t->name);
-    v = (hpml_tensor *)hpmli_alloc(t->ctx, sizeof *v);
+    if (!t || hpmli_failed(t->ctx)) return false;
+    if (t->data) return true;
+    return hpmli_false(t->ctx, HPML_ERR_STATE, "view of \"%s\": it has no memory yet; record hpml_reshape, hpml_slice or "
+                       "hpml_transpose instead", t->name);
+}
+
+/* A view has the memory of another tensor: it is marked by a stride or an owner that is not its own. */
+HPMLI_FN hpml_tensor *hpmli_view(const hpml_tensor *t)
+{
+    hpml_tensor *v = (hpml_tensor *)hpmli_alloc(t->ctx, sizeof *v);
     if (!v) return NULL;
     *v            = *t;
     v->name       = "view";
@@ -4566,27 +4535,27 @@ HPMLI_FN hpml_tensor *hpmli_reshape_error(hpml_tensor *t, int ndim, const int64_
 
 HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape)
 {
-    int64_t      full[HPML_MAX_DIMS];
-    hpml_tensor *v = hpmli_view(t);
-    if (!v) return NULL;
-    if (!hpmli_contiguous(t) || !hpmli_reshape_rule(hpml_tensor_count(t), ndim, shape, full)) {
-        hpmli_free(t->ctx, v);
+    int64_t full[HPML_MAX_DIMS];
+    if (!hpmli_has_views(t)) return NULL;
+    if (!hpmli_contiguous(t) || !hpmli_reshape_rule(hpml_tensor_count(t), ndim, shape, full))
         return hpmli_reshape_error(t, ndim, shape);
-    }
-    hpmli_set_shape(v, ndim, full);
+    hpml_tensor *v = hpmli_view(t);
+    if (v) hpmli_set_shape(v, ndim, full);
     return v;
+}
+
+HPMLI_FN bool hpmli_slice_fits(const hpml_tensor *t, int dim, int64_t start, int64_t count)
+{
+    if (dim >= 0 && dim < t->ndim && start >= 0 && count >= 1 && start <= t->shape[dim] - count) return true;
+    return hpmli_false(t->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside", hpmli_text(t),
+                       (long long)start, (long long)start + count, dim);
 }
 
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count)
 {
+    if (!hpmli_has_views(t) || !hpmli_slice_fits(t, dim, start, count)) return NULL;
     hpml_tensor *v = hpmli_view(t);
     if (!v) return NULL;
-    if (dim < 0 || dim >= t->ndim || start < 0 || count < 1 || start > t->shape[dim] - count) {
-        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside", hpmli_text(t),
-                   (long long)start, (long long)start + count, dim);
-        hpmli_free(t->ctx, v);
-        return NULL;
-    }
     v->shape[dim] = count;
     v->data = (float *)(void *)((char *)t->data + (size_t)(start * t->stride[dim]) * hpml_dtype_size(t->dtype));
     return v;
@@ -4594,13 +4563,11 @@ HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, in
 
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
 {
+    if (!hpmli_has_views(t)) return NULL;
+    if (dim_a < 0 || dim_b < 0 || dim_a >= t->ndim || dim_b >= t->ndim)
+        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "transpose of %s: no dimension %d or %d", hpmli_text(t), dim_a, dim_b);
     hpml_tensor *v = hpmli_view(t);
     if (!v) return NULL;
-    if (dim_a < 0 || dim_b < 0 || dim_a >= t->ndim || dim_b >= t->ndim) {
-        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "transpose of %s: no dimension %d or %d", hpmli_text(t), dim_a, dim_b);
-        hpmli_free(t->ctx, v);
-        return NULL;
-    }
     v->shape[dim_a] = t->shape[dim_b], v->stride[dim_a] = t->stride[dim_b];
     v->shape[dim_b] = t->shape[dim_a], v->stride[dim_b] = t->stride[dim_a];
     return v;
@@ -5443,26 +5410,20 @@ HPMLI_FN void hpmli_product_at(hpml_ctx *ctx, int thread, int64_t m, int64_t n, 
     else hpmli_gemm_serial(ctx, thread, &d);
 }
 
-HPMLI_FN hpml_tensor *hpmli_matmul_error(hpml_tensor *a, hpml_tensor *b, bool ta, bool tb)
-{
-    return hpmli_null(a->ctx, HPML_ERR_SHAPE, "matmul: %s%s and %s%s do not fit: expected (.., m, k) and (.., k, n) "
-                      "with the same leading dimensions, or (k, n)", hpmli_text(a), ta ? " transposed" : "",
-                      hpmli_text(b), tb ? " transposed" : "");
-}
-
 HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, bool trans_b)
 {
     int64_t      shape[HPML_MAX_DIMS];
     hpml_tensor *src[2] = { a, b };
     if (!hpmli_recordable(2, src)) return NULL;
-    if (a->ndim < 2 || b->ndim < 2 || (b->ndim != 2 && b->ndim != a->ndim))
-        return hpmli_matmul_error(a, b, trans_a, trans_b);
+    bool fits = a->ndim >= 2 && (b->ndim == 2 || b->ndim == a->ndim);
     for (int i = 0; i < a->ndim - 2; i++) {
         shape[i] = a->shape[i];
-        if (b->ndim > 2 && b->shape[i] != a->shape[i]) return hpmli_matmul_error(a, b, trans_a, trans_b);
+        fits     = fits && (b->ndim == 2 || b->shape[i] == a->shape[i]);
     }
-    if (a->shape[a->ndim - (trans_a ? 2 : 1)] != b->shape[b->ndim - (trans_b ? 1 : 2)])
-        return hpmli_matmul_error(a, b, trans_a, trans_b);
+    if (!fits || a->shape[a->ndim - (trans_a ? 2 : 1)] != b->shape[b->ndim - (trans_b ? 1 : 2)])
+        return hpmli_null(a->ctx, HPML_ERR_SHAPE, "matmul: %s%s and %s%s do not fit: expected (.., m, k) and (.., k, n) "
+                          "with the same leading dimensions, or (k, n)", hpmli_text(a), trans_a ? " transposed" : "",
+                          hpmli_text(b), trans_b ? " transposed" : "");
     shape[a->ndim - 2] = a->shape[a->ndim - (trans_a ? 1 : 2)];
     shape[a->ndim - 1] = b->shape[b->ndim - (trans_b ? 2 : 1)];
     hpml_tensor *c = hpmli_node_create(a->ctx, HPML_OP_MATMUL, 2, src, a->ndim, shape);
@@ -5515,29 +5476,30 @@ HPMLI_FN void hpmli_matmul_pass(const hpml_run *run, hpml_node *n)
                   n->out->data, false);
 }
 
+/* c (batch, m, n) = a b, or its transpose (batch, n, m) = b^T a^T. */
+HPMLI_FN void hpmli_product_stored(hpml_ctx *ctx, int64_t batch, int64_t m, int64_t n, int64_t k, hpmli_mat a,
+                                   hpmli_mat b, float *c, bool trans, bool accumulate)
+{
+    hpmli_mat at = { a.p, a.cs, a.rs, a.batch }, bt = { b.p, b.cs, b.rs, b.batch };
+    if (trans) hpmli_product(ctx, batch, n, m, k, bt, at, c, accumulate);
+    else hpmli_product(ctx, batch, m, n, k, a, b, c, accumulate);
+}
+
 HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
 {
     hpmli_matmul_dims d  = hpmli_matmul_size(n);
     const float      *dc = n->out->grad;
     hpml_tensor      *a = n->src[0], *b = n->src[1];
     int64_t           mn = d.m * d.n, mk = d.m * d.k;
-    if (a->grad && !n->attr.matmul.trans_a) /* dA (m, k) = dC op(B)^T */
-        hpmli_product(run->ctx, d.batch, d.m, d.k, d.n, hpmli_mats(dc, d.n, mn, false), hpmli_matmul_b(n, &d, true),
-                      a->grad, n->accumulate[0]);
-    else if (a->grad) /* stored (k, m): dA = op(B) dC^T */
-        hpmli_product(run->ctx, d.batch, d.k, d.m, d.n, hpmli_matmul_b(n, &d, false), hpmli_mats(dc, d.n, mn, true),
-                      a->grad, n->accumulate[0]);
+    if (a->grad) /* dA (m, k) = dC op(B)^T */
+        hpmli_product_stored(run->ctx, d.batch, d.m, d.k, d.n, hpmli_mats(dc, d.n, mn, false),
+                             hpmli_matmul_b(n, &d, true), a->grad, n->attr.matmul.trans_a, n->accumulate[0]);
     if (b == a) n->accumulate[1] = true; /* x x^T: both gradients meet in one place */
-    for (int64_t i = 0; b->grad && i < (d.shared ? d.batch : 1); i++) { /* a shared b sums over the batch, in order */
-        bool    add   = n->accumulate[1] || i > 0;
-        int64_t batch = d.shared ? 1 : d.batch;
-        if (!n->attr.matmul.trans_b) /* dB (k, n) = op(A)^T dC */
-            hpmli_product(run->ctx, batch, d.k, d.n, d.m, hpmli_matmul_a(n, &d, i * mk, true),
-                          hpmli_mats(dc + i * mn, d.n, mn, false), b->grad, add);
-        else /* stored (n, k): dB = dC^T op(A) */
-            hpmli_product(run->ctx, batch, d.n, d.k, d.m, hpmli_mats(dc + i * mn, d.n, mn, true),
-                          hpmli_matmul_a(n, &d, i * mk, false), b->grad, add);
-    }
+    for (int64_t i = 0; b->grad && i < (d.shared ? d.batch : 1); i++) /* a shared b sums over the batch, in order */
+        /* dB (k, n) = op(A)^T dC */
+        hpmli_product_stored(run->ctx, d.shared ? 1 : d.batch, d.k, d.n, d.m, hpmli_matmul_a(n, &d, i * mk, true),
+                             hpmli_mats(dc + i * mn, d.n, mn, false), b->grad, n->attr.matmul.trans_b,
+                             n->accumulate[1] || i > 0);
 }
 
 HPMLI_OP(matmul, HPMLI_NEED_BOTH, hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n))
@@ -5750,10 +5712,7 @@ HPMLI_FN void hpmli_copy_blocks(const hpmli_kernels *k, float *to, int64_t to_st
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
 {
     int64_t shape[HPML_MAX_DIMS];
-    if (!hpmli_recordable(1, &x)) return NULL;
-    if (dim < 0 || dim >= x->ndim || start < 0 || count < 1 || start > x->shape[dim] - count)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside", hpmli_text(x),
-                          (long long)start, (long long)start + count, dim);
+    if (!hpmli_recordable(1, &x) || !hpmli_slice_fits(x, dim, start, count)) return NULL;
     memcpy(shape, x->shape, sizeof shape);
     shape[dim] = count;
     hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SLICE, 1, &x, x->ndim, shape);
@@ -6686,7 +6645,7 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_rows *r, int64_t row)
     for (int64_t i = 0; i < r->cols; i += HPMLI_PIECE) {
         int64_t c = r->cols - i < HPMLI_PIECE ? r->cols - i : HPMLI_PIECE;
         if (log) {
-            r->k->vexp(d, y + i, c);
+            r->k->act_forward(HPML_ACT_EXP, 0, d, y + i, c);
             r->k->vaxpby(d, 1, dy + i, -s, c);
         } else {
             r->k->vscale_add(d, dy + i, 1, -s, c);
@@ -7101,15 +7060,15 @@ HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
     int64_t H  = j->H, at = b * j->T + j->t;
     float  *a  = j->gates + at * 4 * H, *c = j->cells + at * H, *h = j->n->out->data + at * H;
-    j->k->vsigmoid(a, a, 2 * H);
-    j->k->vtanh(a + 2 * H, a + 2 * H, H);
-    j->k->vsigmoid(a + 3 * H, a + 3 * H, H);
+    j->k->act_forward(HPML_ACT_SIGMOID, 0, a, a, 2 * H);
+    j->k->act_forward(HPML_ACT_TANH, 0, a + 2 * H, a + 2 * H, H);
+    j->k->act_forward(HPML_ACT_SIGMOID, 0, a + 3 * H, a + 3 * H, H);
     j->k->vmul(c, a, a + 2 * H, H);
     if (j->t > 0) {
         j->k->vmul(h, a + H, c - H, H);
         j->k->vadd(c, c, h, H);
     }
-    j->k->vtanh(h, c, H);
+    j->k->act_forward(HPML_ACT_TANH, 0, h, c, H);
     j->k->vmul(h, h, a + 3 * H, H);
 }
 

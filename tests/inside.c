@@ -9,11 +9,9 @@ void inside_parallel(hpml_ctx *ctx, int64_t tasks, void (*fn)(void *arg, int64_t
     hpmli_parallel(ctx, tasks, fn, arg);
 }
 
-void inside_map(const void *k, inside_function f, float *y, const float *x, int64_t n)
+void inside_map(const void *k, hpml_act f, float *y, const float *x, int64_t n)
 {
-    const hpmli_kernels *t = (const hpmli_kernels *)k;
-    void (*const map[])(float *, const float *, int64_t) = { t->vexp, t->vlog, t->vtanh, t->vsigmoid, t->verf };
-    map[f](y, x, n);
+    ((const hpmli_kernels *)k)->act_forward((int)f, 0, y, x, n);
 }
 
 void inside_random(const void *k, inside_numbers kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)

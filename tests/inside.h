@@ -5,8 +5,7 @@
 const void *inside_kernels(const char *isa);
 void inside_parallel(hpml_ctx *ctx, int64_t tasks, void (*fn)(void *arg, int64_t task, int thread), void *arg);
 
-typedef enum inside_function { INSIDE_EXP, INSIDE_LOG, INSIDE_TANH, INSIDE_SIGMOID, INSIDE_ERF } inside_function;
-void inside_map(const void *k, inside_function f, float *y, const float *x, int64_t n);
+void inside_map(const void *k, hpml_act f, float *y, const float *x, int64_t n);
 
 typedef enum inside_numbers { INSIDE_WORDS, INSIDE_UNIFORM, INSIDE_NORMAL } inside_numbers;
 void inside_random(const void *k, inside_numbers kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n);

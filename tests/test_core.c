@@ -168,25 +168,28 @@ TEST(functions_against_libm_on_all_kernels)
         const void *k = inside_kernels(names[n]);
         if (!k) continue;
         for (int i = 0; i < 20011; i++) x[i] = ((float)i - 10005) / 100;
-        inside_map(k, INSIDE_EXP, y, x, 20011);
+        inside_map(k, HPML_ACT_EXP, y, x, 20011);
         for (int i = 0; i < 20011; i++) {
             double e = exp((double)x[i]);
             if (e > 3.4e38) ENSURE(isinf(y[i]));
             else ENSURE_NEAR(y[i], e, 3e-7 * e + 1e-37);
         }
-        inside_map(k, INSIDE_TANH, y, x, 20011);
+        inside_map(k, HPML_ACT_TANH, y, x, 20011);
         for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], tanh((double)x[i]), 3e-7);
-        inside_map(k, INSIDE_SIGMOID, y, x, 20011);
+        inside_map(k, HPML_ACT_SIGMOID, y, x, 20011);
         for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], 1 / (1 + exp(-(double)x[i])), 3e-7);
-        inside_map(k, INSIDE_ERF, y, x, 20011);
-        for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], erf((double)x[i]), 5e-7);
+        inside_map(k, HPML_ACT_GELU_ERF, y, x, 20011);
+        for (int i = 0; i < 20011; i++) {
+            double z = (double)x[i] / sqrt(2.0);
+            ENSURE_NEAR(y[i], (double)x[i] / 2 * (1 + erf(z)), 5e-7 * fabs((double)x[i]) / 2 + 1e-9);
+        }
         for (int i = 0; i < 20011; i++) x[i] = expf(((float)i - 10005) / 120);
-        inside_map(k, INSIDE_LOG, y, x, 20011);
+        inside_map(k, HPML_ACT_LOG, y, x, 20011);
         for (int i = 0; i < 20011; i++) ENSURE_NEAR(y[i], log((double)x[i]), 3e-7 * fabs(log((double)x[i])) + 2e-7);
         x[0] = NAN, x[1] = INFINITY, x[2] = -INFINITY, x[3] = 0;
-        inside_map(k, INSIDE_EXP, y, x, 4);
+        inside_map(k, HPML_ACT_EXP, y, x, 4);
         ENSURE(isnan(y[0]) && isinf(y[1]) && y[2] == 0 && y[3] == 1);
-        inside_map(k, INSIDE_LOG, y, x, 4);
+        inside_map(k, HPML_ACT_LOG, y, x, 4);
         ENSURE(isnan(y[0]) && isinf(y[1]) && isnan(y[2]) && y[3] == -INFINITY);
     }
 }
