@@ -2886,7 +2886,7 @@ HPMLI_KFN void HPMLI_K(hpmli_onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, 
                                                         : HPMLI_K(hpmli_onebit_step)(&a, ei, g + i, end - i);
             bits[i / 8]     = (uint8_t)m;
             bits[i / 8 + 1] = (uint8_t)(m >> 8);
-            ones += hpmli_popcount(m);
+            ones += __builtin_popcount(m);
         }
         for (int side = 0; side < 2; side++) {
             HPMLI_UNROLL
@@ -3197,7 +3197,11 @@ static const hpmli_kernels HPMLI_K(hpmli_kernels) = { HPMLI_ISA_NAME, HPMLI_KERN
 // >>isa   which instruction sets this build has; structs that kernels share
 // ---------------------------------------------------------------------------------------------------------------------
 
-#if !defined(HPML_NO_SIMD) && defined(__GNUC__) && defined(__x86_64__)
+#ifndef __GNUC__
+#error "hpml.h: its implementation wants gcc or clang; any compiler may read the declarations"
+#endif
+
+#if !defined(HPML_NO_SIMD) && defined(__x86_64__)
 #define HPMLI_HAVE_X86 1
 #if !defined(__clang__) /* gcc 12 warns, as C++, about "undefined" vectors in its own header */
 #pragma GCC diagnostic push
@@ -3211,7 +3215,7 @@ static const hpmli_kernels HPMLI_K(hpmli_kernels) = { HPMLI_ISA_NAME, HPMLI_KERN
 #else
 #define HPMLI_HAVE_X86 0
 #endif
-#if !defined(HPML_NO_SIMD) && defined(__GNUC__) && defined(__aarch64__)
+#if !defined(HPML_NO_SIMD) && defined(__aarch64__)
 #define HPMLI_HAVE_NEON 1
 #include <arm_neon.h>
 #else
@@ -3261,10 +3265,8 @@ typedef struct hpmli_gemm_part {
 /* Loops over registers must be unrolled at any optimization level. */
 #if defined(__clang__)
 #define HPMLI_UNROLL _Pragma("clang loop unroll(full)")
-#elif defined(__GNUC__)
-#define HPMLI_UNROLL _Pragma("GCC unroll 16")
 #else
-#define HPMLI_UNROLL
+#define HPMLI_UNROLL _Pragma("GCC unroll 16")
 #endif
 
 #define HPMLI_KERNELS_GEMM(X)                                                                                          \
@@ -3320,18 +3322,6 @@ typedef struct hpmli_opt_args {
 
 #define HPMLI_ONEBIT_LANES 16   /* elements in a step: two bytes of bits */
 #define HPMLI_ONEBIT_CHUNK 1024 /* elements summed in float */
-
-#if defined(__GNUC__)
-#define hpmli_popcount(x) __builtin_popcount(x)
-#else
-#define hpmli_popcount(x) hpmli_popcount_16(x)
-static int hpmli_popcount_16(uint32_t x)
-{
-    int n = 0;
-    for (; x; x &= x - 1) n++;
-    return n;
-}
-#endif
 
 /* What pass 1 finds out about a row: [0] the elements below zero, [1] the others. */
 typedef struct hpmli_onebit_row {
@@ -3431,17 +3421,9 @@ typedef struct hpmli_conv_sum {
 #include <cblas.h>
 #endif
 
-#if defined(__GNUC__)
 #define HPMLI_FN     static __attribute__((unused))
 #define HPMLI_UNUSED __attribute__((unused))
 #define HPMLI_PRINTF(text, args) __attribute__((format(printf, text, args)))
-#define HPML_RESTRICT __restrict__
-#else
-#define HPMLI_FN static
-#define HPMLI_UNUSED
-#define HPMLI_PRINTF(text, args)
-#define HPML_RESTRICT
-#endif
 
 /* T x = HPMLI_ZEROED: all fields zero. */
 #ifdef __cplusplus
@@ -4357,15 +4339,38 @@ HPMLI_FN int64_t hpmli_shape_count(int ndim, const int64_t *shape)
     return (int64_t)count;
 }
 
+/* Appends as snprintf does, and counts what it would have needed. */
+typedef struct hpmli_table {
+    char  *buffer;
+    size_t size;
+    int    used;
+} hpmli_table;
+
+HPMLI_FN hpmli_table hpmli_table_of(char *buffer, size_t size)
+{
+    hpmli_table t = { buffer, size, 0 };
+    if (size > 0 && buffer) buffer[0] = 0;
+    return t;
+}
+
+HPMLI_PRINTF(2, 3)
+HPMLI_FN void hpmli_table_add(hpmli_table *t, const char *format, ...)
+{
+    va_list args;
+    bool    room = t->buffer && (size_t)t->used < t->size;
+    va_start(args, format);
+    int n = vsnprintf(room ? t->buffer + t->used : NULL, room ? t->size - (size_t)t->used : 0, format, args);
+    va_end(args);
+    if (n > 0) t->used += n;
+}
+
 /* Texts for messages, good until eight more are made: of a shape, "64x784", ... */
 HPMLI_FN const char *hpmli_shape_text(hpml_ctx *ctx, int ndim, const int64_t *shape)
 {
-    char  *buffer = ctx->texts[ctx->text_count++ % 8];
-    size_t used = 0, size = sizeof ctx->texts[0];
-    snprintf(buffer, size, "scalar");
-    for (int i = 0; i < ndim && used < size; i++)
-        used += (size_t)snprintf(buffer + used, size - used, "%s%lld", i ? "x" : "", (long long)shape[i]);
-    return buffer;
+    hpmli_table t = hpmli_table_of(ctx->texts[ctx->text_count++ % 8], sizeof ctx->texts[0]);
+    if (ndim < 1) hpmli_table_add(&t, "scalar");
+    for (int i = 0; i < ndim; i++) hpmli_table_add(&t, "%s%lld", i ? "x" : "", (long long)shape[i]);
+    return t.buffer;
 }
 
 HPML_API int64_t hpml_tensor_count(const hpml_tensor *t)
@@ -8806,50 +8811,34 @@ HPMLI_FN void hpmli_file_close(hpmli_file *f)
 
 HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
 {
-    static const unsigned char nothing = 0;
     memset(f, 0, sizeof *f);
     f->ctx = ctx;
     if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
 #if HPMLI_POSIX
-    {
-        struct stat st;
-        void       *p  = NULL;
-        int         fd = open(path, O_RDONLY);
-        if (fd < 0 || fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
-            hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path,
-                       fd < 0 ? strerror(errno) : "not a regular file");
-            if (fd >= 0) close(fd);
-            return false;
-        }
-        f->size = (size_t)st.st_size;
-        if (f->size > 0) p = mmap(NULL, f->size, PROT_READ, MAP_PRIVATE, fd, 0);
-        close(fd);
-        if (f->size == 0) f->bytes = &nothing;
-        else if (p != MAP_FAILED) f->bytes = (const unsigned char *)p, f->mapped = true;
-        else hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": cannot map: %s", path, strerror(errno));
-        if (f->size == 0) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": the file is empty", path), f->bytes = NULL;
-        return f->bytes != NULL;
-    }
+    struct stat st;
+    int         fd = open(path, O_RDONLY);
+    void       *p  = MAP_FAILED;
+    if (fd < 0 || fstat(fd, &st) != 0 || !S_ISREG(st.st_mode))
+        hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path,
+                   fd < 0 ? strerror(errno) : "not a regular file");
+    else if (st.st_size == 0) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": the file is empty", path);
+    else if ((p = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0)) == MAP_FAILED)
+        hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": cannot map: %s", path, strerror(errno));
+    else f->bytes = (const unsigned char *)p, f->size = (size_t)st.st_size, f->mapped = true;
+    if (fd >= 0) close(fd);
 #else
-    {
-        FILE *in = fopen(path, "rb");
-        long  n;
-        (void)nothing;
-        if (!in || fseek(in, 0, SEEK_END) != 0 || (n = ftell(in)) <= 0 || fseek(in, 0, SEEK_SET) != 0) {
-            hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open, or empty", path);
-            if (in) fclose(in);
-            return false;
-        }
-        f->size  = (size_t)n;
-        f->bytes = (const unsigned char *)hpmli_alloc(ctx, f->size);
-        if (f->bytes && fread((void *)(uintptr_t)f->bytes, 1, f->size, in) != f->size) {
-            hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": cannot read", path);
-            hpmli_file_close(f);
-        }
-        fclose(in);
-        return f->bytes != NULL;
+    FILE *in = fopen(path, "rb");
+    long  n  = in && fseek(in, 0, SEEK_END) == 0 ? ftell(in) : 0;
+    if (n <= 0 || fseek(in, 0, SEEK_SET) != 0)
+        hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open, or empty", path);
+    else f->size = (size_t)n, f->bytes = (const unsigned char *)hpmli_alloc(ctx, f->size);
+    if (f->bytes && fread((void *)(uintptr_t)f->bytes, 1, f->size, in) != f->size) {
+        hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": cannot read", path);
+        hpmli_file_close(f);
     }
+    if (in) fclose(in);
 #endif
+    return f->bytes != NULL;
 }
 
 typedef struct hpmli_writer {
@@ -8946,10 +8935,8 @@ HPMLI_FN void hpmli_dataset_drop(void *object)
 
 HPMLI_FN hpml_dataset *hpmli_dataset_new(hpml_ctx *ctx)
 {
-    hpml_dataset *d;
     hpmli_owner  *o = hpmli_new(ctx, hpmli_owner, 1);
-    if (!o) return NULL;
-    d = (hpml_dataset *)hpmli_alloc_object(ctx, sizeof *d, hpmli_dataset_drop);
+    hpml_dataset *d = o ? (hpml_dataset *)hpmli_alloc_object(ctx, sizeof *d, hpmli_dataset_drop) : NULL;
     if (!d) {
         hpmli_free(ctx, o);
         return NULL;
@@ -9060,30 +9047,18 @@ HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
     if (!hpmli_file_open(ctx, f, path)) return false;
     if (f->size < 2 || f->bytes[0] != 0x1f || f->bytes[1] != 0x8b) return true;
 #ifdef HPML_USE_ZLIB
-    {
-        gzFile         gz = gzopen(path, "rb");
-        unsigned char *out = NULL;
-        size_t         size = 0, room = 1 << 20;
-        int            n = -1;
-        hpmli_file_close(f);
-        for (out = (unsigned char *)hpmli_alloc(ctx, room); gz && out; size += (size_t)n) {
-            if (size == room) {
-                unsigned char *more = room < (size_t)1 << 34 ? (unsigned char *)hpmli_alloc(ctx, 2 * room) : NULL;
-                if (more) memcpy(more, out, size);
-                hpmli_free(ctx, out);
-                out = more, room *= 2;
-                if (!out) break;
-            }
-            n = gzread(gz, out + size, (unsigned)(room - size < 1 << 20 ? room - size : 1 << 20));
-            if (n <= 0) break;
-        }
-        if (gz) gzclose(gz);
-        f->bytes = out, f->size = size, f->mapped = false;
-        if (n == 0 && out) return true;
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", path);
-        hpmli_file_close(f);
-        return false;
-    }
+    gzFile         gz   = gzopen(path, "rb");
+    unsigned char *out  = NULL;
+    int64_t        size = 0, room = 0;
+    int            n    = gz ? 1 : -1;
+    hpmli_file_close(f);
+    for (; n > 0 && size < INT64_C(1) << 34 && hpmli_grow(ctx, &out, size, &room, 1); size += n > 0 ? n : 0)
+        n = gzread(gz, out + size, (unsigned)(room - size < 1 << 20 ? room - size : 1 << 20));
+    if (gz) gzclose(gz);
+    f->bytes = out, f->size = (size_t)size, f->mapped = false;
+    if (n == 0) return true;
+    hpmli_file_close(f);
+    return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", path);
 #else
     hpmli_file_close(f);
     return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "\"%s\" is gzipped: run gunzip on it, or build with -DHPML_USE_ZLIB "
@@ -9177,9 +9152,9 @@ HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *cons
 /* A decimal number, whatever the locale. Returns the end, or NULL when there is none. */
 HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)
 {
-    double   value = 0, scale = 0;
-    int      digits = 0, exponent = 0, sign = 1, esign = 1;
-    bool     point = false, negative = p < end && *p == '-';
+    double value = 0, scale = 0;
+    int    digits = 0, exponent = 0, esign = 1;
+    bool   point = false, negative = p < end && *p == '-';
     if (p < end && (*p == '-' || *p == '+')) p++;
     for (; p < end && ((*p >= '0' && *p <= '9') || (*p == '.' && !point)); p++) {
         if (*p == '.') point = true;
@@ -9193,8 +9168,7 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
         for (; p < end && *p >= '0' && *p <= '9'; p++)
             if (exponent < 10000) exponent = exponent * 10 + (*p - '0');
     }
-    sign = negative ? -1 : 1;
-    *out = sign * value * pow(10, esign * exponent - scale);
+    *out = (negative ? -value : value) * pow(10, esign * exponent - scale);
     return *out - *out == 0 ? p : NULL;
 }
 
@@ -9430,20 +9404,19 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
 HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
 {
     const char  *code = t ? hpmli_dtypes[t->dtype].numpy : NULL;
-    char                     header[256], shape[128];
-    int                      used = 0, n;
-    hpmli_writer             w;
+    char         header[256];
+    int          n;
+    hpmli_writer w;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!code || !t->data || !hpmli_contiguous(t))
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "npy \"%s\": numpy has no bf16, and the tensor must be "
                           "contiguous with memory", path);
-    shape[0] = 0;
+    hpmli_table text = hpmli_table_of(header + 10, sizeof header - 10);
+    hpmli_table_add(&text, "{'descr': '%s', 'fortran_order': False, 'shape': (", code);
     for (int i = 0; i < t->ndim; i++)
-        used += snprintf(shape + used, sizeof shape - (size_t)used, "%lld,%s", (long long)t->shape[i],
-                         i < t->ndim - 1 ? " " : "");
-    n = snprintf(header + 10, sizeof header - 10, "{'descr': '%s', 'fortran_order': False, 'shape': (%s), }", code,
-                 shape);
-    n += 10;
+        hpmli_table_add(&text, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
+    hpmli_table_add(&text, "), }");
+    n = 10 + text.used;
     while (n % 64 != 63) header[n++] = ' '; /* the data start at a multiple of 64 */
     header[n++] = '\n';
     memcpy(header, "\x93NUMPY\1\0", 8);
@@ -9632,7 +9605,6 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
 typedef struct hpmli_slot_batch { /* one of two buffers */
     char      *x, *y;
     hpml_batch batch;
-    int64_t    epoch;
     bool       ready;
 } hpmli_slot_batch;
 
@@ -9642,12 +9614,11 @@ struct hpml_loader {
     hpml_dataset        *data;
     hpml_loader_desc     d;
     int64_t              samples, steps, each; /* each: numbers of a sample */
-    hpml_dtype           dtype;                /* of the batch's x */
     float               *image;                /* one sample before augmentation */
     hpmli_slot_batch     slot[2];
     int                  turn;                 /* the slot to hand out next */
     int64_t              epoch, index;         /* batch to hand out next */
-    int64_t              make_epoch, make_index; /* batch to make next */
+    int64_t              make_epoch, make_index; /* batch to make next: of the thread while it runs */
     bool                 held;                 /* the caller has the other slot */
 #ifndef HPML_NO_THREADS
     bool                 threaded, stop;
@@ -9701,9 +9672,10 @@ HPMLI_FN int64_t hpmli_share(const hpml_loader_desc *d, int64_t size, int64_t ra
     return at < size ? at : size;
 }
 
-/* Makes batch `index` of `epoch` in slot s. */
-HPMLI_FN void hpmli_load_batch(const hpml_loader *l, hpmli_slot_batch *s, int64_t epoch, int64_t index)
+/* Makes the next batch in slot s. */
+HPMLI_FN void hpmli_load_batch(hpml_loader *l, hpmli_slot_batch *s)
 {
+    int64_t epoch = l->make_epoch, index = l->make_index;
     int64_t whole = l->d.global_batch, start = index * whole, n = l->data->count;
     int64_t size  = l->samples - start < whole ? l->samples - start : whole;
     int64_t first = hpmli_share(&l->d, size, l->d.rank), end = hpmli_share(&l->d, size, l->d.rank + 1);
@@ -9717,15 +9689,8 @@ HPMLI_FN void hpmli_load_batch(const hpml_loader *l, hpmli_slot_batch *s, int64_
     s->batch.x = s->x;
     s->batch.y = l->data->y ? s->y : NULL;
     s->batch.samples = end - first, s->batch.global_samples = size, s->batch.first = first, s->batch.index = index;
-    s->epoch = epoch;
+    if (++l->make_index == l->steps) l->make_index = 0, l->make_epoch++;
     hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
-}
-
-HPMLI_FN void hpmli_load_next(hpml_loader *l)
-{
-    if (++l->make_index < l->steps) return;
-    l->make_index = 0;
-    l->make_epoch++;
 }
 
 #ifndef HPML_NO_THREADS
@@ -9738,9 +9703,8 @@ HPMLI_FN void *hpmli_loader_main(void *arg)
         while (!l->stop && s->ready) pthread_cond_wait(&l->changed, &l->mutex);
         if (l->stop) break;
         pthread_mutex_unlock(&l->mutex);
-        hpmli_load_batch(l, s, l->make_epoch, l->make_index);
+        hpmli_load_batch(l, s);
         pthread_mutex_lock(&l->mutex);
-        hpmli_load_next(l);
         s->ready = true;
         l->fill  = !l->fill;
         pthread_cond_broadcast(&l->changed);
@@ -9818,7 +9782,6 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
 #endif
     l->ctx = ctx, l->k = ctx->k, l->data = data, l->d = d;
     l->each    = hpmli_shape_count(data->x_ndim, data->x_shape);
-    l->dtype   = data->x_dtype == HPML_DTYPE_I32 ? HPML_DTYPE_I32 : HPML_DTYPE_F32;
     l->samples = d.samples_per_epoch > 0 ? d.samples_per_epoch : data->count;
     int64_t whole = d.global_batch;
     l->steps   = d.drop_last ? l->samples / whole : (l->samples + whole - 1) / whole;
@@ -9875,10 +9838,7 @@ HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
         pthread_mutex_unlock(&l->mutex);
     } else
 #endif
-    {
-        hpmli_load_batch(l, s, l->make_epoch, l->make_index);
-        hpmli_load_next(l);
-    }
+        hpmli_load_batch(l, s);
     *out    = s->batch;
     l->held = true;
     l->turn = !l->turn;
@@ -9931,11 +9891,8 @@ HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
             if (!at) { j->bad = true; break; }
             j->p++;
             *to++ = is[at - of];
-        } else if ((unsigned char)*j->p < 32) {
-            j->bad = true;
-        } else {
-            *to++ = *j->p;
-        }
+        } else if ((unsigned char)*j->p < 32) j->bad = true;
+        else *to++ = *j->p;
     }
     if (j->p >= j->end) j->bad = true;
     if (j->bad) return "";
@@ -10020,12 +9977,12 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
 {
     hpml_safetensor *e;
     uint64_t         shape[HPML_MAX_DIMS], at[2] = { 1, 0 };
-    int              seen = 0, offsets = 0;
+    int              offsets = 0;
     bool             known = false;
     if (!hpmli_grow(f->ctx, &f->entries, f->count, &f->capacity, sizeof *e)) return false;
-    e          = &f->entries[f->count++];
-    e->name    = name;
-    e->ndim    = 0;
+    e       = &f->entries[f->count++];
+    e->name = name;
+    e->ndim = -1;
     for (int n = 0; hpmli_json_next(j, n, '{', '}'); n++) {
         const char *key = hpmli_json_text(j);
         hpmli_json_want(j, ':');
@@ -10033,18 +9990,11 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
             const char *dtype = hpmli_json_text(j);
             for (int i = 0; i < HPMLI_DTYPES; i++)
                 if (strcmp(dtype, hpmli_dtypes[i].safe) == 0) e->dtype = (hpml_dtype)i, known = true;
-            seen |= 1;
-        } else if (strcmp(key, "shape") == 0) {
-            e->ndim = hpmli_json_numbers(j, shape, HPML_MAX_DIMS);
-            seen |= 2;
-        } else if (strcmp(key, "data_offsets") == 0) {
-            offsets = hpmli_json_numbers(j, at, 2);
-            seen |= 4;
-        } else {
-            j->bad = true;
-        }
+        } else if (strcmp(key, "shape") == 0) e->ndim = hpmli_json_numbers(j, shape, HPML_MAX_DIMS);
+        else if (strcmp(key, "data_offsets") == 0) offsets = hpmli_json_numbers(j, at, 2);
+        else j->bad = true;
     }
-    if (j->bad || seen != 7 || offsets != 2 || !known || at[0] > at[1] || at[1] > data_bytes) return false;
+    if (j->bad || e->ndim < 0 || offsets != 2 || !known || at[0] > at[1] || at[1] > data_bytes) return false;
     for (int i = 0; i < HPML_MAX_DIMS; i++) {
         e->shape[i] = i < e->ndim ? (int64_t)(shape[i] < INT64_MAX ? shape[i] : 0) : 1;
         if (i < e->ndim && e->shape[i] < 1) return false;
@@ -10157,14 +10107,13 @@ HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *s)
 
 HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const hpml_safetensor *t, uint64_t at)
 {
-    char text[256];
+    char        text[256];
+    hpmli_table line = hpmli_table_of(text, sizeof text);
+    hpmli_table_add(&line, ":{\"dtype\":\"%s\",\"shape\":[", hpmli_dtypes[t->dtype].safe);
+    for (int i = 0; i < t->ndim; i++) hpmli_table_add(&line, "%s%lld", i ? "," : "", (long long)t->shape[i]);
+    hpmli_table_add(&line, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at, (unsigned long long)(at + t->bytes));
     hpmli_write_json(w, t->name);
-    int n = snprintf(text, sizeof text, ":{\"dtype\":\"%s\",\"shape\":[", hpmli_dtypes[t->dtype].safe);
-    for (int i = 0; i < t->ndim; i++)
-        n += snprintf(text + n, sizeof text - (size_t)n, "%s%lld", i ? "," : "", (long long)t->shape[i]);
-    n += snprintf(text + n, sizeof text - (size_t)n, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
-                  (unsigned long long)(at + t->bytes));
-    hpmli_write(w, text, (size_t)n);
+    hpmli_write(w, text, (size_t)line.used);
 }
 
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
@@ -10344,13 +10293,10 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 
 HPMLI_FN bool hpmli_position_read(const hpml_safetensors *f, const char *key, int64_t *out)
 {
-    const char *s = hpml_safetensors_meta(f, key);
-    bool        negative = s && *s == '-';
-    uint64_t    v = 0;
-    if (!s || (s[negative] < '0' || s[negative] > '9')) return false;
-    for (s += negative; *s >= '0' && *s <= '9'; s++) v = v * 10 + (uint64_t)(*s - '0');
-    *out = negative ? -(int64_t)v : (int64_t)v;
-    return *s == 0;
+    const char *s   = hpml_safetensors_meta(f, key);
+    char       *end = NULL;
+    if (s) *out = strtoll(s, &end, 10);
+    return s && end != s && *end == 0;
 }
 
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
@@ -10532,31 +10478,6 @@ HPML_API int hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capac
     if (!g || !g->profile) return 0;
     if (rows) memcpy(rows, g->profile, sizeof *rows * (size_t)(capacity < g->count ? capacity : g->count));
     return g->count;
-}
-
-/* Appends as snprintf does, and counts what it would have needed. */
-typedef struct hpmli_table {
-    char  *buffer;
-    size_t size;
-    int    used;
-} hpmli_table;
-
-HPMLI_FN hpmli_table hpmli_table_of(char *buffer, size_t size)
-{
-    hpmli_table t = { buffer, size, 0 };
-    if (size > 0 && buffer) buffer[0] = 0;
-    return t;
-}
-
-HPMLI_PRINTF(2, 3)
-HPMLI_FN void hpmli_table_add(hpmli_table *t, const char *format, ...)
-{
-    va_list args;
-    bool    room = t->buffer && (size_t)t->used < t->size;
-    va_start(args, format);
-    int n = vsnprintf(room ? t->buffer + t->used : NULL, room ? t->size - (size_t)t->used : 0, format, args);
-    va_end(args);
-    if (n > 0) t->used += n;
 }
 
 HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
