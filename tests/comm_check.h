@@ -329,4 +329,31 @@ static hpml_status jobs_case(hpml_comm *c, int rounds)
     return HPML_OK;
 }
 
+/* Ranks that do not do as the others. */
+static hpml_status sum_of_four(hpml_comm *c)
+{
+    float x[4] = { 1, 1, 1, 1 };
+    return hpml_allreduce(c, x, 4, NULL);
+}
+
+static hpml_status leaves(hpml_comm *c, void *user)
+{
+    (void)user;
+    return hpml_comm_rank(c) == 1 ? HPML_OK : sum_of_four(c);
+}
+
+static hpml_status another(hpml_comm *c, void *user)
+{
+    float x[4] = { 0 };
+    (void)user;
+    return hpml_comm_rank(c) == 0 ? hpml_broadcast(c, x, sizeof x, hpml_comm_size(c) - 1) : sum_of_four(c);
+}
+
+static hpml_status other_count(hpml_comm *c, void *user)
+{
+    float x[64] = { 0 };
+    (void)user;
+    return hpml_allreduce(c, x, hpml_comm_rank(c) == 1 ? 64 : 32, NULL);
+}
+
 #endif

@@ -62,23 +62,11 @@ static hpml_status traffic(hpml_comm *c, void *user)
     return HPML_OK;
 }
 
-static hpml_status sum_of_four(hpml_comm *c)
-{
-    float x[4] = { 1, 1, 1, 1 };
-    return hpml_allreduce(c, x, 4, NULL);
-}
-
 static hpml_status raises(hpml_comm *c, void *user)
 {
     (void)user;
     if (hpml_comm_rank(c) == 1) return hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_NONFINITE, "the loss is NaN");
     return sum_of_four(c);
-}
-
-static hpml_status leaves(hpml_comm *c, void *user)
-{
-    (void)user;
-    return hpml_comm_rank(c) == 1 ? HPML_OK : sum_of_four(c);
 }
 
 static hpml_status killed(hpml_comm *c, void *user)
@@ -94,20 +82,6 @@ static hpml_status exits(hpml_comm *c, void *user)
     (void)user;
     if (hpml_comm_rank(c) == 1) exit(3);
     return sum_of_four(c);
-}
-
-static hpml_status another(hpml_comm *c, void *user)
-{
-    float x[4] = { 0 };
-    (void)user;
-    return hpml_comm_rank(c) == 0 ? hpml_broadcast(c, x, sizeof x, 1) : sum_of_four(c);
-}
-
-static hpml_status other_count(hpml_comm *c, void *user)
-{
-    float x[64] = { 0 };
-    (void)user;
-    return hpml_allreduce(c, x, hpml_comm_rank(c) == 1 ? 64 : 32, NULL);
 }
 
 static hpml_status sleeps(hpml_comm *c, void *user)

@@ -1,10 +1,9 @@
 /* Gradient codecs: against a naive double reference, error feedback, sizes, cuts, hostile values, instruction sets. */
 #include "inside.h"
+#include "kernels.h"
 #include "test.h"
 #include <float.h>
 
-static const char *const isas[] = { "scalar", "avx2", "avx512", "neon" };
-#define ISAS ((int)(sizeof isas / sizeof isas[0]))
 #define MAX  (64 * 1024)
 
 static float         g[MAX], e[MAX], v[MAX], out[MAX], before[MAX];

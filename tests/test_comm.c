@@ -671,18 +671,6 @@ typedef struct failure {
     const char   *text[3]; /* all in the launch's text */
 } failure;
 
-static hpml_status sum_of_four(hpml_comm *c)
-{
-    float x[4] = { 0 };
-    return hpml_allreduce(c, x, 4, NULL);
-}
-
-static hpml_status leaves(hpml_comm *c, void *user)
-{
-    (void)user;
-    return hpml_comm_rank(c) == 1 ? HPML_OK : sum_of_four(c);
-}
-
 static hpml_status raises(hpml_comm *c, void *user)
 {
     char *heard = (char *)user;
@@ -698,20 +686,6 @@ static hpml_status returns_error(hpml_comm *c, void *user) /* the context is cle
 {
     (void)user;
     return hpml_comm_rank(c) == 1 ? HPML_ERR_READ : sum_of_four(c);
-}
-
-static hpml_status another(hpml_comm *c, void *user)
-{
-    float x[4] = { 0 };
-    (void)user;
-    return hpml_comm_rank(c) == 0 ? hpml_broadcast(c, x, sizeof x, 2) : sum_of_four(c);
-}
-
-static hpml_status other_count(hpml_comm *c, void *user)
-{
-    float x[64] = { 0 };
-    (void)user;
-    return hpml_allreduce(c, x, hpml_comm_rank(c) == 1 ? 64 : 32, NULL);
 }
 
 static hpml_status other_type(hpml_comm *c, void *user)

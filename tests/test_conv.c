@@ -1,28 +1,6 @@
 /* Convolution, pooling, batch normalization: against plain double loops, on every instruction set, at any thread count. */
-#include "../hpml.h"
+#include "kernels.h"
 #include "test.h"
-
-static const char *const isas[] = { "scalar", "avx2", "avx512", "neon" };
-#define ISAS ((int)(sizeof isas / sizeof isas[0]))
-
-static uint32_t noise;
-static float uniform(void)
-{
-    noise = noise * 1664525u + 1013904223u;
-    return (float)(noise >> 8) / 8388608.0f - 1.0f;
-}
-
-static hpml_ctx *context(const char *isa, int threads)
-{
-    hpml_ctx_desc d;
-    hpml_ctx     *ctx;
-    memset(&d, 0, sizeof d);
-    d.cpu = isa, d.threads = threads;
-    ctx = hpml_ctx_create(&d);
-    if (hpml_ctx_status(ctx) == HPML_OK) return ctx;
-    hpml_ctx_free(ctx);
-    return NULL;
-}
 
 static void randomize(float *x, int64_t n) { for (int64_t i = 0; i < n; i++) x[i] = uniform(); }
 

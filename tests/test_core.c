@@ -1,5 +1,6 @@
 /* Context, errors, memory, threads, tensors, conversions, planning. */
 #include "inside.h"
+#include "kernels.h"
 #include "test.h"
 
 typedef struct meter { size_t live, calls, fail_at; } meter;
@@ -136,13 +137,12 @@ TEST(views_share_memory)
 /* All 65,536 halves to float and back, with every set of kernels; the scalar rounding against all near ties. */
 TEST(halves_round_trip_on_all_kernels)
 {
-    static const char *const names[] = { "scalar", "avx2", "avx512", "neon" };
     static uint16_t h[65536], back[65536];
     static float    f[65536], reference[65536];
     for (int i = 0; i < 65536; i++) h[i] = (uint16_t)i;
-    for (int n = 0; n < 4; n++) {
-        hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = names[n] });
-        if (hpml_ctx_status(ctx) != HPML_OK) { hpml_ctx_free(ctx); continue; }
+    for (int n = 0; n < ISAS; n++) {
+        hpml_ctx *ctx = context(isas[n], 0);
+        if (!ctx) continue;
         hpml_convert(ctx, HPML_DTYPE_F32, f, HPML_DTYPE_F16, h, 65536);
         hpml_convert(ctx, HPML_DTYPE_F16, back, HPML_DTYPE_F32, f, 65536);
         if (n == 0) memcpy(reference, f, sizeof f);
@@ -162,10 +162,9 @@ TEST(halves_round_trip_on_all_kernels)
 
 TEST(functions_against_libm_on_all_kernels)
 {
-    static const char *const names[] = { "scalar", "avx2", "avx512", "neon" };
     static float x[20011], y[20011];
-    for (int n = 0; n < 4; n++) {
-        const void *k = inside_kernels(names[n]);
+    for (int n = 0; n < ISAS; n++) {
+        const void *k = inside_kernels(isas[n]);
         if (!k) continue;
         for (int i = 0; i < 20011; i++) x[i] = ((float)i - 10005) / 100;
         inside_map(k, HPML_ACT_EXP, y, x, 20011);

@@ -1,6 +1,7 @@
 /* Many workers train as one: the same steps, the same bits where they are promised, nothing lost between 4 ranks and 2. */
 #define HPML_COMM_IMPLEMENTATION /* private functions; hpml.h's body is compiled apart */
 #include "../hpml_comm.h"
+#include "points.h"
 #include "test.h"
 
 #include <stddef.h>
@@ -20,8 +21,6 @@ typedef struct job {
     char                 text[512];
 } job;
 
-enum { GLOBAL = 24, INPUTS = 20, CLASSES = 5 };
-
 static hpml_tensor *model(const job *j, hpml_tensor *x, int rank)
 {
     if (j->conv) { /* batchnorm over pixels, the relu inside */
@@ -36,25 +35,6 @@ static hpml_tensor *model(const job *j, hpml_tensor *x, int rank)
     return hpml_linear(j->plain_model ? h : hpml_dropout(h, 0.1f), CLASSES, NULL);
 }
 
-static hpml_dataset *points(const job *j, hpml_ctx *ctx, int rank)
-{
-    const int64_t shape[1] = { INPUTS };
-    int64_t       n = j->samples;
-    float        *x = (float *)malloc(sizeof(float) * (size_t)n * INPUTS);
-    int32_t      *y = (int32_t *)calloc((size_t)n, sizeof *y);
-    hpml_rng      r = { .seed = 5 };
-    hpml_rng_fill_normal(&r, x, n * INPUTS);
-    for (int64_t i = 0; i < n; i++)
-        for (int k = 1; k < CLASSES; k++)
-            if (x[i * INPUTS + k] > x[i * INPUTS + y[i]]) y[i] = k;
-    if (j->poison == rank + 1)
-        for (int64_t i = 0; i < n * INPUTS; i++) x[i] = (float)NAN;
-    hpml_dataset *d = hpml_dataset_create(ctx, n, HPML_DTYPE_F32, 1, shape, x, HPML_DTYPE_I32, 1, y);
-    free(x);
-    free(y);
-    return d;
-}
-
 static hpml_status work(hpml_comm *c, void *user)
 {
     job         *j   = (job *)user;
@@ -64,7 +44,7 @@ static hpml_status work(hpml_comm *c, void *user)
     hpml_tensor *x = hpml_input_2d(ctx, batch, INPUTS);
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = model(j, x, rank), .lr = j->lr ? (float)j->lr : 0.1f,
                                           .momentum = (float)j->momentum, .accumulate = j->accumulate });
-    hpml_dataset *data = points(j, ctx, rank);
+    hpml_dataset *data = points(ctx, j->samples, j->poison == rank + 1);
     hpml_distribute_desc d = j->d;
     d.global_batch = GLOBAL;
     if (d.exact) d.leaf = 4;
@@ -75,11 +55,9 @@ static hpml_status work(hpml_comm *c, void *user)
     if (j->save) hpml_distribute_save(dist, j->save);
     if (j->tail) hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 100, .max_steps = j->tail });
     if (hpml_ctx_status(ctx) != HPML_OK) return hpml_ctx_status(ctx);
-    int64_t hash[2] = { (int64_t)(hpml_param_hash(ctx) >> 2), 0 };
-    hash[1] = -hash[0];
-    hpml_allreduce(c, hash, 2, &(hpml_allreduce_desc){ .reduce = HPML_MAX, .element = HPML_ELEMENT_I64 });
+    bool same = same_params(c);
     if (rank == 0) {
-        j->same = hash[0] == -hash[1];
+        j->same = same;
         j->hash = hpml_param_hash(ctx);
         memcpy(j->w, hpml_param_at(ctx, 0)->data, sizeof j->w);
         if (j->norm || j->conv) memcpy(j->var, hpml_param_at(ctx, 5)->data, (size_t)hpml_tensor_count(hpml_param_at(ctx, 5)) * sizeof(float));
@@ -239,7 +217,7 @@ static hpml_status overlapped(hpml_comm *c, void *user)
     job            j   = { .samples = GLOBAL };
     hpml_tensor   *x   = hpml_input_2d(ctx, GLOBAL / 2, INPUTS);
     hpml_trainer  *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = model(&j, x, 0), .lr = 0.1f });
-    hpml_dataset  *data = points(&j, ctx, 0);
+    hpml_dataset  *data = points(ctx, j.samples, false);
     hpml_distributed *d = hpml_distribute(t, c, &(hpml_distribute_desc){ .bucket_bytes = 1, .no_overlap = *(bool *)user });
     hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = d, .run = hpmlc_dist_run, .grad = watch, .update = hpmlc_dist_update });
     return hpml_trainer_fit(t, data, NULL);
@@ -272,7 +250,7 @@ static hpml_status stepwise(hpml_comm *c, void *user)
     job            j   = { .samples = 250 };
     hpml_tensor   *x   = hpml_input_2d(ctx, GLOBAL / 3, INPUTS);
     hpml_trainer  *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = model(&j, x, 0), .lr = 0.1f });
-    hpml_dataset  *data = points(&j, ctx, 0);
+    hpml_dataset  *data = points(ctx, j.samples, false);
     hpml_step_row  rows[64];
     hpml_distributed *d = hpml_distribute(t, c, &s->d);
     if (!d) return hpml_ctx_status(ctx);
@@ -418,7 +396,7 @@ static hpml_status search(hpml_comm *c, void *user)
     job            j   = { .samples = 2000, .poison = s->poison };
     hpml_tensor   *x   = hpml_input_2d(ctx, 64, INPUTS);
     hpml_trainer  *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = model(&j, x, 0), .lr = s->lr ? (float)s->lr : 0.05f, .momentum = 0.9f });
-    hpml_dataset  *data = points(&j, ctx, hpml_comm_rank(c));
+    hpml_dataset  *data = points(ctx, j.samples, j.poison == hpml_comm_rank(c) + 1);
     own.d.global_batch = 8;
     hpml_distributed *d = hpml_distribute(t, c, &own.d);
     if (!d) return hpml_ctx_status(ctx);

@@ -1,17 +1,8 @@
 /* Matrix product: against a plain double loop on every instruction set, and the same bits at any thread count. */
 #define HPML_IMPLEMENTATION
 #include "../hpml.h"
+#include "kernels.h"
 #include "test.h"
-
-static const char *const isas[] = { "scalar", "avx2", "avx512", "neon" };
-#define ISAS ((int)(sizeof isas / sizeof isas[0]))
-
-static uint32_t noise;
-static float uniform(void)
-{
-    noise = noise * 1664525u + 1013904223u;
-    return (float)(noise >> 8) / 8388608.0f - 1.0f;
-}
 
 /* n floats with a guard of 64 behind them. */
 #define GUARD 64
@@ -20,18 +11,6 @@ static float *floats(int64_t n)
     float *p = (float *)malloc(sizeof(float) * (size_t)(n + GUARD));
     for (int64_t i = 0; i < n + GUARD; i++) p[i] = uniform();
     return p;
-}
-
-static hpml_ctx *context(const char *isa, int threads)
-{
-    hpml_ctx_desc d;
-    hpml_ctx     *ctx;
-    memset(&d, 0, sizeof d);
-    d.cpu = isa, d.threads = threads;
-    ctx = hpml_ctx_create(&d);
-    if (hpml_ctx_status(ctx) == HPML_OK) return ctx;
-    hpml_ctx_free(ctx);
-    return NULL;
 }
 
 static void halve(float *y, int64_t n) { for (int64_t i = 0; i < n; i++) y[i] *= 0.5f; }

@@ -3,11 +3,12 @@
 #include "../hpml_comm.h"
 #include "../hpml_cuda.cuh"
 #include "nccl_on_cpu.h"
+#include "points.h"
 #include "test.h"
 
 #include <unistd.h>
 
-enum { GLOBAL = 24, INPUTS = 20, CLASSES = 5, HIDDEN = 40 };
+enum { HIDDEN = 40 };
 
 typedef struct job {
     hpml_distribute_desc d;
@@ -26,32 +27,13 @@ typedef struct job {
     char                 text[768], said[4][768]; /* said: every rank's own error */
 } job;
 
-static hpml_dataset *points(const job *j, hpml_ctx *ctx)
-{
-    const int64_t shape[1] = { INPUTS };
-    int64_t       n = j->samples;
-    float        *x = (float *)malloc(sizeof(float) * (size_t)n * INPUTS);
-    int32_t      *y = (int32_t *)calloc((size_t)n, sizeof *y);
-    hpml_rng      r = { .seed = 5 };
-    hpml_rng_fill_normal(&r, x, n * INPUTS);
-    for (int64_t i = 0; i < n; i++)
-        for (int k = 1; k < CLASSES; k++)
-            if (x[i * INPUTS + k] > x[i * INPUTS + y[i]]) y[i] = k;
-    hpml_dataset *d = hpml_dataset_create(ctx, n, HPML_DTYPE_F32, 1, shape, x, HPML_DTYPE_I32, 1, y);
-    free(x);
-    free(y);
-    return d;
-}
-
 /* What rank 0 has, and whether the others have the same. */
 static void keep(job *j, hpml_comm *c)
 {
     hpml_ctx *ctx = hpml_comm_ctx(c);
-    int64_t   hash[2] = { (int64_t)(hpml_param_hash(ctx) >> 2), 0 };
-    hash[1] = -hash[0];
-    hpml_allreduce(c, hash, 2, &(hpml_allreduce_desc){ .reduce = HPML_MAX, .element = HPML_ELEMENT_I64 });
+    bool      same = same_params(c);
     if (hpml_comm_rank(c) != 0) return;
-    j->same = hash[0] == -hash[1];
+    j->same = same;
     j->hash = hpml_param_hash(ctx);
     hpml_tensor_get(hpml_param_at(ctx, 0), j->w, INPUTS * HIDDEN);
     if (j->norm) hpml_tensor_get(hpml_param_at(ctx, 5), j->var, HIDDEN);
@@ -69,7 +51,7 @@ static hpml_status train(hpml_comm *c, job *j)
     if (j->norm) h = hpml_relu(hpml_batchnorm(h, NULL));
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = hpml_linear(h, CLASSES, NULL),
                                           .lr = 0.1f, .momentum = 0.9f, .accumulate = j->accumulate, .clip_norm = j->clip });
-    hpml_dataset *data = points(j, ctx);
+    hpml_dataset *data = points(ctx, j->samples, false);
     hpml_distribute_desc d = j->d;
     d.global_batch = GLOBAL;
     if (d.exact) d.leaf = 4;

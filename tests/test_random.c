@@ -1,9 +1,7 @@
 /* Random numbers: known answers, the same bits in any cut and on every instruction set, moments, permutations. */
 #include "inside.h"
+#include "kernels.h"
 #include "test.h"
-
-static const char *const isas[] = { "scalar", "avx2", "avx512", "neon" };
-#define ISAS ((int)(sizeof isas / sizeof isas[0]))
 
 TEST(philox_known_answers)
 {

@@ -1,0 +1,31 @@
+/* What tests of distributed training share: points whose class is the greatest of their first coordinates. */
+#include <math.h>
+#include <stdlib.h>
+
+enum { GLOBAL = 24, INPUTS = 20, CLASSES = 5 };
+
+static hpml_dataset *points(hpml_ctx *ctx, int64_t n, bool poisoned)
+{
+    const int64_t shape[1] = { INPUTS };
+    float        *x = (float *)malloc(sizeof(float) * (size_t)n * INPUTS);
+    int32_t      *y = (int32_t *)calloc((size_t)n, sizeof *y);
+    hpml_rng      r = { .seed = 5 };
+    hpml_rng_fill_normal(&r, x, n * INPUTS);
+    for (int64_t i = 0; i < n; i++)
+        for (int k = 1; k < CLASSES; k++)
+            if (x[i * INPUTS + k] > x[i * INPUTS + y[i]]) y[i] = k;
+    for (int64_t i = 0; poisoned && i < n * INPUTS; i++) x[i] = (float)NAN;
+    hpml_dataset *d = hpml_dataset_create(ctx, n, HPML_DTYPE_F32, 1, shape, x, HPML_DTYPE_I32, 1, y);
+    free(x);
+    free(y);
+    return d;
+}
+
+/* True on rank 0 when all ranks have the same parameters. */
+static bool same_params(hpml_comm *c)
+{
+    int64_t hash[2] = { (int64_t)(hpml_param_hash(hpml_comm_ctx(c)) >> 2), 0 };
+    hash[1] = -hash[0];
+    hpml_allreduce(c, hash, 2, &(hpml_allreduce_desc){ .reduce = HPML_MAX, .element = HPML_ELEMENT_I64 });
+    return hash[0] == -hash[1];
+}
