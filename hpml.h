@@ -1534,8 +1534,8 @@ HPMLI_V2(hv_max, hv_gt(a, b, a, b))
 HPMLI_V2(hv_min, hv_gt(b, a, a, b))
 #endif
 HPMLI_VFN hv hv_zero(void) { return hv_set1(0); }
-HPMLI_V1(hv_exponent, hv_sub(hv_of_i32(hu_of(a) >> 23 & 255u), hv_set1(127)))
-HPMLI_V1(hv_pow2i, hv_of(hu_of(hv_add(a, hv_set1(8388608 + 127))) << 23)) /* the sum's last bits are a + 127 */
+HPMLI_V1(hv_exponent, hv_of_i32(hu_of(a) >> 23 & 255u) - 127.0f)
+HPMLI_V1(hv_pow2i, hv_of(hu_of(a + (8388608.0f + 127.0f)) << 23)) /* the sum's last bits are a + 127 */
 HPMLI_VFN hv hv_load_i32(const int32_t *p) { return hv_of_i32(hu_load((const uint32_t *)p)); }
 HPMLI_VFN hv hv_load_bf16(const uint16_t *p) { return hv_of(HPMLI_K(hpmli_widen)(p) << 16); }
 HPMLI_VFN void hv_store_bf16(uint16_t *p, hv a) /* to the nearest, ties to even; a NaN stays one */
@@ -1595,16 +1595,14 @@ HPMLI_PARTIAL(i32, int32_t)
 HPMLI_VFN hv HPMLI_K(hpmli_exp)(hv x)
 {
     hv clamped = hv_max(hv_min(x, hv_set1(88.9f)), hv_set1(-104.0f));
-    hv n       = hv_round(hv_mul(clamped, hv_set1(1.44269504088896341f)));
+    hv n       = hv_round(clamped * 1.44269504088896341f);
     hv r       = hv_fnma(n, hv_set1(-2.12194440e-4f), hv_fnma(n, hv_set1(0.693359375f), clamped));
     hv p       = HV_POLY5(hv_fma, r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
                           1.6666665459e-1f);
     p = hv_fma(p, r, hv_set1(5.0000001201e-1f));
-    p = hv_add(hv_fma(p, hv_mul(r, r), r), hv_set1(1));
-    hv low     = hv_round(hv_mul(n, hv_set1(0.5f))); /* 2^n in two factors: n reaches 128 and -150 */
-    hv high    = hv_sub(n, low);
-    p = hv_mul(hv_mul(p, hv_pow2i(low)), hv_pow2i(high));
-    return hv_eq(x, x, p, x);
+    p = hv_fma(p, r * r, r) + 1.0f;
+    hv low = hv_round(n * 0.5f), high = n - low; /* 2^n in two factors: n reaches 128 and -150 */
+    return hv_eq(x, x, p * hv_pow2i(low) * hv_pow2i(high), x);
 }
 
 /* log(2^e m) = e ln 2 + log m, m in [sqrt 1/2, sqrt 2): a polynomial in f = m - 1 of the Cephes library. */
@@ -1615,51 +1613,48 @@ HPMLI_VFN hv HPMLI_K(hpmli_exp)(hv x)
 #endif
 HPMLI_VFN hv HPMLI_K(hpmli_log)(hv x)
 {
-    hv tiny = hv_set1(1.17549435e-38f), one = hv_set1(1);
-    hv s    = hv_gt(tiny, x, hv_mul(x, hv_set1(8388608.0f)), x); /* subnormal: times 2^23 */
-    hv e    = hv_sub(hv_exponent(s), hv_gt(tiny, x, hv_set1(23), hv_zero()));
+    hv tiny = hv_set1(1.17549435e-38f);
+    hv s    = hv_gt(tiny, x, x * 8388608.0f, x); /* subnormal: times 2^23 */
+    hv e    = hv_exponent(s) - hv_gt(tiny, x, hv_set1(23), hv_zero());
     hv m = hv_mantissa(s), big = hv_set1(1.41421356f), f, z, p, y;
-    e = hv_gt(m, big, hv_add(e, one), e);
-    f = hv_sub(hv_gt(m, big, hv_mul(m, hv_set1(0.5f)), m), one);
-    z = hv_mul(f, f);
+    e = hv_gt(m, big, e + 1.0f, e);
+    f = hv_gt(m, big, m * 0.5f, m) - 1.0f;
+    z = f * f;
     p = HPMLI_LOG_POLY(hv_fma, f);
-    y = hv_mul(hv_mul(p, f), z);
+    y = p * f * z;
     y = hv_fma(e, hv_set1(-2.12194440e-4f), y);
     y = hv_fma(z, hv_set1(-0.5f), y);
-    y = hv_fma(e, hv_set1(0.693359375f), hv_add(f, y));
+    y = hv_fma(e, hv_set1(0.693359375f), f + y);
     y = hv_eq(x, hv_set1(INFINITY), x, y);
     y = hv_eq(x, hv_zero(), hv_set1(-INFINITY), y);
     return hv_ge(x, hv_zero(), y, hv_set1(NAN));
 }
 
-HPMLI_VFN hv HPMLI_K(hpmli_sigmoid)(hv x)
-{
-    return hv_div(hv_set1(1), hv_add(hv_set1(1), HPMLI_K(hpmli_exp)(hv_neg(x))));
-}
+HPMLI_VFN hv HPMLI_K(hpmli_sigmoid)(hv x) { return 1.0f / (1.0f + HPMLI_K(hpmli_exp)(-x)); }
 
 /* tanh: a polynomial near zero, 1 - 2 / (exp(2|x|) + 1) elsewhere. */
 HPMLI_VFN hv HPMLI_K(hpmli_tanh)(hv x)
 {
-    hv a = hv_abs(x), z = hv_mul(x, x), far;
+    hv a = hv_abs(x), z = x * x, far;
     hv p = HV_POLY5(hv_fma, z, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
                     -3.33332819422e-1f);
-    p = hv_fma(hv_mul(p, z), x, x);
-    far = hv_sub(hv_set1(1), hv_div(hv_set1(2), hv_add(HPMLI_K(hpmli_exp)(hv_add(a, a)), hv_set1(1))));
-    far = hv_ge(x, hv_zero(), far, hv_neg(far));
+    p = hv_fma(p * z, x, x);
+    far = 1.0f - 2.0f / (HPMLI_K(hpmli_exp)(a + a) + 1.0f);
+    far = hv_ge(x, hv_zero(), far, -far);
     return hv_ge(a, hv_set1(0.625f), far, p);
 }
 
 /* erf: the series near zero, Abramowitz & Stegun 7.1.26 elsewhere; absolute error below 3e-7. */
 HPMLI_VFN hv HPMLI_K(hpmli_erf)(hv x)
 {
-    hv a = hv_abs(x), z = hv_mul(x, x), t, p, far, near_;
-    t = hv_div(hv_set1(1), hv_fma(a, hv_set1(0.3275911f), hv_set1(1)));
+    hv a = hv_abs(x), z = x * x, t, p, far, near_;
+    t = 1.0f / hv_fma(a, hv_set1(0.3275911f), hv_set1(1));
     p = HV_POLY5(hv_fma, t, 1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f);
-    far = hv_fnma(hv_mul(p, t), HPMLI_K(hpmli_exp)(hv_neg(z)), hv_set1(1));
-    far = hv_ge(x, hv_zero(), far, hv_neg(far));
+    far = hv_fnma(p * t, HPMLI_K(hpmli_exp)(-z), hv_set1(1));
+    far = hv_ge(x, hv_zero(), far, -far);
     p = HV_POLY5(hv_fma, z, -8.5483270e-4f, 5.2239776e-3f, -2.6866170e-2f, 1.1283792e-1f,
                  -3.7612639e-1f); /* 2 / sqrt(pi) (-1)^k / (k! (2k + 1)) */
-    near_ = hv_mul(hv_fma(p, z, hv_set1(1.1283792f)), x);
+    near_ = hv_fma(p, z, hv_set1(1.1283792f)) * x;
     return hv_gt(hv_set1(0.5f), a, near_, far);
 }
 
@@ -1673,43 +1668,37 @@ HPMLI_VFN hv HPMLI_K(hpmli_erf)(hv x)
 /* gelu, tanh form: u = sqrt(2/pi) (x + 0.044715 x^3) */
 HPMLI_VFN hv HPMLI_K(hpmli_gelu_t)(hv x)
 {
-    hv cubic = hv_fma(hv_mul(hv_mul(x, x), x), hv_set1(0.044715f), x);
-    return HPMLI_K(hpmli_tanh)(hv_mul(cubic, hv_set1(0.79788456080286535588f)));
+    hv cubic = hv_fma(x * x * x, hv_set1(0.044715f), x);
+    return HPMLI_K(hpmli_tanh)(cubic * 0.79788456080286535588f);
 }
 HPMLI_VFN hv HPMLI_K(hpmli_gelu_slope)(hv x)
 {
     hv t  = HPMLI_K(hpmli_gelu_t)(x);
-    hv du = hv_fma(hv_mul(x, x), hv_set1(0.79788456080286535588f * 3 * 0.044715f), hv_set1(0.79788456080286535588f));
-    hv dt = hv_mul(hv_fnma(t, t, HV_ONE), du);
-    return hv_mul(HV_HALF, hv_add(hv_add(HV_ONE, t), hv_mul(x, dt)));
+    hv du = hv_fma(x * x, hv_set1(0.79788456080286535588f * 3 * 0.044715f), hv_set1(0.79788456080286535588f));
+    hv dt = hv_fnma(t, t, HV_ONE) * du;
+    return 0.5f * (1.0f + t + x * dt);
 }
-HPMLI_VFN hv HPMLI_K(hpmli_gelu_cdf)(hv x) /* normal distribution function */
-{
-    return hv_mul(HV_HALF, hv_add(HV_ONE, HPMLI_K(hpmli_erf)(hv_mul(x, hv_set1(0.70710678118654752f)))));
-}
-HPMLI_VFN hv HPMLI_K(hpmli_gelu_pdf)(hv x)
-{
-    return hv_mul(hv_set1(0.39894228040143268f), HPMLI_K(hpmli_exp)(hv_mul(hv_mul(x, x), hv_set1(-0.5f))));
-}
+/* The normal distribution: its integral, its density. */
+HPMLI_VFN hv HPMLI_K(hpmli_cdf)(hv x) { return 0.5f * (1.0f + HPMLI_K(hpmli_erf)(x * 0.70710678118654752f)); }
+HPMLI_VFN hv HPMLI_K(hpmli_pdf)(hv x) { return 0.39894228040143268f * HPMLI_K(hpmli_exp)(x * x * -0.5f); }
 HPMLI_VFN hv HPMLI_K(hpmli_silu_slope)(hv x)
 {
     hv s = HPMLI_K(hpmli_sigmoid)(x);
-    return hv_mul(s, hv_fma(x, hv_sub(HV_ONE, s), HV_ONE));
+    return s * hv_fma(x, 1.0f - s, HV_ONE);
 }
 HPMLI_ACT(none, x, HV_ONE)
 HPMLI_ACT(relu, hv_gt(x, hv_zero(), x, hv_eq(x, x, hv_zero(), x)), hv_gt(y, hv_zero(), HV_ONE, hv_zero()))
-HPMLI_ACT(leaky, hv_gt(x, hv_zero(), x, hv_mul(x, s)), hv_gt(y, hv_zero(), HV_ONE, s))
-HPMLI_ACT(gelu, hv_mul(hv_mul(x, HV_HALF), hv_add(HV_ONE, HPMLI_K(hpmli_gelu_t)(x))), HPMLI_K(hpmli_gelu_slope)(x))
-HPMLI_ACT(gelu_erf, hv_mul(x, HPMLI_K(hpmli_gelu_cdf)(x)),
-          hv_fma(x, HPMLI_K(hpmli_gelu_pdf)(x), HPMLI_K(hpmli_gelu_cdf)(x)))
-HPMLI_ACT(silu, hv_mul(x, HPMLI_K(hpmli_sigmoid)(x)), HPMLI_K(hpmli_silu_slope)(x))
-HPMLI_ACT(sigmoid, HPMLI_K(hpmli_sigmoid)(x), hv_mul(y, hv_sub(HV_ONE, y)))
+HPMLI_ACT(leaky, hv_gt(x, hv_zero(), x, x * s), hv_gt(y, hv_zero(), HV_ONE, s))
+HPMLI_ACT(gelu, x * 0.5f * (1.0f + HPMLI_K(hpmli_gelu_t)(x)), HPMLI_K(hpmli_gelu_slope)(x))
+HPMLI_ACT(gelu_erf, x * HPMLI_K(hpmli_cdf)(x), hv_fma(x, HPMLI_K(hpmli_pdf)(x), HPMLI_K(hpmli_cdf)(x)))
+HPMLI_ACT(silu, x * HPMLI_K(hpmli_sigmoid)(x), HPMLI_K(hpmli_silu_slope)(x))
+HPMLI_ACT(sigmoid, HPMLI_K(hpmli_sigmoid)(x), y * (1.0f - y))
 HPMLI_ACT(tanh, HPMLI_K(hpmli_tanh)(x), hv_fnma(y, y, HV_ONE))
 HPMLI_ACT(exp, HPMLI_K(hpmli_exp)(x), y)
-HPMLI_ACT(log, HPMLI_K(hpmli_log)(x), hv_div(HV_ONE, x))
-HPMLI_ACT(sqrt, hv_sqrt(x), hv_div(HV_HALF, y))
-HPMLI_ACT(square, hv_mul(x, x), hv_add(x, x))
-HPMLI_ACT(neg, hv_neg(x), hv_set1(-1))
+HPMLI_ACT(log, HPMLI_K(hpmli_log)(x), 1.0f / x)
+HPMLI_ACT(sqrt, hv_sqrt(x), 0.5f / y)
+HPMLI_ACT(square, x * x, x + x)
+HPMLI_ACT(neg, -x, hv_set1(-1))
 HPMLI_ACT(abs, hv_abs(x), hv_gt(x, hv_zero(), HV_ONE, hv_gt(hv_zero(), x, hv_set1(-1), hv_zero())))
 #undef HPMLI_ACT
 
@@ -1739,8 +1728,9 @@ HPMLI_KFN void HPMLI_K(hpmli_act_backward)(int kind, float slope, float *dx, con
 #define HPMLI_X(number, name)                                                                                          \
     case number:                                                                                                       \
         HV_LOOP(n) {                                                                                                   \
-            hv d = hv_mul(hv_ld(dy + i, c), HPMLI_K(hpmli_d_##name)(hv_ld(x + i, c), hv_ld(y + i, c), s));             \
-            hv_st(dx + i, accumulate ? hv_add(hv_ld(dx + i, c), d) : d, c);                                            \
+            hv d = hv_ld(dy + i, c) * HPMLI_K(hpmli_d_##name)(hv_ld(x + i, c), hv_ld(y + i, c), s);                    \
+            if (accumulate) d += hv_ld(dx + i, c);                                                                     \
+            hv_st(dx + i, d, c);                                                                                       \
         }                                                                                                              \
         break;
         HPMLI_ACTS(HPMLI_X)
@@ -1749,15 +1739,15 @@ HPMLI_KFN void HPMLI_K(hpmli_act_backward)(int kind, float slope, float *dx, con
     }
 }
 
-#define HPMLI_MAP2(name)                                                                                               \
+#define HPMLI_MAP2(name, op)                                                                                           \
     HPMLI_KFN void HPMLI_K(hpmli_v##name)(float *y, const float *a, const float *b, int64_t n)                         \
     {                                                                                                                  \
-        HV_LOOP(n) hv_st(y + i, hv_##name(hv_ld(a + i, c), hv_ld(b + i, c)), c);                                       \
+        HV_LOOP(n) hv_st(y + i, hv_ld(a + i, c) op hv_ld(b + i, c), c);                                                \
     }
-HPMLI_MAP2(add)
-HPMLI_MAP2(sub)
-HPMLI_MAP2(mul)
-HPMLI_MAP2(div)
+HPMLI_MAP2(add, +)
+HPMLI_MAP2(sub, -)
+HPMLI_MAP2(mul, *)
+HPMLI_MAP2(div, /)
 #undef HPMLI_MAP2
 
 HPMLI_KFN void HPMLI_K(hpmli_vfill)(float *y, float value, int64_t n) { HV_LOOP(n) hv_st(y + i, hv_set1(value), c); }
@@ -1766,8 +1756,8 @@ HPMLI_KFN void HPMLI_K(hpmli_vfill)(float *y, float value, int64_t n) { HV_LOOP(
 HPMLI_KFN void HPMLI_K(hpmli_vaxpby)(float *y, float a, const float *x, float b, int64_t n)
 {
     hv va = hv_set1(a), vb = hv_set1(b);
-    if (b == 0) HV_LOOP(n) hv_st(y + i, hv_mul(va, hv_ld(x + i, c)), c);
-    else HV_LOOP(n) hv_st(y + i, hv_fma(va, hv_ld(x + i, c), hv_mul(vb, hv_ld(y + i, c))), c);
+    if (b == 0) HV_LOOP(n) hv_st(y + i, va * hv_ld(x + i, c), c);
+    else HV_LOOP(n) hv_st(y + i, hv_fma(va, hv_ld(x + i, c), vb * hv_ld(y + i, c)), c);
 }
 
 /* y = a x + b */
@@ -1791,7 +1781,8 @@ HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float 
     hv va = hv_set1(a), vb = hv_set1(b), vc = hv_set1(constant);
     HV_LOOP(n) {
         hv r = hv_fma(va, hv_ld(x + i, c), hv_fma(vb, hv_ld(z + i, c), vc));
-        hv_st(y + i, accumulate ? hv_add(hv_ld(y + i, c), r) : r, c);
+        if (accumulate) r += hv_ld(y + i, c);
+        hv_st(y + i, r, c);
     }
 }
 
@@ -1820,15 +1811,15 @@ HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float 
             const int64_t c = n - i < HV_W ? n - i : HV_W;                                                             \
             s0 = term(i, s0);                                                                                          \
         }                                                                                                              \
-        return hv_sum(hv_add(hv_add(s0, s1), hv_add(s2, s3)));                                                         \
+        return hv_sum((s0 + s1) + (s2 + s3));                                                                          \
     }
-#define HPMLI_TERM(at, s) hv_add(s, hv_ld(x + (at), c))
+#define HPMLI_TERM(at, s) (s + hv_ld(x + (at), c))
 HPMLI_REDUCE(vsum, (const float *x, int64_t n), HPMLI_TERM)
 #undef HPMLI_TERM
 #define HPMLI_TERM(at, s) hv_fma(hv_ld(a + (at), c), hv_ld(b + (at), c), s)
 HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HPMLI_TERM)
 #undef HPMLI_TERM
-#define HPMLI_TERM(at, s) HPMLI_K(hpmli_square_in)(hv_sub(hv_ld(x + (at), c), HPMLI_K(hpmli_keep)(mean, c)), s)
+#define HPMLI_TERM(at, s) HPMLI_K(hpmli_square_in)(hv_ld(x + (at), c) - HPMLI_K(hpmli_keep)(mean, c), s)
 HPMLI_VFN hv HPMLI_K(hpmli_square_in)(hv d, hv s) { return hv_fma(d, d, s); }
 HPMLI_VFN hv HPMLI_K(hpmli_keep)(float value, int64_t n) /* value in the first n lanes, 0 in the rest, as hv_load_n */
 {
@@ -1869,9 +1860,9 @@ HPMLI_KFN float HPMLI_K(hpmli_vexp_sum)(float *y, const float *x, float shift, i
 {
     hv s = hv_zero(), vs = hv_set1(shift);
     HV_LOOP(n) {
-        hv e = HPMLI_K(hpmli_exp)(hv_sub(hv_ld(x + i, c), vs));
+        hv e = HPMLI_K(hpmli_exp)(hv_ld(x + i, c) - vs);
         hv_st(y + i, e, c);
-        s = hv_add(s, c >= HV_W ? e : hv_bits((1u << c) - 1, e, hv_zero()));
+        s += c >= HV_W ? e : hv_bits((1u << c) - 1, e, hv_zero());
     }
     return hv_sum(s);
 }
@@ -1885,15 +1876,16 @@ HPMLI_KFN void HPMLI_K(hpmli_vsum_rows)(float *out, const float *x, int64_t rows
             int64_t r = r0, end = r0 + 64 < rows ? r0 + 64 : rows;
             hv      s0 = hv_zero(), s1 = s0, s2 = s0, s3 = s0;
             for (; r + 4 <= end; r += 4) {
-                s0 = hv_add(s0, hv_ld(x + r * cols + i, c));
-                s1 = hv_add(s1, hv_ld(x + (r + 1) * cols + i, c));
-                s2 = hv_add(s2, hv_ld(x + (r + 2) * cols + i, c));
-                s3 = hv_add(s3, hv_ld(x + (r + 3) * cols + i, c));
+                s0 += hv_ld(x + r * cols + i, c);
+                s1 += hv_ld(x + (r + 1) * cols + i, c);
+                s2 += hv_ld(x + (r + 2) * cols + i, c);
+                s3 += hv_ld(x + (r + 3) * cols + i, c);
             }
-            for (; r < end; r++) s0 = hv_add(s0, hv_ld(x + r * cols + i, c));
-            total = hv_add(total, hv_add(hv_add(s0, s1), hv_add(s2, s3)));
+            for (; r < end; r++) s0 += hv_ld(x + r * cols + i, c);
+            total += (s0 + s1) + (s2 + s3);
         }
-        hv_st(out + i, accumulate ? hv_add(hv_ld(out + i, c), total) : total, c);
+        if (accumulate) total += hv_ld(out + i, c);
+        hv_st(out + i, total, c);
     }
 }
 
@@ -2734,31 +2726,31 @@ HPMLI_VFN void HPMLI_K(hpmli_chunk)(uint32_t *w, uint64_t seed, uint64_t stream,
 HPMLI_VFN hv HPMLI_K(hpmli_radius)(hv u)
 {
     hv m = hv_mantissa(u), e = hv_exponent(u), root2 = hv_set1(1.41421356f), f, z, y;
-    e = hv_gt(m, root2, hv_add(e, hv_set1(1)), e);
-    f = hv_sub(hv_gt(m, root2, hv_mul(m, hv_set1(0.5f)), m), hv_set1(1));
-    z = hv_mul(f, f);
+    e = hv_gt(m, root2, e + 1.0f, e);
+    f = hv_gt(m, root2, m * 0.5f, m) - 1.0f;
+    z = f * f;
     y = HPMLI_LOG_POLY(hv_fused, f);
-    y = hv_fused(hv_mul(f, z), y, hv_mul(e, hv_set1(-2.12194440e-4f)));
-    y = hv_add(hv_fused(z, hv_set1(-0.5f), y), f);
+    y = hv_fused(f * z, y, e * -2.12194440e-4f);
+    y = hv_fused(z, hv_set1(-0.5f), y) + f;
     y = hv_fused(e, hv_set1(0.693359375f), y);
-    return hv_sqrt(hv_max(hv_mul(y, hv_set1(-2)), hv_zero()));
+    return hv_sqrt(hv_max(y * -2.0f, hv_zero()));
 }
 
 /* cos and sin of 2 pi t for t in [-1/2, 1/2]: exact reduction to an eighth of a turn, then polynomials (Cephes). */
 HPMLI_VFN void HPMLI_K(hpmli_cos_sin)(hv t, hv *cosine, hv *sine)
 {
-    hv q = hv_round(hv_mul(t, hv_set1(4))), one = hv_set1(1), aq = hv_abs(q);
-    hv x = hv_mul(hv_fused(q, hv_set1(-0.25f), t), hv_set1(6.28318531f)), z = hv_mul(x, x);
+    hv q = hv_round(t * 4.0f), one = hv_set1(1), aq = hv_abs(q);
+    hv x = hv_fused(q, hv_set1(-0.25f), t) * 6.28318531f, z = x * x;
     hv s    = hv_fused(hv_set1(-1.9515295891e-4f), z, hv_set1(8.3321608736e-3f));
     hv c    = hv_fused(hv_set1(2.443315711809948e-5f), z, hv_set1(-1.388731625493765e-3f));
-    s = hv_fused(hv_mul(x, z), hv_fused(s, z, hv_set1(-1.6666654611e-1f)), x);
+    s = hv_fused(x * z, hv_fused(s, z, hv_set1(-1.6666654611e-1f)), x);
     c = hv_fused(z, hv_fused(z, hv_fused(c, z, hv_set1(4.166664568298827e-2f)), hv_set1(-0.5f)), one);
     hv u    = hv_eq(aq, one, s, c); /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
     hv v    = hv_eq(aq, one, c, s);
-    u = hv_gt(aq, one, hv_neg(u), u);
-    v = hv_gt(aq, one, hv_neg(v), v);
-    *cosine = hv_eq(q, one, hv_neg(u), u);
-    *sine   = hv_eq(q, hv_set1(-1), hv_neg(v), v);
+    u = hv_gt(aq, one, -u, u);
+    v = hv_gt(aq, one, -v, v);
+    *cosine = hv_eq(q, one, -u, u);
+    *sine   = hv_eq(q, hv_set1(-1), -v, v);
 }
 
 /* Two words to two independent normals: radius from the first, angle from the second (Box & Muller). */
@@ -2766,15 +2758,15 @@ HPMLI_VFN void HPMLI_K(hpmli_box_muller)(const uint32_t *a, const uint32_t *b, h
 {
     const float scale = 1.0f / 4294967296.0f;
     hv          u = hv_fused(hv_words(a), hv_set1(scale), hv_set1(scale / 2)), r = HPMLI_K(hpmli_radius)(u), c, s;
-    HPMLI_K(hpmli_cos_sin)(hv_mul(hv_load_i32((const int32_t *)(const void *)b), hv_set1(scale)), &c, &s);
-    *x = hv_mul(r, c);
-    *y = hv_mul(r, s);
+    HPMLI_K(hpmli_cos_sin)(hv_of_i32(hu_load(b)) * scale, &c, &s);
+    *x = r * c;
+    *y = r * s;
 }
 
 HPMLI_VFN void HPMLI_K(hpmli_chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
 {
     for (int i = 0; i < HPMLI_CHUNK; i += HV_W)
-        hv_store(x + i, hv_mul(hv_words24(w + i), hv_set1(1.0f / 16777216.0f)));
+        hv_store(x + i, hv_words24(w + i) * (1.0f / 16777216.0f));
 }
 
 /* Words j and j + 32 of a chunk make normals j and j + 32. */
@@ -2847,12 +2839,12 @@ HPMLI_VFN uint32_t HPMLI_K(hpmli_onebit_step)(HPMLI_K(hpmli_onebit_acc) *a, floa
         uint32_t mask = valid >> at;
         hv       v    = hv_ld(g + at, left), low0, high0, low1, high1;
         if (e) {
-            v = hv_add(v, hv_ld(e + at, left));
+            v += hv_ld(e + at, left);
             hv_st(e + at, v, left);
         }
         bits |= hv_signmask(v) << at;
-        a->sum[0][u] = hv_add(a->sum[0][u], hv_ge(v, zero, zero, v));
-        a->sum[1][u] = hv_add(a->sum[1][u], hv_ge(v, zero, v, zero));
+        a->sum[0][u] += hv_ge(v, zero, zero, v);
+        a->sum[1][u] += hv_ge(v, zero, v, zero);
         low0  = hv_min(v, a->least[0][u]); /* v >= 0 does no harm: clamped only when the side has elements */
         high0 = hv_max(hv_ge(v, zero, minf, v), a->most[0][u]);
         low1  = hv_min(hv_ge(v, zero, v, inf), a->least[1][u]);
@@ -2891,7 +2883,7 @@ HPMLI_KFN void HPMLI_K(hpmli_onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, 
         for (int side = 0; side < 2; side++) {
             HPMLI_UNROLL
             for (int h = HPMLI_ONEBIT_V / 2; h > 0; h /= 2)
-                for (int u = 0; u < h; u++) a.sum[side][u] = hv_add(a.sum[side][u], a.sum[side][u + h]);
+                for (int u = 0; u < h; u++) a.sum[side][u] += a.sum[side][u + h];
             row->sum[side] += (double)hv_sum(a.sum[side][0]);
         }
     }
@@ -2902,7 +2894,7 @@ HPMLI_KFN void HPMLI_K(hpmli_onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, 
             a.least[side][0] = hv_min(a.least[side][0], a.least[side][u]);
             a.most[side][0]  = hv_max(a.most[side][0], a.most[side][u]);
         }
-        row->least[side] = -hv_hmax(hv_neg(a.least[side][0]));
+        row->least[side] = -hv_hmax(-a.least[side][0]);
         row->most[side]  = hv_hmax(a.most[side][0]);
     }
     row->count[1] = ones;
@@ -2915,7 +2907,7 @@ HPMLI_KFN void HPMLI_K(hpmli_onebit_carry)(float *e, float low, float high, int6
     hv l = hv_set1(low), h = hv_set1(high);
     HV_LOOP(n) {
         hv v = hv_ld(e + i, c);
-        hv_st(e + i, hv_sub(v, hv_ge(v, hv_zero(), h, l)), c);
+        hv_st(e + i, v - hv_ge(v, hv_zero(), h, l), c);
     }
 }
 
@@ -2935,7 +2927,7 @@ HPMLI_KFN void HPMLI_K(hpmli_onebit_carry)(float *e, float low, float high, int6
         }                                                                                                              \
     }
 HPMLI_ONEBIT_DECODE(onebit_decode, v)
-HPMLI_ONEBIT_DECODE(onebit_decode_add, hv_add(hv_ld(y, c), v))
+HPMLI_ONEBIT_DECODE(onebit_decode_add, hv_ld(y, c) + v)
 #undef HPMLI_ONEBIT_DECODE
 #undef HPMLI_ONEBIT_V
 
@@ -2946,9 +2938,9 @@ HPMLI_KFN bool HPMLI_K(hpmli_bf16_encode)(uint16_t *packed, float *e, const floa
     hv nan = hv_zero();
     HV_LOOP(n) {
         hv v = hv_ld(g + i, c), lost;
-        if (e) v = hv_add(v, hv_ld(e + i, c));
+        if (e) v += hv_ld(e + i, c);
         hv_st_bf16(packed + i, v, c);
-        lost = hv_sub(v, hv_ld_bf16(packed + i, c));
+        lost = v - hv_ld_bf16(packed + i, c);
         if (e) hv_st(e + i, lost, c);
         nan = hv_fma(lost, hv_zero(), nan);
     }
@@ -2957,7 +2949,7 @@ HPMLI_KFN bool HPMLI_K(hpmli_bf16_encode)(uint16_t *packed, float *e, const floa
 
 HPMLI_KFN void HPMLI_K(hpmli_bf16_decode_add)(float *out, const uint16_t *packed, int64_t n)
 {
-    HV_LOOP(n) hv_st(out + i, hv_add(hv_ld(out + i, c), hv_ld_bf16(packed + i, c)), c);
+    HV_LOOP(n) hv_st(out + i, hv_ld(out + i, c) + hv_ld_bf16(packed + i, c), c);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
