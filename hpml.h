@@ -1279,7 +1279,7 @@ typedef uint64x2_t  hq;
 HPMLI_VFN hv hv_of(hu u) { hv a; memcpy(&a, &u, sizeof a); return a; }
 HPMLI_VFN hu hu_of(hv a) { hu u; memcpy(&u, &a, sizeof u); return u; }
 typedef hv hv_anywhere __attribute__((aligned(4)));
-typedef hu hu_anywhere __attribute__((aligned(4)));
+typedef hu hu_anywhere __attribute__((aligned(1))); /* integers come from files as well */
 HPMLI_VFN hu hu_load(const uint32_t *p) { return *(const hu_anywhere *)p; }
 HPMLI_VFN void hu_store(uint32_t *p, hu a) { *(hu_anywhere *)p = a; }
 HPMLI_VFN hv hv_load(const float *p) { return *(const hv_anywhere *)p; }
@@ -4621,22 +4621,21 @@ HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_
 
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 {
-    int64_t at[HPML_MAX_DIMS] = { 0 }, rows = 1, last = HPML_MAX_DIMS - 1;
+    int64_t at[HPML_MAX_DIMS] = { 0 }, count = hpml_tensor_count(dst);
     if (!dst || !src || hpmli_failed(dst->ctx)) return dst ? hpml_ctx_status(dst->ctx) : HPML_ERR_ARGUMENT;
     if (dst->ndim != src->ndim || memcmp(dst->shape, src->shape, sizeof dst->shape) != 0 || !dst->data || !src->data)
         return hpmli_fail(dst->ctx, HPML_ERR_SHAPE, "copy of %s to %s: both need memory and the same shape",
                           hpmli_text(src), hpmli_text(dst));
     if (hpmli_contiguous(dst) && hpmli_contiguous(src)) {
-        hpmli_convert(dst->ctx->k, dst->dtype, dst->data, src->dtype, src->data, hpml_tensor_count(dst));
+        hpmli_convert(dst->ctx->k, dst->dtype, dst->data, src->dtype, src->data, count);
         return HPML_OK;
     }
-    for (int i = 0; i < dst->ndim; i++) rows *= dst->shape[i];
-    for (int64_t r = 0; r < rows; r++) { /* element by element: views are for convenience, ops for speed */
+    for (int64_t n = 0; n < count; n++) { /* element by element: views are for convenience, ops for speed */
         int64_t d = 0, s = 0;
         for (int i = 0; i < dst->ndim; i++) d += at[i] * dst->stride[i], s += at[i] * src->stride[i];
         hpmli_convert(dst->ctx->k, dst->dtype, (char *)dst->data + (size_t)d * hpml_dtype_size(dst->dtype), src->dtype,
                       (const char *)src->data + (size_t)s * hpml_dtype_size(src->dtype), 1);
-        for (last = dst->ndim - 1; last >= 0 && ++at[last] == dst->shape[last]; last--) at[last] = 0;
+        for (int i = dst->ndim - 1; i >= 0 && ++at[i] == dst->shape[i]; i--) at[i] = 0;
     }
     return HPML_OK;
 }
@@ -5586,7 +5585,6 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
         y->batch_rows        = ndim > 0 && full[0] % batch == 0 ? full[0] / batch : 0;
         y->node->mixes_batch = y->batch_rows == 0;
     }
-    if (y) y->dtype = x->dtype;
     return y;
 }
 
@@ -7113,24 +7111,21 @@ HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
     for (j.t = j.T - 1; j.t >= 0; j.t--) {
         hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell_back, &j);
         if (j.t > 0) /* dh_{t-1} = da_t W_h */
-            hpmli_product_at(run->ctx, -1, j.B, H, 4 * H, 1, hpmli_strided(j.gates + j.t * 4 * H, j.T * 4 * H, false),
-                               hpmli_strided(n->src[2]->data, H, false), j.dh, H, NULL, false);
+            hpmli_product(run->ctx, 1, j.B, H, 4 * H, hpmli_strided(j.gates + j.t * 4 * H, j.T * 4 * H, false),
+                          hpmli_strided(n->src[2]->data, H, false), j.dh, false);
     }
-    hpmli_mat da = hpmli_strided(j.gates, 4 * H, false);
     if (n->src[0]->grad)
-        hpmli_product_at(run->ctx, -1, j.B * j.T, in, 4 * H, 1, da, hpmli_strided(n->src[1]->data, in, false),
-                         n->src[0]->grad, in, NULL, n->accumulate[0]);
-    da = hpmli_strided(j.gates, 4 * H, true);
+        hpmli_product(run->ctx, 1, j.B * j.T, in, 4 * H, hpmli_strided(j.gates, 4 * H, false),
+                      hpmli_strided(n->src[1]->data, in, false), n->src[0]->grad, n->accumulate[0]);
     if (n->src[1]->grad)
-        hpmli_product_at(run->ctx, -1, 4 * H, in, j.B * j.T, 1, da, hpmli_strided(n->src[0]->data, in, false),
-                         n->src[1]->grad, in, NULL, n->accumulate[1]);
+        hpmli_product(run->ctx, 1, 4 * H, in, j.B * j.T, hpmli_strided(j.gates, 4 * H, true),
+                      hpmli_strided(n->src[0]->data, in, false), n->src[1]->grad, n->accumulate[1]);
     if (n->src[3]->grad) j.k->vsum_rows(n->src[3]->grad, j.gates, j.B * j.T, 4 * H, n->accumulate[3]);
     if (!n->src[2]->grad) return;
     if (!n->accumulate[2]) j.k->vfill(n->src[2]->grad, 0, 4 * H * H);
     for (int64_t b = 0; b < j.B && j.T > 1; b++) /* dW_h = sum over t >= 1 of da_t^T h_{t-1} */
-        hpmli_product_at(run->ctx, -1, 4 * H, H, j.T - 1, 1,
-                         hpmli_strided(j.gates + (b * j.T + 1) * 4 * H, 4 * H, true),
-                         hpmli_strided(n->out->data + b * j.T * H, H, false), n->src[2]->grad, H, NULL, true);
+        hpmli_product(run->ctx, 1, 4 * H, H, j.T - 1, hpmli_strided(j.gates + (b * j.T + 1) * 4 * H, 4 * H, true),
+                      hpmli_strided(n->out->data + b * j.T * H, H, false), n->src[2]->grad, true);
 }
 
 HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_pass(run, n), hpmli_lstm_back(run, n))
@@ -9081,15 +9076,14 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
     int64_t       sx[3], sy[1]; /* images, height, width; labels */
     hpml_dataset *d = NULL;
     if (hpmli_failed(ctx)) return NULL;
-    if (hpmli_idx_open(ctx, &fx, images) && hpmli_idx_open(ctx, &fy, labels) &&
-        hpmli_idx_header(ctx, &fx, images, 3, sx) && hpmli_idx_header(ctx, &fy, labels, 1, sy)) {
-        if (sx[0] != sy[0])
-            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images, (long long)sx[0],
-                       labels, (long long)sy[0]);
-        else {
-            int64_t shape[3] = { 1, sx[1], sx[2] };
-            d = hpmli_dataset_make(ctx, sx[0], HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
-        }
+    bool good = hpmli_idx_open(ctx, &fx, images) && hpmli_idx_open(ctx, &fy, labels) &&
+                hpmli_idx_header(ctx, &fx, images, 3, sx) && hpmli_idx_header(ctx, &fy, labels, 1, sy);
+    if (good && sx[0] != sy[0])
+        good = hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images,
+                           (long long)sx[0], labels, (long long)sy[0]);
+    if (good) {
+        int64_t shape[3] = { 1, sx[1], sx[2] };
+        d = hpmli_dataset_make(ctx, sx[0], HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
     }
     if (d) {
         hpmli_owner *o = (hpmli_owner *)d->owner;
@@ -10041,16 +10035,11 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 
 HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path)
 {
-    hpmli_file        in;
-    hpml_safetensors *f;
-    if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &in, path)) return NULL;
-    f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_safetensors_drop);
-    if (!f) {
-        hpmli_file_close(&in);
-        return NULL;
-    }
-    f->ctx = ctx, f->file = in;
-    if (hpmli_safe_parse(f)) return f;
+    if (hpmli_failed(ctx)) return NULL;
+    hpml_safetensors *f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_safetensors_drop);
+    if (!f) return NULL;
+    f->ctx = ctx;
+    if (hpmli_file_open(ctx, &f->file, path) && hpmli_safe_parse(f)) return f;
     if (ctx->status == HPML_OK)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file of F32, BF16, F16, I32 and U8 tensors "
                    "with 1 to %d dimensions", path, HPML_MAX_DIMS);
@@ -10434,8 +10423,9 @@ HPMLI_FN double hpmli_node_flops(const hpml_node *n, bool backward)
 /* Bytes that one forward call reads and writes. */
 HPMLI_FN double hpmli_node_bytes(const hpml_node *n)
 {
-    double bytes = n->op == HPML_OP_RESHAPE ? 0 : (double)hpmli_tensor_bytes(n->out);
-    for (int i = 0; i < n->src_count && n->op != HPML_OP_RESHAPE; i++)
+    double bytes = (double)hpmli_tensor_bytes(n->out);
+    if (n->op == HPML_OP_RESHAPE) return 0;
+    for (int i = 0; i < n->src_count; i++)
         if (n->src[i]) bytes += (double)hpmli_tensor_bytes(n->src[i]);
     return bytes;
 }
