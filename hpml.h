@@ -8359,35 +8359,6 @@ HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, f
     return HPML_OK;
 }
 
-/* What checkpoints hold, one by one; false past the end. */
-typedef struct hpmli_state {
-    const char    *name;
-    float         *device;
-    int64_t        count;
-    int            ndim;
-    const int64_t *shape;
-} hpmli_state;
-
-HPMLI_FN bool hpmli_trainer_state(const hpml_trainer *t, int index, hpmli_state *out)
-{
-    int          n = t->ctx->param_count, kind = index / n, i = index % n;
-    hpmli_named *s = t->states;
-    if (kind < 3) {
-        const hpml_tensor *p = t->ctx->params[i];
-        const hpml_update *u = &t->updates[i];
-        out->name   = kind == 0 ? p->name : kind == 1 ? t->m_names[i] : t->v_names[i];
-        out->device = kind == 0 ? p->data : kind == 1 ? u->m : u->v;
-        out->ndim   = p->ndim;
-        out->shape  = p->shape;
-        out->count  = out->device ? hpml_tensor_count(p) : 0; /* 0: nothing kept here */
-        return true;
-    }
-    for (i = index - 3 * n; s && i > 0; i--) s = s->next;
-    if (!s) return false;
-    out->name = s->name, out->device = s->values, out->count = s->count, out->ndim = 1, out->shape = &s->count;
-    return true;
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>step   one step, one epoch, evaluation, prediction
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10133,10 +10104,39 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 
 /* A list of named arrays on the device becomes a file, and back. Loading checks all entries before it changes one. */
 
+typedef struct hpmli_state {
+    const char    *name;
+    float         *device;
+    int64_t        count;
+    int            ndim;
+    const int64_t *shape;
+} hpmli_state;
+
 typedef struct hpmli_arrays {
     hpmli_state *s; /* (count) */
     int          count;
 } hpmli_arrays;
+
+/* The parameters; with a trainer also what its optimizer keeps for them, and named values. */
+HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpmli_arrays *a)
+{
+    int64_t n = ctx->param_count, most = t ? 3 * n : n, named = 0;
+    for (hpmli_named *v = t ? t->states : NULL; v; v = v->next) named++;
+    a->count = 0;
+    a->s     = hpml_param_init(ctx) == HPML_OK ? hpmli_new(ctx, hpmli_state, most + named + 1) : NULL;
+    for (int64_t i = 0; a->s && i < most; i++) {
+        const hpml_tensor *p = ctx->params[i % n];
+        hpmli_state        s = { p->name, p->data, hpml_tensor_count(p), p->ndim, p->shape };
+        if (i >= 2 * n) s.name = t->v_names[i % n], s.device = t->updates[i % n].v;
+        else if (i >= n) s.name = t->m_names[i % n], s.device = t->updates[i % n].m;
+        if (s.device) a->s[a->count++] = s; /* NULL: nothing kept here */
+    }
+    for (hpmli_named *v = t ? t->states : NULL; a->s && v; v = v->next) {
+        hpmli_state s = { v->name, v->values, v->count, 1, &v->count };
+        a->s[a->count++] = s;
+    }
+    return a->s != NULL;
+}
 
 HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpmli_arrays *a, const char *path, hpml_dtype dtype,
                                        const hpml_meta *meta, int meta_count)
@@ -10191,27 +10191,13 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpmli_arrays *a, con
     return ctx->status;
 }
 
-HPMLI_FN bool hpmli_arrays_of_params(hpml_ctx *ctx, hpmli_arrays *a)
-{
-    a->count = 0;
-    a->s     = NULL;
-    if (hpml_param_init(ctx) != HPML_OK) return false;
-    a->s = hpmli_new(ctx, hpmli_state, ctx->param_count + 1);
-    for (int i = 0; a->s && i < ctx->param_count; i++) {
-        hpml_tensor *p = ctx->params[i];
-        hpmli_state  s = { p->name, p->data, hpml_tensor_count(p), p->ndim, p->shape };
-        a->s[a->count++] = s;
-    }
-    return a->s != NULL;
-}
-
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype)
 {
     hpmli_arrays a;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
         return hpmli_fail(ctx, HPML_ERR_DTYPE, "params_save: parameters are stored as f32, bf16 or f16");
-    if (hpmli_arrays_of_params(ctx, &a)) hpmli_arrays_save(ctx, &a, path, dtype, NULL, 0);
+    if (hpmli_arrays_of(ctx, NULL, &a)) hpmli_arrays_save(ctx, &a, path, dtype, NULL, 0);
     hpmli_free(ctx, a.s);
     return ctx->status;
 }
@@ -10220,24 +10206,12 @@ HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
 {
     hpmli_arrays a;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    if (!hpmli_arrays_of_params(ctx, &a)) return ctx->status;
+    if (!hpmli_arrays_of(ctx, NULL, &a)) return ctx->status;
     hpml_safetensors *f = hpml_safetensors_open(ctx, path);
     if (f) hpmli_arrays_load(ctx, &a, f, path);
     hpml_safetensors_close(f);
     hpmli_free(ctx, a.s);
     return ctx->status;
-}
-
-HPMLI_FN bool hpmli_arrays_of_trainer(hpml_trainer *t, hpmli_arrays *a)
-{
-    hpmli_state s;
-    int         n = 0;
-    while (hpmli_trainer_state(t, n, &s)) n++;
-    a->count = 0;
-    a->s     = hpmli_new(t->ctx, hpmli_state, n + 1);
-    for (int i = 0; a->s && i < n; i++)
-        if (hpmli_trainer_state(t, i, &s) && s.count > 0) a->s[a->count++] = s;
-    return a->s != NULL;
 }
 
 /* Numbers of a training that are not arrays; kept as text in the metadata. */
@@ -10267,7 +10241,7 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     meta[n].key = "hpml." #name, meta[n].value = text[n], n++;
     HPMLI_POSITION(HPMLI_X)
 #undef HPMLI_X
-    if (hpmli_arrays_of_trainer(t, &a)) hpmli_arrays_save(t->ctx, &a, path, HPML_DTYPE_F32, meta, n);
+    if (hpmli_arrays_of(t->ctx, t, &a)) hpmli_arrays_save(t->ctx, &a, path, HPML_DTYPE_F32, meta, n);
     hpmli_free(t->ctx, a.s);
     return t->ctx->status;
 }
@@ -10299,7 +10273,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (%d, this trainer has %d)", path,
                    (int)p.optimizer, (int)t->d.optimizer);
     a.s = NULL;
-    if (ctx->status == HPML_OK && hpmli_arrays_of_trainer(t, &a) && hpmli_arrays_load(ctx, &a, f, path) == HPML_OK) {
+    if (ctx->status == HPML_OK && hpmli_arrays_of(t->ctx, t, &a) && hpmli_arrays_load(ctx, &a, f, path) == HPML_OK) {
         ctx->seed = (uint64_t)p.seed;
         t->step = p.step, t->epoch = p.epoch, t->epoch_step = p.epoch_step, t->micro = 0;
         if (t->scale_steps >= 0 && p.scale_steps >= 0) /* both dynamic */
