@@ -1798,35 +1798,32 @@ HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float 
 #define HPMLI_REDUCE(name, params, term)                                                                               \
     HPMLI_KFN float HPMLI_K(hpmli_##name) params                                                                       \
     {                                                                                                                  \
-        hv      s0 = hv_zero(), s1 = s0, s2 = s0, s3 = s0;                                                             \
-        int64_t i = 0;                                                                                                 \
+        hv      s[4] = { hv_zero(), hv_zero(), hv_zero(), hv_zero() };                                                 \
+        int64_t i    = 0;                                                                                              \
         for (; i + 4 * HV_W <= n; i += 4 * HV_W) {                                                                     \
-            const int64_t c = HV_W, j = i + HV_W, k = i + 2 * HV_W, l = i + 3 * HV_W;                                  \
-            s0 = term(i, s0);                                                                                          \
-            s1 = term(j, s1);                                                                                          \
-            s2 = term(k, s2);                                                                                          \
-            s3 = term(l, s3);                                                                                          \
+            HPMLI_UNROLL                                                                                               \
+            for (int u = 0; u < 4; u++) {                                                                              \
+                const int64_t c = HV_W, at = i + u * HV_W;                                                             \
+                const hv      sum = s[u];                                                                              \
+                s[u] = term;                                                                                           \
+            }                                                                                                          \
         }                                                                                                              \
         for (; i < n; i += HV_W) {                                                                                     \
-            const int64_t c = n - i < HV_W ? n - i : HV_W;                                                             \
-            s0 = term(i, s0);                                                                                          \
+            const int64_t c = n - i < HV_W ? n - i : HV_W, at = i;                                                     \
+            const hv      sum = s[0];                                                                                  \
+            s[0] = term;                                                                                               \
         }                                                                                                              \
-        return hv_sum((s0 + s1) + (s2 + s3));                                                                          \
+        return hv_sum((s[0] + s[1]) + (s[2] + s[3]));                                                                  \
     }
-#define HPMLI_TERM(at, s) (s + hv_ld(x + (at), c))
-HPMLI_REDUCE(vsum, (const float *x, int64_t n), HPMLI_TERM)
-#undef HPMLI_TERM
-#define HPMLI_TERM(at, s) hv_fma(hv_ld(a + (at), c), hv_ld(b + (at), c), s)
-HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HPMLI_TERM)
-#undef HPMLI_TERM
-#define HPMLI_TERM(at, s) HPMLI_K(hpmli_square_in)(hv_ld(x + (at), c) - HPMLI_K(hpmli_keep)(mean, c), s)
-HPMLI_VFN hv HPMLI_K(hpmli_square_in)(hv d, hv s) { return hv_fma(d, d, s); }
+HPMLI_VFN hv HPMLI_K(hpmli_add_square)(hv sum, hv d) { return hv_fma(d, d, sum); }
 HPMLI_VFN hv HPMLI_K(hpmli_keep)(float value, int64_t n) /* value in the first n lanes, 0 in the rest, as hv_load_n */
 {
     return n >= HV_W ? hv_set1(value) : hv_bits((1u << n) - 1, hv_set1(value), hv_zero());
 }
-HPMLI_REDUCE(vvar, (const float *x, float mean, int64_t n), HPMLI_TERM)
-#undef HPMLI_TERM
+HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + hv_ld(x + at, c))
+HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), hv_fma(hv_ld(a + at, c), hv_ld(b + at, c), sum))
+HPMLI_REDUCE(vvar, (const float *x, float mean, int64_t n),
+             HPMLI_K(hpmli_add_square)(sum, hv_ld(x + at, c) - HPMLI_K(hpmli_keep)(mean, c)))
 #undef HPMLI_REDUCE
 
 #define HPMLI_WIDE(name, params, piece)                                                                                \
@@ -2671,7 +2668,10 @@ HPMLI_VFN hv hv_words(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, roun
 HPMLI_VFN hu pv_set(int64_t a, int64_t b) { return (hu)_mm512_set4_epi64(b, a, b, a); }
 HPMLI_VFN hv hv_words(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)hu_load(p)); }
 #else
-HPMLI_VFN hu pv_set(int64_t a, int64_t b) { return (hu)vcombine_u64(vcreate_u64((uint64_t)a), vcreate_u64((uint64_t)b)); }
+HPMLI_VFN hu pv_set(int64_t a, int64_t b)
+{
+    return (hu)vcombine_u64(vcreate_u64((uint64_t)a), vcreate_u64((uint64_t)b));
+}
 HPMLI_VFN hu pv_products(hu c, hu m)
 {
     hu products = vrev64q_u32((hu)vmull_u32(vmovn_u64((hq)c), vmovn_u64((hq)m)));
@@ -4467,8 +4467,8 @@ HPMLI_FN bool hpmli_has_views(const hpml_tensor *t)
 {
     if (!t || hpmli_failed(t->ctx)) return false;
     if (t->data) return true;
-    return hpmli_false(t->ctx, HPML_ERR_STATE, "view of \"%s\": it has no memory yet; record hpml_reshape, hpml_slice or "
-                       "hpml_transpose instead", t->name);
+    return hpmli_false(t->ctx, HPML_ERR_STATE, "view of \"%s\": it has no memory yet; record hpml_reshape, hpml_slice "
+                       "or hpml_transpose instead", t->name);
 }
 
 /* A view has the memory of another tensor: it is marked by a stride or an owner that is not its own. */
@@ -4562,7 +4562,8 @@ HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
 {
     if (!hpmli_has_views(t)) return NULL;
     if (dim_a < 0 || dim_b < 0 || dim_a >= t->ndim || dim_b >= t->ndim)
-        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "transpose of %s: no dimension %d or %d", hpmli_text(t), dim_a, dim_b);
+        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "transpose of %s: no dimension %d or %d", hpmli_text(t), dim_a,
+                          dim_b);
     hpml_tensor *v = hpmli_view(t);
     if (!v) return NULL;
     v->shape[dim_a] = t->shape[dim_b], v->stride[dim_a] = t->stride[dim_b];
@@ -5417,8 +5418,8 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
         fits     = fits && (b->ndim == 2 || b->shape[i] == a->shape[i]);
     }
     if (!fits || a->shape[a->ndim - (trans_a ? 2 : 1)] != b->shape[b->ndim - (trans_b ? 1 : 2)])
-        return hpmli_null(a->ctx, HPML_ERR_SHAPE, "matmul: %s%s and %s%s do not fit: expected (.., m, k) and (.., k, n) "
-                          "with the same leading dimensions, or (k, n)", hpmli_text(a), trans_a ? " transposed" : "",
+        return hpmli_null(a->ctx, HPML_ERR_SHAPE, "matmul: %s%s and %s%s do not fit: expected (.., m, k) and (.., k, "
+                          "n) with the same leading dimensions, or (k, n)", hpmli_text(a), trans_a ? " transposed" : "",
                           hpmli_text(b), trans_b ? " transposed" : "");
     shape[a->ndim - 2] = a->shape[a->ndim - (trans_a ? 1 : 2)];
     shape[a->ndim - 1] = b->shape[b->ndim - (trans_b ? 2 : 1)];
@@ -10063,7 +10064,8 @@ HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const hpml_safetensor *t, uint6
     hpmli_table line = hpmli_table_of(text, sizeof text);
     hpmli_table_add(&line, ":{\"dtype\":\"%s\",\"shape\":[", hpmli_dtypes[t->dtype].safe);
     for (int i = 0; i < t->ndim; i++) hpmli_table_add(&line, "%s%lld", i ? "," : "", (long long)t->shape[i]);
-    hpmli_table_add(&line, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at, (unsigned long long)(at + t->bytes));
+    hpmli_table_add(&line, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
+                    (unsigned long long)(at + t->bytes));
     hpmli_write_json(w, t->name);
     hpmli_write(w, text, (size_t)line.used);
 }
