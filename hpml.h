@@ -1871,15 +1871,13 @@ HPMLI_KFN void HPMLI_K(hpmli_vsum_rows)(float *out, const float *x, int64_t rows
         hv total = hv_zero();
         for (int64_t r0 = 0; r0 < rows; r0 += 64) {
             int64_t r = r0, end = r0 + 64 < rows ? r0 + 64 : rows;
-            hv      s0 = hv_zero(), s1 = s0, s2 = s0, s3 = s0;
+            hv      s[4] = { hv_zero(), hv_zero(), hv_zero(), hv_zero() };
             for (; r + 4 <= end; r += 4) {
-                s0 += hv_ld(x + r * cols + i, c);
-                s1 += hv_ld(x + (r + 1) * cols + i, c);
-                s2 += hv_ld(x + (r + 2) * cols + i, c);
-                s3 += hv_ld(x + (r + 3) * cols + i, c);
+                HPMLI_UNROLL
+                for (int u = 0; u < 4; u++) s[u] += hv_ld(x + (r + u) * cols + i, c);
             }
-            for (; r < end; r++) s0 += hv_ld(x + r * cols + i, c);
-            total += (s0 + s1) + (s2 + s3);
+            for (; r < end; r++) s[0] += hv_ld(x + r * cols + i, c);
+            total += (s[0] + s[1]) + (s[2] + s[3]);
         }
         if (accumulate) total += hv_ld(out + i, c);
         hv_st(out + i, total, c);
@@ -2704,19 +2702,15 @@ HPMLI_VFN void HPMLI_K(hpmli_chunk)(uint32_t *w, uint64_t seed, uint64_t stream,
 #else
     hu m = pv_set(HPMLI_PHILOX_M0, HPMLI_PHILOX_M1), bump = pv_set(HPMLI_PHILOX_W0, HPMLI_PHILOX_W1);
     for (int i = 0; i < HPMLI_CHUNK; i += 4 * HV_W, block += HV_W) {
-        hu key = pv_set((uint32_t)seed, (uint32_t)(seed >> 32));
-        hu a = pv_count(block, stream), b = pv_count(block + HV_W / 4, stream);
-        hu c = pv_count(block + HV_W / 2, stream), d = pv_count(block + 3 * (HV_W / 4), stream);
+        hu key = pv_set((uint32_t)seed, (uint32_t)(seed >> 32)), c[4];
+        HPMLI_UNROLL
+        for (int u = 0; u < 4; u++) c[u] = pv_count(block + (uint64_t)u * (HV_W / 4), stream);
         for (int round = 0; round < 10; round++, key += bump) {
-            a = pv_round(a, key, m);
-            b = pv_round(b, key, m);
-            c = pv_round(c, key, m);
-            d = pv_round(d, key, m);
+            HPMLI_UNROLL
+            for (int u = 0; u < 4; u++) c[u] = pv_round(c[u], key, m);
         }
-        hu_store(w + i, a);
-        hu_store(w + i + HV_W, b);
-        hu_store(w + i + 2 * HV_W, c);
-        hu_store(w + i + 3 * HV_W, d);
+        HPMLI_UNROLL
+        for (int u = 0; u < 4; u++) hu_store(w + i + u * HV_W, c[u]);
     }
 #endif
 }
