@@ -1279,7 +1279,7 @@ typedef uint64x2_t  hq;
 HPMLI_VFN hv hv_of(hu u) { hv a; memcpy(&a, &u, sizeof a); return a; }
 HPMLI_VFN hu hu_of(hv a) { hu u; memcpy(&u, &a, sizeof u); return u; }
 typedef hv hv_anywhere __attribute__((aligned(4)));
-typedef hu hu_anywhere __attribute__((aligned(1))); /* integers come from files as well */
+typedef hu hu_anywhere __attribute__((aligned(HV_W == 1 ? 4 : 1))); /* integers come from files as well */
 HPMLI_VFN hu hu_load(const uint32_t *p) { return *(const hu_anywhere *)p; }
 HPMLI_VFN void hu_store(uint32_t *p, hu a) { *(hu_anywhere *)p = a; }
 HPMLI_VFN hv hv_load(const float *p) { return *(const hv_anywhere *)p; }
