@@ -28,7 +28,7 @@
 //
 // hpml.h DOES NOT
 //     - print, exit, abort, or touch globals: everything hangs on a context, errors stay in it, output is yours
-//     - allocate during training steps, or anywhere but through your allocator
+//     - allocate during training steps, or anywhere but through your allocator (stdio, zlib, pthreads: their own)
 //     - compute in anything but f32 (bf16, f16, i32, u8 are storage types)
 //     - know of MPI, NCCL or CUDA: workers plug into the hooks (>>api-trainer), GPUs into a table (>>api-backend)
 //     - differentiate twice, or change the graph between steps
@@ -222,7 +222,7 @@ typedef struct hpml_ctx_desc {
 HPML_API hpml_ctx   *hpml_ctx_create(const hpml_ctx_desc *desc);
 HPML_API void        hpml_ctx_free(hpml_ctx *ctx); /* frees everything made from it; NULL is fine */
 HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx); /* the first error, or HPML_OK; NULL: HPML_ERR_ARGUMENT */
-HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx);  /* its text: object, what was expected, what came */
+HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx);  /* its text: object, what was expected, what came; or "" */
 HPML_API void        hpml_ctx_clear_error(hpml_ctx *ctx);  /* after you have dealt with it */
 HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx);
 HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx);    /* kernels in use: "avx512", ... */
@@ -343,7 +343,8 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
    model is written without a check on each line. `name` fields name the parameters ("fc1" gives "fc1.weight");
    NULL: "linear3" and so on. Shapes: B batch, T time, C channels or features, H x W image.
 
-   Dimension 0 of an input is the batch. Ops carry it along, so that a short last batch just runs on fewer rows. */
+   Dimension 0 of an input is the batch. Ops carry it along, so that a short last batch just runs on fewer rows. An
+   input is F32, or I32 for tokens and labels. */
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1);                         /* f32 (B, d1) */
 HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2);             /* f32 (B, d1, d2) */
@@ -366,7 +367,8 @@ HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL when there is none */
 HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* trainable numbers in all */
 HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 over all their bits */
-HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* memory and first values for all without; by graph_alloc */
+/* Memory and first values for the parameters that have none yet; hpml_graph_alloc calls it. */
+HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx);
 
 /* Elementwise with numpy broadcasting: dimensions are matched from the last; 1 stretches. */
 HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b); /* a + b */
@@ -420,7 +422,8 @@ typedef struct hpml_linear_desc {
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
 
 /* Cross-correlation, as the field calls convolution: x (B, C, H, W), w (out, C/groups, kernel, kernel), y
-   (B, out, H', W'), H' = (H + 2 padding - dilation (kernel - 1) - 1) / stride + 1. groups = C is depthwise. */
+   (B, out, H', W'), H' = (H + 2 padding - dilation (kernel - 1) - 1) / stride + 1, rounded down. groups = C is
+   depthwise. */
 typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
     int32_t     kernel_h, kernel_w;     /* required; kernel_w 0: as kernel_h */
@@ -429,7 +432,7 @@ typedef struct hpml_conv2d_desc {
     int32_t     dilation_h, dilation_w; /* 0: 1 (w: as h) */
     int32_t     groups;                 /* 0: 1 */
     const char *name;
-    hpml_act    activation;
+    hpml_act    activation;             /* fused; not GELU, SILU, LOG, SQUARE, ABS: record those after it */
     bool        no_bias;
     hpml_init   init;
     float       init_scale;
@@ -444,7 +447,7 @@ HPML_API hpml_tensor *hpml_max_pool2d(hpml_tensor *x, int32_t kernel, int32_t st
 HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding);
 HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x); /* (B, C, H, W) -> (B, C) */
 
-/* Shapes. One dimension of a reshape may be -1. permute: dimension i of the result is dims[i] of x. */
+/* Shapes. One dimension of a reshape may be -1. permute: dimension i of the result is dims[i] of x, each named once. */
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1);
 HPML_API hpml_tensor *hpml_reshape_3d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2);
@@ -467,7 +470,7 @@ HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x);
 /* Norms. layer: (x - mean) / sqrt(var + eps) * gamma + beta over the last dimension (Ba et al. 2016); rms: x /
    sqrt(mean x^2 + eps) * gamma (Zhang & Sennrich 2019); batch: per channel over (B, H, W) or B, with running statistics
    used in evaluation (Ioffe & Szegedy 2015), running <- (1 - momentum) running + momentum batch, with unbiased
-   variance. */
+   variance. Parameters: weight (gamma), bias (beta), running_mean, running_var. */
 typedef struct hpml_norm_desc {
     uint32_t    _begin;
     const char *name;
@@ -509,7 +512,7 @@ typedef struct hpml_attention_desc {
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc);
 
 /* Long short-term memory over time (Hochreiter & Schmidhuber 1997), state zero at the start: x (B, T, in) ->
-   (B, T, hidden). Parameters w_x (4 hidden, in), w_h (4 hidden, hidden), bias (4 hidden); gates in order i, f, g, o. */
+   (B, T, hidden). Parameters weight_x (4 hidden, in), weight_h (4 hidden, hidden), bias (4 hidden); gates i, f, g, o */
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *name);
 
 /* Losses: scalars, mean over what counts. labels: i32, one for each row of the other dimensions. */
@@ -542,9 +545,9 @@ typedef struct hpml_memory {
 
 typedef struct hpml_graph_desc {
     uint32_t            _begin;
-    int32_t             output_count;
-    hpml_tensor *const *outputs;   /* kept readable after a run */
-    hpml_tensor        *loss;      /* scalar; NULL: no backward pass */
+    int32_t             output_count; /* at most HPML_MAX_SRC */
+    hpml_tensor *const *outputs;      /* kept readable after a run */
+    hpml_tensor        *loss;         /* scalar; NULL: no backward pass */
     uint32_t            _end;
 } hpml_graph_desc;
 
@@ -559,10 +562,11 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
 /* Gradients of the loss times `scale`. Parameters: set, or added to when `accumulate`. */
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
 
-/* Compares backward with central differences of fourth order on up to `samples` numbers of every parameter and every
-   input that needs a gradient; returns the largest |difference| / (|a| + |b| + floor), on error a negative number. */
+/* Compares backward with central differences of fourth order, in f32 with steps of eps (1e-2 suits most), on up to
+   `samples` numbers of every parameter and every input that needs a gradient; returns the largest |difference| / (|a| +
+   |b| + floor), the floor being the root mean square of that gradient; on error a negative number. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
-HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* an input that shall get a gradient */
+HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* before ops use it: it gets a gradient */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-backend   the seam to devices: a table of functions
@@ -675,7 +679,7 @@ struct hpml_backend {
     hpml_dtype (*store)(void *device); /* optional: what results of ops are kept in (F32, BF16, F16); scalars are F32 */
     void (*plan)(void *device, hpml_node *node); /* optional: sets the saved and scratch bytes it wants for a node */
     /* optional: before the first op of a pass. *done: it has been run as a whole, as recorded before; else its ops
-       follow, and end, with the status they came to. A hook or a look at single ops makes a pass go without both. */
+       follow, and end, with the status they came to. Passes with hooks, a trace or a profile go without both. */
     hpml_status (*begin)(void *device, const hpml_run *run, const hpml_pass *pass, bool *done);
     hpml_status (*end)(void *device, const hpml_run *run, hpml_status status);
     /* optional: adds to counts[0] the rows of y (rows, classes) whose largest number is at the label, to counts[1] the
@@ -726,7 +730,8 @@ typedef struct hpml_trainer_desc {
     hpml_loss     loss;            /* made by the trainer from output and a target input of its own ... */
     hpml_tensor  *loss_tensor;     /* ... or given: a scalar; then */
     hpml_tensor  *target;          /*     the input the targets go to */
-    float         label_smoothing, huber_delta;
+    float         label_smoothing; /* CROSS_ENTROPY; 0..1 */
+    float         huber_delta;     /* HUBER; 0: l1 */
     hpml_opt      optimizer;
     float         lr;              /* 0: SGD, LARS 0.01; ADAGRAD 0.01; RMSPROP, ADAM, ADAMW, LAMB 0.001 */
     float         momentum;        /* SGD, RMSPROP, LARS; 0: none (LARS 0.9) */
@@ -770,8 +775,8 @@ typedef struct hpml_step_info {
     float    grad_norm;          /* global, before clipping; -1 unless clip_norm is set or the loss scale is dynamic */
     bool     skipped;            /* a gradient overflowed: no update, and the loss scale is halved */
     int64_t  samples;            /* of this step */
-    double   seconds;            /* since the start of fit */
-    double   samples_per_second; /* since the start of fit */
+    double   seconds;            /* since the start of fit; without fit, of this step */
+    double   samples_per_second; /* since the start of fit; without fit 0 */
 } hpml_step_info;
 typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* not 0: stop, fit returns HPML_ERR_STOPPED */
 
@@ -802,6 +807,7 @@ typedef struct hpml_fit_desc {
     uint32_t      _end;
 } hpml_fit_desc;
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d); /* NULL: one pass */
+/* Loss and accuracy over all samples in evaluation mode; the last batch may be short. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
 /* output for `samples` samples of x (as in step), any number: out holds samples x (elements of output per sample). */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
@@ -832,8 +838,8 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
 /* Which part of each global batch fit reads, and the global batch for the learning-rate rule: see hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
-/* Names an array that checkpoints shall hold (residuals, strategy state), or another one for that name; values NULL:
-   none any more. It must live as long as it is named. */
+/* Names an array in the backend's memory that checkpoints shall hold (residuals, strategy state), or another one for
+   that name; values NULL: none any more. It must live as long as it is named. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates so far */
 HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* of the next update */
@@ -864,6 +870,7 @@ struct hpml_dataset {
    says what was expected where. NULL on failure, the error on the context. */
 /* MNIST; gzipped with HPML_USE_ZLIB. */
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels);
+/* The binary version; `count` files become one dataset of (3, 32, 32) pixels. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
 /* Numbers separated by `,` `;` or tabs; an optional header line is found by itself. label_column: from 0, negative:
    from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float target. The locale is ignored. */
@@ -936,7 +943,8 @@ typedef struct hpml_batch {
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *d, const hpml_loader_desc *desc);
 HPML_API int64_t      hpml_loader_steps(const hpml_loader *l);                     /* batches per epoch and rank */
 HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);     /* next batch to come */
-HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out); /* false: error, or the epoch is done */
+/* false: an error, or the epoch is done; then the next call begins the next one. */
+HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out);
 HPML_API void         hpml_loader_free(hpml_loader *l);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -944,14 +952,14 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* safetensors: 8-byte length, JSON header, data. Written to a temporary file beside `path`, synced, renamed: a kill at
-   any moment leaves the old file or the new one. */
+   any moment leaves the old file or the new one. A file that holds other types than hpml_dtype's is refused. */
 typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped */
 typedef struct hpml_safetensor {                  /* one entry */
     const char *name;
     hpml_dtype  dtype;
     int         ndim;
     int64_t     shape[HPML_MAX_DIMS];
-    const void *data; /* in the file's mapping; may be unaligned for its type */
+    const void *data; /* read: in the file's mapping until close; may be unaligned for its type */
     size_t      bytes;
 } hpml_safetensor;
 HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path);
@@ -966,7 +974,7 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 
 /* Parameters only (weight exchange; names are the parameters'), optionally stored as BF16 or F16. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
-HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all must be there, in their shapes */
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; what else it holds is ignored */
 
 /* Everything that training needs to go on with the same bits: parameters, optimizer state, named states (residuals),
    step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>", "opt.v.<param>",
@@ -1007,7 +1015,7 @@ typedef struct hpml_profile_row {
     double           bytes;             /* inputs + outputs + parameters of one forward call */
 } hpml_profile_row;
 HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* switching on clears */
-HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity); /* number of nodes */
+HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity); /* returns how many there are */
 /* Text tables into `buffer`, as snprintf: returns the length it needs. */
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
 HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
