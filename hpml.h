@@ -4040,6 +4040,11 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
 /* True when calls on this context should do nothing. */
 HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != HPML_OK; }
 
+/* Was a desc cleared before its fields were set? Else an error says so. */
+#define HPMLI_CLEARED(ctx, what, d)                                                                                    \
+    (((d)->_begin == 0 && (d)->_end == 0) ||                                                                           \
+     hpmli_false(ctx, HPML_ERR_ARGUMENT, what " desc: canary is not zero; zero the struct before you set fields"))
+
 HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
 {
     if (a != 0 && b > SIZE_MAX / 2 / a) return false; /* half: every size also fits ptrdiff_t */
@@ -4360,8 +4365,7 @@ HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols)
 
 HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 {
-    if (d->_begin || d->_end)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx desc: canary is not zero; zero the struct first");
+    if (!HPMLI_CLEARED(ctx, "ctx", d)) return false;
     ctx->k = d->cpu ? hpmli_kernels_find(d->cpu) : hpmli_kernels_best();
     if (!ctx->k) {
         hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "ctx: this CPU or build has no \"%s\" kernels; leave .cpu NULL for the "
@@ -4627,7 +4631,7 @@ HPMLI_FN bool hpmli_reshape_rule(int64_t count, int ndim, const int64_t *want, i
 {
     int64_t known = 1;
     int     open  = -1;
-    if (ndim < 0 || ndim > HPML_MAX_DIMS) return false;
+    if (ndim < 0 || ndim > HPML_MAX_DIMS || (ndim > 0 && !want)) return false;
     for (int i = 0; i < ndim; i++) {
         shape[i] = want[i];
         if (want[i] == -1 && open < 0) open = i;
@@ -4644,34 +4648,34 @@ HPMLI_FN bool hpmli_reshape_rule(int64_t count, int ndim, const int64_t *want, i
 
 HPMLI_FN hpml_tensor *hpmli_reshape_error(hpml_tensor *t, int ndim, const int64_t *want)
 {
-    const char *shape = hpmli_shape_text(t->ctx, ndim < 0 || ndim > HPML_MAX_DIMS ? 0 : ndim, want);
+    const char *shape = hpmli_shape_text(t->ctx, !want || ndim > HPML_MAX_DIMS ? 0 : ndim, want);
     return hpmli_null(t->ctx, HPML_ERR_SHAPE, "reshape of %s to %s: the number of elements must stay the same, and at "
                       "most one dimension may be -1", hpmli_text(t), shape);
 }
 
 HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape)
 {
-    int64_t      full[HPML_MAX_DIMS];
-    hpml_tensor *v = hpmli_view(t);
-    if (!v) return NULL;
-    if (!hpmli_contiguous(t) || !hpmli_reshape_rule(hpml_tensor_count(t), ndim, shape, full)) {
-        hpmli_free(t->ctx, v);
+    int64_t full[HPML_MAX_DIMS];
+    if (t && (!hpmli_contiguous(t) || !hpmli_reshape_rule(hpml_tensor_count(t), ndim, shape, full)))
         return hpmli_reshape_error(t, ndim, shape);
-    }
-    hpmli_set_shape(v, ndim, full);
+    hpml_tensor *v = hpmli_view(t);
+    if (v) hpmli_set_shape(v, ndim, full);
     return v;
+}
+
+HPMLI_FN bool hpmli_slice_fits(hpml_tensor *t, int dim, int64_t start, int64_t count)
+{
+    if (!t) return false;
+    if (dim >= 0 && dim < t->ndim && start >= 0 && count > 0 && start <= t->shape[dim] - count) return true;
+    return hpmli_false(t->ctx, HPML_ERR_SHAPE, "slice of %s: %lld from %lld on of dimension %d is outside",
+                       hpmli_text(t), (long long)count, (long long)start, dim);
 }
 
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count)
 {
+    if (!hpmli_slice_fits(t, dim, start, count)) return NULL;
     hpml_tensor *v = hpmli_view(t);
     if (!v) return NULL;
-    if (dim < 0 || dim >= t->ndim || start < 0 || count < 1 || start > t->shape[dim] - count) {
-        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside", hpmli_text(t),
-                   (long long)start, (long long)start + count, dim);
-        hpmli_free(t->ctx, v);
-        return NULL;
-    }
     v->shape[dim] = count;
     v->data = (float *)(void *)((char *)t->data + (size_t)(start * t->stride[dim]) * hpml_dtype_size(t->dtype));
     return v;
@@ -4679,13 +4683,10 @@ HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, in
 
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
 {
+    if (t && (dim_a < 0 || dim_b < 0 || dim_a >= t->ndim || dim_b >= t->ndim))
+        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "transpose of %s: dimensions %d, %d", hpmli_text(t), dim_a, dim_b);
     hpml_tensor *v = hpmli_view(t);
     if (!v) return NULL;
-    if (dim_a < 0 || dim_b < 0 || dim_a >= t->ndim || dim_b >= t->ndim) {
-        hpmli_fail(t->ctx, HPML_ERR_SHAPE, "transpose of %s: no dimension %d or %d", hpmli_text(t), dim_a, dim_b);
-        hpmli_free(t->ctx, v);
-        return NULL;
-    }
     v->shape[dim_a] = t->shape[dim_b], v->stride[dim_a] = t->stride[dim_b];
     v->shape[dim_b] = t->shape[dim_a], v->stride[dim_b] = t->stride[dim_a];
     return v;
@@ -4847,9 +4848,17 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
 HPMLI_FN hpml_tensor *hpmli_node_create_named(hpml_ctx *ctx, hpml_op op, const char *name, int src_count,
                                               hpml_tensor *const *src, int ndim, const int64_t *shape)
 {
+    hpml_dtype dtype = hpmli_store(ctx);
+    for (int i = 0; i < src_count; i++) { /* labels and tokens are I32, numbers F32 or what the backend keeps */
+        bool index = (op == HPML_OP_EMBEDDING && i == 0) || (op == HPML_OP_CROSS_ENTROPY && i == 1);
+        if (src[i] && op != HPML_OP_RESHAPE &&
+            (index ? src[i]->dtype != HPML_DTYPE_I32 : src[i]->dtype != HPML_DTYPE_F32 && src[i]->dtype != dtype))
+            return hpmli_null(ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_text(src[i]),
+                              hpml_dtype_name(index ? HPML_DTYPE_I32 : dtype));
+    }
+    if (ndim == 0) dtype = HPML_DTYPE_F32;
     if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
     if (!name) return NULL;
-    hpml_dtype   dtype = ndim > 0 ? hpmli_store(ctx) : HPML_DTYPE_F32;
     hpml_tensor *out   = hpmli_tensor_new(ctx, name, op == HPML_OP_RESHAPE ? src[0]->dtype : dtype, ndim, shape);
     hpml_node   *n     = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
     if (!n) return NULL;
@@ -4907,6 +4916,8 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
                                       const int64_t *shape)
 {
     if (!name || hpmli_failed(ctx)) return NULL;
+    if ((int)init < 0 || init > HPML_INIT_ONES)
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": no initializer %d", name, (int)init);
     if (hpml_param_find(ctx, name))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give layers other names", name);
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
@@ -4944,7 +4955,7 @@ HPMLI_FN hpml_tensor *hpmli_layer_vector(hpml_ctx *ctx, const char *layer, const
 HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *d)
 {
     char text[32];
-    if (hpmli_failed(ctx)) return NULL;
+    if (hpmli_failed(ctx) || (d && !HPMLI_CLEARED(ctx, "param", d))) return NULL;
     if (!d || d->ndim < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
     snprintf(text, sizeof text, "param%d", ctx->param_count);
     hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, d->name ? d->name : text), d->init, d->init_scale, d->ndim,
@@ -5634,10 +5645,11 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     int64_t          shape[HPML_MAX_DIMS], weight[2];
     hpml_tensor     *src[3], *y;
     if (desc) d = *desc;
-    if (!hpmli_recordable(1, &x)) return NULL;
-    if (x->ndim < 2 || out < 1 || !hpmli_is_float(x))
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected f32 (.., in) and at least one "
-                          "output, got %lld", d.name ? d.name : "", hpmli_text(x), (long long)out);
+    if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "linear", &d)) return NULL;
+    if (x->ndim < 2 || out < 1 || (int)d.activation < 0 || d.activation >= HPML_ACT_COUNT)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected (.., in); at least one output, "
+                          "got %lld; activation %d", d.name ? d.name : "", hpmli_text(x), (long long)out,
+                          (int)d.activation);
     const char *name = hpmli_layer_name(x->ctx, d.name, "linear");
     weight[0] = out, weight[1] = x->shape[x->ndim - 1];
     src[0]    = x;
@@ -5835,10 +5847,7 @@ HPMLI_FN void hpmli_copy_blocks(const hpmli_kernels *k, float *to, int64_t to_st
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
 {
     int64_t shape[HPML_MAX_DIMS];
-    if (!hpmli_recordable(1, &x)) return NULL;
-    if (dim < 0 || dim >= x->ndim || start < 0 || count < 1 || start > x->shape[dim] - count)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside", hpmli_text(x),
-                          (long long)start, (long long)start + count, dim);
+    if (!hpmli_recordable(1, &x) || !hpmli_slice_fits(x, dim, start, count)) return NULL;
     memcpy(shape, x->shape, sizeof shape);
     shape[dim] = count;
     hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SLICE, 1, &x, x->ndim, shape);
@@ -5866,7 +5875,9 @@ HPMLI_OP(slice, 0, hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true)
 HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 {
     int64_t shape[HPML_MAX_DIMS];
-    if (!x || count < 1 || count > HPML_MAX_SRC || !hpmli_recordable(count, x)) return NULL;
+    if (!x || count < 1 || !hpmli_recordable(count, x)) return NULL;
+    if (count > HPML_MAX_SRC)
+        return hpmli_null(x[0]->ctx, HPML_ERR_ARGUMENT, "concat of %d tensors, at most %d", count, HPML_MAX_SRC);
     memcpy(shape, x[0]->shape, sizeof shape);
     for (int i = 0; i < count; i++) {
         bool fits = dim >= 0 && dim < x[0]->ndim && x[i]->ndim == x[0]->ndim;
@@ -6093,7 +6104,7 @@ HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i
 
 HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const hpml_attr *a)
 {
-    if (x->ndim != 4 || !hpmli_is_float(x)) return "the input must be f32 (B, C, H, W)";
+    if (x->ndim != 4) return "the input must be (B, C, H, W)";
     if (a->conv.groups < 1 || x->shape[1] % a->conv.groups != 0 || out < 1 || out % a->conv.groups != 0)
         return "input and output channels must be multiples of the groups";
     for (int i = 0; i < 2; i++) {
@@ -6105,6 +6116,7 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
         if (hpmli_conv_size(x, a, i) < 1)
             return "the kernel is larger than the padded image";
     }
+    if ((int)a->conv.act < 0 || a->conv.act >= HPML_ACT_COUNT) return "there is no such activation";
     if (a->conv.act != HPML_ACT_NONE && hpmli_act_reads_x(a->conv.act))
         return "this activation needs its argument in the backward pass; record it after the convolution";
     return NULL;
@@ -6135,11 +6147,10 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     int64_t      shape[4], w[4], forward, backward;
     hpml_tensor *src[3], *y;
     hpmli_conv   c;
-    if (!hpmli_recordable(1, &x)) return NULL;
+    if (!hpmli_recordable(1, &x) || (d && !HPMLI_CLEARED(x->ctx, "conv2d", d))) return NULL;
     memset(&a, 0, sizeof a);
     if (d) hpmli_conv_attr(&a, d);
-    const char *why = d && (d->_begin || d->_end) ? "canary is not zero; zero the desc before you set fields"
-                                                  : hpmli_conv_check(x, out, &a);
+    const char *why = hpmli_conv_check(x, out, &a);
     if (why) return hpmli_conv_error(x, d ? d->name : NULL, out, &a, why);
     shape[0] = x->shape[0], shape[1] = out;
     for (int i = 0; i < 2; i++)
@@ -6431,8 +6442,8 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
     int64_t shape[4];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (stride == 0) stride = kh;
-    if (x->ndim != 4 || kh < 1 || kw < 1 || stride < 1 || padding < 0 || 2 * padding > kh || 2 * padding > kw ||
-        hpmli_conv_out(x->shape[2], kh, stride, padding, 1) < 1 ||
+    if (x->ndim != 4 || kh < 1 || kw < 1 || stride < 1 || padding < 0 || padding > kh / 2 || padding > kw / 2 ||
+        padding > INT16_MAX || hpmli_conv_out(x->shape[2], kh, stride, padding, 1) < 1 ||
         hpmli_conv_out(x->shape[3], kw, stride, padding, 1) < 1)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, "
                           "H, W), a kernel that fits and padding of at most half of it", hpml_op_name(op),
@@ -6573,7 +6584,7 @@ HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
     hpml_norm_desc d = HPMLI_ZEROED;
     hpml_tensor   *src[5], *y;
     if (desc) d = *desc;
-    if (!hpmli_recordable(1, &x)) return NULL;
+    if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "batchnorm", &d)) return NULL;
     if ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), "
                           "activation NONE or RELU", d.name ? d.name : "", hpmli_text(x));
@@ -6796,7 +6807,7 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     hpml_norm_desc d = HPMLI_ZEROED;
     hpml_tensor   *src[3], *y;
     if (desc) d = *desc;
-    if (!hpmli_recordable(1, &x)) return NULL;
+    if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "norm", &d)) return NULL;
     if (x->ndim < 2)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
     int64_t     cols = x->shape[x->ndim - 1];
@@ -6964,7 +6975,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
     int64_t             shape[HPML_MAX_DIMS], table[2];
     hpml_tensor        *src[2];
     if (desc) d = *desc;
-    if (!hpmli_recordable(1, &tokens)) return NULL;
+    if (!hpmli_recordable(1, &tokens) || !HPMLI_CLEARED(tokens->ctx, "embedding", &d)) return NULL;
     if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1)
         return hpmli_null(tokens->ctx, HPML_ERR_DTYPE, "embedding \"%s\": tokens are %s, expected i32 with at most %d "
                           "dimensions; table %lldx%lld", d.name ? d.name : "", hpmli_text(tokens), HPML_MAX_DIMS - 1,
@@ -7027,7 +7038,7 @@ HPMLI_FN hpml_status hpmli_embedding_backward(const hpml_run *run, hpml_node *n)
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *d)
 {
     int64_t shape[3], C;
-    if (!hpmli_recordable(1, &qkv)) return NULL;
+    if (!hpmli_recordable(1, &qkv) || (d && !HPMLI_CLEARED(qkv->ctx, "attention", d))) return NULL;
     C = qkv->shape[2] / 3;
     if (!d || d->heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d->heads != 0)
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
@@ -7277,8 +7288,7 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor 
 {
     hpml_tensor *src[2] = { y, target };
     if (!hpmli_recordable(2, src)) return NULL;
-    if (!hpmli_is_float(target) || target->ndim != y->ndim ||
-        memcmp(target->shape, y->shape, sizeof y->shape) != 0)
+    if (target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
         return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
                           hpml_op_name(op), hpmli_text(y), hpmli_text(target));
     hpml_tensor *loss = hpmli_node_create(y->ctx, op, 2, src, 0, NULL);
@@ -7289,7 +7299,7 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor 
 HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
 {
     hpml_tensor *src[2] = { logits, labels };
-    if (!hpmli_recordable(2, src)) return NULL;
+    if (!hpmli_recordable(2, src) || (desc && !HPMLI_CLEARED(logits->ctx, "cross_entropy", desc))) return NULL;
     bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
     for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
     if (!fits || (desc && !(desc->label_smoothing >= 0 && desc->label_smoothing <= 1)))
@@ -7430,6 +7440,8 @@ HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target)
 HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delta)
 {
     hpml_tensor *loss = hpmli_loss_record(HPML_OP_HUBER, y, target);
+    if (loss && !(delta >= 0))
+        return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "huber: delta is %g, expected 0 or more", (double)delta);
     if (loss) loss->node->attr.huber.delta = delta;
     return loss;
 }
@@ -7913,7 +7925,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
 {
     hpml_tensor *targets[HPML_MAX_SRC + 1];
     int          count = 0;
-    if (hpmli_failed(ctx)) return NULL;
+    if (hpmli_failed(ctx) || (d && !HPMLI_CLEARED(ctx, "graph", d))) return NULL;
     if (!d || d->output_count < 0 || d->output_count > HPML_MAX_SRC || (d->output_count == 0 && !d->loss) ||
         (d->loss && hpml_tensor_count(d->loss) != 1))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be "
@@ -8285,7 +8297,9 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
     }
     t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, t->output->ndim - (labels ? 1 : 0),
                            t->output->shape);
-    if (t->target && t->output->batch_rows) t->target->batch_rows = t->output->batch_rows;
+    if (!t->target) return false;
+    t->target->name = "target";
+    if (t->output->batch_rows) t->target->batch_rows = t->output->batch_rows;
     ce.label_smoothing = d->label_smoothing;
     switch (d->loss) {
     case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(t->output, t->target, &ce); break;
@@ -8299,17 +8313,23 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
 HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 {
     if (hpmli_failed(ctx)) return false;
-    if (!d || d->_begin || d->_end)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer desc: %s",
-                           d ? "canary is not zero; zero the struct before you set fields" : "none given");
-    if (!d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
+    if (d && !HPMLI_CLEARED(ctx, "trainer", d)) return false;
+    if (!d || !d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
-    if (!(d->lr >= 0 && d->momentum >= 0 && d->weight_decay >= 0 && d->clip_norm >= 0 && d->loss_scale >= 0) ||
-        d->label_smoothing < 0 || d->label_smoothing > 1)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: lr %g, momentum %g, weight_decay %g, clip_norm %g, "
-                           "loss_scale %g must not be negative and label_smoothing %g be in 0..1", (double)d->lr,
-                           (double)d->momentum, (double)d->weight_decay, (double)d->clip_norm, (double)d->loss_scale,
-                           (double)d->label_smoothing);
+    const struct { const char *name; double value, most; } in[] = {
+        { "lr", d->lr, 1e30 }, { "momentum", d->momentum, 1e30 }, { "weight_decay", d->weight_decay, 1e30 },
+        { "clip_norm", d->clip_norm, 1e30 }, { "loss_scale", d->loss_scale, 1e30 }, { "trust", d->trust, 1e30 },
+        { "eps", d->eps, 1e30 }, { "beta1", d->beta1, 0.999999999 }, { "beta2", d->beta2, 0.999999999 },
+        { "label_smoothing", d->label_smoothing, 1 }, { "optimizer", d->optimizer, HPML_OPT_LAMB },
+        { "loss", d->loss, HPML_LOSS_HUBER }, { "schedule.kind", d->schedule.kind, HPML_SCHEDULE_LINEAR },
+        { "schedule.warmup_steps", (double)d->schedule.warmup_steps, 1e15 }, { "accumulate", d->accumulate, 1e9 } };
+    for (size_t i = 0; i < sizeof in / sizeof in[0]; i++)
+        if (!(in[i].value >= 0 && in[i].value <= in[i].most))
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: %s %g is not in 0..%g", in[i].name, in[i].value,
+                               in[i].most);
+    bool ends = d->schedule.kind == HPML_SCHEDULE_COSINE || d->schedule.kind == HPML_SCHEDULE_LINEAR;
+    if ((ends && d->schedule.total_steps < 1) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s", ends ? "total_steps" : "period");
     return true;
 }
 
@@ -8788,13 +8808,17 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
                                            bool evaluate)
 {
     hpml_loader_desc d = HPMLI_ZEROED;
-    int64_t          need = hpml_tensor_count(t->input) / t->input->shape[0], have = 1;
+    const hpml_tensor *x = t->input, *y = t->target;
     if (hpmli_failed(t->ctx) || !data) return NULL;
     hpml_graph_batch(t->graph, t->graph->batch);
-    for (int i = 0; i < data->x_ndim; i++) have *= data->x_shape[i];
-    if (have != need)
-        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers, the input of the "
-                          "model takes %lld", (long long)have, (long long)need);
+    int64_t have  = hpmli_shape_count(data->x_ndim, data->x_shape), need = hpml_tensor_count(x) / t->graph->batch;
+    int64_t learn = hpml_tensor_count(y) / t->graph->batch;
+    if (have != need || (data->x_dtype == HPML_DTYPE_I32) != (x->dtype == HPML_DTYPE_I32) ||
+        (data->y && (data->y_size != learn || data->y_dtype != y->dtype)))
+        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers of %s and %lld of %s "
+                          "to learn, the model takes %lld of %s and %lld of %s", (long long)have,
+                          hpml_dtype_name(data->x_dtype), (long long)data->y_size, hpml_dtype_name(data->y_dtype),
+                          (long long)need, hpml_dtype_name(x->dtype), (long long)learn, hpml_dtype_name(y->dtype));
     if (given) d = *given;
     if (d.batch <= 0) d.batch = (int32_t)t->graph->batch;
     if (d.batch > t->graph->batch)
@@ -8844,6 +8868,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     double        start = hpml_now();
     if (!t) return HPML_ERR_ARGUMENT;
     if (desc) d = *desc;
+    if (!HPMLI_CLEARED(t->ctx, "fit", &d)) return t->ctx->status;
     hpml_loader *l = hpmli_trainer_loader(t, data, d.loader, false);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
@@ -8932,7 +8957,6 @@ HPMLI_FN void hpmli_file_close(hpmli_file *f)
 
 HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
 {
-    static const unsigned char nothing = 0;
     memset(f, 0, sizeof *f);
     f->ctx = ctx;
     if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
@@ -8950,17 +8974,15 @@ HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
         f->size = (size_t)st.st_size;
         if (f->size > 0) p = mmap(NULL, f->size, PROT_READ, MAP_PRIVATE, fd, 0);
         close(fd);
-        if (f->size == 0) f->bytes = &nothing;
-        else if (p != MAP_FAILED) f->bytes = (const unsigned char *)p, f->mapped = true;
+        if (f->size == 0) return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the file is empty", path);
+        if (p != MAP_FAILED) f->bytes = (const unsigned char *)p, f->mapped = true;
         else hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": cannot map: %s", path, strerror(errno));
-        if (f->size == 0) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": the file is empty", path), f->bytes = NULL;
         return f->bytes != NULL;
     }
 #else
     {
         FILE *in = fopen(path, "rb");
         long  n;
-        (void)nothing;
         if (!in || fseek(in, 0, SEEK_END) != 0 || (n = ftell(in)) <= 0 || fseek(in, 0, SEEK_SET) != 0) {
             hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open, or empty", path);
             if (in) fclose(in);
@@ -9112,7 +9134,8 @@ HPMLI_FN hpml_dataset *hpmli_dataset_make(hpml_ctx *ctx, int64_t count, hpml_dty
     int64_t each = hpmli_shape_count(x_ndim, x_shape);
     size_t  xs, ys;
     if (each < 0 || count < 1 || !hpmli_mul((size_t)count, (size_t)each, &xs) ||
-        !hpmli_mul(xs, hpml_dtype_size(x_dtype), &xs) || !hpmli_mul((size_t)count, (size_t)y_size * 4, &ys))
+        !hpmli_mul(xs, hpml_dtype_size(x_dtype), &xs) || !hpmli_mul(4, (size_t)y_size, &ys) ||
+        !hpmli_mul((size_t)count, ys, &ys))
         return hpmli_null(ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory", (long long)count);
     hpml_dataset *d = hpmli_dataset_new(ctx);
     hpmli_owner  *o = d ? (hpmli_owner *)d->owner : NULL;
@@ -9168,8 +9191,8 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
     hpml_dataset *s;
     if (!d || hpmli_failed(d->ctx)) return NULL;
     if (first < 0 || count < 1 || first > d->count - count)
-        return hpmli_null(d->ctx, HPML_ERR_SHAPE, "dataset slice: samples [%lld, %lld) of %lld", (long long)first,
-                          (long long)first + count, (long long)d->count);
+        return hpmli_null(d->ctx, HPML_ERR_SHAPE, "dataset slice: %lld samples from %lld on of %lld",
+                          (long long)count, (long long)first, (long long)d->count);
     s = (hpml_dataset *)hpmli_alloc(d->ctx, sizeof *s);
     if (!s) return NULL;
     *s       = *d;
@@ -9268,7 +9291,8 @@ HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *cons
     hpml_dataset *d    = NULL;
     hpmli_owner  *o    = NULL;
     bool          good = true;
-    if (hpmli_failed(ctx) || !paths) return NULL;
+    if (hpmli_failed(ctx)) return NULL;
+    if (!paths || count < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "cifar10: no file names given");
     for (int pass = 0; pass < 2 && good; pass++) { /* count the records, then copy them */
         int64_t at = 0;
         for (int i = 0; i < count && good; i++) {
@@ -9321,7 +9345,7 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
     }
     sign = negative ? -1 : 1;
     *out = sign * value * pow(10, esign * exponent - scale);
-    return *out - *out == 0 ? p : NULL;
+    return fabs(*out) <= 3.4028234663852886e38 ? p : NULL; /* what f32 holds */
 }
 
 typedef struct hpmli_csv {
@@ -9402,6 +9426,7 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     bool          good = false;
     if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
     c.ctx = ctx, c.path = path, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
+    if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the mark that spreadsheets put in front */
     for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the first candidate on the first line */
         if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
     const char *start = c.p;
@@ -9434,7 +9459,10 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
     int32_t *tokens    = NULL, of[256];
     size_t   total     = 0;
     bool     used[256] = { false }, good = true;
-    if (hpmli_failed(ctx) || !paths || context < 1) return NULL;
+    if (hpmli_failed(ctx)) return NULL;
+    if (!paths || count < 1 || context < 1)
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "text: needs file names and a context, got %d and %lld", count,
+                          (long long)context);
     hpml_dataset *d = hpmli_dataset_new(ctx);
     if (!d) return NULL;
     hpmli_owner *o = (hpmli_owner *)d->owner;
@@ -9556,9 +9584,9 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
 HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
 {
     const char  *code = t ? hpmli_dtypes[t->dtype].numpy : NULL;
-    char                     header[256], shape[128];
-    int                      used = 0, n;
-    hpmli_writer             w;
+    char         header[256], shape[128];
+    int          used = 0, n;
+    hpmli_writer w;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!code || !t->data || !hpmli_contiguous(t))
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "npy \"%s\": numpy has no bf16, and the tensor must be "
@@ -9691,10 +9719,7 @@ HPML_API const void *hpml_record_get(const hpml_record_file *f, int64_t i, size_
     return f->file.bytes + at;
 }
 
-HPML_API void hpml_record_close(hpml_record_file *f)
-{
-    if (f) hpmli_free(f->file.ctx, f);
-}
+HPML_API void hpml_record_close(hpml_record_file *f) { if (f) hpmli_free(f->file.ctx, f); }
 
 /* Record 0: ten i64: x dtype, x dimensions, five sizes, y dtype, y size, classes; then x and y of each sample. */
 HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char *path)
@@ -9935,7 +9960,7 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     hpml_loader     *l;
     if (hpmli_failed(ctx) || !data) return NULL;
     if (desc) d = *desc;
-    if (!hpmli_loader_check(ctx, data, &d)) return NULL;
+    if (!HPMLI_CLEARED(ctx, "loader", &d) || !hpmli_loader_check(ctx, data, &d)) return NULL;
     l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_drop);
     if (!l) return NULL;
 #ifndef HPML_NO_THREADS
@@ -10041,10 +10066,7 @@ HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* takes c if it comes next *
     return true;
 }
 
-HPMLI_FN void hpmli_json_want(hpmli_json *j, char c)
-{
-    if (!hpmli_json_is(j, c)) j->bad = true;
-}
+HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
 
 HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
 {
@@ -10300,6 +10322,13 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
     unsigned char length[8] = { 0 };
     uint64_t      at = 0;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    for (int i = 0; i < count; i++) {
+        const hpml_safetensor *t = &tensors[i];
+        int64_t n = t->ndim < 0 || t->ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(t->ndim, t->shape);
+        if (!t->name || !t->data || n < 0 || (size_t)n * hpml_dtype_size(t->dtype) != t->bytes || t->bytes == 0)
+            return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: tensor %d needs a name, data and the bytes of its "
+                              "shape, not %zu", i, t->bytes);
+    }
     if (!hpmli_writer_open(ctx, &w, path)) return ctx->status;
     hpmli_write(&w, length, 8);
     hpmli_write(&w, "{", 1);
@@ -10475,7 +10504,7 @@ HPMLI_FN bool hpmli_position_read(const hpml_safetensors *f, const char *key, in
     uint64_t    v = 0;
     if (!s || (s[negative] < '0' || s[negative] > '9')) return false;
     for (s += negative; *s >= '0' && *s <= '9'; s++) v = v * 10 + (uint64_t)(*s - '0');
-    *out = negative ? -(int64_t)v : (int64_t)v;
+    *out = (int64_t)(negative ? 0 - v : v);
     return *s == 0;
 }
 
@@ -10535,6 +10564,7 @@ HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc
     hpml_trace_desc d = HPMLI_ZEROED;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (desc) d = *desc;
+    if (!HPMLI_CLEARED(ctx, "trace", &d)) return ctx->status;
     if (d.capacity < 0 || d.capacity > INT64_C(1) << 32)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
     if (d.capacity == 0) d.capacity = 65536;
@@ -10584,8 +10614,10 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
         const hpmli_span *s = &t->spans[i % t->capacity];
         fprintf(w.f, ",\n{\"name\":");
         hpmli_write_json(&w, s->name);
-        fprintf(w.f, ",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f}", t->d.rank, s->lane,
-                1e6 * (s->start - t->origin), 1e6 * (s->end - s->start));
+        /* not by %f, which writes a comma in many a locale */
+        long long at = (long long)(1e9 * (s->start - t->origin)), took = (long long)(1e9 * (s->end - s->start));
+        fprintf(w.f, ",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%s%lld.%03lld,\"dur\":%lld.%03lld}", t->d.rank,
+                s->lane, at < 0 ? "-" : "", llabs(at) / 1000, llabs(at) % 1000, took / 1000, took % 1000);
     }
     fprintf(w.f, "\n]\n");
     bool good = fflush(w.f) == 0 && !ferror(w.f);

@@ -226,6 +226,35 @@ TEST(a_nan_is_named)
     hpml_ctx_free(ctx);
 }
 
+/* Settings and data that make no sense, and data that do not fit the model. */
+TEST(what_does_not_fit_is_refused)
+{
+    static const hpml_trainer_desc bad[] = { { .optimizer = (hpml_opt)99 }, { .loss = (hpml_loss)99 }, { .beta1 = 1.5f }, { .eps = -1 },
+        { .schedule = { .kind = HPML_SCHEDULE_COSINE } }, { .schedule = { .kind = HPML_SCHEDULE_STEP } }, { ._end = 1 } };
+    const float   x[20]    = { 0 };
+    const int32_t y[30]    = { 0 };
+    const int64_t shape[1] = { 2 };
+    hpml_ctx     *ctx      = hpml_ctx_create(NULL);
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        ENSURE(!classifier(ctx, 4, bad[i]) && hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT);
+        hpml_ctx_clear_error(ctx);
+    }
+    hpml_trainer *t = classifier(ctx, 4, (hpml_trainer_desc){ .lr = 0.1f });
+    hpml_dataset *d[] = { hpml_dataset_create(ctx, 10, HPML_DTYPE_F32, 1, shape, x, HPML_DTYPE_F32, 1, x),
+                          hpml_dataset_create(ctx, 10, HPML_DTYPE_I32, 1, shape, y, HPML_DTYPE_I32, 1, y),
+                          hpml_dataset_create(ctx, 10, HPML_DTYPE_F32, 1, shape, x, HPML_DTYPE_I32, 3, y),
+                          hpml_dataset_create(ctx, 5, HPML_DTYPE_F32, 2, (int64_t[]){ 2, 2 }, x, HPML_DTYPE_I32, 1, y) };
+    for (int i = 0; i < 4; i++) {
+        hpml_metrics m = { 0 };
+        ENSURE(hpml_trainer_fit(t, d[i], NULL) == HPML_ERR_SHAPE && strstr(hpml_ctx_error(ctx), "the model takes 2 of f32 and 1 of i32"));
+        hpml_ctx_clear_error(ctx);
+        ENSURE(hpml_trainer_evaluate(t, d[i], &m) == HPML_ERR_SHAPE);
+        hpml_ctx_clear_error(ctx);
+    }
+    ENSURE(hpml_trainer_fit(t, blobs(ctx, 8), &(hpml_fit_desc){ ._begin = 1 }) == HPML_ERR_ARGUMENT);
+    hpml_ctx_free(ctx);
+}
+
 typedef struct log { int order[64], count, needs, updates, runs; } log_t;
 static hpml_status on_grad(void *u, hpml_trainer *t, int p) { log_t *l = (log_t *)u; (void)t; l->order[l->count++] = p; return HPML_OK; }
 static hpml_status on_need(void *u, hpml_trainer *t, int p) { (void)t; (void)p; ((log_t *)u)->needs++; return HPML_OK; }
