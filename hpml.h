@@ -28,7 +28,7 @@
 //
 // hpml.h DOES NOT
 //     - print, exit, abort, or touch globals: everything hangs on a context, errors stay in it, output is yours
-//     - allocate during training steps, or anywhere but through your allocator
+//     - allocate during training steps, or anywhere but through your allocator (stdio, zlib, pthreads: their own)
 //     - compute in anything but f32 (bf16, f16, i32, u8 are storage types)
 //     - know of MPI, NCCL or CUDA: workers plug into the hooks (>>api-trainer), GPUs into a table (>>api-backend)
 //     - differentiate twice, or change the graph between steps
@@ -222,7 +222,7 @@ typedef struct hpml_ctx_desc {
 HPML_API hpml_ctx   *hpml_ctx_create(const hpml_ctx_desc *desc);
 HPML_API void        hpml_ctx_free(hpml_ctx *ctx); /* frees everything made from it; NULL is fine */
 HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx); /* the first error, or HPML_OK; NULL: HPML_ERR_ARGUMENT */
-HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx);  /* its text: object, what was expected, what came */
+HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx);  /* its text: object, what was expected, what came; or "" */
 HPML_API void        hpml_ctx_clear_error(hpml_ctx *ctx);  /* after you have dealt with it */
 HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx);
 HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx);    /* kernels in use: "avx512", ... */
@@ -343,7 +343,8 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
    model is written without a check on each line. `name` fields name the parameters ("fc1" gives "fc1.weight");
    NULL: "linear3" and so on. Shapes: B batch, T time, C channels or features, H x W image.
 
-   Dimension 0 of an input is the batch. Ops carry it along, so that a short last batch just runs on fewer rows. */
+   Dimension 0 of an input is the batch. Ops carry it along, so that a short last batch just runs on fewer rows. An
+   input is F32, or I32 for tokens and labels. */
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1);                         /* f32 (B, d1) */
 HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2);             /* f32 (B, d1, d2) */
@@ -366,7 +367,8 @@ HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL when there is none */
 HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* trainable numbers in all */
 HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 over all their bits */
-HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* memory and first values for all without; by graph_alloc */
+/* Memory and first values for the parameters that have none yet; hpml_graph_alloc calls it. */
+HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx);
 
 /* Elementwise with numpy broadcasting: dimensions are matched from the last; 1 stretches. */
 HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b); /* a + b */
@@ -420,7 +422,8 @@ typedef struct hpml_linear_desc {
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
 
 /* Cross-correlation, as the field calls convolution: x (B, C, H, W), w (out, C/groups, kernel, kernel), y
-   (B, out, H', W'), H' = (H + 2 padding - dilation (kernel - 1) - 1) / stride + 1. groups = C is depthwise. */
+   (B, out, H', W'), H' = (H + 2 padding - dilation (kernel - 1) - 1) / stride + 1, rounded down. groups = C is
+   depthwise. */
 typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
     int32_t     kernel_h, kernel_w;     /* required; kernel_w 0: as kernel_h */
@@ -429,7 +432,7 @@ typedef struct hpml_conv2d_desc {
     int32_t     dilation_h, dilation_w; /* 0: 1 (w: as h) */
     int32_t     groups;                 /* 0: 1 */
     const char *name;
-    hpml_act    activation;
+    hpml_act    activation;             /* fused; not GELU, SILU, LOG, SQUARE, ABS: record those after it */
     bool        no_bias;
     hpml_init   init;
     float       init_scale;
@@ -444,7 +447,7 @@ HPML_API hpml_tensor *hpml_max_pool2d(hpml_tensor *x, int32_t kernel, int32_t st
 HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding);
 HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x); /* (B, C, H, W) -> (B, C) */
 
-/* Shapes. One dimension of a reshape may be -1. permute: dimension i of the result is dims[i] of x. */
+/* Shapes. One dimension of a reshape may be -1. permute: dimension i of the result is dims[i] of x, each named once. */
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1);
 HPML_API hpml_tensor *hpml_reshape_3d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2);
@@ -467,7 +470,7 @@ HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x);
 /* Norms. layer: (x - mean) / sqrt(var + eps) * gamma + beta over the last dimension (Ba et al. 2016); rms: x /
    sqrt(mean x^2 + eps) * gamma (Zhang & Sennrich 2019); batch: per channel over (B, H, W) or B, with running statistics
    used in evaluation (Ioffe & Szegedy 2015), running <- (1 - momentum) running + momentum batch, with unbiased
-   variance. */
+   variance. Parameters: weight (gamma), bias (beta), running_mean, running_var. */
 typedef struct hpml_norm_desc {
     uint32_t    _begin;
     const char *name;
@@ -509,7 +512,7 @@ typedef struct hpml_attention_desc {
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc);
 
 /* Long short-term memory over time (Hochreiter & Schmidhuber 1997), state zero at the start: x (B, T, in) ->
-   (B, T, hidden). Parameters w_x (4 hidden, in), w_h (4 hidden, hidden), bias (4 hidden); gates in order i, f, g, o. */
+   (B, T, hidden). Parameters weight_x (4 hidden, in), weight_h (4 hidden, hidden), bias (4 hidden); gates i, f, g, o */
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *name);
 
 /* Losses: scalars, mean over what counts. labels: i32, one for each row of the other dimensions. */
@@ -542,9 +545,9 @@ typedef struct hpml_memory {
 
 typedef struct hpml_graph_desc {
     uint32_t            _begin;
-    int32_t             output_count;
-    hpml_tensor *const *outputs;   /* kept readable after a run */
-    hpml_tensor        *loss;      /* scalar; NULL: no backward pass */
+    int32_t             output_count; /* at most HPML_MAX_SRC */
+    hpml_tensor *const *outputs;      /* kept readable after a run */
+    hpml_tensor        *loss;         /* scalar; NULL: no backward pass */
     uint32_t            _end;
 } hpml_graph_desc;
 
@@ -559,10 +562,11 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
 /* Gradients of the loss times `scale`. Parameters: set, or added to when `accumulate`. */
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
 
-/* Compares backward with central differences of fourth order on up to `samples` numbers of every parameter and every
-   input that needs a gradient; returns the largest |difference| / (|a| + |b| + floor), on error a negative number. */
+/* Compares backward with central differences of fourth order, in f32 with steps of eps (1e-2 suits most), on up to
+   `samples` numbers of every parameter and every input that needs a gradient; returns the largest |difference| / (|a| +
+   |b| + floor), the floor being the root mean square of that gradient; on error a negative number. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
-HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* an input that shall get a gradient */
+HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* before ops use it: it gets a gradient */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-backend   the seam to devices: a table of functions
@@ -675,7 +679,7 @@ struct hpml_backend {
     hpml_dtype (*store)(void *device); /* optional: what results of ops are kept in (F32, BF16, F16); scalars are F32 */
     void (*plan)(void *device, hpml_node *node); /* optional: sets the saved and scratch bytes it wants for a node */
     /* optional: before the first op of a pass. *done: it has been run as a whole, as recorded before; else its ops
-       follow, and end, with the status they came to. A hook or a look at single ops makes a pass go without both. */
+       follow, and end, with the status they came to. Passes with hooks, a trace or a profile go without both. */
     hpml_status (*begin)(void *device, const hpml_run *run, const hpml_pass *pass, bool *done);
     hpml_status (*end)(void *device, const hpml_run *run, hpml_status status);
     /* optional: adds to counts[0] the rows of y (rows, classes) whose largest number is at the label, to counts[1] the
@@ -726,7 +730,8 @@ typedef struct hpml_trainer_desc {
     hpml_loss     loss;            /* made by the trainer from output and a target input of its own ... */
     hpml_tensor  *loss_tensor;     /* ... or given: a scalar; then */
     hpml_tensor  *target;          /*     the input the targets go to */
-    float         label_smoothing, huber_delta;
+    float         label_smoothing; /* CROSS_ENTROPY; 0..1 */
+    float         huber_delta;     /* HUBER; 0: l1 */
     hpml_opt      optimizer;
     float         lr;              /* 0: SGD, LARS 0.01; ADAGRAD 0.01; RMSPROP, ADAM, ADAMW, LAMB 0.001 */
     float         momentum;        /* SGD, RMSPROP, LARS; 0: none (LARS 0.9) */
@@ -770,8 +775,8 @@ typedef struct hpml_step_info {
     float    grad_norm;          /* global, before clipping; -1 unless clip_norm is set or the loss scale is dynamic */
     bool     skipped;            /* a gradient overflowed: no update, and the loss scale is halved */
     int64_t  samples;            /* of this step */
-    double   seconds;            /* since the start of fit */
-    double   samples_per_second; /* since the start of fit */
+    double   seconds;            /* since the start of fit; without fit, of this step */
+    double   samples_per_second; /* since the start of fit; without fit 0 */
 } hpml_step_info;
 typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* not 0: stop, fit returns HPML_ERR_STOPPED */
 
@@ -802,6 +807,7 @@ typedef struct hpml_fit_desc {
     uint32_t      _end;
 } hpml_fit_desc;
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d); /* NULL: one pass */
+/* Loss and accuracy over all samples in evaluation mode; the last batch may be short. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
 /* output for `samples` samples of x (as in step), any number: out holds samples x (elements of output per sample). */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
@@ -832,8 +838,8 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
 /* Which part of each global batch fit reads, and the global batch for the learning-rate rule: see hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
-/* Names an array that checkpoints shall hold (residuals, strategy state), or another one for that name; values NULL:
-   none any more. It must live as long as it is named. */
+/* Names an array in the backend's memory that checkpoints shall hold (residuals, strategy state), or another one for
+   that name; values NULL: none any more. It must live as long as it is named. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates so far */
 HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* of the next update */
@@ -864,6 +870,7 @@ struct hpml_dataset {
    says what was expected where. NULL on failure, the error on the context. */
 /* MNIST; gzipped with HPML_USE_ZLIB. */
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels);
+/* The binary version; `count` files become one dataset of (3, 32, 32) pixels. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
 /* Numbers separated by `,` `;` or tabs; an optional header line is found by itself. label_column: from 0, negative:
    from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float target. The locale is ignored. */
@@ -936,7 +943,8 @@ typedef struct hpml_batch {
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *d, const hpml_loader_desc *desc);
 HPML_API int64_t      hpml_loader_steps(const hpml_loader *l);                     /* batches per epoch and rank */
 HPML_API hpml_status  hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index);     /* next batch to come */
-HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out); /* false: error, or the epoch is done */
+/* false: an error, or the epoch is done; then the next call begins the next one. */
+HPML_API bool         hpml_loader_next(hpml_loader *l, hpml_batch *out);
 HPML_API void         hpml_loader_free(hpml_loader *l);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -944,14 +952,14 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* safetensors: 8-byte length, JSON header, data. Written to a temporary file beside `path`, synced, renamed: a kill at
-   any moment leaves the old file or the new one. */
+   any moment leaves the old file or the new one. A file that holds other types than hpml_dtype's is refused. */
 typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped */
 typedef struct hpml_safetensor {                  /* one entry */
     const char *name;
     hpml_dtype  dtype;
     int         ndim;
     int64_t     shape[HPML_MAX_DIMS];
-    const void *data; /* in the file's mapping; may be unaligned for its type */
+    const void *data; /* read: in the file's mapping until close; may be unaligned for its type */
     size_t      bytes;
 } hpml_safetensor;
 HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path);
@@ -966,7 +974,7 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 
 /* Parameters only (weight exchange; names are the parameters'), optionally stored as BF16 or F16. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
-HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all must be there, in their shapes */
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; what else it holds is ignored */
 
 /* Everything that training needs to go on with the same bits: parameters, optimizer state, named states (residuals),
    step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>", "opt.v.<param>",
@@ -1007,7 +1015,7 @@ typedef struct hpml_profile_row {
     double           bytes;             /* inputs + outputs + parameters of one forward call */
 } hpml_profile_row;
 HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* switching on clears */
-HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity); /* number of nodes */
+HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity); /* returns how many there are */
 /* Text tables into `buffer`, as snprintf: returns the length it needs. */
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
 HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
@@ -3888,6 +3896,11 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
 /* True when calls on this context should do nothing. */
 HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != HPML_OK; }
 
+/* Was a desc cleared before its fields were set? Else an error says so. */
+#define HPMLI_CLEARED(ctx, what, d)                                                                                    \
+    (((d)->_begin == 0 && (d)->_end == 0) ||                                                                           \
+     hpmli_false(ctx, HPML_ERR_ARGUMENT, what " desc: canary is not zero; zero the struct before you set fields"))
+
 HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
 {
     if (a != 0 && b > SIZE_MAX / 2 / a) return false; /* half: every size also fits ptrdiff_t */
@@ -4208,8 +4221,7 @@ HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols)
 
 HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 {
-    if (d->_begin || d->_end)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx desc: canary is not zero; zero the struct first");
+    if (!HPMLI_CLEARED(ctx, "ctx", d)) return false;
     ctx->k = d->cpu ? hpmli_kernels_find(d->cpu) : hpmli_kernels_best();
     if (!ctx->k) {
         hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "ctx: this CPU or build has no \"%s\" kernels; leave .cpu NULL for the "
@@ -4502,7 +4514,7 @@ HPMLI_FN bool hpmli_reshape_rule(int64_t count, int ndim, const int64_t *want, i
 {
     int64_t known = 1;
     int     open  = -1;
-    if (ndim < 0 || ndim > HPML_MAX_DIMS) return false;
+    if (ndim < 0 || ndim > HPML_MAX_DIMS || (ndim > 0 && !want)) return false;
     for (int i = 0; i < ndim; i++) {
         shape[i] = want[i];
         if (want[i] == -1 && open < 0) open = i;
@@ -4519,7 +4531,7 @@ HPMLI_FN bool hpmli_reshape_rule(int64_t count, int ndim, const int64_t *want, i
 
 HPMLI_FN hpml_tensor *hpmli_reshape_error(hpml_tensor *t, int ndim, const int64_t *want)
 {
-    const char *shape = hpmli_shape_text(t->ctx, ndim < 0 || ndim > HPML_MAX_DIMS ? 0 : ndim, want);
+    const char *shape = hpmli_shape_text(t->ctx, !want || ndim > HPML_MAX_DIMS ? 0 : ndim, want);
     return hpmli_null(t->ctx, HPML_ERR_SHAPE, "reshape of %s to %s: the number of elements must stay the same, and at "
                       "most one dimension may be -1", hpmli_text(t), shape);
 }
@@ -4537,9 +4549,9 @@ HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t 
 
 HPMLI_FN bool hpmli_slice_fits(const hpml_tensor *t, int dim, int64_t start, int64_t count)
 {
-    if (dim >= 0 && dim < t->ndim && start >= 0 && count >= 1 && start <= t->shape[dim] - count) return true;
-    return hpmli_false(t->ctx, HPML_ERR_SHAPE, "slice of %s: [%lld, %lld) of dimension %d is outside", hpmli_text(t),
-                       (long long)start, (long long)start + count, dim);
+    if (dim >= 0 && dim < t->ndim && start >= 0 && count > 0 && start <= t->shape[dim] - count) return true;
+    return hpmli_false(t->ctx, HPML_ERR_SHAPE, "slice of %s: %lld from %lld on of dimension %d is outside",
+                       hpmli_text(t), (long long)count, (long long)start, dim);
 }
 
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count)
@@ -4720,9 +4732,17 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
 HPMLI_FN hpml_tensor *hpmli_node_create_named(hpml_ctx *ctx, hpml_op op, const char *name, int src_count,
                                               hpml_tensor *const *src, int ndim, const int64_t *shape)
 {
+    hpml_dtype dtype = hpmli_store(ctx);
+    for (int i = 0; i < src_count; i++) { /* labels and tokens are I32, numbers F32 or what the backend keeps */
+        bool index = (op == HPML_OP_EMBEDDING && i == 0) || (op == HPML_OP_CROSS_ENTROPY && i == 1);
+        if (src[i] && op != HPML_OP_RESHAPE &&
+            (index ? src[i]->dtype != HPML_DTYPE_I32 : src[i]->dtype != HPML_DTYPE_F32 && src[i]->dtype != dtype))
+            return hpmli_null(ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_text(src[i]),
+                              hpml_dtype_name(index ? HPML_DTYPE_I32 : dtype));
+    }
+    if (ndim == 0) dtype = HPML_DTYPE_F32;
     if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
     if (!name) return NULL;
-    hpml_dtype   dtype = ndim > 0 ? hpmli_store(ctx) : HPML_DTYPE_F32;
     hpml_tensor *out   = hpmli_tensor_new(ctx, name, op == HPML_OP_RESHAPE ? src[0]->dtype : dtype, ndim, shape);
     hpml_node   *n     = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
     if (!n) return NULL;
@@ -4780,6 +4800,8 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
                                       const int64_t *shape)
 {
     if (!name || hpmli_failed(ctx)) return NULL;
+    if ((int)init < 0 || init > HPML_INIT_ONES)
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": no initializer %d", name, (int)init);
     if (hpml_param_find(ctx, name))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give layers other names", name);
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
@@ -4817,7 +4839,7 @@ HPMLI_FN hpml_tensor *hpmli_layer_vector(hpml_ctx *ctx, const char *layer, const
 HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *d)
 {
     char text[32];
-    if (hpmli_failed(ctx)) return NULL;
+    if (hpmli_failed(ctx) || (d && !HPMLI_CLEARED(ctx, "param", d))) return NULL;
     if (!d || d->ndim < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
     snprintf(text, sizeof text, "param%d", ctx->param_count);
     hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, d->name ? d->name : text), d->init, d->init_scale, d->ndim,
@@ -5502,10 +5524,11 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     int64_t          shape[HPML_MAX_DIMS], weight[2];
     hpml_tensor     *src[3], *y;
     if (desc) d = *desc;
-    if (!hpmli_recordable(1, &x)) return NULL;
-    if (x->ndim < 2 || out < 1 || !hpmli_is_float(x))
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected f32 (.., in) and at least one "
-                          "output, got %lld", d.name ? d.name : "", hpmli_text(x), (long long)out);
+    if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "linear", &d)) return NULL;
+    if (x->ndim < 2 || out < 1 || (int)d.activation < 0 || d.activation >= HPML_ACT_COUNT)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected (.., in); at least one output, "
+                          "got %lld; activation %d", d.name ? d.name : "", hpmli_text(x), (long long)out,
+                          (int)d.activation);
     const char *name = hpmli_layer_name(x->ctx, d.name, "linear");
     weight[0] = out, weight[1] = x->shape[x->ndim - 1];
     src[0]    = x;
@@ -5730,7 +5753,9 @@ HPMLI_OP(slice, 0, hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true)
 HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 {
     int64_t shape[HPML_MAX_DIMS];
-    if (!x || count < 1 || count > HPML_MAX_SRC || !hpmli_recordable(count, x)) return NULL;
+    if (!x || count < 1 || !hpmli_recordable(count, x)) return NULL;
+    if (count > HPML_MAX_SRC)
+        return hpmli_null(x[0]->ctx, HPML_ERR_ARGUMENT, "concat of %d tensors, at most %d", count, HPML_MAX_SRC);
     memcpy(shape, x[0]->shape, sizeof shape);
     for (int i = 0; i < count; i++) {
         bool fits = dim >= 0 && dim < x[0]->ndim && x[i]->ndim == x[0]->ndim;
@@ -5957,7 +5982,7 @@ HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i
 
 HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const hpml_attr *a)
 {
-    if (x->ndim != 4 || !hpmli_is_float(x)) return "the input must be f32 (B, C, H, W)";
+    if (x->ndim != 4) return "the input must be (B, C, H, W)";
     if (a->conv.groups < 1 || x->shape[1] % a->conv.groups != 0 || out < 1 || out % a->conv.groups != 0)
         return "input and output channels must be multiples of the groups";
     for (int i = 0; i < 2; i++) {
@@ -5969,6 +5994,7 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
         if (hpmli_conv_size(x, a, i) < 1)
             return "the kernel is larger than the padded image";
     }
+    if ((int)a->conv.act < 0 || a->conv.act >= HPML_ACT_COUNT) return "there is no such activation";
     if (a->conv.act != HPML_ACT_NONE && hpmli_act_reads_x(a->conv.act))
         return "this activation needs its argument in the backward pass; record it after the convolution";
     return NULL;
@@ -5999,11 +6025,10 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     int64_t      shape[4], w[4], forward, backward;
     hpml_tensor *src[3], *y;
     hpmli_conv   c;
-    if (!hpmli_recordable(1, &x)) return NULL;
+    if (!hpmli_recordable(1, &x) || (d && !HPMLI_CLEARED(x->ctx, "conv2d", d))) return NULL;
     memset(&a, 0, sizeof a);
     if (d) hpmli_conv_attr(&a, d);
-    const char *why = d && (d->_begin || d->_end) ? "canary is not zero; zero the desc before you set fields"
-                                                  : hpmli_conv_check(x, out, &a);
+    const char *why = hpmli_conv_check(x, out, &a);
     if (why) return hpmli_conv_error(x, d ? d->name : NULL, out, &a, why);
     shape[0] = x->shape[0], shape[1] = out;
     for (int i = 0; i < 2; i++)
@@ -6295,8 +6320,8 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
     int64_t shape[4];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (stride == 0) stride = kh;
-    if (x->ndim != 4 || kh < 1 || kw < 1 || stride < 1 || padding < 0 || 2 * padding > kh || 2 * padding > kw ||
-        hpmli_conv_out(x->shape[2], kh, stride, padding, 1) < 1 ||
+    if (x->ndim != 4 || kh < 1 || kw < 1 || stride < 1 || padding < 0 || padding > kh / 2 || padding > kw / 2 ||
+        padding > INT16_MAX || hpmli_conv_out(x->shape[2], kh, stride, padding, 1) < 1 ||
         hpmli_conv_out(x->shape[3], kw, stride, padding, 1) < 1)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, "
                           "H, W), a kernel that fits and padding of at most half of it", hpml_op_name(op),
@@ -6437,7 +6462,7 @@ HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
     hpml_norm_desc d = HPMLI_ZEROED;
     hpml_tensor   *src[5], *y;
     if (desc) d = *desc;
-    if (!hpmli_recordable(1, &x)) return NULL;
+    if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "batchnorm", &d)) return NULL;
     if ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), "
                           "activation NONE or RELU", d.name ? d.name : "", hpmli_text(x));
@@ -6660,7 +6685,7 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     hpml_norm_desc d = HPMLI_ZEROED;
     hpml_tensor   *src[3], *y;
     if (desc) d = *desc;
-    if (!hpmli_recordable(1, &x)) return NULL;
+    if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "norm", &d)) return NULL;
     if (x->ndim < 2)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
     int64_t     cols = x->shape[x->ndim - 1];
@@ -6828,7 +6853,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
     int64_t             shape[HPML_MAX_DIMS], table[2];
     hpml_tensor        *src[2];
     if (desc) d = *desc;
-    if (!hpmli_recordable(1, &tokens)) return NULL;
+    if (!hpmli_recordable(1, &tokens) || !HPMLI_CLEARED(tokens->ctx, "embedding", &d)) return NULL;
     if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1)
         return hpmli_null(tokens->ctx, HPML_ERR_DTYPE, "embedding \"%s\": tokens are %s, expected i32 with at most %d "
                           "dimensions; table %lldx%lld", d.name ? d.name : "", hpmli_text(tokens), HPML_MAX_DIMS - 1,
@@ -6891,7 +6916,7 @@ HPMLI_FN hpml_status hpmli_embedding_backward(const hpml_run *run, hpml_node *n)
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *d)
 {
     int64_t shape[3], C;
-    if (!hpmli_recordable(1, &qkv)) return NULL;
+    if (!hpmli_recordable(1, &qkv) || (d && !HPMLI_CLEARED(qkv->ctx, "attention", d))) return NULL;
     C = qkv->shape[2] / 3;
     if (!d || d->heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d->heads != 0)
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
@@ -7138,8 +7163,7 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor 
 {
     hpml_tensor *src[2] = { y, target };
     if (!hpmli_recordable(2, src)) return NULL;
-    if (!hpmli_is_float(target) || target->ndim != y->ndim ||
-        memcmp(target->shape, y->shape, sizeof y->shape) != 0)
+    if (target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
         return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
                           hpml_op_name(op), hpmli_text(y), hpmli_text(target));
     hpml_tensor *loss = hpmli_node_create(y->ctx, op, 2, src, 0, NULL);
@@ -7150,7 +7174,7 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor 
 HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
 {
     hpml_tensor *src[2] = { logits, labels };
-    if (!hpmli_recordable(2, src)) return NULL;
+    if (!hpmli_recordable(2, src) || (desc && !HPMLI_CLEARED(logits->ctx, "cross_entropy", desc))) return NULL;
     bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
     for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
     if (!fits || (desc && !(desc->label_smoothing >= 0 && desc->label_smoothing <= 1)))
@@ -7291,6 +7315,8 @@ HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target)
 HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delta)
 {
     hpml_tensor *loss = hpmli_loss_record(HPML_OP_HUBER, y, target);
+    if (loss && !(delta >= 0))
+        return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "huber: delta is %g, expected 0 or more", (double)delta);
     if (loss) loss->node->attr.huber.delta = delta;
     return loss;
 }
@@ -7774,7 +7800,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
 {
     hpml_tensor *targets[HPML_MAX_SRC + 1];
     int          count = 0;
-    if (hpmli_failed(ctx)) return NULL;
+    if (hpmli_failed(ctx) || (d && !HPMLI_CLEARED(ctx, "graph", d))) return NULL;
     if (!d || d->output_count < 0 || d->output_count > HPML_MAX_SRC || (d->output_count == 0 && !d->loss) ||
         (d->loss && hpml_tensor_count(d->loss) != 1))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be "
@@ -8146,7 +8172,9 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
     }
     t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, t->output->ndim - (labels ? 1 : 0),
                            t->output->shape);
-    if (t->target && t->output->batch_rows) t->target->batch_rows = t->output->batch_rows;
+    if (!t->target) return false;
+    t->target->name = "target";
+    if (t->output->batch_rows) t->target->batch_rows = t->output->batch_rows;
     ce.label_smoothing = d->label_smoothing;
     switch (d->loss) {
     case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(t->output, t->target, &ce); break;
@@ -8160,17 +8188,23 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
 HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 {
     if (hpmli_failed(ctx)) return false;
-    if (!d || d->_begin || d->_end)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer desc: %s",
-                           d ? "canary is not zero; zero the struct before you set fields" : "none given");
-    if (!d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
+    if (d && !HPMLI_CLEARED(ctx, "trainer", d)) return false;
+    if (!d || !d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
-    if (!(d->lr >= 0 && d->momentum >= 0 && d->weight_decay >= 0 && d->clip_norm >= 0 && d->loss_scale >= 0) ||
-        d->label_smoothing < 0 || d->label_smoothing > 1)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: lr %g, momentum %g, weight_decay %g, clip_norm %g, "
-                           "loss_scale %g must not be negative and label_smoothing %g be in 0..1", (double)d->lr,
-                           (double)d->momentum, (double)d->weight_decay, (double)d->clip_norm, (double)d->loss_scale,
-                           (double)d->label_smoothing);
+    const struct { const char *name; double value, most; } in[] = {
+        { "lr", d->lr, 1e30 }, { "momentum", d->momentum, 1e30 }, { "weight_decay", d->weight_decay, 1e30 },
+        { "clip_norm", d->clip_norm, 1e30 }, { "loss_scale", d->loss_scale, 1e30 }, { "trust", d->trust, 1e30 },
+        { "eps", d->eps, 1e30 }, { "beta1", d->beta1, 0.999999999 }, { "beta2", d->beta2, 0.999999999 },
+        { "label_smoothing", d->label_smoothing, 1 }, { "optimizer", d->optimizer, HPML_OPT_LAMB },
+        { "loss", d->loss, HPML_LOSS_HUBER }, { "schedule.kind", d->schedule.kind, HPML_SCHEDULE_LINEAR },
+        { "schedule.warmup_steps", (double)d->schedule.warmup_steps, 1e15 }, { "accumulate", d->accumulate, 1e9 } };
+    for (size_t i = 0; i < sizeof in / sizeof in[0]; i++)
+        if (!(in[i].value >= 0 && in[i].value <= in[i].most))
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: %s %g is not in 0..%g", in[i].name, in[i].value,
+                               in[i].most);
+    bool ends = d->schedule.kind == HPML_SCHEDULE_COSINE || d->schedule.kind == HPML_SCHEDULE_LINEAR;
+    if ((ends && d->schedule.total_steps < 1) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s", ends ? "total_steps" : "period");
     return true;
 }
 
@@ -8620,13 +8654,17 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
                                            bool evaluate)
 {
     hpml_loader_desc d = HPMLI_ZEROED;
-    int64_t          need = hpml_tensor_count(t->input) / t->input->shape[0], have = 1;
+    const hpml_tensor *x = t->input, *y = t->target;
     if (hpmli_failed(t->ctx) || !data) return NULL;
     hpml_graph_batch(t->graph, t->graph->batch);
-    for (int i = 0; i < data->x_ndim; i++) have *= data->x_shape[i];
-    if (have != need)
-        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers, the input of the "
-                          "model takes %lld", (long long)have, (long long)need);
+    int64_t have  = hpmli_shape_count(data->x_ndim, data->x_shape), need = hpml_tensor_count(x) / t->graph->batch;
+    int64_t learn = hpml_tensor_count(y) / t->graph->batch;
+    if (have != need || (data->x_dtype == HPML_DTYPE_I32) != (x->dtype == HPML_DTYPE_I32) ||
+        (data->y && (data->y_size != learn || data->y_dtype != y->dtype)))
+        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers of %s and %lld of %s "
+                          "to learn, the model takes %lld of %s and %lld of %s", (long long)have,
+                          hpml_dtype_name(data->x_dtype), (long long)data->y_size, hpml_dtype_name(data->y_dtype),
+                          (long long)need, hpml_dtype_name(x->dtype), (long long)learn, hpml_dtype_name(y->dtype));
     if (given) d = *given;
     if (d.batch <= 0) d.batch = (int32_t)t->graph->batch;
     if (d.batch > t->graph->batch)
@@ -8676,6 +8714,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     double        start = hpml_now();
     if (!t) return HPML_ERR_ARGUMENT;
     if (desc) d = *desc;
+    if (!HPMLI_CLEARED(t->ctx, "fit", &d)) return t->ctx->status;
     hpml_loader *l = hpmli_trainer_loader(t, data, d.loader, false);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
@@ -8926,7 +8965,8 @@ HPMLI_FN hpml_dataset *hpmli_dataset_make(hpml_ctx *ctx, int64_t count, hpml_dty
     int64_t each = hpmli_shape_count(x_ndim, x_shape);
     size_t  xs, ys;
     if (each < 0 || count < 1 || !hpmli_mul((size_t)count, (size_t)each, &xs) ||
-        !hpmli_mul(xs, hpml_dtype_size(x_dtype), &xs) || !hpmli_mul((size_t)count, (size_t)y_size * 4, &ys))
+        !hpmli_mul(xs, hpml_dtype_size(x_dtype), &xs) || !hpmli_mul(4, (size_t)y_size, &ys) ||
+        !hpmli_mul((size_t)count, ys, &ys))
         return hpmli_null(ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory", (long long)count);
     hpml_dataset *d = hpmli_dataset_new(ctx);
     hpmli_owner  *o = d ? (hpmli_owner *)d->owner : NULL;
@@ -8982,8 +9022,8 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
     hpml_dataset *s;
     if (!d || hpmli_failed(d->ctx)) return NULL;
     if (first < 0 || count < 1 || first > d->count - count)
-        return hpmli_null(d->ctx, HPML_ERR_SHAPE, "dataset slice: samples [%lld, %lld) of %lld", (long long)first,
-                          (long long)first + count, (long long)d->count);
+        return hpmli_null(d->ctx, HPML_ERR_SHAPE, "dataset slice: %lld samples from %lld on of %lld",
+                          (long long)count, (long long)first, (long long)d->count);
     s = (hpml_dataset *)hpmli_alloc(d->ctx, sizeof *s);
     if (!s) return NULL;
     *s       = *d;
@@ -9069,7 +9109,8 @@ HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *cons
     hpml_dataset *d    = NULL;
     hpmli_owner  *o    = NULL;
     bool          good = true;
-    if (hpmli_failed(ctx) || !paths) return NULL;
+    if (hpmli_failed(ctx)) return NULL;
+    if (!paths || count < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "cifar10: no file names given");
     for (int pass = 0; pass < 2 && good; pass++) { /* count the records, then copy them */
         int64_t at = 0;
         for (int i = 0; i < count && good; i++) {
@@ -9121,7 +9162,7 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
             if (exponent < 10000) exponent = exponent * 10 + (*p - '0');
     }
     *out = (negative ? -value : value) * pow(10, esign * exponent - scale);
-    return *out - *out == 0 ? p : NULL;
+    return fabs(*out) <= 3.4028234663852886e38 ? p : NULL; /* what f32 holds */
 }
 
 typedef struct hpmli_csv {
@@ -9202,6 +9243,7 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     bool          good = false;
     if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
     c.ctx = ctx, c.path = path, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
+    if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the mark that spreadsheets put in front */
     for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the first candidate on the first line */
         if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
     const char *start = c.p;
@@ -9234,7 +9276,10 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
     int32_t *tokens    = NULL, of[256];
     size_t   total     = 0;
     bool     used[256] = { false }, good = true;
-    if (hpmli_failed(ctx) || !paths || context < 1) return NULL;
+    if (hpmli_failed(ctx)) return NULL;
+    if (!paths || count < 1 || context < 1)
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "text: needs file names and a context, got %d and %lld", count,
+                          (long long)context);
     hpml_dataset *d = hpmli_dataset_new(ctx);
     if (!d) return NULL;
     hpmli_owner *o = (hpmli_owner *)d->owner;
@@ -9490,10 +9535,7 @@ HPML_API const void *hpml_record_get(const hpml_record_file *f, int64_t i, size_
     return f->file.bytes + at;
 }
 
-HPML_API void hpml_record_close(hpml_record_file *f)
-{
-    if (f) hpmli_free(f->file.ctx, f);
-}
+HPML_API void hpml_record_close(hpml_record_file *f) { if (f) hpmli_free(f->file.ctx, f); }
 
 /* Record 0: ten i64: x dtype, x dimensions, five sizes, y dtype, y size, classes; then x and y of each sample. */
 HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char *path)
@@ -9725,7 +9767,7 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     hpml_loader     *l;
     if (hpmli_failed(ctx) || !data) return NULL;
     if (desc) d = *desc;
-    if (!hpmli_loader_check(ctx, data, &d)) return NULL;
+    if (!HPMLI_CLEARED(ctx, "loader", &d) || !hpmli_loader_check(ctx, data, &d)) return NULL;
     l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_drop);
     if (!l) return NULL;
 #ifndef HPML_NO_THREADS
@@ -9827,10 +9869,7 @@ HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* takes c if it comes next *
     return true;
 }
 
-HPMLI_FN void hpmli_json_want(hpmli_json *j, char c)
-{
-    if (!hpmli_json_is(j, c)) j->bad = true;
-}
+HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
 
 HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
 {
@@ -10071,6 +10110,13 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
     unsigned char length[8] = { 0 };
     uint64_t      at = 0;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    for (int i = 0; i < count; i++) {
+        const hpml_safetensor *t = &tensors[i];
+        int64_t n = t->ndim < 0 || t->ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(t->ndim, t->shape);
+        if (!t->name || !t->data || n < 0 || (size_t)n * hpml_dtype_size(t->dtype) != t->bytes || t->bytes == 0)
+            return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: tensor %d needs a name, data and the bytes of its "
+                              "shape, not %zu", i, t->bytes);
+    }
     if (!hpmli_writer_open(ctx, &w, path)) return ctx->status;
     hpmli_write(&w, length, 8);
     hpmli_write(&w, "{", 1);
@@ -10306,6 +10352,7 @@ HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc
     hpml_trace_desc d = HPMLI_ZEROED;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (desc) d = *desc;
+    if (!HPMLI_CLEARED(ctx, "trace", &d)) return ctx->status;
     if (d.capacity < 0 || d.capacity > INT64_C(1) << 32)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
     if (d.capacity == 0) d.capacity = 65536;
@@ -10355,8 +10402,10 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
         const hpmli_span *s = &t->spans[i % t->capacity];
         fprintf(w.f, ",\n{\"name\":");
         hpmli_write_json(&w, s->name);
-        fprintf(w.f, ",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f}", t->d.rank, s->lane,
-                1e6 * (s->start - t->origin), 1e6 * (s->end - s->start));
+        /* not by %f, which writes a comma in many a locale */
+        long long at = (long long)(1e9 * (s->start - t->origin)), took = (long long)(1e9 * (s->end - s->start));
+        fprintf(w.f, ",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%s%lld.%03lld,\"dur\":%lld.%03lld}", t->d.rank,
+                s->lane, at < 0 ? "-" : "", llabs(at) / 1000, llabs(at) % 1000, took / 1000, took % 1000);
     }
     fprintf(w.f, "\n]\n");
     bool good = fflush(w.f) == 0 && !ferror(w.f);

@@ -26,16 +26,18 @@ static int parse(options *o, int argc, char **argv)
         if (strcmp(argv[i], "--json") == 0) { o->json = 1; continue; }
         if (argv[i][0] != '-' && o->count < 64) { o->paths[o->count++] = argv[i]; continue; }
         while (k < n && strcmp(table[k].name, argv[i]) != 0) k++;
-        if (i + 1 < argc && k < n) *table[k].value = atoll(argv[++i]);
-        else if (i + 1 < argc && strcmp(argv[i], "--lr") == 0) o->lr = atof(argv[++i]);
-        else if (i + 1 < argc && strcmp(argv[i], "--dropout") == 0) o->dropout = atof(argv[++i]);
-        else {
-            fprintf(stderr, "unknown or incomplete option %s\n--steps N --batch N --context N --width N --layers N --heads N --lr X --dropout X "
+        double *real = strcmp(argv[i], "--lr") == 0 ? &o->lr : strcmp(argv[i], "--dropout") == 0 ? &o->dropout : NULL;
+        char   *end  = NULL;
+        if (i + 1 < argc && k < n) *table[k].value = strtoll(argv[++i], &end, 10);
+        else if (i + 1 < argc && real) *real = strtod(argv[++i], &end);
+        if (!end || end == argv[i] || *end || (k < n && *table[k].value < 0)) {
+            fprintf(stderr, "unknown or incomplete option, or no number: %s\n--steps N --batch N --context N --width N --layers N --heads N --lr X --dropout X "
                     "--seed N --threads N --length N --json FILES\n", argv[i]);
             return 2;
         }
     }
     if (o->count == 0) o->paths[o->count++] = "hpml.h";
+    if (o->steps < 1) return fprintf(stderr, "--steps: at least 1\n"), 2;
     return 0;
 }
 

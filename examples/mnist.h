@@ -50,9 +50,12 @@ static int parse(options *o, int argc, char **argv)
         if (k < n && table[k].flag) { *table[k].flag = 1; continue; }
         if (k == n || i + 1 == argc) return fprintf(stderr, "unknown or incomplete option %s\n%s", argv[i], usage), 2;
         i++;
+        char *end = argv[i] + strlen(argv[i]);
         if (table[k].text) *table[k].text = argv[i];
-        else if (table[k].real) *table[k].real = atof(argv[i]);
-        else *table[k].number = atoll(argv[i]);
+        else if (table[k].real) *table[k].real = strtod(argv[i], &end);
+        else *table[k].number = strtoll(argv[i], &end, 10);
+        if (*end || end == argv[i] || (table[k].real && !(*table[k].real >= 0)) || (table[k].number && *table[k].number < 0))
+            return fprintf(stderr, "%s %s: expected a number from 0\n", argv[i - 1], argv[i]), 2;
     }
     if (o->epochs == 0) o->epochs = o->data ? 6 : 3;
     if (o->lr == 0) o->lr = strcmp(o->model, "cnn") == 0 ? 0.03 : 0.05;

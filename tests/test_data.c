@@ -83,6 +83,10 @@ TEST(csv_files)
     hpml_ctx_clear_error(ctx);
     ENSURE(csv(ctx, "1,2\n3,2.5\n", -1, false) == NULL && hpml_ctx_status(ctx) == HPML_ERR_LABEL);
     hpml_ctx_clear_error(ctx);
+    ENSURE(csv(ctx, "1,2\n1e39,3\n", -1, true) == NULL); /* more than f32 holds */
+    hpml_ctx_clear_error(ctx);
+    d = csv(ctx, "\xEF\xBB\xBF" "1,2\n3,4\n", -1, true); /* a byte order mark is no header */
+    ENSURE(d && d->count == 2);
     ENSURE(csv(ctx, "1,2\n3,nan\n", -1, true) == NULL);
     hpml_ctx_clear_error(ctx);
     ENSURE(csv(ctx, "1,2\n", 5, true) == NULL);
@@ -98,6 +102,13 @@ TEST(text)
     const unsigned char *v = hpml_dataset_vocabulary(d, &V);
     ENSURE(d && d->count == 3 && V == 4 && v[3] == 'd' && ((const int32_t *)d->y)[4] == 3);
     ENSURE(hpml_dataset_load_text(ctx, &path, 1, 6, true) == NULL && hpml_ctx_status(ctx) == HPML_ERR_FORMAT);
+    hpml_ctx_clear_error(ctx);
+    ENSURE(hpml_dataset_load_text(ctx, &path, 1, 0, true) == NULL && hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT);
+    hpml_ctx_clear_error(ctx);
+    ENSURE(hpml_dataset_load_cifar10(ctx, NULL, 0) == NULL && hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT);
+    hpml_ctx_clear_error(ctx);
+    ENSURE(hpml_dataset_create(ctx, 2, HPML_DTYPE_U8, 0, NULL, path, HPML_DTYPE_I32, (INT64_C(1) << 62) + 1, path) == NULL);
+    ENSURE(hpml_ctx_status(ctx) == HPML_ERR_OVERFLOW);
     hpml_ctx_free(ctx);
 }
 
@@ -137,7 +148,8 @@ static hpml_trainer *small_trainer(hpml_ctx *ctx)
 
 TEST(safetensors_and_parameters)
 {
-    hpml_ctx         *ctx = hpml_ctx_create(NULL), *other = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 9 });
+    hpml_ctx         *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = UINT64_C(1) << 63 });
+    hpml_ctx         *other = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 9 });
     hpml_trainer     *t = small_trainer(ctx), *o = small_trainer(other);
     hpml_safetensors *f;
     hpml_safetensor   e;
@@ -152,7 +164,12 @@ TEST(safetensors_and_parameters)
     hpml_safetensors_close(f);
     ENSURE(hpml_checkpoint_load(t, file("p")) == HPML_ERR_FORMAT); /* no training in it */
     hpml_ctx_clear_error(ctx);
+    ENSURE(hpml_checkpoint_save(t, file("k")) == HPML_OK && hpml_checkpoint_load(o, file("k")) == HPML_OK);
+    ENSURE(hpml_ctx_seed(other) == UINT64_C(1) << 63);
     ENSURE(hpml_params_save(ctx, "/nonexistent/p", HPML_DTYPE_F32) == HPML_ERR_WRITE);
+    hpml_ctx_clear_error(ctx);
+    e = (hpml_safetensor){ "x", HPML_DTYPE_F32, 1, { 3 }, "twelve bytes", 11 };
+    ENSURE(hpml_safetensors_save(ctx, file("w"), &e, 1, NULL, 0) == HPML_ERR_ARGUMENT && access(file("w"), F_OK) != 0);
     hpml_ctx_free(other);
     hpml_ctx_free(ctx);
 }

@@ -221,6 +221,18 @@ TEST(wrong_shapes_are_refused)
     REFUSED(hpml_cross_entropy(v, v, NULL));
     REFUSED(hpml_lstm(v, 3, NULL));
     REFUSED(hpml_linear(v, 0, NULL));
+    REFUSED(hpml_linear(v, 3, &(hpml_linear_desc){ .activation = (hpml_act)55 }));
+    REFUSED(hpml_linear(v, 3, &(hpml_linear_desc){ .init = (hpml_init)55 }));
+    REFUSED(hpml_linear(v, 3, &(hpml_linear_desc){ ._end = 1 }));
+    REFUSED(hpml_conv2d(x, 4, &(hpml_conv2d_desc){ .kernel_h = 3, .activation = (hpml_act)55 }));
+    REFUSED(hpml_max_pool2d(x, INT32_MAX, 1, INT32_MAX));
+    REFUSED(hpml_slice(x, 1, INT64_MAX, 1));
+    REFUSED(hpml_concat((hpml_tensor *[]){ v, v, v, v, v, v, v, v, v }, 9, 1));
+    REFUSED(hpml_huber(v, v, -1));
+    REFUSED(hpml_relu(hpml_input_tokens(ctx, 2, 7)));
+    REFUSED(hpml_linear(hpml_input(ctx, HPML_DTYPE_BF16, 2, (int64_t[]){ 2, 7 }), 3, NULL));
+    REFUSED(hpml_layernorm(v, &(hpml_norm_desc){ ._begin = 1 }));
+    REFUSED(hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = hpml_mse(v, v), ._end = 1 }));
     hpml_ctx_free(ctx);
 }
 

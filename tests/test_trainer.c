@@ -77,6 +77,53 @@ TEST(optimizers_follow_their_formulas)
     }
 }
 
+/* Batch, minibatch and stochastic gradient descent on y = x w + c, one setting: the loops of a textbook in double, and a
+   learning rate that is too high runs away. The rules scale it by the batch. */
+TEST(gradient_descent_with_batches_of_any_size)
+{
+    enum { M = 1000, D = 3 };
+    static const int64_t batches[] = { 1, 10, M };
+    static float x[M * D], y[M];
+    hpml_rng     r = { .seed = 8 };
+    hpml_rng_fill_normal(&r, x, M * D);
+    for (int i = 0; i < M; i++) y[i] = 2 * x[D * i] - x[D * i + 1] + 0.5f * x[D * i + 2] + 3 + 0.1f * hpml_rng_normal(&r);
+    for (int k = 0; k < 4; k++) {
+        int64_t       b   = batches[k < 3 ? k : 1];
+        float         lr  = k == 3 ? 40 : 0.02f;
+        hpml_ctx     *ctx = hpml_ctx_create(NULL);
+        hpml_tensor  *in  = hpml_input_2d(ctx, b, D);
+        hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = hpml_linear(in, 1, NULL), .loss = HPML_LOSS_MSE, .lr = lr });
+        double        w[D], c = 0;
+        hpml_status   status = t ? HPML_OK : HPML_ERR_STATE;
+        ENSURE(status == HPML_OK);
+        for (int j = 0; j < D; j++) w[j] = (double)hpml_param_at(ctx, 0)->data[j];
+        for (int64_t step = 0; step < 300 && status == HPML_OK; step++) {
+            const float *xb = x + step * b % M * D, *yb = y + step * b % M;
+            double       g[D] = { 0 }, gc = 0;
+            for (int64_t i = 0; i < b; i++) {
+                double e = c - (double)yb[i];
+                for (int j = 0; j < D; j++) e += w[j] * (double)xb[D * i + j];
+                for (int j = 0; j < D; j++) g[j] += 2 * e * (double)xb[D * i + j] / (double)b;
+                gc += 2 * e / (double)b;
+            }
+            for (int j = 0; j < D; j++) w[j] -= (double)lr * g[j];
+            c -= (double)lr * gc;
+            status = hpml_trainer_step(t, xb, yb, b, NULL);
+        }
+        ENSURE(k == 3 ? status == HPML_ERR_NONFINITE : status == HPML_OK);
+        for (int j = 0; j < D && k < 3; j++) ENSURE_NEAR(hpml_param_at(ctx, 0)->data[j], w[j], 2e-6);
+        if (k < 3) ENSURE_NEAR(hpml_param_at(ctx, 1)->data[0], 3, 0.1);
+        hpml_ctx_free(ctx);
+    }
+    for (int rule = HPML_LR_AS_GIVEN; rule <= HPML_LR_SQRT; rule++) {
+        static const double want[] = { 0.1, 0.8, 0.282842712 }; /* 8 times the batch */
+        hpml_ctx     *ctx;
+        hpml_trainer *t = line(&ctx, (hpml_trainer_desc){ .lr = 0.1f, .lr_rule = (hpml_lr_rule)rule, .lr_base_batch = 1, .accumulate = 4 });
+        ENSURE_NEAR(hpml_trainer_lr(t), want[rule], 1e-6);
+        hpml_ctx_free(ctx);
+    }
+}
+
 TEST(clipping_scales_the_global_norm)
 {
     hpml_ctx      *ctx;
@@ -223,6 +270,35 @@ TEST(a_nan_is_named)
     x[1] = 1;
     hpml_param_at(ctx, 2)->data[0] = INFINITY;
     ENSURE(hpml_trainer_step(t, x, y, 2, NULL) == HPML_ERR_NONFINITE && strstr(hpml_ctx_error(ctx), hpml_param_at(ctx, 2)->name));
+    hpml_ctx_free(ctx);
+}
+
+/* Settings and data that make no sense, and data that do not fit the model. */
+TEST(what_does_not_fit_is_refused)
+{
+    static const hpml_trainer_desc bad[] = { { .optimizer = (hpml_opt)99 }, { .loss = (hpml_loss)99 }, { .beta1 = 1.5f }, { .eps = -1 },
+        { .schedule = { .kind = HPML_SCHEDULE_COSINE } }, { .schedule = { .kind = HPML_SCHEDULE_STEP } }, { ._end = 1 } };
+    const float   x[20]    = { 0 };
+    const int32_t y[30]    = { 0 };
+    const int64_t shape[1] = { 2 };
+    hpml_ctx     *ctx      = hpml_ctx_create(NULL);
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        ENSURE(!classifier(ctx, 4, bad[i]) && hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT);
+        hpml_ctx_clear_error(ctx);
+    }
+    hpml_trainer *t = classifier(ctx, 4, (hpml_trainer_desc){ .lr = 0.1f });
+    hpml_dataset *d[] = { hpml_dataset_create(ctx, 10, HPML_DTYPE_F32, 1, shape, x, HPML_DTYPE_F32, 1, x),
+                          hpml_dataset_create(ctx, 10, HPML_DTYPE_I32, 1, shape, y, HPML_DTYPE_I32, 1, y),
+                          hpml_dataset_create(ctx, 10, HPML_DTYPE_F32, 1, shape, x, HPML_DTYPE_I32, 3, y),
+                          hpml_dataset_create(ctx, 5, HPML_DTYPE_F32, 2, (int64_t[]){ 2, 2 }, x, HPML_DTYPE_I32, 1, y) };
+    for (int i = 0; i < 4; i++) {
+        hpml_metrics m = { 0 };
+        ENSURE(hpml_trainer_fit(t, d[i], NULL) == HPML_ERR_SHAPE && strstr(hpml_ctx_error(ctx), "the model takes 2 of f32 and 1 of i32"));
+        hpml_ctx_clear_error(ctx);
+        ENSURE(hpml_trainer_evaluate(t, d[i], &m) == HPML_ERR_SHAPE);
+        hpml_ctx_clear_error(ctx);
+    }
+    ENSURE(hpml_trainer_fit(t, blobs(ctx, 8), &(hpml_fit_desc){ ._begin = 1 }) == HPML_ERR_ARGUMENT);
     hpml_ctx_free(ctx);
 }
 

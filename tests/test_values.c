@@ -1,0 +1,455 @@
+/* Every op against plain loops in double: values, and gradients against central differences of those loops, on every set of
+   kernels, at odd shapes: 1, primes, longer than a block of the cache. The loops walk the recorded nodes. */
+#include "../hpml.h"
+#include "test.h"
+#include "op_cases.h"
+
+enum { NODES = 64, LEAVES = 32, SAMPLES = 8 };
+typedef struct world { /* a graph in double */
+    hpml_profile_row   row[NODES];
+    double            *made[NODES], *leaf[LEAVES]; /* values of results and of leaves */
+    const hpml_tensor *of[LEAVES];
+    int                nodes, leaves;
+} world;
+
+static double *value(world *w, const hpml_tensor *t)
+{
+    for (int i = 0; t && i < w->nodes; i++)
+        if (w->row[i].node->out == t) return w->made[i];
+    for (int i = 0; t && i < w->leaves; i++)
+        if (w->of[i] == t) return w->leaf[i];
+    return NULL;
+}
+
+static void add_leaf(world *w, const hpml_tensor *t)
+{
+    int64_t n = hpml_tensor_count(t);
+    void   *x = malloc((size_t)n * 4);
+    double *v = (double *)malloc((size_t)n * sizeof(double));
+    hpml_tensor_get(t, x, n);
+    for (int64_t i = 0; i < n; i++) v[i] = t->dtype == HPML_DTYPE_I32 ? ((int32_t *)x)[i] : (double)((float *)x)[i];
+    free(x);
+    w->of[w->leaves] = t, w->leaf[w->leaves++] = v;
+}
+
+static void open_world(world *w, hpml_graph *g)
+{
+    memset(w, 0, sizeof *w);
+    hpml_profile_enable(g, true);
+    w->nodes = hpml_profile(g, w->row, NODES);
+    for (int i = 0; i < w->nodes; i++) {
+        const hpml_node *n = w->row[i].node;
+        for (int s = 0; s < n->src_count; s++)
+            if (n->src[s] && !n->src[s]->node && !value(w, n->src[s])) add_leaf(w, n->src[s]);
+        w->made[i] = (double *)malloc((size_t)hpml_tensor_count(n->out) * sizeof(double));
+    }
+}
+
+static void close_world(world *w)
+{
+    for (int i = 0; i < w->nodes; i++) free(w->made[i]);
+    for (int i = 0; i < w->leaves; i++) free(w->leaf[i]);
+}
+
+/* Element f of y as indices, and where those indices lie in t, whose dimensions are matched from the last. */
+static void split(const hpml_tensor *y, int64_t f, int64_t *at)
+{
+    for (int d = y->ndim - 1; d >= 0; d--) at[d] = f % y->shape[d], f /= y->shape[d];
+}
+
+static int64_t place(const hpml_tensor *t, const int64_t *at, int ndim)
+{
+    int64_t f = 0;
+    for (int d = 0; d < t->ndim; d++) f = f * t->shape[d] + (t->shape[d] > 1 ? at[d + ndim - t->ndim] : 0);
+    return f;
+}
+
+static double act(hpml_act a, double x, double slope)
+{
+    switch (a) {
+    case HPML_ACT_RELU: return x > 0 ? x : 0;
+    case HPML_ACT_LEAKY_RELU: return x > 0 ? x : slope * x;
+    case HPML_ACT_GELU: return x / 2 * (1 + tanh(sqrt(2 / 3.14159265358979323846) * (x + 0.044715 * x * x * x)));
+    case HPML_ACT_GELU_ERF: return x / 2 * (1 + erf(x / sqrt(2)));
+    case HPML_ACT_SILU: return x / (1 + exp(-x));
+    case HPML_ACT_SIGMOID: return 1 / (1 + exp(-x));
+    case HPML_ACT_TANH: return tanh(x);
+    case HPML_ACT_EXP: return exp(x);
+    case HPML_ACT_LOG: return log(x);
+    case HPML_ACT_SQRT: return sqrt(x);
+    case HPML_ACT_SQUARE: return x * x;
+    case HPML_ACT_NEG: return -x;
+    case HPML_ACT_ABS: return fabs(x);
+    case HPML_ACT_NONE: break;
+    }
+    return x;
+}
+
+/* Products, with the sources' values s[]. */
+static void matmul(const hpml_node *n, double **s, double *y)
+{
+    const hpml_tensor *a = n->src[0], *b = n->src[1];
+    bool    ta = n->attr.matmul.trans_a, tb = n->attr.matmul.trans_b;
+    int64_t M = n->out->shape[n->out->ndim - 2], N = n->out->shape[n->out->ndim - 1], K = a->shape[a->ndim - (ta ? 2 : 1)];
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
+        int64_t batch = i / (M * N), r = i / N % M, c = i % N;
+        const double *x = s[0] + batch * M * K, *w = s[1] + (b->ndim == 2 ? 0 : batch * K * N);
+        for (int64_t k = y[i] = 0; k < K; k++) y[i] += (ta ? x[k * M + r] : x[r * K + k]) * (tb ? w[c * K + k] : w[k * N + c]);
+    }
+}
+
+static void linear(const hpml_node *n, double **s, double *y)
+{
+    int64_t K = n->src[1]->shape[1], N = n->src[1]->shape[0];
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
+        double v = s[2] ? s[2][i % N] : 0;
+        for (int64_t k = 0; k < K; k++) v += s[0][i / N * K + k] * s[1][i % N * K + k];
+        y[i] = act(n->attr.act.act, v, (double)n->attr.act.slope);
+    }
+}
+
+/* Convolution and pooling: one walk over the windows; a pool has no weights. */
+static void windows(const hpml_node *n, double **s, double *y)
+{
+    const hpml_tensor *x = n->src[0];
+    const int32_t *k = n->attr.conv.kernel, *stride = n->attr.conv.stride, *pad = n->attr.conv.padding, *dil = n->attr.conv.dilation;
+    bool    conv = n->op == HPML_OP_CONV2D;
+    int64_t C = x->shape[1], H = x->shape[2], W = x->shape[3], O = n->out->shape[1], cg = conv ? C / n->attr.conv.groups : 1, at[5];
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
+        split(n->out, i, at);
+        if (n->out->ndim == 2) at[2] = at[3] = 0;
+        double  sum = conv && s[2] ? s[2][at[1]] : 0, most = -1e300;
+        int64_t seen = 0, first = conv ? at[1] / (O / n->attr.conv.groups) * cg : at[1];
+        for (int64_t c = 0; c < cg; c++)
+            for (int u = 0; u < k[0]; u++)
+                for (int v = 0; v < k[1]; v++) {
+                    int64_t r = at[2] * stride[0] + u * (conv ? dil[0] : 1) - pad[0];
+                    int64_t q = at[3] * stride[conv] + v * (conv ? dil[1] : 1) - pad[conv];
+                    if (r < 0 || r >= H || q < 0 || q >= W) continue;
+                    double e = s[0][((at[0] * C + first + c) * H + r) * W + q];
+                    sum += conv ? e * s[1][((at[1] * cg + c) * k[0] + u) * k[1] + v] : e;
+                    most = e > most ? e : most;
+                    seen++;
+                }
+        y[i] = conv ? act(n->attr.conv.act, sum, 0.01) : n->op == HPML_OP_MAX_POOL ? most : sum / (double)seen;
+    }
+}
+
+/* Row by row: softmax, layernorm, rmsnorm. */
+static void rows(const hpml_node *n, double **s, double *y)
+{
+    int64_t N = n->out->shape[n->out->ndim - 1];
+    for (int64_t r = 0; r < hpml_tensor_count(n->out) / N; r++) {
+        const double *x = s[0] + r * N;
+        double most = x[0], sum = 0, mean = 0, var = 0, eps = (double)n->attr.norm.eps;
+        for (int64_t i = 0; i < N; i++) most = fmax(most, x[i]), mean += n->op == HPML_OP_LAYERNORM ? x[i] / (double)N : 0;
+        for (int64_t i = 0; i < N; i++) var += (x[i] - mean) * (x[i] - mean) / (double)N, sum += exp(x[i] - most);
+        for (int64_t i = 0; i < N; i++)
+            if (n->op == HPML_OP_SOFTMAX) y[r * N + i] = n->attr.softmax.log ? x[i] - most - log(sum) : exp(x[i] - most) / sum;
+            else y[r * N + i] = (x[i] - mean) / sqrt(var + eps) * (s[1] ? s[1][i] : 1) + (s[2] ? s[2][i] : 0);
+    }
+}
+
+static void batchnorm(const hpml_node *n, double **s, double *y)
+{
+    const hpml_tensor *x = n->src[0];
+    int64_t C = x->shape[1], P = x->shape[2] * x->shape[3], R = x->shape[0] * P;
+    for (int64_t c = 0; c < C; c++) {
+        double mean = 0, var = 0;
+        for (int64_t i = 0; i < R; i++) mean += s[0][(i / P * C + c) * P + i % P] / (double)R;
+        for (int64_t i = 0; i < R; i++) var += pow(s[0][(i / P * C + c) * P + i % P] - mean, 2) / (double)R;
+        for (int64_t i = 0; i < R; i++) {
+            int64_t at = (i / P * C + c) * P + i % P;
+            y[at] = (s[0][at] - mean) / sqrt(var + (double)n->attr.norm.eps) * (s[1] ? s[1][c] : 1) + (s[2] ? s[2][c] : 0);
+            y[at] = act(n->attr.norm.act, y[at], 0);
+        }
+    }
+}
+
+static void attention(const hpml_node *n, double **s, double *y)
+{
+    int64_t T = n->out->shape[1], C = n->out->shape[2], D = C / n->attr.attention.heads;
+    double *p = (double *)malloc((size_t)T * sizeof *p);
+    for (int64_t i = 0; i < n->out->shape[0] * T * n->attr.attention.heads; i++) {
+        int64_t h = i % n->attr.attention.heads, t = i / n->attr.attention.heads % T, b = i / n->attr.attention.heads / T, last = n->attr.attention.causal ? t + 1 : T;
+        const double *q = s[0] + (b * T + t) * 3 * C + h * D;
+        double sum = 0;
+        for (int64_t u = 0; u < last; u++) {
+            const double *k = s[0] + (b * T + u) * 3 * C + C + h * D;
+            for (int64_t d = p[u] = 0; d < D; d++) p[u] += q[d] * k[d] * (double)n->attr.attention.scale;
+            sum += p[u] = exp(p[u]);
+        }
+        for (int64_t d = 0; d < D; d++) {
+            double *o = y + (b * T + t) * C + h * D + d;
+            *o = 0;
+            for (int64_t u = 0; u < last; u++) *o += p[u] / sum * s[0][(b * T + u) * 3 * C + 2 * C + h * D + d];
+        }
+    }
+    free(p);
+}
+
+static void lstm(const hpml_node *n, double **s, double *y)
+{
+    int64_t B = n->out->shape[0], T = n->out->shape[1], H = n->out->shape[2], I = n->src[0]->shape[2];
+    double *c = (double *)malloc((size_t)H * sizeof *c), gate[4];
+    for (int64_t b = 0; b < B; b++) {
+        memset(c, 0, (size_t)H * sizeof *c);
+        for (int64_t t = 0; t < T; t++)
+            for (int64_t j = 0; j < H; j++) {
+                for (int g = 0; g < 4; g++) {
+                    gate[g] = s[3][g * H + j];
+                    for (int64_t i = 0; i < I; i++) gate[g] += s[1][(g * H + j) * I + i] * s[0][(b * T + t) * I + i];
+                    for (int64_t i = 0; i < H && t > 0; i++) gate[g] += s[2][(g * H + j) * H + i] * y[(b * T + t - 1) * H + i];
+                    gate[g] = act(g == 2 ? HPML_ACT_TANH : HPML_ACT_SIGMOID, gate[g], 0);
+                }
+                c[j] = gate[1] * c[j] + gate[0] * gate[2];
+                y[(b * T + t) * H + j] = gate[3] * tanh(c[j]);
+            }
+    }
+    free(c);
+}
+
+static double loss_of(const hpml_node *n, double **s)
+{
+    const hpml_tensor *x = n->src[0];
+    int64_t N = hpml_tensor_count(x), C = x->shape[x->ndim - 1];
+    double  sum = 0, counted = 0;
+    for (int64_t r = 0; n->op == HPML_OP_CROSS_ENTROPY && r < N / C; r++) {
+        const double *z = s[0] + r * C, e = (double)n->attr.cross_entropy.smoothing;
+        double all = 0, mean = 0;
+        if ((int32_t)s[1][r] == n->attr.cross_entropy.ignore) continue;
+        for (int64_t c = 0; c < C; c++) all += exp(z[c]), mean += z[c] / (double)C;
+        sum += log(all) - (1 - e) * z[(int64_t)s[1][r]] - e * mean;
+        counted++;
+    }
+    for (int64_t i = 0; n->op != HPML_OP_CROSS_ENTROPY && i < N; i++, counted++) {
+        double d = s[0][i] - s[1][i], delta = (double)n->attr.huber.delta;
+        if (n->op == HPML_OP_BCE) sum += fmax(s[0][i], 0) - s[0][i] * s[1][i] + log1p(exp(-fabs(s[0][i])));
+        else if (n->attr.huber.squared) sum += d * d;
+        else sum += delta == 0 ? fabs(d) : fabs(d) <= delta ? d * d / 2 : delta * (fabs(d) - delta / 2);
+    }
+    return sum / counted;
+}
+
+/* What moves numbers, or takes them one by one. */
+static void element(const hpml_node *n, double **s, double *y)
+{
+    const hpml_tensor *x = n->src[0], *o = n->out;
+    int64_t at[5], to[5], count = hpml_tensor_count(o);
+    if (n->op == HPML_OP_SUM) {
+        memset(y, 0, (size_t)count * sizeof *y);
+        for (int64_t i = 0; i < hpml_tensor_count(x); i++) {
+            split(x, i, at);
+            if (n->attr.sum.dim >= 0) at[n->attr.sum.dim] = 0;
+            y[o->ndim == 0 ? 0 : place(o, at, x->ndim)] += s[0][i] / (n->attr.sum.mean ? (double)(hpml_tensor_count(x) / count) : 1);
+        }
+        return;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        double a = s[0][n->op <= HPML_OP_DIV ? (split(o, i, at), place(x, at, o->ndim)) : n->op == HPML_OP_SCALE || n->op == HPML_OP_ACT || n->op == HPML_OP_RESHAPE ? i : 0];
+        double b = n->op <= HPML_OP_DIV ? s[1][place(n->src[1], at, o->ndim)] : 0;
+        int    d = n->attr.slice.dim, k = 0;
+        split(o, i, at);
+        switch (n->op) {
+        case HPML_OP_ADD: y[i] = a + b; break;
+        case HPML_OP_SUB: y[i] = a - b; break;
+        case HPML_OP_MUL: y[i] = a * b; break;
+        case HPML_OP_DIV: y[i] = a / b; break;
+        case HPML_OP_SCALE: y[i] = (double)n->attr.scale.a * a + (double)n->attr.scale.b; break;
+        case HPML_OP_ACT: y[i] = act(n->attr.act.act, a, (double)n->attr.act.slope); break;
+        case HPML_OP_PERMUTE:
+            for (int j = 0; j < o->ndim; j++) to[n->attr.permute.dims[j]] = at[j];
+            y[i] = s[0][place(x, to, x->ndim)];
+            break;
+        case HPML_OP_SLICE: at[d] += n->attr.slice.start, y[i] = s[0][place(x, at, x->ndim)]; break;
+        case HPML_OP_CONCAT:
+            while (at[d] >= n->src[k]->shape[d]) at[d] -= n->src[k++]->shape[d];
+            y[i] = s[k][place(n->src[k], at, o->ndim)];
+            break;
+        case HPML_OP_EMBEDDING: y[i] = s[1][(int64_t)s[0][i / o->shape[o->ndim - 1]] * o->shape[o->ndim - 1] + at[o->ndim - 1]]; break;
+        default: y[i] = a; /* reshape */
+        }
+    }
+}
+
+/* Runs the graph; the loss is the last result. */
+static double run_world(world *w)
+{
+    for (int i = 0; i < w->nodes; i++) {
+        const hpml_node *n = w->row[i].node;
+        double *s[HPML_MAX_SRC] = { NULL }, *y = w->made[i];
+        for (int k = 0; k < n->src_count; k++) s[k] = value(w, n->src[k]);
+        switch (n->op) {
+        case HPML_OP_MATMUL: matmul(n, s, y); break;
+        case HPML_OP_LINEAR: linear(n, s, y); break;
+        case HPML_OP_CONV2D: case HPML_OP_MAX_POOL: case HPML_OP_AVG_POOL: windows(n, s, y); break;
+        case HPML_OP_SOFTMAX: case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM: rows(n, s, y); break;
+        case HPML_OP_BATCHNORM: batchnorm(n, s, y); break;
+        case HPML_OP_ATTENTION: attention(n, s, y); break;
+        case HPML_OP_LSTM: lstm(n, s, y); break;
+        case HPML_OP_CROSS_ENTROPY: case HPML_OP_BCE: case HPML_OP_HUBER: y[0] = loss_of(n, s); break;
+        default: element(n, s, y);
+        }
+    }
+    return w->made[w->nodes - 1][0];
+}
+
+/* More shapes: of x, and what is done with it. */
+#define ROW(x, b, t) hpml_reshape_3d(x, b, t, -1)
+#define MORE(X)                                                                                                                          \
+    X(one_linear, hpml_linear(x, 1, NULL), 1, 1, 1, 1) X(wide_linear, hpml_linear(x, 131, NULL), 1, 1, 3, 1031)                          \
+    X(long_linear, hpml_linear(hpml_flatten(x), 3, &(hpml_linear_desc){ .activation = HPML_ACT_SILU }), 2, 1, 1, 5003)                    \
+    X(one_matmul, hpml_matmul(x, x, false, true), 1, 1, 1, 1) X(odd_matmul, hpml_matmul(x, weight(x, 1, 67, 97), false, false), 1, 2, 131, 67) \
+    X(one_add, hpml_add(x, weight(x, 1, 1, 1)), 1, 1, 1, 1) X(long_div, hpml_div(x, hpml_scale(hpml_mul(x, x), 1, 2)), 1, 1, 1, 100003)   \
+    X(one_conv, hpml_conv2d(x, 1, &(hpml_conv2d_desc){ .kernel_h = 1 }), 1, 1, 1, 1)                                                     \
+    X(odd_conv, hpml_conv2d(x, 7, &(hpml_conv2d_desc){ .kernel_h = 5, .kernel_w = 3, .padding_h = 2, .dilation_w = 2, .activation = HPML_ACT_SIGMOID }), 2, 3, 23, 29) \
+    X(deep_conv, hpml_conv2d(x, 37, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1 }), 1, 61, 11, 13)                                \
+    X(odd_depthwise, hpml_conv2d(x, 17, &(hpml_conv2d_desc){ .kernel_h = 3, .stride_h = 2, .groups = 17 }), 2, 17, 13, 19)               \
+    X(odd_max_pool, hpml_max_pool2d(x, 5, 3, 2), 1, 3, 29, 31) X(odd_avg_pool, hpml_avg_pool2d(x, 5, 2, 2), 1, 3, 29, 31)                \
+    X(one_pool, hpml_max_pool2d(x, 1, 0, 0), 1, 1, 1, 1) X(long_sum, hpml_sum(x, 3), 2, 1, 3, 10007)                                     \
+    X(one_softmax, hpml_softmax(x), 3, 1, 1, 1) X(long_softmax, hpml_scale(hpml_softmax(x), 100, 0), 1, 1, 3, 5003)                      \
+    X(long_log_softmax, hpml_log_softmax(x), 1, 1, 3, 5003) X(long_layernorm, hpml_layernorm(x, NULL), 1, 1, 3, 5003)                    \
+    X(long_rmsnorm, hpml_rmsnorm(x, &(hpml_norm_desc){ .eps = 0.1f }), 1, 1, 3, 5003)                                                    \
+    X(odd_batchnorm, hpml_batchnorm(x, NULL), 5, 3, 17, 19)                                                                              \
+    X(one_attention, hpml_attention(ROW(x, 3, 1), &(hpml_attention_desc){ .heads = 1 }), 3, 1, 1, 3)                                     \
+    X(long_attention, hpml_attention(ROW(x, 1, 131), &(hpml_attention_desc){ .heads = 3 }), 1, 1, 131, 45)                               \
+    X(long_attention_full, hpml_attention(ROW(x, 1, 131), &(hpml_attention_desc){ .heads = 2, .not_causal = true }), 1, 1, 131, 66)      \
+    X(one_lstm, hpml_lstm(ROW(x, 2, 1), 1, NULL), 2, 1, 1, 1) X(odd_lstm, hpml_lstm(ROW(x, 2, 7), 17, NULL), 2, 1, 7, 33)
+#define MORE_DEFINE(name, e, a, b, c, d) static hpml_tensor *more_##name(hpml_tensor *x) { return e; }
+#define MORE_ROW(name, e, a, b, c, d) { #name, more_##name, 0, { a, b, c, d } },
+MORE(MORE_DEFINE)
+static const op_case more[] = { MORE(MORE_ROW) };
+
+/* Losses of their own: the result is the loss. */
+static hpml_tensor *loss_case(hpml_ctx *ctx, int kind, hpml_tensor **x)
+{
+    hpml_tensor *y = *x = hpml_input_2d(ctx, 5, 37), *t = hpml_tensor_create_2d(ctx, 5, 37), *l;
+    hpml_cross_entropy_desc d = { .label_smoothing = kind == 1 ? 0.1f : 0, .ignore_index = kind == 1 ? 3 : 0 };
+    static const int32_t    label[] = { 36, 3, HPML_IGNORE, 0, 11 }, kept[] = { 36, 3, 3, 0, 11 }, token[] = { 0, 8, 3, 3, 1 };
+    hpml_tensor_require_grad(y);
+    fill(t, 2);
+    if (kind < 2) {
+        l = hpml_tensor_create(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 5 });
+        hpml_tensor_set(l, kind ? kept : label, 5);
+        return hpml_cross_entropy(y, l, &d);
+    }
+    l = hpml_tensor_create(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 5 });
+    hpml_tensor_set(l, token, 5);
+    if (kind == 2) return hpml_mse(hpml_embedding(l, 9, 37, NULL), t);
+    return kind == 3 ? hpml_bce_with_logits(y, t) : hpml_huber(y, t, kind == 4 ? 0 : 0.7f);
+}
+
+static hpml_graph *record(const op_case *c, int kind, const char *cpu, hpml_ctx **ctx, hpml_tensor **x, hpml_tensor **out)
+{
+    const int64_t *d = c && c->shape[0] ? c->shape : (int64_t[]){ 3, 4, 9, 7 };
+    hpml_tensor   *loss, *t;
+    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = cpu, .threads = 2, .seed = 11 });
+    if (hpml_ctx_status(*ctx) != HPML_OK) return NULL;
+    if (c) {
+        *x = hpml_input_4d(*ctx, d[0], d[1], d[2], d[3]);
+        hpml_tensor_require_grad(*x);
+        *out = c->record(*x);
+        t    = *out ? hpml_tensor_create(*ctx, HPML_DTYPE_F32, (*out)->ndim, (*out)->shape) : NULL;
+        if (t) fill(t, 2);
+        loss = hpml_mse(*out, t);
+    } else *out = loss = loss_case(*ctx, kind, x);
+    hpml_graph *g = hpml_graph_create(*ctx, &(hpml_graph_desc){ .outputs = out, .output_count = 1, .loss = loss });
+    if (hpml_graph_alloc(g) == HPML_OK && (*x)->data) fill(*x, 1);
+    return g;
+}
+
+/* How far a is from b, seen from the size of the whole. */
+static double apart(double a, double b, double size) { return fabs(a - b) / (size + 1e-4); }
+
+static void check(const op_case *c, int kind, const char *name)
+{
+    static const char *const cpus[] = { "scalar", "avx2", "avx512", "neon" };
+    static double want[LEAVES][SAMPLES];
+    world   w;
+    double *whole = NULL;
+    for (int k = 0, first = 1; k < 4; k++) {
+        hpml_ctx    *ctx;
+        hpml_tensor *x = NULL, *y = NULL;
+        hpml_graph  *g = record(c, kind, cpus[k], &ctx, &x, &y);
+        double       size = 0, worst = 0, slope = 0;
+        if (hpml_ctx_status(ctx) == HPML_ERR_UNSUPPORTED) { hpml_ctx_free(ctx); continue; }
+        if (hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) {
+            printf("    %s: %s\n", name, hpml_ctx_error(ctx)), test_failed = 1;
+            hpml_ctx_free(ctx);
+            continue;
+        }
+        open_world(&w, g);
+        int64_t n = hpml_tensor_count(y);
+        if (first) {
+            whole = (double *)malloc((size_t)n * sizeof *whole);
+            run_world(&w);
+            memcpy(whole, value(&w, y), (size_t)n * sizeof *whole);
+        }
+        for (int64_t i = 0; i < n; i++) size = fmax(size, fabs(whole[i]));
+        for (int64_t i = 0; i < n; i++) worst = fmax(worst, apart((double)y->data[i], whole[i], size));
+        for (int l = 0; l < w.leaves; l++) {
+            const hpml_tensor *t = w.of[l];
+            int64_t count = hpml_tensor_count(t);
+            double  most = 0, scale = 0;
+            if (!t->grad || !t->needs_grad) continue;
+            for (int64_t i = 0; i < count; i++) scale = fmax(scale, fabs((double)t->grad[i]));
+            for (int i = 0; i < SAMPLES; i++) {
+                int64_t at = count * i / SAMPLES;
+                double  keep = w.leaf[l][at], h = 1e-5;
+                if (first) {
+                    w.leaf[l][at] = keep + h, want[l][i] = run_world(&w) / (2 * h);
+                    w.leaf[l][at] = keep - h, want[l][i] -= run_world(&w) / (2 * h);
+                    w.leaf[l][at] = keep;
+                }
+                most = fmax(most, fabs((double)t->grad[at] - want[l][i]));
+            }
+            slope = fmax(slope, most / (scale + 1e-5));
+        }
+        if (!(worst < 3e-6) || !(slope < 2e-4)) printf("    %s with %s: value off by %g, gradient by %g\n", name, cpus[k], worst, slope), test_failed = 1;
+        close_world(&w);
+        hpml_ctx_free(ctx);
+        first = 0;
+    }
+    free(whole);
+}
+
+TEST(every_op_in_double)
+{
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        if (!strstr("dropout residual", cases[i].name)) check(&cases[i], 0, cases[i].name); /* theirs is random: see below */
+}
+
+TEST(odd_shapes_in_double)
+{
+    for (size_t i = 0; i < sizeof more / sizeof more[0]; i++) check(&more[i], 0, more[i].name);
+}
+
+TEST(losses_in_double)
+{
+    static const char *const names[] = { "cross_entropy", "cross_entropy, smooth", "embedding", "bce", "l1", "huber" };
+    for (int kind = 0; kind < 6; kind++) check(NULL, kind, names[kind]);
+}
+
+/* A dropout keeps about 1 - p of the numbers, times 1 / (1 - p); the gradient passes where they passed; none is lost in evaluation. */
+TEST(dropout_keeps_its_share)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    hpml_tensor *x = hpml_input_2d(ctx, 7, 1009), *y, *loss;
+    hpml_tensor_require_grad(x);
+    y = hpml_dropout(x, 0.3f), loss = hpml_sum(y, HPML_ALL_DIMS);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1, .loss = loss });
+    ENSURE(hpml_graph_alloc(g) == HPML_OK);
+    fill(x, 1);
+    for (uint64_t step = 1; step < 4; step++) {
+        int kept = 0;
+        ENSURE(hpml_graph_forward(g, true, step) == HPML_OK && hpml_graph_backward(g, 1, false) == HPML_OK);
+        for (int i = 0; i < 7 * 1009; i++) {
+            kept += y->data[i] != 0;
+            ENSURE_NEAR(y->data[i], y->data[i] != 0 ? (double)x->data[i] / 0.7 : 0, 1e-5);
+            ENSURE_NEAR(x->grad[i], y->data[i] != 0 ? 1 / 0.7 : 0, 1e-5);
+        }
+        ENSURE_NEAR(kept / 7063.0, 0.7, 0.03);
+    }
+    ENSURE(hpml_graph_forward(g, false, 1) == HPML_OK && memcmp(y->data, x->data, 7063 * 4) == 0);
+    hpml_ctx_free(ctx);
+}
