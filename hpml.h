@@ -2110,14 +2110,16 @@ HPMLI_KFN void HPMLI_K(hpmli_f32_to_u8)(uint8_t *y, const float *x, int64_t n)
 #endif
 
 #ifndef HPMLI_TILE_ROW
-/* Where a tile goes. Written or added to. */
+/* Where tiles go, one below the other. Written or added to. */
 typedef struct hpmli_tile_out {
+    int64_t tiles, next_a; /* so many, their rows of A so far apart */
     float  *c;
     int64_t ldc;
     int     add;
-    int64_t fetch;  /* so many rows of it are worth a prefetch */
+    int64_t fetch;  /* so many rows of each are worth a prefetch */
     int64_t n;      /* columns that are there, and ... */
-    float  *packed; /* ... NULL, or where the first tile of a panel of B packs it on the way */
+    int     first;  /* ... whether this is the first tile of its panel of B: fetches the next, and ... */
+    float  *packed; /* ... NULL, or where it packs the panel on the way */
 } hpmli_tile_out;
 
 /* What else is done to C. */
@@ -2180,40 +2182,44 @@ HPMLI_VFN void HPMLI_K(hpmli_tile_put)(const int part, float *p, hv x, int64_t n
     hv b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b), b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
 #define HPMLI_TILE_NEXT a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, b += ldb;
 
-/* nv: vectors across. part: the last one may be partial, and what is read of B may go into o->packed. */
+/* nv: vectors across. part: the last one may be partial, and o->first, o->packed count. */
 HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int part, HPMLI_TILE_ARGS)
 {
-    const float *a0 = a, *a3 = a + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
-    float       *c = o->c, *packed = o->packed;
-    const float *next = c;
-    int64_t      ldc = o->ldc, lanes = o->n - (nv - 1) * HV_W, fetch = o->fetch < kc ? o->fetch : kc, p = 0;
-    HPMLI_ROWS(HPMLI_TILE_ZERO)
-    for (int64_t head = part ? kc : fetch; p < head; p++) {
-        HPMLI_TILE_B
-        if (part && packed) {
-            hv_store(packed, b0);
-            if (nv > 1) hv_store(packed + HV_W, b1);
-            if (nv > 2) hv_store(packed + 2 * HV_W, b2);
-            if (nv > 3) hv_store(packed + 3 * HV_W, b3);
-            packed += nv * HV_W;
-            for (int i = 0; i < nv; i++) HPMLI_PREFETCH(b + (nv + i) * HV_W); /* the next panel */
-        }
-        if (p < fetch) { /* not all at once: the first numbers of A and B would have to wait */
-            for (int i = 0; i < nv; i++) HPMLI_PREFETCH(next + i * HV_W);
-            next += ldc;
-        }
-        HPMLI_ROWS(HPMLI_TILE_ROW)
-        HPMLI_TILE_NEXT
-    }
-    if (!part)
-        for (; p < kc; p++) {
+    float  *c = o->c, *packed = o->packed;
+    int64_t ldc = o->ldc, lanes = o->n - (nv - 1) * HV_W, fetch = o->fetch < kc ? o->fetch : kc;
+    for (int64_t t = o->tiles; t > 0; t--, a += o->next_a, b -= kc * ldb) {
+        const float *a0 = a, *a3 = a + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
+        const float *next = c;
+        int64_t      p    = 0;
+        HPMLI_ROWS(HPMLI_TILE_ZERO)
+        for (int64_t head = part ? kc : fetch; p < head; p++) {
             HPMLI_TILE_B
+            if (part && packed) {
+                hv_store(packed, b0);
+                if (nv > 1) hv_store(packed + HV_W, b1);
+                if (nv > 2) hv_store(packed + 2 * HV_W, b2);
+                if (nv > 3) hv_store(packed + 3 * HV_W, b3);
+                packed += nv * HV_W;
+            }
+            if (part && o->first)
+                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(b + (nv + i) * HV_W);
+            if (p < fetch) { /* not all at once: the first numbers of A and B would have to wait */
+                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(next + i * HV_W);
+                next += ldc;
+            }
             HPMLI_ROWS(HPMLI_TILE_ROW)
             HPMLI_TILE_NEXT
         }
-    (void)a3, (void)a6, (void)a9, (void)a12;
-    if (o->add) { HPMLI_ROWS(HPMLI_TILE_ADD) }
-    else { HPMLI_ROWS(HPMLI_TILE_STORE) }
+        if (!part)
+            for (; p < kc; p++) {
+                HPMLI_TILE_B
+                HPMLI_ROWS(HPMLI_TILE_ROW)
+                HPMLI_TILE_NEXT
+            }
+        (void)a3, (void)a6, (void)a9, (void)a12;
+        if (o->add) { HPMLI_ROWS(HPMLI_TILE_ADD) }
+        else { HPMLI_ROWS(HPMLI_TILE_STORE) }
+    }
 }
 
 #ifndef HPMLI_TILE_KINDS
@@ -2393,7 +2399,8 @@ typedef struct HPMLI_K(hpmli_view) {
     bool         swapped;
     bool         pack_q, fuse; /* pack panels of Q; while the first tile is computed */
     float       *packed_p;     /* NULL, or where the block of P is packed, tile after tile */
-    int64_t      tiles;        /* down the block of rows */
+    int64_t      tiles;        /* down the block of rows, ... */
+    int64_t      group, width; /* ... so many packed side by side, in so many columns */
     bool         plain;        /* tiles are only stored or added, ... */
     bool         fetch;        /* ... C is worth a prefetch, */
     hpmli_tile_end end;        /* or this is done; for the block of k */
@@ -2432,16 +2439,23 @@ HPMLI_KFN HPMLI_K(hpmli_view) HPMLI_K(hpmli_view_of)(const hpmli_gemm_part *part
     return v;
 }
 
-/* Packs the block of P at p, tile after tile with a vector to spill into between them; a few k at a time for all tiles,
-   so that whole lines and few pages are read at a time. */
+/* Where piece t begins when a length is dealt out evenly. */
+HPMLI_VFN int64_t HPMLI_K(hpmli_deal)(int64_t length, int64_t pieces, int64_t t)
+{
+    int64_t more = length % pieces;
+    return t * (length / pieces) + (t < more ? t : more);
+}
+
+/* Packs the block of P at p, group of tiles after group; a few k at a time for all, so that whole lines and few pages
+   are read at a time. */
 HPMLI_KFN void HPMLI_K(hpmli_pack_block)(const HPMLI_K(hpmli_view) *v, const float *p, int64_t mc, int64_t kc)
 {
     for (int64_t p0 = 0, pc; p0 < kc; p0 += pc) {
-        float *tile = v->packed_p;
+        float *to = v->packed_p + p0 * v->width;
         pc = kc - p0 < 16 ? kc - p0 : 16;
-        for (int64_t t = 0, i = 0, mr; t < v->tiles; t++, i += mr, tile += mr * kc + HV_W) {
-            mr = (mc + v->tiles - 1 - t) / v->tiles;
-            HPMLI_K(hpmli_pack)(p + i * v->p_rs + p0 * v->p_ks, v->p_ks, v->p_rs, pc, mr, mr, tile + p0 * mr);
+        for (int64_t t = 0, i = 0, end; t < v->tiles; t += v->group, i = end, to += v->width * kc) {
+            end = t + v->group < v->tiles ? HPMLI_K(hpmli_deal)(mc, v->tiles, t + v->group) : mc;
+            HPMLI_K(hpmli_pack)(p + i * v->p_rs + p0 * v->p_ks, v->p_ks, v->p_rs, pc, end - i, v->width, to);
         }
     }
 }
@@ -2468,31 +2482,37 @@ HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, in
     hpmli_tile_end e = v->end;
     hpmli_tile_out o;
     o.c = tile, o.ldc = direct ? v->ldc : HPMLI_NV * HV_W, o.add = direct && e.beta != 0, o.n = n, o.packed = NULL;
+    o.first = !ready && v->q_cs == 1 && v->pack_q;
     if (v->pack_q) {
         if (!ready && v->fuse) o.packed = pb;
         else {
             if (!ready && v->k > 0) HPMLI_K(hpmli_pack_panel)(v, j, n, p0, kc, width, pb);
-            b = pb, ldb = width;
+            b = pb, ldb = width, o.first = 0;
         }
     }
-    for (int64_t t = 0, i = i0; t < v->tiles; t++) {
+    for (int64_t t = 0, i = i0; t < v->tiles; t += o.tiles, i += mr * o.tiles) {
         int64_t ci = v->swapped ? j : i, cj = v->swapped ? i : j;
         float  *c  = v->c + ci * v->ldc + cj;
         if (t == more && more > 0) mr--;
+        o.tiles = !direct || o.first ? 1 : (t < more ? more : v->tiles) - t;
+        if (packed && o.tiles > v->group - t % v->group) o.tiles = v->group - t % v->group;
+        o.next_a = packed ? mr : mr * v->p_rs;
         o.fetch = direct && v->fetch ? mr : 0;
         if (direct) o.c = c;
-        HPMLI_K(hpmli_tiles)[vectors - 1][mr - 1][o.packed || n < width](kc, a, packed ? 1 : v->p_rs,
-                                                                         packed ? mr : v->p_ks, b, ldb, &o);
+        HPMLI_K(hpmli_tiles)[vectors - 1][mr - 1][o.first || n < width](kc, a, packed ? 1 : v->p_rs,
+                                                                        packed ? v->width : v->p_ks, b, ldb, &o);
         if (!direct) {
             e.bias_col = v->end.bias_col ? v->end.bias_col + cj : NULL;
             e.bias_row = v->end.bias_row ? v->end.bias_row + ci : NULL;
             if (v->swapped) HPMLI_K(hpmli_turn)(tile, mr, n, &e, v->plain && e.beta == 0, c, v->ldc);
             else HPMLI_K(hpmli_save)(tile, mr, n, &e, c, v->ldc);
         }
-        for (int64_t r = 0; v->act_row && r < (v->swapped ? n : mr); r++)
+        for (int64_t r = 0; v->act_row && r < (v->swapped ? n : mr * o.tiles); r++)
             v->act_row(c + r * v->ldc, v->swapped ? mr : n);
         if (o.packed) o.packed = NULL, b = pb, ldb = width;
-        i += mr, a += packed ? mr * kc + HV_W : mr * v->p_rs;
+        o.first = 0;
+        a += o.next_a * o.tiles;
+        if (packed && (t + o.tiles) % v->group == 0) a = v->packed_p + (t + o.tiles) / v->group * v->width * kc;
     }
 }
 
@@ -2522,6 +2542,8 @@ HPMLI_KFN void HPMLI_K(hpmli_blocks)(HPMLI_K(hpmli_view) *v)
         int64_t nc = v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC, vectors = (nc + HV_W - 1) / HV_W;
         int64_t most = v->swapped ? 2 : HPMLI_NV, panels = (vectors + most - 1) / most;
         int64_t height = HPMLI_K(hpmli_tile_rows)[(vectors - 1) / panels];
+        v->group = height < HV_W ? HV_W / height : 1;
+        v->width = (v->group * height + HV_W - 1) / HV_W * HV_W;
         for (int64_t kb = 0; kb < k_blocks; kb++) {
             int64_t p0 = kb * v->k / k_blocks, kc = (kb + 1) * v->k / k_blocks - p0;
             HPMLI_K(hpmli_block_end)(v, p0, kc);
@@ -3383,7 +3405,7 @@ typedef struct hpmli_gemm_part {
 #define HPMLI_GEMM_NC 256
 #define HPMLI_GEMM_SUMS 65536 /* partial sums of a product that is cut along k */
 #define HPMLI_GEMM_PACKED_A ((HPMLI_GEMM_NC + 32) * HPMLI_GEMM_KC) /* behind the packed B */
-#define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + (HPMLI_GEMM_MC + 2) * HPMLI_GEMM_KC + HPMLI_GEMM_SUMS)
+#define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + (HPMLI_GEMM_MC * 4 / 3 + 16) * HPMLI_GEMM_KC + HPMLI_GEMM_SUMS)
 
 /* Loops over registers must be unrolled at any optimization level. */
 #if defined(__clang__)
