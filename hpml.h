@@ -3578,6 +3578,10 @@ typedef struct hpmli_conv_sum {
 #ifndef HPML_NO_THREADS
 #include <pthread.h>
 #include <sched.h>
+#if defined(__linux__) && defined(_DEFAULT_SOURCE)
+#include <sys/syscall.h>
+#define HPMLI_AFFINITY 1
+#endif
 #endif
 #ifdef HPML_USE_CBLAS
 #include <cblas.h>
@@ -4236,6 +4240,7 @@ typedef struct hpmli_worker {
     hpmli_pool *pool;
     pthread_t   thread;
     int         index; /* 1.. ; the caller is thread 0 */
+    long        id;    /* atomic: the system's number of this thread, 0: not known */
 } hpmli_worker;
 
 struct hpmli_pool {
@@ -4249,6 +4254,7 @@ struct hpmli_pool {
     pthread_mutex_t mutex;
     pthread_cond_t  wake;
     int             worker_count;
+    unsigned long   cores[128 / sizeof(long)]; /* a bit for each that this process may use */
     hpmli_worker    workers[1]; /* (worker_count) */
 };
 
@@ -4258,6 +4264,27 @@ HPMLI_FN void hpmli_spin(void)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
     __asm__ __volatile__("yield");
+#endif
+}
+
+/* Linux may wake a thread on the core of whoever wakes it, where it waits for milliseconds while others idle: while it
+   wakes, a worker may use the caller's core only if there is no other. */
+HPMLI_FN void hpmli_pool_part(hpmli_pool *p, int wake)
+{
+#if HPMLI_AFFINITY
+    const unsigned bits = 8 * sizeof(long);
+    unsigned long  cores[sizeof p->cores / sizeof(long)];
+    unsigned       cpu = 0;
+    memcpy(cores, p->cores, sizeof cores);
+    if (!wake) (void)syscall(SYS_sched_setaffinity, 0L, sizeof cores, cores); /* awake: anywhere again */
+    if (!wake || syscall(SYS_getcpu, &cpu, NULL, NULL) != 0 || cpu / bits >= sizeof cores / sizeof *cores) return;
+    cores[cpu / bits] &= ~(1ul << cpu % bits);
+    for (int i = 0; i < p->worker_count; i++) {
+        long id = __atomic_load_n(&p->workers[i].id, __ATOMIC_RELAXED);
+        if (id > 0) (void)syscall(SYS_sched_setaffinity, id, sizeof cores, cores);
+    }
+#else
+    (void)p, (void)wake;
 #endif
 }
 
@@ -4292,6 +4319,7 @@ HPMLI_FN void hpmli_pool_wait(hpmli_pool *p, uint64_t seen)
     while (!hpmli_pool_ready(p, seen)) pthread_cond_wait(&p->wake, &p->mutex);
     __atomic_sub_fetch(&p->sleepers, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&p->mutex);
+    hpmli_pool_part(p, 0);
 }
 
 HPMLI_FN void *hpmli_worker_main(void *arg)
@@ -4299,6 +4327,9 @@ HPMLI_FN void *hpmli_worker_main(void *arg)
     hpmli_worker *w    = (hpmli_worker *)arg;
     hpmli_pool   *p    = w->pool;
     uint64_t      seen = 0;
+#if HPMLI_AFFINITY
+    __atomic_store_n(&w->id, syscall(SYS_gettid), __ATOMIC_RELAXED);
+#endif
     for (;;) {
         uint64_t s;
         hpmli_pool_wait(p, seen);
@@ -4324,6 +4355,7 @@ HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *
     if ((job & UINT32_MAX) == 0) job = 1; /* 0 means "none seen" */
     __atomic_store_n(&p->state, job << 32 | HPMLI_JOB_OPEN, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&p->sleepers, __ATOMIC_SEQ_CST) > 0) {
+        hpmli_pool_part(p, 1);
         pthread_mutex_lock(&p->mutex);
         pthread_cond_broadcast(&p->wake);
         pthread_mutex_unlock(&p->mutex);
@@ -4356,6 +4388,9 @@ HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
     if (!p) return NULL;
     pthread_mutex_init(&p->mutex, NULL);
     pthread_cond_init(&p->wake, NULL);
+#if HPMLI_AFFINITY
+    (void)syscall(SYS_sched_getaffinity, 0L, sizeof p->cores, p->cores);
+#endif
     for (int i = 0; i < threads - 1; i++) {
         hpmli_worker *w = &p->workers[i];
         w->pool  = p;
