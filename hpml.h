@@ -2010,12 +2010,13 @@ HPMLI_KFN void HPMLI_K(hpmli_f32_to_u8)(uint8_t *y, const float *x, int64_t n)
 // >>gemm   matrix product: tiles
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* After Goto & van de Geijn 2008. A tile of C, MR rows by two vectors, lives in registers while k runs: each step
-   loads two vectors of B and broadcasts MR numbers of A, for 2 MR multiply-adds. So that the operands come from the
-   nearest caches, k is cut into blocks of at most KC, and A and B are packed into the order in which the tile reads
-   them, where that order is not good enough as they stand. Rows are dealt out evenly to tiles (64 rows are 13 + 13 +
-   13 + 13 + 12, not 4 x 14 + 8), so there is a tile function for each height; the compiler makes them all from one
-   text.
+/* After Goto & van de Geijn 2008. A tile of C, some rows by some vectors, lives in registers while k runs: each step
+   loads the vectors of B and broadcasts the numbers of A, for a multiply-add each with each. The nearer to a square, the
+   fewer loads for each multiply-add: with 32 registers, 6 rows by 4 vectors leave a core the time to run another thread
+   beside. So that the operands come from the nearest caches, k is cut into blocks of at most KC, and A and B are packed
+   into the order in which the tile reads them, where that order is not good enough as they stand. Rows and vectors are
+   dealt out evenly to tiles (16 rows are 6 + 5 + 5, not 6 + 6 + 4), so there is a tile function for each size; the
+   compiler makes them all from one text.
 
    Every element of C is summed over k in an order that only the shape decides, not how the work is cut, so results
    have the same bits for any number of threads. */
@@ -2024,8 +2025,12 @@ HPMLI_KFN void HPMLI_K(hpmli_f32_to_u8)(uint8_t *y, const float *x, int64_t n)
 #undef HPMLI_NR
 #undef HPMLI_ROWS
 #undef HPMLI_DOT_MR
+#undef HPMLI_NV
+#undef HPMLI_TILE_SIZES
 #define HPMLI_NR (2 * HV_W)
 #if HPMLI_ISA == 2
+#define HPMLI_NV      4 /* vectors in a tile, at most */
+#define HPMLI_TILE_SIZES { HPMLI_MR, HPMLI_MR, 8, 6 } /* rows of tiles of one, two ... vectors, at most */
 #define HPMLI_MR      14
 #define HPMLI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
 #define HPMLI_DOT_MR  6
@@ -2042,16 +2047,22 @@ HPMLI_KFN void HPMLI_K(hpmli_f32_to_u8)(uint8_t *y, const float *x, int64_t n)
 #define HPMLI_ROWS(X) X(0) X(1) X(2) X(3)
 #define HPMLI_DOT_MR  2
 #endif
+#if HPMLI_ISA != 2
+#define HPMLI_NV      2
+#define HPMLI_TILE_SIZES { HPMLI_MR, HPMLI_MR }
+#endif
 
 #ifndef HPMLI_TILE_ROW
-/* Where a tile goes. Written or added to. */
+/* Where tiles go, one below the other. Written or added to. */
 typedef struct hpmli_tile_out {
+    int64_t tiles, next_a; /* so many, their rows of A so far apart */
     float  *c;
     int64_t ldc;
     int     add;
-    int64_t fetch;  /* so many rows of it are worth a prefetch */
+    int64_t fetch;  /* so many rows of each are worth a prefetch */
     int64_t n;      /* columns that are there, and ... */
-    float  *packed; /* ... NULL, or where the first tile of a panel of B packs it on the way */
+    int     first;  /* ... whether this is the first tile of its panel of B: fetches the next, and ... */
+    float  *packed; /* ... NULL, or where it packs the panel on the way */
 } hpmli_tile_out;
 
 /* What else is done to C. */
@@ -2066,28 +2077,30 @@ typedef struct hpmli_tile_end {
     int64_t kc, const float *a, int64_t ars, int64_t acs, const float *b, int64_t ldb, const hpmli_tile_out *o
 typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 
-/* What happens to row r of a tile; `mr`, `nv` are constants once inlined, so rows that are not there vanish. Every
-   third row has a pointer, the others are at one or two strides from it. */
-#define HPMLI_TILE_ZERO(r) hv s##r = hv_zero(), t##r = hv_zero();
+/* What happens to row r of a tile; `mr`, `nv` are constants once inlined, so rows and vectors that are not there vanish.
+   Every third row has a pointer, the others are at one or two strides from it. */
+#define HPMLI_TILE_ZERO(r) hv s##r = hv_zero(), t##r = hv_zero(), u##r = hv_zero(), v##r = hv_zero();
 #define HPMLI_TILE_AT(r)   (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * ars]
 #define HPMLI_TILE_ROW(r)                                                                                              \
     if (mr > r) {                                                                                                      \
         hv x = hv_set1(HPMLI_TILE_AT(r));                                                                              \
         s##r = hv_fma(x, b0, s##r);                                                                                    \
         if (nv > 1) t##r = hv_fma(x, b1, t##r);                                                                        \
+        if (nv > 2) u##r = hv_fma(x, b2, u##r);                                                                        \
+        if (nv > 3) v##r = hv_fma(x, b3, v##r);                                                                        \
     }
+#define HPMLI_TILE_LOAD(i, from) (nv > i ? HPMLI_K(hpmli_tile_get)(part && nv == i + 1, from + i * HV_W, lanes) : hv_zero())
+#define HPMLI_TILE_PUT(i, x) if (nv > i) HPMLI_K(hpmli_tile_put)(part && nv == i + 1, c + i * HV_W, x, lanes);
 #define HPMLI_TILE_STORE(r)                                                                                            \
     if (mr > r) {                                                                                                      \
-        HPMLI_K(hpmli_tile_put)(part, c, s##r, n0);                                                                    \
-        if (nv > 1) HPMLI_K(hpmli_tile_put)(part, c + HV_W, t##r, n1);                                                 \
+        HPMLI_TILE_PUT(0, s##r) HPMLI_TILE_PUT(1, t##r) HPMLI_TILE_PUT(2, u##r) HPMLI_TILE_PUT(3, v##r)                \
         c += ldc;                                                                                                      \
     }
 #define HPMLI_TILE_ADD(r)                                                                                              \
     if (mr > r) {                                                                                                      \
-        HPMLI_K(hpmli_tile_put)(part, c, hv_add(HPMLI_K(hpmli_tile_get)(part, c, n0), s##r), n0);                      \
-        if (nv > 1)                                                                                                    \
-            HPMLI_K(hpmli_tile_put)(part, c + HV_W, hv_add(HPMLI_K(hpmli_tile_get)(part, c + HV_W, n1), t##r), n1);    \
-        c += ldc;                                                                                                      \
+        s##r = hv_add(HPMLI_TILE_LOAD(0, c), s##r), t##r = hv_add(HPMLI_TILE_LOAD(1, c), t##r);                        \
+        u##r = hv_add(HPMLI_TILE_LOAD(2, c), u##r), v##r = hv_add(HPMLI_TILE_LOAD(3, c), v##r);                        \
+        HPMLI_TILE_STORE(r)                                                                                            \
     }
 #if defined(__GNUC__)
 #define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1)
@@ -2107,56 +2120,85 @@ HPMLI_VFN void HPMLI_K(hpmli_tile_put)(const int part, float *p, hv x, int64_t n
     else hv_store(p, x);
 }
 
-/* nv: vectors across. part: o->n columns may be fewer, and what is read of B may go into o->packed. */
+/* One k: the vectors of B, then row after row. */
+#define HPMLI_TILE_B                                                                                                   \
+    hv b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b), b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
+#define HPMLI_TILE_NEXT a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, b += ldb;
+
+/* nv: vectors across. part: the last one may be partial, and o->first, o->packed count. */
 HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int part, HPMLI_TILE_ARGS)
 {
-    const float *a0 = a, *a3 = a + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
-    float       *c = o->c, *packed = o->packed;
-    const float *next = c;
-    int64_t      ldc = o->ldc, fetch = o->fetch, n0 = o->n < HV_W ? o->n : HV_W, n1 = o->n - n0;
-    HPMLI_ROWS(HPMLI_TILE_ZERO)
-    for (int64_t p = 0; p < kc; p++) {
-        hv b0 = HPMLI_K(hpmli_tile_get)(part, b, n0);
-        hv b1 = nv < 2 ? b0 : HPMLI_K(hpmli_tile_get)(part, b + HV_W, n1);
-        if (part && nv > 1 && packed) {
-            HPMLI_PREFETCH(b + HPMLI_NR); /* the next panel */
-            HPMLI_PREFETCH(b + HPMLI_NR + HV_W);
-            hv_store(packed, b0);
-            hv_store(packed + HV_W, b1);
-            packed += HPMLI_NR;
+    float  *c = o->c, *packed = o->packed;
+    int64_t ldc = o->ldc, lanes = o->n - (nv - 1) * HV_W, fetch = o->fetch < kc ? o->fetch : kc;
+    for (int64_t t = o->tiles; t > 0; t--, a += o->next_a, b -= kc * ldb) {
+        const float *a0 = a, *a3 = a + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
+        const float *next = c;
+        int64_t      p    = 0;
+        HPMLI_ROWS(HPMLI_TILE_ZERO)
+        for (int64_t head = part ? kc : fetch; p < head; p++) {
+            HPMLI_TILE_B
+            if (part && packed) {
+                hv_store(packed, b0);
+                if (nv > 1) hv_store(packed + HV_W, b1);
+                if (nv > 2) hv_store(packed + 2 * HV_W, b2);
+                if (nv > 3) hv_store(packed + 3 * HV_W, b3);
+                packed += nv * HV_W;
+            }
+            if (part && o->first)
+                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(b + (nv + i) * HV_W);
+            if (p < fetch) { /* not all at once: the first numbers of A and B would have to wait */
+                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(next + i * HV_W);
+                next += ldc;
+            }
+            HPMLI_ROWS(HPMLI_TILE_ROW)
+            HPMLI_TILE_NEXT
         }
-        if (p < fetch) { /* not all at once: the first numbers of A and B would have to wait */
-            HPMLI_PREFETCH(next);
-            HPMLI_PREFETCH(next + HV_W);
-            next += ldc;
-        }
-        HPMLI_ROWS(HPMLI_TILE_ROW)
-        a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs;
-        b += ldb;
+        if (!part)
+            for (; p < kc; p++) {
+                HPMLI_TILE_B
+                HPMLI_ROWS(HPMLI_TILE_ROW)
+                HPMLI_TILE_NEXT
+            }
+        (void)a3, (void)a6, (void)a9, (void)a12;
+        if (o->add) { HPMLI_ROWS(HPMLI_TILE_ADD) }
+        else { HPMLI_ROWS(HPMLI_TILE_STORE) }
     }
-    (void)a3, (void)a6, (void)a9, (void)a12;
-    if (o->add) { HPMLI_ROWS(HPMLI_TILE_ADD) }
-    else { HPMLI_ROWS(HPMLI_TILE_STORE) }
 }
 
 #ifndef HPMLI_TILE_KINDS
-/* For each height: two vectors, up to two, up to one. */
-#define HPMLI_TILE_KINDS(r)                                                                                            \
-    HPMLI_KFN void HPMLI_K(hpmli_tile_two_##r)(HPMLI_TILE_ARGS)                                                        \
-    { HPMLI_K(hpmli_tile)(r + 1, 2, 0, kc, a, ars, acs, b, ldb, o); }                                               \
-    HPMLI_KFN void HPMLI_K(hpmli_tile_one_##r)(HPMLI_TILE_ARGS)                                                        \
-    { HPMLI_K(hpmli_tile)(r + 1, 1, 1, kc, a, ars, acs, b, ldb, o); }                                               \
-    HPMLI_KFN void HPMLI_K(hpmli_tile_part_##r)(HPMLI_TILE_ARGS)                                                      \
-    { HPMLI_K(hpmli_tile)(r + 1, 2, 1, kc, a, ars, acs, b, ldb, o); }
-#define HPMLI_TILE_TWO(r)   HPMLI_K(hpmli_tile_two_##r),
-#define HPMLI_TILE_ONE(r)   HPMLI_K(hpmli_tile_one_##r),
-#define HPMLI_TILE_PART(r) HPMLI_K(hpmli_tile_part_##r),
+/* For each number of vectors and height: whole tiles, and those whose last vector may be partial. */
+#define HPMLI_TILE_KIND(nv, r)                                                                                         \
+    HPMLI_KFN void HPMLI_K(hpmli_tile_##nv##_##r)(HPMLI_TILE_ARGS)                                                     \
+    { HPMLI_K(hpmli_tile)(r + 1, nv, 0, kc, a, ars, acs, b, ldb, o); }                                                 \
+    HPMLI_KFN void HPMLI_K(hpmli_tile_part_##nv##_##r)(HPMLI_TILE_ARGS)                                                \
+    { HPMLI_K(hpmli_tile)(r + 1, nv, 1, kc, a, ars, acs, b, ldb, o); }
+#define HPMLI_TILE_1(r) HPMLI_TILE_KIND(1, r)
+#define HPMLI_TILE_2(r) HPMLI_TILE_KIND(2, r)
+#define HPMLI_TILE_3(r) HPMLI_TILE_KIND(3, r)
+#define HPMLI_TILE_4(r) HPMLI_TILE_KIND(4, r)
+#define HPMLI_TILE_FN_1(r) { HPMLI_K(hpmli_tile_1_##r), HPMLI_K(hpmli_tile_part_1_##r) },
+#define HPMLI_TILE_FN_2(r) { HPMLI_K(hpmli_tile_2_##r), HPMLI_K(hpmli_tile_part_2_##r) },
+#define HPMLI_TILE_FN_3(r) { HPMLI_K(hpmli_tile_3_##r), HPMLI_K(hpmli_tile_part_3_##r) },
+#define HPMLI_TILE_FN_4(r) { HPMLI_K(hpmli_tile_4_##r), HPMLI_K(hpmli_tile_part_4_##r) },
+#define HPMLI_ROWS_3(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#define HPMLI_ROWS_4(X) X(0) X(1) X(2) X(3) X(4) X(5)
+#define HPMLI_TILE_KINDS
 #endif
-HPMLI_ROWS(HPMLI_TILE_KINDS)
+HPMLI_ROWS(HPMLI_TILE_1)
+HPMLI_ROWS(HPMLI_TILE_2)
+#if HPMLI_NV > 2
+HPMLI_ROWS_3(HPMLI_TILE_3)
+HPMLI_ROWS_4(HPMLI_TILE_4)
+#endif
 
-static hpmli_tile_fn *const HPMLI_K(hpmli_tiles_two)[HPMLI_MR]   = { HPMLI_ROWS(HPMLI_TILE_TWO) };
-static hpmli_tile_fn *const HPMLI_K(hpmli_tiles_one)[HPMLI_MR]   = { HPMLI_ROWS(HPMLI_TILE_ONE) };
-static hpmli_tile_fn *const HPMLI_K(hpmli_tiles_part)[HPMLI_MR] = { HPMLI_ROWS(HPMLI_TILE_PART) };
+static const int HPMLI_K(hpmli_tile_rows)[HPMLI_NV] = HPMLI_TILE_SIZES;
+static hpmli_tile_fn *const HPMLI_K(hpmli_tiles)[HPMLI_NV][HPMLI_MR][2] = { { HPMLI_ROWS(HPMLI_TILE_FN_1) },
+                                                                            { HPMLI_ROWS(HPMLI_TILE_FN_2) },
+#if HPMLI_NV > 2
+                                                                            { HPMLI_ROWS_3(HPMLI_TILE_FN_3) },
+                                                                            { HPMLI_ROWS_4(HPMLI_TILE_FN_4) }
+#endif
+};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm-pack   matrix product: packing and turning
@@ -2262,11 +2304,11 @@ HPMLI_VFN void HPMLI_K(hpmli_tile_save)(const hpmli_tile_end *e, float *c, int64
 HPMLI_KFN void HPMLI_K(hpmli_save)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, float *c,
                                    int64_t ldc)
 {
-    for (int64_t r = 0; r < mr; r++, c += ldc, tile += HPMLI_NR)
+    for (int64_t r = 0; r < mr; r++, c += ldc, tile += HPMLI_NV * HV_W)
         for (int64_t j = 0; j < n; j += HV_W) HPMLI_K(hpmli_tile_save)(e, c + j, r, j, hv_load(tile + j), n - j);
 }
 
-/* A tile of C^T, mr rows of NR, goes into C turned; e as C sees it. plain: nothing is done to it but that. */
+/* A tile of C^T, mr rows of NV vectors, goes into C turned; e as C sees it. plain: nothing is done to it but that. */
 HPMLI_KFN void HPMLI_K(hpmli_turn)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, bool plain,
                                    float *c, int64_t ldc)
 {
@@ -2275,7 +2317,7 @@ HPMLI_KFN void HPMLI_K(hpmli_turn)(const float *tile, int64_t mr, int64_t n, con
         for (int64_t q = 0; q < n; q += HV_W) {
             int64_t lanes = mr - r < HV_W ? mr - r : HV_W, rows = n - q < HV_W ? n - q : HV_W;
             float  *to    = c + q * ldc + r;
-            HPMLI_K(hpmli_transpose)(tile + r * HPMLI_NR + q, HPMLI_NR, lanes, square, HV_W);
+            HPMLI_K(hpmli_transpose)(tile + r * HPMLI_NV * HV_W + q, HPMLI_NV * HV_W, lanes, square, HV_W);
             for (int64_t i = 0; i < rows; i++)
                 if (plain) hv_st(to + i * ldc, hv_load(square + i * HV_W), lanes);
                 else HPMLI_K(hpmli_tile_save)(e, to + i * ldc, q + i, r, hv_load(square + i * HV_W), lanes);
@@ -2300,7 +2342,8 @@ typedef struct HPMLI_K(hpmli_view) {
     bool         swapped;
     bool         pack_q, fuse; /* pack panels of Q; while the first tile is computed */
     float       *packed_p;     /* NULL, or where the block of P is packed, tile after tile */
-    int64_t      tiles;        /* down the block of rows */
+    int64_t      tiles;        /* down the block of rows, ... */
+    int64_t      group, width; /* ... so many packed side by side, in so many columns */
     bool         plain;        /* tiles are only stored or added, ... */
     bool         fetch;        /* ... C is worth a prefetch, */
     hpmli_tile_end end;        /* or this is done; for the block of k */
@@ -2332,23 +2375,30 @@ HPMLI_KFN HPMLI_K(hpmli_view) HPMLI_K(hpmli_view_of)(const hpmli_gemm_part *part
             v.rows = n, v.cols = m, v.swapped = true;
         }
     }
-    v.pack_q = d->pack_b || v.q_cs != 1 || (v.rows > 2 * HPMLI_MR && v.k > 16);
+    v.pack_q = d->pack_b || v.q_cs != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_ks & -v.q_ks) > 327680));
     v.fuse   = !d->pack_b && v.q_cs == 1;
     /* Columns of P that lie far apart: each is in another page, and a few sets of the cache take them all. */
     if (v.p_rs == 1 && v.p_ks * v.k >= 262144 && v.cols >= 4 * HPMLI_NR) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
     return v;
 }
 
-/* Packs the block of P at p, tile after tile with a vector to spill into between them; a few k at a time for all tiles,
-   so that whole lines and few pages are read at a time. */
+/* Where piece t begins when a length is dealt out evenly. */
+HPMLI_VFN int64_t HPMLI_K(hpmli_deal)(int64_t length, int64_t pieces, int64_t t)
+{
+    int64_t more = length % pieces;
+    return t * (length / pieces) + (t < more ? t : more);
+}
+
+/* Packs the block of P at p, group of tiles after group; a few k at a time for all, so that whole lines and few pages
+   are read at a time. */
 HPMLI_KFN void HPMLI_K(hpmli_pack_block)(const HPMLI_K(hpmli_view) *v, const float *p, int64_t mc, int64_t kc)
 {
     for (int64_t p0 = 0, pc; p0 < kc; p0 += pc) {
-        float *tile = v->packed_p;
+        float *to = v->packed_p + p0 * v->width;
         pc = kc - p0 < 16 ? kc - p0 : 16;
-        for (int64_t t = 0, i = 0, mr; t < v->tiles; t++, i += mr, tile += mr * kc + HV_W) {
-            mr = (mc + v->tiles - 1 - t) / v->tiles;
-            HPMLI_K(hpmli_pack)(p + i * v->p_rs + p0 * v->p_ks, v->p_ks, v->p_rs, pc, mr, mr, tile + p0 * mr);
+        for (int64_t t = 0, i = 0, end; t < v->tiles; t += v->group, i = end, to += v->width * kc) {
+            end = t + v->group < v->tiles ? HPMLI_K(hpmli_deal)(mc, v->tiles, t + v->group) : mc;
+            HPMLI_K(hpmli_pack)(p + i * v->p_rs + p0 * v->p_ks, v->p_ks, v->p_rs, pc, end - i, v->width, to);
         }
     }
 }
@@ -2368,40 +2418,44 @@ HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, in
 {
     bool         packed = v->packed_p != NULL;
     const float *a = packed ? v->packed_p : v->p + i0 * v->p_rs + p0 * v->p_ks, *b = v->q + p0 * v->q_ks + j * v->q_cs;
-    int64_t      ldb = v->q_ks, width = n <= HV_W ? HV_W : HPMLI_NR;
+    int64_t      ldb = v->q_ks, vectors = (n + HV_W - 1) / HV_W, width = vectors * HV_W;
     int64_t      more = mc % v->tiles, mr = mc / v->tiles + (more > 0); /* so many tiles are one row higher */
-    bool         direct = v->plain && !v->swapped, partial = n < width;
-    float          tile[HPMLI_MR * HPMLI_NR];
+    bool         direct = v->plain && !v->swapped;
+    float          tile[HPMLI_MR * HPMLI_NV * HV_W];
     hpmli_tile_end e = v->end;
     hpmli_tile_out o;
-    o.c = tile, o.ldc = direct ? v->ldc : HPMLI_NR, o.add = direct && e.beta != 0, o.n = n, o.packed = NULL;
+    o.c = tile, o.ldc = direct ? v->ldc : HPMLI_NV * HV_W, o.add = direct && e.beta != 0, o.n = n, o.packed = NULL;
+    o.first = !ready && v->q_cs == 1 && v->pack_q;
     if (v->pack_q) {
-        if (!ready && v->fuse && n > HV_W) o.packed = pb;
+        if (!ready && v->fuse) o.packed = pb;
         else {
             if (!ready && v->k > 0) HPMLI_K(hpmli_pack_panel)(v, j, n, p0, kc, width, pb);
-            b = pb, ldb = width;
+            b = pb, ldb = width, o.first = 0;
         }
     }
-    for (int64_t t = 0, i = i0; t < v->tiles; t++) {
+    for (int64_t t = 0, i = i0; t < v->tiles; t += o.tiles, i += mr * o.tiles) {
         int64_t ci = v->swapped ? j : i, cj = v->swapped ? i : j;
         float  *c  = v->c + ci * v->ldc + cj;
-        hpmli_tile_fn *const *fn = n <= HV_W             ? HPMLI_K(hpmli_tiles_one)
-                                   : o.packed || partial ? HPMLI_K(hpmli_tiles_part)
-                                                         : HPMLI_K(hpmli_tiles_two);
         if (t == more && more > 0) mr--;
+        o.tiles = !direct || o.first ? 1 : (t < more ? more : v->tiles) - t;
+        if (packed && o.tiles > v->group - t % v->group) o.tiles = v->group - t % v->group;
+        o.next_a = packed ? mr : mr * v->p_rs;
         o.fetch = direct && v->fetch ? mr : 0;
         if (direct) o.c = c;
-        fn[mr - 1](kc, a, packed ? 1 : v->p_rs, packed ? mr : v->p_ks, b, ldb, &o);
+        HPMLI_K(hpmli_tiles)[vectors - 1][mr - 1][o.first || n < width](kc, a, packed ? 1 : v->p_rs,
+                                                                        packed ? v->width : v->p_ks, b, ldb, &o);
         if (!direct) {
             e.bias_col = v->end.bias_col ? v->end.bias_col + cj : NULL;
             e.bias_row = v->end.bias_row ? v->end.bias_row + ci : NULL;
             if (v->swapped) HPMLI_K(hpmli_turn)(tile, mr, n, &e, v->plain && e.beta == 0, c, v->ldc);
             else HPMLI_K(hpmli_save)(tile, mr, n, &e, c, v->ldc);
         }
-        for (int64_t r = 0; v->act_row && r < (v->swapped ? n : mr); r++)
+        for (int64_t r = 0; v->act_row && r < (v->swapped ? n : mr * o.tiles); r++)
             v->act_row(c + r * v->ldc, v->swapped ? mr : n);
-        if (o.packed) o.packed = NULL, b = pb, ldb = HPMLI_NR;
-        i += mr, a += packed ? mr * kc + HV_W : mr * v->p_rs;
+        if (o.packed) o.packed = NULL, b = pb, ldb = width;
+        o.first = 0;
+        a += o.next_a * o.tiles;
+        if (packed && (t + o.tiles) % v->group == 0) a = v->packed_p + (t + o.tiles) / v->group * v->width * kc;
     }
 }
 
@@ -2428,17 +2482,23 @@ HPMLI_KFN void HPMLI_K(hpmli_blocks)(HPMLI_K(hpmli_view) *v)
     int64_t k_blocks = v->k > HPMLI_GEMM_KC ? (v->k - 1) / HPMLI_GEMM_KC + 1 : 1;
     int64_t row_blocks = v->rows > HPMLI_GEMM_MC ? (v->rows - 1) / HPMLI_GEMM_MC + 1 : 1;
     for (int64_t j0 = 0; j0 < v->cols; j0 += HPMLI_GEMM_NC) {
-        int64_t nc = v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC;
+        int64_t nc = v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC, vectors = (nc + HV_W - 1) / HV_W;
+        int64_t most = v->swapped ? 2 : HPMLI_NV, panels = (vectors + most - 1) / most;
+        int64_t height = HPMLI_K(hpmli_tile_rows)[(vectors - 1) / panels];
+        v->group = height < HV_W ? HV_W / height : 1;
+        v->width = (v->group * height + HV_W - 1) / HV_W * HV_W;
         for (int64_t kb = 0; kb < k_blocks; kb++) {
             int64_t p0 = kb * v->k / k_blocks, kc = (kb + 1) * v->k / k_blocks - p0;
             HPMLI_K(hpmli_block_end)(v, p0, kc);
             for (int64_t rb = 0; rb < row_blocks; rb++) {
                 int64_t i0 = rb * v->rows / row_blocks, mc = (rb + 1) * v->rows / row_blocks - i0;
-                v->tiles = (mc + HPMLI_MR - 1) / HPMLI_MR;
+                v->tiles = (mc + height - 1) / height;
                 if (v->packed_p) HPMLI_K(hpmli_pack_block)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
-                for (int64_t j = 0; j < nc; j += HPMLI_NR)
-                    HPMLI_K(hpmli_panel)(v, i0, mc, j0 + j, nc - j < HPMLI_NR ? nc - j : HPMLI_NR, p0, kc,
+                for (int64_t t = 0, j = 0, end; t < panels; t++, j = end) {
+                    end = vectors * (t + 1) / panels * HV_W;
+                    HPMLI_K(hpmli_panel)(v, i0, mc, j0 + j, (end < nc ? end : nc) - j, p0, kc,
                                          row_blocks > 1 ? pb + j * kc : pb, rb > 0);
+                }
             }
         }
     }
@@ -2976,13 +3036,13 @@ typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
 HPMLI_VFN void HPMLI_K(hpmli_strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
 {
     const int     part = 0; /* tiles are whole: the result has room for them */
-    const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc, length = s->length, n0 = HV_W, n1 = HV_W;
+    const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc, length = s->length, lanes = HV_W;
     HPMLI_ROWS(HPMLI_TILE_ZERO)
     for (int64_t run = 0; run < s->runs; run++) {
         const float *a0 = a + s->a_at[run], *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars;
         const float *a12 = a9 + 3 * ars, *q = b + (s->b_at ? s->b_at[run] : run * length * ldb);
         for (int64_t p = 0; p < length; p++) {
-            hv b0 = hv_load(q), b1 = nv < 2 ? b0 : hv_load(q + HV_W);
+            hv b0 = hv_load(q), b1 = nv < 2 ? b0 : hv_load(q + HV_W), b2 = b1, b3 = b1;
             HPMLI_ROWS(HPMLI_TILE_ROW)
             a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, q += ldb;
         }
@@ -3254,7 +3314,7 @@ typedef struct hpmli_gemm_part {
 #define HPMLI_GEMM_NC 256
 #define HPMLI_GEMM_SUMS 65536 /* partial sums of a product that is cut along k */
 #define HPMLI_GEMM_PACKED_A ((HPMLI_GEMM_NC + 32) * HPMLI_GEMM_KC) /* behind the packed B */
-#define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + (HPMLI_GEMM_MC + 2) * HPMLI_GEMM_KC + HPMLI_GEMM_SUMS)
+#define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + (HPMLI_GEMM_MC * 4 / 3 + 16) * HPMLI_GEMM_KC + HPMLI_GEMM_SUMS)
 
 /* Loops over registers must be unrolled at any optimization level. */
 #if defined(__clang__)
@@ -3410,6 +3470,10 @@ typedef struct hpmli_conv_sum {
 #ifndef HPML_NO_THREADS
 #include <pthread.h>
 #include <sched.h>
+#if defined(__linux__) && defined(_DEFAULT_SOURCE)
+#include <sys/syscall.h>
+#define HPMLI_AFFINITY 1
+#endif
 #endif
 #ifdef HPML_USE_CBLAS
 #include <cblas.h>
@@ -4045,6 +4109,7 @@ typedef struct hpmli_worker {
     hpmli_pool *pool;
     pthread_t   thread;
     int         index; /* 1.. ; the caller is thread 0 */
+    long        id;    /* atomic: the system's number of this thread, 0: not known */
 } hpmli_worker;
 
 struct hpmli_pool {
@@ -4058,6 +4123,7 @@ struct hpmli_pool {
     pthread_mutex_t mutex;
     pthread_cond_t  wake;
     int             worker_count;
+    unsigned long   cores[128 / sizeof(long)]; /* a bit for each that this process may use */
     hpmli_worker    workers[1]; /* (worker_count) */
 };
 
@@ -4067,6 +4133,27 @@ HPMLI_FN void hpmli_spin(void)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
     __asm__ __volatile__("yield");
+#endif
+}
+
+/* Linux may wake a thread on the core of whoever wakes it, where it waits for milliseconds while others idle: while it
+   wakes, a worker may use the caller's core only if there is no other. */
+HPMLI_FN void hpmli_pool_part(hpmli_pool *p, int wake)
+{
+#if HPMLI_AFFINITY
+    const unsigned bits = 8 * sizeof(long);
+    unsigned long  cores[sizeof p->cores / sizeof(long)];
+    unsigned       cpu = 0;
+    memcpy(cores, p->cores, sizeof cores);
+    if (!wake) (void)syscall(SYS_sched_setaffinity, 0L, sizeof cores, cores); /* awake: anywhere again */
+    if (!wake || syscall(SYS_getcpu, &cpu, NULL, NULL) != 0 || cpu / bits >= sizeof cores / sizeof *cores) return;
+    cores[cpu / bits] &= ~(1ul << cpu % bits);
+    for (int i = 0; i < p->worker_count; i++) {
+        long id = __atomic_load_n(&p->workers[i].id, __ATOMIC_RELAXED);
+        if (id > 0) (void)syscall(SYS_sched_setaffinity, id, sizeof cores, cores);
+    }
+#else
+    (void)p, (void)wake;
 #endif
 }
 
@@ -4101,6 +4188,7 @@ HPMLI_FN void hpmli_pool_wait(hpmli_pool *p, uint64_t seen)
     while (!hpmli_pool_ready(p, seen)) pthread_cond_wait(&p->wake, &p->mutex);
     __atomic_sub_fetch(&p->sleepers, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&p->mutex);
+    hpmli_pool_part(p, 0);
 }
 
 HPMLI_FN void *hpmli_worker_main(void *arg)
@@ -4108,6 +4196,9 @@ HPMLI_FN void *hpmli_worker_main(void *arg)
     hpmli_worker *w    = (hpmli_worker *)arg;
     hpmli_pool   *p    = w->pool;
     uint64_t      seen = 0;
+#if HPMLI_AFFINITY
+    __atomic_store_n(&w->id, syscall(SYS_gettid), __ATOMIC_RELAXED);
+#endif
     for (;;) {
         uint64_t s;
         hpmli_pool_wait(p, seen);
@@ -4133,6 +4224,7 @@ HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *
     if ((job & UINT32_MAX) == 0) job = 1; /* 0 means "none seen" */
     __atomic_store_n(&p->state, job << 32 | HPMLI_JOB_OPEN, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&p->sleepers, __ATOMIC_SEQ_CST) > 0) {
+        hpmli_pool_part(p, 1);
         pthread_mutex_lock(&p->mutex);
         pthread_cond_broadcast(&p->wake);
         pthread_mutex_unlock(&p->mutex);
@@ -4165,6 +4257,9 @@ HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
     if (!p) return NULL;
     pthread_mutex_init(&p->mutex, NULL);
     pthread_cond_init(&p->wake, NULL);
+#if HPMLI_AFFINITY
+    (void)syscall(SYS_sched_getaffinity, 0L, sizeof p->cores, p->cores);
+#endif
     for (int i = 0; i < threads - 1; i++) {
         hpmli_worker *w = &p->workers[i];
         w->pool  = p;
