@@ -4973,48 +4973,61 @@ HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
 }
 
 /* One parameter's first values, drawn on the host from the stream of its index: they do not depend on the others. */
+typedef struct hpmli_init_job {
+    float   *w;      /* (n) */
+    int64_t  n;
+    uint64_t seed, stream;
+    double   scale;
+    bool     drawn, normal; /* not drawn: all are `scale` */
+} hpmli_init_job;
+
+HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_init_job *j = (const hpmli_init_job *)arg;
+    int64_t i = task * HPMLI_GRAIN, end = i + HPMLI_GRAIN < j->n ? i + HPMLI_GRAIN : j->n;
+    if (j->drawn && j->normal) hpmli_random_normal(j->w + i, j->seed, j->stream, (uint64_t)i, end - i);
+    else if (j->drawn) hpmli_random_uniform(j->w + i, j->seed, j->stream, (uint64_t)i, end - i);
+    for (; i < end; i++)
+        j->w[i] = (float)(!j->drawn ? j->scale : j->normal ? j->scale * j->w[i] : j->scale * (2 * (double)j->w[i] - 1));
+}
+
 HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
 {
-    const hpml_param *p      = t->param;
-    int64_t           n      = hpml_tensor_count(t);
-    double            fan_in = (double)n / (double)t->shape[0], field = fan_in / (double)t->shape[1];
-    double            fan_out = (double)t->shape[0] * field, scale = p->init_scale;
-    bool              normal = false;
-    uint64_t          stream = (uint64_t)p->index;
+    const hpml_param *p = t->param;
+    hpmli_init_job    j = { w, hpml_tensor_count(t), ctx->seed, (uint64_t)p->index, p->init_scale, true, false };
+    double fan_in = (double)j.n / (double)t->shape[0], field = fan_in / (double)t->shape[1];
+    double fan_out = (double)t->shape[0] * field;
     switch (p->init) {
-    case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: scale = sqrt(6 / fan_in); break;
-    case HPML_INIT_KAIMING_NORMAL: scale = sqrt(2 / fan_in), normal = true; break;
-    case HPML_INIT_XAVIER_UNIFORM: scale = sqrt(6 / (fan_in + fan_out)); break;
-    case HPML_INIT_XAVIER_NORMAL: scale = sqrt(2 / (fan_in + fan_out)), normal = true; break;
-    case HPML_INIT_NORMAL: scale = scale > 0 ? scale : 0.02, normal = true; break;
-    case HPML_INIT_UNIFORM: scale = scale > 0 ? scale : 0.1; break;
-    case HPML_INIT_ZEROS: case HPML_INIT_ONES:
-        for (int64_t i = 0; i < n; i++) w[i] = p->init == HPML_INIT_ONES ? 1.0f : 0.0f;
-        return;
+    case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: j.scale = sqrt(6 / fan_in); break;
+    case HPML_INIT_KAIMING_NORMAL: j.scale = sqrt(2 / fan_in), j.normal = true; break;
+    case HPML_INIT_XAVIER_UNIFORM: j.scale = sqrt(6 / (fan_in + fan_out)); break;
+    case HPML_INIT_XAVIER_NORMAL: j.scale = sqrt(2 / (fan_in + fan_out)), j.normal = true; break;
+    case HPML_INIT_NORMAL: j.scale = j.scale > 0 ? j.scale : 0.02, j.normal = true; break;
+    case HPML_INIT_UNIFORM: j.scale = j.scale > 0 ? j.scale : 0.1; break;
+    case HPML_INIT_ZEROS: case HPML_INIT_ONES: j.scale = p->init == HPML_INIT_ONES, j.drawn = false; break;
     }
-    if (normal) hpmli_random_normal(w, ctx->seed, stream, 0, n);
-    else hpmli_random_uniform(w, ctx->seed, stream, 0, n);
-    for (int64_t i = 0; i < n; i++) w[i] = (float)(normal ? scale * w[i] : scale * (2 * (double)w[i] - 1));
+    hpmli_parallel(ctx, (j.n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_init_task, &j);
 }
 
 HPML_API hpml_status hpml_param_init(hpml_ctx *ctx)
 {
+    size_t room = 0;
+    float *w    = NULL; /* room for the largest */
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     for (int i = 0; i < ctx->param_count; i++) {
-        hpml_tensor *t = ctx->params[i];
-        float       *w, *data;
-        if (t->data) continue;
-        data = (float *)hpmli_device_alloc(ctx, hpmli_tensor_bytes(t));
-        w    = data ? (float *)hpmli_alloc(ctx, hpmli_tensor_bytes(t)) : NULL;
-        if (!w) {
-            if (data) ctx->backend->free(ctx->device, data, hpmli_tensor_bytes(t));
-            return ctx->status;
-        }
-        hpmli_init_values(ctx, t, w);
-        ctx->backend->write(ctx->device, data, w, hpmli_tensor_bytes(t));
-        hpmli_free(ctx, w);
-        t->data = data;
+        size_t bytes = hpmli_tensor_bytes(ctx->params[i]);
+        if (!ctx->params[i]->data && bytes > room) room = bytes;
     }
+    if (room > 0) w = (float *)hpmli_alloc(ctx, room);
+    for (int i = 0; w && i < ctx->param_count; i++) {
+        hpml_tensor *t = ctx->params[i];
+        if (t->data) continue;
+        t->data = (float *)hpmli_device_alloc(ctx, hpmli_tensor_bytes(t));
+        if (!t->data) break;
+        hpmli_init_values(ctx, t, w);
+        ctx->backend->write(ctx->device, t->data, w, hpmli_tensor_bytes(t));
+    }
+    hpmli_free(ctx, w);
     return ctx->status;
 }
 
@@ -7462,9 +7475,35 @@ HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED
 
 HPMLI_FN void  hpmli_cpu_close(void *device) { (void)device; }
 
+/* Fresh memory is cleared by all threads, in pieces, as a first touch is slow: the system has to find each page. Asked
+   for all pages of a stretch at once it takes half the time. */
+#define HPMLI_CLEAR (UINT32_C(1) << 21)
+
+typedef struct hpmli_clear_job {
+    char  *p;
+    size_t bytes;
+} hpmli_clear_job;
+
+HPMLI_FN void hpmli_clear_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_clear_job *j = (const hpmli_clear_job *)arg;
+    size_t at = (size_t)task * HPMLI_CLEAR, end = j->bytes - at < HPMLI_CLEAR ? j->bytes : at + HPMLI_CLEAR;
+    for (size_t n; at < end; at += n) { /* cleared while it is in the cache */
+        n = end - at < HPMLI_CLEAR / 8 ? end - at : HPMLI_CLEAR / 8;
+#ifdef MADV_POPULATE_WRITE
+        char *page = j->p + at + (4096 - (uintptr_t)(j->p + at) % 4096) % 4096;
+        if (n > 8192) madvise(page, n - 4096, MADV_POPULATE_WRITE);
+#endif
+        memset(j->p + at, 0, n);
+    }
+}
+
 HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
 {
-    return hpmli_alloc_object((hpml_ctx *)device, bytes, NULL);
+    hpml_ctx       *ctx = (hpml_ctx *)device;
+    hpmli_clear_job j   = { (char *)hpmli_alloc(ctx, bytes), bytes };
+    if (j.p) hpmli_parallel(ctx, (int64_t)((bytes + HPMLI_CLEAR - 1) / HPMLI_CLEAR), hpmli_clear_task, &j);
+    return j.p;
 }
 
 HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes HPMLI_UNUSED) { hpmli_free((hpml_ctx *)device, p); }
