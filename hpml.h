@@ -3025,8 +3025,9 @@ HPMLI_KFN void HPMLI_K(hpmli_bf16_decode_add)(float *out, const uint16_t *packed
    tiles of a few pixels by two vectors of channels read it where it stands. Results are turned back on their way out,
    in bands of some rows.
 
-   The same tile makes all three products: the gradient of the input is a convolution of dy, and the gradient of the
-   weights has taps x channels for rows and sums over pixels. */
+   The same tile makes all three products. The gradient of the weights has taps x channels for rows and sums over
+   pixels; that of the input has pixels of dy for rows, taps x channels for columns, and adds them to where those taps
+   read. */
 
 #ifndef HPMLI_STRIP_ARGS /* the rows of a tile are those of >>gemm */
 #define HPMLI_STRIP_ARGS const hpmli_conv_strip *s, const float *a, const float *b, float *c
@@ -3084,24 +3085,35 @@ HPMLI_KFN void HPMLI_K(hpmli_square)(const float *x, int64_t ldx, int64_t rows, 
     HPMLI_K(hpmli_transpose)(x, ldx, rows, out, HV_W);
 }
 
-/* The weights of channels [o, o + panel) as tiles read them: dst[(rank[tap] * in + c) * panel + lane] = w[(o + lane) *
-   lane_step + c * channel_step + tap]. */
-HPMLI_KFN void HPMLI_K(hpmli_conv_pack)(float *dst, const float *w, int64_t lane_step, int64_t channel_step,
-                                        const hpmli_conv_map *m, int64_t o)
+/* The weights (out, in, taps) of channels [o, o + panel) as tiles read them: dst[(tap * in + c) * panel + lane]. */
+HPMLI_KFN void HPMLI_K(hpmli_conv_pack)(float *dst, const float *w, const hpmli_conv_map *m, int64_t o)
 {
     float square[HV_W * HV_W];
-    int64_t end = o + HPMLI_CONV_PANEL < m->out ? o + HPMLI_CONV_PANEL : m->out;
+    int64_t end = o + HPMLI_CONV_PANEL < m->out ? o + HPMLI_CONV_PANEL : m->out, each = m->in * m->taps;
     for (; o < end; o += HV_W) {
         int64_t rows = m->out - o < HV_W ? m->out - o : HV_W;
-        float  *to   = dst + o / HPMLI_NR * HPMLI_NR * m->taps * m->in + o % HPMLI_NR;
+        float  *to   = dst + o / HPMLI_NR * HPMLI_NR * each + o % HPMLI_NR;
         for (int64_t c = 0; c < m->in; c++)
             for (int64_t t = 0; t < m->taps; t += HV_W) {
                 int64_t n = m->taps - t < HV_W ? m->taps - t : HV_W;
-                HPMLI_K(hpmli_square)(w + o * lane_step + c * channel_step + t, lane_step, rows, n, square);
+                HPMLI_K(hpmli_square)(w + o * each + c * m->taps + t, each, rows, n, square);
                 for (int64_t i = 0; i < n; i++)
-                    hv_store(to + (m->rank[t + i] * m->in + c) * HPMLI_NR, hv_load(square + i * HV_W));
+                    hv_store(to + ((t + i) * m->in + c) * HPMLI_NR, hv_load(square + i * HV_W));
             }
     }
+}
+
+/* The same weights for the gradient of the input, output channel o of them: a panel is some lanes of a block. */
+HPMLI_KFN void HPMLI_K(hpmli_conv_pack_back)(float *dst, const float *w, const hpmli_conv_sum *g, int64_t o)
+{
+    int64_t blocks = g->blocks[0] * g->blocks[1], each = g->block / g->in, taps = blocks * each;
+    int64_t width = (g->block + HPMLI_NR - 1) / HPMLI_NR * HPMLI_NR;
+    for (int64_t b = 0; b < blocks; b++, dst += width * g->out)
+        for (int64_t lane = 0, t = 0, c = 0; lane < width; lane++) {
+            dst[lane / HPMLI_NR * HPMLI_NR * g->out + o * HPMLI_NR + lane % HPMLI_NR] =
+                lane < g->block ? w[(o * g->in + c) * taps + b * each + t] : 0;
+            if (++c == g->in) c = 0, t++;
+        }
 }
 
 /* An image (channels, height, width) into NHWC order; rows of the result are `pitch` floats apart. */
@@ -3138,16 +3150,16 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_turn)(float *image, const float *x, int64_t ch
     }
 }
 
-/* A finished band (n pixels, panel) goes into the planes of y, turned. */
-HPMLI_KFN void HPMLI_K(hpmli_conv_emit)(const float *band, int64_t n, int64_t channels, float *y, int64_t plane,
-                                        const float *bias, int relu, int accumulate)
+/* n pixels, `apart` floats from one to the next, go into the planes of y, turned. */
+HPMLI_VFN void HPMLI_K(hpmli_conv_emit)(const float *x, int64_t apart, int64_t n, int64_t channels, float *y,
+                                        int64_t plane, const float *bias, int relu, int accumulate)
 {
     float square[HV_W * HV_W];
     for (int64_t i = 0; i < n; i += HV_W) {
         int64_t lanes = n - i < HV_W ? n - i : HV_W;
         for (int64_t o = 0; o < channels; o += HV_W) {
             int64_t rows = channels - o < HV_W ? channels - o : HV_W;
-            HPMLI_K(hpmli_transpose)(band + i * HPMLI_NR + o, HPMLI_NR, lanes, square, HV_W);
+            HPMLI_K(hpmli_transpose)(x + i * apart + o, apart, lanes, square, HV_W);
             for (int64_t r = 0; r < rows; r++) {
                 float *to = y + (o + r) * plane + i;
                 hv     v  = hv_load(square + r * HV_W);
@@ -3160,29 +3172,52 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_emit)(const float *band, int64_t n, int64_t ch
     }
 }
 
+/* Back from NHWC order: y (channels, height, width) (+)= an image, whose rows are `pitch` floats apart. */
+HPMLI_KFN void HPMLI_K(hpmli_conv_return)(float *y, const float *image, int64_t channels, int64_t height, int64_t width,
+                                          int64_t pitch, int accumulate)
+{
+    bool    whole = pitch == width * channels;
+    int64_t rows = whole ? 1 : height, n = whole ? height * width : width;
+    for (int64_t r = 0; r < rows; r++)
+        HPMLI_K(hpmli_conv_emit)(image + r * pitch, channels, n, channels, y + r * n, height * width, NULL, 0,
+                                 accumulate);
+}
+
 /* Channels [o0, o1) of one image's result, from its image in NHWC order. band: map->band x width x panel floats. */
 HPMLI_KFN void HPMLI_K(hpmli_conv_image)(const hpmli_conv_map *m, const float *w, const float *image, int64_t o0,
-                                         int64_t o1, const float *bias, int relu, int add, float *y, float *band)
+                                         int64_t o1, const float *bias, int relu, float *y, float *band)
 {
-    int64_t plane = m->height * m->width;
+    int64_t          plane = m->height * m->width;
+    hpmli_conv_strip s;
+    s.rows = m->width, s.ars = m->col_at, s.acs = 1, s.ldb = HPMLI_NR, s.runs = m->runs, s.length = m->length;
+    s.a_at = m->run_at, s.b_at = NULL, s.ldc = HPMLI_NR, s.add = 0;
     for (int64_t o = o0; o < o1; o += HPMLI_NR) {
-        int64_t      n  = o1 - o < HPMLI_NR ? o1 - o : HPMLI_NR;
-        const float *wp = w + o * m->taps * m->in;
+        int64_t n = o1 - o < HPMLI_NR ? o1 - o : HPMLI_NR;
         for (int64_t row = 0; row < m->height; row += m->band) {
             int64_t rows = m->height - row < m->band ? m->height - row : m->band;
-            for (int64_t f = 0; f < m->phases; f++) {
-                const hpmli_conv_phase *p = &m->phase[f];
-                hpmli_conv_strip        s;
-                s.rows = p->cols, s.ars = m->col_at, s.acs = 1, s.ldb = HPMLI_NR, s.runs = p->runs;
-                s.length = p->length, s.a_at = p->run_at, s.b_at = NULL, s.ldc = m->step[1] * HPMLI_NR, s.add = 0;
-                for (int64_t r = p->row0; r < rows; r += m->step[0])
-                    HPMLI_K(hpmli_strip)(&s, n, image + p->at + (row + r - p->row0) / m->step[0] * m->row_at,
-                                         wp + p->first * m->in * HPMLI_NR, band + (r * m->width + p->col0) * HPMLI_NR);
-            }
-            HPMLI_K(hpmli_conv_emit)(band, rows * m->width, n, y + o * plane + row * m->width, plane,
-                                     bias ? bias + o : NULL, relu, add);
+            for (int64_t r = 0; r < rows; r++)
+                HPMLI_K(hpmli_strip)(&s, n, image + (row + r) * m->row_at, w + o * m->taps * m->in,
+                                     band + r * m->width * HPMLI_NR);
+            HPMLI_K(hpmli_conv_emit)(band, HPMLI_NR, rows * m->width, n, y + o * plane + row * m->width, plane,
+                                     bias ? bias + o : NULL, relu, 0);
         }
     }
+}
+
+/* dx, in NHWC order, += for each block of taps, dy times its weights: the numbers that the pixels of a row of dy were
+   made of overlap, and are added one pixel after the other. */
+HPMLI_KFN void HPMLI_K(hpmli_conv_inputs)(const hpmli_conv_sum *g, const float *w, const float *dy, float *dx)
+{
+    const int64_t    start = 0;
+    hpmli_conv_strip s;
+    s.rows = g->cols, s.ars = g->out, s.acs = 1, s.ldb = HPMLI_NR, s.runs = 1, s.length = g->out;
+    s.a_at = &start, s.b_at = NULL, s.ldc = g->col_at, s.add = 1;
+    for (int64_t u = 0; u < g->blocks[0]; u++)
+        for (int64_t v = 0; v < g->blocks[1]; v++)
+            for (int64_t lane = 0; lane < g->block; lane += HPMLI_NR, w += HPMLI_NR * g->out)
+                for (int64_t r = 0; r < g->runs; r++)
+                    HPMLI_K(hpmli_strip)(&s, g->block - lane, dy + g->y_at[r], w,
+                                         dx + g->x_at[r] + u * g->block_at[0] + v * g->block_at[1] + lane);
 }
 
 /* dw (panels of out, taps, in, panel) (+)= sum over the pixels of some images. */
@@ -3392,26 +3427,14 @@ typedef struct hpmli_onebit_row {
     X(bool, bf16_encode, (uint16_t * packed, float *e, const float *g, int64_t n))                                     \
     X(void, bf16_decode_add, (float *out, const uint16_t *packed, int64_t n))
 
-/* How the pixels of a result are computed from an image in NHWC order. With a stride, the gradient of the input has
-   pixels of several phases, each seen by other taps; a forward convolution has one phase. */
-typedef struct hpmli_conv_phase {
-    int64_t row0, col0;   /* first pixel of this phase; the next ones are map->step apart */
-    int64_t cols;         /* in a row */
-    int64_t at;           /* what that pixel reads, in floats from the start of the image */
-    int64_t first;        /* number of its first tap in the packed weights */
-    int64_t runs, length; /* its taps are so many runs of so many neighbouring floats ... */
-    const int64_t *run_at; /* (runs) ... from here on */
-} hpmli_conv_phase;
-
+/* How the pixels of a result are computed from an image in NHWC order. */
 typedef struct hpmli_conv_map {
     int64_t in, out, taps;      /* channels read, channels made, kernel positions */
     int64_t height, width;      /* of the result */
-    int64_t band;               /* rows computed at a time: a multiple of step[0] */
-    int64_t step[2];
-    int64_t row_at, col_at;     /* floats in the image from one row, one pixel of a phase to the next */
-    int64_t phases;
-    const hpmli_conv_phase *phase; /* (phases) */
-    const int64_t *rank;        /* (taps) place of each tap in the packed weights */
+    int64_t band;               /* rows computed at a time */
+    int64_t row_at, col_at;     /* floats in the image from one row, one pixel to the next */
+    int64_t runs, length;       /* the taps are so many runs of so many neighbouring floats ... */
+    const int64_t *run_at;      /* (runs) ... from here on */
 } hpmli_conv_map;
 
 /* A strip of a product: C (rows, up to two vectors) = sum over runs r, over p < length of a[a_at[r] + i ars + p acs]
@@ -3423,7 +3446,7 @@ typedef struct hpmli_conv_strip {
     int            add;
 } hpmli_conv_strip;
 
-/* The gradient of the weights of one group, from images in NHWC order. */
+/* The gradients of one group, from images in NHWC order. */
 typedef struct hpmli_conv_sum {
     int64_t        in, out;
     int64_t        blocks[2], block; /* taps: blocks[0] x blocks[1] blocks of `block` neighbouring floats ... */
@@ -3436,10 +3459,14 @@ typedef struct hpmli_conv_sum {
 #define HPMLI_CONV_PANEL 32 /* channels are dealt with in panels; what a kernel calls a panel divides this */
 
 #define HPMLI_KERNELS_CONV(X)                                                                                          \
-    X(void, conv_pack, (float *to, const float *w, int64_t lane, int64_t channel, const hpmli_conv_map *m, int64_t o)) \
+    X(void, conv_pack, (float *dst, const float *w, const hpmli_conv_map *m, int64_t o))                               \
+    X(void, conv_pack_back, (float *dst, const float *w, const hpmli_conv_sum *g, int64_t o))                          \
     X(void, conv_turn, (float *image, const float *x, int64_t channels, int64_t height, int64_t width, int64_t pitch)) \
+    X(void, conv_return, (float *y, const float *image, int64_t channels, int64_t height, int64_t width,               \
+                          int64_t pitch, int accumulate))                                                              \
     X(void, conv_image, (const hpmli_conv_map *m, const float *w, const float *image, int64_t o0, int64_t o1,          \
-                         const float *bias, int relu, int accumulate, float *y, float *band))                          \
+                         const float *bias, int relu, float *y, float *band))                                          \
+    X(void, conv_inputs, (const hpmli_conv_sum *g, const float *w, const float *dy, float *dx))                        \
     X(void, conv_weights, (const hpmli_conv_sum *s, const float *x, const float *dy, float *dw, int add))              \
     X(void, conv_unpack, (float *dw, const float *parts, int64_t count, int64_t apart, int64_t in, int64_t out,        \
                           int64_t taps, int64_t o, int accumulate))                                                    \
@@ -4971,48 +4998,61 @@ HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
 }
 
 /* One parameter's first values, drawn on the host from the stream of its index: they do not depend on the others. */
+typedef struct hpmli_init_job {
+    float   *w;      /* (n) */
+    int64_t  n;
+    uint64_t seed, stream;
+    double   scale;
+    bool     drawn, normal; /* not drawn: all are `scale` */
+} hpmli_init_job;
+
+HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_init_job *j = (const hpmli_init_job *)arg;
+    int64_t i = task * HPMLI_GRAIN, end = i + HPMLI_GRAIN < j->n ? i + HPMLI_GRAIN : j->n;
+    if (j->drawn && j->normal) hpmli_random_normal(j->w + i, j->seed, j->stream, (uint64_t)i, end - i);
+    else if (j->drawn) hpmli_random_uniform(j->w + i, j->seed, j->stream, (uint64_t)i, end - i);
+    for (; i < end; i++)
+        j->w[i] = (float)(!j->drawn ? j->scale : j->normal ? j->scale * j->w[i] : j->scale * (2 * (double)j->w[i] - 1));
+}
+
 HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
 {
-    const hpml_param *p      = t->param;
-    int64_t           n      = hpml_tensor_count(t);
-    double            fan_in = (double)n / (double)t->shape[0], field = fan_in / (double)t->shape[1];
-    double            fan_out = (double)t->shape[0] * field, scale = p->init_scale;
-    bool              normal = false;
-    uint64_t          stream = (uint64_t)p->index;
+    const hpml_param *p = t->param;
+    hpmli_init_job    j = { w, hpml_tensor_count(t), ctx->seed, (uint64_t)p->index, p->init_scale, true, false };
+    double fan_in = (double)j.n / (double)t->shape[0], field = fan_in / (double)t->shape[1];
+    double fan_out = (double)t->shape[0] * field;
     switch (p->init) {
-    case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: scale = sqrt(6 / fan_in); break;
-    case HPML_INIT_KAIMING_NORMAL: scale = sqrt(2 / fan_in), normal = true; break;
-    case HPML_INIT_XAVIER_UNIFORM: scale = sqrt(6 / (fan_in + fan_out)); break;
-    case HPML_INIT_XAVIER_NORMAL: scale = sqrt(2 / (fan_in + fan_out)), normal = true; break;
-    case HPML_INIT_NORMAL: scale = scale > 0 ? scale : 0.02, normal = true; break;
-    case HPML_INIT_UNIFORM: scale = scale > 0 ? scale : 0.1; break;
-    case HPML_INIT_ZEROS: case HPML_INIT_ONES:
-        for (int64_t i = 0; i < n; i++) w[i] = p->init == HPML_INIT_ONES ? 1.0f : 0.0f;
-        return;
+    case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: j.scale = sqrt(6 / fan_in); break;
+    case HPML_INIT_KAIMING_NORMAL: j.scale = sqrt(2 / fan_in), j.normal = true; break;
+    case HPML_INIT_XAVIER_UNIFORM: j.scale = sqrt(6 / (fan_in + fan_out)); break;
+    case HPML_INIT_XAVIER_NORMAL: j.scale = sqrt(2 / (fan_in + fan_out)), j.normal = true; break;
+    case HPML_INIT_NORMAL: j.scale = j.scale > 0 ? j.scale : 0.02, j.normal = true; break;
+    case HPML_INIT_UNIFORM: j.scale = j.scale > 0 ? j.scale : 0.1; break;
+    case HPML_INIT_ZEROS: case HPML_INIT_ONES: j.scale = p->init == HPML_INIT_ONES, j.drawn = false; break;
     }
-    if (normal) hpmli_random_normal(w, ctx->seed, stream, 0, n);
-    else hpmli_random_uniform(w, ctx->seed, stream, 0, n);
-    for (int64_t i = 0; i < n; i++) w[i] = (float)(normal ? scale * w[i] : scale * (2 * (double)w[i] - 1));
+    hpmli_parallel(ctx, (j.n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_init_task, &j);
 }
 
 HPML_API hpml_status hpml_param_init(hpml_ctx *ctx)
 {
+    size_t room = 0;
+    float *w    = NULL; /* room for the largest */
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     for (int i = 0; i < ctx->param_count; i++) {
-        hpml_tensor *t = ctx->params[i];
-        float       *w, *data;
-        if (t->data) continue;
-        data = (float *)hpmli_device_alloc(ctx, hpmli_tensor_bytes(t));
-        w    = data ? (float *)hpmli_alloc(ctx, hpmli_tensor_bytes(t)) : NULL;
-        if (!w) {
-            if (data) ctx->backend->free(ctx->device, data, hpmli_tensor_bytes(t));
-            return ctx->status;
-        }
-        hpmli_init_values(ctx, t, w);
-        ctx->backend->write(ctx->device, data, w, hpmli_tensor_bytes(t));
-        hpmli_free(ctx, w);
-        t->data = data;
+        size_t bytes = hpmli_tensor_bytes(ctx->params[i]);
+        if (!ctx->params[i]->data && bytes > room) room = bytes;
     }
+    if (room > 0) w = (float *)hpmli_alloc(ctx, room);
+    for (int i = 0; w && i < ctx->param_count; i++) {
+        hpml_tensor *t = ctx->params[i];
+        if (t->data) continue;
+        t->data = (float *)hpmli_device_alloc(ctx, hpmli_tensor_bytes(t));
+        if (!t->data) break;
+        hpmli_init_values(ctx, t, w);
+        ctx->backend->write(ctx->device, t->data, w, hpmli_tensor_bytes(t));
+    }
+    hpmli_free(ctx, w);
     return ctx->status;
 }
 
@@ -5952,26 +5992,23 @@ HPMLI_OP(sum, 0, hpmli_sum_pass(run, n), hpmli_sum_back(run, n))
 
 /* y = act(w * x + bias), see hpml_conv2d. Sources: x, w, bias (NULL without). Groups are convolutions side by side.
 
-   The gradient of the input, dx[c, h, w] = sum over o, u, v of w[o, c, u, v] dy[o, (h + pad - u dilation) / stride,
-   ..], is gathered the same way, over those taps for which the division leaves no rest: they are the same for every
-   stride-th pixel, a phase. The gradient of the weights is summed image by image into a number of partial sums that
-   depends on the shape alone, added up in order: the same bits at any number of threads. */
+   The gradient of the weights is summed image by image into a number of partial sums that depends on the shape alone,
+   added up in order: the same bits at any number of threads. */
 
 typedef struct hpmli_conv {
     hpml_ctx        *ctx;
     hpml_node       *n;
     int64_t          B, C, H, W, OC, OH, OW; /* C, OC of one group */
     int64_t          groups, taps, kernel[2], stride[2], dilation[2], padding[2];
-    bool             back, want_dx, want_dw, want_db, y_padded;
-    int64_t          x_pitch, x_size;   /* image of x: floats of a row, of all */
-    int64_t          y_pitch, y_size, y_at; /* image of dy; its first pixel */
+    bool             want_dx, want_dw, want_db;
+    int64_t          x_pitch, x_size, x_first; /* image of x: floats of a row, of all; its first pixel */
+    int64_t          y_size;            /* image of dy */
     int64_t          parts, part_size;  /* partial sums of dw and db */
     int64_t          joint;             /* images whose dw is summed at once */
     int64_t          splits;            /* forward: pieces of the output channels */
-    hpmli_conv_map   map;               /* forward: of y; backward: of dx */
-    hpmli_conv_sum   sum;
-    hpmli_conv_phase *phase;            /* these, and the rest, are places in scratch */
-    int64_t         *run_at, *rank, *x_at, *y_row_at;
+    hpmli_conv_map   map;               /* forward */
+    hpmli_conv_sum   sum;               /* backward */
+    int64_t         *run_at, *x_at, *y_at; /* these, and the rest, are places in scratch */
     float           *packed, *part, *own; /* weights as tiles read them, partial sums, space of each thread */
     int64_t          own_size, band_size, weights; /* weights: floats of one group, packed */
 } hpmli_conv;
@@ -5994,7 +6031,8 @@ HPMLI_FN void hpmli_conv_make(hpmli_conv *c, hpml_ctx *ctx, hpml_node *n)
     }
     c->taps    = c->kernel[0] * c->kernel[1];
     c->x_pitch = (c->W + 2 * c->padding[1]) * c->C;
-    c->x_size  = hpmli_round_up((c->H + 2 * c->padding[0]) * c->x_pitch, 16);
+    c->x_first = c->padding[0] * c->x_pitch + c->padding[1] * c->C;
+    c->x_size  = hpmli_round_up((c->H + 2 * c->padding[0]) * c->x_pitch + HPMLI_CONV_PANEL, 16); /* tiles are whole */
 }
 
 /* A product without columns: 1 x 1, as it stands. */
@@ -6014,29 +6052,18 @@ HPMLI_FN void *hpmli_conv_place(const hpmli_conv *c, int64_t *used, int64_t coun
 /* Deals out the scratch, for either pass; returns the bytes it takes. */
 HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
 {
-    int64_t phases = backward ? c->stride[0] * c->stride[1] : 1, used = 0, weights;
-    int64_t width = backward ? c->W : c->OW, step = backward ? c->stride[0] : 1;
-    c->map.band  = step * (64 / (width * step) > 1 ? 64 / (width * step) : 1);
-    c->band_size = hpmli_round_up(c->map.band * width, 16) * HPMLI_CONV_PANEL;
-    c->phase     = (hpmli_conv_phase *)hpmli_conv_place(c, &used, phases, sizeof *c->phase);
-    c->run_at    = (int64_t *)hpmli_conv_place(c, &used, c->taps, sizeof *c->run_at);
-    c->rank      = (int64_t *)hpmli_conv_place(c, &used, c->taps, sizeof *c->rank);
-    weights      = c->taps * (backward ? c->OC : c->C) * hpmli_round_up(backward ? c->C : c->OC, HPMLI_CONV_PANEL);
-    c->packed    = (float *)hpmli_conv_place(c, &used, c->groups * weights, sizeof(float));
-    c->own_size  = c->x_size + c->band_size;
-    if (backward) {
-        int64_t size[2], margin[2], panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
-        for (int i = 0; i < 2; i++) { /* dy as far around as taps reach */
-            int64_t image = i == 0 ? c->H : c->W, own = i == 0 ? c->OH : c->OW;
-            int64_t last  = (image - 1 + c->padding[i]) / c->stride[i] + 1;
-            margin[i] = (c->kernel[i] - 1) * c->dilation[i] / c->stride[i] - c->padding[i] / c->stride[i];
-            if (margin[i] < 0 || !c->want_dx) margin[i] = 0;
-            size[i] = margin[i] + (c->want_dx && last > own ? last : own);
-        }
-        c->y_pitch   = size[1] * c->OC;
-        c->y_size    = hpmli_round_up(size[0] * c->y_pitch + 2 * HPMLI_CONV_PANEL, 16);
-        c->y_at      = margin[0] * c->y_pitch + margin[1] * c->OC;
-        c->y_padded  = size[0] > c->OH || size[1] > c->OW;
+    bool    wide = c->dilation[1] == 1; /* a row of the kernel is one run */
+    int64_t used = 0, panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
+    c->sum.blocks[0] = c->kernel[0], c->sum.blocks[1] = wide ? 1 : c->kernel[1];
+    c->sum.block     = wide ? c->kernel[1] * c->C : c->C;
+    if (!backward) {
+        c->map.band  = 64 / c->OW > 1 ? 64 / c->OW : 1;
+        c->band_size = hpmli_round_up(c->map.band * c->OW, 16) * HPMLI_CONV_PANEL;
+        c->weights   = panels;
+        c->own_size  = c->x_size + c->band_size;
+        c->run_at    = (int64_t *)hpmli_conv_place(c, &used, c->taps, sizeof *c->run_at);
+    } else {
+        c->y_size    = hpmli_round_up(c->OH * c->OW * c->OC + 2 * HPMLI_CONV_PANEL, 16);
         c->parts     = c->groups * panels > 65536 ? 8 : 16;
         if (c->parts > c->B) c->parts = c->B;
         c->joint     = 128 / (c->OH * c->OW);
@@ -6045,11 +6072,12 @@ HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
         c->part_size = c->groups * panels + hpmli_round_up(c->groups * c->OC, 16);
         c->part      = (float *)hpmli_conv_place(c, &used, c->parts * c->part_size, sizeof(float));
         c->x_at      = (int64_t *)hpmli_conv_place(c, &used, c->joint * c->OH, sizeof *c->x_at);
-        c->y_row_at  = (int64_t *)hpmli_conv_place(c, &used, c->joint * c->OH, sizeof *c->y_row_at);
-        c->own_size  = c->joint * (c->x_size + c->y_size) + c->band_size;
+        c->y_at      = (int64_t *)hpmli_conv_place(c, &used, c->joint * c->OH, sizeof *c->y_at);
+        c->own_size  = c->joint * ((c->want_dx ? 2 : 1) * c->x_size + c->y_size);
+        c->weights   = c->sum.blocks[0] * c->sum.blocks[1] * hpmli_round_up(c->sum.block, HPMLI_CONV_PANEL) * c->OC;
     }
-    c->weights = weights;
-    c->own     = (float *)hpmli_conv_place(c, &used, c->ctx->threads * c->own_size, sizeof(float));
+    c->packed = (float *)hpmli_conv_place(c, &used, c->groups * c->weights, sizeof(float));
+    c->own    = (float *)hpmli_conv_place(c, &used, c->ctx->threads * c->own_size, sizeof(float));
     return used;
 }
 
@@ -6149,20 +6177,21 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 // >>conv-passes   a convolution forward and backward
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The channels [o, o + HPMLI_CONV_PANEL) of one group's weights, packed; lanes are outputs, or inputs for dx. */
+/* The channels [o, o + HPMLI_CONV_PANEL) of one group's weights, packed. */
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t panels = hpmli_panels(c->map.out), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
-    int64_t out = c->C * c->taps, in = c->taps; /* steps of w (OC, C, taps) */
-    c->ctx->k->conv_pack(c->packed + g * c->weights, c->n->src[1]->data + g * c->OC * out, c->back ? in : out,
-                         c->back ? out : in, &c->map, o);
+    int64_t panels = hpmli_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
+    int64_t end    = o + HPMLI_CONV_PANEL < c->OC ? o + HPMLI_CONV_PANEL : c->OC;
+    const float *w = c->n->src[1]->data + g * c->OC * c->C * c->taps;
+    float  *packed = c->packed + g * c->weights;
+    if (!c->want_dx) c->ctx->k->conv_pack(packed, w, &c->map, o);
+    for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_back(packed, w, &c->sum, o);
 }
 
 HPMLI_FN void hpmli_conv_pack(hpmli_conv *c)
 {
-    int64_t panels = hpmli_panels(c->map.out);
-    hpmli_parallel(c->ctx, c->groups * panels, hpmli_conv_pack_task, c);
+    hpmli_parallel(c->ctx, c->groups * hpmli_panels(c->OC), hpmli_conv_pack_task, c);
 }
 
 /* One image and group of x, in NHWC order with its padding. */
@@ -6170,28 +6199,18 @@ HPMLI_FN void hpmli_conv_turn_x(const hpmli_conv *c, int64_t b, int64_t g, float
 {
     const float *x = c->n->src[0]->data + (b * c->groups + g) * c->C * c->H * c->W;
     if (c->padding[0] || c->padding[1]) memset(image, 0, (size_t)c->x_size * sizeof(float));
-    c->ctx->k->conv_turn(image + c->padding[0] * c->x_pitch + c->padding[1] * c->C, x, c->C, c->H, c->W, c->x_pitch);
+    c->ctx->k->conv_turn(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
 }
 
-/* The one phase of a forward convolution. */
 HPMLI_FN void hpmli_conv_forward_map(hpmli_conv *c)
 {
-    hpmli_conv_map   *m = &c->map;
-    hpmli_conv_phase *p = c->phase;
-    bool wide = c->dilation[1] == 1; /* a row of the kernel is one run */
+    hpmli_conv_map *m = &c->map;
     m->in = c->C, m->out = c->OC, m->taps = c->taps, m->height = c->OH, m->width = c->OW;
-    m->step[0] = m->step[1] = 1;
     m->row_at = c->stride[0] * c->x_pitch, m->col_at = c->stride[1] * c->C;
-    m->phases = 1, m->phase = p, m->rank = c->rank;
-    memset(p, 0, sizeof *p);
-    p->cols = c->OW, p->run_at = c->run_at;
-    p->length = wide ? c->kernel[1] * c->C : c->C;
-    for (int64_t t = 0; t < c->taps; t++) {
-        c->rank[t] = t;
-        if (!wide || t % c->kernel[1] == 0)
-            c->run_at[p->runs++] = t / c->kernel[1] * c->dilation[0] * c->x_pitch +
-                                   t % c->kernel[1] * c->dilation[1] * c->C;
-    }
+    m->runs = c->sum.blocks[0] * c->sum.blocks[1], m->length = c->sum.block, m->run_at = c->run_at;
+    for (int64_t i = 0; i < m->runs; i++)
+        c->run_at[i] = i / c->sum.blocks[1] * c->dilation[0] * c->x_pitch +
+                       i % c->sum.blocks[1] * c->dilation[1] * c->C;
 }
 
 HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
@@ -6206,7 +6225,7 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
         const float *bias = c->n->src[2] ? c->n->src[2]->data + g * c->OC : NULL;
         hpmli_conv_turn_x(c, b, g, image);
         c->ctx->k->conv_image(&c->map, c->packed + g * c->weights, image, o0, o1, bias,
-                              c->n->attr.conv.act == HPML_ACT_RELU, 0,
+                              c->n->attr.conv.act == HPML_ACT_RELU,
                               c->n->out->data + (b * c->groups + g) * c->OC * c->OH * c->OW, band);
     }
 }
@@ -6249,72 +6268,16 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         hpmli_act_forward(run->ctx, act, 0.01f, n->out->data, n->out->data, hpml_tensor_count(n->out));
 }
 
-/* Adds the taps of phase (f, g) of dx to the tables: those where the stride divides pixel + padding - tap dilation. */
-HPMLI_FN void hpmli_conv_phase_taps(hpmli_conv *c, hpmli_conv_phase *p, int64_t f, int64_t g, int64_t *taps,
-                                    int64_t *runs)
-{
-    int64_t first_run = *runs, each = 0;
-    bool    wide = true; /* the taps of a kernel row are neighbours in dy */
-    p->first = *taps;
-    for (int64_t u = 0; u < c->kernel[0]; u++) {
-        int64_t last = 0, row = u * c->dilation[0] / c->stride[0] * c->y_pitch;
-        if (u * c->dilation[0] % c->stride[0] != f) continue;
-        each = 0;
-        for (int64_t v = c->kernel[1] - 1; v >= 0; v--) {
-            int64_t col = v * c->dilation[1] / c->stride[1];
-            if (v * c->dilation[1] % c->stride[1] != g) continue;
-            if (each > 0 && col != last - 1) wide = false;
-            c->rank[u * c->kernel[1] + v] = (*taps)++;
-            c->run_at[(*runs)++] = -row - col * c->OC;
-            last = col;
-            each++;
-        }
-    }
-    p->run_at = c->run_at + first_run;
-    p->runs   = *runs - first_run;
-    p->length = c->OC;
-    if (wide && each > 1) { /* one run for each row of the kernel */
-        p->runs /= each;
-        p->length *= each;
-        for (int64_t r = 0; r < p->runs; r++) c->run_at[first_run + r] = c->run_at[first_run + r * each];
-        *runs = first_run + p->runs;
-    }
-}
-
-/* The phases of dx. Pixel h of the image reads rows (h + padding) / stride - (tap's place) of dy. */
-HPMLI_FN void hpmli_conv_back_map(hpmli_conv *c)
-{
-    hpmli_conv_map *m = &c->map;
-    int64_t         taps = 0, runs = 0;
-    m->in = c->OC, m->out = c->C, m->taps = c->taps, m->height = c->H, m->width = c->W;
-    m->step[0] = c->stride[0], m->step[1] = c->stride[1];
-    m->row_at = c->y_pitch, m->col_at = c->OC;
-    m->phases = c->stride[0] * c->stride[1], m->phase = c->phase, m->rank = c->rank;
-    for (int64_t i = 0; i < m->phases; i++) {
-        hpmli_conv_phase *p = &c->phase[i];
-        int64_t f = i / c->stride[1], g = i % c->stride[1];
-        p->row0 = (f + c->stride[0] - c->padding[0] % c->stride[0]) % c->stride[0];
-        p->col0 = (g + c->stride[1] - c->padding[1] % c->stride[1]) % c->stride[1];
-        p->cols = p->col0 < c->W ? (c->W - 1 - p->col0) / c->stride[1] + 1 : 0;
-        p->at   = c->y_at + (p->row0 + c->padding[0]) / c->stride[0] * c->y_pitch +
-                  (p->col0 + c->padding[1]) / c->stride[1] * c->OC;
-        hpmli_conv_phase_taps(c, p, f, g, &taps, &runs);
-    }
-}
-
-/* What the sums of dw run over: rows of dy, of up to `joint` images lying one after the other. */
+/* What the gradients run over: rows of dy, of up to `joint` images lying one after the other. */
 HPMLI_FN void hpmli_conv_sum_map(hpmli_conv *c)
 {
-    bool wide = c->dilation[1] == 1;
     c->sum.in = c->C, c->sum.out = c->OC;
-    c->sum.blocks[0] = c->kernel[0], c->sum.blocks[1] = wide ? 1 : c->kernel[1];
-    c->sum.block       = wide ? c->kernel[1] * c->C : c->C;
     c->sum.block_at[0] = c->dilation[0] * c->x_pitch, c->sum.block_at[1] = c->dilation[1] * c->C;
     c->sum.col_at = c->stride[1] * c->C, c->sum.cols = c->OW;
-    c->sum.x_at = c->x_at, c->sum.y_at = c->y_row_at;
+    c->sum.x_at = c->x_at, c->sum.y_at = c->y_at;
     for (int64_t i = 0; i < c->joint * c->OH; i++) {
-        c->x_at[i]     = i / c->OH * c->x_size + i % c->OH * c->stride[0] * c->x_pitch;
-        c->y_row_at[i] = i / c->OH * c->y_size + i % c->OH * c->y_pitch;
+        c->x_at[i] = i / c->OH * c->x_size + i % c->OH * c->stride[0] * c->x_pitch;
+        c->y_at[i] = i / c->OH * c->y_size + i % c->OH * c->OW * c->OC;
     }
 }
 
@@ -6334,7 +6297,7 @@ HPMLI_FN void hpmli_conv_take_dy(const hpmli_conv *c, int64_t b, float *db, bool
 HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    float  *xs = c->own + thread * c->own_size, *ys = xs + c->joint * c->x_size, *band = ys + c->joint * c->y_size;
+    float  *ys = c->own + thread * c->own_size, *xs = ys + c->joint * c->y_size, *dx = xs + c->joint * c->x_size;
     float  *dw = c->part + part * c->part_size, *db = dw + c->part_size - hpmli_round_up(c->groups * c->OC, 16);
     int64_t first = part * c->B / c->parts, end = (part + 1) * c->B / c->parts, pixels = c->OH * c->OW;
     int64_t panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
@@ -6343,19 +6306,22 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
         for (int64_t i = 0; i < images; i++) hpmli_conv_take_dy(c, b + i, db, b + i == first);
         for (int64_t g = 0; g < c->groups; g++) {
             hpmli_conv_sum sum = c->sum;
-            for (int64_t i = 0; i < images; i++) {
-                float *y = ys + i * c->y_size;
-                if (c->want_dw) hpmli_conv_turn_x(c, b + i, g, xs + i * c->x_size);
-                if (c->y_padded) memset(y, 0, (size_t)c->y_size * sizeof(float));
-                if (c->want_dw || c->want_dx)
-                    c->ctx->k->conv_turn(y + c->y_at, c->n->out->grad + ((b + i) * c->groups + g) * c->OC * pixels,
-                                         c->OC, c->OH, c->OW, c->y_pitch);
-                if (c->want_dx)
-                    c->ctx->k->conv_image(&c->map, c->packed + g * c->weights, y, 0, c->C, NULL, 0, c->n->accumulate[0],
-                                          c->n->src[0]->grad + ((b + i) * c->groups + g) * c->C * c->H * c->W, band);
-            }
             sum.runs = images * c->OH;
-            if (c->want_dw) c->ctx->k->conv_weights(&sum, xs, ys + c->y_at, dw + g * panels, b > first);
+            for (int64_t i = 0; i < images; i++) {
+                if (c->want_dw) hpmli_conv_turn_x(c, b + i, g, xs + i * c->x_size);
+                if (c->want_dw || c->want_dx)
+                    c->ctx->k->conv_turn(ys + i * c->y_size,
+                                         c->n->out->grad + ((b + i) * c->groups + g) * c->OC * pixels, c->OC, c->OH,
+                                         c->OW, c->OW * c->OC);
+            }
+            if (c->want_dw) c->ctx->k->conv_weights(&sum, xs, ys, dw + g * panels, b > first);
+            if (!c->want_dx) continue;
+            memset(dx, 0, (size_t)(images * c->x_size) * sizeof(float));
+            c->ctx->k->conv_inputs(&sum, c->packed + g * c->weights, ys, dx);
+            for (int64_t i = 0; i < images; i++)
+                c->ctx->k->conv_return(c->n->src[0]->grad + ((b + i) * c->groups + g) * c->C * c->H * c->W,
+                                       dx + i * c->x_size + c->x_first, c->C, c->H, c->W, c->x_pitch,
+                                       c->n->accumulate[0]);
         }
     }
 }
@@ -6375,16 +6341,12 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
     hpmli_conv c;
     int64_t    channels = n->out->shape[1];
     hpmli_conv_make(&c, run->ctx, n);
-    c.back    = true;
     c.want_dw = n->src[1]->grad != NULL;
     c.want_db = n->src[2] && n->src[2]->grad;
     c.want_dx = n->src[0]->grad && !hpmli_conv_direct(&c);
     hpmli_conv_layout(&c, true);
-    if (c.want_dx) {
-        hpmli_conv_back_map(&c);
-        hpmli_conv_pack(&c);
-    }
     hpmli_conv_sum_map(&c);
+    if (c.want_dx) hpmli_conv_pack(&c);
     hpmli_parallel(run->ctx, c.parts, hpmli_conv_back_task, &c);
     if (c.want_dw)
         hpmli_parallel(run->ctx, c.groups * hpmli_panels(c.OC), hpmli_conv_join_task, &c);
@@ -7452,9 +7414,35 @@ HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED
 
 HPMLI_FN void  hpmli_cpu_close(void *device) { (void)device; }
 
+/* Fresh memory is cleared by all threads, in pieces, as a first touch is slow: the system has to find each page. Asked
+   for all pages of a stretch at once it takes half the time. */
+#define HPMLI_CLEAR (UINT32_C(1) << 21)
+
+typedef struct hpmli_clear_job {
+    char  *p;
+    size_t bytes;
+} hpmli_clear_job;
+
+HPMLI_FN void hpmli_clear_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_clear_job *j = (const hpmli_clear_job *)arg;
+    size_t at = (size_t)task * HPMLI_CLEAR, end = j->bytes - at < HPMLI_CLEAR ? j->bytes : at + HPMLI_CLEAR;
+    for (size_t n; at < end; at += n) { /* cleared while it is in the cache */
+        n = end - at < HPMLI_CLEAR / 8 ? end - at : HPMLI_CLEAR / 8;
+#ifdef MADV_POPULATE_WRITE
+        char *page = j->p + at + (4096 - (uintptr_t)(j->p + at) % 4096) % 4096;
+        if (n > 8192) madvise(page, n - 4096, MADV_POPULATE_WRITE);
+#endif
+        memset(j->p + at, 0, n);
+    }
+}
+
 HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
 {
-    return hpmli_alloc_object((hpml_ctx *)device, bytes, NULL);
+    hpml_ctx       *ctx = (hpml_ctx *)device;
+    hpmli_clear_job j   = { (char *)hpmli_alloc(ctx, bytes), bytes };
+    if (j.p) hpmli_parallel(ctx, (int64_t)((bytes + HPMLI_CLEAR - 1) / HPMLI_CLEAR), hpmli_clear_task, &j);
+    return j.p;
 }
 
 HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes HPMLI_UNUSED) { hpmli_free((hpml_ctx *)device, p); }
