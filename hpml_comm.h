@@ -777,7 +777,7 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A message is begun by the transport and tested until it is done. Waiting spins for some microseconds, then yields,
-   then sleeps: on a busy machine whoever has work gets the core at once. (MPICH spins for ever: with more ranks than
+   then sleeps, at once if it is the peer that needs this core: on a busy machine whoever has work gets it. (MPICH spins for ever: with more ranks than
    cores its own waiting was measured 40 times slower than this.) */
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
@@ -831,6 +831,8 @@ HPMLC_FN void hpmlc_pause(void)
 #endif
 }
 
+HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer);
+
 /* A sender learns from the receiver's thread that its message is done. */
 HPMLC_FN bool hpmlc_done(const hpml_message *m)
 {
@@ -860,6 +862,7 @@ HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
 {
     double limit = 0;
+    bool   beside = false;
     if (!c || !m) return HPML_ERR_ARGUMENT;
     for (int turn = 0; !hpmlc_done(m); turn++) {
         bool moved = false;
@@ -867,7 +870,8 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
         for (hpml_message *other = c->pending; other && !hpmlc_done(m); other = other->next)
             if (other != m && !other->done) hpmlc_test(c, other), moved = moved || other->done;
         if (hpmlc_done(m)) break;
-        if (moved || turn < hpmlc_spin(c)) { hpmlc_pause(); continue; }
+        if (turn == 0) beside = hpmlc_beside(c, m->peer);
+        if (moved || (turn < hpmlc_spin(c) && !beside)) { hpmlc_pause(); continue; }
         if (limit == 0 && hpmlc_failed(c)) { /* begun before this rank failed: one deadline is enough */
             c->t->abandon(c, m);
             m->status = hpml_ctx_status(c->ctx);
@@ -947,6 +951,7 @@ typedef struct hpmlc_inbox {
     hpml_comm    *owner;          /* while it is open */
     int           peer;           /* what the sleeper waits for: rank of the world, -1: nothing */
     const char   *doing;
+    int           core;           /* 1 + that of its owner's last wait */
     char          pad[64];
 } hpmlc_inbox;
 
@@ -1219,6 +1224,22 @@ HPMLC_FN hpml_message *hpmlc_inbox_find(hpmlc_inbox *in, int from, int tag, doub
     return m;
 }
 
+#ifdef __linux__
+#ifndef __USE_GNU
+int sched_getcpu(void);
+#endif
+
+/* Did the peer last wait on this core? Then, as long as this thread looks, it has none: the kernel is slow to part two
+   threads that never run at the same time. */
+HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer)
+{
+    hpmlc_inbox *in = c->room && !c->agent ? c->room->inbox : NULL;
+    int          core = sched_getcpu() + 1;
+    if (in) __atomic_store_n(&in[c->rank].core, core, __ATOMIC_RELAXED);
+    return in && peer != c->rank && __atomic_load_n(&in[peer].core, __ATOMIC_RELAXED) == core;
+}
+#endif
+
 /* A receive meets its send: one pass over the data, then the sender may go on. */
 HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, hpml_message *sent)
 {
@@ -1373,6 +1394,10 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSE
 
 HPML_API void hpml_world_free(hpml_world *w HPMLC_UNUSED) {}
 #endif /* HPML_NO_THREADS */
+
+#if defined(HPML_NO_THREADS) || !defined(__linux__)
+HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { return false; }
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>mpi   messages between processes, by MPI
@@ -2216,6 +2241,12 @@ HPMLC_FN int hpmlc_log2(int n) /* rounded down */
     return k;
 }
 
+HPMLC_FN bool hpmlc_adds(hpmlc_kind k)
+{
+    return k == HPMLC_RING_SCATTER || k == HPMLC_DOUBLING || k == HPMLC_HALVE || k == HPMLC_FOLD ||
+           k == HPMLC_TREE_UP || k == HPMLC_STAR_UP;
+}
+
 HPMLC_FN int hpmlc_member(const hpmlc_team *t, int i) { return t->base + (i + t->root) % t->size * t->stride; }
 
 HPMLC_FN int hpmlc_rounds(hpmlc_kind kind, int size)
@@ -2531,13 +2562,27 @@ HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out,
     return got != HPML_OK ? got : sent;
 }
 
-HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data, hpml_element e,
-                               hpmlc_reduce_fn *reduce, int tag)
+/* The mean is taken where a sum is complete, after the last phase that adds, before it goes to the others: each element
+   once, not on every rank. */
+HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_plan *plan, int i, char *data, hpml_element e)
 {
-    size_t      size   = hpml_element_size(e);
-    hpml_status status = HPML_OK;
+    const hpmlc_phase *f = &plan->phase[i];
+    int                a = f->team.me, b = a + 1, p = f->team.size;
+    for (int k = i + 1; k < plan->count; k++)
+        if (hpmlc_adds(plan->phase[k].kind)) return;
+    if (!hpmlc_adds(f->kind) || f->kind == HPMLC_FOLD) return;
+    if (f->kind != HPMLC_RING_SCATTER && f->kind != HPMLC_HALVE) b = f->kind == HPMLC_DOUBLING || a == 0 ? p : 0, a = 0;
+    int64_t at = f->at + hpml_block(f->count, p, a);
+    hpmlc_divide(data + (size_t)at * hpml_element_size(e), f->at + hpml_block(f->count, p, b) - at, e, c->size);
+}
+
+HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data, hpml_element e, int op, int tag)
+{
+    size_t           size   = hpml_element_size(e);
+    hpmlc_reduce_fn *reduce = op < 0 ? NULL : hpmlc_reducer(e, (hpml_reduce)op);
+    hpml_status      status = HPML_OK;
     c->round = 0;
-    for (int i = 0; i < plan->count; i++)
+    for (int i = 0; i < plan->count; i++) {
         for (int k = 0; k < plan->phase[i].rounds && status == HPML_OK; k++, c->round++) {
             hpml_move m;
             hpmlc_move_of(&plan->phase[i], k, &m);
@@ -2550,6 +2595,8 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
             }
             status = hpmlc_round(c, tag, m.to, out, out_bytes, m.from, in, in_bytes, m.add ? reduce : NULL);
         }
+        if (op == HPML_MEAN && status == HPML_OK) hpmlc_run_mean(c, plan, i, data, e);
+    }
     return status;
 }
 
@@ -2612,11 +2659,10 @@ HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, double start, hpml_status status)
 HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind kind, void *data, int64_t n,
                                      hpml_element e, int op, int root)
 {
-    hpmlc_plan       plan;
-    hpmlc_team       all;
-    hpmlc_reduce_fn *reduce = op < 0 ? NULL : hpmlc_reducer(e, (hpml_reduce)op);
-    double           start;
-    if (c && (root < 0 || root >= c->size || (op >= 0 && !reduce)))
+    hpmlc_plan plan;
+    hpmlc_team all;
+    double     start;
+    if (c && (root < 0 || root >= c->size || (op >= 0 && !hpmlc_reducer(e, (hpml_reduce)op))))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks, element %d, op %d", name, root, c->size,
                           (int)e, op);
     int tag = hpmlc_enter(c, name, n, (int)e, op, root);
@@ -2625,13 +2671,7 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind 
     all.base = 0, all.stride = 1, all.size = c->size, all.root = root, all.me = (c->rank - root + c->size) % c->size;
     plan.count = 0;
     hpmlc_plan_add(&plan, kind, all, 0, n);
-    hpml_status status = hpmlc_run(c, &plan, (char *)data, e, reduce, tag);
-    if (status == HPML_OK && op == HPML_MEAN) {
-        int64_t at = 0, end = c->rank == root ? n : 0;
-        if (kind == HPMLC_RING_SCATTER) at = hpml_block(n, c->size, c->rank), end = hpml_block(n, c->size, c->rank + 1);
-        hpmlc_divide((char *)data + (size_t)at * hpml_element_size(e), end - at, e, c->size);
-    }
-    return hpmlc_leave(c, start, status);
+    return hpmlc_leave(c, start, hpmlc_run(c, &plan, (char *)data, e, op, tag));
 }
 
 HPML_API hpml_status hpml_reduce_scatter(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op)
@@ -2745,8 +2785,8 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     hpml_status         status;
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
-    hpmlc_reduce_fn *reduce = hpmlc_reducer(d.element, d.reduce);
-    if (c && (d._begin || d._end || !reduce || (unsigned)d.algorithm >= HPML_ALGORITHM_COUNT || (n > 0 && !data)))
+    if (c && (d._begin || d._end || !hpmlc_reducer(d.element, d.reduce) ||
+              (unsigned)d.algorithm >= HPML_ALGORITHM_COUNT || (n > 0 && !data)))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "allreduce: algorithm %d, op %d, element %d, data %p: the desc is not "
                           "cleared, or out of range", (int)d.algorithm, (int)d.reduce, (int)d.element, data);
     int tag = hpmlc_enter(c, "allreduce", n, (int)d.element, (int)d.reduce, (int)d.algorithm);
@@ -2762,16 +2802,16 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
             return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce: transport %s has no native one; choose another "
                               "algorithm", c->t->name);
         status = c->t->allreduce(c, data, n, (int)d.element, (int)d.reduce);
+        if (status == HPML_OK && d.reduce == HPML_MEAN) hpmlc_divide(data, n, d.element, c->size);
     } else {
         int64_t at = 0;
         do { /* piece by piece, see hpml_transport; once, too, when n is 0 */
             int64_t count = n - at < step ? n - at : step;
             hpmlc_plan_make(&plan, d.algorithm, c->size, c->per_node, c->spread, c->rank, count);
-            status = hpmlc_run(c, &plan, (char *)data + at * size, d.element, reduce, tag);
+            status = hpmlc_run(c, &plan, (char *)data + at * size, d.element, (int)d.reduce, tag);
             at += count;
         } while (at < n && status == HPML_OK);
     }
-    if (status == HPML_OK && d.reduce == HPML_MEAN) hpmlc_divide(data, n, d.element, c->size);
     return hpmlc_leave(c, start, status);
 }
 

@@ -181,9 +181,12 @@ static hpml_status others_case(hpml_comm *c, int64_t n)
         for (int64_t i = 0; i < n; i++) x[i] = rank == root ? (int32_t)i + root : -1;
         CHECK(hpml_broadcast(c, x, bytes, root) == HPML_OK);
         for (int64_t i = 0; i < n; i++) CHECK(x[i] == i + root);
-        for (int64_t i = 0; i < n; i++) x[i] = (int32_t)whole(rank, i);
-        CHECK(hpml_reduce_to(c, x, n, HPML_ELEMENT_I32, HPML_SUM, root) == HPML_OK);
-        for (int64_t i = 0; i < n && rank == root; i++) CHECK(x[i] == whole_sum(p, i));
+        for (int mean = 0; mean < 2; mean++) {
+            for (int64_t i = 0; i < n; i++) x[i] = 60 * (int32_t)whole(rank, i);
+            CHECK(hpml_reduce_to(c, x, n, HPML_ELEMENT_I32, mean ? HPML_MEAN : HPML_SUM, root) == HPML_OK);
+            for (int64_t i = 0; i < n && rank == root; i++)
+                CHECK(x[i] == 60 * (int32_t)whole_sum(p, i) / (mean ? p : 1));
+        }
         for (int64_t i = 0; i < n; i++) x[i] = (int32_t)(rank * 1000 + i);
         memset(y, 0, sizeof y);
         CHECK(hpml_gather(c, x, bytes, rank == root ? y : NULL, root) == HPML_OK);
