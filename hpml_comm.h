@@ -239,7 +239,7 @@ typedef struct hpml_transport {
      HALVING    recursive halving and doubling, Rabenseifner 2004         2 log2 p alpha + 2 n (p-1)/p beta
      HIERARCHICAL  reduce-scatter inside each node, allreduce between nodes of each share, allgather inside: only
                 1/ranks_per_node of the bytes leave a node
-     NATIVE     the transport's own (MPI_Allreduce)
+     NATIVE     the transport's own (MPI_Iallreduce; what it does about other counts on another rank is up to the MPI)
    BUTTERFLY and HALVING fold the ranks beyond a power of two into partners first. Every algorithm gives all ranks the
    same bits: an element is added up along one fixed tree. CENTRAL: ((x0 + x1) + x2) ...; RING: block b starts behind
    rank b and goes round; the others pair ranks as their name says. */
@@ -789,9 +789,10 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
     memset(m, 0, sizeof *m);
     m->done = true;
     if (hpmlc_failed(c)) return m->status = c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    if (peer < 0 || peer >= c->size || (bytes > 0 && !data))
-        return m->status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s %d: a rank from 0 to %d and data were expected",
-                                      receiving ? "receive from" : "send to", peer, c->size - 1);
+    if (peer < 0 || peer >= c->size || tag < 0 || (bytes > 0 && !data))
+        return m->status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s %d: a rank from 0 to %d, a tag from 0 to %d and data "
+                                      "were expected", receiving ? "receive from" : "send to", peer, c->size - 1,
+                                      HPML_TAG_MAX);
     m->receiving = receiving, m->peer = peer, m->tag = tag, m->data = data, m->bytes = bytes, m->reduce = reduce;
     m->owner = c, m->done = false;
     if (receiving) m->next = c->pending, c->pending = m;
@@ -888,12 +889,14 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m)
 {
     if (c) c->doing = "send";
+    if (tag > HPML_TAG_MAX) tag = -1; /* beyond are the collectives' */
     return hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)data, bytes, NULL, m);
 }
 
 HPML_API hpml_status hpml_irecv(hpml_comm *c, int from, int tag, void *data, size_t bytes, hpml_message *m)
 {
     if (c) c->doing = "receive";
+    if (tag > HPML_TAG_MAX) tag = -1;
     return hpmlc_begin(c, true, from, tag, (char *)data, bytes, NULL, m);
 }
 
@@ -1307,17 +1310,21 @@ HPMLC_FN void hpmlc_threads_close(hpml_comm *c)
     if (first && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
 }
 
+HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out, size_t out_bytes, int from, char *in,
+                                 size_t in_bytes, void (*reduce)(void *, const void *, size_t));
+
 /* The lowest rank makes the room and tells the others where it is. */
 HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
                                          int color HPMLC_UNUSED)
 {
+    const int   tag    = HPMLC_TAG_COLLECTIVE + HPMLC_TAGS;
     hpml_status status = HPML_OK;
     hpmlc_room *room   = NULL;
     if (part->rank == 0) {
         room = hpmlc_room_new(c->room->world, count);
         for (int i = 1; i < count && status == HPML_OK; i++)
-            status = hpml_send(c, ranks[i], HPMLC_TAG_COLLECTIVE + HPMLC_TAGS, &room, sizeof room);
-    } else status = hpml_recv(c, ranks[0], HPMLC_TAG_COLLECTIVE + HPMLC_TAGS, &room, sizeof room);
+            status = hpmlc_round(c, tag, ranks[i], (const char *)&room, sizeof room, -1, NULL, 0, NULL);
+    } else status = hpmlc_round(c, tag, -1, NULL, 0, ranks[0], (char *)&room, sizeof room, NULL);
     if (status != HPML_OK) return status;
     if (!room) return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     room->inbox[part->rank].owner = part;
@@ -1378,7 +1385,7 @@ HPML_API void hpml_world_free(hpml_world *w HPMLC_UNUSED) {}
 // >>mpi   messages between processes, by MPI
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Only MPI_Isend, MPI_Irecv and MPI_Test are used, so waiting is ours. Messages travel in pieces of HPMLC_PIECE bytes,
+/* Only MPI_Isend, MPI_Irecv, MPI_Iallreduce and MPI_Test are used, so waiting is ours. Messages travel in pieces of HPMLC_PIECE bytes,
    two under way at a time: counts beyond 2^31 are no matter, and one piece is added while the next arrives. One lock
    serves all communicators of a process, which lets a background thread work under MPI_THREAD_SERIALIZED.
 
@@ -1670,25 +1677,54 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
     return code == MPI_SUCCESS ? HPML_OK : hpmlc_fail(c, HPML_ERR_COMM, "MPI_Comm_split gave error %d", code);
 }
 
+/* MPI's own works as fast as it would in a blocking call, but with a deadline, and an ear for ranks that have failed. */
+HPMLC_FN hpml_status hpmlc_mpi_native_wait(hpml_comm *c, int code, MPI_Request *request)
+{
+    hpmlc_mpi *x     = c->first->mpi;
+    double     limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout;
+    int        there = 0, length = 0;
+    char       text[MPI_MAX_ERROR_STRING];
+    while (code == MPI_SUCCESS && !there) {
+        hpmlc_mpi_lock(c);
+        for (int turn = 0; turn < 64 && code == MPI_SUCCESS && !there; turn++)
+            code = MPI_Test(request, &there, MPI_STATUS_IGNORE);
+        hpmlc_mpi_listen(c->first);
+        hpmlc_mpi_unlock(c);
+        if (there || code != MPI_SUCCESS) break;
+        if (x->failed) return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
+        if (hpml_now() > limit)
+            return hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for all ranks in allreduce (native), step %lld; are they "
+                              "alive and in the same operation? (.timeout sets the limit)", c->timeout,
+                              (long long)c->step);
+#ifndef HPML_NO_THREADS
+        sched_yield();
+#endif
+    }
+    if (code == MPI_SUCCESS) return HPML_OK;
+    MPI_Error_string(code, text, &length);
+    return hpmlc_fail(c, HPML_ERR_COMM, "allreduce (native): MPI says: %.*s; all ranks must pass the same counts", length,
+                      text);
+}
+
 HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, int element, int op)
 {
     const MPI_Datatype none    = MPI_DATATYPE_NULL;
     const MPI_Datatype types[] = { MPI_FLOAT, none, MPI_INT32_T, MPI_INT64_T, MPI_DOUBLE, none };
     const MPI_Op       how     = op == HPML_MAX ? MPI_MAX : MPI_SUM;
     const size_t       size    = hpml_element_size((hpml_element)element);
-    for (int64_t at = 0, part; at < n; at += part) {
-        char *from = (char *)data + (size_t)at * size;
-        int   code = MPI_ERR_TYPE;
+    hpml_status        status  = HPML_OK;
+    if (types[element] == none)
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce (native): MPI has no such type; choose another algorithm");
+    for (int64_t at = 0, part; at < n && status == HPML_OK; at += part) {
+        MPI_Request request;
         part = n - at < ((int64_t)1 << 30) ? n - at : (int64_t)1 << 30;
         hpmlc_mpi_lock(c);
-        if (types[element] != none)
-            code = MPI_Allreduce(MPI_IN_PLACE, from, (int)part, types[element], how, c->mpi->comm);
+        int code = MPI_Iallreduce(MPI_IN_PLACE, (char *)data + (size_t)at * size, (int)part, types[element], how,
+                                  c->mpi->comm, &request);
         hpmlc_mpi_unlock(c);
-        if (code != MPI_SUCCESS)
-            return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "native allreduce: MPI gave error %d for this type; choose "
-                              "another algorithm", code);
+        status = hpmlc_mpi_native_wait(c, code, &request);
     }
-    return HPML_OK;
+    return status;
 }
 
 static const hpml_transport hpmlc_mpi_transport = {
@@ -2616,7 +2652,7 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind 
     hpmlc_team       all;
     hpmlc_reduce_fn *reduce = op < 0 ? NULL : hpmlc_reducer(e, (hpml_reduce)op);
     double           start;
-    if (c && (root < 0 || root >= c->size || (op >= 0 && !reduce)))
+    if (c && (root < 0 || root >= c->size || hpml_element_size(e) == 0 || (op >= 0 && !reduce)))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks, element %d, op %d", name, root, c->size,
                           (int)e, op);
     int tag = hpmlc_enter(c, name, n, (int)e, op, root);
@@ -2672,9 +2708,11 @@ HPML_API hpml_status hpml_barrier(hpml_comm *c)
 /* Blocks of `bytes` between a root and everybody, or everybody and everybody: in round k with the rank k further on. */
 HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *out, char *in, size_t bytes, int root)
 {
+    bool gather = strcmp(name, "gather") == 0, scatter = strcmp(name, "scatter") == 0;
+    if (c && (gather || scatter) && (root < 0 || root >= c->size))
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks", name, root, c->size);
     int tag = hpmlc_enter(c, name, (int64_t)bytes, HPML_ELEMENT_BYTE, -1, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    bool gather = strcmp(name, "gather") == 0, scatter = strcmp(name, "scatter") == 0;
     if (in && out && bytes > 0 && (root < 0 || root == c->rank))
         memmove(in + (scatter ? 0 : (size_t)c->rank * bytes), out + (gather ? 0 : (size_t)c->rank * bytes), bytes);
     hpml_status status = HPML_OK;
@@ -5162,12 +5200,14 @@ HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, i
 /* Everybody sends what it had before; neighbours are added in the order of their distance. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topology topology, uint64_t seed, int64_t step)
 {
+    if (c && ((unsigned)topology > HPML_TOPOLOGY_ALL || (n > 0 && !data)))
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "mix: topology %d, data %p", (int)topology, (void *)data);
     int tag = hpmlc_enter(c, "mix", n, HPML_ELEMENT_F32, HPML_SUM, (int)topology);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     int     p = c->size, me = c->rank;
     size_t  bytes = (size_t)n * sizeof(float);
     double  start = hpml_comm_now(c);
-    double *w = (double *)hpml_ctx_alloc(c->ctx, sizeof(double) * (size_t)(p * p), NULL);
+    double *w = (double *)hpml_ctx_alloc(c->ctx, sizeof(double) * (size_t)p * (size_t)p, NULL);
     float  *mine = (float *)hpmlc_scratch(c, 2 * bytes + 8), *theirs = mine + n;
     if (!w || !mine) return hpml_ctx_status(c->ctx);
     hpml_mixing_matrix(topology, p, seed, step, w);
