@@ -202,7 +202,7 @@ typedef struct hpml_message {
     size_t               bytes, moved;
     size_t               posted;       /* MPI: pieces given to MPI */
     void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
-    double               arrival;      /* THREADS, CLOCK: not before */
+    double               arrival;      /* THREADS, CLOCK: not before; MPI: not 0: the others know of this wait */
     struct hpml_message *next;         /* private, as all below */
     struct hpml_comm    *owner;
     void                *native[2];
@@ -684,6 +684,7 @@ struct hpml_comm {
     hpmlc_room           *room;     /* THREADS, CLOCK */
     hpmlc_mpi            *mpi;
     unsigned              seen;     /* changes of the inbox that have been looked at; MPI: turns of waiting */
+    int                   lost;     /* MPI: 1 + the rank at whom those end who wait for one another; 0: not known */
     hpmlc_agent          *agent;    /* CLOCK */
     hpmlc_background     *background;
     hpml_comm            *first;    /* the communicator this one was split from, or itself */
@@ -876,9 +877,12 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
         }
         if (limit == 0) limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout;
         if (hpml_now() < limit) { c->t->block(c, m, limit); continue; }
-        hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d in %s, round %d, step %lld; is that rank alive and in "
-                   "the same operation? (.timeout sets the limit)", c->timeout, c->origin[m->peer], c->doing, c->round,
-                   (long long)c->step);
+        char chain[48] = "";
+        if (c->lost > 0 && c->lost != c->origin[m->peer] + 1)
+            snprintf(chain, sizeof chain, ", which waits for rank %d,", c->lost - 1);
+        hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and "
+                   "in the same operation? (.timeout sets the limit)", c->timeout, c->origin[m->peer], chain, c->doing,
+                   c->round, (long long)c->step);
         c->t->abandon(c, m);
         m->status = hpml_ctx_status(c->ctx);
     }
@@ -1385,17 +1389,19 @@ HPML_API void hpml_world_free(hpml_world *w HPMLC_UNUSED) {}
 // >>mpi   messages between processes, by MPI
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Only MPI_Isend, MPI_Irecv, MPI_Iallreduce and MPI_Test are used, so waiting is ours. Messages travel in pieces of HPMLC_PIECE bytes,
-   two under way at a time: counts beyond 2^31 are no matter, and one piece is added while the next arrives. One lock
-   serves all communicators of a process, which lets a background thread work under MPI_THREAD_SERIALIZED.
+/* Only MPI_Isend, MPI_Irecv, MPI_Iallreduce and MPI_Test are used, so waiting is ours. Messages travel in pieces of
+   HPMLC_PIECE bytes, two under way at a time: counts beyond 2^31 are no matter, and one piece is added while the next
+   arrives. One lock serves all communicators of a process, which lets a background thread work under
+   MPI_THREAD_SERIALIZED.
 
-   A second communicator carries words: "I have failed, because ...", "I have left". They are looked for while a rank
-   sleeps, so a wait for a lost rank ends at once; the deadline ends those for a rank that was killed without a word. */
+   A second communicator carries words: "I have failed, because ...", "I have left", "I wait for ..., and have done so
+   for half the deadline". They are looked for while a rank sleeps, so a wait for a lost rank ends at once; the deadline
+   ends those for a rank that was killed without a word, and who waits for whom tells which one that is. */
 
 #ifdef HPML_USE_MPI
 
 #define HPMLC_PIECE ((size_t)4 << 20)
-#define HPMLC_WORD  256 /* bytes of a word: 'L' or 'F', then text */
+#define HPMLC_WORD  256 /* bytes of a word: 'L', 'F' or 'W', then text */
 
 struct hpmlc_mpi {
     MPI_Comm       comm;
@@ -1405,9 +1411,10 @@ struct hpmlc_mpi {
     MPI_Errhandler before;  /* the world's, given back in the end */
     MPI_Comm       words;
     char          *heard;   /* (world size) 0, 'L' left, 'F' failed */
+    double        *awaits;  /* (world size, 2) whom each has said it waits for, and when; 0: never */
     int            failed;  /* 1 + the first rank that said it has failed */
     char           text[HPMLC_WORD];
-    char           mine[HPMLC_WORD]; /* my word, while it is being sent */
+    char           mine[2][HPMLC_WORD]; /* my words, while they are being sent: the last one, before it 'W' */
     bool           told;
 #ifndef HPML_NO_THREADS
     pthread_mutex_t lock;
@@ -1563,7 +1570,11 @@ HPMLC_FN void hpmlc_mpi_listen(hpml_comm *first)
         MPI_Status status;
         if (MPI_Iprobe(MPI_ANY_SOURCE, 0, x->words, &there, &status) != MPI_SUCCESS || !there) return;
         MPI_Recv(word, HPMLC_WORD, MPI_BYTE, status.MPI_SOURCE, 0, x->words, MPI_STATUS_IGNORE);
-        word[HPMLC_WORD - 1]      = 0;
+        word[HPMLC_WORD - 1] = 0;
+        if (word[0] == 'W') {
+            x->awaits[2 * status.MPI_SOURCE] = atoi(word + 1), x->awaits[2 * status.MPI_SOURCE + 1] = hpml_now();
+            continue;
+        }
         x->heard[status.MPI_SOURCE] = word[0];
         if (word[0] == 'F' && !x->failed) {
             memcpy(x->text, word + 1, HPMLC_WORD - 1);
@@ -1578,12 +1589,13 @@ HPMLC_FN void hpmlc_mpi_say(hpml_comm *c, char kind, const char *text)
     hpmlc_mpi *x     = first->mpi;
     hpmlc_mpi_lock(c);
     if (!x->told) {
-        x->told = true;
-        snprintf(x->mine, sizeof x->mine, "%c%s", kind, text);
+        char *word = x->mine[kind == 'W'];
+        x->told    = kind != 'W';
+        snprintf(word, HPMLC_WORD, "%c%s", kind, text);
         for (int i = 0; i < first->size; i++) {
             MPI_Request request;
             if (i == first->rank) continue;
-            if (MPI_Isend(x->mine, HPMLC_WORD, MPI_BYTE, i, 0, x->words, &request) == MPI_SUCCESS)
+            if (MPI_Isend(word, HPMLC_WORD, MPI_BYTE, i, 0, x->words, &request) == MPI_SUCCESS)
                 MPI_Request_free(&request);
         }
     }
@@ -1611,8 +1623,23 @@ HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
     m->done = true;
 }
 
+/* Half the deadline is over: says so, and finds out whom the one it waits for waits for itself, and so on. */
+HPMLC_FN void hpmlc_mpi_worry(hpml_comm *c, hpml_message *m, int peer)
+{
+    const hpmlc_mpi *x = c->first->mpi;
+    char             text[16];
+    snprintf(text, sizeof text, "%d", peer);
+    if (m->arrival <= 0) hpmlc_mpi_say(c, 'W', text);
+    m->arrival = 1;
+    for (int i = 0; i < c->first->size; i++) {
+        double when = x->awaits[2 * peer + 1];
+        if (when > 0 && hpml_now() - when < c->timeout) peer = (int)x->awaits[2 * peer];
+    }
+    c->lost = peer + 1;
+}
+
 /* Gives the core away for a moment, now by yielding, now by a nap. A lost peer ends the wait. */
-HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
+HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 {
     hpmlc_mpi *x    = c->first->mpi;
     int        peer = c->origin[m->peer];
@@ -1628,6 +1655,7 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until HPMLC_
                                     c->doing);
         return;
     }
+    if (hpml_now() > until - 0.5 * c->timeout) hpmlc_mpi_worry(c, m, peer);
 #ifndef HPML_NO_THREADS
     if (c->seen++ % 64 < 16) { sched_yield(); return; }
 #endif
@@ -1677,7 +1705,7 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
     return code == MPI_SUCCESS ? HPML_OK : hpmlc_fail(c, HPML_ERR_COMM, "MPI_Comm_split gave error %d", code);
 }
 
-/* MPI's own works as fast as it would in a blocking call, but with a deadline, and an ear for ranks that have failed. */
+/* As fast as MPI's blocking call, but with a deadline and an ear for ranks that have failed. */
 HPMLC_FN hpml_status hpmlc_mpi_native_wait(hpml_comm *c, int code, MPI_Request *request)
 {
     hpmlc_mpi *x     = c->first->mpi;
@@ -1693,8 +1721,8 @@ HPMLC_FN hpml_status hpmlc_mpi_native_wait(hpml_comm *c, int code, MPI_Request *
         if (there || code != MPI_SUCCESS) break;
         if (x->failed) return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
         if (hpml_now() > limit)
-            return hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for all ranks in allreduce (native), step %lld; are they "
-                              "alive and in the same operation? (.timeout sets the limit)", c->timeout,
+            return hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for all ranks in allreduce (native), step %lld; are "
+                              "they alive and in the same operation? (.timeout sets the limit)", c->timeout,
                               (long long)c->step);
 #ifndef HPML_NO_THREADS
         sched_yield();
@@ -1702,8 +1730,8 @@ HPMLC_FN hpml_status hpmlc_mpi_native_wait(hpml_comm *c, int code, MPI_Request *
     }
     if (code == MPI_SUCCESS) return HPML_OK;
     MPI_Error_string(code, text, &length);
-    return hpmlc_fail(c, HPML_ERR_COMM, "allreduce (native): MPI says: %.*s; all ranks must pass the same counts", length,
-                      text);
+    return hpmlc_fail(c, HPML_ERR_COMM, "allreduce (native): MPI says: %.*s; all ranks must pass the same counts",
+                      length, text);
 }
 
 HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, int element, int op)
@@ -1714,7 +1742,7 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
     const size_t       size    = hpml_element_size((hpml_element)element);
     hpml_status        status  = HPML_OK;
     if (types[element] == none)
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce (native): MPI has no such type; choose another algorithm");
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce (native): MPI has no bf16; choose another algorithm");
     for (int64_t at = 0, part; at < n && status == HPML_OK; at += part) {
         MPI_Request request;
         part = n - at < ((int64_t)1 << 30) ? n - at : (int64_t)1 << 30;
@@ -1786,7 +1814,8 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     }
     hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_mpi_transport, rank, size);
     hpmlc_mpi *x = c ? (hpmlc_mpi *)hpml_ctx_alloc(ctx, sizeof *x, NULL) : NULL;
-    int        ready = x && (x->heard = (char *)hpml_ctx_alloc(ctx, (size_t)size, NULL)) != NULL;
+    int        ready = x && (x->heard = (char *)hpml_ctx_alloc(ctx, (size_t)size, NULL)) != NULL &&
+                (x->awaits = (double *)hpml_ctx_alloc(ctx, 2 * sizeof(double) * (size_t)size, NULL)) != NULL;
     MPI_Comm   pair[2];
     MPI_Comm_dup(given, &pair[0]);
     MPI_Comm_dup(given, &pair[1]);

@@ -36,15 +36,10 @@ on 2 wrong_number; check "a wrong number of ranks" 1 '3 ranks are wanted, mpiexe
 on 3 raises; check "a rank raises an error" 1 'rank 1 failed: the loss is NaN'
 on 3 leaves; check "a rank leaves early" 1 'rank 1 has left while this rank waits for it in allreduce|rank . failed'
 on 3 leaves_native; check "a rank leaves early, the others are in MPI's own allreduce" 1 'waited 1 s for all ranks in allreduce .native.'
-# MPICH's mpiexec, asked to leave the survivors alone: each must name the lost rank. Another one ends the job at once.
-if "$mpiexec" --version 2>/dev/null | grep -qi hydra; then
-    root=-disable-auto-cleanup; on 3 killed; check "a rank is killed: the others name it" 1 ''
-    for me in 0 2; do
-        grep -q "^rank $me: .*waited 1 s for rank 1 in allreduce" "$tmp/out"; check "rank $me names the one that was killed" 0 ''
-    done
-    root=
-else on 2 killed; check "a rank is killed" 1 ''
-fi
+on 2 killed; check "a rank is killed" 1 ''
+on 3 stopped; check "a rank is stopped" 1 'at once: rank 0: .*(for rank 1|rank 0, which waits for rank 1,) in allreduce'
+grep -qE 'at once: rank 2: .*(for rank 1|rank 0, which waits for rank 1,) in allreduce' "$tmp/out"
+check "also the one that waits for a rank that waits for it names it" 0 ''
 on 2 exits; check "a rank calls exit" 1 ''
 on 2 another; check "another collective" 1 'rank 0 is in broadcast of 16 .* rank 1 in allreduce of 4'
 on 2 other_count; check "another count" 1 'all ranks must pass the same counts'
