@@ -1,7 +1,7 @@
 #!/bin/sh
-# Communicators on MPI: the checks of comm_check.h on 1, 2 and 4 ranks, MPI of the host program's, and what can go wrong.
+# Communicators on MPI: the checks of comm_check.h on 1 to 4 ranks, 1-bit training as on threads, MPI of the host program's, and what can go wrong.
 # Skipped (77) where there is no mpicc or no mpiexec that works. MPICC and MPIEXEC choose an MPI, also one beside another:
-# export MPICC=mpicc.openmpi MPIEXEC=mpiexec.openmpi; ninja build/mpi_ranks; sh tests/test_mpi.sh
+# export MPICC=mpicc.openmpi MPIEXEC=mpiexec.openmpi; ninja ranks; sh tests/test_mpi.sh
 tmp=$(mktemp -d) passed=0 failed=0 mpicc=${MPICC:-mpicc} mpiexec=${MPIEXEC:-mpiexec}
 trap 'rm -rf "$tmp"' EXIT
 skip() { echo "skipped: $1"; exit 77; }
@@ -22,6 +22,10 @@ check() {
     else failed=$((failed + 1)); echo "FAIL $1 (exit $code)"; tail -n 12 "$tmp/out"; fi
 }
 for n in 1 2 3 4; do on $n correct; check "everything on $n ranks" 0 ''; done
+# 1-bit training: as on threads, on 2 ranks all of it, on 4 the quick parts.
+onebit() { timeout 200 "$mpiexec" $root -n $1 build/onebit_ranks --filter "$2" >"$tmp/out" 2>&1; }
+onebit 2 ''; check "1-bit training on 2 ranks" 0 '^5 passed'
+for part in all_bits nothing bytes bits_of_threads; do onebit 4 $part; check "1-bit training on 4 ranks: $part" 0 '^1 passed'; done
 for n in 2 4; do
     on $n traffic; check "bytes and rounds on $n ranks" 0 ''
     on $n large; check "messages of many pieces on $n ranks" 0 ''
