@@ -365,9 +365,9 @@ typedef struct hpml_exchange_desc {
 typedef struct hpml_exchange hpml_exchange;
 HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc);
 HPML_API void           hpml_exchange_free(hpml_exchange *x); /* optional */
-/* Every tensor becomes the sum, or mean, over all ranks: the same bits everywhere. A NaN or infinity on any rank gives
-   HPML_ERR_NONFINITE on every rank, which names it; residuals of the bad rows are zero, the context stays usable: skip
-   this step. */
+/* Every tensor becomes the sum, or mean, over all ranks: the same bits everywhere. A NaN or infinity in a tensor that is
+   compressed, on any rank, gives HPML_ERR_NONFINITE on every rank; residuals of the bad rows are zero, the context stays
+   usable: skip this step. Tensors that travel as they are are added without a look. */
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x);
 HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background; hpml_job_wait */
 HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x); /* that this rank sends in one run */
@@ -3881,7 +3881,8 @@ HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x)
     return status == HPML_OK && bad ? HPML_ERR_NONFINITE : status;
 }
 
-/* Columns of (n, r) made orthonormal one after another (Gram & Schmidt, twice is enough). */
+/* Columns of (n, r) made orthonormal one after another (Gram & Schmidt, twice is enough). What is zero gets a direction,
+   too: a gradient of zeros would else leave Q at zero for ever. */
 HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
 {
     for (int j = 0; j < r; j++)
@@ -3893,8 +3894,10 @@ HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
                 for (int64_t i = 0; i < n; i++) a[i * r + j] -= (float)dot * a[i * r + k];
             }
             for (int64_t i = 0; i < n; i++) norm += (double)a[i * r + j] * (double)a[i * r + j];
-            norm = norm > 1e-30 ? 1 / sqrt(norm) : 0;
+            bool some = norm > 1e-30;
+            norm = some ? 1 / sqrt(norm) : 0;
             for (int64_t i = 0; i < n; i++) a[i * r + j] *= (float)norm;
+            if (!some && pass == 0) a[j * r + j] = 1;
         }
 }
 
