@@ -261,7 +261,7 @@ HPML_API size_t hpml_element_size(hpml_element e);
 
 typedef struct hpml_allreduce_desc {
     uint32_t       _begin;
-    hpml_algorithm algorithm; /* AUTO: the cheapest by the formulas above, see hpml_comm_tune */
+    hpml_algorithm algorithm; /* AUTO: the cheapest by the formulas above, nodes considered, see hpml_comm_tune */
     hpml_reduce    reduce;
     hpml_element   element;
     uint32_t       _end;
@@ -365,9 +365,9 @@ typedef struct hpml_exchange_desc {
 typedef struct hpml_exchange hpml_exchange;
 HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc);
 HPML_API void           hpml_exchange_free(hpml_exchange *x); /* optional */
-/* Every tensor becomes the sum, or mean, over all ranks: the same bits everywhere. A NaN or infinity in a tensor that is
-   compressed, on any rank, gives HPML_ERR_NONFINITE on every rank; residuals of the bad rows are zero, the context stays
-   usable: skip this step. Tensors that travel as they are are added without a look. */
+/* Every tensor becomes the sum, or mean, over all ranks: the same bits everywhere. A NaN or infinity on any rank, in a
+   tensor that is compressed, gives HPML_ERR_NONFINITE on every rank; residuals of the bad rows are zero, the context
+   stays usable: skip this step. Tensors that travel as they are are added without a look. */
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x);
 HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background; hpml_job_wait */
 HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x); /* that this rank sends in one run */
@@ -677,7 +677,8 @@ struct hpml_comm {
     int64_t               step;     /* of the trainer, for messages */
     const char           *doing;
     int                   round;
-    double                alpha, beta; /* for AUTO */
+    double                alpha, beta; /* for AUTO; between nodes, where there are some */
+    double                near_alpha, near_beta; /* inside a node */
     hpml_counters         counters;
     int64_t              *bytes_to; /* (size) */
     hpml_message         *pending;  /* receives that are under way */
@@ -754,7 +755,8 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     if (!c->bytes_to) return NULL;
     for (int i = 0; i < size; i++) c->origin[i] = i;
     c->t = t; /* last: without it there is nothing to close */
-    c->timeout = 60, c->doing = "start", c->alpha = t->alpha, c->beta = t->beta;
+    c->timeout = 60, c->doing = "start";
+    c->alpha = c->near_alpha = t->alpha, c->beta = c->near_beta = t->beta;
     return c;
 }
 
@@ -2059,6 +2061,8 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     const hpml_link *between = w->nodes > 1 ? &w->network.between : &w->network.inside;
     if (between->latency > 0) c->alpha = between->latency;
     if (between->bandwidth > 0) c->beta = 1 / between->bandwidth;
+    c->near_alpha = w->network.inside.latency;
+    c->near_beta  = w->network.inside.bandwidth > 0 ? 1 / w->network.inside.bandwidth : 0;
     return c;
 }
 
@@ -2186,7 +2190,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     part->t = NULL; /* nothing to close yet */
     for (int i = 0; i < count; i++) part->origin[i] = c->origin[ranks[i]], part->node[i] = c->node[ranks[i]];
     part->first = c->first, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
-    part->alpha = c->alpha, part->beta = c->beta;
+    part->alpha = c->alpha, part->beta = c->beta, part->near_alpha = c->near_alpha, part->near_beta = c->near_beta;
     hpmlc_comm_layout(part);
     if (c->t->split && c->t->split(c, part, ranks, count, color) != HPML_OK) return NULL;
     part->t = c->t;
@@ -2410,9 +2414,12 @@ HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, hpml_algorithm a, hpmlc_team t, 
     }
 }
 
+/* Folding sends everything twice more; a ring of some nodes is cheaper. */
+HPMLC_FN bool hpmlc_ring_of_nodes(int nodes) { return (nodes & (nodes - 1)) != 0 && nodes <= 32; }
+
 /* Hierarchical: a ring inside the node leaves each member one share; the members with the same place on all nodes sum
-   that share by halving; a ring inside the node spreads the shares. Where nodes differ in size: a tree to the first
-   rank of each node, a ring among those, a tree back. */
+   that share by halving, or by a ring; a ring inside the node spreads the shares. Where nodes differ in size: a tree to
+   the first rank of each node, a ring among those, a tree back. */
 HPMLC_FN void hpmlc_plan_nodes(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n)
 {
     int        nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
@@ -2424,7 +2431,7 @@ HPMLC_FN void hpmlc_plan_nodes(hpmlc_plan *plan, int p, int per_node, bool sprea
         across.base = spread ? in.me * nodes : in.me, across.stride = spread ? 1 : per_node, across.size = nodes;
         int64_t at = hpml_block(n, per_node, in.me), end = hpml_block(n, per_node, in.me + 1);
         hpmlc_plan_add(plan, HPMLC_RING_SCATTER, in, 0, n);
-        hpmlc_plan_team(plan, HPML_HALVING, across, at, end - at);
+        hpmlc_plan_team(plan, hpmlc_ring_of_nodes(nodes) ? HPML_RING : HPML_HALVING, across, at, end - at);
         hpmlc_plan_add(plan, HPMLC_RING_GATHER, in, 0, n);
         return;
     }
@@ -2788,20 +2795,45 @@ HPML_API hpml_algorithm hpml_algorithm_find(const char *name)
     return HPML_ALGORITHM_NONE;
 }
 
-/* The formulas of the declaration. */
+/* The formulas of the declaration, with nodes: messages inside one have an alpha and a beta of their own (1; 0: between
+   nodes), and when all m ranks of a node send to others, they share its card. Of the rounds of BUTTERFLY and HALVING,
+   `in` stay inside. */
+HPMLC_FN double hpmlc_cost(const hpml_comm *c, hpml_algorithm a, double bytes)
+{
+    bool   flat = c->per_node <= 1 || c->per_node >= c->size;
+    int    p = c->size, m = flat ? 1 : c->per_node, nodes = (p + m - 1) / m, down = hpmlc_log2(p);
+    int    beyond = p - (1 << down), steps = hpmlc_log2(nodes), inner = c->spread ? nodes : m;
+    int    in = inner & (inner - 1) ? 0 : c->spread ? down - steps : hpmlc_log2(m), out = down - in;
+    double a0 = c->alpha, b0 = c->beta * bytes, a1 = c->near_alpha, b1 = c->near_beta * bytes, all = ldexp(1, -down);
+    double fold = beyond ? 2 * (a0 + (beyond < m ? beyond : m) * b0) : 0, one = c->spread ? m : 1;
+    double inside = c->spread ? 1 - ldexp(1, -in) : ldexp(1, -out) - all, across = 1 - all - inside;
+    switch (a) {
+    case HPML_CENTRAL: return 2 * (a0 + (p - m) * b0 + (c->agent ? 0 : (p - 1) * c->t->alpha)); /* one by one */
+    case HPML_TREE: return 2 * (in * (a1 + b1) + (out + (beyond > 0)) * (a0 + one * b0));
+    case HPML_RING: return 2 * (p - 1) * (a0 + one * b0 / p);
+    case HPML_BUTTERFLY: /* adds to what it sends, so it sends a copy */
+        return in * (a1 + b1) + out * (a0 + m * b0) + fold + (c->agent ? 0 : down * bytes * 1e-10);
+    case HPML_HALVING: return 2 * (in * a1 + inside * b1 + out * a0 + m * across * b0) + fold;
+    case HPML_HIERARCHICAL:
+        if (p % m) return 2 * (hpmlc_rounds(HPMLC_TREE_UP, m) * (a1 + b1) + (nodes - 1) * (a0 + b0 / nodes));
+        a1 = 2 * (m - 1) * (a1 + b1 / m);
+        if (hpmlc_ring_of_nodes(nodes)) return a1 + 2 * (nodes - 1) * (a0 + b0 / nodes);
+        return a1 + 2 * (steps * a0 + (1 - ldexp(1, -steps)) * b0) + (nodes > 1 << steps ? 2 * (a0 + b0) : 0);
+    default: return 1e300;
+    }
+}
+
 HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes)
 {
-    static const hpml_algorithm order[] = { HPML_BUTTERFLY, HPML_HALVING, HPML_RING };
-    double         p = c->size, up = ceil(log2(p)), down = floor(log2(p)), fold = up > down ? 2 : 0;
-    double         n = (double)bytes * c->beta, share = 2 * (p - 1) / p, cost[3], best = 1e300;
+    static const hpml_algorithm order[] = { HPML_BUTTERFLY, HPML_HALVING, HPML_RING, HPML_HIERARCHICAL, HPML_TREE,
+                                            HPML_CENTRAL };
+    bool           nodes = c->per_node > 1 && c->per_node < c->size;
     hpml_algorithm a = HPML_RING;
-    if (c->per_node > 1 && c->per_node < c->size) return bytes > 65536 ? HPML_HIERARCHICAL : HPML_BUTTERFLY;
-    double copy = c->agent ? 0 : (double)bytes * 1e-10; /* BUTTERFLY adds to what it sends, so it sends a copy */
-    cost[0] = (down + fold) * (c->alpha + n) + down * copy;
-    cost[1] = (2 * down + fold) * c->alpha + (share + fold) * n;
-    cost[2] = 2 * (p - 1) * c->alpha + share * n;
-    for (int i = 0; i < 3; i++)
-        if (cost[i] < best) best = cost[i], a = order[i];
+    double         best = 1e300;
+    for (int i = 0; i < 6; i++) {
+        double cost = order[i] == HPML_HIERARCHICAL && !nodes ? 1e300 : hpmlc_cost(c, order[i], (double)bytes);
+        if (cost < best) best = cost, a = order[i];
+    }
     return a;
 }
 
@@ -3881,8 +3913,8 @@ HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x)
     return status == HPML_OK && bad ? HPML_ERR_NONFINITE : status;
 }
 
-/* Columns of (n, r) made orthonormal one after another (Gram & Schmidt, twice is enough). What is zero gets a direction,
-   too: a gradient of zeros would else leave Q at zero for ever. */
+/* Columns of (n, r) made orthonormal one after another (Gram & Schmidt, twice is enough). What is zero gets a direction
+   as well: a gradient of zeros would else leave Q at zero for ever. */
 HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
 {
     for (int j = 0; j < r; j++)
@@ -5416,6 +5448,7 @@ HPMLC_FN void hpmlc_sim_layout(hpmlc_sim *s)
     int        far = s->nodes > 1;
     c->size  = s->p, c->node = s->node, c->agent = (hpmlc_agent *)(void *)s; /* only tells AUTO that time is virtual */
     c->alpha = s->latency[far] > 0 ? s->latency[far] : 2e-6, c->beta = s->rate[far] > 0 ? s->rate[far] : 0.25e-9;
+    c->near_alpha = s->latency[0], c->near_beta = s->rate[0];
     hpmlc_comm_layout(c);
     s->spread   = c->spread;
     s->per_node = c->per_node > 0 && s->p % c->per_node == 0 ? c->per_node : 0;
