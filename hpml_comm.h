@@ -117,7 +117,7 @@ typedef struct hpml_network {
     int32_t       ranks_per_node; /* 0: all on one node (MPI: asks MPI) */
     bool          spread;         /* rank r is on node r % nodes, not r / ranks_per_node */
     hpml_link     inside, between; /* links within and between nodes */
-    const double *slow;           /* (ranks) CLOCK: rank r computes slow[r] times as long; NULL: 1 */
+    const double *slow;           /* (ranks) CLOCK: rank r computes slow[r] times as long; NULL: 1. Not copied */
 } hpml_network;
 
 typedef struct hpml_comm_desc {
@@ -127,7 +127,7 @@ typedef struct hpml_comm_desc {
     int32_t             rank;     /* THREADS, CLOCK: this one's number; MPI: found out */
     void               *mpi_comm; /* MPI: points to an MPI_Comm, which is duplicated; NULL: MPI_COMM_WORLD */
     int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory */
-    double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever */
+    double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever. CLOCK has no deadlines */
     bool                check;    /* for debugging: compare collectives on all ranks first (kind, count, type, order) */
     uint32_t            _end;
 } hpml_comm_desc;
@@ -148,7 +148,7 @@ typedef struct hpml_launch_desc {
     uint32_t            _begin;
     hpml_transport_kind transport;
     int32_t             ranks;     /* THREADS, CLOCK: 0: 1. MPI: 0, or the number that must have been started */
-    hpml_network        network;
+    hpml_network        network;   /* MPI: only ranks_per_node counts */
     double              timeout;   /* as in hpml_comm_desc */
     bool                check;
     hpml_ctx_desc       ctx;       /* of every rank; threads 0: this machine's cores shared out among the ranks */
@@ -193,7 +193,8 @@ HPML_API hpml_status hpml_recv(hpml_comm *c, int from, int tag, void *data, size
 HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *out, size_t out_bytes, int from, void *in,
                                    size_t in_bytes, int tag);
 
-/* Begun now, done when hpml_wait says so; the array must stay untouched until then. The struct is yours. */
+/* Begun now, done when hpml_wait says so; the array must stay untouched until then (MPI: after an error, one that was
+   being sent must stay until the process ends). The struct is yours. */
 typedef struct hpml_message {
     int                  peer, tag;
     bool                 receiving, done;
@@ -283,7 +284,8 @@ HPML_API hpml_status hpml_allgather(hpml_comm *c, void *data, int64_t n, hpml_el
 HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op, int root);
 HPML_API hpml_status hpml_broadcast(hpml_comm *c, void *data, size_t bytes, int root);
 
-/* Blocks of `bytes`. all: (p, bytes), needed at the root only; out, in: (p, bytes), block r to and from rank r. */
+/* Blocks of `bytes`. all: (p, bytes), needed at the root only; out, in: (p, bytes), block r to and from rank r, and not
+   the same array. */
 HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root);
 HPML_API hpml_status hpml_scatter(hpml_comm *c, const void *all, size_t bytes, void *mine, int root);
 HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *out, void *in, size_t bytes);
@@ -344,7 +346,7 @@ typedef enum hpml_method {
 typedef struct hpml_exchange_desc {
     uint32_t             _begin;
     int32_t              count;     /* tensors: required */
-    const hpml_gradient *tensors;   /* (count), same order, names and shapes on all ranks; copied */
+    const hpml_gradient *tensors;   /* (count), same order and shapes on all ranks; copied, but for their names */
     hpml_codec_desc      codec;     /* METHOD_CODEC */
     hpml_method          method;
     float                ratio;     /* TOPK: share of the numbers that is sent; 0: 0.01 */
@@ -1766,7 +1768,7 @@ static const hpml_transport hpmlc_mpi_transport = {
 HPMLC_FN int hpmlc_launched(void)
 {
     static const char *const names[] = { "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "PMIX_SIZE",
-                                         "SLURM_NTASKS" };
+                                         "SLURM_STEP_NUM_TASKS" }; /* of srun; a batch script has SLURM_NTASKS, too */
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         const char *text = getenv(names[i]);
         if (text && atoi(text) > 0) return atoi(text);

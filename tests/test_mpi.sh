@@ -51,5 +51,8 @@ on 2 other_count_checked; check "another count, checked" 1 'allreduce of 32 .* a
 on 2 sleeps; check "a deadline" 1 'waited 0.2 s for rank 1 in allreduce'
 on 2 memory; check "no memory on one rank" 0 ''
 PMI_SIZE=4 timeout 30 build/mpi_ranks correct >"$tmp/out" 2>&1; check "mpiexec of another MPI" 1 'started 4 processes but MPI says each is alone'
+SLURM_STEP_NUM_TASKS=4 timeout 30 build/mpi_ranks correct >"$tmp/out" 2>&1
+check "srun with another MPI" 1 'started 4 processes but MPI says each is alone'
+SLURM_NTASKS=4 timeout 30 build/mpi_ranks correct >"$tmp/out" 2>&1; check "one process inside a batch job of four tasks" 0 ''
 echo "$passed passed, $failed failed, 0 skipped"
 [ $failed -eq 0 ]
