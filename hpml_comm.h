@@ -117,7 +117,7 @@ typedef struct hpml_network {
     int32_t       ranks_per_node; /* 0: all on one node (MPI: asks MPI) */
     bool          spread;         /* rank r is on node r % nodes, not r / ranks_per_node */
     hpml_link     inside, between; /* links within and between nodes */
-    const double *slow;           /* (ranks) CLOCK: rank r computes slow[r] times as long; NULL: 1 */
+    const double *slow;           /* (ranks) CLOCK: rank r computes slow[r] times as long; NULL: 1. Not copied */
 } hpml_network;
 
 typedef struct hpml_comm_desc {
@@ -127,7 +127,7 @@ typedef struct hpml_comm_desc {
     int32_t             rank;     /* THREADS, CLOCK: this one's number; MPI: found out */
     void               *mpi_comm; /* MPI: points to an MPI_Comm, which is duplicated; NULL: MPI_COMM_WORLD */
     int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory */
-    double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever */
+    double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever. CLOCK has no deadlines */
     bool                check;    /* for debugging: compare collectives on all ranks first (kind, count, type, order) */
     uint32_t            _end;
 } hpml_comm_desc;
@@ -148,7 +148,7 @@ typedef struct hpml_launch_desc {
     uint32_t            _begin;
     hpml_transport_kind transport;
     int32_t             ranks;     /* THREADS, CLOCK: 0: 1. MPI: 0, or the number that must have been started */
-    hpml_network        network;
+    hpml_network        network;   /* MPI: only ranks_per_node counts */
     double              timeout;   /* as in hpml_comm_desc */
     bool                check;
     hpml_ctx_desc       ctx;       /* of every rank; threads 0: this machine's cores shared out among the ranks */
@@ -193,7 +193,8 @@ HPML_API hpml_status hpml_recv(hpml_comm *c, int from, int tag, void *data, size
 HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *out, size_t out_bytes, int from, void *in,
                                    size_t in_bytes, int tag);
 
-/* Begun now, done when hpml_wait says so; the array must stay untouched until then. The struct is yours. */
+/* Begun now, done when hpml_wait says so; the array must stay untouched until then (MPI: after an error, one that was
+   being sent must stay until the process ends). The struct is yours. */
 typedef struct hpml_message {
     int                  peer, tag;
     bool                 receiving, done;
@@ -202,7 +203,7 @@ typedef struct hpml_message {
     size_t               bytes, moved;
     size_t               posted;       /* MPI: pieces given to MPI */
     void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
-    double               arrival;      /* THREADS, CLOCK: not before */
+    double               arrival;      /* THREADS, CLOCK: not before; MPI: not 0: the others know of this wait */
     struct hpml_message *next;         /* private, as all below */
     struct hpml_comm    *owner;
     void                *native[2];
@@ -239,7 +240,7 @@ typedef struct hpml_transport {
      HALVING    recursive halving and doubling, Rabenseifner 2004         2 log2 p alpha + 2 n (p-1)/p beta
      HIERARCHICAL  reduce-scatter inside each node, allreduce between nodes of each share, allgather inside: only
                 1/ranks_per_node of the bytes leave a node
-     NATIVE     the transport's own (MPI_Allreduce)
+     NATIVE     the transport's own (MPI_Iallreduce; what it does about other counts on another rank is up to the MPI)
    BUTTERFLY and HALVING fold the ranks beyond a power of two into partners first. Every algorithm gives all ranks the
    same bits: an element is added up along one fixed tree. CENTRAL: ((x0 + x1) + x2) ...; RING: block b starts behind
    rank b and goes round; the others pair ranks as their name says. */
@@ -261,7 +262,7 @@ HPML_API size_t hpml_element_size(hpml_element e);
 
 typedef struct hpml_allreduce_desc {
     uint32_t       _begin;
-    hpml_algorithm algorithm; /* AUTO: the cheapest by the formulas above, see hpml_comm_tune */
+    hpml_algorithm algorithm; /* AUTO: the cheapest by the formulas above, nodes considered, see hpml_comm_tune */
     hpml_reduce    reduce;
     hpml_element   element;
     uint32_t       _end;
@@ -283,7 +284,8 @@ HPML_API hpml_status hpml_allgather(hpml_comm *c, void *data, int64_t n, hpml_el
 HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op, int root);
 HPML_API hpml_status hpml_broadcast(hpml_comm *c, void *data, size_t bytes, int root);
 
-/* Blocks of `bytes`. all: (p, bytes), needed at the root only; out, in: (p, bytes), block r to and from rank r. */
+/* Blocks of `bytes`. all: (p, bytes), needed at the root only; out, in: (p, bytes), block r to and from rank r, and not
+   the same array. */
 HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root);
 HPML_API hpml_status hpml_scatter(hpml_comm *c, const void *all, size_t bytes, void *mine, int root);
 HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *out, void *in, size_t bytes);
@@ -344,7 +346,7 @@ typedef enum hpml_method {
 typedef struct hpml_exchange_desc {
     uint32_t             _begin;
     int32_t              count;     /* tensors: required */
-    const hpml_gradient *tensors;   /* (count), same order, names and shapes on all ranks; copied */
+    const hpml_gradient *tensors;   /* (count), same order and shapes on all ranks; copied, but for their names */
     hpml_codec_desc      codec;     /* METHOD_CODEC */
     hpml_method          method;
     float                ratio;     /* TOPK: share of the numbers that is sent; 0: 0.01 */
@@ -365,9 +367,9 @@ typedef struct hpml_exchange_desc {
 typedef struct hpml_exchange hpml_exchange;
 HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc);
 HPML_API void           hpml_exchange_free(hpml_exchange *x); /* optional */
-/* Every tensor becomes the sum, or mean, over all ranks: the same bits everywhere. A NaN or infinity on any rank gives
-   HPML_ERR_NONFINITE on every rank, which names it; residuals of the bad rows are zero, the context stays usable: skip
-   this step. */
+/* Every tensor becomes the sum, or mean, over all ranks: the same bits everywhere. A NaN or infinity on any rank, in a
+   tensor that is compressed, gives HPML_ERR_NONFINITE on every rank; residuals of the bad rows are zero, the context
+   stays usable: skip this step. Tensors that travel as they are are added without a look. */
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x);
 HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background; hpml_job_wait */
 HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x); /* that this rank sends in one run */
@@ -677,13 +679,15 @@ struct hpml_comm {
     int64_t               step;     /* of the trainer, for messages */
     const char           *doing;
     int                   round;
-    double                alpha, beta; /* for AUTO */
+    double                alpha, beta; /* for AUTO; between nodes, where there are some */
+    double                near_alpha, near_beta; /* inside a node */
     hpml_counters         counters;
     int64_t              *bytes_to; /* (size) */
     hpml_message         *pending;  /* receives that are under way */
     hpmlc_room           *room;     /* THREADS, CLOCK */
     hpmlc_mpi            *mpi;
     unsigned              seen;     /* changes of the inbox that have been looked at; MPI: turns of waiting */
+    int                   lost;     /* MPI: 1 + the rank at whom those end who wait for one another; 0: not known */
     hpmlc_agent          *agent;    /* CLOCK */
     hpmlc_background     *background;
     hpml_comm            *first;    /* the communicator this one was split from, or itself */
@@ -753,7 +757,8 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     if (!c->bytes_to) return NULL;
     for (int i = 0; i < size; i++) c->origin[i] = i;
     c->t = t; /* last: without it there is nothing to close */
-    c->timeout = 60, c->doing = "start", c->alpha = t->alpha, c->beta = t->beta;
+    c->timeout = 60, c->doing = "start";
+    c->alpha = c->near_alpha = t->alpha, c->beta = c->near_beta = t->beta;
     return c;
 }
 
@@ -789,9 +794,10 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
     memset(m, 0, sizeof *m);
     m->done = true;
     if (hpmlc_failed(c)) return m->status = c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    if (peer < 0 || peer >= c->size || (bytes > 0 && !data))
-        return m->status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s %d: a rank from 0 to %d and data were expected",
-                                      receiving ? "receive from" : "send to", peer, c->size - 1);
+    if (peer < 0 || peer >= c->size || tag < 0 || (bytes > 0 && !data))
+        return m->status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s %d: a rank from 0 to %d, a tag from 0 to %d and data "
+                                      "were expected", receiving ? "receive from" : "send to", peer, c->size - 1,
+                                      HPML_TAG_MAX);
     m->receiving = receiving, m->peer = peer, m->tag = tag, m->data = data, m->bytes = bytes, m->reduce = reduce;
     m->owner = c, m->done = false;
     if (receiving) m->next = c->pending, c->pending = m;
@@ -879,9 +885,12 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
         }
         if (limit == 0) limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout;
         if (hpml_now() < limit) { c->t->block(c, m, limit); continue; }
-        hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d in %s, round %d, step %lld; is that rank alive and in "
-                   "the same operation? (.timeout sets the limit)", c->timeout, c->origin[m->peer], c->doing, c->round,
-                   (long long)c->step);
+        char chain[48] = "";
+        if (c->lost > 0 && c->lost != c->origin[m->peer] + 1)
+            snprintf(chain, sizeof chain, ", which waits for rank %d,", c->lost - 1);
+        hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and "
+                   "in the same operation? (.timeout sets the limit)", c->timeout, c->origin[m->peer], chain, c->doing,
+                   c->round, (long long)c->step);
         c->t->abandon(c, m);
         m->status = hpml_ctx_status(c->ctx);
     }
@@ -892,12 +901,14 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m)
 {
     if (c) c->doing = "send";
+    if (tag > HPML_TAG_MAX) tag = -1; /* beyond are the collectives' */
     return hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)data, bytes, NULL, m);
 }
 
 HPML_API hpml_status hpml_irecv(hpml_comm *c, int from, int tag, void *data, size_t bytes, hpml_message *m)
 {
     if (c) c->doing = "receive";
+    if (tag > HPML_TAG_MAX) tag = -1;
     return hpmlc_begin(c, true, from, tag, (char *)data, bytes, NULL, m);
 }
 
@@ -1328,17 +1339,21 @@ HPMLC_FN void hpmlc_threads_close(hpml_comm *c)
     if (first && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
 }
 
+HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out, size_t out_bytes, int from, char *in,
+                                 size_t in_bytes, void (*reduce)(void *, const void *, size_t));
+
 /* The lowest rank makes the room and tells the others where it is. */
 HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
                                          int color HPMLC_UNUSED)
 {
+    const int   tag    = HPMLC_TAG_COLLECTIVE + HPMLC_TAGS;
     hpml_status status = HPML_OK;
     hpmlc_room *room   = NULL;
     if (part->rank == 0) {
         room = hpmlc_room_new(c->room->world, count);
         for (int i = 1; i < count && status == HPML_OK; i++)
-            status = hpml_send(c, ranks[i], HPMLC_TAG_COLLECTIVE + HPMLC_TAGS, &room, sizeof room);
-    } else status = hpml_recv(c, ranks[0], HPMLC_TAG_COLLECTIVE + HPMLC_TAGS, &room, sizeof room);
+            status = hpmlc_round(c, tag, ranks[i], (const char *)&room, sizeof room, -1, NULL, 0, NULL);
+    } else status = hpmlc_round(c, tag, -1, NULL, 0, ranks[0], (char *)&room, sizeof room, NULL);
     if (status != HPML_OK) return status;
     if (!room) return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     room->inbox[part->rank].owner = part;
@@ -1403,17 +1418,19 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { r
 // >>mpi   messages between processes, by MPI
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Only MPI_Isend, MPI_Irecv and MPI_Test are used, so waiting is ours. Messages travel in pieces of HPMLC_PIECE bytes,
-   two under way at a time: counts beyond 2^31 are no matter, and one piece is added while the next arrives. One lock
-   serves all communicators of a process, which lets a background thread work under MPI_THREAD_SERIALIZED.
+/* Only MPI_Isend, MPI_Irecv, MPI_Iallreduce and MPI_Test are used, so waiting is ours. Messages travel in pieces of
+   HPMLC_PIECE bytes, two under way at a time: counts beyond 2^31 are no matter, and one piece is added while the next
+   arrives. One lock serves all communicators of a process, which lets a background thread work under
+   MPI_THREAD_SERIALIZED.
 
-   A second communicator carries words: "I have failed, because ...", "I have left". They are looked for while a rank
-   sleeps, so a wait for a lost rank ends at once; the deadline ends those for a rank that was killed without a word. */
+   A second communicator carries words: "I have failed, because ...", "I have left", "I wait for ..., and have done so
+   for half the deadline". They are looked for while a rank sleeps, so a wait for a lost rank ends at once; the deadline
+   ends those for a rank that was killed without a word, and who waits for whom tells which one that is. */
 
 #ifdef HPML_USE_MPI
 
 #define HPMLC_PIECE ((size_t)4 << 20)
-#define HPMLC_WORD  256 /* bytes of a word: 'L' or 'F', then text */
+#define HPMLC_WORD  256 /* bytes of a word: 'L', 'F' or 'W', then text */
 
 struct hpmlc_mpi {
     MPI_Comm       comm;
@@ -1423,9 +1440,10 @@ struct hpmlc_mpi {
     MPI_Errhandler before;  /* the world's, given back in the end */
     MPI_Comm       words;
     char          *heard;   /* (world size) 0, 'L' left, 'F' failed */
+    double        *awaits;  /* (world size, 2) whom each has said it waits for, and when; 0: never */
     int            failed;  /* 1 + the first rank that said it has failed */
     char           text[HPMLC_WORD];
-    char           mine[HPMLC_WORD]; /* my word, while it is being sent */
+    char           mine[2][HPMLC_WORD]; /* my words, while they are being sent: the last one, before it 'W' */
     bool           told;
 #ifndef HPML_NO_THREADS
     pthread_mutex_t lock;
@@ -1581,7 +1599,11 @@ HPMLC_FN void hpmlc_mpi_listen(hpml_comm *first)
         MPI_Status status;
         if (MPI_Iprobe(MPI_ANY_SOURCE, 0, x->words, &there, &status) != MPI_SUCCESS || !there) return;
         MPI_Recv(word, HPMLC_WORD, MPI_BYTE, status.MPI_SOURCE, 0, x->words, MPI_STATUS_IGNORE);
-        word[HPMLC_WORD - 1]      = 0;
+        word[HPMLC_WORD - 1] = 0;
+        if (word[0] == 'W') {
+            x->awaits[2 * status.MPI_SOURCE] = atoi(word + 1), x->awaits[2 * status.MPI_SOURCE + 1] = hpml_now();
+            continue;
+        }
         x->heard[status.MPI_SOURCE] = word[0];
         if (word[0] == 'F' && !x->failed) {
             memcpy(x->text, word + 1, HPMLC_WORD - 1);
@@ -1596,12 +1618,13 @@ HPMLC_FN void hpmlc_mpi_say(hpml_comm *c, char kind, const char *text)
     hpmlc_mpi *x     = first->mpi;
     hpmlc_mpi_lock(c);
     if (!x->told) {
-        x->told = true;
-        snprintf(x->mine, sizeof x->mine, "%c%s", kind, text);
+        char *word = x->mine[kind == 'W'];
+        x->told    = kind != 'W';
+        snprintf(word, HPMLC_WORD, "%c%s", kind, text);
         for (int i = 0; i < first->size; i++) {
             MPI_Request request;
             if (i == first->rank) continue;
-            if (MPI_Isend(x->mine, HPMLC_WORD, MPI_BYTE, i, 0, x->words, &request) == MPI_SUCCESS)
+            if (MPI_Isend(word, HPMLC_WORD, MPI_BYTE, i, 0, x->words, &request) == MPI_SUCCESS)
                 MPI_Request_free(&request);
         }
     }
@@ -1629,8 +1652,23 @@ HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
     m->done = true;
 }
 
+/* Half the deadline is over: says so, and finds out whom the one it waits for waits for itself, and so on. */
+HPMLC_FN void hpmlc_mpi_worry(hpml_comm *c, hpml_message *m, int peer)
+{
+    const hpmlc_mpi *x = c->first->mpi;
+    char             text[16];
+    snprintf(text, sizeof text, "%d", peer);
+    if (m->arrival <= 0) hpmlc_mpi_say(c, 'W', text);
+    m->arrival = 1;
+    for (int i = 0; i < c->first->size; i++) {
+        double when = x->awaits[2 * peer + 1];
+        if (when > 0 && hpml_now() - when < c->timeout) peer = (int)x->awaits[2 * peer];
+    }
+    c->lost = peer + 1;
+}
+
 /* Gives the core away for a moment, now by yielding, now by a nap. A lost peer ends the wait. */
-HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
+HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 {
     hpmlc_mpi *x    = c->first->mpi;
     int        peer = c->origin[m->peer];
@@ -1646,6 +1684,7 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until HPMLC_
                                     c->doing);
         return;
     }
+    if (hpml_now() > until - 0.5 * c->timeout) hpmlc_mpi_worry(c, m, peer);
 #ifndef HPML_NO_THREADS
     if (c->seen++ % 64 < 16) { sched_yield(); return; }
 #endif
@@ -1695,25 +1734,54 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
     return code == MPI_SUCCESS ? HPML_OK : hpmlc_fail(c, HPML_ERR_COMM, "MPI_Comm_split gave error %d", code);
 }
 
+/* As fast as MPI's blocking call, but with a deadline and an ear for ranks that have failed. */
+HPMLC_FN hpml_status hpmlc_mpi_native_wait(hpml_comm *c, int code, MPI_Request *request)
+{
+    hpmlc_mpi *x     = c->first->mpi;
+    double     limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout;
+    int        there = 0, length = 0;
+    char       text[MPI_MAX_ERROR_STRING];
+    while (code == MPI_SUCCESS && !there) {
+        hpmlc_mpi_lock(c);
+        for (int turn = 0; turn < 64 && code == MPI_SUCCESS && !there; turn++)
+            code = MPI_Test(request, &there, MPI_STATUS_IGNORE);
+        hpmlc_mpi_listen(c->first);
+        hpmlc_mpi_unlock(c);
+        if (there || code != MPI_SUCCESS) break;
+        if (x->failed) return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
+        if (hpml_now() > limit)
+            return hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for all ranks in allreduce (native), step %lld; are "
+                              "they alive and in the same operation? (.timeout sets the limit)", c->timeout,
+                              (long long)c->step);
+#ifndef HPML_NO_THREADS
+        sched_yield();
+#endif
+    }
+    if (code == MPI_SUCCESS) return HPML_OK;
+    MPI_Error_string(code, text, &length);
+    return hpmlc_fail(c, HPML_ERR_COMM, "allreduce (native): MPI says: %.*s; all ranks must pass the same counts",
+                      length, text);
+}
+
 HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, int element, int op)
 {
     const MPI_Datatype none    = MPI_DATATYPE_NULL;
     const MPI_Datatype types[] = { MPI_FLOAT, none, MPI_INT32_T, MPI_INT64_T, MPI_DOUBLE, none };
     const MPI_Op       how     = op == HPML_MAX ? MPI_MAX : MPI_SUM;
     const size_t       size    = hpml_element_size((hpml_element)element);
-    for (int64_t at = 0, part; at < n; at += part) {
-        char *from = (char *)data + (size_t)at * size;
-        int   code = MPI_ERR_TYPE;
+    hpml_status        status  = HPML_OK;
+    if (types[element] == none)
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce (native): MPI has no bf16; choose another algorithm");
+    for (int64_t at = 0, part; at < n && status == HPML_OK; at += part) {
+        MPI_Request request;
         part = n - at < ((int64_t)1 << 30) ? n - at : (int64_t)1 << 30;
         hpmlc_mpi_lock(c);
-        if (types[element] != none)
-            code = MPI_Allreduce(MPI_IN_PLACE, from, (int)part, types[element], how, c->mpi->comm);
+        int code = MPI_Iallreduce(MPI_IN_PLACE, (char *)data + (size_t)at * size, (int)part, types[element], how,
+                                  c->mpi->comm, &request);
         hpmlc_mpi_unlock(c);
-        if (code != MPI_SUCCESS)
-            return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "native allreduce: MPI gave error %d for this type; choose "
-                              "another algorithm", code);
+        status = hpmlc_mpi_native_wait(c, code, &request);
     }
-    return HPML_OK;
+    return status;
 }
 
 static const hpml_transport hpmlc_mpi_transport = {
@@ -1725,7 +1793,7 @@ static const hpml_transport hpmlc_mpi_transport = {
 HPMLC_FN int hpmlc_launched(void)
 {
     static const char *const names[] = { "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "PMIX_SIZE",
-                                         "SLURM_NTASKS" };
+                                         "SLURM_STEP_NUM_TASKS" }; /* of srun; a batch script has SLURM_NTASKS, too */
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         const char *text = getenv(names[i]);
         if (text && atoi(text) > 0) return atoi(text);
@@ -1775,7 +1843,8 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     }
     hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_mpi_transport, rank, size);
     hpmlc_mpi *x = c ? (hpmlc_mpi *)hpml_ctx_alloc(ctx, sizeof *x, NULL) : NULL;
-    int        ready = x && (x->heard = (char *)hpml_ctx_alloc(ctx, (size_t)size, NULL)) != NULL;
+    int        ready = x && (x->heard = (char *)hpml_ctx_alloc(ctx, (size_t)size, NULL)) != NULL &&
+                (x->awaits = (double *)hpml_ctx_alloc(ctx, 2 * sizeof(double) * (size_t)size, NULL)) != NULL;
     MPI_Comm   pair[2];
     MPI_Comm_dup(given, &pair[0]);
     MPI_Comm_dup(given, &pair[1]);
@@ -2019,6 +2088,8 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     const hpml_link *between = w->nodes > 1 ? &w->network.between : &w->network.inside;
     if (between->latency > 0) c->alpha = between->latency;
     if (between->bandwidth > 0) c->beta = 1 / between->bandwidth;
+    c->near_alpha = w->network.inside.latency;
+    c->near_beta  = w->network.inside.bandwidth > 0 ? 1 / w->network.inside.bandwidth : 0;
     return c;
 }
 
@@ -2146,7 +2217,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     part->t = NULL; /* nothing to close yet */
     for (int i = 0; i < count; i++) part->origin[i] = c->origin[ranks[i]], part->node[i] = c->node[ranks[i]];
     part->first = c->first, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
-    part->alpha = c->alpha, part->beta = c->beta;
+    part->alpha = c->alpha, part->beta = c->beta, part->near_alpha = c->near_alpha, part->near_beta = c->near_beta;
     hpmlc_comm_layout(part);
     if (c->t->split && c->t->split(c, part, ranks, count, color) != HPML_OK) return NULL;
     part->t = c->t;
@@ -2376,9 +2447,12 @@ HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, hpml_algorithm a, hpmlc_team t, 
     }
 }
 
+/* Folding sends everything twice more; a ring of some nodes is cheaper. */
+HPMLC_FN bool hpmlc_ring_of_nodes(int nodes) { return (nodes & (nodes - 1)) != 0 && nodes <= 32; }
+
 /* Hierarchical: a ring inside the node leaves each member one share; the members with the same place on all nodes sum
-   that share by halving; a ring inside the node spreads the shares. Where nodes differ in size: a tree to the first
-   rank of each node, a ring among those, a tree back. */
+   that share by halving, or by a ring; a ring inside the node spreads the shares. Where nodes differ in size: a tree to
+   the first rank of each node, a ring among those, a tree back. */
 HPMLC_FN void hpmlc_plan_nodes(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n)
 {
     int        nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
@@ -2390,7 +2464,7 @@ HPMLC_FN void hpmlc_plan_nodes(hpmlc_plan *plan, int p, int per_node, bool sprea
         across.base = spread ? in.me * nodes : in.me, across.stride = spread ? 1 : per_node, across.size = nodes;
         int64_t at = hpml_block(n, per_node, in.me), end = hpml_block(n, per_node, in.me + 1);
         hpmlc_plan_add(plan, HPMLC_RING_SCATTER, in, 0, n);
-        hpmlc_plan_team(plan, HPML_HALVING, across, at, end - at);
+        hpmlc_plan_team(plan, hpmlc_ring_of_nodes(nodes) ? HPML_RING : HPML_HALVING, across, at, end - at);
         hpmlc_plan_add(plan, HPMLC_RING_GATHER, in, 0, n);
         return;
     }
@@ -2662,7 +2736,8 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind 
     hpmlc_plan plan;
     hpmlc_team all;
     double     start;
-    if (c && (root < 0 || root >= c->size || (op >= 0 && !hpmlc_reducer(e, (hpml_reduce)op))))
+    if (c && (root < 0 || root >= c->size || hpml_element_size(e) == 0 ||
+              (op >= 0 && !hpmlc_reducer(e, (hpml_reduce)op))))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks, element %d, op %d", name, root, c->size,
                           (int)e, op);
     int tag = hpmlc_enter(c, name, n, (int)e, op, root);
@@ -2712,9 +2787,11 @@ HPML_API hpml_status hpml_barrier(hpml_comm *c)
 /* Blocks of `bytes` between a root and everybody, or everybody and everybody: in round k with the rank k further on. */
 HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *out, char *in, size_t bytes, int root)
 {
+    bool gather = strcmp(name, "gather") == 0, scatter = strcmp(name, "scatter") == 0;
+    if (c && (gather || scatter) && (root < 0 || root >= c->size))
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks", name, root, c->size);
     int tag = hpmlc_enter(c, name, (int64_t)bytes, HPML_ELEMENT_BYTE, -1, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    bool gather = strcmp(name, "gather") == 0, scatter = strcmp(name, "scatter") == 0;
     if (in && out && bytes > 0 && (root < 0 || root == c->rank))
         memmove(in + (scatter ? 0 : (size_t)c->rank * bytes), out + (gather ? 0 : (size_t)c->rank * bytes), bytes);
     hpml_status status = HPML_OK;
@@ -2761,20 +2838,45 @@ HPML_API hpml_algorithm hpml_algorithm_find(const char *name)
     return HPML_ALGORITHM_NONE;
 }
 
-/* The formulas of the declaration. */
+/* The formulas of the declaration, with nodes: messages inside one have an alpha and a beta of their own (1; 0: between
+   nodes), and when all m ranks of a node send to others, they share its card. Of the rounds of BUTTERFLY and HALVING,
+   `in` stay inside. */
+HPMLC_FN double hpmlc_cost(const hpml_comm *c, hpml_algorithm a, double bytes)
+{
+    bool   flat = c->per_node <= 1 || c->per_node >= c->size;
+    int    p = c->size, m = flat ? 1 : c->per_node, nodes = (p + m - 1) / m, down = hpmlc_log2(p);
+    int    beyond = p - (1 << down), steps = hpmlc_log2(nodes), inner = c->spread ? nodes : m;
+    int    in = inner & (inner - 1) ? 0 : c->spread ? down - steps : hpmlc_log2(m), out = down - in;
+    double a0 = c->alpha, b0 = c->beta * bytes, a1 = c->near_alpha, b1 = c->near_beta * bytes, all = ldexp(1, -down);
+    double fold = beyond ? 2 * (a0 + (beyond < m ? beyond : m) * b0) : 0, one = c->spread ? m : 1;
+    double inside = c->spread ? 1 - ldexp(1, -in) : ldexp(1, -out) - all, across = 1 - all - inside;
+    switch (a) {
+    case HPML_CENTRAL: return 2 * (a0 + (p - m) * b0 + (c->agent ? 0 : (p - 1) * c->t->alpha)); /* one by one */
+    case HPML_TREE: return 2 * (in * (a1 + b1) + (out + (beyond > 0)) * (a0 + one * b0));
+    case HPML_RING: return 2 * (p - 1) * (a0 + one * b0 / p);
+    case HPML_BUTTERFLY: /* adds to what it sends, so it sends a copy */
+        return in * (a1 + b1) + out * (a0 + m * b0) + fold + (c->agent ? 0 : down * bytes * 1e-10);
+    case HPML_HALVING: return 2 * (in * a1 + inside * b1 + out * a0 + m * across * b0) + fold;
+    case HPML_HIERARCHICAL:
+        if (p % m) return 2 * (hpmlc_rounds(HPMLC_TREE_UP, m) * (a1 + b1) + (nodes - 1) * (a0 + b0 / nodes));
+        a1 = 2 * (m - 1) * (a1 + b1 / m);
+        if (hpmlc_ring_of_nodes(nodes)) return a1 + 2 * (nodes - 1) * (a0 + b0 / nodes);
+        return a1 + 2 * (steps * a0 + (1 - ldexp(1, -steps)) * b0) + (nodes > 1 << steps ? 2 * (a0 + b0) : 0);
+    default: return 1e300;
+    }
+}
+
 HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes)
 {
-    static const hpml_algorithm order[] = { HPML_BUTTERFLY, HPML_HALVING, HPML_RING };
-    double         p = c->size, up = ceil(log2(p)), down = floor(log2(p)), fold = up > down ? 2 : 0;
-    double         n = (double)bytes * c->beta, share = 2 * (p - 1) / p, cost[3], best = 1e300;
+    static const hpml_algorithm order[] = { HPML_BUTTERFLY, HPML_HALVING, HPML_RING, HPML_HIERARCHICAL, HPML_TREE,
+                                            HPML_CENTRAL };
+    bool           nodes = c->per_node > 1 && c->per_node < c->size;
     hpml_algorithm a = HPML_RING;
-    if (c->per_node > 1 && c->per_node < c->size) return bytes > 65536 ? HPML_HIERARCHICAL : HPML_BUTTERFLY;
-    double copy = c->agent ? 0 : (double)bytes * 1e-10; /* BUTTERFLY adds to what it sends, so it sends a copy */
-    cost[0] = (down + fold) * (c->alpha + n) + down * copy;
-    cost[1] = (2 * down + fold) * c->alpha + (share + fold) * n;
-    cost[2] = 2 * (p - 1) * c->alpha + share * n;
-    for (int i = 0; i < 3; i++)
-        if (cost[i] < best) best = cost[i], a = order[i];
+    double         best = 1e300;
+    for (int i = 0; i < 6; i++) {
+        double cost = order[i] == HPML_HIERARCHICAL && !nodes ? 1e300 : hpmlc_cost(c, order[i], (double)bytes);
+        if (cost < best) best = cost, a = order[i];
+    }
     return a;
 }
 
@@ -3854,7 +3956,8 @@ HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x)
     return status == HPML_OK && bad ? HPML_ERR_NONFINITE : status;
 }
 
-/* Columns of (n, r) made orthonormal one after another (Gram & Schmidt, twice is enough). */
+/* Columns of (n, r) made orthonormal one after another (Gram & Schmidt, twice is enough). What is zero gets a direction
+   as well: a gradient of zeros would else leave Q at zero for ever. */
 HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
 {
     for (int j = 0; j < r; j++)
@@ -3866,8 +3969,10 @@ HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
                 for (int64_t i = 0; i < n; i++) a[i * r + j] -= (float)dot * a[i * r + k];
             }
             for (int64_t i = 0; i < n; i++) norm += (double)a[i * r + j] * (double)a[i * r + j];
-            norm = norm > 1e-30 ? 1 / sqrt(norm) : 0;
+            bool some = norm > 1e-30;
+            norm = some ? 1 / sqrt(norm) : 0;
             for (int64_t i = 0; i < n; i++) a[i * r + j] *= (float)norm;
+            if (!some && pass == 0) a[j * r + j] = 1;
         }
 }
 
@@ -5202,12 +5307,14 @@ HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, i
 /* Everybody sends what it had before; neighbours are added in the order of their distance. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topology topology, uint64_t seed, int64_t step)
 {
+    if (c && ((unsigned)topology > HPML_TOPOLOGY_ALL || (n > 0 && !data)))
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "mix: topology %d, data %p", (int)topology, (void *)data);
     int tag = hpmlc_enter(c, "mix", n, HPML_ELEMENT_F32, HPML_SUM, (int)topology);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     int     p = c->size, me = c->rank;
     size_t  bytes = (size_t)n * sizeof(float);
     double  start = hpml_comm_now(c);
-    double *w = (double *)hpml_ctx_alloc(c->ctx, sizeof(double) * (size_t)(p * p), NULL);
+    double *w = (double *)hpml_ctx_alloc(c->ctx, sizeof(double) * (size_t)p * (size_t)p, NULL);
     float  *mine = (float *)hpmlc_scratch(c, 2 * bytes + 8), *theirs = mine + n;
     if (!w || !mine) return hpml_ctx_status(c->ctx);
     hpml_mixing_matrix(topology, p, seed, step, w);
@@ -5384,6 +5491,7 @@ HPMLC_FN void hpmlc_sim_layout(hpmlc_sim *s)
     int        far = s->nodes > 1;
     c->size  = s->p, c->node = s->node, c->agent = (hpmlc_agent *)(void *)s; /* only tells AUTO that time is virtual */
     c->alpha = s->latency[far] > 0 ? s->latency[far] : 2e-6, c->beta = s->rate[far] > 0 ? s->rate[far] : 0.25e-9;
+    c->near_alpha = s->latency[0], c->near_beta = s->rate[0];
     hpmlc_comm_layout(c);
     s->spread   = c->spread;
     s->per_node = c->per_node > 0 && s->p % c->per_node == 0 ? c->per_node : 0;

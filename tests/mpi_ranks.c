@@ -73,8 +73,34 @@ static hpml_status killed(hpml_comm *c, void *user)
 {
     (void)user;
     sum_of_four(c);
-    if (hpml_comm_rank(c) == 1) kill(getpid(), SIGKILL);
+    if (hpml_comm_rank(c) == 1) usleep(300000), kill(getpid(), SIGKILL); /* when all are known to each other */
     return sum_of_four(c);
+}
+
+/* As a lost one, but that mpiexec does not see it. Rank 2 waits for rank 0, which waits for rank 1. */
+static hpml_status stopped(hpml_comm *c, void *user)
+{
+    float               x[4] = { 0 };
+    hpml_allreduce_desc d;
+    (void)user;
+    memset(&d, 0, sizeof d);
+    d.algorithm = HPML_BUTTERFLY;
+    hpml_allreduce(c, x, 4, &d);
+    if (hpml_comm_rank(c) == 1) usleep(300000), raise(SIGSTOP);
+    hpml_status status = hpml_allreduce(c, x, 4, &d);
+    printf("at once: %s\n", hpml_ctx_error(hpml_comm_ctx(c))); /* goodbyes take 5 s; who ends first ends them all */
+    fflush(stdout);
+    return status;
+}
+
+static hpml_status leaves_native(hpml_comm *c, void *user)
+{
+    hpml_allreduce_desc d;
+    float               x[4] = { 0 };
+    (void)user;
+    memset(&d, 0, sizeof d);
+    d.algorithm = HPML_NATIVE;
+    return hpml_comm_rank(c) == 1 ? HPML_OK : hpml_allreduce(c, x, 4, &d);
 }
 
 static hpml_status exits(hpml_comm *c, void *user)
@@ -208,7 +234,9 @@ int main(int argc, char **argv)
     if (strcmp(what, "wrong_number") == 0) return launch(correct, 3, false, 10);
     if (strcmp(what, "raises") == 0) return launch(raises, 0, false, 20);
     if (strcmp(what, "leaves") == 0) return launch(leaves, 0, false, 20);
-    if (strcmp(what, "killed") == 0) return launch(killed, 0, false, 3);
+    if (strcmp(what, "killed") == 0) return launch(killed, 0, false, 1);
+    if (strcmp(what, "stopped") == 0) return launch(stopped, 0, false, 1);
+    if (strcmp(what, "leaves_native") == 0) return launch(leaves_native, 0, false, 1);
     if (strcmp(what, "exits") == 0) return launch(exits, 0, false, 3);
     if (strcmp(what, "another") == 0) return launch(another, 0, true, 20);
     if (strcmp(what, "other_count") == 0) return launch(other_count, 0, false, 20);

@@ -123,6 +123,29 @@ TEST(other_codecs_lose_nothing)
     ENSURE(sum.drift >= 0 && sum.drift < 1e-4);
 }
 
+/* Weights that start at zero give the layer before them a gradient of zeros: low rank must still find its way later. */
+static hpml_status late_gradient(hpml_comm *c, void *user)
+{
+    float         *g = (float *)hpml_ctx_alloc(hpml_comm_ctx(c), sizeof(float) * ROWS * COLS, NULL);
+    hpml_gradient  t = { "w", g, ROWS, COLS };
+    hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &t, .method = HPML_METHOD_LOWRANK, .lowrank = 3 });
+    double         size = 0;
+    for (int step = 0; step < 4; step++) { /* of rank 1, from the third step on */
+        for (int i = 0; i < ROWS * COLS; i++) g[i] = step < 2 ? 0 : 1;
+        hpml_exchange_run(x);
+        for (int i = 0; i < ROWS * COLS; i++) size += (double)g[i];
+    }
+    if (hpml_comm_rank(c) == 0) *(double *)user = size / (ROWS * COLS);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(low_rank_begins_again_after_zeros)
+{
+    double mean = 0;
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 3 }, late_gradient, &mean, NULL, 0) == HPML_OK);
+    ENSURE_NEAR(mean, 2 * 3, 1e-4);
+}
+
 /* All bits of the 1-bit path: the plain sum, bit for bit. */
 typedef struct pair { float a[ROWS * COLS], b[ROWS * COLS]; } pair;
 

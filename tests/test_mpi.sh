@@ -1,7 +1,7 @@
 #!/bin/sh
-# Communicators on MPI: the checks of comm_check.h on 1, 2 and 4 ranks, MPI of the host program's, and what can go wrong.
+# Communicators on MPI: the checks of comm_check.h on 1 to 4 ranks, 1-bit training as on threads, MPI of the host program's, and what can go wrong.
 # Skipped (77) where there is no mpicc or no mpiexec that works. MPICC and MPIEXEC choose an MPI, also one beside another:
-# export MPICC=mpicc.openmpi MPIEXEC=mpiexec.openmpi; ninja build/mpi_ranks; sh tests/test_mpi.sh
+# export MPICC=mpicc.openmpi MPIEXEC=mpiexec.openmpi; ninja ranks; sh tests/test_mpi.sh
 tmp=$(mktemp -d) passed=0 failed=0 mpicc=${MPICC:-mpicc} mpiexec=${MPIEXEC:-mpiexec}
 trap 'rm -rf "$tmp"' EXIT
 skip() { echo "skipped: $1"; exit 77; }
@@ -21,7 +21,11 @@ check() {
     if [ $good = 1 ]; then passed=$((passed + 1)); echo "ok $1"
     else failed=$((failed + 1)); echo "FAIL $1 (exit $code)"; tail -n 12 "$tmp/out"; fi
 }
-for n in 1 2 4; do on $n correct; check "everything on $n ranks" 0 ''; done
+for n in 1 2 3 4; do on $n correct; check "everything on $n ranks" 0 ''; done
+# 1-bit training: as on threads, on 2 ranks all of it, on 4 the quick parts.
+onebit() { timeout 200 "$mpiexec" $root -n $1 build/onebit_ranks --filter "$2" >"$tmp/out" 2>&1; }
+onebit 2 ''; check "1-bit training on 2 ranks" 0 '^5 passed'
+for part in all_bits nothing bytes bits_of_threads; do onebit 4 $part; check "1-bit training on 4 ranks: $part" 0 '^1 passed'; done
 for n in 2 4; do
     on $n traffic; check "bytes and rounds on $n ranks" 0 ''
     on $n large; check "messages of many pieces on $n ranks" 0 ''
@@ -35,7 +39,11 @@ on 2 after; check "MPI over" 1 'MPI is over already'
 on 2 wrong_number; check "a wrong number of ranks" 1 '3 ranks are wanted, mpiexec started 2'
 on 3 raises; check "a rank raises an error" 1 'rank 1 failed: the loss is NaN'
 on 3 leaves; check "a rank leaves early" 1 'rank 1 has left while this rank waits for it in allreduce|rank . failed'
+on 3 leaves_native; check "a rank leaves early, the others are in MPI's own allreduce" 1 'waited 1 s for all ranks in allreduce .native.'
 on 2 killed; check "a rank is killed" 1 ''
+on 3 stopped; check "a rank is stopped" 1 'at once: rank 0: .*(for rank 1|rank 0, which waits for rank 1,) in allreduce'
+grep -qE 'at once: rank 2: .*(for rank 1|rank 0, which waits for rank 1,) in allreduce' "$tmp/out"
+check "also the one that waits for a rank that waits for it names it" 0 ''
 on 2 exits; check "a rank calls exit" 1 ''
 on 2 another; check "another collective" 1 'rank 0 is in broadcast of 16 .* rank 1 in allreduce of 4'
 on 2 other_count; check "another count" 1 'all ranks must pass the same counts'
@@ -43,5 +51,8 @@ on 2 other_count_checked; check "another count, checked" 1 'allreduce of 32 .* a
 on 2 sleeps; check "a deadline" 1 'waited 0.2 s for rank 1 in allreduce'
 on 2 memory; check "no memory on one rank" 0 ''
 PMI_SIZE=4 timeout 30 build/mpi_ranks correct >"$tmp/out" 2>&1; check "mpiexec of another MPI" 1 'started 4 processes but MPI says each is alone'
+SLURM_STEP_NUM_TASKS=4 timeout 30 build/mpi_ranks correct >"$tmp/out" 2>&1
+check "srun with another MPI" 1 'started 4 processes but MPI says each is alone'
+SLURM_NTASKS=4 timeout 30 build/mpi_ranks correct >"$tmp/out" 2>&1; check "one process inside a batch job of four tasks" 0 ''
 echo "$passed passed, $failed failed, 0 skipped"
 [ $failed -eq 0 ]
