@@ -490,6 +490,15 @@ typedef struct hpmlg_device {
     hpmlg_slot     slots[HPMLG_SLOTS];
     int            slot;           /* the one that is being filled */
     size_t         slot_used;      /* bytes of it */
+#define HPMLG_LOOKS 1024
+
+typedef struct hpmlg_look { /* work that somebody looks at: events before and behind it, and who is told */
+    cudaEvent_t from, to;
+    const char *name;
+    double     *seconds;
+    int         lane;
+} hpmlg_look;
+
     hpmlg_note    *note;           /* host memory that the device sees */
     int           *note_taken;     /* on the device */
     hpmlg_now     *now, now_host;  /* on the device; what stands there */
@@ -508,6 +517,10 @@ typedef struct hpmlg_device {
     size_t         updates_room;   /* its bytes */
     void          *blas, *dnn;     /* cuBLASLt, cuDNN and what they said about shapes; NULL: not in use */
 } hpmlg_device;
+    hpmlg_look     looks[HPMLG_LOOKS];
+    int            look_count;
+    cudaEvent_t    look_zero;      /* happened at host time look_time */
+    double         look_time;
 
 /* A CUDA error becomes the context's, with what to do where that is known. */
 HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *what)
@@ -642,11 +655,8 @@ HPMLG_FN void hpmlg_close(void *device)
     }
     if (d->note) cudaFreeHost(d->note);
     if (d->result) cudaFreeHost(d->result);
-    if (d->note_taken) cudaFree(d->note_taken);
-    if (d->now) cudaFree(d->now);
-    if (d->scratch) cudaFree(d->scratch);
-    if (d->workspace) cudaFree(d->workspace);
-    if (d->updates) cudaFree(d->updates);
+    void *own[] = { d->note_taken, d->now, d->scratch, d->workspace, d->updates };
+    for (void *p : own) cudaFree(p); /* NULL: nothing */
     if (d->copies) cudaStreamDestroy(d->copies);
     if (d->stream) cudaStreamDestroy(d->stream);
 }
@@ -803,6 +813,53 @@ HPMLG_FN hpml_status hpmlg_sync(void *device)
     cudaMemsetAsync(d->note_taken, 0, sizeof *d->note_taken, d->stream);
     if (n.what == HPMLG_BAD_TOKEN)
         return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
+/* Timing what somebody looks at needs no waiting: events go into the stream before and behind it, and when the host has
+   waited for the stream anyway they tell. Times lie between two clocks' readings of one moment, taken anew each time. */
+HPMLG_FN void hpmlg_looks_tell(hpmlg_device *d)
+{
+    int   waiting = 0;
+    float from, to;
+    for (int i = 0; i < d->look_count; i++) {
+        hpmlg_look  l = d->looks[i];
+        cudaError_t e = cudaEventElapsedTime(&from, d->look_zero, l.from);
+        if (e == cudaSuccess) e = cudaEventElapsedTime(&to, d->look_zero, l.to);
+        if (e == cudaSuccess) {
+            hpml_trace_span(d->ctx, l.lane, l.name, d->look_time + 1e-3 * from, d->look_time + 1e-3 * to);
+            if (l.seconds) *l.seconds += 1e-3 * (to - from);
+        } else d->looks[i] = d->looks[waiting], d->looks[waiting++] = l; /* on another stream, and not over */
+    }
+    cudaGetLastError();
+    if ((d->look_count = waiting)) return;
+    if (!d->look_zero) cudaEventCreate(&d->look_zero);
+    double before = hpml_now();
+    cudaEventRecord(d->look_zero, d->stream);
+    cudaEventSynchronize(d->look_zero);
+    d->look_time = (before + hpml_now()) / 2;
+}
+
+/* The next look begins here, or ends and has this name. */
+HPMLG_FN void hpmlg_look_mark(hpmlg_device *d, cudaStream_t stream, const char *name, double *seconds, int lane)
+{
+    hpmlg_look *l = &d->looks[d->look_count];
+    if (!name) {
+        if (d->look_count == HPMLG_LOOKS - 1) cudaStreamSynchronize(d->stream);
+        if (d->look_count == HPMLG_LOOKS - 1 || !d->look_zero) hpmlg_looks_tell(d), l = &d->looks[d->look_count];
+        if (!l->from) cudaEventCreate(&l->from), cudaEventCreate(&l->to);
+        cudaEventRecord(l->from, stream);
+    } else if (l->from) {
+        cudaEventRecord(l->to, stream);
+        l->name = name, l->seconds = seconds, l->lane = lane;
+        d->look_count += d->look_count < HPMLG_LOOKS - 1; /* the last one's place is never kept */
+    }
+}
+
+HPMLG_FN void hpmlg_look_at(void *device, const char *name, double *seconds)
+{
+    hpmlg_device *d = (hpmlg_device *)device;
+    cudaSetDevice(d->d.device);
+    hpmlg_look_mark(d, d->stream, name, seconds, HPML_LANE_GPU);
+}
+
                              n.node->out->name, n.index, n.value, (long long)n.node->src[1]->shape[0] - 1);
     return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to %lld (or "
                          "%d to be ignored)", n.index, n.value,
@@ -810,6 +867,7 @@ HPMLG_FN hpml_status hpmlg_sync(void *device)
                          (int)n.node->attr.cross_entropy.ignore);
 }
 
+    if (status == HPML_OK && d->look_count > 0) hpmlg_looks_tell(d);
 HPMLG_FN hpml_status hpmlg_read(void *device, void *host, const void *src, size_t bytes)
 {
     hpmlg_device *d     = (hpmlg_device *)device;
@@ -904,11 +962,6 @@ HPMLG_FN hpml_status hpmlg_end(void *device, const hpml_run *run, hpml_status st
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-elementwise   add, sub, mul, div with broadcasting; scale; activations
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Scaffold: an op that another commit brings. */
-#define HPMLG_MISSING(pass)                                                                                            \
-    HPMLG_FN hpml_status hpmlg_##pass(const hpml_run *run, hpml_node *n)                                               \
-    { return hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "%s is missing for \"%s\"", #pass, n->out->name); }
 
 /* A thread takes 8 elements at a time, in one access where they are all wanted and the address allows. Rows of any
    length begin anywhere (50,257 columns of bf16): their ends are handled element by element, the rest is not. */
@@ -5615,7 +5668,9 @@ struct hpml_nccl {
     ncclComm_t       comm;
     cudaStream_t     stream;
     cudaEvent_t      before, after;
-    bool             open, under_way, closing; /* open: between begin and end */
+    hpmlg_stage     *stages;
+    bool             given_up; /* atomic */
+    bool             open, under_way, closing, looked; /* open: between begin and end */
     char             doing[96];
 };
 
@@ -5843,7 +5898,8 @@ HPML_API hpml_status hpml_nccl_link_begin(void *nccl)
     cudaError_t e = cudaEventRecord(n->before, n->d->stream);
     if (e == cudaSuccess) e = cudaStreamWaitEvent(n->stream, n->before, 0);
     if (e != cudaSuccess) return hpmlg_check(n->d, e, "a stream for NCCL");
-    n->open = true;
+    n->open = true, n->looked = n->d->look_count > 0; /* at the ops */
+    if (n->looked) hpmlg_look_mark(n->d, n->stream, NULL, NULL, 0);
     return hpmlg_nccl_result(n, n->call.GroupStart());
 }
 
@@ -5917,6 +5973,7 @@ HPML_API hpml_status hpml_nccl_link_check(void *nccl)
 }
 
 static __global__ void hpmlg_k_share(float *x, int64_t n, float times, float by)
+    if (n->looked) hpmlg_look_mark(n->d, n->stream, "nccl", NULL, HPML_LANE_COMM);
 {
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
         x[i] = x[i] * times / by;
@@ -6004,7 +6061,7 @@ HPML_API const hpml_backend *hpml_backend_cuda(void)
     };
     static const hpml_backend cuda = { "cuda", hpmlg_open, hpmlg_close, hpmlg_alloc, hpmlg_free, hpmlg_write,
         hpmlg_read, hpmlg_zero, hpmlg_sync, ops, hpmlg_update, hpmlg_sumsq, hpmlg_store, hpmlg_plan, hpmlg_begin,
-        hpmlg_end, hpmlg_correct, hpmlg_encode, hpmlg_decode };
+        hpmlg_end, hpmlg_correct, hpmlg_encode, hpmlg_decode, hpmlg_look_at };
     return &cuda;
 }
 
