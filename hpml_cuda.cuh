@@ -141,10 +141,13 @@ typedef struct hpml_nccl_desc {
     const char *file;        /* hpml_nccl_create: where ranks meet: each leaves a file of this name and .rank */
     const char *library;     /* NULL: the NCCL that the program was linked with, else libnccl.so.2 */
     double      timeout;     /* seconds; 0: 60 */
+    bool        in_nodes;    /* attach: NCCL inside each node only, as many ranks on each. Between nodes a share of each
+                                rank travels by the communicator's messages, packed by the codec if there is one */
     /* Private, what attach meets by: gather: all is (ranks, bytes), mine is filled in; closed: it ends. */
     hpml_status (*gather)(void *user, void *all, size_t bytes);
-    void (*closed)(void *user);
-    void       *user;
+    void (*closed)(void *owner);
+    void       *user, *owner;
+    int32_t     called; /* this rank in errors */
     uint32_t    _end;
 } hpml_nccl_desc;
 
@@ -156,15 +159,16 @@ HPML_API void        hpml_nccl_free(hpml_nccl *n); /* optional, before the conte
 HPML_API hpml_status hpml_nccl_allreduce(hpml_nccl *n, float *x, int64_t count, bool mean);
 
 /* The functions of a hpml_device_link (hpml_comm.h), for nccl = what hpml_nccl_create gave. */
-HPML_API hpml_status hpml_nccl_link_begin(void *nccl);
-HPML_API hpml_status hpml_nccl_link_allreduce(void *nccl, float *x, int64_t n, bool mean);
-HPML_API hpml_status hpml_nccl_link_move(void *nccl, const void *out, const size_t *out_at, bool same, void *in,
-                                         const size_t *in_at);
-HPML_API hpml_status hpml_nccl_link_end(void *nccl);
-HPML_API hpml_status hpml_nccl_link_wait(void *nccl);
-HPML_API hpml_status hpml_nccl_link_check(void *nccl);
-HPML_API hpml_status hpml_nccl_link_scale(void *nccl, float *x, int64_t n, float times, float by);
-HPML_API void        hpml_nccl_link_free(void *nccl);
+#define HPMLG_LINK(X)                                                                                                  \
+    X(begin, (void *)) X(allreduce, (void *, float *, int64_t, bool))                                                  \
+    X(move, (void *, const void *, const size_t *, bool, void *, const size_t *))                                      \
+    X(end, (void *)) X(wait, (void *)) X(check, (void *)) X(scale, (void *, float *, int64_t, float, float))           \
+    X(share, (void *, float *, const int64_t *, float *, bool)) X(landed, (void *, float *))
+#define HPMLG_X(name, arguments) HPML_API hpml_status hpml_nccl_link_##name arguments;
+HPMLG_LINK(HPMLG_X)
+#undef HPMLG_X
+HPML_API void   hpml_nccl_link_free(void *nccl);
+HPML_API float *hpml_nccl_link_stage(void *nccl, int64_t n);
 
 #ifdef HPML_COMM_H_INCLUDED
 static inline hpml_status hpml_nccl_meet(void *comm, void *all, size_t bytes)
@@ -181,11 +185,17 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 {
     static hpml_nccl_desc defaults;
     hpml_nccl_desc        d = desc ? *desc : defaults;
+    hpml_comm            *in = d.in_nodes ? hpml_comm_split_node(c) : c;
     hpml_device_link link = { NULL, hpml_nccl_link_begin, hpml_nccl_link_allreduce, hpml_nccl_link_move,
                               hpml_nccl_link_end, hpml_nccl_link_wait, hpml_nccl_link_check, hpml_nccl_link_scale,
-                              hpml_nccl_link_free };
-    d.rank = hpml_comm_rank(c), d.ranks = hpml_comm_size(c);
-    d.gather = hpml_nccl_meet, d.closed = hpml_nccl_closed, d.user = c;
+                              hpml_nccl_link_free, NULL, hpml_nccl_link_stage, hpml_nccl_link_share,
+                              hpml_nccl_link_landed };
+    d.rank = hpml_comm_rank(in), d.ranks = hpml_comm_size(in);
+    if (d.ranks < hpml_comm_size(c)) link.across = hpml_comm_split(c, d.rank, hpml_comm_rank(c));
+    if (link.across && d.ranks * hpml_comm_size(link.across) != hpml_comm_size(c))
+        hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_UNSUPPORTED, "nccl in_nodes: this node has %d of %d ranks, others more "
+                      "or fewer; start as many on each", (int)d.ranks, hpml_comm_size(c));
+    d.gather = hpml_nccl_meet, d.closed = hpml_nccl_closed, d.user = in, d.owner = c, d.called = hpml_comm_rank(c);
     link.user = hpml_nccl_create(hpml_comm_ctx(c), &d);
     return link.user ? hpml_comm_set_link(c, &link) : hpml_ctx_status(hpml_comm_ctx(c));
 }
@@ -480,6 +490,15 @@ typedef struct hpmlg_block { /* memory of tensors; what is left goes with the de
     struct hpmlg_block *next;
 } hpmlg_block;
 
+#define HPMLG_LOOKS 1024
+
+typedef struct hpmlg_look { /* work that somebody looks at: events before and behind it, and who is told */
+    cudaEvent_t from, to;
+    const char *name;
+    double     *seconds;
+    int         lane;
+} hpmlg_look;
+
 typedef struct hpmlg_device {
     hpml_ctx      *ctx;
     hpmlg_block   *blocks;
@@ -490,15 +509,6 @@ typedef struct hpmlg_device {
     hpmlg_slot     slots[HPMLG_SLOTS];
     int            slot;           /* the one that is being filled */
     size_t         slot_used;      /* bytes of it */
-#define HPMLG_LOOKS 1024
-
-typedef struct hpmlg_look { /* work that somebody looks at: events before and behind it, and who is told */
-    cudaEvent_t from, to;
-    const char *name;
-    double     *seconds;
-    int         lane;
-} hpmlg_look;
-
     hpmlg_note    *note;           /* host memory that the device sees */
     int           *note_taken;     /* on the device */
     hpmlg_now     *now, now_host;  /* on the device; what stands there */
@@ -507,6 +517,10 @@ typedef struct hpmlg_look { /* work that somebody looks at: events before and be
     hpmlg_pass    *recording;
     bool           passing;        /* a whole forward pass is on its way */
     hpml_node     *planned;        /* the last node that was planned */
+    hpmlg_look     looks[HPMLG_LOOKS];
+    int            look_count;
+    cudaEvent_t    look_zero;      /* happened at host time look_time */
+    double         look_time;
     uint64_t       clock;
     hpmlg_weights *weights;        /* (weight_count) */
     int            weight_count, weight_room;
@@ -517,10 +531,6 @@ typedef struct hpmlg_look { /* work that somebody looks at: events before and be
     size_t         updates_room;   /* its bytes */
     void          *blas, *dnn;     /* cuBLASLt, cuDNN and what they said about shapes; NULL: not in use */
 } hpmlg_device;
-    hpmlg_look     looks[HPMLG_LOOKS];
-    int            look_count;
-    cudaEvent_t    look_zero;      /* happened at host time look_time */
-    double         look_time;
 
 /* A CUDA error becomes the context's, with what to do where that is known. */
 HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *what)
@@ -653,6 +663,9 @@ HPMLG_FN void hpmlg_close(void *device)
         if (s->landed) cudaEventDestroy(s->landed);
         if (s->free) cudaEventDestroy(s->free);
     }
+    for (int i = 0; i < HPMLG_LOOKS && d->looks[i].from; i++)
+        cudaEventDestroy(d->looks[i].from), cudaEventDestroy(d->looks[i].to);
+    if (d->look_zero) cudaEventDestroy(d->look_zero);
     if (d->note) cudaFreeHost(d->note);
     if (d->result) cudaFreeHost(d->result);
     void *own[] = { d->note_taken, d->now, d->scratch, d->workspace, d->updates };
@@ -800,19 +813,6 @@ HPMLG_FN hpml_status hpmlg_zero(void *device, void *dst, size_t bytes)
     return hpmlg_check(d, cudaMemsetAsync(dst, 0, bytes, d->stream), "zeroing");
 }
 
-/* All work is done on return; what kernels have noted becomes an error. */
-HPMLG_FN hpml_status hpmlg_sync(void *device)
-{
-    hpmlg_device *d = (hpmlg_device *)device;
-    hpmlg_note    n;
-    cudaSetDevice(d->d.device);
-    hpml_status status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "waiting for the device");
-    if (status != HPML_OK || d->note->what == HPMLG_NO_TROUBLE) return status;
-    n = *d->note;
-    memset(d->note, 0, sizeof *d->note);
-    cudaMemsetAsync(d->note_taken, 0, sizeof *d->note_taken, d->stream);
-    if (n.what == HPMLG_BAD_TOKEN)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
 /* Timing what somebody looks at needs no waiting: events go into the stream before and behind it, and when the host has
    waited for the stream anyway they tell. Times lie between two clocks' readings of one moment, taken anew each time. */
 HPMLG_FN void hpmlg_looks_tell(hpmlg_device *d)
@@ -860,6 +860,20 @@ HPMLG_FN void hpmlg_look_at(void *device, const char *name, double *seconds)
     hpmlg_look_mark(d, d->stream, name, seconds, HPML_LANE_GPU);
 }
 
+/* All work is done on return; what kernels have noted becomes an error. */
+HPMLG_FN hpml_status hpmlg_sync(void *device)
+{
+    hpmlg_device *d = (hpmlg_device *)device;
+    hpmlg_note    n;
+    cudaSetDevice(d->d.device);
+    hpml_status status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "waiting for the device");
+    if (status == HPML_OK && d->look_count > 0) hpmlg_looks_tell(d);
+    if (status != HPML_OK || d->note->what == HPMLG_NO_TROUBLE) return status;
+    n = *d->note;
+    memset(d->note, 0, sizeof *d->note);
+    cudaMemsetAsync(d->note_taken, 0, sizeof *d->note_taken, d->stream);
+    if (n.what == HPMLG_BAD_TOKEN)
+        return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
                              n.node->out->name, n.index, n.value, (long long)n.node->src[1]->shape[0] - 1);
     return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to %lld (or "
                          "%d to be ignored)", n.index, n.value,
@@ -867,7 +881,6 @@ HPMLG_FN void hpmlg_look_at(void *device, const char *name, double *seconds)
                          (int)n.node->attr.cross_entropy.ignore);
 }
 
-    if (status == HPML_OK && d->look_count > 0) hpmlg_looks_tell(d);
 HPMLG_FN hpml_status hpmlg_read(void *device, void *host, const void *src, size_t bytes)
 {
     hpmlg_device *d     = (hpmlg_device *)device;
@@ -5645,7 +5658,7 @@ HPMLG_FN hpml_status hpmlg_decode(void *device, hpml_ctx *ctx, const hpml_packin
 
 #define HPMLG_NCCL_CALLS(X)                                                                                            \
     X(GetUniqueId) X(CommInitRankConfig) X(CommGetAsyncError) X(CommAbort) X(CommDestroy) X(AllReduce) X(Send) X(Recv) \
-    X(GroupStart) X(GroupEnd) X(GetErrorString) X(GetLastError)
+    X(GroupStart) X(GroupEnd) X(GetErrorString) X(GetLastError) X(Reduce) X(Broadcast) X(GetVersion)
 
 typedef struct hpmlg_nccl_calls {
 #define HPMLG_X(name) decltype(&nccl##name) name;
@@ -5659,6 +5672,12 @@ typedef struct hpmlg_card { /* what each rank shows the others */
     int          device;
     ncclUniqueId id; /* rank 0's counts */
 } hpmlg_card;
+
+typedef struct hpmlg_stage { /* at the beginning of a piece of pinned memory */
+    cudaEvent_t         landed;
+    struct hpmlg_stage *next;
+    float               space[12]; /* as wide as a cache line */
+} hpmlg_stage;
 
 struct hpml_nccl {
     hpml_ctx        *ctx;
@@ -5682,39 +5701,37 @@ HPMLG_FN void hpmlg_nap(double since)
 }
 
 /* Gives NCCL up and says why. What its kernels wait for will not come; aborted, they end. */
-HPMLG_FN hpml_status hpmlg_nccl_fail(hpml_nccl *n, hpml_status status, const char *why, const char *more)
+HPMLG_FN hpml_status hpmlg_nccl_fail(hpml_nccl *n, hpml_status status, const char *why)
 {
-    char text[400];
+    char        text[400];
+    const char *more = n->call.GetLastError(n->comm);
     snprintf(text, sizeof text, "%s%s%s", why, more && more[0] ? ": " : "", more ? more : "");
+    __atomic_store_n(&n->given_up, true, __ATOMIC_RELEASE); /* what lands now is no result */
     if (n->open) n->call.GroupEnd();
     if (n->comm) n->call.CommAbort(n->comm);
     n->comm = NULL, n->open = n->under_way = false;
-    return hpml_ctx_fail(n->ctx, status, "rank %d: NCCL %s: %s", (int)n->desc.rank, n->doing, text);
+    return hpml_ctx_fail(n->ctx, status, "rank %d: NCCL %s: %s", (int)n->desc.called, n->doing, text);
 }
 
 HPMLG_FN hpml_status hpmlg_nccl_result(hpml_nccl *n, ncclResult_t r)
 {
     if (r == ncclSuccess) return HPML_OK;
-    return hpmlg_nccl_fail(n, r == ncclRemoteError ? HPML_ERR_PEER : HPML_ERR_COMM, n->call.GetErrorString(r),
-                           n->call.GetLastError(n->comm));
+    return hpmlg_nccl_fail(n, r == ncclRemoteError ? HPML_ERR_PEER : HPML_ERR_COMM, n->call.GetErrorString(r));
 }
 
-HPMLG_FN hpml_status hpmlg_nccl_late(hpml_nccl *n)
+/* The end of a call that gave r, and of what is before this event, NULL: none. */
+HPMLG_FN hpml_status hpmlg_nccl_done(hpml_nccl *n, ncclResult_t r, cudaEvent_t event)
 {
     char text[96];
-    snprintf(text, sizeof text, "not done after %g seconds: has a rank died, or not come?", n->desc.timeout);
-    return hpmlg_nccl_fail(n, HPML_ERR_TIMEOUT, text, n->call.GetLastError(n->comm));
-}
-
-/* The end of a call that gave r. */
-HPMLG_FN hpml_status hpmlg_nccl_done(hpml_nccl *n, ncclResult_t r)
-{
-    for (double start = hpml_now(); r == ncclInProgress; hpmlg_nap(start)) {
-        ncclResult_t asked = n->call.CommGetAsyncError(n->comm, &r);
-        if (asked != ncclSuccess) r = asked;
-        if (r == ncclInProgress && hpml_now() - start > n->desc.timeout) return hpmlg_nccl_late(n);
+    for (double start = hpml_now(); hpml_now() - start <= n->desc.timeout; hpmlg_nap(start)) {
+        cudaError_t  e = r == ncclSuccess && event ? cudaEventQuery(event) : cudaSuccess;
+        ncclResult_t asked;
+        if (r == ncclSuccess && e != cudaErrorNotReady) return hpmlg_check(n->d, e, "NCCL");
+        if (r != ncclSuccess && r != ncclInProgress) return hpmlg_nccl_result(n, r);
+        if ((asked = n->call.CommGetAsyncError(n->comm, &r)) != ncclSuccess) r = asked;
     }
-    return hpmlg_nccl_result(n, r);
+    snprintf(text, sizeof text, "not done after %g seconds: has a rank died, or not come?", n->desc.timeout);
+    return hpmlg_nccl_fail(n, HPML_ERR_TIMEOUT, text);
 }
 
 /* The functions: the program's own, or of a library that is loaded. */
@@ -5726,15 +5743,18 @@ HPMLG_FN hpml_status hpmlg_nccl_load(hpml_nccl *n)
     if (!own && !from) {
         const char *why = dlerror();
         return hpml_ctx_fail(n->ctx, HPML_ERR_UNSUPPORTED, "rank %d: NCCL cannot be loaded (%s); install libnccl2 or "
-                             "set hpml_nccl_desc.library", (int)n->desc.rank, why ? why : name);
+                             "set hpml_nccl_desc.library", (int)n->desc.called, why ? why : name);
     }
     bool all = true;
+    int  v = 0;
 #define HPMLG_X(name) *(void **)(void *)&n->call.name = dlsym(from, "nccl" #name), all = all && n->call.name;
     HPMLG_NCCL_CALLS(HPMLG_X)
 #undef HPMLG_X
-    if (all) return HPML_OK;
-    return hpml_ctx_fail(n->ctx, HPML_ERR_UNSUPPORTED, "rank %d: %s is too old: hpml needs NCCL 2.14 or later",
-                         (int)n->desc.rank, name);
+    if (n->call.GetVersion) n->call.GetVersion(&v);
+    if (all && v >= 21400) return HPML_OK;
+    int major = v < 10000 ? v / 1000 : v / 10000, minor = v < 10000 ? v % 1000 / 100 : v % 10000 / 100;
+    return hpml_ctx_fail(n->ctx, HPML_ERR_UNSUPPORTED, v ? "rank %d: %s is NCCL %d.%d.%d; hpml needs 2.14 or later"
+                         : "rank %d: %s is no NCCL", (int)n->desc.called, name, major, minor, v % 100);
 }
 
 /* The file of a rank. */
@@ -5754,19 +5774,19 @@ HPMLG_FN hpml_status hpmlg_nccl_files(hpml_nccl *n, char *all, size_t bytes)
     bool  good = f && fwrite(all + (size_t)n->desc.rank * bytes, 1, bytes, f) == bytes;
     if (f && fclose(f) != 0) good = false;
     if (!good || rename(part, name) != 0)
-        return hpml_ctx_fail(n->ctx, HPML_ERR_WRITE, "rank %d: NCCL: cannot write %s", (int)n->desc.rank, name);
+        return hpml_ctx_fail(n->ctx, HPML_ERR_WRITE, "rank %d: NCCL: cannot write %s", (int)n->desc.called, name);
     for (int r = 0; r < n->desc.ranks; r++) {
         hpmlg_nccl_name(n, r, name);
         while (!(f = fopen(name, "rb"))) {
             if (hpml_now() - start > n->desc.timeout)
                 return hpml_ctx_fail(n->ctx, HPML_ERR_TIMEOUT, "rank %d: NCCL: no %s after %g seconds: rank %d has not "
-                                     "come, or does not see this file", (int)n->desc.rank, name, n->desc.timeout, r);
+                                     "come, or does not see this file", (int)n->desc.called, name, n->desc.timeout, r);
             hpmlg_nap(start);
         }
         good = fread(all + (size_t)r * bytes, 1, bytes, f) == bytes;
         fclose(f);
         if (!good)
-            return hpml_ctx_fail(n->ctx, HPML_ERR_FORMAT, "rank %d: NCCL: %s is not of this program", (int)n->desc.rank,
+            return hpml_ctx_fail(n->ctx, HPML_ERR_FORMAT, "rank %d: NCCL: %s is not of this program", (int)n->desc.called,
                                  name);
     }
     return HPML_OK;
@@ -5819,7 +5839,7 @@ HPMLG_FN hpml_status hpmlg_nccl_open(hpml_nccl *n)
         snprintf(n->doing, sizeof n->doing, "communicator of %d ranks", (int)n->desc.ranks);
         config.blocking = 0;
         status = hpmlg_nccl_done(n, n->call.CommInitRankConfig(&n->comm, n->desc.ranks, all[0].id, n->desc.rank,
-                                                               &config));
+                                                               &config), NULL);
     }
     hpml_ctx_release(n->ctx, all);
     if (n->desc.gather) return status;
@@ -5832,7 +5852,8 @@ HPMLG_FN void hpmlg_nccl_drop(void *object)
 {
     hpml_nccl *n = (hpml_nccl *)object;
     n->closing = true;
-    if (n->desc.closed) n->desc.closed(n->desc.user);
+    __atomic_store_n(&n->given_up, true, __ATOMIC_RELEASE);
+    if (n->desc.closed) n->desc.closed(n->desc.owner);
     if (!n->ctx) return;
     hpmlg_enter(n->ctx);
     if (n->comm && hpml_ctx_status(n->ctx) == HPML_OK && hpml_nccl_link_check(n) == HPML_OK)
@@ -5841,6 +5862,11 @@ HPMLG_FN void hpmlg_nccl_drop(void *object)
     if (n->before) cudaEventDestroy(n->before);
     if (n->after) cudaEventDestroy(n->after);
     if (n->stream) cudaStreamDestroy(n->stream);
+    for (hpmlg_stage *s = n->stages, *next; s; s = next) {
+        next = s->next;
+        if (s->landed) cudaEventDestroy(s->landed);
+        cudaFreeHost(s);
+    }
 }
 
 HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
@@ -5862,6 +5888,7 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     }
     n->ctx = ctx, n->d = hpmlg_enter(ctx), n->desc = *desc, n->desc.closed = NULL;
     if (n->desc.timeout == 0) n->desc.timeout = 60;
+    if (!n->desc.gather) n->desc.called = n->desc.rank;
     if (hpmlg_nccl_open(n) != HPML_OK) {
         hpml_ctx_release(ctx, n);
         return NULL;
@@ -5889,12 +5916,13 @@ HPMLG_FN bool hpmlg_nccl_ready(hpml_nccl *n)
     return true;
 }
 
-HPMLG_FN hpml_status hpmlg_nccl_broken(const hpml_nccl *n) { return n ? hpml_ctx_status(n->ctx) : HPML_ERR_ARGUMENT; }
+#define HPMLG_NCCL_ENTER(n, nccl)                                                                                      \
+    hpml_nccl *n = (hpml_nccl *)nccl;                                                                                  \
+    if (!hpmlg_nccl_ready(n)) return n ? hpml_ctx_status(n->ctx) : HPML_ERR_ARGUMENT
 
 HPML_API hpml_status hpml_nccl_link_begin(void *nccl)
 {
-    hpml_nccl *n = (hpml_nccl *)nccl;
-    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    HPMLG_NCCL_ENTER(n, nccl);
     cudaError_t e = cudaEventRecord(n->before, n->d->stream);
     if (e == cudaSuccess) e = cudaStreamWaitEvent(n->stream, n->before, 0);
     if (e != cudaSuccess) return hpmlg_check(n->d, e, "a stream for NCCL");
@@ -5911,8 +5939,7 @@ HPMLG_FN hpml_status hpmlg_nccl_begun(hpml_nccl *n, ncclResult_t r)
 
 HPML_API hpml_status hpml_nccl_link_allreduce(void *nccl, float *x, int64_t count, bool mean)
 {
-    hpml_nccl *n = (hpml_nccl *)nccl;
-    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    HPMLG_NCCL_ENTER(n, nccl);
     snprintf(n->doing, sizeof n->doing, "allreduce of %lld floats", (long long)count);
     return hpmlg_nccl_begun(n, n->call.AllReduce(x, x, (size_t)count, ncclFloat32, mean ? ncclAvg : ncclSum, n->comm,
                                                  n->stream));
@@ -5921,9 +5948,8 @@ HPML_API hpml_status hpml_nccl_link_allreduce(void *nccl, float *x, int64_t coun
 HPML_API hpml_status hpml_nccl_link_move(void *nccl, const void *out, const size_t *out_at, bool same, void *in,
                                          const size_t *in_at)
 {
-    hpml_nccl  *n = (hpml_nccl *)nccl;
+    HPMLG_NCCL_ENTER(n, nccl);
     hpml_status status = HPML_OK;
-    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
     int p = n->desc.ranks, me = n->desc.rank;
     snprintf(n->doing, sizeof n->doing, "%s, %zu bytes", same ? "sums to all" : "stripes to their owners", in_at[p]);
     for (int k = 1; k < p && status == HPML_OK; k++) {
@@ -5940,40 +5966,31 @@ HPML_API hpml_status hpml_nccl_link_move(void *nccl, const void *out, const size
 
 HPML_API hpml_status hpml_nccl_link_end(void *nccl)
 {
-    hpml_nccl *n = (hpml_nccl *)nccl;
-    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    HPMLG_NCCL_ENTER(n, nccl);
     n->open = false;
-    hpml_status status = hpmlg_nccl_done(n, n->call.GroupEnd());
+    hpml_status status = hpmlg_nccl_done(n, n->call.GroupEnd(), NULL);
     if (status != HPML_OK) return status;
     n->under_way = true;
+    if (n->looked) hpmlg_look_mark(n->d, n->stream, "nccl", NULL, HPML_LANE_COMM);
     return hpmlg_check(n->d, cudaEventRecord(n->after, n->stream), "a stream for NCCL");
 }
 
 HPML_API hpml_status hpml_nccl_link_wait(void *nccl)
 {
-    hpml_nccl *n = (hpml_nccl *)nccl;
-    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    HPMLG_NCCL_ENTER(n, nccl);
     return hpmlg_check(n->d, cudaStreamWaitEvent(n->d->stream, n->after, 0), "a stream for NCCL");
 }
 
 /* The host waits: before it waits for the device without a deadline. */
 HPML_API hpml_status hpml_nccl_link_check(void *nccl)
 {
-    hpml_nccl *n = (hpml_nccl *)nccl;
-    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
-    for (double start = hpml_now();; hpmlg_nap(start)) {
-        ncclResult_t error = ncclSuccess, r = n->call.CommGetAsyncError(n->comm, &error);
-        if (r == ncclSuccess && error != ncclInProgress) r = error;
-        if (r != ncclSuccess) return hpmlg_nccl_result(n, r);
-        cudaError_t e = n->under_way ? cudaEventQuery(n->after) : cudaSuccess;
-        if (e == cudaSuccess) n->under_way = false;
-        if (e != cudaErrorNotReady) return hpmlg_check(n->d, e, "NCCL");
-        if (hpml_now() - start > n->desc.timeout) return hpmlg_nccl_late(n);
-    }
+    HPMLG_NCCL_ENTER(n, nccl);
+    hpml_status status = hpmlg_nccl_done(n, ncclInProgress, n->under_way ? n->after : NULL);
+    n->under_way = false;
+    return status;
 }
 
 static __global__ void hpmlg_k_share(float *x, int64_t n, float times, float by)
-    if (n->looked) hpmlg_look_mark(n->d, n->stream, "nccl", NULL, HPML_LANE_COMM);
 {
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
         x[i] = x[i] * times / by;
@@ -5981,10 +5998,63 @@ static __global__ void hpmlg_k_share(float *x, int64_t n, float times, float by)
 
 HPML_API hpml_status hpml_nccl_link_scale(void *nccl, float *x, int64_t count, float times, float by)
 {
-    hpml_nccl *n = (hpml_nccl *)nccl;
-    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    HPMLG_NCCL_ENTER(n, nccl);
     if (count <= 0) return HPML_OK;
     return HPMLG_RUN(n->d, hpmlg_k_share, hpmlg_blocks(n->d, count, 1024), 256, 0, x, count, times, by);
+}
+
+HPML_API float *hpml_nccl_link_stage(void *nccl, int64_t count)
+{
+    hpml_nccl   *n = (hpml_nccl *)nccl;
+    hpmlg_stage *s = NULL;
+    size_t       bytes = sizeof *s + (size_t)count * sizeof(float);
+    if (!hpmlg_nccl_ready(n)) return NULL;
+    cudaError_t e = cudaHostAlloc((void **)&s, bytes, cudaHostAllocDefault);
+    if (e == cudaSuccess) {
+        memset(s, 0, bytes);
+        s->next = n->stages, n->stages = s;
+        e = cudaEventCreateWithFlags(&s->landed, cudaEventDisableTiming);
+    }
+    return hpmlg_check(n->d, e, "host memory for gradients between nodes") == HPML_OK ? (float *)(s + 1) : NULL;
+}
+
+/* Shares differ in size, for which NCCL has no reduce-scatter; calls of a group run as one. */
+HPML_API hpml_status hpml_nccl_link_share(void *nccl, float *x, const int64_t *at, float *stage, bool back)
+{
+    HPMLG_NCCL_ENTER(n, nccl);
+    float      *mine   = x + at[n->desc.rank];
+    size_t      bytes  = (size_t)(at[n->desc.rank + 1] - at[n->desc.rank]) * sizeof(float);
+    cudaError_t e      = cudaSuccess;
+    hpml_status status = hpml_nccl_link_begin(nccl);
+    if (back) e = cudaMemcpyAsync(mine, stage, bytes, cudaMemcpyHostToDevice, n->stream);
+    snprintf(n->doing, sizeof n->doing, "%s of %lld floats", back ? "allgather" : "reduce-scatter",
+             (long long)at[n->desc.ranks]);
+    for (int r = 0; r < n->desc.ranks && status == HPML_OK; r++) {
+        float *p = x + at[r];
+        size_t count = (size_t)(at[r + 1] - at[r]);
+        if (count == 0) continue;
+        status = hpmlg_nccl_begun(n, back ? n->call.Broadcast(p, p, count, ncclFloat32, r, n->comm, n->stream)
+                                          : n->call.Reduce(p, p, count, ncclFloat32, ncclSum, r, n->comm, n->stream));
+    }
+    if (status == HPML_OK) status = hpml_nccl_link_end(nccl);
+    if (status != HPML_OK || back) return status == HPML_OK ? hpmlg_check(n->d, e, "a share's way back") : status;
+    e = cudaMemcpyAsync(stage, mine, bytes, cudaMemcpyDeviceToHost, n->stream);
+    if (e == cudaSuccess) e = cudaEventRecord(((hpmlg_stage *)(void *)stage - 1)->landed, n->stream);
+    return hpmlg_check(n->d, e, "a share's way to the host");
+}
+
+HPML_API hpml_status hpml_nccl_link_landed(void *nccl, float *stage)
+{
+    hpml_nccl   *n = (hpml_nccl *)nccl;
+    hpmlg_stage *s = (hpmlg_stage *)(void *)stage - 1;
+    cudaError_t  e = cudaErrorNotReady;
+    hpmlg_enter(n->ctx);
+    for (double start = hpml_now(); e == cudaErrorNotReady; hpmlg_nap(start)) {
+        e = cudaEventQuery(s->landed);
+        if (__atomic_load_n(&n->given_up, __ATOMIC_ACQUIRE)) return HPML_ERR_COMM;
+        if (e == cudaErrorNotReady && hpml_now() - start > n->desc.timeout) return HPML_ERR_TIMEOUT;
+    }
+    return e == cudaSuccess ? HPML_OK : HPML_ERR_CUDA;
 }
 
 HPML_API hpml_status hpml_nccl_allreduce(hpml_nccl *n, float *x, int64_t count, bool mean)
@@ -6005,15 +6075,11 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     return NULL;
 }
 
-#define HPMLG_NO_NCCL(name, ...) HPML_API hpml_status hpml_nccl_##name(__VA_ARGS__) { return HPML_ERR_UNSUPPORTED; }
-HPMLG_NO_NCCL(allreduce, hpml_nccl *, float *, int64_t, bool)
-HPMLG_NO_NCCL(link_begin, void *)
-HPMLG_NO_NCCL(link_allreduce, void *, float *, int64_t, bool)
-HPMLG_NO_NCCL(link_move, void *, const void *, const size_t *, bool, void *, const size_t *)
-HPMLG_NO_NCCL(link_end, void *)
-HPMLG_NO_NCCL(link_wait, void *)
-HPMLG_NO_NCCL(link_check, void *)
-HPMLG_NO_NCCL(link_scale, void *, float *, int64_t, float, float)
+#define HPMLG_X(name, arguments) HPML_API hpml_status hpml_nccl_link_##name arguments { return HPML_ERR_UNSUPPORTED; }
+HPMLG_LINK(HPMLG_X)
+#undef HPMLG_X
+HPML_API hpml_status hpml_nccl_allreduce(hpml_nccl *, float *, int64_t, bool) { return HPML_ERR_UNSUPPORTED; }
+HPML_API float *hpml_nccl_link_stage(void *, int64_t) { return NULL; }
 HPML_API void hpml_nccl_link_free(void *nccl) { (void)nccl; }
 HPML_API void hpml_nccl_free(hpml_nccl *n) { (void)n; }
 #endif /* HPML_USE_NCCL */
