@@ -142,7 +142,8 @@ typedef struct hpml_nccl_desc {
     const char *library;     /* NULL: the NCCL that the program was linked with, else libnccl.so.2 */
     double      timeout;     /* seconds; 0: 60 */
     bool        in_nodes;    /* attach: NCCL inside each node only, as many ranks on each. Between nodes a share of each
-                                rank travels by the communicator's messages, packed by the codec if there is one */
+                                rank travels by the communicator's messages, packed by the codec if there is one. With
+                                two GPUs a node the bits are HPML_HIERARCHICAL's; more NCCL adds in an order of its own */
     /* Private, what attach meets by: gather: all is (ranks, bytes), mine is filled in; closed: it ends. */
     hpml_status (*gather)(void *user, void *all, size_t bytes);
     void (*closed)(void *owner);

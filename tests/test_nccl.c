@@ -24,7 +24,7 @@ typedef struct job {
     int                  steps, tail, samples;
     int32_t              accumulate;
     float                clip;
-    const char          *save, *load;
+    const char          *save, *load, *trace; /* trace: rank 0's timeline */
     uint64_t             hash;
     float                w[INPUTS * HIDDEN], var[HIDDEN], loss;
     char                 text[768], said[4][768]; /* said: every rank's own error */
@@ -83,6 +83,7 @@ static hpml_status train(hpml_comm *c, job *j)
     hpml_distributed *dist = j->serial ? NULL : hpml_distribute(t, c, &d);
     if (!j->serial && !dist) return hpml_ctx_status(ctx);
     if (j->load) hpml_distribute_load(dist, j->load);
+    if (j->trace && hpml_comm_rank(c) == 0) hpml_trace_start(ctx, NULL);
     hpml_loader_desc ordered = { .in_order = true };
     hpml_fit_desc    fit = { .epochs = 100, .max_steps = j->steps, .loader = j->kink ? &ordered : NULL };
     if (j->steps > 0) hpml_trainer_fit(t, data, &fit);
@@ -91,6 +92,7 @@ static hpml_status train(hpml_comm *c, job *j)
         if (hpml_ctx_status(ctx) == HPML_ERR_NONFINITE) hpml_ctx_clear_error(ctx);
     }
     if (j->save) hpml_distribute_save(dist, j->save);
+    if (j->trace && hpml_comm_rank(c) == 0) hpml_trace_save(ctx, j->trace);
     if (j->away == hpml_comm_rank(c) + 1) return HPML_OK;
     fit.max_steps = j->tail, fit.loader = NULL;
     if (j->tail) hpml_trainer_fit(t, data, &fit);
@@ -335,6 +337,31 @@ TEST(nccl_in_nodes_has_limits)
     ENSURE(one.hash == all.hash);
     ENSURE_TIDY(4);
     nccl_on_cpu_reset(1, 0);
+}
+
+/* Buckets in lane 1, beside the ops in lane 3; the same bits. */
+TEST(nccl_on_the_timeline)
+{
+    job plain = { .steps = 4, .nccl = true, .d.bucket_bytes = 1 }, traced = plain;
+    char line[512];
+    int  lane, nccl = 0, ops = 0;
+    traced.trace = "build/nccl.trace";
+    nccl_on_cpu_reset(2, 1);
+    ENSURE_GO(plain, 2);
+    ENSURE_GO(traced, 2);
+    ENSURE(plain.hash == traced.hash);
+    ENSURE_TIDY(0);
+    nccl_on_cpu_reset(1, 0);
+    FILE *f = fopen(traced.trace, "r");
+    ENSURE(f);
+    while (fgets(line, sizeof line, f)) {
+        const char *at = strstr(line, "\"tid\":");
+        if (!at || !strstr(line, "\"X\"") || sscanf(at, "\"tid\":%d", &lane) != 1) continue;
+        nccl += lane == HPML_LANE_COMM && strstr(line, "\"nccl\""), ops += lane == HPML_LANE_GPU;
+    }
+    fclose(f);
+    remove(traced.trace);
+    ENSURE(nccl == 4 * 4 && ops >= 4 * 6); /* steps by buckets, by ops */
 }
 
 TEST(nccl_checkpoints)
