@@ -394,7 +394,7 @@ typedef struct hpml_device_link {
        node. Then each rank adds up a share of its node's gradients, which meet the other nodes' by messages. */
     hpml_comm *across;
     float *(*stage)(void *user, int64_t n); /* memory on the host; goes with the link */
-    /* Place r of the node gets the sum of x[at[r]] to x[at[r + 1]], mine is copied to `stage`; `back`: what stands there
+    /* Place r of the node gets the sum of x[at[r]] to x[at[r + 1]], mine goes to `stage`; `back`: what stands there
        becomes mine, and all get it. In itself a begin and an end. */
     hpml_status (*share)(void *user, float *x, const int64_t *at, float *stage, bool back);
     hpml_status (*landed)(void *user, float *stage); /* any thread waits for it; no error on the context */

@@ -65,7 +65,8 @@
 //     gpu-loss   losses
 //     gpu-update   optimizers: one launch for all parameters
 //     gpu-codec   gradients packed on the device
-//     gpu-nccl   arrays of several GPUs, added up by NCCL
+//     gpu-nccl   NCCL: loading it, meeting, deadlines
+//     gpu-link   how arrays of several GPUs are added up and move
 //     gpu-backend   the table
 #ifndef HPML_CUDA_CUH_INCLUDED
 #define HPML_CUDA_CUH_INCLUDED
@@ -143,7 +144,7 @@ typedef struct hpml_nccl_desc {
     double      timeout;     /* seconds; 0: 60 */
     bool        in_nodes;    /* attach: NCCL inside each node only, as many ranks on each. Between nodes a share of each
                                 rank travels by the communicator's messages, packed by the codec if there is one. With
-                                two GPUs a node the bits are HPML_HIERARCHICAL's; more NCCL adds in an order of its own */
+                                two GPUs a node the bits are HPML_HIERARCHICAL's; more are added in NCCL's order */
     /* Private, what attach meets by: gather: all is (ranks, bytes), mine is filled in; closed: it ends. */
     hpml_status (*gather)(void *user, void *all, size_t bytes);
     void (*closed)(void *owner);
@@ -194,8 +195,8 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
     d.rank = hpml_comm_rank(in), d.ranks = hpml_comm_size(in);
     if (d.ranks < hpml_comm_size(c)) link.across = hpml_comm_split(c, d.rank, hpml_comm_rank(c));
     if (link.across && d.ranks * hpml_comm_size(link.across) != hpml_comm_size(c))
-        hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_UNSUPPORTED, "nccl in_nodes: this node has %d of %d ranks, others more "
-                      "or fewer; start as many on each", (int)d.ranks, hpml_comm_size(c));
+        hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_UNSUPPORTED, "nccl in_nodes: this node has %d of %d ranks, others "
+                      "more or fewer; start as many on each", (int)d.ranks, hpml_comm_size(c));
     d.gather = hpml_nccl_meet, d.closed = hpml_nccl_closed, d.user = in, d.owner = c, d.called = hpml_comm_rank(c);
     link.user = hpml_nccl_create(hpml_comm_ctx(c), &d);
     return link.user ? hpml_comm_set_link(c, &link) : hpml_ctx_status(hpml_comm_ctx(c));
@@ -268,16 +269,12 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
    rows 2t and 2t + 8 (two each, downward) of column g, d rows g, g, g + 8, g + 8 at columns 2t, 2t + 1, 2t, 2t + 1. */
 static __device__ __forceinline__ void hpmlg_mma_16816(float d[4], const unsigned a[4], const unsigned b[2], bool f16)
 {
-    if (f16)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                     "{%0,%1,%2,%3};"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-    else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                     "{%0,%1,%2,%3};"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#define HPMLG_MMA(type)                                                                                                \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \
+                 "{%0,%1,%2,%3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+    if (f16) HPMLG_MMA("f16");
+    else HPMLG_MMA("bf16");
 }
 
 /* d (16, 8) += a (16, 8) b (8, 8) in tf32: a[0..3] rows g, g + 8, g, g + 8 at columns t, t, t + 4, t + 4; b[0], b[1]
@@ -292,19 +289,15 @@ static __device__ __forceinline__ void hpmlg_mma_1688_tf32(float d[4], const uns
 
 /* Four 8 x 8 matrices of halves from shared memory; lane l names row l % 8 of matrix l / 8 (16 bytes, aligned). Lane l
    gets of matrix i, in r[i], row l / 4, columns 2 (l % 4) and the next; _trans: of its transpose. */
-static __device__ __forceinline__ void hpmlg_ldmatrix_x4(unsigned r[4], const void *row)
-{
-    unsigned at = (unsigned)__cvta_generic_to_shared(row);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
-
-static __device__ __forceinline__ void hpmlg_ldmatrix_x4_trans(unsigned r[4], const void *row)
-{
-    unsigned at = (unsigned)__cvta_generic_to_shared(row);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
+#define HPMLG_LDMATRIX(name, turned)                                                                                   \
+    static __device__ __forceinline__ void name(unsigned r[4], const void *row)                                        \
+    {                                                                                                                  \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4" turned ".shared.b16 {%0,%1,%2,%3}, [%4];"                         \
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                                                  \
+                     : "r"((unsigned)__cvta_generic_to_shared(row)) : "memory");                                       \
+    }
+HPMLG_LDMATRIX(hpmlg_ldmatrix_x4, "")
+HPMLG_LDMATRIX(hpmlg_ldmatrix_x4_trans, ".trans")
 
 /* 16 bytes from global to shared memory, beside the computation; not valid: zeros, and `global` is not read. Copies
    are committed in groups; wait(n) returns when all but the last n groups of this thread have arrived. */
@@ -416,27 +409,20 @@ HPMLG_DEVICE float hpmlg_warp_max(float v) /* NaN wins */
 }
 
 /* space: one float for each warp, shared. The block's size is a multiple of 32. */
-HPMLG_DEVICE float hpmlg_block_sum(float v, float *space)
+template <bool largest> HPMLG_DEVICE float hpmlg_block_fold(float v, float *space)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP, warp = (int)threadIdx.x / HPMLG_WARP;
     int warps = (int)blockDim.x / HPMLG_WARP;
-    v = hpmlg_warp_sum(v);
+    v = largest ? hpmlg_warp_max(v) : hpmlg_warp_sum(v);
     __syncthreads(); /* space may still be read from a call before */
     if (lane == 0) space[warp] = v;
     __syncthreads();
+    if (largest) return hpmlg_warp_max(space[lane < warps ? lane : 0]);
     return hpmlg_warp_sum(lane < warps ? space[lane] : 0);
 }
 
-HPMLG_DEVICE float hpmlg_block_max(float v, float *space)
-{
-    int lane = (int)threadIdx.x % HPMLG_WARP, warp = (int)threadIdx.x / HPMLG_WARP;
-    int warps = (int)blockDim.x / HPMLG_WARP;
-    v = hpmlg_warp_max(v);
-    __syncthreads();
-    if (lane == 0) space[warp] = v;
-    __syncthreads();
-    return hpmlg_warp_max(space[lane < warps ? lane : 0]);
-}
+HPMLG_DEVICE float hpmlg_block_sum(float v, float *space) { return hpmlg_block_fold<false>(v, space); }
+HPMLG_DEVICE float hpmlg_block_max(float v, float *space) { return hpmlg_block_fold<true>(v, space); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-device   the device: opening, errors, memory
@@ -814,8 +800,8 @@ HPMLG_FN hpml_status hpmlg_zero(void *device, void *dst, size_t bytes)
     return hpmlg_check(d, cudaMemsetAsync(dst, 0, bytes, d->stream), "zeroing");
 }
 
-/* Timing what somebody looks at needs no waiting: events go into the stream before and behind it, and when the host has
-   waited for the stream anyway they tell. Times lie between two clocks' readings of one moment, taken anew each time. */
+/* Timing what somebody looks at needs no waiting: events go into the stream before and behind it, and tell when the
+   host has waited for the stream anyway. The two clocks are compared anew each time. */
 HPMLG_FN void hpmlg_looks_tell(hpmlg_device *d)
 {
     int   waiting = 0;
@@ -5650,7 +5636,7 @@ HPMLG_FN hpml_status hpmlg_decode(void *device, hpml_ctx *ctx, const hpml_packin
 
 #ifdef HPML_USE_NCCL
 // ---------------------------------------------------------------------------------------------------------------------
-// >>gpu-nccl   arrays of several GPUs, added up by NCCL
+// >>gpu-nccl   NCCL: loading it, meeting, deadlines
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* NCCL's kernels run on a stream of their own: begin makes it wait for the device's stream, end leaves an event there,
@@ -5787,8 +5773,8 @@ HPMLG_FN hpml_status hpmlg_nccl_files(hpml_nccl *n, char *all, size_t bytes)
         good = fread(all + (size_t)r * bytes, 1, bytes, f) == bytes;
         fclose(f);
         if (!good)
-            return hpml_ctx_fail(n->ctx, HPML_ERR_FORMAT, "rank %d: NCCL: %s is not of this program", (int)n->desc.called,
-                                 name);
+            return hpml_ctx_fail(n->ctx, HPML_ERR_FORMAT, "rank %d: NCCL: %s is not of this program",
+                                 (int)n->desc.called, name);
     }
     return HPML_OK;
 }
@@ -5908,6 +5894,10 @@ HPML_API void hpml_nccl_link_free(void *nccl)
     hpml_nccl *n = (hpml_nccl *)nccl;
     if (!n->closing) n->desc.closed = NULL, hpml_nccl_free(n); /* who calls this has closed already */
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gpu-link   how arrays of several GPUs are added up and move
+// ---------------------------------------------------------------------------------------------------------------------
 
 /* False: nothing can be done any more. */
 HPMLG_FN bool hpmlg_nccl_ready(hpml_nccl *n)
@@ -6076,7 +6066,7 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     return NULL;
 }
 
-#define HPMLG_X(name, arguments) HPML_API hpml_status hpml_nccl_link_##name arguments { return HPML_ERR_UNSUPPORTED; }
+#define HPMLG_X(name, types) HPML_API hpml_status hpml_nccl_link_##name types { return HPML_ERR_UNSUPPORTED; }
 HPMLG_LINK(HPMLG_X)
 #undef HPMLG_X
 HPML_API hpml_status hpml_nccl_allreduce(hpml_nccl *, float *, int64_t, bool) { return HPML_ERR_UNSUPPORTED; }
