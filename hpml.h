@@ -7572,7 +7572,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
     };
     static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
         hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq,
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL };
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL };
     return &cpu;
 }
 // ---------------------------------------------------------------------------------------------------------------------

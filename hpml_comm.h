@@ -2787,6 +2787,15 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     return hpmlc_leave(c, start, status);
 }
 
+/* A small one, by whatever algorithm. */
+HPMLC_FN hpml_status hpmlc_reduce_all(hpml_comm *c, void *data, int64_t n, hpml_element element, hpml_reduce reduce)
+{
+    hpml_allreduce_desc d;
+    memset(&d, 0, sizeof d);
+    d.element = element, d.reduce = reduce;
+    return hpml_allreduce(c, data, n, &d);
+}
+
 /* alpha from small messages, beta from large ones; the slowest rank's figures count for all. */
 HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
 {
@@ -3393,17 +3402,14 @@ HPMLC_FN bool hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc *d)
 /* All ranks must have the same tensors: counts and shapes, folded into a number that is compared. */
 HPMLC_FN hpml_status hpmlc_exchange_agree(hpml_exchange *x)
 {
-    int64_t             hash[2];
-    hpml_allreduce_desc d;
-    uint64_t            h = 14695981039346656037u;
+    int64_t  hash[2];
+    uint64_t h = 14695981039346656037u;
     for (int i = 0; i < x->d.count; i++) {
         uint64_t parts[3] = { (uint64_t)x->item[i].g.rows, (uint64_t)x->item[i].g.cols, x->item[i].packing.row_size };
         for (int k = 0; k < 3; k++) h = (h ^ parts[k]) * 1099511628211u;
     }
     hash[0] = (int64_t)(h >> 2), hash[1] = -hash[0];
-    memset(&d, 0, sizeof d);
-    d.reduce = HPML_MAX, d.element = HPML_ELEMENT_I64;
-    hpml_status status = hpml_allreduce(x->c, hash, 2, &d);
+    hpml_status status = hpmlc_reduce_all(x->c, hash, 2, HPML_ELEMENT_I64, HPML_MAX);
     if (status == HPML_OK && hash[0] != -hash[1])
         status = hpmlc_fail(x->c, HPML_ERR_SHAPE, "exchange: the ranks have different tensors or codecs (%d here); all "
                             "ranks must record the same model", x->d.count);
@@ -3824,10 +3830,7 @@ HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x)
         }
         if (x->d.reduce == HPML_MEAN) hpmlc_divide(it->g.data, n, HPML_ELEMENT_F32, c->size);
     }
-    hpml_allreduce_desc d;
-    memset(&d, 0, sizeof d);
-    d.reduce = HPML_MAX, d.element = HPML_ELEMENT_I64;
-    if (status == HPML_OK) status = hpml_allreduce(c, &bad, 1, &d);
+    if (status == HPML_OK) status = hpmlc_reduce_all(c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX);
     x->bad = bad;
     return status == HPML_OK && bad ? HPML_ERR_NONFINITE : status;
 }
@@ -4126,8 +4129,7 @@ HPMLC_FN hpml_status hpmlc_shares_finish(hpml_distributed *d)
    from the computation what it gains, and its waking up is added. Any rank's need decides for all. */
 HPMLC_FN bool hpmlc_background_pays(hpml_comm *c)
 {
-    int32_t             near = 0, pays = c->agent != NULL;
-    hpml_allreduce_desc max;
+    int32_t near = 0, pays = c->agent != NULL;
     for (int i = 0; i < c->size; i++) near += c->node[i] == c->node[c->rank];
     if (c->mpi) pays = near < c->size;
 #ifndef HPML_NO_THREADS
@@ -4136,9 +4138,7 @@ HPMLC_FN bool hpmlc_background_pays(hpml_comm *c)
     if (w) near = c->size;
 #endif
     if (near * hpml_ctx_threads(c->ctx) < hpmlc_cores(1)) pays = 1;
-    memset(&max, 0, sizeof max);
-    max.reduce = HPML_MAX, max.element = HPML_ELEMENT_I32;
-    hpml_allreduce(c, &pays, 1, &max);
+    hpmlc_reduce_all(c, &pays, 1, HPML_ELEMENT_I32, HPML_MAX);
     return pays != 0;
 }
 
@@ -4241,12 +4241,9 @@ HPMLC_FN void hpmlc_buffers_back(hpml_distributed *d)
 /* Statistics of the global batch. The others compute as long as this one does: the time is the network's. */
 HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
 {
-    hpml_distributed   *d     = (hpml_distributed *)user;
-    double              start = hpml_now();
-    hpml_allreduce_desc f64;
-    memset(&f64, 0, sizeof f64);
-    f64.element = HPML_ELEMENT_F64;
-    hpml_status status = hpml_allreduce(d->c, values, n, &f64);
+    hpml_distributed *d     = (hpml_distributed *)user;
+    double            start = hpml_now();
+    hpml_status status = hpmlc_reduce_all(d->c, values, n, HPML_ELEMENT_F64, HPML_SUM);
     start = hpml_now() - start;
     d->r.exposed_s += start, d->r.compute_s -= start;
     return status;
@@ -4390,15 +4387,13 @@ HPMLC_FN hpml_status hpmlc_dist_blame(hpml_distributed *d, hpml_status status, i
 /* What is left to do when gradients move by a link. */
 HPMLC_FN hpml_status hpmlc_dist_linked(hpml_distributed *d)
 {
-    hpml_allreduce_desc max;
-    double              start = hpml_now();
-    hpml_status         status;
+    double      start = hpml_now();
+    hpml_status status;
     for (int i = 0; i < d->buckets; i++) d->ended[i] = d->bucket[i].now;
     status = d->link->across ? hpmlc_shares_finish(d) : hpmlc_linked_finish(d->c, d->ended, d->buckets, d->looks);
     int64_t bad = hpmlc_dist_bad(d);
-    memset(&max, 0, sizeof max);
-    max.reduce = HPML_MAX, max.element = HPML_ELEMENT_I64;
-    if (status == HPML_OK && d->d.codec.kind != HPML_CODEC_NONE) status = hpml_allreduce(d->c, &bad, 1, &max);
+    if (status == HPML_OK && d->d.codec.kind != HPML_CODEC_NONE)
+        status = hpmlc_reduce_all(d->c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX);
     d->r.exposed_s += hpml_now() - start;
     return hpmlc_dist_blame(d, status == HPML_OK && bad ? HPML_ERR_NONFINITE : status, bad);
 }
@@ -4641,11 +4636,8 @@ HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
 
 HPMLC_FN hpml_status hpmlc_exact_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
 {
-    hpml_distributed   *d     = (hpml_distributed *)user;
-    double              start = hpml_now();
-    hpml_allreduce_desc f64;
-    memset(&f64, 0, sizeof f64);
-    f64.element = HPML_ELEMENT_F64;
+    hpml_distributed *d     = (hpml_distributed *)user;
+    double            start = hpml_now();
     d->c->step  = hpml_trainer_step_count(t);
     d->loss_sum = 0;
     hpml_status status = hpmlc_exact_leaves(d, samples, loss);
@@ -4653,7 +4645,7 @@ HPMLC_FN hpml_status hpmlc_exact_run(void *user, hpml_trainer *t, int64_t sample
     if (status != HPML_OK) return hpmlc_failed(d->c), status;
     start = hpml_now();
     hpmlc_stats_fill(d);
-    status = hpml_allreduce(d->c, d->stats, HPMLC_STATS, &f64);
+    status = hpmlc_reduce_all(d->c, d->stats, HPMLC_STATS, HPML_ELEMENT_F64, HPML_SUM);
     if (status == HPML_OK) status = hpmlc_stats_read(d);
     if (status == HPML_OK && d->buckets > 0) {
         status = hpml_exchange_run(d->bucket[0].x);
@@ -4717,12 +4709,9 @@ HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
 /* The same model on all ranks, and everybody starts from rank 0's. */
 HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
 {
-    int64_t             shape[4];
-    hpml_allreduce_desc max;
-    memset(&max, 0, sizeof max);
-    max.reduce = HPML_MAX, max.element = HPML_ELEMENT_I64;
+    int64_t shape[4];
     shape[0] = hpml_param_total(d->ctx), shape[1] = -shape[0], shape[2] = d->params, shape[3] = -shape[2];
-    hpml_status status = hpml_allreduce(d->c, shape, 4, &max);
+    hpml_status status = hpmlc_reduce_all(d->c, shape, 4, HPML_ELEMENT_I64, HPML_MAX);
     if (status == HPML_OK && (shape[0] != -shape[1] || shape[2] != -shape[3]))
         return hpmlc_fail(d->c, HPML_ERR_SHAPE, "distribute: this rank's model has %lld numbers in %d parameters, "
                           "others up to %lld in %lld; record the same model on all ranks",
