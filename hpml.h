@@ -691,6 +691,9 @@ struct hpml_backend {
                           const float *grad, int64_t rows);
     hpml_status (*decode)(void *device, hpml_ctx *ctx, const hpml_packing *p, float *out, const void *packed,
                           int64_t rows, bool add);
+    /* optional: before an op that somebody looks at, and then, with its name, behind it. When the device has next been
+       waited for it tells: a span in lane GPU, and the seconds, added to *seconds unless that is NULL */
+    void (*look)(void *device, const char *name, double *seconds);
 };
 HPML_API const hpml_backend *hpml_backend_cpu(void);
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx);
@@ -7547,7 +7550,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
     };
     static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
         hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq,
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL };
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL };
     return &cpu;
 }
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7981,23 +7984,26 @@ HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
 HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, bool backward)
 {
     hpml_node          *n    = g->nodes[i];
-    const hpml_op_impl *impl = &g->ctx->backend->ops[n->op];
+    const hpml_backend *b    = g->ctx->backend;
+    const hpml_op_impl *impl = &b->ops[n->op];
     bool                look = g->profile || g->ctx->trace;
-    double              start = look ? hpml_now() : 0, end;
+    const char         *name = backward ? g->back_names[i] : n->out->name;
+    double              start = look ? hpml_now() : 0, end, *seconds = NULL;
     hpml_status         status = HPML_OK;
+    if (g->profile) seconds = backward ? &g->profile[i].backward_s : &g->profile[i].forward_s;
+    if (look && b->look) b->look(g->ctx->device, NULL, NULL);
     for (int s = 0; g->need && s < n->src_count && status == HPML_OK; s++)
         if (n->src[s] && n->src[s]->param) status = g->need(g->hook_user, n->src[s]->param->index);
     bool idle = run->idle && !(run->sum && n->op == HPML_OP_BATCHNORM);
     if (status == HPML_OK && idle && backward) hpmli_zero_gradients(g, n);
     if (status == HPML_OK && !idle) status = backward ? impl->backward(run, n) : impl->forward(run, n);
     if (!look) return status;
-    if (g->ctx->backend->sync) g->ctx->backend->sync(g->ctx->device);
+    if (b->look) b->look(g->ctx->device, name, seconds);
+    else if (b->sync) b->sync(g->ctx->device);
     end = hpml_now();
-    hpml_trace_span(g->ctx, HPML_LANE_COMPUTE, backward ? g->back_names[i] : n->out->name, start, end);
-    if (g->profile) {
-        if (backward) g->profile[i].backward_s += end - start;
-        else g->profile[i].forward_s += end - start, g->profile[i].calls++;
-    }
+    hpml_trace_span(g->ctx, HPML_LANE_COMPUTE, name, start, end); /* with look: of launching it */
+    if (seconds && !b->look) *seconds += end - start;
+    if (g->profile && !backward) g->profile[i].calls++;
     return status;
 }
 
@@ -10474,6 +10480,7 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     hpmli_trace *t = ctx->trace;
     if (!t) return hpmli_fail(ctx, HPML_ERR_STATE, "trace \"%s\": no trace was started", path);
+    if (ctx->backend->look) ctx->backend->sync(ctx->device);
     w.f = fopen(path, "wb");
     if (!w.f) return hpmli_fail(ctx, HPML_ERR_OPEN, "trace \"%s\": cannot write: %s", path, strerror(errno));
     fprintf(w.f, "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}", t->d.rank,
@@ -10542,6 +10549,7 @@ HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
 {
     if (!g || hpmli_failed(g->ctx)) return;
+    if (g->profile) hpml_profile(g, NULL, 0); /* nothing under way adds to it any more */
     hpmli_free(g->ctx, g->profile);
     g->profile = NULL;
     if (!on) return;
@@ -10560,6 +10568,7 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
 HPML_API int hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity)
 {
     if (!g || !g->profile) return 0;
+    if (g->ctx->backend->look) g->ctx->backend->sync(g->ctx->device);
     if (rows) memcpy(rows, g->profile, sizeof *rows * (size_t)(capacity < g->count ? capacity : g->count));
     return g->count;
 }
@@ -10568,7 +10577,7 @@ HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
 {
     hpmli_table t     = hpmli_table_of(buffer, size);
     double     total = 0;
-    if (!g || !g->profile) return 0;
+    if (hpml_profile(g, NULL, 0) == 0) return 0;
     for (int i = 0; i < g->count; i++) total += g->profile[i].forward_s + g->profile[i].backward_s;
     hpmli_table_add(&t, "%-16s %-14s %9s %9s %6s %9s %9s\n", "layer", "op", "fwd us", "bwd us", "share", "GFLOP/s",
                     "MB");

@@ -392,6 +392,14 @@ typedef struct hpml_device_link {
     hpml_status (*check)(void *user); /* the host waits until it is done, or an error, or a deadline has passed */
     hpml_status (*scale)(void *user, float *x, int64_t n, float times, float by); /* x times / by; the device's work */
     void (*free)(void *user);         /* optional: called when the communicator goes or gets another link */
+    /* Not NULL: the link reaches the ranks of a node only, as many on each; `across` has those with my place on every
+       node. Then each rank adds up a share of its node's gradients, which meet the other nodes' by messages. */
+    hpml_comm *across;
+    float *(*stage)(void *user, int64_t n); /* memory on the host; goes with the link */
+    /* Place r of the node gets the sum of x[at[r]] to x[at[r + 1]], mine goes to `stage`; `back`: what stands there
+       becomes mine, and all get it. In itself a begin and an end. */
+    hpml_status (*share)(void *user, float *x, const int64_t *at, float *stage, bool back);
+    hpml_status (*landed)(void *user, float *stage); /* any thread waits for it; no error on the context */
 } hpml_device_link;
 HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
 
@@ -403,7 +411,8 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
    start as rank 0's, gradients are added up while the backward pass still runs, every rank makes the same step. Serial
    code does not change. The short last batch is weighted right, and a rank without samples takes part. Batchnorm sees a
    rank's share alone unless sync_batchnorm is set. A trainer on a device is served, too: by the communicator's link,
-   where it has one (codecs and plain sums, neither exact nor delayed), else what is exchanged goes through the host. */
+   where it has one (codecs and plain sums, neither exact nor delayed), else what is exchanged goes through the host. A
+   link that ends at the node adds up plain floats inside; the codec packs what goes from node to node. */
 typedef struct hpml_distribute_desc {
     uint32_t        _begin;
     hpml_codec_desc codec;        /* how gradients travel, as in hpml_exchange_desc, ... */
@@ -2178,6 +2187,7 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
 }
 
 HPMLC_FN void hpmlc_background_stop(hpml_comm *c);
+HPMLC_FN void hpmlc_background_drain(const hpml_comm *c);
 
 HPMLC_FN void hpmlc_comm_drop(void *object)
 {
@@ -2194,6 +2204,8 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 {
     if (!c) return HPML_ERR_ARGUMENT;
     hpml_device_link old = c->link;
+    hpmlc_failed(c); /* then others hear of it, and no job waits for them */
+    if (old.across) hpmlc_background_drain(old.across);
     memset(&c->link, 0, sizeof c->link);
     if (link) c->link = *link;
     if (old.free) old.free(old.user);
@@ -2917,6 +2929,15 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     return hpmlc_leave(c, start, status);
 }
 
+/* A small one, by whatever algorithm. */
+HPMLC_FN hpml_status hpmlc_reduce_all(hpml_comm *c, void *data, int64_t n, hpml_element element, hpml_reduce reduce)
+{
+    hpml_allreduce_desc d;
+    memset(&d, 0, sizeof d);
+    d.element = element, d.reduce = reduce;
+    return hpml_allreduce(c, data, n, &d);
+}
+
 /* alpha from small messages, beta from large ones; the slowest rank's figures count for all. */
 HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
 {
@@ -3431,7 +3452,7 @@ struct hpml_exchange {
     char              *out, *in, *sums;
     int64_t            bytes;     /* sent in one run */
     hpmlc_reach        reach;     /* linked: the device, where tensors, residuals and messages are */
-    int64_t            bad;       /* linked: 1 + this rank, when it had a NaN */
+    int64_t            bad;       /* of the last run: 1 + a rank that had a NaN + the tensor times 2^20. 0: none */
 };
 
 /* Memory where the tensors are. */
@@ -3449,7 +3470,9 @@ HPMLC_FN void hpmlc_exchange_release(hpml_exchange *x, void *p)
     else if (p) x->reach.device->free(x->reach.at, p, 0);
 }
 
-#define HPMLC_HEAD 8 /* bytes before a message: 1 + the rank that had a NaN, 0: none */
+#define HPMLC_HEAD 8 /* bytes before a message: hpml_exchange.bad */
+
+HPMLC_FN int64_t hpmlc_bad(const hpml_comm *c, int64_t tensor) { return c->origin[c->rank] + 1 + (tensor << 20); }
 
 HPMLC_FN int64_t hpmlc_stripe(const hpmlc_item *it, int p, int rank) { return hpml_block(it->g.rows, p, rank); }
 
@@ -3521,17 +3544,14 @@ HPMLC_FN bool hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc *d)
 /* All ranks must have the same tensors: counts and shapes, folded into a number that is compared. */
 HPMLC_FN hpml_status hpmlc_exchange_agree(hpml_exchange *x)
 {
-    int64_t             hash[2];
-    hpml_allreduce_desc d;
-    uint64_t            h = 14695981039346656037u;
+    int64_t  hash[2];
+    uint64_t h = 14695981039346656037u;
     for (int i = 0; i < x->d.count; i++) {
         uint64_t parts[3] = { (uint64_t)x->item[i].g.rows, (uint64_t)x->item[i].g.cols, x->item[i].packing.row_size };
         for (int k = 0; k < 3; k++) h = (h ^ parts[k]) * 1099511628211u;
     }
     hash[0] = (int64_t)(h >> 2), hash[1] = -hash[0];
-    memset(&d, 0, sizeof d);
-    d.reduce = HPML_MAX, d.element = HPML_ELEMENT_I64;
-    hpml_status status = hpml_allreduce(x->c, hash, 2, &d);
+    hpml_status status = hpmlc_reduce_all(x->c, hash, 2, HPML_ELEMENT_I64, HPML_MAX);
     if (status == HPML_OK && hash[0] != -hash[1])
         status = hpmlc_fail(x->c, HPML_ERR_SHAPE, "exchange: the ranks have different tensors or codecs (%d here); all "
                             "ranks must record the same model", x->d.count);
@@ -3651,7 +3671,7 @@ HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *
     else hpml_packing_decode(&it->packing, out, packed, rows);
 }
 
-/* 1. Packs all rows, stripe by stripe, into the messages. 0: all was finite, else 1 + this rank. */
+/* 1. Packs all rows, stripe by stripe, into the messages. 0: all was finite, else hpml_exchange.bad. */
 HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size;
@@ -3665,7 +3685,8 @@ HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
                 int64_t      row = hpmlc_stripe(it, p, r), rows = hpmlc_stripe(it, p, r + 1) - row;
                 float       *e = it->residual ? it->residual + (l * it->g.rows + row) * it->g.cols : NULL;
                 const float *g = it->g.data + l * x->d.leaf_step + row * it->g.cols;
-                if (rows > 0 && hpmlc_encode(x, it, at, e, g, rows) != HPML_OK) bad = c->origin[c->rank] + 1;
+                if (rows > 0 && hpmlc_encode(x, it, at, e, g, rows) != HPML_OK && (!bad || i < bad >> 20))
+                    bad = hpmlc_bad(c, i);
                 at += hpmlc_stripe_size(it, p, r);
             }
     }
@@ -3708,7 +3729,7 @@ HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
         else if (x->d.reduce == HPML_MEAN) hpmlc_divide(sum, n, HPML_ELEMENT_F32, p);
         if (it->my_rows > 0) {
             if (x->d.in_stripe) x->d.in_stripe(x->d.user, i, it->my_row, it->my_rows, sum);
-            if (hpmlc_encode(x, it, to + offset, it->stripe, sum, it->my_rows) != HPML_OK) bad = c->origin[me] + 1;
+            if (hpmlc_encode(x, it, to + offset, it->stripe, sum, it->my_rows) != HPML_OK) bad = hpmlc_bad(c, i);
         }
         offset += hpmlc_stripe_size(it, p, me);
     }
@@ -3765,6 +3786,7 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
     bad = 0;
     for (int r = 0; r < p; r++) hpmlc_exchange_hear(&bad, x->sums + x->sum_at[r]);
     hpmlc_exchange_unpack(c, x);
+    x->bad = bad;
     return bad ? HPML_ERR_NONFINITE : HPML_OK;
 }
 
@@ -3800,6 +3822,7 @@ HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
     hpml_exchange *x      = (hpml_exchange *)user;
     hpml_status    status = HPML_OK, plain = HPML_OK;
     if (hpmlc_failed(c)) return hpml_ctx_status(c->ctx);
+    x->bad = 0;
     if (x->packed > 0 && x->d.method == HPML_METHOD_CODEC) status = hpmlc_exchange_packed(c, x);
     if (x->packed > 0 && x->d.method == HPML_METHOD_TOPK) status = hpmlc_topk_run(c, x);
     if (x->packed > 0 && x->d.method == HPML_METHOD_LOWRANK) status = hpmlc_lowrank_run(c, x);
@@ -3939,7 +3962,7 @@ HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x)
         hpmlc_item *it = &x->item[t];
         if (it->plain) continue;
         int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols;
-        if (!hpmlc_topk_pick(x, it, it->q + 2 * k * c->rank, k)) bad = c->origin[c->rank] + 1;
+        if (!hpmlc_topk_pick(x, it, it->q + 2 * k * c->rank, k)) bad = hpmlc_bad(c, t);
         status = hpml_allgather(c, it->q, 8 * k * c->size, HPML_ELEMENT_BYTE);
         memset(it->g.data, 0, (size_t)n * sizeof(float));
         for (int64_t i = 0; i < k * c->size; i++) {
@@ -3949,10 +3972,8 @@ HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x)
         }
         if (x->d.reduce == HPML_MEAN) hpmlc_divide(it->g.data, n, HPML_ELEMENT_F32, c->size);
     }
-    hpml_allreduce_desc d;
-    memset(&d, 0, sizeof d);
-    d.reduce = HPML_MAX, d.element = HPML_ELEMENT_I64;
-    if (status == HPML_OK) status = hpml_allreduce(c, &bad, 1, &d);
+    if (status == HPML_OK) status = hpmlc_reduce_all(c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX);
+    x->bad = bad;
     return status == HPML_OK && bad ? HPML_ERR_NONFINITE : status;
 }
 
@@ -4037,19 +4058,17 @@ HPMLC_FN hpml_status hpmlc_linked_wait(hpml_comm *c, bool check)
     return status == HPML_OK ? c->link.wait(c->link.user) : status;
 }
 
-/* Steps 3 to 5 of some exchanges; only packed ones have any. HPML_ERR_NONFINITE on all ranks alike. */
+/* Steps 3 to 5 of some exchanges; only packed ones have any. */
 HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int count, bool check)
 {
     const hpml_device_link *l = &c->link;
-    hpml_allreduce_desc     max;
-    int64_t                 bad = 0;
     bool                    packed = false;
     for (int i = 0; i < count; i++) packed = packed || x[i]->packed > 0;
     hpml_status status = hpmlc_linked_wait(c, check || packed);
     if (!packed || status != HPML_OK) return status;
     for (int i = 0; i < count; i++) {
         int64_t sum = x[i]->packed > 0 ? hpmlc_exchange_add(c, x[i]) : 0;
-        if (sum || x[i]->bad) bad = 1;
+        if (x[i]->bad == 0) x[i]->bad = sum;
     }
     if (hpmlc_failed(c)) return hpml_ctx_status(c->ctx);
     status = l->begin(l->user);
@@ -4059,10 +4078,7 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
     if (status == HPML_OK) status = hpmlc_linked_wait(c, check);
     for (int i = 0; i < count && status == HPML_OK; i++)
         if (x[i]->packed > 0) hpmlc_exchange_unpack(c, x[i]);
-    memset(&max, 0, sizeof max);
-    max.reduce = HPML_MAX, max.element = HPML_ELEMENT_I64;
-    if (status == HPML_OK) status = hpml_allreduce(c, &bad, 1, &max);
-    return status == HPML_OK && bad ? HPML_ERR_NONFINITE : status;
+    return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4081,6 +4097,11 @@ typedef struct hpmlc_bucket {
     hpml_status    status;
     int            count, ready;
     int64_t        at, floats; /* its part of the trainer's gradients, last ones first: they lie side by side */
+    const hpml_device_link *link; /* that ends at the node: */
+    int64_t       *cut;      /* (its ranks + 1) everybody's shares of `floats`, */
+    float         *share;    /* mine on the host, */
+    int64_t        share_at, share_floats;
+    int            divide;   /* it by so many: the mean of the node */
 } hpmlc_bucket;
 
 enum { HPMLC_SAMPLES, HPMLC_LOSS, HPMLC_BAD, HPMLC_BAD_RANK, HPMLC_STATS }; /* then the buffers */
@@ -4166,12 +4187,94 @@ HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, bool warm, hpml
     e->ratio = d->d.ratio, e->momentum = d->d.momentum, e->lowrank = d->d.lowrank;
 }
 
+HPMLC_FN hpml_status hpmlc_shares_meet(hpml_comm *c, void *user)
+{
+    hpmlc_bucket *b = (hpmlc_bucket *)user;
+    hpml_status   status = b->link->landed(b->link->user, b->share);
+    if (status != HPML_OK) return hpmlc_fail(c, status, "what this node's devices have added up has not come");
+    hpmlc_divide_f32(b->share, b->share_floats, (float)b->divide);
+    status = hpmlc_exchange_on(c, b->now);
+    return status == HPML_ERR_NONFINITE ? HPML_OK : status; /* b->now->bad says it to all */
+}
+
+/* A link that ends at the node: its ranks take shares of the bucket, whole rows where a codec packs them. The devices
+   add them up, a job on the host exchanges mine with those of the same place on the other nodes, the devices share the
+   result. */
+HPMLC_FN bool hpmlc_shares_create(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
+{
+    int p = d->c->size / d->link->across->size, me = 0;
+    for (int r = 0; r < d->c->rank; r++) me += d->c->node[r] == d->c->node[d->c->rank];
+    b->link = d->link, b->divide = d->d.sum ? 1 : p;
+    b->cut  = (int64_t *)hpml_ctx_alloc(d->ctx, sizeof *b->cut * (size_t)(p + 1), NULL);
+    if (!b->cut) return false;
+    for (int r = 1; r <= p; r++) {
+        b->cut[r] = hpml_block(b->floats, p, r);
+        for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
+            int64_t into = b->cut[r] - (g[i].data - d->first - b->at);
+            if (into > 0 && into < g[i].rows * g[i].cols) b->cut[r] -= into % g[i].cols;
+        }
+    }
+    b->share_at = b->cut[me], b->share_floats = b->cut[me + 1] - b->share_at;
+    b->share = b->link->stage(b->link->user, b->share_floats + 1); /* never none */
+    return b->share != NULL;
+}
+
+/* Tensors g, or what is of them in my share. */
+HPMLC_FN hpml_exchange *hpmlc_bucket_exchange(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g, bool warm)
+{
+    hpml_exchange_desc e;
+    hpmlc_exchange_settings(d, warm, &e);
+    e.count = b->count, e.tensors = g;
+    if (!b->cut) return hpml_exchange_create(d->c, &e);
+    hpml_gradient *part = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *part * (size_t)(b->count + 1), NULL);
+    if (!part) return NULL;
+    e.padded = e.linked = false, e.tensors = part, e.count = 0;
+    for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
+        int64_t at = g[i].data - d->first - b->at - b->share_at, end = at + g[i].rows * g[i].cols;
+        if (at < 0) at = 0;
+        if (end > b->share_floats) end = b->share_floats;
+        if (at >= end) continue;
+        part[e.count] = g[i], part[e.count].data = b->share + at;
+        part[e.count++].rows = (end - at) / g[i].cols;
+    }
+    if (e.count == 0) part->data = b->share, part->rows = e.count = 1, part->cols = b->share_floats + 1;
+    hpml_exchange *x = hpml_exchange_create(b->link->across, &e);
+    hpml_ctx_release(d->ctx, part);
+    return x;
+}
+
+HPMLC_FN hpml_status hpmlc_shares_begin(hpml_distributed *d, hpmlc_bucket *b)
+{
+    hpml_comm  *across = b->link->across;
+    hpml_status status = b->link->share(b->link->user, d->first + b->at, b->cut, b->share, false);
+    d->c->counters.bytes += 4 * (b->floats + (d->c->size / across->size - 2) * b->share_floats);
+    if (status != HPML_OK || d->direct) return status;
+    b->job = hpml_background(across, hpmlc_shares_meet, b);
+    return hpml_ctx_status(d->ctx);
+}
+
+HPMLC_FN hpml_status hpmlc_shares_finish(hpml_distributed *d)
+{
+    const hpml_device_link *l = d->link;
+    hpml_counters  sent, *all = &d->c->counters;
+    hpml_status    status = HPML_OK;
+    for (int i = 0; i < d->buckets && status == HPML_OK; i++) {
+        hpmlc_bucket *b = &d->bucket[i];
+        if (d->direct) status = hpmlc_shares_meet(l->across, b);
+        if (status == HPML_OK) status = l->share(l->user, d->first + b->at, b->cut, b->share, true);
+    }
+    hpml_comm_counters(l->across, &sent);
+    hpml_comm_counters_reset(l->across);
+    all->messages += sent.messages, all->bytes += sent.bytes, all->between_bytes += sent.between_bytes;
+    all->rounds += sent.rounds, all->seconds += sent.seconds;
+    return status == HPML_OK ? hpmlc_linked_wait(d->c, d->looks) : status;
+}
+
 /* A thread in the background pays where there is something to wait for, a network, or a core to spare; else it takes
    from the computation what it gains, and its waking up is added. Any rank's need decides for all. */
 HPMLC_FN bool hpmlc_background_pays(hpml_comm *c)
 {
-    int32_t             near = 0, pays = c->agent != NULL;
-    hpml_allreduce_desc max;
+    int32_t near = 0, pays = c->agent != NULL;
     for (int i = 0; i < c->size; i++) near += c->node[i] == c->node[c->rank];
     if (c->mpi) pays = near < c->size;
 #ifndef HPML_NO_THREADS
@@ -4180,9 +4283,7 @@ HPMLC_FN bool hpmlc_background_pays(hpml_comm *c)
     if (w) near = c->size;
 #endif
     if (near * hpml_ctx_threads(c->ctx) < hpmlc_cores(1)) pays = 1;
-    memset(&max, 0, sizeof max);
-    max.reduce = HPML_MAX, max.element = HPML_ELEMENT_I32;
-    hpml_allreduce(c, &pays, 1, &max);
+    hpmlc_reduce_all(c, &pays, 1, HPML_ELEMENT_I32, HPML_MAX);
     return pays != 0;
 }
 
@@ -4203,17 +4304,11 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
     for (int i = d->params - 1; i >= -1; i--) {
         hpml_tensor *p = i >= 0 ? hpmlc_param(d, i) : NULL;
         if (count > 0 && (i < 0 || bytes >= limit)) {
-            hpmlc_bucket      *b = &d->bucket[d->buckets++];
-            hpml_exchange_desc e;
-            hpmlc_exchange_settings(d, false, &e);
-            e.count = b->count = count, e.tensors = g;
-            b->at = at, b->floats = end - at, end = at;
-            b->x = hpml_exchange_create(d->c, &e);
-            if (d->d.warm_steps > 0) {
-                hpmlc_exchange_settings(d, true, &e);
-                e.count = count, e.tensors = g;
-                b->warm = hpml_exchange_create(d->c, &e);
-            }
+            hpmlc_bucket *b = &d->bucket[d->buckets++];
+            b->count = count, b->at = at, b->floats = end - at, end = at;
+            if (d->link && d->link->across && !hpmlc_shares_create(d, b, g)) return false;
+            b->x = hpmlc_bucket_exchange(d, b, g, false);
+            if (b->x && d->d.warm_steps > 0) b->warm = hpmlc_bucket_exchange(d, b, g, true);
             if (!b->x || (d->d.warm_steps > 0 && !b->warm)) return false;
             count = 0, bytes = 0;
         }
@@ -4239,7 +4334,8 @@ HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
         hpml_exchange *x = warm ? b->warm : b->x;
         if (!d->d.delayed) hpmlc_fetch(d, b->at, b->floats);
         b->now = x;
-        if (d->link) b->status = hpmlc_linked_begin(x);
+        if (b->cut) b->status = hpmlc_shares_begin(d, b);
+        else if (d->link) b->status = hpmlc_linked_begin(x);
         else if (d->direct) b->status = hpml_exchange_run(x);
         else if (!(b->job = hpml_exchange_start(x))) return hpml_ctx_status(d->ctx);
     }
@@ -4290,12 +4386,9 @@ HPMLC_FN void hpmlc_buffers_back(hpml_distributed *d)
 /* Statistics of the global batch. The others compute as long as this one does: the time is the network's. */
 HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
 {
-    hpml_distributed   *d     = (hpml_distributed *)user;
-    double              start = hpml_now();
-    hpml_allreduce_desc f64;
-    memset(&f64, 0, sizeof f64);
-    f64.element = HPML_ELEMENT_F64;
-    hpml_status status = hpml_allreduce(d->c, values, n, &f64);
+    hpml_distributed *d     = (hpml_distributed *)user;
+    double            start = hpml_now();
+    hpml_status status = hpmlc_reduce_all(d->c, values, n, HPML_ELEMENT_F64, HPML_SUM);
     start = hpml_now() - start;
     d->r.exposed_s += start, d->r.compute_s -= start;
     return status;
@@ -4413,11 +4506,27 @@ HPMLC_FN hpml_status hpmlc_dist_jobs(hpml_distributed *d)
     return s != HPML_OK ? s : status;
 }
 
-HPMLC_FN hpml_status hpmlc_dist_blame(hpml_distributed *d, hpml_status status)
+/* hpml_exchange.bad of the first bucket that has one, with the number of the parameter instead of the tensor's. */
+HPMLC_FN int64_t hpmlc_dist_bad(const hpml_distributed *d)
+{
+    for (int b = 0; b < d->buckets; b++) {
+        const hpml_exchange *x = d->bucket[b].now;
+        for (int i = 0; x && x->bad && i < d->params; i++)
+            if (hpmlc_param(d, i)->name == x->item[x->bad >> 20].g.name) return x->bad % (1 << 20) + ((int64_t)i << 20);
+    }
+    return 0;
+}
+
+/* bad: on all ranks the same. */
+HPMLC_FN hpml_status hpmlc_dist_blame(hpml_distributed *d, hpml_status status, int64_t bad)
 {
     if (status != HPML_ERR_NONFINITE || d->trial) return status;
-    return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: a gradient of some rank is NaN or infinite; lower the "
-                         "learning rate or set clip_norm", d->c->rank, (long long)hpml_trainer_step_count(d->t));
+    if (!bad)
+        return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: a gradient of some rank is NaN or infinite; lower "
+                             "the learning rate or set clip_norm", d->c->rank, (long long)d->c->step);
+    return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: the gradient of \"%s\" is NaN or infinite on rank %d; "
+                         "lower the learning rate or set clip_norm", d->c->rank, (long long)d->c->step,
+                         hpmlc_param(d, (int)(bad >> 20))->name, (int)(bad % (1 << 20)) - 1);
 }
 
 /* What is left to do when gradients move by a link. */
@@ -4426,9 +4535,12 @@ HPMLC_FN hpml_status hpmlc_dist_linked(hpml_distributed *d)
     double      start = hpml_now();
     hpml_status status;
     for (int i = 0; i < d->buckets; i++) d->ended[i] = d->bucket[i].now;
-    status = hpmlc_linked_finish(d->c, d->ended, d->buckets, d->looks);
+    status = d->link->across ? hpmlc_shares_finish(d) : hpmlc_linked_finish(d->c, d->ended, d->buckets, d->looks);
+    int64_t bad = hpmlc_dist_bad(d);
+    if (status == HPML_OK && d->d.codec.kind != HPML_CODEC_NONE)
+        status = hpmlc_reduce_all(d->c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX);
     d->r.exposed_s += hpml_now() - start;
-    return hpmlc_dist_blame(d, status);
+    return hpmlc_dist_blame(d, status == HPML_OK && bad ? HPML_ERR_NONFINITE : status, bad);
 }
 
 HPMLC_FN hpml_status hpmlc_dist_settle(hpml_distributed *d)
@@ -4437,11 +4549,14 @@ HPMLC_FN hpml_status hpmlc_dist_settle(hpml_distributed *d)
     hpml_status status = hpmlc_dist_jobs(d), s = HPML_OK;
     d->r.exposed_s += hpml_now() - start;
     if (hpml_ctx_status(d->ctx) == HPML_OK) s = hpmlc_stats_read(d);
-    return status == HPML_OK ? s : s == HPML_OK ? hpmlc_dist_blame(d, status) : status;
+    return status == HPML_OK ? s : s == HPML_OK ? hpmlc_dist_blame(d, status, hpmlc_dist_bad(d)) : status;
 }
 
 HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
 {
+    const hpml_device_link *l = d->link;
+    /* Who waits for a job that waits for the link has its deadline only here. */
+    if (l && l->across && l->check(l->user) != HPML_OK) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
     hpml_status status = hpmlc_dist_settle(d);
     if (status == HPML_OK) hpmlc_buffers_read(d);
     return status == HPML_OK && d->link ? hpmlc_dist_linked(d) : status;
@@ -4666,11 +4781,8 @@ HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
 
 HPMLC_FN hpml_status hpmlc_exact_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
 {
-    hpml_distributed   *d     = (hpml_distributed *)user;
-    double              start = hpml_now();
-    hpml_allreduce_desc f64;
-    memset(&f64, 0, sizeof f64);
-    f64.element = HPML_ELEMENT_F64;
+    hpml_distributed *d     = (hpml_distributed *)user;
+    double            start = hpml_now();
     d->c->step  = hpml_trainer_step_count(t);
     d->loss_sum = 0;
     hpml_status status = hpmlc_exact_leaves(d, samples, loss);
@@ -4678,13 +4790,11 @@ HPMLC_FN hpml_status hpmlc_exact_run(void *user, hpml_trainer *t, int64_t sample
     if (status != HPML_OK) return hpmlc_failed(d->c), status;
     start = hpml_now();
     hpmlc_stats_fill(d);
-    status = hpml_allreduce(d->c, d->stats, HPMLC_STATS, &f64);
+    status = hpmlc_reduce_all(d->c, d->stats, HPMLC_STATS, HPML_ELEMENT_F64, HPML_SUM);
     if (status == HPML_OK) status = hpmlc_stats_read(d);
     if (status == HPML_OK && d->buckets > 0) {
         status = hpml_exchange_run(d->bucket[0].x);
-        if (status == HPML_ERR_NONFINITE)
-            return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: a gradient of some rank is NaN or infinite",
-                                 d->c->rank, (long long)d->c->step);
+        if (status == HPML_ERR_NONFINITE) return hpmlc_dist_blame(d, status, hpmlc_dist_bad(d));
     }
     if (status == HPML_OK) status = hpmlc_exact_sum(d);
     if (status == HPML_OK) hpmlc_exact_apply(d, d->stats[HPMLC_SAMPLES]);
@@ -4729,7 +4839,7 @@ HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
                        ".leaf or the number of ranks", (long long)d->leaf_all, p);
             return false;
         }
-        d->bucket[0].x = hpml_exchange_create(d->c, &e);
+        d->bucket[0].x = d->bucket[0].now = hpml_exchange_create(d->c, &e);
         d->buckets     = 1;
         if (!d->bucket[0].x) return false;
     }
@@ -4744,12 +4854,9 @@ HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
 /* The same model on all ranks, and everybody starts from rank 0's. */
 HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
 {
-    int64_t             shape[4];
-    hpml_allreduce_desc max;
-    memset(&max, 0, sizeof max);
-    max.reduce = HPML_MAX, max.element = HPML_ELEMENT_I64;
+    int64_t shape[4];
     shape[0] = hpml_param_total(d->ctx), shape[1] = -shape[0], shape[2] = d->params, shape[3] = -shape[2];
-    hpml_status status = hpml_allreduce(d->c, shape, 4, &max);
+    hpml_status status = hpmlc_reduce_all(d->c, shape, 4, HPML_ELEMENT_I64, HPML_MAX);
     if (status == HPML_OK && (shape[0] != -shape[1] || shape[2] != -shape[3]))
         return hpmlc_fail(d->c, HPML_ERR_SHAPE, "distribute: this rank's model has %lld numbers in %d parameters, "
                           "others up to %lld in %lld; record the same model on all ranks",
@@ -5062,10 +5169,20 @@ HPMLC_FN void hpmlc_state(hpml_distributed *d, const char *name, float *values, 
     if (!values && *copy) r->device->free(r->at, *copy, bytes);
 }
 
+/* May the job's state be saved or loaded? Residuals of shares belong to places within nodes, for which there is no
+   form. */
+HPMLC_FN bool hpmlc_carriable(hpml_distributed *d)
+{
+    if (!d || hpmlc_failed(d->c)) return false;
+    if (!d->link || !d->link->across || d->d.codec.kind == HPML_CODEC_NONE) return true;
+    return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: residuals of a codec between nodes are not saved; take "
+                      "a link over all ranks, or codec none"), false;
+}
+
 /* Rank 0 writes for all. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 {
-    if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
+    if (!hpmlc_carriable(d)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_comm *c = d->c;
     bool       pending = d->d.delayed && d->under_way;
     if (d->link && d->link->check(d->link->user) != HPML_OK) return hpml_ctx_status(d->ctx);
@@ -5108,7 +5225,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 {
-    if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
+    if (!hpmlc_carriable(d)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_safetensor   workers, shared;
     int64_t           each = 0, all = 0, at = 0;
     hpmlc_dist_jobs(d); /* what is under way is forgotten */

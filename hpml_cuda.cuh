@@ -65,7 +65,8 @@
 //     gpu-loss   losses
 //     gpu-update   optimizers: one launch for all parameters
 //     gpu-codec   gradients packed on the device
-//     gpu-nccl   arrays of several GPUs, added up by NCCL
+//     gpu-nccl   NCCL: loading it, meeting, deadlines
+//     gpu-link   how arrays of several GPUs are added up and move
 //     gpu-backend   the table
 #ifndef HPML_CUDA_CUH_INCLUDED
 #define HPML_CUDA_CUH_INCLUDED
@@ -141,10 +142,14 @@ typedef struct hpml_nccl_desc {
     const char *file;        /* hpml_nccl_create: where ranks meet: each leaves a file of this name and .rank */
     const char *library;     /* NULL: the NCCL that the program was linked with, else libnccl.so.2 */
     double      timeout;     /* seconds; 0: 60 */
+    bool        in_nodes;    /* attach: NCCL inside each node only, as many ranks on each. Between nodes a share of each
+                                rank travels by the communicator's messages, packed by the codec if there is one. With
+                                two GPUs a node the bits are HPML_HIERARCHICAL's; more are added in NCCL's order */
     /* Private, what attach meets by: gather: all is (ranks, bytes), mine is filled in; closed: it ends. */
     hpml_status (*gather)(void *user, void *all, size_t bytes);
-    void (*closed)(void *user);
-    void       *user;
+    void (*closed)(void *owner);
+    void       *user, *owner;
+    int32_t     called; /* this rank in errors */
     uint32_t    _end;
 } hpml_nccl_desc;
 
@@ -156,15 +161,16 @@ HPML_API void        hpml_nccl_free(hpml_nccl *n); /* optional, before the conte
 HPML_API hpml_status hpml_nccl_allreduce(hpml_nccl *n, float *x, int64_t count, bool mean);
 
 /* The functions of a hpml_device_link (hpml_comm.h), for nccl = what hpml_nccl_create gave. */
-HPML_API hpml_status hpml_nccl_link_begin(void *nccl);
-HPML_API hpml_status hpml_nccl_link_allreduce(void *nccl, float *x, int64_t n, bool mean);
-HPML_API hpml_status hpml_nccl_link_move(void *nccl, const void *out, const size_t *out_at, bool same, void *in,
-                                         const size_t *in_at);
-HPML_API hpml_status hpml_nccl_link_end(void *nccl);
-HPML_API hpml_status hpml_nccl_link_wait(void *nccl);
-HPML_API hpml_status hpml_nccl_link_check(void *nccl);
-HPML_API hpml_status hpml_nccl_link_scale(void *nccl, float *x, int64_t n, float times, float by);
-HPML_API void        hpml_nccl_link_free(void *nccl);
+#define HPMLG_LINK(X)                                                                                                  \
+    X(begin, (void *)) X(allreduce, (void *, float *, int64_t, bool))                                                  \
+    X(move, (void *, const void *, const size_t *, bool, void *, const size_t *))                                      \
+    X(end, (void *)) X(wait, (void *)) X(check, (void *)) X(scale, (void *, float *, int64_t, float, float))           \
+    X(share, (void *, float *, const int64_t *, float *, bool)) X(landed, (void *, float *))
+#define HPMLG_X(name, arguments) HPML_API hpml_status hpml_nccl_link_##name arguments;
+HPMLG_LINK(HPMLG_X)
+#undef HPMLG_X
+HPML_API void   hpml_nccl_link_free(void *nccl);
+HPML_API float *hpml_nccl_link_stage(void *nccl, int64_t n);
 
 #ifdef HPML_COMM_H_INCLUDED
 static inline hpml_status hpml_nccl_meet(void *comm, void *all, size_t bytes)
@@ -181,11 +187,17 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 {
     static hpml_nccl_desc defaults;
     hpml_nccl_desc        d = desc ? *desc : defaults;
+    hpml_comm            *in = d.in_nodes ? hpml_comm_split_node(c) : c;
     hpml_device_link link = { NULL, hpml_nccl_link_begin, hpml_nccl_link_allreduce, hpml_nccl_link_move,
                               hpml_nccl_link_end, hpml_nccl_link_wait, hpml_nccl_link_check, hpml_nccl_link_scale,
-                              hpml_nccl_link_free };
-    d.rank = hpml_comm_rank(c), d.ranks = hpml_comm_size(c);
-    d.gather = hpml_nccl_meet, d.closed = hpml_nccl_closed, d.user = c;
+                              hpml_nccl_link_free, NULL, hpml_nccl_link_stage, hpml_nccl_link_share,
+                              hpml_nccl_link_landed };
+    d.rank = hpml_comm_rank(in), d.ranks = hpml_comm_size(in);
+    if (d.ranks < hpml_comm_size(c)) link.across = hpml_comm_split(c, d.rank, hpml_comm_rank(c));
+    if (link.across && d.ranks * hpml_comm_size(link.across) != hpml_comm_size(c))
+        hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_UNSUPPORTED, "nccl in_nodes: this node has %d of %d ranks, others "
+                      "more or fewer; start as many on each", (int)d.ranks, hpml_comm_size(c));
+    d.gather = hpml_nccl_meet, d.closed = hpml_nccl_closed, d.user = in, d.owner = c, d.called = hpml_comm_rank(c);
     link.user = hpml_nccl_create(hpml_comm_ctx(c), &d);
     return link.user ? hpml_comm_set_link(c, &link) : hpml_ctx_status(hpml_comm_ctx(c));
 }
@@ -257,16 +269,12 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
    rows 2t and 2t + 8 (two each, downward) of column g, d rows g, g, g + 8, g + 8 at columns 2t, 2t + 1, 2t, 2t + 1. */
 static __device__ __forceinline__ void hpmlg_mma_16816(float d[4], const unsigned a[4], const unsigned b[2], bool f16)
 {
-    if (f16)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                     "{%0,%1,%2,%3};"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-    else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                     "{%0,%1,%2,%3};"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#define HPMLG_MMA(type)                                                                                                \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \
+                 "{%0,%1,%2,%3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+    if (f16) HPMLG_MMA("f16");
+    else HPMLG_MMA("bf16");
 }
 
 /* d (16, 8) += a (16, 8) b (8, 8) in tf32: a[0..3] rows g, g + 8, g, g + 8 at columns t, t, t + 4, t + 4; b[0], b[1]
@@ -281,19 +289,15 @@ static __device__ __forceinline__ void hpmlg_mma_1688_tf32(float d[4], const uns
 
 /* Four 8 x 8 matrices of halves from shared memory; lane l names row l % 8 of matrix l / 8 (16 bytes, aligned). Lane l
    gets of matrix i, in r[i], row l / 4, columns 2 (l % 4) and the next; _trans: of its transpose. */
-static __device__ __forceinline__ void hpmlg_ldmatrix_x4(unsigned r[4], const void *row)
-{
-    unsigned at = (unsigned)__cvta_generic_to_shared(row);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
-
-static __device__ __forceinline__ void hpmlg_ldmatrix_x4_trans(unsigned r[4], const void *row)
-{
-    unsigned at = (unsigned)__cvta_generic_to_shared(row);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
+#define HPMLG_LDMATRIX(name, turned)                                                                                   \
+    static __device__ __forceinline__ void name(unsigned r[4], const void *row)                                        \
+    {                                                                                                                  \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4" turned ".shared.b16 {%0,%1,%2,%3}, [%4];"                         \
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                                                  \
+                     : "r"((unsigned)__cvta_generic_to_shared(row)) : "memory");                                       \
+    }
+HPMLG_LDMATRIX(hpmlg_ldmatrix_x4, "")
+HPMLG_LDMATRIX(hpmlg_ldmatrix_x4_trans, ".trans")
 
 /* 16 bytes from global to shared memory, beside the computation; not valid: zeros, and `global` is not read. Copies
    are committed in groups; wait(n) returns when all but the last n groups of this thread have arrived. */
@@ -405,27 +409,20 @@ HPMLG_DEVICE float hpmlg_warp_max(float v) /* NaN wins */
 }
 
 /* space: one float for each warp, shared. The block's size is a multiple of 32. */
-HPMLG_DEVICE float hpmlg_block_sum(float v, float *space)
+template <bool largest> HPMLG_DEVICE float hpmlg_block_fold(float v, float *space)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP, warp = (int)threadIdx.x / HPMLG_WARP;
     int warps = (int)blockDim.x / HPMLG_WARP;
-    v = hpmlg_warp_sum(v);
+    v = largest ? hpmlg_warp_max(v) : hpmlg_warp_sum(v);
     __syncthreads(); /* space may still be read from a call before */
     if (lane == 0) space[warp] = v;
     __syncthreads();
+    if (largest) return hpmlg_warp_max(space[lane < warps ? lane : 0]);
     return hpmlg_warp_sum(lane < warps ? space[lane] : 0);
 }
 
-HPMLG_DEVICE float hpmlg_block_max(float v, float *space)
-{
-    int lane = (int)threadIdx.x % HPMLG_WARP, warp = (int)threadIdx.x / HPMLG_WARP;
-    int warps = (int)blockDim.x / HPMLG_WARP;
-    v = hpmlg_warp_max(v);
-    __syncthreads();
-    if (lane == 0) space[warp] = v;
-    __syncthreads();
-    return hpmlg_warp_max(space[lane < warps ? lane : 0]);
-}
+HPMLG_DEVICE float hpmlg_block_sum(float v, float *space) { return hpmlg_block_fold<false>(v, space); }
+HPMLG_DEVICE float hpmlg_block_max(float v, float *space) { return hpmlg_block_fold<true>(v, space); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-device   the device: opening, errors, memory
@@ -480,6 +477,15 @@ typedef struct hpmlg_block { /* memory of tensors; what is left goes with the de
     struct hpmlg_block *next;
 } hpmlg_block;
 
+#define HPMLG_LOOKS 1024
+
+typedef struct hpmlg_look { /* work that somebody looks at: events before and behind it, and who is told */
+    cudaEvent_t from, to;
+    const char *name;
+    double     *seconds;
+    int         lane;
+} hpmlg_look;
+
 typedef struct hpmlg_device {
     hpml_ctx      *ctx;
     hpmlg_block   *blocks;
@@ -498,6 +504,10 @@ typedef struct hpmlg_device {
     hpmlg_pass    *recording;
     bool           passing;        /* a whole forward pass is on its way */
     hpml_node     *planned;        /* the last node that was planned */
+    hpmlg_look     looks[HPMLG_LOOKS];
+    int            look_count;
+    cudaEvent_t    look_zero;      /* happened at host time look_time */
+    double         look_time;
     uint64_t       clock;
     hpmlg_weights *weights;        /* (weight_count) */
     int            weight_count, weight_room;
@@ -640,13 +650,13 @@ HPMLG_FN void hpmlg_close(void *device)
         if (s->landed) cudaEventDestroy(s->landed);
         if (s->free) cudaEventDestroy(s->free);
     }
+    for (int i = 0; i < HPMLG_LOOKS && d->looks[i].from; i++)
+        cudaEventDestroy(d->looks[i].from), cudaEventDestroy(d->looks[i].to);
+    if (d->look_zero) cudaEventDestroy(d->look_zero);
     if (d->note) cudaFreeHost(d->note);
     if (d->result) cudaFreeHost(d->result);
-    if (d->note_taken) cudaFree(d->note_taken);
-    if (d->now) cudaFree(d->now);
-    if (d->scratch) cudaFree(d->scratch);
-    if (d->workspace) cudaFree(d->workspace);
-    if (d->updates) cudaFree(d->updates);
+    void *own[] = { d->note_taken, d->now, d->scratch, d->workspace, d->updates };
+    for (void *p : own) cudaFree(p); /* NULL: nothing */
     if (d->copies) cudaStreamDestroy(d->copies);
     if (d->stream) cudaStreamDestroy(d->stream);
 }
@@ -790,6 +800,53 @@ HPMLG_FN hpml_status hpmlg_zero(void *device, void *dst, size_t bytes)
     return hpmlg_check(d, cudaMemsetAsync(dst, 0, bytes, d->stream), "zeroing");
 }
 
+/* Timing what somebody looks at needs no waiting: events go into the stream before and behind it, and tell when the
+   host has waited for the stream anyway. The two clocks are compared anew each time. */
+HPMLG_FN void hpmlg_looks_tell(hpmlg_device *d)
+{
+    int   waiting = 0;
+    float from, to;
+    for (int i = 0; i < d->look_count; i++) {
+        hpmlg_look  l = d->looks[i];
+        cudaError_t e = cudaEventElapsedTime(&from, d->look_zero, l.from);
+        if (e == cudaSuccess) e = cudaEventElapsedTime(&to, d->look_zero, l.to);
+        if (e == cudaSuccess) {
+            hpml_trace_span(d->ctx, l.lane, l.name, d->look_time + 1e-3 * from, d->look_time + 1e-3 * to);
+            if (l.seconds) *l.seconds += 1e-3 * (to - from);
+        } else d->looks[i] = d->looks[waiting], d->looks[waiting++] = l; /* on another stream, and not over */
+    }
+    cudaGetLastError();
+    if ((d->look_count = waiting)) return;
+    if (!d->look_zero) cudaEventCreate(&d->look_zero);
+    double before = hpml_now();
+    cudaEventRecord(d->look_zero, d->stream);
+    cudaEventSynchronize(d->look_zero);
+    d->look_time = (before + hpml_now()) / 2;
+}
+
+/* The next look begins here, or ends and has this name. */
+HPMLG_FN void hpmlg_look_mark(hpmlg_device *d, cudaStream_t stream, const char *name, double *seconds, int lane)
+{
+    hpmlg_look *l = &d->looks[d->look_count];
+    if (!name) {
+        if (d->look_count == HPMLG_LOOKS - 1) cudaStreamSynchronize(d->stream);
+        if (d->look_count == HPMLG_LOOKS - 1 || !d->look_zero) hpmlg_looks_tell(d), l = &d->looks[d->look_count];
+        if (!l->from) cudaEventCreate(&l->from), cudaEventCreate(&l->to);
+        cudaEventRecord(l->from, stream);
+    } else if (l->from) {
+        cudaEventRecord(l->to, stream);
+        l->name = name, l->seconds = seconds, l->lane = lane;
+        d->look_count += d->look_count < HPMLG_LOOKS - 1; /* the last one's place is never kept */
+    }
+}
+
+HPMLG_FN void hpmlg_look_at(void *device, const char *name, double *seconds)
+{
+    hpmlg_device *d = (hpmlg_device *)device;
+    cudaSetDevice(d->d.device);
+    hpmlg_look_mark(d, d->stream, name, seconds, HPML_LANE_GPU);
+}
+
 /* All work is done on return; what kernels have noted becomes an error. */
 HPMLG_FN hpml_status hpmlg_sync(void *device)
 {
@@ -797,6 +854,7 @@ HPMLG_FN hpml_status hpmlg_sync(void *device)
     hpmlg_note    n;
     cudaSetDevice(d->d.device);
     hpml_status status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "waiting for the device");
+    if (status == HPML_OK && d->look_count > 0) hpmlg_looks_tell(d);
     if (status != HPML_OK || d->note->what == HPMLG_NO_TROUBLE) return status;
     n = *d->note;
     memset(d->note, 0, sizeof *d->note);
@@ -904,11 +962,6 @@ HPMLG_FN hpml_status hpmlg_end(void *device, const hpml_run *run, hpml_status st
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-elementwise   add, sub, mul, div with broadcasting; scale; activations
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Scaffold: an op that another commit brings. */
-#define HPMLG_MISSING(pass)                                                                                            \
-    HPMLG_FN hpml_status hpmlg_##pass(const hpml_run *run, hpml_node *n)                                               \
-    { return hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "%s is missing for \"%s\"", #pass, n->out->name); }
 
 /* A thread takes 8 elements at a time, in one access where they are all wanted and the address allows. Rows of any
    length begin anywhere (50,257 columns of bf16): their ends are handled element by element, the rest is not. */
@@ -5583,7 +5636,7 @@ HPMLG_FN hpml_status hpmlg_decode(void *device, hpml_ctx *ctx, const hpml_packin
 
 #ifdef HPML_USE_NCCL
 // ---------------------------------------------------------------------------------------------------------------------
-// >>gpu-nccl   arrays of several GPUs, added up by NCCL
+// >>gpu-nccl   NCCL: loading it, meeting, deadlines
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* NCCL's kernels run on a stream of their own: begin makes it wait for the device's stream, end leaves an event there,
@@ -5592,7 +5645,7 @@ HPMLG_FN hpml_status hpmlg_decode(void *device, hpml_ctx *ctx, const hpml_packin
 
 #define HPMLG_NCCL_CALLS(X)                                                                                            \
     X(GetUniqueId) X(CommInitRankConfig) X(CommGetAsyncError) X(CommAbort) X(CommDestroy) X(AllReduce) X(Send) X(Recv) \
-    X(GroupStart) X(GroupEnd) X(GetErrorString) X(GetLastError)
+    X(GroupStart) X(GroupEnd) X(GetErrorString) X(GetLastError) X(Reduce) X(Broadcast) X(GetVersion)
 
 typedef struct hpmlg_nccl_calls {
 #define HPMLG_X(name) decltype(&nccl##name) name;
@@ -5607,6 +5660,12 @@ typedef struct hpmlg_card { /* what each rank shows the others */
     ncclUniqueId id; /* rank 0's counts */
 } hpmlg_card;
 
+typedef struct hpmlg_stage { /* at the beginning of a piece of pinned memory */
+    cudaEvent_t         landed;
+    struct hpmlg_stage *next;
+    float               space[12]; /* as wide as a cache line */
+} hpmlg_stage;
+
 struct hpml_nccl {
     hpml_ctx        *ctx;
     hpmlg_device    *d;
@@ -5615,7 +5674,9 @@ struct hpml_nccl {
     ncclComm_t       comm;
     cudaStream_t     stream;
     cudaEvent_t      before, after;
-    bool             open, under_way, closing; /* open: between begin and end */
+    hpmlg_stage     *stages;
+    bool             given_up; /* atomic */
+    bool             open, under_way, closing, looked; /* open: between begin and end */
     char             doing[96];
 };
 
@@ -5627,39 +5688,37 @@ HPMLG_FN void hpmlg_nap(double since)
 }
 
 /* Gives NCCL up and says why. What its kernels wait for will not come; aborted, they end. */
-HPMLG_FN hpml_status hpmlg_nccl_fail(hpml_nccl *n, hpml_status status, const char *why, const char *more)
+HPMLG_FN hpml_status hpmlg_nccl_fail(hpml_nccl *n, hpml_status status, const char *why)
 {
-    char text[400];
+    char        text[400];
+    const char *more = n->call.GetLastError(n->comm);
     snprintf(text, sizeof text, "%s%s%s", why, more && more[0] ? ": " : "", more ? more : "");
+    __atomic_store_n(&n->given_up, true, __ATOMIC_RELEASE); /* what lands now is no result */
     if (n->open) n->call.GroupEnd();
     if (n->comm) n->call.CommAbort(n->comm);
     n->comm = NULL, n->open = n->under_way = false;
-    return hpml_ctx_fail(n->ctx, status, "rank %d: NCCL %s: %s", (int)n->desc.rank, n->doing, text);
+    return hpml_ctx_fail(n->ctx, status, "rank %d: NCCL %s: %s", (int)n->desc.called, n->doing, text);
 }
 
 HPMLG_FN hpml_status hpmlg_nccl_result(hpml_nccl *n, ncclResult_t r)
 {
     if (r == ncclSuccess) return HPML_OK;
-    return hpmlg_nccl_fail(n, r == ncclRemoteError ? HPML_ERR_PEER : HPML_ERR_COMM, n->call.GetErrorString(r),
-                           n->call.GetLastError(n->comm));
+    return hpmlg_nccl_fail(n, r == ncclRemoteError ? HPML_ERR_PEER : HPML_ERR_COMM, n->call.GetErrorString(r));
 }
 
-HPMLG_FN hpml_status hpmlg_nccl_late(hpml_nccl *n)
+/* The end of a call that gave r, and of what is before this event, NULL: none. */
+HPMLG_FN hpml_status hpmlg_nccl_done(hpml_nccl *n, ncclResult_t r, cudaEvent_t event)
 {
     char text[96];
-    snprintf(text, sizeof text, "not done after %g seconds: has a rank died, or not come?", n->desc.timeout);
-    return hpmlg_nccl_fail(n, HPML_ERR_TIMEOUT, text, n->call.GetLastError(n->comm));
-}
-
-/* The end of a call that gave r. */
-HPMLG_FN hpml_status hpmlg_nccl_done(hpml_nccl *n, ncclResult_t r)
-{
-    for (double start = hpml_now(); r == ncclInProgress; hpmlg_nap(start)) {
-        ncclResult_t asked = n->call.CommGetAsyncError(n->comm, &r);
-        if (asked != ncclSuccess) r = asked;
-        if (r == ncclInProgress && hpml_now() - start > n->desc.timeout) return hpmlg_nccl_late(n);
+    for (double start = hpml_now(); hpml_now() - start <= n->desc.timeout; hpmlg_nap(start)) {
+        cudaError_t  e = r == ncclSuccess && event ? cudaEventQuery(event) : cudaSuccess;
+        ncclResult_t asked;
+        if (r == ncclSuccess && e != cudaErrorNotReady) return hpmlg_check(n->d, e, "NCCL");
+        if (r != ncclSuccess && r != ncclInProgress) return hpmlg_nccl_result(n, r);
+        if ((asked = n->call.CommGetAsyncError(n->comm, &r)) != ncclSuccess) r = asked;
     }
-    return hpmlg_nccl_result(n, r);
+    snprintf(text, sizeof text, "not done after %g seconds: has a rank died, or not come?", n->desc.timeout);
+    return hpmlg_nccl_fail(n, HPML_ERR_TIMEOUT, text);
 }
 
 /* The functions: the program's own, or of a library that is loaded. */
@@ -5671,15 +5730,18 @@ HPMLG_FN hpml_status hpmlg_nccl_load(hpml_nccl *n)
     if (!own && !from) {
         const char *why = dlerror();
         return hpml_ctx_fail(n->ctx, HPML_ERR_UNSUPPORTED, "rank %d: NCCL cannot be loaded (%s); install libnccl2 or "
-                             "set hpml_nccl_desc.library", (int)n->desc.rank, why ? why : name);
+                             "set hpml_nccl_desc.library", (int)n->desc.called, why ? why : name);
     }
     bool all = true;
+    int  v = 0;
 #define HPMLG_X(name) *(void **)(void *)&n->call.name = dlsym(from, "nccl" #name), all = all && n->call.name;
     HPMLG_NCCL_CALLS(HPMLG_X)
 #undef HPMLG_X
-    if (all) return HPML_OK;
-    return hpml_ctx_fail(n->ctx, HPML_ERR_UNSUPPORTED, "rank %d: %s is too old: hpml needs NCCL 2.14 or later",
-                         (int)n->desc.rank, name);
+    if (n->call.GetVersion) n->call.GetVersion(&v);
+    if (all && v >= 21400) return HPML_OK;
+    int major = v < 10000 ? v / 1000 : v / 10000, minor = v < 10000 ? v % 1000 / 100 : v % 10000 / 100;
+    return hpml_ctx_fail(n->ctx, HPML_ERR_UNSUPPORTED, v ? "rank %d: %s is NCCL %d.%d.%d; hpml needs 2.14 or later"
+                         : "rank %d: %s is no NCCL", (int)n->desc.called, name, major, minor, v % 100);
 }
 
 /* The file of a rank. */
@@ -5699,20 +5761,20 @@ HPMLG_FN hpml_status hpmlg_nccl_files(hpml_nccl *n, char *all, size_t bytes)
     bool  good = f && fwrite(all + (size_t)n->desc.rank * bytes, 1, bytes, f) == bytes;
     if (f && fclose(f) != 0) good = false;
     if (!good || rename(part, name) != 0)
-        return hpml_ctx_fail(n->ctx, HPML_ERR_WRITE, "rank %d: NCCL: cannot write %s", (int)n->desc.rank, name);
+        return hpml_ctx_fail(n->ctx, HPML_ERR_WRITE, "rank %d: NCCL: cannot write %s", (int)n->desc.called, name);
     for (int r = 0; r < n->desc.ranks; r++) {
         hpmlg_nccl_name(n, r, name);
         while (!(f = fopen(name, "rb"))) {
             if (hpml_now() - start > n->desc.timeout)
                 return hpml_ctx_fail(n->ctx, HPML_ERR_TIMEOUT, "rank %d: NCCL: no %s after %g seconds: rank %d has not "
-                                     "come, or does not see this file", (int)n->desc.rank, name, n->desc.timeout, r);
+                                     "come, or does not see this file", (int)n->desc.called, name, n->desc.timeout, r);
             hpmlg_nap(start);
         }
         good = fread(all + (size_t)r * bytes, 1, bytes, f) == bytes;
         fclose(f);
         if (!good)
-            return hpml_ctx_fail(n->ctx, HPML_ERR_FORMAT, "rank %d: NCCL: %s is not of this program", (int)n->desc.rank,
-                                 name);
+            return hpml_ctx_fail(n->ctx, HPML_ERR_FORMAT, "rank %d: NCCL: %s is not of this program",
+                                 (int)n->desc.called, name);
     }
     return HPML_OK;
 }
@@ -5764,7 +5826,7 @@ HPMLG_FN hpml_status hpmlg_nccl_open(hpml_nccl *n)
         snprintf(n->doing, sizeof n->doing, "communicator of %d ranks", (int)n->desc.ranks);
         config.blocking = 0;
         status = hpmlg_nccl_done(n, n->call.CommInitRankConfig(&n->comm, n->desc.ranks, all[0].id, n->desc.rank,
-                                                               &config));
+                                                               &config), NULL);
     }
     hpml_ctx_release(n->ctx, all);
     if (n->desc.gather) return status;
@@ -5777,7 +5839,8 @@ HPMLG_FN void hpmlg_nccl_drop(void *object)
 {
     hpml_nccl *n = (hpml_nccl *)object;
     n->closing = true;
-    if (n->desc.closed) n->desc.closed(n->desc.user);
+    __atomic_store_n(&n->given_up, true, __ATOMIC_RELEASE);
+    if (n->desc.closed) n->desc.closed(n->desc.owner);
     if (!n->ctx) return;
     hpmlg_enter(n->ctx);
     if (n->comm && hpml_ctx_status(n->ctx) == HPML_OK && hpml_nccl_link_check(n) == HPML_OK)
@@ -5786,6 +5849,11 @@ HPMLG_FN void hpmlg_nccl_drop(void *object)
     if (n->before) cudaEventDestroy(n->before);
     if (n->after) cudaEventDestroy(n->after);
     if (n->stream) cudaStreamDestroy(n->stream);
+    for (hpmlg_stage *s = n->stages, *next; s; s = next) {
+        next = s->next;
+        if (s->landed) cudaEventDestroy(s->landed);
+        cudaFreeHost(s);
+    }
 }
 
 HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
@@ -5807,6 +5875,7 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     }
     n->ctx = ctx, n->d = hpmlg_enter(ctx), n->desc = *desc, n->desc.closed = NULL;
     if (n->desc.timeout == 0) n->desc.timeout = 60;
+    if (!n->desc.gather) n->desc.called = n->desc.rank;
     if (hpmlg_nccl_open(n) != HPML_OK) {
         hpml_ctx_release(ctx, n);
         return NULL;
@@ -5826,6 +5895,10 @@ HPML_API void hpml_nccl_link_free(void *nccl)
     if (!n->closing) n->desc.closed = NULL, hpml_nccl_free(n); /* who calls this has closed already */
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gpu-link   how arrays of several GPUs are added up and move
+// ---------------------------------------------------------------------------------------------------------------------
+
 /* False: nothing can be done any more. */
 HPMLG_FN bool hpmlg_nccl_ready(hpml_nccl *n)
 {
@@ -5834,16 +5907,18 @@ HPMLG_FN bool hpmlg_nccl_ready(hpml_nccl *n)
     return true;
 }
 
-HPMLG_FN hpml_status hpmlg_nccl_broken(const hpml_nccl *n) { return n ? hpml_ctx_status(n->ctx) : HPML_ERR_ARGUMENT; }
+#define HPMLG_NCCL_ENTER(n, nccl)                                                                                      \
+    hpml_nccl *n = (hpml_nccl *)nccl;                                                                                  \
+    if (!hpmlg_nccl_ready(n)) return n ? hpml_ctx_status(n->ctx) : HPML_ERR_ARGUMENT
 
 HPML_API hpml_status hpml_nccl_link_begin(void *nccl)
 {
-    hpml_nccl *n = (hpml_nccl *)nccl;
-    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    HPMLG_NCCL_ENTER(n, nccl);
     cudaError_t e = cudaEventRecord(n->before, n->d->stream);
     if (e == cudaSuccess) e = cudaStreamWaitEvent(n->stream, n->before, 0);
     if (e != cudaSuccess) return hpmlg_check(n->d, e, "a stream for NCCL");
-    n->open = true;
+    n->open = true, n->looked = n->d->look_count > 0; /* at the ops */
+    if (n->looked) hpmlg_look_mark(n->d, n->stream, NULL, NULL, 0);
     return hpmlg_nccl_result(n, n->call.GroupStart());
 }
 
@@ -5855,8 +5930,7 @@ HPMLG_FN hpml_status hpmlg_nccl_begun(hpml_nccl *n, ncclResult_t r)
 
 HPML_API hpml_status hpml_nccl_link_allreduce(void *nccl, float *x, int64_t count, bool mean)
 {
-    hpml_nccl *n = (hpml_nccl *)nccl;
-    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    HPMLG_NCCL_ENTER(n, nccl);
     snprintf(n->doing, sizeof n->doing, "allreduce of %lld floats", (long long)count);
     return hpmlg_nccl_begun(n, n->call.AllReduce(x, x, (size_t)count, ncclFloat32, mean ? ncclAvg : ncclSum, n->comm,
                                                  n->stream));
@@ -5865,9 +5939,8 @@ HPML_API hpml_status hpml_nccl_link_allreduce(void *nccl, float *x, int64_t coun
 HPML_API hpml_status hpml_nccl_link_move(void *nccl, const void *out, const size_t *out_at, bool same, void *in,
                                          const size_t *in_at)
 {
-    hpml_nccl  *n = (hpml_nccl *)nccl;
+    HPMLG_NCCL_ENTER(n, nccl);
     hpml_status status = HPML_OK;
-    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
     int p = n->desc.ranks, me = n->desc.rank;
     snprintf(n->doing, sizeof n->doing, "%s, %zu bytes", same ? "sums to all" : "stripes to their owners", in_at[p]);
     for (int k = 1; k < p && status == HPML_OK; k++) {
@@ -5884,36 +5957,28 @@ HPML_API hpml_status hpml_nccl_link_move(void *nccl, const void *out, const size
 
 HPML_API hpml_status hpml_nccl_link_end(void *nccl)
 {
-    hpml_nccl *n = (hpml_nccl *)nccl;
-    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    HPMLG_NCCL_ENTER(n, nccl);
     n->open = false;
-    hpml_status status = hpmlg_nccl_done(n, n->call.GroupEnd());
+    hpml_status status = hpmlg_nccl_done(n, n->call.GroupEnd(), NULL);
     if (status != HPML_OK) return status;
     n->under_way = true;
+    if (n->looked) hpmlg_look_mark(n->d, n->stream, "nccl", NULL, HPML_LANE_COMM);
     return hpmlg_check(n->d, cudaEventRecord(n->after, n->stream), "a stream for NCCL");
 }
 
 HPML_API hpml_status hpml_nccl_link_wait(void *nccl)
 {
-    hpml_nccl *n = (hpml_nccl *)nccl;
-    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    HPMLG_NCCL_ENTER(n, nccl);
     return hpmlg_check(n->d, cudaStreamWaitEvent(n->d->stream, n->after, 0), "a stream for NCCL");
 }
 
 /* The host waits: before it waits for the device without a deadline. */
 HPML_API hpml_status hpml_nccl_link_check(void *nccl)
 {
-    hpml_nccl *n = (hpml_nccl *)nccl;
-    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
-    for (double start = hpml_now();; hpmlg_nap(start)) {
-        ncclResult_t error = ncclSuccess, r = n->call.CommGetAsyncError(n->comm, &error);
-        if (r == ncclSuccess && error != ncclInProgress) r = error;
-        if (r != ncclSuccess) return hpmlg_nccl_result(n, r);
-        cudaError_t e = n->under_way ? cudaEventQuery(n->after) : cudaSuccess;
-        if (e == cudaSuccess) n->under_way = false;
-        if (e != cudaErrorNotReady) return hpmlg_check(n->d, e, "NCCL");
-        if (hpml_now() - start > n->desc.timeout) return hpmlg_nccl_late(n);
-    }
+    HPMLG_NCCL_ENTER(n, nccl);
+    hpml_status status = hpmlg_nccl_done(n, ncclInProgress, n->under_way ? n->after : NULL);
+    n->under_way = false;
+    return status;
 }
 
 static __global__ void hpmlg_k_share(float *x, int64_t n, float times, float by)
@@ -5924,10 +5989,63 @@ static __global__ void hpmlg_k_share(float *x, int64_t n, float times, float by)
 
 HPML_API hpml_status hpml_nccl_link_scale(void *nccl, float *x, int64_t count, float times, float by)
 {
-    hpml_nccl *n = (hpml_nccl *)nccl;
-    if (!hpmlg_nccl_ready(n)) return hpmlg_nccl_broken(n);
+    HPMLG_NCCL_ENTER(n, nccl);
     if (count <= 0) return HPML_OK;
     return HPMLG_RUN(n->d, hpmlg_k_share, hpmlg_blocks(n->d, count, 1024), 256, 0, x, count, times, by);
+}
+
+HPML_API float *hpml_nccl_link_stage(void *nccl, int64_t count)
+{
+    hpml_nccl   *n = (hpml_nccl *)nccl;
+    hpmlg_stage *s = NULL;
+    size_t       bytes = sizeof *s + (size_t)count * sizeof(float);
+    if (!hpmlg_nccl_ready(n)) return NULL;
+    cudaError_t e = cudaHostAlloc((void **)&s, bytes, cudaHostAllocDefault);
+    if (e == cudaSuccess) {
+        memset(s, 0, bytes);
+        s->next = n->stages, n->stages = s;
+        e = cudaEventCreateWithFlags(&s->landed, cudaEventDisableTiming);
+    }
+    return hpmlg_check(n->d, e, "host memory for gradients between nodes") == HPML_OK ? (float *)(s + 1) : NULL;
+}
+
+/* Shares differ in size, for which NCCL has no reduce-scatter; calls of a group run as one. */
+HPML_API hpml_status hpml_nccl_link_share(void *nccl, float *x, const int64_t *at, float *stage, bool back)
+{
+    HPMLG_NCCL_ENTER(n, nccl);
+    float      *mine   = x + at[n->desc.rank];
+    size_t      bytes  = (size_t)(at[n->desc.rank + 1] - at[n->desc.rank]) * sizeof(float);
+    cudaError_t e      = cudaSuccess;
+    hpml_status status = hpml_nccl_link_begin(nccl);
+    if (back) e = cudaMemcpyAsync(mine, stage, bytes, cudaMemcpyHostToDevice, n->stream);
+    snprintf(n->doing, sizeof n->doing, "%s of %lld floats", back ? "allgather" : "reduce-scatter",
+             (long long)at[n->desc.ranks]);
+    for (int r = 0; r < n->desc.ranks && status == HPML_OK; r++) {
+        float *p = x + at[r];
+        size_t count = (size_t)(at[r + 1] - at[r]);
+        if (count == 0) continue;
+        status = hpmlg_nccl_begun(n, back ? n->call.Broadcast(p, p, count, ncclFloat32, r, n->comm, n->stream)
+                                          : n->call.Reduce(p, p, count, ncclFloat32, ncclSum, r, n->comm, n->stream));
+    }
+    if (status == HPML_OK) status = hpml_nccl_link_end(nccl);
+    if (status != HPML_OK || back) return status == HPML_OK ? hpmlg_check(n->d, e, "a share's way back") : status;
+    e = cudaMemcpyAsync(stage, mine, bytes, cudaMemcpyDeviceToHost, n->stream);
+    if (e == cudaSuccess) e = cudaEventRecord(((hpmlg_stage *)(void *)stage - 1)->landed, n->stream);
+    return hpmlg_check(n->d, e, "a share's way to the host");
+}
+
+HPML_API hpml_status hpml_nccl_link_landed(void *nccl, float *stage)
+{
+    hpml_nccl   *n = (hpml_nccl *)nccl;
+    hpmlg_stage *s = (hpmlg_stage *)(void *)stage - 1;
+    cudaError_t  e = cudaErrorNotReady;
+    hpmlg_enter(n->ctx);
+    for (double start = hpml_now(); e == cudaErrorNotReady; hpmlg_nap(start)) {
+        e = cudaEventQuery(s->landed);
+        if (__atomic_load_n(&n->given_up, __ATOMIC_ACQUIRE)) return HPML_ERR_COMM;
+        if (e == cudaErrorNotReady && hpml_now() - start > n->desc.timeout) return HPML_ERR_TIMEOUT;
+    }
+    return e == cudaSuccess ? HPML_OK : HPML_ERR_CUDA;
 }
 
 HPML_API hpml_status hpml_nccl_allreduce(hpml_nccl *n, float *x, int64_t count, bool mean)
@@ -5948,15 +6066,11 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     return NULL;
 }
 
-#define HPMLG_NO_NCCL(name, ...) HPML_API hpml_status hpml_nccl_##name(__VA_ARGS__) { return HPML_ERR_UNSUPPORTED; }
-HPMLG_NO_NCCL(allreduce, hpml_nccl *, float *, int64_t, bool)
-HPMLG_NO_NCCL(link_begin, void *)
-HPMLG_NO_NCCL(link_allreduce, void *, float *, int64_t, bool)
-HPMLG_NO_NCCL(link_move, void *, const void *, const size_t *, bool, void *, const size_t *)
-HPMLG_NO_NCCL(link_end, void *)
-HPMLG_NO_NCCL(link_wait, void *)
-HPMLG_NO_NCCL(link_check, void *)
-HPMLG_NO_NCCL(link_scale, void *, float *, int64_t, float, float)
+#define HPMLG_X(name, types) HPML_API hpml_status hpml_nccl_link_##name types { return HPML_ERR_UNSUPPORTED; }
+HPMLG_LINK(HPMLG_X)
+#undef HPMLG_X
+HPML_API hpml_status hpml_nccl_allreduce(hpml_nccl *, float *, int64_t, bool) { return HPML_ERR_UNSUPPORTED; }
+HPML_API float *hpml_nccl_link_stage(void *, int64_t) { return NULL; }
 HPML_API void hpml_nccl_link_free(void *nccl) { (void)nccl; }
 HPML_API void hpml_nccl_free(hpml_nccl *n) { (void)n; }
 #endif /* HPML_USE_NCCL */
@@ -6004,7 +6118,7 @@ HPML_API const hpml_backend *hpml_backend_cuda(void)
     };
     static const hpml_backend cuda = { "cuda", hpmlg_open, hpmlg_close, hpmlg_alloc, hpmlg_free, hpmlg_write,
         hpmlg_read, hpmlg_zero, hpmlg_sync, ops, hpmlg_update, hpmlg_sumsq, hpmlg_store, hpmlg_plan, hpmlg_begin,
-        hpmlg_end, hpmlg_correct, hpmlg_encode, hpmlg_decode };
+        hpmlg_end, hpmlg_correct, hpmlg_encode, hpmlg_decode, hpmlg_look_at };
     return &cuda;
 }
 

@@ -245,6 +245,7 @@ struct stream : std::enable_shared_from_this<stream> {
     std::deque<std::function<void()>> work;
     uint64_t pushed = 0, done = 0;
     bool     blocking = true;
+    std::shared_ptr<bool> held;                     /* true: what it works on does not end */
     graph   *capture = nullptr;
     size_t   captured = 0, joined = 0;
 };
@@ -1243,7 +1244,7 @@ inline bool memory_holds(const void *p, size_t bytes, bool device_side)
 
 inline void stream_run(stream *s, uint64_t upto)
 {
-    while (s->done < upto) {
+    while (s->done < upto && !(s->held && *s->held)) {
         std::function<void()> run = std::move(s->work.front());
         s->work.pop_front();
         if (!all.sticky) memory_open(true), run(), memory_open(false);
@@ -1369,6 +1370,7 @@ inline cudaError_t synchronise(stream *s, uint64_t upto)
 {
     if (s) stream_run(s, upto);
     else streams_run(false);
+    if (s && s->done < upto) error("the host waits, without a deadline, for a stream that does not end");
     seen();
     return all.sticky_seen ? fail(all.sticky) : cudaSuccess;
 }
@@ -1647,7 +1649,10 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t on, cudaEvent_t e, unsigned 
     } else if (s->capture) {
         return emu::fail(cudaErrorStreamCaptureIsolation);
     } else if (e->on) {
-        emu::push(s, [o = e->on, at = e->at] { emu::stream_run(o.get(), at); });
+        emu::push(s, [s, o = e->on, at = e->at] {
+            emu::stream_run(o.get(), at);
+            if (o->done < at) s->held = o->held;
+        });
     }
     return cudaSuccess;
 }

@@ -6,7 +6,7 @@
 
 namespace {
 struct op {
-    char              kind; /* 'a'llreduce, 's'end, 'r'eceive */
+    char              kind; /* 'a'llreduce, re'd'uce, 'b'roadcast (peer: the root; -1: all get it), 's'end, 'r'eceive */
     void             *to;
     size_t            bytes;
     int               peer;
@@ -25,7 +25,7 @@ std::mutex                                     guard;
 std::map<std::string, std::shared_ptr<meeting>> meetings;
 std::vector<struct ::ncclComm *>               open_comms;
 nccl_on_cpu_counts                             counts;
-int                                            next_id, calls_left;
+int                                            next_id, calls_left, stall_after;
 bool                                           never_ready;
 thread_local int                               depth;
 thread_local std::map<ncclComm_t, std::shared_ptr<group>> pending;
@@ -36,6 +36,7 @@ struct ncclComm {
     int                      rank;
     bool                     ready = false, waits = false; /* waits: for the others, in group `made` */
     uint64_t                 made = 0;
+    std::shared_ptr<bool>    stalled = std::make_shared<bool>(false);
 };
 
 namespace {
@@ -45,14 +46,19 @@ bool results(const meeting &m, uint64_t number, int rank, std::vector<std::pair<
     const group &mine = *m.groups.at({ number, rank });
     for (size_t i = 0; i < mine.ops.size(); i++) {
         const op &o = mine.ops[i];
-        if (o.kind == 'a') {
+        if (strchr("adb", o.kind)) {
             std::vector<float> sum(o.bytes / 4);
+            bool               first = true;
             for (int r = 0; r < m.ranks; r++) {
                 const group &other = *m.groups.at({ number, r });
-                if (i >= other.ops.size() || other.ops[i].kind != 'a' || other.ops[i].bytes != o.bytes) return false;
+                if (i >= other.ops.size() || other.ops[i].kind != o.kind || other.ops[i].bytes != o.bytes) return false;
+                if (other.ops[i].peer != o.peer) return false;
+                if (o.kind == 'b' && r != o.peer) continue;
                 const float *x = reinterpret_cast<const float *>(other.ops[i].in.data());
-                for (size_t k = 0; k < sum.size(); k++) sum[k] = r ? sum[k] + x[k] : x[k];
+                for (size_t k = 0; k < sum.size(); k++) sum[k] = first ? x[k] : sum[k] + x[k];
+                first = false;
             }
+            if (o.kind == 'd' && rank != o.peer) continue;
             for (float &s : sum)
                 if (o.mean) s /= (float)m.ranks;
             const char *p = reinterpret_cast<const char *>(sum.data());
@@ -88,6 +94,7 @@ ncclResult_t advance(ncclComm *c)
         c->waits = false;
     }
     emu::call call;
+    if (stall_after && c->made > (uint64_t)stall_after) *c->stalled = true, stream->held = c->stalled;
     for (auto &w : writes)
         emu::push(stream, [w] { memcpy(w.first, w.second.data(), w.second.size()); });
     return ncclSuccess;
@@ -135,12 +142,14 @@ ncclResult_t drop(ncclComm_t c, bool abort)
     if (!abort && (c->waits || !c->ready)) counts.misused++;
     open_comms.erase(at);
     counts.live--, counts.aborted += abort;
+    *c->stalled = false;
     delete c;
     return ncclSuccess;
 }
 } // namespace
 
 extern "C" {
+ncclResult_t ncclGetVersion(int *version) { return *version = 22605, ncclSuccess; }
 ncclResult_t ncclGetUniqueId(ncclUniqueId *id)
 {
     std::lock_guard<std::mutex> hold(guard);
@@ -168,6 +177,17 @@ ncclResult_t ncclAllReduce(const void *send, void *recv, size_t count, ncclDataT
 {
     if (type != ncclFloat32 || (o != ncclSum && o != ncclAvg)) return ncclInvalidArgument;
     return add(comm, stream, { 'a', recv, 4 * count, 0, o == ncclAvg, {} }, send);
+}
+ncclResult_t ncclReduce(const void *send, void *recv, size_t count, ncclDataType_t type, ncclRedOp_t o, int root,
+                        ncclComm_t comm, cudaStream_t stream)
+{
+    if (type != ncclFloat32 || o != ncclSum) return ncclInvalidArgument;
+    return add(comm, stream, { 'd', recv, 4 * count, root, false, {} }, send);
+}
+ncclResult_t ncclBroadcast(const void *send, void *recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                           cudaStream_t stream)
+{
+    return type != ncclFloat32 ? ncclInvalidArgument : add(comm, stream, { 'b', recv, 4 * count, root, false, {} }, send);
 }
 ncclResult_t ncclSend(const void *data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream)
 {
@@ -204,10 +224,11 @@ void nccl_on_cpu_reset(int devices, unsigned lazy)
     emu::all.devices = devices;
     cuda_on_cpu_lazy(lazy);
     meetings.clear();
-    counts = {}, calls_left = 0, never_ready = false;
+    counts = {}, calls_left = stall_after = 0, never_ready = false;
 }
 void nccl_on_cpu_never_ready(void) { never_ready = true; }
 void nccl_on_cpu_error_after(int calls) { calls_left = calls; }
+void nccl_on_cpu_stall_after(int calls) { stall_after = calls; }
 nccl_on_cpu_counts nccl_on_cpu_count(void)
 {
     std::lock_guard<std::mutex> hold(guard);

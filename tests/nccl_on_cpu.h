@@ -17,6 +17,7 @@ enum ncclDataType_t { ncclInt8 = 0, ncclUint8 = 1, ncclFloat32 = 7 };
 struct ncclConfig_t { size_t size; int blocking; };
 #define NCCL_CONFIG_INITIALIZER { sizeof(ncclConfig_t), INT_MIN }
 
+ncclResult_t ncclGetVersion(int *version);
 ncclResult_t ncclGetUniqueId(ncclUniqueId *id);
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t *config);
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error);
@@ -24,6 +25,10 @@ ncclResult_t ncclCommAbort(ncclComm_t comm);
 ncclResult_t ncclCommDestroy(ncclComm_t comm);
 ncclResult_t ncclAllReduce(const void *send, void *recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
                            ncclComm_t comm, cudaStream_t stream);
+ncclResult_t ncclReduce(const void *send, void *recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
+                        ncclComm_t comm, cudaStream_t stream);
+ncclResult_t ncclBroadcast(const void *send, void *recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                           cudaStream_t stream);
 ncclResult_t ncclSend(const void *data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream);
 ncclResult_t ncclRecv(void *data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream);
 ncclResult_t ncclGroupStart(void);
@@ -40,6 +45,7 @@ extern "C" {
 /* Everything as at the start, on so many devices; lazy as cuda_on_cpu_lazy. */
 void nccl_on_cpu_reset(int devices, unsigned lazy);
 void nccl_on_cpu_never_ready(void);           /* communicators stay in the making */
+void nccl_on_cpu_stall_after(int calls);      /* a rank's kernels of the calls after so many run until it is aborted */
 void nccl_on_cpu_error_after(int calls);      /* from then on every communicator is broken, with ncclRemoteError */
 typedef struct nccl_on_cpu_counts {
     int made, live, aborted; /* communicators */

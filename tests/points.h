@@ -1,10 +1,11 @@
-/* What tests of distributed training share: points whose class is the greatest of their first coordinates. */
+/* What tests of distributed training share: points whose class is the greatest of their first coordinates; `odd` points
+   from `first` on are `value` in all of them. */
 #include <math.h>
 #include <stdlib.h>
 
 enum { GLOBAL = 24, INPUTS = 20, CLASSES = 5 };
 
-static hpml_dataset *points(hpml_ctx *ctx, int64_t n, bool poisoned)
+static hpml_dataset *points(hpml_ctx *ctx, int64_t n, int64_t first, int64_t odd, float value)
 {
     const int64_t shape[1] = { INPUTS };
     float        *x = (float *)malloc(sizeof(float) * (size_t)n * INPUTS);
@@ -14,7 +15,7 @@ static hpml_dataset *points(hpml_ctx *ctx, int64_t n, bool poisoned)
     for (int64_t i = 0; i < n; i++)
         for (int k = 1; k < CLASSES; k++)
             if (x[i * INPUTS + k] > x[i * INPUTS + y[i]]) y[i] = k;
-    for (int64_t i = 0; poisoned && i < n * INPUTS; i++) x[i] = (float)NAN;
+    for (int64_t i = 0; i < odd * INPUTS; i++) x[first * INPUTS + i] = value;
     hpml_dataset *d = hpml_dataset_create(ctx, n, HPML_DTYPE_F32, 1, shape, x, HPML_DTYPE_I32, 1, y);
     free(x);
     free(y);

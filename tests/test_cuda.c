@@ -5,6 +5,8 @@
 #include "test.h"
 #include "op_cases.h"
 
+#include <unistd.h>
+
 #define MOST 40 /* arrays of a case: loss, gradient of x, parameters' gradients */
 
 typedef struct results {
@@ -912,6 +914,64 @@ TEST(a_step_does_not_wait)
         ENSURE(train_briefly(HPML_CUDA_F32, error, other) == HPML_OK && memcmp(plain, other, sizeof plain) == 0);
         cuda_on_cpu_fault("none", 0);
     }
+}
+
+/* Whoever looks at ops, by a timeline or the table of layers, waits once a step for the device. What it tells is the
+   device's time by the host's clock: with work held back, all of it after the last launch and before the loss was there. */
+TEST(looks_wait_once_a_step)
+{
+    enum { LOOKED = 3 };
+    const float    x[8] = { 0, 0, 0, 1, 1, 0, 1, 1 };
+    const int32_t  y[4] = { 0, 1, 1, 0 };
+    char           path[] = "/tmp/hpml_trace_XXXXXX", line[512], name[64];
+    hpml_step_info info;
+    double         begin[LOOKED], end[LOOKED], at, dur, last = 0, launched = 0, sum = 0, table = 0;
+    int            fd = mkstemp(path), lane, spans[4] = { 0 };
+    if (no_device()) SKIP("no CUDA device");
+    hpml_ctx     *ctx = context(true, HPML_CUDA_F32);
+    hpml_tensor  *in  = hpml_input_2d(ctx, 4, 2), *out = hpml_linear(hpml_tanh(hpml_linear(in, 8, NULL)), 2, NULL);
+    hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out });
+    ENSURE(fd >= 0 && hpml_trainer_step(t, x, y, 4, &info) == HPML_OK);
+    close(fd);
+    long plain = cuda_on_cpu_fault ? cuda_on_cpu_count("synchronisations") : 0;
+    ENSURE(hpml_trainer_step(t, x, y, 4, &info) == HPML_OK);
+    plain = cuda_on_cpu_fault ? cuda_on_cpu_count("synchronisations") - plain : 0;
+    double origin = hpml_now();
+    ENSURE(hpml_trace_start(ctx, &(hpml_trace_desc){ .origin = origin }) == HPML_OK);
+    hpml_profile_enable(hpml_trainer_graph(t), true);
+    if (cuda_on_cpu_fault) cuda_on_cpu_fault("lazy", 1);
+    for (int i = 0; i < LOOKED; i++) {
+        long waits = cuda_on_cpu_fault ? cuda_on_cpu_count("synchronisations") : 0;
+        begin[i] = 1e6 * (hpml_now() - origin);
+        ENSURE(hpml_trainer_step(t, x, y, 4, &info) == HPML_OK);
+        end[i] = 1e6 * (hpml_now() - origin);
+        if (cuda_on_cpu_fault) ENSURE(cuda_on_cpu_count("synchronisations") - waits <= plain + 1 + (i == 0));
+    }
+    ENSURE(hpml_trace_save(ctx, path) == HPML_OK);
+    if (cuda_on_cpu_fault) cuda_on_cpu_fault("none", 0);
+    hpml_profile_row rows[8];
+    int ops = hpml_profile(hpml_trainer_graph(t), rows, 8);
+    FILE *f = fopen(path, "r");
+    while (fgets(line, sizeof line, f)) {
+        if (sscanf(line, "{\"name\":\"%63[^\"]\",\"ph\":\"X\",\"pid\":0,\"tid\":%d,\"ts\":%lf,\"dur\":%lf", name, &lane, &at, &dur) != 4)
+            continue;
+        if (lane == HPML_LANE_COMPUTE && strcmp(name, "step") != 0) launched = at > launched ? at : launched;
+        if (lane != HPML_LANE_GPU) continue;
+        int step = spans[lane]++ / (2 * ops);
+        ENSURE(step < LOOKED && dur >= 0 && at >= last - 0.5); /* microseconds; one after another */
+        ENSURE(at >= begin[step] - 50 && at + dur <= end[step] + 50 && (!cuda_on_cpu_fault || at >= launched - 1));
+        last = at + dur, sum += dur;
+    }
+    fclose(f);
+    remove(path);
+    for (int i = 0; i < ops; i++) {
+        ENSURE(rows[i].calls == LOOKED && rows[i].forward_s > 0);
+        table += 1e6 * (rows[i].forward_s + rows[i].backward_s);
+    }
+    ENSURE(spans[HPML_LANE_GPU] == 2 * ops * LOOKED);
+    ENSURE_NEAR(sum, table, 1e-3 * table + 1);
+    hpml_profile_enable(hpml_trainer_graph(t), false);
+    hpml_ctx_free(ctx);
 }
 
 /* In f16 the loss scale starts too high for large gradients and finds its place; the training learns. */

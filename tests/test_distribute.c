@@ -44,7 +44,7 @@ static hpml_status work(hpml_comm *c, void *user)
     hpml_tensor *x = hpml_input_2d(ctx, batch, INPUTS);
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = model(j, x, rank), .lr = j->lr ? (float)j->lr : 0.1f,
                                           .momentum = (float)j->momentum, .accumulate = j->accumulate });
-    hpml_dataset *data = points(ctx, j->samples, j->poison == rank + 1);
+    hpml_dataset *data = points(ctx, j->samples, 0, j->poison == rank + 1 ? j->samples : 0, (float)NAN);
     hpml_distribute_desc d = j->d;
     d.global_batch = GLOBAL;
     if (d.exact) d.leaf = 4;
@@ -217,7 +217,7 @@ static hpml_status overlapped(hpml_comm *c, void *user)
     job            j   = { .samples = GLOBAL };
     hpml_tensor   *x   = hpml_input_2d(ctx, GLOBAL / 2, INPUTS);
     hpml_trainer  *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = model(&j, x, 0), .lr = 0.1f });
-    hpml_dataset  *data = points(ctx, j.samples, false);
+    hpml_dataset  *data = points(ctx, j.samples, 0, 0, 0);
     hpml_distributed *d = hpml_distribute(t, c, &(hpml_distribute_desc){ .bucket_bytes = 1, .no_overlap = *(bool *)user });
     hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = d, .run = hpmlc_dist_run, .grad = watch, .update = hpmlc_dist_update });
     return hpml_trainer_fit(t, data, NULL);
@@ -250,7 +250,7 @@ static hpml_status stepwise(hpml_comm *c, void *user)
     job            j   = { .samples = 250 };
     hpml_tensor   *x   = hpml_input_2d(ctx, GLOBAL / 3, INPUTS);
     hpml_trainer  *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = model(&j, x, 0), .lr = 0.1f });
-    hpml_dataset  *data = points(ctx, j.samples, false);
+    hpml_dataset  *data = points(ctx, j.samples, 0, 0, 0);
     hpml_step_row  rows[64];
     hpml_distributed *d = hpml_distribute(t, c, &s->d);
     if (!d) return hpml_ctx_status(ctx);
@@ -396,7 +396,7 @@ static hpml_status search(hpml_comm *c, void *user)
     job            j   = { .samples = 2000, .poison = s->poison };
     hpml_tensor   *x   = hpml_input_2d(ctx, 64, INPUTS);
     hpml_trainer  *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = model(&j, x, 0), .lr = s->lr ? (float)s->lr : 0.05f, .momentum = 0.9f });
-    hpml_dataset  *data = points(ctx, j.samples, j.poison == hpml_comm_rank(c) + 1);
+    hpml_dataset  *data = points(ctx, j.samples, 0, j.poison == hpml_comm_rank(c) + 1 ? j.samples : 0, (float)NAN);
     own.d.global_batch = 8;
     hpml_distributed *d = hpml_distribute(t, c, &own.d);
     if (!d) return hpml_ctx_status(ctx);

@@ -16,12 +16,16 @@ typedef struct job {
     bool                 crowd; /* all ranks on GPU 0 */
     hpml_transport_kind  transport;
     bool                 cpu, norm, serial, same, nccl;
+    bool                 kink; /* |x W| as a square root: where a sample is all zeros, and so is the loss's part, the
+                                  gradient of W is NaN. Sample 109 is one: the 14th of step 4, rank 2's of 4 */
+    int                  per_node; /* ranks; 0: all */
+    hpml_counters        sent; /* by rank 0 */
     hpml_nccl_desc       link;
     int                  away;  /* this rank, + 1, leaves after `steps` without a word */
     int                  steps, tail, samples;
     int32_t              accumulate;
     float                clip;
-    const char          *save, *load;
+    const char          *save, *load, *trace; /* trace: rank 0's timeline */
     uint64_t             hash;
     float                w[INPUTS * HIDDEN], var[HIDDEN], loss;
     char                 text[768], said[4][768]; /* said: every rank's own error */
@@ -47,26 +51,35 @@ static hpml_status train(hpml_comm *c, job *j)
     int64_t      batch = j->d.exact ? GLOBAL : (GLOBAL + p - 1) / p;
     hpml_tensor *x = hpml_input_2d(ctx, batch, INPUTS);
     hpml_linear_desc relu = { .activation = j->norm ? HPML_ACT_NONE : HPML_ACT_RELU };
+    if (j->kink) relu.no_bias = true, relu.activation = HPML_ACT_NONE;
     hpml_tensor *h = hpml_linear(x, HIDDEN, &relu);
+    if (j->kink) h = hpml_activation(hpml_activation(h, HPML_ACT_SQUARE, 0), HPML_ACT_SQRT, 0);
     if (j->norm) h = hpml_relu(hpml_batchnorm(h, NULL));
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = hpml_linear(h, CLASSES, NULL),
                                           .lr = 0.1f, .momentum = 0.9f, .accumulate = j->accumulate, .clip_norm = j->clip });
-    hpml_dataset *data = points(ctx, j->samples, false);
+    hpml_dataset *data = points(ctx, j->samples, 109, j->kink, 0);
     hpml_distribute_desc d = j->d;
     d.global_batch = GLOBAL;
     if (d.exact) d.leaf = 4;
     hpml_distributed *dist = j->serial ? NULL : hpml_distribute(t, c, &d);
     if (!j->serial && !dist) return hpml_ctx_status(ctx);
     if (j->load) hpml_distribute_load(dist, j->load);
-    hpml_fit_desc fit = { .epochs = 100, .max_steps = j->steps };
+    if (j->trace && hpml_comm_rank(c) == 0) hpml_trace_start(ctx, NULL);
+    hpml_loader_desc ordered = { .in_order = true };
+    hpml_fit_desc    fit = { .epochs = 100, .max_steps = j->steps, .loader = j->kink ? &ordered : NULL };
     if (j->steps > 0) hpml_trainer_fit(t, data, &fit);
+    if (j->kink) { /* this step is left out, and training goes on */
+        snprintf(j->said[hpml_comm_rank(c)], sizeof j->said[0], "%s", hpml_ctx_error(ctx));
+        if (hpml_ctx_status(ctx) == HPML_ERR_NONFINITE) hpml_ctx_clear_error(ctx);
+    }
     if (j->save) hpml_distribute_save(dist, j->save);
+    if (j->trace && hpml_comm_rank(c) == 0) hpml_trace_save(ctx, j->trace);
     if (j->away == hpml_comm_rank(c) + 1) return HPML_OK;
-    fit.max_steps = j->tail;
+    fit.max_steps = j->tail, fit.loader = NULL;
     if (j->tail) hpml_trainer_fit(t, data, &fit);
     hpml_distribute_report r = { 0 };
     hpml_distribute_get(dist, &r, false);
-    if (hpml_comm_rank(c) == 0) j->loss = (float)r.loss;
+    if (hpml_comm_rank(c) == 0) j->loss = (float)r.loss, hpml_comm_counters(c, &j->sent);
     if (hpml_ctx_status(ctx) == HPML_OK) keep(j, c);
     return hpml_ctx_status(ctx);
 }
@@ -75,7 +88,7 @@ static hpml_status work(hpml_comm *c, void *user)
 {
     job        *j      = (job *)user;
     hpml_status status = train(c, j);
-    snprintf(j->said[hpml_comm_rank(c)], sizeof j->said[0], "%s", hpml_ctx_error(hpml_comm_ctx(c)));
+    if (!j->kink) snprintf(j->said[hpml_comm_rank(c)], sizeof j->said[0], "%s", hpml_ctx_error(hpml_comm_ctx(c)));
     return status;
 }
 
@@ -94,6 +107,7 @@ static hpml_status go(job *j, int ranks)
 {
     hpml_launch_desc l = { .transport = j->transport, .ranks = ranks, .timeout = 20, .place = place,
                            .ctx = { .seed = 3, .threads = 1 } };
+    l.network.ranks_per_node = j->per_node;
     l.network.inside.latency = j->d.no_overlap ? 0 : 1e-6; /* a link that takes time: exchanges go to the background */
     if (j->samples == 0) j->samples = 250; /* the last batch of an epoch is short, and some ranks have none of it */
     return hpml_launch(&l, work, j, j->text, sizeof j->text);
@@ -209,11 +223,13 @@ TEST(what_a_device_cannot_do)
 /* Plain sums, and what a codec packs, come out with the bits of the exchange on the host, late work or not. */
 TEST(nccl_gives_the_bits_of_the_host)
 {
-    for (int variant = 0; variant < 8; variant++) {
+    for (int variant = 0; variant < 11; variant++) {
         job host = { .steps = 12, .norm = variant == 1, .accumulate = 1 + (variant == 1), .d.algorithm = HPML_CENTRAL };
+        if (variant >= 8) host.cuda.precision = variant == 8 ? HPML_CUDA_F16 : HPML_CUDA_BF16; /* gradients are f32 */
+        if (variant == 10) host.d.codec.kind = HPML_CODEC_BF16;
         if (variant == 2) host.d.bucket_bytes = 1, host.clip = 0.5f;
         if (variant == 3) host.d.no_overlap = host.d.sum = true;
-        if (variant >= 4) host.d.codec.kind = variant == 6 ? HPML_CODEC_BF16 : HPML_CODEC_ONEBIT;
+        if (variant >= 4 && variant < 8) host.d.codec.kind = variant == 6 ? HPML_CODEC_BF16 : HPML_CODEC_ONEBIT;
         if (variant == 5) host.d.bucket_bytes = 1, host.d.warm_steps = 3;
         if (variant == 7) host.d.codec = (hpml_codec_desc){ .kind = HPML_CODEC_TWOBIT, .threshold = 0.01f };
         bool all = variant == 0 || variant == 4;
@@ -244,6 +260,89 @@ TEST(nccl_leaves_other_strategies_to_the_host)
         ENSURE_TIDY(0);
     }
     nccl_on_cpu_reset(1, 0);
+}
+
+/* Runs ranks that must fail; returns how long that takes. */
+static double failing(job *j, int ranks, hpml_status *status)
+{
+    double start = hpml_now();
+    j->nccl = true, j->link.timeout = 1;
+    *status = go(j, ranks);
+    return hpml_now() - start;
+}
+
+/* Two nodes of two: NCCL inside, messages between. A share of each rank, half of the gradients, leaves the node. */
+TEST(nccl_in_nodes)
+{
+    enum { FLOATS = INPUTS * HIDDEN + 48 + 208 + 16 }; /* as the trainer lays gradients out, padded to 16 */
+    for (int variant = 0; variant < 8; variant++) {
+        job host = { .steps = 12, .per_node = 2, .d.algorithm = HPML_HIERARCHICAL };
+        host.d.bucket_bytes = variant == 1, host.clip = variant == 1 ? 0.5f : 0;
+        host.d.no_overlap   = variant == 2;
+        host.d.sum          = variant == 3;
+        if (variant >= 4) host.d.codec.kind = variant == 6 ? HPML_CODEC_BF16 : HPML_CODEC_ONEBIT;
+        if (variant == 5) host.d.bucket_bytes = 1, host.d.warm_steps = 3, host.samples = 240;
+        if (variant == 7) host.d.codec = (hpml_codec_desc){ .kind = HPML_CODEC_TWOBIT, .threshold = 0.01f };
+        host.d.codec.min_elements = 16;
+        job linked = host;
+        linked.nccl = linked.link.in_nodes = true;
+        nccl_on_cpu_reset(4, (unsigned)variant % 3);
+        ENSURE_GO(host, 4);
+        ENSURE_GO(linked, 4);
+        ENSURE(nccl_on_cpu_count().made == 4 && nccl_on_cpu_count().groups >= 2 * 4 * linked.steps);
+        if (variant < 4) ENSURE(linked.hash == host.hash);
+        else ENSURE(linked.loss < host.loss + 2e-2f); /* sums of nodes are packed, not every rank's */
+        int64_t gradients = (int64_t)sizeof(float) * FLOATS / 2 * linked.steps, between = linked.sent.between_bytes;
+        if (variant < 4) ENSURE(between > gradients && between < host.sent.between_bytes + 300);
+        else ENSURE(between < gradients * (variant == 5 || variant == 6 ? 3 : 2) / 4 && between < host.sent.between_bytes);
+        ENSURE_TIDY(0);
+    }
+    nccl_on_cpu_reset(1, 0);
+}
+
+TEST(nccl_in_nodes_has_limits)
+{
+    hpml_status s;
+    job uneven = { .steps = 2, .per_node = 2, .link.in_nodes = true };
+    nccl_on_cpu_reset(4, 0);
+    ENSURE(failing(&uneven, 3, &s) < 10 && s == HPML_ERR_UNSUPPORTED);
+    ENSURE(strstr(uneven.text, "nccl in_nodes: this node has ") && strstr(uneven.text, " of 3 ranks, others more or fewer"));
+    job saved = { .steps = 2, .per_node = 2, .link.in_nodes = true, .save = "build/nccl.safetensors" };
+    saved.d.codec.kind = HPML_CODEC_ONEBIT;
+    ENSURE(failing(&saved, 4, &s) < 10 && s == HPML_ERR_UNSUPPORTED);
+    ENSURE(strstr(saved.text, "residuals of a codec between nodes are not saved; take a link over all ranks"));
+    job one = { .steps = 4, .link.in_nodes = true, .d.codec.kind = HPML_CODEC_ONEBIT }, all = one; /* one node: as without */
+    one.nccl = all.nccl = true, all.link.in_nodes = false;
+    ENSURE_GO(one, 3);
+    ENSURE_GO(all, 3);
+    ENSURE(one.hash == all.hash);
+    ENSURE_TIDY(4);
+    nccl_on_cpu_reset(1, 0);
+}
+
+/* Buckets in lane 1, beside the ops in lane 3; the same bits. */
+TEST(nccl_on_the_timeline)
+{
+    job plain = { .steps = 4, .nccl = true, .d.bucket_bytes = 1 }, traced = plain;
+    char line[512];
+    int  lane, nccl = 0, ops = 0;
+    traced.trace = "build/nccl.trace";
+    nccl_on_cpu_reset(2, 1);
+    ENSURE_GO(plain, 2);
+    ENSURE_GO(traced, 2);
+    ENSURE(plain.hash == traced.hash);
+    ENSURE_TIDY(0);
+    nccl_on_cpu_reset(1, 0);
+    FILE *f = fopen(traced.trace, "r");
+    ENSURE(f);
+    while (fgets(line, sizeof line, f)) {
+        const char *at = strstr(line, "\"tid\":");
+        if (!at || !strstr(line, "\"X\"") || sscanf(at, "\"tid\":%d", &lane) != 1) continue;
+        nccl += lane == HPML_LANE_COMM && strstr(line, "\"nccl\""), ops += lane == HPML_LANE_GPU;
+    }
+    fclose(f);
+    remove(traced.trace);
+    ENSURE(nccl == 4 * 4 && ops >= 4 * 6); /* steps by buckets, by ops */
 }
 
 TEST(nccl_checkpoints)
@@ -301,15 +400,6 @@ TEST(nccl_ranks_meet_by_file)
     nccl_on_cpu_reset(1, 0);
 }
 
-/* Runs ranks that must fail; returns how long that takes. */
-static double failing(job *j, int ranks, hpml_status *status)
-{
-    double start = hpml_now();
-    j->nccl = true, j->link.timeout = 1;
-    *status = go(j, ranks);
-    return hpml_now() - start;
-}
-
 TEST(nccl_errors)
 {
     hpml_status s;
@@ -317,6 +407,10 @@ TEST(nccl_errors)
     nccl_on_cpu_reset(2, 0);
     ENSURE(failing(&missing, 2, &s) < 10 && s == HPML_ERR_UNSUPPORTED);
     ENSURE(strstr(missing.text, "NCCL cannot be loaded") && strstr(missing.text, "install libnccl2 or set"));
+    job old = { .steps = 2, .link.library = "build/old_nccl.so" }, none = { .steps = 2, .link.library = "libm.so.6" };
+    ENSURE(failing(&old, 2, &s) < 10 && s == HPML_ERR_UNSUPPORTED);
+    ENSURE(strstr(old.text, "build/old_nccl.so is NCCL 2.8.4; hpml needs 2.14 or later"));
+    ENSURE(failing(&none, 2, &s) < 10 && s == HPML_ERR_UNSUPPORTED && strstr(none.text, "libm.so.6 is no NCCL"));
     job crowd = { .steps = 2, .crowd = true };
     ENSURE(failing(&crowd, 2, &s) < 10 && s == HPML_ERR_ARGUMENT);
     ENSURE(strstr(crowd.text, "ranks 0 and 1 are both on GPU 0 of host "));
@@ -335,14 +429,45 @@ TEST(nccl_errors)
     ENSURE(failing(&broken, 2, &s) < 10 && s == HPML_ERR_PEER);
     ENSURE(strstr(broken.text, "NCCL ") && strstr(broken.text, "remote process exited or there was a network error: socket"));
     ENSURE_TIDY(2);
-    nccl_on_cpu_reset(4, 0);
-    for (int onebit = 0; onebit < 2; onebit++) {
-        job lost = { .steps = 3, .tail = 5, .away = 2 };
-        if (onebit) lost.d.codec.kind = HPML_CODEC_ONEBIT;
-        ENSURE(failing(&lost, 4, &s) < 10 && s == HPML_ERR_TIMEOUT);
-        for (int r = 0; r < 4; r++) /* who is told by another's error names that rank */
-            ENSURE(r == 1 ? !lost.said[r][0] : strstr(lost.said[r], "not done after 1 seconds: has a rank died") != NULL);
-        ENSURE_TIDY(3 * (onebit + 1));
+    nccl_on_cpu_reset(1, 0);
+}
+
+/* Every rank that is left hears of one that has gone without a word, and of kernels that do not end; in time. */
+TEST(nccl_waits_end)
+{
+    hpml_status s;
+    int         aborted = 0;
+    for (int variant = 0; variant < 8; variant++) {
+        job lost = { .steps = 3, .tail = 5, .away = variant & 1 ? 0 : 2, .per_node = variant & 2 ? 2 : 0 };
+        lost.link.in_nodes = variant & 2;
+        if (variant & 4) lost.d.codec.kind = HPML_CODEC_ONEBIT;
+        nccl_on_cpu_reset(4, 1);
+        if (variant & 1) nccl_on_cpu_stall_after(variant & 4 ? 7 : 3);
+        double took = failing(&lost, 4, &s);
+        ENSURE(took < 10 && (s == HPML_ERR_TIMEOUT || s == HPML_ERR_PEER));
+        ENSURE(strstr(lost.text, "not done after 1 seconds: has a rank died"));
+        for (int r = 0; r < 4; r++) ENSURE(r == 1 && lost.away ? !lost.said[r][0] : lost.said[r][0]);
+        for (int r = 0; r < 4 && !lost.link.in_nodes; r++) /* who is told by another's error names that rank */
+            ENSURE(r == 1 && lost.away ? true : strstr(lost.said[r], "not done after 1 seconds: has a rank died") != NULL);
+        aborted = nccl_on_cpu_count().aborted;
+        ENSURE(aborted >= (lost.away ? 3 : 4) && nccl_on_cpu_count().live == 0 && nccl_on_cpu_count().misused == 0);
+    }
+    nccl_on_cpu_reset(1, 0);
+}
+
+/* A NaN in a gradient, with a loss that is finite: every rank names layer, step and rank, residuals are clean again. */
+TEST(a_nan_over_the_link_is_named)
+{
+    for (int variant = 0; variant < 4; variant++) { /* the host's exchange; NCCL; NCCL in nodes; on CPUs */
+        job j = { .steps = 10, .tail = 5, .kink = true, .nccl = variant == 1 || variant == 2, .cpu = variant == 3 };
+        j.per_node = variant == 2 ? 2 : 0, j.link.in_nodes = variant == 2;
+        j.d.codec.kind = HPML_CODEC_ONEBIT, j.d.bucket_bytes = variant == 1, j.d.codec.min_elements = 16;
+        nccl_on_cpu_reset(4, (unsigned)variant);
+        ENSURE_GO(j, 4);
+        for (int r = 0; r < 4; r++)
+            ENSURE(strstr(j.said[r], variant == 2 ? ", step 4: the gradient of \"linear0.weight\" is NaN or infinite on rank"
+                                                  : ", step 4: the gradient of \"linear0.weight\" is NaN or infinite on rank 2"));
+        if (j.nccl) ENSURE_TIDY(0);
     }
     nccl_on_cpu_reset(1, 0);
 }
