@@ -497,6 +497,7 @@ typedef struct hpmlg_device {
     hpmlg_pass     passes[HPMLG_PASSES];
     hpmlg_pass    *recording;
     bool           passing;        /* a whole forward pass is on its way */
+    const hpml_node *sloped;       /* the layer whose gradient was multiplied by its act' by the layer behind */
     hpml_node     *planned;        /* the last node that was planned */
     uint64_t       clock;
     hpmlg_weights *weights;        /* (weight_count) */
@@ -904,11 +905,6 @@ HPMLG_FN hpml_status hpmlg_end(void *device, const hpml_run *run, hpml_status st
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-elementwise   add, sub, mul, div with broadcasting; scale; activations
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Scaffold: an op that another commit brings. */
-#define HPMLG_MISSING(pass)                                                                                            \
-    HPMLG_FN hpml_status hpmlg_##pass(const hpml_run *run, hpml_node *n)                                               \
-    { return hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "%s is missing for \"%s\"", #pass, n->out->name); }
 
 /* A thread takes 8 elements at a time, in one access where they are all wanted and the address allows. Rows of any
    length begin anywhere (50,257 columns of bf16): their ends are handled element by element, the rest is not. */
@@ -2775,7 +2771,8 @@ HPMLG_DEVICE float hpmlg_pick(const hpmlg_side &o, int64_t base, hpmlg_spot line
     return hpmlg_get(o.x, at);
 }
 
-/* c = act(alpha a b (+ c) + bias); what goes into act is kept in z, where there is one. */
+/* c = act(alpha a b (+ c) + bias); what goes into act is kept in z, where there is one. back: c = (alpha a b (+ c))
+   act'(z). */
 typedef struct hpmlg_job {
     int64_t       m, n, k, batch;
     hpmlg_side a, b;
@@ -2787,7 +2784,8 @@ typedef struct hpmlg_job {
     float         alpha, slope;
     const float  *bias;
     int64_t       bias_row, bias_col, bias_batch; /* elements to the next */
-    int64_t       act, half;     /* half: HPML_DTYPE_BF16 or _F16: what halves are multiplied as */
+    int64_t       act, back;
+    int64_t       half;          /* HPML_DTYPE_BF16 or _F16: what halves are multiplied as */
     float        *part;          /* (splits, batch, m, n) sums of the pieces of k, when there are several */
     int64_t       splits, k_each;
     int64_t       tiles_m, tiles_n;
@@ -2796,6 +2794,11 @@ typedef struct hpmlg_job {
 static __device__ __attribute__((noinline)) float hpmlg_act_far(int act, float slope, float x)
 {
     return hpmlg_act(act, slope, x);
+}
+
+static __device__ __attribute__((noinline)) float hpmlg_slope_far(int act, float slope, float v)
+{
+    return hpmlg_act_slope(act, slope, v);
 }
 
 HPMLG_DEVICE float hpmlg_end_of(const hpmlg_job &g, int64_t batch, int64_t row, int64_t col, float v)
@@ -2809,8 +2812,9 @@ HPMLG_DEVICE void hpmlg_emit(const hpmlg_job &g, int64_t batch, int64_t row, int
     int64_t at = batch * g.c_batch + row * g.ldc + (g.flat ? col : hpmlg_spot_at(g.col, col, g.n).at);
     v = hpmlg_end_of(g, batch, row, col, v * g.alpha);
     if (g.add) v += hpmlg_get(g.c, at);
-    if (g.z.p) hpmlg_put(g.z, at, v);
-    if (g.act) v = hpmlg_act_far((int)g.act, g.slope, v);
+    if (g.back) v *= hpmlg_slope_far((int)g.act, g.slope, hpmlg_get(g.z, at));
+    else if (g.z.p) hpmlg_put(g.z, at, v);
+    if (g.act && !g.back) v = hpmlg_act_far((int)g.act, g.slope, v);
     hpmlg_put(g.c, at, v);
 }
 
@@ -2822,8 +2826,12 @@ HPMLG_DEVICE void hpmlg_emit8(const hpmlg_job &g, int64_t batch, int64_t row, in
     if (g.add) old = hpmlg_get8(g.c, at);
     HPMLG_UNROLL
     for (int j = 0; j < 8; j++) e.v[j] = hpmlg_end_of(g, batch, row, col + j, e.v[j] * g.alpha) + old.v[j];
-    if (g.z.p) hpmlg_put8(g.z, at, e);
-    if (g.act == HPML_ACT_RELU) {
+    if (g.z.p && !g.back) hpmlg_put8(g.z, at, e);
+    if (g.back) {
+        old = hpmlg_get8(g.z, at);
+        HPMLG_UNROLL
+        for (int j = 0; j < 8; j++) e.v[j] *= hpmlg_slope_far((int)g.act, g.slope, old.v[j]);
+    } else if (g.act == HPML_ACT_RELU) {
         HPMLG_UNROLL
         for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act(HPML_ACT_RELU, 0, e.v[j]);
     } else if (g.act) {
@@ -3222,7 +3230,7 @@ HPMLG_FN hpml_status hpmlg_job_run(hpmlg_device *d, hpmlg_job *g)
     return HPMLG_RUN(d, hpmlg_k_join, hpmlg_blocks(d, g->batch * g->m * g->n, 256), 256, 0, *g);
 }
 
-/* A plain product: c (batch, m, n) = act(alpha a b (+ c) + bias). */
+/* A plain product: c (batch, m, n) = act(alpha a b (+ c) + bias), or back: c = (alpha a b (+ c)) act'(z). */
 typedef struct hpmlg_mat {
     hpmlg_array x;
     int64_t     rs, cs, batch; /* elements between rows, columns, matrices */
@@ -3231,11 +3239,13 @@ typedef struct hpmlg_mat {
 typedef struct hpmlg_gemm {
     int64_t      m, n, k, batch;
     hpmlg_mat    a, b;
-    hpmlg_array  c, z;           /* z: gets what goes into act; p NULL: nobody wants it */
+    hpmlg_array  c, z;           /* z: gets what goes into act; p NULL: nobody wants it. back: read */
     int64_t      ldc, c_batch;
     float        alpha, slope;
-    bool         add;
+    bool         add, back;
     hpml_act     act;
+    float       *sums;           /* (m) gets the sums of a's rows; NULL: nobody wants them */
+    bool         rode;           /* set by the product: it did act' (back), or the sums, on its way */
     const float *bias;           /* (n) or NULL */
     const void  *bias_half;      /* the same in c's type, for cuBLASLt; NULL: no such copy */
 } hpmlg_gemm;
@@ -3272,9 +3282,9 @@ HPMLG_FN hpmlg_side hpmlg_side_of(hpmlg_array x, int64_t line, int64_t k, int64_
     return o;
 }
 
-HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, const hpmlg_gemm *g, bool *done);
+HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *done);
 
-HPMLG_FN hpml_status hpmlg_product(hpmlg_device *d, const hpmlg_gemm *g)
+HPMLG_FN hpml_status hpmlg_product(hpmlg_device *d, hpmlg_gemm *g)
 {
     hpmlg_job   j = {};
     bool        done = false;
@@ -3287,6 +3297,7 @@ HPMLG_FN hpml_status hpmlg_product(hpmlg_device *d, const hpmlg_gemm *g)
     j.b = hpmlg_side_of(g->b.x, g->b.cs, g->b.rs, g->b.batch);
     j.c = g->c, j.z = g->z, j.ldc = g->ldc, j.c_batch = g->c_batch, j.flat = true;
     j.alpha = g->alpha, j.add = g->add, j.bias = g->bias, j.bias_col = 1, j.act = g->act, j.slope = g->slope;
+    j.back = g->rode = g->back;
     return hpmlg_job_run(d, &j);
 }
 
@@ -3355,10 +3366,11 @@ HPMLG_FN size_t hpmlg_factor_bytes(const hpmlg_device *d, const hpml_tensor *t)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Row-major matrices are column-major ones, transposed: c = a b is c^T = b^T a^T, so the operands change places. What
-   the library said about a shape (its algorithm, or that it will not) is kept. Bias, relu and gelu ride on the product;
-   where the library has no such kernel, the activation follows by itself. */
+   the library said about a shape (its algorithm, or that it will not) is kept. Bias, relu, gelu and gelu' ride on the
+   product, and so do sums of a's rows; where the library has no such kernel, an activation follows by itself, the others
+   are left to the caller. */
 #ifdef HPML_CUDA_NO_CUBLAS
-HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, const hpmlg_gemm *g, bool *done)
+HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *done)
 {
     (void)d, (void)g, (void)done;
     return HPML_OK;
@@ -3370,6 +3382,11 @@ HPMLG_FN hpml_status hpmlg_blas_check(hpmlg_device *d, cublasStatus_t s, const c
     return hpml_ctx_fail(d->ctx, s == CUBLAS_STATUS_ALLOC_FAILED ? HPML_ERR_MEMORY : HPML_ERR_CUDA,
                          "cuda device %d: %s: %s (%s); hpml_cuda_desc.own_kernels does without cuBLASLt",
                          (int)d->d.device, what, cublasLtGetStatusName(s), cublasLtGetStatusString(s));
+}
+
+HPMLG_FN bool hpmlg_blas_refused(cublasStatus_t s) /* ours does it */
+{
+    return s == CUBLAS_STATUS_NOT_SUPPORTED || s == CUBLAS_STATUS_INVALID_VALUE || s == CUBLAS_STATUS_ARCH_MISMATCH;
 }
 
 typedef struct hpmlg_blas_key {
@@ -3428,13 +3445,13 @@ HPMLG_FN cublasStatus_t hpmlg_blas_describe(const hpmlg_device *d, hpmlg_blas_pl
     cublasOperation_t     ta = k->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, tb = k->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     cublasLtEpilogue_t    epilogue = (cublasLtEpilogue_t)k->epilogue;
     int64_t               aux = k->ldc;
-    bool                  kept = epilogue == CUBLASLT_EPILOGUE_GELU_AUX || epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+    bool                  with_z = (k->epilogue & CUBLASLT_EPILOGUE_DGELU & CUBLASLT_EPILOGUE_GELU_AUX) != 0;
     cublasStatus_t        s = cublasLtMatmulDescCreate(&p->op, d->d.precision == HPML_CUDA_TF32 ?
                                                        CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUDA_R_32F);
     HPMLG_BLAS_SET(TRANSA, ta);
     HPMLG_BLAS_SET(TRANSB, tb);
     HPMLG_BLAS_SET(EPILOGUE, epilogue);
-    if (kept) HPMLG_BLAS_SET(EPILOGUE_AUX_LD, aux);
+    if (with_z) HPMLG_BLAS_SET(EPILOGUE_AUX_LD, aux);
     if (s == CUBLAS_STATUS_SUCCESS)
         s = hpmlg_blas_layout(&p->a, k->a_type, k->trans_b ? k->k : k->n, k->trans_b ? k->n : k->k, k->ldb, k->batch,
                               k->b_batch);
@@ -3479,8 +3496,7 @@ HPMLG_FN hpml_status hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas *blas, hpmlg_bla
     p->set = true;
     for (int i = 0; i < count && s == CUBLAS_STATUS_SUCCESS && !p->usable; i++)
         if (found[i].state == CUBLAS_STATUS_SUCCESS) p->usable = true, p->algo = found[i].algo;
-    if (s == CUBLAS_STATUS_NOT_SUPPORTED || s == CUBLAS_STATUS_INVALID_VALUE) return HPML_OK; /* ours does it */
-    return hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
+    return hpmlg_blas_refused(s) ? HPML_OK : hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
 }
 
 /* The largest power of two up to 256 that divides what it is given. */
@@ -3506,13 +3522,15 @@ HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g)
     return k->batch == 1 || !g->bias;
 }
 
-/* What may ride on the product. */
+/* What may ride on the product: the library's b is our a. */
 HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_gemm *g, bool act)
 {
-    bool bias = g->bias != NULL;
+    bool bias = g->bias != NULL, z = g->z.type == g->c.type && (uintptr_t)g->z.p % 16 == 0 && g->ldc % 8 == 0;
+    if (act && g->sums) return CUBLASLT_EPILOGUE_BGRADB;
+    if (act && g->back) return g->act == HPML_ACT_GELU && z ? CUBLASLT_EPILOGUE_DGELU : CUBLASLT_EPILOGUE_DEFAULT;
     if (act && g->act == HPML_ACT_RELU && !g->z.p) return bias ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
     if (act && g->act == HPML_ACT_GELU && !g->z.p) return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
-    if (act && g->act == HPML_ACT_GELU && g->z.type == g->c.type && (uintptr_t)g->z.p % 16 == 0 && g->ldc % 8 == 0)
+    if (act && g->act == HPML_ACT_GELU && z)
         return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
     return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
@@ -3531,36 +3549,40 @@ HPMLG_FN hpml_status hpmlg_blas_plan_of(hpmlg_device *d, hpmlg_blas *blas, const
     return hpmlg_blas_ask(d, blas, *plan, bias, z);
 }
 
-/* With the activation aboard where the library can, else with it after. *done: this was it. */
-HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, const hpmlg_gemm *g, bool *done)
+/* With all aboard where the library can, else without, and an activation after. *done: this was it. */
+HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *done)
 {
     hpmlg_blas      *blas = (hpmlg_blas *)d->blas;
     hpmlg_blas_key   key;
     hpmlg_blas_plan *p = NULL;
     const void      *bias = g->c.type == HPML_DTYPE_F32 ? g->bias : g->bias ? g->bias_half : NULL;
     float            beta = g->add ? 1.0f : 0.0f;
-    bool             act  = g->act != HPML_ACT_NONE;
+    bool             act  = g->act != HPML_ACT_NONE && !g->back, one = g->ldc == g->n && g->batch == 1;
     hpml_status      status;
-    if (!blas || !hpmlg_blas_key_of(&key, g) || (g->bias && !bias) || (act && (g->ldc != g->n || g->batch > 1)))
-        return HPML_OK;
-    for (int aboard = act; aboard >= 0; aboard--) {
+    if (!blas || !hpmlg_blas_key_of(&key, g) || (g->bias && !bias) || (act && !one)) return HPML_OK;
+    for (int aboard = act || g->back || g->sums; aboard >= 0; aboard--) {
         cublasLtEpilogue_t e = hpmlg_blas_epilogue(g, aboard);
-        bool  plain = e == CUBLASLT_EPILOGUE_BIAS || e == CUBLASLT_EPILOGUE_DEFAULT, after = act && plain;
-        void *z = !plain ? g->z.p : NULL, *c = after && g->z.p ? g->z.p : g->c.p;
+        bool        plain = e == CUBLASLT_EPILOGUE_BIAS || e == CUBLASLT_EPILOGUE_DEFAULT, after = act && plain;
+        void       *z = !plain ? g->z.p : NULL, *c = after && g->z.p ? g->z.p : g->c.p;
+        const void *line = e == CUBLASLT_EPILOGUE_BGRADB ? g->sums : bias;
         if (plain && aboard) continue;
         key.epilogue = (int64_t)e;
         key.c_type   = after && g->z.p ? g->z.type : g->c.type;
-        status       = hpmlg_blas_plan_of(d, blas, &key, bias, z, &p);
+        status       = hpmlg_blas_plan_of(d, blas, &key, line, z, &p);
         if (status != HPML_OK) return status;
         if (!p->usable) continue;
-        status = hpmlg_blas_check(d, hpmlg_blas_point(p, bias, z), "cublasLtMatmulDescSetAttribute");
+        status = hpmlg_blas_check(d, hpmlg_blas_point(p, line, z), "cublasLtMatmulDescSetAttribute");
         if (status != HPML_OK) return status;
-        status = hpmlg_blas_check(d, cublasLtMatmul(blas->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b,
-                                                    &beta, c, p->c, c, p->c, &p->algo, d->workspace, d->d.workspace,
-                                                    d->stream), "cublasLtMatmul");
+        cublasStatus_t s = cublasLtMatmul(blas->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b, &beta, c,
+                                          p->c, c, p->c, &p->algo, d->workspace, d->d.workspace, d->stream);
+        if (hpmlg_blas_refused(s)) { /* it should have said so when asked */
+            p->usable = false;
+            continue;
+        }
+        status = hpmlg_blas_check(d, s, "cublasLtMatmul");
         if (status == HPML_OK && after)
             status = hpmlg_act_run(d, g->c, g->z.p ? g->z : g->c, g->act, g->slope, g->m * g->n);
-        *done = true;
+        *done = true, g->rode = aboard;
         return status;
     }
     return HPML_OK;
@@ -3587,7 +3609,9 @@ HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* y = act(x w^T + bias) is one product. Backward: dz = dy act'(z) takes the place of dy, which nobody reads after us;
-   the same pass over it sums its columns for the bias, block by block and then block after block. */
+   the same pass over it sums its columns for the bias, block by block and then block after block. Where y's only reader
+   is the linear layer behind, its product for dy multiplies by act'(z) on the way, and the columns can be summed by the
+   product for dw. */
 
 /* dy *= act'(v), and sums of its columns over `each` rows to part (gridDim.y, n), where wanted. W columns a thread,
    32 threads side by side, 8 rows at a time. */
@@ -3740,6 +3764,12 @@ HPMLG_FN hpml_status hpmlg_matmul_backward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
+/* What act' is computed from. */
+HPMLG_FN hpmlg_array hpmlg_linear_z(const hpml_node *n)
+{
+    return n->saved ? hpmlg_of(n->saved, n->out->dtype) : hpmlg_value(n->out);
+}
+
 HPMLG_FN hpml_status hpmlg_linear_forward(const hpml_run *run, hpml_node *n)
 {
     hpmlg_device      *d = hpmlg_enter(run->ctx);
@@ -3755,21 +3785,46 @@ HPMLG_FN hpml_status hpmlg_linear_forward(const hpml_run *run, hpml_node *n)
     return hpmlg_product(d, &g);
 }
 
+/* The layer before, when n alone reads it: `with` says that n takes its act'. */
+HPMLG_FN void hpmlg_linear_plan(hpml_node *n, hpml_node *before)
+{
+    for (int s = 0; s < n->src_count; s++) {
+        hpml_node *m = n->src[s] ? n->src[s]->node : NULL;
+        if (m && m->op == HPML_OP_LINEAR) m->with = NULL;
+        if (m && m == before && m->op == HPML_OP_LINEAR && n->op == HPML_OP_LINEAR) m->with = n;
+    }
+}
+
 HPMLG_FN hpml_status hpmlg_linear_backward(const hpml_run *run, hpml_node *n)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
-    hpml_tensor  *x = n->src[0], *w = n->src[1], *bias = n->src[2];
-    int64_t       out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
-    hpmlg_array   dz = hpmlg_grad(n->out), z = n->saved ? hpmlg_of(n->saved, n->out->dtype) : hpmlg_value(n->out);
-    hpml_status   status = hpmlg_columns_run(d, dz, z, n->attr.act.act, n->attr.act.slope, rows, out,
-                                             bias ? bias->grad : NULL, n->accumulate[2]);
-    if (w->grad && status == HPML_OK)
-        status = hpmlg_batched(d, 1, out, in, rows, hpmlg_mats(dz, out, 0, true),
-                               hpmlg_mats(hpmlg_factor(d, x, n->scratch), in, 0, false), hpmlg_grad(w),
-                               n->accumulate[1]);
-    if (x->grad && status == HPML_OK)
-        status = hpmlg_batched(d, 1, rows, in, out, hpmlg_mats(dz, out, 0, false),
-                               hpmlg_mats(hpmlg_factor(d, w, NULL), in, 0, false), hpmlg_grad(x), n->accumulate[0]);
+    hpmlg_device    *d = hpmlg_enter(run->ctx);
+    hpml_tensor     *x = n->src[0], *w = n->src[1], *bias = n->src[2];
+    const hpml_node *m = x->node && x->node->with == n && x->node->attr.act.act ? x->node : NULL;
+    int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
+    hpmlg_array      dz = hpmlg_grad(n->out), none = hpmlg_of(NULL, HPML_DTYPE_F32);
+    hpml_act         act = d->sloped == n ? HPML_ACT_NONE : n->attr.act.act;
+    float           *db = bias ? bias->grad : NULL;
+    hpmlg_gemm       dw = hpmlg_gemm_of(out, in, rows, hpmlg_mats(dz, out, 0, true), hpmlg_mats(none, in, 0, false),
+                                        hpmlg_grad(w), in, n->accumulate[1]);
+    hpmlg_gemm       dx = hpmlg_gemm_of(rows, in, out, hpmlg_mats(dz, out, 0, false), hpmlg_mats(none, in, 0, false),
+                                        hpmlg_grad(x), in, n->accumulate[0]);
+    hpml_status      status = HPML_OK;
+    bool             ride = act == HPML_ACT_NONE && w->grad && db && out <= (int64_t)(HPMLG_SCRATCH / sizeof(float));
+    d->sloped = NULL;
+    if (ride) dw.sums = n->accumulate[2] ? (float *)d->scratch : db;
+    else status = hpmlg_columns_run(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, rows, out, db, n->accumulate[2]);
+    if (w->grad && status == HPML_OK) {
+        dw.b.x = hpmlg_factor(d, x, n->scratch);
+        status = hpmlg_product(d, &dw);
+    }
+    if (ride && status == HPML_OK && !dw.rode)
+        status = hpmlg_columns_run(d, dz, none, HPML_ACT_NONE, 0, rows, out, db, n->accumulate[2]);
+    else if (ride && status == HPML_OK && n->accumulate[2]) status = hpmlg_rows_run(d, db, dw.sums, 1, out, true);
+    if (!x->grad || status != HPML_OK) return status;
+    dx.b.x = hpmlg_factor(d, w, NULL);
+    if (m) dx.back = true, dx.z = hpmlg_linear_z(m), dx.act = m->attr.act.act, dx.slope = m->attr.act.slope;
+    status = hpmlg_product(d, &dx);
+    if (dx.rode) d->sloped = m;
     return status;
 }
 
@@ -5973,6 +6028,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
     hpml_node    *before = d->planned;
     hpmlg_lstm    lstm   = {};
     d->planned = n;
+    hpmlg_linear_plan(n, before);
     switch (n->op) {
     case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM:
         hpmlg_norm_plan(n, before);
