@@ -2749,7 +2749,7 @@ typedef struct hpmlg_side {
     hpmlg_array x;
     int64_t     batch;        /* elements to the next matrix */
     hpmlg_axis  line, k;
-    int64_t     H, W, sh, sw; /* of the image, and every how many-th row and column counts; H 0: not an image */
+    int64_t     H, W;         /* of the image; H 0: not an image */
     int64_t     along_k;      /* neighbours in k are closer in memory than neighbouring lines */
     int64_t     ld;           /* not 0: dense along one axis, and this far apart along the other */
 } hpmlg_side;
@@ -2760,11 +2760,6 @@ HPMLG_DEVICE float hpmlg_pick(const hpmlg_side &o, int64_t base, hpmlg_spot line
     if (line.at < 0 || k.at < 0) return 0;
     if (o.H) {
         int h = line.h + k.h, w = line.w + k.w;
-        int sh = (int)o.sh, sw = (int)o.sw;
-        if (sh > 1 || sw > 1) {
-            if (h % sh != 0 || w % sw != 0) return 0;
-            h /= sh, w /= sw;
-        }
         if ((unsigned)h >= (unsigned)o.H || (unsigned)w >= (unsigned)o.W) return 0;
         at += (int64_t)h * o.W + w;
     }
@@ -3834,8 +3829,9 @@ HPMLG_FN hpml_status hpmlg_linear_backward(const hpml_run *run, hpml_node *n)
 
 /* A convolution is a product: y (out, pixels) = w (out, channels x taps) x (channels x taps, pixels), where the second
    operand is never made: its elements are looked up in the image. Likewise dx (channels, pixels) = w' (channels, out x
-   taps) dy (out x taps, pixels), over those taps for which the stride leaves no rest, and dw (out, channels x taps) =
-   dy (out, pixels) x' (pixels, channels x taps). Groups are a batch of products. */
+   taps) dy (out x taps, pixels), and dw (out, channels x taps) = dy (out, pixels) x' (pixels, channels x taps). With a
+   stride, pixels of x that leave the same rest see the same taps: dx is one product for each rest. Groups are a batch
+   of products. */
 
 typedef struct hpmlg_conv {
     int64_t B, C, H, W, OC, OH, OW, groups; /* C, OC of one group */
@@ -3858,28 +3854,27 @@ HPMLG_FN hpmlg_conv hpmlg_conv_of(const hpml_node *n)
     return c;
 }
 
-/* Pixels of all images of x as those of y (or, back, of x itself) see them: where tap (0, 0) lies. */
-HPMLG_FN hpmlg_axis hpmlg_conv_pixels(const hpmlg_conv *c, bool back)
+/* Pixels of all images of x as those of y see them: where tap (0, 0) lies. */
+HPMLG_FN hpmlg_axis hpmlg_conv_pixels(const hpmlg_conv *c)
 {
-    hpmlg_axis p = back ? hpmlg_folded(c->H, c->W, c->groups * c->OC * c->P, 0, 0)
-                        : hpmlg_folded(c->OH, c->OW, c->groups * c->C * c->H * c->W, 0, 0);
-    p.h0 = (int16_t)(back ? c->padding[0] : -c->padding[0]), p.h = (int16_t)(back ? 1 : c->stride[0]);
-    p.w0 = (int16_t)(back ? c->padding[1] : -c->padding[1]), p.w = (int16_t)(back ? 1 : c->stride[1]);
+    hpmlg_axis p = hpmlg_folded(c->OH, c->OW, c->groups * c->C * c->H * c->W, 0, 0);
+    p.h0 = (int16_t)-c->padding[0], p.h = (int16_t)c->stride[0];
+    p.w0 = (int16_t)-c->padding[1], p.w = (int16_t)c->stride[1];
     return p;
 }
 
 /* Channels x taps: planes, and how far a tap moves. */
-HPMLG_FN hpmlg_axis hpmlg_conv_taps(const hpmlg_conv *c, int64_t plane, int sign)
+HPMLG_FN hpmlg_axis hpmlg_conv_taps(const hpmlg_conv *c)
 {
-    hpmlg_axis t = hpmlg_folded(c->kernel[0], c->kernel[1], plane, 0, 0);
-    t.h = (int16_t)(sign * c->dilation[0]), t.w = (int16_t)(sign * c->dilation[1]);
+    hpmlg_axis t = hpmlg_folded(c->kernel[0], c->kernel[1], c->H * c->W, 0, 0);
+    t.h = (int16_t)c->dilation[0], t.w = (int16_t)c->dilation[1];
     return t;
 }
 
 HPMLG_FN hpmlg_side hpmlg_conv_side(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k)
 {
     hpmlg_side o = {};
-    o.x = x, o.batch = batch, o.line = line, o.k = k, o.along_k = along_k, o.sh = o.sw = 1;
+    o.x = x, o.batch = batch, o.line = line, o.k = k, o.along_k = along_k;
     return o;
 }
 
@@ -3896,26 +3891,51 @@ HPMLG_FN hpml_status hpmlg_conv_y(hpmlg_device *d, const hpmlg_conv *c, hpmlg_ar
     hpmlg_job j = hpmlg_conv_job(c, y, false);
     j.m = c->OC, j.n = c->B * c->P, j.k = c->C * c->taps;
     j.a = hpmlg_conv_side(w, c->OC * j.k, hpmlg_plain(j.k), hpmlg_plain(1), true);
-    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_pixels(c, false), hpmlg_conv_taps(c, c->H * c->W, 1),
-                          false);
+    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_pixels(c), hpmlg_conv_taps(c), false);
     j.b.H = c->H, j.b.W = c->W;
     j.ldc = c->P, j.c_batch = c->OC * c->P, j.col = hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0);
     j.bias = bias, j.bias_row = 1, j.bias_batch = c->OC, j.act = act, j.slope = 0.01f;
     return hpmlg_job_run(d, &j);
 }
 
+/* Of one axis, the pixels first, first + stride, ... of x, `count` of them: tap, tap + step, ... of the kernel, `taps` of
+   them, bring them to `at`, at - back, ... of y for the first pixel, and one further for each next pixel. */
+typedef struct hpmlg_rest { int first, count, tap, step, taps, at, back; } hpmlg_rest;
+
+HPMLG_FN hpmlg_rest hpmlg_rest_of(const hpmlg_conv *c, int i, int first, int64_t size)
+{
+    int        s = c->stride[i], by = c->dilation[i];
+    hpmlg_rest r = { first, (int)((size - first + s - 1) / s), 0, 1, 0, 0, 0 };
+    while (r.step * by % s) r.step++;
+    while (r.tap < r.step && (first + c->padding[i] - r.tap * by) % s) r.tap++;
+    if (r.tap < r.step && r.tap < c->kernel[i]) r.taps = (c->kernel[i] - 1 - r.tap) / r.step + 1;
+    r.at = (first + c->padding[i] - r.tap * by) / s, r.back = r.step * by / s;
+    return r;
+}
+
 HPMLG_FN hpml_status hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array w, hpmlg_array dx,
                                    bool add)
 {
-    hpmlg_job j = hpmlg_conv_job(c, dx, add);
-    int64_t   size = c->H * c->W;
-    j.m = c->C, j.n = c->B * size, j.k = c->OC * c->taps;
-    j.a = hpmlg_conv_side(w, c->OC * c->C * c->taps, hpmlg_plain(c->taps),
-                             hpmlg_folded(c->taps, 1, c->C * c->taps, 1, 0), true);
-    j.b = hpmlg_conv_side(dy, c->OC * c->P, hpmlg_conv_pixels(c, true), hpmlg_conv_taps(c, c->P, -1), false);
-    j.b.H = c->OH, j.b.W = c->OW, j.b.sh = c->stride[0], j.b.sw = c->stride[1];
-    j.ldc = size, j.c_batch = c->C * size, j.col = hpmlg_folded(size, 1, c->groups * c->C * size, 1, 0);
-    return hpmlg_job_run(d, &j);
+    int64_t     size = c->H * c->W, kw = c->kernel[1];
+    hpml_status status = HPML_OK;
+    for (int i = 0; i < c->stride[0] * c->stride[1] && status == HPML_OK; i++) {
+        hpmlg_rest h = hpmlg_rest_of(c, 0, i / c->stride[1], c->H), v = hpmlg_rest_of(c, 1, i % c->stride[1], c->W);
+        hpmlg_axis pixels = hpmlg_folded(h.count, v.count, c->groups * c->OC * c->P, 0, 0);
+        hpmlg_axis taps   = hpmlg_folded(h.taps, v.taps, c->P, 0, 0);
+        hpmlg_job  j      = hpmlg_conv_job(c, hpmlg_from(dx, h.first * c->W + v.first), add);
+        j.m = c->C, j.n = c->B * h.count * v.count, j.k = c->OC * h.taps * v.taps;
+        if (j.n == 0 || (j.k == 0 && add)) continue;
+        pixels.h0 = (int16_t)h.at, pixels.w0 = (int16_t)v.at, pixels.h = pixels.w = 1;
+        taps.h = (int16_t)-h.back, taps.w = (int16_t)-v.back;
+        j.a = hpmlg_conv_side(hpmlg_from(w, h.tap * kw + v.tap), c->OC * c->C * c->taps, hpmlg_plain(c->taps),
+                              hpmlg_folded(h.taps, v.taps, c->C * c->taps, h.step * kw, v.step), true);
+        j.b = hpmlg_conv_side(dy, c->OC * c->P, pixels, taps, false);
+        j.b.H = c->OH, j.b.W = c->OW;
+        j.ldc = size, j.c_batch = c->C * size;
+        j.col = hpmlg_folded(h.count, v.count, c->groups * c->C * size, c->stride[0] * c->W, c->stride[1]);
+        status = hpmlg_job_run(d, &j);
+    }
+    return status;
 }
 
 HPMLG_FN hpml_status hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array x, hpmlg_array dw,
@@ -3925,7 +3945,7 @@ HPMLG_FN hpml_status hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_a
     j.m = c->OC, j.n = c->C * c->taps, j.k = c->B * c->P;
     j.a = hpmlg_conv_side(dy, c->OC * c->P, hpmlg_plain(c->P), hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0),
                              true);
-    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_taps(c, c->H * c->W, 1), hpmlg_conv_pixels(c, false), true);
+    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_taps(c), hpmlg_conv_pixels(c), true);
     j.b.H = c->H, j.b.W = c->W;
     j.ldc = j.n, j.c_batch = c->OC * j.n, j.flat = true;
     return hpmlg_job_run(d, &j);
