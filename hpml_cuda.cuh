@@ -229,10 +229,7 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 #include <time.h>
 #include <unistd.h>
 #endif
-#ifdef HPML_CUDA_ON_CPU
-#define HPML_CUDA_NO_CUBLAS
-#define HPML_CUDA_NO_CUDNN
-#else
+#ifndef HPML_CUDA_ON_CPU
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -1823,6 +1820,7 @@ HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t 
 /* Launches the team that suits rows of `cols`. */
 #define HPMLG_ROWS(d, kernel, blocks, cols, shared, ...)                                                               \
     ((cols) <= 256              ? HPMLG_RUN(d, (kernel<32, 1>), blocks, 128, shared, __VA_ARGS__)                      \
+     : (cols) <= 768            ? HPMLG_RUN(d, (kernel<32, 3>), blocks, 128, shared, __VA_ARGS__)                      \
      : (cols) <= HPMLG_WARP_ROW ? HPMLG_RUN(d, (kernel<32, 4>), blocks, 128, shared, __VA_ARGS__)                      \
      : (cols) <= 2048           ? HPMLG_RUN(d, (kernel<128, 2>), blocks, 128, shared, __VA_ARGS__)                     \
                                 : HPMLG_RUN(d, (kernel<256, 4>), blocks, 256, shared, __VA_ARGS__))
@@ -2036,7 +2034,8 @@ static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const fl
 HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
 {
     int64_t blocks = cols <= HPMLG_WARP_ROW ? (rows + 3) / 4 : rows;
-    return (int)(blocks < d->sms * 4 ? blocks : d->sms * 4);
+    int64_t most   = (int64_t)d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* whole waves of what registers allow */
+    return (int)(blocks < most ? blocks : most);
 }
 
 HPMLG_FN hpmlg_array hpmlg_param_of(const hpml_node *n, int s)
@@ -2705,6 +2704,7 @@ typedef struct hpmlg_divisor { unsigned shift, mul, by, unused; } hpmlg_divisor;
 /* n / by for n below 2^31 as a multiplication: mul = ceil(2^shift / by), shift = 31 + ceil(log2(by)). */
 HPMLG_FN hpmlg_divisor hpmlg_divisor_of(int64_t by)
 {
+    by = by < 1 ? 1 : by;
     hpmlg_divisor d = { 31, 0, (unsigned)by, 0 };
     while (((int64_t)1 << (d.shift - 31)) < by) d.shift++;
     d.mul = (unsigned)((((uint64_t)1 << d.shift) + (uint64_t)by - 1) / (uint64_t)by);
@@ -3190,7 +3190,7 @@ HPMLG_FN void hpmlg_job_split(const hpmlg_device *d, hpmlg_job *g, int T)
     if (want > most) want = most;
     if (want < 2 || tiles >= d->sms) want = 1;
     g->k_each = ((g->k + want - 1) / want + 63) / 64 * 64;
-    g->splits = (g->k + g->k_each - 1) / g->k_each;
+    g->splits = g->k > 0 ? (g->k + g->k_each - 1) / g->k_each : 1; /* an empty sum is 0 */
     g->part   = g->splits > 1 ? (float *)d->workspace : NULL;
 }
 

@@ -26,9 +26,19 @@ static void keep(results *r, hpml_ctx *ctx, const char *name, const void *device
     r->v[r->count++] = v;
 }
 
+/* Faults, which only the emulation can make. */
+__attribute__((weak)) void cuda_on_cpu_fault(const char *what, long k);
+__attribute__((weak)) long cuda_on_cpu_count(const char *what);
+
+static bool emulated(void) { return cuda_on_cpu_fault != NULL; }
+
+/* The libraries' products and convolutions, or our own: the emulation has cuBLASLt alone, and tests ours where not told. */
+static enum { AS_EVER, LIBRARIES, OWN } products;
+
 static hpml_ctx *context(bool gpu, hpml_cuda_precision precision)
 {
-    hpml_cuda_desc cuda = { .precision = precision, .workspace = (size_t)4 << 20 };
+    hpml_cuda_desc cuda = { .precision = precision, .workspace = (size_t)4 << 20,
+                            .own_kernels = products == OWN || (products == AS_EVER && emulated()) };
     return hpml_ctx_create(&(hpml_ctx_desc){ .seed = 11, .threads = 1, .backend = gpu ? hpml_backend_cuda() : NULL,
                                              .backend_desc = gpu ? &cuda : NULL });
 }
@@ -637,7 +647,19 @@ TEST(wide_ops_in_bf16)
     X(conv_groups, hpml_conv2d(x, 24, &(hpml_conv2d_desc){ .kernel_h = 3, .groups = 2, .dilation_h = 2 }), 3, 20, 9, 14) \
     X(conv_depthwise, hpml_conv2d(x, 32, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1, .groups = 16 }), 4, 16, 13, 12) \
     X(lstm, hpml_lstm(hpml_reshape_3d(x, 4, 9, 24), 40, NULL), 4, 3, 3, 24)                                            \
+    X(mlp, hpml_linear(hpml_linear(x, 136, &(hpml_linear_desc){ .activation = HPML_ACT_GELU }), 72, NULL), 3, 1, 40, 24) \
+    X(mlp_add, read_twice(x, 24), 3, 1, 40, 24) X(mlp_odd, read_twice(x, 7), 3, 1, 11, 7)                              \
+    X(mlp_deep, hpml_linear(hpml_linear(hpml_linear(x, 40, &(hpml_linear_desc){ .activation = HPML_ACT_SILU }), 24, &(hpml_linear_desc){ .activation = HPML_ACT_GELU, .no_bias = true }), 16, &(hpml_linear_desc){ .activation = HPML_ACT_TANH }), 3, 1, 40, 24) \
+    X(conv_1x1, hpml_conv2d(x, 20, &(hpml_conv2d_desc){ .kernel_h = 1, .stride_h = 2 }), 3, 24, 13, 12)                \
+    X(conv_rests, hpml_conv2d(x, 8, &(hpml_conv2d_desc){ .kernel_h = 4, .kernel_w = 3, .stride_h = 4, .stride_w = 2, .dilation_h = 2, .padding_h = 2 }), 2, 5, 21, 14) \
+    X(conv_twice, hpml_add(hpml_conv2d(x, 6, &(hpml_conv2d_desc){ .kernel_h = 1, .stride_h = 3 }), hpml_conv2d(x, 6, &(hpml_conv2d_desc){ .kernel_h = 2, .stride_h = 3, .padding_h = 0 })), 2, 6, 11, 11) \
+    X(conv_apart, hpml_conv2d(x, 8, &(hpml_conv2d_desc){ .kernel_h = 2, .stride_h = 3, .groups = 8, .padding_h = 1 }), 2, 8, 10, 2) \
     X(relu, hpml_linear(hpml_conv2d(x, 9, &(hpml_conv2d_desc){ .kernel_h = 3, .activation = HPML_ACT_RELU }), 40, &(hpml_linear_desc){ .activation = HPML_ACT_RELU }), 3, 6, 9, 18)
+static hpml_tensor *read_twice(hpml_tensor *x, int64_t n) /* a layer that not only the layer behind reads */
+{
+    hpml_tensor *y = hpml_linear(x, n, &(hpml_linear_desc){ .activation = HPML_ACT_GELU });
+    return hpml_add(y, hpml_linear(y, n, NULL));
+}
 #define DEFINE_PRODUCT(name, e, ...) static hpml_tensor *product_##name(hpml_tensor *x) { return e; }
 #define PRODUCT_CASE(name, e, ...) { "large " #name, product_##name, 0, { __VA_ARGS__ } },
 PRODUCTS(DEFINE_PRODUCT)
@@ -646,8 +668,9 @@ static const op_case product_cases[] = { PRODUCTS(PRODUCT_CASE) };
 /* The last one's kinks are on one side or the other as the sums are rounded: in f32 only. */
 static void all_products(hpml_cuda_precision precision, double tolerance)
 {
-    some_cases(product_cases, sizeof product_cases / sizeof product_cases[0] - (precision != HPML_CUDA_F32), precision, 1,
-               tolerance);
+    for (products = OWN; products != AS_EVER; products--)
+        some_cases(product_cases, sizeof product_cases / sizeof product_cases[0] - (precision != HPML_CUDA_F32), precision,
+                   1, tolerance);
 }
 
 TEST(large_products_in_f32)
@@ -667,6 +690,27 @@ TEST(large_products_in_halves)
     if (no_device()) SKIP("no CUDA device");
     all_products(HPML_CUDA_BF16, 0.15);
     all_products(HPML_CUDA_F16, 2e-2);
+}
+
+/* The libraries' products take act' and the sums for biases along, also where gradients add up; where they cannot, or fail,
+   others do it. The counts say that they did. */
+TEST(products_take_slopes_and_sums_along)
+{
+    enum { DGELU = 192, BGRADB = 512, LATE = 1 << 20 };
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    for (int i = 0; i < 6; i++) {
+        const int refused[6] = { 0, DGELU & ~128, BGRADB, 0xfff, DGELU | LATE, 0xfff | LATE };
+        long      slopes = cuda_on_cpu_count("cublas 192"), sums = cuda_on_cpu_count("cublas 512");
+        products = LIBRARIES;
+        cuda_on_cpu_fault("cublas", refused[i]);
+        EACH(product_cases, c)
+            if (strstr(product_cases[c].name, "mlp")) some_cases(&product_cases[c], 1, HPML_CUDA_BF16, 1 + i % 3, 0.1);
+        cuda_on_cpu_fault("none", 0);
+        products = AS_EVER;
+        ENSURE((cuda_on_cpu_count("cublas 192") > slopes) == (i == 0 || i == 2));
+        ENSURE((cuda_on_cpu_count("cublas 512") > sums) == (i == 0 || i == 1 || i == 4));
+        ENSURE(cuda_on_cpu_count("cublas") == 0);
+    }
 }
 
 /* A weight that the host writes is multiplied from then on, in recorded passes too. */
@@ -820,11 +864,6 @@ TEST(counts_and_squares)
     b->free(hpml_ctx_device(ctx), l, sizeof labels);
     hpml_ctx_free(ctx);
 }
-
-
-/* Faults, which only the emulation can make. */
-__attribute__((weak)) void cuda_on_cpu_fault(const char *what, long k);
-__attribute__((weak)) long cuda_on_cpu_count(const char *what);
 
 /* A small training of 3 steps; the status, and what the context says. */
 static hpml_status train_briefly(hpml_cuda_precision precision, char *error, float *losses)
@@ -998,12 +1037,6 @@ static void train_data(hpml_dtype dtype, int64_t samples, int64_t each, int seed
     }
 }
 
-static bool emulated(void)
-{
-    hpml_cuda_info info;
-    return hpml_cuda_device_info(0, &info) == HPML_OK && strcmp(info.name, "CUDA on a CPU") == 0;
-}
-
 static bool train_steps(const training *t, bool gpu, bool own, hpml_cuda_precision precision, float losses[STEPS])
 {
     hpml_cuda_desc cuda = { .precision = precision, .own_kernels = own };
@@ -1034,7 +1067,7 @@ static void train_both(const training *t, const hpml_cuda_precision *precisions,
 {
     float cpu[STEPS], gpu[STEPS];
     if (!train_steps(t, false, false, HPML_CUDA_F32, cpu)) return;
-    for (int own = 0; own < (emulated() ? 1 : 2); own++) /* the emulation has no libraries */
+    for (int own = 0; own < 2; own++)
         for (int p = 0; p < count; p++) {
             double first = 0, last = 0;
             if (!train_steps(t, true, own == 1, precisions[p], gpu)) continue;
