@@ -2119,15 +2119,10 @@ HPMLG_DEVICE hpmlg_moments hpmlg_moments_join(hpmlg_moments a, hpmlg_moments b)
     return s;
 }
 
-HPMLG_DEVICE int64_t hpmlg_div(int64_t a, int64_t b) /* a, b >= 0 */
-{
-    return (a | b) >> 32 ? a / b : (int64_t)((unsigned)a / (unsigned)b);
-}
-
 /* Where unit u of channel c stands. */
 HPMLG_DEVICE int64_t hpmlg_bn_at(const hpmlg_bn *s, int64_t c, int64_t u)
 {
-    int64_t i = u * s->unit, image = hpmlg_div(i, s->P);
+    int64_t i = u * s->unit, image = hpmlg_quotient(i, s->P);
     return (image * s->C + c) * s->P + (i - image * s->P);
 }
 
@@ -2207,7 +2202,7 @@ static __global__ void hpmlg_k_bn_apply(hpmlg_array out, hpmlg_array x, hpmlg_ar
     int64_t n = s.B * s.C * s.P;
     for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
          i += 8 * (int64_t)gridDim.x * blockDim.x) {
-        int64_t     plane = hpmlg_div(i, s.P), r = i - plane * s.P, c = plane - hpmlg_div(plane, s.C) * s.C;
+        int64_t     plane = hpmlg_quotient(i, s.P), r = i - plane * s.P, c = plane - hpmlg_quotient(plane, s.C) * s.C;
         hpmlg_eight e = hpmlg_row_get(x, 0, n, i, vec, 0), f, z;
         if (dy.p) f = hpmlg_row_get(dy, 0, n, i, vec, 0);
         if (dy.p && relu) z = hpmlg_row_get(y, 0, n, i, vec, 0);
@@ -2621,7 +2616,7 @@ static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hp
     int64_t pieces = (width + 255) / 256, step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
     int64_t first  = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP;
     for (int64_t u = first; u < vocabulary * pieces; u += step) {
-        int64_t     t = hpmlg_div(u, pieces), c = (u - t * pieces) * 256 + 8 * (threadIdx.x % HPMLG_WARP);
+        int64_t     t = hpmlg_quotient(u, pieces), c = (u - t * pieces) * 256 + 8 * (threadIdx.x % HPMLG_WARP);
         int         n = b.count[t], k = 0;
         const int  *at = b.slot + b.start[t];
         hpmlg_eight sum, e[4];
@@ -3362,8 +3357,8 @@ HPMLG_FN size_t hpmlg_factor_bytes(const hpmlg_device *d, const hpml_tensor *t)
 
 /* Row-major matrices are column-major ones, transposed: c = a b is c^T = b^T a^T, so the operands change places. What
    the library said about a shape (its algorithm, or that it will not) is kept. Bias, relu, gelu and gelu' ride on the
-   product, and so do sums of a's rows; where the library has no such kernel, an activation follows by itself, the others
-   are left to the caller. */
+   product, and so do sums of a's rows; where the library has no such kernel, an activation follows by itself, and the
+   others are left to the caller. */
 #ifdef HPML_CUDA_NO_CUBLAS
 HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *done)
 {
@@ -3643,19 +3638,10 @@ static __global__ void hpmlg_k_columns(hpmlg_array dy, hpmlg_array v, int act, f
     }
 }
 
-/* out (n) (+)= the rows of part (parts, n), in order. */
-static __global__ void hpmlg_k_rows(float *out, const float *part, int64_t parts, int64_t n, bool add)
-{
-    int64_t i   = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    float   sum = 0;
-    if (i >= n) return;
-    for (int64_t p = 0; p < parts; p++) sum += part[p * n + i];
-    out[i] = add ? out[i] + sum : sum;
-}
-
+/* out (n) (+)= the sum of the rows of part (parts, n), in order. */
 HPMLG_FN hpml_status hpmlg_rows_run(hpmlg_device *d, float *out, const float *part, int64_t parts, int64_t n, bool add)
 {
-    return HPMLG_RUN(d, hpmlg_k_rows, (unsigned)((n + 255) / 256), 256, 0, out, part, parts, n, add);
+    return hpmlg_sum_run(d, hpmlg_of(out, HPML_DTYPE_F32), hpmlg_of((void *)part, HPML_DTYPE_F32), 1, parts, n, 1, add);
 }
 
 /* dz (m, n) = dy act'(v) in place; db (n), where it is not NULL, (+)= the sums of its columns. */
@@ -3898,8 +3884,8 @@ HPMLG_FN hpml_status hpmlg_conv_y(hpmlg_device *d, const hpmlg_conv *c, hpmlg_ar
     return hpmlg_job_run(d, &j);
 }
 
-/* Of one axis, the pixels first, first + stride, ... of x, `count` of them: tap, tap + step, ... of the kernel, `taps` of
-   them, bring them to `at`, at - back, ... of y for the first pixel, and one further for each next pixel. */
+/* Of one axis, `count` pixels first, first + stride, ... of x: `taps` of the kernel's, tap, tap + step, ..., bring the
+   first one to at, at - back, ... of y, and each next one further by 1. */
 typedef struct hpmlg_rest { int first, count, tap, step, taps, at, back; } hpmlg_rest;
 
 HPMLG_FN hpmlg_rest hpmlg_rest_of(const hpmlg_conv *c, int i, int first, int64_t size)
@@ -4224,13 +4210,6 @@ HPMLG_FN hpml_status hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dn
                      n->out->shape[1], n->out->shape[2] * n->out->shape[3], count);
 }
 
-static __global__ void hpmlg_k_widen(float *to, hpmlg_array from, int64_t n, bool add)
-{
-    int64_t step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step)
-        to[i] = (add ? to[i] : 0) + hpmlg_get(from, i);
-}
-
 HPMLG_FN hpml_status hpmlg_dnn_filter(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpml_node *n, hpmlg_array x,
                                       hpmlg_array dw, hpmlg_array dy, bool add)
 {
@@ -4242,9 +4221,7 @@ HPMLG_FN hpml_status hpmlg_dnn_filter(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn
                                                      d->workspace, d->d.workspace, narrow ? &zero : &beta, p->w, to);
     hpml_status status = hpmlg_dnn_check(d, s, "cudnnConvolutionBackwardFilter");
     int64_t     count = hpml_tensor_count(n->src[1]);
-    if (status != HPML_OK || !narrow) return status;
-    return HPMLG_RUN(d, hpmlg_k_widen, hpmlg_blocks(d, count, 256), 256, 0, (float *)dw.p, hpmlg_of(to, d->store),
-                     count, add);
+    return status == HPML_OK && narrow ? hpmlg_axpb_run(d, dw, hpmlg_of(to, d->store), 1, 0, count, add) : status;
 }
 
 HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
@@ -5419,7 +5396,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit_chunks(hpmlg_pac
     int     lane = (int)threadIdx.x % 16, halves = (int)blockDim.x / 16;
     int64_t count = p.rows * chunks;
     for (int64_t first = (int64_t)blockIdx.x * halves; first < count; first += (int64_t)gridDim.x * halves) {
-        int64_t     unit = first + (int)threadIdx.x / 16, row = hpmlg_div(unit, chunks), chunk = unit - row * chunks;
+        int64_t     unit = first + (int)threadIdx.x / 16, row = hpmlg_quotient(unit, chunks), chunk = unit - row * chunks;
         int64_t     at = row * p.cols + chunk * HPMLG_ONEBIT_CHUNK;
         int64_t     left = unit < count ? p.cols - chunk * HPMLG_ONEBIT_CHUNK : 0;
         int         n = (int)(left < HPMLG_ONEBIT_CHUNK ? left : HPMLG_ONEBIT_CHUNK);
@@ -5467,7 +5444,7 @@ static __global__ void hpmlg_k_onebit_carry(hpmlg_pack p)
 {
     int64_t n = p.rows * p.cols, step = (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
-        const float *level = hpmlg_onebit_row(&p, hpmlg_div(i, p.cols));
+        const float *level = hpmlg_onebit_row(&p, hpmlg_quotient(i, p.cols));
         float        v     = p.e[i];
         p.e[i] = (p.printed ? p.g[i] : v) - level[v >= 0 ? 1 : 0];
     }
@@ -5488,7 +5465,7 @@ static __global__ void hpmlg_k_twobit(hpmlg_pack p)
     int     lane = (int)threadIdx.x % HPMLG_WARP;
     int64_t pieces = (p.cols + 511) / 512, step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
     for (int64_t u = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP; u < p.rows * pieces; u += step) {
-        int64_t   row = hpmlg_div(u, pieces), i = (u - row * pieces) * 512 + lane, end = i - lane + 512;
+        int64_t   row = hpmlg_quotient(u, pieces), i = (u - row * pieces) * 512 + lane, end = i - lane + 512;
         unsigned *words = (unsigned *)hpmlg_onebit_row(&p, row);
         bool      bad = false;
         HPMLG_UNROLL
@@ -5522,7 +5499,7 @@ static __global__ void hpmlg_k_bf16(hpmlg_pack p, bool vec)
         hpmlg_row_put(out, 0, n, i, vec, v, false);
         for (int j = 0; j < 8; j++) {
             float sent = __bfloat162float(__float2bfloat16_rn(v.v[j]));
-            if (!isfinite(sent) && i + j < n) hpmlg_pack_mark(&p, hpmlg_div(i + j, p.cols));
+            if (!isfinite(sent) && i + j < n) hpmlg_pack_mark(&p, hpmlg_quotient(i + j, p.cols));
             lost.v[j] = (p.printed ? x.v[j] : v.v[j]) - sent;
         }
         if (p.e) hpmlg_row_put(e, 0, n, i, vec, lost, false);
@@ -5624,7 +5601,7 @@ static __global__ void hpmlg_k_unpack_bits(hpmlg_pack p, float *out, bool two, b
     int     lane = (int)threadIdx.x % HPMLG_WARP;
     int64_t pieces = (p.cols + 511) / 512, step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
     for (int64_t u = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP; u < p.rows * pieces; u += step) {
-        int64_t         row = hpmlg_div(u, pieces), i = (u - row * pieces) * 512 + lane;
+        int64_t         row = hpmlg_quotient(u, pieces), i = (u - row * pieces) * 512 + lane;
         const float    *level = hpmlg_onebit_row(&p, row);
         const unsigned *words = (const unsigned *)level + (two ? 0 : 2);
         float           low = two ? -p.threshold : level[0], high = two ? p.threshold : level[1];
