@@ -494,6 +494,7 @@ typedef struct hpmlg_device {
     hpmlg_pass     passes[HPMLG_PASSES];
     hpmlg_pass    *recording;
     bool           passing;        /* a whole forward pass is on its way */
+    unsigned long long *counts;    /* on the device: hits and labels of the last cross-entropy, which one */
     const hpml_node *sloped;       /* the layer whose gradient was multiplied by its act' by the layer behind */
     hpml_node     *planned;        /* the last node that was planned */
     uint64_t       clock;
@@ -591,10 +592,11 @@ HPMLG_FN hpml_status hpmlg_open_memory(hpmlg_device *d)
     if (e == cudaSuccess) e = cudaHostAlloc((void **)&d->note, sizeof *d->note, cudaHostAllocMapped);
     if (e == cudaSuccess) e = cudaHostAlloc(&d->result, HPMLG_RESULT, cudaHostAllocDefault);
     if (e == cudaSuccess) e = cudaMalloc((void **)&d->note_taken, sizeof *d->note_taken);
-    if (e == cudaSuccess) e = cudaMalloc((void **)&d->now, sizeof *d->now);
+    if (e == cudaSuccess) e = cudaMalloc((void **)&d->now, sizeof *d->now + 3 * sizeof *d->counts);
     if (e == cudaSuccess) e = cudaMalloc(&d->scratch, HPMLG_SCRATCH);
     if (e == cudaSuccess) e = cudaMalloc(&d->workspace, d->d.workspace);
-    if (e == cudaSuccess) memset(d->note, 0, sizeof *d->note);
+    if (e == cudaSuccess) memset(d->note, 0, sizeof *d->note), d->counts = (unsigned long long *)(d->now + 1);
+    if (e == cudaSuccess) e = cudaMemsetAsync(d->counts, 0, 3 * sizeof *d->counts, d->stream);
     return hpmlg_check(d, e, "memory for the device's own use");
 }
 
@@ -1539,7 +1541,27 @@ HPMLG_FN hpml_status hpmlg_sumsq(void *device, hpml_ctx *ctx, hpml_dtype dtype, 
 }
 
 /* A row is a hit unless an element before the label's is as large, or one after it larger. A NaN hits nothing; at the
-   front it is never overtaken. Integers may be added in any order. */
+   front it is never overtaken. */
+HPMLG_DEVICE bool hpmlg_beaten(const hpmlg_eight &e, int64_t at, int64_t first, int64_t label, float mine)
+{
+    bool beaten = false;
+    for (int j = 0; j < 8; j++)
+        beaten = beaten || e.v[j] > mine || (e.v[j] == mine && at + j >= first && at + j < label);
+    return beaten;
+}
+
+HPMLG_DEVICE bool hpmlg_beaten_at_once(hpmlg_array y, int64_t first, int64_t label, float mine)
+{
+    return label > first && (mine != mine || isnan(hpmlg_get(y, first)));
+}
+
+/* A row is done, its label counts. Integers may be added in any order. */
+HPMLG_DEVICE void hpmlg_count_row(unsigned long long *counts, bool hit)
+{
+    atomicAdd(&counts[1], 1ull);
+    if (hit) atomicAdd(&counts[0], 1ull);
+}
+
 static __global__ void hpmlg_k_correct(unsigned long long *counts, hpmlg_array y, const int *labels, int64_t rows,
                                        int64_t classes, int tx)
 {
@@ -1547,17 +1569,13 @@ static __global__ void hpmlg_k_correct(unsigned long long *counts, hpmlg_array y
     int64_t row = (int64_t)blockIdx.x * (HPMLG_FOLD / tx) + threadIdx.x / (unsigned)tx, first = row * classes;
     int     lane = (int)threadIdx.x % tx, label = row < rows ? labels[row] : -1;
     bool    counted = label >= 0 && label < classes;
-    float   mine = counted ? hpmlg_get(y, first + label) : 0, beaten = 0;
-    if (counted && label > 0 && (mine != mine || hpmlg_get(y, first) != hpmlg_get(y, first))) beaten = 1;
-    for (int64_t at = first / 8 * 8 + lane * 8; counted && at < first + classes; at += tx * 8) {
-        hpmlg_eight e = hpmlg_get_part(y, at, first, first + classes, NAN);
-        for (int j = 0; j < 8; j++)
-            if (e.v[j] > mine || (e.v[j] == mine && at + j < first + label)) beaten = 1;
-    }
+    float   mine = counted ? hpmlg_get(y, first + label) : 0;
+    float   beaten = counted && hpmlg_beaten_at_once(y, first, first + label, mine);
+    for (int64_t at = first / 8 * 8 + lane * 8; counted && at < first + classes; at += tx * 8)
+        if (hpmlg_beaten(hpmlg_get_part(y, at, first, first + classes, -INFINITY), at, first, first + label, mine))
+            beaten = 1;
     beaten = hpmlg_group(beaten, space, tx, true);
-    if (lane != 0 || !counted) return;
-    atomicAdd(&counts[1], 1ull);
-    if (beaten == 0) atomicAdd(&counts[0], 1ull);
+    if (lane == 0 && counted) hpmlg_count_row(counts, beaten == 0);
 }
 
 HPMLG_FN hpml_status hpmlg_correct(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
@@ -1565,12 +1583,16 @@ HPMLG_FN hpml_status hpmlg_correct(void *device, hpml_ctx *ctx, hpml_dtype dtype
 {
     hpmlg_device *d = hpmlg_enter(ctx);
     int           tx = hpmlg_power((classes + 14) / 8, HPMLG_FOLD), ty = HPMLG_FOLD / tx;
-    int64_t       now[2];
-    hpml_status   status = hpmlg_check(d, cudaMemsetAsync(d->scratch, 0, sizeof now, d->stream), "correct");
-    if (status == HPML_OK)
-        status = HPMLG_RUN(d, hpmlg_k_correct, (unsigned)((rows + ty - 1) / ty), HPMLG_FOLD, 0,
-                           (unsigned long long *)d->scratch, hpmlg_of((void *)y, dtype), labels, rows, classes, tx);
-    if (status == HPML_OK) status = hpmlg_read(device, now, d->scratch, sizeof now);
+    int64_t       now[3];
+    hpml_status   status = hpmlg_read(device, now, d->counts, sizeof now);
+    const hpml_node *n = status == HPML_OK ? (const hpml_node *)(uintptr_t)now[2] : NULL;
+    if (!n || n->src[0]->data != y || (const void *)n->src[1]->data != labels) { /* not what the loss has counted */
+        status = hpmlg_check(d, cudaMemsetAsync(d->scratch, 0, sizeof now, d->stream), "correct");
+        if (status == HPML_OK)
+            status = HPMLG_RUN(d, hpmlg_k_correct, (unsigned)((rows + ty - 1) / ty), HPMLG_FOLD, 0,
+                               (unsigned long long *)d->scratch, hpmlg_of((void *)y, dtype), labels, rows, classes, tx);
+        if (status == HPML_OK) status = hpmlg_read(device, now, d->scratch, sizeof now);
+    }
     if (status == HPML_OK) counts[0] += now[0], counts[1] += now[1];
     return status;
 }
@@ -4896,7 +4918,8 @@ HPMLG_FN hpml_status hpmlg_lstm_backward(const hpml_run *run, hpml_node *n)
 
 /* As in hpml.h: loss = lse - (1 - s) x_l - s mean(x), dx_i = exp(x_i - lse) - (1 - s) [i = l] - s / V. One group of
    threads has a row and reads it once: each thread keeps a maximum and the sum of exp(x - maximum), which is rescaled
-   when the maximum grows. Probabilities are not stored; kept are lse and loss of each row and 1 / rows that count. */
+   when the maximum grows. Probabilities are not stored; kept are lse and loss of each row and 1 / rows that
+   count. Hits are counted on the way. */
 typedef struct hpmlg_rows {
     hpmlg_array      x, dx;    /* (rows, V) */
     const int       *labels;   /* (rows) */
@@ -4908,6 +4931,7 @@ typedef struct hpmlg_rows {
     bool             add;
     hpmlg_note      *note;
     int             *taken;
+    unsigned long long *counts; /* hits, rows that count */
 } hpmlg_rows;
 
 #define HPMLG_LOWEST (-3.402823466e38f) /* not infinity: rows may begin with it, and inf - inf is NaN */
@@ -4919,10 +4943,14 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
     int64_t end = first + p.V;
     int     lane = (int)threadIdx.x % p.tx, label = row < p.rows ? p.labels[row] : p.ignore;
     bool    counts = row < p.rows && hpmlg_label_counts(label, p.ignore, p.V);
-    float   m = HPMLG_LOWEST, s = 0, all = 0;
+    float   m = HPMLG_LOWEST, s = 0, all = 0, mine = counts ? hpmlg_get(p.x, first + label) : 0;
+    float   beaten = counts && hpmlg_beaten_at_once(p.x, first, first + label, mine);
+    if (blockIdx.x == 0 && threadIdx.x == 0 && (p.ignore < 0 || p.ignore >= p.V)) /* all labels that count are counted */
+        p.counts[2] = (unsigned long long)(uintptr_t)node;
     for (int64_t at = first / 8 * 8 + lane * 8; counts && at < end; at += p.tx * 8) {
         hpmlg_eight e = hpmlg_get_part(p.x, at, first, end, -INFINITY);
         float       most = m;
+        if (hpmlg_beaten(e, at, first, first + label, mine)) beaten = 1;
         for (int j = 0; j < 8; j++) most = fmaxf(most, e.v[j]);
         s *= __expf(m - most);
         m = most;
@@ -4931,12 +4959,14 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
     }
     float most = hpmlg_group(m, space, p.tx, true);
     s = hpmlg_group(s * __expf(m - most), space, p.tx, false);
+    beaten = hpmlg_group(beaten, space, p.tx, true);
     if (p.smoothing > 0) all = hpmlg_group(all, space, p.tx, false);
     if (lane != 0 || row >= p.rows) return;
     float lse = most + logf(s);
     p.lse[row]  = lse;
     p.loss[row] = 0;
-    if (counts) p.loss[row] = lse - (1 - p.smoothing) * hpmlg_get(p.x, first + label) - p.smoothing * all / (float)p.V;
+    if (counts) hpmlg_count_row(p.counts, beaten == 0);
+    if (counts) p.loss[row] = lse - (1 - p.smoothing) * mine - p.smoothing * all / (float)p.V;
     else if (label != p.ignore) hpmlg_complain(p.note, p.taken, HPMLG_BAD_LABEL, row, label, node);
 }
 
@@ -4971,7 +5001,7 @@ HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_device *d, const hpml_node *n, unsigne
     p.lse = (float *)n->saved, p.loss = p.lse + p.rows, p.inverse = p.loss + p.rows, p.dloss = n->out->grad;
     p.smoothing = n->attr.cross_entropy.smoothing, p.ignore = n->attr.cross_entropy.ignore;
     p.tx = hpmlg_power((p.V + 14) / 8, HPMLG_FOLD), p.add = n->accumulate[0];
-    p.note = d->note, p.taken = d->note_taken;
+    p.note = d->note, p.taken = d->note_taken, p.counts = d->counts;
     *blocks = (unsigned)((p.rows + HPMLG_FOLD / p.tx - 1) / (HPMLG_FOLD / p.tx));
     return p;
 }
@@ -4982,7 +5012,9 @@ HPMLG_FN hpml_status hpmlg_cross_entropy_forward(const hpml_run *run, hpml_node 
     unsigned      blocks;
     hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
     hpmlg_finish  f;
-    hpml_status   status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p, (const hpml_node *)n);
+    hpml_status   status = hpmlg_check(d, cudaMemsetAsync(p.counts, 0, 3 * sizeof *p.counts, d->stream), "counting");
+    if (status == HPML_OK)
+        status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p, (const hpml_node *)n);
     memset(&f, 0, sizeof f);
     f.part = p.loss, f.n = p.rows, f.labels = p.labels, f.classes = p.V, f.ignore = p.ignore;
     f.out = n->out->data, f.inverse = p.inverse;
@@ -5396,7 +5428,8 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit_chunks(hpmlg_pac
     int     lane = (int)threadIdx.x % 16, halves = (int)blockDim.x / 16;
     int64_t count = p.rows * chunks;
     for (int64_t first = (int64_t)blockIdx.x * halves; first < count; first += (int64_t)gridDim.x * halves) {
-        int64_t     unit = first + (int)threadIdx.x / 16, row = hpmlg_quotient(unit, chunks), chunk = unit - row * chunks;
+        int64_t     unit = first + (int)threadIdx.x / 16, row = hpmlg_quotient(unit, chunks);
+        int64_t     chunk = unit - row * chunks;
         int64_t     at = row * p.cols + chunk * HPMLG_ONEBIT_CHUNK;
         int64_t     left = unit < count ? p.cols - chunk * HPMLG_ONEBIT_CHUNK : 0;
         int         n = (int)(left < HPMLG_ONEBIT_CHUNK ? left : HPMLG_ONEBIT_CHUNK);

@@ -61,6 +61,7 @@ static hpml_status run_case(const op_case *c, bool gpu, hpml_cuda_precision prec
         fill(t, 2);
         for (int i = 0; i < passes; i++) hpml_graph_forward(g, true, 3), hpml_graph_backward(g, 1, false);
     }
+    if (passes == 3) hpml_graph_forward(g, true, 3), hpml_graph_backward(g, 1, true); /* gradients add up */
     if (hpml_ctx_status(ctx) == HPML_OK) {
         keep(r, ctx, "loss", loss->data, loss->dtype, 1);
         keep(r, ctx, "result", y->data, y->dtype, hpml_tensor_count(y));
@@ -106,7 +107,7 @@ static void some_cases(const op_case *c, size_t count, hpml_cuda_precision preci
     for (; count > 0; c++, count--) {
         results cpu, gpu;
         char    error[256];
-        if (run_case(c, false, HPML_CUDA_F32, 1, &cpu, error) != HPML_OK ||
+        if (run_case(c, false, HPML_CUDA_F32, passes, &cpu, error) != HPML_OK ||
             run_case(c, true, precision, passes, &gpu, error) != HPML_OK)
             printf("    %s: %s\n", c->name, error), test_failed = 1;
         else compare(c->name, &gpu, &cpu, tolerance);
@@ -863,6 +864,35 @@ TEST(counts_and_squares)
     b->free(hpml_ctx_device(ctx), x, sizeof v);
     b->free(hpml_ctx_device(ctx), l, sizeof labels);
     hpml_ctx_free(ctx);
+}
+
+/* Hits of whole steps, which the loss counts: with labels that do not count, short batches, two graphs in turn. */
+TEST(the_loss_counts_hits)
+{
+    if (no_device()) SKIP("no CUDA device");
+    for (int ignore = 0; ignore < 2; ignore++) {
+        float accuracy[2][8];
+        for (int gpu = 0; gpu < 2; gpu++) {
+            hpml_ctx      *ctx = context(gpu == 1, HPML_CUDA_F32);
+            hpml_trainer  *t[2];
+            hpml_step_info info = { 0 };
+            float          x[60];
+            int32_t        y[12];
+            for (int i = 0; i < 60; i++) x[i] = (float)((i * 13 + i / 7) % 5 - 2);
+            for (int i = 0; i < 12; i++) y[i] = i == 5 && ignore ? HPML_IGNORE : i % 3;
+            hpml_tensor *in = hpml_input_2d(ctx, 12, 5), *out[2] = { hpml_linear(in, 3, NULL), NULL };
+            hpml_tensor *other = hpml_input_2d(ctx, 12, 5);
+            out[1] = hpml_linear(other, 3, NULL);
+            for (int k = 0; k < 2; k++)
+                t[k] = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = k ? other : in, .output = out[k], .lr = 0.1f });
+            for (int i = 0; i < 8; i++) {
+                ENSURE(hpml_trainer_step(t[i / 2 % 2], x, y, 12 - i % 3, &info) == HPML_OK);
+                accuracy[gpu][i] = info.accuracy;
+            }
+            hpml_ctx_free(ctx);
+        }
+        for (int i = 0; i < 8; i++) ENSURE(accuracy[0][i] == accuracy[1][i]);
+    }
 }
 
 /* A small training of 3 steps; the status, and what the context says. */
