@@ -1796,38 +1796,15 @@ template <int TEAM> HPMLG_DEVICE float hpmlg_team_sum(float v, float *space)
     return TEAM == HPMLG_WARP ? hpmlg_warp_sum(v) : hpmlg_block_sum(v, space);
 }
 
-/* Elements c to c + 7 of a row; those past its end are `fill` and are not written. vec: eights lie on bounds of 16
-   bytes. */
-HPMLG_DEVICE hpmlg_eight hpmlg_row_get(hpmlg_array a, int64_t row, int64_t cols, int64_t c, bool vec, float fill)
+/* Elements c to c + 7 of a row; those past its end are `fill` and are not written. */
+HPMLG_DEVICE hpmlg_eight hpmlg_row_get(hpmlg_array a, int64_t row, int64_t cols, int64_t c, float fill)
 {
-    hpmlg_eight e;
-    if (vec && c + 8 <= cols) return hpmlg_get8(a, (row * cols + c) >> 3);
-    HPMLG_UNROLL
-    for (int j = 0; j < 8; j++) e.v[j] = c + j < cols ? hpmlg_get(a, row * cols + c + j) : fill;
-    return e;
+    return hpmlg_get_part(a, row * cols + c, row * cols + c, row * cols + cols, fill);
 }
 
-HPMLG_DEVICE void hpmlg_row_put(hpmlg_array a, int64_t row, int64_t cols, int64_t c, bool vec, hpmlg_eight e, bool add)
+HPMLG_DEVICE void hpmlg_row_put(hpmlg_array a, int64_t row, int64_t cols, int64_t c, hpmlg_eight e, bool add)
 {
-    if (add) {
-        hpmlg_eight old = hpmlg_row_get(a, row, cols, c, vec, 0);
-        for (int j = 0; j < 8; j++) e.v[j] += old.v[j];
-    }
-    if (vec && c + 8 <= cols) {
-        hpmlg_put8(a, (row * cols + c) >> 3, e);
-        return;
-    }
-    HPMLG_UNROLL
-    for (int j = 0; j < 8; j++)
-        if (c + j < cols) hpmlg_put(a, row * cols + c + j, e.v[j]);
-}
-
-HPMLG_FN bool hpmlg_on16(const void *p) { return ((uintptr_t)p & 15) == 0; }
-
-/* Whether rows of the last dimension of y and x can be taken by eights. */
-HPMLG_FN bool hpmlg_rows_vec(const hpml_tensor *y, const hpml_tensor *x, int64_t cols)
-{
-    return cols % 8 == 0 && hpmlg_on16(y->data) && hpmlg_on16(y->grad) && hpmlg_on16(x->data) && hpmlg_on16(x->grad);
+    hpmlg_put_part(a, row * cols + c, row * cols + c, row * cols + cols, e, add);
 }
 
 HPMLG_FN int64_t hpmlg_last_dim(const hpml_tensor *t) { return t->ndim > 0 ? t->shape[t->ndim - 1] : 1; }
@@ -1856,7 +1833,7 @@ HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t 
         HPMLG_UNROLL for (int64_t k = 0, c = tile; k < G; k++, c += 8 * TEAM)
 
 template <int TEAM, int G>
-static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t rows, int64_t cols, bool log, bool vec)
+static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t rows, int64_t cols, bool log)
 {
     __shared__ float space[HPMLG_WARP];
     const bool       many = cols > 8 * TEAM * G;
@@ -1864,20 +1841,20 @@ static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t row
     HPMLG_EACH_ROW {
         float most = -INFINITY, sum = 0;
         HPMLG_EACH_EIGHT {
-            e[k] = hpmlg_row_get(x, row, cols, c, vec, -INFINITY);
+            e[k] = hpmlg_row_get(x, row, cols, c, -INFINITY);
             for (int j = 0; j < 8; j++) most = e[k].v[j] > most || e[k].v[j] != e[k].v[j] ? e[k].v[j] : most;
         }
         most = TEAM == HPMLG_WARP ? hpmlg_warp_max(most) : hpmlg_block_max(most, space);
         HPMLG_EACH_EIGHT {
-            if (many) e[k] = hpmlg_row_get(x, row, cols, c, vec, -INFINITY);
+            if (many) e[k] = hpmlg_row_get(x, row, cols, c, -INFINITY);
             for (int j = 0; j < 8; j++) sum += expf(e[k].v[j] - most);
         }
         sum = hpmlg_team_sum<TEAM>(sum, space);
         float shift = log ? most + logf(sum) : most, scale = 1 / sum;
         HPMLG_EACH_EIGHT {
-            if (many) e[k] = hpmlg_row_get(x, row, cols, c, vec, 0);
+            if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
             for (int j = 0; j < 8; j++) e[k].v[j] = log ? e[k].v[j] - shift : expf(e[k].v[j] - shift) * scale;
-            hpmlg_row_put(y, row, cols, c, vec, e[k], false);
+            hpmlg_row_put(y, row, cols, c, e[k], false);
         }
     }
 }
@@ -1885,7 +1862,7 @@ static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t row
 /* dx (+)= y (dy - <dy, y>), for the logarithm dy - exp(y) sum(dy). */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg_array dy, int64_t rows, int64_t cols,
-                                            bool log, bool add, bool vec)
+                                            bool log, bool add)
 {
     __shared__ float space[HPMLG_WARP];
     const bool       many = cols > 8 * TEAM * G;
@@ -1893,16 +1870,16 @@ static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg
     HPMLG_EACH_ROW {
         float sum = 0;
         HPMLG_EACH_EIGHT {
-            e[k] = hpmlg_row_get(y, row, cols, c, vec, 0);
-            f[k] = hpmlg_row_get(dy, row, cols, c, vec, 0);
+            e[k] = hpmlg_row_get(y, row, cols, c, 0);
+            f[k] = hpmlg_row_get(dy, row, cols, c, 0);
             for (int j = 0; j < 8; j++) sum += log ? f[k].v[j] : f[k].v[j] * e[k].v[j];
         }
         sum = hpmlg_team_sum<TEAM>(sum, space);
         HPMLG_EACH_EIGHT {
-            if (many) e[k] = hpmlg_row_get(y, row, cols, c, vec, 0), f[k] = hpmlg_row_get(dy, row, cols, c, vec, 0);
+            if (many) e[k] = hpmlg_row_get(y, row, cols, c, 0), f[k] = hpmlg_row_get(dy, row, cols, c, 0);
             for (int j = 0; j < 8; j++)
                 f[k].v[j] = log ? f[k].v[j] - expf(e[k].v[j]) * sum : e[k].v[j] * (f[k].v[j] - sum);
-            hpmlg_row_put(dx, row, cols, c, vec, f[k], add);
+            hpmlg_row_put(dx, row, cols, c, f[k], add);
         }
     }
 }
@@ -1912,7 +1889,7 @@ HPMLG_FN hpml_status hpmlg_softmax_forward(const hpml_run *run, hpml_node *n)
     hpmlg_device *d    = hpmlg_enter(run->ctx);
     int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
     return HPMLG_ROWS(d, hpmlg_k_softmax, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out),
-                      hpmlg_value(n->src[0]), rows, cols, n->attr.softmax.log, hpmlg_rows_vec(n->out, n->src[0], cols));
+                      hpmlg_value(n->src[0]), rows, cols, n->attr.softmax.log);
 }
 
 HPMLG_FN hpml_status hpmlg_softmax_backward(const hpml_run *run, hpml_node *n)
@@ -1921,8 +1898,7 @@ HPMLG_FN hpml_status hpmlg_softmax_backward(const hpml_run *run, hpml_node *n)
     int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
     if (!n->src[0]->grad) return HPML_OK;
     return HPMLG_ROWS(d, hpmlg_k_softmax_back, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_grad(n->src[0]),
-                      hpmlg_value(n->out), hpmlg_grad(n->out), rows, cols, n->attr.softmax.log, n->accumulate[0],
-                      hpmlg_rows_vec(n->out, n->src[0], cols));
+                      hpmlg_value(n->out), hpmlg_grad(n->out), rows, cols, n->attr.softmax.log, n->accumulate[0]);
 }
 
 /* xhat = (x - mean) rstd, y = xhat gamma + beta; saved: mean and rstd of each row. rmsnorm: mean = 0. A residual sum
@@ -1930,7 +1906,7 @@ HPMLG_FN hpml_status hpmlg_softmax_backward(const hpml_run *run, hpml_node *n)
 template <int TEAM, int G>
 static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p, hpmlg_array q, hpmlg_array gamma,
                                     hpmlg_array beta, float2 *saved, int64_t rows, int64_t cols, float eps,
-                                    bool centred, bool vec)
+                                    bool centred)
 {
     __shared__ float space[HPMLG_WARP];
     const bool       many = cols > 8 * TEAM * G;
@@ -1938,17 +1914,17 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
     HPMLG_EACH_ROW {
         float mean = 0, sum = 0;
         HPMLG_EACH_EIGHT {
-            e[k] = hpmlg_row_get(p.p ? p : x, row, cols, c, vec, 0);
+            e[k] = hpmlg_row_get(p.p ? p : x, row, cols, c, 0);
             if (p.p) { /* x = p + q comes with it */
-                hpmlg_eight f = hpmlg_row_get(q, row, cols, c, vec, 0);
+                hpmlg_eight f = hpmlg_row_get(q, row, cols, c, 0);
                 for (int j = 0; j < 8; j++) e[k].v[j] = hpmlg_rounded(e[k].v[j] + f.v[j], x.type);
-                hpmlg_row_put(x, row, cols, c, vec, e[k], false);
+                hpmlg_row_put(x, row, cols, c, e[k], false);
             }
             for (int j = 0; j < 8; j++) mean += e[k].v[j];
         }
         mean = centred ? hpmlg_team_sum<TEAM>(mean, space) / (float)cols : 0;
         HPMLG_EACH_EIGHT {
-            if (many) e[k] = hpmlg_row_get(x, row, cols, c, vec, 0);
+            if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
             for (int j = 0; j < 8; j++) {
                 float v = c + j < cols ? e[k].v[j] - mean : 0;
                 sum += v * v;
@@ -1957,16 +1933,16 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
         float rstd = 1 / sqrtf(hpmlg_team_sum<TEAM>(sum, space) / (float)cols + eps);
         if (threadIdx.x % TEAM == 0) saved[row] = make_float2(mean, rstd);
         HPMLG_EACH_EIGHT {
-            if (many) e[k] = hpmlg_row_get(x, row, cols, c, vec, 0);
+            if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
             hpmlg_eight g, b;
-            if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, vec, 0);
-            if (beta.p) b = hpmlg_row_get(beta, 0, cols, c, vec, 0);
+            if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, 0);
+            if (beta.p) b = hpmlg_row_get(beta, 0, cols, c, 0);
             for (int j = 0; j < 8; j++) {
                 e[k].v[j] = (e[k].v[j] - mean) * rstd;
                 if (gamma.p) e[k].v[j] *= g.v[j];
                 if (beta.p) e[k].v[j] += b.v[j];
             }
-            hpmlg_row_put(y, row, cols, c, vec, e[k], false);
+            hpmlg_row_put(y, row, cols, c, e[k], false);
         }
     }
 }
@@ -1976,7 +1952,7 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
 template <int TEAM, int G>
 static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_array dy, hpmlg_array gamma,
                                          const float2 *saved, float *part, int64_t rows, int64_t cols, bool centred,
-                                         bool add, bool vec)
+                                         bool add)
 {
     __shared__ float space[HPMLG_WARP];
     HPMLG_SHARED(float, sums); /* (2, cols) where a block has several teams */
@@ -1991,10 +1967,10 @@ static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_ar
     HPMLG_EACH_ROW {
         float mean = saved[row].x, rstd = saved[row].y, sum = 0, dot = 0;
         HPMLG_EACH_EIGHT {
-            e[k] = hpmlg_row_get(x, row, cols, c, vec, mean);
-            f[k] = hpmlg_row_get(dy, row, cols, c, vec, 0);
+            e[k] = hpmlg_row_get(x, row, cols, c, mean);
+            f[k] = hpmlg_row_get(dy, row, cols, c, 0);
             hpmlg_eight g;
-            if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, vec, 0);
+            if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, 0);
             for (int j = 0; j < 8; j++) {
                 float xhat = (e[k].v[j] - mean) * rstd, dg = f[k].v[j] * xhat;
                 if (many && part && c + j < cols) part[c + j] += dg, part[cols + c + j] += f[k].v[j];
@@ -2009,13 +1985,13 @@ static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_ar
         dot = hpmlg_team_sum<TEAM>(dot, space) / (float)cols;
         HPMLG_EACH_EIGHT {
             if (many) {
-                e[k] = hpmlg_row_get(x, row, cols, c, vec, 0), f[k] = hpmlg_row_get(dy, row, cols, c, vec, 0);
+                e[k] = hpmlg_row_get(x, row, cols, c, 0), f[k] = hpmlg_row_get(dy, row, cols, c, 0);
                 hpmlg_eight g;
-                if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, vec, 0);
+                if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, 0);
                 for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean) * rstd, f[k].v[j] *= gamma.p ? g.v[j] : 1;
             }
             for (int j = 0; j < 8; j++) f[k].v[j] = rstd * (f[k].v[j] - sum - e[k].v[j] * dot);
-            hpmlg_row_put(dx, row, cols, c, vec, f[k], add);
+            hpmlg_row_put(dx, row, cols, c, f[k], add);
         }
     }
     if (!part || many) return;
@@ -2082,12 +2058,10 @@ HPMLG_FN hpml_status hpmlg_norm_forward(const hpml_run *run, hpml_node *n)
     const hpml_node *add  = n->src[0]->node && n->src[0]->node->with == n && d->passing ? n->src[0]->node : NULL;
     hpmlg_array      none = hpmlg_of(NULL, HPML_DTYPE_F32);
     int64_t          cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
-    bool             vec  = hpmlg_rows_vec(n->out, n->src[0], cols);
-    if (add) vec = vec && hpmlg_on16(add->src[0]->data) && hpmlg_on16(add->src[1]->data);
     return HPMLG_ROWS(d, hpmlg_k_norm, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out),
                       hpmlg_value(n->src[0]), add ? hpmlg_value(add->src[0]) : none,
                       add ? hpmlg_value(add->src[1]) : none, hpmlg_param_of(n, 1), hpmlg_param_of(n, 2),
-                      (float2 *)n->saved, rows, cols, n->attr.norm.eps, n->op == HPML_OP_LAYERNORM, vec);
+                      (float2 *)n->saved, rows, cols, n->attr.norm.eps, n->op == HPML_OP_LAYERNORM);
 }
 
 HPMLG_FN hpml_status hpmlg_norm_backward(const hpml_run *run, hpml_node *n)
@@ -2101,7 +2075,7 @@ HPMLG_FN hpml_status hpmlg_norm_backward(const hpml_run *run, hpml_node *n)
     hpml_status   status = HPMLG_ROWS(d, hpmlg_k_norm_back, (unsigned)parts, cols, shared, hpmlg_grad(n->src[0]),
                                       hpmlg_value(n->src[0]), hpmlg_grad(n->out), hpmlg_param_of(n, 1),
                                       (const float2 *)n->saved, part, rows, cols, n->op == HPML_OP_LAYERNORM,
-                                      n->accumulate[0], hpmlg_rows_vec(n->out, n->src[0], cols));
+                                      n->accumulate[0]);
     if (status != HPML_OK || !part) return status;
     return HPMLG_RUN(d, hpmlg_k_norm_params, (unsigned)((2 * cols + HPMLG_WARP - 1) / HPMLG_WARP), 256, 0, dgamma,
                      dbeta, part, parts, cols, n->accumulate[1], n->accumulate[2]);
@@ -2219,15 +2193,15 @@ static __global__ void hpmlg_k_bn_statistics(float2 *saved, float *running_mean,
    s1 / N - xhat s2 / N), mean1 and mean2 the two quotients. Eights of the whole array; channels change within. */
 static __global__ void hpmlg_k_bn_apply(hpmlg_array out, hpmlg_array x, hpmlg_array dy, hpmlg_array y, hpmlg_bn s,
                                         const float2 *saved, const float *gamma, const float *beta,
-                                        const float2 *means, bool relu, bool add, bool vec)
+                                        const float2 *means, bool relu, bool add)
 {
     int64_t n = s.B * s.C * s.P;
     for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
          i += 8 * (int64_t)gridDim.x * blockDim.x) {
         int64_t     plane = hpmlg_quotient(i, s.P), r = i - plane * s.P, c = plane - hpmlg_quotient(plane, s.C) * s.C;
-        hpmlg_eight e = hpmlg_row_get(x, 0, n, i, vec, 0), f, z;
-        if (dy.p) f = hpmlg_row_get(dy, 0, n, i, vec, 0);
-        if (dy.p && relu) z = hpmlg_row_get(y, 0, n, i, vec, 0);
+        hpmlg_eight e = hpmlg_row_get(x, 0, n, i, 0), f, z;
+        if (dy.p) f = hpmlg_row_get(dy, 0, n, i, 0);
+        if (dy.p && relu) z = hpmlg_row_get(y, 0, n, i, 0);
         float a = 0, b = 0, one = 0, two = 0;
         for (int j = 0; j < 8; j++, r++) {
             if (r == s.P) r = 0, c = c + 1 == s.C ? 0 : c + 1;
@@ -2243,7 +2217,7 @@ static __global__ void hpmlg_k_bn_apply(hpmlg_array out, hpmlg_array x, hpmlg_ar
                 if (relu) e.v[j] = e.v[j] > 0 || e.v[j] != e.v[j] ? e.v[j] : 0;
             }
         }
-        hpmlg_row_put(out, 0, n, i, vec, e, add);
+        hpmlg_row_put(out, 0, n, i, e, add);
     }
 }
 
@@ -2294,9 +2268,9 @@ HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n)
     hpmlg_bn       s = { y[0], y[1], y[2] * y[3], y[0] * y[2] * y[3], y[2] * y[3] == 1 ? 32 : 1, 1, 1 };
     int64_t        blocks = (s.C + s.width - 1) / s.width, splits = (d->sms * 8 + blocks - 1) / blocks;
     const hpml_tensor *x = n->src[0];
-    bool           on16 = hpmlg_on16(x->data) && hpmlg_on16(n->out->data) && hpmlg_on16(n->out->grad);
+    uintptr_t      places = (uintptr_t)x->data | (uintptr_t)n->out->data | (uintptr_t)n->out->grad;
     s.splits = splits < HPMLG_BN_SPLITS ? splits : HPMLG_BN_SPLITS;
-    s.unit   = s.P % 8 == 0 && on16 ? 8 : 1;
+    s.unit   = s.P % 8 == 0 && places % 16 == 0 ? 8 : 1;
     return s;
 }
 
@@ -2352,8 +2326,7 @@ HPMLG_FN hpml_status hpmlg_batchnorm_forward(const hpml_run *run, hpml_node *n)
     if (status != HPML_OK || s.N == 0) return status;
     return HPMLG_RUN(d, hpmlg_k_bn_apply, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, hpmlg_value(n->out),
                      hpmlg_value(n->src[0]), none, none, s, (const float2 *)n->saved, (const float *)gamma.p,
-                     (const float *)beta.p, (const float2 *)NULL, n->attr.norm.act == HPML_ACT_RELU, false,
-                     hpmlg_rows_vec(n->out, n->src[0], 8));
+                     (const float *)beta.p, (const float2 *)NULL, n->attr.norm.act == HPML_ACT_RELU, false);
 }
 
 HPMLG_FN hpml_status hpmlg_batchnorm_backward(const hpml_run *run, hpml_node *n)
@@ -2382,7 +2355,7 @@ HPMLG_FN hpml_status hpmlg_batchnorm_backward(const hpml_run *run, hpml_node *n)
     return HPMLG_RUN(d, hpmlg_k_bn_apply, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, hpmlg_grad(n->src[0]),
                      hpmlg_value(n->src[0]), hpmlg_grad(n->out), hpmlg_value(n->out), s, (const float2 *)n->saved,
                      (const float *)hpmlg_param_of(n, 1).p, (const float *)NULL, (const float2 *)means, relu,
-                     n->accumulate[0], hpmlg_rows_vec(n->out, n->src[0], 8));
+                     n->accumulate[0]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2521,19 +2494,19 @@ HPMLG_DEVICE void hpmlg_words8(unsigned w[8], unsigned long long seed, unsigned 
 /* y (+)= x scale where the word of the element is `least` or more, else 0. Word i belongs to element i counted from the
    first sample of the global batch; `each`: elements of a sample. scale 0: y (+)= x. */
 static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg_now *now, int index, unsigned least,
-                                       float scale, int64_t each, int64_t n, bool add, bool vec)
+                                       float scale, int64_t each, int64_t n, bool add)
 {
     unsigned long long stream = now->step << 24 ^ (unsigned long long)index ^ 0xdull << 60;
     unsigned long long first = now->sample * (unsigned long long)each, seed = now->seed;
     for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
          i += 8 * (int64_t)gridDim.x * blockDim.x) {
-        hpmlg_eight e = hpmlg_row_get(x, 0, n, i, vec, 0);
+        hpmlg_eight e = hpmlg_row_get(x, 0, n, i, 0);
         if (scale != 0) {
             unsigned w[8];
             hpmlg_words8(w, seed, stream, first + (unsigned long long)i);
             for (int j = 0; j < 8; j++) e.v[j] = w[j] >= least ? e.v[j] * scale : 0;
         }
-        hpmlg_row_put(y, 0, n, i, vec, e, add);
+        hpmlg_row_put(y, 0, n, i, e, add);
     }
 }
 
@@ -2546,8 +2519,7 @@ HPMLG_FN hpml_status hpmlg_dropout_run(const hpml_run *run, const hpml_node *n, 
     if (n->out->batch_rows) each = count / (n->out->shape[0] / n->out->batch_rows);
     if (status != HPML_OK || (scale == 0 && x.p == y.p && !add)) return status;
     return HPMLG_RUN(d, hpmlg_k_dropout, hpmlg_blocks(d, count, 2048), 256, 0, y, x, (const hpmlg_now *)d->now,
-                     n->index, (unsigned)((double)p * 4294967296.0), scale, each, count, add,
-                     hpmlg_on16(x.p) && hpmlg_on16(y.p));
+                     n->index, (unsigned)((double)p * 4294967296.0), scale, each, count, add);
 }
 
 HPMLG_FN hpml_status hpmlg_dropout_forward(const hpml_run *run, hpml_node *n)
@@ -2563,7 +2535,7 @@ HPMLG_FN hpml_status hpmlg_dropout_backward(const hpml_run *run, hpml_node *n)
 
 /* y[i] = table[token[i]], a warp for a row; a token out of range is noted, its row zeros. */
 static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, const int *token, int64_t count,
-                                         int64_t vocabulary, int64_t width, bool vec, hpmlg_note *note, int *taken,
+                                         int64_t vocabulary, int64_t width, hpmlg_note *note, int *taken,
                                          const hpml_node *node)
 {
     int     lane = (int)threadIdx.x % HPMLG_WARP;
@@ -2573,9 +2545,9 @@ static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, const
         bool ok = t >= 0 && t < vocabulary;
         if (!ok && lane == 0) hpmlg_complain(note, taken, HPMLG_BAD_TOKEN, i, t, node);
         for (int64_t c = 8 * lane; c < width; c += 8 * HPMLG_WARP) {
-            hpmlg_eight e = hpmlg_row_get(table, ok ? t : 0, width, c, vec, 0);
+            hpmlg_eight e = hpmlg_row_get(table, ok ? t : 0, width, c, 0);
             for (int j = 0; j < 8 && !ok; j++) e.v[j] = 0;
-            hpmlg_row_put(y, i, width, c, vec, e, false);
+            hpmlg_row_put(y, i, width, c, e, false);
         }
     }
 }
@@ -2633,7 +2605,7 @@ static __global__ void hpmlg_k_bucket_sort(hpmlg_buckets b, const int *token, in
 
 /* Row t of dw (+)= the sum of dy over the positions of token t: a warp for 256 columns of a row. */
 static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_buckets b, int64_t vocabulary,
-                                              int64_t width, bool add, bool vec)
+                                              int64_t width, bool add)
 {
     int64_t pieces = (width + 255) / 256, step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
     int64_t first  = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP;
@@ -2646,22 +2618,17 @@ static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hp
         for (int j = 0; j < 8; j++) sum.v[j] = 0;
         for (; k + 4 <= n; k += 4) {
             HPMLG_UNROLL
-            for (int q = 0; q < 4; q++) e[q] = hpmlg_row_get(dy, at[k + q], width, c, vec, 0);
+            for (int q = 0; q < 4; q++) e[q] = hpmlg_row_get(dy, at[k + q], width, c, 0);
             HPMLG_UNROLL
             for (int q = 0; q < 4; q++)
                 for (int j = 0; j < 8; j++) sum.v[j] += e[q].v[j];
         }
         for (; k < n; k++) {
-            e[0] = hpmlg_row_get(dy, at[k], width, c, vec, 0);
+            e[0] = hpmlg_row_get(dy, at[k], width, c, 0);
             for (int j = 0; j < 8; j++) sum.v[j] += e[0].v[j];
         }
-        hpmlg_row_put(dw, t, width, c, vec, sum, add);
+        hpmlg_row_put(dw, t, width, c, sum, add);
     }
-}
-
-HPMLG_FN bool hpmlg_embedding_vec(const hpml_node *n)
-{
-    return hpmlg_rows_vec(n->out, n->src[1], n->src[1]->shape[1]);
 }
 
 HPMLG_FN hpml_status hpmlg_embedding_forward(const hpml_run *run, hpml_node *n)
@@ -2670,7 +2637,7 @@ HPMLG_FN hpml_status hpmlg_embedding_forward(const hpml_run *run, hpml_node *n)
     int64_t       count = hpml_tensor_count(n->src[0]);
     return HPMLG_RUN(d, hpmlg_k_embedding, hpmlg_blocks(d, count, 8), 256, 0, hpmlg_value(n->out),
                      hpmlg_value(n->src[1]), (const int *)(const void *)n->src[0]->data, count, n->src[1]->shape[0],
-                     n->src[1]->shape[1], hpmlg_embedding_vec(n), d->note, d->note_taken, (const hpml_node *)n);
+                     n->src[1]->shape[1], d->note, d->note_taken, (const hpml_node *)n);
 }
 
 HPMLG_FN size_t hpmlg_embedding_scratch(const hpml_node *n)
@@ -2694,8 +2661,7 @@ HPMLG_FN hpml_status hpmlg_embedding_backward(const hpml_run *run, hpml_node *n)
     if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_sort, some, 256, 0, b, token, count, vocabulary);
     if (status != HPML_OK) return status;
     return HPMLG_RUN(d, hpmlg_k_embedding_back, hpmlg_blocks(d, vocabulary * ((width + 255) / 256), 8), 256, 0,
-                     hpmlg_grad(n->src[1]), hpmlg_grad(n->out), b, vocabulary, width, n->accumulate[1],
-                     hpmlg_embedding_vec(n));
+                     hpmlg_grad(n->src[1]), hpmlg_grad(n->out), b, vocabulary, width, n->accumulate[1]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5100,7 +5066,6 @@ typedef struct hpmlg_step {
     float       correction1, correction2; /* 1 - beta^step */
     void       *half;                     /* (n) the copy of w in halves, NULL: none */
     int64_t     chunk, chunks;            /* the first of its chunks, and how many */
-    bool        vec;
 } hpmlg_step;
 
 HPMLG_DEVICE const hpmlg_step *hpmlg_step_find(const hpmlg_step *steps, int count, int64_t chunk)
@@ -5163,7 +5128,7 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
         const hpmlg_step *s = hpmlg_step_find(steps, count, chunk);
         const hpml_update u = s->u;
         const float       c1 = s->correction1, c2 = s->correction2;
-        const bool        vec = s->vec, lamb = u.opt == HPML_OPT_LAMB;
+        const bool        lamb = u.opt == HPML_OPT_LAMB;
         const bool        norms = pass == HPMLG_UPDATE_NORMS, apply = pass == HPMLG_UPDATE_APPLY;
         if ((norms && u.opt != HPML_OPT_LARS) || (apply && !lamb)) continue;
         hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { (void *)u.g, HPML_DTYPE_F32 }, m = { u.m, HPML_DTYPE_F32 };
@@ -5171,10 +5136,10 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
         float       ww = 0, gg = 0;
         for (int64_t i = from + 8 * threadIdx.x; i < to; i += 8 * blockDim.x) {
-            hpmlg_eight x = hpmlg_row_get(w, 0, u.n, i, vec, 0), d = hpmlg_row_get(g, 0, u.n, i, vec, 0), p, q;
+            hpmlg_eight x = hpmlg_row_get(w, 0, u.n, i, 0), d = hpmlg_row_get(g, 0, u.n, i, 0), p, q;
             for (int j = 0; j < 8; j++) p.v[j] = q.v[j] = 0;
-            if (u.m && pass == HPMLG_UPDATE_STEP) p = hpmlg_row_get(m, 0, u.n, i, vec, 0);
-            if (u.v && pass == HPMLG_UPDATE_STEP) q = hpmlg_row_get(v, 0, u.n, i, vec, 0);
+            if (u.m && pass == HPMLG_UPDATE_STEP) p = hpmlg_row_get(m, 0, u.n, i, 0);
+            if (u.v && pass == HPMLG_UPDATE_STEP) q = hpmlg_row_get(v, 0, u.n, i, 0);
             for (int j = 0; j < 8; j++) {
                 float y = norms   ? d.v[j]
                           : apply ? fmaf(-u.lr, d.v[j], x.v[j])
@@ -5183,10 +5148,10 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
                 d.v[j] = y;
             }
             if (norms) continue;
-            if (u.m && !apply) hpmlg_row_put(m, 0, u.n, i, vec, p, false);
-            if (u.v && !apply) hpmlg_row_put(v, 0, u.n, i, vec, q, false);
-            hpmlg_row_put(lamb && !apply ? g : w, 0, u.n, i, vec, d, false);
-            if (copy.p && (apply || !lamb)) hpmlg_row_put(copy, 0, u.n, i, vec, d, false);
+            if (u.m && !apply) hpmlg_row_put(m, 0, u.n, i, p, false);
+            if (u.v && !apply) hpmlg_row_put(v, 0, u.n, i, q, false);
+            hpmlg_row_put(lamb && !apply ? g : w, 0, u.n, i, d, false);
+            if (copy.p && (apply || !lamb)) hpmlg_row_put(copy, 0, u.n, i, d, false);
         }
         if (!norms && (!lamb || apply)) continue;
         ww = hpmlg_block_sum(ww, space), gg = hpmlg_block_sum(gg, space);
@@ -5240,7 +5205,6 @@ HPMLG_FN hpmlg_step hpmlg_step_of(hpmlg_device *d, const hpml_update *u, int64_t
     s.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
     s.half        = u->n > 0 ? hpmlg_update_half(d, u->w, u->n) : NULL;
     s.chunk = chunk, s.chunks = (u->n + HPMLG_CHUNK - 1) / HPMLG_CHUNK;
-    s.vec = hpmlg_on16(u->w) && hpmlg_on16(u->g) && hpmlg_on16(u->m) && hpmlg_on16(u->v) && hpmlg_on16(s.half);
     return s;
 }
 
@@ -5519,23 +5483,23 @@ static __global__ void hpmlg_k_twobit(hpmlg_pack p)
     }
 }
 
-static __global__ void hpmlg_k_bf16(hpmlg_pack p, bool vec)
+static __global__ void hpmlg_k_bf16(hpmlg_pack p)
 {
     hpmlg_array out = { p.packed, HPML_DTYPE_BF16 }, e = { p.e, HPML_DTYPE_F32 }, g = { (void *)p.g, HPML_DTYPE_F32 };
     int64_t     n = p.rows * p.cols, step = 8 * (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n; i += step) {
-        hpmlg_eight x = hpmlg_row_get(g, 0, n, i, vec, 0), v = x, lost;
+        hpmlg_eight x = hpmlg_row_get(g, 0, n, i, 0), v = x, lost;
         if (p.e) {
-            lost = hpmlg_row_get(e, 0, n, i, vec, 0);
+            lost = hpmlg_row_get(e, 0, n, i, 0);
             for (int j = 0; j < 8; j++) v.v[j] += lost.v[j];
         }
-        hpmlg_row_put(out, 0, n, i, vec, v, false);
+        hpmlg_row_put(out, 0, n, i, v, false);
         for (int j = 0; j < 8; j++) {
             float sent = __bfloat162float(__float2bfloat16_rn(v.v[j]));
             if (!isfinite(sent) && i + j < n) hpmlg_pack_mark(&p, hpmlg_quotient(i + j, p.cols));
             lost.v[j] = (p.printed ? x.v[j] : v.v[j]) - sent;
         }
-        if (p.e) hpmlg_row_put(e, 0, n, i, vec, lost, false);
+        if (p.e) hpmlg_row_put(e, 0, n, i, lost, false);
     }
 }
 
@@ -5585,14 +5549,13 @@ HPMLG_FN hpml_status hpmlg_onebit_encode(hpmlg_device *d, hpmlg_pack p)
 HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p)
 {
     int64_t     pieces = p.rows * ((p.cols + 511) / 512);
-    bool        vec = hpmlg_on16(p.packed) && hpmlg_on16(p.e) && hpmlg_on16(p.g);
     cudaError_t e = cudaMemsetAsync(p.bad + 1, 0, (size_t)p.rows * sizeof(int), d->stream);
     hpml_status status = hpmlg_check(d, e, "marks");
     if (status == HPML_OK && kind == HPML_CODEC_ONEBIT) status = hpmlg_onebit_encode(d, p);
     if (status == HPML_OK && kind == HPML_CODEC_TWOBIT)
         status = HPMLG_RUN(d, hpmlg_k_twobit, hpmlg_blocks(d, pieces, 8), 256, 0, p);
     if (status == HPML_OK && kind == HPML_CODEC_BF16)
-        status = HPMLG_RUN(d, hpmlg_k_bf16, hpmlg_blocks(d, p.rows * p.cols, 2048), 256, 0, p, vec);
+        status = HPMLG_RUN(d, hpmlg_k_bf16, hpmlg_blocks(d, p.rows * p.cols, 2048), 256, 0, p);
     return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_pack_wipe, hpmlg_blocks(d, p.rows, 1), 256, 0, p) : status;
 }
 
@@ -5620,12 +5583,12 @@ HPMLG_FN hpml_status hpmlg_encode(void *device, hpml_ctx *ctx, const hpml_packin
 }
 
 /* NONE and BF16: out = or += the packed array. */
-static __global__ void hpmlg_k_unpack(float *out, hpmlg_array packed, int64_t n, bool add, bool vec)
+static __global__ void hpmlg_k_unpack(float *out, hpmlg_array packed, int64_t n, bool add)
 {
     hpmlg_array y = { out, HPML_DTYPE_F32 };
     for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
          i += 8 * (int64_t)gridDim.x * blockDim.x)
-        hpmlg_row_put(y, 0, n, i, vec, hpmlg_row_get(packed, 0, n, i, vec, 0), add);
+        hpmlg_row_put(y, 0, n, i, hpmlg_row_get(packed, 0, n, i, 0), add);
 }
 
 /* ONEBIT and, two, TWOBIT: a warp for 512 elements of a row, a number in each lane, 32 a turn. */
@@ -5661,7 +5624,7 @@ HPMLG_FN hpml_status hpmlg_decode(void *device, hpml_ctx *ctx, const hpml_packin
     if (kind == HPML_CODEC_NONE || kind == HPML_CODEC_BF16)
         return HPMLG_RUN(d, hpmlg_k_unpack, hpmlg_blocks(d, rows * p->cols, 2048), 256, 0, out,
                          hpmlg_of(all.packed, kind == HPML_CODEC_BF16 ? HPML_DTYPE_BF16 : HPML_DTYPE_F32),
-                         rows * p->cols, add, hpmlg_on16(out) && hpmlg_on16(packed));
+                         rows * p->cols, add);
     return HPMLG_RUN(d, hpmlg_k_unpack_bits, hpmlg_blocks(d, rows * ((p->cols + 511) / 512), 8), 256, 0, all, out,
                      kind == HPML_CODEC_TWOBIT, add);
 }
