@@ -3505,7 +3505,8 @@ HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_gemm *g, bool act)
 {
     bool bias = g->bias != NULL, z = g->z.type == g->c.type && (uintptr_t)g->z.p % 16 == 0 && g->ldc % 8 == 0;
     if (act && g->sums) return CUBLASLT_EPILOGUE_BGRADB;
-    if (act && g->back) return g->act == HPML_ACT_GELU && z ? CUBLASLT_EPILOGUE_DGELU : CUBLASLT_EPILOGUE_DEFAULT;
+    if (act && g->back && g->act == HPML_ACT_GELU && z && !g->add) return CUBLASLT_EPILOGUE_DGELU;
+    if (act && g->back) return CUBLASLT_EPILOGUE_DEFAULT;
     if (act && g->act == HPML_ACT_RELU && !g->z.p) return bias ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
     if (act && g->act == HPML_ACT_GELU && !g->z.p) return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
     if (act && g->act == HPML_ACT_GELU && z)
@@ -3587,9 +3588,8 @@ HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* y = act(x w^T + bias) is one product. Backward: dz = dy act'(z) takes the place of dy, which nobody reads after us;
-   the same pass over it sums its columns for the bias, block by block and then block after block. Where y's only reader
-   is the linear layer behind, its product for dy multiplies by act'(z) on the way, and the columns can be summed by the
-   product for dw. */
+   the same pass over it sums its columns for the bias, block by block and then block after block. Where a linear layer
+   follows at once, its product for dy multiplies by act'(z) on the way; the product for dw can sum the columns. */
 
 /* dy *= act'(v), and sums of its columns over `each` rows to part (gridDim.y, n), where wanted. W columns a thread,
    32 threads side by side, 8 rows at a time. */
@@ -3754,21 +3754,18 @@ HPMLG_FN hpml_status hpmlg_linear_forward(const hpml_run *run, hpml_node *n)
     return hpmlg_product(d, &g);
 }
 
-/* The layer before, when n alone reads it: `with` says that n takes its act'. */
-HPMLG_FN void hpmlg_linear_plan(hpml_node *n, hpml_node *before)
+/* The layer before, when n is the first to be recorded of those that read it, and so the last to write its gradient. */
+HPMLG_FN const hpml_node *hpmlg_linear_before(const hpml_node *n)
 {
-    for (int s = 0; s < n->src_count; s++) {
-        hpml_node *m = n->src[s] ? n->src[s]->node : NULL;
-        if (m && m->op == HPML_OP_LINEAR) m->with = NULL;
-        if (m && m == before && m->op == HPML_OP_LINEAR && n->op == HPML_OP_LINEAR) m->with = n;
-    }
+    const hpml_node *m = n->src[0]->node;
+    return m && m->op == HPML_OP_LINEAR && m->attr.act.act && m->index + 1 == n->index ? m : NULL;
 }
 
 HPMLG_FN hpml_status hpmlg_linear_backward(const hpml_run *run, hpml_node *n)
 {
     hpmlg_device    *d = hpmlg_enter(run->ctx);
     hpml_tensor     *x = n->src[0], *w = n->src[1], *bias = n->src[2];
-    const hpml_node *m = x->node && x->node->with == n && x->node->attr.act.act ? x->node : NULL;
+    const hpml_node *m = hpmlg_linear_before(n);
     int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
     hpmlg_array      dz = hpmlg_grad(n->out), none = hpmlg_of(NULL, HPML_DTYPE_F32);
     hpml_act         act = d->sloped == n ? HPML_ACT_NONE : n->attr.act.act;
@@ -4911,7 +4908,7 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
     bool    counts = row < p.rows && hpmlg_label_counts(label, p.ignore, p.V);
     float   m = HPMLG_LOWEST, s = 0, all = 0, mine = counts ? hpmlg_get(p.x, first + label) : 0;
     float   beaten = counts && hpmlg_beaten_at_once(p.x, first, first + label, mine);
-    if (blockIdx.x == 0 && threadIdx.x == 0 && (p.ignore < 0 || p.ignore >= p.V)) /* all labels that count are counted */
+    if (blockIdx.x == 0 && threadIdx.x == 0 && (p.ignore < 0 || p.ignore >= p.V)) /* labels are classes */
         p.counts[2] = (unsigned long long)(uintptr_t)node;
     for (int64_t at = first / 8 * 8 + lane * 8; counts && at < end; at += p.tx * 8) {
         hpmlg_eight e = hpmlg_get_part(p.x, at, first, end, -INFINITY);
@@ -6021,7 +6018,6 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
     hpml_node    *before = d->planned;
     hpmlg_lstm    lstm   = {};
     d->planned = n;
-    hpmlg_linear_plan(n, before);
     switch (n->op) {
     case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM:
         hpmlg_norm_plan(n, before);
