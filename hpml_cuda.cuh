@@ -26,6 +26,7 @@
 // hpml_cuda.cuh DOES NOT
 //     - need more than the CUDA runtime: with HPML_CUDA_NO_CUBLAS and HPML_CUDA_NO_CUDNN its own kernels do everything
 //     - take GPU memory behind your back: one arena for each graph, taken when the graph takes its memory
+//     - use cuDNN's attention: its own runs on tensor cores in halves and adds in a fixed order
 //     - spread over several GPUs by itself: a context is one GPU; ranks do the rest (hpml_comm.h)
 //
 // OPTIONS, defined before the include that has the implementation

@@ -68,7 +68,7 @@ struct cublasLtMatmulHeuristicResult_t {
 };
 
 inline int       cublas_on_cpu_refuses, cublas_on_cpu_live; /* descriptors that are not destroyed */
-inline long      cublas_on_cpu_ran[1024];                   /* products, by epilogue */
+inline long      cublas_on_cpu_ran[1024];                   /* products, by epilogue; [0]: questions for an algorithm */
 inline const char *cublasLtGetStatusName(cublasStatus_t) { return "cublas"; }
 inline const char *cublasLtGetStatusString(cublasStatus_t) { return "on a CPU"; }
 inline cublasStatus_t cublasLtCreate(cublasLtHandle_t *h) { return *h = new int, CUBLAS_STATUS_SUCCESS; }
@@ -126,7 +126,7 @@ inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtM
     cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t, cublasLtMatmulPreference_t, int,
     cublasLtMatmulHeuristicResult_t *found, int *count)
 {
-    *count = 0;
+    *count = 0, cublas_on_cpu_ran[0]++;
     if ((d->epilogue & cublas_on_cpu_refuses) && !(cublas_on_cpu_refuses >> 20)) return CUBLAS_STATUS_NOT_SUPPORTED;
     found[0].state        = CUBLAS_STATUS_SUCCESS;
     found[0].algo.data[0] = cublas_problem(*d, *a, *b, *c);

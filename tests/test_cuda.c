@@ -715,6 +715,26 @@ TEST(products_take_slopes_and_sums_along)
     }
 }
 
+/* Batches of several sizes in turn: the library is asked about each product once. */
+TEST(shapes_in_turn_are_planned_once)
+{
+    const float    x[8] = { 0, 0, 0, 1, 1, 0, 1, 1 };
+    const int32_t  y[4] = { 0, 1, 1, 0 };
+    hpml_cuda_desc cuda = { .no_record = true };
+    long           asked = 0;
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .backend = hpml_backend_cuda(), .backend_desc = &cuda });
+    hpml_tensor  *in  = hpml_input_2d(ctx, 4, 2);
+    hpml_tensor  *out = hpml_linear(hpml_linear(in, 8, &(hpml_linear_desc){ .activation = HPML_ACT_GELU }), 2, NULL);
+    hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out });
+    for (int i = 0; i < 12; i++) {
+        ENSURE(hpml_trainer_step(t, x, y, 4 - i % 3, NULL) == HPML_OK);
+        if (i == 2) asked = cuda_on_cpu_count("cublas 0");
+    }
+    ENSURE(asked > 0 && cuda_on_cpu_count("cublas 0") == asked);
+    hpml_ctx_free(ctx);
+}
+
 /* A weight that the host writes is multiplied from then on, in recorded passes too. */
 TEST(half_copies_follow_their_weights)
 {
