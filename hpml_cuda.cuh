@@ -26,6 +26,7 @@
 // hpml_cuda.cuh DOES NOT
 //     - need more than the CUDA runtime: with HPML_CUDA_NO_CUBLAS and HPML_CUDA_NO_CUDNN its own kernels do everything
 //     - take GPU memory behind your back: one arena for each graph, taken when the graph takes its memory
+//     - use cuDNN's attention: its own runs on tensor cores in halves and adds in a fixed order
 //     - spread over several GPUs by itself: a context is one GPU; ranks do the rest (hpml_comm.h)
 //
 // OPTIONS, defined before the include that has the implementation
@@ -241,10 +242,7 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 #include <time.h>
 #include <unistd.h>
 #endif
-#ifdef HPML_CUDA_ON_CPU
-#define HPML_CUDA_NO_CUBLAS
-#define HPML_CUDA_NO_CUDNN
-#else
+#ifndef HPML_CUDA_ON_CPU
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -503,6 +501,8 @@ typedef struct hpmlg_device {
     hpmlg_pass     passes[HPMLG_PASSES];
     hpmlg_pass    *recording;
     bool           passing;        /* a whole forward pass is on its way */
+    unsigned long long *counts;    /* on the device: hits and labels of the last cross-entropy, which one */
+    const hpml_node *sloped;       /* the layer whose gradient was multiplied by its act' by the layer behind */
     hpml_node     *planned;        /* the last node that was planned */
     hpmlg_look     looks[HPMLG_LOOKS];
     int            look_count;
@@ -603,10 +603,11 @@ HPMLG_FN hpml_status hpmlg_open_memory(hpmlg_device *d)
     if (e == cudaSuccess) e = cudaHostAlloc((void **)&d->note, sizeof *d->note, cudaHostAllocMapped);
     if (e == cudaSuccess) e = cudaHostAlloc(&d->result, HPMLG_RESULT, cudaHostAllocDefault);
     if (e == cudaSuccess) e = cudaMalloc((void **)&d->note_taken, sizeof *d->note_taken);
-    if (e == cudaSuccess) e = cudaMalloc((void **)&d->now, sizeof *d->now);
+    if (e == cudaSuccess) e = cudaMalloc((void **)&d->now, sizeof *d->now + 3 * sizeof *d->counts);
     if (e == cudaSuccess) e = cudaMalloc(&d->scratch, HPMLG_SCRATCH);
     if (e == cudaSuccess) e = cudaMalloc(&d->workspace, d->d.workspace);
-    if (e == cudaSuccess) memset(d->note, 0, sizeof *d->note);
+    if (e == cudaSuccess) memset(d->note, 0, sizeof *d->note), d->counts = (unsigned long long *)(d->now + 1);
+    if (e == cudaSuccess) e = cudaMemsetAsync(d->counts, 0, 3 * sizeof *d->counts, d->stream);
     return hpmlg_check(d, e, "memory for the device's own use");
 }
 
@@ -1599,7 +1600,27 @@ HPMLG_FN hpml_status hpmlg_sumsq(void *device, hpml_ctx *ctx, hpml_dtype dtype, 
 }
 
 /* A row is a hit unless an element before the label's is as large, or one after it larger. A NaN hits nothing; at the
-   front it is never overtaken. Integers may be added in any order. */
+   front it is never overtaken. */
+HPMLG_DEVICE bool hpmlg_beaten(const hpmlg_eight &e, int64_t at, int64_t first, int64_t label, float mine)
+{
+    bool beaten = false;
+    for (int j = 0; j < 8; j++)
+        beaten = beaten || e.v[j] > mine || (e.v[j] == mine && at + j >= first && at + j < label);
+    return beaten;
+}
+
+HPMLG_DEVICE bool hpmlg_beaten_at_once(hpmlg_array y, int64_t first, int64_t label, float mine)
+{
+    return label > first && (mine != mine || isnan(hpmlg_get(y, first)));
+}
+
+/* A row is done, its label counts. Integers may be added in any order. */
+HPMLG_DEVICE void hpmlg_count_row(unsigned long long *counts, bool hit)
+{
+    atomicAdd(&counts[1], 1ull);
+    if (hit) atomicAdd(&counts[0], 1ull);
+}
+
 static __global__ void hpmlg_k_correct(unsigned long long *counts, hpmlg_array y, const int *labels, int64_t rows,
                                        int64_t classes, int tx)
 {
@@ -1607,17 +1628,13 @@ static __global__ void hpmlg_k_correct(unsigned long long *counts, hpmlg_array y
     int64_t row = (int64_t)blockIdx.x * (HPMLG_FOLD / tx) + threadIdx.x / (unsigned)tx, first = row * classes;
     int     lane = (int)threadIdx.x % tx, label = row < rows ? labels[row] : -1;
     bool    counted = label >= 0 && label < classes;
-    float   mine = counted ? hpmlg_get(y, first + label) : 0, beaten = 0;
-    if (counted && label > 0 && (mine != mine || hpmlg_get(y, first) != hpmlg_get(y, first))) beaten = 1;
-    for (int64_t at = first / 8 * 8 + lane * 8; counted && at < first + classes; at += tx * 8) {
-        hpmlg_eight e = hpmlg_get_part(y, at, first, first + classes, NAN);
-        for (int j = 0; j < 8; j++)
-            if (e.v[j] > mine || (e.v[j] == mine && at + j < first + label)) beaten = 1;
-    }
+    float   mine = counted ? hpmlg_get(y, first + label) : 0;
+    float   beaten = counted && hpmlg_beaten_at_once(y, first, first + label, mine);
+    for (int64_t at = first / 8 * 8 + lane * 8; counted && at < first + classes; at += tx * 8)
+        if (hpmlg_beaten(hpmlg_get_part(y, at, first, first + classes, -INFINITY), at, first, first + label, mine))
+            beaten = 1;
     beaten = hpmlg_group(beaten, space, tx, true);
-    if (lane != 0 || !counted) return;
-    atomicAdd(&counts[1], 1ull);
-    if (beaten == 0) atomicAdd(&counts[0], 1ull);
+    if (lane == 0 && counted) hpmlg_count_row(counts, beaten == 0);
 }
 
 HPMLG_FN hpml_status hpmlg_correct(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
@@ -1625,12 +1642,16 @@ HPMLG_FN hpml_status hpmlg_correct(void *device, hpml_ctx *ctx, hpml_dtype dtype
 {
     hpmlg_device *d = hpmlg_enter(ctx);
     int           tx = hpmlg_power((classes + 14) / 8, HPMLG_FOLD), ty = HPMLG_FOLD / tx;
-    int64_t       now[2];
-    hpml_status   status = hpmlg_check(d, cudaMemsetAsync(d->scratch, 0, sizeof now, d->stream), "correct");
-    if (status == HPML_OK)
-        status = HPMLG_RUN(d, hpmlg_k_correct, (unsigned)((rows + ty - 1) / ty), HPMLG_FOLD, 0,
-                           (unsigned long long *)d->scratch, hpmlg_of((void *)y, dtype), labels, rows, classes, tx);
-    if (status == HPML_OK) status = hpmlg_read(device, now, d->scratch, sizeof now);
+    int64_t       now[3];
+    hpml_status   status = hpmlg_read(device, now, d->counts, sizeof now);
+    const hpml_node *n = status == HPML_OK ? (const hpml_node *)(uintptr_t)now[2] : NULL;
+    if (!n || n->src[0]->data != y || (const void *)n->src[1]->data != labels) { /* not what the loss has counted */
+        status = hpmlg_check(d, cudaMemsetAsync(d->scratch, 0, sizeof now, d->stream), "correct");
+        if (status == HPML_OK)
+            status = HPMLG_RUN(d, hpmlg_k_correct, (unsigned)((rows + ty - 1) / ty), HPMLG_FOLD, 0,
+                               (unsigned long long *)d->scratch, hpmlg_of((void *)y, dtype), labels, rows, classes, tx);
+        if (status == HPML_OK) status = hpmlg_read(device, now, d->scratch, sizeof now);
+    }
     if (status == HPML_OK) counts[0] += now[0], counts[1] += now[1];
     return status;
 }
@@ -1834,38 +1855,15 @@ template <int TEAM> HPMLG_DEVICE float hpmlg_team_sum(float v, float *space)
     return TEAM == HPMLG_WARP ? hpmlg_warp_sum(v) : hpmlg_block_sum(v, space);
 }
 
-/* Elements c to c + 7 of a row; those past its end are `fill` and are not written. vec: eights lie on bounds of 16
-   bytes. */
-HPMLG_DEVICE hpmlg_eight hpmlg_row_get(hpmlg_array a, int64_t row, int64_t cols, int64_t c, bool vec, float fill)
+/* Elements c to c + 7 of a row; those past its end are `fill` and are not written. */
+HPMLG_DEVICE hpmlg_eight hpmlg_row_get(hpmlg_array a, int64_t row, int64_t cols, int64_t c, float fill)
 {
-    hpmlg_eight e;
-    if (vec && c + 8 <= cols) return hpmlg_get8(a, (row * cols + c) >> 3);
-    HPMLG_UNROLL
-    for (int j = 0; j < 8; j++) e.v[j] = c + j < cols ? hpmlg_get(a, row * cols + c + j) : fill;
-    return e;
+    return hpmlg_get_part(a, row * cols + c, row * cols + c, row * cols + cols, fill);
 }
 
-HPMLG_DEVICE void hpmlg_row_put(hpmlg_array a, int64_t row, int64_t cols, int64_t c, bool vec, hpmlg_eight e, bool add)
+HPMLG_DEVICE void hpmlg_row_put(hpmlg_array a, int64_t row, int64_t cols, int64_t c, hpmlg_eight e, bool add)
 {
-    if (add) {
-        hpmlg_eight old = hpmlg_row_get(a, row, cols, c, vec, 0);
-        for (int j = 0; j < 8; j++) e.v[j] += old.v[j];
-    }
-    if (vec && c + 8 <= cols) {
-        hpmlg_put8(a, (row * cols + c) >> 3, e);
-        return;
-    }
-    HPMLG_UNROLL
-    for (int j = 0; j < 8; j++)
-        if (c + j < cols) hpmlg_put(a, row * cols + c + j, e.v[j]);
-}
-
-HPMLG_FN bool hpmlg_on16(const void *p) { return ((uintptr_t)p & 15) == 0; }
-
-/* Whether rows of the last dimension of y and x can be taken by eights. */
-HPMLG_FN bool hpmlg_rows_vec(const hpml_tensor *y, const hpml_tensor *x, int64_t cols)
-{
-    return cols % 8 == 0 && hpmlg_on16(y->data) && hpmlg_on16(y->grad) && hpmlg_on16(x->data) && hpmlg_on16(x->grad);
+    hpmlg_put_part(a, row * cols + c, row * cols + c, row * cols + cols, e, add);
 }
 
 HPMLG_FN int64_t hpmlg_last_dim(const hpml_tensor *t) { return t->ndim > 0 ? t->shape[t->ndim - 1] : 1; }
@@ -1880,6 +1878,7 @@ HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t 
 /* Launches the team that suits rows of `cols`. */
 #define HPMLG_ROWS(d, kernel, blocks, cols, shared, ...)                                                               \
     ((cols) <= 256              ? HPMLG_RUN(d, (kernel<32, 1>), blocks, 128, shared, __VA_ARGS__)                      \
+     : (cols) <= 768            ? HPMLG_RUN(d, (kernel<32, 3>), blocks, 128, shared, __VA_ARGS__)                      \
      : (cols) <= HPMLG_WARP_ROW ? HPMLG_RUN(d, (kernel<32, 4>), blocks, 128, shared, __VA_ARGS__)                      \
      : (cols) <= 2048           ? HPMLG_RUN(d, (kernel<128, 2>), blocks, 128, shared, __VA_ARGS__)                     \
                                 : HPMLG_RUN(d, (kernel<256, 4>), blocks, 256, shared, __VA_ARGS__))
@@ -1893,7 +1892,7 @@ HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t 
         HPMLG_UNROLL for (int64_t k = 0, c = tile; k < G; k++, c += 8 * TEAM)
 
 template <int TEAM, int G>
-static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t rows, int64_t cols, bool log, bool vec)
+static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t rows, int64_t cols, bool log)
 {
     __shared__ float space[HPMLG_WARP];
     const bool       many = cols > 8 * TEAM * G;
@@ -1901,20 +1900,20 @@ static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t row
     HPMLG_EACH_ROW {
         float most = -INFINITY, sum = 0;
         HPMLG_EACH_EIGHT {
-            e[k] = hpmlg_row_get(x, row, cols, c, vec, -INFINITY);
+            e[k] = hpmlg_row_get(x, row, cols, c, -INFINITY);
             for (int j = 0; j < 8; j++) most = e[k].v[j] > most || e[k].v[j] != e[k].v[j] ? e[k].v[j] : most;
         }
         most = TEAM == HPMLG_WARP ? hpmlg_warp_max(most) : hpmlg_block_max(most, space);
         HPMLG_EACH_EIGHT {
-            if (many) e[k] = hpmlg_row_get(x, row, cols, c, vec, -INFINITY);
+            if (many) e[k] = hpmlg_row_get(x, row, cols, c, -INFINITY);
             for (int j = 0; j < 8; j++) sum += expf(e[k].v[j] - most);
         }
         sum = hpmlg_team_sum<TEAM>(sum, space);
         float shift = log ? most + logf(sum) : most, scale = 1 / sum;
         HPMLG_EACH_EIGHT {
-            if (many) e[k] = hpmlg_row_get(x, row, cols, c, vec, 0);
+            if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
             for (int j = 0; j < 8; j++) e[k].v[j] = log ? e[k].v[j] - shift : expf(e[k].v[j] - shift) * scale;
-            hpmlg_row_put(y, row, cols, c, vec, e[k], false);
+            hpmlg_row_put(y, row, cols, c, e[k], false);
         }
     }
 }
@@ -1922,7 +1921,7 @@ static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t row
 /* dx (+)= y (dy - <dy, y>), for the logarithm dy - exp(y) sum(dy). */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg_array dy, int64_t rows, int64_t cols,
-                                            bool log, bool add, bool vec)
+                                            bool log, bool add)
 {
     __shared__ float space[HPMLG_WARP];
     const bool       many = cols > 8 * TEAM * G;
@@ -1930,16 +1929,16 @@ static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg
     HPMLG_EACH_ROW {
         float sum = 0;
         HPMLG_EACH_EIGHT {
-            e[k] = hpmlg_row_get(y, row, cols, c, vec, 0);
-            f[k] = hpmlg_row_get(dy, row, cols, c, vec, 0);
+            e[k] = hpmlg_row_get(y, row, cols, c, 0);
+            f[k] = hpmlg_row_get(dy, row, cols, c, 0);
             for (int j = 0; j < 8; j++) sum += log ? f[k].v[j] : f[k].v[j] * e[k].v[j];
         }
         sum = hpmlg_team_sum<TEAM>(sum, space);
         HPMLG_EACH_EIGHT {
-            if (many) e[k] = hpmlg_row_get(y, row, cols, c, vec, 0), f[k] = hpmlg_row_get(dy, row, cols, c, vec, 0);
+            if (many) e[k] = hpmlg_row_get(y, row, cols, c, 0), f[k] = hpmlg_row_get(dy, row, cols, c, 0);
             for (int j = 0; j < 8; j++)
                 f[k].v[j] = log ? f[k].v[j] - expf(e[k].v[j]) * sum : e[k].v[j] * (f[k].v[j] - sum);
-            hpmlg_row_put(dx, row, cols, c, vec, f[k], add);
+            hpmlg_row_put(dx, row, cols, c, f[k], add);
         }
     }
 }
@@ -1949,7 +1948,7 @@ HPMLG_FN hpml_status hpmlg_softmax_forward(const hpml_run *run, hpml_node *n)
     hpmlg_device *d    = hpmlg_enter(run->ctx);
     int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
     return HPMLG_ROWS(d, hpmlg_k_softmax, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out),
-                      hpmlg_value(n->src[0]), rows, cols, n->attr.softmax.log, hpmlg_rows_vec(n->out, n->src[0], cols));
+                      hpmlg_value(n->src[0]), rows, cols, n->attr.softmax.log);
 }
 
 HPMLG_FN hpml_status hpmlg_softmax_backward(const hpml_run *run, hpml_node *n)
@@ -1958,8 +1957,7 @@ HPMLG_FN hpml_status hpmlg_softmax_backward(const hpml_run *run, hpml_node *n)
     int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
     if (!n->src[0]->grad) return HPML_OK;
     return HPMLG_ROWS(d, hpmlg_k_softmax_back, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_grad(n->src[0]),
-                      hpmlg_value(n->out), hpmlg_grad(n->out), rows, cols, n->attr.softmax.log, n->accumulate[0],
-                      hpmlg_rows_vec(n->out, n->src[0], cols));
+                      hpmlg_value(n->out), hpmlg_grad(n->out), rows, cols, n->attr.softmax.log, n->accumulate[0]);
 }
 
 /* xhat = (x - mean) rstd, y = xhat gamma + beta; saved: mean and rstd of each row. rmsnorm: mean = 0. A residual sum
@@ -1967,7 +1965,7 @@ HPMLG_FN hpml_status hpmlg_softmax_backward(const hpml_run *run, hpml_node *n)
 template <int TEAM, int G>
 static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p, hpmlg_array q, hpmlg_array gamma,
                                     hpmlg_array beta, float2 *saved, int64_t rows, int64_t cols, float eps,
-                                    bool centred, bool vec)
+                                    bool centred)
 {
     __shared__ float space[HPMLG_WARP];
     const bool       many = cols > 8 * TEAM * G;
@@ -1975,17 +1973,17 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
     HPMLG_EACH_ROW {
         float mean = 0, sum = 0;
         HPMLG_EACH_EIGHT {
-            e[k] = hpmlg_row_get(p.p ? p : x, row, cols, c, vec, 0);
+            e[k] = hpmlg_row_get(p.p ? p : x, row, cols, c, 0);
             if (p.p) { /* x = p + q comes with it */
-                hpmlg_eight f = hpmlg_row_get(q, row, cols, c, vec, 0);
+                hpmlg_eight f = hpmlg_row_get(q, row, cols, c, 0);
                 for (int j = 0; j < 8; j++) e[k].v[j] = hpmlg_rounded(e[k].v[j] + f.v[j], x.type);
-                hpmlg_row_put(x, row, cols, c, vec, e[k], false);
+                hpmlg_row_put(x, row, cols, c, e[k], false);
             }
             for (int j = 0; j < 8; j++) mean += e[k].v[j];
         }
         mean = centred ? hpmlg_team_sum<TEAM>(mean, space) / (float)cols : 0;
         HPMLG_EACH_EIGHT {
-            if (many) e[k] = hpmlg_row_get(x, row, cols, c, vec, 0);
+            if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
             for (int j = 0; j < 8; j++) {
                 float v = c + j < cols ? e[k].v[j] - mean : 0;
                 sum += v * v;
@@ -1994,16 +1992,16 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
         float rstd = 1 / sqrtf(hpmlg_team_sum<TEAM>(sum, space) / (float)cols + eps);
         if (threadIdx.x % TEAM == 0) saved[row] = make_float2(mean, rstd);
         HPMLG_EACH_EIGHT {
-            if (many) e[k] = hpmlg_row_get(x, row, cols, c, vec, 0);
+            if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
             hpmlg_eight g, b;
-            if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, vec, 0);
-            if (beta.p) b = hpmlg_row_get(beta, 0, cols, c, vec, 0);
+            if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, 0);
+            if (beta.p) b = hpmlg_row_get(beta, 0, cols, c, 0);
             for (int j = 0; j < 8; j++) {
                 e[k].v[j] = (e[k].v[j] - mean) * rstd;
                 if (gamma.p) e[k].v[j] *= g.v[j];
                 if (beta.p) e[k].v[j] += b.v[j];
             }
-            hpmlg_row_put(y, row, cols, c, vec, e[k], false);
+            hpmlg_row_put(y, row, cols, c, e[k], false);
         }
     }
 }
@@ -2013,7 +2011,7 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
 template <int TEAM, int G>
 static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_array dy, hpmlg_array gamma,
                                          const float2 *saved, float *part, int64_t rows, int64_t cols, bool centred,
-                                         bool add, bool vec)
+                                         bool add)
 {
     __shared__ float space[HPMLG_WARP];
     HPMLG_SHARED(float, sums); /* (2, cols) where a block has several teams */
@@ -2028,10 +2026,10 @@ static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_ar
     HPMLG_EACH_ROW {
         float mean = saved[row].x, rstd = saved[row].y, sum = 0, dot = 0;
         HPMLG_EACH_EIGHT {
-            e[k] = hpmlg_row_get(x, row, cols, c, vec, mean);
-            f[k] = hpmlg_row_get(dy, row, cols, c, vec, 0);
+            e[k] = hpmlg_row_get(x, row, cols, c, mean);
+            f[k] = hpmlg_row_get(dy, row, cols, c, 0);
             hpmlg_eight g;
-            if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, vec, 0);
+            if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, 0);
             for (int j = 0; j < 8; j++) {
                 float xhat = (e[k].v[j] - mean) * rstd, dg = f[k].v[j] * xhat;
                 if (many && part && c + j < cols) part[c + j] += dg, part[cols + c + j] += f[k].v[j];
@@ -2046,13 +2044,13 @@ static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_ar
         dot = hpmlg_team_sum<TEAM>(dot, space) / (float)cols;
         HPMLG_EACH_EIGHT {
             if (many) {
-                e[k] = hpmlg_row_get(x, row, cols, c, vec, 0), f[k] = hpmlg_row_get(dy, row, cols, c, vec, 0);
+                e[k] = hpmlg_row_get(x, row, cols, c, 0), f[k] = hpmlg_row_get(dy, row, cols, c, 0);
                 hpmlg_eight g;
-                if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, vec, 0);
+                if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, 0);
                 for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean) * rstd, f[k].v[j] *= gamma.p ? g.v[j] : 1;
             }
             for (int j = 0; j < 8; j++) f[k].v[j] = rstd * (f[k].v[j] - sum - e[k].v[j] * dot);
-            hpmlg_row_put(dx, row, cols, c, vec, f[k], add);
+            hpmlg_row_put(dx, row, cols, c, f[k], add);
         }
     }
     if (!part || many) return;
@@ -2093,7 +2091,8 @@ static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const fl
 HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
 {
     int64_t blocks = cols <= HPMLG_WARP_ROW ? (rows + 3) / 4 : rows;
-    return (int)(blocks < d->sms * 4 ? blocks : d->sms * 4);
+    int64_t most   = (int64_t)d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* whole waves of what registers allow */
+    return (int)(blocks < most ? blocks : most);
 }
 
 HPMLG_FN hpmlg_array hpmlg_param_of(const hpml_node *n, int s)
@@ -2118,12 +2117,10 @@ HPMLG_FN hpml_status hpmlg_norm_forward(const hpml_run *run, hpml_node *n)
     const hpml_node *add  = n->src[0]->node && n->src[0]->node->with == n && d->passing ? n->src[0]->node : NULL;
     hpmlg_array      none = hpmlg_of(NULL, HPML_DTYPE_F32);
     int64_t          cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
-    bool             vec  = hpmlg_rows_vec(n->out, n->src[0], cols);
-    if (add) vec = vec && hpmlg_on16(add->src[0]->data) && hpmlg_on16(add->src[1]->data);
     return HPMLG_ROWS(d, hpmlg_k_norm, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out),
                       hpmlg_value(n->src[0]), add ? hpmlg_value(add->src[0]) : none,
                       add ? hpmlg_value(add->src[1]) : none, hpmlg_param_of(n, 1), hpmlg_param_of(n, 2),
-                      (float2 *)n->saved, rows, cols, n->attr.norm.eps, n->op == HPML_OP_LAYERNORM, vec);
+                      (float2 *)n->saved, rows, cols, n->attr.norm.eps, n->op == HPML_OP_LAYERNORM);
 }
 
 HPMLG_FN hpml_status hpmlg_norm_backward(const hpml_run *run, hpml_node *n)
@@ -2137,7 +2134,7 @@ HPMLG_FN hpml_status hpmlg_norm_backward(const hpml_run *run, hpml_node *n)
     hpml_status   status = HPMLG_ROWS(d, hpmlg_k_norm_back, (unsigned)parts, cols, shared, hpmlg_grad(n->src[0]),
                                       hpmlg_value(n->src[0]), hpmlg_grad(n->out), hpmlg_param_of(n, 1),
                                       (const float2 *)n->saved, part, rows, cols, n->op == HPML_OP_LAYERNORM,
-                                      n->accumulate[0], hpmlg_rows_vec(n->out, n->src[0], cols));
+                                      n->accumulate[0]);
     if (status != HPML_OK || !part) return status;
     return HPMLG_RUN(d, hpmlg_k_norm_params, (unsigned)((2 * cols + HPMLG_WARP - 1) / HPMLG_WARP), 256, 0, dgamma,
                      dbeta, part, parts, cols, n->accumulate[1], n->accumulate[2]);
@@ -2177,15 +2174,10 @@ HPMLG_DEVICE hpmlg_moments hpmlg_moments_join(hpmlg_moments a, hpmlg_moments b)
     return s;
 }
 
-HPMLG_DEVICE int64_t hpmlg_div(int64_t a, int64_t b) /* a, b >= 0 */
-{
-    return (a | b) >> 32 ? a / b : (int64_t)((unsigned)a / (unsigned)b);
-}
-
 /* Where unit u of channel c stands. */
 HPMLG_DEVICE int64_t hpmlg_bn_at(const hpmlg_bn *s, int64_t c, int64_t u)
 {
-    int64_t i = u * s->unit, image = hpmlg_div(i, s->P);
+    int64_t i = u * s->unit, image = hpmlg_quotient(i, s->P);
     return (image * s->C + c) * s->P + (i - image * s->P);
 }
 
@@ -2260,15 +2252,15 @@ static __global__ void hpmlg_k_bn_statistics(float2 *saved, float *running_mean,
    s1 / N - xhat s2 / N), mean1 and mean2 the two quotients. Eights of the whole array; channels change within. */
 static __global__ void hpmlg_k_bn_apply(hpmlg_array out, hpmlg_array x, hpmlg_array dy, hpmlg_array y, hpmlg_bn s,
                                         const float2 *saved, const float *gamma, const float *beta,
-                                        const float2 *means, bool relu, bool add, bool vec)
+                                        const float2 *means, bool relu, bool add)
 {
     int64_t n = s.B * s.C * s.P;
     for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
          i += 8 * (int64_t)gridDim.x * blockDim.x) {
-        int64_t     plane = hpmlg_div(i, s.P), r = i - plane * s.P, c = plane - hpmlg_div(plane, s.C) * s.C;
-        hpmlg_eight e = hpmlg_row_get(x, 0, n, i, vec, 0), f, z;
-        if (dy.p) f = hpmlg_row_get(dy, 0, n, i, vec, 0);
-        if (dy.p && relu) z = hpmlg_row_get(y, 0, n, i, vec, 0);
+        int64_t     plane = hpmlg_quotient(i, s.P), r = i - plane * s.P, c = plane - hpmlg_quotient(plane, s.C) * s.C;
+        hpmlg_eight e = hpmlg_row_get(x, 0, n, i, 0), f, z;
+        if (dy.p) f = hpmlg_row_get(dy, 0, n, i, 0);
+        if (dy.p && relu) z = hpmlg_row_get(y, 0, n, i, 0);
         float a = 0, b = 0, one = 0, two = 0;
         for (int j = 0; j < 8; j++, r++) {
             if (r == s.P) r = 0, c = c + 1 == s.C ? 0 : c + 1;
@@ -2284,7 +2276,7 @@ static __global__ void hpmlg_k_bn_apply(hpmlg_array out, hpmlg_array x, hpmlg_ar
                 if (relu) e.v[j] = e.v[j] > 0 || e.v[j] != e.v[j] ? e.v[j] : 0;
             }
         }
-        hpmlg_row_put(out, 0, n, i, vec, e, add);
+        hpmlg_row_put(out, 0, n, i, e, add);
     }
 }
 
@@ -2335,9 +2327,9 @@ HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n)
     hpmlg_bn       s = { y[0], y[1], y[2] * y[3], y[0] * y[2] * y[3], y[2] * y[3] == 1 ? 32 : 1, 1, 1 };
     int64_t        blocks = (s.C + s.width - 1) / s.width, splits = (d->sms * 8 + blocks - 1) / blocks;
     const hpml_tensor *x = n->src[0];
-    bool           on16 = hpmlg_on16(x->data) && hpmlg_on16(n->out->data) && hpmlg_on16(n->out->grad);
+    uintptr_t      places = (uintptr_t)x->data | (uintptr_t)n->out->data | (uintptr_t)n->out->grad;
     s.splits = splits < HPMLG_BN_SPLITS ? splits : HPMLG_BN_SPLITS;
-    s.unit   = s.P % 8 == 0 && on16 ? 8 : 1;
+    s.unit   = s.P % 8 == 0 && places % 16 == 0 ? 8 : 1;
     return s;
 }
 
@@ -2393,8 +2385,7 @@ HPMLG_FN hpml_status hpmlg_batchnorm_forward(const hpml_run *run, hpml_node *n)
     if (status != HPML_OK || s.N == 0) return status;
     return HPMLG_RUN(d, hpmlg_k_bn_apply, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, hpmlg_value(n->out),
                      hpmlg_value(n->src[0]), none, none, s, (const float2 *)n->saved, (const float *)gamma.p,
-                     (const float *)beta.p, (const float2 *)NULL, n->attr.norm.act == HPML_ACT_RELU, false,
-                     hpmlg_rows_vec(n->out, n->src[0], 8));
+                     (const float *)beta.p, (const float2 *)NULL, n->attr.norm.act == HPML_ACT_RELU, false);
 }
 
 HPMLG_FN hpml_status hpmlg_batchnorm_backward(const hpml_run *run, hpml_node *n)
@@ -2423,7 +2414,7 @@ HPMLG_FN hpml_status hpmlg_batchnorm_backward(const hpml_run *run, hpml_node *n)
     return HPMLG_RUN(d, hpmlg_k_bn_apply, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, hpmlg_grad(n->src[0]),
                      hpmlg_value(n->src[0]), hpmlg_grad(n->out), hpmlg_value(n->out), s, (const float2 *)n->saved,
                      (const float *)hpmlg_param_of(n, 1).p, (const float *)NULL, (const float2 *)means, relu,
-                     n->accumulate[0], hpmlg_rows_vec(n->out, n->src[0], 8));
+                     n->accumulate[0]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2562,19 +2553,19 @@ HPMLG_DEVICE void hpmlg_words8(unsigned w[8], unsigned long long seed, unsigned 
 /* y (+)= x scale where the word of the element is `least` or more, else 0. Word i belongs to element i counted from the
    first sample of the global batch; `each`: elements of a sample. scale 0: y (+)= x. */
 static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg_now *now, int index, unsigned least,
-                                       float scale, int64_t each, int64_t n, bool add, bool vec)
+                                       float scale, int64_t each, int64_t n, bool add)
 {
     unsigned long long stream = now->step << 24 ^ (unsigned long long)index ^ 0xdull << 60;
     unsigned long long first = now->sample * (unsigned long long)each, seed = now->seed;
     for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
          i += 8 * (int64_t)gridDim.x * blockDim.x) {
-        hpmlg_eight e = hpmlg_row_get(x, 0, n, i, vec, 0);
+        hpmlg_eight e = hpmlg_row_get(x, 0, n, i, 0);
         if (scale != 0) {
             unsigned w[8];
             hpmlg_words8(w, seed, stream, first + (unsigned long long)i);
             for (int j = 0; j < 8; j++) e.v[j] = w[j] >= least ? e.v[j] * scale : 0;
         }
-        hpmlg_row_put(y, 0, n, i, vec, e, add);
+        hpmlg_row_put(y, 0, n, i, e, add);
     }
 }
 
@@ -2587,8 +2578,7 @@ HPMLG_FN hpml_status hpmlg_dropout_run(const hpml_run *run, const hpml_node *n, 
     if (n->out->batch_rows) each = count / (n->out->shape[0] / n->out->batch_rows);
     if (status != HPML_OK || (scale == 0 && x.p == y.p && !add)) return status;
     return HPMLG_RUN(d, hpmlg_k_dropout, hpmlg_blocks(d, count, 2048), 256, 0, y, x, (const hpmlg_now *)d->now,
-                     n->index, (unsigned)((double)p * 4294967296.0), scale, each, count, add,
-                     hpmlg_on16(x.p) && hpmlg_on16(y.p));
+                     n->index, (unsigned)((double)p * 4294967296.0), scale, each, count, add);
 }
 
 HPMLG_FN hpml_status hpmlg_dropout_forward(const hpml_run *run, hpml_node *n)
@@ -2604,7 +2594,7 @@ HPMLG_FN hpml_status hpmlg_dropout_backward(const hpml_run *run, hpml_node *n)
 
 /* y[i] = table[token[i]], a warp for a row; a token out of range is noted, its row zeros. */
 static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, const int *token, int64_t count,
-                                         int64_t vocabulary, int64_t width, bool vec, hpmlg_note *note, int *taken,
+                                         int64_t vocabulary, int64_t width, hpmlg_note *note, int *taken,
                                          const hpml_node *node)
 {
     int     lane = (int)threadIdx.x % HPMLG_WARP;
@@ -2614,9 +2604,9 @@ static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, const
         bool ok = t >= 0 && t < vocabulary;
         if (!ok && lane == 0) hpmlg_complain(note, taken, HPMLG_BAD_TOKEN, i, t, node);
         for (int64_t c = 8 * lane; c < width; c += 8 * HPMLG_WARP) {
-            hpmlg_eight e = hpmlg_row_get(table, ok ? t : 0, width, c, vec, 0);
+            hpmlg_eight e = hpmlg_row_get(table, ok ? t : 0, width, c, 0);
             for (int j = 0; j < 8 && !ok; j++) e.v[j] = 0;
-            hpmlg_row_put(y, i, width, c, vec, e, false);
+            hpmlg_row_put(y, i, width, c, e, false);
         }
     }
 }
@@ -2674,12 +2664,12 @@ static __global__ void hpmlg_k_bucket_sort(hpmlg_buckets b, const int *token, in
 
 /* Row t of dw (+)= the sum of dy over the positions of token t: a warp for 256 columns of a row. */
 static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_buckets b, int64_t vocabulary,
-                                              int64_t width, bool add, bool vec)
+                                              int64_t width, bool add)
 {
     int64_t pieces = (width + 255) / 256, step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
     int64_t first  = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP;
     for (int64_t u = first; u < vocabulary * pieces; u += step) {
-        int64_t     t = hpmlg_div(u, pieces), c = (u - t * pieces) * 256 + 8 * (threadIdx.x % HPMLG_WARP);
+        int64_t     t = hpmlg_quotient(u, pieces), c = (u - t * pieces) * 256 + 8 * (threadIdx.x % HPMLG_WARP);
         int         n = b.count[t], k = 0;
         const int  *at = b.slot + b.start[t];
         hpmlg_eight sum, e[4];
@@ -2687,22 +2677,17 @@ static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hp
         for (int j = 0; j < 8; j++) sum.v[j] = 0;
         for (; k + 4 <= n; k += 4) {
             HPMLG_UNROLL
-            for (int q = 0; q < 4; q++) e[q] = hpmlg_row_get(dy, at[k + q], width, c, vec, 0);
+            for (int q = 0; q < 4; q++) e[q] = hpmlg_row_get(dy, at[k + q], width, c, 0);
             HPMLG_UNROLL
             for (int q = 0; q < 4; q++)
                 for (int j = 0; j < 8; j++) sum.v[j] += e[q].v[j];
         }
         for (; k < n; k++) {
-            e[0] = hpmlg_row_get(dy, at[k], width, c, vec, 0);
+            e[0] = hpmlg_row_get(dy, at[k], width, c, 0);
             for (int j = 0; j < 8; j++) sum.v[j] += e[0].v[j];
         }
-        hpmlg_row_put(dw, t, width, c, vec, sum, add);
+        hpmlg_row_put(dw, t, width, c, sum, add);
     }
-}
-
-HPMLG_FN bool hpmlg_embedding_vec(const hpml_node *n)
-{
-    return hpmlg_rows_vec(n->out, n->src[1], n->src[1]->shape[1]);
 }
 
 HPMLG_FN hpml_status hpmlg_embedding_forward(const hpml_run *run, hpml_node *n)
@@ -2711,7 +2696,7 @@ HPMLG_FN hpml_status hpmlg_embedding_forward(const hpml_run *run, hpml_node *n)
     int64_t       count = hpml_tensor_count(n->src[0]);
     return HPMLG_RUN(d, hpmlg_k_embedding, hpmlg_blocks(d, count, 8), 256, 0, hpmlg_value(n->out),
                      hpmlg_value(n->src[1]), (const int *)(const void *)n->src[0]->data, count, n->src[1]->shape[0],
-                     n->src[1]->shape[1], hpmlg_embedding_vec(n), d->note, d->note_taken, (const hpml_node *)n);
+                     n->src[1]->shape[1], d->note, d->note_taken, (const hpml_node *)n);
 }
 
 HPMLG_FN size_t hpmlg_embedding_scratch(const hpml_node *n)
@@ -2735,8 +2720,7 @@ HPMLG_FN hpml_status hpmlg_embedding_backward(const hpml_run *run, hpml_node *n)
     if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_sort, some, 256, 0, b, token, count, vocabulary);
     if (status != HPML_OK) return status;
     return HPMLG_RUN(d, hpmlg_k_embedding_back, hpmlg_blocks(d, vocabulary * ((width + 255) / 256), 8), 256, 0,
-                     hpmlg_grad(n->src[1]), hpmlg_grad(n->out), b, vocabulary, width, n->accumulate[1],
-                     hpmlg_embedding_vec(n));
+                     hpmlg_grad(n->src[1]), hpmlg_grad(n->out), b, vocabulary, width, n->accumulate[1]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2762,6 +2746,7 @@ typedef struct hpmlg_divisor { unsigned shift, mul, by, unused; } hpmlg_divisor;
 /* n / by for n below 2^31 as a multiplication: mul = ceil(2^shift / by), shift = 31 + ceil(log2(by)). */
 HPMLG_FN hpmlg_divisor hpmlg_divisor_of(int64_t by)
 {
+    by = by < 1 ? 1 : by;
     hpmlg_divisor d = { 31, 0, (unsigned)by, 0 };
     while (((int64_t)1 << (d.shift - 31)) < by) d.shift++;
     d.mul = (unsigned)((((uint64_t)1 << d.shift) + (uint64_t)by - 1) / (uint64_t)by);
@@ -2806,7 +2791,7 @@ typedef struct hpmlg_side {
     hpmlg_array x;
     int64_t     batch;        /* elements to the next matrix */
     hpmlg_axis  line, k;
-    int64_t     H, W, sh, sw; /* of the image, and every how many-th row and column counts; H 0: not an image */
+    int64_t     H, W;         /* of the image; H 0: not an image */
     int64_t     along_k;      /* neighbours in k are closer in memory than neighbouring lines */
     int64_t     ld;           /* not 0: dense along one axis, and this far apart along the other */
 } hpmlg_side;
@@ -2817,18 +2802,14 @@ HPMLG_DEVICE float hpmlg_pick(const hpmlg_side &o, int64_t base, hpmlg_spot line
     if (line.at < 0 || k.at < 0) return 0;
     if (o.H) {
         int h = line.h + k.h, w = line.w + k.w;
-        int sh = (int)o.sh, sw = (int)o.sw;
-        if (sh > 1 || sw > 1) {
-            if (h % sh != 0 || w % sw != 0) return 0;
-            h /= sh, w /= sw;
-        }
         if ((unsigned)h >= (unsigned)o.H || (unsigned)w >= (unsigned)o.W) return 0;
         at += (int64_t)h * o.W + w;
     }
     return hpmlg_get(o.x, at);
 }
 
-/* c = act(alpha a b (+ c) + bias); what goes into act is kept in z, where there is one. */
+/* c = act(alpha a b (+ c) + bias); what goes into act is kept in z, where there is one. back: c = (alpha a b (+ c))
+   act'(z). */
 typedef struct hpmlg_job {
     int64_t       m, n, k, batch;
     hpmlg_side a, b;
@@ -2840,7 +2821,8 @@ typedef struct hpmlg_job {
     float         alpha, slope;
     const float  *bias;
     int64_t       bias_row, bias_col, bias_batch; /* elements to the next */
-    int64_t       act, half;     /* half: HPML_DTYPE_BF16 or _F16: what halves are multiplied as */
+    int64_t       act, back;
+    int64_t       half;          /* HPML_DTYPE_BF16 or _F16: what halves are multiplied as */
     float        *part;          /* (splits, batch, m, n) sums of the pieces of k, when there are several */
     int64_t       splits, k_each;
     int64_t       tiles_m, tiles_n;
@@ -2849,6 +2831,11 @@ typedef struct hpmlg_job {
 static __device__ __attribute__((noinline)) float hpmlg_act_far(int act, float slope, float x)
 {
     return hpmlg_act(act, slope, x);
+}
+
+static __device__ __attribute__((noinline)) float hpmlg_slope_far(int act, float slope, float v)
+{
+    return hpmlg_act_slope(act, slope, v);
 }
 
 HPMLG_DEVICE float hpmlg_end_of(const hpmlg_job &g, int64_t batch, int64_t row, int64_t col, float v)
@@ -2862,8 +2849,9 @@ HPMLG_DEVICE void hpmlg_emit(const hpmlg_job &g, int64_t batch, int64_t row, int
     int64_t at = batch * g.c_batch + row * g.ldc + (g.flat ? col : hpmlg_spot_at(g.col, col, g.n).at);
     v = hpmlg_end_of(g, batch, row, col, v * g.alpha);
     if (g.add) v += hpmlg_get(g.c, at);
-    if (g.z.p) hpmlg_put(g.z, at, v);
-    if (g.act) v = hpmlg_act_far((int)g.act, g.slope, v);
+    if (g.back) v *= hpmlg_slope_far((int)g.act, g.slope, hpmlg_get(g.z, at));
+    else if (g.z.p) hpmlg_put(g.z, at, v);
+    if (g.act && !g.back) v = hpmlg_act_far((int)g.act, g.slope, v);
     hpmlg_put(g.c, at, v);
 }
 
@@ -2875,8 +2863,12 @@ HPMLG_DEVICE void hpmlg_emit8(const hpmlg_job &g, int64_t batch, int64_t row, in
     if (g.add) old = hpmlg_get8(g.c, at);
     HPMLG_UNROLL
     for (int j = 0; j < 8; j++) e.v[j] = hpmlg_end_of(g, batch, row, col + j, e.v[j] * g.alpha) + old.v[j];
-    if (g.z.p) hpmlg_put8(g.z, at, e);
-    if (g.act == HPML_ACT_RELU) {
+    if (g.z.p && !g.back) hpmlg_put8(g.z, at, e);
+    if (g.back) {
+        old = hpmlg_get8(g.z, at);
+        HPMLG_UNROLL
+        for (int j = 0; j < 8; j++) e.v[j] *= hpmlg_slope_far((int)g.act, g.slope, old.v[j]);
+    } else if (g.act == HPML_ACT_RELU) {
         HPMLG_UNROLL
         for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act(HPML_ACT_RELU, 0, e.v[j]);
     } else if (g.act) {
@@ -3240,7 +3232,7 @@ HPMLG_FN void hpmlg_job_split(const hpmlg_device *d, hpmlg_job *g, int T)
     if (want > most) want = most;
     if (want < 2 || tiles >= d->sms) want = 1;
     g->k_each = ((g->k + want - 1) / want + 63) / 64 * 64;
-    g->splits = (g->k + g->k_each - 1) / g->k_each;
+    g->splits = g->k > 0 ? (g->k + g->k_each - 1) / g->k_each : 1; /* an empty sum is 0 */
     g->part   = g->splits > 1 ? (float *)d->workspace : NULL;
 }
 
@@ -3275,7 +3267,7 @@ HPMLG_FN hpml_status hpmlg_job_run(hpmlg_device *d, hpmlg_job *g)
     return HPMLG_RUN(d, hpmlg_k_join, hpmlg_blocks(d, g->batch * g->m * g->n, 256), 256, 0, *g);
 }
 
-/* A plain product: c (batch, m, n) = act(alpha a b (+ c) + bias). */
+/* A plain product: c (batch, m, n) = act(alpha a b (+ c) + bias), or back: c = (alpha a b (+ c)) act'(z). */
 typedef struct hpmlg_mat {
     hpmlg_array x;
     int64_t     rs, cs, batch; /* elements between rows, columns, matrices */
@@ -3284,11 +3276,13 @@ typedef struct hpmlg_mat {
 typedef struct hpmlg_gemm {
     int64_t      m, n, k, batch;
     hpmlg_mat    a, b;
-    hpmlg_array  c, z;           /* z: gets what goes into act; p NULL: nobody wants it */
+    hpmlg_array  c, z;           /* z: gets what goes into act; p NULL: nobody wants it. back: read */
     int64_t      ldc, c_batch;
     float        alpha, slope;
-    bool         add;
+    bool         add, back;
     hpml_act     act;
+    float       *sums;           /* (m) gets the sums of a's rows; NULL: nobody wants them */
+    bool         rode;           /* set by the product: it did act' (back), or the sums, on its way */
     const float *bias;           /* (n) or NULL */
     const void  *bias_half;      /* the same in c's type, for cuBLASLt; NULL: no such copy */
 } hpmlg_gemm;
@@ -3325,9 +3319,9 @@ HPMLG_FN hpmlg_side hpmlg_side_of(hpmlg_array x, int64_t line, int64_t k, int64_
     return o;
 }
 
-HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, const hpmlg_gemm *g, bool *done);
+HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *done);
 
-HPMLG_FN hpml_status hpmlg_product(hpmlg_device *d, const hpmlg_gemm *g)
+HPMLG_FN hpml_status hpmlg_product(hpmlg_device *d, hpmlg_gemm *g)
 {
     hpmlg_job   j = {};
     bool        done = false;
@@ -3340,6 +3334,7 @@ HPMLG_FN hpml_status hpmlg_product(hpmlg_device *d, const hpmlg_gemm *g)
     j.b = hpmlg_side_of(g->b.x, g->b.cs, g->b.rs, g->b.batch);
     j.c = g->c, j.z = g->z, j.ldc = g->ldc, j.c_batch = g->c_batch, j.flat = true;
     j.alpha = g->alpha, j.add = g->add, j.bias = g->bias, j.bias_col = 1, j.act = g->act, j.slope = g->slope;
+    j.back = g->rode = g->back;
     return hpmlg_job_run(d, &j);
 }
 
@@ -3408,10 +3403,11 @@ HPMLG_FN size_t hpmlg_factor_bytes(const hpmlg_device *d, const hpml_tensor *t)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Row-major matrices are column-major ones, transposed: c = a b is c^T = b^T a^T, so the operands change places. What
-   the library said about a shape (its algorithm, or that it will not) is kept. Bias, relu and gelu ride on the product;
-   where the library has no such kernel, the activation follows by itself. */
+   the library said about a shape (its algorithm, or that it will not) is kept. Bias, relu, gelu and gelu' ride on the
+   product, and so do sums of a's rows; where the library has no such kernel, an activation follows by itself, and the
+   others are left to the caller. */
 #ifdef HPML_CUDA_NO_CUBLAS
-HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, const hpmlg_gemm *g, bool *done)
+HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *done)
 {
     (void)d, (void)g, (void)done;
     return HPML_OK;
@@ -3423,6 +3419,11 @@ HPMLG_FN hpml_status hpmlg_blas_check(hpmlg_device *d, cublasStatus_t s, const c
     return hpml_ctx_fail(d->ctx, s == CUBLAS_STATUS_ALLOC_FAILED ? HPML_ERR_MEMORY : HPML_ERR_CUDA,
                          "cuda device %d: %s: %s (%s); hpml_cuda_desc.own_kernels does without cuBLASLt",
                          (int)d->d.device, what, cublasLtGetStatusName(s), cublasLtGetStatusString(s));
+}
+
+HPMLG_FN bool hpmlg_blas_refused(cublasStatus_t s) /* ours does it */
+{
+    return s == CUBLAS_STATUS_NOT_SUPPORTED || s == CUBLAS_STATUS_INVALID_VALUE || s == CUBLAS_STATUS_ARCH_MISMATCH;
 }
 
 typedef struct hpmlg_blas_key {
@@ -3481,13 +3482,13 @@ HPMLG_FN cublasStatus_t hpmlg_blas_describe(const hpmlg_device *d, hpmlg_blas_pl
     cublasOperation_t     ta = k->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, tb = k->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     cublasLtEpilogue_t    epilogue = (cublasLtEpilogue_t)k->epilogue;
     int64_t               aux = k->ldc;
-    bool                  kept = epilogue == CUBLASLT_EPILOGUE_GELU_AUX || epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+    bool                  with_z = (k->epilogue & CUBLASLT_EPILOGUE_DGELU & CUBLASLT_EPILOGUE_GELU_AUX) != 0;
     cublasStatus_t        s = cublasLtMatmulDescCreate(&p->op, d->d.precision == HPML_CUDA_TF32 ?
                                                        CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUDA_R_32F);
     HPMLG_BLAS_SET(TRANSA, ta);
     HPMLG_BLAS_SET(TRANSB, tb);
     HPMLG_BLAS_SET(EPILOGUE, epilogue);
-    if (kept) HPMLG_BLAS_SET(EPILOGUE_AUX_LD, aux);
+    if (with_z) HPMLG_BLAS_SET(EPILOGUE_AUX_LD, aux);
     if (s == CUBLAS_STATUS_SUCCESS)
         s = hpmlg_blas_layout(&p->a, k->a_type, k->trans_b ? k->k : k->n, k->trans_b ? k->n : k->k, k->ldb, k->batch,
                               k->b_batch);
@@ -3532,8 +3533,7 @@ HPMLG_FN hpml_status hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas *blas, hpmlg_bla
     p->set = true;
     for (int i = 0; i < count && s == CUBLAS_STATUS_SUCCESS && !p->usable; i++)
         if (found[i].state == CUBLAS_STATUS_SUCCESS) p->usable = true, p->algo = found[i].algo;
-    if (s == CUBLAS_STATUS_NOT_SUPPORTED || s == CUBLAS_STATUS_INVALID_VALUE) return HPML_OK; /* ours does it */
-    return hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
+    return hpmlg_blas_refused(s) ? HPML_OK : hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
 }
 
 /* The largest power of two up to 256 that divides what it is given. */
@@ -3559,13 +3559,16 @@ HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g)
     return k->batch == 1 || !g->bias;
 }
 
-/* What may ride on the product. */
+/* What may ride on the product: the library's b is our a. */
 HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_gemm *g, bool act)
 {
-    bool bias = g->bias != NULL;
+    bool bias = g->bias != NULL, z = g->z.type == g->c.type && (uintptr_t)g->z.p % 16 == 0 && g->ldc % 8 == 0;
+    if (act && g->sums) return CUBLASLT_EPILOGUE_BGRADB;
+    if (act && g->back && g->act == HPML_ACT_GELU && z && !g->add) return CUBLASLT_EPILOGUE_DGELU;
+    if (act && g->back) return CUBLASLT_EPILOGUE_DEFAULT;
     if (act && g->act == HPML_ACT_RELU && !g->z.p) return bias ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
     if (act && g->act == HPML_ACT_GELU && !g->z.p) return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
-    if (act && g->act == HPML_ACT_GELU && g->z.type == g->c.type && (uintptr_t)g->z.p % 16 == 0 && g->ldc % 8 == 0)
+    if (act && g->act == HPML_ACT_GELU && z)
         return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
     return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
@@ -3584,36 +3587,40 @@ HPMLG_FN hpml_status hpmlg_blas_plan_of(hpmlg_device *d, hpmlg_blas *blas, const
     return hpmlg_blas_ask(d, blas, *plan, bias, z);
 }
 
-/* With the activation aboard where the library can, else with it after. *done: this was it. */
-HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, const hpmlg_gemm *g, bool *done)
+/* With all aboard where the library can, else without, and an activation after. *done: this was it. */
+HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *done)
 {
     hpmlg_blas      *blas = (hpmlg_blas *)d->blas;
     hpmlg_blas_key   key;
     hpmlg_blas_plan *p = NULL;
     const void      *bias = g->c.type == HPML_DTYPE_F32 ? g->bias : g->bias ? g->bias_half : NULL;
     float            beta = g->add ? 1.0f : 0.0f;
-    bool             act  = g->act != HPML_ACT_NONE;
+    bool             act  = g->act != HPML_ACT_NONE && !g->back, one = g->ldc == g->n && g->batch == 1;
     hpml_status      status;
-    if (!blas || !hpmlg_blas_key_of(&key, g) || (g->bias && !bias) || (act && (g->ldc != g->n || g->batch > 1)))
-        return HPML_OK;
-    for (int aboard = act; aboard >= 0; aboard--) {
+    if (!blas || !hpmlg_blas_key_of(&key, g) || (g->bias && !bias) || (act && !one)) return HPML_OK;
+    for (int aboard = act || g->back || g->sums; aboard >= 0; aboard--) {
         cublasLtEpilogue_t e = hpmlg_blas_epilogue(g, aboard);
-        bool  plain = e == CUBLASLT_EPILOGUE_BIAS || e == CUBLASLT_EPILOGUE_DEFAULT, after = act && plain;
-        void *z = !plain ? g->z.p : NULL, *c = after && g->z.p ? g->z.p : g->c.p;
+        bool        plain = e == CUBLASLT_EPILOGUE_BIAS || e == CUBLASLT_EPILOGUE_DEFAULT, after = act && plain;
+        void       *z = !plain ? g->z.p : NULL, *c = after && g->z.p ? g->z.p : g->c.p;
+        const void *line = e == CUBLASLT_EPILOGUE_BGRADB ? g->sums : bias;
         if (plain && aboard) continue;
         key.epilogue = (int64_t)e;
         key.c_type   = after && g->z.p ? g->z.type : g->c.type;
-        status       = hpmlg_blas_plan_of(d, blas, &key, bias, z, &p);
+        status       = hpmlg_blas_plan_of(d, blas, &key, line, z, &p);
         if (status != HPML_OK) return status;
         if (!p->usable) continue;
-        status = hpmlg_blas_check(d, hpmlg_blas_point(p, bias, z), "cublasLtMatmulDescSetAttribute");
+        status = hpmlg_blas_check(d, hpmlg_blas_point(p, line, z), "cublasLtMatmulDescSetAttribute");
         if (status != HPML_OK) return status;
-        status = hpmlg_blas_check(d, cublasLtMatmul(blas->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b,
-                                                    &beta, c, p->c, c, p->c, &p->algo, d->workspace, d->d.workspace,
-                                                    d->stream), "cublasLtMatmul");
+        cublasStatus_t s = cublasLtMatmul(blas->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b, &beta, c,
+                                          p->c, c, p->c, &p->algo, d->workspace, d->d.workspace, d->stream);
+        if (hpmlg_blas_refused(s)) { /* it should have said so when asked */
+            p->usable = false;
+            continue;
+        }
+        status = hpmlg_blas_check(d, s, "cublasLtMatmul");
         if (status == HPML_OK && after)
             status = hpmlg_act_run(d, g->c, g->z.p ? g->z : g->c, g->act, g->slope, g->m * g->n);
-        *done = true;
+        *done = true, g->rode = aboard;
         return status;
     }
     return HPML_OK;
@@ -3640,7 +3647,8 @@ HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* y = act(x w^T + bias) is one product. Backward: dz = dy act'(z) takes the place of dy, which nobody reads after us;
-   the same pass over it sums its columns for the bias, block by block and then block after block. */
+   the same pass over it sums its columns for the bias, block by block and then block after block. Where a linear layer
+   follows at once, its product for dy multiplies by act'(z) on the way; the product for dw can sum the columns. */
 
 /* dy *= act'(v), and sums of its columns over `each` rows to part (gridDim.y, n), where wanted. W columns a thread,
    32 threads side by side, 8 rows at a time. */
@@ -3677,19 +3685,10 @@ static __global__ void hpmlg_k_columns(hpmlg_array dy, hpmlg_array v, int act, f
     }
 }
 
-/* out (n) (+)= the rows of part (parts, n), in order. */
-static __global__ void hpmlg_k_rows(float *out, const float *part, int64_t parts, int64_t n, bool add)
-{
-    int64_t i   = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    float   sum = 0;
-    if (i >= n) return;
-    for (int64_t p = 0; p < parts; p++) sum += part[p * n + i];
-    out[i] = add ? out[i] + sum : sum;
-}
-
+/* out (n) (+)= the sum of the rows of part (parts, n), in order. */
 HPMLG_FN hpml_status hpmlg_rows_run(hpmlg_device *d, float *out, const float *part, int64_t parts, int64_t n, bool add)
 {
-    return HPMLG_RUN(d, hpmlg_k_rows, (unsigned)((n + 255) / 256), 256, 0, out, part, parts, n, add);
+    return hpmlg_sum_run(d, hpmlg_of(out, HPML_DTYPE_F32), hpmlg_of((void *)part, HPML_DTYPE_F32), 1, parts, n, 1, add);
 }
 
 /* dz (m, n) = dy act'(v) in place; db (n), where it is not NULL, (+)= the sums of its columns. */
@@ -3793,6 +3792,12 @@ HPMLG_FN hpml_status hpmlg_matmul_backward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
+/* What act' is computed from. */
+HPMLG_FN hpmlg_array hpmlg_linear_z(const hpml_node *n)
+{
+    return n->saved ? hpmlg_of(n->saved, n->out->dtype) : hpmlg_value(n->out);
+}
+
 HPMLG_FN hpml_status hpmlg_linear_forward(const hpml_run *run, hpml_node *n)
 {
     hpmlg_device      *d = hpmlg_enter(run->ctx);
@@ -3808,21 +3813,43 @@ HPMLG_FN hpml_status hpmlg_linear_forward(const hpml_run *run, hpml_node *n)
     return hpmlg_product(d, &g);
 }
 
+/* The layer before, when n is the first to be recorded of those that read it, and so the last to write its gradient. */
+HPMLG_FN const hpml_node *hpmlg_linear_before(const hpml_node *n)
+{
+    const hpml_node *m = n->src[0]->node;
+    return m && m->op == HPML_OP_LINEAR && m->attr.act.act && m->index + 1 == n->index ? m : NULL;
+}
+
 HPMLG_FN hpml_status hpmlg_linear_backward(const hpml_run *run, hpml_node *n)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
-    hpml_tensor  *x = n->src[0], *w = n->src[1], *bias = n->src[2];
-    int64_t       out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
-    hpmlg_array   dz = hpmlg_grad(n->out), z = n->saved ? hpmlg_of(n->saved, n->out->dtype) : hpmlg_value(n->out);
-    hpml_status   status = hpmlg_columns_run(d, dz, z, n->attr.act.act, n->attr.act.slope, rows, out,
-                                             bias ? bias->grad : NULL, n->accumulate[2]);
-    if (w->grad && status == HPML_OK)
-        status = hpmlg_batched(d, 1, out, in, rows, hpmlg_mats(dz, out, 0, true),
-                               hpmlg_mats(hpmlg_factor(d, x, n->scratch), in, 0, false), hpmlg_grad(w),
-                               n->accumulate[1]);
-    if (x->grad && status == HPML_OK)
-        status = hpmlg_batched(d, 1, rows, in, out, hpmlg_mats(dz, out, 0, false),
-                               hpmlg_mats(hpmlg_factor(d, w, NULL), in, 0, false), hpmlg_grad(x), n->accumulate[0]);
+    hpmlg_device    *d = hpmlg_enter(run->ctx);
+    hpml_tensor     *x = n->src[0], *w = n->src[1], *bias = n->src[2];
+    const hpml_node *m = hpmlg_linear_before(n);
+    int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
+    hpmlg_array      dz = hpmlg_grad(n->out), none = hpmlg_of(NULL, HPML_DTYPE_F32);
+    hpml_act         act = d->sloped == n ? HPML_ACT_NONE : n->attr.act.act;
+    float           *db = bias ? bias->grad : NULL;
+    hpmlg_gemm       dw = hpmlg_gemm_of(out, in, rows, hpmlg_mats(dz, out, 0, true), hpmlg_mats(none, in, 0, false),
+                                        hpmlg_grad(w), in, n->accumulate[1]);
+    hpmlg_gemm       dx = hpmlg_gemm_of(rows, in, out, hpmlg_mats(dz, out, 0, false), hpmlg_mats(none, in, 0, false),
+                                        hpmlg_grad(x), in, n->accumulate[0]);
+    hpml_status      status = HPML_OK;
+    bool             ride = act == HPML_ACT_NONE && w->grad && db && out <= (int64_t)(HPMLG_SCRATCH / sizeof(float));
+    d->sloped = NULL;
+    if (ride) dw.sums = n->accumulate[2] ? (float *)d->scratch : db;
+    else status = hpmlg_columns_run(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, rows, out, db, n->accumulate[2]);
+    if (w->grad && status == HPML_OK) {
+        dw.b.x = hpmlg_factor(d, x, n->scratch);
+        status = hpmlg_product(d, &dw);
+    }
+    if (ride && status == HPML_OK && !dw.rode)
+        status = hpmlg_columns_run(d, dz, none, HPML_ACT_NONE, 0, rows, out, db, n->accumulate[2]);
+    else if (ride && status == HPML_OK && n->accumulate[2]) status = hpmlg_rows_run(d, db, dw.sums, 1, out, true);
+    if (!x->grad || status != HPML_OK) return status;
+    dx.b.x = hpmlg_factor(d, w, NULL);
+    if (m) dx.back = true, dx.z = hpmlg_linear_z(m), dx.act = m->attr.act.act, dx.slope = m->attr.act.slope;
+    status = hpmlg_product(d, &dx);
+    if (dx.rode) d->sloped = m;
     return status;
 }
 
@@ -3832,8 +3859,9 @@ HPMLG_FN hpml_status hpmlg_linear_backward(const hpml_run *run, hpml_node *n)
 
 /* A convolution is a product: y (out, pixels) = w (out, channels x taps) x (channels x taps, pixels), where the second
    operand is never made: its elements are looked up in the image. Likewise dx (channels, pixels) = w' (channels, out x
-   taps) dy (out x taps, pixels), over those taps for which the stride leaves no rest, and dw (out, channels x taps) =
-   dy (out, pixels) x' (pixels, channels x taps). Groups are a batch of products. */
+   taps) dy (out x taps, pixels), and dw (out, channels x taps) = dy (out, pixels) x' (pixels, channels x taps). With a
+   stride, pixels of x that leave the same rest see the same taps: dx is one product for each rest. Groups are a batch
+   of products. */
 
 typedef struct hpmlg_conv {
     int64_t B, C, H, W, OC, OH, OW, groups; /* C, OC of one group */
@@ -3856,28 +3884,27 @@ HPMLG_FN hpmlg_conv hpmlg_conv_of(const hpml_node *n)
     return c;
 }
 
-/* Pixels of all images of x as those of y (or, back, of x itself) see them: where tap (0, 0) lies. */
-HPMLG_FN hpmlg_axis hpmlg_conv_pixels(const hpmlg_conv *c, bool back)
+/* Pixels of all images of x as those of y see them: where tap (0, 0) lies. */
+HPMLG_FN hpmlg_axis hpmlg_conv_pixels(const hpmlg_conv *c)
 {
-    hpmlg_axis p = back ? hpmlg_folded(c->H, c->W, c->groups * c->OC * c->P, 0, 0)
-                        : hpmlg_folded(c->OH, c->OW, c->groups * c->C * c->H * c->W, 0, 0);
-    p.h0 = (int16_t)(back ? c->padding[0] : -c->padding[0]), p.h = (int16_t)(back ? 1 : c->stride[0]);
-    p.w0 = (int16_t)(back ? c->padding[1] : -c->padding[1]), p.w = (int16_t)(back ? 1 : c->stride[1]);
+    hpmlg_axis p = hpmlg_folded(c->OH, c->OW, c->groups * c->C * c->H * c->W, 0, 0);
+    p.h0 = (int16_t)-c->padding[0], p.h = (int16_t)c->stride[0];
+    p.w0 = (int16_t)-c->padding[1], p.w = (int16_t)c->stride[1];
     return p;
 }
 
 /* Channels x taps: planes, and how far a tap moves. */
-HPMLG_FN hpmlg_axis hpmlg_conv_taps(const hpmlg_conv *c, int64_t plane, int sign)
+HPMLG_FN hpmlg_axis hpmlg_conv_taps(const hpmlg_conv *c)
 {
-    hpmlg_axis t = hpmlg_folded(c->kernel[0], c->kernel[1], plane, 0, 0);
-    t.h = (int16_t)(sign * c->dilation[0]), t.w = (int16_t)(sign * c->dilation[1]);
+    hpmlg_axis t = hpmlg_folded(c->kernel[0], c->kernel[1], c->H * c->W, 0, 0);
+    t.h = (int16_t)c->dilation[0], t.w = (int16_t)c->dilation[1];
     return t;
 }
 
 HPMLG_FN hpmlg_side hpmlg_conv_side(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k)
 {
     hpmlg_side o = {};
-    o.x = x, o.batch = batch, o.line = line, o.k = k, o.along_k = along_k, o.sh = o.sw = 1;
+    o.x = x, o.batch = batch, o.line = line, o.k = k, o.along_k = along_k;
     return o;
 }
 
@@ -3894,26 +3921,51 @@ HPMLG_FN hpml_status hpmlg_conv_y(hpmlg_device *d, const hpmlg_conv *c, hpmlg_ar
     hpmlg_job j = hpmlg_conv_job(c, y, false);
     j.m = c->OC, j.n = c->B * c->P, j.k = c->C * c->taps;
     j.a = hpmlg_conv_side(w, c->OC * j.k, hpmlg_plain(j.k), hpmlg_plain(1), true);
-    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_pixels(c, false), hpmlg_conv_taps(c, c->H * c->W, 1),
-                          false);
+    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_pixels(c), hpmlg_conv_taps(c), false);
     j.b.H = c->H, j.b.W = c->W;
     j.ldc = c->P, j.c_batch = c->OC * c->P, j.col = hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0);
     j.bias = bias, j.bias_row = 1, j.bias_batch = c->OC, j.act = act, j.slope = 0.01f;
     return hpmlg_job_run(d, &j);
 }
 
+/* Of one axis, `count` pixels first, first + stride, ... of x: `taps` of the kernel's, tap, tap + step, ..., bring the
+   first one to at, at - back, ... of y, and each next one further by 1. */
+typedef struct hpmlg_rest { int first, count, tap, step, taps, at, back; } hpmlg_rest;
+
+HPMLG_FN hpmlg_rest hpmlg_rest_of(const hpmlg_conv *c, int i, int first, int64_t size)
+{
+    int        s = c->stride[i], by = c->dilation[i];
+    hpmlg_rest r = { first, (int)((size - first + s - 1) / s), 0, 1, 0, 0, 0 };
+    while (r.step * by % s) r.step++;
+    while (r.tap < r.step && (first + c->padding[i] - r.tap * by) % s) r.tap++;
+    if (r.tap < r.step && r.tap < c->kernel[i]) r.taps = (c->kernel[i] - 1 - r.tap) / r.step + 1;
+    r.at = (first + c->padding[i] - r.tap * by) / s, r.back = r.step * by / s;
+    return r;
+}
+
 HPMLG_FN hpml_status hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array w, hpmlg_array dx,
                                    bool add)
 {
-    hpmlg_job j = hpmlg_conv_job(c, dx, add);
-    int64_t   size = c->H * c->W;
-    j.m = c->C, j.n = c->B * size, j.k = c->OC * c->taps;
-    j.a = hpmlg_conv_side(w, c->OC * c->C * c->taps, hpmlg_plain(c->taps),
-                             hpmlg_folded(c->taps, 1, c->C * c->taps, 1, 0), true);
-    j.b = hpmlg_conv_side(dy, c->OC * c->P, hpmlg_conv_pixels(c, true), hpmlg_conv_taps(c, c->P, -1), false);
-    j.b.H = c->OH, j.b.W = c->OW, j.b.sh = c->stride[0], j.b.sw = c->stride[1];
-    j.ldc = size, j.c_batch = c->C * size, j.col = hpmlg_folded(size, 1, c->groups * c->C * size, 1, 0);
-    return hpmlg_job_run(d, &j);
+    int64_t     size = c->H * c->W, kw = c->kernel[1];
+    hpml_status status = HPML_OK;
+    for (int i = 0; i < c->stride[0] * c->stride[1] && status == HPML_OK; i++) {
+        hpmlg_rest h = hpmlg_rest_of(c, 0, i / c->stride[1], c->H), v = hpmlg_rest_of(c, 1, i % c->stride[1], c->W);
+        hpmlg_axis pixels = hpmlg_folded(h.count, v.count, c->groups * c->OC * c->P, 0, 0);
+        hpmlg_axis taps   = hpmlg_folded(h.taps, v.taps, c->P, 0, 0);
+        hpmlg_job  j      = hpmlg_conv_job(c, hpmlg_from(dx, h.first * c->W + v.first), add);
+        j.m = c->C, j.n = c->B * h.count * v.count, j.k = c->OC * h.taps * v.taps;
+        if (j.n == 0 || (j.k == 0 && add)) continue;
+        pixels.h0 = (int16_t)h.at, pixels.w0 = (int16_t)v.at, pixels.h = pixels.w = 1;
+        taps.h = (int16_t)-h.back, taps.w = (int16_t)-v.back;
+        j.a = hpmlg_conv_side(hpmlg_from(w, h.tap * kw + v.tap), c->OC * c->C * c->taps, hpmlg_plain(c->taps),
+                              hpmlg_folded(h.taps, v.taps, c->C * c->taps, h.step * kw, v.step), true);
+        j.b = hpmlg_conv_side(dy, c->OC * c->P, pixels, taps, false);
+        j.b.H = c->OH, j.b.W = c->OW;
+        j.ldc = size, j.c_batch = c->C * size;
+        j.col = hpmlg_folded(h.count, v.count, c->groups * c->C * size, c->stride[0] * c->W, c->stride[1]);
+        status = hpmlg_job_run(d, &j);
+    }
+    return status;
 }
 
 HPMLG_FN hpml_status hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array x, hpmlg_array dw,
@@ -3923,7 +3975,7 @@ HPMLG_FN hpml_status hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_a
     j.m = c->OC, j.n = c->C * c->taps, j.k = c->B * c->P;
     j.a = hpmlg_conv_side(dy, c->OC * c->P, hpmlg_plain(c->P), hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0),
                              true);
-    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_taps(c, c->H * c->W, 1), hpmlg_conv_pixels(c, false), true);
+    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_taps(c), hpmlg_conv_pixels(c), true);
     j.b.H = c->H, j.b.W = c->W;
     j.ldc = j.n, j.c_batch = c->OC * j.n, j.flat = true;
     return hpmlg_job_run(d, &j);
@@ -4202,13 +4254,6 @@ HPMLG_FN hpml_status hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dn
                      n->out->shape[1], n->out->shape[2] * n->out->shape[3], count);
 }
 
-static __global__ void hpmlg_k_widen(float *to, hpmlg_array from, int64_t n, bool add)
-{
-    int64_t step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step)
-        to[i] = (add ? to[i] : 0) + hpmlg_get(from, i);
-}
-
 HPMLG_FN hpml_status hpmlg_dnn_filter(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpml_node *n, hpmlg_array x,
                                       hpmlg_array dw, hpmlg_array dy, bool add)
 {
@@ -4220,9 +4265,7 @@ HPMLG_FN hpml_status hpmlg_dnn_filter(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn
                                                      d->workspace, d->d.workspace, narrow ? &zero : &beta, p->w, to);
     hpml_status status = hpmlg_dnn_check(d, s, "cudnnConvolutionBackwardFilter");
     int64_t     count = hpml_tensor_count(n->src[1]);
-    if (status != HPML_OK || !narrow) return status;
-    return HPMLG_RUN(d, hpmlg_k_widen, hpmlg_blocks(d, count, 256), 256, 0, (float *)dw.p, hpmlg_of(to, d->store),
-                     count, add);
+    return status == HPML_OK && narrow ? hpmlg_axpb_run(d, dw, hpmlg_of(to, d->store), 1, 0, count, add) : status;
 }
 
 HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
@@ -4897,7 +4940,8 @@ HPMLG_FN hpml_status hpmlg_lstm_backward(const hpml_run *run, hpml_node *n)
 
 /* As in hpml.h: loss = lse - (1 - s) x_l - s mean(x), dx_i = exp(x_i - lse) - (1 - s) [i = l] - s / V. One group of
    threads has a row and reads it once: each thread keeps a maximum and the sum of exp(x - maximum), which is rescaled
-   when the maximum grows. Probabilities are not stored; kept are lse and loss of each row and 1 / rows that count. */
+   when the maximum grows. Probabilities are not stored; kept are lse and loss of each row and 1 / rows that
+   count. Hits are counted on the way. */
 typedef struct hpmlg_rows {
     hpmlg_array      x, dx;    /* (rows, V) */
     const int       *labels;   /* (rows) */
@@ -4909,6 +4953,7 @@ typedef struct hpmlg_rows {
     bool             add;
     hpmlg_note      *note;
     int             *taken;
+    unsigned long long *counts; /* hits, rows that count */
 } hpmlg_rows;
 
 #define HPMLG_LOWEST (-3.402823466e38f) /* not infinity: rows may begin with it, and inf - inf is NaN */
@@ -4920,10 +4965,14 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
     int64_t end = first + p.V;
     int     lane = (int)threadIdx.x % p.tx, label = row < p.rows ? p.labels[row] : p.ignore;
     bool    counts = row < p.rows && hpmlg_label_counts(label, p.ignore, p.V);
-    float   m = HPMLG_LOWEST, s = 0, all = 0;
+    float   m = HPMLG_LOWEST, s = 0, all = 0, mine = counts ? hpmlg_get(p.x, first + label) : 0;
+    float   beaten = counts && hpmlg_beaten_at_once(p.x, first, first + label, mine);
+    if (blockIdx.x == 0 && threadIdx.x == 0 && (p.ignore < 0 || p.ignore >= p.V)) /* labels are classes */
+        p.counts[2] = (unsigned long long)(uintptr_t)node;
     for (int64_t at = first / 8 * 8 + lane * 8; counts && at < end; at += p.tx * 8) {
         hpmlg_eight e = hpmlg_get_part(p.x, at, first, end, -INFINITY);
         float       most = m;
+        if (hpmlg_beaten(e, at, first, first + label, mine)) beaten = 1;
         for (int j = 0; j < 8; j++) most = fmaxf(most, e.v[j]);
         s *= __expf(m - most);
         m = most;
@@ -4932,12 +4981,14 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
     }
     float most = hpmlg_group(m, space, p.tx, true);
     s = hpmlg_group(s * __expf(m - most), space, p.tx, false);
+    beaten = hpmlg_group(beaten, space, p.tx, true);
     if (p.smoothing > 0) all = hpmlg_group(all, space, p.tx, false);
     if (lane != 0 || row >= p.rows) return;
     float lse = most + logf(s);
     p.lse[row]  = lse;
     p.loss[row] = 0;
-    if (counts) p.loss[row] = lse - (1 - p.smoothing) * hpmlg_get(p.x, first + label) - p.smoothing * all / (float)p.V;
+    if (counts) hpmlg_count_row(p.counts, beaten == 0);
+    if (counts) p.loss[row] = lse - (1 - p.smoothing) * mine - p.smoothing * all / (float)p.V;
     else if (label != p.ignore) hpmlg_complain(p.note, p.taken, HPMLG_BAD_LABEL, row, label, node);
 }
 
@@ -4972,7 +5023,7 @@ HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_device *d, const hpml_node *n, unsigne
     p.lse = (float *)n->saved, p.loss = p.lse + p.rows, p.inverse = p.loss + p.rows, p.dloss = n->out->grad;
     p.smoothing = n->attr.cross_entropy.smoothing, p.ignore = n->attr.cross_entropy.ignore;
     p.tx = hpmlg_power((p.V + 14) / 8, HPMLG_FOLD), p.add = n->accumulate[0];
-    p.note = d->note, p.taken = d->note_taken;
+    p.note = d->note, p.taken = d->note_taken, p.counts = d->counts;
     *blocks = (unsigned)((p.rows + HPMLG_FOLD / p.tx - 1) / (HPMLG_FOLD / p.tx));
     return p;
 }
@@ -4983,7 +5034,9 @@ HPMLG_FN hpml_status hpmlg_cross_entropy_forward(const hpml_run *run, hpml_node 
     unsigned      blocks;
     hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
     hpmlg_finish  f;
-    hpml_status   status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p, (const hpml_node *)n);
+    hpml_status   status = hpmlg_check(d, cudaMemsetAsync(p.counts, 0, 3 * sizeof *p.counts, d->stream), "counting");
+    if (status == HPML_OK)
+        status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p, (const hpml_node *)n);
     memset(&f, 0, sizeof f);
     f.part = p.loss, f.n = p.rows, f.labels = p.labels, f.classes = p.V, f.ignore = p.ignore;
     f.out = n->out->data, f.inverse = p.inverse;
@@ -5069,7 +5122,6 @@ typedef struct hpmlg_step {
     float       correction1, correction2; /* 1 - beta^step */
     void       *half;                     /* (n) the copy of w in halves, NULL: none */
     int64_t     chunk, chunks;            /* the first of its chunks, and how many */
-    bool        vec;
 } hpmlg_step;
 
 HPMLG_DEVICE const hpmlg_step *hpmlg_step_find(const hpmlg_step *steps, int count, int64_t chunk)
@@ -5132,7 +5184,7 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
         const hpmlg_step *s = hpmlg_step_find(steps, count, chunk);
         const hpml_update u = s->u;
         const float       c1 = s->correction1, c2 = s->correction2;
-        const bool        vec = s->vec, lamb = u.opt == HPML_OPT_LAMB;
+        const bool        lamb = u.opt == HPML_OPT_LAMB;
         const bool        norms = pass == HPMLG_UPDATE_NORMS, apply = pass == HPMLG_UPDATE_APPLY;
         if ((norms && u.opt != HPML_OPT_LARS) || (apply && !lamb)) continue;
         hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { (void *)u.g, HPML_DTYPE_F32 }, m = { u.m, HPML_DTYPE_F32 };
@@ -5140,10 +5192,10 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
         float       ww = 0, gg = 0;
         for (int64_t i = from + 8 * threadIdx.x; i < to; i += 8 * blockDim.x) {
-            hpmlg_eight x = hpmlg_row_get(w, 0, u.n, i, vec, 0), d = hpmlg_row_get(g, 0, u.n, i, vec, 0), p, q;
+            hpmlg_eight x = hpmlg_row_get(w, 0, u.n, i, 0), d = hpmlg_row_get(g, 0, u.n, i, 0), p, q;
             for (int j = 0; j < 8; j++) p.v[j] = q.v[j] = 0;
-            if (u.m && pass == HPMLG_UPDATE_STEP) p = hpmlg_row_get(m, 0, u.n, i, vec, 0);
-            if (u.v && pass == HPMLG_UPDATE_STEP) q = hpmlg_row_get(v, 0, u.n, i, vec, 0);
+            if (u.m && pass == HPMLG_UPDATE_STEP) p = hpmlg_row_get(m, 0, u.n, i, 0);
+            if (u.v && pass == HPMLG_UPDATE_STEP) q = hpmlg_row_get(v, 0, u.n, i, 0);
             for (int j = 0; j < 8; j++) {
                 float y = norms   ? d.v[j]
                           : apply ? fmaf(-u.lr, d.v[j], x.v[j])
@@ -5152,10 +5204,10 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
                 d.v[j] = y;
             }
             if (norms) continue;
-            if (u.m && !apply) hpmlg_row_put(m, 0, u.n, i, vec, p, false);
-            if (u.v && !apply) hpmlg_row_put(v, 0, u.n, i, vec, q, false);
-            hpmlg_row_put(lamb && !apply ? g : w, 0, u.n, i, vec, d, false);
-            if (copy.p && (apply || !lamb)) hpmlg_row_put(copy, 0, u.n, i, vec, d, false);
+            if (u.m && !apply) hpmlg_row_put(m, 0, u.n, i, p, false);
+            if (u.v && !apply) hpmlg_row_put(v, 0, u.n, i, q, false);
+            hpmlg_row_put(lamb && !apply ? g : w, 0, u.n, i, d, false);
+            if (copy.p && (apply || !lamb)) hpmlg_row_put(copy, 0, u.n, i, d, false);
         }
         if (!norms && (!lamb || apply)) continue;
         ww = hpmlg_block_sum(ww, space), gg = hpmlg_block_sum(gg, space);
@@ -5209,7 +5261,6 @@ HPMLG_FN hpmlg_step hpmlg_step_of(hpmlg_device *d, const hpml_update *u, int64_t
     s.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
     s.half        = u->n > 0 ? hpmlg_update_half(d, u->w, u->n) : NULL;
     s.chunk = chunk, s.chunks = (u->n + HPMLG_CHUNK - 1) / HPMLG_CHUNK;
-    s.vec = hpmlg_on16(u->w) && hpmlg_on16(u->g) && hpmlg_on16(u->m) && hpmlg_on16(u->v) && hpmlg_on16(s.half);
     return s;
 }
 
@@ -5397,7 +5448,8 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit_chunks(hpmlg_pac
     int     lane = (int)threadIdx.x % 16, halves = (int)blockDim.x / 16;
     int64_t count = p.rows * chunks;
     for (int64_t first = (int64_t)blockIdx.x * halves; first < count; first += (int64_t)gridDim.x * halves) {
-        int64_t     unit = first + (int)threadIdx.x / 16, row = hpmlg_div(unit, chunks), chunk = unit - row * chunks;
+        int64_t     unit = first + (int)threadIdx.x / 16, row = hpmlg_quotient(unit, chunks);
+        int64_t     chunk = unit - row * chunks;
         int64_t     at = row * p.cols + chunk * HPMLG_ONEBIT_CHUNK;
         int64_t     left = unit < count ? p.cols - chunk * HPMLG_ONEBIT_CHUNK : 0;
         int         n = (int)(left < HPMLG_ONEBIT_CHUNK ? left : HPMLG_ONEBIT_CHUNK);
@@ -5445,7 +5497,7 @@ static __global__ void hpmlg_k_onebit_carry(hpmlg_pack p)
 {
     int64_t n = p.rows * p.cols, step = (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
-        const float *level = hpmlg_onebit_row(&p, hpmlg_div(i, p.cols));
+        const float *level = hpmlg_onebit_row(&p, hpmlg_quotient(i, p.cols));
         float        v     = p.e[i];
         p.e[i] = (p.printed ? p.g[i] : v) - level[v >= 0 ? 1 : 0];
     }
@@ -5466,7 +5518,7 @@ static __global__ void hpmlg_k_twobit(hpmlg_pack p)
     int     lane = (int)threadIdx.x % HPMLG_WARP;
     int64_t pieces = (p.cols + 511) / 512, step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
     for (int64_t u = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP; u < p.rows * pieces; u += step) {
-        int64_t   row = hpmlg_div(u, pieces), i = (u - row * pieces) * 512 + lane, end = i - lane + 512;
+        int64_t   row = hpmlg_quotient(u, pieces), i = (u - row * pieces) * 512 + lane, end = i - lane + 512;
         unsigned *words = (unsigned *)hpmlg_onebit_row(&p, row);
         bool      bad = false;
         HPMLG_UNROLL
@@ -5487,23 +5539,23 @@ static __global__ void hpmlg_k_twobit(hpmlg_pack p)
     }
 }
 
-static __global__ void hpmlg_k_bf16(hpmlg_pack p, bool vec)
+static __global__ void hpmlg_k_bf16(hpmlg_pack p)
 {
     hpmlg_array out = { p.packed, HPML_DTYPE_BF16 }, e = { p.e, HPML_DTYPE_F32 }, g = { (void *)p.g, HPML_DTYPE_F32 };
     int64_t     n = p.rows * p.cols, step = 8 * (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n; i += step) {
-        hpmlg_eight x = hpmlg_row_get(g, 0, n, i, vec, 0), v = x, lost;
+        hpmlg_eight x = hpmlg_row_get(g, 0, n, i, 0), v = x, lost;
         if (p.e) {
-            lost = hpmlg_row_get(e, 0, n, i, vec, 0);
+            lost = hpmlg_row_get(e, 0, n, i, 0);
             for (int j = 0; j < 8; j++) v.v[j] += lost.v[j];
         }
-        hpmlg_row_put(out, 0, n, i, vec, v, false);
+        hpmlg_row_put(out, 0, n, i, v, false);
         for (int j = 0; j < 8; j++) {
             float sent = __bfloat162float(__float2bfloat16_rn(v.v[j]));
-            if (!isfinite(sent) && i + j < n) hpmlg_pack_mark(&p, hpmlg_div(i + j, p.cols));
+            if (!isfinite(sent) && i + j < n) hpmlg_pack_mark(&p, hpmlg_quotient(i + j, p.cols));
             lost.v[j] = (p.printed ? x.v[j] : v.v[j]) - sent;
         }
-        if (p.e) hpmlg_row_put(e, 0, n, i, vec, lost, false);
+        if (p.e) hpmlg_row_put(e, 0, n, i, lost, false);
     }
 }
 
@@ -5553,14 +5605,13 @@ HPMLG_FN hpml_status hpmlg_onebit_encode(hpmlg_device *d, hpmlg_pack p)
 HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p)
 {
     int64_t     pieces = p.rows * ((p.cols + 511) / 512);
-    bool        vec = hpmlg_on16(p.packed) && hpmlg_on16(p.e) && hpmlg_on16(p.g);
     cudaError_t e = cudaMemsetAsync(p.bad + 1, 0, (size_t)p.rows * sizeof(int), d->stream);
     hpml_status status = hpmlg_check(d, e, "marks");
     if (status == HPML_OK && kind == HPML_CODEC_ONEBIT) status = hpmlg_onebit_encode(d, p);
     if (status == HPML_OK && kind == HPML_CODEC_TWOBIT)
         status = HPMLG_RUN(d, hpmlg_k_twobit, hpmlg_blocks(d, pieces, 8), 256, 0, p);
     if (status == HPML_OK && kind == HPML_CODEC_BF16)
-        status = HPMLG_RUN(d, hpmlg_k_bf16, hpmlg_blocks(d, p.rows * p.cols, 2048), 256, 0, p, vec);
+        status = HPMLG_RUN(d, hpmlg_k_bf16, hpmlg_blocks(d, p.rows * p.cols, 2048), 256, 0, p);
     return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_pack_wipe, hpmlg_blocks(d, p.rows, 1), 256, 0, p) : status;
 }
 
@@ -5588,12 +5639,12 @@ HPMLG_FN hpml_status hpmlg_encode(void *device, hpml_ctx *ctx, const hpml_packin
 }
 
 /* NONE and BF16: out = or += the packed array. */
-static __global__ void hpmlg_k_unpack(float *out, hpmlg_array packed, int64_t n, bool add, bool vec)
+static __global__ void hpmlg_k_unpack(float *out, hpmlg_array packed, int64_t n, bool add)
 {
     hpmlg_array y = { out, HPML_DTYPE_F32 };
     for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
          i += 8 * (int64_t)gridDim.x * blockDim.x)
-        hpmlg_row_put(y, 0, n, i, vec, hpmlg_row_get(packed, 0, n, i, vec, 0), add);
+        hpmlg_row_put(y, 0, n, i, hpmlg_row_get(packed, 0, n, i, 0), add);
 }
 
 /* ONEBIT and, two, TWOBIT: a warp for 512 elements of a row, a number in each lane, 32 a turn. */
@@ -5602,7 +5653,7 @@ static __global__ void hpmlg_k_unpack_bits(hpmlg_pack p, float *out, bool two, b
     int     lane = (int)threadIdx.x % HPMLG_WARP;
     int64_t pieces = (p.cols + 511) / 512, step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
     for (int64_t u = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP; u < p.rows * pieces; u += step) {
-        int64_t         row = hpmlg_div(u, pieces), i = (u - row * pieces) * 512 + lane;
+        int64_t         row = hpmlg_quotient(u, pieces), i = (u - row * pieces) * 512 + lane;
         const float    *level = hpmlg_onebit_row(&p, row);
         const unsigned *words = (const unsigned *)level + (two ? 0 : 2);
         float           low = two ? -p.threshold : level[0], high = two ? p.threshold : level[1];
@@ -5629,7 +5680,7 @@ HPMLG_FN hpml_status hpmlg_decode(void *device, hpml_ctx *ctx, const hpml_packin
     if (kind == HPML_CODEC_NONE || kind == HPML_CODEC_BF16)
         return HPMLG_RUN(d, hpmlg_k_unpack, hpmlg_blocks(d, rows * p->cols, 2048), 256, 0, out,
                          hpmlg_of(all.packed, kind == HPML_CODEC_BF16 ? HPML_DTYPE_BF16 : HPML_DTYPE_F32),
-                         rows * p->cols, add, hpmlg_on16(out) && hpmlg_on16(packed));
+                         rows * p->cols, add);
     return HPMLG_RUN(d, hpmlg_k_unpack_bits, hpmlg_blocks(d, rows * ((p->cols + 511) / 512), 8), 256, 0, all, out,
                      kind == HPML_CODEC_TWOBIT, add);
 }

@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include "gpt2.h" /* reads tokens and weights */
 
 typedef struct options {
     const char *tokens, *weights, *save, *precision;
@@ -83,61 +84,6 @@ static hpml_tensor *record_model(hpml_ctx *ctx, const options *o, hpml_tensor *t
     return hpml_linear(norm(x, "ln_f"), o->vocabulary, &head);
 }
 
-/* One published array into parameter p. Products' weights lie (in, out) there and (out, in) here; the vocabulary is
-   padded here to a multiple of 64. */
-static hpml_status load_one(hpml_ctx *ctx, const hpml_safetensors *f, hpml_tensor *p)
-{
-    char            other[256];
-    hpml_safetensor e;
-    bool            turned = strstr(p->name, ".c_") && p->ndim == 2;
-    int64_t         n = hpml_tensor_count(p), rows = p->shape[0], cols = p->ndim > 1 ? p->shape[1] : 1;
-    snprintf(other, sizeof other, "transformer.%s", p->name);
-    if (!hpml_safetensors_find(f, p->name, &e) && !hpml_safetensors_find(f, other, &e))
-        return hpml_ctx_fail(ctx, HPML_ERR_FORMAT, "the weights have no \"%s\"", p->name);
-    int64_t have = 1;
-    for (int i = 0; i < e.ndim; i++) have *= e.shape[i];
-    if (e.ndim != p->ndim || have > n || (turned ? e.shape[0] != cols || e.shape[1] != rows : have % cols != 0))
-        return hpml_ctx_fail(ctx, HPML_ERR_SHAPE, "\"%s\": the file has %lldx%lld, the model %lldx%lld", p->name,
-                             (long long)e.shape[0], (long long)e.shape[1], (long long)rows, (long long)cols);
-    float *raw = (float *)calloc((size_t)n, sizeof(float)), *w = turned ? (float *)malloc((size_t)n * sizeof(float)) : raw;
-    if (raw && w) {
-        hpml_convert(ctx, HPML_DTYPE_F32, raw, e.dtype, e.data, have);
-        for (int64_t i = 0; turned && i < n; i++) w[i % rows * cols + i / rows] = raw[i];
-        hpml_tensor_set(p, w, n);
-    }
-    if (turned) free(w);
-    free(raw);
-    return hpml_ctx_status(ctx);
-}
-
-/* Samples of `context` tokens and the tokens that follow them. */
-static hpml_dataset *load_tokens(hpml_ctx *ctx, const options *o)
-{
-    FILE          *file = fopen(o->tokens, "rb");
-    unsigned char *raw  = NULL;
-    long           size = 0;
-    if (file && fseek(file, 0, SEEK_END) == 0) size = ftell(file), rewind(file), raw = (unsigned char *)malloc((size_t)size + 1);
-    bool    read = raw && fread(raw, 1, (size_t)size, file) == (size_t)size;
-    int32_t magic = 0;
-    if (file) fclose(file);
-    if (read && size >= 1024) memcpy(&magic, raw, 4);
-    size_t      path  = strlen(o->tokens);
-    bool        words = magic == 20240520 || (path > 4 && strcmp(o->tokens + path - 4, ".bin") == 0);
-    int64_t     skip = magic == 20240520 ? 1024 : 0, count = (size - skip) / (words ? 2 : 1), T = o->context, samples = (count - 1) / T;
-    int32_t    *x = read && samples > 0 ? (int32_t *)malloc((size_t)(2 * samples * T) * sizeof *x) : NULL, *y = x ? x + samples * T : NULL;
-    hpml_dataset *d = NULL;
-    for (int64_t i = 0; x && i <= samples * T; i++) {
-        int32_t token = words ? raw[skip + 2 * i] | raw[skip + 2 * i + 1] << 8 : raw[i];
-        if (i < samples * T) x[i] = token;
-        if (i > 0) y[i - 1] = token;
-    }
-    if (x) d = hpml_dataset_create(ctx, samples, HPML_DTYPE_I32, 1, &T, x, HPML_DTYPE_I32, T, y);
-    else hpml_ctx_fail(ctx, HPML_ERR_READ, "%s: cannot be read, or holds less than %lld tokens", o->tokens, (long long)T + 1);
-    free(x);
-    free(raw);
-    return d;
-}
-
 typedef struct meter {
     const options *o;
     double         flops, start; /* of a token; of step 6: the first ones warm up */
@@ -159,7 +105,7 @@ static int on_step(const hpml_step_info *i, void *user)
 
 static int train(hpml_ctx *ctx, options *o, const char *device)
 {
-    hpml_dataset     *data = load_tokens(ctx, o);
+    hpml_dataset     *data = load_tokens(ctx, o->tokens, o->context);
     hpml_trainer_desc d    = {};
     hpml_fit_desc     fit  = {};
     meter             m    = {};

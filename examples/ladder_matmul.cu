@@ -3,9 +3,8 @@
    Every rung computes C = A B, all (n, n) and row-major, is checked against the CPU at 2,000 places, and is timed beside
    cuBLAS. Read them in order: each says what the one before it wastes.
 
-   The two limits of a GPU (H100: 67 TFLOP/s in f32, 989 in bf16 on tensor cores; 3.3 TB/s of memory): a product does 2 n^3
-   operations on 3 n^2 numbers, so for n = 4096 memory could feed it 40 times over. All rungs are about not asking memory
-   again for what is already on the chip. */
+   A GPU's limits (H100: 67 TFLOP/s in f32, 989 in bf16 on tensor cores; 3.3 TB/s of memory): 2 n^3 operations on 3 n^2
+   numbers, so for n = 4096 memory could feed it 40 times over. All rungs are about not asking it for a number again. */
 #include <cublas_v2.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -14,24 +13,16 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static int bad(cudaError_t e, const char *what) { return e && fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(e)); }
-#define CHECK(e) if (bad(e, #e)) return 1
+#define CHECK(e) if (cudaError_t bad_ = (e)) return fprintf(stderr, "%s: %s\n", #e, cudaGetErrorString(bad_)), 1
 
 /* 1. A thread for each element of C; neighbours in x own neighbours in a column. Every warp reads 32 different rows of A at
-   once: 32 memory transactions where one would do. */
-static __global__ void k1_naive(int n, const float *A, const float *B, float *C)
-{
-    int row = blockIdx.x * blockDim.x + threadIdx.x, col = blockIdx.y * blockDim.y + threadIdx.y;
-    float sum = 0;
-    for (int k = 0; k < n; k++) sum += A[(size_t)row * n + k] * B[(size_t)k * n + col];
-    C[(size_t)row * n + col] = sum;
-}
-
-/* 2. Rows and columns exchanged: the threads of a warp now own neighbours in a row, so B and C are read and written whole
+   once: 32 memory transactions where one would do.
+   2. Rows and columns exchanged: the threads of a warp now own neighbours in a row, so B and C are read and written whole
    lines at a time (coalesced). Still n^3 reads of A and of B each. */
-static __global__ void k2_coalesced(int n, const float *A, const float *B, float *C)
+template <bool coalesced> static __global__ void k1_naive(int n, const float *A, const float *B, float *C)
 {
-    int col = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y * blockDim.y + threadIdx.y;
+    int   x = blockIdx.x * blockDim.x + threadIdx.x, y = blockIdx.y * blockDim.y + threadIdx.y;
+    int   row = coalesced ? y : x, col = coalesced ? x : y;
     float sum = 0;
     for (int k = 0; k < n; k++) sum += A[(size_t)row * n + k] * B[(size_t)k * n + col];
     C[(size_t)row * n + col] = sum;
@@ -71,12 +62,9 @@ static __global__ __launch_bounds__(256) void k4_registers(int n, const float *A
             b[bk][bc] = B[(size_t)(k + bk) * n + col0 + bc];
         }
         __syncthreads();
-        for (int d = 0; d < DEPTH; d++) {
-#pragma unroll
+        for (int d = 0; d < DEPTH; d++) { /* loops of 8 are unrolled: arrays that are indexed by constants are registers */
             for (int i = 0; i < 8; i++) y[i] = a[d][ty + i], x[i] = b[d][tx + i];
-#pragma unroll
             for (int i = 0; i < 8; i++)
-#pragma unroll
                 for (int j = 0; j < 8; j++) sum[i][j] += y[i] * x[j];
         }
         __syncthreads();
@@ -86,8 +74,7 @@ static __global__ __launch_bounds__(256) void k4_registers(int n, const float *A
 }
 
 /* 5. Tensor cores: a warp multiplies 16 x 16 x 16 in one instruction, operands rounded to bf16, sums in f32. 8 warps share a
-   tile of 128 x 128, each 64 x 32 of it. What is left to win (asynchronous copies, deeper pipelines, wgmma) is in
-   hpml_cuda.cuh's >>gpu-product and in cuBLAS. */
+   tile of 128 x 128, each 64 x 32 of it. What is left to win: copies beside the computation (hpml_cuda.cuh, >>gpu-tiles). */
 #define STEP 32
 static __global__ __launch_bounds__(256) void k5_tensor_cores(int n, const __nv_bfloat16 *A, const __nv_bfloat16 *B, float *C)
 {
@@ -141,15 +128,13 @@ static void run(const bench *b, int rung)
     unsigned    t = n / TILE, w = n / BLOCK;
     const float one = 1, zero = 0;
     switch (rung) {
-    case 0: k1_naive<<<dim3(t, t), dim3(TILE, TILE)>>>(n, b->A, b->B, b->C); break;
-    case 1: k2_coalesced<<<dim3(t, t), dim3(TILE, TILE)>>>(n, b->A, b->B, b->C); break;
+    case 0: k1_naive<false><<<dim3(t, t), dim3(TILE, TILE)>>>(n, b->A, b->B, b->C); break;
+    case 1: k1_naive<true><<<dim3(t, t), dim3(TILE, TILE)>>>(n, b->A, b->B, b->C); break;
     case 2: k3_tiled<<<dim3(t, t), dim3(TILE, TILE)>>>(n, b->A, b->B, b->C); break;
     case 3: k4_registers<<<dim3(w, w), 256>>>(n, b->A, b->B, b->C); break;
     case 4: k5_tensor_cores<<<dim3(w, w), 256>>>(n, b->Ah, b->Bh, b->C); break;
-    case 5: /* row-major C = A B is column-major C^T = B^T A^T */
-        cublasSgemm(b->blas, CUBLAS_OP_N, CUBLAS_OP_N, n, n, n, &one, b->B, n, b->A, n, &zero, b->C, n);
-        break;
-    default:
+    case 5: cublasSgemm(b->blas, CUBLAS_OP_N, CUBLAS_OP_N, n, n, n, &one, b->B, n, b->A, n, &zero, b->C, n); break;
+    default: /* row-major C = A B is column-major C^T = B^T A^T */
         cublasGemmEx(b->blas, CUBLAS_OP_N, CUBLAS_OP_N, n, n, n, &one, b->Bh, CUDA_R_16BF, n, b->Ah, CUDA_R_16BF, n, &zero,
                      b->C, CUDA_R_32F, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
     }

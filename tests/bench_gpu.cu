@@ -381,8 +381,29 @@ static void bench_product(int64_t n, hpml_cuda_precision precision)
     }
 }
 
+/* Backward of a layer of GPT-2, (8192, 3072) to (8192, 768): with the slope of the gelu before it and the sums for its bias on
+   board of the two products, against the products alone. */
+static void bench_linear(void)
+{
+    const char *name = "linear backward 8192x3072x768 bf16";
+    double      seconds[2] = { 0, 0 }, flops = 2 * 2.0 * 8192 * 3072 * 768;
+    for (int aboard = 0; aboard < 2; aboard++) {
+        hpml_ctx        *ctx  = context(HPML_CUDA_BF16, false);
+        hpml_linear_desc gelu = {}, last = {};
+        one_node         o;
+        gelu.activation = HPML_ACT_GELU, last.no_bias = !aboard;
+        hpml_tensor *in = hpml_input_2d(ctx, 8192, 768), *x = hpml_dropout(in, 0);
+        x = aboard ? hpml_linear(x, 3072, &gelu) : hpml_gelu(hpml_linear(x, 3072, NULL));
+        if (prepare(in, hpml_linear(x, 768, &last), &o) != HPML_OK) failed(name, hpml_ctx_error(ctx));
+        else o.backward = true, seconds[aboard] = seconds_of(name, ctx, stream_of(ctx), run_node, &o);
+        hpml_ctx_free(ctx);
+    }
+    if (seconds[1] > 0) row(name, "TFLOP/s", 1e-12 * flops / seconds[1], "plain products", seconds[0] > 0 ? 1e-12 * flops / seconds[0] : 0);
+}
+
 static void bench_matmul(void)
 {
+    bench_linear();
     static const hpml_cuda_precision kinds[] = { HPML_CUDA_BF16, HPML_CUDA_TF32, HPML_CUDA_F32 };
     for (int k = 0; k < 3; k++)
         for (int64_t n = 1024; n <= 8192; n *= 2) bench_product(n, kinds[k]);

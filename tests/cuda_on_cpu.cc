@@ -2,6 +2,7 @@
 #define HPML_CUDA_ON_CPU
 #define HPML_USE_NCCL
 #include "cuda_on_cpu.h"
+#include "cublas_on_cpu.h"
 #define HPMLG_SLOT_BYTES ((size_t)256 << 10) /* so that tests fill the ring */
 #include "nccl_on_cpu.h"
 #define HPML_CUDA_IMPLEMENTATION
@@ -18,12 +19,15 @@ extern "C" void cuda_on_cpu_fault(const char *what, long k)
     else if (strcmp(what, "launch") == 0) e.fail_launch = k;
     else if (strcmp(what, "order") == 0) cuda_on_cpu_order((unsigned)k);
     else if (strcmp(what, "lazy") == 0) cuda_on_cpu_lazy((unsigned)k);
-    else cuda_on_cpu_reset();
+    else if (strcmp(what, "cublas") == 0) cublas_on_cpu_refuses = (int)k;
+    else cuda_on_cpu_reset(), cublas_on_cpu_refuses = 0;
 }
 
 extern "C" long cuda_on_cpu_count(const char *what)
 {
     auto &e = emu::all;
+    if (strncmp(what, "cublas ", 7) == 0) return cublas_on_cpu_ran[atoi(what + 7)];
+    if (strcmp(what, "cublas") == 0) return cublas_on_cpu_live;
     return strcmp(what, "bytes") == 0 ? (long)e.bytes_live : strcmp(what, "synchronisations") == 0 ? e.count.synchronisations
          : strcmp(what, "graphs") == 0 ? e.count.graph_launches : strcmp(what, "mallocs") == 0 ? e.count.mallocs : e.count.launches;
 }

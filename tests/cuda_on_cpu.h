@@ -1,6 +1,7 @@
 /* CUDA on a CPU, for tests: the kernel text of hpml_cuda.cuh compiled as C++17, each thread of a block a fiber.
        #define HPML_CUDA_ON_CPU
        #include "cuda_on_cpu.h"
+       #include "cublas_on_cpu.h"
        #include "../hpml_cuda.cuh"
    It shows what a GPU may hide for years:
    - a missing barrier: threads, warps and blocks run in many orders (compare the results, cuda_on_cpu_check), and a
@@ -17,6 +18,8 @@
    Kernels name their shared memory by HPMLG_SHARED or __shared__ (no extern). */
 #ifndef CUDA_ON_CPU_H
 #define CUDA_ON_CPU_H
+
+#define HPML_CUDA_NO_CUDNN /* cuBLASLt is in cublas_on_cpu.h */
 
 #include <algorithm>
 #include <chrono>

@@ -28,9 +28,19 @@ static void keep(results *r, hpml_ctx *ctx, const char *name, const void *device
     r->v[r->count++] = v;
 }
 
+/* Faults, which only the emulation can make. */
+__attribute__((weak)) void cuda_on_cpu_fault(const char *what, long k);
+__attribute__((weak)) long cuda_on_cpu_count(const char *what);
+
+static bool emulated(void) { return cuda_on_cpu_fault != NULL; }
+
+/* The libraries' products and convolutions, or our own: the emulation has cuBLASLt alone, and tests ours where not told. */
+static enum { AS_EVER, LIBRARIES, OWN } products;
+
 static hpml_ctx *context(bool gpu, hpml_cuda_precision precision)
 {
-    hpml_cuda_desc cuda = { .precision = precision, .workspace = (size_t)4 << 20 };
+    hpml_cuda_desc cuda = { .precision = precision, .workspace = (size_t)4 << 20,
+                            .own_kernels = products == OWN || (products == AS_EVER && emulated()) };
     return hpml_ctx_create(&(hpml_ctx_desc){ .seed = 11, .threads = 1, .backend = gpu ? hpml_backend_cuda() : NULL,
                                              .backend_desc = gpu ? &cuda : NULL });
 }
@@ -53,6 +63,7 @@ static hpml_status run_case(const op_case *c, bool gpu, hpml_cuda_precision prec
         fill(t, 2);
         for (int i = 0; i < passes; i++) hpml_graph_forward(g, true, 3), hpml_graph_backward(g, 1, false);
     }
+    if (passes == 3) hpml_graph_forward(g, true, 3), hpml_graph_backward(g, 0.5f, true); /* gradients add up */
     if (hpml_ctx_status(ctx) == HPML_OK) {
         keep(r, ctx, "loss", loss->data, loss->dtype, 1);
         keep(r, ctx, "result", y->data, y->dtype, hpml_tensor_count(y));
@@ -98,7 +109,7 @@ static void some_cases(const op_case *c, size_t count, hpml_cuda_precision preci
     for (; count > 0; c++, count--) {
         results cpu, gpu;
         char    error[256];
-        if (run_case(c, false, HPML_CUDA_F32, 1, &cpu, error) != HPML_OK ||
+        if (run_case(c, false, HPML_CUDA_F32, passes, &cpu, error) != HPML_OK ||
             run_case(c, true, precision, passes, &gpu, error) != HPML_OK)
             printf("    %s: %s\n", c->name, error), test_failed = 1;
         else compare(c->name, &gpu, &cpu, tolerance);
@@ -639,7 +650,20 @@ TEST(wide_ops_in_bf16)
     X(conv_groups, hpml_conv2d(x, 24, &(hpml_conv2d_desc){ .kernel_h = 3, .groups = 2, .dilation_h = 2 }), 3, 20, 9, 14) \
     X(conv_depthwise, hpml_conv2d(x, 32, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1, .groups = 16 }), 4, 16, 13, 12) \
     X(lstm, hpml_lstm(hpml_reshape_3d(x, 4, 9, 24), 40, NULL), 4, 3, 3, 24)                                            \
+    X(mlp, hpml_linear(hpml_linear(x, 136, &(hpml_linear_desc){ .activation = HPML_ACT_GELU }), 72, NULL), 3, 1, 40, 24) \
+    X(mlp_add, read_twice(x, 24), 3, 1, 40, 24) X(mlp_odd, read_twice(x, 7), 3, 1, 11, 7)                              \
+    X(mlp_deep, hpml_linear(hpml_linear(hpml_linear(x, 40, &(hpml_linear_desc){ .activation = HPML_ACT_SILU }), 24, &(hpml_linear_desc){ .activation = HPML_ACT_GELU, .no_bias = true }), 16, &(hpml_linear_desc){ .activation = HPML_ACT_TANH }), 3, 1, 40, 24) \
+    X(conv_1x1, hpml_conv2d(x, 20, &(hpml_conv2d_desc){ .kernel_h = 1, .stride_h = 2 }), 3, 24, 13, 12)                \
+    X(conv_rests, hpml_conv2d(x, 8, &(hpml_conv2d_desc){ .kernel_h = 4, .kernel_w = 3, .stride_h = 4, .stride_w = 2, .dilation_h = 2, .padding_h = 2 }), 2, 5, 21, 14) \
+    X(conv_twice, hpml_add(hpml_conv2d(x, 6, &(hpml_conv2d_desc){ .kernel_h = 1, .stride_h = 3 }), hpml_conv2d(x, 6, &(hpml_conv2d_desc){ .kernel_h = 2, .stride_h = 3, .padding_h = 0 })), 2, 6, 11, 11) \
+    X(conv_apart, hpml_conv2d(x, 8, &(hpml_conv2d_desc){ .kernel_h = 2, .stride_h = 3, .groups = 8, .padding_h = 1 }), 2, 8, 10, 2) \
     X(relu, hpml_linear(hpml_conv2d(x, 9, &(hpml_conv2d_desc){ .kernel_h = 3, .activation = HPML_ACT_RELU }), 40, &(hpml_linear_desc){ .activation = HPML_ACT_RELU }), 3, 6, 9, 18)
+static hpml_tensor *read_twice(hpml_tensor *x, int64_t n) /* a layer that not only the layer behind reads */
+{
+    hpml_tensor *y = hpml_linear(x, n, &(hpml_linear_desc){ .activation = HPML_ACT_GELU });
+    hpml_tensor *z = n % 2 ? hpml_tanh(y) : y; /* before it, or after */
+    return hpml_add(hpml_linear(y, n, NULL), z);
+}
 #define DEFINE_PRODUCT(name, e, ...) static hpml_tensor *product_##name(hpml_tensor *x) { return e; }
 #define PRODUCT_CASE(name, e, ...) { "large " #name, product_##name, 0, { __VA_ARGS__ } },
 PRODUCTS(DEFINE_PRODUCT)
@@ -648,8 +672,9 @@ static const op_case product_cases[] = { PRODUCTS(PRODUCT_CASE) };
 /* The last one's kinks are on one side or the other as the sums are rounded: in f32 only. */
 static void all_products(hpml_cuda_precision precision, double tolerance)
 {
-    some_cases(product_cases, sizeof product_cases / sizeof product_cases[0] - (precision != HPML_CUDA_F32), precision, 1,
-               tolerance);
+    for (products = OWN; products != AS_EVER; products--)
+        some_cases(product_cases, sizeof product_cases / sizeof product_cases[0] - (precision != HPML_CUDA_F32), precision,
+                   1, tolerance);
 }
 
 TEST(large_products_in_f32)
@@ -669,6 +694,47 @@ TEST(large_products_in_halves)
     if (no_device()) SKIP("no CUDA device");
     all_products(HPML_CUDA_BF16, 0.15);
     all_products(HPML_CUDA_F16, 2e-2);
+}
+
+/* The libraries' products take act' and the sums for biases along, also where gradients add up; where they cannot, or fail,
+   others do it. The counts say that they did. */
+TEST(products_take_slopes_and_sums_along)
+{
+    enum { DGELU = 192, BGRADB = 512, LATE = 1 << 20 };
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    for (int i = 0; i < 6; i++) {
+        const int refused[6] = { 0, DGELU & ~128, BGRADB, 0xfff, DGELU | LATE, 0xfff | LATE };
+        long      slopes = cuda_on_cpu_count("cublas 192"), sums = cuda_on_cpu_count("cublas 512");
+        products = LIBRARIES;
+        cuda_on_cpu_fault("cublas", refused[i]);
+        EACH(product_cases, c)
+            if (strstr(product_cases[c].name, "mlp")) some_cases(&product_cases[c], 1, HPML_CUDA_BF16, 3 - i % 3, 0.1);
+        cuda_on_cpu_fault("none", 0);
+        products = AS_EVER;
+        ENSURE((cuda_on_cpu_count("cublas 192") > slopes) == (i == 0 || i == 2));
+        ENSURE((cuda_on_cpu_count("cublas 512") > sums) == (i == 0 || i == 1 || i == 4));
+        ENSURE(cuda_on_cpu_count("cublas") == 0);
+    }
+}
+
+/* Batches of several sizes in turn: the library is asked about each product once. */
+TEST(shapes_in_turn_are_planned_once)
+{
+    const float    x[8] = { 0, 0, 0, 1, 1, 0, 1, 1 };
+    const int32_t  y[4] = { 0, 1, 1, 0 };
+    hpml_cuda_desc cuda = { .no_record = true };
+    long           asked = 0;
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .backend = hpml_backend_cuda(), .backend_desc = &cuda });
+    hpml_tensor  *in  = hpml_input_2d(ctx, 4, 2);
+    hpml_tensor  *out = hpml_linear(hpml_linear(in, 8, &(hpml_linear_desc){ .activation = HPML_ACT_GELU }), 2, NULL);
+    hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out });
+    for (int i = 0; i < 12; i++) {
+        ENSURE(hpml_trainer_step(t, x, y, 4 - i % 3, NULL) == HPML_OK);
+        if (i == 2) asked = cuda_on_cpu_count("cublas 0");
+    }
+    ENSURE(asked > 0 && cuda_on_cpu_count("cublas 0") == asked);
+    hpml_ctx_free(ctx);
 }
 
 /* A weight that the host writes is multiplied from then on, in recorded passes too. */
@@ -823,10 +889,34 @@ TEST(counts_and_squares)
     hpml_ctx_free(ctx);
 }
 
-
-/* Faults, which only the emulation can make. */
-__attribute__((weak)) void cuda_on_cpu_fault(const char *what, long k);
-__attribute__((weak)) long cuda_on_cpu_count(const char *what);
+/* Hits of whole steps, which the loss counts: with labels that do not count, short batches, two graphs in turn. */
+TEST(the_loss_counts_hits)
+{
+    if (no_device()) SKIP("no CUDA device");
+    for (int ignore = 0; ignore < 2; ignore++) {
+        float accuracy[2][8];
+        for (int gpu = 0; gpu < 2; gpu++) {
+            hpml_ctx      *ctx = context(gpu == 1, HPML_CUDA_F32);
+            hpml_trainer  *t[2];
+            hpml_step_info info = { 0 };
+            float          x[60];
+            int32_t        y[12];
+            for (int i = 0; i < 60; i++) x[i] = (float)((i * 13 + i / 7) % 5 - 2);
+            for (int i = 0; i < 12; i++) y[i] = i == 5 && ignore ? HPML_IGNORE : i % 3;
+            hpml_tensor *in = hpml_input_2d(ctx, 12, 5), *out[2] = { hpml_linear(in, 3, NULL), NULL };
+            hpml_tensor *other = hpml_input_2d(ctx, 12, 5);
+            out[1] = hpml_linear(other, 3, NULL);
+            for (int k = 0; k < 2; k++)
+                t[k] = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = k ? other : in, .output = out[k], .lr = 0.1f });
+            for (int i = 0; i < 8; i++) {
+                ENSURE(hpml_trainer_step(t[i / 2 % 2], x, y, 12 - i % 3, &info) == HPML_OK);
+                accuracy[gpu][i] = info.accuracy;
+            }
+            hpml_ctx_free(ctx);
+        }
+        for (int i = 0; i < 8; i++) ENSURE(accuracy[0][i] == accuracy[1][i]);
+    }
+}
 
 /* A small training of 3 steps; the status, and what the context says. */
 static hpml_status train_briefly(hpml_cuda_precision precision, char *error, float *losses)
@@ -1058,12 +1148,6 @@ static void train_data(hpml_dtype dtype, int64_t samples, int64_t each, int seed
     }
 }
 
-static bool emulated(void)
-{
-    hpml_cuda_info info;
-    return hpml_cuda_device_info(0, &info) == HPML_OK && strcmp(info.name, "CUDA on a CPU") == 0;
-}
-
 static bool train_steps(const training *t, bool gpu, bool own, hpml_cuda_precision precision, float losses[STEPS])
 {
     hpml_cuda_desc cuda = { .precision = precision, .own_kernels = own };
@@ -1094,7 +1178,7 @@ static void train_both(const training *t, const hpml_cuda_precision *precisions,
 {
     float cpu[STEPS], gpu[STEPS];
     if (!train_steps(t, false, false, HPML_CUDA_F32, cpu)) return;
-    for (int own = 0; own < (emulated() ? 1 : 2); own++) /* the emulation has no libraries */
+    for (int own = 0; own < 2; own++)
         for (int p = 0; p < count; p++) {
             double first = 0, last = 0;
             if (!train_steps(t, true, own == 1, precisions[p], gpu)) continue;
