@@ -2014,12 +2014,10 @@ HPMLI_KFN void HPMLI_K(hpmli_f32_to_u8)(uint8_t *y, const float *x, int64_t n)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* After Goto & van de Geijn 2008. A tile of C, some rows by some vectors, lives in registers while k runs: each step
-   loads the vectors of B and broadcasts the numbers of A, for a multiply-add each with each. The nearer to a square, the
-   fewer loads for each multiply-add: with 32 registers, 6 rows by 4 vectors leave a core the time to run another thread
-   beside. So that the operands come from the nearest caches, k is cut into blocks of at most KC, and A and B are packed
-   into the order in which the tile reads them, where that order is not good enough as they stand. Rows and vectors are
-   dealt out evenly to tiles (16 rows are 6 + 5 + 5, not 6 + 6 + 4), so there is a tile function for each size; the
-   compiler makes them all from one text.
+   loads the vectors of B and broadcasts the numbers of A, for a multiply-add each with each: the nearer to a square,
+   the fewer loads. So that operands come from the nearest caches, k is cut into blocks of at most KC, and A and B are
+   packed into the order in which the tile reads them, where that order is not good enough as they stand. Rows and
+   vectors are dealt out evenly (16 rows are 6 + 5 + 5, not 6 + 6 + 4), so there is a tile function for each size.
 
    Every element of C is summed over k in an order that only the shape decides, not how the work is cut, so results
    have the same bits for any number of threads. */
@@ -2028,12 +2026,8 @@ HPMLI_KFN void HPMLI_K(hpmli_f32_to_u8)(uint8_t *y, const float *x, int64_t n)
 #undef HPMLI_NR
 #undef HPMLI_ROWS
 #undef HPMLI_DOT_MR
-#undef HPMLI_NV
-#undef HPMLI_TILE_SIZES
 #define HPMLI_NR (2 * HV_W)
 #if HPMLI_ISA == 2
-#define HPMLI_NV      4 /* vectors in a tile, at most */
-#define HPMLI_TILE_SIZES { HPMLI_MR, HPMLI_MR, 8, 6 } /* rows of tiles of one, two ... vectors, at most */
 #define HPMLI_MR      14
 #define HPMLI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
 #define HPMLI_DOT_MR  6
@@ -2050,22 +2044,17 @@ HPMLI_KFN void HPMLI_K(hpmli_f32_to_u8)(uint8_t *y, const float *x, int64_t n)
 #define HPMLI_ROWS(X) X(0) X(1) X(2) X(3)
 #define HPMLI_DOT_MR  2
 #endif
-#if HPMLI_ISA != 2
-#define HPMLI_NV      2
-#define HPMLI_TILE_SIZES { HPMLI_MR, HPMLI_MR }
-#endif
 
 #ifndef HPMLI_TILE_ROW
+#define HPMLI_NV (HPMLI_ISA == 2 ? 4 : 2) /* vectors in a tile, at most */
 /* Where tiles go, one below the other. Written or added to. */
 typedef struct hpmli_tile_out {
     int64_t tiles, next_a; /* so many, their rows of A so far apart */
     float  *c;
-    int64_t ldc;
+    int64_t ldc, fetch; /* so many rows of each are worth a prefetch */
     int     add;
-    int64_t fetch;  /* so many rows of each are worth a prefetch */
     int64_t n;      /* columns that are there, and ... */
-    int     first;  /* ... whether this is the first tile of its panel of B: fetches the next, and ... */
-    float  *packed; /* ... NULL, or where it packs the panel on the way */
+    float  *packed; /* ... NULL, or where the first tile of a panel of B packs it on the way */
 } hpmli_tile_out;
 
 /* What else is done to C. */
@@ -2080,7 +2069,7 @@ typedef struct hpmli_tile_end {
     int64_t kc, const float *a, int64_t ars, int64_t acs, const float *b, int64_t ldb, const hpmli_tile_out *o
 typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 
-/* What happens to row r of a tile; `mr`, `nv` are constants once inlined, so rows and vectors that are not there vanish.
+/* What happens to row r of a tile; `mr`, `nv` are constants once inlined: rows and vectors that are not there vanish.
    Every third row has a pointer, the others are at one or two strides from it. */
 #define HPMLI_TILE_ZERO(r) hv s##r = hv_zero(), t##r = hv_zero(), u##r = hv_zero(), v##r = hv_zero();
 #define HPMLI_TILE_AT(r)   (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * ars]
@@ -2092,8 +2081,11 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
         if (nv > 2) u##r = hv_fma(x, b2, u##r);                                                                        \
         if (nv > 3) v##r = hv_fma(x, b3, v##r);                                                                        \
     }
-#define HPMLI_TILE_LOAD(i, from) (nv > i ? HPMLI_K(hpmli_tile_get)(part && nv == i + 1, from + i * HV_W, lanes) : hv_zero())
-#define HPMLI_TILE_PUT(i, x) if (nv > i) HPMLI_K(hpmli_tile_put)(part && nv == i + 1, c + i * HV_W, x, lanes);
+#define HPMLI_TILE_LOAD(i, p)                                                                                          \
+    (nv <= i ? hv_zero() : part && nv == i + 1 ? hv_load_n((p) + i * HV_W, lanes) : hv_load((p) + i * HV_W))
+#define HPMLI_TILE_PUT(i, x)                                                                                           \
+    if (part && nv == i + 1) hv_store_n(c + i * HV_W, x, lanes);                                                       \
+    else if (nv > i) hv_store(c + i * HV_W, x);
 #define HPMLI_TILE_STORE(r)                                                                                            \
     if (mr > r) {                                                                                                      \
         HPMLI_TILE_PUT(0, s##r) HPMLI_TILE_PUT(1, t##r) HPMLI_TILE_PUT(2, u##r) HPMLI_TILE_PUT(3, v##r)                \
@@ -2112,23 +2104,12 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 #endif
 #endif
 
-/* A vector, or part of one. */
-HPMLI_VFN hv HPMLI_K(hpmli_tile_get)(const int part, const float *p, int64_t n)
-{
-    return part ? hv_load_n(p, n) : hv_load(p);
-}
-HPMLI_VFN void HPMLI_K(hpmli_tile_put)(const int part, float *p, hv x, int64_t n)
-{
-    if (part) hv_store_n(p, x, n);
-    else hv_store(p, x);
-}
-
 /* One k: the vectors of B, then row after row. */
 #define HPMLI_TILE_B                                                                                                   \
     hv b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b), b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
 #define HPMLI_TILE_NEXT a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, b += ldb;
 
-/* nv: vectors across. part: the last one may be partial, and o->first, o->packed count. */
+/* nv: vectors across. part: the last one may be partial, and what is read of B may go into o->packed. */
 HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int part, HPMLI_TILE_ARGS)
 {
     float  *c = o->c, *packed = o->packed;
@@ -2136,9 +2117,9 @@ HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int part, H
     for (int64_t t = o->tiles; t > 0; t--, a += o->next_a, b -= kc * ldb) {
         const float *a0 = a, *a3 = a + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
         const float *next = c;
-        int64_t      p    = 0;
+        int64_t      p = 0, head = part ? kc : fetch;
         HPMLI_ROWS(HPMLI_TILE_ZERO)
-        for (int64_t head = part ? kc : fetch; p < head; p++) {
+        for (; p < head; p++) {
             HPMLI_TILE_B
             if (part && packed) {
                 hv_store(packed, b0);
@@ -2146,9 +2127,8 @@ HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int part, H
                 if (nv > 2) hv_store(packed + 2 * HV_W, b2);
                 if (nv > 3) hv_store(packed + 3 * HV_W, b3);
                 packed += nv * HV_W;
+                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(b + (nv + i) * HV_W); /* the next panel */
             }
-            if (part && o->first)
-                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(b + (nv + i) * HV_W);
             if (p < fetch) { /* not all at once: the first numbers of A and B would have to wait */
                 for (int i = 0; i < nv; i++) HPMLI_PREFETCH(next + i * HV_W);
                 next += ldc;
@@ -2156,12 +2136,11 @@ HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int part, H
             HPMLI_ROWS(HPMLI_TILE_ROW)
             HPMLI_TILE_NEXT
         }
-        if (!part)
-            for (; p < kc; p++) {
-                HPMLI_TILE_B
-                HPMLI_ROWS(HPMLI_TILE_ROW)
-                HPMLI_TILE_NEXT
-            }
+        for (; !part && p < kc; p++) {
+            HPMLI_TILE_B
+            HPMLI_ROWS(HPMLI_TILE_ROW)
+            HPMLI_TILE_NEXT
+        }
         (void)a3, (void)a6, (void)a9, (void)a12;
         if (o->add) { HPMLI_ROWS(HPMLI_TILE_ADD) }
         else { HPMLI_ROWS(HPMLI_TILE_STORE) }
@@ -2189,15 +2168,15 @@ HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int part, H
 #endif
 HPMLI_ROWS(HPMLI_TILE_1)
 HPMLI_ROWS(HPMLI_TILE_2)
-#if HPMLI_NV > 2
+#if HPMLI_ISA == 2
 HPMLI_ROWS_3(HPMLI_TILE_3)
 HPMLI_ROWS_4(HPMLI_TILE_4)
 #endif
 
-static const int HPMLI_K(hpmli_tile_rows)[HPMLI_NV] = HPMLI_TILE_SIZES;
+static const int HPMLI_K(hpmli_tile_rows)[4] = { HPMLI_MR, HPMLI_MR, 8, 6 }; /* at most, by vectors */
 static hpmli_tile_fn *const HPMLI_K(hpmli_tiles)[HPMLI_NV][HPMLI_MR][2] = { { HPMLI_ROWS(HPMLI_TILE_FN_1) },
                                                                             { HPMLI_ROWS(HPMLI_TILE_FN_2) },
-#if HPMLI_NV > 2
+#if HPMLI_ISA == 2
                                                                             { HPMLI_ROWS_3(HPMLI_TILE_FN_3) },
                                                                             { HPMLI_ROWS_4(HPMLI_TILE_FN_4) }
 #endif
@@ -2385,13 +2364,6 @@ HPMLI_KFN HPMLI_K(hpmli_view) HPMLI_K(hpmli_view_of)(const hpmli_gemm_part *part
     return v;
 }
 
-/* Where piece t begins when a length is dealt out evenly. */
-HPMLI_VFN int64_t HPMLI_K(hpmli_deal)(int64_t length, int64_t pieces, int64_t t)
-{
-    int64_t more = length % pieces;
-    return t * (length / pieces) + (t < more ? t : more);
-}
-
 /* Packs the block of P at p, group of tiles after group; a few k at a time for all, so that whole lines and few pages
    are read at a time. */
 HPMLI_KFN void HPMLI_K(hpmli_pack_block)(const HPMLI_K(hpmli_view) *v, const float *p, int64_t mc, int64_t kc)
@@ -2399,9 +2371,10 @@ HPMLI_KFN void HPMLI_K(hpmli_pack_block)(const HPMLI_K(hpmli_view) *v, const flo
     for (int64_t p0 = 0, pc; p0 < kc; p0 += pc) {
         float *to = v->packed_p + p0 * v->width;
         pc = kc - p0 < 16 ? kc - p0 : 16;
-        for (int64_t t = 0, i = 0, end; t < v->tiles; t += v->group, i = end, to += v->width * kc) {
-            end = t + v->group < v->tiles ? HPMLI_K(hpmli_deal)(mc, v->tiles, t + v->group) : mc;
-            HPMLI_K(hpmli_pack)(p + i * v->p_rs + p0 * v->p_ks, v->p_ks, v->p_rs, pc, end - i, v->width, to);
+        for (int64_t t = 0, i = 0, rows; t < v->tiles; t += v->group, i += rows, to += v->width * kc) {
+            rows = 0;
+            for (int64_t u = t; u < t + v->group && u < v->tiles; u++) rows += mc / v->tiles + (u < mc % v->tiles);
+            HPMLI_K(hpmli_pack)(p + i * v->p_rs + p0 * v->p_ks, v->p_ks, v->p_rs, pc, rows, v->width, to);
         }
     }
 }
@@ -2428,25 +2401,24 @@ HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, in
     hpmli_tile_end e = v->end;
     hpmli_tile_out o;
     o.c = tile, o.ldc = direct ? v->ldc : HPMLI_NV * HV_W, o.add = direct && e.beta != 0, o.n = n, o.packed = NULL;
-    o.first = !ready && v->q_cs == 1 && v->pack_q;
     if (v->pack_q) {
         if (!ready && v->fuse) o.packed = pb;
         else {
             if (!ready && v->k > 0) HPMLI_K(hpmli_pack_panel)(v, j, n, p0, kc, width, pb);
-            b = pb, ldb = width, o.first = 0;
+            b = pb, ldb = width;
         }
     }
     for (int64_t t = 0, i = i0; t < v->tiles; t += o.tiles, i += mr * o.tiles) {
         int64_t ci = v->swapped ? j : i, cj = v->swapped ? i : j;
         float  *c  = v->c + ci * v->ldc + cj;
         if (t == more && more > 0) mr--;
-        o.tiles = !direct || o.first ? 1 : (t < more ? more : v->tiles) - t;
+        o.tiles = !direct || o.packed ? 1 : (t < more ? more : v->tiles) - t;
         if (packed && o.tiles > v->group - t % v->group) o.tiles = v->group - t % v->group;
         o.next_a = packed ? mr : mr * v->p_rs;
         o.fetch = direct && v->fetch ? mr : 0;
         if (direct) o.c = c;
-        HPMLI_K(hpmli_tiles)[vectors - 1][mr - 1][o.first || n < width](kc, a, packed ? 1 : v->p_rs,
-                                                                        packed ? v->width : v->p_ks, b, ldb, &o);
+        HPMLI_K(hpmli_tiles)[vectors - 1][mr - 1][o.packed || n < width](kc, a, packed ? 1 : v->p_rs,
+                                                                         packed ? v->width : v->p_ks, b, ldb, &o);
         if (!direct) {
             e.bias_col = v->end.bias_col ? v->end.bias_col + cj : NULL;
             e.bias_row = v->end.bias_row ? v->end.bias_row + ci : NULL;
@@ -2456,7 +2428,6 @@ HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, in
         for (int64_t r = 0; v->act_row && r < (v->swapped ? n : mr * o.tiles); r++)
             v->act_row(c + r * v->ldc, v->swapped ? mr : n);
         if (o.packed) o.packed = NULL, b = pb, ldb = width;
-        o.first = 0;
         a += o.next_a * o.tiles;
         if (packed && (t + o.tiles) % v->group == 0) a = v->packed_p + (t + o.tiles) / v->group * v->width * kc;
     }
@@ -2552,21 +2523,9 @@ HPMLI_VFN void HPMLI_K(hpmli_dot)(const int mr, HPMLI_DOT_ARGS)
     HPMLI_DOT_ROWS(HPMLI_DOT_SAVE)
 }
 
-HPMLI_DOT(1) HPMLI_DOT(2)
-#if HPMLI_DOT_MR > 2
-HPMLI_DOT(3) HPMLI_DOT(4)
-#endif
-#if HPMLI_DOT_MR > 4
-HPMLI_DOT(5) HPMLI_DOT(6)
-#endif
-static hpmli_dot_fn *const HPMLI_K(hpmli_dots)[HPMLI_DOT_MR] = { HPMLI_K(hpmli_dot_1), HPMLI_K(hpmli_dot_2),
-#if HPMLI_DOT_MR > 2
-    HPMLI_K(hpmli_dot_3), HPMLI_K(hpmli_dot_4),
-#endif
-#if HPMLI_DOT_MR > 4
-    HPMLI_K(hpmli_dot_5), HPMLI_K(hpmli_dot_6)
-#endif
-};
+HPMLI_DOT(1) HPMLI_DOT(2) HPMLI_DOT(3) HPMLI_DOT(4) HPMLI_DOT(5) HPMLI_DOT(6)
+static hpmli_dot_fn *const HPMLI_K(hpmli_dots)[] = { HPMLI_K(hpmli_dot_1), HPMLI_K(hpmli_dot_2), HPMLI_K(hpmli_dot_3),
+                                                     HPMLI_K(hpmli_dot_4), HPMLI_K(hpmli_dot_5), HPMLI_K(hpmli_dot_6) };
 
 /* Element (i, j) of one product, finished. */
 HPMLI_VFN void HPMLI_K(hpmli_save_one)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
@@ -4171,9 +4130,8 @@ HPMLI_FN void hpmli_spin(void)
 HPMLI_FN void hpmli_pool_part(hpmli_pool *p, int wake)
 {
 #if HPMLI_AFFINITY
-    const unsigned bits = 8 * sizeof(long);
-    unsigned long  cores[sizeof p->cores / sizeof(long)];
-    unsigned       cpu = 0;
+    unsigned      cpu = 0, bits = 8 * sizeof(long);
+    unsigned long cores[sizeof p->cores / sizeof(long)];
     memcpy(cores, p->cores, sizeof cores);
     if (!wake) (void)syscall(SYS_sched_setaffinity, 0L, sizeof cores, cores); /* awake: anywhere again */
     if (!wake || syscall(SYS_getcpu, &cpu, NULL, NULL) != 0 || cpu / bits >= sizeof cores / sizeof *cores) return;
@@ -4182,9 +4140,8 @@ HPMLI_FN void hpmli_pool_part(hpmli_pool *p, int wake)
         long id = __atomic_load_n(&p->workers[i].id, __ATOMIC_RELAXED);
         if (id > 0) (void)syscall(SYS_sched_setaffinity, id, sizeof cores, cores);
     }
-#else
-    (void)p, (void)wake;
 #endif
+    (void)p, (void)wake;
 }
 
 HPMLI_FN void hpmli_pool_work(hpmli_pool *p, int thread)
@@ -5194,10 +5151,7 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
         for (int64_t i = 0; i < d->m; i++) ctx->k->gemm_sum(d, i, split.sums, split.pieces, d->m * d->n);
         return;
     }
-    if (want == 1) {
-        hpmli_gemm_serial(ctx, 0, d);
-        return;
-    }
+    if (want == 1) { hpmli_gemm_serial(ctx, 0, d); return; }
     job.ctx = ctx, job.d = d, job.rows = job.cols = 1;
     while (job.rows * job.cols * d->batch < want) { /* cut the longer side of a piece */
         int64_t height = d->m / job.rows, width = d->n / job.cols;
