@@ -4970,8 +4970,8 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_init_job *j = (const hpmli_init_job *)arg;
     int64_t i = task * HPMLI_GRAIN, end = i + HPMLI_GRAIN < j->n ? i + HPMLI_GRAIN : j->n;
-    if (j->drawn && j->normal) hpmli_random_normal(j->w + i, j->seed, j->stream, (uint64_t)i, end - i);
-    else if (j->drawn) hpmli_random_uniform(j->w + i, j->seed, j->stream, (uint64_t)i, end - i);
+    if (j->drawn && j->normal) hpmli_random_normal(j->w + i, j->seed, j->stream, i, end - i);
+    else if (j->drawn) hpmli_random_uniform(j->w + i, j->seed, j->stream, i, end - i);
     for (; i < end; i++)
         j->w[i] = (float)(!j->drawn ? j->scale : j->normal ? j->scale * j->w[i] : j->scale * (2 * (double)j->w[i] - 1));
 }
