@@ -777,8 +777,8 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A message is begun by the transport and tested until it is done. Waiting spins for some microseconds, then yields,
-   then sleeps: on a busy machine whoever has work gets the core at once. (MPICH spins for ever: with more ranks than
-   cores its own waiting was measured 40 times slower than this.) */
+   then sleeps, at once if it is the peer that needs this core: on a busy machine whoever has work gets it. (MPICH spins
+   for ever: with more ranks than cores its own waiting was measured 40 times slower than this.) */
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
 #define HPMLC_TAGS           30000 /* an MPI may stop at 32,767 */
@@ -831,6 +831,8 @@ HPMLC_FN void hpmlc_pause(void)
 #endif
 }
 
+HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer);
+
 /* A sender learns from the receiver's thread that its message is done. */
 HPMLC_FN bool hpmlc_done(const hpml_message *m)
 {
@@ -860,6 +862,7 @@ HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
 {
     double limit = 0;
+    bool   beside = false;
     if (!c || !m) return HPML_ERR_ARGUMENT;
     for (int turn = 0; !hpmlc_done(m); turn++) {
         bool moved = false;
@@ -867,7 +870,8 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
         for (hpml_message *other = c->pending; other && !hpmlc_done(m); other = other->next)
             if (other != m && !other->done) hpmlc_test(c, other), moved = moved || other->done;
         if (hpmlc_done(m)) break;
-        if (moved || turn < hpmlc_spin(c)) { hpmlc_pause(); continue; }
+        if (turn == 0) beside = hpmlc_beside(c, m->peer);
+        if (moved || (turn < hpmlc_spin(c) && !beside)) { hpmlc_pause(); continue; }
         if (limit == 0 && hpmlc_failed(c)) { /* begun before this rank failed: one deadline is enough */
             c->t->abandon(c, m);
             m->status = hpml_ctx_status(c->ctx);
@@ -947,6 +951,7 @@ typedef struct hpmlc_inbox {
     hpml_comm    *owner;          /* while it is open */
     int           peer;           /* what the sleeper waits for: rank of the world, -1: nothing */
     const char   *doing;
+    int           core;           /* 1 + that of its owner's last wait */
     char          pad[64];
 } hpmlc_inbox;
 
@@ -1219,6 +1224,22 @@ HPMLC_FN hpml_message *hpmlc_inbox_find(hpmlc_inbox *in, int from, int tag, doub
     return m;
 }
 
+#ifdef __linux__
+#ifndef __USE_GNU
+int sched_getcpu(void);
+#endif
+
+/* Did the peer last wait on this core? Then, as long as this thread looks, it has none: the kernel is slow to part two
+   threads that never run at the same time. */
+HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer)
+{
+    hpmlc_inbox *in = c->room && !c->agent ? c->room->inbox : NULL;
+    int          core = sched_getcpu() + 1;
+    if (in) __atomic_store_n(&in[c->rank].core, core, __ATOMIC_RELAXED);
+    return in && peer != c->rank && __atomic_load_n(&in[peer].core, __ATOMIC_RELAXED) == core;
+}
+#endif
+
 /* A receive meets its send: one pass over the data, then the sender may go on. */
 HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, hpml_message *sent)
 {
@@ -1373,6 +1394,10 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSE
 
 HPML_API void hpml_world_free(hpml_world *w HPMLC_UNUSED) {}
 #endif /* HPML_NO_THREADS */
+
+#if defined(HPML_NO_THREADS) || !defined(__linux__)
+HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { return false; }
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>mpi   messages between processes, by MPI
