@@ -1427,6 +1427,7 @@ struct hpmlc_mpi {
     char           text[HPMLC_WORD];
     char           mine[HPMLC_WORD]; /* my word, while it is being sent */
     bool           told;
+    bool           roomy;   /* a core for each rank of this node */
 #ifndef HPML_NO_THREADS
     pthread_mutex_t lock;
 #endif
@@ -1514,6 +1515,7 @@ HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
 HPMLC_FN void hpmlc_mpi_start(hpml_comm *c, hpml_message *m)
 {
     hpml_message **last = &c->mpi->sending;
+    c->seen = 0;
     if (m->receiving && m->reduce) {
         if (!c->staging) c->staging = (char *)hpml_ctx_alloc(c->ctx, 2 * HPMLC_PIECE, NULL);
         m->staging = c->staging;
@@ -1629,7 +1631,8 @@ HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
     m->done = true;
 }
 
-/* Gives the core away for a moment, now by yielding, now by a nap. A lost peer ends the wait. */
+/* Gives the core away for a moment, now by yielding, now by a nap, which costs a large message more than it frees: with
+   a core for each rank not in the first milliseconds. A lost peer ends the wait. */
 HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
 {
     hpmlc_mpi *x    = c->first->mpi;
@@ -1647,7 +1650,7 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until HPMLC_
         return;
     }
 #ifndef HPML_NO_THREADS
-    if (c->seen++ % 64 < 16) { sched_yield(); return; }
+    if (c->seen++ % 64 < 16 || (x->roomy && hpmlc_spin(c) > 0 && c->seen < 5000)) { sched_yield(); return; }
 #endif
     hpmlc_nap(30e-6);
 }
@@ -1752,6 +1755,7 @@ HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
     }
 }
 
+HPMLC_FN int        hpmlc_cores(int ranks);
 HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
     int      on = 0, over = 0, rank, size, level = 0, launched = hpmlc_launched();
@@ -1797,6 +1801,8 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     c->mpi  = x;
     c->spin = 200;
     hpmlc_mpi_nodes(c, d->ranks_per_node);
+    for (int i = ready = 0; i < size; i++) ready += c->node[i] == c->node[rank];
+    x->roomy = ready <= hpmlc_cores(1);
     return c;
 }
 
