@@ -791,8 +791,8 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A message is begun by the transport and tested until it is done. Waiting spins for some microseconds, then yields,
-   then sleeps, at once if it is the peer that needs this core: on a busy machine whoever has work gets it. (MPICH spins for ever: with more ranks than
-   cores its own waiting was measured 40 times slower than this.) */
+   then sleeps, at once if it is the peer that needs this core: on a busy machine whoever has work gets it. (MPICH spins
+   for ever: with more ranks than cores its own waiting was measured 40 times slower than this.) */
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
 #define HPMLC_TAGS           30000 /* an MPI may stop at 32,767 */
@@ -1454,6 +1454,7 @@ struct hpmlc_mpi {
     char           text[HPMLC_WORD];
     char           mine[2][HPMLC_WORD]; /* my words, while they are being sent: the last one, before it 'W' */
     bool           told;
+    bool           roomy;   /* a core for each rank of this node */
 #ifndef HPML_NO_THREADS
     pthread_mutex_t lock;
 #endif
@@ -1541,6 +1542,7 @@ HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
 HPMLC_FN void hpmlc_mpi_start(hpml_comm *c, hpml_message *m)
 {
     hpml_message **last = &c->mpi->sending;
+    c->seen = 0;
     if (m->receiving && m->reduce) {
         if (!c->staging) c->staging = (char *)hpml_ctx_alloc(c->ctx, 2 * HPMLC_PIECE, NULL);
         m->staging = c->staging;
@@ -1676,7 +1678,8 @@ HPMLC_FN void hpmlc_mpi_worry(hpml_comm *c, hpml_message *m, int peer)
     c->lost = peer + 1;
 }
 
-/* Gives the core away for a moment, now by yielding, now by a nap. A lost peer ends the wait. */
+/* Gives the core away for a moment, now by yielding, now by a nap, which costs a large message more than it frees: with
+   a core for each rank not in the first milliseconds. A lost peer ends the wait. */
 HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 {
     hpmlc_mpi *x    = c->first->mpi;
@@ -1695,7 +1698,7 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
     }
     if (hpml_now() > until - 0.5 * c->timeout) hpmlc_mpi_worry(c, m, peer);
 #ifndef HPML_NO_THREADS
-    if (c->seen++ % 64 < 16) { sched_yield(); return; }
+    if (c->seen++ % 64 < 16 || (x->roomy && hpmlc_spin(c) > 0 && c->seen < 5000)) { sched_yield(); return; }
 #endif
     hpmlc_nap(30e-6);
 }
@@ -1829,6 +1832,7 @@ HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
     }
 }
 
+HPMLC_FN int        hpmlc_cores(int ranks);
 HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
     int      on = 0, over = 0, rank, size, level = 0, launched = hpmlc_launched();
@@ -1875,6 +1879,8 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     c->mpi  = x;
     c->spin = 200;
     hpmlc_mpi_nodes(c, d->ranks_per_node);
+    for (int i = ready = 0; i < size; i++) ready += c->node[i] == c->node[rank];
+    x->roomy = ready <= hpmlc_cores(1);
     return c;
 }
 
