@@ -912,6 +912,13 @@ TEST(the_loss_counts_hits)
                 ENSURE(hpml_trainer_step(t[i / 2 % 2], x, y, 12 - i % 3, &info) == HPML_OK);
                 accuracy[gpu][i] = info.accuracy;
             }
+            long launches[6] = { 0 }; /* the last two: of a step that asks for its hits, and of one that does not */
+            for (int i = 0; i < 5 && gpu && emulated(); i++) {
+                launches[i + 1] = -cuda_on_cpu_count("launches");
+                ENSURE(hpml_trainer_step(t[0], x, y, 12, i == 4 ? NULL : &info) == HPML_OK);
+                launches[i + 1] += cuda_on_cpu_count("launches");
+            }
+            ENSURE(launches[4] == launches[5]);
             hpml_ctx_free(ctx);
         }
         for (int i = 0; i < 8; i++) ENSURE(accuracy[0][i] == accuracy[1][i]);
