@@ -759,7 +759,9 @@ typedef struct hpml_trainer_desc {
 } hpml_trainer_desc;
 
 /* Plans, takes all memory, starts the parameters. After that a training step does not allocate.
-   Batch, stochastic and minibatch gradient descent are one setting: the first dimension of the input. */
+   Batch, stochastic and minibatch gradient descent are one setting: the first dimension of the input.
+   A context may have several trainers, of the same parameters as well; each updates those that its loss depends on. A
+   parameter's `grad` is that of the trainer or graph that went backward last. */
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc);
 HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out); /* fills zeros */
 /* What hpml_trainer_create with this desc will take; takes nothing. */
@@ -3884,6 +3886,7 @@ struct hpml_ctx {
     float               *gemm_ws;    /* packing buffers of all threads, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
+    hpml_graph          *grads_of;   /* whose gradients the parameters have now */
     int64_t              param_capacity;
     int                  node_count; /* recorded so far: names and mask keys */
     hpmli_trace         *trace;      /* NULL: off */
@@ -7550,7 +7553,8 @@ struct hpml_graph {
     float         *grads;      /* gradients of all parameters, in order, each 64-byte aligned */
     int64_t        grad_count; /* floats */
     size_t         arena_bytes, scratch_bytes;
-    int           *param_last; /* (param_count) node whose backward finishes the gradient; -1: none */
+    int            param_count; /* of the context, when this was made */
+    int           *param_last;  /* (param_count) node whose backward finishes the gradient; -1: none */
     int64_t        batch, batch_now;
     bool           batchable, grads_ready;
     bool           train;      /* of the last forward pass ... */
@@ -7771,7 +7775,7 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
 
 HPMLI_FN void hpmli_plan_params(hpml_graph *g)
 {
-    for (int i = 0; i < g->ctx->param_count; i++) {
+    for (int i = 0; i < g->param_count; i++) {
         hpml_tensor *p = g->ctx->params[i];
         g->memory.parameters += hpmli_tensor_bytes(p);
         if (g->loss && g->param_last[i] >= 0) g->grad_count += (hpml_tensor_count(p) + 15) / 16 * 16;
@@ -7804,6 +7808,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     hpmli_use *uses     = hpmli_new(ctx, hpmli_use, g->count + 1);
     int       *position = hpmli_new(ctx, int, ctx->node_count + 1);
     g->slots      = hpmli_new(ctx, hpmli_slot, 3 * (int64_t)g->count + 2 * (int64_t)g->leaf_count + 1);
+    g->param_count = ctx->param_count;
     g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
     for (int i = 0; i < g->count && ctx->backend->plan; i++) ctx->backend->plan(ctx->device, g->nodes[i]);
     g->back_names = hpmli_new(ctx, const char *, g->count + 1);
@@ -7864,15 +7869,17 @@ HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
 
 HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }
 
-/* Gives each parameter its place in the array of gradients. */
+/* Gives each parameter its place in this graph's array of gradients; another graph may have had them in its own. */
 HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
 {
     int64_t at = 0;
+    if (!g->loss || g->ctx->grads_of == g) return;
+    g->ctx->grads_of = g;
     for (int i = 0; i < g->ctx->param_count; i++) {
-        hpml_tensor *p = g->ctx->params[i];
-        if (!g->loss || g->param_last[i] < 0) continue;
-        p->grad = g->grads + at;
-        at += (hpml_tensor_count(p) + 15) / 16 * 16;
+        hpml_tensor *p    = g->ctx->params[i];
+        bool         mine = i < g->param_count && g->param_last[i] >= 0;
+        p->grad = mine ? g->grads + at : NULL;
+        if (mine) at += (hpml_tensor_count(p) + 15) / 16 * 16;
     }
 }
 
@@ -8034,6 +8041,7 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
                           "forward pass before");
     hpml_run run  = hpmli_run_of(g, g->train, g->step, scale);
     bool     done = false;
+    hpmli_graph_place_grads(g);
     g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
     status = hpmli_pass_begin(g, &run, true, accumulate, &done);
     if (!done) status = hpmli_pass_end(g, &run, status == HPML_OK ? hpmli_backward_nodes(g, &run, accumulate) : status);
@@ -8317,6 +8325,7 @@ HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *h
     hpmli_trainer_drop(t);
     memset(&t->hooks, 0, sizeof t->hooks);
     if (hooks) t->hooks = *hooks;
+    hpmli_graph_place_grads(t->graph);
     t->graph->hook_user = t;
     t->graph->need      = t->hooks.need ? hpmli_hook_need : NULL;
     t->graph->grad      = t->hooks.grad ? hpmli_hook_grad : NULL;
@@ -8328,7 +8337,7 @@ HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *h
 HPMLI_FN bool hpmli_trainer_updates(hpml_trainer *t)
 {
     hpml_ctx *ctx = t->ctx;
-    for (int i = 0; i < ctx->param_count; i++) {
+    for (int i = 0; i < t->graph->param_count; i++) {
         hpml_tensor *p = ctx->params[i];
         hpml_update *u = &t->updates[i];
         char         text[256];
@@ -8619,7 +8628,7 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     scale = 1 / t->loss_scale;
     if (t->d.clip_norm > 0 && t->grad_norm > t->d.clip_norm) scale *= t->d.clip_norm / t->grad_norm;
     lr = hpml_trainer_lr(t);
-    if (param_count > ctx->param_count - first_param) param_count = ctx->param_count - first_param;
+    if (param_count > t->graph->param_count - first_param) param_count = t->graph->param_count - first_param;
     for (int i = first_param; i < first_param + param_count; i++) {
         const hpml_param *p = ctx->params[i]->param;
         hpml_update      *u = &t->updates[i];
@@ -8671,8 +8680,8 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
         t->looked = t->overflowed = false;
         if (!early)
             status = t->hooks.update ? t->hooks.update(t->hooks.user, t)
-                                     : hpml_trainer_update_local(t, 0, t->ctx->param_count);
-        for (int i = 0; early && i < t->ctx->param_count; i++) /* what the loss does not reach */
+                                     : hpml_trainer_update_local(t, 0, t->graph->param_count);
+        for (int i = 0; early && i < t->graph->param_count; i++) /* what the loss does not reach */
             if (t->updates[i].step != (uint64_t)t->step + 1) status = hpml_trainer_update_local(t, i, 1);
         t->micro = 0;
         t->step += status == HPML_OK && !t->overflowed;
@@ -10212,6 +10221,7 @@ HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpmli_arrays
     for (int64_t i = 0; a->s && i < most; i++) {
         const hpml_tensor *p = ctx->params[i % n];
         hpmli_state        s = { p->name, p->data, hpml_tensor_count(p), p->ndim, p->shape };
+        if (i >= n && i % n >= t->graph->param_count) continue; /* recorded later: not this trainer's */
         if (i >= 2 * n) s.name = t->v_names[i % n], s.device = t->updates[i % n].v;
         else if (i >= n) s.name = t->m_names[i % n], s.device = t->updates[i % n].m;
         if (s.device) a->s[a->count++] = s; /* NULL: nothing kept here */

@@ -4964,6 +4964,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     if (hpmlc_failed(c) || !t) return NULL;
     int64_t batch = hpml_trainer_settings(t)->input->shape[0];
     if (!hpmlc_dist_check(t, c, &settings, batch)) return NULL;
+    hpml_trainer_set_hooks(t, NULL); /* gradients are this trainer's from here on */
     hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
     if (!d) return NULL;
     d->t = t, d->c = c, d->ctx = c->ctx, d->d = settings, d->params = hpml_param_count(c->ctx), d->batch = batch;

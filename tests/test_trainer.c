@@ -214,6 +214,45 @@ static hpml_trainer *classifier(hpml_ctx *ctx, int64_t batch, hpml_trainer_desc 
     return hpml_trainer_create(ctx, &d);
 }
 
+/* A learns x w + b, B 2 x w; B is made when A has already trained, and decays all it has. */
+TEST(trainers_share_a_context)
+{
+    hpml_ctx        *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+    hpml_linear_desc named = { .name = "a" };
+    hpml_tensor     *x = hpml_input_2d(ctx, 2, 3), *out = hpml_linear(x, 1, &named);
+    hpml_trainer    *a = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = out, .loss = HPML_LOSS_MSE,
+                                             .lr = 0.05f, .momentum = 0.9f }), *b = NULL;
+    ENSURE(a);
+    hpml_tensor *w = hpml_param_at(ctx, 0), *bias = hpml_param_at(ctx, 1);
+    double       W[3], B = 0, m[4] = { 0 }, y[2];
+    for (int j = 0; j < 3; j++) W[j] = (double)w->data[j];
+    for (int step = 0; step < 8; step++) {
+        bool   of_a = step % 3 == 0;
+        double g[4] = { 0 };
+        if (step == 1) {
+            hpml_tensor *in = hpml_input_2d(ctx, 2, 3);
+            b = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .loss = HPML_LOSS_MSE, .lr = 0.02f, .weight_decay = 0.5f,
+                                    .output = hpml_scale(hpml_matmul(in, w, false, true), 2, 0), .decay_all = true });
+            ENSURE(b);
+        }
+        for (int i = 0; i < 2; i++) {
+            y[i] = of_a ? B : 0;
+            for (int j = 0; j < 3; j++) y[i] += (of_a ? 1 : 2) * (double)X[3 * i + j] * W[j];
+            for (int j = 0; j < 3; j++) g[j] += (of_a ? 1 : 2) * (y[i] - (double)T[i]) * (double)X[3 * i + j];
+            g[3] += y[i] - (double)T[i];
+        }
+        for (int j = 0; j < 4; j++) {
+            double *p = j < 3 ? &W[j] : &B;
+            if (of_a) m[j] = 0.9 * m[j] + g[j], *p -= 0.05 * m[j];
+            else if (j < 3) *p -= 0.02 * (g[j] + 0.5 * *p);
+        }
+        ENSURE(hpml_trainer_step(of_a ? a : b, X, T, 2, NULL) == HPML_OK);
+        for (int j = 0; j < 3; j++) ENSURE_NEAR((double)w->data[j], W[j], 1e-5);
+        ENSURE_NEAR((double)bias->data[0], B, 1e-5);
+    }
+    hpml_ctx_free(ctx);
+}
+
 TEST(learns_and_evaluates)
 {
     hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 2 });
