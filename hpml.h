@@ -1208,16 +1208,11 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define hv_store_n      HPMLI_K(hpmli_store_n)
 #define hv_ld           HPMLI_K(hpmli_ld) /* n lanes, all of them almost always */
 #define hv_st           HPMLI_K(hpmli_st)
-#define hv_add          HPMLI_K(hpmli_add)
-#define hv_sub          HPMLI_K(hpmli_sub)
-#define hv_mul          HPMLI_K(hpmli_mul)
-#define hv_div          HPMLI_K(hpmli_div)
 #define hv_fma          HPMLI_K(hpmli_fma)  /* a b + c */
 #define hv_fnma         HPMLI_K(hpmli_fnma) /* c - a b */
 #define hv_max          HPMLI_K(hpmli_max)  /* a > b ? a : b, so that a NaN in a gives b */
 #define hv_min          HPMLI_K(hpmli_min)
 #define hv_abs          HPMLI_K(hpmli_abs)
-#define hv_neg          HPMLI_K(hpmli_neg)
 #define hv_sqrt         HPMLI_K(hpmli_sqrt)
 #define hv_round        HPMLI_K(hpmli_round)
 #define hv_ge           HPMLI_K(hpmli_ge) /* a >= b ? x : y */
@@ -1297,11 +1292,6 @@ HPMLI_VFN hu hu_load(const uint32_t *p) { return *(const hu_anywhere *)p; }
 HPMLI_VFN void hu_store(uint32_t *p, hu a) { *(hu_anywhere *)p = a; }
 HPMLI_VFN hv hv_load(const float *p) { return *(const hv_anywhere *)p; }
 HPMLI_VFN void hv_store(float *p, hv a) { *(hv_anywhere *)p = a; }
-HPMLI_V2(hv_add, a + b)
-HPMLI_V2(hv_sub, a - b)
-HPMLI_V2(hv_mul, a * b)
-HPMLI_V2(hv_div, a / b)
-HPMLI_V1(hv_neg, -a)
 HPMLI_V1(hv_abs, hv_of(hu_of(a) & 0x7fffffffu))
 HPMLI_V1(hv_mantissa, hv_of((hu_of(a) & 0x7fffffu) | 0x3f800000u))
 
@@ -1908,7 +1898,7 @@ HPMLI_KFN void HPMLI_K(hpmli_vsum_rows)(float *out, const float *x, int64_t rows
 
 HPMLI_VFN hv HPMLI_K(hpmli_moment)(float *state, hv g, float beta, int64_t c) /* state = beta state + (1 - beta) g */
 {
-    hv s = hv_fma(hv_set1(1 - beta), g, hv_mul(hv_set1(beta), hv_ld(state, c)));
+    hv s = hv_fma(hv_set1(1 - beta), g, hv_set1(beta) * hv_ld(state, c));
     hv_st(state, s, c);
     return s;
 }
@@ -1932,15 +1922,15 @@ HPMLI_VFN void HPMLI_K(hpmli_adagrad)(const hpmli_opt_args *o, float *w, hv g, f
     g = hv_fma(hv_set1(o->u.weight_decay), x, g);
     s = hv_fma(g, g, hv_ld(v, c));
     hv_st(v, s, c);
-    hv_st(w, hv_fnma(hv_set1(o->u.lr), hv_div(g, hv_add(hv_sqrt(s), hv_set1(o->u.eps))), x), c);
+    hv_st(w, hv_fnma(hv_set1(o->u.lr), g / (hv_sqrt(s) + hv_set1(o->u.eps)), x), c);
 }
 
 HPMLI_VFN void HPMLI_K(hpmli_rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, int64_t c)
 {
     hv x = hv_ld(w, c), step;
     g    = hv_fma(hv_set1(o->u.weight_decay), x, g);
-    step = HPMLI_K(hpmli_moment)(v, hv_mul(g, g), o->u.beta2, c);
-    step = hv_div(g, hv_add(hv_sqrt(step), hv_set1(o->u.eps)));
+    step = HPMLI_K(hpmli_moment)(v, g * g, o->u.beta2, c);
+    step = g / (hv_sqrt(step) + hv_set1(o->u.eps));
     if (m) {
         step = hv_fma(hv_set1(o->u.momentum), hv_ld(m, c), step);
         hv_st(m, step, c);
@@ -1951,9 +1941,9 @@ HPMLI_VFN void HPMLI_K(hpmli_rmsprop)(const hpmli_opt_args *o, float *w, hv g, f
 /* m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) */
 HPMLI_VFN hv HPMLI_K(hpmli_adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, int64_t c)
 {
-    hv mean   = hv_div(HPMLI_K(hpmli_moment)(m, g, o->u.beta1, c), hv_set1(o->correction1));
-    hv square = hv_div(HPMLI_K(hpmli_moment)(v, hv_mul(g, g), o->u.beta2, c), hv_set1(o->correction2));
-    return hv_div(mean, hv_add(hv_sqrt(square), hv_set1(o->u.eps)));
+    hv mean   = HPMLI_K(hpmli_moment)(m, g, o->u.beta1, c) / hv_set1(o->correction1);
+    hv square = HPMLI_K(hpmli_moment)(v, g * g, o->u.beta2, c) / hv_set1(o->correction2);
+    return mean / (hv_sqrt(square) + hv_set1(o->u.eps));
 }
 
 /* LAMB writes its direction over the gradient's array, which is ours to spend. */
@@ -1962,7 +1952,7 @@ HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const 
 {
     hv scale = hv_set1(o->u.grad_scale), lr = hv_set1(o->u.lr), decay = hv_set1(o->u.weight_decay);
     HV_LOOP(n) {
-        hv g = hv_mul(hv_ld(dw + i, c), scale), x;
+        hv g = hv_ld(dw + i, c) * scale, x;
         switch (o->u.opt) {
         case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_K(hpmli_sgd)(o, w + i, g, m ? m + i : NULL, c); break;
         case HPML_OPT_ADAGRAD: HPMLI_K(hpmli_adagrad)(o, w + i, g, v + i, c); break;
@@ -1970,7 +1960,7 @@ HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const 
         case HPML_OPT_ADAM: case HPML_OPT_ADAMW:
             x = hv_ld(w + i, c);
             if (o->u.opt == HPML_OPT_ADAM) g = hv_fma(decay, x, g);
-            else x = hv_fnma(hv_mul(lr, decay), x, x);
+            else x = hv_fnma(lr * decay, x, x);
             hv_st(w + i, hv_fnma(lr, HPMLI_K(hpmli_adam_direction)(o, g, m + i, v + i, c), x), c);
             break;
         default: /* LAMB */
@@ -2095,15 +2085,11 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
     }
 #define HPMLI_TILE_ADD(r)                                                                                              \
     if (mr > r) {                                                                                                      \
-        s##r = hv_add(HPMLI_TILE_LOAD(0, c), s##r), t##r = hv_add(HPMLI_TILE_LOAD(1, c), t##r);                        \
-        u##r = hv_add(HPMLI_TILE_LOAD(2, c), u##r), v##r = hv_add(HPMLI_TILE_LOAD(3, c), v##r);                        \
+        s##r = HPMLI_TILE_LOAD(0, c) + s##r, t##r = HPMLI_TILE_LOAD(1, c) + t##r;                                      \
+        u##r = HPMLI_TILE_LOAD(2, c) + u##r, v##r = HPMLI_TILE_LOAD(3, c) + v##r;                                      \
         HPMLI_TILE_STORE(r)                                                                                            \
     }
-#if defined(__GNUC__)
 #define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1)
-#else
-#define HPMLI_PREFETCH(p) ((void)0)
-#endif
 #endif
 
 /* One k: the vectors of B, then row after row. */
@@ -2276,10 +2262,10 @@ HPMLI_KFN void HPMLI_K(hpmli_pack)(const float *x, int64_t ps, int64_t js, int64
 /* n lanes of row r, from column j of the tile on, go into C. */
 HPMLI_VFN void HPMLI_K(hpmli_tile_save)(const hpmli_tile_end *e, float *c, int64_t r, int64_t j, hv v, int64_t n)
 {
-    v = hv_mul(v, hv_set1(e->alpha));
+    v *= hv_set1(e->alpha);
     if (e->beta != 0) v = hv_fma(hv_set1(e->beta), hv_ld(c, n), v);
-    if (e->bias_col) v = hv_add(v, hv_ld(e->bias_col + j, n));
-    if (e->bias_row) v = hv_add(v, hv_set1(e->bias_row[r]));
+    if (e->bias_col) v += hv_ld(e->bias_col + j, n);
+    if (e->bias_row) v += hv_set1(e->bias_row[r]);
     if (e->relu) v = hv_max(hv_zero(), v); /* in this order a NaN stays */
     hv_st(c, v, n);
 }
@@ -2636,7 +2622,7 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_sum)(const hpmli_gemm_desc *d, int64_t i, cons
     for (int64_t j = 0; j < d->n; j += HV_W) {
         int64_t n = d->n - j < HV_W ? d->n - j : HV_W;
         hv      s = hv_ld(sums + i * d->n + j, n);
-        for (int64_t t = 1; t < count; t++) s = hv_add(s, hv_ld(sums + t * apart + i * d->n + j, n));
+        for (int64_t t = 1; t < count; t++) s += hv_ld(sums + t * apart + i * d->n + j, n);
         HPMLI_K(hpmli_tile_save)(&e, c + j, 0, j, s, n);
     }
     if (d->act_row) d->act_row(c, d->n);
@@ -3127,8 +3113,8 @@ HPMLI_VFN void HPMLI_K(hpmli_conv_emit)(const float *x, int64_t apart, int64_t n
             for (int64_t r = 0; r < rows; r++) {
                 float *to = y + (o + r) * plane + i;
                 hv     v  = hv_load(square + r * HV_W);
-                if (bias) v = hv_add(v, hv_set1(bias[o + r]));
-                if (accumulate) v = hv_add(hv_ld(to, lanes), v);
+                if (bias) v += hv_set1(bias[o + r]);
+                if (accumulate) v = hv_ld(to, lanes) + v;
                 if (relu) v = hv_max(hv_zero(), v); /* a NaN stays */
                 hv_st(to, v, lanes);
             }
@@ -3210,14 +3196,15 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_unpack)(float *dw, const float *parts, int64_t
                 for (int64_t i = 0; i < n; i++) {
                     const float *p = from + ((t + i) * in + c) * HPMLI_NR;
                     hv           s = hv_load(p);
-                    for (int64_t k = 1; k < count; k++) s = hv_add(s, hv_load(p + k * apart));
+                    for (int64_t k = 1; k < count; k++) s += hv_load(p + k * apart);
                     hv_store(sum + i * HV_W, s);
                 }
                 HPMLI_K(hpmli_transpose)(sum, HV_W, n, square, HV_W);
                 for (int64_t q = 0; q < HV_W && o + q < end; q++) {
                     float *to = dw + ((o + q) * in + c) * taps + t;
                     hv     s  = hv_load(square + q * HV_W);
-                    hv_st(to, accumulate ? hv_add(hv_ld(to, n), s) : s, n);
+                    if (accumulate) s = hv_ld(to, n) + s;
+                    hv_st(to, s, n);
                 }
             }
     }
@@ -4976,13 +4963,14 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     if (j->drawn && j->normal) hpmli_random_normal(j->w + i, j->seed, j->stream, i, end - i);
     else if (j->drawn) hpmli_random_uniform(j->w + i, j->seed, j->stream, i, end - i);
     for (; i < end; i++)
-        j->w[i] = (float)(!j->drawn ? j->scale : j->normal ? j->scale * j->w[i] : j->scale * (2 * (double)j->w[i] - 1));
+        if (!j->drawn) j->w[i] = (float)j->scale;
+        else j->w[i] = (float)(j->scale * (j->normal ? (double)j->w[i] : 2 * (double)j->w[i] - 1));
 }
 
 HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
 {
     const hpml_param *p = t->param;
-    hpmli_init_job    j = { w, hpml_tensor_count(t), ctx->seed, (uint64_t)p->index, p->init_scale, true, false };
+    hpmli_init_job    j = { w, hpml_tensor_count(t), ctx->seed, (uint64_t)p->index, (double)p->init_scale, true, false };
     double fan_in = (double)j.n / (double)t->shape[0], field = fan_in / (double)t->shape[1];
     double fan_out = (double)t->shape[0] * field;
     switch (p->init) {
@@ -8243,12 +8231,14 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
     if (!d || !d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
     const struct { const char *name; double value, most; } in[] = {
-        { "lr", d->lr, 1e30 }, { "momentum", d->momentum, 1e30 }, { "weight_decay", d->weight_decay, 1e30 },
-        { "clip_norm", d->clip_norm, 1e30 }, { "loss_scale", d->loss_scale, 1e30 }, { "trust", d->trust, 1e30 },
-        { "eps", d->eps, 1e30 }, { "beta1", d->beta1, 0.999999999 }, { "beta2", d->beta2, 0.999999999 },
-        { "label_smoothing", d->label_smoothing, 1 }, { "optimizer", d->optimizer, HPML_OPT_LAMB },
-        { "loss", d->loss, HPML_LOSS_HUBER }, { "schedule.kind", d->schedule.kind, HPML_SCHEDULE_LINEAR },
-        { "schedule.warmup_steps", (double)d->schedule.warmup_steps, 1e15 }, { "accumulate", d->accumulate, 1e9 } };
+        { "lr", (double)d->lr, 1e30 }, { "momentum", (double)d->momentum, 1e30 }, { "trust", (double)d->trust, 1e30 },
+        { "weight_decay", (double)d->weight_decay, 1e30 }, { "clip_norm", (double)d->clip_norm, 1e30 },
+        { "loss_scale", (double)d->loss_scale, 1e30 }, { "eps", (double)d->eps, 1e30 },
+        { "beta1", (double)d->beta1, 0.999999999 }, { "beta2", (double)d->beta2, 0.999999999 },
+        { "label_smoothing", (double)d->label_smoothing, 1 }, { "optimizer", (double)d->optimizer, HPML_OPT_LAMB },
+        { "loss", (double)d->loss, HPML_LOSS_HUBER }, { "accumulate", (double)d->accumulate, 1e9 },
+        { "schedule.kind", (double)d->schedule.kind, HPML_SCHEDULE_LINEAR },
+        { "schedule.warmup_steps", (double)d->schedule.warmup_steps, 1e15 } };
     for (size_t i = 0; i < sizeof in / sizeof in[0]; i++)
         if (!(in[i].value >= 0 && in[i].value <= in[i].most))
             return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: %s %g is not in 0..%g", in[i].name, in[i].value,
