@@ -201,7 +201,7 @@ typedef struct hpml_message {
     hpml_status          status;
     char                *data;
     size_t               bytes, moved;
-    size_t               posted;       /* MPI: pieces given to MPI */
+    size_t               posted;       /* MPI: pieces given to MPI; else the sender's rank */
     void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
     double               arrival;      /* THREADS, CLOCK: not before; MPI: not 0: the others know of this wait */
     struct hpml_message *next;         /* private, as all below */
@@ -672,6 +672,8 @@ typedef struct hpmlc_mpi        hpmlc_mpi;        /* see >>mpi */
 typedef struct hpmlc_background hpmlc_background; /* see >>async */
 typedef struct hpmlc_agent      hpmlc_agent;      /* a thread in virtual time: see >>clock */
 
+typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* adds, or keeps the larger: see >>sums */
+
 struct hpml_comm {
     hpml_ctx             *ctx;
     hpml_ctx             *trace;    /* where spans go: for a twin, its parent's context */
@@ -706,7 +708,10 @@ struct hpml_comm {
     size_t                scratch_size;
 };
 
-HPMLC_FN void hpmlc_tell(hpml_comm *c, const char *text);
+HPMLC_FN void hpmlc_tell(hpml_comm *c, const char *text)
+{
+    if (c->t && c->t->tell) c->t->tell(c, text);
+}
 
 /* Keeps the first error of the context and tells the other ranks. */
 HPMLC_PRINTF(3, 4)
@@ -798,7 +803,7 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 #define HPMLC_TAGS           30000 /* an MPI may stop at 32,767 */
 
 HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag, char *data, size_t bytes,
-                                 void (*reduce)(void *, const void *, size_t), hpml_message *m)
+                                 hpmlc_reduce_fn *reduce, hpml_message *m)
 {
     memset(m, 0, sizeof *m);
     m->done = true;
@@ -820,9 +825,9 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
     return HPML_OK;
 }
 
-HPMLC_FN void hpmlc_end(hpml_comm *c, hpml_message *m)
+/* Takes a message out of a list, if it is there. */
+HPMLC_FN void hpmlc_unlist(hpml_message **at, const hpml_message *m)
 {
-    hpml_message **at = &c->pending;
     while (*at && *at != m) at = &(*at)->next;
     if (*at) *at = m->next;
 }
@@ -870,6 +875,7 @@ HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 /* A receive has met a message of another length. */
 HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
 {
+    m->done   = true;
     m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass "
                            "the same counts", c->doing, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
 }
@@ -903,7 +909,7 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
         c->t->abandon(c, m);
         m->status = hpml_ctx_status(c->ctx);
     }
-    if (m->receiving) hpmlc_end(c, m);
+    if (m->receiving) hpmlc_unlist(&c->pending, m);
     return m->status;
 }
 
@@ -1050,23 +1056,21 @@ HPMLC_FN void hpmlc_world_wake(hpml_world *w) /* w->mutex held */
 /* Nobody runs: says who waits for whom, and wakes them all to hear it. w->mutex held. */
 HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
 {
-    if (__atomic_load_n(&w->running, __ATOMIC_ACQUIRE) == 0 && !w->failed) {
-        size_t at = (size_t)snprintf(w->text, sizeof w->text, "deadlock:");
-        bool   any = false;
-        for (hpmlc_room *r = w->rooms; r; r = r->next)
-            for (int i = 0; i < r->size && at < sizeof w->text; i++) {
-                const hpmlc_inbox *in = &r->inbox[i];
-                if (!in->gate.sleeping || !in->owner || in->peer < 0) continue;
-                at += (size_t)snprintf(w->text + at, sizeof w->text - at, "%s rank %d waits for rank %d%s in %s",
-                                       any ? ";" : "", in->owner->origin[i], in->peer,
-                                       w->left[in->peer] ? ", which has left," : "", in->doing);
-                any = true;
-            }
-        if (any) {
-            __atomic_store_n(&w->failed, w->ranks + 1, __ATOMIC_RELEASE); /* everybody and nobody */
-            hpmlc_world_wake(w);
+    bool any = false;
+    if (__atomic_load_n(&w->running, __ATOMIC_ACQUIRE) > 0 || w->failed) return;
+    size_t at = (size_t)snprintf(w->text, sizeof w->text, "deadlock:");
+    for (hpmlc_room *r = w->rooms; r; r = r->next)
+        for (int i = 0; i < r->size && at < sizeof w->text; i++) {
+            const hpmlc_inbox *in = &r->inbox[i];
+            if (!in->gate.sleeping || !in->owner || in->peer < 0) continue;
+            at += (size_t)snprintf(w->text + at, sizeof w->text - at, "%s rank %d waits for rank %d%s in %s",
+                                   any ? ";" : "", in->owner->origin[i], in->peer,
+                                   w->left[in->peer] ? ", which has left," : "", in->doing);
+            any = true;
         }
-    }
+    if (!any) return;
+    __atomic_store_n(&w->failed, w->ranks + 1, __ATOMIC_RELEASE); /* everybody and nobody */
+    hpmlc_world_wake(w);
 }
 
 HPMLC_FN void hpmlc_world_deadlock(hpml_world *w)
@@ -1211,37 +1215,42 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     return start + busy + link->latency;
 }
 
-HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
+HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpmlc_inbox *in, hpml_message *m)
 {
-    hpmlc_inbox *in = &c->room->inbox[m->peer];
-    if (m->receiving) return;
-    m->arrival = hpmlc_arrival(c, m->peer, m->bytes, hpml_now());
-    m->next    = NULL;
+    m->posted = (size_t)c->rank, m->next = NULL;
     pthread_mutex_lock(&in->gate.mutex);
     *in->last = m;
     in->last  = &m->next;
-    hpmlc_gate_wake_held(c->room->world, &in->gate);
+    if (!c->agent) hpmlc_gate_wake_held(c->room->world, &in->gate);
     pthread_mutex_unlock(&in->gate.mutex);
 }
 
-/* Takes the first message from `from` with this tag out of the inbox; NULL when there is none, or it is on its way:
-   then `arrival` says until when. */
-HPMLC_FN hpml_message *hpmlc_inbox_find(hpmlc_inbox *in, int from, int tag, double *arrival)
+/* Takes what the receive m waits for out of the inbox, or the send m itself; NULL when it is not there. What is on its
+   way is not there, either: then m->arrival says until when. */
+HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
 {
-    hpml_message **at, *m;
+    hpml_message **at, *sent;
+    if (m->receiving) m->arrival = 0;
     pthread_mutex_lock(&in->gate.mutex);
-    for (at = &in->posted; (m = *at) != NULL; at = &m->next)
-        if (m->tag == tag && m->owner->rank == from) break;
-    if (m && m->arrival > 0 && m->arrival > hpml_now()) {
-        *arrival = m->arrival;
-        m        = NULL;
+    for (at = &in->posted; (sent = *at) != NULL; at = &sent->next)
+        if (m->receiving ? sent->tag == m->tag && (int)sent->posted == m->peer : sent == m) break;
+    if (sent && m->receiving && !m->owner->agent && sent->arrival > 0 && sent->arrival > hpml_now()) {
+        m->arrival = sent->arrival;
+        sent       = NULL;
     }
-    if (m) {
-        *at = m->next;
-        if (in->last == &m->next) in->last = at;
+    if (sent) {
+        *at = sent->next;
+        if (in->last == &sent->next) in->last = at;
     }
     pthread_mutex_unlock(&in->gate.mutex);
-    return m;
+    return sent;
+}
+
+HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
+{
+    if (m->receiving) return;
+    m->arrival = hpmlc_arrival(c, m->peer, m->bytes, hpml_now());
+    hpmlc_inbox_post(c, &c->room->inbox[m->peer], m);
 }
 
 #ifdef __linux__
@@ -1260,16 +1269,19 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer)
 }
 #endif
 
-/* A receive meets its send: one pass over the data, then the sender may go on. */
-HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, hpml_message *sent)
+/* A receive meets its send: one pass over the data. */
+HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, const hpml_message *sent)
 {
-    hpml_comm *from = sent->owner;
-    if (sent->bytes != m->bytes)
-        hpmlc_mismatch(c, m, sent->bytes);
+    if (sent->bytes != m->bytes) hpmlc_mismatch(c, m, sent->bytes);
     else if (m->reduce) m->reduce(m->data, sent->data, m->bytes);
     else if (m->bytes > 0) memcpy(m->data, sent->data, m->bytes);
     m->done = true;
-    hpmlc_gate *gate = &c->room->inbox[from->rank].gate;
+}
+
+/* The sender may go on. */
+HPMLC_FN void hpmlc_threads_release(hpml_comm *c, hpml_message *sent)
+{
+    hpmlc_gate *gate = &c->room->inbox[sent->posted].gate;
     pthread_mutex_lock(&gate->mutex); /* the sender's message is gone the moment it is done */
     __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE);
     hpmlc_gate_wake_held(c->room->world, gate);
@@ -1287,33 +1299,19 @@ HPMLC_FN void hpmlc_threads_give_up(hpml_comm *c, hpml_message *m)
 
 HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
 {
-    hpml_world *w = c->room->world;
+    hpmlc_inbox  *in   = &c->room->inbox[m->receiving ? c->rank : m->peer];
+    hpml_message *sent = NULL;
     if (m->receiving) {
-        hpmlc_inbox  *in   = &c->room->inbox[c->rank];
-        hpml_message *sent = NULL;
-        unsigned      now  = __atomic_load_n(&in->gate.changes, __ATOMIC_ACQUIRE);
-        if (m->moved == 0 || m->moved != (size_t)now + 1 || m->arrival > 0) { /* something new since the last look */
-            m->arrival = 0;
-            sent       = hpmlc_inbox_find(in, m->peer, m->tag, &m->arrival);
-            m->moved   = (size_t)now + 1;
-        }
-        if (sent) hpmlc_meet(c, m, sent);
-    } else if (hpmlc_done(m)) return;
-    if ((m->receiving && m->done) || !__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE)) return;
-    if (!m->receiving) { /* take it back, unless somebody has it in hands */
-        hpmlc_inbox   *in = &c->room->inbox[m->peer];
-        hpml_message **at;
-        pthread_mutex_lock(&in->gate.mutex);
-        for (at = &in->posted; *at && *at != m; at = &(*at)->next) {}
-        if (*at) {
-            *at = m->next;
-            if (in->last == &m->next) in->last = at;
-            m->moved = 1;
-        }
-        pthread_mutex_unlock(&in->gate.mutex);
-        if (m->moved == 0) return;
+        size_t look = (size_t)__atomic_load_n(&in->gate.changes, __ATOMIC_ACQUIRE) + 1;
+        if (m->moved != look || m->arrival > 0) sent = hpmlc_inbox_take(in, m); /* something new since the last look */
+        m->moved = look;
     }
-    hpmlc_threads_give_up(c, m);
+    if (sent) {
+        hpmlc_meet(c, m, sent);
+        hpmlc_threads_release(c, sent);
+    }
+    if (hpmlc_done(m) || !__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) return;
+    if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_give_up(c, m); /* a send may be in somebody's hands */
 }
 
 HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
@@ -1349,7 +1347,7 @@ HPMLC_FN void hpmlc_threads_close(hpml_comm *c)
 }
 
 HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out, size_t out_bytes, int from, char *in,
-                                 size_t in_bytes, void (*reduce)(void *, const void *, size_t));
+                                 size_t in_bytes, hpmlc_reduce_fn *reduce);
 
 /* The lowest rank makes the room and tells the others where it is. */
 HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
@@ -1460,23 +1458,13 @@ struct hpmlc_mpi {
 #endif
 };
 
-HPMLC_FN void hpmlc_mpi_lock(hpml_comm *c)
-{
 #ifndef HPML_NO_THREADS
-    pthread_mutex_lock(&c->first->mpi->lock);
+HPMLC_FN void hpmlc_mpi_lock(hpml_comm *c) { pthread_mutex_lock(&c->first->mpi->lock); }
+HPMLC_FN void hpmlc_mpi_unlock(hpml_comm *c) { pthread_mutex_unlock(&c->first->mpi->lock); }
 #else
-    (void)c;
+HPMLC_FN void hpmlc_mpi_lock(hpml_comm *c HPMLC_UNUSED) {}
+HPMLC_FN void hpmlc_mpi_unlock(hpml_comm *c HPMLC_UNUSED) {}
 #endif
-}
-
-HPMLC_FN void hpmlc_mpi_unlock(hpml_comm *c)
-{
-#ifndef HPML_NO_THREADS
-    pthread_mutex_unlock(&c->first->mpi->lock);
-#else
-    (void)c;
-#endif
-}
 
 HPMLC_FN void hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
 {
@@ -1572,11 +1560,7 @@ HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
     memcpy(slot, &request, sizeof request);
     if (code != MPI_SUCCESS) { hpmlc_mpi_error(c, m, code); return; }
     if (!there) return;
-    if (count != (int)n) {
-        m->done   = true;
-        hpmlc_mismatch(c, m, m->moved + (size_t)count);
-        return;
-    }
+    if (count != (int)n) { hpmlc_mismatch(c, m, m->moved + (size_t)count); return; }
     if (m->staging) m->reduce(m->data + m->moved, hpmlc_mpi_place(m, m->moved), n);
     m->moved += n;
     if (m->moved == m->bytes) m->done = true;
@@ -1658,8 +1642,7 @@ HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
             if (MPI_Test(&request, &over, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
     }
     hpmlc_mpi_unlock(c);
-    for (hpml_message **at = &c->mpi->sending; *at; at = &(*at)->next)
-        if (*at == m) { *at = m->next; break; }
+    hpmlc_unlist(&c->mpi->sending, m);
     m->done = true;
 }
 
@@ -1929,12 +1912,6 @@ HPMLC_FN void hpmlc_agent_pass(hpml_world *w)
     if (best) pthread_cond_signal(&best->turn);
 }
 
-HPMLC_FN void hpmlc_agent_wait(hpml_world *w, hpmlc_agent *me)
-{
-    hpmlc_agent_pass(w);
-    while (w->turn != me) pthread_cond_wait(&me->turn, &w->mutex);
-}
-
 /* Lets those run whose clocks are behind mine. rest: until somebody calls hpmlc_agent_rouse. */
 HPMLC_FN void hpmlc_agent_yield(hpml_comm *c, bool rest)
 {
@@ -1945,7 +1922,8 @@ HPMLC_FN void hpmlc_agent_yield(hpml_comm *c, bool rest)
         c->room->inbox[c->rank].gate.sleeping = true; /* for the report of a deadlock */
         __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
     }
-    hpmlc_agent_wait(w, c->agent);
+    hpmlc_agent_pass(w);
+    while (w->turn != c->agent) pthread_cond_wait(&c->agent->turn, &w->mutex);
     c->room->inbox[c->rank].gate.sleeping = false;
     pthread_mutex_unlock(&w->mutex);
 }
@@ -1959,7 +1937,7 @@ HPMLC_FN void hpmlc_agent_enter(hpml_comm *c)
     pthread_mutex_unlock(&w->mutex);
 }
 
-HPMLC_FN void hpmlc_agent_rouse(hpml_comm *c, hpmlc_agent *a, double clock)
+HPMLC_FN void hpmlc_agent_rouse(hpml_comm *c, hpmlc_agent *a)
 {
     hpml_world *w = c->room->world;
     pthread_mutex_lock(&w->mutex);
@@ -1967,7 +1945,6 @@ HPMLC_FN void hpmlc_agent_rouse(hpml_comm *c, hpmlc_agent *a, double clock)
         a->runnable = true;
         __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
     }
-    if (a->clock < clock) a->clock = clock;
     pthread_mutex_unlock(&w->mutex);
 }
 
@@ -2014,38 +1991,19 @@ HPMLC_FN void hpmlc_clock_start(hpml_comm *c, hpml_message *m)
     *copy         = *m;
     copy->data    = (char *)(copy + 1);
     copy->arrival = hpmlc_arrival(c, m->peer, m->bytes, c->agent->clock);
-    copy->next    = NULL;
     if (copy->arrival <= 0) copy->arrival = c->agent->clock;
     if (m->bytes > 0) memcpy(copy->data, m->data, m->bytes);
-    copy->moved = (size_t)c->rank; /* the owner may be gone when it is read */
-    pthread_mutex_lock(&in->gate.mutex);
-    *in->last = copy;
-    in->last  = &copy->next;
-    hpml_comm *owner = in->owner;
-    pthread_mutex_unlock(&in->gate.mutex);
-    if (owner) hpmlc_agent_rouse(c, owner->agent, 0);
+    hpmlc_inbox_post(c, in, copy); /* where the sender may be gone when it is read */
+    if (in->owner) hpmlc_agent_rouse(c, in->owner->agent);
 }
 
 HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
 {
-    hpmlc_inbox   *in = &c->room->inbox[c->rank];
-    hpml_message **at, *sent;
-    pthread_mutex_lock(&in->gate.mutex);
-    for (at = &in->posted; (sent = *at) != NULL; at = &sent->next)
-        if (sent->tag == m->tag && (int)sent->moved == m->peer) break;
-    if (sent) {
-        *at = sent->next;
-        if (in->last == &sent->next) in->last = at;
-    }
-    pthread_mutex_unlock(&in->gate.mutex);
+    hpml_message *sent = hpmlc_inbox_take(&c->room->inbox[c->rank], m);
     if (sent) {
         if (c->agent->clock < sent->arrival) c->agent->clock = sent->arrival;
-        if (sent->bytes != m->bytes)
-            hpmlc_mismatch(c, m, sent->bytes);
-        else if (m->reduce) m->reduce(m->data, sent->data, m->bytes);
-        else if (m->bytes > 0) memcpy(m->data, sent->data, m->bytes);
+        hpmlc_meet(c, m, sent);
         free(sent);
-        m->done = true;
     } else if (__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_give_up(c, m);
 }
 
@@ -2070,17 +2028,11 @@ HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
     if (mine) hpmlc_agent_free(w, agent);
 }
 
-HPMLC_FN hpml_status hpmlc_clock_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count, int color)
-{
-    part->agent = c->agent;
-    return hpmlc_threads_split(c, part, ranks, count, color);
-}
-
 HPMLC_FN void hpmlc_clock_abandon(hpml_comm *c HPMLC_UNUSED, hpml_message *m) { m->done = true; } /* sends are copies */
 
 static const hpml_transport hpmlc_clock = {
     "clock", hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_clock_abandon,
-    hpmlc_threads_tell, hpmlc_clock_split, hpmlc_clock_close, NULL, 0, 2e-6, 0.25e-9
+    hpmlc_threads_tell, hpmlc_threads_split, hpmlc_clock_close, NULL, 0, 2e-6, 0.25e-9
 };
 
 HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
@@ -2145,12 +2097,6 @@ HPML_API void   hpml_comm_compute(hpml_comm *c HPMLC_UNUSED, double seconds)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>create   creating, splitting, freeing communicators
 // ---------------------------------------------------------------------------------------------------------------------
-
-HPMLC_FN void hpmlc_tell(hpml_comm *c, const char *text)
-{
-    if (c && c->t && c->t->tell) c->t->tell(c, text);
-}
-
 
 #ifdef HPML_NO_THREADS /* one rank alone: nothing is ever sent */
 static const hpml_transport hpmlc_self = { "self", NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 1e-7, 1e-10 };
@@ -2234,7 +2180,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     }
     part->t = NULL; /* nothing to close yet */
     for (int i = 0; i < count; i++) part->origin[i] = c->origin[ranks[i]], part->node[i] = c->node[ranks[i]];
-    part->first = c->first, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
+    part->first = c->first, part->agent = c->agent, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
     part->alpha = c->alpha, part->beta = c->beta, part->near_alpha = c->near_alpha, part->near_beta = c->near_beta;
     hpmlc_comm_layout(part);
     if (c->t->split && c->t->split(c, part, ranks, count, color) != HPML_OK) return NULL;
@@ -2568,7 +2514,6 @@ HPMLC_REDUCE(max_bf16, uint16_t, float, hpmlc_from_bf16, hpmlc_to_bf16, a > b ||
 HPMLC_REDUCE(max_i32, int32_t, int32_t, HPMLC_SAME, HPMLC_SAME, a > b ? a : b)
 HPMLC_REDUCE(max_i64, int64_t, int64_t, HPMLC_SAME, HPMLC_SAME, a > b ? a : b)
 
-typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes);
 HPMLC_FN hpmlc_reduce_fn *hpmlc_reducer(hpml_element e, hpml_reduce op)
 {
     static hpmlc_reduce_fn *const table[2][HPML_ELEMENT_BYTE + 1] = { /* in the order of hpml_element */
@@ -3032,7 +2977,7 @@ HPMLC_FN void hpmlc_rest(hpml_comm *c, hpmlc_gate *g, unsigned *seen)
 HPMLC_FN void hpmlc_rouse(hpml_comm *by, hpml_comm *who, hpmlc_gate *g)
 {
     hpmlc_gate_wake(hpmlc_world_of(by), g);
-    if (who->agent) hpmlc_agent_rouse(who, who->agent, 0);
+    if (who->agent) hpmlc_agent_rouse(who, who->agent);
 }
 
 #if defined(__linux__) && !defined(__USE_MISC) /* -std=c99 */
