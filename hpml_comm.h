@@ -2180,8 +2180,9 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     }
     part->t = NULL; /* nothing to close yet */
     for (int i = 0; i < count; i++) part->origin[i] = c->origin[ranks[i]], part->node[i] = c->node[ranks[i]];
-    part->first = c->first, part->agent = c->agent, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
+    part->first = c->first, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
     part->alpha = c->alpha, part->beta = c->beta, part->near_alpha = c->near_alpha, part->near_beta = c->near_beta;
+    part->agent = c->agent; /* until a twin gets its own */
     hpmlc_comm_layout(part);
     if (c->t->split && c->t->split(c, part, ranks, count, color) != HPML_OK) return NULL;
     part->t = c->t;
@@ -2339,16 +2340,11 @@ HPMLC_FN void hpmlc_move_of(const hpmlc_phase *f, int k, hpml_move *m)
     memset(m, 0, sizeof *m);
     m->to = m->from = -1;
     switch (f->kind) {
-    case HPMLC_RING_SCATTER: {
-        int out = (i + 2 * p - 1 - k) % p, in = (i + 2 * p - 2 - k) % p;
+    case HPMLC_RING_SCATTER: case HPMLC_RING_GATHER: {
+        bool add = f->kind == HPMLC_RING_SCATTER; /* begins one block earlier, so as to end at its own */
+        int  out = (i + 2 * p - add - k) % p, in = (out + p - 1) % p;
         hpmlc_give(f, m, (i + 1) % p, out, out + 1);
-        hpmlc_take(f, m, (i + p - 1) % p, in, in + 1, true);
-        break;
-    }
-    case HPMLC_RING_GATHER: {
-        int out = (i + p - k) % p, in = (i + 2 * p - 1 - k) % p;
-        hpmlc_give(f, m, (i + 1) % p, out, out + 1);
-        hpmlc_take(f, m, (i + p - 1) % p, in, in + 1, false);
+        hpmlc_take(f, m, (i + p - 1) % p, in, in + 1, add);
         break;
     }
     case HPMLC_DOUBLING:
@@ -2364,13 +2360,10 @@ HPMLC_FN void hpmlc_move_of(const hpmlc_phase *f, int k, hpml_move *m)
         break;
     case HPMLC_TREE_UP: hpmlc_tree(f, m, k, true); break;
     case HPMLC_TREE_DOWN: hpmlc_tree(f, m, f->rounds - 1 - k, false); break;
-    case HPMLC_STAR_UP:
-        if (i == 0) hpmlc_take(f, m, k + 1, 0, p, true);
-        else if (i == k + 1) hpmlc_give(f, m, 0, 0, p);
-        break;
-    case HPMLC_STAR_DOWN:
-        if (i == 0) hpmlc_give(f, m, k + 1, 0, p);
-        else if (i == k + 1) hpmlc_take(f, m, 0, 0, p, false);
+    case HPMLC_STAR_UP: case HPMLC_STAR_DOWN:
+        if (i != 0 && i != k + 1) break;
+        if ((i > 0) == (f->kind == HPMLC_STAR_UP)) hpmlc_give(f, m, i > 0 ? 0 : k + 1, 0, p);
+        else hpmlc_take(f, m, i > 0 ? 0 : k + 1, 0, p, f->kind == HPMLC_STAR_UP);
         break;
     }
 }
@@ -2389,26 +2382,16 @@ HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, hpml_algorithm a, hpmlc_team t, 
     hpmlc_team core = t;
     core.size = 1 << hpmlc_log2(t.size);
     if (core.me >= core.size) core.me = -1;
-    switch (a) {
-    case HPML_CENTRAL:
-        hpmlc_plan_add(plan, HPMLC_STAR_UP, t, at, count);
-        hpmlc_plan_add(plan, HPMLC_STAR_DOWN, t, at, count);
-        break;
-    case HPML_TREE:
-        hpmlc_plan_add(plan, HPMLC_TREE_UP, t, at, count);
-        hpmlc_plan_add(plan, HPMLC_TREE_DOWN, t, at, count);
-        break;
-    case HPML_BUTTERFLY: case HPML_HALVING:
+    if (a == HPML_BUTTERFLY || a == HPML_HALVING) {
         hpmlc_plan_add(plan, HPMLC_FOLD, t, at, count);
         hpmlc_plan_add(plan, a == HPML_HALVING ? HPMLC_HALVE : HPMLC_DOUBLING, core, at, count);
         if (a == HPML_HALVING) hpmlc_plan_add(plan, HPMLC_DOUBLE, core, at, count);
         hpmlc_plan_add(plan, HPMLC_UNFOLD, t, at, count);
-        break;
-    default:
-        hpmlc_plan_add(plan, HPMLC_RING_SCATTER, t, at, count);
-        hpmlc_plan_add(plan, HPMLC_RING_GATHER, t, at, count);
-        break;
+        return;
     }
+    bool star = a == HPML_CENTRAL, tree = a == HPML_TREE;
+    hpmlc_plan_add(plan, star ? HPMLC_STAR_UP : tree ? HPMLC_TREE_UP : HPMLC_RING_SCATTER, t, at, count);
+    hpmlc_plan_add(plan, star ? HPMLC_STAR_DOWN : tree ? HPMLC_TREE_DOWN : HPMLC_RING_GATHER, t, at, count);
 }
 
 /* Folding sends everything twice more; a ring of some nodes is cheaper. */
@@ -2880,12 +2863,12 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     return hpmlc_leave(c, start, status);
 }
 
-/* A small one, by whatever algorithm. */
-HPMLC_FN hpml_status hpmlc_reduce_all(hpml_comm *c, void *data, int64_t n, hpml_element element, hpml_reduce reduce)
+HPMLC_FN hpml_status hpmlc_reduce_all(hpml_comm *c, void *data, int64_t n, hpml_element element, hpml_reduce reduce,
+                                      hpml_algorithm algorithm)
 {
     hpml_allreduce_desc d;
     memset(&d, 0, sizeof d);
-    d.element = element, d.reduce = reduce;
+    d.element = element, d.reduce = reduce, d.algorithm = algorithm;
     return hpml_allreduce(c, data, n, &d);
 }
 
@@ -2908,10 +2891,8 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
             if (took < best[large]) best[large] = took;
         }
     hpml_ctx_release(c->ctx, buffer);
-    hpml_allreduce_desc d;
-    memset(&d, 0, sizeof d);
-    d.reduce = HPML_MAX, d.element = HPML_ELEMENT_F64, d.algorithm = HPML_BUTTERFLY;
-    if (hpml_allreduce(c, best, 2, &d) != HPML_OK) return hpml_ctx_status(c->ctx);
+    if (hpmlc_reduce_all(c, best, 2, HPML_ELEMENT_F64, HPML_MAX, HPML_BUTTERFLY) != HPML_OK)
+        return hpml_ctx_status(c->ctx);
     c->alpha = best[0];
     c->beta  = best[1] > best[0] ? (best[1] - best[0]) / (double)LARGE : c->beta;
     return HPML_OK;
@@ -3148,14 +3129,21 @@ HPML_API hpml_job *hpml_iallreduce(hpml_comm *c, void *data, int64_t n, const hp
 
 HPML_API bool hpml_job_done(const hpml_job *j) { return !j || __atomic_load_n(&j->done, __ATOMIC_ACQUIRE); }
 
+HPMLC_FN void hpmlc_job_rest(hpmlc_background *b HPMLC_UNUSED, const hpml_job *j HPMLC_UNUSED)
+{
+#ifndef HPML_NO_THREADS /* else it has been done at once */
+    unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
+    while (!hpml_job_done(j)) hpmlc_rest(b->c, &b->waiter, &seen);
+#endif
+}
+
 HPML_API hpml_status hpml_job_wait(hpml_job *j)
 {
     if (!j) return HPML_ERR_ARGUMENT;
     hpmlc_background *b = j->c->background;
 #ifndef HPML_NO_THREADS
-    unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
     __atomic_store_n(&b->twin->spin, j->c->spin, __ATOMIC_RELAXED); /* nobody computes here: the core is the twin's */
-    while (!hpml_job_done(j)) hpmlc_rest(j->c, &b->waiter, &seen);
+    hpmlc_job_rest(b, j);
     __atomic_store_n(&b->twin->spin, 0, __ATOMIC_RELAXED);
     if (j->c->agent && j->c->agent->clock < j->clock) j->c->agent->clock = j->clock;
 #endif
@@ -3168,15 +3156,8 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
 /* Waits until nothing is under way: then what the twin has counted, and what jobs carry, may be looked at. */
 HPMLC_FN void hpmlc_background_drain(const hpml_comm *c)
 {
-#ifndef HPML_NO_THREADS
     hpmlc_background *b = c->background;
-    if (!b || !b->threaded || b->posted == 0) return;
-    const hpml_job *last = &b->job[(b->posted - 1) % HPMLC_JOBS];
-    unsigned        seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
-    while (!hpml_job_done(last)) hpmlc_rest(b->c, &b->waiter, &seen);
-#else
-    (void)c;
-#endif
+    if (b && b->posted > 0) hpmlc_job_rest(b, &b->job[(b->posted - 1) % HPMLC_JOBS]);
 }
 
 HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
@@ -3443,53 +3424,47 @@ HPMLC_FN size_t hpmlc_message_size(const hpml_exchange *x, int rank)
 }
 
 /* Plain tensors that follow one another in memory need no copy. The trainer pads each to 16 floats. */
-HPMLC_FN bool hpmlc_exchange_span(hpml_exchange *x)
+HPMLC_FN void hpmlc_exchange_span(hpml_exchange *x)
 {
-    float *end = NULL;
-    for (int turn = 0; turn < 2; turn++) { /* as given, or in reverse order */
-        bool fits = true;
-        end = x->span = NULL;
+    for (int turn = 0; turn < 2 && x->plain > 0; turn++) { /* as given, or in reverse order */
+        float *end  = NULL;
+        bool   fits = true;
         for (int k = 0; k < x->d.count; k++) {
             const hpmlc_item *it = &x->item[turn ? x->d.count - 1 - k : k];
             if (!it->plain) continue;
             int64_t n = it->g.rows * it->g.cols;
-            if (!x->span) x->span = end = it->g.data;
+            if (!end) x->span = end = it->g.data;
             fits = fits && it->g.data == end;
             end += x->d.padded ? (n + 15) / 16 * 16 : n;
         }
         if (fits) {
             x->plain = end - x->span;
-            return true;
+            return;
         }
     }
-    return false;
+    x->span = NULL;
 }
 
-HPMLC_FN bool hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc *d)
+HPMLC_FN hpml_status hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc *d)
 {
     bool sum = d->reduce == HPML_SUM || d->reduce == HPML_MEAN, ratio = d->ratio >= 0 && d->ratio <= 1;
     if (d->_begin || d->_end || d->count < 1 || !d->tensors || d->leaves < 0 || !sum || !ratio || d->lowrank < 0 ||
-        (unsigned)d->method > HPML_METHOD_LOWRANK) {
-        hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: %d tensors, method %d, op %d, ratio %g, rank %d: the desc is not "
-                   "cleared, or out of range", d->count, (int)d->method, (int)d->reduce, (double)d->ratio, d->lowrank);
-        return false;
-    }
+        (unsigned)d->method > HPML_METHOD_LOWRANK)
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: %d tensors, method %d, op %d, ratio %g, rank %d: the desc "
+                          "is not cleared, or out of range", d->count, (int)d->method, (int)d->reduce, (double)d->ratio,
+                          d->lowrank);
     for (int i = 0; i < d->count; i++) {
         const hpml_gradient *g = &d->tensors[i];
         hpml_packing         p;
-        if (!g->data || g->rows < 1 || g->cols < 1 || hpml_packing_init(&p, &d->codec, g->rows, g->cols) != HPML_OK) {
-            hpmlc_fail(c, HPML_ERR_SHAPE, "exchange: tensor %d \"%s\" is %lld x %lld%s, or its codec desc is not valid",
-                       i, g->name ? g->name : "", (long long)g->rows, (long long)g->cols,
-                       g->data ? "" : " without data");
-            return false;
-        }
+        if (!g->data || g->rows < 1 || g->cols < 1 || hpml_packing_init(&p, &d->codec, g->rows, g->cols) != HPML_OK)
+            return hpmlc_fail(c, HPML_ERR_SHAPE, "exchange: tensor %d \"%s\" is %lld x %lld%s, or its codec desc is "
+                              "not valid", i, g->name ? g->name : "", (long long)g->rows, (long long)g->cols,
+                              g->data ? "" : " without data");
     }
-    if (d->leaves > 1 && d->method != HPML_METHOD_CODEC) {
-        hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "exchange: top-k and low-rank take one contribution a rank; exact sums go "
-                   "with codecs");
-        return false;
-    }
-    return true;
+    if (d->leaves > 1 && d->method != HPML_METHOD_CODEC)
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "exchange: top-k and low-rank take one contribution a rank; exact "
+                          "sums go with codecs");
+    return HPML_OK;
 }
 
 /* All ranks must have the same tensors: counts and shapes, folded into a number that is compared. */
@@ -3502,7 +3477,7 @@ HPMLC_FN hpml_status hpmlc_exchange_agree(hpml_exchange *x)
         for (int k = 0; k < 3; k++) h = (h ^ parts[k]) * 1099511628211u;
     }
     hash[0] = (int64_t)(h >> 2), hash[1] = -hash[0];
-    hpml_status status = hpmlc_reduce_all(x->c, hash, 2, HPML_ELEMENT_I64, HPML_MAX);
+    hpml_status status = hpmlc_reduce_all(x->c, hash, 2, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     if (status == HPML_OK && hash[0] != -hash[1])
         status = hpmlc_fail(x->c, HPML_ERR_SHAPE, "exchange: the ranks have different tensors or codecs (%d here); all "
                             "ranks must record the same model", x->d.count);
@@ -3549,7 +3524,7 @@ HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
 
 HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc)
 {
-    if (hpmlc_failed(c) || !desc || !hpmlc_exchange_check(c, desc)) return NULL;
+    if (hpmlc_failed(c) || !desc || hpmlc_exchange_check(c, desc) != HPML_OK) return NULL;
     hpml_exchange *x = (hpml_exchange *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
     size_t         p = (size_t)c->size;
     if (!x) return NULL;
@@ -3575,9 +3550,8 @@ HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_d
     x->leaves[c->rank] = x->d.leaves;
     if (hpmlc_exchange_agree(x) != HPML_OK) return NULL;
     if (hpml_allgather(c, x->leaves, c->size, HPML_ELEMENT_I32) != HPML_OK) return NULL;
-    bool lie = x->plain > 0 && hpmlc_exchange_span(x);
-    if (!lie) x->span = NULL;
-    if (x->plain > 0 && !lie && !desc->linked) {
+    hpmlc_exchange_span(x);
+    if (x->plain > 0 && !x->span && !desc->linked) {
         x->fused = (float *)hpml_ctx_alloc(c->ctx, (size_t)x->plain * sizeof(float), NULL);
         if (!x->fused) return NULL;
     }
@@ -3741,26 +3715,24 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
     return bad ? HPML_ERR_NONFINITE : HPML_OK;
 }
 
-HPMLC_FN hpml_status hpmlc_exchange_plain(hpml_comm *c, hpml_exchange *x)
+/* Copies plain tensors side by side, or back to their places. */
+HPMLC_FN void hpmlc_exchange_fuse(const hpml_exchange *x, bool back)
 {
-    hpml_allreduce_desc d;
-    float              *at = x->fused;
-    memset(&d, 0, sizeof d);
-    d.algorithm = x->d.algorithm, d.reduce = x->d.reduce;
+    float *at = x->fused;
     for (int i = 0; at && i < x->d.count; i++) {
         const hpml_gradient *g = &x->item[i].g;
-        if (!x->item[i].plain) continue;
-        memcpy(at, g->data, (size_t)(g->rows * g->cols) * sizeof(float));
-        at += g->rows * g->cols;
+        int64_t              n = x->item[i].plain ? g->rows * g->cols : 0;
+        memcpy(back ? g->data : at, back ? at : g->data, (size_t)n * sizeof(float));
+        at += n;
     }
-    hpml_status status = hpml_allreduce(c, x->fused ? x->fused : x->span, x->plain, &d);
-    at = x->fused;
-    for (int i = 0; at && i < x->d.count && status == HPML_OK; i++) {
-        const hpml_gradient *g = &x->item[i].g;
-        if (!x->item[i].plain) continue;
-        memcpy(g->data, at, (size_t)(g->rows * g->cols) * sizeof(float));
-        at += g->rows * g->cols;
-    }
+}
+
+HPMLC_FN hpml_status hpmlc_exchange_plain(hpml_comm *c, hpml_exchange *x)
+{
+    float *data = x->fused ? x->fused : x->span;
+    hpmlc_exchange_fuse(x, false);
+    hpml_status status = hpmlc_reduce_all(c, data, x->plain, HPML_ELEMENT_F32, x->d.reduce, x->d.algorithm);
+    if (status == HPML_OK) hpmlc_exchange_fuse(x, true);
     return status;
 }
 
@@ -3822,39 +3794,31 @@ HPMLC_FN int64_t hpmlc_topk_count(const hpml_exchange *x, const hpmlc_item *it)
     return k < 1 ? 1 : k;
 }
 
-HPMLC_FN int hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
+HPMLC_FN int64_t hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
 {
     int64_t r = x->d.lowrank > 0 ? x->d.lowrank : 2;
     if (r > it->g.rows) r = it->g.rows;
-    return (int)(r > it->g.cols ? it->g.cols : r);
+    return r > it->g.cols ? it->g.cols : r;
 }
 
 HPMLC_FN bool hpmlc_methods_create(hpml_exchange *x, hpmlc_item *it)
 {
-    hpml_ctx *ctx = x->c->ctx;
-    int64_t   n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
-    int       r = hpmlc_lowrank_of(x, it), p = x->c->size;
-    bool      top = x->d.method == HPML_METHOD_TOPK;
+    int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements, k = hpmlc_topk_count(x, it);
+    int64_t r = hpmlc_lowrank_of(x, it), p = x->c->size;
+    bool    top = x->d.method == HPML_METHOD_TOPK;
     if (least <= 0) least = HPML_CODEC_MIN_ELEMENTS;
     it->plain = (it->g.rows == 1 || it->g.cols == 1 || n < least) && !x->d.codec.compress_all;
     if (!top && (it->g.rows + it->g.cols) * r >= n) it->plain = true; /* nothing to be saved */
     if (it->plain) return true;
-    it->residual = (float *)hpml_ctx_alloc(ctx, (size_t)n * sizeof(float), NULL);
-    it->work     = (float *)hpml_ctx_alloc(ctx, (size_t)n * sizeof(float), NULL);
-    if (top) {
-        int64_t k = hpmlc_topk_count(x, it);
-        it->p = (float *)hpml_ctx_alloc(ctx, (size_t)n * sizeof(float), NULL);             /* u */
-        it->q = (float *)hpml_ctx_alloc(ctx, (size_t)(2 * k * p) * sizeof(float), NULL);   /* pairs of all ranks */
-        x->bytes += 8 * k * (p - 1);
-        return it->residual && it->work && it->p && it->q;
-    }
-    it->p = (float *)hpml_ctx_alloc(ctx, (size_t)(it->g.rows * r) * sizeof(float), NULL);
-    it->q = (float *)hpml_ctx_alloc(ctx, (size_t)(it->g.cols * r) * sizeof(float), NULL);
-    x->bytes += 8 * (int64_t)r * (it->g.rows + it->g.cols) * (p - 1) / p;
+    it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)n * sizeof(float));
+    it->work     = (float *)hpmlc_exchange_alloc(x, (size_t)n * sizeof(float));
+    it->p        = (float *)hpmlc_exchange_alloc(x, (size_t)(top ? n : it->g.rows * r) * sizeof(float));
+    it->q        = (float *)hpmlc_exchange_alloc(x, (size_t)(top ? 2 * k * p : it->g.cols * r) * sizeof(float));
+    x->bytes += top ? 8 * k * (p - 1) : 8 * r * (it->g.rows + it->g.cols) * (p - 1) / p;
     if (!it->residual || !it->work || !it->p || !it->q) return false;
     hpml_rng rng;
     rng.seed = 1, rng.stream = (uint64_t)(it - x->item), rng.counter = 0; /* the same on all ranks */
-    hpml_rng_fill_normal(&rng, it->q, it->g.cols * r);
+    if (!top) hpml_rng_fill_normal(&rng, it->q, it->g.cols * r);
     return true;
 }
 
@@ -3923,7 +3887,7 @@ HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x)
         }
         if (x->d.reduce == HPML_MEAN) hpmlc_divide(it->g.data, n, HPML_ELEMENT_F32, c->size);
     }
-    if (status == HPML_OK) status = hpmlc_reduce_all(c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX);
+    if (status == HPML_OK) status = hpmlc_reduce_all(c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     x->bad = bad;
     return status == HPML_OK && bad ? HPML_ERR_NONFINITE : status;
 }
@@ -3950,10 +3914,8 @@ HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
 
 HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
 {
-    hpml_allreduce_desc mean;
-    float               bad = 0;
-    memset(&mean, 0, sizeof mean);
-    mean.reduce = HPML_MEAN, mean.algorithm = x->d.algorithm;
+    const hpml_algorithm a = x->d.algorithm;
+    float                bad = 0;
     for (int t = 0; t < x->d.count; t++) {
         hpmlc_item *it   = &x->item[t];
         int64_t     rows = it->g.rows, cols = it->g.cols, n = rows * cols, r = hpmlc_lowrank_of(x, it);
@@ -3963,18 +3925,19 @@ HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
         for (int64_t i = 0; i < n; i++) M[i] = (part == 0 ? it->g.data[i] : 0) + it->residual[i];
         if (part != 0) bad = 1;
         hpml_sgemm(c->ctx, false, false, rows, r, cols, 1, M, cols, it->q, r, 0, it->p, r);
-        if (hpml_allreduce(c, it->p, rows * r, &mean) != HPML_OK) return hpml_ctx_status(c->ctx);
+        hpml_status status = hpmlc_reduce_all(c, it->p, rows * r, HPML_ELEMENT_F32, HPML_MEAN, a);
+        if (status != HPML_OK) return status;
         hpmlc_orthonormal(it->p, rows, (int)r);
         hpml_sgemm(c->ctx, true, false, cols, r, rows, 1, M, cols, it->p, r, 0, it->q, r);
-        if (hpml_allreduce(c, it->q, cols * r, &mean) != HPML_OK) return hpml_ctx_status(c->ctx);
+        status = hpmlc_reduce_all(c, it->q, cols * r, HPML_ELEMENT_F32, HPML_MEAN, a);
+        if (status != HPML_OK) return status;
         hpml_sgemm(c->ctx, false, true, rows, cols, r, 1, it->p, r, it->q, r, 0, it->g.data, cols);
         for (int64_t i = 0; i < n; i++) it->residual[i] = M[i] - it->g.data[i];
         if (x->d.reduce == HPML_SUM)
             for (int64_t i = 0; i < n; i++) it->g.data[i] *= (float)c->size;
     }
-    mean.reduce = HPML_MAX;
-    if (hpml_allreduce(c, &bad, 1, &mean) != HPML_OK) return hpml_ctx_status(c->ctx);
-    return bad != 0 ? HPML_ERR_NONFINITE : HPML_OK;
+    hpml_status status = hpmlc_reduce_all(c, &bad, 1, HPML_ELEMENT_F32, HPML_MAX, a);
+    return status == HPML_OK && bad != 0 ? HPML_ERR_NONFINITE : status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4083,7 +4046,8 @@ struct hpml_distributed {
     float               *shadow;    /* delayed: and those under way, laid out like them */
     bool                 under_way; /* delayed: false before the first step */
     double               full;      /* delayed: samples of a whole step when they were computed */
-    float               *before;    /* (buffer_total) delayed, exact: running statistics that the step began with */
+    float               *before;    /* (buffer_total) delayed, exact: running statistics that the step began with, */
+    float               *now;       /* (buffer_total) and scratch for those of now */
     float               *leaf;      /* exact: (leaves, leaf_total) */
     int64_t             *sum;       /* exact: (leaf_total) */
     float               *largest;   /* exact: (tensors) */
@@ -4234,7 +4198,7 @@ HPMLC_FN bool hpmlc_background_pays(hpml_comm *c)
     if (w) near = c->size;
 #endif
     if (near * hpml_ctx_threads(c->ctx) < hpmlc_cores(1)) pays = 1;
-    hpmlc_reduce_all(c, &pays, 1, HPML_ELEMENT_I32, HPML_MAX);
+    hpmlc_reduce_all(c, &pays, 1, HPML_ELEMENT_I32, HPML_MAX, HPML_AUTO);
     return pays != 0;
 }
 
@@ -4305,33 +4269,25 @@ HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, i
 // >>distribute-step   buffers, weights, double buffering
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLC_FN void hpmlc_buffers_keep(hpml_distributed *d)
+/* Running statistics, side by side: copied to `row`, or from there back to their places. */
+HPMLC_FN void hpmlc_buffers_copy(hpml_distributed *d, float *row, bool back)
 {
-    float *before = d->before;
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
-        int64_t      n = hpml_tensor_count(p);
-        if (!p->param->buffer) continue;
-        memcpy(before, hpmlc_open(&d->reach, p->data, n), (size_t)n * sizeof(float));
-        before += n;
+        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
+        float       *x = back && d->reach.device ? d->reach.window : hpmlc_open(&d->reach, p->data, n);
+        memcpy(back ? x : row, back ? row : x, (size_t)n * sizeof(float));
+        if (back) hpmlc_close(&d->reach, p->data, n);
+        row += n;
     }
 }
 
 /* Running statistics are again what the step began with, and `before` how far it moved them. */
 HPMLC_FN void hpmlc_buffers_back(hpml_distributed *d)
 {
-    float *before = d->before;
-    for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        float       *x = hpmlc_open(&d->reach, p->data, n);
-        for (int64_t k = 0; k < n; k++) {
-            float now = x[k];
-            x[k]      = *before;
-            *before++ = now - x[k];
-        }
-        hpmlc_close(&d->reach, p->data, n);
-    }
+    hpmlc_buffers_copy(d, d->now, false);
+    hpmlc_buffers_copy(d, d->before, true);
+    for (int64_t k = 0; k < d->buffer_total; k++) d->before[k] = d->now[k] - d->before[k];
 }
 
 /* Statistics of the global batch. The others compute as long as this one does: the time is the network's. */
@@ -4339,7 +4295,7 @@ HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, do
 {
     hpml_distributed *d     = (hpml_distributed *)user;
     double            start = hpml_now();
-    hpml_status status = hpmlc_reduce_all(d->c, values, n, HPML_ELEMENT_F64, HPML_SUM);
+    hpml_status status = hpmlc_reduce_all(d->c, values, n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
     start = hpml_now() - start;
     d->r.exposed_s += start, d->r.compute_s -= start;
     return status;
@@ -4348,20 +4304,15 @@ HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, do
 /* Samples, loss, buffers (delayed: their moves): into the sum of all ranks. */
 HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d)
 {
-    double      *s = d->stats, *at = s + HPMLC_STATS;
-    const float *move = d->d.delayed ? d->before : NULL;
+    double      *s = d->stats;
+    const float *x = d->d.delayed ? d->before : d->now;
     bool         bad = !(d->loss_sum - d->loss_sum == 0);
     s[HPMLC_SAMPLES]  = d->samples;
     s[HPMLC_LOSS]     = bad ? 0 : d->loss_sum;
     s[HPMLC_BAD]      = bad;
     s[HPMLC_BAD_RANK] = bad ? d->c->rank : 0;
-    for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        const float *x = move ? move : hpmlc_open(&d->reach, p->data, n);
-        for (int64_t k = 0; k < n; k++) *at++ = d->samples * (double)x[k];
-        if (move) move += n;
-    }
+    if (!d->d.delayed) hpmlc_buffers_copy(d, d->now, false);
+    for (int64_t k = 0; k < d->buffer_total; k++) s[HPMLC_STATS + k] = d->samples * (double)x[k];
 }
 
 HPMLC_FN hpml_status hpmlc_stats_post(hpml_distributed *d)
@@ -4393,17 +4344,12 @@ HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
 /* and the mean of the running statistics. */
 HPMLC_FN void hpmlc_buffers_read(hpml_distributed *d)
 {
-    const double *at = d->stats + HPMLC_STATS;
-    for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        float       *x = hpmlc_open(&d->reach, p->data, n);
-        for (int64_t k = 0; k < n; k++) {
-            float mean = (float)(*at++ / d->stats[HPMLC_SAMPLES]);
-            x[k]       = d->d.delayed ? x[k] + mean : mean;
-        }
-        hpmlc_close(&d->reach, p->data, n);
+    if (d->d.delayed) hpmlc_buffers_copy(d, d->now, false);
+    for (int64_t k = 0; k < d->buffer_total; k++) {
+        float mean = (float)(d->stats[HPMLC_STATS + k] / d->stats[HPMLC_SAMPLES]);
+        d->now[k]  = d->d.delayed ? d->now[k] + mean : mean;
     }
+    hpmlc_buffers_copy(d, d->now, true);
 }
 
 HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d)
@@ -4429,7 +4375,7 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     if (d->micro == 0) {
         d->samples = d->loss_sum = 0, d->posted = 0;
         for (int i = 0; i < d->buckets; i++) d->bucket[i].ready = 0;
-        if (d->d.delayed) hpmlc_buffers_keep(d);
+        if (d->d.delayed) hpmlc_buffers_copy(d, d->before, false);
     }
     *loss = 0;
     status = hpml_trainer_run_local(t, 0, samples, scale, d->micro > 0, loss);
@@ -4489,7 +4435,7 @@ HPMLC_FN hpml_status hpmlc_dist_linked(hpml_distributed *d)
     status = d->link->across ? hpmlc_shares_finish(d) : hpmlc_linked_finish(d->c, d->ended, d->buckets, d->looks);
     int64_t bad = hpmlc_dist_bad(d);
     if (status == HPML_OK && d->d.codec.kind != HPML_CODEC_NONE)
-        status = hpmlc_reduce_all(d->c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX);
+        status = hpmlc_reduce_all(d->c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     d->r.exposed_s += hpml_now() - start;
     return hpmlc_dist_blame(d, status == HPML_OK && bad ? HPML_ERR_NONFINITE : status, bad);
 }
@@ -4638,7 +4584,7 @@ HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, fl
 {
     float       part = 0;
     hpml_status status = HPML_OK;
-    hpmlc_buffers_keep(d);
+    hpmlc_buffers_copy(d, d->before, false);
     memset(d->leaf, 0, (size_t)(d->leaf_total * d->leaf_count) * sizeof(float));
     for (int64_t l = 0, at = 0; at < samples && status == HPML_OK; l++, at += d->d.leaf) {
         int64_t n = samples - at < d->d.leaf ? samples - at : d->d.leaf;
@@ -4678,21 +4624,19 @@ HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
 
 HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
 {
-    hpml_allreduce_desc r;
-    int64_t             at = 0, used = 0;
-    memset(&r, 0, sizeof r);
-    r.reduce = HPML_MAX, r.algorithm = d->d.algorithm;
+    const hpml_algorithm a = d->d.algorithm;
+    int64_t              at = 0, used = 0;
     for (int i = 0; i < d->params; i++) {
         int64_t n     = hpmlc_leaf_floats(d, i);
         d->largest[i] = 0;
         for (int64_t l = 0; l < d->leaf_count && d->bucket_of[i] < 0; l++)
             for (int64_t k = 0; k < n; k++) {
-                float a = fabsf(d->leaf[l * d->leaf_total + at + k]);
-                if (!(a <= d->largest[i])) d->largest[i] = a; /* a NaN stays */
+                float g = fabsf(d->leaf[l * d->leaf_total + at + k]);
+                if (!(g <= d->largest[i])) d->largest[i] = g; /* a NaN stays */
             }
         at += n;
     }
-    hpml_status status = hpml_allreduce(d->c, d->largest, d->params, &r);
+    hpml_status status = hpmlc_reduce_all(d->c, d->largest, d->params, HPML_ELEMENT_F32, HPML_MAX, a);
     at = 0;
     for (int i = 0; i < d->params && status == HPML_OK; i++) {
         int64_t n = hpmlc_leaf_floats(d, i);
@@ -4706,8 +4650,7 @@ HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
         }
         at += n;
     }
-    r.reduce = HPML_SUM, r.element = HPML_ELEMENT_I64;
-    return status == HPML_OK ? hpml_allreduce(d->c, d->sum, used, &r) : status;
+    return status == HPML_OK ? hpmlc_reduce_all(d->c, d->sum, used, HPML_ELEMENT_I64, HPML_SUM, a) : status;
 }
 
 /* Integers back to gradients and buffers; packed tensors come from leaf 0, where the exchange has left their sum. */
@@ -4741,7 +4684,7 @@ HPMLC_FN hpml_status hpmlc_exact_run(void *user, hpml_trainer *t, int64_t sample
     if (status != HPML_OK) return hpmlc_failed(d->c), status;
     start = hpml_now();
     hpmlc_stats_fill(d);
-    status = hpmlc_reduce_all(d->c, d->stats, HPMLC_STATS, HPML_ELEMENT_F64, HPML_SUM);
+    status = hpmlc_reduce_all(d->c, d->stats, HPMLC_STATS, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
     if (status == HPML_OK) status = hpmlc_stats_read(d);
     if (status == HPML_OK && d->buckets > 0) {
         status = hpml_exchange_run(d->bucket[0].x);
@@ -4807,7 +4750,7 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
 {
     int64_t shape[4];
     shape[0] = hpml_param_total(d->ctx), shape[1] = -shape[0], shape[2] = d->params, shape[3] = -shape[2];
-    hpml_status status = hpmlc_reduce_all(d->c, shape, 4, HPML_ELEMENT_I64, HPML_MAX);
+    hpml_status status = hpmlc_reduce_all(d->c, shape, 4, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     if (status == HPML_OK && (shape[0] != -shape[1] || shape[2] != -shape[3]))
         return hpmlc_fail(d->c, HPML_ERR_SHAPE, "distribute: this rank's model has %lld numbers in %d parameters, "
                           "others up to %lld in %lld; record the same model on all ranks",
@@ -4891,9 +4834,10 @@ HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
     if (device && hpmlc_dist_linkable(d)) d->link = &d->c->link;
     d->bucket_of = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
     d->stats     = (double *)hpml_ctx_alloc(ctx, sizeof(double) * (size_t)(HPMLC_STATS + d->buffer_total), NULL);
-    d->before    = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)(d->buffer_total + 1), NULL);
+    d->before    = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)(2 * d->buffer_total + 1), NULL);
     d->row       = (hpml_step_row *)hpml_ctx_alloc(ctx, sizeof *d->row * (size_t)d->d.history, NULL);
     ok = d->bucket_of && d->stats && d->before && d->row;
+    if (ok) d->now = d->before + d->buffer_total;
     if (ok && d->d.delayed) ok = (d->shadow = (float *)hpml_ctx_alloc(ctx, span, NULL)) != NULL;
     if (ok && device && !d->link && !d->d.exact) ok = (d->mirror = (float *)hpml_ctx_alloc(ctx, span, NULL)) != NULL;
     if (ok && device) ok = hpmlc_reach_create(&d->reach, ctx, most);
