@@ -833,14 +833,7 @@ HPMLC_FN void hpmlc_unlist(hpml_message **at, const hpml_message *m)
 }
 
 /* How often to look before the core is given away; a twin's owner changes it while the twin waits. */
-HPMLC_FN int hpmlc_spin(const hpml_comm *c)
-{
-#if defined(__GNUC__)
-    return __atomic_load_n(&c->spin, __ATOMIC_RELAXED);
-#else
-    return c->spin;
-#endif
-}
+HPMLC_FN int hpmlc_spin(const hpml_comm *c) { return __atomic_load_n(&c->spin, __ATOMIC_RELAXED); }
 
 HPMLC_FN void hpmlc_pause(void)
 {
@@ -854,14 +847,7 @@ HPMLC_FN void hpmlc_pause(void)
 HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer);
 
 /* A sender learns from the receiver's thread that its message is done. */
-HPMLC_FN bool hpmlc_done(const hpml_message *m)
-{
-#if defined(__GNUC__)
-    return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE);
-#else
-    return *(const volatile bool *)&m->done;
-#endif
-}
+HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
 
 /* Of two receives of the same tag and rank, the older one (further on in the list) gets the first message. */
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
@@ -2087,6 +2073,7 @@ HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
 }
 
 #else
+HPMLC_FN void   hpmlc_world_absent(hpml_world *w HPMLC_UNUSED, int rank HPMLC_UNUSED, const char *text HPMLC_UNUSED) {}
 HPML_API double hpml_comm_now(const hpml_comm *c HPMLC_UNUSED) { return hpml_now(); }
 HPML_API void   hpml_comm_compute(hpml_comm *c HPMLC_UNUSED, double seconds)
 {
@@ -2126,12 +2113,8 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
 #endif
         break;
     }
-    if (!c || hpml_ctx_status(ctx) != HPML_OK) {
-#ifndef HPML_NO_THREADS
-        if (!c && desc->world) hpmlc_world_absent(desc->world, desc->rank, hpml_ctx_error(ctx));
-#endif
-        return NULL;
-    }
+    if (!c && desc->world) hpmlc_world_absent(desc->world, desc->rank, hpml_ctx_error(ctx));
+    if (!c || hpml_ctx_status(ctx) != HPML_OK) return NULL;
     if (desc->timeout != 0) c->timeout = desc->timeout;
     c->check = desc->check;
     hpmlc_comm_layout(c);
@@ -2169,9 +2152,11 @@ HPML_API void hpml_comm_free(hpml_comm *c)
     if (c) hpml_ctx_release(c->ctx, c);
 }
 
-/* The communicator of `count` ranks of c, in this order; `me` is my place among them. */
-HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks, int count, int me, int color)
+/* The communicator of `count` ranks of c, in this order. */
+HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks, int count, int color)
 {
+    int me = 0;
+    while (ranks[me] != c->rank) me++;
     hpml_comm *part = hpmlc_comm_new(ctx, c->t, me, count);
     if (!part) hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     if (hpml_barrier(c) != HPML_OK || !part) { /* all ranks have their memory, or none goes on */
@@ -2192,7 +2177,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
 {
     if (hpmlc_failed(c)) return NULL;
-    int        p    = c->size, count = 0, me = 0;
+    int        p    = c->size, count = 0;
     int32_t   *all  = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof(int32_t) * (size_t)(3 * p), NULL);
     hpml_comm *part = NULL;
     if (!all) return NULL;
@@ -2206,7 +2191,6 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
             ranks[at] = i;
             count++;
         }
-        while (me < count && ranks[me] != c->rank) me++;
         if (color < 0) hpml_barrier(c);
 #ifdef HPML_USE_MPI
         if (color < 0 && c->mpi && hpml_ctx_status(c->ctx) == HPML_OK) { /* MPI wants everybody */
@@ -2216,7 +2200,7 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
             hpmlc_mpi_unlock(c);
         }
 #endif
-        if (color >= 0) part = hpmlc_part(c, c->ctx, ranks, count, me, color);
+        if (color >= 0) part = hpmlc_part(c, c->ctx, ranks, count, color);
     }
     hpml_ctx_release(c->ctx, all);
     return part;
@@ -3009,11 +2993,11 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     return NULL;
 }
 
-HPMLC_FN bool hpmlc_background_thread(hpmlc_background *b)
+HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 {
     hpml_world *w = hpmlc_world_of(b->c);
 #ifdef HPML_USE_MPI
-    if (b->c->mpi && b->c->mpi->level < MPI_THREAD_SERIALIZED) return false;
+    if (b->c->mpi && b->c->mpi->level < MPI_THREAD_SERIALIZED) return;
 #endif
     hpmlc_gate_init(&b->worker);
     hpmlc_gate_init(&b->waiter);
@@ -3021,35 +3005,34 @@ HPMLC_FN bool hpmlc_background_thread(hpmlc_background *b)
     if (b->c->agent) b->twin->agent = hpmlc_agent_new(w, b->c->agent->rank, b->c->agent->clock);
     b->threaded = pthread_create(&b->thread, NULL, hpmlc_background_main, b) == 0;
     if (!b->threaded && w) __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
-    return b->threaded;
 }
+
+HPMLC_FN void hpmlc_background_join(hpmlc_background *b)
+{
+    if (!b->threaded) return;
+    __atomic_store_n(&b->stop, true, __ATOMIC_RELEASE);
+    hpmlc_rouse(b->c, b->twin, &b->worker);
+    unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
+    while (!__atomic_load_n(&b->ended, __ATOMIC_ACQUIRE)) /* a deadlock is seen, virtual time goes on */
+        hpmlc_rest(b->c, &b->waiter, &seen);
+    pthread_join(b->thread, NULL);
+    hpmlc_gate_close(&b->worker);
+    hpmlc_gate_close(&b->waiter);
+}
+
+#else
+HPMLC_FN void hpmlc_background_thread(hpmlc_background *b HPMLC_UNUSED) {}
+HPMLC_FN void hpmlc_background_join(hpmlc_background *b HPMLC_UNUSED) {}
+#endif
 
 HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
 {
     hpmlc_background *b = c->background;
     if (!b) return;
     c->background = NULL;
-    if (b->threaded) {
-        __atomic_store_n(&b->stop, true, __ATOMIC_RELEASE);
-        hpmlc_rouse(c, b->twin, &b->worker);
-        unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
-        while (!__atomic_load_n(&b->ended, __ATOMIC_ACQUIRE)) /* a deadlock is seen, virtual time goes on */
-            hpmlc_rest(c, &b->waiter, &seen);
-        pthread_join(b->thread, NULL);
-        hpmlc_gate_close(&b->worker);
-        hpmlc_gate_close(&b->waiter);
-    }
+    hpmlc_background_join(b);
     hpml_ctx_free(b->ctx);
 }
-
-#else
-HPMLC_FN bool hpmlc_background_thread(hpmlc_background *b HPMLC_UNUSED) { return false; }
-HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
-{
-    if (c->background) hpml_ctx_free(c->background->ctx);
-    c->background = NULL;
-}
-#endif
 
 /* Collective, at the first job. */
 HPMLC_FN hpmlc_background *hpmlc_background_start(hpml_comm *c)
@@ -3064,7 +3047,7 @@ HPMLC_FN hpmlc_background *hpmlc_background_start(hpml_comm *c)
     b->c   = c;
     b->ctx = hpml_ctx_create(&d);
     for (int i = 0; i < c->size; i++) all[i] = i;
-    b->twin = b->ctx ? hpmlc_part(c, b->ctx, all, c->size, c->rank, 0) : NULL;
+    b->twin = b->ctx ? hpmlc_part(c, b->ctx, all, c->size, 0) : NULL;
     hpml_ctx_release(c->ctx, all);
     if (!b->twin) {
         hpmlc_fail(c, HPML_ERR_MEMORY, "no twin for work in the background: %s",
@@ -3181,10 +3164,9 @@ HPML_API int64_t hpml_comm_bytes_to(const hpml_comm *c, int peer)
 
 HPML_API void hpml_comm_counters_reset(hpml_comm *c)
 {
-    if (c) hpmlc_background_drain(c);
-    for (int twin = 0; c && twin < 2; twin++) {
-        hpml_comm *x = twin ? (c->background ? c->background->twin : NULL) : c;
-        if (!x) return;
+    if (!c) return;
+    hpmlc_background_drain(c);
+    for (hpml_comm *x = c; x; x = x == c && c->background ? c->background->twin : NULL) {
         memset(&x->counters, 0, sizeof x->counters);
         memset(x->bytes_to, 0, sizeof *x->bytes_to * (size_t)x->size);
     }
@@ -3209,9 +3191,7 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     hpmlc_start *s    = (hpmlc_start *)arg;
     hpml_ctx    *ctx  = hpml_ctx_create(&s->ctx);
     hpml_comm   *comm = ctx ? hpml_comm_create(ctx, &s->comm) : NULL;
-#ifndef HPML_NO_THREADS
     if (!ctx && s->comm.world) hpmlc_world_absent(s->comm.world, s->comm.rank, "no memory for a context");
-#endif
     if (comm && s->d->transport == HPML_TRANSPORT_MPI && s->d->ranks > 0 && comm->size != s->d->ranks)
         hpmlc_fail(comm, HPML_ERR_ARGUMENT, "launch: %d ranks are wanted, mpiexec started %d", s->d->ranks, comm->size);
     s->status = ctx ? hpml_ctx_status(ctx) : HPML_ERR_MEMORY;
@@ -4079,11 +4059,8 @@ HPMLC_FN void hpmlc_put(hpml_distributed *d)
         d->reach.device->write(d->reach.at, d->first, d->mirror, (size_t)d->span * sizeof(float));
 }
 
-/* Where the host finds, and leaves, a gradient. */
-HPMLC_FN float *hpmlc_grad(const hpml_distributed *d, const hpml_tensor *p)
-{
-    return d->mirror && p->grad ? d->mirror + (p->grad - d->first) : p->grad;
-}
+/* Where the host finds, and leaves, the gradients. */
+HPMLC_FN float *hpmlc_grads(const hpml_distributed *d) { return d->mirror ? d->mirror : d->first; }
 
 HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
 {
@@ -4232,7 +4209,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
         if (!p->grad) continue;
         d->bucket_of[i] = d->buckets;
         at = p->grad - d->first;
-        hpmlc_gradient_of(p, d->shadow ? d->shadow + at : hpmlc_grad(d, p), &g[count]);
+        hpmlc_gradient_of(p, (d->shadow ? d->shadow : hpmlc_grads(d)) + at, &g[count]);
         bytes += 4 * hpml_tensor_count(p);
         count++;
     }
@@ -4463,15 +4440,9 @@ HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
 HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples, double full)
 {
     if (d->d.sum || samples <= 0 || samples == full) return;
-    if (d->link) {
-        d->link->scale(d->link->user, d->first, d->span, (float)(full / samples), 1);
-        return;
-    }
-    for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        float       *g = hpmlc_grad(d, p);
-        for (int64_t k = 0, n = g ? hpml_tensor_count(p) : 0; k < n; k++) g[k] *= (float)(full / samples);
-    }
+    float *g = hpmlc_grads(d), scale = (float)(full / samples);
+    if (d->link) d->link->scale(d->link->user, d->first, d->span, scale, 1);
+    else for (int64_t k = 0; k < d->span; k++) g[k] *= scale;
 }
 
 /* The next row begins here. */
@@ -4501,14 +4472,10 @@ HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
 /* Gradients under way and the trainer's change places. */
 HPMLC_FN void hpmlc_shadow_swap(hpml_distributed *d)
 {
-    for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        if (!p->grad) continue;
-        float *mine = hpmlc_grad(d, p), *other = d->shadow + (p->grad - d->first);
-        for (int64_t k = 0, n = hpml_tensor_count(p); k < n; k++) {
-            float g = mine[k];
-            mine[k] = other[k], other[k] = g;
-        }
+    float *mine = hpmlc_grads(d), *other = d->shadow;
+    for (int64_t k = 0; k < d->span; k++) {
+        float g = mine[k];
+        mine[k] = other[k], other[k] = g;
     }
 }
 
@@ -4560,15 +4527,21 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
    Rounding a leaf loses less than 2^(e + k - 62), far below a float's last bit. Integers add up to the same bits in any
    order. */
 
+/* Floats of a leaf that parameter i has. */
+HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
+{
+    const hpml_tensor *p = hpmlc_param(d, i);
+    return p->grad || p->param->buffer ? hpml_tensor_count(p) : 0;
+}
+
 /* Copies between the tensors and one leaf's row of floats. Buffers: how far this leaf moved them, times its samples. */
 HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
 {
     const float *before = d->before;
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
-        int64_t      n = hpml_tensor_count(p);
-        if (!p->grad && !p->param->buffer) continue;
-        float *x = hpmlc_open(&d->reach, p->grad ? p->grad : p->data, n);
+        int64_t      n = hpmlc_leaf_floats(d, i);
+        float       *x = hpmlc_open(&d->reach, p->grad ? p->grad : p->data, n);
         if (p->grad) memcpy(row, x, (size_t)n * sizeof(float));
         else {
             for (int64_t k = 0; k < n; k++) row[k] = (float)(samples * ((double)x[k] - (double)before[k]));
@@ -4605,13 +4578,6 @@ HPMLC_FN void hpmlc_exact_round(const hpml_distributed *d, int64_t *sum, int64_t
         const float *row = d->leaf + l * d->leaf_total + at;
         for (int64_t k = 0; k < n; k++) sum[k] += (int64_t)rint((double)row[k] * scale);
     }
-}
-
-/* Floats of a leaf that parameter i has. */
-HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
-{
-    const hpml_tensor *p = hpmlc_param(d, i);
-    return p->grad || p->param->buffer ? hpml_tensor_count(p) : 0;
 }
 
 HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
@@ -4764,24 +4730,19 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     return status;
 }
 
-/* What only a trainer on the host can do. */
-HPMLC_FN bool hpmlc_dist_check_device(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *d)
+/* In f16 without a fixed loss scale gradients overflow now and then. */
+HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
 {
-    const hpml_backend *b = hpml_ctx_backend(c->ctx);
-    void               *device = hpml_ctx_device(c->ctx);
-    bool                overflows = b->store && b->store(device) == HPML_DTYPE_F16;
-    bool lossy = d->method != HPML_METHOD_CODEC || d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
-    if (overflows && hpml_trainer_settings(t)->loss_scale == 0 && (d->exact || lossy))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and what packs "
-                          "them cannot carry an infinity; take bf16, a fixed loss_scale, or codec none"), false;
-    return true;
+    const hpml_backend *b = hpml_ctx_backend(ctx);
+    bool                f16 = b->store && b->store(hpml_ctx_device(ctx)) == HPML_DTYPE_F16;
+    return f16 && hpml_trainer_settings(t)->loss_scale == 0;
 }
 
-HPMLC_FN bool hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
+HPMLC_FN hpml_status hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
 {
     if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0 ||
         d->history < 0)
-        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative"), false;
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative");
     if (d->global_batch == 0) d->global_batch = c->size * batch;
     if (d->leaf == 0) d->leaf = batch < 8 ? batch : 8;
     if (d->history == 0) d->history = 64;
@@ -4790,29 +4751,30 @@ HPMLC_FN bool hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_de
     if (most > batch || d->leaf > batch)
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld on %d ranks gives one up to %lld "
                           "samples (leaves of %lld), the model's batch is %lld", (long long)d->global_batch, c->size,
-                          (long long)most, (long long)d->leaf, (long long)batch), false;
+                          (long long)most, (long long)d->leaf, (long long)batch);
     bool    several = hpml_trainer_settings(t)->accumulate > 1;
     if (d->exact && (d->sum || d->delayed || d->warm_steps || d->method != HPML_METHOD_CODEC || several))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs, and one batch a "
-                          "step; not with sum, delayed, warm_steps, top-k, low rank or accumulate"), false;
+                          "step; not with sum, delayed, warm_steps, top-k, low rank or accumulate");
     if (d->exact && d->sync_batchnorm)
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums compute leaves one after another, each with "
-                          "statistics of its own; sync_batchnorm needs them at once"), false;
-    if (hpml_ctx_backend(c->ctx) != hpml_backend_cpu() && !hpmlc_dist_check_device(t, c, d)) return false;
+                          "statistics of its own; sync_batchnorm needs them at once");
+    bool lossy = d->method != HPML_METHOD_CODEC || d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
+    if ((d->exact || lossy) && hpml_ctx_backend(c->ctx) != hpml_backend_cpu() && hpmlc_overflows(t, c->ctx))
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and what packs "
+                          "them cannot carry an infinity; take bf16, a fixed loss_scale, or codec none");
     if (d->exact && !hpml_graph_batchable(hpml_trainer_graph(t)))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this model mixes the samples of a batch, so leaves "
-                          "cannot be computed apart"), false;
-    return true;
+                          "cannot be computed apart");
+    return HPML_OK;
 }
 
 /* May gradients stay on the device? The other strategies look at them on the host. */
 HPMLC_FN bool hpmlc_dist_linkable(hpml_distributed *d)
 {
-    const hpml_backend      *b = hpml_ctx_backend(d->ctx);
-    const hpml_trainer_desc *t = hpml_trainer_settings(d->t);
-    bool lossy = d->d.codec.kind != HPML_CODEC_NONE;
-    bool half  = b->store && b->store(hpml_ctx_device(d->ctx)) == HPML_DTYPE_F16;
-    d->looks   = t->clip_norm > 0 || (t->loss_scale == 0 && half);
+    const hpml_backend *b = hpml_ctx_backend(d->ctx);
+    bool                lossy = d->d.codec.kind != HPML_CODEC_NONE;
+    d->looks = hpml_trainer_settings(d->t)->clip_norm > 0 || hpmlc_overflows(d->t, d->ctx);
     return d->c->link.begin && d->d.method == HPML_METHOD_CODEC && !d->d.codec.custom && !d->d.exact && !d->d.delayed &&
            (!lossy || (b->encode && b->decode));
 }
@@ -4852,7 +4814,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     if (desc) settings = *desc;
     if (hpmlc_failed(c) || !t) return NULL;
     int64_t batch = hpml_trainer_settings(t)->input->shape[0];
-    if (!hpmlc_dist_check(t, c, &settings, batch)) return NULL;
+    if (hpmlc_dist_check(t, c, &settings, batch) != HPML_OK) return NULL;
     hpml_trainer_set_hooks(t, NULL); /* gradients are this trainer's from here on */
     hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
     if (!d) return NULL;
@@ -5291,8 +5253,7 @@ HPMLC_FN bool hpmlc_neighbours(hpml_topology topology, int p, uint64_t seed, int
     if (i == j) return false;
     switch (topology) {
     case HPML_TOPOLOGY_RING: return (i + 1) % p == j || (j + 1) % p == i;
-    case HPML_TOPOLOGY_WHEEL:
-        return i == 0 || j == 0 || (rim > 1 && ((i - 1 + 1) % rim == j - 1 || (j - 1 + 1) % rim == i - 1));
+    case HPML_TOPOLOGY_WHEEL: return i == 0 || j == 0 || (rim > 1 && (i % rim == j - 1 || j % rim == i - 1));
     case HPML_TOPOLOGY_PAIRS: return hpmlc_partner(p, seed, step, i) == j;
     case HPML_TOPOLOGY_ALL: return true;
     }
