@@ -4442,7 +4442,7 @@ HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples, double ful
     if (d->d.sum || samples <= 0 || samples == full) return;
     float *g = hpmlc_grads(d), scale = (float)(full / samples);
     if (d->link) d->link->scale(d->link->user, d->first, d->span, scale, 1);
-    else for (int64_t k = 0; k < d->span; k++) g[k] *= scale;
+    for (int64_t k = 0; !d->link && k < d->span; k++) g[k] *= scale;
 }
 
 /* The next row begins here. */
