@@ -690,6 +690,7 @@ struct hpml_comm {
     int64_t               step;     /* of the trainer, for messages */
     const char           *doing;
     int                   round;
+    double                since;    /* when it began */
     double                alpha, beta; /* for AUTO; between nodes, where there are some */
     double                near_alpha, near_beta; /* inside a node */
     hpml_counters         counters;
@@ -707,6 +708,10 @@ struct hpml_comm {
     char                 *scratch;  /* copies of what is sent while it is added to */
     size_t                scratch_size;
 };
+
+/* A variable, cleared; and one that is a copy of what the caller has given, cleared where that is NULL. */
+#define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
+#define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
 
 HPMLC_FN void hpmlc_tell(hpml_comm *c, const char *text)
 {
@@ -1376,12 +1381,11 @@ static const hpml_transport hpmlc_threads = {
 HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
     hpml_world *w = d->world;
-    if (!w || d->rank < 0 || d->rank >= w->ranks) {
+    hpml_comm  *c = NULL;
+    if (!w || d->rank < 0 || d->rank >= w->ranks)
         hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: rank %d of a world of %d; give .world (hpml_world_create) and "
                       ".rank, or use hpml_launch", d->rank, w ? w->ranks : 0);
-        return NULL;
-    }
-    hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_threads, d->rank, w->ranks);
+    else c = hpmlc_comm_new(ctx, &hpmlc_threads, d->rank, w->ranks);
     if (!c) return NULL;
     pthread_mutex_lock(&w->mutex);
     for (c->room = w->rooms; c->room->next;) c->room = c->room->next; /* the first one made */
@@ -1479,14 +1483,11 @@ HPMLC_FN char *hpmlc_mpi_place(hpml_message *m, size_t at)
 /* Posts the piece that begins at byte `at`. */
 HPMLC_FN int hpmlc_mpi_post(hpml_comm *c, hpml_message *m, size_t at)
 {
-    size_t      n = m->bytes - at < HPMLC_PIECE ? m->bytes - at : HPMLC_PIECE;
-    MPI_Comm    comm = c->mpi->comm;
+    int         n = (int)(m->bytes - at < HPMLC_PIECE ? m->bytes - at : HPMLC_PIECE);
+    char       *data = hpmlc_mpi_place(m, at);
     MPI_Request request;
-    int         code;
-    if (m->receiving)
-        code = MPI_Irecv(hpmlc_mpi_place(m, at), (int)n, MPI_BYTE, m->peer, m->tag, comm, &request);
-    else
-        code = MPI_Isend(m->data + at, (int)n, MPI_BYTE, m->peer, m->tag, comm, &request);
+    int         code = m->receiving ? MPI_Irecv(data, n, MPI_BYTE, m->peer, m->tag, c->mpi->comm, &request)
+                                    : MPI_Isend(data, n, MPI_BYTE, m->peer, m->tag, c->mpi->comm, &request);
     memcpy(&m->native[at / HPMLC_PIECE % 2], &request, sizeof request);
     return code;
 }
@@ -2642,20 +2643,20 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, int element,
     c->doing = name;
     c->round = 0;
     if (c->check && c->size > 1) {
-        hpmlc_signature s;
-        memset(&s, 0, sizeof s);
+        HPMLC_ZERO(hpmlc_signature, s);
         snprintf(s.name, sizeof s.name, "%s", name);
         s.count = n, s.element = element, s.op = op, s.algorithm = algorithm, s.sequence = (int32_t)c->sequence;
         if (hpmlc_check(c, &s, tag) != HPML_OK) return -1;
     }
+    c->since = hpml_comm_now(c);
     return tag;
 }
 
-HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, double start, hpml_status status)
+HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
 {
     double end = hpml_comm_now(c);
-    c->counters.seconds += end - start;
-    hpml_trace_span(c->trace, HPML_LANE_COMM, c->doing, start, end);
+    c->counters.seconds += end - c->since;
+    hpml_trace_span(c->trace, HPML_LANE_COMM, c->doing, c->since, end);
     return status;
 }
 
@@ -2665,18 +2666,16 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind 
 {
     hpmlc_plan plan;
     hpmlc_team all;
-    double     start;
     if (c && (root < 0 || root >= c->size || hpml_element_size(e) == 0 ||
               (op >= 0 && !hpmlc_reducer(e, (hpml_reduce)op))))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks, element %d, op %d", name, root, c->size,
                           (int)e, op);
     int tag = hpmlc_enter(c, name, n, (int)e, op, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    start = hpml_comm_now(c);
     all.base = 0, all.stride = 1, all.size = c->size, all.root = root, all.me = (c->rank - root + c->size) % c->size;
     plan.count = 0;
     hpmlc_plan_add(&plan, kind, all, 0, n);
-    return hpmlc_leave(c, start, hpmlc_run(c, &plan, (char *)data, e, op, tag));
+    return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)data, e, op, tag));
 }
 
 HPML_API hpml_status hpml_reduce_scatter(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op)
@@ -2706,12 +2705,11 @@ HPML_API hpml_status hpml_barrier(hpml_comm *c)
     int  tag     = hpmlc_enter(c, "barrier", 0, 0, 0, 0);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     hpml_status status = HPML_OK;
-    double      start  = hpml_comm_now(c);
     for (int step = 1; step < c->size && status == HPML_OK; step *= 2, c->round++) {
         int to = (c->rank + step) % c->size, from = (c->rank - step + c->size) % c->size;
         status = hpmlc_round(c, tag, to, &nothing, 0, from, &nothing, 0, NULL);
     }
-    return hpmlc_leave(c, start, status);
+    return hpmlc_leave(c, status);
 }
 
 /* Blocks of `bytes` between a root and everybody, or everybody and everybody: in round k with the rank k further on. */
@@ -2725,7 +2723,6 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *ou
     if (in && out && bytes > 0 && (root < 0 || root == c->rank))
         memmove(in + (scatter ? 0 : (size_t)c->rank * bytes), out + (gather ? 0 : (size_t)c->rank * bytes), bytes);
     hpml_status status = HPML_OK;
-    double      start  = hpml_comm_now(c);
     for (int k = 1; k < c->size && status == HPML_OK; k++) {
         int         to = (c->rank + k) % c->size, from = (c->rank - k + c->size) % c->size;
         bool        sends = gather ? to == root : scatter ? c->rank == root : true;
@@ -2735,7 +2732,7 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *ou
         c->round = k;
         status = hpmlc_round(c, tag, sends ? to : -1, mine, bytes, takes ? from : -1, theirs, bytes, NULL);
     }
-    return hpmlc_leave(c, start, status);
+    return hpmlc_leave(c, status);
 }
 
 HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root)
@@ -2812,18 +2809,15 @@ HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes)
 
 HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc)
 {
-    hpml_allreduce_desc d;
-    hpmlc_plan          plan;
-    hpml_status         status;
-    memset(&d, 0, sizeof d);
-    if (desc) d = *desc;
+    hpmlc_plan  plan;
+    hpml_status status;
+    HPMLC_DESC(hpml_allreduce_desc, d, desc);
     if (c && (d._begin || d._end || !hpmlc_reducer(d.element, d.reduce) ||
               (unsigned)d.algorithm >= HPML_ALGORITHM_COUNT || (n > 0 && !data)))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "allreduce: algorithm %d, op %d, element %d, data %p: the desc is not "
                           "cleared, or out of range", (int)d.algorithm, (int)d.reduce, (int)d.element, data);
     int tag = hpmlc_enter(c, "allreduce", n, (int)d.element, (int)d.reduce, (int)d.algorithm);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    double  start = hpml_comm_now(c);
     int64_t size = (int64_t)hpml_element_size(d.element), step = n;
     if (d.algorithm == HPML_AUTO) {
         if (c->t->piece > 0 && n > 1 << 21) step = (int64_t)c->t->piece / size;
@@ -2844,14 +2838,13 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
             at += count;
         } while (at < n && status == HPML_OK);
     }
-    return hpmlc_leave(c, start, status);
+    return hpmlc_leave(c, status);
 }
 
 HPMLC_FN hpml_status hpmlc_reduce_all(hpml_comm *c, void *data, int64_t n, hpml_element element, hpml_reduce reduce,
                                       hpml_algorithm algorithm)
 {
-    hpml_allreduce_desc d;
-    memset(&d, 0, sizeof d);
+    HPMLC_ZERO(hpml_allreduce_desc, d);
     d.element = element, d.reduce = reduce, d.algorithm = algorithm;
     return hpml_allreduce(c, data, n, &d);
 }
@@ -3037,11 +3030,10 @@ HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
 /* Collective, at the first job. */
 HPMLC_FN hpmlc_background *hpmlc_background_start(hpml_comm *c)
 {
-    hpml_ctx_desc     d;
     hpmlc_background *b = (hpmlc_background *)hpml_ctx_alloc(c->ctx, sizeof *b, NULL);
     int32_t          *all = b ? (int32_t *)hpml_ctx_alloc(c->ctx, sizeof(int32_t) * (size_t)c->size, NULL) : NULL;
     if (!all) return NULL;
-    memset(&d, 0, sizeof d);
+    HPMLC_ZERO(hpml_ctx_desc, d);
     d.threads   = 1;
     d.allocator = hpml_ctx_allocator(c->ctx);
     b->c   = c;
@@ -3248,9 +3240,7 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, char *error, size_t size)
 
 HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size)
 {
-    hpml_launch_desc d;
-    memset(&d, 0, sizeof d);
-    if (desc) d = *desc;
+    HPMLC_DESC(hpml_launch_desc, d, desc);
     if (error && size > 0) error[0] = 0;
     if (d._begin || d._end || !fn || d.ranks < 0) {
         if (error && size > 0)
@@ -3661,7 +3651,6 @@ HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const c
                                          bool same, char *in, const size_t *in_at)
 {
     int         tag = hpmlc_enter(c, name, (int64_t)in_at[c->size], HPML_ELEMENT_BYTE, -1, -1);
-    double      start = hpml_comm_now(c);
     hpml_status status = HPML_OK;
     if (tag < 0) return hpml_ctx_status(c->ctx);
     for (int k = 1; k < c->size && status == HPML_OK; k++) {
@@ -3670,7 +3659,7 @@ HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const c
         status = hpmlc_round(c, tag, to, out + out_at[mine], out_at[mine + 1] - out_at[mine], from, in + in_at[from],
                              in_at[from + 1] - in_at[from], NULL);
     }
-    return hpmlc_leave(c, start, status);
+    return hpmlc_leave(c, status);
 }
 
 HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
@@ -4046,17 +4035,11 @@ struct hpml_distributed {
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
 
-/* Gradients at their place in the mirror: `fetch` from the device, `put` back. On the host these do nothing. */
+/* Gradients from the device to their place in the mirror; hpmlc_dist_update puts them back. */
 HPMLC_FN void hpmlc_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
     if (!d->mirror || n == 0) return;
     d->reach.device->read(d->reach.at, d->mirror + at, d->first + at, (size_t)n * sizeof(float));
-}
-
-HPMLC_FN void hpmlc_put(hpml_distributed *d)
-{
-    if (d->mirror)
-        d->reach.device->write(d->reach.at, d->first, d->mirror, (size_t)d->span * sizeof(float));
 }
 
 /* Where the host finds, and leaves, the gradients. */
@@ -4294,10 +4277,9 @@ HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_stats_post(hpml_distributed *d)
 {
-    hpml_allreduce_desc f64;
+    HPMLC_ZERO(hpml_allreduce_desc, f64);
+    f64.element = HPML_ELEMENT_F64;
     hpmlc_stats_fill(d);
-    memset(&f64, 0, sizeof f64);
-    f64.element  = HPML_ELEMENT_F64;
     if (d->direct) return d->stats_status = hpml_allreduce(d->c, d->stats, HPMLC_STATS + d->buffer_total, &f64);
     d->stats_job = hpml_iallreduce(d->c, d->stats, HPMLC_STATS + d->buffer_total, &f64);
     return d->stats_job ? HPML_OK : hpml_ctx_status(d->ctx);
@@ -4362,8 +4344,7 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     d->r.compute_s += hpml_now() - start;
     d->micro++;
     if (status != HPML_OK) return hpmlc_failed(d->c), status;
-    if (last && !d->d.delayed) status = hpmlc_dist_post(d);
-    return status;
+    return last && !d->d.delayed ? hpmlc_dist_post(d) : HPML_OK;
 }
 
 /* Waits for all buckets and the sum behind them; what has been waited for is not waited for again. */
@@ -4513,7 +4494,8 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
     if (!d->d.delayed) hpmlc_steps_note(d);
     d->r.steps++;
     if (d->d.delayed && samples <= 0) return HPML_OK; /* the first step has nothing to apply */
-    if (!d->d.exact) hpmlc_dist_rescale(d, samples, full), hpmlc_put(d);
+    if (!d->d.exact) hpmlc_dist_rescale(d, samples, full);
+    if (d->mirror) d->reach.device->write(d->reach.at, d->first, d->mirror, (size_t)d->span * sizeof(float));
     return hpml_trainer_update_local(t, 0, d->params);
 }
 
@@ -4694,11 +4676,9 @@ HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
     if (e.count > 0) {
         e.tensors = g, e.reduce = HPML_SUM, e.padded = false;
         e.leaves = (int32_t)d->leaf_count, e.leaf_step = d->leaf_total;
-        if (d->leaf_count == 0) {
-            hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: %lld leaves for %d ranks leave this one without; lower "
-                       ".leaf or the number of ranks", (long long)d->leaf_all, p);
-            return false;
-        }
+        if (d->leaf_count == 0)
+            return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: %lld leaves for %d ranks leave this one "
+                              "without; lower .leaf or the number of ranks", (long long)d->leaf_all, p), false;
         d->bucket[0].x = d->bucket[0].now = hpml_exchange_create(d->c, &e);
         d->buckets     = 1;
         if (!d->bucket[0].x) return false;
@@ -4808,10 +4788,8 @@ HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
 
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc)
 {
-    hpml_distribute_desc settings;
-    hpml_hooks           hooks;
-    memset(&settings, 0, sizeof settings);
-    if (desc) settings = *desc;
+    HPMLC_ZERO(hpml_hooks, hooks);
+    HPMLC_DESC(hpml_distribute_desc, settings, desc);
     if (hpmlc_failed(c) || !t) return NULL;
     int64_t batch = hpml_trainer_settings(t)->input->shape[0];
     if (hpmlc_dist_check(t, c, &settings, batch) != HPML_OK) return NULL;
@@ -4823,7 +4801,6 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     d->accumulate = hpml_trainer_settings(t)->accumulate;
     if (!hpmlc_dist_memory(d) || hpmlc_dist_start(d) != HPML_OK) return NULL;
     if (!(settings.exact ? hpmlc_exact_create(d) : hpmlc_buckets_create(d))) return NULL;
-    memset(&hooks, 0, sizeof hooks);
     hooks.user   = d;
     hooks.run    = settings.exact ? hpmlc_exact_run : hpmlc_dist_run;
     hooks.grad   = settings.exact ? NULL : hpmlc_dist_grad;
@@ -4889,9 +4866,8 @@ HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int
 
 HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size)
 {
-    hpml_step_row sum;
-    size_t        at = 0;
-    memset(&sum, 0, sizeof sum);
+    size_t at = 0;
+    HPMLC_ZERO(hpml_step_row, sum);
     for (int i = -1; i <= count; i++) {
         const hpml_step_row *r = i < count && i >= 0 ? &rows[i] : &sum;
         char                *to = at < size ? buffer + at : NULL;
@@ -4927,8 +4903,9 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* What an exchange carries from step to step, as one row of floats for each contribution (residuals, with TOPK also the
-   velocity), and one that all ranks share (stripes' residuals, with LOWRANK Q). row NULL: only counts. Loading adds to
-   a contribution, for there may have been more of them, and replaces what is shared. */
+   velocity), and one that all ranks share (stripes' residuals, with LOWRANK Q). Loading adds to a contribution, for
+   there may have been more of them, and replaces what is shared. row NULL: only counts; loading it clears a
+   contribution. */
 HPMLC_FN int64_t hpmlc_carried(const hpml_exchange *x, int64_t l, float *row, bool load)
 {
     int64_t at = 0;
@@ -4938,12 +4915,12 @@ HPMLC_FN int64_t hpmlc_carried(const hpml_exchange *x, int64_t l, float *row, bo
         for (int k = 0; k < 2; k++) {
             float *mine = k == 0 ? it->residual : x->d.method == HPML_METHOD_TOPK ? it->p : NULL;
             if (!mine) continue;
-            float *e_l = row ? hpmlc_open(&x->reach, mine + l * n, n) : NULL;
-            for (int64_t e = 0; e < n && row; e++) {
-                if (load) e_l[e] += row[at + e];
+            float *e_l = row || load ? hpmlc_open(&x->reach, mine + l * n, n) : NULL;
+            for (int64_t e = 0; e < n && e_l; e++) {
+                if (load) e_l[e] = row ? e_l[e] + row[at + e] : 0;
                 else row[at + e] = e_l[e];
             }
-            if (row && load) hpmlc_close(&x->reach, mine + l * n, n);
+            if (load) hpmlc_close(&x->reach, mine + l * n, n);
             at += n;
         }
     }
@@ -5094,13 +5071,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     for (int b = 0; b < d->buckets; b++) {
         hpml_exchange *x = d->bucket[b].x;
         each += hpmlc_carried(x, 0, NULL, false), all += hpmlc_shared(x, NULL, false);
-        for (int i = 0; i < x->d.count; i++) { /* zero what will be added to */
-            const hpmlc_item *it = &x->item[i];
-            size_t            n = (size_t)(it->g.rows * it->g.cols) * sizeof(float);
-            if (it->residual && d->link) d->reach.device->zero(d->reach.at, it->residual, n);
-            else if (it->residual) memset(it->residual, 0, n * (size_t)x->d.leaves);
-            if (it->p && x->d.method == HPML_METHOD_TOPK) memset(it->p, 0, n);
-        }
+        for (int64_t l = 0; l < x->d.leaves; l++) hpmlc_carried(x, l, NULL, true);
     }
     bool there = hpml_safetensors_find(f, "state.residual.workers", &workers);
     if (each > 0 && there && workers.bytes % ((size_t)each * sizeof(float)) == 0) {
@@ -5161,10 +5132,8 @@ HPMLC_FN int hpmlc_trial_step(const hpml_step_info *info HPMLC_UNUSED, void *use
 /* Trains with one size; its mean loss, infinite if it diverged. */
 HPMLC_FN hpml_status hpmlc_trial(hpml_distributed *d, hpml_dataset *data, int64_t batch, int64_t samples, double *loss)
 {
-    hpml_fit_desc    fit;
-    hpml_loader_desc loader;
-    memset(&fit, 0, sizeof fit);
-    memset(&loader, 0, sizeof loader);
+    HPMLC_ZERO(hpml_fit_desc, fit);
+    HPMLC_ZERO(hpml_loader_desc, loader);
     loader.samples_per_epoch = samples;
     fit.loader = &loader, fit.on_step = hpmlc_trial_step, fit.user = d;
     d->trial_loss = d->trial_samples = 0;
@@ -5199,11 +5168,9 @@ HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset 
 HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *desc,
                                         hpml_batch_trial *trials, int capacity)
 {
-    hpml_batch_search_desc s;
-    double                 first = 0, loss = 0;
-    int64_t                was, best = -1;
-    memset(&s, 0, sizeof s);
-    if (desc) s = *desc;
+    double  first = 0, loss = 0;
+    int64_t was, best = -1;
+    HPMLC_DESC(hpml_batch_search_desc, s, desc);
     if (!d || hpmlc_failed(d->c) || hpmlc_search_check(d, data, &s) != HPML_OK) return -1;
     was = d->d.global_batch;
     hpml_status       status = hpml_distribute_save(d, s.path);
@@ -5287,7 +5254,6 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     int     p = c->size, me = c->rank;
     size_t  bytes = (size_t)n * sizeof(float);
-    double  start = hpml_comm_now(c);
     double *w = (double *)hpml_ctx_alloc(c->ctx, sizeof(double) * (size_t)p * (size_t)p, NULL);
     float  *mine = (float *)hpmlc_scratch(c, 2 * bytes + 8), *theirs = mine + n;
     if (!w || !mine) return hpml_ctx_status(c->ctx);
@@ -5304,7 +5270,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
         for (int64_t i = 0; takes && status == HPML_OK && i < n; i++) data[i] += (float)w[me * p + from] * theirs[i];
     }
     hpml_ctx_release(c->ctx, w);
-    return hpmlc_leave(c, start, status);
+    return hpmlc_leave(c, status);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5337,10 +5303,8 @@ HPMLC_FN hpml_status hpmlc_clock_ahead(hpml_comm *c, double *ahead)
 
 HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *desc)
 {
-    hpml_trace_desc d;
-    double          ahead, origin;
-    memset(&d, 0, sizeof d);
-    if (desc) d = *desc;
+    double ahead, origin;
+    HPMLC_DESC(hpml_trace_desc, d, desc);
     if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     hpml_status status = hpmlc_clock_ahead(c, &ahead);
     origin = hpml_now();
@@ -5454,9 +5418,7 @@ typedef struct hpmlc_sim {
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
 {
-    free(s->node), free(s->clock), free(s->out), free(s->in), free(s->bytes), free(s->messages), free(s->work);
-    free(s->plan), free(s->phase), free(s->round), free(s->want), free(s->first), free(s->last), free(s->queue);
-    free(s->letter);
+    free(s->node), free(s->clock), free(s->bytes), free(s->plan), free(s->phase), free(s->queue), free(s->letter);
 }
 
 HPMLC_FN void hpmlc_sim_layout(hpmlc_sim *s)
@@ -5478,30 +5440,25 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     memset(s, 0, sizeof *s);
     s->p           = p;
     s->nodes       = (p + m - 1) / m;
+    size_t cards   = n + (size_t)s->nodes;
     s->mixed       = net->spread && s->nodes > 1 && s->nodes < p;
     s->latency[0]  = net->inside.latency, s->latency[1] = net->between.latency;
     s->rate[0]     = net->inside.bandwidth > 0 ? 1 / net->inside.bandwidth : 0;
     s->rate[1]     = net->between.bandwidth > 0 ? 1 / net->between.bandwidth : 0;
     s->free_letter = -1;
     s->node        = (int32_t *)calloc(n, sizeof(int32_t));
-    s->clock       = (double *)calloc(n, sizeof(double));
-    s->out         = (double *)calloc(n + (size_t)s->nodes, sizeof(double));
-    s->in          = (double *)calloc(n + (size_t)s->nodes, sizeof(double));
-    s->bytes       = (int64_t *)calloc(n, sizeof(int64_t));
-    s->messages    = (int64_t *)calloc(n, sizeof(int64_t));
-    s->work        = (double *)calloc(4 * n, sizeof(double));
+    s->clock       = (double *)calloc(5 * n + 2 * cards, sizeof(double)); /* with out, in, work */
+    s->bytes       = (int64_t *)calloc(2 * n, sizeof(int64_t));
     s->plan        = (hpmlc_plan *)calloc(n, sizeof(hpmlc_plan));
-    s->phase       = (int *)calloc(n, sizeof(int));
-    s->round       = (int *)calloc(n, sizeof(int));
-    s->want        = (int *)calloc(n, sizeof(int));
-    s->first       = (int *)calloc(n, sizeof(int));
-    s->last        = (int *)calloc(n, sizeof(int));
+    s->phase       = (int *)calloc(5 * n, sizeof(int));
     s->queue       = (hpmlc_sim_event *)calloc(n, sizeof(hpmlc_sim_event));
-    s->failed = !s->node || !s->clock || !s->out || !s->in || !s->bytes || !s->messages || !s->work || !s->plan ||
-                !s->phase || !s->round || !s->want || !s->first || !s->last || !s->queue;
-    for (int r = 0; !s->failed && r < p; r++) s->node[r] = net->spread ? r % s->nodes : r / m;
-    if (!s->failed) hpmlc_sim_layout(s);
-    return !s->failed;
+    s->failed      = !s->node || !s->clock || !s->bytes || !s->plan || !s->phase || !s->queue;
+    if (s->failed) return false;
+    s->out   = s->clock + n, s->in = s->out + cards, s->work = s->in + cards, s->messages = s->bytes + n;
+    s->round = s->phase + n, s->want = s->round + n, s->first = s->want + n, s->last = s->first + n;
+    for (int r = 0; r < p; r++) s->node[r] = net->spread ? r % s->nodes : r / m;
+    hpmlc_sim_layout(s);
+    return true;
 }
 
 /* Where a rank stands within its node, and the rank that stands there on the first node. Nodes all alike. */
@@ -5947,11 +5904,10 @@ HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_sim
 
 HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulation *out, char *error, size_t size)
 {
-    hpmlc_sim       s;
-    hpmlc_sim_text  to;
-    hpml_simulation result;
-    hpml_status     status;
-    memset(&result, 0, sizeof result);
+    hpmlc_sim      s;
+    hpmlc_sim_text to;
+    hpml_status    status;
+    HPMLC_ZERO(hpml_simulation, result);
     to.text = error, to.size = size;
     if (error && size > 0) error[0] = 0;
     if (out) *out = result;
@@ -5967,10 +5923,9 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
 
 HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const hpml_network *network, int64_t bytes)
 {
-    hpmlc_sim      s;
-    hpmlc_sim_text nowhere;
-    double         seconds = -1;
-    memset(&nowhere, 0, sizeof nowhere);
+    hpmlc_sim s;
+    double    seconds = -1;
+    HPMLC_ZERO(hpmlc_sim_text, nowhere);
     if (!network || bytes < 0 || hpmlc_sim_check_network(a, ranks, network, &nowhere) != HPML_OK) return -1;
     size_t size = bytes % 4 == 0 ? 4 : 1;
     if (hpmlc_sim_open(&s, ranks, network) &&
