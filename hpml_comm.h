@@ -904,6 +904,21 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
     return m->status;
 }
 
+/* One round of a collective: sends to one rank and receives from one at the same time; -1: none. */
+HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out, size_t out_bytes, int from, char *in,
+                                 size_t in_bytes, hpmlc_reduce_fn *reduce)
+{
+    hpml_message o, i;
+    hpml_status  got = HPML_OK, sent = HPML_OK;
+    if (to < 0 && from < 0) return HPML_OK;
+    c->counters.rounds++;
+    if (from >= 0) hpmlc_begin(c, true, from, tag, in, in_bytes, reduce, &i);
+    if (to >= 0) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out, out_bytes, NULL, &o);
+    if (from >= 0) got = hpml_wait(c, &i);
+    if (to >= 0) sent = hpml_wait(c, &o); /* both, or one would outlive its place on the stack */
+    return got != HPML_OK ? got : sent;
+}
+
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m)
 {
     if (c) c->doing = "send";
@@ -1269,16 +1284,6 @@ HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, const hpml_message *sent
     m->done = true;
 }
 
-/* The sender may go on. */
-HPMLC_FN void hpmlc_threads_release(hpml_comm *c, hpml_message *sent)
-{
-    hpmlc_gate *gate = &c->room->inbox[sent->posted].gate;
-    pthread_mutex_lock(&gate->mutex); /* the sender's message is gone the moment it is done */
-    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE);
-    hpmlc_gate_wake_held(c->room->world, gate);
-    pthread_mutex_unlock(&gate->mutex);
-}
-
 /* A message that will not be, after the world has failed. */
 HPMLC_FN void hpmlc_threads_give_up(hpml_comm *c, hpml_message *m)
 {
@@ -1297,9 +1302,13 @@ HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
         if (m->moved != look || m->arrival > 0) sent = hpmlc_inbox_take(in, m); /* something new since the last look */
         m->moved = look;
     }
-    if (sent) {
+    if (sent) { /* the sender may go on; its message is gone the moment it is done */
+        hpmlc_gate *gate = &c->room->inbox[sent->posted].gate;
         hpmlc_meet(c, m, sent);
-        hpmlc_threads_release(c, sent);
+        pthread_mutex_lock(&gate->mutex);
+        __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE);
+        hpmlc_gate_wake_held(c->room->world, gate);
+        pthread_mutex_unlock(&gate->mutex);
     }
     if (hpmlc_done(m) || !__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) return;
     if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_give_up(c, m); /* a send may be in somebody's hands */
@@ -1336,9 +1345,6 @@ HPMLC_FN void hpmlc_threads_close(hpml_comm *c)
     if (gone) hpmlc_room_free(gone);
     if (first && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
 }
-
-HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out, size_t out_bytes, int from, char *in,
-                                 size_t in_bytes, hpmlc_reduce_fn *reduce);
 
 /* The lowest rank makes the room and tells the others where it is. */
 HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
@@ -2550,21 +2556,6 @@ HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
     c->scratch      = (char *)hpml_ctx_alloc(c->ctx, size, NULL);
     c->scratch_size = c->scratch ? size : 0;
     return c->scratch;
-}
-
-/* One round of a collective: sends to one rank and receives from one at the same time; -1: none. */
-HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out, size_t out_bytes, int from, char *in,
-                                 size_t in_bytes, hpmlc_reduce_fn *reduce)
-{
-    hpml_message o, i;
-    hpml_status  got = HPML_OK, sent = HPML_OK;
-    if (to < 0 && from < 0) return HPML_OK;
-    c->counters.rounds++;
-    if (from >= 0) hpmlc_begin(c, true, from, tag, in, in_bytes, reduce, &i);
-    if (to >= 0) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out, out_bytes, NULL, &o);
-    if (from >= 0) got = hpml_wait(c, &i);
-    if (to >= 0) sent = hpml_wait(c, &o); /* both, or one would outlive its place on the stack */
-    return got != HPML_OK ? got : sent;
 }
 
 /* The mean is taken where a sum is complete, after the last phase that adds, before it goes to the others: each element
@@ -4866,21 +4857,18 @@ HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int
 
 HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size)
 {
-    size_t at = 0;
+    size_t at = (size_t)snprintf(buffer, size, "  step rank   step ms   compute   overlap   exposed    bubble"
+                                 "        bytes\n");
     HPMLC_ZERO(hpml_step_row, sum);
-    for (int i = -1; i <= count; i++) {
-        const hpml_step_row *r = i < count && i >= 0 ? &rows[i] : &sum;
-        char                *to = at < size ? buffer + at : NULL;
-        size_t               room = at < size ? size - at : 0;
+    for (int i = 0; i <= count; i++) {
+        const hpml_step_row *r = i < count ? &rows[i] : &sum;
         double               one = 1.0 / (i == count && count > 0 ? count : 1), ms = 1e3 * one;
         char                 name[32] = "  mean     ";
         if (i < count) snprintf(name, sizeof name, "%6lld %4d", (long long)r->step, (int)r->rank);
-        at += (size_t)(i < 0 ? snprintf(to, room, "  step rank   step ms   compute   overlap   exposed    bubble"
-                                        "        bytes\n")
-                             : snprintf(to, room, "%s %9.3f %9.3f %9.3f %9.3f %9.3f %12.0f\n", name, ms * r->step_s,
-                                        ms * r->compute_s, ms * r->overlap_s, ms * r->exposed_s, ms * r->bubble_s,
-                                        one * r->bytes));
-        if (i < 0 || i == count) continue;
+        at += (size_t)snprintf(at < size ? buffer + at : NULL, at < size ? size - at : 0,
+                               "%s %9.3f %9.3f %9.3f %9.3f %9.3f %12.0f\n", name, ms * r->step_s, ms * r->compute_s,
+                               ms * r->overlap_s, ms * r->exposed_s, ms * r->bubble_s, one * r->bytes);
+        if (i == count) break;
         sum.step_s += r->step_s, sum.compute_s += r->compute_s, sum.overlap_s += r->overlap_s;
         sum.exposed_s += r->exposed_s, sum.bubble_s += r->bubble_s, sum.bytes += r->bytes;
     }
