@@ -201,7 +201,7 @@ typedef struct hpml_message {
     hpml_status          status;
     char                *data;
     size_t               bytes, moved;
-    size_t               posted;       /* MPI: pieces given to MPI */
+    size_t               posted;       /* MPI: pieces given to MPI; else the sender's rank */
     void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
     double               arrival;      /* THREADS, CLOCK: not before; MPI: not 0: the others know of this wait */
     struct hpml_message *next;         /* private, as all below */
@@ -672,6 +672,8 @@ typedef struct hpmlc_mpi        hpmlc_mpi;        /* see >>mpi */
 typedef struct hpmlc_background hpmlc_background; /* see >>async */
 typedef struct hpmlc_agent      hpmlc_agent;      /* a thread in virtual time: see >>clock */
 
+typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* adds, or keeps the larger: see >>sums */
+
 struct hpml_comm {
     hpml_ctx             *ctx;
     hpml_ctx             *trace;    /* where spans go: for a twin, its parent's context */
@@ -688,6 +690,7 @@ struct hpml_comm {
     int64_t               step;     /* of the trainer, for messages */
     const char           *doing;
     int                   round;
+    double                since;    /* when it began */
     double                alpha, beta; /* for AUTO; between nodes, where there are some */
     double                near_alpha, near_beta; /* inside a node */
     hpml_counters         counters;
@@ -706,7 +709,14 @@ struct hpml_comm {
     size_t                scratch_size;
 };
 
-HPMLC_FN void hpmlc_tell(hpml_comm *c, const char *text);
+/* A variable, cleared; and one that is a copy of what the caller has given, cleared where that is NULL. */
+#define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
+#define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
+
+HPMLC_FN void hpmlc_tell(hpml_comm *c, const char *text)
+{
+    if (c->t && c->t->tell) c->t->tell(c, text);
+}
 
 /* Keeps the first error of the context and tells the other ranks. */
 HPMLC_PRINTF(3, 4)
@@ -798,7 +808,7 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 #define HPMLC_TAGS           30000 /* an MPI may stop at 32,767 */
 
 HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag, char *data, size_t bytes,
-                                 void (*reduce)(void *, const void *, size_t), hpml_message *m)
+                                 hpmlc_reduce_fn *reduce, hpml_message *m)
 {
     memset(m, 0, sizeof *m);
     m->done = true;
@@ -820,22 +830,15 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
     return HPML_OK;
 }
 
-HPMLC_FN void hpmlc_end(hpml_comm *c, hpml_message *m)
+/* Takes a message out of a list, if it is there. */
+HPMLC_FN void hpmlc_unlist(hpml_message **at, const hpml_message *m)
 {
-    hpml_message **at = &c->pending;
     while (*at && *at != m) at = &(*at)->next;
     if (*at) *at = m->next;
 }
 
 /* How often to look before the core is given away; a twin's owner changes it while the twin waits. */
-HPMLC_FN int hpmlc_spin(const hpml_comm *c)
-{
-#if defined(__GNUC__)
-    return __atomic_load_n(&c->spin, __ATOMIC_RELAXED);
-#else
-    return c->spin;
-#endif
-}
+HPMLC_FN int hpmlc_spin(const hpml_comm *c) { return __atomic_load_n(&c->spin, __ATOMIC_RELAXED); }
 
 HPMLC_FN void hpmlc_pause(void)
 {
@@ -849,14 +852,7 @@ HPMLC_FN void hpmlc_pause(void)
 HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer);
 
 /* A sender learns from the receiver's thread that its message is done. */
-HPMLC_FN bool hpmlc_done(const hpml_message *m)
-{
-#if defined(__GNUC__)
-    return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE);
-#else
-    return *(const volatile bool *)&m->done;
-#endif
-}
+HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
 
 /* Of two receives of the same tag and rank, the older one (further on in the list) gets the first message. */
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
@@ -870,6 +866,7 @@ HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 /* A receive has met a message of another length. */
 HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
 {
+    m->done   = true;
     m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass "
                            "the same counts", c->doing, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
 }
@@ -903,8 +900,23 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
         c->t->abandon(c, m);
         m->status = hpml_ctx_status(c->ctx);
     }
-    if (m->receiving) hpmlc_end(c, m);
+    if (m->receiving) hpmlc_unlist(&c->pending, m);
     return m->status;
+}
+
+/* One round of a collective: sends to one rank and receives from one at the same time; -1: none. */
+HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out, size_t out_bytes, int from, char *in,
+                                 size_t in_bytes, hpmlc_reduce_fn *reduce)
+{
+    hpml_message o, i;
+    hpml_status  got = HPML_OK, sent = HPML_OK;
+    if (to < 0 && from < 0) return HPML_OK;
+    c->counters.rounds++;
+    if (from >= 0) hpmlc_begin(c, true, from, tag, in, in_bytes, reduce, &i);
+    if (to >= 0) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out, out_bytes, NULL, &o);
+    if (from >= 0) got = hpml_wait(c, &i);
+    if (to >= 0) sent = hpml_wait(c, &o); /* both, or one would outlive its place on the stack */
+    return got != HPML_OK ? got : sent;
 }
 
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m)
@@ -1050,23 +1062,21 @@ HPMLC_FN void hpmlc_world_wake(hpml_world *w) /* w->mutex held */
 /* Nobody runs: says who waits for whom, and wakes them all to hear it. w->mutex held. */
 HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
 {
-    if (__atomic_load_n(&w->running, __ATOMIC_ACQUIRE) == 0 && !w->failed) {
-        size_t at = (size_t)snprintf(w->text, sizeof w->text, "deadlock:");
-        bool   any = false;
-        for (hpmlc_room *r = w->rooms; r; r = r->next)
-            for (int i = 0; i < r->size && at < sizeof w->text; i++) {
-                const hpmlc_inbox *in = &r->inbox[i];
-                if (!in->gate.sleeping || !in->owner || in->peer < 0) continue;
-                at += (size_t)snprintf(w->text + at, sizeof w->text - at, "%s rank %d waits for rank %d%s in %s",
-                                       any ? ";" : "", in->owner->origin[i], in->peer,
-                                       w->left[in->peer] ? ", which has left," : "", in->doing);
-                any = true;
-            }
-        if (any) {
-            __atomic_store_n(&w->failed, w->ranks + 1, __ATOMIC_RELEASE); /* everybody and nobody */
-            hpmlc_world_wake(w);
+    bool any = false;
+    if (__atomic_load_n(&w->running, __ATOMIC_ACQUIRE) > 0 || w->failed) return;
+    size_t at = (size_t)snprintf(w->text, sizeof w->text, "deadlock:");
+    for (hpmlc_room *r = w->rooms; r; r = r->next)
+        for (int i = 0; i < r->size && at < sizeof w->text; i++) {
+            const hpmlc_inbox *in = &r->inbox[i];
+            if (!in->gate.sleeping || !in->owner || in->peer < 0) continue;
+            at += (size_t)snprintf(w->text + at, sizeof w->text - at, "%s rank %d waits for rank %d%s in %s",
+                                   any ? ";" : "", in->owner->origin[i], in->peer,
+                                   w->left[in->peer] ? ", which has left," : "", in->doing);
+            any = true;
         }
-    }
+    if (!any) return;
+    __atomic_store_n(&w->failed, w->ranks + 1, __ATOMIC_RELEASE); /* everybody and nobody */
+    hpmlc_world_wake(w);
 }
 
 HPMLC_FN void hpmlc_world_deadlock(hpml_world *w)
@@ -1211,37 +1221,42 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     return start + busy + link->latency;
 }
 
-HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
+HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpmlc_inbox *in, hpml_message *m)
 {
-    hpmlc_inbox *in = &c->room->inbox[m->peer];
-    if (m->receiving) return;
-    m->arrival = hpmlc_arrival(c, m->peer, m->bytes, hpml_now());
-    m->next    = NULL;
+    m->posted = (size_t)c->rank, m->next = NULL;
     pthread_mutex_lock(&in->gate.mutex);
     *in->last = m;
     in->last  = &m->next;
-    hpmlc_gate_wake_held(c->room->world, &in->gate);
+    if (!c->agent) hpmlc_gate_wake_held(c->room->world, &in->gate);
     pthread_mutex_unlock(&in->gate.mutex);
 }
 
-/* Takes the first message from `from` with this tag out of the inbox; NULL when there is none, or it is on its way:
-   then `arrival` says until when. */
-HPMLC_FN hpml_message *hpmlc_inbox_find(hpmlc_inbox *in, int from, int tag, double *arrival)
+/* Takes what the receive m waits for out of the inbox, or the send m itself; NULL when it is not there. What is on its
+   way is not there, either: then m->arrival says until when. */
+HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
 {
-    hpml_message **at, *m;
+    hpml_message **at, *sent;
+    if (m->receiving) m->arrival = 0;
     pthread_mutex_lock(&in->gate.mutex);
-    for (at = &in->posted; (m = *at) != NULL; at = &m->next)
-        if (m->tag == tag && m->owner->rank == from) break;
-    if (m && m->arrival > 0 && m->arrival > hpml_now()) {
-        *arrival = m->arrival;
-        m        = NULL;
+    for (at = &in->posted; (sent = *at) != NULL; at = &sent->next)
+        if (m->receiving ? sent->tag == m->tag && (int)sent->posted == m->peer : sent == m) break;
+    if (sent && m->receiving && !m->owner->agent && sent->arrival > 0 && sent->arrival > hpml_now()) {
+        m->arrival = sent->arrival;
+        sent       = NULL;
     }
-    if (m) {
-        *at = m->next;
-        if (in->last == &m->next) in->last = at;
+    if (sent) {
+        *at = sent->next;
+        if (in->last == &sent->next) in->last = at;
     }
     pthread_mutex_unlock(&in->gate.mutex);
-    return m;
+    return sent;
+}
+
+HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
+{
+    if (m->receiving) return;
+    m->arrival = hpmlc_arrival(c, m->peer, m->bytes, hpml_now());
+    hpmlc_inbox_post(c, &c->room->inbox[m->peer], m);
 }
 
 #ifdef __linux__
@@ -1260,20 +1275,13 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer)
 }
 #endif
 
-/* A receive meets its send: one pass over the data, then the sender may go on. */
-HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, hpml_message *sent)
+/* A receive meets its send: one pass over the data. */
+HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, const hpml_message *sent)
 {
-    hpml_comm *from = sent->owner;
-    if (sent->bytes != m->bytes)
-        hpmlc_mismatch(c, m, sent->bytes);
+    if (sent->bytes != m->bytes) hpmlc_mismatch(c, m, sent->bytes);
     else if (m->reduce) m->reduce(m->data, sent->data, m->bytes);
     else if (m->bytes > 0) memcpy(m->data, sent->data, m->bytes);
     m->done = true;
-    hpmlc_gate *gate = &c->room->inbox[from->rank].gate;
-    pthread_mutex_lock(&gate->mutex); /* the sender's message is gone the moment it is done */
-    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE);
-    hpmlc_gate_wake_held(c->room->world, gate);
-    pthread_mutex_unlock(&gate->mutex);
 }
 
 /* A message that will not be, after the world has failed. */
@@ -1287,33 +1295,23 @@ HPMLC_FN void hpmlc_threads_give_up(hpml_comm *c, hpml_message *m)
 
 HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
 {
-    hpml_world *w = c->room->world;
+    hpmlc_inbox  *in   = &c->room->inbox[m->receiving ? c->rank : m->peer];
+    hpml_message *sent = NULL;
     if (m->receiving) {
-        hpmlc_inbox  *in   = &c->room->inbox[c->rank];
-        hpml_message *sent = NULL;
-        unsigned      now  = __atomic_load_n(&in->gate.changes, __ATOMIC_ACQUIRE);
-        if (m->moved == 0 || m->moved != (size_t)now + 1 || m->arrival > 0) { /* something new since the last look */
-            m->arrival = 0;
-            sent       = hpmlc_inbox_find(in, m->peer, m->tag, &m->arrival);
-            m->moved   = (size_t)now + 1;
-        }
-        if (sent) hpmlc_meet(c, m, sent);
-    } else if (hpmlc_done(m)) return;
-    if ((m->receiving && m->done) || !__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE)) return;
-    if (!m->receiving) { /* take it back, unless somebody has it in hands */
-        hpmlc_inbox   *in = &c->room->inbox[m->peer];
-        hpml_message **at;
-        pthread_mutex_lock(&in->gate.mutex);
-        for (at = &in->posted; *at && *at != m; at = &(*at)->next) {}
-        if (*at) {
-            *at = m->next;
-            if (in->last == &m->next) in->last = at;
-            m->moved = 1;
-        }
-        pthread_mutex_unlock(&in->gate.mutex);
-        if (m->moved == 0) return;
+        size_t look = (size_t)__atomic_load_n(&in->gate.changes, __ATOMIC_ACQUIRE) + 1;
+        if (m->moved != look || m->arrival > 0) sent = hpmlc_inbox_take(in, m); /* something new since the last look */
+        m->moved = look;
     }
-    hpmlc_threads_give_up(c, m);
+    if (sent) { /* the sender may go on; its message is gone the moment it is done */
+        hpmlc_gate *gate = &c->room->inbox[sent->posted].gate;
+        hpmlc_meet(c, m, sent);
+        pthread_mutex_lock(&gate->mutex);
+        __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE);
+        hpmlc_gate_wake_held(c->room->world, gate);
+        pthread_mutex_unlock(&gate->mutex);
+    }
+    if (hpmlc_done(m) || !__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) return;
+    if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_give_up(c, m); /* a send may be in somebody's hands */
 }
 
 HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
@@ -1347,9 +1345,6 @@ HPMLC_FN void hpmlc_threads_close(hpml_comm *c)
     if (gone) hpmlc_room_free(gone);
     if (first && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
 }
-
-HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out, size_t out_bytes, int from, char *in,
-                                 size_t in_bytes, void (*reduce)(void *, const void *, size_t));
 
 /* The lowest rank makes the room and tells the others where it is. */
 HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count,
@@ -1392,12 +1387,11 @@ static const hpml_transport hpmlc_threads = {
 HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
     hpml_world *w = d->world;
-    if (!w || d->rank < 0 || d->rank >= w->ranks) {
+    hpml_comm  *c = NULL;
+    if (!w || d->rank < 0 || d->rank >= w->ranks)
         hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: rank %d of a world of %d; give .world (hpml_world_create) and "
                       ".rank, or use hpml_launch", d->rank, w ? w->ranks : 0);
-        return NULL;
-    }
-    hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_threads, d->rank, w->ranks);
+    else c = hpmlc_comm_new(ctx, &hpmlc_threads, d->rank, w->ranks);
     if (!c) return NULL;
     pthread_mutex_lock(&w->mutex);
     for (c->room = w->rooms; c->room->next;) c->room = c->room->next; /* the first one made */
@@ -1460,23 +1454,13 @@ struct hpmlc_mpi {
 #endif
 };
 
-HPMLC_FN void hpmlc_mpi_lock(hpml_comm *c)
-{
 #ifndef HPML_NO_THREADS
-    pthread_mutex_lock(&c->first->mpi->lock);
+HPMLC_FN void hpmlc_mpi_lock(hpml_comm *c) { pthread_mutex_lock(&c->first->mpi->lock); }
+HPMLC_FN void hpmlc_mpi_unlock(hpml_comm *c) { pthread_mutex_unlock(&c->first->mpi->lock); }
 #else
-    (void)c;
+HPMLC_FN void hpmlc_mpi_lock(hpml_comm *c HPMLC_UNUSED) {}
+HPMLC_FN void hpmlc_mpi_unlock(hpml_comm *c HPMLC_UNUSED) {}
 #endif
-}
-
-HPMLC_FN void hpmlc_mpi_unlock(hpml_comm *c)
-{
-#ifndef HPML_NO_THREADS
-    pthread_mutex_unlock(&c->first->mpi->lock);
-#else
-    (void)c;
-#endif
-}
 
 HPMLC_FN void hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
 {
@@ -1505,14 +1489,11 @@ HPMLC_FN char *hpmlc_mpi_place(hpml_message *m, size_t at)
 /* Posts the piece that begins at byte `at`. */
 HPMLC_FN int hpmlc_mpi_post(hpml_comm *c, hpml_message *m, size_t at)
 {
-    size_t      n = m->bytes - at < HPMLC_PIECE ? m->bytes - at : HPMLC_PIECE;
-    MPI_Comm    comm = c->mpi->comm;
+    int         n = (int)(m->bytes - at < HPMLC_PIECE ? m->bytes - at : HPMLC_PIECE);
+    char       *data = hpmlc_mpi_place(m, at);
     MPI_Request request;
-    int         code;
-    if (m->receiving)
-        code = MPI_Irecv(hpmlc_mpi_place(m, at), (int)n, MPI_BYTE, m->peer, m->tag, comm, &request);
-    else
-        code = MPI_Isend(m->data + at, (int)n, MPI_BYTE, m->peer, m->tag, comm, &request);
+    int         code = m->receiving ? MPI_Irecv(data, n, MPI_BYTE, m->peer, m->tag, c->mpi->comm, &request)
+                                    : MPI_Isend(data, n, MPI_BYTE, m->peer, m->tag, c->mpi->comm, &request);
     memcpy(&m->native[at / HPMLC_PIECE % 2], &request, sizeof request);
     return code;
 }
@@ -1572,11 +1553,7 @@ HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
     memcpy(slot, &request, sizeof request);
     if (code != MPI_SUCCESS) { hpmlc_mpi_error(c, m, code); return; }
     if (!there) return;
-    if (count != (int)n) {
-        m->done   = true;
-        hpmlc_mismatch(c, m, m->moved + (size_t)count);
-        return;
-    }
+    if (count != (int)n) { hpmlc_mismatch(c, m, m->moved + (size_t)count); return; }
     if (m->staging) m->reduce(m->data + m->moved, hpmlc_mpi_place(m, m->moved), n);
     m->moved += n;
     if (m->moved == m->bytes) m->done = true;
@@ -1658,8 +1635,7 @@ HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
             if (MPI_Test(&request, &over, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
     }
     hpmlc_mpi_unlock(c);
-    for (hpml_message **at = &c->mpi->sending; *at; at = &(*at)->next)
-        if (*at == m) { *at = m->next; break; }
+    hpmlc_unlist(&c->mpi->sending, m);
     m->done = true;
 }
 
@@ -1929,12 +1905,6 @@ HPMLC_FN void hpmlc_agent_pass(hpml_world *w)
     if (best) pthread_cond_signal(&best->turn);
 }
 
-HPMLC_FN void hpmlc_agent_wait(hpml_world *w, hpmlc_agent *me)
-{
-    hpmlc_agent_pass(w);
-    while (w->turn != me) pthread_cond_wait(&me->turn, &w->mutex);
-}
-
 /* Lets those run whose clocks are behind mine. rest: until somebody calls hpmlc_agent_rouse. */
 HPMLC_FN void hpmlc_agent_yield(hpml_comm *c, bool rest)
 {
@@ -1945,7 +1915,8 @@ HPMLC_FN void hpmlc_agent_yield(hpml_comm *c, bool rest)
         c->room->inbox[c->rank].gate.sleeping = true; /* for the report of a deadlock */
         __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
     }
-    hpmlc_agent_wait(w, c->agent);
+    hpmlc_agent_pass(w);
+    while (w->turn != c->agent) pthread_cond_wait(&c->agent->turn, &w->mutex);
     c->room->inbox[c->rank].gate.sleeping = false;
     pthread_mutex_unlock(&w->mutex);
 }
@@ -1959,7 +1930,7 @@ HPMLC_FN void hpmlc_agent_enter(hpml_comm *c)
     pthread_mutex_unlock(&w->mutex);
 }
 
-HPMLC_FN void hpmlc_agent_rouse(hpml_comm *c, hpmlc_agent *a, double clock)
+HPMLC_FN void hpmlc_agent_rouse(hpml_comm *c, hpmlc_agent *a)
 {
     hpml_world *w = c->room->world;
     pthread_mutex_lock(&w->mutex);
@@ -1967,7 +1938,6 @@ HPMLC_FN void hpmlc_agent_rouse(hpml_comm *c, hpmlc_agent *a, double clock)
         a->runnable = true;
         __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
     }
-    if (a->clock < clock) a->clock = clock;
     pthread_mutex_unlock(&w->mutex);
 }
 
@@ -2014,38 +1984,19 @@ HPMLC_FN void hpmlc_clock_start(hpml_comm *c, hpml_message *m)
     *copy         = *m;
     copy->data    = (char *)(copy + 1);
     copy->arrival = hpmlc_arrival(c, m->peer, m->bytes, c->agent->clock);
-    copy->next    = NULL;
     if (copy->arrival <= 0) copy->arrival = c->agent->clock;
     if (m->bytes > 0) memcpy(copy->data, m->data, m->bytes);
-    copy->moved = (size_t)c->rank; /* the owner may be gone when it is read */
-    pthread_mutex_lock(&in->gate.mutex);
-    *in->last = copy;
-    in->last  = &copy->next;
-    hpml_comm *owner = in->owner;
-    pthread_mutex_unlock(&in->gate.mutex);
-    if (owner) hpmlc_agent_rouse(c, owner->agent, 0);
+    hpmlc_inbox_post(c, in, copy); /* where the sender may be gone when it is read */
+    if (in->owner) hpmlc_agent_rouse(c, in->owner->agent);
 }
 
 HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
 {
-    hpmlc_inbox   *in = &c->room->inbox[c->rank];
-    hpml_message **at, *sent;
-    pthread_mutex_lock(&in->gate.mutex);
-    for (at = &in->posted; (sent = *at) != NULL; at = &sent->next)
-        if (sent->tag == m->tag && (int)sent->moved == m->peer) break;
-    if (sent) {
-        *at = sent->next;
-        if (in->last == &sent->next) in->last = at;
-    }
-    pthread_mutex_unlock(&in->gate.mutex);
+    hpml_message *sent = hpmlc_inbox_take(&c->room->inbox[c->rank], m);
     if (sent) {
         if (c->agent->clock < sent->arrival) c->agent->clock = sent->arrival;
-        if (sent->bytes != m->bytes)
-            hpmlc_mismatch(c, m, sent->bytes);
-        else if (m->reduce) m->reduce(m->data, sent->data, m->bytes);
-        else if (m->bytes > 0) memcpy(m->data, sent->data, m->bytes);
+        hpmlc_meet(c, m, sent);
         free(sent);
-        m->done = true;
     } else if (__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_give_up(c, m);
 }
 
@@ -2070,17 +2021,11 @@ HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
     if (mine) hpmlc_agent_free(w, agent);
 }
 
-HPMLC_FN hpml_status hpmlc_clock_split(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count, int color)
-{
-    part->agent = c->agent;
-    return hpmlc_threads_split(c, part, ranks, count, color);
-}
-
 HPMLC_FN void hpmlc_clock_abandon(hpml_comm *c HPMLC_UNUSED, hpml_message *m) { m->done = true; } /* sends are copies */
 
 static const hpml_transport hpmlc_clock = {
     "clock", hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_clock_abandon,
-    hpmlc_threads_tell, hpmlc_clock_split, hpmlc_clock_close, NULL, 0, 2e-6, 0.25e-9
+    hpmlc_threads_tell, hpmlc_threads_split, hpmlc_clock_close, NULL, 0, 2e-6, 0.25e-9
 };
 
 HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
@@ -2135,6 +2080,7 @@ HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
 }
 
 #else
+HPMLC_FN void   hpmlc_world_absent(hpml_world *w HPMLC_UNUSED, int rank HPMLC_UNUSED, const char *text HPMLC_UNUSED) {}
 HPML_API double hpml_comm_now(const hpml_comm *c HPMLC_UNUSED) { return hpml_now(); }
 HPML_API void   hpml_comm_compute(hpml_comm *c HPMLC_UNUSED, double seconds)
 {
@@ -2145,12 +2091,6 @@ HPML_API void   hpml_comm_compute(hpml_comm *c HPMLC_UNUSED, double seconds)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>create   creating, splitting, freeing communicators
 // ---------------------------------------------------------------------------------------------------------------------
-
-HPMLC_FN void hpmlc_tell(hpml_comm *c, const char *text)
-{
-    if (c && c->t && c->t->tell) c->t->tell(c, text);
-}
-
 
 #ifdef HPML_NO_THREADS /* one rank alone: nothing is ever sent */
 static const hpml_transport hpmlc_self = { "self", NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 1e-7, 1e-10 };
@@ -2180,12 +2120,8 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
 #endif
         break;
     }
-    if (!c || hpml_ctx_status(ctx) != HPML_OK) {
-#ifndef HPML_NO_THREADS
-        if (!c && desc->world) hpmlc_world_absent(desc->world, desc->rank, hpml_ctx_error(ctx));
-#endif
-        return NULL;
-    }
+    if (!c && desc->world) hpmlc_world_absent(desc->world, desc->rank, hpml_ctx_error(ctx));
+    if (!c || hpml_ctx_status(ctx) != HPML_OK) return NULL;
     if (desc->timeout != 0) c->timeout = desc->timeout;
     c->check = desc->check;
     hpmlc_comm_layout(c);
@@ -2223,9 +2159,11 @@ HPML_API void hpml_comm_free(hpml_comm *c)
     if (c) hpml_ctx_release(c->ctx, c);
 }
 
-/* The communicator of `count` ranks of c, in this order; `me` is my place among them. */
-HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks, int count, int me, int color)
+/* The communicator of `count` ranks of c, in this order. */
+HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks, int count, int color)
 {
+    int me = 0;
+    while (ranks[me] != c->rank) me++;
     hpml_comm *part = hpmlc_comm_new(ctx, c->t, me, count);
     if (!part) hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     if (hpml_barrier(c) != HPML_OK || !part) { /* all ranks have their memory, or none goes on */
@@ -2236,6 +2174,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     for (int i = 0; i < count; i++) part->origin[i] = c->origin[ranks[i]], part->node[i] = c->node[ranks[i]];
     part->first = c->first, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
     part->alpha = c->alpha, part->beta = c->beta, part->near_alpha = c->near_alpha, part->near_beta = c->near_beta;
+    part->agent = c->agent; /* until a twin gets its own */
     hpmlc_comm_layout(part);
     if (c->t->split && c->t->split(c, part, ranks, count, color) != HPML_OK) return NULL;
     part->t = c->t;
@@ -2245,7 +2184,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
 {
     if (hpmlc_failed(c)) return NULL;
-    int        p    = c->size, count = 0, me = 0;
+    int        p    = c->size, count = 0;
     int32_t   *all  = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof(int32_t) * (size_t)(3 * p), NULL);
     hpml_comm *part = NULL;
     if (!all) return NULL;
@@ -2259,7 +2198,6 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
             ranks[at] = i;
             count++;
         }
-        while (me < count && ranks[me] != c->rank) me++;
         if (color < 0) hpml_barrier(c);
 #ifdef HPML_USE_MPI
         if (color < 0 && c->mpi && hpml_ctx_status(c->ctx) == HPML_OK) { /* MPI wants everybody */
@@ -2269,7 +2207,7 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
             hpmlc_mpi_unlock(c);
         }
 #endif
-        if (color >= 0) part = hpmlc_part(c, c->ctx, ranks, count, me, color);
+        if (color >= 0) part = hpmlc_part(c, c->ctx, ranks, count, color);
     }
     hpml_ctx_release(c->ctx, all);
     return part;
@@ -2393,16 +2331,11 @@ HPMLC_FN void hpmlc_move_of(const hpmlc_phase *f, int k, hpml_move *m)
     memset(m, 0, sizeof *m);
     m->to = m->from = -1;
     switch (f->kind) {
-    case HPMLC_RING_SCATTER: {
-        int out = (i + 2 * p - 1 - k) % p, in = (i + 2 * p - 2 - k) % p;
+    case HPMLC_RING_SCATTER: case HPMLC_RING_GATHER: {
+        bool add = f->kind == HPMLC_RING_SCATTER; /* begins one block earlier, so as to end at its own */
+        int  out = (i + 2 * p - add - k) % p, in = (out + p - 1) % p;
         hpmlc_give(f, m, (i + 1) % p, out, out + 1);
-        hpmlc_take(f, m, (i + p - 1) % p, in, in + 1, true);
-        break;
-    }
-    case HPMLC_RING_GATHER: {
-        int out = (i + p - k) % p, in = (i + 2 * p - 1 - k) % p;
-        hpmlc_give(f, m, (i + 1) % p, out, out + 1);
-        hpmlc_take(f, m, (i + p - 1) % p, in, in + 1, false);
+        hpmlc_take(f, m, (i + p - 1) % p, in, in + 1, add);
         break;
     }
     case HPMLC_DOUBLING:
@@ -2418,13 +2351,10 @@ HPMLC_FN void hpmlc_move_of(const hpmlc_phase *f, int k, hpml_move *m)
         break;
     case HPMLC_TREE_UP: hpmlc_tree(f, m, k, true); break;
     case HPMLC_TREE_DOWN: hpmlc_tree(f, m, f->rounds - 1 - k, false); break;
-    case HPMLC_STAR_UP:
-        if (i == 0) hpmlc_take(f, m, k + 1, 0, p, true);
-        else if (i == k + 1) hpmlc_give(f, m, 0, 0, p);
-        break;
-    case HPMLC_STAR_DOWN:
-        if (i == 0) hpmlc_give(f, m, k + 1, 0, p);
-        else if (i == k + 1) hpmlc_take(f, m, 0, 0, p, false);
+    case HPMLC_STAR_UP: case HPMLC_STAR_DOWN:
+        if (i != 0 && i != k + 1) break;
+        if ((i > 0) == (f->kind == HPMLC_STAR_UP)) hpmlc_give(f, m, i > 0 ? 0 : k + 1, 0, p);
+        else hpmlc_take(f, m, i > 0 ? 0 : k + 1, 0, p, f->kind == HPMLC_STAR_UP);
         break;
     }
 }
@@ -2443,26 +2373,16 @@ HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, hpml_algorithm a, hpmlc_team t, 
     hpmlc_team core = t;
     core.size = 1 << hpmlc_log2(t.size);
     if (core.me >= core.size) core.me = -1;
-    switch (a) {
-    case HPML_CENTRAL:
-        hpmlc_plan_add(plan, HPMLC_STAR_UP, t, at, count);
-        hpmlc_plan_add(plan, HPMLC_STAR_DOWN, t, at, count);
-        break;
-    case HPML_TREE:
-        hpmlc_plan_add(plan, HPMLC_TREE_UP, t, at, count);
-        hpmlc_plan_add(plan, HPMLC_TREE_DOWN, t, at, count);
-        break;
-    case HPML_BUTTERFLY: case HPML_HALVING:
+    if (a == HPML_BUTTERFLY || a == HPML_HALVING) {
         hpmlc_plan_add(plan, HPMLC_FOLD, t, at, count);
         hpmlc_plan_add(plan, a == HPML_HALVING ? HPMLC_HALVE : HPMLC_DOUBLING, core, at, count);
         if (a == HPML_HALVING) hpmlc_plan_add(plan, HPMLC_DOUBLE, core, at, count);
         hpmlc_plan_add(plan, HPMLC_UNFOLD, t, at, count);
-        break;
-    default:
-        hpmlc_plan_add(plan, HPMLC_RING_SCATTER, t, at, count);
-        hpmlc_plan_add(plan, HPMLC_RING_GATHER, t, at, count);
-        break;
+        return;
     }
+    bool star = a == HPML_CENTRAL, tree = a == HPML_TREE;
+    hpmlc_plan_add(plan, star ? HPMLC_STAR_UP : tree ? HPMLC_TREE_UP : HPMLC_RING_SCATTER, t, at, count);
+    hpmlc_plan_add(plan, star ? HPMLC_STAR_DOWN : tree ? HPMLC_TREE_DOWN : HPMLC_RING_GATHER, t, at, count);
 }
 
 /* Folding sends everything twice more; a ring of some nodes is cheaper. */
@@ -2568,7 +2488,6 @@ HPMLC_REDUCE(max_bf16, uint16_t, float, hpmlc_from_bf16, hpmlc_to_bf16, a > b ||
 HPMLC_REDUCE(max_i32, int32_t, int32_t, HPMLC_SAME, HPMLC_SAME, a > b ? a : b)
 HPMLC_REDUCE(max_i64, int64_t, int64_t, HPMLC_SAME, HPMLC_SAME, a > b ? a : b)
 
-typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes);
 HPMLC_FN hpmlc_reduce_fn *hpmlc_reducer(hpml_element e, hpml_reduce op)
 {
     static hpmlc_reduce_fn *const table[2][HPML_ELEMENT_BYTE + 1] = { /* in the order of hpml_element */
@@ -2637,21 +2556,6 @@ HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
     c->scratch      = (char *)hpml_ctx_alloc(c->ctx, size, NULL);
     c->scratch_size = c->scratch ? size : 0;
     return c->scratch;
-}
-
-/* One round of a collective: sends to one rank and receives from one at the same time; -1: none. */
-HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out, size_t out_bytes, int from, char *in,
-                                 size_t in_bytes, hpmlc_reduce_fn *reduce)
-{
-    hpml_message o, i;
-    hpml_status  got = HPML_OK, sent = HPML_OK;
-    if (to < 0 && from < 0) return HPML_OK;
-    c->counters.rounds++;
-    if (from >= 0) hpmlc_begin(c, true, from, tag, in, in_bytes, reduce, &i);
-    if (to >= 0) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out, out_bytes, NULL, &o);
-    if (from >= 0) got = hpml_wait(c, &i);
-    if (to >= 0) sent = hpml_wait(c, &o); /* both, or one would outlive its place on the stack */
-    return got != HPML_OK ? got : sent;
 }
 
 /* The mean is taken where a sum is complete, after the last phase that adds, before it goes to the others: each element
@@ -2730,20 +2634,20 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, int element,
     c->doing = name;
     c->round = 0;
     if (c->check && c->size > 1) {
-        hpmlc_signature s;
-        memset(&s, 0, sizeof s);
+        HPMLC_ZERO(hpmlc_signature, s);
         snprintf(s.name, sizeof s.name, "%s", name);
         s.count = n, s.element = element, s.op = op, s.algorithm = algorithm, s.sequence = (int32_t)c->sequence;
         if (hpmlc_check(c, &s, tag) != HPML_OK) return -1;
     }
+    c->since = hpml_comm_now(c);
     return tag;
 }
 
-HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, double start, hpml_status status)
+HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
 {
     double end = hpml_comm_now(c);
-    c->counters.seconds += end - start;
-    hpml_trace_span(c->trace, HPML_LANE_COMM, c->doing, start, end);
+    c->counters.seconds += end - c->since;
+    hpml_trace_span(c->trace, HPML_LANE_COMM, c->doing, c->since, end);
     return status;
 }
 
@@ -2753,18 +2657,16 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind 
 {
     hpmlc_plan plan;
     hpmlc_team all;
-    double     start;
     if (c && (root < 0 || root >= c->size || hpml_element_size(e) == 0 ||
               (op >= 0 && !hpmlc_reducer(e, (hpml_reduce)op))))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks, element %d, op %d", name, root, c->size,
                           (int)e, op);
     int tag = hpmlc_enter(c, name, n, (int)e, op, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    start = hpml_comm_now(c);
     all.base = 0, all.stride = 1, all.size = c->size, all.root = root, all.me = (c->rank - root + c->size) % c->size;
     plan.count = 0;
     hpmlc_plan_add(&plan, kind, all, 0, n);
-    return hpmlc_leave(c, start, hpmlc_run(c, &plan, (char *)data, e, op, tag));
+    return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)data, e, op, tag));
 }
 
 HPML_API hpml_status hpml_reduce_scatter(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op)
@@ -2794,12 +2696,11 @@ HPML_API hpml_status hpml_barrier(hpml_comm *c)
     int  tag     = hpmlc_enter(c, "barrier", 0, 0, 0, 0);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     hpml_status status = HPML_OK;
-    double      start  = hpml_comm_now(c);
     for (int step = 1; step < c->size && status == HPML_OK; step *= 2, c->round++) {
         int to = (c->rank + step) % c->size, from = (c->rank - step + c->size) % c->size;
         status = hpmlc_round(c, tag, to, &nothing, 0, from, &nothing, 0, NULL);
     }
-    return hpmlc_leave(c, start, status);
+    return hpmlc_leave(c, status);
 }
 
 /* Blocks of `bytes` between a root and everybody, or everybody and everybody: in round k with the rank k further on. */
@@ -2813,7 +2714,6 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *ou
     if (in && out && bytes > 0 && (root < 0 || root == c->rank))
         memmove(in + (scatter ? 0 : (size_t)c->rank * bytes), out + (gather ? 0 : (size_t)c->rank * bytes), bytes);
     hpml_status status = HPML_OK;
-    double      start  = hpml_comm_now(c);
     for (int k = 1; k < c->size && status == HPML_OK; k++) {
         int         to = (c->rank + k) % c->size, from = (c->rank - k + c->size) % c->size;
         bool        sends = gather ? to == root : scatter ? c->rank == root : true;
@@ -2823,7 +2723,7 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *ou
         c->round = k;
         status = hpmlc_round(c, tag, sends ? to : -1, mine, bytes, takes ? from : -1, theirs, bytes, NULL);
     }
-    return hpmlc_leave(c, start, status);
+    return hpmlc_leave(c, status);
 }
 
 HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root)
@@ -2900,18 +2800,15 @@ HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes)
 
 HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc)
 {
-    hpml_allreduce_desc d;
-    hpmlc_plan          plan;
-    hpml_status         status;
-    memset(&d, 0, sizeof d);
-    if (desc) d = *desc;
+    hpmlc_plan  plan;
+    hpml_status status;
+    HPMLC_DESC(hpml_allreduce_desc, d, desc);
     if (c && (d._begin || d._end || !hpmlc_reducer(d.element, d.reduce) ||
               (unsigned)d.algorithm >= HPML_ALGORITHM_COUNT || (n > 0 && !data)))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "allreduce: algorithm %d, op %d, element %d, data %p: the desc is not "
                           "cleared, or out of range", (int)d.algorithm, (int)d.reduce, (int)d.element, data);
     int tag = hpmlc_enter(c, "allreduce", n, (int)d.element, (int)d.reduce, (int)d.algorithm);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    double  start = hpml_comm_now(c);
     int64_t size = (int64_t)hpml_element_size(d.element), step = n;
     if (d.algorithm == HPML_AUTO) {
         if (c->t->piece > 0 && n > 1 << 21) step = (int64_t)c->t->piece / size;
@@ -2932,15 +2829,14 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
             at += count;
         } while (at < n && status == HPML_OK);
     }
-    return hpmlc_leave(c, start, status);
+    return hpmlc_leave(c, status);
 }
 
-/* A small one, by whatever algorithm. */
-HPMLC_FN hpml_status hpmlc_reduce_all(hpml_comm *c, void *data, int64_t n, hpml_element element, hpml_reduce reduce)
+HPMLC_FN hpml_status hpmlc_reduce_all(hpml_comm *c, void *data, int64_t n, hpml_element element, hpml_reduce reduce,
+                                      hpml_algorithm algorithm)
 {
-    hpml_allreduce_desc d;
-    memset(&d, 0, sizeof d);
-    d.element = element, d.reduce = reduce;
+    HPMLC_ZERO(hpml_allreduce_desc, d);
+    d.element = element, d.reduce = reduce, d.algorithm = algorithm;
     return hpml_allreduce(c, data, n, &d);
 }
 
@@ -2963,10 +2859,8 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
             if (took < best[large]) best[large] = took;
         }
     hpml_ctx_release(c->ctx, buffer);
-    hpml_allreduce_desc d;
-    memset(&d, 0, sizeof d);
-    d.reduce = HPML_MAX, d.element = HPML_ELEMENT_F64, d.algorithm = HPML_BUTTERFLY;
-    if (hpml_allreduce(c, best, 2, &d) != HPML_OK) return hpml_ctx_status(c->ctx);
+    if (hpmlc_reduce_all(c, best, 2, HPML_ELEMENT_F64, HPML_MAX, HPML_BUTTERFLY) != HPML_OK)
+        return hpml_ctx_status(c->ctx);
     c->alpha = best[0];
     c->beta  = best[1] > best[0] ? (best[1] - best[0]) / (double)LARGE : c->beta;
     return HPML_OK;
@@ -3032,7 +2926,7 @@ HPMLC_FN void hpmlc_rest(hpml_comm *c, hpmlc_gate *g, unsigned *seen)
 HPMLC_FN void hpmlc_rouse(hpml_comm *by, hpml_comm *who, hpmlc_gate *g)
 {
     hpmlc_gate_wake(hpmlc_world_of(by), g);
-    if (who->agent) hpmlc_agent_rouse(who, who->agent, 0);
+    if (who->agent) hpmlc_agent_rouse(who, who->agent);
 }
 
 #if defined(__linux__) && !defined(__USE_MISC) /* -std=c99 */
@@ -3083,11 +2977,11 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     return NULL;
 }
 
-HPMLC_FN bool hpmlc_background_thread(hpmlc_background *b)
+HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 {
     hpml_world *w = hpmlc_world_of(b->c);
 #ifdef HPML_USE_MPI
-    if (b->c->mpi && b->c->mpi->level < MPI_THREAD_SERIALIZED) return false;
+    if (b->c->mpi && b->c->mpi->level < MPI_THREAD_SERIALIZED) return;
 #endif
     hpmlc_gate_init(&b->worker);
     hpmlc_gate_init(&b->waiter);
@@ -3095,50 +2989,48 @@ HPMLC_FN bool hpmlc_background_thread(hpmlc_background *b)
     if (b->c->agent) b->twin->agent = hpmlc_agent_new(w, b->c->agent->rank, b->c->agent->clock);
     b->threaded = pthread_create(&b->thread, NULL, hpmlc_background_main, b) == 0;
     if (!b->threaded && w) __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
-    return b->threaded;
 }
+
+HPMLC_FN void hpmlc_background_join(hpmlc_background *b)
+{
+    if (!b->threaded) return;
+    __atomic_store_n(&b->stop, true, __ATOMIC_RELEASE);
+    hpmlc_rouse(b->c, b->twin, &b->worker);
+    unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
+    while (!__atomic_load_n(&b->ended, __ATOMIC_ACQUIRE)) /* a deadlock is seen, virtual time goes on */
+        hpmlc_rest(b->c, &b->waiter, &seen);
+    pthread_join(b->thread, NULL);
+    hpmlc_gate_close(&b->worker);
+    hpmlc_gate_close(&b->waiter);
+}
+
+#else
+HPMLC_FN void hpmlc_background_thread(hpmlc_background *b HPMLC_UNUSED) {}
+HPMLC_FN void hpmlc_background_join(hpmlc_background *b HPMLC_UNUSED) {}
+#endif
 
 HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
 {
     hpmlc_background *b = c->background;
     if (!b) return;
     c->background = NULL;
-    if (b->threaded) {
-        __atomic_store_n(&b->stop, true, __ATOMIC_RELEASE);
-        hpmlc_rouse(c, b->twin, &b->worker);
-        unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
-        while (!__atomic_load_n(&b->ended, __ATOMIC_ACQUIRE)) /* a deadlock is seen, virtual time goes on */
-            hpmlc_rest(c, &b->waiter, &seen);
-        pthread_join(b->thread, NULL);
-        hpmlc_gate_close(&b->worker);
-        hpmlc_gate_close(&b->waiter);
-    }
+    hpmlc_background_join(b);
     hpml_ctx_free(b->ctx);
 }
-
-#else
-HPMLC_FN bool hpmlc_background_thread(hpmlc_background *b HPMLC_UNUSED) { return false; }
-HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
-{
-    if (c->background) hpml_ctx_free(c->background->ctx);
-    c->background = NULL;
-}
-#endif
 
 /* Collective, at the first job. */
 HPMLC_FN hpmlc_background *hpmlc_background_start(hpml_comm *c)
 {
-    hpml_ctx_desc     d;
     hpmlc_background *b = (hpmlc_background *)hpml_ctx_alloc(c->ctx, sizeof *b, NULL);
     int32_t          *all = b ? (int32_t *)hpml_ctx_alloc(c->ctx, sizeof(int32_t) * (size_t)c->size, NULL) : NULL;
     if (!all) return NULL;
-    memset(&d, 0, sizeof d);
+    HPMLC_ZERO(hpml_ctx_desc, d);
     d.threads   = 1;
     d.allocator = hpml_ctx_allocator(c->ctx);
     b->c   = c;
     b->ctx = hpml_ctx_create(&d);
     for (int i = 0; i < c->size; i++) all[i] = i;
-    b->twin = b->ctx ? hpmlc_part(c, b->ctx, all, c->size, c->rank, 0) : NULL;
+    b->twin = b->ctx ? hpmlc_part(c, b->ctx, all, c->size, 0) : NULL;
     hpml_ctx_release(c->ctx, all);
     if (!b->twin) {
         hpmlc_fail(c, HPML_ERR_MEMORY, "no twin for work in the background: %s",
@@ -3203,14 +3095,21 @@ HPML_API hpml_job *hpml_iallreduce(hpml_comm *c, void *data, int64_t n, const hp
 
 HPML_API bool hpml_job_done(const hpml_job *j) { return !j || __atomic_load_n(&j->done, __ATOMIC_ACQUIRE); }
 
+HPMLC_FN void hpmlc_job_rest(hpmlc_background *b HPMLC_UNUSED, const hpml_job *j HPMLC_UNUSED)
+{
+#ifndef HPML_NO_THREADS /* else it has been done at once */
+    unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
+    while (!hpml_job_done(j)) hpmlc_rest(b->c, &b->waiter, &seen);
+#endif
+}
+
 HPML_API hpml_status hpml_job_wait(hpml_job *j)
 {
     if (!j) return HPML_ERR_ARGUMENT;
     hpmlc_background *b = j->c->background;
 #ifndef HPML_NO_THREADS
-    unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
     __atomic_store_n(&b->twin->spin, j->c->spin, __ATOMIC_RELAXED); /* nobody computes here: the core is the twin's */
-    while (!hpml_job_done(j)) hpmlc_rest(j->c, &b->waiter, &seen);
+    hpmlc_job_rest(b, j);
     __atomic_store_n(&b->twin->spin, 0, __ATOMIC_RELAXED);
     if (j->c->agent && j->c->agent->clock < j->clock) j->c->agent->clock = j->clock;
 #endif
@@ -3223,15 +3122,8 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
 /* Waits until nothing is under way: then what the twin has counted, and what jobs carry, may be looked at. */
 HPMLC_FN void hpmlc_background_drain(const hpml_comm *c)
 {
-#ifndef HPML_NO_THREADS
     hpmlc_background *b = c->background;
-    if (!b || !b->threaded || b->posted == 0) return;
-    const hpml_job *last = &b->job[(b->posted - 1) % HPMLC_JOBS];
-    unsigned        seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
-    while (!hpml_job_done(last)) hpmlc_rest(b->c, &b->waiter, &seen);
-#else
-    (void)c;
-#endif
+    if (b && b->posted > 0) hpmlc_job_rest(b, &b->job[(b->posted - 1) % HPMLC_JOBS]);
 }
 
 HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
@@ -3255,10 +3147,9 @@ HPML_API int64_t hpml_comm_bytes_to(const hpml_comm *c, int peer)
 
 HPML_API void hpml_comm_counters_reset(hpml_comm *c)
 {
-    if (c) hpmlc_background_drain(c);
-    for (int twin = 0; c && twin < 2; twin++) {
-        hpml_comm *x = twin ? (c->background ? c->background->twin : NULL) : c;
-        if (!x) return;
+    if (!c) return;
+    hpmlc_background_drain(c);
+    for (hpml_comm *x = c; x; x = x == c && c->background ? c->background->twin : NULL) {
         memset(&x->counters, 0, sizeof x->counters);
         memset(x->bytes_to, 0, sizeof *x->bytes_to * (size_t)x->size);
     }
@@ -3283,9 +3174,7 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     hpmlc_start *s    = (hpmlc_start *)arg;
     hpml_ctx    *ctx  = hpml_ctx_create(&s->ctx);
     hpml_comm   *comm = ctx ? hpml_comm_create(ctx, &s->comm) : NULL;
-#ifndef HPML_NO_THREADS
     if (!ctx && s->comm.world) hpmlc_world_absent(s->comm.world, s->comm.rank, "no memory for a context");
-#endif
     if (comm && s->d->transport == HPML_TRANSPORT_MPI && s->d->ranks > 0 && comm->size != s->d->ranks)
         hpmlc_fail(comm, HPML_ERR_ARGUMENT, "launch: %d ranks are wanted, mpiexec started %d", s->d->ranks, comm->size);
     s->status = ctx ? hpml_ctx_status(ctx) : HPML_ERR_MEMORY;
@@ -3342,9 +3231,7 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, char *error, size_t size)
 
 HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size)
 {
-    hpml_launch_desc d;
-    memset(&d, 0, sizeof d);
-    if (desc) d = *desc;
+    HPMLC_DESC(hpml_launch_desc, d, desc);
     if (error && size > 0) error[0] = 0;
     if (d._begin || d._end || !fn || d.ranks < 0) {
         if (error && size > 0)
@@ -3498,53 +3385,47 @@ HPMLC_FN size_t hpmlc_message_size(const hpml_exchange *x, int rank)
 }
 
 /* Plain tensors that follow one another in memory need no copy. The trainer pads each to 16 floats. */
-HPMLC_FN bool hpmlc_exchange_span(hpml_exchange *x)
+HPMLC_FN void hpmlc_exchange_span(hpml_exchange *x)
 {
-    float *end = NULL;
-    for (int turn = 0; turn < 2; turn++) { /* as given, or in reverse order */
-        bool fits = true;
-        end = x->span = NULL;
+    for (int turn = 0; turn < 2 && x->plain > 0; turn++) { /* as given, or in reverse order */
+        float *end  = NULL;
+        bool   fits = true;
         for (int k = 0; k < x->d.count; k++) {
             const hpmlc_item *it = &x->item[turn ? x->d.count - 1 - k : k];
             if (!it->plain) continue;
             int64_t n = it->g.rows * it->g.cols;
-            if (!x->span) x->span = end = it->g.data;
+            if (!end) x->span = end = it->g.data;
             fits = fits && it->g.data == end;
             end += x->d.padded ? (n + 15) / 16 * 16 : n;
         }
         if (fits) {
             x->plain = end - x->span;
-            return true;
+            return;
         }
     }
-    return false;
+    x->span = NULL;
 }
 
-HPMLC_FN bool hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc *d)
+HPMLC_FN hpml_status hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc *d)
 {
     bool sum = d->reduce == HPML_SUM || d->reduce == HPML_MEAN, ratio = d->ratio >= 0 && d->ratio <= 1;
     if (d->_begin || d->_end || d->count < 1 || !d->tensors || d->leaves < 0 || !sum || !ratio || d->lowrank < 0 ||
-        (unsigned)d->method > HPML_METHOD_LOWRANK) {
-        hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: %d tensors, method %d, op %d, ratio %g, rank %d: the desc is not "
-                   "cleared, or out of range", d->count, (int)d->method, (int)d->reduce, (double)d->ratio, d->lowrank);
-        return false;
-    }
+        (unsigned)d->method > HPML_METHOD_LOWRANK)
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: %d tensors, method %d, op %d, ratio %g, rank %d: the desc "
+                          "is not cleared, or out of range", d->count, (int)d->method, (int)d->reduce, (double)d->ratio,
+                          d->lowrank);
     for (int i = 0; i < d->count; i++) {
         const hpml_gradient *g = &d->tensors[i];
         hpml_packing         p;
-        if (!g->data || g->rows < 1 || g->cols < 1 || hpml_packing_init(&p, &d->codec, g->rows, g->cols) != HPML_OK) {
-            hpmlc_fail(c, HPML_ERR_SHAPE, "exchange: tensor %d \"%s\" is %lld x %lld%s, or its codec desc is not valid",
-                       i, g->name ? g->name : "", (long long)g->rows, (long long)g->cols,
-                       g->data ? "" : " without data");
-            return false;
-        }
+        if (!g->data || g->rows < 1 || g->cols < 1 || hpml_packing_init(&p, &d->codec, g->rows, g->cols) != HPML_OK)
+            return hpmlc_fail(c, HPML_ERR_SHAPE, "exchange: tensor %d \"%s\" is %lld x %lld%s, or its codec desc is "
+                              "not valid", i, g->name ? g->name : "", (long long)g->rows, (long long)g->cols,
+                              g->data ? "" : " without data");
     }
-    if (d->leaves > 1 && d->method != HPML_METHOD_CODEC) {
-        hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "exchange: top-k and low-rank take one contribution a rank; exact sums go "
-                   "with codecs");
-        return false;
-    }
-    return true;
+    if (d->leaves > 1 && d->method != HPML_METHOD_CODEC)
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "exchange: top-k and low-rank take one contribution a rank; exact "
+                          "sums go with codecs");
+    return HPML_OK;
 }
 
 /* All ranks must have the same tensors: counts and shapes, folded into a number that is compared. */
@@ -3557,7 +3438,7 @@ HPMLC_FN hpml_status hpmlc_exchange_agree(hpml_exchange *x)
         for (int k = 0; k < 3; k++) h = (h ^ parts[k]) * 1099511628211u;
     }
     hash[0] = (int64_t)(h >> 2), hash[1] = -hash[0];
-    hpml_status status = hpmlc_reduce_all(x->c, hash, 2, HPML_ELEMENT_I64, HPML_MAX);
+    hpml_status status = hpmlc_reduce_all(x->c, hash, 2, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     if (status == HPML_OK && hash[0] != -hash[1])
         status = hpmlc_fail(x->c, HPML_ERR_SHAPE, "exchange: the ranks have different tensors or codecs (%d here); all "
                             "ranks must record the same model", x->d.count);
@@ -3604,7 +3485,7 @@ HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
 
 HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc)
 {
-    if (hpmlc_failed(c) || !desc || !hpmlc_exchange_check(c, desc)) return NULL;
+    if (hpmlc_failed(c) || !desc || hpmlc_exchange_check(c, desc) != HPML_OK) return NULL;
     hpml_exchange *x = (hpml_exchange *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
     size_t         p = (size_t)c->size;
     if (!x) return NULL;
@@ -3630,9 +3511,8 @@ HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_d
     x->leaves[c->rank] = x->d.leaves;
     if (hpmlc_exchange_agree(x) != HPML_OK) return NULL;
     if (hpml_allgather(c, x->leaves, c->size, HPML_ELEMENT_I32) != HPML_OK) return NULL;
-    bool lie = x->plain > 0 && hpmlc_exchange_span(x);
-    if (!lie) x->span = NULL;
-    if (x->plain > 0 && !lie && !desc->linked) {
+    hpmlc_exchange_span(x);
+    if (x->plain > 0 && !x->span && !desc->linked) {
         x->fused = (float *)hpml_ctx_alloc(c->ctx, (size_t)x->plain * sizeof(float), NULL);
         if (!x->fused) return NULL;
     }
@@ -3762,7 +3642,6 @@ HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const c
                                          bool same, char *in, const size_t *in_at)
 {
     int         tag = hpmlc_enter(c, name, (int64_t)in_at[c->size], HPML_ELEMENT_BYTE, -1, -1);
-    double      start = hpml_comm_now(c);
     hpml_status status = HPML_OK;
     if (tag < 0) return hpml_ctx_status(c->ctx);
     for (int k = 1; k < c->size && status == HPML_OK; k++) {
@@ -3771,7 +3650,7 @@ HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const c
         status = hpmlc_round(c, tag, to, out + out_at[mine], out_at[mine + 1] - out_at[mine], from, in + in_at[from],
                              in_at[from + 1] - in_at[from], NULL);
     }
-    return hpmlc_leave(c, start, status);
+    return hpmlc_leave(c, status);
 }
 
 HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
@@ -3796,26 +3675,24 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
     return bad ? HPML_ERR_NONFINITE : HPML_OK;
 }
 
-HPMLC_FN hpml_status hpmlc_exchange_plain(hpml_comm *c, hpml_exchange *x)
+/* Copies plain tensors side by side, or back to their places. */
+HPMLC_FN void hpmlc_exchange_fuse(const hpml_exchange *x, bool back)
 {
-    hpml_allreduce_desc d;
-    float              *at = x->fused;
-    memset(&d, 0, sizeof d);
-    d.algorithm = x->d.algorithm, d.reduce = x->d.reduce;
+    float *at = x->fused;
     for (int i = 0; at && i < x->d.count; i++) {
         const hpml_gradient *g = &x->item[i].g;
-        if (!x->item[i].plain) continue;
-        memcpy(at, g->data, (size_t)(g->rows * g->cols) * sizeof(float));
-        at += g->rows * g->cols;
+        int64_t              n = x->item[i].plain ? g->rows * g->cols : 0;
+        memcpy(back ? g->data : at, back ? at : g->data, (size_t)n * sizeof(float));
+        at += n;
     }
-    hpml_status status = hpml_allreduce(c, x->fused ? x->fused : x->span, x->plain, &d);
-    at = x->fused;
-    for (int i = 0; at && i < x->d.count && status == HPML_OK; i++) {
-        const hpml_gradient *g = &x->item[i].g;
-        if (!x->item[i].plain) continue;
-        memcpy(g->data, at, (size_t)(g->rows * g->cols) * sizeof(float));
-        at += g->rows * g->cols;
-    }
+}
+
+HPMLC_FN hpml_status hpmlc_exchange_plain(hpml_comm *c, hpml_exchange *x)
+{
+    float *data = x->fused ? x->fused : x->span;
+    hpmlc_exchange_fuse(x, false);
+    hpml_status status = hpmlc_reduce_all(c, data, x->plain, HPML_ELEMENT_F32, x->d.reduce, x->d.algorithm);
+    if (status == HPML_OK) hpmlc_exchange_fuse(x, true);
     return status;
 }
 
@@ -3877,39 +3754,31 @@ HPMLC_FN int64_t hpmlc_topk_count(const hpml_exchange *x, const hpmlc_item *it)
     return k < 1 ? 1 : k;
 }
 
-HPMLC_FN int hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
+HPMLC_FN int64_t hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
 {
     int64_t r = x->d.lowrank > 0 ? x->d.lowrank : 2;
     if (r > it->g.rows) r = it->g.rows;
-    return (int)(r > it->g.cols ? it->g.cols : r);
+    return r > it->g.cols ? it->g.cols : r;
 }
 
 HPMLC_FN bool hpmlc_methods_create(hpml_exchange *x, hpmlc_item *it)
 {
-    hpml_ctx *ctx = x->c->ctx;
-    int64_t   n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
-    int       r = hpmlc_lowrank_of(x, it), p = x->c->size;
-    bool      top = x->d.method == HPML_METHOD_TOPK;
+    int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements, k = hpmlc_topk_count(x, it);
+    int64_t r = hpmlc_lowrank_of(x, it), p = x->c->size;
+    bool    top = x->d.method == HPML_METHOD_TOPK;
     if (least <= 0) least = HPML_CODEC_MIN_ELEMENTS;
     it->plain = (it->g.rows == 1 || it->g.cols == 1 || n < least) && !x->d.codec.compress_all;
     if (!top && (it->g.rows + it->g.cols) * r >= n) it->plain = true; /* nothing to be saved */
     if (it->plain) return true;
-    it->residual = (float *)hpml_ctx_alloc(ctx, (size_t)n * sizeof(float), NULL);
-    it->work     = (float *)hpml_ctx_alloc(ctx, (size_t)n * sizeof(float), NULL);
-    if (top) {
-        int64_t k = hpmlc_topk_count(x, it);
-        it->p = (float *)hpml_ctx_alloc(ctx, (size_t)n * sizeof(float), NULL);             /* u */
-        it->q = (float *)hpml_ctx_alloc(ctx, (size_t)(2 * k * p) * sizeof(float), NULL);   /* pairs of all ranks */
-        x->bytes += 8 * k * (p - 1);
-        return it->residual && it->work && it->p && it->q;
-    }
-    it->p = (float *)hpml_ctx_alloc(ctx, (size_t)(it->g.rows * r) * sizeof(float), NULL);
-    it->q = (float *)hpml_ctx_alloc(ctx, (size_t)(it->g.cols * r) * sizeof(float), NULL);
-    x->bytes += 8 * (int64_t)r * (it->g.rows + it->g.cols) * (p - 1) / p;
+    it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)n * sizeof(float));
+    it->work     = (float *)hpmlc_exchange_alloc(x, (size_t)n * sizeof(float));
+    it->p        = (float *)hpmlc_exchange_alloc(x, (size_t)(top ? n : it->g.rows * r) * sizeof(float));
+    it->q        = (float *)hpmlc_exchange_alloc(x, (size_t)(top ? 2 * k * p : it->g.cols * r) * sizeof(float));
+    x->bytes += top ? 8 * k * (p - 1) : 8 * r * (it->g.rows + it->g.cols) * (p - 1) / p;
     if (!it->residual || !it->work || !it->p || !it->q) return false;
     hpml_rng rng;
     rng.seed = 1, rng.stream = (uint64_t)(it - x->item), rng.counter = 0; /* the same on all ranks */
-    hpml_rng_fill_normal(&rng, it->q, it->g.cols * r);
+    if (!top) hpml_rng_fill_normal(&rng, it->q, it->g.cols * r);
     return true;
 }
 
@@ -3978,7 +3847,7 @@ HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x)
         }
         if (x->d.reduce == HPML_MEAN) hpmlc_divide(it->g.data, n, HPML_ELEMENT_F32, c->size);
     }
-    if (status == HPML_OK) status = hpmlc_reduce_all(c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX);
+    if (status == HPML_OK) status = hpmlc_reduce_all(c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     x->bad = bad;
     return status == HPML_OK && bad ? HPML_ERR_NONFINITE : status;
 }
@@ -4005,10 +3874,8 @@ HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
 
 HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
 {
-    hpml_allreduce_desc mean;
-    float               bad = 0;
-    memset(&mean, 0, sizeof mean);
-    mean.reduce = HPML_MEAN, mean.algorithm = x->d.algorithm;
+    const hpml_algorithm a = x->d.algorithm;
+    float                bad = 0;
     for (int t = 0; t < x->d.count; t++) {
         hpmlc_item *it   = &x->item[t];
         int64_t     rows = it->g.rows, cols = it->g.cols, n = rows * cols, r = hpmlc_lowrank_of(x, it);
@@ -4018,18 +3885,19 @@ HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
         for (int64_t i = 0; i < n; i++) M[i] = (part == 0 ? it->g.data[i] : 0) + it->residual[i];
         if (part != 0) bad = 1;
         hpml_sgemm(c->ctx, false, false, rows, r, cols, 1, M, cols, it->q, r, 0, it->p, r);
-        if (hpml_allreduce(c, it->p, rows * r, &mean) != HPML_OK) return hpml_ctx_status(c->ctx);
+        hpml_status status = hpmlc_reduce_all(c, it->p, rows * r, HPML_ELEMENT_F32, HPML_MEAN, a);
+        if (status != HPML_OK) return status;
         hpmlc_orthonormal(it->p, rows, (int)r);
         hpml_sgemm(c->ctx, true, false, cols, r, rows, 1, M, cols, it->p, r, 0, it->q, r);
-        if (hpml_allreduce(c, it->q, cols * r, &mean) != HPML_OK) return hpml_ctx_status(c->ctx);
+        status = hpmlc_reduce_all(c, it->q, cols * r, HPML_ELEMENT_F32, HPML_MEAN, a);
+        if (status != HPML_OK) return status;
         hpml_sgemm(c->ctx, false, true, rows, cols, r, 1, it->p, r, it->q, r, 0, it->g.data, cols);
         for (int64_t i = 0; i < n; i++) it->residual[i] = M[i] - it->g.data[i];
         if (x->d.reduce == HPML_SUM)
             for (int64_t i = 0; i < n; i++) it->g.data[i] *= (float)c->size;
     }
-    mean.reduce = HPML_MAX;
-    if (hpml_allreduce(c, &bad, 1, &mean) != HPML_OK) return hpml_ctx_status(c->ctx);
-    return bad != 0 ? HPML_ERR_NONFINITE : HPML_OK;
+    hpml_status status = hpmlc_reduce_all(c, &bad, 1, HPML_ELEMENT_F32, HPML_MAX, a);
+    return status == HPML_OK && bad != 0 ? HPML_ERR_NONFINITE : status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4138,7 +4006,8 @@ struct hpml_distributed {
     float               *shadow;    /* delayed: and those under way, laid out like them */
     bool                 under_way; /* delayed: false before the first step */
     double               full;      /* delayed: samples of a whole step when they were computed */
-    float               *before;    /* (buffer_total) delayed, exact: running statistics that the step began with */
+    float               *before;    /* (buffer_total) delayed, exact: running statistics that the step began with, */
+    float               *now;       /* (buffer_total) and scratch for those of now */
     float               *leaf;      /* exact: (leaves, leaf_total) */
     int64_t             *sum;       /* exact: (leaf_total) */
     float               *largest;   /* exact: (tensors) */
@@ -4157,24 +4026,15 @@ struct hpml_distributed {
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
 
-/* Gradients at their place in the mirror: `fetch` from the device, `put` back. On the host these do nothing. */
+/* Gradients from the device to their place in the mirror; hpmlc_dist_update puts them back. */
 HPMLC_FN void hpmlc_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
     if (!d->mirror || n == 0) return;
     d->reach.device->read(d->reach.at, d->mirror + at, d->first + at, (size_t)n * sizeof(float));
 }
 
-HPMLC_FN void hpmlc_put(hpml_distributed *d)
-{
-    if (d->mirror)
-        d->reach.device->write(d->reach.at, d->first, d->mirror, (size_t)d->span * sizeof(float));
-}
-
-/* Where the host finds, and leaves, a gradient. */
-HPMLC_FN float *hpmlc_grad(const hpml_distributed *d, const hpml_tensor *p)
-{
-    return d->mirror && p->grad ? d->mirror + (p->grad - d->first) : p->grad;
-}
+/* Where the host finds, and leaves, the gradients. */
+HPMLC_FN float *hpmlc_grads(const hpml_distributed *d) { return d->mirror ? d->mirror : d->first; }
 
 HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
 {
@@ -4289,7 +4149,7 @@ HPMLC_FN bool hpmlc_background_pays(hpml_comm *c)
     if (w) near = c->size;
 #endif
     if (near * hpml_ctx_threads(c->ctx) < hpmlc_cores(1)) pays = 1;
-    hpmlc_reduce_all(c, &pays, 1, HPML_ELEMENT_I32, HPML_MAX);
+    hpmlc_reduce_all(c, &pays, 1, HPML_ELEMENT_I32, HPML_MAX, HPML_AUTO);
     return pays != 0;
 }
 
@@ -4323,7 +4183,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
         if (!p->grad) continue;
         d->bucket_of[i] = d->buckets;
         at = p->grad - d->first;
-        hpmlc_gradient_of(p, d->shadow ? d->shadow + at : hpmlc_grad(d, p), &g[count]);
+        hpmlc_gradient_of(p, (d->shadow ? d->shadow : hpmlc_grads(d)) + at, &g[count]);
         bytes += 4 * hpml_tensor_count(p);
         count++;
     }
@@ -4360,33 +4220,25 @@ HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, i
 // >>distribute-step   buffers, weights, double buffering
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLC_FN void hpmlc_buffers_keep(hpml_distributed *d)
+/* Running statistics, side by side: copied to `row`, or from there back to their places. */
+HPMLC_FN void hpmlc_buffers_copy(hpml_distributed *d, float *row, bool back)
 {
-    float *before = d->before;
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
-        int64_t      n = hpml_tensor_count(p);
-        if (!p->param->buffer) continue;
-        memcpy(before, hpmlc_open(&d->reach, p->data, n), (size_t)n * sizeof(float));
-        before += n;
+        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
+        float       *x = back && d->reach.device ? d->reach.window : hpmlc_open(&d->reach, p->data, n);
+        memcpy(back ? x : row, back ? row : x, (size_t)n * sizeof(float));
+        if (back) hpmlc_close(&d->reach, p->data, n);
+        row += n;
     }
 }
 
 /* Running statistics are again what the step began with, and `before` how far it moved them. */
 HPMLC_FN void hpmlc_buffers_back(hpml_distributed *d)
 {
-    float *before = d->before;
-    for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        float       *x = hpmlc_open(&d->reach, p->data, n);
-        for (int64_t k = 0; k < n; k++) {
-            float now = x[k];
-            x[k]      = *before;
-            *before++ = now - x[k];
-        }
-        hpmlc_close(&d->reach, p->data, n);
-    }
+    hpmlc_buffers_copy(d, d->now, false);
+    hpmlc_buffers_copy(d, d->before, true);
+    for (int64_t k = 0; k < d->buffer_total; k++) d->before[k] = d->now[k] - d->before[k];
 }
 
 /* Statistics of the global batch. The others compute as long as this one does: the time is the network's. */
@@ -4394,7 +4246,7 @@ HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, do
 {
     hpml_distributed *d     = (hpml_distributed *)user;
     double            start = hpml_now();
-    hpml_status status = hpmlc_reduce_all(d->c, values, n, HPML_ELEMENT_F64, HPML_SUM);
+    hpml_status status = hpmlc_reduce_all(d->c, values, n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
     start = hpml_now() - start;
     d->r.exposed_s += start, d->r.compute_s -= start;
     return status;
@@ -4403,28 +4255,22 @@ HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, do
 /* Samples, loss, buffers (delayed: their moves): into the sum of all ranks. */
 HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d)
 {
-    double      *s = d->stats, *at = s + HPMLC_STATS;
-    const float *move = d->d.delayed ? d->before : NULL;
+    double      *s = d->stats;
+    const float *x = d->d.delayed ? d->before : d->now;
     bool         bad = !(d->loss_sum - d->loss_sum == 0);
     s[HPMLC_SAMPLES]  = d->samples;
     s[HPMLC_LOSS]     = bad ? 0 : d->loss_sum;
     s[HPMLC_BAD]      = bad;
     s[HPMLC_BAD_RANK] = bad ? d->c->rank : 0;
-    for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        const float *x = move ? move : hpmlc_open(&d->reach, p->data, n);
-        for (int64_t k = 0; k < n; k++) *at++ = d->samples * (double)x[k];
-        if (move) move += n;
-    }
+    if (!d->d.delayed) hpmlc_buffers_copy(d, d->now, false);
+    for (int64_t k = 0; k < d->buffer_total; k++) s[HPMLC_STATS + k] = d->samples * (double)x[k];
 }
 
 HPMLC_FN hpml_status hpmlc_stats_post(hpml_distributed *d)
 {
-    hpml_allreduce_desc f64;
+    HPMLC_ZERO(hpml_allreduce_desc, f64);
+    f64.element = HPML_ELEMENT_F64;
     hpmlc_stats_fill(d);
-    memset(&f64, 0, sizeof f64);
-    f64.element  = HPML_ELEMENT_F64;
     if (d->direct) return d->stats_status = hpml_allreduce(d->c, d->stats, HPMLC_STATS + d->buffer_total, &f64);
     d->stats_job = hpml_iallreduce(d->c, d->stats, HPMLC_STATS + d->buffer_total, &f64);
     return d->stats_job ? HPML_OK : hpml_ctx_status(d->ctx);
@@ -4448,17 +4294,12 @@ HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
 /* and the mean of the running statistics. */
 HPMLC_FN void hpmlc_buffers_read(hpml_distributed *d)
 {
-    const double *at = d->stats + HPMLC_STATS;
-    for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        float       *x = hpmlc_open(&d->reach, p->data, n);
-        for (int64_t k = 0; k < n; k++) {
-            float mean = (float)(*at++ / d->stats[HPMLC_SAMPLES]);
-            x[k]       = d->d.delayed ? x[k] + mean : mean;
-        }
-        hpmlc_close(&d->reach, p->data, n);
+    if (d->d.delayed) hpmlc_buffers_copy(d, d->now, false);
+    for (int64_t k = 0; k < d->buffer_total; k++) {
+        float mean = (float)(d->stats[HPMLC_STATS + k] / d->stats[HPMLC_SAMPLES]);
+        d->now[k]  = d->d.delayed ? d->now[k] + mean : mean;
     }
+    hpmlc_buffers_copy(d, d->now, true);
 }
 
 HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d)
@@ -4484,7 +4325,7 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     if (d->micro == 0) {
         d->samples = d->loss_sum = 0, d->posted = 0;
         for (int i = 0; i < d->buckets; i++) d->bucket[i].ready = 0;
-        if (d->d.delayed) hpmlc_buffers_keep(d);
+        if (d->d.delayed) hpmlc_buffers_copy(d, d->before, false);
     }
     *loss = 0;
     status = hpml_trainer_run_local(t, 0, samples, scale, d->micro > 0, loss);
@@ -4494,8 +4335,7 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     d->r.compute_s += hpml_now() - start;
     d->micro++;
     if (status != HPML_OK) return hpmlc_failed(d->c), status;
-    if (last && !d->d.delayed) status = hpmlc_dist_post(d);
-    return status;
+    return last && !d->d.delayed ? hpmlc_dist_post(d) : HPML_OK;
 }
 
 /* Waits for all buckets and the sum behind them; what has been waited for is not waited for again. */
@@ -4544,7 +4384,7 @@ HPMLC_FN hpml_status hpmlc_dist_linked(hpml_distributed *d)
     status = d->link->across ? hpmlc_shares_finish(d) : hpmlc_linked_finish(d->c, d->ended, d->buckets, d->looks);
     int64_t bad = hpmlc_dist_bad(d);
     if (status == HPML_OK && d->d.codec.kind != HPML_CODEC_NONE)
-        status = hpmlc_reduce_all(d->c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX);
+        status = hpmlc_reduce_all(d->c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     d->r.exposed_s += hpml_now() - start;
     return hpmlc_dist_blame(d, status == HPML_OK && bad ? HPML_ERR_NONFINITE : status, bad);
 }
@@ -4572,15 +4412,9 @@ HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
 HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples, double full)
 {
     if (d->d.sum || samples <= 0 || samples == full) return;
-    if (d->link) {
-        d->link->scale(d->link->user, d->first, d->span, (float)(full / samples), 1);
-        return;
-    }
-    for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        float       *g = hpmlc_grad(d, p);
-        for (int64_t k = 0, n = g ? hpml_tensor_count(p) : 0; k < n; k++) g[k] *= (float)(full / samples);
-    }
+    float *g = hpmlc_grads(d), scale = (float)(full / samples);
+    if (d->link) d->link->scale(d->link->user, d->first, d->span, scale, 1);
+    for (int64_t k = 0; !d->link && k < d->span; k++) g[k] *= scale;
 }
 
 /* The next row begins here. */
@@ -4610,14 +4444,10 @@ HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
 /* Gradients under way and the trainer's change places. */
 HPMLC_FN void hpmlc_shadow_swap(hpml_distributed *d)
 {
-    for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        if (!p->grad) continue;
-        float *mine = hpmlc_grad(d, p), *other = d->shadow + (p->grad - d->first);
-        for (int64_t k = 0, n = hpml_tensor_count(p); k < n; k++) {
-            float g = mine[k];
-            mine[k] = other[k], other[k] = g;
-        }
+    float *mine = hpmlc_grads(d), *other = d->shadow;
+    for (int64_t k = 0; k < d->span; k++) {
+        float g = mine[k];
+        mine[k] = other[k], other[k] = g;
     }
 }
 
@@ -4655,7 +4485,8 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
     if (!d->d.delayed) hpmlc_steps_note(d);
     d->r.steps++;
     if (d->d.delayed && samples <= 0) return HPML_OK; /* the first step has nothing to apply */
-    if (!d->d.exact) hpmlc_dist_rescale(d, samples, full), hpmlc_put(d);
+    if (!d->d.exact) hpmlc_dist_rescale(d, samples, full);
+    if (d->mirror) d->reach.device->write(d->reach.at, d->first, d->mirror, (size_t)d->span * sizeof(float));
     return hpml_trainer_update_local(t, 0, d->params);
 }
 
@@ -4669,15 +4500,21 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
    Rounding a leaf loses less than 2^(e + k - 62), far below a float's last bit. Integers add up to the same bits in any
    order. */
 
+/* Floats of a leaf that parameter i has. */
+HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
+{
+    const hpml_tensor *p = hpmlc_param(d, i);
+    return p->grad || p->param->buffer ? hpml_tensor_count(p) : 0;
+}
+
 /* Copies between the tensors and one leaf's row of floats. Buffers: how far this leaf moved them, times its samples. */
 HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
 {
     const float *before = d->before;
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
-        int64_t      n = hpml_tensor_count(p);
-        if (!p->grad && !p->param->buffer) continue;
-        float *x = hpmlc_open(&d->reach, p->grad ? p->grad : p->data, n);
+        int64_t      n = hpmlc_leaf_floats(d, i);
+        float       *x = hpmlc_open(&d->reach, p->grad ? p->grad : p->data, n);
         if (p->grad) memcpy(row, x, (size_t)n * sizeof(float));
         else {
             for (int64_t k = 0; k < n; k++) row[k] = (float)(samples * ((double)x[k] - (double)before[k]));
@@ -4693,7 +4530,7 @@ HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, fl
 {
     float       part = 0;
     hpml_status status = HPML_OK;
-    hpmlc_buffers_keep(d);
+    hpmlc_buffers_copy(d, d->before, false);
     memset(d->leaf, 0, (size_t)(d->leaf_total * d->leaf_count) * sizeof(float));
     for (int64_t l = 0, at = 0; at < samples && status == HPML_OK; l++, at += d->d.leaf) {
         int64_t n = samples - at < d->d.leaf ? samples - at : d->d.leaf;
@@ -4716,13 +4553,6 @@ HPMLC_FN void hpmlc_exact_round(const hpml_distributed *d, int64_t *sum, int64_t
     }
 }
 
-/* Floats of a leaf that parameter i has. */
-HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
-{
-    const hpml_tensor *p = hpmlc_param(d, i);
-    return p->grad || p->param->buffer ? hpml_tensor_count(p) : 0;
-}
-
 HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
 {
     int e = 0, k = hpmlc_log2((int)d->leaf_all) + 1;
@@ -4733,21 +4563,19 @@ HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
 
 HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
 {
-    hpml_allreduce_desc r;
-    int64_t             at = 0, used = 0;
-    memset(&r, 0, sizeof r);
-    r.reduce = HPML_MAX, r.algorithm = d->d.algorithm;
+    const hpml_algorithm a = d->d.algorithm;
+    int64_t              at = 0, used = 0;
     for (int i = 0; i < d->params; i++) {
         int64_t n     = hpmlc_leaf_floats(d, i);
         d->largest[i] = 0;
         for (int64_t l = 0; l < d->leaf_count && d->bucket_of[i] < 0; l++)
             for (int64_t k = 0; k < n; k++) {
-                float a = fabsf(d->leaf[l * d->leaf_total + at + k]);
-                if (!(a <= d->largest[i])) d->largest[i] = a; /* a NaN stays */
+                float g = fabsf(d->leaf[l * d->leaf_total + at + k]);
+                if (!(g <= d->largest[i])) d->largest[i] = g; /* a NaN stays */
             }
         at += n;
     }
-    hpml_status status = hpml_allreduce(d->c, d->largest, d->params, &r);
+    hpml_status status = hpmlc_reduce_all(d->c, d->largest, d->params, HPML_ELEMENT_F32, HPML_MAX, a);
     at = 0;
     for (int i = 0; i < d->params && status == HPML_OK; i++) {
         int64_t n = hpmlc_leaf_floats(d, i);
@@ -4761,8 +4589,7 @@ HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
         }
         at += n;
     }
-    r.reduce = HPML_SUM, r.element = HPML_ELEMENT_I64;
-    return status == HPML_OK ? hpml_allreduce(d->c, d->sum, used, &r) : status;
+    return status == HPML_OK ? hpmlc_reduce_all(d->c, d->sum, used, HPML_ELEMENT_I64, HPML_SUM, a) : status;
 }
 
 /* Integers back to gradients and buffers; packed tensors come from leaf 0, where the exchange has left their sum. */
@@ -4796,7 +4623,7 @@ HPMLC_FN hpml_status hpmlc_exact_run(void *user, hpml_trainer *t, int64_t sample
     if (status != HPML_OK) return hpmlc_failed(d->c), status;
     start = hpml_now();
     hpmlc_stats_fill(d);
-    status = hpmlc_reduce_all(d->c, d->stats, HPMLC_STATS, HPML_ELEMENT_F64, HPML_SUM);
+    status = hpmlc_reduce_all(d->c, d->stats, HPMLC_STATS, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
     if (status == HPML_OK) status = hpmlc_stats_read(d);
     if (status == HPML_OK && d->buckets > 0) {
         status = hpml_exchange_run(d->bucket[0].x);
@@ -4840,11 +4667,9 @@ HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
     if (e.count > 0) {
         e.tensors = g, e.reduce = HPML_SUM, e.padded = false;
         e.leaves = (int32_t)d->leaf_count, e.leaf_step = d->leaf_total;
-        if (d->leaf_count == 0) {
-            hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: %lld leaves for %d ranks leave this one without; lower "
-                       ".leaf or the number of ranks", (long long)d->leaf_all, p);
-            return false;
-        }
+        if (d->leaf_count == 0)
+            return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: %lld leaves for %d ranks leave this one "
+                              "without; lower .leaf or the number of ranks", (long long)d->leaf_all, p), false;
         d->bucket[0].x = d->bucket[0].now = hpml_exchange_create(d->c, &e);
         d->buckets     = 1;
         if (!d->bucket[0].x) return false;
@@ -4862,7 +4687,7 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
 {
     int64_t shape[4];
     shape[0] = hpml_param_total(d->ctx), shape[1] = -shape[0], shape[2] = d->params, shape[3] = -shape[2];
-    hpml_status status = hpmlc_reduce_all(d->c, shape, 4, HPML_ELEMENT_I64, HPML_MAX);
+    hpml_status status = hpmlc_reduce_all(d->c, shape, 4, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     if (status == HPML_OK && (shape[0] != -shape[1] || shape[2] != -shape[3]))
         return hpmlc_fail(d->c, HPML_ERR_SHAPE, "distribute: this rank's model has %lld numbers in %d parameters, "
                           "others up to %lld in %lld; record the same model on all ranks",
@@ -4876,24 +4701,19 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     return status;
 }
 
-/* What only a trainer on the host can do. */
-HPMLC_FN bool hpmlc_dist_check_device(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *d)
+/* In f16 without a fixed loss scale gradients overflow now and then. */
+HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
 {
-    const hpml_backend *b = hpml_ctx_backend(c->ctx);
-    void               *device = hpml_ctx_device(c->ctx);
-    bool                overflows = b->store && b->store(device) == HPML_DTYPE_F16;
-    bool lossy = d->method != HPML_METHOD_CODEC || d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
-    if (overflows && hpml_trainer_settings(t)->loss_scale == 0 && (d->exact || lossy))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and what packs "
-                          "them cannot carry an infinity; take bf16, a fixed loss_scale, or codec none"), false;
-    return true;
+    const hpml_backend *b = hpml_ctx_backend(ctx);
+    bool                f16 = b->store && b->store(hpml_ctx_device(ctx)) == HPML_DTYPE_F16;
+    return f16 && hpml_trainer_settings(t)->loss_scale == 0;
 }
 
-HPMLC_FN bool hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
+HPMLC_FN hpml_status hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
 {
     if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0 ||
         d->history < 0)
-        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative"), false;
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative");
     if (d->global_batch == 0) d->global_batch = c->size * batch;
     if (d->leaf == 0) d->leaf = batch < 8 ? batch : 8;
     if (d->history == 0) d->history = 64;
@@ -4902,29 +4722,30 @@ HPMLC_FN bool hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_de
     if (most > batch || d->leaf > batch)
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld on %d ranks gives one up to %lld "
                           "samples (leaves of %lld), the model's batch is %lld", (long long)d->global_batch, c->size,
-                          (long long)most, (long long)d->leaf, (long long)batch), false;
+                          (long long)most, (long long)d->leaf, (long long)batch);
     bool    several = hpml_trainer_settings(t)->accumulate > 1;
     if (d->exact && (d->sum || d->delayed || d->warm_steps || d->method != HPML_METHOD_CODEC || several))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs, and one batch a "
-                          "step; not with sum, delayed, warm_steps, top-k, low rank or accumulate"), false;
+                          "step; not with sum, delayed, warm_steps, top-k, low rank or accumulate");
     if (d->exact && d->sync_batchnorm)
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums compute leaves one after another, each with "
-                          "statistics of its own; sync_batchnorm needs them at once"), false;
-    if (hpml_ctx_backend(c->ctx) != hpml_backend_cpu() && !hpmlc_dist_check_device(t, c, d)) return false;
+                          "statistics of its own; sync_batchnorm needs them at once");
+    bool lossy = d->method != HPML_METHOD_CODEC || d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
+    if ((d->exact || lossy) && hpml_ctx_backend(c->ctx) != hpml_backend_cpu() && hpmlc_overflows(t, c->ctx))
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and what packs "
+                          "them cannot carry an infinity; take bf16, a fixed loss_scale, or codec none");
     if (d->exact && !hpml_graph_batchable(hpml_trainer_graph(t)))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this model mixes the samples of a batch, so leaves "
-                          "cannot be computed apart"), false;
-    return true;
+                          "cannot be computed apart");
+    return HPML_OK;
 }
 
 /* May gradients stay on the device? The other strategies look at them on the host. */
 HPMLC_FN bool hpmlc_dist_linkable(hpml_distributed *d)
 {
-    const hpml_backend      *b = hpml_ctx_backend(d->ctx);
-    const hpml_trainer_desc *t = hpml_trainer_settings(d->t);
-    bool lossy = d->d.codec.kind != HPML_CODEC_NONE;
-    bool half  = b->store && b->store(hpml_ctx_device(d->ctx)) == HPML_DTYPE_F16;
-    d->looks   = t->clip_norm > 0 || (t->loss_scale == 0 && half);
+    const hpml_backend *b = hpml_ctx_backend(d->ctx);
+    bool                lossy = d->d.codec.kind != HPML_CODEC_NONE;
+    d->looks = hpml_trainer_settings(d->t)->clip_norm > 0 || hpmlc_overflows(d->t, d->ctx);
     return d->c->link.begin && d->d.method == HPML_METHOD_CODEC && !d->d.codec.custom && !d->d.exact && !d->d.delayed &&
            (!lossy || (b->encode && b->decode));
 }
@@ -4946,9 +4767,10 @@ HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
     if (device && hpmlc_dist_linkable(d)) d->link = &d->c->link;
     d->bucket_of = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
     d->stats     = (double *)hpml_ctx_alloc(ctx, sizeof(double) * (size_t)(HPMLC_STATS + d->buffer_total), NULL);
-    d->before    = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)(d->buffer_total + 1), NULL);
+    d->before    = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)(2 * d->buffer_total + 1), NULL);
     d->row       = (hpml_step_row *)hpml_ctx_alloc(ctx, sizeof *d->row * (size_t)d->d.history, NULL);
     ok = d->bucket_of && d->stats && d->before && d->row;
+    if (ok) d->now = d->before + d->buffer_total;
     if (ok && d->d.delayed) ok = (d->shadow = (float *)hpml_ctx_alloc(ctx, span, NULL)) != NULL;
     if (ok && device && !d->link && !d->d.exact) ok = (d->mirror = (float *)hpml_ctx_alloc(ctx, span, NULL)) != NULL;
     if (ok && device) ok = hpmlc_reach_create(&d->reach, ctx, most);
@@ -4957,13 +4779,11 @@ HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
 
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc)
 {
-    hpml_distribute_desc settings;
-    hpml_hooks           hooks;
-    memset(&settings, 0, sizeof settings);
-    if (desc) settings = *desc;
+    HPMLC_ZERO(hpml_hooks, hooks);
+    HPMLC_DESC(hpml_distribute_desc, settings, desc);
     if (hpmlc_failed(c) || !t) return NULL;
     int64_t batch = hpml_trainer_settings(t)->input->shape[0];
-    if (!hpmlc_dist_check(t, c, &settings, batch)) return NULL;
+    if (hpmlc_dist_check(t, c, &settings, batch) != HPML_OK) return NULL;
     hpml_trainer_set_hooks(t, NULL); /* gradients are this trainer's from here on */
     hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
     if (!d) return NULL;
@@ -4972,7 +4792,6 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     d->accumulate = hpml_trainer_settings(t)->accumulate;
     if (!hpmlc_dist_memory(d) || hpmlc_dist_start(d) != HPML_OK) return NULL;
     if (!(settings.exact ? hpmlc_exact_create(d) : hpmlc_buckets_create(d))) return NULL;
-    memset(&hooks, 0, sizeof hooks);
     hooks.user   = d;
     hooks.run    = settings.exact ? hpmlc_exact_run : hpmlc_dist_run;
     hooks.grad   = settings.exact ? NULL : hpmlc_dist_grad;
@@ -5038,22 +4857,18 @@ HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int
 
 HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size)
 {
-    hpml_step_row sum;
-    size_t        at = 0;
-    memset(&sum, 0, sizeof sum);
-    for (int i = -1; i <= count; i++) {
-        const hpml_step_row *r = i < count && i >= 0 ? &rows[i] : &sum;
-        char                *to = at < size ? buffer + at : NULL;
-        size_t               room = at < size ? size - at : 0;
+    size_t at = (size_t)snprintf(buffer, size, "  step rank   step ms   compute   overlap   exposed    bubble"
+                                 "        bytes\n");
+    HPMLC_ZERO(hpml_step_row, sum);
+    for (int i = 0; i <= count; i++) {
+        const hpml_step_row *r = i < count ? &rows[i] : &sum;
         double               one = 1.0 / (i == count && count > 0 ? count : 1), ms = 1e3 * one;
         char                 name[32] = "  mean     ";
         if (i < count) snprintf(name, sizeof name, "%6lld %4d", (long long)r->step, (int)r->rank);
-        at += (size_t)(i < 0 ? snprintf(to, room, "  step rank   step ms   compute   overlap   exposed    bubble"
-                                        "        bytes\n")
-                             : snprintf(to, room, "%s %9.3f %9.3f %9.3f %9.3f %9.3f %12.0f\n", name, ms * r->step_s,
-                                        ms * r->compute_s, ms * r->overlap_s, ms * r->exposed_s, ms * r->bubble_s,
-                                        one * r->bytes));
-        if (i < 0 || i == count) continue;
+        at += (size_t)snprintf(at < size ? buffer + at : NULL, at < size ? size - at : 0,
+                               "%s %9.3f %9.3f %9.3f %9.3f %9.3f %12.0f\n", name, ms * r->step_s, ms * r->compute_s,
+                               ms * r->overlap_s, ms * r->exposed_s, ms * r->bubble_s, one * r->bytes);
+        if (i == count) break;
         sum.step_s += r->step_s, sum.compute_s += r->compute_s, sum.overlap_s += r->overlap_s;
         sum.exposed_s += r->exposed_s, sum.bubble_s += r->bubble_s, sum.bytes += r->bytes;
     }
@@ -5076,8 +4891,9 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* What an exchange carries from step to step, as one row of floats for each contribution (residuals, with TOPK also the
-   velocity), and one that all ranks share (stripes' residuals, with LOWRANK Q). row NULL: only counts. Loading adds to
-   a contribution, for there may have been more of them, and replaces what is shared. */
+   velocity), and one that all ranks share (stripes' residuals, with LOWRANK Q). Loading adds to a contribution, for
+   there may have been more of them, and replaces what is shared. row NULL: only counts; loading it clears a
+   contribution. */
 HPMLC_FN int64_t hpmlc_carried(const hpml_exchange *x, int64_t l, float *row, bool load)
 {
     int64_t at = 0;
@@ -5087,12 +4903,12 @@ HPMLC_FN int64_t hpmlc_carried(const hpml_exchange *x, int64_t l, float *row, bo
         for (int k = 0; k < 2; k++) {
             float *mine = k == 0 ? it->residual : x->d.method == HPML_METHOD_TOPK ? it->p : NULL;
             if (!mine) continue;
-            float *e_l = row ? hpmlc_open(&x->reach, mine + l * n, n) : NULL;
-            for (int64_t e = 0; e < n && row; e++) {
-                if (load) e_l[e] += row[at + e];
+            float *e_l = row || load ? hpmlc_open(&x->reach, mine + l * n, n) : NULL;
+            for (int64_t e = 0; e < n && e_l; e++) {
+                if (load) e_l[e] = row ? e_l[e] + row[at + e] : 0;
                 else row[at + e] = e_l[e];
             }
-            if (row && load) hpmlc_close(&x->reach, mine + l * n, n);
+            if (load) hpmlc_close(&x->reach, mine + l * n, n);
             at += n;
         }
     }
@@ -5243,13 +5059,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     for (int b = 0; b < d->buckets; b++) {
         hpml_exchange *x = d->bucket[b].x;
         each += hpmlc_carried(x, 0, NULL, false), all += hpmlc_shared(x, NULL, false);
-        for (int i = 0; i < x->d.count; i++) { /* zero what will be added to */
-            const hpmlc_item *it = &x->item[i];
-            size_t            n = (size_t)(it->g.rows * it->g.cols) * sizeof(float);
-            if (it->residual && d->link) d->reach.device->zero(d->reach.at, it->residual, n);
-            else if (it->residual) memset(it->residual, 0, n * (size_t)x->d.leaves);
-            if (it->p && x->d.method == HPML_METHOD_TOPK) memset(it->p, 0, n);
-        }
+        for (int64_t l = 0; l < x->d.leaves; l++) hpmlc_carried(x, l, NULL, true);
     }
     bool there = hpml_safetensors_find(f, "state.residual.workers", &workers);
     if (each > 0 && there && workers.bytes % ((size_t)each * sizeof(float)) == 0) {
@@ -5310,10 +5120,8 @@ HPMLC_FN int hpmlc_trial_step(const hpml_step_info *info HPMLC_UNUSED, void *use
 /* Trains with one size; its mean loss, infinite if it diverged. */
 HPMLC_FN hpml_status hpmlc_trial(hpml_distributed *d, hpml_dataset *data, int64_t batch, int64_t samples, double *loss)
 {
-    hpml_fit_desc    fit;
-    hpml_loader_desc loader;
-    memset(&fit, 0, sizeof fit);
-    memset(&loader, 0, sizeof loader);
+    HPMLC_ZERO(hpml_fit_desc, fit);
+    HPMLC_ZERO(hpml_loader_desc, loader);
     loader.samples_per_epoch = samples;
     fit.loader = &loader, fit.on_step = hpmlc_trial_step, fit.user = d;
     d->trial_loss = d->trial_samples = 0;
@@ -5348,11 +5156,9 @@ HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset 
 HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *desc,
                                         hpml_batch_trial *trials, int capacity)
 {
-    hpml_batch_search_desc s;
-    double                 first = 0, loss = 0;
-    int64_t                was, best = -1;
-    memset(&s, 0, sizeof s);
-    if (desc) s = *desc;
+    double  first = 0, loss = 0;
+    int64_t was, best = -1;
+    HPMLC_DESC(hpml_batch_search_desc, s, desc);
     if (!d || hpmlc_failed(d->c) || hpmlc_search_check(d, data, &s) != HPML_OK) return -1;
     was = d->d.global_batch;
     hpml_status       status = hpml_distribute_save(d, s.path);
@@ -5402,8 +5208,7 @@ HPMLC_FN bool hpmlc_neighbours(hpml_topology topology, int p, uint64_t seed, int
     if (i == j) return false;
     switch (topology) {
     case HPML_TOPOLOGY_RING: return (i + 1) % p == j || (j + 1) % p == i;
-    case HPML_TOPOLOGY_WHEEL:
-        return i == 0 || j == 0 || (rim > 1 && ((i - 1 + 1) % rim == j - 1 || (j - 1 + 1) % rim == i - 1));
+    case HPML_TOPOLOGY_WHEEL: return i == 0 || j == 0 || (rim > 1 && (i % rim == j - 1 || j % rim == i - 1));
     case HPML_TOPOLOGY_PAIRS: return hpmlc_partner(p, seed, step, i) == j;
     case HPML_TOPOLOGY_ALL: return true;
     }
@@ -5437,7 +5242,6 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     int     p = c->size, me = c->rank;
     size_t  bytes = (size_t)n * sizeof(float);
-    double  start = hpml_comm_now(c);
     double *w = (double *)hpml_ctx_alloc(c->ctx, sizeof(double) * (size_t)p * (size_t)p, NULL);
     float  *mine = (float *)hpmlc_scratch(c, 2 * bytes + 8), *theirs = mine + n;
     if (!w || !mine) return hpml_ctx_status(c->ctx);
@@ -5454,7 +5258,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
         for (int64_t i = 0; takes && status == HPML_OK && i < n; i++) data[i] += (float)w[me * p + from] * theirs[i];
     }
     hpml_ctx_release(c->ctx, w);
-    return hpmlc_leave(c, start, status);
+    return hpmlc_leave(c, status);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5487,10 +5291,8 @@ HPMLC_FN hpml_status hpmlc_clock_ahead(hpml_comm *c, double *ahead)
 
 HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *desc)
 {
-    hpml_trace_desc d;
-    double          ahead, origin;
-    memset(&d, 0, sizeof d);
-    if (desc) d = *desc;
+    double ahead, origin;
+    HPMLC_DESC(hpml_trace_desc, d, desc);
     if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     hpml_status status = hpmlc_clock_ahead(c, &ahead);
     origin = hpml_now();
@@ -5604,9 +5406,7 @@ typedef struct hpmlc_sim {
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
 {
-    free(s->node), free(s->clock), free(s->out), free(s->in), free(s->bytes), free(s->messages), free(s->work);
-    free(s->plan), free(s->phase), free(s->round), free(s->want), free(s->first), free(s->last), free(s->queue);
-    free(s->letter);
+    free(s->node), free(s->clock), free(s->bytes), free(s->plan), free(s->phase), free(s->queue), free(s->letter);
 }
 
 HPMLC_FN void hpmlc_sim_layout(hpmlc_sim *s)
@@ -5628,30 +5428,25 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     memset(s, 0, sizeof *s);
     s->p           = p;
     s->nodes       = (p + m - 1) / m;
+    size_t cards   = n + (size_t)s->nodes;
     s->mixed       = net->spread && s->nodes > 1 && s->nodes < p;
     s->latency[0]  = net->inside.latency, s->latency[1] = net->between.latency;
     s->rate[0]     = net->inside.bandwidth > 0 ? 1 / net->inside.bandwidth : 0;
     s->rate[1]     = net->between.bandwidth > 0 ? 1 / net->between.bandwidth : 0;
     s->free_letter = -1;
     s->node        = (int32_t *)calloc(n, sizeof(int32_t));
-    s->clock       = (double *)calloc(n, sizeof(double));
-    s->out         = (double *)calloc(n + (size_t)s->nodes, sizeof(double));
-    s->in          = (double *)calloc(n + (size_t)s->nodes, sizeof(double));
-    s->bytes       = (int64_t *)calloc(n, sizeof(int64_t));
-    s->messages    = (int64_t *)calloc(n, sizeof(int64_t));
-    s->work        = (double *)calloc(4 * n, sizeof(double));
+    s->clock       = (double *)calloc(5 * n + 2 * cards, sizeof(double)); /* with out, in, work */
+    s->bytes       = (int64_t *)calloc(2 * n, sizeof(int64_t));
     s->plan        = (hpmlc_plan *)calloc(n, sizeof(hpmlc_plan));
-    s->phase       = (int *)calloc(n, sizeof(int));
-    s->round       = (int *)calloc(n, sizeof(int));
-    s->want        = (int *)calloc(n, sizeof(int));
-    s->first       = (int *)calloc(n, sizeof(int));
-    s->last        = (int *)calloc(n, sizeof(int));
+    s->phase       = (int *)calloc(5 * n, sizeof(int));
     s->queue       = (hpmlc_sim_event *)calloc(n, sizeof(hpmlc_sim_event));
-    s->failed = !s->node || !s->clock || !s->out || !s->in || !s->bytes || !s->messages || !s->work || !s->plan ||
-                !s->phase || !s->round || !s->want || !s->first || !s->last || !s->queue;
-    for (int r = 0; !s->failed && r < p; r++) s->node[r] = net->spread ? r % s->nodes : r / m;
-    if (!s->failed) hpmlc_sim_layout(s);
-    return !s->failed;
+    s->failed      = !s->node || !s->clock || !s->bytes || !s->plan || !s->phase || !s->queue;
+    if (s->failed) return false;
+    s->out   = s->clock + n, s->in = s->out + cards, s->work = s->in + cards, s->messages = s->bytes + n;
+    s->round = s->phase + n, s->want = s->round + n, s->first = s->want + n, s->last = s->first + n;
+    for (int r = 0; r < p; r++) s->node[r] = net->spread ? r % s->nodes : r / m;
+    hpmlc_sim_layout(s);
+    return true;
 }
 
 /* Where a rank stands within its node, and the rank that stands there on the first node. Nodes all alike. */
@@ -6097,11 +5892,10 @@ HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_sim
 
 HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulation *out, char *error, size_t size)
 {
-    hpmlc_sim       s;
-    hpmlc_sim_text  to;
-    hpml_simulation result;
-    hpml_status     status;
-    memset(&result, 0, sizeof result);
+    hpmlc_sim      s;
+    hpmlc_sim_text to;
+    hpml_status    status;
+    HPMLC_ZERO(hpml_simulation, result);
     to.text = error, to.size = size;
     if (error && size > 0) error[0] = 0;
     if (out) *out = result;
@@ -6117,10 +5911,9 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
 
 HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const hpml_network *network, int64_t bytes)
 {
-    hpmlc_sim      s;
-    hpmlc_sim_text nowhere;
-    double         seconds = -1;
-    memset(&nowhere, 0, sizeof nowhere);
+    hpmlc_sim s;
+    double    seconds = -1;
+    HPMLC_ZERO(hpmlc_sim_text, nowhere);
     if (!network || bytes < 0 || hpmlc_sim_check_network(a, ranks, network, &nowhere) != HPML_OK) return -1;
     size_t size = bytes % 4 == 0 ? 4 : 1;
     if (hpmlc_sim_open(&s, ranks, network) &&
