@@ -314,6 +314,14 @@ static __device__ __forceinline__ void hpmlg_copy_commit(void) { asm volatile("c
 #define HPMLG_WARP 32
 #define HPMLG_ALL 0xffffffffu
 
+/* This thread of a launch, and how many there are. n things are dealt out to them one by one, eight by eight, or one to
+   a warp. */
+HPMLG_DEVICE int64_t hpmlg_me(void) { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
+HPMLG_DEVICE int64_t hpmlg_threads(void) { return (int64_t)gridDim.x * blockDim.x; }
+#define HPMLG_EACH(i, n)   for (int64_t i = hpmlg_me(); i < (n); i += hpmlg_threads())
+#define HPMLG_EIGHTS(i, n) for (int64_t i = 8 * hpmlg_me(); i < (n); i += 8 * hpmlg_threads())
+#define HPMLG_WARPS(i, n)  for (int64_t i = hpmlg_me() / HPMLG_WARP; i < (n); i += hpmlg_threads() / HPMLG_WARP)
+
 typedef struct hpmlg_array {
     void   *p;
     int64_t type; /* HPML_DTYPE_F32, _BF16 or _F16; as wide as a pointer: no gap */
@@ -966,10 +974,6 @@ HPMLG_FN hpml_status hpmlg_end(void *device, const hpml_run *run, hpml_status st
 
 /* A thread takes 8 elements at a time, in one access where they are all wanted and the address allows. Rows of any
    length begin anywhere (50,257 columns of bf16): their ends are handled element by element, the rest is not. */
-#define HPMLG_EIGHTS(at, n)                                                                                            \
-    for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 8; at < (n);                                  \
-         at += (int64_t)gridDim.x * blockDim.x * 8)
-
 HPMLG_DEVICE bool hpmlg_wide(hpmlg_array a, int64_t at, int64_t from, int64_t to)
 {
     return at >= from && at + 8 <= to && (((uintptr_t)a.p & 15) | (uintptr_t)(at & 7)) == 0;
@@ -1236,9 +1240,8 @@ template <bool flat> static __global__ void __launch_bounds__(256, flat ? 5 : 3)
 
 HPMLG_FN hpmlg_binary hpmlg_binary_make(const hpml_node *n)
 {
-    hpmlg_binary b;
+    hpmlg_binary b = {};
     int64_t      stride[2][HPML_MAX_DIMS];
-    memset(&b, 0, sizeof b);
     b.op = (int)n->op, b.count = hpml_tensor_count(n->out), b.out = hpmlg_value(n->out);
     for (int s = 0; s < 2; s++) {
         const hpml_tensor *t = n->src[s];
@@ -1430,8 +1433,7 @@ HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, hpmlg_fold f)
 HPMLG_FN hpml_status hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, int64_t outer, int64_t dim,
                                    int64_t inner, float scale, bool add)
 {
-    hpmlg_fold f;
-    memset(&f, 0, sizeof f);
+    hpmlg_fold f = {};
     f.b.op = HPML_OP_ADD, f.b.out = x, f.b.count = outer * dim * inner;
     f.out = out, f.scale = scale, f.add = add, f.run_kept = inner > 1;
     f.kept.ndim = f.summed.ndim = 1;
@@ -1444,10 +1446,9 @@ HPMLG_FN hpml_status hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array
 /* The gradient of the stretched operand `side`. */
 HPMLG_FN hpml_status hpmlg_binary_fold(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, bool add)
 {
-    hpmlg_fold f;
+    hpmlg_fold f = {};
     int        last = b->w.ndim - 1;
     int64_t    step = 1, stride[HPML_MAX_DIMS];
-    memset(&f, 0, sizeof f);
     f.b = *b, f.side = side, f.out = out, f.scale = 1, f.add = add;
     f.run = b->w.shape[last], f.run_kept = b->w.stride[side][last] != 0;
     for (int i = last; i >= 0; i--) stride[i] = step, step *= b->w.shape[i];
@@ -1500,8 +1501,7 @@ HPMLG_FN hpml_status hpmlg_spread_run(hpmlg_device *d, hpmlg_array dx, hpmlg_arr
 HPMLG_FN hpml_status hpmlg_sum_backward(const hpml_run *run, hpml_node *n)
 {
     int64_t    outer, dim, inner;
-    hpmlg_walk w;
-    memset(&w, 0, sizeof w);
+    hpmlg_walk w = {};
     hpmlg_split_dims(n->src[0], n->attr.sum.dim, &outer, &dim, &inner);
     hpmlg_walk_push(&w, outer, inner, 0);
     hpmlg_walk_push(&w, dim, 0, 0);
@@ -1591,8 +1591,7 @@ HPMLG_FN hpml_status hpmlg_total_run(hpmlg_device *d, hpmlg_finish f, hpmlg_arra
 HPMLG_FN hpml_status hpmlg_sumsq(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out)
 {
     hpmlg_device *d = hpmlg_enter(ctx);
-    hpmlg_finish  f;
-    memset(&f, 0, sizeof f);
+    hpmlg_finish  f = {};
     f.divisor = 1, f.wide = (double *)d->scratch;
     hpml_status status = hpmlg_total_run(d, f, hpmlg_of((void *)x, dtype), hpmlg_of(NULL, HPML_DTYPE_F32), HPMLG_SQUARE,
                                          0, n);
@@ -1710,12 +1709,10 @@ static __global__ void hpmlg_k_turn(hpmlg_turn t)
 HPMLG_FN hpml_status hpmlg_permute_run(hpmlg_device *d, hpmlg_array to, hpmlg_array from, int ndim,
                                        const int64_t *shape, const int64_t *stride, bool add)
 {
-    hpmlg_walk w;
-    hpmlg_turn t;
+    hpmlg_walk w = {};
+    hpmlg_turn t = {};
     int64_t    own[HPML_MAX_DIMS], step = 1, outer = 1;
     int        p = 0;
-    memset(&w, 0, sizeof w);
-    memset(&t, 0, sizeof t);
     for (int i = 0; i < ndim; i++) hpmlg_walk_push(&w, shape[i], stride[i], 0);
     for (int i = w.ndim - 1; i >= 0; i--) own[i] = step, step *= w.shape[i];
     for (int i = 0; i < w.ndim - 1; i++)
@@ -1766,8 +1763,8 @@ typedef struct hpmlg_blocked {
 
 static __global__ void hpmlg_k_blocked(hpmlg_blocked b)
 {
-    int64_t eights = (b.width + 7) / 8, step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < b.rows * eights; i += step) {
+    int64_t eights = (b.width + 7) / 8;
+    HPMLG_EACH(i, b.rows * eights) {
         int64_t     o = hpmlg_quotient(i, eights), k = (i - o * eights) * 8;
         int64_t     to = b.to_at + o * b.to_step, from = b.from_at + o * b.from_step;
         hpmlg_eight e = hpmlg_get_part(b.from, from + k - b.lead, from, from + b.block, 0);
@@ -1784,9 +1781,8 @@ HPMLG_FN hpml_status hpmlg_blocked_run(hpmlg_device *d, const hpmlg_blocked *b)
 HPMLG_FN hpml_status hpmlg_slice_either(const hpml_run *run, const hpml_tensor *x, const hpml_tensor *y, int dim,
                                         int64_t start, bool into, bool gradient, bool add)
 {
-    hpmlg_blocked b;
+    hpmlg_blocked b = {};
     int64_t       rows, count, part, inner;
-    memset(&b, 0, sizeof b);
     hpmlg_split_dims(x, dim, &rows, &count, &inner);
     part   = y->shape[dim] * inner;
     b.rows = rows, b.block = b.width = part, b.add = add;
@@ -2234,7 +2230,7 @@ static __global__ void hpmlg_k_bn_moments(hpmlg_moments *part, hpmlg_array x, hp
 static __global__ void hpmlg_k_bn_statistics(float2 *saved, float *running_mean, float *running_var,
                                              const hpmlg_moments *part, hpmlg_bn s, float eps, float momentum)
 {
-    int64_t       c   = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t       c   = hpmlg_me();
     hpmlg_moments all = { 0, 0, 0 };
     if (c >= s.C) return;
     if (!part) {
@@ -2255,8 +2251,7 @@ static __global__ void hpmlg_k_bn_apply(hpmlg_array out, hpmlg_array x, hpmlg_ar
                                         const float2 *means, bool relu, bool add)
 {
     int64_t n = s.B * s.C * s.P;
-    for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
-         i += 8 * (int64_t)gridDim.x * blockDim.x) {
+    HPMLG_EIGHTS(i, n) {
         int64_t     plane = hpmlg_quotient(i, s.P), r = i - plane * s.P, c = plane - hpmlg_quotient(plane, s.C) * s.C;
         hpmlg_eight e = hpmlg_row_get(x, 0, n, i, 0), f, z;
         if (dy.p) f = hpmlg_row_get(dy, 0, n, i, 0);
@@ -2312,7 +2307,7 @@ static __global__ void hpmlg_k_bn_back_sums(double2 *part, hpmlg_array x, hpmlg_
 static __global__ void hpmlg_k_bn_back_params(float *dgamma, float *dbeta, float2 *means, const double2 *part,
                                               hpmlg_bn s, bool train, bool add_gamma, bool add_beta)
 {
-    int64_t c  = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t c  = hpmlg_me();
     double  s1 = 0, s2 = 0;
     if (c >= s.C) return;
     for (int64_t i = 0; i < s.splits; i++) s1 += part[i * s.C + c].x, s2 += part[i * s.C + c].y;
@@ -2449,8 +2444,7 @@ HPMLG_DEVICE void hpmlg_window(int o, int stride, int pad, int kernel, int size,
 
 static __global__ void hpmlg_k_pool(hpmlg_pool p)
 {
-    int64_t n = p.planes * p.OH * p.OW, step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+    HPMLG_EACH(i, p.planes * p.OH * p.OW) {
         int     oh, ow, r0, r1, c0, c1;
         int64_t x = hpmlg_place(i, p.OH, p.OW, &oh, &ow) * p.H * p.W;
         hpmlg_window(oh, p.stride, p.pad, p.kh, p.H, &r0, &r1);
@@ -2470,8 +2464,7 @@ static __global__ void hpmlg_k_pool(hpmlg_pool p)
 
 static __global__ void hpmlg_k_pool_back(hpmlg_pool p)
 {
-    int64_t n = p.planes * p.H * p.W, step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+    HPMLG_EACH(i, p.planes * p.H * p.W) {
         int     r, c, r0, r1, c0, c1;
         int64_t y = hpmlg_place(i, p.H, p.W, &r, &c) * p.OH * p.OW;
         int     first_h = r + p.pad < p.kh ? 0 : (r + p.pad - p.kh) / p.stride + 1, last_h = (r + p.pad) / p.stride;
@@ -2496,8 +2489,7 @@ HPMLG_FN hpml_status hpmlg_pool_run(const hpml_run *run, hpml_node *n, bool back
 {
     const int64_t *x = n->src[0]->shape, *y = n->out->shape;
     hpmlg_device  *d = hpmlg_enter(run->ctx);
-    hpmlg_pool     p;
-    memset(&p, 0, sizeof p);
+    hpmlg_pool     p = {};
     p.x  = backward ? hpmlg_grad(n->src[0]) : hpmlg_value(n->src[0]);
     p.y  = backward ? hpmlg_grad(n->out) : hpmlg_value(n->out);
     p.at = n->op == HPML_OP_MAX_POOL ? (int *)n->saved : NULL;
@@ -2557,8 +2549,7 @@ static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg
 {
     unsigned long long stream = now->step << 24 ^ (unsigned long long)index ^ 0xdull << 60;
     unsigned long long first = now->sample * (unsigned long long)each, seed = now->seed;
-    for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
-         i += 8 * (int64_t)gridDim.x * blockDim.x) {
+    HPMLG_EIGHTS(i, n) {
         hpmlg_eight e = hpmlg_row_get(x, 0, n, i, 0);
         if (scale != 0) {
             unsigned w[8];
@@ -2597,9 +2588,8 @@ static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, const
                                          int64_t vocabulary, int64_t width, hpmlg_note *note, int *taken,
                                          const hpml_node *node)
 {
-    int     lane = (int)threadIdx.x % HPMLG_WARP;
-    int64_t step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
-    for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP; i < count; i += step) {
+    int lane = (int)threadIdx.x % HPMLG_WARP;
+    HPMLG_WARPS(i, count) {
         int  t  = token[i];
         bool ok = t >= 0 && t < vocabulary;
         if (!ok && lane == 0) hpmlg_complain(note, taken, HPMLG_BAD_TOKEN, i, t, node);
@@ -2629,13 +2619,13 @@ HPMLG_FN hpmlg_buckets hpmlg_buckets_of(void *scratch, int64_t vocabulary, int64
 
 static __global__ void hpmlg_k_bucket_count(hpmlg_buckets b, const int *token, int64_t count, int64_t vocabulary)
 {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t i = hpmlg_me();
     if (i < count && token[i] >= 0 && token[i] < vocabulary) b.slot[i] = atomicAdd(&b.count[token[i]], 1);
 }
 
 static __global__ void hpmlg_k_bucket_start(hpmlg_buckets b, int64_t vocabulary)
 {
-    int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t t = hpmlg_me();
     int     lane = (int)threadIdx.x % HPMLG_WARP, own = t < vocabulary ? b.count[t] : 0, upto = own, base = 0;
     for (int o = 1; o < HPMLG_WARP; o *= 2) {
         int before = __shfl_up_sync(HPMLG_ALL, upto, o);
@@ -2648,14 +2638,14 @@ static __global__ void hpmlg_k_bucket_start(hpmlg_buckets b, int64_t vocabulary)
 
 static __global__ void hpmlg_k_bucket_fill(hpmlg_buckets b, const int *token, int64_t count, int64_t vocabulary)
 {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t i = hpmlg_me();
     if (i < count && token[i] >= 0 && token[i] < vocabulary) b.order[b.start[token[i]] + b.slot[i]] = (int)i;
 }
 
 /* Position i by its rank; the slots are done with and take the sorted positions. */
 static __global__ void hpmlg_k_bucket_sort(hpmlg_buckets b, const int *token, int64_t count, int64_t vocabulary)
 {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t i = hpmlg_me();
     if (i >= count || token[i] < 0 || token[i] >= vocabulary) return;
     int start = b.start[token[i]], n = b.count[token[i]], rank = 0;
     for (int j = 0; j < n; j++) rank += b.order[start + j] < (int)i;
@@ -2666,9 +2656,8 @@ static __global__ void hpmlg_k_bucket_sort(hpmlg_buckets b, const int *token, in
 static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_buckets b, int64_t vocabulary,
                                               int64_t width, bool add)
 {
-    int64_t pieces = (width + 255) / 256, step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
-    int64_t first  = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP;
-    for (int64_t u = first; u < vocabulary * pieces; u += step) {
+    int64_t pieces = (width + 255) / 256;
+    HPMLG_WARPS(u, vocabulary * pieces) {
         int64_t     t = hpmlg_quotient(u, pieces), c = (u - t * pieces) * 256 + 8 * (threadIdx.x % HPMLG_WARP);
         int         n = b.count[t], k = 0;
         const int  *at = b.slot + b.start[t];
@@ -3159,7 +3148,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_gather(const __grid_con
 static __global__ void hpmlg_k_thin(const __grid_constant__ hpmlg_job g, bool block)
 {
     __shared__ float space[HPMLG_WARP];
-    int64_t i = block ? (int64_t)blockIdx.x : (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t i = block ? (int64_t)blockIdx.x : hpmlg_me();
     int64_t col = i % g.n, row = i / g.n % g.m, batch = i / g.n / g.m;
     float   sum = 0;
     if (batch >= g.batch) return;
@@ -3174,8 +3163,8 @@ static __global__ void hpmlg_k_thin(const __grid_constant__ hpmlg_job g, bool bl
 /* The pieces of k come together, in order. */
 static __global__ void hpmlg_k_join(const __grid_constant__ hpmlg_job g)
 {
-    int64_t size = g.batch * g.m * g.n, step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < size; i += step) {
+    int64_t size = g.batch * g.m * g.n;
+    HPMLG_EACH(i, size) {
         float sum = 0;
         for (int64_t s = 0; s < g.splits; s++) sum += g.part[s * size + i];
         hpmlg_emit(g, i / (g.m * g.n), i / g.n % g.m, i % g.n, sum);
@@ -3984,7 +3973,7 @@ HPMLG_FN hpml_status hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_a
 /* y (images, C, P) = act(y + bias), in place. */
 static __global__ void hpmlg_k_planes_end(hpmlg_array y, const float *bias, int act, int64_t C, int64_t P, int64_t n)
 {
-    int64_t step = (int64_t)gridDim.x * blockDim.x, first = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t step = (int64_t)gridDim.x * blockDim.x, first = hpmlg_me();
     if (P % 8 == 0) {
         for (int64_t i = first; i < n / 8; i += step) {
             hpmlg_eight e = hpmlg_get8(y, i);
@@ -4770,7 +4759,7 @@ HPMLG_FN hpml_status hpmlg_attn_type(hpmlg_device *d, const hpmlg_attn *p, hpml_
 HPMLG_FN hpml_status hpmlg_attn_either(const hpml_run *run, hpml_node *n, bool backward)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
-    hpmlg_attn    p;
+    hpmlg_attn    p = {};
     int64_t       C = n->out->shape[2], T = n->out->shape[1], D = C / n->attr.attention.heads;
     hpml_dtype    type = D > 128 ? HPML_DTYPE_F32 : n->out->dtype; /* large heads are rare: no tensor cores */
     int           each = type == HPML_DTYPE_F32 ? 4 : 8;
@@ -4778,7 +4767,6 @@ HPMLG_FN hpml_status hpmlg_attn_either(const hpml_run *run, hpml_node *n, bool b
         return hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "attention \"%s\": heads of %lld columns, %lld positions; "
                              "the GPU's kernels take up to %d columns and 2^31 positions: take more heads",
                              n->out->name, (long long)D, (long long)T, HPMLG_ATTN_MOST);
-    memset(&p, 0, sizeof p);
     p.qkv = hpmlg_value(n->src[0]), p.o = hpmlg_grad(n->out);
     p.out = backward ? hpmlg_grad(n->src[0]) : hpmlg_value(n->out);
     p.lse = (float *)n->saved, p.delta = (float *)n->scratch;
@@ -4844,7 +4832,7 @@ HPMLG_DEVICE float hpmlg_sigmoid(float x) { return 1 / (1 + expf(-x)); }
 /* One number of h and c at step t: i, f, g, o from their sums. */
 static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
 {
-    int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, b = at / l.H, j = at % l.H, row = b * l.T + t;
+    int64_t at = hpmlg_me(), b = at / l.H, j = at % l.H, row = b * l.T + t;
     float  *a = l.gates + row * 4 * l.H + j, *c = l.cells + row * l.H + j;
     if (b >= l.B) return;
     float in = hpmlg_sigmoid(a[0]), forget = hpmlg_sigmoid(a[l.H]);
@@ -4858,7 +4846,7 @@ static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
 /* The same backward: gates become da; dc goes on to the step before. */
 static __global__ void hpmlg_k_lstm_back(hpmlg_lstm l, int64_t t)
 {
-    int64_t      at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, b = at / l.H, j = at % l.H, row = b * l.T + t;
+    int64_t      at = hpmlg_me(), b = at / l.H, j = at % l.H, row = b * l.T + t;
     float       *a = l.gates + row * 4 * l.H + j, d[4];
     const float *c = l.cells + row * l.H + j;
     if (b >= l.B) return;
@@ -5015,9 +5003,8 @@ static __global__ void hpmlg_k_cross_entropy_back(hpmlg_rows p)
 
 HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_device *d, const hpml_node *n, unsigned *blocks)
 {
-    hpmlg_rows         p;
+    hpmlg_rows         p = {};
     const hpml_tensor *x = n->src[0];
-    memset(&p, 0, sizeof p);
     p.x = hpmlg_value(x), p.dx = hpmlg_grad(x), p.labels = (const int *)(const void *)n->src[1]->data;
     p.V = x->shape[x->ndim - 1], p.rows = hpml_tensor_count(x) / p.V;
     p.lse = (float *)n->saved, p.loss = p.lse + p.rows, p.inverse = p.loss + p.rows, p.dloss = n->out->grad;
@@ -5033,11 +5020,10 @@ HPMLG_FN hpml_status hpmlg_cross_entropy_forward(const hpml_run *run, hpml_node 
     hpmlg_device *d = hpmlg_enter(run->ctx);
     unsigned      blocks;
     hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
-    hpmlg_finish  f;
+    hpmlg_finish  f = {};
     hpml_status   status = hpmlg_check(d, cudaMemsetAsync(p.counts, 0, 3 * sizeof *p.counts, d->stream), "counting");
     if (status == HPML_OK)
         status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p, (const hpml_node *)n);
-    memset(&f, 0, sizeof f);
     f.part = p.loss, f.n = p.rows, f.labels = p.labels, f.classes = p.V, f.ignore = p.ignore;
     f.out = n->out->data, f.inverse = p.inverse;
     return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f) : status;
@@ -5082,8 +5068,7 @@ HPMLG_FN enum hpmlg_term hpmlg_term_of(const hpml_node *n)
 HPMLG_FN hpml_status hpmlg_term_forward(const hpml_run *run, hpml_node *n)
 {
     int64_t      count = hpml_tensor_count(n->src[0]);
-    hpmlg_finish f;
-    memset(&f, 0, sizeof f);
+    hpmlg_finish f = {};
     f.divisor = (double)count, f.out = n->out->data;
     return hpmlg_total_run(hpmlg_enter(run->ctx), f, hpmlg_value(n->src[0]), hpmlg_value(n->src[1]), hpmlg_term_of(n),
                            n->op == HPML_OP_HUBER ? n->attr.huber.delta : 0, count);
@@ -5254,8 +5239,7 @@ HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
 
 HPMLG_FN hpmlg_step hpmlg_step_of(hpmlg_device *d, const hpml_update *u, int64_t chunk)
 {
-    hpmlg_step s;
-    memset(&s, 0, sizeof s);
+    hpmlg_step s = {};
     s.u           = *u;
     s.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
     s.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
@@ -5467,9 +5451,8 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit_chunks(hpmlg_pac
 /* Second pass: the levels, a warp for a row; lanes fetch the sums, all add them in order. */
 static __global__ void hpmlg_k_onebit_levels(hpmlg_pack p, int64_t chunks, const hpmlg_chunk *sums)
 {
-    int     lane = (int)threadIdx.x % HPMLG_WARP;
-    int64_t step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
-    for (int64_t row = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP; row < p.rows; row += step) {
+    int lane = (int)threadIdx.x % HPMLG_WARP;
+    HPMLG_WARPS(row, p.rows) {
         double  sum[2] = { 0, 0 };
         float   least[2] = { INFINITY, INFINITY }, most[2] = { -INFINITY, -INFINITY };
         int64_t ones = 0;
@@ -5495,8 +5478,7 @@ static __global__ void hpmlg_k_onebit_levels(hpmlg_pack p, int64_t chunks, const
 /* Third pass: e = v - level. */
 static __global__ void hpmlg_k_onebit_carry(hpmlg_pack p)
 {
-    int64_t n = p.rows * p.cols, step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+    HPMLG_EACH(i, p.rows * p.cols) {
         const float *level = hpmlg_onebit_row(&p, hpmlg_quotient(i, p.cols));
         float        v     = p.e[i];
         p.e[i] = (p.printed ? p.g[i] : v) - level[v >= 0 ? 1 : 0];
@@ -5516,8 +5498,8 @@ HPMLG_DEVICE unsigned hpmlg_spread(unsigned x)
 static __global__ void hpmlg_k_twobit(hpmlg_pack p)
 {
     int     lane = (int)threadIdx.x % HPMLG_WARP;
-    int64_t pieces = (p.cols + 511) / 512, step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
-    for (int64_t u = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP; u < p.rows * pieces; u += step) {
+    int64_t pieces = (p.cols + 511) / 512;
+    HPMLG_WARPS(u, p.rows * pieces) {
         int64_t   row = hpmlg_quotient(u, pieces), i = (u - row * pieces) * 512 + lane, end = i - lane + 512;
         unsigned *words = (unsigned *)hpmlg_onebit_row(&p, row);
         bool      bad = false;
@@ -5542,8 +5524,8 @@ static __global__ void hpmlg_k_twobit(hpmlg_pack p)
 static __global__ void hpmlg_k_bf16(hpmlg_pack p)
 {
     hpmlg_array out = { p.packed, HPML_DTYPE_BF16 }, e = { p.e, HPML_DTYPE_F32 }, g = { (void *)p.g, HPML_DTYPE_F32 };
-    int64_t     n = p.rows * p.cols, step = 8 * (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n; i += step) {
+    int64_t     n = p.rows * p.cols;
+    HPMLG_EIGHTS(i, n) {
         hpmlg_eight x = hpmlg_row_get(g, 0, n, i, 0), v = x, lost;
         if (p.e) {
             lost = hpmlg_row_get(e, 0, n, i, 0);
@@ -5642,8 +5624,7 @@ HPMLG_FN hpml_status hpmlg_encode(void *device, hpml_ctx *ctx, const hpml_packin
 static __global__ void hpmlg_k_unpack(float *out, hpmlg_array packed, int64_t n, bool add)
 {
     hpmlg_array y = { out, HPML_DTYPE_F32 };
-    for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
-         i += 8 * (int64_t)gridDim.x * blockDim.x)
+    HPMLG_EIGHTS(i, n)
         hpmlg_row_put(y, 0, n, i, hpmlg_row_get(packed, 0, n, i, 0), add);
 }
 
@@ -5651,8 +5632,8 @@ static __global__ void hpmlg_k_unpack(float *out, hpmlg_array packed, int64_t n,
 static __global__ void hpmlg_k_unpack_bits(hpmlg_pack p, float *out, bool two, bool add)
 {
     int     lane = (int)threadIdx.x % HPMLG_WARP;
-    int64_t pieces = (p.cols + 511) / 512, step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
-    for (int64_t u = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP; u < p.rows * pieces; u += step) {
+    int64_t pieces = (p.cols + 511) / 512;
+    HPMLG_WARPS(u, p.rows * pieces) {
         int64_t         row = hpmlg_quotient(u, pieces), i = (u - row * pieces) * 512 + lane;
         const float    *level = hpmlg_onebit_row(&p, row);
         const unsigned *words = (const unsigned *)level + (two ? 0 : 2);
@@ -6034,7 +6015,7 @@ HPML_API hpml_status hpml_nccl_link_check(void *nccl)
 
 static __global__ void hpmlg_k_share(float *x, int64_t n, float times, float by)
 {
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
+    HPMLG_EACH(i, n)
         x[i] = x[i] * times / by;
 }
 
