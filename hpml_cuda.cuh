@@ -544,6 +544,18 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
 #define HPMLG_RUN(d, kernel, grid, block, shared, ...)                                                                 \
     (HPMLG_LAUNCH(kernel, grid, block, shared, (d)->stream, __VA_ARGS__), hpmlg_check(d, cudaGetLastError(), #kernel))
 
+/* n things dealt out to blocks of 256 threads, `each` to a block. */
+#define HPMLG_DEAL(d, kernel, n, each, ...) HPMLG_RUN(d, kernel, hpmlg_blocks(d, n, each), 256, 0, __VA_ARGS__)
+
+/* One of two forms of a kernel: for <a>, where `test` holds, or for <b>. */
+#define HPMLG_RUN_EITHER(d, test, kernel, a, b, ...)                                                                   \
+    ((test) ? HPMLG_RUN(d, (kernel<a>), __VA_ARGS__) : HPMLG_RUN(d, (kernel<b>), __VA_ARGS__))
+
+/* Both passes of an op are one function, pass(run, node, backward). */
+#define HPMLG_OP(name, pass)                                                                                           \
+    HPMLG_FN hpml_status hpmlg_##name##_forward(const hpml_run *run, hpml_node *n) { return pass(run, n, false); }     \
+    HPMLG_FN hpml_status hpmlg_##name##_backward(const hpml_run *run, hpml_node *n) { return pass(run, n, true); }
+
 /* The device of a context, current on this thread. */
 HPMLG_FN hpmlg_device *hpmlg_enter(const hpml_ctx *ctx)
 {
@@ -558,8 +570,23 @@ HPMLG_FN hpmlg_array hpmlg_of(void *p, hpml_dtype type)
     return a;
 }
 
+HPMLG_FN hpmlg_array hpmlg_none(void) { return hpmlg_of(NULL, HPML_DTYPE_F32); }
 HPMLG_FN hpmlg_array hpmlg_value(const hpml_tensor *t) { return hpmlg_of(t->data, t->dtype); }
 HPMLG_FN hpmlg_array hpmlg_grad(const hpml_tensor *t) { return hpmlg_of(t->grad, t->dtype); }
+HPMLG_FN hpmlg_array hpmlg_either(const hpml_tensor *t, bool grad) { return grad ? hpmlg_grad(t) : hpmlg_value(t); }
+
+/* What an op of one operand turns into what: x into y, backward dy into dx. */
+HPMLG_FN hpmlg_array hpmlg_reads(const hpml_node *n, bool back)
+{
+    return hpmlg_either(back ? n->out : n->src[0], back);
+}
+
+HPMLG_FN hpmlg_array hpmlg_writes(const hpml_node *n, bool back)
+{
+    return hpmlg_either(back ? n->src[0] : n->out, back);
+}
+
+HPMLG_FN bool hpmlg_adds(const hpml_node *n, bool back) { return back && n->accumulate[0]; }
 
 /* Blocks for n things, `each` to a block, when a block may loop: enough to fill the device, not more. */
 HPMLG_FN unsigned hpmlg_blocks(const hpmlg_device *d, int64_t n, int64_t each)
@@ -1077,30 +1104,19 @@ static __global__ void hpmlg_k_act(hpmlg_array y, hpmlg_array x, hpmlg_array dy,
 
 HPMLG_FN hpml_status hpmlg_act_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, hpml_act act, float slope, int64_t n)
 {
-    return HPMLG_RUN(d, hpmlg_k_act, hpmlg_blocks(d, n, 2048), 256, 0, y, x, hpmlg_of(NULL, HPML_DTYPE_F32), (int)act,
-                     slope, n, false);
+    return HPMLG_DEAL(d, hpmlg_k_act, n, 2048, y, x, hpmlg_none(), (int)act, slope, n, false);
 }
 
-/* dx (+)= dy act'. dx may be dy. Of x and y only the one that hpmlg_act_reads_x names is read. */
-HPMLG_FN hpml_status hpmlg_act_back_run(hpmlg_device *d, hpmlg_array dx, hpmlg_array dy, hpmlg_array x, hpmlg_array y,
-                                        hpml_act act, float slope, int64_t n, bool add)
+HPMLG_FN hpml_status hpmlg_activation(const hpml_run *run, hpml_node *n, bool back)
 {
-    return HPMLG_RUN(d, hpmlg_k_act, hpmlg_blocks(d, n, 2048), 256, 0, dx, hpmlg_act_reads_x(act) ? x : y, dy,
-                     (int)act, slope, n, add);
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    int64_t       count = hpml_tensor_count(n->out);
+    hpml_act      act = n->attr.act.act;
+    hpmlg_array   x = hpmlg_value(back && !hpmlg_act_reads_x(act) ? n->out : n->src[0]);
+    return HPMLG_DEAL(d, hpmlg_k_act, count, 2048, hpmlg_writes(n, back), x, back ? hpmlg_grad(n->out) : hpmlg_none(),
+                      (int)act, n->attr.act.slope, count, hpmlg_adds(n, back));
 }
-
-HPMLG_FN hpml_status hpmlg_activation_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_act_run(hpmlg_enter(run->ctx), hpmlg_value(n->out), hpmlg_value(n->src[0]), n->attr.act.act,
-                         n->attr.act.slope, hpml_tensor_count(n->out));
-}
-
-HPMLG_FN hpml_status hpmlg_activation_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_act_back_run(hpmlg_enter(run->ctx), hpmlg_grad(n->src[0]), hpmlg_grad(n->out), hpmlg_value(n->src[0]),
-                              hpmlg_value(n->out), n->attr.act.act, n->attr.act.slope, hpml_tensor_count(n->out),
-                              n->accumulate[0]);
-}
+HPMLG_OP(activation, hpmlg_activation)
 
 /* y = a x + b, or y += a x + b. y may be x. */
 static __global__ void hpmlg_k_axpb(hpmlg_array y, hpmlg_array x, float a, float b, int64_t n, bool add)
@@ -1115,20 +1131,15 @@ static __global__ void hpmlg_k_axpb(hpmlg_array y, hpmlg_array x, float a, float
 HPMLG_FN hpml_status hpmlg_axpb_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, float a, float b, int64_t n,
                                     bool add)
 {
-    return HPMLG_RUN(d, hpmlg_k_axpb, hpmlg_blocks(d, n, 2048), 256, 0, y, x, a, b, n, add);
+    return HPMLG_DEAL(d, hpmlg_k_axpb, n, 2048, y, x, a, b, n, add);
 }
 
-HPMLG_FN hpml_status hpmlg_scale_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_scale(const hpml_run *run, hpml_node *n, bool back)
 {
-    return hpmlg_axpb_run(hpmlg_enter(run->ctx), hpmlg_value(n->out), hpmlg_value(n->src[0]), n->attr.scale.a,
-                          n->attr.scale.b, hpml_tensor_count(n->out), false);
+    return hpmlg_axpb_run(hpmlg_enter(run->ctx), hpmlg_writes(n, back), hpmlg_reads(n, back), n->attr.scale.a,
+                          back ? 0 : n->attr.scale.b, hpml_tensor_count(n->out), hpmlg_adds(n, back));
 }
-
-HPMLG_FN hpml_status hpmlg_scale_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_axpb_run(hpmlg_enter(run->ctx), hpmlg_grad(n->src[0]), hpmlg_grad(n->out), n->attr.scale.a, 0,
-                          hpml_tensor_count(n->out), n->accumulate[0]);
-}
+HPMLG_OP(scale, hpmlg_scale)
 
 /* A walk: element i of a shape, in order, is at walk_at(i) of an array with these strides; 0 where it is stretched.
    Dimensions that all arrays walk in step are joined: (B, T, C) + (C) is (B T, C) + (C). */
@@ -1260,45 +1271,32 @@ HPMLG_FN hpmlg_binary hpmlg_binary_make(const hpml_node *n)
     return b;
 }
 
-HPMLG_FN hpml_status hpmlg_binary_forward(const hpml_run *run, hpml_node *n)
-{
-    hpmlg_device *d = hpmlg_enter(run->ctx);
-    hpmlg_binary  b = hpmlg_binary_make(n);
-    if (n->with && d->passing) return HPML_OK; /* the norm that follows does it */
-    if (b.whole[0] && b.whole[1])
-        return HPMLG_RUN(d, hpmlg_k_binary<true>, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
-    return HPMLG_RUN(d, hpmlg_k_binary<false>, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
-}
-
 HPMLG_FN hpml_status hpmlg_binary_fold(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, bool add);
 
-HPMLG_FN hpml_status hpmlg_binary_backward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_binary_pass(const hpml_run *run, hpml_node *n, bool back)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_binary  b = hpmlg_binary_make(n);
+    unsigned      blocks = hpmlg_blocks(d, b.count, 2048);
+    bool          flat = b.whole[0] && b.whole[1];
     hpml_status   status = HPML_OK;
+    if (!back && n->with && d->passing) return HPML_OK; /* the norm that follows does it */
+    if (!back) return HPMLG_RUN_EITHER(d, flat, hpmlg_k_binary, true, false, blocks, 256, 0, b);
     b.out    = hpmlg_grad(n->out);
     b.add[0] = n->accumulate[0], b.add[1] = n->accumulate[1] || n->src[1] == n->src[0];
     for (int s = 0; s < 2; s++)
         if (b.whole[s]) b.grad[s] = hpmlg_grad(n->src[s]);
-    if (b.whole[0] && b.whole[1])
-        return HPMLG_RUN(d, hpmlg_k_binary_back<true>, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
     if (b.grad[0].p || b.grad[1].p)
-        status = HPMLG_RUN(d, hpmlg_k_binary_back<false>, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
+        status = HPMLG_RUN_EITHER(d, flat, hpmlg_k_binary_back, true, false, blocks, 256, 0, b);
     for (int s = 0; s < 2 && status == HPML_OK; s++)
         if (!b.whole[s] && n->src[s]->grad)
             status = hpmlg_binary_fold(d, &b, s, hpmlg_grad(n->src[s]), n->accumulate[s]);
     return status;
 }
-
-#define hpmlg_add_forward  hpmlg_binary_forward
-#define hpmlg_add_backward hpmlg_binary_backward
-#define hpmlg_sub_forward  hpmlg_binary_forward
-#define hpmlg_sub_backward hpmlg_binary_backward
-#define hpmlg_mul_forward  hpmlg_binary_forward
-#define hpmlg_mul_backward hpmlg_binary_backward
-#define hpmlg_div_forward  hpmlg_binary_forward
-#define hpmlg_div_backward hpmlg_binary_backward
+HPMLG_OP(add, hpmlg_binary_pass)
+HPMLG_OP(sub, hpmlg_binary_pass)
+HPMLG_OP(mul, hpmlg_binary_pass)
+HPMLG_OP(div, hpmlg_binary_pass)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-sums   sums, sums of squares, counting hits
@@ -1414,12 +1412,9 @@ HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, hpmlg_fold f)
     if (splits > room) splits = room;
     if (splits > 1) f.out = hpmlg_of(d->scratch, HPML_DTYPE_F32), f.scale = 1, f.add = false;
     dim3 grid((unsigned)blocks, (unsigned)(splits > 1 ? splits : 1));
-    if (f.b.op == HPML_OP_ADD) /* nothing to compute: fewer registers, more loads under way */
-        status = f.run_kept ? HPMLG_RUN(d, hpmlg_k_fold_columns<true>, grid, HPMLG_FOLD, 0, f)
-                            : HPMLG_RUN(d, hpmlg_k_fold_rows<true>, grid, HPMLG_FOLD, 0, f);
-    else
-        status = f.run_kept ? HPMLG_RUN(d, hpmlg_k_fold_columns<false>, grid, HPMLG_FOLD, 0, f)
-                            : HPMLG_RUN(d, hpmlg_k_fold_rows<false>, grid, HPMLG_FOLD, 0, f);
+    bool plain = f.b.op == HPML_OP_ADD; /* nothing to compute: fewer registers, more loads under way */
+    status = f.run_kept ? HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_columns, true, false, grid, HPMLG_FOLD, 0, f)
+                        : HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_rows, true, false, grid, HPMLG_FOLD, 0, f);
     if (splits <= 1 || status != HPML_OK) return status;
     last.b.op = HPML_OP_ADD, last.b.out = f.out, last.b.count = splits * kept, last.run = kept, last.run_kept = true;
     last.kept.ndim = last.summed.ndim = 1, last.kept.stride[0][0] = 0, last.summed.stride[0][0] = kept;
@@ -1471,14 +1466,6 @@ HPMLG_FN void hpmlg_split_dims(const hpml_tensor *t, int dim, int64_t *outer, in
     for (int i = dim + 1; i < t->ndim && dim != HPML_ALL_DIMS; i++) *inner *= t->shape[i];
 }
 
-HPMLG_FN hpml_status hpmlg_sum_forward(const hpml_run *run, hpml_node *n)
-{
-    int64_t outer, dim, inner;
-    hpmlg_split_dims(n->src[0], n->attr.sum.dim, &outer, &dim, &inner);
-    return hpmlg_sum_run(hpmlg_enter(run->ctx), hpmlg_value(n->out), hpmlg_value(n->src[0]), outer, dim, inner,
-                         n->attr.sum.mean ? 1 / (float)dim : 1, false);
-}
-
 /* dx (+)= scale * dy, walked as the stretched array it is. */
 static __global__ void hpmlg_k_spread(hpmlg_array dx, hpmlg_array dy, const hpmlg_walk w, float scale, int64_t n,
                                       bool add)
@@ -1495,20 +1482,24 @@ HPMLG_FN hpml_status hpmlg_spread_run(hpmlg_device *d, hpmlg_array dx, hpmlg_arr
 {
     int64_t n = 1;
     for (int i = 0; i < w->ndim; i++) n *= w->shape[i];
-    return HPMLG_RUN(d, hpmlg_k_spread, hpmlg_blocks(d, n, 2048), 256, 0, dx, dy, *w, scale, n, add);
+    return HPMLG_DEAL(d, hpmlg_k_spread, n, 2048, dx, dy, *w, scale, n, add);
 }
 
-HPMLG_FN hpml_status hpmlg_sum_backward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_sum(const hpml_run *run, hpml_node *n, bool back)
 {
-    int64_t    outer, dim, inner;
-    hpmlg_walk w = {};
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    hpmlg_array   to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
+    hpmlg_walk    w = {};
+    int64_t       outer, dim, inner;
     hpmlg_split_dims(n->src[0], n->attr.sum.dim, &outer, &dim, &inner);
+    float scale = n->attr.sum.mean ? 1 / (float)dim : 1;
+    if (!back) return hpmlg_sum_run(d, to, from, outer, dim, inner, scale, false);
     hpmlg_walk_push(&w, outer, inner, 0);
     hpmlg_walk_push(&w, dim, 0, 0);
     hpmlg_walk_push(&w, inner, 1, 0);
-    return hpmlg_spread_run(hpmlg_enter(run->ctx), hpmlg_grad(n->src[0]), hpmlg_grad(n->out), &w,
-                            n->attr.sum.mean ? 1 / (float)dim : 1, n->accumulate[0]);
+    return hpmlg_spread_run(d, to, from, &w, scale, n->accumulate[0]);
 }
+HPMLG_OP(sum, hpmlg_sum)
 
 /* Sums of f(x, t) over whole arrays: squares, and the losses. */
 enum hpmlg_term { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
@@ -1593,8 +1584,7 @@ HPMLG_FN hpml_status hpmlg_sumsq(void *device, hpml_ctx *ctx, hpml_dtype dtype, 
     hpmlg_device *d = hpmlg_enter(ctx);
     hpmlg_finish  f = {};
     f.divisor = 1, f.wide = (double *)d->scratch;
-    hpml_status status = hpmlg_total_run(d, f, hpmlg_of((void *)x, dtype), hpmlg_of(NULL, HPML_DTYPE_F32), HPMLG_SQUARE,
-                                         0, n);
+    hpml_status status = hpmlg_total_run(d, f, hpmlg_of((void *)x, dtype), hpmlg_none(), HPMLG_SQUARE, 0, n);
     return status == HPML_OK ? hpmlg_read(device, out, d->scratch, sizeof *out) : status;
 }
 
@@ -1660,21 +1650,17 @@ HPMLG_FN hpml_status hpmlg_correct(void *device, hpml_ctx *ctx, hpml_dtype dtype
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A reshape of what an op made is the same memory; inputs and parameters are copied. */
-HPMLG_FN hpml_status hpmlg_reshape_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_reshape(const hpml_run *run, hpml_node *n, bool back)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
-    size_t        bytes = (size_t)hpml_tensor_count(n->out) * hpml_dtype_size(n->out->dtype);
-    if (n->out->data == n->src[0]->data) return HPML_OK;
-    return hpmlg_check(d, cudaMemcpyAsync(n->out->data, n->src[0]->data, bytes, cudaMemcpyDeviceToDevice, d->stream),
-                       "reshape");
+    hpmlg_array   to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
+    int64_t       count = hpml_tensor_count(n->out);
+    if (!to.p || to.p == from.p) return HPML_OK;
+    if (back) return hpmlg_axpb_run(d, to, from, 1, 0, count, n->accumulate[0]);
+    return hpmlg_check(d, cudaMemcpyAsync(to.p, from.p, (size_t)count * hpml_dtype_size(n->out->dtype),
+                                          cudaMemcpyDeviceToDevice, d->stream), "reshape");
 }
-
-HPMLG_FN hpml_status hpmlg_reshape_backward(const hpml_run *run, hpml_node *n)
-{
-    if (!n->src[0]->grad || n->src[0]->grad == n->out->grad) return HPML_OK;
-    return hpmlg_axpb_run(hpmlg_enter(run->ctx), hpmlg_grad(n->src[0]), hpmlg_grad(n->out), 1, 0,
-                          hpml_tensor_count(n->out), n->accumulate[0]);
-}
+HPMLG_OP(reshape, hpmlg_reshape)
 
 /* to (+)= from, permuted, in tiles of 64 x 64: `from` is read along its last dimension, which is dimension p of `to`,
    and `to` written along its own. w: over the tiles, (.., tiles along p, tiles along the last dimension), with the
@@ -1728,30 +1714,20 @@ HPMLG_FN hpml_status hpmlg_permute_run(hpmlg_device *d, hpmlg_array to, hpmlg_ar
 }
 
 /* Backward is the permutation that undoes it. */
-HPMLG_FN hpml_status hpmlg_permute_either(const hpml_run *run, hpml_node *n, bool backward)
+HPMLG_FN hpml_status hpmlg_permute(const hpml_run *run, hpml_node *n, bool back)
 {
-    const hpml_tensor *x = n->src[0], *y = n->out, *to = backward ? x : y, *from = backward ? y : x;
+    const hpml_tensor *x = n->src[0], *y = n->out, *to = back ? x : y, *from = back ? y : x;
     int64_t            step[HPML_MAX_DIMS], stride[HPML_MAX_DIMS], whole = 1;
     for (int i = from->ndim - 1; i >= 0; i--) step[i] = whole, whole *= from->shape[i];
     for (int i = 0; i < y->ndim; i++) {
         int k = n->attr.permute.dims[i]; /* dimension i of y is k of x */
-        if (backward) stride[k] = step[i];
+        if (back) stride[k] = step[i];
         else stride[i] = step[k];
     }
-    return hpmlg_permute_run(hpmlg_enter(run->ctx), backward ? hpmlg_grad(x) : hpmlg_value(y),
-                             backward ? hpmlg_grad(y) : hpmlg_value(x), to->ndim, to->shape, stride,
-                             backward && n->accumulate[0]);
+    return hpmlg_permute_run(hpmlg_enter(run->ctx), hpmlg_writes(n, back), hpmlg_reads(n, back), to->ndim, to->shape,
+                             stride, hpmlg_adds(n, back));
 }
-
-HPMLG_FN hpml_status hpmlg_permute_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_permute_either(run, n, false);
-}
-
-HPMLG_FN hpml_status hpmlg_permute_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_permute_either(run, n, true);
-}
+HPMLG_OP(permute, hpmlg_permute)
 
 /* Row o of `to`, `width` elements from to_at on, becomes (or is added) row o of `from`, `block` elements from from_at
    on, with `lead` zeros before it and zeros behind. */
@@ -1772,65 +1748,44 @@ static __global__ void hpmlg_k_blocked(hpmlg_blocked b)
     }
 }
 
-HPMLG_FN hpml_status hpmlg_blocked_run(hpmlg_device *d, const hpmlg_blocked *b)
+/* The dimension `dim` of `whole` (.., dim, ..) from `start` on is all of part's: copies (or adds) one into the other,
+   values or gradients. */
+HPMLG_FN hpml_status hpmlg_part(const hpml_run *run, const hpml_tensor *whole, const hpml_tensor *part, int dim,
+                                int64_t start, bool into_whole, bool gradient, bool add)
 {
-    return HPMLG_RUN(d, hpmlg_k_blocked, hpmlg_blocks(d, b->rows * ((b->width + 7) / 8), 256), 256, 0, *b);
-}
-
-/* The dimension `dim` of x (.., dim, ..) from `start` on is all of y's. */
-HPMLG_FN hpml_status hpmlg_slice_either(const hpml_run *run, const hpml_tensor *x, const hpml_tensor *y, int dim,
-                                        int64_t start, bool into, bool gradient, bool add)
-{
+    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_blocked b = {};
-    int64_t       rows, count, part, inner;
-    hpmlg_split_dims(x, dim, &rows, &count, &inner);
-    part   = y->shape[dim] * inner;
-    b.rows = rows, b.block = b.width = part, b.add = add;
-    if (into) { /* y into x */
-        b.to = gradient ? hpmlg_grad(x) : hpmlg_value(x), b.from = gradient ? hpmlg_grad(y) : hpmlg_value(y);
-        b.to_at = start * inner, b.to_step = count * inner, b.from_step = part;
-        if (gradient && !add) b.to_at = 0, b.width = count * inner, b.lead = start * inner;
-    } else {
-        b.to = gradient ? hpmlg_grad(y) : hpmlg_value(y), b.from = gradient ? hpmlg_grad(x) : hpmlg_value(x);
-        b.to_step = part, b.from_at = start * inner, b.from_step = count * inner;
-    }
-    return hpmlg_blocked_run(hpmlg_enter(run->ctx), &b);
+    int64_t       rows, count, width, inner;
+    hpmlg_split_dims(whole, dim, &rows, &count, &inner);
+    width  = part->shape[dim] * inner;
+    b.to   = hpmlg_either(into_whole ? whole : part, gradient);
+    b.from = hpmlg_either(into_whole ? part : whole, gradient);
+    b.rows = rows, b.block = b.width = width, b.add = add;
+    if (into_whole) b.to_at = start * inner, b.to_step = count * inner, b.from_step = width;
+    else b.to_step = width, b.from_at = start * inner, b.from_step = count * inner;
+    if (into_whole && gradient && !add) b.to_at = 0, b.width = count * inner, b.lead = start * inner;
+    return HPMLG_DEAL(d, hpmlg_k_blocked, b.rows * ((b.width + 7) / 8), 256, b);
 }
 
-HPMLG_FN hpml_status hpmlg_slice_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_slice(const hpml_run *run, hpml_node *n, bool back)
 {
-    return hpmlg_slice_either(run, n->src[0], n->out, n->attr.slice.dim, n->attr.slice.start, false, false, false);
+    return hpmlg_part(run, n->src[0], n->out, n->attr.slice.dim, n->attr.slice.start, back, back, hpmlg_adds(n, back));
 }
+HPMLG_OP(slice, hpmlg_slice)
 
-HPMLG_FN hpml_status hpmlg_slice_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_slice_either(run, n->src[0], n->out, n->attr.slice.dim, n->attr.slice.start, true, true,
-                              n->accumulate[0]);
-}
-
-HPMLG_FN hpml_status hpmlg_concat_either(const hpml_run *run, hpml_node *n, bool backward)
+HPMLG_FN hpml_status hpmlg_concat(const hpml_run *run, hpml_node *n, bool back)
 {
     hpml_status status = HPML_OK;
     int64_t     start = 0;
     int         dim = n->attr.slice.dim;
     for (int i = 0; i < n->src_count && status == HPML_OK; i++) {
-        if (!backward || n->src[i]->grad)
-            status = hpmlg_slice_either(run, n->out, n->src[i], dim, start, !backward, backward,
-                                        backward && n->accumulate[i]);
+        if (!back || n->src[i]->grad)
+            status = hpmlg_part(run, n->out, n->src[i], dim, start, !back, back, back && n->accumulate[i]);
         start += n->src[i]->shape[dim];
     }
     return status;
 }
-
-HPMLG_FN hpml_status hpmlg_concat_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_concat_either(run, n, false);
-}
-
-HPMLG_FN hpml_status hpmlg_concat_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_concat_either(run, n, true);
-}
+HPMLG_OP(concat, hpmlg_concat)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-norm   softmax, layernorm, rmsnorm
@@ -1939,22 +1894,18 @@ static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg
     }
 }
 
-HPMLG_FN hpml_status hpmlg_softmax_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_softmax(const hpml_run *run, hpml_node *n, bool back)
 {
-    hpmlg_device *d    = hpmlg_enter(run->ctx);
-    int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
-    return HPMLG_ROWS(d, hpmlg_k_softmax, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out),
-                      hpmlg_value(n->src[0]), rows, cols, n->attr.softmax.log);
+    hpmlg_device *d      = hpmlg_enter(run->ctx);
+    int64_t       cols   = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
+    unsigned      blocks = hpmlg_row_blocks(d, rows, cols);
+    hpmlg_array   y      = hpmlg_value(n->out);
+    bool          log    = n->attr.softmax.log;
+    if (!back) return HPMLG_ROWS(d, hpmlg_k_softmax, blocks, cols, 0, y, hpmlg_value(n->src[0]), rows, cols, log);
+    return HPMLG_ROWS(d, hpmlg_k_softmax_back, blocks, cols, 0, hpmlg_grad(n->src[0]), y, hpmlg_grad(n->out), rows,
+                      cols, log, n->accumulate[0]);
 }
-
-HPMLG_FN hpml_status hpmlg_softmax_backward(const hpml_run *run, hpml_node *n)
-{
-    hpmlg_device *d    = hpmlg_enter(run->ctx);
-    int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
-    if (!n->src[0]->grad) return HPML_OK;
-    return HPMLG_ROWS(d, hpmlg_k_softmax_back, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_grad(n->src[0]),
-                      hpmlg_value(n->out), hpmlg_grad(n->out), rows, cols, n->attr.softmax.log, n->accumulate[0]);
-}
+HPMLG_OP(softmax, hpmlg_softmax)
 
 /* xhat = (x - mean) rstd, y = xhat gamma + beta; saved: mean and rstd of each row. rmsnorm: mean = 0. A residual sum
    right before a norm, x = p + q, is made by the same kernel: x is written and not read again. */
@@ -2107,39 +2058,32 @@ HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
     add->with = n;
 }
 
-HPMLG_FN hpml_status hpmlg_norm_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_norm(const hpml_run *run, hpml_node *n, bool back)
 {
-    hpmlg_device    *d    = hpmlg_enter(run->ctx);
-    const hpml_node *add  = n->src[0]->node && n->src[0]->node->with == n && d->passing ? n->src[0]->node : NULL;
-    hpmlg_array      none = hpmlg_of(NULL, HPML_DTYPE_F32);
-    int64_t          cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
-    return HPMLG_ROWS(d, hpmlg_k_norm, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out),
-                      hpmlg_value(n->src[0]), add ? hpmlg_value(add->src[0]) : none,
-                      add ? hpmlg_value(add->src[1]) : none, hpmlg_param_of(n, 1), hpmlg_param_of(n, 2),
-                      (float2 *)n->saved, rows, cols, n->attr.norm.eps, n->op == HPML_OP_LAYERNORM);
-}
-
-HPMLG_FN hpml_status hpmlg_norm_backward(const hpml_run *run, hpml_node *n)
-{
-    hpmlg_device *d      = hpmlg_enter(run->ctx);
-    int64_t       cols   = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
-    int           parts  = hpmlg_norm_parts(d, rows, cols);
-    float        *dgamma = n->src[1] ? n->src[1]->grad : NULL, *dbeta = n->src[2] ? n->src[2]->grad : NULL;
-    float        *part   = dgamma || dbeta ? (float *)n->scratch : NULL;
-    size_t        shared = cols <= HPMLG_WARP_ROW ? (size_t)(2 * cols) * sizeof(float) : 0;
-    hpml_status   status = HPMLG_ROWS(d, hpmlg_k_norm_back, (unsigned)parts, cols, shared, hpmlg_grad(n->src[0]),
-                                      hpmlg_value(n->src[0]), hpmlg_grad(n->out), hpmlg_param_of(n, 1),
-                                      (const float2 *)n->saved, part, rows, cols, n->op == HPML_OP_LAYERNORM,
-                                      n->accumulate[0]);
+    hpmlg_device *d    = hpmlg_enter(run->ctx);
+    int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
+    float2       *saved = (float2 *)n->saved;
+    hpmlg_array   x = hpmlg_value(n->src[0]), gamma = hpmlg_param_of(n, 1), beta = hpmlg_param_of(n, 2);
+    bool          centred = n->op == HPML_OP_LAYERNORM;
+    if (!back) {
+        const hpml_node *sum = n->src[0]->node && n->src[0]->node->with == n && d->passing ? n->src[0]->node : NULL;
+        return HPMLG_ROWS(d, hpmlg_k_norm, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out), x,
+                          sum ? hpmlg_value(sum->src[0]) : hpmlg_none(), sum ? hpmlg_value(sum->src[1]) : hpmlg_none(),
+                          gamma, beta, saved, rows, cols, n->attr.norm.eps, centred);
+    }
+    int         parts  = hpmlg_norm_parts(d, rows, cols);
+    float      *dgamma = n->src[1] ? n->src[1]->grad : NULL, *dbeta = n->src[2] ? n->src[2]->grad : NULL;
+    float      *part   = dgamma || dbeta ? (float *)n->scratch : NULL;
+    size_t      shared = cols <= HPMLG_WARP_ROW ? (size_t)(2 * cols) * sizeof(float) : 0;
+    hpml_status status = HPMLG_ROWS(d, hpmlg_k_norm_back, (unsigned)parts, cols, shared, hpmlg_grad(n->src[0]), x,
+                                    hpmlg_grad(n->out), gamma, (const float2 *)saved, part, rows, cols, centred,
+                                    n->accumulate[0]);
     if (status != HPML_OK || !part) return status;
     return HPMLG_RUN(d, hpmlg_k_norm_params, (unsigned)((2 * cols + HPMLG_WARP - 1) / HPMLG_WARP), 256, 0, dgamma,
                      dbeta, part, parts, cols, n->accumulate[1], n->accumulate[2]);
 }
-
-#define hpmlg_layernorm_forward  hpmlg_norm_forward
-#define hpmlg_layernorm_backward hpmlg_norm_backward
-#define hpmlg_rmsnorm_forward    hpmlg_norm_forward
-#define hpmlg_rmsnorm_backward   hpmlg_norm_backward
+HPMLG_OP(layernorm, hpmlg_norm)
+HPMLG_OP(rmsnorm, hpmlg_norm)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-batchnorm   batch normalization
@@ -2367,7 +2311,7 @@ HPMLG_FN hpml_status hpmlg_batchnorm_forward(const hpml_run *run, hpml_node *n)
     hpmlg_device  *d    = hpmlg_enter(run->ctx);
     hpmlg_bn       s    = hpmlg_bn_of(d, n), all;
     hpmlg_moments *part = run->train ? (hpmlg_moments *)n->scratch : NULL;
-    hpmlg_array    none = hpmlg_of(NULL, HPML_DTYPE_F32), gamma = hpmlg_param_of(n, 1), beta = hpmlg_param_of(n, 2);
+    hpmlg_array    none = hpmlg_none(), gamma = hpmlg_param_of(n, 1), beta = hpmlg_param_of(n, 2);
     hpml_status    status = HPML_OK;
     dim3           grid((unsigned)((s.C + s.width - 1) / s.width), (unsigned)s.splits);
     if (run->idle) s.B = s.N = 0;
@@ -2378,9 +2322,9 @@ HPMLG_FN hpml_status hpmlg_batchnorm_forward(const hpml_run *run, hpml_node *n)
         status = HPMLG_RUN(d, hpmlg_k_bn_statistics, (unsigned)((s.C + 127) / 128), 128, 0, (float2 *)n->saved,
                            n->src[3]->data, n->src[4]->data, part, all, n->attr.norm.eps, n->attr.norm.momentum);
     if (status != HPML_OK || s.N == 0) return status;
-    return HPMLG_RUN(d, hpmlg_k_bn_apply, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, hpmlg_value(n->out),
-                     hpmlg_value(n->src[0]), none, none, s, (const float2 *)n->saved, (const float *)gamma.p,
-                     (const float *)beta.p, (const float2 *)NULL, n->attr.norm.act == HPML_ACT_RELU, false);
+    return HPMLG_DEAL(d, hpmlg_k_bn_apply, s.N * s.C, 2048, hpmlg_value(n->out), hpmlg_value(n->src[0]), none, none, s,
+                      (const float2 *)n->saved, (const float *)gamma.p, (const float *)beta.p, (const float2 *)NULL,
+                      n->attr.norm.act == HPML_ACT_RELU, false);
 }
 
 HPMLG_FN hpml_status hpmlg_batchnorm_backward(const hpml_run *run, hpml_node *n)
@@ -2406,10 +2350,10 @@ HPMLG_FN hpml_status hpmlg_batchnorm_backward(const hpml_run *run, hpml_node *n)
                                (float *)NULL, means, (const double2 *)part, all, true, false, false);
     }
     if (status != HPML_OK || !n->src[0]->grad || s.N == 0) return status;
-    return HPMLG_RUN(d, hpmlg_k_bn_apply, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, hpmlg_grad(n->src[0]),
-                     hpmlg_value(n->src[0]), hpmlg_grad(n->out), hpmlg_value(n->out), s, (const float2 *)n->saved,
-                     (const float *)hpmlg_param_of(n, 1).p, (const float *)NULL, (const float2 *)means, relu,
-                     n->accumulate[0]);
+    return HPMLG_DEAL(d, hpmlg_k_bn_apply, s.N * s.C, 2048, hpmlg_grad(n->src[0]), hpmlg_value(n->src[0]),
+                      hpmlg_grad(n->out), hpmlg_value(n->out), s, (const float2 *)n->saved,
+                      (const float *)hpmlg_param_of(n, 1).p, (const float *)NULL, (const float2 *)means, relu,
+                      n->accumulate[0]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2485,30 +2429,23 @@ static __global__ void hpmlg_k_pool_back(hpmlg_pool p)
     }
 }
 
-HPMLG_FN hpml_status hpmlg_pool_run(const hpml_run *run, hpml_node *n, bool backward)
+HPMLG_FN hpml_status hpmlg_pool_pass(const hpml_run *run, hpml_node *n, bool back)
 {
     const int64_t *x = n->src[0]->shape, *y = n->out->shape;
     hpmlg_device  *d = hpmlg_enter(run->ctx);
     hpmlg_pool     p = {};
-    p.x  = backward ? hpmlg_grad(n->src[0]) : hpmlg_value(n->src[0]);
-    p.y  = backward ? hpmlg_grad(n->out) : hpmlg_value(n->out);
+    p.x  = hpmlg_either(n->src[0], back), p.y = hpmlg_either(n->out, back);
     p.at = n->op == HPML_OP_MAX_POOL ? (int *)n->saved : NULL;
     p.planes = x[0] * x[1], p.H = (int)x[2], p.W = (int)x[3], p.OH = (int)y[2], p.OW = (int)y[3];
     p.kh = n->attr.conv.kernel[0], p.kw = n->attr.conv.kernel[1], p.stride = n->attr.conv.stride[0];
-    p.pad = n->attr.conv.padding[0], p.add = backward && n->accumulate[0];
-    if (backward) return HPMLG_RUN(d, hpmlg_k_pool_back, hpmlg_blocks(d, p.planes * p.H * p.W, 256), 256, 0, p);
+    p.pad = n->attr.conv.padding[0], p.add = hpmlg_adds(n, back);
+    if (back) return HPMLG_DEAL(d, hpmlg_k_pool_back, p.planes * p.H * p.W, 256, p);
     if (!p.at && p.pad == 0 && p.kh == p.H && p.kw == p.W) /* global: the mean of each plane */
         return hpmlg_sum_run(d, p.y, p.x, p.planes, x[2] * x[3], 1, 1 / (float)(x[2] * x[3]), false);
-    return HPMLG_RUN(d, hpmlg_k_pool, hpmlg_blocks(d, p.planes * p.OH * p.OW, 256), 256, 0, p);
+    return HPMLG_DEAL(d, hpmlg_k_pool, p.planes * p.OH * p.OW, 256, p);
 }
-
-HPMLG_FN hpml_status hpmlg_pool_forward(const hpml_run *run, hpml_node *n) { return hpmlg_pool_run(run, n, false); }
-HPMLG_FN hpml_status hpmlg_pool_backward(const hpml_run *run, hpml_node *n) { return hpmlg_pool_run(run, n, true); }
-
-#define hpmlg_max_pool2d_forward  hpmlg_pool_forward
-#define hpmlg_max_pool2d_backward hpmlg_pool_backward
-#define hpmlg_avg_pool2d_forward  hpmlg_pool_forward
-#define hpmlg_avg_pool2d_backward hpmlg_pool_backward
+HPMLG_OP(max_pool2d, hpmlg_pool_pass)
+HPMLG_OP(avg_pool2d, hpmlg_pool_pass)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-random   Philox, dropout, embedding
@@ -2560,28 +2497,19 @@ static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg
     }
 }
 
-HPMLG_FN hpml_status hpmlg_dropout_run(const hpml_run *run, const hpml_node *n, hpmlg_array y, hpmlg_array x, bool add)
+HPMLG_FN hpml_status hpmlg_dropout(const hpml_run *run, hpml_node *n, bool back)
 {
     hpmlg_device *d      = hpmlg_enter(run->ctx);
+    hpmlg_array   to     = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
     float         p      = n->attr.dropout.p, scale = run->train && p > 0 ? 1 / (1 - p) : 0;
     int64_t       count  = hpml_tensor_count(n->out), each = 0;
     hpml_status   status = hpmlg_now_set(d, run);
     if (n->out->batch_rows) each = count / (n->out->shape[0] / n->out->batch_rows);
-    if (status != HPML_OK || (scale == 0 && x.p == y.p && !add)) return status;
-    return HPMLG_RUN(d, hpmlg_k_dropout, hpmlg_blocks(d, count, 2048), 256, 0, y, x, (const hpmlg_now *)d->now,
-                     n->index, (unsigned)((double)p * 4294967296.0), scale, each, count, add);
+    if (status != HPML_OK || (scale == 0 && from.p == to.p && !hpmlg_adds(n, back))) return status;
+    return HPMLG_DEAL(d, hpmlg_k_dropout, count, 2048, to, from, (const hpmlg_now *)d->now, n->index,
+                      (unsigned)((double)p * 4294967296.0), scale, each, count, hpmlg_adds(n, back));
 }
-
-HPMLG_FN hpml_status hpmlg_dropout_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_dropout_run(run, n, hpmlg_value(n->out), hpmlg_value(n->src[0]), false);
-}
-
-HPMLG_FN hpml_status hpmlg_dropout_backward(const hpml_run *run, hpml_node *n)
-{
-    if (!n->src[0]->grad) return HPML_OK;
-    return hpmlg_dropout_run(run, n, hpmlg_grad(n->src[0]), hpmlg_grad(n->out), n->accumulate[0]);
-}
+HPMLG_OP(dropout, hpmlg_dropout)
 
 /* y[i] = table[token[i]], a warp for a row; a token out of range is noted, its row zeros. */
 static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, const int *token, int64_t count,
@@ -2683,9 +2611,9 @@ HPMLG_FN hpml_status hpmlg_embedding_forward(const hpml_run *run, hpml_node *n)
 {
     hpmlg_device *d     = hpmlg_enter(run->ctx);
     int64_t       count = hpml_tensor_count(n->src[0]);
-    return HPMLG_RUN(d, hpmlg_k_embedding, hpmlg_blocks(d, count, 8), 256, 0, hpmlg_value(n->out),
-                     hpmlg_value(n->src[1]), (const int *)(const void *)n->src[0]->data, count, n->src[1]->shape[0],
-                     n->src[1]->shape[1], d->note, d->note_taken, (const hpml_node *)n);
+    return HPMLG_DEAL(d, hpmlg_k_embedding, count, 8, hpmlg_value(n->out), hpmlg_value(n->src[1]),
+                      (const int *)(const void *)n->src[0]->data, count, n->src[1]->shape[0], n->src[1]->shape[1],
+                      d->note, d->note_taken, (const hpml_node *)n);
 }
 
 HPMLG_FN size_t hpmlg_embedding_scratch(const hpml_node *n)
@@ -2708,8 +2636,8 @@ HPMLG_FN hpml_status hpmlg_embedding_backward(const hpml_run *run, hpml_node *n)
     if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_fill, some, 256, 0, b, token, count, vocabulary);
     if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_sort, some, 256, 0, b, token, count, vocabulary);
     if (status != HPML_OK) return status;
-    return HPMLG_RUN(d, hpmlg_k_embedding_back, hpmlg_blocks(d, vocabulary * ((width + 255) / 256), 8), 256, 0,
-                     hpmlg_grad(n->src[1]), hpmlg_grad(n->out), b, vocabulary, width, n->accumulate[1]);
+    return HPMLG_DEAL(d, hpmlg_k_embedding_back, vocabulary * ((width + 255) / 256), 8, hpmlg_grad(n->src[1]),
+                      hpmlg_grad(n->out), b, vocabulary, width, n->accumulate[1]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3253,7 +3181,7 @@ HPMLG_FN hpml_status hpmlg_job_run(hpmlg_device *d, hpmlg_job *g)
     if (blocks >= limit) return hpml_ctx_fail(d->ctx, HPML_ERR_OVERFLOW, "cuda: a product of too many tiles");
     hpml_status status = HPMLG_RUN(d, hpmlg_k_product, (unsigned)blocks, 128, HPMLG_JOB_SHARED(large ? 128 : 64), *g);
     if (status != HPML_OK || g->splits == 1) return status;
-    return HPMLG_RUN(d, hpmlg_k_join, hpmlg_blocks(d, g->batch * g->m * g->n, 256), 256, 0, *g);
+    return HPMLG_DEAL(d, hpmlg_k_join, g->batch * g->m * g->n, 256, *g);
 }
 
 /* A plain product: c (batch, m, n) = act(alpha a b (+ c) + bias), or back: c = (alpha a b (+ c)) act'(z). */
@@ -3815,7 +3743,7 @@ HPMLG_FN hpml_status hpmlg_linear_backward(const hpml_run *run, hpml_node *n)
     hpml_tensor     *x = n->src[0], *w = n->src[1], *bias = n->src[2];
     const hpml_node *m = hpmlg_linear_before(n);
     int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
-    hpmlg_array      dz = hpmlg_grad(n->out), none = hpmlg_of(NULL, HPML_DTYPE_F32);
+    hpmlg_array      dz = hpmlg_grad(n->out), none = hpmlg_none();
     hpml_act         act = d->sloped == n ? HPML_ACT_NONE : n->attr.act.act;
     float           *db = bias ? bias->grad : NULL;
     hpmlg_gemm       dw = hpmlg_gemm_of(out, in, rows, hpmlg_mats(dz, out, 0, true), hpmlg_mats(none, in, 0, false),
@@ -4756,7 +4684,7 @@ HPMLG_FN hpml_status hpmlg_attn_type(hpmlg_device *d, const hpmlg_attn *p, hpml_
                        : hpmlg_attn_run<HPML_DTYPE_F32, 256>(d, p, backward);
 }
 
-HPMLG_FN hpml_status hpmlg_attn_either(const hpml_run *run, hpml_node *n, bool backward)
+HPMLG_FN hpml_status hpmlg_attention(const hpml_run *run, hpml_node *n, bool back)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_attn    p = {};
@@ -4768,30 +4696,17 @@ HPMLG_FN hpml_status hpmlg_attn_either(const hpml_run *run, hpml_node *n, bool b
                              "the GPU's kernels take up to %d columns and 2^31 positions: take more heads",
                              n->out->name, (long long)D, (long long)T, HPMLG_ATTN_MOST);
     p.qkv = hpmlg_value(n->src[0]), p.o = hpmlg_grad(n->out);
-    p.out = backward ? hpmlg_grad(n->src[0]) : hpmlg_value(n->out);
+    p.out = hpmlg_writes(n, back);
     p.lse = (float *)n->saved, p.delta = (float *)n->scratch;
     p.T = (int)T, p.heads = n->attr.attention.heads, p.D = (int)D, p.pairs = n->out->shape[0] * p.heads;
-    p.scale = n->attr.attention.scale, p.causal = n->attr.attention.causal, p.add = backward && n->accumulate[0];
+    p.scale = n->attr.attention.scale, p.causal = n->attr.attention.causal, p.add = hpmlg_adds(n, back);
     p.wide   = p.qkv.type == (int)type && D % each == 0 && ((uintptr_t)p.qkv.p & 15) == 0;
     p.wide_o = p.o.type == (int)type && D % each == 0 && ((uintptr_t)p.o.p & 15) == 0;
     if (p.pairs * T == 0) return HPML_OK;
-    if (backward) {
-        hpml_status status = HPMLG_RUN(d, hpmlg_k_attn_delta, hpmlg_blocks(d, p.pairs * T, 32), 256, 0, p,
-                                       hpmlg_value(n->out));
-        if (status != HPML_OK) return status;
-    }
-    return hpmlg_attn_type(d, &p, type, backward);
+    hpml_status status = back ? HPMLG_DEAL(d, hpmlg_k_attn_delta, p.pairs * T, 32, p, hpmlg_value(n->out)) : HPML_OK;
+    return status == HPML_OK ? hpmlg_attn_type(d, &p, type, back) : status;
 }
-
-HPMLG_FN hpml_status hpmlg_attention_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_attn_either(run, n, false);
-}
-
-HPMLG_FN hpml_status hpmlg_attention_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_attn_either(run, n, true);
-}
+HPMLG_OP(attention, hpmlg_attention)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-lstm   long short-term memory
@@ -5065,32 +4980,24 @@ HPMLG_FN enum hpmlg_term hpmlg_term_of(const hpml_node *n)
     return n->op == HPML_OP_BCE ? HPMLG_BCE : n->attr.huber.squared ? HPMLG_MSE : HPMLG_HUBER;
 }
 
-HPMLG_FN hpml_status hpmlg_term_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_term_pass(const hpml_run *run, hpml_node *n, bool back)
 {
-    int64_t      count = hpml_tensor_count(n->src[0]);
-    hpmlg_finish f = {};
+    hpmlg_device      *d = hpmlg_enter(run->ctx);
+    const hpml_tensor *x = n->src[0], *t = n->src[1];
+    int64_t            count = hpml_tensor_count(x);
+    float              delta = n->op == HPML_OP_HUBER ? n->attr.huber.delta : 0;
+    hpmlg_finish       f = {};
     f.divisor = (double)count, f.out = n->out->data;
-    return hpmlg_total_run(hpmlg_enter(run->ctx), f, hpmlg_value(n->src[0]), hpmlg_value(n->src[1]), hpmlg_term_of(n),
-                           n->op == HPML_OP_HUBER ? n->attr.huber.delta : 0, count);
-}
-
-HPMLG_FN hpml_status hpmlg_term_backward(const hpml_run *run, hpml_node *n)
-{
-    hpmlg_device *d = hpmlg_enter(run->ctx);
-    int64_t       count = hpml_tensor_count(n->src[0]);
-    if (n->op == HPML_OP_BCE && n->src[1]->grad)
+    if (!back) return hpmlg_total_run(d, f, hpmlg_value(x), hpmlg_value(t), hpmlg_term_of(n), delta, count);
+    if (n->op == HPML_OP_BCE && t->grad)
         return hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
-                             "parameters; only the logits get a gradient", n->src[1]->name);
-    return HPMLG_RUN(d, hpmlg_k_term_back, hpmlg_blocks(d, count, 2048), 256, 0, hpmlg_grad(n->src[0]),
-                     hpmlg_grad(n->src[1]), hpmlg_value(n->src[0]), hpmlg_value(n->src[1]), (int)hpmlg_term_of(n),
-                     n->op == HPML_OP_HUBER ? n->attr.huber.delta : 0, (const float *)n->out->grad, count,
-                     n->accumulate[0], n->accumulate[1]);
+                             "parameters; only the logits get a gradient", t->name);
+    return HPMLG_DEAL(d, hpmlg_k_term_back, count, 2048, hpmlg_grad(x), hpmlg_grad(t), hpmlg_value(x), hpmlg_value(t),
+                      (int)hpmlg_term_of(n), delta, (const float *)n->out->grad, count, n->accumulate[0],
+                      n->accumulate[1]);
 }
-
-#define hpmlg_bce_with_logits_forward  hpmlg_term_forward
-#define hpmlg_bce_with_logits_backward hpmlg_term_backward
-#define hpmlg_huber_forward  hpmlg_term_forward
-#define hpmlg_huber_backward hpmlg_term_backward
+HPMLG_OP(bce_with_logits, hpmlg_term_pass)
+HPMLG_OP(huber, hpmlg_term_pass)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-update   optimizers: one launch for all parameters
@@ -5565,7 +5472,7 @@ HPMLG_FN hpml_status hpmlg_onebit_encode(hpmlg_device *d, hpmlg_pack p)
     int64_t     chunks = (p.cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK, rows = p.rows, most;
     hpml_status status = HPML_OK;
     if (chunks <= 16)
-        return HPMLG_RUN(d, hpmlg_k_onebit, hpmlg_blocks(d, rows, 16 / chunks), 256, 0, p, (int)chunks);
+        return HPMLG_DEAL(d, hpmlg_k_onebit, rows, 16 / chunks, p, (int)chunks);
     most = (int64_t)(d->d.workspace / sizeof(hpmlg_chunk)) / chunks;
     if (most == 0)
         return hpml_ctx_fail(d->ctx, HPML_ERR_MEMORY, "cuda: 1-bit rows of %lld columns need %lld bytes of "
@@ -5573,11 +5480,9 @@ HPMLG_FN hpml_status hpmlg_onebit_encode(hpmlg_device *d, hpmlg_pack p)
     for (int64_t row = 0; row < rows && status == HPML_OK; row += most) {
         hpmlg_chunk *sums = (hpmlg_chunk *)d->workspace;
         p.rows = rows - row < most ? rows - row : most;
-        status = HPMLG_RUN(d, hpmlg_k_onebit_chunks, hpmlg_blocks(d, p.rows * chunks, 16), 256, 0, p, chunks, sums);
-        if (status == HPML_OK)
-            status = HPMLG_RUN(d, hpmlg_k_onebit_levels, hpmlg_blocks(d, p.rows, 8), 256, 0, p, chunks, sums);
-        if (status == HPML_OK && p.e)
-            status = HPMLG_RUN(d, hpmlg_k_onebit_carry, hpmlg_blocks(d, p.rows * p.cols, 2048), 256, 0, p);
+        status = HPMLG_DEAL(d, hpmlg_k_onebit_chunks, p.rows * chunks, 16, p, chunks, sums);
+        if (status == HPML_OK) status = HPMLG_DEAL(d, hpmlg_k_onebit_levels, p.rows, 8, p, chunks, sums);
+        if (status == HPML_OK && p.e) status = HPMLG_DEAL(d, hpmlg_k_onebit_carry, p.rows * p.cols, 2048, p);
         p.packed += p.rows * p.row_size, p.g += p.rows * p.cols, p.e += p.e ? p.rows * p.cols : 0, p.bad += p.rows;
     }
     return status;
@@ -5590,11 +5495,9 @@ HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p)
     cudaError_t e = cudaMemsetAsync(p.bad + 1, 0, (size_t)p.rows * sizeof(int), d->stream);
     hpml_status status = hpmlg_check(d, e, "marks");
     if (status == HPML_OK && kind == HPML_CODEC_ONEBIT) status = hpmlg_onebit_encode(d, p);
-    if (status == HPML_OK && kind == HPML_CODEC_TWOBIT)
-        status = HPMLG_RUN(d, hpmlg_k_twobit, hpmlg_blocks(d, pieces, 8), 256, 0, p);
-    if (status == HPML_OK && kind == HPML_CODEC_BF16)
-        status = HPMLG_RUN(d, hpmlg_k_bf16, hpmlg_blocks(d, p.rows * p.cols, 2048), 256, 0, p);
-    return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_pack_wipe, hpmlg_blocks(d, p.rows, 1), 256, 0, p) : status;
+    if (status == HPML_OK && kind == HPML_CODEC_TWOBIT) status = HPMLG_DEAL(d, hpmlg_k_twobit, pieces, 8, p);
+    if (status == HPML_OK && kind == HPML_CODEC_BF16) status = HPMLG_DEAL(d, hpmlg_k_bf16, p.rows * p.cols, 2048, p);
+    return status == HPML_OK ? HPMLG_DEAL(d, hpmlg_k_pack_wipe, p.rows, 1, p) : status;
 }
 
 HPMLG_FN hpml_status hpmlg_encode(void *device, hpml_ctx *ctx, const hpml_packing *p, void *packed, float *residual,
@@ -5659,11 +5562,11 @@ HPMLG_FN hpml_status hpmlg_decode(void *device, hpml_ctx *ctx, const hpml_packin
     (void)device;
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE || kind == HPML_CODEC_BF16)
-        return HPMLG_RUN(d, hpmlg_k_unpack, hpmlg_blocks(d, rows * p->cols, 2048), 256, 0, out,
-                         hpmlg_of(all.packed, kind == HPML_CODEC_BF16 ? HPML_DTYPE_BF16 : HPML_DTYPE_F32),
-                         rows * p->cols, add);
-    return HPMLG_RUN(d, hpmlg_k_unpack_bits, hpmlg_blocks(d, rows * ((p->cols + 511) / 512), 8), 256, 0, all, out,
-                     kind == HPML_CODEC_TWOBIT, add);
+        return HPMLG_DEAL(d, hpmlg_k_unpack, rows * p->cols, 2048, out,
+                          hpmlg_of(all.packed, kind == HPML_CODEC_BF16 ? HPML_DTYPE_BF16 : HPML_DTYPE_F32),
+                          rows * p->cols, add);
+    return HPMLG_DEAL(d, hpmlg_k_unpack_bits, rows * ((p->cols + 511) / 512), 8, all, out, kind == HPML_CODEC_TWOBIT,
+                      add);
 }
 
 #ifdef HPML_USE_NCCL
@@ -6023,7 +5926,7 @@ HPML_API hpml_status hpml_nccl_link_scale(void *nccl, float *x, int64_t count, f
 {
     HPMLG_NCCL_ENTER(n, nccl);
     if (count <= 0) return HPML_OK;
-    return HPMLG_RUN(n->d, hpmlg_k_share, hpmlg_blocks(n->d, count, 1024), 256, 0, x, count, times, by);
+    return HPMLG_DEAL(n->d, hpmlg_k_share, count, 1024, x, count, times, by);
 }
 
 HPML_API float *hpml_nccl_link_stage(void *nccl, int64_t count)
