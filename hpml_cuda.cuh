@@ -307,6 +307,12 @@ static __device__ __forceinline__ void hpmlg_copy_async16(void *shared, const vo
 
 static __device__ __forceinline__ void hpmlg_copy_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 #define hpmlg_copy_wait(n) asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory")
+
+#define HPMLG_UNROLL _Pragma("unroll")
+#define HPMLG_ROLLED _Pragma("unroll 1")
+#else
+#define HPMLG_UNROLL
+#define HPMLG_ROLLED
 #endif
 
 #define HPMLG_FN static __attribute__((unused))
@@ -527,7 +533,14 @@ typedef struct hpmlg_device {
     void          *blas, *dnn;     /* cuBLASLt, cuDNN and what they said about shapes; NULL: not in use */
 } hpmlg_device;
 
-/* A CUDA error becomes the context's, with what to do where that is known. */
+/* An error of CUDA or one of its libraries becomes the context's, with what to do where that is known. */
+HPMLG_FN hpml_status hpmlg_fail(hpmlg_device *d, bool memory, const char *what, const char *error, const char *more,
+                                const char *cure)
+{
+    return hpml_ctx_fail(d->ctx, memory ? HPML_ERR_MEMORY : HPML_ERR_CUDA, "cuda device %d: %s: %s (%s)%s",
+                         (int)d->d.device, what, error, more, cure);
+}
+
 HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *what)
 {
     const char *cure = "";
@@ -535,10 +548,12 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
     cudaGetLastError();
     if (e == cudaErrorNoKernelImageForDevice) cure = "; this program holds code for other GPUs: nvcc -arch=native";
     if (e == cudaErrorIllegalAddress) cure = "; the context is lost; compute-sanitizer names the kernel and the line";
-    return hpml_ctx_fail(d->ctx, e == cudaErrorMemoryAllocation ? HPML_ERR_MEMORY : HPML_ERR_CUDA,
-                         "cuda device %d: %s: %s (%s)%s", (int)d->d.device, what, cudaGetErrorString(e),
-                         cudaGetErrorName(e), cure);
+    return hpmlg_fail(d, e == cudaErrorMemoryAllocation, what, cudaGetErrorString(e), cudaGetErrorName(e), cure);
 }
+
+/* The next of several calls, if all is well so far: success is 0 in every library. */
+#define HPMLG_TRY(s, ...)                                                                                              \
+    if ((int)(s) == 0) s = __VA_ARGS__
 
 /* Launches on the device's stream; an expression, its value the status. */
 #define HPMLG_RUN(d, kernel, grid, block, shared, ...)                                                                 \
@@ -556,13 +571,15 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
     HPMLG_FN hpml_status hpmlg_##name##_forward(const hpml_run *run, hpml_node *n) { return pass(run, n, false); }     \
     HPMLG_FN hpml_status hpmlg_##name##_backward(const hpml_run *run, hpml_node *n) { return pass(run, n, true); }
 
-/* The device of a context, current on this thread. */
-HPMLG_FN hpmlg_device *hpmlg_enter(const hpml_ctx *ctx)
+/* A device, that of a context: current on this thread from now on. */
+HPMLG_FN hpmlg_device *hpmlg_current(void *device)
 {
-    hpmlg_device *d = (hpmlg_device *)hpml_ctx_device(ctx);
+    hpmlg_device *d = (hpmlg_device *)device;
     cudaSetDevice(d->d.device);
     return d;
 }
+
+HPMLG_FN hpmlg_device *hpmlg_enter(const hpml_ctx *ctx) { return hpmlg_current(hpml_ctx_device(ctx)); }
 
 HPMLG_FN hpmlg_array hpmlg_of(void *p, hpml_dtype type)
 {
@@ -596,8 +613,11 @@ HPMLG_FN unsigned hpmlg_blocks(const hpmlg_device *d, int64_t n, int64_t each)
 }
 
 HPMLG_FN void        hpmlg_close(void *device);
-HPMLG_FN hpml_status hpmlg_libraries_open(hpmlg_device *d); /* cuBLASLt, cuDNN */
-HPMLG_FN void        hpmlg_libraries_close(hpmlg_device *d);
+HPMLG_FN hpml_status hpmlg_kernels_open(hpmlg_device *d);
+HPMLG_FN hpml_status hpmlg_blas_open(hpmlg_device *d);
+HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *d);
+HPMLG_FN void        hpmlg_blas_close(hpmlg_device *d);
+HPMLG_FN void        hpmlg_dnn_close(hpmlg_device *d);
 
 static __global__ void hpmlg_k_hello(int *taken) { *taken = 0; }
 
@@ -663,7 +683,9 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
     if (status == HPML_OK) status = hpmlg_open_memory(d);
     if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_hello, 1, 1, 0, d->note_taken);
     if (status == HPML_OK) status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "the first kernel");
-    if (status == HPML_OK) status = hpmlg_libraries_open(d);
+    if (status == HPML_OK) status = hpmlg_kernels_open(d);
+    if (status == HPML_OK && !d->d.own_kernels) status = hpmlg_blas_open(d);
+    if (status == HPML_OK && !d->d.own_kernels) status = hpmlg_dnn_open(d);
     if (status != HPML_OK) hpmlg_close(d);
     else *device = d;
     return status;
@@ -671,10 +693,10 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
 
 HPMLG_FN void hpmlg_close(void *device)
 {
-    hpmlg_device *d = (hpmlg_device *)device;
-    cudaSetDevice(d->d.device);
+    hpmlg_device *d = hpmlg_current(device);
     if (d->stream) cudaStreamSynchronize(d->stream);
-    hpmlg_libraries_close(d);
+    hpmlg_blas_close(d);
+    hpmlg_dnn_close(d);
     for (int i = 0; i < HPMLG_PASSES; i++)
         if (d->passes[i].exec) cudaGraphExecDestroy(d->passes[i].exec);
     for (int i = 0; i < d->weight_count; i++) cudaFree(d->weights[i].half);
@@ -699,10 +721,9 @@ HPMLG_FN void hpmlg_close(void *device)
 
 HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
 {
-    hpmlg_device *d = (hpmlg_device *)device;
+    hpmlg_device *d = hpmlg_current(device);
     hpmlg_block  *b = (hpmlg_block *)hpml_ctx_alloc(d->ctx, sizeof *b, NULL);
     if (!b) return NULL;
-    cudaSetDevice(d->d.device);
     if (cudaMalloc(&b->p, bytes) != cudaSuccess) {
         cudaGetLastError(); /* the caller reports it, with the size */
         hpml_ctx_release(d->ctx, b);
@@ -714,16 +735,14 @@ HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
     return b->p;
 }
 
-HPMLG_FN void hpmlg_free(void *device, void *p, size_t bytes)
+HPMLG_FN void hpmlg_free(void *device, void *p, size_t)
 {
-    hpmlg_device *d = (hpmlg_device *)device;
+    hpmlg_device *d = hpmlg_current(device);
     hpmlg_block **at, *b;
-    (void)bytes;
     for (at = &d->blocks; *at && (*at)->p != p; at = &(*at)->next) {}
     b = *at;
     if (!b) return;
     *at = b->next;
-    cudaSetDevice(d->d.device);
     cudaStreamSynchronize(d->stream);
     cudaFree(b->p);
     hpml_ctx_release(d->ctx, b);
@@ -771,28 +790,20 @@ HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx)
    again. Large ones travel on a stream of their own and so beside the step before; small ones follow the ops. The
    pinned memory is a ring of slots; the host waits only when it is a whole ring ahead. */
 
-HPMLG_FN hpml_status hpmlg_slot_room(hpmlg_device *d, size_t bytes, hpmlg_slot **slot, size_t *at)
+#define HPMLG_SMALL ((size_t)64 << 10)
+
+HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, size_t bytes)
 {
     cudaError_t e = cudaSuccess;
     if (d->slot_used + bytes > HPMLG_SLOT_BYTES) {
         e       = cudaEventRecord(d->slots[d->slot].free, d->stream);
         d->slot = (d->slot + 1) % HPMLG_SLOTS, d->slot_used = 0;
         if (e == cudaSuccess) e = cudaEventSynchronize(d->slots[d->slot].free);
+        if (e != cudaSuccess) return hpmlg_check(d, e, "waiting for uploads");
     }
-    *slot = &d->slots[d->slot];
-    *at   = d->slot_used;
+    hpmlg_slot *s  = &d->slots[d->slot];
+    size_t      at = d->slot_used;
     d->slot_used += (bytes + 255) / 256 * 256;
-    return hpmlg_check(d, e, "waiting for uploads");
-}
-
-#define HPMLG_SMALL ((size_t)64 << 10)
-
-HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, size_t bytes)
-{
-    hpmlg_slot *s;
-    size_t      at;
-    cudaError_t e;
-    if (hpmlg_slot_room(d, bytes, &s, &at) != HPML_OK) return hpml_ctx_status(d->ctx);
     memcpy(s->host + at, host, bytes);
     if (bytes <= HPMLG_SMALL) {
         e = cudaMemcpyAsync(dst, s->host + at, bytes, cudaMemcpyHostToDevice, d->stream);
@@ -817,9 +828,8 @@ HPMLG_FN void hpmlg_weights_touch(hpmlg_device *d, const void *dst, size_t bytes
 
 HPMLG_FN hpml_status hpmlg_write(void *device, void *dst, const void *host, size_t bytes)
 {
-    hpmlg_device *d      = (hpmlg_device *)device;
+    hpmlg_device *d      = hpmlg_current(device);
     hpml_status   status = HPML_OK;
-    cudaSetDevice(d->d.device);
     hpmlg_weights_touch(d, dst, bytes);
     for (size_t i = 0; i < bytes && status == HPML_OK; i += HPMLG_SLOT_BYTES) {
         size_t n = bytes - i < HPMLG_SLOT_BYTES ? bytes - i : HPMLG_SLOT_BYTES;
@@ -830,8 +840,7 @@ HPMLG_FN hpml_status hpmlg_write(void *device, void *dst, const void *host, size
 
 HPMLG_FN hpml_status hpmlg_zero(void *device, void *dst, size_t bytes)
 {
-    hpmlg_device *d = (hpmlg_device *)device;
-    cudaSetDevice(d->d.device);
+    hpmlg_device *d = hpmlg_current(device);
     hpmlg_weights_touch(d, dst, bytes);
     return hpmlg_check(d, cudaMemsetAsync(dst, 0, bytes, d->stream), "zeroing");
 }
@@ -878,17 +887,15 @@ HPMLG_FN void hpmlg_look_mark(hpmlg_device *d, cudaStream_t stream, const char *
 
 HPMLG_FN void hpmlg_look_at(void *device, const char *name, double *seconds)
 {
-    hpmlg_device *d = (hpmlg_device *)device;
-    cudaSetDevice(d->d.device);
+    hpmlg_device *d = hpmlg_current(device);
     hpmlg_look_mark(d, d->stream, name, seconds, HPML_LANE_GPU);
 }
 
 /* All work is done on return; what kernels have noted becomes an error. */
 HPMLG_FN hpml_status hpmlg_sync(void *device)
 {
-    hpmlg_device *d = (hpmlg_device *)device;
+    hpmlg_device *d = hpmlg_current(device);
     hpmlg_note    n;
-    cudaSetDevice(d->d.device);
     hpml_status status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "waiting for the device");
     if (status == HPML_OK && d->look_count > 0) hpmlg_looks_tell(d);
     if (status != HPML_OK || d->note->what == HPMLG_NO_TROUBLE) return status;
@@ -906,9 +913,8 @@ HPMLG_FN hpml_status hpmlg_sync(void *device)
 
 HPMLG_FN hpml_status hpmlg_read(void *device, void *host, const void *src, size_t bytes)
 {
-    hpmlg_device *d     = (hpmlg_device *)device;
+    hpmlg_device *d     = hpmlg_current(device);
     bool          small = bytes <= HPMLG_RESULT;
-    cudaSetDevice(d->d.device);
     cudaError_t e = cudaMemcpyAsync(small ? (void *)d->result : host, src, bytes, cudaMemcpyDeviceToHost, d->stream);
     hpml_status status = hpmlg_check(d, e, "download");
     if (status == HPML_OK) status = hpmlg_sync(d);
@@ -960,11 +966,10 @@ HPMLG_FN hpmlg_pass *hpmlg_pass_find(hpmlg_device *d, const hpml_pass *key)
 
 HPMLG_FN hpml_status hpmlg_weights_refresh(hpmlg_device *d);
 
-HPMLG_FN hpml_status hpmlg_begin(void *device, const hpml_run *run, const hpml_pass *key, bool *done)
+HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *key, bool *done)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
     hpml_status   status = hpmlg_now_set(d, run);
-    (void)device;
     if (status == HPML_OK) status = hpmlg_weights_refresh(d);
     d->passing = !key->backward;
     if (status != HPML_OK || d->d.no_record) return status;
@@ -978,12 +983,11 @@ HPMLG_FN hpml_status hpmlg_begin(void *device, const hpml_run *run, const hpml_p
     return status;
 }
 
-HPMLG_FN hpml_status hpmlg_end(void *device, const hpml_run *run, hpml_status status)
+HPMLG_FN hpml_status hpmlg_end(void *, const hpml_run *run, hpml_status status)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_pass   *p = d->recording;
     cudaGraph_t   graph = NULL;
-    (void)device;
     d->passing = false;
     if (!p) return status;
     d->recording  = NULL;
@@ -1795,12 +1799,6 @@ HPMLG_OP(concat, hpmlg_concat)
    eights. A row that fits in one tile is read once and stays in registers, a longer one is read again for each pass
    over it, from the cache. */
 
-#ifdef __CUDACC__
-#define HPMLG_UNROLL _Pragma("unroll")
-#else
-#define HPMLG_UNROLL
-#endif
-
 template <int TEAM> HPMLG_DEVICE float hpmlg_team_sum(float v, float *space)
 {
     return TEAM == HPMLG_WARP ? hpmlg_warp_sum(v) : hpmlg_block_sum(v, space);
@@ -2537,14 +2535,6 @@ typedef struct hpmlg_buckets {
     int *slot, *order;         /* (tokens): place of a position within its token, in any order; the positions */
 } hpmlg_buckets;
 
-HPMLG_FN hpmlg_buckets hpmlg_buckets_of(void *scratch, int64_t vocabulary, int64_t tokens)
-{
-    hpmlg_buckets b;
-    b.count = (int *)scratch, b.used = b.count + vocabulary, b.start = b.used + 1;
-    b.slot = b.start + vocabulary, b.order = b.slot + tokens;
-    return b;
-}
-
 static __global__ void hpmlg_k_bucket_count(hpmlg_buckets b, const int *token, int64_t count, int64_t vocabulary)
 {
     int64_t i = hpmlg_me();
@@ -2607,28 +2597,25 @@ static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hp
     }
 }
 
-HPMLG_FN hpml_status hpmlg_embedding_forward(const hpml_run *run, hpml_node *n)
-{
-    hpmlg_device *d     = hpmlg_enter(run->ctx);
-    int64_t       count = hpml_tensor_count(n->src[0]);
-    return HPMLG_DEAL(d, hpmlg_k_embedding, count, 8, hpmlg_value(n->out), hpmlg_value(n->src[1]),
-                      (const int *)(const void *)n->src[0]->data, count, n->src[1]->shape[0], n->src[1]->shape[1],
-                      d->note, d->note_taken, (const hpml_node *)n);
-}
-
 HPMLG_FN size_t hpmlg_embedding_scratch(const hpml_node *n)
 {
     return (size_t)(2 * n->src[1]->shape[0] + 1 + 2 * hpml_tensor_count(n->src[0])) * sizeof(int);
 }
 
-HPMLG_FN hpml_status hpmlg_embedding_backward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_embedding(const hpml_run *run, hpml_node *n, bool back)
 {
     hpmlg_device *d     = hpmlg_enter(run->ctx);
+    hpmlg_array   table = hpmlg_either(n->src[1], back), y = hpmlg_either(n->out, back);
     const int    *token = (const int *)(const void *)n->src[0]->data;
     int64_t       count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
-    hpmlg_buckets b     = hpmlg_buckets_of(n->scratch, vocabulary, count);
+    hpmlg_buckets b     = {};
     unsigned      some  = (unsigned)((count + 255) / 256), rows = (unsigned)((vocabulary + 255) / 256);
-    if (!n->src[1]->grad) return HPML_OK;
+    if (!back)
+        return HPMLG_DEAL(d, hpmlg_k_embedding, count, 8, y, table, token, count, vocabulary, width, d->note,
+                          d->note_taken, (const hpml_node *)n);
+    if (!table.p) return HPML_OK;
+    b.count = (int *)n->scratch, b.used = b.count + vocabulary, b.start = b.used + 1;
+    b.slot = b.start + vocabulary, b.order = b.slot + count;
     hpml_status status = hpmlg_check(d, cudaMemsetAsync(b.count, 0, (size_t)(vocabulary + 1) * sizeof(int), d->stream),
                                      "counting tokens");
     if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_count, some, 256, 0, b, token, count, vocabulary);
@@ -2636,9 +2623,10 @@ HPMLG_FN hpml_status hpmlg_embedding_backward(const hpml_run *run, hpml_node *n)
     if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_fill, some, 256, 0, b, token, count, vocabulary);
     if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_sort, some, 256, 0, b, token, count, vocabulary);
     if (status != HPML_OK) return status;
-    return HPMLG_DEAL(d, hpmlg_k_embedding_back, vocabulary * ((width + 255) / 256), 8, hpmlg_grad(n->src[1]),
-                      hpmlg_grad(n->out), b, vocabulary, width, n->accumulate[1]);
+    return HPMLG_DEAL(d, hpmlg_k_embedding_back, vocabulary * ((width + 255) / 256), 8, table, y, b, vocabulary, width,
+                      n->accumulate[1]);
 }
+HPMLG_OP(embedding, hpmlg_embedding)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-operand   operands of products: where their elements lie
@@ -2651,12 +2639,6 @@ HPMLG_FN hpml_status hpmlg_embedding_backward(const hpml_run *run, hpml_node *n)
    mixed types, f32, TF32 or halves), and a second one copies 16 bytes at a time where halves lie densely. A block of
    128 threads makes a tile of T x T. When there are too few tiles for the device, k is split and the sums of the
    pieces are added in order. */
-
-#ifdef __CUDACC__
-#define HPMLG_ROLLED _Pragma("unroll 1")
-#else
-#define HPMLG_ROLLED
-#endif
 
 typedef struct hpmlg_divisor { unsigned shift, mul, by, unused; } hpmlg_divisor;
 
@@ -3324,18 +3306,15 @@ HPMLG_FN size_t hpmlg_factor_bytes(const hpmlg_device *d, const hpml_tensor *t)
    product, and so do sums of a's rows; where the library has no such kernel, an activation follows by itself, and the
    others are left to the caller. */
 #ifdef HPML_CUDA_NO_CUBLAS
-HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *done)
-{
-    (void)d, (void)g, (void)done;
-    return HPML_OK;
-}
+HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *, hpmlg_gemm *, bool *) { return HPML_OK; }
+HPMLG_FN hpml_status hpmlg_blas_open(hpmlg_device *) { return HPML_OK; }
+HPMLG_FN void        hpmlg_blas_close(hpmlg_device *) {}
 #else
 HPMLG_FN hpml_status hpmlg_blas_check(hpmlg_device *d, cublasStatus_t s, const char *what)
 {
     if (s == CUBLAS_STATUS_SUCCESS) return HPML_OK;
-    return hpml_ctx_fail(d->ctx, s == CUBLAS_STATUS_ALLOC_FAILED ? HPML_ERR_MEMORY : HPML_ERR_CUDA,
-                         "cuda device %d: %s: %s (%s); hpml_cuda_desc.own_kernels does without cuBLASLt",
-                         (int)d->d.device, what, cublasLtGetStatusName(s), cublasLtGetStatusString(s));
+    return hpmlg_fail(d, s == CUBLAS_STATUS_ALLOC_FAILED, what, cublasLtGetStatusName(s), cublasLtGetStatusString(s),
+                      "; hpml_cuda_desc.own_kernels does without cuBLASLt");
 }
 
 HPMLG_FN bool hpmlg_blas_refused(cublasStatus_t s) /* ours does it */
@@ -3373,25 +3352,21 @@ HPMLG_FN void hpmlg_blas_drop(hpmlg_blas_plan *p)
     memset(p, 0, sizeof *p);
 }
 
-HPMLG_FN cudaDataType_t hpmlg_blas_type(int64_t type)
-{
-    return type == HPML_DTYPE_F32 ? CUDA_R_32F : type == HPML_DTYPE_BF16 ? CUDA_R_16BF : CUDA_R_16F;
-}
-
 HPMLG_FN cublasStatus_t hpmlg_blas_layout(cublasLtMatrixLayout_t *l, int64_t type, int64_t rows, int64_t cols,
                                           int64_t ld, int64_t batch, int64_t stride)
 {
+    cudaDataType_t kind  = type == HPML_DTYPE_F32 ? CUDA_R_32F : type == HPML_DTYPE_BF16 ? CUDA_R_16BF : CUDA_R_16F;
     int32_t        count = (int32_t)batch;
-    cublasStatus_t s     = cublasLtMatrixLayoutCreate(l, hpmlg_blas_type(type), (uint64_t)rows, (uint64_t)cols, ld);
-    if (s != CUBLAS_STATUS_SUCCESS || batch == 1) return s;
-    s = cublasLtMatrixLayoutSetAttribute(*l, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count);
-    if (s != CUBLAS_STATUS_SUCCESS) return s;
-    return cublasLtMatrixLayoutSetAttribute(*l, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride);
+    cublasStatus_t s     = cublasLtMatrixLayoutCreate(l, kind, (uint64_t)rows, (uint64_t)cols, ld);
+    if (batch == 1) return s;
+    HPMLG_TRY(s, cublasLtMatrixLayoutSetAttribute(*l, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
+    HPMLG_TRY(s, cublasLtMatrixLayoutSetAttribute(*l, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride,
+                                                  sizeof stride));
+    return s;
 }
 
 #define HPMLG_BLAS_SET(attribute, value)                                                                               \
-    if (s == CUBLAS_STATUS_SUCCESS)                                                                                    \
-        s = cublasLtMatmulDescSetAttribute(p->op, CUBLASLT_MATMUL_DESC_##attribute, &value, sizeof value)
+    HPMLG_TRY(s, cublasLtMatmulDescSetAttribute(p->op, CUBLASLT_MATMUL_DESC_##attribute, &value, sizeof value))
 
 HPMLG_FN cublasStatus_t hpmlg_blas_describe(const hpmlg_device *d, hpmlg_blas_plan *p)
 {
@@ -3406,13 +3381,11 @@ HPMLG_FN cublasStatus_t hpmlg_blas_describe(const hpmlg_device *d, hpmlg_blas_pl
     HPMLG_BLAS_SET(TRANSB, tb);
     HPMLG_BLAS_SET(EPILOGUE, epilogue);
     if (with_z) HPMLG_BLAS_SET(EPILOGUE_AUX_LD, aux);
-    if (s == CUBLAS_STATUS_SUCCESS)
-        s = hpmlg_blas_layout(&p->a, k->a_type, k->trans_b ? k->k : k->n, k->trans_b ? k->n : k->k, k->ldb, k->batch,
-                              k->b_batch);
-    if (s == CUBLAS_STATUS_SUCCESS)
-        s = hpmlg_blas_layout(&p->b, k->a_type, k->trans_a ? k->m : k->k, k->trans_a ? k->k : k->m, k->lda, k->batch,
-                              k->a_batch);
-    if (s == CUBLAS_STATUS_SUCCESS) s = hpmlg_blas_layout(&p->c, k->c_type, k->n, k->m, k->ldc, k->batch, k->c_batch);
+    HPMLG_TRY(s, hpmlg_blas_layout(&p->a, k->a_type, k->trans_b ? k->k : k->n, k->trans_b ? k->n : k->k, k->ldb,
+                                   k->batch, k->b_batch));
+    HPMLG_TRY(s, hpmlg_blas_layout(&p->b, k->a_type, k->trans_a ? k->m : k->k, k->trans_a ? k->k : k->m, k->lda,
+                                   k->batch, k->a_batch));
+    HPMLG_TRY(s, hpmlg_blas_layout(&p->c, k->c_type, k->n, k->m, k->ldc, k->batch, k->c_batch));
     return s;
 }
 
@@ -3433,32 +3406,22 @@ HPMLG_FN hpml_status hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas *blas, hpmlg_bla
     int                              count = 0;
     uint32_t                         align = (uint32_t)p->key.align;
     cublasStatus_t s = hpmlg_blas_describe(d, p);
-    if (s == CUBLAS_STATUS_SUCCESS) s = hpmlg_blas_point(p, bias, z);
-    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulPreferenceCreate(&want);
-    if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatmulPreferenceSetAttribute(want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &d->d.workspace,
-                                                 sizeof d->d.workspace);
-    for (int i = 0; i < 4 && s == CUBLAS_STATUS_SUCCESS; i++) {
+    HPMLG_TRY(s, hpmlg_blas_point(p, bias, z));
+    HPMLG_TRY(s, cublasLtMatmulPreferenceCreate(&want));
+    HPMLG_TRY(s, cublasLtMatmulPreferenceSetAttribute(want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                      &d->d.workspace, sizeof d->d.workspace));
+    for (int i = 0; i < 4; i++) {
         static const cublasLtMatmulPreferenceAttributes_t bytes[4] = {
             CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
             CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES };
-        s = cublasLtMatmulPreferenceSetAttribute(want, bytes[i], &align, sizeof align);
+        HPMLG_TRY(s, cublasLtMatmulPreferenceSetAttribute(want, bytes[i], &align, sizeof align));
     }
-    if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatmulAlgoGetHeuristic(blas->handle, p->op, p->a, p->b, p->c, p->c, want, 4, found, &count);
+    HPMLG_TRY(s, cublasLtMatmulAlgoGetHeuristic(blas->handle, p->op, p->a, p->b, p->c, p->c, want, 4, found, &count));
     if (want) cublasLtMatmulPreferenceDestroy(want);
     p->set = true;
     for (int i = 0; i < count && s == CUBLAS_STATUS_SUCCESS && !p->usable; i++)
         if (found[i].state == CUBLAS_STATUS_SUCCESS) p->usable = true, p->algo = found[i].algo;
     return hpmlg_blas_refused(s) ? HPML_OK : hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
-}
-
-/* The largest power of two up to 256 that divides what it is given. */
-HPMLG_FN int64_t hpmlg_blas_align(uintptr_t x)
-{
-    int64_t a = 256;
-    while (x % (uintptr_t)a) a /= 2;
-    return a;
 }
 
 HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g)
@@ -3472,7 +3435,8 @@ HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g)
     if (k->lda < (k->trans_a ? k->m : k->k) || k->ldb < (k->trans_b ? k->k : k->n) || k->ldc < k->n) return false;
     if (k->batch > 1) k->a_batch = g->a.batch, k->b_batch = g->b.batch, k->c_batch = g->c_batch;
     k->a_type = g->a.x.type, k->c_type = g->c.type, k->add = g->add;
-    k->align  = hpmlg_blas_align((uintptr_t)g->a.x.p | (uintptr_t)g->b.x.p | (uintptr_t)g->c.p);
+    uintptr_t places = (uintptr_t)g->a.x.p | (uintptr_t)g->b.x.p | (uintptr_t)g->c.p;
+    for (k->align = 256; places % (uintptr_t)k->align; k->align /= 2) {} /* what all are multiples of */
     return k->batch == 1 || !g->bias;
 }
 
@@ -3825,17 +3789,11 @@ HPMLG_FN hpmlg_side hpmlg_conv_side(hpmlg_array x, int64_t batch, hpmlg_axis lin
     return o;
 }
 
-HPMLG_FN hpmlg_job hpmlg_conv_job(const hpmlg_conv *c, hpmlg_array out, bool add)
-{
-    hpmlg_job j = {};
-    j.batch = c->groups, j.c = out, j.alpha = 1, j.add = add;
-    return j;
-}
-
 HPMLG_FN hpml_status hpmlg_conv_y(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array x, hpmlg_array w, const float *bias,
                                   hpml_act act, hpmlg_array y)
 {
-    hpmlg_job j = hpmlg_conv_job(c, y, false);
+    hpmlg_job j = {};
+    j.batch = c->groups, j.c = y, j.alpha = 1;
     j.m = c->OC, j.n = c->B * c->P, j.k = c->C * c->taps;
     j.a = hpmlg_conv_side(w, c->OC * j.k, hpmlg_plain(j.k), hpmlg_plain(1), true);
     j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_pixels(c), hpmlg_conv_taps(c), false);
@@ -3869,7 +3827,8 @@ HPMLG_FN hpml_status hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_a
         hpmlg_rest h = hpmlg_rest_of(c, 0, i / c->stride[1], c->H), v = hpmlg_rest_of(c, 1, i % c->stride[1], c->W);
         hpmlg_axis pixels = hpmlg_folded(h.count, v.count, c->groups * c->OC * c->P, 0, 0);
         hpmlg_axis taps   = hpmlg_folded(h.taps, v.taps, c->P, 0, 0);
-        hpmlg_job  j      = hpmlg_conv_job(c, hpmlg_from(dx, h.first * c->W + v.first), add);
+        hpmlg_job  j      = {};
+        j.batch = c->groups, j.c = hpmlg_from(dx, h.first * c->W + v.first), j.alpha = 1, j.add = add;
         j.m = c->C, j.n = c->B * h.count * v.count, j.k = c->OC * h.taps * v.taps;
         if (j.n == 0 || (j.k == 0 && add)) continue;
         pixels.h0 = (int16_t)h.at, pixels.w0 = (int16_t)v.at, pixels.h = pixels.w = 1;
@@ -3888,7 +3847,8 @@ HPMLG_FN hpml_status hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_a
 HPMLG_FN hpml_status hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array x, hpmlg_array dw,
                                    bool add)
 {
-    hpmlg_job j = hpmlg_conv_job(c, dw, add);
+    hpmlg_job j = {};
+    j.batch = c->groups, j.c = dw, j.alpha = 1, j.add = add;
     j.m = c->OC, j.n = c->C * c->taps, j.k = c->B * c->P;
     j.a = hpmlg_conv_side(dy, c->OC * c->P, hpmlg_plain(c->P), hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0),
                              true);
@@ -3964,44 +3924,38 @@ typedef enum hpmlg_dnn_pass { HPMLG_DNN_Y, HPMLG_DNN_DX, HPMLG_DNN_DW, HPMLG_DNN
 HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                                    hpmlg_array y, bool add, bool *done);
 
-HPMLG_FN hpml_status hpmlg_conv2d_forward(const hpml_run *run, hpml_node *n)
+/* One pass, by cuDNN or by ours. */
+HPMLG_FN hpml_status hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
+                                    hpmlg_array y, bool add)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
-    hpmlg_conv    c = hpmlg_conv_of(n);
-    hpmlg_array   x = hpmlg_factor(d, n->src[0], n->scratch), w = hpmlg_factor(d, n->src[1], NULL);
-    hpmlg_array   y = hpmlg_value(n->out);
-    const float  *bias = n->src[2] ? n->src[2]->data : NULL;
-    bool          done = false;
-    if (!x.p || !w.p) return hpml_ctx_status(run->ctx);
-    hpml_status status = hpmlg_dnn_run(d, n, HPMLG_DNN_Y, x, w, y, false, &done);
+    hpmlg_conv c = hpmlg_conv_of(n);
+    bool       done = false;
+    if (!x.p || !w.p) return hpml_ctx_status(d->ctx); /* a half copy that could not be made */
+    hpml_status status = hpmlg_dnn_run(d, n, pass, x, w, y, add, &done);
     if (status != HPML_OK || done) return status;
-    return hpmlg_conv_y(d, &c, x, w, bias, n->attr.conv.act, y);
+    if (pass == HPMLG_DNN_DW) return hpmlg_conv_dw(d, &c, y, x, w, add);
+    if (pass == HPMLG_DNN_DX) return hpmlg_conv_dx(d, &c, y, w, x, add);
+    return hpmlg_conv_y(d, &c, x, w, n->src[2] ? n->src[2]->data : NULL, n->attr.conv.act, y);
 }
 
-HPMLG_FN hpml_status hpmlg_conv2d_backward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_conv2d(const hpml_run *run, hpml_node *n, bool back)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
-    hpmlg_conv    c = hpmlg_conv_of(n);
-    hpml_tensor  *tx = n->src[0], *tw = n->src[1], *bias = n->src[2];
-    hpmlg_array   dy = hpmlg_grad(n->out);
-    bool          done = false;
-    hpml_status   status = hpmlg_planes_run(d, dy, hpmlg_value(n->out), n->attr.conv.act, c.B, c.groups * c.OC, c.P,
-                                            bias ? bias->grad : NULL, n->accumulate[2]);
-    if (tw->grad && status == HPML_OK) {
-        hpmlg_array x = hpmlg_factor(d, tx, n->scratch);
-        if (!x.p) return hpml_ctx_status(run->ctx);
-        status = hpmlg_dnn_run(d, n, HPMLG_DNN_DW, x, hpmlg_grad(tw), dy, n->accumulate[1], &done);
-        if (status == HPML_OK && !done) status = hpmlg_conv_dw(d, &c, dy, x, hpmlg_grad(tw), n->accumulate[1]);
-    }
-    if (tx->grad && status == HPML_OK) {
-        hpmlg_array w = hpmlg_factor(d, tw, NULL);
-        if (!w.p) return hpml_ctx_status(run->ctx);
-        done   = false;
-        status = hpmlg_dnn_run(d, n, HPMLG_DNN_DX, hpmlg_grad(tx), w, dy, n->accumulate[0], &done);
-        if (status == HPML_OK && !done) status = hpmlg_conv_dx(d, &c, dy, w, hpmlg_grad(tx), n->accumulate[0]);
-    }
+    hpml_tensor  *x = n->src[0], *w = n->src[1], *bias = n->src[2], *y = n->out;
+    if (!back)
+        return hpmlg_conv_run(d, n, HPMLG_DNN_Y, hpmlg_factor(d, x, n->scratch), hpmlg_factor(d, w, NULL),
+                              hpmlg_value(y), false);
+    hpml_status status = hpmlg_planes_run(d, hpmlg_grad(y), hpmlg_value(y), n->attr.conv.act, y->shape[0], y->shape[1],
+                                          y->shape[2] * y->shape[3], bias ? bias->grad : NULL, n->accumulate[2]);
+    if (w->grad && status == HPML_OK)
+        status = hpmlg_conv_run(d, n, HPMLG_DNN_DW, hpmlg_factor(d, x, n->scratch), hpmlg_grad(w), hpmlg_grad(y),
+                                n->accumulate[1]);
+    if (x->grad && status == HPML_OK)
+        status = hpmlg_conv_run(d, n, HPMLG_DNN_DX, hpmlg_grad(x), hpmlg_factor(d, w, NULL), hpmlg_grad(y),
+                                n->accumulate[0]);
     return status;
 }
+HPMLG_OP(conv2d, hpmlg_conv2d)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-cudnn   convolution by cuDNN
@@ -4011,21 +3965,22 @@ HPMLG_FN hpml_status hpmlg_conv2d_backward(const hpml_run *run, hpml_node *n)
    first among those that are deterministic and fit the workspace; where there is none, ours runs. In a half model cuDNN
    gives the gradient of the weights in halves, which are added to the f32 gradient. */
 #ifdef HPML_CUDA_NO_CUDNN
-HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
-                                   hpmlg_array y, bool add, bool *done)
+HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *, hpml_node *, hpmlg_dnn_pass, hpmlg_array, hpmlg_array, hpmlg_array,
+                                   bool, bool *)
 {
-    (void)d, (void)n, (void)pass, (void)x, (void)w, (void)y, (void)add, (void)done;
     return HPML_OK;
 }
+
+HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *) { return HPML_OK; }
+HPMLG_FN void        hpmlg_dnn_close(hpmlg_device *) {}
 #else
 HPMLG_FN hpml_status hpmlg_dnn_check(hpmlg_device *d, cudnnStatus_t s, const char *what)
 {
     char why[256] = "";
     if (s == CUDNN_STATUS_SUCCESS) return HPML_OK;
     cudnnGetLastErrorString(why, sizeof why);
-    return hpml_ctx_fail(d->ctx, s == CUDNN_STATUS_ALLOC_FAILED ? HPML_ERR_MEMORY : HPML_ERR_CUDA,
-                         "cuda device %d: %s: %s (%s); hpml_cuda_desc.own_kernels does without cuDNN",
-                         (int)d->d.device, what, cudnnGetErrorString(s), why);
+    return hpmlg_fail(d, s == CUDNN_STATUS_ALLOC_FAILED, what, cudnnGetErrorString(s), why,
+                      "; hpml_cuda_desc.own_kernels does without cuDNN");
 }
 
 typedef struct hpmlg_dnn_plan {
@@ -4059,9 +4014,6 @@ HPMLG_FN void hpmlg_dnn_drop(hpmlg_dnn_plan *p)
     memset(p, 0, sizeof *p);
 }
 
-#define HPMLG_DNN_TRY(call)                                                                                            \
-    if (s == CUDNN_STATUS_SUCCESS) s = call
-
 HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan *p)
 {
     hpmlg_conv      c = hpmlg_conv_of(p->n);
@@ -4071,23 +4023,23 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan 
     bool            relu = p->n->attr.conv.act == HPML_ACT_RELU;
     int             channels = (int)(c.groups * c.OC);
     cudnnStatus_t   s = cudnnCreateTensorDescriptor(&p->x);
-    HPMLG_DNN_TRY(cudnnCreateTensorDescriptor(&p->y));
-    HPMLG_DNN_TRY(cudnnCreateTensorDescriptor(&p->bias));
-    HPMLG_DNN_TRY(cudnnCreateFilterDescriptor(&p->w));
-    HPMLG_DNN_TRY(cudnnCreateConvolutionDescriptor(&p->conv));
-    HPMLG_DNN_TRY(cudnnCreateActivationDescriptor(&p->act));
-    HPMLG_DNN_TRY(cudnnSetTensor4dDescriptor(p->x, CUDNN_TENSOR_NCHW, type, (int)c.B, (int)(c.groups * c.C), (int)c.H,
+    HPMLG_TRY(s, cudnnCreateTensorDescriptor(&p->y));
+    HPMLG_TRY(s, cudnnCreateTensorDescriptor(&p->bias));
+    HPMLG_TRY(s, cudnnCreateFilterDescriptor(&p->w));
+    HPMLG_TRY(s, cudnnCreateConvolutionDescriptor(&p->conv));
+    HPMLG_TRY(s, cudnnCreateActivationDescriptor(&p->act));
+    HPMLG_TRY(s, cudnnSetTensor4dDescriptor(p->x, CUDNN_TENSOR_NCHW, type, (int)c.B, (int)(c.groups * c.C), (int)c.H,
                                              (int)c.W));
-    HPMLG_DNN_TRY(cudnnSetTensor4dDescriptor(p->y, CUDNN_TENSOR_NCHW, type, (int)c.B, channels, (int)c.OH, (int)c.OW));
-    HPMLG_DNN_TRY(cudnnSetTensor4dDescriptor(p->bias, CUDNN_TENSOR_NCHW, type, 1, channels, 1, 1));
-    HPMLG_DNN_TRY(cudnnSetFilter4dDescriptor(p->w, type, CUDNN_TENSOR_NCHW, channels, (int)c.C, c.kernel[0],
+    HPMLG_TRY(s, cudnnSetTensor4dDescriptor(p->y, CUDNN_TENSOR_NCHW, type, (int)c.B, channels, (int)c.OH, (int)c.OW));
+    HPMLG_TRY(s, cudnnSetTensor4dDescriptor(p->bias, CUDNN_TENSOR_NCHW, type, 1, channels, 1, 1));
+    HPMLG_TRY(s, cudnnSetFilter4dDescriptor(p->w, type, CUDNN_TENSOR_NCHW, channels, (int)c.C, c.kernel[0],
                                              c.kernel[1]));
-    HPMLG_DNN_TRY(cudnnSetConvolution2dDescriptor(p->conv, c.padding[0], c.padding[1], c.stride[0], c.stride[1],
+    HPMLG_TRY(s, cudnnSetConvolution2dDescriptor(p->conv, c.padding[0], c.padding[1], c.stride[0], c.stride[1],
                                                   c.dilation[0], c.dilation[1], CUDNN_CROSS_CORRELATION,
                                                   CUDNN_DATA_FLOAT));
-    HPMLG_DNN_TRY(cudnnSetConvolutionGroupCount(p->conv, (int)c.groups));
-    HPMLG_DNN_TRY(cudnnSetConvolutionMathType(p->conv, math));
-    HPMLG_DNN_TRY(cudnnSetActivationDescriptor(p->act, relu ? CUDNN_ACTIVATION_RELU : CUDNN_ACTIVATION_IDENTITY,
+    HPMLG_TRY(s, cudnnSetConvolutionGroupCount(p->conv, (int)c.groups));
+    HPMLG_TRY(s, cudnnSetConvolutionMathType(p->conv, math));
+    HPMLG_TRY(s, cudnnSetActivationDescriptor(p->act, relu ? CUDNN_ACTIVATION_RELU : CUDNN_ACTIVATION_IDENTITY,
                                                CUDNN_PROPAGATE_NAN, 0));
     return s;
 }
@@ -4219,30 +4171,6 @@ HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
     if (dnn && dnn->handle) cudnnDestroy(dnn->handle);
 }
 #endif
-
-HPMLG_FN hpml_status hpmlg_libraries_open(hpmlg_device *d)
-{
-    hpml_status status = hpmlg_kernels_open(d);
-    if (d->d.own_kernels) return status;
-#ifndef HPML_CUDA_NO_CUBLAS
-    if (status == HPML_OK) status = hpmlg_blas_open(d);
-#endif
-#ifndef HPML_CUDA_NO_CUDNN
-    if (status == HPML_OK) status = hpmlg_dnn_open(d);
-#endif
-    return status;
-}
-
-HPMLG_FN void hpmlg_libraries_close(hpmlg_device *d)
-{
-    (void)d;
-#ifndef HPML_CUDA_NO_CUBLAS
-    hpmlg_blas_close(d);
-#endif
-#ifndef HPML_CUDA_NO_CUDNN
-    hpmlg_dnn_close(d);
-#endif
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-attention   multi-head attention, never storing the (T, T) matrix
@@ -4930,27 +4858,21 @@ HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_device *d, const hpml_node *n, unsigne
     return p;
 }
 
-HPMLG_FN hpml_status hpmlg_cross_entropy_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_cross_entropy(const hpml_run *run, hpml_node *n, bool back)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
     unsigned      blocks;
     hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
     hpmlg_finish  f = {};
-    hpml_status   status = hpmlg_check(d, cudaMemsetAsync(p.counts, 0, 3 * sizeof *p.counts, d->stream), "counting");
+    if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, blocks, HPMLG_FOLD, 0, p);
+    hpml_status status = hpmlg_check(d, cudaMemsetAsync(p.counts, 0, 3 * sizeof *p.counts, d->stream), "counting");
     if (status == HPML_OK)
         status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p, (const hpml_node *)n);
     f.part = p.loss, f.n = p.rows, f.labels = p.labels, f.classes = p.V, f.ignore = p.ignore;
     f.out = n->out->data, f.inverse = p.inverse;
     return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f) : status;
 }
-
-HPMLG_FN hpml_status hpmlg_cross_entropy_backward(const hpml_run *run, hpml_node *n)
-{
-    hpmlg_device *d = hpmlg_enter(run->ctx);
-    unsigned      blocks;
-    hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
-    return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, blocks, HPMLG_FOLD, 0, p);
-}
+HPMLG_OP(cross_entropy, hpmlg_cross_entropy)
 
 HPMLG_DEVICE float hpmlg_term_slope(int what, float delta, float x, float t)
 {
@@ -5167,13 +5089,12 @@ HPMLG_FN hpml_status hpmlg_update_room(hpmlg_device *d, size_t bytes)
     return status;
 }
 
-HPMLG_FN hpml_status hpmlg_update(void *device, hpml_ctx *ctx, const hpml_update *updates, int count)
+HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *updates, int count)
 {
     hpmlg_device *d = hpmlg_enter(ctx);
     hpmlg_step    some[32];
     int64_t       chunks = 0;
     bool          lars = false, lamb = false;
-    (void)device;
     for (int i = 0; i < count; i++) {
         chunks += (updates[i].n + HPMLG_CHUNK - 1) / HPMLG_CHUNK;
         lars = lars || updates[i].opt == HPML_OPT_LARS, lamb = lamb || updates[i].opt == HPML_OPT_LAMB;
@@ -5189,18 +5110,13 @@ HPMLG_FN hpml_status hpmlg_update(void *device, hpml_ctx *ctx, const hpml_update
         for (int j = 0; j < n; chunk += some[j].chunks, j++) some[j] = hpmlg_step_of(d, &updates[i + j], chunk);
         status = hpmlg_upload(d, steps + i, some, (size_t)n * sizeof *some);
     }
-    unsigned blocks = hpmlg_blocks(d, chunks, 1);
-    int      type   = (int)d->store;
-    if (status == HPML_OK && lars)
-        status = HPMLG_RUN(d, hpmlg_k_update, blocks, 256, 0, steps, count, chunks, part, type, HPMLG_UPDATE_NORMS);
-    if (status == HPML_OK && lars)
-        status = HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part, HPML_OPT_LARS);
-    if (status == HPML_OK)
-        status = HPMLG_RUN(d, hpmlg_k_update, blocks, 256, 0, steps, count, chunks, part, type, HPMLG_UPDATE_STEP);
-    if (status == HPML_OK && lamb)
-        status = HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part, HPML_OPT_LAMB);
-    if (status == HPML_OK && lamb)
-        status = HPMLG_RUN(d, hpmlg_k_update, blocks, 256, 0, steps, count, chunks, part, type, HPMLG_UPDATE_APPLY);
+    for (int pass = lars ? HPMLG_UPDATE_NORMS : HPMLG_UPDATE_STEP;
+         pass <= (lamb ? HPMLG_UPDATE_APPLY : HPMLG_UPDATE_STEP) && status == HPML_OK; pass++) {
+        int rates = pass == HPMLG_UPDATE_NORMS ? HPML_OPT_LARS : HPML_OPT_LAMB; /* whose norms this pass leaves */
+        status = HPMLG_DEAL(d, hpmlg_k_update, chunks, 1, steps, count, chunks, part, (int)d->store, pass);
+        if (status == HPML_OK && pass != HPMLG_UPDATE_APPLY && (lamb || pass == HPMLG_UPDATE_NORMS))
+            status = HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part, rates);
+    }
     return status;
 }
 
@@ -5500,13 +5416,12 @@ HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p)
     return status == HPML_OK ? HPMLG_DEAL(d, hpmlg_k_pack_wipe, p.rows, 1, p) : status;
 }
 
-HPMLG_FN hpml_status hpmlg_encode(void *device, hpml_ctx *ctx, const hpml_packing *p, void *packed, float *residual,
+HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, void *packed, float *residual,
                                   const float *grad, int64_t rows)
 {
     hpmlg_device *d = hpmlg_enter(ctx);
     int           kind, any = 0, *bad = (int *)d->scratch;
     hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
-    (void)device;
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE)
         return hpmlg_check(d, cudaMemcpyAsync(packed, grad, (size_t)rows * p->row_size, cudaMemcpyDeviceToDevice,
@@ -5551,7 +5466,7 @@ static __global__ void hpmlg_k_unpack_bits(hpmlg_pack p, float *out, bool two, b
     }
 }
 
-HPMLG_FN hpml_status hpmlg_decode(void *device, hpml_ctx *ctx, const hpml_packing *p, float *out, const void *packed,
+HPMLG_FN hpml_status hpmlg_decode(void *, hpml_ctx *ctx, const hpml_packing *p, float *out, const void *packed,
                                   int64_t rows, bool add)
 {
     hpmlg_device *d = hpmlg_enter(ctx);
@@ -5559,7 +5474,6 @@ HPMLG_FN hpml_status hpmlg_decode(void *device, hpml_ctx *ctx, const hpml_packin
     hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
     hpmlg_pack    all    = { (unsigned char *)packed, NULL, NULL, rows, p->cols, (int64_t)p->row_size, NULL, 0,
                              p->desc.threshold > 0 ? p->desc.threshold : 0.5f };
-    (void)device;
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE || kind == HPML_CODEC_BF16)
         return HPMLG_DEAL(d, hpmlg_k_unpack, rows * p->cols, 2048, out,
