@@ -324,7 +324,7 @@ static __device__ __forceinline__ void hpmlg_copy_commit(void) { asm volatile("c
    a warp. */
 HPMLG_DEVICE int64_t hpmlg_me(void) { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
 HPMLG_DEVICE int64_t hpmlg_threads(void) { return (int64_t)gridDim.x * blockDim.x; }
-#define HPMLG_EACH(i, n)   for (int64_t i = hpmlg_me(); i < (n); i += hpmlg_threads())
+#define HPMLG_EACH(i, n)   for (int64_t i##_step = hpmlg_threads(), i = hpmlg_me(); i < (n); i += i##_step)
 #define HPMLG_EIGHTS(i, n) for (int64_t i = 8 * hpmlg_me(); i < (n); i += 8 * hpmlg_threads())
 #define HPMLG_WARPS(i, n)  for (int64_t i = hpmlg_me() / HPMLG_WARP; i < (n); i += hpmlg_threads() / HPMLG_WARP)
 
