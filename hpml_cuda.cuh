@@ -307,12 +307,26 @@ static __device__ __forceinline__ void hpmlg_copy_async16(void *shared, const vo
 
 static __device__ __forceinline__ void hpmlg_copy_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 #define hpmlg_copy_wait(n) asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory")
+
+#define HPMLG_UNROLL _Pragma("unroll")
+#define HPMLG_ROLLED _Pragma("unroll 1")
+#else
+#define HPMLG_UNROLL
+#define HPMLG_ROLLED
 #endif
 
 #define HPMLG_FN static __attribute__((unused))
 #define HPMLG_DEVICE static __device__ __forceinline__
 #define HPMLG_WARP 32
 #define HPMLG_ALL 0xffffffffu
+
+/* This thread of a launch, and how many there are. n things are dealt out to them one by one, eight by eight, or one to
+   a warp. */
+HPMLG_DEVICE int64_t hpmlg_me(void) { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
+HPMLG_DEVICE int64_t hpmlg_threads(void) { return (int64_t)gridDim.x * blockDim.x; }
+#define HPMLG_EACH(i, n)   for (int64_t i##_step = hpmlg_threads(), i = hpmlg_me(); i < (n); i += i##_step)
+#define HPMLG_EIGHTS(i, n) for (int64_t i = 8 * hpmlg_me(); i < (n); i += 8 * hpmlg_threads())
+#define HPMLG_WARPS(i, n)  for (int64_t i = hpmlg_me() / HPMLG_WARP; i < (n); i += hpmlg_threads() / HPMLG_WARP)
 
 typedef struct hpmlg_array {
     void   *p;
@@ -519,7 +533,14 @@ typedef struct hpmlg_device {
     void          *blas, *dnn;     /* cuBLASLt, cuDNN and what they said about shapes; NULL: not in use */
 } hpmlg_device;
 
-/* A CUDA error becomes the context's, with what to do where that is known. */
+/* An error of CUDA or one of its libraries becomes the context's, with what to do where that is known. */
+HPMLG_FN hpml_status hpmlg_fail(hpmlg_device *d, bool memory, const char *what, const char *error, const char *more,
+                                const char *cure)
+{
+    return hpml_ctx_fail(d->ctx, memory ? HPML_ERR_MEMORY : HPML_ERR_CUDA, "cuda device %d: %s: %s (%s)%s",
+                         (int)d->d.device, what, error, more, cure);
+}
+
 HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *what)
 {
     const char *cure = "";
@@ -527,22 +548,38 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
     cudaGetLastError();
     if (e == cudaErrorNoKernelImageForDevice) cure = "; this program holds code for other GPUs: nvcc -arch=native";
     if (e == cudaErrorIllegalAddress) cure = "; the context is lost; compute-sanitizer names the kernel and the line";
-    return hpml_ctx_fail(d->ctx, e == cudaErrorMemoryAllocation ? HPML_ERR_MEMORY : HPML_ERR_CUDA,
-                         "cuda device %d: %s: %s (%s)%s", (int)d->d.device, what, cudaGetErrorString(e),
-                         cudaGetErrorName(e), cure);
+    return hpmlg_fail(d, e == cudaErrorMemoryAllocation, what, cudaGetErrorString(e), cudaGetErrorName(e), cure);
 }
+
+/* The next of several calls, if all is well so far: success is 0 in every library. */
+#define HPMLG_TRY(s, ...)                                                                                              \
+    if ((int)(s) == 0) s = __VA_ARGS__
 
 /* Launches on the device's stream; an expression, its value the status. */
 #define HPMLG_RUN(d, kernel, grid, block, shared, ...)                                                                 \
     (HPMLG_LAUNCH(kernel, grid, block, shared, (d)->stream, __VA_ARGS__), hpmlg_check(d, cudaGetLastError(), #kernel))
 
-/* The device of a context, current on this thread. */
-HPMLG_FN hpmlg_device *hpmlg_enter(const hpml_ctx *ctx)
+/* n things dealt out to blocks of 256 threads, `each` to a block. */
+#define HPMLG_DEAL(d, kernel, n, each, ...) HPMLG_RUN(d, kernel, hpmlg_blocks(d, n, each), 256, 0, __VA_ARGS__)
+
+/* One of two forms of a kernel: for <a>, where `test` holds, or for <b>. */
+#define HPMLG_RUN_EITHER(d, test, kernel, a, b, ...)                                                                   \
+    ((test) ? HPMLG_RUN(d, (kernel<a>), __VA_ARGS__) : HPMLG_RUN(d, (kernel<b>), __VA_ARGS__))
+
+/* Both passes of an op are one function, pass(run, node, backward). */
+#define HPMLG_OP(name, pass)                                                                                           \
+    HPMLG_FN hpml_status hpmlg_##name##_forward(const hpml_run *run, hpml_node *n) { return pass(run, n, false); }     \
+    HPMLG_FN hpml_status hpmlg_##name##_backward(const hpml_run *run, hpml_node *n) { return pass(run, n, true); }
+
+/* A device, that of a context: current on this thread from now on. */
+HPMLG_FN hpmlg_device *hpmlg_current(void *device)
 {
-    hpmlg_device *d = (hpmlg_device *)hpml_ctx_device(ctx);
+    hpmlg_device *d = (hpmlg_device *)device;
     cudaSetDevice(d->d.device);
     return d;
 }
+
+HPMLG_FN hpmlg_device *hpmlg_enter(const hpml_ctx *ctx) { return hpmlg_current(hpml_ctx_device(ctx)); }
 
 HPMLG_FN hpmlg_array hpmlg_of(void *p, hpml_dtype type)
 {
@@ -550,8 +587,23 @@ HPMLG_FN hpmlg_array hpmlg_of(void *p, hpml_dtype type)
     return a;
 }
 
+HPMLG_FN hpmlg_array hpmlg_none(void) { return hpmlg_of(NULL, HPML_DTYPE_F32); }
 HPMLG_FN hpmlg_array hpmlg_value(const hpml_tensor *t) { return hpmlg_of(t->data, t->dtype); }
 HPMLG_FN hpmlg_array hpmlg_grad(const hpml_tensor *t) { return hpmlg_of(t->grad, t->dtype); }
+HPMLG_FN hpmlg_array hpmlg_either(const hpml_tensor *t, bool grad) { return grad ? hpmlg_grad(t) : hpmlg_value(t); }
+
+/* What an op of one operand turns into what: x into y, backward dy into dx. */
+HPMLG_FN hpmlg_array hpmlg_reads(const hpml_node *n, bool back)
+{
+    return hpmlg_either(back ? n->out : n->src[0], back);
+}
+
+HPMLG_FN hpmlg_array hpmlg_writes(const hpml_node *n, bool back)
+{
+    return hpmlg_either(back ? n->src[0] : n->out, back);
+}
+
+HPMLG_FN bool hpmlg_adds(const hpml_node *n, bool back) { return back && n->accumulate[0]; }
 
 /* Blocks for n things, `each` to a block, when a block may loop: enough to fill the device, not more. */
 HPMLG_FN unsigned hpmlg_blocks(const hpmlg_device *d, int64_t n, int64_t each)
@@ -561,8 +613,11 @@ HPMLG_FN unsigned hpmlg_blocks(const hpmlg_device *d, int64_t n, int64_t each)
 }
 
 HPMLG_FN void        hpmlg_close(void *device);
-HPMLG_FN hpml_status hpmlg_libraries_open(hpmlg_device *d); /* cuBLASLt, cuDNN */
-HPMLG_FN void        hpmlg_libraries_close(hpmlg_device *d);
+HPMLG_FN hpml_status hpmlg_kernels_open(hpmlg_device *d);
+HPMLG_FN hpml_status hpmlg_blas_open(hpmlg_device *d);
+HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *d);
+HPMLG_FN void        hpmlg_blas_close(hpmlg_device *d);
+HPMLG_FN void        hpmlg_dnn_close(hpmlg_device *d);
 
 static __global__ void hpmlg_k_hello(int *taken) { *taken = 0; }
 
@@ -628,7 +683,9 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
     if (status == HPML_OK) status = hpmlg_open_memory(d);
     if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_hello, 1, 1, 0, d->note_taken);
     if (status == HPML_OK) status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "the first kernel");
-    if (status == HPML_OK) status = hpmlg_libraries_open(d);
+    if (status == HPML_OK) status = hpmlg_kernels_open(d);
+    if (status == HPML_OK && !d->d.own_kernels) status = hpmlg_blas_open(d);
+    if (status == HPML_OK && !d->d.own_kernels) status = hpmlg_dnn_open(d);
     if (status != HPML_OK) hpmlg_close(d);
     else *device = d;
     return status;
@@ -636,10 +693,10 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
 
 HPMLG_FN void hpmlg_close(void *device)
 {
-    hpmlg_device *d = (hpmlg_device *)device;
-    cudaSetDevice(d->d.device);
+    hpmlg_device *d = hpmlg_current(device);
     if (d->stream) cudaStreamSynchronize(d->stream);
-    hpmlg_libraries_close(d);
+    hpmlg_blas_close(d);
+    hpmlg_dnn_close(d);
     for (int i = 0; i < HPMLG_PASSES; i++)
         if (d->passes[i].exec) cudaGraphExecDestroy(d->passes[i].exec);
     for (int i = 0; i < d->weight_count; i++) cudaFree(d->weights[i].half);
@@ -664,10 +721,9 @@ HPMLG_FN void hpmlg_close(void *device)
 
 HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
 {
-    hpmlg_device *d = (hpmlg_device *)device;
+    hpmlg_device *d = hpmlg_current(device);
     hpmlg_block  *b = (hpmlg_block *)hpml_ctx_alloc(d->ctx, sizeof *b, NULL);
     if (!b) return NULL;
-    cudaSetDevice(d->d.device);
     if (cudaMalloc(&b->p, bytes) != cudaSuccess) {
         cudaGetLastError(); /* the caller reports it, with the size */
         hpml_ctx_release(d->ctx, b);
@@ -679,16 +735,14 @@ HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
     return b->p;
 }
 
-HPMLG_FN void hpmlg_free(void *device, void *p, size_t bytes)
+HPMLG_FN void hpmlg_free(void *device, void *p, size_t)
 {
-    hpmlg_device *d = (hpmlg_device *)device;
+    hpmlg_device *d = hpmlg_current(device);
     hpmlg_block **at, *b;
-    (void)bytes;
     for (at = &d->blocks; *at && (*at)->p != p; at = &(*at)->next) {}
     b = *at;
     if (!b) return;
     *at = b->next;
-    cudaSetDevice(d->d.device);
     cudaStreamSynchronize(d->stream);
     cudaFree(b->p);
     hpml_ctx_release(d->ctx, b);
@@ -736,28 +790,20 @@ HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx)
    again. Large ones travel on a stream of their own and so beside the step before; small ones follow the ops. The
    pinned memory is a ring of slots; the host waits only when it is a whole ring ahead. */
 
-HPMLG_FN hpml_status hpmlg_slot_room(hpmlg_device *d, size_t bytes, hpmlg_slot **slot, size_t *at)
+#define HPMLG_SMALL ((size_t)64 << 10)
+
+HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, size_t bytes)
 {
     cudaError_t e = cudaSuccess;
     if (d->slot_used + bytes > HPMLG_SLOT_BYTES) {
         e       = cudaEventRecord(d->slots[d->slot].free, d->stream);
         d->slot = (d->slot + 1) % HPMLG_SLOTS, d->slot_used = 0;
         if (e == cudaSuccess) e = cudaEventSynchronize(d->slots[d->slot].free);
+        if (e != cudaSuccess) return hpmlg_check(d, e, "waiting for uploads");
     }
-    *slot = &d->slots[d->slot];
-    *at   = d->slot_used;
+    hpmlg_slot *s  = &d->slots[d->slot];
+    size_t      at = d->slot_used;
     d->slot_used += (bytes + 255) / 256 * 256;
-    return hpmlg_check(d, e, "waiting for uploads");
-}
-
-#define HPMLG_SMALL ((size_t)64 << 10)
-
-HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, size_t bytes)
-{
-    hpmlg_slot *s;
-    size_t      at;
-    cudaError_t e;
-    if (hpmlg_slot_room(d, bytes, &s, &at) != HPML_OK) return hpml_ctx_status(d->ctx);
     memcpy(s->host + at, host, bytes);
     if (bytes <= HPMLG_SMALL) {
         e = cudaMemcpyAsync(dst, s->host + at, bytes, cudaMemcpyHostToDevice, d->stream);
@@ -782,9 +828,8 @@ HPMLG_FN void hpmlg_weights_touch(hpmlg_device *d, const void *dst, size_t bytes
 
 HPMLG_FN hpml_status hpmlg_write(void *device, void *dst, const void *host, size_t bytes)
 {
-    hpmlg_device *d      = (hpmlg_device *)device;
+    hpmlg_device *d      = hpmlg_current(device);
     hpml_status   status = HPML_OK;
-    cudaSetDevice(d->d.device);
     hpmlg_weights_touch(d, dst, bytes);
     for (size_t i = 0; i < bytes && status == HPML_OK; i += HPMLG_SLOT_BYTES) {
         size_t n = bytes - i < HPMLG_SLOT_BYTES ? bytes - i : HPMLG_SLOT_BYTES;
@@ -795,8 +840,7 @@ HPMLG_FN hpml_status hpmlg_write(void *device, void *dst, const void *host, size
 
 HPMLG_FN hpml_status hpmlg_zero(void *device, void *dst, size_t bytes)
 {
-    hpmlg_device *d = (hpmlg_device *)device;
-    cudaSetDevice(d->d.device);
+    hpmlg_device *d = hpmlg_current(device);
     hpmlg_weights_touch(d, dst, bytes);
     return hpmlg_check(d, cudaMemsetAsync(dst, 0, bytes, d->stream), "zeroing");
 }
@@ -843,17 +887,15 @@ HPMLG_FN void hpmlg_look_mark(hpmlg_device *d, cudaStream_t stream, const char *
 
 HPMLG_FN void hpmlg_look_at(void *device, const char *name, double *seconds)
 {
-    hpmlg_device *d = (hpmlg_device *)device;
-    cudaSetDevice(d->d.device);
+    hpmlg_device *d = hpmlg_current(device);
     hpmlg_look_mark(d, d->stream, name, seconds, HPML_LANE_GPU);
 }
 
 /* All work is done on return; what kernels have noted becomes an error. */
 HPMLG_FN hpml_status hpmlg_sync(void *device)
 {
-    hpmlg_device *d = (hpmlg_device *)device;
+    hpmlg_device *d = hpmlg_current(device);
     hpmlg_note    n;
-    cudaSetDevice(d->d.device);
     hpml_status status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "waiting for the device");
     if (status == HPML_OK && d->look_count > 0) hpmlg_looks_tell(d);
     if (status != HPML_OK || d->note->what == HPMLG_NO_TROUBLE) return status;
@@ -871,9 +913,8 @@ HPMLG_FN hpml_status hpmlg_sync(void *device)
 
 HPMLG_FN hpml_status hpmlg_read(void *device, void *host, const void *src, size_t bytes)
 {
-    hpmlg_device *d     = (hpmlg_device *)device;
+    hpmlg_device *d     = hpmlg_current(device);
     bool          small = bytes <= HPMLG_RESULT;
-    cudaSetDevice(d->d.device);
     cudaError_t e = cudaMemcpyAsync(small ? (void *)d->result : host, src, bytes, cudaMemcpyDeviceToHost, d->stream);
     hpml_status status = hpmlg_check(d, e, "download");
     if (status == HPML_OK) status = hpmlg_sync(d);
@@ -925,11 +966,10 @@ HPMLG_FN hpmlg_pass *hpmlg_pass_find(hpmlg_device *d, const hpml_pass *key)
 
 HPMLG_FN hpml_status hpmlg_weights_refresh(hpmlg_device *d);
 
-HPMLG_FN hpml_status hpmlg_begin(void *device, const hpml_run *run, const hpml_pass *key, bool *done)
+HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *key, bool *done)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
     hpml_status   status = hpmlg_now_set(d, run);
-    (void)device;
     if (status == HPML_OK) status = hpmlg_weights_refresh(d);
     d->passing = !key->backward;
     if (status != HPML_OK || d->d.no_record) return status;
@@ -943,12 +983,11 @@ HPMLG_FN hpml_status hpmlg_begin(void *device, const hpml_run *run, const hpml_p
     return status;
 }
 
-HPMLG_FN hpml_status hpmlg_end(void *device, const hpml_run *run, hpml_status status)
+HPMLG_FN hpml_status hpmlg_end(void *, const hpml_run *run, hpml_status status)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_pass   *p = d->recording;
     cudaGraph_t   graph = NULL;
-    (void)device;
     d->passing = false;
     if (!p) return status;
     d->recording  = NULL;
@@ -966,10 +1005,6 @@ HPMLG_FN hpml_status hpmlg_end(void *device, const hpml_run *run, hpml_status st
 
 /* A thread takes 8 elements at a time, in one access where they are all wanted and the address allows. Rows of any
    length begin anywhere (50,257 columns of bf16): their ends are handled element by element, the rest is not. */
-#define HPMLG_EIGHTS(at, n)                                                                                            \
-    for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 8; at < (n);                                  \
-         at += (int64_t)gridDim.x * blockDim.x * 8)
-
 HPMLG_DEVICE bool hpmlg_wide(hpmlg_array a, int64_t at, int64_t from, int64_t to)
 {
     return at >= from && at + 8 <= to && (((uintptr_t)a.p & 15) | (uintptr_t)(at & 7)) == 0;
@@ -1073,30 +1108,19 @@ static __global__ void hpmlg_k_act(hpmlg_array y, hpmlg_array x, hpmlg_array dy,
 
 HPMLG_FN hpml_status hpmlg_act_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, hpml_act act, float slope, int64_t n)
 {
-    return HPMLG_RUN(d, hpmlg_k_act, hpmlg_blocks(d, n, 2048), 256, 0, y, x, hpmlg_of(NULL, HPML_DTYPE_F32), (int)act,
-                     slope, n, false);
+    return HPMLG_DEAL(d, hpmlg_k_act, n, 2048, y, x, hpmlg_none(), (int)act, slope, n, false);
 }
 
-/* dx (+)= dy act'. dx may be dy. Of x and y only the one that hpmlg_act_reads_x names is read. */
-HPMLG_FN hpml_status hpmlg_act_back_run(hpmlg_device *d, hpmlg_array dx, hpmlg_array dy, hpmlg_array x, hpmlg_array y,
-                                        hpml_act act, float slope, int64_t n, bool add)
+HPMLG_FN hpml_status hpmlg_activation(const hpml_run *run, hpml_node *n, bool back)
 {
-    return HPMLG_RUN(d, hpmlg_k_act, hpmlg_blocks(d, n, 2048), 256, 0, dx, hpmlg_act_reads_x(act) ? x : y, dy,
-                     (int)act, slope, n, add);
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    int64_t       count = hpml_tensor_count(n->out);
+    hpml_act      act = n->attr.act.act;
+    hpmlg_array   x = hpmlg_value(back && !hpmlg_act_reads_x(act) ? n->out : n->src[0]);
+    return HPMLG_DEAL(d, hpmlg_k_act, count, 2048, hpmlg_writes(n, back), x, back ? hpmlg_grad(n->out) : hpmlg_none(),
+                      (int)act, n->attr.act.slope, count, hpmlg_adds(n, back));
 }
-
-HPMLG_FN hpml_status hpmlg_activation_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_act_run(hpmlg_enter(run->ctx), hpmlg_value(n->out), hpmlg_value(n->src[0]), n->attr.act.act,
-                         n->attr.act.slope, hpml_tensor_count(n->out));
-}
-
-HPMLG_FN hpml_status hpmlg_activation_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_act_back_run(hpmlg_enter(run->ctx), hpmlg_grad(n->src[0]), hpmlg_grad(n->out), hpmlg_value(n->src[0]),
-                              hpmlg_value(n->out), n->attr.act.act, n->attr.act.slope, hpml_tensor_count(n->out),
-                              n->accumulate[0]);
-}
+HPMLG_OP(activation, hpmlg_activation)
 
 /* y = a x + b, or y += a x + b. y may be x. */
 static __global__ void hpmlg_k_axpb(hpmlg_array y, hpmlg_array x, float a, float b, int64_t n, bool add)
@@ -1111,20 +1135,15 @@ static __global__ void hpmlg_k_axpb(hpmlg_array y, hpmlg_array x, float a, float
 HPMLG_FN hpml_status hpmlg_axpb_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, float a, float b, int64_t n,
                                     bool add)
 {
-    return HPMLG_RUN(d, hpmlg_k_axpb, hpmlg_blocks(d, n, 2048), 256, 0, y, x, a, b, n, add);
+    return HPMLG_DEAL(d, hpmlg_k_axpb, n, 2048, y, x, a, b, n, add);
 }
 
-HPMLG_FN hpml_status hpmlg_scale_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_scale(const hpml_run *run, hpml_node *n, bool back)
 {
-    return hpmlg_axpb_run(hpmlg_enter(run->ctx), hpmlg_value(n->out), hpmlg_value(n->src[0]), n->attr.scale.a,
-                          n->attr.scale.b, hpml_tensor_count(n->out), false);
+    return hpmlg_axpb_run(hpmlg_enter(run->ctx), hpmlg_writes(n, back), hpmlg_reads(n, back), n->attr.scale.a,
+                          back ? 0 : n->attr.scale.b, hpml_tensor_count(n->out), hpmlg_adds(n, back));
 }
-
-HPMLG_FN hpml_status hpmlg_scale_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_axpb_run(hpmlg_enter(run->ctx), hpmlg_grad(n->src[0]), hpmlg_grad(n->out), n->attr.scale.a, 0,
-                          hpml_tensor_count(n->out), n->accumulate[0]);
-}
+HPMLG_OP(scale, hpmlg_scale)
 
 /* A walk: element i of a shape, in order, is at walk_at(i) of an array with these strides; 0 where it is stretched.
    Dimensions that all arrays walk in step are joined: (B, T, C) + (C) is (B T, C) + (C). */
@@ -1236,9 +1255,8 @@ template <bool flat> static __global__ void __launch_bounds__(256, flat ? 5 : 3)
 
 HPMLG_FN hpmlg_binary hpmlg_binary_make(const hpml_node *n)
 {
-    hpmlg_binary b;
+    hpmlg_binary b = {};
     int64_t      stride[2][HPML_MAX_DIMS];
-    memset(&b, 0, sizeof b);
     b.op = (int)n->op, b.count = hpml_tensor_count(n->out), b.out = hpmlg_value(n->out);
     for (int s = 0; s < 2; s++) {
         const hpml_tensor *t = n->src[s];
@@ -1257,45 +1275,32 @@ HPMLG_FN hpmlg_binary hpmlg_binary_make(const hpml_node *n)
     return b;
 }
 
-HPMLG_FN hpml_status hpmlg_binary_forward(const hpml_run *run, hpml_node *n)
-{
-    hpmlg_device *d = hpmlg_enter(run->ctx);
-    hpmlg_binary  b = hpmlg_binary_make(n);
-    if (n->with && d->passing) return HPML_OK; /* the norm that follows does it */
-    if (b.whole[0] && b.whole[1])
-        return HPMLG_RUN(d, hpmlg_k_binary<true>, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
-    return HPMLG_RUN(d, hpmlg_k_binary<false>, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
-}
-
 HPMLG_FN hpml_status hpmlg_binary_fold(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, bool add);
 
-HPMLG_FN hpml_status hpmlg_binary_backward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_binary_pass(const hpml_run *run, hpml_node *n, bool back)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_binary  b = hpmlg_binary_make(n);
+    unsigned      blocks = hpmlg_blocks(d, b.count, 2048);
+    bool          flat = b.whole[0] && b.whole[1];
     hpml_status   status = HPML_OK;
+    if (!back && n->with && d->passing) return HPML_OK; /* the norm that follows does it */
+    if (!back) return HPMLG_RUN_EITHER(d, flat, hpmlg_k_binary, true, false, blocks, 256, 0, b);
     b.out    = hpmlg_grad(n->out);
     b.add[0] = n->accumulate[0], b.add[1] = n->accumulate[1] || n->src[1] == n->src[0];
     for (int s = 0; s < 2; s++)
         if (b.whole[s]) b.grad[s] = hpmlg_grad(n->src[s]);
-    if (b.whole[0] && b.whole[1])
-        return HPMLG_RUN(d, hpmlg_k_binary_back<true>, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
     if (b.grad[0].p || b.grad[1].p)
-        status = HPMLG_RUN(d, hpmlg_k_binary_back<false>, hpmlg_blocks(d, b.count, 2048), 256, 0, b);
+        status = HPMLG_RUN_EITHER(d, flat, hpmlg_k_binary_back, true, false, blocks, 256, 0, b);
     for (int s = 0; s < 2 && status == HPML_OK; s++)
         if (!b.whole[s] && n->src[s]->grad)
             status = hpmlg_binary_fold(d, &b, s, hpmlg_grad(n->src[s]), n->accumulate[s]);
     return status;
 }
-
-#define hpmlg_add_forward  hpmlg_binary_forward
-#define hpmlg_add_backward hpmlg_binary_backward
-#define hpmlg_sub_forward  hpmlg_binary_forward
-#define hpmlg_sub_backward hpmlg_binary_backward
-#define hpmlg_mul_forward  hpmlg_binary_forward
-#define hpmlg_mul_backward hpmlg_binary_backward
-#define hpmlg_div_forward  hpmlg_binary_forward
-#define hpmlg_div_backward hpmlg_binary_backward
+HPMLG_OP(add, hpmlg_binary_pass)
+HPMLG_OP(sub, hpmlg_binary_pass)
+HPMLG_OP(mul, hpmlg_binary_pass)
+HPMLG_OP(div, hpmlg_binary_pass)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-sums   sums, sums of squares, counting hits
@@ -1411,12 +1416,9 @@ HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, hpmlg_fold f)
     if (splits > room) splits = room;
     if (splits > 1) f.out = hpmlg_of(d->scratch, HPML_DTYPE_F32), f.scale = 1, f.add = false;
     dim3 grid((unsigned)blocks, (unsigned)(splits > 1 ? splits : 1));
-    if (f.b.op == HPML_OP_ADD) /* nothing to compute: fewer registers, more loads under way */
-        status = f.run_kept ? HPMLG_RUN(d, hpmlg_k_fold_columns<true>, grid, HPMLG_FOLD, 0, f)
-                            : HPMLG_RUN(d, hpmlg_k_fold_rows<true>, grid, HPMLG_FOLD, 0, f);
-    else
-        status = f.run_kept ? HPMLG_RUN(d, hpmlg_k_fold_columns<false>, grid, HPMLG_FOLD, 0, f)
-                            : HPMLG_RUN(d, hpmlg_k_fold_rows<false>, grid, HPMLG_FOLD, 0, f);
+    bool plain = f.b.op == HPML_OP_ADD; /* nothing to compute: fewer registers, more loads under way */
+    status = f.run_kept ? HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_columns, true, false, grid, HPMLG_FOLD, 0, f)
+                        : HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_rows, true, false, grid, HPMLG_FOLD, 0, f);
     if (splits <= 1 || status != HPML_OK) return status;
     last.b.op = HPML_OP_ADD, last.b.out = f.out, last.b.count = splits * kept, last.run = kept, last.run_kept = true;
     last.kept.ndim = last.summed.ndim = 1, last.kept.stride[0][0] = 0, last.summed.stride[0][0] = kept;
@@ -1430,8 +1432,7 @@ HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, hpmlg_fold f)
 HPMLG_FN hpml_status hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, int64_t outer, int64_t dim,
                                    int64_t inner, float scale, bool add)
 {
-    hpmlg_fold f;
-    memset(&f, 0, sizeof f);
+    hpmlg_fold f = {};
     f.b.op = HPML_OP_ADD, f.b.out = x, f.b.count = outer * dim * inner;
     f.out = out, f.scale = scale, f.add = add, f.run_kept = inner > 1;
     f.kept.ndim = f.summed.ndim = 1;
@@ -1444,10 +1445,9 @@ HPMLG_FN hpml_status hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array
 /* The gradient of the stretched operand `side`. */
 HPMLG_FN hpml_status hpmlg_binary_fold(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, bool add)
 {
-    hpmlg_fold f;
+    hpmlg_fold f = {};
     int        last = b->w.ndim - 1;
     int64_t    step = 1, stride[HPML_MAX_DIMS];
-    memset(&f, 0, sizeof f);
     f.b = *b, f.side = side, f.out = out, f.scale = 1, f.add = add;
     f.run = b->w.shape[last], f.run_kept = b->w.stride[side][last] != 0;
     for (int i = last; i >= 0; i--) stride[i] = step, step *= b->w.shape[i];
@@ -1470,14 +1470,6 @@ HPMLG_FN void hpmlg_split_dims(const hpml_tensor *t, int dim, int64_t *outer, in
     for (int i = dim + 1; i < t->ndim && dim != HPML_ALL_DIMS; i++) *inner *= t->shape[i];
 }
 
-HPMLG_FN hpml_status hpmlg_sum_forward(const hpml_run *run, hpml_node *n)
-{
-    int64_t outer, dim, inner;
-    hpmlg_split_dims(n->src[0], n->attr.sum.dim, &outer, &dim, &inner);
-    return hpmlg_sum_run(hpmlg_enter(run->ctx), hpmlg_value(n->out), hpmlg_value(n->src[0]), outer, dim, inner,
-                         n->attr.sum.mean ? 1 / (float)dim : 1, false);
-}
-
 /* dx (+)= scale * dy, walked as the stretched array it is. */
 static __global__ void hpmlg_k_spread(hpmlg_array dx, hpmlg_array dy, const hpmlg_walk w, float scale, int64_t n,
                                       bool add)
@@ -1494,21 +1486,24 @@ HPMLG_FN hpml_status hpmlg_spread_run(hpmlg_device *d, hpmlg_array dx, hpmlg_arr
 {
     int64_t n = 1;
     for (int i = 0; i < w->ndim; i++) n *= w->shape[i];
-    return HPMLG_RUN(d, hpmlg_k_spread, hpmlg_blocks(d, n, 2048), 256, 0, dx, dy, *w, scale, n, add);
+    return HPMLG_DEAL(d, hpmlg_k_spread, n, 2048, dx, dy, *w, scale, n, add);
 }
 
-HPMLG_FN hpml_status hpmlg_sum_backward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_sum(const hpml_run *run, hpml_node *n, bool back)
 {
-    int64_t    outer, dim, inner;
-    hpmlg_walk w;
-    memset(&w, 0, sizeof w);
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    hpmlg_array   to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
+    hpmlg_walk    w = {};
+    int64_t       outer, dim, inner;
     hpmlg_split_dims(n->src[0], n->attr.sum.dim, &outer, &dim, &inner);
+    float scale = n->attr.sum.mean ? 1 / (float)dim : 1;
+    if (!back) return hpmlg_sum_run(d, to, from, outer, dim, inner, scale, false);
     hpmlg_walk_push(&w, outer, inner, 0);
     hpmlg_walk_push(&w, dim, 0, 0);
     hpmlg_walk_push(&w, inner, 1, 0);
-    return hpmlg_spread_run(hpmlg_enter(run->ctx), hpmlg_grad(n->src[0]), hpmlg_grad(n->out), &w,
-                            n->attr.sum.mean ? 1 / (float)dim : 1, n->accumulate[0]);
+    return hpmlg_spread_run(d, to, from, &w, scale, n->accumulate[0]);
 }
+HPMLG_OP(sum, hpmlg_sum)
 
 /* Sums of f(x, t) over whole arrays: squares, and the losses. */
 enum hpmlg_term { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
@@ -1591,11 +1586,9 @@ HPMLG_FN hpml_status hpmlg_total_run(hpmlg_device *d, hpmlg_finish f, hpmlg_arra
 HPMLG_FN hpml_status hpmlg_sumsq(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out)
 {
     hpmlg_device *d = hpmlg_enter(ctx);
-    hpmlg_finish  f;
-    memset(&f, 0, sizeof f);
+    hpmlg_finish  f = {};
     f.divisor = 1, f.wide = (double *)d->scratch;
-    hpml_status status = hpmlg_total_run(d, f, hpmlg_of((void *)x, dtype), hpmlg_of(NULL, HPML_DTYPE_F32), HPMLG_SQUARE,
-                                         0, n);
+    hpml_status status = hpmlg_total_run(d, f, hpmlg_of((void *)x, dtype), hpmlg_none(), HPMLG_SQUARE, 0, n);
     return status == HPML_OK ? hpmlg_read(device, out, d->scratch, sizeof *out) : status;
 }
 
@@ -1661,21 +1654,17 @@ HPMLG_FN hpml_status hpmlg_correct(void *device, hpml_ctx *ctx, hpml_dtype dtype
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A reshape of what an op made is the same memory; inputs and parameters are copied. */
-HPMLG_FN hpml_status hpmlg_reshape_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_reshape(const hpml_run *run, hpml_node *n, bool back)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
-    size_t        bytes = (size_t)hpml_tensor_count(n->out) * hpml_dtype_size(n->out->dtype);
-    if (n->out->data == n->src[0]->data) return HPML_OK;
-    return hpmlg_check(d, cudaMemcpyAsync(n->out->data, n->src[0]->data, bytes, cudaMemcpyDeviceToDevice, d->stream),
-                       "reshape");
+    hpmlg_array   to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
+    int64_t       count = hpml_tensor_count(n->out);
+    if (!to.p || to.p == from.p) return HPML_OK;
+    if (back) return hpmlg_axpb_run(d, to, from, 1, 0, count, n->accumulate[0]);
+    return hpmlg_check(d, cudaMemcpyAsync(to.p, from.p, (size_t)count * hpml_dtype_size(n->out->dtype),
+                                          cudaMemcpyDeviceToDevice, d->stream), "reshape");
 }
-
-HPMLG_FN hpml_status hpmlg_reshape_backward(const hpml_run *run, hpml_node *n)
-{
-    if (!n->src[0]->grad || n->src[0]->grad == n->out->grad) return HPML_OK;
-    return hpmlg_axpb_run(hpmlg_enter(run->ctx), hpmlg_grad(n->src[0]), hpmlg_grad(n->out), 1, 0,
-                          hpml_tensor_count(n->out), n->accumulate[0]);
-}
+HPMLG_OP(reshape, hpmlg_reshape)
 
 /* to (+)= from, permuted, in tiles of 64 x 64: `from` is read along its last dimension, which is dimension p of `to`,
    and `to` written along its own. w: over the tiles, (.., tiles along p, tiles along the last dimension), with the
@@ -1710,12 +1699,10 @@ static __global__ void hpmlg_k_turn(hpmlg_turn t)
 HPMLG_FN hpml_status hpmlg_permute_run(hpmlg_device *d, hpmlg_array to, hpmlg_array from, int ndim,
                                        const int64_t *shape, const int64_t *stride, bool add)
 {
-    hpmlg_walk w;
-    hpmlg_turn t;
+    hpmlg_walk w = {};
+    hpmlg_turn t = {};
     int64_t    own[HPML_MAX_DIMS], step = 1, outer = 1;
     int        p = 0;
-    memset(&w, 0, sizeof w);
-    memset(&t, 0, sizeof t);
     for (int i = 0; i < ndim; i++) hpmlg_walk_push(&w, shape[i], stride[i], 0);
     for (int i = w.ndim - 1; i >= 0; i--) own[i] = step, step *= w.shape[i];
     for (int i = 0; i < w.ndim - 1; i++)
@@ -1731,30 +1718,20 @@ HPMLG_FN hpml_status hpmlg_permute_run(hpmlg_device *d, hpmlg_array to, hpmlg_ar
 }
 
 /* Backward is the permutation that undoes it. */
-HPMLG_FN hpml_status hpmlg_permute_either(const hpml_run *run, hpml_node *n, bool backward)
+HPMLG_FN hpml_status hpmlg_permute(const hpml_run *run, hpml_node *n, bool back)
 {
-    const hpml_tensor *x = n->src[0], *y = n->out, *to = backward ? x : y, *from = backward ? y : x;
+    const hpml_tensor *x = n->src[0], *y = n->out, *to = back ? x : y, *from = back ? y : x;
     int64_t            step[HPML_MAX_DIMS], stride[HPML_MAX_DIMS], whole = 1;
     for (int i = from->ndim - 1; i >= 0; i--) step[i] = whole, whole *= from->shape[i];
     for (int i = 0; i < y->ndim; i++) {
         int k = n->attr.permute.dims[i]; /* dimension i of y is k of x */
-        if (backward) stride[k] = step[i];
+        if (back) stride[k] = step[i];
         else stride[i] = step[k];
     }
-    return hpmlg_permute_run(hpmlg_enter(run->ctx), backward ? hpmlg_grad(x) : hpmlg_value(y),
-                             backward ? hpmlg_grad(y) : hpmlg_value(x), to->ndim, to->shape, stride,
-                             backward && n->accumulate[0]);
+    return hpmlg_permute_run(hpmlg_enter(run->ctx), hpmlg_writes(n, back), hpmlg_reads(n, back), to->ndim, to->shape,
+                             stride, hpmlg_adds(n, back));
 }
-
-HPMLG_FN hpml_status hpmlg_permute_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_permute_either(run, n, false);
-}
-
-HPMLG_FN hpml_status hpmlg_permute_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_permute_either(run, n, true);
-}
+HPMLG_OP(permute, hpmlg_permute)
 
 /* Row o of `to`, `width` elements from to_at on, becomes (or is added) row o of `from`, `block` elements from from_at
    on, with `lead` zeros before it and zeros behind. */
@@ -1766,8 +1743,8 @@ typedef struct hpmlg_blocked {
 
 static __global__ void hpmlg_k_blocked(hpmlg_blocked b)
 {
-    int64_t eights = (b.width + 7) / 8, step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < b.rows * eights; i += step) {
+    int64_t eights = (b.width + 7) / 8;
+    HPMLG_EACH(i, b.rows * eights) {
         int64_t     o = hpmlg_quotient(i, eights), k = (i - o * eights) * 8;
         int64_t     to = b.to_at + o * b.to_step, from = b.from_at + o * b.from_step;
         hpmlg_eight e = hpmlg_get_part(b.from, from + k - b.lead, from, from + b.block, 0);
@@ -1775,66 +1752,44 @@ static __global__ void hpmlg_k_blocked(hpmlg_blocked b)
     }
 }
 
-HPMLG_FN hpml_status hpmlg_blocked_run(hpmlg_device *d, const hpmlg_blocked *b)
+/* The dimension `dim` of `whole` (.., dim, ..) from `start` on is all of part's: copies (or adds) one into the other,
+   values or gradients. */
+HPMLG_FN hpml_status hpmlg_part(const hpml_run *run, const hpml_tensor *whole, const hpml_tensor *part, int dim,
+                                int64_t start, bool into_whole, bool gradient, bool add)
 {
-    return HPMLG_RUN(d, hpmlg_k_blocked, hpmlg_blocks(d, b->rows * ((b->width + 7) / 8), 256), 256, 0, *b);
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    hpmlg_blocked b = {};
+    int64_t       rows, count, width, inner;
+    hpmlg_split_dims(whole, dim, &rows, &count, &inner);
+    width  = part->shape[dim] * inner;
+    b.to   = hpmlg_either(into_whole ? whole : part, gradient);
+    b.from = hpmlg_either(into_whole ? part : whole, gradient);
+    b.rows = rows, b.block = b.width = width, b.add = add;
+    if (into_whole) b.to_at = start * inner, b.to_step = count * inner, b.from_step = width;
+    else b.to_step = width, b.from_at = start * inner, b.from_step = count * inner;
+    if (into_whole && gradient && !add) b.to_at = 0, b.width = count * inner, b.lead = start * inner;
+    return HPMLG_DEAL(d, hpmlg_k_blocked, b.rows * ((b.width + 7) / 8), 256, b);
 }
 
-/* The dimension `dim` of x (.., dim, ..) from `start` on is all of y's. */
-HPMLG_FN hpml_status hpmlg_slice_either(const hpml_run *run, const hpml_tensor *x, const hpml_tensor *y, int dim,
-                                        int64_t start, bool into, bool gradient, bool add)
+HPMLG_FN hpml_status hpmlg_slice(const hpml_run *run, hpml_node *n, bool back)
 {
-    hpmlg_blocked b;
-    int64_t       rows, count, part, inner;
-    memset(&b, 0, sizeof b);
-    hpmlg_split_dims(x, dim, &rows, &count, &inner);
-    part   = y->shape[dim] * inner;
-    b.rows = rows, b.block = b.width = part, b.add = add;
-    if (into) { /* y into x */
-        b.to = gradient ? hpmlg_grad(x) : hpmlg_value(x), b.from = gradient ? hpmlg_grad(y) : hpmlg_value(y);
-        b.to_at = start * inner, b.to_step = count * inner, b.from_step = part;
-        if (gradient && !add) b.to_at = 0, b.width = count * inner, b.lead = start * inner;
-    } else {
-        b.to = gradient ? hpmlg_grad(y) : hpmlg_value(y), b.from = gradient ? hpmlg_grad(x) : hpmlg_value(x);
-        b.to_step = part, b.from_at = start * inner, b.from_step = count * inner;
-    }
-    return hpmlg_blocked_run(hpmlg_enter(run->ctx), &b);
+    return hpmlg_part(run, n->src[0], n->out, n->attr.slice.dim, n->attr.slice.start, back, back, hpmlg_adds(n, back));
 }
+HPMLG_OP(slice, hpmlg_slice)
 
-HPMLG_FN hpml_status hpmlg_slice_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_slice_either(run, n->src[0], n->out, n->attr.slice.dim, n->attr.slice.start, false, false, false);
-}
-
-HPMLG_FN hpml_status hpmlg_slice_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_slice_either(run, n->src[0], n->out, n->attr.slice.dim, n->attr.slice.start, true, true,
-                              n->accumulate[0]);
-}
-
-HPMLG_FN hpml_status hpmlg_concat_either(const hpml_run *run, hpml_node *n, bool backward)
+HPMLG_FN hpml_status hpmlg_concat(const hpml_run *run, hpml_node *n, bool back)
 {
     hpml_status status = HPML_OK;
     int64_t     start = 0;
     int         dim = n->attr.slice.dim;
     for (int i = 0; i < n->src_count && status == HPML_OK; i++) {
-        if (!backward || n->src[i]->grad)
-            status = hpmlg_slice_either(run, n->out, n->src[i], dim, start, !backward, backward,
-                                        backward && n->accumulate[i]);
+        if (!back || n->src[i]->grad)
+            status = hpmlg_part(run, n->out, n->src[i], dim, start, !back, back, back && n->accumulate[i]);
         start += n->src[i]->shape[dim];
     }
     return status;
 }
-
-HPMLG_FN hpml_status hpmlg_concat_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_concat_either(run, n, false);
-}
-
-HPMLG_FN hpml_status hpmlg_concat_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_concat_either(run, n, true);
-}
+HPMLG_OP(concat, hpmlg_concat)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-norm   softmax, layernorm, rmsnorm
@@ -1843,12 +1798,6 @@ HPMLG_FN hpml_status hpmlg_concat_backward(const hpml_run *run, hpml_node *n)
 /* A row is the work of a team, a warp or a whole block: thread t takes the eights t, t + TEAM, ... of a tile of TEAM G
    eights. A row that fits in one tile is read once and stays in registers, a longer one is read again for each pass
    over it, from the cache. */
-
-#ifdef __CUDACC__
-#define HPMLG_UNROLL _Pragma("unroll")
-#else
-#define HPMLG_UNROLL
-#endif
 
 template <int TEAM> HPMLG_DEVICE float hpmlg_team_sum(float v, float *space)
 {
@@ -1943,22 +1892,18 @@ static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg
     }
 }
 
-HPMLG_FN hpml_status hpmlg_softmax_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_softmax(const hpml_run *run, hpml_node *n, bool back)
 {
-    hpmlg_device *d    = hpmlg_enter(run->ctx);
-    int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
-    return HPMLG_ROWS(d, hpmlg_k_softmax, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out),
-                      hpmlg_value(n->src[0]), rows, cols, n->attr.softmax.log);
+    hpmlg_device *d      = hpmlg_enter(run->ctx);
+    int64_t       cols   = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
+    unsigned      blocks = hpmlg_row_blocks(d, rows, cols);
+    hpmlg_array   y      = hpmlg_value(n->out);
+    bool          log    = n->attr.softmax.log;
+    if (!back) return HPMLG_ROWS(d, hpmlg_k_softmax, blocks, cols, 0, y, hpmlg_value(n->src[0]), rows, cols, log);
+    return HPMLG_ROWS(d, hpmlg_k_softmax_back, blocks, cols, 0, hpmlg_grad(n->src[0]), y, hpmlg_grad(n->out), rows,
+                      cols, log, n->accumulate[0]);
 }
-
-HPMLG_FN hpml_status hpmlg_softmax_backward(const hpml_run *run, hpml_node *n)
-{
-    hpmlg_device *d    = hpmlg_enter(run->ctx);
-    int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
-    if (!n->src[0]->grad) return HPML_OK;
-    return HPMLG_ROWS(d, hpmlg_k_softmax_back, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_grad(n->src[0]),
-                      hpmlg_value(n->out), hpmlg_grad(n->out), rows, cols, n->attr.softmax.log, n->accumulate[0]);
-}
+HPMLG_OP(softmax, hpmlg_softmax)
 
 /* xhat = (x - mean) rstd, y = xhat gamma + beta; saved: mean and rstd of each row. rmsnorm: mean = 0. A residual sum
    right before a norm, x = p + q, is made by the same kernel: x is written and not read again. */
@@ -2111,39 +2056,32 @@ HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
     add->with = n;
 }
 
-HPMLG_FN hpml_status hpmlg_norm_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_norm(const hpml_run *run, hpml_node *n, bool back)
 {
-    hpmlg_device    *d    = hpmlg_enter(run->ctx);
-    const hpml_node *add  = n->src[0]->node && n->src[0]->node->with == n && d->passing ? n->src[0]->node : NULL;
-    hpmlg_array      none = hpmlg_of(NULL, HPML_DTYPE_F32);
-    int64_t          cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
-    return HPMLG_ROWS(d, hpmlg_k_norm, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out),
-                      hpmlg_value(n->src[0]), add ? hpmlg_value(add->src[0]) : none,
-                      add ? hpmlg_value(add->src[1]) : none, hpmlg_param_of(n, 1), hpmlg_param_of(n, 2),
-                      (float2 *)n->saved, rows, cols, n->attr.norm.eps, n->op == HPML_OP_LAYERNORM);
-}
-
-HPMLG_FN hpml_status hpmlg_norm_backward(const hpml_run *run, hpml_node *n)
-{
-    hpmlg_device *d      = hpmlg_enter(run->ctx);
-    int64_t       cols   = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
-    int           parts  = hpmlg_norm_parts(d, rows, cols);
-    float        *dgamma = n->src[1] ? n->src[1]->grad : NULL, *dbeta = n->src[2] ? n->src[2]->grad : NULL;
-    float        *part   = dgamma || dbeta ? (float *)n->scratch : NULL;
-    size_t        shared = cols <= HPMLG_WARP_ROW ? (size_t)(2 * cols) * sizeof(float) : 0;
-    hpml_status   status = HPMLG_ROWS(d, hpmlg_k_norm_back, (unsigned)parts, cols, shared, hpmlg_grad(n->src[0]),
-                                      hpmlg_value(n->src[0]), hpmlg_grad(n->out), hpmlg_param_of(n, 1),
-                                      (const float2 *)n->saved, part, rows, cols, n->op == HPML_OP_LAYERNORM,
-                                      n->accumulate[0]);
+    hpmlg_device *d    = hpmlg_enter(run->ctx);
+    int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
+    float2       *saved = (float2 *)n->saved;
+    hpmlg_array   x = hpmlg_value(n->src[0]), gamma = hpmlg_param_of(n, 1), beta = hpmlg_param_of(n, 2);
+    bool          centred = n->op == HPML_OP_LAYERNORM;
+    if (!back) {
+        const hpml_node *sum = n->src[0]->node && n->src[0]->node->with == n && d->passing ? n->src[0]->node : NULL;
+        return HPMLG_ROWS(d, hpmlg_k_norm, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out), x,
+                          sum ? hpmlg_value(sum->src[0]) : hpmlg_none(), sum ? hpmlg_value(sum->src[1]) : hpmlg_none(),
+                          gamma, beta, saved, rows, cols, n->attr.norm.eps, centred);
+    }
+    int         parts  = hpmlg_norm_parts(d, rows, cols);
+    float      *dgamma = n->src[1] ? n->src[1]->grad : NULL, *dbeta = n->src[2] ? n->src[2]->grad : NULL;
+    float      *part   = dgamma || dbeta ? (float *)n->scratch : NULL;
+    size_t      shared = cols <= HPMLG_WARP_ROW ? (size_t)(2 * cols) * sizeof(float) : 0;
+    hpml_status status = HPMLG_ROWS(d, hpmlg_k_norm_back, (unsigned)parts, cols, shared, hpmlg_grad(n->src[0]), x,
+                                    hpmlg_grad(n->out), gamma, (const float2 *)saved, part, rows, cols, centred,
+                                    n->accumulate[0]);
     if (status != HPML_OK || !part) return status;
     return HPMLG_RUN(d, hpmlg_k_norm_params, (unsigned)((2 * cols + HPMLG_WARP - 1) / HPMLG_WARP), 256, 0, dgamma,
                      dbeta, part, parts, cols, n->accumulate[1], n->accumulate[2]);
 }
-
-#define hpmlg_layernorm_forward  hpmlg_norm_forward
-#define hpmlg_layernorm_backward hpmlg_norm_backward
-#define hpmlg_rmsnorm_forward    hpmlg_norm_forward
-#define hpmlg_rmsnorm_backward   hpmlg_norm_backward
+HPMLG_OP(layernorm, hpmlg_norm)
+HPMLG_OP(rmsnorm, hpmlg_norm)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-batchnorm   batch normalization
@@ -2234,7 +2172,7 @@ static __global__ void hpmlg_k_bn_moments(hpmlg_moments *part, hpmlg_array x, hp
 static __global__ void hpmlg_k_bn_statistics(float2 *saved, float *running_mean, float *running_var,
                                              const hpmlg_moments *part, hpmlg_bn s, float eps, float momentum)
 {
-    int64_t       c   = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t       c   = hpmlg_me();
     hpmlg_moments all = { 0, 0, 0 };
     if (c >= s.C) return;
     if (!part) {
@@ -2255,8 +2193,7 @@ static __global__ void hpmlg_k_bn_apply(hpmlg_array out, hpmlg_array x, hpmlg_ar
                                         const float2 *means, bool relu, bool add)
 {
     int64_t n = s.B * s.C * s.P;
-    for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
-         i += 8 * (int64_t)gridDim.x * blockDim.x) {
+    HPMLG_EIGHTS(i, n) {
         int64_t     plane = hpmlg_quotient(i, s.P), r = i - plane * s.P, c = plane - hpmlg_quotient(plane, s.C) * s.C;
         hpmlg_eight e = hpmlg_row_get(x, 0, n, i, 0), f, z;
         if (dy.p) f = hpmlg_row_get(dy, 0, n, i, 0);
@@ -2312,7 +2249,7 @@ static __global__ void hpmlg_k_bn_back_sums(double2 *part, hpmlg_array x, hpmlg_
 static __global__ void hpmlg_k_bn_back_params(float *dgamma, float *dbeta, float2 *means, const double2 *part,
                                               hpmlg_bn s, bool train, bool add_gamma, bool add_beta)
 {
-    int64_t c  = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t c  = hpmlg_me();
     double  s1 = 0, s2 = 0;
     if (c >= s.C) return;
     for (int64_t i = 0; i < s.splits; i++) s1 += part[i * s.C + c].x, s2 += part[i * s.C + c].y;
@@ -2372,7 +2309,7 @@ HPMLG_FN hpml_status hpmlg_batchnorm_forward(const hpml_run *run, hpml_node *n)
     hpmlg_device  *d    = hpmlg_enter(run->ctx);
     hpmlg_bn       s    = hpmlg_bn_of(d, n), all;
     hpmlg_moments *part = run->train ? (hpmlg_moments *)n->scratch : NULL;
-    hpmlg_array    none = hpmlg_of(NULL, HPML_DTYPE_F32), gamma = hpmlg_param_of(n, 1), beta = hpmlg_param_of(n, 2);
+    hpmlg_array    none = hpmlg_none(), gamma = hpmlg_param_of(n, 1), beta = hpmlg_param_of(n, 2);
     hpml_status    status = HPML_OK;
     dim3           grid((unsigned)((s.C + s.width - 1) / s.width), (unsigned)s.splits);
     if (run->idle) s.B = s.N = 0;
@@ -2383,9 +2320,9 @@ HPMLG_FN hpml_status hpmlg_batchnorm_forward(const hpml_run *run, hpml_node *n)
         status = HPMLG_RUN(d, hpmlg_k_bn_statistics, (unsigned)((s.C + 127) / 128), 128, 0, (float2 *)n->saved,
                            n->src[3]->data, n->src[4]->data, part, all, n->attr.norm.eps, n->attr.norm.momentum);
     if (status != HPML_OK || s.N == 0) return status;
-    return HPMLG_RUN(d, hpmlg_k_bn_apply, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, hpmlg_value(n->out),
-                     hpmlg_value(n->src[0]), none, none, s, (const float2 *)n->saved, (const float *)gamma.p,
-                     (const float *)beta.p, (const float2 *)NULL, n->attr.norm.act == HPML_ACT_RELU, false);
+    return HPMLG_DEAL(d, hpmlg_k_bn_apply, s.N * s.C, 2048, hpmlg_value(n->out), hpmlg_value(n->src[0]), none, none, s,
+                      (const float2 *)n->saved, (const float *)gamma.p, (const float *)beta.p, (const float2 *)NULL,
+                      n->attr.norm.act == HPML_ACT_RELU, false);
 }
 
 HPMLG_FN hpml_status hpmlg_batchnorm_backward(const hpml_run *run, hpml_node *n)
@@ -2411,10 +2348,10 @@ HPMLG_FN hpml_status hpmlg_batchnorm_backward(const hpml_run *run, hpml_node *n)
                                (float *)NULL, means, (const double2 *)part, all, true, false, false);
     }
     if (status != HPML_OK || !n->src[0]->grad || s.N == 0) return status;
-    return HPMLG_RUN(d, hpmlg_k_bn_apply, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, hpmlg_grad(n->src[0]),
-                     hpmlg_value(n->src[0]), hpmlg_grad(n->out), hpmlg_value(n->out), s, (const float2 *)n->saved,
-                     (const float *)hpmlg_param_of(n, 1).p, (const float *)NULL, (const float2 *)means, relu,
-                     n->accumulate[0]);
+    return HPMLG_DEAL(d, hpmlg_k_bn_apply, s.N * s.C, 2048, hpmlg_grad(n->src[0]), hpmlg_value(n->src[0]),
+                      hpmlg_grad(n->out), hpmlg_value(n->out), s, (const float2 *)n->saved,
+                      (const float *)hpmlg_param_of(n, 1).p, (const float *)NULL, (const float2 *)means, relu,
+                      n->accumulate[0]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2449,8 +2386,7 @@ HPMLG_DEVICE void hpmlg_window(int o, int stride, int pad, int kernel, int size,
 
 static __global__ void hpmlg_k_pool(hpmlg_pool p)
 {
-    int64_t n = p.planes * p.OH * p.OW, step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+    HPMLG_EACH(i, p.planes * p.OH * p.OW) {
         int     oh, ow, r0, r1, c0, c1;
         int64_t x = hpmlg_place(i, p.OH, p.OW, &oh, &ow) * p.H * p.W;
         hpmlg_window(oh, p.stride, p.pad, p.kh, p.H, &r0, &r1);
@@ -2470,8 +2406,7 @@ static __global__ void hpmlg_k_pool(hpmlg_pool p)
 
 static __global__ void hpmlg_k_pool_back(hpmlg_pool p)
 {
-    int64_t n = p.planes * p.H * p.W, step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+    HPMLG_EACH(i, p.planes * p.H * p.W) {
         int     r, c, r0, r1, c0, c1;
         int64_t y = hpmlg_place(i, p.H, p.W, &r, &c) * p.OH * p.OW;
         int     first_h = r + p.pad < p.kh ? 0 : (r + p.pad - p.kh) / p.stride + 1, last_h = (r + p.pad) / p.stride;
@@ -2492,31 +2427,23 @@ static __global__ void hpmlg_k_pool_back(hpmlg_pool p)
     }
 }
 
-HPMLG_FN hpml_status hpmlg_pool_run(const hpml_run *run, hpml_node *n, bool backward)
+HPMLG_FN hpml_status hpmlg_pool_pass(const hpml_run *run, hpml_node *n, bool back)
 {
     const int64_t *x = n->src[0]->shape, *y = n->out->shape;
     hpmlg_device  *d = hpmlg_enter(run->ctx);
-    hpmlg_pool     p;
-    memset(&p, 0, sizeof p);
-    p.x  = backward ? hpmlg_grad(n->src[0]) : hpmlg_value(n->src[0]);
-    p.y  = backward ? hpmlg_grad(n->out) : hpmlg_value(n->out);
+    hpmlg_pool     p = {};
+    p.x  = hpmlg_either(n->src[0], back), p.y = hpmlg_either(n->out, back);
     p.at = n->op == HPML_OP_MAX_POOL ? (int *)n->saved : NULL;
     p.planes = x[0] * x[1], p.H = (int)x[2], p.W = (int)x[3], p.OH = (int)y[2], p.OW = (int)y[3];
     p.kh = n->attr.conv.kernel[0], p.kw = n->attr.conv.kernel[1], p.stride = n->attr.conv.stride[0];
-    p.pad = n->attr.conv.padding[0], p.add = backward && n->accumulate[0];
-    if (backward) return HPMLG_RUN(d, hpmlg_k_pool_back, hpmlg_blocks(d, p.planes * p.H * p.W, 256), 256, 0, p);
+    p.pad = n->attr.conv.padding[0], p.add = hpmlg_adds(n, back);
+    if (back) return HPMLG_DEAL(d, hpmlg_k_pool_back, p.planes * p.H * p.W, 256, p);
     if (!p.at && p.pad == 0 && p.kh == p.H && p.kw == p.W) /* global: the mean of each plane */
         return hpmlg_sum_run(d, p.y, p.x, p.planes, x[2] * x[3], 1, 1 / (float)(x[2] * x[3]), false);
-    return HPMLG_RUN(d, hpmlg_k_pool, hpmlg_blocks(d, p.planes * p.OH * p.OW, 256), 256, 0, p);
+    return HPMLG_DEAL(d, hpmlg_k_pool, p.planes * p.OH * p.OW, 256, p);
 }
-
-HPMLG_FN hpml_status hpmlg_pool_forward(const hpml_run *run, hpml_node *n) { return hpmlg_pool_run(run, n, false); }
-HPMLG_FN hpml_status hpmlg_pool_backward(const hpml_run *run, hpml_node *n) { return hpmlg_pool_run(run, n, true); }
-
-#define hpmlg_max_pool2d_forward  hpmlg_pool_forward
-#define hpmlg_max_pool2d_backward hpmlg_pool_backward
-#define hpmlg_avg_pool2d_forward  hpmlg_pool_forward
-#define hpmlg_avg_pool2d_backward hpmlg_pool_backward
+HPMLG_OP(max_pool2d, hpmlg_pool_pass)
+HPMLG_OP(avg_pool2d, hpmlg_pool_pass)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-random   Philox, dropout, embedding
@@ -2557,8 +2484,7 @@ static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg
 {
     unsigned long long stream = now->step << 24 ^ (unsigned long long)index ^ 0xdull << 60;
     unsigned long long first = now->sample * (unsigned long long)each, seed = now->seed;
-    for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
-         i += 8 * (int64_t)gridDim.x * blockDim.x) {
+    HPMLG_EIGHTS(i, n) {
         hpmlg_eight e = hpmlg_row_get(x, 0, n, i, 0);
         if (scale != 0) {
             unsigned w[8];
@@ -2569,37 +2495,27 @@ static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg
     }
 }
 
-HPMLG_FN hpml_status hpmlg_dropout_run(const hpml_run *run, const hpml_node *n, hpmlg_array y, hpmlg_array x, bool add)
+HPMLG_FN hpml_status hpmlg_dropout(const hpml_run *run, hpml_node *n, bool back)
 {
     hpmlg_device *d      = hpmlg_enter(run->ctx);
+    hpmlg_array   to     = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
     float         p      = n->attr.dropout.p, scale = run->train && p > 0 ? 1 / (1 - p) : 0;
     int64_t       count  = hpml_tensor_count(n->out), each = 0;
     hpml_status   status = hpmlg_now_set(d, run);
     if (n->out->batch_rows) each = count / (n->out->shape[0] / n->out->batch_rows);
-    if (status != HPML_OK || (scale == 0 && x.p == y.p && !add)) return status;
-    return HPMLG_RUN(d, hpmlg_k_dropout, hpmlg_blocks(d, count, 2048), 256, 0, y, x, (const hpmlg_now *)d->now,
-                     n->index, (unsigned)((double)p * 4294967296.0), scale, each, count, add);
+    if (status != HPML_OK || (scale == 0 && from.p == to.p && !hpmlg_adds(n, back))) return status;
+    return HPMLG_DEAL(d, hpmlg_k_dropout, count, 2048, to, from, (const hpmlg_now *)d->now, n->index,
+                      (unsigned)((double)p * 4294967296.0), scale, each, count, hpmlg_adds(n, back));
 }
-
-HPMLG_FN hpml_status hpmlg_dropout_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_dropout_run(run, n, hpmlg_value(n->out), hpmlg_value(n->src[0]), false);
-}
-
-HPMLG_FN hpml_status hpmlg_dropout_backward(const hpml_run *run, hpml_node *n)
-{
-    if (!n->src[0]->grad) return HPML_OK;
-    return hpmlg_dropout_run(run, n, hpmlg_grad(n->src[0]), hpmlg_grad(n->out), n->accumulate[0]);
-}
+HPMLG_OP(dropout, hpmlg_dropout)
 
 /* y[i] = table[token[i]], a warp for a row; a token out of range is noted, its row zeros. */
 static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, const int *token, int64_t count,
                                          int64_t vocabulary, int64_t width, hpmlg_note *note, int *taken,
                                          const hpml_node *node)
 {
-    int     lane = (int)threadIdx.x % HPMLG_WARP;
-    int64_t step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
-    for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP; i < count; i += step) {
+    int lane = (int)threadIdx.x % HPMLG_WARP;
+    HPMLG_WARPS(i, count) {
         int  t  = token[i];
         bool ok = t >= 0 && t < vocabulary;
         if (!ok && lane == 0) hpmlg_complain(note, taken, HPMLG_BAD_TOKEN, i, t, node);
@@ -2619,23 +2535,15 @@ typedef struct hpmlg_buckets {
     int *slot, *order;         /* (tokens): place of a position within its token, in any order; the positions */
 } hpmlg_buckets;
 
-HPMLG_FN hpmlg_buckets hpmlg_buckets_of(void *scratch, int64_t vocabulary, int64_t tokens)
-{
-    hpmlg_buckets b;
-    b.count = (int *)scratch, b.used = b.count + vocabulary, b.start = b.used + 1;
-    b.slot = b.start + vocabulary, b.order = b.slot + tokens;
-    return b;
-}
-
 static __global__ void hpmlg_k_bucket_count(hpmlg_buckets b, const int *token, int64_t count, int64_t vocabulary)
 {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t i = hpmlg_me();
     if (i < count && token[i] >= 0 && token[i] < vocabulary) b.slot[i] = atomicAdd(&b.count[token[i]], 1);
 }
 
 static __global__ void hpmlg_k_bucket_start(hpmlg_buckets b, int64_t vocabulary)
 {
-    int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t t = hpmlg_me();
     int     lane = (int)threadIdx.x % HPMLG_WARP, own = t < vocabulary ? b.count[t] : 0, upto = own, base = 0;
     for (int o = 1; o < HPMLG_WARP; o *= 2) {
         int before = __shfl_up_sync(HPMLG_ALL, upto, o);
@@ -2648,14 +2556,14 @@ static __global__ void hpmlg_k_bucket_start(hpmlg_buckets b, int64_t vocabulary)
 
 static __global__ void hpmlg_k_bucket_fill(hpmlg_buckets b, const int *token, int64_t count, int64_t vocabulary)
 {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t i = hpmlg_me();
     if (i < count && token[i] >= 0 && token[i] < vocabulary) b.order[b.start[token[i]] + b.slot[i]] = (int)i;
 }
 
 /* Position i by its rank; the slots are done with and take the sorted positions. */
 static __global__ void hpmlg_k_bucket_sort(hpmlg_buckets b, const int *token, int64_t count, int64_t vocabulary)
 {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t i = hpmlg_me();
     if (i >= count || token[i] < 0 || token[i] >= vocabulary) return;
     int start = b.start[token[i]], n = b.count[token[i]], rank = 0;
     for (int j = 0; j < n; j++) rank += b.order[start + j] < (int)i;
@@ -2666,9 +2574,8 @@ static __global__ void hpmlg_k_bucket_sort(hpmlg_buckets b, const int *token, in
 static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_buckets b, int64_t vocabulary,
                                               int64_t width, bool add)
 {
-    int64_t pieces = (width + 255) / 256, step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
-    int64_t first  = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP;
-    for (int64_t u = first; u < vocabulary * pieces; u += step) {
+    int64_t pieces = (width + 255) / 256;
+    HPMLG_WARPS(u, vocabulary * pieces) {
         int64_t     t = hpmlg_quotient(u, pieces), c = (u - t * pieces) * 256 + 8 * (threadIdx.x % HPMLG_WARP);
         int         n = b.count[t], k = 0;
         const int  *at = b.slot + b.start[t];
@@ -2690,28 +2597,25 @@ static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hp
     }
 }
 
-HPMLG_FN hpml_status hpmlg_embedding_forward(const hpml_run *run, hpml_node *n)
-{
-    hpmlg_device *d     = hpmlg_enter(run->ctx);
-    int64_t       count = hpml_tensor_count(n->src[0]);
-    return HPMLG_RUN(d, hpmlg_k_embedding, hpmlg_blocks(d, count, 8), 256, 0, hpmlg_value(n->out),
-                     hpmlg_value(n->src[1]), (const int *)(const void *)n->src[0]->data, count, n->src[1]->shape[0],
-                     n->src[1]->shape[1], d->note, d->note_taken, (const hpml_node *)n);
-}
-
 HPMLG_FN size_t hpmlg_embedding_scratch(const hpml_node *n)
 {
     return (size_t)(2 * n->src[1]->shape[0] + 1 + 2 * hpml_tensor_count(n->src[0])) * sizeof(int);
 }
 
-HPMLG_FN hpml_status hpmlg_embedding_backward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_embedding(const hpml_run *run, hpml_node *n, bool back)
 {
     hpmlg_device *d     = hpmlg_enter(run->ctx);
+    hpmlg_array   table = hpmlg_either(n->src[1], back), y = hpmlg_either(n->out, back);
     const int    *token = (const int *)(const void *)n->src[0]->data;
     int64_t       count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
-    hpmlg_buckets b     = hpmlg_buckets_of(n->scratch, vocabulary, count);
+    hpmlg_buckets b     = {};
     unsigned      some  = (unsigned)((count + 255) / 256), rows = (unsigned)((vocabulary + 255) / 256);
-    if (!n->src[1]->grad) return HPML_OK;
+    if (!back)
+        return HPMLG_DEAL(d, hpmlg_k_embedding, count, 8, y, table, token, count, vocabulary, width, d->note,
+                          d->note_taken, (const hpml_node *)n);
+    if (!table.p) return HPML_OK;
+    b.count = (int *)n->scratch, b.used = b.count + vocabulary, b.start = b.used + 1;
+    b.slot = b.start + vocabulary, b.order = b.slot + count;
     hpml_status status = hpmlg_check(d, cudaMemsetAsync(b.count, 0, (size_t)(vocabulary + 1) * sizeof(int), d->stream),
                                      "counting tokens");
     if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_count, some, 256, 0, b, token, count, vocabulary);
@@ -2719,9 +2623,10 @@ HPMLG_FN hpml_status hpmlg_embedding_backward(const hpml_run *run, hpml_node *n)
     if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_fill, some, 256, 0, b, token, count, vocabulary);
     if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_sort, some, 256, 0, b, token, count, vocabulary);
     if (status != HPML_OK) return status;
-    return HPMLG_RUN(d, hpmlg_k_embedding_back, hpmlg_blocks(d, vocabulary * ((width + 255) / 256), 8), 256, 0,
-                     hpmlg_grad(n->src[1]), hpmlg_grad(n->out), b, vocabulary, width, n->accumulate[1]);
+    return HPMLG_DEAL(d, hpmlg_k_embedding_back, vocabulary * ((width + 255) / 256), 8, table, y, b, vocabulary, width,
+                      n->accumulate[1]);
 }
+HPMLG_OP(embedding, hpmlg_embedding)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-operand   operands of products: where their elements lie
@@ -2734,12 +2639,6 @@ HPMLG_FN hpml_status hpmlg_embedding_backward(const hpml_run *run, hpml_node *n)
    mixed types, f32, TF32 or halves), and a second one copies 16 bytes at a time where halves lie densely. A block of
    128 threads makes a tile of T x T. When there are too few tiles for the device, k is split and the sums of the
    pieces are added in order. */
-
-#ifdef __CUDACC__
-#define HPMLG_ROLLED _Pragma("unroll 1")
-#else
-#define HPMLG_ROLLED
-#endif
 
 typedef struct hpmlg_divisor { unsigned shift, mul, by, unused; } hpmlg_divisor;
 
@@ -3159,7 +3058,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_gather(const __grid_con
 static __global__ void hpmlg_k_thin(const __grid_constant__ hpmlg_job g, bool block)
 {
     __shared__ float space[HPMLG_WARP];
-    int64_t i = block ? (int64_t)blockIdx.x : (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t i = block ? (int64_t)blockIdx.x : hpmlg_me();
     int64_t col = i % g.n, row = i / g.n % g.m, batch = i / g.n / g.m;
     float   sum = 0;
     if (batch >= g.batch) return;
@@ -3174,8 +3073,8 @@ static __global__ void hpmlg_k_thin(const __grid_constant__ hpmlg_job g, bool bl
 /* The pieces of k come together, in order. */
 static __global__ void hpmlg_k_join(const __grid_constant__ hpmlg_job g)
 {
-    int64_t size = g.batch * g.m * g.n, step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < size; i += step) {
+    int64_t size = g.batch * g.m * g.n;
+    HPMLG_EACH(i, size) {
         float sum = 0;
         for (int64_t s = 0; s < g.splits; s++) sum += g.part[s * size + i];
         hpmlg_emit(g, i / (g.m * g.n), i / g.n % g.m, i % g.n, sum);
@@ -3264,7 +3163,7 @@ HPMLG_FN hpml_status hpmlg_job_run(hpmlg_device *d, hpmlg_job *g)
     if (blocks >= limit) return hpml_ctx_fail(d->ctx, HPML_ERR_OVERFLOW, "cuda: a product of too many tiles");
     hpml_status status = HPMLG_RUN(d, hpmlg_k_product, (unsigned)blocks, 128, HPMLG_JOB_SHARED(large ? 128 : 64), *g);
     if (status != HPML_OK || g->splits == 1) return status;
-    return HPMLG_RUN(d, hpmlg_k_join, hpmlg_blocks(d, g->batch * g->m * g->n, 256), 256, 0, *g);
+    return HPMLG_DEAL(d, hpmlg_k_join, g->batch * g->m * g->n, 256, *g);
 }
 
 /* A plain product: c (batch, m, n) = act(alpha a b (+ c) + bias), or back: c = (alpha a b (+ c)) act'(z). */
@@ -3407,18 +3306,15 @@ HPMLG_FN size_t hpmlg_factor_bytes(const hpmlg_device *d, const hpml_tensor *t)
    product, and so do sums of a's rows; where the library has no such kernel, an activation follows by itself, and the
    others are left to the caller. */
 #ifdef HPML_CUDA_NO_CUBLAS
-HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *done)
-{
-    (void)d, (void)g, (void)done;
-    return HPML_OK;
-}
+HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *, hpmlg_gemm *, bool *) { return HPML_OK; }
+HPMLG_FN hpml_status hpmlg_blas_open(hpmlg_device *) { return HPML_OK; }
+HPMLG_FN void        hpmlg_blas_close(hpmlg_device *) {}
 #else
 HPMLG_FN hpml_status hpmlg_blas_check(hpmlg_device *d, cublasStatus_t s, const char *what)
 {
     if (s == CUBLAS_STATUS_SUCCESS) return HPML_OK;
-    return hpml_ctx_fail(d->ctx, s == CUBLAS_STATUS_ALLOC_FAILED ? HPML_ERR_MEMORY : HPML_ERR_CUDA,
-                         "cuda device %d: %s: %s (%s); hpml_cuda_desc.own_kernels does without cuBLASLt",
-                         (int)d->d.device, what, cublasLtGetStatusName(s), cublasLtGetStatusString(s));
+    return hpmlg_fail(d, s == CUBLAS_STATUS_ALLOC_FAILED, what, cublasLtGetStatusName(s), cublasLtGetStatusString(s),
+                      "; hpml_cuda_desc.own_kernels does without cuBLASLt");
 }
 
 HPMLG_FN bool hpmlg_blas_refused(cublasStatus_t s) /* ours does it */
@@ -3456,25 +3352,21 @@ HPMLG_FN void hpmlg_blas_drop(hpmlg_blas_plan *p)
     memset(p, 0, sizeof *p);
 }
 
-HPMLG_FN cudaDataType_t hpmlg_blas_type(int64_t type)
-{
-    return type == HPML_DTYPE_F32 ? CUDA_R_32F : type == HPML_DTYPE_BF16 ? CUDA_R_16BF : CUDA_R_16F;
-}
-
 HPMLG_FN cublasStatus_t hpmlg_blas_layout(cublasLtMatrixLayout_t *l, int64_t type, int64_t rows, int64_t cols,
                                           int64_t ld, int64_t batch, int64_t stride)
 {
+    cudaDataType_t kind  = type == HPML_DTYPE_F32 ? CUDA_R_32F : type == HPML_DTYPE_BF16 ? CUDA_R_16BF : CUDA_R_16F;
     int32_t        count = (int32_t)batch;
-    cublasStatus_t s     = cublasLtMatrixLayoutCreate(l, hpmlg_blas_type(type), (uint64_t)rows, (uint64_t)cols, ld);
-    if (s != CUBLAS_STATUS_SUCCESS || batch == 1) return s;
-    s = cublasLtMatrixLayoutSetAttribute(*l, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count);
-    if (s != CUBLAS_STATUS_SUCCESS) return s;
-    return cublasLtMatrixLayoutSetAttribute(*l, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride);
+    cublasStatus_t s     = cublasLtMatrixLayoutCreate(l, kind, (uint64_t)rows, (uint64_t)cols, ld);
+    if (batch == 1) return s;
+    HPMLG_TRY(s, cublasLtMatrixLayoutSetAttribute(*l, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
+    HPMLG_TRY(s, cublasLtMatrixLayoutSetAttribute(*l, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride,
+                                                  sizeof stride));
+    return s;
 }
 
 #define HPMLG_BLAS_SET(attribute, value)                                                                               \
-    if (s == CUBLAS_STATUS_SUCCESS)                                                                                    \
-        s = cublasLtMatmulDescSetAttribute(p->op, CUBLASLT_MATMUL_DESC_##attribute, &value, sizeof value)
+    HPMLG_TRY(s, cublasLtMatmulDescSetAttribute(p->op, CUBLASLT_MATMUL_DESC_##attribute, &value, sizeof value))
 
 HPMLG_FN cublasStatus_t hpmlg_blas_describe(const hpmlg_device *d, hpmlg_blas_plan *p)
 {
@@ -3489,13 +3381,11 @@ HPMLG_FN cublasStatus_t hpmlg_blas_describe(const hpmlg_device *d, hpmlg_blas_pl
     HPMLG_BLAS_SET(TRANSB, tb);
     HPMLG_BLAS_SET(EPILOGUE, epilogue);
     if (with_z) HPMLG_BLAS_SET(EPILOGUE_AUX_LD, aux);
-    if (s == CUBLAS_STATUS_SUCCESS)
-        s = hpmlg_blas_layout(&p->a, k->a_type, k->trans_b ? k->k : k->n, k->trans_b ? k->n : k->k, k->ldb, k->batch,
-                              k->b_batch);
-    if (s == CUBLAS_STATUS_SUCCESS)
-        s = hpmlg_blas_layout(&p->b, k->a_type, k->trans_a ? k->m : k->k, k->trans_a ? k->k : k->m, k->lda, k->batch,
-                              k->a_batch);
-    if (s == CUBLAS_STATUS_SUCCESS) s = hpmlg_blas_layout(&p->c, k->c_type, k->n, k->m, k->ldc, k->batch, k->c_batch);
+    HPMLG_TRY(s, hpmlg_blas_layout(&p->a, k->a_type, k->trans_b ? k->k : k->n, k->trans_b ? k->n : k->k, k->ldb,
+                                   k->batch, k->b_batch));
+    HPMLG_TRY(s, hpmlg_blas_layout(&p->b, k->a_type, k->trans_a ? k->m : k->k, k->trans_a ? k->k : k->m, k->lda,
+                                   k->batch, k->a_batch));
+    HPMLG_TRY(s, hpmlg_blas_layout(&p->c, k->c_type, k->n, k->m, k->ldc, k->batch, k->c_batch));
     return s;
 }
 
@@ -3516,32 +3406,22 @@ HPMLG_FN hpml_status hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas *blas, hpmlg_bla
     int                              count = 0;
     uint32_t                         align = (uint32_t)p->key.align;
     cublasStatus_t s = hpmlg_blas_describe(d, p);
-    if (s == CUBLAS_STATUS_SUCCESS) s = hpmlg_blas_point(p, bias, z);
-    if (s == CUBLAS_STATUS_SUCCESS) s = cublasLtMatmulPreferenceCreate(&want);
-    if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatmulPreferenceSetAttribute(want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &d->d.workspace,
-                                                 sizeof d->d.workspace);
-    for (int i = 0; i < 4 && s == CUBLAS_STATUS_SUCCESS; i++) {
+    HPMLG_TRY(s, hpmlg_blas_point(p, bias, z));
+    HPMLG_TRY(s, cublasLtMatmulPreferenceCreate(&want));
+    HPMLG_TRY(s, cublasLtMatmulPreferenceSetAttribute(want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                      &d->d.workspace, sizeof d->d.workspace));
+    for (int i = 0; i < 4; i++) {
         static const cublasLtMatmulPreferenceAttributes_t bytes[4] = {
             CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
             CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES };
-        s = cublasLtMatmulPreferenceSetAttribute(want, bytes[i], &align, sizeof align);
+        HPMLG_TRY(s, cublasLtMatmulPreferenceSetAttribute(want, bytes[i], &align, sizeof align));
     }
-    if (s == CUBLAS_STATUS_SUCCESS)
-        s = cublasLtMatmulAlgoGetHeuristic(blas->handle, p->op, p->a, p->b, p->c, p->c, want, 4, found, &count);
+    HPMLG_TRY(s, cublasLtMatmulAlgoGetHeuristic(blas->handle, p->op, p->a, p->b, p->c, p->c, want, 4, found, &count));
     if (want) cublasLtMatmulPreferenceDestroy(want);
     p->set = true;
     for (int i = 0; i < count && s == CUBLAS_STATUS_SUCCESS && !p->usable; i++)
         if (found[i].state == CUBLAS_STATUS_SUCCESS) p->usable = true, p->algo = found[i].algo;
     return hpmlg_blas_refused(s) ? HPML_OK : hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
-}
-
-/* The largest power of two up to 256 that divides what it is given. */
-HPMLG_FN int64_t hpmlg_blas_align(uintptr_t x)
-{
-    int64_t a = 256;
-    while (x % (uintptr_t)a) a /= 2;
-    return a;
 }
 
 HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g)
@@ -3555,7 +3435,8 @@ HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g)
     if (k->lda < (k->trans_a ? k->m : k->k) || k->ldb < (k->trans_b ? k->k : k->n) || k->ldc < k->n) return false;
     if (k->batch > 1) k->a_batch = g->a.batch, k->b_batch = g->b.batch, k->c_batch = g->c_batch;
     k->a_type = g->a.x.type, k->c_type = g->c.type, k->add = g->add;
-    k->align  = hpmlg_blas_align((uintptr_t)g->a.x.p | (uintptr_t)g->b.x.p | (uintptr_t)g->c.p);
+    uintptr_t places = (uintptr_t)g->a.x.p | (uintptr_t)g->b.x.p | (uintptr_t)g->c.p;
+    for (k->align = 256; places % (uintptr_t)k->align; k->align /= 2) {} /* what all are multiples of */
     return k->batch == 1 || !g->bias;
 }
 
@@ -3826,7 +3707,7 @@ HPMLG_FN hpml_status hpmlg_linear_backward(const hpml_run *run, hpml_node *n)
     hpml_tensor     *x = n->src[0], *w = n->src[1], *bias = n->src[2];
     const hpml_node *m = hpmlg_linear_before(n);
     int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
-    hpmlg_array      dz = hpmlg_grad(n->out), none = hpmlg_of(NULL, HPML_DTYPE_F32);
+    hpmlg_array      dz = hpmlg_grad(n->out), none = hpmlg_none();
     hpml_act         act = d->sloped == n ? HPML_ACT_NONE : n->attr.act.act;
     float           *db = bias ? bias->grad : NULL;
     hpmlg_gemm       dw = hpmlg_gemm_of(out, in, rows, hpmlg_mats(dz, out, 0, true), hpmlg_mats(none, in, 0, false),
@@ -3908,17 +3789,11 @@ HPMLG_FN hpmlg_side hpmlg_conv_side(hpmlg_array x, int64_t batch, hpmlg_axis lin
     return o;
 }
 
-HPMLG_FN hpmlg_job hpmlg_conv_job(const hpmlg_conv *c, hpmlg_array out, bool add)
-{
-    hpmlg_job j = {};
-    j.batch = c->groups, j.c = out, j.alpha = 1, j.add = add;
-    return j;
-}
-
 HPMLG_FN hpml_status hpmlg_conv_y(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array x, hpmlg_array w, const float *bias,
                                   hpml_act act, hpmlg_array y)
 {
-    hpmlg_job j = hpmlg_conv_job(c, y, false);
+    hpmlg_job j = {};
+    j.batch = c->groups, j.c = y, j.alpha = 1;
     j.m = c->OC, j.n = c->B * c->P, j.k = c->C * c->taps;
     j.a = hpmlg_conv_side(w, c->OC * j.k, hpmlg_plain(j.k), hpmlg_plain(1), true);
     j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_pixels(c), hpmlg_conv_taps(c), false);
@@ -3952,7 +3827,8 @@ HPMLG_FN hpml_status hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_a
         hpmlg_rest h = hpmlg_rest_of(c, 0, i / c->stride[1], c->H), v = hpmlg_rest_of(c, 1, i % c->stride[1], c->W);
         hpmlg_axis pixels = hpmlg_folded(h.count, v.count, c->groups * c->OC * c->P, 0, 0);
         hpmlg_axis taps   = hpmlg_folded(h.taps, v.taps, c->P, 0, 0);
-        hpmlg_job  j      = hpmlg_conv_job(c, hpmlg_from(dx, h.first * c->W + v.first), add);
+        hpmlg_job  j      = {};
+        j.batch = c->groups, j.c = hpmlg_from(dx, h.first * c->W + v.first), j.alpha = 1, j.add = add;
         j.m = c->C, j.n = c->B * h.count * v.count, j.k = c->OC * h.taps * v.taps;
         if (j.n == 0 || (j.k == 0 && add)) continue;
         pixels.h0 = (int16_t)h.at, pixels.w0 = (int16_t)v.at, pixels.h = pixels.w = 1;
@@ -3971,7 +3847,8 @@ HPMLG_FN hpml_status hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_a
 HPMLG_FN hpml_status hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array x, hpmlg_array dw,
                                    bool add)
 {
-    hpmlg_job j = hpmlg_conv_job(c, dw, add);
+    hpmlg_job j = {};
+    j.batch = c->groups, j.c = dw, j.alpha = 1, j.add = add;
     j.m = c->OC, j.n = c->C * c->taps, j.k = c->B * c->P;
     j.a = hpmlg_conv_side(dy, c->OC * c->P, hpmlg_plain(c->P), hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0),
                              true);
@@ -3984,7 +3861,7 @@ HPMLG_FN hpml_status hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_a
 /* y (images, C, P) = act(y + bias), in place. */
 static __global__ void hpmlg_k_planes_end(hpmlg_array y, const float *bias, int act, int64_t C, int64_t P, int64_t n)
 {
-    int64_t step = (int64_t)gridDim.x * blockDim.x, first = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int64_t step = (int64_t)gridDim.x * blockDim.x, first = hpmlg_me();
     if (P % 8 == 0) {
         for (int64_t i = first; i < n / 8; i += step) {
             hpmlg_eight e = hpmlg_get8(y, i);
@@ -4047,44 +3924,38 @@ typedef enum hpmlg_dnn_pass { HPMLG_DNN_Y, HPMLG_DNN_DX, HPMLG_DNN_DW, HPMLG_DNN
 HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                                    hpmlg_array y, bool add, bool *done);
 
-HPMLG_FN hpml_status hpmlg_conv2d_forward(const hpml_run *run, hpml_node *n)
+/* One pass, by cuDNN or by ours. */
+HPMLG_FN hpml_status hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
+                                    hpmlg_array y, bool add)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
-    hpmlg_conv    c = hpmlg_conv_of(n);
-    hpmlg_array   x = hpmlg_factor(d, n->src[0], n->scratch), w = hpmlg_factor(d, n->src[1], NULL);
-    hpmlg_array   y = hpmlg_value(n->out);
-    const float  *bias = n->src[2] ? n->src[2]->data : NULL;
-    bool          done = false;
-    if (!x.p || !w.p) return hpml_ctx_status(run->ctx);
-    hpml_status status = hpmlg_dnn_run(d, n, HPMLG_DNN_Y, x, w, y, false, &done);
+    hpmlg_conv c = hpmlg_conv_of(n);
+    bool       done = false;
+    if (!x.p || !w.p) return hpml_ctx_status(d->ctx); /* a half copy that could not be made */
+    hpml_status status = hpmlg_dnn_run(d, n, pass, x, w, y, add, &done);
     if (status != HPML_OK || done) return status;
-    return hpmlg_conv_y(d, &c, x, w, bias, n->attr.conv.act, y);
+    if (pass == HPMLG_DNN_DW) return hpmlg_conv_dw(d, &c, y, x, w, add);
+    if (pass == HPMLG_DNN_DX) return hpmlg_conv_dx(d, &c, y, w, x, add);
+    return hpmlg_conv_y(d, &c, x, w, n->src[2] ? n->src[2]->data : NULL, n->attr.conv.act, y);
 }
 
-HPMLG_FN hpml_status hpmlg_conv2d_backward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_conv2d(const hpml_run *run, hpml_node *n, bool back)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
-    hpmlg_conv    c = hpmlg_conv_of(n);
-    hpml_tensor  *tx = n->src[0], *tw = n->src[1], *bias = n->src[2];
-    hpmlg_array   dy = hpmlg_grad(n->out);
-    bool          done = false;
-    hpml_status   status = hpmlg_planes_run(d, dy, hpmlg_value(n->out), n->attr.conv.act, c.B, c.groups * c.OC, c.P,
-                                            bias ? bias->grad : NULL, n->accumulate[2]);
-    if (tw->grad && status == HPML_OK) {
-        hpmlg_array x = hpmlg_factor(d, tx, n->scratch);
-        if (!x.p) return hpml_ctx_status(run->ctx);
-        status = hpmlg_dnn_run(d, n, HPMLG_DNN_DW, x, hpmlg_grad(tw), dy, n->accumulate[1], &done);
-        if (status == HPML_OK && !done) status = hpmlg_conv_dw(d, &c, dy, x, hpmlg_grad(tw), n->accumulate[1]);
-    }
-    if (tx->grad && status == HPML_OK) {
-        hpmlg_array w = hpmlg_factor(d, tw, NULL);
-        if (!w.p) return hpml_ctx_status(run->ctx);
-        done   = false;
-        status = hpmlg_dnn_run(d, n, HPMLG_DNN_DX, hpmlg_grad(tx), w, dy, n->accumulate[0], &done);
-        if (status == HPML_OK && !done) status = hpmlg_conv_dx(d, &c, dy, w, hpmlg_grad(tx), n->accumulate[0]);
-    }
+    hpml_tensor  *x = n->src[0], *w = n->src[1], *bias = n->src[2], *y = n->out;
+    if (!back)
+        return hpmlg_conv_run(d, n, HPMLG_DNN_Y, hpmlg_factor(d, x, n->scratch), hpmlg_factor(d, w, NULL),
+                              hpmlg_value(y), false);
+    hpml_status status = hpmlg_planes_run(d, hpmlg_grad(y), hpmlg_value(y), n->attr.conv.act, y->shape[0], y->shape[1],
+                                          y->shape[2] * y->shape[3], bias ? bias->grad : NULL, n->accumulate[2]);
+    if (w->grad && status == HPML_OK)
+        status = hpmlg_conv_run(d, n, HPMLG_DNN_DW, hpmlg_factor(d, x, n->scratch), hpmlg_grad(w), hpmlg_grad(y),
+                                n->accumulate[1]);
+    if (x->grad && status == HPML_OK)
+        status = hpmlg_conv_run(d, n, HPMLG_DNN_DX, hpmlg_grad(x), hpmlg_factor(d, w, NULL), hpmlg_grad(y),
+                                n->accumulate[0]);
     return status;
 }
+HPMLG_OP(conv2d, hpmlg_conv2d)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-cudnn   convolution by cuDNN
@@ -4094,21 +3965,22 @@ HPMLG_FN hpml_status hpmlg_conv2d_backward(const hpml_run *run, hpml_node *n)
    first among those that are deterministic and fit the workspace; where there is none, ours runs. In a half model cuDNN
    gives the gradient of the weights in halves, which are added to the f32 gradient. */
 #ifdef HPML_CUDA_NO_CUDNN
-HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
-                                   hpmlg_array y, bool add, bool *done)
+HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *, hpml_node *, hpmlg_dnn_pass, hpmlg_array, hpmlg_array, hpmlg_array,
+                                   bool, bool *)
 {
-    (void)d, (void)n, (void)pass, (void)x, (void)w, (void)y, (void)add, (void)done;
     return HPML_OK;
 }
+
+HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *) { return HPML_OK; }
+HPMLG_FN void        hpmlg_dnn_close(hpmlg_device *) {}
 #else
 HPMLG_FN hpml_status hpmlg_dnn_check(hpmlg_device *d, cudnnStatus_t s, const char *what)
 {
     char why[256] = "";
     if (s == CUDNN_STATUS_SUCCESS) return HPML_OK;
     cudnnGetLastErrorString(why, sizeof why);
-    return hpml_ctx_fail(d->ctx, s == CUDNN_STATUS_ALLOC_FAILED ? HPML_ERR_MEMORY : HPML_ERR_CUDA,
-                         "cuda device %d: %s: %s (%s); hpml_cuda_desc.own_kernels does without cuDNN",
-                         (int)d->d.device, what, cudnnGetErrorString(s), why);
+    return hpmlg_fail(d, s == CUDNN_STATUS_ALLOC_FAILED, what, cudnnGetErrorString(s), why,
+                      "; hpml_cuda_desc.own_kernels does without cuDNN");
 }
 
 typedef struct hpmlg_dnn_plan {
@@ -4142,9 +4014,6 @@ HPMLG_FN void hpmlg_dnn_drop(hpmlg_dnn_plan *p)
     memset(p, 0, sizeof *p);
 }
 
-#define HPMLG_DNN_TRY(call)                                                                                            \
-    if (s == CUDNN_STATUS_SUCCESS) s = call
-
 HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan *p)
 {
     hpmlg_conv      c = hpmlg_conv_of(p->n);
@@ -4154,23 +4023,23 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan 
     bool            relu = p->n->attr.conv.act == HPML_ACT_RELU;
     int             channels = (int)(c.groups * c.OC);
     cudnnStatus_t   s = cudnnCreateTensorDescriptor(&p->x);
-    HPMLG_DNN_TRY(cudnnCreateTensorDescriptor(&p->y));
-    HPMLG_DNN_TRY(cudnnCreateTensorDescriptor(&p->bias));
-    HPMLG_DNN_TRY(cudnnCreateFilterDescriptor(&p->w));
-    HPMLG_DNN_TRY(cudnnCreateConvolutionDescriptor(&p->conv));
-    HPMLG_DNN_TRY(cudnnCreateActivationDescriptor(&p->act));
-    HPMLG_DNN_TRY(cudnnSetTensor4dDescriptor(p->x, CUDNN_TENSOR_NCHW, type, (int)c.B, (int)(c.groups * c.C), (int)c.H,
+    HPMLG_TRY(s, cudnnCreateTensorDescriptor(&p->y));
+    HPMLG_TRY(s, cudnnCreateTensorDescriptor(&p->bias));
+    HPMLG_TRY(s, cudnnCreateFilterDescriptor(&p->w));
+    HPMLG_TRY(s, cudnnCreateConvolutionDescriptor(&p->conv));
+    HPMLG_TRY(s, cudnnCreateActivationDescriptor(&p->act));
+    HPMLG_TRY(s, cudnnSetTensor4dDescriptor(p->x, CUDNN_TENSOR_NCHW, type, (int)c.B, (int)(c.groups * c.C), (int)c.H,
                                              (int)c.W));
-    HPMLG_DNN_TRY(cudnnSetTensor4dDescriptor(p->y, CUDNN_TENSOR_NCHW, type, (int)c.B, channels, (int)c.OH, (int)c.OW));
-    HPMLG_DNN_TRY(cudnnSetTensor4dDescriptor(p->bias, CUDNN_TENSOR_NCHW, type, 1, channels, 1, 1));
-    HPMLG_DNN_TRY(cudnnSetFilter4dDescriptor(p->w, type, CUDNN_TENSOR_NCHW, channels, (int)c.C, c.kernel[0],
+    HPMLG_TRY(s, cudnnSetTensor4dDescriptor(p->y, CUDNN_TENSOR_NCHW, type, (int)c.B, channels, (int)c.OH, (int)c.OW));
+    HPMLG_TRY(s, cudnnSetTensor4dDescriptor(p->bias, CUDNN_TENSOR_NCHW, type, 1, channels, 1, 1));
+    HPMLG_TRY(s, cudnnSetFilter4dDescriptor(p->w, type, CUDNN_TENSOR_NCHW, channels, (int)c.C, c.kernel[0],
                                              c.kernel[1]));
-    HPMLG_DNN_TRY(cudnnSetConvolution2dDescriptor(p->conv, c.padding[0], c.padding[1], c.stride[0], c.stride[1],
+    HPMLG_TRY(s, cudnnSetConvolution2dDescriptor(p->conv, c.padding[0], c.padding[1], c.stride[0], c.stride[1],
                                                   c.dilation[0], c.dilation[1], CUDNN_CROSS_CORRELATION,
                                                   CUDNN_DATA_FLOAT));
-    HPMLG_DNN_TRY(cudnnSetConvolutionGroupCount(p->conv, (int)c.groups));
-    HPMLG_DNN_TRY(cudnnSetConvolutionMathType(p->conv, math));
-    HPMLG_DNN_TRY(cudnnSetActivationDescriptor(p->act, relu ? CUDNN_ACTIVATION_RELU : CUDNN_ACTIVATION_IDENTITY,
+    HPMLG_TRY(s, cudnnSetConvolutionGroupCount(p->conv, (int)c.groups));
+    HPMLG_TRY(s, cudnnSetConvolutionMathType(p->conv, math));
+    HPMLG_TRY(s, cudnnSetActivationDescriptor(p->act, relu ? CUDNN_ACTIVATION_RELU : CUDNN_ACTIVATION_IDENTITY,
                                                CUDNN_PROPAGATE_NAN, 0));
     return s;
 }
@@ -4302,30 +4171,6 @@ HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
     if (dnn && dnn->handle) cudnnDestroy(dnn->handle);
 }
 #endif
-
-HPMLG_FN hpml_status hpmlg_libraries_open(hpmlg_device *d)
-{
-    hpml_status status = hpmlg_kernels_open(d);
-    if (d->d.own_kernels) return status;
-#ifndef HPML_CUDA_NO_CUBLAS
-    if (status == HPML_OK) status = hpmlg_blas_open(d);
-#endif
-#ifndef HPML_CUDA_NO_CUDNN
-    if (status == HPML_OK) status = hpmlg_dnn_open(d);
-#endif
-    return status;
-}
-
-HPMLG_FN void hpmlg_libraries_close(hpmlg_device *d)
-{
-    (void)d;
-#ifndef HPML_CUDA_NO_CUBLAS
-    hpmlg_blas_close(d);
-#endif
-#ifndef HPML_CUDA_NO_CUDNN
-    hpmlg_dnn_close(d);
-#endif
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-attention   multi-head attention, never storing the (T, T) matrix
@@ -4767,10 +4612,10 @@ HPMLG_FN hpml_status hpmlg_attn_type(hpmlg_device *d, const hpmlg_attn *p, hpml_
                        : hpmlg_attn_run<HPML_DTYPE_F32, 256>(d, p, backward);
 }
 
-HPMLG_FN hpml_status hpmlg_attn_either(const hpml_run *run, hpml_node *n, bool backward)
+HPMLG_FN hpml_status hpmlg_attention(const hpml_run *run, hpml_node *n, bool back)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
-    hpmlg_attn    p;
+    hpmlg_attn    p = {};
     int64_t       C = n->out->shape[2], T = n->out->shape[1], D = C / n->attr.attention.heads;
     hpml_dtype    type = D > 128 ? HPML_DTYPE_F32 : n->out->dtype; /* large heads are rare: no tensor cores */
     int           each = type == HPML_DTYPE_F32 ? 4 : 8;
@@ -4778,32 +4623,18 @@ HPMLG_FN hpml_status hpmlg_attn_either(const hpml_run *run, hpml_node *n, bool b
         return hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "attention \"%s\": heads of %lld columns, %lld positions; "
                              "the GPU's kernels take up to %d columns and 2^31 positions: take more heads",
                              n->out->name, (long long)D, (long long)T, HPMLG_ATTN_MOST);
-    memset(&p, 0, sizeof p);
     p.qkv = hpmlg_value(n->src[0]), p.o = hpmlg_grad(n->out);
-    p.out = backward ? hpmlg_grad(n->src[0]) : hpmlg_value(n->out);
+    p.out = hpmlg_writes(n, back);
     p.lse = (float *)n->saved, p.delta = (float *)n->scratch;
     p.T = (int)T, p.heads = n->attr.attention.heads, p.D = (int)D, p.pairs = n->out->shape[0] * p.heads;
-    p.scale = n->attr.attention.scale, p.causal = n->attr.attention.causal, p.add = backward && n->accumulate[0];
+    p.scale = n->attr.attention.scale, p.causal = n->attr.attention.causal, p.add = hpmlg_adds(n, back);
     p.wide   = p.qkv.type == (int)type && D % each == 0 && ((uintptr_t)p.qkv.p & 15) == 0;
     p.wide_o = p.o.type == (int)type && D % each == 0 && ((uintptr_t)p.o.p & 15) == 0;
     if (p.pairs * T == 0) return HPML_OK;
-    if (backward) {
-        hpml_status status = HPMLG_RUN(d, hpmlg_k_attn_delta, hpmlg_blocks(d, p.pairs * T, 32), 256, 0, p,
-                                       hpmlg_value(n->out));
-        if (status != HPML_OK) return status;
-    }
-    return hpmlg_attn_type(d, &p, type, backward);
+    hpml_status status = back ? HPMLG_DEAL(d, hpmlg_k_attn_delta, p.pairs * T, 32, p, hpmlg_value(n->out)) : HPML_OK;
+    return status == HPML_OK ? hpmlg_attn_type(d, &p, type, back) : status;
 }
-
-HPMLG_FN hpml_status hpmlg_attention_forward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_attn_either(run, n, false);
-}
-
-HPMLG_FN hpml_status hpmlg_attention_backward(const hpml_run *run, hpml_node *n)
-{
-    return hpmlg_attn_either(run, n, true);
-}
+HPMLG_OP(attention, hpmlg_attention)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-lstm   long short-term memory
@@ -4844,7 +4675,7 @@ HPMLG_DEVICE float hpmlg_sigmoid(float x) { return 1 / (1 + expf(-x)); }
 /* One number of h and c at step t: i, f, g, o from their sums. */
 static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
 {
-    int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, b = at / l.H, j = at % l.H, row = b * l.T + t;
+    int64_t at = hpmlg_me(), b = at / l.H, j = at % l.H, row = b * l.T + t;
     float  *a = l.gates + row * 4 * l.H + j, *c = l.cells + row * l.H + j;
     if (b >= l.B) return;
     float in = hpmlg_sigmoid(a[0]), forget = hpmlg_sigmoid(a[l.H]);
@@ -4858,7 +4689,7 @@ static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
 /* The same backward: gates become da; dc goes on to the step before. */
 static __global__ void hpmlg_k_lstm_back(hpmlg_lstm l, int64_t t)
 {
-    int64_t      at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, b = at / l.H, j = at % l.H, row = b * l.T + t;
+    int64_t      at = hpmlg_me(), b = at / l.H, j = at % l.H, row = b * l.T + t;
     float       *a = l.gates + row * 4 * l.H + j, d[4];
     const float *c = l.cells + row * l.H + j;
     if (b >= l.B) return;
@@ -5015,9 +4846,8 @@ static __global__ void hpmlg_k_cross_entropy_back(hpmlg_rows p)
 
 HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_device *d, const hpml_node *n, unsigned *blocks)
 {
-    hpmlg_rows         p;
+    hpmlg_rows         p = {};
     const hpml_tensor *x = n->src[0];
-    memset(&p, 0, sizeof p);
     p.x = hpmlg_value(x), p.dx = hpmlg_grad(x), p.labels = (const int *)(const void *)n->src[1]->data;
     p.V = x->shape[x->ndim - 1], p.rows = hpml_tensor_count(x) / p.V;
     p.lse = (float *)n->saved, p.loss = p.lse + p.rows, p.inverse = p.loss + p.rows, p.dloss = n->out->grad;
@@ -5028,28 +4858,21 @@ HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_device *d, const hpml_node *n, unsigne
     return p;
 }
 
-HPMLG_FN hpml_status hpmlg_cross_entropy_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_cross_entropy(const hpml_run *run, hpml_node *n, bool back)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
     unsigned      blocks;
     hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
-    hpmlg_finish  f;
-    hpml_status   status = hpmlg_check(d, cudaMemsetAsync(p.counts, 0, 3 * sizeof *p.counts, d->stream), "counting");
+    hpmlg_finish  f = {};
+    if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, blocks, HPMLG_FOLD, 0, p);
+    hpml_status status = hpmlg_check(d, cudaMemsetAsync(p.counts, 0, 3 * sizeof *p.counts, d->stream), "counting");
     if (status == HPML_OK)
         status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p, (const hpml_node *)n);
-    memset(&f, 0, sizeof f);
     f.part = p.loss, f.n = p.rows, f.labels = p.labels, f.classes = p.V, f.ignore = p.ignore;
     f.out = n->out->data, f.inverse = p.inverse;
     return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f) : status;
 }
-
-HPMLG_FN hpml_status hpmlg_cross_entropy_backward(const hpml_run *run, hpml_node *n)
-{
-    hpmlg_device *d = hpmlg_enter(run->ctx);
-    unsigned      blocks;
-    hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
-    return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, blocks, HPMLG_FOLD, 0, p);
-}
+HPMLG_OP(cross_entropy, hpmlg_cross_entropy)
 
 HPMLG_DEVICE float hpmlg_term_slope(int what, float delta, float x, float t)
 {
@@ -5079,33 +4902,24 @@ HPMLG_FN enum hpmlg_term hpmlg_term_of(const hpml_node *n)
     return n->op == HPML_OP_BCE ? HPMLG_BCE : n->attr.huber.squared ? HPMLG_MSE : HPMLG_HUBER;
 }
 
-HPMLG_FN hpml_status hpmlg_term_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_term_pass(const hpml_run *run, hpml_node *n, bool back)
 {
-    int64_t      count = hpml_tensor_count(n->src[0]);
-    hpmlg_finish f;
-    memset(&f, 0, sizeof f);
+    hpmlg_device      *d = hpmlg_enter(run->ctx);
+    const hpml_tensor *x = n->src[0], *t = n->src[1];
+    int64_t            count = hpml_tensor_count(x);
+    float              delta = n->op == HPML_OP_HUBER ? n->attr.huber.delta : 0;
+    hpmlg_finish       f = {};
     f.divisor = (double)count, f.out = n->out->data;
-    return hpmlg_total_run(hpmlg_enter(run->ctx), f, hpmlg_value(n->src[0]), hpmlg_value(n->src[1]), hpmlg_term_of(n),
-                           n->op == HPML_OP_HUBER ? n->attr.huber.delta : 0, count);
-}
-
-HPMLG_FN hpml_status hpmlg_term_backward(const hpml_run *run, hpml_node *n)
-{
-    hpmlg_device *d = hpmlg_enter(run->ctx);
-    int64_t       count = hpml_tensor_count(n->src[0]);
-    if (n->op == HPML_OP_BCE && n->src[1]->grad)
+    if (!back) return hpmlg_total_run(d, f, hpmlg_value(x), hpmlg_value(t), hpmlg_term_of(n), delta, count);
+    if (n->op == HPML_OP_BCE && t->grad)
         return hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
-                             "parameters; only the logits get a gradient", n->src[1]->name);
-    return HPMLG_RUN(d, hpmlg_k_term_back, hpmlg_blocks(d, count, 2048), 256, 0, hpmlg_grad(n->src[0]),
-                     hpmlg_grad(n->src[1]), hpmlg_value(n->src[0]), hpmlg_value(n->src[1]), (int)hpmlg_term_of(n),
-                     n->op == HPML_OP_HUBER ? n->attr.huber.delta : 0, (const float *)n->out->grad, count,
-                     n->accumulate[0], n->accumulate[1]);
+                             "parameters; only the logits get a gradient", t->name);
+    return HPMLG_DEAL(d, hpmlg_k_term_back, count, 2048, hpmlg_grad(x), hpmlg_grad(t), hpmlg_value(x), hpmlg_value(t),
+                      (int)hpmlg_term_of(n), delta, (const float *)n->out->grad, count, n->accumulate[0],
+                      n->accumulate[1]);
 }
-
-#define hpmlg_bce_with_logits_forward  hpmlg_term_forward
-#define hpmlg_bce_with_logits_backward hpmlg_term_backward
-#define hpmlg_huber_forward  hpmlg_term_forward
-#define hpmlg_huber_backward hpmlg_term_backward
+HPMLG_OP(bce_with_logits, hpmlg_term_pass)
+HPMLG_OP(huber, hpmlg_term_pass)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-update   optimizers: one launch for all parameters
@@ -5254,8 +5068,7 @@ HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
 
 HPMLG_FN hpmlg_step hpmlg_step_of(hpmlg_device *d, const hpml_update *u, int64_t chunk)
 {
-    hpmlg_step s;
-    memset(&s, 0, sizeof s);
+    hpmlg_step s = {};
     s.u           = *u;
     s.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
     s.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
@@ -5276,13 +5089,12 @@ HPMLG_FN hpml_status hpmlg_update_room(hpmlg_device *d, size_t bytes)
     return status;
 }
 
-HPMLG_FN hpml_status hpmlg_update(void *device, hpml_ctx *ctx, const hpml_update *updates, int count)
+HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *updates, int count)
 {
     hpmlg_device *d = hpmlg_enter(ctx);
     hpmlg_step    some[32];
     int64_t       chunks = 0;
     bool          lars = false, lamb = false;
-    (void)device;
     for (int i = 0; i < count; i++) {
         chunks += (updates[i].n + HPMLG_CHUNK - 1) / HPMLG_CHUNK;
         lars = lars || updates[i].opt == HPML_OPT_LARS, lamb = lamb || updates[i].opt == HPML_OPT_LAMB;
@@ -5298,18 +5110,13 @@ HPMLG_FN hpml_status hpmlg_update(void *device, hpml_ctx *ctx, const hpml_update
         for (int j = 0; j < n; chunk += some[j].chunks, j++) some[j] = hpmlg_step_of(d, &updates[i + j], chunk);
         status = hpmlg_upload(d, steps + i, some, (size_t)n * sizeof *some);
     }
-    unsigned blocks = hpmlg_blocks(d, chunks, 1);
-    int      type   = (int)d->store;
-    if (status == HPML_OK && lars)
-        status = HPMLG_RUN(d, hpmlg_k_update, blocks, 256, 0, steps, count, chunks, part, type, HPMLG_UPDATE_NORMS);
-    if (status == HPML_OK && lars)
-        status = HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part, HPML_OPT_LARS);
-    if (status == HPML_OK)
-        status = HPMLG_RUN(d, hpmlg_k_update, blocks, 256, 0, steps, count, chunks, part, type, HPMLG_UPDATE_STEP);
-    if (status == HPML_OK && lamb)
-        status = HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part, HPML_OPT_LAMB);
-    if (status == HPML_OK && lamb)
-        status = HPMLG_RUN(d, hpmlg_k_update, blocks, 256, 0, steps, count, chunks, part, type, HPMLG_UPDATE_APPLY);
+    for (int pass = lars ? HPMLG_UPDATE_NORMS : HPMLG_UPDATE_STEP;
+         pass <= (lamb ? HPMLG_UPDATE_APPLY : HPMLG_UPDATE_STEP) && status == HPML_OK; pass++) {
+        int rates = pass == HPMLG_UPDATE_NORMS ? HPML_OPT_LARS : HPML_OPT_LAMB; /* whose norms this pass leaves */
+        status = HPMLG_DEAL(d, hpmlg_k_update, chunks, 1, steps, count, chunks, part, (int)d->store, pass);
+        if (status == HPML_OK && pass != HPMLG_UPDATE_APPLY && (lamb || pass == HPMLG_UPDATE_NORMS))
+            status = HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part, rates);
+    }
     return status;
 }
 
@@ -5467,9 +5274,8 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit_chunks(hpmlg_pac
 /* Second pass: the levels, a warp for a row; lanes fetch the sums, all add them in order. */
 static __global__ void hpmlg_k_onebit_levels(hpmlg_pack p, int64_t chunks, const hpmlg_chunk *sums)
 {
-    int     lane = (int)threadIdx.x % HPMLG_WARP;
-    int64_t step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
-    for (int64_t row = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP; row < p.rows; row += step) {
+    int lane = (int)threadIdx.x % HPMLG_WARP;
+    HPMLG_WARPS(row, p.rows) {
         double  sum[2] = { 0, 0 };
         float   least[2] = { INFINITY, INFINITY }, most[2] = { -INFINITY, -INFINITY };
         int64_t ones = 0;
@@ -5495,8 +5301,7 @@ static __global__ void hpmlg_k_onebit_levels(hpmlg_pack p, int64_t chunks, const
 /* Third pass: e = v - level. */
 static __global__ void hpmlg_k_onebit_carry(hpmlg_pack p)
 {
-    int64_t n = p.rows * p.cols, step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+    HPMLG_EACH(i, p.rows * p.cols) {
         const float *level = hpmlg_onebit_row(&p, hpmlg_quotient(i, p.cols));
         float        v     = p.e[i];
         p.e[i] = (p.printed ? p.g[i] : v) - level[v >= 0 ? 1 : 0];
@@ -5516,8 +5321,8 @@ HPMLG_DEVICE unsigned hpmlg_spread(unsigned x)
 static __global__ void hpmlg_k_twobit(hpmlg_pack p)
 {
     int     lane = (int)threadIdx.x % HPMLG_WARP;
-    int64_t pieces = (p.cols + 511) / 512, step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
-    for (int64_t u = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP; u < p.rows * pieces; u += step) {
+    int64_t pieces = (p.cols + 511) / 512;
+    HPMLG_WARPS(u, p.rows * pieces) {
         int64_t   row = hpmlg_quotient(u, pieces), i = (u - row * pieces) * 512 + lane, end = i - lane + 512;
         unsigned *words = (unsigned *)hpmlg_onebit_row(&p, row);
         bool      bad = false;
@@ -5542,8 +5347,8 @@ static __global__ void hpmlg_k_twobit(hpmlg_pack p)
 static __global__ void hpmlg_k_bf16(hpmlg_pack p)
 {
     hpmlg_array out = { p.packed, HPML_DTYPE_BF16 }, e = { p.e, HPML_DTYPE_F32 }, g = { (void *)p.g, HPML_DTYPE_F32 };
-    int64_t     n = p.rows * p.cols, step = 8 * (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n; i += step) {
+    int64_t     n = p.rows * p.cols;
+    HPMLG_EIGHTS(i, n) {
         hpmlg_eight x = hpmlg_row_get(g, 0, n, i, 0), v = x, lost;
         if (p.e) {
             lost = hpmlg_row_get(e, 0, n, i, 0);
@@ -5583,7 +5388,7 @@ HPMLG_FN hpml_status hpmlg_onebit_encode(hpmlg_device *d, hpmlg_pack p)
     int64_t     chunks = (p.cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK, rows = p.rows, most;
     hpml_status status = HPML_OK;
     if (chunks <= 16)
-        return HPMLG_RUN(d, hpmlg_k_onebit, hpmlg_blocks(d, rows, 16 / chunks), 256, 0, p, (int)chunks);
+        return HPMLG_DEAL(d, hpmlg_k_onebit, rows, 16 / chunks, p, (int)chunks);
     most = (int64_t)(d->d.workspace / sizeof(hpmlg_chunk)) / chunks;
     if (most == 0)
         return hpml_ctx_fail(d->ctx, HPML_ERR_MEMORY, "cuda: 1-bit rows of %lld columns need %lld bytes of "
@@ -5591,11 +5396,9 @@ HPMLG_FN hpml_status hpmlg_onebit_encode(hpmlg_device *d, hpmlg_pack p)
     for (int64_t row = 0; row < rows && status == HPML_OK; row += most) {
         hpmlg_chunk *sums = (hpmlg_chunk *)d->workspace;
         p.rows = rows - row < most ? rows - row : most;
-        status = HPMLG_RUN(d, hpmlg_k_onebit_chunks, hpmlg_blocks(d, p.rows * chunks, 16), 256, 0, p, chunks, sums);
-        if (status == HPML_OK)
-            status = HPMLG_RUN(d, hpmlg_k_onebit_levels, hpmlg_blocks(d, p.rows, 8), 256, 0, p, chunks, sums);
-        if (status == HPML_OK && p.e)
-            status = HPMLG_RUN(d, hpmlg_k_onebit_carry, hpmlg_blocks(d, p.rows * p.cols, 2048), 256, 0, p);
+        status = HPMLG_DEAL(d, hpmlg_k_onebit_chunks, p.rows * chunks, 16, p, chunks, sums);
+        if (status == HPML_OK) status = HPMLG_DEAL(d, hpmlg_k_onebit_levels, p.rows, 8, p, chunks, sums);
+        if (status == HPML_OK && p.e) status = HPMLG_DEAL(d, hpmlg_k_onebit_carry, p.rows * p.cols, 2048, p);
         p.packed += p.rows * p.row_size, p.g += p.rows * p.cols, p.e += p.e ? p.rows * p.cols : 0, p.bad += p.rows;
     }
     return status;
@@ -5608,20 +5411,17 @@ HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p)
     cudaError_t e = cudaMemsetAsync(p.bad + 1, 0, (size_t)p.rows * sizeof(int), d->stream);
     hpml_status status = hpmlg_check(d, e, "marks");
     if (status == HPML_OK && kind == HPML_CODEC_ONEBIT) status = hpmlg_onebit_encode(d, p);
-    if (status == HPML_OK && kind == HPML_CODEC_TWOBIT)
-        status = HPMLG_RUN(d, hpmlg_k_twobit, hpmlg_blocks(d, pieces, 8), 256, 0, p);
-    if (status == HPML_OK && kind == HPML_CODEC_BF16)
-        status = HPMLG_RUN(d, hpmlg_k_bf16, hpmlg_blocks(d, p.rows * p.cols, 2048), 256, 0, p);
-    return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_pack_wipe, hpmlg_blocks(d, p.rows, 1), 256, 0, p) : status;
+    if (status == HPML_OK && kind == HPML_CODEC_TWOBIT) status = HPMLG_DEAL(d, hpmlg_k_twobit, pieces, 8, p);
+    if (status == HPML_OK && kind == HPML_CODEC_BF16) status = HPMLG_DEAL(d, hpmlg_k_bf16, p.rows * p.cols, 2048, p);
+    return status == HPML_OK ? HPMLG_DEAL(d, hpmlg_k_pack_wipe, p.rows, 1, p) : status;
 }
 
-HPMLG_FN hpml_status hpmlg_encode(void *device, hpml_ctx *ctx, const hpml_packing *p, void *packed, float *residual,
+HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, void *packed, float *residual,
                                   const float *grad, int64_t rows)
 {
     hpmlg_device *d = hpmlg_enter(ctx);
     int           kind, any = 0, *bad = (int *)d->scratch;
     hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
-    (void)device;
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE)
         return hpmlg_check(d, cudaMemcpyAsync(packed, grad, (size_t)rows * p->row_size, cudaMemcpyDeviceToDevice,
@@ -5642,8 +5442,7 @@ HPMLG_FN hpml_status hpmlg_encode(void *device, hpml_ctx *ctx, const hpml_packin
 static __global__ void hpmlg_k_unpack(float *out, hpmlg_array packed, int64_t n, bool add)
 {
     hpmlg_array y = { out, HPML_DTYPE_F32 };
-    for (int64_t i = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
-         i += 8 * (int64_t)gridDim.x * blockDim.x)
+    HPMLG_EIGHTS(i, n)
         hpmlg_row_put(y, 0, n, i, hpmlg_row_get(packed, 0, n, i, 0), add);
 }
 
@@ -5651,8 +5450,8 @@ static __global__ void hpmlg_k_unpack(float *out, hpmlg_array packed, int64_t n,
 static __global__ void hpmlg_k_unpack_bits(hpmlg_pack p, float *out, bool two, bool add)
 {
     int     lane = (int)threadIdx.x % HPMLG_WARP;
-    int64_t pieces = (p.cols + 511) / 512, step = (int64_t)gridDim.x * blockDim.x / HPMLG_WARP;
-    for (int64_t u = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / HPMLG_WARP; u < p.rows * pieces; u += step) {
+    int64_t pieces = (p.cols + 511) / 512;
+    HPMLG_WARPS(u, p.rows * pieces) {
         int64_t         row = hpmlg_quotient(u, pieces), i = (u - row * pieces) * 512 + lane;
         const float    *level = hpmlg_onebit_row(&p, row);
         const unsigned *words = (const unsigned *)level + (two ? 0 : 2);
@@ -5667,7 +5466,7 @@ static __global__ void hpmlg_k_unpack_bits(hpmlg_pack p, float *out, bool two, b
     }
 }
 
-HPMLG_FN hpml_status hpmlg_decode(void *device, hpml_ctx *ctx, const hpml_packing *p, float *out, const void *packed,
+HPMLG_FN hpml_status hpmlg_decode(void *, hpml_ctx *ctx, const hpml_packing *p, float *out, const void *packed,
                                   int64_t rows, bool add)
 {
     hpmlg_device *d = hpmlg_enter(ctx);
@@ -5675,14 +5474,13 @@ HPMLG_FN hpml_status hpmlg_decode(void *device, hpml_ctx *ctx, const hpml_packin
     hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
     hpmlg_pack    all    = { (unsigned char *)packed, NULL, NULL, rows, p->cols, (int64_t)p->row_size, NULL, 0,
                              p->desc.threshold > 0 ? p->desc.threshold : 0.5f };
-    (void)device;
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE || kind == HPML_CODEC_BF16)
-        return HPMLG_RUN(d, hpmlg_k_unpack, hpmlg_blocks(d, rows * p->cols, 2048), 256, 0, out,
-                         hpmlg_of(all.packed, kind == HPML_CODEC_BF16 ? HPML_DTYPE_BF16 : HPML_DTYPE_F32),
-                         rows * p->cols, add);
-    return HPMLG_RUN(d, hpmlg_k_unpack_bits, hpmlg_blocks(d, rows * ((p->cols + 511) / 512), 8), 256, 0, all, out,
-                     kind == HPML_CODEC_TWOBIT, add);
+        return HPMLG_DEAL(d, hpmlg_k_unpack, rows * p->cols, 2048, out,
+                          hpmlg_of(all.packed, kind == HPML_CODEC_BF16 ? HPML_DTYPE_BF16 : HPML_DTYPE_F32),
+                          rows * p->cols, add);
+    return HPMLG_DEAL(d, hpmlg_k_unpack_bits, rows * ((p->cols + 511) / 512), 8, all, out, kind == HPML_CODEC_TWOBIT,
+                      add);
 }
 
 #ifdef HPML_USE_NCCL
@@ -6034,7 +5832,7 @@ HPML_API hpml_status hpml_nccl_link_check(void *nccl)
 
 static __global__ void hpmlg_k_share(float *x, int64_t n, float times, float by)
 {
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
+    HPMLG_EACH(i, n)
         x[i] = x[i] * times / by;
 }
 
@@ -6042,7 +5840,7 @@ HPML_API hpml_status hpml_nccl_link_scale(void *nccl, float *x, int64_t count, f
 {
     HPMLG_NCCL_ENTER(n, nccl);
     if (count <= 0) return HPML_OK;
-    return HPMLG_RUN(n->d, hpmlg_k_share, hpmlg_blocks(n->d, count, 1024), 256, 0, x, count, times, by);
+    return HPMLG_DEAL(n->d, hpmlg_k_share, count, 1024, x, count, times, by);
 }
 
 HPML_API float *hpml_nccl_link_stage(void *nccl, int64_t count)
