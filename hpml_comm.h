@@ -146,6 +146,10 @@ HPML_API void        hpml_world_free(hpml_world *w);
    gets a context and a communicator. The result is the first rank's error, its text in `error` (may be NULL). */
 typedef struct hpml_launch_desc {
     uint32_t            _begin;
+    const char         *run;       /* transport and ranks in words: "serial", "threads:4", "clock:4", "mpi", "mpi:4";
+                                      "auto": mpi if mpiexec or srun has started several processes, else threads;
+                                      no number: SLURM_NTASKS, or the cores. The environment's HPML_RUN goes before it,
+                                      and counts where run, transport and ranks are 0, too */
     hpml_transport_kind transport;
     int32_t             ranks;     /* THREADS, CLOCK: 0: 1. MPI: 0, or the number that must have been started */
     hpml_network        network;   /* MPI: only ranks_per_node counts */
@@ -157,6 +161,8 @@ typedef struct hpml_launch_desc {
 } hpml_launch_desc;
 typedef hpml_status hpml_rank_fn(hpml_comm *comm, void *user);
 HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size);
+/* How many processes mpiexec or srun says it has started, and which one this is, before MPI starts. 0: says nothing. */
+HPML_API int         hpml_launched(int *rank);
 
 HPML_API int       hpml_comm_rank(const hpml_comm *c); /* 0 to size - 1 */
 HPML_API int       hpml_comm_size(const hpml_comm *c);
@@ -1801,18 +1807,6 @@ static const hpml_transport hpmlc_mpi_transport = {
     hpmlc_mpi_tell, hpmlc_mpi_split, hpmlc_mpi_close, hpmlc_mpi_allreduce, 0, 5e-6, 0.3e-9
 };
 
-/* The number of ranks that the launcher says it has started; 0: it does not say. */
-HPMLC_FN int hpmlc_launched(void)
-{
-    static const char *const names[] = { "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "PMIX_SIZE",
-                                         "SLURM_STEP_NUM_TASKS" }; /* of srun; a batch script has SLURM_NTASKS, too */
-    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
-        const char *text = getenv(names[i]);
-        if (text && atoi(text) > 0) return atoi(text);
-    }
-    return 0;
-}
-
 /* Which ranks share memory, as node numbers by first appearance. */
 HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
 {
@@ -1835,7 +1829,7 @@ HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
 HPMLC_FN int        hpmlc_cores(int ranks);
 HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
-    int      on = 0, over = 0, rank, size, level = 0, launched = hpmlc_launched();
+    int      on = 0, over = 0, rank, size, level = 0, launched = hpml_launched(NULL);
     MPI_Comm given;
     MPI_Initialized(&on);
     MPI_Finalized(&over);
@@ -3299,6 +3293,21 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     return NULL;
 }
 
+HPML_API int hpml_launched(int *rank)
+{
+    static const char *const names[][2] = { { "PMI_SIZE", "PMI_RANK" }, { "PMIX_SIZE", "PMIX_RANK" },
+        { "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK" }, { "MPI_LOCALNRANKS", "MPI_LOCALRANKID" },
+        { "SLURM_STEP_NUM_TASKS", "SLURM_PROCID" } }; /* of srun; a batch script has SLURM_NTASKS, too */
+    if (rank) *rank = 0;
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        const char *size = getenv(names[i][0]), *at = getenv(names[i][1]);
+        if (!size || atoi(size) < 1) continue;
+        if (rank && at) *rank = atoi(at);
+        return atoi(size);
+    }
+    return 0;
+}
+
 /* A rank's part of this machine's cores. */
 HPMLC_FN int hpmlc_cores(int ranks)
 {
@@ -3309,6 +3318,23 @@ HPMLC_FN int hpmlc_cores(int ranks)
     (void)ranks;
     return 1;
 #endif
+}
+
+/* desc.run, in words, to transport and ranks. */
+HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
+{
+    static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* as hpml_transport_kind */
+    const char *tasks = getenv("SLURM_NTASKS");
+    size_t      length = strcspn(d->run, ":"), kind = 0;
+    char       *end = NULL;
+    long        ranks = d->run[length] ? strtol(d->run + length + 1, &end, 10) : 0;
+    while (kind < 5 && (strlen(kinds[kind]) != length || memcmp(d->run, kinds[kind], length) != 0)) kind++;
+    if (kind > 4 || (end && (kind == 3 || *end || ranks < 1 || ranks > 65536))) return false;
+    if (kind == 4) kind = hpml_launched(NULL) > 1;
+    if (ranks == 0 && kind == 3) ranks = 1;
+    if (ranks == 0 && kind != 1) ranks = tasks && atoi(tasks) > 0 ? atoi(tasks) : hpmlc_cores(1);
+    d->transport = kind == 3 ? HPML_TRANSPORT_THREADS : (hpml_transport_kind)kind, d->ranks = (int32_t)ranks;
+    return true;
 }
 
 /* The first failure by cause: a rank that only heard of another's comes second. */
@@ -3329,7 +3355,7 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, char *error, size_t size)
     int on = 0, level, rank = 0;
     MPI_Initialized(&on);
     if (!on) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
-    if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores(hpmlc_launched());
+    if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores(hpml_launched(NULL));
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
@@ -3349,6 +3375,13 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     if (d._begin || d._end || !fn || d.ranks < 0) {
         if (error && size > 0)
             snprintf(error, size, "launch: %d ranks, or no function, or a desc that is not cleared", d.ranks);
+        return HPML_ERR_ARGUMENT;
+    }
+    if (getenv("HPML_RUN") && (d.run || (!d.transport && !d.ranks))) d.run = getenv("HPML_RUN");
+    if (d.run && !hpmlc_run_read(&d)) {
+        if (error && size > 0)
+            snprintf(error, size, "launch: HPML_RUN or .run is \"%s\"; serial, threads:N, clock:N, mpi, mpi:N, auto",
+                     d.run);
         return HPML_ERR_ARGUMENT;
     }
     int          ranks = d.ranks > 0 && d.transport != HPML_TRANSPORT_MPI ? d.ranks : 1;
