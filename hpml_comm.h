@@ -459,6 +459,7 @@ typedef struct hpml_distribute_report {
     double  step_s, compute_s; /* mean of a step; forward and backward */
     double  comm_s, exposed_s; /* exchanging; and waiting for it with nothing left to compute */
     double  hidden;            /* 1 - exposed_s / comm_s */
+    double  efficiency;        /* 1 - exposed_s / step_s: at 1, p ranks do p batches in the time of one */
     double  bytes;             /* sent by this rank in a step */
     double  plain_bytes;       /* what a ring allreduce of f32 would have sent */
     double  loss;              /* of the last step, mean over all ranks' samples */
@@ -466,7 +467,7 @@ typedef struct hpml_distribute_report {
     int32_t buckets;
 } hpml_distribute_report;
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
-HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line, as snprintf */
+HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line; warns below 50 % */
 
 /* One step of one rank: where its time went, from the end of the wait of the step before to the end of its own. What is
    not in compute, exposed and bubble is data and update. With `delayed` the exchange is that of the step before. */
@@ -567,6 +568,7 @@ typedef struct hpml_simulation {
 
 /* HPML_ERR_ARGUMENT, HPML_ERR_UNSUPPORTED or HPML_ERR_MEMORY, with the reason in `error` (may be NULL). */
 HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulation *out, char *error, size_t size);
+HPML_API int hpml_simulate_text(const hpml_simulation *s, char *buffer, size_t size); /* as hpml_distribute_text */
 /* Seconds from the start of an allreduce until the last rank has the sum; -1: something is out of range. */
 HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const hpml_network *network, int64_t bytes);
 
@@ -5028,6 +5030,7 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
         out->step_s      = (hpml_now() - d->began) / n;
         out->compute_s   = d->r.compute_s / n;
         out->exposed_s   = d->r.exposed_s / n;
+        out->efficiency  = out->step_s > 0 ? 1 - out->exposed_s / out->step_s : 1;
         out->comm_s      = (now.seconds - d->at_reset.seconds) / n;
         out->hidden      = out->comm_s > 0 ? 1 - out->exposed_s / out->comm_s : 0;
         out->bytes       = (double)(now.bytes - d->at_reset.bytes) / n;
@@ -5093,15 +5096,28 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
     return (int)at;
 }
 
+/* Waiting stays or shrinks when there is more to compute: batches 1 / efficiency - 1 times as large make it a half. */
+HPMLC_FN const char *hpmlc_low(double efficiency, char text[128])
+{
+    text[0] = 0;
+    if (efficiency < 0.5)
+        snprintf(text, 128, ", below 50 %%: ranks wait more than they compute; take fewer ranks, fewer bytes or "
+                 "batches %.3g times as large", 1 / efficiency - 1);
+    return text;
+}
+
 HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size)
 {
     hpml_distribute_report r;
+    char                   low[128];
     if (!d) return 0;
     hpml_distribute_get(d, &r, false);
     return snprintf(buffer, size, "%d ranks (%s), %d buckets: step %.2f ms = compute %.2f + exposed %.2f; "
-                    "exchange %.2f ms, %.0f %% hidden; %.0f bytes a step and rank, %.1fx less than a ring of f32",
+                    "exchange %.2f ms, %.0f %% hidden; %.0f bytes a step and rank, %.1fx less than a ring of f32; "
+                    "efficiency %.0f %%%s",
                     d->c->size, d->c->t->name, r.buckets, 1e3 * r.step_s, 1e3 * r.compute_s, 1e3 * r.exposed_s,
-                    1e3 * r.comm_s, 100 * r.hidden, r.bytes, r.bytes > 0 ? r.plain_bytes / r.bytes : 1);
+                    1e3 * r.comm_s, 100 * r.hidden, r.bytes, r.bytes > 0 ? r.plain_bytes / r.bytes : 1,
+                    100 * r.efficiency, hpmlc_low(r.efficiency, low));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6146,6 +6162,16 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
     else *out = result;
     hpmlc_sim_close(&s);
     return status;
+}
+
+HPML_API int hpml_simulate_text(const hpml_simulation *s, char *buffer, size_t size)
+{
+    char low[128];
+    if (!s) return 0;
+    return snprintf(buffer, size, "%d buckets: step %.4g ms = compute %.4g + stragglers %.4g + exposed %.4g; exchange "
+                    "%.4g ms; efficiency %.0f %%%s", s->buckets, 1e3 * s->step_s, 1e3 * s->compute_s,
+                    1e3 * s->straggle_s, 1e3 * s->exposed_s, 1e3 * s->comm_s, 100 * s->efficiency,
+                    hpmlc_low(s->efficiency, low));
 }
 
 HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const hpml_network *network, int64_t bytes)

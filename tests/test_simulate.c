@@ -324,6 +324,25 @@ TEST(rules_of_thumb)
     ENSURE_NEAR(2 / k + 0.05, 0.3, 1e-12);
 }
 
+TEST(a_forecast_below_a_half_warns)
+{
+    char               text[512];
+    double             exchange = 2 * 7 * (1e-3 + 4e6 / 8 / 1e8); /* a ring of 8, nothing hidden: 84 ms */
+    hpml_simulate_desc d = { 0 };
+    hpml_simulation    s;
+    d.ranks = 8, d.network = flat(1e-3, 1e8), d.algorithm = HPML_RING, d.no_overlap = true;
+    for (double compute = 0.01; compute < 1; compute *= 1.7) {
+        ENSURE(model(&d, 10, compute, 1000000, &s) == HPML_OK);
+        ENSURE_CLOSE(s.efficiency, compute / (compute + exchange), 1e-6);
+        ENSURE(hpml_simulate_text(&s, text, sizeof text) == (int)strlen(text));
+        ENSURE((strstr(text, ", below 50 %: ranks wait") != NULL) == (compute < exchange));
+        double more = strstr(text, "batches ") ? atof(strstr(text, "batches ") + 8) : 1;
+        ENSURE(model(&d, 10, compute * more, 1000000, &s) == HPML_OK);
+        ENSURE(more <= 1 || fabs(s.efficiency - 0.5) < 0.01); /* the advice is right */
+    }
+    ENSURE(hpml_simulate_text(NULL, text, sizeof text) == 0 && hpml_simulate_text(&s, text, 9) > 9 && strlen(text) == 8);
+}
+
 TEST(errors)
 {
     double             t = 1, bad = -1;
