@@ -118,6 +118,8 @@ typedef struct hpml_network {
     bool          spread;         /* rank r is on node r % nodes, not r / ranks_per_node */
     hpml_link     inside, between; /* links within and between nodes */
     const double *slow;           /* (ranks) CLOCK: rank r computes slow[r] times as long; NULL: 1. Not copied */
+    const int32_t *node;          /* (ranks) the node of each, from 0 on, none left out, whatever the first two fields
+                                     say: a scheduler's placement. NULL: as they say. Not copied; not for MPI */
 } hpml_network;
 
 typedef struct hpml_comm_desc {
@@ -779,6 +781,23 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     return c;
 }
 
+/* The number of nodes; 0: a rank's is out of range. */
+HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
+{
+    int m = n->ranks_per_node > 0 && n->ranks_per_node < p ? n->ranks_per_node : p;
+    int nodes = n->node ? 0 : (p + m - 1) / m;
+    for (int r = 0; n->node && r < p; r++) {
+        if (n->node[r] < 0 || n->node[r] >= p) return 0;
+        if (n->node[r] >= nodes) nodes = n->node[r] + 1;
+    }
+    return nodes;
+}
+
+HPMLC_FN int hpmlc_network_node(const hpml_network *n, int nodes, int r)
+{
+    return n->node ? n->node[r] : n->spread ? r % nodes : n->ranks_per_node > 0 ? r / n->ranks_per_node : 0;
+}
+
 /* Ranks per node, and whether nodes hold neighbours (the last may have fewer) or every k-th rank; mixed: 0. */
 HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 {
@@ -1162,12 +1181,11 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ra
     if (!w) return NULL;
     w->kind = transport, w->ranks = w->running = ranks;
     if (network) w->network = *network;
-    if (w->network.ranks_per_node < 1) w->network.ranks_per_node = ranks;
-    w->nodes = (ranks + w->network.ranks_per_node - 1) / w->network.ranks_per_node;
+    w->nodes = hpmlc_network_nodes(&w->network, ranks);
     w->left  = (bool *)calloc((size_t)ranks, sizeof *w->left);
     w->card  = (double *)calloc((size_t)(2 * (ranks + w->nodes)), sizeof *w->card);
     pthread_mutex_init(&w->mutex, NULL);
-    if (w->left && w->card && hpmlc_room_new(w, ranks)) return w;
+    if (w->nodes > 0 && w->left && w->card && hpmlc_room_new(w, ranks)) return w;
     hpml_world_free(w);
     return NULL;
 }
@@ -1410,8 +1428,7 @@ HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     pthread_mutex_lock(&w->mutex);
     for (c->room = w->rooms; c->room->next;) c->room = c->room->next; /* the first one made */
     pthread_mutex_unlock(&w->mutex);
-    for (int i = 0; i < c->size; i++)
-        c->node[i] = w->network.spread ? i % w->nodes : i / w->network.ranks_per_node;
+    for (int i = 0; i < c->size; i++) c->node[i] = hpmlc_network_node(&w->network, w->nodes, i);
     c->spin = w->ranks <= (int)sysconf(_SC_NPROCESSORS_ONLN) ? 2000 : 20;
     c->room->inbox[c->rank].owner = c;
     return c;
@@ -3387,6 +3404,10 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
         return HPML_ERR_ARGUMENT;
     }
     int          ranks = d.ranks > 0 && d.transport != HPML_TRANSPORT_MPI ? d.ranks : 1;
+    if (d.transport != HPML_TRANSPORT_MPI && hpmlc_network_nodes(&d.network, ranks) == 0) {
+        if (error && size > 0) snprintf(error, size, "launch: network.node of a rank is not from 0 to %d", ranks - 1);
+        return HPML_ERR_ARGUMENT;
+    }
     hpmlc_start *s     = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
     hpml_status  status = HPML_ERR_MEMORY;
     if (!s) return status;
@@ -5667,17 +5688,16 @@ HPMLC_FN void hpmlc_sim_layout(hpmlc_sim *s)
     c->near_alpha = s->latency[0], c->near_beta = s->rate[0];
     hpmlc_comm_layout(c);
     s->spread   = c->spread;
+    s->mixed    = c->spread || c->per_node == 0;
     s->per_node = c->per_node > 0 && s->p % c->per_node == 0 ? c->per_node : 0;
 }
 
 HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
 {
     size_t n = (size_t)p;
-    int    m = net->ranks_per_node > 0 && net->ranks_per_node < p ? net->ranks_per_node : p;
     memset(s, 0, sizeof *s);
     s->p           = p;
-    s->nodes       = (p + m - 1) / m;
-    s->mixed       = net->spread && s->nodes > 1 && s->nodes < p;
+    s->nodes       = hpmlc_network_nodes(net, p);
     s->latency[0]  = net->inside.latency, s->latency[1] = net->between.latency;
     s->rate[0]     = net->inside.bandwidth > 0 ? 1 / net->inside.bandwidth : 0;
     s->rate[1]     = net->between.bandwidth > 0 ? 1 / net->between.bandwidth : 0;
@@ -5698,7 +5718,7 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->queue       = (hpmlc_sim_event *)calloc(n, sizeof(hpmlc_sim_event));
     s->failed = !s->node || !s->clock || !s->out || !s->in || !s->bytes || !s->messages || !s->work || !s->plan ||
                 !s->phase || !s->round || !s->want || !s->first || !s->last || !s->queue;
-    for (int r = 0; !s->failed && r < p; r++) s->node[r] = net->spread ? r % s->nodes : r / m;
+    for (int r = 0; !s->failed && r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r);
     if (!s->failed) hpmlc_sim_layout(s);
     return !s->failed;
 }
@@ -6043,7 +6063,9 @@ HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml
         return hpmlc_sim_no(to, wrong, "simulate: network of %d ranks a node, inside %g s and %g bytes/s, between %g s "
                             "and %g bytes/s: a negative number or NaN", net->ranks_per_node, in->latency, in->bandwidth,
                             far->latency, far->bandwidth);
-    if (p > 1 && net->ranks_per_node == 0 && (far->latency > 0 || far->bandwidth > 0))
+    if (hpmlc_network_nodes(net, p) == 0)
+        return hpmlc_sim_no(to, wrong, "simulate: network.node of a rank is not from 0 to %d", p - 1);
+    if (p > 1 && !net->node && net->ranks_per_node == 0 && (far->latency > 0 || far->bandwidth > 0))
         return hpmlc_sim_no(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
                             "ranks on one node; set ranks_per_node (1: each rank a node of its own)");
     for (int r = 0; net->slow && r < p; r++)

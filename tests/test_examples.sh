@@ -60,6 +60,8 @@ check "1 bit dropped into a program" '[ $? -eq 0 ] && grep -q "^onebit" "$tmp/ou
 build/08_simulate --model gpt2 --network 10gbit --ranks 256 >"$tmp/out" 2>&1
 check "simulated machines" '[ $? -eq 0 ] && grep -q "148 layers, 124.4 M" "$tmp/out" && grep -q "^   256 |" "$tmp/out"'
 check "a forecast below 50 % warns" 'grep -q "^256 ranks, f32.*efficiency [0-4]*[0-9] %, below 50 %: .* batches [0-9.]* times as large" "$tmp/out"'
+timeout 60 build/09_queue >"$tmp/out" 2>&1
+check "spread strands fewer GPUs than pack" 'awk "/^pack/ { p = \$6 } /^spread/ { s = \$6; n = 1 } END { exit !(n && s < p) }" "$tmp/out"'
 build/08_simulate --layers /nonexistent >"$tmp/out" 2>&1
 check "a missing file of layers is an error" '[ $? -ne 0 ] && grep -q nonexistent "$tmp/out"'
 echo "$passed passed, $failed failed, 0 skipped"
