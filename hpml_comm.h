@@ -118,6 +118,8 @@ typedef struct hpml_network {
     bool          spread;         /* rank r is on node r % nodes, not r / ranks_per_node */
     hpml_link     inside, between; /* links within and between nodes */
     const double *slow;           /* (ranks) CLOCK: rank r computes slow[r] times as long; NULL: 1. Not copied */
+    const int32_t *node;          /* (ranks) the node of each, from 0 on, none left out, whatever the first two fields
+                                     say: a scheduler's placement. NULL: as they say. Not copied; not for MPI */
 } hpml_network;
 
 typedef struct hpml_comm_desc {
@@ -146,6 +148,10 @@ HPML_API void        hpml_world_free(hpml_world *w);
    gets a context and a communicator. The result is the first rank's error, its text in `error` (may be NULL). */
 typedef struct hpml_launch_desc {
     uint32_t            _begin;
+    const char         *run;       /* transport and ranks in words: "serial", "threads:4", "clock:4", "mpi", "mpi:4";
+                                      "auto": mpi if mpiexec or srun has started several processes, else threads;
+                                      no number: SLURM_NTASKS, or the cores. The environment's HPML_RUN goes before it,
+                                      and counts where run, transport and ranks are 0, too */
     hpml_transport_kind transport;
     int32_t             ranks;     /* THREADS, CLOCK: 0: 1. MPI: 0, or the number that must have been started */
     hpml_network        network;   /* MPI: only ranks_per_node counts */
@@ -157,6 +163,8 @@ typedef struct hpml_launch_desc {
 } hpml_launch_desc;
 typedef hpml_status hpml_rank_fn(hpml_comm *comm, void *user);
 HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size);
+/* How many processes mpiexec or srun says it has started, and which one this is, before MPI starts. 0: says nothing. */
+HPML_API int         hpml_launched(int *rank);
 
 HPML_API int       hpml_comm_rank(const hpml_comm *c); /* 0 to size - 1 */
 HPML_API int       hpml_comm_size(const hpml_comm *c);
@@ -453,6 +461,7 @@ typedef struct hpml_distribute_report {
     double  step_s, compute_s; /* mean of a step; forward and backward */
     double  comm_s, exposed_s; /* exchanging; and waiting for it with nothing left to compute */
     double  hidden;            /* 1 - exposed_s / comm_s */
+    double  efficiency;        /* 1 - exposed_s / step_s: at 1, p ranks do p batches in the time of one */
     double  bytes;             /* sent by this rank in a step */
     double  plain_bytes;       /* what a ring allreduce of f32 would have sent */
     double  loss;              /* of the last step, mean over all ranks' samples */
@@ -460,7 +469,7 @@ typedef struct hpml_distribute_report {
     int32_t buckets;
 } hpml_distribute_report;
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
-HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line, as snprintf */
+HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line; warns below 50 % */
 
 /* One step of one rank: where its time went, from the end of the wait of the step before to the end of its own. What is
    not in compute, exposed and bubble is data and update. With `delayed` the exchange is that of the step before. */
@@ -561,6 +570,7 @@ typedef struct hpml_simulation {
 
 /* HPML_ERR_ARGUMENT, HPML_ERR_UNSUPPORTED or HPML_ERR_MEMORY, with the reason in `error` (may be NULL). */
 HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulation *out, char *error, size_t size);
+HPML_API int hpml_simulate_text(const hpml_simulation *s, char *buffer, size_t size); /* as hpml_distribute_text */
 /* Seconds from the start of an allreduce until the last rank has the sum; -1: something is out of range. */
 HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const hpml_network *network, int64_t bytes);
 
@@ -779,6 +789,23 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     c->timeout = 60, c->doing = "start";
     c->alpha = c->near_alpha = t->alpha, c->beta = c->near_beta = t->beta;
     return c;
+}
+
+/* The number of nodes; 0: a rank's is out of range. */
+HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
+{
+    int m = n->ranks_per_node > 0 && n->ranks_per_node < p ? n->ranks_per_node : p;
+    int nodes = n->node ? 0 : (p + m - 1) / m;
+    for (int r = 0; n->node && r < p; r++) {
+        if (n->node[r] < 0 || n->node[r] >= p) return 0;
+        if (n->node[r] >= nodes) nodes = n->node[r] + 1;
+    }
+    return nodes;
+}
+
+HPMLC_FN int hpmlc_network_node(const hpml_network *n, int nodes, int r)
+{
+    return n->node ? n->node[r] : n->spread ? r % nodes : n->ranks_per_node > 0 ? r / n->ranks_per_node : 0;
 }
 
 /* Ranks per node, and whether nodes hold neighbours (the last may have fewer) or every k-th rank; mixed: 0. */
@@ -1164,12 +1191,11 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ra
     if (!w) return NULL;
     w->kind = transport, w->ranks = w->running = ranks;
     if (network) w->network = *network;
-    if (w->network.ranks_per_node < 1) w->network.ranks_per_node = ranks;
-    w->nodes = (ranks + w->network.ranks_per_node - 1) / w->network.ranks_per_node;
+    w->nodes = hpmlc_network_nodes(&w->network, ranks);
     w->left  = (bool *)calloc((size_t)ranks, sizeof *w->left);
     w->card  = (double *)calloc((size_t)(2 * (ranks + w->nodes)), sizeof *w->card);
     pthread_mutex_init(&w->mutex, NULL);
-    if (w->left && w->card && hpmlc_room_new(w, ranks)) return w;
+    if (w->nodes > 0 && w->left && w->card && hpmlc_room_new(w, ranks)) return w;
     hpml_world_free(w);
     return NULL;
 }
@@ -1396,8 +1422,7 @@ HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     pthread_mutex_lock(&w->mutex);
     for (c->room = w->rooms; c->room->next;) c->room = c->room->next; /* the first one made */
     pthread_mutex_unlock(&w->mutex);
-    for (int i = 0; i < c->size; i++)
-        c->node[i] = w->network.spread ? i % w->nodes : i / w->network.ranks_per_node;
+    for (int i = 0; i < c->size; i++) c->node[i] = hpmlc_network_node(&w->network, w->nodes, i);
     c->spin = w->ranks <= (int)sysconf(_SC_NPROCESSORS_ONLN) ? 2000 : 20;
     c->room->inbox[c->rank].owner = c;
     return c;
@@ -1777,18 +1802,6 @@ static const hpml_transport hpmlc_mpi_transport = {
     hpmlc_mpi_tell, hpmlc_mpi_split, hpmlc_mpi_close, hpmlc_mpi_allreduce, 0, 5e-6, 0.3e-9
 };
 
-/* The number of ranks that the launcher says it has started; 0: it does not say. */
-HPMLC_FN int hpmlc_launched(void)
-{
-    static const char *const names[] = { "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "PMIX_SIZE",
-                                         "SLURM_STEP_NUM_TASKS" }; /* of srun; a batch script has SLURM_NTASKS, too */
-    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
-        const char *text = getenv(names[i]);
-        if (text && atoi(text) > 0) return atoi(text);
-    }
-    return 0;
-}
-
 /* Which ranks share memory, as node numbers by first appearance. */
 HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
 {
@@ -1811,7 +1824,7 @@ HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
 HPMLC_FN int        hpmlc_cores(int ranks);
 HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
-    int      on = 0, over = 0, rank, size, level = 0, launched = hpmlc_launched();
+    int      on = 0, over = 0, rank, size, level = 0, launched = hpml_launched(NULL);
     MPI_Comm given;
     MPI_Initialized(&on);
     MPI_Finalized(&over);
@@ -3188,6 +3201,21 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     return NULL;
 }
 
+HPML_API int hpml_launched(int *rank)
+{
+    static const char *const names[][2] = { { "PMI_SIZE", "PMI_RANK" }, { "PMIX_SIZE", "PMIX_RANK" },
+        { "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK" }, { "MPI_LOCALNRANKS", "MPI_LOCALRANKID" },
+        { "SLURM_STEP_NUM_TASKS", "SLURM_PROCID" } }; /* of srun; a batch script has SLURM_NTASKS, too */
+    if (rank) *rank = 0;
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        const char *size = getenv(names[i][0]), *at = getenv(names[i][1]);
+        if (!size || atoi(size) < 1) continue;
+        if (rank && at) *rank = atoi(at);
+        return atoi(size);
+    }
+    return 0;
+}
+
 /* A rank's part of this machine's cores. */
 HPMLC_FN int hpmlc_cores(int ranks)
 {
@@ -3198,6 +3226,23 @@ HPMLC_FN int hpmlc_cores(int ranks)
     (void)ranks;
     return 1;
 #endif
+}
+
+/* desc.run, in words, to transport and ranks. */
+HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
+{
+    static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* as hpml_transport_kind */
+    const char *tasks = getenv("SLURM_NTASKS");
+    size_t      length = strcspn(d->run, ":"), kind = 0;
+    char       *end = NULL;
+    long        ranks = d->run[length] ? strtol(d->run + length + 1, &end, 10) : 0;
+    while (kind < 5 && (strlen(kinds[kind]) != length || memcmp(d->run, kinds[kind], length) != 0)) kind++;
+    if (kind > 4 || (end && (kind == 3 || *end || ranks < 1 || ranks > 65536))) return false;
+    if (kind == 4) kind = hpml_launched(NULL) > 1;
+    if (ranks == 0 && kind == 3) ranks = 1;
+    if (ranks == 0 && kind != 1) ranks = tasks && atoi(tasks) > 0 ? atoi(tasks) : hpmlc_cores(1);
+    d->transport = kind == 3 ? HPML_TRANSPORT_THREADS : (hpml_transport_kind)kind, d->ranks = (int32_t)ranks;
+    return true;
 }
 
 /* The first failure by cause: a rank that only heard of another's comes second. */
@@ -3218,7 +3263,7 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, char *error, size_t size)
     int on = 0, level, rank = 0;
     MPI_Initialized(&on);
     if (!on) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
-    if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores(hpmlc_launched());
+    if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores(hpml_launched(NULL));
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
@@ -3238,7 +3283,18 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
             snprintf(error, size, "launch: %d ranks, or no function, or a desc that is not cleared", d.ranks);
         return HPML_ERR_ARGUMENT;
     }
+    if (getenv("HPML_RUN") && (d.run || (!d.transport && !d.ranks))) d.run = getenv("HPML_RUN");
+    if (d.run && !hpmlc_run_read(&d)) {
+        if (error && size > 0)
+            snprintf(error, size, "launch: HPML_RUN or .run is \"%s\"; serial, threads:N, clock:N, mpi, mpi:N, auto",
+                     d.run);
+        return HPML_ERR_ARGUMENT;
+    }
     int          ranks = d.ranks > 0 && d.transport != HPML_TRANSPORT_MPI ? d.ranks : 1;
+    if (d.transport != HPML_TRANSPORT_MPI && hpmlc_network_nodes(&d.network, ranks) == 0) {
+        if (error && size > 0) snprintf(error, size, "launch: network.node of a rank is not from 0 to %d", ranks - 1);
+        return HPML_ERR_ARGUMENT;
+    }
     hpmlc_start *s     = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
     hpml_status  status = HPML_ERR_MEMORY;
     if (!s) return status;
@@ -4814,6 +4870,7 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
         out->step_s      = (hpml_now() - d->began) / n;
         out->compute_s   = d->r.compute_s / n;
         out->exposed_s   = d->r.exposed_s / n;
+        out->efficiency  = out->step_s > 0 ? 1 - out->exposed_s / out->step_s : 1;
         out->comm_s      = (now.seconds - d->at_reset.seconds) / n;
         out->hidden      = out->comm_s > 0 ? 1 - out->exposed_s / out->comm_s : 0;
         out->bytes       = (double)(now.bytes - d->at_reset.bytes) / n;
@@ -4875,15 +4932,28 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
     return (int)at;
 }
 
+/* Waiting stays or shrinks when there is more to compute: batches 1 / efficiency - 1 times as large make it a half. */
+HPMLC_FN const char *hpmlc_low(double efficiency, char text[128])
+{
+    text[0] = 0;
+    if (efficiency < 0.5)
+        snprintf(text, 128, ", below 50 %%: ranks wait more than they compute; take fewer ranks, fewer bytes or "
+                 "batches %.3g times as large", 1 / efficiency - 1);
+    return text;
+}
+
 HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size)
 {
     hpml_distribute_report r;
+    char                   low[128];
     if (!d) return 0;
     hpml_distribute_get(d, &r, false);
     return snprintf(buffer, size, "%d ranks (%s), %d buckets: step %.2f ms = compute %.2f + exposed %.2f; "
-                    "exchange %.2f ms, %.0f %% hidden; %.0f bytes a step and rank, %.1fx less than a ring of f32",
+                    "exchange %.2f ms, %.0f %% hidden; %.0f bytes a step and rank, %.1fx less than a ring of f32; "
+                    "efficiency %.0f %%%s",
                     d->c->size, d->c->t->name, r.buckets, 1e3 * r.step_s, 1e3 * r.compute_s, 1e3 * r.exposed_s,
-                    1e3 * r.comm_s, 100 * r.hidden, r.bytes, r.bytes > 0 ? r.plain_bytes / r.bytes : 1);
+                    1e3 * r.comm_s, 100 * r.hidden, r.bytes, r.bytes > 0 ? r.plain_bytes / r.bytes : 1,
+                    100 * r.efficiency, hpmlc_low(r.efficiency, low));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5418,18 +5488,17 @@ HPMLC_FN void hpmlc_sim_layout(hpmlc_sim *s)
     c->near_alpha = s->latency[0], c->near_beta = s->rate[0];
     hpmlc_comm_layout(c);
     s->spread   = c->spread;
+    s->mixed    = c->spread || c->per_node == 0;
     s->per_node = c->per_node > 0 && s->p % c->per_node == 0 ? c->per_node : 0;
 }
 
 HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
 {
     size_t n = (size_t)p;
-    int    m = net->ranks_per_node > 0 && net->ranks_per_node < p ? net->ranks_per_node : p;
     memset(s, 0, sizeof *s);
     s->p           = p;
-    s->nodes       = (p + m - 1) / m;
+    s->nodes       = hpmlc_network_nodes(net, p);
     size_t cards   = n + (size_t)s->nodes;
-    s->mixed       = net->spread && s->nodes > 1 && s->nodes < p;
     s->latency[0]  = net->inside.latency, s->latency[1] = net->between.latency;
     s->rate[0]     = net->inside.bandwidth > 0 ? 1 / net->inside.bandwidth : 0;
     s->rate[1]     = net->between.bandwidth > 0 ? 1 / net->between.bandwidth : 0;
@@ -5444,7 +5513,7 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     if (s->failed) return false;
     s->out   = s->clock + n, s->in = s->out + cards, s->work = s->in + cards, s->messages = s->bytes + n;
     s->round = s->phase + n, s->want = s->round + n, s->first = s->want + n, s->last = s->first + n;
-    for (int r = 0; r < p; r++) s->node[r] = net->spread ? r % s->nodes : r / m;
+    for (int r = 0; r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r);
     hpmlc_sim_layout(s);
     return true;
 }
@@ -5789,7 +5858,9 @@ HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml
         return hpmlc_sim_no(to, wrong, "simulate: network of %d ranks a node, inside %g s and %g bytes/s, between %g s "
                             "and %g bytes/s: a negative number or NaN", net->ranks_per_node, in->latency, in->bandwidth,
                             far->latency, far->bandwidth);
-    if (p > 1 && net->ranks_per_node == 0 && (far->latency > 0 || far->bandwidth > 0))
+    if (hpmlc_network_nodes(net, p) == 0)
+        return hpmlc_sim_no(to, wrong, "simulate: network.node of a rank is not from 0 to %d", p - 1);
+    if (p > 1 && !net->node && net->ranks_per_node == 0 && (far->latency > 0 || far->bandwidth > 0))
         return hpmlc_sim_no(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
                             "ranks on one node; set ranks_per_node (1: each rank a node of its own)");
     for (int r = 0; net->slow && r < p; r++)
@@ -5907,6 +5978,16 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
     else *out = result;
     hpmlc_sim_close(&s);
     return status;
+}
+
+HPML_API int hpml_simulate_text(const hpml_simulation *s, char *buffer, size_t size)
+{
+    char low[128];
+    if (!s) return 0;
+    return snprintf(buffer, size, "%d buckets: step %.4g ms = compute %.4g + stragglers %.4g + exposed %.4g; exchange "
+                    "%.4g ms; efficiency %.0f %%%s", s->buckets, 1e3 * s->step_s, 1e3 * s->compute_s,
+                    1e3 * s->straggle_s, 1e3 * s->exposed_s, 1e3 * s->comm_s, 100 * s->efficiency,
+                    hpmlc_low(s->efficiency, low));
 }
 
 HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const hpml_network *network, int64_t bytes)

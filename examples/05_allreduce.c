@@ -1,6 +1,7 @@
 /* What you learn: the ways to add up numbers over many workers, and what each costs. Difficulty 2 of 4.
-   cc -O2 examples/05_allreduce.c -o allreduce -lm -lpthread && ./allreduce --ranks 4
+   cc -O2 examples/05_allreduce.c -o allreduce -lm -lpthread && ./allreduce --ranks 4     (or HPML_RUN=threads:4 ./allreduce)
    mpicc -O2 -DHPML_USE_MPI examples/05_allreduce.c -o allreduce_mpi -lm -lpthread && mpiexec -n 4 ./allreduce_mpi
+   The same program runs serial, on threads or on processes, as HPML_RUN or one literal in main says: serial, threads:4, mpi.
    options: --ranks N (threads), --max BYTES (64M; K, M, G), --algorithm NAME, --json
    prints a table in the style of nccl-tests, a block for each algorithm:
        algorithm       size (B)     count   time (us)  algbw (GB/s)  busbw (GB/s)  check
@@ -115,8 +116,8 @@ static int64_t bytes_of(const char *text)
 
 int main(int argc, char **argv)
 {
-    options          o    = { .only = HPML_AUTO, .ranks = 2, .max = (int64_t)64 << 20 };
-    hpml_launch_desc desc = { .ranks = 0 };
+    options          o    = { .only = HPML_AUTO, .ranks = 0, .max = (int64_t)64 << 20 };
+    hpml_launch_desc desc = { .run = "auto" }; /* mpiexec's or srun's processes, else as many threads as cores; HPML_RUN goes first */
     char             error[768];
     bool             bad = false;
     for (int i = 1; i < argc; i++) {
@@ -128,17 +129,13 @@ int main(int argc, char **argv)
         else { bad = true; break; }
         i++;
     }
-    if (bad || (int)o.only < 0 || o.ranks < 1 || o.max < 4) {
+    if (bad || (int)o.only < 0 || o.ranks < 0 || o.max < 4) {
         fprintf(stderr, "usage: %s [--ranks N] [--max BYTES] [--algorithm NAME] [--json]\nalgorithms:", argv[0]);
         for (int a = 0; a < HPML_ALGORITHM_COUNT; a++) fprintf(stderr, " %s", hpml_algorithm_name((hpml_algorithm)a));
         fprintf(stderr, "\n");
         return 2;
     }
-#ifdef HPML_USE_MPI
-    desc.transport = HPML_TRANSPORT_MPI; /* mpiexec says how many */
-#else
-    desc.ranks = o.ranks;
-#endif
+    if (o.ranks > 0) desc.run = NULL, desc.ranks = o.ranks;
     if (hpml_launch(&desc, rank_main, &o, error, sizeof error) == HPML_OK) return 0;
     fprintf(stderr, "%s\n", error);
     return 1;

@@ -126,7 +126,7 @@ static int table(hpml_simulate_desc d, model *m, int most, double codec)
     static float    x[16], y[WAYS][16];
     int             rows = 0, low[WAYS] = { 0 };
     plot_series     lines[4];
-    char            name[32], names[4][32];
+    char            name[32], names[4][32], text[512];
     hpml_simulation s;
     printf("step in ms; *: efficiency below 50 %%\n%6s |%45s |%45s | 1-bit\n%6s |", "", "f32 ", "bf16 ", "ranks");
     for (int way = 0; way < WAYS; way++) printf(" %8.8s%s", strchr(way_name(way, name), ' ') + 1, way % 5 == 4 ? " |" : "");
@@ -142,12 +142,12 @@ static int table(hpml_simulate_desc d, model *m, int most, double codec)
         x[rows] = (float)log2(d.ranks);
         printf("\n");
     }
-    for (int way = 0, first = 1; way < WAYS; way++) {
-        if (!low[way]) continue;
-        printf("%s%s from %d ranks on\n", first ? "efficiency below 50 %, waiting more than computing:\n  " : "  ", way_name(way, name),
-               low[way]);
-        first = 0;
-    }
+    puts("efficiency below 50 %, waiting more than computing:");
+    for (int way = 0; way < WAYS; way++)
+        if (low[way]) printf("  %s from %d ranks on\n", way_name(way, name), low[way]);
+    d.ranks /= 2, d.algorithm = HPML_AUTO;
+    if (hpml_simulate(&d, &s, text, sizeof text) == HPML_OK) hpml_simulate_text(&s, text, sizeof text);
+    printf("%d ranks, f32, whatever is best, %s\n", d.ranks, text);
     for (int i = 0; i < 4; i++) {
         static const int shown[4] = { 1, 3, 8, 10 };
         lines[i].name = way_name(shown[i], names[i]), lines[i].x = x, lines[i].y = y[shown[i]], lines[i].count = rows;

@@ -158,6 +158,21 @@ static int launch(hpml_rank_fn *fn, int ranks, bool check, double timeout)
     return report(hpml_launch(&d, fn, NULL, error, sizeof error), error);
 }
 
+/* HPML_RUN has chosen MPI; what the launcher said beforehand is so. */
+static hpml_status announced(hpml_comm *c, void *user)
+{
+    int rank, size = hpml_launched(&rank);
+    (void)user;
+    bool right = strcmp(hpml_comm_transport(c), "mpi") == 0 && size == hpml_comm_size(c) && rank == hpml_comm_rank(c);
+    return right ? HPML_OK : HPML_ERR_STATE;
+}
+
+static int by_environment(void)
+{
+    char error[768];
+    return report(hpml_launch(NULL, announced, NULL, error, sizeof error), error);
+}
+
 /* A host program with MPI of its own: before MPI_Init, single-threaded, on a part of the world, after MPI_Finalize. */
 static int host(const char *what)
 {
@@ -243,5 +258,6 @@ int main(int argc, char **argv)
     if (strcmp(what, "other_count_checked") == 0) return launch(other_count, 0, true, 20);
     if (strcmp(what, "sleeps") == 0) return launch(sleeps, 0, false, 0.2);
     if (strcmp(what, "memory") == 0) return memory();
+    if (strcmp(what, "by_environment") == 0) return by_environment();
     return host(what);
 }

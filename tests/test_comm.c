@@ -920,6 +920,55 @@ TEST(arguments_are_checked)
 #endif
 }
 
+static hpml_status who(hpml_comm *c, void *user)
+{
+    if (hpml_comm_rank(c) == hpml_comm_size(c) - 1) /* the others have nothing to do with the text */
+        snprintf((char *)user, 32, "%s %d", hpml_comm_transport(c), hpml_comm_size(c));
+    return HPML_OK;
+}
+
+/* HPML_RUN before .run, SLURM's variables for "auto"; a program that says transport or ranks itself is left alone. */
+TEST(the_environment_says_where_to_run)
+{
+    static const struct { const char *env, *run, *tasks, *steps; int ranks; const char *got; } cases[] = {
+        { "threads:3", NULL, NULL, NULL, 0, "threads 3" }, { NULL, "threads:3", NULL, NULL, 0, "threads 3" },
+        { "clock:2", "threads:3", NULL, NULL, 0, "clock 2" }, { "serial", "threads:3", "4", NULL, 0, "threads 1" },
+        { "threads", NULL, "4", NULL, 0, "threads 4" }, { NULL, "auto", "5", "1", 0, "threads 5" },
+        { "threads:3", NULL, NULL, NULL, 2, "threads 2" }, { NULL, NULL, "4", NULL, 0, "threads 1" },
+        { "auto", NULL, "4", "4", 0, NULL }, { "mpi", NULL, NULL, NULL, 0, NULL },
+        { "thread:3", NULL, NULL, NULL, 0, NULL }, { "threads:", NULL, NULL, NULL, 0, NULL }, { "threads:0", NULL, NULL, NULL, 0, NULL },
+        { "serial:2", NULL, NULL, NULL, 0, NULL }, { "threads:2x", NULL, NULL, NULL, 0, NULL }, { "", NULL, NULL, NULL, 0, NULL } };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        hpml_launch_desc d;
+        char             got[32] = "";
+        memset(&d, 0, sizeof d);
+        d.run = cases[i].run, d.ranks = cases[i].ranks;
+        const char *names[3] = { "HPML_RUN", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS" };
+        const char *values[3] = { cases[i].env, cases[i].tasks, cases[i].steps };
+        for (int k = 0; k < 3; k++) values[k] ? setenv(names[k], values[k], 1) : unsetenv(names[k]);
+        hpml_status status = hpml_launch(&d, who, got, error, sizeof error);
+        for (int k = 0; k < 3; k++) unsetenv(names[k]);
+        if (strcmp(got, cases[i].got ? cases[i].got : "") != 0) printf("    case %d: %s %s\n", (int)i, got, error);
+        ENSURE(strcmp(got, cases[i].got ? cases[i].got : "") == 0);
+        if (cases[i].got) ENSURE(status == HPML_OK);
+        else if (i < 10) ENSURE(status != HPML_OK && strstr(error, "mpicc")); /* this program has no MPI: no four lonely ones */
+        else ENSURE(status == HPML_ERR_ARGUMENT && strstr(error, cases[i].env) && strstr(error, "HPML_RUN"));
+    }
+}
+
+TEST(slurm_says_which_rank_this_is)
+{
+    int rank = 7;
+    if (hpml_launched(NULL) > 0) SKIP("under a launcher");
+    ENSURE(hpml_launched(&rank) == 0 && rank == 0);
+    setenv("SLURM_PROCID", "2", 1), setenv("SLURM_NTASKS", "4", 1);
+    int batch = hpml_launched(NULL); /* in a batch script: nothing has been started yet */
+    setenv("SLURM_STEP_NUM_TASKS", "4", 1);
+    int step = hpml_launched(&rank);
+    unsetenv("SLURM_PROCID"), unsetenv("SLURM_NTASKS"), unsetenv("SLURM_STEP_NUM_TASKS");
+    ENSURE(batch == 0 && step == 4 && rank == 2);
+}
+
 /* ---- threads of one's own ---- */
 
 typedef struct own {

@@ -301,6 +301,53 @@ TEST(a_table_of_steps)
     ENSURE(hpml_distribute_steps(NULL, NULL, 0) == -1);
 }
 
+/* Two ranks that sleep instead of computing, and a link: the report's efficiency is the formula's. */
+typedef struct shaped { double compute_s; hpml_distribute_report r; char text[512]; } shaped;
+
+static hpml_status sleep_instead(void *user, hpml_trainer *t, int param)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    hpml_comm_compute(d->c, 0.01);
+    return hpmlc_dist_grad(user, t, param);
+}
+
+static hpml_status on_a_link(hpml_comm *c, void *user)
+{
+    shaped        *s = (shaped *)user;
+    hpml_ctx      *ctx = hpml_comm_ctx(c);
+    job            j   = { .samples = GLOBAL };
+    hpml_tensor   *x   = hpml_input_2d(ctx, GLOBAL / 2, INPUTS);
+    hpml_trainer  *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = model(&j, x, 0), .lr = 0.1f });
+    hpml_dataset  *data = points(ctx, j.samples, 0, 0, 0);
+    hpml_distributed *d = hpml_distribute(t, c, &(hpml_distribute_desc){ .algorithm = HPML_RING, .no_overlap = true });
+    if (!d) return hpml_ctx_status(ctx);
+    hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = d, .run = hpmlc_dist_run, .grad = sleep_instead, .update = hpmlc_dist_update });
+    for (int i = 0; i < 8; i++) hpml_trainer_fit(t, data, NULL);
+    if (hpml_comm_rank(c) > 0) return hpml_ctx_status(ctx);
+    s->compute_s = 0.01 * d->params;
+    hpml_distribute_get(d, &s->r, false);
+    hpml_distribute_text(d, s->text, sizeof s->text);
+    return hpml_ctx_status(ctx);
+}
+
+TEST(efficiency_on_a_link_is_the_formula)
+{
+    static const double rate[] = { 400e3, 80e3 }; /* bytes a second: 17 and 84 ms of exchange; 40 ms are computed */
+    for (int k = 0; k < 2; k++) {
+        double formula = 0, off = 1;
+        for (int tries = 0; tries < 3 && off > 0.05; tries++) { /* a busy machine sleeps too long */
+            shaped           s = { 0 };
+            hpml_launch_desc l = { .ranks = 2, .ctx.threads = 1, .network = { .ranks_per_node = 1, .between = { 0, rate[k] } } };
+            ENSURE(hpml_launch(&l, on_a_link, &s, NULL, 0) == HPML_OK);
+            formula = s.compute_s / (s.compute_s + s.r.plain_bytes / rate[k]);
+            off     = fabs(s.r.efficiency / formula - 1);
+            if (off > 0.05) printf("    %.3f, formula %.3f: %s\n", s.r.efficiency, formula, s.text);
+            else ENSURE((strstr(s.text, ", below 50 %: ranks wait") != NULL) == (formula < 0.5));
+        }
+        ENSURE(off <= 0.05 && (formula < 0.5) == (k == 1));
+    }
+}
+
 static const char *path(const char *name)
 {
     static char text[2][128];

@@ -51,10 +51,17 @@ build/02_mnist --workers 2 --samples 2000 --epochs 2 --model mlp --load "$tmp/b.
 check "saved by 4 workers, loaded by 2" 'above test_accuracy 0.7'
 build/05_allreduce --ranks 4 --max 65536 >"$tmp/out" 2>&1
 check "all algorithms agree" '[ $? -eq 0 ]'
+moved() { where=$2; HPML_RUN=$1 build/05_allreduce --max 4096 --algorithm ring >"$tmp/out" 2>&1; check "HPML_RUN=$1" 'grep -q "^# $where," "$tmp/out"'; }
+moved serial '1 ranks, transport threads'; moved threads:3 '3 ranks, transport threads'; moved clock:2 '2 ranks, transport clock'
+HPML_RUN=mpi timeout 60 mpiexec -n 2 build/05_allreduce_mpi --max 4096 --algorithm ring >"$tmp/out" 2>&1
+check "HPML_RUN=mpi" 'grep -q "^# 2 ranks, transport mpi," "$tmp/out" || ! command -v mpicc >/dev/null'
 build/06_onebit_dropin >"$tmp/out" 2>&1
 check "1 bit dropped into a program" '[ $? -eq 0 ] && grep -q "^onebit" "$tmp/out"'
 build/08_simulate --model gpt2 --network 10gbit --ranks 256 >"$tmp/out" 2>&1
 check "simulated machines" '[ $? -eq 0 ] && grep -q "148 layers, 124.4 M" "$tmp/out" && grep -q "^   256 |" "$tmp/out"'
+check "a forecast below 50 % warns" 'grep -q "^256 ranks, f32.*efficiency [0-4]*[0-9] %, below 50 %: .* batches [0-9.]* times as large" "$tmp/out"'
+timeout 60 build/09_queue >"$tmp/out" 2>&1
+check "spread strands fewer GPUs than pack" 'awk "/^pack/ { p = \$6 } /^spread/ { s = \$6; n = 1 } END { exit !(n && s < p) }" "$tmp/out"'
 build/08_simulate --layers /nonexistent >"$tmp/out" 2>&1
 check "a missing file of layers is an error" '[ $? -ne 0 ] && grep -q nonexistent "$tmp/out"'
 echo "$passed passed, $failed failed, 0 skipped"

@@ -50,6 +50,12 @@ on 2 other_count; check "another count" 1 'all ranks must pass the same counts'
 on 2 other_count_checked; check "another count, checked" 1 'allreduce of 32 .* allreduce of 64'
 on 2 sleeps; check "a deadline" 1 'waited 0.2 s for rank 1 in allreduce'
 on 2 memory; check "no memory on one rank" 0 ''
+export HPML_RUN
+for HPML_RUN in auto mpi mpi:3; do on 3 by_environment; check "HPML_RUN=$HPML_RUN" 0 ''; done
+HPML_RUN=mpi:2; on 3 by_environment; check "HPML_RUN with a wrong number" 1 '2 ranks are wanted, mpiexec started 3'
+HPML_RUN=auto SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=4 timeout 30 build/mpi_ranks by_environment >"$tmp/out" 2>&1
+check "HPML_RUN=auto under srun with another MPI" 1 'started 4 processes but MPI says each is alone'
+unset HPML_RUN
 PMI_SIZE=4 timeout 30 build/mpi_ranks correct >"$tmp/out" 2>&1; check "mpiexec of another MPI" 1 'started 4 processes but MPI says each is alone'
 SLURM_STEP_NUM_TASKS=4 timeout 30 build/mpi_ranks correct >"$tmp/out" 2>&1
 check "srun with another MPI" 1 'started 4 processes but MPI says each is alone'

@@ -92,7 +92,8 @@ TEST(equals_the_clock_transport)
 {
     static const int     ps[] = { 2, 3, 4, 5, 6, 8, 16 };
     static const int64_t ns[] = { 1, 1003, 60000 };
-    for (int net = 0; net < 6; net++)
+    static const int32_t given[16] = { 0, 1, 1, 0, 2, 2, 2, 0, 3, 1, 1, 2, 4, 4, 0, 3 };
+    for (int net = 0; net < 7; net++)
         for (int i = 0; i < 7 * 3 * HPML_NATIVE; i++) {
             hpml_launch_desc l   = { 0 };
             clock_run        run;
@@ -100,6 +101,7 @@ TEST(equals_the_clock_transport)
             memset(&run, 0, sizeof run);
             l.transport = HPML_TRANSPORT_CLOCK, l.ranks = ps[i % 7];
             l.network = net == 0 ? flat(2e-5, 1e9) : nodes(net == 5 ? 3 : 1 << (net % 3), net > 2);
+            if (net == 6) l.network.node = given;
             run.n = ns[i / 7 % 3], run.d.algorithm = (hpml_algorithm)(i / 21);
             hpml_status status = hpml_launch(&l, clock_rank, &run, error, sizeof error);
             if (status != HPML_OK) puts(error);
@@ -210,6 +212,58 @@ TEST(spread_and_pack)
     ENSURE(spread.between_bytes == 4 * pack.between_bytes);
     ENSURE(pack.between_bytes == 2 * 14 * 10000 * 4);
     ENSURE(spread.comm_s > 3 * pack.comm_s);
+}
+
+/* Where each rank is, given: the same as pack and spread where it says the same, and in between where it is in between. */
+TEST(a_given_placement)
+{
+    static const int32_t pack[8] = { 0, 0, 0, 0, 1, 1, 1, 1 }, spread[8] = { 0, 1, 0, 1, 0, 1, 0, 1 }, mixed[8] = { 0, 0, 0, 1, 1, 0, 1, 1 };
+    for (int a = 0; a < HPML_NATIVE; a++)
+        for (int kind = 0; kind < 2; kind++) {
+            hpml_network n = nodes(3, kind == 0); /* which does not count */
+            n.node = kind == 0 ? pack : spread;
+            hpml_simulation s = one_layer((hpml_algorithm)a, 8, n, 80000, a == 0), same = one_layer((hpml_algorithm)a, 8, nodes(4, kind == 1), 80000, a == 0);
+            ENSURE(s.comm_s > 0 && memcmp(&s, &same, sizeof s) == 0);
+        }
+    hpml_network n = nodes(0, false);
+    n.node = mixed;
+    hpml_simulation s = one_layer(HPML_RING, 8, n, 80000, false);
+    ENSURE(s.between_bytes == 4 * 14 * 10000 * 4); /* four of the ring's eight steps leave a node */
+    ENSURE(s.comm_s > one_layer(HPML_RING, 8, nodes(4, false), 80000, false).comm_s);
+}
+
+typedef struct ring_run { double seconds; } ring_run;
+
+static hpml_status ring_rank(hpml_comm *c, void *user)
+{
+    static float        x[8][80000];
+    hpml_allreduce_desc d = { 0 };
+    d.algorithm = HPML_RING;
+    hpml_barrier(c);
+    double start = hpml_comm_now(c);
+    hpml_allreduce(c, x[hpml_comm_rank(c)], 80000, &d);
+    hpml_barrier(c);
+    if (hpml_comm_rank(c) == 0) ((ring_run *)user)->seconds = hpml_comm_now(c) - start;
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+/* Threads behind links: spread takes as many times longer than pack as is forecast. */
+TEST(placement_on_links_takes_the_time_forecast)
+{
+    static const int32_t where[3][8] = { { 0, 0, 0, 0, 1, 1, 1, 1 }, { 0, 1, 0, 1, 0, 1, 0, 1 }, { 0, 0, 0, 1, 1, 0, 1, 1 } };
+    double               forecast[3], took[3];
+    for (int k = 0; k < 3; k++) {
+        hpml_launch_desc l = { 0 };
+        ring_run         run;
+        l.ranks = 8, l.network = nodes(4, false), l.network.node = where[k], l.ctx.threads = 1;
+        l.network.between.latency = 0, l.network.between.bandwidth = 5e6; /* 112 ms and more */
+        forecast[k] = seconds(HPML_RING, 8, l.network, 320000), took[k] = 1e9;
+        for (int tries = 0; tries < 5 && took[k] > 1.05 * forecast[k]; tries++) { /* a busy machine is late now and then */
+            ENSURE(hpml_launch(&l, ring_rank, &run, NULL, 0) == HPML_OK);
+            took[k] = fmin(took[k], run.seconds);
+        }
+    }
+    for (int k = 1; k < 3; k++) ENSURE_CLOSE(took[k] / took[0], forecast[k] / forecast[0], 0.1);
 }
 
 /* AUTO takes the best, or one that is nearly as good, at any size. Where ranks are no power of two, or spread, messages
@@ -324,6 +378,25 @@ TEST(rules_of_thumb)
     ENSURE_NEAR(2 / k + 0.05, 0.3, 1e-12);
 }
 
+TEST(a_forecast_below_a_half_warns)
+{
+    char               text[512];
+    double             exchange = 2 * 7 * (1e-3 + 4e6 / 8 / 1e8); /* a ring of 8, nothing hidden: 84 ms */
+    hpml_simulate_desc d = { 0 };
+    hpml_simulation    s;
+    d.ranks = 8, d.network = flat(1e-3, 1e8), d.algorithm = HPML_RING, d.no_overlap = true;
+    for (double compute = 0.01; compute < 1; compute *= 1.7) {
+        ENSURE(model(&d, 10, compute, 1000000, &s) == HPML_OK);
+        ENSURE_CLOSE(s.efficiency, compute / (compute + exchange), 1e-6);
+        ENSURE(hpml_simulate_text(&s, text, sizeof text) == (int)strlen(text));
+        ENSURE((strstr(text, ", below 50 %: ranks wait") != NULL) == (compute < exchange));
+        double more = strstr(text, "batches ") ? atof(strstr(text, "batches ") + 8) : 1;
+        ENSURE(model(&d, 10, compute * more, 1000000, &s) == HPML_OK);
+        ENSURE(more <= 1 || fabs(s.efficiency - 0.5) < 0.01); /* the advice is right */
+    }
+    ENSURE(hpml_simulate_text(NULL, text, sizeof text) == 0 && hpml_simulate_text(&s, text, 9) > 9 && strlen(text) == 8);
+}
+
 TEST(errors)
 {
     double             t = 1, bad = -1;
@@ -349,6 +422,13 @@ TEST(errors)
     REFUSED(d.network.between.bandwidth = 1e9, d.network.between.bandwidth = 0, "ranks_per_node");
     REFUSED(d.network.inside.latency = NAN, d.network.inside.latency = 0, "NaN");
     REFUSED(d._end = 1, d._end = 0, "canary");
+    const int32_t outside[4] = { 0, 4, 1, 0 }, below[4] = { 0, 0, -1, 0 };
+    REFUSED(d.network.node = outside, d.network.node = NULL, "from 0 to 3");
+    REFUSED(d.network.node = below, d.network.node = NULL, "from 0 to 3");
+    hpml_launch_desc l = { 0 };
+    l.ranks = 4, l.network.node = outside;
+    ENSURE(hpml_launch(&l, ring_rank, NULL, error, sizeof error) == HPML_ERR_ARGUMENT && strstr(error, "from 0 to 3"));
+    ENSURE(!hpml_world_create(HPML_TRANSPORT_CLOCK, 4, &l.network));
     REFUSED(d.network.slow = &bad, d.network.slow = NULL, "slow[0]");
     REFUSED(d.update_s = INFINITY, d.update_s = 0, "update_s");
     ENSURE(hpml_simulate(&d, NULL, error, sizeof error) == HPML_ERR_ARGUMENT);
