@@ -315,9 +315,10 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Started now, done by a thread of the communicator's own on a twin of it, in the order of starting, which must be the
-   same on all ranks. The array must stay untouched until hpml_job_wait has returned. Jobs are reused: wait for each
-   exactly once. Where there is no thread to be had (HPML_NO_THREADS, MPI_THREAD_SINGLE) the work is done at once
-   instead. That thread takes memory from the context's allocator, too, so yours must then serve two threads. */
+   same on all ranks (where it is not: hpml_exchange_ready). The array must stay untouched until hpml_job_wait has
+   returned. Jobs are reused: wait for each exactly once. Where there is no thread to be had (HPML_NO_THREADS,
+   MPI_THREAD_SINGLE) the work is done at once instead. That thread takes memory from the context's allocator, too, so
+   yours must then serve two threads. */
 typedef struct hpml_job hpml_job;
 HPML_API hpml_job   *hpml_iallreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc);
 HPML_API hpml_job   *hpml_background(hpml_comm *c, hpml_rank_fn *work, void *user); /* anything else, on the twin */
@@ -364,6 +365,7 @@ typedef struct hpml_exchange_desc {
     hpml_algorithm       algorithm; /* of the plain allreduce */
     int32_t              leaves;    /* contributions of this rank; 0: 1. See `exact` of hpml_distribute */
     int64_t              leaf_step; /* contribution l of a tensor is at data + l * leaf_step; the result: at l = 0 */
+    int64_t              fuse_bytes; /* plain tensors, end to end, are cut into sums of so many bytes; 0: one sum */
     /* Optional, called between 3 and 4: Adagrad on the sum, as the paper does. */
     void (*in_stripe)(void *user, int tensor, int64_t row, int64_t rows, float *sum);
     void                *user;
@@ -380,6 +382,11 @@ HPML_API void           hpml_exchange_free(hpml_exchange *x); /* optional */
    stays usable: skip this step. Tensors that travel as they are are added without a look. */
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x);
 HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background; hpml_job_wait */
+/* The same where ranks finish tensors in different orders, as in Horovod: say of each, once a run, that it is ready. In
+   the background the ranks agree on what is ready on all; a fused sum goes when all of its tensors are, so the bits do
+   not depend on the order; packed tensors go last. Gives the job with the last tensor, NULL before, or on an error. The
+   deadline names a tensor that makes all wait, and its rank. */
+HPML_API hpml_job   *hpml_exchange_ready(hpml_exchange *x, int tensor);
 HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x); /* that this rank sends in one run */
 /* Residuals: tensor by tensor, (leaves, rows, cols) of this rank, and its stripe. NULL when the codec keeps none. */
 HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count);
@@ -3354,6 +3361,7 @@ typedef struct hpmlc_item {
     float        *residual;       /* (leaves, rows, cols) or NULL */
     float        *stripe;         /* (my_rows, cols) or NULL */
     int64_t       my_row, my_rows; /* of this rank's stripe */
+    int64_t       at;             /* plain: where it begins in fused or span */
     float        *p, *q, *work;   /* LOWRANK: P (rows, r), Q (cols, r), M (rows, cols). TOPK: u (n), the pairs of all
                                      ranks (p, k, 2), magnitudes (n) */
 } hpmlc_item;
@@ -3393,6 +3401,13 @@ struct hpml_exchange {
     float             *fused;     /* plain tensors side by side; NULL: they already lie so, at `span` */
     float             *span;
     int64_t            plain;     /* floats in fused or span */
+    int64_t            part;      /* of them in one sum */
+    int32_t           *missing;   /* (parts) tensors that are not ready everywhere */
+    int32_t           *ready;     /* (d.count) atomic: 1: ready here, 2: everywhere */
+    int32_t           *late;      /* (d.count) 1 + a rank where it is not */
+    int                said;      /* atomic: tensors ready here */
+    hpml_job          *job;       /* the one that waits for more, */
+    hpmlc_background  *by;        /* and whose it is */
     int32_t           *leaves;    /* (p) contributions of each rank */
     size_t            *out_at;    /* (p + 1) where the message to each rank begins in `out` */
     size_t             in_size;   /* bytes of one contribution to my stripe, word excluded */
@@ -3466,7 +3481,7 @@ HPMLC_FN hpml_status hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc
 {
     bool sum = d->reduce == HPML_SUM || d->reduce == HPML_MEAN, ratio = d->ratio >= 0 && d->ratio <= 1;
     if (d->_begin || d->_end || d->count < 1 || !d->tensors || d->leaves < 0 || !sum || !ratio || d->lowrank < 0 ||
-        (unsigned)d->method > HPML_METHOD_LOWRANK)
+        (unsigned)d->method > HPML_METHOD_LOWRANK || d->fuse_bytes < 0)
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: %d tensors, method %d, op %d, ratio %g, rank %d: the desc "
                           "is not cleared, or out of range", d->count, (int)d->method, (int)d->reduce, (double)d->ratio,
                           d->lowrank);
@@ -3539,6 +3554,19 @@ HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
     return x->sums != NULL && x->in && x->out;
 }
 
+/* Where plain tensors are among those that are added up, and what it takes to ask who is ready. */
+HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
+{
+    int64_t at = 0, n = x->d.count;
+    for (hpmlc_item *it = x->item; it < x->item + n; it++)
+        if (it->plain) it->at = x->span ? it->g.data - x->span : at, at += it->g.rows * it->g.cols;
+    x->part  = x->d.fuse_bytes > 0 ? (x->d.fuse_bytes + 3) / 4 : x->plain + 1;
+    at       = 2 * n + x->plain / x->part + 1;
+    x->ready = (int32_t *)hpml_ctx_alloc(x->c->ctx, sizeof *x->ready * (size_t)at, NULL);
+    x->late  = x->ready + n, x->missing = x->late + n;
+    return x->ready != NULL;
+}
+
 HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc)
 {
     if (hpmlc_failed(c) || !desc || hpmlc_exchange_check(c, desc) != HPML_OK) return NULL;
@@ -3574,7 +3602,7 @@ HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_d
     }
     if (x->d.method == HPML_METHOD_CODEC && x->packed > 0 && !hpmlc_exchange_layout(x)) return NULL;
     if (x->plain > 0) x->bytes += 8 * (x->plain - hpml_block(x->plain, c->size, 1)); /* of a ring */
-    return x;
+    return hpmlc_exchange_parts(x) ? x : NULL;
 }
 
 HPML_API void hpml_exchange_free(hpml_exchange *x)
@@ -3587,7 +3615,7 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
     }
     char *messages[] = { x->out, x->in, x->sums };
     for (size_t k = 0; k < sizeof messages / sizeof messages[0]; k++) hpmlc_exchange_release(x, messages[k]);
-    void *own[] = { x->item, x->leaves, x->out_at, x->fused, x->reach.window };
+    void *own[] = { x->item, x->leaves, x->out_at, x->fused, x->ready, x->reach.window };
     for (size_t k = 0; k < sizeof own / sizeof own[0]; k++) hpml_ctx_release(ctx, own[k]);
     hpml_ctx_release(ctx, x);
 }
@@ -3731,42 +3759,119 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
     return bad ? HPML_ERR_NONFINITE : HPML_OK;
 }
 
-/* Copies plain tensors side by side, or back to their places. */
-HPMLC_FN void hpmlc_exchange_fuse(const hpml_exchange *x, bool back)
+/* What plain tensors have of fused[at] to fused[end]: into it, or back. */
+HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end, bool back)
 {
-    float *at = x->fused;
-    for (int i = 0; at && i < x->d.count; i++) {
-        const hpml_gradient *g = &x->item[i].g;
-        int64_t              n = x->item[i].plain ? g->rows * g->cols : 0;
-        memcpy(back ? g->data : at, back ? at : g->data, (size_t)n * sizeof(float));
-        at += n;
+    double start = hpml_comm_now(c);
+    if (!x->fused) return;
+    for (int i = 0; i < x->d.count; i++) {
+        const hpmlc_item *it = &x->item[i];
+        int64_t from = at > it->at ? at : it->at, to = it->at + it->g.rows * it->g.cols;
+        if (to > end) to = end;
+        if (!it->plain || from >= to) continue;
+        float *mine = it->g.data + (from - it->at), *fused = x->fused + from;
+        memcpy(back ? mine : fused, back ? fused : mine, (size_t)(to - from) * sizeof(float));
     }
+    hpml_trace_span(c->trace, HPML_LANE_COMM, back ? "unfuse" : "fuse", start, hpml_comm_now(c));
 }
 
-HPMLC_FN hpml_status hpmlc_exchange_plain(hpml_comm *c, hpml_exchange *x)
+HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t part)
 {
-    float *data = x->fused ? x->fused : x->span;
-    hpmlc_exchange_fuse(x, false);
-    hpml_status status = hpmlc_reduce_all(c, data, x->plain, HPML_ELEMENT_F32, x->d.reduce, x->d.algorithm);
-    if (status == HPML_OK) hpmlc_exchange_fuse(x, true);
+    int64_t at = part * x->part, end = at + x->part < x->plain ? at + x->part : x->plain;
+    hpmlc_exchange_fuse(c, x, at, end, false);
+    float *data = (x->fused ? x->fused : x->span) + at;
+    hpml_status status = hpmlc_reduce_all(c, data, end - at, HPML_ELEMENT_F32, x->d.reduce, x->d.algorithm);
+    if (status == HPML_OK) hpmlc_exchange_fuse(c, x, at, end, true);
     return status;
 }
 
 HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x);
 HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x);
 
+/* All tensors that are not plain. */
+HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
+{
+    x->bad = 0;
+    if (x->packed == 0) return HPML_OK;
+    if (x->d.method == HPML_METHOD_CODEC) return hpmlc_exchange_packed(c, x);
+    return x->d.method == HPML_METHOD_TOPK ? hpmlc_topk_run(c, x) : hpmlc_lowrank_run(c, x);
+}
+
 /* One exchange, on the exchange's communicator or, in the background, on its twin. */
 HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 {
-    hpml_exchange *x      = (hpml_exchange *)user;
-    hpml_status    status = HPML_OK, plain = HPML_OK;
+    hpml_exchange *x = (hpml_exchange *)user;
     if (hpmlc_failed(c)) return hpml_ctx_status(c->ctx);
-    x->bad = 0;
-    if (x->packed > 0 && x->d.method == HPML_METHOD_CODEC) status = hpmlc_exchange_packed(c, x);
-    if (x->packed > 0 && x->d.method == HPML_METHOD_TOPK) status = hpmlc_topk_run(c, x);
-    if (x->packed > 0 && x->d.method == HPML_METHOD_LOWRANK) status = hpmlc_lowrank_run(c, x);
-    if (x->plain > 0 && (status == HPML_OK || status == HPML_ERR_NONFINITE)) plain = hpmlc_exchange_plain(c, x);
-    return status != HPML_OK ? status : plain;
+    hpml_status status = hpmlc_exchange_others(c, x), plain = HPML_OK;
+    if (status != HPML_OK && status != HPML_ERR_NONFINITE) return status;
+    for (int64_t k = 0; k * x->part < x->plain && plain == HPML_OK; k++) plain = hpmlc_exchange_part(c, x, k);
+    return plain != HPML_OK ? plain : status;
+}
+
+/* Waits until more tensors are ready here than it was `told` of, or all, or a quarter of the deadline is over: then it
+   shows up with what it has, so that the others' deadlines are for the tensor. False: its owner has left. */
+HPMLC_FN bool hpmlc_exchange_news(hpml_comm *c HPMLC_UNUSED, hpml_exchange *x, int *told)
+{
+#ifndef HPML_NO_THREADS
+    hpmlc_background *b = x->by;
+    double            until = c->timeout < 0 || c->agent ? 1e300 : hpml_now() + c->timeout / 4;
+    unsigned          seen  = __atomic_load_n(&b->worker.changes, __ATOMIC_ACQUIRE);
+    while (__atomic_load_n(&x->said, __ATOMIC_ACQUIRE) == *told && *told < x->d.count && hpml_now() < until) {
+        if (__atomic_load_n(&b->stop, __ATOMIC_ACQUIRE)) return false;
+        if (c->agent) hpmlc_rest(c, &b->worker, &seen);
+        else hpmlc_gate_sleep(hpmlc_world_of(c), &b->worker, &seen, until, true);
+    }
+#endif
+    *told = __atomic_load_n(&x->said, __ATOMIC_ACQUIRE);
+    return true;
+}
+
+/* Tensor i is one less, or one more, that its parts wait for; those that wait for none go. */
+HPMLC_FN hpml_status hpmlc_exchange_count(hpml_comm *c, hpml_exchange *x, int i, int by)
+{
+    const hpmlc_item *it = &x->item[i];
+    hpml_status       status = HPML_OK;
+    int64_t           last = it->plain ? (it->at + it->g.rows * it->g.cols - 1) / x->part : -1;
+    for (int64_t k = it->at / x->part; k <= last && status == HPML_OK; k++)
+        if ((x->missing[k] += by) == 0) status = hpmlc_exchange_part(c, x, k);
+    return status;
+}
+
+/* The maximum over all ranks of `late` is 0 where a tensor is ready on all; all see the same, and do the same. */
+HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
+{
+    hpml_exchange *x = (hpml_exchange *)user;
+    int            n = x->d.count, told = 0, open = n, i;
+    double         since = hpml_now();
+    hpml_status    status = HPML_OK;
+    for (i = 0; i < n; i++) hpmlc_exchange_count(c, x, i, 1);
+    while (open > 0 && status == HPML_OK) {
+        double start = hpml_comm_now(c);
+        int    before = open, late = 0;
+        if (!hpmlc_exchange_news(c, x, &told))
+            return hpmlc_fail(c, HPML_ERR_STATE, "exchange: left with %d of %d tensors ready", told, n);
+        for (i = 0; i < n; i++)
+            x->late[i] = __atomic_load_n(&x->ready[i], __ATOMIC_ACQUIRE) ? 0 : c->origin[c->rank] + 1;
+        status = hpmlc_reduce_all(c, x->late, n, HPML_ELEMENT_I32, HPML_MAX);
+        hpml_trace_span(c->trace, HPML_LANE_COMM, "negotiate", start, hpml_comm_now(c));
+        for (i = 0; i < n && status == HPML_OK; i++) {
+            if (x->late[i]) late = i;
+            if (x->late[i] || __atomic_load_n(&x->ready[i], __ATOMIC_RELAXED) == 2) continue;
+            __atomic_store_n(&x->ready[i], 2, __ATOMIC_RELAXED);
+            open--;
+            status = hpmlc_exchange_count(c, x, i, -1);
+        }
+        if (open < before || c->timeout < 0 || c->agent) since = hpml_now();
+        const char *name = x->item[late].g.name;
+        if (status == HPML_OK && hpml_now() - since > c->timeout)
+            return hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for tensor %d \"%s\" to get ready on rank %d, "
+                              "step %lld", c->timeout, late, name ? name : "", x->late[late] - 1, (long long)c->step);
+    }
+    if (status != HPML_OK) return status; /* job_wait says so: the last tensor still gives the job */
+    status = hpmlc_exchange_others(c, x);
+    __atomic_store_n(&x->said, 0, __ATOMIC_RELEASE);
+    for (i = 0; i < n; i++) __atomic_store_n(&x->ready[i], 0, __ATOMIC_RELEASE); /* from here on the next run */
+    return status;
 }
 
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x) { return x ? hpmlc_exchange_on(x->c, x) : HPML_ERR_ARGUMENT; }
@@ -3775,6 +3880,25 @@ HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x) { return x && x
 HPML_API hpml_job *hpml_exchange_start(hpml_exchange *x)
 {
     return x ? hpml_background(x->c, hpmlc_exchange_on, x) : NULL;
+}
+
+HPML_API hpml_job *hpml_exchange_ready(hpml_exchange *x, int tensor)
+{
+    if (!x || hpmlc_failed(x->c)) return NULL;
+    if (!x->by) x->by = x->c->background ? x->c->background : hpmlc_background_start(x->c);
+    if (!x->by) return NULL;
+    if (tensor < 0 || tensor >= x->d.count || __atomic_load_n(&x->ready[tensor], __ATOMIC_ACQUIRE))
+        return hpmlc_fail(x->c, HPML_ERR_ARGUMENT, "exchange: tensor %d of %d: no such one, or ready already", tensor,
+                          x->d.count), (hpml_job *)NULL;
+    __atomic_store_n(&x->ready[tensor], 1, __ATOMIC_RELEASE);
+    bool last = __atomic_add_fetch(&x->said, 1, __ATOMIC_ACQ_REL) == x->d.count;
+    if (!x->job && (last || x->by->threaded)) x->job = hpml_background(x->c, hpmlc_exchange_agreed, x);
+#ifndef HPML_NO_THREADS
+    else if (x->by->threaded) hpmlc_rouse(x->c, x->by->twin, &x->by->worker);
+#endif
+    hpml_job *job = last ? x->job : NULL;
+    if (last) x->job = NULL;
+    return job;
 }
 
 HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count)

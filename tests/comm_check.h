@@ -332,6 +332,75 @@ static hpml_status jobs_case(hpml_comm *c, int rounds)
     return HPML_OK;
 }
 
+/* Every rank finishes the tensors in an order of its own, each time another; half of the ranks compute between them, and
+   a job of another kind follows. The number of sums is what the size of a fused one says. */
+static hpml_status orders_case(hpml_comm *c, int orders, bool onebit)
+{
+    enum { TENSORS = 7, EACH = 48, ALL = TENSORS * EACH, BYTES = 400, SUMS = (ALL * 4 + BYTES - 1) / BYTES };
+    int                p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    float              x[TENSORS][EACH + 3], extra = 0; /* not side by side */
+    hpml_gradient      g[TENSORS];
+    hpml_exchange_desc d;
+    hpml_rng           r = { .seed = 5, .stream = (uint64_t)rank };
+    memset(&d, 0, sizeof d);
+    for (int i = 0; i < TENSORS; i++) g[i] = (hpml_gradient){ "t", x[i], 1, EACH };
+    if (onebit) g[3].rows = 2, g[3].cols = EACH / 2; /* is packed, and goes last */
+    if (onebit) d.codec.kind = HPML_CODEC_ONEBIT, d.codec.min_elements = 1;
+    d.count = TENSORS, d.tensors = g, d.fuse_bytes = BYTES;
+    hpml_exchange *e = hpml_exchange_create(c, &d);
+    CHECK(e && hpml_trace_start(hpml_comm_ctx(c), NULL) == HPML_OK);
+    for (int k = 0; k < orders; k++) {
+        int       order[TENSORS];
+        hpml_job *job = NULL, *other = NULL;
+        for (int i = 0; i < TENSORS; i++) {
+            int64_t at = hpml_rng_below(&r, i + 1);
+            order[i] = order[at], order[at] = i;
+        }
+        for (int i = 0; i < TENSORS; i++) {
+            CHECK(!job);
+            for (int n = 0; n < EACH; n++) x[order[i]][n] = (float)whole(rank, n + order[i] + k);
+            if (onebit)
+                for (int n = 0; n < EACH && order[i] == 3; n++) x[3][n] = (float)(k + 1);
+            if (rank % 2 && k % 4 == 0) hpml_comm_compute(c, 1e-4);
+            job = hpml_exchange_ready(e, order[i]);
+        }
+        CHECK(job);
+        other = hpml_iallreduce(c, &extra, 1, NULL);
+        CHECK(hpml_job_wait(job) == HPML_OK && hpml_job_wait(other) == HPML_OK);
+        for (int i = 0; i < TENSORS; i++)
+            for (int n = 0; n < EACH; n++)
+                CHECK((double)x[i][n] == (onebit && i == 3 ? p * (k + 1.0) : whole_sum(p, n + i + k)));
+    }
+    char path[] = "/tmp/hpml_orders_XXXXXX", line[512];
+    int  file = mkstemp(path), sums = -orders, fused = 0; /* the other job's are sums, too */
+    CHECK(file >= 0 && hpml_trace_save(hpml_comm_ctx(c), path) == HPML_OK);
+    FILE *f = fdopen(file, "r");
+    while (fgets(line, sizeof line, f)) {
+        sums += (strstr(line, "\"allreduce\"") != NULL) - (strstr(line, "\"negotiate\"") != NULL);
+        fused += strstr(line, "\"fuse\"") != NULL;
+    }
+    fclose(f);
+    remove(path);
+    CHECK(fused == sums && sums == orders * (onebit ? ((TENSORS - 1) * EACH * 4 + BYTES - 1) / BYTES : SUMS));
+    hpml_exchange_free(e);
+    return HPML_OK;
+}
+
+/* Rank 1 finishes one tensor of two, and then sleeps, or leaves. */
+static hpml_status unready(hpml_comm *c, bool leave)
+{
+    static float       x[8][2];
+    int                rank = hpml_comm_rank(c);
+    hpml_gradient      g[2] = { { "w1", x[rank], 1, 1 }, { "b1", x[rank] + 1, 1, 1 } };
+    hpml_exchange_desc d;
+    memset(&d, 0, sizeof d);
+    d.count = 2, d.tensors = g;
+    hpml_exchange *e = hpml_exchange_create(c, &d);
+    hpml_exchange_ready(e, rank == 1 ? 0 : 1);
+    if (rank == 1 && !leave) hpml_comm_compute(c, 1);
+    return rank == 1 && leave ? HPML_OK : hpml_job_wait(hpml_exchange_ready(e, rank == 1 ? 1 : 0));
+}
+
 /* Ranks that do not do as the others. */
 static hpml_status sum_of_four(hpml_comm *c)
 {

@@ -25,6 +25,7 @@ static hpml_status correct(hpml_comm *c, void *user)
         CHECK(order_case(c, 1000) == HPML_OK);
     }
     CHECK(jobs_case(c, 5) == HPML_OK);
+    CHECK(orders_case(c, 100, false) == HPML_OK && orders_case(c, 10, true) == HPML_OK);
     CHECK(hpml_comm_tune(c) == HPML_OK);
     CHECK(allreduce_case(c, HPML_AUTO, 20000) == HPML_OK);
     return HPML_OK;
@@ -68,6 +69,8 @@ static hpml_status raises(hpml_comm *c, void *user)
     if (hpml_comm_rank(c) == 1) return hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_NONFINITE, "the loss is NaN");
     return sum_of_four(c);
 }
+
+static hpml_status not_ready(hpml_comm *c, void *user) { return (void)user, unready(c, false); }
 
 static hpml_status killed(hpml_comm *c, void *user)
 {
@@ -257,6 +260,7 @@ int main(int argc, char **argv)
     if (strcmp(what, "other_count") == 0) return launch(other_count, 0, false, 20);
     if (strcmp(what, "other_count_checked") == 0) return launch(other_count, 0, true, 20);
     if (strcmp(what, "sleeps") == 0) return launch(sleeps, 0, false, 0.2);
+    if (strcmp(what, "not_ready") == 0) return launch(not_ready, 0, false, 0.4);
     if (strcmp(what, "memory") == 0) return memory();
     if (strcmp(what, "by_environment") == 0) return by_environment();
     return host(what);

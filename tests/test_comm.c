@@ -423,6 +423,18 @@ TEST(jobs_in_the_background)
         for (int p = 1; p <= 5; p++) ENSURE(launch(transports[t], p, jobs, NULL) == HPML_OK);
 }
 
+static hpml_status orders(hpml_comm *c, void *user)
+{
+    return orders_case(c, *(bool *)user ? 20 : SLOW_BUILD ? 20 : 100, *(bool *)user);
+}
+
+TEST(tensors_in_different_orders)
+{
+    for (int t = 0; t < 2; t++)
+        for (int p = 1; p <= 5; p++)
+            for (int onebit = 0; onebit < 2; onebit++) ENSURE(launch(transports[t], p, orders, &(bool){ onebit }) == HPML_OK);
+}
+
 static hpml_status not_waited_for(hpml_comm *c, void *user) /* the job's array lives as long as the program */
 {
     static float x[8][1000];
@@ -738,6 +750,23 @@ static hpml_status sleeps(hpml_comm *c, void *user)
     return sum_of_four(c);
 }
 
+static hpml_status not_ready(hpml_comm *c, void *user) { return (void)user, unready(c, false); }
+static hpml_status leaves_unready(hpml_comm *c, void *user) { return (void)user, unready(c, true); }
+
+static hpml_status ready_twice(hpml_comm *c, void *user)
+{
+    static float       x[2][3];
+    hpml_gradient      g = { "w", x[hpml_comm_rank(c)], 1, 3 };
+    hpml_exchange_desc d;
+    (void)user;
+    memset(&d, 0, sizeof d);
+    d.count = 1, d.tensors = &g, d.fuse_bytes = 1;
+    hpml_exchange *e = hpml_exchange_create(c, &d);
+    CHECK(hpml_job_wait(hpml_exchange_ready(e, 0)) == HPML_OK);
+    CHECK(hpml_exchange_ready(e, 1) == NULL);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
 static hpml_status circle(hpml_comm *c, void *user) /* everybody receives first */
 {
     char x = 0;
@@ -842,6 +871,9 @@ static const failure failures[] = {
     { "exchange", exchange_alone, 4, false, 20, HPML_ERR_READ, { "no such file", NULL, NULL } },
     { "bad arguments", bad_arguments, 3, false, 20, HPML_ERR_ARGUMENT, { "77", NULL, NULL } },
     { "sleeps", sleeps, 3, false, 0.2, HPML_ERR_TIMEOUT, { "waited 0.2 s for rank", "allreduce", NULL } },
+    { "leaves, a tensor not ready", leaves_unready, 3, false, 20, 0, { "rank 1", NULL, NULL } },
+    { "no such tensor", ready_twice, 2, false, 20, HPML_ERR_ARGUMENT, { "tensor 1 of 1: no such one", NULL, NULL } },
+    { "not ready", not_ready, 3, false, 0.4, HPML_ERR_TIMEOUT, { "waited 0.4 s for tensor 1 \"b1\"", "on rank 1", NULL } },
     { "unanswered", unanswered, 2, false, 0.2, HPML_ERR_TIMEOUT, { "waited 0.2 s for rank 1", NULL, NULL } },
 };
 

@@ -49,6 +49,7 @@ on 2 another; check "another collective" 1 'rank 0 is in broadcast of 16 .* rank
 on 2 other_count; check "another count" 1 'all ranks must pass the same counts'
 on 2 other_count_checked; check "another count, checked" 1 'allreduce of 32 .* allreduce of 64'
 on 2 sleeps; check "a deadline" 1 'waited 0.2 s for rank 1 in allreduce'
+on 3 not_ready; check "a tensor that never gets ready" 1 'waited 0.4 s for tensor 1 "b1" to get ready on rank 1'
 on 2 memory; check "no memory on one rank" 0 ''
 export HPML_RUN
 for HPML_RUN in auto mpi mpi:3; do on 3 by_environment; check "HPML_RUN=$HPML_RUN" 0 ''; done
