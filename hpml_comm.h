@@ -3852,7 +3852,7 @@ HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
             return hpmlc_fail(c, HPML_ERR_STATE, "exchange: left with %d of %d tensors ready", told, n);
         for (i = 0; i < n; i++)
             x->late[i] = __atomic_load_n(&x->ready[i], __ATOMIC_ACQUIRE) ? 0 : c->origin[c->rank] + 1;
-        status = hpmlc_reduce_all(c, x->late, n, HPML_ELEMENT_I32, HPML_MAX);
+        status = hpmlc_reduce_all(c, x->late, n, HPML_ELEMENT_I32, HPML_MAX, HPML_AUTO);
         hpml_trace_span(c->trace, HPML_LANE_COMM, "negotiate", start, hpml_comm_now(c));
         for (i = 0; i < n && status == HPML_OK; i++) {
             if (x->late[i]) late = i;
