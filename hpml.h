@@ -4970,7 +4970,8 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
 {
     const hpml_param *p = t->param;
-    hpmli_init_job    j = { w, hpml_tensor_count(t), ctx->seed, (uint64_t)p->index, (double)p->init_scale, true, false };
+    hpmli_init_job    j = { w, hpml_tensor_count(t), ctx->seed, (uint64_t)p->index, (double)p->init_scale, true,
+                            false };
     double fan_in = (double)j.n / (double)t->shape[0], field = fan_in / (double)t->shape[1];
     double fan_out = (double)t->shape[0] * field;
     switch (p->init) {

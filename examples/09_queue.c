@@ -9,6 +9,7 @@
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
 #include <stdio.h>
+#include <stdlib.h>
 
 enum { NODES = 8, GPUS = 4, JOBS = 20, LAYERS = 20, MOST = NODES * GPUS };
 typedef enum placing { PACK, SPREAD, GIVEN } placing;
@@ -43,7 +44,8 @@ static hpml_simulation step(const job *j)
         for (int i = 0; i < j->on[n]; i++) node[r++] = number;
         number += j->on[n] > 0;
     }
-    hpml_simulate(&d, &s, NULL, 0);
+    char why[256];
+    if (hpml_simulate(&d, &s, why, sizeof why) != HPML_OK) fprintf(stderr, "%s\n", why), exit(1);
     return s;
 }
 
