@@ -8629,7 +8629,10 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
         u->grad_scale   = scale;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
     }
-    if (param_count > 0) ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
+    if (param_count <= 0) return ctx->status;
+    double start = ctx->trace ? hpml_now() : 0;
+    ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
+    if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpml_now());
     return ctx->status;
 }
 

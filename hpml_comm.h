@@ -4421,6 +4421,14 @@ HPMLC_FN void hpmlc_buffers_back(hpml_distributed *d)
     for (int64_t k = 0; k < d->buffer_total; k++) d->before[k] = d->now[k] - d->before[k];
 }
 
+/* Nothing was left to compute since `start`. */
+HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
+{
+    double end = hpml_now();
+    hpml_trace_span(d->ctx, HPML_LANE_COMPUTE, "wait", start, end);
+    d->r.exposed_s += end - start;
+}
+
 /* Statistics of the global batch. The others compute as long as this one does: the time is the network's. */
 HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
 {
@@ -4487,7 +4495,7 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d)
     double      start  = hpml_now();
     hpml_status status = hpmlc_buckets_post(d);
     if (status == HPML_OK) status = hpmlc_stats_post(d);
-    if (d->direct) d->r.exposed_s += hpml_now() - start;
+    if (d->direct) hpmlc_dist_waited(d, start);
     return status;
 }
 
@@ -4565,7 +4573,7 @@ HPMLC_FN hpml_status hpmlc_dist_linked(hpml_distributed *d)
     int64_t bad = hpmlc_dist_bad(d);
     if (status == HPML_OK && d->d.codec.kind != HPML_CODEC_NONE)
         status = hpmlc_reduce_all(d->c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
-    d->r.exposed_s += hpml_now() - start;
+    hpmlc_dist_waited(d, start);
     return hpmlc_dist_blame(d, status == HPML_OK && bad ? HPML_ERR_NONFINITE : status, bad);
 }
 
@@ -4573,7 +4581,7 @@ HPMLC_FN hpml_status hpmlc_dist_settle(hpml_distributed *d)
 {
     double      start = hpml_now();
     hpml_status status = hpmlc_dist_jobs(d), s = HPML_OK;
-    d->r.exposed_s += hpml_now() - start;
+    hpmlc_dist_waited(d, start);
     if (hpml_ctx_status(d->ctx) == HPML_OK) s = hpmlc_stats_read(d);
     return status == HPML_OK ? s : s == HPML_OK ? hpmlc_dist_blame(d, status, hpmlc_dist_bad(d)) : status;
 }
@@ -4811,7 +4819,7 @@ HPMLC_FN hpml_status hpmlc_exact_run(void *user, hpml_trainer *t, int64_t sample
     }
     if (status == HPML_OK) status = hpmlc_exact_sum(d);
     if (status == HPML_OK) hpmlc_exact_apply(d, d->stats[HPMLC_SAMPLES]);
-    d->r.exposed_s += hpml_now() - start;
+    hpmlc_dist_waited(d, start);
     return status;
 }
 

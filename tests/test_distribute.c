@@ -511,6 +511,62 @@ TEST(a_search_may_diverge)
     }
 }
 
+/* What rank 0's timeline says of a slow network: seconds of each phase, and exchanges. */
+typedef struct phases {
+    double wall, layers, update, wait;
+    int    exchanges, steps;
+} phases;
+
+static void phases_read(phases *of, const char *path)
+{
+    char  line[512];
+    FILE *f = fopen(path, "r");
+    while (f && fgets(line, sizeof line, f)) {
+        const char *dur = strstr(line, "\"dur\":");
+        double      s = dur ? 1e-6 * atof(dur + 6) : 0;
+        if (strstr(line, "\"tid\":0,")) *(strstr(line, "\"update\"") ? &of->update : strstr(line, "\"wait\"") ? &of->wait : &of->layers) += s;
+        else if (strstr(line, "\"tid\":1,") && strstr(line, "allreduce")) of->exchanges++;
+    }
+    if (f) fclose(f);
+}
+
+static hpml_status phases_of(hpml_comm *c, void *user)
+{
+    static const char    path[] = "build/phases.trace";
+    static float         x[64 * INPUTS];
+    static const int32_t y[64];
+    phases       *of  = (phases *)user;
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    hpml_tensor  *in = hpml_input_2d(ctx, 64, INPUTS), *out = hpml_linear(hpml_relu(hpml_linear(in, 2048, NULL)), CLASSES, NULL);
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.01f, .momentum = 0.9f });
+    double        start = 0;
+    hpml_distribute(t, c, &(hpml_distribute_desc){ .bucket_bytes = 1 }); /* every tensor travels by itself */
+    for (int step = -2; step < of->steps; step++) {
+        if (step == 0 && hpml_comm_rank(c) == 0) hpml_trace_start(ctx, NULL), start = hpml_now();
+        if (hpml_trainer_step(t, x, y, 64, NULL) != HPML_OK) return hpml_ctx_status(ctx);
+    }
+    if (hpml_comm_rank(c) != 0) return HPML_OK;
+    of->wall = hpml_now() - start;
+    if (hpml_trace_save(ctx, path) == HPML_OK) phases_read(of, path);
+    remove(path);
+    return hpml_ctx_status(ctx);
+}
+
+TEST(phases_add_up_to_the_step)
+{
+    hpml_launch_desc l = { .ranks = 2, .timeout = 20, .ctx = { .threads = 1 }, .network.inside.bandwidth = 25e6 };
+    double           share = 0;
+    for (int tries = 0; tries < 5 && share < 0.95; tries++) { /* who has no core between two spans is in none of them */
+        phases of = { .steps = 20 };
+        ENSURE(hpml_launch(&l, phases_of, &of, NULL, 0) == HPML_OK);
+        share = (of.layers + of.wait + of.update) / of.wall;
+        printf("    %.1f ms: layers %.1f, wait %.1f, update %.1f; %d exchanges\n", 1e3 * of.wall, 1e3 * of.layers, 1e3 * of.wait,
+               1e3 * of.update, of.exchanges);
+        ENSURE(share < 1.001 && of.wait > 0 && of.update > 0 && of.exchanges == (4 + 1) * of.steps); /* four tensors and the loss */
+    }
+    ENSURE(share >= 0.95);
+}
+
 TEST(errors_name_the_rank)
 {
     job odd = { .odd = 3 }, mixed = { .d = { .exact = true, .delayed = true } },
