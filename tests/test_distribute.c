@@ -567,6 +567,66 @@ TEST(phases_add_up_to_the_step)
     ENSURE(share >= 0.95);
 }
 
+/* The loss after five epochs of 8192 points, without momentum unless it is asked for. */
+static double learned(int64_t batch, hpml_trainer_desc d)
+{
+    hpml_ctx        *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 3, .threads = 1 });
+    hpml_linear_desc relu = { .activation = HPML_ACT_RELU };
+    hpml_metrics     m = { 0 };
+    d.input  = hpml_input_2d(ctx, batch, INPUTS);
+    d.output = hpml_linear(hpml_linear(hpml_linear(d.input, 64, &relu), 32, &relu), CLASSES, NULL);
+    hpml_trainer *t = hpml_trainer_create(ctx, &d);
+    hpml_dataset *data = points(ctx, 8192, 0, 0, 0);
+    hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 5 });
+    double loss = hpml_trainer_evaluate(t, data, &m) == HPML_OK ? (double)m.loss : 1e9;
+    hpml_ctx_free(ctx);
+    return loss;
+}
+
+TEST(larger_batches_want_a_larger_rate)
+{
+    hpml_trainer_desc given = { .lr = 0.05f }, linear = { .lr = 0.05f, .lr_rule = HPML_LR_LINEAR, .lr_base_batch = 16 }, root = linear;
+    hpml_trainer_desc warm = { .lr = 0.8f, .momentum = 0.9f, .schedule.warmup_steps = 40 };
+    root.lr_rule = HPML_LR_SQRT;
+    double small = learned(16, given);
+    printf("    batch 16: %.3f; 64: as given %.3f, linear %.3f; 1024: linear %.3f, root %.3f\n", small, learned(64, given),
+           learned(64, linear), learned(1024, linear), learned(1024, root));
+    ENSURE(learned(64, linear) < 1.15 * small && learned(64, given) > 1.4 * small);
+    ENSURE(learned(1024, linear) > 2 * learned(1024, root)); /* the linear rule has an end */
+    ENSURE(learned(512, warm) < 0.3);
+}
+
+static const hpml_trainer_desc scheduled = { .lr = 0.1f, .lr_rule = HPML_LR_LINEAR, .lr_base_batch = 6,
+                                             .schedule = { .kind = HPML_SCHEDULE_COSINE, .warmup_steps = 5, .total_steps = 20 } };
+
+static hpml_status rates(hpml_comm *c, void *user)
+{
+    static float         x[GLOBAL * INPUTS];
+    static const int32_t y[GLOBAL];
+    float            *rate = (float *)user;
+    hpml_trainer_desc d = scheduled;
+    int64_t           batch = GLOBAL / hpml_comm_size(c);
+    d.input  = hpml_input_2d(hpml_comm_ctx(c), batch, INPUTS);
+    d.output = hpml_linear(d.input, CLASSES, NULL);
+    hpml_trainer *t = hpml_trainer_create(hpml_comm_ctx(c), &d);
+    if (!hpml_distribute(t, c, NULL)) return hpml_ctx_status(hpml_comm_ctx(c));
+    for (int step = 0; step < 20; step++) {
+        if (hpml_comm_rank(c) == 0) rate[step] = hpml_trainer_lr(t);
+        if (hpml_trainer_step(t, x, y, batch, NULL) != HPML_OK) break;
+    }
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(ranks_have_the_schedule_of_one)
+{
+    float alone[20], four[20];
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 1 }, rates, alone, NULL, 0) == HPML_OK);
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 4 }, rates, four, NULL, 0) == HPML_OK);
+    for (int i = 0; i < 20; i++) ENSURE(alone[i] == four[i]);
+    ENSURE_NEAR((double)alone[0], 0.1 * GLOBAL / 6 / 5, 1e-6);
+    ENSURE_NEAR((double)alone[4], 0.1 * GLOBAL / 6, 1e-6);
+}
+
 TEST(errors_name_the_rank)
 {
     job odd = { .odd = 3 }, mixed = { .d = { .exact = true, .delayed = true } },
