@@ -2345,7 +2345,7 @@ HPMLI_KFN HPMLI_K(hpmli_view) HPMLI_K(hpmli_view_of)(const hpmli_gemm_part *part
             v.rows = n, v.cols = m, v.swapped = true;
         }
     }
-    v.pack_q = d->pack_b || v.q_cs != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_ks & -v.q_ks) > 327680));
+    v.pack_q = d->pack_b || v.q_cs != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_ks & -v.q_ks) >= 262144));
     v.fuse   = !d->pack_b && v.q_cs == 1;
     /* Columns of P that lie far apart: each is in another page, and a few sets of the cache take them all. */
     if (v.p_rs == 1 && v.p_ks * v.k >= 262144 && v.cols >= 4 * HPMLI_NR) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
