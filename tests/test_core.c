@@ -2,6 +2,11 @@
 #include "inside.h"
 #include "kernels.h"
 #include "test.h"
+#ifdef __linux__
+#include <dirent.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 typedef struct meter { size_t live, calls, fail_at; } meter;
 
@@ -117,6 +122,39 @@ TEST(each_task_runs_once)
     ENSURE(count[0] == 300 && count[4999] == 100);
     hpml_ctx_free(ctx);
 }
+
+#ifdef __linux__
+/* Threads of this process that may not use all the cores that the caller may. */
+static int confined(void)
+{
+    unsigned long  all[16] = { 0 }, cores[16];
+    int            count = 0;
+    DIR           *dir = opendir("/proc/self/task");
+    struct dirent *e;
+    syscall(SYS_sched_getaffinity, 0L, sizeof all, all);
+    while (dir && (e = readdir(dir)) != NULL) {
+        long id = atol(e->d_name);
+        memset(cores, 0, sizeof cores);
+        if (id > 0 && syscall(SYS_sched_getaffinity, id, sizeof cores, cores) > 0) count += memcmp(cores, all, sizeof all) != 0;
+    }
+    if (dir) closedir(dir);
+    return count;
+}
+
+/* They wake beside the caller, and then go where they like. */
+TEST(workers_are_free_once_awake)
+{
+    static int64_t count[5000];
+    hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 2 });
+    for (int round = 0; round < 5; round++) {
+        usleep(30000); /* long enough to fall asleep */
+        inside_parallel(ctx, 5000, add_task, count);
+        for (int look = 0; look < 100 && confined() > 0; look++) usleep(10000);
+        ENSURE(confined() == 0);
+    }
+    hpml_ctx_free(ctx);
+}
+#endif
 
 TEST(views_share_memory)
 {
