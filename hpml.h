@@ -4087,8 +4087,8 @@ typedef void hpmli_task_fn(void *arg, int64_t task, int thread);
 typedef struct hpmli_worker {
     hpmli_pool *pool;
     pthread_t   thread;
-    int         index; /* 1.. ; the caller is thread 0 */
-    long        id;    /* atomic: the system's number of this thread, 0: not known */
+    int         index;  /* 1.. ; the caller is thread 0 */
+    long        asleep; /* the system's number of this thread while it sleeps, else 0; under the mutex */
 } hpmli_worker;
 
 struct hpmli_pool {
@@ -4116,7 +4116,7 @@ HPMLI_FN void hpmli_spin(void)
 }
 
 /* Linux may wake a thread on the core of whoever wakes it, where it waits for milliseconds while others idle: while it
-   wakes, a worker may use the caller's core only if there is no other. */
+   wakes, a worker may use the caller's core only if there is no other. Both under the mutex: who is sent away wakes. */
 HPMLI_FN void hpmli_pool_part(hpmli_pool *p, int wake)
 {
 #if HPMLI_AFFINITY
@@ -4127,7 +4127,7 @@ HPMLI_FN void hpmli_pool_part(hpmli_pool *p, int wake)
     if (!wake || syscall(SYS_getcpu, &cpu, NULL, NULL) != 0 || cpu / bits >= sizeof cores / sizeof *cores) return;
     cores[cpu / bits] &= ~(1ul << cpu % bits);
     for (int i = 0; i < p->worker_count; i++) {
-        long id = __atomic_load_n(&p->workers[i].id, __ATOMIC_RELAXED);
+        long id = p->workers[i].asleep;
         if (id > 0) (void)syscall(SYS_sched_setaffinity, id, sizeof cores, cores);
     }
 #endif
@@ -4150,7 +4150,7 @@ HPMLI_FN bool hpmli_pool_ready(hpmli_pool *p, uint64_t seen)
     return ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) || __atomic_load_n(&p->stop, __ATOMIC_SEQ_CST);
 }
 
-HPMLI_FN void hpmli_pool_wait(hpmli_pool *p, uint64_t seen)
+HPMLI_FN void hpmli_pool_wait(hpmli_pool *p, hpmli_worker *w, uint64_t seen)
 {
     for (int i = 0; i < HPMLI_SPINS; i++) {
         if (hpmli_pool_ready(p, seen)) return;
@@ -4162,10 +4162,16 @@ HPMLI_FN void hpmli_pool_wait(hpmli_pool *p, uint64_t seen)
     }
     pthread_mutex_lock(&p->mutex);
     __atomic_add_fetch(&p->sleepers, 1, __ATOMIC_SEQ_CST);
-    while (!hpmli_pool_ready(p, seen)) pthread_cond_wait(&p->wake, &p->mutex);
+#if HPMLI_AFFINITY
+    w->asleep = syscall(SYS_gettid);
+#endif
+    while (!hpmli_pool_ready(p, seen)) {
+        pthread_cond_wait(&p->wake, &p->mutex);
+        hpmli_pool_part(p, 0); /* even if the job is over by now */
+    }
+    w->asleep = 0;
     __atomic_sub_fetch(&p->sleepers, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&p->mutex);
-    hpmli_pool_part(p, 0);
 }
 
 HPMLI_FN void *hpmli_worker_main(void *arg)
@@ -4173,12 +4179,9 @@ HPMLI_FN void *hpmli_worker_main(void *arg)
     hpmli_worker *w    = (hpmli_worker *)arg;
     hpmli_pool   *p    = w->pool;
     uint64_t      seen = 0;
-#if HPMLI_AFFINITY
-    __atomic_store_n(&w->id, syscall(SYS_gettid), __ATOMIC_RELAXED);
-#endif
     for (;;) {
         uint64_t s;
-        hpmli_pool_wait(p, seen);
+        hpmli_pool_wait(p, w, seen);
         if (__atomic_load_n(&p->stop, __ATOMIC_SEQ_CST)) return NULL;
         s = __atomic_load_n(&p->state, __ATOMIC_SEQ_CST);
         while ((s & HPMLI_JOB_OPEN) && s >> 32 != seen) /* go in, unless it has closed meanwhile */
@@ -4201,8 +4204,8 @@ HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *
     if ((job & UINT32_MAX) == 0) job = 1; /* 0 means "none seen" */
     __atomic_store_n(&p->state, job << 32 | HPMLI_JOB_OPEN, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&p->sleepers, __ATOMIC_SEQ_CST) > 0) {
-        hpmli_pool_part(p, 1);
         pthread_mutex_lock(&p->mutex);
+        hpmli_pool_part(p, 1);
         pthread_cond_broadcast(&p->wake);
         pthread_mutex_unlock(&p->mutex);
     }

@@ -141,14 +141,14 @@ static int confined(void)
     return count;
 }
 
-/* They wake beside the caller, and then go where they like. */
+/* They wake off the caller's core, and then go where they like: even when the job was over before they were awake. */
 TEST(workers_are_free_once_awake)
 {
     static int64_t count[5000];
-    hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 2 });
-    for (int round = 0; round < 5; round++) {
+    hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 4 });
+    for (int round = 0; round < 10; round++) {
         usleep(30000); /* long enough to fall asleep */
-        inside_parallel(ctx, 5000, add_task, count);
+        inside_parallel(ctx, round % 2 ? 5000 : 2, add_task, count);
         for (int look = 0; look < 100 && confined() > 0; look++) usleep(10000);
         ENSURE(confined() == 0);
     }
