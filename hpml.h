@@ -1224,6 +1224,10 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define hv_sum          HPMLI_K(hpmli_sum)
 #define hv_sum4         HPMLI_K(hpmli_sum4) /* out[0..3] = the sums of four vectors */
 #define hv_hmax         HPMLI_K(hpmli_hmax)
+#define hv_even         HPMLI_K(hpmli_even) /* lanes 0, 2, 4 .. of a, then of b; 1, 3, 5 .. */
+#define hv_odd          HPMLI_K(hpmli_odd)
+#define hv_low          HPMLI_K(hpmli_low)  /* lanes of a and b in turn: the first half; the second */
+#define hv_high         HPMLI_K(hpmli_high)
 #define hv_signmask     HPMLI_K(hpmli_signmask) /* a bit for each lane, a >= 0 */
 #define hv_bits         HPMLI_K(hpmli_bits)     /* its bit in m ? a : b */
 #define hv_of_i32       HPMLI_K(hpmli_of_i32)   /* conversions, of lanes */
@@ -1311,6 +1315,10 @@ HPMLI_V1(hv_round, rintf(a))
 HPMLI_V4(hv_ge, a >= b ? x : y)
 HPMLI_V4(hv_gt, a > b ? x : y)
 HPMLI_V4(hv_eq, a == b ? x : y)
+HPMLI_V2(hv_even, ((void)b, a))
+HPMLI_V2(hv_odd, ((void)a, b))
+HPMLI_V2(hv_low, ((void)b, a))
+HPMLI_V2(hv_high, ((void)a, b))
 HPMLI_VFN float hv_sum(hv a) { return a; }
 HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
 HPMLI_VFN float hv_hmax(hv a) { return a; }
@@ -1367,6 +1375,12 @@ HPMLI_VFN __m256i HPMLI_K(hpmli_lanes)(int64_t n)
 HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return _mm256_maskload_ps(p, HPMLI_K(hpmli_lanes)(n)); }
 HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { _mm256_maskstore_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
 HPMLI_V1(hv_round, _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+#define HPMLI_QUARTERS(x) _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)) /* 0, 2, 1, 3 */
+HPMLI_V2(hv_even, HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0x88)))
+HPMLI_V2(hv_odd, HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0xdd)))
+HPMLI_V2(hv_low, _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20))
+HPMLI_V2(hv_high, _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31))
+#undef HPMLI_QUARTERS
 HPMLI_VFN float hv_sum(hv a)
 {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -1411,6 +1425,14 @@ HPMLI_VFN __mmask16 HPMLI_K(hpmli_lanes)(int64_t n) { return (__mmask16)((1u << 
 HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HPMLI_K(hpmli_lanes)(n), p); }
 HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { _mm512_mask_storeu_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
 HPMLI_V1(hv_round, _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+/* Lane i is lane at[i] of a, 16 and more of b. */
+#define HPMLI_PICK(name, ...)                                                                                          \
+    HPMLI_V2(name, _mm512_permutex2var_ps(a, _mm512_setr_epi32(__VA_ARGS__), b))
+HPMLI_PICK(hv_even, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+HPMLI_PICK(hv_odd, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+HPMLI_PICK(hv_low, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+HPMLI_PICK(hv_high, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#undef HPMLI_PICK
 HPMLI_VFN float hv_sum(hv a)
 {
     float t[16]; /* through memory: gcc 12 warns about its own half-register casts */
@@ -1499,6 +1521,10 @@ HPMLI_V1(hv_round, vrndnq_f32(a))
 HPMLI_V4(hv_ge, vbslq_f32(vcgeq_f32(a, b), x, y))
 HPMLI_V4(hv_gt, vbslq_f32(vcgtq_f32(a, b), x, y))
 HPMLI_V4(hv_eq, vbslq_f32(vceqq_f32(a, b), x, y))
+HPMLI_V2(hv_even, vuzp1q_f32(a, b))
+HPMLI_V2(hv_odd, vuzp2q_f32(a, b))
+HPMLI_V2(hv_low, vzip1q_f32(a, b))
+HPMLI_V2(hv_high, vzip2q_f32(a, b))
 HPMLI_VFN float hv_sum(hv a)
 {
     float32x2_t s = vadd_f32(vget_low_f32(a), vget_high_f32(a));
@@ -3210,19 +3236,39 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_unpack)(float *dw, const float *parts, int64_t
     }
 }
 
-/* n results of a 2 x 2 pooling with stride 2 over two rows of an image; at: offset of the winner from x. */
-HPMLI_KFN void HPMLI_K(hpmli_max_pool_row)(float *y, int32_t *at, const float *x, int64_t width, int64_t n)
+/* n results of 2 x 2 pooling with stride 2, of the rows at x and x + width; at: which of the four won, 0 to 3. */
+HPMLI_KFN void HPMLI_K(hpmli_max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
 {
-    for (int64_t i = 0; i < n; i++) {
-        const float *w = x + 2 * i;
-        float        a = w[0], b = w[width];
-        int64_t      ia = 2 * i, ib = 2 * i + width;
-        bool         right = HPMLI_WINS(w[1], a), under = HPMLI_WINS(w[width + 1], b);
-        ia = right ? ia + 1 : ia, a = right ? w[1] : a;
-        ib = under ? ib + 1 : ib, b = under ? w[width + 1] : b;
-        bool low = HPMLI_WINS(b, a);
-        at[i] = (int32_t)(low ? ib : ia);
-        y[i]  = low ? b : a;
+    HV_LOOP(n) {
+        hv best, from = hv_zero();
+        for (int q = 0; q < 4; q++) {
+            const float *p = x + 2 * i + q / 2 * width;
+            hv a = hv_ld(p, 2 * c), b = 2 * c > HV_W ? hv_ld(p + HV_W, 2 * c - HV_W) : hv_zero();
+            hv v = q % 2 ? hv_odd(a, b) : hv_even(a, b);
+            if (q == 0) { best = v; continue; }
+            from = hv_eq(best, best, hv_ge(best, v, from, hv_set1((float)q)), from); /* a NaN wins, the first one */
+            best = hv_eq(best, best, hv_ge(best, v, best, v), best);
+        }
+        hv_st(y + i, best, c);
+        hv_st(at + i, from, c);
+    }
+}
+
+/* Back: the gradient goes to the winner, 0 to the others. */
+HPMLI_KFN void HPMLI_K(hpmli_max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n,
+                                                bool accumulate)
+{
+    HV_LOOP(n) {
+        hv from = hv_ld(at + i, c), v = hv_ld(dy + i, c);
+        for (int q = 0; q < 4; q += 2) {
+            hv a = hv_eq(from, hv_set1((float)q), v, hv_zero()), b = hv_eq(from, hv_set1((float)q + 1), v, hv_zero());
+            for (int64_t h = 0, lanes = 2 * c; h < 2 && lanes > 0; h++, lanes -= HV_W) {
+                float *p = dx + 2 * i + q / 2 * width + h * HV_W;
+                hv     d = h ? hv_high(a, b) : hv_low(a, b);
+                if (accumulate) d += hv_ld(p, lanes);
+                hv_st(p, d, lanes);
+            }
+        }
     }
 }
 
@@ -3421,7 +3467,9 @@ typedef struct hpmli_conv_sum {
     X(void, conv_weights, (const hpmli_conv_sum *s, const float *x, const float *dy, float *dw, int add))              \
     X(void, conv_unpack, (float *dw, const float *parts, int64_t count, int64_t apart, int64_t in, int64_t out,        \
                           int64_t taps, int64_t o, int accumulate))                                                    \
-    X(void, max_pool_row, (float *y, int32_t *at, const float *x, int64_t width, int64_t n))
+    X(void, max_pool_row, (float *y, float *at, const float *x, int64_t width, int64_t n))                             \
+    X(void, max_pool_row_back,                                                                                         \
+      (float *dx, const float *at, const float *dy, int64_t width, int64_t n, bool accumulate))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>dispatch   system headers, macros; the kernel table: one text, one copy for each instruction set
@@ -6373,31 +6421,34 @@ HPMLI_FN void hpmli_window(int64_t o, int64_t stride, int64_t pad, int64_t kerne
     if (*from < 0) *from = 0;
 }
 
+/* Windows of 2 x 2 that just touch, as most have it: kernels do a row at a time, and save which of the four has won. */
+HPMLI_FN bool hpmli_pool_halves(const hpmli_pooling_job *j)
+{
+    return j->kh == 2 && j->kw == 2 && j->stride == 2 && j->pad == 0;
+}
+
 HPMLI_FN void hpmli_max_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
     const float *x  = j->n->src[0]->data + plane * j->H * j->W;
     float       *y  = j->n->out->data + plane * j->OH * j->OW;
     int32_t     *at = (int32_t *)j->n->saved + plane * j->OH * j->OW;
-    int64_t      r0, r1, c0, c1;
-    for (int64_t oh = 0; oh < j->OH; oh++) {
-        if (j->kh == 2 && j->kw == 2 && j->stride == 2 && j->pad == 0) {
-            int64_t row = 2 * oh * j->W;
-            j->k->max_pool_row(y + oh * j->OW, at + oh * j->OW, x + row, j->W, j->OW);
-            for (int64_t i = 0; i < j->OW; i++) at[oh * j->OW + i] += (int32_t)row;
-            continue;
-        }
-        for (int64_t ow = 0; ow < j->OW; ow++) {
-            int64_t best;
-            hpmli_window(oh, j->stride, j->pad, j->kh, j->H, &r0, &r1);
-            hpmli_window(ow, j->stride, j->pad, j->kw, j->W, &c0, &c1);
-            best = r0 * j->W + c0;
-            for (int64_t r = r0; r < r1; r++)
-                for (int64_t c = c0; c < c1; c++)
-                    if (HPMLI_WINS(x[r * j->W + c], x[best])) best = r * j->W + c;
-            y[oh * j->OW + ow]  = x[best];
-            at[oh * j->OW + ow] = (int32_t)best;
-        }
+    int64_t      r0, r1, c0, c1, best;
+    if (hpmli_pool_halves(j)) {
+        for (int64_t o = 0; o < j->OH; o++)
+            j->k->max_pool_row(y + o * j->OW, (float *)j->n->saved + (plane * j->OH + o) * j->OW, x + 2 * o * j->W, j->W,
+                               j->OW);
+        return;
+    }
+    for (int64_t o = 0; o < j->OH * j->OW; o++) {
+        hpmli_window(o / j->OW, j->stride, j->pad, j->kh, j->H, &r0, &r1);
+        hpmli_window(o % j->OW, j->stride, j->pad, j->kw, j->W, &c0, &c1);
+        best = r0 * j->W + c0;
+        for (int64_t r = r0; r < r1; r++)
+            for (int64_t c = c0; c < c1; c++)
+                if (HPMLI_WINS(x[r * j->W + c], x[best])) best = r * j->W + c;
+        y[o]  = x[best];
+        at[o] = (int32_t)best;
     }
 }
 
@@ -6407,8 +6458,12 @@ HPMLI_FN void hpmli_max_pool_back_task(void *arg, int64_t plane, int thread HPML
     float                *dx = j->n->src[0]->grad + plane * j->H * j->W;
     const float          *dy = j->n->out->grad + plane * j->OH * j->OW;
     const int32_t        *at = (const int32_t *)j->n->saved + plane * j->OH * j->OW;
-    if (!j->n->accumulate[0]) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
-    for (int64_t i = 0; i < j->OH * j->OW; i++) dx[at[i]] += dy[i];
+    bool                  add = j->n->accumulate[0], halves = hpmli_pool_halves(j);
+    if (!add && (!halves || j->H % 2 || j->W % 2)) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
+    for (int64_t o = 0; halves && o < j->OH; o++)
+        j->k->max_pool_row_back(dx + 2 * o * j->W, (const float *)j->n->saved + (plane * j->OH + o) * j->OW,
+                                dy + o * j->OW, j->W, j->OW, add);
+    for (int64_t o = 0; !halves && o < j->OH * j->OW; o++) dx[at[o]] += dy[o];
 }
 
 /* Average: forward gathers a window, backward deals it out; the same walk. */

@@ -49,6 +49,7 @@ typedef struct op_case {
     X(conv_1x1, hpml_conv2d(x, 5, &(hpml_conv2d_desc){ .kernel_h = 1 }), 5e-3)                                         \
     X(conv_large, hpml_conv2d(x, 3, &(hpml_conv2d_desc){ .kernel_h = 5, .padding_h = 3, .stride_h = 3 }), 5e-3)        \
     X(max_pool, hpml_max_pool2d(x, 2, 0, 0), 1e-2) X(max_pool_3, hpml_max_pool2d(x, 3, 2, 1), 1e-2)                    \
+    X(max_pools, hpml_add(hpml_max_pool2d(x, 2, 0, 0), hpml_max_pool2d(x, 2, 0, 0)), 1e-2)                             \
     X(avg_pool, hpml_avg_pool2d(x, 3, 2, 1), 5e-3) X(global_pool, hpml_global_avg_pool2d(x), 5e-3)                     \
     X(permute, hpml_permute(x, (int[]){ 0, 3, 1, 2 }), 3e-3) X(slice, hpml_slice(x, 2, 3, 4), 3e-3)                    \
     X(transpose, hpml_transpose(x, 1, 3), 3e-3) X(permute_rows, hpml_permute(x, (int[]){ 0, 2, 1, 3 }), 3e-3)          \
