@@ -3236,17 +3236,22 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_unpack)(float *dw, const float *parts, int64_t
     }
 }
 
-/* n results of 2 x 2 pooling with stride 2, of the rows at x and x + width; at: which of the four won, 0 to 3. */
+/* Corner q of n windows of 2 x 2 side by side, in the rows at x and x + width: upper left, right, lower left, right. */
+HPMLI_VFN hv HPMLI_K(hpmli_corner)(const float *x, int64_t width, int q, int64_t n)
+{
+    const float *p = x + q / 2 * width;
+    hv a = hv_ld(p, 2 * n), b = 2 * n > HV_W ? hv_ld(p + HV_W, 2 * n - HV_W) : hv_zero();
+    return q % 2 ? hv_odd(a, b) : hv_even(a, b);
+}
+
+/* A row of n maxima; at: which corner each was, 0 to 3. */
 HPMLI_KFN void HPMLI_K(hpmli_max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
 {
     HV_LOOP(n) {
-        hv best, from = hv_zero();
-        for (int q = 0; q < 4; q++) {
-            const float *p = x + 2 * i + q / 2 * width;
-            hv a = hv_ld(p, 2 * c), b = 2 * c > HV_W ? hv_ld(p + HV_W, 2 * c - HV_W) : hv_zero();
-            hv v = q % 2 ? hv_odd(a, b) : hv_even(a, b);
-            if (q == 0) { best = v; continue; }
-            from = hv_eq(best, best, hv_ge(best, v, from, hv_set1((float)q)), from); /* a NaN wins, the first one */
+        hv best = HPMLI_K(hpmli_corner)(x + 2 * i, width, 0, c), from = hv_zero();
+        for (int q = 1; q < 4; q++) { /* the first of equals wins, and the first NaN */
+            hv v = HPMLI_K(hpmli_corner)(x + 2 * i, width, q, c);
+            from = hv_eq(best, best, hv_ge(best, v, from, hv_set1((float)q)), from);
             best = hv_eq(best, best, hv_ge(best, v, best, v), best);
         }
         hv_st(y + i, best, c);
