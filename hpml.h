@@ -6441,8 +6441,8 @@ HPMLI_FN void hpmli_max_pool_task(void *arg, int64_t plane, int thread HPMLI_UNU
     int64_t      r0, r1, c0, c1, best;
     if (hpmli_pool_halves(j)) {
         for (int64_t o = 0; o < j->OH; o++)
-            j->k->max_pool_row(y + o * j->OW, (float *)j->n->saved + (plane * j->OH + o) * j->OW, x + 2 * o * j->W, j->W,
-                               j->OW);
+            j->k->max_pool_row(y + o * j->OW, (float *)j->n->saved + (plane * j->OH + o) * j->OW, x + 2 * o * j->W,
+                               j->W, j->OW);
         return;
     }
     for (int64_t o = 0; o < j->OH * j->OW; o++) {

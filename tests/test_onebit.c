@@ -1,6 +1,7 @@
 /* 1-bit SGD as a whole, over five seeds: it learns what f32 learns, nothing is lost on the way, and the same without
    feedback, or with the residual as the paper prints it, fails. On four threads; with HPML_USE_MPI on mpiexec's ranks,
-   and the weights are those of threads, bit for bit (test_mpi.sh). */
+   and the weights are those of threads, bit for bit (test_mpi.sh). Digits drawn by digits.h; HPML_MNIST=FOLDER: of
+   MNIST's t10k files, the last 2,000 for testing. */
 #define HPML_COMM_IMPLEMENTATION /* private functions; hpml.h's body is compiled apart */
 #include "../examples/digits.h"
 #include "../hpml_comm.h"
@@ -11,7 +12,7 @@
 #include <mpi.h>
 #endif
 
-enum { SEEDS = 5, BATCH = 128, TRAIN = 4096, TESTED = 2000, HIDDEN = 128 };
+enum { SEEDS = 5, BATCH = 128, TESTED = 2000, HIDDEN = 128 };
 
 static int ranks = 4;
 
@@ -46,24 +47,40 @@ static hpml_status launch(hpml_launch_desc l, bool threads, hpml_rank_fn *fn, vo
 #endif
 }
 
-static unsigned char *images, *labels; /* TRAIN, then TESTED digits */
+static int to_learn = 4096; /* digits, and TESTED after them */
+static unsigned char *images;
+static int32_t       *labels;
 
-static void draw_digits(void)
+static void get_digits(void)
 {
+    const char   *folder = getenv("HPML_MNIST");
+    hpml_ctx     *ctx    = hpml_ctx_create(NULL);
+    hpml_dataset *all    = NULL;
+    char          path[2][1024];
     if (images) return;
-    images = (unsigned char *)malloc((TRAIN + TESTED) * (784 + 1)), labels = images + (TRAIN + TESTED) * 784;
-    digits_fill(1, 0, TRAIN, images, labels);
-    digits_fill(1, 1000000000, TESTED, images + TRAIN * 784, labels + TRAIN);
+    for (int gz = 0; folder && gz < 2 && !all; gz++) {
+        hpml_ctx_clear_error(ctx);
+        snprintf(path[0], sizeof path[0], "%s/t10k-images-idx3-ubyte%s", folder, gz ? ".gz" : "");
+        snprintf(path[1], sizeof path[1], "%s/t10k-labels-idx1-ubyte%s", folder, gz ? ".gz" : "");
+        all = hpml_dataset_load_idx(ctx, path[0], path[1]);
+    }
+    if (folder && !all) { printf("    %s\n", hpml_ctx_error(ctx)); exit(1); }
+    if (all) to_learn = (int)all->count - TESTED;
+    int count = to_learn + TESTED;
+    images = (unsigned char *)malloc((size_t)count * 785), labels = (int32_t *)malloc((size_t)count * sizeof *labels);
+    if (all) memcpy(images, all->x, (size_t)count * 784), memcpy(labels, all->y, (size_t)count * sizeof *labels);
+    else {
+        digits_fill(1, 0, to_learn, images, images + count * 784);
+        digits_fill(1, 1000000000, TESTED, images + to_learn * 784, images + count * 784 + to_learn);
+        for (int i = 0; i < count; i++) labels[i] = images[count * 784 + i];
+    }
+    hpml_ctx_free(ctx);
 }
 
 static hpml_dataset *digits(hpml_ctx *ctx, int first, int count)
 {
     static const int64_t shape[1] = { 784 };
-    int32_t *y = (int32_t *)malloc(sizeof *y * (size_t)count);
-    for (int i = 0; i < count; i++) y[i] = labels[first + i];
-    hpml_dataset *d = hpml_dataset_create(ctx, count, HPML_DTYPE_U8, 1, shape, images + (int64_t)first * 784, HPML_DTYPE_I32, 1, y);
-    free(y);
-    return d;
+    return hpml_dataset_create(ctx, count, HPML_DTYPE_U8, 1, shape, images + (int64_t)first * 784, HPML_DTYPE_I32, 1, labels + first);
 }
 
 static hpml_tensor *mlp(hpml_tensor *x)
@@ -169,7 +186,7 @@ static hpml_status train(hpml_comm *c, void *user)
     hpml_ctx      *ctx = hpml_comm_ctx(c);
     hpml_tensor   *x = hpml_input_2d(ctx, BATCH / hpml_comm_size(c), 784);
     hpml_trainer  *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = mlp(x), .lr = (float)j->lr, .momentum = (float)j->momentum, .optimizer = j->optimizer });
-    hpml_dataset  *data = digits(ctx, 0, TRAIN), *unseen = digits(ctx, TRAIN, TESTED);
+    hpml_dataset  *data = digits(ctx, 0, to_learn), *unseen = digits(ctx, to_learn, TESTED);
     hpml_distributed *d = NULL;
     hpml_metrics   m = { 0 };
     if (j->placing == LOCAL) d = hpml_distribute(t, c, &j->d);
@@ -189,7 +206,7 @@ static hpml_status go(training *j)
 {
     hpml_launch_desc l = { .ranks = j->ranks, .timeout = 60, .ctx = { .seed = (uint64_t)(10 + j->seed), .threads = j->ranks == 1 ? 2 : 1 } };
     char             text[512];
-    draw_digits();
+    get_digits();
     if (j->epochs == 0) j->epochs = 14;
     if (j->lr == 0) j->lr = 0.03;
     hpml_status status = launch(l, j->threads || j->ranks, train, j, sizeof *j, text, sizeof text);
@@ -213,8 +230,8 @@ static training mean_of(const char *name, training kind)
 }
 
 /* b, c, e, g, and of d what a whole step sends. With momentum 0.9 on top of both, 1 bit and a step's delay are unstable
-   at this rate, so double buffering goes without. The control without feedback ends far below, with three times the
-   loss; how far is a matter of the data. */
+   at this rate, so double buffering goes without. The control without feedback ends far below, on MNIST at 59 %; drawn
+   digits forgive more. */
 TEST(it_learns_what_f32_learns)
 {
     hpml_codec_desc none = { .kind = HPML_CODEC_ONEBIT, .no_feedback = true };
@@ -227,7 +244,7 @@ TEST(it_learns_what_f32_learns)
     ENSURE(f32.accuracy > 92 && one.same && late.same && mom.same && ada.same);
     ENSURE(one.accuracy >= f32.accuracy - 0.5 && one.loss <= 1.15 * f32.loss);
     ENSURE(late.accuracy >= f32.accuracy - 0.5 && mom.accuracy >= f32.accuracy - 0.5 && ada.accuracy >= f32.accuracy - 0.5);
-    ENSURE(bare.accuracy < f32.accuracy - 4 && bare.loss > 2 * f32.loss);
+    ENSURE(bare.accuracy < (getenv("HPML_MNIST") ? 80 : f32.accuracy - 4) && bare.loss > 2 * f32.loss);
     ENSURE(one.report.bytes <= one.report.plain_bytes / 27);
 }
 
@@ -342,13 +359,17 @@ TEST(mpi_has_the_bits_of_threads)
 }
 #else
 /* h: the same account over a whole training that 4 ranks begin and 2 go on with: of the mean gradient, ranks' residuals
-   hold their share. */
+   hold their share. A short batch is exchanged as the part of a whole one that it is; the step is made whole after. */
 typedef struct book { int seed; const char *save, *load; double *want, *got; int64_t n; double drift; } book;
-typedef struct entry { hpml_distributed *d; double *want, *got; } entry; /* of one rank */
+typedef struct entry { hpml_distributed *d; double *want, *got, share; } entry; /* of one rank; of a short batch: the part that is there */
 
 static hpml_status enter_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
 {
-    return hpmlc_dist_run(((entry *)user)->d, t, samples, loss);
+    entry *e   = (entry *)user;
+    double all = (double)samples;
+    hpml_allreduce(e->d->c, &all, 1, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_F64 });
+    e->share = all / BATCH;
+    return hpmlc_dist_run(e->d, t, samples, loss);
 }
 
 static void enter(hpml_ctx *ctx, int only, double *to, double factor)
@@ -371,7 +392,7 @@ static hpml_status enter_update(void *user, hpml_trainer *t)
 {
     entry      *e = (entry *)user;
     hpml_status status = hpmlc_dist_update(e->d, t);
-    if (hpml_comm_rank(e->d->c) == 0) enter(e->d->ctx, -1, e->got, 1);
+    if (hpml_comm_rank(e->d->c) == 0) enter(e->d->ctx, -1, e->got, e->share);
     return status;
 }
 
@@ -382,10 +403,10 @@ static hpml_status keep_book(hpml_comm *c, void *user)
     int           p = hpml_comm_size(c);
     hpml_tensor  *x = hpml_input_2d(ctx, BATCH / p, 784);
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = mlp(x), .lr = 0.03f, .momentum = 0.9f });
-    hpml_dataset *data = digits(ctx, 0, TRAIN);
+    hpml_dataset *data = digits(ctx, 0, to_learn);
     int64_t       n = hpml_param_total(ctx), row = 0, rows = 0, at = 0;
     double       *owed = (double *)hpml_ctx_alloc(ctx, sizeof(double) * 3 * (size_t)n, NULL), far = 0, size = 0;
-    entry         e = { hpml_distribute(t, c, &(hpml_distribute_desc){ .codec = onebit }), owed + n, owed + 2 * n };
+    entry         e = { hpml_distribute(t, c, &(hpml_distribute_desc){ .codec = onebit }), owed + n, owed + 2 * n, 0 };
     if (b->load) hpml_distribute_load(e.d, b->load);
     hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = &e, .run = enter_run, .grad = enter_grad, .update = enter_update });
     hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 3, .max_steps = 40 });
@@ -414,7 +435,7 @@ TEST(four_ranks_begin_and_two_go_on)
 {
     enum { N = 784 * HIDDEN + HIDDEN + HIDDEN * 10 + 10 };
     const char *file = "build/onebit_test.safetensors";
-    draw_digits();
+    get_digits();
     for (int s = 0; s < SEEDS; s++) {
         double *sums = (double *)calloc(2 * N, sizeof *sums);
         book    four = { s, file, NULL, sums, sums + N, N, -1 }, two = { s, NULL, file, sums, sums + N, N, -1 };
