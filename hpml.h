@@ -956,8 +956,8 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // >>api-save   safetensors and checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* safetensors: 8-byte length, JSON header, data. Written to a temporary file beside `path`, synced, renamed: a kill at
-   any moment leaves the old file or the new one. A file that holds other types than hpml_dtype's is refused. */
+/* safetensors: 8-byte length, JSON header, data. Written to `path`.tmp, synced, renamed: a kill at any moment leaves
+   the old file or the new one. A file that holds other types than hpml_dtype's is refused. */
 typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped */
 typedef struct hpml_safetensor {                  /* one entry */
     const char *name;
@@ -3491,6 +3491,7 @@ typedef struct hpmli_conv_sum {
 #include <string.h>
 #if defined(__unix__) || defined(__APPLE__)
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/time.h>
@@ -8947,23 +8948,40 @@ typedef struct hpmli_writer {
     FILE     *f;
     char     *path, *temporary;
     uint64_t  size;
+    int       fd; /* POSIX: holds the lock on the temporary file until it has its name */
 } hpmli_writer;
+
+/* Opens "path.tmp", so that a save uses up what a killed one has left there. Where another writer is at it, or it is
+   not ours, or there are no locks, the name gets a number that nobody else has. */
+HPMLI_FN void hpmli_temporary_open(hpmli_writer *w, size_t room)
+{
+    snprintf(w->temporary, room, "%s.tmp", w->path);
+#if HPMLI_POSIX
+    struct stat mine, there;
+    w->fd = open(w->temporary, O_RDWR | O_CREAT, 0666);
+    if (w->fd < 0 || flock(w->fd, LOCK_EX | LOCK_NB) != 0 || fstat(w->fd, &mine) != 0 || !S_ISREG(mine.st_mode) ||
+        stat(w->temporary, &there) != 0 || there.st_ino != mine.st_ino || there.st_dev != mine.st_dev) {
+        if (w->fd >= 0) close(w->fd);
+        snprintf(w->temporary, room, "%s.tmp%ld-%zx", w->path, (long)getpid(), (size_t)(uintptr_t)w->temporary);
+        w->fd = open(w->temporary, O_RDWR | O_CREAT, 0666);
+    }
+#endif
+    w->f = fopen(w->temporary, "wb");
+#if HPMLI_POSIX
+    if (!w->f && w->fd >= 0) close(w->fd);
+#endif
+}
 
 HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path)
 {
     size_t room = path ? strlen(path) + 48 : 0;
-    long   id   = 0;
     memset(w, 0, sizeof *w);
     w->ctx = ctx;
     if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
-#if HPMLI_POSIX
-    id = (long)getpid();
-#endif
     w->path      = hpmli_strdup(ctx, path);
     w->temporary = w->path ? (char *)hpmli_alloc(ctx, room) : NULL;
     if (w->temporary) {
-        snprintf(w->temporary, room, "%s.tmp%ld-%zx", path, id, (size_t)(uintptr_t)w->temporary);
-        w->f = fopen(w->temporary, "wb");
+        hpmli_temporary_open(w, room);
         if (!w->f) hpmli_fail(ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", path, strerror(errno));
     }
     if (w->f) return true;
@@ -8991,15 +9009,14 @@ HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
     bool good = !ferror(w->f) && fflush(w->f) == 0;
     good = fclose(w->f) == 0 && good;
 #if HPMLI_POSIX
-    if (good && keep) { /* to the disk before the name points to it */
-        int fd = open(w->temporary, O_RDWR);
-        good = fd >= 0 && fsync(fd) == 0;
-        if (fd >= 0) close(fd);
-    }
+    if (good && keep) good = fsync(w->fd) == 0; /* to the disk before the name points to it */
 #endif
     if (good && keep) good = rename(w->temporary, w->path) == 0;
     if (!good && keep) hpmli_fail(w->ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", w->path, strerror(errno));
     if (!good || !keep) remove(w->temporary);
+#if HPMLI_POSIX
+    close(w->fd);
+#endif
     hpmli_free(w->ctx, w->temporary);
     hpmli_free(w->ctx, w->path);
     return good || !keep ? HPML_OK : HPML_ERR_WRITE;
