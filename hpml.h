@@ -6527,12 +6527,23 @@ HPMLI_OP(avg_pool2d, 0, hpmli_planes(run, n, hpmli_avg_pool_task), hpmli_planes(
    One task is one channel, measured and then normalized; where many ranks share a batch, the sums of all channels are
    added up over the ranks in between. Sources: x, gamma, beta (NULL without affine), running mean, running variance. */
 
+/* Checks what all norms have, and fills in what is zero. */
+HPMLI_FN bool hpmli_norm_settings(hpml_tensor *x, hpml_norm_desc *d)
+{
+    if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "norm", d)) return false;
+    if (d->eps == 0) d->eps = 1e-5f;
+    if (d->momentum == 0) d->momentum = 0.1f;
+    return (d->eps > 0 && d->eps < 1e30f && d->momentum > 0 && d->momentum <= 1) ||
+           hpmli_false(x->ctx, HPML_ERR_ARGUMENT, "norm \"%s\": eps is %g, expected 0 or more; momentum is %g, "
+                       "expected 0 to 1", d->name ? d->name : "", (double)d->eps, (double)d->momentum);
+}
+
 HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
 {
     hpml_norm_desc d = HPMLI_ZEROED;
     hpml_tensor   *src[5], *y;
     if (desc) d = *desc;
-    if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "batchnorm", &d)) return NULL;
+    if (!hpmli_norm_settings(x, &d)) return NULL;
     if ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), "
                           "activation NONE or RELU", d.name ? d.name : "", hpmli_text(x));
@@ -6546,8 +6557,8 @@ HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
     for (int i = 3; i < 5; i++) src[i]->param->buffer = true, src[i]->needs_grad = false;
     y = hpmli_node_create_named(x->ctx, HPML_OP_BATCHNORM, name, 5, src, x->ndim, x->shape);
     if (!y) return NULL;
-    y->node->attr.norm.eps      = d.eps > 0 ? d.eps : 1e-5f;
-    y->node->attr.norm.momentum = d.momentum > 0 ? d.momentum : 0.1f;
+    y->node->attr.norm.eps      = d.eps;
+    y->node->attr.norm.momentum = d.momentum;
     y->node->attr.norm.act      = d.activation;
     y->node->saved_bytes        = (size_t)(2 * x->shape[1]) * sizeof(float); /* mean and rstd */
     y->node->scratch_bytes      = (size_t)(2 * x->shape[1] + 1) * sizeof(double);
@@ -6755,7 +6766,7 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     hpml_norm_desc d = HPMLI_ZEROED;
     hpml_tensor   *src[3], *y;
     if (desc) d = *desc;
-    if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "norm", &d)) return NULL;
+    if (!hpmli_norm_settings(x, &d)) return NULL;
     if (x->ndim < 2)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
     int64_t     cols = x->shape[x->ndim - 1];
@@ -6769,7 +6780,7 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     }
     y = hpmli_node_create_named(x->ctx, op, name, 3, src, x->ndim, x->shape);
     if (!y) return NULL;
-    y->node->attr.norm.eps   = d.eps > 0 ? d.eps : 1e-5f;
+    y->node->attr.norm.eps   = d.eps;
     y->node->saved_bytes     = (size_t)rows * 2 * sizeof(float); /* mean and rstd of each row */
     y->node->scratch_bytes   = (size_t)((rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS * 2 * cols) * sizeof(float);
     return y;

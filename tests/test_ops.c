@@ -233,6 +233,14 @@ TEST(wrong_shapes_are_refused)
     REFUSED(hpml_linear(hpml_input(ctx, HPML_DTYPE_BF16, 2, (int64_t[]){ 2, 7 }), 3, NULL));
     REFUSED(hpml_layernorm(v, &(hpml_norm_desc){ ._begin = 1 }));
     REFUSED(hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = hpml_mse(v, v), ._end = 1 }));
+    static const float bad[] = { 1.01f, -0.1f, (float)INFINITY, (float)NAN };
+    for (int i = 0; i < 4; i++) {
+        ENSURE(hpml_batchnorm(v, &(hpml_norm_desc){ .momentum = bad[i] }) == NULL && strstr(hpml_ctx_error(ctx), "momentum"));
+        hpml_ctx_clear_error(ctx);
+        if (i == 0) continue;
+        REFUSED(hpml_layernorm(v, &(hpml_norm_desc){ .eps = bad[i] }));
+    }
+    ENSURE(hpml_batchnorm(v, &(hpml_norm_desc){ .momentum = 1, .eps = HPML_ZERO }) != NULL);
     hpml_ctx_free(ctx);
 }
 
