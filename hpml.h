@@ -4377,7 +4377,8 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
 {
     hpml_ctx_desc d = HPMLI_ZEROED;
     hpml_ctx     *ctx;
-    if (desc) d = *desc;
+    if (desc && (desc->_begin || desc->_end)) d._begin = 1; /* refused below; what it points to is not called */
+    else if (desc) d = *desc;
     if (!d.allocator.alloc || !d.allocator.free) {
         d.allocator.alloc = hpmli_default_alloc;
         d.allocator.free  = hpmli_default_free;
@@ -5675,7 +5676,7 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     src[0]    = x;
     src[1]    = d.weight ? d.weight : hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 2, weight);
     src[2]    = d.no_bias ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, out);
-    if (!src[1] || (!d.no_bias && !src[2])) return NULL;
+    if (!hpmli_recordable(2, src) || (!d.no_bias && !src[2])) return NULL;
     if (src[1]->ndim != 2 || src[1]->shape[0] != out || src[1]->shape[1] != weight[1])
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": weight is %s, input %s has %lld features and %lld "
                           "outputs are wanted", name, hpmli_text(src[1]), hpmli_text(x), (long long)weight[1],
@@ -6945,7 +6946,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
     src[1]   = d.weight ? d.weight : hpmli_layer_param(tokens->ctx, name, "weight",
                    d.init == HPML_INIT_DEFAULT ? HPML_INIT_NORMAL : d.init,
                    d.init == HPML_INIT_DEFAULT ? 1.0f : d.init_scale, 2, table);
-    if (!src[1]) return NULL;
+    if (!hpmli_recordable(2, src)) return NULL;
     if (src[1]->ndim != 2 || src[1]->shape[0] != vocabulary || src[1]->shape[1] != width)
         return hpmli_null(tokens->ctx, HPML_ERR_SHAPE, "embedding \"%s\": the shared table is %s, expected %lldx%lld",
                           name, hpmli_text(src[1]), (long long)vocabulary, (long long)width);
@@ -7911,12 +7912,14 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
     int          count = 0;
     if (hpmli_failed(ctx) || (d && !HPMLI_CLEARED(ctx, "graph", d))) return NULL;
     if (!d || d->output_count < 0 || d->output_count > HPML_MAX_SRC || (d->output_count == 0 && !d->loss) ||
-        (d->loss && hpml_tensor_count(d->loss) != 1))
+        (d->output_count > 0 && !d->outputs) || (d->loss && hpml_tensor_count(d->loss) != 1))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be "
                           "one number", HPML_MAX_SRC);
     for (int i = 0; i < d->output_count; i++) targets[count++] = d->outputs[i];
     if (d->loss) targets[count++] = d->loss;
     if (!hpmli_recordable(count, targets)) return NULL;
+    if (targets[0]->ctx != ctx)
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: \"%s\" belongs to another context", targets[0]->name);
     hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
     if (!g) return NULL;
     g->ctx          = ctx;
@@ -7927,8 +7930,8 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
 
 HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
 {
-    memset(out, 0, sizeof *out);
-    if (g) *out = g->memory;
+    if (out) memset(out, 0, sizeof *out);
+    if (g && out) *out = g->memory;
 }
 
 HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }

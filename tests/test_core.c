@@ -105,7 +105,28 @@ TEST(errors_stick_and_name_things)
     ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = "pdp11" });
     ENSURE(hpml_ctx_status(ctx) == HPML_ERR_UNSUPPORTED && strstr(hpml_ctx_error(ctx), "pdp11"));
     hpml_ctx_free(ctx);
+    hpml_ctx_desc garbage;
+    memset(&garbage, 0xff, sizeof garbage); /* nothing it points to is called */
+    ctx = hpml_ctx_create(&garbage);
+    ENSURE(hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), "canary"));
+    hpml_ctx_free(ctx);
     ENSURE(hpml_ctx_status(NULL) == HPML_ERR_ARGUMENT && strcmp(hpml_status_string(HPML_ERR_SHAPE), "shapes do not fit") == 0);
+}
+
+TEST(contexts_do_not_mix)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(NULL), *other = hpml_ctx_create(NULL);
+    hpml_tensor *x = hpml_input_2d(ctx, 4, 5), *tokens = hpml_input_tokens(ctx, 4, 5);
+    hpml_tensor *y = hpml_linear(hpml_input_2d(other, 4, 5), 7, NULL), *w = hpml_param_at(other, 0); /* (7, 5) */
+#define FOREIGN(e) ENSURE((e) == NULL && strstr(hpml_ctx_error(ctx), "context")); hpml_ctx_clear_error(ctx)
+    FOREIGN(hpml_add(x, y));
+    FOREIGN(hpml_linear(x, 7, &(hpml_linear_desc){ .weight = w }));
+    FOREIGN(hpml_embedding(tokens, 7, 5, &(hpml_embedding_desc){ .weight = w }));
+    FOREIGN(hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 }));
+    ENSURE(hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1 }) == NULL && hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT);
+    hpml_graph_memory(NULL, NULL);
+    hpml_ctx_free(other);
+    hpml_ctx_free(ctx);
 }
 
 static void add_task(void *arg, int64_t task, int thread)
