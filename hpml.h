@@ -877,7 +877,7 @@ struct hpml_dataset {
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels);
 /* The binary version; `count` files become one dataset of (3, 32, 32) pixels. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
-/* Numbers separated by `,` `;` or tabs; an optional header line is found by itself. label_column: from 0, negative:
+/* Numbers, labels too, separated by `,` `;` or tabs; a header line is found by itself. label_column: from 0, negative:
    from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float target. The locale is ignored. */
 #define HPML_NO_LABEL INT32_MIN
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
@@ -9392,7 +9392,10 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     for (const char *p = start; p < c.end; p++) /* lines that are not blank */
         if (*p != '\n' && *p != '\r' && (p == start || p[-1] == '\n')) lines++;
     if (label_column < 0 && label_column != HPML_NO_LABEL) label = c.columns + label_column;
-    if (c.columns < 1 || (label_column != HPML_NO_LABEL && (label < 0 || label >= c.columns || c.columns < 2)))
+    if (c.columns < 1)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: not all fields are numbers, separated by , ; or tabs", path,
+                   (long long)c.line);
+    else if (label_column != HPML_NO_LABEL && (label < 0 || label >= c.columns || c.columns < 2))
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %d", path,
                    (long long)c.columns, label_column);
     else {

@@ -92,6 +92,8 @@ TEST(csv_files)
     ENSURE(csv(ctx, "1,2\n3,nan\n", -1, true) == NULL);
     hpml_ctx_clear_error(ctx);
     ENSURE(csv(ctx, "1,2\n", 5, true) == NULL);
+    hpml_ctx_clear_error(ctx);
+    ENSURE(csv(ctx, "5.1,3.5,setosa\n4.9,3.0,virginica\n", -1, false) == NULL && strstr(hpml_ctx_error(ctx), "line 2: not all"));
     hpml_ctx_free(ctx);
 }
 
