@@ -276,7 +276,7 @@ typedef struct hpml_param {
     hpml_init init;
     float     init_scale;
     bool      buffer;     /* state that is saved but not trained: running mean and variance of batchnorm */
-    bool      frozen;     /* no gradient, no update */
+    bool      frozen;     /* no gradient, no update; set when a graph is planned: for good there. Else it may change */
     bool      no_decay;   /* weight decay does not touch it (set for biases and norms) */
     float     lr_scale;   /* its learning rate is lr * lr_scale; 1 at first */
 } hpml_param;
@@ -6155,11 +6155,13 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     int64_t      shape[4], w[4], forward, backward;
     hpml_tensor *src[3], *y;
     hpmli_conv   c;
-    if (!hpmli_recordable(1, &x) || (d && !HPMLI_CLEARED(x->ctx, "conv2d", d))) return NULL;
+    hpml_conv2d_desc none = HPMLI_ZEROED;
+    if (!d) d = &none; /* refused for want of a kernel */
+    if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "conv2d", d)) return NULL;
     memset(&a, 0, sizeof a);
-    if (d) hpmli_conv_attr(&a, d);
+    hpmli_conv_attr(&a, d);
     const char *why = hpmli_conv_check(x, out, &a);
-    if (why) return hpmli_conv_error(x, d ? d->name : NULL, out, &a, why);
+    if (why) return hpmli_conv_error(x, d->name, out, &a, why);
     shape[0] = x->shape[0], shape[1] = out;
     for (int i = 0; i < 2; i++)
         shape[2 + i] = hpmli_conv_size(x, &a, i);
@@ -7241,14 +7243,14 @@ HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_
        loss = lse - (1 - s) x_l - s mean(x),  dx_i = exp(x_i - lse) - (1 - s) [i = l] - s / V,  lse = log sum exp(x).
    Probabilities are not stored: lse is kept for each row, and backward takes the exponential again. */
 
-HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor *target)
+HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tensor *y, hpml_tensor *target)
 {
     hpml_tensor *src[2] = { y, target };
     if (!hpmli_recordable(2, src)) return NULL;
     if (target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
         return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
-                          hpml_op_name(op), hpmli_text(y), hpmli_text(target));
-    hpml_tensor *loss = hpmli_node_create(y->ctx, op, 2, src, 0, NULL);
+                          kind, hpmli_text(y), hpmli_text(target));
+    hpml_tensor *loss = hpmli_node_create_named(y->ctx, op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL);
     if (loss) loss->node->mixes_batch = false;
     return loss;
 }
@@ -7347,7 +7349,7 @@ HPMLI_FN hpml_status hpmli_cross_entropy_backward(const hpml_run *run, hpml_node
 
 HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
 {
-    return hpmli_loss_record(HPML_OP_BCE, logits, target);
+    return hpmli_loss_record(HPML_OP_BCE, "bce_with_logits", logits, target);
 }
 
 HPMLI_NEEDS(bce_with_logits, HPMLI_NEED_BOTH)
@@ -7389,14 +7391,14 @@ HPMLI_FN hpml_status hpmli_bce_with_logits_backward(const hpml_run *run, hpml_no
 
 HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target)
 {
-    hpml_tensor *loss = hpmli_loss_record(HPML_OP_HUBER, y, target);
+    hpml_tensor *loss = hpmli_loss_record(HPML_OP_HUBER, "mse", y, target);
     if (loss) loss->node->attr.huber.squared = true;
     return loss;
 }
 
 HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delta)
 {
-    hpml_tensor *loss = hpmli_loss_record(HPML_OP_HUBER, y, target);
+    hpml_tensor *loss = hpmli_loss_record(HPML_OP_HUBER, "huber", y, target);
     if (loss && !(delta >= 0))
         return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "huber: delta is %g, expected 0 or more", (double)delta);
     if (loss) loss->node->attr.huber.delta = delta;
@@ -10658,7 +10660,7 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
         const hpml_node *n      = g->nodes[i];
         int64_t          params = 0;
         for (int s = 0; s < n->src_count; s++)
-            if (n->src[s] && n->src[s]->param) params += hpml_tensor_count(n->src[s]);
+            if (n->src[s] && n->src[s]->param && !n->src[s]->param->buffer) params += hpml_tensor_count(n->src[s]);
         hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
                        hpmli_shape_text(g->ctx, n->out->ndim, n->out->shape), (long long)params,
                        1e-6 * hpmli_node_flops(n, false));

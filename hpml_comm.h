@@ -134,8 +134,8 @@ typedef struct hpml_comm_desc {
     uint32_t            _end;
 } hpml_comm_desc;
 
-/* Collective. NULL on failure, the error on the context: MPI not initialized, a launcher that started several programs
-   of one rank each, ... The communicator goes with its context; a rank whose context has an error tells the others. */
+/* Collective. NULL on failure, the error on the context: MPI not initialized, a launcher of another MPI, ... It goes
+   with its context. A rank whose context has an error tells the others; all have then failed, cleared or not. */
 HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc);
 HPML_API void       hpml_comm_free(hpml_comm *c); /* optional, collective */
 
@@ -3293,7 +3293,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     if (getenv("HPML_RUN") && (d.run || (!d.transport && !d.ranks))) d.run = getenv("HPML_RUN");
     if (d.run && !hpmlc_run_read(&d)) {
         if (error && size > 0)
-            snprintf(error, size, "launch: HPML_RUN or .run is \"%s\"; serial, threads:N, clock:N, mpi, mpi:N, auto",
+            snprintf(error, size, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], clock[:N], mpi[:N], auto[:N]",
                      d.run);
         return HPML_ERR_ARGUMENT;
     }
