@@ -144,8 +144,8 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ra
 HPML_API void        hpml_world_free(hpml_world *w);
 
 /* Runs `fn` on every rank and returns when all have: the one line that differs between one core, threads, virtual time
-   and mpiexec (where it runs `fn` once, on this process's rank, and starts and ends MPI unless you have). Every rank
-   gets a context and a communicator. The result is the first rank's error, its text in `error` (may be NULL). */
+   and mpiexec (where it runs `fn` on this process's rank, and starts and ends MPI unless you have: once, then). Every
+   rank gets a context and a communicator. The result is the first rank's error, its text in `error` (may be NULL). */
 typedef struct hpml_launch_desc {
     uint32_t            _begin;
     const char         *run;       /* transport and ranks in words: "serial", "threads:4", "clock:4", "mpi", "mpi:4";
@@ -1836,8 +1836,8 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     MPI_Initialized(&on);
     MPI_Finalized(&over);
     if (!on || over) {
-        hpml_ctx_fail(ctx, HPML_ERR_STATE, "comm: MPI is %s; call MPI_Init before hpml_comm_create and free the "
-                      "context before MPI_Finalize, or use hpml_launch", over ? "over already" : "not initialized");
+        hpml_ctx_fail(ctx, HPML_ERR_STATE, "comm: MPI is %s; call MPI_Init before hpml_comm_create and free "
+                      "the context before MPI_Finalize, or use hpml_launch once", over ? "over" : "not initialized");
         return NULL;
     }
     given = d->mpi_comm ? *(MPI_Comm *)d->mpi_comm : MPI_COMM_WORLD;
@@ -3267,11 +3267,11 @@ HPMLC_FN hpml_status hpmlc_verdict(const hpmlc_start *s, int n, char *error, siz
 HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, char *error, size_t size)
 {
 #ifdef HPML_USE_MPI
-    int on = 0, level, rank = 0;
-    MPI_Initialized(&on);
+    int on = 0, over = 0, level, rank = 0;
+    MPI_Initialized(&on), MPI_Finalized(&over);
     if (!on) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
     if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores(hpml_launched(NULL));
-    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    if (!over) MPI_Comm_rank(MPI_COMM_WORLD, &rank); /* else the communicator says so */
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
     if (!on && s->status == HPML_OK) MPI_Finalize(); /* else others may never come: ending the process ends the job */

@@ -247,6 +247,7 @@ int main(int argc, char **argv)
     const char *what = argc > 1 ? argv[1] : "correct";
     if (strcmp(what, "correct") == 0) return launch(correct, 0, false, 30);
     if (strcmp(what, "checked") == 0) return launch(correct, 0, true, 30);
+    if (strcmp(what, "twice") == 0) return launch(announced, 0, false, 30) || launch(announced, 0, false, 30);
     if (strcmp(what, "large") == 0) return launch(large, 0, false, 30);
     if (strcmp(what, "traffic") == 0) return launch(traffic, 0, false, 10);
     if (strcmp(what, "wrong_number") == 0) return launch(correct, 3, false, 10);
