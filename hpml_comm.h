@@ -2448,7 +2448,7 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
 {
     hpmlc_plan plan;
     hpmlc_plan_make(&plan, a, p, ranks_per_node, false, rank, n);
-    for (int i = 0; i < plan.count; i++) {
+    for (int i = 0; rank >= 0 && rank < p && round >= 0 && i < plan.count; i++) {
         if (round < plan.phase[i].rounds) {
             hpmlc_move_of(&plan.phase[i], round, out);
             return true;
@@ -4902,6 +4902,9 @@ HPMLC_FN hpml_status hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distri
     if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0 ||
         d->history < 0)
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative");
+    if (hpml_trainer_settings(t)->input->ctx != c->ctx)
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the trainer is of another context; record the model on "
+                          "hpml_comm_ctx(comm)");
     if (d->global_batch == 0) d->global_batch = c->size * batch;
     if (d->leaf == 0) d->leaf = batch < 8 ? batch : 8;
     if (d->history == 0) d->history = 64;
@@ -4911,13 +4914,10 @@ HPMLC_FN hpml_status hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distri
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld on %d ranks gives one up to %lld "
                           "samples (leaves of %lld), the model's batch is %lld", (long long)d->global_batch, c->size,
                           (long long)most, (long long)d->leaf, (long long)batch);
-    bool    several = hpml_trainer_settings(t)->accumulate > 1;
+    bool several = hpml_trainer_settings(t)->accumulate > 1 || d->sync_batchnorm; /* leaves come one by one */
     if (d->exact && (d->sum || d->delayed || d->warm_steps || d->method != HPML_METHOD_CODEC || several))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs, and one batch a "
-                          "step; not with sum, delayed, warm_steps, top-k, low rank or accumulate");
-    if (d->exact && d->sync_batchnorm)
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums compute leaves one after another, each with "
-                          "statistics of its own; sync_batchnorm needs them at once");
+                          "step; not with sum, delayed, warm_steps, top-k, low rank, accumulate or sync_batchnorm");
     bool lossy = d->method != HPML_METHOD_CODEC || d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
     if ((d->exact || lossy) && hpml_ctx_backend(c->ctx) != hpml_backend_cpu() && hpmlc_overflows(t, c->ctx))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and what packs "

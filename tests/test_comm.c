@@ -941,6 +941,8 @@ TEST(arguments_are_checked)
     ENSURE(hpml_iallreduce(NULL, &x, 1, NULL) == NULL && hpml_job_wait(NULL) != HPML_OK && hpml_job_done(NULL));
     ENSURE(hpml_comm_split(NULL, 0, 0) == NULL && hpml_comm_split_node(NULL) == NULL);
     ENSURE(hpml_world_create(HPML_TRANSPORT_THREADS, 0, NULL) == NULL);
+    hpml_move m;
+    ENSURE(!hpml_allreduce_move(HPML_RING, 4, 0, 4, 8, 0, &m) && !hpml_allreduce_move(HPML_RING, 4, 0, 0, 8, -1, &m));
     hpml_comm_free(NULL);
     hpml_world_free(NULL);
     hpml_ctx_free(ctx);

@@ -632,6 +632,16 @@ TEST(ranks_have_the_schedule_of_one)
     ENSURE_NEAR((double)alone[4], 0.1 * GLOBAL / 6, 1e-6);
 }
 
+static hpml_status foreign(hpml_comm *c, void *user)
+{
+    hpml_ctx     *own = hpml_ctx_create(NULL);
+    hpml_tensor  *x = hpml_input_2d(own, 4, INPUTS);
+    hpml_trainer *t = hpml_trainer_create(own, &(hpml_trainer_desc){ .input = x, .output = hpml_linear(x, CLASSES, NULL) });
+    *(bool *)user = t && hpml_distribute(t, c, NULL) == NULL;
+    hpml_ctx_free(own);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
 TEST(errors_name_the_rank)
 {
     job odd = { .odd = 3 }, mixed = { .d = { .exact = true, .delayed = true } },
@@ -644,6 +654,10 @@ TEST(errors_name_the_rank)
     }
     ENSURE(go(&odd, 3, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_SHAPE);
     ENSURE(strstr(odd.text, "the same model on all ranks"));
+    char text[512];
+    bool refused = false;
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 1 }, foreign, &refused, text, sizeof text) == HPML_ERR_ARGUMENT);
+    ENSURE(refused && strstr(text, "of another context"));
     ENSURE(go(&mixed, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED);
     ENSURE(go(&both, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED && strstr(both.text, "sync_batchnorm"));
     job late = { .steps = 3, .save = path("late"), .d.delayed = true }, now = { .load = late.save }, other = { .load = late.save, .hidden = 32, .d.delayed = true };
