@@ -3848,7 +3848,8 @@ HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind)
 HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *desc, int64_t rows, int64_t cols)
 {
     const hpml_codec *none = hpml_codec_get(HPML_CODEC_NONE);
-    hpml_codec_desc  *d    = &p->desc;
+    if (!p) return HPML_ERR_ARGUMENT;
+    hpml_codec_desc *d = &p->desc;
     memset(p, 0, sizeof *p);
     if (desc) *d = *desc;
     p->codec = d->custom ? d->custom : hpml_codec_get(d->kind);

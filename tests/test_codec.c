@@ -219,6 +219,7 @@ TEST(bad_arguments)
     hpml_codec_desc d;
     memset(&d, 0, sizeof d);
     ENSURE(hpml_packing_init(&p, &d, -1, 4) == HPML_ERR_SHAPE);
+    ENSURE(hpml_packing_init(NULL, &d, 4, 4) == HPML_ERR_ARGUMENT);
     ENSURE(hpml_packing_init(&p, &d, INT64_MAX / 2, 4) == HPML_ERR_OVERFLOW);
     d.kind = (hpml_codec_kind)4;
     ENSURE(hpml_packing_init(&p, &d, 4, 4) == HPML_ERR_ARGUMENT);
