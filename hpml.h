@@ -6532,8 +6532,9 @@ HPMLI_OP(avg_pool2d, 0, hpmli_planes(run, n, hpmli_avg_pool_task), hpmli_planes(
    added up over the ranks in between. Sources: x, gamma, beta (NULL without affine), running mean, running variance. */
 
 /* Checks what all norms have, and fills in what is zero. */
-HPMLI_FN bool hpmli_norm_settings(hpml_tensor *x, hpml_norm_desc *d)
+HPMLI_FN bool hpmli_norm_settings(hpml_tensor *x, hpml_norm_desc *d, const hpml_norm_desc *desc)
 {
+    if (desc) *d = *desc;
     if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "norm", d)) return false;
     if (d->eps == 0) d->eps = 1e-5f;
     if (d->momentum == 0) d->momentum = 0.1f;
@@ -6546,8 +6547,7 @@ HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
 {
     hpml_norm_desc d = HPMLI_ZEROED;
     hpml_tensor   *src[5], *y;
-    if (desc) d = *desc;
-    if (!hpmli_norm_settings(x, &d)) return NULL;
+    if (!hpmli_norm_settings(x, &d, desc)) return NULL;
     if ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), "
                           "activation NONE or RELU", d.name ? d.name : "", hpmli_text(x));
@@ -6769,8 +6769,7 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
 {
     hpml_norm_desc d = HPMLI_ZEROED;
     hpml_tensor   *src[3], *y;
-    if (desc) d = *desc;
-    if (!hpmli_norm_settings(x, &d)) return NULL;
+    if (!hpmli_norm_settings(x, &d, desc)) return NULL;
     if (x->ndim < 2)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
     int64_t     cols = x->shape[x->ndim - 1];
@@ -8997,11 +8996,9 @@ HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path
     if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
     w->path      = hpmli_strdup(ctx, path);
     w->temporary = w->path ? (char *)hpmli_alloc(ctx, room) : NULL;
-    if (w->temporary) {
-        hpmli_temporary_open(w, room);
-        if (!w->f) hpmli_fail(ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", path, strerror(errno));
-    }
+    if (w->temporary) hpmli_temporary_open(w, room);
     if (w->f) return true;
+    if (w->temporary) hpmli_fail(ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", path, strerror(errno));
     hpmli_free(ctx, w->temporary);
     hpmli_free(ctx, w->path);
     return false;
