@@ -8312,21 +8312,27 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
     if (!d || !d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
     const struct { const char *name; double value, most; } in[] = {
-        { "lr", (double)d->lr, 1e30 }, { "momentum", (double)d->momentum, 1e30 }, { "trust", (double)d->trust, 1e30 },
+        { "lr", (double)d->lr, 1e30 }, { "momentum", (double)d->momentum, 1 }, { "trust", (double)d->trust, 1e30 },
         { "weight_decay", (double)d->weight_decay, 1e30 }, { "clip_norm", (double)d->clip_norm, 1e30 },
         { "loss_scale", (double)d->loss_scale, 1e30 }, { "eps", (double)d->eps, 1e30 },
         { "beta1", (double)d->beta1, 0.999999999 }, { "beta2", (double)d->beta2, 0.999999999 },
         { "label_smoothing", (double)d->label_smoothing, 1 }, { "optimizer", (double)d->optimizer, HPML_OPT_LAMB },
         { "loss", (double)d->loss, HPML_LOSS_HUBER }, { "accumulate", (double)d->accumulate, 1e9 },
         { "schedule.kind", (double)d->schedule.kind, HPML_SCHEDULE_LINEAR },
-        { "schedule.warmup_steps", (double)d->schedule.warmup_steps, 1e15 } };
+        { "schedule.warmup_steps", (double)d->schedule.warmup_steps, 1e15 }, { "lr_rule", (double)d->lr_rule, 2 },
+        { "schedule.gamma", (double)d->schedule.gamma, 1e30 },
+        { "schedule.min_lr", (double)d->schedule.min_lr, 1e30 } };
     for (size_t i = 0; i < sizeof in / sizeof in[0]; i++)
         if (!(in[i].value >= 0 && in[i].value <= in[i].most))
             return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: %s %g is not in 0..%g", in[i].name, in[i].value,
                                in[i].most);
     bool ends = d->schedule.kind == HPML_SCHEDULE_COSINE || d->schedule.kind == HPML_SCHEDULE_LINEAR;
-    if ((ends && d->schedule.total_steps < 1) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s", ends ? "total_steps" : "period");
+    bool over = d->schedule.total_steps < 1 || d->schedule.total_steps < d->schedule.warmup_steps;
+    if ((ends && over) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s",
+                           ends ? "total_steps, warm-up included" : "period");
+    if (d->nesterov && d->optimizer == HPML_OPT_SGD && hpmli_or(d->momentum, 0) == 0)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: nesterov needs a momentum");
     return true;
 }
 
@@ -8792,7 +8798,7 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
                           hpml_dtype_name(data->x_dtype), (long long)data->y_size, hpml_dtype_name(data->y_dtype),
                           (long long)need, hpml_dtype_name(x->dtype), (long long)learn, hpml_dtype_name(y->dtype));
     if (given) d = *given;
-    if (d.batch <= 0) d.batch = (int32_t)t->graph->batch;
+    if (d.batch == 0) d.batch = (int32_t)t->graph->batch;
     if (d.batch > t->graph->batch)
         return hpmli_null(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loader's batch %d is larger than the model's %lld",
                           d.batch, (long long)t->graph->batch);
@@ -8841,6 +8847,9 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     if (!t) return HPML_ERR_ARGUMENT;
     if (desc) d = *desc;
     if (!HPMLI_CLEARED(t->ctx, "fit", &d)) return t->ctx->status;
+    if (d.epochs < 0 || d.max_steps < 0)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "fit: %d epochs, max_steps %lld: expected 0 or more", d.epochs,
+                          (long long)d.max_steps);
     hpml_loader *l = hpmli_trainer_loader(t, data, d.loader, false);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
@@ -8884,6 +8893,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
 {
     if (!t || !out || !x) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
+    if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
     hpml_graph *g = t->graph;
     hpml_graph_batch(g, g->batch);
     int64_t each = hpml_tensor_count(t->input) / g->batch * (int64_t)hpml_dtype_size(t->input->dtype);

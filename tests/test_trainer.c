@@ -316,7 +316,9 @@ TEST(a_nan_is_named)
 TEST(what_does_not_fit_is_refused)
 {
     static const hpml_trainer_desc bad[] = { { .optimizer = (hpml_opt)99 }, { .loss = (hpml_loss)99 }, { .beta1 = 1.5f }, { .eps = -1 },
-        { .schedule = { .kind = HPML_SCHEDULE_COSINE } }, { .schedule = { .kind = HPML_SCHEDULE_STEP } }, { ._end = 1 } };
+        { .schedule = { .kind = HPML_SCHEDULE_COSINE } }, { .schedule = { .kind = HPML_SCHEDULE_STEP } }, { ._end = 1 },
+        { .schedule = { .kind = HPML_SCHEDULE_LINEAR, .warmup_steps = 20, .total_steps = 10 } }, { .schedule.gamma = (float)NAN },
+        { .schedule.min_lr = -1 }, { .momentum = 2 }, { .nesterov = true }, { .lr_rule = (hpml_lr_rule)7 } };
     const float   x[20]    = { 0 };
     const int32_t y[30]    = { 0 };
     const int64_t shape[1] = { 2 };
@@ -337,7 +339,14 @@ TEST(what_does_not_fit_is_refused)
         ENSURE(hpml_trainer_evaluate(t, d[i], &m) == HPML_ERR_SHAPE);
         hpml_ctx_clear_error(ctx);
     }
-    ENSURE(hpml_trainer_fit(t, blobs(ctx, 8), &(hpml_fit_desc){ ._begin = 1 }) == HPML_ERR_ARGUMENT);
+    static const hpml_loader_desc few = { .batch = -3 };
+    const hpml_fit_desc fit[] = { { ._begin = 1 }, { .epochs = -1 }, { .max_steps = -1 }, { .loader = &few } };
+    for (int i = 0; i < 4; i++) {
+        ENSURE(hpml_trainer_fit(t, blobs(ctx, 8), &fit[i]) == HPML_ERR_ARGUMENT);
+        hpml_ctx_clear_error(ctx);
+    }
+    float out[6];
+    ENSURE(hpml_trainer_predict(t, x, -1, out) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), "-1 samples"));
     hpml_ctx_free(ctx);
 }
 
