@@ -2141,7 +2141,8 @@ HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int part, H
                 if (nv > 2) hv_store(packed + 2 * HV_W, b2);
                 if (nv > 3) hv_store(packed + 3 * HV_W, b3);
                 packed += nv * HV_W;
-                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(b + (nv + i) * HV_W); /* the next panel */
+                const float *ahead = b + (p + 16 < kc ? 16 * ldb : (16 - kc) * ldb + nv * HV_W); /* or the next panel */
+                for (int i = 0; i < nv; i++) HPMLI_PREFETCH(ahead + i * HV_W);
             }
             if (p < fetch) { /* not all at once: the first numbers of A and B would have to wait */
                 for (int i = 0; i < nv; i++) HPMLI_PREFETCH(next + i * HV_W);
@@ -2270,9 +2271,11 @@ HPMLI_KFN void HPMLI_K(hpmli_pack)(const float *x, int64_t ps, int64_t js, int64
                                    float *dst)
 {
     if (js == 1) {
-        for (int64_t p = 0; p < pc; p++, x += ps, dst += nr)
+        for (int64_t p = 0; p < pc; p++, x += ps, dst += nr) {
+            HPMLI_PREFETCH(x + pc * ps); /* for the next call */
             for (int64_t j = 0; j < nr; j += HV_W) /* the last may spill over, into what comes later */
                 hv_store(dst + j, j < jn ? hv_ld(x + j, jn - j) : hv_zero());
+        }
         return;
     }
     for (int64_t j = 0; j < nr; j += HV_W) { /* squares; one may spill over, into what comes later */
@@ -2346,6 +2349,13 @@ typedef struct HPMLI_K(hpmli_view) {
     void (*act_row)(float *y, int64_t n);
 } HPMLI_K(hpmli_view);
 
+/* Columns of P, ks apart, that lie far from each other: each is in another page, and a few sets of the cache take them
+   all. They are worth packing for so many columns of Q. */
+HPMLI_VFN bool HPMLI_K(hpmli_far)(int64_t rs, int64_t ks, int64_t k, int64_t cols)
+{
+    return rs == 1 && ks * k >= 262144 && cols >= 4 * HPMLI_NR;
+}
+
 HPMLI_KFN HPMLI_K(hpmli_view) HPMLI_K(hpmli_view_of)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -2362,8 +2372,10 @@ HPMLI_KFN HPMLI_K(hpmli_view) HPMLI_K(hpmli_view_of)(const hpmli_gemm_part *part
     v.p = d->a + part->batch * d->a_batch + part->i0 * d->a_rs, v.p_rs = d->a_rs, v.p_ks = d->a_cs;
     if (!d->pack_b) {
         v.q = d->b + part->batch * d->b_batch + part->j0 * d->b_cs, v.q_ks = d->b_rs, v.q_cs = d->b_cs;
-        /* Turning n k numbers of B, or m k of A (when they need it) and m n of C: each about as dear. */
-        if (v.q_cs != 1 && n * v.k > (v.p_rs == 1 ? 0 : m * v.k) + m * n * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
+        /* Turning B and packing A, or turning A, packing B and, for each block of k, turning C. */
+        int64_t keep = (v.q_cs != 1) * n + HPMLI_K(hpmli_far)(v.p_rs, v.p_ks, v.k, n) * m;
+        int64_t swap = (v.p_rs != 1) * m + HPMLI_K(hpmli_far)(v.q_cs, v.q_ks, v.k, m) * n;
+        if (keep * v.k > swap * v.k + m * n * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
             const float *p = v.p;
             int64_t      rs = v.p_rs, ks = v.p_ks;
             v.p = v.q, v.p_rs = v.q_cs, v.p_ks = v.q_ks;
@@ -2373,8 +2385,7 @@ HPMLI_KFN HPMLI_K(hpmli_view) HPMLI_K(hpmli_view_of)(const hpmli_gemm_part *part
     }
     v.pack_q = d->pack_b || v.q_cs != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_ks & -v.q_ks) >= 262144));
     v.fuse   = !d->pack_b && v.q_cs == 1;
-    /* Columns of P that lie far apart: each is in another page, and a few sets of the cache take them all. */
-    if (v.p_rs == 1 && v.p_ks * v.k >= 262144 && v.cols >= 4 * HPMLI_NR) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
+    if (HPMLI_K(hpmli_far)(v.p_rs, v.p_ks, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
     return v;
 }
 
@@ -2460,32 +2471,40 @@ HPMLI_KFN void HPMLI_K(hpmli_block_end)(HPMLI_K(hpmli_view) *v, int64_t p0, int6
     v->act_row      = last ? d->act_row : NULL;
     v->plain        = d->alpha == 1 && (v->end.beta == 0 || v->end.beta == 1) && !v->end.bias_col &&
                       !v->end.bias_row && !v->end.relu;
-    v->fetch        = v->rows * v->cols >= 8192 && !v->swapped; /* C is larger than the first-level cache */
+    /* C is larger than the first-level cache; but loads wait for stores a multiple of 4 KiB away. */
+    v->fetch = v->rows * v->cols >= 8192 && !v->swapped && (v->k > 32 || v->ldc % 512 != 0);
 }
 
-/* Block after block of k, of rows; for the first block of rows the panels of Q are packed, as they come. */
+/* Block after block of k, of columns, of rows. For the first block of rows the panels of Q are packed, as they come,
+   for the first columns P is; so that there is room for it, no more than PACKED blocks of rows are dealt with at a
+   time. */
 HPMLI_KFN void HPMLI_K(hpmli_blocks)(HPMLI_K(hpmli_view) *v)
 {
-    float  *pb = v->part->ws;
+    float  *pb = v->part->ws, *packed_p = v->packed_p;
     int64_t k_blocks = v->k > HPMLI_GEMM_KC ? (v->k - 1) / HPMLI_GEMM_KC + 1 : 1;
     int64_t row_blocks = v->rows > HPMLI_GEMM_MC ? (v->rows - 1) / HPMLI_GEMM_MC + 1 : 1;
-    for (int64_t j0 = 0; j0 < v->cols; j0 += HPMLI_GEMM_NC) {
-        int64_t nc = v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC, vectors = (nc + HV_W - 1) / HV_W;
-        int64_t most = v->swapped ? 2 : HPMLI_NV, panels = (vectors + most - 1) / most;
-        int64_t height = HPMLI_K(hpmli_tile_rows)[(vectors - 1) / panels];
-        v->group = height < HV_W ? HV_W / height : 1;
-        v->width = (v->group * height + HV_W - 1) / HV_W * HV_W;
-        for (int64_t kb = 0; kb < k_blocks; kb++) {
-            int64_t p0 = kb * v->k / k_blocks, kc = (kb + 1) * v->k / k_blocks - p0;
-            HPMLI_K(hpmli_block_end)(v, p0, kc);
-            for (int64_t rb = 0; rb < row_blocks; rb++) {
+    int64_t at_once = packed_p && row_blocks > HPMLI_GEMM_PACKED ? HPMLI_GEMM_PACKED : row_blocks, height = 1;
+    for (int64_t step = 0; step < (row_blocks + at_once - 1) / at_once * k_blocks; step++) {
+        int64_t kb = step % k_blocks, r0 = step / k_blocks * at_once, p0 = kb * v->k / k_blocks;
+        int64_t r1 = row_blocks - r0 < at_once ? row_blocks : r0 + at_once, kc = (kb + 1) * v->k / k_blocks - p0;
+        HPMLI_K(hpmli_block_end)(v, p0, kc);
+        for (int64_t j0 = 0; j0 < v->cols; j0 += HPMLI_GEMM_NC) {
+            int64_t nc = v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC, vectors = (nc + HV_W - 1) / HV_W;
+            int64_t most = v->swapped ? 2 : HPMLI_NV, panels = (vectors + most - 1) / most;
+            if (j0 == 0 || !packed_p) height = HPMLI_K(hpmli_tile_rows)[(vectors - 1) / panels];
+            v->group = height < HV_W ? HV_W / height : 1;
+            v->width = (v->group * height + HV_W - 1) / HV_W * HV_W;
+            for (int64_t rb = r0; rb < r1; rb++) {
                 int64_t i0 = rb * v->rows / row_blocks, mc = (rb + 1) * v->rows / row_blocks - i0;
                 v->tiles = (mc + height - 1) / height;
-                if (v->packed_p) HPMLI_K(hpmli_pack_block)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
+                if (packed_p) {
+                    v->packed_p = packed_p + (rb - r0) * HPMLI_GEMM_BLOCK;
+                    if (j0 == 0) HPMLI_K(hpmli_pack_block)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
+                }
                 for (int64_t t = 0, j = 0, end; t < panels; t++, j = end) {
                     end = vectors * (t + 1) / panels * HV_W;
                     HPMLI_K(hpmli_panel)(v, i0, mc, j0 + j, (end < nc ? end : nc) - j, p0, kc,
-                                         row_blocks > 1 ? pb + j * kc : pb, rb > 0);
+                                         row_blocks > 1 ? pb + j * kc : pb, rb > r0);
                 }
             }
         }
@@ -3350,8 +3369,10 @@ typedef struct hpmli_gemm_part {
 #define HPMLI_GEMM_MC 168
 #define HPMLI_GEMM_NC 256
 #define HPMLI_GEMM_SUMS 65536 /* partial sums of a product that is cut along k */
-#define HPMLI_GEMM_PACKED_A ((HPMLI_GEMM_NC + 32) * HPMLI_GEMM_KC) /* behind the packed B */
-#define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + (HPMLI_GEMM_MC * 4 / 3 + 16) * HPMLI_GEMM_KC + HPMLI_GEMM_SUMS)
+#define HPMLI_GEMM_PACKED   7     /* blocks of A, where they are packed at all, ... */
+#define HPMLI_GEMM_PACKED_A ((HPMLI_GEMM_NC + 32) * HPMLI_GEMM_KC)              /* ... behind the packed B ... */
+#define HPMLI_GEMM_BLOCK    ((HPMLI_GEMM_MC * 4 / 3 + 16) * HPMLI_GEMM_KC)      /* ... and so far apart */
+#define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + HPMLI_GEMM_PACKED * HPMLI_GEMM_BLOCK + HPMLI_GEMM_SUMS)
 
 /* Loops over registers must be unrolled at any optimization level. */
 #if defined(__clang__)

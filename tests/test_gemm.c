@@ -171,10 +171,11 @@ static int64_t check_long(hpml_ctx *const *ctx, int contexts)
 {
     static const int64_t shape[][3] = {
         { 3, 2500, 33 }, { 30, 1100, 200 }, { 200, 1057, 20 }, /* across the blocks of n */
+        { 1200, 260, 230 }, { 400, 130, 1030 },                /* columns of A far apart: packed, swapped */
         { 10, 33, 9000 }, { 32, 27, 20001 }, { 40, 70, 5003 }, { 1, 7, 10000 }, { 2, 1, 70001 }
     };
     int64_t bad = 0;
-    for (int i = 0; i < 8; i++)
+    for (int i = 0; i < (int)(sizeof shape / sizeof shape[0]); i++)
         for (int trans = 0; trans < 8; trans++) {
             product s;
             memset(&s, 0, sizeof s);
