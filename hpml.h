@@ -2837,7 +2837,8 @@ HPMLI_VFN void HPMLI_K(hpmli_chunk_normal)(float *x, const uint32_t *w) // x, w:
     }
 }
 
-/* All three fills walk over chunks; what differs is what becomes of the 64 words. */
+/* Numbers first .. first + n - 1 of a stream: words, uniform in [0, 1), normal. All walk over chunks; what differs is
+   what becomes of the 64 words. */
 #define HPMLI_RANDOM_FILL(name, T, convert)                                                                            \
     HPMLI_KFN void HPMLI_K(hpmli_random_##name)(T *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)     \
     {                                                                                                                  \
@@ -3296,7 +3297,12 @@ HPMLI_KFN void HPMLI_K(hpmli_max_pool_row_back)(float *dx, const float *at, cons
     }
 }
 
-#define HPMLI_X(ret, fn, args) HPMLI_K(hpmli_##fn),
+#if HPMLI_ISA == 0 /* the first pass says what the kernels are */
+#define HPMLI_X(fn) __typeof__(hpmli_##fn##_scalar) *fn;
+typedef struct hpmli_kernels { const char *name; HPMLI_KERNELS(HPMLI_X) } hpmli_kernels;
+#undef HPMLI_X
+#endif
+#define HPMLI_X(fn) HPMLI_K(hpmli_##fn),
 static const hpmli_kernels HPMLI_K(hpmli_kernels) = { HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X) };
 #undef HPMLI_X
 
@@ -3381,56 +3387,17 @@ typedef struct hpmli_gemm_part {
 #define HPMLI_UNROLL _Pragma("GCC unroll 16")
 #endif
 
-#define HPMLI_KERNELS_GEMM(X)                                                                                          \
-    X(void, gemm_part, (const hpmli_gemm_part *part))                                                                  \
-    X(void, gemm_sum, (const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t apart))
-
 /* What one optimizer step needs; see >>vupdate. */
 typedef struct hpmli_opt_args {
     hpml_update u;                         /* lr already scaled for LARS */
     float       correction1, correction2;  /* 1 - beta^step */
 } hpmli_opt_args;
 
-#define HPMLI_MAP2_ARGS   (float *y, const float *a, const float *b, int64_t n)
-#define HPMLI_REDUCE_ARGS (const float *x, int64_t n)
-#define HPMLI_DOT2_ARGS   (const float *a, const float *b, int64_t n)
-#define HPMLI_KERNELS_VEC(X)                                                                                           \
-    X(void, act_forward, (int kind, float slope, float *y, const float *x, int64_t n))                                 \
-    X(void, act_backward, (int kind, float slope, float *dx, const float *dy, const float *x, const float *y,          \
-                           int64_t n, int accumulate))                                                                 \
-    X(void, vfill, (float *y, float value, int64_t n))                                                                 \
-    X(void, vadd, HPMLI_MAP2_ARGS) X(void, vsub, HPMLI_MAP2_ARGS)                                                      \
-    X(void, vmul, HPMLI_MAP2_ARGS) X(void, vdiv, HPMLI_MAP2_ARGS)                                                      \
-    X(void, vaxpby, (float *y, float a, const float *x, float b, int64_t n))                                           \
-    X(void, vscale_add, (float *y, const float *x, float a, float b, int64_t n))                                       \
-    X(void, vaffine_relu, (float *y, const float *x, float a, float b, int64_t n))                                     \
-    X(void, vaxpbypc, (float *y, float a, const float *x, float b, const float *z, float c, int64_t n, int add))       \
-    X(void, vsum_rows, (float *out, const float *x, int64_t rows, int64_t cols, int accumulate))                       \
-    X(float, vsum, HPMLI_REDUCE_ARGS) X(float, vdot, HPMLI_DOT2_ARGS) X(float, vmax, HPMLI_REDUCE_ARGS)                \
-    X(double, vsumsq, HPMLI_REDUCE_ARGS) X(double, vsum_wide, HPMLI_REDUCE_ARGS) X(double, vdot_wide, HPMLI_DOT2_ARGS) \
-    X(double, vvar_wide, (const float *x, float mean, int64_t n))                                                      \
-    X(float, vexp_sum, (float *y, const float *x, float shift, int64_t n))                                             \
-    X(void, opt_step, (const hpmli_opt_args *o, float *w, const float *g, float *m, float *v, int64_t n))              \
-    X(void, bf16_to_f32, (float *y, const uint16_t *x, int64_t n))                                                     \
-    X(void, f32_to_bf16, (uint16_t *y, const float *x, int64_t n))                                                     \
-    X(void, f16_to_f32, (float *y, const uint16_t *x, int64_t n))                                                      \
-    X(void, f32_to_f16, (uint16_t *y, const float *x, int64_t n))                                                      \
-    X(void, u8_to_f32, (float *y, const uint8_t *x, float scale, float shift, int64_t n))                              \
-    X(void, i32_to_f32, (float *y, const int32_t *x, int64_t n))                                                       \
-    X(void, f32_to_i32, (int32_t *y, const float *x, int64_t n))                                                       \
-    X(void, f32_to_u8, (uint8_t *y, const float *x, int64_t n))
-
 #define HPMLI_CHUNK     64          /* random words made at a time */
 #define HPMLI_PHILOX_M0 0xD2511F53u /* multipliers of Philox ... */
 #define HPMLI_PHILOX_M1 0xCD9E8D57u
 #define HPMLI_PHILOX_W0 0x9E3779B9u /* ... and what a round adds to its key */
 #define HPMLI_PHILOX_W1 0xBB67AE85u
-
-/* Numbers first .. first + n - 1 of a stream: words, uniform in [0, 1), normal. */
-#define HPMLI_KERNELS_RANDOM(X)                                                                                        \
-    X(void, random_words, (uint32_t * out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n))                 \
-    X(void, random_uniform, (float *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n))                   \
-    X(void, random_normal, (float *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n))
 
 #define HPMLI_ONEBIT_LANES 16   /* elements in a step: two bytes of bits */
 #define HPMLI_ONEBIT_CHUNK 1024 /* elements summed in float */
@@ -3441,14 +3408,6 @@ typedef struct hpmli_onebit_row {
     int64_t count[2];
     float   least[2], most[2];
 } hpmli_onebit_row;
-
-#define HPMLI_KERNELS_CODEC(X)                                                                                         \
-    X(void, onebit_scan, (hpmli_onebit_row * row, uint8_t *bits, float *e, const float *g, int64_t n))                 \
-    X(void, onebit_carry, (float *e, float low, float high, int64_t n))                                                \
-    X(void, onebit_decode, (float *out, const uint8_t *bits, float low, float high, int64_t n))                        \
-    X(void, onebit_decode_add, (float *out, const uint8_t *bits, float low, float high, int64_t n))                    \
-    X(bool, bf16_encode, (uint16_t * packed, float *e, const float *g, int64_t n))                                     \
-    X(void, bf16_decode_add, (float *out, const uint16_t *packed, int64_t n))
 
 /* How the pixels of a result are computed from an image in NHWC order. */
 typedef struct hpmli_conv_map {
@@ -3480,22 +3439,6 @@ typedef struct hpmli_conv_sum {
 } hpmli_conv_sum;
 
 #define HPMLI_CONV_PANEL 32 /* channels are dealt with in panels; what a kernel calls a panel divides this */
-
-#define HPMLI_KERNELS_CONV(X)                                                                                          \
-    X(void, conv_pack, (float *dst, const float *w, const hpmli_conv_map *m, int64_t o))                               \
-    X(void, conv_pack_back, (float *dst, const float *w, const hpmli_conv_sum *g, int64_t o))                          \
-    X(void, conv_turn, (float *image, const float *x, int64_t channels, int64_t height, int64_t width, int64_t pitch)) \
-    X(void, conv_return, (float *y, const float *image, int64_t channels, int64_t height, int64_t width,               \
-                          int64_t pitch, int accumulate))                                                              \
-    X(void, conv_image, (const hpmli_conv_map *m, const float *w, const float *image, int64_t o0, int64_t o1,          \
-                         const float *bias, int relu, float *y, float *band))                                          \
-    X(void, conv_inputs, (const hpmli_conv_sum *g, const float *w, const float *dy, float *dx))                        \
-    X(void, conv_weights, (const hpmli_conv_sum *s, const float *x, const float *dy, float *dw, int add))              \
-    X(void, conv_unpack, (float *dw, const float *parts, int64_t count, int64_t apart, int64_t in, int64_t out,        \
-                          int64_t taps, int64_t o, int accumulate))                                                    \
-    X(void, max_pool_row, (float *y, float *at, const float *x, int64_t width, int64_t n))                             \
-    X(void, max_pool_row_back,                                                                                         \
-      (float *dx, const float *at, const float *dy, int64_t width, int64_t n, bool accumulate))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>dispatch   system headers, macros; the kernel table: one text, one copy for each instruction set
@@ -3553,16 +3496,15 @@ typedef struct hpmli_conv_sum {
 #endif
 #endif
 
-/* Every kernel chapter lists its kernels; together they make the table that a context points to. */
-#define HPMLI_KERNELS(X) \
-    HPMLI_KERNELS_GEMM(X) HPMLI_KERNELS_CONV(X) HPMLI_KERNELS_VEC(X) HPMLI_KERNELS_RANDOM(X) HPMLI_KERNELS_CODEC(X)
-
-typedef struct hpmli_kernels { /* static tables are const: no globals change */
-    const char *name;
-#define HPMLI_X(ret, fn, args) ret(*fn) args;
-    HPMLI_KERNELS(HPMLI_X)
-#undef HPMLI_X
-} hpmli_kernels;
+/* The kernels, in the order of their chapters: together they make the table that a context points to. */
+#define HPMLI_KERNELS(X)                                                                                               \
+    X(act_forward) X(act_backward) X(vadd) X(vsub) X(vmul) X(vdiv) X(vfill) X(vaxpby) X(vscale_add) X(vaffine_relu)    \
+    X(vaxpbypc) X(vsum) X(vdot) X(vsumsq) X(vsum_wide) X(vdot_wide) X(vvar_wide) X(vmax) X(vexp_sum) X(vsum_rows)      \
+    X(opt_step) X(bf16_to_f32) X(f32_to_bf16) X(f16_to_f32) X(f32_to_f16) X(i32_to_f32) X(f32_to_i32) X(u8_to_f32)     \
+    X(f32_to_u8) X(gemm_part) X(gemm_sum) X(random_words) X(random_uniform) X(random_normal) X(onebit_scan)            \
+    X(onebit_carry) X(onebit_decode) X(onebit_decode_add) X(bf16_encode) X(bf16_decode_add) X(conv_pack)               \
+    X(conv_pack_back) X(conv_turn) X(conv_return) X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack)          \
+    X(max_pool_row) X(max_pool_row_back)
 
 #ifdef HPML_USE_ZLIB
 #include <zlib.h>
