@@ -853,7 +853,7 @@ HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* of the n
 // >>api-data   datasets, readers, the loader
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Samples in host memory. The arrays are the dataset's own (or mapped from a file), freed with it. */
+/* Samples in host memory. The arrays are the dataset's own, freed with it. */
 struct hpml_dataset {
     hpml_ctx   *ctx;
     int64_t     count;                  /* samples */
@@ -9025,54 +9025,36 @@ HPMLI_FN void hpmli_put_little(unsigned char *p, uint64_t x, int bytes)
 // >>dataset   datasets and their readers
 // ---------------------------------------------------------------------------------------------------------------------
 
-typedef struct hpmli_owner { /* what a dataset holds */
-    hpmli_file    file;
+/* A dataset and the arrays it owns. A slice is a bare hpml_dataset. */
+typedef struct hpmli_samples {
+    hpml_dataset  d;
     void         *x, *y;
-    unsigned char vocabulary[256];
+    unsigned char vocabulary[256]; /* of text: the byte of each token */
     int           vocabulary_size;
-} hpmli_owner;
-
-HPMLI_FN void hpmli_dataset_drop(void *object)
-{
-    hpml_dataset *d = (hpml_dataset *)object;
-    if (d->owner) hpmli_file_close(&((hpmli_owner *)d->owner)->file);
-}
-
-HPMLI_FN hpml_dataset *hpmli_dataset_new(hpml_ctx *ctx)
-{
-    hpmli_owner  *o = hpmli_new(ctx, hpmli_owner, 1);
-    hpml_dataset *d = o ? (hpml_dataset *)hpmli_alloc_object(ctx, sizeof *d, hpmli_dataset_drop) : NULL;
-    if (!d) {
-        hpmli_free(ctx, o);
-        return NULL;
-    }
-    d->ctx     = ctx;
-    d->owner   = o;
-    d->x_scale = 1.0f / 255.0f;
-    for (int i = 0; i < HPML_MAX_DIMS; i++) d->x_shape[i] = 1;
-    return d;
-}
+} hpmli_samples;
 
 HPML_API void hpml_dataset_free(hpml_dataset *d)
 {
-    hpml_ctx    *ctx = d ? d->ctx : NULL;
-    hpmli_owner *o   = d ? (hpmli_owner *)d->owner : NULL;
-    if (!d) return;
-    if (o) hpmli_free(ctx, o->x), hpmli_free(ctx, o->y);
-    hpmli_free(ctx, d); /* its drop function closes the file */
-    hpmli_free(ctx, o);
+    hpmli_samples *s = d ? (hpmli_samples *)d->owner : NULL;
+    if (s) hpmli_free(d->ctx, s->x), hpmli_free(d->ctx, s->y);
+    if (d) hpmli_free(d->ctx, d);
 }
 
-/* A failed reader lets go of what it has and returns NULL. */
-HPMLI_FN hpml_dataset *hpmli_dataset_done(hpml_dataset *d, bool good)
+/* The end of every reader. One that failed lets go of what it has; labels say how many classes there are. */
+HPMLI_FN hpml_dataset *hpmli_dataset_done(hpmli_samples *s, bool good)
 {
-    if (good) return d;
-    hpml_dataset_free(d);
+    const int32_t *label = s && s->d.y_dtype == HPML_DTYPE_I32 && s->d.classes == 0 ? (const int32_t *)s->y : NULL;
+    if (good && s) {
+        for (int64_t i = 0; label && i < s->d.count * s->d.y_size; i++)
+            if (label[i] >= s->d.classes && label[i] < INT32_MAX) s->d.classes = label[i] + 1;
+        return &s->d;
+    }
+    if (s) hpml_dataset_free(&s->d);
     return NULL;
 }
 
-/* A dataset with room for its samples, sizes checked; NULL and an error when there is none. */
-HPMLI_FN hpml_dataset *hpmli_dataset_make(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
+/* Room for samples, sizes checked; NULL and an error when there is none. */
+HPMLI_FN hpmli_samples *hpmli_samples_new(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
                                           const int64_t *x_shape, hpml_dtype y_dtype, int64_t y_size)
 {
     int64_t each = hpmli_shape_count(x_ndim, x_shape);
@@ -9081,22 +9063,17 @@ HPMLI_FN hpml_dataset *hpmli_dataset_make(hpml_ctx *ctx, int64_t count, hpml_dty
         !hpmli_mul(xs, hpml_dtype_size(x_dtype), &xs) || !hpmli_mul(4, (size_t)y_size, &ys) ||
         !hpmli_mul((size_t)count, ys, &ys))
         return hpmli_null(ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory", (long long)count);
-    hpml_dataset *d = hpmli_dataset_new(ctx);
-    hpmli_owner  *o = d ? (hpmli_owner *)d->owner : NULL;
-    if (!d) return NULL;
+    hpmli_samples *s = hpmli_new(ctx, hpmli_samples, 1);
+    if (!s) return NULL;
+    hpml_dataset *d = &s->d;
+    d->ctx = ctx, d->owner = s, d->x_scale = 1.0f / 255.0f;
     d->count = count, d->x_dtype = x_dtype, d->x_ndim = x_ndim, d->y_dtype = y_dtype, d->y_size = y_size;
-    for (int i = 0; i < x_ndim; i++) d->x_shape[i] = x_shape[i];
-    d->x = o->x = hpmli_alloc(ctx, xs);
-    d->y = o->y = o->x && ys > 0 ? hpmli_alloc(ctx, ys) : NULL;
-    return hpmli_dataset_done(d, o->x && (ys == 0 || o->y));
-}
-
-HPMLI_FN void hpmli_dataset_classes(hpml_dataset *d)
-{
-    const int32_t *y = (const int32_t *)d->y;
-    if (d->y_dtype != HPML_DTYPE_I32 || !y) return;
-    for (int64_t i = 0; i < d->count * d->y_size; i++)
-        if (y[i] >= d->classes && y[i] < INT32_MAX) d->classes = y[i] + 1;
+    for (int i = 0; i < HPML_MAX_DIMS; i++) d->x_shape[i] = i < x_ndim ? x_shape[i] : 1;
+    d->x = s->x = hpmli_alloc(ctx, xs);
+    d->y = s->y = s->x && ys > 0 ? hpmli_alloc(ctx, ys) : NULL;
+    if (s->x && (s->y || ys == 0)) return s;
+    hpml_dataset_free(d);
+    return NULL;
 }
 
 HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
@@ -9109,13 +9086,10 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
         (y && y_dtype != HPML_DTYPE_I32 && y_dtype != HPML_DTYPE_F32))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "dataset: needs data, a count and a shape of positive sizes, x u8, "
                           "f32 or i32, y i32 or f32; got %lld samples of %d dimensions", (long long)count, x_ndim);
-    hpml_dataset *d = hpmli_dataset_make(ctx, count, x_dtype, x_ndim, x_shape, y_dtype, y ? y_size : 0);
-    hpmli_owner  *o = d ? (hpmli_owner *)d->owner : NULL;
-    if (!d) return NULL;
-    memcpy(o->x, x, (size_t)(count * hpmli_shape_count(x_ndim, x_shape)) * hpml_dtype_size(x_dtype));
-    if (d->y) memcpy(o->y, y, (size_t)(count * y_size) * 4);
-    hpmli_dataset_classes(d);
-    return d;
+    hpmli_samples *s = hpmli_samples_new(ctx, count, x_dtype, x_ndim, x_shape, y_dtype, y ? y_size : 0);
+    if (s) memcpy(s->x, x, (size_t)(count * hpmli_shape_count(x_ndim, x_shape)) * hpml_dtype_size(x_dtype));
+    if (s && s->y) memcpy(s->y, y, (size_t)(count * y_size) * 4);
+    return hpmli_dataset_done(s, true);
 }
 
 /* Where x and y of a sample begin. */
@@ -9191,9 +9165,9 @@ HPMLI_FN bool hpmli_idx_header(hpml_ctx *ctx, const hpmli_file *f, const char *p
 
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels)
 {
-    hpmli_file    fx = HPMLI_ZEROED, fy = HPMLI_ZEROED;
-    int64_t       sx[3], sy[1]; /* images, height, width; labels */
-    hpml_dataset *d = NULL;
+    hpmli_file     fx = HPMLI_ZEROED, fy = HPMLI_ZEROED;
+    int64_t        sx[3], sy[1]; /* images, height, width; labels */
+    hpmli_samples *s = NULL;
     if (hpmli_failed(ctx)) return NULL;
     bool good = hpmli_idx_open(ctx, &fx, images) && hpmli_idx_open(ctx, &fy, labels) &&
                 hpmli_idx_header(ctx, &fx, images, 3, sx) && hpmli_idx_header(ctx, &fy, labels, 1, sy);
@@ -9202,26 +9176,21 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
                            (long long)sx[0], labels, (long long)sy[0]);
     if (good) {
         int64_t shape[3] = { 1, sx[1], sx[2] };
-        d = hpmli_dataset_make(ctx, sx[0], HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
+        s = hpmli_samples_new(ctx, sx[0], HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
     }
-    if (d) {
-        hpmli_owner *o = (hpmli_owner *)d->owner;
-        memcpy(o->x, fx.bytes + 16, fx.size - 16);
-        for (int64_t i = 0; i < d->count; i++) ((int32_t *)o->y)[i] = fy.bytes[8 + i];
-        hpmli_dataset_classes(d);
-    }
+    if (s) memcpy(s->x, fx.bytes + 16, fx.size - 16);
+    for (int64_t i = 0; s && i < sy[0]; i++) ((int32_t *)s->y)[i] = fy.bytes[8 + i];
     hpmli_file_close(&fx);
     hpmli_file_close(&fy);
-    return d;
+    return hpmli_dataset_done(s, true);
 }
 
 /* CIFAR-10 binary: records of a label byte and 3072 bytes, the planes R, G, B. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count)
 {
-    const int64_t shape[3] = { 3, 32, 32 };
-    hpml_dataset *d    = NULL;
-    hpmli_owner  *o    = NULL;
-    bool          good = true;
+    const int64_t  shape[3] = { 3, 32, 32 };
+    hpmli_samples *s    = NULL;
+    bool           good = true;
     if (hpmli_failed(ctx)) return NULL;
     if (!paths || count < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "cifar10: no file names given");
     for (int pass = 0; pass < 2 && good; pass++) { /* count the records, then copy them */
@@ -9237,18 +9206,18 @@ HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *cons
                 if (p[0] > 9)
                     good = hpmli_false(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9",
                                        paths[i], r, p[0]);
-                else if (pass == 1) {
-                    ((int32_t *)o->y)[at] = p[0];
-                    memcpy((char *)o->x + at * 3072, p + 1, 3072);
+                else if (pass == 1 && at < s->d.count) {
+                    ((int32_t *)s->y)[at] = p[0];
+                    memcpy((char *)s->x + at * 3072, p + 1, 3072);
                 }
             }
             hpmli_file_close(&f);
         }
-        if (pass == 0 && good) d = hpmli_dataset_make(ctx, at, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
-        good = good && d;
-        if (d) o = (hpmli_owner *)d->owner, d->classes = 10;
+        if (pass == 0 && good) s = hpmli_samples_new(ctx, at, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
+        good = good && s;
     }
-    return hpmli_dataset_done(d, good);
+    if (s) s->d.classes = 10;
+    return hpmli_dataset_done(s, good);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -9322,10 +9291,9 @@ HPMLI_FN int64_t hpmli_csv_line(hpmli_csv *c, double *row)
     return good ? n : -1;
 }
 
-HPMLI_FN bool hpmli_csv_fill(hpmli_csv *c, hpml_dataset *d, double *row, int64_t label, bool regression)
+HPMLI_FN bool hpmli_csv_fill(hpmli_csv *c, hpmli_samples *s, double *row, int64_t label, bool regression)
 {
-    hpmli_owner *o = (hpmli_owner *)d->owner;
-    for (int64_t i = 0, x = 0; i < d->count; i++) {
+    for (int64_t i = 0, x = 0; i < s->d.count; i++) {
         int64_t n;
         while (c->p < c->end && (*c->p == '\n' || *c->p == '\r')) c->p++, c->line += c->p[-1] == '\n';
         n = hpmli_csv_line(c, row);
@@ -9334,10 +9302,10 @@ HPMLI_FN bool hpmli_csv_fill(hpmli_csv *c, hpml_dataset *d, double *row, int64_t
                                (long long)c->line, n < 0 ? "not all fields are numbers" : "another number of fields",
                                (long long)c->columns);
         for (int64_t j = 0; j < n; j++) {
-            if (j != label) ((float *)o->x)[x++] = (float)row[j];
-            else if (regression) ((float *)o->y)[i] = (float)row[j];
+            if (j != label) ((float *)s->x)[x++] = (float)row[j];
+            else if (regression) ((float *)s->y)[i] = (float)row[j];
             else if (row[j] >= 0 && row[j] < INT32_MAX && row[j] == floor(row[j]))
-                ((int32_t *)o->y)[i] = (int32_t)row[j];
+                ((int32_t *)s->y)[i] = (int32_t)row[j];
             else
                 return hpmli_false(c->ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0",
                                    c->path, (long long)c->line, row[j]);
@@ -9348,12 +9316,12 @@ HPMLI_FN bool hpmli_csv_fill(hpmli_csv *c, hpml_dataset *d, double *row, int64_t
 
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression)
 {
-    hpmli_file    f;
-    hpmli_csv     c = HPMLI_ZEROED;
-    hpml_dataset *d     = NULL;
-    double       *row   = NULL;
-    int64_t       label = label_column, header = 0, lines = 0;
-    bool          good = false;
+    hpmli_file     f;
+    hpmli_csv      c     = HPMLI_ZEROED;
+    hpmli_samples *s     = NULL;
+    double        *row   = NULL;
+    int64_t        label = label_column, header = 0, lines = 0;
+    bool           good  = false;
     if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
     c.ctx = ctx, c.path = path, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
     if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the mark that spreadsheets put in front */
@@ -9376,64 +9344,61 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
         int64_t columns = c.columns - (label >= 0);
         row  = hpmli_new(ctx, double, c.columns);
         c.p  = start, c.line = header;
-        d    = !row ? NULL : hpmli_dataset_make(ctx, lines, HPML_DTYPE_F32, 1, &columns,
-                                                regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32, label >= 0);
-        good = d && hpmli_csv_fill(&c, d, row, label, regression);
-        if (good) hpmli_dataset_classes(d);
+        s    = !row ? NULL : hpmli_samples_new(ctx, lines, HPML_DTYPE_F32, 1, &columns,
+                                               regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32, label >= 0);
+        good = s && hpmli_csv_fill(&c, s, row, label, regression);
     }
     hpmli_free(ctx, row);
     hpmli_file_close(&f);
-    return hpmli_dataset_done(d, good);
+    return hpmli_dataset_done(s, good);
 }
 
 HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context,
                                               bool bytes)
 {
-    int32_t *tokens    = NULL, of[256];
-    size_t   total     = 0;
-    bool     used[256] = { false }, good = true;
+    hpmli_samples *s = NULL;
+    int32_t        of[256];
+    int64_t        total     = 0;
+    bool           used[256] = { false }, good = true;
     if (hpmli_failed(ctx)) return NULL;
     if (!paths || count < 1 || context < 1)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "text: needs file names and a context, got %d and %lld", count,
                           (long long)context);
-    hpml_dataset *d = hpmli_dataset_new(ctx);
-    if (!d) return NULL;
-    hpmli_owner *o = (hpmli_owner *)d->owner;
     for (int pass = 0; pass < 2 && good; pass++) { /* which characters occur; then the tokens */
-        size_t at = 0;
+        int64_t at = 0;
         for (int i = 0; i < count && good; i++) {
             hpmli_file f;
             good = hpmli_file_open(ctx, &f, paths[i]);
             for (size_t b = 0; good && b < f.size; b++) {
                 if (pass == 0) used[f.bytes[b]] = true, total++;
-                else if (at < total) tokens[at++] = of[f.bytes[b]];
+                else if (at < total) ((int32_t *)s->x)[at++] = of[f.bytes[b]];
             }
             hpmli_file_close(&f);
         }
         if (pass == 1 || !good) break;
-        for (int c = 0; c < 256; c++) {
-            of[c] = o->vocabulary_size;
-            if (used[c] || bytes) o->vocabulary[o->vocabulary_size++] = (unsigned char)c;
+        if (total <= context)
+            return hpmli_null(ctx, HPML_ERR_FORMAT, "text: %lld characters, expected more than the context of %lld",
+                              (long long)total, (long long)context);
+        s    = hpmli_samples_new(ctx, total, HPML_DTYPE_I32, 0, NULL, HPML_DTYPE_I32, 0);
+        good = s != NULL;
+        for (int c = 0; c < 256 && good; c++) {
+            of[c] = s->vocabulary_size;
+            if (used[c] || bytes) s->vocabulary[s->vocabulary_size++] = (unsigned char)c;
         }
-        good = total > (size_t)context;
-        if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "text: %zu characters, expected more than the context of %lld",
-                              total, (long long)context);
-        else tokens = hpmli_new(ctx, int32_t, (int64_t)total);
-        good = tokens != NULL;
     }
-    if (!good) return hpmli_dataset_done(d, false);
-    d->x = o->x = tokens;
-    d->y = tokens + 1;
-    d->count = (int64_t)total - context, d->x_dtype = d->y_dtype = HPML_DTYPE_I32, d->x_ndim = 1;
-    d->x_shape[0] = d->y_size = context, d->x_step = d->y_step = 1, d->classes = o->vocabulary_size;
-    return d;
+    if (good) { /* as many samples as there are places where one can begin */
+        s->d.y     = (int32_t *)s->x + 1;
+        s->d.count = total - context, s->d.x_ndim = 1, s->d.classes = s->vocabulary_size;
+        s->d.x_shape[0] = s->d.y_size = context, s->d.x_step = s->d.y_step = 1;
+    }
+    return hpmli_dataset_done(s, good);
 }
 
 HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size)
 {
-    const hpmli_owner *o = d ? (const hpmli_owner *)d->owner : NULL;
-    if (size) *size = o ? o->vocabulary_size : 0;
-    return o && o->vocabulary_size > 0 ? o->vocabulary : NULL;
+    const hpmli_samples *s = d ? (const hpmli_samples *)d->owner : NULL;
+    if (size) *size = s ? s->vocabulary_size : 0;
+    return s && s->vocabulary_size > 0 ? s->vocabulary : NULL;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -9677,7 +9642,7 @@ HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char
 HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path)
 {
     hpml_record_file *f = hpml_record_open(ctx, path);
-    hpml_dataset     *d = NULL;
+    hpmli_samples    *s = NULL;
     size_t            size = 0;
     const void       *first = hpml_record_get(f, 0, &size);
     int64_t           h[10] = { 0 }, count = hpml_record_count(f) - 1;
@@ -9693,16 +9658,16 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
         hpml_record_get(f, i + 1, &size);
         good = size == xs + ys;
     }
-    if (good) d = hpmli_dataset_make(ctx, count, (hpml_dtype)h[0], (int)h[1], h + 2, (hpml_dtype)h[7], h[8]);
+    if (good) s = hpmli_samples_new(ctx, count, (hpml_dtype)h[0], (int)h[1], h + 2, (hpml_dtype)h[7], h[8]);
     else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a dataset in records: the first must describe the others", path);
-    for (int64_t i = 0; d && i < count; i++) {
+    for (int64_t i = 0; s && i < count; i++) {
         const char *p = (const char *)hpml_record_get(f, i + 1, &size);
-        memcpy((char *)((hpmli_owner *)d->owner)->x + (size_t)i * xs, p, xs);
-        if (ys) memcpy((char *)((hpmli_owner *)d->owner)->y + (size_t)i * ys, p + xs, ys);
+        memcpy((char *)s->x + (size_t)i * xs, p, xs);
+        if (ys) memcpy((char *)s->y + (size_t)i * ys, p + xs, ys);
     }
-    if (d) d->classes = (int)h[9];
+    if (s) s->d.classes = (int)h[9];
     hpml_record_close(f);
-    return d;
+    return hpmli_dataset_done(s, true);
 }
 // ---------------------------------------------------------------------------------------------------------------------
 // >>loader   batches: shuffled, sharded, augmented, made ahead
