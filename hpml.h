@@ -10412,7 +10412,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Spans go into a ring of fixed size; writing one is an atomic increment and five stores. The file is Chrome's trace
-   format in its array form, one event a line, so that a cut file still opens. Times are microseconds from its start. */
+   format in its array form, one event a line. Times are microseconds from its start. */
 
 typedef struct hpmli_span {
     const char *name;
@@ -10421,10 +10421,8 @@ typedef struct hpmli_span {
 } hpmli_span;
 
 struct hpmli_trace {
-    hpml_trace_desc d;
-    double          origin;
+    hpml_trace_desc d;        /* resolved */
     int64_t         count;    /* atomic: spans so far */
-    int64_t         capacity;
     bool            paused;   /* outside the wanted steps */
     hpmli_span      spans[1]; /* (capacity) ring */
 };
@@ -10438,13 +10436,12 @@ HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc
     if (d.capacity < 0 || d.capacity > INT64_C(1) << 32)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
     if (d.capacity == 0) d.capacity = 65536;
+    if (d.origin == 0) d.origin = hpml_now();
     size_t       bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpmli_span);
     hpmli_trace *t     = (hpmli_trace *)hpmli_alloc_object(ctx, bytes, NULL);
     if (!t) return ctx->status;
-    t->d        = d;
-    t->capacity = d.capacity;
-    t->origin   = d.origin != 0 ? d.origin : hpml_now();
-    t->paused   = d.first_step > 0;
+    t->d      = d;
+    t->paused = d.first_step > 0;
     hpmli_free(ctx, ctx->trace);
     ctx->trace = t;
     return HPML_OK;
@@ -10462,38 +10459,35 @@ HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double 
 {
     hpmli_trace *t = ctx ? ctx->trace : NULL;
     if (!t || __atomic_load_n(&t->paused, __ATOMIC_RELAXED)) return;
-    hpmli_span *s = &t->spans[__atomic_fetch_add(&t->count, 1, __ATOMIC_RELAXED) % t->capacity];
+    hpmli_span *s = &t->spans[__atomic_fetch_add(&t->count, 1, __ATOMIC_RELAXED) % t->d.capacity];
     s->name = name, s->start = start, s->end = end, s->lane = lane;
 }
 
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
 {
     static const char *const lanes[] = { "compute", "communication", "input", "gpu" };
-    hpmli_writer w = HPMLI_ZEROED; /* just the stream: a cut file opens as well */
+    hpmli_writer w;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     hpmli_trace *t = ctx->trace;
     if (!t) return hpmli_fail(ctx, HPML_ERR_STATE, "trace \"%s\": no trace was started", path);
     if (ctx->backend->look) ctx->backend->sync(ctx->device);
-    w.f = fopen(path, "wb");
-    if (!w.f) return hpmli_fail(ctx, HPML_ERR_OPEN, "trace \"%s\": cannot write: %s", path, strerror(errno));
+    if (!hpmli_writer_open(ctx, &w, path)) return ctx->status;
     fprintf(w.f, "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}", t->d.rank,
             t->d.rank);
     for (int l = 0; l < 4; l++)
         fprintf(w.f, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
                 t->d.rank, l, lanes[l]);
-    for (int64_t i = t->count > t->capacity ? t->count - t->capacity : 0; i < t->count; i++) {
-        const hpmli_span *s = &t->spans[i % t->capacity];
+    for (int64_t i = t->count > t->d.capacity ? t->count - t->d.capacity : 0; i < t->count; i++) {
+        const hpmli_span *s = &t->spans[i % t->d.capacity];
         fprintf(w.f, ",\n{\"name\":");
         hpmli_write_json(&w, s->name);
         /* not by %f, which writes a comma in many a locale */
-        long long at = (long long)(1e9 * (s->start - t->origin)), took = (long long)(1e9 * (s->end - s->start));
+        long long at = (long long)(1e9 * (s->start - t->d.origin)), took = (long long)(1e9 * (s->end - s->start));
         fprintf(w.f, ",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%s%lld.%03lld,\"dur\":%lld.%03lld}", t->d.rank,
                 s->lane, at < 0 ? "-" : "", llabs(at) / 1000, llabs(at) % 1000, took / 1000, took % 1000);
     }
     fprintf(w.f, "\n]\n");
-    bool good = fflush(w.f) == 0 && !ferror(w.f);
-    fclose(w.f);
-    return good ? HPML_OK : hpmli_fail(ctx, HPML_ERR_WRITE, "trace \"%s\": cannot write: %s", path, strerror(errno));
+    return hpmli_writer_close(&w, true);
 }
 
 /* Multiply-adds count 2. Backward of a product costs two products; only the one for the weights when the input needs no

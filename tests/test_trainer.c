@@ -443,6 +443,10 @@ TEST(trace_and_tables)
     free(all);
     ENSURE(hpml_profile_text(hpml_trainer_graph(t), text, sizeof text) > 0 && strstr(text, "linear0"));
     ENSURE(hpml_summary_text(hpml_trainer_graph(t), text, sizeof text) > 0 && strstr(text, "99 parameters"));
-    ENSURE(hpml_trace_save(ctx, "/nonexistent/x") == HPML_ERR_OPEN);
+    ENSURE(hpml_trace_save(ctx, "/nonexistent/x") == HPML_ERR_WRITE && strstr(hpml_ctx_error(ctx), "/nonexistent/x"));
+    hpml_ctx_clear_error(ctx);
+    ENSURE(hpml_trace_save(ctx, NULL) == HPML_ERR_ARGUMENT);
+    hpml_ctx_clear_error(ctx);
+    ENSURE(hpml_trace_start(ctx, &(hpml_trace_desc){ .capacity = -1 }) == HPML_ERR_ARGUMENT);
     hpml_ctx_free(ctx);
 }
