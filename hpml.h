@@ -4571,18 +4571,11 @@ HPMLI_FN bool hpmli_has_views(const hpml_tensor *t)
                        "or hpml_transpose instead", t->name);
 }
 
-/* A view has the memory of another tensor: it is marked by a stride or an owner that is not its own. */
+/* A tensor with the memory and strides of another one. */
 HPMLI_FN hpml_tensor *hpmli_view(const hpml_tensor *t)
 {
-    hpml_tensor *v = (hpml_tensor *)hpmli_alloc(t->ctx, sizeof *v);
-    if (!v) return NULL;
-    *v            = *t;
-    v->name       = "view";
-    v->grad       = NULL;
-    v->node       = NULL;
-    v->param      = NULL;
-    v->batch_rows = 0;
-    v->needs_grad = false;
+    hpml_tensor *v = hpmli_tensor_new(t->ctx, "view", t->dtype, t->ndim, t->shape);
+    if (v) v->data = t->data, memcpy(v->stride, t->stride, sizeof v->stride);
     return v;
 }
 
