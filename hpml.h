@@ -4815,10 +4815,11 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
 }
 
 /* Adds an op; returns its result, named `name` (see hpmli_layer_name; NULL: after the op). Sources that are optional
-   and absent are NULL. The caller fills in node->attr and the bytes it needs. */
-HPMLI_FN hpml_tensor *hpmli_node_create_named(hpml_ctx *ctx, hpml_op op, const char *name, int src_count,
-                                              hpml_tensor *const *src, int ndim, const int64_t *shape)
+   and absent are NULL, the first never is. The caller fills in node->attr and the bytes it needs. */
+HPMLI_FN hpml_tensor *hpmli_node_create(hpml_op op, const char *name, int src_count, hpml_tensor *const *src, int ndim,
+                                        const int64_t *shape)
 {
+    hpml_ctx  *ctx   = src[0]->ctx;
     hpml_dtype dtype = hpmli_store(ctx);
     for (int i = 0; i < src_count; i++) { /* labels and tokens are I32, numbers F32 or what the backend keeps */
         bool index = (op == HPML_OP_EMBEDDING && i == 0) || (op == HPML_OP_CROSS_ENTROPY && i == 1);
@@ -4844,16 +4845,10 @@ HPMLI_FN hpml_tensor *hpmli_node_create_named(hpml_ctx *ctx, hpml_op op, const c
         if (s->needs_grad) out->needs_grad = true;
         if (!s->batch_rows) continue;
         if (ndim > 0 && shape[0] == s->shape[0]) out->batch_rows = s->batch_rows;
-        else n->mixes_batch = true;
+        else n->mixes_batch = ndim > 0; /* a scalar of a short batch is just a shorter sum */
     }
     if (out->batch_rows) n->mixes_batch = false;
     return out;
-}
-
-HPMLI_FN hpml_tensor *hpmli_node_create(hpml_ctx *ctx, hpml_op op, int src_count, hpml_tensor *const *src, int ndim,
-                                        const int64_t *shape)
-{
-    return hpmli_node_create_named(ctx, op, NULL, src_count, src, ndim, shape);
 }
 
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape)
@@ -5365,7 +5360,7 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
                               hpml_op_name(op), hpmli_text(a), hpmli_text(b));
         shape[i] = da > db ? da : db;
     }
-    return hpmli_node_create(a->ctx, op, 2, src, ndim, shape);
+    return hpmli_node_create(op, NULL, 2, src, ndim, shape);
 }
 
 HPMLI_BINARY_OP(HPML_OP_ADD, add, 0)
@@ -5421,7 +5416,7 @@ HPMLI_FN void hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float
 HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
-    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SCALE, 1, &x, x->ndim, x->shape);
+    hpml_tensor *y = hpmli_node_create(HPML_OP_SCALE, NULL, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.scale.a = a, y->node->attr.scale.b = b;
     return y;
 }
@@ -5451,7 +5446,7 @@ HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
     if (!hpmli_recordable(1, &x)) return NULL;
     if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT)
         return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": no function %d", x->name, (int)act);
-    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_ACT, 1, &x, x->ndim, x->shape);
+    hpml_tensor *y = hpmli_node_create(HPML_OP_ACT, NULL, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.act.act = act, y->node->attr.act.slope = slope == 0 ? 0.01f : slope;
     return y;
 }
@@ -5538,7 +5533,7 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
                           hpmli_text(b), trans_b ? " transposed" : "");
     shape[a->ndim - 2] = a->shape[a->ndim - (trans_a ? 1 : 2)];
     shape[a->ndim - 1] = b->shape[b->ndim - (trans_b ? 2 : 1)];
-    hpml_tensor *c = hpmli_node_create(a->ctx, HPML_OP_MATMUL, 2, src, a->ndim, shape);
+    hpml_tensor *c = hpmli_node_create(HPML_OP_MATMUL, NULL, 2, src, a->ndim, shape);
     if (!c) return NULL;
     c->node->attr.matmul.trans_a = trans_a;
     c->node->attr.matmul.trans_b = trans_b;
@@ -5640,7 +5635,7 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
                           (long long)out);
     memcpy(shape, x->shape, sizeof shape);
     shape[x->ndim - 1] = out;
-    y = hpmli_node_create_named(x->ctx, HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
+    y = hpmli_node_create(HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
     if (!y) return NULL;
     y->node->attr.act.act   = d.activation;
     y->node->attr.act.slope = 0.01f;
@@ -5696,7 +5691,7 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
     int64_t full[HPML_MAX_DIMS];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (!hpmli_reshape_rule(hpml_tensor_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
-    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_RESHAPE, 1, &x, ndim, full);
+    hpml_tensor *y = hpmli_node_create(HPML_OP_RESHAPE, NULL, 1, &x, ndim, full);
     if (y && x->batch_rows) { /* the first samples stay the first rows whenever rows can be dealt out evenly */
         int64_t batch = x->shape[0] / x->batch_rows;
         y->batch_rows        = ndim > 0 && full[0] % batch == 0 ? full[0] / batch : 0;
@@ -5734,7 +5729,7 @@ HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
         seen |= 1u << dims[i];
         shape[i] = x->shape[dims[i]];
     }
-    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_PERMUTE, 1, &x, x->ndim, shape);
+    hpml_tensor *y = hpmli_node_create(HPML_OP_PERMUTE, NULL, 1, &x, x->ndim, shape);
     if (!y) return NULL;
     for (int i = 0; i < x->ndim; i++) y->node->attr.permute.dims[i] = dims[i];
     y->batch_rows        = dims[0] == 0 ? x->batch_rows : 0;
@@ -5827,7 +5822,7 @@ HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t
     if (!hpmli_recordable(1, &x) || !hpmli_slice_fits(x, dim, start, count)) return NULL;
     memcpy(shape, x->shape, sizeof shape);
     shape[dim] = count;
-    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SLICE, 1, &x, x->ndim, shape);
+    hpml_tensor *y = hpmli_node_create(HPML_OP_SLICE, NULL, 1, &x, x->ndim, shape);
     if (!y) return NULL;
     y->node->attr.slice.dim   = dim;
     y->node->attr.slice.start = start;
@@ -5864,7 +5859,7 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
                               hpmli_text(x[0]), hpmli_text(x[i]));
         if (i > 0) shape[dim] += x[i]->shape[dim];
     }
-    hpml_tensor *y = hpmli_node_create(x[0]->ctx, HPML_OP_CONCAT, count, x, x[0]->ndim, shape);
+    hpml_tensor *y = hpmli_node_create(HPML_OP_CONCAT, NULL, count, x, x[0]->ndim, shape);
     if (!y) return NULL;
     y->node->attr.slice.dim = dim;
     if (dim == 0)
@@ -5900,7 +5895,7 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: there is no dimension %d", hpmli_text(x), dim);
     memcpy(shape, x->shape, sizeof shape);
     if (dim >= 0) shape[dim] = 1;
-    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SUM, 1, &x, dim >= 0 ? x->ndim : 0, shape);
+    hpml_tensor *y = hpmli_node_create(HPML_OP_SUM, NULL, 1, &x, dim >= 0 ? x->ndim : 0, shape);
     if (!y) return NULL;
     y->node->attr.sum.dim  = dim;
     y->node->attr.sum.mean = mean;
@@ -6128,7 +6123,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     src[1] = hpmli_layer_param(x->ctx, name, "weight", d->init, d->init_scale, 4, w);
     src[2] = d->no_bias ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, out);
     if (hpmli_failed(x->ctx)) return NULL;
-    y = hpmli_node_create_named(x->ctx, HPML_OP_CONV2D, name, 3, src, 4, shape);
+    y = hpmli_node_create(HPML_OP_CONV2D, name, 3, src, 4, shape);
     if (!y) return NULL;
     y->node->attr = a;
     hpmli_conv_make(&c, x->ctx, y->node);
@@ -6352,7 +6347,7 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
     shape[0] = x->shape[0], shape[1] = x->shape[1];
     shape[2] = hpmli_conv_out(x->shape[2], kh, stride, padding, 1);
     shape[3] = hpmli_conv_out(x->shape[3], kw, stride, padding, 1);
-    hpml_tensor *y = hpmli_node_create(x->ctx, op, 1, &x, 4, shape);
+    hpml_tensor *y = hpmli_node_create(op, NULL, 1, &x, 4, shape);
     if (!y) return NULL;
     y->node->attr.conv.kernel[0] = kh, y->node->attr.conv.kernel[1] = kw;
     y->node->attr.conv.stride[0] = stride, y->node->attr.conv.padding[0] = padding;
@@ -6515,7 +6510,7 @@ HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
     src[4] = hpmli_layer_vector(x->ctx, name, "running_var", HPML_INIT_ONES, x->shape[1]);
     if (hpmli_failed(x->ctx)) return NULL;
     for (int i = 3; i < 5; i++) src[i]->param->buffer = true, src[i]->needs_grad = false;
-    y = hpmli_node_create_named(x->ctx, HPML_OP_BATCHNORM, name, 5, src, x->ndim, x->shape);
+    y = hpmli_node_create(HPML_OP_BATCHNORM, name, 5, src, x->ndim, x->shape);
     if (!y) return NULL;
     y->node->attr.norm.eps      = d.eps;
     y->node->attr.norm.momentum = d.momentum;
@@ -6676,7 +6671,7 @@ HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
     if (!hpmli_recordable(1, &x)) return NULL;
     if (x->ndim < 1)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "softmax of \"%s\": a scalar has no last dimension", x->name);
-    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_SOFTMAX, 1, &x, x->ndim, x->shape);
+    hpml_tensor *y = hpmli_node_create(HPML_OP_SOFTMAX, NULL, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.softmax.log = log;
     return y;
 }
@@ -6737,7 +6732,7 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
         if (op == HPML_OP_LAYERNORM) src[2] = hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, cols);
         if (hpmli_failed(x->ctx)) return NULL;
     }
-    y = hpmli_node_create_named(x->ctx, op, name, 3, src, x->ndim, x->shape);
+    y = hpmli_node_create(op, name, 3, src, x->ndim, x->shape);
     if (!y) return NULL;
     y->node->attr.norm.eps   = d.eps;
     y->node->saved_bytes     = (size_t)rows * 2 * sizeof(float); /* mean and rstd of each row */
@@ -6838,7 +6833,7 @@ HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
     if (!(p >= 0 && p < 1))
         return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": p is %g, expected 0 <= p < 1", x->name,
                           (double)p);
-    hpml_tensor *y = hpmli_node_create(x->ctx, HPML_OP_DROPOUT, 1, &x, x->ndim, x->shape);
+    hpml_tensor *y = hpmli_node_create(HPML_OP_DROPOUT, NULL, 1, &x, x->ndim, x->shape);
     if (y) y->node->attr.dropout.p = p;
     return y;
 }
@@ -6910,7 +6905,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
                           name, hpmli_text(src[1]), (long long)vocabulary, (long long)width);
     memcpy(shape, tokens->shape, sizeof shape);
     shape[tokens->ndim] = width;
-    return hpmli_node_create_named(tokens->ctx, HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape);
+    return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape);
 }
 
 HPMLI_NEEDS(embedding, HPMLI_NEED_SRC(0))
@@ -6962,7 +6957,7 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
                           "a multiple of the heads", hpmli_text(qkv), d ? d->heads : 0);
     shape[0] = qkv->shape[0], shape[1] = qkv->shape[1], shape[2] = C;
-    hpml_tensor *y = hpmli_node_create(qkv->ctx, HPML_OP_ATTENTION, 1, &qkv, 3, shape);
+    hpml_tensor *y = hpmli_node_create(HPML_OP_ATTENTION, NULL, 1, &qkv, 3, shape);
     if (!y) return NULL;
     y->node->attr.attention.heads  = d->heads;
     y->node->attr.attention.causal = !d->not_causal;
@@ -7086,7 +7081,7 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
     src[3] = hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, 4 * hidden);
     if (!src[1] || !src[2] || !src[3]) return NULL;
     shape[0] = x->shape[0], shape[1] = x->shape[1], shape[2] = hidden;
-    y = hpmli_node_create_named(x->ctx, HPML_OP_LSTM, name, 4, src, 3, shape);
+    y = hpmli_node_create(HPML_OP_LSTM, name, 4, src, 3, shape);
     if (!y) return NULL;
     y->node->saved_bytes   = (size_t)(shape[0] * shape[1] * 5 * hidden) * sizeof(float);
     y->node->scratch_bytes = (size_t)(2 * shape[0] * hidden) * sizeof(float); /* dh, dc (B, H) */
@@ -7206,9 +7201,7 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tenso
     if (target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
         return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
                           kind, hpmli_text(y), hpmli_text(target));
-    hpml_tensor *loss = hpmli_node_create_named(y->ctx, op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL);
-    if (loss) loss->node->mixes_batch = false;
-    return loss;
+    return hpmli_node_create(op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL);
 }
 
 HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
@@ -7220,9 +7213,8 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     if (!fits || (desc && !(desc->label_smoothing >= 0 && desc->label_smoothing <= 1)))
         return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
                           "and i32 (..), label_smoothing in 0..1", hpmli_text(logits), hpmli_text(labels));
-    hpml_tensor *loss = hpmli_node_create(logits->ctx, HPML_OP_CROSS_ENTROPY, 2, src, 0, NULL);
+    hpml_tensor *loss = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
     if (!loss) return NULL;
-    loss->node->mixes_batch                  = false;
     loss->node->attr.cross_entropy.smoothing = desc ? desc->label_smoothing : 0;
     loss->node->attr.cross_entropy.ignore    = desc && desc->ignore_index ? desc->ignore_index : HPML_IGNORE;
     loss->node->saved_bytes = (size_t)(2 * hpml_tensor_count(labels) + 1) * 4; /* lse, loss of each row; 1 / counted */
