@@ -5212,29 +5212,20 @@ typedef struct hpmli_walk {
 HPMLI_FN void hpmli_walk_make(hpmli_walk *w, const hpml_tensor *out, const hpml_tensor *a, const hpml_tensor *b)
 {
     const hpml_tensor *src[2] = { a, b };
-    int64_t            stride[2][HPML_MAX_DIMS], shape[HPML_MAX_DIMS];
-    for (int s = 0; s < 2; s++) {
-        int64_t step = 1;
-        int     lead = out->ndim - src[s]->ndim;
-        for (int i = out->ndim - 1; i >= 0; i--) {
-            int64_t size = i < lead ? 1 : src[s]->shape[i - lead];
-            stride[s][i] = size == 1 ? 0 : step;
-            step *= size;
-        }
-    }
     w->ndim = 0;
     for (int i = 0; i < out->ndim; i++) { /* outermost first; i joins the one before when both operands allow */
-        shape[i] = out->shape[i];
-        if (w->ndim > 0 && w->stride[0][w->ndim - 1] == stride[0][i] * shape[i] &&
-            w->stride[1][w->ndim - 1] == stride[1][i] * shape[i]) {
-            w->ndim--;
-            shape[i] *= w->shape[w->ndim];
-        } else if (shape[i] == 1) {
-            continue;
+        int64_t size = out->shape[i], stride[2];
+        for (int s = 0; s < 2; s++) {
+            int dim = i - (out->ndim - src[s]->ndim);
+            stride[s] = dim >= 0 && src[s]->shape[dim] > 1 ? src[s]->stride[dim] : 0;
         }
-        w->shape[w->ndim]     = shape[i];
-        w->stride[0][w->ndim] = stride[0][i];
-        w->stride[1][w->ndim] = stride[1][i];
+        if (w->ndim > 0 && w->stride[0][w->ndim - 1] == stride[0] * size &&
+            w->stride[1][w->ndim - 1] == stride[1] * size)
+            size *= w->shape[--w->ndim];
+        else if (size == 1) continue;
+        w->shape[w->ndim]     = size;
+        w->stride[0][w->ndim] = stride[0];
+        w->stride[1][w->ndim] = stride[1];
         w->ndim++;
     }
     if (w->ndim == 0) w->shape[0] = 1, w->stride[0][0] = w->stride[1][0] = 1, w->ndim = 1;
