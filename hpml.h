@@ -5714,12 +5714,13 @@ HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
     int64_t  shape[HPML_MAX_DIMS];
     unsigned seen = 0;
     if (!hpmli_recordable(1, &x)) return NULL;
-    for (int i = 0; i < x->ndim; i++) {
-        if (!dims || dims[i] < 0 || dims[i] >= x->ndim || (seen & 1u << dims[i]))
-            return hpmli_null(x->ctx, HPML_ERR_SHAPE, "permute of %s: name each dimension once", hpmli_text(x));
+    for (int i = 0; dims && i < x->ndim; i++) {
+        if (dims[i] < 0 || dims[i] >= x->ndim) break;
         seen |= 1u << dims[i];
         shape[i] = x->shape[dims[i]];
     }
+    if (seen == 0 || seen != (1u << x->ndim) - 1)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "permute of %s: name each dimension once", hpmli_text(x));
     hpml_tensor *y = hpmli_node_create(HPML_OP_PERMUTE, NULL, 1, &x, x->ndim, shape);
     if (!y) return NULL;
     for (int i = 0; i < x->ndim; i++) y->node->attr.permute.dims[i] = dims[i];
@@ -5774,8 +5775,7 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
     j.ndim = y->ndim;
     for (int i = 0; i < y->ndim; i++) {
         j.shape[i]  = y->shape[i];
-        j.stride[i] = 1;
-        for (int d = n->attr.permute.dims[i] + 1; d < x->ndim; d++) j.stride[i] *= x->shape[d];
+        j.stride[i] = x->stride[n->attr.permute.dims[i]];
     }
     j.run           = y->shape[y->ndim - 1];
     j.rows          = hpml_tensor_count(y) / j.run;
