@@ -5789,12 +5789,17 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
 
 HPMLI_OP(permute, 0, hpmli_permute_run(run, n, false), hpmli_permute_run(run, n, true))
 
-/* (outer, dim, inner) of a tensor around one dimension. */
-HPMLI_FN void hpmli_split_dims(const hpml_tensor *t, int dim, int64_t *outer, int64_t *inner)
+/* A tensor around one dimension; around all of them it is (1, count, 1). */
+typedef struct hpmli_split {
+    int64_t outer, size, inner;
+} hpmli_split;
+
+HPMLI_FN hpmli_split hpmli_split_at(const hpml_tensor *t, int dim)
 {
-    *outer = *inner = 1;
-    for (int i = 0; i < dim; i++) *outer *= t->shape[i];
-    for (int i = dim + 1; i < t->ndim; i++) *inner *= t->shape[i];
+    hpmli_split d = { 1, dim == HPML_ALL_DIMS ? hpml_tensor_count(t) : t->shape[dim], 1 };
+    for (int i = 0; i < dim; i++) d.outer *= t->shape[i];
+    for (int i = dim + 1; dim != HPML_ALL_DIMS && i < t->ndim; i++) d.inner *= t->shape[i];
+    return d;
 }
 
 /* Copies or adds `outer` blocks of `block` floats; the blocks are to_step and from_step apart. */
@@ -5824,13 +5829,11 @@ HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t
 HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
-    int                dim = n->attr.slice.dim;
-    int64_t            outer, inner;
-    hpmli_split_dims(x, dim, &outer, &inner);
-    int64_t block = y->shape[dim] * inner, whole = x->shape[dim] * inner, at = n->attr.slice.start * inner;
+    hpmli_split        d = hpmli_split_at(x, n->attr.slice.dim);
+    int64_t block = y->shape[n->attr.slice.dim] * d.inner, whole = d.size * d.inner, at = n->attr.slice.start * d.inner;
     if (backward && !n->accumulate[0]) run->ctx->k->vfill(x->grad, 0, hpml_tensor_count(x));
-    if (backward) hpmli_copy_blocks(run->ctx->k, x->grad + at, whole, y->grad, block, outer, block, true);
-    else hpmli_copy_blocks(run->ctx->k, y->data, block, x->data + at, whole, outer, block, false);
+    if (backward) hpmli_copy_blocks(run->ctx->k, x->grad + at, whole, y->grad, block, d.outer, block, true);
+    else hpmli_copy_blocks(run->ctx->k, y->data, block, x->data + at, whole, d.outer, block, false);
 }
 
 HPMLI_OP(slice, 0, hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true))
@@ -5862,16 +5865,15 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *y = n->out;
-    int                dim = n->attr.slice.dim;
-    int64_t            outer, inner, start = 0;
-    hpmli_split_dims(y, dim, &outer, &inner);
+    hpmli_split        d = hpmli_split_at(y, n->attr.slice.dim);
+    int64_t            whole = d.size * d.inner, start = 0;
     for (int i = 0; i < n->src_count; i++) {
         hpml_tensor *x     = n->src[i];
-        int64_t      block = x->shape[dim] * inner, whole = y->shape[dim] * inner;
+        int64_t      block = x->shape[n->attr.slice.dim] * d.inner;
         if (!backward)
-            hpmli_copy_blocks(run->ctx->k, y->data + start, whole, x->data, block, outer, block, false);
+            hpmli_copy_blocks(run->ctx->k, y->data + start, whole, x->data, block, d.outer, block, false);
         else if (x->grad)
-            hpmli_copy_blocks(run->ctx->k, x->grad, block, y->grad + start, whole, outer, block, n->accumulate[i]);
+            hpmli_copy_blocks(run->ctx->k, x->grad, block, y->grad + start, whole, d.outer, block, n->accumulate[i]);
         start += block;
     }
 }
@@ -5897,41 +5899,32 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, true); }
-HPMLI_FN void hpmli_sum_dims(const hpml_node *n, int64_t *outer, int64_t *dim, int64_t *inner)
-{
-    *outer = *inner = 1;
-    *dim = hpml_tensor_count(n->src[0]);
-    if (n->attr.sum.dim == HPML_ALL_DIMS) return;
-    hpmli_split_dims(n->src[0], n->attr.sum.dim, outer, inner);
-    *dim = n->src[0]->shape[n->attr.sum.dim];
-}
 
 HPMLI_FN void hpmli_sum_pass(const hpml_run *run, hpml_node *n)
 {
     const hpmli_kernels *k = run->ctx->k;
-    const float         *x = n->src[0]->data; /* (outer, dim, inner) */
+    const hpmli_split    d = hpmli_split_at(n->src[0], n->attr.sum.dim);
+    const float         *x = n->src[0]->data; /* (outer, size, inner) */
     float               *y = n->out->data;    /* (outer, inner) */
-    int64_t              outer, dim, inner;
-    hpmli_sum_dims(n, &outer, &dim, &inner);
-    for (int64_t o = 0; o < outer; o++) {
-        if (inner == 1) y[o] = k->vsum(x + o * dim, dim);
-        else k->vsum_rows(y + o * inner, x + o * dim * inner, dim, inner, 0);
+    for (int64_t o = 0; o < d.outer; o++) {
+        if (d.inner == 1) y[o] = k->vsum(x + o * d.size, d.size);
+        else k->vsum_rows(y + o * d.inner, x + o * d.size * d.inner, d.size, d.inner, 0);
     }
-    if (n->attr.sum.mean) k->vscale_add(y, y, 1 / (float)dim, 0, outer * inner);
+    if (n->attr.sum.mean) k->vscale_add(y, y, 1 / (float)d.size, 0, d.outer * d.inner);
 }
 
 HPMLI_FN void hpmli_sum_back(const hpml_run *run, hpml_node *n)
 {
     const hpmli_kernels *k  = run->ctx->k;
-    float               *dx = n->src[0]->grad;
+    const hpmli_split    d  = hpmli_split_at(n->src[0], n->attr.sum.dim);
+    float               *dx = n->src[0]->grad, scale = n->attr.sum.mean ? 1 / (float)d.size : 1;
     const float         *dy = n->out->grad;
-    int64_t              outer, dim, inner;
-    hpmli_sum_dims(n, &outer, &dim, &inner);
-    float scale = n->attr.sum.mean ? 1 / (float)dim : 1;
-    if (!n->accumulate[0]) k->vfill(dx, 0, outer * dim * inner);
-    for (int64_t o = 0; o < outer; o++) {
-        if (inner == 1) k->vscale_add(dx + o * dim, dx + o * dim, 1, scale * dy[o], dim);
-        else for (int64_t d = 0; d < dim; d++) k->vaxpby(dx + (o * dim + d) * inner, scale, dy + o * inner, 1, inner);
+    if (!n->accumulate[0]) k->vfill(dx, 0, d.outer * d.size * d.inner);
+    for (int64_t o = 0; o < d.outer; o++) {
+        if (d.inner == 1) k->vscale_add(dx + o * d.size, dx + o * d.size, 1, scale * dy[o], d.size);
+        else
+            for (int64_t i = 0; i < d.size; i++)
+                k->vaxpby(dx + (o * d.size + i) * d.inner, scale, dy + o * d.inner, 1, d.inner);
     }
 }
 
