@@ -7079,14 +7079,12 @@ typedef struct hpmli_lstm_job {
     float               *gates, *cells, *dh, *dc;
 } hpmli_lstm_job;
 
-HPMLI_FN void hpmli_lstm_make(hpmli_lstm_job *j, const hpml_run *run, hpml_node *n)
+HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n)
 {
-    j->k = run->ctx->k, j->n = n;
-    j->B = n->out->shape[0], j->T = n->out->shape[1], j->H = n->out->shape[2];
-    j->gates = (float *)n->saved;
-    j->cells = j->gates + j->B * j->T * 4 * j->H;
-    j->dh    = (float *)n->scratch;
-    j->dc    = j->dh + j->B * j->H;
+    int64_t B = n->out->shape[0], T = n->out->shape[1], H = n->out->shape[2];
+    float  *gates = (float *)n->saved, *dh = (float *)n->scratch;
+    hpmli_lstm_job j = { run->ctx->k, n, B, T, H, 0, gates, gates + B * T * 4 * H, dh, dh + B * H };
+    return j;
 }
 
 HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
@@ -7108,10 +7106,8 @@ HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
 
 HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
 {
-    hpmli_lstm_job j;
-    int64_t        in = n->src[0]->shape[2], H;
-    hpmli_lstm_make(&j, run, n);
-    H = j.H;
+    hpmli_lstm_job j  = hpmli_lstm_of(run, n);
+    int64_t        in = n->src[0]->shape[2], H = j.H;
     hpmli_product_at(run->ctx, -1, j.B * j.T, 4 * H, in, 1, hpmli_strided(n->src[0]->data, in, false),
                      hpmli_strided(n->src[1]->data, in, true), j.gates, 4 * H, n->src[3]->data, false);
     for (j.t = 0; j.t < j.T; j.t++) {
@@ -7143,10 +7139,8 @@ HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED
 
 HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
 {
-    hpmli_lstm_job j;
-    int64_t        in = n->src[0]->shape[2], H;
-    hpmli_lstm_make(&j, run, n);
-    H = j.H;
+    hpmli_lstm_job j  = hpmli_lstm_of(run, n);
+    int64_t        in = n->src[0]->shape[2], H = j.H;
     for (j.t = j.T - 1; j.t >= 0; j.t--) {
         hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell_back, &j);
         if (j.t > 0) /* dh_{t-1} = da_t W_h */
