@@ -10302,7 +10302,7 @@ HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
 }
 
 /* Numbers of a training that are not arrays; kept as text in the metadata. */
-#define HPMLI_POSITION(X) X(seed) X(step) X(epoch) X(epoch_step) X(micro) X(optimizer) X(loss_scale) X(scale_steps)
+#define HPMLI_POSITION(X) X(seed) X(step) X(epoch) X(epoch_step) X(optimizer) X(loss_scale) X(scale_steps)
 typedef struct hpmli_position {
 #define HPMLI_X(name) int64_t name;
     HPMLI_POSITION(HPMLI_X)
@@ -10313,16 +10313,15 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
     hpmli_arrays   a;
     hpmli_position p;
-    char           text[8][24];
-    hpml_meta      meta[8];
+    char           text[7][24];
+    hpml_meta      meta[7];
     int            n = 0;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (t->micro != 0)
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
                           "between updates", path, t->micro, t->d.accumulate);
     p.seed = (int64_t)t->ctx->seed, p.step = t->step, p.epoch = t->epoch, p.epoch_step = t->epoch_step;
-    p.micro = t->micro, p.optimizer = (int64_t)t->d.optimizer;
-    p.loss_scale = (int64_t)t->loss_scale, p.scale_steps = t->scale_steps;
+    p.optimizer = (int64_t)t->d.optimizer, p.loss_scale = (int64_t)t->loss_scale, p.scale_steps = t->scale_steps;
 #define HPMLI_X(name)                                                         \
     snprintf(text[n], sizeof text[n], "%lld", (long long)p.name);             \
     meta[n].key = "hpml." #name, meta[n].value = text[n], n++;
@@ -10459,7 +10458,7 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
 HPMLI_FN double hpmli_node_flops(const hpml_node *n, bool backward)
 {
     const hpml_tensor *x = n->src[0], *w = n->src_count > 1 ? n->src[1] : NULL, *y = n->out;
-    double out = (double)hpml_tensor_count(y), once = out, H;
+    double out = (double)hpml_tensor_count(y), once = out;
     int    products = (x->needs_grad ? 1 : 0) + (w && w->needs_grad ? 1 : 0);
     switch (n->op) {
     case HPML_OP_MATMUL: once = 2 * out * (double)x->shape[x->ndim - (n->attr.matmul.trans_a ? 2 : 1)]; break;
@@ -10469,10 +10468,7 @@ HPMLI_FN double hpmli_node_flops(const hpml_node *n, bool backward)
         once     = 4 * out * (double)y->shape[1] * (n->attr.attention.causal ? 0.5 : 1);
         products = 2;
         break;
-    case HPML_OP_LSTM:
-        H    = (double)y->shape[2];
-        once = 8 * out * (H + (double)x->shape[2]);
-        break;
+    case HPML_OP_LSTM: once = 8 * out * (double)(y->shape[2] + x->shape[2]); break;
     case HPML_OP_RESHAPE: return 0;
     default: products = y->needs_grad; break;
     }
