@@ -3602,16 +3602,12 @@ HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
     return (int64_t)x;
 }
 
-/* Whole pieces of a stream, and numbers first .. first + n - 1 of one for the rest of the library. x: (n) */
+/* Whole pieces of a stream. x: (n) */
 #define HPMLI_RANDOM(kind, name, T)                                                                                    \
     HPML_API void hpml_rng_fill_##name(hpml_rng *r, T *x, int64_t n)                                                   \
     {                                                                                                                  \
         hpmli_kernels_best()->random_##kind(x, r->seed, r->stream, r->counter, n);                                     \
         if (n > 0) r->counter += (uint64_t)n;                                                                          \
-    }                                                                                                                  \
-    HPMLI_FN void hpmli_random_##kind(T *x, uint64_t seed, uint64_t stream, int64_t first, int64_t n)                  \
-    {                                                                                                                  \
-        hpmli_kernels_best()->random_##kind(x, seed, stream, (uint64_t)first, n);                                      \
     }
 HPMLI_RANDOM(words, u32, uint32_t)
 HPMLI_RANDOM(uniform, uniform, float)
@@ -4959,19 +4955,21 @@ HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
 
 /* One parameter's first values, drawn on the host from the stream of its index: they do not depend on the others. */
 typedef struct hpmli_init_job {
-    float   *w;      /* (n) */
-    int64_t  n;
-    uint64_t seed, stream;
-    double   scale;
-    bool     drawn, normal; /* not drawn: all are `scale` */
+    const hpml_ctx *ctx;
+    float          *w;             /* (n) */
+    int64_t         n;
+    uint64_t        stream;
+    double          scale;
+    bool            drawn, normal; /* not drawn: all are `scale` */
 } hpmli_init_job;
 
 HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_init_job *j = (const hpmli_init_job *)arg;
     int64_t i = task * HPMLI_GRAIN, end = i + HPMLI_GRAIN < j->n ? i + HPMLI_GRAIN : j->n;
-    if (j->drawn && j->normal) hpmli_random_normal(j->w + i, j->seed, j->stream, i, end - i);
-    else if (j->drawn) hpmli_random_uniform(j->w + i, j->seed, j->stream, i, end - i);
+    if (j->drawn)
+        (j->normal ? j->ctx->k->random_normal : j->ctx->k->random_uniform)(j->w + i, j->ctx->seed, j->stream,
+                                                                          (uint64_t)i, end - i);
     for (; i < end; i++)
         if (!j->drawn) j->w[i] = (float)j->scale;
         else j->w[i] = (float)(j->scale * (j->normal ? (double)j->w[i] : 2 * (double)j->w[i] - 1));
@@ -4980,8 +4978,7 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
 {
     const hpml_param *p = t->param;
-    hpmli_init_job    j = { w, hpml_tensor_count(t), ctx->seed, (uint64_t)p->index, (double)p->init_scale, true,
-                            false };
+    hpmli_init_job    j = { ctx, w, hpml_tensor_count(t), (uint64_t)p->index, (double)p->init_scale, true, false };
     double fan_in = (double)j.n / (double)t->shape[0], field = fan_in / (double)t->shape[1];
     double fan_out = (double)t->shape[0] * field;
     switch (p->init) {
@@ -6840,7 +6837,7 @@ HPMLI_FN void hpmli_dropout_task(void *arg, int64_t task, int thread HPMLI_UNUSE
     int64_t  end = (task + 1) * HPMLI_GRAIN < j->count ? (task + 1) * HPMLI_GRAIN : j->count;
     for (int64_t i = task * HPMLI_GRAIN; i < end; i += 256) {
         int64_t c = end - i < 256 ? end - i : 256;
-        hpmli_random_words(words, j->run->ctx->seed, stream, j->first + i, c);
+        j->run->ctx->k->random_words(words, j->run->ctx->seed, stream, (uint64_t)(j->first + i), c);
         for (int64_t q = 0; q < c; q++) {
             float v = words[q] >= least ? j->x[i + q] * scale : 0;
             j->y[i + q] = j->accumulate ? j->y[i + q] + v : v;
@@ -9674,7 +9671,7 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
     const int64_t      *shape = l->data->x_shape;
     int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->each / (H * W), dx, dy, cx, cy;
     uint32_t word[4];
-    hpmli_random_words(word, l->d.seed, UINT64_C(0xa) << 60 | epoch, 4 * sample, 4);
+    l->ctx->k->random_words(word, l->d.seed, UINT64_C(0xa) << 60 | epoch, (uint64_t)(4 * sample), 4);
     dx   = a->shift > 0 ? (int64_t)(word[0] % (uint32_t)(2 * a->shift + 1)) - a->shift : 0;
     dy   = a->shift > 0 ? (int64_t)(word[1] % (uint32_t)(2 * a->shift + 1)) - a->shift : 0;
     bool flip = a->flip && (word[2] & 1);
