@@ -5734,51 +5734,45 @@ HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
 }
 
 typedef struct hpmli_permute_job {
-    const hpmli_kernels *k;
-    const float         *from;
-    float               *to;
-    int64_t              shape[HPML_MAX_DIMS]; /* of the side that is walked in order */
-    int64_t              stride[HPML_MAX_DIMS]; /* of the other side */
-    int                  ndim;
-    int64_t              run, rows_per_task, rows;
-    bool                 scatter, accumulate;
+    const float *from;
+    float       *to;
+    int64_t      shape[HPML_MAX_DIMS];  /* of what is written, in order */
+    int64_t      stride[HPML_MAX_DIMS]; /* in what is read */
+    int          ndim;
+    int64_t      run, rows_per_task, rows;
+    bool         accumulate;
 } hpmli_permute_job;
 
-/* One row of the ordered side: contiguous there, stride[last] on the other. */
 HPMLI_FN void hpmli_permute_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_permute_job *j    = (const hpmli_permute_job *)arg;
     int64_t                  last = j->stride[j->ndim - 1], first = task * j->rows_per_task;
     for (int64_t row = first; row < first + j->rows_per_task && row < j->rows; row++) {
-        int64_t at = 0, r = row;
-        for (int i = j->ndim - 2; i >= 0; i--) at += r % j->shape[i] * j->stride[i], r /= j->shape[i];
-        if (j->scatter) { /* backward: dx[at ..] (+)= dy[row] */
-            const float *dy = j->from + row * j->run;
-            float       *dx = j->to + at;
-            if (j->accumulate) for (int64_t i = 0; i < j->run; i++) dx[i * last] += dy[i];
-            else for (int64_t i = 0; i < j->run; i++) dx[i * last] = dy[i];
-        } else if (last == 1) {
-            memcpy(j->to + row * j->run, j->from + at, (size_t)j->run * sizeof(float));
-        } else {
-            for (int64_t i = 0; i < j->run; i++) j->to[row * j->run + i] = j->from[at + i * last];
-        }
+        const float *from = j->from;
+        float       *to   = j->to + row * j->run;
+        int64_t      r    = row;
+        for (int i = j->ndim - 2; i >= 0; i--) from += r % j->shape[i] * j->stride[i], r /= j->shape[i];
+        if (j->accumulate) for (int64_t i = 0; i < j->run; i++) to[i] += from[i * last];
+        else if (last == 1) memcpy(to, from, (size_t)j->run * sizeof(float));
+        else for (int64_t i = 0; i < j->run; i++) to[i] = from[i * last];
     }
 }
 
+/* Backward is the permutation back. */
 HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
 {
-    hpmli_permute_job j = HPMLI_ZEROED;
+    hpmli_permute_job  j = HPMLI_ZEROED;
     const hpml_tensor *x = n->src[0], *y = n->out;
     j.ndim = y->ndim;
     for (int i = 0; i < y->ndim; i++) {
-        j.shape[i]  = y->shape[i];
-        j.stride[i] = x->stride[n->attr.permute.dims[i]];
+        int dim = n->attr.permute.dims[i], at = backward ? dim : i;
+        j.shape[at]  = y->shape[i];
+        j.stride[at] = backward ? y->stride[i] : x->stride[dim];
     }
-    j.run           = y->shape[y->ndim - 1];
+    j.run           = j.shape[y->ndim - 1];
     j.rows          = hpml_tensor_count(y) / j.run;
     j.rows_per_task = hpmli_rows_per_task(j.run);
-    j.scatter       = backward;
-    j.accumulate    = n->accumulate[0];
+    j.accumulate    = backward && n->accumulate[0];
     j.from          = backward ? y->grad : x->data;
     j.to            = backward ? x->grad : y->data;
     hpmli_parallel(run->ctx, (j.rows + j.rows_per_task - 1) / j.rows_per_task, hpmli_permute_task, &j);
