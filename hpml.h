@@ -9970,7 +9970,7 @@ struct hpml_safetensors {
     hpmli_file       file;
     char            *text;                 /* copy of the header; names point into it */
     hpml_safetensor *entries;              /* (count) */
-    const char     **meta;                 /* (2 meta_count) key, value */
+    hpml_meta       *meta;                 /* (meta_count) */
     int              count, meta_count;
     int64_t          capacity, meta_capacity;
 };
@@ -9983,17 +9983,17 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
     if (!f) return;
     hpmli_free(ctx, f->text);
     hpmli_free(ctx, f->entries);
-    hpmli_free(ctx, (void *)(uintptr_t)f->meta);
+    hpmli_free(ctx, f->meta);
     hpmli_free(ctx, f);
 }
 
 HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 {
     for (int n = 0; hpmli_json_next(j, n, '{', '}'); n++) {
-        if (!hpmli_grow(f->ctx, &f->meta, 2 * f->meta_count, &f->meta_capacity, sizeof *f->meta)) return false;
-        f->meta[2 * f->meta_count] = hpmli_json_text(j);
+        if (!hpmli_grow(f->ctx, &f->meta, f->meta_count, &f->meta_capacity, sizeof *f->meta)) return false;
+        f->meta[f->meta_count].key = hpmli_json_text(j);
         hpmli_json_want(j, ':');
-        f->meta[2 * f->meta_count++ + 1] = hpmli_json_text(j);
+        f->meta[f->meta_count++].value = hpmli_json_text(j);
     }
     return !j->bad;
 }
@@ -10111,7 +10111,7 @@ HPML_API bool hpml_safetensors_find(const hpml_safetensors *f, const char *name,
 HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char *key)
 {
     for (int i = 0; f && key && i < f->meta_count; i++)
-        if (strcmp(f->meta[2 * i], key) == 0) return f->meta[2 * i + 1];
+        if (strcmp(f->meta[i].key, key) == 0) return f->meta[i].value;
     return NULL;
 }
 
