@@ -6617,7 +6617,6 @@ HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI
 
 typedef struct hpmli_rows {
     const hpmli_kernels *k;
-    const hpml_run      *run;
     hpml_node           *n;
     int64_t              rows, cols, each; /* each: rows per task */
     void (*row)(const struct hpmli_rows *r, int64_t row);
@@ -6634,7 +6633,7 @@ HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, const hpml_tenso
                                     void (*row)(const hpmli_rows *r, int64_t row))
 {
     hpmli_rows r;
-    r.k = run->ctx->k, r.run = run, r.n = n, r.row = row;
+    r.k = run->ctx->k, r.n = n, r.row = row;
     r.cols = t->ndim > 0 ? t->shape[t->ndim - 1] : 1;
     r.rows = hpml_tensor_count(t) / r.cols;
     r.each = hpmli_rows_per_task(r.cols);
@@ -6779,7 +6778,7 @@ HPMLI_FN void hpmli_norm_back_task(void *arg, int64_t task, int thread HPMLI_UNU
 HPMLI_FN void hpmli_norm_backward(const hpml_run *run, hpml_node *n)
 {
     hpmli_rows r;
-    r.k = run->ctx->k, r.run = run, r.n = n;
+    r.k = run->ctx->k, r.n = n;
     r.cols = n->out->shape[n->out->ndim - 1];
     r.rows = hpml_tensor_count(n->out) / r.cols;
     int64_t blocks = (r.rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
@@ -6885,7 +6884,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
 
 HPMLI_NEEDS(embedding, HPMLI_NEED_SRC(0))
 
-HPMLI_FN hpml_status hpmli_embedding_forward(const hpml_run *run, hpml_node *n)
+HPMLI_PASS(embedding_forward)
 {
     const int32_t *token = (const int32_t *)(const void *)n->src[0]->data; /* (B, T) */
     int64_t        count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
@@ -6898,7 +6897,7 @@ HPMLI_FN hpml_status hpmli_embedding_forward(const hpml_run *run, hpml_node *n)
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_embedding_backward(const hpml_run *run, hpml_node *n)
+HPMLI_PASS(embedding_backward)
 {
     const int32_t *token = (const int32_t *)(const void *)n->src[0]->data;
     int64_t        count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
@@ -6948,7 +6947,7 @@ typedef struct hpmli_attention_job {
     int64_t    T, C, D;
 } hpmli_attention_job;
 
-/* Keys that row r of a block starting at query q0 may see. */
+/* Keys that a query may see. */
 HPMLI_FN int64_t hpmli_visible(const hpmli_attention_job *j, int64_t query)
 {
     return j->n->attr.attention.causal ? query + 1 : j->T;
@@ -7216,7 +7215,7 @@ HPMLI_FN void hpmli_cross_entropy_row(const hpmli_rows *r, int64_t row)
     if (s > 0) *loss -= s * r->k->vsum(x, r->cols) / (float)r->cols;
 }
 
-HPMLI_FN hpml_status hpmli_cross_entropy_forward(const hpml_run *run, hpml_node *n)
+HPMLI_PASS(cross_entropy_forward)
 {
     const hpml_tensor *x     = n->src[0];
     const int32_t     *label = (const int32_t *)(const void *)n->src[1]->data;
@@ -7258,7 +7257,7 @@ HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_rows *r, int64_t row)
     if (!skip) dx[label] -= scale * (1 - s);
 }
 
-HPMLI_FN hpml_status hpmli_cross_entropy_backward(const hpml_run *run, hpml_node *n)
+HPMLI_PASS(cross_entropy_backward)
 {
     hpmli_rows_run(run, n, n->src[0], hpmli_cross_entropy_back_row);
     return HPML_OK;
@@ -7272,7 +7271,7 @@ HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *tar
 HPMLI_NEEDS(bce_with_logits, HPMLI_NEED_BOTH)
 
 /* max(x, 0) - x t + log(1 + exp(-|x|)): never overflows */
-HPMLI_FN hpml_status hpmli_bce_with_logits_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+HPMLI_PASS(bce_with_logits_forward)
 {
     const float *x = n->src[0]->data, *t = n->src[1]->data;
     int64_t      count = hpml_tensor_count(n->src[0]);
@@ -7297,7 +7296,7 @@ HPMLI_FN void hpmli_loss_slopes(hpml_node *n, float (*slope)(const hpml_node *n,
 
 HPMLI_FN float hpmli_bce_slope(const hpml_node *n HPMLI_UNUSED, float x, float t) { return 1 / (1 + expf(-x)) - t; }
 
-HPMLI_FN hpml_status hpmli_bce_with_logits_backward(const hpml_run *run, hpml_node *n)
+HPMLI_PASS(bce_with_logits_backward)
 {
     if (n->src[1]->grad)
         return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
@@ -7403,7 +7402,7 @@ HPMLI_FN hpml_status hpmli_cpu_zero(void *device HPMLI_UNUSED, void *dst, size_t
     return HPML_OK;
 }
 
-/* Long sums are cut into HPMLI_SUM_TASK pieces; the partial sums are added in order. */
+/* Long sums are cut into at most HPMLI_SUM_TASKS pieces; the partial sums are added in order. */
 #define HPMLI_SUM_TASKS 64
 
 typedef struct hpmli_sumsq_job {
@@ -7447,25 +7446,26 @@ HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread HPMLI_UNUSED
     j->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
 }
 
+HPMLI_FN double hpmli_norm(hpml_ctx *ctx, const float *x, int64_t n)
+{
+    double sum;
+    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, x, n, &sum);
+    return sqrt(sum);
+}
+
 /* LARS: lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the paper's code. */
 HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
 {
-    double w, g;
-    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, u->w, u->n, &w);
-    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, u->g, u->n, &g);
-    w = sqrt(w);
-    g = sqrt(g) * u->grad_scale + (double)u->weight_decay * w;
+    double w = hpmli_norm(ctx, u->w, u->n);
+    double g = hpmli_norm(ctx, u->g, u->n) * u->grad_scale + (double)u->weight_decay * w;
     if (w > 0 && g > 0 && u->weight_decay > 0) u->lr *= (float)((double)u->trust * w / g);
 }
 
 /* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r. */
 HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, const hpml_update *u)
 {
-    double w, r, ratio;
-    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, u->w, u->n, &w);
-    hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, u->g, u->n, &r);
-    ratio = w > 0 && r > 0 ? sqrt(w) / sqrt(r) : 1;
-    ctx->k->vaxpby(u->w, -u->lr * (float)ratio, u->g, 1, u->n);
+    double w = hpmli_norm(ctx, u->w, u->n), r = hpmli_norm(ctx, u->g, u->n);
+    ctx->k->vaxpby(u->w, -u->lr * (float)(w > 0 && r > 0 ? w / r : 1), u->g, 1, u->n);
 }
 
 HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
