@@ -4806,6 +4806,9 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
         if (src[i]->ctx != ctx)
             return hpmli_false(ctx, HPML_ERR_ARGUMENT, "\"%s\" and \"%s\" belong to different contexts", src[0]->name,
                                src[i]->name);
+        if (!hpmli_contiguous(src[i]))
+            return hpmli_false(ctx, HPML_ERR_SHAPE, "%s is a view with gaps, which ops do not read: hpml_tensor_copy it to "
+                               "a tensor of its own, or record hpml_permute or hpml_slice", hpmli_text(src[i]));
     }
     return true;
 }
@@ -7446,7 +7449,7 @@ HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread HPMLI_UNUSED
     j->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
 }
 
-HPMLI_FN double hpmli_norm(hpml_ctx *ctx, const float *x, int64_t n)
+HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
 {
     double sum;
     hpmli_cpu_sumsq(NULL, ctx, HPML_DTYPE_F32, x, n, &sum);
@@ -7456,15 +7459,15 @@ HPMLI_FN double hpmli_norm(hpml_ctx *ctx, const float *x, int64_t n)
 /* LARS: lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the paper's code. */
 HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
 {
-    double w = hpmli_norm(ctx, u->w, u->n);
-    double g = hpmli_norm(ctx, u->g, u->n) * u->grad_scale + (double)u->weight_decay * w;
+    double w = hpmli_l2_norm(ctx, u->w, u->n);
+    double g = hpmli_l2_norm(ctx, u->g, u->n) * u->grad_scale + (double)u->weight_decay * w;
     if (w > 0 && g > 0 && u->weight_decay > 0) u->lr *= (float)((double)u->trust * w / g);
 }
 
 /* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r. */
 HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, const hpml_update *u)
 {
-    double w = hpmli_norm(ctx, u->w, u->n), r = hpmli_norm(ctx, u->g, u->n);
+    double w = hpmli_l2_norm(ctx, u->w, u->n), r = hpmli_l2_norm(ctx, u->g, u->n);
     ctx->k->vaxpby(u->w, -u->lr * (float)(w > 0 && r > 0 ? w / r : 1), u->g, 1, u->n);
 }
 
@@ -9088,7 +9091,7 @@ HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
     hpmli_file_close(f);
     for (; n > 0 && size < INT64_C(1) << 34 && hpmli_grow(ctx, &out, size, &room, 1); size += n > 0 ? n : 0)
         n = gzread(gz, out + size, (unsigned)(room - size < 1 << 20 ? room - size : 1 << 20));
-    if (gz) gzclose(gz);
+    if (gz && gzclose(gz) != Z_OK) n = -1; /* it ended early: what came so far is no use */
     f->bytes = out, f->size = (size_t)size, f->mapped = false;
     if (n == 0) return true;
     hpmli_file_close(f);
@@ -9394,7 +9397,7 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
         { "'|u1'", HPML_DTYPE_U8, 1 }, { "'<f8'", HPML_DTYPE_F32, 8 }, { "'<i8'", HPML_DTYPE_I32, 8 } };
     hpmli_file   f;
     char         header[1024];
-    size_t       length, start, n = sizeof kinds / sizeof kinds[0], kind = n;
+    size_t       length, start, known = sizeof kinds / sizeof kinds[0], kind = known;
     int64_t      shape[HPML_MAX_DIMS], count;
     int          ndim = 0;
     const char  *descr, *order;
@@ -9411,24 +9414,27 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
     header[length] = 0;
     descr = hpmli_npy_key(header, "'descr'");
     order = hpmli_npy_key(header, "'fortran_order'");
-    for (size_t i = 0; descr && i < n; i++)
+    for (size_t i = 0; descr && i < known; i++)
         if (strncmp(descr, kinds[i].code, 5) == 0) kind = i;
-    bool good = kind < n && order && strncmp(order, "False", 5) == 0 &&
+    bool good = kind < known && order && strncmp(order, "False", 5) == 0 &&
                 hpmli_npy_shape(hpmli_npy_key(header, "'shape'"), &ndim, shape);
     count = good ? hpmli_shape_count(ndim, shape) : -1;
     if (count < 0 || f.size - start != (size_t)count * kinds[kind].size)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected <f4, <f2, <i4, |u1, <f8 or <i8 in C order, at most %d "
                    "dimensions, none 0, and data of just that size; the header says %s", path, HPML_MAX_DIMS, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
-    if (t && kinds[kind].size < 8) hpml_tensor_set(t, f.bytes + start, count);
-    for (int64_t i = 0; t && kinds[kind].size == 8 && i < count; i++) {
+    const unsigned char *data = f.bytes + start;
+    char *host = t && kinds[kind].size == 8 ? (char *)hpmli_alloc(ctx, (size_t)count * 4) : NULL; /* made narrower */
+    for (int64_t i = 0; host && i < count; i++) {
         double  v;
-        int64_t w;
-        memcpy(&v, f.bytes + start + 8 * i, 8);
-        memcpy(&w, f.bytes + start + 8 * i, 8);
-        if (kinds[kind].dtype == HPML_DTYPE_F32) t->data[i] = (float)v;
-        else ((int32_t *)(void *)t->data)[i] = w > INT32_MAX ? INT32_MAX : w < INT32_MIN ? INT32_MIN : (int32_t)w;
+        int64_t w = (int64_t)hpmli_little(data + 8 * i, 8);
+        memcpy(&v, &w, 8);
+        float   x = (float)v;
+        int32_t n = w > INT32_MAX ? INT32_MAX : w < INT32_MIN ? INT32_MIN : (int32_t)w;
+        memcpy(host + 4 * i, kinds[kind].dtype == HPML_DTYPE_F32 ? (void *)&x : (void *)&n, 4);
     }
+    if (t) hpml_tensor_set(t, host ? (const void *)host : data, count);
+    hpmli_free(ctx, host);
     hpmli_file_close(&f);
     return t;
 }

@@ -48,6 +48,19 @@ static const char *test_skipped;
         }                                                                                       \
     } while (0)
 
+/* The call failed, and left this status and a text with `part` in it; the context is cleared for the next. */
+#define ENSURE_ERROR(ctx, failed, status, part)                                                 \
+    do {                                                                                        \
+        ENSURE(failed);                                                                         \
+        if (hpml_ctx_status(ctx) != (status) || !strstr(hpml_ctx_error(ctx), part)) {           \
+            printf("    %s:%d: \"%s\" is not in error %d, \"%s\"\n", __FILE__, __LINE__, part, \
+                   (int)hpml_ctx_status(ctx), hpml_ctx_error(ctx));                             \
+            test_failed = 1;                                                                    \
+            return;                                                                             \
+        }                                                                                       \
+        hpml_ctx_clear_error(ctx);                                                              \
+    } while (0)
+
 #define SKIP(reason)                                                                            \
     do {                                                                                        \
         test_skipped = reason;                                                                  \

@@ -129,6 +129,110 @@ TEST(contexts_do_not_mix)
     hpml_ctx_free(ctx);
 }
 
+static void note(hpml_status status, const char *text, void *user)
+{
+    snprintf((char *)user, 160, "%d %s", (int)status, text);
+}
+
+static hpml_status refuse(hpml_ctx *ctx, const void *desc, void **device)
+{
+    (void)ctx, (void)desc, (void)device;
+    return HPML_ERR_STATE;
+}
+
+TEST(contexts_tell)
+{
+    char         said[160] = "";
+    hpml_backend dead = *hpml_backend_cpu();
+    hpml_ctx    *ctx  = hpml_ctx_create(&(hpml_ctx_desc){ .log = note, .log_user = said, .threads = 2 });
+    ENSURE(hpml_version() == HPML_VERSION && strcmp(hpml_status_string((hpml_status)7), "unknown status") == 0);
+    ENSURE(hpml_ctx_cpu(ctx)[0] && hpml_ctx_device(ctx) && hpml_ctx_threads(ctx) == 2);
+    ENSURE(hpml_input_2d(ctx, 0, 3) == NULL && strstr(said, "-100 hpml.h:") && strstr(said, "0x3"));
+    hpml_ctx_free(ctx);
+    dead.name = "dead", dead.open = refuse;
+    ctx = hpml_ctx_create(&(hpml_ctx_desc){ .backend = &dead });
+    ENSURE_ERROR(ctx, ctx != NULL, HPML_ERR_STATE, "the backend \"dead\" did not open");
+    hpml_ctx_free(ctx);
+    ctx = hpml_ctx_create(&(hpml_ctx_desc){ ._end = 1 });
+    ENSURE_ERROR(ctx, ctx != NULL, HPML_ERR_ARGUMENT, "canary");
+    hpml_ctx_free(ctx);
+}
+
+TEST(tensors_refuse)
+{
+    hpml_ctx     *ctx = hpml_ctx_create(NULL), *other = hpml_ctx_create(NULL);
+    const int64_t six[6] = { 1, 1, 1, 1, 1, 1 };
+    hpml_tensor  *t = hpml_tensor_create_2d(ctx, 2, 3), *in = hpml_input_2d(ctx, 2, 3), *u, *v;
+    float         x[6] = { 1, 2, 3, 4, 5, 6 };
+    size_t        held = hpml_ctx_bytes(ctx);
+    u = hpml_tensor_create_4d(ctx, 2, 3, 4, 5), v = hpml_view_slice(u, 1, 0, 2);
+    ENSURE(v && u->ndim == 4 && u->shape[3] == 5);
+    hpml_tensor_free(v);
+    hpml_tensor_free(u);
+    u = hpml_tensor_create_1d(ctx, 9);
+    ENSURE(u && u->ndim == 1 && u->shape[0] == 9);
+    hpml_tensor_free(u);
+    ENSURE(hpml_ctx_bytes(ctx) == held);
+    ENSURE_ERROR(ctx, !hpml_tensor_create(ctx, HPML_DTYPE_F32, 6, six), HPML_ERR_SHAPE, "6 dimensions");
+    ENSURE_ERROR(ctx, !hpml_tensor_create(ctx, (hpml_dtype)9, 1, six), HPML_ERR_DTYPE, "unknown dtype 9");
+    ENSURE_ERROR(ctx, !hpml_view_reshape(in, 1, six), HPML_ERR_STATE, "it has no memory yet");
+    ENSURE_ERROR(ctx, !hpml_view_reshape(t, 1, six), HPML_ERR_SHAPE, "f32 2x3 \"tensor\" to 1");
+    ENSURE_ERROR(ctx, !hpml_view_transpose(t, 0, 2), HPML_ERR_SHAPE, "no dimension 0 or 2");
+    ENSURE_ERROR(ctx, !hpml_add(in, hpml_view_transpose(hpml_tensor_create_2d(ctx, 3, 2), 0, 1)), HPML_ERR_SHAPE, "view with gaps");
+    ENSURE_ERROR(ctx, !hpml_add(in, hpml_input_2d(other, 2, 3)), HPML_ERR_ARGUMENT, "different contexts");
+    ENSURE_ERROR(ctx, hpml_convert(ctx, HPML_DTYPE_F32, x, HPML_DTYPE_F32, x, -1), HPML_ERR_ARGUMENT, "n is -1");
+    ENSURE_ERROR(ctx, hpml_tensor_copy(t, in), HPML_ERR_SHAPE, "copy of f32 2x3 \"input\"");
+    ENSURE_ERROR(ctx, hpml_tensor_set(t, x, 5), HPML_ERR_SHAPE, "6 values, got 5");
+    ENSURE_ERROR(ctx, hpml_tensor_set(in, x, 6), HPML_ERR_SHAPE, "no memory yet");
+    ENSURE_ERROR(ctx, hpml_tensor_require_grad(hpml_relu(in)), HPML_ERR_ARGUMENT, "only f32 inputs");
+    u = hpml_tensor_create(ctx, HPML_DTYPE_BF16, 2, t->shape);
+    ENSURE(hpml_tensor_set(t, x, 6) == HPML_OK && hpml_tensor_copy(u, t) == HPML_OK && ((uint16_t *)u->data)[1] == 0x4000);
+    ENSURE(hpml_tensor_get(t, x, 6) == HPML_OK && x[5] == 6);
+    hpml_ctx_free(ctx);
+    hpml_ctx_free(other);
+}
+
+TEST(graphs_refuse)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    hpml_tensor *a = hpml_input_2d(ctx, 4, 1), *b = hpml_input_2d(ctx, 2, 1), *y = hpml_relu(a), *z = hpml_sum(b, HPML_ALL_DIMS);
+    hpml_tensor *both[2] = { hpml_scale(a, 1, 0), hpml_scale(b, 1, 0) };
+    hpml_memory  m;
+    ENSURE_ERROR(ctx, !hpml_graph_create(ctx, NULL), HPML_ERR_ARGUMENT, "graph: needs outputs");
+    ENSURE_ERROR(ctx, !hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = y }), HPML_ERR_ARGUMENT, "the loss must be");
+    ENSURE_ERROR(ctx, !hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 2, .outputs = both }), HPML_ERR_SHAPE, "batches of 2 and 4");
+    hpml_graph *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &y });
+    hpml_graph_memory(g, &m);
+    ENSURE(m.total > 0);
+    ENSURE(hpml_graph_alloc(g) == HPML_OK);
+    ENSURE_ERROR(ctx, hpml_graph_backward(g, 1, false), HPML_ERR_STATE, "needs a loss");
+    hpml_graph *again = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &y });
+    ENSURE_ERROR(ctx, !again || hpml_graph_alloc(again), HPML_ERR_STATE, "belongs to another graph");
+    ENSURE(z != NULL);
+    hpml_ctx_free(ctx);
+}
+
+/* Whole numbers, with every set of kernels: rounded to even, held within the type. */
+TEST(integers_saturate_on_all_kernels)
+{
+    const float   x[20] = { 0.5f, 1.5f, 2.5f, -0.5f, -3.5f, 255, 256, 1e9f, 3e9f, -3e9f, NAN, 254.6f, INFINITY, -INFINITY, 7, 8, 9, 10, 11, -12 };
+    const int32_t i32[20] = { 0, 2, 2, 0, -4, 255, 256, 1000000000, INT32_MAX, INT32_MIN, 0, 255, INT32_MAX, INT32_MIN, 7, 8, 9, 10, 11, -12 };
+    for (int n = 0; n < ISAS; n++) {
+        hpml_ctx *ctx = context(isas[n], 0);
+        int32_t   y[20];
+        uint8_t   b[20];
+        float     back[20];
+        if (!ctx) continue;
+        ENSURE(hpml_convert(ctx, HPML_DTYPE_I32, y, HPML_DTYPE_F32, x, 20) == HPML_OK);
+        ENSURE(memcmp(y, i32, sizeof y) == 0);
+        ENSURE(hpml_convert(ctx, HPML_DTYPE_U8, b, HPML_DTYPE_I32, i32, 20) == HPML_OK);
+        for (int i = 0; i < 20; i++) ENSURE(b[i] == (i32[i] < 0 ? 0 : i32[i] > 255 ? 255 : i32[i]));
+        ENSURE(hpml_convert(ctx, HPML_DTYPE_F32, back, HPML_DTYPE_U8, b, 20) == HPML_OK);
+        for (int i = 0; i < 20; i++) ENSURE(back[i] == (float)b[i]);
+        hpml_ctx_free(ctx);
+    }
+}
+
 static void add_task(void *arg, int64_t task, int thread)
 {
     (void)thread;

@@ -45,6 +45,25 @@ TEST(idx)
     hpml_ctx_free(ctx);
 }
 
+/* images, gzipped */
+static const unsigned char packed[] = {
+    31, 139, 8, 0, 0, 0, 0, 0, 2, 255, 99, 96, 224, 96, 102, 96, 96, 96, 130, 98, 102, 70, 38, 102, 22,
+    86, 54, 118, 14, 78, 46, 238, 255, 0, 238, 178, 184, 160, 28, 0, 0, 0 };
+
+TEST(gzipped_idx)
+{
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    hpml_dataset *d   = hpml_dataset_load_idx(ctx, put("z", packed, sizeof packed), put("l", labels, sizeof labels));
+#ifdef HPML_USE_ZLIB
+    ENSURE(d && d->count == 2 && memcmp(d->x, images + 16, 12) == 0);
+    d = hpml_dataset_load_idx(ctx, put("z", packed, sizeof packed - 9), file("l"));
+    ENSURE_ERROR(ctx, !d, HPML_ERR_FORMAT, "damaged gzip file");
+#else
+    ENSURE_ERROR(ctx, !d, HPML_ERR_UNSUPPORTED, "is gzipped");
+#endif
+    hpml_ctx_free(ctx);
+}
+
 TEST(cifar)
 {
     static unsigned char r[2 * 3073];
@@ -188,6 +207,84 @@ static size_t files_like(const char *pattern)
 
 /* A child that saves all the time is killed at any moment: the file is always whole, and the next save leaves nothing
    beside it. */
+static const char *npy(const char *name, const char *dict, const void *data, size_t size)
+{
+    unsigned char b[256] = "\x93NUMPY\1\0\x56"; /* 10 + 86 bytes of header */
+    memset(b + 10, ' ', 86);
+    memcpy(b + 10, dict, strlen(dict));
+    memcpy(b + 96, data, size);
+    return put(name, b, 96 + size);
+}
+
+TEST(other_numpy_types)
+{
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    const double  x[3] = { 1.5, -2, 1e300 };
+    const int64_t i[3] = { 7, INT64_MAX, INT64_MIN };
+    hpml_tensor  *t = hpml_npy_load(ctx, npy("d.npy", "{'descr': '<f8', 'fortran_order': False, 'shape': (3,), }", x, sizeof x));
+    ENSURE(t && t->dtype == HPML_DTYPE_F32 && t->data[0] == 1.5f && t->data[1] == -2 && isinf(t->data[2]));
+    t = hpml_npy_load(ctx, npy("q.npy", "{'descr': '<i8', 'fortran_order': False, 'shape': (1, 3), }", i, sizeof i));
+    ENSURE(t && t->dtype == HPML_DTYPE_I32 && t->ndim == 2);
+    const int32_t *v = (const int32_t *)(const void *)t->data;
+    ENSURE(v[0] == 7 && v[1] == INT32_MAX && v[2] == INT32_MIN);
+    t = hpml_npy_load(ctx, npy("q.npy", "{'descr': '<i8', 'fortran_order': True, 'shape': (1, 3), }", i, sizeof i));
+    ENSURE_ERROR(ctx, !t, HPML_ERR_FORMAT, "'fortran_order': True");
+    t = hpml_tensor_create(ctx, HPML_DTYPE_BF16, 1, (int64_t[]){ 3 });
+    ENSURE_ERROR(ctx, hpml_npy_save(t, file("b.npy")), HPML_ERR_UNSUPPORTED, "numpy has no bf16");
+    hpml_ctx_free(ctx);
+}
+
+TEST(names_and_metadata_of_any_text)
+{
+    const char      odd[] = "a \"quoted\\ name\"\n\tof two lines";
+    hpml_ctx       *ctx = hpml_ctx_create(NULL);
+    float           x[3] = { 1, 2, 3 };
+    hpml_meta       meta[2] = { { "k", odd }, { odd, "v" } };
+    hpml_safetensor e = { odd, HPML_DTYPE_F32, 1, { 3 }, x, sizeof x };
+    ENSURE(hpml_safetensors_save(ctx, file("odd"), &e, 1, meta, 2) == HPML_OK);
+    hpml_safetensors *f = hpml_safetensors_open(ctx, file("odd"));
+    ENSURE(f && hpml_safetensors_find(f, odd, &e) && memcmp(e.data, x, sizeof x) == 0);
+    ENSURE(strcmp(hpml_safetensors_meta(f, "k"), odd) == 0 && strcmp(hpml_safetensors_meta(f, odd), "v") == 0);
+    ENSURE(hpml_safetensors_meta(f, "none") == NULL);
+    hpml_safetensors_close(f);
+    put("odd", "\x13\0\0\0\0\0\0\0{\"__metadata__\":{\"\\u", 27);
+    ENSURE_ERROR(ctx, !hpml_safetensors_open(ctx, file("odd")), HPML_ERR_FORMAT, "not a whole safetensors file");
+    hpml_ctx_free(ctx);
+}
+
+TEST(files_and_datasets_refuse)
+{
+    hpml_ctx           *ctx = hpml_ctx_create(NULL);
+    hpml_dataset       *d = hpml_dataset_load_idx(ctx, put("i", images, sizeof images), put("l", labels, sizeof labels));
+    unsigned char       one[9] = { 0, 0, 8, 1, 0, 0, 0, 1, 4 };
+    hpml_record_writer *w = hpml_record_create(ctx, file("gone"));
+    hpml_trainer       *t = small_trainer(ctx);
+    ENSURE(hpml_record_add(w, "one", 3) == HPML_OK);
+    hpml_record_abandon(w);
+    ENSURE(access(file("gone"), F_OK) != 0);
+    ENSURE_ERROR(ctx, !hpml_dataset_slice(d, 1, 2), HPML_ERR_SHAPE, "2 samples from 1 on of 2");
+    ENSURE_ERROR(ctx, !hpml_dataset_create(ctx, 0, HPML_DTYPE_U8, 0, NULL, one, HPML_DTYPE_I32, 0, NULL), HPML_ERR_ARGUMENT, "got 0 samples");
+    ENSURE_ERROR(ctx, !hpml_dataset_load_idx(ctx, file("i"), put("one", one, sizeof one)), HPML_ERR_FORMAT, "holds 2 images");
+    ENSURE_ERROR(ctx, !csv(ctx, "1,2\n\"3,4\n", -1, false), HPML_ERR_FORMAT, "line 2: not all fields are numbers");
+    ENSURE_ERROR(ctx, hpml_params_save(ctx, file("p"), HPML_DTYPE_I32), HPML_ERR_DTYPE, "f32, bf16 or f16");
+    ENSURE_ERROR(ctx, !hpml_dataset_load_idx(ctx, NULL, NULL), HPML_ERR_ARGUMENT, "no file name given");
+    ENSURE(hpml_params_save(ctx, file("p"), HPML_DTYPE_F32) == HPML_OK && hpml_checkpoint_save(t, file("k")) == HPML_OK);
+    hpml_ctx    *other = hpml_ctx_create(NULL);
+    hpml_tensor *x = hpml_input_2d(other, 4, 3), *y = hpml_linear(x, 2, &(hpml_linear_desc){ .name = "fc", .no_bias = true });
+    hpml_trainer *adam = hpml_trainer_create(other, &(hpml_trainer_desc){ .input = x, .output = y, .optimizer = HPML_OPT_ADAM, .accumulate = 2 });
+    const float   ones[12] = { 1 };
+    const int32_t zeros[4] = { 0 };
+    ENSURE(hpml_params_load(other, file("p")) == HPML_OK); /* what else the file holds does not matter */
+    ENSURE_ERROR(other, hpml_checkpoint_load(adam, file("k")), HPML_ERR_FORMAT, "written by another optimizer");
+    ENSURE(hpml_trainer_step(adam, ones, zeros, 4, NULL) == HPML_OK);
+    ENSURE_ERROR(other, hpml_checkpoint_save(adam, file("k")), HPML_ERR_STATE, "1 of 2 batches of an update");
+    hpml_linear(x, 2, &(hpml_linear_desc){ .name = "more" });
+    ENSURE_ERROR(other, hpml_params_load(other, file("p")), HPML_ERR_FORMAT, "no tensor \"more.weight\"");
+    hpml_ctx_free(other);
+    hpml_ctx_free(ctx);
+}
+
+/* A child that saves all the time is killed at any moment: the file is always whole. */
 TEST(killed_while_saving)
 {
     for (int round = 0; round < 12; round++) {

@@ -246,6 +246,54 @@ TEST(wrong_shapes_are_refused)
     hpml_ctx_free(ctx);
 }
 
+TEST(refusals_say_why)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    hpml_tensor *v = hpml_input_2d(ctx, 2, 7), *row = hpml_input(ctx, HPML_DTYPE_F32, 1, (int64_t[]){ 2 });
+    hpml_tensor *w = hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 2, .shape = { 4, 7 } }), *all = hpml_sum(v, HPML_ALL_DIMS);
+    ENSURE_ERROR(ctx, !hpml_activation(v, (hpml_act)55, 0), HPML_ERR_ARGUMENT, "no function 55");
+    ENSURE_ERROR(ctx, !hpml_linear(v, 3, &(hpml_linear_desc){ .weight = w }), HPML_ERR_SHAPE, "weight is f32 4x7 \"param0\"");
+    ENSURE_ERROR(ctx, !hpml_sum(v, 2), HPML_ERR_SHAPE, "no dimension 2");
+    ENSURE_ERROR(ctx, !hpml_softmax(all), HPML_ERR_SHAPE, "a scalar has no last dimension");
+    ENSURE_ERROR(ctx, !hpml_permute(all, NULL), HPML_ERR_SHAPE, "name each dimension once");
+    ENSURE_ERROR(ctx, !hpml_transpose(v, 0, 2), HPML_ERR_SHAPE, "name each dimension once");
+    ENSURE_ERROR(ctx, !hpml_rmsnorm(row, NULL), HPML_ERR_SHAPE, "rmsnorm of \"input\": needs (.., features)");
+    ENSURE_ERROR(ctx, !hpml_embedding(hpml_input_tokens(ctx, 2, 3), 5, 7, &(hpml_embedding_desc){ .weight = w }), HPML_ERR_SHAPE, "expected 5x7");
+    ENSURE_ERROR(ctx, !hpml_param_create(ctx, NULL), HPML_ERR_ARGUMENT, "the desc needs a shape");
+    hpml_tensor *y = hpml_reshape_4d(hpml_reshape_3d(v, 2, 7, 1), 2, 1, 1, -1), *two = hpml_concat((hpml_tensor *[]){ v, v }, 2, 0);
+    ENSURE(y && y->ndim == 4 && y->shape[3] == 7 && two && two->shape[0] == 4);
+    hpml_graph *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &two, .output_count = 1 });
+    ENSURE(!hpml_graph_batchable(g));
+    ENSURE_ERROR(ctx, hpml_graph_batch(g, 1), HPML_ERR_SHAPE, "an op mixes samples");
+    y = hpml_linear(v, 7, NULL);
+    g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = hpml_bce_with_logits(v, hpml_sigmoid(y)) });
+    ENSURE(hpml_graph_forward(g, true, 0) == HPML_OK);
+    ENSURE_ERROR(ctx, hpml_graph_backward(g, 1, false), HPML_ERR_UNSUPPORTED, "only the logits get a gradient");
+    hpml_ctx_free(ctx);
+}
+
+/* Every way a parameter may start: mean and standard deviation of 60,000 numbers, and the largest of the uniform ones. */
+TEST(initial_weights)
+{
+    const struct { hpml_init init; double scale, deviation, most; } of[] = {
+        { HPML_INIT_KAIMING_UNIFORM, 0, sqrt(2 / 300.0), sqrt(6 / 300.0) }, { HPML_INIT_KAIMING_NORMAL, 0, sqrt(2 / 300.0), 9 },
+        { HPML_INIT_XAVIER_UNIFORM, 0, sqrt(2 / 500.0), sqrt(6 / 500.0) }, { HPML_INIT_XAVIER_NORMAL, 0, sqrt(2 / 500.0), 9 },
+        { HPML_INIT_NORMAL, 0, 0.02, 9 }, { HPML_INIT_NORMAL, 3, 3, 99 }, { HPML_INIT_UNIFORM, 0, 0.1 / sqrt(3), 0.1 },
+        { HPML_INIT_UNIFORM, 2, 2 / sqrt(3), 2 }, { HPML_INIT_ZEROS, 0, 0, 0 }, { HPML_INIT_ONES, 0, 0, 1 } };
+    for (size_t k = 0; k < sizeof of / sizeof of[0]; k++) {
+        hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 5 + k });
+        hpml_tensor *w = hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 2, .shape = { 200, 300 }, .init = of[k].init, .init_scale = (float)of[k].scale });
+        double       mean = 0, square = 0, most = 0;
+        ENSURE(w && hpml_param_init(ctx) == HPML_OK);
+        for (int i = 0; i < 60000; i++) mean += (double)w->data[i] / 60000, most = fmax(most, fabs((double)w->data[i]));
+        for (int i = 0; i < 60000; i++) square += pow((double)w->data[i] - mean, 2) / 60000;
+        ENSURE_NEAR(mean, of[k].init == HPML_INIT_ONES, 0.02 * of[k].deviation + 1e-9);
+        ENSURE_NEAR(sqrt(square), of[k].deviation, 0.02 * of[k].deviation + 1e-9);
+        ENSURE(most <= of[k].most + 1e-6 && (of[k].most > 2 || most >= 0.99 * of[k].most));
+        hpml_ctx_free(ctx);
+    }
+}
+
 /* What went wrong stays visible behind a relu, alone and fused, on all kernels. */
 TEST(relu_keeps_nan)
 {
