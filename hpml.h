@@ -3761,14 +3761,9 @@ HPMLI_FN void hpmli_onebit_decode(const hpml_packing *p, float *out, const void 
     }
 }
 
-HPMLI_FN float hpmli_twobit_threshold(const hpml_packing *p)
-{
-    return p->desc.threshold > 0 ? p->desc.threshold : 0.5f;
-}
-
 HPMLI_FN bool hpmli_twobit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
 {
-    const float t = hpmli_twobit_threshold(p);
+    const float t   = p->desc.threshold;
     float       bad = 0;
     memset(q, 0, p->row_size);
     for (int64_t i = 0; i < p->cols; i++) {
@@ -3784,7 +3779,7 @@ HPMLI_ENCODE(twobit)
 
 HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
-    const float    t = hpmli_twobit_threshold(p), value[4] = { 0, 0, -t, t };
+    const float    t = p->desc.threshold, value[4] = { 0, 0, -t, t };
     const uint8_t *q = (const uint8_t *)packed;
     for (int64_t r = 0; r < rows; r++, out += p->cols, q += p->row_size)
         for (int64_t i = 0; i < p->cols; i++) {
@@ -3816,6 +3811,7 @@ HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *d
     if (rows < 0 || cols < 0) return HPML_ERR_SHAPE;
     if (cols > 0 && (uint64_t)rows >= SIZE_MAX / 32 / (uint64_t)cols) return HPML_ERR_OVERFLOW;
     if (d->min_elements == 0) d->min_elements = HPML_CODEC_MIN_ELEMENTS;
+    if (!(d->threshold > 0)) d->threshold = 0.5f;
     p->rows     = rows;
     p->cols     = cols;
     p->kernels  = hpmli_kernels_best();
