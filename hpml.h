@@ -7557,11 +7557,10 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
 {
     hpml_ctx      *ctx   = g->ctx;
     hpml_node    **stack = hpmli_new(ctx, hpml_node *, ctx->node_count + target_count + 1);
-    hpml_node    **found = hpmli_new(ctx, hpml_node *, ctx->node_count + 1);
+    hpml_node    **found = g->nodes = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* with gaps, at first */
     int            depth = 0, leaf_room = ctx->node_count * HPML_MAX_SRC + target_count + 1;
     g->leaves = hpmli_new(ctx, hpml_tensor *, leaf_room);
-    g->nodes  = hpmli_new(ctx, hpml_node *, ctx->node_count + 1);
-    if (!stack || !found || !g->leaves || !g->nodes) return false;
+    if (!stack || !found || !g->leaves) return false;
     for (int i = 0; i < target_count; i++)
         if (targets[i]->node && !found[targets[i]->node->index])
             found[targets[i]->node->index] = stack[depth++] = targets[i]->node;
@@ -7582,7 +7581,6 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
     for (int i = 0; i < ctx->node_count; i++)
         if (found[i]) g->nodes[g->count++] = found[i];
     hpmli_free(ctx, stack);
-    hpmli_free(ctx, found);
     return true;
 }
 
