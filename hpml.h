@@ -104,12 +104,12 @@
 //     run   running a graph forward and backward
 //     trainer   the trainer: settings, creation, one step
 //     step   one step, one epoch, evaluation, prediction
-//     files   reading whole files, writing files that appear whole
+//     files   reading whole files, writing files that appear whole, JSON
 //     dataset   datasets and their readers
 //     csv   CSV and text
 //     npy   numpy arrays and packed records
 //     loader   batches: shuffled, sharded, augmented, made ahead
-//     safetensors   JSON headers; reading and writing safetensors files
+//     safetensors   reading and writing safetensors files
 //     checkpoint   saving and loading parameters and whole trainings
 //     trace   the timeline; where the time goes, and what a model is
 #ifndef HPML_H_INCLUDED
@@ -4803,8 +4803,8 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
             return hpmli_false(ctx, HPML_ERR_ARGUMENT, "\"%s\" and \"%s\" belong to different contexts", src[0]->name,
                                src[i]->name);
         if (!hpmli_contiguous(src[i]))
-            return hpmli_false(ctx, HPML_ERR_SHAPE, "%s is a view with gaps, which ops do not read: hpml_tensor_copy it to "
-                               "a tensor of its own, or record hpml_permute or hpml_slice", hpmli_text(src[i]));
+            return hpmli_false(ctx, HPML_ERR_SHAPE, "%s is a view with gaps, which ops do not read: hpml_tensor_copy "
+                               "it to a tensor of its own, or record hpml_permute or hpml_slice", hpmli_text(src[i]));
     }
     return true;
 }
@@ -8827,7 +8827,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     return t->ctx->status;
 }
 // ---------------------------------------------------------------------------------------------------------------------
-// >>files   reading whole files, writing files that appear whole
+// >>files   reading whole files, writing files that appear whole, JSON
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A file is mapped (or read) as a whole and never trusted. A file that is written goes to a temporary name beside its
@@ -8970,6 +8970,78 @@ HPMLI_FN uint64_t hpmli_little(const unsigned char *p, int bytes)
 HPMLI_FN void hpmli_put_little(unsigned char *p, uint64_t x, int bytes)
 {
     for (int i = 0; i < bytes; i++) p[i] = (unsigned char)(x >> 8 * i);
+}
+
+/* JSON, as far as headers of files go: objects, arrays of numbers, strings (unescaped in place, in a copy of the text).
+   A tuple of Python, (2, 3,), is read as well. */
+
+typedef struct hpmli_json {
+    char *p, *end;
+    bool  bad;
+} hpmli_json;
+
+HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* takes c if it comes next */
+{
+    while (j->p < j->end && (*j->p == ' ' || *j->p == '\n' || *j->p == '\t' || *j->p == '\r')) j->p++;
+    if (j->p >= j->end || *j->p != c) return false;
+    j->p++;
+    return true;
+}
+
+HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
+
+HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
+{
+    char *start, *to;
+    hpmli_json_want(j, '"');
+    for (start = to = j->p; !j->bad && j->p < j->end && *j->p != '"'; j->p++) {
+        if (*j->p == '\\') {
+            static const char of[] = "\"\\/nrtbf", is[] = "\"\\/\n\r\t\b\f"; /* no \u: names are plain here */
+            const char       *at   = j->p + 1 < j->end && j->p[1] ? strchr(of, j->p[1]) : NULL;
+            if (!at) { j->bad = true; break; }
+            j->p++;
+            *to++ = is[at - of];
+        } else if ((unsigned char)*j->p < 32) j->bad = true;
+        else *to++ = *j->p;
+    }
+    if (j->p >= j->end) j->bad = true;
+    if (j->bad) return "";
+    j->p++;
+    *to = 0; /* at the latest in the place of the closing quote */
+    return start;
+}
+
+HPMLI_FN int64_t hpmli_json_number(hpmli_json *j)
+{
+    int64_t v = 0;
+    int     digits = 0;
+    hpmli_json_is(j, ' ');
+    for (; j->p < j->end && *j->p >= '0' && *j->p <= '9'; j->p++, digits++) {
+        if (v > INT64_MAX / 32) j->bad = true, v = 0;
+        v = v * 10 + (*j->p - '0');
+    }
+    if (digits == 0) j->bad = true;
+    return j->bad ? 0 : v;
+}
+
+/* Before element n of a list: takes the bracket or the comma in front of it; false at the end, and when it is bad. */
+HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
+{
+    if (n == 0) hpmli_json_want(j, open);
+    if (j->bad || hpmli_json_is(j, close)) return false;
+    if (n > 0) hpmli_json_want(j, ',');
+    return !j->bad && !(close == ')' && hpmli_json_is(j, close));
+}
+
+/* An array of at most `room` numbers; returns how many. */
+HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *out, int room)
+{
+    int n = 0;
+    while (hpmli_json_next(j, n, open, close)) {
+        if (n == room) j->bad = true;
+        else out[n++] = hpmli_json_number(j);
+    }
+    return n;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -9358,30 +9430,14 @@ HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int
 
 /* .npy: \x93NUMPY 1 0, length of the header u16, a Python dict as text, the data. */
 
-/* The value after 'key': in the dict, or NULL. */
-HPMLI_FN const char *hpmli_npy_key(const char *header, const char *key)
+/* What comes after 'key': in the dict; "" when it is not there. */
+HPMLI_FN char *hpmli_npy_key(char *header, const char *key)
 {
-    const char *p = strstr(header, key);
-    if (!p) return NULL;
+    char *p = strstr(header, key);
+    if (!p) return header + strlen(header);
     p += strlen(key);
     while (*p == ' ' || *p == ':') p++;
     return p;
-}
-
-HPMLI_FN bool hpmli_npy_shape(const char *p, int *ndim, int64_t *shape)
-{
-    if (!p || *p++ != '(') return false;
-    for (*ndim = 0; *p && *p != ')';) {
-        int64_t v = 0;
-        if (*p == ' ' || *p == ',') { p++; continue; }
-        if (*p < '0' || *p > '9' || *ndim == HPML_MAX_DIMS) return false;
-        for (; *p >= '0' && *p <= '9'; p++) {
-            if (v > INT64_MAX / 16) return false;
-            v = v * 10 + (*p - '0');
-        }
-        shape[(*ndim)++] = v;
-    }
-    return *p == ')';
 }
 
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
@@ -9394,7 +9450,6 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
     size_t       length, start, known = sizeof kinds / sizeof kinds[0], kind = known;
     int64_t      shape[HPML_MAX_DIMS], count;
     int          ndim = 0;
-    const char  *descr, *order;
     hpml_tensor *t = NULL;
     if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
     length = f.size >= 10 ? (size_t)hpmli_little(f.bytes + 8, 2) : 0;
@@ -9406,14 +9461,13 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
     }
     memcpy(header, f.bytes + 10, length);
     header[length] = 0;
-    descr = hpmli_npy_key(header, "'descr'");
-    order = hpmli_npy_key(header, "'fortran_order'");
-    for (size_t i = 0; descr && i < known; i++)
-        if (strncmp(descr, kinds[i].code, 5) == 0) kind = i;
-    bool good = kind < known && order && strncmp(order, "False", 5) == 0 &&
-                hpmli_npy_shape(hpmli_npy_key(header, "'shape'"), &ndim, shape);
-    count = good ? hpmli_shape_count(ndim, shape) : -1;
-    if (count < 0 || f.size - start != (size_t)count * kinds[kind].size)
+    for (size_t i = 0; i < known; i++)
+        if (strncmp(hpmli_npy_key(header, "'descr'"), kinds[i].code, 5) == 0) kind = i;
+    hpmli_json j = { hpmli_npy_key(header, "'shape'"), header + strlen(header), false };
+    ndim  = hpmli_json_numbers(&j, '(', ')', shape, HPML_MAX_DIMS);
+    count = j.bad ? -1 : hpmli_shape_count(ndim, shape);
+    if (count < 0 || kind == known || strncmp(hpmli_npy_key(header, "'fortran_order'"), "False", 5) != 0 ||
+        f.size - start != (size_t)count * kinds[kind].size)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected <f4, <f2, <i4, |u1, <f8 or <i8 in C order, at most %d "
                    "dimensions, none 0, and data of just that size; the header says %s", path, HPML_MAX_DIMS, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
@@ -9886,79 +9940,8 @@ HPML_API void hpml_loader_free(hpml_loader *l)
     for (int i = 0; i < 5; i++) hpmli_free(ctx, buffers[i]);
 }
 // ---------------------------------------------------------------------------------------------------------------------
-// >>safetensors   JSON headers; reading and writing safetensors files
+// >>safetensors   reading and writing safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Only what that header may hold: objects, arrays of numbers, strings (unescaped in place, in a copy of the text). */
-
-typedef struct hpmli_json {
-    char *p, *end;
-    bool  bad;
-} hpmli_json;
-
-HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* takes c if it comes next */
-{
-    while (j->p < j->end && (*j->p == ' ' || *j->p == '\n' || *j->p == '\t' || *j->p == '\r')) j->p++;
-    if (j->p >= j->end || *j->p != c) return false;
-    j->p++;
-    return true;
-}
-
-HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
-
-HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
-{
-    char *start, *to;
-    hpmli_json_want(j, '"');
-    for (start = to = j->p; !j->bad && j->p < j->end && *j->p != '"'; j->p++) {
-        if (*j->p == '\\') {
-            static const char of[] = "\"\\/nrtbf", is[] = "\"\\/\n\r\t\b\f"; /* no \u: names are plain here */
-            const char       *at   = j->p + 1 < j->end && j->p[1] ? strchr(of, j->p[1]) : NULL;
-            if (!at) { j->bad = true; break; }
-            j->p++;
-            *to++ = is[at - of];
-        } else if ((unsigned char)*j->p < 32) j->bad = true;
-        else *to++ = *j->p;
-    }
-    if (j->p >= j->end) j->bad = true;
-    if (j->bad) return "";
-    j->p++;
-    *to = 0; /* at the latest in the place of the closing quote */
-    return start;
-}
-
-HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
-{
-    uint64_t v = 0;
-    int      digits = 0;
-    hpmli_json_is(j, ' ');
-    for (; j->p < j->end && *j->p >= '0' && *j->p <= '9'; j->p++, digits++) {
-        if (v > UINT64_MAX / 32) j->bad = true;
-        v = v * 10 + (uint64_t)(*j->p - '0');
-    }
-    if (digits == 0) j->bad = true;
-    return j->bad ? 0 : v;
-}
-
-/* Before element n of a list: takes the bracket or the comma in front of it; false at the end, and when it is bad. */
-HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
-{
-    if (n == 0) hpmli_json_want(j, open);
-    if (j->bad || hpmli_json_is(j, close)) return false;
-    if (n > 0) hpmli_json_want(j, ',');
-    return !j->bad;
-}
-
-/* An array of at most `room` numbers; returns how many. */
-HPMLI_FN int hpmli_json_numbers(hpmli_json *j, uint64_t *out, int room)
-{
-    int n = 0;
-    while (hpmli_json_next(j, n, '[', ']')) {
-        if (n == room) j->bad = true;
-        else out[n++] = hpmli_json_number(j);
-    }
-    return n;
-}
 
 /* u64 length of the header, the header in JSON, the data. Entry: "name": {"dtype": "F32", "shape": [2, 3],
    "data_offsets": [0, 24]}, offsets from the end of the header; entries cover the data without holes or overlaps. */
@@ -10002,7 +9985,7 @@ HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t data_bytes)
 {
     hpml_safetensor *e;
-    uint64_t         shape[HPML_MAX_DIMS], at[2] = { 1, 0 };
+    int64_t          at[2] = { 1, 0 };
     int              offsets = 0;
     bool             known = false;
     if (!hpmli_grow(f->ctx, &f->entries, f->count, &f->capacity, sizeof *e)) return false;
@@ -10016,19 +9999,17 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
             const char *dtype = hpmli_json_text(j);
             for (int i = 0; i < HPMLI_DTYPES; i++)
                 if (strcmp(dtype, hpmli_dtypes[i].safe) == 0) e->dtype = (hpml_dtype)i, known = true;
-        } else if (strcmp(key, "shape") == 0) e->ndim = hpmli_json_numbers(j, shape, HPML_MAX_DIMS);
-        else if (strcmp(key, "data_offsets") == 0) offsets = hpmli_json_numbers(j, at, 2);
+        } else if (strcmp(key, "shape") == 0) 
+            e->ndim = hpmli_json_numbers(j, '[', ']', e->shape, HPML_MAX_DIMS);
+        else if (strcmp(key, "data_offsets") == 0) offsets = hpmli_json_numbers(j, '[', ']', at, 2);
         else j->bad = true;
     }
-    if (j->bad || e->ndim < 0 || offsets != 2 || !known || at[0] > at[1] || at[1] > data_bytes) return false;
-    for (int i = 0; i < HPML_MAX_DIMS; i++) {
-        e->shape[i] = i < e->ndim ? (int64_t)(shape[i] < INT64_MAX ? shape[i] : 0) : 1;
-        if (i < e->ndim && e->shape[i] < 1) return false;
-    }
+    if (j->bad || e->ndim < 0 || offsets != 2 || !known || at[0] > at[1] || (size_t)at[1] > data_bytes) return false;
+    for (int i = e->ndim; i < HPML_MAX_DIMS; i++) e->shape[i] = 1;
     e->bytes = (size_t)(at[1] - at[0]);
     e->data  = f->file.bytes + (f->file.size - data_bytes) + at[0];
-    return hpmli_shape_count(e->ndim, e->shape) > 0 &&
-           (uint64_t)hpmli_shape_count(e->ndim, e->shape) * hpml_dtype_size(e->dtype) == e->bytes;
+    int64_t count = hpmli_shape_count(e->ndim, e->shape);
+    return count > 0 && (size_t)count * hpml_dtype_size(e->dtype) == e->bytes;
 }
 
 HPMLI_FN int hpmli_safe_order(const void *a, const void *b)

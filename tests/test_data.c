@@ -229,6 +229,10 @@ TEST(other_numpy_types)
     ENSURE(v[0] == 7 && v[1] == INT32_MAX && v[2] == INT32_MIN);
     t = hpml_npy_load(ctx, npy("q.npy", "{'descr': '<i8', 'fortran_order': True, 'shape': (1, 3), }", i, sizeof i));
     ENSURE_ERROR(ctx, !t, HPML_ERR_FORMAT, "'fortran_order': True");
+    t = hpml_npy_load(ctx, npy("q.npy", "{'descr': '<i8', 'fortran_order': False, 'shape': (55340232221128654851,), }", i, sizeof i));
+    ENSURE_ERROR(ctx, !t, HPML_ERR_FORMAT, "at most 5 dimensions"); /* 3 + 3 * 2^64 */
+    t = hpml_npy_load(ctx, npy("q.npy", "{'descr': '<f8', 'fortran_order': False, 'shape': (), }", x, sizeof x[0]));
+    ENSURE(t && t->ndim == 0 && t->data[0] == 1.5f && hpml_npy_save(t, file("0.npy")) == HPML_OK && hpml_npy_load(ctx, file("0.npy")));
     t = hpml_tensor_create(ctx, HPML_DTYPE_BF16, 1, (int64_t[]){ 3 });
     ENSURE_ERROR(ctx, hpml_npy_save(t, file("b.npy")), HPML_ERR_UNSUPPORTED, "numpy has no bf16");
     hpml_ctx_free(ctx);
