@@ -8057,12 +8057,11 @@ HPMLI_FN double hpmli_check_one(hpml_graph *g, hpml_tensor *t, float eps, int sa
     double   worst = 0, scale = 0;
     int64_t  n     = hpml_tensor_count(t);
     float   *grad  = (float *)hpmli_alloc(g->ctx, (size_t)n * sizeof(float));
-    hpml_rng rng;
+    hpml_rng rng   = { g->ctx->seed, 77, 0 };
     if (!grad) return -1;
     g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
     for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
-    scale      = sqrt(scale / (double)n); /* floor: differences far below the typical gradient are rounding */
-    rng.seed   = g->ctx->seed, rng.stream = 77, rng.counter = 0;
+    scale = sqrt(scale / (double)n); /* floor: differences far below the typical gradient are rounding */
     for (int i = 0; i < samples; i++) {
         int64_t at   = samples >= n ? i : hpml_rng_below(&rng, n);
         double  near_, far, slope, error;
@@ -9532,16 +9531,13 @@ HPMLI_FN void hpmli_record_writer_drop(void *object)
 
 HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path)
 {
-    hpmli_writer        out;
-    hpml_record_writer *w;
-    unsigned char       head[24] = { 0 };
-    if (hpmli_failed(ctx) || !hpmli_writer_open(ctx, &out, path)) return NULL;
-    w = (hpml_record_writer *)hpmli_alloc_object(ctx, sizeof *w, hpmli_record_writer_drop);
-    if (!w) {
-        hpmli_writer_close(&out, false);
+    unsigned char head[24] = { 0 };
+    if (hpmli_failed(ctx)) return NULL;
+    hpml_record_writer *w = (hpml_record_writer *)hpmli_alloc_object(ctx, sizeof *w, hpmli_record_writer_drop);
+    if (!w || !hpmli_writer_open(ctx, &w->w, path)) {
+        hpmli_free(ctx, w);
         return NULL;
     }
-    w->w = out;
     hpmli_write(&w->w, head, sizeof head);
     return w;
 }
@@ -9590,26 +9586,27 @@ HPMLI_FN void hpmli_record_file_drop(void *object) { hpmli_file_close(&((hpml_re
 
 HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
 {
-    hpmli_file        in;
-    hpml_record_file *f;
-    uint64_t          count, index, last = 24;
-    if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &in, path)) return NULL;
-    count     = in.size >= 32 ? hpmli_little(in.bytes + 8, 8) : 0;
-    index     = in.size >= 32 ? hpmli_little(in.bytes + 16, 8) : 0;
-    bool good = in.size >= 32 && memcmp(in.bytes, "HPMLREC1", 8) == 0 && index >= 24 && index <= in.size &&
-                count < in.size / 8 && in.size - index == (count + 1) * 8;
+    uint64_t count = 0, index = 0, last = 24;
+    if (hpmli_failed(ctx)) return NULL;
+    hpml_record_file *f = (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_record_file_drop);
+    if (!f || !hpmli_file_open(ctx, &f->file, path)) {
+        hpmli_free(ctx, f);
+        return NULL;
+    }
+    const hpmli_file *in = &f->file;
+    if (in->size >= 32) count = hpmli_little(in->bytes + 8, 8), index = hpmli_little(in->bytes + 16, 8);
+    bool good = index >= 24 && index <= in->size && memcmp(in->bytes, "HPMLREC1", 8) == 0 && count < in->size / 8 &&
+                in->size - index == (count + 1) * 8;
     for (uint64_t i = 0; good && i <= count; i++) {
-        uint64_t at = hpmli_little(in.bytes + index + 8 * i, 8);
+        uint64_t at = hpmli_little(in->bytes + index + 8 * i, 8);
         good = at >= last && at <= index && (i < count || at == index);
         last = at;
     }
-    f = good ? (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_record_file_drop) : NULL;
-    if (!f) {
-        if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a record file, or damaged", path);
-        hpmli_file_close(&in);
-        return NULL;
+    if (!good) {
+        hpmli_free(ctx, f);
+        return hpmli_null(ctx, HPML_ERR_FORMAT, "\"%s\": not a record file, or damaged", path);
     }
-    f->file = in, f->count = (int64_t)count, f->index = in.bytes + index;
+    f->count = (int64_t)count, f->index = in->bytes + index;
     return f;
 }
 
