@@ -1101,7 +1101,7 @@ struct hpml_packing {
     size_t            row_size;       /* bytes of a packed row */
     size_t            size;           /* bytes of the whole: rows * row_size rounded up to 4: tensors can be lined up */
     int64_t           residual_count; /* floats of residual: rows * cols or 0. Zero them at the start */
-    const void       *kernels;        /* private */
+    const struct hpmli_kernels *kernels; /* private */
 };
 
 /* desc NULL: plain. HPML_ERR_SHAPE, HPML_ERR_OVERFLOW or HPML_ERR_ARGUMENT when rows, cols or desc make no sense. */
@@ -3680,8 +3680,7 @@ HPMLI_FN hpml_status hpmli_none_encode(const hpml_packing *p, void *packed, floa
 
 HPMLI_FN void hpmli_none_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
-    const hpmli_kernels *k = (const hpmli_kernels *)p->kernels;
-    if (add) k->vadd(out, out, (const float *)packed, rows * p->cols);
+    if (add) p->kernels->vadd(out, out, (const float *)packed, rows * p->cols);
     else if (rows > 0 && p->cols > 0) memcpy(out, packed, (size_t)rows * p->row_size);
 }
 
@@ -3702,7 +3701,7 @@ HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, floa
             status = HPML_ERR_NONFINITE;
         } else if (er && p->desc.printed_residual) { /* the control */
             p->codec->decode(p, er, q, 1, false);
-            ((const hpmli_kernels *)p->kernels)->vsub(er, g, er, p->cols);
+            p->kernels->vsub(er, g, er, p->cols);
         }
     }
     return status;
@@ -3716,13 +3715,13 @@ HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, floa
 
 HPMLI_FN bool hpmli_bf16_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
 {
-    return ((const hpmli_kernels *)p->kernels)->bf16_encode((uint16_t *)(void *)q, e, g, p->cols);
+    return p->kernels->bf16_encode((uint16_t *)(void *)q, e, g, p->cols);
 }
 HPMLI_ENCODE(bf16)
 
 HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
-    const hpmli_kernels *k = (const hpmli_kernels *)p->kernels;
+    const hpmli_kernels *k = p->kernels;
     (add ? k->bf16_decode_add : k->bf16_to_f32)(out, (const uint16_t *)packed, rows * p->cols);
 }
 
@@ -3737,22 +3736,21 @@ HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
 
 HPMLI_FN bool hpmli_onebit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
 {
-    const hpmli_kernels *k = (const hpmli_kernels *)p->kernels;
-    hpmli_onebit_row     row;
-    float                level[2];
-    k->onebit_scan(&row, q + sizeof level, e, g, p->cols);
+    hpmli_onebit_row row;
+    float            level[2];
+    p->kernels->onebit_scan(&row, q + sizeof level, e, g, p->cols);
     if (!(fabs(row.sum[0]) <= DBL_MAX && fabs(row.sum[1]) <= DBL_MAX)) return false;
     level[0] = hpmli_onebit_level(&row, 0);
     level[1] = hpmli_onebit_level(&row, 1);
     memcpy(q, level, sizeof level);
-    if (e) k->onebit_carry(e, level[0], level[1], p->cols);
+    if (e) p->kernels->onebit_carry(e, level[0], level[1], p->cols);
     return true;
 }
 HPMLI_ENCODE(onebit)
 
 HPMLI_FN void hpmli_onebit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
-    const hpmli_kernels *k = (const hpmli_kernels *)p->kernels;
+    const hpmli_kernels *k = p->kernels;
     const uint8_t       *q = (const uint8_t *)packed;
     for (int64_t r = 0; r < rows; r++, out += p->cols, q += p->row_size) {
         float level[2];
