@@ -5244,6 +5244,7 @@ HPMLI_FN int64_t hpmli_walk_at(const hpmli_walk *w, int s, int64_t r)
 typedef struct hpmli_binary {
     const hpmli_kernels *k;
     hpml_node           *n;
+    void (*op)(float *y, const float *a, const float *b, int64_t n); /* forward */
     hpmli_walk           w;
     int64_t              pieces; /* of HPMLI_GRAIN elements, per run */
     int                  side;   /* backward: the operand whose gradient is computed; -1: forward */
@@ -5256,16 +5257,6 @@ HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t at, in
     if (b->w.stride[s][b->w.ndim - 1] != 0) return x + from;
     b->k->vfill(piece, x[0], n);
     return piece;
-}
-
-HPMLI_FN void hpmli_binary_result(const hpmli_binary *b, float *y, const float *x0, const float *x1, int64_t n)
-{
-    switch (b->n->op) {
-    case HPML_OP_ADD: b->k->vadd(y, x0, x1, n); break;
-    case HPML_OP_SUB: b->k->vsub(y, x0, x1, n); break;
-    case HPML_OP_MUL: b->k->vmul(y, x0, x1, n); break;
-    default: b->k->vdiv(y, x0, x1, n); break;
-    }
 }
 
 /* d(side) of n elements: dy for a sum; for the rest the product rule. */
@@ -5297,7 +5288,7 @@ HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED
         const float *x0 = hpmli_operand(b, 0, hpmli_walk_at(&b->w, 0, run), i, c, pa);
         const float *x1 = hpmli_operand(b, 1, hpmli_walk_at(&b->w, 1, run), i, c, pb);
         if (b->side < 0) {
-            hpmli_binary_result(b, b->n->out->data + run * b->w.run + i, x0, x1, c);
+            b->op(b->n->out->data + run * b->w.run + i, x0, x1, c);
             continue;
         }
         float *dx = b->n->src[b->side]->grad + hpmli_walk_at(&b->w, b->side, run);
@@ -5313,6 +5304,8 @@ HPMLI_FN void hpmli_binary_run(const hpml_run *run, hpml_node *n, int first, int
 {
     hpmli_binary b = HPMLI_ZEROED;
     b.k = run->ctx->k, b.n = n;
+    b.op = n->op == HPML_OP_ADD ? b.k->vadd : n->op == HPML_OP_SUB ? b.k->vsub :
+           n->op == HPML_OP_MUL ? b.k->vmul : b.k->vdiv;
     hpmli_walk_make(&b.w, n->out, n->src[0], n->src[1]);
     b.pieces = (b.w.run + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
     for (b.side = first; b.side < end; b.side++) {
