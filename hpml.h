@@ -1845,14 +1845,14 @@ HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float 
         return hv_sum((s[0] + s[1]) + (s[2] + s[3]));                                                                  \
     }
 HPMLI_VFN hv HPMLI_K(hpmli_add_square)(hv sum, hv d) { return hv_fma(d, d, sum); }
-HPMLI_VFN hv HPMLI_K(hpmli_keep)(float value, int64_t n) /* value in the first n lanes, 0 in the rest, as hv_load_n */
+HPMLI_VFN hv HPMLI_K(hpmli_keep)(hv v, int64_t n) /* the first n lanes, 0 in the rest, as hv_load_n */
 {
-    return n >= HV_W ? hv_set1(value) : hv_bits((1u << n) - 1, hv_set1(value), hv_zero());
+    return n >= HV_W ? v : hv_bits((1u << n) - 1, v, hv_zero());
 }
 HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + hv_ld(x + at, c))
 HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), hv_fma(hv_ld(a + at, c), hv_ld(b + at, c), sum))
 HPMLI_REDUCE(vvar, (const float *x, float mean, int64_t n),
-             HPMLI_K(hpmli_add_square)(sum, hv_ld(x + at, c) - HPMLI_K(hpmli_keep)(mean, c)))
+             HPMLI_K(hpmli_add_square)(sum, hv_ld(x + at, c) - HPMLI_K(hpmli_keep)(hv_set1(mean), c)))
 #undef HPMLI_REDUCE
 
 #define HPMLI_WIDE(name, params, piece)                                                                                \
@@ -1888,7 +1888,7 @@ HPMLI_KFN float HPMLI_K(hpmli_vexp_sum)(float *y, const float *x, float shift, i
     HV_LOOP(n) {
         hv e = HPMLI_K(hpmli_exp)(hv_ld(x + i, c) - vs);
         hv_st(y + i, e, c);
-        s += c >= HV_W ? e : hv_bits((1u << c) - 1, e, hv_zero());
+        s += HPMLI_K(hpmli_keep)(e, c);
     }
     return hv_sum(s);
 }
