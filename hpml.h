@@ -217,8 +217,7 @@ typedef struct hpml_ctx_desc {
 } hpml_ctx_desc;
 
 /* Creates a context. `desc` NULL means all defaults. Returns NULL only when there is no memory for the context itself;
-   any other failure (an unknown kernel name, say) gives a context that already holds the error.
-   A context and all that hangs on it belongs to one thread at a time; different contexts are independent. */
+   any other failure (an unknown kernel name, say) gives a context that already holds the error. See THREADS above. */
 HPML_API hpml_ctx   *hpml_ctx_create(const hpml_ctx_desc *desc);
 HPML_API void        hpml_ctx_free(hpml_ctx *ctx); /* frees everything made from it; NULL is fine */
 HPML_API hpml_status hpml_ctx_status(const hpml_ctx *ctx); /* the first error, or HPML_OK; NULL: HPML_ERR_ARGUMENT */
@@ -5250,10 +5249,10 @@ typedef struct hpmli_binary {
     int                  side;   /* backward: the operand whose gradient is computed; -1: forward */
 } hpmli_binary;
 
-/* n elements of operand s from `at`: in place, or the one stretched value spread over `piece`. */
-HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t at, int64_t from, int64_t n, float *piece)
+/* n elements of operand s in a run: in place, or the one stretched value spread over `piece`. */
+HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t run, int64_t from, int64_t n, float *piece)
 {
-    const float *x = b->n->src[s]->data + at;
+    const float *x = b->n->src[s]->data + hpmli_walk_at(&b->w, s, run);
     if (b->w.stride[s][b->w.ndim - 1] != 0) return x + from;
     b->k->vfill(piece, x[0], n);
     return piece;
@@ -5285,8 +5284,8 @@ HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED
     float               pa[HPMLI_PIECE], pb[HPMLI_PIECE], d[HPMLI_PIECE];
     for (int64_t i = from; i < end; i += c) {
         c = end - i < HPMLI_PIECE ? end - i : HPMLI_PIECE;
-        const float *x0 = hpmli_operand(b, 0, hpmli_walk_at(&b->w, 0, run), i, c, pa);
-        const float *x1 = hpmli_operand(b, 1, hpmli_walk_at(&b->w, 1, run), i, c, pb);
+        const float *x0 = hpmli_operand(b, 0, run, i, c, pa);
+        const float *x1 = hpmli_operand(b, 1, run, i, c, pb);
         if (b->side < 0) {
             b->op(b->n->out->data + run * b->w.run + i, x0, x1, c);
             continue;
