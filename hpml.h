@@ -312,7 +312,8 @@ HPML_API hpml_tensor *hpml_tensor_create_3d(hpml_ctx *ctx, int64_t d0, int64_t d
 HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d1, int64_t d2, int64_t d3);
 HPML_API void         hpml_tensor_free(hpml_tensor *t); /* optional; for views and what hpml_tensor_create made */
 
-/* Views share the memory of `t` and cost nothing. `t` must have memory (or be a view); to record, see the ops. */
+/* Views share the memory of `t` and cost nothing. `t` must have memory (or be a view); to record, see the ops, which
+   read a view only where it is contiguous. */
 HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* t contiguous; one -1 */
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count);
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
