@@ -8841,6 +8841,9 @@ HPMLI_FN void hpmli_file_close(hpmli_file *f)
     f->bytes = NULL;
 }
 
+/* Drops objects that begin with a file. */
+HPMLI_FN void hpmli_file_drop(void *object) { hpmli_file_close((hpmli_file *)object); }
+
 HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
 {
     memset(f, 0, sizeof *f);
@@ -9573,13 +9576,11 @@ struct hpml_record_file {
     const unsigned char *index; /* (count + 1) u64 */
 };
 
-HPMLI_FN void hpmli_record_file_drop(void *object) { hpmli_file_close(&((hpml_record_file *)object)->file); }
-
 HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
 {
     uint64_t count = 0, index = 0, last = 24;
     if (hpmli_failed(ctx)) return NULL;
-    hpml_record_file *f = (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_record_file_drop);
+    hpml_record_file *f = (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_drop);
     if (!f || !hpmli_file_open(ctx, &f->file, path)) {
         hpmli_free(ctx, f);
         return NULL;
@@ -9937,7 +9938,6 @@ HPML_API void hpml_loader_free(hpml_loader *l)
 #define HPMLI_SAFE_HEADER 100000000 /* bytes of header at most, the format's own limit */
 
 struct hpml_safetensors {
-    hpml_ctx        *ctx;
     hpmli_file       file;
     char            *text;                 /* copy of the header; names point into it */
     hpml_safetensor *entries;              /* (count) */
@@ -9946,12 +9946,10 @@ struct hpml_safetensors {
     int64_t          capacity, meta_capacity;
 };
 
-HPMLI_FN void hpmli_safetensors_drop(void *object) { hpmli_file_close(&((hpml_safetensors *)object)->file); }
-
 HPML_API void hpml_safetensors_close(hpml_safetensors *f)
 {
-    hpml_ctx *ctx = f ? f->ctx : NULL;
     if (!f) return;
+    hpml_ctx *ctx = f->file.ctx;
     hpmli_free(ctx, f->text);
     hpmli_free(ctx, f->entries);
     hpmli_free(ctx, f->meta);
@@ -9961,7 +9959,7 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
 HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 {
     for (int n = 0; hpmli_json_next(j, n, '{', '}'); n++) {
-        if (!hpmli_grow(f->ctx, &f->meta, f->meta_count, &f->meta_capacity, sizeof *f->meta)) return false;
+        if (!hpmli_grow(f->file.ctx, &f->meta, f->meta_count, &f->meta_capacity, sizeof *f->meta)) return false;
         f->meta[f->meta_count].key = hpmli_json_text(j);
         hpmli_json_want(j, ':');
         f->meta[f->meta_count++].value = hpmli_json_text(j);
@@ -9976,7 +9974,7 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
     int64_t          at[2] = { 1, 0 };
     int              offsets = 0;
     bool             known = false;
-    if (!hpmli_grow(f->ctx, &f->entries, f->count, &f->capacity, sizeof *e)) return false;
+    if (!hpmli_grow(f->file.ctx, &f->entries, f->count, &f->capacity, sizeof *e)) return false;
     e       = &f->entries[f->count++];
     e->name = name;
     e->ndim = -1;
@@ -10018,7 +10016,7 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
     hpmli_json j;
     if (length < 2 || length > HPMLI_SAFE_HEADER || length > f->file.size - 8) return false;
     size_t data_bytes = f->file.size - 8 - (size_t)length;
-    f->text    = (char *)hpmli_alloc(f->ctx, (size_t)length + 1);
+    f->text    = (char *)hpmli_alloc(f->file.ctx, (size_t)length + 1);
     if (!f->text) return false;
     memcpy(f->text, f->file.bytes + 8, (size_t)length);
     j.p = f->text, j.end = f->text + length, j.bad = f->text[0] != '{';
@@ -10045,9 +10043,8 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path)
 {
     if (hpmli_failed(ctx)) return NULL;
-    hpml_safetensors *f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_safetensors_drop);
+    hpml_safetensors *f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_drop);
     if (!f) return NULL;
-    f->ctx = ctx;
     if (hpmli_file_open(ctx, &f->file, path) && hpmli_safe_parse(f)) return f;
     if (ctx->status == HPML_OK)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file of F32, BF16, F16, I32 and U8 tensors "
