@@ -5522,69 +5522,63 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     return c;
 }
 
-typedef struct hpmli_matmul_dims {
-    int64_t batch, m, n, k;
-    bool    shared; /* one b for all */
-} hpmli_matmul_dims;
+typedef struct hpmli_matmul {
+    int64_t   batch, m, n, k;
+    bool      shared; /* one b for all */
+    hpmli_mat a, b;   /* (m, k), (k, n): as they are multiplied */
+} hpmli_matmul;
 
 /* Untransposed products with a shared b are one tall product. */
-HPMLI_FN hpmli_matmul_dims hpmli_matmul_size(const hpml_node *node)
+HPMLI_FN hpmli_matmul hpmli_matmul_of(const hpml_node *node)
 {
     const hpml_tensor *c = node->out, *a = node->src[0], *b = node->src[1];
-    hpmli_matmul_dims  d;
+    bool               ta = node->attr.matmul.trans_a, tb = node->attr.matmul.trans_b;
+    hpmli_matmul       d = HPMLI_ZEROED;
     d.batch = 1;
     for (int i = 0; i < c->ndim - 2; i++) d.batch *= c->shape[i];
-    d.m = c->shape[c->ndim - 2], d.n = c->shape[c->ndim - 1];
-    d.k = a->shape[a->ndim - (node->attr.matmul.trans_a ? 2 : 1)];
+    d.m = c->shape[c->ndim - 2], d.n = c->shape[c->ndim - 1], d.k = a->shape[a->ndim - (ta ? 2 : 1)];
     d.shared = b->ndim == 2 && c->ndim > 2;
-    if (d.shared && !node->attr.matmul.trans_a) d.m *= d.batch, d.batch = 1, d.shared = false;
+    if (d.shared && !ta) d.m *= d.batch, d.batch = 1, d.shared = false;
+    d.a = hpmli_mats(a->data, ta ? d.m : d.k, d.m * d.k, ta);
+    d.b = hpmli_mats(b->data, tb ? d.k : d.n, d.shared ? 0 : d.k * d.n, tb);
     return d;
-}
-
-/* op(B) as it is stored, or its transpose, and likewise op(A) from `at` on. */
-HPMLI_FN hpmli_mat hpmli_matmul_b(const hpml_node *n, const hpmli_matmul_dims *d, bool trans)
-{
-    bool tb = n->attr.matmul.trans_b;
-    return hpmli_mats(n->src[1]->data, tb ? d->k : d->n, d->shared ? 0 : d->k * d->n, tb != trans);
-}
-
-HPMLI_FN hpmli_mat hpmli_matmul_a(const hpml_node *n, const hpmli_matmul_dims *d, int64_t at, bool trans)
-{
-    bool ta = n->attr.matmul.trans_a;
-    return hpmli_mats(n->src[0]->data + at, ta ? d->m : d->k, d->m * d->k, ta != trans);
 }
 
 HPMLI_FN void hpmli_matmul_pass(const hpml_run *run, hpml_node *n)
 {
-    hpmli_matmul_dims d = hpmli_matmul_size(n);
-    hpmli_product(run->ctx, d.batch, d.m, d.n, d.k, hpmli_matmul_a(n, &d, 0, false), hpmli_matmul_b(n, &d, false),
-                  n->out->data, false);
+    hpmli_matmul d = hpmli_matmul_of(n);
+    hpmli_product(run->ctx, d.batch, d.m, d.n, d.k, d.a, d.b, n->out->data, false);
+}
+
+HPMLI_FN hpmli_mat hpmli_turned(hpmli_mat x)
+{
+    hpmli_mat t = { x.p, x.cs, x.rs, x.batch };
+    return t;
 }
 
 /* c (batch, m, n) = a b, or its transpose (batch, n, m) = b^T a^T. */
 HPMLI_FN void hpmli_product_stored(hpml_ctx *ctx, int64_t batch, int64_t m, int64_t n, int64_t k, hpmli_mat a,
                                    hpmli_mat b, float *c, bool trans, bool accumulate)
 {
-    hpmli_mat at = { a.p, a.cs, a.rs, a.batch }, bt = { b.p, b.cs, b.rs, b.batch };
-    if (trans) hpmli_product(ctx, batch, n, m, k, bt, at, c, accumulate);
+    if (trans) hpmli_product(ctx, batch, n, m, k, hpmli_turned(b), hpmli_turned(a), c, accumulate);
     else hpmli_product(ctx, batch, m, n, k, a, b, c, accumulate);
 }
 
 HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
 {
-    hpmli_matmul_dims d  = hpmli_matmul_size(n);
-    const float      *dc = n->out->grad;
-    hpml_tensor      *a = n->src[0], *b = n->src[1];
-    int64_t           mn = d.m * d.n, mk = d.m * d.k;
+    hpmli_matmul d = hpmli_matmul_of(n);
+    hpmli_mat    dc = hpmli_mats(n->out->grad, d.n, d.m * d.n, false);
+    hpml_tensor *a = n->src[0], *b = n->src[1];
     if (a->grad) /* dA (m, k) = dC op(B)^T */
-        hpmli_product_stored(run->ctx, d.batch, d.m, d.k, d.n, hpmli_mats(dc, d.n, mn, false),
-                             hpmli_matmul_b(n, &d, true), a->grad, n->attr.matmul.trans_a, n->accumulate[0]);
+        hpmli_product_stored(run->ctx, d.batch, d.m, d.k, d.n, dc, hpmli_turned(d.b), a->grad, n->attr.matmul.trans_a,
+                             n->accumulate[0]);
     if (b == a) n->accumulate[1] = true; /* x x^T: both gradients meet in one place */
-    for (int64_t i = 0; b->grad && i < (d.shared ? d.batch : 1); i++) /* a shared b sums over the batch, in order */
+    for (int64_t i = 0; b->grad && i < (d.shared ? d.batch : 1); i++) { /* a shared b sums over the batch, in order */
         /* dB (k, n) = op(A)^T dC */
-        hpmli_product_stored(run->ctx, d.shared ? 1 : d.batch, d.k, d.n, d.m, hpmli_matmul_a(n, &d, i * mk, true),
-                             hpmli_mats(dc + i * mn, d.n, mn, false), b->grad, n->attr.matmul.trans_b,
-                             n->accumulate[1] || i > 0);
+        hpmli_product_stored(run->ctx, d.shared ? 1 : d.batch, d.k, d.n, d.m, hpmli_turned(d.a), dc, b->grad,
+                             n->attr.matmul.trans_b, n->accumulate[1] || i > 0);
+        d.a.p += d.a.batch, dc.p += dc.batch;
+    }
 }
 
 HPMLI_OP(matmul, HPMLI_NEED_BOTH, hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n))
