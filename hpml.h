@@ -5550,7 +5550,7 @@ HPMLI_FN void hpmli_matmul_pass(const hpml_run *run, hpml_node *n)
     hpmli_product(run->ctx, d.batch, d.m, d.n, d.k, d.a, d.b, n->out->data, false);
 }
 
-HPMLI_FN hpmli_mat hpmli_turned(hpmli_mat x)
+HPMLI_FN hpmli_mat hpmli_transposed(hpmli_mat x)
 {
     hpmli_mat t = { x.p, x.cs, x.rs, x.batch };
     return t;
@@ -5560,7 +5560,7 @@ HPMLI_FN hpmli_mat hpmli_turned(hpmli_mat x)
 HPMLI_FN void hpmli_product_stored(hpml_ctx *ctx, int64_t batch, int64_t m, int64_t n, int64_t k, hpmli_mat a,
                                    hpmli_mat b, float *c, bool trans, bool accumulate)
 {
-    if (trans) hpmli_product(ctx, batch, n, m, k, hpmli_turned(b), hpmli_turned(a), c, accumulate);
+    if (trans) hpmli_product(ctx, batch, n, m, k, hpmli_transposed(b), hpmli_transposed(a), c, accumulate);
     else hpmli_product(ctx, batch, m, n, k, a, b, c, accumulate);
 }
 
@@ -5570,12 +5570,12 @@ HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
     hpmli_mat    dc = hpmli_mats(n->out->grad, d.n, d.m * d.n, false);
     hpml_tensor *a = n->src[0], *b = n->src[1];
     if (a->grad) /* dA (m, k) = dC op(B)^T */
-        hpmli_product_stored(run->ctx, d.batch, d.m, d.k, d.n, dc, hpmli_turned(d.b), a->grad, n->attr.matmul.trans_a,
+        hpmli_product_stored(run->ctx, d.batch, d.m, d.k, d.n, dc, hpmli_transposed(d.b), a->grad, n->attr.matmul.trans_a,
                              n->accumulate[0]);
     if (b == a) n->accumulate[1] = true; /* x x^T: both gradients meet in one place */
     for (int64_t i = 0; b->grad && i < (d.shared ? d.batch : 1); i++) { /* a shared b sums over the batch, in order */
         /* dB (k, n) = op(A)^T dC */
-        hpmli_product_stored(run->ctx, d.shared ? 1 : d.batch, d.k, d.n, d.m, hpmli_turned(d.a), dc, b->grad,
+        hpmli_product_stored(run->ctx, d.shared ? 1 : d.batch, d.k, d.n, d.m, hpmli_transposed(d.a), dc, b->grad,
                              n->attr.matmul.trans_b, n->accumulate[1] || i > 0);
         d.a.p += d.a.batch, dc.p += dc.batch;
     }
