@@ -2689,12 +2689,9 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_sum)(const hpmli_gemm_desc *d, int64_t i, cons
    scalar pass too: the same floats come out everywhere, and so a seed gives the same initial weights on every CPU. */
 
 #define hv_words    HPMLI_K(hpmli_words)
-#define hv_words24  HPMLI_K(hpmli_words24)
 #define hv_fused    HPMLI_K(hpmli_fused)
 #define pv_set      HPMLI_K(hpmli_pv_set)
 #define pv_products HPMLI_K(hpmli_pv_products)
-#define pv_count    HPMLI_K(hpmli_pv_count)
-#define pv_round    HPMLI_K(hpmli_pv_round)
 
 /* What this chapter needs of an instruction set; `hu` holds HV_W / 4 blocks. pv_set: the 64-bit words (a, b) for each;
    pv_products: the line above without its last two terms; hv_words: words as floats, rounded. */
@@ -2747,14 +2744,13 @@ HPMLI_VFN hu pv_products(hu c, hu m)
     return (hu)HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
 }
 #endif
-HPMLI_VFN hu pv_round(hu c, hu key, hu m) { return pv_products(c, m) ^ key ^ (hu)((hq)c >> 32); }
-HPMLI_VFN hu pv_count(uint64_t block, uint64_t stream) /* the counters of block, block + 1, ... */
+HPMLI_VFN hu HPMLI_K(hpmli_philox_round)(hu c, hu key, hu m) { return pv_products(c, m) ^ key ^ (hu)((hq)c >> 32); }
+HPMLI_VFN hu HPMLI_K(hpmli_philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1, ... */
 {
     return (hu)((hq)pv_set((int64_t)block, (int64_t)stream) + (hq)hu_load(hpmli_block_numbers));
 }
 HPMLI_VFN hv hv_fused(hv a, hv b, hv c) { return hv_fma(a, b, c); }
 #endif
-HPMLI_VFN hv hv_words24(const uint32_t *p) { return hv_of_i32(hu_load(p) >> 8); } /* their top 24 bits */
 
 /* Chunk number `chunk` of a stream. Four vectors at a time hide the latency of the multiplication. */
 HPMLI_VFN void HPMLI_K(hpmli_chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
@@ -2767,10 +2763,10 @@ HPMLI_VFN void HPMLI_K(hpmli_chunk)(uint32_t *w, uint64_t seed, uint64_t stream,
     for (int i = 0; i < HPMLI_CHUNK; i += 4 * HV_W, block += HV_W) {
         hu key = pv_set((uint32_t)seed, (uint32_t)(seed >> 32)), c[4];
         HPMLI_UNROLL
-        for (int u = 0; u < 4; u++) c[u] = pv_count(block + (uint64_t)u * (HV_W / 4), stream);
+        for (int u = 0; u < 4; u++) c[u] = HPMLI_K(hpmli_philox_count)(block + (uint64_t)u * (HV_W / 4), stream);
         for (int round = 0; round < 10; round++, key += bump) {
             HPMLI_UNROLL
-            for (int u = 0; u < 4; u++) c[u] = pv_round(c[u], key, m);
+            for (int u = 0; u < 4; u++) c[u] = HPMLI_K(hpmli_philox_round)(c[u], key, m);
         }
         HPMLI_UNROLL
         for (int u = 0; u < 4; u++) hu_store(w + i + u * HV_W, c[u]);
@@ -2823,7 +2819,7 @@ HPMLI_VFN void HPMLI_K(hpmli_box_muller)(const uint32_t *a, const uint32_t *b, h
 HPMLI_VFN void HPMLI_K(hpmli_chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
 {
     for (int i = 0; i < HPMLI_CHUNK; i += HV_W)
-        hv_store(x + i, hv_words24(w + i) * (1.0f / 16777216.0f));
+        hv_store(x + i, hv_of_i32(hu_load(w + i) >> 8) * (1.0f / 16777216.0f)); /* their top 24 bits */
 }
 
 /* Words j and j + 32 of a chunk make normals j and j + 32. */
@@ -2859,12 +2855,9 @@ HPMLI_RANDOM_FILL(normal, float, HPMLI_K(hpmli_chunk_normal))
 #undef HPMLI_CHUNK_WORDS
 #undef HPMLI_RANDOM_FILL
 #undef hv_words
-#undef hv_words24
 #undef hv_fused
 #undef pv_set
 #undef pv_products
-#undef pv_count
-#undef pv_round
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>onebit   gradient codecs: 1 bit and bf16, one row
