@@ -1691,8 +1691,7 @@ HPMLI_VFN hv HPMLI_K(hpmli_erf)(hv x)
 #define HPMLI_ACT(name, forward, slope_of)                                                                             \
     HPMLI_VFN hv HPMLI_K(hpmli_f_##name)(hv x, hv s) { (void)s; return forward; }                                      \
     HPMLI_VFN hv HPMLI_K(hpmli_d_##name)(hv x, hv y, hv s) { (void)x; (void)y; (void)s; return slope_of; }
-#define HV_ONE  hv_set1(1)
-#define HV_HALF hv_set1(0.5f)
+#define HV_ONE hv_set1(1)
 
 /* gelu, tanh form: u = sqrt(2/pi) (x + 0.044715 x^3) */
 HPMLI_VFN hv HPMLI_K(hpmli_gelu_t)(hv x)
@@ -5563,8 +5562,8 @@ HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
     hpmli_mat    dc = hpmli_mats(n->out->grad, d.n, d.m * d.n, false);
     hpml_tensor *a = n->src[0], *b = n->src[1];
     if (a->grad) /* dA (m, k) = dC op(B)^T */
-        hpmli_product_stored(run->ctx, d.batch, d.m, d.k, d.n, dc, hpmli_transposed(d.b), a->grad, n->attr.matmul.trans_a,
-                             n->accumulate[0]);
+        hpmli_product_stored(run->ctx, d.batch, d.m, d.k, d.n, dc, hpmli_transposed(d.b), a->grad,
+                             n->attr.matmul.trans_a, n->accumulate[0]);
     if (b == a) n->accumulate[1] = true; /* x x^T: both gradients meet in one place */
     for (int64_t i = 0; b->grad && i < (d.shared ? d.batch : 1); i++) { /* a shared b sums over the batch, in order */
         /* dB (k, n) = op(A)^T dC */
