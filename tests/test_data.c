@@ -205,8 +205,6 @@ static size_t files_like(const char *pattern)
     return n;
 }
 
-/* A child that saves all the time is killed at any moment: the file is always whole, and the next save leaves nothing
-   beside it. */
 static const char *npy(const char *name, const char *dict, const void *data, size_t size)
 {
     unsigned char b[256] = "\x93NUMPY\1\0\x56"; /* 10 + 86 bytes of header */
@@ -288,7 +286,8 @@ TEST(files_and_datasets_refuse)
     hpml_ctx_free(ctx);
 }
 
-/* A child that saves all the time is killed at any moment: the file is always whole. */
+/* A child that saves all the time is killed at any moment: the file is always whole, and the next save leaves nothing
+   beside it. */
 TEST(killed_while_saving)
 {
     for (int round = 0; round < 12; round++) {
