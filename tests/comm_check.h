@@ -3,6 +3,7 @@
 #ifndef HPML_COMM_CHECK_H
 #define HPML_COMM_CHECK_H
 
+#include <unistd.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -374,7 +375,8 @@ static hpml_status orders_case(hpml_comm *c, int orders, bool onebit)
     char path[] = "/tmp/hpml_orders_XXXXXX", line[512];
     int  file = mkstemp(path), sums = -orders, fused = 0; /* the other job's are sums, too */
     CHECK(file >= 0 && hpml_trace_save(hpml_comm_ctx(c), path) == HPML_OK);
-    FILE *f = fdopen(file, "r");
+    close(file);
+    FILE *f = fopen(path, "r"); /* by its name: it appeared whole, in the place of the empty one */
     while (fgets(line, sizeof line, f)) {
         sums += (strstr(line, "\"allreduce\"") != NULL) - (strstr(line, "\"negotiate\"") != NULL);
         fused += strstr(line, "\"fuse\"") != NULL;
