@@ -8867,7 +8867,8 @@ typedef struct hpmli_writer {
     FILE     *f;
     char     *path, *temporary;
     uint64_t  size;
-    int       fd; /* POSIX: holds the lock on the temporary file until it has its name */
+    int       fd;     /* POSIX: holds the lock on the temporary file until it has its name */
+    bool      direct; /* into a device or a pipe: no temporary file */
 } hpmli_writer;
 
 /* Opens "path.tmp", so that a save uses up what a killed one has left there. Where another writer is at it, or it is
@@ -8877,6 +8878,8 @@ HPMLI_FN void hpmli_temporary_open(hpmli_writer *w, size_t room)
     snprintf(w->temporary, room, "%s.tmp", w->path);
 #if HPMLI_POSIX
     struct stat mine, there;
+    w->direct = stat(w->path, &there) == 0 && !S_ISREG(there.st_mode);
+    if (w->direct) { w->f = fopen(w->path, "wb"); return; }
     w->fd = open(w->temporary, O_RDWR | O_CREAT, 0666);
     if (w->fd < 0 || flock(w->fd, LOCK_EX | LOCK_NB) != 0 || fstat(w->fd, &mine) != 0 || !S_ISREG(mine.st_mode) ||
         stat(w->temporary, &there) != 0 || there.st_ino != mine.st_ino || there.st_dev != mine.st_dev) {
@@ -8926,13 +8929,13 @@ HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
     bool good = !ferror(w->f) && fflush(w->f) == 0;
     good = fclose(w->f) == 0 && good;
 #if HPMLI_POSIX
-    if (good && keep) good = fsync(w->fd) == 0; /* to the disk before the name points to it */
+    if (good && keep && !w->direct) good = fsync(w->fd) == 0; /* to the disk before the name points to it */
 #endif
-    if (good && keep) good = rename(w->temporary, w->path) == 0;
+    if (good && keep && !w->direct) good = rename(w->temporary, w->path) == 0;
     if (!good && keep) hpmli_fail(w->ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", w->path, strerror(errno));
-    if (!good || !keep) remove(w->temporary);
+    if ((!good || !keep) && !w->direct) remove(w->temporary);
 #if HPMLI_POSIX
-    close(w->fd);
+    if (!w->direct) close(w->fd);
 #endif
     hpmli_free(w->ctx, w->temporary);
     hpmli_free(w->ctx, w->path);

@@ -1,6 +1,7 @@
 /* Files: every reader against good, cut, wrong and random files; round trips; whole-or-nothing writing; the loader. */
 #include "../hpml.h"
 #include "test.h"
+#include <fcntl.h>
 #include <glob.h>
 #include <signal.h>
 #include <sys/stat.h>
@@ -324,6 +325,21 @@ TEST(temporary_files)
     ENSURE(mkdir(file("s.tmp"), 0700) == 0);
     ENSURE(hpml_checkpoint_save(t, file("s")) == HPML_OK && hpml_checkpoint_load(t, file("s")) == HPML_OK && files_like("s*") == 2);
     hpml_ctx_free(other);
+    hpml_ctx_free(ctx);
+}
+
+/* A pipe, as a device, is written to and not replaced. */
+TEST(a_pipe_stays_one)
+{
+    char        text[4096] = "";
+    struct stat is;
+    hpml_ctx   *ctx = hpml_ctx_create(NULL);
+    ENSURE(mkfifo(file("fifo"), 0600) == 0);
+    int fd = open(file("fifo"), O_RDWR);
+    ENSURE(fd >= 0 && hpml_trace_start(ctx, NULL) == HPML_OK && hpml_trace_save(ctx, file("fifo")) == HPML_OK);
+    ENSURE(read(fd, text, sizeof text - 1) > 0 && text[0] == '[');
+    ENSURE(stat(file("fifo"), &is) == 0 && S_ISFIFO(is.st_mode) && files_like("fifo*") == 1);
+    close(fd);
     hpml_ctx_free(ctx);
 }
 
