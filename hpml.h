@@ -1921,11 +1921,18 @@ HPMLI_KFN void HPMLI_K(hpmli_vsum_rows)(float *out, const float *x, int64_t rows
    LARS (You et al. 2017) is SGD with lr already multiplied by the layer's trust ratio. LAMB (You et al. 2020) leaves
    its direction in m2 = scratch, see hpmli_cpu_update. */
 
+/* What no gradient feeds any more (a dead unit) decays to 0 and not to denormals, which take a hundred times as long and
+   would stay for ever. A NaN stays one. */
+HPMLI_VFN hv HPMLI_K(hpmli_decayed)(float *state, hv x, int64_t c)
+{
+    x = hv_gt(hv_set1(1.17549435e-38f), hv_abs(x), hv_set1(0), x);
+    hv_st(state, x, c);
+    return x;
+}
+
 HPMLI_VFN hv HPMLI_K(hpmli_moment)(float *state, hv g, float beta, int64_t c) /* state = beta state + (1 - beta) g */
 {
-    hv s = hv_fma(hv_set1(1 - beta), g, hv_set1(beta) * hv_ld(state, c));
-    hv_st(state, s, c);
-    return s;
+    return HPMLI_K(hpmli_decayed)(state, hv_fma(hv_set1(1 - beta), g, hv_set1(beta) * hv_ld(state, c)), c);
 }
 
 HPMLI_VFN void HPMLI_K(hpmli_sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, int64_t c)
@@ -1934,8 +1941,7 @@ HPMLI_VFN void HPMLI_K(hpmli_sgd)(const hpmli_opt_args *o, float *w, hv g, float
     g    = hv_fma(hv_set1(o->u.weight_decay), x, g);
     step = g;
     if (m) {
-        hv v = o->u.step == 1 ? g : hv_fma(hv_set1(o->u.momentum), hv_ld(m, c), g);
-        hv_st(m, v, c);
+        hv v = HPMLI_K(hpmli_decayed)(m, o->u.step == 1 ? g : hv_fma(hv_set1(o->u.momentum), hv_ld(m, c), g), c);
         step = o->u.nesterov ? hv_fma(hv_set1(o->u.momentum), v, g) : v;
     }
     hv_st(w, hv_fnma(hv_set1(o->u.lr), step, x), c);
@@ -1956,10 +1962,7 @@ HPMLI_VFN void HPMLI_K(hpmli_rmsprop)(const hpmli_opt_args *o, float *w, hv g, f
     g    = hv_fma(hv_set1(o->u.weight_decay), x, g);
     step = HPMLI_K(hpmli_moment)(v, g * g, o->u.beta2, c);
     step = g / (hv_sqrt(step) + hv_set1(o->u.eps));
-    if (m) {
-        step = hv_fma(hv_set1(o->u.momentum), hv_ld(m, c), step);
-        hv_st(m, step, c);
-    }
+    if (m) step = HPMLI_K(hpmli_decayed)(m, hv_fma(hv_set1(o->u.momentum), hv_ld(m, c), step), c);
     hv_st(w, hv_fnma(hv_set1(o->u.lr), step, x), c);
 }
 
