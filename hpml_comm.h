@@ -702,7 +702,7 @@ struct hpml_comm {
     bool                  spread;
     double                timeout;
     bool                  check;
-    int                   spin;     /* tests before a wait gives the core away */
+    int                   spin;     /* tests before a wait yields the core, and as many before it sleeps */
     uint32_t              sequence; /* collectives so far: each has tags of its own */
     int64_t               step;     /* of the trainer, for messages */
     const char           *doing;
@@ -874,13 +874,17 @@ HPMLC_FN void hpmlc_unlist(hpml_message **at, const hpml_message *m)
 /* How often to look before the core is given away; a twin's owner changes it while the twin waits. */
 HPMLC_FN int hpmlc_spin(const hpml_comm *c) { return __atomic_load_n(&c->spin, __ATOMIC_RELAXED); }
 
-HPMLC_FN void hpmlc_pause(void)
+HPMLC_FN void hpmlc_pause(bool yield)
 {
+#ifndef HPML_NO_THREADS
+    if (yield) sched_yield();
+#endif
 #if defined(__x86_64__) || defined(__i386__)
     __asm__ __volatile__("pause");
 #elif defined(__aarch64__)
     __asm__ __volatile__("yield");
 #endif
+    (void)yield;
 }
 
 HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer);
@@ -917,7 +921,7 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
             if (other != m && !other->done) hpmlc_test(c, other), moved = moved || other->done;
         if (hpmlc_done(m)) break;
         if (turn == 0) beside = hpmlc_beside(c, m->peer);
-        if (moved || (turn < hpmlc_spin(c) && !beside)) { hpmlc_pause(); continue; }
+        if (moved || (turn < 2 * hpmlc_spin(c) && !beside)) { hpmlc_pause(turn > hpmlc_spin(c)); continue; }
         if (limit == 0 && hpmlc_failed(c)) { /* begun before this rank failed: one deadline is enough */
             c->t->abandon(c, m);
             m->status = hpml_ctx_status(c->ctx);
