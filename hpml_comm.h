@@ -871,6 +871,8 @@ HPMLC_FN void hpmlc_unlist(hpml_message **at, const hpml_message *m)
     if (*at) *at = m->next;
 }
 
+#define HPMLC_ROOMY 2000 /* c->spin of ranks that have a core each */
+
 /* How often to look before the core is given away; a twin's owner changes it while the twin waits. */
 HPMLC_FN int hpmlc_spin(const hpml_comm *c) { return __atomic_load_n(&c->spin, __ATOMIC_RELAXED); }
 
@@ -888,6 +890,7 @@ HPMLC_FN void hpmlc_pause(bool yield)
 }
 
 HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer);
+HPMLC_FN int  hpmlc_cores(int ranks);
 
 /* A sender learns from the receiver's thread that its message is done. */
 HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
@@ -1300,15 +1303,41 @@ HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 #ifndef __USE_GNU
 int sched_getcpu(void);
 #endif
+#ifndef __USE_MISC /* -std=c99 */
+long syscall(long number, ...);
+#endif
+
+/* This thread goes to another core. */
+HPMLC_FN void hpmlc_part_ways(int core)
+{
+#ifdef SYS_sched_setaffinity
+    enum { BITS = 8 * (int)sizeof(long) };
+    unsigned long all[128 / sizeof(long)] = { 0 }, others[sizeof all / sizeof(long)];
+    if (core < 0 || core / BITS >= (int)(sizeof all / sizeof *all)) return;
+    if (syscall(SYS_sched_getaffinity, 0L, sizeof all, all) < 0) return;
+    memcpy(others, all, sizeof all);
+    others[core / BITS] &= ~(1ul << core % BITS);
+    if (syscall(SYS_sched_setaffinity, 0L, sizeof others, others) == 0)
+        (void)syscall(SYS_sched_setaffinity, 0L, sizeof all, all); /* it stays there, but may go anywhere again */
+#else
+    (void)core;
+#endif
+}
 
 /* Did the peer last wait on this core? Then, as long as this thread looks, it has none: the kernel is slow to part two
-   threads that never run at the same time. */
+   threads that never run at the same time, and wakes one beside the other. Where there is a core for each, this one goes
+   to another; were it to sleep here, both would stay together. */
 HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer)
 {
-    hpmlc_inbox *in = c->room && !c->agent ? c->room->inbox : NULL;
-    int          core = sched_getcpu() + 1;
-    if (in) __atomic_store_n(&in[c->rank].core, core, __ATOMIC_RELAXED);
-    return in && peer != c->rank && __atomic_load_n(&in[peer].core, __ATOMIC_RELAXED) == core;
+    hpmlc_inbox *in = c->room && !c->agent && peer != c->rank ? c->room->inbox : NULL;
+    for (int turn = 0; in; turn++) {
+        int core = sched_getcpu() + 1;
+        __atomic_store_n(&in[c->rank].core, core, __ATOMIC_RELAXED);
+        if (__atomic_load_n(&in[peer].core, __ATOMIC_RELAXED) != core) break;
+        if (turn == 1 || hpmlc_spin(c) < HPMLC_ROOMY) return true;
+        hpmlc_part_ways(core - 1);
+    }
+    return false;
 }
 #endif
 
@@ -1434,7 +1463,7 @@ HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     for (c->room = w->rooms; c->room->next;) c->room = c->room->next; /* the first one made */
     pthread_mutex_unlock(&w->mutex);
     for (int i = 0; i < c->size; i++) c->node[i] = hpmlc_network_node(&w->network, w->nodes, i);
-    c->spin = w->ranks <= (int)sysconf(_SC_NPROCESSORS_ONLN) ? 2000 : 20;
+    c->spin = w->ranks <= hpmlc_cores(1) ? HPMLC_ROOMY : 20;
     c->room->inbox[c->rank].owner = c;
     return c;
 }
@@ -1832,7 +1861,6 @@ HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
     }
 }
 
-HPMLC_FN int        hpmlc_cores(int ranks);
 HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
     int      on = 0, over = 0, rank, size, level = 0, launched = hpml_launched(NULL);
@@ -2952,10 +2980,6 @@ HPMLC_FN void hpmlc_rouse(hpml_comm *by, hpml_comm *who, hpmlc_gate *g)
     hpmlc_gate_wake(hpmlc_world_of(by), g);
     if (who->agent) hpmlc_agent_rouse(who, who->agent);
 }
-
-#if defined(__linux__) && !defined(__USE_MISC) /* -std=c99 */
-long syscall(long number, ...);
-#endif
 
 /* This thread mostly waits, and others wait for what it does next: it asks to be woken when the time has come, not 50
    us later, and to run for moments only, which lets it run at once although all cores compute. Refused: no matter. */
