@@ -648,6 +648,7 @@ typedef struct hpml_update {
     int64_t  n;
     float   *w;          /* (n) */
     const float *g;      /* (n) */
+    const float *more;   /* (n) CPU: added to g; NULL: nothing */
     float   *m, *v;      /* (n) first and second state, NULL where the optimizer has none */
     uint64_t step;       /* 1 for the first */
     float    lr, momentum, beta1, beta2, eps, weight_decay, trust; /* weight_decay 0 where the parameter has none */
@@ -841,6 +842,9 @@ HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *h
 HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                             bool accumulate, float *loss);
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
+/* All of them, with (gradient + more) * scale. more: laid out as the gradients are, from the first to the last. On the
+   CPU, without clip_norm, LARS and LAMB, which want the norm. */
+HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale);
 /* Which part of each global batch fit reads, and the global batch for the learning-rate rule: see hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
 /* Names an array in the backend's memory that checkpoints shall hold (residuals, strategy state), or another one for
@@ -1978,9 +1982,12 @@ HPMLI_VFN hv HPMLI_K(hpmli_adam_direction)(const hpmli_opt_args *o, hv g, float 
 HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const float *dw, float *m, float *v,
                                        int64_t n)
 {
-    hv scale = hv_set1(o->u.grad_scale), lr = hv_set1(o->u.lr), decay = hv_set1(o->u.weight_decay);
+    hv           scale = hv_set1(o->u.grad_scale), lr = hv_set1(o->u.lr), decay = hv_set1(o->u.weight_decay);
+    const float *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
     HV_LOOP(n) {
-        hv g = hv_ld(dw + i, c) * scale, x;
+        hv g = hv_ld(dw + i, c), x;
+        if (more) g = g + hv_ld(more + i, c);
+        g = g * scale;
         switch (o->u.opt) {
         case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_K(hpmli_sgd)(o, w + i, g, m ? m + i : NULL, c); break;
         case HPML_OPT_ADAGRAD: HPMLI_K(hpmli_adagrad)(o, w + i, g, v + i, c); break;
@@ -8105,6 +8112,8 @@ struct hpml_trainer {
     int64_t           step, epoch, epoch_step;
     int32_t           micro;   /* batches since the last update */
     bool              early;   /* parameters are updated while the backward pass goes on */
+    const float      *more;    /* hpml_trainer_update_sum: NULL outside */
+    float             more_scale;
     float             grad_norm;
     float             loss_scale;
     int64_t           scale_steps; /* updates since it changed; -1: it is fixed */
@@ -8595,7 +8604,7 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = t->ctx;
     if (hpmli_failed(ctx) || hpmli_trainer_look(t) != HPML_OK || t->overflowed) return ctx->status;
-    scale = 1 / t->loss_scale;
+    scale = (t->more ? t->more_scale : 1) / t->loss_scale;
     if (t->d.clip_norm > 0 && t->grad_norm > t->d.clip_norm) scale *= t->d.clip_norm / t->grad_norm;
     lr = hpml_trainer_lr(t);
     if (param_count > t->graph->param_count - first_param) param_count = t->graph->param_count - first_param;
@@ -8606,6 +8615,7 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
         u->step         = (uint64_t)t->step + 1;
         u->lr           = lr * p->lr_scale;
         u->grad_scale   = scale;
+        u->more         = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
     }
     if (param_count <= 0) return ctx->status;
@@ -8613,6 +8623,15 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
     if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpml_now());
     return ctx->status;
+}
+
+HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    t->more = more, t->more_scale = scale;
+    hpml_status status = hpml_trainer_update_local(t, 0, t->graph->param_count);
+    t->more = NULL;
+    return status;
 }
 
 HPMLI_FN hpml_status hpmli_early_update(void *user, int param)

@@ -440,7 +440,8 @@ typedef struct hpml_distribute_desc {
     int64_t         bucket_bytes; /* gradients that travel together; 0: 256 KiB, by a link 8 MiB; 1: every
                                      tensor alone */
     bool            no_overlap;   /* exchange after the backward pass, not during it. So it is, at once and in one
-                                     bucket, where ranks of one machine keep all its cores busy and no link is slow */
+                                     bucket, where ranks of one machine keep all its cores busy and no link is slow;
+                                     two such add up in the optimizer's pass, and keep their own gradients */
     bool            delayed;      /* double buffering: a step applies the gradients (and moves of batchnorm's running
                                      statistics) of the one before, the first none */
     int64_t         warm_steps;   /* the first steps travel uncompressed */
@@ -4203,6 +4204,10 @@ struct hpml_distributed {
     hpml_job            *stats_job;
     hpml_status          stats_status;
     bool                 direct;   /* no thread in the background: each exchange is over when it has begun */
+    bool                 pair;     /* two ranks: the optimizer adds up as it goes, see hpmlc_dist_pair: */
+    double               since;    /* when the wait for the other began, */
+    float                scale;    /* what the sum is multiplied by, */
+    hpml_status          stepped;  /* and what the optimizer said */
     double               samples, loss_sum; /* of this rank, this step */
     hpmlc_reach          reach;     /* where the trainer's arrays live: on the host, or on a device: */
     const hpml_device_link *link;   /* then this moves the gradients, */
@@ -4361,10 +4366,22 @@ HPMLC_FN bool hpmlc_background_pays(hpml_comm *c)
     return pays != 0;
 }
 
+/* Nothing is packed, nobody chose an algorithm, and no norm of the sum is wanted before the step. */
+HPMLC_FN bool hpmlc_pair_fits(const hpml_distributed *d)
+{
+    const hpml_trainer_desc    *t = hpml_trainer_settings(d->t);
+    const hpml_distribute_desc *s = &d->d;
+    bool plain = s->codec.kind == HPML_CODEC_NONE && !s->codec.custom && s->method == HPML_METHOD_CODEC;
+    bool norm  = t->clip_norm > 0 || t->optimizer == HPML_OPT_LARS || t->optimizer == HPML_OPT_LAMB;
+    return d->direct && d->c->size == 2 && d->c->room && plain && s->algorithm == HPML_AUTO && !s->delayed && !norm &&
+           hpml_ctx_backend(d->ctx) == hpml_backend_cpu();
+}
+
 /* Cuts the trained parameters, last first, into buckets of at least bucket_bytes. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
 {
     d->direct = !hpmlc_background_pays(d->c);
+    d->pair   = hpmlc_pair_fits(d);
     if (!d->link) d->d.no_overlap |= d->direct; /* a link needs no thread */
     hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)d->params, NULL);
     d->bucket = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket * (size_t)d->params, NULL);
@@ -4521,7 +4538,7 @@ HPMLC_FN void hpmlc_buffers_read(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d)
 {
     double      start  = hpml_now();
-    hpml_status status = hpmlc_buckets_post(d);
+    hpml_status status = d->pair ? HPML_OK : hpmlc_buckets_post(d);
     if (status == HPML_OK) status = hpmlc_stats_post(d);
     if (d->direct) hpmlc_dist_waited(d, start);
     return status;
@@ -4689,6 +4706,33 @@ HPMLC_FN hpml_status hpmlc_dist_delay(hpml_distributed *d, double *samples, doub
     return status;
 }
 
+HPMLC_FN void hpmlc_pair_step(void *into, const void *from, size_t bytes HPMLC_UNUSED)
+{
+    hpml_distributed *d = (hpml_distributed *)into;
+    hpmlc_dist_waited(d, d->since);
+    d->stepped = hpml_trainer_update_sum(d->t, (const float *)from, d->scale);
+    d->since   = hpml_now();
+}
+
+/* Two ranks that see each other's memory: the receive is the step. Instead of three passes that end with the sum in
+   place and a fourth that reads it, the optimizer reads both gradients, in the same order of additions as any
+   algorithm between two. Then none is written before both have been read. */
+HPMLC_FN hpml_status hpmlc_dist_pair(hpml_distributed *d, double scale)
+{
+    hpml_comm *c   = d->c;
+    int        tag = hpmlc_enter(c, "gradients", d->span, HPML_ELEMENT_F32, d->d.sum, -1);
+    size_t     bytes = (size_t)d->span * sizeof(float);
+    if (tag < 0) return hpml_ctx_status(d->ctx);
+    d->scale = (float)scale, d->since = c->since, d->stepped = HPML_OK;
+    hpml_status status = hpmlc_round(c, tag, !c->rank, (const char *)d->first, bytes, !c->rank, (char *)d, bytes,
+                                     hpmlc_pair_step);
+    hpmlc_dist_waited(d, d->since);
+    hpmlc_leave(c, status);
+    hpmlc_steps_note(d);
+    d->r.steps++;
+    return status == HPML_OK ? d->stepped : status;
+}
+
 HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
 {
     hpml_distributed *d       = (hpml_distributed *)user;
@@ -4698,6 +4742,7 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
     d->micro = 0;
     if (status != HPML_OK) return status;
     if (!d->d.exact && !d->d.delayed) samples = d->stats[HPMLC_SAMPLES];
+    if (d->pair) return hpmlc_dist_pair(d, d->d.sum ? 1 : 0.5 * (full / samples));
     if (!d->d.delayed) hpmlc_steps_note(d);
     d->r.steps++;
     if (d->d.delayed && samples <= 0) return HPML_OK; /* the first step has nothing to apply */
