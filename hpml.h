@@ -1925,7 +1925,7 @@ HPMLI_KFN void HPMLI_K(hpmli_vsum_rows)(float *out, const float *x, int64_t rows
    LARS (You et al. 2017) is SGD with lr already multiplied by the layer's trust ratio. LAMB (You et al. 2020) leaves
    its direction in m2 = scratch, see hpmli_cpu_update. */
 
-/* What no gradient feeds any more (a dead unit) decays to 0 and not to denormals, which take a hundred times as long and
+/* What no gradient feeds any more (a dead unit) decays to 0, not to denormals, which take a hundred times as long and
    would stay for ever. A NaN stays one. */
 HPMLI_VFN hv HPMLI_K(hpmli_decayed)(float *state, hv x, int64_t c)
 {
@@ -8630,8 +8630,7 @@ HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more,
     if (!t) return HPML_ERR_ARGUMENT;
     t->more = more, t->more_scale = scale;
     hpml_status status = hpml_trainer_update_local(t, 0, t->graph->param_count);
-    t->more = NULL;
-    return status;
+    return t->more = NULL, status;
 }
 
 HPMLI_FN hpml_status hpmli_early_update(void *user, int param)

@@ -1326,8 +1326,8 @@ HPMLC_FN void hpmlc_part_ways(int core)
 }
 
 /* Did the peer last wait on this core? Then, as long as this thread looks, it has none: the kernel is slow to part two
-   threads that never run at the same time, and wakes one beside the other. Where there is a core for each, this one goes
-   to another; were it to sleep here, both would stay together. */
+   threads that never run at the same time, and wakes one beside the other. Where there is a core for each, this one
+   goes to another; were it to sleep here, both would stay together. */
 HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer)
 {
     hpmlc_inbox *in = c->room && !c->agent && peer != c->rank ? c->room->inbox : NULL;
