@@ -8419,10 +8419,6 @@ HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, f
     return HPML_OK;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>step   one step, one epoch, evaluation, prediction
-// ---------------------------------------------------------------------------------------------------------------------
-
 /* Puts samples into an input. */
 HPMLI_FN void hpmli_put(hpml_trainer *t, hpml_tensor *to, const void *from, int64_t samples)
 {
@@ -8456,6 +8452,10 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
     hpmli_put(t, t->target, t->host_y, rows);
     return HPML_OK;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>step   one step, one epoch, evaluation, prediction
+// ---------------------------------------------------------------------------------------------------------------------
 
 /* The first n numbers of t, whatever they are stored as, as f32 on the host. */
 HPMLI_FN void hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
@@ -8628,6 +8628,10 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
 HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
 {
     if (!t) return HPML_ERR_ARGUMENT;
+    if (t->d.clip_norm > 0 || t->d.optimizer == HPML_OPT_LARS || t->d.optimizer == HPML_OPT_LAMB ||
+        t->ctx->backend != hpml_backend_cpu())
+        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: a sum is stepped with on the CPU, without clip_norm, "
+                          "LARS and LAMB");
     t->more = more, t->more_scale = scale;
     hpml_status status = hpml_trainer_update_local(t, 0, t->graph->param_count);
     return t->more = NULL, status;

@@ -345,6 +345,9 @@ TEST(what_does_not_fit_is_refused)
         ENSURE(hpml_trainer_fit(t, blobs(ctx, 8), &fit[i]) == HPML_ERR_ARGUMENT);
         hpml_ctx_clear_error(ctx);
     }
+    hpml_trainer *clipped = classifier(ctx, 4, (hpml_trainer_desc){ .clip_norm = 1 });
+    ENSURE(hpml_trainer_update_sum(clipped, x, 1) == HPML_ERR_UNSUPPORTED && strstr(hpml_ctx_error(ctx), "clip_norm"));
+    hpml_ctx_clear_error(ctx);
     float out[6];
     ENSURE(hpml_trainer_predict(t, x, -1, out) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), "-1 samples"));
     hpml_ctx_free(ctx);
