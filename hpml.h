@@ -8229,10 +8229,8 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
             return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: %s %g is not in 0..%g", in[i].name, in[i].value,
                                in[i].most);
     bool ends = d->schedule.kind == HPML_SCHEDULE_COSINE || d->schedule.kind == HPML_SCHEDULE_LINEAR;
-    bool over = d->schedule.total_steps < 1 || d->schedule.total_steps < d->schedule.warmup_steps;
-    if ((ends && over) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s",
-                           ends ? "total_steps, warm-up included" : "period");
+    if ((ends && d->schedule.total_steps < 1) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s", ends ? "total_steps" : "period");
     if (d->nesterov && d->optimizer == HPML_OPT_SGD && hpmli_or(d->momentum, 0) == 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: nesterov needs a momentum");
     return true;

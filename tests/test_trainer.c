@@ -317,7 +317,7 @@ TEST(what_does_not_fit_is_refused)
 {
     static const hpml_trainer_desc bad[] = { { .optimizer = (hpml_opt)99 }, { .loss = (hpml_loss)99 }, { .beta1 = 1.5f }, { .eps = -1 },
         { .schedule = { .kind = HPML_SCHEDULE_COSINE } }, { .schedule = { .kind = HPML_SCHEDULE_STEP } }, { ._end = 1 },
-        { .schedule = { .kind = HPML_SCHEDULE_LINEAR, .warmup_steps = 20, .total_steps = 10 } }, { .schedule.gamma = (float)NAN },
+        { .schedule.gamma = (float)NAN },
         { .schedule.min_lr = -1 }, { .momentum = 2 }, { .nesterov = true }, { .lr_rule = (hpml_lr_rule)7 } };
     const float   x[20]    = { 0 };
     const int32_t y[30]    = { 0 };
