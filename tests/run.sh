@@ -24,6 +24,10 @@ start() { # prints the names of the programs as they end
     done
 }
 
+ends() { # what failed comes first, why a program ended comes last; between may lie a thousand lines of a sanitizer
+    awk '{ line[NR] = substr($0, 1, 200) } END { for (i = 1; i <= NR; i++) if (i <= 25 || i > NR - 15) print line[i] }'
+}
+
 report() {
     passed=0 failed=0 skipped=0
     while [ $# -gt 0 ]; do
@@ -44,7 +48,7 @@ report() {
         fi
         failed=$((failed + bad))
         echo "$name: $counts"
-        [ "$code" = 0 ] || [ "$code" = 77 ] || grep -v '^ok ' "$log/$name.log" | tail -n 40
+        [ "$code" = 0 ] || [ "$code" = 77 ] || grep -v '^ok ' "$log/$name.log" | ends
     done
     echo "$passed passed, $failed failed, $skipped skipped"
     [ $failed -eq 0 ]
