@@ -463,7 +463,7 @@ typedef struct hpml_distribute_desc {
 typedef struct hpml_distributed hpml_distributed;
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc);
 
-/* Since the start or the last call with reset. */
+/* Since the start or the last call with reset; seconds are hpml_comm_now's. */
 typedef struct hpml_distribute_report {
     int64_t steps;
     double  step_s, compute_s; /* mean of a step; forward and backward */
@@ -4469,7 +4469,7 @@ HPMLC_FN void hpmlc_buffers_back(hpml_distributed *d)
 /* Nothing was left to compute since `start`. */
 HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
 {
-    double end = hpml_now();
+    double end = hpml_comm_now(d->c);
     hpml_trace_span(d->ctx, HPML_LANE_COMPUTE, "wait", start, end);
     d->r.exposed_s += end - start;
 }
@@ -4478,9 +4478,9 @@ HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
 HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
 {
     hpml_distributed *d     = (hpml_distributed *)user;
-    double            start = hpml_now();
+    double            start = hpml_comm_now(d->c);
     hpml_status status = hpmlc_reduce_all(d->c, values, n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
-    start = hpml_now() - start;
+    start = hpml_comm_now(d->c) - start;
     d->r.exposed_s += start, d->r.compute_s -= start;
     return status;
 }
@@ -4537,7 +4537,7 @@ HPMLC_FN void hpmlc_buffers_read(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d)
 {
-    double      start  = hpml_now();
+    double      start  = hpml_comm_now(d->c);
     hpml_status status = d->pair ? HPML_OK : hpmlc_buckets_post(d);
     if (status == HPML_OK) status = hpmlc_stats_post(d);
     if (d->direct) hpmlc_dist_waited(d, start);
@@ -4547,7 +4547,7 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
 {
     hpml_distributed *d     = (hpml_distributed *)user;
-    double            start = hpml_now(), share = (double)samples * d->c->size / (double)d->d.global_batch;
+    double            start = hpml_comm_now(d->c), share = (double)samples * d->c->size / (double)d->d.global_batch;
     float             scale = (float)((d->d.sum ? 1 : share) / d->accumulate);
     hpml_status       status = HPML_OK;
     bool              last = d->micro + 1 == d->accumulate;
@@ -4565,7 +4565,7 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     d->samples += (double)samples;
     d->loss_sum += (double)*loss * (double)samples;
     if (d->trial) *loss = 0; /* the trainer need not look for a NaN */
-    d->r.compute_s += hpml_now() - start;
+    d->r.compute_s += hpml_comm_now(d->c) - start;
     d->micro++;
     if (status != HPML_OK) return hpmlc_failed(d->c), status;
     return last && !d->d.delayed ? hpmlc_dist_post(d) : HPML_OK;
@@ -4611,7 +4611,7 @@ HPMLC_FN hpml_status hpmlc_dist_blame(hpml_distributed *d, hpml_status status, i
 /* What is left to do when gradients move by a link. */
 HPMLC_FN hpml_status hpmlc_dist_linked(hpml_distributed *d)
 {
-    double      start = hpml_now();
+    double      start = hpml_comm_now(d->c);
     hpml_status status;
     for (int i = 0; i < d->buckets; i++) d->ended[i] = d->bucket[i].now;
     status = d->link->across ? hpmlc_shares_finish(d) : hpmlc_linked_finish(d->c, d->ended, d->buckets, d->looks);
@@ -4624,7 +4624,7 @@ HPMLC_FN hpml_status hpmlc_dist_linked(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_dist_settle(hpml_distributed *d)
 {
-    double      start = hpml_now();
+    double      start = hpml_comm_now(d->c);
     hpml_status status = hpmlc_dist_jobs(d), s = HPML_OK;
     hpmlc_dist_waited(d, start);
     if (hpml_ctx_status(d->ctx) == HPML_OK) s = hpmlc_stats_read(d);
@@ -4654,7 +4654,7 @@ HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples, double ful
 HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
 {
     d->row_r    = d->r;
-    d->row_time = hpml_now();
+    d->row_time = hpml_comm_now(d->c);
     hpml_comm_counters(d->c, &d->row_sent);
 }
 
@@ -4711,7 +4711,7 @@ HPMLC_FN void hpmlc_pair_step(void *into, const void *from, size_t bytes HPMLC_U
     hpml_distributed *d = (hpml_distributed *)into;
     hpmlc_dist_waited(d, d->since);
     d->stepped = hpml_trainer_update_sum(d->t, (const float *)from, d->scale);
-    d->since   = hpml_now();
+    d->since   = hpml_comm_now(d->c);
 }
 
 /* Two ranks that see each other's memory: the receive is the step. Instead of three passes that end with the sum in
@@ -4876,13 +4876,13 @@ HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
 HPMLC_FN hpml_status hpmlc_exact_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
 {
     hpml_distributed *d     = (hpml_distributed *)user;
-    double            start = hpml_now();
+    double            start = hpml_comm_now(d->c);
     d->c->step  = hpml_trainer_step_count(t);
     d->loss_sum = 0;
     hpml_status status = hpmlc_exact_leaves(d, samples, loss);
-    d->r.compute_s += hpml_now() - start;
+    d->r.compute_s += hpml_comm_now(d->c) - start;
     if (status != HPML_OK) return hpmlc_failed(d->c), status;
-    start = hpml_now();
+    start = hpml_comm_now(d->c);
     hpmlc_stats_fill(d);
     status = hpmlc_reduce_all(d->c, d->stats, HPMLC_STATS, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
     if (status == HPML_OK) status = hpmlc_stats_read(d);
@@ -5072,7 +5072,7 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
     if (out) {
         double n = d->r.steps > 0 ? (double)d->r.steps : 1;
         *out             = d->r;
-        out->step_s      = (hpml_now() - d->began) / n;
+        out->step_s      = (hpml_comm_now(d->c) - d->began) / n;
         out->compute_s   = d->r.compute_s / n;
         out->exposed_s   = d->r.exposed_s / n;
         out->efficiency  = out->step_s > 0 ? 1 - out->exposed_s / out->step_s : 1;
