@@ -139,7 +139,8 @@ typedef struct hpml_comm_desc {
 HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc);
 HPML_API void       hpml_comm_free(hpml_comm *c); /* optional, collective */
 
-/* Ranks as threads that you start yourself; hpml_launch does it for you. Free it when all their contexts are gone. */
+/* Ranks as threads that you start yourself; hpml_launch does it for you. Free it when all their contexts are gone. NULL:
+   neither THREADS nor CLOCK, not 1 to 65536 ranks, a node that there is not, or no memory. */
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network);
 HPML_API void        hpml_world_free(hpml_world *w);
 
@@ -1202,7 +1203,8 @@ HPMLC_FN void hpmlc_room_free(hpmlc_room *r)
 
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network)
 {
-    hpml_world *w = ranks < 1 || ranks > 65536 ? NULL : (hpml_world *)calloc(1, sizeof *w);
+    bool        known = transport == HPML_TRANSPORT_THREADS || transport == HPML_TRANSPORT_CLOCK;
+    hpml_world *w = !known || ranks < 1 || ranks > 65536 ? NULL : (hpml_world *)calloc(1, sizeof *w);
     if (!w) return NULL;
     w->kind = transport, w->ranks = w->running = ranks;
     if (network) w->network = *network;
@@ -1455,9 +1457,10 @@ HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
     hpml_world *w = d->world;
     hpml_comm  *c = NULL;
-    if (!w || d->rank < 0 || d->rank >= w->ranks)
-        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: rank %d of a world of %d; give .world (hpml_world_create) and "
-                      ".rank, or use hpml_launch", d->rank, w ? w->ranks : 0);
+    if (!w || d->rank < 0 || d->rank >= w->ranks || d->transport != w->kind)
+        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: rank %d of a world of %d%s; give .world (hpml_world_create) and "
+                      ".rank, or use hpml_launch", d->rank, w ? w->ranks : 0,
+                      w && d->transport != w->kind ? " of another transport" : "");
     else c = hpmlc_comm_new(ctx, &hpmlc_threads, d->rank, w->ranks);
     if (!c) return NULL;
     pthread_mutex_lock(&w->mutex);
@@ -2172,6 +2175,7 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
                       "mpicc -DHPML_USE_MPI");
 #endif
         break;
+    default: hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: there is no transport %d", (int)desc->transport);
     }
     if (!c && desc->world) hpmlc_world_absent(desc->world, desc->rank, hpml_ctx_error(ctx));
     if (!c || hpml_ctx_status(ctx) != HPML_OK) return NULL;
@@ -3314,9 +3318,10 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
 {
     HPMLC_DESC(hpml_launch_desc, d, desc);
     if (error && size > 0) error[0] = 0;
-    if (d._begin || d._end || !fn || d.ranks < 0) {
+    if (d._begin || d._end || !fn || d.ranks < 0 || d.ranks > 65536 || (unsigned)d.transport > HPML_TRANSPORT_CLOCK) {
         if (error && size > 0)
-            snprintf(error, size, "launch: %d ranks, or no function, or a desc that is not cleared", d.ranks);
+            snprintf(error, size, "launch: %d ranks, transport %d: out of range, or no function, or a desc that is not "
+                     "cleared", d.ranks, (int)d.transport);
         return HPML_ERR_ARGUMENT;
     }
     if (getenv("HPML_RUN") && (d.run || (!d.transport && !d.ranks))) d.run = getenv("HPML_RUN");
@@ -3511,9 +3516,9 @@ HPMLC_FN hpml_status hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc
     bool sum = d->reduce == HPML_SUM || d->reduce == HPML_MEAN, ratio = d->ratio >= 0 && d->ratio <= 1;
     if (d->_begin || d->_end || d->count < 1 || !d->tensors || d->leaves < 0 || !sum || !ratio || d->lowrank < 0 ||
         (unsigned)d->method > HPML_METHOD_LOWRANK || d->fuse_bytes < 0)
-        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: %d tensors, method %d, op %d, ratio %g, rank %d: the desc "
-                          "is not cleared, or out of range", d->count, (int)d->method, (int)d->reduce, (double)d->ratio,
-                          d->lowrank);
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: %d tensors, method %d, op %d, ratio %g, rank %d: no desc, "
+                          "or not cleared, or out of range", d->count, (int)d->method, (int)d->reduce,
+                          (double)d->ratio, d->lowrank);
     for (int i = 0; i < d->count; i++) {
         const hpml_gradient *g = &d->tensors[i];
         hpml_packing         p;
@@ -3598,34 +3603,35 @@ HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
 
 HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc)
 {
-    if (hpmlc_failed(c) || !desc || hpmlc_exchange_check(c, desc) != HPML_OK) return NULL;
+    HPMLC_DESC(hpml_exchange_desc, d, desc);
+    if (hpmlc_failed(c) || hpmlc_exchange_check(c, &d) != HPML_OK) return NULL;
     hpml_exchange *x = (hpml_exchange *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
     size_t         p = (size_t)c->size;
     if (!x) return NULL;
-    x->c = c, x->d = *desc;
+    x->c = c, x->d = d;
     if (x->d.leaves == 0) x->d.leaves = 1;
-    x->item   = (hpmlc_item *)hpml_ctx_alloc(c->ctx, sizeof *x->item * (size_t)desc->count, NULL);
+    x->item   = (hpmlc_item *)hpml_ctx_alloc(c->ctx, sizeof *x->item * (size_t)d.count, NULL);
     x->leaves = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof *x->leaves * p, NULL);
     x->out_at = (size_t *)hpml_ctx_alloc(c->ctx, sizeof *x->out_at * 3 * (p + 1), NULL);
     if (!x->item || !x->leaves || !x->out_at) return NULL;
     x->in_at = x->out_at + p + 1, x->sum_at = x->in_at + p + 1;
     int64_t most = 0;
-    for (int i = 0; i < desc->count; i++) {
-        int64_t n = desc->tensors[i].rows * desc->tensors[i].cols;
+    for (int i = 0; i < d.count; i++) {
+        int64_t n = d.tensors[i].rows * d.tensors[i].cols;
         if (n > most) most = n;
     }
-    if (desc->linked && !hpmlc_reach_create(&x->reach, c->ctx, most)) return NULL;
-    for (int i = 0; i < desc->count; i++) {
-        x->item[i].g = desc->tensors[i];
+    if (d.linked && !hpmlc_reach_create(&x->reach, c->ctx, most)) return NULL;
+    for (int i = 0; i < d.count; i++) {
+        x->item[i].g = d.tensors[i];
         if (!hpmlc_item_create(x, &x->item[i])) return NULL;
         x->packed += !x->item[i].plain;
-        if (x->item[i].plain) x->plain += desc->tensors[i].rows * desc->tensors[i].cols;
+        if (x->item[i].plain) x->plain += d.tensors[i].rows * d.tensors[i].cols;
     }
     x->leaves[c->rank] = x->d.leaves;
     if (hpmlc_exchange_agree(x) != HPML_OK) return NULL;
     if (hpml_allgather(c, x->leaves, c->size, HPML_ELEMENT_I32) != HPML_OK) return NULL;
     hpmlc_exchange_span(x);
-    if (x->plain > 0 && !x->span && !desc->linked) {
+    if (x->plain > 0 && !x->span && !d.linked) {
         x->fused = (float *)hpml_ctx_alloc(c->ctx, (size_t)x->plain * sizeof(float), NULL);
         if (!x->fused) return NULL;
     }

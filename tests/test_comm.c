@@ -1013,7 +1013,19 @@ TEST(arguments_are_checked)
     ENSURE(hpml_send(NULL, 0, 0, &x, 4) != HPML_OK && hpml_recv(NULL, 0, 0, &x, 4) != HPML_OK);
     ENSURE(hpml_iallreduce(NULL, &x, 1, NULL) == NULL && hpml_job_wait(NULL) != HPML_OK && hpml_job_done(NULL));
     ENSURE(hpml_comm_split(NULL, 0, 0) == NULL && hpml_comm_split_node(NULL) == NULL);
-    ENSURE(hpml_world_create(HPML_TRANSPORT_THREADS, 0, NULL) == NULL);
+    ENSURE(hpml_world_create(HPML_TRANSPORT_THREADS, 0, NULL) == NULL && hpml_world_create((hpml_transport_kind)7, 2, NULL) == NULL);
+    ENSURE(hpml_world_create(HPML_TRANSPORT_MPI, 2, NULL) == NULL);
+    d.ranks = 2, d.transport = (hpml_transport_kind)7;
+    ENSURE(hpml_launch(&d, nothing, NULL, error, sizeof error) == HPML_ERR_ARGUMENT && strstr(error, "transport 7: out of range"));
+    for (int t = 0; t < 2; t++) { /* none such; another one than the world's */
+        hpml_world *w = hpml_world_create(HPML_TRANSPORT_CLOCK, 1, NULL);
+        hpml_ctx_clear_error(ctx);
+        k.world = w, k.transport = t ? HPML_TRANSPORT_THREADS : (hpml_transport_kind)7;
+        ENSURE(w && hpml_comm_create(ctx, &k) == NULL);
+        ENSURE(hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), t ? "a world of 1 of another transport" : "no transport 7"));
+        hpml_world_free(w);
+    }
+    k.world = NULL;
     hpml_move m;
     ENSURE(!hpml_allreduce_move(HPML_RING, 4, 0, 4, 8, 0, &m) && !hpml_allreduce_move(HPML_RING, 4, 0, 0, 8, -1, &m));
     hpml_comm_free(NULL);
