@@ -370,7 +370,8 @@ typedef struct hpml_exchange_desc {
     /* Optional, called between 3 and 4: Adagrad on the sum, as the paper does. */
     void (*in_stripe)(void *user, int tensor, int64_t row, int64_t rows, float *sum);
     void                *user;
-    bool                 padded, linked; /* private. linked: tensors are on the device, and move by the link */
+    bool                 padded, linked, share; /* private. linked: tensors are on the device, and move by the link;
+                                                   share: they are a rank's part of what its node has */
     uint32_t             _end;
 } hpml_exchange_desc;
 
@@ -498,7 +499,8 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
 
 /* A checkpoint of the whole job, residuals of all ranks and, with `delayed`, the gradients not yet applied included;
    collective. It loads on any number of ranks: what residuals owe to the gradients to come is carried over, so nothing
-   that was computed is lost. On as many ranks as before, or with `exact`, the job continues bit for bit. */
+   that was computed is lost. On as many ranks as before, or with `exact`, the job continues bit for bit. What a codec
+   owes between nodes (a link that ends at the node) loads on the same ranks of the same nodes only. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
 
@@ -4313,7 +4315,7 @@ HPMLC_FN hpml_exchange *hpmlc_bucket_exchange(hpml_distributed *d, hpmlc_bucket 
     if (!b->cut) return hpml_exchange_create(d->c, &e);
     hpml_gradient *part = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *part * (size_t)(b->count + 1), NULL);
     if (!part) return NULL;
-    e.padded = e.linked = false, e.tensors = part, e.count = 0;
+    e.padded = e.linked = false, e.share = true, e.tensors = part, e.count = 0;
     for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
         int64_t at = g[i].data - d->first - b->at - b->share_at, end = at + g[i].rows * g[i].cols;
         if (at < 0) at = 0;
@@ -5172,24 +5174,25 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* What an exchange carries from step to step, as one row of floats for each contribution (residuals, with TOPK also the
-   velocity), and one that all ranks share (stripes' residuals, with LOWRANK Q). Loading adds to a contribution, for
-   there may have been more of them, and replaces what is shared. row NULL: only counts; loading it clears a
-   contribution. */
+   velocity), and one that all ranks share (stripes' residuals, with LOWRANK Q). A share of a node's gradients is one
+   rank's, stripe and all. Loading adds to a contribution, for there may have been more of them, and replaces what is
+   shared. row NULL: only counts; loading it clears a contribution. */
 HPMLC_FN int64_t hpmlc_carried(const hpml_exchange *x, int64_t l, float *row, bool load)
 {
     int64_t at = 0;
     for (int i = 0; i < x->d.count; i++) {
         const hpmlc_item *it = &x->item[i];
-        int64_t           n = it->g.rows * it->g.cols;
-        for (int k = 0; k < 2; k++) {
-            float *mine = k == 0 ? it->residual : x->d.method == HPML_METHOD_TOPK ? it->p : NULL;
-            if (!mine) continue;
-            float *e_l = row || load ? hpmlc_open(&x->reach, mine + l * n, n) : NULL;
+        float            *mine[] = { it->residual, NULL, x->d.share ? it->stripe : NULL };
+        if (x->d.method == HPML_METHOD_TOPK) mine[1] = it->p;
+        for (int k = 0; k < 3; k++) {
+            int64_t n = (k < 2 ? it->g.rows : it->my_rows) * it->g.cols;
+            if (!mine[k]) continue;
+            float *e_l = row || load ? hpmlc_open(&x->reach, mine[k] + l * n, n) : NULL;
             for (int64_t e = 0; e < n && e_l; e++) {
                 if (load) e_l[e] = row ? e_l[e] + row[at + e] : 0;
                 else row[at + e] = e_l[e];
             }
-            if (load) hpmlc_close(&x->reach, mine + l * n, n);
+            if (load) hpmlc_close(&x->reach, mine[k] + l * n, n);
             at += n;
         }
     }
@@ -5199,7 +5202,7 @@ HPMLC_FN int64_t hpmlc_carried(const hpml_exchange *x, int64_t l, float *row, bo
 HPMLC_FN int64_t hpmlc_shared(const hpml_exchange *x, float *row, bool load)
 {
     int64_t at = 0;
-    for (int i = 0; i < x->d.count; i++) {
+    for (int i = 0; i < x->d.count && !x->d.share; i++) {
         const hpmlc_item *it = &x->item[i];
         bool    low   = x->d.method == HPML_METHOD_LOWRANK && !it->plain; /* Q: the same everywhere, saved by rank 0 */
         float  *mine  = low ? it->q : it->stripe;
@@ -5213,6 +5216,23 @@ HPMLC_FN int64_t hpmlc_shared(const hpml_exchange *x, float *row, bool load)
         at += whole;
     }
     return at;
+}
+
+/* The floats of both. Shares differ from place to place of a node: the longest counts, and a number behind it that tells
+   the place. Returns that number, or 0 where there are no shares with residuals. */
+HPMLC_FN int hpmlc_carried_floats(hpml_distributed *d, int64_t *each, int64_t *shared)
+{
+    int place = 0, node = d->c->node[d->c->rank];
+    *each = *shared = 0;
+    for (int b = 0; b < d->buckets; b++) {
+        *each += hpmlc_carried(d->bucket[b].x, 0, NULL, false);
+        *shared += hpmlc_shared(d->bucket[b].x, NULL, false);
+    }
+    if (!d->link || !d->link->across || d->d.codec.kind == HPML_CODEC_NONE) return 0;
+    ++*each;
+    hpmlc_reduce_all(d->c, each, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
+    for (int r = 0; r <= d->c->rank; r++) place += d->c->node[r] == node;
+    return place + node * 256; /* as a float: up to 2^24 */
 }
 
 /* Double buffering: what has been added up and waits to be applied, as one row: samples; loss and moves of the running
@@ -5273,35 +5293,23 @@ HPMLC_FN void hpmlc_state(hpml_distributed *d, const char *name, float *values, 
     if (!values && *copy) r->device->free(r->at, *copy, bytes);
 }
 
-/* May the job's state be saved or loaded? Residuals of shares belong to places within nodes, for which there is no
-   form. */
-HPMLC_FN bool hpmlc_carriable(hpml_distributed *d)
-{
-    if (!d || hpmlc_failed(d->c)) return false;
-    if (!d->link || !d->link->across || d->d.codec.kind == HPML_CODEC_NONE) return true;
-    return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: residuals of a codec between nodes are not saved; take "
-                      "a link over all ranks, or codec none"), false;
-}
-
 /* Rank 0 writes for all. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 {
-    if (!hpmlc_carriable(d)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
+    if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_comm *c = d->c;
     bool       pending = d->d.delayed && d->under_way;
     if (d->link && d->link->check(d->link->user) != HPML_OK) return hpml_ctx_status(d->ctx);
-    int64_t    each = 0, shared = 0, at = 0, waits = pending ? hpmlc_pending(d, NULL, false) : 0;
+    int64_t    each, shared, at = 0, waits = pending ? hpmlc_pending(d, NULL, false) : 0;
     if (pending && hpmlc_dist_settle(d) != HPML_OK) return hpml_ctx_status(d->ctx);
-    for (int b = 0; b < d->buckets; b++) {
-        each += hpmlc_carried(d->bucket[b].x, 0, NULL, false);
-        shared += hpmlc_shared(d->bucket[b].x, NULL, false);
-    }
+    int    place = hpmlc_carried_floats(d, &each, &shared);
     float *rows = (float *)hpml_ctx_alloc(d->ctx, (size_t)(each * d->leaf_all + 1) * sizeof(float), NULL);
     float *sum  = (float *)hpml_ctx_alloc(d->ctx, (size_t)(shared + waits + 1) * sizeof(float), NULL);
     if (!rows || !sum) return hpml_ctx_status(d->ctx);
     if (pending) hpmlc_pending(d, sum + shared, false);
     for (int64_t l = 0; l < d->leaf_count; l++) {
         float *row = rows + (d->leaf_first + l) * each;
+        if (place > 0) row[each - 1] = (float)place;
         for (int b = 0; b < d->buckets; b++) row += hpmlc_carried(d->bucket[b].x, l, row, false);
     }
     for (int b = 0; b < d->buckets; b++) at += hpmlc_shared(d->bucket[b].x, sum + at, false);
@@ -5329,9 +5337,10 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 {
-    if (!hpmlc_carriable(d)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
+    if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_safetensor   workers, shared;
-    int64_t           each = 0, all = 0, at = 0;
+    int64_t           each, all, at = 0;
+    int               place = hpmlc_carried_floats(d, &each, &all);
     hpmlc_dist_jobs(d); /* what is under way is forgotten */
     d->micro = 0;
     hpml_status       status = hpml_checkpoint_load(d->t, path);
@@ -5339,27 +5348,32 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     if (!f) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
     for (int b = 0; b < d->buckets; b++) {
         hpml_exchange *x = d->bucket[b].x;
-        each += hpmlc_carried(x, 0, NULL, false), all += hpmlc_shared(x, NULL, false);
         for (int64_t l = 0; l < x->d.leaves; l++) hpmlc_carried(x, l, NULL, true);
     }
-    bool there = hpml_safetensors_find(f, "state.residual.workers", &workers);
-    if (each > 0 && there && workers.bytes % ((size_t)each * sizeof(float)) == 0) {
-        int64_t saved = (int64_t)(workers.bytes / sizeof(float)) / each;
-        float  *row = (float *)hpml_ctx_alloc(d->ctx, (size_t)each * sizeof(float), NULL);
-        for (int64_t w = 0; w < saved && row; w++) { /* contribution w belongs to w modulo as many as there are now */
-            int64_t l = w % d->leaf_all - d->leaf_first;
-            if (l < 0 || l >= d->leaf_count) continue;
-            memcpy(row, (const char *)workers.data + (size_t)(w * each) * sizeof(float), (size_t)each * sizeof(float));
-            /* of a mean over ranks each residual is a share: of fewer ranks a larger one */
-            float *from = row, share = d->d.exact || d->d.sum ? 1 : (float)((double)d->leaf_all / (double)saved);
-            for (int64_t i = 0; i < each; i++) row[i] *= share;
-            for (int b = 0; b < d->buckets; b++) from += hpmlc_carried(d->bucket[b].x, l, from, true);
-        }
-        hpml_ctx_release(d->ctx, row);
-    } else if (each > 0)
-        status = hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s; save with the codec that you load with", path,
-                            there ? "its residuals are of other tensors"
-                                  : "it holds no residuals (state.residual.workers)");
+    const size_t bytes = (size_t)each * sizeof(float);
+    bool         there = hpml_safetensors_find(f, "state.residual.workers", &workers);
+    int64_t      saved = there && each > 0 && workers.bytes % bytes == 0 ? (int64_t)(workers.bytes / bytes) : 0;
+    if (place > 0 && saved > 0) {
+        float was = 0;
+        if (saved == d->c->size)
+            memcpy(&was, (const char *)workers.data + bytes * (size_t)(d->c->rank + 1) - sizeof was, sizeof was);
+        if ((int)was != place) saved = 0;
+    }
+    float *row = saved > 0 ? (float *)hpml_ctx_alloc(d->ctx, bytes, NULL) : NULL;
+    for (int64_t w = 0; w < saved && row; w++) { /* contribution w belongs to w modulo as many as there are now */
+        int64_t l = w % d->leaf_all - d->leaf_first;
+        if (l < 0 || l >= d->leaf_count) continue;
+        memcpy(row, (const char *)workers.data + (size_t)w * bytes, bytes);
+        /* of a mean over ranks each residual is a share: of fewer ranks a larger one */
+        float *from = row, share = d->d.exact || d->d.sum ? 1 : (float)((double)d->leaf_all / (double)saved);
+        for (int64_t i = 0; i < each; i++) row[i] *= share;
+        for (int b = 0; b < d->buckets; b++) from += hpmlc_carried(d->bucket[b].x, l, from, true);
+    }
+    hpml_ctx_release(d->ctx, row);
+    if (saved == 0 && each > 0)
+        status = hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s; save with the codec, and in nodes on the ranks, that you "
+                            "load with", path, there ? "its residuals are of other tensors or places"
+                                                     : "it holds no residuals (state.residual.workers)");
     if (status == HPML_OK) status = hpmlc_pending_load(d, f, path);
     there = all > 0 && hpml_safetensors_find(f, "state.residual.shared", &shared);
     if (status == HPML_OK && there && shared.bytes == (size_t)all * sizeof(float)) {

@@ -307,16 +307,20 @@ TEST(nccl_in_nodes_has_limits)
     nccl_on_cpu_reset(4, 0);
     ENSURE(failing(&uneven, 3, &s) < 10 && s == HPML_ERR_UNSUPPORTED);
     ENSURE(strstr(uneven.text, "nccl in_nodes: this node has ") && strstr(uneven.text, " of 3 ranks, others more or fewer"));
-    job saved = { .steps = 2, .per_node = 2, .link.in_nodes = true, .save = "build/nccl.safetensors" };
-    saved.d.codec.kind = HPML_CODEC_ONEBIT;
-    ENSURE(failing(&saved, 4, &s) < 10 && s == HPML_ERR_UNSUPPORTED);
-    ENSURE(strstr(saved.text, "residuals of a codec between nodes are not saved; take a link over all ranks"));
+    job saved = { .steps = 2, .per_node = 2, .nccl = true, .link.in_nodes = true, .save = "build/nccl.safetensors" };
+    saved.d.codec.kind = HPML_CODEC_ONEBIT, saved.d.codec.min_elements = 16;
+    job moved = saved, other = saved; /* residuals belong to places */
+    moved.load = other.load = saved.save, moved.save = other.save = NULL, moved.per_node = 1, other.link.in_nodes = false;
+    ENSURE_GO(saved, 4);
+    ENSURE(failing(&moved, 4, &s) < 10 && s == HPML_ERR_FORMAT && strstr(moved.text, "other tensors or places; save with"));
+    ENSURE(failing(&other, 4, &s) < 10 && s == HPML_ERR_FORMAT && strstr(other.text, "other tensors or places; save with"));
+    remove(saved.save);
     job one = { .steps = 4, .link.in_nodes = true, .d.codec.kind = HPML_CODEC_ONEBIT }, all = one; /* one node: as without */
     one.nccl = all.nccl = true, all.link.in_nodes = false;
     ENSURE_GO(one, 3);
     ENSURE_GO(all, 3);
     ENSURE(one.hash == all.hash);
-    ENSURE_TIDY(4);
+    ENSURE_TIDY(8);
     nccl_on_cpu_reset(1, 0);
 }
 
@@ -347,14 +351,17 @@ TEST(nccl_on_the_timeline)
 
 TEST(nccl_checkpoints)
 {
-    job whole = { .steps = 4, .tail = 4, .nccl = true, .save = "build/nccl.safetensors", .d.codec.kind = HPML_CODEC_ONEBIT };
-    job rest  = whole;
-    rest.steps = 0, rest.save = NULL, rest.load = whole.save;
-    nccl_on_cpu_reset(2, 1);
-    ENSURE_GO(whole, 2);
-    ENSURE_GO(rest, 2);
-    ENSURE(whole.hash == rest.hash);
-    ENSURE_TIDY(0);
+    for (int nodes = 0; nodes < 2; nodes++) {
+        job whole = { .steps = 4, .tail = 4, .nccl = true, .save = "build/nccl.safetensors", .d.codec = { .kind = HPML_CODEC_ONEBIT, .min_elements = 16 } };
+        if (nodes) whole.per_node = 2, whole.link.in_nodes = true;
+        job rest = whole;
+        rest.steps = 0, rest.save = NULL, rest.load = whole.save;
+        nccl_on_cpu_reset(nodes ? 4 : 2, 1);
+        ENSURE_GO(whole, nodes ? 4 : 2);
+        ENSURE_GO(rest, nodes ? 4 : 2);
+        ENSURE(whole.hash == rest.hash);
+        ENSURE_TIDY(0);
+    }
     nccl_on_cpu_reset(1, 0);
     remove("build/nccl.safetensors");
 }
