@@ -734,6 +734,21 @@ struct hpml_comm {
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
 
+typedef struct hpmlc_text { /* where the reason of an error goes that no context keeps; may be NULL */
+    char  *text;
+    size_t size;
+} hpmlc_text;
+
+HPMLC_PRINTF(3, 4)
+HPMLC_FN hpml_status hpmlc_say_no(const hpmlc_text *to, hpml_status status, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    if (to->text && to->size > 0) vsnprintf(to->text, to->size, format, args);
+    va_end(args);
+    return status;
+}
+
 HPMLC_FN void hpmlc_tell(hpml_comm *c, const char *text)
 {
     if (c->t && c->t->tell) c->t->tell(c, text);
@@ -2660,26 +2675,22 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const hpmlc_signature *mine, int 
 {
     hpmlc_signature theirs;
     char            verdict[192] = { 0 };
-    hpml_message    m;
+    hpml_status     status = HPML_OK;
     if (c->rank > 0) {
-        hpmlc_begin(c, false, 0, tag, (char *)(uintptr_t)mine, sizeof *mine, NULL, &m), hpml_wait(c, &m);
-        hpmlc_begin(c, true, 0, tag, verdict, sizeof verdict, NULL, &m);
-        if (hpml_wait(c, &m) != HPML_OK) return m.status;
-    } else {
-        for (int i = 1; i < c->size; i++) {
-            hpmlc_begin(c, true, i, tag, (char *)&theirs, sizeof theirs, NULL, &m);
-            if (hpml_wait(c, &m) != HPML_OK) return m.status;
-            if (memcmp(&theirs, mine, sizeof theirs) != 0 && !verdict[0])
-                snprintf(verdict, sizeof verdict, "collective %d differs: rank 0 is in %s of %lld (element %d, op %d, "
-                         "algorithm %d), rank %d in %s of %lld (%d, %d, %d)", mine->sequence, mine->name,
-                         (long long)mine->count, mine->element, mine->op, mine->algorithm, c->origin[i], theirs.name,
-                         (long long)theirs.count, theirs.element, theirs.op, theirs.algorithm);
-        }
-        for (int i = 1; i < c->size; i++) {
-            hpmlc_begin(c, false, i, tag, verdict, sizeof verdict, NULL, &m);
-            if (hpml_wait(c, &m) != HPML_OK) return m.status;
-        }
+        hpmlc_round(c, tag, 0, (const char *)mine, sizeof *mine, -1, NULL, 0, NULL);
+        status = hpmlc_round(c, tag, -1, NULL, 0, 0, verdict, sizeof verdict, NULL);
     }
+    for (int i = 1; c->rank == 0 && i < c->size && status == HPML_OK; i++) {
+        status = hpmlc_round(c, tag, -1, NULL, 0, i, (char *)&theirs, sizeof theirs, NULL);
+        if (status == HPML_OK && memcmp(&theirs, mine, sizeof theirs) != 0 && !verdict[0])
+            snprintf(verdict, sizeof verdict, "collective %d differs: rank 0 is in %s of %lld (element %d, op %d, "
+                     "algorithm %d), rank %d in %s of %lld (%d, %d, %d)", mine->sequence, mine->name,
+                     (long long)mine->count, mine->element, mine->op, mine->algorithm, c->origin[i], theirs.name,
+                     (long long)theirs.count, theirs.element, theirs.op, theirs.algorithm);
+    }
+    for (int i = 1; c->rank == 0 && i < c->size && status == HPML_OK; i++)
+        status = hpmlc_round(c, tag, i, verdict, sizeof verdict, -1, NULL, 0, NULL);
+    if (status != HPML_OK) return status;
     return verdict[0] ? hpml_ctx_fail(c->ctx, HPML_ERR_COMM, "rank %d: %s", c->origin[c->rank], verdict) : HPML_OK;
 }
 
@@ -3181,16 +3192,19 @@ HPMLC_FN void hpmlc_background_drain(const hpml_comm *c)
     if (b && b->posted > 0) hpmlc_job_rest(b, &b->job[(b->posted - 1) % HPMLC_JOBS]);
 }
 
+HPMLC_FN void hpmlc_counters_add(hpml_counters *to, const hpml_counters *more)
+{
+    to->messages += more->messages, to->bytes += more->bytes, to->between_bytes += more->between_bytes;
+    to->rounds += more->rounds, to->seconds += more->seconds;
+}
+
 HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
 {
     memset(out, 0, sizeof *out);
     if (!c) return;
     hpmlc_background_drain(c);
     *out = c->counters;
-    if (!c->background) return;
-    const hpml_counters *more = &c->background->twin->counters;
-    out->messages += more->messages, out->bytes += more->bytes, out->between_bytes += more->between_bytes;
-    out->rounds += more->rounds, out->seconds += more->seconds;
+    if (c->background) hpmlc_counters_add(out, &c->background->twin->counters);
 }
 
 HPML_API int64_t hpml_comm_bytes_to(const hpml_comm *c, int peer)
@@ -3288,18 +3302,17 @@ HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
 }
 
 /* The first failure by cause: a rank that only heard of another's comes second. */
-HPMLC_FN hpml_status hpmlc_verdict(const hpmlc_start *s, int n, char *error, size_t size)
+HPMLC_FN hpml_status hpmlc_verdict(const hpmlc_start *s, int n, const hpmlc_text *to)
 {
     const hpmlc_start *worst = NULL;
     for (int i = 0; i < n; i++) {
         bool nearer = !worst || (worst->status == HPML_ERR_PEER && s[i].status != HPML_ERR_PEER);
         if (s[i].status != HPML_OK && nearer) worst = &s[i];
     }
-    if (error && size > 0) snprintf(error, size, "%s", worst ? worst->error : "");
-    return worst ? worst->status : HPML_OK;
+    return hpmlc_say_no(to, worst ? worst->status : HPML_OK, "%s", worst ? worst->error : "");
 }
 
-HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, char *error, size_t size)
+HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
 {
 #ifdef HPML_USE_MPI
     int on = 0, over = 0, level, rank = 0;
@@ -3313,31 +3326,26 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, char *error, size_t size)
 #else
     hpmlc_start_main(s); /* says how to build with MPI */
 #endif
-    return hpmlc_verdict(s, 1, error, size);
+    return hpmlc_verdict(s, 1, to);
 }
 
 HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size)
 {
     HPMLC_DESC(hpml_launch_desc, d, desc);
-    if (error && size > 0) error[0] = 0;
-    if (d._begin || d._end || !fn || d.ranks < 0 || d.ranks > 65536 || (unsigned)d.transport > HPML_TRANSPORT_CLOCK) {
-        if (error && size > 0)
-            snprintf(error, size, "launch: %d ranks, transport %d: out of range, or no function, or a desc that is not "
-                     "cleared", d.ranks, (int)d.transport);
-        return HPML_ERR_ARGUMENT;
-    }
+    const hpmlc_text  to = { error, size };
+    const hpml_status wrong = HPML_ERR_ARGUMENT;
+    hpmlc_say_no(&to, HPML_OK, "%s", "");
+    if (d._begin || d._end || !fn || d.ranks < 0 || d.ranks > 65536 || (unsigned)d.transport > HPML_TRANSPORT_CLOCK)
+        return hpmlc_say_no(&to, wrong, "launch: %d ranks, transport %d: out of range, or no function, or a desc that "
+                            "is not cleared", d.ranks, (int)d.transport);
     if (getenv("HPML_RUN") && (d.run || (!d.transport && !d.ranks))) d.run = getenv("HPML_RUN");
-    if (d.run && !hpmlc_run_read(&d)) {
-        if (error && size > 0)
-            snprintf(error, size, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], clock[:N], mpi[:N], auto[:N]",
-                     d.run);
-        return HPML_ERR_ARGUMENT;
-    }
-    int          ranks = d.ranks > 0 && d.transport != HPML_TRANSPORT_MPI ? d.ranks : 1;
-    if (d.transport != HPML_TRANSPORT_MPI && hpmlc_network_nodes(&d.network, ranks) == 0) {
-        if (error && size > 0) snprintf(error, size, "launch: network.node of a rank is not from 0 to %d", ranks - 1);
-        return HPML_ERR_ARGUMENT;
-    }
+    if (d.run && !hpmlc_run_read(&d))
+        return hpmlc_say_no(&to, wrong, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], clock[:N], mpi[:N], "
+                            "auto[:N]", d.run);
+    bool mpi   = d.transport == HPML_TRANSPORT_MPI;
+    int  ranks = d.ranks > 0 && !mpi ? d.ranks : 1;
+    if (!mpi && hpmlc_network_nodes(&d.network, ranks) == 0)
+        return hpmlc_say_no(&to, wrong, "launch: network.node of a rank is not from 0 to %d", ranks - 1);
     hpmlc_start *s     = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
     hpml_status  status = HPML_ERR_MEMORY;
     if (!s) return status;
@@ -3345,12 +3353,12 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
         s[i].d = &d, s[i].fn = fn, s[i].user = user, s[i].ctx = d.ctx;
         s[i].comm.transport = d.transport, s[i].comm.rank = i, s[i].comm.timeout = d.timeout, s[i].comm.check = d.check;
         s[i].comm.ranks_per_node = d.network.ranks_per_node;
-        if (d.transport == HPML_TRANSPORT_MPI) continue; /* its rank is not known yet */
+        if (mpi) continue; /* its rank is not known yet */
         if (s[i].ctx.threads == 0) s[i].ctx.threads = hpmlc_cores(ranks);
         if (d.place) d.place(&s[i].ctx, i, user);
     }
-    if (d.transport == HPML_TRANSPORT_MPI) {
-        status = hpmlc_launch_mpi(s, error, size);
+    if (mpi) {
+        status = hpmlc_launch_mpi(s, &to);
         free(s);
         return status;
     }
@@ -3363,11 +3371,9 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
         if (pthread_create(&threads[started], NULL, hpmlc_start_main, &s[started]) != 0) break;
     for (int i = started; w && i < ranks; i++) hpmlc_world_absent(w, i, "its thread could not be started: no memory");
     for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
-    status = w && threads ? hpmlc_verdict(s, ranks, error, size) : HPML_ERR_MEMORY;
-    if (status == HPML_OK && w->failed) { /* a job in the background that nobody has waited for */
-        status = HPML_ERR_COMM;
-        if (error && size > 0) snprintf(error, size, "%s", w->text);
-    }
+    status = w && threads ? hpmlc_verdict(s, ranks, &to) : HPML_ERR_MEMORY;
+    if (status == HPML_OK && w->failed) /* a job in the background that nobody has waited for */
+        status = hpmlc_say_no(&to, HPML_ERR_COMM, "%s", w->text);
     hpml_world_free(w);
     free(threads);
 #else
@@ -3376,7 +3382,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
         s[0].status = HPML_ERR_UNSUPPORTED;
         snprintf(s[0].error, sizeof s[0].error, "launch: %d ranks need threads (HPML_NO_THREADS is set)", ranks);
     }
-    status = hpmlc_verdict(s, ranks, error, size);
+    status = hpmlc_verdict(s, ranks, &to);
 #endif
     free(s);
     return status;
@@ -4046,6 +4052,14 @@ HPMLC_FN bool hpmlc_topk_pick(hpml_exchange *x, hpmlc_item *it, float *pairs, in
     return true;
 }
 
+/* All hear of a tensor of any rank that was not finite. */
+HPMLC_FN hpml_status hpmlc_methods_end(hpml_comm *c, hpml_exchange *x, int64_t bad)
+{
+    hpml_status status = hpmlc_reduce_all(c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
+    x->bad = bad;
+    return status == HPML_OK && bad ? HPML_ERR_NONFINITE : status;
+}
+
 HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x)
 {
     hpml_status status = HPML_OK;
@@ -4064,9 +4078,7 @@ HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x)
         }
         if (x->d.reduce == HPML_MEAN) hpmlc_divide(it->g.data, n, HPML_ELEMENT_F32, c->size);
     }
-    if (status == HPML_OK) status = hpmlc_reduce_all(c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
-    x->bad = bad;
-    return status == HPML_OK && bad ? HPML_ERR_NONFINITE : status;
+    return status == HPML_OK ? hpmlc_methods_end(c, x, bad) : status;
 }
 
 /* Columns of (n, r) made orthonormal one after another (Gram & Schmidt, twice is enough). What is zero gets a direction
@@ -4092,7 +4104,7 @@ HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
 HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
 {
     const hpml_algorithm a = x->d.algorithm;
-    float                bad = 0;
+    int64_t              bad = 0;
     for (int t = 0; t < x->d.count; t++) {
         hpmlc_item *it   = &x->item[t];
         int64_t     rows = it->g.rows, cols = it->g.cols, n = rows * cols, r = hpmlc_lowrank_of(x, it);
@@ -4100,7 +4112,7 @@ HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
         if (it->plain) continue;
         for (int64_t i = 0; i < n; i++) part += it->g.data[i] - it->g.data[i];
         for (int64_t i = 0; i < n; i++) M[i] = (part == 0 ? it->g.data[i] : 0) + it->residual[i];
-        if (part != 0) bad = 1;
+        if (part != 0) bad = hpmlc_bad(c, t);
         hpml_sgemm(c->ctx, false, false, rows, r, cols, 1, M, cols, it->q, r, 0, it->p, r);
         hpml_status status = hpmlc_reduce_all(c, it->p, rows * r, HPML_ELEMENT_F32, HPML_MEAN, a);
         if (status != HPML_OK) return status;
@@ -4113,8 +4125,7 @@ HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
         if (x->d.reduce == HPML_SUM)
             for (int64_t i = 0; i < n; i++) it->g.data[i] *= (float)c->size;
     }
-    hpml_status status = hpmlc_reduce_all(c, &bad, 1, HPML_ELEMENT_F32, HPML_MAX, a);
-    return status == HPML_OK && bad != 0 ? HPML_ERR_NONFINITE : status;
+    return hpmlc_methods_end(c, x, bad);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4343,7 +4354,7 @@ HPMLC_FN hpml_status hpmlc_shares_begin(hpml_distributed *d, hpmlc_bucket *b)
 HPMLC_FN hpml_status hpmlc_shares_finish(hpml_distributed *d)
 {
     const hpml_device_link *l = d->link;
-    hpml_counters  sent, *all = &d->c->counters;
+    hpml_counters  sent;
     hpml_status    status = HPML_OK;
     for (int i = 0; i < d->buckets && status == HPML_OK; i++) {
         hpmlc_bucket *b = &d->bucket[i];
@@ -4352,8 +4363,7 @@ HPMLC_FN hpml_status hpmlc_shares_finish(hpml_distributed *d)
     }
     hpml_comm_counters(l->across, &sent);
     hpml_comm_counters_reset(l->across);
-    all->messages += sent.messages, all->bytes += sent.bytes, all->between_bytes += sent.between_bytes;
-    all->rounds += sent.rounds, all->seconds += sent.seconds;
+    hpmlc_counters_add(&d->c->counters, &sent);
     return status == HPML_OK ? hpmlc_linked_wait(d->c, d->looks) : status;
 }
 
@@ -4604,16 +4614,16 @@ HPMLC_FN int64_t hpmlc_dist_bad(const hpml_distributed *d)
     return 0;
 }
 
-/* bad: on all ranks the same. */
+/* bad: on all ranks the same; of a rank that is not known with 0 in the rank's place. */
 HPMLC_FN hpml_status hpmlc_dist_blame(hpml_distributed *d, hpml_status status, int64_t bad)
 {
+    int  rank = (int)(bad % (1 << 20)) - 1;
+    char whose[24] = "some rank";
     if (status != HPML_ERR_NONFINITE || d->trial) return status;
-    if (!bad)
-        return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: a gradient of some rank is NaN or infinite; lower "
-                             "the learning rate or set clip_norm", d->c->rank, (long long)d->c->step);
-    return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: the gradient of \"%s\" is NaN or infinite on rank %d; "
-                         "lower the learning rate or set clip_norm", d->c->rank, (long long)d->c->step,
-                         hpmlc_param(d, (int)(bad >> 20))->name, (int)(bad % (1 << 20)) - 1);
+    if (rank >= 0) snprintf(whose, sizeof whose, "rank %d", rank);
+    return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: the gradient of \"%s\" is NaN or infinite on %s; lower "
+                         "the learning rate or set clip_norm", d->c->rank, (long long)d->c->step,
+                         hpmlc_param(d, (int)(bad >> 20))->name, whose);
 }
 
 /* What is left to do when gradients move by a link. */
@@ -4848,10 +4858,7 @@ HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
     at = 0;
     for (int i = 0; i < d->params && status == HPML_OK; i++) {
         int64_t n = hpmlc_leaf_floats(d, i);
-        if (!(d->largest[i] - d->largest[i] == 0))
-            return hpml_ctx_fail(d->ctx, HPML_ERR_NONFINITE, "rank %d, step %lld: the gradient of \"%s\" is NaN or "
-                                 "infinite on some rank; lower the learning rate or set clip_norm", d->c->rank,
-                                 (long long)d->c->step, hpmlc_param(d, i)->name);
+        if (!(d->largest[i] - d->largest[i] == 0)) return hpmlc_dist_blame(d, HPML_ERR_NONFINITE, (int64_t)i << 20);
         if (d->bucket_of[i] < 0) {
             hpmlc_exact_round(d, d->sum + used, at, n, hpmlc_exact_scale(d, d->largest[i]));
             used += n;
@@ -5908,8 +5915,6 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 // >>simulate-short   rings and all to all without a queue
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLC_FN bool hpmlc_sim_differ(const double *x, int i, int j) { return x[i] < x[j] || x[i] > x[j]; }
-
 /* How many ranks stand for all of them in a ring: 1, those of a node, or p. Blocks must be equal, or so many that the
    longest may stand for all (the time is an upper bound then). free_at: (p) when the link from i to i + 1 is free. */
 HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_at)
@@ -5917,7 +5922,7 @@ HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_
     int q = s->nodes == 1 || s->nodes == s->p ? 1 : s->per_node > 0 && !s->mixed ? s->per_node : s->p;
     if (n % s->p != 0 && s->p <= 256) return s->p;
     for (int i = q; i < s->p; i++)
-        if (hpmlc_sim_differ(s->clock, i, i % q) || hpmlc_sim_differ(free_at, i, i % q)) return s->p;
+        if (s->clock[i] != s->clock[i % q] || free_at[i] != free_at[i % q]) return s->p;
     return q;
 }
 
@@ -5963,11 +5968,11 @@ HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
     if (s->per_node == 0) return false;
     for (int r = 0; r < s->p; r++) {
         int i = s->nodes == 1 ? 0 : hpmlc_sim_rank(s, hpmlc_sim_place(s, r));
-        if (hpmlc_sim_differ(s->clock, r, i)) return false;
-        if (hpmlc_sim_differ(s->out, r, i) || hpmlc_sim_differ(s->in, r, i)) return false;
+        if (s->clock[r] != s->clock[i]) return false;
+        if (s->out[r] != s->out[i] || s->in[r] != s->in[i]) return false;
     }
     for (int i = s->p + 1; i < s->p + s->nodes; i++)
-        if (hpmlc_sim_differ(s->out, i, s->p)) return false;
+        if (s->out[i] != s->out[s->p]) return false;
     return true;
 }
 
@@ -6022,6 +6027,7 @@ HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a
     hpmlc_team all;
     if (p == 1) return true;
     s->kind = kind, s->n = n, s->size = size;
+    if (a == HPML_AUTO && kind == HPMLC_SIM_ALLREDUCE) a = hpml_comm_choose(&s->layout, n * (int64_t)size);
     all.base = 0, all.stride = 1, all.size = p, all.root = 0;
     for (int r = 0; r < p && kind != HPMLC_SIM_ALL_TO_ALL; r++) {
         all.me           = r;
@@ -6051,81 +6057,61 @@ HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
 // >>simulate-step   a step of training in virtual time
 // ---------------------------------------------------------------------------------------------------------------------
 
-typedef struct hpmlc_sim_text { /* where the reason of an error goes */
-    char  *text;
-    size_t size;
-} hpmlc_sim_text;
-
-HPMLC_PRINTF(3, 4)
-HPMLC_FN hpml_status hpmlc_sim_no(const hpmlc_sim_text *to, hpml_status status, const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    if (to->text && to->size > 0) vsnprintf(to->text, to->size, format, args);
-    va_end(args);
-    return status;
-}
-
 #define HPMLC_SIM_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* false for NaN */
 
-HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml_network *net, const hpmlc_sim_text *to)
+HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml_network *net, const hpmlc_text *to)
 {
     const hpml_status wrong = HPML_ERR_ARGUMENT;
     const hpml_link  *in = &net->inside, *far = &net->between;
-    if (p < 1 || p > 65536) return hpmlc_sim_no(to, wrong, "simulate: %d ranks; from 1 to 65536 are possible", p);
+    if (p < 1 || p > 65536) return hpmlc_say_no(to, wrong, "simulate: %d ranks; from 1 to 65536 are possible", p);
     if ((unsigned)a >= HPML_ALGORITHM_COUNT)
-        return hpmlc_sim_no(to, wrong, "simulate: there is no algorithm %d", (int)a);
+        return hpmlc_say_no(to, wrong, "simulate: there is no algorithm %d", (int)a);
     if (a == HPML_NATIVE)
-        return hpmlc_sim_no(to, HPML_ERR_UNSUPPORTED, "simulate: how an MPI's own allreduce works is not known; choose "
+        return hpmlc_say_no(to, HPML_ERR_UNSUPPORTED, "simulate: how an MPI's own allreduce works is not known; choose "
                             "another algorithm");
     if (net->ranks_per_node < 0 || !HPMLC_SIM_GOOD(in->latency) || !HPMLC_SIM_GOOD(far->latency) ||
         !(in->bandwidth >= 0) || !(far->bandwidth >= 0))
-        return hpmlc_sim_no(to, wrong, "simulate: network of %d ranks a node, inside %g s and %g bytes/s, between %g s "
+        return hpmlc_say_no(to, wrong, "simulate: network of %d ranks a node, inside %g s and %g bytes/s, between %g s "
                             "and %g bytes/s: a negative number or NaN", net->ranks_per_node, in->latency, in->bandwidth,
                             far->latency, far->bandwidth);
     if (hpmlc_network_nodes(net, p) == 0)
-        return hpmlc_sim_no(to, wrong, "simulate: network.node of a rank is not from 0 to %d", p - 1);
+        return hpmlc_say_no(to, wrong, "simulate: network.node of a rank is not from 0 to %d", p - 1);
     if (p > 1 && !net->node && net->ranks_per_node == 0 && (far->latency > 0 || far->bandwidth > 0))
-        return hpmlc_sim_no(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
+        return hpmlc_say_no(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
                             "ranks on one node; set ranks_per_node (1: each rank a node of its own)");
     for (int r = 0; net->slow && r < p; r++)
         if (!(net->slow[r] > 0) || !HPMLC_SIM_GOOD(net->slow[r]))
-            return hpmlc_sim_no(to, wrong, "simulate: network.slow[%d] is %g; it must be above 0 (1: not slow)", r,
+            return hpmlc_say_no(to, wrong, "simulate: network.slow[%d] is %g; it must be above 0 (1: not slow)", r,
                                 net->slow[r]);
     return HPML_OK;
 }
 
-HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_sim_text *to)
+HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_text *to)
 {
     const hpml_status wrong = HPML_ERR_ARGUMENT;
     int64_t           total = 0, limit = (int64_t)1 << 50;
-    if (!d) return hpmlc_sim_no(to, wrong, "simulate: no desc given");
+    if (!d) return hpmlc_say_no(to, wrong, "simulate: no desc given");
     if (d->_begin || d->_end)
-        return hpmlc_sim_no(to, wrong, "simulate desc: canary is not zero; zero the struct before you set fields");
+        return hpmlc_say_no(to, wrong, "simulate desc: canary is not zero; zero the struct before you set fields");
     hpml_status status = hpmlc_sim_check_network(d->packed ? HPML_RING : d->algorithm, d->ranks, &d->network, to);
     if (status != HPML_OK) return status;
     if (d->layers < 1 || !d->backward_s || !d->elements)
-        return hpmlc_sim_no(to, wrong, "simulate: %d layers, backward_s %s, elements %s; at least one layer and both "
+        return hpmlc_say_no(to, wrong, "simulate: %d layers, backward_s %s, elements %s; at least one layer and both "
                             "are needed", d->layers, d->backward_s ? "given" : "NULL", d->elements ? "given" : "NULL");
     if (hpml_element_size(d->element) == 0 || !HPMLC_SIM_GOOD(d->update_s) || !HPMLC_SIM_GOOD(d->codec_s_per_byte))
-        return hpmlc_sim_no(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
+        return hpmlc_say_no(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
                             (int)d->element, d->update_s, d->codec_s_per_byte);
     for (int i = 0; i < d->layers; i++) {
         double  forward = d->forward_s ? d->forward_s[i] : 0, backward = d->backward_s[i];
         int64_t packed  = d->packed ? d->packed[i] : 0, n = d->elements[i];
         if (!HPMLC_SIM_GOOD(forward) || !HPMLC_SIM_GOOD(backward) || n < 0 || packed < 0)
-            return hpmlc_sim_no(to, wrong, "simulate: layer %d: forward %g s, backward %g s, %lld elements, packed in "
+            return hpmlc_say_no(to, wrong, "simulate: layer %d: forward %g s, backward %g s, %lld elements, packed in "
                                 "%lld bytes: a negative number or NaN", i, forward, backward, (long long)n,
                                 (long long)packed);
         total = n < limit - total && packed < limit ? total + n : limit;
-        if (total >= limit) return hpmlc_sim_no(to, wrong, "simulate: layer %d: more than 2^50 elements in all", i);
+        if (total >= limit) return hpmlc_say_no(to, wrong, "simulate: layer %d: more than 2^50 elements in all", i);
     }
     return HPML_OK;
-}
-
-HPMLC_FN hpml_algorithm hpmlc_sim_choose(const hpmlc_sim *s, hpml_algorithm a, int64_t bytes)
-{
-    return a == HPML_AUTO ? hpml_comm_choose(&s->layout, bytes) : a;
 }
 
 /* Exchanges one bucket, which rank r has at time ready * slow[r]. False: out of memory. */
@@ -6144,10 +6130,7 @@ HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double
     if (d->packed)
         good = hpmlc_sim_play(s, HPMLC_SIM_ALL_TO_ALL, HPML_AUTO, packed, 1) &&
                hpmlc_sim_play(s, HPMLC_SIM_ALLGATHER, HPML_AUTO, packed, 1);
-    else {
-        size_t size = hpml_element_size(d->element);
-        good = hpmlc_sim_play(s, HPMLC_SIM_ALLREDUCE, hpmlc_sim_choose(s, d->algorithm, n * (int64_t)size), n, size);
-    }
+    else good = hpmlc_sim_play(s, HPMLC_SIM_ALLREDUCE, d->algorithm, n, hpml_element_size(d->element));
     *comm += hpmlc_sim_latest(s) - start;
     return good;
 }
@@ -6188,18 +6171,16 @@ HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_sim
 
 HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulation *out, char *error, size_t size)
 {
-    hpmlc_sim      s;
-    hpmlc_sim_text to;
-    hpml_status    status;
+    hpmlc_sim        s;
+    const hpmlc_text to = { error, size };
     HPMLC_ZERO(hpml_simulation, result);
-    to.text = error, to.size = size;
-    if (error && size > 0) error[0] = 0;
+    hpmlc_say_no(&to, HPML_OK, "%s", "");
     if (out) *out = result;
-    status = hpmlc_sim_check(desc, &to);
-    if (status == HPML_OK && !out) status = hpmlc_sim_no(&to, HPML_ERR_ARGUMENT, "simulate: nowhere to put the result");
+    hpml_status status = hpmlc_sim_check(desc, &to);
+    if (status == HPML_OK && !out) status = hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "simulate: nowhere to put the result");
     if (status != HPML_OK) return status;
     if (!hpmlc_sim_open(&s, desc->ranks, &desc->network) || !hpmlc_sim_step(&s, desc, &result))
-        status = hpmlc_sim_no(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
+        status = hpmlc_say_no(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
     else *out = result;
     hpmlc_sim_close(&s);
     return status;
@@ -6219,11 +6200,11 @@ HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const h
 {
     hpmlc_sim s;
     double    seconds = -1;
-    HPMLC_ZERO(hpmlc_sim_text, nowhere);
+    const hpmlc_text nowhere = { NULL, 0 };
     if (!network || bytes < 0 || hpmlc_sim_check_network(a, ranks, network, &nowhere) != HPML_OK) return -1;
     size_t size = bytes % 4 == 0 ? 4 : 1;
     if (hpmlc_sim_open(&s, ranks, network) &&
-        hpmlc_sim_play(&s, HPMLC_SIM_ALLREDUCE, hpmlc_sim_choose(&s, a, bytes), bytes / (int64_t)size, size))
+        hpmlc_sim_play(&s, HPMLC_SIM_ALLREDUCE, a, bytes / (int64_t)size, size))
         seconds = hpmlc_sim_latest(&s);
     hpmlc_sim_close(&s);
     return seconds;

@@ -1091,9 +1091,10 @@ TEST(slurm_says_which_rank_this_is)
 /* ---- threads of one's own ---- */
 
 typedef struct own {
-    hpml_world *world;
-    int         rank;
-    float       sum;
+    hpml_transport_kind transport;
+    hpml_world         *world;
+    int                 rank;
+    float               sum;
 } own;
 
 static void *own_thread(void *arg)
@@ -1102,7 +1103,7 @@ static void *own_thread(void *arg)
     hpml_ctx      *ctx = hpml_ctx_create(NULL);
     hpml_comm_desc d;
     memset(&d, 0, sizeof d);
-    d.world = o->world, d.rank = o->rank;
+    d.transport = o->transport, d.world = o->world, d.rank = o->rank;
     hpml_comm *c = hpml_comm_create(ctx, &d);
     o->sum       = (float)o->rank;
     hpml_allreduce(c, &o->sum, 1, NULL);
@@ -1117,7 +1118,7 @@ TEST(ranks_on_threads_of_the_caller)
         pthread_t   thread[3];
         hpml_world *w = hpml_world_create(transports[t], 3, NULL);
         for (int i = 0; i < 3; i++) {
-            o[i].world = w, o[i].rank = i;
+            o[i].transport = transports[t], o[i].world = w, o[i].rank = i;
             pthread_create(&thread[i], NULL, own_thread, &o[i]);
         }
         for (int i = 0; i < 3; i++) pthread_join(thread[i], NULL);
