@@ -139,7 +139,8 @@ typedef struct hpml_comm_desc {
 HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc);
 HPML_API void       hpml_comm_free(hpml_comm *c); /* optional, collective */
 
-/* Ranks as threads that you start yourself; hpml_launch does it for you. Free it when all their contexts are gone. */
+/* Ranks as threads that you start yourself; hpml_launch does it for you. Free it when all their contexts are gone. NULL:
+   neither THREADS nor CLOCK, not 1 to 65536 ranks, a node that there is not, or no memory. */
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network);
 HPML_API void        hpml_world_free(hpml_world *w);
 
@@ -369,7 +370,8 @@ typedef struct hpml_exchange_desc {
     /* Optional, called between 3 and 4: Adagrad on the sum, as the paper does. */
     void (*in_stripe)(void *user, int tensor, int64_t row, int64_t rows, float *sum);
     void                *user;
-    bool                 padded, linked; /* private. linked: tensors are on the device, and move by the link */
+    bool                 padded, linked, share; /* private. linked: tensors are on the device, and move by the link;
+                                                   share: they are a rank's part of what its node has */
     uint32_t             _end;
 } hpml_exchange_desc;
 
@@ -463,7 +465,7 @@ typedef struct hpml_distribute_desc {
 typedef struct hpml_distributed hpml_distributed;
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc);
 
-/* Since the start or the last call with reset. */
+/* Since the start or the last call with reset; seconds are hpml_comm_now's. */
 typedef struct hpml_distribute_report {
     int64_t steps;
     double  step_s, compute_s; /* mean of a step; forward and backward */
@@ -497,7 +499,8 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
 
 /* A checkpoint of the whole job, residuals of all ranks and, with `delayed`, the gradients not yet applied included;
    collective. It loads on any number of ranks: what residuals owe to the gradients to come is carried over, so nothing
-   that was computed is lost. On as many ranks as before, or with `exact`, the job continues bit for bit. */
+   that was computed is lost. On as many ranks as before, or with `exact`, the job continues bit for bit. What a codec
+   owes between nodes (a link that ends at the node) loads on the same ranks of the same nodes only. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
 
@@ -730,6 +733,21 @@ struct hpml_comm {
 /* A variable, cleared; and one that is a copy of what the caller has given, cleared where that is NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
+
+typedef struct hpmlc_text { /* where the reason of an error goes that no context keeps; may be NULL */
+    char  *text;
+    size_t size;
+} hpmlc_text;
+
+HPMLC_PRINTF(3, 4)
+HPMLC_FN hpml_status hpmlc_say_no(const hpmlc_text *to, hpml_status status, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    if (to->text && to->size > 0) vsnprintf(to->text, to->size, format, args);
+    va_end(args);
+    return status;
+}
 
 HPMLC_FN void hpmlc_tell(hpml_comm *c, const char *text)
 {
@@ -1202,7 +1220,8 @@ HPMLC_FN void hpmlc_room_free(hpmlc_room *r)
 
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network)
 {
-    hpml_world *w = ranks < 1 || ranks > 65536 ? NULL : (hpml_world *)calloc(1, sizeof *w);
+    bool        known = transport == HPML_TRANSPORT_THREADS || transport == HPML_TRANSPORT_CLOCK;
+    hpml_world *w = !known || ranks < 1 || ranks > 65536 ? NULL : (hpml_world *)calloc(1, sizeof *w);
     if (!w) return NULL;
     w->kind = transport, w->ranks = w->running = ranks;
     if (network) w->network = *network;
@@ -1455,9 +1474,10 @@ HPMLC_FN hpml_comm *hpmlc_threads_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 {
     hpml_world *w = d->world;
     hpml_comm  *c = NULL;
-    if (!w || d->rank < 0 || d->rank >= w->ranks)
-        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: rank %d of a world of %d; give .world (hpml_world_create) and "
-                      ".rank, or use hpml_launch", d->rank, w ? w->ranks : 0);
+    if (!w || d->rank < 0 || d->rank >= w->ranks || d->transport != w->kind)
+        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: rank %d of a world of %d%s; give .world (hpml_world_create) and "
+                      ".rank, or use hpml_launch", d->rank, w ? w->ranks : 0,
+                      w && d->transport != w->kind ? " of another transport" : "");
     else c = hpmlc_comm_new(ctx, &hpmlc_threads, d->rank, w->ranks);
     if (!c) return NULL;
     pthread_mutex_lock(&w->mutex);
@@ -2172,6 +2192,7 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
                       "mpicc -DHPML_USE_MPI");
 #endif
         break;
+    default: hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm: there is no transport %d", (int)desc->transport);
     }
     if (!c && desc->world) hpmlc_world_absent(desc->world, desc->rank, hpml_ctx_error(ctx));
     if (!c || hpml_ctx_status(ctx) != HPML_OK) return NULL;
@@ -2654,26 +2675,22 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const hpmlc_signature *mine, int 
 {
     hpmlc_signature theirs;
     char            verdict[192] = { 0 };
-    hpml_message    m;
+    hpml_status     status = HPML_OK;
     if (c->rank > 0) {
-        hpmlc_begin(c, false, 0, tag, (char *)(uintptr_t)mine, sizeof *mine, NULL, &m), hpml_wait(c, &m);
-        hpmlc_begin(c, true, 0, tag, verdict, sizeof verdict, NULL, &m);
-        if (hpml_wait(c, &m) != HPML_OK) return m.status;
-    } else {
-        for (int i = 1; i < c->size; i++) {
-            hpmlc_begin(c, true, i, tag, (char *)&theirs, sizeof theirs, NULL, &m);
-            if (hpml_wait(c, &m) != HPML_OK) return m.status;
-            if (memcmp(&theirs, mine, sizeof theirs) != 0 && !verdict[0])
-                snprintf(verdict, sizeof verdict, "collective %d differs: rank 0 is in %s of %lld (element %d, op %d, "
-                         "algorithm %d), rank %d in %s of %lld (%d, %d, %d)", mine->sequence, mine->name,
-                         (long long)mine->count, mine->element, mine->op, mine->algorithm, c->origin[i], theirs.name,
-                         (long long)theirs.count, theirs.element, theirs.op, theirs.algorithm);
-        }
-        for (int i = 1; i < c->size; i++) {
-            hpmlc_begin(c, false, i, tag, verdict, sizeof verdict, NULL, &m);
-            if (hpml_wait(c, &m) != HPML_OK) return m.status;
-        }
+        hpmlc_round(c, tag, 0, (const char *)mine, sizeof *mine, -1, NULL, 0, NULL);
+        status = hpmlc_round(c, tag, -1, NULL, 0, 0, verdict, sizeof verdict, NULL);
     }
+    for (int i = 1; c->rank == 0 && i < c->size && status == HPML_OK; i++) {
+        status = hpmlc_round(c, tag, -1, NULL, 0, i, (char *)&theirs, sizeof theirs, NULL);
+        if (status == HPML_OK && memcmp(&theirs, mine, sizeof theirs) != 0 && !verdict[0])
+            snprintf(verdict, sizeof verdict, "collective %d differs: rank 0 is in %s of %lld (element %d, op %d, "
+                     "algorithm %d), rank %d in %s of %lld (%d, %d, %d)", mine->sequence, mine->name,
+                     (long long)mine->count, mine->element, mine->op, mine->algorithm, c->origin[i], theirs.name,
+                     (long long)theirs.count, theirs.element, theirs.op, theirs.algorithm);
+    }
+    for (int i = 1; c->rank == 0 && i < c->size && status == HPML_OK; i++)
+        status = hpmlc_round(c, tag, i, verdict, sizeof verdict, -1, NULL, 0, NULL);
+    if (status != HPML_OK) return status;
     return verdict[0] ? hpml_ctx_fail(c->ctx, HPML_ERR_COMM, "rank %d: %s", c->origin[c->rank], verdict) : HPML_OK;
 }
 
@@ -3175,16 +3192,19 @@ HPMLC_FN void hpmlc_background_drain(const hpml_comm *c)
     if (b && b->posted > 0) hpmlc_job_rest(b, &b->job[(b->posted - 1) % HPMLC_JOBS]);
 }
 
+HPMLC_FN void hpmlc_counters_add(hpml_counters *to, const hpml_counters *more)
+{
+    to->messages += more->messages, to->bytes += more->bytes, to->between_bytes += more->between_bytes;
+    to->rounds += more->rounds, to->seconds += more->seconds;
+}
+
 HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
 {
     memset(out, 0, sizeof *out);
     if (!c) return;
     hpmlc_background_drain(c);
     *out = c->counters;
-    if (!c->background) return;
-    const hpml_counters *more = &c->background->twin->counters;
-    out->messages += more->messages, out->bytes += more->bytes, out->between_bytes += more->between_bytes;
-    out->rounds += more->rounds, out->seconds += more->seconds;
+    if (c->background) hpmlc_counters_add(out, &c->background->twin->counters);
 }
 
 HPML_API int64_t hpml_comm_bytes_to(const hpml_comm *c, int peer)
@@ -3282,18 +3302,17 @@ HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
 }
 
 /* The first failure by cause: a rank that only heard of another's comes second. */
-HPMLC_FN hpml_status hpmlc_verdict(const hpmlc_start *s, int n, char *error, size_t size)
+HPMLC_FN hpml_status hpmlc_verdict(const hpmlc_start *s, int n, const hpmlc_text *to)
 {
     const hpmlc_start *worst = NULL;
     for (int i = 0; i < n; i++) {
         bool nearer = !worst || (worst->status == HPML_ERR_PEER && s[i].status != HPML_ERR_PEER);
         if (s[i].status != HPML_OK && nearer) worst = &s[i];
     }
-    if (error && size > 0) snprintf(error, size, "%s", worst ? worst->error : "");
-    return worst ? worst->status : HPML_OK;
+    return hpmlc_say_no(to, worst ? worst->status : HPML_OK, "%s", worst ? worst->error : "");
 }
 
-HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, char *error, size_t size)
+HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
 {
 #ifdef HPML_USE_MPI
     int on = 0, over = 0, level, rank = 0;
@@ -3307,30 +3326,26 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, char *error, size_t size)
 #else
     hpmlc_start_main(s); /* says how to build with MPI */
 #endif
-    return hpmlc_verdict(s, 1, error, size);
+    return hpmlc_verdict(s, 1, to);
 }
 
 HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size)
 {
     HPMLC_DESC(hpml_launch_desc, d, desc);
-    if (error && size > 0) error[0] = 0;
-    if (d._begin || d._end || !fn || d.ranks < 0) {
-        if (error && size > 0)
-            snprintf(error, size, "launch: %d ranks, or no function, or a desc that is not cleared", d.ranks);
-        return HPML_ERR_ARGUMENT;
-    }
+    const hpmlc_text  to = { error, size };
+    const hpml_status wrong = HPML_ERR_ARGUMENT;
+    hpmlc_say_no(&to, HPML_OK, "%s", "");
+    if (d._begin || d._end || !fn || d.ranks < 0 || d.ranks > 65536 || (unsigned)d.transport > HPML_TRANSPORT_CLOCK)
+        return hpmlc_say_no(&to, wrong, "launch: %d ranks, transport %d: out of range, or no function, or a desc that "
+                            "is not cleared", d.ranks, (int)d.transport);
     if (getenv("HPML_RUN") && (d.run || (!d.transport && !d.ranks))) d.run = getenv("HPML_RUN");
-    if (d.run && !hpmlc_run_read(&d)) {
-        if (error && size > 0)
-            snprintf(error, size, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], clock[:N], mpi[:N], auto[:N]",
-                     d.run);
-        return HPML_ERR_ARGUMENT;
-    }
-    int          ranks = d.ranks > 0 && d.transport != HPML_TRANSPORT_MPI ? d.ranks : 1;
-    if (d.transport != HPML_TRANSPORT_MPI && hpmlc_network_nodes(&d.network, ranks) == 0) {
-        if (error && size > 0) snprintf(error, size, "launch: network.node of a rank is not from 0 to %d", ranks - 1);
-        return HPML_ERR_ARGUMENT;
-    }
+    if (d.run && !hpmlc_run_read(&d))
+        return hpmlc_say_no(&to, wrong, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], clock[:N], mpi[:N], "
+                            "auto[:N]", d.run);
+    bool mpi   = d.transport == HPML_TRANSPORT_MPI;
+    int  ranks = d.ranks > 0 && !mpi ? d.ranks : 1;
+    if (!mpi && hpmlc_network_nodes(&d.network, ranks) == 0)
+        return hpmlc_say_no(&to, wrong, "launch: network.node of a rank is not from 0 to %d", ranks - 1);
     hpmlc_start *s     = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
     hpml_status  status = HPML_ERR_MEMORY;
     if (!s) return status;
@@ -3338,12 +3353,12 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
         s[i].d = &d, s[i].fn = fn, s[i].user = user, s[i].ctx = d.ctx;
         s[i].comm.transport = d.transport, s[i].comm.rank = i, s[i].comm.timeout = d.timeout, s[i].comm.check = d.check;
         s[i].comm.ranks_per_node = d.network.ranks_per_node;
-        if (d.transport == HPML_TRANSPORT_MPI) continue; /* its rank is not known yet */
+        if (mpi) continue; /* its rank is not known yet */
         if (s[i].ctx.threads == 0) s[i].ctx.threads = hpmlc_cores(ranks);
         if (d.place) d.place(&s[i].ctx, i, user);
     }
-    if (d.transport == HPML_TRANSPORT_MPI) {
-        status = hpmlc_launch_mpi(s, error, size);
+    if (mpi) {
+        status = hpmlc_launch_mpi(s, &to);
         free(s);
         return status;
     }
@@ -3356,11 +3371,9 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
         if (pthread_create(&threads[started], NULL, hpmlc_start_main, &s[started]) != 0) break;
     for (int i = started; w && i < ranks; i++) hpmlc_world_absent(w, i, "its thread could not be started: no memory");
     for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
-    status = w && threads ? hpmlc_verdict(s, ranks, error, size) : HPML_ERR_MEMORY;
-    if (status == HPML_OK && w->failed) { /* a job in the background that nobody has waited for */
-        status = HPML_ERR_COMM;
-        if (error && size > 0) snprintf(error, size, "%s", w->text);
-    }
+    status = w && threads ? hpmlc_verdict(s, ranks, &to) : HPML_ERR_MEMORY;
+    if (status == HPML_OK && w->failed) /* a job in the background that nobody has waited for */
+        status = hpmlc_say_no(&to, HPML_ERR_COMM, "%s", w->text);
     hpml_world_free(w);
     free(threads);
 #else
@@ -3369,7 +3382,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
         s[0].status = HPML_ERR_UNSUPPORTED;
         snprintf(s[0].error, sizeof s[0].error, "launch: %d ranks need threads (HPML_NO_THREADS is set)", ranks);
     }
-    status = hpmlc_verdict(s, ranks, error, size);
+    status = hpmlc_verdict(s, ranks, &to);
 #endif
     free(s);
     return status;
@@ -3511,9 +3524,9 @@ HPMLC_FN hpml_status hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc
     bool sum = d->reduce == HPML_SUM || d->reduce == HPML_MEAN, ratio = d->ratio >= 0 && d->ratio <= 1;
     if (d->_begin || d->_end || d->count < 1 || !d->tensors || d->leaves < 0 || !sum || !ratio || d->lowrank < 0 ||
         (unsigned)d->method > HPML_METHOD_LOWRANK || d->fuse_bytes < 0)
-        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: %d tensors, method %d, op %d, ratio %g, rank %d: the desc "
-                          "is not cleared, or out of range", d->count, (int)d->method, (int)d->reduce, (double)d->ratio,
-                          d->lowrank);
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "exchange: %d tensors, method %d, op %d, ratio %g, rank %d: no desc, "
+                          "or not cleared, or out of range", d->count, (int)d->method, (int)d->reduce,
+                          (double)d->ratio, d->lowrank);
     for (int i = 0; i < d->count; i++) {
         const hpml_gradient *g = &d->tensors[i];
         hpml_packing         p;
@@ -3598,34 +3611,35 @@ HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
 
 HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc)
 {
-    if (hpmlc_failed(c) || !desc || hpmlc_exchange_check(c, desc) != HPML_OK) return NULL;
+    HPMLC_DESC(hpml_exchange_desc, d, desc);
+    if (hpmlc_failed(c) || hpmlc_exchange_check(c, &d) != HPML_OK) return NULL;
     hpml_exchange *x = (hpml_exchange *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
     size_t         p = (size_t)c->size;
     if (!x) return NULL;
-    x->c = c, x->d = *desc;
+    x->c = c, x->d = d;
     if (x->d.leaves == 0) x->d.leaves = 1;
-    x->item   = (hpmlc_item *)hpml_ctx_alloc(c->ctx, sizeof *x->item * (size_t)desc->count, NULL);
+    x->item   = (hpmlc_item *)hpml_ctx_alloc(c->ctx, sizeof *x->item * (size_t)d.count, NULL);
     x->leaves = (int32_t *)hpml_ctx_alloc(c->ctx, sizeof *x->leaves * p, NULL);
     x->out_at = (size_t *)hpml_ctx_alloc(c->ctx, sizeof *x->out_at * 3 * (p + 1), NULL);
     if (!x->item || !x->leaves || !x->out_at) return NULL;
     x->in_at = x->out_at + p + 1, x->sum_at = x->in_at + p + 1;
     int64_t most = 0;
-    for (int i = 0; i < desc->count; i++) {
-        int64_t n = desc->tensors[i].rows * desc->tensors[i].cols;
+    for (int i = 0; i < d.count; i++) {
+        int64_t n = d.tensors[i].rows * d.tensors[i].cols;
         if (n > most) most = n;
     }
-    if (desc->linked && !hpmlc_reach_create(&x->reach, c->ctx, most)) return NULL;
-    for (int i = 0; i < desc->count; i++) {
-        x->item[i].g = desc->tensors[i];
+    if (d.linked && !hpmlc_reach_create(&x->reach, c->ctx, most)) return NULL;
+    for (int i = 0; i < d.count; i++) {
+        x->item[i].g = d.tensors[i];
         if (!hpmlc_item_create(x, &x->item[i])) return NULL;
         x->packed += !x->item[i].plain;
-        if (x->item[i].plain) x->plain += desc->tensors[i].rows * desc->tensors[i].cols;
+        if (x->item[i].plain) x->plain += d.tensors[i].rows * d.tensors[i].cols;
     }
     x->leaves[c->rank] = x->d.leaves;
     if (hpmlc_exchange_agree(x) != HPML_OK) return NULL;
     if (hpml_allgather(c, x->leaves, c->size, HPML_ELEMENT_I32) != HPML_OK) return NULL;
     hpmlc_exchange_span(x);
-    if (x->plain > 0 && !x->span && !desc->linked) {
+    if (x->plain > 0 && !x->span && !d.linked) {
         x->fused = (float *)hpml_ctx_alloc(c->ctx, (size_t)x->plain * sizeof(float), NULL);
         if (!x->fused) return NULL;
     }
@@ -4038,6 +4052,14 @@ HPMLC_FN bool hpmlc_topk_pick(hpml_exchange *x, hpmlc_item *it, float *pairs, in
     return true;
 }
 
+/* All hear of a tensor of any rank that was not finite. */
+HPMLC_FN hpml_status hpmlc_methods_end(hpml_comm *c, hpml_exchange *x, int64_t bad)
+{
+    hpml_status status = hpmlc_reduce_all(c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
+    x->bad = bad;
+    return status == HPML_OK && bad ? HPML_ERR_NONFINITE : status;
+}
+
 HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x)
 {
     hpml_status status = HPML_OK;
@@ -4056,9 +4078,7 @@ HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x)
         }
         if (x->d.reduce == HPML_MEAN) hpmlc_divide(it->g.data, n, HPML_ELEMENT_F32, c->size);
     }
-    if (status == HPML_OK) status = hpmlc_reduce_all(c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
-    x->bad = bad;
-    return status == HPML_OK && bad ? HPML_ERR_NONFINITE : status;
+    return status == HPML_OK ? hpmlc_methods_end(c, x, bad) : status;
 }
 
 /* Columns of (n, r) made orthonormal one after another (Gram & Schmidt, twice is enough). What is zero gets a direction
@@ -4084,7 +4104,7 @@ HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
 HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
 {
     const hpml_algorithm a = x->d.algorithm;
-    float                bad = 0;
+    int64_t              bad = 0;
     for (int t = 0; t < x->d.count; t++) {
         hpmlc_item *it   = &x->item[t];
         int64_t     rows = it->g.rows, cols = it->g.cols, n = rows * cols, r = hpmlc_lowrank_of(x, it);
@@ -4092,7 +4112,7 @@ HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
         if (it->plain) continue;
         for (int64_t i = 0; i < n; i++) part += it->g.data[i] - it->g.data[i];
         for (int64_t i = 0; i < n; i++) M[i] = (part == 0 ? it->g.data[i] : 0) + it->residual[i];
-        if (part != 0) bad = 1;
+        if (part != 0) bad = hpmlc_bad(c, t);
         hpml_sgemm(c->ctx, false, false, rows, r, cols, 1, M, cols, it->q, r, 0, it->p, r);
         hpml_status status = hpmlc_reduce_all(c, it->p, rows * r, HPML_ELEMENT_F32, HPML_MEAN, a);
         if (status != HPML_OK) return status;
@@ -4105,8 +4125,7 @@ HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
         if (x->d.reduce == HPML_SUM)
             for (int64_t i = 0; i < n; i++) it->g.data[i] *= (float)c->size;
     }
-    hpml_status status = hpmlc_reduce_all(c, &bad, 1, HPML_ELEMENT_F32, HPML_MAX, a);
-    return status == HPML_OK && bad != 0 ? HPML_ERR_NONFINITE : status;
+    return hpmlc_methods_end(c, x, bad);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4307,7 +4326,7 @@ HPMLC_FN hpml_exchange *hpmlc_bucket_exchange(hpml_distributed *d, hpmlc_bucket 
     if (!b->cut) return hpml_exchange_create(d->c, &e);
     hpml_gradient *part = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *part * (size_t)(b->count + 1), NULL);
     if (!part) return NULL;
-    e.padded = e.linked = false, e.tensors = part, e.count = 0;
+    e.padded = e.linked = false, e.share = true, e.tensors = part, e.count = 0;
     for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
         int64_t at = g[i].data - d->first - b->at - b->share_at, end = at + g[i].rows * g[i].cols;
         if (at < 0) at = 0;
@@ -4335,7 +4354,7 @@ HPMLC_FN hpml_status hpmlc_shares_begin(hpml_distributed *d, hpmlc_bucket *b)
 HPMLC_FN hpml_status hpmlc_shares_finish(hpml_distributed *d)
 {
     const hpml_device_link *l = d->link;
-    hpml_counters  sent, *all = &d->c->counters;
+    hpml_counters  sent;
     hpml_status    status = HPML_OK;
     for (int i = 0; i < d->buckets && status == HPML_OK; i++) {
         hpmlc_bucket *b = &d->bucket[i];
@@ -4344,8 +4363,7 @@ HPMLC_FN hpml_status hpmlc_shares_finish(hpml_distributed *d)
     }
     hpml_comm_counters(l->across, &sent);
     hpml_comm_counters_reset(l->across);
-    all->messages += sent.messages, all->bytes += sent.bytes, all->between_bytes += sent.between_bytes;
-    all->rounds += sent.rounds, all->seconds += sent.seconds;
+    hpmlc_counters_add(&d->c->counters, &sent);
     return status == HPML_OK ? hpmlc_linked_wait(d->c, d->looks) : status;
 }
 
@@ -4469,7 +4487,7 @@ HPMLC_FN void hpmlc_buffers_back(hpml_distributed *d)
 /* Nothing was left to compute since `start`. */
 HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
 {
-    double end = hpml_now();
+    double end = hpml_comm_now(d->c);
     hpml_trace_span(d->ctx, HPML_LANE_COMPUTE, "wait", start, end);
     d->r.exposed_s += end - start;
 }
@@ -4478,9 +4496,9 @@ HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
 HPMLC_FN hpml_status hpmlc_dist_sum(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
 {
     hpml_distributed *d     = (hpml_distributed *)user;
-    double            start = hpml_now();
+    double            start = hpml_comm_now(d->c);
     hpml_status status = hpmlc_reduce_all(d->c, values, n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
-    start = hpml_now() - start;
+    start = hpml_comm_now(d->c) - start;
     d->r.exposed_s += start, d->r.compute_s -= start;
     return status;
 }
@@ -4537,7 +4555,7 @@ HPMLC_FN void hpmlc_buffers_read(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d)
 {
-    double      start  = hpml_now();
+    double      start  = hpml_comm_now(d->c);
     hpml_status status = d->pair ? HPML_OK : hpmlc_buckets_post(d);
     if (status == HPML_OK) status = hpmlc_stats_post(d);
     if (d->direct) hpmlc_dist_waited(d, start);
@@ -4547,7 +4565,7 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
 {
     hpml_distributed *d     = (hpml_distributed *)user;
-    double            start = hpml_now(), share = (double)samples * d->c->size / (double)d->d.global_batch;
+    double            start = hpml_comm_now(d->c), share = (double)samples * d->c->size / (double)d->d.global_batch;
     float             scale = (float)((d->d.sum ? 1 : share) / d->accumulate);
     hpml_status       status = HPML_OK;
     bool              last = d->micro + 1 == d->accumulate;
@@ -4565,7 +4583,7 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     d->samples += (double)samples;
     d->loss_sum += (double)*loss * (double)samples;
     if (d->trial) *loss = 0; /* the trainer need not look for a NaN */
-    d->r.compute_s += hpml_now() - start;
+    d->r.compute_s += hpml_comm_now(d->c) - start;
     d->micro++;
     if (status != HPML_OK) return hpmlc_failed(d->c), status;
     return last && !d->d.delayed ? hpmlc_dist_post(d) : HPML_OK;
@@ -4596,22 +4614,22 @@ HPMLC_FN int64_t hpmlc_dist_bad(const hpml_distributed *d)
     return 0;
 }
 
-/* bad: on all ranks the same. */
+/* bad: on all ranks the same; of a rank that is not known with 0 in the rank's place. */
 HPMLC_FN hpml_status hpmlc_dist_blame(hpml_distributed *d, hpml_status status, int64_t bad)
 {
+    int  rank = (int)(bad % (1 << 20)) - 1;
+    char whose[24] = "some rank";
     if (status != HPML_ERR_NONFINITE || d->trial) return status;
-    if (!bad)
-        return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: a gradient of some rank is NaN or infinite; lower "
-                             "the learning rate or set clip_norm", d->c->rank, (long long)d->c->step);
-    return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: the gradient of \"%s\" is NaN or infinite on rank %d; "
-                         "lower the learning rate or set clip_norm", d->c->rank, (long long)d->c->step,
-                         hpmlc_param(d, (int)(bad >> 20))->name, (int)(bad % (1 << 20)) - 1);
+    if (rank >= 0) snprintf(whose, sizeof whose, "rank %d", rank);
+    return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: the gradient of \"%s\" is NaN or infinite on %s; lower "
+                         "the learning rate or set clip_norm", d->c->rank, (long long)d->c->step,
+                         hpmlc_param(d, (int)(bad >> 20))->name, whose);
 }
 
 /* What is left to do when gradients move by a link. */
 HPMLC_FN hpml_status hpmlc_dist_linked(hpml_distributed *d)
 {
-    double      start = hpml_now();
+    double      start = hpml_comm_now(d->c);
     hpml_status status;
     for (int i = 0; i < d->buckets; i++) d->ended[i] = d->bucket[i].now;
     status = d->link->across ? hpmlc_shares_finish(d) : hpmlc_linked_finish(d->c, d->ended, d->buckets, d->looks);
@@ -4624,7 +4642,7 @@ HPMLC_FN hpml_status hpmlc_dist_linked(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_dist_settle(hpml_distributed *d)
 {
-    double      start = hpml_now();
+    double      start = hpml_comm_now(d->c);
     hpml_status status = hpmlc_dist_jobs(d), s = HPML_OK;
     hpmlc_dist_waited(d, start);
     if (hpml_ctx_status(d->ctx) == HPML_OK) s = hpmlc_stats_read(d);
@@ -4654,7 +4672,7 @@ HPMLC_FN void hpmlc_dist_rescale(hpml_distributed *d, double samples, double ful
 HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
 {
     d->row_r    = d->r;
-    d->row_time = hpml_now();
+    d->row_time = hpml_comm_now(d->c);
     hpml_comm_counters(d->c, &d->row_sent);
 }
 
@@ -4711,7 +4729,7 @@ HPMLC_FN void hpmlc_pair_step(void *into, const void *from, size_t bytes HPMLC_U
     hpml_distributed *d = (hpml_distributed *)into;
     hpmlc_dist_waited(d, d->since);
     d->stepped = hpml_trainer_update_sum(d->t, (const float *)from, d->scale);
-    d->since   = hpml_now();
+    d->since   = hpml_comm_now(d->c);
 }
 
 /* Two ranks that see each other's memory: the receive is the step. Instead of three passes that end with the sum in
@@ -4840,10 +4858,7 @@ HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
     at = 0;
     for (int i = 0; i < d->params && status == HPML_OK; i++) {
         int64_t n = hpmlc_leaf_floats(d, i);
-        if (!(d->largest[i] - d->largest[i] == 0))
-            return hpml_ctx_fail(d->ctx, HPML_ERR_NONFINITE, "rank %d, step %lld: the gradient of \"%s\" is NaN or "
-                                 "infinite on some rank; lower the learning rate or set clip_norm", d->c->rank,
-                                 (long long)d->c->step, hpmlc_param(d, i)->name);
+        if (!(d->largest[i] - d->largest[i] == 0)) return hpmlc_dist_blame(d, HPML_ERR_NONFINITE, (int64_t)i << 20);
         if (d->bucket_of[i] < 0) {
             hpmlc_exact_round(d, d->sum + used, at, n, hpmlc_exact_scale(d, d->largest[i]));
             used += n;
@@ -4876,13 +4891,13 @@ HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
 HPMLC_FN hpml_status hpmlc_exact_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
 {
     hpml_distributed *d     = (hpml_distributed *)user;
-    double            start = hpml_now();
+    double            start = hpml_comm_now(d->c);
     d->c->step  = hpml_trainer_step_count(t);
     d->loss_sum = 0;
     hpml_status status = hpmlc_exact_leaves(d, samples, loss);
-    d->r.compute_s += hpml_now() - start;
+    d->r.compute_s += hpml_comm_now(d->c) - start;
     if (status != HPML_OK) return hpmlc_failed(d->c), status;
-    start = hpml_now();
+    start = hpml_comm_now(d->c);
     hpmlc_stats_fill(d);
     status = hpmlc_reduce_all(d->c, d->stats, HPMLC_STATS, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
     if (status == HPML_OK) status = hpmlc_stats_read(d);
@@ -5072,7 +5087,7 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
     if (out) {
         double n = d->r.steps > 0 ? (double)d->r.steps : 1;
         *out             = d->r;
-        out->step_s      = (hpml_now() - d->began) / n;
+        out->step_s      = (hpml_comm_now(d->c) - d->began) / n;
         out->compute_s   = d->r.compute_s / n;
         out->exposed_s   = d->r.exposed_s / n;
         out->efficiency  = out->step_s > 0 ? 1 - out->exposed_s / out->step_s : 1;
@@ -5166,24 +5181,25 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* What an exchange carries from step to step, as one row of floats for each contribution (residuals, with TOPK also the
-   velocity), and one that all ranks share (stripes' residuals, with LOWRANK Q). Loading adds to a contribution, for
-   there may have been more of them, and replaces what is shared. row NULL: only counts; loading it clears a
-   contribution. */
+   velocity), and one that all ranks share (stripes' residuals, with LOWRANK Q). A share of a node's gradients is one
+   rank's, stripe and all. Loading adds to a contribution, for there may have been more of them, and replaces what is
+   shared. row NULL: only counts; loading it clears a contribution. */
 HPMLC_FN int64_t hpmlc_carried(const hpml_exchange *x, int64_t l, float *row, bool load)
 {
     int64_t at = 0;
     for (int i = 0; i < x->d.count; i++) {
         const hpmlc_item *it = &x->item[i];
-        int64_t           n = it->g.rows * it->g.cols;
-        for (int k = 0; k < 2; k++) {
-            float *mine = k == 0 ? it->residual : x->d.method == HPML_METHOD_TOPK ? it->p : NULL;
-            if (!mine) continue;
-            float *e_l = row || load ? hpmlc_open(&x->reach, mine + l * n, n) : NULL;
+        float            *mine[] = { it->residual, NULL, x->d.share ? it->stripe : NULL };
+        if (x->d.method == HPML_METHOD_TOPK) mine[1] = it->p;
+        for (int k = 0; k < 3; k++) {
+            int64_t n = (k < 2 ? it->g.rows : it->my_rows) * it->g.cols;
+            if (!mine[k]) continue;
+            float *e_l = row || load ? hpmlc_open(&x->reach, mine[k] + l * n, n) : NULL;
             for (int64_t e = 0; e < n && e_l; e++) {
                 if (load) e_l[e] = row ? e_l[e] + row[at + e] : 0;
                 else row[at + e] = e_l[e];
             }
-            if (load) hpmlc_close(&x->reach, mine + l * n, n);
+            if (load) hpmlc_close(&x->reach, mine[k] + l * n, n);
             at += n;
         }
     }
@@ -5193,7 +5209,7 @@ HPMLC_FN int64_t hpmlc_carried(const hpml_exchange *x, int64_t l, float *row, bo
 HPMLC_FN int64_t hpmlc_shared(const hpml_exchange *x, float *row, bool load)
 {
     int64_t at = 0;
-    for (int i = 0; i < x->d.count; i++) {
+    for (int i = 0; i < x->d.count && !x->d.share; i++) {
         const hpmlc_item *it = &x->item[i];
         bool    low   = x->d.method == HPML_METHOD_LOWRANK && !it->plain; /* Q: the same everywhere, saved by rank 0 */
         float  *mine  = low ? it->q : it->stripe;
@@ -5207,6 +5223,23 @@ HPMLC_FN int64_t hpmlc_shared(const hpml_exchange *x, float *row, bool load)
         at += whole;
     }
     return at;
+}
+
+/* The floats of both. Shares differ from place to place of a node: the longest counts, and a number behind it that tells
+   the place. Returns that number, or 0 where there are no shares with residuals. */
+HPMLC_FN int hpmlc_carried_floats(hpml_distributed *d, int64_t *each, int64_t *shared)
+{
+    int place = 0, node = d->c->node[d->c->rank];
+    *each = *shared = 0;
+    for (int b = 0; b < d->buckets; b++) {
+        *each += hpmlc_carried(d->bucket[b].x, 0, NULL, false);
+        *shared += hpmlc_shared(d->bucket[b].x, NULL, false);
+    }
+    if (!d->link || !d->link->across || d->d.codec.kind == HPML_CODEC_NONE) return 0;
+    ++*each;
+    hpmlc_reduce_all(d->c, each, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
+    for (int r = 0; r <= d->c->rank; r++) place += d->c->node[r] == node;
+    return place + node * 256; /* as a float: up to 2^24 */
 }
 
 /* Double buffering: what has been added up and waits to be applied, as one row: samples; loss and moves of the running
@@ -5267,35 +5300,23 @@ HPMLC_FN void hpmlc_state(hpml_distributed *d, const char *name, float *values, 
     if (!values && *copy) r->device->free(r->at, *copy, bytes);
 }
 
-/* May the job's state be saved or loaded? Residuals of shares belong to places within nodes, for which there is no
-   form. */
-HPMLC_FN bool hpmlc_carriable(hpml_distributed *d)
-{
-    if (!d || hpmlc_failed(d->c)) return false;
-    if (!d->link || !d->link->across || d->d.codec.kind == HPML_CODEC_NONE) return true;
-    return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: residuals of a codec between nodes are not saved; take "
-                      "a link over all ranks, or codec none"), false;
-}
-
 /* Rank 0 writes for all. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 {
-    if (!hpmlc_carriable(d)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
+    if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_comm *c = d->c;
     bool       pending = d->d.delayed && d->under_way;
     if (d->link && d->link->check(d->link->user) != HPML_OK) return hpml_ctx_status(d->ctx);
-    int64_t    each = 0, shared = 0, at = 0, waits = pending ? hpmlc_pending(d, NULL, false) : 0;
+    int64_t    each, shared, at = 0, waits = pending ? hpmlc_pending(d, NULL, false) : 0;
     if (pending && hpmlc_dist_settle(d) != HPML_OK) return hpml_ctx_status(d->ctx);
-    for (int b = 0; b < d->buckets; b++) {
-        each += hpmlc_carried(d->bucket[b].x, 0, NULL, false);
-        shared += hpmlc_shared(d->bucket[b].x, NULL, false);
-    }
+    int    place = hpmlc_carried_floats(d, &each, &shared);
     float *rows = (float *)hpml_ctx_alloc(d->ctx, (size_t)(each * d->leaf_all + 1) * sizeof(float), NULL);
     float *sum  = (float *)hpml_ctx_alloc(d->ctx, (size_t)(shared + waits + 1) * sizeof(float), NULL);
     if (!rows || !sum) return hpml_ctx_status(d->ctx);
     if (pending) hpmlc_pending(d, sum + shared, false);
     for (int64_t l = 0; l < d->leaf_count; l++) {
         float *row = rows + (d->leaf_first + l) * each;
+        if (place > 0) row[each - 1] = (float)place;
         for (int b = 0; b < d->buckets; b++) row += hpmlc_carried(d->bucket[b].x, l, row, false);
     }
     for (int b = 0; b < d->buckets; b++) at += hpmlc_shared(d->bucket[b].x, sum + at, false);
@@ -5323,9 +5344,10 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 {
-    if (!hpmlc_carriable(d)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
+    if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_safetensor   workers, shared;
-    int64_t           each = 0, all = 0, at = 0;
+    int64_t           each, all, at = 0;
+    int               place = hpmlc_carried_floats(d, &each, &all);
     hpmlc_dist_jobs(d); /* what is under way is forgotten */
     d->micro = 0;
     hpml_status       status = hpml_checkpoint_load(d->t, path);
@@ -5333,27 +5355,32 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     if (!f) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
     for (int b = 0; b < d->buckets; b++) {
         hpml_exchange *x = d->bucket[b].x;
-        each += hpmlc_carried(x, 0, NULL, false), all += hpmlc_shared(x, NULL, false);
         for (int64_t l = 0; l < x->d.leaves; l++) hpmlc_carried(x, l, NULL, true);
     }
-    bool there = hpml_safetensors_find(f, "state.residual.workers", &workers);
-    if (each > 0 && there && workers.bytes % ((size_t)each * sizeof(float)) == 0) {
-        int64_t saved = (int64_t)(workers.bytes / sizeof(float)) / each;
-        float  *row = (float *)hpml_ctx_alloc(d->ctx, (size_t)each * sizeof(float), NULL);
-        for (int64_t w = 0; w < saved && row; w++) { /* contribution w belongs to w modulo as many as there are now */
-            int64_t l = w % d->leaf_all - d->leaf_first;
-            if (l < 0 || l >= d->leaf_count) continue;
-            memcpy(row, (const char *)workers.data + (size_t)(w * each) * sizeof(float), (size_t)each * sizeof(float));
-            /* of a mean over ranks each residual is a share: of fewer ranks a larger one */
-            float *from = row, share = d->d.exact || d->d.sum ? 1 : (float)((double)d->leaf_all / (double)saved);
-            for (int64_t i = 0; i < each; i++) row[i] *= share;
-            for (int b = 0; b < d->buckets; b++) from += hpmlc_carried(d->bucket[b].x, l, from, true);
-        }
-        hpml_ctx_release(d->ctx, row);
-    } else if (each > 0)
-        status = hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s; save with the codec that you load with", path,
-                            there ? "its residuals are of other tensors"
-                                  : "it holds no residuals (state.residual.workers)");
+    const size_t bytes = (size_t)each * sizeof(float);
+    bool         there = hpml_safetensors_find(f, "state.residual.workers", &workers);
+    int64_t      saved = there && each > 0 && workers.bytes % bytes == 0 ? (int64_t)(workers.bytes / bytes) : 0;
+    if (place > 0 && saved > 0) {
+        float was = 0;
+        if (saved == d->c->size)
+            memcpy(&was, (const char *)workers.data + bytes * (size_t)(d->c->rank + 1) - sizeof was, sizeof was);
+        if ((int)was != place) saved = 0;
+    }
+    float *row = saved > 0 ? (float *)hpml_ctx_alloc(d->ctx, bytes, NULL) : NULL;
+    for (int64_t w = 0; w < saved && row; w++) { /* contribution w belongs to w modulo as many as there are now */
+        int64_t l = w % d->leaf_all - d->leaf_first;
+        if (l < 0 || l >= d->leaf_count) continue;
+        memcpy(row, (const char *)workers.data + (size_t)w * bytes, bytes);
+        /* of a mean over ranks each residual is a share: of fewer ranks a larger one */
+        float *from = row, share = d->d.exact || d->d.sum ? 1 : (float)((double)d->leaf_all / (double)saved);
+        for (int64_t i = 0; i < each; i++) row[i] *= share;
+        for (int b = 0; b < d->buckets; b++) from += hpmlc_carried(d->bucket[b].x, l, from, true);
+    }
+    hpml_ctx_release(d->ctx, row);
+    if (saved == 0 && each > 0)
+        status = hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s; save with the codec, and in nodes on the ranks, that you "
+                            "load with", path, there ? "its residuals are of other tensors or places"
+                                                     : "it holds no residuals (state.residual.workers)");
     if (status == HPML_OK) status = hpmlc_pending_load(d, f, path);
     there = all > 0 && hpml_safetensors_find(f, "state.residual.shared", &shared);
     if (status == HPML_OK && there && shared.bytes == (size_t)all * sizeof(float)) {
@@ -5888,8 +5915,6 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 // >>simulate-short   rings and all to all without a queue
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLC_FN bool hpmlc_sim_differ(const double *x, int i, int j) { return x[i] < x[j] || x[i] > x[j]; }
-
 /* How many ranks stand for all of them in a ring: 1, those of a node, or p. Blocks must be equal, or so many that the
    longest may stand for all (the time is an upper bound then). free_at: (p) when the link from i to i + 1 is free. */
 HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_at)
@@ -5897,7 +5922,7 @@ HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_
     int q = s->nodes == 1 || s->nodes == s->p ? 1 : s->per_node > 0 && !s->mixed ? s->per_node : s->p;
     if (n % s->p != 0 && s->p <= 256) return s->p;
     for (int i = q; i < s->p; i++)
-        if (hpmlc_sim_differ(s->clock, i, i % q) || hpmlc_sim_differ(free_at, i, i % q)) return s->p;
+        if (s->clock[i] != s->clock[i % q] || free_at[i] != free_at[i % q]) return s->p;
     return q;
 }
 
@@ -5943,11 +5968,11 @@ HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
     if (s->per_node == 0) return false;
     for (int r = 0; r < s->p; r++) {
         int i = s->nodes == 1 ? 0 : hpmlc_sim_rank(s, hpmlc_sim_place(s, r));
-        if (hpmlc_sim_differ(s->clock, r, i)) return false;
-        if (hpmlc_sim_differ(s->out, r, i) || hpmlc_sim_differ(s->in, r, i)) return false;
+        if (s->clock[r] != s->clock[i]) return false;
+        if (s->out[r] != s->out[i] || s->in[r] != s->in[i]) return false;
     }
     for (int i = s->p + 1; i < s->p + s->nodes; i++)
-        if (hpmlc_sim_differ(s->out, i, s->p)) return false;
+        if (s->out[i] != s->out[s->p]) return false;
     return true;
 }
 
@@ -6002,6 +6027,7 @@ HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a
     hpmlc_team all;
     if (p == 1) return true;
     s->kind = kind, s->n = n, s->size = size;
+    if (a == HPML_AUTO && kind == HPMLC_SIM_ALLREDUCE) a = hpml_comm_choose(&s->layout, n * (int64_t)size);
     all.base = 0, all.stride = 1, all.size = p, all.root = 0;
     for (int r = 0; r < p && kind != HPMLC_SIM_ALL_TO_ALL; r++) {
         all.me           = r;
@@ -6031,81 +6057,61 @@ HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
 // >>simulate-step   a step of training in virtual time
 // ---------------------------------------------------------------------------------------------------------------------
 
-typedef struct hpmlc_sim_text { /* where the reason of an error goes */
-    char  *text;
-    size_t size;
-} hpmlc_sim_text;
-
-HPMLC_PRINTF(3, 4)
-HPMLC_FN hpml_status hpmlc_sim_no(const hpmlc_sim_text *to, hpml_status status, const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    if (to->text && to->size > 0) vsnprintf(to->text, to->size, format, args);
-    va_end(args);
-    return status;
-}
-
 #define HPMLC_SIM_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* false for NaN */
 
-HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml_network *net, const hpmlc_sim_text *to)
+HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml_network *net, const hpmlc_text *to)
 {
     const hpml_status wrong = HPML_ERR_ARGUMENT;
     const hpml_link  *in = &net->inside, *far = &net->between;
-    if (p < 1 || p > 65536) return hpmlc_sim_no(to, wrong, "simulate: %d ranks; from 1 to 65536 are possible", p);
+    if (p < 1 || p > 65536) return hpmlc_say_no(to, wrong, "simulate: %d ranks; from 1 to 65536 are possible", p);
     if ((unsigned)a >= HPML_ALGORITHM_COUNT)
-        return hpmlc_sim_no(to, wrong, "simulate: there is no algorithm %d", (int)a);
+        return hpmlc_say_no(to, wrong, "simulate: there is no algorithm %d", (int)a);
     if (a == HPML_NATIVE)
-        return hpmlc_sim_no(to, HPML_ERR_UNSUPPORTED, "simulate: how an MPI's own allreduce works is not known; choose "
+        return hpmlc_say_no(to, HPML_ERR_UNSUPPORTED, "simulate: how an MPI's own allreduce works is not known; choose "
                             "another algorithm");
     if (net->ranks_per_node < 0 || !HPMLC_SIM_GOOD(in->latency) || !HPMLC_SIM_GOOD(far->latency) ||
         !(in->bandwidth >= 0) || !(far->bandwidth >= 0))
-        return hpmlc_sim_no(to, wrong, "simulate: network of %d ranks a node, inside %g s and %g bytes/s, between %g s "
+        return hpmlc_say_no(to, wrong, "simulate: network of %d ranks a node, inside %g s and %g bytes/s, between %g s "
                             "and %g bytes/s: a negative number or NaN", net->ranks_per_node, in->latency, in->bandwidth,
                             far->latency, far->bandwidth);
     if (hpmlc_network_nodes(net, p) == 0)
-        return hpmlc_sim_no(to, wrong, "simulate: network.node of a rank is not from 0 to %d", p - 1);
+        return hpmlc_say_no(to, wrong, "simulate: network.node of a rank is not from 0 to %d", p - 1);
     if (p > 1 && !net->node && net->ranks_per_node == 0 && (far->latency > 0 || far->bandwidth > 0))
-        return hpmlc_sim_no(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
+        return hpmlc_say_no(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
                             "ranks on one node; set ranks_per_node (1: each rank a node of its own)");
     for (int r = 0; net->slow && r < p; r++)
         if (!(net->slow[r] > 0) || !HPMLC_SIM_GOOD(net->slow[r]))
-            return hpmlc_sim_no(to, wrong, "simulate: network.slow[%d] is %g; it must be above 0 (1: not slow)", r,
+            return hpmlc_say_no(to, wrong, "simulate: network.slow[%d] is %g; it must be above 0 (1: not slow)", r,
                                 net->slow[r]);
     return HPML_OK;
 }
 
-HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_sim_text *to)
+HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_text *to)
 {
     const hpml_status wrong = HPML_ERR_ARGUMENT;
     int64_t           total = 0, limit = (int64_t)1 << 50;
-    if (!d) return hpmlc_sim_no(to, wrong, "simulate: no desc given");
+    if (!d) return hpmlc_say_no(to, wrong, "simulate: no desc given");
     if (d->_begin || d->_end)
-        return hpmlc_sim_no(to, wrong, "simulate desc: canary is not zero; zero the struct before you set fields");
+        return hpmlc_say_no(to, wrong, "simulate desc: canary is not zero; zero the struct before you set fields");
     hpml_status status = hpmlc_sim_check_network(d->packed ? HPML_RING : d->algorithm, d->ranks, &d->network, to);
     if (status != HPML_OK) return status;
     if (d->layers < 1 || !d->backward_s || !d->elements)
-        return hpmlc_sim_no(to, wrong, "simulate: %d layers, backward_s %s, elements %s; at least one layer and both "
+        return hpmlc_say_no(to, wrong, "simulate: %d layers, backward_s %s, elements %s; at least one layer and both "
                             "are needed", d->layers, d->backward_s ? "given" : "NULL", d->elements ? "given" : "NULL");
     if (hpml_element_size(d->element) == 0 || !HPMLC_SIM_GOOD(d->update_s) || !HPMLC_SIM_GOOD(d->codec_s_per_byte))
-        return hpmlc_sim_no(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
+        return hpmlc_say_no(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
                             (int)d->element, d->update_s, d->codec_s_per_byte);
     for (int i = 0; i < d->layers; i++) {
         double  forward = d->forward_s ? d->forward_s[i] : 0, backward = d->backward_s[i];
         int64_t packed  = d->packed ? d->packed[i] : 0, n = d->elements[i];
         if (!HPMLC_SIM_GOOD(forward) || !HPMLC_SIM_GOOD(backward) || n < 0 || packed < 0)
-            return hpmlc_sim_no(to, wrong, "simulate: layer %d: forward %g s, backward %g s, %lld elements, packed in "
+            return hpmlc_say_no(to, wrong, "simulate: layer %d: forward %g s, backward %g s, %lld elements, packed in "
                                 "%lld bytes: a negative number or NaN", i, forward, backward, (long long)n,
                                 (long long)packed);
         total = n < limit - total && packed < limit ? total + n : limit;
-        if (total >= limit) return hpmlc_sim_no(to, wrong, "simulate: layer %d: more than 2^50 elements in all", i);
+        if (total >= limit) return hpmlc_say_no(to, wrong, "simulate: layer %d: more than 2^50 elements in all", i);
     }
     return HPML_OK;
-}
-
-HPMLC_FN hpml_algorithm hpmlc_sim_choose(const hpmlc_sim *s, hpml_algorithm a, int64_t bytes)
-{
-    return a == HPML_AUTO ? hpml_comm_choose(&s->layout, bytes) : a;
 }
 
 /* Exchanges one bucket, which rank r has at time ready * slow[r]. False: out of memory. */
@@ -6124,10 +6130,7 @@ HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double
     if (d->packed)
         good = hpmlc_sim_play(s, HPMLC_SIM_ALL_TO_ALL, HPML_AUTO, packed, 1) &&
                hpmlc_sim_play(s, HPMLC_SIM_ALLGATHER, HPML_AUTO, packed, 1);
-    else {
-        size_t size = hpml_element_size(d->element);
-        good = hpmlc_sim_play(s, HPMLC_SIM_ALLREDUCE, hpmlc_sim_choose(s, d->algorithm, n * (int64_t)size), n, size);
-    }
+    else good = hpmlc_sim_play(s, HPMLC_SIM_ALLREDUCE, d->algorithm, n, hpml_element_size(d->element));
     *comm += hpmlc_sim_latest(s) - start;
     return good;
 }
@@ -6168,18 +6171,16 @@ HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_sim
 
 HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulation *out, char *error, size_t size)
 {
-    hpmlc_sim      s;
-    hpmlc_sim_text to;
-    hpml_status    status;
+    hpmlc_sim        s;
+    const hpmlc_text to = { error, size };
     HPMLC_ZERO(hpml_simulation, result);
-    to.text = error, to.size = size;
-    if (error && size > 0) error[0] = 0;
+    hpmlc_say_no(&to, HPML_OK, "%s", "");
     if (out) *out = result;
-    status = hpmlc_sim_check(desc, &to);
-    if (status == HPML_OK && !out) status = hpmlc_sim_no(&to, HPML_ERR_ARGUMENT, "simulate: nowhere to put the result");
+    hpml_status status = hpmlc_sim_check(desc, &to);
+    if (status == HPML_OK && !out) status = hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "simulate: nowhere to put the result");
     if (status != HPML_OK) return status;
     if (!hpmlc_sim_open(&s, desc->ranks, &desc->network) || !hpmlc_sim_step(&s, desc, &result))
-        status = hpmlc_sim_no(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
+        status = hpmlc_say_no(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
     else *out = result;
     hpmlc_sim_close(&s);
     return status;
@@ -6199,11 +6200,11 @@ HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const h
 {
     hpmlc_sim s;
     double    seconds = -1;
-    HPMLC_ZERO(hpmlc_sim_text, nowhere);
+    const hpmlc_text nowhere = { NULL, 0 };
     if (!network || bytes < 0 || hpmlc_sim_check_network(a, ranks, network, &nowhere) != HPML_OK) return -1;
     size_t size = bytes % 4 == 0 ? 4 : 1;
     if (hpmlc_sim_open(&s, ranks, network) &&
-        hpmlc_sim_play(&s, HPMLC_SIM_ALLREDUCE, hpmlc_sim_choose(&s, a, bytes), bytes / (int64_t)size, size))
+        hpmlc_sim_play(&s, HPMLC_SIM_ALLREDUCE, a, bytes / (int64_t)size, size))
         seconds = hpmlc_sim_latest(&s);
     hpmlc_sim_close(&s);
     return seconds;

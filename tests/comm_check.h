@@ -38,8 +38,14 @@ static float real(int rank, int64_t i)
 
 static uint64_t hash_of(const void *data, size_t bytes)
 {
-    uint64_t h = 1469598103934665603u;
-    for (size_t i = 0; i < bytes; i++) h = (h ^ ((const unsigned char *)data)[i]) * 1099511628211u;
+    uint64_t h = 1469598103934665603u, word;
+    for (; bytes > 0; bytes -= bytes < 8 ? bytes : 8) {
+        word = 0;
+        memcpy(&word, data, bytes < 8 ? bytes : 8);
+        h    = (h ^ word) * 1099511628211u;
+        h   ^= h >> 32; /* else a word's last bits would be lost */
+        data = (const char *)data + 8;
+    }
     return h;
 }
 
@@ -102,10 +108,13 @@ static double whole_max(int p, int64_t i)
     return max;
 }
 
-/* One allreduce: exact on whole numbers; on real ones within (p - 1) roundings, and the same bits on all ranks. */
+/* One allreduce: exact on whole numbers; on real ones within (p - 1) roundings. Each rank looks at its block of both, and
+   all must have the same bits. */
 static hpml_status allreduce_case(hpml_comm *c, hpml_algorithm a, int64_t n)
 {
     int                 p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    int64_t             begin = hpml_block(n, p, rank), end = hpml_block(n, p, rank + 1), wrong = 0;
+    uint64_t            hash[2];
     hpml_allreduce_desc d;
     float              *x = (float *)malloc(((size_t)n + 1) * sizeof *x);
     memset(&d, 0, sizeof d);
@@ -113,16 +122,18 @@ static hpml_status allreduce_case(hpml_comm *c, hpml_algorithm a, int64_t n)
     x[n]        = 12345;
     for (int64_t i = 0; i < n; i++) x[i] = (float)whole(rank, i);
     hpml_status status = hpml_allreduce(c, x, n, &d);
-    int64_t     wrong = x[n] != 12345;
-    for (int64_t i = 0; i < n && status == HPML_OK; i++) wrong += (double)x[i] != whole_sum(p, i);
+    for (int64_t i = begin; i < end && status == HPML_OK; i++) wrong += (double)x[i] != whole_sum(p, i);
+    hash[0] = hash_of(x, (size_t)n * sizeof *x);
     for (int64_t i = 0; i < n; i++) x[i] = real(rank, i);
     if (status == HPML_OK) status = hpml_allreduce(c, x, n, &d);
-    for (int64_t i = 0; i < n && status == HPML_OK; i++) {
+    for (int64_t i = begin; i < end && status == HPML_OK; i++) {
         double sum = 0, size = 0;
         for (int r = 0; r < p; r++) sum += (double)real(r, i), size += fabs((double)real(r, i));
         wrong += !(fabs((double)x[i] - sum) <= (p - 1) * 1.2e-7 * size);
     }
-    bool same = status == HPML_OK && same_bits(c, x, (size_t)n * sizeof *x);
+    hash[1] = hash_of(x, (size_t)n * sizeof *x);
+    wrong += x[n] != 12345;
+    bool same = status == HPML_OK && same_bits(c, hash, sizeof hash);
     free(x);
     if (status == HPML_OK && (wrong || !same))
         printf("    %s of %lld on %d ranks, rank %d: %lld wrong, %s\n", hpml_algorithm_name(a), (long long)n, p, rank,
@@ -388,8 +399,24 @@ static hpml_status orders_case(hpml_comm *c, int orders, bool onebit)
     return HPML_OK;
 }
 
-/* Rank 1 finishes one tensor of two, and then sleeps, or leaves. */
-static hpml_status unready(hpml_comm *c, bool leave)
+/* A rank that is late: as long as others have not failed in waiting for it, which they count in `ended` where they can
+   see it, else for some seconds. */
+static void outlast(hpml_comm *c, const int *ended, double seconds)
+{
+    double end = hpml_now() + (ended ? 20 : seconds);
+    while (hpml_now() < end && (!ended || __atomic_load_n(ended, __ATOMIC_ACQUIRE) < hpml_comm_size(c) - 1))
+        usleep(ended ? 1000 : (unsigned)(1e6 * seconds));
+}
+
+static hpml_status has_ended(int *ended, hpml_status status)
+{
+    if (ended) __atomic_add_fetch(ended, 1, __ATOMIC_RELEASE);
+    return status;
+}
+
+/* Rank 1 finishes one tensor of two, and then leaves, or the other is late: until `ended`, where not NULL, says that all
+   others have failed, else for a second. */
+static hpml_status unready(hpml_comm *c, bool leave, int *ended)
 {
     static float       x[8][2];
     int                rank = hpml_comm_rank(c);
@@ -399,8 +426,10 @@ static hpml_status unready(hpml_comm *c, bool leave)
     d.count = 2, d.tensors = g;
     hpml_exchange *e = hpml_exchange_create(c, &d);
     hpml_exchange_ready(e, rank == 1 ? 0 : 1);
-    if (rank == 1 && !leave) hpml_comm_compute(c, 1);
-    return rank == 1 && leave ? HPML_OK : hpml_job_wait(hpml_exchange_ready(e, rank == 1 ? 1 : 0));
+    if (rank == 1 && leave) return HPML_OK;
+    if (rank == 1) outlast(c, ended, 1);
+    hpml_status status = hpml_job_wait(hpml_exchange_ready(e, rank == 1 ? 1 : 0));
+    return has_ended(ended, status);
 }
 
 /* Ranks that do not do as the others. */

@@ -70,7 +70,7 @@ static hpml_status raises(hpml_comm *c, void *user)
     return sum_of_four(c);
 }
 
-static hpml_status not_ready(hpml_comm *c, void *user) { return (void)user, unready(c, false); }
+static hpml_status not_ready(hpml_comm *c, void *user) { return (void)user, unready(c, false, NULL); }
 
 static hpml_status killed(hpml_comm *c, void *user)
 {

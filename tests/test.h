@@ -8,6 +8,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__) /* takes its time: less of the same will do */
+#define SLOW_BUILD 1
+#else
+#define SLOW_BUILD 0
+#endif
+
 typedef struct test_case {
     const char       *name;
     void            (*run)(void);

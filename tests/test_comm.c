@@ -1,18 +1,14 @@
 /* Communicators on threads and in virtual time: algorithms, other collectives, messages, jobs, links, failures. Under
    MPI the same checks run in mpi_ranks.c. */
+#define _GNU_SOURCE /* RUSAGE_THREAD */
 #include "../hpml_comm.h"
 #include "test.h"
 #include "comm_check.h"
 #include <pthread.h>
 #ifdef __linux__
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
-
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-#define SLOW_BUILD 1
-#else
-#define SLOW_BUILD 0
 #endif
 
 static const hpml_transport_kind transports[] = { HPML_TRANSPORT_THREADS, HPML_TRANSPORT_CLOCK };
@@ -50,9 +46,9 @@ static hpml_status all_algorithms(hpml_comm *c, void *user)
 {
     int           p = hpml_comm_size(c);
     const int64_t sizes[] = { 0, 1, p - 1, p, p + 1, 1000, 1003 };
-    (void)user;
     for (int a = HPML_AUTO; a < HPML_NATIVE; a++)
         for (int k = 0; k < 7; k++) {
+            if (*(bool *)user && a != HPML_AUTO && a != HPML_HIERARCHICAL) continue; /* the others know no nodes */
             hpml_status status = allreduce_case(c, (hpml_algorithm)a, sizes[k]);
             if (status != HPML_OK) return status;
         }
@@ -67,15 +63,19 @@ TEST(every_algorithm_every_rank_count)
             for (int per_node = 0; per_node < ranks[i] && per_node < 6; per_node++)
                 for (int spread = 0; spread < 1 + (per_node > 1); spread++) {
                     hpml_network net;
-                    bool few = ranks[i] <= 8 && ranks[i] != 7 && (per_node == 0 || per_node + spread == 3);
-                    if (SLOW_BUILD && !few) continue;
+                    bool few = (!SLOW_BUILD || (ranks[i] <= 8 && ranks[i] != 7)) && (per_node == 0 || per_node + spread == 3);
+                    if ((SLOW_BUILD || transports[t] == HPML_TRANSPORT_CLOCK) && !few) continue;
+                    bool nodes = per_node > 0;
                     memset(&net, 0, sizeof net);
                     net.ranks_per_node = per_node, net.spread = spread;
-                    ENSURE(launch_on(transports[t], ranks[i], &net, all_algorithms, NULL) == HPML_OK);
+                    ENSURE(launch_on(transports[t], ranks[i], &net, all_algorithms, &nodes) == HPML_OK);
                 }
 }
 
-static hpml_status one_large(hpml_comm *c, void *user) { return allreduce_case(c, *(hpml_algorithm *)user, 1000000); }
+static hpml_status one_large(hpml_comm *c, void *user)
+{
+    return allreduce_case(c, *(hpml_algorithm *)user, SLOW_BUILD ? 100000 : 1000000);
+}
 
 TEST(a_million_elements)
 {
@@ -93,30 +93,83 @@ TEST(a_million_elements)
 }
 
 #if defined(__linux__) && defined(SYS_sched_setaffinity)
-/* Both ranks on one core: who waits leaves it to the other at once, and does not look for it until it is tired. */
+typedef struct core_mask { unsigned long bits[16]; } core_mask;
+
+/* This thread's cores; then it is put on the first of them. Returns their number; 0: not known. */
+static int go_to_first_core(core_mask *all)
+{
+    core_mask one = { { 0 } };
+    int       count = 0;
+    memset(all, 0, sizeof *all);
+    if (syscall(SYS_sched_getaffinity, 0, sizeof *all, all) <= 0) return 0;
+    for (int i = 0; i < 16; i++) {
+        if (count == 0) one.bits[i] = all->bits[i] & (~all->bits[i] + 1);
+        count += __builtin_popcountl(all->bits[i]);
+    }
+    return syscall(SYS_sched_setaffinity, 0, sizeof one, &one) == 0 ? count : 0;
+}
+
+/* Both ranks on one core: who waits leaves it to the other at once, by going to sleep, and does not look for it until it
+   is tired, when it would yield. Sleeps are counted by the kernel, whatever else this machine does. */
 static hpml_status crowded(hpml_comm *c, void *user)
 {
-    unsigned long mask[16] = { 0 };
-    double       *best = (double *)user, took;
-    size_t        k = 0;
-    if (syscall(SYS_sched_getaffinity, 0, sizeof mask, mask) <= 0) return HPML_OK;
-    while (k < 15 && mask[k] == 0) k++;
-    for (size_t i = 0; i < 16; i++) mask[i] = i == k ? mask[i] & (~mask[i] + 1) : 0;
-    syscall(SYS_sched_setaffinity, 0, sizeof mask, mask);
-    for (int run = 0; run < 50; run++) {
-        double start = hpml_now();
-        for (int i = 0; i < 20; i++) CHECK(hpml_barrier(c) == HPML_OK);
-        took = (hpml_now() - start) / 20;
-        if (hpml_comm_rank(c) == 0 && took < *best) *best = took;
-    }
+    enum { BARRIERS = 400 };
+    core_mask     mask;
+    struct rusage before, after;
+    int32_t       sleeps;
+    if (go_to_first_core(&mask) == 0) return HPML_OK;
+    CHECK(hpml_barrier(c) == HPML_OK);
+    getrusage(RUSAGE_THREAD, &before);
+    for (int i = 0; i < BARRIERS; i++) CHECK(hpml_barrier(c) == HPML_OK);
+    getrusage(RUSAGE_THREAD, &after);
+    sleeps = (int32_t)(after.ru_nvcsw - before.ru_nvcsw);
+    CHECK(hpml_reduce_to(c, &sleeps, 1, HPML_ELEMENT_I32, HPML_SUM, 0) == HPML_OK);
+    if (hpml_comm_rank(c) == 0) *(double *)user = (double)sleeps / BARRIERS;
     return HPML_OK;
 }
 
 TEST(two_ranks_on_one_core)
 {
-    double best = 1;
-    ENSURE(launch(HPML_TRANSPORT_THREADS, 2, crowded, &best) == HPML_OK);
-    if (sysconf(_SC_NPROCESSORS_ONLN) > 1) ENSURE(best < 60e-6);
+    double each = 1;
+    ENSURE(launch(HPML_TRANSPORT_THREADS, 2, crowded, &each) == HPML_OK);
+    printf("    %.2f sleeps a barrier\n", each);
+    ENSURE(each > 0.5);
+}
+
+/* Both ranks on one core, and then free to go: one does so in the first few waits. The kernel would part them, too, some
+   time; and on a busy machine it may put them together again. So most tries of several must part them soon. */
+typedef struct parting { int cores, rounds; } parting; /* rounds: allreduces until they were on two cores */
+
+static hpml_status put_together(hpml_comm *c, void *user)
+{
+    enum { ROUNDS = 50 };
+    parting  *p = (parting *)user;
+    core_mask mask;
+    float     core[2];
+    int       rank = hpml_comm_rank(c), cores = go_to_first_core(&mask), i = 0;
+    CHECK(hpml_barrier(c) == HPML_OK);
+    if (cores > 0) syscall(SYS_sched_setaffinity, 0, sizeof mask, &mask);
+    for (; i < ROUNDS && cores > 1; i++) {
+        core[rank] = (float)sched_getcpu(), core[!rank] = 0;
+        CHECK(hpml_allreduce(c, core, 2, NULL) == HPML_OK);
+        if (core[0] < core[1] || core[0] > core[1]) break;
+    }
+    if (rank == 0) p->rounds = i, p->cores = cores;
+    return HPML_OK;
+}
+
+TEST(a_rank_leaves_its_peers_core)
+{
+    enum { TRIES = 15 };
+    int soon = 0;
+    for (int tries = 0; tries < TRIES && 2 * soon < TRIES; tries++) {
+        parting p = { 0, 0 };
+        ENSURE(launch(HPML_TRANSPORT_THREADS, 2, put_together, &p) == HPML_OK);
+        if (p.cores < 2 || sysconf(_SC_NPROCESSORS_ONLN) < 2) SKIP("one core");
+        if (p.rounds > 5) printf("    together for %d rounds\n", p.rounds);
+        soon += p.rounds <= 5;
+    }
+    ENSURE(2 * soon > TRIES);
 }
 #endif
 
@@ -357,7 +410,7 @@ static hpml_status messages(hpml_comm *c, void *user)
 {
     (void)user;
     for (uint32_t seed = 1; seed <= (SLOW_BUILD ? 2 : 10); seed++)
-        if (messages_case(c, seed, 100000) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
+        if (messages_case(c, seed, SLOW_BUILD ? 20000 : 100000) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
     return order_case(c, 1000);
 }
 
@@ -425,7 +478,8 @@ TEST(jobs_in_the_background)
 
 static hpml_status orders(hpml_comm *c, void *user)
 {
-    return orders_case(c, *(bool *)user ? 20 : SLOW_BUILD ? 20 : 100, *(bool *)user);
+    bool few = SLOW_BUILD || strcmp(hpml_comm_transport(c), "clock") == 0; /* there they come in the same order each time */
+    return orders_case(c, *(bool *)user || few ? 20 : 100, *(bool *)user);
 }
 
 TEST(tensors_in_different_orders)
@@ -504,44 +558,45 @@ TEST(an_error_in_a_job_reaches_everybody)
 
 /* ---- links and clocks ---- */
 
-static int by_size(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
 static hpml_status timed(hpml_comm *c, void *user)
 {
-    enum { BYTES = 1 << 20, TIMES = 7 };
+    enum { BYTES = 1 << 20, TIMES = 4 };
     static char buffer[2][BYTES];
-    double      t[TIMES];
+    double     *best = (double *)user;
     int         rank = hpml_comm_rank(c);
     for (int i = 0; i < TIMES; i++) { /* there and back */
         double start = hpml_now();
         for (int turn = 0; turn < 2; turn++)
             if (rank == turn) CHECK(hpml_send(c, !rank, 0, buffer[rank], BYTES) == HPML_OK);
             else CHECK(hpml_recv(c, !rank, 0, buffer[rank], BYTES) == HPML_OK);
-        t[i] = hpml_now() - start;
+        double took = hpml_now() - start;
+        if (rank == 0 && took < *best) *best = took;
     }
-    qsort(t, TIMES, sizeof *t, by_size);
-    if (rank == 0) *(double *)user = t[TIMES / 2];
     return HPML_OK;
+}
+
+/* Never too early; not too late at least once, for a busy machine may be late at any time. */
+static bool takes(const hpml_network *net, double least, double most)
+{
+    double best = 1e9;
+    for (int tries = 0; tries < 20 && best > most; tries++)
+        if (launch_on(HPML_TRANSPORT_THREADS, 2, net, timed, &best) != HPML_OK) return false;
+    if (best < least || best > most) printf("    %g s, not %g to %g\n", best, least, most);
+    return best >= least && best <= most;
 }
 
 TEST(an_injected_link_takes_its_time)
 {
     hpml_network net;
-    double       t = 0, right = 2 * (0.005 + (1 << 20) / 100e6);
+    double       right = 2 * (0.005 + (1 << 20) / 100e6);
     memset(&net, 0, sizeof net);
     net.inside.latency = 0.005, net.inside.bandwidth = 100e6;
-    ENSURE(launch_on(HPML_TRANSPORT_THREADS, 2, &net, timed, &t) == HPML_OK);
-    ENSURE(t > 0.99 * right && t < 1.5 * right + 0.02);
+    ENSURE(takes(&net, 0.99 * right, 1.5 * right));
     net.between            = net.inside;
     net.inside.latency     = net.inside.bandwidth = 0;
     net.ranks_per_node     = 1;
     net.between.bandwidth  = 0; /* latency alone */
-    ENSURE(launch_on(HPML_TRANSPORT_THREADS, 2, &net, timed, &t) == HPML_OK);
-    ENSURE(t > 0.0099 && t < 0.04);
+    ENSURE(takes(&net, 0.0099, 0.02));
 }
 
 typedef struct clocked {
@@ -743,15 +798,17 @@ static hpml_status other_type(hpml_comm *c, void *user)
     return hpml_allreduce(c, x, 8, &d);
 }
 
+static int ended; /* ranks that have failed in waiting for a late one */
+
 static hpml_status sleeps(hpml_comm *c, void *user)
 {
     (void)user;
-    if (hpml_comm_rank(c) == 1) hpml_comm_compute(c, 0.7);
-    return sum_of_four(c);
+    if (hpml_comm_rank(c) == 1) outlast(c, &ended, 0);
+    return has_ended(&ended, sum_of_four(c));
 }
 
-static hpml_status not_ready(hpml_comm *c, void *user) { return (void)user, unready(c, false); }
-static hpml_status leaves_unready(hpml_comm *c, void *user) { return (void)user, unready(c, true); }
+static hpml_status not_ready(hpml_comm *c, void *user) { return (void)user, unready(c, false, &ended); }
+static hpml_status leaves_unready(hpml_comm *c, void *user) { return (void)user, unready(c, true, NULL); }
 
 static hpml_status ready_twice(hpml_comm *c, void *user)
 {
@@ -823,8 +880,8 @@ static hpml_status unanswered(hpml_comm *c, void *user) /* a send that times out
     hpml_status status = HPML_OK;
     if (hpml_comm_rank(c) == 0) status = hpml_send(c, 1, 0, x, 1000);
     free(x);
-    if (hpml_comm_rank(c) == 0) return status;
-    hpml_comm_compute(c, 0.5);
+    if (hpml_comm_rank(c) == 0) return has_ended(&ended, status);
+    outlast(c, &ended, 0);
     return hpml_recv(c, 0, 0, y, 1000);
 }
 
@@ -877,26 +934,35 @@ static const failure failures[] = {
     { "unanswered", unanswered, 2, false, 0.2, HPML_ERR_TIMEOUT, { "waited 0.2 s for rank 1", NULL, NULL } },
 };
 
+/* One run of it: as it should end, and long before a deadline that is not meant to pass. */
+static bool fails_as_told(const failure *f, hpml_transport_kind transport)
+{
+    hpml_launch_desc d;
+    memset(&d, 0, sizeof d);
+    memset(heard, 0, sizeof heard);
+    ended = 0;
+    d.transport = transport, d.ranks = f->ranks, d.timeout = f->timeout, d.check = f->check;
+    double      start = hpml_now();
+    hpml_status status = hpml_launch(&d, f->fn, heard, error, sizeof error);
+    double      took = hpml_now() - start;
+    bool        good = took <= 2 && (f->status ? status == f->status : status != HPML_OK);
+    for (int k = 0; k < 3 && f->text[k]; k++) good = good && strstr(error, f->text[k]);
+    if (f->fn == raises) good = good && heard[0] && heard[2];
+    if (!good) printf("    %s, transport %d: %d, %.3f s, %s\n", f->name, (int)transport, status, took, error);
+    return good;
+}
+
 TEST(failures_end_everywhere_and_say_why)
 {
     for (int t = 0; t < 2; t++)
         for (size_t i = 0; i < sizeof failures / sizeof failures[0]; i++) {
-            const failure   *f = &failures[i];
-            hpml_launch_desc d;
+            const failure *f = &failures[i];
+            bool           brief = f->timeout < 1; /* a busy machine may keep another rank away as long */
             if (t == 1 && f->status == HPML_ERR_TIMEOUT) continue; /* virtual time has no deadlines */
-            for (int round = 0; round < (f->timeout < 1 ? 1 : SLOW_BUILD ? 1 : 20); round++) {
-                memset(&d, 0, sizeof d);
-                memset(heard, 0, sizeof heard);
-                d.transport = transports[t], d.ranks = f->ranks, d.timeout = f->timeout, d.check = f->check;
-                double      start = hpml_now();
-                hpml_status status = hpml_launch(&d, f->fn, heard, error, sizeof error);
-                double      took = hpml_now() - start;
-                bool        good = f->status ? status == f->status : status != HPML_OK;
-                for (int k = 0; k < 3 && f->text[k]; k++) good = good && strstr(error, f->text[k]);
-                if (f->fn == raises) good = good && heard[0] && heard[2];
-                if (!good || took > 2)
-                    printf("    %s, transport %d, round %d: %d, %.3f s, %s\n", f->name, t, round, status, took, error);
-                ENSURE(good && took <= 2);
+            for (int round = 0; round < (brief || SLOW_BUILD ? 1 : 20); round++) {
+                bool good = false;
+                for (int tries = 0; tries < (brief ? 3 : 1) && !good; tries++) good = fails_as_told(f, transports[t]);
+                ENSURE(good);
             }
         }
 }
@@ -914,11 +980,18 @@ TEST(bad_calls_are_refused)
         }
 }
 
+static hpml_status late(hpml_comm *c, void *user)
+{
+    if (hpml_comm_rank(c) == 1) hpml_comm_compute(c, *(double *)user);
+    return sum_of_four(c);
+}
+
 TEST(a_slow_rank_is_no_error)
 {
-    ENSURE(launch(HPML_TRANSPORT_THREADS, 3, sleeps, NULL) == HPML_OK);
-    ENSURE(launch(HPML_TRANSPORT_CLOCK, 3, sleeps, NULL) == HPML_OK);
-    ENSURE(seconds < 0.6); /* virtual */
+    double real = 0.1, virtual_time = 1000; /* longer than others look for it; than this launch takes */
+    ENSURE(launch(HPML_TRANSPORT_THREADS, 3, late, &real) == HPML_OK);
+    ENSURE(launch(HPML_TRANSPORT_CLOCK, 3, late, &virtual_time) == HPML_OK);
+    ENSURE(seconds < virtual_time);
 }
 
 TEST(arguments_are_checked)
@@ -940,7 +1013,19 @@ TEST(arguments_are_checked)
     ENSURE(hpml_send(NULL, 0, 0, &x, 4) != HPML_OK && hpml_recv(NULL, 0, 0, &x, 4) != HPML_OK);
     ENSURE(hpml_iallreduce(NULL, &x, 1, NULL) == NULL && hpml_job_wait(NULL) != HPML_OK && hpml_job_done(NULL));
     ENSURE(hpml_comm_split(NULL, 0, 0) == NULL && hpml_comm_split_node(NULL) == NULL);
-    ENSURE(hpml_world_create(HPML_TRANSPORT_THREADS, 0, NULL) == NULL);
+    ENSURE(hpml_world_create(HPML_TRANSPORT_THREADS, 0, NULL) == NULL && hpml_world_create((hpml_transport_kind)7, 2, NULL) == NULL);
+    ENSURE(hpml_world_create(HPML_TRANSPORT_MPI, 2, NULL) == NULL);
+    d.ranks = 2, d.transport = (hpml_transport_kind)7;
+    ENSURE(hpml_launch(&d, nothing, NULL, error, sizeof error) == HPML_ERR_ARGUMENT && strstr(error, "transport 7: out of range"));
+    for (int t = 0; t < 2; t++) { /* none such; another one than the world's */
+        hpml_world *w = hpml_world_create(HPML_TRANSPORT_CLOCK, 1, NULL);
+        hpml_ctx_clear_error(ctx);
+        k.world = w, k.transport = t ? HPML_TRANSPORT_THREADS : (hpml_transport_kind)7;
+        ENSURE(w && hpml_comm_create(ctx, &k) == NULL);
+        ENSURE(hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), t ? "a world of 1 of another transport" : "no transport 7"));
+        hpml_world_free(w);
+    }
+    k.world = NULL;
     hpml_move m;
     ENSURE(!hpml_allreduce_move(HPML_RING, 4, 0, 4, 8, 0, &m) && !hpml_allreduce_move(HPML_RING, 4, 0, 0, 8, -1, &m));
     hpml_comm_free(NULL);
@@ -1006,9 +1091,10 @@ TEST(slurm_says_which_rank_this_is)
 /* ---- threads of one's own ---- */
 
 typedef struct own {
-    hpml_world *world;
-    int         rank;
-    float       sum;
+    hpml_transport_kind transport;
+    hpml_world         *world;
+    int                 rank;
+    float               sum;
 } own;
 
 static void *own_thread(void *arg)
@@ -1017,7 +1103,7 @@ static void *own_thread(void *arg)
     hpml_ctx      *ctx = hpml_ctx_create(NULL);
     hpml_comm_desc d;
     memset(&d, 0, sizeof d);
-    d.world = o->world, d.rank = o->rank;
+    d.transport = o->transport, d.world = o->world, d.rank = o->rank;
     hpml_comm *c = hpml_comm_create(ctx, &d);
     o->sum       = (float)o->rank;
     hpml_allreduce(c, &o->sum, 1, NULL);
@@ -1032,7 +1118,7 @@ TEST(ranks_on_threads_of_the_caller)
         pthread_t   thread[3];
         hpml_world *w = hpml_world_create(transports[t], 3, NULL);
         for (int i = 0; i < 3; i++) {
-            o[i].world = w, o[i].rank = i;
+            o[i].transport = transports[t], o[i].world = w, o[i].rank = i;
             pthread_create(&thread[i], NULL, own_thread, &o[i]);
         }
         for (int i = 0; i < 3; i++) pthread_join(thread[i], NULL);
@@ -1102,12 +1188,15 @@ TEST(no_memory_is_an_error_on_all_ranks)
             memset(&d, 0, sizeof d);
             d.transport = transports[t], d.ranks = 3, d.timeout = 20;
             d.ctx.allocator.alloc = scarce_alloc, d.ctx.allocator.free = scarce_free;
-            left           = k;
-            double start = hpml_now();
-            status         = hpml_launch(&d, hungry, NULL, error, sizeof error);
-            double took  = hpml_now() - start;
-            if (took > 2 || (status != HPML_OK && status != HPML_ERR_MEMORY))
-                printf("    k = %d: %d, %.2f s: %s\n", k, status, took, error);
+            double took = 1e9;
+            for (int tries = 0; tries < 3 && took > 2; tries++) { /* long before the deadline, or the machine is busy */
+                double start = hpml_now();
+                left         = k;
+                status       = hpml_launch(&d, hungry, NULL, error, sizeof error);
+                took         = hpml_now() - start;
+                if (took > 2 || (status != HPML_OK && status != HPML_ERR_MEMORY))
+                    printf("    k = %d: %d, %.2f s: %s\n", k, status, took, error);
+            }
             ENSURE(took <= 2 && k < 500);
             ENSURE(status == HPML_OK || status == HPML_ERR_MEMORY);
             ENSURE(status == HPML_OK || error[0]);

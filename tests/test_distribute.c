@@ -73,7 +73,7 @@ static hpml_status go(job *j, int ranks, hpml_transport_kind transport, const hp
     hpml_launch_desc l = { .transport = transport, .ranks = ranks, .timeout = 20, .ctx = { .seed = 3, .threads = j->threads ? j->threads : 1 } };
     if (network) l.network = *network;
     if (j->samples == 0) j->samples = 250; /* the last batch of an epoch is short */
-    if (j->steps == 0) j->steps = 25;
+    if (j->steps == 0) j->steps = SLOW_BUILD ? 12 : 25; /* past the short batch */
     return hpml_launch(&l, work, j, j->text, sizeof j->text);
 }
 
@@ -210,7 +210,7 @@ TEST(double_buffering)
 /* Running statistics arrive a step late, but they arrive: near those of a training without double buffering. */
 TEST(double_buffering_moves_running_statistics)
 {
-    job plain = { .norm = true, .lr = 1e-30, .samples = 240 }, late = plain;
+    job plain = { .norm = true, .lr = 1e-30, .samples = 240, .steps = 25 }, late = plain;
     late.d.delayed = true;
     ENSURE(go(&plain, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_OK && go(&late, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
     ENSURE(plain.same && late.same);
@@ -256,7 +256,7 @@ typedef struct steps_job { hpml_distribute_desc d; int slow, count; hpml_step_ro
 static hpml_status dawdle(void *user, hpml_trainer *t, int param)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    if (hpml_comm_rank(d->c) == 1) hpml_comm_compute(d->c, 0.005);
+    hpml_comm_compute(d->c, hpml_comm_rank(d->c) == 1 ? 0.005 : 0.001);
     return hpmlc_dist_grad(user, t, param);
 }
 
@@ -284,32 +284,40 @@ static hpml_status stepwise(hpml_comm *c, void *user)
     return hpml_ctx_status(ctx);
 }
 
+/* In virtual time only what is said to take time does: four tensors of 5 ms on rank 1, of 1 ms on the others; and messages
+   of 5 ms. In real time the rest holds. */
 TEST(a_table_of_steps)
 {
     static const hpml_link slow = { 5e-3, 0 };
-    for (int kind = 0; kind < 4; kind++) { /* a slow rank; a slow network: bare, exact, with double buffering */
+    for (int kind = 0; kind < 5; kind++) { /* a slow rank; a slow network: bare, exact, with double buffering; 4: 0 in real time */
         static steps_job s;
-        hpml_launch_desc l = { .ranks = 3, .ctx.threads = 1, .network = { .ranks_per_node = 1 } };
+        bool             real = kind == 4, lame = kind % 4 == 0;
+        hpml_launch_desc l = { .ranks = 3, .ctx.threads = 1, .network = { .ranks_per_node = 1 }, .transport = real ? HPML_TRANSPORT_THREADS : HPML_TRANSPORT_CLOCK };
         double sum[2][5] = { { 0 } }, bytes = 0; /* rank 0, rank 1 */
         memset(&s, 0, sizeof s);
-        s.slow = kind == 0, s.d.exact = kind == 2, s.d.leaf = 4, s.d.delayed = kind == 3, s.d.history = kind == 0 ? 5 : 0;
-        if (kind > 0) l.network.between = slow;
+        s.slow = lame, s.d.exact = kind == 2, s.d.leaf = 4, s.d.delayed = kind == 3, s.d.history = lame ? 5 : 0;
+        if (!lame) l.network.between = slow;
         ENSURE(hpml_launch(&l, stepwise, &s, NULL, 0) == HPML_OK);
-        ENSURE(s.count == (kind == 0 ? 15 : 24));
+        ENSURE(s.count == (lame ? 15 : 24));
         for (int i = 0; i < s.count; i++) {
             const hpml_step_row *r = &s.rows[i];
-            ENSURE(r->step == i / 3 + (kind == 0 ? 4 : 1) && r->rank == i % 3);
-            ENSURE(r->compute_s > 0 && r->overlap_s >= 0 && r->exposed_s >= 0 && r->bubble_s >= 0 && (r->bytes > 0 || (kind == 3 && i < 3)));
-            ENSURE(r->compute_s + r->exposed_s + r->bubble_s <= r->step_s * 1.0001);
+            double               all = r->compute_s + r->exposed_s + r->bubble_s;
+            ENSURE(r->step == i / 3 + (lame ? 4 : 1) && r->rank == i % 3);
+            ENSURE(r->compute_s >= 0 && r->overlap_s >= 0 && r->exposed_s >= 0 && r->bubble_s >= 0 && (r->bytes > 0 || (kind == 3 && i < 3)));
+            if (real) ENSURE(all <= r->step_s * 1.0001 && r->compute_s >= (r->rank == 1 ? 0.02 : 0.004));
+            else if (r->step > 2) ENSURE_NEAR(all, r->step_s, 1e-12); /* before, the background is started */
             if (r->rank == 2) continue;
             sum[r->rank][0] += r->step_s / (s.count / 3), sum[r->rank][1] += r->compute_s / (s.count / 3), sum[r->rank][2] += r->overlap_s / (s.count / 3);
             sum[r->rank][3] += r->exposed_s / (s.count / 3), sum[r->rank][4] += r->bubble_s / (s.count / 3);
             if (r->rank == 0) bytes += r->bytes;
         }
-        if (kind == 0) ENSURE(sum[1][1] >= 0.02 && sum[0][4] > 0.01 && sum[1][4] < 0.005 && sum[0][4] > sum[0][3]);
+        for (int k = 0; k < 5 && kind == 0; k++) { /* messages take no time: what rank 0 waits is all for rank 1 */
+            static const double want[2][5] = { { 0.02, 0.004, 0, 0, 0.016 }, { 0.02, 0.02, 0, 0, 0 } };
+            for (int r = 0; r < 2; r++) ENSURE_NEAR(sum[r][k], want[r][k], 1e-12);
+        }
         if (kind == 1 || kind == 2) ENSURE(sum[0][3] + sum[0][4] > 0.01);
         if (kind == 1 || kind == 2) ENSURE_NEAR(bytes, 8 * s.r.bytes, 0.5);
-        if (kind > 0) ENSURE_NEAR(sum[0][3] + sum[0][4], s.r.exposed_s, 1e-6);
+        if (!lame) ENSURE_NEAR(sum[0][3] + sum[0][4], s.r.exposed_s, 1e-6);
         ENSURE(strstr(s.text, "bubble") && strstr(s.text, "\n  mean "));
         int lines = 0;
         for (const char *at = s.text; *at; at++) lines += *at == '\n';
@@ -318,10 +326,10 @@ TEST(a_table_of_steps)
     ENSURE(hpml_distribute_steps(NULL, NULL, 0) == -1);
 }
 
-/* Two ranks that sleep instead of computing, and a link: the report's efficiency is the formula's. */
+/* Two ranks and a link in virtual time: the report's efficiency is the formula's. */
 typedef struct shaped { double compute_s; hpml_distribute_report r; char text[512]; } shaped;
 
-static hpml_status sleep_instead(void *user, hpml_trainer *t, int param)
+static hpml_status compute_instead(void *user, hpml_trainer *t, int param)
 {
     hpml_distributed *d = (hpml_distributed *)user;
     hpml_comm_compute(d->c, 0.01);
@@ -338,7 +346,7 @@ static hpml_status on_a_link(hpml_comm *c, void *user)
     hpml_dataset  *data = points(ctx, j.samples, 0, 0, 0);
     hpml_distributed *d = hpml_distribute(t, c, &(hpml_distribute_desc){ .algorithm = HPML_RING, .no_overlap = true });
     if (!d) return hpml_ctx_status(ctx);
-    hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = d, .run = hpmlc_dist_run, .grad = sleep_instead, .update = hpmlc_dist_update });
+    hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = d, .run = hpmlc_dist_run, .grad = compute_instead, .update = hpmlc_dist_update });
     for (int i = 0; i < 8; i++) hpml_trainer_fit(t, data, NULL);
     if (hpml_comm_rank(c) > 0) return hpml_ctx_status(ctx);
     s->compute_s = 0.01 * d->params;
@@ -351,17 +359,13 @@ TEST(efficiency_on_a_link_is_the_formula)
 {
     static const double rate[] = { 400e3, 80e3 }; /* bytes a second: 17 and 84 ms of exchange; 40 ms are computed */
     for (int k = 0; k < 2; k++) {
-        double formula = 0, off = 1;
-        for (int tries = 0; tries < 8 && off > 0.05; tries++) { /* a busy machine sleeps too long */
-            shaped           s = { 0 };
-            hpml_launch_desc l = { .ranks = 2, .ctx.threads = 1, .network = { .ranks_per_node = 1, .between = { 0, rate[k] } } };
-            ENSURE(hpml_launch(&l, on_a_link, &s, NULL, 0) == HPML_OK);
-            formula = s.compute_s / (s.compute_s + s.r.plain_bytes / rate[k]);
-            off     = fabs(s.r.efficiency / formula - 1);
-            if (off > 0.05) printf("    %.3f, formula %.3f: %s\n", s.r.efficiency, formula, s.text);
-            else ENSURE((strstr(s.text, ", below 50 %: ranks wait") != NULL) == (formula < 0.5));
-        }
-        ENSURE(off <= 0.05 && (formula < 0.5) == (k == 1));
+        shaped           s = { 0 };
+        hpml_launch_desc l = { .transport = HPML_TRANSPORT_CLOCK, .ranks = 2, .ctx.threads = 1, .network = { .ranks_per_node = 1, .between = { 0, rate[k] } } };
+        ENSURE(hpml_launch(&l, on_a_link, &s, NULL, 0) == HPML_OK);
+        double formula = s.compute_s / (s.compute_s + s.r.plain_bytes / rate[k]);
+        if (!(fabs(s.r.efficiency / formula - 1) <= 0.02)) printf("    %.3f, formula %.3f: %s\n", s.r.efficiency, formula, s.text);
+        ENSURE_NEAR(s.r.efficiency / formula, 1, 0.02); /* samples and loss travel as well */
+        ENSURE((formula < 0.5) == (k == 1) && (strstr(s.text, ", below 50 %: ranks wait") != NULL) == (k == 1));
     }
 }
 
@@ -486,7 +490,7 @@ static hpml_status seek(search_job *s)
 
 TEST(the_largest_batch_that_does_not_hurt)
 {
-    for (int kind = 0; kind < 4; kind++) { /* f32, 1 bit; with double buffering */
+    for (int kind = 0; kind < 4; kind += SLOW_BUILD ? 3 : 1) { /* f32, 1 bit; with double buffering */
         search_job none = { .skip = 1, .lr = 0.003, .s.samples = 1000, .d = { .delayed = kind > 1, .codec.kind = kind % 2 ? HPML_CODEC_ONEBIT : HPML_CODEC_NONE } }, same = none, some = none, any = none;
         same.skip = some.skip = any.skip = 0;
         same.s.max = 8, some.s.slack = 0.05, any.s.multiple = 8, any.s.slack = 100;
@@ -573,7 +577,7 @@ TEST(phases_add_up_to_the_step)
 {
     hpml_launch_desc l = { .ranks = 2, .timeout = 20, .ctx = { .threads = 1 }, .network.inside.bandwidth = 25e6 };
     double           share = 0;
-    for (int tries = 0; tries < 5 && share < 0.95; tries++) { /* who has no core between two spans is in none of them */
+    for (int tries = 0; tries < 20 && share < 0.95; tries++) { /* who has no core between two spans is in none of them */
         phases of = { .steps = 20 };
         ENSURE(hpml_launch(&l, phases_of, &of, NULL, 0) == HPML_OK);
         share = (of.layers + of.wait + of.update) / of.wall;
@@ -584,6 +588,7 @@ TEST(phases_add_up_to_the_step)
     ENSURE(share >= 0.95);
 }
 
+#if !SLOW_BUILD /* one rank, alone */
 /* The loss after five epochs of 8192 points. */
 static double learned(int64_t batch, hpml_trainer_desc d)
 {
@@ -617,6 +622,7 @@ TEST(larger_batches_want_a_larger_rate)
     printf("    batch 512 at rates about 3.2: cold %.3f, warm %.3f\n", cold, warm);
     ENSURE(cold > 1.5 * warm);
 }
+#endif
 
 static const hpml_trainer_desc scheduled = { .lr = 0.1f, .lr_rule = HPML_LR_LINEAR, .lr_base_batch = 6,
                                              .schedule = { .kind = HPML_SCHEDULE_COSINE, .warmup_steps = 5, .total_steps = 20 } };

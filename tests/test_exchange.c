@@ -204,9 +204,18 @@ static hpml_status nothing(hpml_comm *c, void *user)
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
 
+static hpml_status no_desc(hpml_comm *c, void *user)
+{
+    *(bool *)user = hpml_exchange_create(c, NULL) == NULL;
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
 TEST(bad_input)
 {
     char text[512];
+    bool refused = false;
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 1 }, no_desc, &refused, text, sizeof text) == HPML_ERR_ARGUMENT);
+    ENSURE(refused && strstr(text, "exchange: 0 tensors") && strstr(text, "no desc"));
     ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 3 }, differs, NULL, text, sizeof text) == HPML_ERR_SHAPE);
     ENSURE(strstr(text, "different tensors"));
     ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2 }, nothing, NULL, text, sizeof text) == HPML_ERR_SHAPE);

@@ -21,11 +21,19 @@ check() {
     if [ $good = 1 ]; then passed=$((passed + 1)); echo "ok $1"
     else failed=$((failed + 1)); echo "FAIL $1 (exit $code)"; tail -n 12 "$tmp/out"; fi
 }
+# brief RANKS CASE COUNT TEXT: a case whose deadline is so short that a busy machine may keep another rank away for as long: it
+# has three tries to say the text on COUNT lines.
+brief() {
+    for try in 1 2 3; do
+        on "$1" "$2"; code=$?
+        [ "$(grep -cE "$4" "$tmp/out")" -lt "$3" ] || break
+    done
+    return $code
+}
 for n in 1 2 3 4; do on $n correct; check "everything on $n ranks" 0 ''; done
-# 1-bit training: as on threads, on 2 ranks all of it, on 4 the quick parts.
+# 1-bit training: as on threads.
 onebit() { timeout 200 "$mpiexec" $root -n $1 build/onebit_ranks --filter "$2" >"$tmp/out" 2>&1; }
-onebit 2 ''; check "1-bit training on 2 ranks" 0 '^5 passed'
-for part in all_bits nothing bytes bits_of_threads; do onebit 4 $part; check "1-bit training on 4 ranks: $part" 0 '^1 passed'; done
+for n in 2 4; do onebit $n ''; check "1-bit training on $n ranks" 0 '^4 passed'; done
 for n in 2 4; do
     on $n traffic; check "bytes and rounds on $n ranks" 0 ''
     on $n large; check "messages of many pieces on $n ranks" 0 ''
@@ -42,15 +50,17 @@ on 3 raises; check "a rank raises an error" 1 'rank 1 failed: the loss is NaN'
 on 3 leaves; check "a rank leaves early" 1 'rank 1 has left while this rank waits for it in allreduce|rank . failed'
 on 3 leaves_native; check "a rank leaves early, the others are in MPI's own allreduce" 1 'waited 1 s for all ranks in allreduce .native.'
 on 2 killed; check "a rank is killed" 1 ''
-on 3 stopped; check "a rank is stopped" 1 'at once: rank 0: .*(for rank 1|rank 0, which waits for rank 1,) in allreduce'
-grep -qE 'at once: rank 2: .*(for rank 1|rank 0, which waits for rank 1,) in allreduce' "$tmp/out"
+who='(for rank 1|rank 0, which waits for rank 1,) in allreduce'
+brief 3 stopped 2 "at once: rank [02]: .*$who"; check "a rank is stopped" 1 "at once: rank 0: .*$who"
+grep -qE "at once: rank 2: .*$who" "$tmp/out"
 check "also the one that waits for a rank that waits for it names it" 0 ''
 on 2 exits; check "a rank calls exit" 1 ''
 on 2 another; check "another collective" 1 'rank 0 is in broadcast of 16 .* rank 1 in allreduce of 4'
 on 2 other_count; check "another count" 1 'all ranks must pass the same counts'
 on 2 other_count_checked; check "another count, checked" 1 'allreduce of 32 .* allreduce of 64'
-on 2 sleeps; check "a deadline" 1 'waited 0.2 s for rank 1 in allreduce'
-on 3 not_ready; check "a tensor that never gets ready" 1 'waited 0.4 s for tensor 1 "b1" to get ready on rank 1'
+late='waited 0.2 s for rank 1 in allreduce'; brief 2 sleeps 1 "$late"; check "a deadline" 1 "$late"
+late='waited 0.4 s for tensor 1 "b1" to get ready on rank 1'
+brief 3 not_ready 1 "$late"; check "a tensor that never gets ready" 1 "$late"
 on 2 memory; check "no memory on one rank" 0 ''
 export HPML_RUN
 for HPML_RUN in auto mpi mpi:3; do on 3 by_environment; check "HPML_RUN=$HPML_RUN" 0 ''; done

@@ -1,18 +1,22 @@
 /* 1-bit SGD as a whole, over five seeds: it learns what f32 learns, nothing is lost on the way, and the same without
-   feedback, or with the residual as the paper prints it, fails. On four threads; with HPML_USE_MPI on mpiexec's ranks,
-   and the weights are those of threads, bit for bit (test_mpi.sh). Digits drawn by digits.h; HPML_MNIST=FOLDER: of
-   MNIST's t10k files, the last 2,000 for testing. */
+   feedback, or with the residual as the paper prints it, fails. On four threads; with HPML_USE_MPI on mpiexec's ranks
+   (test_mpi.sh), where the weights are those of threads, bit for bit, so what these learn is not learnt again. Digits
+   drawn by digits.h; HPML_MNIST=FOLDER: of MNIST's t10k files, the last 2,000 for testing. */
 #define HPML_COMM_IMPLEMENTATION /* private functions; hpml.h's body is compiled apart */
 #include "../examples/digits.h"
 #include "../hpml_comm.h"
 #include "test.h"
 
+#include <pthread.h>
 #include <time.h>
 #ifdef HPML_USE_MPI
 #include <mpi.h>
+enum { SEEDS = 2 };
+#else
+enum { SEEDS = 5 };
 #endif
 
-enum { SEEDS = 5, BATCH = 128, TESTED = 2000, HIDDEN = 128 };
+enum { BATCH = 128, TESTED = 2000, HIDDEN = 128 };
 
 static int ranks = 4;
 
@@ -214,39 +218,65 @@ static hpml_status go(training *j)
     return status;
 }
 
-/* The mean over all seeds. */
-static training mean_of(const char *name, training kind)
+#ifndef HPML_USE_MPI
+/* One kind of training with all seeds, and the mean of them. */
+typedef struct series { const char *name; training kind, seed[SEEDS]; bool failed[SEEDS]; } series;
+enum { F32, ONE, BARE, LATE, MOM, ADA, KINDS };
+
+static int next_training;
+
+static void *trains(void *arg)
 {
-    training sum = kind;
+    series *all = (series *)arg;
+    for (int i; (i = __atomic_fetch_add(&next_training, 1, __ATOMIC_RELAXED)) < KINDS * SEEDS;) {
+        series *s = &all[i / SEEDS];
+        s->seed[i % SEEDS]      = s->kind;
+        s->seed[i % SEEDS].seed = i % SEEDS;
+        s->failed[i % SEEDS]    = go(&s->seed[i % SEEDS]) != HPML_OK;
+    }
+    return NULL;
+}
+
+static training mean_of(const series *all)
+{
+    training sum = all->kind;
     sum.same = true;
     for (int s = 0; s < SEEDS; s++) {
-        training j = kind;
-        j.seed = s;
-        if (go(&j) != HPML_OK) sum.same = false;
-        sum.accuracy += j.accuracy / SEEDS, sum.loss += j.loss / SEEDS, sum.same = sum.same && j.same, sum.report = j.report;
+        const training *j = &all->seed[s];
+        sum.accuracy += j->accuracy / SEEDS, sum.loss += j->loss / SEEDS, sum.report = j->report;
+        sum.same = sum.same && j->same && !all->failed[s];
     }
-    printf("    %-28s %.2f %%, loss %.4f\n", name, sum.accuracy, sum.loss);
+    printf("    %-28s %.2f %%, loss %.4f\n", all->name, sum.accuracy, sum.loss);
     return sum;
 }
 
 /* b, c, e, g, and of d what a whole step sends. With momentum 0.9 on top of both, 1 bit and a step's delay are unstable
    at this rate, so double buffering goes without. The control without feedback ends far below, on MNIST at 59 %; drawn
-   digits forgive more. */
+   digits forgive more. Two trainings at a time: ranks that wait for each other leave a core for another. */
 TEST(it_learns_what_f32_learns)
 {
     hpml_codec_desc none = { .kind = HPML_CODEC_ONEBIT, .no_feedback = true };
-    training f32  = mean_of("f32", (training){ .ranks = 1, .momentum = 0.9 });
-    training one  = mean_of("1 bit", (training){ .momentum = 0.9, .d.codec = onebit, .watch = 1 });
-    training bare = mean_of("1 bit without feedback", (training){ .momentum = 0.9, .d.codec = none });
-    training late = mean_of("1 bit, double buffering", (training){ .lr = 0.3, .d = { .codec = onebit, .delayed = true }, .watch = 1 });
-    training mom  = mean_of("1 bit, momentum in stripe", (training){ .placing = MOMENTUM, .d.codec = onebit });
-    training ada  = mean_of("1 bit, Adagrad in stripe", (training){ .placing = ADAGRAD, .d.codec = onebit });
-    ENSURE(f32.accuracy > 92 && one.same && late.same && mom.same && ada.same);
-    ENSURE(one.accuracy >= f32.accuracy - 0.5 && one.loss <= 1.15 * f32.loss);
-    ENSURE(late.accuracy >= f32.accuracy - 0.5 && mom.accuracy >= f32.accuracy - 0.5 && ada.accuracy >= f32.accuracy - 0.5);
-    ENSURE(bare.accuracy < (getenv("HPML_MNIST") ? 80 : f32.accuracy - 4) && bare.loss > 2 * f32.loss);
-    ENSURE(one.report.bytes <= one.report.plain_bytes / 27);
+    series all[KINDS] = { { .name = "f32", .kind = { .ranks = 1, .momentum = 0.9 } },
+                          { .name = "1 bit", .kind = { .momentum = 0.9, .d.codec = onebit, .watch = 1 } },
+                          { .name = "1 bit without feedback", .kind = { .momentum = 0.9, .d.codec = none } },
+                          { .name = "1 bit, double buffering", .kind = { .lr = 0.3, .d = { .codec = onebit, .delayed = true }, .watch = 1 } },
+                          { .name = "1 bit, momentum in stripe", .kind = { .placing = MOMENTUM, .d.codec = onebit } },
+                          { .name = "1 bit, Adagrad in stripe", .kind = { .placing = ADAGRAD, .d.codec = onebit } } };
+    training  mean[KINDS], *f32 = &mean[F32], *one = &mean[ONE], *bare = &mean[BARE], *late = &mean[LATE];
+    pthread_t beside;
+    get_digits();
+    next_training = 0;
+    bool two = pthread_create(&beside, NULL, trains, all) == 0;
+    trains(all);
+    if (two) pthread_join(beside, NULL);
+    for (int i = 0; i < KINDS; i++) mean[i] = mean_of(&all[i]);
+    for (int i = LATE; i < KINDS; i++) ENSURE(mean[i].same && mean[i].accuracy >= f32->accuracy - 0.5);
+    ENSURE(f32->accuracy > 92 && one->same && late->same);
+    ENSURE(one->accuracy >= f32->accuracy - 0.5 && one->loss <= 1.15 * f32->loss);
+    ENSURE(bare->accuracy < (getenv("HPML_MNIST") ? 80 : f32->accuracy - 4) && bare->loss > 2 * f32->loss);
+    ENSURE(one->report.bytes <= one->report.plain_bytes / 27);
 }
+#endif
 
 /* f: all bits are the plain exchange, bit for bit. */
 TEST(all_bits_are_f32)
@@ -450,9 +480,10 @@ TEST(four_ranks_begin_and_two_go_on)
     }
 }
 
-/* i: an exchange of 4 million weights over links of 1 Gbit/s: in virtual time, and what the rank itself computes, as if
-   each had a machine of its own. */
-typedef struct timing { hpml_codec_desc codec; double seconds; } timing;
+/* i: an exchange of 4 million weights over links of 1 Gbit/s, in virtual time; and what a rank computes, as if each had a
+   machine of its own. How long that takes is the machine's: so it is set against what the plain sum takes on it, which is
+   to copy and to add, and which a network this slow hides 30 times. */
+typedef struct timing { hpml_codec_desc codec; double network, own; } timing;
 
 static double own_seconds(void)
 {
@@ -463,27 +494,28 @@ static double own_seconds(void)
 
 static hpml_status time_exchange(hpml_comm *c, void *user)
 {
-    timing        *t = (timing *)user;
+    timing        *all = (timing *)user; /* without a codec, with one */
     hpml_ctx      *ctx = hpml_comm_ctx(c);
     hpml_gradient  g = { "w", (float *)hpml_ctx_alloc(ctx, sizeof(float) * 2000 * 2000, NULL), 2000, 2000 };
-    hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &g, .codec = t->codec, .algorithm = HPML_RING });
-    double         best = 1e9;
-    for (int i = 0; i < 5; i++) {
+    hpml_exchange *x[2];
+    for (int k = 0; k < 2; k++) x[k] = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &g, .codec = all[k].codec, .algorithm = HPML_RING });
+    for (int i = 0; i < 16; i++) { /* in turn: both meet the same neighbours */
+        timing *t = &all[i % 2];
         hpml_barrier(c);
         double start = hpml_comm_now(c), own = own_seconds();
-        hpml_exchange_run(x);
-        best = fmin(best, hpml_comm_now(c) - start + own_seconds() - own);
+        hpml_exchange_run(x[i % 2]);
+        own = own_seconds() - own;
+        if (hpml_comm_rank(c) == 0) t->network = hpml_comm_now(c) - start, t->own = i < 2 ? own : fmin(t->own, own);
     }
-    if (hpml_comm_rank(c) == 0) t->seconds = best;
     return hpml_ctx_status(ctx);
 }
 
 TEST(on_a_slow_network_an_eighth_of_the_time)
 {
-    timing           f32 = { .seconds = 0 }, one = { .codec = onebit };
+    timing           t[2] = { { .own = 0 }, { .codec = onebit } }, *f32 = &t[0], *one = &t[1];
     hpml_launch_desc l = { .transport = HPML_TRANSPORT_CLOCK, .ranks = ranks, .network = { .ranks_per_node = 1, .between = { 50e-6, 125e6 } }, .ctx.threads = 1 };
-    ENSURE(hpml_launch(&l, time_exchange, &f32, NULL, 0) == HPML_OK && hpml_launch(&l, time_exchange, &one, NULL, 0) == HPML_OK);
-    printf("    4 M weights on 1 Gbit/s: f32 %.1f ms, 1 bit %.1f ms\n", 1e3 * f32.seconds, 1e3 * one.seconds);
-    ENSURE(f32.seconds > 0.19 && one.seconds <= f32.seconds / 8);
+    ENSURE(hpml_launch(&l, time_exchange, t, NULL, 0) == HPML_OK);
+    printf("    4 M weights on 1 Gbit/s: f32 %.1f + %.1f ms, 1 bit %.1f + %.1f ms\n", 1e3 * f32->network, 1e3 * f32->own, 1e3 * one->network, 1e3 * one->own);
+    ENSURE(f32->network > 0.19 && one->network <= f32->network / 27 && one->own <= 2.5 * f32->own);
 }
 #endif
