@@ -8265,11 +8265,11 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
 
 HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out)
 {
+    if (!out) return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer memory: nowhere to write it to");
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
     memset(out, 0, sizeof *out);
-    if (!t) return hpml_ctx_status(ctx);
-    *out = t->graph->memory;
-    return HPML_OK;
+    if (t) *out = t->graph->memory;
+    return hpml_ctx_status(ctx);
 }
 
 HPMLI_FN hpml_status hpmli_hook_need(void *user, int param)
@@ -8338,9 +8338,10 @@ HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
     return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
 }
 
-/* Room for a batch of the output, when it is first wanted on the host. */
+/* Room for a batch of the output, when it is first wanted on the host; the CPU's is there already. */
 HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
 {
+    if (t->ctx->backend == hpml_backend_cpu()) return t->output->data;
     if (!t->host_out) t->host_out = hpmli_new(t->ctx, float, hpml_tensor_count(t->output));
     return t->host_out;
 }
@@ -8479,7 +8480,7 @@ HPMLI_FN void hpmli_count_correct(hpml_trainer *t, const int32_t *labels, int64_
     }
     y = hpmli_trainer_host_out(t);
     if (!y) return;
-    hpmli_read_floats(t->ctx, t->output, n, t->host_out);
+    if (y != t->output->data) hpmli_read_floats(t->ctx, t->output, n, t->host_out);
     for (int64_t r = 0; r < n / classes; r++, y += classes) {
         int64_t best = 0;
         if (labels[r] < 0 || labels[r] >= classes) continue;

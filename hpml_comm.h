@@ -5471,6 +5471,7 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
     hpml_safetensors_close(f);
     for (int i = 0; i < capacity && trials; i++) trials[i].batch = 0, trials[i].loss = 0;
     int64_t next = 0, n = 0;
+    double  size = (double)s.min; /* before rounding, whose errors would add up */
     for (int64_t batch = s.min; batch <= s.max && status == HPML_OK; batch = next, n++) {
         status = hpmlc_trial(d, data, batch, s.samples, &loss);
         if (n == 0) first = loss;
@@ -5478,8 +5479,9 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
         if (status == HPML_OK) status = hpml_distribute_load(d, s.path);
         if (!(loss <= first + s.slack * fabs(first)) || !(loss - loss == 0)) break;
         best = batch;
-        next = (int64_t)((double)batch * s.factor / (double)s.multiple + 0.5) * s.multiple;
-        if (next <= batch) next = batch + s.multiple;
+        size = fmin(size * s.factor, 1e15);
+        next = (int64_t)(size / (double)s.multiple + 0.5) * s.multiple;
+        if (next <= batch) size = (double)(next = batch + s.multiple);
     }
     d->rows = 0;
     hpml_distribute_get(d, NULL, true);

@@ -1,5 +1,5 @@
 /* What you learn: a GPT-style language model over characters: embeddings, attention, residual blocks. Difficulty 3 of 4.
-   cc -O2 examples/03_charlm.c -o charlm -lm -lpthread && ./charlm [options] [text files; default: hpml.h]
+   cc -O2 examples/03_charlm.c -o charlm -lm -lpthread && ./charlm [options] [text files; default: hpml's headers]
    prints the loss while it trains, the loss on the last tenth of the text, which it has not seen, and text of its own. */
 #define HPML_IMPLEMENTATION
 #include "../hpml.h"
@@ -36,7 +36,9 @@ static int parse(options *o, int argc, char **argv)
             return 2;
         }
     }
-    if (o->count == 0) o->paths[o->count++] = "hpml.h";
+    static const char *const own[] = { "hpml.h", "hpml_comm.h", "hpml_cuda.cuh" };
+    for (int i = 0, none = o->count == 0; none && i < 3; i++)
+        if (i == 0 || access(own[i], R_OK) == 0) o->paths[o->count++] = own[i];
     if (o->steps < 1) return fprintf(stderr, "--steps: at least 1\n"), 2;
     return 0;
 }

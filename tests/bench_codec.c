@@ -18,25 +18,28 @@ static void once(bench *b)
     if (b->what == 3) memcpy(b->out, b->g, (size_t)(b->p.rows * b->p.cols) * sizeof(float));
 }
 
-/* Best of 5 stretches of 40 ms or more, GB/s of gradient. */
-static double rate(bench *b, int what)
+static int by_value(const void *a, const void *b)
 {
-    double best = 1e30, bytes = 4.0 * (double)b->p.rows * (double)b->p.cols;
-    int    times = 1;
-    b->what = what;
-    once(b);
-    for (int run = 0; run < 5;) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* GB/s of gradient of `what` and of memcpy, taking turns: medians of 7 stretches of 20 ms or more. */
+static void rates(bench *b, int what, double *ours, double *copy)
+{
+    double bytes = 4.0 * (double)b->p.rows * (double)b->p.cols, rate[2][7];
+    int    times[2] = { 1, 1 };
+    for (int run = 0; run < 14;) {
         double start = hpml_now(), t;
-        for (int i = 0; i < times; i++) once(b);
+        b->what = run % 2 ? 3 : what;
+        for (int i = 0; i < times[run % 2]; i++) once(b);
         t = hpml_now() - start;
-        if (t < 0.04) {
-            times *= 2;
-            continue;
-        }
-        best = t / times < best ? t / times : best;
-        run++;
+        if (t < 0.02) times[run % 2] *= 2;
+        else rate[run % 2][run / 2] = bytes * times[run % 2] / t / 1e9, run++;
     }
-    return bytes / best / 1e9;
+    qsort(rate[0], 7, sizeof(double), by_value);
+    qsort(rate[1], 7, sizeof(double), by_value);
+    *ours = rate[0][3], *copy = rate[1][3];
 }
 
 int main(int argc, char **argv)
@@ -61,8 +64,9 @@ int main(int argc, char **argv)
             if (!b.g || !b.e || !b.out || !b.packed) return 1;
             hpml_rng_fill_normal(&r, b.g, (int64_t)n);
             for (int verb = 0; verb < 3; verb++) {
-                double copy = rate(&b, 3), ours = rate(&b, verb);
+                double copy, ours;
                 char   name[64];
+                rates(&b, verb, &ours, &copy);
                 snprintf(name, sizeof name, "%s_%s_%lldx%lld", b.p.codec->name, verbs[verb], (long long)shape[s][0],
                          (long long)shape[s][1]);
                 printf("%-10s %-10s %7lld x %-7lld %7.2f %8.2f %8.2f\n", b.p.codec->name, verbs[verb],

@@ -32,12 +32,14 @@ for cc in gcc clang; do
 done
 for cxx in g++ clang++; do
     command -v $cxx >/dev/null || { skipped=$((skipped + 3)); continue; }
-    for unit in body comm; do try $cxx -std=c++17 -O0 -fsyntax-only -Wall -Wextra -Werror -I. "$tmp/$unit.cc"; done
+    for unit in body comm; do try $cxx -std=c++17 -O0 -fsyntax-only ${strict%% -Wstrict*} -Werror -I. "$tmp/$unit.cc"; done
     [ -f "$tmp/gcc.o" ] && try $cxx -std=c++17 -Wall -Wextra -Werror -I. "$tmp/user.cc" "$tmp/gcc.o" -o "$tmp/mixed" -lm -lpthread
 done
 for option in HPML_NO_THREADS HPML_NO_SIMD HPML_STATIC HPML_DEBUG; do
     try gcc -std=c99 -fsyntax-only $strict -D$option -I. "$tmp/comm.c"
 done
+try gcc -std=gnu11 -O0 -DHPML_IMPLEMENTATION -DHPML_NO_THREADS -DHPML_NO_SIMD tests/test_trainer.c -o "$tmp/alone" -lm
+try "$tmp/alone" --filter resume # without threads, vectors and -lpthread
 try gcc -std=c99 -fsyntax-only $strict -I. "$tmp/half.c" # what ninja links is such a build
 for example in examples/*.c; do try gcc -fsyntax-only -Wall -Wextra -Werror $example; done
 if command -v mpicc >/dev/null; then try mpicc -std=c99 -fsyntax-only $strict -DHPML_USE_MPI -I. "$tmp/comm.c"

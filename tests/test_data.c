@@ -1,5 +1,5 @@
 /* Files: every reader against good, cut, wrong and random files; round trips; whole-or-nothing writing; the loader. */
-#include "../hpml.h"
+#include "meter.h"
 #include "test.h"
 #include <fcntl.h>
 #include <glob.h>
@@ -362,6 +362,7 @@ TEST(mutated_files)
 {
     static const char *const names[] = { "i", "l", "cifar", "csv", "t", "a.npy", "d", "p" };
     static unsigned char good[1 << 16], bad[1 << 16];
+    static const size_t  more[] = { 1, 8, 4096 };
     static unsigned char r[3073] = { 3 };
     hpml_rng rng = { .seed = 1 };
     put("i", images, sizeof images), put("l", labels, sizeof labels), put("cifar", r, sizeof r), put("csv", "1,2,0\n3,4,1\n", 12), put("t", "hello", 5);
@@ -370,19 +371,63 @@ TEST(mutated_files)
         size_t n = f ? fread(good, 1, sizeof good, f) : 0;
         ENSURE(f && n > 0);
         fclose(f);
-        for (int round = 0; round < 700; round++) {
+        ENSURE(n + 4096 <= sizeof good);
+        for (int round = 0; round < 703; round++) {
             size_t    m   = n;
             hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
             int       opened;
             memcpy(bad, good, n);
-            if (round < 250) m = n * (size_t)round / 250;
+            memset(bad + n, 0, 4096);
+            if (round >= 700) m = n + more[round - 700]; /* longer than it should be */
+            else if (round < 250) m = n * (size_t)round / 250;
             else if (round < 600) for (int k = 0; k < 1 + round % 3; k++) bad[hpml_rng_below(&rng, round % 2 || n < 40 ? (int64_t)n : 40)] ^= (unsigned char)(1 << (hpml_rng_u32(&rng) & 7));
             else for (size_t k = 0; k < n; k++) bad[k] = (unsigned char)hpml_rng_u32(&rng);
             opened = open_any(ctx, kind, put("mutant", bad, m));
-            ENSURE(opened == (hpml_ctx_status(ctx) == HPML_OK));
+            ENSURE(opened == (hpml_ctx_status(ctx) == HPML_OK) && (round < 700 || opened == (kind == 4))); /* a text has no size */
             hpml_ctx_free(ctx);
         }
     }
+}
+
+/* What else takes memory: a training with its loader, files of its own, timeline and tables. */
+static hpml_status use_all(hpml_ctx *ctx)
+{
+    static const float   x[20] = { 1, 2, 3 };
+    static const int32_t y[5]  = { 0, 1, 0, 1, 1 };
+    float         out[8];
+    hpml_metrics  m = { 0 };
+    hpml_trainer *t = small_trainer(ctx);
+    hpml_dataset *d = hpml_dataset_create(ctx, 5, HPML_DTYPE_F32, 1, (int64_t[]){ 3 }, x, HPML_DTYPE_I32, 1, y);
+    hpml_trace_start(ctx, &(hpml_trace_desc){ .capacity = 64 });
+    hpml_profile_enable(hpml_trainer_graph(t), true);
+    hpml_trainer_fit(t, d, NULL);
+    hpml_trainer_evaluate(t, d, &m);
+    hpml_trainer_predict(t, x, 4, out);
+    hpml_checkpoint_save(t, file("k"));
+    hpml_checkpoint_load(t, file("k"));
+    hpml_params_save(ctx, file("h"), HPML_DTYPE_F16);
+    hpml_params_load(ctx, file("h"));
+    hpml_dataset_save_records(d, file("d2"));
+    hpml_npy_save(hpml_param_at(ctx, 0), file("b.npy"));
+    hpml_trace_save(ctx, file("trace"));
+    return hpml_ctx_status(ctx);
+}
+
+/* The k-th allocation fails, for every k until none does: an error or success, nothing left behind. */
+TEST(failing_allocator_leaks_nothing)
+{
+    static const char *const names[] = { "i", "l", "cifar", "csv", "t", "a.npy", "d", "p" };
+    for (int kind = 0; kind < 9; kind++)
+        for (size_t k = 1, done = 0; !done; k++) {
+            meter         m   = { 0, 0, k };
+            hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .allocator = { meter_alloc, meter_free, &m } });
+            int           ok  = kind < 8 ? open_any(ctx, kind, file(names[kind])) : use_all(ctx) == HPML_OK;
+            done = m.calls < k;
+            if (done ? !ok : ctx && (ok || hpml_ctx_status(ctx) != HPML_ERR_MEMORY))
+                printf("    kind %d, allocation %d: %d, %s\n", kind, (int)k, ok, hpml_ctx_error(ctx)), test_failed = 1;
+            hpml_ctx_free(ctx);
+            ENSURE(m.live == 0 && k < 1000);
+        }
 }
 
 /* For 1 to 8 ranks: the same global batches, disjoint, complete, equal numbers of steps. */
@@ -440,6 +485,58 @@ TEST(augmentation_and_prefetch)
         hpml_ctx_free(ctx);
     }
     ENSURE(memcmp(first[0], first[1], sizeof first[0]) == 0);
+}
+
+/* Whether `to` is `from` moved by (dx, dy), flipped or not, zeros coming in, with a square of `cut` pixels or less left out. */
+static bool moved(const float *to, const float *from, int dx, int dy, int flip, int cut)
+{
+    int top = 8, left = 8, bottom = -1, right = -1;
+    for (int i = 0; i < 8; i++)
+        for (int j = 0; j < 8; j++) {
+            int   u = i + dy, v = (flip ? 7 - j : j) + dx;
+            float want = u < 0 || u > 7 || v < 0 || v > 7 ? 0 : from[8 * u + v];
+            if (to[8 * i + j] == want) continue;
+            if (to[8 * i + j] != 0) return false;
+            top = i < top ? i : top, bottom = i > bottom ? i : bottom, left = j < left ? j : left, right = j > right ? j : right;
+        }
+    for (int i = top; i <= bottom; i++)
+        for (int j = left; j <= right; j++)
+            if (to[8 * i + j] != 0) return false;
+    return bottom - top < cut && right - left < cut;
+}
+
+/* Over many passes every shift comes, flipped and not, and every place of the hole; a pass has its own. */
+TEST(augmentation_does_what_it_says)
+{
+    static float x[64];
+    static const hpml_augment with[] = { { 2, false, 0 }, { 0, true, 0 }, { 2, true, 0 }, { 0, false, 3 } };
+    static const int          kinds[] = { 25, 2, 50, 1 };
+    for (int i = 0; i < 64; i++) x[i] = (float)(i + 1);
+    for (int k = 0; k < 4; k++) {
+        hpml_ctx     *ctx = hpml_ctx_create(NULL);
+        hpml_dataset *d = hpml_dataset_create(ctx, 1, HPML_DTYPE_F32, 3, (int64_t[]){ 1, 8, 8 }, x, HPML_DTYPE_I32, 0, NULL);
+        hpml_loader  *l = hpml_loader_create(ctx, d, &(hpml_loader_desc){ .batch = 1, .augment = with[k] });
+        int           seen[50] = { 0 }, zero[64] = { 0 }, different = 0;
+        hpml_batch    b;
+        ENSURE(l);
+        for (int pass = 0; pass < 600; pass++) {
+            int found = -1;
+            ENSURE(hpml_loader_seek(l, pass, 0) == HPML_OK && hpml_loader_next(l, &b));
+            const float *to = (const float *)b.x;
+            for (int s = 0; s < 50; s++) {
+                int dx = s % 5 - 2, dy = s / 5 % 5 - 2, flip = s / 25;
+                bool may = (with[k].shift || (!dx && !dy)) && (with[k].flip || !flip);
+                if (may && moved(to, x, dx, dy, flip, with[k].cutout)) found = s;
+            }
+            ENSURE(found >= 0);
+            seen[found]++;
+            for (int i = 0; i < 64; i++) zero[i] += to[i] == 0;
+        }
+        for (int s = 0; s < 50; s++) different += seen[s] > 0;
+        ENSURE(different == kinds[k]);
+        for (int i = 0; i < 64; i++) ENSURE(k != 3 || (zero[i] > 0 && zero[i] < 300));
+        hpml_ctx_free(ctx);
+    }
 }
 
 TEST(zz_clean_up)

@@ -462,7 +462,7 @@ static hpml_status search(hpml_comm *c, void *user)
     search_job    *s = (search_job *)user, own = *s;
     hpml_ctx      *ctx = hpml_comm_ctx(c);
     job            j   = { .samples = 2000, .poison = s->poison };
-    hpml_tensor   *x   = hpml_input_2d(ctx, 64, INPUTS);
+    hpml_tensor   *x   = hpml_input_2d(ctx, s->s.multiple == 64 ? 1024 : 64, INPUTS);
     hpml_trainer  *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = model(&j, x, 0), .lr = s->lr ? (float)s->lr : 0.05f, .momentum = 0.9f });
     hpml_dataset  *data = points(ctx, j.samples, 0, j.poison == hpml_comm_rank(c) + 1 ? j.samples : 0, (float)NAN);
     own.d.global_batch = 8;
@@ -512,8 +512,17 @@ TEST(a_search_does_not_delay)
     search_job now = { .before = -1, .s = { .samples = 64, .slack = 10 } }, late = now;
     late.d.delayed = true;
     ENSURE(seek(&now) == HPML_OK && seek(&late) == HPML_OK);
-    for (int i = 0; i < 8; i++) ENSURE(now.trials[i].batch == late.trials[i].batch && now.trials[i].loss == late.trials[i].loss);
-    ENSURE(now.trials[7].batch == 93 && now.taken == 93);
+    for (int i = 0; i < 9; i++) ENSURE(now.trials[i].batch == late.trials[i].batch && now.trials[i].loss == late.trials[i].loss);
+    ENSURE(now.trials[7].batch == 91 && now.trials[8].batch == 128 && now.taken == 128);
+}
+
+/* The sizes of the paper's program: powers of the square root of 2, to multiples of 64. */
+TEST(a_search_tries_these_sizes)
+{
+    static const int64_t sizes[] = { 256, 384, 512, 704, 1024, 1472, 2048, 0 };
+    search_job s = { .before = -1, .s = { .samples = 64, .slack = 10, .min = 256, .multiple = 64 } };
+    ENSURE(seek(&s) == HPML_OK && s.taken == 2048);
+    for (int i = 0; i < 8; i++) ENSURE(s.trials[i].batch == sizes[i]);
 }
 
 TEST(a_search_may_diverge)

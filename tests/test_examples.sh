@@ -9,10 +9,21 @@ build/01_xor >"$tmp/out" 2>&1
 check "xor is learned" 'grep -q "accuracy 1.00" "$tmp/out"'
 build/04_embed_cpp >"$tmp/out" 2>&1
 check "the header inside a C++ program" '[ $? -eq 0 ] && grep -q residual "$tmp/out"'
-build/02_mnist --samples 4000 --epochs 3 --json >"$tmp/out" 2>&1
+rm -f build/loss.csv build/loss.svg build/trace.json
+build/02_mnist --samples 4000 --epochs 3 --json >"$tmp/out" 2>&1; cnn=$(number test_accuracy)
 check "generated digits" 'above test_accuracy 0.9'
-build/02_mnist --samples 3000 --epochs 3 --model linear --codec onebit --json >"$tmp/out" 2>&1
-check "linear model, 1-bit gradients" 'above test_accuracy 0.6'
+check "a JSON object at the end" 'above train_seconds 0.001 && above samples_per_second 1 && above parameters 215370 && above bytes_sent 0 && tail -n 1 "$tmp/out" | grep -q "\"weights_hash\": \"[0-9a-f]*\"}$"'
+check "a line in loss.csv for each of 189 steps" '[ "$(wc -l <build/loss.csv)" = 190 ] && tail -n 1 build/loss.csv | grep -q "^189,[0-9.]*,[0-9.]*$"'
+check "a plot and a timeline" 'tail -n 1 build/loss.svg | grep -q "</svg>" && [ "$(tail -n 1 build/trace.json)" = "]" ] && grep -q "\"conv0 backward\"" build/trace.json'
+build/02_mnist --samples 4000 --epochs 3 --model linear --codec onebit --json >"$tmp/out" 2>&1
+check "linear model, 1-bit gradients, clearly below the CNN" 'above test_accuracy 0.6 && ! above test_accuracy "$(awk "BEGIN { print $cnn - 0.05 }")"'
+mkdir "$tmp/t10k" # MNIST's test files alone, of 2100 black digits: the last 2000 are for the test
+{ printf '\0\0\10\3\0\0\10\64\0\0\0\34\0\0\0\34'; head -c 1646400 /dev/zero; } >"$tmp/t10k/t10k-images-idx3-ubyte"
+{ printf '\0\0\10\1\0\0\10\64'; head -c 2100 /dev/zero; } >"$tmp/t10k/t10k-labels-idx1-ubyte"
+build/02_mnist --data "$tmp/t10k" --model linear --epochs 1 >"$tmp/out" 2>&1
+check "a folder of test files" 'grep -q " 100 training digits" "$tmp/out" && grep -q "accuracy 100.00 % on 2000 digits" "$tmp/out" && grep -q "^confusion" "$tmp/out"'
+gzip "$tmp"/t10k/* && build/02_mnist --data "$tmp/t10k" --model linear --epochs 1 >"$tmp/out" 2>&1
+check "gzipped" 'if grep -q lz build/zlib.flags; then grep -q " 100 training digits" "$tmp/out"; else grep -q "is gzipped" "$tmp/out"; fi'
 build/02_mnist --samples 2000 --epochs 2 --model mlp --seed 5 --threads 1 --json >"$tmp/out" 2>&1; one=$(tail -n 1 "$tmp/out" | grep -o '"weights_hash": *"[^"]*"')
 build/02_mnist --samples 2000 --epochs 2 --model mlp --seed 5 --threads 3 --json >"$tmp/out" 2>&1; three=$(tail -n 1 "$tmp/out" | grep -o '"weights_hash": *"[^"]*"')
 check "the same bits with 1 and 3 threads" '[ -n "$one" ] && [ "$one" = "$three" ]'
