@@ -535,6 +535,7 @@ static void codec_case(const hpml_codec_desc *c, int64_t rows, int64_t cols, siz
         float *g = numbers((uint64_t)step + 40, n, 0.1f);
         if (hostile) { /* rows: whole, NaN, infinity, sums that overflow, tiny, zeros of both signs */
             g[cols] = NAN, g[3 * cols - 1] = -INFINITY;
+            if (rows > 6) g[n - 1] = NAN;
             for (int64_t i = 0; i < cols; i++)
                 g[3 * cols + i] *= 3e38f, g[4 * cols + i] *= 1e-42f, g[5 * cols + i] = i % 3 ? -0.0f : 0.0f;
         }
