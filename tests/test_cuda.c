@@ -34,6 +34,12 @@ __attribute__((weak)) long cuda_on_cpu_count(const char *what);
 
 static bool emulated(void) { return cuda_on_cpu_fault != NULL; }
 
+/* Every other case runs on a device of one multiprocessor: what is dealt out to few blocks goes round in them. */
+static void multiprocessors(size_t i)
+{
+    if (emulated()) cuda_on_cpu_fault("multiprocessors", i % 2 ? 1 : 132);
+}
+
 /* The libraries' products and convolutions, or our own: the emulation has cuBLASLt alone, and tests ours where not told. */
 static enum { AS_EVER, LIBRARIES, OWN } products;
 
@@ -109,6 +115,7 @@ static void some_cases(const op_case *c, size_t count, hpml_cuda_precision preci
     for (; count > 0; c++, count--) {
         results cpu, gpu;
         char    error[256];
+        multiprocessors(count + (precision == HPML_CUDA_BF16));
         if (run_case(c, false, HPML_CUDA_F32, passes, &cpu, error) != HPML_OK ||
             run_case(c, true, precision, passes, &gpu, error) != HPML_OK)
             printf("    %s: %s\n", c->name, error), test_failed = 1;
@@ -251,8 +258,10 @@ static void run_node(hpml_tensor *x, hpml_tensor *y, const void *v, const one_op
 
 static void one_case(const one_op *o, const int64_t shape[4], hpml_cuda_precision precision, double tolerance)
 {
-    results r[2];
-    char    what[128];
+    static size_t turn;
+    results       r[2];
+    char          what[128];
+    multiprocessors(turn++);
     for (int gpu = 0; gpu < 2; gpu++) {
         hpml_ctx    *ctx = context(gpu == 1, precision);
         int          ndim = shape[3] ? 4 : shape[2] ? 3 : 2;
@@ -576,6 +585,12 @@ TEST(codecs_bit_for_bit)
     codec_case(&(hpml_codec_desc){ .kind = HPML_CODEC_ONEBIT, .all_bits = true }, 20, 70, 100, false);
     codec_case(&(hpml_codec_desc){ .kind = HPML_CODEC_ONEBIT, .compress_all = true }, 7, 17000, 17 * 28 * 3, true);
     codec_case(&(hpml_codec_desc){ .kind = HPML_CODEC_BF16 }, 262140, 1, 100, true);
+    for (int kind = HPML_CODEC_BF16; kind <= HPML_CODEC_TWOBIT; kind++) { /* more rows than blocks take at once */
+        multiprocessors(1);
+        codec_case(&(hpml_codec_desc){ .kind = (hpml_codec_kind)kind }, 40, 9000, 2000, false);
+        codec_case(&(hpml_codec_desc){ .kind = (hpml_codec_kind)kind }, 40, 17000, 100000, true);
+    }
+    multiprocessors(0);
 }
 
 static hpml_status no_encode(const hpml_packing *p, void *to, float *e, const float *g, int64_t rows)
