@@ -1090,6 +1090,30 @@ TEST(looks_wait_once_a_step)
     hpml_ctx_free(ctx);
 }
 
+/* What is not finite is named as on the CPU: in the data, in a parameter, in the result of a layer. */
+TEST(a_nan_is_named)
+{
+    static const char *const where[] = { "in the data of", "in parameter \"linear1.weight\"", "in the result of \"activation2\"" };
+    const int32_t y[4] = { 0, 1, 1, 0 };
+    char          said[2][256];
+    if (no_device()) SKIP("no CUDA device");
+    for (int i = 0; i < 3; i++) {
+        for (int gpu = 0; gpu < 2; gpu++) {
+            float        x[8] = { 0, 0, 0, i == 0 ? NAN : 1, 1, 0, 1, 1 }, w[16] = { 1, 2, INFINITY };
+            hpml_ctx    *ctx = context(gpu == 1, i == 1 ? HPML_CUDA_BF16 : HPML_CUDA_F32);
+            hpml_tensor *in  = hpml_input_2d(ctx, 4, 2), *h = hpml_linear(in, 8, NULL);
+            if (i == 2) h = hpml_activation(hpml_scale(h, 0, -1), HPML_ACT_LOG, 0);
+            hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = hpml_linear(h, 2, NULL) });
+            if (i == 1) hpml_tensor_set(hpml_param_find(ctx, "linear1.weight"), w, 16);
+            ENSURE(hpml_trainer_step(t, x, y, 4, NULL) == HPML_ERR_NONFINITE);
+            const char *text = strstr(hpml_ctx_error(ctx), "the first NaN or infinity is ");
+            snprintf(said[gpu], sizeof said[0], "%s", text ? text : "");
+            hpml_ctx_free(ctx);
+        }
+        if (!strstr(said[1], where[i]) || strcmp(said[0], said[1]) != 0) printf("    %s; the CPU: %s\n", said[1], said[0]), test_failed = 1;
+    }
+}
+
 /* In f16 the loss scale starts too high for large gradients and finds its place; the training learns. */
 TEST(the_loss_scale_finds_its_place)
 {
