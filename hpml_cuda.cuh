@@ -5145,12 +5145,13 @@ typedef struct hpmlg_pack { /* rows of one call */
     float         *e;        /* (rows, cols), NULL: no feedback */
     const float   *g;        /* (rows, cols) */
     int64_t        rows, cols, row_size;
-    int           *bad;      /* (1 + rows): any, and each */
+    int           *bad;      /* (1 + before + rows): any, and each */
     int            printed;
     float          threshold;
+    int64_t        before;   /* rows that are done */
 } hpmlg_pack;
 
-HPMLG_DEVICE void hpmlg_pack_mark(const hpmlg_pack *p, int64_t row) { p->bad[0] = p->bad[1 + row] = 1; }
+HPMLG_DEVICE void hpmlg_pack_mark(const hpmlg_pack *p, int64_t row) { p->bad[0] = p->bad[1 + p->before + row] = 1; }
 
 typedef struct hpmlg_chunk { /* one chunk, or row: [0] what is negative, [1] the rest */
     float sum[2], least[2], most[2];
@@ -5404,7 +5405,7 @@ HPMLG_FN hpml_status hpmlg_onebit_encode(hpmlg_device *d, hpmlg_pack p)
         status = HPMLG_DEAL(d, hpmlg_k_onebit_chunks, p.rows * chunks, 16, p, chunks, sums);
         if (status == HPML_OK) status = HPMLG_DEAL(d, hpmlg_k_onebit_levels, p.rows, 8, p, chunks, sums);
         if (status == HPML_OK && p.e) status = HPMLG_DEAL(d, hpmlg_k_onebit_carry, p.rows * p.cols, 2048, p);
-        p.packed += p.rows * p.row_size, p.g += p.rows * p.cols, p.e += p.e ? p.rows * p.cols : 0, p.bad += p.rows;
+        p.packed += p.rows * p.row_size, p.g += p.rows * p.cols, p.e += p.e ? p.rows * p.cols : 0, p.before += p.rows;
     }
     return status;
 }
@@ -5435,7 +5436,7 @@ HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, 
     for (int64_t row = 0; row < rows && status == HPML_OK; row += HPMLG_PACK_ROWS) {
         hpmlg_pack some = { (unsigned char *)packed + (size_t)row * p->row_size, NULL, grad + row * p->cols,
                             rows - row < HPMLG_PACK_ROWS ? rows - row : HPMLG_PACK_ROWS, p->cols, (int64_t)p->row_size,
-                            bad, p->desc.printed_residual, p->desc.threshold > 0 ? p->desc.threshold : 0.5f };
+                            bad, p->desc.printed_residual, p->desc.threshold > 0 ? p->desc.threshold : 0.5f, 0 };
         if (residual && p->residual_count) some.e = residual + row * p->cols;
         status = hpmlg_pack_some(d, kind, some);
     }
@@ -5478,7 +5479,7 @@ HPMLG_FN hpml_status hpmlg_decode(void *, hpml_ctx *ctx, const hpml_packing *p, 
     int           kind;
     hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
     hpmlg_pack    all    = { (unsigned char *)packed, NULL, NULL, rows, p->cols, (int64_t)p->row_size, NULL, 0,
-                             p->desc.threshold > 0 ? p->desc.threshold : 0.5f };
+                             p->desc.threshold > 0 ? p->desc.threshold : 0.5f, 0 };
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE || kind == HPML_CODEC_BF16)
         return HPMLG_DEAL(d, hpmlg_k_unpack, rows * p->cols, 2048, out,

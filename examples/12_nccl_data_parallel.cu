@@ -9,6 +9,9 @@
 #include "../hpml_cuda.cuh"
 #include "digits.h"
 
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <vector>
 
 struct options {

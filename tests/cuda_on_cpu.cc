@@ -17,6 +17,7 @@ extern "C" void cuda_on_cpu_fault(const char *what, long k)
     else if (strcmp(what, "other architecture") == 0) e.wrong_image = true;
     else if (strcmp(what, "malloc") == 0) e.fail_malloc = k;
     else if (strcmp(what, "launch") == 0) e.fail_launch = k;
+    else if (strcmp(what, "multiprocessors") == 0) e.sms = (int)k;
     else if (strcmp(what, "order") == 0) cuda_on_cpu_order((unsigned)k);
     else if (strcmp(what, "lazy") == 0) cuda_on_cpu_lazy((unsigned)k);
     else if (strcmp(what, "cublas") == 0) cublas_on_cpu_refuses = (int)k;

@@ -313,6 +313,7 @@ struct state {
         if (const char *s = getenv("CUDA_ON_CPU_LAZY")) lazy = (unsigned)atoi(s);
         if (const char *s = getenv("CUDA_ON_CPU_CHECK")) check = (unsigned)atoi(s);
         if (const char *s = getenv("CUDA_ON_CPU_UNORDERED")) unordered = s;
+        if (const char *s = getenv("CUDA_ON_CPU_SMS")) sms = atoi(s);
         streams.push_back(null_stream);
     }
     ~state()

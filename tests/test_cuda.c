@@ -34,6 +34,12 @@ __attribute__((weak)) long cuda_on_cpu_count(const char *what);
 
 static bool emulated(void) { return cuda_on_cpu_fault != NULL; }
 
+/* Every other case runs on a device of one multiprocessor: what is dealt out to few blocks goes round in them. */
+static void multiprocessors(size_t i)
+{
+    if (emulated()) cuda_on_cpu_fault("multiprocessors", i % 2 ? 1 : 132);
+}
+
 /* The libraries' products and convolutions, or our own: the emulation has cuBLASLt alone, and tests ours where not told. */
 static enum { AS_EVER, LIBRARIES, OWN } products;
 
@@ -109,6 +115,7 @@ static void some_cases(const op_case *c, size_t count, hpml_cuda_precision preci
     for (; count > 0; c++, count--) {
         results cpu, gpu;
         char    error[256];
+        multiprocessors(count + (precision == HPML_CUDA_BF16));
         if (run_case(c, false, HPML_CUDA_F32, passes, &cpu, error) != HPML_OK ||
             run_case(c, true, precision, passes, &gpu, error) != HPML_OK)
             printf("    %s: %s\n", c->name, error), test_failed = 1;
@@ -251,8 +258,10 @@ static void run_node(hpml_tensor *x, hpml_tensor *y, const void *v, const one_op
 
 static void one_case(const one_op *o, const int64_t shape[4], hpml_cuda_precision precision, double tolerance)
 {
-    results r[2];
-    char    what[128];
+    static size_t turn;
+    results       r[2];
+    char          what[128];
+    multiprocessors(turn++);
     for (int gpu = 0; gpu < 2; gpu++) {
         hpml_ctx    *ctx = context(gpu == 1, precision);
         int          ndim = shape[3] ? 4 : shape[2] ? 3 : 2;
@@ -535,6 +544,7 @@ static void codec_case(const hpml_codec_desc *c, int64_t rows, int64_t cols, siz
         float *g = numbers((uint64_t)step + 40, n, 0.1f);
         if (hostile) { /* rows: whole, NaN, infinity, sums that overflow, tiny, zeros of both signs */
             g[cols] = NAN, g[3 * cols - 1] = -INFINITY;
+            if (rows > 6) g[n - 1] = NAN;
             for (int64_t i = 0; i < cols; i++)
                 g[3 * cols + i] *= 3e38f, g[4 * cols + i] *= 1e-42f, g[5 * cols + i] = i % 3 ? -0.0f : 0.0f;
         }
@@ -575,6 +585,12 @@ TEST(codecs_bit_for_bit)
     codec_case(&(hpml_codec_desc){ .kind = HPML_CODEC_ONEBIT, .all_bits = true }, 20, 70, 100, false);
     codec_case(&(hpml_codec_desc){ .kind = HPML_CODEC_ONEBIT, .compress_all = true }, 7, 17000, 17 * 28 * 3, true);
     codec_case(&(hpml_codec_desc){ .kind = HPML_CODEC_BF16 }, 262140, 1, 100, true);
+    for (int kind = HPML_CODEC_BF16; kind <= HPML_CODEC_TWOBIT; kind++) { /* more rows than blocks take at once */
+        multiprocessors(1);
+        codec_case(&(hpml_codec_desc){ .kind = (hpml_codec_kind)kind }, 40, 9000, 2000, false);
+        codec_case(&(hpml_codec_desc){ .kind = (hpml_codec_kind)kind }, 40, 17000, 100000, true);
+    }
+    multiprocessors(0);
 }
 
 static hpml_status no_encode(const hpml_packing *p, void *to, float *e, const float *g, int64_t rows)
@@ -1072,6 +1088,30 @@ TEST(looks_wait_once_a_step)
     ENSURE_NEAR(sum, table, 1e-3 * table + 1);
     hpml_profile_enable(hpml_trainer_graph(t), false);
     hpml_ctx_free(ctx);
+}
+
+/* What is not finite is named as on the CPU: in the data, in a parameter, in the result of a layer. */
+TEST(a_nan_is_named)
+{
+    static const char *const where[] = { "in the data of", "in parameter \"linear1.weight\"", "in the result of \"activation2\"" };
+    const int32_t y[4] = { 0, 1, 1, 0 };
+    char          said[2][256];
+    if (no_device()) SKIP("no CUDA device");
+    for (int i = 0; i < 3; i++) {
+        for (int gpu = 0; gpu < 2; gpu++) {
+            float        x[8] = { 0, 0, 0, i == 0 ? NAN : 1, 1, 0, 1, 1 }, w[16] = { 1, 2, INFINITY };
+            hpml_ctx    *ctx = context(gpu == 1, i == 1 ? HPML_CUDA_BF16 : HPML_CUDA_F32);
+            hpml_tensor *in  = hpml_input_2d(ctx, 4, 2), *h = hpml_linear(in, 8, NULL);
+            if (i == 2) h = hpml_activation(hpml_scale(h, 0, -1), HPML_ACT_LOG, 0);
+            hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = hpml_linear(h, 2, NULL) });
+            if (i == 1) hpml_tensor_set(hpml_param_find(ctx, "linear1.weight"), w, 16);
+            ENSURE(hpml_trainer_step(t, x, y, 4, NULL) == HPML_ERR_NONFINITE);
+            const char *text = strstr(hpml_ctx_error(ctx), "the first NaN or infinity is ");
+            snprintf(said[gpu], sizeof said[0], "%s", text ? text : "");
+            hpml_ctx_free(ctx);
+        }
+        if (!strstr(said[1], where[i]) || strcmp(said[0], said[1]) != 0) printf("    %s; the CPU: %s\n", said[1], said[0]), test_failed = 1;
+    }
 }
 
 /* In f16 the loss scale starts too high for large gradients and finds its place; the training learns. */

@@ -369,6 +369,7 @@ TEST(nccl_checkpoints)
 typedef struct meeting {
     job  j; /* first: place looks at it */
     char file[64], text[768];
+    int  absent; /* ranks that do not come */
 } meeting;
 
 /* Contexts that know of no communicator: their ids go by files. */
@@ -378,7 +379,8 @@ static hpml_status by_file(hpml_comm *c, void *user)
     hpml_ctx      *ctx = hpml_comm_ctx(c);
     int            rank = hpml_comm_rank(c), p = hpml_comm_size(c);
     float          x[1000];
-    hpml_nccl     *n = hpml_nccl_create(ctx, &(hpml_nccl_desc){ .rank = rank, .ranks = p, .file = m->file, .timeout = 2 });
+    hpml_nccl     *n = hpml_nccl_create(ctx, &(hpml_nccl_desc){ .rank = rank, .ranks = p + m->absent, .file = m->file,
+                                                                .timeout = m->absent ? 0.3 : 2 });
     float         *device = (float *)hpml_ctx_backend(ctx)->alloc(hpml_ctx_device(ctx), sizeof x);
     for (int i = 0; i < 1000; i++) x[i] = (float)(i + rank);
     for (int turn = 0; turn < 3 && n; turn++) {
@@ -405,6 +407,15 @@ TEST(nccl_ranks_meet_by_file)
     ENSURE(hpml_launch(&l, by_file, &m, m.text, sizeof m.text) == HPML_ERR_WRITE);
     ENSURE(strstr(m.text, "cannot write /nonexistent/nccl_id"));
     nccl_on_cpu_reset(1, 0);
+    snprintf(m.file, sizeof m.file, "build/nccl_id");
+    l.ranks = m.absent = 1;
+    ENSURE(hpml_launch(&l, by_file, &m, m.text, sizeof m.text) == HPML_ERR_TIMEOUT);
+    ENSURE(strstr(m.text, "no build/nccl_id.1 after 0.3 seconds: rank 1 has not come"));
+    FILE *other = fopen("build/nccl_id.1", "w");
+    ENSURE(other && fputs("not a card", other) >= 0 && fclose(other) == 0);
+    ENSURE(hpml_launch(&l, by_file, &m, m.text, sizeof m.text) == HPML_ERR_FORMAT);
+    ENSURE(strstr(m.text, "build/nccl_id.1 is not of this program") && remove("build/nccl_id.1") == 0);
+    ENSURE(access("build/nccl_id.0", F_OK) != 0);
 }
 
 TEST(nccl_errors)
