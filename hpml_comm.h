@@ -2301,12 +2301,14 @@ typedef struct hpmlc_phase {
     hpmlc_team team;
     int64_t    at, count; /* the range */
     int        rounds;
+    const char *level;    /* of a hierarchy, in the timeline; else NULL */
 } hpmlc_phase;
 
 #define HPMLC_PHASES 8
 typedef struct hpmlc_plan {
     hpmlc_phase phase[HPMLC_PHASES];
     int         count;
+    const char *level; /* of the phases to come */
 } hpmlc_plan;
 
 HPML_API int64_t hpml_block(int64_t n, int parts, int index)
@@ -2417,7 +2419,7 @@ HPMLC_FN void hpmlc_plan_add(hpmlc_plan *plan, hpmlc_kind kind, hpmlc_team team,
     int rounds = hpmlc_rounds(kind, team.size);
     if (rounds == 0 || team.me < 0) return;
     hpmlc_phase *f = &plan->phase[plan->count++];
-    f->kind = kind, f->team = team, f->at = at, f->count = count, f->rounds = rounds;
+    f->kind = kind, f->team = team, f->at = at, f->count = count, f->rounds = rounds, f->level = plan->level;
 }
 
 /* The phases of an allreduce of a range within one team. */
@@ -2448,22 +2450,24 @@ HPMLC_FN void hpmlc_plan_nodes(hpmlc_plan *plan, int p, int per_node, bool sprea
 {
     int        nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
     hpmlc_team in, across;
-    in.root = across.root = 0;
+    in.root = across.root = 0, plan->level = "local reduce";
     if (p % per_node == 0) {
         in.me   = spread ? rank / nodes : rank % per_node, across.me = spread ? rank % nodes : rank / per_node;
         in.base = spread ? across.me : rank - in.me, in.stride = spread ? nodes : 1, in.size = per_node;
         across.base = spread ? in.me * nodes : in.me, across.stride = spread ? 1 : per_node, across.size = nodes;
         int64_t at = hpml_block(n, per_node, in.me), end = hpml_block(n, per_node, in.me + 1);
-        hpmlc_plan_add(plan, HPMLC_RING_SCATTER, in, 0, n);
+        hpmlc_plan_add(plan, HPMLC_RING_SCATTER, in, 0, n), plan->level = "global allreduce";
         hpmlc_plan_team(plan, hpmlc_ring_of_nodes(nodes) ? HPML_RING : HPML_HALVING, across, at, end - at);
+        plan->level = "local gather";
         hpmlc_plan_add(plan, HPMLC_RING_GATHER, in, 0, n);
         return;
     }
     int node = rank / per_node;
     in.base = node * per_node, in.stride = 1, in.size = node == nodes - 1 ? last : per_node, in.me = rank - in.base;
     across.base = 0, across.stride = per_node, across.size = nodes, across.me = in.me == 0 ? node : -1;
-    hpmlc_plan_add(plan, HPMLC_TREE_UP, in, 0, n);
+    hpmlc_plan_add(plan, HPMLC_TREE_UP, in, 0, n), plan->level = "global allreduce";
     if (across.me >= 0) hpmlc_plan_team(plan, HPML_RING, across, 0, n);
+    plan->level = "local gather";
     hpmlc_plan_add(plan, HPMLC_TREE_DOWN, in, 0, n);
 }
 
@@ -2471,7 +2475,7 @@ HPMLC_FN void hpmlc_plan_make(hpmlc_plan *plan, hpml_algorithm a, int p, int per
 {
     hpmlc_team all;
     all.base = 0, all.stride = 1, all.size = p, all.me = rank, all.root = 0;
-    plan->count = 0;
+    plan->count = 0, plan->level = NULL;
     if (a == HPML_HIERARCHICAL && per_node > 0 && per_node < p) hpmlc_plan_nodes(plan, p, per_node, spread, rank, n);
     else hpmlc_plan_team(plan, a, all, 0, n);
 }
@@ -2630,11 +2634,13 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
     size_t           size   = hpml_element_size(e);
     hpmlc_reduce_fn *reduce = op < 0 ? NULL : hpmlc_reducer(e, (hpml_reduce)op);
     hpml_status      status = HPML_OK;
+    double           since  = plan->level ? hpml_comm_now(c) : 0, end;
     c->round = 0;
     for (int i = 0; i < plan->count; i++) {
-        for (int k = 0; k < plan->phase[i].rounds && status == HPML_OK; k++, c->round++) {
+        const hpmlc_phase *f = &plan->phase[i];
+        for (int k = 0; k < f->rounds && status == HPML_OK; k++, c->round++) {
             hpml_move m;
-            hpmlc_move_of(&plan->phase[i], k, &m);
+            hpmlc_move_of(f, k, &m);
             char  *out = data + (size_t)m.out_at * size, *in = data + (size_t)m.in_at * size;
             size_t out_bytes = (size_t)m.out_count * size, in_bytes = (size_t)m.in_count * size;
             if (m.to >= 0 && m.add && out == in && out_bytes > 0) { /* what is sent is added to meanwhile */
@@ -2645,6 +2651,9 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
             status = hpmlc_round(c, tag, m.to, out, out_bytes, m.from, in, in_bytes, m.add ? reduce : NULL);
         }
         if (op == HPML_MEAN && status == HPML_OK) hpmlc_run_mean(c, plan, i, data, e);
+        if (!f->level || status != HPML_OK || (i + 1 < plan->count && f[1].level == f->level)) continue;
+        hpml_trace_span(c->trace, HPML_LANE_COMM, f->level, since, end = hpml_comm_now(c));
+        since = end;
     }
     return status;
 }
@@ -2655,25 +2664,18 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const hpmlc_signature *mine, int 
     hpmlc_signature theirs;
     char            verdict[192] = { 0 };
     hpml_message    m;
-    if (c->rank > 0) {
-        hpmlc_begin(c, false, 0, tag, (char *)(uintptr_t)mine, sizeof *mine, NULL, &m), hpml_wait(c, &m);
-        hpmlc_begin(c, true, 0, tag, verdict, sizeof verdict, NULL, &m);
-        if (hpml_wait(c, &m) != HPML_OK) return m.status;
-    } else {
-        for (int i = 1; i < c->size; i++) {
-            hpmlc_begin(c, true, i, tag, (char *)&theirs, sizeof theirs, NULL, &m);
+    bool            asks = c->rank == 0;
+    for (int turn = 0; turn < 2; turn++) /* up: signatures; down: the verdict */
+        for (int i = asks; i < (asks ? c->size : 1); i++) {
+            char *data = turn ? verdict : asks ? (char *)&theirs : (char *)(uintptr_t)mine;
+            hpmlc_begin(c, asks == (turn == 0), i, tag, data, turn ? sizeof verdict : sizeof *mine, NULL, &m);
             if (hpml_wait(c, &m) != HPML_OK) return m.status;
-            if (memcmp(&theirs, mine, sizeof theirs) != 0 && !verdict[0])
-                snprintf(verdict, sizeof verdict, "collective %d differs: rank 0 is in %s of %lld (element %d, op %d, "
-                         "algorithm %d), rank %d in %s of %lld (%d, %d, %d)", mine->sequence, mine->name,
-                         (long long)mine->count, mine->element, mine->op, mine->algorithm, c->origin[i], theirs.name,
-                         (long long)theirs.count, theirs.element, theirs.op, theirs.algorithm);
+            if (turn || !asks || verdict[0] || memcmp(&theirs, mine, sizeof theirs) == 0) continue;
+            snprintf(verdict, sizeof verdict, "collective %d differs: rank 0 is in %s of %lld (element %d, op %d, "
+                     "algorithm %d), rank %d in %s of %lld (%d, %d, %d)", mine->sequence, mine->name,
+                     (long long)mine->count, mine->element, mine->op, mine->algorithm, c->origin[i], theirs.name,
+                     (long long)theirs.count, theirs.element, theirs.op, theirs.algorithm);
         }
-        for (int i = 1; i < c->size; i++) {
-            hpmlc_begin(c, false, i, tag, verdict, sizeof verdict, NULL, &m);
-            if (hpml_wait(c, &m) != HPML_OK) return m.status;
-        }
-    }
     return verdict[0] ? hpml_ctx_fail(c->ctx, HPML_ERR_COMM, "rank %d: %s", c->origin[c->rank], verdict) : HPML_OK;
 }
 
@@ -2717,7 +2719,7 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind 
     int tag = hpmlc_enter(c, name, n, (int)e, op, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     all.base = 0, all.stride = 1, all.size = c->size, all.root = root, all.me = (c->rank - root + c->size) % c->size;
-    plan.count = 0;
+    plan.count = 0, plan.level = NULL;
     hpmlc_plan_add(&plan, kind, all, 0, n);
     return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)data, e, op, tag));
 }

@@ -338,3 +338,34 @@ TEST(one_timeline_for_all_ranks)
     ENSURE(ranks == 3 && text[0] == '[' && strstr(text, "\n]\n") && strstr(text, "allreduce"));
     ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2 }, timeline, (void *)(uintptr_t) "/nonexistent/x", NULL, 0) != HPML_OK);
 }
+
+/* HIERARCHICAL shows its levels, in their order, also where nodes differ in size: rank 0 is the first of its node. */
+static hpml_status levels(hpml_comm *c, void *user)
+{
+    float x[100] = { 0 };
+    hpml_comm_trace_start(c, NULL);
+    hpml_allreduce(c, x, 100, &(hpml_allreduce_desc){ .algorithm = HPML_HIERARCHICAL });
+    hpml_allreduce(c, x, 100, &(hpml_allreduce_desc){ .algorithm = HPML_RING });
+    if (hpml_comm_rank(c) == 0) hpml_trace_save(hpml_comm_ctx(c), (const char *)user);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(levels_of_a_hierarchy_in_the_timeline)
+{
+    static const char *const name[] = { "\"local reduce\"", "\"global allreduce\"", "\"local gather\"", "\"allreduce\"" };
+    const char *path = "build/levels_test.json";
+    for (int p = 3; p <= 12; p++)
+        for (int k = 2; k < p; k++) {
+            char text[4096] = { 0 };
+            ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = p, .network.ranks_per_node = k }, levels, (void *)(uintptr_t)path, NULL, 0) == HPML_OK);
+            FILE *f = fopen(path, "rb");
+            ENSURE(f && fread(text, 1, sizeof text - 1, f) > 0);
+            fclose(f);
+            remove(path);
+            const char *at = text;
+            for (int i = 0; i < 4; i++) {
+                at = strstr(at, name[i]);
+                ENSURE(at && (i == 3 || !strstr(at + 1, name[i]))); /* once: the ring has none */
+            }
+        }
+}
