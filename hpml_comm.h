@@ -2322,12 +2322,14 @@ typedef struct hpmlc_phase {
     hpmlc_team team;
     int64_t    at, count; /* the range */
     int        rounds;
+    const char *level;    /* of a hierarchy, in the timeline; else NULL */
 } hpmlc_phase;
 
 #define HPMLC_PHASES 8
 typedef struct hpmlc_plan {
     hpmlc_phase phase[HPMLC_PHASES];
     int         count;
+    const char *level; /* of the phases to come */
 } hpmlc_plan;
 
 HPML_API int64_t hpml_block(int64_t n, int parts, int index)
@@ -2438,7 +2440,7 @@ HPMLC_FN void hpmlc_plan_add(hpmlc_plan *plan, hpmlc_kind kind, hpmlc_team team,
     int rounds = hpmlc_rounds(kind, team.size);
     if (rounds == 0 || team.me < 0) return;
     hpmlc_phase *f = &plan->phase[plan->count++];
-    f->kind = kind, f->team = team, f->at = at, f->count = count, f->rounds = rounds;
+    f->kind = kind, f->team = team, f->at = at, f->count = count, f->rounds = rounds, f->level = plan->level;
 }
 
 /* The phases of an allreduce of a range within one team. */
@@ -2469,22 +2471,24 @@ HPMLC_FN void hpmlc_plan_nodes(hpmlc_plan *plan, int p, int per_node, bool sprea
 {
     int        nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
     hpmlc_team in, across;
-    in.root = across.root = 0;
+    in.root = across.root = 0, plan->level = "local reduce";
     if (p % per_node == 0) {
         in.me   = spread ? rank / nodes : rank % per_node, across.me = spread ? rank % nodes : rank / per_node;
         in.base = spread ? across.me : rank - in.me, in.stride = spread ? nodes : 1, in.size = per_node;
         across.base = spread ? in.me * nodes : in.me, across.stride = spread ? 1 : per_node, across.size = nodes;
         int64_t at = hpml_block(n, per_node, in.me), end = hpml_block(n, per_node, in.me + 1);
-        hpmlc_plan_add(plan, HPMLC_RING_SCATTER, in, 0, n);
+        hpmlc_plan_add(plan, HPMLC_RING_SCATTER, in, 0, n), plan->level = "global allreduce";
         hpmlc_plan_team(plan, hpmlc_ring_of_nodes(nodes) ? HPML_RING : HPML_HALVING, across, at, end - at);
+        plan->level = "local gather";
         hpmlc_plan_add(plan, HPMLC_RING_GATHER, in, 0, n);
         return;
     }
     int node = rank / per_node;
     in.base = node * per_node, in.stride = 1, in.size = node == nodes - 1 ? last : per_node, in.me = rank - in.base;
     across.base = 0, across.stride = per_node, across.size = nodes, across.me = in.me == 0 ? node : -1;
-    hpmlc_plan_add(plan, HPMLC_TREE_UP, in, 0, n);
+    hpmlc_plan_add(plan, HPMLC_TREE_UP, in, 0, n), plan->level = "global allreduce";
     if (across.me >= 0) hpmlc_plan_team(plan, HPML_RING, across, 0, n);
+    plan->level = "local gather";
     hpmlc_plan_add(plan, HPMLC_TREE_DOWN, in, 0, n);
 }
 
@@ -2492,7 +2496,7 @@ HPMLC_FN void hpmlc_plan_make(hpmlc_plan *plan, hpml_algorithm a, int p, int per
 {
     hpmlc_team all;
     all.base = 0, all.stride = 1, all.size = p, all.me = rank, all.root = 0;
-    plan->count = 0;
+    plan->count = 0, plan->level = NULL;
     if (a == HPML_HIERARCHICAL && per_node > 0 && per_node < p) hpmlc_plan_nodes(plan, p, per_node, spread, rank, n);
     else hpmlc_plan_team(plan, a, all, 0, n);
 }
@@ -2651,11 +2655,13 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
     size_t           size   = hpml_element_size(e);
     hpmlc_reduce_fn *reduce = op < 0 ? NULL : hpmlc_reducer(e, (hpml_reduce)op);
     hpml_status      status = HPML_OK;
+    double           since  = plan->level ? hpml_comm_now(c) : 0, end;
     c->round = 0;
     for (int i = 0; i < plan->count; i++) {
-        for (int k = 0; k < plan->phase[i].rounds && status == HPML_OK; k++, c->round++) {
+        const hpmlc_phase *f = &plan->phase[i];
+        for (int k = 0; k < f->rounds && status == HPML_OK; k++, c->round++) {
             hpml_move m;
-            hpmlc_move_of(&plan->phase[i], k, &m);
+            hpmlc_move_of(f, k, &m);
             char  *out = data + (size_t)m.out_at * size, *in = data + (size_t)m.in_at * size;
             size_t out_bytes = (size_t)m.out_count * size, in_bytes = (size_t)m.in_count * size;
             if (m.to >= 0 && m.add && out == in && out_bytes > 0) { /* what is sent is added to meanwhile */
@@ -2666,6 +2672,9 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
             status = hpmlc_round(c, tag, m.to, out, out_bytes, m.from, in, in_bytes, m.add ? reduce : NULL);
         }
         if (op == HPML_MEAN && status == HPML_OK) hpmlc_run_mean(c, plan, i, data, e);
+        if (!f->level || status != HPML_OK || (i + 1 < plan->count && f[1].level == f->level)) continue;
+        hpml_trace_span(c->trace, HPML_LANE_COMM, f->level, since, end = hpml_comm_now(c));
+        since = end;
     }
     return status;
 }
@@ -2734,7 +2743,7 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind 
     int tag = hpmlc_enter(c, name, n, (int)e, op, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     all.base = 0, all.stride = 1, all.size = c->size, all.root = root, all.me = (c->rank - root + c->size) % c->size;
-    plan.count = 0;
+    plan.count = 0, plan.level = NULL;
     hpmlc_plan_add(&plan, kind, all, 0, n);
     return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)data, e, op, tag));
 }

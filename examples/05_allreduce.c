@@ -2,7 +2,7 @@
    cc -O2 examples/05_allreduce.c -o allreduce -lm -lpthread && ./allreduce --ranks 4     (or HPML_RUN=threads:4 ./allreduce)
    mpicc -O2 -DHPML_USE_MPI examples/05_allreduce.c -o allreduce_mpi -lm -lpthread && mpiexec -n 4 ./allreduce_mpi
    The same program runs serial, on threads or on processes, as HPML_RUN or one literal in main says: serial, threads:4, mpi.
-   options: --ranks N (threads), --max BYTES (64M; K, M, G), --algorithm NAME, --json
+   options: --ranks N (threads), --max BYTES (256M; K, M, G), --algorithm NAME, --json
    prints a table in the style of nccl-tests, a block for each algorithm:
        algorithm       size (B)     count   time (us)  algbw (GB/s)  busbw (GB/s)  check
        ring             1048576    262144       163.1          6.43          9.64     ok
@@ -116,7 +116,7 @@ static int64_t bytes_of(const char *text)
 
 int main(int argc, char **argv)
 {
-    options          o    = { .only = HPML_AUTO, .ranks = 0, .max = (int64_t)64 << 20 };
+    options          o    = { .only = HPML_AUTO, .ranks = 0, .max = (int64_t)256 << 20 };
     hpml_launch_desc desc = { .run = "auto" }; /* mpiexec's or srun's processes, else as many threads as cores; HPML_RUN goes first */
     char             error[768];
     bool             bad = false;

@@ -16,6 +16,7 @@ typedef struct job {
     const char          *save, *load;
     int                  poison; /* rank with a NaN in its data, + 1 */
     int                  odd;    /* rank with another model, + 1 */
+    bool                 apart, watch, parted; /* apart: ranks begin with other numbers; watch: parted says if they ever had some after a step */
     uint64_t             hash;
     float                w[64], var[64]; /* var: batchnorm's running variance */
     hpml_distribute_report report;
@@ -36,9 +37,20 @@ static hpml_tensor *model(const job *j, hpml_tensor *x, int rank)
     return hpml_linear(j->plain_model ? h : hpml_dropout(h, 0.1f), CLASSES, NULL);
 }
 
+typedef struct watcher { hpml_comm *c; bool parted; } watcher;
+
+static int each_step(const hpml_step_info *info, void *user)
+{
+    watcher *w = (watcher *)user;
+    (void)info;
+    if (!same_params(w->c)) w->parted = true;
+    return 0;
+}
+
 static hpml_status work(hpml_comm *c, void *user)
 {
     job         *j   = (job *)user;
+    watcher      w   = { c, false };
     hpml_ctx    *ctx = hpml_comm_ctx(c);
     int          p = hpml_comm_size(c), rank = hpml_comm_rank(c);
     int64_t      batch = j->d.exact ? GLOBAL : (GLOBAL + p - 1) / p;
@@ -49,16 +61,18 @@ static hpml_status work(hpml_comm *c, void *user)
     hpml_distribute_desc d = j->d;
     d.global_batch = GLOBAL;
     if (d.exact) d.leaf = 4;
+    for (int i = 0; j->apart && i < hpml_param_count(ctx); i++)
+        for (int64_t k = 0; k < hpml_tensor_count(hpml_param_at(ctx, i)); k++) hpml_param_at(ctx, i)->data[k] += (float)rank;
     hpml_distributed *dist = j->serial ? NULL : hpml_distribute(t, c, &d);
     if (!j->serial && !dist) return hpml_ctx_status(ctx);
     if (j->load) hpml_distribute_load(dist, j->load);
-    if (j->steps > 0) hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 100, .max_steps = j->steps });
+    if (j->steps > 0) hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 100, .max_steps = j->steps, .on_step = j->watch ? each_step : NULL, .user = &w });
     if (j->save) hpml_distribute_save(dist, j->save);
     if (j->tail) hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 100, .max_steps = j->tail });
     if (hpml_ctx_status(ctx) != HPML_OK) return hpml_ctx_status(ctx);
     bool same = same_params(c);
     if (rank == 0) {
-        j->same = same;
+        j->same = same, j->parted = w.parted;
         j->pair = dist && dist->pair;
         j->hash = hpml_param_hash(ctx);
         memcpy(j->w, hpml_param_at(ctx, 0)->data, sizeof j->w);
@@ -89,14 +103,14 @@ static double apart(const job *a, const job *b)
 
 TEST(ranks_equal_one_rank)
 {
-    job serial = { .serial = true, .momentum = 0.9 };
+    job serial = { .serial = true, .momentum = 0.9, .steps = 100 };
     ENSURE(go(&serial, 1, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
     for (int p = 1; p <= 8; p++)
         for (int variant = 0; variant < 6; variant++) {
-            job j = { .momentum = 0.9, .d = { .bucket_bytes = variant % 3 == 1 ? 1 : 0, .no_overlap = variant == 2,
+            job j = { .momentum = 0.9, .steps = 100, .apart = variant % 2, .watch = variant == 4, .d = { .bucket_bytes = variant % 3 == 1 ? 1 : 0, .no_overlap = variant == 2,
                       .algorithm = variant == 3 ? HPML_RING : HPML_AUTO } };
             ENSURE(go(&j, p, HPML_TRANSPORT_THREADS, variant < 3 ? &linked : NULL) == HPML_OK);
-            ENSURE(j.same);
+            ENSURE(j.same && !j.parted);
             ENSURE_NEAR(apart(&serial, &j), 0, 1e-5);
         }
 }
@@ -153,6 +167,15 @@ TEST(accumulation)
     job one = { .accumulate = 3, .samples = 240 }, four = { .accumulate = 3, .samples = 240 };
     ENSURE(go(&one, 1, HPML_TRANSPORT_THREADS, NULL) == HPML_OK && go(&four, 4, HPML_TRANSPORT_THREADS, &linked) == HPML_OK);
     ENSURE_NEAR(apart(&one, &four), 0, 1e-5);
+    job plain = { .samples = 240 }; /* three batches, one exchange */
+    ENSURE(go(&plain, 4, HPML_TRANSPORT_THREADS, &linked) == HPML_OK && plain.report.bytes > 0 && plain.report.bytes == four.report.bytes);
+}
+
+TEST(a_sum_is_as_many_means_as_there_are_ranks)
+{
+    job mean = { .samples = 240, .momentum = 0.9 }, sum = { .samples = 240, .momentum = 0.9, .lr = 0.1 / 4, .d.sum = true };
+    ENSURE(go(&mean, 4, HPML_TRANSPORT_THREADS, NULL) == HPML_OK && go(&sum, 4, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+    ENSURE_NEAR(apart(&mean, &sum), 0, 1e-5);
 }
 
 TEST(exact_sums_have_the_same_bits)
@@ -369,6 +392,49 @@ TEST(efficiency_on_a_link_is_the_formula)
     }
 }
 
+/* Eight equal layers in virtual time, on four ranks: what the exchange takes is a share of what the backward pass takes. */
+typedef struct hiding { double step_s; bool no_overlap; uint64_t hash; } hiding;
+
+static hpml_status layer_takes(void *user, hpml_trainer *t, int param)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    if (param % 2 == 0) hpml_comm_compute(d->c, 1.0 / 8); /* a weight; its bias comes first */
+    return hpmlc_dist_grad(user, t, param);
+}
+
+static hpml_status hide(hpml_comm *c, void *user)
+{
+    float          x[4 * 64];
+    const int32_t  y[4] = { 0, 1, 2, 3 };
+    hiding        *h = (hiding *)user;
+    hpml_ctx      *ctx = hpml_comm_ctx(c);
+    hpml_tensor   *in = hpml_input_2d(ctx, 4, 64), *out = in;
+    for (int i = 0; i < 8; i++) out = hpml_linear(out, 64, NULL);
+    hpml_trainer     *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.001f });
+    hpml_distributed *d = hpml_distribute(t, c, &(hpml_distribute_desc){ .bucket_bytes = 64 * 64 * 4, .algorithm = HPML_RING, .no_overlap = h->no_overlap });
+    hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = d, .run = hpmlc_dist_run, .grad = layer_takes, .update = hpmlc_dist_update });
+    for (int i = 0; i < 4 * 64; i++) x[i] = (float)(i * (hpml_comm_rank(c) + 3) % 7) / 7;
+    hpml_trainer_step(t, x, y, 4, NULL); /* the first makes the twin */
+    hpml_barrier(c);
+    double start = hpml_comm_now(c);
+    for (int step = 0; step < 5; step++) hpml_trainer_step(t, x, y, 4, NULL);
+    if (hpml_comm_rank(c) == 0) h->step_s = (hpml_comm_now(c) - start) / 5, h->hash = hpml_param_hash(ctx);
+    return hpml_ctx_status(ctx);
+}
+
+TEST(overlap_hides_the_exchange)
+{
+    for (int half = 0; half < 2; half++) {
+        hiding after = { .no_overlap = true }, during = { .no_overlap = false };
+        double share = half ? 0.5 : 1, bytes = 2 * 3 / 4. * 4 * 8 * (64 * 64 + 64);
+        hpml_launch_desc l = { .transport = HPML_TRANSPORT_CLOCK, .ranks = 4, .ctx.threads = 1, .network.inside = { 1e-6, bytes / share } };
+        ENSURE(hpml_launch(&l, hide, &after, NULL, 0) == HPML_OK && hpml_launch(&l, hide, &during, NULL, 0) == HPML_OK);
+        ENSURE_NEAR(after.step_s, 1 + share, 0.01);
+        ENSURE(half || during.step_s <= 0.65 * after.step_s);
+        ENSURE(1 - (during.step_s - 1) / share >= 0.8 && after.hash == during.hash);
+    }
+}
+
 static const char *path(const char *name)
 {
     static char text[2][128];
@@ -380,12 +446,14 @@ static const char *path(const char *name)
 
 TEST(resume_has_the_same_bits)
 {
-    for (int kind = 0; kind < 7; kind++) { /* f32, 1 bit, exact, top-k; with double buffering: f32, 1 bit, batchnorm */
-        hpml_distribute_desc d = { .exact = kind == 2, .method = kind == 3 ? HPML_METHOD_TOPK : HPML_METHOD_CODEC, .delayed = kind > 3 };
-        if (kind > 0 && kind != 4) d.codec.kind = HPML_CODEC_ONEBIT;
+    for (int kind = 0; kind < 9; kind++) { /* f32, 1 bit, exact, top-k; with double buffering: f32, 1 bit, batchnorm; low rank, 2 bits */
+        hpml_distribute_desc d = { .exact = kind == 2, .method = kind == 3 ? HPML_METHOD_TOPK : kind == 7 ? HPML_METHOD_LOWRANK : HPML_METHOD_CODEC,
+                                   .delayed = kind > 3 && kind < 7, .momentum = kind == 3 ? 0.5f : 0 };
+        if (kind > 0 && kind != 4) d.codec.kind = kind == 8 ? HPML_CODEC_TWOBIT : HPML_CODEC_ONEBIT;
+        if (kind == 8) d.codec.threshold = 0.01f;
         const char *file = path("resume");
         bool norm = kind == 6;
-        int  ranks = kind > 3 ? 2 : 4;
+        int  ranks = kind > 3 && kind < 7 ? 2 : 4;
         job whole = { .steps = 5, .tail = 5, .momentum = 0.9, .norm = norm, .d = d }, second = { .steps = 5, .load = file, .momentum = 0.9, .norm = norm, .d = d },
             first = { .steps = 5, .save = file, .momentum = 0.9, .norm = norm, .d = d };
         ENSURE(go(&whole, ranks, HPML_TRANSPORT_THREADS, NULL) == HPML_OK);

@@ -45,15 +45,17 @@ build/03_charlm --steps 60 --json hpml.h >"$tmp/out" 2>&1
 check "character model" 'grep -q bits_per_character "$tmp/out"'
 hash() { "$@" --samples 2000 --epochs 1 --model mlp --exact --json >"$tmp/out" 2>&1; tail -n 1 "$tmp/out" | grep -o '"weights_hash": *"[^"]*"'; }
 one=$(hash build/02_mnist)
-for workers in 2 3 4 8; do
+for workers in 2 3 4 6 8; do
     many=$(hash build/02_mnist --workers $workers --allreduce ring)
     check "exact: the same bits with $workers workers as with one" '[ -n "$one" ] && [ "$many" = "$one" ]'
 done
 plain=$(hash build/02_mnist --codec none)
-for workers in 2 4; do
-    many=$(timeout 60 mpiexec -n $workers build/02_mnist_mpi --transport mpi --codec none --samples 2000 --epochs 1 --model mlp --exact --json 2>&1 |
+for how in '2 auto' '3 central' '3 native' '4 tree' '4 butterfly' '6 ring' '6 halving' '8 hierarchical' '4 auto onebit'; do
+    set -- $how
+    many=$(timeout 60 mpiexec -n $1 build/02_mnist_mpi --transport mpi --allreduce $2 --codec ${3:-none} --samples 2000 --epochs 1 --model mlp --exact --json 2>&1 |
            grep -o '"weights_hash": *"[^"]*"')
-    check "exact: the same bits under mpiexec -n $workers" '[ "$many" = "$plain" ] || ! command -v mpicc >/dev/null'
+    want=$plain; [ $# -eq 2 ] || want=$one
+    check "exact: the same bits under mpiexec -n $how" '[ "$many" = "$want" ] || ! command -v mpicc >/dev/null'
 done
 build/02_mnist --workers 4 --model mlp --json >"$tmp/out" 2>&1
 check "4 workers, 1 bit" 'above test_accuracy 0.95'

@@ -2,7 +2,11 @@
 #include "../hpml_comm.h"
 #include "test.h"
 
+#ifdef __SANITIZE_THREAD__
+enum { ROWS = 40, COLS = 100, STEPS = 100 };
+#else
 enum { ROWS = 40, COLS = 100, STEPS = 1000 };
+#endif
 
 typedef struct trial {
     hpml_exchange_desc d;
@@ -239,7 +243,8 @@ static hpml_status in_stripe(hpml_comm *c, void *user)
     hpml_exchange *e = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &g, .codec.kind = HPML_CODEC_ONEBIT,
                                                 .reduce = HPML_MEAN, .in_stripe = scale_down, .user = seen[hpml_comm_rank(c)] });
     hpml_exchange_run(e);
-    for (int i = 0; i < ROWS * COLS; i++) *(bool *)user = *(bool *)user && x[i] == 1.5f;
+    for (int i = 0; i < ROWS * COLS; i++)
+        if (x[i] != 1.5f) __atomic_store_n((bool *)user, false, __ATOMIC_RELAXED);
     free(x);
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
@@ -341,4 +346,35 @@ TEST(one_timeline_for_all_ranks)
     for (const char *at = text; (at = strstr(at, "process_name")) != NULL; at++) ranks++;
     ENSURE(ranks == 3 && text[0] == '[' && strstr(text, "\n]\n") && strstr(text, "allreduce"));
     ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2 }, timeline, (void *)(uintptr_t) "/nonexistent/x", NULL, 0) != HPML_OK);
+}
+
+/* HIERARCHICAL shows its levels, in their order, also where nodes differ in size: rank 0 is the first of its node. */
+static hpml_status levels(hpml_comm *c, void *user)
+{
+    float x[100] = { 0 };
+    hpml_comm_trace_start(c, NULL);
+    hpml_allreduce(c, x, 100, &(hpml_allreduce_desc){ .algorithm = HPML_HIERARCHICAL });
+    hpml_allreduce(c, x, 100, &(hpml_allreduce_desc){ .algorithm = HPML_RING });
+    if (hpml_comm_rank(c) == 0) hpml_trace_save(hpml_comm_ctx(c), (const char *)user);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(levels_of_a_hierarchy_in_the_timeline)
+{
+    static const char *const name[] = { "\"local reduce\"", "\"global allreduce\"", "\"local gather\"", "\"allreduce\"" };
+    const char *path = "build/levels_test.json";
+    for (int p = 3; p <= 12; p++)
+        for (int k = 2; k < p; k++) {
+            char text[4096] = { 0 };
+            ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = p, .network.ranks_per_node = k }, levels, (void *)(uintptr_t)path, NULL, 0) == HPML_OK);
+            FILE *f = fopen(path, "rb");
+            ENSURE(f && fread(text, 1, sizeof text - 1, f) > 0);
+            fclose(f);
+            remove(path);
+            const char *at = text;
+            for (int i = 0; i < 4; i++) {
+                at = strstr(at, name[i]);
+                ENSURE(at && (i == 3 || !strstr(at + 1, name[i]))); /* once: the ring has none */
+            }
+        }
 }
