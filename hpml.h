@@ -1250,7 +1250,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define hv_ld_i32       HPMLI_K(hpmli_ld_i32)
 #define hv_st_i32       HPMLI_K(hpmli_st_i32)
 /* for (i = 0; i < n; i += HV_W) with c = the lanes that count. */
-#define HV_LOOP(n) for (int64_t i = 0, c; c = (n) - i < HV_W ? (n) - i : HV_W, i < (n); i += HV_W)
+#define HV_LOOP(n) for (int64_t i = 0, c; c = HV_W > 1 && (n) - i < HV_W ? (n) - i : HV_W, i < (n); i += HV_W)
 #endif
 
 #undef HPMLI_SUFFIX
@@ -2891,7 +2891,9 @@ HPMLI_VFN uint32_t HPMLI_K(hpmli_onebit_step)(HPMLI_K(hpmli_onebit_acc) *a, floa
 {
     hv       zero = hv_zero(), inf = hv_set1(INFINITY), minf = hv_set1(-INFINITY);
     uint32_t bits = 0, valid = (1u << c) - 1;
+#if HV_W > 1 /* sixteen numbers are a loop */
     HPMLI_UNROLL
+#endif
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
         int64_t  at   = u * HV_W, left = c > at ? c - at : 0;
         uint32_t mask = valid >> at;
@@ -3147,7 +3149,7 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_turn)(float *image, const float *x, int64_t ch
 }
 
 /* n pixels, `apart` floats from one to the next, go into the planes of y, turned. */
-HPMLI_VFN void HPMLI_K(hpmli_conv_emit)(const float *x, int64_t apart, int64_t n, int64_t channels, float *y,
+HPMLI_KFN void HPMLI_K(hpmli_conv_emit)(const float *x, int64_t apart, int64_t n, int64_t channels, float *y,
                                         int64_t plane, const float *bias, int relu, int accumulate)
 {
     float square[HV_W * HV_W];
@@ -3155,7 +3157,7 @@ HPMLI_VFN void HPMLI_K(hpmli_conv_emit)(const float *x, int64_t apart, int64_t n
         int64_t lanes = n - i < HV_W ? n - i : HV_W;
         for (int64_t o = 0; o < channels; o += HV_W) {
             int64_t rows = channels - o < HV_W ? channels - o : HV_W;
-            HPMLI_K(hpmli_transpose)(x + i * apart + o, apart, lanes, square, HV_W);
+            HPMLI_K(hpmli_square)(x + i * apart + o, apart, lanes, HV_W, square);
             for (int64_t r = 0; r < rows; r++) {
                 float *to = y + (o + r) * plane + i;
                 hv     v  = hv_load(square + r * HV_W);
@@ -3245,7 +3247,7 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_unpack)(float *dw, const float *parts, int64_t
                     for (int64_t k = 1; k < count; k++) s += hv_load(p + k * apart);
                     hv_store(sum + i * HV_W, s);
                 }
-                HPMLI_K(hpmli_transpose)(sum, HV_W, n, square, HV_W);
+                HPMLI_K(hpmli_square)(sum, HV_W, n, HV_W, square);
                 for (int64_t q = 0; q < HV_W && o + q < end; q++) {
                     float *to = dw + ((o + q) * in + c) * taps + t;
                     hv     s  = hv_load(square + q * HV_W);
