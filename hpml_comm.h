@@ -139,8 +139,8 @@ typedef struct hpml_comm_desc {
 HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc);
 HPML_API void       hpml_comm_free(hpml_comm *c); /* optional, collective */
 
-/* Ranks as threads that you start yourself; hpml_launch does it for you. Free it when all their contexts are gone. NULL:
-   neither THREADS nor CLOCK, not 1 to 65536 ranks, a node that there is not, or no memory. */
+/* Ranks as threads that you start yourself; hpml_launch does it for you. Free it when all their contexts are gone.
+   NULL: neither THREADS nor CLOCK, not 1 to 65536 ranks, a node that there is not, or no memory. */
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network);
 HPML_API void        hpml_world_free(hpml_world *w);
 
@@ -5234,8 +5234,8 @@ HPMLC_FN int64_t hpmlc_shared(const hpml_exchange *x, float *row, bool load)
     return at;
 }
 
-/* The floats of both. Shares differ from place to place of a node: the longest counts, and a number behind it that tells
-   the place. Returns that number, or 0 where there are no shares with residuals. */
+/* The floats of both. Shares differ from place to place of a node: the longest counts, and a number behind it that
+   tells the place. Returns that number, or 0 where there are no shares with residuals. */
 HPMLC_FN int hpmlc_carried_floats(hpml_distributed *d, int64_t *each, int64_t *shared)
 {
     int place = 0, node = d->c->node[d->c->rank];
