@@ -2080,8 +2080,8 @@ typedef struct hpmli_tile_out {
     float  *c;
     int64_t ldc, fetch; /* so many rows of each are worth a prefetch */
     int     add;
-    int64_t n;      /* columns that are there, and ... */
-    float  *packed; /* ... NULL, or where the first tile of a panel of B packs it on the way */
+    int64_t n;      /* columns, from more than all vectors but one; a single vector may be partial */
+    float  *packed; /* NULL, or where the first tile of a panel of B packs it on the way */
 } hpmli_tile_out;
 
 /* What else is done to C. */
@@ -2108,14 +2108,15 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
         if (nv > 2) u##r = hv_fma(x, b2, u##r);                                                                        \
         if (nv > 3) v##r = hv_fma(x, b3, v##r);                                                                        \
     }
-#define HPMLI_TILE_LOAD(i, p)                                                                                          \
-    (nv <= i ? hv_zero() : part && nv == i + 1 ? hv_load_n((p) + i * HV_W, lanes) : hv_load((p) + i * HV_W))
-#define HPMLI_TILE_PUT(i, x)                                                                                           \
-    if (part && nv == i + 1) hv_store_n(c + i * HV_W, x, lanes);                                                       \
-    else if (nv > i) hv_store(c + i * HV_W, x);
+/* Where vector i lies: the last one ends with the last column, and may share some with the one before. */
+#define HPMLI_TILE_V(i)       (nv == i + 1 ? last : i * HV_W)
+#define HPMLI_TILE_LOAD(i, p) (nv <= i ? hv_zero() : nv == 1 ? hv_load_n(p, lanes) : hv_load((p) + HPMLI_TILE_V(i)))
+#define HPMLI_TILE_PUT(i, p, x)                                                                                        \
+    if (nv == 1 && i == 0) hv_store_n(p, x, lanes);                                                                    \
+    else if (nv > i) hv_store((p) + HPMLI_TILE_V(i), x);
 #define HPMLI_TILE_STORE(r)                                                                                            \
     if (mr > r) {                                                                                                      \
-        HPMLI_TILE_PUT(0, s##r) HPMLI_TILE_PUT(1, t##r) HPMLI_TILE_PUT(2, u##r) HPMLI_TILE_PUT(3, v##r)                \
+        HPMLI_TILE_PUT(0, c, s##r) HPMLI_TILE_PUT(1, c, t##r) HPMLI_TILE_PUT(2, c, u##r) HPMLI_TILE_PUT(3, c, v##r)    \
         c += ldc;                                                                                                      \
     }
 #define HPMLI_TILE_ADD(r)                                                                                              \
@@ -2132,26 +2133,24 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
     hv b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b), b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
 #define HPMLI_TILE_NEXT a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, b += ldb;
 
-/* nv: vectors across. part: the last one may be partial, and what is read of B may go into o->packed. */
-HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int part, HPMLI_TILE_ARGS)
+/* nv: vectors across. */
+HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
 {
     float  *c = o->c, *packed = o->packed;
-    int64_t ldc = o->ldc, lanes = o->n - (nv - 1) * HV_W, fetch = o->fetch < kc ? o->fetch : kc;
+    int64_t ldc = o->ldc, lanes = o->n, last = lanes - HV_W, fetch = o->fetch < kc ? o->fetch : kc;
     for (int64_t t = o->tiles; t > 0; t--, a += o->next_a, b -= kc * ldb) {
         const float *a0 = a, *a3 = a + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
         const float *next = c;
-        int64_t      p = 0, head = part ? kc : fetch;
         HPMLI_ROWS(HPMLI_TILE_ZERO)
-        for (; p < head; p++) {
+        int64_t      p = 0, head = packed ? kc : fetch;
+        for (; p < head; p++) { /* more to do than to multiply */
             HPMLI_TILE_B
-            if (part && packed) {
-                hv_store(packed, b0);
-                if (nv > 1) hv_store(packed + HV_W, b1);
-                if (nv > 2) hv_store(packed + 2 * HV_W, b2);
-                if (nv > 3) hv_store(packed + 3 * HV_W, b3);
-                packed += nv * HV_W;
+            if (packed) {
                 const float *ahead = b + (p + 16 < kc ? 16 * ldb : (16 - kc) * ldb + nv * HV_W); /* or the next panel */
+                HPMLI_TILE_PUT(0, packed, b0) HPMLI_TILE_PUT(1, packed, b1)
+                HPMLI_TILE_PUT(2, packed, b2) HPMLI_TILE_PUT(3, packed, b3)
                 for (int i = 0; i < nv; i++) HPMLI_PREFETCH(ahead + i * HV_W);
+                packed += nv * HV_W;
             }
             if (p < fetch) { /* not all at once: the first numbers of A and B would have to wait */
                 for (int i = 0; i < nv; i++) HPMLI_PREFETCH(next + i * HV_W);
@@ -2160,35 +2159,31 @@ HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int part, H
             HPMLI_ROWS(HPMLI_TILE_ROW)
             HPMLI_TILE_NEXT
         }
-        for (; !part && p < kc; p++) {
+        for (; p < kc; p++) {
             HPMLI_TILE_B
             HPMLI_ROWS(HPMLI_TILE_ROW)
             HPMLI_TILE_NEXT
         }
-        (void)a3, (void)a6, (void)a9, (void)a12;
+        (void)a3, (void)a6, (void)a9, (void)a12, (void)last, (void)lanes;
         if (o->add) { HPMLI_ROWS(HPMLI_TILE_ADD) }
         else { HPMLI_ROWS(HPMLI_TILE_STORE) }
     }
 }
 
-#ifndef HPMLI_TILE_KINDS
-/* For each number of vectors and height: whole tiles, and those whose last vector may be partial. */
+#ifndef HPMLI_TILE_KIND
 #define HPMLI_TILE_KIND(nv, r)                                                                                         \
     HPMLI_KFN void HPMLI_K(hpmli_tile_##nv##_##r)(HPMLI_TILE_ARGS)                                                     \
-    { HPMLI_K(hpmli_tile)(r + 1, nv, 0, kc, a, ars, acs, b, ldb, o); }                                                 \
-    HPMLI_KFN void HPMLI_K(hpmli_tile_part_##nv##_##r)(HPMLI_TILE_ARGS)                                                \
-    { HPMLI_K(hpmli_tile)(r + 1, nv, 1, kc, a, ars, acs, b, ldb, o); }
-#define HPMLI_TILE_1(r) HPMLI_TILE_KIND(1, r)
-#define HPMLI_TILE_2(r) HPMLI_TILE_KIND(2, r)
-#define HPMLI_TILE_3(r) HPMLI_TILE_KIND(3, r)
-#define HPMLI_TILE_4(r) HPMLI_TILE_KIND(4, r)
-#define HPMLI_TILE_FN_1(r) { HPMLI_K(hpmli_tile_1_##r), HPMLI_K(hpmli_tile_part_1_##r) },
-#define HPMLI_TILE_FN_2(r) { HPMLI_K(hpmli_tile_2_##r), HPMLI_K(hpmli_tile_part_2_##r) },
-#define HPMLI_TILE_FN_3(r) { HPMLI_K(hpmli_tile_3_##r), HPMLI_K(hpmli_tile_part_3_##r) },
-#define HPMLI_TILE_FN_4(r) { HPMLI_K(hpmli_tile_4_##r), HPMLI_K(hpmli_tile_part_4_##r) },
-#define HPMLI_ROWS_3(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
-#define HPMLI_ROWS_4(X) X(0) X(1) X(2) X(3) X(4) X(5)
-#define HPMLI_TILE_KINDS
+    { HPMLI_K(hpmli_tile)(r + 1, nv, kc, a, ars, acs, b, ldb, o); }
+#define HPMLI_TILE_1(r)    HPMLI_TILE_KIND(1, r)
+#define HPMLI_TILE_2(r)    HPMLI_TILE_KIND(2, r)
+#define HPMLI_TILE_3(r)    HPMLI_TILE_KIND(3, r)
+#define HPMLI_TILE_4(r)    HPMLI_TILE_KIND(4, r)
+#define HPMLI_TILE_FN_1(r) HPMLI_K(hpmli_tile_1_##r),
+#define HPMLI_TILE_FN_2(r) HPMLI_K(hpmli_tile_2_##r),
+#define HPMLI_TILE_FN_3(r) HPMLI_K(hpmli_tile_3_##r),
+#define HPMLI_TILE_FN_4(r) HPMLI_K(hpmli_tile_4_##r),
+#define HPMLI_ROWS_3(X)    X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#define HPMLI_ROWS_4(X)    X(0) X(1) X(2) X(3) X(4) X(5)
 #endif
 HPMLI_ROWS(HPMLI_TILE_1)
 HPMLI_ROWS(HPMLI_TILE_2)
@@ -2198,11 +2193,11 @@ HPMLI_ROWS_4(HPMLI_TILE_4)
 #endif
 
 static const int HPMLI_K(hpmli_tile_rows)[4] = { HPMLI_MR, HPMLI_MR, 8, 6 }; /* at most, by vectors */
-static hpmli_tile_fn *const HPMLI_K(hpmli_tiles)[HPMLI_NV][HPMLI_MR][2] = { { HPMLI_ROWS(HPMLI_TILE_FN_1) },
-                                                                            { HPMLI_ROWS(HPMLI_TILE_FN_2) },
+static hpmli_tile_fn *const HPMLI_K(hpmli_tiles)[HPMLI_NV][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_TILE_FN_1) },
+                                                                         { HPMLI_ROWS(HPMLI_TILE_FN_2) },
 #if HPMLI_ISA == 2
-                                                                            { HPMLI_ROWS_3(HPMLI_TILE_FN_3) },
-                                                                            { HPMLI_ROWS_4(HPMLI_TILE_FN_4) }
+                                                                         { HPMLI_ROWS_3(HPMLI_TILE_FN_3) },
+                                                                         { HPMLI_ROWS_4(HPMLI_TILE_FN_4) }
 #endif
 };
 
@@ -2451,8 +2446,7 @@ HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, in
         o.next_a = packed ? mr : mr * v->p_rs;
         o.fetch = direct && v->fetch ? mr : 0;
         if (direct) o.c = c;
-        HPMLI_K(hpmli_tiles)[vectors - 1][mr - 1][o.packed || n < width](kc, a, packed ? 1 : v->p_rs,
-                                                                         packed ? v->width : v->p_ks, b, ldb, &o);
+        HPMLI_K(hpmli_tiles)[vectors - 1][mr - 1](kc, a, packed ? 1 : v->p_rs, packed ? v->width : v->p_ks, b, ldb, &o);
         if (!direct) {
             e.bias_col = v->end.bias_col ? v->end.bias_col + cj : NULL;
             e.bias_row = v->end.bias_row ? v->end.bias_row + ci : NULL;
@@ -3034,8 +3028,8 @@ typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
 
 HPMLI_VFN void HPMLI_K(hpmli_strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
 {
-    const int     part = 0; /* tiles are whole: the result has room for them */
-    const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc, length = s->length, lanes = HV_W;
+    const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc, length = s->length;
+    const int64_t lanes = HV_W, last = (nv - 1) * HV_W; /* tiles are whole: the result has room for them */
     HPMLI_ROWS(HPMLI_TILE_ZERO)
     for (int64_t run = 0; run < s->runs; run++) {
         const float *a0 = a + s->a_at[run], *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars;
@@ -3045,7 +3039,7 @@ HPMLI_VFN void HPMLI_K(hpmli_strip_tile)(const int mr, const int nv, HPMLI_STRIP
             HPMLI_ROWS(HPMLI_TILE_ROW)
             a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, q += ldb;
         }
-        (void)a3, (void)a6, (void)a9, (void)a12;
+        (void)a3, (void)a6, (void)a9, (void)a12, (void)lanes, (void)last;
     }
     if (s->add) { HPMLI_ROWS(HPMLI_TILE_ADD) }
     else { HPMLI_ROWS(HPMLI_TILE_STORE) }
