@@ -2131,7 +2131,12 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 /* One k: the vectors of B, then row after row. */
 #define HPMLI_TILE_B                                                                                                   \
     hv b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b), b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
-#define HPMLI_TILE_NEXT a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, b += ldb;
+#define HPMLI_TILE_STEP                                                                                                \
+    {                                                                                                                  \
+        HPMLI_TILE_B                                                                                                   \
+        HPMLI_ROWS(HPMLI_TILE_ROW)                                                                                     \
+        a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, b += ldb;                                              \
+    }
 
 /* nv: vectors across. */
 HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
@@ -2144,8 +2149,8 @@ HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
         HPMLI_ROWS(HPMLI_TILE_ZERO)
         int64_t      p = 0, head = packed ? kc : fetch;
         for (; p < head; p++) { /* more to do than to multiply */
-            HPMLI_TILE_B
             if (packed) {
+                HPMLI_TILE_B
                 const float *ahead = b + (p + 16 < kc ? 16 * ldb : (16 - kc) * ldb + nv * HV_W); /* or the next panel */
                 HPMLI_TILE_PUT(0, packed, b0) HPMLI_TILE_PUT(1, packed, b1)
                 HPMLI_TILE_PUT(2, packed, b2) HPMLI_TILE_PUT(3, packed, b3)
@@ -2156,14 +2161,13 @@ HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
                 for (int i = 0; i < nv; i++) HPMLI_PREFETCH(next + i * HV_W);
                 next += ldc;
             }
-            HPMLI_ROWS(HPMLI_TILE_ROW)
-            HPMLI_TILE_NEXT
+            HPMLI_TILE_STEP
         }
-        for (; p < kc; p++) {
-            HPMLI_TILE_B
-            HPMLI_ROWS(HPMLI_TILE_ROW)
-            HPMLI_TILE_NEXT
-        }
+        if (mr * nv < 20)
+            for (; p < kc; p++) HPMLI_TILE_STEP
+        else
+            HPMLI_UNROLL_4 /* the fewer instructions around the multiply-adds, the better */
+            for (; p < kc; p++) HPMLI_TILE_STEP
         (void)a3, (void)a6, (void)a9, (void)a12, (void)last, (void)lanes;
         if (o->add) { HPMLI_ROWS(HPMLI_TILE_ADD) }
         else { HPMLI_ROWS(HPMLI_TILE_STORE) }
@@ -3378,9 +3382,11 @@ typedef struct hpmli_gemm_part {
 
 /* Loops over registers must be unrolled at any optimization level. */
 #if defined(__clang__)
-#define HPMLI_UNROLL _Pragma("clang loop unroll(full)")
+#define HPMLI_UNROLL   _Pragma("clang loop unroll(full)")
+#define HPMLI_UNROLL_4 /* clang makes it slower */
 #else
-#define HPMLI_UNROLL _Pragma("GCC unroll 16")
+#define HPMLI_UNROLL   _Pragma("GCC unroll 16")
+#define HPMLI_UNROLL_4 _Pragma("GCC unroll 4")
 #endif
 
 /* What one optimizer step needs; see >>vupdate. */
