@@ -548,6 +548,8 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
     cudaGetLastError();
     if (e == cudaErrorNoKernelImageForDevice) cure = "; this program holds code for other GPUs: nvcc -arch=native";
     if (e == cudaErrorIllegalAddress) cure = "; the context is lost; compute-sanitizer names the kernel and the line";
+    if (e == cudaErrorStreamCaptureUnsupported || e == cudaErrorStreamCaptureInvalidated)
+        cure = "; hpml_cuda_desc.no_record does without recording";
     return hpmlg_fail(d, e == cudaErrorMemoryAllocation, what, cudaGetErrorString(e), cudaGetErrorName(e), cure);
 }
 
@@ -571,11 +573,13 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
     HPMLG_FN hpml_status hpmlg_##name##_forward(const hpml_run *run, hpml_node *n) { return pass(run, n, false); }     \
     HPMLG_FN hpml_status hpmlg_##name##_backward(const hpml_run *run, hpml_node *n) { return pass(run, n, true); }
 
-/* A device, that of a context: current on this thread from now on. */
+/* A device, that of a context: current on this thread from now on. An error that somebody else has left on this thread
+   is not ours: the launches to come ask for it. */
 HPMLG_FN hpmlg_device *hpmlg_current(void *device)
 {
     hpmlg_device *d = (hpmlg_device *)device;
     cudaSetDevice(d->d.device);
+    cudaGetLastError();
     return d;
 }
 
@@ -679,6 +683,7 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
     if (d->d.workspace == 0) d->d.workspace = (size_t)64 << 20;
     d->store = d->d.precision == HPML_CUDA_BF16 ? HPML_DTYPE_BF16
              : d->d.precision == HPML_CUDA_F16 ? HPML_DTYPE_F16 : HPML_DTYPE_F32;
+    cudaGetLastError();
     status = hpmlg_open_device(d);
     if (status == HPML_OK) status = hpmlg_open_memory(d);
     if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_hello, 1, 1, 0, d->note_taken);
@@ -1476,8 +1481,8 @@ HPMLG_FN void hpmlg_split_dims(const hpml_tensor *t, int dim, int64_t *outer, in
 }
 
 /* dx (+)= scale * dy, walked as the stretched array it is. */
-static __global__ void hpmlg_k_spread(hpmlg_array dx, hpmlg_array dy, const hpmlg_walk w, float scale, int64_t n,
-                                      bool add)
+static __global__ void hpmlg_k_spread(hpmlg_array dx, hpmlg_array dy, const __grid_constant__ hpmlg_walk w,
+                                      float scale, int64_t n, bool add)
 {
     HPMLG_EIGHTS(at, n) {
         hpmlg_eight e = hpmlg_gather(dy, w, 0, at, n);
@@ -1555,7 +1560,7 @@ HPMLG_DEVICE bool hpmlg_label_counts(int label, int ignore, int64_t classes)
     return label != ignore && label >= 0 && label < classes;
 }
 
-static __global__ void hpmlg_k_finish(hpmlg_finish f)
+static __global__ void __launch_bounds__(1024) hpmlg_k_finish(hpmlg_finish f)
 {
     __shared__ double sums[1024];
     __shared__ int    counts[1024];
@@ -3156,7 +3161,7 @@ HPMLG_FN hpml_status hpmlg_job_run(hpmlg_device *d, hpmlg_job *g)
                 (uintptr_t)g->z.p % 16 == 0;
     if (g->batch >= 8 && (g->m < 8 || g->n < 8)) {
         int64_t sums = g->batch * g->m * g->n;
-        bool    block = g->k > 512;
+        bool    block = g->k > 512 && sums < limit;
         return HPMLG_RUN(d, hpmlg_k_thin, (unsigned)(block ? sums : (sums + 255) / 256), 256, 0, *g, block);
     }
     large = large && tiles * (g->k / 1024 + 1) >= d->sms;
@@ -3900,7 +3905,7 @@ static __global__ void hpmlg_k_planes(hpmlg_array dy, hpmlg_array y, int act, un
             if (width == 8) hpmlg_put8(dy, at, g);
             else hpmlg_put(dy, at, g.v[0]);
         }
-        for (unsigned j = 0; j < width; j++) sum += g.v[j];
+        for (unsigned j = 0; j < 8; j++) sum += j < width ? g.v[j] : 0; /* no index: v stays in registers */
     }
     if (!part) return;
     sum = hpmlg_block_sum(sum, space);
@@ -3971,11 +3976,7 @@ HPMLG_OP(conv2d, hpmlg_conv2d)
    gives the gradient of the weights in halves, which are added to the f32 gradient. */
 #ifdef HPML_CUDA_NO_CUDNN
 HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *, hpml_node *, hpmlg_dnn_pass, hpmlg_array, hpmlg_array, hpmlg_array,
-                                   bool, bool *)
-{
-    return HPML_OK;
-}
-
+                                   bool, bool *) { return HPML_OK; }
 HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *) { return HPML_OK; }
 HPMLG_FN void        hpmlg_dnn_close(hpmlg_device *) {}
 #else
@@ -3983,9 +3984,17 @@ HPMLG_FN hpml_status hpmlg_dnn_check(hpmlg_device *d, cudnnStatus_t s, const cha
 {
     char why[256] = "";
     if (s == CUDNN_STATUS_SUCCESS) return HPML_OK;
+#if CUDNN_MAJOR >= 9
     cudnnGetLastErrorString(why, sizeof why);
+#endif
     return hpmlg_fail(d, s == CUDNN_STATUS_ALLOC_FAILED, what, cudnnGetErrorString(s), why,
                       "; hpml_cuda_desc.own_kernels does without cuDNN");
+}
+
+HPMLG_FN bool hpmlg_dnn_refused(cudnnStatus_t s) /* ours does it; since version 9 a reason stands in the last digits */
+{
+    int family = CUDNN_MAJOR < 9 ? (int)s : (int)s / 1000 * 1000;
+    return family == CUDNN_STATUS_NOT_SUPPORTED || family == CUDNN_STATUS_BAD_PARAM;
 }
 
 typedef struct hpmlg_dnn_plan {
@@ -4076,14 +4085,12 @@ HPMLG_FN hpml_status hpmlg_dnn_ask(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_pl
     else
         HPMLG_DNN_CHOOSE(cudnnConvolutionBwdFilterAlgoPerf_t, cudnnGetConvolutionBackwardFilterAlgorithm_v7, p->x, p->y,
                          p->conv, p->w);
-    if (s == CUDNN_STATUS_NOT_SUPPORTED || s == CUDNN_STATUS_BAD_PARAM) return HPML_OK; /* ours does it */
-    return hpmlg_dnn_check(d, s, "asking cuDNN for an algorithm");
+    return hpmlg_dnn_refused(s) ? HPML_OK : hpmlg_dnn_check(d, s, "asking cuDNN for an algorithm");
 }
 
 HPMLG_FN hpml_status hpmlg_dnn_plan_of(hpmlg_device *d, hpmlg_dnn *dnn, const hpml_node *n, hpmlg_dnn_pass pass,
                                        hpmlg_dnn_plan **plan)
 {
-    hpml_status status = HPML_OK;
     *plan = NULL;
     for (int i = 0; i < HPMLG_DNN_PLANS && !*plan; i++)
         if (dnn->plans[i].n == n && dnn->plans[i].batch == n->out->shape[0]) *plan = &dnn->plans[i];
@@ -4091,73 +4098,66 @@ HPMLG_FN hpml_status hpmlg_dnn_plan_of(hpmlg_device *d, hpmlg_dnn *dnn, const hp
         *plan = &dnn->plans[dnn->next++ % HPMLG_DNN_PLANS];
         hpmlg_dnn_drop(*plan);
         (*plan)->n = n, (*plan)->batch = n->out->shape[0];
-        status = hpmlg_dnn_check(d, hpmlg_dnn_describe(d, *plan), "describing a convolution to cuDNN");
+        cudnnStatus_t s = hpmlg_dnn_describe(d, *plan);
+        for (int i = 0; i < HPMLG_DNN_PASSES; i++) (*plan)->asked[i] = s != CUDNN_STATUS_SUCCESS;
+        if (s != CUDNN_STATUS_SUCCESS)
+            return hpmlg_dnn_refused(s) ? HPML_OK : hpmlg_dnn_check(d, s, "describing a convolution to cuDNN");
     }
-    return status == HPML_OK && !(*plan)->asked[pass] ? hpmlg_dnn_ask(d, dnn, *plan, pass) : status;
+    return (*plan)->asked[pass] ? HPML_OK : hpmlg_dnn_ask(d, dnn, *plan, pass);
 }
 
-/* y = act(conv(x, w) + bias): in one where cuDNN can, else the end follows by itself. */
-HPMLG_FN hpml_status hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpml_node *n, hpmlg_array x,
-                                       hpmlg_array w, hpmlg_array y)
+/* y = conv(x, w), or, where cuDNN can, act(conv(x, w) + bias) in one: *whole. That goes by one algorithm only. */
+HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpml_node *n,
+                                         hpmlg_array x, hpmlg_array w, hpmlg_array y, bool *whole)
 {
-    const float  one = 1, zero = 0;
-    hpml_act     act = n->attr.conv.act;
-    hpml_tensor *bias = n->src[2];
-    cudnnStatus_t s;
-    if (bias && !p->unfused && (act == HPML_ACT_NONE || act == HPML_ACT_RELU)) { /* fused: by this algorithm only */
-        hpmlg_array  b = hpmlg_factor(d, bias, NULL);
-        if (!b.p) return hpml_ctx_status(d->ctx);
-        if (p->algo[HPMLG_DNN_Y] == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM)
-            s = cudnnConvolutionBiasActivationForward(dnn->handle, &one, p->x, x.p, p->w, w.p, p->conv,
-                                                      CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM, d->workspace,
-                                                      d->d.workspace, &zero, p->y, y.p, p->bias, b.p, p->act, p->y,
-                                                      y.p);
-        else s = CUDNN_STATUS_NOT_SUPPORTED;
-        if (s == CUDNN_STATUS_SUCCESS) return HPML_OK;
-        if (s != CUDNN_STATUS_NOT_SUPPORTED && s != CUDNN_STATUS_BAD_PARAM)
-            return hpmlg_dnn_check(d, s, "cudnnConvolutionBiasActivationForward");
-        p->unfused = true;
+    const float               one = 1, zero = 0;
+    hpml_act                  act = n->attr.conv.act;
+    cudnnConvolutionFwdAlgo_t algo = (cudnnConvolutionFwdAlgo_t)p->algo[HPMLG_DNN_Y];
+    *whole = !n->src[2] && act == HPML_ACT_NONE;
+    if (n->src[2] && !p->unfused && (act == HPML_ACT_NONE || act == HPML_ACT_RELU) &&
+        algo == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM) {
+        hpmlg_array   b = hpmlg_factor(d, n->src[2], NULL);
+        cudnnStatus_t s = cudnnConvolutionBiasActivationForward(dnn->handle, &one, p->x, x.p, p->w, w.p, p->conv, algo,
+                                                                d->workspace, d->d.workspace, &zero, p->y, y.p,
+                                                                p->bias, b.p, p->act, p->y, y.p);
+        *whole     = !hpmlg_dnn_refused(s);
+        p->unfused = !*whole;
+        if (!p->unfused) return s;
     }
-    s = cudnnConvolutionForward(dnn->handle, &one, p->x, x.p, p->w, w.p, p->conv,
-                                (cudnnConvolutionFwdAlgo_t)p->algo[HPMLG_DNN_Y], d->workspace, d->d.workspace, &zero,
-                                p->y, y.p);
-    hpml_status status = hpmlg_dnn_check(d, s, "cudnnConvolutionForward");
-    int64_t     count = hpml_tensor_count(n->out);
-    if (status != HPML_OK || (!bias && act == HPML_ACT_NONE)) return status;
-    return HPMLG_RUN(d, hpmlg_k_planes_end, hpmlg_blocks(d, count, 2048), 256, 0, y, bias ? bias->data : NULL, (int)act,
-                     n->out->shape[1], n->out->shape[2] * n->out->shape[3], count);
+    return cudnnConvolutionForward(dnn->handle, &one, p->x, x.p, p->w, w.p, p->conv, algo, d->workspace,
+                                   d->d.workspace, &zero, p->y, y.p);
 }
 
-HPMLG_FN hpml_status hpmlg_dnn_filter(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpml_node *n, hpmlg_array x,
-                                      hpmlg_array dw, hpmlg_array dy, bool add)
-{
-    const float one = 1, beta = add ? 1.0f : 0.0f, zero = 0;
-    bool        narrow = d->store != HPML_DTYPE_F32;
-    void       *to = narrow ? (char *)n->scratch + hpmlg_factor_bytes(d, n->src[0]) : dw.p;
-    cudnnStatus_t s = cudnnConvolutionBackwardFilter(dnn->handle, &one, p->x, x.p, p->y, dy.p, p->conv,
-                                                     (cudnnConvolutionBwdFilterAlgo_t)p->algo[HPMLG_DNN_DW],
-                                                     d->workspace, d->d.workspace, narrow ? &zero : &beta, p->w, to);
-    hpml_status status = hpmlg_dnn_check(d, s, "cudnnConvolutionBackwardFilter");
-    int64_t     count = hpml_tensor_count(n->src[1]);
-    return status == HPML_OK && narrow ? hpmlg_axpb_run(d, dw, hpmlg_of(to, d->store), 1, 0, count, add) : status;
-}
-
+/* What is refused when it comes to it is ours from then on. */
 HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                                    hpmlg_array y, bool add, bool *done)
 {
     hpmlg_dnn      *dnn = (hpmlg_dnn *)d->dnn;
     hpmlg_dnn_plan *p;
-    const float     one = 1, beta = add ? 1.0f : 0.0f;
+    const float     one = 1, zero = 0, beta = add ? 1.0f : 0.0f;
+    bool            narrow = pass == HPMLG_DNN_DW && d->store != HPML_DTYPE_F32, whole = true;
+    void           *dw = narrow ? (char *)n->scratch + hpmlg_factor_bytes(d, n->src[0]) : w.p;
+    int64_t         count = hpml_tensor_count(n->out);
+    cudnnStatus_t   s;
     if (!dnn || x.type != (int)d->store || y.type != (int)d->store) return HPML_OK;
     hpml_status status = hpmlg_dnn_plan_of(d, dnn, n, pass, &p);
     if (status != HPML_OK || !p->usable[pass]) return status;
-    *done = true;
-    if (pass == HPMLG_DNN_Y) return hpmlg_dnn_forward(d, dnn, p, n, x, w, y);
-    if (pass == HPMLG_DNN_DW) return hpmlg_dnn_filter(d, dnn, p, n, x, w, y, add);
-    return hpmlg_dnn_check(d, cudnnConvolutionBackwardData(dnn->handle, &one, p->w, w.p, p->y, y.p, p->conv,
-                                                           (cudnnConvolutionBwdDataAlgo_t)p->algo[pass], d->workspace,
-                                                           d->d.workspace, &beta, p->x, x.p),
-                           "cudnnConvolutionBackwardData");
+    if (pass == HPMLG_DNN_Y) s = hpmlg_dnn_forward(d, dnn, p, n, x, w, y, &whole);
+    else if (pass == HPMLG_DNN_DW)
+        s = cudnnConvolutionBackwardFilter(dnn->handle, &one, p->x, x.p, p->y, y.p, p->conv,
+                                           (cudnnConvolutionBwdFilterAlgo_t)p->algo[pass], d->workspace,
+                                           d->d.workspace, narrow ? &zero : &beta, p->w, dw);
+    else
+        s = cudnnConvolutionBackwardData(dnn->handle, &one, p->w, w.p, p->y, y.p, p->conv,
+                                         (cudnnConvolutionBwdDataAlgo_t)p->algo[pass], d->workspace, d->d.workspace,
+                                         &beta, p->x, x.p);
+    *done = p->usable[pass] = !hpmlg_dnn_refused(s);
+    if (!*done) return HPML_OK;
+    status = hpmlg_dnn_check(d, s, "a convolution by cuDNN");
+    if (status != HPML_OK || (whole && !narrow)) return status;
+    if (narrow) return hpmlg_axpb_run(d, w, hpmlg_of(dw, d->store), 1, 0, hpml_tensor_count(n->src[1]), add);
+    return HPMLG_DEAL(d, hpmlg_k_planes_end, count, 2048, y, n->src[2] ? n->src[2]->data : NULL, (int)n->attr.conv.act,
+                      n->out->shape[1], n->out->shape[2] * n->out->shape[3], count);
 }
 
 HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *d)
@@ -5786,6 +5786,7 @@ HPML_API hpml_status hpml_nccl_link_allreduce(void *nccl, float *x, int64_t coun
 {
     HPMLG_NCCL_ENTER(n, nccl);
     snprintf(n->doing, sizeof n->doing, "allreduce of %lld floats", (long long)count);
+    hpmlg_weights_touch(n->d, x, (size_t)count * sizeof *x);
     return hpmlg_nccl_begun(n, n->call.AllReduce(x, x, (size_t)count, ncclFloat32, mean ? ncclAvg : ncclSum, n->comm,
                                                  n->stream));
 }

@@ -2,6 +2,7 @@
        #define HPML_CUDA_ON_CPU
        #include "cuda_on_cpu.h"
        #include "cublas_on_cpu.h"
+       #include "cudnn_on_cpu.h"
        #include "../hpml_cuda.cuh"
    It shows what a GPU may hide for years:
    - a missing barrier: threads, warps and blocks run in many orders (compare the results, cuda_on_cpu_check), and a
@@ -18,8 +19,6 @@
    Kernels name their shared memory by HPMLG_SHARED or __shared__ (no extern). */
 #ifndef CUDA_ON_CPU_H
 #define CUDA_ON_CPU_H
-
-#define HPML_CUDA_NO_CUDNN /* cuBLASLt is in cublas_on_cpu.h */
 
 #include <algorithm>
 #include <chrono>
@@ -863,6 +862,17 @@ template <class To, class From> inline To bits(From from)
 }
 } // namespace emu
 
+/* v as a device may have it that is right to so many units in the last place: up or down, by chance of its bits. What is
+   exact there, 0 and 1, stays. */
+namespace emu {
+inline float near(float v, float units)
+{
+    unsigned u = bits<unsigned>(v), chance = u * 0x9e3779b1u >> 8;
+    if (!(fabsf(v) >= 1e-37f) || fabsf(v) > 1e38f || v == 1) return v;
+    return bits<float>(u + (unsigned)(int)lrintf(((float)chance / 8388608.0f - 1) * units));
+}
+} // namespace emu
+
 inline int       __popc(unsigned x) { return __builtin_popcount(x); }
 inline int       __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int       __ffs(int x) { return __builtin_ffs(x); }
@@ -918,8 +928,8 @@ inline float     __fdiv_rn(float a, float b) { return a / b; }
 inline float     __fsqrt_rn(float a) { return sqrtf(a); }
 inline float     __frsqrt_rn(float a) { return (float)(1 / sqrt((double)a)); }
 inline float     __frcp_rn(float a) { return 1 / a; }
-inline float     __fdividef(float a, float b) { return a / b; }
-inline float     __expf(float a) { return expf(a); }
+inline float     __fdividef(float a, float b) { return emu::near(a / b, 2); }
+inline float     __expf(float a) { return emu::near(expf(a), 2 + 1.173f * fabsf(a)); }
 inline float     __exp10f(float a) { return powf(10, a); }
 inline float     __logf(float a) { return logf(a); }
 inline float     __log2f(float a) { return log2f(a); }
@@ -927,7 +937,7 @@ inline float     __sinf(float a) { return sinf(a); }
 inline float     __cosf(float a) { return cosf(a); }
 inline float     __powf(float a, float b) { return powf(a, b); }
 inline float     __saturatef(float a) { return a > 0 ? a < 1 ? a : 1 : 0; }
-inline float     rsqrtf(float a) { return 1 / sqrtf(a); }
+inline float     rsqrtf(float a) { return emu::near(1 / sqrtf(a), 2); }
 inline double    rsqrt(double a) { return 1 / sqrt(a); }
 inline int       __float2int_rn(float a) { return (int)nearbyintf(a); }
 inline int       __float2int_rz(float a) { return (int)a; }
@@ -1078,7 +1088,8 @@ template <int K> inline void mma_multiply(void **ios, const float (*a)[K], const
             double sum = 0;
             for (int k = 0; k < K; k++) sum += (double)a[row][k] * (double)b[k][column];
             float &d = static_cast<mma *>(ios[l])->d[i];
-            d = (float)(d + sum);
+            sum += d, d = (float)sum;
+            if (fabs(d) > fabs(sum)) d = nextafterf(d, 0); /* tensor cores cut off */
         }
 }
 template <bool trans> inline void ldmatrix(unsigned r[4], const void *row, int line)
