@@ -404,37 +404,23 @@ HPMLG_DEVICE void hpmlg_put8(hpmlg_array a, int64_t i, hpmlg_eight e)
     }
 }
 
-/* Sums and maxima over a warp and over a block of up to 1,024 threads; every thread gets the result. */
-HPMLG_DEVICE float hpmlg_warp_sum(float v)
-{
-    for (int o = HPMLG_WARP / 2; o > 0; o >>= 1) v += __shfl_xor_sync(HPMLG_ALL, v, o);
-    return v;
-}
+HPMLG_DEVICE float hpmlg_join(float v, float w, bool maximum) { return !maximum ? v + w : w > v || w != w ? w : v; }
 
-HPMLG_DEVICE float hpmlg_warp_max(float v) /* NaN wins */
+/* Sum, or maximum (a NaN wins), over each group of tx threads side by side, tx a power of two; all get it. Beyond a
+   warp all threads of the block take part. space: a float for each warp, shared; not touched within a warp. */
+HPMLG_DEVICE float hpmlg_group(float v, float *space, int tx, bool maximum)
 {
-    for (int o = HPMLG_WARP / 2; o > 0; o >>= 1) {
-        float w = __shfl_xor_sync(HPMLG_ALL, v, o);
-        v       = w > v || w != w ? w : v;
-    }
-    return v;
-}
-
-/* space: one float for each warp, shared. The block's size is a multiple of 32. */
-template <bool largest> HPMLG_DEVICE float hpmlg_block_fold(float v, float *space)
-{
-    int lane = (int)threadIdx.x % HPMLG_WARP, warp = (int)threadIdx.x / HPMLG_WARP;
-    int warps = (int)blockDim.x / HPMLG_WARP;
-    v = largest ? hpmlg_warp_max(v) : hpmlg_warp_sum(v);
+    int lane = (int)threadIdx.x % HPMLG_WARP, warp = (int)threadIdx.x / HPMLG_WARP, warps = tx / HPMLG_WARP, first;
+    for (int o = (tx < HPMLG_WARP ? tx : HPMLG_WARP) / 2; o > 0; o >>= 1)
+        v = hpmlg_join(v, __shfl_xor_sync(HPMLG_ALL, v, o), maximum);
+    if (warps <= 1) return v;
     __syncthreads(); /* space may still be read from a call before */
     if (lane == 0) space[warp] = v;
     __syncthreads();
-    if (largest) return hpmlg_warp_max(space[lane < warps ? lane : 0]);
-    return hpmlg_warp_sum(lane < warps ? space[lane] : 0);
+    v = space[first = warp / warps * warps];
+    for (int i = 1; i < warps; i++) v = hpmlg_join(v, space[first + i], maximum);
+    return v;
 }
-
-HPMLG_DEVICE float hpmlg_block_sum(float v, float *space) { return hpmlg_block_fold<false>(v, space); }
-HPMLG_DEVICE float hpmlg_block_max(float v, float *space) { return hpmlg_block_fold<true>(v, space); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-device   the device: opening, errors, memory
@@ -548,6 +534,8 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
     cudaGetLastError();
     if (e == cudaErrorNoKernelImageForDevice) cure = "; this program holds code for other GPUs: nvcc -arch=native";
     if (e == cudaErrorIllegalAddress) cure = "; the context is lost; compute-sanitizer names the kernel and the line";
+    if (e == cudaErrorStreamCaptureUnsupported || e == cudaErrorStreamCaptureInvalidated)
+        cure = "; hpml_cuda_desc.no_record does without recording";
     return hpmlg_fail(d, e == cudaErrorMemoryAllocation, what, cudaGetErrorString(e), cudaGetErrorName(e), cure);
 }
 
@@ -571,11 +559,13 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
     HPMLG_FN hpml_status hpmlg_##name##_forward(const hpml_run *run, hpml_node *n) { return pass(run, n, false); }     \
     HPMLG_FN hpml_status hpmlg_##name##_backward(const hpml_run *run, hpml_node *n) { return pass(run, n, true); }
 
-/* A device, that of a context: current on this thread from now on. */
+/* A device, that of a context: current on this thread from now on. An error that somebody else has left on this thread
+   is not ours: the launches to come ask for it. */
 HPMLG_FN hpmlg_device *hpmlg_current(void *device)
 {
     hpmlg_device *d = (hpmlg_device *)device;
     cudaSetDevice(d->d.device);
+    cudaGetLastError();
     return d;
 }
 
@@ -679,6 +669,7 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
     if (d->d.workspace == 0) d->d.workspace = (size_t)64 << 20;
     d->store = d->d.precision == HPML_CUDA_BF16 ? HPML_DTYPE_BF16
              : d->d.precision == HPML_CUDA_F16 ? HPML_DTYPE_F16 : HPML_DTYPE_F32;
+    cudaGetLastError();
     status = hpmlg_open_device(d);
     if (status == HPML_OK) status = hpmlg_open_memory(d);
     if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_hello, 1, 1, 0, d->note_taken);
@@ -1111,9 +1102,10 @@ static __global__ void hpmlg_k_act(hpmlg_array y, hpmlg_array x, hpmlg_array dy,
     }
 }
 
-HPMLG_FN hpml_status hpmlg_act_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, hpml_act act, float slope, int64_t n)
+/* y (+)= x, of any types. */
+HPMLG_FN hpml_status hpmlg_copy_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, int64_t n, bool add)
 {
-    return HPMLG_DEAL(d, hpmlg_k_act, n, 2048, y, x, hpmlg_none(), (int)act, slope, n, false);
+    return HPMLG_DEAL(d, hpmlg_k_act, n, 2048, y, x, hpmlg_none(), (int)HPML_ACT_NONE, 0.0f, n, add);
 }
 
 HPMLG_FN hpml_status hpmlg_activation(const hpml_run *run, hpml_node *n, bool back)
@@ -1137,16 +1129,12 @@ static __global__ void hpmlg_k_axpb(hpmlg_array y, hpmlg_array x, float a, float
     }
 }
 
-HPMLG_FN hpml_status hpmlg_axpb_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, float a, float b, int64_t n,
-                                    bool add)
-{
-    return HPMLG_DEAL(d, hpmlg_k_axpb, n, 2048, y, x, a, b, n, add);
-}
-
 HPMLG_FN hpml_status hpmlg_scale(const hpml_run *run, hpml_node *n, bool back)
 {
-    return hpmlg_axpb_run(hpmlg_enter(run->ctx), hpmlg_writes(n, back), hpmlg_reads(n, back), n->attr.scale.a,
-                          back ? 0 : n->attr.scale.b, hpml_tensor_count(n->out), hpmlg_adds(n, back));
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    int64_t       count = hpml_tensor_count(n->out);
+    return HPMLG_DEAL(d, hpmlg_k_axpb, count, 2048, hpmlg_writes(n, back), hpmlg_reads(n, back), n->attr.scale.a,
+                      back ? 0 : n->attr.scale.b, count, hpmlg_adds(n, back));
 }
 HPMLG_OP(scale, hpmlg_scale)
 
@@ -1331,25 +1319,6 @@ typedef struct hpmlg_fold {
 
 #define HPMLG_FOLD 256 /* threads of a block */
 
-/* Sum (or maximum, a NaN is lost) over each group of tx neighbouring threads, tx a power of two; all get it. space: a
-   float for each warp, shared. All threads of the block take part. */
-HPMLG_DEVICE float hpmlg_group(float v, float *space, int tx, bool maximum)
-{
-    int lane = (int)threadIdx.x % HPMLG_WARP, warp = (int)threadIdx.x / HPMLG_WARP;
-    for (int o = (tx < HPMLG_WARP ? tx : HPMLG_WARP) / 2; o > 0; o >>= 1) {
-        float w = __shfl_xor_sync(HPMLG_ALL, v, o);
-        v       = maximum ? fmaxf(v, w) : v + w;
-    }
-    if (tx <= HPMLG_WARP) return v;
-    int warps = tx / HPMLG_WARP, first = warp / warps * warps;
-    __syncthreads(); /* space may still be read from a call before */
-    if (lane == 0) space[warp] = v;
-    __syncthreads();
-    v = space[first];
-    for (int i = 1; i < warps; i++) v = maximum ? fmaxf(v, space[first + i]) : v + space[first + i];
-    return v;
-}
-
 template <bool plain>
 static __global__ void __launch_bounds__(HPMLG_FOLD, plain ? 5 : 3) hpmlg_k_fold_columns(hpmlg_fold f)
 {
@@ -1476,8 +1445,8 @@ HPMLG_FN void hpmlg_split_dims(const hpml_tensor *t, int dim, int64_t *outer, in
 }
 
 /* dx (+)= scale * dy, walked as the stretched array it is. */
-static __global__ void hpmlg_k_spread(hpmlg_array dx, hpmlg_array dy, const hpmlg_walk w, float scale, int64_t n,
-                                      bool add)
+static __global__ void hpmlg_k_spread(hpmlg_array dx, hpmlg_array dy, const __grid_constant__ hpmlg_walk w,
+                                      float scale, int64_t n, bool add)
 {
     HPMLG_EIGHTS(at, n) {
         hpmlg_eight e = hpmlg_gather(dy, w, 0, at, n);
@@ -1534,7 +1503,7 @@ static __global__ void hpmlg_k_total(float *part, hpmlg_array x, hpmlg_array t, 
         if (t.p) u = hpmlg_get_part(t, at, 0, n, 0);
         for (int j = 0; j < 8; j++) sum += at + j < n ? hpmlg_term(what, delta, e.v[j], u.v[j]) : 0;
     }
-    sum = hpmlg_block_sum(sum, space);
+    sum = hpmlg_group(sum, space, 256, false);
     if (threadIdx.x == 0) part[blockIdx.x] = sum;
 }
 
@@ -1555,7 +1524,7 @@ HPMLG_DEVICE bool hpmlg_label_counts(int label, int ignore, int64_t classes)
     return label != ignore && label >= 0 && label < classes;
 }
 
-static __global__ void hpmlg_k_finish(hpmlg_finish f)
+static __global__ void __launch_bounds__(1024) hpmlg_k_finish(hpmlg_finish f)
 {
     __shared__ double sums[1024];
     __shared__ int    counts[1024];
@@ -1665,7 +1634,7 @@ HPMLG_FN hpml_status hpmlg_reshape(const hpml_run *run, hpml_node *n, bool back)
     hpmlg_array   to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
     int64_t       count = hpml_tensor_count(n->out);
     if (!to.p || to.p == from.p) return HPML_OK;
-    if (back) return hpmlg_axpb_run(d, to, from, 1, 0, count, n->accumulate[0]);
+    if (back) return hpmlg_copy_run(d, to, from, count, n->accumulate[0]);
     return hpmlg_check(d, cudaMemcpyAsync(to.p, from.p, (size_t)count * hpml_dtype_size(n->out->dtype),
                                           cudaMemcpyDeviceToDevice, d->stream), "reshape");
 }
@@ -1804,11 +1773,6 @@ HPMLG_OP(concat, hpmlg_concat)
    eights. A row that fits in one tile is read once and stays in registers, a longer one is read again for each pass
    over it, from the cache. */
 
-template <int TEAM> HPMLG_DEVICE float hpmlg_team_sum(float v, float *space)
-{
-    return TEAM == HPMLG_WARP ? hpmlg_warp_sum(v) : hpmlg_block_sum(v, space);
-}
-
 /* Elements c to c + 7 of a row; those past its end are `fill` and are not written. */
 HPMLG_DEVICE hpmlg_eight hpmlg_row_get(hpmlg_array a, int64_t row, int64_t cols, int64_t c, float fill)
 {
@@ -1857,12 +1821,12 @@ static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t row
             e[k] = hpmlg_row_get(x, row, cols, c, -INFINITY);
             for (int j = 0; j < 8; j++) most = e[k].v[j] > most || e[k].v[j] != e[k].v[j] ? e[k].v[j] : most;
         }
-        most = TEAM == HPMLG_WARP ? hpmlg_warp_max(most) : hpmlg_block_max(most, space);
+        most = hpmlg_group(most, space, TEAM, true);
         HPMLG_EACH_EIGHT {
             if (many) e[k] = hpmlg_row_get(x, row, cols, c, -INFINITY);
             for (int j = 0; j < 8; j++) sum += expf(e[k].v[j] - most);
         }
-        sum = hpmlg_team_sum<TEAM>(sum, space);
+        sum = hpmlg_group(sum, space, TEAM, false);
         float shift = log ? most + logf(sum) : most, scale = 1 / sum;
         HPMLG_EACH_EIGHT {
             if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
@@ -1887,7 +1851,7 @@ static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg
             f[k] = hpmlg_row_get(dy, row, cols, c, 0);
             for (int j = 0; j < 8; j++) sum += log ? f[k].v[j] : f[k].v[j] * e[k].v[j];
         }
-        sum = hpmlg_team_sum<TEAM>(sum, space);
+        sum = hpmlg_group(sum, space, TEAM, false);
         HPMLG_EACH_EIGHT {
             if (many) e[k] = hpmlg_row_get(y, row, cols, c, 0), f[k] = hpmlg_row_get(dy, row, cols, c, 0);
             for (int j = 0; j < 8; j++)
@@ -1931,7 +1895,7 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
             }
             for (int j = 0; j < 8; j++) mean += e[k].v[j];
         }
-        mean = centred ? hpmlg_team_sum<TEAM>(mean, space) / (float)cols : 0;
+        mean = centred ? hpmlg_group(mean, space, TEAM, false) / (float)cols : 0;
         HPMLG_EACH_EIGHT {
             if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
             for (int j = 0; j < 8; j++) {
@@ -1939,7 +1903,7 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
                 sum += v * v;
             }
         }
-        float rstd = 1 / sqrtf(hpmlg_team_sum<TEAM>(sum, space) / (float)cols + eps);
+        float rstd = 1 / sqrtf(hpmlg_group(sum, space, TEAM, false) / (float)cols + eps);
         if (threadIdx.x % TEAM == 0) saved[row] = make_float2(mean, rstd);
         HPMLG_EACH_EIGHT {
             if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
@@ -1990,8 +1954,8 @@ static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_ar
             }
         }
         if (!dx.p) continue;
-        sum = centred ? hpmlg_team_sum<TEAM>(sum, space) / (float)cols : 0;
-        dot = hpmlg_team_sum<TEAM>(dot, space) / (float)cols;
+        sum = centred ? hpmlg_group(sum, space, TEAM, false) / (float)cols : 0;
+        dot = hpmlg_group(dot, space, TEAM, false) / (float)cols;
         HPMLG_EACH_EIGHT {
             if (many) {
                 e[k] = hpmlg_row_get(x, row, cols, c, 0), f[k] = hpmlg_row_get(dy, row, cols, c, 0);
@@ -2268,9 +2232,11 @@ HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n)
     const int64_t *y = n->out->shape; /* dimensions that are not there are 1 */
     hpmlg_bn       s = { y[0], y[1], y[2] * y[3], y[0] * y[2] * y[3], y[2] * y[3] == 1 ? 32 : 1, 1, 1 };
     int64_t        blocks = (s.C + s.width - 1) / s.width, splits = (d->sms * 8 + blocks - 1) / blocks;
+    int64_t        turn = 8 * (256 / s.width), most = (s.N + turn - 1) / turn; /* 8 numbers a thread */
     const hpml_tensor *x = n->src[0];
     uintptr_t      places = (uintptr_t)x->data | (uintptr_t)n->out->data | (uintptr_t)n->out->grad;
-    s.splits = splits < HPMLG_BN_SPLITS ? splits : HPMLG_BN_SPLITS;
+    s.splits = splits < most ? splits : most;
+    if (s.splits > HPMLG_BN_SPLITS) s.splits = HPMLG_BN_SPLITS;
     s.unit   = s.P % 8 == 0 && places % 16 == 0 ? 8 : 1;
     return s;
 }
@@ -3071,7 +3037,7 @@ static __global__ void hpmlg_k_thin(const __grid_constant__ hpmlg_job g, bool bl
     for (int64_t k = block ? threadIdx.x : 0; k < g.k; k += block ? blockDim.x : 1)
         sum += hpmlg_pick(g.a, batch * g.a.batch, a, hpmlg_spot_at(g.a.k, k, g.k)) *
                hpmlg_pick(g.b, batch * g.b.batch, b, hpmlg_spot_at(g.b.k, k, g.k));
-    if (block) sum = hpmlg_block_sum(sum, space);
+    if (block) sum = hpmlg_group(sum, space, 256, false);
     if (!block || threadIdx.x == 0) hpmlg_emit(g, batch, row, col, sum);
 }
 
@@ -3156,7 +3122,7 @@ HPMLG_FN hpml_status hpmlg_job_run(hpmlg_device *d, hpmlg_job *g)
                 (uintptr_t)g->z.p % 16 == 0;
     if (g->batch >= 8 && (g->m < 8 || g->n < 8)) {
         int64_t sums = g->batch * g->m * g->n;
-        bool    block = g->k > 512;
+        bool    block = g->k > 512 && sums < limit;
         return HPMLG_RUN(d, hpmlg_k_thin, (unsigned)(block ? sums : (sums + 255) / 256), 256, 0, *g, block);
     }
     large = large && tiles * (g->k / 1024 + 1) >= d->sms;
@@ -3248,8 +3214,7 @@ HPMLG_FN hpml_status hpmlg_weight_refresh(hpmlg_device *d, hpmlg_weights *w)
 {
     if (w->fresh) return HPML_OK;
     w->fresh = true;
-    return hpmlg_act_run(d, hpmlg_of(w->half, d->store), hpmlg_of((void *)w->w, HPML_DTYPE_F32), HPML_ACT_NONE, 0,
-                         w->n);
+    return hpmlg_copy_run(d, hpmlg_of(w->half, d->store), hpmlg_of((void *)w->w, HPML_DTYPE_F32), w->n, false);
 }
 
 HPMLG_FN hpml_status hpmlg_weights_refresh(hpmlg_device *d)
@@ -3291,7 +3256,7 @@ HPMLG_FN hpmlg_array hpmlg_factor(hpmlg_device *d, const hpml_tensor *t, void *p
     if (d->store == HPML_DTYPE_F32 || t->dtype != HPML_DTYPE_F32) return x;
     if (t->param) return hpmlg_of(hpmlg_half(d, t), d->store);
     if (!place) return x;
-    if (hpmlg_act_run(d, hpmlg_of(place, d->store), x, HPML_ACT_NONE, 0, hpml_tensor_count(t)) != HPML_OK) place = NULL;
+    if (hpmlg_copy_run(d, hpmlg_of(place, d->store), x, hpml_tensor_count(t), false) != HPML_OK) place = NULL;
     return hpmlg_of(place, d->store);
 }
 
@@ -3505,7 +3470,8 @@ HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *do
         }
         status = hpmlg_blas_check(d, s, "cublasLtMatmul");
         if (status == HPML_OK && after)
-            status = hpmlg_act_run(d, g->c, g->z.p ? g->z : g->c, g->act, g->slope, g->m * g->n);
+            status = HPMLG_DEAL(d, hpmlg_k_act, g->m * g->n, 2048, g->c, g->z.p ? g->z : g->c, hpmlg_none(),
+                                (int)g->act, g->slope, g->m * g->n, false);
         *done = true, g->rode = aboard;
         return status;
     }
@@ -3880,48 +3846,23 @@ static __global__ void hpmlg_k_planes_end(hpmlg_array y, const float *bias, int 
         hpmlg_put(y, i, hpmlg_act_far(act, 0.01f, hpmlg_get(y, i) + (bias ? bias[i / P % C] : 0)));
 }
 
-/* dy (B, C, P) *= act'(y); where wanted, its sums over the planes of one channel in `each` images: part (.., C). */
-static __global__ void hpmlg_k_planes(hpmlg_array dy, hpmlg_array y, int act, unsigned B, unsigned C, unsigned P,
-                                      unsigned each, float *part)
+/* dy *= act'(y); the gradient of the bias, where wanted, (+)= its sums over the planes of each channel. */
+HPMLG_FN hpml_status hpmlg_conv_ends(hpmlg_device *d, const hpml_node *n)
 {
-    __shared__ float space[HPMLG_WARP];
-    unsigned c = blockIdx.x % C, b0 = blockIdx.x / C * each, b1 = b0 + each < B ? b0 + each : B;
-    unsigned width = P % 8 == 0 ? 8 : 1, count = P / width;
-    float    sum = 0;
-    for (unsigned i = threadIdx.x; i < (b1 - b0) * count; i += blockDim.x) {
-        int64_t     at = ((int64_t)(b0 + i / count) * C + c) * count + i % count;
-        hpmlg_eight g = {}, o = {};
-        if (width == 8) g = hpmlg_get8(dy, at);
-        else g.v[0] = hpmlg_get(dy, at);
-        if (act) {
-            if (width == 8) o = hpmlg_get8(y, at);
-            else o.v[0] = hpmlg_get(y, at);
-            for (int j = 0; j < 8; j++) g.v[j] *= hpmlg_act_slope(act, 0.01f, o.v[j]);
-            if (width == 8) hpmlg_put8(dy, at, g);
-            else hpmlg_put(dy, at, g.v[0]);
-        }
-        for (unsigned j = 0; j < width; j++) sum += g.v[j];
-    }
-    if (!part) return;
-    sum = hpmlg_block_sum(sum, space);
-    if (threadIdx.x == 0) part[blockIdx.x] = sum;
-}
-
-HPMLG_FN hpml_status hpmlg_planes_run(hpmlg_device *d, hpmlg_array dy, hpmlg_array y, hpml_act act, int64_t B,
-                                      int64_t C, int64_t P, float *db, bool add)
-{
-    int64_t parts = (8 * d->sms + C - 1) / C, each;
-    float  *part  = db ? (float *)d->workspace : NULL;
-    if (act == HPML_ACT_NONE && !db) return HPML_OK;
-    if (parts > B) parts = B;
-    each  = (B + parts - 1) / parts;
-    parts = (B + each - 1) / each;
-    if ((size_t)(parts * C) * sizeof(float) > d->d.workspace || each * P >= (int64_t)1 << 31)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_OVERFLOW, "cuda: the gradient of %lld biases over %lld images needs a "
-                             "larger hpml_cuda_desc.workspace", (long long)C, (long long)B);
-    hpml_status status = HPMLG_RUN(d, hpmlg_k_planes, (unsigned)(parts * C), 256, 0, dy, y, (int)act, (unsigned)B,
-                                   (unsigned)C, (unsigned)P, (unsigned)each, part);
-    return status == HPML_OK && db ? hpmlg_rows_run(d, db, part, parts, C, add) : status;
+    const hpml_tensor *y = n->out, *bias = n->src[2];
+    hpmlg_array        dy = hpmlg_grad(y);
+    int64_t            count = hpml_tensor_count(y), C = y->shape[1], P = y->shape[2] * y->shape[3];
+    hpmlg_fold         f = {};
+    hpml_status        status = HPML_OK;
+    if (n->attr.conv.act)
+        status = HPMLG_DEAL(d, hpmlg_k_act, count, 2048, dy, hpmlg_value(y), dy, (int)n->attr.conv.act, 0.01f, count,
+                            false);
+    if (status != HPML_OK || !bias || !bias->grad) return status;
+    f.b.op = HPML_OP_ADD, f.b.out = dy, f.b.count = count, f.out = hpmlg_grad(bias);
+    f.scale = 1, f.add = n->accumulate[2], f.kept.ndim = f.summed.ndim = 1, f.run = P;
+    f.kept.shape[0] = f.kept_count = C, f.kept.stride[0][0] = P;
+    f.summed.shape[0] = f.summed_count = y->shape[0], f.summed.stride[0][0] = C * P;
+    return hpmlg_fold_run(d, f);
 }
 
 /* By cuDNN; *done: it was. */
@@ -3946,12 +3887,11 @@ HPMLG_FN hpml_status hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pas
 HPMLG_FN hpml_status hpmlg_conv2d(const hpml_run *run, hpml_node *n, bool back)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
-    hpml_tensor  *x = n->src[0], *w = n->src[1], *bias = n->src[2], *y = n->out;
+    hpml_tensor  *x = n->src[0], *w = n->src[1], *y = n->out;
     if (!back)
         return hpmlg_conv_run(d, n, HPMLG_DNN_Y, hpmlg_factor(d, x, n->scratch), hpmlg_factor(d, w, NULL),
                               hpmlg_value(y), false);
-    hpml_status status = hpmlg_planes_run(d, hpmlg_grad(y), hpmlg_value(y), n->attr.conv.act, y->shape[0], y->shape[1],
-                                          y->shape[2] * y->shape[3], bias ? bias->grad : NULL, n->accumulate[2]);
+    hpml_status status = hpmlg_conv_ends(d, n);
     if (w->grad && status == HPML_OK)
         status = hpmlg_conv_run(d, n, HPMLG_DNN_DW, hpmlg_factor(d, x, n->scratch), hpmlg_grad(w), hpmlg_grad(y),
                                 n->accumulate[1]);
@@ -3971,11 +3911,7 @@ HPMLG_OP(conv2d, hpmlg_conv2d)
    gives the gradient of the weights in halves, which are added to the f32 gradient. */
 #ifdef HPML_CUDA_NO_CUDNN
 HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *, hpml_node *, hpmlg_dnn_pass, hpmlg_array, hpmlg_array, hpmlg_array,
-                                   bool, bool *)
-{
-    return HPML_OK;
-}
-
+                                   bool, bool *) { return HPML_OK; }
 HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *) { return HPML_OK; }
 HPMLG_FN void        hpmlg_dnn_close(hpmlg_device *) {}
 #else
@@ -3983,9 +3919,17 @@ HPMLG_FN hpml_status hpmlg_dnn_check(hpmlg_device *d, cudnnStatus_t s, const cha
 {
     char why[256] = "";
     if (s == CUDNN_STATUS_SUCCESS) return HPML_OK;
+#if CUDNN_MAJOR >= 9
     cudnnGetLastErrorString(why, sizeof why);
+#endif
     return hpmlg_fail(d, s == CUDNN_STATUS_ALLOC_FAILED, what, cudnnGetErrorString(s), why,
                       "; hpml_cuda_desc.own_kernels does without cuDNN");
+}
+
+HPMLG_FN bool hpmlg_dnn_refused(cudnnStatus_t s) /* ours does it; since version 9 a reason stands in the last digits */
+{
+    int family = CUDNN_MAJOR < 9 ? (int)s : (int)s / 1000 * 1000;
+    return family == CUDNN_STATUS_NOT_SUPPORTED || family == CUDNN_STATUS_BAD_PARAM;
 }
 
 typedef struct hpmlg_dnn_plan {
@@ -4076,14 +4020,12 @@ HPMLG_FN hpml_status hpmlg_dnn_ask(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_pl
     else
         HPMLG_DNN_CHOOSE(cudnnConvolutionBwdFilterAlgoPerf_t, cudnnGetConvolutionBackwardFilterAlgorithm_v7, p->x, p->y,
                          p->conv, p->w);
-    if (s == CUDNN_STATUS_NOT_SUPPORTED || s == CUDNN_STATUS_BAD_PARAM) return HPML_OK; /* ours does it */
-    return hpmlg_dnn_check(d, s, "asking cuDNN for an algorithm");
+    return hpmlg_dnn_refused(s) ? HPML_OK : hpmlg_dnn_check(d, s, "asking cuDNN for an algorithm");
 }
 
 HPMLG_FN hpml_status hpmlg_dnn_plan_of(hpmlg_device *d, hpmlg_dnn *dnn, const hpml_node *n, hpmlg_dnn_pass pass,
                                        hpmlg_dnn_plan **plan)
 {
-    hpml_status status = HPML_OK;
     *plan = NULL;
     for (int i = 0; i < HPMLG_DNN_PLANS && !*plan; i++)
         if (dnn->plans[i].n == n && dnn->plans[i].batch == n->out->shape[0]) *plan = &dnn->plans[i];
@@ -4091,73 +4033,66 @@ HPMLG_FN hpml_status hpmlg_dnn_plan_of(hpmlg_device *d, hpmlg_dnn *dnn, const hp
         *plan = &dnn->plans[dnn->next++ % HPMLG_DNN_PLANS];
         hpmlg_dnn_drop(*plan);
         (*plan)->n = n, (*plan)->batch = n->out->shape[0];
-        status = hpmlg_dnn_check(d, hpmlg_dnn_describe(d, *plan), "describing a convolution to cuDNN");
+        cudnnStatus_t s = hpmlg_dnn_describe(d, *plan);
+        for (int i = 0; i < HPMLG_DNN_PASSES; i++) (*plan)->asked[i] = s != CUDNN_STATUS_SUCCESS;
+        if (s != CUDNN_STATUS_SUCCESS)
+            return hpmlg_dnn_refused(s) ? HPML_OK : hpmlg_dnn_check(d, s, "describing a convolution to cuDNN");
     }
-    return status == HPML_OK && !(*plan)->asked[pass] ? hpmlg_dnn_ask(d, dnn, *plan, pass) : status;
+    return (*plan)->asked[pass] ? HPML_OK : hpmlg_dnn_ask(d, dnn, *plan, pass);
 }
 
-/* y = act(conv(x, w) + bias): in one where cuDNN can, else the end follows by itself. */
-HPMLG_FN hpml_status hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpml_node *n, hpmlg_array x,
-                                       hpmlg_array w, hpmlg_array y)
+/* y = conv(x, w), or, where cuDNN can, act(conv(x, w) + bias) in one: *whole. That goes by one algorithm only. */
+HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpml_node *n,
+                                         hpmlg_array x, hpmlg_array w, hpmlg_array y, bool *whole)
 {
-    const float  one = 1, zero = 0;
-    hpml_act     act = n->attr.conv.act;
-    hpml_tensor *bias = n->src[2];
-    cudnnStatus_t s;
-    if (bias && !p->unfused && (act == HPML_ACT_NONE || act == HPML_ACT_RELU)) { /* fused: by this algorithm only */
-        hpmlg_array  b = hpmlg_factor(d, bias, NULL);
-        if (!b.p) return hpml_ctx_status(d->ctx);
-        if (p->algo[HPMLG_DNN_Y] == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM)
-            s = cudnnConvolutionBiasActivationForward(dnn->handle, &one, p->x, x.p, p->w, w.p, p->conv,
-                                                      CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM, d->workspace,
-                                                      d->d.workspace, &zero, p->y, y.p, p->bias, b.p, p->act, p->y,
-                                                      y.p);
-        else s = CUDNN_STATUS_NOT_SUPPORTED;
-        if (s == CUDNN_STATUS_SUCCESS) return HPML_OK;
-        if (s != CUDNN_STATUS_NOT_SUPPORTED && s != CUDNN_STATUS_BAD_PARAM)
-            return hpmlg_dnn_check(d, s, "cudnnConvolutionBiasActivationForward");
-        p->unfused = true;
+    const float               one = 1, zero = 0;
+    hpml_act                  act = n->attr.conv.act;
+    cudnnConvolutionFwdAlgo_t algo = (cudnnConvolutionFwdAlgo_t)p->algo[HPMLG_DNN_Y];
+    *whole = !n->src[2] && act == HPML_ACT_NONE;
+    if (n->src[2] && !p->unfused && (act == HPML_ACT_NONE || act == HPML_ACT_RELU) &&
+        algo == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM) {
+        hpmlg_array   b = hpmlg_factor(d, n->src[2], NULL);
+        cudnnStatus_t s = cudnnConvolutionBiasActivationForward(dnn->handle, &one, p->x, x.p, p->w, w.p, p->conv, algo,
+                                                                d->workspace, d->d.workspace, &zero, p->y, y.p,
+                                                                p->bias, b.p, p->act, p->y, y.p);
+        *whole     = !hpmlg_dnn_refused(s);
+        p->unfused = !*whole;
+        if (!p->unfused) return s;
     }
-    s = cudnnConvolutionForward(dnn->handle, &one, p->x, x.p, p->w, w.p, p->conv,
-                                (cudnnConvolutionFwdAlgo_t)p->algo[HPMLG_DNN_Y], d->workspace, d->d.workspace, &zero,
-                                p->y, y.p);
-    hpml_status status = hpmlg_dnn_check(d, s, "cudnnConvolutionForward");
-    int64_t     count = hpml_tensor_count(n->out);
-    if (status != HPML_OK || (!bias && act == HPML_ACT_NONE)) return status;
-    return HPMLG_RUN(d, hpmlg_k_planes_end, hpmlg_blocks(d, count, 2048), 256, 0, y, bias ? bias->data : NULL, (int)act,
-                     n->out->shape[1], n->out->shape[2] * n->out->shape[3], count);
+    return cudnnConvolutionForward(dnn->handle, &one, p->x, x.p, p->w, w.p, p->conv, algo, d->workspace,
+                                   d->d.workspace, &zero, p->y, y.p);
 }
 
-HPMLG_FN hpml_status hpmlg_dnn_filter(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpml_node *n, hpmlg_array x,
-                                      hpmlg_array dw, hpmlg_array dy, bool add)
-{
-    const float one = 1, beta = add ? 1.0f : 0.0f, zero = 0;
-    bool        narrow = d->store != HPML_DTYPE_F32;
-    void       *to = narrow ? (char *)n->scratch + hpmlg_factor_bytes(d, n->src[0]) : dw.p;
-    cudnnStatus_t s = cudnnConvolutionBackwardFilter(dnn->handle, &one, p->x, x.p, p->y, dy.p, p->conv,
-                                                     (cudnnConvolutionBwdFilterAlgo_t)p->algo[HPMLG_DNN_DW],
-                                                     d->workspace, d->d.workspace, narrow ? &zero : &beta, p->w, to);
-    hpml_status status = hpmlg_dnn_check(d, s, "cudnnConvolutionBackwardFilter");
-    int64_t     count = hpml_tensor_count(n->src[1]);
-    return status == HPML_OK && narrow ? hpmlg_axpb_run(d, dw, hpmlg_of(to, d->store), 1, 0, count, add) : status;
-}
-
+/* What is refused when it comes to it is ours from then on. */
 HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                                    hpmlg_array y, bool add, bool *done)
 {
     hpmlg_dnn      *dnn = (hpmlg_dnn *)d->dnn;
     hpmlg_dnn_plan *p;
-    const float     one = 1, beta = add ? 1.0f : 0.0f;
+    const float     one = 1, zero = 0, beta = add ? 1.0f : 0.0f;
+    bool            narrow = pass == HPMLG_DNN_DW && d->store != HPML_DTYPE_F32, whole = true;
+    void           *dw = narrow ? (char *)n->scratch + hpmlg_factor_bytes(d, n->src[0]) : w.p;
+    int64_t         count = hpml_tensor_count(n->out);
+    cudnnStatus_t   s;
     if (!dnn || x.type != (int)d->store || y.type != (int)d->store) return HPML_OK;
     hpml_status status = hpmlg_dnn_plan_of(d, dnn, n, pass, &p);
     if (status != HPML_OK || !p->usable[pass]) return status;
-    *done = true;
-    if (pass == HPMLG_DNN_Y) return hpmlg_dnn_forward(d, dnn, p, n, x, w, y);
-    if (pass == HPMLG_DNN_DW) return hpmlg_dnn_filter(d, dnn, p, n, x, w, y, add);
-    return hpmlg_dnn_check(d, cudnnConvolutionBackwardData(dnn->handle, &one, p->w, w.p, p->y, y.p, p->conv,
-                                                           (cudnnConvolutionBwdDataAlgo_t)p->algo[pass], d->workspace,
-                                                           d->d.workspace, &beta, p->x, x.p),
-                           "cudnnConvolutionBackwardData");
+    if (pass == HPMLG_DNN_Y) s = hpmlg_dnn_forward(d, dnn, p, n, x, w, y, &whole);
+    else if (pass == HPMLG_DNN_DW)
+        s = cudnnConvolutionBackwardFilter(dnn->handle, &one, p->x, x.p, p->y, y.p, p->conv,
+                                           (cudnnConvolutionBwdFilterAlgo_t)p->algo[pass], d->workspace,
+                                           d->d.workspace, narrow ? &zero : &beta, p->w, dw);
+    else
+        s = cudnnConvolutionBackwardData(dnn->handle, &one, p->w, w.p, p->y, y.p, p->conv,
+                                         (cudnnConvolutionBwdDataAlgo_t)p->algo[pass], d->workspace, d->d.workspace,
+                                         &beta, p->x, x.p);
+    *done = p->usable[pass] = !hpmlg_dnn_refused(s);
+    if (!*done) return HPML_OK;
+    status = hpmlg_dnn_check(d, s, "a convolution by cuDNN");
+    if (status != HPML_OK || (whole && !narrow)) return status;
+    if (narrow) return hpmlg_copy_run(d, w, hpmlg_of(dw, d->store), hpml_tensor_count(n->src[1]), add);
+    return HPMLG_DEAL(d, hpmlg_k_planes_end, count, 2048, y, n->src[2] ? n->src[2]->data : NULL, (int)n->attr.conv.act,
+                      n->out->shape[1], n->out->shape[2] * n->out->shape[3], count);
 }
 
 HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *d)
@@ -5029,7 +4964,7 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
             if (copy.p && (apply || !lamb)) hpmlg_row_put(copy, 0, u.n, i, d, false);
         }
         if (!norms && (!lamb || apply)) continue;
-        ww = hpmlg_block_sum(ww, space), gg = hpmlg_block_sum(gg, space);
+        ww = hpmlg_group(ww, space, 256, false), gg = hpmlg_group(gg, space, 256, false);
         if (threadIdx.x == 0) part[chunk] = make_double2((double)ww, (double)gg);
     }
 }
@@ -5295,7 +5230,7 @@ static __global__ void hpmlg_k_onebit_levels(hpmlg_pack p, int64_t chunks, const
             for (int k = 0; k < 2; k++) least[k] = fminf(least[k], s.least[k]), most[k] = fmaxf(most[k], s.most[k]);
         }
         for (int k = 0; k < 2; k++)
-            least[k] = -hpmlg_warp_max(-least[k]), most[k] = hpmlg_warp_max(most[k]);
+            least[k] = -hpmlg_group(-least[k], NULL, 32, true), most[k] = hpmlg_group(most[k], NULL, 32, true);
         if (lane == 0 && !(isfinite(sum[0]) && isfinite(sum[1]))) hpmlg_pack_mark(&p, row);
         if (lane < 2)
             hpmlg_onebit_row(&p, row)[lane] = lane == 0
@@ -5444,14 +5379,6 @@ HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, 
     return status == HPML_OK && any ? HPML_ERR_NONFINITE : status;
 }
 
-/* NONE and BF16: out = or += the packed array. */
-static __global__ void hpmlg_k_unpack(float *out, hpmlg_array packed, int64_t n, bool add)
-{
-    hpmlg_array y = { out, HPML_DTYPE_F32 };
-    HPMLG_EIGHTS(i, n)
-        hpmlg_row_put(y, 0, n, i, hpmlg_row_get(packed, 0, n, i, 0), add);
-}
-
 /* ONEBIT and, two, TWOBIT: a warp for 512 elements of a row, a number in each lane, 32 a turn. */
 static __global__ void hpmlg_k_unpack_bits(hpmlg_pack p, float *out, bool two, bool add)
 {
@@ -5482,9 +5409,8 @@ HPMLG_FN hpml_status hpmlg_decode(void *, hpml_ctx *ctx, const hpml_packing *p, 
                              p->desc.threshold > 0 ? p->desc.threshold : 0.5f, 0 };
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE || kind == HPML_CODEC_BF16)
-        return HPMLG_DEAL(d, hpmlg_k_unpack, rows * p->cols, 2048, out,
-                          hpmlg_of(all.packed, kind == HPML_CODEC_BF16 ? HPML_DTYPE_BF16 : HPML_DTYPE_F32),
-                          rows * p->cols, add);
+        return hpmlg_copy_run(d, hpmlg_of(out, HPML_DTYPE_F32), hpmlg_of(all.packed, kind == HPML_CODEC_BF16 ?
+                              HPML_DTYPE_BF16 : HPML_DTYPE_F32), rows * p->cols, add);
     return HPMLG_DEAL(d, hpmlg_k_unpack_bits, rows * ((p->cols + 511) / 512), 8, all, out, kind == HPML_CODEC_TWOBIT,
                       add);
 }
@@ -5787,6 +5713,7 @@ HPML_API hpml_status hpml_nccl_link_allreduce(void *nccl, float *x, int64_t coun
 {
     HPMLG_NCCL_ENTER(n, nccl);
     snprintf(n->doing, sizeof n->doing, "allreduce of %lld floats", (long long)count);
+    hpmlg_weights_touch(n->d, x, (size_t)count * sizeof *x);
     return hpmlg_nccl_begun(n, n->call.AllReduce(x, x, (size_t)count, ncclFloat32, mean ? ncclAvg : ncclSum, n->comm,
                                                  n->stream));
 }

@@ -3,8 +3,16 @@
 #define HPML_USE_NCCL
 #include "cuda_on_cpu.h"
 #include "cublas_on_cpu.h"
+#include "cudnn_on_cpu.h"
 #define HPMLG_SLOT_BYTES ((size_t)256 << 10) /* so that tests fill the ring */
 #include "nccl_on_cpu.h"
+/* As exact as on the device, not more. */
+#define expf(x)  emu::near(expf(x), 2)
+#define exp2f(x) emu::near(exp2f(x), 2)
+#define tanhf(x) emu::near(tanhf(x), 2)
+#define erff(x)  emu::near(erff(x), 2)
+#define logf(x)  emu::near(logf(x), 1)
+#define log2f(x) emu::near(log2f(x), 1)
 #define HPML_CUDA_IMPLEMENTATION
 #include "../hpml_cuda.cuh"
 
@@ -21,7 +29,8 @@ extern "C" void cuda_on_cpu_fault(const char *what, long k)
     else if (strcmp(what, "order") == 0) cuda_on_cpu_order((unsigned)k);
     else if (strcmp(what, "lazy") == 0) cuda_on_cpu_lazy((unsigned)k);
     else if (strcmp(what, "cublas") == 0) cublas_on_cpu_refuses = (int)k;
-    else cuda_on_cpu_reset(), cublas_on_cpu_refuses = 0;
+    else if (strcmp(what, "cudnn") == 0) cudnn_on_cpu_refuses = (int)k;
+    else cuda_on_cpu_reset(), cublas_on_cpu_refuses = cudnn_on_cpu_refuses = 0;
 }
 
 extern "C" long cuda_on_cpu_count(const char *what)
@@ -29,6 +38,8 @@ extern "C" long cuda_on_cpu_count(const char *what)
     auto &e = emu::all;
     if (strncmp(what, "cublas ", 7) == 0) return cublas_on_cpu_ran[atoi(what + 7)];
     if (strcmp(what, "cublas") == 0) return cublas_on_cpu_live;
+    if (strncmp(what, "cudnn ", 6) == 0) return cudnn_on_cpu_ran[atoi(what + 6)];
+    if (strcmp(what, "cudnn") == 0) return cudnn_on_cpu_live;
     return strcmp(what, "bytes") == 0 ? (long)e.bytes_live : strcmp(what, "synchronisations") == 0 ? e.count.synchronisations
          : strcmp(what, "graphs") == 0 ? e.count.graph_launches : strcmp(what, "mallocs") == 0 ? e.count.mallocs : e.count.launches;
 }

@@ -2,6 +2,7 @@
        #define HPML_CUDA_ON_CPU
        #include "cuda_on_cpu.h"
        #include "cublas_on_cpu.h"
+       #include "cudnn_on_cpu.h"
        #include "../hpml_cuda.cuh"
    It shows what a GPU may hide for years:
    - a missing barrier: threads, warps and blocks run in many orders (compare the results, cuda_on_cpu_check), and a
@@ -18,8 +19,6 @@
    Kernels name their shared memory by HPMLG_SHARED or __shared__ (no extern). */
 #ifndef CUDA_ON_CPU_H
 #define CUDA_ON_CPU_H
-
-#define HPML_CUDA_NO_CUDNN /* cuBLASLt is in cublas_on_cpu.h */
 
 #include <algorithm>
 #include <chrono>
@@ -864,6 +863,17 @@ template <class To, class From> inline To bits(From from)
 }
 } // namespace emu
 
+/* v as a device may have it that is right to so many units in the last place: up or down, by chance of its bits. What is
+   exact there, 0 and 1, stays. */
+namespace emu {
+inline float near(float v, float units)
+{
+    unsigned u = bits<unsigned>(v), chance = u * 0x9e3779b1u >> 8;
+    if (!(fabsf(v) >= 1e-37f) || fabsf(v) > 1e38f || v == 1) return v;
+    return bits<float>(u + (unsigned)(int)lrintf(((float)chance / 8388608.0f - 1) * units));
+}
+} // namespace emu
+
 inline int       __popc(unsigned x) { return __builtin_popcount(x); }
 inline int       __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int       __ffs(int x) { return __builtin_ffs(x); }
@@ -919,8 +929,8 @@ inline float     __fdiv_rn(float a, float b) { return a / b; }
 inline float     __fsqrt_rn(float a) { return sqrtf(a); }
 inline float     __frsqrt_rn(float a) { return (float)(1 / sqrt((double)a)); }
 inline float     __frcp_rn(float a) { return 1 / a; }
-inline float     __fdividef(float a, float b) { return a / b; }
-inline float     __expf(float a) { return expf(a); }
+inline float     __fdividef(float a, float b) { return emu::near(a / b, 2); }
+inline float     __expf(float a) { return emu::near(expf(a), 2 + 1.173f * fabsf(a)); }
 inline float     __exp10f(float a) { return powf(10, a); }
 inline float     __logf(float a) { return logf(a); }
 inline float     __log2f(float a) { return log2f(a); }
@@ -928,7 +938,7 @@ inline float     __sinf(float a) { return sinf(a); }
 inline float     __cosf(float a) { return cosf(a); }
 inline float     __powf(float a, float b) { return powf(a, b); }
 inline float     __saturatef(float a) { return a > 0 ? a < 1 ? a : 1 : 0; }
-inline float     rsqrtf(float a) { return 1 / sqrtf(a); }
+inline float     rsqrtf(float a) { return emu::near(1 / sqrtf(a), 2); }
 inline double    rsqrt(double a) { return 1 / sqrt(a); }
 inline int       __float2int_rn(float a) { return (int)nearbyintf(a); }
 inline int       __float2int_rz(float a) { return (int)a; }
@@ -1064,23 +1074,64 @@ EMU_16(__half, __half2, half, half2)
 namespace emu {
 struct mma { float *d; const unsigned *a, *b; };
 
-inline float half_of(unsigned pair, unsigned which, bool f16)
+/* Most of the time goes here: without the sanitizers, whose kernels' memory this is not. */
+#ifdef __clang__
+#  define EMU_QUICK __attribute__((no_sanitize("address", "undefined", "thread"), noinline)) inline
+#else
+#  define EMU_QUICK __attribute__((no_sanitize("address"), no_sanitize("undefined"), no_sanitize("thread"), optimize("O3"), noinline)) inline
+#endif
+inline const std::vector<float> f16_values = [] {
+    std::vector<float> v(65536);
+    for (unsigned i = 0; i < 65536; i++) v[i] = __half2float(__half{ (unsigned short)i });
+    return v;
+}();
+/* Of every word, `halves` (a table, NULL: bf16) the two numbers, or, with none, the one in tf32: the low 13 bits do not
+   count. */
+EMU_QUICK void mma_words(float *to, const unsigned *words, int n, bool halves, const float *f16)
 {
-    unsigned short h = (unsigned short)(pair >> 16 * which);
-    return f16 ? __half2float(__half{ h }) : __bfloat162float(__nv_bfloat16{ h });
+    for (int i = 0; i < n; i++) {
+        unsigned w = words[i], two[2] = { halves ? w << 16 : w & 0xffffe000u, w & 0xffff0000u };
+        if (f16) to[2 * i] = f16[w & 0xffff], to[2 * i + 1] = f16[w >> 16];
+        else if (halves) memcpy(to + 2 * i, two, 8);
+        else memcpy(to + i, two, 4);
+    }
 }
-inline float tf32(unsigned u) { return bits<float>(u & 0xffffe000u); }  /* the low 13 bits do not count */
 /* d (16, 8) += a (16, K) b (K, 8): lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next. */
-template <int K> inline void mma_multiply(void **ios, const float (*a)[K], const float (*b)[8])
+template <int K> EMU_QUICK void mma_multiply(void **ios, const float (*a)[K], const float (*b)[8])
 {
-    for (int l = 0; l < 32; l++)
-        for (int i = 0; i < 4; i++) {
-            int    row = l / 4 + (i / 2) * 8, column = l % 4 * 2 + i % 2;
-            double sum = 0;
-            for (int k = 0; k < K; k++) sum += (double)a[row][k] * (double)b[k][column];
-            float &d = static_cast<mma *>(ios[l])->d[i];
-            d = (float)(d + sum);
+    for (int row = 0; row < 16; row++) {
+        double sum[8] = {};
+        for (int k = 0; k < K; k++)
+            for (int c = 0; c < 8; c++) sum[c] += (double)a[row][k] * (double)b[k][c];
+        for (int c = 0; c < 8; c++) {
+            float *d = &static_cast<mma *>(ios[row % 8 * 4 + c / 2])->d[row / 8 * 2 + c % 2], v;
+            sum[c] += *d, v = (float)sum[c];
+            *d = __builtin_fabs(v) > __builtin_fabs(sum[c]) ? nextafterf(v, 0) : v; /* tensor cores cut off */
         }
+    }
+}
+EMU_QUICK void mma_halves(void **ios, const float *f16)
+{
+    float x[16][16], y[16][8], v[8];
+    for (unsigned l = 0; l < 32; l++) {
+        mma_words(v, static_cast<mma *>(ios[l])->a, 4, true, f16);
+        for (unsigned i = 0; i < 8; i++)                /* register i / 2: rows + 8 (odd), columns + 8 (2, 3) */
+            x[l / 4 + i / 2 % 2 * 8][l % 4 * 2 + i % 2 + i / 4 * 8] = v[i];
+        mma_words(v, static_cast<mma *>(ios[l])->b, 2, true, f16);
+        for (unsigned i = 0; i < 4; i++) y[l % 4 * 2 + i % 2 + i / 2 * 8][l / 4] = v[i];
+    }
+    mma_multiply<16>(ios, x, y);
+}
+EMU_QUICK void mma_tf32(void **ios)
+{
+    float x[16][8], y[8][8], v[4];
+    for (unsigned l = 0; l < 32; l++) {
+        mma_words(v, static_cast<mma *>(ios[l])->a, 4, false, nullptr);
+        for (unsigned i = 0; i < 4; i++) x[l / 4 + i % 2 * 8][l % 4 + i / 2 * 4] = v[i];
+        mma_words(v, static_cast<mma *>(ios[l])->b, 2, false, nullptr);
+        for (unsigned i = 0; i < 2; i++) y[l % 4 + i * 4][l / 4] = v[i];
+    }
+    mma_multiply<8>(ios, x, y);
 }
 template <bool trans> inline void ldmatrix(unsigned r[4], const void *row, int line)
 {
@@ -1111,15 +1162,7 @@ inline void hpmlg_mma_16816(float d[4], const unsigned a[4], const unsigned b[2]
 {
     emu::mma io = { d, a, b };
     emu::meet(f16 ? "mma.f16" : "mma.bf16", line, emu::full, &io, [f16](void **ios, unsigned) {
-        float x[16][16], y[16][8];
-        for (unsigned l = 0; l < 32; l++) {
-            const emu::mma *m = static_cast<emu::mma *>(ios[l]);
-            for (unsigned i = 0; i < 8; i++)            /* register i / 2: rows + 8 (odd), columns + 8 (2, 3) */
-                x[l / 4 + i / 2 % 2 * 8][l % 4 * 2 + i % 2 + i / 4 * 8] = emu::half_of(m->a[i / 2], i % 2, f16);
-            for (unsigned i = 0; i < 4; i++)
-                y[l % 4 * 2 + i % 2 + i / 2 * 8][l / 4] = emu::half_of(m->b[i / 2], i % 2, f16);
-        }
-        emu::mma_multiply<16>(ios, x, y);
+        emu::mma_halves(ios, f16 ? emu::f16_values.data() : nullptr);
     });
 }
 /* mma.sync.aligned.m16n8k8.row.col.f32.tf32: d += a b; the low 13 bits of a and b do not count */
@@ -1127,13 +1170,7 @@ inline void hpmlg_mma_1688_tf32(float d[4], const unsigned a[4], const unsigned 
 {
     emu::mma io = { d, a, b };
     emu::meet("mma.tf32", line, emu::full, &io, [](void **ios, unsigned) {
-        float x[16][8], y[8][8];
-        for (unsigned l = 0; l < 32; l++) {
-            const emu::mma *m = static_cast<emu::mma *>(ios[l]);
-            for (unsigned i = 0; i < 4; i++) x[l / 4 + i % 2 * 8][l % 4 + i / 2 * 4] = emu::tf32(m->a[i]);
-            for (unsigned i = 0; i < 2; i++) y[l % 4 + i * 4][l / 4] = emu::tf32(m->b[i]);
-        }
-        emu::mma_multiply<8>(ios, x, y);
+        emu::mma_tf32(ios);
     });
 }
 /* ldmatrix.sync.aligned.m8n8.x4.shared.b16: lanes 8 i .. 8 i + 7 give the rows of matrix i */
@@ -1388,6 +1425,18 @@ inline bool host_pointer(uintptr_t p)
     return msync(reinterpret_cast<void *>(p & ~(uintptr_t)4095), 1, MS_ASYNC) == 0;
 }
 
+inline void check_words(launch_of &l, int n, const void *words, size_t count, bool check)
+{
+    for (size_t i = 0; i < count; i++) {
+        uintptr_t word;
+        memcpy(&word, static_cast<const char *>(words) + 8 * i, 8);
+        auto m = memory_find(reinterpret_cast<void *>(word));
+        if (m != all.memory_of.end()) l.named.push_back(m->first);
+        else if (check && host_pointer(word))
+            error("%s: argument %d holds %p, which is not the device's memory", l.name, n, (void *)word);
+    }
+}
+
 /* Pointers to data, alone or in structs, must be the device's; pointers to structs may be notes for the host. Padding
    may hold anything: where the compiler cannot clear it, structs go unchecked. */
 template <class T> inline void check_argument(launch_of &l, int n, T value)
@@ -1399,14 +1448,7 @@ template <class T> inline void check_argument(launch_of &l, int n, T value)
     if (std::is_class<T>::value) __builtin_clear_padding(&value), check = true;
 #  endif
 #endif
-    uintptr_t words[sizeof(T) / 8 + 1];
-    memcpy(words, static_cast<const void *>(&value), sizeof(T));
-    for (size_t i = 0; i < sizeof(T) / 8; i++) {
-        auto m = memory_find(reinterpret_cast<void *>(words[i]));
-        if (m != all.memory_of.end()) l.named.push_back(m->first);
-        else if (check && host_pointer(words[i]))
-            error("%s: argument %d holds %p, which is not the device's memory", l.name, n, (void *)words[i]);
-    }
+    check_words(l, n, static_cast<const void *>(&value), sizeof(T) / 8, check);
 }
 
 inline cudaError_t launch_check(const void *kernel, const launch_of &l)
@@ -1421,6 +1463,17 @@ inline cudaError_t launch_check(const void *kernel, const launch_of &l)
     return all.wrong_image ? cudaErrorNoKernelImageForDevice : cudaSuccess;
 }
 
+inline void launch_push(stream *on, const launch_of &l)
+{
+    all.count.launches++;
+    bool fault = all.fail_launch && --all.fail_launch == 0;
+    push(on, [l, fault] {
+        if (fault) all.sticky = cudaErrorIllegalAddress;
+        else if (all.check && !strstr(all.unordered, l.name)) grid_check(l);
+        else grid_run(l);
+    });
+}
+
 template <class... P, class... A>
 void launch(const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStream_t on, A &&...args)
 {
@@ -1431,13 +1484,7 @@ void launch(const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_
     if (fail(launch_check(reinterpret_cast<const void *>(kernel), l))) return;
     int n = 0;
     std::apply([&](const auto &...v) { (check_argument(l, n++, v), ...); }, values);
-    all.count.launches++;
-    bool fault = all.fail_launch && --all.fail_launch == 0;
-    push(stream_of(on), [l, fault] {
-        if (fault) all.sticky = cudaErrorIllegalAddress;
-        else if (all.check && !strstr(all.unordered, l.name)) grid_check(l);
-        else grid_run(l);
-    });
+    launch_push(stream_of(on), l);
 }
 
 } // namespace emu
