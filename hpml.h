@@ -1181,8 +1181,23 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
    is a vector of HV_W floats, `hu` one of as many uint32_t, `hq` one of half as many uint64_t. gcc and clang add,
    multiply, shift them and so on as they do numbers. Each function carries its own target attribute, so a plain `cc
    -O2` builds all of them and the context picks the best one that the CPU runs. The last, partial vector of an array is
-   loaded with hv_load_n and goes through the same instructions as the others: an element's result does not depend on
-   where it stands. */
+   loaded with HV(load_n) and goes through the same instructions as the others: an element's result does not depend on
+   where it stands.
+
+   HV(name) is the name of an operation or a helper on this instruction set's vectors:
+     as_floats as_words        the same bits, as the other
+     set1 zero                 all lanes alike
+     load store                anywhere, not just at multiples of a vector's size; load_words store_words
+     load_n store_n            the first n lanes; ld st: n lanes, all of them almost always
+     fma fnma                  a b + c; c - a b
+     max min                   a > b ? a : b, so that a NaN in a gives b
+     ge gt eq                  a >= b ? x : y
+     pow2i exponent mantissa   2^a; a = 2^exponent mantissa
+     sum sum4 hmax             of all lanes; out[0..3] = the sums of four vectors
+     even odd                  lanes 0, 2, 4 .. of a, then of b; 1, 3, 5 ..
+     low high                  lanes of a and b in turn: the first half; the second
+     signmask bits             a bit for each lane, a >= 0; its bit in m ? a : b
+     load_T store_T            converted from and to bf16, f16, u8, i32; ld_T st_T: the first n lanes */
 
 #ifndef HPMLI_K
 #define HPMLI_WINS(a, b)  (!((a) <= (b)) && (b) == (b)) /* a maximum that keeps a NaN */
@@ -1195,60 +1210,10 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPMLI_V2(name, e) HPMLI_VFN hv name(hv a, hv b) { return e; }
 #define HPMLI_V3(name, e) HPMLI_VFN hv name(hv a, hv b, hv c) { return e; }
 #define HPMLI_V4(name, e) HPMLI_VFN hv name(hv a, hv b, hv x, hv y) { return e; }
-#define hv              HPMLI_K(hpmli_floats)
-#define hu              HPMLI_K(hpmli_uints)
-#define hq              HPMLI_K(hpmli_quads)
-#define hv_of           HPMLI_K(hpmli_floats_of) /* the same bits seen as floats ... */
-#define hu_of           HPMLI_K(hpmli_uints_of)  /* ... and as words */
-#define hv_anywhere     HPMLI_K(hpmli_floats_anywhere) /* not just at multiples of their size */
-#define hu_anywhere     HPMLI_K(hpmli_uints_anywhere)
-#define hu_load         HPMLI_K(hpmli_load_uints)
-#define hu_store        HPMLI_K(hpmli_store_uints)
-#define hv_set1         HPMLI_K(hpmli_set1)
-#define hv_zero         HPMLI_K(hpmli_zero)
-#define hv_load         HPMLI_K(hpmli_load)
-#define hv_store        HPMLI_K(hpmli_store)
-#define hv_load_n       HPMLI_K(hpmli_load_n)
-#define hv_store_n      HPMLI_K(hpmli_store_n)
-#define hv_ld           HPMLI_K(hpmli_ld) /* n lanes, all of them almost always */
-#define hv_st           HPMLI_K(hpmli_st)
-#define hv_fma          HPMLI_K(hpmli_fma)  /* a b + c */
-#define hv_fnma         HPMLI_K(hpmli_fnma) /* c - a b */
-#define hv_max          HPMLI_K(hpmli_max)  /* a > b ? a : b, so that a NaN in a gives b */
-#define hv_min          HPMLI_K(hpmli_min)
-#define hv_abs          HPMLI_K(hpmli_abs)
-#define hv_sqrt         HPMLI_K(hpmli_sqrt)
-#define hv_round        HPMLI_K(hpmli_round)
-#define hv_ge           HPMLI_K(hpmli_ge) /* a >= b ? x : y */
-#define hv_gt           HPMLI_K(hpmli_gt)
-#define hv_eq           HPMLI_K(hpmli_eq)
-#define hv_pow2i        HPMLI_K(hpmli_pow2i) /* 2^a, a = 2^exponent mantissa */
-#define hv_exponent     HPMLI_K(hpmli_exponent)
-#define hv_mantissa     HPMLI_K(hpmli_mantissa)
-#define hv_sum          HPMLI_K(hpmli_sum)
-#define hv_sum4         HPMLI_K(hpmli_sum4) /* out[0..3] = the sums of four vectors */
-#define hv_hmax         HPMLI_K(hpmli_hmax)
-#define hv_even         HPMLI_K(hpmli_even) /* lanes 0, 2, 4 .. of a, then of b; 1, 3, 5 .. */
-#define hv_odd          HPMLI_K(hpmli_odd)
-#define hv_low          HPMLI_K(hpmli_low)  /* lanes of a and b in turn: the first half; the second */
-#define hv_high         HPMLI_K(hpmli_high)
-#define hv_signmask     HPMLI_K(hpmli_signmask) /* a bit for each lane, a >= 0 */
-#define hv_bits         HPMLI_K(hpmli_bits)     /* its bit in m ? a : b */
-#define hv_of_i32       HPMLI_K(hpmli_of_i32)   /* conversions, of lanes */
-#define hv_load_bf16    HPMLI_K(hpmli_load_bf16)
-#define hv_store_bf16   HPMLI_K(hpmli_store_bf16)
-#define hv_load_f16     HPMLI_K(hpmli_load_f16)
-#define hv_store_f16    HPMLI_K(hpmli_store_f16)
-#define hv_load_u8      HPMLI_K(hpmli_load_u8)
-#define hv_load_i32     HPMLI_K(hpmli_load_i32)
-#define hv_store_i32    HPMLI_K(hpmli_store_i32)
-#define hv_ld_bf16      HPMLI_K(hpmli_ld_bf16) /* ... of the first n lanes */
-#define hv_st_bf16      HPMLI_K(hpmli_st_bf16)
-#define hv_ld_f16       HPMLI_K(hpmli_ld_f16)
-#define hv_st_f16       HPMLI_K(hpmli_st_f16)
-#define hv_ld_u8        HPMLI_K(hpmli_ld_u8)
-#define hv_ld_i32       HPMLI_K(hpmli_ld_i32)
-#define hv_st_i32       HPMLI_K(hpmli_st_i32)
+#define HV(name)          HPMLI_K(hpmli_##name)
+#define hv                HV(floats)
+#define hu                HV(uints)
+#define hq                HV(quads)
 /* for (i = 0; i < n; i += HV_W) with c = the lanes that count. */
 #define HV_LOOP(n) for (int64_t i = 0, c; c = (n) - i < HV_W ? (n) - i : HV_W, i < (n); i += HV_W)
 #endif
@@ -1292,63 +1257,63 @@ typedef uint64x2_t  hq;
 #endif
 
 /* What needs no instruction of its own. */
-HPMLI_VFN hv hv_of(hu u) { hv a; memcpy(&a, &u, sizeof a); return a; }
-HPMLI_VFN hu hu_of(hv a) { hu u; memcpy(&u, &a, sizeof u); return u; }
-typedef hv hv_anywhere __attribute__((aligned(4)));
-typedef hu hu_anywhere __attribute__((aligned(HV_W == 1 ? 4 : 1))); /* integers come from files as well */
-HPMLI_VFN hu hu_load(const uint32_t *p) { return *(const hu_anywhere *)p; }
-HPMLI_VFN void hu_store(uint32_t *p, hu a) { *(hu_anywhere *)p = a; }
-HPMLI_VFN hv hv_load(const float *p) { return *(const hv_anywhere *)p; }
-HPMLI_VFN void hv_store(float *p, hv a) { *(hv_anywhere *)p = a; }
-HPMLI_V1(hv_abs, hv_of(hu_of(a) & 0x7fffffffu))
-HPMLI_V1(hv_mantissa, hv_of((hu_of(a) & 0x7fffffu) | 0x3f800000u))
+HPMLI_VFN hv HV(as_floats)(hu u) { hv a; memcpy(&a, &u, sizeof a); return a; }
+HPMLI_VFN hu HV(as_words)(hv a) { hu u; memcpy(&u, &a, sizeof u); return u; }
+typedef hv HV(floats_anywhere) __attribute__((aligned(4)));
+typedef hu HV(words_anywhere) __attribute__((aligned(HV_W == 1 ? 4 : 1))); /* integers come from files as well */
+HPMLI_VFN hu HV(load_words)(const uint32_t *p) { return *(const HV(words_anywhere) *)p; }
+HPMLI_VFN void HV(store_words)(uint32_t *p, hu a) { *(HV(words_anywhere) *)p = a; }
+HPMLI_VFN hv HV(load)(const float *p) { return *(const HV(floats_anywhere) *)p; }
+HPMLI_VFN void HV(store)(float *p, hv a) { *(HV(floats_anywhere) *)p = a; }
+HPMLI_V1(HV(abs), HV(as_floats)(HV(as_words)(a) & 0x7fffffffu))
+HPMLI_V1(HV(mantissa), HV(as_floats)((HV(as_words)(a) & 0x7fffffu) | 0x3f800000u))
 
 #if HPMLI_ISA == 0
-HPMLI_VFN hv hv_set1(float x) { return x; }
-HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return n > 0 ? *p : 0; }
-HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { if (n > 0) *p = a; }
+HPMLI_VFN hv HV(set1)(float x) { return x; }
+HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return n > 0 ? *p : 0; }
+HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { if (n > 0) *p = a; }
 #ifdef __FP_FAST_FMAF /* where there is one, always: not when the compiler feels like contracting */
-HPMLI_V3(hv_fma, fmaf(a, b, c))
-HPMLI_V3(hv_fnma, fmaf(-a, b, c))
+HPMLI_V3(HV(fma), fmaf(a, b, c))
+HPMLI_V3(HV(fnma), fmaf(-a, b, c))
 #else
-HPMLI_V3(hv_fma, a * b + c)
-HPMLI_V3(hv_fnma, c - a * b)
+HPMLI_V3(HV(fma), a * b + c)
+HPMLI_V3(HV(fnma), c - a * b)
 #endif
-HPMLI_V1(hv_sqrt, sqrtf(a))
-HPMLI_V1(hv_round, rintf(a))
-HPMLI_V4(hv_ge, a >= b ? x : y)
-HPMLI_V4(hv_gt, a > b ? x : y)
-HPMLI_V4(hv_eq, a == b ? x : y)
-HPMLI_V2(hv_even, ((void)b, a))
-HPMLI_V2(hv_odd, ((void)a, b))
-HPMLI_V2(hv_low, ((void)b, a))
-HPMLI_V2(hv_high, ((void)a, b))
-HPMLI_VFN float hv_sum(hv a) { return a; }
-HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
-HPMLI_VFN float hv_hmax(hv a) { return a; }
-HPMLI_VFN uint32_t hv_signmask(hv a) { return a >= 0; }
-HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b) { return m & 1 ? a : b; }
-HPMLI_VFN hv hv_of_i32(hu u) { return (float)(int32_t)u; }
-HPMLI_VFN hu HPMLI_K(hpmli_widen)(const uint16_t *p) { return *p; }
-HPMLI_VFN void HPMLI_K(hpmli_narrow)(uint16_t *p, hu u) { *p = (uint16_t)u; }
-HPMLI_VFN hv hv_load_f16(const uint16_t *p)
+HPMLI_V1(HV(sqrt), sqrtf(a))
+HPMLI_V1(HV(round), rintf(a))
+HPMLI_V4(HV(ge), a >= b ? x : y)
+HPMLI_V4(HV(gt), a > b ? x : y)
+HPMLI_V4(HV(eq), a == b ? x : y)
+HPMLI_V2(HV(even), ((void)b, a))
+HPMLI_V2(HV(odd), ((void)a, b))
+HPMLI_V2(HV(low), ((void)b, a))
+HPMLI_V2(HV(high), ((void)a, b))
+HPMLI_VFN float HV(sum)(hv a) { return a; }
+HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
+HPMLI_VFN float HV(hmax)(hv a) { return a; }
+HPMLI_VFN uint32_t HV(signmask)(hv a) { return a >= 0; }
+HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b) { return m & 1 ? a : b; }
+HPMLI_VFN hv HV(of_i32)(hu u) { return (float)(int32_t)u; }
+HPMLI_VFN hu HV(widen)(const uint16_t *p) { return *p; }
+HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { *p = (uint16_t)u; }
+HPMLI_VFN hv HV(load_f16)(const uint16_t *p)
 {
     uint32_t sign = (uint32_t)(*p & 0x8000u) << 16, exponent = *p >> 10 & 31u, fraction = *p & 0x3ffu;
-    if (exponent == 31) return hv_of(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
+    if (exponent == 31) return HV(as_floats)(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
     if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * (1.0f / 16777216.0f); /* fraction 2^-24 */
-    return hv_of(sign | (exponent + 112) << 23 | fraction << 13);
+    return HV(as_floats)(sign | (exponent + 112) << 23 | fraction << 13);
 }
-HPMLI_VFN void hv_store_f16(uint16_t *p, hv a)
+HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a)
 {
-    uint32_t u = hu_of(a), sign = u >> 16 & 0x8000u, x = u & 0x7fffffffu, h;
+    uint32_t u = HV(as_words)(a), sign = u >> 16 & 0x8000u, x = u & 0x7fffffffu, h;
     if (x > 0x7f800000u) h = 0x7e00u | (x >> 13 & 0x3ffu);
     else if (x >= 0x477ff000u) h = 0x7c00u; /* 65520 and more round to infinity */
     else if (x >= 0x38800000u) h = (x - 0x38000000u + 0xfffu + (x >> 13 & 1)) >> 13;
-    else h = (uint32_t)rintf(hv_of(x) * 16777216.0f); /* subnormal */
+    else h = (uint32_t)rintf(HV(as_floats)(x) * 16777216.0f); /* subnormal */
     *p = (uint16_t)(sign | h);
 }
-HPMLI_VFN hv hv_load_u8(const uint8_t *p) { return (float)*p; }
-HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
+HPMLI_VFN hv HV(load_u8)(const uint8_t *p) { return (float)*p; }
+HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
 {
     *p = a != a ? 0 : a >= 2147483648.0f ? INT32_MAX : a <= -2147483648.0f ? INT32_MIN : (int32_t)rintf(a);
 }
@@ -1376,37 +1341,37 @@ HPMLI_VFN __m256i HPMLI_K(hpmli_lanes)(int64_t n)
 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
-HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return _mm256_maskload_ps(p, HPMLI_K(hpmli_lanes)(n)); }
-HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { _mm256_maskstore_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
-HPMLI_V1(hv_round, _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return _mm256_maskload_ps(p, HPMLI_K(hpmli_lanes)(n)); }
+HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { _mm256_maskstore_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
+HPMLI_V1(HV(round), _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 #define HPMLI_QUARTERS(x) _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)) /* 0, 2, 1, 3 */
-HPMLI_V2(hv_even, HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0x88)))
-HPMLI_V2(hv_odd, HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0xdd)))
-HPMLI_V2(hv_low, _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20))
-HPMLI_V2(hv_high, _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31))
+HPMLI_V2(HV(even), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0x88)))
+HPMLI_V2(HV(odd), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0xdd)))
+HPMLI_V2(HV(low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20))
+HPMLI_V2(HV(high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31))
 #undef HPMLI_QUARTERS
-HPMLI_VFN float hv_sum(hv a)
+HPMLI_VFN float HV(sum)(hv a)
 {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
-HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d)
+HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
 {
     __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
-HPMLI_VFN float hv_hmax(hv a)
+HPMLI_VFN float HV(hmax)(hv a)
 {
     __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
-HPMLI_VFN uint32_t hv_signmask(hv a)
+HPMLI_VFN uint32_t HV(signmask)(hv a)
 {
     return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GE_OQ));
 }
-HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b)
+HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b)
 {
     __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     __m256i on  = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)m), bit), bit);
@@ -1416,7 +1381,7 @@ HPMLI_VFN __m128i HPMLI_K(hpmli_low_half)(hu u)
 {
     return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)u, (__m256i)u), 0x08));
 }
-HPMLI_VFN hv hv_load_u8(const uint8_t *p)
+HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
 {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
 }
@@ -1426,24 +1391,24 @@ HPMLI_VFN hv hv_load_u8(const uint8_t *p)
 #define HPMLI_MM_HALF                  __m256i
 #define HPMLI_MM_WHERE(a, op, b, x, y) _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, op), y, x)
 HPMLI_VFN __mmask16 HPMLI_K(hpmli_lanes)(int64_t n) { return (__mmask16)((1u << n) - 1); }
-HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HPMLI_K(hpmli_lanes)(n), p); }
-HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { _mm512_mask_storeu_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
-HPMLI_V1(hv_round, _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HPMLI_K(hpmli_lanes)(n), p); }
+HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { _mm512_mask_storeu_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
+HPMLI_V1(HV(round), _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 /* Lane i is lane at[i] of a, 16 and more of b. */
 #define HPMLI_PICK(name, ...)                                                                                          \
     HPMLI_V2(name, _mm512_permutex2var_ps(a, _mm512_setr_epi32(__VA_ARGS__), b))
-HPMLI_PICK(hv_even, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-HPMLI_PICK(hv_odd, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
-HPMLI_PICK(hv_low, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-HPMLI_PICK(hv_high, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+HPMLI_PICK(HV(even), 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+HPMLI_PICK(HV(odd), 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+HPMLI_PICK(HV(low), 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+HPMLI_PICK(HV(high), 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 #undef HPMLI_PICK
-HPMLI_VFN float hv_sum(hv a)
+HPMLI_VFN float HV(sum)(hv a)
 {
     float t[16]; /* through memory: gcc 12 warns about its own half-register casts */
-    hv_store(t, a);
+    HV(store)(t, a);
     return hpmli_sum_avx2(_mm256_add_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
 }
-HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d)
+HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
 {
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
@@ -1452,46 +1417,46 @@ HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d)
     s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, s)));
 }
-HPMLI_VFN float hv_hmax(hv a)
+HPMLI_VFN float HV(hmax)(hv a)
 {
     float t[16];
-    hv_store(t, a);
+    HV(store)(t, a);
     return hpmli_hmax_avx2(_mm256_max_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
 }
-HPMLI_VFN uint32_t hv_signmask(hv a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
-HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
+HPMLI_VFN uint32_t HV(signmask)(hv a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
+HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
 HPMLI_VFN __m256i HPMLI_K(hpmli_low_half)(hu u) { return _mm512_cvtepi32_epi16((__m512i)u); }
-HPMLI_VFN hv hv_load_u8(const uint8_t *p)
+HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
 }
 #endif
 
 #if HPMLI_ISA == 1 || HPMLI_ISA == 2
-HPMLI_VFN hv hv_set1(float x) { return HPMLI_MM(set1_ps)(x); }
-HPMLI_V3(hv_fma, HPMLI_MM(fmadd_ps)(a, b, c))
-HPMLI_V3(hv_fnma, HPMLI_MM(fnmadd_ps)(a, b, c))
-HPMLI_V2(hv_max, HPMLI_MM(max_ps)(a, b))
-HPMLI_V2(hv_min, HPMLI_MM(min_ps)(a, b))
-HPMLI_V1(hv_sqrt, HPMLI_MM(sqrt_ps)(a))
-HPMLI_V4(hv_ge, HPMLI_MM_WHERE(a, _CMP_GE_OQ, b, x, y))
-HPMLI_V4(hv_gt, HPMLI_MM_WHERE(a, _CMP_GT_OQ, b, x, y))
-HPMLI_V4(hv_eq, HPMLI_MM_WHERE(a, _CMP_EQ_OQ, b, x, y))
-HPMLI_VFN hv hv_of_i32(hu u) { return HPMLI_MM(cvtepi32_ps)((HPMLI_MM_ALL)u); }
+HPMLI_VFN hv HV(set1)(float x) { return HPMLI_MM(set1_ps)(x); }
+HPMLI_V3(HV(fma), HPMLI_MM(fmadd_ps)(a, b, c))
+HPMLI_V3(HV(fnma), HPMLI_MM(fnmadd_ps)(a, b, c))
+HPMLI_V2(HV(max), HPMLI_MM(max_ps)(a, b))
+HPMLI_V2(HV(min), HPMLI_MM(min_ps)(a, b))
+HPMLI_V1(HV(sqrt), HPMLI_MM(sqrt_ps)(a))
+HPMLI_V4(HV(ge), HPMLI_MM_WHERE(a, _CMP_GE_OQ, b, x, y))
+HPMLI_V4(HV(gt), HPMLI_MM_WHERE(a, _CMP_GT_OQ, b, x, y))
+HPMLI_V4(HV(eq), HPMLI_MM_WHERE(a, _CMP_EQ_OQ, b, x, y))
+HPMLI_VFN hv HV(of_i32)(hu u) { return HPMLI_MM(cvtepi32_ps)((HPMLI_MM_ALL)u); }
 HPMLI_VFN HPMLI_MM_HALF HPMLI_K(hpmli_half)(const uint16_t *p) { HPMLI_MM_HALF h; memcpy(&h, p, sizeof h); return h; }
 HPMLI_VFN void HPMLI_K(hpmli_put_half)(uint16_t *p, HPMLI_MM_HALF h) { memcpy(p, &h, sizeof h); }
-HPMLI_VFN hu HPMLI_K(hpmli_widen)(const uint16_t *p) { return (hu)HPMLI_MM(cvtepu16_epi32)(HPMLI_K(hpmli_half)(p)); }
-HPMLI_VFN void HPMLI_K(hpmli_narrow)(uint16_t *p, hu u) { HPMLI_K(hpmli_put_half)(p, HPMLI_K(hpmli_low_half)(u)); }
-HPMLI_VFN hv hv_load_f16(const uint16_t *p) { return HPMLI_MM(cvtph_ps)(HPMLI_K(hpmli_half)(p)); }
-HPMLI_VFN void hv_store_f16(uint16_t *p, hv a)
+HPMLI_VFN hu HV(widen)(const uint16_t *p) { return (hu)HPMLI_MM(cvtepu16_epi32)(HPMLI_K(hpmli_half)(p)); }
+HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { HPMLI_K(hpmli_put_half)(p, HPMLI_K(hpmli_low_half)(u)); }
+HPMLI_VFN hv HV(load_f16)(const uint16_t *p) { return HPMLI_MM(cvtph_ps)(HPMLI_K(hpmli_half)(p)); }
+HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a)
 {
     HPMLI_K(hpmli_put_half)(p, HPMLI_MM(cvtps_ph)(a, _MM_FROUND_TO_NEAREST_INT));
 }
-HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
+HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
 {
-    hv i = hv_of((hu)HPMLI_MM(cvtps_epi32)(a)); /* out of range gives INT32_MIN */
-    i = hv_ge(a, hv_set1(2147483648.0f), hv_of((hu)HPMLI_MM(set1_epi32)(INT32_MAX)), i);
-    i = hv_eq(a, a, i, hv_set1(0));
+    hv i = HV(as_floats)((hu)HPMLI_MM(cvtps_epi32)(a)); /* out of range gives INT32_MIN */
+    i = HV(ge)(a, HV(set1)(2147483648.0f), HV(as_floats)((hu)HPMLI_MM(set1_epi32)(INT32_MAX)), i);
+    i = HV(eq)(a, a, i, HV(set1)(0));
     memcpy(p, &i, sizeof i);
 }
 #endif
@@ -1505,102 +1470,102 @@ HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
 // ---------------------------------------------------------------------------------------------------------------------
 
 #if HPMLI_ISA == 3
-HPMLI_VFN hv hv_set1(float x) { return vdupq_n_f32(x); }
-HPMLI_VFN hv hv_load_n(const float *p, int64_t n)
+HPMLI_VFN hv HV(set1)(float x) { return vdupq_n_f32(x); }
+HPMLI_VFN hv HV(load_n)(const float *p, int64_t n)
 {
     float t[4] = { 0, 0, 0, 0 };
     for (int64_t i = 0; i < n; i++) t[i] = p[i];
-    return hv_load(t);
+    return HV(load)(t);
 }
-HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n)
+HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n)
 {
     float t[4];
-    hv_store(t, a);
+    HV(store)(t, a);
     for (int64_t i = 0; i < n; i++) p[i] = t[i];
 }
-HPMLI_V3(hv_fma, vfmaq_f32(c, a, b))
-HPMLI_V3(hv_fnma, vfmsq_f32(c, a, b))
-HPMLI_V1(hv_sqrt, vsqrtq_f32(a))
-HPMLI_V1(hv_round, vrndnq_f32(a))
-HPMLI_V4(hv_ge, vbslq_f32(vcgeq_f32(a, b), x, y))
-HPMLI_V4(hv_gt, vbslq_f32(vcgtq_f32(a, b), x, y))
-HPMLI_V4(hv_eq, vbslq_f32(vceqq_f32(a, b), x, y))
-HPMLI_V2(hv_even, vuzp1q_f32(a, b))
-HPMLI_V2(hv_odd, vuzp2q_f32(a, b))
-HPMLI_V2(hv_low, vzip1q_f32(a, b))
-HPMLI_V2(hv_high, vzip2q_f32(a, b))
-HPMLI_VFN float hv_sum(hv a)
+HPMLI_V3(HV(fma), vfmaq_f32(c, a, b))
+HPMLI_V3(HV(fnma), vfmsq_f32(c, a, b))
+HPMLI_V1(HV(sqrt), vsqrtq_f32(a))
+HPMLI_V1(HV(round), vrndnq_f32(a))
+HPMLI_V4(HV(ge), vbslq_f32(vcgeq_f32(a, b), x, y))
+HPMLI_V4(HV(gt), vbslq_f32(vcgtq_f32(a, b), x, y))
+HPMLI_V4(HV(eq), vbslq_f32(vceqq_f32(a, b), x, y))
+HPMLI_V2(HV(even), vuzp1q_f32(a, b))
+HPMLI_V2(HV(odd), vuzp2q_f32(a, b))
+HPMLI_V2(HV(low), vzip1q_f32(a, b))
+HPMLI_V2(HV(high), vzip2q_f32(a, b))
+HPMLI_VFN float HV(sum)(hv a)
 {
     float32x2_t s = vadd_f32(vget_low_f32(a), vget_high_f32(a));
     return vget_lane_f32(s, 0) + vget_lane_f32(s, 1);
 }
-HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d)
+HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
 {
-    hv_store(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+    HV(store)(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
 }
-HPMLI_VFN float hv_hmax(hv a) { return vmaxvq_f32(a); }
+HPMLI_VFN float HV(hmax)(hv a) { return vmaxvq_f32(a); }
 static const uint32_t hpmli_lane_bit[4] = { 1, 2, 4, 8 };
-HPMLI_VFN uint32_t hv_signmask(hv a)
+HPMLI_VFN uint32_t HV(signmask)(hv a)
 {
     return vaddvq_u32(vandq_u32(vcgeq_f32(a, vdupq_n_f32(0)), vld1q_u32(hpmli_lane_bit)));
 }
-HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b)
+HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b)
 {
     return vbslq_f32(vtstq_u32(vdupq_n_u32(m), vld1q_u32(hpmli_lane_bit)), a, b);
 }
-HPMLI_VFN hv hv_of_i32(hu u) { return vcvtq_f32_s32(vreinterpretq_s32_u32(u)); }
-HPMLI_VFN hu HPMLI_K(hpmli_widen)(const uint16_t *p) { return vmovl_u16(vld1_u16(p)); }
-HPMLI_VFN void HPMLI_K(hpmli_narrow)(uint16_t *p, hu u) { vst1_u16(p, vmovn_u32(u)); }
-HPMLI_VFN hv hv_load_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-HPMLI_VFN void hv_store_f16(uint16_t *p, hv a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
-HPMLI_VFN hv hv_load_u8(const uint8_t *p)
+HPMLI_VFN hv HV(of_i32)(hu u) { return vcvtq_f32_s32(vreinterpretq_s32_u32(u)); }
+HPMLI_VFN hu HV(widen)(const uint16_t *p) { return vmovl_u16(vld1_u16(p)); }
+HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { vst1_u16(p, vmovn_u32(u)); }
+HPMLI_VFN hv HV(load_f16)(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
+HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
 {
     uint32_t t[4];
     for (int i = 0; i < 4; i++) t[i] = p[i];
     return vcvtq_f32_u32(vld1q_u32(t));
 }
-HPMLI_VFN void hv_store_i32(int32_t *p, hv a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
+HPMLI_VFN void HV(store_i32)(int32_t *p, hv a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
 #endif
 
 #if HPMLI_ISA == 0 || HPMLI_ISA == 3 /* as x86 has it: a NaN in a gives b */
-HPMLI_V2(hv_max, hv_gt(a, b, a, b))
-HPMLI_V2(hv_min, hv_gt(b, a, a, b))
+HPMLI_V2(HV(max), HV(gt)(a, b, a, b))
+HPMLI_V2(HV(min), HV(gt)(b, a, a, b))
 #endif
-HPMLI_VFN hv hv_zero(void) { return hv_set1(0); }
-HPMLI_V1(hv_exponent, hv_of_i32(hu_of(a) >> 23 & 255u) - 127.0f)
-HPMLI_V1(hv_pow2i, hv_of(hu_of(a + (8388608.0f + 127.0f)) << 23)) /* the sum's last bits are a + 127 */
-HPMLI_VFN hv hv_load_i32(const int32_t *p) { return hv_of_i32(hu_load((const uint32_t *)p)); }
-HPMLI_VFN hv hv_load_bf16(const uint16_t *p) { return hv_of(HPMLI_K(hpmli_widen)(p) << 16); }
-HPMLI_VFN void hv_store_bf16(uint16_t *p, hv a) /* to the nearest, ties to even; a NaN stays one */
+HPMLI_VFN hv HV(zero)(void) { return HV(set1)(0); }
+HPMLI_V1(HV(exponent), HV(of_i32)(HV(as_words)(a) >> 23 & 255u) - 127.0f)
+HPMLI_V1(HV(pow2i), HV(as_floats)(HV(as_words)(a + (8388608.0f + 127.0f)) << 23)) /* the sum's last bits are a + 127 */
+HPMLI_VFN hv HV(load_i32)(const int32_t *p) { return HV(of_i32)(HV(load_words)((const uint32_t *)p)); }
+HPMLI_VFN hv HV(load_bf16)(const uint16_t *p) { return HV(as_floats)(HV(widen)(p) << 16); }
+HPMLI_VFN void HV(store_bf16)(uint16_t *p, hv a) /* to the nearest, ties to even; a NaN stays one */
 {
-    hu u = hu_of(a), rounded = u + 0x7fffu + (u >> 16 & 1u), nan = u | 0x400000u;
-    HPMLI_K(hpmli_narrow)(p, hu_of(hv_eq(a, a, hv_of(rounded), hv_of(nan))) >> 16);
+    hu u = HV(as_words)(a), rounded = u + 0x7fffu + (u >> 16 & 1u), nan = u | 0x400000u;
+    HV(narrow)(p, HV(as_words)(HV(eq)(a, a, HV(as_floats)(rounded), HV(as_floats)(nan))) >> 16);
 }
 
 /* The first n lanes, almost always all of them. Without masked instructions a part goes through a buffer, so that the
    conversion is the same. */
-HPMLI_VFN hv hv_ld(const float *p, int64_t n) { return n >= HV_W ? hv_load(p) : hv_load_n(p, n); }
-HPMLI_VFN void hv_st(float *p, hv a, int64_t n)
+HPMLI_VFN hv HV(ld)(const float *p, int64_t n) { return n >= HV_W ? HV(load)(p) : HV(load_n)(p, n); }
+HPMLI_VFN void HV(st)(float *p, hv a, int64_t n)
 {
-    if (n >= HV_W) hv_store(p, a);
-    else hv_store_n(p, a, n);
+    if (n >= HV_W) HV(store)(p, a);
+    else HV(store_n)(p, a, n);
 }
 #define HPMLI_PARTIAL_LOAD(type, T)                                                                                    \
-    HPMLI_VFN hv hv_ld_##type(const T *p, int64_t n)                                                                   \
+    HPMLI_VFN hv HV(ld_##type)(const T *p, int64_t n)                                                                  \
     {                                                                                                                  \
         T t[HV_W];                                                                                                     \
-        if (__builtin_expect(n >= HV_W, 1)) return hv_load_##type(p);                                                  \
+        if (__builtin_expect(n >= HV_W, 1)) return HV(load_##type)(p);                                                 \
         for (int64_t i = 0; i < HV_W; i++) t[i] = i < n ? p[i] : 0;                                                    \
-        return hv_load_##type(t);                                                                                      \
+        return HV(load_##type)(t);                                                                                     \
     }
 #define HPMLI_PARTIAL(type, T)                                                                                         \
     HPMLI_PARTIAL_LOAD(type, T)                                                                                        \
-    HPMLI_VFN void hv_st_##type(T *p, hv a, int64_t n)                                                                 \
+    HPMLI_VFN void HV(st_##type)(T *p, hv a, int64_t n)                                                                \
     {                                                                                                                  \
         T t[HV_W];                                                                                                     \
-        if (__builtin_expect(n >= HV_W, 1)) hv_store_##type(p, a);                                                     \
+        if (__builtin_expect(n >= HV_W, 1)) HV(store_##type)(p, a);                                                    \
         else {                                                                                                         \
-            hv_store_##type(t, a);                                                                                     \
+            HV(store_##type)(t, a);                                                                                    \
             for (int64_t i = 0; i < n; i++) p[i] = t[i];                                                               \
         }                                                                                                              \
     }
@@ -1620,22 +1585,22 @@ HPMLI_PARTIAL(i32, int32_t)
 
 /* Horner's rule for five coefficients, highest first; and four more on top of p. */
 #ifndef HV_POLY5
-#define HV_POLY5(op, x, a, b, c, d, e)    HV_POLY_ON(op, x, hv_set1(a), b, c, d, e)
+#define HV_POLY5(op, x, a, b, c, d, e)    HV_POLY_ON(op, x, HV(set1)(a), b, c, d, e)
 #define HV_POLY_ON(op, x, p, b, c, d, e)                                                                               \
-    op(op(op(op(p, x, hv_set1(b)), x, hv_set1(c)), x, hv_set1(d)), x, hv_set1(e))
+    op(op(op(op(p, x, HV(set1)(b)), x, HV(set1)(c)), x, HV(set1)(d)), x, HV(set1)(e))
 #endif
 
 HPMLI_VFN hv HPMLI_K(hpmli_exp)(hv x)
 {
-    hv clamped = hv_max(hv_min(x, hv_set1(88.9f)), hv_set1(-104.0f));
-    hv n       = hv_round(clamped * 1.44269504088896341f);
-    hv r       = hv_fnma(n, hv_set1(-2.12194440e-4f), hv_fnma(n, hv_set1(0.693359375f), clamped));
-    hv p       = HV_POLY5(hv_fma, r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+    hv clamped = HV(max)(HV(min)(x, HV(set1)(88.9f)), HV(set1)(-104.0f));
+    hv n       = HV(round)(clamped * 1.44269504088896341f);
+    hv r       = HV(fnma)(n, HV(set1)(-2.12194440e-4f), HV(fnma)(n, HV(set1)(0.693359375f), clamped));
+    hv p       = HV_POLY5(HV(fma), r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
                           1.6666665459e-1f);
-    p = hv_fma(p, r, hv_set1(5.0000001201e-1f));
-    p = hv_fma(p, r * r, r) + 1.0f;
-    hv low = hv_round(n * 0.5f), high = n - low; /* 2^n in two factors: n reaches 128 and -150 */
-    return hv_eq(x, x, p * hv_pow2i(low) * hv_pow2i(high), x);
+    p = HV(fma)(p, r, HV(set1)(5.0000001201e-1f));
+    p = HV(fma)(p, r * r, r) + 1.0f;
+    hv low = HV(round)(n * 0.5f), high = n - low; /* 2^n in two factors: n reaches 128 and -150 */
+    return HV(eq)(x, x, p * HV(pow2i)(low) * HV(pow2i)(high), x);
 }
 
 /* log(2^e m) = e ln 2 + log m, m in [sqrt 1/2, sqrt 2): a polynomial in f = m - 1 of the Cephes library. */
@@ -1646,21 +1611,21 @@ HPMLI_VFN hv HPMLI_K(hpmli_exp)(hv x)
 #endif
 HPMLI_VFN hv HPMLI_K(hpmli_log)(hv x)
 {
-    hv tiny = hv_set1(1.17549435e-38f);
-    hv s    = hv_gt(tiny, x, x * 8388608.0f, x); /* subnormal: times 2^23 */
-    hv e    = hv_exponent(s) - hv_gt(tiny, x, hv_set1(23), hv_zero());
-    hv m = hv_mantissa(s), big = hv_set1(1.41421356f), f, z, p, y;
-    e = hv_gt(m, big, e + 1.0f, e);
-    f = hv_gt(m, big, m * 0.5f, m) - 1.0f;
+    hv tiny = HV(set1)(1.17549435e-38f);
+    hv s    = HV(gt)(tiny, x, x * 8388608.0f, x); /* subnormal: times 2^23 */
+    hv e    = HV(exponent)(s) - HV(gt)(tiny, x, HV(set1)(23), HV(zero)());
+    hv m = HV(mantissa)(s), big = HV(set1)(1.41421356f), f, z, p, y;
+    e = HV(gt)(m, big, e + 1.0f, e);
+    f = HV(gt)(m, big, m * 0.5f, m) - 1.0f;
     z = f * f;
-    p = HPMLI_LOG_POLY(hv_fma, f);
+    p = HPMLI_LOG_POLY(HV(fma), f);
     y = p * f * z;
-    y = hv_fma(e, hv_set1(-2.12194440e-4f), y);
-    y = hv_fma(z, hv_set1(-0.5f), y);
-    y = hv_fma(e, hv_set1(0.693359375f), f + y);
-    y = hv_eq(x, hv_set1(INFINITY), x, y);
-    y = hv_eq(x, hv_zero(), hv_set1(-INFINITY), y);
-    return hv_ge(x, hv_zero(), y, hv_set1(NAN));
+    y = HV(fma)(e, HV(set1)(-2.12194440e-4f), y);
+    y = HV(fma)(z, HV(set1)(-0.5f), y);
+    y = HV(fma)(e, HV(set1)(0.693359375f), f + y);
+    y = HV(eq)(x, HV(set1)(INFINITY), x, y);
+    y = HV(eq)(x, HV(zero)(), HV(set1)(-INFINITY), y);
+    return HV(ge)(x, HV(zero)(), y, HV(set1)(NAN));
 }
 
 HPMLI_VFN hv HPMLI_K(hpmli_sigmoid)(hv x) { return 1.0f / (1.0f + HPMLI_K(hpmli_exp)(-x)); }
@@ -1668,46 +1633,45 @@ HPMLI_VFN hv HPMLI_K(hpmli_sigmoid)(hv x) { return 1.0f / (1.0f + HPMLI_K(hpmli_
 /* tanh: a polynomial near zero, 1 - 2 / (exp(2|x|) + 1) elsewhere. */
 HPMLI_VFN hv HPMLI_K(hpmli_tanh)(hv x)
 {
-    hv a = hv_abs(x), z = x * x, far;
-    hv p = HV_POLY5(hv_fma, z, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+    hv a = HV(abs)(x), z = x * x, far;
+    hv p = HV_POLY5(HV(fma), z, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
                     -3.33332819422e-1f);
-    p = hv_fma(p * z, x, x);
+    p = HV(fma)(p * z, x, x);
     far = 1.0f - 2.0f / (HPMLI_K(hpmli_exp)(a + a) + 1.0f);
-    far = hv_ge(x, hv_zero(), far, -far);
-    return hv_ge(a, hv_set1(0.625f), far, p);
+    far = HV(ge)(x, HV(zero)(), far, -far);
+    return HV(ge)(a, HV(set1)(0.625f), far, p);
 }
 
 /* erf: the series near zero, Abramowitz & Stegun 7.1.26 elsewhere; absolute error below 3e-7. */
 HPMLI_VFN hv HPMLI_K(hpmli_erf)(hv x)
 {
-    hv a = hv_abs(x), z = x * x, t, p, far, near_;
-    t = 1.0f / hv_fma(a, hv_set1(0.3275911f), hv_set1(1));
-    p = HV_POLY5(hv_fma, t, 1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f);
-    far = hv_fnma(p * t, HPMLI_K(hpmli_exp)(-z), hv_set1(1));
-    far = hv_ge(x, hv_zero(), far, -far);
-    p = HV_POLY5(hv_fma, z, -8.5483270e-4f, 5.2239776e-3f, -2.6866170e-2f, 1.1283792e-1f,
+    hv a = HV(abs)(x), z = x * x, t, p, far, near_;
+    t = 1.0f / HV(fma)(a, HV(set1)(0.3275911f), HV(set1)(1));
+    p = HV_POLY5(HV(fma), t, 1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f);
+    far = HV(fnma)(p * t, HPMLI_K(hpmli_exp)(-z), HV(set1)(1));
+    far = HV(ge)(x, HV(zero)(), far, -far);
+    p = HV_POLY5(HV(fma), z, -8.5483270e-4f, 5.2239776e-3f, -2.6866170e-2f, 1.1283792e-1f,
                  -3.7612639e-1f); /* 2 / sqrt(pi) (-1)^k / (k! (2k + 1)) */
-    near_ = hv_fma(p, z, hv_set1(1.1283792f)) * x;
-    return hv_gt(hv_set1(0.5f), a, near_, far);
+    near_ = HV(fma)(p, z, HV(set1)(1.1283792f)) * x;
+    return HV(gt)(HV(set1)(0.5f), a, near_, far);
 }
 
 /* The activations: f(x), and df/dx from x or from y = f(x), whichever is cheaper. s is the slope of leaky relu. */
 #define HPMLI_ACT(name, forward, slope_of)                                                                             \
     HPMLI_VFN hv HPMLI_K(hpmli_f_##name)(hv x, hv s) { (void)s; return forward; }                                      \
     HPMLI_VFN hv HPMLI_K(hpmli_d_##name)(hv x, hv y, hv s) { (void)x; (void)y; (void)s; return slope_of; }
-#define HV_ONE hv_set1(1)
 
 /* gelu, tanh form: u = sqrt(2/pi) (x + 0.044715 x^3) */
 HPMLI_VFN hv HPMLI_K(hpmli_gelu_t)(hv x)
 {
-    hv cubic = hv_fma(x * x * x, hv_set1(0.044715f), x);
+    hv cubic = HV(fma)(x * x * x, HV(set1)(0.044715f), x);
     return HPMLI_K(hpmli_tanh)(cubic * 0.79788456080286535588f);
 }
 HPMLI_VFN hv HPMLI_K(hpmli_gelu_slope)(hv x)
 {
     hv t  = HPMLI_K(hpmli_gelu_t)(x);
-    hv du = hv_fma(x * x, hv_set1(0.79788456080286535588f * 3 * 0.044715f), hv_set1(0.79788456080286535588f));
-    hv dt = hv_fnma(t, t, HV_ONE) * du;
+    hv du = HV(fma)(x * x, HV(set1)(0.79788456080286535588f * 3 * 0.044715f), HV(set1)(0.79788456080286535588f));
+    hv dt = HV(fnma)(t, t, HV(set1)(1)) * du;
     return 0.5f * (1.0f + t + x * dt);
 }
 /* The normal distribution: its integral, its density. */
@@ -1716,22 +1680,22 @@ HPMLI_VFN hv HPMLI_K(hpmli_pdf)(hv x) { return 0.39894228040143268f * HPMLI_K(hp
 HPMLI_VFN hv HPMLI_K(hpmli_silu_slope)(hv x)
 {
     hv s = HPMLI_K(hpmli_sigmoid)(x);
-    return s * hv_fma(x, 1.0f - s, HV_ONE);
+    return s * HV(fma)(x, 1.0f - s, HV(set1)(1));
 }
-HPMLI_ACT(none, x, HV_ONE)
-HPMLI_ACT(relu, hv_gt(x, hv_zero(), x, hv_eq(x, x, hv_zero(), x)), hv_gt(y, hv_zero(), HV_ONE, hv_zero()))
-HPMLI_ACT(leaky, hv_gt(x, hv_zero(), x, x * s), hv_gt(y, hv_zero(), HV_ONE, s))
+HPMLI_ACT(none, x, HV(set1)(1))
+HPMLI_ACT(relu, HV(gt)(x, HV(zero)(), x, HV(eq)(x, x, HV(zero)(), x)), HV(gt)(y, HV(zero)(), HV(set1)(1), HV(zero)()))
+HPMLI_ACT(leaky, HV(gt)(x, HV(zero)(), x, x * s), HV(gt)(y, HV(zero)(), HV(set1)(1), s))
 HPMLI_ACT(gelu, x * 0.5f * (1.0f + HPMLI_K(hpmli_gelu_t)(x)), HPMLI_K(hpmli_gelu_slope)(x))
-HPMLI_ACT(gelu_erf, x * HPMLI_K(hpmli_cdf)(x), hv_fma(x, HPMLI_K(hpmli_pdf)(x), HPMLI_K(hpmli_cdf)(x)))
+HPMLI_ACT(gelu_erf, x * HPMLI_K(hpmli_cdf)(x), HV(fma)(x, HPMLI_K(hpmli_pdf)(x), HPMLI_K(hpmli_cdf)(x)))
 HPMLI_ACT(silu, x * HPMLI_K(hpmli_sigmoid)(x), HPMLI_K(hpmli_silu_slope)(x))
 HPMLI_ACT(sigmoid, HPMLI_K(hpmli_sigmoid)(x), y * (1.0f - y))
-HPMLI_ACT(tanh, HPMLI_K(hpmli_tanh)(x), hv_fnma(y, y, HV_ONE))
+HPMLI_ACT(tanh, HPMLI_K(hpmli_tanh)(x), HV(fnma)(y, y, HV(set1)(1)))
 HPMLI_ACT(exp, HPMLI_K(hpmli_exp)(x), y)
 HPMLI_ACT(log, HPMLI_K(hpmli_log)(x), 1.0f / x)
-HPMLI_ACT(sqrt, hv_sqrt(x), 0.5f / y)
+HPMLI_ACT(sqrt, HV(sqrt)(x), 0.5f / y)
 HPMLI_ACT(square, x * x, x + x)
-HPMLI_ACT(neg, -x, hv_set1(-1))
-HPMLI_ACT(abs, hv_abs(x), hv_gt(x, hv_zero(), HV_ONE, hv_gt(hv_zero(), x, hv_set1(-1), hv_zero())))
+HPMLI_ACT(neg, -x, HV(set1)(-1))
+HPMLI_ACT(abs, HV(abs)(x), HV(gt)(x, HV(zero)(), HV(set1)(1), HV(gt)(HV(zero)(), x, HV(set1)(-1), HV(zero)())))
 #undef HPMLI_ACT
 
 #define HPMLI_ACTS(X) X(0, none) X(1, relu) X(2, leaky) X(3, gelu) X(4, gelu_erf) X(5, silu) X(6, sigmoid) X(7, tanh) \
@@ -1739,10 +1703,10 @@ HPMLI_ACT(abs, hv_abs(x), hv_gt(x, hv_zero(), HV_ONE, hv_gt(hv_zero(), x, hv_set
 
 HPMLI_KFN void HPMLI_K(hpmli_act_forward)(int kind, float slope, float *y, const float *x, int64_t n)
 {
-    hv s = hv_set1(slope);
+    hv s = HV(set1)(slope);
     switch (kind) {
 #define HPMLI_X(number, name) \
-    case number: HV_LOOP(n) hv_st(y + i, HPMLI_K(hpmli_f_##name)(hv_ld(x + i, c), s), c); break;
+    case number: HV_LOOP(n) HV(st)(y + i, HPMLI_K(hpmli_f_##name)(HV(ld)(x + i, c), s), c); break;
         HPMLI_ACTS(HPMLI_X)
 #undef HPMLI_X
     default: break;
@@ -1753,16 +1717,16 @@ HPMLI_KFN void HPMLI_K(hpmli_act_forward)(int kind, float slope, float *y, const
 HPMLI_KFN void HPMLI_K(hpmli_act_backward)(int kind, float slope, float *dx, const float *dy, const float *x,
                                            const float *y, int64_t n, int accumulate)
 {
-    hv s = hv_set1(slope);
+    hv s = HV(set1)(slope);
     if (!x) x = dy;
     if (!y) y = dy;
     switch (kind) {
 #define HPMLI_X(number, name)                                                                                          \
     case number:                                                                                                       \
         HV_LOOP(n) {                                                                                                   \
-            hv d = hv_ld(dy + i, c) * HPMLI_K(hpmli_d_##name)(hv_ld(x + i, c), hv_ld(y + i, c), s);                    \
-            if (accumulate) d += hv_ld(dx + i, c);                                                                     \
-            hv_st(dx + i, d, c);                                                                                       \
+            hv d = HV(ld)(dy + i, c) * HPMLI_K(hpmli_d_##name)(HV(ld)(x + i, c), HV(ld)(y + i, c), s);                 \
+            if (accumulate) d += HV(ld)(dx + i, c);                                                                    \
+            HV(st)(dx + i, d, c);                                                                                      \
         }                                                                                                              \
         break;
         HPMLI_ACTS(HPMLI_X)
@@ -1774,7 +1738,7 @@ HPMLI_KFN void HPMLI_K(hpmli_act_backward)(int kind, float slope, float *dx, con
 #define HPMLI_MAP2(name, op)                                                                                           \
     HPMLI_KFN void HPMLI_K(hpmli_v##name)(float *y, const float *a, const float *b, int64_t n)                         \
     {                                                                                                                  \
-        HV_LOOP(n) hv_st(y + i, hv_ld(a + i, c) op hv_ld(b + i, c), c);                                                \
+        HV_LOOP(n) HV(st)(y + i, HV(ld)(a + i, c) op HV(ld)(b + i, c), c);                                             \
     }
 HPMLI_MAP2(add, +)
 HPMLI_MAP2(sub, -)
@@ -1782,39 +1746,39 @@ HPMLI_MAP2(mul, *)
 HPMLI_MAP2(div, /)
 #undef HPMLI_MAP2
 
-HPMLI_KFN void HPMLI_K(hpmli_vfill)(float *y, float value, int64_t n) { HV_LOOP(n) hv_st(y + i, hv_set1(value), c); }
+HPMLI_KFN void HPMLI_K(hpmli_vfill)(float *y, float value, int64_t n) { HV_LOOP(n) HV(st)(y + i, HV(set1)(value), c); }
 
 /* y = a x + b y; b == 0 does not read y. */
 HPMLI_KFN void HPMLI_K(hpmli_vaxpby)(float *y, float a, const float *x, float b, int64_t n)
 {
-    hv va = hv_set1(a), vb = hv_set1(b);
-    if (b == 0) HV_LOOP(n) hv_st(y + i, va * hv_ld(x + i, c), c);
-    else HV_LOOP(n) hv_st(y + i, hv_fma(va, hv_ld(x + i, c), vb * hv_ld(y + i, c)), c);
+    hv va = HV(set1)(a), vb = HV(set1)(b);
+    if (b == 0) HV_LOOP(n) HV(st)(y + i, va * HV(ld)(x + i, c), c);
+    else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb * HV(ld)(y + i, c)), c);
 }
 
 /* y = a x + b */
 HPMLI_KFN void HPMLI_K(hpmli_vscale_add)(float *y, const float *x, float a, float b, int64_t n)
 {
-    hv va = hv_set1(a), vb = hv_set1(b);
-    HV_LOOP(n) hv_st(y + i, hv_fma(va, hv_ld(x + i, c), vb), c);
+    hv va = HV(set1)(a), vb = HV(set1)(b);
+    HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb), c);
 }
 
 /* y = max(a x + b, 0) */
 HPMLI_KFN void HPMLI_K(hpmli_vaffine_relu)(float *y, const float *x, float a, float b, int64_t n)
 {
-    hv va = hv_set1(a), vb = hv_set1(b);
-    HV_LOOP(n) hv_st(y + i, hv_max(hv_zero(), hv_fma(va, hv_ld(x + i, c), vb)), c);
+    hv va = HV(set1)(a), vb = HV(set1)(b);
+    HV_LOOP(n) HV(st)(y + i, HV(max)(HV(zero)(), HV(fma)(va, HV(ld)(x + i, c), vb)), c);
 }
 
 /* y (+)= a x + b z + c */
 HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float constant,
                                        int64_t n, int accumulate)
 {
-    hv va = hv_set1(a), vb = hv_set1(b), vc = hv_set1(constant);
+    hv va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(constant);
     HV_LOOP(n) {
-        hv r = hv_fma(va, hv_ld(x + i, c), hv_fma(vb, hv_ld(z + i, c), vc));
-        if (accumulate) r += hv_ld(y + i, c);
-        hv_st(y + i, r, c);
+        hv r = HV(fma)(va, HV(ld)(x + i, c), HV(fma)(vb, HV(ld)(z + i, c), vc));
+        if (accumulate) r += HV(ld)(y + i, c);
+        HV(st)(y + i, r, c);
     }
 }
 
@@ -1830,7 +1794,7 @@ HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float 
 #define HPMLI_REDUCE(name, params, term)                                                                               \
     HPMLI_KFN float HPMLI_K(hpmli_##name) params                                                                       \
     {                                                                                                                  \
-        hv      s[4] = { hv_zero(), hv_zero(), hv_zero(), hv_zero() };                                                 \
+        hv      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };                                             \
         int64_t i    = 0;                                                                                              \
         for (; i + 4 * HV_W <= n; i += 4 * HV_W) {                                                                     \
             HPMLI_UNROLL                                                                                               \
@@ -1845,17 +1809,17 @@ HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float 
             const hv      sum = s[0];                                                                                  \
             s[0] = term;                                                                                               \
         }                                                                                                              \
-        return hv_sum((s[0] + s[1]) + (s[2] + s[3]));                                                                  \
+        return HV(sum)((s[0] + s[1]) + (s[2] + s[3]));                                                                 \
     }
-HPMLI_VFN hv HPMLI_K(hpmli_add_square)(hv sum, hv d) { return hv_fma(d, d, sum); }
-HPMLI_VFN hv HPMLI_K(hpmli_keep)(hv v, int64_t n) /* the first n lanes, 0 in the rest, as hv_load_n */
+HPMLI_VFN hv HPMLI_K(hpmli_add_square)(hv sum, hv d) { return HV(fma)(d, d, sum); }
+HPMLI_VFN hv HPMLI_K(hpmli_keep)(hv v, int64_t n) /* the first n lanes, 0 in the rest, as HV(load_n) */
 {
-    return n >= HV_W ? v : hv_bits((1u << n) - 1, v, hv_zero());
+    return n >= HV_W ? v : HV(bits)((1u << n) - 1, v, HV(zero)());
 }
-HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + hv_ld(x + at, c))
-HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), hv_fma(hv_ld(a + at, c), hv_ld(b + at, c), sum))
+HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + HV(ld)(x + at, c))
+HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HV(fma)(HV(ld)(a + at, c), HV(ld)(b + at, c), sum))
 HPMLI_REDUCE(vvar, (const float *x, float mean, int64_t n),
-             HPMLI_K(hpmli_add_square)(sum, hv_ld(x + at, c) - HPMLI_K(hpmli_keep)(hv_set1(mean), c)))
+             HPMLI_K(hpmli_add_square)(sum, HV(ld)(x + at, c) - HPMLI_K(hpmli_keep)(HV(set1)(mean), c)))
 #undef HPMLI_REDUCE
 
 #define HPMLI_WIDE(name, params, piece)                                                                                \
@@ -1876,10 +1840,10 @@ HPMLI_WIDE(vvar_wide, (const float *x, float mean, int64_t n), HPMLI_K(hpmli_vva
 
 HPMLI_KFN float HPMLI_K(hpmli_vmax)(const float *x, int64_t n)
 {
-    hv      m = hv_set1(-INFINITY);
+    hv      m = HV(set1)(-INFINITY);
     int64_t i = 0;
-    for (; i + HV_W <= n; i += HV_W) m = hv_max(hv_load(x + i), m);
-    float best = hv_hmax(m);
+    for (; i + HV_W <= n; i += HV_W) m = HV(max)(HV(load)(x + i), m);
+    float best = HV(hmax)(m);
     for (; i < n; i++) best = x[i] > best ? x[i] : best;
     return best;
 }
@@ -1887,32 +1851,32 @@ HPMLI_KFN float HPMLI_K(hpmli_vmax)(const float *x, int64_t n)
 /* y = exp(x - shift); returns the sum. The heart of a softmax. */
 HPMLI_KFN float HPMLI_K(hpmli_vexp_sum)(float *y, const float *x, float shift, int64_t n)
 {
-    hv s = hv_zero(), vs = hv_set1(shift);
+    hv s = HV(zero)(), vs = HV(set1)(shift);
     HV_LOOP(n) {
-        hv e = HPMLI_K(hpmli_exp)(hv_ld(x + i, c) - vs);
-        hv_st(y + i, e, c);
+        hv e = HPMLI_K(hpmli_exp)(HV(ld)(x + i, c) - vs);
+        HV(st)(y + i, e, c);
         s += HPMLI_K(hpmli_keep)(e, c);
     }
-    return hv_sum(s);
+    return HV(sum)(s);
 }
 
 /* out[j] (+)= sum over rows of x[r][j]. Blocks of rows keep the chain of additions short. */
 HPMLI_KFN void HPMLI_K(hpmli_vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
 {
     HV_LOOP(cols) {
-        hv total = hv_zero();
+        hv total = HV(zero)();
         for (int64_t r0 = 0; r0 < rows; r0 += 64) {
             int64_t r = r0, end = r0 + 64 < rows ? r0 + 64 : rows;
-            hv      s[4] = { hv_zero(), hv_zero(), hv_zero(), hv_zero() };
+            hv      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };
             for (; r + 4 <= end; r += 4) {
                 HPMLI_UNROLL
-                for (int u = 0; u < 4; u++) s[u] += hv_ld(x + (r + u) * cols + i, c);
+                for (int u = 0; u < 4; u++) s[u] += HV(ld)(x + (r + u) * cols + i, c);
             }
-            for (; r < end; r++) s[0] += hv_ld(x + r * cols + i, c);
+            for (; r < end; r++) s[0] += HV(ld)(x + r * cols + i, c);
             total += (s[0] + s[1]) + (s[2] + s[3]);
         }
-        if (accumulate) total += hv_ld(out + i, c);
-        hv_st(out + i, total, c);
+        if (accumulate) total += HV(ld)(out + i, c);
+        HV(st)(out + i, total, c);
     }
 }
 
@@ -1929,78 +1893,78 @@ HPMLI_KFN void HPMLI_K(hpmli_vsum_rows)(float *out, const float *x, int64_t rows
    would stay for ever. A NaN stays one. */
 HPMLI_VFN hv HPMLI_K(hpmli_decayed)(float *state, hv x, int64_t c)
 {
-    x = hv_gt(hv_set1(1.17549435e-38f), hv_abs(x), hv_set1(0), x);
-    hv_st(state, x, c);
+    x = HV(gt)(HV(set1)(1.17549435e-38f), HV(abs)(x), HV(set1)(0), x);
+    HV(st)(state, x, c);
     return x;
 }
 
 HPMLI_VFN hv HPMLI_K(hpmli_moment)(float *state, hv g, float beta, int64_t c) /* state = beta state + (1 - beta) g */
 {
-    return HPMLI_K(hpmli_decayed)(state, hv_fma(hv_set1(1 - beta), g, hv_set1(beta) * hv_ld(state, c)), c);
+    return HPMLI_K(hpmli_decayed)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(ld)(state, c)), c);
 }
 
 HPMLI_VFN void HPMLI_K(hpmli_sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, int64_t c)
 {
-    hv x = hv_ld(w, c), step;
-    g    = hv_fma(hv_set1(o->u.weight_decay), x, g);
+    hv x = HV(ld)(w, c), step;
+    g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
     step = g;
     if (m) {
-        hv v = HPMLI_K(hpmli_decayed)(m, o->u.step == 1 ? g : hv_fma(hv_set1(o->u.momentum), hv_ld(m, c), g), c);
-        step = o->u.nesterov ? hv_fma(hv_set1(o->u.momentum), v, g) : v;
+        hv v = HPMLI_K(hpmli_decayed)(m, o->u.step == 1 ? g : HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), g), c);
+        step = o->u.nesterov ? HV(fma)(HV(set1)(o->u.momentum), v, g) : v;
     }
-    hv_st(w, hv_fnma(hv_set1(o->u.lr), step, x), c);
+    HV(st)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), c);
 }
 
 HPMLI_VFN void HPMLI_K(hpmli_adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, int64_t c)
 {
-    hv x = hv_ld(w, c), s;
-    g = hv_fma(hv_set1(o->u.weight_decay), x, g);
-    s = hv_fma(g, g, hv_ld(v, c));
-    hv_st(v, s, c);
-    hv_st(w, hv_fnma(hv_set1(o->u.lr), g / (hv_sqrt(s) + hv_set1(o->u.eps)), x), c);
+    hv x = HV(ld)(w, c), s;
+    g = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
+    s = HV(fma)(g, g, HV(ld)(v, c));
+    HV(st)(v, s, c);
+    HV(st)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), c);
 }
 
 HPMLI_VFN void HPMLI_K(hpmli_rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, int64_t c)
 {
-    hv x = hv_ld(w, c), step;
-    g    = hv_fma(hv_set1(o->u.weight_decay), x, g);
+    hv x = HV(ld)(w, c), step;
+    g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
     step = HPMLI_K(hpmli_moment)(v, g * g, o->u.beta2, c);
-    step = g / (hv_sqrt(step) + hv_set1(o->u.eps));
-    if (m) step = HPMLI_K(hpmli_decayed)(m, hv_fma(hv_set1(o->u.momentum), hv_ld(m, c), step), c);
-    hv_st(w, hv_fnma(hv_set1(o->u.lr), step, x), c);
+    step = g / (HV(sqrt)(step) + HV(set1)(o->u.eps));
+    if (m) step = HPMLI_K(hpmli_decayed)(m, HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), step), c);
+    HV(st)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), c);
 }
 
 /* m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) */
 HPMLI_VFN hv HPMLI_K(hpmli_adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, int64_t c)
 {
-    hv mean   = HPMLI_K(hpmli_moment)(m, g, o->u.beta1, c) / hv_set1(o->correction1);
-    hv square = HPMLI_K(hpmli_moment)(v, g * g, o->u.beta2, c) / hv_set1(o->correction2);
-    return mean / (hv_sqrt(square) + hv_set1(o->u.eps));
+    hv mean   = HPMLI_K(hpmli_moment)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
+    hv square = HPMLI_K(hpmli_moment)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
+    return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }
 
 /* LAMB writes its direction over the gradient's array, which is ours to spend. */
 HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const float *dw, float *m, float *v,
                                        int64_t n)
 {
-    hv           scale = hv_set1(o->u.grad_scale), lr = hv_set1(o->u.lr), decay = hv_set1(o->u.weight_decay);
+    hv           scale = HV(set1)(o->u.grad_scale), lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
     const float *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
     HV_LOOP(n) {
-        hv g = hv_ld(dw + i, c), x;
-        if (more) g = g + hv_ld(more + i, c);
+        hv g = HV(ld)(dw + i, c), x;
+        if (more) g = g + HV(ld)(more + i, c);
         g = g * scale;
         switch (o->u.opt) {
         case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_K(hpmli_sgd)(o, w + i, g, m ? m + i : NULL, c); break;
         case HPML_OPT_ADAGRAD: HPMLI_K(hpmli_adagrad)(o, w + i, g, v + i, c); break;
         case HPML_OPT_RMSPROP: HPMLI_K(hpmli_rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, c); break;
         case HPML_OPT_ADAM: case HPML_OPT_ADAMW:
-            x = hv_ld(w + i, c);
-            if (o->u.opt == HPML_OPT_ADAM) g = hv_fma(decay, x, g);
-            else x = hv_fnma(lr * decay, x, x);
-            hv_st(w + i, hv_fnma(lr, HPMLI_K(hpmli_adam_direction)(o, g, m + i, v + i, c), x), c);
+            x = HV(ld)(w + i, c);
+            if (o->u.opt == HPML_OPT_ADAM) g = HV(fma)(decay, x, g);
+            else x = HV(fnma)(lr * decay, x, x);
+            HV(st)(w + i, HV(fnma)(lr, HPMLI_K(hpmli_adam_direction)(o, g, m + i, v + i, c), x), c);
             break;
         default: /* LAMB */
             x = HPMLI_K(hpmli_adam_direction)(o, g, m + i, v + i, c);
-            hv_st((float *)(uintptr_t)(dw + i), hv_fma(decay, hv_ld(w + i, c), x), c);
+            HV(st)((float *)(uintptr_t)(dw + i), HV(fma)(decay, HV(ld)(w + i, c), x), c);
         }
     }
 }
@@ -2012,11 +1976,11 @@ HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const 
 #define HPMLI_CONVERT(name, T)                                                                                         \
     HPMLI_KFN void HPMLI_K(hpmli_##name##_to_f32)(float *y, const T *x, int64_t n)                                     \
     {                                                                                                                  \
-        HV_LOOP(n) hv_st(y + i, hv_ld_##name(x + i, c), c);                                                            \
+        HV_LOOP(n) HV(st)(y + i, HV(ld_##name)(x + i, c), c);                                                          \
     }                                                                                                                  \
     HPMLI_KFN void HPMLI_K(hpmli_f32_to_##name)(T *y, const float *x, int64_t n)                                       \
     {                                                                                                                  \
-        HV_LOOP(n) hv_st_##name(y + i, hv_ld(x + i, c), c);                                                            \
+        HV_LOOP(n) HV(st_##name)(y + i, HV(ld)(x + i, c), c);                                                          \
     }
 HPMLI_CONVERT(bf16, uint16_t)
 HPMLI_CONVERT(f16, uint16_t)
@@ -2025,8 +1989,8 @@ HPMLI_CONVERT(i32, int32_t)
 
 HPMLI_KFN void HPMLI_K(hpmli_u8_to_f32)(float *y, const uint8_t *x, float scale, float shift, int64_t n)
 {
-    hv s = hv_set1(scale), b = hv_set1(shift);
-    HV_LOOP(n) hv_st(y + i, hv_fma(hv_ld_u8(x + i, c), s, b), c);
+    hv s = HV(set1)(scale), b = HV(set1)(shift);
+    HV_LOOP(n) HV(st)(y + i, HV(fma)(HV(ld_u8)(x + i, c), s, b), c);
 }
 
 HPMLI_KFN void HPMLI_K(hpmli_f32_to_u8)(uint8_t *y, const float *x, int64_t n)
@@ -2098,21 +2062,21 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 
 /* What happens to row r of a tile; `mr`, `nv` are constants once inlined: rows and vectors that are not there vanish.
    Every third row has a pointer, the others are at one or two strides from it. */
-#define HPMLI_TILE_ZERO(r) hv s##r = hv_zero(), t##r = hv_zero(), u##r = hv_zero(), v##r = hv_zero();
+#define HPMLI_TILE_ZERO(r) hv s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
 #define HPMLI_TILE_AT(r)   (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * ars]
 #define HPMLI_TILE_ROW(r)                                                                                              \
     if (mr > r) {                                                                                                      \
-        hv x = hv_set1(HPMLI_TILE_AT(r));                                                                              \
-        s##r = hv_fma(x, b0, s##r);                                                                                    \
-        if (nv > 1) t##r = hv_fma(x, b1, t##r);                                                                        \
-        if (nv > 2) u##r = hv_fma(x, b2, u##r);                                                                        \
-        if (nv > 3) v##r = hv_fma(x, b3, v##r);                                                                        \
+        hv x = HV(set1)(HPMLI_TILE_AT(r));                                                                             \
+        s##r = HV(fma)(x, b0, s##r);                                                                                   \
+        if (nv > 1) t##r = HV(fma)(x, b1, t##r);                                                                       \
+        if (nv > 2) u##r = HV(fma)(x, b2, u##r);                                                                       \
+        if (nv > 3) v##r = HV(fma)(x, b3, v##r);                                                                       \
     }
 #define HPMLI_TILE_LOAD(i, p)                                                                                          \
-    (nv <= i ? hv_zero() : part && nv == i + 1 ? hv_load_n((p) + i * HV_W, lanes) : hv_load((p) + i * HV_W))
+    (nv <= i ? HV(zero)() : part && nv == i + 1 ? HV(load_n)((p) + i * HV_W, lanes) : HV(load)((p) + i * HV_W))
 #define HPMLI_TILE_PUT(i, x)                                                                                           \
-    if (part && nv == i + 1) hv_store_n(c + i * HV_W, x, lanes);                                                       \
-    else if (nv > i) hv_store(c + i * HV_W, x);
+    if (part && nv == i + 1) HV(store_n)(c + i * HV_W, x, lanes);                                                      \
+    else if (nv > i) HV(store)(c + i * HV_W, x);
 #define HPMLI_TILE_STORE(r)                                                                                            \
     if (mr > r) {                                                                                                      \
         HPMLI_TILE_PUT(0, s##r) HPMLI_TILE_PUT(1, t##r) HPMLI_TILE_PUT(2, u##r) HPMLI_TILE_PUT(3, v##r)                \
@@ -2145,10 +2109,10 @@ HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, const int part, H
         for (; p < head; p++) {
             HPMLI_TILE_B
             if (part && packed) {
-                hv_store(packed, b0);
-                if (nv > 1) hv_store(packed + HV_W, b1);
-                if (nv > 2) hv_store(packed + 2 * HV_W, b2);
-                if (nv > 3) hv_store(packed + 3 * HV_W, b3);
+                HV(store)(packed, b0);
+                if (nv > 1) HV(store)(packed + HV_W, b1);
+                if (nv > 2) HV(store)(packed + 2 * HV_W, b2);
+                if (nv > 3) HV(store)(packed + 3 * HV_W, b3);
                 packed += nv * HV_W;
                 const float *ahead = b + (p + 16 < kc ? 16 * ldb : (16 - kc) * ldb + nv * HV_W); /* or the next panel */
                 for (int i = 0; i < nv; i++) HPMLI_PREFETCH(ahead + i * HV_W);
@@ -2283,7 +2247,7 @@ HPMLI_KFN void HPMLI_K(hpmli_pack)(const float *x, int64_t ps, int64_t js, int64
         for (int64_t p = 0; p < pc; p++, x += ps, dst += nr) {
             HPMLI_PREFETCH(x + pc * ps); /* for the next call */
             for (int64_t j = 0; j < nr; j += HV_W) /* the last may spill over, into what comes later */
-                hv_store(dst + j, j < jn ? hv_ld(x + j, jn - j) : hv_zero());
+                HV(store)(dst + j, j < jn ? HV(ld)(x + j, jn - j) : HV(zero)());
         }
         return;
     }
@@ -2300,12 +2264,12 @@ HPMLI_KFN void HPMLI_K(hpmli_pack)(const float *x, int64_t ps, int64_t js, int64
 /* n lanes of row r, from column j of the tile on, go into C. */
 HPMLI_VFN void HPMLI_K(hpmli_tile_save)(const hpmli_tile_end *e, float *c, int64_t r, int64_t j, hv v, int64_t n)
 {
-    v *= hv_set1(e->alpha);
-    if (e->beta != 0) v = hv_fma(hv_set1(e->beta), hv_ld(c, n), v);
-    if (e->bias_col) v += hv_ld(e->bias_col + j, n);
-    if (e->bias_row) v += hv_set1(e->bias_row[r]);
-    if (e->relu) v = hv_max(hv_zero(), v); /* in this order a NaN stays */
-    hv_st(c, v, n);
+    v *= HV(set1)(e->alpha);
+    if (e->beta != 0) v = HV(fma)(HV(set1)(e->beta), HV(ld)(c, n), v);
+    if (e->bias_col) v += HV(ld)(e->bias_col + j, n);
+    if (e->bias_row) v += HV(set1)(e->bias_row[r]);
+    if (e->relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays */
+    HV(st)(c, v, n);
 }
 
 /* The same for mr rows of a tile. */
@@ -2313,7 +2277,7 @@ HPMLI_KFN void HPMLI_K(hpmli_save)(const float *tile, int64_t mr, int64_t n, con
                                    int64_t ldc)
 {
     for (int64_t r = 0; r < mr; r++, c += ldc, tile += HPMLI_NV * HV_W)
-        for (int64_t j = 0; j < n; j += HV_W) HPMLI_K(hpmli_tile_save)(e, c + j, r, j, hv_load(tile + j), n - j);
+        for (int64_t j = 0; j < n; j += HV_W) HPMLI_K(hpmli_tile_save)(e, c + j, r, j, HV(load)(tile + j), n - j);
 }
 
 /* A tile of C^T, mr rows of NV vectors, goes into C turned; e as C sees it. plain: nothing is done to it but that. */
@@ -2327,8 +2291,8 @@ HPMLI_KFN void HPMLI_K(hpmli_turn)(const float *tile, int64_t mr, int64_t n, con
             float  *to    = c + q * ldc + r;
             HPMLI_K(hpmli_transpose)(tile + r * HPMLI_NV * HV_W + q, HPMLI_NV * HV_W, lanes, square, HV_W);
             for (int64_t i = 0; i < rows; i++)
-                if (plain) hv_st(to + i * ldc, hv_load(square + i * HV_W), lanes);
-                else HPMLI_K(hpmli_tile_save)(e, to + i * ldc, q + i, r, hv_load(square + i * HV_W), lanes);
+                if (plain) HV(st)(to + i * ldc, HV(load)(square + i * HV_W), lanes);
+                else HPMLI_K(hpmli_tile_save)(e, to + i * ldc, q + i, r, HV(load)(square + i * HV_W), lanes);
         }
 }
 
@@ -2528,12 +2492,12 @@ HPMLI_KFN void HPMLI_K(hpmli_blocks)(HPMLI_K(hpmli_view) *v)
    idle. */
 
 #ifndef HPMLI_DOT_ROW
-#define HPMLI_DOT_ZERO(r) hv s##r = hv_zero(), t##r = s##r, u##r = s##r, v##r = s##r;
+#define HPMLI_DOT_ZERO(r) hv s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
 #define HPMLI_DOT_ROW(r, LOAD)                                                                                         \
     if (mr > r) {                                                                                                      \
         hv x = LOAD(p + r * p_rs);                                                                                     \
-        s##r = hv_fma(x, b0, s##r), t##r = hv_fma(x, b1, t##r);                                                        \
-        u##r = hv_fma(x, b2, u##r), v##r = hv_fma(x, b3, v##r);                                                        \
+        s##r = HV(fma)(x, b0, s##r), t##r = HV(fma)(x, b1, t##r);                                                      \
+        u##r = HV(fma)(x, b2, u##r), v##r = HV(fma)(x, b3, v##r);                                                      \
     }
 #define HPMLI_DOT_STEP(LOAD)                                                                                           \
     {                                                                                                                  \
@@ -2541,8 +2505,8 @@ HPMLI_KFN void HPMLI_K(hpmli_blocks)(HPMLI_K(hpmli_view) *v)
         HPMLI_DOT_ROW(0, LOAD) HPMLI_DOT_ROW(1, LOAD) HPMLI_DOT_ROW(2, LOAD)                                           \
         HPMLI_DOT_ROW(3, LOAD) HPMLI_DOT_ROW(4, LOAD) HPMLI_DOT_ROW(5, LOAD)                                           \
     }
-#define HPMLI_DOT_REST(p) hv_load_n(p, k - i)
-#define HPMLI_DOT_SAVE(r) if (mr > r) hv_sum4(out + 4 * r, s##r, t##r, u##r, v##r);
+#define HPMLI_DOT_REST(p) HV(load_n)(p, k - i)
+#define HPMLI_DOT_SAVE(r) if (mr > r) HV(sum4)(out + 4 * r, s##r, t##r, u##r, v##r);
 #define HPMLI_DOT_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
 #define HPMLI_DOT_ARGS    int64_t k, const float *p, int64_t p_rs, const float *q, int64_t q_rs, int64_t n, float *out
 #define HPMLI_DOT(rows)                                                                                                \
@@ -2558,7 +2522,7 @@ HPMLI_VFN void HPMLI_K(hpmli_dot)(const int mr, HPMLI_DOT_ARGS)
     int64_t      i  = 0;
     HPMLI_DOT_ROWS(HPMLI_DOT_ZERO)
     for (; i + HV_W <= k; i += HV_W) {
-        HPMLI_DOT_STEP(hv_load)
+        HPMLI_DOT_STEP(HV(load))
         p += HV_W, q0 += HV_W, q1 += HV_W, q2 += HV_W, q3 += HV_W;
     }
     if (i < k) HPMLI_DOT_STEP(HPMLI_DOT_REST)
@@ -2625,20 +2589,21 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_row)(const hpmli_gemm_part *part)
     e.bias_row = d->bias_m, e.bias_col = d->bias_n;
     for (int64_t j = part->j0, width; j < part->j1; j += width) {
         const float *b = d->b + part->batch * d->b_batch + j;
-        hv s0 = hv_zero(), s1 = s0, s2 = s0, s3 = s0, s4 = s0, s5 = s0, s6 = s0, s7 = s0;
+        hv s0 = HV(zero)(), s1 = s0, s2 = s0, s3 = s0, s4 = s0, s5 = s0, s6 = s0, s7 = s0;
         width = part->j1 - j >= 8 * HV_W ? 8 * HV_W : HV_W;
         if (width == HV_W) {
             width = part->j1 - j < HV_W ? part->j1 - j : HV_W;
-            for (int64_t p = 0; p < d->k; p++, b += d->b_rs) s0 = hv_fma(hv_set1(a[p * d->a_cs]), hv_ld(b, width), s0);
+            for (int64_t p = 0; p < d->k; p++, b += d->b_rs)
+                s0 = HV(fma)(HV(set1)(a[p * d->a_cs]), HV(ld)(b, width), s0);
             HPMLI_K(hpmli_tile_save)(&e, c + j, 0, j, s0, width);
             continue;
         }
         for (int64_t p = 0; p < d->k; p++, b += d->b_rs) {
-            hv x = hv_set1(a[p * d->a_cs]);
-            s0 = hv_fma(x, hv_load(b), s0), s1 = hv_fma(x, hv_load(b + HV_W), s1);
-            s2 = hv_fma(x, hv_load(b + 2 * HV_W), s2), s3 = hv_fma(x, hv_load(b + 3 * HV_W), s3);
-            s4 = hv_fma(x, hv_load(b + 4 * HV_W), s4), s5 = hv_fma(x, hv_load(b + 5 * HV_W), s5);
-            s6 = hv_fma(x, hv_load(b + 6 * HV_W), s6), s7 = hv_fma(x, hv_load(b + 7 * HV_W), s7);
+            hv x = HV(set1)(a[p * d->a_cs]);
+            s0 = HV(fma)(x, HV(load)(b), s0), s1 = HV(fma)(x, HV(load)(b + HV_W), s1);
+            s2 = HV(fma)(x, HV(load)(b + 2 * HV_W), s2), s3 = HV(fma)(x, HV(load)(b + 3 * HV_W), s3);
+            s4 = HV(fma)(x, HV(load)(b + 4 * HV_W), s4), s5 = HV(fma)(x, HV(load)(b + 5 * HV_W), s5);
+            s6 = HV(fma)(x, HV(load)(b + 6 * HV_W), s6), s7 = HV(fma)(x, HV(load)(b + 7 * HV_W), s7);
         }
 #define HPMLI_ROW_SAVE(i, s) HPMLI_K(hpmli_tile_save)(&e, c + j + i * HV_W, 0, j + i * HV_W, s, HV_W);
         HPMLI_ROW_SAVE(0, s0) HPMLI_ROW_SAVE(1, s1) HPMLI_ROW_SAVE(2, s2) HPMLI_ROW_SAVE(3, s3)
@@ -2675,8 +2640,8 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_sum)(const hpmli_gemm_desc *d, int64_t i, cons
     e.bias_col = d->bias_n;
     for (int64_t j = 0; j < d->n; j += HV_W) {
         int64_t n = d->n - j < HV_W ? d->n - j : HV_W;
-        hv      s = hv_ld(sums + i * d->n + j, n);
-        for (int64_t t = 1; t < count; t++) s += hv_ld(sums + t * apart + i * d->n + j, n);
+        hv      s = HV(ld)(sums + i * d->n + j, n);
+        for (int64_t t = 1; t < count; t++) s += HV(ld)(sums + t * apart + i * d->n + j, n);
         HPMLI_K(hpmli_tile_save)(&e, c + j, 0, j, s, n);
     }
     if (d->act_row) d->act_row(c, d->n);
@@ -2697,13 +2662,9 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_sum)(const hpmli_gemm_desc *d, int64_t i, cons
    chunk computes all of it and keeps its part. Where a product is added to something it is a fused multiply-add, in the
    scalar pass too: the same floats come out everywhere, and so a seed gives the same initial weights on every CPU. */
 
-#define hv_words    HPMLI_K(hpmli_words)
-#define hv_fused    HPMLI_K(hpmli_fused)
-#define pv_set      HPMLI_K(hpmli_pv_set)
-#define pv_products HPMLI_K(hpmli_pv_products)
 
-/* What this chapter needs of an instruction set; `hu` holds HV_W / 4 blocks. pv_set: the 64-bit words (a, b) for each;
-   pv_products: the line above without its last two terms; hv_words: words as floats, rounded. */
+/* What this chapter needs of an instruction set; `hu` holds HV_W / 4 blocks. HV(pairs): the 64-bit words (a, b) for
+   each; HV(products): the line above without its last two terms; HV(words): words as floats, rounded. */
 #if HPMLI_ISA == 0
 HPMLI_VFN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4])
 {
@@ -2721,44 +2682,44 @@ HPMLI_VFN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t bloc
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 static const uint32_t hpmli_block_numbers[16] = { 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0 };
-HPMLI_VFN hv hv_words(const uint32_t *p) { return (float)*p; }
-HPMLI_VFN hv hv_fused(hv a, hv b, hv c) { return fmaf(a, b, c); }
+HPMLI_VFN hv HV(words)(const uint32_t *p) { return (float)*p; }
+HPMLI_VFN hv HV(fused)(hv a, hv b, hv c) { return fmaf(a, b, c); }
 #else
 #if HPMLI_ISA == 1
-HPMLI_VFN hu pv_set(int64_t a, int64_t b) { return (hu)_mm256_set_epi64x(b, a, b, a); }
-HPMLI_VFN hv hv_words(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, rounded once */
+HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b) { return (hu)_mm256_set_epi64x(b, a, b, a); }
+HPMLI_VFN hv HV(words)(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, rounded once */
 {
-    hu words = hu_load(p);
-    return hv_fma(hv_of_i32(words >> 8), hv_set1(256), hv_of_i32(words & 255u));
+    hu words = HV(load_words)(p);
+    return HV(fma)(HV(of_i32)(words >> 8), HV(set1)(256), HV(of_i32)(words & 255u));
 }
 #elif HPMLI_ISA == 2
-HPMLI_VFN hu pv_set(int64_t a, int64_t b) { return (hu)_mm512_set4_epi64(b, a, b, a); }
-HPMLI_VFN hv hv_words(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)hu_load(p)); }
+HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b) { return (hu)_mm512_set4_epi64(b, a, b, a); }
+HPMLI_VFN hv HV(words)(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)HV(load_words)(p)); }
 #else
-HPMLI_VFN hu pv_set(int64_t a, int64_t b)
+HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b)
 {
     return (hu)vcombine_u64(vcreate_u64((uint64_t)a), vcreate_u64((uint64_t)b));
 }
-HPMLI_VFN hu pv_products(hu c, hu m)
+HPMLI_VFN hu HV(products)(hu c, hu m)
 {
     hu products = vrev64q_u32((hu)vmull_u32(vmovn_u64((hq)c), vmovn_u64((hq)m)));
     return vextq_u32(products, products, 2);
 }
-HPMLI_VFN hv hv_words(const uint32_t *p) { return vcvtq_f32_u32(hu_load(p)); }
+HPMLI_VFN hv HV(words)(const uint32_t *p) { return vcvtq_f32_u32(HV(load_words)(p)); }
 #endif
 #if HPMLI_ISA != 3
-HPMLI_VFN hu pv_products(hu c, hu m)
+HPMLI_VFN hu HV(products)(hu c, hu m)
 {
     HPMLI_MM_ALL products = HPMLI_MM(mul_epu32)((HPMLI_MM_ALL)c, (HPMLI_MM_ALL)m);
     return (hu)HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
 }
 #endif
-HPMLI_VFN hu HPMLI_K(hpmli_philox_round)(hu c, hu key, hu m) { return pv_products(c, m) ^ key ^ (hu)((hq)c >> 32); }
+HPMLI_VFN hu HPMLI_K(hpmli_philox_round)(hu c, hu key, hu m) { return HV(products)(c, m) ^ key ^ (hu)((hq)c >> 32); }
 HPMLI_VFN hu HPMLI_K(hpmli_philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1, ... */
 {
-    return (hu)((hq)pv_set((int64_t)block, (int64_t)stream) + (hq)hu_load(hpmli_block_numbers));
+    return (hu)((hq)HV(pairs)((int64_t)block, (int64_t)stream) + (hq)HV(load_words)(hpmli_block_numbers));
 }
-HPMLI_VFN hv hv_fused(hv a, hv b, hv c) { return hv_fma(a, b, c); }
+HPMLI_VFN hv HV(fused)(hv a, hv b, hv c) { return HV(fma)(a, b, c); }
 #endif
 
 /* Chunk number `chunk` of a stream. Four vectors at a time hide the latency of the multiplication. */
@@ -2768,9 +2729,9 @@ HPMLI_VFN void HPMLI_K(hpmli_chunk)(uint32_t *w, uint64_t seed, uint64_t stream,
 #if HPMLI_ISA == 0
     for (int b = 0; b < HPMLI_CHUNK / 4; b++) hpmli_philox_scalar(seed, stream, block + (uint64_t)b, w + 4 * b);
 #else
-    hu m = pv_set(HPMLI_PHILOX_M0, HPMLI_PHILOX_M1), bump = pv_set(HPMLI_PHILOX_W0, HPMLI_PHILOX_W1);
+    hu m = HV(pairs)(HPMLI_PHILOX_M0, HPMLI_PHILOX_M1), bump = HV(pairs)(HPMLI_PHILOX_W0, HPMLI_PHILOX_W1);
     for (int i = 0; i < HPMLI_CHUNK; i += 4 * HV_W, block += HV_W) {
-        hu key = pv_set((uint32_t)seed, (uint32_t)(seed >> 32)), c[4];
+        hu key = HV(pairs)((uint32_t)seed, (uint32_t)(seed >> 32)), c[4];
         HPMLI_UNROLL
         for (int u = 0; u < 4; u++) c[u] = HPMLI_K(hpmli_philox_count)(block + (uint64_t)u * (HV_W / 4), stream);
         for (int round = 0; round < 10; round++, key += bump) {
@@ -2778,7 +2739,7 @@ HPMLI_VFN void HPMLI_K(hpmli_chunk)(uint32_t *w, uint64_t seed, uint64_t stream,
             for (int u = 0; u < 4; u++) c[u] = HPMLI_K(hpmli_philox_round)(c[u], key, m);
         }
         HPMLI_UNROLL
-        for (int u = 0; u < 4; u++) hu_store(w + i + u * HV_W, c[u]);
+        for (int u = 0; u < 4; u++) HV(store_words)(w + i + u * HV_W, c[u]);
     }
 #endif
 }
@@ -2787,40 +2748,40 @@ HPMLI_VFN void HPMLI_K(hpmli_chunk)(uint32_t *w, uint64_t seed, uint64_t stream,
    polynomial of hpmli_log; log 2 is split in two so that e times the larger part is exact. */
 HPMLI_VFN hv HPMLI_K(hpmli_radius)(hv u)
 {
-    hv m = hv_mantissa(u), e = hv_exponent(u), root2 = hv_set1(1.41421356f), f, z, y;
-    e = hv_gt(m, root2, e + 1.0f, e);
-    f = hv_gt(m, root2, m * 0.5f, m) - 1.0f;
+    hv m = HV(mantissa)(u), e = HV(exponent)(u), root2 = HV(set1)(1.41421356f), f, z, y;
+    e = HV(gt)(m, root2, e + 1.0f, e);
+    f = HV(gt)(m, root2, m * 0.5f, m) - 1.0f;
     z = f * f;
-    y = HPMLI_LOG_POLY(hv_fused, f);
-    y = hv_fused(f * z, y, e * -2.12194440e-4f);
-    y = hv_fused(z, hv_set1(-0.5f), y) + f;
-    y = hv_fused(e, hv_set1(0.693359375f), y);
-    return hv_sqrt(hv_max(y * -2.0f, hv_zero()));
+    y = HPMLI_LOG_POLY(HV(fused), f);
+    y = HV(fused)(f * z, y, e * -2.12194440e-4f);
+    y = HV(fused)(z, HV(set1)(-0.5f), y) + f;
+    y = HV(fused)(e, HV(set1)(0.693359375f), y);
+    return HV(sqrt)(HV(max)(y * -2.0f, HV(zero)()));
 }
 
 /* cos and sin of 2 pi t for t in [-1/2, 1/2]: exact reduction to an eighth of a turn, then polynomials (Cephes). */
 HPMLI_VFN void HPMLI_K(hpmli_cos_sin)(hv t, hv *cosine, hv *sine)
 {
-    hv q = hv_round(t * 4.0f), one = hv_set1(1), aq = hv_abs(q);
-    hv x = hv_fused(q, hv_set1(-0.25f), t) * 6.28318531f, z = x * x;
-    hv s    = hv_fused(hv_set1(-1.9515295891e-4f), z, hv_set1(8.3321608736e-3f));
-    hv c    = hv_fused(hv_set1(2.443315711809948e-5f), z, hv_set1(-1.388731625493765e-3f));
-    s = hv_fused(x * z, hv_fused(s, z, hv_set1(-1.6666654611e-1f)), x);
-    c = hv_fused(z, hv_fused(z, hv_fused(c, z, hv_set1(4.166664568298827e-2f)), hv_set1(-0.5f)), one);
-    hv u    = hv_eq(aq, one, s, c); /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
-    hv v    = hv_eq(aq, one, c, s);
-    u = hv_gt(aq, one, -u, u);
-    v = hv_gt(aq, one, -v, v);
-    *cosine = hv_eq(q, one, -u, u);
-    *sine   = hv_eq(q, hv_set1(-1), -v, v);
+    hv q = HV(round)(t * 4.0f), one = HV(set1)(1), aq = HV(abs)(q);
+    hv x = HV(fused)(q, HV(set1)(-0.25f), t) * 6.28318531f, z = x * x;
+    hv s    = HV(fused)(HV(set1)(-1.9515295891e-4f), z, HV(set1)(8.3321608736e-3f));
+    hv c    = HV(fused)(HV(set1)(2.443315711809948e-5f), z, HV(set1)(-1.388731625493765e-3f));
+    s = HV(fused)(x * z, HV(fused)(s, z, HV(set1)(-1.6666654611e-1f)), x);
+    c = HV(fused)(z, HV(fused)(z, HV(fused)(c, z, HV(set1)(4.166664568298827e-2f)), HV(set1)(-0.5f)), one);
+    hv u    = HV(eq)(aq, one, s, c); /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
+    hv v    = HV(eq)(aq, one, c, s);
+    u = HV(gt)(aq, one, -u, u);
+    v = HV(gt)(aq, one, -v, v);
+    *cosine = HV(eq)(q, one, -u, u);
+    *sine   = HV(eq)(q, HV(set1)(-1), -v, v);
 }
 
 /* Two words to two independent normals: radius from the first, angle from the second (Box & Muller). */
 HPMLI_VFN void HPMLI_K(hpmli_box_muller)(const uint32_t *a, const uint32_t *b, hv *x, hv *y)
 {
     const float scale = 1.0f / 4294967296.0f;
-    hv          u = hv_fused(hv_words(a), hv_set1(scale), hv_set1(scale / 2)), r = HPMLI_K(hpmli_radius)(u), c, s;
-    HPMLI_K(hpmli_cos_sin)(hv_of_i32(hu_load(b)) * scale, &c, &s);
+    hv          u = HV(fused)(HV(words)(a), HV(set1)(scale), HV(set1)(scale / 2)), r = HPMLI_K(hpmli_radius)(u), c, s;
+    HPMLI_K(hpmli_cos_sin)(HV(of_i32)(HV(load_words)(b)) * scale, &c, &s);
     *x = r * c;
     *y = r * s;
 }
@@ -2828,7 +2789,7 @@ HPMLI_VFN void HPMLI_K(hpmli_box_muller)(const uint32_t *a, const uint32_t *b, h
 HPMLI_VFN void HPMLI_K(hpmli_chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
 {
     for (int i = 0; i < HPMLI_CHUNK; i += HV_W)
-        hv_store(x + i, hv_of_i32(hu_load(w + i) >> 8) * (1.0f / 16777216.0f)); /* their top 24 bits */
+        HV(store)(x + i, HV(of_i32)(HV(load_words)(w + i) >> 8) * (1.0f / 16777216.0f)); /* their top 24 bits */
 }
 
 /* Words j and j + 32 of a chunk make normals j and j + 32. */
@@ -2837,8 +2798,8 @@ HPMLI_VFN void HPMLI_K(hpmli_chunk_normal)(float *x, const uint32_t *w) // x, w:
     for (int i = 0; i < HPMLI_CHUNK / 2; i += HV_W) {
         hv a, b;
         HPMLI_K(hpmli_box_muller)(w + i, w + i + HPMLI_CHUNK / 2, &a, &b);
-        hv_store(x + i, a);
-        hv_store(x + i + HPMLI_CHUNK / 2, b);
+        HV(store)(x + i, a);
+        HV(store)(x + i + HPMLI_CHUNK / 2, b);
     }
 }
 
@@ -2863,10 +2824,6 @@ HPMLI_RANDOM_FILL(uniform, float, HPMLI_K(hpmli_chunk_uniform))
 HPMLI_RANDOM_FILL(normal, float, HPMLI_K(hpmli_chunk_normal))
 #undef HPMLI_CHUNK_WORDS
 #undef HPMLI_RANDOM_FILL
-#undef hv_words
-#undef hv_fused
-#undef pv_set
-#undef pv_products
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>onebit   gradient codecs: 1 bit and bf16, one row
@@ -2891,28 +2848,28 @@ typedef struct HPMLI_K(hpmli_onebit_acc) {
 /* c elements, at most 16; returns their bits. e NULL: no feedback. */
 HPMLI_VFN uint32_t HPMLI_K(hpmli_onebit_step)(HPMLI_K(hpmli_onebit_acc) *a, float *e, const float *g, int64_t c)
 {
-    hv       zero = hv_zero(), inf = hv_set1(INFINITY), minf = hv_set1(-INFINITY);
+    hv       zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
     uint32_t bits = 0, valid = (1u << c) - 1;
     HPMLI_UNROLL
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
         int64_t  at   = u * HV_W, left = c > at ? c - at : 0;
         uint32_t mask = valid >> at;
-        hv       v    = hv_ld(g + at, left), low0, high0, low1, high1;
+        hv       v    = HV(ld)(g + at, left), low0, high0, low1, high1;
         if (e) {
-            v += hv_ld(e + at, left);
-            hv_st(e + at, v, left);
+            v += HV(ld)(e + at, left);
+            HV(st)(e + at, v, left);
         }
-        bits |= hv_signmask(v) << at;
-        a->sum[0][u] += hv_ge(v, zero, zero, v);
-        a->sum[1][u] += hv_ge(v, zero, v, zero);
-        low0  = hv_min(v, a->least[0][u]); /* v >= 0 does no harm: clamped only when the side has elements */
-        high0 = hv_max(hv_ge(v, zero, minf, v), a->most[0][u]);
-        low1  = hv_min(hv_ge(v, zero, v, inf), a->least[1][u]);
-        high1 = hv_max(v, a->most[1][u]);
-        a->least[0][u] = left < HV_W ? hv_bits(mask, low0, a->least[0][u]) : low0;
-        a->most[0][u]  = left < HV_W ? hv_bits(mask, high0, a->most[0][u]) : high0;
-        a->least[1][u] = left < HV_W ? hv_bits(mask, low1, a->least[1][u]) : low1;
-        a->most[1][u]  = left < HV_W ? hv_bits(mask, high1, a->most[1][u]) : high1;
+        bits |= HV(signmask)(v) << at;
+        a->sum[0][u] += HV(ge)(v, zero, zero, v);
+        a->sum[1][u] += HV(ge)(v, zero, v, zero);
+        low0  = HV(min)(v, a->least[0][u]); /* v >= 0 does no harm: clamped only when the side has elements */
+        high0 = HV(max)(HV(ge)(v, zero, minf, v), a->most[0][u]);
+        low1  = HV(min)(HV(ge)(v, zero, v, inf), a->least[1][u]);
+        high1 = HV(max)(v, a->most[1][u]);
+        a->least[0][u] = left < HV_W ? HV(bits)(mask, low0, a->least[0][u]) : low0;
+        a->most[0][u]  = left < HV_W ? HV(bits)(mask, high0, a->most[0][u]) : high0;
+        a->least[1][u] = left < HV_W ? HV(bits)(mask, low1, a->least[1][u]) : low1;
+        a->most[1][u]  = left < HV_W ? HV(bits)(mask, high1, a->most[1][u]) : high1;
     }
     return bits & valid;
 }
@@ -2925,13 +2882,13 @@ HPMLI_KFN void HPMLI_K(hpmli_onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, 
     row->sum[0] = row->sum[1] = 0;
     HPMLI_UNROLL
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
-        a.least[0][u] = a.least[1][u] = hv_set1(INFINITY);
-        a.most[0][u] = a.most[1][u] = hv_set1(-INFINITY);
+        a.least[0][u] = a.least[1][u] = HV(set1)(INFINITY);
+        a.most[0][u] = a.most[1][u] = HV(set1)(-INFINITY);
     }
     for (int64_t i = 0; i < n;) {
         int64_t end = n - i < HPMLI_ONEBIT_CHUNK ? n : i + HPMLI_ONEBIT_CHUNK;
         HPMLI_UNROLL
-        for (int u = 0; u < HPMLI_ONEBIT_V; u++) a.sum[0][u] = a.sum[1][u] = hv_zero();
+        for (int u = 0; u < HPMLI_ONEBIT_V; u++) a.sum[0][u] = a.sum[1][u] = HV(zero)();
         for (; i < end; i += HPMLI_ONEBIT_LANES) { /* two calls: a whole step is compiled without its checks */
             float   *ei = e ? e + i : NULL;
             uint32_t m  = end - i >= HPMLI_ONEBIT_LANES ? HPMLI_K(hpmli_onebit_step)(&a, ei, g + i, HPMLI_ONEBIT_LANES)
@@ -2944,18 +2901,18 @@ HPMLI_KFN void HPMLI_K(hpmli_onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, 
             HPMLI_UNROLL
             for (int h = HPMLI_ONEBIT_V / 2; h > 0; h /= 2)
                 for (int u = 0; u < h; u++) a.sum[side][u] += a.sum[side][u + h];
-            row->sum[side] += (double)hv_sum(a.sum[side][0]);
+            row->sum[side] += (double)HV(sum)(a.sum[side][0]);
         }
     }
     if ((n + 15) / 16 % 2) bits[(n + 15) / 16 * 2] = bits[(n + 15) / 16 * 2 + 1] = 0; /* to whole words */
     for (int side = 0; side < 2; side++) {
         HPMLI_UNROLL
         for (int u = 1; u < HPMLI_ONEBIT_V; u++) {
-            a.least[side][0] = hv_min(a.least[side][0], a.least[side][u]);
-            a.most[side][0]  = hv_max(a.most[side][0], a.most[side][u]);
+            a.least[side][0] = HV(min)(a.least[side][0], a.least[side][u]);
+            a.most[side][0]  = HV(max)(a.most[side][0], a.most[side][u]);
         }
-        row->least[side] = -hv_hmax(-a.least[side][0]);
-        row->most[side]  = hv_hmax(a.most[side][0]);
+        row->least[side] = -HV(hmax)(-a.least[side][0]);
+        row->most[side]  = HV(hmax)(a.most[side][0]);
     }
     row->count[1] = ones;
     row->count[0] = n - ones;
@@ -2964,30 +2921,30 @@ HPMLI_KFN void HPMLI_K(hpmli_onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, 
 /* Pass 2: e holds v, gets v - level. */
 HPMLI_KFN void HPMLI_K(hpmli_onebit_carry)(float *e, float low, float high, int64_t n)
 {
-    hv l = hv_set1(low), h = hv_set1(high);
+    hv l = HV(set1)(low), h = HV(set1)(high);
     HV_LOOP(n) {
-        hv v = hv_ld(e + i, c);
-        hv_st(e + i, v - hv_ge(v, hv_zero(), h, l), c);
+        hv v = HV(ld)(e + i, c);
+        HV(st)(e + i, v - HV(ge)(v, HV(zero)(), h, l), c);
     }
 }
 
 #define HPMLI_ONEBIT_DECODE(name, result)                                                                              \
     HPMLI_KFN void HPMLI_K(hpmli_##name)(float *out, const uint8_t *bits, float low, float high, int64_t n)            \
     {                                                                                                                  \
-        hv l = hv_set1(low), h = hv_set1(high);                                                                        \
+        hv l = HV(set1)(low), h = HV(set1)(high);                                                                      \
         for (int64_t i = 0; i < n; i += HPMLI_ONEBIT_LANES) {                                                          \
             uint32_t m = bits[i / 8] | (uint32_t)bits[i / 8 + 1] << 8;                                                 \
             HPMLI_UNROLL                                                                                               \
             for (int u = 0; u < HPMLI_ONEBIT_LANES; u += HV_W) {                                                       \
                 int64_t c = n - i > u ? n - i - u : 0;                                                                 \
                 float  *y = out + i + u;                                                                               \
-                hv      v = hv_bits(m >> u, h, l);                                                                     \
-                hv_st(y, result, c);                                                                                   \
+                hv      v = HV(bits)(m >> u, h, l);                                                                    \
+                HV(st)(y, result, c);                                                                                  \
             }                                                                                                          \
         }                                                                                                              \
     }
 HPMLI_ONEBIT_DECODE(onebit_decode, v)
-HPMLI_ONEBIT_DECODE(onebit_decode_add, hv_ld(y, c) + v)
+HPMLI_ONEBIT_DECODE(onebit_decode_add, HV(ld)(y, c) + v)
 #undef HPMLI_ONEBIT_DECODE
 #undef HPMLI_ONEBIT_V
 
@@ -2995,21 +2952,21 @@ HPMLI_ONEBIT_DECODE(onebit_decode_add, hv_ld(y, c) + v)
    float that rounds to infinity; 0 * lost is NaN then, and stays so in the sum. */
 HPMLI_KFN bool HPMLI_K(hpmli_bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n)
 {
-    hv nan = hv_zero();
+    hv nan = HV(zero)();
     HV_LOOP(n) {
-        hv v = hv_ld(g + i, c), lost;
-        if (e) v += hv_ld(e + i, c);
-        hv_st_bf16(packed + i, v, c);
-        lost = v - hv_ld_bf16(packed + i, c);
-        if (e) hv_st(e + i, lost, c);
-        nan = hv_fma(lost, hv_zero(), nan);
+        hv v = HV(ld)(g + i, c), lost;
+        if (e) v += HV(ld)(e + i, c);
+        HV(st_bf16)(packed + i, v, c);
+        lost = v - HV(ld_bf16)(packed + i, c);
+        if (e) HV(st)(e + i, lost, c);
+        nan = HV(fma)(lost, HV(zero)(), nan);
     }
-    return hv_sum(nan) == 0;
+    return HV(sum)(nan) == 0;
 }
 
 HPMLI_KFN void HPMLI_K(hpmli_bf16_decode_add)(float *out, const uint16_t *packed, int64_t n)
 {
-    HV_LOOP(n) hv_st(out + i, hv_ld(out + i, c) + hv_ld_bf16(packed + i, c), c);
+    HV_LOOP(n) HV(st)(out + i, HV(ld)(out + i, c) + HV(ld_bf16)(packed + i, c), c);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3041,7 +2998,7 @@ HPMLI_VFN void HPMLI_K(hpmli_strip_tile)(const int mr, const int nv, HPMLI_STRIP
         const float *a0 = a + s->a_at[run], *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars;
         const float *a12 = a9 + 3 * ars, *q = b + (s->b_at ? s->b_at[run] : run * length * ldb);
         for (int64_t p = 0; p < length; p++) {
-            hv b0 = hv_load(q), b1 = nv < 2 ? b0 : hv_load(q + HV_W), b2 = b1, b3 = b1;
+            hv b0 = HV(load)(q), b1 = nv < 2 ? b0 : HV(load)(q + HV_W), b2 = b1, b3 = b1;
             HPMLI_ROWS(HPMLI_TILE_ROW)
             a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, q += ldb;
         }
@@ -3077,7 +3034,7 @@ HPMLI_KFN void HPMLI_K(hpmli_square)(const float *x, int64_t ldx, int64_t rows, 
 {
     float part[HV_W * HV_W];
     if (cols < HV_W) {
-        for (int64_t i = 0; i < rows; i++) hv_store(part + i * HV_W, hv_load_n(x + i * ldx, cols));
+        for (int64_t i = 0; i < rows; i++) HV(store)(part + i * HV_W, HV(load_n)(x + i * ldx, cols));
         x = part, ldx = HV_W;
     }
     HPMLI_K(hpmli_transpose)(x, ldx, rows, out, HV_W);
@@ -3096,7 +3053,7 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_pack)(float *dst, const float *w, const hpmli_
                 int64_t n = m->taps - t < HV_W ? m->taps - t : HV_W;
                 HPMLI_K(hpmli_square)(w + o * each + c * m->taps + t, each, rows, n, square);
                 for (int64_t i = 0; i < n; i++)
-                    hv_store(to + ((t + i) * m->in + c) * HPMLI_NR, hv_load(square + i * HV_W));
+                    HV(store)(to + ((t + i) * m->in + c) * HPMLI_NR, HV(load)(square + i * HV_W));
             }
     }
 }
@@ -3123,7 +3080,7 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_turn)(float *image, const float *x, int64_t ch
     if (channels == 1) {
         for (row = 0; row < height; row++)
             for (int64_t i = 0; i < width; i += HV_W)
-                hv_st(image + row * pitch + i, hv_ld(x + row * width + i, width - i), width - i);
+                HV(st)(image + row * pitch + i, HV(ld)(x + row * width + i, width - i), width - i);
         return;
     }
     if (channels < 4) {
@@ -3143,7 +3100,7 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_turn)(float *image, const float *x, int64_t ch
         for (int64_t c = 0; c < channels; c += HV_W) {
             int64_t rows = channels - c < HV_W ? channels - c : HV_W;
             HPMLI_K(hpmli_square)(x + c * plane + p, plane, rows, n, square);
-            for (int64_t i = 0; i < n; i++) hv_st(to[i] + c, hv_load(square + i * HV_W), rows);
+            for (int64_t i = 0; i < n; i++) HV(st)(to[i] + c, HV(load)(square + i * HV_W), rows);
         }
     }
 }
@@ -3160,11 +3117,11 @@ HPMLI_VFN void HPMLI_K(hpmli_conv_emit)(const float *x, int64_t apart, int64_t n
             HPMLI_K(hpmli_transpose)(x + i * apart + o, apart, lanes, square, HV_W);
             for (int64_t r = 0; r < rows; r++) {
                 float *to = y + (o + r) * plane + i;
-                hv     v  = hv_load(square + r * HV_W);
-                if (bias) v += hv_set1(bias[o + r]);
-                if (accumulate) v = hv_ld(to, lanes) + v;
-                if (relu) v = hv_max(hv_zero(), v); /* a NaN stays */
-                hv_st(to, v, lanes);
+                hv     v  = HV(load)(square + r * HV_W);
+                if (bias) v += HV(set1)(bias[o + r]);
+                if (accumulate) v = HV(ld)(to, lanes) + v;
+                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays */
+                HV(st)(to, v, lanes);
             }
         }
     }
@@ -3243,16 +3200,16 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_unpack)(float *dw, const float *parts, int64_t
                 int64_t n = taps - t < HV_W ? taps - t : HV_W;
                 for (int64_t i = 0; i < n; i++) {
                     const float *p = from + ((t + i) * in + c) * HPMLI_NR;
-                    hv           s = hv_load(p);
-                    for (int64_t k = 1; k < count; k++) s += hv_load(p + k * apart);
-                    hv_store(sum + i * HV_W, s);
+                    hv           s = HV(load)(p);
+                    for (int64_t k = 1; k < count; k++) s += HV(load)(p + k * apart);
+                    HV(store)(sum + i * HV_W, s);
                 }
                 HPMLI_K(hpmli_transpose)(sum, HV_W, n, square, HV_W);
                 for (int64_t q = 0; q < HV_W && o + q < end; q++) {
                     float *to = dw + ((o + q) * in + c) * taps + t;
-                    hv     s  = hv_load(square + q * HV_W);
-                    if (accumulate) s = hv_ld(to, n) + s;
-                    hv_st(to, s, n);
+                    hv     s  = HV(load)(square + q * HV_W);
+                    if (accumulate) s = HV(ld)(to, n) + s;
+                    HV(st)(to, s, n);
                 }
             }
     }
@@ -3262,22 +3219,22 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_unpack)(float *dw, const float *parts, int64_t
 HPMLI_VFN hv HPMLI_K(hpmli_corner)(const float *x, int64_t width, int q, int64_t n)
 {
     const float *p = x + q / 2 * width;
-    hv a = hv_ld(p, 2 * n), b = 2 * n > HV_W ? hv_ld(p + HV_W, 2 * n - HV_W) : hv_zero();
-    return q % 2 ? hv_odd(a, b) : hv_even(a, b);
+    hv a = HV(ld)(p, 2 * n), b = 2 * n > HV_W ? HV(ld)(p + HV_W, 2 * n - HV_W) : HV(zero)();
+    return q % 2 ? HV(odd)(a, b) : HV(even)(a, b);
 }
 
 /* A row of n maxima; at: which corner each was, 0 to 3. */
 HPMLI_KFN void HPMLI_K(hpmli_max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
 {
     HV_LOOP(n) {
-        hv best = HPMLI_K(hpmli_corner)(x + 2 * i, width, 0, c), from = hv_zero();
+        hv best = HPMLI_K(hpmli_corner)(x + 2 * i, width, 0, c), from = HV(zero)();
         for (int q = 1; q < 4; q++) { /* the first of equals wins, and the first NaN */
             hv v = HPMLI_K(hpmli_corner)(x + 2 * i, width, q, c);
-            from = hv_eq(best, best, hv_ge(best, v, from, hv_set1((float)q)), from);
-            best = hv_eq(best, best, hv_ge(best, v, best, v), best);
+            from = HV(eq)(best, best, HV(ge)(best, v, from, HV(set1)((float)q)), from);
+            best = HV(eq)(best, best, HV(ge)(best, v, best, v), best);
         }
-        hv_st(y + i, best, c);
-        hv_st(at + i, from, c);
+        HV(st)(y + i, best, c);
+        HV(st)(at + i, from, c);
     }
 }
 
@@ -3286,14 +3243,15 @@ HPMLI_KFN void HPMLI_K(hpmli_max_pool_row_back)(float *dx, const float *at, cons
                                                 bool accumulate)
 {
     HV_LOOP(n) {
-        hv from = hv_ld(at + i, c), v = hv_ld(dy + i, c);
+        hv from = HV(ld)(at + i, c), v = HV(ld)(dy + i, c);
         for (int q = 0; q < 4; q += 2) {
-            hv a = hv_eq(from, hv_set1((float)q), v, hv_zero()), b = hv_eq(from, hv_set1((float)q + 1), v, hv_zero());
+            hv a = HV(eq)(from, HV(set1)((float)q), v, HV(zero)());
+            hv b = HV(eq)(from, HV(set1)((float)q + 1), v, HV(zero)());
             for (int64_t h = 0, lanes = 2 * c; h < 2 && lanes > 0; h++, lanes -= HV_W) {
                 float *p = dx + 2 * i + q / 2 * width + h * HV_W;
-                hv     d = h ? hv_high(a, b) : hv_low(a, b);
-                if (accumulate) d += hv_ld(p, lanes);
-                hv_st(p, d, lanes);
+                hv     d = h ? HV(high)(a, b) : HV(low)(a, b);
+                if (accumulate) d += HV(ld)(p, lanes);
+                HV(st)(p, d, lanes);
             }
         }
     }
@@ -3532,6 +3490,14 @@ typedef struct hpmli_conv_sum {
 #include HPML_SELF
 #undef HPMLI_ISA
 #endif
+#undef hv
+#undef hu
+#undef hq
+#undef HV
+#undef HV_W
+#undef HV_LOOP
+#undef HV_POLY5
+#undef HV_POLY_ON
 
 /* Kernels by name, NULL when this CPU cannot run them; without a name the best. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
