@@ -551,7 +551,8 @@ typedef struct hpml_graph_desc {
     uint32_t            _end;
 } hpml_graph_desc;
 
-/* Plans what leads to outputs and loss. Takes no tensor memory yet. An activation belongs to at most one graph. */
+/* Plans what leads to outputs and loss. Takes no tensor memory yet. An activation belongs to at most one graph: name
+   all results that you want to read as its outputs. Inputs and parameters may be in several. */
 HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc);
 HPML_API void        hpml_graph_memory(const hpml_graph *g, hpml_memory *out);
 HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* takes it; done by the first run when you do not */
@@ -3849,6 +3850,7 @@ struct hpml_ctx {
     float               *gemm_ws;    /* packing buffers of all threads, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
+    int                  param_kept; /* of ops that were recorded; an error that is cleared takes the others with it */
     hpml_graph          *grads_of;   /* whose gradients the parameters have now */
     int64_t              param_capacity;
     int                  node_count; /* recorded so far: names and mask keys */
@@ -4341,8 +4343,9 @@ HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx) { return ctx ? ctx->err
 HPML_API void hpml_ctx_clear_error(hpml_ctx *ctx)
 {
     if (!ctx) return;
-    ctx->status   = HPML_OK;
-    ctx->error[0] = 0;
+    ctx->status      = HPML_OK;
+    ctx->error[0]    = 0;
+    ctx->param_count = ctx->param_kept;
 }
 
 HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx)     { return ctx ? ctx->threads : 0; }
@@ -4809,6 +4812,7 @@ HPMLI_FN hpml_tensor *hpmli_node_create(hpml_op op, const char *name, int src_co
         else n->mixes_batch = ndim > 0; /* a scalar of a short batch is just a shorter sum */
     }
     if (out->batch_rows) n->mixes_batch = false;
+    ctx->param_kept = ctx->param_count;
     return out;
 }
 
@@ -4892,6 +4896,7 @@ HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *d)
     t->param->frozen   = d->frozen;
     t->param->no_decay = d->no_decay;
     t->needs_grad      = !d->buffer && !d->frozen;
+    ctx->param_kept    = ctx->param_count;
     return t;
 }
 
@@ -7775,6 +7780,12 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     return true;
 }
 
+/* Its ops may be planned again, by another graph. */
+HPMLI_FN void hpmli_graph_leave(hpml_graph *g)
+{
+    for (int i = 0; i < g->count; i++) g->nodes[i]->out_root = NULL;
+}
+
 HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
 {
     hpml_tensor *targets[HPML_MAX_SRC + 1];
@@ -7794,7 +7805,15 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
     g->ctx          = ctx;
     g->loss         = d->loss;
     g->output_count = d->output_count;
-    return hpmli_graph_collect(g, targets, count) && hpmli_graph_batches(g) && hpmli_graph_plan(g, targets) ? g : NULL;
+    if (!hpmli_graph_collect(g, targets, count)) return NULL;
+    for (int i = 0; i < g->count; i++)
+        if (g->nodes[i]->out_root)
+            return hpmli_null(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; name all results "
+                              "that you want as outputs of one graph, or record what leads to this one again",
+                              g->nodes[i]->out->name);
+    if (hpmli_graph_batches(g) && hpmli_graph_plan(g, targets)) return g;
+    hpmli_graph_leave(g);
+    return NULL;
 }
 
 HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
@@ -7825,16 +7844,13 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     hpml_ctx *ctx = g->ctx;
     if (hpmli_failed(ctx)) return ctx->status;
     if (g->arena) return HPML_OK;
-    for (int i = 0; i < g->count; i++)
-        if (g->nodes[i]->out->data)
-            return hpmli_fail(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; record it again "
-                              "with the same parameters", g->nodes[i]->out->name);
     if (hpml_param_init(ctx) != HPML_OK) return ctx->status;
     g->arena_bytes = g->memory.activations + g->scratch_bytes + 64;
     g->arena       = (char *)hpmli_device_alloc(ctx, g->arena_bytes);
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
     if (ctx->status != HPML_OK) return ctx->status;
-    for (int i = 0; i < g->slot_count; i++) *g->slots[i].place = g->arena + g->slots[i].offset;
+    for (int i = 0; i < g->slot_count; i++) /* an input may have memory from another graph: it keeps its data */
+        if (!*g->slots[i].place) *g->slots[i].place = g->arena + g->slots[i].offset;
     hpmli_graph_place_grads(g);
     for (int i = 0; i < g->count; i++) {
         hpml_node *n = g->nodes[i];
@@ -7849,9 +7865,13 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
 // >>run   running a graph forward and backward
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLI_FN void hpmli_set_rows(hpml_tensor *t, int64_t samples)
+/* All shapes follow the batch. Before each pass, as another graph may have the same inputs. */
+HPMLI_FN void hpmli_graph_rows(hpml_graph *g)
 {
-    if (t->batch_rows) t->shape[0] = t->batch_rows * samples;
+    for (int i = 0; i < g->leaf_count + g->count; i++) {
+        hpml_tensor *t = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
+        if (t->batch_rows) t->shape[0] = t->batch_rows * g->batch_now;
+    }
 }
 
 HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
@@ -7860,20 +7880,19 @@ HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
     if (samples < 1 || samples > g->batch || (samples != g->batch && !g->batchable))
         return hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: %lld samples, expected %s%lld", (long long)samples,
                           g->batchable ? "1 to " : "(an op mixes samples) exactly ", (long long)g->batch);
-    if (samples == g->batch_now) return HPML_OK;
     g->batch_now = samples;
-    for (int i = 0; i < g->leaf_count; i++) hpmli_set_rows(g->leaves[i], samples);
-    for (int i = 0; i < g->count; i++) hpmli_set_rows(g->nodes[i]->out, samples);
+    hpmli_graph_rows(g);
     return HPML_OK;
 }
 
-/* What the backward pass of n would write first. */
+/* What the backward pass of n writes first, and a batch that is short or empty may leave as it was: gradients of what
+   has no batch dimension. */
 HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
 {
     for (int s = 0; s < n->src_count; s++) {
-        const hpml_tensor *p = n->src[s];
-        if (p && hpmli_trainable(p) && !n->accumulate[s])
-            g->ctx->backend->zero(g->ctx->device, p->grad, (size_t)hpml_tensor_count(p) * sizeof(float));
+        const hpml_tensor *t = n->src[s];
+        if (t && t->grad && !t->batch_rows && !n->accumulate[s] && t->grad != n->out->grad)
+            g->ctx->backend->zero(g->ctx->device, t->grad, hpmli_tensor_bytes(t));
     }
 }
 
@@ -7892,7 +7911,7 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     for (int s = 0; g->need && s < n->src_count && status == HPML_OK; s++)
         if (n->src[s] && n->src[s]->param) status = g->need(g->hook_user, n->src[s]->param->index);
     bool idle = run->idle && !(run->sum && n->op == HPML_OP_BATCHNORM);
-    if (status == HPML_OK && idle && backward) hpmli_zero_gradients(g, n);
+    if (status == HPML_OK && backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
     if (status == HPML_OK && !idle) status = backward ? impl->backward(run, n) : impl->forward(run, n);
     if (!look) return status;
     if (b->look) b->look(g->ctx->device, name, seconds);
@@ -7941,6 +7960,7 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
     g->train       = train;
     g->step        = step;
     g->grads_ready = false;
+    hpmli_graph_rows(g);
     status         = hpmli_pass_begin(g, &run, false, false, &done);
     if (done) return status;
     for (int i = 0; i < g->count && status == HPML_OK; i++) status = hpmli_run_node(g, &run, i, false);
@@ -7978,6 +7998,7 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
     hpml_run run  = hpmli_run_of(g, g->train, g->step, scale);
     bool     done = false;
     hpmli_graph_place_grads(g);
+    hpmli_graph_rows(g);
     g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
     status = hpmli_pass_begin(g, &run, true, accumulate, &done);
     if (!done) status = hpmli_pass_end(g, &run, status == HPML_OK ? hpmli_backward_nodes(g, &run, accumulate) : status);
@@ -8202,6 +8223,22 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
     return true;
 }
 
+/* True when the loss depends on what the trainer feeds and trains. */
+HPMLI_FN bool hpmli_trainer_inputs(hpml_trainer *t)
+{
+    const hpml_tensor *missing[2] = { t->input, t->target };
+    for (int i = 0; i < 2 * t->graph->leaf_count; i++)
+        if (t->graph->leaves[i / 2] == missing[i % 2] && missing[i % 2]->batch_rows) missing[i % 2] = NULL;
+    for (int i = 0; i < 2; i++)
+        if (missing[i])
+            hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: .%s is %s, expected an input that the loss depends on",
+                       i ? "target" : "input", hpmli_text(missing[i]));
+    if (t->graph->grad_count == 0)
+        hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained");
+    if (hpmli_failed(t->ctx)) hpmli_graph_leave(t->graph);
+    return !hpmli_failed(t->ctx);
+}
+
 /* Everything but memory: what hpml_trainer_memory and hpml_trainer_create share. */
 HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
@@ -8222,7 +8259,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     gd.outputs      = &t->output;
     gd.loss         = t->loss;
     t->graph        = hpml_graph_create(ctx, &gd);
-    if (!t->graph) return NULL;
+    if (!t->graph || !hpmli_trainer_inputs(t)) return NULL;
     int states                 = hpmli_opt_states(&t->d);
     t->graph->memory.optimizer = (size_t)((states & 1) + (states >> 1)) * t->graph->memory.gradients;
     t->graph->memory.total += t->graph->memory.optimizer;
@@ -8235,6 +8272,7 @@ HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc 
     memset(out, 0, sizeof *out);
     if (!t) return hpml_ctx_status(ctx);
     *out = t->graph->memory;
+    hpmli_graph_leave(t->graph);
     return HPML_OK;
 }
 
@@ -8317,8 +8355,6 @@ HPMLI_FN bool hpmli_trainer_alloc(hpml_trainer *t)
     int       states = hpmli_opt_states(&t->d);
     size_t    bytes  = t->graph->memory.gradients;
     if (hpml_graph_alloc(t->graph) != HPML_OK) return false;
-    if (bytes == 0)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained");
     if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, bytes);
     if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, bytes);
     t->updates  = hpmli_new(ctx, hpml_update, ctx->param_count);
@@ -8332,7 +8368,11 @@ HPMLI_FN bool hpmli_trainer_alloc(hpml_trainer *t)
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_trainer *plan = hpmli_trainer_plan(ctx, desc), *t;
-    if (!plan || !hpmli_trainer_alloc(plan)) return NULL;
+    if (!plan) return NULL;
+    if (!hpmli_trainer_alloc(plan)) {
+        if (!plan->graph->arena) hpmli_graph_leave(plan->graph);
+        return NULL;
+    }
     t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_drop); /* last: dropped first */
     if (!t) return NULL;
     *t = *plan;
@@ -8620,6 +8660,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     }
     t->fed     = samples;
     t->correct = t->counted = 0;
+    t->looked  = t->overflowed = false;
     t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
     lr     = hpml_trainer_lr(t);
@@ -8636,7 +8677,6 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     if (status != HPML_OK) return status;
     if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
     if (++t->micro == t->d.accumulate) {
-        t->looked = t->overflowed = false;
         if (!early)
             status = t->hooks.update ? t->hooks.update(t->hooks.user, t)
                                      : hpml_trainer_update_local(t, 0, t->graph->param_count);
@@ -8696,25 +8736,24 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml
     while (hpml_loader_next(l, &b)) {
         hpml_status status;
         int64_t     before = t->step;
+        bool        last   = b.index + 1 == hpml_loader_steps(l);
         t->graph->first_sample = b.first;
         status = hpml_trainer_step(t, b.x, b.y, b.samples, d->on_step ? &info : NULL);
         if (status != HPML_OK) return status;
-        t->epoch_step = b.index + 1;
+        t->epoch += last;
+        t->epoch_step = last ? 0 : b.index + 1;
         *samples += b.samples;
         *steps += t->step - before;
         if (d->on_step) {
-            info.epoch_step         = t->epoch_step;
+            info.epoch_step         = b.index + 1;
             info.epoch_steps        = hpml_loader_steps(l);
             info.seconds            = hpml_now() - start;
             info.samples_per_second = (double)*samples / info.seconds;
             if (d->on_step(&info, d->user) != 0) return HPML_ERR_STOPPED;
         }
-        if (d->max_steps > 0 && *steps >= d->max_steps && b.index + 1 < hpml_loader_steps(l)) return HPML_ERR_STOPPED;
+        if (d->max_steps > 0 && *steps >= d->max_steps && !last) return HPML_ERR_STOPPED;
     }
-    if (t->ctx->status != HPML_OK) return t->ctx->status;
-    t->epoch++;
-    t->epoch_step = 0;
-    return HPML_OK;
+    return t->ctx->status;
 }
 
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc)
@@ -8736,6 +8775,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
         status = hpmli_fit_epoch(t, l, &d, start, &samples, &steps);
     }
     hpml_loader_free(l);
+    hpml_graph_batch(t->graph, t->graph->batch);
     if (status == HPML_ERR_STOPPED && d.max_steps > 0 && steps >= d.max_steps) status = HPML_OK;
     return status;
 }
@@ -8917,6 +8957,7 @@ HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
     bool good = !ferror(w->f) && fflush(w->f) == 0;
     good = fclose(w->f) == 0 && good;
+    w->f = NULL;
 #if HPMLI_POSIX
     if (good && keep && !w->direct) good = fsync(w->fd) == 0; /* to the disk before the name points to it */
 #endif
@@ -8961,17 +9002,36 @@ HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* takes c if it comes next *
 
 HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
 
+/* The character that backslash uXXXX stands for, in UTF-8; from 0x10000 on two of them do. 0 would end the text. */
+HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
+{
+    uint32_t code = 0, unit;
+    do {
+        char hex[5] = { 0 };
+        if (j->end - j->p < 6 || j->p[0] != '\\' || j->p[1] != 'u') return false;
+        memcpy(hex, j->p + 2, 4);
+        if (strspn(hex, "0123456789abcdefABCDEF") != 4) return false;
+        unit = (uint32_t)strtoul(hex, NULL, 16);
+        code = code ? 0x10000 + ((code & 0x3ff) << 10) + (unit & 0x3ff) : unit;
+        j->p += 6;
+    } while (unit >> 10 == 0x36);
+    j->p--; /* at the last digit */
+    int more = code < 0x80 ? 0 : code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
+    *(*to)++ = (char)(more ? (0xf00 >> (more + 1) & 0xff) | code >> 6 * more : code);
+    while (more-- > 0) *(*to)++ = (char)(0x80 | (code >> 6 * more & 0x3f));
+    return code != 0;
+}
+
 HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
 {
     char *start, *to;
     hpmli_json_want(j, '"');
     for (start = to = j->p; !j->bad && j->p < j->end && *j->p != '"'; j->p++) {
         if (*j->p == '\\') {
-            static const char of[] = "\"\\/nrtbf", is[] = "\"\\/\n\r\t\b\f"; /* no \u: names are plain here */
+            static const char of[] = "\"\\/nrtbf", is[] = "\"\\/\n\r\t\b\f";
             const char       *at   = j->p + 1 < j->end && j->p[1] ? strchr(of, j->p[1]) : NULL;
-            if (!at) { j->bad = true; break; }
-            j->p++;
-            *to++ = is[at - of];
+            if (at) j->p++, *to++ = is[at - of];
+            else if (!hpmli_json_unicode(j, &to)) j->bad = true;
         } else if ((unsigned char)*j->p < 32) j->bad = true;
         else *to++ = *j->p;
     }
@@ -9495,10 +9555,12 @@ struct hpml_record_writer {
     int64_t      count, capacity;
 };
 
+/* One that was not finished leaves no file. */
 HPMLI_FN void hpmli_record_writer_drop(void *object)
 {
     hpml_record_writer *w = (hpml_record_writer *)object;
-    if (w->w.f) fclose(w->w.f), remove(w->w.temporary);
+    if (w->w.f) hpmli_writer_close(&w->w, false);
+    hpmli_free(w->w.ctx, w->offsets);
 }
 
 HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path)
@@ -9523,30 +9585,25 @@ HPML_API hpml_status hpml_record_add(hpml_record_writer *w, const void *bytes, s
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_record_end(hpml_record_writer *w, bool keep)
+HPML_API hpml_status hpml_record_finish(hpml_record_writer *w)
 {
-    unsigned char head[24], word[8];
+    unsigned char head[24] = "HPMLREC1", word[8];
     if (!w) return HPML_ERR_ARGUMENT;
-    hpml_ctx *ctx  = w->w.ctx;
-    keep  = keep && ctx->status == HPML_OK;
-    uint64_t index = w->w.size;
-    for (int64_t i = 0; keep && i <= w->count; i++) {
+    hpml_ctx *ctx   = w->w.ctx;
+    uint64_t  index = w->w.size;
+    for (int64_t i = 0; i <= w->count; i++) {
         hpmli_put_little(word, i < w->count ? w->offsets[i] : index, 8);
         hpmli_write(&w->w, word, 8);
     }
-    memcpy(head, "HPMLREC1", 8);
     hpmli_put_little(head + 8, (uint64_t)w->count, 8);
     hpmli_put_little(head + 16, index, 8);
-    if (keep && fseek(w->w.f, 0, SEEK_SET) == 0) hpmli_write(&w->w, head, sizeof head);
-    hpml_status status = hpmli_writer_close(&w->w, keep);
-    w->w.f = NULL;
-    hpmli_free(ctx, w->offsets);
+    if (fseek(w->w.f, 0, SEEK_SET) == 0) hpmli_write(&w->w, head, sizeof head);
+    hpml_status status = hpmli_writer_close(&w->w, ctx->status == HPML_OK);
     hpmli_free(ctx, w);
-    return keep ? status : ctx->status;
+    return ctx->status != HPML_OK ? ctx->status : status;
 }
 
-HPML_API hpml_status hpml_record_finish(hpml_record_writer *w) { return hpmli_record_end(w, true); }
-HPML_API void        hpml_record_abandon(hpml_record_writer *w) { if (w) hpmli_record_end(w, false); }
+HPML_API void hpml_record_abandon(hpml_record_writer *w) { if (w) hpmli_free(w->w.ctx, w); }
 
 struct hpml_record_file {
     hpmli_file           file;
@@ -9914,6 +9971,7 @@ HPML_API void hpml_loader_free(hpml_loader *l)
    "data_offsets": [0, 24]}, offsets from the end of the header; entries cover the data without holes or overlaps. */
 
 #define HPMLI_SAFE_HEADER 100000000 /* bytes of header at most, the format's own limit */
+#define HPMLI_SAFE_META   "__metadata__"
 
 struct hpml_safetensors {
     hpmli_file       file;
@@ -10000,7 +10058,7 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
     j.p = f->text, j.end = f->text + length, j.bad = f->text[0] != '{';
     for (int n = 0; hpmli_json_next(&j, n, '{', '}'); n++) {
         const char *name = hpmli_json_text(&j);
-        bool        meta = strcmp(name, "__metadata__") == 0;
+        bool        meta = strcmp(name, HPMLI_SAFE_META) == 0;
         hpmli_json_want(&j, ':');
         if (j.bad || !(meta ? hpmli_safe_meta(f, &j) : hpmli_safe_entry(f, &j, name, data_bytes))) return false;
     }
@@ -10061,11 +10119,12 @@ HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char
 
 HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *s)
 {
+    char code[8];
     hpmli_write(w, "\"", 1);
     for (; *s; s++) {
-        const char *escape = *s == '"' ? "\\\"" : *s == '\\' ? "\\\\" : *s == '\n' ? "\\n" : *s == '\t' ? "\\t" : NULL;
-        if (escape) hpmli_write(w, escape, 2);
-        else hpmli_write(w, (unsigned char)*s < 32 ? "?" : s, 1);
+        if (*s == '"' || *s == '\\') hpmli_write(w, "\\", 1);
+        if ((unsigned char)*s >= 32) hpmli_write(w, s, 1);
+        else hpmli_write(w, code, (size_t)snprintf(code, sizeof code, "\\u%04x", (unsigned)*s));
     }
     hpmli_write(w, "\"", 1);
 }
@@ -10082,6 +10141,24 @@ HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const hpml_safetensor *t, uint6
     hpmli_write(w, text, (size_t)line.used);
 }
 
+/* A file names each tensor once, and none as it names its metadata. */
+HPMLI_FN bool hpmli_safe_names(hpml_ctx *ctx, const hpml_safetensor *tensors, int count)
+{
+    hpml_safetensor *t     = hpmli_new(ctx, hpml_safetensor, count);
+    const char      *wrong = NULL;
+    if (!t) return false;
+    if (count > 0) memcpy(t, tensors, (size_t)count * sizeof *t);
+    if (count > 0) qsort(t, (size_t)count, sizeof *t, hpmli_safe_name_order);
+    for (int i = 0; i < count; i++)
+        if (strcmp(t[i].name, i > 0 && strcmp(t[i].name, HPMLI_SAFE_META) != 0 ? t[i - 1].name : HPMLI_SAFE_META) == 0)
+            wrong = t[i].name;
+    if (wrong)
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: a tensor cannot be called \"%s\": %s; give it another name",
+                   wrong, strcmp(wrong, HPMLI_SAFE_META) == 0 ? "the format keeps that for itself" : "there are two");
+    hpmli_free(ctx, t);
+    return !wrong;
+}
+
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count)
 {
@@ -10096,11 +10173,11 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
             return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: tensor %d needs a name, data and the bytes of its "
                               "shape, not %zu", i, t->bytes);
     }
-    if (!hpmli_writer_open(ctx, &w, path)) return ctx->status;
+    if (!hpmli_safe_names(ctx, tensors, count) || !hpmli_writer_open(ctx, &w, path)) return ctx->status;
     hpmli_write(&w, length, 8);
     hpmli_write(&w, "{", 1);
     for (int i = 0; i < meta_count; i++) {
-        hpmli_write(&w, i ? "," : "\"__metadata__\":{", i ? 1 : 16);
+        hpmli_write(&w, i ? "," : "\"" HPMLI_SAFE_META "\":{", i ? 1 : 16);
         hpmli_write_json(&w, meta[i].key);
         hpmli_write(&w, ":", 1);
         hpmli_write_json(&w, meta[i].value);
@@ -10297,7 +10374,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     if (ctx->status == HPML_OK && hpmli_arrays_of(t->ctx, t, &a) && hpmli_arrays_load(ctx, &a, f, path) == HPML_OK) {
         ctx->seed = (uint64_t)p.seed;
         t->step = p.step, t->epoch = p.epoch, t->epoch_step = p.epoch_step, t->micro = 0;
-        if (t->scale_steps >= 0 && p.scale_steps >= 0) /* both dynamic */
+        if (t->scale_steps >= 0 && p.scale_steps >= 0 && p.loss_scale >= 1) /* both dynamic */
             t->loss_scale = (float)p.loss_scale, t->scale_steps = p.scale_steps;
     }
     hpmli_free(ctx, a.s);
