@@ -7510,35 +7510,31 @@ struct hpml_graph {
     bool           idle;       /* see hpml_run */
 };
 
-/* One pass over what is reachable marks it; positions are given in order of recording, which is an order of running. */
+/* Marks what t depends on, at its place in the order of recording, which is an order of running. */
+HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
+{
+    if (!t || t->param) return;
+    if (t->node) {
+        found[t->node->index] = t->node;
+        return;
+    }
+    for (int l = 0; l < g->leaf_count; l++)
+        if (g->leaves[l] == t) return;
+    g->leaves[g->leaf_count++] = t;
+}
+
+/* From the last op recorded to the first: whoever reads a result stands behind it. */
 HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, int target_count)
 {
-    hpml_ctx      *ctx   = g->ctx;
-    hpml_node    **stack = hpmli_new(ctx, hpml_node *, ctx->node_count + target_count + 1);
-    hpml_node    **found = g->nodes = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* with gaps, at first */
-    int            depth = 0, leaf_room = ctx->node_count * HPML_MAX_SRC + target_count + 1;
-    g->leaves = hpmli_new(ctx, hpml_tensor *, leaf_room);
-    if (!stack || !found || !g->leaves) return false;
-    for (int i = 0; i < target_count; i++)
-        if (targets[i]->node && !found[targets[i]->node->index])
-            found[targets[i]->node->index] = stack[depth++] = targets[i]->node;
-    while (depth > 0) {
-        hpml_node *n = stack[--depth];
-        for (int i = 0; i < n->src_count; i++) {
-            hpml_tensor *s    = n->src[i];
-            bool         seen = false;
-            if (!s || s->param) continue;
-            if (s->node) {
-                if (!found[s->node->index]) found[s->node->index] = stack[depth++] = s->node;
-                continue;
-            }
-            for (int l = 0; l < g->leaf_count; l++) seen = seen || g->leaves[l] == s;
-            if (!seen) g->leaves[g->leaf_count++] = s;
-        }
-    }
+    hpml_ctx   *ctx   = g->ctx;
+    hpml_node **found = g->nodes = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* with gaps, at first */
+    g->leaves = hpmli_new(ctx, hpml_tensor *, (int64_t)ctx->node_count * HPML_MAX_SRC + target_count);
+    if (!found || !g->leaves) return false;
+    for (int i = 0; i < target_count; i++) hpmli_graph_mark(g, found, targets[i]);
+    for (int i = ctx->node_count - 1; i >= 0; i--)
+        for (int s = 0; found[i] && s < found[i]->src_count; s++) hpmli_graph_mark(g, found, found[i]->src[s]);
     for (int i = 0; i < ctx->node_count; i++)
         if (found[i]) g->nodes[g->count++] = found[i];
-    hpmli_free(ctx, stack);
     return true;
 }
 
@@ -9135,7 +9131,8 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
                                            const void *y)
 {
     if (hpmli_failed(ctx)) return NULL;
-    if (!x || count < 1 || x_ndim < 0 || x_ndim >= HPML_MAX_DIMS || hpmli_shape_count(x_ndim, x_shape) < 0 ||
+    if (!x || count < 1 || x_ndim < 0 || x_ndim >= HPML_MAX_DIMS || (x_ndim > 0 && !x_shape) ||
+        hpmli_shape_count(x_ndim, x_shape) < 0 ||
         y_size < 0 || (x_dtype != HPML_DTYPE_U8 && x_dtype != HPML_DTYPE_F32 && x_dtype != HPML_DTYPE_I32) ||
         (y && y_dtype != HPML_DTYPE_I32 && y_dtype != HPML_DTYPE_F32))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "dataset: needs data, a count and a shape of positive sizes, x u8, "
@@ -10173,6 +10170,9 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
             return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: tensor %d needs a name, data and the bytes of its "
                               "shape, not %zu", i, t->bytes);
     }
+    for (int i = 0; i < meta_count; i++)
+        if (!meta[i].key || !meta[i].value)
+            return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: metadata %d needs a key and a value", i);
     if (!hpmli_safe_names(ctx, tensors, count) || !hpmli_writer_open(ctx, &w, path)) return ctx->status;
     hpmli_write(&w, length, 8);
     hpmli_write(&w, "{", 1);

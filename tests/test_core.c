@@ -246,6 +246,22 @@ TEST(graphs_share_an_input)
     hpml_ctx_free(ctx);
 }
 
+/* Results that are inputs themselves have memory as well; an input is one even when nothing reads it. */
+TEST(inputs_as_outputs)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    hpml_tensor *x = hpml_input_2d(ctx, 4, 2), *p = hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 1, .shape = { 3 } });
+    hpml_tensor *out[3] = { x, p, hpml_reshape_2d(x, 2, 4) };
+    hpml_tensor *alone = hpml_input_2d(ctx, 4, 2);
+    float        v[8] = { 1, 2, 3, 4, 5, 6, 7, 8 };
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 3, .outputs = out });
+    hpml_graph  *h = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &alone });
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_set(x, v, 8) == HPML_OK && p->data);
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && out[2]->data[7] == 8);
+    ENSURE(hpml_graph_forward(h, false, 0) == HPML_OK && hpml_tensor_get(alone, v, 8) == HPML_OK && v[7] == 0);
+    hpml_ctx_free(ctx);
+}
+
 /* A layer that is refused leaves no parameter: after the error is dealt with its name is free. */
 TEST(refused_layers_leave_nothing)
 {
@@ -329,6 +345,26 @@ TEST(workers_are_free_once_awake)
     hpml_ctx_free(ctx);
 }
 #endif
+
+/* Views of views of views: what is read and written through them, and where they are copied to another dtype. */
+TEST(views_of_views)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    hpml_tensor *t = hpml_tensor_create_3d(ctx, 4, 3, 5), *m = hpml_tensor_create_3d(ctx, 3, 2, 3);
+    hpml_tensor *half = hpml_tensor_create(ctx, HPML_DTYPE_F16, 3, m->shape);
+    for (int i = 0; i < 60; i++) t->data[i] = (float)i;
+    hpml_tensor *a = hpml_view_slice(hpml_view_transpose(t, 0, 2), 0, 1, 3);       /* (3, 3, 4) */
+    hpml_tensor *b = hpml_view_slice(hpml_view_transpose(a, 1, 2), 1, 2, 2);       /* (3, 2, 3) */
+    ENSURE(hpml_tensor_copy(half, b) == HPML_OK && hpml_tensor_copy(m, half) == HPML_OK);
+    for (int i = 0; i < 18; i++) ENSURE(m->data[i] == (float)((i / 3 % 2 + 2) * 15 + i % 3 * 5 + i / 6 + 1));
+    hpml_tensor *flat = hpml_view_reshape(hpml_view_slice(t, 0, 1, 2), 2, (int64_t[]){ -1, 5 }); /* (6, 5) */
+    hpml_tensor *last = hpml_view_slice(hpml_view_reshape(t, 2, (int64_t[]){ 12, 5 }), 0, 11, 1);
+    hpml_tensor *x = hpml_input_2d(ctx, 6, 5), *y = hpml_mul(hpml_add(x, flat), last);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &y });
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && y->data[0] == 15 * 55 && y->data[29] == 44 * 59);
+    ENSURE_ERROR(ctx, !hpml_view_reshape(hpml_view_slice(flat, 1, 2, 1), 1, (int64_t[]){ 6 }), HPML_ERR_SHAPE, "reshape of");
+    hpml_ctx_free(ctx);
+}
 
 TEST(views_share_memory)
 {

@@ -284,6 +284,8 @@ TEST(names_with_codes)
     ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), t, 5, NULL, 0), HPML_ERR_ARGUMENT, "there are two");
     t[1].name = "__metadata__";
     ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), t, 5, NULL, 0), HPML_ERR_ARGUMENT, "\"__metadata__\": the format");
+    ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), t, 0, &(hpml_meta){ "k", NULL }, 1), HPML_ERR_ARGUMENT, "metadata 0 needs");
+    ENSURE_ERROR(ctx, !hpml_dataset_create(ctx, 2, HPML_DTYPE_F32, 1, NULL, v, HPML_DTYPE_I32, 0, NULL), HPML_ERR_ARGUMENT, "a shape of positive sizes");
     ENSURE(access(file("none"), F_OK) != 0);
     hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 1, .shape = { 3 }, .name = "__metadata__" });
     ENSURE_ERROR(ctx, hpml_params_save(ctx, file("none"), HPML_DTYPE_F32), HPML_ERR_ARGUMENT, "give it another name");
