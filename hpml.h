@@ -4843,12 +4843,17 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
     return HPML_OK;
 }
 
+#define HPMLI_NAME 256 /* room for the name of an array in a file */
+
 HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
                                       const int64_t *shape)
 {
     if (!name || hpmli_failed(ctx)) return NULL;
     if ((int)init < 0 || init > HPML_INIT_ONES)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": no initializer %d", name, (int)init);
+    if (strlen(name) >= HPMLI_NAME - 8) /* "state." goes before some in files */
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": a name of %zu characters, expected fewer than %d",
+                          name, strlen(name), HPMLI_NAME - 8);
     if (hpml_param_find(ctx, name))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give layers other names", name);
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
@@ -4868,7 +4873,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
 HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init,
                                         float scale, int ndim, const int64_t *shape)
 {
-    char text[256];
+    char text[HPMLI_NAME];
     if (!layer || hpmli_failed(ctx)) return NULL;
     snprintf(text, sizeof text, "%s.%s", layer, suffix);
     return hpmli_param_new(ctx, hpmli_strdup(ctx, text), init, scale, ndim, shape);
@@ -5981,17 +5986,12 @@ HPMLI_FN hpml_tensor *hpmli_conv_error(hpml_tensor *x, const char *name, int64_t
                       a->conv.padding[1], a->conv.dilation[0], a->conv.dilation[1], a->conv.groups, why);
 }
 
-/* Size of the result along one dimension; 0 when the kernel does not fit. */
-HPMLI_FN int64_t hpmli_conv_out(int64_t size, int32_t kernel, int32_t stride, int32_t padding, int32_t dilation)
-{
-    int64_t span = size + 2 * (int64_t)padding - (int64_t)dilation * (kernel - 1) - 1;
-    return span < 0 ? 0 : span / stride + 1;
-}
-
+/* Height (i 0) or width (1) of the result; 0 when the kernel does not fit. */
 HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i)
 {
-    return hpmli_conv_out(x->shape[2 + i], a->conv.kernel[i], a->conv.stride[i], a->conv.padding[i],
-                          a->conv.dilation[i]);
+    int64_t span = x->shape[2 + i] + 2 * (int64_t)a->conv.padding[i] - 1;
+    span -= (int64_t)a->conv.dilation[i] * (a->conv.kernel[i] - 1);
+    return span < 0 ? 0 : span / a->conv.stride[i] + 1;
 }
 
 HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const hpml_attr *a)
@@ -6267,22 +6267,21 @@ typedef struct hpmli_pooling_job {
 HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride,
                                         int32_t padding)
 {
-    int64_t shape[4];
+    hpml_attr a;
     if (!hpmli_recordable(1, &x)) return NULL;
     if (stride == 0) stride = kh;
+    memset(&a, 0, sizeof a);
+    for (int i = 0; i < 2; i++)
+        a.conv.kernel[i] = i ? kw : kh, a.conv.stride[i] = stride, a.conv.padding[i] = padding, a.conv.dilation[i] = 1;
     if (x->ndim != 4 || kh < 1 || kw < 1 || stride < 1 || padding < 0 || padding > kh / 2 || padding > kw / 2 ||
-        padding > INT16_MAX || hpmli_conv_out(x->shape[2], kh, stride, padding, 1) < 1 ||
-        hpmli_conv_out(x->shape[3], kw, stride, padding, 1) < 1)
+        padding > INT16_MAX || hpmli_conv_size(x, &a, 0) < 1 || hpmli_conv_size(x, &a, 1) < 1)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, "
                           "H, W), a kernel that fits and padding of at most half of it", hpml_op_name(op),
                           hpmli_text(x), kh, kw, stride, padding);
-    shape[0] = x->shape[0], shape[1] = x->shape[1];
-    shape[2] = hpmli_conv_out(x->shape[2], kh, stride, padding, 1);
-    shape[3] = hpmli_conv_out(x->shape[3], kw, stride, padding, 1);
-    hpml_tensor *y = hpmli_node_create(op, NULL, 1, &x, 4, shape);
+    const int64_t shape[4] = { x->shape[0], x->shape[1], hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1) };
+    hpml_tensor  *y = hpmli_node_create(op, NULL, 1, &x, 4, shape);
     if (!y) return NULL;
-    y->node->attr.conv.kernel[0] = kh, y->node->attr.conv.kernel[1] = kw;
-    y->node->attr.conv.stride[0] = stride, y->node->attr.conv.padding[0] = padding;
+    y->node->attr = a;
     if (op == HPML_OP_MAX_POOL) y->node->saved_bytes = (size_t)hpml_tensor_count(y) * sizeof(int32_t);
     return y;
 }
@@ -6360,9 +6359,13 @@ HPMLI_FN void hpmli_max_pool_back_task(void *arg, int64_t plane, int thread HPML
 }
 
 /* Average: forward gathers a window, backward deals it out; the same walk. */
-HPMLI_FN void hpmli_avg_pool_walk(const hpmli_pooling_job *j, const float *x, float *y, float *dx, const float *dy)
+HPMLI_FN void hpmli_avg_pool_walk(const hpmli_pooling_job *j, int64_t plane, bool back)
 {
-    int64_t r0, r1, c0, c1;
+    const float *x  = j->n->src[0]->data + plane * j->H * j->W;
+    float       *dx = back ? j->n->src[0]->grad + plane * j->H * j->W : NULL;
+    float       *y  = (back ? j->n->out->grad : j->n->out->data) + plane * j->OH * j->OW;
+    int64_t      r0, r1, c0, c1;
+    if (back && !j->n->accumulate[0]) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
     for (int64_t o = 0; o < j->OH * j->OW; o++) {
         double sum = 0;
         float  share;
@@ -6370,26 +6373,21 @@ HPMLI_FN void hpmli_avg_pool_walk(const hpmli_pooling_job *j, const float *x, fl
         hpmli_window(o % j->OW, j->stride, j->pad, j->kw, j->W, &c0, &c1);
         share = 1 / (float)((r1 - r0) * (c1 - c0));
         for (int64_t r = r0; r < r1; r++) {
-            if (dx) j->k->vscale_add(dx + r * j->W + c0, dx + r * j->W + c0, 1, share * dy[o], c1 - c0);
+            if (back) j->k->vscale_add(dx + r * j->W + c0, dx + r * j->W + c0, 1, share * y[o], c1 - c0);
             else sum += (double)j->k->vsum(x + r * j->W + c0, c1 - c0);
         }
-        if (y) y[o] = (float)sum * share;
+        if (!back) y[o] = (float)sum * share;
     }
 }
 
 HPMLI_FN void hpmli_avg_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
-    const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
-    const float *x = j->n->src[0]->data + plane * j->H * j->W;
-    hpmli_avg_pool_walk(j, x, j->n->out->data + plane * j->OH * j->OW, NULL, NULL);
+    hpmli_avg_pool_walk((const hpmli_pooling_job *)arg, plane, false);
 }
 
 HPMLI_FN void hpmli_avg_pool_back_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
-    const hpmli_pooling_job *j  = (const hpmli_pooling_job *)arg;
-    float                *dx = j->n->src[0]->grad + plane * j->H * j->W;
-    if (!j->n->accumulate[0]) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
-    hpmli_avg_pool_walk(j, NULL, NULL, dx, j->n->out->grad + plane * j->OH * j->OW);
+    hpmli_avg_pool_walk((const hpmli_pooling_job *)arg, plane, true);
 }
 
 HPMLI_FN void hpmli_planes(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
@@ -7470,7 +7468,7 @@ typedef struct hpmli_slot {
     void   **place;      /* where the address goes once there is memory */
 } hpmli_slot;
 
-typedef struct hpmli_use {     /* what the planner knows about the tensor made by node i */
+typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node */
     hpml_tensor *root_value;   /* whose memory the value stands in */
     hpml_tensor *root_grad;
     int          first, last;  /* life of the value */
@@ -7497,7 +7495,7 @@ struct hpml_graph {
     int            param_count; /* of the context, when this was made */
     int           *param_last;  /* (param_count) node whose backward finishes the gradient; -1: none */
     int64_t        batch, batch_now;
-    bool           batchable, grads_ready;
+    bool           batchable;
     bool           train;      /* of the last forward pass ... */
     uint64_t       step;       /* ... and its step */
     int64_t        first_sample, shift; /* of this pass: in the global batch, in the inputs */
@@ -7550,10 +7548,10 @@ HPMLI_FN unsigned hpmli_node_needs(const hpml_node *n)
 
 HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
 
-/* Position of the node that makes t in this graph, by its index. */
-HPMLI_FN hpmli_use *hpmli_use_of(hpmli_use *uses, const int *position, const hpml_tensor *t)
+/* uses: (node_count of the context), by the index of the node that makes t. */
+HPMLI_FN hpmli_use *hpmli_use_of(hpmli_use *uses, const hpml_tensor *t)
 {
-    return t && t->node ? &uses[position[t->node->index]] : NULL;
+    return t && t->node ? &uses[t->node->index] : NULL;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7561,20 +7559,20 @@ HPMLI_FN hpmli_use *hpmli_use_of(hpmli_use *uses, const int *position, const hpm
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Lives of the values. */
-HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses, const int *position)
+HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
     for (int i = 0; i < N; i++) {
         hpml_node *n      = g->nodes[i];
         bool       back   = g->loss && n->out->needs_grad;
         unsigned   needs  = hpmli_node_needs(n);
-        hpmli_use *u      = &uses[i], *s0 = hpmli_use_of(uses, position, n->src[0]);
+        hpmli_use *u      = &uses[n->index], *s0 = hpmli_use_of(uses, n->src[0]);
         u->root_value = n->out;
         u->first      = i;
         u->last       = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
         if (u->kept) u->last = 2 * N;
         for (int j = 0; j < n->src_count; j++) {
-            hpmli_use *s = hpmli_use_of(uses, position, n->src[j]);
+            hpmli_use *s = hpmli_use_of(uses, n->src[j]);
             int        at = back && (needs & HPMLI_NEED_SRC(j)) ? 2 * N - 1 - i : i + (n->with != NULL);
             if (s && s->last < at) s->last = at;
             if (s) s->readers++;
@@ -7583,7 +7581,7 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses, const int *posit
     }
     for (int i = 0; i < N; i++) { /* in place: the only reader of a source that is not wanted later; and links to it */
         hpml_node *n  = g->nodes[i];
-        hpmli_use *u  = &uses[i], *s0 = hpmli_use_of(uses, position, n->src[0]);
+        hpmli_use *u  = &uses[n->index], *s0 = hpmli_use_of(uses, n->src[0]);
         if (!s0) continue;
         if (n->op != HPML_OP_RESHAPE && (hpmli_node_needs(n) & HPMLI_INPLACE) && s0->readers == 1 && !s0->kept &&
             s0->last <= i && s0->root_value == n->src[0] && n->src[0]->dtype == n->out->dtype)
@@ -7591,7 +7589,7 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses, const int *posit
         if (u->root_value != n->out) u->root_value = s0->root_value;
     }
     for (int i = N - 1; i >= 0; i--) { /* a root lives as long as everything in it */
-        hpmli_use *u = &uses[i], *r = hpmli_use_of(uses, position, u->root_value);
+        hpmli_use *u = &uses[g->nodes[i]->index], *r = hpmli_use_of(uses, u->root_value);
         if (r && r != u && r->last < u->last) r->last = u->last;
     }
 }
@@ -7608,21 +7606,22 @@ HPMLI_FN bool hpmli_leaf_written(const hpml_graph *g, const hpml_tensor *leaf, i
 }
 
 /* Lives of the gradients; who writes first and who adds. Runs in the order of the backward pass. */
-HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses, const int *position)
+HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
     for (int i = 0; i < N; i++) {
-        hpmli_use *s0 = hpmli_use_of(uses, position, g->nodes[i]->src[0]);
-        uses[i].root_grad  = g->nodes[i]->op == HPML_OP_RESHAPE && s0 ? s0->root_grad : g->nodes[i]->out;
-        uses[i].grad_first = 2 * N;
-        uses[i].grad_last  = 2 * N - 1 - i;
+        hpml_node *n = g->nodes[i];
+        hpmli_use *u = &uses[n->index], *s0 = hpmli_use_of(uses, n->src[0]);
+        u->root_grad  = n->op == HPML_OP_RESHAPE && s0 ? s0->root_grad : n->out;
+        u->grad_first = 2 * N;
+        u->grad_last  = 2 * N - 1 - i;
     }
     for (int i = N - 1; i >= 0; i--) {
         hpml_node *n = g->nodes[i];
         if (!n->out->needs_grad) continue;
         for (int j = 0; j < n->src_count; j++) {
             hpml_tensor *s = n->src[j];
-            hpmli_use   *u = hpmli_use_of(uses, position, s), *r;
+            hpmli_use   *u = hpmli_use_of(uses, s), *r;
             n->accumulate[j] = false;
             if (!s || !s->needs_grad) continue;
             if (hpmli_trainable(s)) {
@@ -7631,7 +7630,7 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses, const int *positi
             }
             if (!u && !hpmli_trainable(s)) n->accumulate[j] = hpmli_leaf_written(g, s, i, j);
             if (!u) continue;
-            r = hpmli_use_of(uses, position, u->root_grad);
+            r = hpmli_use_of(uses, u->root_grad);
             n->accumulate[j] = n->op != HPML_OP_RESHAPE && r->grad_written;
             r->grad_written  = true;
             if (r->grad_first > 2 * N - 1 - i) r->grad_first = 2 * N - 1 - i;
@@ -7692,12 +7691,13 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
     int N = g->count;
     for (int i = 0; i < N; i++) {
         hpml_node *n    = g->nodes[i];
+        hpmli_use *u    = &uses[n->index];
         bool       back = g->loss && n->out->needs_grad;
-        if (uses[i].root_value == n->out)
-            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), i, uses[i].last, (void **)(void *)&n->out->data);
-        if (back && uses[i].root_grad == n->out && (n->out == g->loss || uses[i].grad_written))
-            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : uses[i].grad_first,
-                           uses[i].grad_last, (void **)(void *)&n->out->grad);
+        if (u->root_value == n->out)
+            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), i, u->last, (void **)(void *)&n->out->data);
+        if (back && u->root_grad == n->out && (n->out == g->loss || u->grad_written))
+            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : u->grad_first, u->grad_last,
+                           (void **)(void *)&n->out->grad);
         if (n->saved_bytes) hpmli_slot_add(g, n->saved_bytes, i, back ? 2 * N - 1 - i : i, &n->saved);
         if (n->scratch_bytes > g->scratch_bytes) g->scratch_bytes = (n->scratch_bytes + 63) / 64 * 64;
     }
@@ -7739,37 +7739,34 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
 
 HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
 {
-    hpml_ctx  *ctx      = g->ctx;
-    hpmli_use *uses     = hpmli_new(ctx, hpmli_use, g->count + 1);
-    int       *position = hpmli_new(ctx, int, ctx->node_count + 1);
+    hpml_ctx  *ctx  = g->ctx;
+    hpmli_use *uses = hpmli_new(ctx, hpmli_use, ctx->node_count + 1);
     g->slots      = hpmli_new(ctx, hpmli_slot, 3 * (int64_t)g->count + 2 * (int64_t)g->leaf_count + 1);
     g->param_count = ctx->param_count;
     g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
     for (int i = 0; i < g->count && ctx->backend->plan; i++) ctx->backend->plan(ctx->device, g->nodes[i]);
     g->back_names = hpmli_new(ctx, const char *, g->count + 1);
-    if (!uses || !position || !g->slots || !g->param_last || !g->back_names) return false;
+    if (!uses || !g->slots || !g->param_last || !g->back_names) return false;
     for (int i = 0; i < g->count; i++) {
         char text[160];
-        position[g->nodes[i]->index] = i;
         snprintf(text, sizeof text, "%s backward", g->nodes[i]->out->name);
         g->back_names[i] = hpmli_strdup(ctx, text);
         if (!g->back_names[i]) return false;
     }
     for (int i = 0; i < ctx->param_count; i++) g->param_last[i] = -1;
     for (int i = 0; i < g->output_count; i++)
-        if (outputs[i]->node) uses[position[outputs[i]->node->index]].kept = true;
-    if (g->loss && g->loss->node) uses[position[g->loss->node->index]].kept = true;
-    hpmli_plan_values(g, uses, position);
-    if (g->loss) hpmli_plan_grads(g, uses, position);
+        if (outputs[i]->node) uses[outputs[i]->node->index].kept = true;
+    if (g->loss && g->loss->node) uses[g->loss->node->index].kept = true;
+    hpmli_plan_values(g, uses);
+    if (g->loss) hpmli_plan_grads(g, uses);
     hpmli_plan_slots(g, uses);
     hpmli_plan_params(g);
     for (int i = 0; i < g->count; i++) { /* links: who stands in whose memory, kept for hpml_graph_alloc */
         hpml_node *n = g->nodes[i];
-        n->out_root  = uses[i].root_value;
-        n->grad_root = g->loss ? uses[i].root_grad : NULL;
+        n->out_root  = uses[n->index].root_value;
+        n->grad_root = g->loss ? uses[n->index].root_grad : NULL;
     }
     hpmli_free(ctx, uses);
-    hpmli_free(ctx, position);
     if (!hpmli_plan_place(g)) return false;
     g->memory.scratch = g->scratch_bytes;
     g->memory.total   = g->memory.parameters + g->memory.gradients + g->memory.activations + g->memory.scratch;
@@ -7925,44 +7922,6 @@ HPMLI_FN hpml_run hpmli_run_of(const hpml_graph *g, bool train, uint64_t step, f
     return run;
 }
 
-/* Asks the backend whether it can run this pass as a whole. Not when somebody looks at single ops, or hooks in. */
-HPMLI_FN bool hpmli_pass_single(const hpml_graph *g)
-{
-    return g->profile || g->ctx->trace || g->need || g->grad || g->sum || g->idle || !g->ctx->backend->begin;
-}
-
-HPMLI_FN hpml_status hpmli_pass_begin(const hpml_graph *g, const hpml_run *run, bool backward, bool accumulate,
-                                      bool *done)
-{
-    hpml_pass pass;
-    if (hpmli_pass_single(g)) return HPML_OK;
-    memset(&pass, 0, sizeof pass);
-    pass.graph = g, pass.samples = g->batch_now, pass.first = g->shift;
-    pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
-    return g->ctx->backend->begin(g->ctx->device, run, &pass, done);
-}
-
-HPMLI_FN hpml_status hpmli_pass_end(const hpml_graph *g, const hpml_run *run, hpml_status status)
-{
-    return hpmli_pass_single(g) ? status : g->ctx->backend->end(g->ctx->device, run, status);
-}
-
-HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step)
-{
-    hpml_status status = hpml_graph_alloc(g);
-    if (status != HPML_OK) return status;
-    hpml_run run = hpmli_run_of(g, train, step, 1);
-    bool     done = false;
-    g->train       = train;
-    g->step        = step;
-    g->grads_ready = false;
-    hpmli_graph_rows(g);
-    status         = hpmli_pass_begin(g, &run, false, false, &done);
-    if (done) return status;
-    for (int i = 0; i < g->count && status == HPML_OK; i++) status = hpmli_run_node(g, &run, i, false);
-    return hpmli_pass_end(g, &run, status);
-}
-
 /* The ops of the backward pass, and the hook of each gradient that becomes final. */
 HPMLI_FN hpml_status hpmli_backward_nodes(hpml_graph *g, const hpml_run *run, bool accumulate)
 {
@@ -7984,22 +7943,45 @@ HPMLI_FN hpml_status hpmli_backward_nodes(hpml_graph *g, const hpml_run *run, bo
     return status;
 }
 
+/* One way through the graph: by the backend as a whole, where it can and nobody looks at single ops or hooks in. */
+HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
+{
+    const hpml_backend *b     = g->ctx->backend;
+    bool                whole = b->begin && !(g->profile || g->ctx->trace || g->need || g->grad || g->sum || g->idle);
+    bool                done  = false;
+    hpml_status         status = HPML_OK;
+    hpml_pass           pass; /* compared byte by byte */
+    memset(&pass, 0, sizeof pass);
+    pass.graph = g, pass.samples = g->batch_now, pass.first = g->shift;
+    pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
+    hpmli_graph_rows(g);
+    if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
+    if (done) return status;
+    if (backward && status == HPML_OK) status = hpmli_backward_nodes(g, run, accumulate);
+    for (int i = 0; !backward && i < g->count && status == HPML_OK; i++) status = hpmli_run_node(g, run, i, false);
+    return whole ? b->end(g->ctx->device, run, status) : status;
+}
+
+HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step)
+{
+    hpml_status status = hpml_graph_alloc(g);
+    if (status != HPML_OK) return status;
+    hpml_run run = hpmli_run_of(g, train, step, 1);
+    g->train = train;
+    g->step  = step;
+    return hpmli_graph_pass(g, &run, false, false);
+}
+
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate)
 {
-    hpml_status status = HPML_OK;
     if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     if (!g->loss || !g->arena || !g->loss->grad)
         return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
                           "forward pass before");
-    hpml_run run  = hpmli_run_of(g, g->train, g->step, scale);
-    bool     done = false;
+    hpml_run run = hpmli_run_of(g, g->train, g->step, scale);
     hpmli_graph_place_grads(g);
-    hpmli_graph_rows(g);
     g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
-    status = hpmli_pass_begin(g, &run, true, accumulate, &done);
-    if (!done) status = hpmli_pass_end(g, &run, status == HPML_OK ? hpmli_backward_nodes(g, &run, accumulate) : status);
-    g->grads_ready = status == HPML_OK;
-    return status;
+    return hpmli_graph_pass(g, &run, true, accumulate);
 }
 
 HPMLI_FN double hpmli_graph_loss(hpml_graph *g)
@@ -8082,7 +8064,6 @@ struct hpml_trainer {
     hpml_tensor      *input, *target, *output, *loss;
     float            *m, *v;   /* optimizer state, laid out as graph->grads; NULL: none */
     hpml_update      *updates; /* (param_count) */
-    const char      **m_names, **v_names; /* (param_count) "opt.m.<param>" */
     float            *host_out; /* host: a batch of the output */
     int32_t          *host_y;  /* host: a batch of labels */
     hpmli_named      *states;
@@ -8311,26 +8292,18 @@ HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *h
 }
 
 /* One update record for each parameter; the arrays of state lie as the gradients do. */
-HPMLI_FN bool hpmli_trainer_updates(hpml_trainer *t)
+HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t)
 {
-    hpml_ctx *ctx = t->ctx;
     for (int i = 0; i < t->graph->param_count; i++) {
-        hpml_tensor *p = ctx->params[i];
+        hpml_tensor *p = t->ctx->params[i];
         hpml_update *u = &t->updates[i];
-        char         text[256];
         u->opt = t->d.optimizer, u->momentum = t->d.momentum, u->beta1 = t->d.beta1, u->beta2 = t->d.beta2;
         u->eps = t->d.eps, u->trust = t->d.trust, u->nesterov = t->d.nesterov;
         if (!p->grad) continue;
         u->n = hpml_tensor_count(p), u->w = p->data, u->g = p->grad;
         u->m = t->m ? t->m + (p->grad - t->graph->grads) : NULL;
         u->v = t->v ? t->v + (p->grad - t->graph->grads) : NULL;
-        snprintf(text, sizeof text, "opt.m.%s", p->name);
-        t->m_names[i] = hpmli_strdup(ctx, text);
-        text[4]       = 'v';
-        t->v_names[i] = hpmli_strdup(ctx, text);
-        if (!t->m_names[i] || !t->v_names[i]) return false;
     }
-    return true;
 }
 
 HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
@@ -8354,11 +8327,10 @@ HPMLI_FN bool hpmli_trainer_alloc(hpml_trainer *t)
     if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, bytes);
     if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, bytes);
     t->updates  = hpmli_new(ctx, hpml_update, ctx->param_count);
-    t->m_names  = hpmli_new(ctx, const char *, ctx->param_count);
-    t->v_names  = hpmli_new(ctx, const char *, ctx->param_count);
     if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
     t->host_y   = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
-    return ctx->status == HPML_OK && hpmli_trainer_updates(t);
+    if (ctx->status == HPML_OK) hpmli_trainer_updates(t);
+    return ctx->status == HPML_OK;
 }
 
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc)
@@ -8401,16 +8373,14 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
 {
     hpmli_named *s, **at;
-    char         text[256];
     if (!t || !name) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
-    snprintf(text, sizeof text, "state.%s", name);
-    for (at = &t->states; *at && strcmp((*at)->name, text) != 0; at = &(*at)->next) {}
+    for (at = &t->states; *at && strcmp((*at)->name, name) != 0; at = &(*at)->next) {}
     if (*at) *at = (*at)->next;
     if (!values) return HPML_OK;
     s = (hpmli_named *)hpmli_alloc(t->ctx, sizeof *s);
     if (!s) return t->ctx->status;
-    s->name = hpmli_strdup(t->ctx, text);
+    s->name = hpmli_strdup(t->ctx, name);
     if (!s->name) return t->ctx->status;
     s->values = values;
     s->count  = count;
@@ -9717,7 +9687,7 @@ struct hpml_loader {
     const hpmli_kernels *k;
     hpml_dataset        *data;
     hpml_loader_desc     d;
-    int64_t              samples, steps, each; /* each: numbers of a sample */
+    int64_t              steps, each; /* each: numbers of a sample */
     float               *image;                /* one sample before augmentation */
     hpmli_slot_batch     slot[2];
     int                  turn;                 /* the slot to hand out next */
@@ -9781,7 +9751,7 @@ HPMLI_FN void hpmli_load_batch(hpml_loader *l, hpmli_slot_batch *s)
 {
     int64_t epoch = l->make_epoch, index = l->make_index;
     int64_t whole = l->d.global_batch, start = index * whole, n = l->data->count;
-    int64_t size  = l->samples - start < whole ? l->samples - start : whole;
+    int64_t left  = l->d.samples_per_epoch - start, size = left < whole ? left : whole;
     int64_t first = hpmli_share(&l->d, size, l->d.rank), end = hpmli_share(&l->d, size, l->d.rank + 1);
     double  begin = hpml_now();
     for (int64_t i = first; i < end; i++) {
@@ -9847,6 +9817,8 @@ HPMLI_FN void hpmli_loader_drop(void *object)
     pthread_mutex_destroy(&l->mutex);
     pthread_cond_destroy(&l->changed);
 #endif
+    for (int i = 0; i < 2; i++) hpmli_free(l->ctx, l->slot[i].x), hpmli_free(l->ctx, l->slot[i].y);
+    hpmli_free(l->ctx, l->image);
 }
 
 HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_loader_desc *d)
@@ -9868,7 +9840,10 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
     if (augment && (data->x_ndim < 2 || data->x_dtype == HPML_DTYPE_I32))
         return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: augmentation needs images (.., H, W), the samples have %d "
                            "dimensions", data->x_ndim);
-    return true;
+    if (d->samples_per_epoch == 0) d->samples_per_epoch = data->count;
+    return !d->drop_last || d->samples_per_epoch >= d->global_batch ||
+           hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: %lld samples do not fill one batch of %lld and drop_last is "
+                       "set", (long long)d->samples_per_epoch, (long long)d->global_batch);
 }
 
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, const hpml_loader_desc *desc)
@@ -9886,22 +9861,15 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
 #endif
     l->ctx = ctx, l->k = ctx->k, l->data = data, l->d = d;
     l->each    = hpmli_shape_count(data->x_ndim, data->x_shape);
-    l->samples = d.samples_per_epoch > 0 ? d.samples_per_epoch : data->count;
-    int64_t whole = d.global_batch;
-    l->steps   = d.drop_last ? l->samples / whole : (l->samples + whole - 1) / whole;
+    l->steps   = (d.samples_per_epoch + (d.drop_last ? 0 : d.global_batch - 1)) / d.global_batch;
     l->image   = hpmli_new(ctx, float, l->each);
     for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
         l->slot[i].x = (char *)hpmli_alloc_array(ctx, l->each, (size_t)d.batch * 4);
         l->slot[i].y = (char *)hpmli_alloc_array(ctx, data->y_size + 1, (size_t)d.batch * 4);
     }
-    if (ctx->status != HPML_OK || l->steps < 1) {
-        if (ctx->status == HPML_OK)
-            hpmli_fail(ctx, HPML_ERR_ARGUMENT, "loader: %lld samples do not fill one batch of %lld and drop_last is "
-                       "set", (long long)l->samples, (long long)whole);
-        hpml_loader_free(l);
-        return NULL;
-    }
-    return l;
+    if (ctx->status == HPML_OK) return l;
+    hpml_loader_free(l);
+    return NULL;
 }
 
 HPML_API int64_t hpml_loader_steps(const hpml_loader *l) { return l ? l->steps : 0; }
@@ -9950,16 +9918,7 @@ HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
     return true;
 }
 
-HPML_API void hpml_loader_free(hpml_loader *l)
-{
-    hpml_ctx *ctx = l ? l->ctx : NULL;
-    char     *buffers[5];
-    if (!l) return;
-    for (int i = 0; i < 2; i++) buffers[2 * i] = l->slot[i].x, buffers[2 * i + 1] = l->slot[i].y;
-    buffers[4] = (char *)l->image;
-    hpmli_free(ctx, l); /* its drop function stops the thread */
-    for (int i = 0; i < 5; i++) hpmli_free(ctx, buffers[i]);
-}
+HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 // ---------------------------------------------------------------------------------------------------------------------
 // >>safetensors   reading and writing safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10203,7 +10162,7 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 /* A list of named arrays on the device becomes a file, and back. Loading checks all entries before it changes one. */
 
 typedef struct hpmli_state {
-    const char    *name;
+    char           name[HPMLI_NAME];
     float         *device;
     int64_t        count;
     int            ndim;
@@ -10215,25 +10174,33 @@ typedef struct hpmli_arrays {
     int          count;
 } hpmli_arrays;
 
+/* One more array, with a name in two parts; device NULL: there is none. */
+HPMLI_FN void hpmli_arrays_add(hpmli_arrays *a, const char *kind, const char *name, float *device, int64_t count,
+                               int ndim, const int64_t *shape)
+{
+    hpmli_state *s = &a->s[a->count];
+    if (!device) return;
+    snprintf(s->name, sizeof s->name, "%s%s", kind, name);
+    s->device = device, s->count = count, s->ndim = ndim, s->shape = shape;
+    a->count++;
+}
+
 /* The parameters; with a trainer also what its optimizer keeps for them, and named values. */
 HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpmli_arrays *a)
 {
-    int64_t n = ctx->param_count, most = t ? 3 * n : n, named = 0;
-    for (hpmli_named *v = t ? t->states : NULL; v; v = v->next) named++;
+    static const char *const kinds[] = { "", "opt.m.", "opt.v." };
+    int64_t most = 3 * (int64_t)ctx->param_count;
+    for (hpmli_named *v = t ? t->states : NULL; v; v = v->next) most++;
     a->count = 0;
-    a->s     = hpml_param_init(ctx) == HPML_OK ? hpmli_new(ctx, hpmli_state, most + named + 1) : NULL;
-    for (int64_t i = 0; a->s && i < most; i++) {
-        const hpml_tensor *p = ctx->params[i % n];
-        hpmli_state        s = { p->name, p->data, hpml_tensor_count(p), p->ndim, p->shape };
-        if (i >= n && i % n >= t->graph->param_count) continue; /* recorded later: not this trainer's */
-        if (i >= 2 * n) s.name = t->v_names[i % n], s.device = t->updates[i % n].v;
-        else if (i >= n) s.name = t->m_names[i % n], s.device = t->updates[i % n].m;
-        if (s.device) a->s[a->count++] = s; /* NULL: nothing kept here */
-    }
-    for (hpmli_named *v = t ? t->states : NULL; a->s && v; v = v->next) {
-        hpmli_state s = { v->name, v->values, v->count, 1, &v->count };
-        a->s[a->count++] = s;
-    }
+    a->s     = hpml_param_init(ctx) == HPML_OK ? hpmli_new(ctx, hpmli_state, most + 1) : NULL;
+    for (int kind = 0; a->s && kind < (t ? 3 : 1); kind++)
+        for (int i = 0; i < (kind ? t->graph->param_count : ctx->param_count); i++) { /* not those recorded later */
+            const hpml_tensor *p = ctx->params[i];
+            hpmli_arrays_add(a, kinds[kind], p->name, kind == 0 ? p->data : kind == 1 ? t->updates[i].m
+                             : t->updates[i].v, hpml_tensor_count(p), p->ndim, p->shape);
+        }
+    for (hpmli_named *v = t ? t->states : NULL; a->s && v; v = v->next)
+        hpmli_arrays_add(a, "state.", v->name, v->values, v->count, 1, &v->count);
     return a->s != NULL;
 }
 

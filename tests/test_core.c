@@ -268,10 +268,14 @@ TEST(refused_layers_leave_nothing)
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
     hpml_tensor *tokens = hpml_input_tokens(ctx, 4, 8), *x = hpml_input_2d(ctx, 4, 8), *a = hpml_linear(x, 8, &(hpml_linear_desc){ .name = "a" });
     hpml_linear_desc d = { .name = "b", .weight = hpml_param_find(ctx, "a.weight") };
+    char         name[250] = "";
     ENSURE(a && hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 1, .shape = { 3 }, .name = "p" }));
     ENSURE_ERROR(ctx, !hpml_linear(x, 5, &d), HPML_ERR_SHAPE, "8 features and 5 outputs");
     ENSURE_ERROR(ctx, !hpml_linear(tokens, 5, &(hpml_linear_desc){ .name = "c" }), HPML_ERR_DTYPE, "expected f32");
     ENSURE_ERROR(ctx, !hpml_lstm(x, 5, "c"), HPML_ERR_SHAPE, "lstm");
+    memset(name, 'n', sizeof name - 1);
+    ENSURE_ERROR(ctx, !hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 1, .shape = { 3 }, .name = name }), HPML_ERR_ARGUMENT, "249 characters");
+    ENSURE_ERROR(ctx, !hpml_linear(x, 5, &(hpml_linear_desc){ .name = name }), HPML_ERR_ARGUMENT, "255 characters");
     ENSURE(hpml_param_count(ctx) == 3 && hpml_linear(x, 8, &d) && hpml_linear(x, 5, &(hpml_linear_desc){ .name = "c" }));
     ENSURE(hpml_param_count(ctx) == 6 && hpml_param_total(ctx) == 64 + 8 + 3 + 8 + 40 + 5);
     hpml_ctx_free(ctx);
