@@ -6585,14 +6585,11 @@ HPMLI_FN void hpmli_rows_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 
 /* Calls `row` for each row of the last dimension of t. */
 HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, const hpml_tensor *t,
-                                    void (*row)(const hpmli_rows *r, int64_t row))
+                             void (*row)(const hpmli_rows *r, int64_t row))
 {
-    hpmli_rows r;
-    r.k = run->ctx->k, r.n = n, r.row = row;
-    r.cols = t->ndim > 0 ? t->shape[t->ndim - 1] : 1;
-    r.rows = hpml_tensor_count(t) / r.cols;
-    r.each = hpmli_rows_per_task(r.cols);
-    hpmli_parallel(run->ctx, (r.rows + r.each - 1) / r.each, hpmli_rows_task, &r);
+    int64_t    cols = t->shape[t->ndim - 1], each = hpmli_rows_per_task(cols);
+    hpmli_rows r = { run->ctx->k, n, hpml_tensor_count(t) / cols, cols, each, row };
+    hpmli_parallel(run->ctx, (r.rows + each - 1) / each, hpmli_rows_task, &r);
 }
 
 HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
@@ -6700,9 +6697,9 @@ HPMLI_FN void hpmli_norm_back_task(void *arg, int64_t task, int thread HPMLI_UNU
     const hpml_node  *n    = r->n;
     float            *part = (float *)n->scratch + task * 2 * r->cols, g[HPMLI_PIECE], h[HPMLI_PIECE];
     const float      *gamma = n->src[1] ? n->src[1]->data : NULL;
-    int64_t           end = (task + 1) * HPMLI_NORM_ROWS < r->rows ? (task + 1) * HPMLI_NORM_ROWS : r->rows;
+    int64_t           end = (task + 1) * r->each < r->rows ? (task + 1) * r->each : r->rows;
     r->k->vfill(part, 0, 2 * r->cols);
-    for (int64_t row = task * HPMLI_NORM_ROWS; row < end; row++) {
+    for (int64_t row = task * r->each; row < end; row++) {
         const float *x = n->src[0]->data + row * r->cols, *dy = n->out->grad + row * r->cols;
         float        mean = ((float *)n->saved)[2 * row], rstd = ((float *)n->saved)[2 * row + 1];
         double       sum = 0, dot = 0;
@@ -6732,17 +6729,15 @@ HPMLI_FN void hpmli_norm_back_task(void *arg, int64_t task, int thread HPMLI_UNU
 
 HPMLI_FN void hpmli_norm_backward(const hpml_run *run, hpml_node *n)
 {
-    hpmli_rows r;
-    r.k = run->ctx->k, r.n = n;
-    r.cols = n->out->shape[n->out->ndim - 1];
-    r.rows = hpml_tensor_count(n->out) / r.cols;
-    int64_t blocks = (r.rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
+    int64_t    cols = n->out->shape[n->out->ndim - 1], rows = hpml_tensor_count(n->out) / cols;
+    int64_t    blocks = (rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
+    hpmli_rows r = { run->ctx->k, n, rows, cols, HPMLI_NORM_ROWS, NULL };
     hpmli_parallel(run->ctx, blocks, hpmli_norm_back_task, &r);
     for (int s = 1; s < 3; s++) {
         if (!n->src[s] || !n->src[s]->grad) continue;
-        if (!n->accumulate[s]) r.k->vfill(n->src[s]->grad, 0, r.cols);
+        if (!n->accumulate[s]) r.k->vfill(n->src[s]->grad, 0, cols);
         for (int64_t b = 0; b < blocks; b++)
-            r.k->vadd(n->src[s]->grad, n->src[s]->grad, (float *)n->scratch + (2 * b + s - 1) * r.cols, r.cols);
+            r.k->vadd(n->src[s]->grad, n->src[s]->grad, (float *)n->scratch + (2 * b + s - 1) * cols, cols);
     }
 }
 
@@ -6795,15 +6790,12 @@ HPMLI_FN void hpmli_dropout_task(void *arg, int64_t task, int thread HPMLI_UNUSE
 
 HPMLI_FN void hpmli_dropout_run(const hpml_run *run, hpml_node *n, const float *x, float *y, bool accumulate)
 {
-    hpmli_dropout_job j;
-    int64_t           rows = n->out->batch_rows ? n->out->shape[0] / n->out->batch_rows : 1;
-    j.run = run, j.n = n, j.x = x, j.y = y, j.accumulate = accumulate;
-    j.count = hpml_tensor_count(n->out);
-    j.first = n->out->batch_rows ? (int64_t)run->sample * (j.count / rows) : 0;
+    int64_t count = hpml_tensor_count(n->out), each = n->out->batch_rows * (count / n->out->shape[0]); /* of a sample */
+    hpmli_dropout_job j = { run, n, x, y, count, (int64_t)run->sample * each, accumulate };
     if (run->train && n->attr.dropout.p > 0)
-        hpmli_parallel(run->ctx, (j.count + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_dropout_task, &j);
+        hpmli_parallel(run->ctx, (count + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_dropout_task, &j);
     else if (x != y || accumulate)
-        run->ctx->k->vaxpby(y, 1, x, accumulate ? 1.0f : 0.0f, j.count);
+        run->ctx->k->vaxpby(y, 1, x, accumulate ? 1.0f : 0.0f, count);
 }
 
 HPMLI_OP(dropout, HPMLI_INPLACE, hpmli_dropout_run(run, n, n->src[0]->data, n->out->data, false),
@@ -8061,7 +8053,7 @@ struct hpml_trainer {
     hpml_ctx         *ctx;
     hpml_trainer_desc d;       /* resolved */
     hpml_graph       *graph;
-    hpml_tensor      *input, *target, *output, *loss;
+    hpml_tensor      *target, *loss;
     float            *m, *v;   /* optimizer state, laid out as graph->grads; NULL: none */
     hpml_update      *updates; /* (param_count) */
     float            *host_out; /* host: a batch of the output */
@@ -8156,17 +8148,17 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
         if (t->loss && t->target) return true;
         return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "trainer: loss_tensor and target go together");
     }
-    t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, t->output->ndim - (labels ? 1 : 0),
-                           t->output->shape);
+    t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, t->d.output->ndim - (labels ? 1 : 0),
+                           t->d.output->shape);
     if (!t->target) return false;
     t->target->name = "target";
-    if (t->output->batch_rows) t->target->batch_rows = t->output->batch_rows;
+    if (t->d.output->batch_rows) t->target->batch_rows = t->d.output->batch_rows;
     ce.label_smoothing = d->label_smoothing;
     switch (d->loss) {
-    case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(t->output, t->target, &ce); break;
-    case HPML_LOSS_BCE: t->loss = hpml_bce_with_logits(t->output, t->target); break;
-    case HPML_LOSS_MSE: t->loss = hpml_mse(t->output, t->target); break;
-    case HPML_LOSS_HUBER: t->loss = hpml_huber(t->output, t->target, d->huber_delta); break;
+    case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(t->d.output, t->target, &ce); break;
+    case HPML_LOSS_BCE: t->loss = hpml_bce_with_logits(t->d.output, t->target); break;
+    case HPML_LOSS_MSE: t->loss = hpml_mse(t->d.output, t->target); break;
+    case HPML_LOSS_HUBER: t->loss = hpml_huber(t->d.output, t->target, d->huber_delta); break;
     }
     return t->loss != NULL;
 }
@@ -8200,10 +8192,16 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
     return true;
 }
 
+HPMLI_FN void hpmli_trainer_drop(void *object)
+{
+    hpml_trainer *t = (hpml_trainer *)object;
+    if (t->hooks.free) t->hooks.free(t->hooks.user);
+}
+
 /* True when the loss depends on what the trainer feeds and trains. */
 HPMLI_FN bool hpmli_trainer_inputs(hpml_trainer *t)
 {
-    const hpml_tensor *missing[2] = { t->input, t->target };
+    const hpml_tensor *missing[2] = { t->d.input, t->target };
     for (int i = 0; i < 2 * t->graph->leaf_count; i++)
         if (t->graph->leaves[i / 2] == missing[i % 2] && missing[i % 2]->batch_rows) missing[i % 2] = NULL;
     for (int i = 0; i < 2; i++)
@@ -8221,7 +8219,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
 {
     hpml_graph_desc gd = HPMLI_ZEROED;
     if (!hpmli_trainer_check(ctx, desc)) return NULL;
-    hpml_trainer *t = hpmli_new(ctx, hpml_trainer, 1);
+    hpml_trainer *t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_drop);
     if (!t) return NULL;
     t->ctx   = ctx;
     t->ranks = 1;
@@ -8229,11 +8227,9 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     bool dynamic   = desc->loss_scale == 0 && hpmli_store(ctx) == HPML_DTYPE_F16;
     t->loss_scale  = desc->loss_scale > 0 ? desc->loss_scale : dynamic ? 65536.0f : 1.0f;
     t->scale_steps = dynamic ? 0 : -1;
-    t->input  = desc->input;
-    t->output = desc->output;
     if (!hpmli_trainer_loss(t)) return NULL;
     gd.output_count = 1;
-    gd.outputs      = &t->output;
+    gd.outputs      = &t->d.output;
     gd.loss         = t->loss;
     t->graph        = hpml_graph_create(ctx, &gd);
     if (!t->graph || !hpmli_trainer_inputs(t)) return NULL;
@@ -8269,12 +8265,6 @@ HPMLI_FN hpml_status hpmli_hook_sum(void *user, double *values, int64_t n)
 {
     hpml_trainer *t = (hpml_trainer *)user;
     return t->hooks.sum(t->hooks.user, t, values, n);
-}
-
-HPMLI_FN void hpmli_trainer_drop(void *object)
-{
-    hpml_trainer *t = (hpml_trainer *)object;
-    if (t->hooks.free) t->hooks.free(t->hooks.user);
 }
 
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)
@@ -8314,7 +8304,7 @@ HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
 /* Room for a batch of the output, when it is first wanted on the host. */
 HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
 {
-    if (!t->host_out) t->host_out = hpmli_new(t->ctx, float, hpml_tensor_count(t->output));
+    if (!t->host_out) t->host_out = hpmli_new(t->ctx, float, hpml_tensor_count(t->d.output));
     return t->host_out;
 }
 
@@ -8335,17 +8325,10 @@ HPMLI_FN bool hpmli_trainer_alloc(hpml_trainer *t)
 
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
-    hpml_trainer *plan = hpmli_trainer_plan(ctx, desc), *t;
-    if (!plan) return NULL;
-    if (!hpmli_trainer_alloc(plan)) {
-        if (!plan->graph->arena) hpmli_graph_leave(plan->graph);
-        return NULL;
-    }
-    t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_drop); /* last: dropped first */
-    if (!t) return NULL;
-    *t = *plan;
-    hpmli_free(ctx, plan);
-    return t;
+    hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
+    if (!t || hpmli_trainer_alloc(t)) return t;
+    if (!t->graph->arena) hpmli_graph_leave(t->graph);
+    return NULL;
 }
 
 HPML_API hpml_graph *hpml_trainer_graph(hpml_trainer *t) { return t ? t->graph : NULL; }
@@ -8411,7 +8394,7 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
         rows = g->batch;
     }
     if (hpml_graph_batch(g, rows) != HPML_OK) return t->ctx->status;
-    hpmli_put(t, t->input, x, samples);
+    hpmli_put(t, t->d.input, x, samples);
     if (!y) return HPML_OK;
     if (rows == samples) {
         hpmli_put(t, t->target, y, samples);
@@ -8440,18 +8423,18 @@ HPMLI_FN void hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, 
 HPMLI_FN void hpmli_count_correct(hpml_trainer *t, const int32_t *labels, int64_t *correct, int64_t *counted,
                                   int64_t *confusion)
 {
-    int64_t      classes = t->output->shape[t->output->ndim - 1], n = hpml_tensor_count(t->output), counts[2];
+    int64_t      classes = t->d.output->shape[t->d.output->ndim - 1], n = hpml_tensor_count(t->d.output), counts[2];
     const float *y;
     counts[0] = counts[1] = 0;
     if (t->ctx->backend->correct && !confusion) { /* there, where the outputs are */
-        t->ctx->backend->correct(t->ctx->device, t->ctx, t->output->dtype, t->output->data,
+        t->ctx->backend->correct(t->ctx->device, t->ctx, t->d.output->dtype, t->d.output->data,
                                  (const int32_t *)(const void *)t->target->data, n / classes, classes, counts);
         *correct += counts[0], *counted += counts[1];
         return;
     }
     y = hpmli_trainer_host_out(t);
     if (!y) return;
-    hpmli_read_floats(t->ctx, t->output, n, t->host_out);
+    hpmli_read_floats(t->ctx, t->d.output, n, t->host_out);
     for (int64_t r = 0; r < n / classes; r++, y += classes) {
         int64_t best = 0;
         if (labels[r] < 0 || labels[r] >= classes) continue;
@@ -8671,7 +8654,7 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
                                            bool evaluate)
 {
     hpml_loader_desc d = HPMLI_ZEROED;
-    const hpml_tensor *x = t->input, *y = t->target;
+    const hpml_tensor *x = t->d.input, *y = t->target;
     if (hpmli_failed(t->ctx) || !data) return NULL;
     hpml_graph_batch(t->graph, t->graph->batch);
     int64_t have  = hpmli_shape_count(data->x_ndim, data->x_shape), need = hpml_tensor_count(x) / t->graph->batch;
@@ -8781,18 +8764,18 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
     hpml_graph *g = t->graph;
     hpml_graph_batch(g, g->batch);
-    int64_t each = hpml_tensor_count(t->input) / g->batch * (int64_t)hpml_dtype_size(t->input->dtype);
-    int64_t row  = hpml_tensor_count(t->output) / g->batch;
+    int64_t each = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
+    int64_t row  = hpml_tensor_count(t->d.output) / g->batch;
     for (int64_t i = 0; i < samples; i += g->batch) {
         int64_t n = samples - i < g->batch ? samples - i : g->batch;
         if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) return t->ctx->status;
-        hpmli_put(t, t->input, (const char *)x + i * each, n);
+        hpmli_put(t, t->d.input, (const char *)x + i * each, n);
         for (int p = 0; p < g->count; p++) { /* everything but what leads to the loss alone */
             hpml_run run = hpmli_run_of(g, false, 0, 1);
             if (g->nodes[p]->out == t->loss) continue;
             if (hpmli_run_node(g, &run, p, false) != HPML_OK) return t->ctx->status;
         }
-        hpmli_read_floats(t->ctx, t->output, n * row, out + i * row);
+        hpmli_read_floats(t->ctx, t->d.output, n * row, out + i * row);
     }
     hpml_graph_batch(g, g->batch);
     return t->ctx->status;
