@@ -551,7 +551,8 @@ typedef struct hpml_graph_desc {
     uint32_t            _end;
 } hpml_graph_desc;
 
-/* Plans what leads to outputs and loss. Takes no tensor memory yet. An activation belongs to at most one graph. */
+/* Plans what leads to outputs and loss. Takes no tensor memory yet. An activation belongs to at most one graph: name
+   all results that you want to read as its outputs. Inputs and parameters may be in several. */
 HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc);
 HPML_API void        hpml_graph_memory(const hpml_graph *g, hpml_memory *out);
 HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* takes it; done by the first run when you do not */
@@ -1181,74 +1182,38 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
    is a vector of HV_W floats, `hu` one of as many uint32_t, `hq` one of half as many uint64_t. gcc and clang add,
    multiply, shift them and so on as they do numbers. Each function carries its own target attribute, so a plain `cc
    -O2` builds all of them and the context picks the best one that the CPU runs. The last, partial vector of an array is
-   loaded with hv_load_n and goes through the same instructions as the others: an element's result does not depend on
-   where it stands. */
+   loaded with HV(load_n) and goes through the same instructions as the others: an element's result does not depend on
+   where it stands.
 
-#ifndef HPMLI_K
+   HV(name) is the name of an operation or a helper on this instruction set's vectors:
+     as_floats as_words        the same bits, as the other
+     set1 zero                 all lanes alike
+     load store                anywhere, not just at multiples of a vector's size; load_words store_words
+     load_n store_n            the first n lanes; ld st: n lanes, all of them almost always
+     fma fnma                  a b + c; c - a b
+     max min                   a > b ? a : b, so that a NaN in a gives b
+     ge gt eq                  a >= b ? x : y
+     pow2i exponent mantissa   2^a; a = 2^exponent mantissa
+     sum sum4 hmax             of all lanes; out[0..3] = the sums of four vectors
+     even odd                  lanes 0, 2, 4 .. of a, then of b; 1, 3, 5 ..
+     low high                  lanes of a and b in turn: the first half; the second
+     signmask bits             a bit for each lane, a >= 0; its bit in m ? a : b
+     load_T store_T            converted from and to bf16, f16, u8, i32; ld_T st_T: the first n lanes */
+
+#ifndef HV
 #define HPMLI_WINS(a, b)  (!((a) <= (b)) && (b) == (b)) /* a maximum that keeps a NaN */
 #define HPMLI_CAT_(a, b)  a##b
 #define HPMLI_CAT(a, b)   HPMLI_CAT_(a, b)
-#define HPMLI_K(name)     HPMLI_CAT(name, HPMLI_SUFFIX)
+#define HV(name)          HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX)
 #define HPMLI_KFN         static __attribute__((unused)) HPMLI_TARGET
 #define HPMLI_VFN         static inline __attribute__((always_inline, unused)) HPMLI_TARGET
 #define HPMLI_V1(name, e) HPMLI_VFN hv name(hv a) { return e; }
 #define HPMLI_V2(name, e) HPMLI_VFN hv name(hv a, hv b) { return e; }
 #define HPMLI_V3(name, e) HPMLI_VFN hv name(hv a, hv b, hv c) { return e; }
 #define HPMLI_V4(name, e) HPMLI_VFN hv name(hv a, hv b, hv x, hv y) { return e; }
-#define hv              HPMLI_K(hpmli_floats)
-#define hu              HPMLI_K(hpmli_uints)
-#define hq              HPMLI_K(hpmli_quads)
-#define hv_of           HPMLI_K(hpmli_floats_of) /* the same bits seen as floats ... */
-#define hu_of           HPMLI_K(hpmli_uints_of)  /* ... and as words */
-#define hv_anywhere     HPMLI_K(hpmli_floats_anywhere) /* not just at multiples of their size */
-#define hu_anywhere     HPMLI_K(hpmli_uints_anywhere)
-#define hu_load         HPMLI_K(hpmli_load_uints)
-#define hu_store        HPMLI_K(hpmli_store_uints)
-#define hv_set1         HPMLI_K(hpmli_set1)
-#define hv_zero         HPMLI_K(hpmli_zero)
-#define hv_load         HPMLI_K(hpmli_load)
-#define hv_store        HPMLI_K(hpmli_store)
-#define hv_load_n       HPMLI_K(hpmli_load_n)
-#define hv_store_n      HPMLI_K(hpmli_store_n)
-#define hv_ld           HPMLI_K(hpmli_ld) /* n lanes, all of them almost always */
-#define hv_st           HPMLI_K(hpmli_st)
-#define hv_fma          HPMLI_K(hpmli_fma)  /* a b + c */
-#define hv_fnma         HPMLI_K(hpmli_fnma) /* c - a b */
-#define hv_max          HPMLI_K(hpmli_max)  /* a > b ? a : b, so that a NaN in a gives b */
-#define hv_min          HPMLI_K(hpmli_min)
-#define hv_abs          HPMLI_K(hpmli_abs)
-#define hv_sqrt         HPMLI_K(hpmli_sqrt)
-#define hv_round        HPMLI_K(hpmli_round)
-#define hv_ge           HPMLI_K(hpmli_ge) /* a >= b ? x : y */
-#define hv_gt           HPMLI_K(hpmli_gt)
-#define hv_eq           HPMLI_K(hpmli_eq)
-#define hv_pow2i        HPMLI_K(hpmli_pow2i) /* 2^a, a = 2^exponent mantissa */
-#define hv_exponent     HPMLI_K(hpmli_exponent)
-#define hv_mantissa     HPMLI_K(hpmli_mantissa)
-#define hv_sum          HPMLI_K(hpmli_sum)
-#define hv_sum4         HPMLI_K(hpmli_sum4) /* out[0..3] = the sums of four vectors */
-#define hv_hmax         HPMLI_K(hpmli_hmax)
-#define hv_even         HPMLI_K(hpmli_even) /* lanes 0, 2, 4 .. of a, then of b; 1, 3, 5 .. */
-#define hv_odd          HPMLI_K(hpmli_odd)
-#define hv_low          HPMLI_K(hpmli_low)  /* lanes of a and b in turn: the first half; the second */
-#define hv_high         HPMLI_K(hpmli_high)
-#define hv_signmask     HPMLI_K(hpmli_signmask) /* a bit for each lane, a >= 0 */
-#define hv_bits         HPMLI_K(hpmli_bits)     /* its bit in m ? a : b */
-#define hv_of_i32       HPMLI_K(hpmli_of_i32)   /* conversions, of lanes */
-#define hv_load_bf16    HPMLI_K(hpmli_load_bf16)
-#define hv_store_bf16   HPMLI_K(hpmli_store_bf16)
-#define hv_load_f16     HPMLI_K(hpmli_load_f16)
-#define hv_store_f16    HPMLI_K(hpmli_store_f16)
-#define hv_load_u8      HPMLI_K(hpmli_load_u8)
-#define hv_load_i32     HPMLI_K(hpmli_load_i32)
-#define hv_store_i32    HPMLI_K(hpmli_store_i32)
-#define hv_ld_bf16      HPMLI_K(hpmli_ld_bf16) /* ... of the first n lanes */
-#define hv_st_bf16      HPMLI_K(hpmli_st_bf16)
-#define hv_ld_f16       HPMLI_K(hpmli_ld_f16)
-#define hv_st_f16       HPMLI_K(hpmli_st_f16)
-#define hv_ld_u8        HPMLI_K(hpmli_ld_u8)
-#define hv_ld_i32       HPMLI_K(hpmli_ld_i32)
-#define hv_st_i32       HPMLI_K(hpmli_st_i32)
+#define hv                HV(floats)
+#define hu                HV(uints)
+#define hq                HV(quads)
 /* for (i = 0; i < n; i += HV_W) with c = the lanes that count. */
 #define HV_LOOP(n) for (int64_t i = 0, c; c = HV_W > 1 && (n) - i < HV_W ? (n) - i : HV_W, i < (n); i += HV_W)
 #endif
@@ -1292,63 +1257,63 @@ typedef uint64x2_t  hq;
 #endif
 
 /* What needs no instruction of its own. */
-HPMLI_VFN hv hv_of(hu u) { hv a; memcpy(&a, &u, sizeof a); return a; }
-HPMLI_VFN hu hu_of(hv a) { hu u; memcpy(&u, &a, sizeof u); return u; }
-typedef hv hv_anywhere __attribute__((aligned(4)));
-typedef hu hu_anywhere __attribute__((aligned(HV_W == 1 ? 4 : 1))); /* integers come from files as well */
-HPMLI_VFN hu hu_load(const uint32_t *p) { return *(const hu_anywhere *)p; }
-HPMLI_VFN void hu_store(uint32_t *p, hu a) { *(hu_anywhere *)p = a; }
-HPMLI_VFN hv hv_load(const float *p) { return *(const hv_anywhere *)p; }
-HPMLI_VFN void hv_store(float *p, hv a) { *(hv_anywhere *)p = a; }
-HPMLI_V1(hv_abs, hv_of(hu_of(a) & 0x7fffffffu))
-HPMLI_V1(hv_mantissa, hv_of((hu_of(a) & 0x7fffffu) | 0x3f800000u))
+HPMLI_VFN hv HV(as_floats)(hu u) { hv a; memcpy(&a, &u, sizeof a); return a; }
+HPMLI_VFN hu HV(as_words)(hv a) { hu u; memcpy(&u, &a, sizeof u); return u; }
+typedef hv HV(floats_anywhere) __attribute__((aligned(4)));
+typedef hu HV(words_anywhere) __attribute__((aligned(HV_W == 1 ? 4 : 1))); /* integers come from files as well */
+HPMLI_VFN hu HV(load_words)(const uint32_t *p) { return *(const HV(words_anywhere) *)p; }
+HPMLI_VFN void HV(store_words)(uint32_t *p, hu a) { *(HV(words_anywhere) *)p = a; }
+HPMLI_VFN hv HV(load)(const float *p) { return *(const HV(floats_anywhere) *)p; }
+HPMLI_VFN void HV(store)(float *p, hv a) { *(HV(floats_anywhere) *)p = a; }
+HPMLI_V1(HV(abs), HV(as_floats)(HV(as_words)(a) & 0x7fffffffu))
+HPMLI_V1(HV(mantissa), HV(as_floats)((HV(as_words)(a) & 0x7fffffu) | 0x3f800000u))
 
 #if HPMLI_ISA == 0
-HPMLI_VFN hv hv_set1(float x) { return x; }
-HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return n > 0 ? *p : 0; }
-HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { if (n > 0) *p = a; }
+HPMLI_VFN hv HV(set1)(float x) { return x; }
+HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return n > 0 ? *p : 0; }
+HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { if (n > 0) *p = a; }
 #ifdef __FP_FAST_FMAF /* where there is one, always: not when the compiler feels like contracting */
-HPMLI_V3(hv_fma, fmaf(a, b, c))
-HPMLI_V3(hv_fnma, fmaf(-a, b, c))
+HPMLI_V3(HV(fma), fmaf(a, b, c))
+HPMLI_V3(HV(fnma), fmaf(-a, b, c))
 #else
-HPMLI_V3(hv_fma, a * b + c)
-HPMLI_V3(hv_fnma, c - a * b)
+HPMLI_V3(HV(fma), a * b + c)
+HPMLI_V3(HV(fnma), c - a * b)
 #endif
-HPMLI_V1(hv_sqrt, sqrtf(a))
-HPMLI_V1(hv_round, rintf(a))
-HPMLI_V4(hv_ge, a >= b ? x : y)
-HPMLI_V4(hv_gt, a > b ? x : y)
-HPMLI_V4(hv_eq, a == b ? x : y)
-HPMLI_V2(hv_even, ((void)b, a))
-HPMLI_V2(hv_odd, ((void)a, b))
-HPMLI_V2(hv_low, ((void)b, a))
-HPMLI_V2(hv_high, ((void)a, b))
-HPMLI_VFN float hv_sum(hv a) { return a; }
-HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
-HPMLI_VFN float hv_hmax(hv a) { return a; }
-HPMLI_VFN uint32_t hv_signmask(hv a) { return a >= 0; }
-HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b) { return m & 1 ? a : b; }
-HPMLI_VFN hv hv_of_i32(hu u) { return (float)(int32_t)u; }
-HPMLI_VFN hu HPMLI_K(hpmli_widen)(const uint16_t *p) { return *p; }
-HPMLI_VFN void HPMLI_K(hpmli_narrow)(uint16_t *p, hu u) { *p = (uint16_t)u; }
-HPMLI_VFN hv hv_load_f16(const uint16_t *p)
+HPMLI_V1(HV(sqrt), sqrtf(a))
+HPMLI_V1(HV(round), rintf(a))
+HPMLI_V4(HV(ge), a >= b ? x : y)
+HPMLI_V4(HV(gt), a > b ? x : y)
+HPMLI_V4(HV(eq), a == b ? x : y)
+HPMLI_V2(HV(even), ((void)b, a))
+HPMLI_V2(HV(odd), ((void)a, b))
+HPMLI_V2(HV(low), ((void)b, a))
+HPMLI_V2(HV(high), ((void)a, b))
+HPMLI_VFN float HV(sum)(hv a) { return a; }
+HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d) { out[0] = a, out[1] = b, out[2] = c, out[3] = d; }
+HPMLI_VFN float HV(hmax)(hv a) { return a; }
+HPMLI_VFN uint32_t HV(signmask)(hv a) { return a >= 0; }
+HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b) { return m & 1 ? a : b; }
+HPMLI_VFN hv HV(of_i32)(hu u) { return (float)(int32_t)u; }
+HPMLI_VFN hu HV(widen)(const uint16_t *p) { return *p; }
+HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { *p = (uint16_t)u; }
+HPMLI_VFN hv HV(load_f16)(const uint16_t *p)
 {
     uint32_t sign = (uint32_t)(*p & 0x8000u) << 16, exponent = *p >> 10 & 31u, fraction = *p & 0x3ffu;
-    if (exponent == 31) return hv_of(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
+    if (exponent == 31) return HV(as_floats)(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
     if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * (1.0f / 16777216.0f); /* fraction 2^-24 */
-    return hv_of(sign | (exponent + 112) << 23 | fraction << 13);
+    return HV(as_floats)(sign | (exponent + 112) << 23 | fraction << 13);
 }
-HPMLI_VFN void hv_store_f16(uint16_t *p, hv a)
+HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a)
 {
-    uint32_t u = hu_of(a), sign = u >> 16 & 0x8000u, x = u & 0x7fffffffu, h;
+    uint32_t u = HV(as_words)(a), sign = u >> 16 & 0x8000u, x = u & 0x7fffffffu, h;
     if (x > 0x7f800000u) h = 0x7e00u | (x >> 13 & 0x3ffu);
     else if (x >= 0x477ff000u) h = 0x7c00u; /* 65520 and more round to infinity */
     else if (x >= 0x38800000u) h = (x - 0x38000000u + 0xfffu + (x >> 13 & 1)) >> 13;
-    else h = (uint32_t)rintf(hv_of(x) * 16777216.0f); /* subnormal */
+    else h = (uint32_t)rintf(HV(as_floats)(x) * 16777216.0f); /* subnormal */
     *p = (uint16_t)(sign | h);
 }
-HPMLI_VFN hv hv_load_u8(const uint8_t *p) { return (float)*p; }
-HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
+HPMLI_VFN hv HV(load_u8)(const uint8_t *p) { return (float)*p; }
+HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
 {
     *p = a != a ? 0 : a >= 2147483648.0f ? INT32_MAX : a <= -2147483648.0f ? INT32_MIN : (int32_t)rintf(a);
 }
@@ -1372,51 +1337,51 @@ HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
 #define HPMLI_MM_ALL                   __m256i
 #define HPMLI_MM_HALF                  __m128i /* 16 bits for each lane */
 #define HPMLI_MM_WHERE(a, op, b, x, y) _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, op)) /* a op b ? x : y */
-HPMLI_VFN __m256i HPMLI_K(hpmli_lanes)(int64_t n)
+HPMLI_VFN __m256i HV(lanes)(int64_t n)
 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
-HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return _mm256_maskload_ps(p, HPMLI_K(hpmli_lanes)(n)); }
-HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { _mm256_maskstore_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
-HPMLI_V1(hv_round, _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return _mm256_maskload_ps(p, HV(lanes)(n)); }
+HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { _mm256_maskstore_ps(p, HV(lanes)(n), a); }
+HPMLI_V1(HV(round), _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 #define HPMLI_QUARTERS(x) _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)) /* 0, 2, 1, 3 */
-HPMLI_V2(hv_even, HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0x88)))
-HPMLI_V2(hv_odd, HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0xdd)))
-HPMLI_V2(hv_low, _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20))
-HPMLI_V2(hv_high, _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31))
+HPMLI_V2(HV(even), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0x88)))
+HPMLI_V2(HV(odd), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0xdd)))
+HPMLI_V2(HV(low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20))
+HPMLI_V2(HV(high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31))
 #undef HPMLI_QUARTERS
-HPMLI_VFN float hv_sum(hv a)
+HPMLI_VFN float HV(sum)(hv a)
 {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
-HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d)
+HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
 {
     __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
-HPMLI_VFN float hv_hmax(hv a)
+HPMLI_VFN float HV(hmax)(hv a)
 {
     __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
-HPMLI_VFN uint32_t hv_signmask(hv a)
+HPMLI_VFN uint32_t HV(signmask)(hv a)
 {
     return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GE_OQ));
 }
-HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b)
+HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b)
 {
     __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     __m256i on  = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)m), bit), bit);
     return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(on));
 }
-HPMLI_VFN __m128i HPMLI_K(hpmli_low_half)(hu u)
+HPMLI_VFN __m128i HV(low_half)(hu u)
 {
     return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)u, (__m256i)u), 0x08));
 }
-HPMLI_VFN hv hv_load_u8(const uint8_t *p)
+HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
 {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
 }
@@ -1425,25 +1390,25 @@ HPMLI_VFN hv hv_load_u8(const uint8_t *p)
 #define HPMLI_MM_ALL                   __m512i
 #define HPMLI_MM_HALF                  __m256i
 #define HPMLI_MM_WHERE(a, op, b, x, y) _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, op), y, x)
-HPMLI_VFN __mmask16 HPMLI_K(hpmli_lanes)(int64_t n) { return (__mmask16)((1u << n) - 1); }
-HPMLI_VFN hv hv_load_n(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HPMLI_K(hpmli_lanes)(n), p); }
-HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n) { _mm512_mask_storeu_ps(p, HPMLI_K(hpmli_lanes)(n), a); }
-HPMLI_V1(hv_round, _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+HPMLI_VFN __mmask16 HV(lanes)(int64_t n) { return (__mmask16)((1u << n) - 1); }
+HPMLI_VFN hv HV(load_n)(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(HV(lanes)(n), p); }
+HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n) { _mm512_mask_storeu_ps(p, HV(lanes)(n), a); }
+HPMLI_V1(HV(round), _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 /* Lane i is lane at[i] of a, 16 and more of b. */
 #define HPMLI_PICK(name, ...)                                                                                          \
     HPMLI_V2(name, _mm512_permutex2var_ps(a, _mm512_setr_epi32(__VA_ARGS__), b))
-HPMLI_PICK(hv_even, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-HPMLI_PICK(hv_odd, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
-HPMLI_PICK(hv_low, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-HPMLI_PICK(hv_high, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+HPMLI_PICK(HV(even), 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+HPMLI_PICK(HV(odd), 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+HPMLI_PICK(HV(low), 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+HPMLI_PICK(HV(high), 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 #undef HPMLI_PICK
-HPMLI_VFN float hv_sum(hv a)
+HPMLI_VFN float HV(sum)(hv a)
 {
     float t[16]; /* through memory: gcc 12 warns about its own half-register casts */
-    hv_store(t, a);
+    HV(store)(t, a);
     return hpmli_sum_avx2(_mm256_add_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
 }
-HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d)
+HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
 {
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
@@ -1452,46 +1417,46 @@ HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d)
     s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, s)));
 }
-HPMLI_VFN float hv_hmax(hv a)
+HPMLI_VFN float HV(hmax)(hv a)
 {
     float t[16];
-    hv_store(t, a);
+    HV(store)(t, a);
     return hpmli_hmax_avx2(_mm256_max_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
 }
-HPMLI_VFN uint32_t hv_signmask(hv a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
-HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
-HPMLI_VFN __m256i HPMLI_K(hpmli_low_half)(hu u) { return _mm512_cvtepi32_epi16((__m512i)u); }
-HPMLI_VFN hv hv_load_u8(const uint8_t *p)
+HPMLI_VFN uint32_t HV(signmask)(hv a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
+HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
+HPMLI_VFN __m256i HV(low_half)(hu u) { return _mm512_cvtepi32_epi16((__m512i)u); }
+HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
 }
 #endif
 
 #if HPMLI_ISA == 1 || HPMLI_ISA == 2
-HPMLI_VFN hv hv_set1(float x) { return HPMLI_MM(set1_ps)(x); }
-HPMLI_V3(hv_fma, HPMLI_MM(fmadd_ps)(a, b, c))
-HPMLI_V3(hv_fnma, HPMLI_MM(fnmadd_ps)(a, b, c))
-HPMLI_V2(hv_max, HPMLI_MM(max_ps)(a, b))
-HPMLI_V2(hv_min, HPMLI_MM(min_ps)(a, b))
-HPMLI_V1(hv_sqrt, HPMLI_MM(sqrt_ps)(a))
-HPMLI_V4(hv_ge, HPMLI_MM_WHERE(a, _CMP_GE_OQ, b, x, y))
-HPMLI_V4(hv_gt, HPMLI_MM_WHERE(a, _CMP_GT_OQ, b, x, y))
-HPMLI_V4(hv_eq, HPMLI_MM_WHERE(a, _CMP_EQ_OQ, b, x, y))
-HPMLI_VFN hv hv_of_i32(hu u) { return HPMLI_MM(cvtepi32_ps)((HPMLI_MM_ALL)u); }
-HPMLI_VFN HPMLI_MM_HALF HPMLI_K(hpmli_half)(const uint16_t *p) { HPMLI_MM_HALF h; memcpy(&h, p, sizeof h); return h; }
-HPMLI_VFN void HPMLI_K(hpmli_put_half)(uint16_t *p, HPMLI_MM_HALF h) { memcpy(p, &h, sizeof h); }
-HPMLI_VFN hu HPMLI_K(hpmli_widen)(const uint16_t *p) { return (hu)HPMLI_MM(cvtepu16_epi32)(HPMLI_K(hpmli_half)(p)); }
-HPMLI_VFN void HPMLI_K(hpmli_narrow)(uint16_t *p, hu u) { HPMLI_K(hpmli_put_half)(p, HPMLI_K(hpmli_low_half)(u)); }
-HPMLI_VFN hv hv_load_f16(const uint16_t *p) { return HPMLI_MM(cvtph_ps)(HPMLI_K(hpmli_half)(p)); }
-HPMLI_VFN void hv_store_f16(uint16_t *p, hv a)
+HPMLI_VFN hv HV(set1)(float x) { return HPMLI_MM(set1_ps)(x); }
+HPMLI_V3(HV(fma), HPMLI_MM(fmadd_ps)(a, b, c))
+HPMLI_V3(HV(fnma), HPMLI_MM(fnmadd_ps)(a, b, c))
+HPMLI_V2(HV(max), HPMLI_MM(max_ps)(a, b))
+HPMLI_V2(HV(min), HPMLI_MM(min_ps)(a, b))
+HPMLI_V1(HV(sqrt), HPMLI_MM(sqrt_ps)(a))
+HPMLI_V4(HV(ge), HPMLI_MM_WHERE(a, _CMP_GE_OQ, b, x, y))
+HPMLI_V4(HV(gt), HPMLI_MM_WHERE(a, _CMP_GT_OQ, b, x, y))
+HPMLI_V4(HV(eq), HPMLI_MM_WHERE(a, _CMP_EQ_OQ, b, x, y))
+HPMLI_VFN hv HV(of_i32)(hu u) { return HPMLI_MM(cvtepi32_ps)((HPMLI_MM_ALL)u); }
+HPMLI_VFN HPMLI_MM_HALF HV(half)(const uint16_t *p) { HPMLI_MM_HALF h; memcpy(&h, p, sizeof h); return h; }
+HPMLI_VFN void HV(put_half)(uint16_t *p, HPMLI_MM_HALF h) { memcpy(p, &h, sizeof h); }
+HPMLI_VFN hu HV(widen)(const uint16_t *p) { return (hu)HPMLI_MM(cvtepu16_epi32)(HV(half)(p)); }
+HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { HV(put_half)(p, HV(low_half)(u)); }
+HPMLI_VFN hv HV(load_f16)(const uint16_t *p) { return HPMLI_MM(cvtph_ps)(HV(half)(p)); }
+HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a)
 {
-    HPMLI_K(hpmli_put_half)(p, HPMLI_MM(cvtps_ph)(a, _MM_FROUND_TO_NEAREST_INT));
+    HV(put_half)(p, HPMLI_MM(cvtps_ph)(a, _MM_FROUND_TO_NEAREST_INT));
 }
-HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
+HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
 {
-    hv i = hv_of((hu)HPMLI_MM(cvtps_epi32)(a)); /* out of range gives INT32_MIN */
-    i = hv_ge(a, hv_set1(2147483648.0f), hv_of((hu)HPMLI_MM(set1_epi32)(INT32_MAX)), i);
-    i = hv_eq(a, a, i, hv_set1(0));
+    hv i = HV(as_floats)((hu)HPMLI_MM(cvtps_epi32)(a)); /* out of range gives INT32_MIN */
+    i = HV(ge)(a, HV(set1)(2147483648.0f), HV(as_floats)((hu)HPMLI_MM(set1_epi32)(INT32_MAX)), i);
+    i = HV(eq)(a, a, i, HV(set1)(0));
     memcpy(p, &i, sizeof i);
 }
 #endif
@@ -1505,102 +1470,102 @@ HPMLI_VFN void hv_store_i32(int32_t *p, hv a)
 // ---------------------------------------------------------------------------------------------------------------------
 
 #if HPMLI_ISA == 3
-HPMLI_VFN hv hv_set1(float x) { return vdupq_n_f32(x); }
-HPMLI_VFN hv hv_load_n(const float *p, int64_t n)
+HPMLI_VFN hv HV(set1)(float x) { return vdupq_n_f32(x); }
+HPMLI_VFN hv HV(load_n)(const float *p, int64_t n)
 {
     float t[4] = { 0, 0, 0, 0 };
     for (int64_t i = 0; i < n; i++) t[i] = p[i];
-    return hv_load(t);
+    return HV(load)(t);
 }
-HPMLI_VFN void hv_store_n(float *p, hv a, int64_t n)
+HPMLI_VFN void HV(store_n)(float *p, hv a, int64_t n)
 {
     float t[4];
-    hv_store(t, a);
+    HV(store)(t, a);
     for (int64_t i = 0; i < n; i++) p[i] = t[i];
 }
-HPMLI_V3(hv_fma, vfmaq_f32(c, a, b))
-HPMLI_V3(hv_fnma, vfmsq_f32(c, a, b))
-HPMLI_V1(hv_sqrt, vsqrtq_f32(a))
-HPMLI_V1(hv_round, vrndnq_f32(a))
-HPMLI_V4(hv_ge, vbslq_f32(vcgeq_f32(a, b), x, y))
-HPMLI_V4(hv_gt, vbslq_f32(vcgtq_f32(a, b), x, y))
-HPMLI_V4(hv_eq, vbslq_f32(vceqq_f32(a, b), x, y))
-HPMLI_V2(hv_even, vuzp1q_f32(a, b))
-HPMLI_V2(hv_odd, vuzp2q_f32(a, b))
-HPMLI_V2(hv_low, vzip1q_f32(a, b))
-HPMLI_V2(hv_high, vzip2q_f32(a, b))
-HPMLI_VFN float hv_sum(hv a)
+HPMLI_V3(HV(fma), vfmaq_f32(c, a, b))
+HPMLI_V3(HV(fnma), vfmsq_f32(c, a, b))
+HPMLI_V1(HV(sqrt), vsqrtq_f32(a))
+HPMLI_V1(HV(round), vrndnq_f32(a))
+HPMLI_V4(HV(ge), vbslq_f32(vcgeq_f32(a, b), x, y))
+HPMLI_V4(HV(gt), vbslq_f32(vcgtq_f32(a, b), x, y))
+HPMLI_V4(HV(eq), vbslq_f32(vceqq_f32(a, b), x, y))
+HPMLI_V2(HV(even), vuzp1q_f32(a, b))
+HPMLI_V2(HV(odd), vuzp2q_f32(a, b))
+HPMLI_V2(HV(low), vzip1q_f32(a, b))
+HPMLI_V2(HV(high), vzip2q_f32(a, b))
+HPMLI_VFN float HV(sum)(hv a)
 {
     float32x2_t s = vadd_f32(vget_low_f32(a), vget_high_f32(a));
     return vget_lane_f32(s, 0) + vget_lane_f32(s, 1);
 }
-HPMLI_VFN void hv_sum4(float *out, hv a, hv b, hv c, hv d)
+HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
 {
-    hv_store(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+    HV(store)(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
 }
-HPMLI_VFN float hv_hmax(hv a) { return vmaxvq_f32(a); }
+HPMLI_VFN float HV(hmax)(hv a) { return vmaxvq_f32(a); }
 static const uint32_t hpmli_lane_bit[4] = { 1, 2, 4, 8 };
-HPMLI_VFN uint32_t hv_signmask(hv a)
+HPMLI_VFN uint32_t HV(signmask)(hv a)
 {
     return vaddvq_u32(vandq_u32(vcgeq_f32(a, vdupq_n_f32(0)), vld1q_u32(hpmli_lane_bit)));
 }
-HPMLI_VFN hv hv_bits(uint32_t m, hv a, hv b)
+HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b)
 {
     return vbslq_f32(vtstq_u32(vdupq_n_u32(m), vld1q_u32(hpmli_lane_bit)), a, b);
 }
-HPMLI_VFN hv hv_of_i32(hu u) { return vcvtq_f32_s32(vreinterpretq_s32_u32(u)); }
-HPMLI_VFN hu HPMLI_K(hpmli_widen)(const uint16_t *p) { return vmovl_u16(vld1_u16(p)); }
-HPMLI_VFN void HPMLI_K(hpmli_narrow)(uint16_t *p, hu u) { vst1_u16(p, vmovn_u32(u)); }
-HPMLI_VFN hv hv_load_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-HPMLI_VFN void hv_store_f16(uint16_t *p, hv a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
-HPMLI_VFN hv hv_load_u8(const uint8_t *p)
+HPMLI_VFN hv HV(of_i32)(hu u) { return vcvtq_f32_s32(vreinterpretq_s32_u32(u)); }
+HPMLI_VFN hu HV(widen)(const uint16_t *p) { return vmovl_u16(vld1_u16(p)); }
+HPMLI_VFN void HV(narrow)(uint16_t *p, hu u) { vst1_u16(p, vmovn_u32(u)); }
+HPMLI_VFN hv HV(load_f16)(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+HPMLI_VFN void HV(store_f16)(uint16_t *p, hv a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
+HPMLI_VFN hv HV(load_u8)(const uint8_t *p)
 {
     uint32_t t[4];
     for (int i = 0; i < 4; i++) t[i] = p[i];
     return vcvtq_f32_u32(vld1q_u32(t));
 }
-HPMLI_VFN void hv_store_i32(int32_t *p, hv a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
+HPMLI_VFN void HV(store_i32)(int32_t *p, hv a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates, NaN to 0 */
 #endif
 
 #if HPMLI_ISA == 0 || HPMLI_ISA == 3 /* as x86 has it: a NaN in a gives b */
-HPMLI_V2(hv_max, hv_gt(a, b, a, b))
-HPMLI_V2(hv_min, hv_gt(b, a, a, b))
+HPMLI_V2(HV(max), HV(gt)(a, b, a, b))
+HPMLI_V2(HV(min), HV(gt)(b, a, a, b))
 #endif
-HPMLI_VFN hv hv_zero(void) { return hv_set1(0); }
-HPMLI_V1(hv_exponent, hv_of_i32(hu_of(a) >> 23 & 255u) - 127.0f)
-HPMLI_V1(hv_pow2i, hv_of(hu_of(a + (8388608.0f + 127.0f)) << 23)) /* the sum's last bits are a + 127 */
-HPMLI_VFN hv hv_load_i32(const int32_t *p) { return hv_of_i32(hu_load((const uint32_t *)p)); }
-HPMLI_VFN hv hv_load_bf16(const uint16_t *p) { return hv_of(HPMLI_K(hpmli_widen)(p) << 16); }
-HPMLI_VFN void hv_store_bf16(uint16_t *p, hv a) /* to the nearest, ties to even; a NaN stays one */
+HPMLI_VFN hv HV(zero)(void) { return HV(set1)(0); }
+HPMLI_V1(HV(exponent), HV(of_i32)(HV(as_words)(a) >> 23 & 255u) - 127.0f)
+HPMLI_V1(HV(pow2i), HV(as_floats)(HV(as_words)(a + (8388608.0f + 127.0f)) << 23)) /* the sum's last bits are a + 127 */
+HPMLI_VFN hv HV(load_i32)(const int32_t *p) { return HV(of_i32)(HV(load_words)((const uint32_t *)p)); }
+HPMLI_VFN hv HV(load_bf16)(const uint16_t *p) { return HV(as_floats)(HV(widen)(p) << 16); }
+HPMLI_VFN void HV(store_bf16)(uint16_t *p, hv a) /* to the nearest, ties to even; a NaN stays one */
 {
-    hu u = hu_of(a), rounded = u + 0x7fffu + (u >> 16 & 1u), nan = u | 0x400000u;
-    HPMLI_K(hpmli_narrow)(p, hu_of(hv_eq(a, a, hv_of(rounded), hv_of(nan))) >> 16);
+    hu u = HV(as_words)(a), rounded = u + 0x7fffu + (u >> 16 & 1u), nan = u | 0x400000u;
+    HV(narrow)(p, HV(as_words)(HV(eq)(a, a, HV(as_floats)(rounded), HV(as_floats)(nan))) >> 16);
 }
 
 /* The first n lanes, almost always all of them. Without masked instructions a part goes through a buffer, so that the
    conversion is the same. */
-HPMLI_VFN hv hv_ld(const float *p, int64_t n) { return n >= HV_W ? hv_load(p) : hv_load_n(p, n); }
-HPMLI_VFN void hv_st(float *p, hv a, int64_t n)
+HPMLI_VFN hv HV(ld)(const float *p, int64_t n) { return n >= HV_W ? HV(load)(p) : HV(load_n)(p, n); }
+HPMLI_VFN void HV(st)(float *p, hv a, int64_t n)
 {
-    if (n >= HV_W) hv_store(p, a);
-    else hv_store_n(p, a, n);
+    if (n >= HV_W) HV(store)(p, a);
+    else HV(store_n)(p, a, n);
 }
 #define HPMLI_PARTIAL_LOAD(type, T)                                                                                    \
-    HPMLI_VFN hv hv_ld_##type(const T *p, int64_t n)                                                                   \
+    HPMLI_VFN hv HV(ld_##type)(const T *p, int64_t n)                                                                  \
     {                                                                                                                  \
         T t[HV_W];                                                                                                     \
-        if (__builtin_expect(n >= HV_W, 1)) return hv_load_##type(p);                                                  \
+        if (__builtin_expect(n >= HV_W, 1)) return HV(load_##type)(p);                                                 \
         for (int64_t i = 0; i < HV_W; i++) t[i] = i < n ? p[i] : 0;                                                    \
-        return hv_load_##type(t);                                                                                      \
+        return HV(load_##type)(t);                                                                                     \
     }
 #define HPMLI_PARTIAL(type, T)                                                                                         \
     HPMLI_PARTIAL_LOAD(type, T)                                                                                        \
-    HPMLI_VFN void hv_st_##type(T *p, hv a, int64_t n)                                                                 \
+    HPMLI_VFN void HV(st_##type)(T *p, hv a, int64_t n)                                                                \
     {                                                                                                                  \
         T t[HV_W];                                                                                                     \
-        if (__builtin_expect(n >= HV_W, 1)) hv_store_##type(p, a);                                                     \
+        if (__builtin_expect(n >= HV_W, 1)) HV(store_##type)(p, a);                                                    \
         else {                                                                                                         \
-            hv_store_##type(t, a);                                                                                     \
+            HV(store_##type)(t, a);                                                                                    \
             for (int64_t i = 0; i < n; i++) p[i] = t[i];                                                               \
         }                                                                                                              \
     }
@@ -1620,22 +1585,22 @@ HPMLI_PARTIAL(i32, int32_t)
 
 /* Horner's rule for five coefficients, highest first; and four more on top of p. */
 #ifndef HV_POLY5
-#define HV_POLY5(op, x, a, b, c, d, e)    HV_POLY_ON(op, x, hv_set1(a), b, c, d, e)
+#define HV_POLY5(op, x, a, b, c, d, e)    HV_POLY_ON(op, x, HV(set1)(a), b, c, d, e)
 #define HV_POLY_ON(op, x, p, b, c, d, e)                                                                               \
-    op(op(op(op(p, x, hv_set1(b)), x, hv_set1(c)), x, hv_set1(d)), x, hv_set1(e))
+    op(op(op(op(p, x, HV(set1)(b)), x, HV(set1)(c)), x, HV(set1)(d)), x, HV(set1)(e))
 #endif
 
-HPMLI_VFN hv HPMLI_K(hpmli_exp)(hv x)
+HPMLI_VFN hv HV(exp)(hv x)
 {
-    hv clamped = hv_max(hv_min(x, hv_set1(88.9f)), hv_set1(-104.0f));
-    hv n       = hv_round(clamped * 1.44269504088896341f);
-    hv r       = hv_fnma(n, hv_set1(-2.12194440e-4f), hv_fnma(n, hv_set1(0.693359375f), clamped));
-    hv p       = HV_POLY5(hv_fma, r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+    hv clamped = HV(max)(HV(min)(x, HV(set1)(88.9f)), HV(set1)(-104.0f));
+    hv n       = HV(round)(clamped * 1.44269504088896341f);
+    hv r       = HV(fnma)(n, HV(set1)(-2.12194440e-4f), HV(fnma)(n, HV(set1)(0.693359375f), clamped));
+    hv p       = HV_POLY5(HV(fma), r, 1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
                           1.6666665459e-1f);
-    p = hv_fma(p, r, hv_set1(5.0000001201e-1f));
-    p = hv_fma(p, r * r, r) + 1.0f;
-    hv low = hv_round(n * 0.5f), high = n - low; /* 2^n in two factors: n reaches 128 and -150 */
-    return hv_eq(x, x, p * hv_pow2i(low) * hv_pow2i(high), x);
+    p = HV(fma)(p, r, HV(set1)(5.0000001201e-1f));
+    p = HV(fma)(p, r * r, r) + 1.0f;
+    hv low = HV(round)(n * 0.5f), high = n - low; /* 2^n in two factors: n reaches 128 and -150 */
+    return HV(eq)(x, x, p * HV(pow2i)(low) * HV(pow2i)(high), x);
 }
 
 /* log(2^e m) = e ln 2 + log m, m in [sqrt 1/2, sqrt 2): a polynomial in f = m - 1 of the Cephes library. */
@@ -1644,105 +1609,104 @@ HPMLI_VFN hv HPMLI_K(hpmli_exp)(hv x)
     HV_POLY_ON(op, f, HV_POLY5(op, f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,        \
                1.4249322787e-1f), -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f)
 #endif
-HPMLI_VFN hv HPMLI_K(hpmli_log)(hv x)
+HPMLI_VFN hv HV(log)(hv x)
 {
-    hv tiny = hv_set1(1.17549435e-38f);
-    hv s    = hv_gt(tiny, x, x * 8388608.0f, x); /* subnormal: times 2^23 */
-    hv e    = hv_exponent(s) - hv_gt(tiny, x, hv_set1(23), hv_zero());
-    hv m = hv_mantissa(s), big = hv_set1(1.41421356f), f, z, p, y;
-    e = hv_gt(m, big, e + 1.0f, e);
-    f = hv_gt(m, big, m * 0.5f, m) - 1.0f;
+    hv tiny = HV(set1)(1.17549435e-38f);
+    hv s    = HV(gt)(tiny, x, x * 8388608.0f, x); /* subnormal: times 2^23 */
+    hv e    = HV(exponent)(s) - HV(gt)(tiny, x, HV(set1)(23), HV(zero)());
+    hv m = HV(mantissa)(s), big = HV(set1)(1.41421356f), f, z, p, y;
+    e = HV(gt)(m, big, e + 1.0f, e);
+    f = HV(gt)(m, big, m * 0.5f, m) - 1.0f;
     z = f * f;
-    p = HPMLI_LOG_POLY(hv_fma, f);
+    p = HPMLI_LOG_POLY(HV(fma), f);
     y = p * f * z;
-    y = hv_fma(e, hv_set1(-2.12194440e-4f), y);
-    y = hv_fma(z, hv_set1(-0.5f), y);
-    y = hv_fma(e, hv_set1(0.693359375f), f + y);
-    y = hv_eq(x, hv_set1(INFINITY), x, y);
-    y = hv_eq(x, hv_zero(), hv_set1(-INFINITY), y);
-    return hv_ge(x, hv_zero(), y, hv_set1(NAN));
+    y = HV(fma)(e, HV(set1)(-2.12194440e-4f), y);
+    y = HV(fma)(z, HV(set1)(-0.5f), y);
+    y = HV(fma)(e, HV(set1)(0.693359375f), f + y);
+    y = HV(eq)(x, HV(set1)(INFINITY), x, y);
+    y = HV(eq)(x, HV(zero)(), HV(set1)(-INFINITY), y);
+    return HV(ge)(x, HV(zero)(), y, HV(set1)(NAN));
 }
 
-HPMLI_VFN hv HPMLI_K(hpmli_sigmoid)(hv x) { return 1.0f / (1.0f + HPMLI_K(hpmli_exp)(-x)); }
+HPMLI_VFN hv HV(sigmoid)(hv x) { return 1.0f / (1.0f + HV(exp)(-x)); }
 
 /* tanh: a polynomial near zero, 1 - 2 / (exp(2|x|) + 1) elsewhere. */
-HPMLI_VFN hv HPMLI_K(hpmli_tanh)(hv x)
+HPMLI_VFN hv HV(tanh)(hv x)
 {
-    hv a = hv_abs(x), z = x * x, far;
-    hv p = HV_POLY5(hv_fma, z, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+    hv a = HV(abs)(x), z = x * x, far;
+    hv p = HV_POLY5(HV(fma), z, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
                     -3.33332819422e-1f);
-    p = hv_fma(p * z, x, x);
-    far = 1.0f - 2.0f / (HPMLI_K(hpmli_exp)(a + a) + 1.0f);
-    far = hv_ge(x, hv_zero(), far, -far);
-    return hv_ge(a, hv_set1(0.625f), far, p);
+    p = HV(fma)(p * z, x, x);
+    far = 1.0f - 2.0f / (HV(exp)(a + a) + 1.0f);
+    far = HV(ge)(x, HV(zero)(), far, -far);
+    return HV(ge)(a, HV(set1)(0.625f), far, p);
 }
 
 /* erf: the series near zero, Abramowitz & Stegun 7.1.26 elsewhere; absolute error below 3e-7. */
-HPMLI_VFN hv HPMLI_K(hpmli_erf)(hv x)
+HPMLI_VFN hv HV(erf)(hv x)
 {
-    hv a = hv_abs(x), z = x * x, t, p, far, near_;
-    t = 1.0f / hv_fma(a, hv_set1(0.3275911f), hv_set1(1));
-    p = HV_POLY5(hv_fma, t, 1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f);
-    far = hv_fnma(p * t, HPMLI_K(hpmli_exp)(-z), hv_set1(1));
-    far = hv_ge(x, hv_zero(), far, -far);
-    p = HV_POLY5(hv_fma, z, -8.5483270e-4f, 5.2239776e-3f, -2.6866170e-2f, 1.1283792e-1f,
+    hv a = HV(abs)(x), z = x * x, t, p, far, near_;
+    t = 1.0f / HV(fma)(a, HV(set1)(0.3275911f), HV(set1)(1));
+    p = HV_POLY5(HV(fma), t, 1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f);
+    far = HV(fnma)(p * t, HV(exp)(-z), HV(set1)(1));
+    far = HV(ge)(x, HV(zero)(), far, -far);
+    p = HV_POLY5(HV(fma), z, -8.5483270e-4f, 5.2239776e-3f, -2.6866170e-2f, 1.1283792e-1f,
                  -3.7612639e-1f); /* 2 / sqrt(pi) (-1)^k / (k! (2k + 1)) */
-    near_ = hv_fma(p, z, hv_set1(1.1283792f)) * x;
-    return hv_gt(hv_set1(0.5f), a, near_, far);
+    near_ = HV(fma)(p, z, HV(set1)(1.1283792f)) * x;
+    return HV(gt)(HV(set1)(0.5f), a, near_, far);
 }
 
 /* The activations: f(x), and df/dx from x or from y = f(x), whichever is cheaper. s is the slope of leaky relu. */
 #define HPMLI_ACT(name, forward, slope_of)                                                                             \
-    HPMLI_VFN hv HPMLI_K(hpmli_f_##name)(hv x, hv s) { (void)s; return forward; }                                      \
-    HPMLI_VFN hv HPMLI_K(hpmli_d_##name)(hv x, hv y, hv s) { (void)x; (void)y; (void)s; return slope_of; }
-#define HV_ONE hv_set1(1)
+    HPMLI_VFN hv HV(f_##name)(hv x, hv s) { (void)s; return forward; }                                                 \
+    HPMLI_VFN hv HV(d_##name)(hv x, hv y, hv s) { (void)x; (void)y; (void)s; return slope_of; }
 
 /* gelu, tanh form: u = sqrt(2/pi) (x + 0.044715 x^3) */
-HPMLI_VFN hv HPMLI_K(hpmli_gelu_t)(hv x)
+HPMLI_VFN hv HV(gelu_t)(hv x)
 {
-    hv cubic = hv_fma(x * x * x, hv_set1(0.044715f), x);
-    return HPMLI_K(hpmli_tanh)(cubic * 0.79788456080286535588f);
+    hv cubic = HV(fma)(x * x * x, HV(set1)(0.044715f), x);
+    return HV(tanh)(cubic * 0.79788456080286535588f);
 }
-HPMLI_VFN hv HPMLI_K(hpmli_gelu_slope)(hv x)
+HPMLI_VFN hv HV(gelu_slope)(hv x)
 {
-    hv t  = HPMLI_K(hpmli_gelu_t)(x);
-    hv du = hv_fma(x * x, hv_set1(0.79788456080286535588f * 3 * 0.044715f), hv_set1(0.79788456080286535588f));
-    hv dt = hv_fnma(t, t, HV_ONE) * du;
+    hv t  = HV(gelu_t)(x);
+    hv du = HV(fma)(x * x, HV(set1)(0.79788456080286535588f * 3 * 0.044715f), HV(set1)(0.79788456080286535588f));
+    hv dt = HV(fnma)(t, t, HV(set1)(1)) * du;
     return 0.5f * (1.0f + t + x * dt);
 }
 /* The normal distribution: its integral, its density. */
-HPMLI_VFN hv HPMLI_K(hpmli_cdf)(hv x) { return 0.5f * (1.0f + HPMLI_K(hpmli_erf)(x * 0.70710678118654752f)); }
-HPMLI_VFN hv HPMLI_K(hpmli_pdf)(hv x) { return 0.39894228040143268f * HPMLI_K(hpmli_exp)(x * x * -0.5f); }
-HPMLI_VFN hv HPMLI_K(hpmli_silu_slope)(hv x)
+HPMLI_VFN hv HV(cdf)(hv x) { return 0.5f * (1.0f + HV(erf)(x * 0.70710678118654752f)); }
+HPMLI_VFN hv HV(pdf)(hv x) { return 0.39894228040143268f * HV(exp)(x * x * -0.5f); }
+HPMLI_VFN hv HV(silu_slope)(hv x)
 {
-    hv s = HPMLI_K(hpmli_sigmoid)(x);
-    return s * hv_fma(x, 1.0f - s, HV_ONE);
+    hv s = HV(sigmoid)(x);
+    return s * HV(fma)(x, 1.0f - s, HV(set1)(1));
 }
-HPMLI_ACT(none, x, HV_ONE)
-HPMLI_ACT(relu, hv_gt(x, hv_zero(), x, hv_eq(x, x, hv_zero(), x)), hv_gt(y, hv_zero(), HV_ONE, hv_zero()))
-HPMLI_ACT(leaky, hv_gt(x, hv_zero(), x, x * s), hv_gt(y, hv_zero(), HV_ONE, s))
-HPMLI_ACT(gelu, x * 0.5f * (1.0f + HPMLI_K(hpmli_gelu_t)(x)), HPMLI_K(hpmli_gelu_slope)(x))
-HPMLI_ACT(gelu_erf, x * HPMLI_K(hpmli_cdf)(x), hv_fma(x, HPMLI_K(hpmli_pdf)(x), HPMLI_K(hpmli_cdf)(x)))
-HPMLI_ACT(silu, x * HPMLI_K(hpmli_sigmoid)(x), HPMLI_K(hpmli_silu_slope)(x))
-HPMLI_ACT(sigmoid, HPMLI_K(hpmli_sigmoid)(x), y * (1.0f - y))
-HPMLI_ACT(tanh, HPMLI_K(hpmli_tanh)(x), hv_fnma(y, y, HV_ONE))
-HPMLI_ACT(exp, HPMLI_K(hpmli_exp)(x), y)
-HPMLI_ACT(log, HPMLI_K(hpmli_log)(x), 1.0f / x)
-HPMLI_ACT(sqrt, hv_sqrt(x), 0.5f / y)
+HPMLI_ACT(none, x, HV(set1)(1))
+HPMLI_ACT(relu, HV(gt)(x, HV(zero)(), x, HV(eq)(x, x, HV(zero)(), x)), HV(gt)(y, HV(zero)(), HV(set1)(1), HV(zero)()))
+HPMLI_ACT(leaky, HV(gt)(x, HV(zero)(), x, x * s), HV(gt)(y, HV(zero)(), HV(set1)(1), s))
+HPMLI_ACT(gelu, x * 0.5f * (1.0f + HV(gelu_t)(x)), HV(gelu_slope)(x))
+HPMLI_ACT(gelu_erf, x * HV(cdf)(x), HV(fma)(x, HV(pdf)(x), HV(cdf)(x)))
+HPMLI_ACT(silu, x * HV(sigmoid)(x), HV(silu_slope)(x))
+HPMLI_ACT(sigmoid, HV(sigmoid)(x), y * (1.0f - y))
+HPMLI_ACT(tanh, HV(tanh)(x), HV(fnma)(y, y, HV(set1)(1)))
+HPMLI_ACT(exp, HV(exp)(x), y)
+HPMLI_ACT(log, HV(log)(x), 1.0f / x)
+HPMLI_ACT(sqrt, HV(sqrt)(x), 0.5f / y)
 HPMLI_ACT(square, x * x, x + x)
-HPMLI_ACT(neg, -x, hv_set1(-1))
-HPMLI_ACT(abs, hv_abs(x), hv_gt(x, hv_zero(), HV_ONE, hv_gt(hv_zero(), x, hv_set1(-1), hv_zero())))
+HPMLI_ACT(neg, -x, HV(set1)(-1))
+HPMLI_ACT(abs, HV(abs)(x), HV(gt)(x, HV(zero)(), HV(set1)(1), HV(gt)(HV(zero)(), x, HV(set1)(-1), HV(zero)())))
 #undef HPMLI_ACT
 
 #define HPMLI_ACTS(X) X(0, none) X(1, relu) X(2, leaky) X(3, gelu) X(4, gelu_erf) X(5, silu) X(6, sigmoid) X(7, tanh) \
     X(8, exp) X(9, log) X(10, sqrt) X(11, square) X(12, neg) X(13, abs)
 
-HPMLI_KFN void HPMLI_K(hpmli_act_forward)(int kind, float slope, float *y, const float *x, int64_t n)
+HPMLI_KFN void HV(act_forward)(int kind, float slope, float *y, const float *x, int64_t n)
 {
-    hv s = hv_set1(slope);
+    hv s = HV(set1)(slope);
     switch (kind) {
 #define HPMLI_X(number, name) \
-    case number: HV_LOOP(n) hv_st(y + i, HPMLI_K(hpmli_f_##name)(hv_ld(x + i, c), s), c); break;
+    case number: HV_LOOP(n) HV(st)(y + i, HV(f_##name)(HV(ld)(x + i, c), s), c); break;
         HPMLI_ACTS(HPMLI_X)
 #undef HPMLI_X
     default: break;
@@ -1750,19 +1714,19 @@ HPMLI_KFN void HPMLI_K(hpmli_act_forward)(int kind, float slope, float *y, const
 }
 
 /* x or y may be NULL where the slope does not read it: dy stands in. */
-HPMLI_KFN void HPMLI_K(hpmli_act_backward)(int kind, float slope, float *dx, const float *dy, const float *x,
+HPMLI_KFN void HV(act_backward)(int kind, float slope, float *dx, const float *dy, const float *x,
                                            const float *y, int64_t n, int accumulate)
 {
-    hv s = hv_set1(slope);
+    hv s = HV(set1)(slope);
     if (!x) x = dy;
     if (!y) y = dy;
     switch (kind) {
 #define HPMLI_X(number, name)                                                                                          \
     case number:                                                                                                       \
         HV_LOOP(n) {                                                                                                   \
-            hv d = hv_ld(dy + i, c) * HPMLI_K(hpmli_d_##name)(hv_ld(x + i, c), hv_ld(y + i, c), s);                    \
-            if (accumulate) d += hv_ld(dx + i, c);                                                                     \
-            hv_st(dx + i, d, c);                                                                                       \
+            hv d = HV(ld)(dy + i, c) * HV(d_##name)(HV(ld)(x + i, c), HV(ld)(y + i, c), s);                            \
+            if (accumulate) d += HV(ld)(dx + i, c);                                                                    \
+            HV(st)(dx + i, d, c);                                                                                      \
         }                                                                                                              \
         break;
         HPMLI_ACTS(HPMLI_X)
@@ -1772,9 +1736,9 @@ HPMLI_KFN void HPMLI_K(hpmli_act_backward)(int kind, float slope, float *dx, con
 }
 
 #define HPMLI_MAP2(name, op)                                                                                           \
-    HPMLI_KFN void HPMLI_K(hpmli_v##name)(float *y, const float *a, const float *b, int64_t n)                         \
+    HPMLI_KFN void HV(v##name)(float *y, const float *a, const float *b, int64_t n)                                    \
     {                                                                                                                  \
-        HV_LOOP(n) hv_st(y + i, hv_ld(a + i, c) op hv_ld(b + i, c), c);                                                \
+        HV_LOOP(n) HV(st)(y + i, HV(ld)(a + i, c) op HV(ld)(b + i, c), c);                                             \
     }
 HPMLI_MAP2(add, +)
 HPMLI_MAP2(sub, -)
@@ -1782,39 +1746,39 @@ HPMLI_MAP2(mul, *)
 HPMLI_MAP2(div, /)
 #undef HPMLI_MAP2
 
-HPMLI_KFN void HPMLI_K(hpmli_vfill)(float *y, float value, int64_t n) { HV_LOOP(n) hv_st(y + i, hv_set1(value), c); }
+HPMLI_KFN void HV(vfill)(float *y, float value, int64_t n) { HV_LOOP(n) HV(st)(y + i, HV(set1)(value), c); }
 
 /* y = a x + b y; b == 0 does not read y. */
-HPMLI_KFN void HPMLI_K(hpmli_vaxpby)(float *y, float a, const float *x, float b, int64_t n)
+HPMLI_KFN void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n)
 {
-    hv va = hv_set1(a), vb = hv_set1(b);
-    if (b == 0) HV_LOOP(n) hv_st(y + i, va * hv_ld(x + i, c), c);
-    else HV_LOOP(n) hv_st(y + i, hv_fma(va, hv_ld(x + i, c), vb * hv_ld(y + i, c)), c);
+    hv va = HV(set1)(a), vb = HV(set1)(b);
+    if (b == 0) HV_LOOP(n) HV(st)(y + i, va * HV(ld)(x + i, c), c);
+    else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb * HV(ld)(y + i, c)), c);
 }
 
 /* y = a x + b */
-HPMLI_KFN void HPMLI_K(hpmli_vscale_add)(float *y, const float *x, float a, float b, int64_t n)
+HPMLI_KFN void HV(vscale_add)(float *y, const float *x, float a, float b, int64_t n)
 {
-    hv va = hv_set1(a), vb = hv_set1(b);
-    HV_LOOP(n) hv_st(y + i, hv_fma(va, hv_ld(x + i, c), vb), c);
+    hv va = HV(set1)(a), vb = HV(set1)(b);
+    HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb), c);
 }
 
 /* y = max(a x + b, 0) */
-HPMLI_KFN void HPMLI_K(hpmli_vaffine_relu)(float *y, const float *x, float a, float b, int64_t n)
+HPMLI_KFN void HV(vaffine_relu)(float *y, const float *x, float a, float b, int64_t n)
 {
-    hv va = hv_set1(a), vb = hv_set1(b);
-    HV_LOOP(n) hv_st(y + i, hv_max(hv_zero(), hv_fma(va, hv_ld(x + i, c), vb)), c);
+    hv va = HV(set1)(a), vb = HV(set1)(b);
+    HV_LOOP(n) HV(st)(y + i, HV(max)(HV(zero)(), HV(fma)(va, HV(ld)(x + i, c), vb)), c);
 }
 
 /* y (+)= a x + b z + c */
-HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float constant,
+HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float constant,
                                        int64_t n, int accumulate)
 {
-    hv va = hv_set1(a), vb = hv_set1(b), vc = hv_set1(constant);
+    hv va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(constant);
     HV_LOOP(n) {
-        hv r = hv_fma(va, hv_ld(x + i, c), hv_fma(vb, hv_ld(z + i, c), vc));
-        if (accumulate) r += hv_ld(y + i, c);
-        hv_st(y + i, r, c);
+        hv r = HV(fma)(va, HV(ld)(x + i, c), HV(fma)(vb, HV(ld)(z + i, c), vc));
+        if (accumulate) r += HV(ld)(y + i, c);
+        HV(st)(y + i, r, c);
     }
 }
 
@@ -1828,9 +1792,9 @@ HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float 
 #define HPMLI_BLOCK_SUM 1024
 
 #define HPMLI_REDUCE(name, params, term)                                                                               \
-    HPMLI_KFN float HPMLI_K(hpmli_##name) params                                                                       \
+    HPMLI_KFN float HV(name) params                                                                                    \
     {                                                                                                                  \
-        hv      s[4] = { hv_zero(), hv_zero(), hv_zero(), hv_zero() };                                                 \
+        hv      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };                                             \
         int64_t i    = 0;                                                                                              \
         for (; i + 4 * HV_W <= n; i += 4 * HV_W) {                                                                     \
             HPMLI_UNROLL                                                                                               \
@@ -1845,21 +1809,21 @@ HPMLI_KFN void HPMLI_K(hpmli_vaxpbypc)(float *y, float a, const float *x, float 
             const hv      sum = s[0];                                                                                  \
             s[0] = term;                                                                                               \
         }                                                                                                              \
-        return hv_sum((s[0] + s[1]) + (s[2] + s[3]));                                                                  \
+        return HV(sum)((s[0] + s[1]) + (s[2] + s[3]));                                                                 \
     }
-HPMLI_VFN hv HPMLI_K(hpmli_add_square)(hv sum, hv d) { return hv_fma(d, d, sum); }
-HPMLI_VFN hv HPMLI_K(hpmli_keep)(hv v, int64_t n) /* the first n lanes, 0 in the rest, as hv_load_n */
+HPMLI_VFN hv HV(add_square)(hv sum, hv d) { return HV(fma)(d, d, sum); }
+HPMLI_VFN hv HV(keep)(hv v, int64_t n) /* the first n lanes, 0 in the rest, as HV(load_n) */
 {
-    return n >= HV_W ? v : hv_bits((1u << n) - 1, v, hv_zero());
+    return n >= HV_W ? v : HV(bits)((1u << n) - 1, v, HV(zero)());
 }
-HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + hv_ld(x + at, c))
-HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), hv_fma(hv_ld(a + at, c), hv_ld(b + at, c), sum))
+HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + HV(ld)(x + at, c))
+HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HV(fma)(HV(ld)(a + at, c), HV(ld)(b + at, c), sum))
 HPMLI_REDUCE(vvar, (const float *x, float mean, int64_t n),
-             HPMLI_K(hpmli_add_square)(sum, hv_ld(x + at, c) - HPMLI_K(hpmli_keep)(hv_set1(mean), c)))
+             HV(add_square)(sum, HV(ld)(x + at, c) - HV(keep)(HV(set1)(mean), c)))
 #undef HPMLI_REDUCE
 
 #define HPMLI_WIDE(name, params, piece)                                                                                \
-    HPMLI_KFN double HPMLI_K(hpmli_##name) params                                                                      \
+    HPMLI_KFN double HV(name) params                                                                                   \
     {                                                                                                                  \
         double sum = 0;                                                                                                \
         for (int64_t i = 0; i < n; i += HPMLI_BLOCK_SUM) {                                                             \
@@ -1868,51 +1832,51 @@ HPMLI_REDUCE(vvar, (const float *x, float mean, int64_t n),
         }                                                                                                              \
         return sum;                                                                                                    \
     }
-HPMLI_WIDE(vsumsq, (const float *x, int64_t n), HPMLI_K(hpmli_vdot)(x + i, x + i, c))
-HPMLI_WIDE(vsum_wide, (const float *x, int64_t n), HPMLI_K(hpmli_vsum)(x + i, c))
-HPMLI_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HPMLI_K(hpmli_vdot)(a + i, b + i, c))
-HPMLI_WIDE(vvar_wide, (const float *x, float mean, int64_t n), HPMLI_K(hpmli_vvar)(x + i, mean, c)) /* (x - mean)^2 */
+HPMLI_WIDE(vsumsq, (const float *x, int64_t n), HV(vdot)(x + i, x + i, c))
+HPMLI_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c))
+HPMLI_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c))
+HPMLI_WIDE(vvar_wide, (const float *x, float mean, int64_t n), HV(vvar)(x + i, mean, c)) /* (x - mean)^2 */
 #undef HPMLI_WIDE
 
-HPMLI_KFN float HPMLI_K(hpmli_vmax)(const float *x, int64_t n)
+HPMLI_KFN float HV(vmax)(const float *x, int64_t n)
 {
-    hv      m = hv_set1(-INFINITY);
+    hv      m = HV(set1)(-INFINITY);
     int64_t i = 0;
-    for (; i + HV_W <= n; i += HV_W) m = hv_max(hv_load(x + i), m);
-    float best = hv_hmax(m);
+    for (; i + HV_W <= n; i += HV_W) m = HV(max)(HV(load)(x + i), m);
+    float best = HV(hmax)(m);
     for (; i < n; i++) best = x[i] > best ? x[i] : best;
     return best;
 }
 
 /* y = exp(x - shift); returns the sum. The heart of a softmax. */
-HPMLI_KFN float HPMLI_K(hpmli_vexp_sum)(float *y, const float *x, float shift, int64_t n)
+HPMLI_KFN float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n)
 {
-    hv s = hv_zero(), vs = hv_set1(shift);
+    hv s = HV(zero)(), vs = HV(set1)(shift);
     HV_LOOP(n) {
-        hv e = HPMLI_K(hpmli_exp)(hv_ld(x + i, c) - vs);
-        hv_st(y + i, e, c);
-        s += HPMLI_K(hpmli_keep)(e, c);
+        hv e = HV(exp)(HV(ld)(x + i, c) - vs);
+        HV(st)(y + i, e, c);
+        s += HV(keep)(e, c);
     }
-    return hv_sum(s);
+    return HV(sum)(s);
 }
 
 /* out[j] (+)= sum over rows of x[r][j]. Blocks of rows keep the chain of additions short. */
-HPMLI_KFN void HPMLI_K(hpmli_vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
+HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
 {
     HV_LOOP(cols) {
-        hv total = hv_zero();
+        hv total = HV(zero)();
         for (int64_t r0 = 0; r0 < rows; r0 += 64) {
             int64_t r = r0, end = r0 + 64 < rows ? r0 + 64 : rows;
-            hv      s[4] = { hv_zero(), hv_zero(), hv_zero(), hv_zero() };
+            hv      s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() };
             for (; r + 4 <= end; r += 4) {
                 HPMLI_UNROLL
-                for (int u = 0; u < 4; u++) s[u] += hv_ld(x + (r + u) * cols + i, c);
+                for (int u = 0; u < 4; u++) s[u] += HV(ld)(x + (r + u) * cols + i, c);
             }
-            for (; r < end; r++) s[0] += hv_ld(x + r * cols + i, c);
+            for (; r < end; r++) s[0] += HV(ld)(x + r * cols + i, c);
             total += (s[0] + s[1]) + (s[2] + s[3]);
         }
-        if (accumulate) total += hv_ld(out + i, c);
-        hv_st(out + i, total, c);
+        if (accumulate) total += HV(ld)(out + i, c);
+        HV(st)(out + i, total, c);
     }
 }
 
@@ -1927,80 +1891,80 @@ HPMLI_KFN void HPMLI_K(hpmli_vsum_rows)(float *out, const float *x, int64_t rows
 
 /* What no gradient feeds any more (a dead unit) decays to 0, not to denormals, which take a hundred times as long and
    would stay for ever. A NaN stays one. */
-HPMLI_VFN hv HPMLI_K(hpmli_decayed)(float *state, hv x, int64_t c)
+HPMLI_VFN hv HV(decayed)(float *state, hv x, int64_t c)
 {
-    x = hv_gt(hv_set1(1.17549435e-38f), hv_abs(x), hv_set1(0), x);
-    hv_st(state, x, c);
+    x = HV(gt)(HV(set1)(1.17549435e-38f), HV(abs)(x), HV(set1)(0), x);
+    HV(st)(state, x, c);
     return x;
 }
 
-HPMLI_VFN hv HPMLI_K(hpmli_moment)(float *state, hv g, float beta, int64_t c) /* state = beta state + (1 - beta) g */
+HPMLI_VFN hv HV(moment)(float *state, hv g, float beta, int64_t c) /* state = beta state + (1 - beta) g */
 {
-    return HPMLI_K(hpmli_decayed)(state, hv_fma(hv_set1(1 - beta), g, hv_set1(beta) * hv_ld(state, c)), c);
+    return HV(decayed)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(ld)(state, c)), c);
 }
 
-HPMLI_VFN void HPMLI_K(hpmli_sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, int64_t c)
+HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, int64_t c)
 {
-    hv x = hv_ld(w, c), step;
-    g    = hv_fma(hv_set1(o->u.weight_decay), x, g);
+    hv x = HV(ld)(w, c), step;
+    g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
     step = g;
     if (m) {
-        hv v = HPMLI_K(hpmli_decayed)(m, o->u.step == 1 ? g : hv_fma(hv_set1(o->u.momentum), hv_ld(m, c), g), c);
-        step = o->u.nesterov ? hv_fma(hv_set1(o->u.momentum), v, g) : v;
+        hv v = HV(decayed)(m, o->u.step == 1 ? g : HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), g), c);
+        step = o->u.nesterov ? HV(fma)(HV(set1)(o->u.momentum), v, g) : v;
     }
-    hv_st(w, hv_fnma(hv_set1(o->u.lr), step, x), c);
+    HV(st)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), c);
 }
 
-HPMLI_VFN void HPMLI_K(hpmli_adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, int64_t c)
+HPMLI_VFN void HV(adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, int64_t c)
 {
-    hv x = hv_ld(w, c), s;
-    g = hv_fma(hv_set1(o->u.weight_decay), x, g);
-    s = hv_fma(g, g, hv_ld(v, c));
-    hv_st(v, s, c);
-    hv_st(w, hv_fnma(hv_set1(o->u.lr), g / (hv_sqrt(s) + hv_set1(o->u.eps)), x), c);
+    hv x = HV(ld)(w, c), s;
+    g = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
+    s = HV(fma)(g, g, HV(ld)(v, c));
+    HV(st)(v, s, c);
+    HV(st)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), c);
 }
 
-HPMLI_VFN void HPMLI_K(hpmli_rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, int64_t c)
+HPMLI_VFN void HV(rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, int64_t c)
 {
-    hv x = hv_ld(w, c), step;
-    g    = hv_fma(hv_set1(o->u.weight_decay), x, g);
-    step = HPMLI_K(hpmli_moment)(v, g * g, o->u.beta2, c);
-    step = g / (hv_sqrt(step) + hv_set1(o->u.eps));
-    if (m) step = HPMLI_K(hpmli_decayed)(m, hv_fma(hv_set1(o->u.momentum), hv_ld(m, c), step), c);
-    hv_st(w, hv_fnma(hv_set1(o->u.lr), step, x), c);
+    hv x = HV(ld)(w, c), step;
+    g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
+    step = HV(moment)(v, g * g, o->u.beta2, c);
+    step = g / (HV(sqrt)(step) + HV(set1)(o->u.eps));
+    if (m) step = HV(decayed)(m, HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), step), c);
+    HV(st)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), c);
 }
 
 /* m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) */
-HPMLI_VFN hv HPMLI_K(hpmli_adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, int64_t c)
+HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, int64_t c)
 {
-    hv mean   = HPMLI_K(hpmli_moment)(m, g, o->u.beta1, c) / hv_set1(o->correction1);
-    hv square = HPMLI_K(hpmli_moment)(v, g * g, o->u.beta2, c) / hv_set1(o->correction2);
-    return mean / (hv_sqrt(square) + hv_set1(o->u.eps));
+    hv mean   = HV(moment)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
+    hv square = HV(moment)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
+    return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }
 
 /* LAMB writes its direction over the gradient's array, which is ours to spend. */
-HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const float *dw, float *m, float *v,
+HPMLI_KFN void HV(opt_step)(const hpmli_opt_args *o, float *w, const float *dw, float *m, float *v,
                                        int64_t n)
 {
-    hv           scale = hv_set1(o->u.grad_scale), lr = hv_set1(o->u.lr), decay = hv_set1(o->u.weight_decay);
+    hv           scale = HV(set1)(o->u.grad_scale), lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
     const float *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
     HV_LOOP(n) {
-        hv g = hv_ld(dw + i, c), x;
-        if (more) g = g + hv_ld(more + i, c);
+        hv g = HV(ld)(dw + i, c), x;
+        if (more) g = g + HV(ld)(more + i, c);
         g = g * scale;
         switch (o->u.opt) {
-        case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_K(hpmli_sgd)(o, w + i, g, m ? m + i : NULL, c); break;
-        case HPML_OPT_ADAGRAD: HPMLI_K(hpmli_adagrad)(o, w + i, g, v + i, c); break;
-        case HPML_OPT_RMSPROP: HPMLI_K(hpmli_rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, c); break;
+        case HPML_OPT_SGD: case HPML_OPT_LARS: HV(sgd)(o, w + i, g, m ? m + i : NULL, c); break;
+        case HPML_OPT_ADAGRAD: HV(adagrad)(o, w + i, g, v + i, c); break;
+        case HPML_OPT_RMSPROP: HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, c); break;
         case HPML_OPT_ADAM: case HPML_OPT_ADAMW:
-            x = hv_ld(w + i, c);
-            if (o->u.opt == HPML_OPT_ADAM) g = hv_fma(decay, x, g);
-            else x = hv_fnma(lr * decay, x, x);
-            hv_st(w + i, hv_fnma(lr, HPMLI_K(hpmli_adam_direction)(o, g, m + i, v + i, c), x), c);
+            x = HV(ld)(w + i, c);
+            if (o->u.opt == HPML_OPT_ADAM) g = HV(fma)(decay, x, g);
+            else x = HV(fnma)(lr * decay, x, x);
+            HV(st)(w + i, HV(fnma)(lr, HV(adam_direction)(o, g, m + i, v + i, c), x), c);
             break;
         default: /* LAMB */
-            x = HPMLI_K(hpmli_adam_direction)(o, g, m + i, v + i, c);
-            hv_st((float *)(uintptr_t)(dw + i), hv_fma(decay, hv_ld(w + i, c), x), c);
+            x = HV(adam_direction)(o, g, m + i, v + i, c);
+            HV(st)((float *)(uintptr_t)(dw + i), HV(fma)(decay, HV(ld)(w + i, c), x), c);
         }
     }
 }
@@ -2010,26 +1974,26 @@ HPMLI_KFN void HPMLI_K(hpmli_opt_step)(const hpmli_opt_args *o, float *w, const 
 // ---------------------------------------------------------------------------------------------------------------------
 
 #define HPMLI_CONVERT(name, T)                                                                                         \
-    HPMLI_KFN void HPMLI_K(hpmli_##name##_to_f32)(float *y, const T *x, int64_t n)                                     \
+    HPMLI_KFN void HV(name##_to_f32)(float *y, const T *x, int64_t n)                                                  \
     {                                                                                                                  \
-        HV_LOOP(n) hv_st(y + i, hv_ld_##name(x + i, c), c);                                                            \
+        HV_LOOP(n) HV(st)(y + i, HV(ld_##name)(x + i, c), c);                                                          \
     }                                                                                                                  \
-    HPMLI_KFN void HPMLI_K(hpmli_f32_to_##name)(T *y, const float *x, int64_t n)                                       \
+    HPMLI_KFN void HV(f32_to_##name)(T *y, const float *x, int64_t n)                                                  \
     {                                                                                                                  \
-        HV_LOOP(n) hv_st_##name(y + i, hv_ld(x + i, c), c);                                                            \
+        HV_LOOP(n) HV(st_##name)(y + i, HV(ld)(x + i, c), c);                                                          \
     }
 HPMLI_CONVERT(bf16, uint16_t)
 HPMLI_CONVERT(f16, uint16_t)
 HPMLI_CONVERT(i32, int32_t)
 #undef HPMLI_CONVERT
 
-HPMLI_KFN void HPMLI_K(hpmli_u8_to_f32)(float *y, const uint8_t *x, float scale, float shift, int64_t n)
+HPMLI_KFN void HV(u8_to_f32)(float *y, const uint8_t *x, float scale, float shift, int64_t n)
 {
-    hv s = hv_set1(scale), b = hv_set1(shift);
-    HV_LOOP(n) hv_st(y + i, hv_fma(hv_ld_u8(x + i, c), s, b), c);
+    hv s = HV(set1)(scale), b = HV(set1)(shift);
+    HV_LOOP(n) HV(st)(y + i, HV(fma)(HV(ld_u8)(x + i, c), s, b), c);
 }
 
-HPMLI_KFN void HPMLI_K(hpmli_f32_to_u8)(uint8_t *y, const float *x, int64_t n)
+HPMLI_KFN void HV(f32_to_u8)(uint8_t *y, const float *x, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) {
         float r = rintf(x[i]);
@@ -2098,22 +2062,22 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 
 /* What happens to row r of a tile; `mr`, `nv` are constants once inlined: rows and vectors that are not there vanish.
    Every third row has a pointer, the others are at one or two strides from it. */
-#define HPMLI_TILE_ZERO(r) hv s##r = hv_zero(), t##r = hv_zero(), u##r = hv_zero(), v##r = hv_zero();
+#define HPMLI_TILE_ZERO(r) hv s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
 #define HPMLI_TILE_AT(r)   (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * ars]
 #define HPMLI_TILE_ROW(r)                                                                                              \
     if (mr > r) {                                                                                                      \
-        hv x = hv_set1(HPMLI_TILE_AT(r));                                                                              \
-        s##r = hv_fma(x, b0, s##r);                                                                                    \
-        if (nv > 1) t##r = hv_fma(x, b1, t##r);                                                                        \
-        if (nv > 2) u##r = hv_fma(x, b2, u##r);                                                                        \
-        if (nv > 3) v##r = hv_fma(x, b3, v##r);                                                                        \
+        hv x = HV(set1)(HPMLI_TILE_AT(r));                                                                             \
+        s##r = HV(fma)(x, b0, s##r);                                                                                   \
+        if (nv > 1) t##r = HV(fma)(x, b1, t##r);                                                                       \
+        if (nv > 2) u##r = HV(fma)(x, b2, u##r);                                                                       \
+        if (nv > 3) v##r = HV(fma)(x, b3, v##r);                                                                       \
     }
 /* Where vector i lies: the last one ends with the last column, and may share some with the one before. */
 #define HPMLI_TILE_V(i)       (nv == i + 1 ? last : i * HV_W)
-#define HPMLI_TILE_LOAD(i, p) (nv <= i ? hv_zero() : nv == 1 ? hv_load_n(p, lanes) : hv_load((p) + HPMLI_TILE_V(i)))
+#define HPMLI_TILE_LOAD(i, p) (nv <= i ? HV(zero)() : nv == 1 ? HV(load_n)(p, lanes) : HV(load)((p) + HPMLI_TILE_V(i)))
 #define HPMLI_TILE_PUT(i, p, x)                                                                                        \
-    if (nv == 1 && i == 0) hv_store_n(p, x, lanes);                                                                    \
-    else if (nv > i) hv_store((p) + HPMLI_TILE_V(i), x);
+    if (nv == 1 && i == 0) HV(store_n)(p, x, lanes);                                                                   \
+    else if (nv > i) HV(store)((p) + HPMLI_TILE_V(i), x);
 #define HPMLI_TILE_STORE(r)                                                                                            \
     if (mr > r) {                                                                                                      \
         HPMLI_TILE_PUT(0, c, s##r) HPMLI_TILE_PUT(1, c, t##r) HPMLI_TILE_PUT(2, c, u##r) HPMLI_TILE_PUT(3, c, v##r)    \
@@ -2139,7 +2103,7 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
     }
 
 /* nv: vectors across. */
-HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
+HPMLI_VFN void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
 {
     float  *c = o->c, *packed = o->packed;
     int64_t ldc = o->ldc, lanes = o->n, last = lanes - HV_W, fetch = o->fetch < kc ? o->fetch : kc;
@@ -2176,16 +2140,16 @@ HPMLI_VFN void HPMLI_K(hpmli_tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
 
 #ifndef HPMLI_TILE_KIND
 #define HPMLI_TILE_KIND(nv, r)                                                                                         \
-    HPMLI_KFN void HPMLI_K(hpmli_tile_##nv##_##r)(HPMLI_TILE_ARGS)                                                     \
-    { HPMLI_K(hpmli_tile)(r + 1, nv, kc, a, ars, acs, b, ldb, o); }
+    HPMLI_KFN void HV(tile_##nv##_##r)(HPMLI_TILE_ARGS)                                                                \
+    { HV(tile)(r + 1, nv, kc, a, ars, acs, b, ldb, o); }
 #define HPMLI_TILE_1(r)    HPMLI_TILE_KIND(1, r)
 #define HPMLI_TILE_2(r)    HPMLI_TILE_KIND(2, r)
 #define HPMLI_TILE_3(r)    HPMLI_TILE_KIND(3, r)
 #define HPMLI_TILE_4(r)    HPMLI_TILE_KIND(4, r)
-#define HPMLI_TILE_FN_1(r) HPMLI_K(hpmli_tile_1_##r),
-#define HPMLI_TILE_FN_2(r) HPMLI_K(hpmli_tile_2_##r),
-#define HPMLI_TILE_FN_3(r) HPMLI_K(hpmli_tile_3_##r),
-#define HPMLI_TILE_FN_4(r) HPMLI_K(hpmli_tile_4_##r),
+#define HPMLI_TILE_FN_1(r) HV(tile_1_##r),
+#define HPMLI_TILE_FN_2(r) HV(tile_2_##r),
+#define HPMLI_TILE_FN_3(r) HV(tile_3_##r),
+#define HPMLI_TILE_FN_4(r) HV(tile_4_##r),
 #define HPMLI_ROWS_3(X)    X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 #define HPMLI_ROWS_4(X)    X(0) X(1) X(2) X(3) X(4) X(5)
 #endif
@@ -2196,8 +2160,8 @@ HPMLI_ROWS_3(HPMLI_TILE_3)
 HPMLI_ROWS_4(HPMLI_TILE_4)
 #endif
 
-static const int HPMLI_K(hpmli_tile_rows)[4] = { HPMLI_MR, HPMLI_MR, 8, 6 }; /* at most, by vectors */
-static hpmli_tile_fn *const HPMLI_K(hpmli_tiles)[HPMLI_NV][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_TILE_FN_1) },
+static const int HV(tile_rows)[4] = { HPMLI_MR, HPMLI_MR, 8, 6 }; /* at most, by vectors */
+static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_TILE_FN_1) },
                                                                          { HPMLI_ROWS(HPMLI_TILE_FN_2) },
 #if HPMLI_ISA == 2
                                                                          { HPMLI_ROWS_3(HPMLI_TILE_FN_3) },
@@ -2213,7 +2177,7 @@ static hpmli_tile_fn *const HPMLI_K(hpmli_tiles)[HPMLI_NV][HPMLI_MR] = { { HPMLI
 
 /* HV_W rows of HV_W floats, transposed in registers: out[p * ld + j] = in[j * ldx + p], rows from `rows` on are zero.
    Written in the order of p: where ld < HV_W each row overwrites what the one before spilled. */
-HPMLI_VFN void HPMLI_K(hpmli_transpose)(const float *in, int64_t ldx, int64_t rows, float *out, int64_t ld)
+HPMLI_VFN void HV(transpose)(const float *in, int64_t ldx, int64_t rows, float *out, int64_t ld)
 {
 #if HPMLI_ISA == 2
     __m512 r[16], t[16];
@@ -2275,14 +2239,14 @@ HPMLI_VFN void HPMLI_K(hpmli_transpose)(const float *in, int64_t ldx, int64_t ro
 }
 
 /* Packs a panel dst[p * nr + j] = x[p * ps + j * js], p < pc, j < jn, zero up to nr. dst has HV_W floats to spare. */
-HPMLI_KFN void HPMLI_K(hpmli_pack)(const float *x, int64_t ps, int64_t js, int64_t pc, int64_t jn, int64_t nr,
+HPMLI_KFN void HV(pack)(const float *x, int64_t ps, int64_t js, int64_t pc, int64_t jn, int64_t nr,
                                    float *dst)
 {
     if (js == 1) {
         for (int64_t p = 0; p < pc; p++, x += ps, dst += nr) {
             HPMLI_PREFETCH(x + pc * ps); /* for the next call */
             for (int64_t j = 0; j < nr; j += HV_W) /* the last may spill over, into what comes later */
-                hv_store(dst + j, j < jn ? hv_ld(x + j, jn - j) : hv_zero());
+                HV(store)(dst + j, j < jn ? HV(ld)(x + j, jn - j) : HV(zero)());
         }
         return;
     }
@@ -2290,33 +2254,33 @@ HPMLI_KFN void HPMLI_K(hpmli_pack)(const float *x, int64_t ps, int64_t js, int64
         int64_t rows = jn - j < 0 ? 0 : jn - j < HV_W ? jn - j : HV_W, p = 0;
         int64_t cols = nr - j < HV_W ? nr - j : HV_W;
         if (ps == 1 && (cols == HV_W || nr < HV_W))
-            for (; p + HV_W <= pc; p += HV_W) HPMLI_K(hpmli_transpose)(x + j * js + p, js, rows, dst + p * nr + j, nr);
+            for (; p + HV_W <= pc; p += HV_W) HV(transpose)(x + j * js + p, js, rows, dst + p * nr + j, nr);
         for (; p < pc; p++)
             for (int64_t q = 0; q < cols; q++) dst[p * nr + j + q] = q < rows ? x[(j + q) * js + p * ps] : 0;
     }
 }
 
 /* n lanes of row r, from column j of the tile on, go into C. */
-HPMLI_VFN void HPMLI_K(hpmli_tile_save)(const hpmli_tile_end *e, float *c, int64_t r, int64_t j, hv v, int64_t n)
+HPMLI_VFN void HV(tile_save)(const hpmli_tile_end *e, float *c, int64_t r, int64_t j, hv v, int64_t n)
 {
-    v *= hv_set1(e->alpha);
-    if (e->beta != 0) v = hv_fma(hv_set1(e->beta), hv_ld(c, n), v);
-    if (e->bias_col) v += hv_ld(e->bias_col + j, n);
-    if (e->bias_row) v += hv_set1(e->bias_row[r]);
-    if (e->relu) v = hv_max(hv_zero(), v); /* in this order a NaN stays */
-    hv_st(c, v, n);
+    v *= HV(set1)(e->alpha);
+    if (e->beta != 0) v = HV(fma)(HV(set1)(e->beta), HV(ld)(c, n), v);
+    if (e->bias_col) v += HV(ld)(e->bias_col + j, n);
+    if (e->bias_row) v += HV(set1)(e->bias_row[r]);
+    if (e->relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays */
+    HV(st)(c, v, n);
 }
 
 /* The same for mr rows of a tile. */
-HPMLI_KFN void HPMLI_K(hpmli_save)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, float *c,
+HPMLI_KFN void HV(save)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, float *c,
                                    int64_t ldc)
 {
     for (int64_t r = 0; r < mr; r++, c += ldc, tile += HPMLI_NV * HV_W)
-        for (int64_t j = 0; j < n; j += HV_W) HPMLI_K(hpmli_tile_save)(e, c + j, r, j, hv_load(tile + j), n - j);
+        for (int64_t j = 0; j < n; j += HV_W) HV(tile_save)(e, c + j, r, j, HV(load)(tile + j), n - j);
 }
 
 /* A tile of C^T, mr rows of NV vectors, goes into C turned; e as C sees it. plain: nothing is done to it but that. */
-HPMLI_KFN void HPMLI_K(hpmli_turn)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, bool plain,
+HPMLI_KFN void HV(turn)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, bool plain,
                                    float *c, int64_t ldc)
 {
     float square[HV_W * HV_W];
@@ -2324,10 +2288,10 @@ HPMLI_KFN void HPMLI_K(hpmli_turn)(const float *tile, int64_t mr, int64_t n, con
         for (int64_t q = 0; q < n; q += HV_W) {
             int64_t lanes = mr - r < HV_W ? mr - r : HV_W, rows = n - q < HV_W ? n - q : HV_W;
             float  *to    = c + q * ldc + r;
-            HPMLI_K(hpmli_transpose)(tile + r * HPMLI_NV * HV_W + q, HPMLI_NV * HV_W, lanes, square, HV_W);
+            HV(transpose)(tile + r * HPMLI_NV * HV_W + q, HPMLI_NV * HV_W, lanes, square, HV_W);
             for (int64_t i = 0; i < rows; i++)
-                if (plain) hv_st(to + i * ldc, hv_load(square + i * HV_W), lanes);
-                else HPMLI_K(hpmli_tile_save)(e, to + i * ldc, q + i, r, hv_load(square + i * HV_W), lanes);
+                if (plain) HV(st)(to + i * ldc, HV(load)(square + i * HV_W), lanes);
+                else HV(tile_save)(e, to + i * ldc, q + i, r, HV(load)(square + i * HV_W), lanes);
         }
 }
 
@@ -2338,7 +2302,7 @@ HPMLI_KFN void HPMLI_K(hpmli_turn)(const float *tile, int64_t mr, int64_t n, con
 /* A product seen from the tile: `rows` of P are broadcast, columns of Q are vectors. Mostly P is A and Q is B.
    Swapped, P is B^T and Q is A^T and tiles of C^T are turned on the way out: for products where turning B would cost
    more. */
-typedef struct HPMLI_K(hpmli_view) {
+typedef struct HV(view) {
     const hpmli_gemm_part *part;
     const float *p;
     int64_t      p_rs, p_ks; /* row and k strides of P */
@@ -2355,19 +2319,19 @@ typedef struct HPMLI_K(hpmli_view) {
     bool         fetch;        /* ... C is worth a prefetch, */
     hpmli_tile_end end;        /* or this is done; for the block of k */
     void (*act_row)(float *y, int64_t n);
-} HPMLI_K(hpmli_view);
+} HV(view);
 
 /* Columns of P, ks apart, that lie far from each other: each is in another page, and a few sets of the cache take them
    all. They are worth packing for so many columns of Q. */
-HPMLI_VFN bool HPMLI_K(hpmli_far)(int64_t rs, int64_t ks, int64_t k, int64_t cols)
+HPMLI_VFN bool HV(far)(int64_t rs, int64_t ks, int64_t k, int64_t cols)
 {
     return rs == 1 && ks * k >= 262144 && cols >= 4 * HPMLI_NR;
 }
 
-HPMLI_KFN HPMLI_K(hpmli_view) HPMLI_K(hpmli_view_of)(const hpmli_gemm_part *part)
+HPMLI_KFN HV(view) HV(view_of)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
-    HPMLI_K(hpmli_view)    v;
+    HV(view)    v;
     int64_t m = part->i1 - part->i0, n = part->j1 - part->j0;
     memset(&v, 0, sizeof v);
     v.part = part;
@@ -2381,8 +2345,8 @@ HPMLI_KFN HPMLI_K(hpmli_view) HPMLI_K(hpmli_view_of)(const hpmli_gemm_part *part
     if (!d->pack_b) {
         v.q = d->b + part->batch * d->b_batch + part->j0 * d->b_cs, v.q_ks = d->b_rs, v.q_cs = d->b_cs;
         /* Turning B and packing A, or turning A, packing B and, for each block of k, turning C. */
-        int64_t keep = (v.q_cs != 1) * n + HPMLI_K(hpmli_far)(v.p_rs, v.p_ks, v.k, n) * m;
-        int64_t swap = (v.p_rs != 1) * m + HPMLI_K(hpmli_far)(v.q_cs, v.q_ks, v.k, m) * n;
+        int64_t keep = (v.q_cs != 1) * n + HV(far)(v.p_rs, v.p_ks, v.k, n) * m;
+        int64_t swap = (v.p_rs != 1) * m + HV(far)(v.q_cs, v.q_ks, v.k, m) * n;
         if (keep * v.k > swap * v.k + m * n * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
             const float *p = v.p;
             int64_t      rs = v.p_rs, ks = v.p_ks;
@@ -2393,13 +2357,13 @@ HPMLI_KFN HPMLI_K(hpmli_view) HPMLI_K(hpmli_view_of)(const hpmli_gemm_part *part
     }
     v.pack_q = d->pack_b || v.q_cs != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_ks & -v.q_ks) >= 262144));
     v.fuse   = !d->pack_b && v.q_cs == 1;
-    if (HPMLI_K(hpmli_far)(v.p_rs, v.p_ks, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
+    if (HV(far)(v.p_rs, v.p_ks, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
     return v;
 }
 
 /* Packs the block of P at p, group of tiles after group; a few k at a time for all, so that whole lines and few pages
    are read at a time. */
-HPMLI_KFN void HPMLI_K(hpmli_pack_block)(const HPMLI_K(hpmli_view) *v, const float *p, int64_t mc, int64_t kc)
+HPMLI_KFN void HV(pack_block)(const HV(view) *v, const float *p, int64_t mc, int64_t kc)
 {
     for (int64_t p0 = 0, pc; p0 < kc; p0 += pc) {
         float *to = v->packed_p + p0 * v->width;
@@ -2407,22 +2371,22 @@ HPMLI_KFN void HPMLI_K(hpmli_pack_block)(const HPMLI_K(hpmli_view) *v, const flo
         for (int64_t t = 0, i = 0, rows; t < v->tiles; t += v->group, i += rows, to += v->width * kc) {
             rows = 0;
             for (int64_t u = t; u < t + v->group && u < v->tiles; u++) rows += mc / v->tiles + (u < mc % v->tiles);
-            HPMLI_K(hpmli_pack)(p + i * v->p_rs + p0 * v->p_ks, v->p_ks, v->p_rs, pc, rows, v->width, to);
+            HV(pack)(p + i * v->p_rs + p0 * v->p_ks, v->p_ks, v->p_rs, pc, rows, v->width, to);
         }
     }
 }
 
 /* Makes columns [j, j + n) of Q, over k [p0, p0 + kc), a packed panel. */
-HPMLI_KFN void HPMLI_K(hpmli_pack_panel)(const HPMLI_K(hpmli_view) *v, int64_t j, int64_t n, int64_t p0, int64_t kc,
+HPMLI_KFN void HV(pack_panel)(const HV(view) *v, int64_t j, int64_t n, int64_t p0, int64_t kc,
                                          int64_t width, float *pb)
 {
     const hpmli_gemm_desc *d = v->part->d;
     if (d->pack_b) d->pack_b(d->pack_user, v->part->batch, d->k_first + p0, kc, v->part->j0 + j, n, width, pb);
-    else HPMLI_K(hpmli_pack)(v->q + p0 * v->q_ks + j * v->q_cs, v->q_ks, v->q_cs, kc, n, width, pb);
+    else HV(pack)(v->q + p0 * v->q_ks + j * v->q_cs, v->q_ks, v->q_cs, kc, n, width, pb);
 }
 
 /* Rows [i0, i0 + mc) x columns [j, j + n) of a panel, over k [p0, p0 + kc). pb: room for the packed panel. */
-HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n,
+HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n,
                                     int64_t p0, int64_t kc, float *pb, bool ready)
 {
     bool         packed = v->packed_p != NULL;
@@ -2437,7 +2401,7 @@ HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, in
     if (v->pack_q) {
         if (!ready && v->fuse) o.packed = pb;
         else {
-            if (!ready && v->k > 0) HPMLI_K(hpmli_pack_panel)(v, j, n, p0, kc, width, pb);
+            if (!ready && v->k > 0) HV(pack_panel)(v, j, n, p0, kc, width, pb);
             b = pb, ldb = width;
         }
     }
@@ -2450,12 +2414,12 @@ HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, in
         o.next_a = packed ? mr : mr * v->p_rs;
         o.fetch = direct && v->fetch ? mr : 0;
         if (direct) o.c = c;
-        HPMLI_K(hpmli_tiles)[vectors - 1][mr - 1](kc, a, packed ? 1 : v->p_rs, packed ? v->width : v->p_ks, b, ldb, &o);
+        HV(tiles)[vectors - 1][mr - 1](kc, a, packed ? 1 : v->p_rs, packed ? v->width : v->p_ks, b, ldb, &o);
         if (!direct) {
             e.bias_col = v->end.bias_col ? v->end.bias_col + cj : NULL;
             e.bias_row = v->end.bias_row ? v->end.bias_row + ci : NULL;
-            if (v->swapped) HPMLI_K(hpmli_turn)(tile, mr, n, &e, v->plain && e.beta == 0, c, v->ldc);
-            else HPMLI_K(hpmli_save)(tile, mr, n, &e, c, v->ldc);
+            if (v->swapped) HV(turn)(tile, mr, n, &e, v->plain && e.beta == 0, c, v->ldc);
+            else HV(save)(tile, mr, n, &e, c, v->ldc);
         }
         for (int64_t r = 0; v->act_row && r < (v->swapped ? n : mr * o.tiles); r++)
             v->act_row(c + r * v->ldc, v->swapped ? mr : n);
@@ -2466,7 +2430,7 @@ HPMLI_KFN void HPMLI_K(hpmli_panel)(const HPMLI_K(hpmli_view) *v, int64_t i0, in
 }
 
 /* What is done to tiles of the block of k from p0 on. */
-HPMLI_KFN void HPMLI_K(hpmli_block_end)(HPMLI_K(hpmli_view) *v, int64_t p0, int64_t kc)
+HPMLI_KFN void HV(block_end)(HV(view) *v, int64_t p0, int64_t kc)
 {
     const hpmli_gemm_desc *d    = v->part->d;
     bool                   last = p0 + kc == v->k;
@@ -2485,7 +2449,7 @@ HPMLI_KFN void HPMLI_K(hpmli_block_end)(HPMLI_K(hpmli_view) *v, int64_t p0, int6
 /* Block after block of k, of columns, of rows. For the first block of rows the panels of Q are packed, as they come,
    for the first columns P is; so that there is room for it, no more than PACKED blocks of rows are dealt with at a
    time. */
-HPMLI_KFN void HPMLI_K(hpmli_blocks)(HPMLI_K(hpmli_view) *v)
+HPMLI_KFN void HV(blocks)(HV(view) *v)
 {
     float  *pb = v->part->ws, *packed_p = v->packed_p;
     int64_t k_blocks = v->k > HPMLI_GEMM_KC ? (v->k - 1) / HPMLI_GEMM_KC + 1 : 1;
@@ -2494,11 +2458,11 @@ HPMLI_KFN void HPMLI_K(hpmli_blocks)(HPMLI_K(hpmli_view) *v)
     for (int64_t step = 0; step < (row_blocks + at_once - 1) / at_once * k_blocks; step++) {
         int64_t kb = step % k_blocks, r0 = step / k_blocks * at_once, p0 = kb * v->k / k_blocks;
         int64_t r1 = row_blocks - r0 < at_once ? row_blocks : r0 + at_once, kc = (kb + 1) * v->k / k_blocks - p0;
-        HPMLI_K(hpmli_block_end)(v, p0, kc);
+        HV(block_end)(v, p0, kc);
         for (int64_t j0 = 0; j0 < v->cols; j0 += HPMLI_GEMM_NC) {
             int64_t nc = v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC, vectors = (nc + HV_W - 1) / HV_W;
             int64_t most = v->swapped ? 2 : HPMLI_NV, panels = (vectors + most - 1) / most;
-            if (j0 == 0 || !packed_p) height = HPMLI_K(hpmli_tile_rows)[(vectors - 1) / panels];
+            if (j0 == 0 || !packed_p) height = HV(tile_rows)[(vectors - 1) / panels];
             v->group = height < HV_W ? HV_W / height : 1;
             v->width = (v->group * height + HV_W - 1) / HV_W * HV_W;
             for (int64_t rb = r0; rb < r1; rb++) {
@@ -2506,11 +2470,11 @@ HPMLI_KFN void HPMLI_K(hpmli_blocks)(HPMLI_K(hpmli_view) *v)
                 v->tiles = (mc + height - 1) / height;
                 if (packed_p) {
                     v->packed_p = packed_p + (rb - r0) * HPMLI_GEMM_BLOCK;
-                    if (j0 == 0) HPMLI_K(hpmli_pack_block)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
+                    if (j0 == 0) HV(pack_block)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
                 }
                 for (int64_t t = 0, j = 0, end; t < panels; t++, j = end) {
                     end = vectors * (t + 1) / panels * HV_W;
-                    HPMLI_K(hpmli_panel)(v, i0, mc, j0 + j, (end < nc ? end : nc) - j, p0, kc,
+                    HV(panel)(v, i0, mc, j0 + j, (end < nc ? end : nc) - j, p0, kc,
                                          row_blocks > 1 ? pb + j * kc : pb, rb > r0);
                 }
             }
@@ -2526,12 +2490,12 @@ HPMLI_KFN void HPMLI_K(hpmli_blocks)(HPMLI_K(hpmli_view) *v)
    idle. */
 
 #ifndef HPMLI_DOT_ROW
-#define HPMLI_DOT_ZERO(r) hv s##r = hv_zero(), t##r = s##r, u##r = s##r, v##r = s##r;
+#define HPMLI_DOT_ZERO(r) hv s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
 #define HPMLI_DOT_ROW(r, LOAD)                                                                                         \
     if (mr > r) {                                                                                                      \
         hv x = LOAD(p + r * p_rs);                                                                                     \
-        s##r = hv_fma(x, b0, s##r), t##r = hv_fma(x, b1, t##r);                                                        \
-        u##r = hv_fma(x, b2, u##r), v##r = hv_fma(x, b3, v##r);                                                        \
+        s##r = HV(fma)(x, b0, s##r), t##r = HV(fma)(x, b1, t##r);                                                      \
+        u##r = HV(fma)(x, b2, u##r), v##r = HV(fma)(x, b3, v##r);                                                      \
     }
 #define HPMLI_DOT_STEP(LOAD)                                                                                           \
     {                                                                                                                  \
@@ -2539,24 +2503,24 @@ HPMLI_KFN void HPMLI_K(hpmli_blocks)(HPMLI_K(hpmli_view) *v)
         HPMLI_DOT_ROW(0, LOAD) HPMLI_DOT_ROW(1, LOAD) HPMLI_DOT_ROW(2, LOAD)                                           \
         HPMLI_DOT_ROW(3, LOAD) HPMLI_DOT_ROW(4, LOAD) HPMLI_DOT_ROW(5, LOAD)                                           \
     }
-#define HPMLI_DOT_REST(p) hv_load_n(p, k - i)
-#define HPMLI_DOT_SAVE(r) if (mr > r) hv_sum4(out + 4 * r, s##r, t##r, u##r, v##r);
+#define HPMLI_DOT_REST(p) HV(load_n)(p, k - i)
+#define HPMLI_DOT_SAVE(r) if (mr > r) HV(sum4)(out + 4 * r, s##r, t##r, u##r, v##r);
 #define HPMLI_DOT_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
 #define HPMLI_DOT_ARGS    int64_t k, const float *p, int64_t p_rs, const float *q, int64_t q_rs, int64_t n, float *out
 #define HPMLI_DOT(rows)                                                                                                \
-    HPMLI_KFN void HPMLI_K(hpmli_dot_##rows)(HPMLI_DOT_ARGS) { HPMLI_K(hpmli_dot)(rows, k, p, p_rs, q, q_rs, n, out); }
+    HPMLI_KFN void HV(dot_##rows)(HPMLI_DOT_ARGS) { HV(dot)(rows, k, p, p_rs, q, q_rs, n, out); }
 typedef void hpmli_dot_fn(HPMLI_DOT_ARGS);
 #endif
 
 /* Dot products of mr rows of P with 4 of Q, along k: out[r * 4 + j]. With n < 4 rows of Q the last stands in for the
    rest. */
-HPMLI_VFN void HPMLI_K(hpmli_dot)(const int mr, HPMLI_DOT_ARGS)
+HPMLI_VFN void HV(dot)(const int mr, HPMLI_DOT_ARGS)
 {
     const float *q0 = q, *q1 = n > 1 ? q0 + q_rs : q0, *q2 = n > 2 ? q1 + q_rs : q1, *q3 = n > 3 ? q2 + q_rs : q2;
     int64_t      i  = 0;
     HPMLI_DOT_ROWS(HPMLI_DOT_ZERO)
     for (; i + HV_W <= k; i += HV_W) {
-        HPMLI_DOT_STEP(hv_load)
+        HPMLI_DOT_STEP(HV(load))
         p += HV_W, q0 += HV_W, q1 += HV_W, q2 += HV_W, q3 += HV_W;
     }
     if (i < k) HPMLI_DOT_STEP(HPMLI_DOT_REST)
@@ -2564,11 +2528,11 @@ HPMLI_VFN void HPMLI_K(hpmli_dot)(const int mr, HPMLI_DOT_ARGS)
 }
 
 HPMLI_DOT(1) HPMLI_DOT(2) HPMLI_DOT(3) HPMLI_DOT(4) HPMLI_DOT(5) HPMLI_DOT(6)
-static hpmli_dot_fn *const HPMLI_K(hpmli_dots)[] = { HPMLI_K(hpmli_dot_1), HPMLI_K(hpmli_dot_2), HPMLI_K(hpmli_dot_3),
-                                                     HPMLI_K(hpmli_dot_4), HPMLI_K(hpmli_dot_5), HPMLI_K(hpmli_dot_6) };
+static hpmli_dot_fn *const HV(dots)[] = { HV(dot_1), HV(dot_2), HV(dot_3),
+                                                     HV(dot_4), HV(dot_5), HV(dot_6) };
 
 /* Element (i, j) of one product, finished. */
-HPMLI_VFN void HPMLI_K(hpmli_save_one)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
+HPMLI_VFN void HV(save_one)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
 {
     x *= d->alpha;
     if (d->beta != 0) x += d->beta * *c;
@@ -2578,7 +2542,7 @@ HPMLI_VFN void HPMLI_K(hpmli_save_one)(const hpmli_gemm_desc *d, float *c, int64
     if (d->act_row) d->act_row(c, 1);
 }
 
-HPMLI_KFN void HPMLI_K(hpmli_gemm_dots)(const hpmli_gemm_part *part)
+HPMLI_KFN void HV(gemm_dots)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
     int64_t m = part->i1 - part->i0, n = part->j1 - part->j0;
@@ -2595,7 +2559,7 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_dots)(const hpmli_gemm_part *part)
         for (int64_t t = 0; t < tiles; t++) {
             int64_t i = t * rows / tiles, mr = (t + 1) * rows / tiles - i, nr = cols - j < 4 ? cols - j : 4;
             float   out[4 * HPMLI_DOT_MR];
-            HPMLI_K(hpmli_dots)[mr - 1](d->k, p + i * p_rs, p_rs, q + j * q_rs, q_rs, nr, out);
+            HV(dots)[mr - 1](d->k, p + i * p_rs, p_rs, q + j * q_rs, q_rs, nr, out);
             for (int64_t r = 0; r < mr; r++) {
                 if (plain && nr == 4) {
                     float *to = turned ? c + j * d->ldc + i + r : c + (i + r) * d->ldc + j, *from = out + 4 * r;
@@ -2605,7 +2569,7 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_dots)(const hpmli_gemm_part *part)
                 }
                 for (int64_t s = 0; s < nr; s++) {
                     int64_t ci = turned ? j + s : i + r, cj = turned ? i + r : j + s;
-                    HPMLI_K(hpmli_save_one)(d, c + ci * d->ldc + cj, part->i0 + ci, part->j0 + cj, out[4 * r + s]);
+                    HV(save_one)(d, c + ci * d->ldc + cj, part->i0 + ci, part->j0 + cj, out[4 * r + s]);
                 }
             }
         }
@@ -2613,7 +2577,7 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_dots)(const hpmli_gemm_part *part)
 
 /* One row times a matrix whose rows are contiguous: eight vectors of C at a time, so that B is read in long
    stretches. */
-HPMLI_KFN void HPMLI_K(hpmli_gemm_row)(const hpmli_gemm_part *part)
+HPMLI_KFN void HV(gemm_row)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
     const float *a = d->a + part->batch * d->a_batch;
@@ -2623,22 +2587,23 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_row)(const hpmli_gemm_part *part)
     e.bias_row = d->bias_m, e.bias_col = d->bias_n;
     for (int64_t j = part->j0, width; j < part->j1; j += width) {
         const float *b = d->b + part->batch * d->b_batch + j;
-        hv s0 = hv_zero(), s1 = s0, s2 = s0, s3 = s0, s4 = s0, s5 = s0, s6 = s0, s7 = s0;
+        hv s0 = HV(zero)(), s1 = s0, s2 = s0, s3 = s0, s4 = s0, s5 = s0, s6 = s0, s7 = s0;
         width = part->j1 - j >= 8 * HV_W ? 8 * HV_W : HV_W;
         if (width == HV_W) {
             width = part->j1 - j < HV_W ? part->j1 - j : HV_W;
-            for (int64_t p = 0; p < d->k; p++, b += d->b_rs) s0 = hv_fma(hv_set1(a[p * d->a_cs]), hv_ld(b, width), s0);
-            HPMLI_K(hpmli_tile_save)(&e, c + j, 0, j, s0, width);
+            for (int64_t p = 0; p < d->k; p++, b += d->b_rs)
+                s0 = HV(fma)(HV(set1)(a[p * d->a_cs]), HV(ld)(b, width), s0);
+            HV(tile_save)(&e, c + j, 0, j, s0, width);
             continue;
         }
         for (int64_t p = 0; p < d->k; p++, b += d->b_rs) {
-            hv x = hv_set1(a[p * d->a_cs]);
-            s0 = hv_fma(x, hv_load(b), s0), s1 = hv_fma(x, hv_load(b + HV_W), s1);
-            s2 = hv_fma(x, hv_load(b + 2 * HV_W), s2), s3 = hv_fma(x, hv_load(b + 3 * HV_W), s3);
-            s4 = hv_fma(x, hv_load(b + 4 * HV_W), s4), s5 = hv_fma(x, hv_load(b + 5 * HV_W), s5);
-            s6 = hv_fma(x, hv_load(b + 6 * HV_W), s6), s7 = hv_fma(x, hv_load(b + 7 * HV_W), s7);
+            hv x = HV(set1)(a[p * d->a_cs]);
+            s0 = HV(fma)(x, HV(load)(b), s0), s1 = HV(fma)(x, HV(load)(b + HV_W), s1);
+            s2 = HV(fma)(x, HV(load)(b + 2 * HV_W), s2), s3 = HV(fma)(x, HV(load)(b + 3 * HV_W), s3);
+            s4 = HV(fma)(x, HV(load)(b + 4 * HV_W), s4), s5 = HV(fma)(x, HV(load)(b + 5 * HV_W), s5);
+            s6 = HV(fma)(x, HV(load)(b + 6 * HV_W), s6), s7 = HV(fma)(x, HV(load)(b + 7 * HV_W), s7);
         }
-#define HPMLI_ROW_SAVE(i, s) HPMLI_K(hpmli_tile_save)(&e, c + j + i * HV_W, 0, j + i * HV_W, s, HV_W);
+#define HPMLI_ROW_SAVE(i, s) HV(tile_save)(&e, c + j + i * HV_W, 0, j + i * HV_W, s, HV_W);
         HPMLI_ROW_SAVE(0, s0) HPMLI_ROW_SAVE(1, s1) HPMLI_ROW_SAVE(2, s2) HPMLI_ROW_SAVE(3, s3)
         HPMLI_ROW_SAVE(4, s4) HPMLI_ROW_SAVE(5, s5) HPMLI_ROW_SAVE(6, s6) HPMLI_ROW_SAVE(7, s7)
 #undef HPMLI_ROW_SAVE
@@ -2646,22 +2611,22 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_row)(const hpmli_gemm_part *part)
     if (d->act_row) d->act_row(c + part->j0, part->j1 - part->j0);
 }
 
-HPMLI_KFN void HPMLI_K(hpmli_gemm_part)(const hpmli_gemm_part *part)
+HPMLI_KFN void HV(gemm_part)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
     bool plain = !d->pack_b && d->alpha != 0 && d->k > 0;
-    if (plain && d->m == 1 && d->b_cs == 1 && d->n > 1) HPMLI_K(hpmli_gemm_row)(part);
+    if (plain && d->m == 1 && d->b_cs == 1 && d->n > 1) HV(gemm_row)(part);
     else if (plain && d->a_cs == 1 && d->b_rs == 1 && (d->m == 1 || d->n == 1 ||
              (d->k >= 128 && (d->n <= 16 || d->m <= 16 || d->m * d->n <= 1024))))
-        HPMLI_K(hpmli_gemm_dots)(part);
+        HV(gemm_dots)(part);
     else {
-        HPMLI_K(hpmli_view) v = HPMLI_K(hpmli_view_of)(part);
-        HPMLI_K(hpmli_blocks)(&v);
+        HV(view) v = HV(view_of)(part);
+        HV(blocks)(&v);
     }
 }
 
 /* Row i of C from `count` parts of the sum over k, `apart` floats from one to the next; added up in order. */
-HPMLI_KFN void HPMLI_K(hpmli_gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count,
+HPMLI_KFN void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count,
                                        int64_t apart)
 {
     hpmli_tile_end e;
@@ -2673,9 +2638,9 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_sum)(const hpmli_gemm_desc *d, int64_t i, cons
     e.bias_col = d->bias_n;
     for (int64_t j = 0; j < d->n; j += HV_W) {
         int64_t n = d->n - j < HV_W ? d->n - j : HV_W;
-        hv      s = hv_ld(sums + i * d->n + j, n);
-        for (int64_t t = 1; t < count; t++) s += hv_ld(sums + t * apart + i * d->n + j, n);
-        HPMLI_K(hpmli_tile_save)(&e, c + j, 0, j, s, n);
+        hv      s = HV(ld)(sums + i * d->n + j, n);
+        for (int64_t t = 1; t < count; t++) s += HV(ld)(sums + t * apart + i * d->n + j, n);
+        HV(tile_save)(&e, c + j, 0, j, s, n);
     }
     if (d->act_row) d->act_row(c, d->n);
 }
@@ -2695,13 +2660,9 @@ HPMLI_KFN void HPMLI_K(hpmli_gemm_sum)(const hpmli_gemm_desc *d, int64_t i, cons
    chunk computes all of it and keeps its part. Where a product is added to something it is a fused multiply-add, in the
    scalar pass too: the same floats come out everywhere, and so a seed gives the same initial weights on every CPU. */
 
-#define hv_words    HPMLI_K(hpmli_words)
-#define hv_fused    HPMLI_K(hpmli_fused)
-#define pv_set      HPMLI_K(hpmli_pv_set)
-#define pv_products HPMLI_K(hpmli_pv_products)
 
-/* What this chapter needs of an instruction set; `hu` holds HV_W / 4 blocks. pv_set: the 64-bit words (a, b) for each;
-   pv_products: the line above without its last two terms; hv_words: words as floats, rounded. */
+/* What this chapter needs of an instruction set; `hu` holds HV_W / 4 blocks. HV(pairs): the 64-bit words (a, b) for
+   each; HV(products): the line above without its last two terms; HV(words): words as floats, rounded. */
 #if HPMLI_ISA == 0
 HPMLI_VFN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4])
 {
@@ -2719,137 +2680,137 @@ HPMLI_VFN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t bloc
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 static const uint32_t hpmli_block_numbers[16] = { 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0 };
-HPMLI_VFN hv hv_words(const uint32_t *p) { return (float)*p; }
-HPMLI_VFN hv hv_fused(hv a, hv b, hv c) { return fmaf(a, b, c); }
+HPMLI_VFN hv HV(words)(const uint32_t *p) { return (float)*p; }
+HPMLI_VFN hv HV(fused)(hv a, hv b, hv c) { return fmaf(a, b, c); }
 #else
 #if HPMLI_ISA == 1
-HPMLI_VFN hu pv_set(int64_t a, int64_t b) { return (hu)_mm256_set_epi64x(b, a, b, a); }
-HPMLI_VFN hv hv_words(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, rounded once */
+HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b) { return (hu)_mm256_set_epi64x(b, a, b, a); }
+HPMLI_VFN hv HV(words)(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, rounded once */
 {
-    hu words = hu_load(p);
-    return hv_fma(hv_of_i32(words >> 8), hv_set1(256), hv_of_i32(words & 255u));
+    hu words = HV(load_words)(p);
+    return HV(fma)(HV(of_i32)(words >> 8), HV(set1)(256), HV(of_i32)(words & 255u));
 }
 #elif HPMLI_ISA == 2
-HPMLI_VFN hu pv_set(int64_t a, int64_t b) { return (hu)_mm512_set4_epi64(b, a, b, a); }
-HPMLI_VFN hv hv_words(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)hu_load(p)); }
+HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b) { return (hu)_mm512_set4_epi64(b, a, b, a); }
+HPMLI_VFN hv HV(words)(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)HV(load_words)(p)); }
 #else
-HPMLI_VFN hu pv_set(int64_t a, int64_t b)
+HPMLI_VFN hu HV(pairs)(int64_t a, int64_t b)
 {
     return (hu)vcombine_u64(vcreate_u64((uint64_t)a), vcreate_u64((uint64_t)b));
 }
-HPMLI_VFN hu pv_products(hu c, hu m)
+HPMLI_VFN hu HV(products)(hu c, hu m)
 {
     hu products = vrev64q_u32((hu)vmull_u32(vmovn_u64((hq)c), vmovn_u64((hq)m)));
     return vextq_u32(products, products, 2);
 }
-HPMLI_VFN hv hv_words(const uint32_t *p) { return vcvtq_f32_u32(hu_load(p)); }
+HPMLI_VFN hv HV(words)(const uint32_t *p) { return vcvtq_f32_u32(HV(load_words)(p)); }
 #endif
 #if HPMLI_ISA != 3
-HPMLI_VFN hu pv_products(hu c, hu m)
+HPMLI_VFN hu HV(products)(hu c, hu m)
 {
     HPMLI_MM_ALL products = HPMLI_MM(mul_epu32)((HPMLI_MM_ALL)c, (HPMLI_MM_ALL)m);
     return (hu)HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
 }
 #endif
-HPMLI_VFN hu HPMLI_K(hpmli_philox_round)(hu c, hu key, hu m) { return pv_products(c, m) ^ key ^ (hu)((hq)c >> 32); }
-HPMLI_VFN hu HPMLI_K(hpmli_philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1, ... */
+HPMLI_VFN hu HV(philox_round)(hu c, hu key, hu m) { return HV(products)(c, m) ^ key ^ (hu)((hq)c >> 32); }
+HPMLI_VFN hu HV(philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1, ... */
 {
-    return (hu)((hq)pv_set((int64_t)block, (int64_t)stream) + (hq)hu_load(hpmli_block_numbers));
+    return (hu)((hq)HV(pairs)((int64_t)block, (int64_t)stream) + (hq)HV(load_words)(hpmli_block_numbers));
 }
-HPMLI_VFN hv hv_fused(hv a, hv b, hv c) { return hv_fma(a, b, c); }
+HPMLI_VFN hv HV(fused)(hv a, hv b, hv c) { return HV(fma)(a, b, c); }
 #endif
 
 /* Chunk number `chunk` of a stream. Four vectors at a time hide the latency of the multiplication. */
-HPMLI_VFN void HPMLI_K(hpmli_chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
+HPMLI_VFN void HV(chunk)(uint32_t *w, uint64_t seed, uint64_t stream, uint64_t chunk) // w: (64)
 {
     uint64_t block = chunk * (HPMLI_CHUNK / 4);
 #if HPMLI_ISA == 0
     for (int b = 0; b < HPMLI_CHUNK / 4; b++) hpmli_philox_scalar(seed, stream, block + (uint64_t)b, w + 4 * b);
 #else
-    hu m = pv_set(HPMLI_PHILOX_M0, HPMLI_PHILOX_M1), bump = pv_set(HPMLI_PHILOX_W0, HPMLI_PHILOX_W1);
+    hu m = HV(pairs)(HPMLI_PHILOX_M0, HPMLI_PHILOX_M1), bump = HV(pairs)(HPMLI_PHILOX_W0, HPMLI_PHILOX_W1);
     for (int i = 0; i < HPMLI_CHUNK; i += 4 * HV_W, block += HV_W) {
-        hu key = pv_set((uint32_t)seed, (uint32_t)(seed >> 32)), c[4];
+        hu key = HV(pairs)((uint32_t)seed, (uint32_t)(seed >> 32)), c[4];
         HPMLI_UNROLL
-        for (int u = 0; u < 4; u++) c[u] = HPMLI_K(hpmli_philox_count)(block + (uint64_t)u * (HV_W / 4), stream);
+        for (int u = 0; u < 4; u++) c[u] = HV(philox_count)(block + (uint64_t)u * (HV_W / 4), stream);
         for (int round = 0; round < 10; round++, key += bump) {
             HPMLI_UNROLL
-            for (int u = 0; u < 4; u++) c[u] = HPMLI_K(hpmli_philox_round)(c[u], key, m);
+            for (int u = 0; u < 4; u++) c[u] = HV(philox_round)(c[u], key, m);
         }
         HPMLI_UNROLL
-        for (int u = 0; u < 4; u++) hu_store(w + i + u * HV_W, c[u]);
+        for (int u = 0; u < 4; u++) HV(store_words)(w + i + u * HV_W, c[u]);
     }
 #endif
 }
 
 /* sqrt(-2 log u) for u in (0, 1]: u = 2^e m with m in [sqrt(1/2), sqrt(2)), log u = e log 2 + log m, for log m the
    polynomial of hpmli_log; log 2 is split in two so that e times the larger part is exact. */
-HPMLI_VFN hv HPMLI_K(hpmli_radius)(hv u)
+HPMLI_VFN hv HV(radius)(hv u)
 {
-    hv m = hv_mantissa(u), e = hv_exponent(u), root2 = hv_set1(1.41421356f), f, z, y;
-    e = hv_gt(m, root2, e + 1.0f, e);
-    f = hv_gt(m, root2, m * 0.5f, m) - 1.0f;
+    hv m = HV(mantissa)(u), e = HV(exponent)(u), root2 = HV(set1)(1.41421356f), f, z, y;
+    e = HV(gt)(m, root2, e + 1.0f, e);
+    f = HV(gt)(m, root2, m * 0.5f, m) - 1.0f;
     z = f * f;
-    y = HPMLI_LOG_POLY(hv_fused, f);
-    y = hv_fused(f * z, y, e * -2.12194440e-4f);
-    y = hv_fused(z, hv_set1(-0.5f), y) + f;
-    y = hv_fused(e, hv_set1(0.693359375f), y);
-    return hv_sqrt(hv_max(y * -2.0f, hv_zero()));
+    y = HPMLI_LOG_POLY(HV(fused), f);
+    y = HV(fused)(f * z, y, e * -2.12194440e-4f);
+    y = HV(fused)(z, HV(set1)(-0.5f), y) + f;
+    y = HV(fused)(e, HV(set1)(0.693359375f), y);
+    return HV(sqrt)(HV(max)(y * -2.0f, HV(zero)()));
 }
 
 /* cos and sin of 2 pi t for t in [-1/2, 1/2]: exact reduction to an eighth of a turn, then polynomials (Cephes). */
-HPMLI_VFN void HPMLI_K(hpmli_cos_sin)(hv t, hv *cosine, hv *sine)
+HPMLI_VFN void HV(cos_sin)(hv t, hv *cosine, hv *sine)
 {
-    hv q = hv_round(t * 4.0f), one = hv_set1(1), aq = hv_abs(q);
-    hv x = hv_fused(q, hv_set1(-0.25f), t) * 6.28318531f, z = x * x;
-    hv s    = hv_fused(hv_set1(-1.9515295891e-4f), z, hv_set1(8.3321608736e-3f));
-    hv c    = hv_fused(hv_set1(2.443315711809948e-5f), z, hv_set1(-1.388731625493765e-3f));
-    s = hv_fused(x * z, hv_fused(s, z, hv_set1(-1.6666654611e-1f)), x);
-    c = hv_fused(z, hv_fused(z, hv_fused(c, z, hv_set1(4.166664568298827e-2f)), hv_set1(-0.5f)), one);
-    hv u    = hv_eq(aq, one, s, c); /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
-    hv v    = hv_eq(aq, one, c, s);
-    u = hv_gt(aq, one, -u, u);
-    v = hv_gt(aq, one, -v, v);
-    *cosine = hv_eq(q, one, -u, u);
-    *sine   = hv_eq(q, hv_set1(-1), -v, v);
+    hv q = HV(round)(t * 4.0f), one = HV(set1)(1), aq = HV(abs)(q);
+    hv x = HV(fused)(q, HV(set1)(-0.25f), t) * 6.28318531f, z = x * x;
+    hv s    = HV(fused)(HV(set1)(-1.9515295891e-4f), z, HV(set1)(8.3321608736e-3f));
+    hv c    = HV(fused)(HV(set1)(2.443315711809948e-5f), z, HV(set1)(-1.388731625493765e-3f));
+    s = HV(fused)(x * z, HV(fused)(s, z, HV(set1)(-1.6666654611e-1f)), x);
+    c = HV(fused)(z, HV(fused)(z, HV(fused)(c, z, HV(set1)(4.166664568298827e-2f)), HV(set1)(-0.5f)), one);
+    hv u    = HV(eq)(aq, one, s, c); /* quarter turns q: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
+    hv v    = HV(eq)(aq, one, c, s);
+    u = HV(gt)(aq, one, -u, u);
+    v = HV(gt)(aq, one, -v, v);
+    *cosine = HV(eq)(q, one, -u, u);
+    *sine   = HV(eq)(q, HV(set1)(-1), -v, v);
 }
 
 /* Two words to two independent normals: radius from the first, angle from the second (Box & Muller). */
-HPMLI_VFN void HPMLI_K(hpmli_box_muller)(const uint32_t *a, const uint32_t *b, hv *x, hv *y)
+HPMLI_VFN void HV(box_muller)(const uint32_t *a, const uint32_t *b, hv *x, hv *y)
 {
     const float scale = 1.0f / 4294967296.0f;
-    hv          u = hv_fused(hv_words(a), hv_set1(scale), hv_set1(scale / 2)), r = HPMLI_K(hpmli_radius)(u), c, s;
-    HPMLI_K(hpmli_cos_sin)(hv_of_i32(hu_load(b)) * scale, &c, &s);
+    hv          u = HV(fused)(HV(words)(a), HV(set1)(scale), HV(set1)(scale / 2)), r = HV(radius)(u), c, s;
+    HV(cos_sin)(HV(of_i32)(HV(load_words)(b)) * scale, &c, &s);
     *x = r * c;
     *y = r * s;
 }
 
-HPMLI_VFN void HPMLI_K(hpmli_chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
+HPMLI_VFN void HV(chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
 {
     for (int i = 0; i < HPMLI_CHUNK; i += HV_W)
-        hv_store(x + i, hv_of_i32(hu_load(w + i) >> 8) * (1.0f / 16777216.0f)); /* their top 24 bits */
+        HV(store)(x + i, HV(of_i32)(HV(load_words)(w + i) >> 8) * (1.0f / 16777216.0f)); /* their top 24 bits */
 }
 
 /* Words j and j + 32 of a chunk make normals j and j + 32. */
-HPMLI_VFN void HPMLI_K(hpmli_chunk_normal)(float *x, const uint32_t *w) // x, w: (64)
+HPMLI_VFN void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64)
 {
     for (int i = 0; i < HPMLI_CHUNK / 2; i += HV_W) {
         hv a, b;
-        HPMLI_K(hpmli_box_muller)(w + i, w + i + HPMLI_CHUNK / 2, &a, &b);
-        hv_store(x + i, a);
-        hv_store(x + i + HPMLI_CHUNK / 2, b);
+        HV(box_muller)(w + i, w + i + HPMLI_CHUNK / 2, &a, &b);
+        HV(store)(x + i, a);
+        HV(store)(x + i + HPMLI_CHUNK / 2, b);
     }
 }
 
 /* Numbers first .. first + n - 1 of a stream: words, uniform in [0, 1), normal. All walk over chunks; what differs is
    what becomes of the 64 words. */
 #define HPMLI_RANDOM_FILL(name, T, convert)                                                                            \
-    HPMLI_KFN void HPMLI_K(hpmli_random_##name)(T *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)     \
+    HPMLI_KFN void HV(random_##name)(T *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)                \
     {                                                                                                                  \
         uint32_t w[HPMLI_CHUNK];                                                                                       \
         T        x[HPMLI_CHUNK];                                                                                       \
         while (n > 0) {                                                                                                \
             int64_t skip = (int64_t)(first % HPMLI_CHUNK), c = HPMLI_CHUNK - skip < n ? HPMLI_CHUNK - skip : n;        \
-            HPMLI_K(hpmli_chunk)(w, seed, stream, first / HPMLI_CHUNK);                                                \
+            HV(chunk)(w, seed, stream, first / HPMLI_CHUNK);                                                           \
             convert(c == HPMLI_CHUNK ? out : x, w);                                                                    \
             if (c != HPMLI_CHUNK) memcpy(out, x + skip, (size_t)c * sizeof(T));                                        \
             out += c, first += (uint64_t)c, n -= c;                                                                    \
@@ -2857,14 +2818,10 @@ HPMLI_VFN void HPMLI_K(hpmli_chunk_normal)(float *x, const uint32_t *w) // x, w:
     }
 #define HPMLI_CHUNK_WORDS(x, w) memcpy(x, w, sizeof w)
 HPMLI_RANDOM_FILL(words, uint32_t, HPMLI_CHUNK_WORDS)
-HPMLI_RANDOM_FILL(uniform, float, HPMLI_K(hpmli_chunk_uniform))
-HPMLI_RANDOM_FILL(normal, float, HPMLI_K(hpmli_chunk_normal))
+HPMLI_RANDOM_FILL(uniform, float, HV(chunk_uniform))
+HPMLI_RANDOM_FILL(normal, float, HV(chunk_normal))
 #undef HPMLI_CHUNK_WORDS
 #undef HPMLI_RANDOM_FILL
-#undef hv_words
-#undef hv_fused
-#undef pv_set
-#undef pv_products
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>onebit   gradient codecs: 1 bit and bf16, one row
@@ -2882,14 +2839,14 @@ HPMLI_RANDOM_FILL(normal, float, HPMLI_K(hpmli_chunk_normal))
 
 #define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_W) /* registers that make up the lanes */
 
-typedef struct HPMLI_K(hpmli_onebit_acc) {
+typedef struct HV(onebit_acc) {
     hv sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
-} HPMLI_K(hpmli_onebit_acc);
+} HV(onebit_acc);
 
 /* c elements, at most 16; returns their bits. e NULL: no feedback. */
-HPMLI_VFN uint32_t HPMLI_K(hpmli_onebit_step)(HPMLI_K(hpmli_onebit_acc) *a, float *e, const float *g, int64_t c)
+HPMLI_VFN uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const float *g, int64_t c)
 {
-    hv       zero = hv_zero(), inf = hv_set1(INFINITY), minf = hv_set1(-INFINITY);
+    hv       zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
     uint32_t bits = 0, valid = (1u << c) - 1;
 #if HV_W > 1 /* sixteen numbers are a loop */
     HPMLI_UNROLL
@@ -2897,45 +2854,45 @@ HPMLI_VFN uint32_t HPMLI_K(hpmli_onebit_step)(HPMLI_K(hpmli_onebit_acc) *a, floa
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
         int64_t  at   = u * HV_W, left = c > at ? c - at : 0;
         uint32_t mask = valid >> at;
-        hv       v    = hv_ld(g + at, left), low0, high0, low1, high1;
+        hv       v    = HV(ld)(g + at, left), low0, high0, low1, high1;
         if (e) {
-            v += hv_ld(e + at, left);
-            hv_st(e + at, v, left);
+            v += HV(ld)(e + at, left);
+            HV(st)(e + at, v, left);
         }
-        bits |= hv_signmask(v) << at;
-        a->sum[0][u] += hv_ge(v, zero, zero, v);
-        a->sum[1][u] += hv_ge(v, zero, v, zero);
-        low0  = hv_min(v, a->least[0][u]); /* v >= 0 does no harm: clamped only when the side has elements */
-        high0 = hv_max(hv_ge(v, zero, minf, v), a->most[0][u]);
-        low1  = hv_min(hv_ge(v, zero, v, inf), a->least[1][u]);
-        high1 = hv_max(v, a->most[1][u]);
-        a->least[0][u] = left < HV_W ? hv_bits(mask, low0, a->least[0][u]) : low0;
-        a->most[0][u]  = left < HV_W ? hv_bits(mask, high0, a->most[0][u]) : high0;
-        a->least[1][u] = left < HV_W ? hv_bits(mask, low1, a->least[1][u]) : low1;
-        a->most[1][u]  = left < HV_W ? hv_bits(mask, high1, a->most[1][u]) : high1;
+        bits |= HV(signmask)(v) << at;
+        a->sum[0][u] += HV(ge)(v, zero, zero, v);
+        a->sum[1][u] += HV(ge)(v, zero, v, zero);
+        low0  = HV(min)(v, a->least[0][u]); /* v >= 0 does no harm: clamped only when the side has elements */
+        high0 = HV(max)(HV(ge)(v, zero, minf, v), a->most[0][u]);
+        low1  = HV(min)(HV(ge)(v, zero, v, inf), a->least[1][u]);
+        high1 = HV(max)(v, a->most[1][u]);
+        a->least[0][u] = left < HV_W ? HV(bits)(mask, low0, a->least[0][u]) : low0;
+        a->most[0][u]  = left < HV_W ? HV(bits)(mask, high0, a->most[0][u]) : high0;
+        a->least[1][u] = left < HV_W ? HV(bits)(mask, low1, a->least[1][u]) : low1;
+        a->most[1][u]  = left < HV_W ? HV(bits)(mask, high1, a->most[1][u]) : high1;
     }
     return bits & valid;
 }
 
 /* Pass 1. bits: ceil(n / 32) * 4 bytes. e: in e, out v. A NaN or infinity shows in the sums. */
-HPMLI_KFN void HPMLI_K(hpmli_onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
+HPMLI_KFN void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
 {
-    HPMLI_K(hpmli_onebit_acc) a;
+    HV(onebit_acc) a;
     int64_t                   ones = 0;
     row->sum[0] = row->sum[1] = 0;
     HPMLI_UNROLL
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
-        a.least[0][u] = a.least[1][u] = hv_set1(INFINITY);
-        a.most[0][u] = a.most[1][u] = hv_set1(-INFINITY);
+        a.least[0][u] = a.least[1][u] = HV(set1)(INFINITY);
+        a.most[0][u] = a.most[1][u] = HV(set1)(-INFINITY);
     }
     for (int64_t i = 0; i < n;) {
         int64_t end = n - i < HPMLI_ONEBIT_CHUNK ? n : i + HPMLI_ONEBIT_CHUNK;
         HPMLI_UNROLL
-        for (int u = 0; u < HPMLI_ONEBIT_V; u++) a.sum[0][u] = a.sum[1][u] = hv_zero();
+        for (int u = 0; u < HPMLI_ONEBIT_V; u++) a.sum[0][u] = a.sum[1][u] = HV(zero)();
         for (; i < end; i += HPMLI_ONEBIT_LANES) { /* two calls: a whole step is compiled without its checks */
             float   *ei = e ? e + i : NULL;
-            uint32_t m  = end - i >= HPMLI_ONEBIT_LANES ? HPMLI_K(hpmli_onebit_step)(&a, ei, g + i, HPMLI_ONEBIT_LANES)
-                                                        : HPMLI_K(hpmli_onebit_step)(&a, ei, g + i, end - i);
+            uint32_t m  = end - i >= HPMLI_ONEBIT_LANES ? HV(onebit_step)(&a, ei, g + i, HPMLI_ONEBIT_LANES)
+                                                        : HV(onebit_step)(&a, ei, g + i, end - i);
             bits[i / 8]     = (uint8_t)m;
             bits[i / 8 + 1] = (uint8_t)(m >> 8);
             ones += __builtin_popcount(m);
@@ -2944,72 +2901,72 @@ HPMLI_KFN void HPMLI_K(hpmli_onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, 
             HPMLI_UNROLL
             for (int h = HPMLI_ONEBIT_V / 2; h > 0; h /= 2)
                 for (int u = 0; u < h; u++) a.sum[side][u] += a.sum[side][u + h];
-            row->sum[side] += (double)hv_sum(a.sum[side][0]);
+            row->sum[side] += (double)HV(sum)(a.sum[side][0]);
         }
     }
     if ((n + 15) / 16 % 2) bits[(n + 15) / 16 * 2] = bits[(n + 15) / 16 * 2 + 1] = 0; /* to whole words */
     for (int side = 0; side < 2; side++) {
         HPMLI_UNROLL
         for (int u = 1; u < HPMLI_ONEBIT_V; u++) {
-            a.least[side][0] = hv_min(a.least[side][0], a.least[side][u]);
-            a.most[side][0]  = hv_max(a.most[side][0], a.most[side][u]);
+            a.least[side][0] = HV(min)(a.least[side][0], a.least[side][u]);
+            a.most[side][0]  = HV(max)(a.most[side][0], a.most[side][u]);
         }
-        row->least[side] = -hv_hmax(-a.least[side][0]);
-        row->most[side]  = hv_hmax(a.most[side][0]);
+        row->least[side] = -HV(hmax)(-a.least[side][0]);
+        row->most[side]  = HV(hmax)(a.most[side][0]);
     }
     row->count[1] = ones;
     row->count[0] = n - ones;
 }
 
 /* Pass 2: e holds v, gets v - level. */
-HPMLI_KFN void HPMLI_K(hpmli_onebit_carry)(float *e, float low, float high, int64_t n)
+HPMLI_KFN void HV(onebit_carry)(float *e, float low, float high, int64_t n)
 {
-    hv l = hv_set1(low), h = hv_set1(high);
+    hv l = HV(set1)(low), h = HV(set1)(high);
     HV_LOOP(n) {
-        hv v = hv_ld(e + i, c);
-        hv_st(e + i, v - hv_ge(v, hv_zero(), h, l), c);
+        hv v = HV(ld)(e + i, c);
+        HV(st)(e + i, v - HV(ge)(v, HV(zero)(), h, l), c);
     }
 }
 
 #define HPMLI_ONEBIT_DECODE(name, result)                                                                              \
-    HPMLI_KFN void HPMLI_K(hpmli_##name)(float *out, const uint8_t *bits, float low, float high, int64_t n)            \
+    HPMLI_KFN void HV(name)(float *out, const uint8_t *bits, float low, float high, int64_t n)                         \
     {                                                                                                                  \
-        hv l = hv_set1(low), h = hv_set1(high);                                                                        \
+        hv l = HV(set1)(low), h = HV(set1)(high);                                                                      \
         for (int64_t i = 0; i < n; i += HPMLI_ONEBIT_LANES) {                                                          \
             uint32_t m = bits[i / 8] | (uint32_t)bits[i / 8 + 1] << 8;                                                 \
             HPMLI_UNROLL                                                                                               \
             for (int u = 0; u < HPMLI_ONEBIT_LANES; u += HV_W) {                                                       \
                 int64_t c = n - i > u ? n - i - u : 0;                                                                 \
                 float  *y = out + i + u;                                                                               \
-                hv      v = hv_bits(m >> u, h, l);                                                                     \
-                hv_st(y, result, c);                                                                                   \
+                hv      v = HV(bits)(m >> u, h, l);                                                                    \
+                HV(st)(y, result, c);                                                                                  \
             }                                                                                                          \
         }                                                                                                              \
     }
 HPMLI_ONEBIT_DECODE(onebit_decode, v)
-HPMLI_ONEBIT_DECODE(onebit_decode_add, hv_ld(y, c) + v)
+HPMLI_ONEBIT_DECODE(onebit_decode_add, HV(ld)(y, c) + v)
 #undef HPMLI_ONEBIT_DECODE
 #undef HPMLI_ONEBIT_V
 
 /* packed = bf16(g + e), e = what was lost; e NULL: no feedback. False when something does not fit: NaN, infinity, or a
    float that rounds to infinity; 0 * lost is NaN then, and stays so in the sum. */
-HPMLI_KFN bool HPMLI_K(hpmli_bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n)
+HPMLI_KFN bool HV(bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n)
 {
-    hv nan = hv_zero();
+    hv nan = HV(zero)();
     HV_LOOP(n) {
-        hv v = hv_ld(g + i, c), lost;
-        if (e) v += hv_ld(e + i, c);
-        hv_st_bf16(packed + i, v, c);
-        lost = v - hv_ld_bf16(packed + i, c);
-        if (e) hv_st(e + i, lost, c);
-        nan = hv_fma(lost, hv_zero(), nan);
+        hv v = HV(ld)(g + i, c), lost;
+        if (e) v += HV(ld)(e + i, c);
+        HV(st_bf16)(packed + i, v, c);
+        lost = v - HV(ld_bf16)(packed + i, c);
+        if (e) HV(st)(e + i, lost, c);
+        nan = HV(fma)(lost, HV(zero)(), nan);
     }
-    return hv_sum(nan) == 0;
+    return HV(sum)(nan) == 0;
 }
 
-HPMLI_KFN void HPMLI_K(hpmli_bf16_decode_add)(float *out, const uint16_t *packed, int64_t n)
+HPMLI_KFN void HV(bf16_decode_add)(float *out, const uint16_t *packed, int64_t n)
 {
-    HV_LOOP(n) hv_st(out + i, hv_ld(out + i, c) + hv_ld_bf16(packed + i, c), c);
+    HV_LOOP(n) HV(st)(out + i, HV(ld)(out + i, c) + HV(ld_bf16)(packed + i, c), c);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3032,7 +2989,7 @@ HPMLI_KFN void HPMLI_K(hpmli_bf16_decode_add)(float *out, const uint16_t *packed
 typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
 #endif
 
-HPMLI_VFN void HPMLI_K(hpmli_strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
+HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
 {
     const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc, length = s->length;
     const int64_t lanes = HV_W, last = (nv - 1) * HV_W; /* tiles are whole: the result has room for them */
@@ -3041,7 +2998,7 @@ HPMLI_VFN void HPMLI_K(hpmli_strip_tile)(const int mr, const int nv, HPMLI_STRIP
         const float *a0 = a + s->a_at[run], *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars;
         const float *a12 = a9 + 3 * ars, *q = b + (s->b_at ? s->b_at[run] : run * length * ldb);
         for (int64_t p = 0; p < length; p++) {
-            hv b0 = hv_load(q), b1 = nv < 2 ? b0 : hv_load(q + HV_W), b2 = b1, b3 = b1;
+            hv b0 = HV(load)(q), b1 = nv < 2 ? b0 : HV(load)(q + HV_W), b2 = b1, b3 = b1;
             HPMLI_ROWS(HPMLI_TILE_ROW)
             a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, q += ldb;
         }
@@ -3053,38 +3010,38 @@ HPMLI_VFN void HPMLI_K(hpmli_strip_tile)(const int mr, const int nv, HPMLI_STRIP
 
 #ifndef HPMLI_STRIP_KINDS
 #define HPMLI_STRIP_KINDS(r)                                                                                           \
-    HPMLI_KFN void HPMLI_K(hpmli_strip_one_##r)(HPMLI_STRIP_ARGS) { HPMLI_K(hpmli_strip_tile)(r + 1, 1, s, a, b, c); } \
-    HPMLI_KFN void HPMLI_K(hpmli_strip_two_##r)(HPMLI_STRIP_ARGS) { HPMLI_K(hpmli_strip_tile)(r + 1, 2, s, a, b, c); }
-#define HPMLI_STRIP_ONE(r) HPMLI_K(hpmli_strip_one_##r),
-#define HPMLI_STRIP_TWO(r) HPMLI_K(hpmli_strip_two_##r),
+    HPMLI_KFN void HV(strip_one_##r)(HPMLI_STRIP_ARGS) { HV(strip_tile)(r + 1, 1, s, a, b, c); }                       \
+    HPMLI_KFN void HV(strip_two_##r)(HPMLI_STRIP_ARGS) { HV(strip_tile)(r + 1, 2, s, a, b, c); }
+#define HPMLI_STRIP_ONE(r) HV(strip_one_##r),
+#define HPMLI_STRIP_TWO(r) HV(strip_two_##r),
 #endif
 HPMLI_ROWS(HPMLI_STRIP_KINDS)
-static hpmli_strip_fn *const HPMLI_K(hpmli_strips)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_STRIP_ONE) },
+static hpmli_strip_fn *const HV(strips)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_STRIP_ONE) },
                                                                     { HPMLI_ROWS(HPMLI_STRIP_TWO) } };
 
 /* All rows of a strip, dealt out evenly to tiles; n columns count. */
-HPMLI_VFN void HPMLI_K(hpmli_strip)(const hpmli_conv_strip *s, int64_t n, const float *a, const float *b, float *c)
+HPMLI_VFN void HV(strip)(const hpmli_conv_strip *s, int64_t n, const float *a, const float *b, float *c)
 {
     int64_t tiles = (s->rows + HPMLI_MR - 1) / HPMLI_MR;
     for (int64_t t = 0; t < tiles; t++) {
         int64_t i = t * s->rows / tiles, mr = (t + 1) * s->rows / tiles - i;
-        HPMLI_K(hpmli_strips)[n > HV_W][mr - 1](s, a + i * s->ars, b, c + i * s->ldc);
+        HV(strips)[n > HV_W][mr - 1](s, a + i * s->ars, b, c + i * s->ldc);
     }
 }
 
 /* out[j * HV_W + i] = x[i * ldx + j], i < rows, j < cols, both at most HV_W; rows that are not there are zero. */
-HPMLI_KFN void HPMLI_K(hpmli_square)(const float *x, int64_t ldx, int64_t rows, int64_t cols, float *out)
+HPMLI_KFN void HV(square)(const float *x, int64_t ldx, int64_t rows, int64_t cols, float *out)
 {
     float part[HV_W * HV_W];
     if (cols < HV_W) {
-        for (int64_t i = 0; i < rows; i++) hv_store(part + i * HV_W, hv_load_n(x + i * ldx, cols));
+        for (int64_t i = 0; i < rows; i++) HV(store)(part + i * HV_W, HV(load_n)(x + i * ldx, cols));
         x = part, ldx = HV_W;
     }
-    HPMLI_K(hpmli_transpose)(x, ldx, rows, out, HV_W);
+    HV(transpose)(x, ldx, rows, out, HV_W);
 }
 
 /* The weights (out, in, taps) of channels [o, o + panel) as tiles read them: dst[(tap * in + c) * panel + lane]. */
-HPMLI_KFN void HPMLI_K(hpmli_conv_pack)(float *dst, const float *w, const hpmli_conv_map *m, int64_t o)
+HPMLI_KFN void HV(conv_pack)(float *dst, const float *w, const hpmli_conv_map *m, int64_t o)
 {
     float square[HV_W * HV_W];
     int64_t end = o + HPMLI_CONV_PANEL < m->out ? o + HPMLI_CONV_PANEL : m->out, each = m->in * m->taps;
@@ -3094,15 +3051,15 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_pack)(float *dst, const float *w, const hpmli_
         for (int64_t c = 0; c < m->in; c++)
             for (int64_t t = 0; t < m->taps; t += HV_W) {
                 int64_t n = m->taps - t < HV_W ? m->taps - t : HV_W;
-                HPMLI_K(hpmli_square)(w + o * each + c * m->taps + t, each, rows, n, square);
+                HV(square)(w + o * each + c * m->taps + t, each, rows, n, square);
                 for (int64_t i = 0; i < n; i++)
-                    hv_store(to + ((t + i) * m->in + c) * HPMLI_NR, hv_load(square + i * HV_W));
+                    HV(store)(to + ((t + i) * m->in + c) * HPMLI_NR, HV(load)(square + i * HV_W));
             }
     }
 }
 
 /* The same weights for the gradient of the input, output channel o of them: a panel is some lanes of a block. */
-HPMLI_KFN void HPMLI_K(hpmli_conv_pack_back)(float *dst, const float *w, const hpmli_conv_sum *g, int64_t o)
+HPMLI_KFN void HV(conv_pack_back)(float *dst, const float *w, const hpmli_conv_sum *g, int64_t o)
 {
     int64_t blocks = g->blocks[0] * g->blocks[1], each = g->block / g->in, taps = blocks * each;
     int64_t width = (g->block + HPMLI_NR - 1) / HPMLI_NR * HPMLI_NR;
@@ -3115,7 +3072,7 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_pack_back)(float *dst, const float *w, const h
 }
 
 /* An image (channels, height, width) into NHWC order; rows of the result are `pitch` floats apart. */
-HPMLI_KFN void HPMLI_K(hpmli_conv_turn)(float *image, const float *x, int64_t channels, int64_t height, int64_t width,
+HPMLI_KFN void HV(conv_turn)(float *image, const float *x, int64_t channels, int64_t height, int64_t width,
                                         int64_t pitch)
 {
     float   square[HV_W * HV_W];
@@ -3123,7 +3080,7 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_turn)(float *image, const float *x, int64_t ch
     if (channels == 1) {
         for (row = 0; row < height; row++)
             for (int64_t i = 0; i < width; i += HV_W)
-                hv_st(image + row * pitch + i, hv_ld(x + row * width + i, width - i), width - i);
+                HV(st)(image + row * pitch + i, HV(ld)(x + row * width + i, width - i), width - i);
         return;
     }
     if (channels < 4) {
@@ -3142,14 +3099,14 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_turn)(float *image, const float *x, int64_t ch
         }
         for (int64_t c = 0; c < channels; c += HV_W) {
             int64_t rows = channels - c < HV_W ? channels - c : HV_W;
-            HPMLI_K(hpmli_square)(x + c * plane + p, plane, rows, n, square);
-            for (int64_t i = 0; i < n; i++) hv_st(to[i] + c, hv_load(square + i * HV_W), rows);
+            HV(square)(x + c * plane + p, plane, rows, n, square);
+            for (int64_t i = 0; i < n; i++) HV(st)(to[i] + c, HV(load)(square + i * HV_W), rows);
         }
     }
 }
 
 /* n pixels, `apart` floats from one to the next, go into the planes of y, turned. */
-HPMLI_KFN void HPMLI_K(hpmli_conv_emit)(const float *x, int64_t apart, int64_t n, int64_t channels, float *y,
+HPMLI_KFN void HV(conv_emit)(const float *x, int64_t apart, int64_t n, int64_t channels, float *y,
                                         int64_t plane, const float *bias, int relu, int accumulate)
 {
     float square[HV_W * HV_W];
@@ -3157,32 +3114,32 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_emit)(const float *x, int64_t apart, int64_t n
         int64_t lanes = n - i < HV_W ? n - i : HV_W;
         for (int64_t o = 0; o < channels; o += HV_W) {
             int64_t rows = channels - o < HV_W ? channels - o : HV_W;
-            HPMLI_K(hpmli_square)(x + i * apart + o, apart, lanes, HV_W, square);
+            HV(square)(x + i * apart + o, apart, lanes, HV_W, square);
             for (int64_t r = 0; r < rows; r++) {
                 float *to = y + (o + r) * plane + i;
-                hv     v  = hv_load(square + r * HV_W);
-                if (bias) v += hv_set1(bias[o + r]);
-                if (accumulate) v = hv_ld(to, lanes) + v;
-                if (relu) v = hv_max(hv_zero(), v); /* a NaN stays */
-                hv_st(to, v, lanes);
+                hv     v  = HV(load)(square + r * HV_W);
+                if (bias) v += HV(set1)(bias[o + r]);
+                if (accumulate) v = HV(ld)(to, lanes) + v;
+                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays */
+                HV(st)(to, v, lanes);
             }
         }
     }
 }
 
 /* Back from NHWC order: y (channels, height, width) (+)= an image, whose rows are `pitch` floats apart. */
-HPMLI_KFN void HPMLI_K(hpmli_conv_return)(float *y, const float *image, int64_t channels, int64_t height, int64_t width,
+HPMLI_KFN void HV(conv_return)(float *y, const float *image, int64_t channels, int64_t height, int64_t width,
                                           int64_t pitch, int accumulate)
 {
     bool    whole = pitch == width * channels;
     int64_t rows = whole ? 1 : height, n = whole ? height * width : width;
     for (int64_t r = 0; r < rows; r++)
-        HPMLI_K(hpmli_conv_emit)(image + r * pitch, channels, n, channels, y + r * n, height * width, NULL, 0,
+        HV(conv_emit)(image + r * pitch, channels, n, channels, y + r * n, height * width, NULL, 0,
                                  accumulate);
 }
 
 /* Channels [o0, o1) of one image's result, from its image in NHWC order. band: map->band x width x panel floats. */
-HPMLI_KFN void HPMLI_K(hpmli_conv_image)(const hpmli_conv_map *m, const float *w, const float *image, int64_t o0,
+HPMLI_KFN void HV(conv_image)(const hpmli_conv_map *m, const float *w, const float *image, int64_t o0,
                                          int64_t o1, const float *bias, int relu, float *y, float *band)
 {
     int64_t          plane = m->height * m->width;
@@ -3194,9 +3151,9 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_image)(const hpmli_conv_map *m, const float *w
         for (int64_t row = 0; row < m->height; row += m->band) {
             int64_t rows = m->height - row < m->band ? m->height - row : m->band;
             for (int64_t r = 0; r < rows; r++)
-                HPMLI_K(hpmli_strip)(&s, n, image + (row + r) * m->row_at, w + o * m->taps * m->in,
+                HV(strip)(&s, n, image + (row + r) * m->row_at, w + o * m->taps * m->in,
                                      band + r * m->width * HPMLI_NR);
-            HPMLI_K(hpmli_conv_emit)(band, HPMLI_NR, rows * m->width, n, y + o * plane + row * m->width, plane,
+            HV(conv_emit)(band, HPMLI_NR, rows * m->width, n, y + o * plane + row * m->width, plane,
                                      bias ? bias + o : NULL, relu, 0);
         }
     }
@@ -3204,7 +3161,7 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_image)(const hpmli_conv_map *m, const float *w
 
 /* dx, in NHWC order, += for each block of taps, dy times its weights: the numbers that the pixels of a row of dy were
    made of overlap, and are added one pixel after the other. */
-HPMLI_KFN void HPMLI_K(hpmli_conv_inputs)(const hpmli_conv_sum *g, const float *w, const float *dy, float *dx)
+HPMLI_KFN void HV(conv_inputs)(const hpmli_conv_sum *g, const float *w, const float *dy, float *dx)
 {
     const int64_t    start = 0;
     hpmli_conv_strip s;
@@ -3214,12 +3171,12 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_inputs)(const hpmli_conv_sum *g, const float *
         for (int64_t v = 0; v < g->blocks[1]; v++)
             for (int64_t lane = 0; lane < g->block; lane += HPMLI_NR, w += HPMLI_NR * g->out)
                 for (int64_t r = 0; r < g->runs; r++)
-                    HPMLI_K(hpmli_strip)(&s, g->block - lane, dy + g->y_at[r], w,
+                    HV(strip)(&s, g->block - lane, dy + g->y_at[r], w,
                                          dx + g->x_at[r] + u * g->block_at[0] + v * g->block_at[1] + lane);
 }
 
 /* dw (panels of out, taps, in, panel) (+)= sum over the pixels of some images. */
-HPMLI_KFN void HPMLI_K(hpmli_conv_weights)(const hpmli_conv_sum *g, const float *x, const float *dy, float *dw, int add)
+HPMLI_KFN void HV(conv_weights)(const hpmli_conv_sum *g, const float *x, const float *dy, float *dw, int add)
 {
     hpmli_conv_strip s;
     s.rows = g->block, s.ars = 1, s.acs = g->col_at, s.ldb = g->out, s.runs = g->runs, s.length = g->cols;
@@ -3227,11 +3184,11 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_weights)(const hpmli_conv_sum *g, const float 
     for (int64_t o = 0; o < g->out; o += HPMLI_NR)
         for (int64_t u = 0; u < g->blocks[0]; u++)
             for (int64_t v = 0; v < g->blocks[1]; v++, dw += g->block * HPMLI_NR)
-                HPMLI_K(hpmli_strip)(&s, g->out - o, x + u * g->block_at[0] + v * g->block_at[1], dy + o, dw);
+                HV(strip)(&s, g->out - o, x + u * g->block_at[0] + v * g->block_at[1], dy + o, dw);
 }
 
 /* dw (out, in, taps) (+)= the sum of the parts, in order; channels [o, o + panel) of it. */
-HPMLI_KFN void HPMLI_K(hpmli_conv_unpack)(float *dw, const float *parts, int64_t count, int64_t apart, int64_t in,
+HPMLI_KFN void HV(conv_unpack)(float *dw, const float *parts, int64_t count, int64_t apart, int64_t in,
                                           int64_t out, int64_t taps, int64_t o, int accumulate)
 {
     float sum[HV_W * HV_W], square[HV_W * HV_W];
@@ -3243,57 +3200,58 @@ HPMLI_KFN void HPMLI_K(hpmli_conv_unpack)(float *dw, const float *parts, int64_t
                 int64_t n = taps - t < HV_W ? taps - t : HV_W;
                 for (int64_t i = 0; i < n; i++) {
                     const float *p = from + ((t + i) * in + c) * HPMLI_NR;
-                    hv           s = hv_load(p);
-                    for (int64_t k = 1; k < count; k++) s += hv_load(p + k * apart);
-                    hv_store(sum + i * HV_W, s);
+                    hv           s = HV(load)(p);
+                    for (int64_t k = 1; k < count; k++) s += HV(load)(p + k * apart);
+                    HV(store)(sum + i * HV_W, s);
                 }
-                HPMLI_K(hpmli_square)(sum, HV_W, n, HV_W, square);
+                HV(square)(sum, HV_W, n, HV_W, square);
                 for (int64_t q = 0; q < HV_W && o + q < end; q++) {
                     float *to = dw + ((o + q) * in + c) * taps + t;
-                    hv     s  = hv_load(square + q * HV_W);
-                    if (accumulate) s = hv_ld(to, n) + s;
-                    hv_st(to, s, n);
+                    hv     s  = HV(load)(square + q * HV_W);
+                    if (accumulate) s = HV(ld)(to, n) + s;
+                    HV(st)(to, s, n);
                 }
             }
     }
 }
 
 /* Corner q of n windows of 2 x 2 side by side, in the rows at x and x + width: upper left, right, lower left, right. */
-HPMLI_VFN hv HPMLI_K(hpmli_corner)(const float *x, int64_t width, int q, int64_t n)
+HPMLI_VFN hv HV(corner)(const float *x, int64_t width, int q, int64_t n)
 {
     const float *p = x + q / 2 * width;
-    hv a = hv_ld(p, 2 * n), b = 2 * n > HV_W ? hv_ld(p + HV_W, 2 * n - HV_W) : hv_zero();
-    return q % 2 ? hv_odd(a, b) : hv_even(a, b);
+    hv a = HV(ld)(p, 2 * n), b = 2 * n > HV_W ? HV(ld)(p + HV_W, 2 * n - HV_W) : HV(zero)();
+    return q % 2 ? HV(odd)(a, b) : HV(even)(a, b);
 }
 
 /* A row of n maxima; at: which corner each was, 0 to 3. */
-HPMLI_KFN void HPMLI_K(hpmli_max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
+HPMLI_KFN void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
 {
     HV_LOOP(n) {
-        hv best = HPMLI_K(hpmli_corner)(x + 2 * i, width, 0, c), from = hv_zero();
+        hv best = HV(corner)(x + 2 * i, width, 0, c), from = HV(zero)();
         for (int q = 1; q < 4; q++) { /* the first of equals wins, and the first NaN */
-            hv v = HPMLI_K(hpmli_corner)(x + 2 * i, width, q, c);
-            from = hv_eq(best, best, hv_ge(best, v, from, hv_set1((float)q)), from);
-            best = hv_eq(best, best, hv_ge(best, v, best, v), best);
+            hv v = HV(corner)(x + 2 * i, width, q, c);
+            from = HV(eq)(best, best, HV(ge)(best, v, from, HV(set1)((float)q)), from);
+            best = HV(eq)(best, best, HV(ge)(best, v, best, v), best);
         }
-        hv_st(y + i, best, c);
-        hv_st(at + i, from, c);
+        HV(st)(y + i, best, c);
+        HV(st)(at + i, from, c);
     }
 }
 
 /* Back: the gradient goes to the winner, 0 to the others. */
-HPMLI_KFN void HPMLI_K(hpmli_max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n,
+HPMLI_KFN void HV(max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n,
                                                 bool accumulate)
 {
     HV_LOOP(n) {
-        hv from = hv_ld(at + i, c), v = hv_ld(dy + i, c);
+        hv from = HV(ld)(at + i, c), v = HV(ld)(dy + i, c);
         for (int q = 0; q < 4; q += 2) {
-            hv a = hv_eq(from, hv_set1((float)q), v, hv_zero()), b = hv_eq(from, hv_set1((float)q + 1), v, hv_zero());
+            hv a = HV(eq)(from, HV(set1)((float)q), v, HV(zero)());
+            hv b = HV(eq)(from, HV(set1)((float)q + 1), v, HV(zero)());
             for (int64_t h = 0, lanes = 2 * c; h < 2 && lanes > 0; h++, lanes -= HV_W) {
                 float *p = dx + 2 * i + q / 2 * width + h * HV_W;
-                hv     d = h ? hv_high(a, b) : hv_low(a, b);
-                if (accumulate) d += hv_ld(p, lanes);
-                hv_st(p, d, lanes);
+                hv     d = h ? HV(high)(a, b) : HV(low)(a, b);
+                if (accumulate) d += HV(ld)(p, lanes);
+                HV(st)(p, d, lanes);
             }
         }
     }
@@ -3304,8 +3262,8 @@ HPMLI_KFN void HPMLI_K(hpmli_max_pool_row_back)(float *dx, const float *at, cons
 typedef struct hpmli_kernels { const char *name; HPMLI_KERNELS(HPMLI_X) } hpmli_kernels;
 #undef HPMLI_X
 #endif
-#define HPMLI_X(fn) HPMLI_K(hpmli_##fn),
-static const hpmli_kernels HPMLI_K(hpmli_kernels) = { HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X) };
+#define HPMLI_X(fn) HV(fn),
+static const hpmli_kernels HV(kernels) = { HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X) };
 #undef HPMLI_X
 
 #else /* HPMLI_ISA: the ordinary body */
@@ -3534,6 +3492,14 @@ typedef struct hpmli_conv_sum {
 #include HPML_SELF
 #undef HPMLI_ISA
 #endif
+#undef hv
+#undef hu
+#undef hq
+#undef HV
+#undef HV_W
+#undef HV_LOOP
+#undef HV_POLY5
+#undef HV_POLY_ON
 
 /* Kernels by name, NULL when this CPU cannot run them; without a name the best. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
@@ -3885,6 +3851,7 @@ struct hpml_ctx {
     float               *gemm_ws;    /* packing buffers of all threads, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
+    int                  param_kept; /* of ops that were recorded; an error that is cleared takes the others with it */
     hpml_graph          *grads_of;   /* whose gradients the parameters have now */
     int64_t              param_capacity;
     int                  node_count; /* recorded so far: names and mask keys */
@@ -4377,8 +4344,9 @@ HPML_API const char *hpml_ctx_error(const hpml_ctx *ctx) { return ctx ? ctx->err
 HPML_API void hpml_ctx_clear_error(hpml_ctx *ctx)
 {
     if (!ctx) return;
-    ctx->status   = HPML_OK;
-    ctx->error[0] = 0;
+    ctx->status      = HPML_OK;
+    ctx->error[0]    = 0;
+    ctx->param_count = ctx->param_kept;
 }
 
 HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx)     { return ctx ? ctx->threads : 0; }
@@ -4845,6 +4813,7 @@ HPMLI_FN hpml_tensor *hpmli_node_create(hpml_op op, const char *name, int src_co
         else n->mixes_batch = ndim > 0; /* a scalar of a short batch is just a shorter sum */
     }
     if (out->batch_rows) n->mixes_batch = false;
+    ctx->param_kept = ctx->param_count;
     return out;
 }
 
@@ -4875,12 +4844,17 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
     return HPML_OK;
 }
 
+#define HPMLI_NAME 256 /* room for the name of an array in a file */
+
 HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
                                       const int64_t *shape)
 {
     if (!name || hpmli_failed(ctx)) return NULL;
     if ((int)init < 0 || init > HPML_INIT_ONES)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": no initializer %d", name, (int)init);
+    if (strlen(name) >= HPMLI_NAME - 8) /* "state." goes before some in files */
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": a name of %zu characters, expected fewer than %d",
+                          name, strlen(name), HPMLI_NAME - 8);
     if (hpml_param_find(ctx, name))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give layers other names", name);
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
@@ -4900,7 +4874,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
 HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init,
                                         float scale, int ndim, const int64_t *shape)
 {
-    char text[256];
+    char text[HPMLI_NAME];
     if (!layer || hpmli_failed(ctx)) return NULL;
     snprintf(text, sizeof text, "%s.%s", layer, suffix);
     return hpmli_param_new(ctx, hpmli_strdup(ctx, text), init, scale, ndim, shape);
@@ -4928,6 +4902,7 @@ HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *d)
     t->param->frozen   = d->frozen;
     t->param->no_decay = d->no_decay;
     t->needs_grad      = !d->buffer && !d->frozen;
+    ctx->param_kept    = ctx->param_count;
     return t;
 }
 
@@ -6012,17 +5987,12 @@ HPMLI_FN hpml_tensor *hpmli_conv_error(hpml_tensor *x, const char *name, int64_t
                       a->conv.padding[1], a->conv.dilation[0], a->conv.dilation[1], a->conv.groups, why);
 }
 
-/* Size of the result along one dimension; 0 when the kernel does not fit. */
-HPMLI_FN int64_t hpmli_conv_out(int64_t size, int32_t kernel, int32_t stride, int32_t padding, int32_t dilation)
-{
-    int64_t span = size + 2 * (int64_t)padding - (int64_t)dilation * (kernel - 1) - 1;
-    return span < 0 ? 0 : span / stride + 1;
-}
-
+/* Height (i 0) or width (1) of the result; 0 when the kernel does not fit. */
 HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i)
 {
-    return hpmli_conv_out(x->shape[2 + i], a->conv.kernel[i], a->conv.stride[i], a->conv.padding[i],
-                          a->conv.dilation[i]);
+    int64_t span = x->shape[2 + i] + 2 * (int64_t)a->conv.padding[i] - 1;
+    span -= (int64_t)a->conv.dilation[i] * (a->conv.kernel[i] - 1);
+    return span < 0 ? 0 : span / a->conv.stride[i] + 1;
 }
 
 HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const hpml_attr *a)
@@ -6298,22 +6268,21 @@ typedef struct hpmli_pooling_job {
 HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride,
                                         int32_t padding)
 {
-    int64_t shape[4];
+    hpml_attr a;
     if (!hpmli_recordable(1, &x)) return NULL;
     if (stride == 0) stride = kh;
+    memset(&a, 0, sizeof a);
+    for (int i = 0; i < 2; i++)
+        a.conv.kernel[i] = i ? kw : kh, a.conv.stride[i] = stride, a.conv.padding[i] = padding, a.conv.dilation[i] = 1;
     if (x->ndim != 4 || kh < 1 || kw < 1 || stride < 1 || padding < 0 || padding > kh / 2 || padding > kw / 2 ||
-        padding > INT16_MAX || hpmli_conv_out(x->shape[2], kh, stride, padding, 1) < 1 ||
-        hpmli_conv_out(x->shape[3], kw, stride, padding, 1) < 1)
+        padding > INT16_MAX || hpmli_conv_size(x, &a, 0) < 1 || hpmli_conv_size(x, &a, 1) < 1)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, "
                           "H, W), a kernel that fits and padding of at most half of it", hpml_op_name(op),
                           hpmli_text(x), kh, kw, stride, padding);
-    shape[0] = x->shape[0], shape[1] = x->shape[1];
-    shape[2] = hpmli_conv_out(x->shape[2], kh, stride, padding, 1);
-    shape[3] = hpmli_conv_out(x->shape[3], kw, stride, padding, 1);
-    hpml_tensor *y = hpmli_node_create(op, NULL, 1, &x, 4, shape);
+    const int64_t shape[4] = { x->shape[0], x->shape[1], hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1) };
+    hpml_tensor  *y = hpmli_node_create(op, NULL, 1, &x, 4, shape);
     if (!y) return NULL;
-    y->node->attr.conv.kernel[0] = kh, y->node->attr.conv.kernel[1] = kw;
-    y->node->attr.conv.stride[0] = stride, y->node->attr.conv.padding[0] = padding;
+    y->node->attr = a;
     if (op == HPML_OP_MAX_POOL) y->node->saved_bytes = (size_t)hpml_tensor_count(y) * sizeof(int32_t);
     return y;
 }
@@ -6391,9 +6360,13 @@ HPMLI_FN void hpmli_max_pool_back_task(void *arg, int64_t plane, int thread HPML
 }
 
 /* Average: forward gathers a window, backward deals it out; the same walk. */
-HPMLI_FN void hpmli_avg_pool_walk(const hpmli_pooling_job *j, const float *x, float *y, float *dx, const float *dy)
+HPMLI_FN void hpmli_avg_pool_walk(const hpmli_pooling_job *j, int64_t plane, bool back)
 {
-    int64_t r0, r1, c0, c1;
+    const float *x  = j->n->src[0]->data + plane * j->H * j->W;
+    float       *dx = back ? j->n->src[0]->grad + plane * j->H * j->W : NULL;
+    float       *y  = (back ? j->n->out->grad : j->n->out->data) + plane * j->OH * j->OW;
+    int64_t      r0, r1, c0, c1;
+    if (back && !j->n->accumulate[0]) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
     for (int64_t o = 0; o < j->OH * j->OW; o++) {
         double sum = 0;
         float  share;
@@ -6401,26 +6374,21 @@ HPMLI_FN void hpmli_avg_pool_walk(const hpmli_pooling_job *j, const float *x, fl
         hpmli_window(o % j->OW, j->stride, j->pad, j->kw, j->W, &c0, &c1);
         share = 1 / (float)((r1 - r0) * (c1 - c0));
         for (int64_t r = r0; r < r1; r++) {
-            if (dx) j->k->vscale_add(dx + r * j->W + c0, dx + r * j->W + c0, 1, share * dy[o], c1 - c0);
+            if (back) j->k->vscale_add(dx + r * j->W + c0, dx + r * j->W + c0, 1, share * y[o], c1 - c0);
             else sum += (double)j->k->vsum(x + r * j->W + c0, c1 - c0);
         }
-        if (y) y[o] = (float)sum * share;
+        if (!back) y[o] = (float)sum * share;
     }
 }
 
 HPMLI_FN void hpmli_avg_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
-    const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
-    const float *x = j->n->src[0]->data + plane * j->H * j->W;
-    hpmli_avg_pool_walk(j, x, j->n->out->data + plane * j->OH * j->OW, NULL, NULL);
+    hpmli_avg_pool_walk((const hpmli_pooling_job *)arg, plane, false);
 }
 
 HPMLI_FN void hpmli_avg_pool_back_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
-    const hpmli_pooling_job *j  = (const hpmli_pooling_job *)arg;
-    float                *dx = j->n->src[0]->grad + plane * j->H * j->W;
-    if (!j->n->accumulate[0]) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
-    hpmli_avg_pool_walk(j, NULL, NULL, dx, j->n->out->grad + plane * j->OH * j->OW);
+    hpmli_avg_pool_walk((const hpmli_pooling_job *)arg, plane, true);
 }
 
 HPMLI_FN void hpmli_planes(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
@@ -6618,14 +6586,11 @@ HPMLI_FN void hpmli_rows_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 
 /* Calls `row` for each row of the last dimension of t. */
 HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, const hpml_tensor *t,
-                                    void (*row)(const hpmli_rows *r, int64_t row))
+                             void (*row)(const hpmli_rows *r, int64_t row))
 {
-    hpmli_rows r;
-    r.k = run->ctx->k, r.n = n, r.row = row;
-    r.cols = t->ndim > 0 ? t->shape[t->ndim - 1] : 1;
-    r.rows = hpml_tensor_count(t) / r.cols;
-    r.each = hpmli_rows_per_task(r.cols);
-    hpmli_parallel(run->ctx, (r.rows + r.each - 1) / r.each, hpmli_rows_task, &r);
+    int64_t    cols = t->shape[t->ndim - 1], each = hpmli_rows_per_task(cols);
+    hpmli_rows r = { run->ctx->k, n, hpml_tensor_count(t) / cols, cols, each, row };
+    hpmli_parallel(run->ctx, (r.rows + each - 1) / each, hpmli_rows_task, &r);
 }
 
 HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
@@ -6733,9 +6698,9 @@ HPMLI_FN void hpmli_norm_back_task(void *arg, int64_t task, int thread HPMLI_UNU
     const hpml_node  *n    = r->n;
     float            *part = (float *)n->scratch + task * 2 * r->cols, g[HPMLI_PIECE], h[HPMLI_PIECE];
     const float      *gamma = n->src[1] ? n->src[1]->data : NULL;
-    int64_t           end = (task + 1) * HPMLI_NORM_ROWS < r->rows ? (task + 1) * HPMLI_NORM_ROWS : r->rows;
+    int64_t           end = (task + 1) * r->each < r->rows ? (task + 1) * r->each : r->rows;
     r->k->vfill(part, 0, 2 * r->cols);
-    for (int64_t row = task * HPMLI_NORM_ROWS; row < end; row++) {
+    for (int64_t row = task * r->each; row < end; row++) {
         const float *x = n->src[0]->data + row * r->cols, *dy = n->out->grad + row * r->cols;
         float        mean = ((float *)n->saved)[2 * row], rstd = ((float *)n->saved)[2 * row + 1];
         double       sum = 0, dot = 0;
@@ -6765,17 +6730,15 @@ HPMLI_FN void hpmli_norm_back_task(void *arg, int64_t task, int thread HPMLI_UNU
 
 HPMLI_FN void hpmli_norm_backward(const hpml_run *run, hpml_node *n)
 {
-    hpmli_rows r;
-    r.k = run->ctx->k, r.n = n;
-    r.cols = n->out->shape[n->out->ndim - 1];
-    r.rows = hpml_tensor_count(n->out) / r.cols;
-    int64_t blocks = (r.rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
+    int64_t    cols = n->out->shape[n->out->ndim - 1], rows = hpml_tensor_count(n->out) / cols;
+    int64_t    blocks = (rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
+    hpmli_rows r = { run->ctx->k, n, rows, cols, HPMLI_NORM_ROWS, NULL };
     hpmli_parallel(run->ctx, blocks, hpmli_norm_back_task, &r);
     for (int s = 1; s < 3; s++) {
         if (!n->src[s] || !n->src[s]->grad) continue;
-        if (!n->accumulate[s]) r.k->vfill(n->src[s]->grad, 0, r.cols);
+        if (!n->accumulate[s]) r.k->vfill(n->src[s]->grad, 0, cols);
         for (int64_t b = 0; b < blocks; b++)
-            r.k->vadd(n->src[s]->grad, n->src[s]->grad, (float *)n->scratch + (2 * b + s - 1) * r.cols, r.cols);
+            r.k->vadd(n->src[s]->grad, n->src[s]->grad, (float *)n->scratch + (2 * b + s - 1) * cols, cols);
     }
 }
 
@@ -6828,15 +6791,12 @@ HPMLI_FN void hpmli_dropout_task(void *arg, int64_t task, int thread HPMLI_UNUSE
 
 HPMLI_FN void hpmli_dropout_run(const hpml_run *run, hpml_node *n, const float *x, float *y, bool accumulate)
 {
-    hpmli_dropout_job j;
-    int64_t           rows = n->out->batch_rows ? n->out->shape[0] / n->out->batch_rows : 1;
-    j.run = run, j.n = n, j.x = x, j.y = y, j.accumulate = accumulate;
-    j.count = hpml_tensor_count(n->out);
-    j.first = n->out->batch_rows ? (int64_t)run->sample * (j.count / rows) : 0;
+    int64_t count = hpml_tensor_count(n->out), each = n->out->batch_rows * (count / n->out->shape[0]); /* of a sample */
+    hpmli_dropout_job j = { run, n, x, y, count, (int64_t)run->sample * each, accumulate };
     if (run->train && n->attr.dropout.p > 0)
-        hpmli_parallel(run->ctx, (j.count + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_dropout_task, &j);
+        hpmli_parallel(run->ctx, (count + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_dropout_task, &j);
     else if (x != y || accumulate)
-        run->ctx->k->vaxpby(y, 1, x, accumulate ? 1.0f : 0.0f, j.count);
+        run->ctx->k->vaxpby(y, 1, x, accumulate ? 1.0f : 0.0f, count);
 }
 
 HPMLI_OP(dropout, HPMLI_INPLACE, hpmli_dropout_run(run, n, n->src[0]->data, n->out->data, false),
@@ -7501,7 +7461,7 @@ typedef struct hpmli_slot {
     void   **place;      /* where the address goes once there is memory */
 } hpmli_slot;
 
-typedef struct hpmli_use {     /* what the planner knows about the tensor made by node i */
+typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node */
     hpml_tensor *root_value;   /* whose memory the value stands in */
     hpml_tensor *root_grad;
     int          first, last;  /* life of the value */
@@ -7528,7 +7488,7 @@ struct hpml_graph {
     int            param_count; /* of the context, when this was made */
     int           *param_last;  /* (param_count) node whose backward finishes the gradient; -1: none */
     int64_t        batch, batch_now;
-    bool           batchable, grads_ready;
+    bool           batchable;
     bool           train;      /* of the last forward pass ... */
     uint64_t       step;       /* ... and its step */
     int64_t        first_sample, shift; /* of this pass: in the global batch, in the inputs */
@@ -7541,35 +7501,31 @@ struct hpml_graph {
     bool           idle;       /* see hpml_run */
 };
 
-/* One pass over what is reachable marks it; positions are given in order of recording, which is an order of running. */
+/* Marks what t depends on, at its place in the order of recording, which is an order of running. */
+HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
+{
+    if (!t || t->param) return;
+    if (t->node) {
+        found[t->node->index] = t->node;
+        return;
+    }
+    for (int l = 0; l < g->leaf_count; l++)
+        if (g->leaves[l] == t) return;
+    g->leaves[g->leaf_count++] = t;
+}
+
+/* From the last op recorded to the first: whoever reads a result stands behind it. */
 HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, int target_count)
 {
-    hpml_ctx      *ctx   = g->ctx;
-    hpml_node    **stack = hpmli_new(ctx, hpml_node *, ctx->node_count + target_count + 1);
-    hpml_node    **found = g->nodes = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* with gaps, at first */
-    int            depth = 0, leaf_room = ctx->node_count * HPML_MAX_SRC + target_count + 1;
-    g->leaves = hpmli_new(ctx, hpml_tensor *, leaf_room);
-    if (!stack || !found || !g->leaves) return false;
-    for (int i = 0; i < target_count; i++)
-        if (targets[i]->node && !found[targets[i]->node->index])
-            found[targets[i]->node->index] = stack[depth++] = targets[i]->node;
-    while (depth > 0) {
-        hpml_node *n = stack[--depth];
-        for (int i = 0; i < n->src_count; i++) {
-            hpml_tensor *s    = n->src[i];
-            bool         seen = false;
-            if (!s || s->param) continue;
-            if (s->node) {
-                if (!found[s->node->index]) found[s->node->index] = stack[depth++] = s->node;
-                continue;
-            }
-            for (int l = 0; l < g->leaf_count; l++) seen = seen || g->leaves[l] == s;
-            if (!seen) g->leaves[g->leaf_count++] = s;
-        }
-    }
+    hpml_ctx   *ctx   = g->ctx;
+    hpml_node **found = g->nodes = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* with gaps, at first */
+    g->leaves = hpmli_new(ctx, hpml_tensor *, (int64_t)ctx->node_count * HPML_MAX_SRC + target_count);
+    if (!found || !g->leaves) return false;
+    for (int i = 0; i < target_count; i++) hpmli_graph_mark(g, found, targets[i]);
+    for (int i = ctx->node_count - 1; i >= 0; i--)
+        for (int s = 0; found[i] && s < found[i]->src_count; s++) hpmli_graph_mark(g, found, found[i]->src[s]);
     for (int i = 0; i < ctx->node_count; i++)
         if (found[i]) g->nodes[g->count++] = found[i];
-    hpmli_free(ctx, stack);
     return true;
 }
 
@@ -7585,10 +7541,10 @@ HPMLI_FN unsigned hpmli_node_needs(const hpml_node *n)
 
 HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
 
-/* Position of the node that makes t in this graph, by its index. */
-HPMLI_FN hpmli_use *hpmli_use_of(hpmli_use *uses, const int *position, const hpml_tensor *t)
+/* uses: (node_count of the context), by the index of the node that makes t. */
+HPMLI_FN hpmli_use *hpmli_use_of(hpmli_use *uses, const hpml_tensor *t)
 {
-    return t && t->node ? &uses[position[t->node->index]] : NULL;
+    return t && t->node ? &uses[t->node->index] : NULL;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7596,20 +7552,20 @@ HPMLI_FN hpmli_use *hpmli_use_of(hpmli_use *uses, const int *position, const hpm
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Lives of the values. */
-HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses, const int *position)
+HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
     for (int i = 0; i < N; i++) {
         hpml_node *n      = g->nodes[i];
         bool       back   = g->loss && n->out->needs_grad;
         unsigned   needs  = hpmli_node_needs(n);
-        hpmli_use *u      = &uses[i], *s0 = hpmli_use_of(uses, position, n->src[0]);
+        hpmli_use *u      = &uses[n->index], *s0 = hpmli_use_of(uses, n->src[0]);
         u->root_value = n->out;
         u->first      = i;
         u->last       = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
         if (u->kept) u->last = 2 * N;
         for (int j = 0; j < n->src_count; j++) {
-            hpmli_use *s = hpmli_use_of(uses, position, n->src[j]);
+            hpmli_use *s = hpmli_use_of(uses, n->src[j]);
             int        at = back && (needs & HPMLI_NEED_SRC(j)) ? 2 * N - 1 - i : i + (n->with != NULL);
             if (s && s->last < at) s->last = at;
             if (s) s->readers++;
@@ -7618,7 +7574,7 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses, const int *posit
     }
     for (int i = 0; i < N; i++) { /* in place: the only reader of a source that is not wanted later; and links to it */
         hpml_node *n  = g->nodes[i];
-        hpmli_use *u  = &uses[i], *s0 = hpmli_use_of(uses, position, n->src[0]);
+        hpmli_use *u  = &uses[n->index], *s0 = hpmli_use_of(uses, n->src[0]);
         if (!s0) continue;
         if (n->op != HPML_OP_RESHAPE && (hpmli_node_needs(n) & HPMLI_INPLACE) && s0->readers == 1 && !s0->kept &&
             s0->last <= i && s0->root_value == n->src[0] && n->src[0]->dtype == n->out->dtype)
@@ -7626,7 +7582,7 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses, const int *posit
         if (u->root_value != n->out) u->root_value = s0->root_value;
     }
     for (int i = N - 1; i >= 0; i--) { /* a root lives as long as everything in it */
-        hpmli_use *u = &uses[i], *r = hpmli_use_of(uses, position, u->root_value);
+        hpmli_use *u = &uses[g->nodes[i]->index], *r = hpmli_use_of(uses, u->root_value);
         if (r && r != u && r->last < u->last) r->last = u->last;
     }
 }
@@ -7643,21 +7599,22 @@ HPMLI_FN bool hpmli_leaf_written(const hpml_graph *g, const hpml_tensor *leaf, i
 }
 
 /* Lives of the gradients; who writes first and who adds. Runs in the order of the backward pass. */
-HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses, const int *position)
+HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
     for (int i = 0; i < N; i++) {
-        hpmli_use *s0 = hpmli_use_of(uses, position, g->nodes[i]->src[0]);
-        uses[i].root_grad  = g->nodes[i]->op == HPML_OP_RESHAPE && s0 ? s0->root_grad : g->nodes[i]->out;
-        uses[i].grad_first = 2 * N;
-        uses[i].grad_last  = 2 * N - 1 - i;
+        hpml_node *n = g->nodes[i];
+        hpmli_use *u = &uses[n->index], *s0 = hpmli_use_of(uses, n->src[0]);
+        u->root_grad  = n->op == HPML_OP_RESHAPE && s0 ? s0->root_grad : n->out;
+        u->grad_first = 2 * N;
+        u->grad_last  = 2 * N - 1 - i;
     }
     for (int i = N - 1; i >= 0; i--) {
         hpml_node *n = g->nodes[i];
         if (!n->out->needs_grad) continue;
         for (int j = 0; j < n->src_count; j++) {
             hpml_tensor *s = n->src[j];
-            hpmli_use   *u = hpmli_use_of(uses, position, s), *r;
+            hpmli_use   *u = hpmli_use_of(uses, s), *r;
             n->accumulate[j] = false;
             if (!s || !s->needs_grad) continue;
             if (hpmli_trainable(s)) {
@@ -7666,7 +7623,7 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses, const int *positi
             }
             if (!u && !hpmli_trainable(s)) n->accumulate[j] = hpmli_leaf_written(g, s, i, j);
             if (!u) continue;
-            r = hpmli_use_of(uses, position, u->root_grad);
+            r = hpmli_use_of(uses, u->root_grad);
             n->accumulate[j] = n->op != HPML_OP_RESHAPE && r->grad_written;
             r->grad_written  = true;
             if (r->grad_first > 2 * N - 1 - i) r->grad_first = 2 * N - 1 - i;
@@ -7727,12 +7684,13 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
     int N = g->count;
     for (int i = 0; i < N; i++) {
         hpml_node *n    = g->nodes[i];
+        hpmli_use *u    = &uses[n->index];
         bool       back = g->loss && n->out->needs_grad;
-        if (uses[i].root_value == n->out)
-            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), i, uses[i].last, (void **)(void *)&n->out->data);
-        if (back && uses[i].root_grad == n->out && (n->out == g->loss || uses[i].grad_written))
-            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : uses[i].grad_first,
-                           uses[i].grad_last, (void **)(void *)&n->out->grad);
+        if (u->root_value == n->out)
+            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), i, u->last, (void **)(void *)&n->out->data);
+        if (back && u->root_grad == n->out && (n->out == g->loss || u->grad_written))
+            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : u->grad_first, u->grad_last,
+                           (void **)(void *)&n->out->grad);
         if (n->saved_bytes) hpmli_slot_add(g, n->saved_bytes, i, back ? 2 * N - 1 - i : i, &n->saved);
         if (n->scratch_bytes > g->scratch_bytes) g->scratch_bytes = (n->scratch_bytes + 63) / 64 * 64;
     }
@@ -7774,41 +7732,44 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
 
 HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
 {
-    hpml_ctx  *ctx      = g->ctx;
-    hpmli_use *uses     = hpmli_new(ctx, hpmli_use, g->count + 1);
-    int       *position = hpmli_new(ctx, int, ctx->node_count + 1);
+    hpml_ctx  *ctx  = g->ctx;
+    hpmli_use *uses = hpmli_new(ctx, hpmli_use, ctx->node_count + 1);
     g->slots      = hpmli_new(ctx, hpmli_slot, 3 * (int64_t)g->count + 2 * (int64_t)g->leaf_count + 1);
     g->param_count = ctx->param_count;
     g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
     for (int i = 0; i < g->count && ctx->backend->plan; i++) ctx->backend->plan(ctx->device, g->nodes[i]);
     g->back_names = hpmli_new(ctx, const char *, g->count + 1);
-    if (!uses || !position || !g->slots || !g->param_last || !g->back_names) return false;
+    if (!uses || !g->slots || !g->param_last || !g->back_names) return false;
     for (int i = 0; i < g->count; i++) {
         char text[160];
-        position[g->nodes[i]->index] = i;
         snprintf(text, sizeof text, "%s backward", g->nodes[i]->out->name);
         g->back_names[i] = hpmli_strdup(ctx, text);
         if (!g->back_names[i]) return false;
     }
     for (int i = 0; i < ctx->param_count; i++) g->param_last[i] = -1;
     for (int i = 0; i < g->output_count; i++)
-        if (outputs[i]->node) uses[position[outputs[i]->node->index]].kept = true;
-    if (g->loss && g->loss->node) uses[position[g->loss->node->index]].kept = true;
-    hpmli_plan_values(g, uses, position);
-    if (g->loss) hpmli_plan_grads(g, uses, position);
+        if (outputs[i]->node) uses[outputs[i]->node->index].kept = true;
+    if (g->loss && g->loss->node) uses[g->loss->node->index].kept = true;
+    hpmli_plan_values(g, uses);
+    if (g->loss) hpmli_plan_grads(g, uses);
     hpmli_plan_slots(g, uses);
     hpmli_plan_params(g);
     for (int i = 0; i < g->count; i++) { /* links: who stands in whose memory, kept for hpml_graph_alloc */
         hpml_node *n = g->nodes[i];
-        n->out_root  = uses[i].root_value;
-        n->grad_root = g->loss ? uses[i].root_grad : NULL;
+        n->out_root  = uses[n->index].root_value;
+        n->grad_root = g->loss ? uses[n->index].root_grad : NULL;
     }
     hpmli_free(ctx, uses);
-    hpmli_free(ctx, position);
     if (!hpmli_plan_place(g)) return false;
     g->memory.scratch = g->scratch_bytes;
     g->memory.total   = g->memory.parameters + g->memory.gradients + g->memory.activations + g->memory.scratch;
     return true;
+}
+
+/* Its ops may be planned again, by another graph. */
+HPMLI_FN void hpmli_graph_leave(hpml_graph *g)
+{
+    for (int i = 0; i < g->count; i++) g->nodes[i]->out_root = NULL;
 }
 
 HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
@@ -7830,7 +7791,15 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
     g->ctx          = ctx;
     g->loss         = d->loss;
     g->output_count = d->output_count;
-    return hpmli_graph_collect(g, targets, count) && hpmli_graph_batches(g) && hpmli_graph_plan(g, targets) ? g : NULL;
+    if (!hpmli_graph_collect(g, targets, count)) return NULL;
+    for (int i = 0; i < g->count; i++)
+        if (g->nodes[i]->out_root)
+            return hpmli_null(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; name all results "
+                              "that you want as outputs of one graph, or record what leads to this one again",
+                              g->nodes[i]->out->name);
+    if (hpmli_graph_batches(g) && hpmli_graph_plan(g, targets)) return g;
+    hpmli_graph_leave(g);
+    return NULL;
 }
 
 HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
@@ -7861,16 +7830,13 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     hpml_ctx *ctx = g->ctx;
     if (hpmli_failed(ctx)) return ctx->status;
     if (g->arena) return HPML_OK;
-    for (int i = 0; i < g->count; i++)
-        if (g->nodes[i]->out->data)
-            return hpmli_fail(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; record it again "
-                              "with the same parameters", g->nodes[i]->out->name);
     if (hpml_param_init(ctx) != HPML_OK) return ctx->status;
     g->arena_bytes = g->memory.activations + g->scratch_bytes + 64;
     g->arena       = (char *)hpmli_device_alloc(ctx, g->arena_bytes);
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
     if (ctx->status != HPML_OK) return ctx->status;
-    for (int i = 0; i < g->slot_count; i++) *g->slots[i].place = g->arena + g->slots[i].offset;
+    for (int i = 0; i < g->slot_count; i++) /* an input may have memory from another graph: it keeps its data */
+        if (!*g->slots[i].place) *g->slots[i].place = g->arena + g->slots[i].offset;
     hpmli_graph_place_grads(g);
     for (int i = 0; i < g->count; i++) {
         hpml_node *n = g->nodes[i];
@@ -7885,9 +7851,13 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
 // >>run   running a graph forward and backward
 // ---------------------------------------------------------------------------------------------------------------------
 
-HPMLI_FN void hpmli_set_rows(hpml_tensor *t, int64_t samples)
+/* All shapes follow the batch. Before each pass, as another graph may have the same inputs. */
+HPMLI_FN void hpmli_graph_rows(hpml_graph *g)
 {
-    if (t->batch_rows) t->shape[0] = t->batch_rows * samples;
+    for (int i = 0; i < g->leaf_count + g->count; i++) {
+        hpml_tensor *t = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
+        if (t->batch_rows) t->shape[0] = t->batch_rows * g->batch_now;
+    }
 }
 
 HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
@@ -7896,20 +7866,19 @@ HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
     if (samples < 1 || samples > g->batch || (samples != g->batch && !g->batchable))
         return hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: %lld samples, expected %s%lld", (long long)samples,
                           g->batchable ? "1 to " : "(an op mixes samples) exactly ", (long long)g->batch);
-    if (samples == g->batch_now) return HPML_OK;
     g->batch_now = samples;
-    for (int i = 0; i < g->leaf_count; i++) hpmli_set_rows(g->leaves[i], samples);
-    for (int i = 0; i < g->count; i++) hpmli_set_rows(g->nodes[i]->out, samples);
+    hpmli_graph_rows(g);
     return HPML_OK;
 }
 
-/* What the backward pass of n would write first. */
+/* What the backward pass of n writes first, and a batch that is short or empty may leave as it was: gradients of what
+   has no batch dimension. */
 HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
 {
     for (int s = 0; s < n->src_count; s++) {
-        const hpml_tensor *p = n->src[s];
-        if (p && hpmli_trainable(p) && !n->accumulate[s])
-            g->ctx->backend->zero(g->ctx->device, p->grad, (size_t)hpml_tensor_count(p) * sizeof(float));
+        const hpml_tensor *t = n->src[s];
+        if (t && t->grad && !t->batch_rows && !n->accumulate[s] && t->grad != n->out->grad)
+            g->ctx->backend->zero(g->ctx->device, t->grad, hpmli_tensor_bytes(t));
     }
 }
 
@@ -7928,7 +7897,7 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     for (int s = 0; g->need && s < n->src_count && status == HPML_OK; s++)
         if (n->src[s] && n->src[s]->param) status = g->need(g->hook_user, n->src[s]->param->index);
     bool idle = run->idle && !(run->sum && n->op == HPML_OP_BATCHNORM);
-    if (status == HPML_OK && idle && backward) hpmli_zero_gradients(g, n);
+    if (status == HPML_OK && backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
     if (status == HPML_OK && !idle) status = backward ? impl->backward(run, n) : impl->forward(run, n);
     if (!look) return status;
     if (b->look) b->look(g->ctx->device, name, seconds);
@@ -7944,43 +7913,6 @@ HPMLI_FN hpml_run hpmli_run_of(const hpml_graph *g, bool train, uint64_t step, f
 {
     hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample, g->idle, g->sum, g->hook_user };
     return run;
-}
-
-/* Asks the backend whether it can run this pass as a whole. Not when somebody looks at single ops, or hooks in. */
-HPMLI_FN bool hpmli_pass_single(const hpml_graph *g)
-{
-    return g->profile || g->ctx->trace || g->need || g->grad || g->sum || g->idle || !g->ctx->backend->begin;
-}
-
-HPMLI_FN hpml_status hpmli_pass_begin(const hpml_graph *g, const hpml_run *run, bool backward, bool accumulate,
-                                      bool *done)
-{
-    hpml_pass pass;
-    if (hpmli_pass_single(g)) return HPML_OK;
-    memset(&pass, 0, sizeof pass);
-    pass.graph = g, pass.samples = g->batch_now, pass.first = g->shift;
-    pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
-    return g->ctx->backend->begin(g->ctx->device, run, &pass, done);
-}
-
-HPMLI_FN hpml_status hpmli_pass_end(const hpml_graph *g, const hpml_run *run, hpml_status status)
-{
-    return hpmli_pass_single(g) ? status : g->ctx->backend->end(g->ctx->device, run, status);
-}
-
-HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step)
-{
-    hpml_status status = hpml_graph_alloc(g);
-    if (status != HPML_OK) return status;
-    hpml_run run = hpmli_run_of(g, train, step, 1);
-    bool     done = false;
-    g->train       = train;
-    g->step        = step;
-    g->grads_ready = false;
-    status         = hpmli_pass_begin(g, &run, false, false, &done);
-    if (done) return status;
-    for (int i = 0; i < g->count && status == HPML_OK; i++) status = hpmli_run_node(g, &run, i, false);
-    return hpmli_pass_end(g, &run, status);
 }
 
 /* The ops of the backward pass, and the hook of each gradient that becomes final. */
@@ -8004,21 +7936,45 @@ HPMLI_FN hpml_status hpmli_backward_nodes(hpml_graph *g, const hpml_run *run, bo
     return status;
 }
 
+/* One way through the graph: by the backend as a whole, where it can and nobody looks at single ops or hooks in. */
+HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
+{
+    const hpml_backend *b     = g->ctx->backend;
+    bool                whole = b->begin && !(g->profile || g->ctx->trace || g->need || g->grad || g->sum || g->idle);
+    bool                done  = false;
+    hpml_status         status = HPML_OK;
+    hpml_pass           pass; /* compared byte by byte */
+    memset(&pass, 0, sizeof pass);
+    pass.graph = g, pass.samples = g->batch_now, pass.first = g->shift;
+    pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
+    hpmli_graph_rows(g);
+    if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
+    if (done) return status;
+    if (backward && status == HPML_OK) status = hpmli_backward_nodes(g, run, accumulate);
+    for (int i = 0; !backward && i < g->count && status == HPML_OK; i++) status = hpmli_run_node(g, run, i, false);
+    return whole ? b->end(g->ctx->device, run, status) : status;
+}
+
+HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step)
+{
+    hpml_status status = hpml_graph_alloc(g);
+    if (status != HPML_OK) return status;
+    hpml_run run = hpmli_run_of(g, train, step, 1);
+    g->train = train;
+    g->step  = step;
+    return hpmli_graph_pass(g, &run, false, false);
+}
+
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate)
 {
-    hpml_status status = HPML_OK;
     if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     if (!g->loss || !g->arena || !g->loss->grad)
         return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
                           "forward pass before");
-    hpml_run run  = hpmli_run_of(g, g->train, g->step, scale);
-    bool     done = false;
+    hpml_run run = hpmli_run_of(g, g->train, g->step, scale);
     hpmli_graph_place_grads(g);
     g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
-    status = hpmli_pass_begin(g, &run, true, accumulate, &done);
-    if (!done) status = hpmli_pass_end(g, &run, status == HPML_OK ? hpmli_backward_nodes(g, &run, accumulate) : status);
-    g->grads_ready = status == HPML_OK;
-    return status;
+    return hpmli_graph_pass(g, &run, true, accumulate);
 }
 
 HPMLI_FN double hpmli_graph_loss(hpml_graph *g)
@@ -8098,10 +8054,9 @@ struct hpml_trainer {
     hpml_ctx         *ctx;
     hpml_trainer_desc d;       /* resolved */
     hpml_graph       *graph;
-    hpml_tensor      *input, *target, *output, *loss;
+    hpml_tensor      *target, *loss;
     float            *m, *v;   /* optimizer state, laid out as graph->grads; NULL: none */
     hpml_update      *updates; /* (param_count) */
-    const char      **m_names, **v_names; /* (param_count) "opt.m.<param>" */
     float            *host_out; /* host: a batch of the output */
     int32_t          *host_y;  /* host: a batch of labels */
     hpmli_named      *states;
@@ -8194,17 +8149,17 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
         if (t->loss && t->target) return true;
         return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "trainer: loss_tensor and target go together");
     }
-    t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, t->output->ndim - (labels ? 1 : 0),
-                           t->output->shape);
+    t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, t->d.output->ndim - (labels ? 1 : 0),
+                           t->d.output->shape);
     if (!t->target) return false;
     t->target->name = "target";
-    if (t->output->batch_rows) t->target->batch_rows = t->output->batch_rows;
+    if (t->d.output->batch_rows) t->target->batch_rows = t->d.output->batch_rows;
     ce.label_smoothing = d->label_smoothing;
     switch (d->loss) {
-    case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(t->output, t->target, &ce); break;
-    case HPML_LOSS_BCE: t->loss = hpml_bce_with_logits(t->output, t->target); break;
-    case HPML_LOSS_MSE: t->loss = hpml_mse(t->output, t->target); break;
-    case HPML_LOSS_HUBER: t->loss = hpml_huber(t->output, t->target, d->huber_delta); break;
+    case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(t->d.output, t->target, &ce); break;
+    case HPML_LOSS_BCE: t->loss = hpml_bce_with_logits(t->d.output, t->target); break;
+    case HPML_LOSS_MSE: t->loss = hpml_mse(t->d.output, t->target); break;
+    case HPML_LOSS_HUBER: t->loss = hpml_huber(t->d.output, t->target, d->huber_delta); break;
     }
     return t->loss != NULL;
 }
@@ -8238,12 +8193,34 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
     return true;
 }
 
+HPMLI_FN void hpmli_trainer_drop(void *object)
+{
+    hpml_trainer *t = (hpml_trainer *)object;
+    if (t->hooks.free) t->hooks.free(t->hooks.user);
+}
+
+/* True when the loss depends on what the trainer feeds and trains. */
+HPMLI_FN bool hpmli_trainer_inputs(hpml_trainer *t)
+{
+    const hpml_tensor *missing[2] = { t->d.input, t->target };
+    for (int i = 0; i < 2 * t->graph->leaf_count; i++)
+        if (t->graph->leaves[i / 2] == missing[i % 2] && missing[i % 2]->batch_rows) missing[i % 2] = NULL;
+    for (int i = 0; i < 2; i++)
+        if (missing[i])
+            hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: .%s is %s, expected an input that the loss depends on",
+                       i ? "target" : "input", hpmli_text(missing[i]));
+    if (t->graph->grad_count == 0)
+        hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained");
+    if (hpmli_failed(t->ctx)) hpmli_graph_leave(t->graph);
+    return !hpmli_failed(t->ctx);
+}
+
 /* Everything but memory: what hpml_trainer_memory and hpml_trainer_create share. */
 HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_graph_desc gd = HPMLI_ZEROED;
     if (!hpmli_trainer_check(ctx, desc)) return NULL;
-    hpml_trainer *t = hpmli_new(ctx, hpml_trainer, 1);
+    hpml_trainer *t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_drop);
     if (!t) return NULL;
     t->ctx   = ctx;
     t->ranks = 1;
@@ -8251,14 +8228,12 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     bool dynamic   = desc->loss_scale == 0 && hpmli_store(ctx) == HPML_DTYPE_F16;
     t->loss_scale  = desc->loss_scale > 0 ? desc->loss_scale : dynamic ? 65536.0f : 1.0f;
     t->scale_steps = dynamic ? 0 : -1;
-    t->input  = desc->input;
-    t->output = desc->output;
     if (!hpmli_trainer_loss(t)) return NULL;
     gd.output_count = 1;
-    gd.outputs      = &t->output;
+    gd.outputs      = &t->d.output;
     gd.loss         = t->loss;
     t->graph        = hpml_graph_create(ctx, &gd);
-    if (!t->graph) return NULL;
+    if (!t->graph || !hpmli_trainer_inputs(t)) return NULL;
     int states                 = hpmli_opt_states(&t->d);
     t->graph->memory.optimizer = (size_t)((states & 1) + (states >> 1)) * t->graph->memory.gradients;
     t->graph->memory.total += t->graph->memory.optimizer;
@@ -8270,8 +8245,10 @@ HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc 
     if (!out) return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer memory: nowhere to write it to");
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
     memset(out, 0, sizeof *out);
-    if (t) *out = t->graph->memory;
-    return hpml_ctx_status(ctx);
+    if (!t) return hpml_ctx_status(ctx);
+    *out = t->graph->memory;
+    hpmli_graph_leave(t->graph);
+    return HPML_OK;
 }
 
 HPMLI_FN hpml_status hpmli_hook_need(void *user, int param)
@@ -8292,12 +8269,6 @@ HPMLI_FN hpml_status hpmli_hook_sum(void *user, double *values, int64_t n)
     return t->hooks.sum(t->hooks.user, t, values, n);
 }
 
-HPMLI_FN void hpmli_trainer_drop(void *object)
-{
-    hpml_trainer *t = (hpml_trainer *)object;
-    if (t->hooks.free) t->hooks.free(t->hooks.user);
-}
-
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)
 {
     if (!t) return HPML_ERR_ARGUMENT;
@@ -8313,26 +8284,18 @@ HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *h
 }
 
 /* One update record for each parameter; the arrays of state lie as the gradients do. */
-HPMLI_FN bool hpmli_trainer_updates(hpml_trainer *t)
+HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t)
 {
-    hpml_ctx *ctx = t->ctx;
     for (int i = 0; i < t->graph->param_count; i++) {
-        hpml_tensor *p = ctx->params[i];
+        hpml_tensor *p = t->ctx->params[i];
         hpml_update *u = &t->updates[i];
-        char         text[256];
         u->opt = t->d.optimizer, u->momentum = t->d.momentum, u->beta1 = t->d.beta1, u->beta2 = t->d.beta2;
         u->eps = t->d.eps, u->trust = t->d.trust, u->nesterov = t->d.nesterov;
         if (!p->grad) continue;
         u->n = hpml_tensor_count(p), u->w = p->data, u->g = p->grad;
         u->m = t->m ? t->m + (p->grad - t->graph->grads) : NULL;
         u->v = t->v ? t->v + (p->grad - t->graph->grads) : NULL;
-        snprintf(text, sizeof text, "opt.m.%s", p->name);
-        t->m_names[i] = hpmli_strdup(ctx, text);
-        text[4]       = 'v';
-        t->v_names[i] = hpmli_strdup(ctx, text);
-        if (!t->m_names[i] || !t->v_names[i]) return false;
     }
-    return true;
 }
 
 HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
@@ -8343,8 +8306,8 @@ HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
 /* Room for a batch of the output, when it is first wanted on the host; the CPU's is there already. */
 HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
 {
-    if (t->ctx->backend == hpml_backend_cpu()) return t->output->data;
-    if (!t->host_out) t->host_out = hpmli_new(t->ctx, float, hpml_tensor_count(t->output));
+    if (t->ctx->backend == hpml_backend_cpu()) return t->d.output->data;
+    if (!t->host_out) t->host_out = hpmli_new(t->ctx, float, hpml_tensor_count(t->d.output));
     return t->host_out;
 }
 
@@ -8354,27 +8317,21 @@ HPMLI_FN bool hpmli_trainer_alloc(hpml_trainer *t)
     int       states = hpmli_opt_states(&t->d);
     size_t    bytes  = t->graph->memory.gradients;
     if (hpml_graph_alloc(t->graph) != HPML_OK) return false;
-    if (bytes == 0)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained");
     if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, bytes);
     if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, bytes);
     t->updates  = hpmli_new(ctx, hpml_update, ctx->param_count);
-    t->m_names  = hpmli_new(ctx, const char *, ctx->param_count);
-    t->v_names  = hpmli_new(ctx, const char *, ctx->param_count);
     if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
     t->host_y   = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
-    return ctx->status == HPML_OK && hpmli_trainer_updates(t);
+    if (ctx->status == HPML_OK) hpmli_trainer_updates(t);
+    return ctx->status == HPML_OK;
 }
 
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
-    hpml_trainer *plan = hpmli_trainer_plan(ctx, desc), *t;
-    if (!plan || !hpmli_trainer_alloc(plan)) return NULL;
-    t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_drop); /* last: dropped first */
-    if (!t) return NULL;
-    *t = *plan;
-    hpmli_free(ctx, plan);
-    return t;
+    hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
+    if (!t || hpmli_trainer_alloc(t)) return t;
+    if (!t->graph->arena) hpmli_graph_leave(t->graph);
+    return NULL;
 }
 
 HPML_API hpml_graph *hpml_trainer_graph(hpml_trainer *t) { return t ? t->graph : NULL; }
@@ -8402,16 +8359,14 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
 {
     hpmli_named *s, **at;
-    char         text[256];
     if (!t || !name) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
-    snprintf(text, sizeof text, "state.%s", name);
-    for (at = &t->states; *at && strcmp((*at)->name, text) != 0; at = &(*at)->next) {}
+    for (at = &t->states; *at && strcmp((*at)->name, name) != 0; at = &(*at)->next) {}
     if (*at) *at = (*at)->next;
     if (!values) return HPML_OK;
     s = (hpmli_named *)hpmli_alloc(t->ctx, sizeof *s);
     if (!s) return t->ctx->status;
-    s->name = hpmli_strdup(t->ctx, text);
+    s->name = hpmli_strdup(t->ctx, name);
     if (!s->name) return t->ctx->status;
     s->values = values;
     s->count  = count;
@@ -8442,7 +8397,7 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
         rows = g->batch;
     }
     if (hpml_graph_batch(g, rows) != HPML_OK) return t->ctx->status;
-    hpmli_put(t, t->input, x, samples);
+    hpmli_put(t, t->d.input, x, samples);
     if (!y) return HPML_OK;
     if (rows == samples) {
         hpmli_put(t, t->target, y, samples);
@@ -8471,18 +8426,18 @@ HPMLI_FN void hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, 
 HPMLI_FN void hpmli_count_correct(hpml_trainer *t, const int32_t *labels, int64_t *correct, int64_t *counted,
                                   int64_t *confusion)
 {
-    int64_t      classes = t->output->shape[t->output->ndim - 1], n = hpml_tensor_count(t->output), counts[2];
+    int64_t      classes = t->d.output->shape[t->d.output->ndim - 1], n = hpml_tensor_count(t->d.output), counts[2];
     const float *y;
     counts[0] = counts[1] = 0;
     if (t->ctx->backend->correct && !confusion) { /* there, where the outputs are */
-        t->ctx->backend->correct(t->ctx->device, t->ctx, t->output->dtype, t->output->data,
+        t->ctx->backend->correct(t->ctx->device, t->ctx, t->d.output->dtype, t->d.output->data,
                                  (const int32_t *)(const void *)t->target->data, n / classes, classes, counts);
         *correct += counts[0], *counted += counts[1];
         return;
     }
     y = hpmli_trainer_host_out(t);
     if (!y) return;
-    if (y != t->output->data) hpmli_read_floats(t->ctx, t->output, n, t->host_out);
+    if (y != t->d.output->data) hpmli_read_floats(t->ctx, t->d.output, n, t->host_out);
     for (int64_t r = 0; r < n / classes; r++, y += classes) {
         int64_t best = 0;
         if (labels[r] < 0 || labels[r] >= classes) continue;
@@ -8657,6 +8612,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     }
     t->fed     = samples;
     t->correct = t->counted = 0;
+    t->looked  = t->overflowed = false;
     t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
     lr     = hpml_trainer_lr(t);
@@ -8673,7 +8629,6 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     if (status != HPML_OK) return status;
     if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
     if (++t->micro == t->d.accumulate) {
-        t->looked = t->overflowed = false;
         if (!early)
             status = t->hooks.update ? t->hooks.update(t->hooks.user, t)
                                      : hpml_trainer_update_local(t, 0, t->graph->param_count);
@@ -8702,7 +8657,7 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
                                            bool evaluate)
 {
     hpml_loader_desc d = HPMLI_ZEROED;
-    const hpml_tensor *x = t->input, *y = t->target;
+    const hpml_tensor *x = t->d.input, *y = t->target;
     if (hpmli_failed(t->ctx) || !data) return NULL;
     hpml_graph_batch(t->graph, t->graph->batch);
     int64_t have  = hpmli_shape_count(data->x_ndim, data->x_shape), need = hpml_tensor_count(x) / t->graph->batch;
@@ -8733,25 +8688,24 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml
     while (hpml_loader_next(l, &b)) {
         hpml_status status;
         int64_t     before = t->step;
+        bool        last   = b.index + 1 == hpml_loader_steps(l);
         t->graph->first_sample = b.first;
         status = hpml_trainer_step(t, b.x, b.y, b.samples, d->on_step ? &info : NULL);
         if (status != HPML_OK) return status;
-        t->epoch_step = b.index + 1;
+        t->epoch += last;
+        t->epoch_step = last ? 0 : b.index + 1;
         *samples += b.samples;
         *steps += t->step - before;
         if (d->on_step) {
-            info.epoch_step         = t->epoch_step;
+            info.epoch_step         = b.index + 1;
             info.epoch_steps        = hpml_loader_steps(l);
             info.seconds            = hpml_now() - start;
             info.samples_per_second = (double)*samples / info.seconds;
             if (d->on_step(&info, d->user) != 0) return HPML_ERR_STOPPED;
         }
-        if (d->max_steps > 0 && *steps >= d->max_steps && b.index + 1 < hpml_loader_steps(l)) return HPML_ERR_STOPPED;
+        if (d->max_steps > 0 && *steps >= d->max_steps && !last) return HPML_ERR_STOPPED;
     }
-    if (t->ctx->status != HPML_OK) return t->ctx->status;
-    t->epoch++;
-    t->epoch_step = 0;
-    return HPML_OK;
+    return t->ctx->status;
 }
 
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc)
@@ -8773,6 +8727,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
         status = hpmli_fit_epoch(t, l, &d, start, &samples, &steps);
     }
     hpml_loader_free(l);
+    hpml_graph_batch(t->graph, t->graph->batch);
     if (status == HPML_ERR_STOPPED && d.max_steps > 0 && steps >= d.max_steps) status = HPML_OK;
     return status;
 }
@@ -8812,18 +8767,18 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
     hpml_graph *g = t->graph;
     hpml_graph_batch(g, g->batch);
-    int64_t each = hpml_tensor_count(t->input) / g->batch * (int64_t)hpml_dtype_size(t->input->dtype);
-    int64_t row  = hpml_tensor_count(t->output) / g->batch;
+    int64_t each = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
+    int64_t row  = hpml_tensor_count(t->d.output) / g->batch;
     for (int64_t i = 0; i < samples; i += g->batch) {
         int64_t n = samples - i < g->batch ? samples - i : g->batch;
         if (hpml_graph_batch(g, g->batchable ? n : g->batch) != HPML_OK) return t->ctx->status;
-        hpmli_put(t, t->input, (const char *)x + i * each, n);
+        hpmli_put(t, t->d.input, (const char *)x + i * each, n);
         for (int p = 0; p < g->count; p++) { /* everything but what leads to the loss alone */
             hpml_run run = hpmli_run_of(g, false, 0, 1);
             if (g->nodes[p]->out == t->loss) continue;
             if (hpmli_run_node(g, &run, p, false) != HPML_OK) return t->ctx->status;
         }
-        hpmli_read_floats(t->ctx, t->output, n * row, out + i * row);
+        hpmli_read_floats(t->ctx, t->d.output, n * row, out + i * row);
     }
     hpml_graph_batch(g, g->batch);
     return t->ctx->status;
@@ -8954,6 +8909,7 @@ HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
     bool good = !ferror(w->f) && fflush(w->f) == 0;
     good = fclose(w->f) == 0 && good;
+    w->f = NULL;
 #if HPMLI_POSIX
     if (good && keep && !w->direct) good = fsync(w->fd) == 0; /* to the disk before the name points to it */
 #endif
@@ -8998,17 +8954,36 @@ HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* takes c if it comes next *
 
 HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
 
+/* The character that backslash uXXXX stands for, in UTF-8; from 0x10000 on two of them do. 0 would end the text. */
+HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
+{
+    uint32_t code = 0, unit;
+    do {
+        char hex[5] = { 0 };
+        if (j->end - j->p < 6 || j->p[0] != '\\' || j->p[1] != 'u') return false;
+        memcpy(hex, j->p + 2, 4);
+        if (strspn(hex, "0123456789abcdefABCDEF") != 4) return false;
+        unit = (uint32_t)strtoul(hex, NULL, 16);
+        code = code ? 0x10000 + ((code & 0x3ff) << 10) + (unit & 0x3ff) : unit;
+        j->p += 6;
+    } while (unit >> 10 == 0x36);
+    j->p--; /* at the last digit */
+    int more = code < 0x80 ? 0 : code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
+    *(*to)++ = (char)(more ? (0xf00 >> (more + 1) & 0xff) | code >> 6 * more : code);
+    while (more-- > 0) *(*to)++ = (char)(0x80 | (code >> 6 * more & 0x3f));
+    return code != 0;
+}
+
 HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
 {
     char *start, *to;
     hpmli_json_want(j, '"');
     for (start = to = j->p; !j->bad && j->p < j->end && *j->p != '"'; j->p++) {
         if (*j->p == '\\') {
-            static const char of[] = "\"\\/nrtbf", is[] = "\"\\/\n\r\t\b\f"; /* no \u: names are plain here */
+            static const char of[] = "\"\\/nrtbf", is[] = "\"\\/\n\r\t\b\f";
             const char       *at   = j->p + 1 < j->end && j->p[1] ? strchr(of, j->p[1]) : NULL;
-            if (!at) { j->bad = true; break; }
-            j->p++;
-            *to++ = is[at - of];
+            if (at) j->p++, *to++ = is[at - of];
+            else if (!hpmli_json_unicode(j, &to)) j->bad = true;
         } else if ((unsigned char)*j->p < 32) j->bad = true;
         else *to++ = *j->p;
     }
@@ -9112,7 +9087,8 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
                                            const void *y)
 {
     if (hpmli_failed(ctx)) return NULL;
-    if (!x || count < 1 || x_ndim < 0 || x_ndim >= HPML_MAX_DIMS || hpmli_shape_count(x_ndim, x_shape) < 0 ||
+    if (!x || count < 1 || x_ndim < 0 || x_ndim >= HPML_MAX_DIMS || (x_ndim > 0 && !x_shape) ||
+        hpmli_shape_count(x_ndim, x_shape) < 0 ||
         y_size < 0 || (x_dtype != HPML_DTYPE_U8 && x_dtype != HPML_DTYPE_F32 && x_dtype != HPML_DTYPE_I32) ||
         (y && y_dtype != HPML_DTYPE_I32 && y_dtype != HPML_DTYPE_F32))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "dataset: needs data, a count and a shape of positive sizes, x u8, "
@@ -9532,10 +9508,12 @@ struct hpml_record_writer {
     int64_t      count, capacity;
 };
 
+/* One that was not finished leaves no file. */
 HPMLI_FN void hpmli_record_writer_drop(void *object)
 {
     hpml_record_writer *w = (hpml_record_writer *)object;
-    if (w->w.f) fclose(w->w.f), remove(w->w.temporary);
+    if (w->w.f) hpmli_writer_close(&w->w, false);
+    hpmli_free(w->w.ctx, w->offsets);
 }
 
 HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path)
@@ -9560,30 +9538,25 @@ HPML_API hpml_status hpml_record_add(hpml_record_writer *w, const void *bytes, s
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_record_end(hpml_record_writer *w, bool keep)
+HPML_API hpml_status hpml_record_finish(hpml_record_writer *w)
 {
-    unsigned char head[24], word[8];
+    unsigned char head[24] = "HPMLREC1", word[8];
     if (!w) return HPML_ERR_ARGUMENT;
-    hpml_ctx *ctx  = w->w.ctx;
-    keep  = keep && ctx->status == HPML_OK;
-    uint64_t index = w->w.size;
-    for (int64_t i = 0; keep && i <= w->count; i++) {
+    hpml_ctx *ctx   = w->w.ctx;
+    uint64_t  index = w->w.size;
+    for (int64_t i = 0; i <= w->count; i++) {
         hpmli_put_little(word, i < w->count ? w->offsets[i] : index, 8);
         hpmli_write(&w->w, word, 8);
     }
-    memcpy(head, "HPMLREC1", 8);
     hpmli_put_little(head + 8, (uint64_t)w->count, 8);
     hpmli_put_little(head + 16, index, 8);
-    if (keep && fseek(w->w.f, 0, SEEK_SET) == 0) hpmli_write(&w->w, head, sizeof head);
-    hpml_status status = hpmli_writer_close(&w->w, keep);
-    w->w.f = NULL;
-    hpmli_free(ctx, w->offsets);
+    if (fseek(w->w.f, 0, SEEK_SET) == 0) hpmli_write(&w->w, head, sizeof head);
+    hpml_status status = hpmli_writer_close(&w->w, ctx->status == HPML_OK);
     hpmli_free(ctx, w);
-    return keep ? status : ctx->status;
+    return ctx->status != HPML_OK ? ctx->status : status;
 }
 
-HPML_API hpml_status hpml_record_finish(hpml_record_writer *w) { return hpmli_record_end(w, true); }
-HPML_API void        hpml_record_abandon(hpml_record_writer *w) { if (w) hpmli_record_end(w, false); }
+HPML_API void hpml_record_abandon(hpml_record_writer *w) { if (w) hpmli_free(w->w.ctx, w); }
 
 struct hpml_record_file {
     hpmli_file           file;
@@ -9700,7 +9673,7 @@ struct hpml_loader {
     const hpmli_kernels *k;
     hpml_dataset        *data;
     hpml_loader_desc     d;
-    int64_t              samples, steps, each; /* each: numbers of a sample */
+    int64_t              steps, each; /* each: numbers of a sample */
     float               *image;                /* one sample before augmentation */
     hpmli_slot_batch     slot[2];
     int                  turn;                 /* the slot to hand out next */
@@ -9764,7 +9737,7 @@ HPMLI_FN void hpmli_load_batch(hpml_loader *l, hpmli_slot_batch *s)
 {
     int64_t epoch = l->make_epoch, index = l->make_index;
     int64_t whole = l->d.global_batch, start = index * whole, n = l->data->count;
-    int64_t size  = l->samples - start < whole ? l->samples - start : whole;
+    int64_t left  = l->d.samples_per_epoch - start, size = left < whole ? left : whole;
     int64_t first = hpmli_share(&l->d, size, l->d.rank), end = hpmli_share(&l->d, size, l->d.rank + 1);
     double  begin = hpml_now();
     for (int64_t i = first; i < end; i++) {
@@ -9830,6 +9803,8 @@ HPMLI_FN void hpmli_loader_drop(void *object)
     pthread_mutex_destroy(&l->mutex);
     pthread_cond_destroy(&l->changed);
 #endif
+    for (int i = 0; i < 2; i++) hpmli_free(l->ctx, l->slot[i].x), hpmli_free(l->ctx, l->slot[i].y);
+    hpmli_free(l->ctx, l->image);
 }
 
 HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_loader_desc *d)
@@ -9851,7 +9826,10 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
     if (augment && (data->x_ndim < 2 || data->x_dtype == HPML_DTYPE_I32))
         return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: augmentation needs images (.., H, W), the samples have %d "
                            "dimensions", data->x_ndim);
-    return true;
+    if (d->samples_per_epoch == 0) d->samples_per_epoch = data->count;
+    return !d->drop_last || d->samples_per_epoch >= d->global_batch ||
+           hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: %lld samples do not fill one batch of %lld and drop_last is "
+                       "set", (long long)d->samples_per_epoch, (long long)d->global_batch);
 }
 
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, const hpml_loader_desc *desc)
@@ -9869,22 +9847,15 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
 #endif
     l->ctx = ctx, l->k = ctx->k, l->data = data, l->d = d;
     l->each    = hpmli_shape_count(data->x_ndim, data->x_shape);
-    l->samples = d.samples_per_epoch > 0 ? d.samples_per_epoch : data->count;
-    int64_t whole = d.global_batch;
-    l->steps   = d.drop_last ? l->samples / whole : (l->samples + whole - 1) / whole;
+    l->steps   = (d.samples_per_epoch + (d.drop_last ? 0 : d.global_batch - 1)) / d.global_batch;
     l->image   = hpmli_new(ctx, float, l->each);
     for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
         l->slot[i].x = (char *)hpmli_alloc_array(ctx, l->each, (size_t)d.batch * 4);
         l->slot[i].y = (char *)hpmli_alloc_array(ctx, data->y_size + 1, (size_t)d.batch * 4);
     }
-    if (ctx->status != HPML_OK || l->steps < 1) {
-        if (ctx->status == HPML_OK)
-            hpmli_fail(ctx, HPML_ERR_ARGUMENT, "loader: %lld samples do not fill one batch of %lld and drop_last is "
-                       "set", (long long)l->samples, (long long)whole);
-        hpml_loader_free(l);
-        return NULL;
-    }
-    return l;
+    if (ctx->status == HPML_OK) return l;
+    hpml_loader_free(l);
+    return NULL;
 }
 
 HPML_API int64_t hpml_loader_steps(const hpml_loader *l) { return l ? l->steps : 0; }
@@ -9933,16 +9904,7 @@ HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
     return true;
 }
 
-HPML_API void hpml_loader_free(hpml_loader *l)
-{
-    hpml_ctx *ctx = l ? l->ctx : NULL;
-    char     *buffers[5];
-    if (!l) return;
-    for (int i = 0; i < 2; i++) buffers[2 * i] = l->slot[i].x, buffers[2 * i + 1] = l->slot[i].y;
-    buffers[4] = (char *)l->image;
-    hpmli_free(ctx, l); /* its drop function stops the thread */
-    for (int i = 0; i < 5; i++) hpmli_free(ctx, buffers[i]);
-}
+HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 // ---------------------------------------------------------------------------------------------------------------------
 // >>safetensors   reading and writing safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
@@ -9951,6 +9913,7 @@ HPML_API void hpml_loader_free(hpml_loader *l)
    "data_offsets": [0, 24]}, offsets from the end of the header; entries cover the data without holes or overlaps. */
 
 #define HPMLI_SAFE_HEADER 100000000 /* bytes of header at most, the format's own limit */
+#define HPMLI_SAFE_META   "__metadata__"
 
 struct hpml_safetensors {
     hpmli_file       file;
@@ -10037,7 +10000,7 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
     j.p = f->text, j.end = f->text + length, j.bad = f->text[0] != '{';
     for (int n = 0; hpmli_json_next(&j, n, '{', '}'); n++) {
         const char *name = hpmli_json_text(&j);
-        bool        meta = strcmp(name, "__metadata__") == 0;
+        bool        meta = strcmp(name, HPMLI_SAFE_META) == 0;
         hpmli_json_want(&j, ':');
         if (j.bad || !(meta ? hpmli_safe_meta(f, &j) : hpmli_safe_entry(f, &j, name, data_bytes))) return false;
     }
@@ -10098,11 +10061,12 @@ HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char
 
 HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *s)
 {
+    char code[8];
     hpmli_write(w, "\"", 1);
     for (; *s; s++) {
-        const char *escape = *s == '"' ? "\\\"" : *s == '\\' ? "\\\\" : *s == '\n' ? "\\n" : *s == '\t' ? "\\t" : NULL;
-        if (escape) hpmli_write(w, escape, 2);
-        else hpmli_write(w, (unsigned char)*s < 32 ? "?" : s, 1);
+        if (*s == '"' || *s == '\\') hpmli_write(w, "\\", 1);
+        if ((unsigned char)*s >= 32) hpmli_write(w, s, 1);
+        else hpmli_write(w, code, (size_t)snprintf(code, sizeof code, "\\u%04x", (unsigned)*s));
     }
     hpmli_write(w, "\"", 1);
 }
@@ -10119,6 +10083,24 @@ HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const hpml_safetensor *t, uint6
     hpmli_write(w, text, (size_t)line.used);
 }
 
+/* A file names each tensor once, and none as it names its metadata. */
+HPMLI_FN bool hpmli_safe_names(hpml_ctx *ctx, const hpml_safetensor *tensors, int count)
+{
+    hpml_safetensor *t     = hpmli_new(ctx, hpml_safetensor, count);
+    const char      *wrong = NULL;
+    if (!t) return false;
+    if (count > 0) memcpy(t, tensors, (size_t)count * sizeof *t);
+    if (count > 0) qsort(t, (size_t)count, sizeof *t, hpmli_safe_name_order);
+    for (int i = 0; i < count; i++)
+        if (strcmp(t[i].name, i > 0 && strcmp(t[i].name, HPMLI_SAFE_META) != 0 ? t[i - 1].name : HPMLI_SAFE_META) == 0)
+            wrong = t[i].name;
+    if (wrong)
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: a tensor cannot be called \"%s\": %s; give it another name",
+                   wrong, strcmp(wrong, HPMLI_SAFE_META) == 0 ? "the format keeps that for itself" : "there are two");
+    hpmli_free(ctx, t);
+    return !wrong;
+}
+
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count)
 {
@@ -10133,11 +10115,14 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
             return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: tensor %d needs a name, data and the bytes of its "
                               "shape, not %zu", i, t->bytes);
     }
-    if (!hpmli_writer_open(ctx, &w, path)) return ctx->status;
+    for (int i = 0; i < meta_count; i++)
+        if (!meta[i].key || !meta[i].value)
+            return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: metadata %d needs a key and a value", i);
+    if (!hpmli_safe_names(ctx, tensors, count) || !hpmli_writer_open(ctx, &w, path)) return ctx->status;
     hpmli_write(&w, length, 8);
     hpmli_write(&w, "{", 1);
     for (int i = 0; i < meta_count; i++) {
-        hpmli_write(&w, i ? "," : "\"__metadata__\":{", i ? 1 : 16);
+        hpmli_write(&w, i ? "," : "\"" HPMLI_SAFE_META "\":{", i ? 1 : 16);
         hpmli_write_json(&w, meta[i].key);
         hpmli_write(&w, ":", 1);
         hpmli_write_json(&w, meta[i].value);
@@ -10163,7 +10148,7 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 /* A list of named arrays on the device becomes a file, and back. Loading checks all entries before it changes one. */
 
 typedef struct hpmli_state {
-    const char    *name;
+    char           name[HPMLI_NAME];
     float         *device;
     int64_t        count;
     int            ndim;
@@ -10175,25 +10160,33 @@ typedef struct hpmli_arrays {
     int          count;
 } hpmli_arrays;
 
+/* One more array, with a name in two parts; device NULL: there is none. */
+HPMLI_FN void hpmli_arrays_add(hpmli_arrays *a, const char *kind, const char *name, float *device, int64_t count,
+                               int ndim, const int64_t *shape)
+{
+    hpmli_state *s = &a->s[a->count];
+    if (!device) return;
+    snprintf(s->name, sizeof s->name, "%s%s", kind, name);
+    s->device = device, s->count = count, s->ndim = ndim, s->shape = shape;
+    a->count++;
+}
+
 /* The parameters; with a trainer also what its optimizer keeps for them, and named values. */
 HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpmli_arrays *a)
 {
-    int64_t n = ctx->param_count, most = t ? 3 * n : n, named = 0;
-    for (hpmli_named *v = t ? t->states : NULL; v; v = v->next) named++;
+    static const char *const kinds[] = { "", "opt.m.", "opt.v." };
+    int64_t most = 3 * (int64_t)ctx->param_count;
+    for (hpmli_named *v = t ? t->states : NULL; v; v = v->next) most++;
     a->count = 0;
-    a->s     = hpml_param_init(ctx) == HPML_OK ? hpmli_new(ctx, hpmli_state, most + named + 1) : NULL;
-    for (int64_t i = 0; a->s && i < most; i++) {
-        const hpml_tensor *p = ctx->params[i % n];
-        hpmli_state        s = { p->name, p->data, hpml_tensor_count(p), p->ndim, p->shape };
-        if (i >= n && i % n >= t->graph->param_count) continue; /* recorded later: not this trainer's */
-        if (i >= 2 * n) s.name = t->v_names[i % n], s.device = t->updates[i % n].v;
-        else if (i >= n) s.name = t->m_names[i % n], s.device = t->updates[i % n].m;
-        if (s.device) a->s[a->count++] = s; /* NULL: nothing kept here */
-    }
-    for (hpmli_named *v = t ? t->states : NULL; a->s && v; v = v->next) {
-        hpmli_state s = { v->name, v->values, v->count, 1, &v->count };
-        a->s[a->count++] = s;
-    }
+    a->s     = hpml_param_init(ctx) == HPML_OK ? hpmli_new(ctx, hpmli_state, most + 1) : NULL;
+    for (int kind = 0; a->s && kind < (t ? 3 : 1); kind++)
+        for (int i = 0; i < (kind ? t->graph->param_count : ctx->param_count); i++) { /* not those recorded later */
+            const hpml_tensor *p = ctx->params[i];
+            hpmli_arrays_add(a, kinds[kind], p->name, kind == 0 ? p->data : kind == 1 ? t->updates[i].m
+                             : t->updates[i].v, hpml_tensor_count(p), p->ndim, p->shape);
+        }
+    for (hpmli_named *v = t ? t->states : NULL; a->s && v; v = v->next)
+        hpmli_arrays_add(a, "state.", v->name, v->values, v->count, 1, &v->count);
     return a->s != NULL;
 }
 
@@ -10334,7 +10327,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     if (ctx->status == HPML_OK && hpmli_arrays_of(t->ctx, t, &a) && hpmli_arrays_load(ctx, &a, f, path) == HPML_OK) {
         ctx->seed = (uint64_t)p.seed;
         t->step = p.step, t->epoch = p.epoch, t->epoch_step = p.epoch_step, t->micro = 0;
-        if (t->scale_steps >= 0 && p.scale_steps >= 0) /* both dynamic */
+        if (t->scale_steps >= 0 && p.scale_steps >= 0 && p.loss_scale >= 1) /* both dynamic */
             t->loss_scale = (float)p.loss_scale, t->scale_steps = p.scale_steps;
     }
     hpmli_free(ctx, a.s);

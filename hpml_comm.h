@@ -3297,7 +3297,9 @@ HPMLC_FN int hpmlc_cores(int ranks)
 HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
 {
     static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* as hpml_transport_kind */
-    const char *tasks = getenv("SLURM_NTASKS");
+    const char *tasks = getenv("SLURM_NTASKS"), *run = getenv("HPML_RUN"); /* empty: as if it were not there */
+    if (run && *run && (d->run || (!d->transport && !d->ranks))) d->run = run;
+    if (!d->run) return true;
     size_t      length = strcspn(d->run, ":"), kind = 0;
     char       *end = NULL;
     long        ranks = d->run[length] ? strtol(d->run + length + 1, &end, 10) : 0;
@@ -3347,8 +3349,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     if (d._begin || d._end || !fn || d.ranks < 0 || d.ranks > 65536 || (unsigned)d.transport > HPML_TRANSPORT_CLOCK)
         return hpmlc_say_no(&to, wrong, "launch: %d ranks, transport %d: out of range, or no function, or a desc that "
                             "is not cleared", d.ranks, (int)d.transport);
-    if (getenv("HPML_RUN") && (d.run || (!d.transport && !d.ranks))) d.run = getenv("HPML_RUN");
-    if (d.run && !hpmlc_run_read(&d))
+    if (!hpmlc_run_read(&d))
         return hpmlc_say_no(&to, wrong, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], clock[:N], mpi[:N], "
                             "auto[:N]", d.run);
     bool mpi   = d.transport == HPML_TRANSPORT_MPI;

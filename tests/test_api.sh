@@ -1,5 +1,5 @@
 #!/bin/sh
-# What the headers promise about themselves: index, section, function and line lengths, budget, ASCII; their examples and the
+# What the headers promise about themselves: index, section, function and line lengths, budget, ASCII, macros; their examples and the
 # README's run, as far as they are C.
 tmp=$(mktemp -d) passed=0 failed=0
 trap 'rm -rf "$tmp"' EXIT
@@ -18,10 +18,14 @@ header() { # FILE LINES
     check "$1: more than $2 lines" "$(awk -v most="$2" 'END { if (NR > most) print NR }' "$1")"
     check "$1: characters outside ASCII" "$(LC_ALL=C grep -n '[^ -~	]' "$1")"
     sed -n '/^\/\/ QUICK EXAMPLE/,/DOES NOT/p' "$1" | grep '^//     ' | sed 's|^//     ||' >"$tmp/example.c"
-    [ "$1" = hpml_cuda.cuh ] || check "$1: its example" "$(run "$tmp/example.c")" # which test_cuda.sh compiles with nvcc
+    [ "$1" = hpml_cuda.cuh ] && return # which test_cuda.sh compiles with nvcc
+    check "$1: its example" "$(run "$tmp/example.c")"
+    check "$1: macros of other names that its body leaves behind" "$(printf '#define HPML_IMPLEMENTATION\n#include "%s"\n' "$1" |
+        ${CC:-cc} -E -dD -I. -x c - | awk '/^# [0-9]/ { ours = $3 ~ /hpml/ } ours && /^#define/ { sub(/\(.*/, "", $2); left[$2] }
+        /^#undef/ { delete left[$2] } END { for (name in left) if (name !~ /^(HPML|hpml)/) print name }')"
 }
-header hpml.h 10600
-header hpml_comm.h 6235
+header hpml.h 10560
+header hpml_comm.h 6236
 header hpml_cuda.cuh 5925
 names=$(grep -nE '^#define|__global__ .*\(' hpml_cuda.cuh | grep -vE 'hpmlg_k_|#define (HPMLG_|hpmlg_|HPML_CUDA_)')
 check "hpml_cuda.cuh: kernels that are not hpmlg_k_*, macros that are not HPMLG_*" "$names"

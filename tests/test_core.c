@@ -199,8 +199,77 @@ TEST(graphs_refuse)
     ENSURE(hpml_graph_alloc(g) == HPML_OK);
     ENSURE_ERROR(ctx, hpml_graph_backward(g, 1, false), HPML_ERR_STATE, "needs a loss");
     hpml_graph *again = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &y });
-    ENSURE_ERROR(ctx, !again || hpml_graph_alloc(again), HPML_ERR_STATE, "belongs to another graph");
+    ENSURE_ERROR(ctx, !again, HPML_ERR_STATE, "belongs to another graph");
     ENSURE(z != NULL);
+    hpml_ctx_free(ctx);
+}
+
+/* Ops of one graph are refused by others from the moment they are planned; a plan that is only asked for keeps none. */
+TEST(an_op_is_of_one_graph)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    hpml_tensor *x = hpml_input_4d(ctx, 2, 1, 6, 6), *h = hpml_conv2d(x, 2, &(hpml_conv2d_desc){ .kernel_h = 3, .name = "c" });
+    hpml_tensor *y = hpml_linear(hpml_flatten(hpml_scale(hpml_batchnorm(h, NULL), 2, 0)), 3, NULL);
+    hpml_trainer_desc d = { .input = x, .output = y, .lr = 0.1f };
+    hpml_memory  m;
+    const float  v[72] = { 1 };
+    ENSURE(hpml_trainer_memory(ctx, &d, &m) == HPML_OK && hpml_trainer_memory(ctx, &d, &m) == HPML_OK);
+    hpml_trainer *t = hpml_trainer_create(ctx, &d);
+    ENSURE(t);
+    ENSURE_ERROR(ctx, !hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &h }), HPML_ERR_STATE, "\"c\" belongs to another graph already; name");
+    ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &d), HPML_ERR_STATE, "belongs to another graph");
+    ENSURE(hpml_trainer_step(t, v, (int32_t[]){ 1, 2 }, 2, NULL) == HPML_OK);
+    hpml_ctx_free(ctx);
+}
+
+/* An input has one memory and, in each pass, the batch of its graph. */
+TEST(graphs_share_an_input)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    hpml_tensor *x = hpml_input_2d(ctx, 4, 2), *y = hpml_scale(x, 2, 0), *z = hpml_scale(x, 3, 0);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &y });
+    hpml_graph  *h = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &z });
+    const float  v[8] = { 1, 2, 3, 4, 5, 6, 7, 8 };
+    ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, v, 8) == HPML_OK);
+    ENSURE(hpml_graph_forward(h, false, 0) == HPML_OK && z->data[7] == 24);
+    ENSURE(hpml_graph_batch(g, 1) == HPML_OK && hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_count(x) == 2);
+    ENSURE(hpml_tensor_set(x, (float[]){ -1, -2 }, 2) == HPML_OK);
+    ENSURE(hpml_graph_forward(h, false, 0) == HPML_OK && hpml_tensor_count(x) == 8 && z->data[1] == -6 && z->data[7] == 24);
+    hpml_ctx_free(ctx);
+}
+
+/* Results that are inputs themselves have memory as well; an input is one even when nothing reads it. */
+TEST(inputs_as_outputs)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    hpml_tensor *x = hpml_input_2d(ctx, 4, 2), *p = hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 1, .shape = { 3 } });
+    hpml_tensor *out[3] = { x, p, hpml_reshape_2d(x, 2, 4) };
+    hpml_tensor *alone = hpml_input_2d(ctx, 4, 2);
+    float        v[8] = { 1, 2, 3, 4, 5, 6, 7, 8 };
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 3, .outputs = out });
+    hpml_graph  *h = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &alone });
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_set(x, v, 8) == HPML_OK && p->data);
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && out[2]->data[7] == 8);
+    ENSURE(hpml_graph_forward(h, false, 0) == HPML_OK && hpml_tensor_get(alone, v, 8) == HPML_OK && v[7] == 0);
+    hpml_ctx_free(ctx);
+}
+
+/* A layer that is refused leaves no parameter: after the error is dealt with its name is free. */
+TEST(refused_layers_leave_nothing)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    hpml_tensor *tokens = hpml_input_tokens(ctx, 4, 8), *x = hpml_input_2d(ctx, 4, 8), *a = hpml_linear(x, 8, &(hpml_linear_desc){ .name = "a" });
+    hpml_linear_desc d = { .name = "b", .weight = hpml_param_find(ctx, "a.weight") };
+    char         name[250] = "";
+    ENSURE(a && hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 1, .shape = { 3 }, .name = "p" }));
+    ENSURE_ERROR(ctx, !hpml_linear(x, 5, &d), HPML_ERR_SHAPE, "8 features and 5 outputs");
+    ENSURE_ERROR(ctx, !hpml_linear(tokens, 5, &(hpml_linear_desc){ .name = "c" }), HPML_ERR_DTYPE, "expected f32");
+    ENSURE_ERROR(ctx, !hpml_lstm(x, 5, "c"), HPML_ERR_SHAPE, "lstm");
+    memset(name, 'n', sizeof name - 1);
+    ENSURE_ERROR(ctx, !hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 1, .shape = { 3 }, .name = name }), HPML_ERR_ARGUMENT, "249 characters");
+    ENSURE_ERROR(ctx, !hpml_linear(x, 5, &(hpml_linear_desc){ .name = name }), HPML_ERR_ARGUMENT, "255 characters");
+    ENSURE(hpml_param_count(ctx) == 3 && hpml_linear(x, 8, &d) && hpml_linear(x, 5, &(hpml_linear_desc){ .name = "c" }));
+    ENSURE(hpml_param_count(ctx) == 6 && hpml_param_total(ctx) == 64 + 8 + 3 + 8 + 40 + 5);
     hpml_ctx_free(ctx);
 }
 
@@ -272,6 +341,26 @@ TEST(workers_are_free_once_awake)
     hpml_ctx_free(ctx);
 }
 #endif
+
+/* Views of views of views: what is read and written through them, and where they are copied to another dtype. */
+TEST(views_of_views)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    hpml_tensor *t = hpml_tensor_create_3d(ctx, 4, 3, 5), *m = hpml_tensor_create_3d(ctx, 3, 2, 3);
+    hpml_tensor *half = hpml_tensor_create(ctx, HPML_DTYPE_F16, 3, m->shape);
+    for (int i = 0; i < 60; i++) t->data[i] = (float)i;
+    hpml_tensor *a = hpml_view_slice(hpml_view_transpose(t, 0, 2), 0, 1, 3);       /* (3, 3, 4) */
+    hpml_tensor *b = hpml_view_slice(hpml_view_transpose(a, 1, 2), 1, 2, 2);       /* (3, 2, 3) */
+    ENSURE(hpml_tensor_copy(half, b) == HPML_OK && hpml_tensor_copy(m, half) == HPML_OK);
+    for (int i = 0; i < 18; i++) ENSURE(m->data[i] == (float)((i / 3 % 2 + 2) * 15 + i % 3 * 5 + i / 6 + 1));
+    hpml_tensor *flat = hpml_view_reshape(hpml_view_slice(t, 0, 1, 2), 2, (int64_t[]){ -1, 5 }); /* (6, 5) */
+    hpml_tensor *last = hpml_view_slice(hpml_view_reshape(t, 2, (int64_t[]){ 12, 5 }), 0, 11, 1);
+    hpml_tensor *x = hpml_input_2d(ctx, 6, 5), *y = hpml_mul(hpml_add(x, flat), last);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &y });
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && y->data[0] == 15 * 55 && y->data[29] == 44 * 59);
+    ENSURE_ERROR(ctx, !hpml_view_reshape(hpml_view_slice(flat, 1, 2, 1), 1, (int64_t[]){ 6 }), HPML_ERR_SHAPE, "reshape of");
+    hpml_ctx_free(ctx);
+}
 
 TEST(views_share_memory)
 {

@@ -255,6 +255,61 @@ TEST(names_and_metadata_of_any_text)
     hpml_ctx_free(ctx);
 }
 
+/* Characters that JSON writes as codes; other writers have more of those. Two tensors of one name, or one called as the
+   metadata is, would make a file that nobody reads. */
+TEST(names_with_codes)
+{
+    static const char *const names[] = { "a\nb", "a\tb\rc", "\b\f\x01\x1f", "\"\\/", "\xc3\xa9\x7f" };
+    static const char other[] = "{\"\\u00e9\\u20AC\\ud83d\\ude00\\n\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}";
+    static const char *const wrong[] = { "\\u00g0", "\\u12", "\\u0000", "\\ud83d", "\\ud83dabcdef", "\\x41", "\\" };
+    hpml_ctx       *ctx = hpml_ctx_create(NULL);
+    float           v[2] = { 1, 2 };
+    hpml_safetensor t[5], e;
+    char            text[200] = "";
+    for (int i = 0; i < 5; i++) t[i] = (hpml_safetensor){ names[i], HPML_DTYPE_F32, 1, { 2 }, v, 8 };
+    ENSURE(hpml_safetensors_save(ctx, file("codes"), t, 5, &(hpml_meta){ names[2], names[0] }, 1) == HPML_OK);
+    hpml_safetensors *f = hpml_safetensors_open(ctx, file("codes"));
+    for (int i = 0; i < 5; i++) ENSURE(hpml_safetensors_find(f, names[i], &e) && e.bytes == 8);
+    ENSURE(strcmp(hpml_safetensors_meta(f, names[2]), names[0]) == 0);
+    text[0] = (char)(sizeof other - 1);
+    memcpy(text + 8, other, sizeof other);
+    f = hpml_safetensors_open(ctx, put("other", text, 8 + sizeof other));
+    ENSURE(hpml_safetensors_find(f, "\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\n", &e));
+    for (int i = 0; i < 7; i++) {
+        int n = snprintf(text + 8, sizeof text - 8, "{\"%s\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}", wrong[i]);
+        text[0] = (char)n;
+        ENSURE_ERROR(ctx, !hpml_safetensors_open(ctx, put("other", text, (size_t)n + 9)), HPML_ERR_FORMAT, "not a whole safetensors");
+    }
+    t[1].name = t[4].name;
+    ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), t, 5, NULL, 0), HPML_ERR_ARGUMENT, "there are two");
+    t[1].name = "__metadata__";
+    ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), t, 5, NULL, 0), HPML_ERR_ARGUMENT, "\"__metadata__\": the format");
+    ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), t, 0, &(hpml_meta){ "k", NULL }, 1), HPML_ERR_ARGUMENT, "metadata 0 needs");
+    ENSURE_ERROR(ctx, !hpml_dataset_create(ctx, 2, HPML_DTYPE_F32, 1, NULL, v, HPML_DTYPE_I32, 0, NULL), HPML_ERR_ARGUMENT, "a shape of positive sizes");
+    ENSURE(access(file("none"), F_OK) != 0);
+    hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 1, .shape = { 3 }, .name = "__metadata__" });
+    ENSURE_ERROR(ctx, hpml_params_save(ctx, file("none"), HPML_DTYPE_F32), HPML_ERR_ARGUMENT, "give it another name");
+    hpml_ctx_free(ctx);
+}
+
+/* Records that are not finished leave no file, and hold none open. */
+TEST(unfinished_records)
+{
+    int first = dup(0), next;
+    close(first);
+    for (int abandon = 0; abandon < 2; abandon++) {
+        hpml_ctx           *ctx = hpml_ctx_create(NULL);
+        hpml_record_writer *w   = hpml_record_create(ctx, file("unfinished"));
+        ENSURE(w && hpml_record_add(w, "abc", 3) == HPML_OK);
+        if (abandon) hpml_record_abandon(w);
+        hpml_ctx_free(ctx);
+        ENSURE(files_like("unfinished*") == 0);
+    }
+    next = dup(0);
+    close(next);
+    ENSURE(next == first);
+}
+
 TEST(files_and_datasets_refuse)
 {
     hpml_ctx           *ctx = hpml_ctx_create(NULL);

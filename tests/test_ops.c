@@ -107,6 +107,26 @@ TEST(short_batches)
     }
 }
 
+/* What has no batch dimension, but as many rows as a batch has: a short batch leaves the gradient of the others at zero. */
+TEST(short_batches_beside_rows_of_a_parameter)
+{
+    for (int kind = 0; kind < 4; kind++) {
+        hpml_ctx    *ctx = hpml_ctx_create(NULL);
+        hpml_tensor *x = hpml_input_3d(ctx, 4, 3, 3), *p = hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 3, .shape = { 4, 3, 3 } });
+        hpml_tensor *q = kind == 3 ? hpml_tanh(p) : p, *both[2] = { x, q };
+        hpml_tensor *y = kind == 0 ? hpml_concat(both, 2, 1) : kind == 1 ? hpml_matmul(q, x, false, false) : hpml_mul(x, q);
+        hpml_tensor *loss = kind == 2 ? hpml_mse(x, q) : hpml_mse(y, hpml_input(ctx, HPML_DTYPE_F32, 3, y->shape));
+        hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = loss });
+        ENSURE(hpml_graph_alloc(g) == HPML_OK);
+        for (int i = 0; i < 36; i++) x->data[i] = (float)(i + 1);
+        for (int samples = 4; samples > 0; samples -= 2) {
+            ENSURE(hpml_graph_batch(g, samples) == HPML_OK && hpml_graph_forward(g, true, 0) == HPML_OK && hpml_graph_backward(g, 1, false) == HPML_OK);
+            for (int i = 0; i < 36; i++) ENSURE((p->grad[i] != 0) == (i < 9 * samples));
+        }
+        hpml_ctx_free(ctx);
+    }
+}
+
 TEST(matmul_and_conv_values)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);

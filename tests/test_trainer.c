@@ -349,6 +349,12 @@ TEST(what_does_not_fit_is_refused)
     hpml_trainer *clipped = classifier(ctx, 4, (hpml_trainer_desc){ .clip_norm = 1 });
     ENSURE(hpml_trainer_update_sum(clipped, x, 1) == HPML_ERR_UNSUPPORTED && strstr(hpml_ctx_error(ctx), "clip_norm"));
     hpml_ctx_clear_error(ctx);
+    hpml_tensor *in = hpml_input_2d(ctx, 4, 2), *to = hpml_input(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 4 }), *wide = hpml_linear(in, 3, NULL);
+    hpml_tensor *data = hpml_tensor_create_2d(ctx, 4, 2), *loss = hpml_cross_entropy(wide, to, NULL);
+    hpml_trainer_desc wrong[] = { { .input = hpml_input_2d(ctx, 4, 2), .output = wide }, { .input = wide, .output = hpml_relu(wide) },
+        { .input = data, .output = hpml_linear(data, 3, NULL) }, { .input = in, .output = wide, .loss_tensor = loss, .target = hpml_input_tokens(ctx, 4, 1) } };
+    for (int i = 0; i < 4; i++)
+        ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &wrong[i]), HPML_ERR_ARGUMENT, i < 3 ? "trainer: .input is f32 4x" : "trainer: .target is i32 4x1");
     float out[6];
     ENSURE(hpml_trainer_predict(t, x, -1, out) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), "-1 samples"));
     hpml_ctx_free(ctx);
@@ -462,6 +468,23 @@ static uint64_t train_for(const char *load, const char *save, int64_t steps, hpm
     if (!hash) printf("    %s\n", hpml_ctx_error(ctx));
     hpml_ctx_free(ctx);
     return hash;
+}
+
+static int stop_at(const hpml_step_info *info, void *user) { return info->epoch_step == *(int64_t *)user; }
+
+/* A pass that is stopped goes on where it was; stopped at its end it is over. */
+TEST(a_pass_may_be_stopped)
+{
+    const float x[15] = { 1, 2, 3 }, y[5] = { 1 };
+    for (int64_t at = 1; at <= 3; at++) {
+        hpml_ctx     *ctx;
+        hpml_trainer *t = line(&ctx, (hpml_trainer_desc){ .lr = 0.01f });
+        hpml_dataset *d = hpml_dataset_create(ctx, 5, HPML_DTYPE_F32, 1, (int64_t[]){ 3 }, x, HPML_DTYPE_F32, 1, y);
+        ENSURE(hpml_trainer_fit(t, d, &(hpml_fit_desc){ .on_step = stop_at, .user = &at }) == HPML_ERR_STOPPED && hpml_trainer_step_count(t) == at);
+        ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK && hpml_trainer_step_count(t) == (at < 3 ? 3 : 6));
+        ENSURE(hpml_tensor_count(hpml_trainer_settings(t)->input) == 6); /* the last batch was short */
+        hpml_ctx_free(ctx);
+    }
 }
 
 /* 10 steps, or 5, save, load in a new process, 5: the same bits (7 batches an epoch: it resumes inside one). */
