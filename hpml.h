@@ -755,8 +755,9 @@ typedef struct hpml_trainer_desc {
                                       small ones survive in halves; 0: 1, but dynamic where a backend stores F16: from
                                       65536, halved, and the update left out, when a gradient overflows; doubled after
                                       2,000 updates without (Micikevicius et al. 2018) */
-    bool          no_finite_check; /* skip the check of loss and gradient norm that names the first bad layer; a step
-                                      without info then does not wait for the device */
+    bool          no_finite_check; /* skip the check of the loss, and of the gradients where clip_norm or a dynamic
+                                      loss_scale needs their norm, that names the first bad layer; a step without info
+                                      then does not wait for the device */
     uint32_t      _end;
 } hpml_trainer_desc;
 

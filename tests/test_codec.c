@@ -1,8 +1,10 @@
 /* Gradient codecs: against a naive double reference, error feedback, sizes, cuts, hostile values, instruction sets. */
+#define _GNU_SOURCE /* mkstemp */
 #include "inside.h"
 #include "kernels.h"
 #include "test.h"
 #include <float.h>
+#include <unistd.h>
 
 #define MAX  (64 * 1024)
 
@@ -363,4 +365,31 @@ TEST(custom_codec_and_residual_object)
     r.e = NULL;
     hpml_residual_reset(&r);
     hpml_residual_reset(NULL);
+}
+
+/* Without any model: what a sender owes goes to a file and comes back, and the next packet has the same bytes. */
+TEST(a_residual_survives_in_a_file)
+{
+    enum { ROWS = 7, COLS = 97, N = ROWS * COLS };
+    char             path[] = "/tmp/hpml_residual_XXXXXX";
+    int              fd = mkstemp(path);
+    hpml_ctx        *ctx = hpml_ctx_create(NULL);
+    hpml_packing     p = packing_of(HPML_CODEC_ONEBIT, ROWS, COLS);
+    hpml_safetensor  t = { "w.residual", HPML_DTYPE_F32, 2, { ROWS, COLS }, e, N * sizeof(float) }, back;
+    memset(e, 0, sizeof e);
+    for (uint64_t step = 0; step < 6; step++) {
+        if (step == 5) ENSURE(hpml_safetensors_save(ctx, path, &t, 1, NULL, 0) == HPML_OK);
+        fill(g, step, N, 1, 0);
+        ENSURE(hpml_packing_encode(&p, packed, e, g, ROWS) == HPML_OK);
+    }
+    hpml_safetensors *f = hpml_safetensors_open(ctx, path);
+    ENSURE(f && hpml_safetensors_find(f, "w.residual", &back) && back.bytes == N * sizeof(float));
+    memcpy(e, back.data, back.bytes);
+    hpml_safetensors_close(f);
+    ENSURE(hpml_packing_encode(&p, other, e, g, ROWS) == HPML_OK && memcmp(packed, other, p.size) == 0);
+    memset(e, 0, sizeof e);
+    ENSURE(hpml_packing_encode(&p, other, e, g, ROWS) == HPML_OK && memcmp(packed, other, p.size) != 0);
+    close(fd);
+    remove(path);
+    hpml_ctx_free(ctx);
 }

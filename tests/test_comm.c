@@ -54,7 +54,7 @@ static hpml_status all_algorithms(hpml_comm *c, void *user)
     for (int a = HPML_AUTO; a < HPML_NATIVE; a++)
         for (int k = 0; k < 7; k++) {
             if (*(bool *)user && a != HPML_AUTO && a != HPML_HIERARCHICAL) continue; /* the others know no nodes */
-            if (is_clock(c) && p > 5 && k % 3 != 1) continue;
+            if (SLOW_BUILD && is_clock(c) && p > 5 && k % 3 != 1) continue;
             hpml_status status = allreduce_hash(c, (hpml_algorithm)a, sizes[k], &hash[a][k]);
             if (status != HPML_OK) return status;
         }

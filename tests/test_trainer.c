@@ -506,6 +506,28 @@ TEST(resume_has_the_same_bits)
     remove(path);
 }
 
+/* A unit that died leaves moments that decay for ever; as denormals they would stay, and slow down each step. A NaN must
+   not vanish. */
+TEST(moments_decay_to_zero)
+{
+    static const hpml_opt opt[] = { HPML_OPT_SGD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW, HPML_OPT_LAMB };
+    hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+    for (int k = 0; k < 5; k++) {
+        float w[37] = { 0 }, g[37] = { 0 }, m[37], v[37];
+        for (int i = 0; i < 37; i++) m[i] = v[i] = 1e-34f;
+        m[36] = v[36] = (float)NAN;
+        for (int step = 2; step < 400; step++) {
+            hpml_update u = { .opt = opt[k], .n = 37, .w = w, .g = g, .m = m, .v = v, .step = (uint64_t)step, .lr = 0.1f, .momentum = 0.9f,
+                              .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .grad_scale = 1 };
+            hpml_backend_cpu()->update(NULL, ctx, &u, 1);
+            memset(g, 0, sizeof g); /* LAMB's direction was there */
+        }
+        for (int i = 0; i < 36; i++) ENSURE(m[i] == 0 && (k == 0 || v[i] == 0));
+        ENSURE(isnan(m[36]));
+    }
+    hpml_ctx_free(ctx);
+}
+
 TEST(trace_and_tables)
 {
     char          path[] = "/tmp/hpml_trace_XXXXXX", text[4096], *all;
