@@ -1,7 +1,8 @@
 /* What you learn: how long a step takes on machines you do not have, and what limits it. Difficulty 2 of 4.
    cc -O2 examples/08_simulate.c -o simulate -lm -lpthread && ./simulate --model resnet50 --network 10gbit
-   prints: step times in ms on 2 to 4,096 ranks, a column for each algorithm and codec ("4096 | 4.41e+05* 830.7* ..."), where
-   efficiency falls below 50 % ("1-bit stripes from 256 ranks on"), and draws build/simulate.svg. Takes a second or two.
+   prints: step times in ms on 2 to 4,096 ranks, in three tables: f32 and bf16 by each of six algorithms, and the packed
+   ones: 1 bit, 2 bits, top-k, low rank ("  4096 | 4.41e+05* ..."); the last line of each says from how many ranks on
+   efficiency is below 50 %. Each table is drawn, too: build/simulate_f32.svg, _bf16, _packed. Takes seconds.
    --model mlp|cnn|resnet50|gpt2, or --layers FILE with lines "forward_s backward_s elements"; --network 100mbit|1gbit|10gbit|
    100gbit|nvlink+ib; --batch N (per rank), --gflops N (what a rank achieves), --bucket BYTES, --no-overlap, --ranks N (the
    most), --codec-ns N (to pack and unpack a byte of gradient). */
@@ -14,18 +15,15 @@
 
 typedef struct model {
     const char *name;
-    double      flops; /* so far: of the forward pass, for one example */
     int         count;
-    double      forward[1024], backward[1024], work[1024];
-    int64_t     elements[1024], packed[1024];
+    double      forward[1024], backward[1024];
+    int64_t     elements[1024], sent[1024];
 } model;
 
-/* A layer in which every weight is used `uses` times for one example: 2 operations each. */
+/* A layer in which every weight is used `uses` times for one example: 2 operations each, so far in place of seconds. */
 static void layer(model *m, int64_t elements, double uses)
 {
-    if (m->count >= 1024) return;
-    m->work[m->count]       = 2. * (double)elements * uses;
-    m->elements[m->count++] = elements;
+    m->forward[m->count] = 2. * (double)elements * uses, m->elements[m->count++] = elements;
 }
 
 static void make_resnet50(model *m) /* 25.5 M parameters in 54 layers; batchnorm's two per channel with their convolution */
@@ -72,94 +70,95 @@ static int make_model(model *m, const char *file, double batch, double gflops)
 {
     static const int64_t cnn[5] = { 156, 2416, 48120, 10164, 850 };
     static const double  uses[5] = { 784, 100, 1, 1, 1 };
-    if (file && !read_layers(m, file)) return 0;
-    if (file) m->name = file;
-    else if (strcmp(m->name, "mlp") == 0) layer(m, 784 * 128 + 128, 1), layer(m, 128 * 10 + 10, 1);
+    if (file) return m->name = file, read_layers(m, file);
+    if (strcmp(m->name, "mlp") == 0) layer(m, 784 * 128 + 128, 1), layer(m, 128 * 10 + 10, 1);
     else if (strcmp(m->name, "cnn") == 0) for (int i = 0; i < 5; i++) layer(m, cnn[i], uses[i]);
     else if (strcmp(m->name, "resnet50") == 0) make_resnet50(m);
     else if (strcmp(m->name, "gpt2") == 0) make_gpt2(m);
     else return fprintf(stderr, "there is no model %s\n", m->name), 0;
-    for (int i = 0; i < m->count; i++) {
-        if (!file) m->forward[i] = m->work[i] * batch / gflops / 1e9, m->backward[i] = 2 * m->forward[i];
-        m->packed[i] = m->elements[i] / 8 + m->elements[i] / 64; /* 1 bit, and 8 bytes for each row of some 512 */
-    }
+    for (int i = 0; i < m->count; i++) m->forward[i] *= batch / gflops / 1e9, m->backward[i] = 2 * m->forward[i];
     return 1;
 }
 
 static int find_network(hpml_network *n, const char *name)
 {
-    static const struct { const char *name; int ranks_per_node; double latency, bandwidth; } known[] = {
-        { "100mbit", 1, 100e-6, 12.5e6 }, { "1gbit", 1, 50e-6, 125e6 }, { "10gbit", 1, 20e-6, 1.25e9 },
-        { "100gbit", 1, 5e-6, 12.5e9 }, { "nvlink+ib", 8, 2e-6, 25e9 } };
+    static const struct { const char *name; int ranks_per_node; hpml_link between; } known[] = {
+        { "100mbit", 1, { 100e-6, 12.5e6 } }, { "1gbit", 1, { 50e-6, 125e6 } }, { "10gbit", 1, { 20e-6, 1.25e9 } },
+        { "100gbit", 1, { 5e-6, 12.5e9 } }, { "nvlink+ib", 8, { 2e-6, 25e9 } } };
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)
         if (strcmp(name, known[i].name) == 0) {
-            n->ranks_per_node = known[i].ranks_per_node;
-            n->between.latency = known[i].latency, n->between.bandwidth = known[i].bandwidth;
+            n->ranks_per_node = known[i].ranks_per_node, n->between = known[i].between;
             n->inside.latency = 1e-6, n->inside.bandwidth = 200e9;
             return 1;
         }
-    fprintf(stderr, "there is no network %s\n", name);
-    return 0;
+    return fprintf(stderr, "there is no network %s\n", name), 0;
 }
 
-enum { WAYS = 11 }; /* columns: five algorithms with f32 and with bf16, and 1 bit by stripes */
-static const hpml_algorithm algorithms[5] = { HPML_CENTRAL, HPML_RING, HPML_BUTTERFLY, HPML_HALVING, HPML_HIERARCHICAL };
-static const char *way_name(int way, char name[32])
+/* How gradients travel: by an allreduce, or as a codec packs them, by stripes. rounds: the latencies of that allreduce. */
+typedef struct way { const char *name; hpml_algorithm algorithm; double rounds; hpml_method method; hpml_codec_kind stripes; } way;
+static const way ways[10] = {
+    { "central", HPML_CENTRAL, 1, 0, 0 }, { "tree", HPML_TREE, 1, 0, 0 }, { "ring", HPML_RING, 1, 0, 0 },
+    { "butterfly", HPML_BUTTERFLY, 1, 0, 0 }, { "halving", HPML_HALVING, 1, 0, 0 }, { "hierarchical", HPML_HIERARCHICAL, 1, 0, 0 },
+    { "1-bit", HPML_AUTO, 1, 0, HPML_CODEC_ONEBIT }, { "2-bit", HPML_AUTO, 1, 0, HPML_CODEC_TWOBIT },
+    { "top-k 1 %", HPML_RING, 0.5, HPML_METHOD_TOPK, 0 }, { "low rank 2", HPML_RING, 2, HPML_METHOD_LOWRANK, 0 } };
+
+/* What a layer of n numbers, taken as a square matrix, sends: bytes by stripes, else elements of an allreduce. Low rank
+   adds up P and then Q, of 2 columns each. With top-k all pairs of p ranks, 8 k p bytes, go round in p - 1 rounds, which
+   takes as long as a ring allreduce of half the bytes: twice the rounds, at half the latency. */
+static int64_t size_of(const way *w, int64_t n, int ranks)
 {
-    snprintf(name, 32, "%s %s", way < 5 ? "f32" : way < 10 ? "bf16" : "1-bit", way < 10 ? hpml_algorithm_name(algorithms[way % 5]) : "stripes");
-    return name;
+    int64_t side = (int64_t)ceil(sqrt((double)n));
+    if (n < HPML_CODEC_MIN_ELEMENTS) return w->stripes ? 4 * n : n;
+    if (w->stripes) return side * (int64_t)hpml_codec_get(w->stripes)->row_size(NULL, side);
+    return w->method == HPML_METHOD_TOPK ? n / 100 * ranks : w->method == HPML_METHOD_LOWRANK ? 2 * 2 * side : n;
 }
 
-static int simulate(hpml_simulate_desc d, int way, int64_t *packed, double codec, hpml_simulation *s)
+static int simulate(hpml_simulate_desc d, const way *w, model *m, hpml_simulation *s)
 {
-    char error[300];
-    d.algorithm = algorithms[way % 5], d.element = way < 5 ? HPML_ELEMENT_F32 : HPML_ELEMENT_BF16;
-    d.codec_s_per_byte = way < 5 ? 0 : codec;
-    if (way == 10) d.packed = packed;
-    if (hpml_simulate(&d, s, error, sizeof error) == HPML_OK) return 1;
-    fprintf(stderr, "%s\n", error);
-    return 0;
+    char   error[300];
+    double all = 0, sent = 0, bucket = d.bucket_bytes ? (double)d.bucket_bytes : 25 * 1048576.;
+    for (int i = 0; i < m->count; i++) all += (double)m->elements[i], sent += (double)(m->sent[i] = size_of(w, m->elements[i], d.ranks));
+    d.algorithm = w->algorithm, d.network.inside.latency *= w->rounds, d.network.between.latency *= w->rounds;
+    if (w->stripes) d.packed = m->sent;
+    else if (sent > 0) /* as many buckets as ever, and as much to pack */
+        d.elements = m->sent, d.bucket_bytes = (size_t)ceil(bucket * sent / all), d.codec_s_per_byte *= all / sent;
+    return hpml_simulate(&d, s, error, sizeof error) == HPML_OK || (fprintf(stderr, "%s\n", error), 0);
 }
 
-static int table(hpml_simulate_desc d, model *m, int most, double codec)
+static int table(hpml_simulate_desc d, const char *what, const way *w, int count, model *m, int most)
 {
-    static float    x[16], y[WAYS][16];
-    int             rows = 0, low[WAYS] = { 0 };
-    plot_series     lines[4];
-    char            name[32], names[4][32], text[512];
+    static float    x[16], y[6][16];
+    int             rows = 0, low[6] = { 0 };
+    plot_series     lines[6];
+    char            path[64], text[512];
     hpml_simulation s;
-    printf("step in ms; *: efficiency below 50 %%\n%6s |%45s |%45s | 1-bit\n%6s |", "", "f32 ", "bf16 ", "ranks");
-    for (int way = 0; way < WAYS; way++) printf(" %8.8s%s", strchr(way_name(way, name), ' ') + 1, way % 5 == 4 ? " |" : "");
-    printf("\n");
+    printf("%s: step in ms; *: efficiency below 50 %%, waiting more than computing\n ranks |", what);
+    for (int i = 0; i < count; i++) printf(" %12s", w[i].name);
     for (d.ranks = 2; d.ranks <= most && rows < 16; d.ranks *= 2, rows++) {
-        printf("%6d |", d.ranks);
-        for (int way = 0; way < WAYS; way++) {
-            if (!simulate(d, way, m->packed, codec, &s)) return 0;
-            printf(" %7.4g%c%s", s.step_s * 1e3, s.efficiency < 0.5 ? '*' : ' ', way % 5 == 4 ? " |" : "");
-            if (s.efficiency < 0.5 && low[way] == 0) low[way] = d.ranks;
-            y[way][rows] = 100 * (float)s.efficiency;
+        printf("\n%6d |", d.ranks);
+        for (int i = 0; i < count; i++) {
+            if (!simulate(d, &w[i], m, &s)) return 0;
+            printf(" %11.4g%c", s.step_s * 1e3, s.efficiency < 0.5 ? '*' : ' ');
+            if (s.efficiency < 0.5 && low[i] == 0) low[i] = d.ranks;
+            x[rows] = (float)log2(d.ranks), y[i][rows] = (float)log10(s.step_s * 1e3);
         }
-        x[rows] = (float)log2(d.ranks);
-        printf("\n");
     }
-    puts("efficiency below 50 %, waiting more than computing:");
-    for (int way = 0; way < WAYS; way++)
-        if (low[way]) printf("  %s from %d ranks on\n", way_name(way, name), low[way]);
-    d.ranks /= 2, d.algorithm = HPML_AUTO;
-    if (hpml_simulate(&d, &s, text, sizeof text) == HPML_OK) hpml_simulate_text(&s, text, sizeof text);
-    printf("%d ranks, f32, whatever is best, %s\n", d.ranks, text);
-    for (int i = 0; i < 4; i++) {
-        static const int shown[4] = { 1, 3, 8, 10 };
-        lines[i].name = way_name(shown[i], names[i]), lines[i].x = x, lines[i].y = y[shown[i]], lines[i].count = rows;
+    printf("\n* from |");
+    for (int i = 0; i < count; i++) {
+        printf(low[i] ? " %11d " : "           - ", low[i]);
+        lines[i].name = w[i].name, lines[i].x = x, lines[i].y = y[i], lines[i].count = rows;
     }
-    snprintf(name, sizeof name, "%s", m->name);
-    if (plot_svg("build/simulate.svg", name, "log2 of the number of ranks", "efficiency, %", lines, 4) == 0) puts("build/simulate.svg is drawn");
-    return 1;
+    snprintf(path, sizeof path, "build/simulate_%s.svg", what), snprintf(text, sizeof text, "%s, %s", m->name, what);
+    if (plot_svg(path, text, "log2 of the number of ranks", "log10 of the step time in ms", lines, count) == 0) printf("\n%s is drawn", path);
+    d.ranks /= 2; /* the most */
+    if (count == 6 && hpml_simulate(&d, &s, text, sizeof text) == HPML_OK && hpml_simulate_text(&s, text, sizeof text) > 0)
+        printf("\n%d ranks, %s, whatever is best, %s", d.ranks, what, text);
+    return puts("\n") >= 0;
 }
 
 int main(int argc, char **argv)
 {
-    static model       m = { "resnet50", 0, 0, { 0 }, { 0 }, { 0 }, { 0 }, { 0 } };
+    static model       m = { "resnet50", 0, { 0 }, { 0 }, { 0 }, { 0 } };
     hpml_simulate_desc d = { 0 };
     const char        *file = NULL, *network = "10gbit";
     double             batch = 0, gflops = 0, codec = 0.05e-9;
@@ -183,16 +182,18 @@ int main(int argc, char **argv)
     if (gflops <= 0) gflops = small ? 50 : 50000;
     if (!make_model(&m, file, batch, gflops) || !find_network(&d.network, network)) return 1;
     d.layers = m.count, d.forward_s = m.forward, d.backward_s = m.backward, d.elements = m.elements;
-    int64_t total = 0;
-    double  compute = 0, start = hpml_now();
-    for (int i = 0; i < m.count; i++) total += m.elements[i], compute += m.forward[i] + m.backward[i];
-    printf("%s: %d layers, %.4g M parameters, %.4g ms of computation a step; network %s\n", m.name, m.count, (double)total / 1e6, compute * 1e3,
-           network);
-    if (!table(d, &m, most, codec)) return 1;
-    double exchange = (double)total * 8 / d.network.between.bandwidth, many = 64;
-    if (most >= 64)
-        printf("a batch of %g in all is worth sharing among %.3g ranks with f32, %.3g with 1 bit (rule of Seide et al. 2014)\n", many * batch,
-               hpml_optimal_ranks(many * compute, 0, exchange), hpml_optimal_ranks(many * compute, 0, exchange * 9 / 256));
+    double total = 0, compute = 0, many = 64, start = hpml_now();
+    for (int i = 0; i < m.count; i++) total += (double)m.elements[i], compute += m.forward[i] + m.backward[i];
+    printf("%s: %d layers, %.4g M parameters, %.4g ms of computation a step; network %s\n", m.name, m.count, total / 1e6,
+           compute * 1e3, network);
+    if (!table(d, "f32", ways, 6, &m, most)) return 1;
+    d.codec_s_per_byte = codec, d.element = HPML_ELEMENT_BF16;
+    if (!table(d, "bf16", ways, 6, &m, most)) return 1;
+    d.element = HPML_ELEMENT_F32;
+    if (!table(d, "packed", ways + 6, 4, &m, most)) return 1;
+    double exchange = total * 8 / d.network.between.bandwidth;
+    printf("a batch of %g in all is worth sharing among %.3g ranks with f32, %.3g with 1 bit (rule of Seide et al. 2014)\n", many * batch,
+           hpml_optimal_ranks(many * compute, 0, exchange), hpml_optimal_ranks(many * compute, 0, exchange * 9 / 256));
     printf("simulated in %.2f s\n", hpml_now() - start);
     return 0;
 }

@@ -73,6 +73,9 @@ check "1 bit dropped into a program" '[ $? -eq 0 ] && grep -q "^onebit" "$tmp/ou
 build/08_simulate --model gpt2 --network 10gbit --ranks 256 >"$tmp/out" 2>&1
 check "simulated machines" '[ $? -eq 0 ] && grep -q "148 layers, 124.4 M" "$tmp/out" && grep -q "^   256 |" "$tmp/out"'
 check "a forecast below 50 % warns" 'grep -q "^256 ranks, f32.*efficiency [0-4]*[0-9] %, below 50 %: .* batches [0-9.]* times as large" "$tmp/out"'
+check "six algorithms with f32 and bf16, four packed, and three plots" '[ "$(grep -c "central  *tree  *ring  *butterfly  *halving hierarchical$" "$tmp/out")" = 2 ] && grep -q "1-bit  *2-bit  *top-k 1 %  *low rank 2$" "$tmp/out" && [ "$(grep -c "^build/simulate_.*svg is drawn" "$tmp/out")" = 3 ] && [ "$(grep -c "<polyline" build/simulate_packed.svg)" = 4 ]'
+build/08_simulate --model gpt2 --network 1gbit --ranks 64 >"$tmp/out" 2>&1
+check "1 Gbit/s, 64 ranks: bf16 takes half as long as f32, 2 bits between 1 bit and bf16, and all that is packed is faster" 'awk "/^ +64 / { n++; for (i = 3; i <= NF; i++) { t[n, i] = \$i + 0; bad += !(t[n, i] > 0) } } END { h = t[2, 5] / t[1, 5]; exit !(n == 3 && !bad && h > 0.49 && h < 0.55 && t[3, 3] < t[3, 4] && t[3, 4] < t[2, 5] && t[3, 5] < t[1, 5] && t[3, 6] < t[3, 3]) }" "$tmp/out"'
 timeout 60 build/09_queue >"$tmp/out" 2>&1
 check "spread strands fewer GPUs than pack" 'awk "/^pack/ { p = \$6 } /^spread/ { s = \$6; n = 1 } END { exit !(n && s < p) }" "$tmp/out"'
 build/08_simulate --layers /nonexistent >"$tmp/out" 2>&1
