@@ -281,7 +281,7 @@ typedef struct hpml_allreduce_desc {
 HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc);
 /* Measures alpha and beta of this communicator once (some milliseconds), for AUTO. Collective. */
 HPML_API hpml_status hpml_comm_tune(hpml_comm *c);
-HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes); /* what AUTO takes */
+HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes); /* what AUTO takes; NONE: no memory */
 
 /* Block r of an array of n elements is [n r / p, n (r+1) / p). */
 HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n index / parts: where block `index` begins */
@@ -714,6 +714,7 @@ struct hpml_comm {
     double                since;    /* when it began */
     double                alpha, beta; /* for AUTO; between nodes, where there are some */
     double                near_alpha, near_beta; /* inside a node */
+    double                forecast[31][HPML_NATIVE]; /* seconds for 2^k bytes by each algorithm; 0: not known yet */
     hpml_counters         counters;
     int64_t              *bytes_to; /* (size) */
     hpml_message         *pending;  /* receives that are under way */
@@ -844,7 +845,7 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
         if (c->node[i] >= nodes) nodes = c->node[i] + 1;
     for (int spread = 0; spread < 2 && c->per_node == 0; spread++) {
         bool fits = nodes > 0 && (!spread || p % nodes == 0);
-        for (int i = 0; i < p && fits; i++) fits = c->node[i] == (spread ? i % nodes : i / k);
+        for (int i = 0; i < p && fits; i++) fits = c->node[i] == (spread ? i % nodes : c->node[0] + i / k);
         if (fits) c->per_node = spread ? p / nodes : k, c->spread = spread == 1 && nodes > 1 && nodes < p;
     }
 }
@@ -2835,43 +2836,40 @@ HPML_API hpml_algorithm hpml_algorithm_find(const char *name)
     return HPML_ALGORITHM_NONE;
 }
 
-/* The formulas of the declaration, with nodes: messages inside one have an alpha and a beta of their own (1; 0: between
-   nodes), and when all m ranks of a node send to others, they share its card. Of the rounds of BUTTERFLY and HALVING,
-   `in` stay inside. */
-HPMLC_FN double hpmlc_cost(const hpml_comm *c, hpml_algorithm a, double bytes)
+/* Simulated once and kept. In nodes, and where ranks are no power of two, messages overlap as no formula knows. */
+HPMLC_FN double hpmlc_forecast(const hpml_comm *c, hpml_algorithm a, int k)
 {
-    bool   flat = c->per_node <= 1 || c->per_node >= c->size;
-    int    p = c->size, m = flat ? 1 : c->per_node, nodes = (p + m - 1) / m, down = hpmlc_log2(p);
-    int    beyond = p - (1 << down), steps = hpmlc_log2(nodes), inner = c->spread ? nodes : m;
-    int    in = inner & (inner - 1) ? 0 : c->spread ? down - steps : hpmlc_log2(m), out = down - in;
-    double a0 = c->alpha, b0 = c->beta * bytes, a1 = c->near_alpha, b1 = c->near_beta * bytes, all = ldexp(1, -down);
-    double fold = beyond ? 2 * (a0 + (beyond < m ? beyond : m) * b0) : 0, one = c->spread ? m : 1;
-    double inside = c->spread ? 1 - ldexp(1, -in) : ldexp(1, -out) - all, across = 1 - all - inside;
-    switch (a) {
-    case HPML_CENTRAL: return 2 * (a0 + (p - m) * b0 + (c->agent ? 0 : (p - 1) * c->t->alpha)); /* one by one */
-    case HPML_TREE: return 2 * (in * (a1 + b1) + (out + (beyond > 0)) * (a0 + one * b0));
-    case HPML_RING: return 2 * (p - 1) * (a0 + one * b0 / p);
-    case HPML_BUTTERFLY: /* adds to what it sends, so it sends a copy */
-        return in * (a1 + b1) + out * (a0 + m * b0) + fold + (c->agent ? 0 : down * bytes * 1e-10);
-    case HPML_HALVING: return 2 * (in * a1 + inside * b1 + out * a0 + m * across * b0) + fold;
-    case HPML_HIERARCHICAL:
-        if (p % m) return 2 * (hpmlc_rounds(HPMLC_TREE_UP, m) * (a1 + b1) + (nodes - 1) * (a0 + b0 / nodes));
-        a1 = 2 * (m - 1) * (a1 + b1 / m);
-        if (hpmlc_ring_of_nodes(nodes)) return a1 + 2 * (nodes - 1) * (a0 + b0 / nodes);
-        return a1 + 2 * (steps * a0 + (1 - ldexp(1, -steps)) * b0) + (nodes > 1 << steps ? 2 * (a0 + b0) : 0);
-    default: return 1e300;
+    double *kept = (double *)&c->forecast[k][a];
+    if (*kept > 0) return *kept;
+    HPMLC_ZERO(hpml_network, net);
+    int32_t *node = (int32_t *)malloc((size_t)c->size * sizeof *node), nodes = 0;
+    for (int r = 0, i; node && r < c->size; r++) { /* a part's nodes are numbered anew */
+        for (i = c->per_node == 1 ? r : 0; c->node[i] != c->node[r]; i++) continue;
+        node[r] = i < r ? node[i] : nodes++;
     }
+    net.node = node, net.between.latency = c->alpha, net.between.bandwidth = c->beta > 0 ? 1 / c->beta : 0;
+    net.inside = net.between;
+    if (nodes > 1) net.inside.latency = c->near_alpha, net.inside.bandwidth = c->near_beta > 0 ? 1 / c->near_beta : 0;
+    *kept = node ? hpml_simulate_allreduce(a, c->size, &net, (int64_t)1 << k) : -1;
+    free(node);
+    return *kept;
 }
 
 HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes)
 {
     static const hpml_algorithm order[] = { HPML_BUTTERFLY, HPML_HALVING, HPML_RING, HPML_HIERARCHICAL, HPML_TREE,
                                             HPML_CENTRAL };
-    bool           nodes = c->per_node > 1 && c->per_node < c->size;
     hpml_algorithm a = HPML_RING;
-    double         best = 1e300;
-    for (int i = 0; i < 6; i++) {
-        double cost = order[i] == HPML_HIERARCHICAL && !nodes ? 1e300 : hpmlc_cost(c, order[i], (double)bytes);
+    double         best = 1e300, n = (double)bytes;
+    int            p = c->size, k = hpmlc_log2(bytes < 64 ? 64 : bytes >> 29 ? 1 << 29 : (int)bytes);
+    for (int i = 0; i < 6 && p > 1 && p <= 65536; i++) {
+        if (order[i] == HPML_HIERARCHICAL && (c->per_node <= 1 || c->per_node >= p)) continue;
+        if (order[i] == HPML_RING && p > 256 && (c->spread || c->per_node == 0)) continue; /* p^2 steps to simulate */
+        double low = hpmlc_forecast(c, order[i], k), high = hpmlc_forecast(c, order[i], k + 1);
+        if (low < 0 || high < 0) return HPML_ALGORITHM_NONE;
+        double cost = low + (high - low) * (ldexp(n, -k) - 1);
+        if (order[i] == HPML_BUTTERFLY && !c->agent) cost += hpmlc_log2(p) * n * 1e-10; /* sends a copy */
+        if (order[i] == HPML_CENTRAL && !c->agent) cost += 2 * (p - 1) * c->t->alpha; /* one by one */
         if (cost < best) best = cost, a = order[i];
     }
     return a;
@@ -2892,6 +2890,7 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     if (d.algorithm == HPML_AUTO) {
         if (c->t->piece > 0 && n > 1 << 21) step = (int64_t)c->t->piece / size;
         d.algorithm = hpml_comm_choose(c, n * size);
+        if (d.algorithm == HPML_ALGORITHM_NONE) return hpmlc_fail(c, HPML_ERR_MEMORY, "allreduce: no memory");
     }
     if (d.algorithm == HPML_NATIVE) {
         if (!c->t->allreduce)
@@ -2940,6 +2939,7 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
     hpml_ctx_release(c->ctx, buffer);
     if (hpmlc_reduce_all(c, best, 2, HPML_ELEMENT_F64, HPML_MAX, HPML_BUTTERFLY) != HPML_OK)
         return hpml_ctx_status(c->ctx);
+    memset(c->forecast, 0, sizeof c->forecast);
     c->alpha = best[0];
     c->beta  = best[1] > best[0] ? (best[1] - best[0]) / (double)LARGE : c->beta;
     return HPML_OK;
