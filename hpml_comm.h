@@ -271,7 +271,7 @@ HPML_API size_t hpml_element_size(hpml_element e);
 
 typedef struct hpml_allreduce_desc {
     uint32_t       _begin;
-    hpml_algorithm algorithm; /* AUTO: the cheapest by the formulas above, nodes considered, see hpml_comm_tune */
+    hpml_algorithm algorithm; /* AUTO: the fastest in a simulation of these links and nodes, see hpml_comm_tune */
     hpml_reduce    reduce;
     hpml_element   element;
     uint32_t       _end;
