@@ -83,7 +83,7 @@ static hpml_status train(hpml_comm *comm, void *user)
     int64_t                share = ((o->batch + grain - 1) / grain + workers - 1) / workers * grain; /* the most that one worker gets */
     hpml_dataset          *data = NULL, *test = NULL;
     hpml_distributed      *d = NULL;
-    hpml_distribute_report report = { 0 };
+    hpml_distribute_report account = { 0 };
     hpml_counters          sent;
     if (!load_data(ctx, o, &data, &test)) return hpml_ctx_fail(ctx, HPML_ERR_OPEN, "no data");
     hpml_tensor  *x = hpml_input_4d(ctx, share, 1, 28, 28);
@@ -115,15 +115,15 @@ static hpml_status train(hpml_comm *comm, void *user)
     if (hpml_ctx_status(ctx) != HPML_OK) return hpml_ctx_status(ctx);
     if (o->save && (d ? hpml_distribute_save(d, o->save) : hpml_checkpoint_save(t, o->save)) != HPML_OK) return hpml_ctx_status(ctx);
     hpml_comm_counters(comm, &sent);
-    hpml_distribute_get(d, &report, false);
+    hpml_distribute_get(d, &account, false);
     start = hpml_now() - start;
     if (o->table > 0 && !j->quiet) steps_table(comm, d, o->table);
     mkdir("build", 0777);
     if (hpml_comm_trace_save(comm, "build/trace.json") != HPML_OK || rank > 0) return hpml_ctx_status(ctx);
     j->seconds = start, j->steps = hpml_trainer_step_count(t) - first, j->workers = workers;
     j->sent = sent.bytes, j->bytes = j->steps > 0 ? (double)sent.bytes / (double)j->steps : 0;
-    j->step_s = j->steps > 0 ? j->seconds / (double)j->steps : 0, j->compute_s = report.compute_s;
-    j->exposed_s = report.exposed_s, j->hidden = report.hidden;
+    j->step_s = j->steps > 0 ? j->seconds / (double)j->steps : 0, j->compute_s = account.compute_s;
+    j->exposed_s = account.exposed_s, j->hidden = account.hidden;
     j->parameters = hpml_param_total(ctx);
     if (!j->quiet) summarize(ctx, t, test, j);
     return hpml_ctx_status(ctx);
