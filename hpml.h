@@ -3856,6 +3856,7 @@ struct hpml_ctx {
     hpml_graph          *grads_of;   /* whose gradients the parameters have now */
     int64_t              param_capacity;
     int                  node_count; /* recorded so far: names and mask keys */
+    hpml_node            spare;      /* see hpmli_node_create */
     hpmli_trace         *trace;      /* NULL: off */
     char                 texts[8][192]; /* for messages, see hpmli_text ... */
     unsigned             text_count;    /* ... made so far */
@@ -4780,26 +4781,28 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
     return true;
 }
 
-/* Adds an op; returns its result, named `name` (see hpmli_layer_name; NULL: after the op). Sources that are optional
-   and absent are NULL, the first never is. The caller fills in node->attr and the bytes it needs. */
-HPMLI_FN hpml_tensor *hpmli_node_create(hpml_op op, const char *name, int src_count, hpml_tensor *const *src, int ndim,
-                                        const int64_t *shape)
+/* Adds an op. Its result, n->out, is named `name` (see hpmli_layer_name; NULL: after the op). Sources that are optional
+   and absent are NULL, the first never is. The caller fills in n->attr and the bytes it needs. After an error that is
+   lost: it goes to a spare node, whose result is NULL. */
+HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_count, hpml_tensor *const *src, int ndim,
+                                      const int64_t *shape)
 {
     hpml_ctx  *ctx   = src[0]->ctx;
+    hpml_node *none  = &ctx->spare;
     hpml_dtype dtype = hpmli_store(ctx);
+    none->out = NULL;
     for (int i = 0; i < src_count; i++) { /* labels and tokens are I32, numbers F32 or what the backend keeps */
         bool index = (op == HPML_OP_EMBEDDING && i == 0) || (op == HPML_OP_CROSS_ENTROPY && i == 1);
         if (src[i] && op != HPML_OP_RESHAPE &&
             (index ? src[i]->dtype != HPML_DTYPE_I32 : src[i]->dtype != HPML_DTYPE_F32 && src[i]->dtype != dtype))
-            return hpmli_null(ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_text(src[i]),
-                              hpml_dtype_name(index ? HPML_DTYPE_I32 : dtype));
+            hpmli_fail(ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_text(src[i]),
+                       hpml_dtype_name(index ? HPML_DTYPE_I32 : dtype));
     }
     if (ndim == 0) dtype = HPML_DTYPE_F32;
     if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
-    if (!name) return NULL;
-    hpml_tensor *out   = hpmli_tensor_new(ctx, name, op == HPML_OP_RESHAPE ? src[0]->dtype : dtype, ndim, shape);
-    hpml_node   *n     = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
-    if (!n) return NULL;
+    hpml_tensor *out = hpmli_tensor_new(ctx, name, op == HPML_OP_RESHAPE ? src[0]->dtype : dtype, ndim, shape);
+    hpml_node   *n   = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
+    if (!n) return none;
     n->op        = op;
     n->index     = ctx->node_count++;
     n->out       = out;
@@ -4815,7 +4818,17 @@ HPMLI_FN hpml_tensor *hpmli_node_create(hpml_op op, const char *name, int src_co
     }
     if (out->batch_rows) n->mixes_batch = false;
     ctx->param_kept = ctx->param_count;
-    return out;
+    return n;
+}
+
+/* Says how many rows of the result there are for each sample, where that is not as in a source of as many rows; 0: if
+   a source has any, samples get mixed. */
+HPMLI_FN void hpmli_node_batch(hpml_node *n, int64_t rows)
+{
+    if (!n->out) return;
+    n->out->batch_rows = rows;
+    n->mixes_batch     = false;
+    for (int i = 0; i < n->src_count; i++) n->mixes_batch |= rows == 0 && n->src[i]->batch_rows > 0;
 }
 
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape)
@@ -5318,7 +5331,7 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
                               hpml_op_name(op), hpmli_text(a), hpmli_text(b));
         shape[i] = da > db ? da : db;
     }
-    return hpmli_node_create(op, NULL, 2, src, ndim, shape);
+    return hpmli_node_create(op, NULL, 2, src, ndim, shape)->out;
 }
 
 HPMLI_BINARY_OP(HPML_OP_ADD, add, 0)
@@ -5374,9 +5387,9 @@ HPMLI_FN void hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float
 HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
-    hpml_tensor *y = hpmli_node_create(HPML_OP_SCALE, NULL, 1, &x, x->ndim, x->shape);
-    if (y) y->node->attr.scale.a = a, y->node->attr.scale.b = b;
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_SCALE, NULL, 1, &x, x->ndim, x->shape);
+    n->attr.scale.a = a, n->attr.scale.b = b;
+    return n->out;
 }
 
 /* y = a x + b, or y += a x. */
@@ -5404,9 +5417,9 @@ HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
     if (!hpmli_recordable(1, &x)) return NULL;
     if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT)
         return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": no function %d", x->name, (int)act);
-    hpml_tensor *y = hpmli_node_create(HPML_OP_ACT, NULL, 1, &x, x->ndim, x->shape);
-    if (y) y->node->attr.act.act = act, y->node->attr.act.slope = slope == 0 ? 0.01f : slope;
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_ACT, NULL, 1, &x, x->ndim, x->shape);
+    n->attr.act.act = act, n->attr.act.slope = slope == 0 ? 0.01f : slope;
+    return n->out;
 }
 
 HPML_API hpml_tensor *hpml_relu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_RELU, 0); }
@@ -5491,15 +5504,14 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
                           hpmli_text(b), trans_b ? " transposed" : "");
     shape[a->ndim - 2] = a->shape[a->ndim - (trans_a ? 1 : 2)];
     shape[a->ndim - 1] = b->shape[b->ndim - (trans_b ? 2 : 1)];
-    hpml_tensor *c = hpmli_node_create(HPML_OP_MATMUL, NULL, 2, src, a->ndim, shape);
-    if (!c) return NULL;
-    c->node->attr.matmul.trans_a = trans_a;
-    c->node->attr.matmul.trans_b = trans_b;
+    hpml_node *n = hpmli_node_create(HPML_OP_MATMUL, NULL, 2, src, a->ndim, shape);
+    n->attr.matmul.trans_a = trans_a;
+    n->attr.matmul.trans_b = trans_b;
     if (a->ndim == 2) { /* the batch is a row of C when it is a row of A; contracted away it is just a shorter sum */
-        c->batch_rows        = trans_a ? 0 : a->batch_rows;
-        c->node->mixes_batch = (a->batch_rows && trans_a && !b->batch_rows) || (b->batch_rows && trans_b);
+        hpmli_node_batch(n, trans_a ? 0 : a->batch_rows);
+        n->mixes_batch = (a->batch_rows && trans_a && !b->batch_rows) || (b->batch_rows && trans_b);
     }
-    return c;
+    return n->out;
 }
 
 typedef struct hpmli_matmul {
@@ -5568,7 +5580,7 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
 {
     hpml_linear_desc d = HPMLI_ZEROED;
     int64_t          shape[HPML_MAX_DIMS], weight[2];
-    hpml_tensor     *src[3], *y;
+    hpml_tensor     *src[3];
     if (desc) d = *desc;
     if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "linear", &d)) return NULL;
     if (x->ndim < 2 || out < 1 || (int)d.activation < 0 || d.activation >= HPML_ACT_COUNT)
@@ -5587,12 +5599,11 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
                           (long long)out);
     memcpy(shape, x->shape, sizeof shape);
     shape[x->ndim - 1] = out;
-    y = hpmli_node_create(HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
-    if (!y) return NULL;
-    y->node->attr.act.act   = d.activation;
-    y->node->attr.act.slope = 0.01f;
-    if (hpmli_act_reads_x(d.activation)) y->node->saved_bytes = hpmli_tensor_bytes(y); /* x w^T + bias */
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
+    n->attr.act.act   = d.activation;
+    n->attr.act.slope = 0.01f;
+    if (n->out && hpmli_act_reads_x(d.activation)) n->saved_bytes = hpmli_tensor_bytes(n->out); /* x w^T + bias */
+    return n->out;
 }
 
 HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
@@ -5636,39 +5647,81 @@ HPMLI_OP(linear, HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->att
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A reshape of a computed tensor is free: the planner gives it the memory of its source (gradients likewise). The
-   others copy once, in long runs where the layout allows. Slice, concat and sum see an array as (outer, dim, inner). */
+   others move numbers between a tensor and a part of another one, or one seen in another order, in runs as long as the
+   layout allows. A sum sees an array as (outer, dim, inner). */
 
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
 {
     int64_t full[HPML_MAX_DIMS];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (!hpmli_reshape_rule(hpml_tensor_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
-    hpml_tensor *y = hpmli_node_create(HPML_OP_RESHAPE, NULL, 1, &x, ndim, full);
-    if (y && x->batch_rows) { /* the first samples stay the first rows whenever rows can be dealt out evenly */
+    hpml_node *n = hpmli_node_create(HPML_OP_RESHAPE, NULL, 1, &x, ndim, full);
+    if (x->batch_rows) { /* the first samples stay the first rows whenever rows can be dealt out evenly */
         int64_t batch = x->shape[0] / x->batch_rows;
-        y->batch_rows        = ndim > 0 && full[0] % batch == 0 ? full[0] / batch : 0;
-        y->node->mixes_batch = y->batch_rows == 0;
+        hpmli_node_batch(n, ndim > 0 && full[0] % batch == 0 ? full[0] / batch : 0);
     }
-    return y;
+    return n->out;
 }
 
 HPMLI_SHAPES(hpml_reshape, hpml_tensor *, x, hpml_reshape(x, (int)ndim, shape))
 
 HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x) { return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL; }
 
+typedef struct hpmli_mover {
+    const hpmli_kernels *k;
+    float               *to;
+    const float         *from;
+    hpmli_walk           w; /* of `to` and `from` */
+    int64_t              each; /* runs per task */
+    bool                 add;
+} hpmli_mover;
+
+HPMLI_FN void hpmli_move_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_mover *m = (const hpmli_mover *)arg;
+    const int64_t      n = m->w.run, a = m->w.stride[0][m->w.ndim - 1], b = m->w.stride[1][m->w.ndim - 1];
+    for (int64_t run = task * m->each; run < (task + 1) * m->each && run < m->w.runs; run++) {
+        float       *to   = m->to + hpmli_walk_at(&m->w, 0, run);
+        const float *from = m->from + hpmli_walk_at(&m->w, 1, run);
+        if (a == 1 && b == 1 && m->add) m->k->vadd(to, to, from, n);
+        else if (a == 1 && b == 1) memcpy(to, from, (size_t)n * sizeof(float));
+        else for (int64_t i = 0; i < n; i++) to[i * a] = m->add ? to[i * a] + from[i * b] : from[i * b];
+    }
+}
+
+/* Values of x to y, or gradients of y to x. One of the two may be a part of a larger tensor or seen in another order. The
+   shape is that of y, which is short when the batch is. */
+HPMLI_FN void hpmli_move(const hpml_run *run, const hpml_tensor *y, const hpml_tensor *x, bool backward, bool add)
+{
+    hpmli_mover m = { run->ctx->k, backward ? x->grad : y->data, backward ? y->grad : x->data, HPMLI_ZEROED, 0,
+                      backward && add };
+    if (!m.to || m.to == m.from) return;
+    hpmli_walk_make(&m.w, y, backward ? x : y, backward ? y : x);
+    m.each = hpmli_rows_per_task(m.w.run);
+    hpmli_parallel(run->ctx, (m.w.runs + m.each - 1) / m.each, hpmli_move_task, &m);
+}
+
+/* The part of t that is `count` long from `start` on in one dimension. */
+HPMLI_FN hpml_tensor hpmli_part(const hpml_tensor *t, int dim, int64_t start, int64_t count)
+{
+    hpml_tensor part = *t;
+    part.shape[dim] = count;
+    part.data += start * t->stride[dim];
+    if (t->grad) part.grad += start * t->stride[dim];
+    return part;
+}
+
 /* Inputs and parameters have memory of their own: their reshape is a copy. */
-HPMLI_FN void hpmli_reshape_copy(const hpml_node *n)
+HPMLI_FN void hpmli_reshape_run(const hpml_run *run, hpml_node *n, bool backward)
 {
-    if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out));
+    hpml_tensor x = *n->src[0];
+    memcpy(x.shape, n->out->shape, sizeof x.shape);
+    memcpy(x.stride, n->out->stride, sizeof x.stride);
+    x.ndim = n->out->ndim;
+    hpmli_move(run, n->out, &x, backward, n->accumulate[0]);
 }
 
-HPMLI_FN void hpmli_reshape_back(const hpmli_kernels *k, const hpml_node *n)
-{
-    float *dx = n->src[0]->grad, *dy = n->out->grad;
-    if (dx && dx != dy) k->vaxpby(dx, 1, dy, n->accumulate[0] ? 1.0f : 0.0f, hpml_tensor_count(n->out));
-}
-
-HPMLI_OP(reshape, 0, hpmli_reshape_copy(n), hpmli_reshape_back(run->ctx->k, n))
+HPMLI_OP(reshape, 0, hpmli_reshape_run(run, n, false), hpmli_reshape_run(run, n, true))
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
 {
@@ -5682,12 +5735,10 @@ HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
     }
     if (seen == 0 || seen != (1u << x->ndim) - 1)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "permute of %s: name each dimension once", hpmli_text(x));
-    hpml_tensor *y = hpmli_node_create(HPML_OP_PERMUTE, NULL, 1, &x, x->ndim, shape);
-    if (!y) return NULL;
-    for (int i = 0; i < x->ndim; i++) y->node->attr.permute.dims[i] = dims[i];
-    y->batch_rows        = dims[0] == 0 ? x->batch_rows : 0;
-    y->node->mixes_batch = x->batch_rows && dims[0] != 0;
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_PERMUTE, NULL, 1, &x, x->ndim, shape);
+    for (int i = 0; i < x->ndim; i++) n->attr.permute.dims[i] = dims[i];
+    hpmli_node_batch(n, dims[0] == 0 ? x->batch_rows : 0);
+    return n->out;
 }
 
 HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
@@ -5697,75 +5748,20 @@ HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
     return hpml_permute(x, dims);
 }
 
-typedef struct hpmli_permute_job {
-    const float *from;
-    float       *to;
-    int64_t      shape[HPML_MAX_DIMS];  /* of what is written, in order */
-    int64_t      stride[HPML_MAX_DIMS]; /* in what is read */
-    int          ndim;
-    int64_t      run, rows_per_task, rows;
-    bool         accumulate;
-} hpmli_permute_job;
-
-HPMLI_FN void hpmli_permute_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_permute_job *j    = (const hpmli_permute_job *)arg;
-    int64_t                  last = j->stride[j->ndim - 1], first = task * j->rows_per_task;
-    for (int64_t row = first; row < first + j->rows_per_task && row < j->rows; row++) {
-        const float *from = j->from;
-        float       *to   = j->to + row * j->run;
-        int64_t      r    = row;
-        for (int i = j->ndim - 2; i >= 0; i--) from += r % j->shape[i] * j->stride[i], r /= j->shape[i];
-        if (j->accumulate) for (int64_t i = 0; i < j->run; i++) to[i] += from[i * last];
-        else if (last == 1) memcpy(to, from, (size_t)j->run * sizeof(float));
-        else for (int64_t i = 0; i < j->run; i++) to[i] = from[i * last];
-    }
-}
-
-/* Backward is the permutation back. */
+/* The one that is read is seen in the order of the one that is written. */
 HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
 {
-    hpmli_permute_job  j = HPMLI_ZEROED;
     const hpml_tensor *x = n->src[0], *y = n->out;
-    j.ndim = y->ndim;
+    hpml_tensor        read = backward ? *y : *x;
     for (int i = 0; i < y->ndim; i++) {
         int dim = n->attr.permute.dims[i], at = backward ? dim : i;
-        j.shape[at]  = y->shape[i];
-        j.stride[at] = backward ? y->stride[i] : x->stride[dim];
+        read.shape[at]  = y->shape[i];
+        read.stride[at] = backward ? y->stride[i] : x->stride[dim];
     }
-    j.run           = j.shape[y->ndim - 1];
-    j.rows          = hpml_tensor_count(y) / j.run;
-    j.rows_per_task = hpmli_rows_per_task(j.run);
-    j.accumulate    = backward && n->accumulate[0];
-    j.from          = backward ? y->grad : x->data;
-    j.to            = backward ? x->grad : y->data;
-    hpmli_parallel(run->ctx, (j.rows + j.rows_per_task - 1) / j.rows_per_task, hpmli_permute_task, &j);
+    hpmli_move(run, backward ? &read : y, backward ? x : &read, backward, n->accumulate[0]);
 }
 
 HPMLI_OP(permute, 0, hpmli_permute_run(run, n, false), hpmli_permute_run(run, n, true))
-
-/* A tensor around one dimension; around all of them it is (1, count, 1). */
-typedef struct hpmli_split {
-    int64_t outer, size, inner;
-} hpmli_split;
-
-HPMLI_FN hpmli_split hpmli_split_at(const hpml_tensor *t, int dim)
-{
-    hpmli_split d = { 1, dim == HPML_ALL_DIMS ? hpml_tensor_count(t) : t->shape[dim], 1 };
-    for (int i = 0; i < dim; i++) d.outer *= t->shape[i];
-    for (int i = dim + 1; dim != HPML_ALL_DIMS && i < t->ndim; i++) d.inner *= t->shape[i];
-    return d;
-}
-
-/* Copies or adds `outer` blocks of `block` floats; the blocks are to_step and from_step apart. */
-HPMLI_FN void hpmli_copy_blocks(const hpmli_kernels *k, float *to, int64_t to_step, const float *from,
-                                int64_t from_step, int64_t outer, int64_t block, bool accumulate)
-{
-    for (int64_t o = 0; o < outer; o++) {
-        if (accumulate) k->vadd(to + o * to_step, to + o * to_step, from + o * from_step, block);
-        else memcpy(to + o * to_step, from + o * from_step, (size_t)block * sizeof(float));
-    }
-}
 
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
 {
@@ -5773,22 +5769,19 @@ HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t
     if (!hpmli_recordable(1, &x) || !hpmli_slice_fits(x, dim, start, count)) return NULL;
     memcpy(shape, x->shape, sizeof shape);
     shape[dim] = count;
-    hpml_tensor *y = hpmli_node_create(HPML_OP_SLICE, NULL, 1, &x, x->ndim, shape);
-    if (!y) return NULL;
-    y->node->attr.slice.dim   = dim;
-    y->node->attr.slice.start = start;
-    if (dim == 0 && x->batch_rows) y->batch_rows = 0, y->node->mixes_batch = true;
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_SLICE, NULL, 1, &x, x->ndim, shape);
+    n->attr.slice.dim   = dim;
+    n->attr.slice.start = start;
+    if (dim == 0) hpmli_node_batch(n, 0);
+    return n->out;
 }
 
 HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
 {
-    const hpml_tensor *x = n->src[0], *y = n->out;
-    hpmli_split        d = hpmli_split_at(x, n->attr.slice.dim);
-    int64_t block = y->shape[n->attr.slice.dim] * d.inner, whole = d.size * d.inner, at = n->attr.slice.start * d.inner;
-    if (backward && !n->accumulate[0]) run->ctx->k->vfill(x->grad, 0, hpml_tensor_count(x));
-    if (backward) hpmli_copy_blocks(run->ctx->k, x->grad + at, whole, y->grad, block, d.outer, block, true);
-    else hpmli_copy_blocks(run->ctx->k, y->data, block, x->data + at, whole, d.outer, block, false);
+    int         dim = n->attr.slice.dim;
+    hpml_tensor x   = hpmli_part(n->src[0], dim, n->attr.slice.start, n->out->shape[dim]);
+    if (backward && !n->accumulate[0]) run->ctx->k->vfill(n->src[0]->grad, 0, hpml_tensor_count(n->src[0]));
+    hpmli_move(run, n->out, &x, backward, true);
 }
 
 HPMLI_OP(slice, 0, hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true))
@@ -5808,32 +5801,37 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
                               hpmli_text(x[0]), hpmli_text(x[i]));
         if (i > 0) shape[dim] += x[i]->shape[dim];
     }
-    hpml_tensor *y = hpmli_node_create(HPML_OP_CONCAT, NULL, count, x, x[0]->ndim, shape);
-    if (!y) return NULL;
-    y->node->attr.slice.dim = dim;
-    if (dim == 0)
-        for (int i = 0; i < count; i++)
-            if (x[i]->batch_rows) y->batch_rows = 0, y->node->mixes_batch = true;
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_CONCAT, NULL, count, x, x[0]->ndim, shape);
+    n->attr.slice.dim = dim;
+    if (dim == 0) hpmli_node_batch(n, 0);
+    return n->out;
 }
 
 HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
 {
-    const hpml_tensor *y = n->out;
-    hpmli_split        d = hpmli_split_at(y, n->attr.slice.dim);
-    int64_t            whole = d.size * d.inner, start = 0;
+    int64_t start = 0;
     for (int i = 0; i < n->src_count; i++) {
-        hpml_tensor *x     = n->src[i];
-        int64_t      block = x->shape[n->attr.slice.dim] * d.inner;
-        if (!backward)
-            hpmli_copy_blocks(run->ctx->k, y->data + start, whole, x->data, block, d.outer, block, false);
-        else if (x->grad)
-            hpmli_copy_blocks(run->ctx->k, x->grad, block, y->grad + start, whole, d.outer, block, n->accumulate[i]);
-        start += block;
+        int64_t     count = n->src[i]->shape[n->attr.slice.dim];
+        hpml_tensor y     = hpmli_part(n->out, n->attr.slice.dim, start, count);
+        hpmli_move(run, &y, n->src[i], backward, n->accumulate[i]);
+        start += count;
     }
 }
 
 HPMLI_OP(concat, 0, hpmli_concat_run(run, n, false), hpmli_concat_run(run, n, true))
+
+/* A tensor around one dimension; around all of them it is (1, count, 1). */
+typedef struct hpmli_split {
+    int64_t outer, size, inner;
+} hpmli_split;
+
+HPMLI_FN hpmli_split hpmli_split_at(const hpml_tensor *t, int dim)
+{
+    hpmli_split d = { 1, dim == HPML_ALL_DIMS ? hpml_tensor_count(t) : t->shape[dim], 1 };
+    for (int i = 0; i < dim; i++) d.outer *= t->shape[i];
+    for (int i = dim + 1; dim != HPML_ALL_DIMS && i < t->ndim; i++) d.inner *= t->shape[i];
+    return d;
+}
 
 HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 {
@@ -5843,13 +5841,12 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: there is no dimension %d", hpmli_text(x), dim);
     memcpy(shape, x->shape, sizeof shape);
     if (dim >= 0) shape[dim] = 1;
-    hpml_tensor *y = hpmli_node_create(HPML_OP_SUM, NULL, 1, &x, dim >= 0 ? x->ndim : 0, shape);
-    if (!y) return NULL;
-    y->node->attr.sum.dim  = dim;
-    y->node->attr.sum.mean = mean;
-    if (dim <= 0) y->batch_rows = 0; /* summed away: a short batch is just a shorter sum */
-    y->node->mixes_batch = false;
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_SUM, NULL, 1, &x, dim >= 0 ? x->ndim : 0, shape);
+    n->attr.sum.dim  = dim;
+    n->attr.sum.mean = mean;
+    if (dim <= 0) hpmli_node_batch(n, 0);
+    n->mixes_batch = false; /* summed away: a short batch is just a shorter sum */
+    return n->out;
 }
 
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
@@ -6039,7 +6036,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 {
     hpml_attr    a;
     int64_t      shape[4], w[4], forward, backward;
-    hpml_tensor *src[3], *y;
+    hpml_tensor *src[3];
     hpmli_conv   c;
     hpml_conv2d_desc none = HPMLI_ZEROED;
     if (!d) d = &none; /* refused for want of a kernel */
@@ -6057,15 +6054,15 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     src[1] = hpmli_layer_param(x->ctx, name, "weight", d->init, d->init_scale, 4, w);
     src[2] = d->no_bias ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, out);
     if (hpmli_failed(x->ctx)) return NULL;
-    y = hpmli_node_create(HPML_OP_CONV2D, name, 3, src, 4, shape);
-    if (!y) return NULL;
-    y->node->attr = a;
-    hpmli_conv_make(&c, x->ctx, y->node);
+    hpml_node *n = hpmli_node_create(HPML_OP_CONV2D, name, 3, src, 4, shape);
+    n->attr = a;
+    if (!n->out) return NULL;
+    hpmli_conv_make(&c, x->ctx, n);
     c.want_dx = true;
     forward   = hpmli_conv_layout(&c, false);
     backward  = hpmli_conv_layout(&c, true);
-    y->node->scratch_bytes = (size_t)(forward > backward ? forward : backward);
-    return y;
+    n->scratch_bytes = (size_t)(forward > backward ? forward : backward);
+    return n->out;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6281,11 +6278,10 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
                           "H, W), a kernel that fits and padding of at most half of it", hpml_op_name(op),
                           hpmli_text(x), kh, kw, stride, padding);
     const int64_t shape[4] = { x->shape[0], x->shape[1], hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1) };
-    hpml_tensor  *y = hpmli_node_create(op, NULL, 1, &x, 4, shape);
-    if (!y) return NULL;
-    y->node->attr = a;
-    if (op == HPML_OP_MAX_POOL) y->node->saved_bytes = (size_t)hpml_tensor_count(y) * sizeof(int32_t);
-    return y;
+    hpml_node    *n = hpmli_node_create(op, NULL, 1, &x, 4, shape);
+    n->attr = a;
+    if (op == HPML_OP_MAX_POOL) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
+    return n->out;
 }
 
 HPML_API hpml_tensor *hpml_max_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
@@ -6429,7 +6425,7 @@ HPMLI_FN bool hpmli_norm_settings(hpml_tensor *x, hpml_norm_desc *d, const hpml_
 HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
 {
     hpml_norm_desc d = HPMLI_ZEROED;
-    hpml_tensor   *src[5], *y;
+    hpml_tensor   *src[5];
     if (!hpmli_norm_settings(x, &d, desc)) return NULL;
     if ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), "
@@ -6442,14 +6438,13 @@ HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
     src[4] = hpmli_layer_vector(x->ctx, name, "running_var", HPML_INIT_ONES, x->shape[1]);
     if (hpmli_failed(x->ctx)) return NULL;
     for (int i = 3; i < 5; i++) src[i]->param->buffer = true, src[i]->needs_grad = false;
-    y = hpmli_node_create(HPML_OP_BATCHNORM, name, 5, src, x->ndim, x->shape);
-    if (!y) return NULL;
-    y->node->attr.norm.eps      = d.eps;
-    y->node->attr.norm.momentum = d.momentum;
-    y->node->attr.norm.act      = d.activation;
-    y->node->saved_bytes        = (size_t)(2 * x->shape[1]) * sizeof(float); /* mean and rstd */
-    y->node->scratch_bytes      = (size_t)(2 * x->shape[1] + 1) * sizeof(double);
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_BATCHNORM, name, 5, src, x->ndim, x->shape);
+    n->attr.norm.eps      = d.eps;
+    n->attr.norm.momentum = d.momentum;
+    n->attr.norm.act      = d.activation;
+    n->saved_bytes        = (size_t)(2 * x->shape[1]) * sizeof(float); /* mean and rstd */
+    n->scratch_bytes      = (size_t)(2 * x->shape[1] + 1) * sizeof(double);
+    return n->out;
 }
 
 typedef struct hpmli_bn_job {
@@ -6599,9 +6594,9 @@ HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
     if (!hpmli_recordable(1, &x)) return NULL;
     if (x->ndim < 1)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "softmax of \"%s\": a scalar has no last dimension", x->name);
-    hpml_tensor *y = hpmli_node_create(HPML_OP_SOFTMAX, NULL, 1, &x, x->ndim, x->shape);
-    if (y) y->node->attr.softmax.log = log;
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_SOFTMAX, NULL, 1, &x, x->ndim, x->shape);
+    n->attr.softmax.log = log;
+    return n->out;
 }
 
 HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, false); }
@@ -6647,25 +6642,21 @@ HPMLI_OP(softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, n->out, hpmli_softmax_r
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
 {
     hpml_norm_desc d = HPMLI_ZEROED;
-    hpml_tensor   *src[3], *y;
+    hpml_tensor   *src[3] = { x, NULL, NULL };
     if (!hpmli_norm_settings(x, &d, desc)) return NULL;
     if (x->ndim < 2)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
     int64_t     cols = x->shape[x->ndim - 1];
     int64_t     rows = hpml_tensor_count(x) / cols;
     const char *name = hpmli_layer_name(x->ctx, d.name, hpml_op_name(op));
-    src[0] = x, src[1] = src[2] = NULL;
-    if (!d.no_affine) {
-        src[1] = hpmli_layer_vector(x->ctx, name, "weight", HPML_INIT_ONES, cols);
-        if (op == HPML_OP_LAYERNORM) src[2] = hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, cols);
-        if (hpmli_failed(x->ctx)) return NULL;
-    }
-    y = hpmli_node_create(op, name, 3, src, x->ndim, x->shape);
-    if (!y) return NULL;
-    y->node->attr.norm.eps   = d.eps;
-    y->node->saved_bytes     = (size_t)rows * 2 * sizeof(float); /* mean and rstd of each row */
-    y->node->scratch_bytes   = (size_t)((rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS * 2 * cols) * sizeof(float);
-    return y;
+    if (!d.no_affine) src[1] = hpmli_layer_vector(x->ctx, name, "weight", HPML_INIT_ONES, cols);
+    if (!d.no_affine && op == HPML_OP_LAYERNORM)
+        src[2] = hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, cols);
+    hpml_node *n = hpmli_node_create(op, name, 3, src, x->ndim, x->shape);
+    n->attr.norm.eps = d.eps;
+    n->saved_bytes   = (size_t)rows * 2 * sizeof(float); /* mean and rstd of each row */
+    n->scratch_bytes = (size_t)((rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS * 2 * cols) * sizeof(float);
+    return n->out;
 }
 
 HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc)
@@ -6759,9 +6750,9 @@ HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
     if (!(p >= 0 && p < 1))
         return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": p is %g, expected 0 <= p < 1", x->name,
                           (double)p);
-    hpml_tensor *y = hpmli_node_create(HPML_OP_DROPOUT, NULL, 1, &x, x->ndim, x->shape);
-    if (y) y->node->attr.dropout.p = p;
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_DROPOUT, NULL, 1, &x, x->ndim, x->shape);
+    n->attr.dropout.p = p;
+    return n->out;
 }
 
 typedef struct hpmli_dropout_job {
@@ -6828,7 +6819,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
                           name, hpmli_text(src[1]), (long long)vocabulary, (long long)width);
     memcpy(shape, tokens->shape, sizeof shape);
     shape[tokens->ndim] = width;
-    return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape);
+    return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
 }
 
 HPMLI_NEEDS(embedding, HPMLI_NEED_SRC(0))
@@ -6880,14 +6871,13 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
                           "a multiple of the heads", hpmli_text(qkv), d ? d->heads : 0);
     shape[0] = qkv->shape[0], shape[1] = qkv->shape[1], shape[2] = C;
-    hpml_tensor *y = hpmli_node_create(HPML_OP_ATTENTION, NULL, 1, &qkv, 3, shape);
-    if (!y) return NULL;
-    y->node->attr.attention.heads  = d->heads;
-    y->node->attr.attention.causal = !d->not_causal;
-    y->node->attr.attention.scale  = d->scale != 0 ? d->scale : (float)(1 / sqrt((double)(C / d->heads)));
-    y->node->saved_bytes   = (size_t)(shape[0] * shape[1] * d->heads) * sizeof(float); /* (B, heads, T) log sum exp */
-    y->node->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * shape[1]) * sizeof(float);
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_ATTENTION, NULL, 1, &qkv, 3, shape);
+    n->attr.attention.heads  = d->heads;
+    n->attr.attention.causal = !d->not_causal;
+    n->attr.attention.scale  = d->scale != 0 ? d->scale : (float)(1 / sqrt((double)(C / d->heads)));
+    n->saved_bytes   = (size_t)(shape[0] * shape[1] * d->heads) * sizeof(float); /* (B, heads, T) log sum exp */
+    n->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * shape[1]) * sizeof(float);
+    return n->out;
 }
 
 typedef struct hpmli_attention_job {
@@ -6990,7 +6980,7 @@ HPMLI_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_attention_run(run,
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *given)
 {
     int64_t      shape[3], w[2];
-    hpml_tensor *src[4], *y;
+    hpml_tensor *src[4];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (x->ndim != 3 || hidden < 1)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "lstm \"%s\": input is %s, expected (B, T, features), hidden %lld",
@@ -7002,13 +6992,11 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
     w[1]   = hidden;
     src[2] = hpmli_layer_param(x->ctx, name, "weight_h", HPML_INIT_XAVIER_UNIFORM, 0, 2, w);
     src[3] = hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, 4 * hidden);
-    if (!src[1] || !src[2] || !src[3]) return NULL;
     shape[0] = x->shape[0], shape[1] = x->shape[1], shape[2] = hidden;
-    y = hpmli_node_create(HPML_OP_LSTM, name, 4, src, 3, shape);
-    if (!y) return NULL;
-    y->node->saved_bytes   = (size_t)(shape[0] * shape[1] * 5 * hidden) * sizeof(float);
-    y->node->scratch_bytes = (size_t)(2 * shape[0] * hidden) * sizeof(float); /* dh, dc (B, H) */
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_LSTM, name, 4, src, 3, shape);
+    n->saved_bytes   = (size_t)(shape[0] * shape[1] * 5 * hidden) * sizeof(float);
+    n->scratch_bytes = (size_t)(2 * shape[0] * hidden) * sizeof(float); /* dh, dc (B, H) */
+    return n->out;
 }
 
 typedef struct hpmli_lstm_job {
@@ -7118,7 +7106,7 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tenso
     if (target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
         return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
                           kind, hpmli_text(y), hpmli_text(target));
-    return hpmli_node_create(op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL);
+    return hpmli_node_create(op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL)->out;
 }
 
 HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
@@ -7130,12 +7118,11 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     if (!fits || (desc && !(desc->label_smoothing >= 0 && desc->label_smoothing <= 1)))
         return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
                           "and i32 (..), label_smoothing in 0..1", hpmli_text(logits), hpmli_text(labels));
-    hpml_tensor *loss = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
-    if (!loss) return NULL;
-    loss->node->attr.cross_entropy.smoothing = desc ? desc->label_smoothing : 0;
-    loss->node->attr.cross_entropy.ignore    = desc && desc->ignore_index ? desc->ignore_index : HPML_IGNORE;
-    loss->node->saved_bytes = (size_t)(2 * hpml_tensor_count(labels) + 1) * 4; /* lse, loss of each row; 1 / counted */
-    return loss;
+    hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
+    n->attr.cross_entropy.smoothing = desc ? desc->label_smoothing : 0;
+    n->attr.cross_entropy.ignore    = desc && desc->ignore_index ? desc->ignore_index : HPML_IGNORE;
+    n->saved_bytes = (size_t)(2 * hpml_tensor_count(labels) + 1) * 4; /* lse, loss of each row; 1 / counted */
+    return n->out;
 }
 
 HPMLI_NEEDS(cross_entropy, HPMLI_NEED_BOTH)
