@@ -4732,14 +4732,13 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
 #define HPMLI_INPLACE     (1u << 9) /* the result may stand in the memory of src[0] */
 #define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
 
-/* An op is a row: its name, what its backward pass reads, and both passes, written with `run` and the node `n`. Passes
-   that can fail are written out; those ops have HPMLI_NEEDS alone. */
-#define HPMLI_NEEDS(name, what) HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return what; }
-#define HPMLI_OP(name, what, forward, backward)                                                                        \
-    HPMLI_NEEDS(name, what)                                                                                            \
+/* An op is a row: its name, what its backward pass reads, and both passes, written with `run` and the node `n`; one that
+   can fail returns its status. */
+#define HPMLI_PASS(name) HPMLI_FN hpml_status hpmli_##name(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+#define HPMLI_OP(name, needs, forward, backward)                                                                       \
+    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
     HPMLI_PASS(name##_forward) { forward; return HPML_OK; }                                                            \
     HPMLI_PASS(name##_backward) { backward; return HPML_OK; }
-#define HPMLI_PASS(name) HPMLI_FN hpml_status hpmli_##name(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 
 /* What results of ops are kept in. */
 HPMLI_FN hpml_dtype hpmli_store(const hpml_ctx *ctx)
@@ -6261,6 +6260,7 @@ typedef struct hpmli_pooling_job {
     const hpmli_kernels *k;
     hpml_node *n;
     int64_t    H, W, OH, OW, kh, kw, stride, pad;
+    bool       back;
 } hpmli_pooling_job;
 
 HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride,
@@ -6312,58 +6312,50 @@ HPMLI_FN void hpmli_window(int64_t o, int64_t stride, int64_t pad, int64_t kerne
 }
 
 /* Windows of 2 x 2 that just touch, as most have it: kernels do a row at a time, and save which of the four has won. */
-HPMLI_FN bool hpmli_pool_halves(const hpmli_pooling_job *j)
+HPMLI_FN void hpmli_max_pool_halves(const hpmli_pooling_job *j, int64_t plane)
 {
-    return j->kh == 2 && j->kw == 2 && j->stride == 2 && j->pad == 0;
+    const hpml_tensor *x = j->n->src[0], *y = j->n->out;
+    for (int64_t row = plane * j->OH; row < (plane + 1) * j->OH; row++) {
+        int64_t from = plane * j->H * j->W + (row - plane * j->OH) * 2 * j->W, to = row * j->OW;
+        float  *won  = (float *)j->n->saved + to;
+        if (j->back) j->k->max_pool_row_back(x->grad + from, won, y->grad + to, j->W, j->OW, j->n->accumulate[0]);
+        else j->k->max_pool_row(y->data + to, won, x->data + from, j->W, j->OW);
+    }
 }
 
+/* The largest of each window, whatever its size and steps; the same walk back. */
 HPMLI_FN void hpmli_max_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
-    const float *x  = j->n->src[0]->data + plane * j->H * j->W;
-    float       *y  = j->n->out->data + plane * j->OH * j->OW;
-    int32_t     *at = (int32_t *)j->n->saved + plane * j->OH * j->OW;
-    int64_t      r0, r1, c0, c1, best;
-    if (hpmli_pool_halves(j)) {
-        for (int64_t o = 0; o < j->OH; o++)
-            j->k->max_pool_row(y + o * j->OW, (float *)j->n->saved + (plane * j->OH + o) * j->OW, x + 2 * o * j->W,
-                               j->W, j->OW);
-        return;
-    }
-    for (int64_t o = 0; o < j->OH * j->OW; o++) {
+    const hpml_tensor       *x = j->n->src[0], *y = j->n->out;
+    int64_t  from = plane * j->H * j->W, to = plane * j->OH * j->OW, r0, r1, c0, c1;
+    int32_t *at   = (int32_t *)j->n->saved + to;
+    bool     halves = j->kh == 2 && j->kw == 2 && j->stride == 2 && j->pad == 0;
+    if (j->back && !j->n->accumulate[0] && (!halves || j->H % 2 || j->W % 2))
+        memset(x->grad + from, 0, (size_t)(j->H * j->W) * sizeof(float));
+    if (halves) hpmli_max_pool_halves(j, plane);
+    for (int64_t o = 0; !halves && o < j->OH * j->OW; o++) {
+        if (j->back) { x->grad[from + at[o]] += y->grad[to + o]; continue; }
         hpmli_window(o / j->OW, j->stride, j->pad, j->kh, j->H, &r0, &r1);
         hpmli_window(o % j->OW, j->stride, j->pad, j->kw, j->W, &c0, &c1);
-        best = r0 * j->W + c0;
+        int64_t best = r0 * j->W + c0;
         for (int64_t r = r0; r < r1; r++)
             for (int64_t c = c0; c < c1; c++)
-                if (HPMLI_WINS(x[r * j->W + c], x[best])) best = r * j->W + c;
-        y[o]  = x[best];
+                if (HPMLI_WINS(x->data[from + r * j->W + c], x->data[from + best])) best = r * j->W + c;
+        y->data[to + o] = x->data[from + best];
         at[o] = (int32_t)best;
     }
 }
 
-HPMLI_FN void hpmli_max_pool_back_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
-{
-    const hpmli_pooling_job *j  = (const hpmli_pooling_job *)arg;
-    float                *dx = j->n->src[0]->grad + plane * j->H * j->W;
-    const float          *dy = j->n->out->grad + plane * j->OH * j->OW;
-    const int32_t        *at = (const int32_t *)j->n->saved + plane * j->OH * j->OW;
-    bool                  add = j->n->accumulate[0], halves = hpmli_pool_halves(j);
-    if (!add && (!halves || j->H % 2 || j->W % 2)) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
-    for (int64_t o = 0; halves && o < j->OH; o++)
-        j->k->max_pool_row_back(dx + 2 * o * j->W, (const float *)j->n->saved + (plane * j->OH + o) * j->OW,
-                                dy + o * j->OW, j->W, j->OW, add);
-    for (int64_t o = 0; !halves && o < j->OH * j->OW; o++) dx[at[o]] += dy[o];
-}
-
 /* Average: forward gathers a window, backward deals it out; the same walk. */
-HPMLI_FN void hpmli_avg_pool_walk(const hpmli_pooling_job *j, int64_t plane, bool back)
+HPMLI_FN void hpmli_avg_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
+    const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
     const float *x  = j->n->src[0]->data + plane * j->H * j->W;
-    float       *dx = back ? j->n->src[0]->grad + plane * j->H * j->W : NULL;
-    float       *y  = (back ? j->n->out->grad : j->n->out->data) + plane * j->OH * j->OW;
+    float       *dx = j->back ? j->n->src[0]->grad + plane * j->H * j->W : NULL;
+    float       *y  = (j->back ? j->n->out->grad : j->n->out->data) + plane * j->OH * j->OW;
     int64_t      r0, r1, c0, c1;
-    if (back && !j->n->accumulate[0]) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
+    if (dx && !j->n->accumulate[0]) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
     for (int64_t o = 0; o < j->OH * j->OW; o++) {
         double sum = 0;
         float  share;
@@ -6371,33 +6363,23 @@ HPMLI_FN void hpmli_avg_pool_walk(const hpmli_pooling_job *j, int64_t plane, boo
         hpmli_window(o % j->OW, j->stride, j->pad, j->kw, j->W, &c0, &c1);
         share = 1 / (float)((r1 - r0) * (c1 - c0));
         for (int64_t r = r0; r < r1; r++) {
-            if (back) j->k->vscale_add(dx + r * j->W + c0, dx + r * j->W + c0, 1, share * y[o], c1 - c0);
+            if (dx) j->k->vscale_add(dx + r * j->W + c0, dx + r * j->W + c0, 1, share * y[o], c1 - c0);
             else sum += (double)j->k->vsum(x + r * j->W + c0, c1 - c0);
         }
-        if (!back) y[o] = (float)sum * share;
+        if (!dx) y[o] = (float)sum * share;
     }
 }
 
-HPMLI_FN void hpmli_avg_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
-{
-    hpmli_avg_pool_walk((const hpmli_pooling_job *)arg, plane, false);
-}
-
-HPMLI_FN void hpmli_avg_pool_back_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
-{
-    hpmli_avg_pool_walk((const hpmli_pooling_job *)arg, plane, true);
-}
-
-HPMLI_FN void hpmli_planes(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
+HPMLI_FN void hpmli_planes(const hpml_run *run, hpml_node *n, hpmli_task_fn *task, bool back)
 {
     const int64_t    *x = n->src[0]->shape, *y = n->out->shape;
     hpmli_pooling_job j = { run->ctx->k, n, x[2], x[3], y[2], y[3], n->attr.conv.kernel[0], n->attr.conv.kernel[1],
-                            n->attr.conv.stride[0], n->attr.conv.padding[0] };
+                            n->attr.conv.stride[0], n->attr.conv.padding[0], back };
     hpmli_parallel(run->ctx, y[0] * y[1], task, &j);
 }
 
-HPMLI_OP(max_pool2d, 0, hpmli_planes(run, n, hpmli_max_pool_task), hpmli_planes(run, n, hpmli_max_pool_back_task))
-HPMLI_OP(avg_pool2d, 0, hpmli_planes(run, n, hpmli_avg_pool_task), hpmli_planes(run, n, hpmli_avg_pool_back_task))
+HPMLI_OP(max_pool2d, 0, hpmli_planes(run, n, hpmli_max_pool_task, 0), hpmli_planes(run, n, hpmli_max_pool_task, 1))
+HPMLI_OP(avg_pool2d, 0, hpmli_planes(run, n, hpmli_avg_pool_task, 0), hpmli_planes(run, n, hpmli_avg_pool_task, 1))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>batchnorm   batch normalization
@@ -6822,9 +6804,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
     return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
 }
 
-HPMLI_NEEDS(embedding, HPMLI_NEED_SRC(0))
-
-HPMLI_PASS(embedding_forward)
+HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
 {
     const int32_t *token = (const int32_t *)(const void *)n->src[0]->data; /* (B, T) */
     int64_t        count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
@@ -6837,17 +6817,17 @@ HPMLI_PASS(embedding_forward)
     return HPML_OK;
 }
 
-HPMLI_PASS(embedding_backward)
+HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
 {
     const int32_t *token = (const int32_t *)(const void *)n->src[0]->data;
     int64_t        count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
     float         *dw    = n->src[1]->grad;
-    if (!dw) return HPML_OK;
-    if (!n->accumulate[1]) run->ctx->k->vfill(dw, 0, hpml_tensor_count(n->src[1]));
-    for (int64_t i = 0; i < count; i++)
+    if (dw && !n->accumulate[1]) run->ctx->k->vfill(dw, 0, hpml_tensor_count(n->src[1]));
+    for (int64_t i = 0; dw && i < count; i++)
         run->ctx->k->vadd(dw + token[i] * width, dw + token[i] * width, n->out->grad + i * width, width);
-    return HPML_OK;
 }
+
+HPMLI_OP(embedding, HPMLI_NEED_SRC(0), return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>attention   multi-head attention
@@ -7125,8 +7105,6 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     return n->out;
 }
 
-HPMLI_NEEDS(cross_entropy, HPMLI_NEED_BOTH)
-
 /* sum of exp(x - shift) without a place for the exponentials */
 HPMLI_FN float hpmli_exp_sum(const hpmli_kernels *k, const float *x, float shift, int64_t n)
 {
@@ -7151,7 +7129,7 @@ HPMLI_FN void hpmli_cross_entropy_row(const hpmli_rows *r, int64_t row)
     if (s > 0) *loss -= s * r->k->vsum(x, r->cols) / (float)r->cols;
 }
 
-HPMLI_PASS(cross_entropy_forward)
+HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
 {
     const hpml_tensor *x     = n->src[0];
     const int32_t     *label = (const int32_t *)(const void *)n->src[1]->data;
@@ -7193,52 +7171,12 @@ HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_rows *r, int64_t row)
     if (!skip) dx[label] -= scale * (1 - s);
 }
 
-HPMLI_PASS(cross_entropy_backward)
-{
-    hpmli_rows_run(run, n, n->src[0], hpmli_cross_entropy_back_row);
-    return HPML_OK;
-}
+HPMLI_OP(cross_entropy, HPMLI_NEED_BOTH, return hpmli_cross_entropy_pass(run, n),
+         hpmli_rows_run(run, n, n->src[0], hpmli_cross_entropy_back_row))
 
 HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
 {
     return hpmli_loss_record(HPML_OP_BCE, "bce_with_logits", logits, target);
-}
-
-HPMLI_NEEDS(bce_with_logits, HPMLI_NEED_BOTH)
-
-/* max(x, 0) - x t + log(1 + exp(-|x|)): never overflows */
-HPMLI_PASS(bce_with_logits_forward)
-{
-    const float *x = n->src[0]->data, *t = n->src[1]->data;
-    int64_t      count = hpml_tensor_count(n->src[0]);
-    double       sum   = 0;
-    for (int64_t i = 0; i < count; i++)
-        sum += (double)((x[i] > 0 ? x[i] : 0) - x[i] * t[i]) + log1p(exp(-fabs((double)x[i])));
-    n->out->data[0] = (float)(sum / (double)count);
-    return HPML_OK;
-}
-
-/* The gradient of a mean of f(x, t): slope(x, t) * out->grad / count. */
-HPMLI_FN void hpmli_loss_slopes(hpml_node *n, float (*slope)(const hpml_node *n, float x, float t))
-{
-    const float *x = n->src[0]->data, *t = n->src[1]->data;
-    int64_t      count = hpml_tensor_count(n->src[0]);
-    float        scale = n->out->grad[0] / (float)count;
-    for (int s = 0; s < 2; s++) { /* a computed target gets a gradient too: the opposite for squares and huber */
-        float *d = n->src[s]->grad, sign = s ? -scale : scale;
-        for (int64_t i = 0; d && i < count; i++) d[i] = (n->accumulate[s] ? d[i] : 0) + sign * slope(n, x[i], t[i]);
-    }
-}
-
-HPMLI_FN float hpmli_bce_slope(const hpml_node *n HPMLI_UNUSED, float x, float t) { return 1 / (1 + expf(-x)) - t; }
-
-HPMLI_PASS(bce_with_logits_backward)
-{
-    if (n->src[1]->grad)
-        return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
-                          "parameters; only the logits get a gradient", n->src[1]->name);
-    hpmli_loss_slopes(n, hpmli_bce_slope);
-    return HPML_OK;
 }
 
 HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target)
@@ -7257,30 +7195,53 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
     return loss;
 }
 
-/* squared: d^2. Huber: d^2 / 2 up to delta, then delta (|d| - delta / 2). delta 0: |d|. */
-HPMLI_FN void hpmli_huber_pass(const hpml_node *n)
+/* bce: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with d = x - t. Huber: d^2 / 2 up to delta,
+   then delta (|d| - delta / 2). delta 0: |d|. */
+HPMLI_FN double hpmli_pair_loss(const hpml_node *n, float x, float t)
 {
-    const float *x = n->src[0]->data, *t = n->src[1]->data;
-    int64_t      count = hpml_tensor_count(n->src[0]);
-    double       sum = 0, delta = (double)n->attr.huber.delta;
-    for (int64_t i = 0; i < count; i++) {
-        double d = fabs((double)x[i] - (double)t[i]);
-        if (n->attr.huber.squared) sum += d * d;
-        else if (delta == 0) sum += d;
-        else sum += d <= delta ? d * d / 2 : delta * (d - delta / 2);
-    }
-    n->out->data[0] = (float)(sum / (double)count);
+    double d = fabs((double)x - (double)t), delta = (double)n->attr.huber.delta;
+    if (n->op == HPML_OP_BCE) return (double)((x > 0 ? x : 0) - x * t) + log1p(exp(-fabs((double)x)));
+    if (n->attr.huber.squared) return d * d;
+    if (delta == 0) return d;
+    return d <= delta ? d * d / 2 : delta * (d - delta / 2);
 }
 
-HPMLI_FN float hpmli_huber_slope(const hpml_node *n, float x, float t)
+/* Its derivative by x. */
+HPMLI_FN float hpmli_pair_slope(const hpml_node *n, float x, float t)
 {
     float d = x - t, delta = n->attr.huber.delta;
+    if (n->op == HPML_OP_BCE) return 1 / (1 + expf(-x)) - t;
     if (n->attr.huber.squared) return 2 * d;
     if (delta == 0) return d > 0 ? 1.0f : d < 0 ? -1.0f : 0.0f;
     return d > delta ? delta : d < -delta ? -delta : d;
 }
 
-HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_huber_pass(n), hpmli_loss_slopes(n, hpmli_huber_slope))
+HPMLI_FN void hpmli_pairs_pass(hpml_node *n)
+{
+    int64_t count = hpml_tensor_count(n->src[0]);
+    double  sum   = 0;
+    for (int64_t i = 0; i < count; i++) sum += hpmli_pair_loss(n, n->src[0]->data[i], n->src[1]->data[i]);
+    n->out->data[0] = (float)(sum / (double)count);
+}
+
+HPMLI_FN hpml_status hpmli_pairs_back(const hpml_run *run, hpml_node *n)
+{
+    const float *x = n->src[0]->data, *t = n->src[1]->data;
+    int64_t      count = hpml_tensor_count(n->src[0]);
+    float        scale = n->out->grad[0] / (float)count;
+    if (n->op == HPML_OP_BCE && n->src[1]->grad)
+        return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
+                          "parameters; only the logits get a gradient", n->src[1]->name);
+    for (int s = 0; s < 2; s++) { /* a computed target gets a gradient too: the opposite for squares and huber */
+        float *d = n->src[s]->grad, sign = s ? -scale : scale;
+        for (int64_t i = 0; d && i < count; i++)
+            d[i] = (n->accumulate[s] ? d[i] : 0) + sign * hpmli_pair_slope(n, x[i], t[i]);
+    }
+    return HPML_OK;
+}
+
+HPMLI_OP(bce_with_logits, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
+HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
 // ---------------------------------------------------------------------------------------------------------------------
 // >>backend   the CPU backend: memory, the table of ops, optimizer steps
 // ---------------------------------------------------------------------------------------------------------------------
