@@ -9614,7 +9614,6 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
 typedef struct hpmli_slot_batch { /* one of two buffers */
     char      *x, *y;
     hpml_batch batch;
-    bool       ready;
 } hpmli_slot_batch;
 
 struct hpml_loader {
@@ -9624,17 +9623,15 @@ struct hpml_loader {
     hpml_loader_desc     d;
     int64_t              steps, each; /* each: numbers of a sample */
     float               *image;                /* one sample before augmentation */
-    hpmli_slot_batch     slot[2];
-    int                  turn;                 /* the slot to hand out next */
+    hpmli_slot_batch     slot[2];              /* batch i since the last seek is in slot i % 2 */
+    int64_t              made, taken, done;    /* batches made, handed out, and of these no longer in use */
     int64_t              epoch, index;         /* batch to hand out next */
     int64_t              make_epoch, make_index; /* batch to make next: of the thread while it runs */
-    bool                 held;                 /* the caller has the other slot */
 #ifndef HPML_NO_THREADS
     bool                 threaded, stop;
     pthread_t            thread;
-    pthread_mutex_t      mutex;
+    pthread_mutex_t      mutex;                /* of made, done and stop, while the thread runs */
     pthread_cond_t       changed;
-    int                  fill;                 /* the slot being filled next */
 #endif
 };
 
@@ -9681,9 +9678,10 @@ HPMLI_FN int64_t hpmli_share(const hpml_loader_desc *d, int64_t size, int64_t ra
     return at < size ? at : size;
 }
 
-/* Makes the next batch in slot s. */
-HPMLI_FN void hpmli_load_batch(hpml_loader *l, hpmli_slot_batch *s)
+/* Makes the next batch in its slot. */
+HPMLI_FN void hpmli_load_batch(hpml_loader *l)
 {
+    hpmli_slot_batch *s = &l->slot[l->made % 2];
     int64_t epoch = l->make_epoch, index = l->make_index;
     int64_t whole = l->d.global_batch, start = index * whole, n = l->data->count;
     int64_t left  = l->d.samples_per_epoch - start, size = left < whole ? left : whole;
@@ -9707,15 +9705,12 @@ HPMLI_FN void *hpmli_loader_main(void *arg)
 {
     hpml_loader *l = (hpml_loader *)arg;
     pthread_mutex_lock(&l->mutex);
-    for (;;) {
-        hpmli_slot_batch *s = &l->slot[l->fill];
-        while (!l->stop && s->ready) pthread_cond_wait(&l->changed, &l->mutex);
-        if (l->stop) break;
+    while (!l->stop) {
+        if (l->made - l->done >= 2) { pthread_cond_wait(&l->changed, &l->mutex); continue; }
         pthread_mutex_unlock(&l->mutex);
-        hpmli_load_batch(l, s);
+        hpmli_load_batch(l);
         pthread_mutex_lock(&l->mutex);
-        s->ready = true;
-        l->fill  = !l->fill;
+        l->made++;
         pthread_cond_broadcast(&l->changed);
     }
     pthread_mutex_unlock(&l->mutex);
@@ -9730,28 +9725,37 @@ HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
     pthread_cond_broadcast(&l->changed);
     pthread_mutex_unlock(&l->mutex);
     pthread_join(l->thread, NULL);
+    pthread_mutex_destroy(&l->mutex);
+    pthread_cond_destroy(&l->changed);
     l->threaded = l->stop = false;
 }
 
-HPMLI_FN void hpmli_loader_start(hpml_loader *l)
+/* Waits for the next batch of the thread, which it starts; false when there is none. */
+HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
 {
-    if (l->d.no_prefetch || l->threaded) return;
-    l->fill     = l->turn;
-    l->threaded = pthread_create(&l->thread, NULL, hpmli_loader_main, l) == 0;
+    if (!l->d.no_prefetch && !l->threaded) {
+        pthread_mutex_init(&l->mutex, NULL);
+        pthread_cond_init(&l->changed, NULL);
+        l->threaded      = pthread_create(&l->thread, NULL, hpmli_loader_main, l) == 0;
+        l->d.no_prefetch = !l->threaded;
+    }
+    if (l->d.no_prefetch) return false;
+    pthread_mutex_lock(&l->mutex);
+    l->done = l->taken;
+    pthread_cond_broadcast(&l->changed);
+    while (l->made == l->taken) pthread_cond_wait(&l->changed, &l->mutex);
+    pthread_mutex_unlock(&l->mutex);
+    return true;
 }
 #else
 HPMLI_FN void hpmli_loader_stop(hpml_loader *l) { (void)l; }
-HPMLI_FN void hpmli_loader_start(hpml_loader *l) { (void)l; }
+HPMLI_FN bool hpmli_loader_wait(hpml_loader *l) { return (void)l, false; }
 #endif
 
 HPMLI_FN void hpmli_loader_drop(void *object)
 {
     hpml_loader *l = (hpml_loader *)object;
     hpmli_loader_stop(l);
-#ifndef HPML_NO_THREADS
-    pthread_mutex_destroy(&l->mutex);
-    pthread_cond_destroy(&l->changed);
-#endif
     for (int i = 0; i < 2; i++) hpmli_free(l->ctx, l->slot[i].x), hpmli_free(l->ctx, l->slot[i].y);
     hpmli_free(l->ctx, l->image);
 }
@@ -9790,10 +9794,6 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     if (!HPMLI_CLEARED(ctx, "loader", &d) || !hpmli_loader_check(ctx, data, &d)) return NULL;
     l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_drop);
     if (!l) return NULL;
-#ifndef HPML_NO_THREADS
-    pthread_mutex_init(&l->mutex, NULL);
-    pthread_cond_init(&l->changed, NULL);
-#endif
     l->ctx = ctx, l->k = ctx->k, l->data = data, l->d = d;
     l->each    = hpmli_shape_count(data->x_ndim, data->x_shape);
     l->steps   = (d.samples_per_epoch + (d.drop_last ? 0 : d.global_batch - 1)) / d.global_batch;
@@ -9817,9 +9817,7 @@ HPML_API hpml_status hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t ind
                           (long long)index, (long long)l->steps);
     if (l->epoch == epoch && l->index == index) return HPML_OK;
     hpmli_loader_stop(l);
-    l->slot[0].ready = l->slot[1].ready = false;
-    l->turn  = 0;
-    l->held  = false;
+    l->made = l->taken = l->done = 0;
     l->epoch = epoch, l->index = index;
     l->make_epoch = index == l->steps ? epoch + 1 : epoch;
     l->make_index = index == l->steps ? 0 : index;
@@ -9834,21 +9832,12 @@ HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
         l->index = 0;
         return false;
     }
-    hpmli_loader_start(l);
-    hpmli_slot_batch *s = &l->slot[l->turn];
-#ifndef HPML_NO_THREADS
-    if (l->threaded) {
-        pthread_mutex_lock(&l->mutex);
-        if (l->held) l->slot[!l->turn].ready = false; /* the caller is done with the one before */
-        pthread_cond_broadcast(&l->changed);
-        while (!s->ready) pthread_cond_wait(&l->changed, &l->mutex);
-        pthread_mutex_unlock(&l->mutex);
-    } else
-#endif
-        hpmli_load_batch(l, s);
-    *out    = s->batch;
-    l->held = true;
-    l->turn = !l->turn;
+    if (!hpmli_loader_wait(l)) {
+        hpmli_load_batch(l);
+        l->made++;
+    }
+    *out = l->slot[l->taken % 2].batch;
+    l->taken++;
     l->index++;
     return true;
 }
