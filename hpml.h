@@ -3925,6 +3925,10 @@ HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != 
     (((d)->_begin == 0 && (d)->_end == 0) ||                                                                           \
      hpmli_false(ctx, HPML_ERR_ARGUMENT, what " desc: canary is not zero; zero the struct before you set fields"))
 
+/* d = *desc, or all zero when there is none; then the same question. */
+#define HPMLI_TAKE(ctx, what, d, desc)                                                                                 \
+    ((desc) ? (void)((d) = *(desc)) : (void)memset(&(d), 0, sizeof(d)), HPMLI_CLEARED(ctx, what, &(d)))
+
 HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
 {
     if (a != 0 && b > SIZE_MAX / 2 / a) return false; /* half: every size also fits ptrdiff_t */
@@ -4698,28 +4702,27 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_check_transfer(const hpml_tensor *t, const void *values, int64_t count, const char *verb)
+/* Both ways between a tensor and `count` values on the host, which are `in` or `out`. */
+HPMLI_FN hpml_status hpmli_transfer(const hpml_tensor *t, const char *verb, const void *in, void *out, int64_t count)
 {
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    if (!values || !t->data || !hpmli_contiguous(t) || count != hpml_tensor_count(t))
+    const hpml_backend *b     = t->ctx->backend;
+    size_t              bytes = hpmli_tensor_bytes(t);
+    if ((!in && !out) || !t->data || !hpmli_contiguous(t) || count != hpml_tensor_count(t))
         return hpmli_fail(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got "
                           "%lld%s", verb, hpmli_text(t), (long long)hpml_tensor_count(t), (long long)count,
                           t->data ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
-    return HPML_OK;
+    return in ? b->write(t->ctx->device, t->data, in, bytes) : b->read(t->ctx->device, out, t->data, bytes);
 }
 
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const void *values, int64_t count)
 {
-    hpml_status status = hpmli_check_transfer(t, values, count, "set");
-    if (status != HPML_OK) return status;
-    return t->ctx->backend->write(t->ctx->device, t->data, values, hpmli_tensor_bytes(t));
+    return hpmli_transfer(t, "set", values, NULL, count);
 }
 
 HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t count)
 {
-    hpml_status status = hpmli_check_transfer(t, values, count, "get");
-    if (status != HPML_OK) return status;
-    return t->ctx->backend->read(t->ctx->device, values, t->data, hpmli_tensor_bytes(t));
+    return hpmli_transfer(t, "get", NULL, values, count);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4902,19 +4905,20 @@ HPMLI_FN hpml_tensor *hpmli_layer_vector(hpml_ctx *ctx, const char *layer, const
     return t;
 }
 
-HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *d)
+HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc)
 {
-    char text[32];
-    if (hpmli_failed(ctx) || (d && !HPMLI_CLEARED(ctx, "param", d))) return NULL;
-    if (!d || d->ndim < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
+    hpml_param_desc d;
+    char            text[32];
+    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "param", d, desc)) return NULL;
+    if (d.ndim < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
     snprintf(text, sizeof text, "param%d", ctx->param_count);
-    hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, d->name ? d->name : text), d->init, d->init_scale, d->ndim,
-                                     d->shape);
+    hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, d.name ? d.name : text), d.init, d.init_scale, d.ndim,
+                                     d.shape);
     if (!t) return NULL;
-    t->param->buffer   = d->buffer;
-    t->param->frozen   = d->frozen;
-    t->param->no_decay = d->no_decay;
-    t->needs_grad      = !d->buffer && !d->frozen;
+    t->param->buffer   = d.buffer;
+    t->param->frozen   = d.frozen;
+    t->param->no_decay = d.no_decay;
+    t->needs_grad      = !d.buffer && !d.frozen;
     ctx->param_kept    = ctx->param_count;
     return t;
 }
@@ -5577,11 +5581,10 @@ HPMLI_OP(matmul, HPMLI_NEED_BOTH, hpmli_matmul_pass(run, n), hpmli_matmul_back(r
 /* Linear: sources x, w, bias (NULL without). */
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
 {
-    hpml_linear_desc d = HPMLI_ZEROED;
+    hpml_linear_desc d;
     int64_t          shape[HPML_MAX_DIMS], weight[2];
     hpml_tensor     *src[3];
-    if (desc) d = *desc;
-    if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "linear", &d)) return NULL;
+    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "linear", d, desc)) return NULL;
     if (x->ndim < 2 || out < 1 || (int)d.activation < 0 || d.activation >= HPML_ACT_COUNT)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected (.., in); at least one output, "
                           "got %lld; activation %d", d.name ? d.name : "", hpmli_text(x), (long long)out,
@@ -6031,27 +6034,26 @@ HPMLI_FN void hpmli_conv_attr(hpml_attr *a, const hpml_conv2d_desc *d)
     a->conv.act         = d->activation;
 }
 
-HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *d)
+HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
 {
     hpml_attr    a;
     int64_t      shape[4], w[4], forward, backward;
     hpml_tensor *src[3];
     hpmli_conv   c;
-    hpml_conv2d_desc none = HPMLI_ZEROED;
-    if (!d) d = &none; /* refused for want of a kernel */
-    if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "conv2d", d)) return NULL;
+    hpml_conv2d_desc d; /* all zero is refused for want of a kernel */
+    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "conv2d", d, desc)) return NULL;
     memset(&a, 0, sizeof a);
-    hpmli_conv_attr(&a, d);
+    hpmli_conv_attr(&a, &d);
     const char *why = hpmli_conv_check(x, out, &a);
-    if (why) return hpmli_conv_error(x, d->name, out, &a, why);
+    if (why) return hpmli_conv_error(x, d.name, out, &a, why);
     shape[0] = x->shape[0], shape[1] = out;
     for (int i = 0; i < 2; i++)
         shape[2 + i] = hpmli_conv_size(x, &a, i);
     w[0] = out, w[1] = x->shape[1] / a.conv.groups, w[2] = a.conv.kernel[0], w[3] = a.conv.kernel[1];
-    const char *name = hpmli_layer_name(x->ctx, d->name, "conv");
+    const char *name = hpmli_layer_name(x->ctx, d.name, "conv");
     src[0] = x;
-    src[1] = hpmli_layer_param(x->ctx, name, "weight", d->init, d->init_scale, 4, w);
-    src[2] = d->no_bias ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, out);
+    src[1] = hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 4, w);
+    src[2] = d.no_bias ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, out);
     if (hpmli_failed(x->ctx)) return NULL;
     hpml_node *n = hpmli_node_create(HPML_OP_CONV2D, name, 3, src, 4, shape);
     n->attr = a;
@@ -6395,8 +6397,7 @@ HPMLI_OP(avg_pool2d, 0, hpmli_planes(run, n, hpmli_avg_pool_task, 0), hpmli_plan
 /* Checks what all norms have, and fills in what is zero. */
 HPMLI_FN bool hpmli_norm_settings(hpml_tensor *x, hpml_norm_desc *d, const hpml_norm_desc *desc)
 {
-    if (desc) *d = *desc;
-    if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "norm", d)) return false;
+    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "norm", *d, desc)) return false;
     if (d->eps == 0) d->eps = 1e-5f;
     if (d->momentum == 0) d->momentum = 0.1f;
     return (d->eps > 0 && d->eps < 1e30f && d->momentum > 0 && d->momentum <= 1) ||
@@ -6406,7 +6407,7 @@ HPMLI_FN bool hpmli_norm_settings(hpml_tensor *x, hpml_norm_desc *d, const hpml_
 
 HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
 {
-    hpml_norm_desc d = HPMLI_ZEROED;
+    hpml_norm_desc d;
     hpml_tensor   *src[5];
     if (!hpmli_norm_settings(x, &d, desc)) return NULL;
     if ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU))
@@ -6623,7 +6624,7 @@ HPMLI_OP(softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, n->out, hpmli_softmax_r
 
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
 {
-    hpml_norm_desc d = HPMLI_ZEROED;
+    hpml_norm_desc d;
     hpml_tensor   *src[3] = { x, NULL, NULL };
     if (!hpmli_norm_settings(x, &d, desc)) return NULL;
     if (x->ndim < 2)
@@ -6780,11 +6781,10 @@ HPMLI_OP(dropout, HPMLI_INPLACE, hpmli_dropout_run(run, n, n->src[0]->data, n->o
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
                                      const hpml_embedding_desc *desc)
 {
-    hpml_embedding_desc d = HPMLI_ZEROED;
+    hpml_embedding_desc d;
     int64_t             shape[HPML_MAX_DIMS], table[2];
     hpml_tensor        *src[2];
-    if (desc) d = *desc;
-    if (!hpmli_recordable(1, &tokens) || !HPMLI_CLEARED(tokens->ctx, "embedding", &d)) return NULL;
+    if (!hpmli_recordable(1, &tokens) || !HPMLI_TAKE(tokens->ctx, "embedding", d, desc)) return NULL;
     if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1)
         return hpmli_null(tokens->ctx, HPML_ERR_DTYPE, "embedding \"%s\": tokens are %s, expected i32 with at most %d "
                           "dimensions; table %lldx%lld", d.name ? d.name : "", hpmli_text(tokens), HPML_MAX_DIMS - 1,
@@ -6842,20 +6842,19 @@ HPMLI_OP(embedding, HPMLI_NEED_SRC(0), return hpmli_embedding_pass(run, n), hpml
 
 #define HPMLI_QUERIES 64
 
-HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *d)
+HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc)
 {
-    int64_t shape[3], C;
-    if (!hpmli_recordable(1, &qkv) || (d && !HPMLI_CLEARED(qkv->ctx, "attention", d))) return NULL;
-    C = qkv->shape[2] / 3;
-    if (!d || d->heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d->heads != 0)
+    hpml_attention_desc d;
+    if (!hpmli_recordable(1, &qkv) || !HPMLI_TAKE(qkv->ctx, "attention", d, desc)) return NULL;
+    const int64_t C = qkv->shape[2] / 3, shape[3] = { qkv->shape[0], qkv->shape[1], C };
+    if (d.heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d.heads != 0)
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
-                          "a multiple of the heads", hpmli_text(qkv), d ? d->heads : 0);
-    shape[0] = qkv->shape[0], shape[1] = qkv->shape[1], shape[2] = C;
+                          "a multiple of the heads", hpmli_text(qkv), d.heads);
     hpml_node *n = hpmli_node_create(HPML_OP_ATTENTION, NULL, 1, &qkv, 3, shape);
-    n->attr.attention.heads  = d->heads;
-    n->attr.attention.causal = !d->not_causal;
-    n->attr.attention.scale  = d->scale != 0 ? d->scale : (float)(1 / sqrt((double)(C / d->heads)));
-    n->saved_bytes   = (size_t)(shape[0] * shape[1] * d->heads) * sizeof(float); /* (B, heads, T) log sum exp */
+    n->attr.attention.heads  = d.heads;
+    n->attr.attention.causal = !d.not_causal;
+    n->attr.attention.scale  = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / d.heads)));
+    n->saved_bytes   = (size_t)(shape[0] * shape[1] * d.heads) * sizeof(float); /* (B, heads, T) log sum exp */
     n->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * shape[1]) * sizeof(float);
     return n->out;
 }
@@ -7091,16 +7090,17 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tenso
 
 HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
 {
-    hpml_tensor *src[2] = { logits, labels };
-    if (!hpmli_recordable(2, src) || (desc && !HPMLI_CLEARED(logits->ctx, "cross_entropy", desc))) return NULL;
+    hpml_cross_entropy_desc d;
+    hpml_tensor            *src[2] = { logits, labels };
+    if (!hpmli_recordable(2, src) || !HPMLI_TAKE(logits->ctx, "cross_entropy", d, desc)) return NULL;
     bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
     for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
-    if (!fits || (desc && !(desc->label_smoothing >= 0 && desc->label_smoothing <= 1)))
+    if (!fits || !(d.label_smoothing >= 0 && d.label_smoothing <= 1))
         return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
                           "and i32 (..), label_smoothing in 0..1", hpmli_text(logits), hpmli_text(labels));
     hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
-    n->attr.cross_entropy.smoothing = desc ? desc->label_smoothing : 0;
-    n->attr.cross_entropy.ignore    = desc && desc->ignore_index ? desc->ignore_index : HPML_IGNORE;
+    n->attr.cross_entropy.smoothing = d.label_smoothing;
+    n->attr.cross_entropy.ignore    = d.ignore_index ? d.ignore_index : HPML_IGNORE;
     n->saved_bytes = (size_t)(2 * hpml_tensor_count(labels) + 1) * 4; /* lse, loss of each row; 1 / counted */
     return n->out;
 }
@@ -7721,25 +7721,26 @@ HPMLI_FN void hpmli_graph_leave(hpml_graph *g)
     for (int i = 0; i < g->count; i++) g->nodes[i]->out_root = NULL;
 }
 
-HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
+HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc)
 {
-    hpml_tensor *targets[HPML_MAX_SRC + 1];
-    int          count = 0;
-    if (hpmli_failed(ctx) || (d && !HPMLI_CLEARED(ctx, "graph", d))) return NULL;
-    if (!d || d->output_count < 0 || d->output_count > HPML_MAX_SRC || (d->output_count == 0 && !d->loss) ||
-        (d->output_count > 0 && !d->outputs) || (d->loss && hpml_tensor_count(d->loss) != 1))
+    hpml_graph_desc d;
+    hpml_tensor    *targets[HPML_MAX_SRC + 1];
+    int             count = 0;
+    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "graph", d, desc)) return NULL;
+    if (d.output_count < 0 || d.output_count > HPML_MAX_SRC || (d.output_count == 0 && !d.loss) ||
+        (d.output_count > 0 && !d.outputs) || (d.loss && hpml_tensor_count(d.loss) != 1))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be "
                           "one number", HPML_MAX_SRC);
-    for (int i = 0; i < d->output_count; i++) targets[count++] = d->outputs[i];
-    if (d->loss) targets[count++] = d->loss;
+    for (int i = 0; i < d.output_count; i++) targets[count++] = d.outputs[i];
+    if (d.loss) targets[count++] = d.loss;
     if (!hpmli_recordable(count, targets)) return NULL;
     if (targets[0]->ctx != ctx)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: \"%s\" belongs to another context", targets[0]->name);
     hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
     if (!g) return NULL;
     g->ctx          = ctx;
-    g->loss         = d->loss;
-    g->output_count = d->output_count;
+    g->loss         = d.loss;
+    g->output_count = d.output_count;
     if (!hpmli_graph_collect(g, targets, count)) return NULL;
     for (int i = 0; i < g->count; i++)
         if (g->nodes[i]->out_root)
@@ -8659,13 +8660,12 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml
 
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc)
 {
-    hpml_fit_desc d = HPMLI_ZEROED;
+    hpml_fit_desc d;
     hpml_status   status  = HPML_OK;
     int64_t       samples = 0, steps = 0;
     double        start = hpml_now();
     if (!t) return HPML_ERR_ARGUMENT;
-    if (desc) d = *desc;
-    if (!HPMLI_CLEARED(t->ctx, "fit", &d)) return t->ctx->status;
+    if (!HPMLI_TAKE(t->ctx, "fit", d, desc)) return t->ctx->status;
     if (d.epochs < 0 || d.max_steps < 0)
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "fit: %d epochs, max_steps %lld: expected 0 or more", d.epochs,
                           (long long)d.max_steps);
@@ -9787,12 +9787,10 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
 
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, const hpml_loader_desc *desc)
 {
-    hpml_loader_desc d = HPMLI_ZEROED;
-    hpml_loader     *l;
+    hpml_loader_desc d;
     if (hpmli_failed(ctx) || !data) return NULL;
-    if (desc) d = *desc;
-    if (!HPMLI_CLEARED(ctx, "loader", &d) || !hpmli_loader_check(ctx, data, &d)) return NULL;
-    l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_drop);
+    if (!HPMLI_TAKE(ctx, "loader", d, desc) || !hpmli_loader_check(ctx, data, &d)) return NULL;
+    hpml_loader *l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_drop);
     if (!l) return NULL;
     l->ctx = ctx, l->k = ctx->k, l->data = data, l->d = d;
     l->each    = hpmli_shape_count(data->x_ndim, data->x_shape);
@@ -10294,10 +10292,8 @@ struct hpmli_trace {
 
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc)
 {
-    hpml_trace_desc d = HPMLI_ZEROED;
-    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    if (desc) d = *desc;
-    if (!HPMLI_CLEARED(ctx, "trace", &d)) return ctx->status;
+    hpml_trace_desc d;
+    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "trace", d, desc)) return hpml_ctx_status(ctx);
     if (d.capacity < 0 || d.capacity > INT64_C(1) << 32)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
     if (d.capacity == 0) d.capacity = 65536;
