@@ -9205,69 +9205,67 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
 
 typedef struct hpmli_csv {
     hpml_ctx   *ctx;
-    const char *path, *p, *end;
+    const char *p, *end;
     char        separator;
-    int64_t     line, columns;
+    int64_t     line, columns; /* lines read; columns 0: no numbers yet */
+    double     *values;        /* (count) of all lines */
+    int64_t     count, room;
 } hpmli_csv;
 
-/* One field; false at the end of the line. `good` turns false on anything that is not a number. */
-HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, double *value, bool *good)
+/* Appends the numbers of one line; returns how many, or -1 when not all its fields are numbers. */
+HPMLI_FN int64_t hpmli_csv_line(hpmli_csv *c)
 {
-    while (c->p < c->end && (*c->p == ' ' || (*c->p == '\t' && c->separator != '\t'))) c->p++;
-    bool        quoted = c->p < c->end && *c->p == '"';
-    const char *stop   = hpmli_parse_number(c->p + quoted, c->end, value);
-    if (!stop) {
-        *good = false;
-        return false;
-    }
-    if (quoted && stop < c->end && *stop == '"') stop++;
-    else if (quoted) *good = false;
-    while (stop < c->end && (*stop == ' ' || *stop == '\r')) stop++;
-    c->p = stop;
-    if (c->p >= c->end || *c->p == '\n') return false;
-    if (*c->p != c->separator) *good = false;
-    c->p++;
-    return *good;
-}
-
-/* One line into `row` (columns; NULL: just count). Returns the number of fields, -1 when it is not all numbers. */
-HPMLI_FN int64_t hpmli_csv_line(hpmli_csv *c, double *row)
-{
-    int64_t n    = 0;
-    bool    more = true, good = true;
-    while (more) {
-        double value = 0;
-        more = hpmli_csv_field(c, &value, &good);
-        if (good && row && n < c->columns) row[n] = value;
-        n++;
+    int64_t first = c->count;
+    bool    good  = true;
+    while (good) {
+        while (c->p < c->end && (*c->p == ' ' || (*c->p == '\t' && c->separator != '\t'))) c->p++;
+        double      value  = 0;
+        bool        quoted = c->p < c->end && *c->p == '"';
+        const char *stop   = hpmli_parse_number(c->p + quoted, c->end, &value);
+        good = stop && hpmli_grow(c->ctx, &c->values, c->count, &c->room, sizeof value);
+        if (!good) break;
+        c->values[c->count++] = value;
+        if (quoted) good = stop < c->end && *stop == '"';
+        if (quoted && good) stop++;
+        while (stop < c->end && (*stop == ' ' || *stop == '\r')) stop++;
+        c->p = stop;
+        if (c->p >= c->end || *c->p == '\n') break;
+        good = good && *c->p == c->separator;
+        c->p++;
     }
     while (c->p < c->end && *c->p != '\n') c->p++;
     if (c->p < c->end) c->p++;
     c->line++;
-    return good ? n : -1;
+    return good ? c->count - first : -1;
 }
 
-HPMLI_FN bool hpmli_csv_fill(hpmli_csv *c, hpmli_samples *s, double *row, int64_t label, bool regression)
+/* All lines but blank ones and a header. *label: in as given, out from 0 on, or -1. */
+HPMLI_FN bool hpmli_csv_read(hpmli_csv *c, const char *path, int64_t *label, bool whole)
 {
-    for (int64_t i = 0, x = 0; i < s->d.count; i++) {
-        int64_t n;
-        while (c->p < c->end && (*c->p == '\n' || *c->p == '\r')) c->p++, c->line += c->p[-1] == '\n';
-        n = hpmli_csv_line(c, row);
+    const int64_t given = *label;
+    while (c->p < c->end) {
+        if (*c->p == '\n' || *c->p == '\r') { c->line += *c->p++ == '\n'; continue; }
+        int64_t first = c->count, n = hpmli_csv_line(c);
+        if (n < 0 && c->columns == 0 && (c->line > 1 || c->p == c->end)) break;
+        if (n < 0 && c->columns == 0) { c->count = 0; continue; } /* a header */
+        if (c->columns == 0) {
+            c->columns = n;
+            *label     = given == HPML_NO_LABEL ? -1 : given < 0 ? n + given : given;
+            if (given != HPML_NO_LABEL && (*label < 0 || *label >= n || n < 2))
+                return hpmli_false(c->ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %lld",
+                                   path, (long long)n, (long long)given);
+        }
         if (n != c->columns)
-            return hpmli_false(c->ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %s (%lld columns were expected)", c->path,
+            return hpmli_false(c->ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %s (%lld columns were expected)", path,
                                (long long)c->line, n < 0 ? "not all fields are numbers" : "another number of fields",
                                (long long)c->columns);
-        for (int64_t j = 0; j < n; j++) {
-            if (j != label) ((float *)s->x)[x++] = (float)row[j];
-            else if (regression) ((float *)s->y)[i] = (float)row[j];
-            else if (row[j] >= 0 && row[j] < INT32_MAX && row[j] == floor(row[j]))
-                ((int32_t *)s->y)[i] = (int32_t)row[j];
-            else
-                return hpmli_false(c->ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0",
-                                   c->path, (long long)c->line, row[j]);
-        }
+        double y = *label >= 0 ? c->values[first + *label] : 0;
+        if (whole && !(y >= 0 && y < INT32_MAX && y == floor(y)))
+            return hpmli_false(c->ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0", path,
+                               (long long)c->line, y);
     }
-    return true;
+    return c->columns > 0 || hpmli_false(c->ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: not all fields are numbers, "
+                                         "separated by , ; or tabs", path, (long long)c->line);
 }
 
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression)
@@ -9275,38 +9273,25 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     hpmli_file     f;
     hpmli_csv      c     = HPMLI_ZEROED;
     hpmli_samples *s     = NULL;
-    double        *row   = NULL;
-    int64_t        label = label_column, header = 0, lines = 0;
-    bool           good  = false;
+    int64_t        label = label_column;
     if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
-    c.ctx = ctx, c.path = path, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
+    c.ctx = ctx, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
     if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the mark that spreadsheets put in front */
     for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the first candidate on the first line */
         if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
-    const char *start = c.p;
-    c.columns = hpmli_csv_line(&c, NULL);
-    if (c.columns < 0 && c.p < c.end) start = c.p, header = 1, c.columns = hpmli_csv_line(&c, NULL);
-    for (const char *p = start; p < c.end; p++) /* lines that are not blank */
-        if (*p != '\n' && *p != '\r' && (p == start || p[-1] == '\n')) lines++;
-    if (label_column < 0 && label_column != HPML_NO_LABEL) label = c.columns + label_column;
-    if (c.columns < 1)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: not all fields are numbers, separated by , ; or tabs", path,
-                   (long long)c.line);
-    else if (label_column != HPML_NO_LABEL && (label < 0 || label >= c.columns || c.columns < 2))
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %d", path,
-                   (long long)c.columns, label_column);
-    else {
-        if (label_column == HPML_NO_LABEL) label = -1;
-        int64_t columns = c.columns - (label >= 0);
-        row  = hpmli_new(ctx, double, c.columns);
-        c.p  = start, c.line = header;
-        s    = !row ? NULL : hpmli_samples_new(ctx, lines, HPML_DTYPE_F32, 1, &columns,
-                                               regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32, label >= 0);
-        good = s && hpmli_csv_fill(&c, s, row, label, regression);
+    if (hpmli_csv_read(&c, path, &label, !regression)) {
+        int64_t x_columns = c.columns - (label >= 0);
+        s = hpmli_samples_new(ctx, c.count / c.columns, HPML_DTYPE_F32, 1, &x_columns,
+                              regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32, label >= 0);
     }
-    hpmli_free(ctx, row);
+    for (int64_t i = 0, x = 0; s && i < c.count; i++) {
+        if (i % c.columns != label) ((float *)s->x)[x++] = (float)c.values[i];
+        else if (regression) ((float *)s->y)[i / c.columns] = (float)c.values[i];
+        else ((int32_t *)s->y)[i / c.columns] = (int32_t)c.values[i];
+    }
+    hpmli_free(ctx, c.values);
     hpmli_file_close(&f);
-    return hpmli_dataset_done(s, good);
+    return hpmli_dataset_done(s, ctx->status == HPML_OK);
 }
 
 HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context,
