@@ -90,23 +90,18 @@
 //     matmul   matrix products and linear layers
 //     shape   reshape, permute, slice, concat, sum
 //     conv   two-dimensional convolution
-//     conv-passes   a convolution forward and backward
 //     pool   max, average and global pooling
-//     batchnorm   batch normalization
-//     norm   softmax, layernorm, rmsnorm: row by row
+//     norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 //     dropout   dropout and embedding
-//     attention   multi-head attention
-//     lstm   long short-term memory
+//     sequence   multi-head attention; long short-term memory
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     backend   the CPU backend: memory, the table of ops, optimizer steps
-//     plan   from a recorded graph to a memory plan
-//     lives   how long each array is needed
+//     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     run   running a graph forward and backward
 //     trainer   the trainer: settings, creation, one step
 //     step   one step, one epoch, evaluation, prediction
 //     files   reading whole files, writing files that appear whole, JSON
-//     dataset   datasets and their readers
-//     csv   CSV and text
+//     dataset   datasets, and their readers: IDX, CIFAR, CSV, text
 //     npy   numpy arrays and packed records
 //     loader   batches: shuffled, sharded, augmented, made ahead
 //     safetensors   reading and writing safetensors files
@@ -4735,8 +4730,8 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
 #define HPMLI_INPLACE     (1u << 9) /* the result may stand in the memory of src[0] */
 #define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
 
-/* An op is a row: its name, what its backward pass reads, and both passes, written with `run` and the node `n`; one that
-   can fail returns its status. */
+/* An op is a row: its name, what its backward pass reads, and both passes, written with `run` and the node `n`; one
+   that can fail returns its status. */
 #define HPMLI_PASS(name) HPMLI_FN hpml_status hpmli_##name(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 #define HPMLI_OP(name, needs, forward, backward)                                                                       \
     HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
@@ -5691,8 +5686,8 @@ HPMLI_FN void hpmli_move_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     }
 }
 
-/* Values of x to y, or gradients of y to x. One of the two may be a part of a larger tensor or seen in another order. The
-   shape is that of y, which is short when the batch is. */
+/* Values of x to y, or gradients of y to x. One of the two may be a part of a larger tensor or seen in another order.
+   The shape is that of y, which is short when the batch is. */
 HPMLI_FN void hpmli_move(const hpml_run *run, const hpml_tensor *y, const hpml_tensor *x, bool backward, bool add)
 {
     hpmli_mover m = { run->ctx->k, backward ? x->grad : y->data, backward ? y->grad : x->data, HPMLI_ZEROED, 0,
@@ -6066,10 +6061,6 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     return n->out;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>conv-passes   a convolution forward and backward
-// ---------------------------------------------------------------------------------------------------------------------
-
 /* The channels [o, o + HPMLI_CONV_PANEL) of one group's weights, packed. */
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
@@ -6384,7 +6375,7 @@ HPMLI_OP(max_pool2d, 0, hpmli_planes(run, n, hpmli_max_pool_task, 0), hpmli_plan
 HPMLI_OP(avg_pool2d, 0, hpmli_planes(run, n, hpmli_avg_pool_task, 0), hpmli_planes(run, n, hpmli_avg_pool_task, 1))
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>batchnorm   batch normalization
+// >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Per channel, N = B H W numbers: xhat = (x - mean) rstd, y = gamma xhat + beta, with a relu on top if wanted. In
@@ -6542,10 +6533,6 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
 
 HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0),
          return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true))
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>norm   softmax, layernorm, rmsnorm: row by row
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* softmax(x)_i = exp(x_i - max) / sum_j exp(x_j - max). With y known, dx = y (dy - <dy, y>); for the logarithm dx = dy
    - exp(y) sum(dy). Rows are independent; several make a task. */
@@ -6830,7 +6817,7 @@ HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
 HPMLI_OP(embedding, HPMLI_NEED_SRC(0), return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n))
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>attention   multi-head attention
+// >>sequence   multi-head attention; long short-term memory
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Per sample and head, for a block of HPMLI_QUERIES queries: S = scale Q K^T, P = softmax(S), O = P V. Only this block
@@ -6946,10 +6933,6 @@ HPMLI_FN void hpmli_attention_run(const hpml_run *run, hpml_node *n, hpmli_task_
 
 HPMLI_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_attention_run(run, n, hpmli_attention_task),
          hpmli_attention_run(run, n, hpmli_attention_back_task))
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>lstm   long short-term memory
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* For each t: a = x_t W_x^T + bias + h_{t-1} W_h^T; i, f, o = sigmoid, g = tanh of its quarters; c_t = f c_{t-1} + i g;
    h_t = o tanh(c_t). The products with x do not wait for each other and are one matrix product; the recurrent ones are
@@ -7195,8 +7178,8 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
     return loss;
 }
 
-/* bce: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with d = x - t. Huber: d^2 / 2 up to delta,
-   then delta (|d| - delta / 2). delta 0: |d|. */
+/* bce: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with d = x - t. Huber: d^2 / 2 up to
+   delta, then delta (|d| - delta / 2). delta 0: |d|. */
 HPMLI_FN double hpmli_pair_loss(const hpml_node *n, float x, float t)
 {
     double d = fabs((double)x - (double)t), delta = (double)n->attr.huber.delta;
@@ -7392,7 +7375,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
     return &cpu;
 }
 // ---------------------------------------------------------------------------------------------------------------------
-// >>plan   from a recorded graph to a memory plan
+// >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A graph of N ops runs at times 0 .. N - 1 forward and N .. 2N - 1 backward (op i at 2N - 1 - i). Every array between
@@ -7405,7 +7388,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
    may work in place on a source that nobody else wants. `root` follows such links. */
 
 typedef struct hpmli_slot {
-    size_t   bytes, offset;
+    size_t   bytes, offset; /* before it has one: its number */
     int      from, to;   /* alive, both included */
     void   **place;      /* where the address goes once there is memory */
 } hpmli_slot;
@@ -7413,7 +7396,7 @@ typedef struct hpmli_slot {
 typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node */
     hpml_tensor *root_value;   /* whose memory the value stands in */
     hpml_tensor *root_grad;
-    int          first, last;  /* life of the value */
+    int          last;         /* time until which the value lives */
     int          grad_first, grad_last;
     int          readers;      /* nodes that read the value */
     bool         kept, grad_written;
@@ -7433,7 +7416,7 @@ struct hpml_graph {
     char          *arena;      /* activations, their gradients and scratch, on the device */
     float         *grads;      /* gradients of all parameters, in order, each 64-byte aligned */
     int64_t        grad_count; /* floats */
-    size_t         arena_bytes, scratch_bytes;
+    size_t         scratch_bytes;
     int            param_count; /* of the context, when this was made */
     int           *param_last;  /* (param_count) node whose backward finishes the gradient; -1: none */
     int64_t        batch, batch_now;
@@ -7496,10 +7479,6 @@ HPMLI_FN hpmli_use *hpmli_use_of(hpmli_use *uses, const hpml_tensor *t)
     return t && t->node ? &uses[t->node->index] : NULL;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>lives   how long each array is needed
-// ---------------------------------------------------------------------------------------------------------------------
-
 /* Lives of the values. */
 HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
 {
@@ -7510,7 +7489,6 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
         unsigned   needs  = hpmli_node_needs(n);
         hpmli_use *u      = &uses[n->index], *s0 = hpmli_use_of(uses, n->src[0]);
         u->root_value = n->out;
-        u->first      = i;
         u->last       = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
         if (u->kept) u->last = 2 * N;
         for (int j = 0; j < n->src_count; j++) {
@@ -7583,16 +7561,16 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
 
 HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void **place)
 {
-    hpmli_slot s = { (bytes + 63) / 64 * 64, 0, from, to, place };
+    hpmli_slot s = { (bytes + 63) / 64 * 64, (size_t)g->slot_count, from, to, place };
     g->slots[g->slot_count++] = s;
     g->memory.unshared += s.bytes;
 }
 
 HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
 {
-    const hpmli_slot *x = *(const hpmli_slot *const *)a, *y = *(const hpmli_slot *const *)b;
+    const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
     if (x->bytes != y->bytes) return x->bytes < y->bytes ? 1 : -1;
-    return x < y ? -1 : x > y;
+    return x->offset < y->offset ? -1 : x->offset > y->offset;
 }
 
 /* Lowest offset at which s fits beside the placed slots that live at the same time; `placed` is sorted by offset. */
@@ -7610,20 +7588,17 @@ HPMLI_FN size_t hpmli_slot_place(hpmli_slot *const *placed, int count, const hpm
 
 HPMLI_FN bool hpmli_plan_place(hpml_graph *g)
 {
-    hpmli_slot **order  = hpmli_new(g->ctx, hpmli_slot *, g->slot_count + 1);
     hpmli_slot **placed = hpmli_new(g->ctx, hpmli_slot *, g->slot_count + 1);
-    if (!order || !placed) return false;
-    for (int i = 0; i < g->slot_count; i++) order[i] = &g->slots[i];
-    qsort(order, (size_t)g->slot_count, sizeof *order, hpmli_slot_order);
+    if (!placed) return false;
+    qsort(g->slots, (size_t)g->slot_count, sizeof *g->slots, hpmli_slot_order);
     for (int i = 0; i < g->slot_count; i++) {
-        hpmli_slot *s = order[i];
+        hpmli_slot *s  = &g->slots[i];
         int         at = i;
         s->offset = hpmli_slot_place(placed, i, s);
         while (at > 0 && placed[at - 1]->offset > s->offset) placed[at] = placed[at - 1], at--;
         placed[at] = s;
         if (s->offset + s->bytes > g->memory.activations) g->memory.activations = s->offset + s->bytes;
     }
-    hpmli_free(g->ctx, order);
     hpmli_free(g->ctx, placed);
     return true;
 }
@@ -7781,8 +7756,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (hpmli_failed(ctx)) return ctx->status;
     if (g->arena) return HPML_OK;
     if (hpml_param_init(ctx) != HPML_OK) return ctx->status;
-    g->arena_bytes = g->memory.activations + g->scratch_bytes + 64;
-    g->arena       = (char *)hpmli_device_alloc(ctx, g->arena_bytes);
+    g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
     if (ctx->status != HPML_OK) return ctx->status;
     for (int i = 0; i < g->slot_count; i++) /* an input may have memory from another graph: it keeps its data */
@@ -8977,7 +8951,7 @@ HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *o
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>dataset   datasets and their readers
+// >>dataset   datasets, and their readers: IDX, CIFAR, CSV, text
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A dataset and the arrays it owns. A slice is a bare hpml_dataset. */
@@ -9175,10 +9149,6 @@ HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *cons
     if (s) s->d.classes = 10;
     return hpmli_dataset_done(s, good);
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>csv   CSV and text
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* A decimal number, whatever the locale. Returns the end, or NULL when there is none. */
 HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)
