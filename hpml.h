@@ -3694,10 +3694,9 @@ HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *p
 /* Mean of one side, 0 for an empty one, see >>onebit. */
 HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
 {
-    float mean = row->count[side] ? (float)(row->sum[side] / (double)row->count[side]) : 0;
-    if (row->count[side] && mean < row->least[side]) mean = row->least[side];
-    if (row->count[side] && mean > row->most[side]) mean = row->most[side];
-    return mean;
+    if (row->count[side] == 0) return 0;
+    float mean = (float)(row->sum[side] / (double)row->count[side]);
+    return mean < row->least[side] ? row->least[side] : mean > row->most[side] ? row->most[side] : mean;
 }
 
 HPMLI_FN bool hpmli_onebit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
@@ -5973,15 +5972,6 @@ HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
     return used;
 }
 
-HPMLI_FN hpml_tensor *hpmli_conv_error(hpml_tensor *x, const char *name, int64_t out, const hpml_attr *a,
-                                       const char *why)
-{
-    return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, "
-                      "padding %dx%d, dilation %dx%d, %d groups: %s", name ? name : "", hpmli_text(x), (long long)out,
-                      a->conv.kernel[0], a->conv.kernel[1], a->conv.stride[0], a->conv.stride[1], a->conv.padding[0],
-                      a->conv.padding[1], a->conv.dilation[0], a->conv.dilation[1], a->conv.groups, why);
-}
-
 /* Height (i 0) or width (1) of the result; 0 when the kernel does not fit. */
 HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i)
 {
@@ -6015,20 +6005,6 @@ HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise)
     return value == 0 ? otherwise : value == HPML_NO_PAD ? 0 : value;
 }
 
-HPMLI_FN void hpmli_conv_attr(hpml_attr *a, const hpml_conv2d_desc *d)
-{
-    a->conv.kernel[0]   = d->kernel_h;
-    a->conv.kernel[1]   = hpmli_conv_or(d->kernel_w, d->kernel_h);
-    a->conv.stride[0]   = hpmli_conv_or(d->stride_h, 1);
-    a->conv.stride[1]   = hpmli_conv_or(d->stride_w, a->conv.stride[0]);
-    a->conv.padding[0]  = hpmli_conv_or(d->padding_h, 0);
-    a->conv.padding[1]  = hpmli_conv_or(d->padding_w, a->conv.padding[0]);
-    a->conv.dilation[0] = hpmli_conv_or(d->dilation_h, 1);
-    a->conv.dilation[1] = hpmli_conv_or(d->dilation_w, a->conv.dilation[0]);
-    a->conv.groups      = hpmli_conv_or(d->groups, 1);
-    a->conv.act         = d->activation;
-}
-
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
 {
     hpml_attr    a;
@@ -6038,9 +6014,23 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     hpml_conv2d_desc d; /* all zero is refused for want of a kernel */
     if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "conv2d", d, desc)) return NULL;
     memset(&a, 0, sizeof a);
-    hpmli_conv_attr(&a, &d);
+    a.conv.kernel[0]   = d.kernel_h;
+    a.conv.kernel[1]   = hpmli_conv_or(d.kernel_w, d.kernel_h);
+    a.conv.stride[0]   = hpmli_conv_or(d.stride_h, 1);
+    a.conv.stride[1]   = hpmli_conv_or(d.stride_w, a.conv.stride[0]);
+    a.conv.padding[0]  = hpmli_conv_or(d.padding_h, 0);
+    a.conv.padding[1]  = hpmli_conv_or(d.padding_w, a.conv.padding[0]);
+    a.conv.dilation[0] = hpmli_conv_or(d.dilation_h, 1);
+    a.conv.dilation[1] = hpmli_conv_or(d.dilation_w, a.conv.dilation[0]);
+    a.conv.groups      = hpmli_conv_or(d.groups, 1);
+    a.conv.act         = d.activation;
     const char *why = hpmli_conv_check(x, out, &a);
-    if (why) return hpmli_conv_error(x, d.name, out, &a, why);
+    if (why)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, "
+                          "padding %dx%d, dilation %dx%d, %d groups: %s", d.name ? d.name : "", hpmli_text(x),
+                          (long long)out, a.conv.kernel[0], a.conv.kernel[1], a.conv.stride[0], a.conv.stride[1],
+                          a.conv.padding[0], a.conv.padding[1], a.conv.dilation[0], a.conv.dilation[1], a.conv.groups,
+                          why);
     shape[0] = x->shape[0], shape[1] = out;
     for (int i = 0; i < 2; i++)
         shape[2 + i] = hpmli_conv_size(x, &a, i);
@@ -6071,11 +6061,6 @@ HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNU
     float  *packed = c->packed + g * c->weights;
     if (!c->want_dx) c->ctx->k->conv_pack(packed, w, &c->map, o);
     for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_back(packed, w, &c->sum, o);
-}
-
-HPMLI_FN void hpmli_conv_pack(hpmli_conv *c)
-{
-    hpmli_parallel(c->ctx, c->groups * hpmli_panels(c->OC), hpmli_conv_pack_task, c);
 }
 
 /* One image and group of x, in NHWC order with its padding. */
@@ -6142,7 +6127,7 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         int64_t panels = hpmli_panels(c.OC), want = 2 * run->ctx->threads;
         hpmli_conv_layout(&c, false);
         hpmli_conv_forward_map(&c);
-        hpmli_conv_pack(&c);
+        hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
         c.splits = want > c.B ? (want - 1) / c.B + 1 : 1; /* few images: share their channels out */
         if (c.splits > panels) c.splits = panels;
         if (run->ctx->threads == 1) c.splits = 1;
@@ -6223,17 +6208,17 @@ HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNU
 HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
 {
     hpmli_conv c;
-    int64_t    channels = n->out->shape[1];
+    int64_t    channels = n->out->shape[1], panels;
     hpmli_conv_make(&c, run->ctx, n);
+    panels    = hpmli_panels(c.OC);
     c.want_dw = n->src[1]->grad != NULL;
     c.want_db = n->src[2] && n->src[2]->grad;
     c.want_dx = n->src[0]->grad && !hpmli_conv_direct(&c);
     hpmli_conv_layout(&c, true);
     hpmli_conv_sum_map(&c);
-    if (c.want_dx) hpmli_conv_pack(&c);
+    if (c.want_dx) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
     hpmli_parallel(run->ctx, c.parts, hpmli_conv_back_task, &c);
-    if (c.want_dw)
-        hpmli_parallel(run->ctx, c.groups * hpmli_panels(c.OC), hpmli_conv_join_task, &c);
+    if (c.want_dw) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_join_task, &c);
     for (int64_t p = 0; c.want_db && p < c.parts; p++)
         run->ctx->k->vaxpby(n->src[2]->grad, 1, c.part + (p + 1) * c.part_size - hpmli_round_up(channels, 16),
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
@@ -7426,7 +7411,7 @@ struct hpml_graph {
     int64_t        first_sample, shift; /* of this pass: in the global batch, in the inputs */
     const char   **back_names; /* (count) for the timeline */
     hpml_profile_row *profile; /* (count), NULL: off */
-    void          *hook_user;  /* set by the trainer */
+    void          *hook_user;  /* the trainer, which sets these: */
     hpml_status (*need)(void *user, int param);
     hpml_status (*grad)(void *user, int param);
     hpml_status (*sum)(void *user, double *values, int64_t n);
@@ -8158,6 +8143,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     gd.loss         = t->loss;
     t->graph        = hpml_graph_create(ctx, &gd);
     if (!t->graph || !hpmli_trainer_inputs(t)) return NULL;
+    t->graph->hook_user = t;
     int states                 = hpmli_opt_states(&t->d);
     t->graph->memory.optimizer = (size_t)((states & 1) + (states >> 1)) * t->graph->memory.gradients;
     t->graph->memory.total += t->graph->memory.optimizer;
@@ -8181,9 +8167,11 @@ HPMLI_FN hpml_status hpmli_hook_need(void *user, int param)
     return t->hooks.need(t->hooks.user, t, param);
 }
 
+/* The gradient of a parameter is final: the hook hears of it, or, when it is early, the parameter takes its step. */
 HPMLI_FN hpml_status hpmli_hook_grad(void *user, int param)
 {
     hpml_trainer *t = (hpml_trainer *)user;
+    if (t->early) return hpml_trainer_update_local(t, param, 1);
     return t->micro == t->d.accumulate - 1 ? t->hooks.grad(t->hooks.user, t, param) : HPML_OK;
 }
 
@@ -8200,26 +8188,10 @@ HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *h
     memset(&t->hooks, 0, sizeof t->hooks);
     if (hooks) t->hooks = *hooks;
     hpmli_graph_place_grads(t->graph);
-    t->graph->hook_user = t;
-    t->graph->need      = t->hooks.need ? hpmli_hook_need : NULL;
-    t->graph->grad      = t->hooks.grad ? hpmli_hook_grad : NULL;
-    t->graph->sum       = t->hooks.sum ? hpmli_hook_sum : NULL;
+    t->graph->need = t->hooks.need ? hpmli_hook_need : NULL;
+    t->graph->grad = t->hooks.grad ? hpmli_hook_grad : NULL;
+    t->graph->sum  = t->hooks.sum ? hpmli_hook_sum : NULL;
     return HPML_OK;
-}
-
-/* One update record for each parameter; the arrays of state lie as the gradients do. */
-HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t)
-{
-    for (int i = 0; i < t->graph->param_count; i++) {
-        hpml_tensor *p = t->ctx->params[i];
-        hpml_update *u = &t->updates[i];
-        u->opt = t->d.optimizer, u->momentum = t->d.momentum, u->beta1 = t->d.beta1, u->beta2 = t->d.beta2;
-        u->eps = t->d.eps, u->trust = t->d.trust, u->nesterov = t->d.nesterov;
-        if (!p->grad) continue;
-        u->n = hpml_tensor_count(p), u->w = p->data, u->g = p->grad;
-        u->m = t->m ? t->m + (p->grad - t->graph->grads) : NULL;
-        u->v = t->v ? t->v + (p->grad - t->graph->grads) : NULL;
-    }
 }
 
 HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
@@ -8235,26 +8207,31 @@ HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
     return t->host_out;
 }
 
-HPMLI_FN bool hpmli_trainer_alloc(hpml_trainer *t)
-{
-    hpml_ctx *ctx    = t->ctx;
-    int       states = hpmli_opt_states(&t->d);
-    size_t    bytes  = t->graph->memory.gradients;
-    if (hpml_graph_alloc(t->graph) != HPML_OK) return false;
-    if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, bytes);
-    if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, bytes);
-    t->updates  = hpmli_new(ctx, hpml_update, ctx->param_count);
-    if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
-    t->host_y   = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
-    if (ctx->status == HPML_OK) hpmli_trainer_updates(t);
-    return ctx->status == HPML_OK;
-}
-
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
-    if (!t || hpmli_trainer_alloc(t)) return t;
-    if (!t->graph->arena) hpmli_graph_leave(t->graph);
+    if (!t) return NULL;
+    hpml_graph *g      = t->graph;
+    int         states = hpmli_opt_states(&t->d);
+    if (hpml_graph_alloc(g) == HPML_OK) {
+        if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+        if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count);
+        if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
+        t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
+    }
+    for (int i = 0; ctx->status == HPML_OK && i < g->param_count; i++) { /* the arrays of state lie as the gradients */
+        hpml_tensor *p = ctx->params[i];
+        hpml_update *u = &t->updates[i];
+        u->opt = t->d.optimizer, u->momentum = t->d.momentum, u->beta1 = t->d.beta1, u->beta2 = t->d.beta2;
+        u->eps = t->d.eps, u->trust = t->d.trust, u->nesterov = t->d.nesterov;
+        if (!p->grad) continue;
+        u->n = hpml_tensor_count(p), u->w = p->data, u->g = p->grad;
+        u->m = t->m ? t->m + (p->grad - g->grads) : NULL;
+        u->v = t->v ? t->v + (p->grad - g->grads) : NULL;
+    }
+    if (ctx->status == HPML_OK) return t;
+    if (!g->arena) hpmli_graph_leave(g);
     return NULL;
 }
 
@@ -8517,11 +8494,6 @@ HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more,
     return t->more = NULL, status;
 }
 
-HPMLI_FN hpml_status hpmli_early_update(void *user, int param)
-{
-    return hpml_trainer_update_local((hpml_trainer *)user, param, 1);
-}
-
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info)
 {
@@ -8544,7 +8516,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
        moment its gradient is final: it is still in the cache. */
     early = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->d.clip_norm == 0 && t->scale_steps < 0 &&
             !t->ctx->backend->sync && t->micro + 1 == t->d.accumulate;
-    if (early) t->early = true, t->graph->grad = hpmli_early_update, t->graph->hook_user = t;
+    if (early) t->early = true, t->graph->grad = hpmli_hook_grad;
     hpml_status status =
         t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
                      : hpml_trainer_run_local(t, 0, samples, 1 / (float)t->d.accumulate, t->micro > 0,
