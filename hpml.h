@@ -9889,7 +9889,7 @@ HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path
     if (hpmli_file_open(ctx, &f->file, path) && hpmli_safe_parse(f)) return f;
     if (ctx->status == HPML_OK)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file of F32, BF16, F16, I32 and U8 tensors "
-                   "with 1 to %d dimensions", path, HPML_MAX_DIMS);
+                   "with at most %d dimensions", path, HPML_MAX_DIMS);
     hpml_safetensors_close(f);
     return NULL;
 }
@@ -10053,21 +10053,22 @@ HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpmli_arrays
     return a->s != NULL;
 }
 
-HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpmli_arrays *a, const char *path, hpml_dtype dtype,
+HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpml_trainer *of, const char *path, hpml_dtype dtype,
                                        const hpml_meta *meta, int meta_count)
 {
-    hpml_safetensor *t    = hpmli_new(ctx, hpml_safetensor, a->count + 1);
+    hpmli_arrays     a;
+    hpml_safetensor *t    = hpmli_arrays_of(ctx, of, &a) ? hpmli_new(ctx, hpml_safetensor, a.count + 1) : NULL;
     float           *host = NULL;
     char            *all  = NULL;
     size_t           bytes = 0, at = 0, most = 0;
-    for (int i = 0; i < a->count; i++) {
-        bytes += (size_t)a->s[i].count * hpml_dtype_size(dtype);
-        if ((size_t)a->s[i].count > most) most = (size_t)a->s[i].count;
+    for (int i = 0; i < a.count; i++) {
+        bytes += (size_t)a.s[i].count * hpml_dtype_size(dtype);
+        if ((size_t)a.s[i].count > most) most = (size_t)a.s[i].count;
     }
     if (t) all = (char *)hpmli_alloc(ctx, bytes + 1);
     if (all) host = (float *)hpmli_alloc(ctx, most * sizeof(float) + 1);
-    for (int i = 0; host && i < a->count; i++) {
-        const hpmli_state *s = &a->s[i];
+    for (int i = 0; host && i < a.count; i++) {
+        const hpmli_state *s = &a.s[i];
         t[i].name = s->name, t[i].dtype = dtype, t[i].ndim = s->ndim, t[i].data = all + at;
         t[i].bytes = (size_t)s->count * hpml_dtype_size(dtype);
         memcpy(t[i].shape, s->shape, (size_t)s->ndim * sizeof *s->shape);
@@ -10075,58 +10076,54 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpmli_arrays *a, con
         hpmli_convert(ctx->k, dtype, all + at, HPML_DTYPE_F32, host, s->count);
         at += t[i].bytes;
     }
-    if (host) hpml_safetensors_save(ctx, path, t, a->count, meta, meta_count);
+    if (host) hpml_safetensors_save(ctx, path, t, a.count, meta, meta_count);
     hpmli_free(ctx, host);
     hpmli_free(ctx, all);
     hpmli_free(ctx, t);
+    hpmli_free(ctx, a.s);
     return ctx->status;
 }
 
-HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensors *f,
+HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, const hpml_safetensors *f,
                                        const char *path)
 {
+    hpmli_arrays    a;
     hpml_safetensor e;
-    size_t          most = 1;
-    for (int i = 0; i < a->count; i++) {
-        const hpmli_state *s = &a->s[i];
+    size_t          most = hpmli_arrays_of(ctx, of, &a) ? 1 : 0;
+    for (int i = 0; i < a.count && ctx->status == HPML_OK; i++) {
+        const hpmli_state *s = &a.s[i];
         if (!hpml_safetensors_find(f, s->name, &e))
-            return hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has", path, s->name);
-        if (e.ndim != s->ndim || memcmp(e.shape, s->shape, (size_t)s->ndim * sizeof *s->shape) != 0)
-            return hpmli_fail(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, s->name,
-                              hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, s->ndim, s->shape));
+            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has", path, s->name);
+        else if (e.ndim != s->ndim || memcmp(e.shape, s->shape, (size_t)s->ndim * sizeof *s->shape) != 0)
+            hpmli_fail(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, s->name,
+                       hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, s->ndim, s->shape));
         if ((size_t)s->count > most) most = (size_t)s->count;
     }
-    float *host = (float *)hpmli_alloc(ctx, most * sizeof(float));
-    for (int i = 0; host && i < a->count; i++) {
-        hpml_safetensors_find(f, a->s[i].name, &e);
-        hpmli_convert(ctx->k, HPML_DTYPE_F32, host, e.dtype, e.data, a->s[i].count);
-        ctx->backend->write(ctx->device, a->s[i].device, host, (size_t)a->s[i].count * sizeof(float));
+    float *host = ctx->status == HPML_OK ? (float *)hpmli_alloc(ctx, most * sizeof(float)) : NULL;
+    for (int i = 0; host && i < a.count; i++) {
+        hpml_safetensors_find(f, a.s[i].name, &e);
+        hpmli_convert(ctx->k, HPML_DTYPE_F32, host, e.dtype, e.data, a.s[i].count);
+        ctx->backend->write(ctx->device, a.s[i].device, host, (size_t)a.s[i].count * sizeof(float));
     }
     hpmli_free(ctx, host);
+    hpmli_free(ctx, a.s);
     return ctx->status;
 }
 
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype)
 {
-    hpmli_arrays a;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
         return hpmli_fail(ctx, HPML_ERR_DTYPE, "params_save: parameters are stored as f32, bf16 or f16");
-    if (hpmli_arrays_of(ctx, NULL, &a)) hpmli_arrays_save(ctx, &a, path, dtype, NULL, 0);
-    hpmli_free(ctx, a.s);
-    return ctx->status;
+    return hpmli_arrays_save(ctx, NULL, path, dtype, NULL, 0);
 }
 
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
 {
-    hpmli_arrays a;
-    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    if (!hpmli_arrays_of(ctx, NULL, &a)) return ctx->status;
     hpml_safetensors *f = hpml_safetensors_open(ctx, path);
-    if (f) hpmli_arrays_load(ctx, &a, f, path);
+    if (f) hpmli_arrays_load(ctx, NULL, f, path);
     hpml_safetensors_close(f);
-    hpmli_free(ctx, a.s);
-    return ctx->status;
+    return hpml_ctx_status(ctx);
 }
 
 /* Numbers of a training that are not arrays; kept as text in the metadata. */
@@ -10139,7 +10136,6 @@ typedef struct hpmli_position {
 
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
-    hpmli_arrays   a;
     hpmli_position p;
     char           text[7][24];
     hpml_meta      meta[7];
@@ -10155,9 +10151,7 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     meta[n].key = "hpml." #name, meta[n].value = text[n], n++;
     HPMLI_POSITION(HPMLI_X)
 #undef HPMLI_X
-    if (hpmli_arrays_of(t->ctx, t, &a)) hpmli_arrays_save(t->ctx, &a, path, HPML_DTYPE_F32, meta, n);
-    hpmli_free(t->ctx, a.s);
-    return t->ctx->status;
+    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, n);
 }
 
 HPMLI_FN bool hpmli_position_read(const hpml_safetensors *f, const char *key, int64_t *out)
@@ -10170,7 +10164,6 @@ HPMLI_FN bool hpmli_position_read(const hpml_safetensors *f, const char *key, in
 
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 {
-    hpmli_arrays   a;
     hpmli_position p = HPMLI_ZEROED;
     bool           good = true;
     if (!t) return HPML_ERR_ARGUMENT;
@@ -10186,14 +10179,12 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     else if (p.optimizer != (int64_t)t->d.optimizer)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (%d, this trainer has %d)", path,
                    (int)p.optimizer, (int)t->d.optimizer);
-    a.s = NULL;
-    if (ctx->status == HPML_OK && hpmli_arrays_of(t->ctx, t, &a) && hpmli_arrays_load(ctx, &a, f, path) == HPML_OK) {
+    if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
         ctx->seed = (uint64_t)p.seed;
         t->step = p.step, t->epoch = p.epoch, t->epoch_step = p.epoch_step, t->micro = 0;
         if (t->scale_steps >= 0 && p.scale_steps >= 0 && p.loss_scale >= 1) /* both dynamic */
             t->loss_scale = (float)p.loss_scale, t->scale_steps = p.scale_steps;
     }
-    hpmli_free(ctx, a.s);
     hpml_safetensors_close(f);
     return ctx->status;
 }
