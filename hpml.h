@@ -4799,6 +4799,7 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     hpml_tensor *out = hpmli_tensor_new(ctx, name, op == HPML_OP_RESHAPE ? src[0]->dtype : dtype, ndim, shape);
     hpml_node   *n   = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
     if (!n) return none;
+    HPML_ASSERT(src_count <= HPML_MAX_SRC);
     n->op        = op;
     n->index     = ctx->node_count++;
     n->out       = out;
@@ -5222,11 +5223,11 @@ HPMLI_FN void hpmli_walk_make(hpmli_walk *w, const hpml_tensor *out, const hpml_
 HPMLI_FN int64_t hpmli_walk_at(const hpmli_walk *w, int s, int64_t r)
 {
     int64_t at = 0;
-    for (int i = w->ndim - 2; i >= 0; i--) {
+    for (int i = w->ndim - 2; i > 0; i--) {
         at += r % w->shape[i] * w->stride[s][i];
         r /= w->shape[i];
     }
-    return at;
+    return at + r * w->stride[s][0];
 }
 
 #define HPMLI_PIECE 512 /* elements handled at a time where an operand has to be spread out */
@@ -5937,6 +5938,7 @@ HPMLI_FN void *hpmli_conv_place(const hpmli_conv *c, int64_t *used, int64_t coun
 {
     char *p = c->n->scratch ? (char *)c->n->scratch + *used : NULL;
     *used += hpmli_round_up(count * (int64_t)size, 64);
+    HPML_ASSERT(!p || (size_t)*used <= c->n->scratch_bytes);
     return p;
 }
 
@@ -6929,7 +6931,7 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
     int64_t      shape[3], w[2];
     hpml_tensor *src[4];
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (x->ndim != 3 || hidden < 1)
+    if (x->ndim != 3 || hidden < 1 || hidden > INT64_MAX / 4)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "lstm \"%s\": input is %s, expected (B, T, features), hidden %lld",
                           given ? given : "", hpmli_text(x), (long long)hidden);
     const char *name = hpmli_layer_name(x->ctx, given, "lstm");
@@ -6941,8 +6943,8 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
     src[3] = hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, 4 * hidden);
     shape[0] = x->shape[0], shape[1] = x->shape[1], shape[2] = hidden;
     hpml_node *n = hpmli_node_create(HPML_OP_LSTM, name, 4, src, 3, shape);
-    n->saved_bytes   = (size_t)(shape[0] * shape[1] * 5 * hidden) * sizeof(float);
-    n->scratch_bytes = (size_t)(2 * shape[0] * hidden) * sizeof(float); /* dh, dc (B, H) */
+    n->saved_bytes   = (size_t)(shape[0] * shape[1]) * 5 * (size_t)hidden * sizeof(float);
+    n->scratch_bytes = 2 * (size_t)shape[0] * (size_t)hidden * sizeof(float); /* dh, dc (B, H) */
     return n->out;
 }
 
@@ -7428,6 +7430,7 @@ HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
     }
     for (int l = 0; l < g->leaf_count; l++)
         if (g->leaves[l] == t) return;
+    HPML_ASSERT(g->leaf_count <= (g->ctx->node_count + 1) * HPML_MAX_SRC);
     g->leaves[g->leaf_count++] = t;
 }
 
@@ -7436,7 +7439,7 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
 {
     hpml_ctx   *ctx   = g->ctx;
     hpml_node **found = g->nodes = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* with gaps, at first */
-    g->leaves = hpmli_new(ctx, hpml_tensor *, (int64_t)ctx->node_count * HPML_MAX_SRC + target_count);
+    g->leaves = hpmli_new(ctx, hpml_tensor *, ((int64_t)ctx->node_count + 1) * HPML_MAX_SRC + 1);
     if (!found || !g->leaves) return false;
     for (int i = 0; i < target_count; i++) hpmli_graph_mark(g, found, targets[i]);
     for (int i = ctx->node_count - 1; i >= 0; i--)
@@ -7547,6 +7550,7 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
 HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void **place)
 {
     hpmli_slot s = { (bytes + 63) / 64 * 64, (size_t)g->slot_count, from, to, place };
+    HPML_ASSERT(g->slot_count < 3 * g->count + 2 * g->leaf_count);
     g->slots[g->slot_count++] = s;
     g->memory.unshared += s.bytes;
 }
@@ -8006,12 +8010,8 @@ HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
 
 HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
 {
-    switch (rule) {
-    case HPML_LR_AS_GIVEN: break;
-    case HPML_LR_LINEAR: return (float)((double)lr * factor);
-    case HPML_LR_SQRT: return (float)((double)lr * sqrt(factor));
-    }
-    return lr;
+    if (rule == HPML_LR_AS_GIVEN) return lr;
+    return (float)((double)lr * (rule == HPML_LR_SQRT ? sqrt(factor) : factor));
 }
 
 HPMLI_FN float hpmli_or(float value, float otherwise) /* zero means the default, HPML_ZERO a true zero */
@@ -9306,32 +9306,26 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
         { "'<f4'", HPML_DTYPE_F32, 4 }, { "'<f2'", HPML_DTYPE_F16, 2 }, { "'<i4'", HPML_DTYPE_I32, 4 },
         { "'|u1'", HPML_DTYPE_U8, 1 }, { "'<f8'", HPML_DTYPE_F32, 8 }, { "'<i8'", HPML_DTYPE_I32, 8 } };
     hpmli_file   f;
-    char         header[1024];
-    size_t       length, start, known = sizeof kinds / sizeof kinds[0], kind = known;
+    char         header[1024] = "";
+    size_t       length = 0, known = sizeof kinds / sizeof kinds[0], kind = known;
     int64_t      shape[HPML_MAX_DIMS], count;
     int          ndim = 0;
     hpml_tensor *t = NULL;
     if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
-    length = f.size >= 10 ? (size_t)hpmli_little(f.bytes + 8, 2) : 0;
-    start  = 10 + length;
-    if (f.size < 10 || memcmp(f.bytes, "\x93NUMPY\1", 7) != 0 || start > f.size || length >= sizeof header) {
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a version 1 .npy file", path);
-        hpmli_file_close(&f);
-        return NULL;
-    }
-    memcpy(header, f.bytes + 10, length);
-    header[length] = 0;
+    if (f.size >= 10 && memcmp(f.bytes, "\x93NUMPY\1", 7) == 0) length = (size_t)hpmli_little(f.bytes + 8, 2);
+    if (length > 0 && length < sizeof header && length <= f.size - 10) memcpy(header, f.bytes + 10, length);
     for (size_t i = 0; i < known; i++)
         if (strncmp(hpmli_npy_key(header, "'descr'"), kinds[i].code, 5) == 0) kind = i;
     hpmli_json j = { hpmli_npy_key(header, "'shape'"), header + strlen(header), false };
     ndim  = hpmli_json_numbers(&j, '(', ')', shape, HPML_MAX_DIMS);
     count = j.bad ? -1 : hpmli_shape_count(ndim, shape);
     if (count < 0 || kind == known || strncmp(hpmli_npy_key(header, "'fortran_order'"), "False", 5) != 0 ||
-        f.size - start != (size_t)count * kinds[kind].size)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected <f4, <f2, <i4, |u1, <f8 or <i8 in C order, at most %d "
-                   "dimensions, none 0, and data of just that size; the header says %s", path, HPML_MAX_DIMS, header);
+        f.size - 10 - length != (size_t)count * kinds[kind].size)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected a version 1 .npy file of <f4, <f2, <i4, |u1, <f8 or <i8 in C "
+                   "order, at most %d dimensions, none 0, and data of just that size; the header says %s", path,
+                   HPML_MAX_DIMS, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
-    const unsigned char *data = f.bytes + start;
+    const unsigned char *data = f.bytes + (t ? 10 + length : 0);
     char *host = t && kinds[kind].size == 8 ? (char *)hpmli_alloc(ctx, (size_t)count * 4) : NULL; /* made narrower */
     for (int64_t i = 0; host && i < count; i++) {
         double  v;
