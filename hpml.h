@@ -5375,8 +5375,8 @@ HPMLI_FN void hpmli_act_forward(hpml_ctx *ctx, hpml_act act, float slope, float 
 }
 
 /* dx (+)= dy act'(x). dx may be dy. x or y may be NULL as the kind allows (hpmli_act_reads_x). */
-HPMLI_FN void hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float *dx, const float *dy,
-                                        const float *x, const float *y, int64_t n, bool accumulate)
+HPMLI_FN void hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float *dx, const float *dy, const float *x,
+                                 const float *y, int64_t n, bool accumulate)
 {
     hpmli_map m = { NULL, act, slope, 0, n, dx, x, dy, y, accumulate };
     hpmli_map_run(ctx, m);
@@ -6868,7 +6868,7 @@ HPMLI_FN void hpmli_attention_task(void *arg, int64_t task, int thread)
             if (see < keys) k->vfill(row + see, 0, keys - see);
         }
         hpmli_product_at(j->ctx, thread, rows, j->D, keys, 1, hpmli_strided(s, keys, false),
-                            hpmli_strided(q + 2 * j->C, ld, false), o + q0 * j->C, j->C, NULL, false);
+                         hpmli_strided(q + 2 * j->C, ld, false), o + q0 * j->C, j->C, NULL, false);
     }
 }
 
@@ -6890,7 +6890,7 @@ HPMLI_FN void hpmli_attention_back_task(void *arg, int64_t task, int thread)
         bool    add  = q0 != last || n->accumulate[0];
         hpmli_mat dor = hpmli_strided(d_o + q0 * C, C, false);
         hpmli_product_at(j->ctx, thread, rows, keys, j->D, scale, hpmli_strided(q + q0 * ld, ld, false),
-                            hpmli_strided(q + C, ld, true), p, keys, NULL, false);
+                         hpmli_strided(q + C, ld, true), p, keys, NULL, false);
         hpmli_product_at(j->ctx, thread, rows, keys, j->D, 1, dor, hpmli_strided(q + 2 * C, ld, true), ds, keys, NULL,
                          false);
         for (int64_t r = 0; r < rows; r++) {
@@ -6903,9 +6903,9 @@ HPMLI_FN void hpmli_attention_back_task(void *arg, int64_t task, int thread)
             if (see < keys) k->vfill(pr + see, 0, keys - see), k->vfill(dr + see, 0, keys - see);
         }
         hpmli_product_at(j->ctx, thread, rows, j->D, keys, 1, hpmli_strided(ds, keys, false),
-                            hpmli_strided(q + C, ld, false), dq + q0 * ld, ld, NULL, n->accumulate[0]);
+                         hpmli_strided(q + C, ld, false), dq + q0 * ld, ld, NULL, n->accumulate[0]);
         hpmli_product_at(j->ctx, thread, keys, j->D, rows, 1, hpmli_strided(ds, keys, true),
-                            hpmli_strided(q + q0 * ld, ld, false), dq + C, ld, NULL, add);
+                         hpmli_strided(q + q0 * ld, ld, false), dq + C, ld, NULL, add);
         hpmli_product_at(j->ctx, thread, keys, j->D, rows, 1, hpmli_strided(p, keys, true), dor, dq + 2 * C, ld, NULL,
                          add);
     }
@@ -9321,8 +9321,8 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
     count = j.bad ? -1 : hpmli_shape_count(ndim, shape);
     if (count < 0 || kind == known || strncmp(hpmli_npy_key(header, "'fortran_order'"), "False", 5) != 0 ||
         f.size - 10 - length != (size_t)count * kinds[kind].size)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected a version 1 .npy file of <f4, <f2, <i4, |u1, <f8 or <i8 in C "
-                   "order, at most %d dimensions, none 0, and data of just that size; the header says %s", path,
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected a version 1 .npy file of <f4, <f2, <i4, |u1, <f8 or <i8 in "
+                   "C order, at most %d dimensions, none 0, and data of just that size; the header says %s", path,
                    HPML_MAX_DIMS, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
     const unsigned char *data = f.bytes + (t ? 10 + length : 0);
@@ -9820,7 +9820,7 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
             const char *dtype = hpmli_json_text(j);
             for (int i = 0; i < HPMLI_DTYPES; i++)
                 if (strcmp(dtype, hpmli_dtypes[i].safe) == 0) e->dtype = (hpml_dtype)i, known = true;
-        } else if (strcmp(key, "shape") == 0) 
+        } else if (strcmp(key, "shape") == 0)
             e->ndim = hpmli_json_numbers(j, '[', ']', e->shape, HPML_MAX_DIMS);
         else if (strcmp(key, "data_offsets") == 0) offsets = hpmli_json_numbers(j, '[', ']', at, 2);
         else j->bad = true;
