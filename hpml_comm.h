@@ -712,8 +712,7 @@ struct hpml_comm {
     const char           *doing;
     int                   round;
     double                since;    /* when it began */
-    double                alpha, beta; /* for AUTO; between nodes, where there are some */
-    double                near_alpha, near_beta; /* inside a node */
+    hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks where there is but one node */
     double                forecast[31][HPML_NATIVE]; /* seconds for 2^k bytes by each algorithm; 0: not known yet */
     hpml_counters         counters;
     int64_t              *bytes_to; /* (size) */
@@ -814,7 +813,7 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     for (int i = 0; i < size; i++) c->origin[i] = i;
     c->t = t; /* last: without it there is nothing to close */
     c->timeout = 60, c->doing = "start";
-    c->alpha = c->near_alpha = t->alpha, c->beta = c->near_beta = t->beta;
+    c->between.latency = t->alpha, c->between.bandwidth = 1 / t->beta, c->inside = c->between;
     return c;
 }
 
@@ -833,6 +832,15 @@ HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 HPMLC_FN int hpmlc_network_node(const hpml_network *n, int nodes, int r)
 {
     return n->node ? n->node[r] : n->spread ? r % nodes : n->ranks_per_node > 0 ? r / n->ranks_per_node : 0;
+}
+
+/* In virtual time AUTO knows the links; one between nodes that costs nothing is a message's usual time. */
+HPMLC_FN void hpmlc_comm_links(hpml_comm *c, const hpml_network *n, int nodes)
+{
+    const hpml_link *between = nodes > 1 ? &n->between : &n->inside;
+    c->inside = n->inside, c->between.latency = 2e-6, c->between.bandwidth = 4e9;
+    if (between->latency > 0) c->between.latency = between->latency;
+    if (between->bandwidth > 0) c->between.bandwidth = between->bandwidth;
 }
 
 /* Ranks per node, and whether nodes hold neighbours (the last may have fewer) or every k-th rank; mixed: 0. */
@@ -2119,11 +2127,7 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     if (w->agent_count == w->ranks && !w->turn) hpmlc_agent_pass(w);
     pthread_mutex_unlock(&w->mutex);
     hpmlc_agent_enter(c);
-    const hpml_link *between = w->nodes > 1 ? &w->network.between : &w->network.inside;
-    if (between->latency > 0) c->alpha = between->latency;
-    if (between->bandwidth > 0) c->beta = 1 / between->bandwidth;
-    c->near_alpha = w->network.inside.latency;
-    c->near_beta  = w->network.inside.bandwidth > 0 ? 1 / w->network.inside.bandwidth : 0;
+    hpmlc_comm_links(c, &w->network, w->nodes);
     return c;
 }
 
@@ -2248,8 +2252,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     part->t = NULL; /* nothing to close yet */
     for (int i = 0; i < count; i++) part->origin[i] = c->origin[ranks[i]], part->node[i] = c->node[ranks[i]];
     part->first = c->first, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
-    part->alpha = c->alpha, part->beta = c->beta, part->near_alpha = c->near_alpha, part->near_beta = c->near_beta;
-    part->agent = c->agent; /* until a twin gets its own */
+    part->inside = c->inside, part->between = c->between, part->agent = c->agent; /* until a twin gets its own */
     hpmlc_comm_layout(part);
     if (c->t->split && c->t->split(c, part, ranks, count, color) != HPML_OK) return NULL;
     part->t = c->t;
@@ -2847,9 +2850,7 @@ HPMLC_FN double hpmlc_forecast(const hpml_comm *c, hpml_algorithm a, int k)
         for (i = c->per_node == 1 ? r : 0; c->node[i] != c->node[r]; i++) continue;
         node[r] = i < r ? node[i] : nodes++;
     }
-    net.node = node, net.between.latency = c->alpha, net.between.bandwidth = c->beta > 0 ? 1 / c->beta : 0;
-    net.inside = net.between;
-    if (nodes > 1) net.inside.latency = c->near_alpha, net.inside.bandwidth = c->near_beta > 0 ? 1 / c->near_beta : 0;
+    net.node = node, net.between = c->between, net.inside = nodes > 1 ? c->inside : c->between;
     *kept = node ? hpml_simulate_allreduce(a, c->size, &net, (int64_t)1 << k) : -1;
     free(node);
     return *kept;
@@ -2940,8 +2941,8 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
     if (hpmlc_reduce_all(c, best, 2, HPML_ELEMENT_F64, HPML_MAX, HPML_BUTTERFLY) != HPML_OK)
         return hpml_ctx_status(c->ctx);
     memset(c->forecast, 0, sizeof c->forecast);
-    c->alpha = best[0];
-    c->beta  = best[1] > best[0] ? (best[1] - best[0]) / (double)LARGE : c->beta;
+    c->between.latency = best[0];
+    if (best[1] > best[0]) c->between.bandwidth = (double)LARGE / (best[1] - best[0]);
     return HPML_OK;
 }
 
@@ -5723,13 +5724,11 @@ HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
     free(s->node), free(s->clock), free(s->bytes), free(s->plan), free(s->phase), free(s->queue), free(s->letter);
 }
 
-HPMLC_FN void hpmlc_sim_layout(hpmlc_sim *s)
+HPMLC_FN void hpmlc_sim_layout(hpmlc_sim *s, const hpml_network *net)
 {
     hpml_comm *c = &s->layout;
-    int        far = s->nodes > 1;
-    c->size  = s->p, c->node = s->node, c->agent = (hpmlc_agent *)(void *)s; /* only tells AUTO that time is virtual */
-    c->alpha = s->latency[far] > 0 ? s->latency[far] : 2e-6, c->beta = s->rate[far] > 0 ? s->rate[far] : 0.25e-9;
-    c->near_alpha = s->latency[0], c->near_beta = s->rate[0];
+    c->size = s->p, c->node = s->node, c->agent = (hpmlc_agent *)(void *)s; /* only tells AUTO that time is virtual */
+    hpmlc_comm_links(c, net, s->nodes);
     hpmlc_comm_layout(c);
     s->spread   = c->spread;
     s->mixed    = c->spread || c->per_node == 0;
@@ -5758,7 +5757,7 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->out   = s->clock + n, s->in = s->out + cards, s->work = s->in + cards, s->messages = s->bytes + n;
     s->round = s->phase + n, s->want = s->round + n, s->first = s->want + n, s->last = s->first + n;
     for (int r = 0; r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r);
-    hpmlc_sim_layout(s);
+    hpmlc_sim_layout(s, net);
     return true;
 }
 
