@@ -1962,10 +1962,14 @@ struct hpmlc_agent {
     hpmlc_agent   *next;
 };
 
+HPMLC_FN void hpmlc_agent_wake(hpml_world *w, hpmlc_agent *a) /* w->mutex held */
+{
+    if (!a->runnable) a->runnable = true, __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
+}
+
 HPMLC_FN void hpmlc_agents_wake(hpml_world *w)
 {
-    for (hpmlc_agent *a = w->agents; a; a = a->next)
-        if (!a->runnable) a->runnable = true, __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
+    for (hpmlc_agent *a = w->agents; a; a = a->next) hpmlc_agent_wake(w, a);
 }
 
 HPMLC_FN bool hpmlc_agent_before(const hpmlc_agent *a, const hpmlc_agent *b)
@@ -2003,11 +2007,12 @@ HPMLC_FN void hpmlc_agent_yield(hpml_comm *c, bool rest)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* A new thread comes on stage: it waits for its turn. */
+/* A new thread comes on stage: it waits for its turn. The last one of all sees to the first turn. */
 HPMLC_FN void hpmlc_agent_enter(hpml_comm *c)
 {
     hpml_world *w = c->room->world;
     pthread_mutex_lock(&w->mutex);
+    if (!w->turn) hpmlc_agent_pass(w);
     while (w->turn != c->agent) pthread_cond_wait(&c->agent->turn, &w->mutex);
     pthread_mutex_unlock(&w->mutex);
 }
@@ -2016,11 +2021,14 @@ HPMLC_FN void hpmlc_agent_rouse(hpml_comm *c, hpmlc_agent *a)
 {
     hpml_world *w = c->room->world;
     pthread_mutex_lock(&w->mutex);
-    if (!a->runnable) {
-        a->runnable = true;
-        __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
-    }
+    hpmlc_agent_wake(w, a);
     pthread_mutex_unlock(&w->mutex);
+}
+
+/* Virtual time passes until `time`, if it is not there yet. */
+HPMLC_FN void hpmlc_agent_until(hpml_comm *c, double time)
+{
+    if (c->agent && c->agent->clock < time) c->agent->clock = time;
 }
 
 HPMLC_FN hpmlc_agent *hpmlc_agent_new(hpml_world *w, int rank, double clock)
@@ -2076,7 +2084,7 @@ HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
 {
     hpml_message *sent = hpmlc_inbox_take(&c->room->inbox[c->rank], m);
     if (sent) {
-        if (c->agent->clock < sent->arrival) c->agent->clock = sent->arrival;
+        hpmlc_agent_until(c, sent->arrival);
         hpmlc_meet(c, m, sent);
         free(sent);
     } else if (__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_give_up(c, m);
@@ -2123,9 +2131,6 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
         return NULL;
     }
     c->t = &hpmlc_clock;
-    pthread_mutex_lock(&w->mutex);
-    if (w->agent_count == w->ranks && !w->turn) hpmlc_agent_pass(w);
-    pthread_mutex_unlock(&w->mutex);
     hpmlc_agent_enter(c);
     hpmlc_comm_links(c, &w->network, w->nodes);
     return c;
@@ -2159,6 +2164,7 @@ HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
 
 #else
 HPMLC_FN void   hpmlc_world_absent(hpml_world *w HPMLC_UNUSED, int rank HPMLC_UNUSED, const char *text HPMLC_UNUSED) {}
+HPMLC_FN void   hpmlc_agent_until(hpml_comm *c HPMLC_UNUSED, double time HPMLC_UNUSED) {}
 HPML_API double hpml_comm_now(const hpml_comm *c HPMLC_UNUSED) { return hpml_now(); }
 HPML_API void   hpml_comm_compute(hpml_comm *c HPMLC_UNUSED, double seconds)
 {
@@ -2966,7 +2972,17 @@ struct hpml_job {
     double              clock; /* CLOCK: when it was posted, then when it was done */
 };
 
+HPMLC_FN hpml_status hpmlc_job_allreduce(hpml_comm *c, void *user)
+{
+    hpml_job *j = (hpml_job *)user;
+    return hpml_allreduce(c, j->data, j->n, &j->desc);
+}
+
 #define HPMLC_JOBS 256
+
+#ifdef HPML_NO_THREADS /* jobs are done at once: nobody sleeps */
+typedef struct hpmlc_gate { unsigned changes; } hpmlc_gate;
+#endif
 
 struct hpmlc_background {
     hpml_comm *c, *twin;
@@ -2974,27 +2990,32 @@ struct hpmlc_background {
     hpml_job   job[HPMLC_JOBS];
     unsigned   posted, taken;
     bool       threaded, stop, ended;
+    hpmlc_gate worker, waiter;
 #ifndef HPML_NO_THREADS
     pthread_t  thread;
-    hpmlc_gate worker, waiter;
 #endif
 };
 
-HPMLC_FN hpml_status hpmlc_job_allreduce(hpml_comm *c, void *user)
+/* The oldest job that waits. */
+HPMLC_FN void hpmlc_job_run(hpmlc_background *b)
 {
-    hpml_job *j = (hpml_job *)user;
-    return hpml_allreduce(c, j->data, j->n, &j->desc);
+    hpml_job *j = &b->job[b->taken++ % HPMLC_JOBS];
+    b->twin->step = j->step;
+    hpmlc_agent_until(b->twin, j->clock);
+    j->status = j->work(b->twin, j->work == hpmlc_job_allreduce ? j : j->user);
+    j->clock  = hpml_comm_now(b->twin);
+    __atomic_store_n(&j->done, true, __ATOMIC_RELEASE);
 }
 
 #ifndef HPML_NO_THREADS
 
 HPMLC_FN hpml_world *hpmlc_world_of(const hpml_comm *c) { return c->room ? c->room->world : NULL; }
 
-/* Sleeps at a gate; in virtual time the turn goes on. `c` is the sleeper's communicator. */
-HPMLC_FN void hpmlc_rest(hpml_comm *c, hpmlc_gate *g, unsigned *seen)
+/* Sleeps at a gate; in virtual time the turn goes on, whatever `until`. `c` is the sleeper's communicator. */
+HPMLC_FN void hpmlc_rest(hpml_comm *c, hpmlc_gate *g, unsigned *seen, double until)
 {
     if (!c->agent) {
-        hpmlc_gate_sleep(hpmlc_world_of(c), g, seen, 1e300, true);
+        hpmlc_gate_sleep(hpmlc_world_of(c), g, seen, until, true);
         return;
     }
     c->room->inbox[c->rank].peer = -1;
@@ -3029,19 +3050,11 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     hpmlc_background_prompt();
     if (b->twin->agent) hpmlc_agent_enter(b->twin);
     for (;;) {
-        unsigned posted = __atomic_load_n(&b->posted, __ATOMIC_ACQUIRE);
-        if (b->taken == posted) {
-            if (__atomic_load_n(&b->stop, __ATOMIC_ACQUIRE)) break;
-            hpmlc_rest(b->twin, &b->worker, &seen);
-            continue;
-        }
-        hpml_job *j = &b->job[b->taken++ % HPMLC_JOBS];
-        b->twin->step = j->step;
-        if (b->twin->agent && b->twin->agent->clock < j->clock) b->twin->agent->clock = j->clock;
-        j->status = j->work(b->twin, j->user);
-        j->clock  = hpml_comm_now(b->twin);
-        __atomic_store_n(&j->done, true, __ATOMIC_RELEASE);
-        hpmlc_rouse(b->twin, b->c, &b->waiter);
+        if (b->taken != __atomic_load_n(&b->posted, __ATOMIC_ACQUIRE)) {
+            hpmlc_job_run(b);
+            hpmlc_rouse(b->twin, b->c, &b->waiter);
+        } else if (__atomic_load_n(&b->stop, __ATOMIC_ACQUIRE)) break;
+        else hpmlc_rest(b->twin, &b->worker, &seen, 1e300);
     }
     hpml_world  *w = hpmlc_world_of(b->twin);
     hpmlc_agent *a = b->twin->agent;
@@ -3067,20 +3080,29 @@ HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
     if (!b->threaded && w) __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
 }
 
+/* Until the thread says so; meanwhile a deadlock is seen, and virtual time goes on. */
+HPMLC_FN void hpmlc_background_await(hpmlc_background *b, const bool *said)
+{
+    unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
+    while (!__atomic_load_n(said, __ATOMIC_ACQUIRE)) hpmlc_rest(b->c, &b->waiter, &seen, 1e300);
+}
+
 HPMLC_FN void hpmlc_background_join(hpmlc_background *b)
 {
     if (!b->threaded) return;
     __atomic_store_n(&b->stop, true, __ATOMIC_RELEASE);
     hpmlc_rouse(b->c, b->twin, &b->worker);
-    unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
-    while (!__atomic_load_n(&b->ended, __ATOMIC_ACQUIRE)) /* a deadlock is seen, virtual time goes on */
-        hpmlc_rest(b->c, &b->waiter, &seen);
+    hpmlc_background_await(b, &b->ended);
     pthread_join(b->thread, NULL);
     hpmlc_gate_close(&b->worker);
     hpmlc_gate_close(&b->waiter);
 }
 
 #else
+HPMLC_FN void hpmlc_rouse(hpml_comm *by HPMLC_UNUSED, hpml_comm *who HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED) {}
+HPMLC_FN void hpmlc_rest(hpml_comm *c HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED, unsigned *seen HPMLC_UNUSED,
+                         double until HPMLC_UNUSED) {}
+HPMLC_FN void hpmlc_background_await(hpmlc_background *b HPMLC_UNUSED, const bool *said HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_background_join(hpmlc_background *b HPMLC_UNUSED) {}
 #endif
@@ -3095,19 +3117,17 @@ HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
 }
 
 /* Collective, at the first job. */
-HPMLC_FN hpmlc_background *hpmlc_background_start(hpml_comm *c)
+HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
 {
+    if (c->background) return c->background;
     hpmlc_background *b = (hpmlc_background *)hpml_ctx_alloc(c->ctx, sizeof *b, NULL);
-    int32_t          *all = b ? (int32_t *)hpml_ctx_alloc(c->ctx, sizeof(int32_t) * (size_t)c->size, NULL) : NULL;
-    if (!all) return NULL;
+    if (!b) return NULL;
     HPMLC_ZERO(hpml_ctx_desc, d);
     d.threads   = 1;
     d.allocator = hpml_ctx_allocator(c->ctx);
-    b->c   = c;
-    b->ctx = hpml_ctx_create(&d);
-    for (int i = 0; i < c->size; i++) all[i] = i;
-    b->twin = b->ctx ? hpmlc_part(c, b->ctx, all, c->size, 0) : NULL;
-    hpml_ctx_release(c->ctx, all);
+    b->c    = c;
+    b->ctx  = hpml_ctx_create(&d);
+    b->twin = b->ctx ? hpmlc_part(c, b->ctx, c->first->origin, c->size, 0) : NULL; /* the first one's are 0, 1, 2 ... */
     if (!b->twin) {
         hpmlc_fail(c, HPML_ERR_MEMORY, "no twin for work in the background: %s",
                    b->ctx ? hpml_ctx_error(b->ctx) : "no memory");
@@ -3121,74 +3141,48 @@ HPMLC_FN hpmlc_background *hpmlc_background_start(hpml_comm *c)
     return b;
 }
 
-HPMLC_FN hpml_job *hpmlc_job_new(hpml_comm *c, hpml_rank_fn *work, void *user)
+/* A copy of `what`. */
+HPMLC_FN hpml_job *hpmlc_job_post(hpml_comm *c, const hpml_job *what)
 {
-    if (hpmlc_failed(c)) return NULL;
-    hpmlc_background *b = c->background ? c->background : hpmlc_background_start(c);
+    hpmlc_background *b = hpmlc_failed(c) ? NULL : hpmlc_background_of(c);
     if (!b) return NULL;
     hpml_job *j = &b->job[b->posted % HPMLC_JOBS];
-    if (j->used) {
-        hpmlc_fail(c, HPML_ERR_STATE, "%d jobs in the background have not been waited for", HPMLC_JOBS);
-        return NULL;
-    }
-    memset(j, 0, sizeof *j);
-    j->c = c, j->work = work, j->user = user, j->used = true, j->step = c->step;
-    return j;
-}
-
-HPMLC_FN hpml_job *hpmlc_job_post(hpml_job *j)
-{
-    hpmlc_background *b = j->c->background;
-    if (!b->threaded) {
-        b->posted++, b->taken++;
-        b->twin->step = j->step;
-        j->status = j->work(b->twin, j->user);
-        j->done   = true;
-        return j;
-    }
-#ifndef HPML_NO_THREADS
-    j->clock = hpml_comm_now(j->c);
+    if (j->used)
+        return hpmlc_fail(c, HPML_ERR_STATE, "%d jobs in the background have not been waited for", HPMLC_JOBS),
+               (hpml_job *)NULL;
+    *j = *what;
+    j->c = c, j->used = true, j->step = c->step, j->clock = hpml_comm_now(c);
     __atomic_add_fetch(&b->posted, 1, __ATOMIC_RELEASE);
-    hpmlc_rouse(j->c, b->twin, &b->worker);
-#endif
+    if (b->threaded) hpmlc_rouse(c, b->twin, &b->worker);
+    else hpmlc_job_run(b);
     return j;
 }
 
 HPML_API hpml_job *hpml_background(hpml_comm *c, hpml_rank_fn *work, void *user)
 {
-    hpml_job *j = work ? hpmlc_job_new(c, work, user) : NULL;
-    return j ? hpmlc_job_post(j) : NULL;
+    HPMLC_ZERO(hpml_job, j);
+    j.work = work, j.user = user;
+    return work ? hpmlc_job_post(c, &j) : NULL;
 }
 
 HPML_API hpml_job *hpml_iallreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc)
 {
-    hpml_job *j = hpmlc_job_new(c, hpmlc_job_allreduce, NULL);
-    if (!j) return NULL;
-    j->user = j, j->data = data, j->n = n;
-    if (desc) j->desc = *desc;
-    return hpmlc_job_post(j);
+    HPMLC_ZERO(hpml_job, j);
+    j.work = hpmlc_job_allreduce, j.data = data, j.n = n;
+    if (desc) j.desc = *desc;
+    return hpmlc_job_post(c, &j);
 }
 
 HPML_API bool hpml_job_done(const hpml_job *j) { return !j || __atomic_load_n(&j->done, __ATOMIC_ACQUIRE); }
-
-HPMLC_FN void hpmlc_job_rest(hpmlc_background *b HPMLC_UNUSED, const hpml_job *j HPMLC_UNUSED)
-{
-#ifndef HPML_NO_THREADS /* else it has been done at once */
-    unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
-    while (!hpml_job_done(j)) hpmlc_rest(b->c, &b->waiter, &seen);
-#endif
-}
 
 HPML_API hpml_status hpml_job_wait(hpml_job *j)
 {
     if (!j) return HPML_ERR_ARGUMENT;
     hpmlc_background *b = j->c->background;
-#ifndef HPML_NO_THREADS
     __atomic_store_n(&b->twin->spin, j->c->spin, __ATOMIC_RELAXED); /* nobody computes here: the core is the twin's */
-    hpmlc_job_rest(b, j);
+    hpmlc_background_await(b, &j->done);
     __atomic_store_n(&b->twin->spin, 0, __ATOMIC_RELAXED);
-    if (j->c->agent && j->c->agent->clock < j->clock) j->c->agent->clock = j->clock;
-#endif
+    hpmlc_agent_until(j->c, j->clock);
     j->used = false;
     if (j->status != HPML_OK && hpml_ctx_status(b->ctx) != HPML_OK && hpml_ctx_status(j->c->ctx) == HPML_OK)
         hpml_ctx_fail(j->c->ctx, j->status, "%s", hpml_ctx_error(b->ctx));
@@ -3199,7 +3193,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
 HPMLC_FN void hpmlc_background_drain(const hpml_comm *c)
 {
     hpmlc_background *b = c->background;
-    if (b && b->posted > 0) hpmlc_job_rest(b, &b->job[(b->posted - 1) % HPMLC_JOBS]);
+    if (b && b->posted > 0) hpmlc_background_await(b, &b->job[(b->posted - 1) % HPMLC_JOBS].done);
 }
 
 HPMLC_FN void hpmlc_counters_add(hpml_counters *to, const hpml_counters *more)
@@ -3864,18 +3858,15 @@ HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 
 /* Waits until more tensors are ready here than it was `told` of, or all, or a quarter of the deadline is over: then it
    shows up with what it has, so that the others' deadlines are for the tensor. False: its owner has left. */
-HPMLC_FN bool hpmlc_exchange_news(hpml_comm *c HPMLC_UNUSED, hpml_exchange *x, int *told)
+HPMLC_FN bool hpmlc_exchange_news(hpml_comm *c, hpml_exchange *x, int *told)
 {
-#ifndef HPML_NO_THREADS
     hpmlc_background *b = x->by;
     double            until = c->timeout < 0 || c->agent ? 1e300 : hpml_now() + c->timeout / 4;
     unsigned          seen  = __atomic_load_n(&b->worker.changes, __ATOMIC_ACQUIRE);
     while (__atomic_load_n(&x->said, __ATOMIC_ACQUIRE) == *told && *told < x->d.count && hpml_now() < until) {
         if (__atomic_load_n(&b->stop, __ATOMIC_ACQUIRE)) return false;
-        if (c->agent) hpmlc_rest(c, &b->worker, &seen);
-        else hpmlc_gate_sleep(hpmlc_world_of(c), &b->worker, &seen, until, true);
+        hpmlc_rest(c, &b->worker, &seen, until);
     }
-#endif
     *told = __atomic_load_n(&x->said, __ATOMIC_ACQUIRE);
     return true;
 }
@@ -3939,7 +3930,7 @@ HPML_API hpml_job *hpml_exchange_start(hpml_exchange *x)
 HPML_API hpml_job *hpml_exchange_ready(hpml_exchange *x, int tensor)
 {
     if (!x || hpmlc_failed(x->c)) return NULL;
-    if (!x->by) x->by = x->c->background ? x->c->background : hpmlc_background_start(x->c);
+    if (!x->by) x->by = hpmlc_background_of(x->c);
     if (!x->by) return NULL;
     if (tensor < 0 || tensor >= x->d.count || __atomic_load_n(&x->ready[tensor], __ATOMIC_ACQUIRE))
         return hpmlc_fail(x->c, HPML_ERR_ARGUMENT, "exchange: tensor %d of %d: no such one, or ready already", tensor,
@@ -3947,9 +3938,7 @@ HPML_API hpml_job *hpml_exchange_ready(hpml_exchange *x, int tensor)
     __atomic_store_n(&x->ready[tensor], 1, __ATOMIC_RELEASE);
     bool last = __atomic_add_fetch(&x->said, 1, __ATOMIC_ACQ_REL) == x->d.count;
     if (!x->job && (last || x->by->threaded)) x->job = hpml_background(x->c, hpmlc_exchange_agreed, x);
-#ifndef HPML_NO_THREADS
     else if (x->by->threaded) hpmlc_rouse(x->c, x->by->twin, &x->by->worker);
-#endif
     hpml_job *job = last ? x->job : NULL;
     if (last) x->job = NULL;
     return job;
