@@ -2310,17 +2310,17 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
    from `base`; member i has block i of the range. One function for each kind of phase says what a member does in round
    k. The same moves are executed on threads and MPI, counted by tests and timed by the simulator. */
 
-typedef enum hpmlc_kind {
+typedef enum hpmlc_kind { /* the first six add up */
     HPMLC_RING_SCATTER,  /* after it, member i has the sum of block i */
-    HPMLC_RING_GATHER,   /* member i had block i; now all have all */
     HPMLC_DOUBLING,      /* all have the sum; teams of 2^k */
     HPMLC_HALVE,         /* like RING_SCATTER, by halves; teams of 2^k */
-    HPMLC_DOUBLE,        /* like RING_GATHER, by doubling; teams of 2^k */
     HPMLC_FOLD,          /* members beyond the power of two add to a partner */
-    HPMLC_UNFOLD,        /* and get the result back */
     HPMLC_TREE_UP,       /* member 0 has the sum */
-    HPMLC_TREE_DOWN,     /* all have what member 0 had */
-    HPMLC_STAR_UP, HPMLC_STAR_DOWN /* the same, member 0 with each in turn */
+    HPMLC_STAR_UP,       /* the same, member 0 with each in turn */
+    HPMLC_RING_GATHER,   /* member i had block i; now all have all */
+    HPMLC_DOUBLE,        /* like RING_GATHER, by doubling; teams of 2^k */
+    HPMLC_UNFOLD,        /* members beyond the power of two get the result back */
+    HPMLC_TREE_DOWN, HPMLC_STAR_DOWN /* all have what member 0 had */
 } hpmlc_kind;
 
 typedef struct hpmlc_team {
@@ -2354,10 +2354,13 @@ HPMLC_FN int hpmlc_log2(int n) /* rounded down */
     return k;
 }
 
-HPMLC_FN bool hpmlc_adds(hpmlc_kind k)
+HPMLC_FN bool hpmlc_adds(hpmlc_kind k) { return k <= HPMLC_STAR_UP; }
+
+/* All p ranks as one team, the root its member 0. */
+HPMLC_FN hpmlc_team hpmlc_everyone(int p, int rank, int root)
 {
-    return k == HPMLC_RING_SCATTER || k == HPMLC_DOUBLING || k == HPMLC_HALVE || k == HPMLC_FOLD ||
-           k == HPMLC_TREE_UP || k == HPMLC_STAR_UP;
+    const hpmlc_team all = { 0, 1, p, (rank - root + p) % p, root };
+    return all;
 }
 
 HPMLC_FN int hpmlc_member(const hpmlc_team *t, int i) { return t->base + (i + t->root) % t->size * t->stride; }
@@ -2400,20 +2403,18 @@ HPMLC_FN void hpmlc_halve(const hpmlc_phase *f, hpml_move *m, int k, bool back)
     hpmlc_take(f, m, other, in, in + half, !back);
 }
 
-/* A binomial tree: in round k of the way up, members with bit k as their lowest send to the one without it. */
-HPMLC_FN void hpmlc_tree(const hpmlc_phase *f, hpml_move *m, int bit, bool up)
+/* The whole range: a child sends it up to its parent, where it is added, or gets it down from there. */
+HPMLC_FN void hpmlc_climb(const hpmlc_phase *f, hpml_move *m, int child, int parent)
 {
-    int i = f->team.me, p = f->team.size, step = 1 << bit;
-    if (i % step) return;
-    bool child = i & step;
-    if (!child && i + step >= p) return;
-    if (child == up) hpmlc_give(f, m, child ? i - step : i + step, 0, p);
-    else hpmlc_take(f, m, child ? i - step : i + step, 0, p, up);
+    int  p = f->team.size, other = f->team.me == child ? parent : child;
+    bool up = hpmlc_adds(f->kind);
+    if ((f->team.me == child) == up) hpmlc_give(f, m, other, 0, p);
+    else hpmlc_take(f, m, other, 0, p, up);
 }
 
 HPMLC_FN void hpmlc_move_of(const hpmlc_phase *f, int k, hpml_move *m)
 {
-    int p = f->team.size, i = f->team.me, full = 1 << hpmlc_log2(p);
+    int p = f->team.size, i = f->team.me, full = 1 << hpmlc_log2(p), step;
     memset(m, 0, sizeof *m);
     m->to = m->from = -1;
     switch (f->kind) {
@@ -2431,16 +2432,14 @@ HPMLC_FN void hpmlc_move_of(const hpmlc_phase *f, int k, hpml_move *m)
     case HPMLC_HALVE: hpmlc_halve(f, m, k, false); break;
     case HPMLC_DOUBLE: hpmlc_halve(f, m, f->rounds - 1 - k, true); break;
     case HPMLC_FOLD: case HPMLC_UNFOLD:
-        if (i >= p - full && i < full) break;
-        if ((i >= full) == (f->kind == HPMLC_FOLD)) hpmlc_give(f, m, i >= full ? i - full : i + full, 0, p);
-        else hpmlc_take(f, m, i >= full ? i - full : i + full, 0, p, f->kind == HPMLC_FOLD);
+        if (i < p - full || i >= full) hpmlc_climb(f, m, i % full + full, i % full);
         break;
-    case HPMLC_TREE_UP: hpmlc_tree(f, m, k, true); break;
-    case HPMLC_TREE_DOWN: hpmlc_tree(f, m, f->rounds - 1 - k, false); break;
+    case HPMLC_TREE_UP: case HPMLC_TREE_DOWN: /* binomial: on round k's way up who has bit k as the lowest is a child */
+        step = 1 << (f->kind == HPMLC_TREE_UP ? k : f->rounds - 1 - k);
+        if (i % step == 0 && (i | step) < p) hpmlc_climb(f, m, i | step, i & ~step);
+        break;
     case HPMLC_STAR_UP: case HPMLC_STAR_DOWN:
-        if (i != 0 && i != k + 1) break;
-        if ((i > 0) == (f->kind == HPMLC_STAR_UP)) hpmlc_give(f, m, i > 0 ? 0 : k + 1, 0, p);
-        else hpmlc_take(f, m, i > 0 ? 0 : k + 1, 0, p, f->kind == HPMLC_STAR_UP);
+        if (i == 0 || i == k + 1) hpmlc_climb(f, m, k + 1, 0);
         break;
     }
 }
@@ -2479,36 +2478,32 @@ HPMLC_FN bool hpmlc_ring_of_nodes(int nodes) { return (nodes & (nodes - 1)) != 0
    the first rank of each node, a ring among those, a tree back. */
 HPMLC_FN void hpmlc_plan_nodes(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n)
 {
-    int        nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
-    hpmlc_team in, across;
-    in.root = across.root = 0, plan->level = "local reduce";
+    int nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
+    int node = spread ? rank % nodes : rank / per_node, place = spread ? rank / nodes : rank % per_node;
+    plan->level = "local reduce";
     if (p % per_node == 0) {
-        in.me   = spread ? rank / nodes : rank % per_node, across.me = spread ? rank % nodes : rank / per_node;
-        in.base = spread ? across.me : rank - in.me, in.stride = spread ? nodes : 1, in.size = per_node;
-        across.base = spread ? in.me * nodes : in.me, across.stride = spread ? 1 : per_node, across.size = nodes;
-        int64_t at = hpml_block(n, per_node, in.me), end = hpml_block(n, per_node, in.me + 1);
+        const hpmlc_team in = { spread ? node : rank - place, spread ? nodes : 1, per_node, place, 0 };
+        const hpmlc_team across = { rank - node * (spread ? 1 : per_node), spread ? 1 : per_node, nodes, node, 0 };
+        int64_t at = hpml_block(n, per_node, place), end = hpml_block(n, per_node, place + 1);
         hpmlc_plan_add(plan, HPMLC_RING_SCATTER, in, 0, n), plan->level = "global allreduce";
         hpmlc_plan_team(plan, hpmlc_ring_of_nodes(nodes) ? HPML_RING : HPML_HALVING, across, at, end - at);
         plan->level = "local gather";
         hpmlc_plan_add(plan, HPMLC_RING_GATHER, in, 0, n);
         return;
     }
-    int node = rank / per_node;
-    in.base = node * per_node, in.stride = 1, in.size = node == nodes - 1 ? last : per_node, in.me = rank - in.base;
-    across.base = 0, across.stride = per_node, across.size = nodes, across.me = in.me == 0 ? node : -1;
+    const hpmlc_team in = { rank - place, 1, node == nodes - 1 ? last : per_node, place, 0 };
+    const hpmlc_team across = { 0, per_node, nodes, node, 0 };
     hpmlc_plan_add(plan, HPMLC_TREE_UP, in, 0, n), plan->level = "global allreduce";
-    if (across.me >= 0) hpmlc_plan_team(plan, HPML_RING, across, 0, n);
+    if (place == 0) hpmlc_plan_team(plan, HPML_RING, across, 0, n);
     plan->level = "local gather";
     hpmlc_plan_add(plan, HPMLC_TREE_DOWN, in, 0, n);
 }
 
 HPMLC_FN void hpmlc_plan_make(hpmlc_plan *plan, hpml_algorithm a, int p, int per_node, bool spread, int rank, int64_t n)
 {
-    hpmlc_team all;
-    all.base = 0, all.stride = 1, all.size = p, all.me = rank, all.root = 0;
     plan->count = 0, plan->level = NULL;
     if (a == HPML_HIERARCHICAL && per_node > 0 && per_node < p) hpmlc_plan_nodes(plan, p, per_node, spread, rank, n);
-    else hpmlc_plan_team(plan, a, all, 0, n);
+    else hpmlc_plan_team(plan, a, hpmlc_everyone(p, rank, 0), 0, n);
 }
 
 HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, int rank, int64_t n, int round,
@@ -2745,16 +2740,14 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind 
                                      hpml_element e, int op, int root)
 {
     hpmlc_plan plan;
-    hpmlc_team all;
     if (c && (root < 0 || root >= c->size || hpml_element_size(e) == 0 ||
               (op >= 0 && !hpmlc_reducer(e, (hpml_reduce)op))))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks, element %d, op %d", name, root, c->size,
                           (int)e, op);
     int tag = hpmlc_enter(c, name, n, (int)e, op, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    all.base = 0, all.stride = 1, all.size = c->size, all.root = root, all.me = (c->rank - root + c->size) % c->size;
     plan.count = 0, plan.level = NULL;
-    hpmlc_plan_add(&plan, kind, all, 0, n);
+    hpmlc_plan_add(&plan, kind, hpmlc_everyone(c->size, c->rank, root), 0, n);
     return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)data, e, op, tag));
 }
 
@@ -6023,24 +6016,20 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
 /* One collective of n elements, from the ranks' clocks on. */
 HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a, int64_t n, size_t size)
 {
-    int        p = s->p;
-    hpmlc_team all;
+    int p = s->p;
     if (p == 1) return true;
     s->kind = kind, s->n = n, s->size = size;
     if (a == HPML_AUTO && kind == HPMLC_SIM_ALLREDUCE) a = hpml_comm_choose(&s->layout, n * (int64_t)size);
-    all.base = 0, all.stride = 1, all.size = p, all.root = 0;
     for (int r = 0; r < p && kind != HPMLC_SIM_ALL_TO_ALL; r++) {
-        all.me           = r;
         s->plan[r].count = 0;
         if (kind == HPMLC_SIM_ALLREDUCE) hpmlc_plan_make(&s->plan[r], a, p, s->layout.per_node, s->spread, r, n);
-        else hpmlc_plan_add(&s->plan[r], HPMLC_RING_GATHER, all, 0, n);
+        else hpmlc_plan_add(&s->plan[r], HPMLC_RING_GATHER, hpmlc_everyone(p, r, 0), 0, n);
     }
     const hpmlc_phase *f = &s->plan[0].phase[0];
     bool ring = f->team.size == p && (f->kind == HPMLC_RING_SCATTER || f->kind == HPMLC_RING_GATHER);
-    if (s->plain) hpmlc_sim_queue(s);
-    else if (kind == HPMLC_SIM_ALL_TO_ALL && hpmlc_sim_alike(s)) hpmlc_sim_all_to_all(s);
-    else if (kind == HPMLC_SIM_ALLREDUCE && ring && !s->mixed) hpmlc_sim_ring(s, 2 * (p - 1));
-    else if (kind == HPMLC_SIM_ALLGATHER && !s->mixed) hpmlc_sim_ring(s, p - 1);
+    if (kind == HPMLC_SIM_ALL_TO_ALL && !s->plain && hpmlc_sim_alike(s)) hpmlc_sim_all_to_all(s);
+    else if (kind != HPMLC_SIM_ALL_TO_ALL && !s->plain && ring && !s->mixed)
+        hpmlc_sim_ring(s, kind == HPMLC_SIM_ALLREDUCE ? 2 * (p - 1) : p - 1);
     else hpmlc_sim_queue(s);
     return !s->failed;
 }
