@@ -2602,20 +2602,16 @@ HPMLC_FN void hpmlc_divide_f32(float *x, int64_t n, float p)
     for (int64_t j = 0; j < n; j++) x[j] /= p;
 }
 
+#define HPMLC_DIVIDE(type, wide, read, write) \
+    for (type *x = (type *)data, *end = x + n; x < end; x++) *x = write(read(*x) / (wide)p)
 HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 {
-    double   *f64  = (double *)data;
-    uint16_t *bf16 = (uint16_t *)data;
-    int32_t  *i32  = (int32_t *)data;
-    int64_t  *i64  = (int64_t *)data;
     switch (e) {
     case HPML_ELEMENT_F32: hpmlc_divide_f32((float *)data, n, (float)p); break;
-    case HPML_ELEMENT_F64: for (int64_t i = 0; i < n; i++) f64[i] /= p; break;
-    case HPML_ELEMENT_BF16:
-        for (int64_t i = 0; i < n; i++) bf16[i] = hpmlc_to_bf16(hpmlc_from_bf16(bf16[i]) / (float)p);
-        break;
-    case HPML_ELEMENT_I32: for (int64_t i = 0; i < n; i++) i32[i] /= p; break;
-    case HPML_ELEMENT_I64: for (int64_t i = 0; i < n; i++) i64[i] /= p; break;
+    case HPML_ELEMENT_F64: HPMLC_DIVIDE(double, double, HPMLC_SAME, HPMLC_SAME); break;
+    case HPML_ELEMENT_BF16: HPMLC_DIVIDE(uint16_t, float, hpmlc_from_bf16, hpmlc_to_bf16); break;
+    case HPML_ELEMENT_I32: HPMLC_DIVIDE(int32_t, int32_t, HPMLC_SAME, HPMLC_SAME); break;
+    case HPML_ELEMENT_I64: HPMLC_DIVIDE(int64_t, int64_t, HPMLC_SAME, HPMLC_SAME); break;
     case HPML_ELEMENT_BYTE: break;
     }
 }
