@@ -230,7 +230,8 @@ typedef struct hpml_transport {
     void (*block)(hpml_comm *c, hpml_message *m, double until); /* sleeps until something may have changed */
     void (*abandon)(hpml_comm *c, hpml_message *m); /* after this rank has failed: nobody touches its data any more */
     void (*tell)(hpml_comm *c, const char *text); /* this rank has failed: the others' waits end */
-    hpml_status (*split)(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count, int color); /* collective */
+    /* Collective; part NULL: this rank is in none (MPI). */
+    hpml_status (*split)(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count, int color);
     void (*close)(hpml_comm *c);
     hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int dtype, int op); /* optional: native */
     size_t piece; /* AUTO sums large arrays in pieces of as many bytes, which stay in the caches; 0: whole */
@@ -1533,8 +1534,7 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { r
 struct hpmlc_mpi {
     MPI_Comm       comm;
     hpml_message  *sending; /* sends of many pieces, and those behind them; oldest first */
-    int            level;   /* of thread support */
-    bool           shared;  /* all below belongs to the first communicator */
+    /* The first communicator's, for all that were split from it: */
     MPI_Errhandler before;  /* the world's, given back in the end */
     MPI_Comm       words;
     char          *heard;   /* (world size) 0, 'L' left, 'F' failed */
@@ -1544,6 +1544,7 @@ struct hpmlc_mpi {
     char           mine[2][HPMLC_WORD]; /* my words, while they are being sent: the last one, before it 'W' */
     bool           told;
     bool           roomy;   /* a core for each rank of this node */
+    int            level;   /* of thread support */
 #ifndef HPML_NO_THREADS
     pthread_mutex_t lock;
 #endif
@@ -1557,20 +1558,23 @@ HPMLC_FN void hpmlc_mpi_lock(hpml_comm *c HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_mpi_unlock(hpml_comm *c HPMLC_UNUSED) {}
 #endif
 
-HPMLC_FN void hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
+/* m NULL: of an allreduce. */
+HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
 {
     char text[MPI_MAX_ERROR_STRING];
     int  length = 0, kind = 0;
     MPI_Error_string(code, text, &length);
     MPI_Error_class(code, &kind);
+    if (!m)
+        return hpmlc_fail(c, HPML_ERR_COMM, "allreduce (native): MPI says: %.*s; all ranks must pass the same counts",
+                          length, text);
     m->done = true;
-    if (kind == MPI_ERR_TRUNCATE)
-        m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent more than the %zu bytes that rank %d expected; all "
-                               "ranks must pass the same counts", c->doing, c->origin[m->peer], m->bytes,
-                               c->origin[c->rank]);
-    else
-        m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s with rank %d: MPI says: %.*s", c->doing, c->origin[m->peer],
-                               length, text);
+    if (kind != MPI_ERR_TRUNCATE)
+        return m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s with rank %d: MPI says: %.*s", c->doing,
+                                      c->origin[m->peer], length, text);
+    return m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent more than the %zu bytes that rank %d expected; "
+                                  "all ranks must pass the same counts", c->doing, c->origin[m->peer], m->bytes,
+                                  c->origin[c->rank]);
 }
 
 /* A message's requests lie in native[], which have room for one handle each, whatever MPI it is. */
@@ -1673,14 +1677,15 @@ HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 // >>mpi-words   who has failed, who has left; creating and closing
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Listens for words; lock held. */
-HPMLC_FN void hpmlc_mpi_listen(hpml_comm *first)
+/* Listens for words. */
+HPMLC_FN void hpmlc_mpi_listen(hpml_comm *c)
 {
-    hpmlc_mpi *x = first->mpi;
+    hpmlc_mpi *x = c->first->mpi;
+    hpmlc_mpi_lock(c);
     for (int there = 1; there;) {
         char       word[HPMLC_WORD];
         MPI_Status status;
-        if (MPI_Iprobe(MPI_ANY_SOURCE, 0, x->words, &there, &status) != MPI_SUCCESS || !there) return;
+        if (MPI_Iprobe(MPI_ANY_SOURCE, 0, x->words, &there, &status) != MPI_SUCCESS || !there) break;
         MPI_Recv(word, HPMLC_WORD, MPI_BYTE, status.MPI_SOURCE, 0, x->words, MPI_STATUS_IGNORE);
         word[HPMLC_WORD - 1] = 0;
         if (word[0] == 'W') {
@@ -1693,6 +1698,7 @@ HPMLC_FN void hpmlc_mpi_listen(hpml_comm *first)
             x->failed = status.MPI_SOURCE + 1;
         }
     }
+    hpmlc_mpi_unlock(c);
 }
 
 HPMLC_FN void hpmlc_mpi_say(hpml_comm *c, char kind, const char *text)
@@ -1755,9 +1761,7 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 {
     hpmlc_mpi *x    = c->first->mpi;
     int        peer = c->origin[m->peer];
-    hpmlc_mpi_lock(c);
-    hpmlc_mpi_listen(c->first);
-    hpmlc_mpi_unlock(c);
+    hpmlc_mpi_listen(c);
     if (x->failed || x->heard[peer] == 'L') {
         if (!x->failed) hpmlc_mpi_test(c, m); /* it may have sent this before it left */
         if (m->done) return;
@@ -1778,15 +1782,13 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
 {
     hpmlc_mpi *x = c->mpi;
-    if (!x->shared) {
+    if (c == c->first) {
         bool   failed = hpml_ctx_status(c->ctx) != HPML_OK, all = false;
         double limit  = hpml_now() + (failed ? 5 : c->timeout < 0 ? 60 : c->timeout);
         hpmlc_mpi_say(c, failed ? 'F' : 'L', failed ? hpml_ctx_error(c->ctx) : "");
         while (!all && hpml_now() < limit) {
             all = true;
-            hpmlc_mpi_lock(c);
             hpmlc_mpi_listen(c);
-            hpmlc_mpi_unlock(c);
             for (int i = 0; i < c->size; i++) all = all && (i == c->rank || x->heard[i]);
             if (!all) hpmlc_nap(100e-6);
         }
@@ -1798,7 +1800,7 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     if (hpml_ctx_status(c->ctx) == HPML_OK) MPI_Comm_free(&x->comm);
     hpmlc_mpi_unlock(c);
 #ifndef HPML_NO_THREADS
-    if (!x->shared) pthread_mutex_destroy(&x->lock);
+    if (c == c->first) pthread_mutex_destroy(&x->lock);
 #endif
 }
 
@@ -1807,13 +1809,14 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
 {
     MPI_Comm comm;
     hpmlc_mpi_lock(c);
-    int code = MPI_Comm_split(c->mpi->comm, color, part->rank, &comm);
-    if (code == MPI_SUCCESS) MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
+    int code = MPI_Comm_split(c->mpi->comm, part ? color : MPI_UNDEFINED, part ? part->rank : 0, &comm);
+    if (part && code == MPI_SUCCESS) MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
     hpmlc_mpi_unlock(c);
+    if (!part) return HPML_OK;
     /* Memory after what all ranks must take part in. */
     part->mpi = (hpmlc_mpi *)hpml_ctx_alloc(c->ctx, sizeof *part->mpi, NULL);
     if (!part->mpi) return hpml_ctx_status(c->ctx);
-    part->mpi->shared = true, part->mpi->level = c->mpi->level, part->mpi->comm = comm;
+    part->mpi->comm = comm;
     return code == MPI_SUCCESS ? HPML_OK : hpmlc_fail(c, HPML_ERR_COMM, "MPI_Comm_split gave error %d", code);
 }
 
@@ -1822,14 +1825,13 @@ HPMLC_FN hpml_status hpmlc_mpi_native_wait(hpml_comm *c, int code, MPI_Request *
 {
     hpmlc_mpi *x     = c->first->mpi;
     double     limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout;
-    int        there = 0, length = 0;
-    char       text[MPI_MAX_ERROR_STRING];
+    int        there = 0;
     while (code == MPI_SUCCESS && !there) {
         hpmlc_mpi_lock(c);
         for (int turn = 0; turn < 64 && code == MPI_SUCCESS && !there; turn++)
             code = MPI_Test(request, &there, MPI_STATUS_IGNORE);
-        hpmlc_mpi_listen(c->first);
         hpmlc_mpi_unlock(c);
+        hpmlc_mpi_listen(c);
         if (there || code != MPI_SUCCESS) break;
         if (x->failed) return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
         if (hpml_now() > limit)
@@ -1840,10 +1842,7 @@ HPMLC_FN hpml_status hpmlc_mpi_native_wait(hpml_comm *c, int code, MPI_Request *
         sched_yield();
 #endif
     }
-    if (code == MPI_SUCCESS) return HPML_OK;
-    MPI_Error_string(code, text, &length);
-    return hpmlc_fail(c, HPML_ERR_COMM, "allreduce (native): MPI says: %.*s; all ranks must pass the same counts",
-                      length, text);
+    return code == MPI_SUCCESS ? HPML_OK : hpmlc_mpi_error(c, NULL, code);
 }
 
 HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, int element, int op)
@@ -1897,21 +1896,18 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     MPI_Comm given;
     MPI_Initialized(&on);
     MPI_Finalized(&over);
-    if (!on || over) {
-        hpml_ctx_fail(ctx, HPML_ERR_STATE, "comm: MPI is %s; call MPI_Init before hpml_comm_create and free "
-                      "the context before MPI_Finalize, or use hpml_launch once", over ? "over" : "not initialized");
-        return NULL;
-    }
+    if (!on || over)
+        return hpml_ctx_fail(ctx, HPML_ERR_STATE, "comm: MPI is %s; call MPI_Init before hpml_comm_create and free "
+                             "the context before MPI_Finalize, or use hpml_launch once",
+                             over ? "over" : "not initialized"), (hpml_comm *)NULL;
     given = d->mpi_comm ? *(MPI_Comm *)d->mpi_comm : MPI_COMM_WORLD;
     MPI_Comm_rank(given, &rank);
     MPI_Comm_size(given, &size);
     MPI_Query_thread(&level);
-    if (!d->mpi_comm && size == 1 && launched > 1) {
-        hpml_ctx_fail(ctx, HPML_ERR_COMM, "comm: the launcher started %d processes but MPI says each is alone: mpiexec "
-                      "and libmpi are of different MPIs, or this is the MPICH of Ubuntu 24.04. Use the mpiexec that "
-                      "belongs to your mpicc", launched);
-        return NULL;
-    }
+    if (!d->mpi_comm && size == 1 && launched > 1)
+        return hpml_ctx_fail(ctx, HPML_ERR_COMM, "comm: the launcher started %d processes but MPI says each is alone: "
+                             "mpiexec and libmpi are of different MPIs, or this is the MPICH of Ubuntu 24.04. Use the "
+                             "mpiexec that belongs to your mpicc", launched), (hpml_comm *)NULL;
     hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_mpi_transport, rank, size);
     hpmlc_mpi *x = c ? (hpmlc_mpi *)hpml_ctx_alloc(ctx, sizeof *x, NULL) : NULL;
     int        ready = x && (x->heard = (char *)hpml_ctx_alloc(ctx, (size_t)size, NULL)) != NULL &&
@@ -2282,16 +2278,8 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
             ranks[at] = i;
             count++;
         }
-        if (color < 0) hpml_barrier(c);
-#ifdef HPML_USE_MPI
-        if (color < 0 && c->mpi && hpml_ctx_status(c->ctx) == HPML_OK) { /* MPI wants everybody */
-            MPI_Comm none;
-            hpmlc_mpi_lock(c);
-            MPI_Comm_split(c->mpi->comm, MPI_UNDEFINED, 0, &none);
-            hpmlc_mpi_unlock(c);
-        }
-#endif
         if (color >= 0) part = hpmlc_part(c, c->ctx, ranks, count, color);
+        else if (hpml_barrier(c) == HPML_OK && c->mpi) c->t->split(c, NULL, NULL, 0, color); /* MPI wants everybody */
     }
     hpml_ctx_release(c->ctx, all);
     return part;
@@ -3059,7 +3047,7 @@ HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 {
     hpml_world *w = hpmlc_world_of(b->c);
 #ifdef HPML_USE_MPI
-    if (b->c->mpi && b->c->mpi->level < MPI_THREAD_SERIALIZED) return;
+    if (b->c->mpi && b->c->first->mpi->level < MPI_THREAD_SERIALIZED) return;
 #endif
     hpmlc_gate_init(&b->worker);
     hpmlc_gate_init(&b->waiter);
