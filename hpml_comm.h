@@ -2179,11 +2179,9 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
 {
     hpml_comm *c = NULL;
     if (!ctx) return NULL;
-    if (!desc || desc->_begin || desc->_end) {
-        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm desc: %s",
-                      desc ? "canary is not zero; zero the struct before you set fields" : "none given");
-        return NULL;
-    }
+    if (!desc || desc->_begin || desc->_end)
+        return hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm desc: %s", desc ? "canary is not zero; zero the struct "
+                             "before you set fields" : "none given"), (hpml_comm *)NULL;
     switch (desc->transport) {
 #ifndef HPML_NO_THREADS
     case HPML_TRANSPORT_THREADS: c = hpmlc_threads_create(ctx, desc); break;
@@ -2216,8 +2214,7 @@ HPMLC_FN void hpmlc_comm_drop(void *object)
 {
     hpml_comm *c = (hpml_comm *)object;
     if (!c->t) return;
-    if (hpml_ctx_status(c->ctx) != HPML_OK) hpmlc_tell(c, hpml_ctx_error(c->ctx));
-    hpml_comm_set_link(c, NULL);
+    hpml_comm_set_link(c, NULL); /* tells the others of a failure, too */
     hpmlc_background_stop(c);
     if (c->t->close) c->t->close(c);
     c->t = NULL;
@@ -2672,12 +2669,10 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
 HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const hpmlc_signature *mine, int tag)
 {
     hpmlc_signature theirs;
+    hpmlc_plan      tell;
     char            verdict[192] = { 0 };
     hpml_status     status = HPML_OK;
-    if (c->rank > 0) {
-        hpmlc_round(c, tag, 0, (const char *)mine, sizeof *mine, -1, NULL, 0, NULL);
-        status = hpmlc_round(c, tag, -1, NULL, 0, 0, verdict, sizeof verdict, NULL);
-    }
+    if (c->rank > 0) status = hpmlc_round(c, tag, 0, (const char *)mine, sizeof *mine, -1, NULL, 0, NULL);
     for (int i = 1; c->rank == 0 && i < c->size && status == HPML_OK; i++) {
         status = hpmlc_round(c, tag, -1, NULL, 0, i, (char *)&theirs, sizeof theirs, NULL);
         if (status == HPML_OK && memcmp(&theirs, mine, sizeof theirs) != 0 && !verdict[0])
@@ -2686,8 +2681,9 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const hpmlc_signature *mine, int 
                      (long long)mine->count, mine->element, mine->op, mine->algorithm, c->origin[i], theirs.name,
                      (long long)theirs.count, theirs.element, theirs.op, theirs.algorithm);
     }
-    for (int i = 1; c->rank == 0 && i < c->size && status == HPML_OK; i++)
-        status = hpmlc_round(c, tag, i, verdict, sizeof verdict, -1, NULL, 0, NULL);
+    tell.count = 0, tell.level = NULL;
+    hpmlc_plan_add(&tell, HPMLC_STAR_DOWN, hpmlc_everyone(c->size, c->rank, 0), 0, sizeof verdict);
+    if (status == HPML_OK) status = hpmlc_run(c, &tell, verdict, HPML_ELEMENT_BYTE, -1, tag);
     if (status != HPML_OK) return status;
     return verdict[0] ? hpml_ctx_fail(c->ctx, HPML_ERR_COMM, "rank %d: %s", c->origin[c->rank], verdict) : HPML_OK;
 }
@@ -2700,13 +2696,13 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, int element,
     if (n < 0) return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s of %lld elements", name, (long long)n), -1;
     tag = HPMLC_TAG_COLLECTIVE + (int)(c->sequence++ % HPMLC_TAGS);
     c->doing = name;
-    c->round = 0;
     if (c->check && c->size > 1) {
         HPMLC_ZERO(hpmlc_signature, s);
         snprintf(s.name, sizeof s.name, "%s", name);
         s.count = n, s.element = element, s.op = op, s.algorithm = algorithm, s.sequence = (int32_t)c->sequence;
         if (hpmlc_check(c, &s, tag) != HPML_OK) return -1;
     }
+    c->round = 0;
     c->since = hpml_comm_now(c);
     return tag;
 }
