@@ -3662,21 +3662,23 @@ HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *
     else hpml_packing_decode(&it->packing, out, packed, rows);
 }
 
-/* 1. Packs all rows, stripe by stripe, into the messages. 0: all was finite, else hpml_exchange.bad. */
-HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
+/* 1. Packs all rows, stripe by stripe, into the messages. `back`: the end of 5., from the sums. 0: all was finite, else
+   hpml_exchange.bad. */
+HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x, bool back)
 {
     int     p = c->size;
     int64_t bad = 0;
     for (int r = 0; r < p; r++) {
-        char *at = x->out + x->out_at[r] + HPMLC_HEAD;
-        for (int l = 0; l < x->d.leaves; l++)
+        char *at = (back ? x->sums + x->sum_at[r] : x->out + x->out_at[r]) + HPMLC_HEAD;
+        for (int l = 0; l < (back ? 1 : x->d.leaves); l++)
             for (int i = 0; i < x->d.count; i++) {
                 hpmlc_item *it = &x->item[i];
                 if (it->plain) continue;
-                int64_t      row = hpmlc_stripe(it, p, r), rows = hpmlc_stripe(it, p, r + 1) - row;
-                float       *e = it->residual ? it->residual + (l * it->g.rows + row) * it->g.cols : NULL;
-                const float *g = it->g.data + l * x->d.leaf_step + row * it->g.cols;
-                if (rows > 0 && hpmlc_encode(x, it, at, e, g, rows) != HPML_OK && (!bad || i < bad >> 20))
+                int64_t row = hpmlc_stripe(it, p, r), rows = hpmlc_stripe(it, p, r + 1) - row;
+                float  *e = it->residual ? it->residual + (l * it->g.rows + row) * it->g.cols : NULL;
+                float  *g = it->g.data + l * x->d.leaf_step + row * it->g.cols;
+                if (back) hpmlc_decode(x, it, g, at, rows, false);
+                else if (rows > 0 && hpmlc_encode(x, it, at, e, g, rows) != HPML_OK && (!bad || i < bad >> 20))
                     bad = hpmlc_bad(c, i);
                 at += hpmlc_stripe_size(it, p, r);
             }
@@ -3727,20 +3729,6 @@ HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
     return bad;
 }
 
-/* The end of 5. */
-HPMLC_FN void hpmlc_exchange_unpack(hpml_comm *c, hpml_exchange *x)
-{
-    for (int r = 0; r < c->size; r++) {
-        const char *at = x->sums + x->sum_at[r] + HPMLC_HEAD;
-        for (int i = 0; i < x->d.count; i++) {
-            hpmlc_item *it = &x->item[i];
-            if (it->plain) continue;
-            int64_t row = hpmlc_stripe(it, c->size, r), rows = hpmlc_stripe(it, c->size, r + 1) - row;
-            hpmlc_decode(x, it, it->g.data + row * it->g.cols, at, rows, false);
-            at += hpmlc_stripe_size(it, c->size, r);
-        }
-    }
-}
 
 /* 2. and 5. Everybody with everybody: in round k with the rank k further on. same: all get my own part of `out`. */
 HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *out, const size_t *out_at,
@@ -3762,7 +3750,7 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size, me = c->rank;
     double  start = hpml_comm_now(c);
-    int64_t bad = hpmlc_exchange_pack(c, x), sum;
+    int64_t bad = hpmlc_exchange_pack(c, x, false), sum;
     for (int r = 0; r < p; r++) memcpy(x->out + x->out_at[r], &bad, sizeof bad);
     hpml_trace_span(c->trace, HPML_LANE_COMM, "pack", start, hpml_comm_now(c));
     hpml_status status = hpmlc_exchange_move(c, "stripes", x->out, x->out_at, false, x->in, x->in_at);
@@ -3775,7 +3763,7 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
     if (status != HPML_OK) return status;
     bad = 0;
     for (int r = 0; r < p; r++) hpmlc_exchange_hear(&bad, x->sums + x->sum_at[r]);
-    hpmlc_exchange_unpack(c, x);
+    hpmlc_exchange_pack(c, x, true);
     x->bad = bad;
     return bad ? HPML_ERR_NONFINITE : HPML_OK;
 }
@@ -4114,7 +4102,7 @@ HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
     hpml_comm              *c    = x->c;
     const hpml_device_link *l    = &c->link;
     bool                    mean = x->d.reduce == HPML_MEAN;
-    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x) : 0;
+    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x, false) : 0;
     hpml_status status = l->begin(l->user);
     if (status == HPML_OK && x->packed > 0) status = l->move(l->user, x->out, x->out_at, false, x->in, x->in_at);
     if (status == HPML_OK && x->span) status = l->allreduce(l->user, x->span, x->plain, mean);
@@ -4152,7 +4140,7 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
     if (status == HPML_OK) status = l->end(l->user);
     if (status == HPML_OK) status = hpmlc_linked_wait(c, check);
     for (int i = 0; i < count && status == HPML_OK; i++)
-        if (x[i]->packed > 0) hpmlc_exchange_unpack(c, x[i]);
+        if (x[i]->packed > 0) hpmlc_exchange_pack(c, x[i], true);
     return status;
 }
 
