@@ -5646,7 +5646,7 @@ typedef enum hpmlc_sim_kind { HPMLC_SIM_ALLREDUCE, HPMLC_SIM_ALL_TO_ALL, HPMLC_S
 typedef struct hpmlc_sim {
     hpml_comm         layout;             /* what a communicator knows of them */
     int               p, nodes, per_node; /* per_node: 0 where nodes are not all alike */
-    bool              spread, mixed;      /* mixed: neighbours in a ring are on different nodes, several on each */
+    bool              mixed;              /* neighbours in a ring are on different nodes, several on each */
     bool              plain;              /* no short cuts; for tests */
     double            latency[2], rate[2]; /* inside, between: seconds, seconds a byte */
     int32_t          *node;               /* (p) */
@@ -5674,20 +5674,10 @@ HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
     free(s->node), free(s->clock), free(s->bytes), free(s->plan), free(s->phase), free(s->queue), free(s->letter);
 }
 
-HPMLC_FN void hpmlc_sim_layout(hpmlc_sim *s, const hpml_network *net)
-{
-    hpml_comm *c = &s->layout;
-    c->size = s->p, c->node = s->node, c->agent = (hpmlc_agent *)(void *)s; /* only tells AUTO that time is virtual */
-    hpmlc_comm_links(c, net, s->nodes);
-    hpmlc_comm_layout(c);
-    s->spread   = c->spread;
-    s->mixed    = c->spread || c->per_node == 0;
-    s->per_node = c->per_node > 0 && s->p % c->per_node == 0 ? c->per_node : 0;
-}
-
 HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
 {
-    size_t n = (size_t)p;
+    hpml_comm *c = &s->layout;
+    size_t     n = (size_t)p;
     memset(s, 0, sizeof *s);
     s->p           = p;
     s->nodes       = hpmlc_network_nodes(net, p);
@@ -5707,13 +5697,19 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->out   = s->clock + n, s->in = s->out + cards, s->work = s->in + cards, s->messages = s->bytes + n;
     s->round = s->phase + n, s->want = s->round + n, s->first = s->want + n, s->last = s->first + n;
     for (int r = 0; r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r);
-    hpmlc_sim_layout(s, net);
+    c->size = p, c->node = s->node, c->agent = (hpmlc_agent *)(void *)s; /* only tells AUTO that time is virtual */
+    hpmlc_comm_links(c, net, s->nodes);
+    hpmlc_comm_layout(c);
+    s->mixed    = c->spread || c->per_node == 0;
+    s->per_node = c->per_node > 0 && p % c->per_node == 0 ? c->per_node : 0;
     return true;
 }
 
-/* Where a rank stands within its node, and the rank that stands there on the first node. Nodes all alike. */
-HPMLC_FN int hpmlc_sim_place(const hpmlc_sim *s, int rank) { return s->spread ? rank / s->nodes : rank % s->per_node; }
-HPMLC_FN int hpmlc_sim_rank(const hpmlc_sim *s, int place) { return s->spread ? place * s->nodes : place; }
+/* Who stands for a rank where nodes are all alike: the one in the same place on the first node; on one node rank 0. */
+HPMLC_FN int hpmlc_sim_stand(const hpmlc_sim *s, int rank)
+{
+    return s->nodes == 1 ? 0 : s->layout.spread ? rank - s->node[rank] : rank % s->per_node;
+}
 
 /* The cards of a message: its own ranks' inside a node, else the nodes'. */
 HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far) { return far ? s->p + s->node[rank] : rank; }
@@ -5828,17 +5824,17 @@ HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
     s->last[r] = i;
 }
 
-/* Receives what is there, round by round, until rank r wants to send (then it queues), must wait, or is through. */
-HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r)
+/* Receives what is there, round by round, until rank r wants to send (then it queues), must wait, or is through. sent:
+   m is this round's move, and its message on its way; else m is scratch. */
+HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r, hpml_move *m, bool sent)
 {
-    hpml_move m;
-    for (; hpmlc_sim_move(s, r, &m); s->round[r]++) {
-        if (m.to >= 0) {
+    for (; sent || hpmlc_sim_move(s, r, m); s->round[r]++, sent = false) {
+        if (m->to >= 0 && !sent) {
             hpmlc_sim_push(s, r);
             return;
         }
-        if (m.from >= 0 && !hpmlc_sim_take(s, r, m.from)) {
-            s->want[r] = m.from;
+        if (m->from >= 0 && !hpmlc_sim_take(s, r, m->from)) {
+            s->want[r] = m->from;
             return;
         }
     }
@@ -5846,29 +5842,24 @@ HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r)
 
 HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 {
+    hpml_move m, other;
     s->queued = 0;
     for (int r = 0; r < s->p; r++) {
         s->phase[r] = s->round[r] = 0;
         s->want[r] = s->first[r] = s->last[r] = -1;
     }
-    for (int r = 0; r < s->p; r++) hpmlc_sim_go_on(s, r);
+    for (int r = 0; r < s->p; r++) hpmlc_sim_go_on(s, r, &m, false);
     while (s->queued > 0 && !s->failed) {
-        hpml_move m;
-        int       r = hpmlc_sim_pop(s);
+        int r = hpmlc_sim_pop(s);
         hpmlc_sim_move(s, r, &m);
         double arrival = hpmlc_sim_send(s, r, m.to, m.out_count * (int64_t)s->size);
         if (s->want[m.to] == r) { /* is waiting for just this */
             if (s->clock[m.to] < arrival) s->clock[m.to] = arrival;
             s->want[m.to] = -1;
             s->round[m.to]++;
-            hpmlc_sim_go_on(s, m.to);
+            hpmlc_sim_go_on(s, m.to, &other, false);
         } else hpmlc_sim_keep(s, m.to, r, arrival);
-        if (m.from >= 0 && !hpmlc_sim_take(s, r, m.from)) {
-            s->want[r] = m.from;
-            continue;
-        }
-        s->round[r]++;
-        hpmlc_sim_go_on(s, r);
+        hpmlc_sim_go_on(s, r, &m, true);
     }
 }
 
@@ -5928,9 +5919,8 @@ HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
 {
     if (s->per_node == 0) return false;
     for (int r = 0; r < s->p; r++) {
-        int i = s->nodes == 1 ? 0 : hpmlc_sim_rank(s, hpmlc_sim_place(s, r));
-        if (s->clock[r] != s->clock[i]) return false;
-        if (s->out[r] != s->out[i] || s->in[r] != s->in[i]) return false;
+        int i = hpmlc_sim_stand(s, r);
+        if (s->clock[r] != s->clock[i] || s->out[r] != s->out[i] || s->in[r] != s->in[i]) return false;
     }
     for (int i = s->p + 1; i < s->p + s->nodes; i++)
         if (s->out[i] != s->out[s->p]) return false;
@@ -5942,21 +5932,20 @@ HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
 HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
 {
     int     p = s->p, m = s->nodes == 1 ? 1 : s->per_node;
-    double *arrival = s->work, busy = (double)((s->n + p - 1) / p * (int64_t)s->size); /* (m) */
+    double *arrival = s->work, busy = (double)((s->n + p - 1) / p * (int64_t)s->size); /* (p) */
     double  card = s->out[p];
-    int    *order = s->want; /* (m) places by clock */
-    for (int j = 0; j < m; j++) order[j] = j;
+    int    *order = s->want; /* (m) those who stand for others, by clock */
+    for (int j = 0; j < m; j++) order[j] = s->layout.spread ? j * s->nodes : j;
     for (int k = 1; k < p; k++) {
         for (int j = 1; j < m; j++) { /* by insertion: there is little to move */
-            int place = order[j], i = j;
-            double clock = s->clock[hpmlc_sim_rank(s, place)];
-            for (; i > 0 && s->clock[hpmlc_sim_rank(s, order[i - 1])] > clock; i--) order[i] = order[i - 1];
-            order[i] = place;
+            int r = order[j], i = j;
+            for (; i > 0 && s->clock[order[i - 1]] > s->clock[r]; i--) order[i] = order[i - 1];
+            order[i] = r;
         }
         for (int j = 0; j < m; j++) {
-            int     r = hpmlc_sim_rank(s, order[j]), to = (r + k) % p, at = s->nodes == 1 ? 0 : hpmlc_sim_place(s, to);
+            int     r = order[j], to = (r + k) % p, at = hpmlc_sim_stand(s, to);
             bool    far = s->node[r] != s->node[to];
-            double *out = far ? &card : &s->out[r], *in = far ? &card : &s->in[hpmlc_sim_rank(s, at)];
+            double *out = far ? &card : &s->out[r], *in = far ? &card : &s->in[at];
             double  start = s->clock[r];
             if (start < *out) start = *out;
             if (start < *in) start = *in;
@@ -5964,15 +5953,15 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
             arrival[at] = *out + s->latency[far];
         }
         for (int j = 0; j < m; j++)
-            if (s->clock[hpmlc_sim_rank(s, j)] < arrival[j]) s->clock[hpmlc_sim_rank(s, j)] = arrival[j];
+            if (s->clock[order[j]] < arrival[order[j]]) s->clock[order[j]] = arrival[order[j]];
     }
     for (int i = 0; i < s->nodes; i++) s->out[p + i] = card;
     for (int r = 0; r < p; r++) {
-        int     i = s->nodes == 1 ? 0 : hpmlc_sim_rank(s, hpmlc_sim_place(s, r));
+        int     i = hpmlc_sim_stand(s, r);
         int64_t near_part = 0;
         s->clock[r] = s->clock[i], s->out[r] = s->out[i], s->in[r] = s->in[i];
         for (int j = 0; j < s->per_node; j++) {
-            int to = s->spread ? s->node[r] + j * s->nodes : r - r % s->per_node + j;
+            int to = s->layout.spread ? s->node[r] + j * s->nodes : r - r % s->per_node + j;
             near_part += hpmlc_sim_block(s, to);
         }
         s->messages[r] += p - 1;
@@ -5990,7 +5979,7 @@ HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a
     if (a == HPML_AUTO && kind == HPMLC_SIM_ALLREDUCE) a = hpml_comm_choose(&s->layout, n * (int64_t)size);
     for (int r = 0; r < p && kind != HPMLC_SIM_ALL_TO_ALL; r++) {
         s->plan[r].count = 0;
-        if (kind == HPMLC_SIM_ALLREDUCE) hpmlc_plan_make(&s->plan[r], a, p, s->layout.per_node, s->spread, r, n);
+        if (kind == HPMLC_SIM_ALLREDUCE) hpmlc_plan_make(&s->plan[r], a, p, s->layout.per_node, s->layout.spread, r, n);
         else hpmlc_plan_add(&s->plan[r], HPMLC_RING_GATHER, hpmlc_everyone(p, r, 0), 0, n);
     }
     const hpmlc_phase *f = &s->plan[0].phase[0];
