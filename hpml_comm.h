@@ -1909,9 +1909,10 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
                              "mpiexec and libmpi are of different MPIs, or this is the MPICH of Ubuntu 24.04. Use the "
                              "mpiexec that belongs to your mpicc", launched), (hpml_comm *)NULL;
     hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_mpi_transport, rank, size);
-    hpmlc_mpi *x = c ? (hpmlc_mpi *)hpml_ctx_alloc(ctx, sizeof *x, NULL) : NULL;
-    int        ready = x && (x->heard = (char *)hpml_ctx_alloc(ctx, (size_t)size, NULL)) != NULL &&
-                (x->awaits = (double *)hpml_ctx_alloc(ctx, 2 * sizeof(double) * (size_t)size, NULL)) != NULL;
+    hpmlc_mpi *x = (hpmlc_mpi *)hpml_ctx_alloc(ctx, sizeof *x, NULL);
+    if (x) x->heard = (char *)hpml_ctx_alloc(ctx, (size_t)size, NULL);
+    if (x) x->awaits = (double *)hpml_ctx_alloc(ctx, 2 * sizeof(double) * (size_t)size, NULL);
+    int        ready = hpml_ctx_status(ctx) == HPML_OK;
     MPI_Comm   pair[2];
     MPI_Comm_dup(given, &pair[0]);
     MPI_Comm_dup(given, &pair[1]);
@@ -3382,8 +3383,8 @@ typedef struct hpmlc_item {
     float        *stripe;         /* (my_rows, cols) or NULL */
     int64_t       my_row, my_rows; /* of this rank's stripe */
     int64_t       at;             /* plain: where it begins in fused or span */
-    float        *p, *q, *work;   /* LOWRANK: P (rows, r), Q (cols, r), M (rows, cols). TOPK: u (n), the pairs of all
-                                     ranks (p, k, 2), magnitudes (n) */
+    float        *p, *q, *work;   /* behind it: LOWRANK: P (rows, r), Q (cols, r), M (rows, cols). TOPK: u (n), the
+                                     pairs of all ranks (p, k, 2), magnitudes (n) */
 } hpmlc_item;
 
 /* Arrays that may live on a device. `open` gives n floats of one on the host: where they are, or a copy in the window,
@@ -3631,8 +3632,8 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
     if (!x) return;
     hpml_ctx *ctx = x->c->ctx;
     for (int i = 0; i < x->d.count; i++) {
-        float *own[] = { x->item[i].residual, x->item[i].stripe, x->item[i].p, x->item[i].q, x->item[i].work };
-        for (size_t k = 0; k < sizeof own / sizeof own[0]; k++) hpmlc_exchange_release(x, own[k]);
+        hpmlc_exchange_release(x, x->item[i].residual);
+        hpmlc_exchange_release(x, x->item[i].stripe);
     }
     char *messages[] = { x->out, x->in, x->sums };
     for (size_t k = 0; k < sizeof messages / sizeof messages[0]; k++) hpmlc_exchange_release(x, messages[k]);
@@ -3658,8 +3659,7 @@ HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *
 {
     const hpml_backend *b = x->reach.device;
     if (b) b->decode(x->reach.at, x->c->ctx, &it->packing, out, packed, rows, add);
-    else if (add) hpml_packing_decode_add(&it->packing, out, packed, rows);
-    else hpml_packing_decode(&it->packing, out, packed, rows);
+    else it->packing.codec->decode(&it->packing, out, packed, rows, add);
 }
 
 /* 1. Packs all rows, stripe by stripe, into the messages. `back`: the end of 5., from the sums. 0: all was finite, else
@@ -3954,12 +3954,11 @@ HPMLC_FN bool hpmlc_methods_create(hpml_exchange *x, hpmlc_item *it)
     it->plain = (it->g.rows == 1 || it->g.cols == 1 || n < least) && !x->d.codec.compress_all;
     if (!top && (it->g.rows + it->g.cols) * r >= n) it->plain = true; /* nothing to be saved */
     if (it->plain) return true;
-    it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)n * sizeof(float));
-    it->work     = (float *)hpmlc_exchange_alloc(x, (size_t)n * sizeof(float));
-    it->p        = (float *)hpmlc_exchange_alloc(x, (size_t)(top ? n : it->g.rows * r) * sizeof(float));
-    it->q        = (float *)hpmlc_exchange_alloc(x, (size_t)(top ? 2 * k * p : it->g.cols * r) * sizeof(float));
+    int64_t first = top ? n : it->g.rows * r, second = top ? 2 * k * p : it->g.cols * r;
+    it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(2 * n + first + second) * sizeof(float));
+    if (!it->residual) return false;
+    it->work = it->residual + n, it->p = it->work + n, it->q = it->p + first;
     x->bytes += top ? 8 * k * (p - 1) : 8 * r * (it->g.rows + it->g.cols) * (p - 1) / p;
-    if (!it->residual || !it->work || !it->p || !it->q) return false;
     hpml_rng rng;
     rng.seed = 1, rng.stream = (uint64_t)(it - x->item), rng.counter = 0; /* the same on all ranks */
     if (!top) hpml_rng_fill_normal(&rng, it->q, it->g.cols * r);
@@ -4879,7 +4878,6 @@ HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
     int64_t            at = 0;
     int                p = d->c->size;
     hpml_gradient     *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)d->params, NULL);
-    if (!g) return false;
     d->leaf_all   = (d->d.global_batch + d->d.leaf - 1) / d->d.leaf;
     d->leaf_first = hpml_block(d->leaf_all, p, d->c->rank);
     d->leaf_count = hpml_block(d->leaf_all, p, d->c->rank + 1) - d->leaf_first;
@@ -4889,17 +4887,16 @@ HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
     d->sum     = (int64_t *)hpml_ctx_alloc(d->ctx, (size_t)d->leaf_total * sizeof(int64_t), NULL);
     d->largest = (float *)hpml_ctx_alloc(d->ctx, (size_t)d->params * sizeof(float), NULL);
     d->bucket  = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket, NULL);
-    if (!d->leaf || !d->sum || !d->largest || !d->bucket) return false;
+    if (hpml_ctx_status(d->ctx) != HPML_OK) return false;
     hpmlc_exchange_settings(d, false, &e);
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *t = hpmlc_param(d, i);
         hpml_packing pack;
         d->bucket_of[i] = -1;
-        if (!t->grad && !t->param->buffer) continue;
         hpmlc_gradient_of(t, d->leaf + at, &g[e.count]);
         hpml_status good = hpml_packing_init(&pack, &d->d.codec, g[e.count].rows, g[e.count].cols);
         if (t->grad && good == HPML_OK && !pack.codec->linear) d->bucket_of[i] = 0, e.count++;
-        at += hpml_tensor_count(t);
+        at += hpmlc_leaf_floats(d, i);
     }
     if (e.count > 0) {
         e.tensors = g, e.reduce = HPML_SUM, e.padded = false;
@@ -4999,19 +4996,18 @@ HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
         if (p->grad) d->span = p->grad - d->first + (n + 15) / 16 * 16, d->grad_total += n;
         else if (p->param->buffer) d->buffer_total += n;
     }
-    bool   device = hpml_ctx_backend(ctx) != hpml_backend_cpu(), ok;
+    bool   device = hpml_ctx_backend(ctx) != hpml_backend_cpu();
     size_t span = (size_t)d->span * sizeof(float);
     if (device && hpmlc_dist_linkable(d)) d->link = &d->c->link;
     d->bucket_of = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
     d->stats     = (double *)hpml_ctx_alloc(ctx, sizeof(double) * (size_t)(HPMLC_STATS + d->buffer_total), NULL);
     d->before    = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)(2 * d->buffer_total + 1), NULL);
     d->row       = (hpml_step_row *)hpml_ctx_alloc(ctx, sizeof *d->row * (size_t)d->d.history, NULL);
-    ok = d->bucket_of && d->stats && d->before && d->row;
-    if (ok) d->now = d->before + d->buffer_total;
-    if (ok && d->d.delayed) ok = (d->shadow = (float *)hpml_ctx_alloc(ctx, span, NULL)) != NULL;
-    if (ok && device && !d->link && !d->d.exact) ok = (d->mirror = (float *)hpml_ctx_alloc(ctx, span, NULL)) != NULL;
-    if (ok && device) ok = hpmlc_reach_create(&d->reach, ctx, most);
-    return ok;
+    if (d->d.delayed) d->shadow = (float *)hpml_ctx_alloc(ctx, span, NULL);
+    if (device && !d->link && !d->d.exact) d->mirror = (float *)hpml_ctx_alloc(ctx, span, NULL);
+    if (hpml_ctx_status(ctx) != HPML_OK) return false;
+    d->now = d->before + d->buffer_total;
+    return !device || hpmlc_reach_create(&d->reach, ctx, most);
 }
 
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc)
