@@ -36,15 +36,14 @@
 //     HPML_COMM_IMPLEMENTATION     only this header's body: split builds, where another file has hpml.h's
 //
 // THREADS: a communicator belongs to its rank's thread, as the context it hangs on. With collectives in the background
-// (>>api-async) a thread of the communicator's own works on a twin of it.
+// (>>api-collectives) a thread of the communicator's own works on a twin of it.
 // SAME BITS: results do not depend on timing; every rank gets the same bits. The order of additions, and so the last
 // bit, depends on algorithm and number of ranks, unless you ask for exact sums (>>api-distribute).
 //
 // INDEX (grep '^// >>' hpml_comm.h)
 //     api-comm   ranks and communicators
 //     api-messages   point to point
-//     api-collectives   all ranks together
-//     api-async   collectives in the background
+//     api-collectives   all ranks together, at once or in the background
 //     api-exchange   gradients added up in fewer bytes
 //     api-distribute   synchronous data parallelism
 //     api-simulate   step time on machines you do not have
@@ -74,8 +73,7 @@
 //     search   the largest batch that does not hurt
 //     mix   averaging with neighbours
 //     timeline   one timeline for all ranks
-//     simulate   moves in virtual time
-//     simulate-short   rings and all to all without a queue
+//     simulate   moves in virtual time, by a queue or, for rings and all to all, without
 //     simulate-step   a step of training in virtual time
 #ifndef HPML_COMM_H_INCLUDED
 #define HPML_COMM_H_INCLUDED
@@ -239,7 +237,7 @@ typedef struct hpml_transport {
 } hpml_transport;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-collectives   all ranks together
+// >>api-collectives   all ranks together, at once or in the background
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The ways to add up (n elements, p ranks; a message costs alpha + beta bytes):
@@ -311,10 +309,6 @@ typedef struct hpml_move {
 } hpml_move;
 HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, int rank, int64_t n, int round,
                                   hpml_move *out);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>api-async   collectives in the background
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* Started now, done by a thread of the communicator's own on a twin of it, in the order of starting, which must be the
    same on all ranks (where it is not: hpml_exchange_ready). The array must stay untouched until hpml_job_wait has
@@ -5616,7 +5610,7 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>simulate   moves in virtual time
+// >>simulate   moves in virtual time, by a queue or, for rings and all to all, without
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Every rank has a clock. Ranks that want to send wait in a queue by (clock, rank), as threads do in >>clock, so
@@ -5625,7 +5619,7 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
      ring         each card serves one pair: round by round, without a queue (some ns a message). Where all nodes are
                   alike, what happens on one happens on all: the ranks of one node stand for all
      all to all   the ranks of one node stand for all likewise
-   See >>simulate-short. Tests compare both with the queue. */
+   Tests compare both with the queue. */
 
 typedef struct hpmlc_sim_event {
     double time;
@@ -5858,10 +5852,6 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
         hpmlc_sim_go_on(s, r, &m, true);
     }
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>simulate-short   rings and all to all without a queue
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* How many ranks stand for all of them in a ring: 1, those of a node, or p. Blocks must be equal, or so many that the
    longest may stand for all (the time is an upper bound then). free_at: (p) when the link from i to i + 1 is free. */
