@@ -4740,7 +4740,8 @@ HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
     return p->grad || p->param->buffer ? hpml_tensor_count(p) : 0;
 }
 
-/* Copies between the tensors and one leaf's row of floats. Buffers: how far this leaf moved them, times its samples. */
+/* Copies the tensors to one leaf's row of floats, and notes the largest of each. Buffers: how far this leaf moved them,
+   times its samples. */
 HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
 {
     const float *before = d->before;
@@ -4755,7 +4756,8 @@ HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
             hpmlc_close(&d->reach, p->data, n);
             before += n;
         }
-        row += n;
+        for (const float *end = row + n; row < end; row++)
+            if (fabsf(*row) > d->largest[i] || *row != *row) d->largest[i] = fabsf(*row); /* a NaN stays */
     }
 }
 
@@ -4765,6 +4767,7 @@ HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, fl
     hpml_status status = HPML_OK;
     hpmlc_buffers_copy(d, d->before, false);
     memset(d->leaf, 0, (size_t)(d->leaf_total * d->leaf_count) * sizeof(float));
+    memset(d->largest, 0, (size_t)d->params * sizeof(float));
     for (int64_t l = 0, at = 0; at < samples && status == HPML_OK; l++, at += d->d.leaf) {
         int64_t n = samples - at < d->d.leaf ? samples - at : d->d.leaf;
         status    = hpml_trainer_run_local(d->t, at, n, (float)n, false, &part);
@@ -4798,18 +4801,7 @@ HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
 {
     const hpml_algorithm a = d->d.algorithm;
     int64_t              at = 0, used = 0;
-    for (int i = 0; i < d->params; i++) {
-        int64_t n     = hpmlc_leaf_floats(d, i);
-        d->largest[i] = 0;
-        for (int64_t l = 0; l < d->leaf_count && d->bucket_of[i] < 0; l++)
-            for (int64_t k = 0; k < n; k++) {
-                float g = fabsf(d->leaf[l * d->leaf_total + at + k]);
-                if (!(g <= d->largest[i])) d->largest[i] = g; /* a NaN stays */
-            }
-        at += n;
-    }
-    hpml_status status = hpmlc_reduce_all(d->c, d->largest, d->params, HPML_ELEMENT_F32, HPML_MAX, a);
-    at = 0;
+    hpml_status          status = hpmlc_reduce_all(d->c, d->largest, d->params, HPML_ELEMENT_F32, HPML_MAX, a);
     for (int i = 0; i < d->params && status == HPML_OK; i++) {
         int64_t n = hpmlc_leaf_floats(d, i);
         if (!(d->largest[i] - d->largest[i] == 0)) return hpmlc_dist_blame(d, HPML_ERR_NONFINITE, (int64_t)i << 20);
