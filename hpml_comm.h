@@ -616,21 +616,18 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path);
 } /* extern "C" */
 
 /* In C++ a desc may be passed as an object: hpml_allreduce(comm, x, n, desc). */
-#define HPMLC_REF(ret, name, params, args) \
-    static inline ret name params { return name args; }
-HPMLC_REF(hpml_comm *, hpml_comm_create, (hpml_ctx *c, const hpml_comm_desc &d), (c, &d))
-HPMLC_REF(hpml_status, hpml_launch, (const hpml_launch_desc &d, hpml_rank_fn *fn, void *user, char *error, size_t size),
+#define HPMLC_REF(name, params, args) \
+    static inline auto name params -> decltype(name args) { return name args; }
+HPMLC_REF(hpml_comm_create, (hpml_ctx *c, const hpml_comm_desc &d), (c, &d))
+HPMLC_REF(hpml_launch, (const hpml_launch_desc &d, hpml_rank_fn *fn, void *user, char *error, size_t size),
           (&d, fn, user, error, size))
-HPMLC_REF(hpml_status, hpml_allreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d),
-          (c, data, n, &d))
-HPMLC_REF(hpml_job *, hpml_iallreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d),
-          (c, data, n, &d))
-HPMLC_REF(hpml_exchange *, hpml_exchange_create, (hpml_comm *c, const hpml_exchange_desc &d), (c, &d))
-HPMLC_REF(hpml_distributed *, hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc &d),
-          (t, c, &d))
-HPMLC_REF(int64_t, hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, const hpml_batch_search_desc &d,
+HPMLC_REF(hpml_allreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d), (c, data, n, &d))
+HPMLC_REF(hpml_iallreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d), (c, data, n, &d))
+HPMLC_REF(hpml_exchange_create, (hpml_comm *c, const hpml_exchange_desc &d), (c, &d))
+HPMLC_REF(hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc &d), (t, c, &d))
+HPMLC_REF(hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, const hpml_batch_search_desc &d,
           hpml_batch_trial *trials, int capacity), (x, data, &d, trials, capacity))
-HPMLC_REF(hpml_status, hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
+HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
           (&d, out, error, size))
 #undef HPMLC_REF
 #endif
@@ -1433,7 +1430,7 @@ HPMLC_FN void hpmlc_threads_close(hpml_comm *c)
     }
     pthread_mutex_unlock(&w->mutex);
     if (gone) hpmlc_room_free(gone);
-    if (first && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
+    if (first && !c->agent && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
 }
 
 /* The lowest rank makes the room and tells the others where it is. */
@@ -2094,10 +2091,7 @@ HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
     hpml_world  *w     = c->room->world;
     hpmlc_agent *agent = c->agent;
     bool         mine  = c->first == c;
-    if (mine) { /* threads_close takes one off the count of the running, agent_free another */
-        hpmlc_agent_yield(c, false);
-        __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
-    }
+    if (mine) hpmlc_agent_yield(c, false);
     hpmlc_threads_close(c);
     if (mine) hpmlc_agent_free(w, agent);
 }
@@ -2144,13 +2138,10 @@ HPML_API double hpml_comm_now(const hpml_comm *c) { return c && c->agent ? c->ag
 HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
 {
     if (!c || !(seconds > 0)) return;
-    if (c->agent) {
-        const double *slow = c->room->world->network.slow;
-        c->agent->clock += seconds * (slow ? slow[c->origin[c->rank]] : 1);
-        hpmlc_agent_yield(c, false);
-        return;
-    }
-    hpmlc_nap(seconds);
+    if (!c->agent) { hpmlc_nap(seconds); return; }
+    const double *slow = c->room->world->network.slow;
+    c->agent->clock += seconds * (slow ? slow[c->origin[c->rank]] : 1);
+    hpmlc_agent_yield(c, false);
 }
 
 #else
@@ -5464,18 +5455,17 @@ HPMLC_FN bool hpmlc_neighbours(hpml_topology topology, int p, uint64_t seed, int
 
 HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w)
 {
+    for (int i = 0; i < p; i++) { /* at first 1 for neighbours, and each rank's degree in the diagonal */
+        double degree = 0;
+        for (int j = 0; j < p; j++) degree += w[i * p + j] = hpmlc_neighbours(topology, p, seed, step, i, j);
+        w[i * p + i] = degree;
+    }
+    for (int i = 0; i < p; i++)
+        for (int j = 0; j < p; j++)
+            if (i != j && w[i * p + j] > 0) w[i * p + j] = 1 / (1 + fmax(w[i * p + i], w[j * p + j]));
     for (int i = 0; i < p; i++) {
         double rest = 1;
-        int    degree = 0;
-        for (int j = 0; j < p; j++) degree += hpmlc_neighbours(topology, p, seed, step, i, j);
-        for (int j = 0; j < p; j++) {
-            int other = 0;
-            w[i * p + j] = 0;
-            if (!hpmlc_neighbours(topology, p, seed, step, i, j)) continue;
-            for (int k = 0; k < p; k++) other += hpmlc_neighbours(topology, p, seed, step, j, k);
-            w[i * p + j] = 1.0 / (1 + (degree > other ? degree : other));
-            rest -= w[i * p + j];
-        }
+        for (int j = 0; j < p; j++) rest -= i != j ? w[i * p + j] : 0;
         w[i * p + i] = rest;
     }
 }
