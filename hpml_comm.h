@@ -2591,12 +2591,6 @@ HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 // >>collectives   the moves, executed
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Which collective the ranks are in, compared on all of them when .check is set. */
-typedef struct hpmlc_signature {
-    char    name[24];
-    int64_t count;
-    int32_t element, op, algorithm, sequence;
-} hpmlc_signature;
 
 /* A buffer of the communicator's that only grows. */
 HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
@@ -2651,21 +2645,18 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
     return status;
 }
 
-/* Rank 0 collects what each rank is about to do and tells all of them what it thinks. */
-HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const hpmlc_signature *mine, int tag)
+/* With .check: rank 0 collects, in words, what each rank is about to do, and tells all of them what it thinks. */
+HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
 {
-    hpmlc_signature theirs;
-    hpmlc_plan      tell;
-    char            verdict[192] = { 0 };
-    hpml_status     status = HPML_OK;
-    if (c->rank > 0) status = hpmlc_round(c, tag, 0, (const char *)mine, sizeof *mine, -1, NULL, 0, NULL);
+    hpmlc_plan  tell;
+    char        theirs[96], verdict[256] = { 0 };
+    hpml_status status = HPML_OK;
+    if (c->rank > 0) status = hpmlc_round(c, tag, 0, mine, sizeof theirs, -1, NULL, 0, NULL);
     for (int i = 1; c->rank == 0 && i < c->size && status == HPML_OK; i++) {
-        status = hpmlc_round(c, tag, -1, NULL, 0, i, (char *)&theirs, sizeof theirs, NULL);
-        if (status == HPML_OK && memcmp(&theirs, mine, sizeof theirs) != 0 && !verdict[0])
-            snprintf(verdict, sizeof verdict, "collective %d differs: rank 0 is in %s of %lld (element %d, op %d, "
-                     "algorithm %d), rank %d in %s of %lld (%d, %d, %d)", mine->sequence, mine->name,
-                     (long long)mine->count, mine->element, mine->op, mine->algorithm, c->origin[i], theirs.name,
-                     (long long)theirs.count, theirs.element, theirs.op, theirs.algorithm);
+        status = hpmlc_round(c, tag, -1, NULL, 0, i, theirs, sizeof theirs, NULL);
+        if (status == HPML_OK && strcmp(theirs, mine) != 0 && !verdict[0])
+            snprintf(verdict, sizeof verdict, "what the ranks do differs: rank 0 is in %s, rank %d in %s", mine,
+                     c->origin[i], theirs);
     }
     tell.count = 0, tell.level = NULL;
     hpmlc_plan_add(&tell, HPMLC_STAR_DOWN, hpmlc_everyone(c->size, c->rank, 0), 0, sizeof verdict);
@@ -2683,10 +2674,10 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, int element,
     tag = HPMLC_TAG_COLLECTIVE + (int)(c->sequence++ % HPMLC_TAGS);
     c->doing = name;
     if (c->check && c->size > 1) {
-        HPMLC_ZERO(hpmlc_signature, s);
-        snprintf(s.name, sizeof s.name, "%s", name);
-        s.count = n, s.element = element, s.op = op, s.algorithm = algorithm, s.sequence = (int32_t)c->sequence;
-        if (hpmlc_check(c, &s, tag) != HPML_OK) return -1;
+        char words[96] = { 0 };
+        snprintf(words, sizeof words, "collective %u, %s of %lld (element %d, op %d, algorithm %d)", c->sequence, name,
+                 (long long)n, element, op, algorithm);
+        if (hpmlc_check(c, words, tag) != HPML_OK) return -1;
     }
     c->round = 0;
     c->since = hpml_comm_now(c);
