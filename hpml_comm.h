@@ -1960,10 +1960,6 @@ HPMLC_FN void hpmlc_agents_wake(hpml_world *w)
     for (hpmlc_agent *a = w->agents; a; a = a->next) hpmlc_agent_wake(w, a);
 }
 
-HPMLC_FN bool hpmlc_agent_before(const hpmlc_agent *a, const hpmlc_agent *b)
-{
-    return a->clock < b->clock || (a->clock <= b->clock && a->rank < b->rank);
-}
 
 /* Gives the turn to whose time has come; w->mutex held. */
 HPMLC_FN void hpmlc_agent_pass(hpml_world *w)
@@ -1971,8 +1967,10 @@ HPMLC_FN void hpmlc_agent_pass(hpml_world *w)
     hpmlc_agent *best = NULL;
     if (w->agent_count < w->ranks) return; /* not all are there yet */
     for (int again = 0; again < 2 && !best; again++) {
-        for (hpmlc_agent *a = w->agents; a; a = a->next)
-            if (a->runnable && (!best || hpmlc_agent_before(a, best))) best = a;
+        for (hpmlc_agent *a = w->agents; a; a = a->next) {
+            bool before = !best || a->clock < best->clock || (a->clock <= best->clock && a->rank < best->rank);
+            if (a->runnable && before) best = a;
+        }
         if (!best) hpmlc_world_stuck(w); /* wakes them all, if there is anybody */
     }
     w->turn = best;
@@ -2441,8 +2439,6 @@ HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, hpml_algorithm a, hpmlc_team t, 
     hpmlc_plan_add(plan, star ? HPMLC_STAR_DOWN : tree ? HPMLC_TREE_DOWN : HPMLC_RING_GATHER, t, at, count);
 }
 
-/* Folding sends everything twice more; a ring of some nodes is cheaper. */
-HPMLC_FN bool hpmlc_ring_of_nodes(int nodes) { return (nodes & (nodes - 1)) != 0 && nodes <= 32; }
 
 /* Hierarchical: a ring inside the node leaves each member one share; the members with the same place on all nodes sum
    that share by halving, or by a ring; a ring inside the node spreads the shares. Where nodes differ in size: a tree to
@@ -2456,8 +2452,9 @@ HPMLC_FN void hpmlc_plan_nodes(hpmlc_plan *plan, int p, int per_node, bool sprea
         const hpmlc_team in = { spread ? node : rank - place, spread ? nodes : 1, per_node, place, 0 };
         const hpmlc_team across = { rank - node * (spread ? 1 : per_node), spread ? 1 : per_node, nodes, node, 0 };
         int64_t at = hpml_block(n, per_node, place), end = hpml_block(n, per_node, place + 1);
+        bool    folds = (nodes & (nodes - 1)) != 0; /* which sends everything twice more: a ring of some is cheaper */
         hpmlc_plan_add(plan, HPMLC_RING_SCATTER, in, 0, n), plan->level = "global allreduce";
-        hpmlc_plan_team(plan, hpmlc_ring_of_nodes(nodes) ? HPML_RING : HPML_HALVING, across, at, end - at);
+        hpmlc_plan_team(plan, folds && nodes <= 32 ? HPML_RING : HPML_HALVING, across, at, end - at);
         plan->level = "local gather";
         hpmlc_plan_add(plan, HPMLC_RING_GATHER, in, 0, n);
         return;
@@ -2542,20 +2539,17 @@ HPMLC_REDUCE(max_bf16, uint16_t, float, hpmlc_from_bf16, hpmlc_to_bf16, a > b ||
 HPMLC_REDUCE(max_i32, int32_t, int32_t, HPMLC_SAME, HPMLC_SAME, a > b ? a : b)
 HPMLC_REDUCE(max_i64, int64_t, int64_t, HPMLC_SAME, HPMLC_SAME, a > b ? a : b)
 
+static const struct { size_t size; hpmlc_reduce_fn *sum, *max; } hpmlc_types[] = { /* as hpml_element */
+    { 4, hpmlc_sum_f32, hpmlc_max_f32 }, { 2, hpmlc_sum_bf16, hpmlc_max_bf16 }, { 4, hpmlc_sum_i32, hpmlc_max_i32 },
+    { 8, hpmlc_sum_i64, hpmlc_max_i64 }, { 8, hpmlc_sum_f64, hpmlc_max_f64 }, { 1, NULL, NULL }
+};
+
+HPML_API size_t hpml_element_size(hpml_element e) { return (unsigned)e <= HPML_ELEMENT_BYTE ? hpmlc_types[e].size : 0; }
+
 HPMLC_FN hpmlc_reduce_fn *hpmlc_reducer(hpml_element e, hpml_reduce op)
 {
-    static hpmlc_reduce_fn *const table[2][HPML_ELEMENT_BYTE + 1] = { /* in the order of hpml_element */
-        { hpmlc_sum_f32, hpmlc_sum_bf16, hpmlc_sum_i32, hpmlc_sum_i64, hpmlc_sum_f64, NULL },
-        { hpmlc_max_f32, hpmlc_max_bf16, hpmlc_max_i32, hpmlc_max_i64, hpmlc_max_f64, NULL }
-    };
     if ((unsigned)e > HPML_ELEMENT_BYTE || (unsigned)op > HPML_MAX) return NULL;
-    return table[op == HPML_MAX][e];
-}
-
-HPML_API size_t hpml_element_size(hpml_element e)
-{
-    static const size_t size[] = { 4, 2, 4, 8, 8, 1 };
-    return (unsigned)e <= HPML_ELEMENT_BYTE ? size[e] : 0;
+    return op == HPML_MAX ? hpmlc_types[e].max : hpmlc_types[e].sum;
 }
 
 /* The mean of p ranks, after the sum: the same operation on the same bits on every rank. Blocks of 16 as above; times
@@ -2728,24 +2722,11 @@ HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_el
     return hpmlc_phase_run(c, "reduce", HPMLC_TREE_UP, data, n, e, (int)op, root);
 }
 
-/* Dissemination: after k rounds everybody has heard, directly or not, of 2^k - 1 others. */
-HPML_API hpml_status hpml_barrier(hpml_comm *c)
-{
-    char nothing = 0;
-    int  tag     = hpmlc_enter(c, "barrier", 0, 0, 0, 0);
-    if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    hpml_status status = HPML_OK;
-    for (int step = 1; step < c->size && status == HPML_OK; step *= 2, c->round++) {
-        int to = (c->rank + step) % c->size, from = (c->rank - step + c->size) % c->size;
-        status = hpmlc_round(c, tag, to, &nothing, 0, from, &nothing, 0, NULL);
-    }
-    return hpmlc_leave(c, status);
-}
-
-/* Blocks of `bytes` between a root and everybody, or everybody and everybody: in round k with the rank k further on. */
+/* Blocks of `bytes` between a root and everybody, or everybody and everybody: in round k with the rank k further on. A
+   barrier doubles k instead: after k rounds everybody has heard, directly or not, of 2^k - 1 others. */
 HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *out, char *in, size_t bytes, int root)
 {
-    bool gather = strcmp(name, "gather") == 0, scatter = strcmp(name, "scatter") == 0;
+    bool gather = strcmp(name, "gather") == 0, scatter = strcmp(name, "scatter") == 0, barrier = *name == 'b';
     if (c && (gather || scatter) && (root < 0 || root >= c->size))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks", name, root, c->size);
     int tag = hpmlc_enter(c, name, (int64_t)bytes, HPML_ELEMENT_BYTE, -1, root);
@@ -2753,7 +2734,7 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *ou
     if (in && out && bytes > 0 && (root < 0 || root == c->rank))
         memmove(in + (scatter ? 0 : (size_t)c->rank * bytes), out + (gather ? 0 : (size_t)c->rank * bytes), bytes);
     hpml_status status = HPML_OK;
-    for (int k = 1; k < c->size && status == HPML_OK; k++) {
+    for (int k = 1; k < c->size && status == HPML_OK; k += barrier ? k : 1) {
         int         to = (c->rank + k) % c->size, from = (c->rank - k + c->size) % c->size;
         bool        sends = gather ? to == root : scatter ? c->rank == root : true;
         bool        takes = gather ? c->rank == root : scatter ? from == root : true;
@@ -2764,6 +2745,8 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *ou
     }
     return hpmlc_leave(c, status);
 }
+
+HPML_API hpml_status hpml_barrier(hpml_comm *c) { return hpmlc_blocks(c, "barrier", NULL, NULL, 0, -1); }
 
 HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root)
 {
@@ -5105,47 +5088,45 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
 // >>carried   checkpoints of the whole job
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* What an exchange carries from step to step, as one row of floats for each contribution (residuals, with TOPK also the
-   velocity), and one that all ranks share (stripes' residuals, with LOWRANK Q). A share of a node's gradients is one
-   rank's, stripe and all. Loading adds to a contribution, for there may have been more of them, and replaces what is
-   shared. row NULL: only counts; loading it clears a contribution. */
-HPMLC_FN int64_t hpmlc_carried(const hpml_exchange *x, int64_t l, float *row, bool load)
+typedef enum hpmlc_how { HPMLC_COUNT, HPMLC_SAVE, HPMLC_LOAD, HPMLC_ADD, HPMLC_CLEAR } hpmlc_how;
+
+/* n floats of an exchange's: to row[at] and on, or from there. Returns n, or 0 where there are none. */
+HPMLC_FN int64_t hpmlc_carry(const hpml_exchange *x, float *mine, int64_t n, float *row, int64_t at, hpmlc_how how)
 {
-    int64_t at = 0;
-    for (int i = 0; i < x->d.count; i++) {
-        const hpmlc_item *it = &x->item[i];
-        float            *mine[] = { it->residual, NULL, x->d.share ? it->stripe : NULL };
-        if (x->d.method == HPML_METHOD_TOPK) mine[1] = it->p;
-        for (int k = 0; k < 3; k++) {
-            int64_t n = (k < 2 ? it->g.rows : it->my_rows) * it->g.cols;
-            if (!mine[k]) continue;
-            float *e_l = row || load ? hpmlc_open(&x->reach, mine[k] + l * n, n) : NULL;
-            for (int64_t e = 0; e < n && e_l; e++) {
-                if (load) e_l[e] = row ? e_l[e] + row[at + e] : 0;
-                else row[at + e] = e_l[e];
-            }
-            if (load) hpmlc_close(&x->reach, mine[k] + l * n, n);
-            at += n;
-        }
+    if (!mine || how == HPMLC_COUNT) return mine ? n : 0;
+    float *host = hpmlc_open(&x->reach, mine, n);
+    for (int64_t i = 0; i < n; i++) {
+        if (how == HPMLC_SAVE) row[at + i] = host[i];
+        else host[i] = how == HPMLC_CLEAR ? 0 : how == HPMLC_ADD ? host[i] + row[at + i] : row[at + i];
     }
-    return at;
+    if (how != HPMLC_SAVE) hpmlc_close(&x->reach, mine, n);
+    return n;
 }
 
-HPMLC_FN int64_t hpmlc_shared(const hpml_exchange *x, float *row, bool load)
+/* What exchanges carry from step to step, as one row of floats for contribution l (residuals, with TOPK also the
+   velocity), and one, l < 0, that all ranks share (stripes' residuals, with LOWRANK Q, the same everywhere: rank 0
+   saves it). A share of a node's gradients is one rank's, stripe and all. Contributions are added when they are loaded,
+   for there may have been more of them. Returns the row's floats. */
+HPMLC_FN int64_t hpmlc_carried(const hpml_distributed *d, int64_t l, float *row, hpmlc_how how)
 {
     int64_t at = 0;
-    for (int i = 0; i < x->d.count && !x->d.share; i++) {
-        const hpmlc_item *it = &x->item[i];
-        bool    low   = x->d.method == HPML_METHOD_LOWRANK && !it->plain; /* Q: the same everywhere, saved by rank 0 */
-        float  *mine  = low ? it->q : it->stripe;
-        int64_t whole = it->g.cols * (low ? hpmlc_lowrank_of(x, it) : it->g.rows);
-        int64_t first = low ? 0 : it->my_row * it->g.cols, n = low ? whole : it->my_rows * it->g.cols;
-        if (!mine) continue;
-        if (low && !load && x->c->rank != 0) n = 0;
-        float *host = row ? hpmlc_open(&x->reach, mine, n) : NULL;
-        if (row && load) memcpy(host, row + at + first, (size_t)n * sizeof(float)), hpmlc_close(&x->reach, mine, n);
-        else if (row) memcpy(row + at + first, host, (size_t)n * sizeof(float));
-        at += whole;
+    for (int b = 0; b < d->buckets; b++) {
+        const hpml_exchange *x = d->bucket[b].x;
+        for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+            int64_t cols = it->g.cols, n = it->g.rows * cols, part = it->my_rows * cols;
+            float  *q = x->d.method == HPML_METHOD_LOWRANK ? it->q : NULL;
+            if (l >= 0) {
+                at += hpmlc_carry(x, it->residual ? it->residual + l * n : NULL, n, row, at, how);
+                at += hpmlc_carry(x, x->d.method == HPML_METHOD_TOPK ? it->p : NULL, n, row, at, how);
+                at += hpmlc_carry(x, x->d.share ? it->stripe : NULL, part, row, at, how);
+            } else if (q)
+                at += hpmlc_carry(x, q, cols * hpmlc_lowrank_of(x, it), row, at,
+                                  how == HPMLC_SAVE && x->c->rank > 0 ? HPMLC_COUNT : how);
+            else if (it->stripe && !x->d.share) {
+                hpmlc_carry(x, it->stripe, part, row, at + it->my_row * cols, how);
+                at += n;
+            }
+        }
     }
     return at;
 }
@@ -5155,11 +5136,8 @@ HPMLC_FN int64_t hpmlc_shared(const hpml_exchange *x, float *row, bool load)
 HPMLC_FN int hpmlc_carried_floats(hpml_distributed *d, int64_t *each, int64_t *shared)
 {
     int place = 0, node = d->c->node[d->c->rank];
-    *each = *shared = 0;
-    for (int b = 0; b < d->buckets; b++) {
-        *each += hpmlc_carried(d->bucket[b].x, 0, NULL, false);
-        *shared += hpmlc_shared(d->bucket[b].x, NULL, false);
-    }
+    *each   = hpmlc_carried(d, 0, NULL, HPMLC_COUNT);
+    *shared = hpmlc_carried(d, -1, NULL, HPMLC_COUNT);
     if (!d->link || !d->link->across || d->d.codec.kind == HPML_CODEC_NONE) return 0;
     ++*each;
     hpmlc_reduce_all(d->c, each, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
@@ -5232,7 +5210,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     hpml_comm *c = d->c;
     bool       pending = d->d.delayed && d->under_way;
     if (d->link && d->link->check(d->link->user) != HPML_OK) return hpml_ctx_status(d->ctx);
-    int64_t    each, shared, at = 0, waits = pending ? hpmlc_pending(d, NULL, false) : 0;
+    int64_t    each, shared, waits = pending ? hpmlc_pending(d, NULL, false) : 0;
     if (pending && hpmlc_dist_settle(d) != HPML_OK) return hpml_ctx_status(d->ctx);
     int    place = hpmlc_carried_floats(d, &each, &shared);
     float *rows = (float *)hpml_ctx_alloc(d->ctx, (size_t)(each * d->leaf_all + 1) * sizeof(float), NULL);
@@ -5242,9 +5220,9 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     for (int64_t l = 0; l < d->leaf_count; l++) {
         float *row = rows + (d->leaf_first + l) * each;
         if (place > 0) row[each - 1] = (float)place;
-        for (int b = 0; b < d->buckets; b++) row += hpmlc_carried(d->bucket[b].x, l, row, false);
+        hpmlc_carried(d, l, row, HPMLC_SAVE);
     }
-    for (int b = 0; b < d->buckets; b++) at += hpmlc_shared(d->bucket[b].x, sum + at, false);
+    hpmlc_carried(d, -1, sum, HPMLC_SAVE);
     /* Everybody's rows are zero where others have theirs: the sum is exact. */
     hpml_status status = hpml_reduce_to(c, rows, each * d->leaf_all, HPML_ELEMENT_F32, HPML_SUM, 0);
     if (status == HPML_OK) status = hpml_reduce_to(c, sum, shared, HPML_ELEMENT_F32, HPML_SUM, 0);
@@ -5271,17 +5249,14 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 {
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_safetensor   workers, shared;
-    int64_t           each, all, at = 0;
+    int64_t           each, all;
     int               place = hpmlc_carried_floats(d, &each, &all);
     hpmlc_dist_jobs(d); /* what is under way is forgotten */
     d->micro = 0;
     hpml_status       status = hpml_checkpoint_load(d->t, path);
     hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
     if (!f) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
-    for (int b = 0; b < d->buckets; b++) {
-        hpml_exchange *x = d->bucket[b].x;
-        for (int64_t l = 0; l < x->d.leaves; l++) hpmlc_carried(x, l, NULL, true);
-    }
+    for (int64_t l = 0; l < d->leaf_count; l++) hpmlc_carried(d, l, NULL, HPMLC_CLEAR);
     const size_t bytes = (size_t)each * sizeof(float);
     bool         there = hpml_safetensors_find(f, "state.residual.workers", &workers);
     int64_t      saved = there && each > 0 && workers.bytes % bytes == 0 ? (int64_t)(workers.bytes / bytes) : 0;
@@ -5297,9 +5272,9 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
         if (l < 0 || l >= d->leaf_count) continue;
         memcpy(row, (const char *)workers.data + (size_t)w * bytes, bytes);
         /* of a mean over ranks each residual is a share: of fewer ranks a larger one */
-        float *from = row, share = d->d.exact || d->d.sum ? 1 : (float)((double)d->leaf_all / (double)saved);
+        float share = d->d.exact || d->d.sum ? 1 : (float)((double)d->leaf_all / (double)saved);
         for (int64_t i = 0; i < each; i++) row[i] *= share;
-        for (int b = 0; b < d->buckets; b++) from += hpmlc_carried(d->bucket[b].x, l, from, true);
+        hpmlc_carried(d, l, row, HPMLC_ADD);
     }
     hpml_ctx_release(d->ctx, row);
     if (saved == 0 && each > 0)
@@ -5310,8 +5285,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     there = all > 0 && hpml_safetensors_find(f, "state.residual.shared", &shared);
     if (status == HPML_OK && there && shared.bytes == (size_t)all * sizeof(float)) {
         float *copy = (float *)hpml_ctx_alloc(d->ctx, shared.bytes, NULL);
-        if (copy) memcpy(copy, shared.data, shared.bytes);
-        for (int b = 0; b < d->buckets && copy; b++) at += hpmlc_shared(d->bucket[b].x, copy + at, true);
+        if (copy) memcpy(copy, shared.data, shared.bytes), hpmlc_carried(d, -1, copy, HPMLC_LOAD);
         hpml_ctx_release(d->ctx, copy);
     }
     hpml_safetensors_close(f);
@@ -5995,9 +5969,9 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
 {
     const hpml_status wrong = HPML_ERR_ARGUMENT;
     int64_t           total = 0, limit = (int64_t)1 << 50;
-    if (!d) return hpmlc_say_no(to, wrong, "simulate: no desc given");
-    if (d->_begin || d->_end)
-        return hpmlc_say_no(to, wrong, "simulate desc: canary is not zero; zero the struct before you set fields");
+    if (!d || d->_begin || d->_end)
+        return hpmlc_say_no(to, wrong, "simulate desc: %s", d ? "canary is not zero; zero the struct before you set "
+                            "fields" : "none given");
     hpml_status status = hpmlc_sim_check_network(d->packed ? HPML_RING : d->algorithm, d->ranks, &d->network, to);
     if (status != HPML_OK) return status;
     if (d->layers < 1 || !d->backward_s || !d->elements)
@@ -6042,7 +6016,7 @@ HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double
 
 HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
-    double   now = 0, slowest = 1, whole = 0;
+    double   now = 0, slowest = d->network.slow ? 0 : 1, whole = 0;
     int64_t  n = 0, packed = 0;
     double   limit = d->bucket_bytes == 0 ? 25 * 1048576. : (double)d->bucket_bytes;
     for (int i = 0; i < d->layers; i++) now += d->forward_s ? d->forward_s[i] : 0, whole += d->backward_s[i];
@@ -6056,7 +6030,6 @@ HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_sim
         out->buckets++;
         n = packed = 0;
     }
-    if (d->network.slow) slowest = 0;
     for (int r = 0; r < s->p; r++) {
         double slow = d->network.slow ? d->network.slow[r] : 1, end = whole * slow;
         if (end < s->clock[r]) end = s->clock[r];
