@@ -292,8 +292,7 @@ HPML_API hpml_status hpml_allgather(hpml_comm *c, void *data, int64_t n, hpml_el
 HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op, int root);
 HPML_API hpml_status hpml_broadcast(hpml_comm *c, void *data, size_t bytes, int root);
 
-/* Blocks of `bytes`. all: (p, bytes), needed at the root only; out, in: (p, bytes), block r to and from rank r, and not
-   the same array. */
+/* Blocks of `bytes`. all: (p, bytes), at the root only; out, in: (p, bytes), block r to and from rank r, and apart. */
 HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root);
 HPML_API hpml_status hpml_scatter(hpml_comm *c, const void *all, size_t bytes, void *mine, int root);
 HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *out, void *in, size_t bytes);
@@ -346,8 +345,7 @@ typedef enum hpml_method {
      3. rank j unpacks and adds the p contributions, in the order of the ranks;
      4. it packs the sum with a second residual, kept for its stripe alone;
      5. everybody gets, and unpacks, the same bits.
-   2 (p-1)/p of the packed size leaves each rank, whatever p is. TOPK gathers everybody's k pairs; LOWRANK adds up P and
-   Q. */
+   2 (p-1)/p of the packed size leaves each rank, whatever p is. TOPK gathers all ranks' pairs; LOWRANK adds up P, Q. */
 typedef struct hpml_exchange_desc {
     uint32_t             _begin;
     int32_t              count;     /* tensors: required */
@@ -725,6 +723,9 @@ struct hpml_comm {
 /* A variable, cleared; and one that is a copy of what the caller has given, cleared where that is NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
+
+HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
+HPMLC_FN int64_t hpmlc_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 typedef struct hpmlc_text { /* where the reason of an error goes that no context keeps; may be NULL */
     char  *text;
@@ -1576,17 +1577,6 @@ HPMLC_FN char *hpmlc_mpi_place(hpml_message *m, size_t at)
     return m->staging ? (char *)m->staging + at / HPMLC_PIECE % 2 * HPMLC_PIECE : m->data + at;
 }
 
-/* Posts the piece that begins at byte `at`. */
-HPMLC_FN int hpmlc_mpi_post(hpml_comm *c, hpml_message *m, size_t at)
-{
-    int         n = (int)(m->bytes - at < HPMLC_PIECE ? m->bytes - at : HPMLC_PIECE);
-    char       *data = hpmlc_mpi_place(m, at);
-    MPI_Request request;
-    int         code = m->receiving ? MPI_Irecv(data, n, MPI_BYTE, m->peer, m->tag, c->mpi->comm, &request)
-                                    : MPI_Isend(data, n, MPI_BYTE, m->peer, m->tag, c->mpi->comm, &request);
-    memcpy(&m->native[at / HPMLC_PIECE % 2], &request, sizeof request);
-    return code;
-}
 
 HPMLC_FN size_t hpmlc_mpi_pieces(const hpml_message *m)
 {
@@ -1605,7 +1595,15 @@ HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
         if (older->posted < hpmlc_mpi_pieces(older)) return;
     }
     hpmlc_mpi_lock(c);
-    for (; m->posted < end && code == MPI_SUCCESS; m->posted++) code = hpmlc_mpi_post(c, m, m->posted * HPMLC_PIECE);
+    for (; m->posted < end && code == MPI_SUCCESS; m->posted++) {
+        size_t      at = m->posted * HPMLC_PIECE;
+        int         n = (int)(m->bytes - at < HPMLC_PIECE ? m->bytes - at : HPMLC_PIECE);
+        char       *data = hpmlc_mpi_place(m, at);
+        MPI_Request request;
+        code = m->receiving ? MPI_Irecv(data, n, MPI_BYTE, m->peer, m->tag, c->mpi->comm, &request)
+                            : MPI_Isend(data, n, MPI_BYTE, m->peer, m->tag, c->mpi->comm, &request);
+        memcpy(&m->native[m->posted % 2], &request, sizeof request);
+    }
     hpmlc_mpi_unlock(c);
     if (code != MPI_SUCCESS) hpmlc_mpi_error(c, m, code);
 }
@@ -1847,7 +1845,7 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce (native): MPI has no bf16; choose another algorithm");
     for (int64_t at = 0, part; at < n && status == HPML_OK; at += part) {
         MPI_Request request;
-        part = n - at < ((int64_t)1 << 30) ? n - at : (int64_t)1 << 30;
+        part = hpmlc_min(n - at, (int64_t)1 << 30);
         hpmlc_mpi_lock(c);
         int code = MPI_Iallreduce(MPI_IN_PLACE, (char *)data + (size_t)at * size, (int)part, types[element], how,
                                   c->mpi->comm, &request);
@@ -2362,8 +2360,7 @@ HPMLC_FN void hpmlc_take(const hpmlc_phase *f, hpml_move *m, int from, int a, in
     m->add      = add;
 }
 
-/* Halving: before round k of log2 p, member i works on the p / 2^k blocks around its own, and keeps the half with its
-   own. */
+/* Halving: before round k of log2 p, member i works on the p / 2^k blocks around its own, and keeps its own's half. */
 HPMLC_FN void hpmlc_halve(const hpmlc_phase *f, hpml_move *m, int k, bool back)
 {
     int i = f->team.me, half = f->team.size >> (k + 1), other = i ^ half; /* first blocks of the two halves: */
@@ -2493,8 +2490,7 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
 // >>sums   adding up elements
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* into[i] = into[i] + from[i], or the larger. Blocks of 16 with a fixed count, and no overlap, let any compiler use
-   vectors at -O2. */
+/* into[i] = into[i] + from[i], or the larger. Blocks of 16, not overlapping, let any compiler use vectors at -O2. */
 #define HPMLC_REDUCE(name, type, wide, read, write, expression)                                                        \
     HPMLC_FN void hpmlc_##name(void *HPMLC_RESTRICT into, const void *HPMLC_RESTRICT from, size_t bytes)               \
     {                                                                                                                  \
@@ -2841,7 +2837,7 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     } else {
         int64_t at = 0;
         do { /* piece by piece, see hpml_transport; once, too, when n is 0 */
-            int64_t count = n - at < step ? n - at : step;
+            int64_t count = hpmlc_min(n - at, step);
             hpmlc_plan_make(&plan, d.algorithm, c->size, c->per_node, c->spread, c->rank, count);
             status = hpmlc_run(c, &plan, (char *)data + at * size, d.element, (int)d.reduce, tag);
             at += count;
@@ -3357,7 +3353,7 @@ typedef struct hpmlc_reach {
 HPMLC_FN bool hpmlc_reach_create(hpmlc_reach *r, hpml_ctx *ctx, int64_t largest)
 {
     r->device = hpml_ctx_backend(ctx), r->at = hpml_ctx_device(ctx);
-    r->window = (float *)hpml_ctx_alloc(ctx, (size_t)(largest > 0 ? largest : 1) * sizeof(float), NULL);
+    r->window = (float *)hpml_ctx_alloc(ctx, (size_t)hpmlc_max(largest, 1) * sizeof(float), NULL);
     return r->window != NULL;
 }
 
@@ -3562,10 +3558,7 @@ HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_d
     if (!x->item || !x->leaves || !x->out_at) return NULL;
     x->in_at = x->out_at + p + 1, x->sum_at = x->in_at + p + 1;
     int64_t most = 0;
-    for (int i = 0; i < d.count; i++) {
-        int64_t n = d.tensors[i].rows * d.tensors[i].cols;
-        if (n > most) most = n;
-    }
+    for (int i = 0; i < d.count; i++) most = hpmlc_max(most, d.tensors[i].rows * d.tensors[i].cols);
     if (d.linked && !hpmlc_reach_create(&x->reach, c->ctx, most)) return NULL;
     for (int i = 0; i < d.count; i++) {
         x->item[i].g = d.tensors[i];
@@ -3621,8 +3614,7 @@ HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *
     else it->packing.codec->decode(&it->packing, out, packed, rows, add);
 }
 
-/* 1. Packs all rows, stripe by stripe, into the messages. `back`: the end of 5., from the sums. 0: all was finite, else
-   hpml_exchange.bad. */
+/* 1. Packs all rows, stripe by stripe, into messages; `back`: the end of 5., from sums. Returns hpml_exchange.bad. */
 HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x, bool back)
 {
     int     p = c->size;
@@ -3734,8 +3726,7 @@ HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, in
     if (!x->fused) return;
     for (int i = 0; i < x->d.count; i++) {
         const hpmlc_item *it = &x->item[i];
-        int64_t from = at > it->at ? at : it->at, to = it->at + it->g.rows * it->g.cols;
-        if (to > end) to = end;
+        int64_t from = hpmlc_max(at, it->at), to = hpmlc_min(end, it->at + it->g.rows * it->g.cols);
         if (!it->plain || from >= to) continue;
         float *mine = it->g.data + (from - it->at), *fused = x->fused + from;
         memcpy(back ? mine : fused, back ? fused : mine, (size_t)(to - from) * sizeof(float));
@@ -3745,7 +3736,7 @@ HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, in
 
 HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t part)
 {
-    int64_t at = part * x->part, end = at + x->part < x->plain ? at + x->part : x->plain;
+    int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
     hpmlc_exchange_fuse(c, x, at, end, false);
     float *data = (x->fused ? x->fused : x->span) + at;
     hpml_status status = hpmlc_reduce_all(c, data, end - at, HPML_ELEMENT_F32, x->d.reduce, x->d.algorithm);
@@ -3899,9 +3890,7 @@ HPMLC_FN int64_t hpmlc_topk_count(const hpml_exchange *x, const hpmlc_item *it)
 
 HPMLC_FN int64_t hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
 {
-    int64_t r = x->d.lowrank > 0 ? x->d.lowrank : 2;
-    if (r > it->g.rows) r = it->g.rows;
-    return r > it->g.cols ? it->g.cols : r;
+    return hpmlc_min(x->d.lowrank > 0 ? x->d.lowrank : 2, hpmlc_min(it->g.rows, it->g.cols));
 }
 
 HPMLC_FN bool hpmlc_methods_create(hpml_exchange *x, hpmlc_item *it)
@@ -4214,9 +4203,8 @@ HPMLC_FN hpml_status hpmlc_shares_meet(hpml_comm *c, void *user)
     return status == HPML_ERR_NONFINITE ? HPML_OK : status; /* b->now->bad says it to all */
 }
 
-/* A link that ends at the node: its ranks take shares of the bucket, whole rows where a codec packs them. The devices
-   add them up, a job on the host exchanges mine with those of the same place on the other nodes, the devices share the
-   result. */
+/* A link that ends at the node: its ranks take shares of the bucket, whole rows where a codec packs them. Devices add
+   them up, a job on the host exchanges mine with those of the same place on other nodes, devices share the result. */
 HPMLC_FN bool hpmlc_shares_create(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
     int p = d->c->size / d->link->across->size, me = 0;
@@ -4247,9 +4235,8 @@ HPMLC_FN hpml_exchange *hpmlc_bucket_exchange(hpml_distributed *d, hpmlc_bucket 
     if (!part) return NULL;
     e.padded = e.linked = false, e.share = true, e.tensors = part, e.count = 0;
     for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
-        int64_t at = g[i].data - d->first - b->at - b->share_at, end = at + g[i].rows * g[i].cols;
-        if (at < 0) at = 0;
-        if (end > b->share_floats) end = b->share_floats;
+        int64_t first = g[i].data - d->first - b->at - b->share_at, at = hpmlc_max(first, 0);
+        int64_t end = hpmlc_min(first + g[i].rows * g[i].cols, b->share_floats);
         if (at >= end) continue;
         part[e.count] = g[i], part[e.count].data = b->share + at;
         part[e.count++].rows = (end - at) / g[i].cols;
@@ -4695,8 +4682,7 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
 /* Leaf l of the global batch is samples [l L, (l + 1) L). A rank computes its leaves one after another, each from the
    same running statistics, and keeps their gradients (of the sum over samples). Then, tensor by tensor: the largest |g|
    of all leaves and ranks is m < 2^e; with 2^k >= leaves, scale 2^(62 - e - k) keeps any sum of leaves below 2^62.
-   Rounding a leaf loses less than 2^(e + k - 62), far below a float's last bit. Integers add up to the same bits in any
-   order. */
+   Rounding a leaf loses less than 2^(e + k - 62), far below a float's last bit. Integers do not mind the order. */
 
 /* Floats of a leaf that parameter i has. */
 HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
@@ -4705,8 +4691,7 @@ HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
     return p->grad || p->param->buffer ? hpml_tensor_count(p) : 0;
 }
 
-/* Copies the tensors to one leaf's row of floats, and notes the largest of each. Buffers: how far this leaf moved them,
-   times its samples. */
+/* Tensors to a leaf's row of floats; notes each one's largest. Buffers: how far the leaf moved them, times samples. */
 HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
 {
     const float *before = d->before;
@@ -4734,7 +4719,7 @@ HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, fl
     memset(d->leaf, 0, (size_t)(d->leaf_total * d->leaf_count) * sizeof(float));
     memset(d->largest, 0, (size_t)d->params * sizeof(float));
     for (int64_t l = 0, at = 0; at < samples && status == HPML_OK; l++, at += d->d.leaf) {
-        int64_t n = samples - at < d->d.leaf ? samples - at : d->d.leaf;
+        int64_t n = hpmlc_min(samples - at, d->d.leaf);
         status    = hpml_trainer_run_local(d->t, at, n, (float)n, false, &part);
         hpmlc_leaf_store(d, d->leaf + l * d->leaf_total, (double)n);
         d->loss_sum += (double)part * (double)n;
@@ -4744,15 +4729,6 @@ HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, fl
     return status;
 }
 
-/* Adds up one tensor's leaves, which stand at `at` of each row, as integers. */
-HPMLC_FN void hpmlc_exact_round(const hpml_distributed *d, int64_t *sum, int64_t at, int64_t n, double scale)
-{
-    for (int64_t k = 0; k < n; k++) sum[k] = 0;
-    for (int64_t l = 0; l < d->leaf_count; l++) {
-        const float *row = d->leaf + l * d->leaf_total + at;
-        for (int64_t k = 0; k < n; k++) sum[k] += (int64_t)rint((double)row[k] * scale);
-    }
-}
 
 HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
 {
@@ -4762,19 +4738,23 @@ HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
     return ldexp(1, 62 - e - k);
 }
 
+/* Leaves, rounded to integers, into the sum of all ranks. */
 HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
 {
     const hpml_algorithm a = d->d.algorithm;
     int64_t              at = 0, used = 0;
+    memset(d->sum, 0, (size_t)d->leaf_total * sizeof *d->sum);
     hpml_status          status = hpmlc_reduce_all(d->c, d->largest, d->params, HPML_ELEMENT_F32, HPML_MAX, a);
     for (int i = 0; i < d->params && status == HPML_OK; i++) {
         int64_t n = hpmlc_leaf_floats(d, i);
         if (!(d->largest[i] - d->largest[i] == 0)) return hpmlc_dist_blame(d, HPML_ERR_NONFINITE, (int64_t)i << 20);
-        if (d->bucket_of[i] < 0) {
-            hpmlc_exact_round(d, d->sum + used, at, n, hpmlc_exact_scale(d, d->largest[i]));
-            used += n;
+        const double scale = hpmlc_exact_scale(d, d->largest[i]);
+        int64_t     *sum   = d->sum + used;
+        for (int64_t l = 0; l < d->leaf_count && d->bucket_of[i] < 0; l++) {
+            const float *row = d->leaf + l * d->leaf_total + at;
+            for (int64_t k = 0; k < n; k++) sum[k] += (int64_t)rint((double)row[k] * scale);
         }
-        at += n;
+        at += n, used += d->bucket_of[i] < 0 ? n : 0;
     }
     return status == HPML_OK ? hpmlc_reduce_all(d->c, d->sum, used, HPML_ELEMENT_I64, HPML_SUM, a) : status;
 }
@@ -4833,8 +4813,7 @@ HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
     d->leaf_first = hpml_block(d->leaf_all, p, d->c->rank);
     d->leaf_count = hpml_block(d->leaf_all, p, d->c->rank + 1) - d->leaf_first;
     d->leaf_total = d->grad_total + d->buffer_total;
-    int64_t rows  = d->leaf_count > 0 ? d->leaf_count : 1;
-    d->leaf    = (float *)hpml_ctx_alloc(d->ctx, (size_t)(d->leaf_total * rows) * sizeof(float), NULL);
+    d->leaf    = (float *)hpml_ctx_alloc(d->ctx, (size_t)(d->leaf_total * d->leaf_count + 1) * sizeof(float), NULL);
     d->sum     = (int64_t *)hpml_ctx_alloc(d->ctx, (size_t)d->leaf_total * sizeof(int64_t), NULL);
     d->largest = (float *)hpml_ctx_alloc(d->ctx, (size_t)d->params * sizeof(float), NULL);
     d->bucket  = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket, NULL);
@@ -4903,7 +4882,7 @@ HPMLC_FN hpml_status hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distri
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the trainer is of another context; record the model on "
                           "hpml_comm_ctx(comm)");
     if (d->global_batch == 0) d->global_batch = c->size * batch;
-    if (d->leaf == 0) d->leaf = batch < 8 ? batch : 8;
+    if (d->leaf == 0) d->leaf = hpmlc_min(batch, 8);
     if (d->history == 0) d->history = 64;
     int64_t grain = d->exact ? d->leaf : 1, grains = (d->global_batch + grain - 1) / grain;
     int64_t most  = (grains + c->size - 1) / c->size * grain;
@@ -4942,7 +4921,7 @@ HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
-        if (n > most) most = n;
+        most = hpmlc_max(most, n);
         if (p->grad && !d->first) d->first = p->grad;
         if (p->grad) d->span = p->grad - d->first + (n + 15) / 16 * 16, d->grad_total += n;
         else if (p->param->buffer) d->buffer_total += n;
@@ -5020,8 +4999,8 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity)
 {
     if (!d || !rows || capacity < 0 || hpmlc_failed(d->c)) return -1;
-    int64_t p = d->c->size, kept = d->rows < d->d.history ? d->rows : d->d.history;
-    int64_t n = kept < capacity / p ? kept : capacity / p, size = (int64_t)sizeof *rows;
+    int64_t p = d->c->size, size = (int64_t)sizeof *rows;
+    int64_t n = hpmlc_min(hpmlc_min(d->rows, d->d.history), capacity / p);
     hpml_step_row *all = (hpml_step_row *)hpml_ctx_alloc(d->ctx, (size_t)(n * p * size + 1), NULL);
     if (!all) return -1;
     for (int64_t i = 0; i < n; i++) all[d->c->rank * n + i] = d->row[(d->rows - n + i) % d->d.history];
