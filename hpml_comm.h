@@ -56,15 +56,13 @@
 //     mpi-words   who has failed, who has left; creating and closing
 //     clock   messages in virtual time
 //     create   creating, splitting, freeing communicators
-//     moves   the algorithms, as moves
-//     sums   adding up elements
+//     moves   the algorithms, as moves; adding up elements
 //     collectives   the moves, executed
 //     async   work in the background
 //     launch   running a function on every rank
 //     exchange   1-bit exchange: stripes, owners, two residuals
-//     stripes   the five steps of an exchange
+//     stripes   the five steps of an exchange, on the host or on a device
 //     methods   top-k and low rank
-//     linked   the exchange on a device
 //     distribute   synchronous data parallelism: buckets, overlap
 //     distribute-step   buffers, weights, double buffering
 //     exact   the same bits for every number of ranks
@@ -683,7 +681,7 @@ typedef struct hpmlc_mpi        hpmlc_mpi;        /* see >>mpi */
 typedef struct hpmlc_background hpmlc_background; /* see >>async */
 typedef struct hpmlc_agent      hpmlc_agent;      /* a thread in virtual time: see >>clock */
 
-typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* adds, or keeps the larger: see >>sums */
+typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* adds, or keeps the larger: see >>moves */
 
 struct hpml_comm {
     hpml_ctx             *ctx;
@@ -2270,7 +2268,7 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>moves   the algorithms, as moves
+// >>moves   the algorithms, as moves; adding up elements
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* An algorithm is a list of phases; a phase is played by a team on a range of the array. A team is every stride-th rank
@@ -2485,10 +2483,6 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
     }
     return false;
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>sums   adding up elements
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* into[i] = into[i] + from[i], or the larger. Blocks of 16, not overlapping, let any compiler use vectors at -O2. */
 #define HPMLC_REDUCE(name, type, wide, read, write, expression)                                                        \
@@ -3595,7 +3589,7 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>stripes   the five steps of an exchange
+// >>stripes   the five steps of an exchange, on the host or on a device
 // ---------------------------------------------------------------------------------------------------------------------
 
 HPMLC_FN hpml_status hpmlc_encode(const hpml_exchange *x, const hpmlc_item *it, void *packed, float *e, const float *g,
@@ -3870,6 +3864,57 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
     return x->item[tensor].stripe;
 }
 
+/* On a device: the same five steps, hence the same bits, in its memory: packing and adding are the device's work, moving
+   is the link's, beside it. Begun while the backward pass runs, finished before the update, all buckets together.
+   Packing waits for one flag of the device, which tells of a NaN; no word about it travels with the messages. */
+
+HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
+{
+    hpml_comm              *c    = x->c;
+    const hpml_device_link *l    = &c->link;
+    bool                    mean = x->d.reduce == HPML_MEAN;
+    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x, false) : 0;
+    hpml_status status = l->begin(l->user);
+    if (status == HPML_OK && x->packed > 0) status = l->move(l->user, x->out, x->out_at, false, x->in, x->in_at);
+    if (status == HPML_OK && x->span) status = l->allreduce(l->user, x->span, x->plain, mean);
+    for (int i = 0; i < x->d.count && !x->span && status == HPML_OK; i++) {
+        const hpml_gradient *g = &x->item[i].g;
+        if (x->item[i].plain) status = l->allreduce(l->user, g->data, g->rows * g->cols, mean);
+    }
+    c->counters.bytes += hpml_exchange_bytes(x);
+    return status == HPML_OK ? l->end(l->user) : status;
+}
+
+/* `check`: the device is waited for on the host anyway, and the link has a deadline, which the device has not. */
+HPMLC_FN hpml_status hpmlc_linked_wait(hpml_comm *c, bool check)
+{
+    hpml_status status = check ? c->link.check(c->link.user) : HPML_OK;
+    return status == HPML_OK ? c->link.wait(c->link.user) : status;
+}
+
+/* Steps 3 to 5 of some exchanges; only packed ones have any. */
+HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int count, bool check)
+{
+    const hpml_device_link *l = &c->link;
+    bool                    packed = false;
+    for (int i = 0; i < count; i++) packed = packed || x[i]->packed > 0;
+    hpml_status status = hpmlc_linked_wait(c, check || packed);
+    if (!packed || status != HPML_OK) return status;
+    for (int i = 0; i < count; i++) {
+        int64_t sum = x[i]->packed > 0 ? hpmlc_exchange_add(c, x[i]) : 0;
+        if (x[i]->bad == 0) x[i]->bad = sum;
+    }
+    if (hpmlc_failed(c)) return hpml_ctx_status(c->ctx);
+    status = l->begin(l->user);
+    for (int i = 0; i < count && status == HPML_OK; i++)
+        if (x[i]->packed > 0) status = l->move(l->user, x[i]->sums, x[i]->sum_at, true, x[i]->sums, x[i]->sum_at);
+    if (status == HPML_OK) status = l->end(l->user);
+    if (status == HPML_OK) status = hpmlc_linked_wait(c, check);
+    for (int i = 0; i < count && status == HPML_OK; i++)
+        if (x[i]->packed > 0) hpmlc_exchange_pack(c, x[i], true);
+    return status;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>methods   top-k and low rank
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4034,61 +4079,6 @@ HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
             for (int64_t i = 0; i < n; i++) it->g.data[i] *= (float)c->size;
     }
     return hpmlc_methods_end(c, x, bad);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>linked   the exchange on a device
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* The same five steps, hence the same bits, in the device's memory: packing and adding are the device's work, moving is
-   the link's, beside it. Begun while the backward pass runs, finished before the update, all buckets together. Packing
-   waits for one flag of the device, which tells of a NaN; no word about it travels with the messages. */
-
-HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
-{
-    hpml_comm              *c    = x->c;
-    const hpml_device_link *l    = &c->link;
-    bool                    mean = x->d.reduce == HPML_MEAN;
-    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x, false) : 0;
-    hpml_status status = l->begin(l->user);
-    if (status == HPML_OK && x->packed > 0) status = l->move(l->user, x->out, x->out_at, false, x->in, x->in_at);
-    if (status == HPML_OK && x->span) status = l->allreduce(l->user, x->span, x->plain, mean);
-    for (int i = 0; i < x->d.count && !x->span && status == HPML_OK; i++) {
-        const hpml_gradient *g = &x->item[i].g;
-        if (x->item[i].plain) status = l->allreduce(l->user, g->data, g->rows * g->cols, mean);
-    }
-    c->counters.bytes += hpml_exchange_bytes(x);
-    return status == HPML_OK ? l->end(l->user) : status;
-}
-
-/* `check`: the device is waited for on the host anyway, and the link has a deadline, which the device has not. */
-HPMLC_FN hpml_status hpmlc_linked_wait(hpml_comm *c, bool check)
-{
-    hpml_status status = check ? c->link.check(c->link.user) : HPML_OK;
-    return status == HPML_OK ? c->link.wait(c->link.user) : status;
-}
-
-/* Steps 3 to 5 of some exchanges; only packed ones have any. */
-HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int count, bool check)
-{
-    const hpml_device_link *l = &c->link;
-    bool                    packed = false;
-    for (int i = 0; i < count; i++) packed = packed || x[i]->packed > 0;
-    hpml_status status = hpmlc_linked_wait(c, check || packed);
-    if (!packed || status != HPML_OK) return status;
-    for (int i = 0; i < count; i++) {
-        int64_t sum = x[i]->packed > 0 ? hpmlc_exchange_add(c, x[i]) : 0;
-        if (x[i]->bad == 0) x[i]->bad = sum;
-    }
-    if (hpmlc_failed(c)) return hpml_ctx_status(c->ctx);
-    status = l->begin(l->user);
-    for (int i = 0; i < count && status == HPML_OK; i++)
-        if (x[i]->packed > 0) status = l->move(l->user, x[i]->sums, x[i]->sum_at, true, x[i]->sums, x[i]->sum_at);
-    if (status == HPML_OK) status = l->end(l->user);
-    if (status == HPML_OK) status = hpmlc_linked_wait(c, check);
-    for (int i = 0; i < count && status == HPML_OK; i++)
-        if (x[i]->packed > 0) hpmlc_exchange_pack(c, x[i], true);
-    return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
