@@ -2639,7 +2639,7 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
     for (int i = 1; c->rank == 0 && i < c->size && status == HPML_OK; i++) {
         status = hpmlc_round(c, tag, -1, NULL, 0, i, theirs, sizeof theirs, NULL);
         if (status == HPML_OK && strcmp(theirs, mine) != 0 && !verdict[0])
-            snprintf(verdict, sizeof verdict, "what the ranks do differs: rank 0 is in %s, rank %d in %s", mine,
+            snprintf(verdict, sizeof verdict, "collective %u differs: rank 0 is in %s, rank %d in %s", c->sequence, mine,
                      c->origin[i], theirs);
     }
     tell.count = 0, tell.level = NULL;
@@ -2659,8 +2659,8 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, int element,
     c->doing = name;
     if (c->check && c->size > 1) {
         char words[96] = { 0 };
-        snprintf(words, sizeof words, "collective %u, %s of %lld (element %d, op %d, algorithm %d)", c->sequence, name,
-                 (long long)n, element, op, algorithm);
+        snprintf(words, sizeof words, "%s of %lld (element %d, op %d, algorithm %d)", name, (long long)n, element, op,
+                 algorithm);
         if (hpmlc_check(c, words, tag) != HPML_OK) return -1;
     }
     c->round = 0;
@@ -3864,8 +3864,8 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
     return x->item[tensor].stripe;
 }
 
-/* On a device: the same five steps, hence the same bits, in its memory: packing and adding are the device's work, moving
-   is the link's, beside it. Begun while the backward pass runs, finished before the update, all buckets together.
+/* On a device: the same five steps, hence the same bits, in its memory: packing and adding are its work, moving is the
+   link's, beside it. Begun while the backward pass runs, finished before the update, all buckets together.
    Packing waits for one flag of the device, which tells of a NaN; no word about it travels with the messages. */
 
 HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
