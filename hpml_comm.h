@@ -2639,8 +2639,8 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
     for (int i = 1; c->rank == 0 && i < c->size && status == HPML_OK; i++) {
         status = hpmlc_round(c, tag, -1, NULL, 0, i, theirs, sizeof theirs, NULL);
         if (status == HPML_OK && strcmp(theirs, mine) != 0 && !verdict[0])
-            snprintf(verdict, sizeof verdict, "collective %u differs: rank 0 is in %s, rank %d in %s", c->sequence, mine,
-                     c->origin[i], theirs);
+            snprintf(verdict, sizeof verdict, "collective %u differs: rank 0 is in %s, rank %d in %s", c->sequence,
+                     mine, c->origin[i], theirs);
     }
     tell.count = 0, tell.level = NULL;
     hpmlc_plan_add(&tell, HPMLC_STAR_DOWN, hpmlc_everyone(c->size, c->rank, 0), 0, sizeof verdict);
@@ -3738,16 +3738,14 @@ HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t
     return status;
 }
 
-HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x);
-HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x);
+HPMLC_FN hpml_status hpmlc_methods_run(hpml_comm *c, hpml_exchange *x);
 
 /* All tensors that are not plain. */
 HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
 {
     x->bad = 0;
     if (x->packed == 0) return HPML_OK;
-    if (x->d.method == HPML_METHOD_CODEC) return hpmlc_exchange_packed(c, x);
-    return x->d.method == HPML_METHOD_TOPK ? hpmlc_topk_run(c, x) : hpmlc_lowrank_run(c, x);
+    return x->d.method == HPML_METHOD_CODEC ? hpmlc_exchange_packed(c, x) : hpmlc_methods_run(c, x);
 }
 
 /* One exchange, on the exchange's communicator or, in the background, on its twin. */
@@ -3979,19 +3977,18 @@ HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
     return x[k - 1];
 }
 
-/* Puts my k pairs (place, value) into the gathered array; false when a number is not finite: then nothing is sent. */
-HPMLC_FN bool hpmlc_topk_pick(hpml_exchange *x, hpmlc_item *it, float *pairs, int64_t k)
+/* Puts my k pairs (place, value) into the gathered array; none where a number is not finite. */
+HPMLC_FN void hpmlc_topk_pick(hpml_exchange *x, hpmlc_item *it, float *pairs, int64_t k, bool finite)
 {
     int64_t n = it->g.rows * it->g.cols, sent = 0;
-    float   bad = 0, *u = it->p, *v = it->residual, least;
-    for (int64_t i = 0; i < n; i++) bad += it->g.data[i] - it->g.data[i];
-    for (int64_t i = 0; i < n && bad == 0; i++) {
+    float  *u = it->p, *v = it->residual, least;
+    memset(pairs, 0, (size_t)(2 * k) * sizeof *pairs);
+    if (!finite) return;
+    for (int64_t i = 0; i < n; i++) {
         u[i] = x->d.momentum * u[i] + it->g.data[i];
         v[i] += u[i];
         it->work[i] = fabsf(v[i]);
     }
-    memset(pairs, 0, (size_t)(2 * k) * sizeof *pairs);
-    if (bad != 0) return false;
     least = hpmlc_select(it->work, n, k);
     for (int pass = 0; pass < 2; pass++) /* those above the k-th, then those equal to it, from the first on */
         for (int64_t i = 0; i < n && sent < k; i++) {
@@ -4002,36 +3999,21 @@ HPMLC_FN bool hpmlc_topk_pick(hpml_exchange *x, hpmlc_item *it, float *pairs, in
             u[i] = v[i] = 0;
             sent++;
         }
-    return true;
 }
 
-/* All hear of a tensor of any rank that was not finite. */
-HPMLC_FN hpml_status hpmlc_methods_end(hpml_comm *c, hpml_exchange *x, int64_t bad)
+HPMLC_FN hpml_status hpmlc_topk(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
 {
-    hpml_status status = hpmlc_reduce_all(c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
-    x->bad = bad;
-    return status == HPML_OK && bad ? HPML_ERR_NONFINITE : status;
-}
-
-HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x)
-{
-    hpml_status status = HPML_OK;
-    int64_t     bad = 0;
-    for (int t = 0; t < x->d.count && status == HPML_OK; t++) {
-        hpmlc_item *it = &x->item[t];
-        if (it->plain) continue;
-        int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols;
-        if (!hpmlc_topk_pick(x, it, it->q + 2 * k * c->rank, k)) bad = hpmlc_bad(c, t);
-        status = hpml_allgather(c, it->q, 8 * k * c->size, HPML_ELEMENT_BYTE);
-        memset(it->g.data, 0, (size_t)n * sizeof(float));
-        for (int64_t i = 0; i < k * c->size; i++) {
-            uint32_t place;
-            memcpy(&place, &it->q[2 * i], sizeof place);
-            if ((int64_t)place < n) it->g.data[place] += it->q[2 * i + 1];
-        }
-        if (x->d.reduce == HPML_MEAN) hpmlc_divide(it->g.data, n, HPML_ELEMENT_F32, c->size);
+    int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols;
+    hpmlc_topk_pick(x, it, it->q + 2 * k * c->rank, k, finite);
+    hpml_status status = hpml_allgather(c, it->q, 8 * k * c->size, HPML_ELEMENT_BYTE);
+    memset(it->g.data, 0, (size_t)n * sizeof(float));
+    for (int64_t i = 0; i < k * c->size; i++) {
+        uint32_t place;
+        memcpy(&place, &it->q[2 * i], sizeof place);
+        if ((int64_t)place < n) it->g.data[place] += it->q[2 * i + 1];
     }
-    return status == HPML_OK ? hpmlc_methods_end(c, x, bad) : status;
+    if (x->d.reduce == HPML_MEAN) hpmlc_divide(it->g.data, n, HPML_ELEMENT_F32, c->size);
+    return status;
 }
 
 /* Columns of (n, r) made orthonormal one after another (Gram & Schmidt, twice is enough). What is zero gets a direction
@@ -4054,31 +4036,39 @@ HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
         }
 }
 
-HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
+HPMLC_FN hpml_status hpmlc_lowrank(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
 {
     const hpml_algorithm a = x->d.algorithm;
-    int64_t              bad = 0;
-    for (int t = 0; t < x->d.count; t++) {
-        hpmlc_item *it   = &x->item[t];
-        int64_t     rows = it->g.rows, cols = it->g.cols, n = rows * cols, r = hpmlc_lowrank_of(x, it);
-        float      *M = it->work, part = 0;
+    int64_t              rows = it->g.rows, cols = it->g.cols, n = rows * cols, r = hpmlc_lowrank_of(x, it);
+    float               *M = it->work;
+    for (int64_t i = 0; i < n; i++) M[i] = (finite ? it->g.data[i] : 0) + it->residual[i];
+    hpml_sgemm(c->ctx, false, false, rows, r, cols, 1, M, cols, it->q, r, 0, it->p, r);
+    hpml_status status = hpmlc_reduce_all(c, it->p, rows * r, HPML_ELEMENT_F32, HPML_MEAN, a);
+    if (status != HPML_OK) return status;
+    hpmlc_orthonormal(it->p, rows, (int)r);
+    hpml_sgemm(c->ctx, true, false, cols, r, rows, 1, M, cols, it->p, r, 0, it->q, r);
+    status = hpmlc_reduce_all(c, it->q, cols * r, HPML_ELEMENT_F32, HPML_MEAN, a);
+    if (status != HPML_OK) return status;
+    hpml_sgemm(c->ctx, false, true, rows, cols, r, 1, it->p, r, it->q, r, 0, it->g.data, cols);
+    for (int64_t i = 0; i < n; i++) it->residual[i] = M[i] - it->g.data[i];
+    for (int64_t i = 0; i < n && x->d.reduce == HPML_SUM; i++) it->g.data[i] *= (float)c->size;
+    return HPML_OK;
+}
+
+/* Tensor by tensor; in the end all hear of one of any rank that was not finite. */
+HPMLC_FN hpml_status hpmlc_methods_run(hpml_comm *c, hpml_exchange *x)
+{
+    hpml_status status = HPML_OK;
+    for (int t = 0; t < x->d.count && status == HPML_OK; t++) {
+        hpmlc_item *it = &x->item[t];
+        float       bad = 0;
         if (it->plain) continue;
-        for (int64_t i = 0; i < n; i++) part += it->g.data[i] - it->g.data[i];
-        for (int64_t i = 0; i < n; i++) M[i] = (part == 0 ? it->g.data[i] : 0) + it->residual[i];
-        if (part != 0) bad = hpmlc_bad(c, t);
-        hpml_sgemm(c->ctx, false, false, rows, r, cols, 1, M, cols, it->q, r, 0, it->p, r);
-        hpml_status status = hpmlc_reduce_all(c, it->p, rows * r, HPML_ELEMENT_F32, HPML_MEAN, a);
-        if (status != HPML_OK) return status;
-        hpmlc_orthonormal(it->p, rows, (int)r);
-        hpml_sgemm(c->ctx, true, false, cols, r, rows, 1, M, cols, it->p, r, 0, it->q, r);
-        status = hpmlc_reduce_all(c, it->q, cols * r, HPML_ELEMENT_F32, HPML_MEAN, a);
-        if (status != HPML_OK) return status;
-        hpml_sgemm(c->ctx, false, true, rows, cols, r, 1, it->p, r, it->q, r, 0, it->g.data, cols);
-        for (int64_t i = 0; i < n; i++) it->residual[i] = M[i] - it->g.data[i];
-        if (x->d.reduce == HPML_SUM)
-            for (int64_t i = 0; i < n; i++) it->g.data[i] *= (float)c->size;
+        for (int64_t i = 0; i < it->g.rows * it->g.cols; i++) bad += it->g.data[i] - it->g.data[i];
+        if (bad != 0) x->bad = hpmlc_bad(c, t);
+        status = (x->d.method == HPML_METHOD_TOPK ? hpmlc_topk : hpmlc_lowrank)(c, x, it, bad == 0);
     }
-    return hpmlc_methods_end(c, x, bad);
+    if (status == HPML_OK) status = hpmlc_reduce_all(c, &x->bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
+    return status == HPML_OK && x->bad ? HPML_ERR_NONFINITE : status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
