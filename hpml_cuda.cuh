@@ -233,6 +233,7 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <type_traits>
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error "hpml_cuda.cuh needs compute capability 8.0 (Ampere) or later: nvcc -arch=native, or -arch=sm_80"
@@ -2057,273 +2058,219 @@ HPMLG_OP(rmsnorm, hpmlg_norm)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Per channel, N = B P numbers, P = H W: y = gamma (x - mean) rstd + beta. First sums over pieces of a channel, one
-   block each, then one thread for a channel adds the pieces in order, then all elements are written. Means and squares
+   block each, then one thread for a channel joins the pieces in order, then all elements are written. Means and squares
    are kept as (count, mean, sum of squared distances to it) and joined so (Chan, Golub & LeVeque 1979), which loses
-   nothing where the mean is far from zero. A block takes one channel, or 32 channels side by side where P is 1. */
+   nothing where the mean is far from zero. Backward the same places hold plain sums: mean is s1 = sum dy and square
+   s2 = sum dy xhat. A block takes one channel, or 32 channels side by side where P is 1. */
 
 #define HPMLG_BN_SPLITS 64
 
-typedef struct hpmlg_bn {
-    int64_t B, C, P, N, width; /* width: channels of a block */
-    int64_t splits, unit;      /* pieces of a channel; numbers taken at once: 8 where planes are whole eights */
-} hpmlg_bn;
+template <class T> struct hpmlg_moments { T n, mean, square; };
 
-typedef struct hpmlg_moments { double n, mean, square; } hpmlg_moments;
-
-HPMLG_DEVICE hpmlg_moments hpmlg_moments_join(hpmlg_moments a, hpmlg_moments b)
+template <bool back, class T>
+HPMLG_DEVICE hpmlg_moments<T> hpmlg_moments_join(hpmlg_moments<T> a, hpmlg_moments<T> b)
 {
-    hpmlg_moments s;
-    double        apart = b.mean - a.mean;
-    s.n = a.n + b.n;
-    if (s.n == 0) return a;
-    s.mean   = a.mean + apart * (b.n / s.n);
-    s.square = a.square + b.square + apart * apart * (a.n * b.n / s.n);
+    hpmlg_moments<T> s = { a.n + b.n, a.mean + b.mean, a.square + b.square };
+    T                apart = b.mean - a.mean;
+    if (back || s.n == 0) return s;
+    s.mean = a.mean + apart * (b.n / s.n);
+    s.square += apart * apart * (a.n * b.n / s.n);
     return s;
 }
 
+typedef struct hpmlg_bn {
+    int64_t      B, C, P, N, width; /* width: channels of a block */
+    int64_t      splits, unit;      /* pieces of a channel; numbers taken at once: 8 where planes are whole eights */
+    hpmlg_array  x, y, dx, dy;
+    const float *gamma, *beta;      /* (C), or NULL; as their gradients */
+    float       *dgamma, *dbeta, *running_mean, *running_var;
+    float2      *saved, *means;     /* (C): mean and rstd; s1 / N and s2 / N */
+    hpmlg_moments<double> *part;    /* (splits, C) */
+    float        eps, momentum;
+    bool         train, relu, add[3];
+} hpmlg_bn;
+
 /* Where unit u of channel c stands. */
-HPMLG_DEVICE int64_t hpmlg_bn_at(const hpmlg_bn *s, int64_t c, int64_t u)
+HPMLG_DEVICE int64_t hpmlg_bn_at(const hpmlg_bn &s, int64_t c, int64_t u)
 {
-    int64_t i = u * s->unit, image = hpmlg_quotient(i, s->P);
-    return (image * s->C + c) * s->P + (i - image * s->P);
+    int64_t i = u * s.unit, image = hpmlg_quotient(i, s.P);
+    return (image * s.C + c) * s.P + (i - image * s.P);
 }
 
 /* Up to 8 numbers of a channel, for the unit u of this thread and those a block's step further on; how many. */
-HPMLG_DEVICE int hpmlg_bn_take(const hpmlg_bn *s, hpmlg_array x, int64_t c, int64_t u, int64_t to, hpmlg_eight *e)
+HPMLG_DEVICE int hpmlg_bn_take(const hpmlg_bn &s, hpmlg_array x, int64_t c, int64_t u, int64_t to, hpmlg_eight *e)
 {
     int count = 0;
-    if (s->unit == 8) {
+    if (s.unit == 8) {
         *e = hpmlg_get8(x, hpmlg_bn_at(s, c, u) >> 3);
         return 8;
     }
     for (int j = 0; j < 8; j++) {
-        int64_t v = u + j * (blockDim.x / s->width);
+        int64_t v = u + j * (blockDim.x / s.width);
         e->v[j]   = v < to ? hpmlg_get(x, hpmlg_bn_at(s, c, v)) : 0;
         count += v < to;
     }
     return count;
 }
 
-/* This thread's channel, its first unit, the end of the block's piece and the step: set by every kernel below. */
-#define HPMLG_BN_PIECE(s)                                                                                              \
-    const int64_t c = (int64_t)blockIdx.x * s.width + threadIdx.x % s.width, units = s.N / s.unit;                     \
-    const int64_t to = c < s.C ? units * (blockIdx.y + 1) / s.splits : 0;                                              \
-    const int64_t first = units * blockIdx.y / s.splits + threadIdx.x / s.width;                                       \
-    const int64_t step = (int64_t)(blockDim.x / s.width) * (s.unit == 8 ? 1 : 8)
-
-static __global__ void hpmlg_k_bn_moments(hpmlg_moments *part, hpmlg_array x, hpmlg_bn s) // part (splits, C)
+template <bool back> static __global__ void hpmlg_k_bn_pieces(hpmlg_bn s)
 {
-    __shared__ hpmlg_moments all[256];
-    HPMLG_BN_PIECE(s);
-    float n = 0, mean = 0, square = 0;
-    for (int64_t u = first; u < to; u += step) {
-        hpmlg_eight e;
-        int         count = hpmlg_bn_take(&s, x, c, u, to, &e);
-        float       m = (float)count, sum = 0, near = 0, apart;
-        for (int j = 0; j < 8; j++) sum += e.v[j];
-        sum /= m;
-        for (int j = 0; j < 8; j++) near += j < count ? (e.v[j] - sum) * (e.v[j] - sum) : 0;
-        apart = sum - mean;
-        mean += apart * (m / (n + m));
-        square += near + apart * apart * (n * m / (n + m));
-        n += m;
+    typedef typename std::conditional<back, double, float>::type T; /* what a thread joins its own in */
+    __shared__ hpmlg_moments<double> all[256];
+    int64_t c = (int64_t)blockIdx.x * s.width + threadIdx.x % s.width, units = s.N / s.unit;
+    int64_t to = c < s.C ? units * (blockIdx.y + 1) / s.splits : 0;
+    int64_t step = (int64_t)(blockDim.x / s.width) * (s.unit == 8 ? 1 : 8);
+    float   mean = back && c < s.C ? s.saved[c].x : 0, rstd = back && c < s.C ? s.saved[c].y : 0;
+    hpmlg_moments<T> mine = { 0, 0, 0 };
+    for (int64_t u = units * blockIdx.y / s.splits + threadIdx.x / s.width; u < to; u += step) {
+        hpmlg_eight e, f, z;
+        float       sum = 0, other = 0, n = (float)hpmlg_bn_take(s, s.x, c, u, to, &e);
+        if (back) {
+            hpmlg_bn_take(s, s.dy, c, u, to, &f);
+            if (s.relu) hpmlg_bn_take(s, s.y, c, u, to, &z);
+            for (int j = 0; j < 8; j++) { /* what is not there is 0 in dy */
+                float v = s.relu && !(z.v[j] > 0) ? 0 : f.v[j];
+                sum += v, other += v * ((e.v[j] - mean) * rstd);
+            }
+        } else {
+            for (int j = 0; j < 8; j++) sum += e.v[j];
+            sum /= n;
+            for (int j = 0; j < 8; j++) other += (float)j < n ? (e.v[j] - sum) * (e.v[j] - sum) : 0;
+        }
+        mine = hpmlg_moments_join<back, T>(mine, { (T)n, (T)sum, (T)other });
     }
-    hpmlg_moments mine = { (double)n, (double)mean, (double)square };
-    all[threadIdx.x]   = mine;
+    all[threadIdx.x] = { (double)mine.n, (double)mine.mean, (double)mine.square };
     for (int h = (int)blockDim.x / 2; h >= s.width; h /= 2) {
         __syncthreads();
-        if ((int)threadIdx.x < h) all[threadIdx.x] = hpmlg_moments_join(all[threadIdx.x], all[threadIdx.x + h]);
+        if ((int)threadIdx.x < h)
+            all[threadIdx.x] = hpmlg_moments_join<back>(all[threadIdx.x], all[threadIdx.x + h]);
     }
-    if (threadIdx.x < s.width && c < s.C) part[blockIdx.y * s.C + c] = all[threadIdx.x];
+    if (threadIdx.x < s.width && c < s.C) s.part[blockIdx.y * s.C + c] = all[threadIdx.x];
 }
 
-/* Statistics of each channel: of the batch, which also move the running ones, or, part NULL, the running ones. */
-static __global__ void hpmlg_k_bn_statistics(float2 *saved, float *running_mean, float *running_var,
-                                             const hpmlg_moments *part, hpmlg_bn s, float eps, float momentum)
+/* What the pieces of each channel say: its statistics, which also move the running ones (these are taken where nothing
+   is trained); backward the gradients of gamma and beta, and the means that dx needs. */
+template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
 {
-    int64_t       c   = hpmlg_me();
-    hpmlg_moments all = { 0, 0, 0 };
+    int64_t c = hpmlg_me();
+    hpmlg_moments<double> all = { 0, 0, 0 };
     if (c >= s.C) return;
-    if (!part) {
-        saved[c] = make_float2(running_mean[c], (float)(1 / sqrt((double)running_var[c] + (double)eps)));
+    for (int64_t i = 0; i < s.splits && (back || s.train); i++)
+        all = hpmlg_moments_join<back>(all, s.part[i * s.C + c]);
+    if (back) {
+        double N = (double)s.N;
+        if (s.dgamma) s.dgamma[c] = (s.add[1] ? s.dgamma[c] : 0) + (float)all.square;
+        if (s.dbeta) s.dbeta[c] = (s.add[2] ? s.dbeta[c] : 0) + (float)all.mean;
+        s.means[c] = s.train ? make_float2((float)(all.mean / N), (float)(all.square / N)) : make_float2(0, 0);
         return;
     }
-    for (int64_t i = 0; i < s.splits; i++) all = hpmlg_moments_join(all, part[i * s.C + c]);
-    float mean = (float)all.mean, var = (float)(all.square / (all.n > 1 ? all.n - 1 : 1));
-    saved[c]        = make_float2(mean, (float)(1 / sqrt(all.square / all.n + (double)eps)));
-    running_mean[c] = (1 - momentum) * running_mean[c] + momentum * mean;
-    running_var[c]  = (1 - momentum) * running_var[c] + momentum * var;
+    double mean = s.train ? all.mean : s.running_mean[c], var = s.train ? all.square / all.n : s.running_var[c];
+    s.saved[c]  = make_float2((float)mean, (float)(1 / sqrt(var + (double)s.eps)));
+    if (!s.train) return;
+    s.running_mean[c] = (1 - s.momentum) * s.running_mean[c] + s.momentum * (float)mean;
+    s.running_var[c]  = (1 - s.momentum) * s.running_var[c] + s.momentum * (float)(all.square / fmax(all.n - 1, 1.0));
 }
 
-/* Forward (dy.p NULL): y = a x + b, a = rstd gamma, b = beta - mean a, with a relu if wanted. Backward: dx (+)= a (dy -
-   s1 / N - xhat s2 / N), mean1 and mean2 the two quotients. Eights of the whole array; channels change within. */
-static __global__ void hpmlg_k_bn_apply(hpmlg_array out, hpmlg_array x, hpmlg_array dy, hpmlg_array y, hpmlg_bn s,
-                                        const float2 *saved, const float *gamma, const float *beta,
-                                        const float2 *means, bool relu, bool add)
+/* y = a x + b, a = rstd gamma, b = beta - mean a, with a relu if wanted; backward dx (+)= a (dy - s1 / N - xhat s2 / N).
+   Eights of the whole array; channels change within. */
+template <bool back> static __global__ void hpmlg_k_bn_apply(hpmlg_bn s)
 {
     int64_t n = s.B * s.C * s.P;
     HPMLG_EIGHTS(i, n) {
         int64_t     plane = hpmlg_quotient(i, s.P), r = i - plane * s.P, c = plane - hpmlg_quotient(plane, s.C) * s.C;
-        hpmlg_eight e = hpmlg_row_get(x, 0, n, i, 0), f, z;
-        if (dy.p) f = hpmlg_row_get(dy, 0, n, i, 0);
-        if (dy.p && relu) z = hpmlg_row_get(y, 0, n, i, 0);
-        float a = 0, b = 0, one = 0, two = 0;
+        hpmlg_eight e = hpmlg_row_get(s.x, 0, n, i, 0), f, z;
+        if (back) f = hpmlg_row_get(s.dy, 0, n, i, 0);
+        if (back && s.relu) z = hpmlg_row_get(s.y, 0, n, i, 0);
+        float a = 0, b = 0, two = 0;
         for (int j = 0; j < 8; j++, r++) {
             if (r == s.P) r = 0, c = c + 1 == s.C ? 0 : c + 1;
             if (j == 0 || r == 0) {
-                float mean = saved[c].x, rstd = saved[c].y;
-                a = rstd * (gamma ? gamma[c] : 1);
-                b = (beta ? beta[c] : 0) - mean * a;
-                if (dy.p) one = means[c].x - mean * rstd * means[c].y, two = rstd * means[c].y;
+                float mean = s.saved[c].x, rstd = s.saved[c].y;
+                a   = rstd * (s.gamma ? s.gamma[c] : 1);
+                two = back ? rstd * s.means[c].y : 0;
+                b   = back ? s.means[c].x - mean * two : (s.beta ? s.beta[c] : 0) - mean * a;
             }
-            if (dy.p) e.v[j] = a * ((relu && !(z.v[j] > 0) ? 0 : f.v[j]) - one - e.v[j] * two);
-            else {
-                e.v[j] = a * e.v[j] + b;
-                if (relu) e.v[j] = e.v[j] > 0 || e.v[j] != e.v[j] ? e.v[j] : 0;
-            }
+            if (back) e.v[j] = a * ((s.relu && !(z.v[j] > 0) ? 0 : f.v[j]) - b - e.v[j] * two);
+            else e.v[j] = hpmlg_act(s.relu ? HPML_ACT_RELU : HPML_ACT_NONE, 0, a * e.v[j] + b);
         }
-        hpmlg_row_put(out, 0, n, i, e, add);
+        hpmlg_row_put(back ? s.dx : s.y, 0, n, i, e, back && s.add[0]);
     }
 }
 
-/* s1 = sum dy, s2 = sum dy xhat of the pieces of each channel. part (splits, C) */
-static __global__ void hpmlg_k_bn_back_sums(double2 *part, hpmlg_array x, hpmlg_array dy, hpmlg_array y,
-                                            const float2 *saved, hpmlg_bn s, bool relu)
-{
-    __shared__ double all[2][256];
-    HPMLG_BN_PIECE(s);
-    float mean = c < s.C ? saved[c].x : 0, rstd = c < s.C ? saved[c].y : 0;
-    double s1 = 0, s2 = 0;
-    for (int64_t u = first; u < to; u += step) {
-        hpmlg_eight e, f, z;
-        float       sum = 0, dot = 0;
-        hpmlg_bn_take(&s, x, c, u, to, &e);
-        hpmlg_bn_take(&s, dy, c, u, to, &f);
-        if (relu) hpmlg_bn_take(&s, y, c, u, to, &z);
-        for (int j = 0; j < 8; j++) { /* what is not there is 0 in dy */
-            float v = relu && !(z.v[j] > 0) ? 0 : f.v[j];
-            sum += v, dot += v * ((e.v[j] - mean) * rstd);
-        }
-        s1 += (double)sum, s2 += (double)dot;
-    }
-    all[0][threadIdx.x] = s1, all[1][threadIdx.x] = s2;
-    for (int h = (int)blockDim.x / 2; h >= s.width; h /= 2) {
-        __syncthreads();
-        for (int k = 0; k < 2 && (int)threadIdx.x < h; k++) all[k][threadIdx.x] += all[k][threadIdx.x + h];
-    }
-    if (threadIdx.x < s.width && c < s.C) part[blockIdx.y * s.C + c] = make_double2(all[0][threadIdx.x],
-                                                                                    all[1][threadIdx.x]);
-}
-
-static __global__ void hpmlg_k_bn_back_params(float *dgamma, float *dbeta, float2 *means, const double2 *part,
-                                              hpmlg_bn s, bool train, bool add_gamma, bool add_beta)
-{
-    int64_t c  = hpmlg_me();
-    double  s1 = 0, s2 = 0;
-    if (c >= s.C) return;
-    for (int64_t i = 0; i < s.splits; i++) s1 += part[i * s.C + c].x, s2 += part[i * s.C + c].y;
-    if (dgamma) dgamma[c] = (add_gamma ? dgamma[c] : 0) + (float)s2;
-    if (dbeta) dbeta[c] = (add_beta ? dbeta[c] : 0) + (float)s1;
-    means[c] = train ? make_float2((float)(s1 / (double)s.N), (float)(s2 / (double)s.N)) : make_float2(0, 0);
-}
-
-HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n)
+HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n, bool train)
 {
     const int64_t *y = n->out->shape; /* dimensions that are not there are 1 */
-    hpmlg_bn       s = { y[0], y[1], y[2] * y[3], y[0] * y[2] * y[3], y[2] * y[3] == 1 ? 32 : 1, 1, 1 };
-    int64_t        blocks = (s.C + s.width - 1) / s.width, splits = (d->sms * 8 + blocks - 1) / blocks;
-    int64_t        turn = 8 * (256 / s.width), most = (s.N + turn - 1) / turn; /* 8 numbers a thread */
-    const hpml_tensor *x = n->src[0];
-    uintptr_t      places = (uintptr_t)x->data | (uintptr_t)n->out->data | (uintptr_t)n->out->grad;
+    hpml_tensor *const *src = n->src;
+    hpmlg_bn       s = {};
+    s.B = y[0], s.C = y[1], s.P = y[2] * y[3], s.N = s.B * s.P, s.width = s.P == 1 ? 32 : 1;
+    int64_t   blocks = (s.C + s.width - 1) / s.width, splits = (d->sms * 8 + blocks - 1) / blocks;
+    int64_t   turn = 8 * (256 / s.width), most = (s.N + turn - 1) / turn; /* 8 numbers a thread */
+    uintptr_t places = (uintptr_t)src[0]->data | (uintptr_t)n->out->data | (uintptr_t)n->out->grad;
     s.splits = splits < most ? splits : most;
     if (s.splits > HPMLG_BN_SPLITS) s.splits = HPMLG_BN_SPLITS;
-    s.unit   = s.P % 8 == 0 && places % 16 == 0 ? 8 : 1;
+    s.unit  = s.P % 8 == 0 && places % 16 == 0 ? 8 : 1;
+    s.x     = hpmlg_value(src[0]), s.dx = hpmlg_grad(src[0]), s.y = hpmlg_value(n->out), s.dy = hpmlg_grad(n->out);
+    s.gamma = src[1] ? src[1]->data : NULL, s.dgamma = src[1] ? src[1]->grad : NULL;
+    s.beta  = src[2] ? src[2]->data : NULL, s.dbeta = src[2] ? src[2]->grad : NULL;
+    s.part  = (hpmlg_moments<double> *)n->scratch, s.means = (float2 *)(s.part + s.C * s.splits);
+    s.saved = (float2 *)n->saved, s.running_mean = src[3]->data, s.running_var = src[4]->data;
+    s.eps   = n->attr.norm.eps, s.momentum = n->attr.norm.momentum, s.train = train;
+    s.relu  = n->attr.norm.act == HPML_ACT_RELU;
+    for (int i = 0; i < 3; i++) s.add[i] = n->accumulate[i];
     return s;
 }
 
 HPMLG_FN size_t hpmlg_bn_scratch(const hpmlg_device *d, const hpml_node *n)
 {
-    hpmlg_bn s = hpmlg_bn_of(d, n);
-    return (size_t)(s.C * s.splits) * sizeof(hpmlg_moments) + (size_t)s.C * sizeof(float2);
+    hpmlg_bn s = hpmlg_bn_of(d, n, true);
+    return (size_t)(s.C * s.splits) * sizeof *s.part + (size_t)s.C * sizeof *s.means;
 }
 
 /* Where ranks share a batch: the pieces of each channel are joined here on the host, as sums about 0 added up over the
-   ranks, and go back as the one piece. pieces: (splits, C) of moments, or, backward, of s1 and s2: `each` doubles each.
-   The host waits, so such passes are not recorded. */
-HPMLG_FN hpml_status hpmlg_bn_share(const hpml_run *run, hpmlg_device *d, hpmlg_bn *s, double *pieces, int64_t each)
+   ranks, and go back as the one piece. The host waits, so such passes are not recorded. */
+HPMLG_FN hpml_status hpmlg_bn_share(const hpml_run *run, hpmlg_device *d, hpmlg_bn *s, bool back)
 {
-    size_t      bytes = (size_t)(s->C * s->splits * each) * sizeof(double);
-    double     *p = (double *)hpml_ctx_alloc(run->ctx, bytes, NULL), N;
+    size_t      bytes = (size_t)(s->C * s->splits) * sizeof *s->part;
+    hpmlg_moments<double> *p = (hpmlg_moments<double> *)hpml_ctx_alloc(run->ctx, bytes, NULL);
     double     *sum = (double *)hpml_ctx_alloc(run->ctx, (size_t)(2 * s->C + 1) * sizeof(double), NULL);
-    hpml_status status = p && sum ? hpmlg_read(d, p, pieces, bytes) : HPML_ERR_MEMORY;
+    hpml_status status = p && sum ? hpmlg_read(d, p, s->part, bytes) : HPML_ERR_MEMORY;
     for (int64_t i = 0; i < s->C * s->splits && status == HPML_OK; i++) {
-        const double *at = p + i * each, n = each == 3 ? at[0] : 0, mean = at[each - 2];
-        sum[2 * (i % s->C)] += each == 3 ? n * mean : mean;
-        sum[2 * (i % s->C) + 1] += at[each - 1] + n * mean * mean;
+        double *to = sum + 2 * (i % s->C), n = back ? 0 : p[i].n;
+        to[0] += back ? p[i].mean : n * p[i].mean, to[1] += p[i].square + n * p[i].mean * p[i].mean;
     }
     if (status == HPML_OK) sum[2 * s->C] = (double)s->N, status = run->sum(run->sum_user, sum, 2 * s->C + 1);
-    N = status == HPML_OK ? sum[2 * s->C] : 1;
     for (int64_t c = 0; c < s->C && status == HPML_OK; c++) {
-        double *at = p + c * each, mean = sum[2 * c] / N;
-        if (each == 3) at[0] = N, at[1] = mean, at[2] = fmax(sum[2 * c + 1] - sum[2 * c] * mean, 0);
-        else at[0] = sum[2 * c], at[1] = sum[2 * c + 1];
+        double a = sum[2 * c], b = sum[2 * c + 1], N = sum[2 * s->C];
+        p[c].n = N, p[c].mean = back ? a : a / N, p[c].square = back ? b : fmax(b - a * a / N, 0);
     }
-    if (status == HPML_OK) status = hpmlg_write(d, pieces, p, (size_t)(s->C * each) * sizeof(double));
+    if (status == HPML_OK) status = hpmlg_write(d, s->part, p, (size_t)s->C * sizeof *p);
+    if (status == HPML_OK) s->N = (int64_t)sum[2 * s->C];
     hpml_ctx_release(run->ctx, p);
     hpml_ctx_release(run->ctx, sum);
-    s->splits = 1, s->N = (int64_t)N;
+    s->splits = 1;
     return status;
 }
 
-HPMLG_FN hpml_status hpmlg_batchnorm_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_batchnorm(const hpml_run *run, hpml_node *n, bool back)
 {
-    hpmlg_device  *d    = hpmlg_enter(run->ctx);
-    hpmlg_bn       s    = hpmlg_bn_of(d, n), all;
-    hpmlg_moments *part = run->train ? (hpmlg_moments *)n->scratch : NULL;
-    hpmlg_array    none = hpmlg_none(), gamma = hpmlg_param_of(n, 1), beta = hpmlg_param_of(n, 2);
-    hpml_status    status = HPML_OK;
-    dim3           grid((unsigned)((s.C + s.width - 1) / s.width), (unsigned)s.splits);
-    if (run->idle) s.B = s.N = 0;
-    all = s;
-    if (part) status = HPMLG_RUN(d, hpmlg_k_bn_moments, grid, 256, 0, part, hpmlg_value(n->src[0]), s);
-    if (part && run->sum && status == HPML_OK) status = hpmlg_bn_share(run, d, &all, (double *)part, 3);
-    if (status == HPML_OK)
-        status = HPMLG_RUN(d, hpmlg_k_bn_statistics, (unsigned)((s.C + 127) / 128), 128, 0, (float2 *)n->saved,
-                           n->src[3]->data, n->src[4]->data, part, all, n->attr.norm.eps, n->attr.norm.momentum);
-    if (status != HPML_OK || s.N == 0) return status;
-    return HPMLG_DEAL(d, hpmlg_k_bn_apply, s.N * s.C, 2048, hpmlg_value(n->out), hpmlg_value(n->src[0]), none, none, s,
-                      (const float2 *)n->saved, (const float *)gamma.p, (const float *)beta.p, (const float2 *)NULL,
-                      n->attr.norm.act == HPML_ACT_RELU, false);
-}
-
-HPMLG_FN hpml_status hpmlg_batchnorm_backward(const hpml_run *run, hpml_node *n)
-{
-    hpmlg_device *d     = hpmlg_enter(run->ctx);
-    hpmlg_bn      s     = hpmlg_bn_of(d, n), all;
-    double2      *part  = (double2 *)n->scratch;
-    float2       *means = (float2 *)((hpmlg_moments *)n->scratch + s.C * s.splits);
-    bool          relu  = n->attr.norm.act == HPML_ACT_RELU;
+    hpmlg_device *d = hpmlg_enter(run->ctx);
+    hpmlg_bn      s = hpmlg_bn_of(d, n, run->train), all;
+    bool          shared = run->train && run->sum;
+    unsigned      channels = (unsigned)((s.C + 127) / 128);
+    hpml_status   status = HPML_OK;
     dim3          grid((unsigned)((s.C + s.width - 1) / s.width), (unsigned)s.splits);
     if (run->idle) s.B = s.N = 0;
     all = s;
-    hpml_status   status = HPMLG_RUN(d, hpmlg_k_bn_back_sums, grid, 256, 0, part, hpmlg_value(n->src[0]),
-                                     hpmlg_grad(n->out), hpmlg_value(n->out), (const float2 *)n->saved, s, relu);
-    if (status == HPML_OK)
-        status = HPMLG_RUN(d, hpmlg_k_bn_back_params, (unsigned)((s.C + 127) / 128), 128, 0,
-                           n->src[1] ? n->src[1]->grad : NULL, n->src[2] ? n->src[2]->grad : NULL, means,
-                           (const double2 *)part, s, run->train, n->accumulate[1], n->accumulate[2]);
-    if (run->train && run->sum && status == HPML_OK) { /* gamma's and beta's are this rank's; the means are of all */
-        status = hpmlg_bn_share(run, d, &all, (double *)part, 2);
-        if (status == HPML_OK)
-            status = HPMLG_RUN(d, hpmlg_k_bn_back_params, (unsigned)((s.C + 127) / 128), 128, 0, (float *)NULL,
-                               (float *)NULL, means, (const double2 *)part, all, true, false, false);
-    }
-    if (status != HPML_OK || !n->src[0]->grad || s.N == 0) return status;
-    return HPMLG_DEAL(d, hpmlg_k_bn_apply, s.N * s.C, 2048, hpmlg_grad(n->src[0]), hpmlg_value(n->src[0]),
-                      hpmlg_grad(n->out), hpmlg_value(n->out), s, (const float2 *)n->saved,
-                      (const float *)hpmlg_param_of(n, 1).p, (const float *)NULL, (const float2 *)means, relu,
-                      n->accumulate[0]);
+    if (back || s.train) status = HPMLG_RUN_EITHER(d, back, hpmlg_k_bn_pieces, true, false, grid, 256, 0, s);
+    if (back && status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bn_channels<true>, channels, 128, 0, s);
+    if (shared && status == HPML_OK) status = hpmlg_bn_share(run, d, &all, back);
+    all.dgamma = all.dbeta = NULL; /* gamma's and beta's are this rank's, above; the means are of all */
+    if ((!back || shared) && status == HPML_OK)
+        status = HPMLG_RUN_EITHER(d, back, hpmlg_k_bn_channels, true, false, channels, 128, 0, all);
+    if (status != HPML_OK || s.N == 0 || (back && !s.dx.p)) return status;
+    return HPMLG_RUN_EITHER(d, back, hpmlg_k_bn_apply, true, false, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, s);
 }
+HPMLG_OP(batchnorm, hpmlg_batchnorm)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-pool   max and average pooling
