@@ -369,40 +369,31 @@ HPMLG_DEVICE unsigned hpmlg_narrow(float a, float b, int type)
 /* v as the type keeps it. */
 HPMLG_DEVICE float hpmlg_rounded(float v, int64_t type)
 {
-    if (type == HPML_DTYPE_F32) return v;
-    return type == HPML_DTYPE_BF16 ? __bfloat162float(__float2bfloat16_rn(v)) : __half2float(__float2half_rn(v));
+    return type == HPML_DTYPE_F32 ? v : hpmlg_widen(hpmlg_narrow(v, v, (int)type), (int)type).x;
 }
 
-typedef struct hpmlg_eight { float v[8]; } hpmlg_eight;
+typedef struct __align__(16) hpmlg_eight { float v[8]; } hpmlg_eight;
 
 /* Elements 8 i to 8 i + 7; the array begins at a multiple of 16 bytes. */
 HPMLG_DEVICE hpmlg_eight hpmlg_get8(hpmlg_array a, int64_t i)
 {
+    if (a.type == HPML_DTYPE_F32) return ((const hpmlg_eight *)a.p)[i];
     hpmlg_eight e;
-    if (a.type == HPML_DTYPE_F32) {
-        float4 x = ((const float4 *)a.p)[2 * i], y = ((const float4 *)a.p)[2 * i + 1];
-        e.v[0] = x.x, e.v[1] = x.y, e.v[2] = x.z, e.v[3] = x.w;
-        e.v[4] = y.x, e.v[5] = y.y, e.v[6] = y.z, e.v[7] = y.w;
-    } else {
-        uint4    w    = ((const uint4 *)a.p)[i];
-        unsigned u[4] = { w.x, w.y, w.z, w.w };
-        for (int j = 0; j < 4; j++) {
-            float2 f = hpmlg_widen(u[j], a.type);
-            e.v[2 * j] = f.x, e.v[2 * j + 1] = f.y;
-        }
+    uint4       w    = ((const uint4 *)a.p)[i];
+    unsigned    u[4] = { w.x, w.y, w.z, w.w };
+    for (int j = 0; j < 4; j++) {
+        float2 f = hpmlg_widen(u[j], a.type);
+        e.v[2 * j] = f.x, e.v[2 * j + 1] = f.y;
     }
     return e;
 }
 
 HPMLG_DEVICE void hpmlg_put8(hpmlg_array a, int64_t i, hpmlg_eight e)
 {
-    if (a.type == HPML_DTYPE_F32) {
-        ((float4 *)a.p)[2 * i]     = make_float4(e.v[0], e.v[1], e.v[2], e.v[3]);
-        ((float4 *)a.p)[2 * i + 1] = make_float4(e.v[4], e.v[5], e.v[6], e.v[7]);
-    } else {
+    if (a.type == HPML_DTYPE_F32) ((hpmlg_eight *)a.p)[i] = e;
+    else
         ((uint4 *)a.p)[i] = make_uint4(hpmlg_narrow(e.v[0], e.v[1], a.type), hpmlg_narrow(e.v[2], e.v[3], a.type),
                                        hpmlg_narrow(e.v[4], e.v[5], a.type), hpmlg_narrow(e.v[6], e.v[7], a.type));
-    }
 }
 
 HPMLG_DEVICE float hpmlg_join(float v, float w, bool maximum) { return !maximum ? v + w : w > v || w != w ? w : v; }
@@ -1029,62 +1020,56 @@ HPMLG_DEVICE void hpmlg_put_part(hpmlg_array a, int64_t at, int64_t from, int64_
 }
 
 HPMLG_DEVICE float hpmlg_act_sigmoid(float x) { return __fdividef(1, 1 + __expf(-x)); }
-HPMLG_DEVICE float hpmlg_act_gelu_gate(float x)
+HPMLG_DEVICE float hpmlg_act_gate(float x)
 {
     return hpmlg_act_sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
 }
 
-/* y = act(x). */
+/* The slope of x s(u(x)), s a sigmoid, u' = du. */
+HPMLG_DEVICE float hpmlg_act_gated(float x, float s, float du) { return s + x * s * (1 - s) * du; }
+
+/* What an activation's slope is computed from, y = act(x), and dy / dx. */
+#define HPMLG_ACTS(X)                                                                                                  \
+    X(RELU, y, x > 0 || x != x ? x : 0, y > 0 ? 1 : 0)                                                                 \
+    X(LEAKY_RELU, y, x > 0 ? x : slope * x, y > 0 ? 1 : slope)                                                         \
+    X(GELU, x, x * hpmlg_act_gate(x),                                                                                  \
+      hpmlg_act_gated(x, hpmlg_act_gate(x), 1.5957691216057308f * (1 + 3 * 0.044715f * x * x)))                        \
+    X(GELU_ERF, x, 0.5f * x * (1 + erff(x * 0.70710678118654752f)),                                                    \
+      0.5f * (1 + erff(x * 0.70710678118654752f)) + x * 0.39894228040143268f * __expf(-0.5f * x * x))                  \
+    X(SILU, x, x * hpmlg_act_sigmoid(x), hpmlg_act_gated(x, hpmlg_act_sigmoid(x), 1))                                  \
+    X(SIGMOID, y, hpmlg_act_sigmoid(x), y * (1 - y))                                                                   \
+    X(TANH, y, tanhf(x), 1 - y * y)                                                                                    \
+    X(EXP, y, expf(x), y)                                                                                              \
+    X(LOG, x, logf(x), 1 / x)                                                                                          \
+    X(SQRT, y, sqrtf(x), 0.5f / y)                                                                                     \
+    X(SQUARE, x, x * x, 2 * x)                                                                                         \
+    X(NEG, y, -x, -1)                                                                                                  \
+    X(ABS, x, fabsf(x), x > 0 ? 1 : x < 0 ? -1 : 0)
+
 HPMLG_DEVICE float hpmlg_act(int act, float slope, float x)
 {
-    switch (act) {
-    case HPML_ACT_RELU: return x > 0 || x != x ? x : 0;
-    case HPML_ACT_LEAKY_RELU: return x > 0 ? x : slope * x;
-    case HPML_ACT_GELU: return x * hpmlg_act_gelu_gate(x);
-    case HPML_ACT_GELU_ERF: return 0.5f * x * (1 + erff(x * 0.70710678118654752f));
-    case HPML_ACT_SILU: return x * hpmlg_act_sigmoid(x);
-    case HPML_ACT_SIGMOID: return hpmlg_act_sigmoid(x);
-    case HPML_ACT_TANH: return tanhf(x);
-    case HPML_ACT_EXP: return expf(x);
-    case HPML_ACT_LOG: return logf(x);
-    case HPML_ACT_SQRT: return sqrtf(x);
-    case HPML_ACT_SQUARE: return x * x;
-    case HPML_ACT_NEG: return -x;
-    case HPML_ACT_ABS: return fabsf(x);
-    default: return x;
-    }
+#define HPMLG_X(name, v, value, change) if (act == HPML_ACT_##name) return value;
+    HPMLG_ACTS(HPMLG_X)
+#undef HPMLG_X
+    return x;
 }
 
-/* True: hpmlg_act_slope wants x, else y. */
-HPMLG_FN bool hpmlg_act_reads_x(hpml_act act)
-{
-    return act == HPML_ACT_GELU || act == HPML_ACT_GELU_ERF || act == HPML_ACT_SILU || act == HPML_ACT_LOG ||
-           act == HPML_ACT_SQUARE || act == HPML_ACT_ABS;
-}
-
-/* dy / dx, from v: x or y, see above. gelu: with the gate s = (1 + tanh u) / 2, s + 2 x s (1 - s) du. */
+/* v: x or y, see above. */
 HPMLG_DEVICE float hpmlg_act_slope(int act, float slope, float v)
 {
-    float s;
-    switch (act) {
-    case HPML_ACT_RELU: return v > 0 ? 1 : 0;
-    case HPML_ACT_LEAKY_RELU: return v > 0 ? 1 : slope;
-    case HPML_ACT_GELU:
-        s = hpmlg_act_gelu_gate(v);
-        return s + 2 * v * s * (1 - s) * 0.79788456080286536f * (1 + 3 * 0.044715f * v * v);
-    case HPML_ACT_GELU_ERF:
-        return 0.5f * (1 + erff(v * 0.70710678118654752f)) + v * 0.39894228040143268f * __expf(-0.5f * v * v);
-    case HPML_ACT_SILU: s = hpmlg_act_sigmoid(v); return s * (1 + v * (1 - s));
-    case HPML_ACT_SIGMOID: return v * (1 - v);
-    case HPML_ACT_TANH: return 1 - v * v;
-    case HPML_ACT_EXP: return v;
-    case HPML_ACT_LOG: return 1 / v;
-    case HPML_ACT_SQRT: return 0.5f / v;
-    case HPML_ACT_SQUARE: return 2 * v;
-    case HPML_ACT_NEG: return -1;
-    case HPML_ACT_ABS: return v > 0 ? 1 : v < 0 ? -1 : 0;
-    default: return 1;
-    }
+    const float x = v, y = v;
+#define HPMLG_X(name, v, value, change) if (act == HPML_ACT_##name) return change;
+    HPMLG_ACTS(HPMLG_X)
+#undef HPMLG_X
+    return 1;
+}
+
+HPMLG_FN bool hpmlg_act_reads_x(hpml_act act)
+{
+#define HPMLG_X(name, v, value, change) if (act == HPML_ACT_##name) return #v[0] == 'x';
+    HPMLG_ACTS(HPMLG_X)
+#undef HPMLG_X
+    return false;
 }
 
 /* y = act(x); with dy: y (+)= dy act'. y may be x or dy. */
@@ -1119,25 +1104,6 @@ HPMLG_FN hpml_status hpmlg_activation(const hpml_run *run, hpml_node *n, bool ba
                       (int)act, n->attr.act.slope, count, hpmlg_adds(n, back));
 }
 HPMLG_OP(activation, hpmlg_activation)
-
-/* y = a x + b, or y += a x + b. y may be x. */
-static __global__ void hpmlg_k_axpb(hpmlg_array y, hpmlg_array x, float a, float b, int64_t n, bool add)
-{
-    HPMLG_EIGHTS(at, n) {
-        hpmlg_eight e = hpmlg_get_part(x, at, 0, n, 0);
-        for (int j = 0; j < 8; j++) e.v[j] = a * e.v[j] + b;
-        hpmlg_put_part(y, at, 0, n, e, add);
-    }
-}
-
-HPMLG_FN hpml_status hpmlg_scale(const hpml_run *run, hpml_node *n, bool back)
-{
-    hpmlg_device *d = hpmlg_enter(run->ctx);
-    int64_t       count = hpml_tensor_count(n->out);
-    return HPMLG_DEAL(d, hpmlg_k_axpb, count, 2048, hpmlg_writes(n, back), hpmlg_reads(n, back), n->attr.scale.a,
-                      back ? 0 : n->attr.scale.b, count, hpmlg_adds(n, back));
-}
-HPMLG_OP(scale, hpmlg_scale)
 
 /* A walk: element i of a shape, in order, is at walk_at(i) of an array with these strides; 0 where it is stretched.
    Dimensions that all arrays walk in step are joined: (B, T, C) + (C) is (B T, C) + (C). */
@@ -1189,6 +1155,36 @@ HPMLG_DEVICE hpmlg_eight hpmlg_gather(hpmlg_array a, const hpmlg_walk &w, int s,
     }
     return e;
 }
+
+/* y (+)= a x + b, where x is all of y's elements in order, or, not flat, walked. y may be x. */
+template <bool flat>
+static __global__ void hpmlg_k_affine(hpmlg_array y, hpmlg_array x, const __grid_constant__ hpmlg_walk w, float a,
+                                      float b, int64_t n, bool add)
+{
+    HPMLG_EIGHTS(at, n) {
+        hpmlg_eight e = flat ? hpmlg_get_part(x, at, 0, n, 0) : hpmlg_gather(x, w, 0, at, n);
+        for (int j = 0; j < 8; j++) e.v[j] = a * e.v[j] + b;
+        hpmlg_put_part(y, at, 0, n, e, add);
+    }
+}
+
+HPMLG_FN hpml_status hpmlg_spread_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, const hpmlg_walk *w, float scale,
+                                      bool add)
+{
+    int64_t n = 1;
+    for (int i = 0; i < w->ndim; i++) n *= w->shape[i];
+    return HPMLG_DEAL(d, hpmlg_k_affine<false>, n, 2048, y, x, *w, scale, 0.0f, n, add);
+}
+
+HPMLG_FN hpml_status hpmlg_scale(const hpml_run *run, hpml_node *n, bool back)
+{
+    int64_t    count = hpml_tensor_count(n->out);
+    hpmlg_walk none = {};
+    return HPMLG_DEAL(hpmlg_enter(run->ctx), hpmlg_k_affine<true>, count, 2048, hpmlg_writes(n, back),
+                      hpmlg_reads(n, back), none, n->attr.scale.a, back ? 0 : n->attr.scale.b, count,
+                      hpmlg_adds(n, back));
+}
+HPMLG_OP(scale, hpmlg_scale)
 
 typedef struct hpmlg_binary {
     int         op;
@@ -1376,31 +1372,29 @@ HPMLG_FN int hpmlg_power(int64_t n, int most)
     return p;
 }
 
+HPMLG_FN hpml_status hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, int64_t outer, int64_t dim,
+                                   int64_t inner, float scale, bool add);
+
 HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, hpmlg_fold f)
 {
-    hpmlg_fold  last = f;
-    int64_t     kept = f.run_kept ? f.kept_count * f.run : f.kept_count, blocks, splits, work, room;
+    int64_t     eights = (f.run + (f.run_kept ? 7 : 14)) / 8, kept = f.run_kept ? f.kept_count * f.run : f.kept_count;
+    hpmlg_fold  whole = f;
     hpml_status status;
-    f.tx   = hpmlg_power(f.run_kept ? (f.run + 7) / 8 : f.summed_count * ((f.run + 14) / 8), f.run_kept ? 32 : 256);
-    last.tx = HPMLG_FOLD / f.tx; /* here: groups of a block; set anew below */
-    blocks = f.run_kept ? f.kept_count * ((f.run + 8 * f.tx - 1) / (8 * f.tx)) : (kept + last.tx - 1) / last.tx;
-    work   = f.run_kept ? f.summed_count / (4 * last.tx) : f.summed_count * ((f.run + 14) / 8) / (4 * f.tx);
-    splits = (int64_t)d->sms * 8 / blocks;
-    room   = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept;
+    f.tx = hpmlg_power(f.run_kept ? eights : f.summed_count * eights, f.run_kept ? 32 : HPMLG_FOLD);
+    int     ty     = HPMLG_FOLD / f.tx;
+    int64_t blocks = f.run_kept ? f.kept_count * ((eights + f.tx - 1) / f.tx) : (kept + ty - 1) / ty;
+    int64_t work   = f.run_kept ? f.summed_count / (4 * ty) : f.summed_count * eights / (4 * f.tx);
+    int64_t splits = (int64_t)d->sms * 8 / blocks, room = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept;
     if (splits > work) splits = work;
     if (splits > room) splits = room;
-    if (splits > 1) f.out = hpmlg_of(d->scratch, HPML_DTYPE_F32), f.scale = 1, f.add = false;
-    dim3 grid((unsigned)blocks, (unsigned)(splits > 1 ? splits : 1));
+    if (splits <= 1 || f.b.out.p == d->scratch) splits = 1;
+    else f.out = hpmlg_of(d->scratch, HPML_DTYPE_F32), f.scale = 1, f.add = false;
+    dim3 grid((unsigned)blocks, (unsigned)splits);
     bool plain = f.b.op == HPML_OP_ADD; /* nothing to compute: fewer registers, more loads under way */
     status = f.run_kept ? HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_columns, true, false, grid, HPMLG_FOLD, 0, f)
                         : HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_rows, true, false, grid, HPMLG_FOLD, 0, f);
-    if (splits <= 1 || status != HPML_OK) return status;
-    last.b.op = HPML_OP_ADD, last.b.out = f.out, last.b.count = splits * kept, last.run = kept, last.run_kept = true;
-    last.kept.ndim = last.summed.ndim = 1, last.kept.stride[0][0] = 0, last.summed.stride[0][0] = kept;
-    last.kept_count = 1, last.summed_count = splits;
-    last.tx = hpmlg_power((kept + 7) / 8, 32);
-    blocks  = (kept + 8 * last.tx - 1) / (8 * last.tx);
-    return HPMLG_RUN(d, hpmlg_k_fold_columns<true>, dim3((unsigned)blocks), HPMLG_FOLD, 0, last);
+    if (splits == 1 || status != HPML_OK) return status;
+    return hpmlg_sum_run(d, whole.out, f.out, 1, splits, kept, whole.scale, whole.add);
 }
 
 /* out (outer, inner) (+)= scale * the sum of x (outer, dim, inner) over dim. */
@@ -1443,25 +1437,6 @@ HPMLG_FN void hpmlg_split_dims(const hpml_tensor *t, int dim, int64_t *outer, in
     *outer = *inner = 1, *middle = dim == HPML_ALL_DIMS ? hpml_tensor_count(t) : t->shape[dim];
     for (int i = 0; i < dim; i++) *outer *= t->shape[i];
     for (int i = dim + 1; i < t->ndim && dim != HPML_ALL_DIMS; i++) *inner *= t->shape[i];
-}
-
-/* dx (+)= scale * dy, walked as the stretched array it is. */
-static __global__ void hpmlg_k_spread(hpmlg_array dx, hpmlg_array dy, const __grid_constant__ hpmlg_walk w,
-                                      float scale, int64_t n, bool add)
-{
-    HPMLG_EIGHTS(at, n) {
-        hpmlg_eight e = hpmlg_gather(dy, w, 0, at, n);
-        for (int j = 0; j < 8; j++) e.v[j] *= scale;
-        hpmlg_put_part(dx, at, 0, n, e, add);
-    }
-}
-
-HPMLG_FN hpml_status hpmlg_spread_run(hpmlg_device *d, hpmlg_array dx, hpmlg_array dy, const hpmlg_walk *w,
-                                      float scale, bool add)
-{
-    int64_t n = 1;
-    for (int i = 0; i < w->ndim; i++) n *= w->shape[i];
-    return HPMLG_DEAL(d, hpmlg_k_spread, n, 2048, dx, dy, *w, scale, n, add);
 }
 
 HPMLG_FN hpml_status hpmlg_sum(const hpml_run *run, hpml_node *n, bool back)
@@ -2137,7 +2112,7 @@ template <bool back> static __global__ void hpmlg_k_bn_pieces(hpmlg_bn s)
             sum /= n;
             for (int j = 0; j < 8; j++) other += (float)j < n ? (e.v[j] - sum) * (e.v[j] - sum) : 0;
         }
-        mine = hpmlg_moments_join<back, T>(mine, { (T)n, (T)sum, (T)other });
+        mine = hpmlg_moments_join<back, T>(mine, { back ? 0 : (T)n, (T)sum, (T)other });
     }
     all[threadIdx.x] = { (double)mine.n, (double)mine.mean, (double)mine.square };
     for (int h = (int)blockDim.x / 2; h >= s.width; h /= 2) {
