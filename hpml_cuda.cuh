@@ -1760,6 +1760,14 @@ HPMLG_DEVICE void hpmlg_row_put(hpmlg_array a, int64_t row, int64_t cols, int64_
     hpmlg_put_part(a, row * cols + c, row * cols + c, row * cols + cols, e, add);
 }
 
+/* The same of a parameter (cols), all `none` where a layer has none. */
+HPMLG_DEVICE hpmlg_eight hpmlg_param_get(const float *p, int64_t cols, int64_t c, float none)
+{
+    hpmlg_array a = { (void *)p, HPML_DTYPE_F32 };
+    hpmlg_eight e = { { none, none, none, none, none, none, none, none } };
+    return p ? hpmlg_row_get(a, 0, cols, c, none) : e;
+}
+
 HPMLG_FN int64_t hpmlg_last_dim(const hpml_tensor *t) { return t->ndim > 0 ? t->shape[t->ndim - 1] : 1; }
 
 #define HPMLG_WARP_ROW 1024 /* columns that a warp takes; more are for a block */
@@ -1853,8 +1861,8 @@ HPMLG_OP(softmax, hpmlg_softmax)
 /* xhat = (x - mean) rstd, y = xhat gamma + beta; saved: mean and rstd of each row. rmsnorm: mean = 0. A residual sum
    right before a norm, x = p + q, is made by the same kernel: x is written and not read again. */
 template <int TEAM, int G>
-static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p, hpmlg_array q, hpmlg_array gamma,
-                                    hpmlg_array beta, float2 *saved, int64_t rows, int64_t cols, float eps,
+static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p, hpmlg_array q, const float *gamma,
+                                    const float *beta, float2 *saved, int64_t rows, int64_t cols, float eps,
                                     bool centred)
 {
     __shared__ float space[HPMLG_WARP];
@@ -1883,14 +1891,8 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
         if (threadIdx.x % TEAM == 0) saved[row] = make_float2(mean, rstd);
         HPMLG_EACH_EIGHT {
             if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
-            hpmlg_eight g, b;
-            if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, 0);
-            if (beta.p) b = hpmlg_row_get(beta, 0, cols, c, 0);
-            for (int j = 0; j < 8; j++) {
-                e[k].v[j] = (e[k].v[j] - mean) * rstd;
-                if (gamma.p) e[k].v[j] *= g.v[j];
-                if (beta.p) e[k].v[j] += b.v[j];
-            }
+            hpmlg_eight g = hpmlg_param_get(gamma, cols, c, 1), b = hpmlg_param_get(beta, cols, c, 0);
+            for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean) * rstd * g.v[j] + b.v[j];
             hpmlg_row_put(y, row, cols, c, e[k], false);
         }
     }
@@ -1899,60 +1901,57 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
 /* With g = dy gamma: dx (+)= rstd (g - mean(g) - xhat mean(g xhat)). Each block leaves its rows' share of dgamma and
    dbeta in part (blocks, 2, cols): every thread sums its own columns, then the teams add up in order. */
 template <int TEAM, int G>
-static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_array dy, hpmlg_array gamma,
+static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_array dy, const float *gamma,
                                          const float2 *saved, float *part, int64_t rows, int64_t cols, bool centred,
                                          bool add)
 {
     __shared__ float space[HPMLG_WARP];
     HPMLG_SHARED(float, sums); /* (2, cols) where a block has several teams */
     const bool  many = cols > 8 * TEAM * G;
+    const int   teams = (int)blockDim.x / TEAM;
     hpmlg_eight e[G], f[G], a[G], b[G];
-    if (part) part += (int64_t)blockIdx.x * 2 * cols;
     HPMLG_UNROLL
     for (int k = 0; k < G; k++)
         for (int j = 0; j < 8; j++) a[k].v[j] = b[k].v[j] = 0;
-    if (many && part) HPMLG_EACH_EIGHT
-        for (int j = 0; j < 8 && c + j < cols; j++) part[c + j] = part[cols + c + j] = 0;
+    if (part) part += (int64_t)blockIdx.x * 2 * cols;
+    hpmlg_array dgamma = { teams == 1 ? part : sums, HPML_DTYPE_F32 };
+    hpmlg_array dbeta  = { (float *)dgamma.p + cols, HPML_DTYPE_F32 };
     HPMLG_EACH_ROW {
         float mean = saved[row].x, rstd = saved[row].y, sum = 0, dot = 0;
+        auto  take = [&](int64_t k, int64_t c) { /* xhat and dy */
+            e[k] = hpmlg_row_get(x, row, cols, c, mean), f[k] = hpmlg_row_get(dy, row, cols, c, 0);
+            for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean) * rstd;
+        };
+        auto weigh = [&](int64_t k, int64_t c) { /* dy becomes g */
+            hpmlg_eight g = hpmlg_param_get(gamma, cols, c, 1);
+            for (int j = 0; j < 8; j++) f[k].v[j] *= g.v[j];
+        };
         HPMLG_EACH_EIGHT {
-            e[k] = hpmlg_row_get(x, row, cols, c, mean);
-            f[k] = hpmlg_row_get(dy, row, cols, c, 0);
-            hpmlg_eight g;
-            if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, 0);
-            for (int j = 0; j < 8; j++) {
-                float xhat = (e[k].v[j] - mean) * rstd, dg = f[k].v[j] * xhat;
-                if (many && part && c + j < cols) part[c + j] += dg, part[cols + c + j] += f[k].v[j];
-                a[k].v[j] += dg, b[k].v[j] += f[k].v[j];
-                if (gamma.p) f[k].v[j] *= g.v[j];
-                e[k].v[j] = xhat;
-                sum += f[k].v[j], dot += f[k].v[j] * xhat;
+            take(k, c);
+            for (int j = 0; j < 8; j++) a[k].v[j] += f[k].v[j] * e[k].v[j], b[k].v[j] += f[k].v[j];
+            if (many && part) {
+                hpmlg_row_put(dgamma, 0, cols, c, a[k], row != blockIdx.x);
+                hpmlg_row_put(dbeta, 0, cols, c, b[k], row != blockIdx.x);
+                for (int j = 0; j < 8; j++) a[k].v[j] = b[k].v[j] = 0;
             }
+            weigh(k, c);
+            for (int j = 0; j < 8; j++) sum += f[k].v[j], dot += f[k].v[j] * e[k].v[j];
         }
         if (!dx.p) continue;
         sum = centred ? hpmlg_group(sum, space, TEAM, false) / (float)cols : 0;
         dot = hpmlg_group(dot, space, TEAM, false) / (float)cols;
         HPMLG_EACH_EIGHT {
-            if (many) {
-                e[k] = hpmlg_row_get(x, row, cols, c, 0), f[k] = hpmlg_row_get(dy, row, cols, c, 0);
-                hpmlg_eight g;
-                if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, 0);
-                for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean) * rstd, f[k].v[j] *= gamma.p ? g.v[j] : 1;
-            }
+            if (many) take(k, c), weigh(k, c);
             for (int j = 0; j < 8; j++) f[k].v[j] = rstd * (f[k].v[j] - sum - e[k].v[j] * dot);
             hpmlg_row_put(dx, row, cols, c, f[k], add);
         }
     }
     if (!part || many) return;
-    const int teams = (int)blockDim.x / TEAM;
-    float    *to    = teams == 1 ? part : sums;
     for (int team = 0; team < teams; team++) {
-        if ((int)threadIdx.x / TEAM == team) HPMLG_EACH_EIGHT
-            for (int j = 0; j < 8; j++)
-                if (c + j < cols) {
-                    to[c + j]        = (team ? to[c + j] : 0) + a[k].v[j];
-                    to[cols + c + j] = (team ? to[cols + c + j] : 0) + b[k].v[j];
-                }
+        if ((int)threadIdx.x / TEAM == team) HPMLG_EACH_EIGHT {
+            hpmlg_row_put(dgamma, 0, cols, c, a[k], team > 0);
+            hpmlg_row_put(dbeta, 0, cols, c, b[k], team > 0);
+        }
         __syncthreads();
     }
     for (int64_t i = threadIdx.x; i < 2 * cols && teams > 1; i += blockDim.x) part[i] = sums[i];
@@ -1985,10 +1984,8 @@ HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
     return (int)(blocks < most ? blocks : most);
 }
 
-HPMLG_FN hpmlg_array hpmlg_param_of(const hpml_node *n, int s)
-{
-    return hpmlg_of(n->src[s] ? n->src[s]->data : NULL, HPML_DTYPE_F32);
-}
+HPMLG_FN const float *hpmlg_param_of(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->data : NULL; }
+HPMLG_FN float       *hpmlg_param_grad(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->grad : NULL; }
 
 /* The sum that norm n does on its way; planned once, for passes that run as a whole. */
 HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
@@ -2006,16 +2003,17 @@ HPMLG_FN hpml_status hpmlg_norm(const hpml_run *run, hpml_node *n, bool back)
     hpmlg_device *d    = hpmlg_enter(run->ctx);
     int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
     float2       *saved = (float2 *)n->saved;
-    hpmlg_array   x = hpmlg_value(n->src[0]), gamma = hpmlg_param_of(n, 1), beta = hpmlg_param_of(n, 2);
+    hpmlg_array   x = hpmlg_value(n->src[0]), p = hpmlg_none(), q = p;
+    const float  *gamma = hpmlg_param_of(n, 1);
     bool          centred = n->op == HPML_OP_LAYERNORM;
     if (!back) {
-        const hpml_node *sum = n->src[0]->node && n->src[0]->node->with == n && d->passing ? n->src[0]->node : NULL;
-        return HPMLG_ROWS(d, hpmlg_k_norm, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out), x,
-                          sum ? hpmlg_value(sum->src[0]) : hpmlg_none(), sum ? hpmlg_value(sum->src[1]) : hpmlg_none(),
-                          gamma, beta, saved, rows, cols, n->attr.norm.eps, centred);
+        const hpml_node *sum = n->src[0]->node;
+        if (sum && sum->with == n && d->passing) p = hpmlg_value(sum->src[0]), q = hpmlg_value(sum->src[1]);
+        return HPMLG_ROWS(d, hpmlg_k_norm, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out), x, p, q,
+                          gamma, hpmlg_param_of(n, 2), saved, rows, cols, n->attr.norm.eps, centred);
     }
     int         parts  = hpmlg_norm_parts(d, rows, cols);
-    float      *dgamma = n->src[1] ? n->src[1]->grad : NULL, *dbeta = n->src[2] ? n->src[2]->grad : NULL;
+    float      *dgamma = hpmlg_param_grad(n, 1), *dbeta = hpmlg_param_grad(n, 2);
     float      *part   = dgamma || dbeta ? (float *)n->scratch : NULL;
     size_t      shared = cols <= HPMLG_WARP_ROW ? (size_t)(2 * cols) * sizeof(float) : 0;
     hpml_status status = HPMLG_ROWS(d, hpmlg_k_norm_back, (unsigned)parts, cols, shared, hpmlg_grad(n->src[0]), x,
@@ -2185,8 +2183,8 @@ HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n, bool tr
     if (s.splits > HPMLG_BN_SPLITS) s.splits = HPMLG_BN_SPLITS;
     s.unit  = s.P % 8 == 0 && places % 16 == 0 ? 8 : 1;
     s.x     = hpmlg_value(src[0]), s.dx = hpmlg_grad(src[0]), s.y = hpmlg_value(n->out), s.dy = hpmlg_grad(n->out);
-    s.gamma = src[1] ? src[1]->data : NULL, s.dgamma = src[1] ? src[1]->grad : NULL;
-    s.beta  = src[2] ? src[2]->data : NULL, s.dbeta = src[2] ? src[2]->grad : NULL;
+    s.gamma = hpmlg_param_of(n, 1), s.dgamma = hpmlg_param_grad(n, 1);
+    s.beta  = hpmlg_param_of(n, 2), s.dbeta = hpmlg_param_grad(n, 2);
     s.part  = (hpmlg_moments<double> *)n->scratch, s.means = (float2 *)(s.part + s.C * s.splits);
     s.saved = (float2 *)n->saved, s.running_mean = src[3]->data, s.running_var = src[4]->data;
     s.eps   = n->attr.norm.eps, s.momentum = n->attr.norm.momentum, s.train = train;
