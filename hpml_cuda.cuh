@@ -372,28 +372,36 @@ HPMLG_DEVICE float hpmlg_rounded(float v, int64_t type)
     return type == HPML_DTYPE_F32 ? v : hpmlg_widen(hpmlg_narrow(v, v, (int)type), (int)type).x;
 }
 
-typedef struct __align__(16) hpmlg_eight { float v[8]; } hpmlg_eight;
+typedef struct hpmlg_eight { float v[8]; } hpmlg_eight;
 
 /* Elements 8 i to 8 i + 7; the array begins at a multiple of 16 bytes. */
 HPMLG_DEVICE hpmlg_eight hpmlg_get8(hpmlg_array a, int64_t i)
 {
-    if (a.type == HPML_DTYPE_F32) return ((const hpmlg_eight *)a.p)[i];
     hpmlg_eight e;
-    uint4       w    = ((const uint4 *)a.p)[i];
-    unsigned    u[4] = { w.x, w.y, w.z, w.w };
-    for (int j = 0; j < 4; j++) {
-        float2 f = hpmlg_widen(u[j], a.type);
-        e.v[2 * j] = f.x, e.v[2 * j + 1] = f.y;
+    if (a.type == HPML_DTYPE_F32) {
+        float4 x = ((const float4 *)a.p)[2 * i], y = ((const float4 *)a.p)[2 * i + 1];
+        e.v[0] = x.x, e.v[1] = x.y, e.v[2] = x.z, e.v[3] = x.w;
+        e.v[4] = y.x, e.v[5] = y.y, e.v[6] = y.z, e.v[7] = y.w;
+    } else {
+        uint4    w    = ((const uint4 *)a.p)[i];
+        unsigned u[4] = { w.x, w.y, w.z, w.w };
+        for (int j = 0; j < 4; j++) {
+            float2 f = hpmlg_widen(u[j], a.type);
+            e.v[2 * j] = f.x, e.v[2 * j + 1] = f.y;
+        }
     }
     return e;
 }
 
 HPMLG_DEVICE void hpmlg_put8(hpmlg_array a, int64_t i, hpmlg_eight e)
 {
-    if (a.type == HPML_DTYPE_F32) ((hpmlg_eight *)a.p)[i] = e;
-    else
+    if (a.type == HPML_DTYPE_F32) {
+        ((float4 *)a.p)[2 * i]     = make_float4(e.v[0], e.v[1], e.v[2], e.v[3]);
+        ((float4 *)a.p)[2 * i + 1] = make_float4(e.v[4], e.v[5], e.v[6], e.v[7]);
+    } else {
         ((uint4 *)a.p)[i] = make_uint4(hpmlg_narrow(e.v[0], e.v[1], a.type), hpmlg_narrow(e.v[2], e.v[3], a.type),
                                        hpmlg_narrow(e.v[4], e.v[5], a.type), hpmlg_narrow(e.v[6], e.v[7], a.type));
+    }
 }
 
 HPMLG_DEVICE float hpmlg_join(float v, float w, bool maximum) { return !maximum ? v + w : w > v || w != w ? w : v; }
@@ -546,10 +554,10 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
 #define HPMLG_RUN_EITHER(d, test, kernel, a, b, ...)                                                                   \
     ((test) ? HPMLG_RUN(d, (kernel<a>), __VA_ARGS__) : HPMLG_RUN(d, (kernel<b>), __VA_ARGS__))
 
-/* Both passes of an op are one function, pass(run, node, backward). */
-#define HPMLG_OP(name, pass)                                                                                           \
-    HPMLG_FN hpml_status hpmlg_##name##_forward(const hpml_run *run, hpml_node *n) { return pass(run, n, false); }     \
-    HPMLG_FN hpml_status hpmlg_##name##_backward(const hpml_run *run, hpml_node *n) { return pass(run, n, true); }
+/* Both passes of an op are one function, of node n on device d: this is its head. */
+#define HPMLG_OP(name)                                                                                                 \
+    HPMLG_FN hpml_status hpmlg_op_##name([[maybe_unused]] hpmlg_device *d, [[maybe_unused]] const hpml_run *run,       \
+                                         hpml_node *n, bool back)
 
 /* A device, that of a context: current on this thread from now on. An error that somebody else has left on this thread
    is not ours: the launches to come ask for it. */
@@ -1094,16 +1102,14 @@ HPMLG_FN hpml_status hpmlg_copy_run(hpmlg_device *d, hpmlg_array y, hpmlg_array 
     return HPMLG_DEAL(d, hpmlg_k_act, n, 2048, y, x, hpmlg_none(), (int)HPML_ACT_NONE, 0.0f, n, add);
 }
 
-HPMLG_FN hpml_status hpmlg_activation(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(activation)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     int64_t       count = hpml_tensor_count(n->out);
     hpml_act      act = n->attr.act.act;
     hpmlg_array   x = hpmlg_value(back && !hpmlg_act_reads_x(act) ? n->out : n->src[0]);
     return HPMLG_DEAL(d, hpmlg_k_act, count, 2048, hpmlg_writes(n, back), x, back ? hpmlg_grad(n->out) : hpmlg_none(),
                       (int)act, n->attr.act.slope, count, hpmlg_adds(n, back));
 }
-HPMLG_OP(activation, hpmlg_activation)
 
 /* A walk: element i of a shape, in order, is at walk_at(i) of an array with these strides; 0 where it is stretched.
    Dimensions that all arrays walk in step are joined: (B, T, C) + (C) is (B T, C) + (C). */
@@ -1176,15 +1182,14 @@ HPMLG_FN hpml_status hpmlg_spread_run(hpmlg_device *d, hpmlg_array y, hpmlg_arra
     return HPMLG_DEAL(d, hpmlg_k_affine<false>, n, 2048, y, x, *w, scale, 0.0f, n, add);
 }
 
-HPMLG_FN hpml_status hpmlg_scale(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(scale)
 {
     int64_t    count = hpml_tensor_count(n->out);
     hpmlg_walk none = {};
-    return HPMLG_DEAL(hpmlg_enter(run->ctx), hpmlg_k_affine<true>, count, 2048, hpmlg_writes(n, back),
+    return HPMLG_DEAL(d, hpmlg_k_affine<true>, count, 2048, hpmlg_writes(n, back),
                       hpmlg_reads(n, back), none, n->attr.scale.a, back ? 0 : n->attr.scale.b, count,
                       hpmlg_adds(n, back));
 }
-HPMLG_OP(scale, hpmlg_scale)
 
 typedef struct hpmlg_binary {
     int         op;
@@ -1267,9 +1272,8 @@ HPMLG_FN hpmlg_binary hpmlg_binary_make(const hpml_node *n)
 
 HPMLG_FN hpml_status hpmlg_binary_fold(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, bool add);
 
-HPMLG_FN hpml_status hpmlg_binary_pass(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_FN hpml_status hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_binary  b = hpmlg_binary_make(n);
     unsigned      blocks = hpmlg_blocks(d, b.count, 2048);
     bool          flat = b.whole[0] && b.whole[1];
@@ -1287,10 +1291,10 @@ HPMLG_FN hpml_status hpmlg_binary_pass(const hpml_run *run, hpml_node *n, bool b
             status = hpmlg_binary_fold(d, &b, s, hpmlg_grad(n->src[s]), n->accumulate[s]);
     return status;
 }
-HPMLG_OP(add, hpmlg_binary_pass)
-HPMLG_OP(sub, hpmlg_binary_pass)
-HPMLG_OP(mul, hpmlg_binary_pass)
-HPMLG_OP(div, hpmlg_binary_pass)
+HPMLG_OP(add) { return hpmlg_binary_pass(d, n, back); }
+HPMLG_OP(sub) { return hpmlg_binary_pass(d, n, back); }
+HPMLG_OP(mul) { return hpmlg_binary_pass(d, n, back); }
+HPMLG_OP(div) { return hpmlg_binary_pass(d, n, back); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-sums   sums, sums of squares, counting hits
@@ -1439,9 +1443,8 @@ HPMLG_FN void hpmlg_split_dims(const hpml_tensor *t, int dim, int64_t *outer, in
     for (int i = dim + 1; i < t->ndim && dim != HPML_ALL_DIMS; i++) *inner *= t->shape[i];
 }
 
-HPMLG_FN hpml_status hpmlg_sum(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(sum)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_array   to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
     hpmlg_walk    w = {};
     int64_t       outer, dim, inner;
@@ -1453,7 +1456,6 @@ HPMLG_FN hpml_status hpmlg_sum(const hpml_run *run, hpml_node *n, bool back)
     hpmlg_walk_push(&w, inner, 1, 0);
     return hpmlg_spread_run(d, to, from, &w, scale, n->accumulate[0]);
 }
-HPMLG_OP(sum, hpmlg_sum)
 
 /* Sums of f(x, t) over whole arrays: squares, and the losses. */
 enum hpmlg_term { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
@@ -1604,9 +1606,8 @@ HPMLG_FN hpml_status hpmlg_correct(void *device, hpml_ctx *ctx, hpml_dtype dtype
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A reshape of what an op made is the same memory; inputs and parameters are copied. */
-HPMLG_FN hpml_status hpmlg_reshape(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(reshape)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_array   to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
     int64_t       count = hpml_tensor_count(n->out);
     if (!to.p || to.p == from.p) return HPML_OK;
@@ -1614,7 +1615,6 @@ HPMLG_FN hpml_status hpmlg_reshape(const hpml_run *run, hpml_node *n, bool back)
     return hpmlg_check(d, cudaMemcpyAsync(to.p, from.p, (size_t)count * hpml_dtype_size(n->out->dtype),
                                           cudaMemcpyDeviceToDevice, d->stream), "reshape");
 }
-HPMLG_OP(reshape, hpmlg_reshape)
 
 /* to (+)= from, permuted, in tiles of 64 x 64: `from` is read along its last dimension, which is dimension p of `to`,
    and `to` written along its own. w: over the tiles, (.., tiles along p, tiles along the last dimension), with the
@@ -1668,7 +1668,7 @@ HPMLG_FN hpml_status hpmlg_permute_run(hpmlg_device *d, hpmlg_array to, hpmlg_ar
 }
 
 /* Backward is the permutation that undoes it. */
-HPMLG_FN hpml_status hpmlg_permute(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(permute)
 {
     const hpml_tensor *x = n->src[0], *y = n->out, *to = back ? x : y, *from = back ? y : x;
     int64_t            step[HPML_MAX_DIMS], stride[HPML_MAX_DIMS], whole = 1;
@@ -1678,10 +1678,9 @@ HPMLG_FN hpml_status hpmlg_permute(const hpml_run *run, hpml_node *n, bool back)
         if (back) stride[k] = step[i];
         else stride[i] = step[k];
     }
-    return hpmlg_permute_run(hpmlg_enter(run->ctx), hpmlg_writes(n, back), hpmlg_reads(n, back), to->ndim, to->shape,
+    return hpmlg_permute_run(d, hpmlg_writes(n, back), hpmlg_reads(n, back), to->ndim, to->shape,
                              stride, hpmlg_adds(n, back));
 }
-HPMLG_OP(permute, hpmlg_permute)
 
 /* Row o of `to`, `width` elements from to_at on, becomes (or is added) row o of `from`, `block` elements from from_at
    on, with `lead` zeros before it and zeros behind. */
@@ -1704,10 +1703,9 @@ static __global__ void hpmlg_k_blocked(hpmlg_blocked b)
 
 /* The dimension `dim` of `whole` (.., dim, ..) from `start` on is all of part's: copies (or adds) one into the other,
    values or gradients. */
-HPMLG_FN hpml_status hpmlg_part(const hpml_run *run, const hpml_tensor *whole, const hpml_tensor *part, int dim,
+HPMLG_FN hpml_status hpmlg_part(hpmlg_device *d, const hpml_tensor *whole, const hpml_tensor *part, int dim,
                                 int64_t start, bool into_whole, bool gradient, bool add)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_blocked b = {};
     int64_t       rows, count, width, inner;
     hpmlg_split_dims(whole, dim, &rows, &count, &inner);
@@ -1721,25 +1719,23 @@ HPMLG_FN hpml_status hpmlg_part(const hpml_run *run, const hpml_tensor *whole, c
     return HPMLG_DEAL(d, hpmlg_k_blocked, b.rows * ((b.width + 7) / 8), 256, b);
 }
 
-HPMLG_FN hpml_status hpmlg_slice(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(slice)
 {
-    return hpmlg_part(run, n->src[0], n->out, n->attr.slice.dim, n->attr.slice.start, back, back, hpmlg_adds(n, back));
+    return hpmlg_part(d, n->src[0], n->out, n->attr.slice.dim, n->attr.slice.start, back, back, hpmlg_adds(n, back));
 }
-HPMLG_OP(slice, hpmlg_slice)
 
-HPMLG_FN hpml_status hpmlg_concat(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(concat)
 {
     hpml_status status = HPML_OK;
     int64_t     start = 0;
     int         dim = n->attr.slice.dim;
     for (int i = 0; i < n->src_count && status == HPML_OK; i++) {
         if (!back || n->src[i]->grad)
-            status = hpmlg_part(run, n->out, n->src[i], dim, start, !back, back, back && n->accumulate[i]);
+            status = hpmlg_part(d, n->out, n->src[i], dim, start, !back, back, back && n->accumulate[i]);
         start += n->src[i]->shape[dim];
     }
     return status;
 }
-HPMLG_OP(concat, hpmlg_concat)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-norm   softmax, layernorm, rmsnorm
@@ -1845,9 +1841,8 @@ static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg
     }
 }
 
-HPMLG_FN hpml_status hpmlg_softmax(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(softmax)
 {
-    hpmlg_device *d      = hpmlg_enter(run->ctx);
     int64_t       cols   = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
     unsigned      blocks = hpmlg_row_blocks(d, rows, cols);
     hpmlg_array   y      = hpmlg_value(n->out);
@@ -1856,7 +1851,6 @@ HPMLG_FN hpml_status hpmlg_softmax(const hpml_run *run, hpml_node *n, bool back)
     return HPMLG_ROWS(d, hpmlg_k_softmax_back, blocks, cols, 0, hpmlg_grad(n->src[0]), y, hpmlg_grad(n->out), rows,
                       cols, log, n->accumulate[0]);
 }
-HPMLG_OP(softmax, hpmlg_softmax)
 
 /* xhat = (x - mean) rstd, y = xhat gamma + beta; saved: mean and rstd of each row. rmsnorm: mean = 0. A residual sum
    right before a norm, x = p + q, is made by the same kernel: x is written and not read again. */
@@ -1998,9 +1992,8 @@ HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
     add->with = n;
 }
 
-HPMLG_FN hpml_status hpmlg_norm(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_FN hpml_status hpmlg_norm(hpmlg_device *d, hpml_node *n, bool back)
 {
-    hpmlg_device *d    = hpmlg_enter(run->ctx);
     int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
     float2       *saved = (float2 *)n->saved;
     hpmlg_array   x = hpmlg_value(n->src[0]), p = hpmlg_none(), q = p;
@@ -2023,8 +2016,8 @@ HPMLG_FN hpml_status hpmlg_norm(const hpml_run *run, hpml_node *n, bool back)
     return HPMLG_RUN(d, hpmlg_k_norm_params, (unsigned)((2 * cols + HPMLG_WARP - 1) / HPMLG_WARP), 256, 0, dgamma,
                      dbeta, part, parts, cols, n->accumulate[1], n->accumulate[2]);
 }
-HPMLG_OP(layernorm, hpmlg_norm)
-HPMLG_OP(rmsnorm, hpmlg_norm)
+HPMLG_OP(layernorm) { return hpmlg_norm(d, n, back); }
+HPMLG_OP(rmsnorm) { return hpmlg_norm(d, n, back); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-batchnorm   batch normalization
@@ -2224,9 +2217,8 @@ HPMLG_FN hpml_status hpmlg_bn_share(const hpml_run *run, hpmlg_device *d, hpmlg_
     return status;
 }
 
-HPMLG_FN hpml_status hpmlg_batchnorm(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(batchnorm)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_bn      s = hpmlg_bn_of(d, n, run->train), all;
     bool          shared = run->train && run->sum;
     unsigned      channels = (unsigned)((s.C + 127) / 128);
@@ -2243,7 +2235,6 @@ HPMLG_FN hpml_status hpmlg_batchnorm(const hpml_run *run, hpml_node *n, bool bac
     if (status != HPML_OK || s.N == 0 || (back && !s.dx.p)) return status;
     return HPMLG_RUN_EITHER(d, back, hpmlg_k_bn_apply, true, false, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, s);
 }
-HPMLG_OP(batchnorm, hpmlg_batchnorm)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-pool   max and average pooling
@@ -2318,10 +2309,9 @@ static __global__ void hpmlg_k_pool_back(hpmlg_pool p)
     }
 }
 
-HPMLG_FN hpml_status hpmlg_pool_pass(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_FN hpml_status hpmlg_pool_pass(hpmlg_device *d, hpml_node *n, bool back)
 {
     const int64_t *x = n->src[0]->shape, *y = n->out->shape;
-    hpmlg_device  *d = hpmlg_enter(run->ctx);
     hpmlg_pool     p = {};
     p.x  = hpmlg_either(n->src[0], back), p.y = hpmlg_either(n->out, back);
     p.at = n->op == HPML_OP_MAX_POOL ? (int *)n->saved : NULL;
@@ -2333,8 +2323,8 @@ HPMLG_FN hpml_status hpmlg_pool_pass(const hpml_run *run, hpml_node *n, bool bac
         return hpmlg_sum_run(d, p.y, p.x, p.planes, x[2] * x[3], 1, 1 / (float)(x[2] * x[3]), false);
     return HPMLG_DEAL(d, hpmlg_k_pool, p.planes * p.OH * p.OW, 256, p);
 }
-HPMLG_OP(max_pool2d, hpmlg_pool_pass)
-HPMLG_OP(avg_pool2d, hpmlg_pool_pass)
+HPMLG_OP(max_pool2d) { return hpmlg_pool_pass(d, n, back); }
+HPMLG_OP(avg_pool2d) { return hpmlg_pool_pass(d, n, back); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-random   Philox, dropout, embedding
@@ -2386,9 +2376,8 @@ static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg
     }
 }
 
-HPMLG_FN hpml_status hpmlg_dropout(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(dropout)
 {
-    hpmlg_device *d      = hpmlg_enter(run->ctx);
     hpmlg_array   to     = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
     float         p      = n->attr.dropout.p, scale = run->train && p > 0 ? 1 / (1 - p) : 0;
     int64_t       count  = hpml_tensor_count(n->out), each = 0;
@@ -2398,7 +2387,6 @@ HPMLG_FN hpml_status hpmlg_dropout(const hpml_run *run, hpml_node *n, bool back)
     return HPMLG_DEAL(d, hpmlg_k_dropout, count, 2048, to, from, (const hpmlg_now *)d->now, n->index,
                       (unsigned)((double)p * 4294967296.0), scale, each, count, hpmlg_adds(n, back));
 }
-HPMLG_OP(dropout, hpmlg_dropout)
 
 /* y[i] = table[token[i]], a warp for a row; a token out of range is noted, its row zeros. */
 static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, const int *token, int64_t count,
@@ -2493,9 +2481,8 @@ HPMLG_FN size_t hpmlg_embedding_scratch(const hpml_node *n)
     return (size_t)(2 * n->src[1]->shape[0] + 1 + 2 * hpml_tensor_count(n->src[0])) * sizeof(int);
 }
 
-HPMLG_FN hpml_status hpmlg_embedding(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(embedding)
 {
-    hpmlg_device *d     = hpmlg_enter(run->ctx);
     hpmlg_array   table = hpmlg_either(n->src[1], back), y = hpmlg_either(n->out, back);
     const int    *token = (const int *)(const void *)n->src[0]->data;
     int64_t       count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
@@ -2517,7 +2504,6 @@ HPMLG_FN hpml_status hpmlg_embedding(const hpml_run *run, hpml_node *n, bool bac
     return HPMLG_DEAL(d, hpmlg_k_embedding_back, vocabulary * ((width + 255) / 256), 8, table, y, b, vocabulary, width,
                       n->accumulate[1]);
 }
-HPMLG_OP(embedding, hpmlg_embedding)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-operand   operands of products: where their elements lie
@@ -3527,18 +3513,16 @@ HPMLG_FN hpmlg_mat hpmlg_matmul_b(const hpml_node *n, const hpmlg_dims *s, hpmlg
     return hpmlg_mats(b, tb ? s->k : s->n, s->shared ? 0 : s->k * s->n, tb != trans);
 }
 
-HPMLG_FN hpml_status hpmlg_matmul_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_matmul_forward(hpmlg_device *d, hpml_node *n)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_dims    s = hpmlg_matmul_dims(n);
     hpmlg_array   a = hpmlg_factor(d, n->src[0], NULL), b = hpmlg_factor(d, n->src[1], NULL);
     return hpmlg_batched(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_a(n, &s, a, false), hpmlg_matmul_b(n, &s, b, false),
                          hpmlg_value(n->out), false);
 }
 
-HPMLG_FN hpml_status hpmlg_matmul_backward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_matmul_backward(hpmlg_device *d, hpml_node *n)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_dims    s = hpmlg_matmul_dims(n);
     hpml_tensor  *ta = n->src[0], *tb = n->src[1];
     hpmlg_array   a = hpmlg_factor(d, ta, NULL), b = hpmlg_factor(d, tb, NULL), dc = hpmlg_grad(n->out);
@@ -3563,6 +3547,7 @@ HPMLG_FN hpml_status hpmlg_matmul_backward(const hpml_run *run, hpml_node *n)
     }
     return status;
 }
+HPMLG_OP(matmul) { return back ? hpmlg_matmul_backward(d, n) : hpmlg_matmul_forward(d, n); }
 
 /* What act' is computed from. */
 HPMLG_FN hpmlg_array hpmlg_linear_z(const hpml_node *n)
@@ -3570,9 +3555,8 @@ HPMLG_FN hpmlg_array hpmlg_linear_z(const hpml_node *n)
     return n->saved ? hpmlg_of(n->saved, n->out->dtype) : hpmlg_value(n->out);
 }
 
-HPMLG_FN hpml_status hpmlg_linear_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_linear_forward(hpmlg_device *d, hpml_node *n)
 {
-    hpmlg_device      *d = hpmlg_enter(run->ctx);
     const hpml_tensor *w = n->src[1], *bias = n->src[2];
     int64_t            out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(n->src[0]) / in;
     hpmlg_array        x = hpmlg_factor(d, n->src[0], n->scratch), wt = hpmlg_factor(d, w, NULL);
@@ -3592,9 +3576,8 @@ HPMLG_FN const hpml_node *hpmlg_linear_before(const hpml_node *n)
     return m && m->op == HPML_OP_LINEAR && m->attr.act.act && m->index + 1 == n->index ? m : NULL;
 }
 
-HPMLG_FN hpml_status hpmlg_linear_backward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
 {
-    hpmlg_device    *d = hpmlg_enter(run->ctx);
     hpml_tensor     *x = n->src[0], *w = n->src[1], *bias = n->src[2];
     const hpml_node *m = hpmlg_linear_before(n);
     int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
@@ -3624,6 +3607,7 @@ HPMLG_FN hpml_status hpmlg_linear_backward(const hpml_run *run, hpml_node *n)
     if (dx.rode) d->sloped = m;
     return status;
 }
+HPMLG_OP(linear) { return back ? hpmlg_linear_backward(d, n) : hpmlg_linear_forward(d, n); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-conv   convolution: our kernels
@@ -3804,9 +3788,8 @@ HPMLG_FN hpml_status hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pas
     return hpmlg_conv_y(d, &c, x, w, n->src[2] ? n->src[2]->data : NULL, n->attr.conv.act, y);
 }
 
-HPMLG_FN hpml_status hpmlg_conv2d(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(conv2d)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpml_tensor  *x = n->src[0], *w = n->src[1], *y = n->out;
     if (!back)
         return hpmlg_conv_run(d, n, HPMLG_DNN_Y, hpmlg_factor(d, x, n->scratch), hpmlg_factor(d, w, NULL),
@@ -3820,7 +3803,6 @@ HPMLG_FN hpml_status hpmlg_conv2d(const hpml_run *run, hpml_node *n, bool back)
                                 n->accumulate[0]);
     return status;
 }
-HPMLG_OP(conv2d, hpmlg_conv2d)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-cudnn   convolution by cuDNN
@@ -4472,9 +4454,8 @@ HPMLG_FN hpml_status hpmlg_attn_type(hpmlg_device *d, const hpmlg_attn *p, hpml_
                        : hpmlg_attn_run<HPML_DTYPE_F32, 256>(d, p, backward);
 }
 
-HPMLG_FN hpml_status hpmlg_attention(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(attention)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_attn    p = {};
     int64_t       C = n->out->shape[2], T = n->out->shape[1], D = C / n->attr.attention.heads;
     hpml_dtype    type = D > 128 ? HPML_DTYPE_F32 : n->out->dtype; /* large heads are rare: no tensor cores */
@@ -4494,7 +4475,6 @@ HPMLG_FN hpml_status hpmlg_attention(const hpml_run *run, hpml_node *n, bool bac
     hpml_status status = back ? HPMLG_DEAL(d, hpmlg_k_attn_delta, p.pairs * T, 32, p, hpmlg_value(n->out)) : HPML_OK;
     return status == HPML_OK ? hpmlg_attn_type(d, &p, type, back) : status;
 }
-HPMLG_OP(attention, hpmlg_attention)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-lstm   long short-term memory
@@ -4569,9 +4549,8 @@ static __global__ void hpmlg_k_lstm_back(hpmlg_lstm l, int64_t t)
     hpmlg_put(l.before, row * l.H + j, t > 0 ? hpmlg_get(l.h, (row - 1) * l.H + j) : 0);
 }
 
-HPMLG_FN hpml_status hpmlg_lstm_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_lstm_forward(hpmlg_device *d, hpml_node *n)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_lstm    l = {};
     hpmlg_lstm_layout(d, n, &l);
     int64_t     H = l.H;
@@ -4592,9 +4571,8 @@ HPMLG_FN hpml_status hpmlg_lstm_forward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-HPMLG_FN hpml_status hpmlg_lstm_backward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_lstm    l = {};
     hpmlg_gemm    g;
     hpml_status   status = HPML_OK;
@@ -4624,6 +4602,7 @@ HPMLG_FN hpml_status hpmlg_lstm_backward(const hpml_run *run, hpml_node *n)
     hpmlg_array all = hpmlg_of(l.gates, HPML_DTYPE_F32);
     return hpmlg_columns_run(d, all, all, HPML_ACT_NONE, 0, rows, 4 * H, bias->grad, n->accumulate[3]);
 }
+HPMLG_OP(lstm) { return back ? hpmlg_lstm_backward(d, n) : hpmlg_lstm_forward(d, n); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-loss   losses
@@ -4718,9 +4697,8 @@ HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_device *d, const hpml_node *n, unsigne
     return p;
 }
 
-HPMLG_FN hpml_status hpmlg_cross_entropy(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(cross_entropy)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     unsigned      blocks;
     hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
     hpmlg_finish  f = {};
@@ -4732,7 +4710,6 @@ HPMLG_FN hpml_status hpmlg_cross_entropy(const hpml_run *run, hpml_node *n, bool
     f.out = n->out->data, f.inverse = p.inverse;
     return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f) : status;
 }
-HPMLG_OP(cross_entropy, hpmlg_cross_entropy)
 
 HPMLG_DEVICE float hpmlg_term_slope(int what, float delta, float x, float t)
 {
@@ -4762,9 +4739,8 @@ HPMLG_FN enum hpmlg_term hpmlg_term_of(const hpml_node *n)
     return n->op == HPML_OP_BCE ? HPMLG_BCE : n->attr.huber.squared ? HPMLG_MSE : HPMLG_HUBER;
 }
 
-HPMLG_FN hpml_status hpmlg_term_pass(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_FN hpml_status hpmlg_term_pass(hpmlg_device *d, hpml_node *n, bool back)
 {
-    hpmlg_device      *d = hpmlg_enter(run->ctx);
     const hpml_tensor *x = n->src[0], *t = n->src[1];
     int64_t            count = hpml_tensor_count(x);
     float              delta = n->op == HPML_OP_HUBER ? n->attr.huber.delta : 0;
@@ -4772,14 +4748,14 @@ HPMLG_FN hpml_status hpmlg_term_pass(const hpml_run *run, hpml_node *n, bool bac
     f.divisor = (double)count, f.out = n->out->data;
     if (!back) return hpmlg_total_run(d, f, hpmlg_value(x), hpmlg_value(t), hpmlg_term_of(n), delta, count);
     if (n->op == HPML_OP_BCE && t->grad)
-        return hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
+        return hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
                              "parameters; only the logits get a gradient", t->name);
     return HPMLG_DEAL(d, hpmlg_k_term_back, count, 2048, hpmlg_grad(x), hpmlg_grad(t), hpmlg_value(x), hpmlg_value(t),
                       (int)hpmlg_term_of(n), delta, (const float *)n->out->grad, count, n->accumulate[0],
                       n->accumulate[1]);
 }
-HPMLG_OP(bce_with_logits, hpmlg_term_pass)
-HPMLG_OP(huber, hpmlg_term_pass)
+HPMLG_OP(bce_with_logits) { return hpmlg_term_pass(d, n, back); }
+HPMLG_OP(huber) { return hpmlg_term_pass(d, n, back); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-update   optimizers: one launch for all parameters
@@ -5811,10 +5787,16 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
     }
 }
 
+template <hpml_status (*op)(hpmlg_device *, const hpml_run *, hpml_node *, bool), bool back>
+static hpml_status hpmlg_run_op(const hpml_run *run, hpml_node *n)
+{
+    return op(hpmlg_enter(run->ctx), run, n, back);
+}
+
 HPML_API const hpml_backend *hpml_backend_cuda(void)
 {
     static const hpml_op_impl ops[HPML_OP_COUNT] = {
-#define HPMLG_X(op, name) { hpmlg_##name##_forward, hpmlg_##name##_backward },
+#define HPMLG_X(op, name) { hpmlg_run_op<hpmlg_op_##name, false>, hpmlg_run_op<hpmlg_op_##name, true> },
         HPML_OPS(HPMLG_X)
 #undef HPMLG_X
     };
