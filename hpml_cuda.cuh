@@ -2359,7 +2359,7 @@ HPMLG_DEVICE void hpmlg_words8(unsigned w[8], unsigned long long seed, unsigned 
 }
 
 /* y (+)= x scale where the word of the element is `least` or more, else 0. Word i belongs to element i counted from the
-   first sample of the global batch; `each`: elements of a sample. scale 0: y (+)= x. */
+   first sample of the global batch; `each`: elements of a sample. */
 static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg_now *now, int index, unsigned least,
                                        float scale, int64_t each, int64_t n, bool add)
 {
@@ -2367,25 +2367,25 @@ static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg
     unsigned long long first = now->sample * (unsigned long long)each, seed = now->seed;
     HPMLG_EIGHTS(i, n) {
         hpmlg_eight e = hpmlg_row_get(x, 0, n, i, 0);
-        if (scale != 0) {
-            unsigned w[8];
-            hpmlg_words8(w, seed, stream, first + (unsigned long long)i);
-            for (int j = 0; j < 8; j++) e.v[j] = w[j] >= least ? e.v[j] * scale : 0;
-        }
+        unsigned    w[8];
+        hpmlg_words8(w, seed, stream, first + (unsigned long long)i);
+        for (int j = 0; j < 8; j++) e.v[j] = w[j] >= least ? e.v[j] * scale : 0;
         hpmlg_row_put(y, 0, n, i, e, add);
     }
 }
 
 HPMLG_OP(dropout)
 {
-    hpmlg_array   to     = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
-    float         p      = n->attr.dropout.p, scale = run->train && p > 0 ? 1 / (1 - p) : 0;
-    int64_t       count  = hpml_tensor_count(n->out), each = 0;
-    hpml_status   status = hpmlg_now_set(d, run);
+    hpmlg_array to    = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
+    float       p     = n->attr.dropout.p;
+    int64_t     count = hpml_tensor_count(n->out), each = 0;
+    bool        add   = hpmlg_adds(n, back);
+    if (!run->train || p <= 0) return from.p == to.p && !add ? HPML_OK : hpmlg_copy_run(d, to, from, count, add);
+    hpml_status status = hpmlg_now_set(d, run);
     if (n->out->batch_rows) each = count / (n->out->shape[0] / n->out->batch_rows);
-    if (status != HPML_OK || (scale == 0 && from.p == to.p && !hpmlg_adds(n, back))) return status;
+    if (status != HPML_OK) return status;
     return HPMLG_DEAL(d, hpmlg_k_dropout, count, 2048, to, from, (const hpmlg_now *)d->now, n->index,
-                      (unsigned)((double)p * 4294967296.0), scale, each, count, hpmlg_adds(n, back));
+                      (unsigned)((double)p * 4294967296.0), 1 / (1 - p), each, count, add);
 }
 
 /* y[i] = table[token[i]], a warp for a row; a token out of range is noted, its row zeros. */
@@ -2398,11 +2398,8 @@ static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, const
         int  t  = token[i];
         bool ok = t >= 0 && t < vocabulary;
         if (!ok && lane == 0) hpmlg_complain(note, taken, HPMLG_BAD_TOKEN, i, t, node);
-        for (int64_t c = 8 * lane; c < width; c += 8 * HPMLG_WARP) {
-            hpmlg_eight e = hpmlg_row_get(table, ok ? t : 0, width, c, 0);
-            for (int j = 0; j < 8 && !ok; j++) e.v[j] = 0;
-            hpmlg_row_put(y, i, width, c, e, false);
-        }
+        for (int64_t c = 8 * lane; c < width; c += 8 * HPMLG_WARP)
+            hpmlg_row_put(y, i, width, c, hpmlg_row_get(table, t, ok ? width : 0, c, 0), false);
     }
 }
 
@@ -2410,67 +2407,57 @@ static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, const
    every row of the table adds its own in order. Places come from integer atomics: which one a position gets first is
    chance, but ranks among a token's positions put them in order. */
 typedef struct hpmlg_buckets {
-    int *count, *start, *used; /* (vocabulary): positions of a token, where they begin in `order`; (1) */
-    int *slot, *order;         /* (tokens): place of a position within its token, in any order; the positions */
+    const int *token;              /* (tokens) */
+    int64_t    tokens, vocabulary;
+    int       *count, *start, *used; /* (vocabulary): positions of a token, where they begin in `order`; (1) */
+    int       *slot, *order;         /* (tokens): place of a position within its token, in any order; the positions */
 } hpmlg_buckets;
 
-static __global__ void hpmlg_k_bucket_count(hpmlg_buckets b, const int *token, int64_t count, int64_t vocabulary)
+/* Step 0 counts and gives places, step 1 fills `order`, step 2 puts positions in places by their ranks: the slots are
+   done with and take them. */
+static __global__ void hpmlg_k_bucket(hpmlg_buckets b, int step)
 {
     int64_t i = hpmlg_me();
-    if (i < count && token[i] >= 0 && token[i] < vocabulary) b.slot[i] = atomicAdd(&b.count[token[i]], 1);
+    int     t = i < b.tokens ? b.token[i] : -1, rank = 0;
+    if (t < 0 || t >= b.vocabulary) return;
+    if (step == 0) b.slot[i] = atomicAdd(&b.count[t], 1);
+    if (step == 1) b.order[b.start[t] + b.slot[i]] = (int)i;
+    if (step != 2) return;
+    for (int j = 0; j < b.count[t]; j++) rank += b.order[b.start[t] + j] < (int)i;
+    b.slot[b.start[t] + rank] = (int)i;
 }
 
-static __global__ void hpmlg_k_bucket_start(hpmlg_buckets b, int64_t vocabulary)
+static __global__ void hpmlg_k_bucket_start(hpmlg_buckets b)
 {
     int64_t t = hpmlg_me();
-    int     lane = (int)threadIdx.x % HPMLG_WARP, own = t < vocabulary ? b.count[t] : 0, upto = own, base = 0;
+    int     lane = (int)threadIdx.x % HPMLG_WARP, own = t < b.vocabulary ? b.count[t] : 0, upto = own, base = 0;
     for (int o = 1; o < HPMLG_WARP; o *= 2) {
         int before = __shfl_up_sync(HPMLG_ALL, upto, o);
         upto += lane >= o ? before : 0;
     }
     if (lane == HPMLG_WARP - 1 && upto > 0) base = atomicAdd(b.used, upto);
     base = __shfl_sync(HPMLG_ALL, base, HPMLG_WARP - 1);
-    if (t < vocabulary) b.start[t] = base + upto - own;
-}
-
-static __global__ void hpmlg_k_bucket_fill(hpmlg_buckets b, const int *token, int64_t count, int64_t vocabulary)
-{
-    int64_t i = hpmlg_me();
-    if (i < count && token[i] >= 0 && token[i] < vocabulary) b.order[b.start[token[i]] + b.slot[i]] = (int)i;
-}
-
-/* Position i by its rank; the slots are done with and take the sorted positions. */
-static __global__ void hpmlg_k_bucket_sort(hpmlg_buckets b, const int *token, int64_t count, int64_t vocabulary)
-{
-    int64_t i = hpmlg_me();
-    if (i >= count || token[i] < 0 || token[i] >= vocabulary) return;
-    int start = b.start[token[i]], n = b.count[token[i]], rank = 0;
-    for (int j = 0; j < n; j++) rank += b.order[start + j] < (int)i;
-    b.slot[start + rank] = (int)i;
+    if (t < b.vocabulary) b.start[t] = base + upto - own;
 }
 
 /* Row t of dw (+)= the sum of dy over the positions of token t: a warp for 256 columns of a row. */
-static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_buckets b, int64_t vocabulary,
-                                              int64_t width, bool add)
+static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_buckets b, int64_t width, bool add)
 {
     int64_t pieces = (width + 255) / 256;
-    HPMLG_WARPS(u, vocabulary * pieces) {
+    HPMLG_WARPS(u, b.vocabulary * pieces) {
         int64_t     t = hpmlg_quotient(u, pieces), c = (u - t * pieces) * 256 + 8 * (threadIdx.x % HPMLG_WARP);
-        int         n = b.count[t], k = 0;
+        int         n = b.count[t];
         const int  *at = b.slot + b.start[t];
         hpmlg_eight sum, e[4];
         if (n == 0 && add) continue;
         for (int j = 0; j < 8; j++) sum.v[j] = 0;
-        for (; k + 4 <= n; k += 4) {
-            HPMLG_UNROLL
-            for (int q = 0; q < 4; q++) e[q] = hpmlg_row_get(dy, at[k + q], width, c, 0);
+        for (int k = 0; k < n; k += 4) { /* four loads at a time are under way */
             HPMLG_UNROLL
             for (int q = 0; q < 4; q++)
-                for (int j = 0; j < 8; j++) sum.v[j] += e[q].v[j];
-        }
-        for (; k < n; k++) {
-            e[0] = hpmlg_row_get(dy, at[k], width, c, 0);
-            for (int j = 0; j < 8; j++) sum.v[j] += e[0].v[j];
+                if (k + q < n) e[q] = hpmlg_row_get(dy, at[k + q], width, c, 0);
+            HPMLG_UNROLL
+            for (int q = 0; q < 4; q++)
+                for (int j = 0; j < 8; j++) sum.v[j] += k + q < n ? e[q].v[j] : 0;
         }
         hpmlg_row_put(dw, t, width, c, sum, add);
     }
@@ -2484,24 +2471,24 @@ HPMLG_FN size_t hpmlg_embedding_scratch(const hpml_node *n)
 HPMLG_OP(embedding)
 {
     hpmlg_array   table = hpmlg_either(n->src[1], back), y = hpmlg_either(n->out, back);
-    const int    *token = (const int *)(const void *)n->src[0]->data;
     int64_t       count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
     hpmlg_buckets b     = {};
     unsigned      some  = (unsigned)((count + 255) / 256), rows = (unsigned)((vocabulary + 255) / 256);
+    b.token = (const int *)(const void *)n->src[0]->data, b.tokens = count, b.vocabulary = vocabulary;
     if (!back)
-        return HPMLG_DEAL(d, hpmlg_k_embedding, count, 8, y, table, token, count, vocabulary, width, d->note,
+        return HPMLG_DEAL(d, hpmlg_k_embedding, count, 8, y, table, b.token, count, vocabulary, width, d->note,
                           d->note_taken, (const hpml_node *)n);
     if (!table.p) return HPML_OK;
     b.count = (int *)n->scratch, b.used = b.count + vocabulary, b.start = b.used + 1;
     b.slot = b.start + vocabulary, b.order = b.slot + count;
     hpml_status status = hpmlg_check(d, cudaMemsetAsync(b.count, 0, (size_t)(vocabulary + 1) * sizeof(int), d->stream),
                                      "counting tokens");
-    if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_count, some, 256, 0, b, token, count, vocabulary);
-    if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_start, rows, 256, 0, b, vocabulary);
-    if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_fill, some, 256, 0, b, token, count, vocabulary);
-    if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_sort, some, 256, 0, b, token, count, vocabulary);
+    HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_bucket, some, 256, 0, b, 0));
+    HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_bucket_start, rows, 256, 0, b));
+    HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_bucket, some, 256, 0, b, 1));
+    HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_bucket, some, 256, 0, b, 2));
     if (status != HPML_OK) return status;
-    return HPMLG_DEAL(d, hpmlg_k_embedding_back, vocabulary * ((width + 255) / 256), 8, table, y, b, vocabulary, width,
+    return HPMLG_DEAL(d, hpmlg_k_embedding_back, vocabulary * ((width + 255) / 256), 8, table, y, b, width,
                       n->accumulate[1]);
 }
 
@@ -4976,13 +4963,12 @@ typedef struct hpmlg_pack { /* rows of one call */
     float         *e;        /* (rows, cols), NULL: no feedback */
     const float   *g;        /* (rows, cols) */
     int64_t        rows, cols, row_size;
-    int           *bad;      /* (1 + before + rows): any, and each */
+    int           *bad;      /* (1 + rows): any, and each */
     int            printed;
     float          threshold;
-    int64_t        before;   /* rows that are done */
 } hpmlg_pack;
 
-HPMLG_DEVICE void hpmlg_pack_mark(const hpmlg_pack *p, int64_t row) { p->bad[0] = p->bad[1 + p->before + row] = 1; }
+HPMLG_DEVICE void hpmlg_pack_mark(const hpmlg_pack *p, int64_t row) { p->bad[0] = p->bad[1 + row] = 1; }
 
 typedef struct hpmlg_chunk { /* one chunk, or row: [0] what is negative, [1] the rest */
     float sum[2], least[2], most[2];
@@ -5220,36 +5206,31 @@ HPMLG_FN hpml_status hpmlg_pack_kind(hpml_ctx *ctx, const hpml_packing *p, int *
                          "of hpml_codec_kind, or a context without this backend", p->codec->name ? p->codec->name : "");
 }
 
-HPMLG_FN hpml_status hpmlg_onebit_encode(hpmlg_device *d, hpmlg_pack p)
+HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int64_t row, int64_t rows)
 {
-    int64_t     chunks = (p.cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK, rows = p.rows, most;
-    hpml_status status = HPML_OK;
-    if (chunks <= 16)
-        return HPMLG_DEAL(d, hpmlg_k_onebit, rows, 16 / chunks, p, (int)chunks);
-    most = (int64_t)(d->d.workspace / sizeof(hpmlg_chunk)) / chunks;
-    if (most == 0)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_MEMORY, "cuda: 1-bit rows of %lld columns need %lld bytes of "
-                             "hpml_cuda_desc.workspace", (long long)p.cols, (long long)(chunks * 28));
-    for (int64_t row = 0; row < rows && status == HPML_OK; row += most) {
-        hpmlg_chunk *sums = (hpmlg_chunk *)d->workspace;
-        p.rows = rows - row < most ? rows - row : most;
-        status = HPMLG_DEAL(d, hpmlg_k_onebit_chunks, p.rows * chunks, 16, p, chunks, sums);
-        if (status == HPML_OK) status = HPMLG_DEAL(d, hpmlg_k_onebit_levels, p.rows, 8, p, chunks, sums);
-        if (status == HPML_OK && p.e) status = HPMLG_DEAL(d, hpmlg_k_onebit_carry, p.rows * p.cols, 2048, p);
-        p.packed += p.rows * p.row_size, p.g += p.rows * p.cols, p.e += p.e ? p.rows * p.cols : 0, p.before += p.rows;
-    }
-    return status;
+    hpmlg_pack some = {};
+    some.packed = (unsigned char *)packed + (size_t)row * p->row_size, some.row_size = (int64_t)p->row_size;
+    some.rows = rows, some.cols = p->cols, some.printed = p->desc.printed_residual;
+    some.threshold = p->desc.threshold > 0 ? p->desc.threshold : 0.5f;
+    return some;
 }
 
-/* Up to HPMLG_PACK_ROWS rows of a lossy codec. */
-HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p)
+/* Some rows of a lossy codec; chunks: of a row of ONEBIT. */
+HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p, int64_t chunks)
 {
-    int64_t     pieces = p.rows * ((p.cols + 511) / 512);
-    cudaError_t e = cudaMemsetAsync(p.bad + 1, 0, (size_t)p.rows * sizeof(int), d->stream);
-    hpml_status status = hpmlg_check(d, e, "marks");
-    if (status == HPML_OK && kind == HPML_CODEC_ONEBIT) status = hpmlg_onebit_encode(d, p);
-    if (status == HPML_OK && kind == HPML_CODEC_TWOBIT) status = HPMLG_DEAL(d, hpmlg_k_twobit, pieces, 8, p);
-    if (status == HPML_OK && kind == HPML_CODEC_BF16) status = HPMLG_DEAL(d, hpmlg_k_bf16, p.rows * p.cols, 2048, p);
+    int64_t      n = p.rows * p.cols, pieces = p.rows * ((p.cols + 511) / 512);
+    cudaError_t  e = cudaMemsetAsync(p.bad + 1, 0, (size_t)p.rows * sizeof(int), d->stream);
+    hpmlg_chunk *sums = (hpmlg_chunk *)d->workspace;
+    hpml_status  status = hpmlg_check(d, e, "marks");
+    if (kind == HPML_CODEC_TWOBIT) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_twobit, pieces, 8, p));
+    if (kind == HPML_CODEC_BF16) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_bf16, n, 2048, p));
+    if (kind == HPML_CODEC_ONEBIT && chunks <= 16) {
+        HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit, p.rows, 16 / chunks, p, (int)chunks));
+    } else if (kind == HPML_CODEC_ONEBIT) {
+        HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit_chunks, p.rows * chunks, 16, p, chunks, sums));
+        HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit_levels, p.rows, 8, p, chunks, sums));
+        if (p.e) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit_carry, n, 2048, p));
+    }
     return status == HPML_OK ? HPMLG_DEAL(d, hpmlg_k_pack_wipe, p.rows, 1, p) : status;
 }
 
@@ -5258,18 +5239,23 @@ HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, 
 {
     hpmlg_device *d = hpmlg_enter(ctx);
     int           kind, any = 0, *bad = (int *)d->scratch;
+    int64_t       chunks = (p->cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK, most = HPMLG_PACK_ROWS, room = most;
     hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE)
         return hpmlg_check(d, cudaMemcpyAsync(packed, grad, (size_t)rows * p->row_size, cudaMemcpyDeviceToDevice,
                                               d->stream), "packing");
+    if (kind == HPML_CODEC_ONEBIT && chunks > 16) room = (int64_t)(d->d.workspace / sizeof(hpmlg_chunk)) / chunks;
+    if (room == 0)
+        return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "cuda: 1-bit rows of %lld columns need %lld bytes of "
+                             "hpml_cuda_desc.workspace", (long long)p->cols, (long long)(chunks * 28));
+    if (room < most) most = room;
     status = hpmlg_check(d, cudaMemsetAsync(bad, 0, sizeof *bad, d->stream), "marks");
-    for (int64_t row = 0; row < rows && status == HPML_OK; row += HPMLG_PACK_ROWS) {
-        hpmlg_pack some = { (unsigned char *)packed + (size_t)row * p->row_size, NULL, grad + row * p->cols,
-                            rows - row < HPMLG_PACK_ROWS ? rows - row : HPMLG_PACK_ROWS, p->cols, (int64_t)p->row_size,
-                            bad, p->desc.printed_residual, p->desc.threshold > 0 ? p->desc.threshold : 0.5f, 0 };
+    for (int64_t row = 0; row < rows && status == HPML_OK; row += most) {
+        hpmlg_pack some = hpmlg_pack_of(p, packed, row, rows - row < most ? rows - row : most);
+        some.g = grad + row * p->cols, some.bad = bad;
         if (residual && p->residual_count) some.e = residual + row * p->cols;
-        status = hpmlg_pack_some(d, kind, some);
+        status = hpmlg_pack_some(d, kind, some, chunks);
     }
     if (status == HPML_OK) status = hpmlg_read(d, &any, bad, sizeof any);
     return status == HPML_OK && any ? HPML_ERR_NONFINITE : status;
@@ -5301,8 +5287,7 @@ HPMLG_FN hpml_status hpmlg_decode(void *, hpml_ctx *ctx, const hpml_packing *p, 
     hpmlg_device *d = hpmlg_enter(ctx);
     int           kind;
     hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
-    hpmlg_pack    all    = { (unsigned char *)packed, NULL, NULL, rows, p->cols, (int64_t)p->row_size, NULL, 0,
-                             p->desc.threshold > 0 ? p->desc.threshold : 0.5f, 0 };
+    hpmlg_pack    all    = hpmlg_pack_of(p, packed, 0, rows);
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE || kind == HPML_CODEC_BF16)
         return hpmlg_copy_run(d, hpmlg_of(out, HPML_DTYPE_F32), hpmlg_of(all.packed, kind == HPML_CODEC_BF16 ?
