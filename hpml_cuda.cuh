@@ -5131,59 +5131,37 @@ static __global__ void hpmlg_k_onebit_carry(hpmlg_pack p)
     }
 }
 
-/* The bits of x at the even places. */
-HPMLG_DEVICE unsigned hpmlg_spread(unsigned x)
+/* What TWOBIT sends: 0 for 0 (codes 0 and 1), code 2 for -threshold, 3 for threshold. */
+HPMLG_DEVICE float hpmlg_twobit_value(const hpmlg_pack &p, unsigned code)
 {
-    x = (x | x << 8) & 0x00ff00ffu;
-    x = (x | x << 4) & 0x0f0f0f0fu;
-    x = (x | x << 2) & 0x33333333u;
-    return (x | x << 1) & 0x55555555u;
+    return code < 2 ? 0 : code == 3 ? p.threshold : -p.threshold;
 }
 
-/* A warp for 512 elements of a row, 32 a turn: two ballots are two words. */
-static __global__ void hpmlg_k_twobit(hpmlg_pack p)
-{
-    int     lane = (int)threadIdx.x % HPMLG_WARP;
-    int64_t pieces = (p.cols + 511) / 512;
-    HPMLG_WARPS(u, p.rows * pieces) {
-        int64_t   row = hpmlg_quotient(u, pieces), i = (u - row * pieces) * 512 + lane, end = i - lane + 512;
-        unsigned *words = (unsigned *)hpmlg_onebit_row(&p, row);
-        bool      bad = false;
-        HPMLG_UNROLL
-        for (int k = 0; k < 16; k++, i += 32) {
-            if (end - 512 + 32 * k >= p.cols) break;
-            bool     in = i < p.cols;
-            float    g = in ? p.g[row * p.cols + i] : 0, v = in && p.e ? g + p.e[row * p.cols + i] : g;
-            bool     up = in && v >= p.threshold, down = in && v <= -p.threshold;
-            unsigned low = __ballot_sync(HPMLG_ALL, up), high = __ballot_sync(HPMLG_ALL, up || down);
-            int64_t  word = (i - lane) / 16 + lane;
-            if (lane < 2 && word < (p.cols + 15) / 16)
-                words[word] = hpmlg_spread(low >> 16 * lane & 0xffffu) | hpmlg_spread(high >> 16 * lane & 0xffffu) << 1;
-            bad = bad || !isfinite(v);
-            if (in && p.e)
-                p.e[row * p.cols + i] = (p.printed ? g : v) - (up ? p.threshold : down ? -p.threshold : 0);
-        }
-        if (bad) hpmlg_pack_mark(&p, row);
-    }
-}
-
-static __global__ void hpmlg_k_bf16(hpmlg_pack p)
+/* TWOBIT, 8 elements of a row are 16 bits, rows end with whole words; else BF16, whose rows are one to it. */
+template <bool two> static __global__ void hpmlg_k_pack(hpmlg_pack p)
 {
     hpmlg_array out = { p.packed, HPML_DTYPE_BF16 }, e = { p.e, HPML_DTYPE_F32 }, g = { (void *)p.g, HPML_DTYPE_F32 };
-    int64_t     n = p.rows * p.cols;
-    HPMLG_EIGHTS(i, n) {
-        hpmlg_eight x = hpmlg_row_get(g, 0, n, i, 0), v = x, lost;
+    int64_t     rows = two ? p.rows : 1, cols = two ? p.cols : p.rows * p.cols;
+    int64_t     eights = two ? (cols + 15) / 16 * 2 : (cols + 7) / 8;
+    HPMLG_EACH(u, rows * eights) {
+        int64_t     row = two ? hpmlg_quotient(u, eights) : 0, k = u - row * eights;
+        hpmlg_eight x = hpmlg_row_get(g, row, cols, 8 * k, 0), v = x, lost;
+        unsigned    codes = 0;
         if (p.e) {
-            lost = hpmlg_row_get(e, 0, n, i, 0);
+            lost = hpmlg_row_get(e, row, cols, 8 * k, 0);
             for (int j = 0; j < 8; j++) v.v[j] += lost.v[j];
         }
-        hpmlg_row_put(out, 0, n, i, v, false);
         for (int j = 0; j < 8; j++) {
-            float sent = __bfloat162float(__float2bfloat16_rn(v.v[j]));
-            if (!isfinite(sent) && i + j < n) hpmlg_pack_mark(&p, hpmlg_quotient(i + j, p.cols));
+            unsigned code = v.v[j] >= p.threshold ? 3 : v.v[j] <= -p.threshold ? 2 : 0;
+            float    sent = two ? hpmlg_twobit_value(p, code) : hpmlg_rounded(v.v[j], HPML_DTYPE_BF16);
+            codes |= code << 2 * j;
             lost.v[j] = (p.printed ? x.v[j] : v.v[j]) - sent;
+            if (!isfinite(two ? v.v[j] : sent) && 8 * k + j < cols)
+                hpmlg_pack_mark(&p, two ? row : hpmlg_quotient(8 * k + j, p.cols));
         }
-        if (p.e) hpmlg_row_put(e, 0, n, i, lost, false);
+        if (two) ((unsigned short *)hpmlg_onebit_row(&p, row))[k] = (unsigned short)codes;
+        else hpmlg_row_put(out, 0, cols, 8 * k, v, false);
+        if (p.e) hpmlg_row_put(e, row, cols, 8 * k, lost, false);
     }
 }
 
@@ -5218,12 +5196,12 @@ HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int
 /* Some rows of a lossy codec; chunks: of a row of ONEBIT. */
 HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p, int64_t chunks)
 {
-    int64_t      n = p.rows * p.cols, pieces = p.rows * ((p.cols + 511) / 512);
+    int64_t      n = p.rows * p.cols;
     cudaError_t  e = cudaMemsetAsync(p.bad + 1, 0, (size_t)p.rows * sizeof(int), d->stream);
     hpmlg_chunk *sums = (hpmlg_chunk *)d->workspace;
     hpml_status  status = hpmlg_check(d, e, "marks");
-    if (kind == HPML_CODEC_TWOBIT) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_twobit, pieces, 8, p));
-    if (kind == HPML_CODEC_BF16) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_bf16, n, 2048, p));
+    if (kind == HPML_CODEC_TWOBIT) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_pack<true>, n, 2048, p));
+    if (kind == HPML_CODEC_BF16) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_pack<false>, n, 2048, p));
     if (kind == HPML_CODEC_ONEBIT && chunks <= 16) {
         HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit, p.rows, 16 / chunks, p, (int)chunks));
     } else if (kind == HPML_CODEC_ONEBIT) {
@@ -5261,23 +5239,18 @@ HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, 
     return status == HPML_OK && any ? HPML_ERR_NONFINITE : status;
 }
 
-/* ONEBIT and, two, TWOBIT: a warp for 512 elements of a row, a number in each lane, 32 a turn. */
-static __global__ void hpmlg_k_unpack_bits(hpmlg_pack p, float *out, bool two, bool add)
+/* TWOBIT or ONEBIT, 8 elements of a row at a time: 16 bits or 8. */
+template <bool two> static __global__ void hpmlg_k_unpack(hpmlg_pack p, hpmlg_array out, bool add)
 {
-    int     lane = (int)threadIdx.x % HPMLG_WARP;
-    int64_t pieces = (p.cols + 511) / 512;
-    HPMLG_WARPS(u, p.rows * pieces) {
-        int64_t         row = hpmlg_quotient(u, pieces), i = (u - row * pieces) * 512 + lane;
-        const float    *level = hpmlg_onebit_row(&p, row);
-        const unsigned *words = (const unsigned *)level + (two ? 0 : 2);
-        float           low = two ? -p.threshold : level[0], high = two ? p.threshold : level[1];
-        HPMLG_UNROLL
-        for (int k = 0; k < 16; k++, i += 32) {
-            if (i >= p.cols) continue;
-            unsigned code = two ? words[i / 16] >> 2 * (i % 16) & 3 : 2 + (words[i / 32] >> lane & 1);
-            float    x    = code < 2 ? 0 : code == 3 ? high : low, *y = out + row * p.cols + i;
-            *y = add ? *y + x : x;
-        }
+    int64_t eights = (p.cols + 7) / 8;
+    HPMLG_EACH(u, p.rows * eights) {
+        int64_t      row = hpmlg_quotient(u, eights), k = u - row * eights;
+        const float *level = hpmlg_onebit_row(&p, row);
+        unsigned     codes = two ? ((const unsigned short *)level)[k] : ((const unsigned char *)(level + 2))[k];
+        hpmlg_eight  e;
+        for (int j = 0; j < 8; j++)
+            e.v[j] = two ? hpmlg_twobit_value(p, codes >> 2 * j & 3) : level[codes >> j & 1];
+        hpmlg_row_put(out, row, p.cols, 8 * k, e, add);
     }
 }
 
@@ -5292,8 +5265,8 @@ HPMLG_FN hpml_status hpmlg_decode(void *, hpml_ctx *ctx, const hpml_packing *p, 
     if (kind == HPML_CODEC_NONE || kind == HPML_CODEC_BF16)
         return hpmlg_copy_run(d, hpmlg_of(out, HPML_DTYPE_F32), hpmlg_of(all.packed, kind == HPML_CODEC_BF16 ?
                               HPML_DTYPE_BF16 : HPML_DTYPE_F32), rows * p->cols, add);
-    return HPMLG_DEAL(d, hpmlg_k_unpack_bits, rows * ((p->cols + 511) / 512), 8, all, out, kind == HPML_CODEC_TWOBIT,
-                      add);
+    return HPMLG_RUN_EITHER(d, kind == HPML_CODEC_TWOBIT, hpmlg_k_unpack, true, false,
+                            hpmlg_blocks(d, rows * p->cols, 2048), 256, 0, all, hpmlg_of(out, HPML_DTYPE_F32), add);
 }
 
 #ifdef HPML_USE_NCCL
