@@ -429,13 +429,10 @@ HPMLG_DEVICE float hpmlg_group(float v, float *space, int tx, bool maximum)
 /* Kernels cannot fail, but data can be wrong: a token or a label out of range. The first kernel that meets one leaves a
    note in host memory, which is read, and becomes the context's error, when the host waits for the device anyway. */
 typedef struct hpmlg_note {
-    int              what;  /* hpmlg_trouble */
     long long        index;
     int              value;
-    const hpml_node *node;
+    const hpml_node *node;  /* NULL: all is well */
 } hpmlg_note;
-
-enum hpmlg_trouble { HPMLG_NO_TROUBLE = 0, HPMLG_BAD_TOKEN, HPMLG_BAD_LABEL };
 
 /* What changes from step to step while a recorded pass stays the same; kernels read it on the device. */
 typedef struct hpmlg_now {
@@ -704,7 +701,7 @@ HPMLG_FN void hpmlg_close(void *device)
     if (d->look_zero) cudaEventDestroy(d->look_zero);
     if (d->note) cudaFreeHost(d->note);
     if (d->result) cudaFreeHost(d->result);
-    void *own[] = { d->note_taken, d->now, d->scratch, d->workspace, d->updates };
+    void *own[] = { d->note_taken, d->now, d->scratch, d->workspace };
     for (void *p : own) cudaFree(p); /* NULL: nothing */
     if (d->copies) cudaStreamDestroy(d->copies);
     if (d->stream) cudaStreamDestroy(d->stream);
@@ -894,11 +891,11 @@ HPMLG_FN hpml_status hpmlg_sync(void *device)
     hpmlg_note    n;
     hpml_status status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "waiting for the device");
     if (status == HPML_OK && d->look_count > 0) hpmlg_looks_tell(d);
-    if (status != HPML_OK || d->note->what == HPMLG_NO_TROUBLE) return status;
+    if (status != HPML_OK || !d->note->node) return status;
     n = *d->note;
     memset(d->note, 0, sizeof *d->note);
     cudaMemsetAsync(d->note_taken, 0, sizeof *d->note_taken, d->stream);
-    if (n.what == HPMLG_BAD_TOKEN)
+    if (n.node->op == HPML_OP_EMBEDDING)
         return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
                              n.node->out->name, n.index, n.value, (long long)n.node->src[1]->shape[0] - 1);
     return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to %lld (or "
@@ -919,13 +916,12 @@ HPMLG_FN hpml_status hpmlg_read(void *device, void *host, const void *src, size_
 }
 
 /* On the device: this index of what node `node` reads is out of range. */
-HPMLG_DEVICE void hpmlg_complain(hpmlg_note *note, int *taken, int what, long long index, int value,
-                                 const hpml_node *node)
+HPMLG_DEVICE void hpmlg_complain(hpmlg_note *note, int *taken, long long index, int value, const hpml_node *node)
 {
     if (atomicCAS(taken, 0, 1) != 0) return;
-    note->index = index, note->value = value, note->node = node;
+    note->index = index, note->value = value;
     __threadfence_system();
-    note->what = what;
+    note->node = node;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1611,9 +1607,7 @@ HPMLG_OP(reshape)
     hpmlg_array   to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
     int64_t       count = hpml_tensor_count(n->out);
     if (!to.p || to.p == from.p) return HPML_OK;
-    if (back) return hpmlg_copy_run(d, to, from, count, n->accumulate[0]);
-    return hpmlg_check(d, cudaMemcpyAsync(to.p, from.p, (size_t)count * hpml_dtype_size(n->out->dtype),
-                                          cudaMemcpyDeviceToDevice, d->stream), "reshape");
+    return hpmlg_copy_run(d, to, from, count, hpmlg_adds(n, back));
 }
 
 /* to (+)= from, permuted, in tiles of 64 x 64: `from` is read along its last dimension, which is dimension p of `to`,
@@ -2397,7 +2391,7 @@ static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, const
     HPMLG_WARPS(i, count) {
         int  t  = token[i];
         bool ok = t >= 0 && t < vocabulary;
-        if (!ok && lane == 0) hpmlg_complain(note, taken, HPMLG_BAD_TOKEN, i, t, node);
+        if (!ok && lane == 0) hpmlg_complain(note, taken, i, t, node);
         for (int64_t c = 8 * lane; c < width; c += 8 * HPMLG_WARP)
             hpmlg_row_put(y, i, width, c, hpmlg_row_get(table, t, ok ? width : 0, c, 0), false);
     }
@@ -2413,31 +2407,19 @@ typedef struct hpmlg_buckets {
     int       *slot, *order;         /* (tokens): place of a position within its token, in any order; the positions */
 } hpmlg_buckets;
 
-/* Step 0 counts and gives places, step 1 fills `order`, step 2 puts positions in places by their ranks: the slots are
-   done with and take them. */
+/* Step 0 counts and gives places, in step 1 the first of a token takes room in `order`, step 2 fills it, step 3 puts
+   positions in places by their ranks: the slots are done with and take them. */
 static __global__ void hpmlg_k_bucket(hpmlg_buckets b, int step)
 {
     int64_t i = hpmlg_me();
     int     t = i < b.tokens ? b.token[i] : -1, rank = 0;
     if (t < 0 || t >= b.vocabulary) return;
     if (step == 0) b.slot[i] = atomicAdd(&b.count[t], 1);
-    if (step == 1) b.order[b.start[t] + b.slot[i]] = (int)i;
-    if (step != 2) return;
+    if (step == 1 && b.slot[i] == 0) b.start[t] = atomicAdd(b.used, b.count[t]);
+    if (step == 2) b.order[b.start[t] + b.slot[i]] = (int)i;
+    if (step != 3) return;
     for (int j = 0; j < b.count[t]; j++) rank += b.order[b.start[t] + j] < (int)i;
     b.slot[b.start[t] + rank] = (int)i;
-}
-
-static __global__ void hpmlg_k_bucket_start(hpmlg_buckets b)
-{
-    int64_t t = hpmlg_me();
-    int     lane = (int)threadIdx.x % HPMLG_WARP, own = t < b.vocabulary ? b.count[t] : 0, upto = own, base = 0;
-    for (int o = 1; o < HPMLG_WARP; o *= 2) {
-        int before = __shfl_up_sync(HPMLG_ALL, upto, o);
-        upto += lane >= o ? before : 0;
-    }
-    if (lane == HPMLG_WARP - 1 && upto > 0) base = atomicAdd(b.used, upto);
-    base = __shfl_sync(HPMLG_ALL, base, HPMLG_WARP - 1);
-    if (t < b.vocabulary) b.start[t] = base + upto - own;
 }
 
 /* Row t of dw (+)= the sum of dy over the positions of token t: a warp for 256 columns of a row. */
@@ -2447,17 +2429,16 @@ static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hp
     HPMLG_WARPS(u, b.vocabulary * pieces) {
         int64_t     t = hpmlg_quotient(u, pieces), c = (u - t * pieces) * 256 + 8 * (threadIdx.x % HPMLG_WARP);
         int         n = b.count[t];
-        const int  *at = b.slot + b.start[t];
+        const int  *at = b.slot + (n ? b.start[t] : 0);
         hpmlg_eight sum, e[4];
         if (n == 0 && add) continue;
         for (int j = 0; j < 8; j++) sum.v[j] = 0;
         for (int k = 0; k < n; k += 4) { /* four loads at a time are under way */
             HPMLG_UNROLL
-            for (int q = 0; q < 4; q++)
-                if (k + q < n) e[q] = hpmlg_row_get(dy, at[k + q], width, c, 0);
+            for (int q = 0; q < 4; q++) e[q] = hpmlg_row_get(dy, at[k + q < n ? k + q : k], k + q < n ? width : 0, c, 0);
             HPMLG_UNROLL
             for (int q = 0; q < 4; q++)
-                for (int j = 0; j < 8; j++) sum.v[j] += k + q < n ? e[q].v[j] : 0;
+                for (int j = 0; j < 8; j++) sum.v[j] += e[q].v[j];
         }
         hpmlg_row_put(dw, t, width, c, sum, add);
     }
@@ -2473,7 +2454,6 @@ HPMLG_OP(embedding)
     hpmlg_array   table = hpmlg_either(n->src[1], back), y = hpmlg_either(n->out, back);
     int64_t       count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
     hpmlg_buckets b     = {};
-    unsigned      some  = (unsigned)((count + 255) / 256), rows = (unsigned)((vocabulary + 255) / 256);
     b.token = (const int *)(const void *)n->src[0]->data, b.tokens = count, b.vocabulary = vocabulary;
     if (!back)
         return HPMLG_DEAL(d, hpmlg_k_embedding, count, 8, y, table, b.token, count, vocabulary, width, d->note,
@@ -2483,10 +2463,8 @@ HPMLG_OP(embedding)
     b.slot = b.start + vocabulary, b.order = b.slot + count;
     hpml_status status = hpmlg_check(d, cudaMemsetAsync(b.count, 0, (size_t)(vocabulary + 1) * sizeof(int), d->stream),
                                      "counting tokens");
-    HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_bucket, some, 256, 0, b, 0));
-    HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_bucket_start, rows, 256, 0, b));
-    HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_bucket, some, 256, 0, b, 1));
-    HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_bucket, some, 256, 0, b, 2));
+    for (int step = 0; step < 4; step++)
+        HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_bucket, (unsigned)((count + 255) / 256), 256, 0, b, step));
     if (status != HPML_OK) return status;
     return HPMLG_DEAL(d, hpmlg_k_embedding_back, vocabulary * ((width + 255) / 256), 8, table, y, b, width,
                       n->accumulate[1]);
@@ -4646,7 +4624,7 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
     p.loss[row] = 0;
     if (counts) hpmlg_count_row(p.counts, beaten == 0);
     if (counts) p.loss[row] = lse - (1 - p.smoothing) * mine - p.smoothing * all / (float)p.V;
-    else if (label != p.ignore) hpmlg_complain(p.note, p.taken, HPMLG_BAD_LABEL, row, label, node);
+    else if (label != p.ignore) hpmlg_complain(p.note, p.taken, row, label, node);
 }
 
 static __global__ void hpmlg_k_cross_entropy_back(hpmlg_rows p)
@@ -4904,12 +4882,10 @@ HPMLG_FN hpmlg_step hpmlg_step_of(hpmlg_device *d, const hpml_update *u, int64_t
 HPMLG_FN hpml_status hpmlg_update_room(hpmlg_device *d, size_t bytes)
 {
     if (bytes <= d->updates_room) return HPML_OK;
-    hpml_status status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "waiting for the step before");
-    if (d->updates) cudaFree(d->updates);
-    d->updates = NULL, d->updates_room = 0;
-    if (status == HPML_OK) status = hpmlg_check(d, cudaMalloc(&d->updates, bytes), "the table of parameters");
-    if (status == HPML_OK) d->updates_room = bytes;
-    return status;
+    hpmlg_free(d, d->updates, d->updates_room); /* when the step before is done with it */
+    d->updates      = hpmlg_alloc(d, bytes);
+    d->updates_room = d->updates ? bytes : 0;
+    return hpmlg_check(d, d->updates ? cudaSuccess : cudaErrorMemoryAllocation, "the table of parameters");
 }
 
 HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *updates, int count)
@@ -5221,8 +5197,8 @@ HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, 
     hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE)
-        return hpmlg_check(d, cudaMemcpyAsync(packed, grad, (size_t)rows * p->row_size, cudaMemcpyDeviceToDevice,
-                                              d->stream), "packing");
+        return hpmlg_copy_run(d, hpmlg_of(packed, HPML_DTYPE_F32), hpmlg_of((void *)grad, HPML_DTYPE_F32),
+                              rows * p->cols, false);
     if (kind == HPML_CODEC_ONEBIT && chunks > 16) room = (int64_t)(d->d.workspace / sizeof(hpmlg_chunk)) / chunks;
     if (room == 0)
         return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "cuda: 1-bit rows of %lld columns need %lld bytes of "
