@@ -1325,8 +1325,7 @@ static __global__ void __launch_bounds__(HPMLG_FOLD, plain ? 5 : 3) hpmlg_k_fold
     int64_t      c = ((blockIdx.x - o * tiles) * f.tx + lane) * 8, end = c + 8 < f.run ? c + 8 : f.run;
     int64_t      base = hpmlg_walk_at(f.kept, 0, o), first = ((int64_t)blockIdx.y * f.kept_count + o) * f.run;
     float       *mine = part + threadIdx.x;
-    hpmlg_eight  sum;
-    for (int j = 0; j < 8; j++) sum.v[j] = 0;
+    hpmlg_eight  sum = {};
     for (int64_t r = (int64_t)blockIdx.y * ty + row; r < f.summed_count && c < f.run; r += (int64_t)gridDim.y * ty) {
         int64_t     at = base + hpmlg_walk_at(f.summed, 0, r);
         hpmlg_eight e  = plain ? hpmlg_get_part(f.b.out, at + c, at + c, at + end, 0)
@@ -1639,41 +1638,35 @@ static __global__ void hpmlg_k_turn(hpmlg_turn t)
     }
 }
 
-/* to (shape) (+)= from walked with `stride`. */
-HPMLG_FN hpml_status hpmlg_permute_run(hpmlg_device *d, hpmlg_array to, hpmlg_array from, int ndim,
-                                       const int64_t *shape, const int64_t *stride, bool add)
+/* Backward is the permutation that undoes it. */
+HPMLG_OP(permute)
 {
-    hpmlg_walk w = {};
-    hpmlg_turn t = {};
-    int64_t    own[HPML_MAX_DIMS], step = 1, outer = 1;
-    int        p = 0;
-    for (int i = 0; i < ndim; i++) hpmlg_walk_push(&w, shape[i], stride[i], 0);
-    for (int i = w.ndim - 1; i >= 0; i--) own[i] = step, step *= w.shape[i];
+    const hpml_tensor *shape = back ? n->src[0] : n->out, *other = back ? n->out : n->src[0];
+    hpmlg_array        to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
+    bool               add = hpmlg_adds(n, back);
+    hpmlg_walk         w = {};
+    hpmlg_turn         t = {};
+    int64_t            step[HPML_MAX_DIMS], stride[HPML_MAX_DIMS], whole = 1, outer = 1;
+    int                p = 0;
+    for (int i = other->ndim - 1; i >= 0; i--) step[i] = whole, whole *= other->shape[i];
+    for (int i = 0; i < shape->ndim; i++) {
+        int k = n->attr.permute.dims[i]; /* dimension i of the result is k of x */
+        if (back) stride[k] = step[i];
+        else stride[i] = step[k];
+    }
+    for (int i = 0; i < shape->ndim; i++) hpmlg_walk_push(&w, shape->shape[i], stride[i], 0);
+    whole = 1;
+    for (int i = w.ndim - 1; i >= 0; i--) step[i] = whole, whole *= w.shape[i];
     for (int i = 0; i < w.ndim - 1; i++)
         if (w.stride[0][i] == 1) p = i;
     t.p = w.shape[p], t.last = w.shape[w.ndim - 1];
     if (w.stride[0][w.ndim - 1] == 1 || t.p < 16 || t.last < 16) return hpmlg_spread_run(d, to, from, &w, 1, add);
-    t.from = from, t.to = to, t.add = add, t.from_last = w.stride[0][w.ndim - 1], t.to_p = own[p];
+    t.from = from, t.to = to, t.add = add, t.from_last = w.stride[0][w.ndim - 1], t.to_p = step[p];
     for (int i = 0; i < w.ndim - 1; i++)
-        if (i != p) hpmlg_walk_push(&t.w, w.shape[i], w.stride[0][i], own[i]), outer *= w.shape[i];
+        if (i != p) hpmlg_walk_push(&t.w, w.shape[i], w.stride[0][i], step[i]), outer *= w.shape[i];
     if (t.w.ndim == 0) hpmlg_walk_push(&t.w, 1, 0, 0);
     t.p_tiles = (t.p + HPMLG_TILE - 1) / HPMLG_TILE, t.last_tiles = (t.last + HPMLG_TILE - 1) / HPMLG_TILE;
     return HPMLG_RUN(d, hpmlg_k_turn, (unsigned)(outer * t.p_tiles * t.last_tiles), 256, 0, t);
-}
-
-/* Backward is the permutation that undoes it. */
-HPMLG_OP(permute)
-{
-    const hpml_tensor *x = n->src[0], *y = n->out, *to = back ? x : y, *from = back ? y : x;
-    int64_t            step[HPML_MAX_DIMS], stride[HPML_MAX_DIMS], whole = 1;
-    for (int i = from->ndim - 1; i >= 0; i--) step[i] = whole, whole *= from->shape[i];
-    for (int i = 0; i < y->ndim; i++) {
-        int k = n->attr.permute.dims[i]; /* dimension i of y is k of x */
-        if (back) stride[k] = step[i];
-        else stride[i] = step[k];
-    }
-    return hpmlg_permute_run(d, hpmlg_writes(n, back), hpmlg_reads(n, back), to->ndim, to->shape,
-                             stride, hpmlg_adds(n, back));
 }
 
 /* Row o of `to`, `width` elements from to_at on, becomes (or is added) row o of `from`, `block` elements from from_at
@@ -1897,10 +1890,7 @@ static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_ar
     HPMLG_SHARED(float, sums); /* (2, cols) where a block has several teams */
     const bool  many = cols > 8 * TEAM * G;
     const int   teams = (int)blockDim.x / TEAM;
-    hpmlg_eight e[G], f[G], a[G], b[G];
-    HPMLG_UNROLL
-    for (int k = 0; k < G; k++)
-        for (int j = 0; j < 8; j++) a[k].v[j] = b[k].v[j] = 0;
+    hpmlg_eight e[G], f[G], a[G] = {}, b[G] = {};
     if (part) part += (int64_t)blockIdx.x * 2 * cols;
     hpmlg_array dgamma = { teams == 1 ? part : sums, HPML_DTYPE_F32 };
     hpmlg_array dbeta  = { (float *)dgamma.p + cols, HPML_DTYPE_F32 };
@@ -2382,21 +2372,6 @@ HPMLG_OP(dropout)
                       (unsigned)((double)p * 4294967296.0), 1 / (1 - p), each, count, add);
 }
 
-/* y[i] = table[token[i]], a warp for a row; a token out of range is noted, its row zeros. */
-static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, const int *token, int64_t count,
-                                         int64_t vocabulary, int64_t width, hpmlg_note *note, int *taken,
-                                         const hpml_node *node)
-{
-    int lane = (int)threadIdx.x % HPMLG_WARP;
-    HPMLG_WARPS(i, count) {
-        int  t  = token[i];
-        bool ok = t >= 0 && t < vocabulary;
-        if (!ok && lane == 0) hpmlg_complain(note, taken, i, t, node);
-        for (int64_t c = 8 * lane; c < width; c += 8 * HPMLG_WARP)
-            hpmlg_row_put(y, i, width, c, hpmlg_row_get(table, t, ok ? width : 0, c, 0), false);
-    }
-}
-
 /* The gradient of the table without float atomics: the positions of each token are brought together and sorted, then
    every row of the table adds its own in order. Places come from integer atomics: which one a position gets first is
    chance, but ranks among a token's positions put them in order. */
@@ -2406,6 +2381,20 @@ typedef struct hpmlg_buckets {
     int       *count, *start, *used; /* (vocabulary): positions of a token, where they begin in `order`; (1) */
     int       *slot, *order;         /* (tokens): place of a position within its token, in any order; the positions */
 } hpmlg_buckets;
+
+/* y[i] = table[token[i]], a warp for a row; a token out of range is noted, its row zeros. */
+static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, hpmlg_buckets b, int64_t width,
+                                         hpmlg_note *note, int *taken, const hpml_node *node)
+{
+    int lane = (int)threadIdx.x % HPMLG_WARP;
+    HPMLG_WARPS(i, b.tokens) {
+        int  t  = b.token[i];
+        bool ok = t >= 0 && t < b.vocabulary;
+        if (!ok && lane == 0) hpmlg_complain(note, taken, i, t, node);
+        for (int64_t c = 8 * lane; c < width; c += 8 * HPMLG_WARP)
+            hpmlg_row_put(y, i, width, c, hpmlg_row_get(table, t, ok ? width : 0, c, 0), false);
+    }
+}
 
 /* Step 0 counts and gives places, in step 1 the first of a token takes room in `order`, step 2 fills it, step 3 puts
    positions in places by their ranks: the slots are done with and take them. */
@@ -2430,9 +2419,8 @@ static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hp
         int64_t     t = hpmlg_quotient(u, pieces), c = (u - t * pieces) * 256 + 8 * (threadIdx.x % HPMLG_WARP);
         int         n = b.count[t];
         const int  *at = b.slot + (n ? b.start[t] : 0);
-        hpmlg_eight sum, e[4];
+        hpmlg_eight sum = {}, e[4];
         if (n == 0 && add) continue;
-        for (int j = 0; j < 8; j++) sum.v[j] = 0;
         for (int k = 0; k < n; k += 4) { /* four loads at a time are under way */
             HPMLG_UNROLL
             for (int q = 0; q < 4; q++) e[q] = hpmlg_row_get(dy, at[k + q < n ? k + q : k], k + q < n ? width : 0, c, 0);
@@ -2456,8 +2444,8 @@ HPMLG_OP(embedding)
     hpmlg_buckets b     = {};
     b.token = (const int *)(const void *)n->src[0]->data, b.tokens = count, b.vocabulary = vocabulary;
     if (!back)
-        return HPMLG_DEAL(d, hpmlg_k_embedding, count, 8, y, table, b.token, count, vocabulary, width, d->note,
-                          d->note_taken, (const hpml_node *)n);
+        return HPMLG_DEAL(d, hpmlg_k_embedding, count, 8, y, table, b, width, d->note, d->note_taken,
+                          (const hpml_node *)n);
     if (!table.p) return HPML_OK;
     b.count = (int *)n->scratch, b.used = b.count + vocabulary, b.start = b.used + 1;
     b.slot = b.start + vocabulary, b.order = b.slot + count;
@@ -4931,8 +4919,7 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
 
 #define HPMLG_PACK_ROWS    ((int64_t)262136) /* rows at a time: their marks fit in the scratch memory; whole eights */
 #define HPMLG_ONEBIT_CHUNK 1024
-#define HPMLG_ONEBIT_LANES 16
-#define HPMLG_ONEBIT_TURNS (HPMLG_ONEBIT_CHUNK / HPMLG_ONEBIT_LANES)
+#define HPMLG_ONEBIT_TURNS (HPMLG_ONEBIT_CHUNK / 16) /* of a lane */
 
 typedef struct hpmlg_pack { /* rows of one call */
     unsigned char *packed;
@@ -5114,7 +5101,7 @@ HPMLG_DEVICE float hpmlg_twobit_value(const hpmlg_pack &p, unsigned code)
 }
 
 /* TWOBIT, 8 elements of a row are 16 bits, rows end with whole words; else BF16, whose rows are one to it. */
-template <bool two> static __global__ void hpmlg_k_pack(hpmlg_pack p)
+template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pack(hpmlg_pack p)
 {
     hpmlg_array out = { p.packed, HPML_DTYPE_BF16 }, e = { p.e, HPML_DTYPE_F32 }, g = { (void *)p.g, HPML_DTYPE_F32 };
     int64_t     rows = two ? p.rows : 1, cols = two ? p.cols : p.rows * p.cols;
@@ -5122,7 +5109,7 @@ template <bool two> static __global__ void hpmlg_k_pack(hpmlg_pack p)
     HPMLG_EACH(u, rows * eights) {
         int64_t     row = two ? hpmlg_quotient(u, eights) : 0, k = u - row * eights;
         hpmlg_eight x = hpmlg_row_get(g, row, cols, 8 * k, 0), v = x, lost;
-        unsigned    codes = 0;
+        unsigned    codes = 0, bad = 0;
         if (p.e) {
             lost = hpmlg_row_get(e, row, cols, 8 * k, 0);
             for (int j = 0; j < 8; j++) v.v[j] += lost.v[j];
@@ -5132,9 +5119,11 @@ template <bool two> static __global__ void hpmlg_k_pack(hpmlg_pack p)
             float    sent = two ? hpmlg_twobit_value(p, code) : hpmlg_rounded(v.v[j], HPML_DTYPE_BF16);
             codes |= code << 2 * j;
             lost.v[j] = (p.printed ? x.v[j] : v.v[j]) - sent;
-            if (!isfinite(two ? v.v[j] : sent) && 8 * k + j < cols)
-                hpmlg_pack_mark(&p, two ? row : hpmlg_quotient(8 * k + j, p.cols));
+            bad |= (unsigned)!isfinite(two ? v.v[j] : sent) << j;
         }
+        HPMLG_ROLLED
+        for (int j = 0; bad >> j; j++)
+            if (bad >> j & 1) hpmlg_pack_mark(&p, two ? row : hpmlg_quotient(8 * k + j, p.cols));
         if (two) ((unsigned short *)hpmlg_onebit_row(&p, row))[k] = (unsigned short)codes;
         else hpmlg_row_put(out, 0, cols, 8 * k, v, false);
         if (p.e) hpmlg_row_put(e, row, cols, 8 * k, lost, false);
@@ -5216,7 +5205,8 @@ HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, 
 }
 
 /* TWOBIT or ONEBIT, 8 elements of a row at a time: 16 bits or 8. */
-template <bool two> static __global__ void hpmlg_k_unpack(hpmlg_pack p, hpmlg_array out, bool add)
+template <bool two>
+static __global__ void __launch_bounds__(256, 6) hpmlg_k_unpack(hpmlg_pack p, hpmlg_array out, bool add)
 {
     int64_t eights = (p.cols + 7) / 8;
     HPMLG_EACH(u, p.rows * eights) {
