@@ -1110,7 +1110,8 @@ HPMLG_OP(activation)
 /* A walk: element i of a shape, in order, is at walk_at(i) of an array with these strides; 0 where it is stretched.
    Dimensions that all arrays walk in step are joined: (B, T, C) + (C) is (B T, C) + (C). */
 typedef struct hpmlg_walk {
-    int     ndim; /* 1 or more */
+    int     ndim = 0;  /* 0: one element, the first */
+    int64_t count = 1; /* of elements */
     int64_t shape[HPML_MAX_DIMS], stride[2][HPML_MAX_DIMS];
 } hpmlg_walk;
 
@@ -1134,6 +1135,7 @@ HPMLG_DEVICE int64_t hpmlg_walk_at(const hpmlg_walk &w, int s, int64_t i)
 HPMLG_FN void hpmlg_walk_push(hpmlg_walk *w, int64_t size, int64_t stride0, int64_t stride1)
 {
     int last = w->ndim - 1;
+    w->count *= size;
     if (size == 1 && last >= 0) return;
     if (last >= 0 && w->shape[last] == 1) w->ndim = last, last--;
     if (last >= 0 && w->stride[0][last] == stride0 * size && w->stride[1][last] == stride1 * size)
@@ -1173,9 +1175,7 @@ static __global__ void hpmlg_k_affine(hpmlg_array y, hpmlg_array x, const __grid
 HPMLG_FN hpml_status hpmlg_spread_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, const hpmlg_walk *w, float scale,
                                       bool add)
 {
-    int64_t n = 1;
-    for (int i = 0; i < w->ndim; i++) n *= w->shape[i];
-    return HPMLG_DEAL(d, hpmlg_k_affine<false>, n, 2048, y, x, *w, scale, 0.0f, n, add);
+    return HPMLG_DEAL(d, hpmlg_k_affine<false>, w->count, 2048, y, x, *w, scale, 0.0f, w->count, add);
 }
 
 HPMLG_OP(scale)
@@ -1218,11 +1218,11 @@ template <bool flat> static __global__ void __launch_bounds__(256, flat ? 6 : 4)
 
 /* Share of elements at to at + 7 of the result in the gradient of src[side]; 0 outside [from, to). For a / b:
    da = dy / b, db = -dy a / b^2. */
-template <bool flat>
+template <bool flat, bool plain = false>
 HPMLG_DEVICE hpmlg_eight hpmlg_share(const hpmlg_binary &b, int side, int64_t at, int64_t from, int64_t to)
 {
     hpmlg_eight d = hpmlg_get_part(b.out, at, from, to, 0), x0 = d, x1 = d;
-    if (b.op == HPML_OP_ADD) return d;
+    if (plain || b.op == HPML_OP_ADD) return d;
     if (b.op == HPML_OP_DIV || (b.op == HPML_OP_MUL && !side)) x1 = hpmlg_operand<flat>(b, 1, at);
     if (b.op != HPML_OP_SUB && side) x0 = hpmlg_operand<flat>(b, 0, at);
     for (int j = 0; j < 8; j++) {
@@ -1262,11 +1262,12 @@ HPMLG_FN hpmlg_binary hpmlg_binary_make(const hpml_node *n)
         }
     }
     for (int i = 0; i < n->out->ndim; i++) hpmlg_walk_push(&b.w, n->out->shape[i], stride[0][i], stride[1][i]);
-    if (b.w.ndim == 0) b.w.ndim = 1, b.w.shape[0] = 1;
+    if (b.w.ndim == 0) hpmlg_walk_push(&b.w, 1, 0, 0);
     return b;
 }
 
-HPMLG_FN hpml_status hpmlg_binary_fold(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, bool add);
+HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, float scale,
+                                    bool add);
 
 HPMLG_FN hpml_status hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
 {
@@ -1284,7 +1285,7 @@ HPMLG_FN hpml_status hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
         status = HPMLG_RUN_EITHER(d, flat, hpmlg_k_binary_back, true, false, blocks, 256, 0, b);
     for (int s = 0; s < 2 && status == HPML_OK; s++)
         if (!b.whole[s] && n->src[s]->grad)
-            status = hpmlg_binary_fold(d, &b, s, hpmlg_grad(n->src[s]), n->accumulate[s]);
+            status = hpmlg_fold_run(d, &b, s, hpmlg_grad(n->src[s]), 1, n->accumulate[s]);
     return status;
 }
 HPMLG_OP(add) { return hpmlg_binary_pass(d, n, back); }
@@ -1304,14 +1305,13 @@ HPMLG_OP(div) { return hpmlg_binary_pass(d, n, back); }
 typedef struct hpmlg_fold {
     hpmlg_binary b;
     int          side;
-    hpmlg_walk   kept, summed;             /* without the last dimension; stride[0]: within the array */
-    int64_t      kept_count, summed_count; /* elements of these walks */
+    hpmlg_walk   kept, summed; /* without the last dimension; stride[0]: within the array */
     int64_t      run;
     bool         run_kept;
-    hpmlg_array  out;                      /* (splits, kept) */
+    hpmlg_array  out;          /* (splits, kept) */
     float        scale;
     bool         add;
-    int          tx;                       /* threads side by side: a power of two up to 256 */
+    int          tx;           /* threads side by side: a power of two up to 256 */
 } hpmlg_fold;
 
 #define HPMLG_FOLD 256 /* threads of a block */
@@ -1323,13 +1323,12 @@ static __global__ void __launch_bounds__(HPMLG_FOLD, plain ? 5 : 3) hpmlg_k_fold
     int          lane = (int)threadIdx.x % f.tx, row = (int)threadIdx.x / f.tx, ty = HPMLG_FOLD / f.tx;
     int64_t      tiles = (f.run + 8 * f.tx - 1) / (8 * f.tx), o = blockIdx.x / tiles;
     int64_t      c = ((blockIdx.x - o * tiles) * f.tx + lane) * 8, end = c + 8 < f.run ? c + 8 : f.run;
-    int64_t      base = hpmlg_walk_at(f.kept, 0, o), first = ((int64_t)blockIdx.y * f.kept_count + o) * f.run;
+    int64_t      base = hpmlg_walk_at(f.kept, 0, o), first = ((int64_t)blockIdx.y * f.kept.count + o) * f.run;
     float       *mine = part + threadIdx.x;
     hpmlg_eight  sum = {};
-    for (int64_t r = (int64_t)blockIdx.y * ty + row; r < f.summed_count && c < f.run; r += (int64_t)gridDim.y * ty) {
+    for (int64_t r = (int64_t)blockIdx.y * ty + row; r < f.summed.count && c < f.run; r += (int64_t)gridDim.y * ty) {
         int64_t     at = base + hpmlg_walk_at(f.summed, 0, r);
-        hpmlg_eight e  = plain ? hpmlg_get_part(f.b.out, at + c, at + c, at + end, 0)
-                               : hpmlg_share<false>(f.b, f.side, at + c, at + c, at + end);
+        hpmlg_eight e  = hpmlg_share<false, plain>(f.b, f.side, at + c, at + c, at + end);
         for (int j = 0; j < 8; j++) sum.v[j] += e.v[j];
     }
     for (int j = 0; j < 8; j++) mine[j * HPMLG_FOLD] = sum.v[j];
@@ -1346,21 +1345,20 @@ static __global__ void __launch_bounds__(HPMLG_FOLD, plain ? 5 : 3) hpmlg_k_fold
 {
     __shared__ float space[HPMLG_FOLD / HPMLG_WARP];
     int     lane = (int)threadIdx.x % f.tx, ty = HPMLG_FOLD / f.tx;
-    int64_t k = (int64_t)blockIdx.x * ty + threadIdx.x / (unsigned)f.tx, to = (int64_t)blockIdx.y * f.kept_count + k;
+    int64_t k = (int64_t)blockIdx.x * ty + threadIdx.x / (unsigned)f.tx, to = (int64_t)blockIdx.y * f.kept.count + k;
     int64_t eights = (f.run + 14) / 8; /* that a run touches, wherever it begins */
-    int64_t base = k < f.kept_count ? hpmlg_walk_at(f.kept, 0, k) : 0;
+    int64_t base = k < f.kept.count ? hpmlg_walk_at(f.kept, 0, k) : 0;
     float   sum = 0;
-    for (int64_t q = (int64_t)blockIdx.y * f.tx + lane; q < f.summed_count * eights && k < f.kept_count;
+    for (int64_t q = (int64_t)blockIdx.y * f.tx + lane; q < f.summed.count * eights && k < f.kept.count;
          q += (int64_t)gridDim.y * f.tx) {
         int64_t r = hpmlg_quotient(q, eights), start = base + hpmlg_walk_at(f.summed, 0, r);
         int64_t at = start / 8 * 8 + (q - r * eights) * 8;
         if (at >= start + f.run) continue;
-        hpmlg_eight e = plain ? hpmlg_get_part(f.b.out, at, start, start + f.run, 0)
-                              : hpmlg_share<false>(f.b, f.side, at, start, start + f.run);
+        hpmlg_eight e = hpmlg_share<false, plain>(f.b, f.side, at, start, start + f.run);
         sum += ((e.v[0] + e.v[1]) + (e.v[2] + e.v[3])) + ((e.v[4] + e.v[5]) + (e.v[6] + e.v[7]));
     }
     sum = f.scale * hpmlg_group(sum, space, f.tx, false);
-    if (lane == 0 && k < f.kept_count) hpmlg_put(f.out, to, f.add ? hpmlg_get(f.out, to) + sum : sum);
+    if (lane == 0 && k < f.kept.count) hpmlg_put(f.out, to, f.add ? hpmlg_get(f.out, to) + sum : sum);
 }
 
 /* The smallest power of two of at least n, at most `most`. */
@@ -1371,63 +1369,53 @@ HPMLG_FN int hpmlg_power(int64_t n, int most)
     return p;
 }
 
-HPMLG_FN hpml_status hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, int64_t outer, int64_t dim,
-                                   int64_t inner, float scale, bool add);
-
-HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, hpmlg_fold f)
+/* An array (outer, dim, inner) as what is left without dim is stretched over it. */
+HPMLG_FN hpmlg_walk hpmlg_stretched(int64_t outer, int64_t dim, int64_t inner)
 {
-    int64_t     eights = (f.run + (f.run_kept ? 7 : 14)) / 8, kept = f.run_kept ? f.kept_count * f.run : f.kept_count;
-    hpmlg_fold  whole = f;
-    hpml_status status;
-    f.tx = hpmlg_power(f.run_kept ? eights : f.summed_count * eights, f.run_kept ? 32 : HPMLG_FOLD);
-    int     ty     = HPMLG_FOLD / f.tx;
-    int64_t blocks = f.run_kept ? f.kept_count * ((eights + f.tx - 1) / f.tx) : (kept + ty - 1) / ty;
-    int64_t work   = f.run_kept ? f.summed_count / (4 * ty) : f.summed_count * eights / (4 * f.tx);
-    int64_t splits = (int64_t)d->sms * 8 / blocks, room = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept;
-    if (splits > work) splits = work;
-    if (splits > room) splits = room;
-    if (splits <= 1 || f.b.out.p == d->scratch) splits = 1;
-    else f.out = hpmlg_of(d->scratch, HPML_DTYPE_F32), f.scale = 1, f.add = false;
-    dim3 grid((unsigned)blocks, (unsigned)splits);
-    bool plain = f.b.op == HPML_OP_ADD; /* nothing to compute: fewer registers, more loads under way */
-    status = f.run_kept ? HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_columns, true, false, grid, HPMLG_FOLD, 0, f)
-                        : HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_rows, true, false, grid, HPMLG_FOLD, 0, f);
-    if (splits == 1 || status != HPML_OK) return status;
-    return hpmlg_sum_run(d, whole.out, f.out, 1, splits, kept, whole.scale, whole.add);
+    hpmlg_walk w = {};
+    hpmlg_walk_push(&w, outer, inner, 0);
+    hpmlg_walk_push(&w, dim, 0, 0);
+    hpmlg_walk_push(&w, inner, 1, 0);
+    return w;
 }
 
-/* out (outer, inner) (+)= scale * the sum of x (outer, dim, inner) over dim. */
-HPMLG_FN hpml_status hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, int64_t outer, int64_t dim,
-                                   int64_t inner, float scale, bool add)
+/* out (+)= scale * the sums of x, walked by w in order, over the dimensions that w stretches. */
+HPMLG_FN hpml_status hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, hpmlg_walk w, float scale, bool add)
 {
-    hpmlg_fold f = {};
-    f.b.op = HPML_OP_ADD, f.b.out = x, f.b.count = outer * dim * inner;
-    f.out = out, f.scale = scale, f.add = add, f.run_kept = inner > 1;
-    f.kept.ndim = f.summed.ndim = 1;
-    f.kept.shape[0] = f.kept_count = outer, f.kept.stride[0][0] = dim * inner;
-    f.summed.shape[0] = f.summed_count = f.run_kept ? dim : 1, f.summed.stride[0][0] = inner;
-    f.run = f.run_kept ? inner : dim;
-    return hpmlg_fold_run(d, f);
+    hpmlg_binary b = {};
+    b.op = HPML_OP_ADD, b.out = x, b.w = w;
+    return hpmlg_fold_run(d, &b, 0, out, scale, add);
 }
 
-/* The gradient of the stretched operand `side`. */
-HPMLG_FN hpml_status hpmlg_binary_fold(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, bool add)
+/* out (+)= scale * what operand `side`, which is stretched, has from all of the result. */
+HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, float scale,
+                                    bool add)
 {
     hpmlg_fold f = {};
     int        last = b->w.ndim - 1;
     int64_t    step = 1, stride[HPML_MAX_DIMS];
-    f.b = *b, f.side = side, f.out = out, f.scale = 1, f.add = add;
+    f.b = *b, f.side = side, f.out = out, f.scale = scale, f.add = add;
     f.run = b->w.shape[last], f.run_kept = b->w.stride[side][last] != 0;
     for (int i = last; i >= 0; i--) stride[i] = step, step *= b->w.shape[i];
-    f.kept_count = f.summed_count = 1;
-    for (int i = 0; i < last; i++) {
-        bool kept = b->w.stride[side][i] != 0;
-        hpmlg_walk_push(kept ? &f.kept : &f.summed, b->w.shape[i], stride[i], stride[i]);
-        *(kept ? &f.kept_count : &f.summed_count) *= b->w.shape[i];
-    }
-    if (f.kept.ndim == 0) hpmlg_walk_push(&f.kept, 1, 0, 0);
-    if (f.summed.ndim == 0) hpmlg_walk_push(&f.summed, 1, 0, 0);
-    return hpmlg_fold_run(d, f);
+    for (int i = 0; i < last; i++)
+        hpmlg_walk_push(b->w.stride[side][i] ? &f.kept : &f.summed, b->w.shape[i], stride[i], stride[i]);
+    int64_t eights = (f.run + (f.run_kept ? 7 : 14)) / 8, kept = f.run_kept ? f.kept.count * f.run : f.kept.count;
+    f.tx = hpmlg_power(f.run_kept ? eights : f.summed.count * eights, f.run_kept ? 32 : HPMLG_FOLD);
+    int     ty     = HPMLG_FOLD / f.tx;
+    int64_t blocks = f.run_kept ? f.kept.count * ((eights + f.tx - 1) / f.tx) : (kept + ty - 1) / ty;
+    int64_t work   = f.run_kept ? f.summed.count / (4 * ty) : f.summed.count * eights / (4 * f.tx);
+    int64_t splits = (int64_t)d->sms * 8 / blocks, room = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept;
+    if (splits > work) splits = work;
+    if (splits > room) splits = room;
+    if (splits <= 1 || b->out.p == d->scratch) splits = 1; /* the parts of a sum before are summed at once */
+    else f.out = hpmlg_of(d->scratch, HPML_DTYPE_F32), f.scale = 1, f.add = false;
+    dim3 grid((unsigned)blocks, (unsigned)splits);
+    bool plain = b->op == HPML_OP_ADD; /* nothing to compute: fewer registers, more loads under way */
+    hpml_status status = f.run_kept
+        ? HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_columns, true, false, grid, HPMLG_FOLD, 0, f)
+        : HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_rows, true, false, grid, HPMLG_FOLD, 0, f);
+    if (splits == 1 || status != HPML_OK) return status;
+    return hpmlg_sum_run(d, out, f.out, hpmlg_stretched(1, splits, kept), scale, add);
 }
 
 /* (outer, dim, inner) of t around one dimension; HPML_ALL_DIMS: (1, all, 1). */
@@ -1441,14 +1429,11 @@ HPMLG_FN void hpmlg_split_dims(const hpml_tensor *t, int dim, int64_t *outer, in
 HPMLG_OP(sum)
 {
     hpmlg_array   to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
-    hpmlg_walk    w = {};
     int64_t       outer, dim, inner;
     hpmlg_split_dims(n->src[0], n->attr.sum.dim, &outer, &dim, &inner);
-    float scale = n->attr.sum.mean ? 1 / (float)dim : 1;
-    if (!back) return hpmlg_sum_run(d, to, from, outer, dim, inner, scale, false);
-    hpmlg_walk_push(&w, outer, inner, 0);
-    hpmlg_walk_push(&w, dim, 0, 0);
-    hpmlg_walk_push(&w, inner, 1, 0);
+    float      scale = n->attr.sum.mean ? 1 / (float)dim : 1;
+    hpmlg_walk w = hpmlg_stretched(outer, dim, inner);
+    if (!back) return hpmlg_sum_run(d, to, from, w, scale, false);
     return hpmlg_spread_run(d, to, from, &w, scale, n->accumulate[0]);
 }
 
@@ -1480,40 +1465,29 @@ static __global__ void hpmlg_k_total(float *part, hpmlg_array x, hpmlg_array t, 
     if (threadIdx.x == 0) part[blockIdx.x] = sum;
 }
 
-/* A number from partial sums, by one block, in doubles. labels: it is divided by the rows whose label is a class. */
+/* A number from partial sums, by one block, in doubles. */
 typedef struct hpmlg_finish {
     const float *part;    /* (n) */
     int64_t      n;
-    const int   *labels;  /* (n) or NULL */
-    int64_t      classes; /* labels are 0 to classes - 1 ... */
-    int          ignore;  /* ... but not this */
+    const unsigned long long *counted; /* it is divided by this, which a kernel has counted, or, NULL, */
     double       divisor;
     float       *out, *inverse; /* sum / divisor; 1 / divisor; NULL: not wanted */
     double      *wide;          /* the same as out */
 } hpmlg_finish;
 
-HPMLG_DEVICE bool hpmlg_label_counts(int label, int ignore, int64_t classes)
-{
-    return label != ignore && label >= 0 && label < classes;
-}
-
 static __global__ void __launch_bounds__(1024) hpmlg_k_finish(hpmlg_finish f)
 {
     __shared__ double sums[1024];
-    __shared__ int    counts[1024];
-    int    me = (int)threadIdx.x, counted = 0;
+    int    me = (int)threadIdx.x;
     double sum = 0;
-    for (int64_t i = me; i < f.n; i += 1024) {
-        sum += (double)f.part[i];
-        if (f.labels) counted += hpmlg_label_counts(f.labels[i], f.ignore, f.classes);
-    }
-    sums[me] = sum, counts[me] = counted;
+    for (int64_t i = me; i < f.n; i += 1024) sum += (double)f.part[i];
+    sums[me] = sum;
     for (int h = 512; h > 0; h /= 2) {
         __syncthreads();
-        if (me < h) sums[me] += sums[me + h], counts[me] += counts[me + h];
+        if (me < h) sums[me] += sums[me + h];
     }
     if (me != 0) return;
-    double divisor = f.labels ? (double)counts[0] : f.divisor;
+    double divisor = f.counted ? (double)f.counted[0] : f.divisor;
     if (f.out) f.out[0] = divisor > 0 ? (float)(sums[0] / divisor) : 0;
     if (f.wide) f.wide[0] = sums[0] / divisor;
     if (f.inverse) f.inverse[0] = divisor > 0 ? (float)(1 / divisor) : 0;
@@ -1646,7 +1620,7 @@ HPMLG_OP(permute)
     bool               add = hpmlg_adds(n, back);
     hpmlg_walk         w = {};
     hpmlg_turn         t = {};
-    int64_t            step[HPML_MAX_DIMS], stride[HPML_MAX_DIMS], whole = 1, outer = 1;
+    int64_t            step[HPML_MAX_DIMS], stride[HPML_MAX_DIMS], whole = 1;
     int                p = 0;
     for (int i = other->ndim - 1; i >= 0; i--) step[i] = whole, whole *= other->shape[i];
     for (int i = 0; i < shape->ndim; i++) {
@@ -1663,10 +1637,9 @@ HPMLG_OP(permute)
     if (w.stride[0][w.ndim - 1] == 1 || t.p < 16 || t.last < 16) return hpmlg_spread_run(d, to, from, &w, 1, add);
     t.from = from, t.to = to, t.add = add, t.from_last = w.stride[0][w.ndim - 1], t.to_p = step[p];
     for (int i = 0; i < w.ndim - 1; i++)
-        if (i != p) hpmlg_walk_push(&t.w, w.shape[i], w.stride[0][i], step[i]), outer *= w.shape[i];
-    if (t.w.ndim == 0) hpmlg_walk_push(&t.w, 1, 0, 0);
+        if (i != p) hpmlg_walk_push(&t.w, w.shape[i], w.stride[0][i], step[i]);
     t.p_tiles = (t.p + HPMLG_TILE - 1) / HPMLG_TILE, t.last_tiles = (t.last + HPMLG_TILE - 1) / HPMLG_TILE;
-    return HPMLG_RUN(d, hpmlg_k_turn, (unsigned)(outer * t.p_tiles * t.last_tiles), 256, 0, t);
+    return HPMLG_RUN(d, hpmlg_k_turn, (unsigned)(t.w.count * t.p_tiles * t.last_tiles), 256, 0, t);
 }
 
 /* Row o of `to`, `width` elements from to_at on, becomes (or is added) row o of `from`, `block` elements from from_at
@@ -2304,7 +2277,7 @@ HPMLG_FN hpml_status hpmlg_pool_pass(hpmlg_device *d, hpml_node *n, bool back)
     p.pad = n->attr.conv.padding[0], p.add = hpmlg_adds(n, back);
     if (back) return HPMLG_DEAL(d, hpmlg_k_pool_back, p.planes * p.H * p.W, 256, p);
     if (!p.at && p.pad == 0 && p.kh == p.H && p.kw == p.W) /* global: the mean of each plane */
-        return hpmlg_sum_run(d, p.y, p.x, p.planes, x[2] * x[3], 1, 1 / (float)(x[2] * x[3]), false);
+        return hpmlg_sum_run(d, p.y, p.x, hpmlg_stretched(p.planes, x[2] * x[3], 1), 1 / (float)(x[2] * x[3]), false);
     return HPMLG_DEAL(d, hpmlg_k_pool, p.planes * p.OH * p.OW, 256, p);
 }
 HPMLG_OP(max_pool2d) { return hpmlg_pool_pass(d, n, back); }
@@ -3399,7 +3372,8 @@ static __global__ void hpmlg_k_columns(hpmlg_array dy, hpmlg_array v, int act, f
 /* out (n) (+)= the sum of the rows of part (parts, n), in order. */
 HPMLG_FN hpml_status hpmlg_rows_run(hpmlg_device *d, float *out, const float *part, int64_t parts, int64_t n, bool add)
 {
-    return hpmlg_sum_run(d, hpmlg_of(out, HPML_DTYPE_F32), hpmlg_of((void *)part, HPML_DTYPE_F32), 1, parts, n, 1, add);
+    return hpmlg_sum_run(d, hpmlg_of(out, HPML_DTYPE_F32), hpmlg_of((void *)part, HPML_DTYPE_F32),
+                         hpmlg_stretched(1, parts, n), 1, add);
 }
 
 /* dz (m, n) = dy act'(v) in place; db (n), where it is not NULL, (+)= the sums of its columns. */
@@ -3709,17 +3683,16 @@ HPMLG_FN hpml_status hpmlg_conv_ends(hpmlg_device *d, const hpml_node *n)
     const hpml_tensor *y = n->out, *bias = n->src[2];
     hpmlg_array        dy = hpmlg_grad(y);
     int64_t            count = hpml_tensor_count(y), C = y->shape[1], P = y->shape[2] * y->shape[3];
-    hpmlg_fold         f = {};
+    hpmlg_walk         w = {};
     hpml_status        status = HPML_OK;
     if (n->attr.conv.act)
         status = HPMLG_DEAL(d, hpmlg_k_act, count, 2048, dy, hpmlg_value(y), dy, (int)n->attr.conv.act, 0.01f, count,
                             false);
     if (status != HPML_OK || !bias || !bias->grad) return status;
-    f.b.op = HPML_OP_ADD, f.b.out = dy, f.b.count = count, f.out = hpmlg_grad(bias);
-    f.scale = 1, f.add = n->accumulate[2], f.kept.ndim = f.summed.ndim = 1, f.run = P;
-    f.kept.shape[0] = f.kept_count = C, f.kept.stride[0][0] = P;
-    f.summed.shape[0] = f.summed_count = y->shape[0], f.summed.stride[0][0] = C * P;
-    return hpmlg_fold_run(d, f);
+    hpmlg_walk_push(&w, y->shape[0], 0, 0);
+    hpmlg_walk_push(&w, C, 1, 0);
+    hpmlg_walk_push(&w, P, 0, 0);
+    return hpmlg_sum_run(d, hpmlg_grad(bias), dy, w, 1, n->accumulate[2]);
 }
 
 /* By cuDNN; *done: it was. */
@@ -4581,6 +4554,11 @@ typedef struct hpmlg_rows {
 
 #define HPMLG_LOWEST (-3.402823466e38f) /* not infinity: rows may begin with it, and inf - inf is NaN */
 
+HPMLG_DEVICE bool hpmlg_label_counts(int label, int ignore, int64_t classes)
+{
+    return label != ignore && label >= 0 && label < classes;
+}
+
 static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node)
 {
     __shared__ float space[HPMLG_FOLD / HPMLG_WARP];
@@ -4659,8 +4637,7 @@ HPMLG_OP(cross_entropy)
     hpml_status status = hpmlg_check(d, cudaMemsetAsync(p.counts, 0, 3 * sizeof *p.counts, d->stream), "counting");
     if (status == HPML_OK)
         status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p, (const hpml_node *)n);
-    f.part = p.loss, f.n = p.rows, f.labels = p.labels, f.classes = p.V, f.ignore = p.ignore;
-    f.out = n->out->data, f.inverse = p.inverse;
+    f.part = p.loss, f.n = p.rows, f.counted = &p.counts[1], f.out = n->out->data, f.inverse = p.inverse;
     return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f) : status;
 }
 
