@@ -1307,7 +1307,6 @@ typedef struct hpmlg_fold {
     int          side;
     hpmlg_walk   kept, summed; /* without the last dimension; stride[0]: within the array */
     int64_t      run;
-    bool         run_kept;
     hpmlg_array  out;          /* (splits, kept) */
     float        scale;
     bool         add;
@@ -1394,16 +1393,17 @@ HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int 
     hpmlg_fold f = {};
     int        last = b->w.ndim - 1;
     int64_t    step = 1, stride[HPML_MAX_DIMS];
+    bool       run_kept = b->w.stride[side][last] != 0;
     f.b = *b, f.side = side, f.out = out, f.scale = scale, f.add = add;
-    f.run = b->w.shape[last], f.run_kept = b->w.stride[side][last] != 0;
+    f.run = b->w.shape[last];
     for (int i = last; i >= 0; i--) stride[i] = step, step *= b->w.shape[i];
     for (int i = 0; i < last; i++)
         hpmlg_walk_push(b->w.stride[side][i] ? &f.kept : &f.summed, b->w.shape[i], stride[i], stride[i]);
-    int64_t eights = (f.run + (f.run_kept ? 7 : 14)) / 8, kept = f.run_kept ? f.kept.count * f.run : f.kept.count;
-    f.tx = hpmlg_power(f.run_kept ? eights : f.summed.count * eights, f.run_kept ? 32 : HPMLG_FOLD);
+    int64_t eights = (f.run + (run_kept ? 7 : 14)) / 8, kept = run_kept ? f.kept.count * f.run : f.kept.count;
+    f.tx = hpmlg_power(run_kept ? eights : f.summed.count * eights, run_kept ? 32 : HPMLG_FOLD);
     int     ty     = HPMLG_FOLD / f.tx;
-    int64_t blocks = f.run_kept ? f.kept.count * ((eights + f.tx - 1) / f.tx) : (kept + ty - 1) / ty;
-    int64_t work   = f.run_kept ? f.summed.count / (4 * ty) : f.summed.count * eights / (4 * f.tx);
+    int64_t blocks = run_kept ? f.kept.count * ((eights + f.tx - 1) / f.tx) : (kept + ty - 1) / ty;
+    int64_t work   = run_kept ? f.summed.count / (4 * ty) : f.summed.count * eights / (4 * f.tx);
     int64_t splits = (int64_t)d->sms * 8 / blocks, room = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept;
     if (splits > work) splits = work;
     if (splits > room) splits = room;
@@ -1411,7 +1411,7 @@ HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int 
     else f.out = hpmlg_of(d->scratch, HPML_DTYPE_F32), f.scale = 1, f.add = false;
     dim3 grid((unsigned)blocks, (unsigned)splits);
     bool plain = b->op == HPML_OP_ADD; /* nothing to compute: fewer registers, more loads under way */
-    hpml_status status = f.run_kept
+    hpml_status status = run_kept
         ? HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_columns, true, false, grid, HPMLG_FOLD, 0, f)
         : HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_rows, true, false, grid, HPMLG_FOLD, 0, f);
     if (splits == 1 || status != HPML_OK) return status;
@@ -1930,9 +1930,9 @@ static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const fl
 
 HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
 {
-    int64_t blocks = cols <= HPMLG_WARP_ROW ? (rows + 3) / 4 : rows;
-    int64_t most   = (int64_t)d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* whole waves of what registers allow */
-    return (int)(blocks < most ? blocks : most);
+    int blocks = (int)hpmlg_row_blocks(d, rows, cols);
+    int most   = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* whole waves of what registers allow */
+    return blocks < most ? blocks : most;
 }
 
 HPMLG_FN const float *hpmlg_param_of(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->data : NULL; }
@@ -2094,8 +2094,8 @@ template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
     s.running_var[c]  = (1 - s.momentum) * s.running_var[c] + s.momentum * (float)(all.square / fmax(all.n - 1, 1.0));
 }
 
-/* y = a x + b, a = rstd gamma, b = beta - mean a, with a relu if wanted; backward dx (+)= a (dy - s1 / N - xhat s2 / N).
-   Eights of the whole array; channels change within. */
+/* y = a x + b, a = rstd gamma, b = beta - mean a, with a relu if wanted; dx (+)= a (dy - s1 / N - xhat s2 / N). Eights
+   of the whole array; channels change within. */
 template <bool back> static __global__ void hpmlg_k_bn_apply(hpmlg_bn s)
 {
     int64_t n = s.B * s.C * s.P;
@@ -2396,7 +2396,8 @@ static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hp
         if (n == 0 && add) continue;
         for (int k = 0; k < n; k += 4) { /* four loads at a time are under way */
             HPMLG_UNROLL
-            for (int q = 0; q < 4; q++) e[q] = hpmlg_row_get(dy, at[k + q < n ? k + q : k], k + q < n ? width : 0, c, 0);
+            for (int q = 0; q < 4; q++)
+                e[q] = hpmlg_row_get(dy, k + q < n ? at[k + q] : 0, k + q < n ? width : 0, c, 0);
             HPMLG_UNROLL
             for (int q = 0; q < 4; q++)
                 for (int j = 0; j < 8; j++) sum.v[j] += e[q].v[j];
@@ -4413,7 +4414,7 @@ HPMLG_OP(attention)
 typedef struct hpmlg_lstm {
     int64_t     B, T, H, in;
     float      *gates, *cells, *dh, *dc;  /* (B, T, 4H), (B, T, H), (B, H), (B, H) */
-    hpmlg_array x, h, dy, da, before;     /* da (B, T, 4H): gates, or their half copy; before (B, T, H) */
+    hpmlg_array h, dy, da, before;        /* da (B, T, 4H): gates, or their half copy; before (B, T, H) */
 } hpmlg_lstm;
 
 /* Deals out saved and scratch; returns the bytes of scratch. */
