@@ -4750,13 +4750,8 @@ HPMLG_DEVICE float hpmlg_step_one(const hpml_update *u, float c1, float c2, floa
     return fmaf(-u->lr, step, w);
 }
 
-/* What a kernel does with the chunks of the parameters that it is for. */
-enum hpmlg_update_pass {
-    HPMLG_UPDATE_NORMS, /* LARS: sums of squares of w and g */
-    HPMLG_UPDATE_STEP,  /* all: the step; LAMB writes its direction over g and leaves the sums of squares of both */
-    HPMLG_UPDATE_APPLY  /* LAMB: w -= lr direction, lr with the ratio in it */
-};
-
+/* The step of every chunk. With LARS and LAMB it takes two passes: the first leaves the sums of squares of w and of g,
+   or, LAMB, of the direction, which is written over g; the second finds the ratio of the layer in the learning rate. */
 static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_t chunks, double2 *part, int half_type,
                                       int pass)
 {
@@ -4765,32 +4760,32 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
         const hpmlg_step *s = hpmlg_step_find(steps, count, chunk);
         const hpml_update u = s->u;
         const float       c1 = s->correction1, c2 = s->correction2;
-        const bool        lamb = u.opt == HPML_OPT_LAMB;
-        const bool        norms = pass == HPMLG_UPDATE_NORMS, apply = pass == HPMLG_UPDATE_APPLY;
-        if ((norms && u.opt != HPML_OPT_LARS) || (apply && !lamb)) continue;
+        const bool        lars = u.opt == HPML_OPT_LARS, lamb = u.opt == HPML_OPT_LAMB;
+        const bool        look = lars && pass == 0, apply = lamb && pass == 1;
+        if (pass == 1 && !lars && !lamb) continue;
         hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { (void *)u.g, HPML_DTYPE_F32 }, m = { u.m, HPML_DTYPE_F32 };
         hpmlg_array v = { u.v, HPML_DTYPE_F32 }, copy = { s->half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
         float       ww = 0, gg = 0;
+        if (look || apply) m.p = v.p = NULL;
         for (int64_t i = from + 8 * threadIdx.x; i < to; i += 8 * blockDim.x) {
-            hpmlg_eight x = hpmlg_row_get(w, 0, u.n, i, 0), d = hpmlg_row_get(g, 0, u.n, i, 0), p, q;
-            for (int j = 0; j < 8; j++) p.v[j] = q.v[j] = 0;
-            if (u.m && pass == HPMLG_UPDATE_STEP) p = hpmlg_row_get(m, 0, u.n, i, 0);
-            if (u.v && pass == HPMLG_UPDATE_STEP) q = hpmlg_row_get(v, 0, u.n, i, 0);
+            hpmlg_eight x = hpmlg_row_get(w, 0, u.n, i, 0), d = hpmlg_row_get(g, 0, u.n, i, 0), p = {}, q = {};
+            if (m.p) p = hpmlg_row_get(m, 0, u.n, i, 0);
+            if (v.p) q = hpmlg_row_get(v, 0, u.n, i, 0);
             for (int j = 0; j < 8; j++) {
-                float y = norms   ? d.v[j]
+                float y = look    ? d.v[j]
                           : apply ? fmaf(-u.lr, d.v[j], x.v[j])
                                   : hpmlg_step_one(&u, c1, c2, x.v[j], d.v[j], &p.v[j], &q.v[j]);
                 ww += x.v[j] * x.v[j], gg += y * y;
                 d.v[j] = y;
             }
-            if (norms) continue;
-            if (u.m && !apply) hpmlg_row_put(m, 0, u.n, i, p, false);
-            if (u.v && !apply) hpmlg_row_put(v, 0, u.n, i, q, false);
+            if (look) continue;
+            if (m.p) hpmlg_row_put(m, 0, u.n, i, p, false);
+            if (v.p) hpmlg_row_put(v, 0, u.n, i, q, false);
             hpmlg_row_put(lamb && !apply ? g : w, 0, u.n, i, d, false);
             if (copy.p && (apply || !lamb)) hpmlg_row_put(copy, 0, u.n, i, d, false);
         }
-        if (!norms && (!lamb || apply)) continue;
+        if (pass == 1 || (!lars && !lamb)) continue;
         ww = hpmlg_group(ww, space, 256, false), gg = hpmlg_group(gg, space, 256, false);
         if (threadIdx.x == 0) part[chunk] = make_double2((double)ww, (double)gg);
     }
@@ -4798,12 +4793,13 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
 
 /* One block for a parameter: the layer's factor goes into its learning rate. LARS: trust |w| / (|g| + decay |w|), none
    without decay; LAMB: |w| / |direction|. */
-static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *part, int opt)
+static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *part)
 {
     __shared__ double all[2][256];
     hpmlg_step *s  = &steps[blockIdx.x];
     double      ww = 0, gg = 0;
-    if ((int)s->u.opt != opt || s->chunks == 0) return;
+    bool        lars = s->u.opt == HPML_OPT_LARS;
+    if ((!lars && s->u.opt != HPML_OPT_LAMB) || s->chunks == 0) return;
     part += s->chunk;
     for (int64_t i = threadIdx.x; i < s->chunks; i += blockDim.x) ww += part[i].x, gg += part[i].y;
     all[0][threadIdx.x] = ww, all[1][threadIdx.x] = gg;
@@ -4813,9 +4809,9 @@ static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *pa
     }
     if (threadIdx.x != 0) return;
     ww = sqrt(all[0][0]), gg = sqrt(all[1][0]);
-    if (opt == HPML_OPT_LARS) gg = gg * (double)s->u.grad_scale + (double)s->u.weight_decay * ww;
-    if (!(ww > 0 && gg > 0) || (opt == HPML_OPT_LARS && !(s->u.weight_decay > 0))) return;
-    s->u.lr *= (float)((opt == HPML_OPT_LARS ? (double)s->u.trust : 1) * ww / gg);
+    if (lars) gg = gg * (double)s->u.grad_scale + (double)s->u.weight_decay * ww;
+    if (!(ww > 0 && gg > 0) || (lars && !(s->u.weight_decay > 0))) return;
+    s->u.lr *= (float)((lars ? (double)s->u.trust : 1) * ww / gg);
 }
 
 /* The half copy that w (n) is all or a piece of: the step writes it too. Others that w overlaps are old then. */
@@ -4859,14 +4855,14 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
     hpmlg_device *d = hpmlg_enter(ctx);
     hpmlg_step    some[32];
     int64_t       chunks = 0;
-    bool          lars = false, lamb = false;
+    bool          twice = false;
     for (int i = 0; i < count; i++) {
         chunks += (updates[i].n + HPMLG_CHUNK - 1) / HPMLG_CHUNK;
-        lars = lars || updates[i].opt == HPML_OPT_LARS, lamb = lamb || updates[i].opt == HPML_OPT_LAMB;
+        twice = twice || updates[i].opt == HPML_OPT_LARS || updates[i].opt == HPML_OPT_LAMB;
     }
     if (chunks == 0) return HPML_OK;
     size_t      table  = ((size_t)count * sizeof(hpmlg_step) + 255) / 256 * 256;
-    hpml_status status = hpmlg_update_room(d, table + (lars || lamb ? (size_t)chunks * sizeof(double2) : 0));
+    hpml_status status = hpmlg_update_room(d, table + (twice ? (size_t)chunks * sizeof(double2) : 0));
     hpmlg_step *steps  = (hpmlg_step *)d->updates;
     double2    *part   = (double2 *)(void *)((char *)d->updates + table);
     int64_t     chunk  = 0;
@@ -4875,12 +4871,10 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
         for (int j = 0; j < n; chunk += some[j].chunks, j++) some[j] = hpmlg_step_of(d, &updates[i + j], chunk);
         status = hpmlg_upload(d, steps + i, some, (size_t)n * sizeof *some);
     }
-    for (int pass = lars ? HPMLG_UPDATE_NORMS : HPMLG_UPDATE_STEP;
-         pass <= (lamb ? HPMLG_UPDATE_APPLY : HPMLG_UPDATE_STEP) && status == HPML_OK; pass++) {
-        int rates = pass == HPMLG_UPDATE_NORMS ? HPML_OPT_LARS : HPML_OPT_LAMB; /* whose norms this pass leaves */
+    for (int pass = 0; pass <= (int)twice && status == HPML_OK; pass++) {
         status = HPMLG_DEAL(d, hpmlg_k_update, chunks, 1, steps, count, chunks, part, (int)d->store, pass);
-        if (status == HPML_OK && pass != HPMLG_UPDATE_APPLY && (lamb || pass == HPMLG_UPDATE_NORMS))
-            status = HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part, rates);
+        if (pass < (int)twice)
+            HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part));
     }
     return status;
 }
