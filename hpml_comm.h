@@ -3425,26 +3425,22 @@ HPMLC_FN size_t hpmlc_message_size(const hpml_exchange *x, int rank)
     return size;
 }
 
-/* Plain tensors that follow one another in memory need no copy. The trainer pads each to 16 floats. */
+/* Plain tensors that fill a stretch of memory need no copy. They must follow one another as given, as they would in a
+   copy, which other ranks may need; but a trainer's, which pads each to 16 floats, lie alike on all ranks. */
 HPMLC_FN void hpmlc_exchange_span(hpml_exchange *x)
 {
-    for (int turn = 0; turn < 2 && x->plain > 0; turn++) { /* as given, or in reverse order */
-        float *end  = NULL;
-        bool   fits = true;
-        for (int k = 0; k < x->d.count; k++) {
-            const hpmlc_item *it = &x->item[turn ? x->d.count - 1 - k : k];
-            if (!it->plain) continue;
-            int64_t n = it->g.rows * it->g.cols;
-            if (!end) x->span = end = it->g.data;
-            fits = fits && it->g.data == end;
-            end += x->d.padded ? (n + 15) / 16 * 16 : n;
-        }
-        if (fits) {
-            x->plain = end - x->span;
-            return;
-        }
+    float  *low = NULL, *high = NULL;
+    int64_t all = 0;
+    bool    in_order = true, alike = x->d.padded || x->d.share;
+    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+        int64_t n = it->g.rows * it->g.cols, room = x->d.padded ? (n + 15) / 16 * 16 : n;
+        if (!it->plain) continue;
+        in_order = in_order && (!low || it->g.data == high);
+        if (!low || it->g.data < low) low = it->g.data;
+        if (!high || it->g.data + room > high) high = it->g.data + room;
+        all += room;
     }
-    x->span = NULL;
+    if (low && high - low == all && (in_order || alike)) x->span = low, x->plain = all;
 }
 
 HPMLC_FN hpml_status hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc *d)
@@ -5929,8 +5925,8 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     const hpml_status wrong = HPML_ERR_ARGUMENT;
     int64_t           total = 0, limit = (int64_t)1 << 50;
     if (!d || d->_begin || d->_end)
-        return hpmlc_say_no(to, wrong, "simulate desc: %s", d ? "canary is not zero; zero the struct before you set "
-                            "fields" : "none given");
+        return hpmlc_say_no(to, wrong, "simulate%s", d ? " desc: canary is not zero; zero the struct before you set "
+                            "fields" : ": no desc given");
     hpml_status status = hpmlc_sim_check_network(d->packed ? HPML_RING : d->algorithm, d->ranks, &d->network, to);
     if (status != HPML_OK) return status;
     if (d->layers < 1 || !d->backward_s || !d->elements)

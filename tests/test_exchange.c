@@ -174,6 +174,29 @@ TEST(all_bits_equal_the_plain_sum)
 }
 
 /* 40 stripes' rows of 100: 8 + 16 bytes each. Twice (p - 1) / p of them, a word a message, and the bias by a plain sum. */
+/* Ranks whose tensors lie in memory in different ways: apart, in order, the other way round. */
+static hpml_status laid_out(hpml_comm *c, void *user)
+{
+    float         store[3][10] = { { 0 } }, *const at[3][2] = { { store[0], store[2] }, { store[0], store[0] + 4 }, { store[0] + 6, store[0] } };
+    int           rank = hpml_comm_rank(c);
+    hpml_gradient g[2] = { { "a", at[rank][0], 1, 4 }, { "b", at[rank][1], 1, 6 } };
+    for (int t = 0; t < 2; t++)
+        for (int64_t i = 0; i < g[t].cols; i++) g[t].data[i] = (float)(10 * t + (int)i);
+    hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 2, .tensors = g });
+    if (!x || hpml_exchange_run(x) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
+    for (int t = 0; t < 2; t++)
+        for (int64_t i = 0; i < g[t].cols; i++)
+            if (g[t].data[i] != 3 * (float)(10 * t + (int)i)) *(bool *)user = false;
+    return HPML_OK;
+}
+
+TEST(tensors_need_not_lie_alike)
+{
+    char text[512];
+    bool good = true;
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 3 }, laid_out, &good, text, sizeof text) == HPML_OK && good);
+}
+
 TEST(bytes_are_what_the_formula_says)
 {
     trial t = run((hpml_exchange_desc){ .codec.kind = HPML_CODEC_ONEBIT }, 4, 10, 0);
