@@ -41,8 +41,7 @@
 // bit, depends on algorithm and number of ranks, unless you ask for exact sums (>>api-distribute).
 //
 // INDEX (grep '^// >>' hpml_comm.h)
-//     api-comm   ranks and communicators
-//     api-messages   point to point
+//     api-comm   ranks, communicators, messages between two
 //     api-collectives   all ranks together, at once or in the background
 //     api-exchange   gradients added up in fewer bytes
 //     api-distribute   synchronous data parallelism
@@ -67,8 +66,7 @@
 //     distribute-step   buffers, weights, double buffering
 //     exact   the same bits for every number of ranks
 //     attach   attaching to a trainer, reports
-//     carried   checkpoints of the whole job
-//     search   the largest batch that does not hurt
+//     carried   checkpoints of the whole job; the largest batch that does not hurt
 //     mix   averaging with neighbours
 //     timeline   one timeline for all ranks
 //     simulate   moves in virtual time, by a queue or, for rings and all to all, without
@@ -87,7 +85,7 @@ extern "C" {
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-comm   ranks and communicators
+// >>api-comm   ranks, communicators, messages between two
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A rank is one worker: a thread of this process, a process under mpiexec, or a thread in virtual time. All run the
@@ -185,10 +183,6 @@ typedef struct hpml_counters {
 HPML_API void    hpml_comm_counters(const hpml_comm *c, hpml_counters *out);
 HPML_API int64_t hpml_comm_bytes_to(const hpml_comm *c, int peer);
 HPML_API void    hpml_comm_counters_reset(hpml_comm *c);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>api-messages   point to point
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* Messages between two ranks with the same tag arrive in the order sent. Lengths must agree. A send may wait until it
    is received. tag: 0 to HPML_TAG_MAX. */
@@ -331,8 +325,7 @@ typedef struct hpml_gradient {
 
 typedef enum hpml_method {
     HPML_METHOD_CODEC = 0, /* every row on its own, by hpml_codec: NONE, BF16, ONEBIT, TWOBIT or your own */
-    HPML_METHOD_TOPK,      /* the largest numbers and their places; the rest waits (Lin et al. 2018, Deep Gradient
-                              Compression) */
+    HPML_METHOD_TOPK,      /* the largest numbers; the rest waits (Lin et al. 2018, Deep Gradient Compression) */
     HPML_METHOD_LOWRANK    /* P Q^T of a given rank (Vogels et al. 2019, PowerSGD) */
 } hpml_method;
 
@@ -430,8 +423,7 @@ typedef struct hpml_distribute_desc {
     hpml_algorithm  algorithm;
     bool            sum;          /* the sum of the ranks' mean gradients; else the mean over the global batch */
     int64_t         global_batch; /* samples a step, all ranks; 0: ranks * model batch. Shares differ by 1 at most */
-    int64_t         bucket_bytes; /* gradients that travel together; 0: 256 KiB, by a link 8 MiB; 1: every
-                                     tensor alone */
+    int64_t         bucket_bytes; /* travel together; 0: 256 KiB, by a link 8 MiB; 1: every tensor alone */
     bool            no_overlap;   /* exchange after the backward pass, not during it. So it is, at once and in one
                                      bucket, where ranks of one machine keep all its cores busy and no link is slow;
                                      two such add up in the optimizer's pass, and keep their own gradients */
@@ -3010,16 +3002,6 @@ HPMLC_FN void hpmlc_background_await(hpmlc_background *b, const bool *said)
     while (!__atomic_load_n(said, __ATOMIC_ACQUIRE)) hpmlc_rest(b->c, &b->waiter, &seen, 1e300);
 }
 
-HPMLC_FN void hpmlc_background_join(hpmlc_background *b)
-{
-    if (!b->threaded) return;
-    __atomic_store_n(&b->stop, true, __ATOMIC_RELEASE);
-    hpmlc_rouse(b->c, b->twin, &b->worker);
-    hpmlc_background_await(b, &b->ended);
-    pthread_join(b->thread, NULL);
-    hpmlc_gate_close(&b->worker);
-    hpmlc_gate_close(&b->waiter);
-}
 
 #else
 HPMLC_FN void hpmlc_rouse(hpml_comm *by HPMLC_UNUSED, hpml_comm *who HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED) {}
@@ -3027,7 +3009,7 @@ HPMLC_FN void hpmlc_rest(hpml_comm *c HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED, 
                          double until HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_background_await(hpmlc_background *b HPMLC_UNUSED, const bool *said HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b HPMLC_UNUSED) {}
-HPMLC_FN void hpmlc_background_join(hpmlc_background *b HPMLC_UNUSED) {}
+
 #endif
 
 HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
@@ -3035,7 +3017,16 @@ HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
     hpmlc_background *b = c->background;
     if (!b) return;
     c->background = NULL;
-    hpmlc_background_join(b);
+#ifndef HPML_NO_THREADS
+    if (b->threaded) {
+        __atomic_store_n(&b->stop, true, __ATOMIC_RELEASE);
+        hpmlc_rouse(b->c, b->twin, &b->worker);
+        hpmlc_background_await(b, &b->ended);
+        pthread_join(b->thread, NULL);
+        hpmlc_gate_close(&b->worker);
+        hpmlc_gate_close(&b->waiter);
+    }
+#endif
     hpml_ctx_free(b->ctx);
 }
 
@@ -3305,12 +3296,10 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     hpml_world_free(w);
     free(threads);
 #else
-    if (ranks == 1) hpmlc_start_main(&s[0]);
-    else {
-        s[0].status = HPML_ERR_UNSUPPORTED;
-        snprintf(s[0].error, sizeof s[0].error, "launch: %d ranks need threads (HPML_NO_THREADS is set)", ranks);
-    }
-    status = hpmlc_verdict(s, ranks, &to);
+    if (ranks == 1) hpmlc_start_main(s);
+    status = ranks == 1 ? hpmlc_verdict(s, 1, &to)
+                        : hpmlc_say_no(&to, HPML_ERR_UNSUPPORTED, "launch: %d ranks need threads (HPML_NO_THREADS is "
+                                       "set)", ranks);
 #endif
     free(s);
     return status;
@@ -3973,21 +3962,20 @@ HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
     return x[k - 1];
 }
 
-/* Puts my k pairs (place, value) into the gathered array; none where a number is not finite. */
-HPMLC_FN void hpmlc_topk_pick(hpml_exchange *x, hpmlc_item *it, float *pairs, int64_t k, bool finite)
+/* My k pairs (place, value), none where a number is not finite, to their place among all; these added up. */
+HPMLC_FN hpml_status hpmlc_topk(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
 {
-    int64_t n = it->g.rows * it->g.cols, sent = 0;
-    float  *u = it->p, *v = it->residual, least;
+    int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols, sent = 0;
+    float  *pairs = it->q + 2 * k * c->rank, *u = it->p, *v = it->residual;
     memset(pairs, 0, (size_t)(2 * k) * sizeof *pairs);
-    if (!finite) return;
-    for (int64_t i = 0; i < n; i++) {
+    for (int64_t i = 0; i < n && finite; i++) {
         u[i] = x->d.momentum * u[i] + it->g.data[i];
         v[i] += u[i];
         it->work[i] = fabsf(v[i]);
     }
-    least = hpmlc_select(it->work, n, k);
+    const float least = finite ? hpmlc_select(it->work, n, k) : 0;
     for (int pass = 0; pass < 2; pass++) /* those above the k-th, then those equal to it, from the first on */
-        for (int64_t i = 0; i < n && sent < k; i++) {
+        for (int64_t i = 0; i < n && sent < k && finite; i++) {
             if (pass == 0 ? !(fabsf(v[i]) > least) : !(fabsf(v[i]) == least && v[i] != 0)) continue;
             uint32_t place = (uint32_t)i;
             memcpy(&pairs[2 * sent], &place, sizeof place);
@@ -3995,12 +3983,6 @@ HPMLC_FN void hpmlc_topk_pick(hpml_exchange *x, hpmlc_item *it, float *pairs, in
             u[i] = v[i] = 0;
             sent++;
         }
-}
-
-HPMLC_FN hpml_status hpmlc_topk(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
-{
-    int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols;
-    hpmlc_topk_pick(x, it, it->q + 2 * k * c->rank, k, finite);
     hpml_status status = hpml_allgather(c, it->q, 8 * k * c->size, HPML_ELEMENT_BYTE);
     memset(it->g.data, 0, (size_t)n * sizeof(float));
     for (int64_t i = 0; i < k * c->size; i++) {
@@ -5040,7 +5022,7 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>carried   checkpoints of the whole job
+// >>carried   checkpoints of the whole job; the largest batch that does not hurt
 // ---------------------------------------------------------------------------------------------------------------------
 
 typedef enum hpmlc_how { HPMLC_COUNT, HPMLC_SAVE, HPMLC_LOAD, HPMLC_ADD, HPMLC_CLEAR } hpmlc_how;
@@ -5246,10 +5228,6 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     hpml_safetensors_close(f);
     return status != HPML_OK ? status : hpml_ctx_status(d->ctx);
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>search   the largest batch that does not hurt
-// ---------------------------------------------------------------------------------------------------------------------
 
 HPML_API hpml_status hpml_distribute_batch(hpml_distributed *d, int64_t global_batch)
 {
@@ -5882,8 +5860,7 @@ HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a
 HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
 {
     double t = s->clock[0];
-    for (int r = 1; r < s->p; r++)
-        if (s->clock[r] > t) t = s->clock[r];
+    for (int r = 1; r < s->p; r++) t = fmax(t, s->clock[r]);
     return t;
 }
 
