@@ -54,11 +54,10 @@
 //     mpi   messages between processes, by MPI
 //     mpi-words   who has failed, who has left; creating and closing
 //     clock   messages in virtual time
-//     create   creating, splitting, freeing communicators
+//     create   creating, splitting, freeing communicators; running a function on every rank
 //     moves   the algorithms, as moves; adding up elements
 //     collectives   the moves, executed
 //     async   work in the background
-//     launch   running a function on every rank
 //     exchange   1-bit exchange: stripes, owners, two residuals
 //     stripes   the five steps of an exchange, on the host or on a device
 //     methods   top-k and low rank
@@ -652,17 +651,11 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 #include <mpi.h>
 #endif
 
-#if defined(__GNUC__)
+/* For compilers that know GNU C, as the atomics below do. */
 #define HPMLC_FN       static __attribute__((unused))
 #define HPMLC_UNUSED   __attribute__((unused))
 #define HPMLC_RESTRICT __restrict__
 #define HPMLC_PRINTF(text, args) __attribute__((format(printf, text, args)))
-#else
-#define HPMLC_FN static
-#define HPMLC_UNUSED
-#define HPMLC_RESTRICT
-#define HPMLC_PRINTF(text, args)
-#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -1063,16 +1056,14 @@ struct hpml_world {
 
 /* Deadlines count by a clock that nobody sets, where condition variables can have one (not under -std=c99). */
 #if defined(CLOCK_MONOTONIC) && !defined(__APPLE__)
-#define HPMLC_MONOTONIC 1
-#else
-#define HPMLC_MONOTONIC 0
+#define HPMLC_MONOTONIC
 #endif
 
 HPMLC_FN void hpmlc_gate_init(hpmlc_gate *g)
 {
     pthread_condattr_t clock;
     pthread_condattr_init(&clock);
-#if HPMLC_MONOTONIC
+#ifdef HPMLC_MONOTONIC
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
 #endif
     pthread_mutex_init(&g->mutex, NULL);
@@ -1144,7 +1135,7 @@ HPMLC_FN void hpmlc_gate_limit(double until, struct timespec *limit)
     double left = until - hpml_now();
     if (left < 0) left = 0;
     if (left > 1e6) left = 1e6;
-#if HPMLC_MONOTONIC
+#ifdef HPMLC_MONOTONIC
     clock_gettime(CLOCK_MONOTONIC, limit);
     left += 1e-9 * (double)limit->tv_nsec;
 #else
@@ -1322,7 +1313,6 @@ long syscall(long number, ...);
 /* This thread goes to another core. */
 HPMLC_FN void hpmlc_part_ways(int core)
 {
-#ifdef SYS_sched_setaffinity
     enum { BITS = 8 * (int)sizeof(long) };
     unsigned long all[128 / sizeof(long)] = { 0 }, others[sizeof all / sizeof(long)];
     if (core < 0 || core / BITS >= (int)(sizeof all / sizeof *all)) return;
@@ -1331,9 +1321,6 @@ HPMLC_FN void hpmlc_part_ways(int core)
     others[core / BITS] &= ~(1ul << core % BITS);
     if (syscall(SYS_sched_setaffinity, 0L, sizeof others, others) == 0)
         (void)syscall(SYS_sched_setaffinity, 0L, sizeof all, all); /* it stays there, but may go anywhere again */
-#else
-    (void)core;
-#endif
 }
 
 /* Did the peer last wait on this core? Then, as long as this thread looks, it has none: the kernel is slow to part two
@@ -2141,7 +2128,7 @@ HPML_API void   hpml_comm_compute(hpml_comm *c HPMLC_UNUSED, double seconds)
 #endif /* HPML_NO_THREADS */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>create   creating, splitting, freeing communicators
+// >>create   creating, splitting, freeing communicators; running a function on every rank
 // ---------------------------------------------------------------------------------------------------------------------
 
 #ifdef HPML_NO_THREADS /* one rank alone: nothing is ever sent */
@@ -2257,6 +2244,165 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
 HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
 {
     return c ? hpml_comm_split(c, c->node[c->rank], c->rank) : NULL;
+}
+
+typedef struct hpmlc_start {
+    const hpml_launch_desc *d;
+    hpml_comm_desc          comm;
+    hpml_ctx_desc           ctx;
+    hpml_rank_fn           *fn;
+    void                   *user;
+    hpml_status             status;
+    char                    error[768];
+} hpmlc_start;
+
+HPMLC_FN void *hpmlc_start_main(void *arg)
+{
+    hpmlc_start *s    = (hpmlc_start *)arg;
+    hpml_ctx    *ctx  = hpml_ctx_create(&s->ctx);
+    hpml_comm   *comm = ctx ? hpml_comm_create(ctx, &s->comm) : NULL;
+    if (!ctx && s->comm.world) hpmlc_world_absent(s->comm.world, s->comm.rank, "no memory for a context");
+    if (comm && s->d->transport == HPML_TRANSPORT_MPI && s->d->ranks > 0 && comm->size != s->d->ranks)
+        hpmlc_fail(comm, HPML_ERR_ARGUMENT, "launch: %d ranks are wanted, mpiexec started %d", s->d->ranks, comm->size);
+    s->status = ctx ? hpml_ctx_status(ctx) : HPML_ERR_MEMORY;
+    if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
+    if (s->status != HPML_OK && ctx) { /* the others must hear of it even if the context is clean */
+        hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
+        snprintf(s->error, sizeof s->error, "%s", hpml_ctx_error(ctx));
+    }
+    if (!ctx) snprintf(s->error, sizeof s->error, "rank %d: no memory for a context", s->comm.rank);
+    hpml_ctx_free(ctx);
+    return NULL;
+}
+
+HPML_API int hpml_launched(int *rank)
+{
+    static const char *const names[][2] = { { "PMI_SIZE", "PMI_RANK" }, { "PMIX_SIZE", "PMIX_RANK" },
+        { "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK" }, { "MPI_LOCALNRANKS", "MPI_LOCALRANKID" },
+        { "SLURM_STEP_NUM_TASKS", "SLURM_PROCID" } }; /* of srun; a batch script has SLURM_NTASKS, too */
+    if (rank) *rank = 0;
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        const char *size = getenv(names[i][0]), *at = getenv(names[i][1]);
+        if (!size || atoi(size) < 1) continue;
+        if (rank && at) *rank = atoi(at);
+        return atoi(size);
+    }
+    return 0;
+}
+
+/* A rank's part of this machine's cores. */
+HPMLC_FN int hpmlc_cores(int ranks)
+{
+#ifndef HPML_NO_THREADS
+    long n = sysconf(_SC_NPROCESSORS_ONLN) / (ranks > 0 ? ranks : 1);
+    return n > 0 ? (int)n : 1;
+#else
+    (void)ranks;
+    return 1;
+#endif
+}
+
+/* desc.run, in words, to transport and ranks. */
+HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
+{
+    static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* as hpml_transport_kind */
+    const char *tasks = getenv("SLURM_NTASKS"), *run = getenv("HPML_RUN"); /* empty: as if it were not there */
+    if (run && *run && (d->run || (!d->transport && !d->ranks))) d->run = run;
+    if (!d->run) return true;
+    size_t      length = strcspn(d->run, ":"), kind = 0;
+    char       *end = NULL;
+    long        ranks = d->run[length] ? strtol(d->run + length + 1, &end, 10) : 0;
+    while (kind < 5 && (strlen(kinds[kind]) != length || memcmp(d->run, kinds[kind], length) != 0)) kind++;
+    if (kind > 4 || (end && (kind == 3 || *end || ranks < 1 || ranks > 65536))) return false;
+    if (kind == 4) kind = hpml_launched(NULL) > 1;
+    if (ranks == 0 && kind == 3) ranks = 1;
+    if (ranks == 0 && kind != 1) ranks = tasks && atoi(tasks) > 0 ? atoi(tasks) : hpmlc_cores(1);
+    d->transport = kind == 3 ? HPML_TRANSPORT_THREADS : (hpml_transport_kind)kind, d->ranks = (int32_t)ranks;
+    return true;
+}
+
+/* The first failure by cause: a rank that only heard of another's comes second. */
+HPMLC_FN hpml_status hpmlc_verdict(const hpmlc_start *s, int n, const hpmlc_text *to)
+{
+    const hpmlc_start *worst = NULL;
+    for (int i = 0; i < n; i++) {
+        bool nearer = !worst || (worst->status == HPML_ERR_PEER && s[i].status != HPML_ERR_PEER);
+        if (s[i].status != HPML_OK && nearer) worst = &s[i];
+    }
+    return hpmlc_say_no(to, worst ? worst->status : HPML_OK, "%s", worst ? worst->error : "");
+}
+
+HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
+{
+#ifdef HPML_USE_MPI
+    int on = 0, over = 0, level, rank = 0;
+    MPI_Initialized(&on), MPI_Finalized(&over);
+    if (!on) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
+    if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores(hpml_launched(NULL));
+    if (!over) MPI_Comm_rank(MPI_COMM_WORLD, &rank); /* else the communicator says so */
+    if (s->d->place) s->d->place(&s->ctx, rank, s->user);
+    hpmlc_start_main(s);
+    if (!on && s->status == HPML_OK) MPI_Finalize(); /* else others may never come: ending the process ends the job */
+#else
+    hpmlc_start_main(s); /* says how to build with MPI */
+#endif
+    return hpmlc_verdict(s, 1, to);
+}
+
+HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size)
+{
+    HPMLC_DESC(hpml_launch_desc, d, desc);
+    const hpmlc_text  to = { error, size };
+    const hpml_status wrong = HPML_ERR_ARGUMENT;
+    hpmlc_say_no(&to, HPML_OK, "%s", "");
+    if (d._begin || d._end || !fn || d.ranks < 0 || d.ranks > 65536 || (unsigned)d.transport > HPML_TRANSPORT_CLOCK)
+        return hpmlc_say_no(&to, wrong, "launch: %d ranks, transport %d: out of range, or no function, or a desc that "
+                            "is not cleared", d.ranks, (int)d.transport);
+    if (!hpmlc_run_read(&d))
+        return hpmlc_say_no(&to, wrong, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], clock[:N], mpi[:N], "
+                            "auto[:N]", d.run);
+    bool mpi   = d.transport == HPML_TRANSPORT_MPI;
+    int  ranks = d.ranks > 0 && !mpi ? d.ranks : 1;
+    if (!mpi && hpmlc_network_nodes(&d.network, ranks) == 0)
+        return hpmlc_say_no(&to, wrong, "launch: network.node of a rank is not from 0 to %d", ranks - 1);
+    hpmlc_start *s     = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
+    hpml_status  status = HPML_ERR_MEMORY;
+    if (!s) return status;
+    for (int i = 0; i < ranks; i++) {
+        s[i].d = &d, s[i].fn = fn, s[i].user = user, s[i].ctx = d.ctx;
+        s[i].comm.transport = d.transport, s[i].comm.rank = i, s[i].comm.timeout = d.timeout, s[i].comm.check = d.check;
+        s[i].comm.ranks_per_node = d.network.ranks_per_node;
+        if (mpi) continue; /* its rank is not known yet */
+        if (s[i].ctx.threads == 0) s[i].ctx.threads = hpmlc_cores(ranks);
+        if (d.place) d.place(&s[i].ctx, i, user);
+    }
+    if (mpi) {
+        status = hpmlc_launch_mpi(s, &to);
+        free(s);
+        return status;
+    }
+#ifndef HPML_NO_THREADS
+    hpml_world *w       = hpml_world_create(d.transport, ranks, &d.network);
+    pthread_t  *threads = (pthread_t *)calloc((size_t)ranks, sizeof *threads);
+    int         started = 0;
+    for (int i = 0; i < ranks; i++) s[i].comm.world = w;
+    for (; w && threads && started < ranks; started++)
+        if (pthread_create(&threads[started], NULL, hpmlc_start_main, &s[started]) != 0) break;
+    for (int i = started; w && i < ranks; i++) hpmlc_world_absent(w, i, "its thread could not be started: no memory");
+    for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
+    status = w && threads ? hpmlc_verdict(s, ranks, &to) : HPML_ERR_MEMORY;
+    if (status == HPML_OK && w->failed) /* a job in the background that nobody has waited for */
+        status = hpmlc_say_no(&to, HPML_ERR_COMM, "%s", w->text);
+    hpml_world_free(w);
+    free(threads);
+#else
+    if (ranks == 1) hpmlc_start_main(s);
+    status = ranks == 1 ? hpmlc_verdict(s, 1, &to)
+                        : hpmlc_say_no(&to, HPML_ERR_UNSUPPORTED, "launch: %d ranks need threads (HPML_NO_THREADS is "
+                                       "set)", ranks);
+#endif
+    free(s);
+    return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3140,169 +3286,6 @@ HPML_API void hpml_comm_counters_reset(hpml_comm *c)
         memset(&x->counters, 0, sizeof x->counters);
         memset(x->bytes_to, 0, sizeof *x->bytes_to * (size_t)x->size);
     }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>launch   running a function on every rank
-// ---------------------------------------------------------------------------------------------------------------------
-
-typedef struct hpmlc_start {
-    const hpml_launch_desc *d;
-    hpml_comm_desc          comm;
-    hpml_ctx_desc           ctx;
-    hpml_rank_fn           *fn;
-    void                   *user;
-    hpml_status             status;
-    char                    error[768];
-} hpmlc_start;
-
-HPMLC_FN void *hpmlc_start_main(void *arg)
-{
-    hpmlc_start *s    = (hpmlc_start *)arg;
-    hpml_ctx    *ctx  = hpml_ctx_create(&s->ctx);
-    hpml_comm   *comm = ctx ? hpml_comm_create(ctx, &s->comm) : NULL;
-    if (!ctx && s->comm.world) hpmlc_world_absent(s->comm.world, s->comm.rank, "no memory for a context");
-    if (comm && s->d->transport == HPML_TRANSPORT_MPI && s->d->ranks > 0 && comm->size != s->d->ranks)
-        hpmlc_fail(comm, HPML_ERR_ARGUMENT, "launch: %d ranks are wanted, mpiexec started %d", s->d->ranks, comm->size);
-    s->status = ctx ? hpml_ctx_status(ctx) : HPML_ERR_MEMORY;
-    if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
-    if (s->status != HPML_OK && ctx) { /* the others must hear of it even if the context is clean */
-        hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
-        snprintf(s->error, sizeof s->error, "%s", hpml_ctx_error(ctx));
-    }
-    if (!ctx) snprintf(s->error, sizeof s->error, "rank %d: no memory for a context", s->comm.rank);
-    hpml_ctx_free(ctx);
-    return NULL;
-}
-
-HPML_API int hpml_launched(int *rank)
-{
-    static const char *const names[][2] = { { "PMI_SIZE", "PMI_RANK" }, { "PMIX_SIZE", "PMIX_RANK" },
-        { "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK" }, { "MPI_LOCALNRANKS", "MPI_LOCALRANKID" },
-        { "SLURM_STEP_NUM_TASKS", "SLURM_PROCID" } }; /* of srun; a batch script has SLURM_NTASKS, too */
-    if (rank) *rank = 0;
-    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
-        const char *size = getenv(names[i][0]), *at = getenv(names[i][1]);
-        if (!size || atoi(size) < 1) continue;
-        if (rank && at) *rank = atoi(at);
-        return atoi(size);
-    }
-    return 0;
-}
-
-/* A rank's part of this machine's cores. */
-HPMLC_FN int hpmlc_cores(int ranks)
-{
-#ifndef HPML_NO_THREADS
-    long n = sysconf(_SC_NPROCESSORS_ONLN) / (ranks > 0 ? ranks : 1);
-    return n > 0 ? (int)n : 1;
-#else
-    (void)ranks;
-    return 1;
-#endif
-}
-
-/* desc.run, in words, to transport and ranks. */
-HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
-{
-    static const char *const kinds[] = { "threads", "mpi", "clock", "serial", "auto" }; /* as hpml_transport_kind */
-    const char *tasks = getenv("SLURM_NTASKS"), *run = getenv("HPML_RUN"); /* empty: as if it were not there */
-    if (run && *run && (d->run || (!d->transport && !d->ranks))) d->run = run;
-    if (!d->run) return true;
-    size_t      length = strcspn(d->run, ":"), kind = 0;
-    char       *end = NULL;
-    long        ranks = d->run[length] ? strtol(d->run + length + 1, &end, 10) : 0;
-    while (kind < 5 && (strlen(kinds[kind]) != length || memcmp(d->run, kinds[kind], length) != 0)) kind++;
-    if (kind > 4 || (end && (kind == 3 || *end || ranks < 1 || ranks > 65536))) return false;
-    if (kind == 4) kind = hpml_launched(NULL) > 1;
-    if (ranks == 0 && kind == 3) ranks = 1;
-    if (ranks == 0 && kind != 1) ranks = tasks && atoi(tasks) > 0 ? atoi(tasks) : hpmlc_cores(1);
-    d->transport = kind == 3 ? HPML_TRANSPORT_THREADS : (hpml_transport_kind)kind, d->ranks = (int32_t)ranks;
-    return true;
-}
-
-/* The first failure by cause: a rank that only heard of another's comes second. */
-HPMLC_FN hpml_status hpmlc_verdict(const hpmlc_start *s, int n, const hpmlc_text *to)
-{
-    const hpmlc_start *worst = NULL;
-    for (int i = 0; i < n; i++) {
-        bool nearer = !worst || (worst->status == HPML_ERR_PEER && s[i].status != HPML_ERR_PEER);
-        if (s[i].status != HPML_OK && nearer) worst = &s[i];
-    }
-    return hpmlc_say_no(to, worst ? worst->status : HPML_OK, "%s", worst ? worst->error : "");
-}
-
-HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
-{
-#ifdef HPML_USE_MPI
-    int on = 0, over = 0, level, rank = 0;
-    MPI_Initialized(&on), MPI_Finalized(&over);
-    if (!on) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
-    if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores(hpml_launched(NULL));
-    if (!over) MPI_Comm_rank(MPI_COMM_WORLD, &rank); /* else the communicator says so */
-    if (s->d->place) s->d->place(&s->ctx, rank, s->user);
-    hpmlc_start_main(s);
-    if (!on && s->status == HPML_OK) MPI_Finalize(); /* else others may never come: ending the process ends the job */
-#else
-    hpmlc_start_main(s); /* says how to build with MPI */
-#endif
-    return hpmlc_verdict(s, 1, to);
-}
-
-HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size)
-{
-    HPMLC_DESC(hpml_launch_desc, d, desc);
-    const hpmlc_text  to = { error, size };
-    const hpml_status wrong = HPML_ERR_ARGUMENT;
-    hpmlc_say_no(&to, HPML_OK, "%s", "");
-    if (d._begin || d._end || !fn || d.ranks < 0 || d.ranks > 65536 || (unsigned)d.transport > HPML_TRANSPORT_CLOCK)
-        return hpmlc_say_no(&to, wrong, "launch: %d ranks, transport %d: out of range, or no function, or a desc that "
-                            "is not cleared", d.ranks, (int)d.transport);
-    if (!hpmlc_run_read(&d))
-        return hpmlc_say_no(&to, wrong, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], clock[:N], mpi[:N], "
-                            "auto[:N]", d.run);
-    bool mpi   = d.transport == HPML_TRANSPORT_MPI;
-    int  ranks = d.ranks > 0 && !mpi ? d.ranks : 1;
-    if (!mpi && hpmlc_network_nodes(&d.network, ranks) == 0)
-        return hpmlc_say_no(&to, wrong, "launch: network.node of a rank is not from 0 to %d", ranks - 1);
-    hpmlc_start *s     = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
-    hpml_status  status = HPML_ERR_MEMORY;
-    if (!s) return status;
-    for (int i = 0; i < ranks; i++) {
-        s[i].d = &d, s[i].fn = fn, s[i].user = user, s[i].ctx = d.ctx;
-        s[i].comm.transport = d.transport, s[i].comm.rank = i, s[i].comm.timeout = d.timeout, s[i].comm.check = d.check;
-        s[i].comm.ranks_per_node = d.network.ranks_per_node;
-        if (mpi) continue; /* its rank is not known yet */
-        if (s[i].ctx.threads == 0) s[i].ctx.threads = hpmlc_cores(ranks);
-        if (d.place) d.place(&s[i].ctx, i, user);
-    }
-    if (mpi) {
-        status = hpmlc_launch_mpi(s, &to);
-        free(s);
-        return status;
-    }
-#ifndef HPML_NO_THREADS
-    hpml_world *w       = hpml_world_create(d.transport, ranks, &d.network);
-    pthread_t  *threads = (pthread_t *)calloc((size_t)ranks, sizeof *threads);
-    int         started = 0;
-    for (int i = 0; i < ranks; i++) s[i].comm.world = w;
-    for (; w && threads && started < ranks; started++)
-        if (pthread_create(&threads[started], NULL, hpmlc_start_main, &s[started]) != 0) break;
-    for (int i = started; w && i < ranks; i++) hpmlc_world_absent(w, i, "its thread could not be started: no memory");
-    for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
-    status = w && threads ? hpmlc_verdict(s, ranks, &to) : HPML_ERR_MEMORY;
-    if (status == HPML_OK && w->failed) /* a job in the background that nobody has waited for */
-        status = hpmlc_say_no(&to, HPML_ERR_COMM, "%s", w->text);
-    hpml_world_free(w);
-    free(threads);
-#else
-    if (ranks == 1) hpmlc_start_main(s);
-    status = ranks == 1 ? hpmlc_verdict(s, 1, &to)
-                        : hpmlc_say_no(&to, HPML_ERR_UNSUPPORTED, "launch: %d ranks need threads (HPML_NO_THREADS is "
-                                       "set)", ranks);
-#endif
-    free(s);
-    return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
