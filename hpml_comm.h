@@ -591,8 +591,7 @@ typedef enum hpml_topology {
 /* W, (p, p) row-major, of step `step`. seed and step matter for PAIRS. */
 HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
 /* One mixing step on n floats in place; the same seed and step on all ranks. */
-HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topology topology, uint64_t seed,
-                              int64_t step);
+HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
 
 /* hpml_trace_start on every rank, with the ranks' clocks aligned (by the quickest of some messages to and from rank 0),
    and one file with all of them: a process for each rank, its lanes below. Both collective. */
@@ -756,11 +755,7 @@ HPML_API int         hpml_comm_rank(const hpml_comm *c) { return c ? c->rank : 0
 HPML_API int         hpml_comm_size(const hpml_comm *c) { return c ? c->size : 0; }
 HPML_API hpml_ctx   *hpml_comm_ctx(const hpml_comm *c) { return c ? c->ctx : NULL; }
 HPML_API const char *hpml_comm_transport(const hpml_comm *c) { return c ? c->t->name : "none"; }
-
-HPML_API int hpml_comm_node(const hpml_comm *c, int rank)
-{
-    return c && rank >= 0 && rank < c->size ? c->node[rank] : -1;
-}
+HPML_API int hpml_comm_node(const hpml_comm *c, int r) { return c && r >= 0 && r < c->size ? c->node[r] : -1; }
 
 /* By select, which is there under -std=c99, too. */
 HPMLC_FN void hpmlc_nap(double seconds)
@@ -2083,10 +2078,8 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     hpml_world *w = d->world;
     c->agent      = hpmlc_agent_new(w, c->rank, 0);
     if (!c->agent) {
-        hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for a clock");
-        c->room->inbox[c->rank].owner = NULL;
-        c->t = NULL;
-        return NULL;
+        c->t = NULL, c->room->inbox[c->rank].owner = NULL;
+        return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for a clock"), (hpml_comm *)NULL;
     }
     c->t = &hpmlc_clock;
     hpmlc_agent_enter(c);
@@ -2191,10 +2184,7 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
     return hpml_ctx_status(c->ctx);
 }
 
-HPML_API void hpml_comm_free(hpml_comm *c)
-{
-    if (c) hpml_ctx_release(c->ctx, c);
-}
+HPML_API void hpml_comm_free(hpml_comm *c) { hpml_ctx_release(hpml_comm_ctx(c), c); }
 
 /* The communicator of `count` ranks of c, in this order. */
 HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks, int count, int color)
@@ -2202,12 +2192,9 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     int me = 0;
     while (ranks[me] != c->rank) me++;
     hpml_comm *part = hpmlc_comm_new(ctx, c->t, me, count);
-    if (!part) hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
-    if (hpml_barrier(c) != HPML_OK || !part) { /* all ranks have their memory, or none goes on */
-        if (part) part->t = NULL;
-        return NULL;
-    }
-    part->t = NULL; /* nothing to close yet */
+    if (part) part->t = NULL; /* nothing to close yet */
+    else hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
+    if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* all ranks have their memory, or none goes on */
     for (int i = 0; i < count; i++) part->origin[i] = c->origin[ranks[i]], part->node[i] = c->node[ranks[i]];
     part->first = c->first, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
     part->inside = c->inside, part->between = c->between, part->agent = c->agent; /* until a twin gets its own */
@@ -2445,10 +2432,7 @@ typedef struct hpmlc_plan {
     const char *level; /* of the phases to come */
 } hpmlc_plan;
 
-HPML_API int64_t hpml_block(int64_t n, int parts, int index)
-{
-    return n / parts * index + n % parts * index / parts;
-}
+HPML_API int64_t hpml_block(int64_t n, int parts, int index) { return n / parts * index + n % parts * index / parts; }
 
 HPMLC_FN int hpmlc_log2(int n) /* rounded down */
 {
@@ -3532,10 +3516,8 @@ HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_d
     if (hpmlc_exchange_agree(x) != HPML_OK) return NULL;
     if (hpml_allgather(c, x->leaves, c->size, HPML_ELEMENT_I32) != HPML_OK) return NULL;
     hpmlc_exchange_span(x);
-    if (x->plain > 0 && !x->span && !d.linked) {
+    if (x->plain > 0 && !x->span && !d.linked)
         x->fused = (float *)hpml_ctx_alloc(c->ctx, (size_t)x->plain * sizeof(float), NULL);
-        if (!x->fused) return NULL;
-    }
     if (x->d.method == HPML_METHOD_CODEC && x->packed > 0 && !hpmlc_exchange_layout(x)) return NULL;
     if (x->plain > 0) x->bytes += 8 * (x->plain - hpml_block(x->plain, c->size, 1)); /* of a ring */
     return hpmlc_exchange_parts(x) ? x : NULL;
@@ -4777,10 +4759,9 @@ HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
                               "without; lower .leaf or the number of ranks", (long long)d->leaf_all, p), false;
         d->bucket[0].x = d->bucket[0].now = hpml_exchange_create(d->c, &e);
         d->buckets     = 1;
-        if (!d->bucket[0].x) return false;
     }
     hpml_ctx_release(d->ctx, g);
-    return true;
+    return hpml_ctx_status(d->ctx) == HPML_OK;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
