@@ -1471,6 +1471,7 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSE
 }
 
 HPML_API void hpml_world_free(hpml_world *w HPMLC_UNUSED) {}
+typedef struct hpmlc_gate { unsigned changes; } hpmlc_gate; /* jobs are done at once: nobody sleeps */
 #endif /* HPML_NO_THREADS */
 
 #if defined(HPML_NO_THREADS) || !defined(__linux__)
@@ -3025,9 +3026,6 @@ HPMLC_FN hpml_status hpmlc_job_allreduce(hpml_comm *c, void *user)
 
 #define HPMLC_JOBS 256
 
-#ifdef HPML_NO_THREADS /* jobs are done at once: nobody sleeps */
-typedef struct hpmlc_gate { unsigned changes; } hpmlc_gate;
-#endif
 
 struct hpmlc_background {
     hpml_comm *c, *twin;
@@ -3117,12 +3115,17 @@ HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 #ifdef HPML_USE_MPI
     if (b->c->mpi && b->c->first->mpi->level < MPI_THREAD_SERIALIZED) return;
 #endif
+    hpmlc_agent *own = b->c->agent ? hpmlc_agent_new(w, b->c->agent->rank, b->c->agent->clock) : NULL;
+    if (b->c->agent && !own) return;
     hpmlc_gate_init(&b->worker);
     hpmlc_gate_init(&b->waiter);
     if (w) __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
-    if (b->c->agent) b->twin->agent = hpmlc_agent_new(w, b->c->agent->rank, b->c->agent->clock);
+    if (own) b->twin->agent = own;
     b->threaded = pthread_create(&b->thread, NULL, hpmlc_background_main, b) == 0;
-    if (!b->threaded && w) __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
+    if (b->threaded) return;
+    b->twin->agent = b->c->agent; /* work is done at once, in its owner's time */
+    if (own) hpmlc_agent_free(w, own);
+    else if (w) __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
 }
 
 /* Until the thread says so; meanwhile a deadlock is seen, and virtual time goes on. */
@@ -3877,8 +3880,7 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
 
 HPMLC_FN int64_t hpmlc_topk_count(const hpml_exchange *x, const hpmlc_item *it)
 {
-    int64_t n = it->g.rows * it->g.cols, k = (int64_t)((double)n * (double)(x->d.ratio > 0 ? x->d.ratio : 0.01f));
-    return k < 1 ? 1 : k;
+    return hpmlc_max(1, (int64_t)((double)(it->g.rows * it->g.cols) * (double)(x->d.ratio > 0 ? x->d.ratio : 0.01f)));
 }
 
 HPMLC_FN int64_t hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
@@ -4901,11 +4903,10 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
         out->exposed_s   = d->r.exposed_s / n;
         out->efficiency  = out->step_s > 0 ? 1 - out->exposed_s / out->step_s : 1;
         out->comm_s      = (now.seconds - d->at_reset.seconds) / n;
-        out->hidden      = out->comm_s > 0 ? 1 - out->exposed_s / out->comm_s : 0;
+        out->hidden      = out->comm_s > 0 ? fmax(0, 1 - out->exposed_s / out->comm_s) : 0;
         out->bytes       = (double)(now.bytes - d->at_reset.bytes) / n;
         out->plain_bytes = 8.0 * (double)d->grad_total * (d->c->size - 1) / d->c->size;
         out->buckets     = d->buckets;
-        if (out->hidden < 0) out->hidden = 0;
     }
     if (!reset) return;
     double  loss    = d->r.loss;
@@ -5937,8 +5938,7 @@ HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_sim
     out->between_bytes = s->between;
     out->compute_s     = whole + d->update_s;
     out->straggle_s    = slowest > 1 ? (slowest - 1) * out->compute_s : 0;
-    out->exposed_s     = out->step_s - out->compute_s - out->straggle_s;
-    if (out->exposed_s < 0) out->exposed_s = 0;
+    out->exposed_s     = fmax(0, out->step_s - out->compute_s - out->straggle_s);
     out->efficiency = out->step_s > 0 ? out->compute_s / out->step_s : 1;
     return true;
 }

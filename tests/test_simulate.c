@@ -1,4 +1,10 @@
 /* The simulator against formulas, against itself without short cuts, and against threads in virtual time. */
+#include <errno.h>
+#include <pthread.h>
+#include <stdbool.h>
+static bool no_more; /* threads are to be had */
+static int thread_of(pthread_t *t, const pthread_attr_t *a, void *(*fn)(void *), void *arg) { return no_more ? EAGAIN : pthread_create(t, a, fn, arg); }
+#define pthread_create thread_of
 #define HPML_COMM_IMPLEMENTATION /* private functions; hpml.h's body is compiled apart */
 #include "../hpml_comm.h"
 #include "test.h"
@@ -438,4 +444,25 @@ TEST(errors)
     d.ranks = 1;
     ENSURE(hpml_simulate(&d, &s, NULL, 0) == HPML_OK);
     ENSURE_NEAR(s.efficiency, 1, 0);
+}
+
+static hpml_status at_once(hpml_comm *c, void *user)
+{
+    float x = 1;
+    hpml_barrier(c);
+    if (hpml_comm_rank(c) == 0) no_more = true;
+    hpml_barrier(c);
+    for (int i = 0; i < 3; i++) hpml_job_wait(hpml_iallreduce(c, &x, 1, NULL));
+    if (x != 8) *(bool *)user = false;
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(work_in_the_background_is_done_at_once_where_there_is_no_thread)
+{
+    for (int clock = 0; clock < 2; clock++) {
+        hpml_launch_desc l = { .transport = clock ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS, .ranks = 2, .timeout = 20 };
+        bool             good = true;
+        ENSURE(hpml_launch(&l, at_once, &good, NULL, 0) == HPML_OK && good);
+        no_more = false;
+    }
 }
