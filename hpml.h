@@ -5676,13 +5676,24 @@ typedef struct hpmli_mover {
 HPMLI_FN void hpmli_move_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_mover *m = (const hpmli_mover *)arg;
-    const int64_t      n = m->w.run, a = m->w.stride[0][m->w.ndim - 1], b = m->w.stride[1][m->w.ndim - 1];
-    for (int64_t run = task * m->each; run < (task + 1) * m->each && run < m->w.runs; run++) {
-        float       *to   = m->to + hpmli_walk_at(&m->w, 0, run);
-        const float *from = m->from + hpmli_walk_at(&m->w, 1, run);
+    const hpmli_walk  *w = &m->w;
+    const int64_t      n = w->run, a = w->stride[0][w->ndim - 1], b = w->stride[1][w->ndim - 1];
+    int64_t            run = task * m->each, left = run, at[HPML_MAX_DIMS];
+    float             *to   = m->to + hpmli_walk_at(w, 0, run);
+    const float       *from = m->from + hpmli_walk_at(w, 1, run);
+    for (int i = w->ndim - 2; i >= 0; left /= w->shape[i--]) at[i] = left % w->shape[i];
+    for (; run < (task + 1) * m->each && run < w->runs; run++) {
         if (a == 1 && b == 1 && m->add) m->k->vadd(to, to, from, n);
         else if (a == 1 && b == 1) memcpy(to, from, (size_t)n * sizeof(float));
+        else if (a == 1 && !m->add) for (int64_t i = 0; i < n; i++) to[i] = from[i * b];
         else for (int64_t i = 0; i < n; i++) to[i * a] = m->add ? to[i * a] + from[i * b] : from[i * b];
+        for (int i = w->ndim - 2; i >= 0; i--) { /* where the next run begins */
+            bool turn = ++at[i] == w->shape[i];
+            to += w->stride[0][i] - (turn ? w->shape[i] * w->stride[0][i] : 0);
+            from += w->stride[1][i] - (turn ? w->shape[i] * w->stride[1][i] : 0);
+            if (!turn) break;
+            at[i] = 0;
+        }
     }
 }
 
