@@ -5719,17 +5719,20 @@ HPMLI_FN hpml_tensor hpmli_part(const hpml_tensor *t, int dim, int64_t start, in
     return part;
 }
 
-/* Inputs and parameters have memory of their own: their reshape is a copy. */
-HPMLI_FN void hpmli_reshape_run(const hpml_run *run, hpml_node *n, bool backward)
+/* Inputs and parameters have memory of their own: their reshape is a copy, of any dtype. */
+HPMLI_FN void hpmli_reshape_pass(const hpml_node *n)
 {
-    hpml_tensor x = *n->src[0];
-    memcpy(x.shape, n->out->shape, sizeof x.shape);
-    memcpy(x.stride, n->out->stride, sizeof x.stride);
-    x.ndim = n->out->ndim;
-    hpmli_move(run, n->out, &x, backward, n->accumulate[0]);
+    if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out));
 }
 
-HPMLI_OP(reshape, 0, hpmli_reshape_run(run, n, false), hpmli_reshape_run(run, n, true))
+HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
+{
+    hpml_tensor x = *n->out; /* as it stands in the other's memory */
+    x.grad = n->src[0]->grad;
+    hpmli_move(run, n->out, &x, true, n->accumulate[0]);
+}
+
+HPMLI_OP(reshape, 0, hpmli_reshape_pass(n), hpmli_reshape_back(run, n))
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
 {
