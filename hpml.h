@@ -5676,13 +5676,24 @@ typedef struct hpmli_mover {
 HPMLI_FN void hpmli_move_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_mover *m = (const hpmli_mover *)arg;
-    const int64_t      n = m->w.run, a = m->w.stride[0][m->w.ndim - 1], b = m->w.stride[1][m->w.ndim - 1];
-    for (int64_t run = task * m->each; run < (task + 1) * m->each && run < m->w.runs; run++) {
-        float       *to   = m->to + hpmli_walk_at(&m->w, 0, run);
-        const float *from = m->from + hpmli_walk_at(&m->w, 1, run);
+    const hpmli_walk  *w = &m->w;
+    const int64_t      n = w->run, a = w->stride[0][w->ndim - 1], b = w->stride[1][w->ndim - 1];
+    int64_t            run = task * m->each, left = run, at[HPML_MAX_DIMS];
+    float             *to   = m->to + hpmli_walk_at(w, 0, run);
+    const float       *from = m->from + hpmli_walk_at(w, 1, run);
+    for (int i = w->ndim - 2; i >= 0; left /= w->shape[i--]) at[i] = left % w->shape[i];
+    for (; run < (task + 1) * m->each && run < w->runs; run++) {
         if (a == 1 && b == 1 && m->add) m->k->vadd(to, to, from, n);
         else if (a == 1 && b == 1) memcpy(to, from, (size_t)n * sizeof(float));
+        else if (a == 1 && !m->add) for (int64_t i = 0; i < n; i++) to[i] = from[i * b];
         else for (int64_t i = 0; i < n; i++) to[i * a] = m->add ? to[i * a] + from[i * b] : from[i * b];
+        for (int i = w->ndim - 2; i >= 0; i--) { /* where the next run begins */
+            bool turn = ++at[i] == w->shape[i];
+            to += w->stride[0][i] - (turn ? w->shape[i] * w->stride[0][i] : 0);
+            from += w->stride[1][i] - (turn ? w->shape[i] * w->stride[1][i] : 0);
+            if (!turn) break;
+            at[i] = 0;
+        }
     }
 }
 
@@ -5708,17 +5719,20 @@ HPMLI_FN hpml_tensor hpmli_part(const hpml_tensor *t, int dim, int64_t start, in
     return part;
 }
 
-/* Inputs and parameters have memory of their own: their reshape is a copy. */
-HPMLI_FN void hpmli_reshape_run(const hpml_run *run, hpml_node *n, bool backward)
+/* Inputs and parameters have memory of their own: their reshape is a copy, of any dtype. */
+HPMLI_FN void hpmli_reshape_pass(const hpml_node *n)
 {
-    hpml_tensor x = *n->src[0];
-    memcpy(x.shape, n->out->shape, sizeof x.shape);
-    memcpy(x.stride, n->out->stride, sizeof x.stride);
-    x.ndim = n->out->ndim;
-    hpmli_move(run, n->out, &x, backward, n->accumulate[0]);
+    if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out));
 }
 
-HPMLI_OP(reshape, 0, hpmli_reshape_run(run, n, false), hpmli_reshape_run(run, n, true))
+HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
+{
+    hpml_tensor x = *n->out; /* as it stands in the other's memory */
+    x.grad = n->src[0]->grad;
+    hpmli_move(run, n->out, &x, true, n->accumulate[0]);
+}
+
+HPMLI_OP(reshape, 0, hpmli_reshape_pass(n), hpmli_reshape_back(run, n))
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
 {
@@ -9147,26 +9161,26 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
 
 typedef struct hpmli_csv {
     hpml_ctx   *ctx;
-    const char *p, *end;
+    const char *path, *p, *end;
     char        separator;
-    int64_t     line, columns; /* lines read; columns 0: no numbers yet */
-    double     *values;        /* (count) of all lines */
-    int64_t     count, room;
+    int64_t     line;   /* lines read */
+    double     *values; /* (room) of one line */
+    int64_t     room;
 } hpmli_csv;
 
-/* Appends the numbers of one line; returns how many, or -1 when not all its fields are numbers. */
+/* The numbers of one line to c->values; returns how many, or -1 when not all its fields are numbers. */
 HPMLI_FN int64_t hpmli_csv_line(hpmli_csv *c)
 {
-    int64_t first = c->count;
-    bool    good  = true;
+    int64_t n    = 0;
+    bool    good = true;
     while (good) {
         while (c->p < c->end && (*c->p == ' ' || (*c->p == '\t' && c->separator != '\t'))) c->p++;
         double      value  = 0;
         bool        quoted = c->p < c->end && *c->p == '"';
         const char *stop   = hpmli_parse_number(c->p + quoted, c->end, &value);
-        good = stop && hpmli_grow(c->ctx, &c->values, c->count, &c->room, sizeof value);
+        good = stop && hpmli_grow(c->ctx, &c->values, n, &c->room, sizeof value);
         if (!good) break;
-        c->values[c->count++] = value;
+        c->values[n++] = value;
         if (quoted) good = stop < c->end && *stop == '"';
         if (quoted && good) stop++;
         while (stop < c->end && (*stop == ' ' || *stop == '\r')) stop++;
@@ -9178,36 +9192,23 @@ HPMLI_FN int64_t hpmli_csv_line(hpmli_csv *c)
     while (c->p < c->end && *c->p != '\n') c->p++;
     if (c->p < c->end) c->p++;
     c->line++;
-    return good ? c->count - first : -1;
+    return good ? n : -1;
 }
 
-/* All lines but blank ones and a header. *label: in as given, out from 0 on, or -1. */
-HPMLI_FN bool hpmli_csv_read(hpmli_csv *c, const char *path, int64_t *label, bool whole)
+/* Room for as many samples as there are lines left, once the first says how many columns there are. *label: in as
+   given, out from 0 on, or -1. */
+HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int64_t columns, int64_t *label, hpml_dtype y_dtype)
 {
-    const int64_t given = *label;
-    while (c->p < c->end) {
-        if (*c->p == '\n' || *c->p == '\r') { c->line += *c->p++ == '\n'; continue; }
-        int64_t first = c->count, n = hpmli_csv_line(c);
-        if (n < 0 && c->columns == 0 && (c->line > 1 || c->p == c->end)) break;
-        if (n < 0 && c->columns == 0) { c->count = 0; continue; } /* a header */
-        if (c->columns == 0) {
-            c->columns = n;
-            *label     = given == HPML_NO_LABEL ? -1 : given < 0 ? n + given : given;
-            if (given != HPML_NO_LABEL && (*label < 0 || *label >= n || n < 2))
-                return hpmli_false(c->ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %lld",
-                                   path, (long long)n, (long long)given);
-        }
-        if (n != c->columns)
-            return hpmli_false(c->ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %s (%lld columns were expected)", path,
-                               (long long)c->line, n < 0 ? "not all fields are numbers" : "another number of fields",
-                               (long long)c->columns);
-        double y = *label >= 0 ? c->values[first + *label] : 0;
-        if (whole && !(y >= 0 && y < INT32_MAX && y == floor(y)))
-            return hpmli_false(c->ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0", path,
-                               (long long)c->line, y);
-    }
-    return c->columns > 0 || hpmli_false(c->ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: not all fields are numbers, "
-                                         "separated by , ; or tabs", path, (long long)c->line);
+    int64_t given = *label, lines = 1;
+    *label = given == HPML_NO_LABEL ? -1 : given < 0 ? columns + given : given;
+    if (given != HPML_NO_LABEL && (*label < 0 || *label >= columns || columns < 2))
+        return hpmli_null(c->ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %lld", c->path,
+                          (long long)columns, (long long)given);
+    for (const char *p = c->p; p < c->end; p++) lines += *p == '\n' || p == c->end - 1;
+    columns -= *label >= 0;
+    hpmli_samples *s = hpmli_samples_new(c->ctx, lines, HPML_DTYPE_F32, 1, &columns, y_dtype, *label >= 0);
+    if (s) s->d.count = 0;
+    return s;
 }
 
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression)
@@ -9215,22 +9216,35 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     hpmli_file     f;
     hpmli_csv      c     = HPMLI_ZEROED;
     hpmli_samples *s     = NULL;
-    int64_t        label = label_column;
+    int64_t        label = label_column, columns = 0, x = 0;
     if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
-    c.ctx = ctx, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
+    c.ctx = ctx, c.path = path, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
     if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the mark that spreadsheets put in front */
     for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the first candidate on the first line */
         if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
-    if (hpmli_csv_read(&c, path, &label, !regression)) {
-        int64_t x_columns = c.columns - (label >= 0);
-        s = hpmli_samples_new(ctx, c.count / c.columns, HPML_DTYPE_F32, 1, &x_columns,
-                              regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32, label >= 0);
+    while (c.p < c.end && ctx->status == HPML_OK) {
+        if (*c.p == '\n' || *c.p == '\r') { c.line += *c.p++ == '\n'; continue; }
+        int64_t n = hpmli_csv_line(&c);
+        if (n < 0 && c.line == 1 && c.p < c.end) continue; /* a header */
+        if (n > 0 && !s) s = hpmli_csv_samples(&c, columns = n, &label, regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32);
+        if (!s) break;
+        if (n != columns)
+            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %s (%lld columns were expected)", path,
+                       (long long)c.line, n < 0 ? "not all fields are numbers" : "another number of fields",
+                       (long long)columns);
+        for (int64_t i = 0; n == columns && i < n; i++) {
+            double v = c.values[i];
+            if (i != label) ((float *)s->x)[x++] = (float)v;
+            else if (regression) ((float *)s->y)[s->d.count] = (float)v;
+            else if (v >= 0 && v < INT32_MAX && v == floor(v)) ((int32_t *)s->y)[s->d.count] = (int32_t)v;
+            else hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0", path,
+                            (long long)c.line, v);
+        }
+        s->d.count++;
     }
-    for (int64_t i = 0, x = 0; s && i < c.count; i++) {
-        if (i % c.columns != label) ((float *)s->x)[x++] = (float)c.values[i];
-        else if (regression) ((float *)s->y)[i / c.columns] = (float)c.values[i];
-        else ((int32_t *)s->y)[i / c.columns] = (int32_t)c.values[i];
-    }
+    if (!s && ctx->status == HPML_OK)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: not all fields are numbers, separated by , ; or tabs", path,
+                   (long long)c.line);
     hpmli_free(ctx, c.values);
     hpmli_file_close(&f);
     return hpmli_dataset_done(s, ctx->status == HPML_OK);

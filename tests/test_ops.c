@@ -127,6 +127,26 @@ TEST(short_batches_beside_rows_of_a_parameter)
     }
 }
 
+/* A reshape of an input is a copy of just its bytes, whatever it holds. */
+TEST(reshape_of_every_dtype)
+{
+    for (int dtype = 0; dtype < 5; dtype++) {
+        hpml_ctx      *ctx  = hpml_ctx_create(NULL);
+        hpml_tensor   *x    = hpml_input(ctx, (hpml_dtype)dtype, 2, (int64_t[]){ 4, 48 }), *y = hpml_reshape_2d(x, 8, 24);
+        hpml_tensor   *z    = hpml_relu(hpml_input_2d(ctx, 4, 2)), *both[2] = { y, z };
+        hpml_graph    *g    = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = both, .output_count = 2 });
+        size_t         size = 192 * hpml_dtype_size((hpml_dtype)dtype);
+        unsigned char  bytes[192 * 4];
+        for (size_t i = 0; i < sizeof bytes; i++) bytes[i] = (unsigned char)(i * 7);
+        ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, bytes, 192) == HPML_OK);
+        memset((char *)y->data, 1, size);
+        memset((char *)z->node->src[0]->data, 0x7f, 32);
+        ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && memcmp(y->data, bytes, size) == 0);
+        for (int i = 0; i < 32; i++) ENSURE(((unsigned char *)z->node->src[0]->data)[i] == 0x7f);
+        hpml_ctx_free(ctx);
+    }
+}
+
 TEST(matmul_and_conv_values)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
