@@ -1237,11 +1237,11 @@ HPMLG_DEVICE hpmlg_eight hpmlg_share(const hpmlg_binary &b, int side, int64_t at
 /* Gradients of operands that were not stretched. The same tensor may stand on both sides. */
 template <bool flat> static __global__ void __launch_bounds__(256, flat ? 5 : 3) hpmlg_k_binary_back(hpmlg_binary b)
 {
-    HPMLG_EIGHTS(at, b.w.count) {
+    const int64_t n = b.w.count;
+    HPMLG_EIGHTS(at, n)
         for (int side = 0; side < 2; side++)
             if (b.grad[side].p)
-                hpmlg_put_part(b.grad[side], at, 0, b.w.count, hpmlg_share<flat>(b, side, at, 0, b.w.count), b.add[side]);
-    }
+                hpmlg_put_part(b.grad[side], at, 0, n, hpmlg_share<flat>(b, side, at, 0, n), b.add[side]);
 }
 
 HPMLG_FN hpmlg_binary hpmlg_binary_make(const hpml_node *n)
@@ -4437,7 +4437,7 @@ HPMLG_DEVICE float hpmlg_sigmoid(float x) { return 1 / (1 + expf(-x)); }
 /* One number of h and c at step t: i, f, g, o from their sums. */
 static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
 {
-    int64_t at = hpmlg_me(), b = at / l.H, j = at % l.H, row = b * l.T + t;
+    int64_t at = hpmlg_me(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t;
     float  *a = l.gates + row * 4 * l.H + j, *c = l.cells + row * l.H + j;
     if (b >= l.B) return;
     float in = hpmlg_sigmoid(a[0]), forget = hpmlg_sigmoid(a[l.H]);
@@ -4451,7 +4451,7 @@ static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
 /* The same backward: gates become da; dc goes on to the step before. */
 static __global__ void hpmlg_k_lstm_back(hpmlg_lstm l, int64_t t)
 {
-    int64_t      at = hpmlg_me(), b = at / l.H, j = at % l.H, row = b * l.T + t;
+    int64_t      at = hpmlg_me(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t;
     float       *a = l.gates + row * 4 * l.H + j, d[4];
     const float *c = l.cells + row * l.H + j;
     if (b >= l.B) return;
