@@ -1108,11 +1108,12 @@ HPMLG_OP(activation)
 }
 
 /* A walk: element i of a shape, in order, is at walk_at(i) of an array with these strides; 0 where it is stretched.
-   Dimensions that all arrays walk in step are joined: (B, T, C) + (C) is (B T, C) + (C). */
+   The innermost dimension comes first. Dimensions that all arrays walk in step are joined: (B, T, C) + (C) is
+   (B T, C) + (C). */
 typedef struct hpmlg_walk {
-    int     ndim = 0;  /* 0: one element, the first */
+    int     ndim = 1;
     int64_t count = 1; /* of elements */
-    int64_t shape[HPML_MAX_DIMS], stride[2][HPML_MAX_DIMS];
+    int64_t shape[HPML_MAX_DIMS] = { 1 }, stride[2][HPML_MAX_DIMS];
 } hpmlg_walk;
 
 HPMLG_DEVICE int64_t hpmlg_quotient(int64_t a, int64_t b)
@@ -1123,32 +1124,32 @@ HPMLG_DEVICE int64_t hpmlg_quotient(int64_t a, int64_t b)
 HPMLG_DEVICE int64_t hpmlg_walk_at(const hpmlg_walk &w, int s, int64_t i)
 {
     int64_t at = 0;
-    for (int k = w.ndim - 1; k > 0; k--) {
+    for (int k = 0; k < w.ndim - 1; k++) {
         int64_t q = hpmlg_quotient(i, w.shape[k]);
         at += (i - q * w.shape[k]) * w.stride[s][k];
         i = q;
     }
-    return at + i * w.stride[s][0];
+    return at + i * w.stride[s][w.ndim - 1];
 }
 
-/* Adds an inner dimension; joins it to the one before where both arrays allow. */
+/* Adds an outer dimension; joins it to the one before where both arrays allow. */
 HPMLG_FN void hpmlg_walk_push(hpmlg_walk *w, int64_t size, int64_t stride0, int64_t stride1)
 {
-    int last = w->ndim - 1;
+    int to = w->count == 1 ? 0 : w->ndim, last = to > 0 ? to - 1 : 0;
+    if (size == 1) return;
     w->count *= size;
-    if (size == 1 && last >= 0) return;
-    if (last >= 0 && w->shape[last] == 1) w->ndim = last, last--;
-    if (last >= 0 && w->stride[0][last] == stride0 * size && w->stride[1][last] == stride1 * size)
-        size *= w->shape[last], w->ndim = last;
-    w->shape[w->ndim] = size, w->stride[0][w->ndim] = stride0, w->stride[1][w->ndim] = stride1;
-    w->ndim++;
+    if (to > 0 && stride0 == w->stride[0][last] * w->shape[last] && stride1 == w->stride[1][last] * w->shape[last]) {
+        w->shape[last] *= size;
+        return;
+    }
+    w->shape[to] = size, w->stride[0][to] = stride0, w->stride[1][to] = stride1, w->ndim = to + 1;
 }
 
 /* Elements at to at + 7 of the walk, as far as there are `count`. */
 HPMLG_DEVICE hpmlg_eight hpmlg_gather(hpmlg_array a, const hpmlg_walk &w, int s, int64_t at, int64_t count)
 {
     hpmlg_eight e;
-    int64_t     run = w.shape[w.ndim - 1], step = w.stride[s][w.ndim - 1];
+    int64_t     run = w.shape[0], step = w.stride[s][0];
     int64_t     in = at - hpmlg_quotient(at, run) * run, p = hpmlg_walk_at(w, s, at);
     bool        one_run = in + 8 <= run;
     if (one_run && step == 1) return hpmlg_get_part(a, p, p, p + 8, 0);
@@ -1190,7 +1191,6 @@ HPMLG_OP(scale)
 typedef struct hpmlg_binary {
     int         op;
     hpmlg_walk  w;            /* over the result; stride[s]: of src[s] */
-    int64_t     count;
     bool        whole[2];     /* src[s] has every element of the result, in order */
     hpmlg_array out, src[2];  /* out: the result; backward: its gradient */
     hpmlg_array grad[2];      /* backward: where src[s]'s is written by hpmlg_k_binary_back; p NULL: nowhere */
@@ -1200,19 +1200,19 @@ typedef struct hpmlg_binary {
 /* flat: nothing is stretched, which needs half the registers, and so more loads are under way. */
 template <bool flat> HPMLG_DEVICE hpmlg_eight hpmlg_operand(const hpmlg_binary &b, int s, int64_t at)
 {
-    if (flat || b.whole[s]) return hpmlg_get_part(b.src[s], at, 0, b.count, 1);
-    return hpmlg_gather(b.src[s], b.w, s, at, b.count);
+    if (flat || b.whole[s]) return hpmlg_get_part(b.src[s], at, 0, b.w.count, 1);
+    return hpmlg_gather(b.src[s], b.w, s, at, b.w.count);
 }
 
 template <bool flat> static __global__ void __launch_bounds__(256, flat ? 6 : 4) hpmlg_k_binary(hpmlg_binary b)
 {
-    HPMLG_EIGHTS(at, b.count) {
+    HPMLG_EIGHTS(at, b.w.count) {
         hpmlg_eight x0 = hpmlg_operand<flat>(b, 0, at), x1 = hpmlg_operand<flat>(b, 1, at);
         for (int j = 0; j < 8; j++) {
             float p = x0.v[j], q = x1.v[j];
             x0.v[j] = b.op == HPML_OP_ADD ? p + q : b.op == HPML_OP_SUB ? p - q : b.op == HPML_OP_MUL ? p * q : p / q;
         }
-        hpmlg_put_part(b.out, at, 0, b.count, x0, false);
+        hpmlg_put_part(b.out, at, 0, b.w.count, x0, false);
     }
 }
 
@@ -1237,32 +1237,29 @@ HPMLG_DEVICE hpmlg_eight hpmlg_share(const hpmlg_binary &b, int side, int64_t at
 /* Gradients of operands that were not stretched. The same tensor may stand on both sides. */
 template <bool flat> static __global__ void __launch_bounds__(256, flat ? 5 : 3) hpmlg_k_binary_back(hpmlg_binary b)
 {
-    HPMLG_EIGHTS(at, b.count) {
+    const int64_t n = b.w.count;
+    HPMLG_EIGHTS(at, n)
         for (int side = 0; side < 2; side++)
             if (b.grad[side].p)
-                hpmlg_put_part(b.grad[side], at, 0, b.count, hpmlg_share<flat>(b, side, at, 0, b.count), b.add[side]);
-    }
+                hpmlg_put_part(b.grad[side], at, 0, n, hpmlg_share<flat>(b, side, at, 0, n), b.add[side]);
 }
 
 HPMLG_FN hpmlg_binary hpmlg_binary_make(const hpml_node *n)
 {
-    hpmlg_binary b = {};
-    int64_t      stride[2][HPML_MAX_DIMS];
-    b.op = (int)n->op, b.count = hpml_tensor_count(n->out), b.out = hpmlg_value(n->out);
-    for (int s = 0; s < 2; s++) {
-        const hpml_tensor *t = n->src[s];
-        int64_t            step = 1;
-        int                lead = n->out->ndim - t->ndim;
-        b.src[s]   = hpmlg_value(t);
-        b.whole[s] = hpml_tensor_count(t) == b.count;
-        for (int i = n->out->ndim - 1; i >= 0; i--) {
-            int64_t size = i < lead ? 1 : t->shape[i - lead];
-            stride[s][i] = size == 1 ? 0 : step;
-            step *= size;
+    hpmlg_binary       b = {};
+    const hpml_tensor *y = n->out;
+    int64_t            step[2] = { 1, 1 }, stride[2];
+    b.op = (int)n->op, b.out = hpmlg_value(y);
+    for (int i = y->ndim - 1; i >= 0; i--) {
+        for (int s = 0; s < 2; s++) {
+            int     k    = i - (y->ndim - n->src[s]->ndim);
+            int64_t size = k < 0 ? 1 : n->src[s]->shape[k];
+            stride[s] = size == 1 ? 0 : step[s];
+            step[s] *= size;
         }
+        hpmlg_walk_push(&b.w, y->shape[i], stride[0], stride[1]);
     }
-    for (int i = 0; i < n->out->ndim; i++) hpmlg_walk_push(&b.w, n->out->shape[i], stride[0][i], stride[1][i]);
-    if (b.w.ndim == 0) hpmlg_walk_push(&b.w, 1, 0, 0);
+    for (int s = 0; s < 2; s++) b.src[s] = hpmlg_value(n->src[s]), b.whole[s] = step[s] == b.w.count;
     return b;
 }
 
@@ -1272,7 +1269,7 @@ HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int 
 HPMLG_FN hpml_status hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
 {
     hpmlg_binary  b = hpmlg_binary_make(n);
-    unsigned      blocks = hpmlg_blocks(d, b.count, 2048);
+    unsigned      blocks = hpmlg_blocks(d, b.w.count, 2048);
     bool          flat = b.whole[0] && b.whole[1];
     hpml_status   status = HPML_OK;
     if (!back && n->with && d->passing) return HPML_OK; /* the norm that follows does it */
@@ -1372,9 +1369,9 @@ HPMLG_FN int hpmlg_power(int64_t n, int most)
 HPMLG_FN hpmlg_walk hpmlg_stretched(int64_t outer, int64_t dim, int64_t inner)
 {
     hpmlg_walk w = {};
-    hpmlg_walk_push(&w, outer, inner, 0);
-    hpmlg_walk_push(&w, dim, 0, 0);
     hpmlg_walk_push(&w, inner, 1, 0);
+    hpmlg_walk_push(&w, dim, 0, 0);
+    hpmlg_walk_push(&w, outer, inner, 0);
     return w;
 }
 
@@ -1391,14 +1388,14 @@ HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int 
                                     bool add)
 {
     hpmlg_fold f = {};
-    int        last = b->w.ndim - 1;
-    int64_t    step = 1, stride[HPML_MAX_DIMS];
-    bool       run_kept = b->w.stride[side][last] != 0;
+    int64_t    step = b->w.shape[0];
+    bool       run_kept = b->w.stride[side][0] != 0;
     f.b = *b, f.side = side, f.out = out, f.scale = scale, f.add = add;
-    f.run = b->w.shape[last];
-    for (int i = last; i >= 0; i--) stride[i] = step, step *= b->w.shape[i];
-    for (int i = 0; i < last; i++)
-        hpmlg_walk_push(b->w.stride[side][i] ? &f.kept : &f.summed, b->w.shape[i], stride[i], stride[i]);
+    f.run = b->w.shape[0];
+    for (int i = 1; i < b->w.ndim; i++) {
+        hpmlg_walk_push(b->w.stride[side][i] ? &f.kept : &f.summed, b->w.shape[i], step, step);
+        step *= b->w.shape[i];
+    }
     int64_t eights = (f.run + (run_kept ? 7 : 14)) / 8, kept = run_kept ? f.kept.count * f.run : f.kept.count;
     f.tx = hpmlg_power(run_kept ? eights : f.summed.count * eights, run_kept ? 32 : HPMLG_FOLD);
     int     ty     = HPMLG_FOLD / f.tx;
@@ -1628,16 +1625,14 @@ HPMLG_OP(permute)
         if (back) stride[k] = step[i];
         else stride[i] = step[k];
     }
-    for (int i = 0; i < shape->ndim; i++) hpmlg_walk_push(&w, shape->shape[i], stride[i], 0);
-    whole = 1;
-    for (int i = w.ndim - 1; i >= 0; i--) step[i] = whole, whole *= w.shape[i];
-    for (int i = 0; i < w.ndim - 1; i++)
+    for (int i = shape->ndim - 1; i >= 0; i--) hpmlg_walk_push(&w, shape->shape[i], stride[i], w.count);
+    for (int i = 1; i < w.ndim; i++)
         if (w.stride[0][i] == 1) p = i;
-    t.p = w.shape[p], t.last = w.shape[w.ndim - 1];
-    if (w.stride[0][w.ndim - 1] == 1 || t.p < 16 || t.last < 16) return hpmlg_spread_run(d, to, from, &w, 1, add);
-    t.from = from, t.to = to, t.add = add, t.from_last = w.stride[0][w.ndim - 1], t.to_p = step[p];
-    for (int i = 0; i < w.ndim - 1; i++)
-        if (i != p) hpmlg_walk_push(&t.w, w.shape[i], w.stride[0][i], step[i]);
+    t.p = w.shape[p], t.last = w.shape[0];
+    if (p == 0 || t.p < 16 || t.last < 16) return hpmlg_spread_run(d, to, from, &w, 1, add);
+    t.from = from, t.to = to, t.add = add, t.from_last = w.stride[0][0], t.to_p = w.stride[1][p];
+    for (int i = 1; i < w.ndim; i++)
+        if (i != p) hpmlg_walk_push(&t.w, w.shape[i], w.stride[0][i], w.stride[1][i]);
     t.p_tiles = (t.p + HPMLG_TILE - 1) / HPMLG_TILE, t.last_tiles = (t.last + HPMLG_TILE - 1) / HPMLG_TILE;
     return HPMLG_RUN(d, hpmlg_k_turn, (unsigned)(t.w.count * t.p_tiles * t.last_tiles), 256, 0, t);
 }
@@ -3690,9 +3685,9 @@ HPMLG_FN hpml_status hpmlg_conv_ends(hpmlg_device *d, const hpml_node *n)
         status = HPMLG_DEAL(d, hpmlg_k_act, count, 2048, dy, hpmlg_value(y), dy, (int)n->attr.conv.act, 0.01f, count,
                             false);
     if (status != HPML_OK || !bias || !bias->grad) return status;
-    hpmlg_walk_push(&w, y->shape[0], 0, 0);
-    hpmlg_walk_push(&w, C, 1, 0);
     hpmlg_walk_push(&w, P, 0, 0);
+    hpmlg_walk_push(&w, C, 1, 0);
+    hpmlg_walk_push(&w, y->shape[0], 0, 0);
     return hpmlg_sum_run(d, hpmlg_grad(bias), dy, w, 1, n->accumulate[2]);
 }
 
@@ -4442,7 +4437,7 @@ HPMLG_DEVICE float hpmlg_sigmoid(float x) { return 1 / (1 + expf(-x)); }
 /* One number of h and c at step t: i, f, g, o from their sums. */
 static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
 {
-    int64_t at = hpmlg_me(), b = at / l.H, j = at % l.H, row = b * l.T + t;
+    int64_t at = hpmlg_me(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t;
     float  *a = l.gates + row * 4 * l.H + j, *c = l.cells + row * l.H + j;
     if (b >= l.B) return;
     float in = hpmlg_sigmoid(a[0]), forget = hpmlg_sigmoid(a[l.H]);
@@ -4456,7 +4451,7 @@ static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
 /* The same backward: gates become da; dc goes on to the step before. */
 static __global__ void hpmlg_k_lstm_back(hpmlg_lstm l, int64_t t)
 {
-    int64_t      at = hpmlg_me(), b = at / l.H, j = at % l.H, row = b * l.T + t;
+    int64_t      at = hpmlg_me(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t;
     float       *a = l.gates + row * 4 * l.H + j, d[4];
     const float *c = l.cells + row * l.H + j;
     if (b >= l.B) return;
