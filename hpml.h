@@ -3327,7 +3327,7 @@ typedef struct hpmli_gemm_part {
 
 /* Blocks: MC rows of A, KC deep, stay in the second-level cache while the panels of B pass by; NC columns of B are kept
    packed for the next MC rows. Deep blocks read and write C less often. */
-#define HPMLI_GEMM_KC 768
+#define HPMLI_GEMM_KC 800
 #define HPMLI_GEMM_MC 168
 #define HPMLI_GEMM_NC 256
 #define HPMLI_GEMM_SUMS 65536 /* partial sums of a product that is cut along k */
