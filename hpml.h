@@ -2034,9 +2034,9 @@ HPMLI_KFN void HV(f32_to_u8)(uint8_t *y, const float *x, int64_t n)
 
 #ifndef HPMLI_TILE_ROW
 #define HPMLI_NV (HPMLI_ISA == 2 ? 4 : 2) /* vectors in a tile, at most */
-/* Where tiles go, one below the other. Written or added to. */
+/* Where tiles go, one below the other or side by side. Written or added to. */
 typedef struct hpmli_tile_out {
-    int64_t tiles, next_a; /* so many, their rows of A so far apart */
+    int64_t tiles, next_a, next_b, next_c; /* so many, A and B so far apart, in C from the end of one to the next */
     float  *c;
     int64_t ldc, fetch; /* so many rows of each are worth a prefetch */
     int     add;
@@ -2103,7 +2103,7 @@ HPMLI_VFN void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
 {
     float  *c = o->c, *packed = o->packed;
     int64_t ldc = o->ldc, lanes = o->n, last = lanes - HV_W, fetch = o->fetch < kc ? o->fetch : kc;
-    for (int64_t t = o->tiles; t > 0; t--, a += o->next_a, b -= kc * ldb) {
+    for (int64_t t = o->tiles; t > 0; t--, a += o->next_a, b += o->next_b - kc * ldb, c += o->next_c) {
         const float *a0 = a, *a3 = a + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
         const float *next = c;
         HPMLI_ROWS(HPMLI_TILE_ZERO)
@@ -2235,8 +2235,7 @@ HPMLI_VFN void HV(transpose)(const float *in, int64_t ldx, int64_t rows, float *
 }
 
 /* Packs a panel dst[p * nr + j] = x[p * ps + j * js], p < pc, j < jn, zero up to nr. dst has HV_W floats to spare. */
-HPMLI_KFN void HV(pack)(const float *x, int64_t ps, int64_t js, int64_t pc, int64_t jn, int64_t nr,
-                                   float *dst)
+HPMLI_KFN void HV(pack)(const float *x, int64_t ps, int64_t js, int64_t pc, int64_t jn, int64_t nr, float *dst)
 {
     if (js == 1) {
         for (int64_t p = 0; p < pc; p++, x += ps, dst += nr) {
@@ -2268,8 +2267,7 @@ HPMLI_VFN void HV(tile_save)(const hpmli_tile_end *e, float *c, int64_t r, int64
 }
 
 /* The same for mr rows of a tile. */
-HPMLI_KFN void HV(save)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, float *c,
-                                   int64_t ldc)
+HPMLI_KFN void HV(save)(const float *tile, int64_t mr, int64_t n, const hpmli_tile_end *e, float *c, int64_t ldc)
 {
     for (int64_t r = 0; r < mr; r++, c += ldc, tile += HPMLI_NV * HV_W)
         for (int64_t j = 0; j < n; j += HV_W) HV(tile_save)(e, c + j, r, j, HV(load)(tile + j), n - j);
@@ -2373,17 +2371,16 @@ HPMLI_KFN void HV(pack_block)(const HV(view) *v, const float *p, int64_t mc, int
 }
 
 /* Makes columns [j, j + n) of Q, over k [p0, p0 + kc), a packed panel. */
-HPMLI_KFN void HV(pack_panel)(const HV(view) *v, int64_t j, int64_t n, int64_t p0, int64_t kc,
-                                         int64_t width, float *pb)
+HPMLI_KFN void HV(pack_panel)(const HV(view) *v, int64_t j, int64_t n, int64_t p0, int64_t kc, int64_t width, float *pb)
 {
     const hpmli_gemm_desc *d = v->part->d;
     if (d->pack_b) d->pack_b(d->pack_user, v->part->batch, d->k_first + p0, kc, v->part->j0 + j, n, width, pb);
     else HV(pack)(v->q + p0 * v->q_ks + j * v->q_cs, v->q_ks, v->q_cs, kc, n, width, pb);
 }
 
-/* Rows [i0, i0 + mc) x columns [j, j + n) of a panel, over k [p0, p0 + kc). pb: room for the packed panel. */
+/* Rows [i0, i0 + mc) x `count` panels of n columns from j on, over k [p0, p0 + kc). pb: room for the packed panel. */
 HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n,
-                                    int64_t p0, int64_t kc, float *pb, bool ready)
+                                    int64_t p0, int64_t kc, float *pb, bool ready, int64_t count)
 {
     bool         packed = v->packed_p != NULL;
     const float *a = packed ? v->packed_p : v->p + i0 * v->p_rs + p0 * v->p_ks, *b = v->q + p0 * v->q_ks + j * v->q_cs;
@@ -2407,7 +2404,8 @@ HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, i
         if (t == more && more > 0) mr--;
         o.tiles = !direct || o.packed ? 1 : (t < more ? more : v->tiles) - t;
         if (packed && o.tiles > v->group - t % v->group) o.tiles = v->group - t % v->group;
-        o.next_a = packed ? mr : mr * v->p_rs;
+        o.next_a = packed ? mr : mr * v->p_rs, o.next_b = o.next_c = 0;
+        if (count > 1) o.tiles = count, o.next_a = 0, o.next_b = n, o.next_c = n - mr * v->ldc;
         o.fetch = direct && v->fetch ? mr : 0;
         if (direct) o.c = c;
         HV(tiles)[vectors - 1][mr - 1](kc, a, packed ? 1 : v->p_rs, packed ? v->width : v->p_ks, b, ldb, &o);
@@ -2417,8 +2415,8 @@ HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, i
             if (v->swapped) HV(turn)(tile, mr, n, &e, v->plain && e.beta == 0, c, v->ldc);
             else HV(save)(tile, mr, n, &e, c, v->ldc);
         }
-        for (int64_t r = 0; v->act_row && r < (v->swapped ? n : mr * o.tiles); r++)
-            v->act_row(c + r * v->ldc, v->swapped ? mr : n);
+        for (int64_t r = 0; v->act_row && r < (v->swapped ? n : count > 1 ? mr : mr * o.tiles); r++)
+            v->act_row(c + r * v->ldc, v->swapped ? mr : n * count);
         if (o.packed) o.packed = NULL, b = pb, ldb = width;
         a += o.next_a * o.tiles;
         if (packed && (t + o.tiles) % v->group == 0) a = v->packed_p + (t + o.tiles) / v->group * v->width * kc;
@@ -2448,15 +2446,15 @@ HPMLI_KFN void HV(block_end)(HV(view) *v, int64_t p0, int64_t kc)
 HPMLI_KFN void HV(blocks)(HV(view) *v)
 {
     float  *pb = v->part->ws, *packed_p = v->packed_p;
-    int64_t k_blocks = v->k > HPMLI_GEMM_KC ? (v->k - 1) / HPMLI_GEMM_KC + 1 : 1;
-    int64_t row_blocks = v->rows > HPMLI_GEMM_MC ? (v->rows - 1) / HPMLI_GEMM_MC + 1 : 1;
+    int64_t k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1, row_blocks = (v->rows - 1) / HPMLI_GEMM_MC + 1; /* 0: one */
     int64_t at_once = packed_p && row_blocks > HPMLI_GEMM_PACKED ? HPMLI_GEMM_PACKED : row_blocks, height = 1;
     for (int64_t step = 0; step < (row_blocks + at_once - 1) / at_once * k_blocks; step++) {
         int64_t kb = step % k_blocks, r0 = step / k_blocks * at_once, p0 = kb * v->k / k_blocks;
         int64_t r1 = row_blocks - r0 < at_once ? row_blocks : r0 + at_once, kc = (kb + 1) * v->k / k_blocks - p0;
         HV(block_end)(v, p0, kc);
-        for (int64_t j0 = 0; j0 < v->cols; j0 += HPMLI_GEMM_NC) {
-            int64_t nc = v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC, vectors = (nc + HV_W - 1) / HV_W;
+        for (int64_t j0 = 0, nc; j0 < v->cols; j0 += nc) {
+            nc = !v->pack_q || v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC;
+            int64_t vectors = (nc + HV_W - 1) / HV_W;
             int64_t most = v->swapped ? 2 : HPMLI_NV, panels = (vectors + most - 1) / most;
             if (j0 == 0 || !packed_p) height = HV(tile_rows)[(vectors - 1) / panels];
             v->group = height < HV_W ? HV_W / height : 1;
@@ -2468,10 +2466,14 @@ HPMLI_KFN void HV(blocks)(HV(view) *v)
                     v->packed_p = packed_p + (rb - r0) * HPMLI_GEMM_BLOCK;
                     if (j0 == 0) HV(pack_block)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
                 }
-                for (int64_t t = 0, j = 0, end; t < panels; t++, j = end) {
-                    end = vectors * (t + 1) / panels * HV_W;
-                    HV(panel)(v, i0, mc, j0 + j, (end < nc ? end : nc) - j, p0, kc,
-                                         row_blocks > 1 ? pb + j * kc : pb, rb > r0);
+                /* one tile takes all panels of full width in one go */
+                bool    row   = v->tiles == 1 && height == HV(tile_rows)[most - 1] && v->plain && !v->swapped;
+                int64_t whole = row && !v->pack_q ? nc / (most * HV_W) : 0;
+                for (int64_t t = 0, j = 0, end, count; j < nc; t += count, j = end) {
+                    count = t < whole ? whole : 1;
+                    end   = t < whole ? whole * most * HV_W : vectors * (t + 1) / panels * HV_W;
+                    HV(panel)(v, i0, mc, j0 + j, ((end < nc ? end : nc) - j) / count, p0, kc,
+                              row_blocks > 1 ? pb + j * kc : pb, rb > r0, count);
                 }
             }
         }
@@ -2524,8 +2526,7 @@ HPMLI_VFN void HV(dot)(const int mr, HPMLI_DOT_ARGS)
 }
 
 HPMLI_DOT(1) HPMLI_DOT(2) HPMLI_DOT(3) HPMLI_DOT(4) HPMLI_DOT(5) HPMLI_DOT(6)
-static hpmli_dot_fn *const HV(dots)[] = { HV(dot_1), HV(dot_2), HV(dot_3),
-                                                     HV(dot_4), HV(dot_5), HV(dot_6) };
+static hpmli_dot_fn *const HV(dots)[] = { HV(dot_1), HV(dot_2), HV(dot_3), HV(dot_4), HV(dot_5), HV(dot_6) };
 
 /* Element (i, j) of one product, finished. */
 HPMLI_VFN void HV(save_one)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
@@ -2622,8 +2623,7 @@ HPMLI_KFN void HV(gemm_part)(const hpmli_gemm_part *part)
 }
 
 /* Row i of C from `count` parts of the sum over k, `apart` floats from one to the next; added up in order. */
-HPMLI_KFN void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count,
-                                       int64_t apart)
+HPMLI_KFN void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t apart)
 {
     hpmli_tile_end e;
     float *c = d->c + i * d->ldc;
@@ -3327,7 +3327,7 @@ typedef struct hpmli_gemm_part {
 
 /* Blocks: MC rows of A, KC deep, stay in the second-level cache while the panels of B pass by; NC columns of B are kept
    packed for the next MC rows. Deep blocks read and write C less often. */
-#define HPMLI_GEMM_KC 768
+#define HPMLI_GEMM_KC 800
 #define HPMLI_GEMM_MC 168
 #define HPMLI_GEMM_NC 256
 #define HPMLI_GEMM_SUMS 65536 /* partial sums of a product that is cut along k */
