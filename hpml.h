@@ -1161,6 +1161,17 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #undef HPMLI_REF
 #endif
 
+/* Between these stands what is not a kernel: gcc spends a third of its time there on passes that make it no faster. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define HPMLI_PLAIN                                                                                                    \
+    _Pragma("GCC push_options") _Pragma("GCC optimize(\"no-tree-pre,no-tree-vrp,no-tree-dominator-opts\")")            \
+    _Pragma("GCC optimize(\"no-thread-jumps,no-gcse,no-schedule-insns2\")")
+#define HPMLI_PLAIN_END _Pragma("GCC pop_options")
+#else
+#define HPMLI_PLAIN
+#define HPMLI_PLAIN_END
+#endif
+
 #endif /* HPML_H_INCLUDED: stop here if you only want the API */
 
 #ifdef HPML_IMPLEMENTATION
@@ -3496,6 +3507,7 @@ typedef struct hpmli_conv_sum {
 #undef HV_LOOP
 #undef HV_POLY5
 #undef HV_POLY_ON
+HPMLI_PLAIN
 
 /* Kernels by name, NULL when this CPU cannot run them; without a name the best. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
@@ -10389,6 +10401,7 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
                     1e-6 * (double)m->scratch, 1e-6 * (double)m->total);
     return t.used;
 }
+HPMLI_PLAIN_END
 #endif /* HPMLI_BODY_INCLUDED */
 #endif /* HPMLI_ISA */
 #ifdef __CUDACC__
