@@ -2023,24 +2023,29 @@ HPMLI_KFN void HV(f32_to_u8)(uint8_t *y, const float *x, int64_t n)
 #undef HPMLI_MR
 #undef HPMLI_NR
 #undef HPMLI_ROWS
+#undef HPMLI_DOTS
 #undef HPMLI_DOT_MR
 #define HPMLI_NR (2 * HV_W)
 #if HPMLI_ISA == 2
 #define HPMLI_MR      14
 #define HPMLI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
 #define HPMLI_DOT_MR  6
+#define HPMLI_DOTS(X) X(0) X(1) X(2) X(3) X(4) X(5)
 #elif HPMLI_ISA == 1
 #define HPMLI_MR      6
 #define HPMLI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
 #define HPMLI_DOT_MR  2
+#define HPMLI_DOTS(X) X(0) X(1)
 #elif HPMLI_ISA == 3
 #define HPMLI_MR      8
 #define HPMLI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 #define HPMLI_DOT_MR  4
+#define HPMLI_DOTS(X) X(0) X(1) X(2) X(3)
 #else
 #define HPMLI_MR      4
 #define HPMLI_ROWS(X) X(0) X(1) X(2) X(3)
 #define HPMLI_DOT_MR  2
+#define HPMLI_DOTS(X) X(0) X(1)
 #endif
 
 #ifndef HPMLI_TILE_ROW
@@ -2498,24 +2503,20 @@ HPMLI_KFN void HV(blocks)(HV(view) *v)
 
 #ifndef HPMLI_DOT_ROW
 #define HPMLI_DOT_ZERO(r) hv s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
-#define HPMLI_DOT_ROW(r, LOAD)                                                                                         \
+#define HPMLI_DOT_ROW(r)                                                                                               \
     if (mr > r) {                                                                                                      \
-        hv x = LOAD(p + r * p_rs);                                                                                     \
+        hv x = HPMLI_DOT_LOAD(p + r * p_rs);                                                                           \
         s##r = HV(fma)(x, b0, s##r), t##r = HV(fma)(x, b1, t##r);                                                      \
         u##r = HV(fma)(x, b2, u##r), v##r = HV(fma)(x, b3, v##r);                                                      \
     }
-#define HPMLI_DOT_STEP(LOAD)                                                                                           \
-    {                                                                                                                  \
-        hv b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                 \
-        HPMLI_DOT_ROW(0, LOAD) HPMLI_DOT_ROW(1, LOAD) HPMLI_DOT_ROW(2, LOAD)                                           \
-        HPMLI_DOT_ROW(3, LOAD) HPMLI_DOT_ROW(4, LOAD) HPMLI_DOT_ROW(5, LOAD)                                           \
-    }
-#define HPMLI_DOT_REST(p) HV(load_n)(p, k - i)
+#define HPMLI_DOT_STEP                                                                                                 \
+    hv b0 = HPMLI_DOT_LOAD(q0), b1 = HPMLI_DOT_LOAD(q1), b2 = HPMLI_DOT_LOAD(q2), b3 = HPMLI_DOT_LOAD(q3);             \
+    HPMLI_DOTS(HPMLI_DOT_ROW)
 #define HPMLI_DOT_SAVE(r) if (mr > r) HV(sum4)(out + 4 * r, s##r, t##r, u##r, v##r);
-#define HPMLI_DOT_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
 #define HPMLI_DOT_ARGS    int64_t k, const float *p, int64_t p_rs, const float *q, int64_t q_rs, int64_t n, float *out
-#define HPMLI_DOT(rows)                                                                                                \
-    HPMLI_KFN void HV(dot_##rows)(HPMLI_DOT_ARGS) { HV(dot)(rows, k, p, p_rs, q, q_rs, n, out); }
+#define HPMLI_DOT(r)                                                                                                   \
+    HPMLI_KFN void HV(dot_##r)(HPMLI_DOT_ARGS) { HV(dot)(r + 1, k, p, p_rs, q, q_rs, n, out); }
+#define HPMLI_DOT_FN(r)   HV(dot_##r),
 typedef void hpmli_dot_fn(HPMLI_DOT_ARGS);
 #endif
 
@@ -2525,18 +2526,21 @@ HPMLI_VFN void HV(dot)(const int mr, HPMLI_DOT_ARGS)
 {
     const float *q0 = q, *q1 = n > 1 ? q0 + q_rs : q0, *q2 = n > 2 ? q1 + q_rs : q1, *q3 = n > 3 ? q2 + q_rs : q2;
     int64_t      i  = 0;
-    HPMLI_DOT_ROWS(HPMLI_DOT_ZERO)
+    HPMLI_DOTS(HPMLI_DOT_ZERO)
+#define HPMLI_DOT_LOAD HV(load)
     for (; i + HV_W <= k; i += HV_W) {
-        HPMLI_DOT_STEP(HV(load))
+        HPMLI_DOT_STEP
         p += HV_W, q0 += HV_W, q1 += HV_W, q2 += HV_W, q3 += HV_W;
     }
-    if (i < k) HPMLI_DOT_STEP(HPMLI_DOT_REST)
-    HPMLI_DOT_ROWS(HPMLI_DOT_SAVE)
+#undef HPMLI_DOT_LOAD
+#define HPMLI_DOT_LOAD(p) HV(load_n)(p, k - i)
+    if (i < k) { HPMLI_DOT_STEP }
+#undef HPMLI_DOT_LOAD
+    HPMLI_DOTS(HPMLI_DOT_SAVE)
 }
 
-HPMLI_DOT(1) HPMLI_DOT(2) HPMLI_DOT(3) HPMLI_DOT(4) HPMLI_DOT(5) HPMLI_DOT(6)
-static hpmli_dot_fn *const HV(dots)[] = { HV(dot_1), HV(dot_2), HV(dot_3),
-                                                     HV(dot_4), HV(dot_5), HV(dot_6) };
+HPMLI_DOTS(HPMLI_DOT)
+static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOTS(HPMLI_DOT_FN) };
 
 /* Element (i, j) of one product, finished. */
 HPMLI_VFN void HV(save_one)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
