@@ -655,9 +655,7 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 #define HPMLC_UNUSED   __attribute__((unused))
 #define HPMLC_RESTRICT __restrict__
 #define HPMLC_PRINTF(text, args) __attribute__((format(printf, text, args)))
-
 HPMLI_PLAIN
-
 #ifdef __cplusplus
 extern "C" {
 #endif
