@@ -1161,6 +1161,17 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #undef HPMLI_REF
 #endif
 
+/* Between these stands what is not a kernel: gcc spends a third of its time there on passes that make it no faster. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define HPMLI_PLAIN                                                                                                    \
+    _Pragma("GCC push_options") _Pragma("GCC optimize(\"no-tree-pre,no-tree-vrp,no-tree-dominator-opts\")")            \
+    _Pragma("GCC optimize(\"no-thread-jumps,no-gcse,no-schedule-insns2\")")
+#define HPMLI_PLAIN_END _Pragma("GCC pop_options")
+#else
+#define HPMLI_PLAIN
+#define HPMLI_PLAIN_END
+#endif
+
 #endif /* HPML_H_INCLUDED: stop here if you only want the API */
 
 #ifdef HPML_IMPLEMENTATION
@@ -1323,6 +1334,7 @@ HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wsign-conversion"
 #endif
+#undef HPMLI_FOLD
 #undef HPMLI_MM
 #undef HPMLI_MM_ALL
 #undef HPMLI_MM_HALF
@@ -1346,22 +1358,19 @@ HPMLI_V2(HV(odd), HPMLI_QUARTERS(_mm256_shuffle_ps(a, b, 0xdd)))
 HPMLI_V2(HV(low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20))
 HPMLI_V2(HV(high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31))
 #undef HPMLI_QUARTERS
-HPMLI_VFN float HV(sum)(hv a)
-{
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
-}
+#define HPMLI_FOLD(name, op)                                                                                           \
+    HPMLI_VFN float HV(name)(hv a)                                                                                     \
+    {                                                                                                                  \
+        __m128 s = _mm_##op##_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));                              \
+        s = _mm_##op##_ps(s, _mm_movehl_ps(s, s));                                                                     \
+        return _mm_cvtss_f32(_mm_##op##_ss(s, _mm_shuffle_ps(s, s, 1)));                                               \
+    }
+HPMLI_FOLD(sum, add)
+HPMLI_FOLD(hmax, max)
 HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
 {
     __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
-}
-HPMLI_VFN float HV(hmax)(hv a)
-{
-    __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
 HPMLI_VFN uint32_t HV(signmask)(hv a)
 {
@@ -1398,12 +1407,15 @@ HPMLI_PICK(HV(odd), 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
 HPMLI_PICK(HV(low), 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 HPMLI_PICK(HV(high), 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 #undef HPMLI_PICK
-HPMLI_VFN float HV(sum)(hv a)
-{
-    float t[16]; /* through memory: gcc 12 warns about its own half-register casts */
-    HV(store)(t, a);
-    return hpmli_sum_avx2(_mm256_add_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
-}
+#define HPMLI_FOLD(name, op)                                                                                           \
+    HPMLI_VFN float HV(name)(hv a)                                                                                     \
+    {                                                                                                                  \
+        float t[16]; /* through memory: gcc 12 warns about its own half-register casts */                              \
+        HV(store)(t, a);                                                                                               \
+        return hpmli_##name##_avx2(_mm256_##op##_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));                      \
+    }
+HPMLI_FOLD(sum, add)
+HPMLI_FOLD(hmax, max)
 HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
 {
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
@@ -1412,12 +1424,6 @@ HPMLI_VFN void HV(sum4)(float *out, hv a, hv b, hv c, hv d)
     s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e)); /* within each quarter: a, b, c, d */
     s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, s)));
-}
-HPMLI_VFN float HV(hmax)(hv a)
-{
-    float t[16];
-    HV(store)(t, a);
-    return hpmli_hmax_avx2(_mm256_max_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
 }
 HPMLI_VFN uint32_t HV(signmask)(hv a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
 HPMLI_VFN hv HV(bits)(uint32_t m, hv a, hv b) { return _mm512_mask_blend_ps((__mmask16)m, b, a); }
@@ -1705,7 +1711,6 @@ HPMLI_KFN void HV(act_forward)(int kind, float slope, float *y, const float *x, 
     case number: HV_LOOP(n) HV(st)(y + i, HV(f_##name)(HV(ld)(x + i, c), s), c); break;
         HPMLI_ACTS(HPMLI_X)
 #undef HPMLI_X
-    default: break;
     }
 }
 
@@ -1727,7 +1732,6 @@ HPMLI_KFN void HV(act_backward)(int kind, float slope, float *dx, const float *d
         break;
         HPMLI_ACTS(HPMLI_X)
 #undef HPMLI_X
-    default: break;
     }
 }
 
@@ -1752,19 +1756,16 @@ HPMLI_KFN void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n)
     else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb * HV(ld)(y + i, c)), c);
 }
 
-/* y = a x + b */
-HPMLI_KFN void HV(vscale_add)(float *y, const float *x, float a, float b, int64_t n)
-{
-    hv va = HV(set1)(a), vb = HV(set1)(b);
-    HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb), c);
-}
-
-/* y = max(a x + b, 0) */
-HPMLI_KFN void HV(vaffine_relu)(float *y, const float *x, float a, float b, int64_t n)
-{
-    hv va = HV(set1)(a), vb = HV(set1)(b);
-    HV_LOOP(n) HV(st)(y + i, HV(max)(HV(zero)(), HV(fma)(va, HV(ld)(x + i, c), vb)), c);
-}
+/* y = a x + b, y = max(a x + b, 0) */
+#define HPMLI_AFFINE(name, result)                                                                                     \
+    HPMLI_KFN void HV(name)(float *y, const float *x, float a, float b, int64_t n)                                     \
+    {                                                                                                                  \
+        hv va = HV(set1)(a), vb = HV(set1)(b);                                                                         \
+        HV_LOOP(n) HV(st)(y + i, result, c);                                                                           \
+    }
+HPMLI_AFFINE(vscale_add, HV(fma)(va, HV(ld)(x + i, c), vb))
+HPMLI_AFFINE(vaffine_relu, HV(max)(HV(zero)(), HV(fma)(va, HV(ld)(x + i, c), vb)))
+#undef HPMLI_AFFINE
 
 /* y (+)= a x + b z + c */
 HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float constant,
@@ -1939,8 +1940,7 @@ HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *
 }
 
 /* LAMB writes its direction over the gradient's array, which is ours to spend. */
-HPMLI_KFN void HV(opt_step)(const hpmli_opt_args *o, float *w, const float *dw, float *m, float *v,
-                                       int64_t n)
+HPMLI_KFN void HV(opt_step)(const hpmli_opt_args *o, float *w, const float *dw, float *m, float *v, int64_t n)
 {
     hv           scale = HV(set1)(o->u.grad_scale), lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
     const float *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
@@ -1996,6 +1996,7 @@ HPMLI_KFN void HV(f32_to_u8)(uint8_t *y, const float *x, int64_t n)
         y[i] = (uint8_t)(r > 0 ? r < 255 ? r : 255 : 0);
     }
 }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm   matrix product: tiles
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2012,24 +2013,29 @@ HPMLI_KFN void HV(f32_to_u8)(uint8_t *y, const float *x, int64_t n)
 #undef HPMLI_MR
 #undef HPMLI_NR
 #undef HPMLI_ROWS
+#undef HPMLI_DOTS
 #undef HPMLI_DOT_MR
 #define HPMLI_NR (2 * HV_W)
 #if HPMLI_ISA == 2
 #define HPMLI_MR      14
 #define HPMLI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
 #define HPMLI_DOT_MR  6
+#define HPMLI_DOTS(X, L) X(0, L) X(1, L) X(2, L) X(3, L) X(4, L) X(5, L)
 #elif HPMLI_ISA == 1
 #define HPMLI_MR      6
 #define HPMLI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
 #define HPMLI_DOT_MR  2
+#define HPMLI_DOTS(X, L) X(0, L) X(1, L)
 #elif HPMLI_ISA == 3
 #define HPMLI_MR      8
 #define HPMLI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 #define HPMLI_DOT_MR  4
+#define HPMLI_DOTS(X, L) X(0, L) X(1, L) X(2, L) X(3, L)
 #else
 #define HPMLI_MR      4
 #define HPMLI_ROWS(X) X(0) X(1) X(2) X(3)
 #define HPMLI_DOT_MR  2
+#define HPMLI_DOTS(X, L) X(0, L) X(1, L)
 #endif
 
 #ifndef HPMLI_TILE_ROW
@@ -2479,6 +2485,7 @@ HPMLI_KFN void HV(blocks)(HV(view) *v)
         }
     }
 }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm-thin   matrix product: small and thin shapes
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2488,7 +2495,7 @@ HPMLI_KFN void HV(blocks)(HV(view) *v)
    idle. */
 
 #ifndef HPMLI_DOT_ROW
-#define HPMLI_DOT_ZERO(r) hv s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
+#define HPMLI_DOT_ZERO(r, L) hv s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
 #define HPMLI_DOT_ROW(r, LOAD)                                                                                         \
     if (mr > r) {                                                                                                      \
         hv x = LOAD(p + r * p_rs);                                                                                     \
@@ -2496,17 +2503,14 @@ HPMLI_KFN void HV(blocks)(HV(view) *v)
         u##r = HV(fma)(x, b2, u##r), v##r = HV(fma)(x, b3, v##r);                                                      \
     }
 #define HPMLI_DOT_STEP(LOAD)                                                                                           \
-    {                                                                                                                  \
-        hv b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                 \
-        HPMLI_DOT_ROW(0, LOAD) HPMLI_DOT_ROW(1, LOAD) HPMLI_DOT_ROW(2, LOAD)                                           \
-        HPMLI_DOT_ROW(3, LOAD) HPMLI_DOT_ROW(4, LOAD) HPMLI_DOT_ROW(5, LOAD)                                           \
-    }
+    hv b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                     \
+    HPMLI_DOTS(HPMLI_DOT_ROW, LOAD)
 #define HPMLI_DOT_REST(p) HV(load_n)(p, k - i)
-#define HPMLI_DOT_SAVE(r) if (mr > r) HV(sum4)(out + 4 * r, s##r, t##r, u##r, v##r);
-#define HPMLI_DOT_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
+#define HPMLI_DOT_SAVE(r, L) if (mr > r) HV(sum4)(out + 4 * r, s##r, t##r, u##r, v##r);
 #define HPMLI_DOT_ARGS    int64_t k, const float *p, int64_t p_rs, const float *q, int64_t q_rs, int64_t n, float *out
-#define HPMLI_DOT(rows)                                                                                                \
-    HPMLI_KFN void HV(dot_##rows)(HPMLI_DOT_ARGS) { HV(dot)(rows, k, p, p_rs, q, q_rs, n, out); }
+#define HPMLI_DOT(r, L)                                                                                                \
+    HPMLI_KFN void HV(dot_##r)(HPMLI_DOT_ARGS) { HV(dot)(r + 1, k, p, p_rs, q, q_rs, n, out); }
+#define HPMLI_DOT_FN(r, L) HV(dot_##r),
 typedef void hpmli_dot_fn(HPMLI_DOT_ARGS);
 #endif
 
@@ -2516,17 +2520,17 @@ HPMLI_VFN void HV(dot)(const int mr, HPMLI_DOT_ARGS)
 {
     const float *q0 = q, *q1 = n > 1 ? q0 + q_rs : q0, *q2 = n > 2 ? q1 + q_rs : q1, *q3 = n > 3 ? q2 + q_rs : q2;
     int64_t      i  = 0;
-    HPMLI_DOT_ROWS(HPMLI_DOT_ZERO)
+    HPMLI_DOTS(HPMLI_DOT_ZERO, 0)
     for (; i + HV_W <= k; i += HV_W) {
         HPMLI_DOT_STEP(HV(load))
         p += HV_W, q0 += HV_W, q1 += HV_W, q2 += HV_W, q3 += HV_W;
     }
-    if (i < k) HPMLI_DOT_STEP(HPMLI_DOT_REST)
-    HPMLI_DOT_ROWS(HPMLI_DOT_SAVE)
+    if (i < k) { HPMLI_DOT_STEP(HPMLI_DOT_REST) }
+    HPMLI_DOTS(HPMLI_DOT_SAVE, 0)
 }
 
-HPMLI_DOT(1) HPMLI_DOT(2) HPMLI_DOT(3) HPMLI_DOT(4) HPMLI_DOT(5) HPMLI_DOT(6)
-static hpmli_dot_fn *const HV(dots)[] = { HV(dot_1), HV(dot_2), HV(dot_3), HV(dot_4), HV(dot_5), HV(dot_6) };
+HPMLI_DOTS(HPMLI_DOT, 0)
+static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOTS(HPMLI_DOT_FN, 0) };
 
 /* Element (i, j) of one product, finished. */
 HPMLI_VFN void HV(save_one)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
@@ -2640,6 +2644,7 @@ HPMLI_KFN void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *su
     }
     if (d->act_row) d->act_row(c, d->n);
 }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>random   Philox: random numbers by number
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2655,7 +2660,6 @@ HPMLI_KFN void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *su
    The unit of work is a chunk of 64 words, 16 blocks, on every instruction set; a range that starts or ends inside a
    chunk computes all of it and keeps its part. Where a product is added to something it is a fused multiply-add, in the
    scalar pass too: the same floats come out everywhere, and so a seed gives the same initial weights on every CPU. */
-
 
 /* What this chapter needs of an instruction set; `hu` holds HV_W / 4 blocks. HV(pairs): the 64-bit words (a, b) for
    each; HV(products): the line above without its last two terms; HV(words): words as floats, rounded. */
@@ -3130,8 +3134,7 @@ HPMLI_KFN void HV(conv_return)(float *y, const float *image, int64_t channels, i
     bool    whole = pitch == width * channels;
     int64_t rows = whole ? 1 : height, n = whole ? height * width : width;
     for (int64_t r = 0; r < rows; r++)
-        HV(conv_emit)(image + r * pitch, channels, n, channels, y + r * n, height * width, NULL, 0,
-                                 accumulate);
+        HV(conv_emit)(image + r * pitch, channels, n, channels, y + r * n, height * width, NULL, 0, accumulate);
 }
 
 /* Channels [o0, o1) of one image's result, from its image in NHWC order. band: map->band x width x panel floats. */
@@ -3496,6 +3499,7 @@ typedef struct hpmli_conv_sum {
 #undef HV_LOOP
 #undef HV_POLY5
 #undef HV_POLY_ON
+HPMLI_PLAIN
 
 /* Kernels by name, NULL when this CPU cannot run them; without a name the best. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
@@ -3617,6 +3621,7 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
     } while (x >= (uint64_t)n);
     return (int64_t)x;
 }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>codec   gradients packed for the wire
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4029,6 +4034,7 @@ HPMLI_FN bool hpmli_grow(hpml_ctx *ctx, void *array, int64_t count, int64_t *cap
 }
 
 HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, object); }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>threads   the clock and the thread pool
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4362,6 +4368,7 @@ HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx)
 
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ctx->device : NULL; }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>tensor   tensors and views, copies and conversions
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5018,6 +5025,7 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
     }
     return hash;
 }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm-threads   dealing a matrix product out to threads
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5169,6 +5177,7 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
     hpmli_gemm(ctx, &d);
     return HPML_OK;
 }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>elementwise   add, sub, mul, div with broadcasting; scale; activations
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7375,6 +7384,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
         NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL };
     return &cpu;
 }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7963,6 +7973,7 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
     hpml_graph_forward(g, true, 0);
     return worst;
 }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>trainer   the trainer: settings, creation, one step
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8692,6 +8703,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     hpml_graph_batch(g, g->batch);
     return t->ctx->status;
 }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>files   reading whole files, writing files that appear whole, JSON
 // ---------------------------------------------------------------------------------------------------------------------
@@ -9538,6 +9550,7 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
     hpml_record_close(f);
     return hpmli_dataset_done(s, true);
 }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>loader   batches: shuffled, sharded, augmented, made ahead
 // ---------------------------------------------------------------------------------------------------------------------
@@ -9776,6 +9789,7 @@ HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
 }
 
 HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>safetensors   reading and writing safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10196,6 +10210,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     hpml_safetensors_close(f);
     return ctx->status;
 }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>trace   the timeline; where the time goes, and what a model is
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10389,6 +10404,7 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
                     1e-6 * (double)m->scratch, 1e-6 * (double)m->total);
     return t.used;
 }
+HPMLI_PLAIN_END
 #endif /* HPMLI_BODY_INCLUDED */
 #endif /* HPMLI_ISA */
 #ifdef __CUDACC__
