@@ -456,8 +456,11 @@ typedef struct hpmlg_slot { /* a piece of pinned memory on its way to the device
 #define HPMLG_SCRATCH ((size_t)1 << 20)
 #define HPMLG_RESULT  ((size_t)4096)
 
+typedef struct hpmlg_counted { const void *y, *labels; } hpmlg_counted; /* whose hits a cross-entropy counts */
+
 typedef struct hpmlg_pass {
     hpml_pass       key;
+    hpmlg_counted   counted;
     int             runs;  /* that went one by one so far */
     cudaGraphExec_t exec;  /* NULL: not recorded yet */
     uint64_t        used;  /* when last */
@@ -501,7 +504,8 @@ typedef struct hpmlg_device {
     hpmlg_pass     passes[HPMLG_PASSES];
     hpmlg_pass    *recording;
     bool           passing;        /* a whole forward pass is on its way */
-    unsigned long long *counts;    /* on the device: hits and labels of the last cross-entropy, which one */
+    unsigned long long *counts;    /* on the device: hits and labels of the last cross-entropy ... */
+    hpmlg_counted  counted;        /* ... which had these */
     const hpml_node *sloped;       /* the layer whose gradient was multiplied by its act' by the layer behind */
     hpml_node     *planned;        /* the last node that was planned */
     hpmlg_look     looks[HPMLG_LOOKS];
@@ -648,11 +652,10 @@ HPMLG_FN hpml_status hpmlg_open_memory(hpmlg_device *d)
     if (e == cudaSuccess) e = cudaHostAlloc((void **)&d->note, sizeof *d->note, cudaHostAllocMapped);
     if (e == cudaSuccess) e = cudaHostAlloc(&d->result, HPMLG_RESULT, cudaHostAllocDefault);
     if (e == cudaSuccess) e = cudaMalloc((void **)&d->note_taken, sizeof *d->note_taken);
-    if (e == cudaSuccess) e = cudaMalloc((void **)&d->now, sizeof *d->now + 3 * sizeof *d->counts);
+    if (e == cudaSuccess) e = cudaMalloc((void **)&d->now, sizeof *d->now + 2 * sizeof *d->counts);
     if (e == cudaSuccess) e = cudaMalloc(&d->scratch, HPMLG_SCRATCH);
     if (e == cudaSuccess) e = cudaMalloc(&d->workspace, d->d.workspace);
     if (e == cudaSuccess) memset(d->note, 0, sizeof *d->note), d->counts = (unsigned long long *)(d->now + 1);
-    if (e == cudaSuccess) e = cudaMemsetAsync(d->counts, 0, 3 * sizeof *d->counts, d->stream);
     return hpmlg_check(d, e, "memory for the device's own use");
 }
 
@@ -972,6 +975,7 @@ HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *k
     hpmlg_pass *p = hpmlg_pass_find(d, key);
     p->used = ++d->clock;
     *done   = p->exec != NULL;
+    if (*done && p->counted.y) d->counted = p->counted;
     if (*done) return hpmlg_check(d, cudaGraphLaunch(p->exec, d->stream), "launching a pass");
     if (p->runs++ == 0) return HPML_OK;
     status = hpmlg_check(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal), "recording a pass");
@@ -1557,13 +1561,11 @@ HPMLG_FN hpml_status hpmlg_total_run(hpmlg_device *d, hpmlg_finish f, hpmlg_arra
     return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f) : status;
 }
 
-HPMLG_FN hpml_status hpmlg_sumsq(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out)
+HPMLG_FN hpml_status hpmlg_sumsq(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out)
 {
-    hpmlg_device *d = hpmlg_enter(ctx);
-    hpmlg_finish  f = {};
-    f.divisor = 1, f.wide = (double *)d->scratch;
-    hpml_status status = hpmlg_total_run(d, f, hpmlg_of((void *)x, dtype), hpmlg_none(), HPMLG_SQUARE, 0, n);
-    return status == HPML_OK ? hpmlg_read(device, out, d->scratch, sizeof *out) : status;
+    hpmlg_finish f = {};
+    f.divisor = 1, f.wide = out;
+    return hpmlg_total_run(hpmlg_enter(ctx), f, hpmlg_of((void *)x, dtype), hpmlg_none(), HPMLG_SQUARE, 0, n);
 }
 
 /* A row is a hit unless an element before the label's is as large, or one after it larger. A NaN hits nothing; at the
@@ -1604,23 +1606,18 @@ static __global__ void hpmlg_k_correct(unsigned long long *counts, hpmlg_array y
     if (lane == 0 && counted) hpmlg_count_row(counts, beaten == 0);
 }
 
-HPMLG_FN hpml_status hpmlg_correct(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
+HPMLG_FN hpml_status hpmlg_correct(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
                                    int64_t rows, int64_t classes, int64_t counts[2])
 {
     hpmlg_device *d = hpmlg_enter(ctx);
     int           tx = hpmlg_power((classes + 14) / 8, HPMLG_FOLD), ty = HPMLG_FOLD / tx;
-    int64_t       now[3];
-    hpml_status   status = hpmlg_read(device, now, d->counts, sizeof now);
-    const hpml_node *n = status == HPML_OK ? (const hpml_node *)(uintptr_t)now[2] : NULL;
-    if (!n || n->src[0]->data != y || (const void *)n->src[1]->data != labels) { /* not what the loss has counted */
-        status = hpmlg_check(d, cudaMemsetAsync(d->scratch, 0, sizeof now, d->stream), "correct");
-        if (status == HPML_OK)
-            status = HPMLG_RUN(d, hpmlg_k_correct, (unsigned)((rows + ty - 1) / ty), HPMLG_FOLD, 0,
-                               (unsigned long long *)d->scratch, hpmlg_of((void *)y, dtype), labels, rows, classes, tx);
-        if (status == HPML_OK) status = hpmlg_read(device, now, d->scratch, sizeof now);
-    }
-    if (status == HPML_OK) counts[0] += now[0], counts[1] += now[1];
-    return status;
+    size_t        bytes = 2 * sizeof *counts;
+    if (d->counted.y == y && d->counted.labels == (const void *)labels) /* the loss has counted them */
+        return hpmlg_check(d, cudaMemcpyAsync(counts, d->counts, bytes, cudaMemcpyDeviceToDevice, d->stream), "hits");
+    hpml_status status = hpmlg_check(d, cudaMemsetAsync(counts, 0, bytes, d->stream), "correct");
+    if (status != HPML_OK) return status;
+    return HPMLG_RUN(d, hpmlg_k_correct, (unsigned)((rows + ty - 1) / ty), HPMLG_FOLD, 0, (unsigned long long *)counts,
+                     hpmlg_of((void *)y, dtype), labels, rows, classes, tx);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2909,8 +2906,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_dense(const __grid_cons
             hpmlg_half_step<T, LA, LB, false>(acc, a, a + T * 32, 16);
         }
     }
-    hpmlg_copy_wait(0);
-    hpmlg_tile_end<T, true>(g, t, acc, (float *)(void *)tiles);
+    hpmlg_tile_end<T, true>(g, t, acc, (float *)(void *)tiles); /* the groups behind the last stage are empty */
 }
 
 /* What the gathering kernel multiplies in. */
@@ -3586,10 +3582,12 @@ HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
     return d;
 }
 
+/* c (m, n) (+)= a b; turned: its transpose. */
 HPMLG_FN hpml_status hpmlg_batched(hpmlg_device *d, int64_t batch, int64_t m, int64_t n, int64_t k, hpmlg_mat a,
-                                   hpmlg_mat b, hpmlg_array c, bool add)
+                                   hpmlg_mat b, hpmlg_array c, bool add, bool turned = false)
 {
-    hpmlg_gemm g = hpmlg_gemm_of(m, n, k, a, b, c, n, add);
+    hpmlg_mat  at = { a.x, a.cs, a.rs, a.batch }, bt = { b.x, b.cs, b.rs, b.batch };
+    hpmlg_gemm g = turned ? hpmlg_gemm_of(n, m, k, bt, at, c, m, add) : hpmlg_gemm_of(m, n, k, a, b, c, n, add);
     g.batch = batch;
     return hpmlg_product(d, &g);
 }
@@ -3624,22 +3622,15 @@ HPMLG_FN hpml_status hpmlg_matmul_backward(const hpml_run *run, hpml_node *n)
     hpmlg_array   a = hpmlg_factor(d, ta, NULL), b = hpmlg_factor(d, tb, NULL), dc = hpmlg_grad(n->out);
     hpml_status   status = HPML_OK;
     int64_t       mn = s.m * s.n;
-    if (ta->grad && !n->attr.matmul.trans_a) /* dA (m, k) = dC op(B)^T */
+    if (ta->grad) /* dA (m, k) = dC op(B)^T, as A is stored */
         status = hpmlg_batched(d, s.batch, s.m, s.k, s.n, hpmlg_mats(dc, s.n, mn, false),
-                               hpmlg_matmul_b(n, &s, b, true), hpmlg_grad(ta), n->accumulate[0]);
-    else if (ta->grad) /* stored (k, m): dA = op(B) dC^T */
-        status = hpmlg_batched(d, s.batch, s.k, s.m, s.n, hpmlg_matmul_b(n, &s, b, false),
-                               hpmlg_mats(dc, s.n, mn, true), hpmlg_grad(ta), n->accumulate[0]);
-    for (int64_t i = 0; tb->grad && status == HPML_OK && i < (s.shared ? s.batch : 1); i++) {
-        bool        add   = n->accumulate[1] || i > 0 || ta == tb; /* a shared b sums over the batch, in order */
-        int64_t     batch = s.shared ? 1 : s.batch;
+                               hpmlg_matmul_b(n, &s, b, true), hpmlg_grad(ta), n->accumulate[0],
+                               n->attr.matmul.trans_a);
+    for (int64_t i = 0; tb->grad && status == HPML_OK && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC */
+        bool        add = n->accumulate[1] || i > 0 || ta == tb; /* a shared b sums over the batch, in order */
         hpmlg_array ai = hpmlg_from(a, i * s.m * s.k), ci = hpmlg_from(dc, i * mn);
-        if (!n->attr.matmul.trans_b) /* dB (k, n) = op(A)^T dC */
-            status = hpmlg_batched(d, batch, s.k, s.n, s.m, hpmlg_matmul_a(n, &s, ai, true),
-                                   hpmlg_mats(ci, s.n, mn, false), hpmlg_grad(tb), add);
-        else /* stored (n, k): dB = dC^T op(A) */
-            status = hpmlg_batched(d, batch, s.n, s.k, s.m, hpmlg_mats(ci, s.n, mn, true),
-                                   hpmlg_matmul_a(n, &s, ai, false), hpmlg_grad(tb), add);
+        status = hpmlg_batched(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_a(n, &s, ai, true),
+                               hpmlg_mats(ci, s.n, mn, false), hpmlg_grad(tb), add, n->attr.matmul.trans_b);
     }
     return status;
 }
@@ -4738,8 +4729,6 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
     bool    counts = row < p.rows && hpmlg_label_counts(label, p.ignore, p.V);
     float   m = HPMLG_LOWEST, s = 0, all = 0, mine = counts ? hpmlg_get(p.x, first + label) : 0;
     float   beaten = counts && hpmlg_beaten_at_once(p.x, first, first + label, mine);
-    if (blockIdx.x == 0 && threadIdx.x == 0 && (p.ignore < 0 || p.ignore >= p.V)) /* labels are classes */
-        p.counts[2] = (unsigned long long)(uintptr_t)node;
     for (int64_t at = first / 8 * 8 + lane * 8; counts && at < end; at += p.tx * 8) {
         hpmlg_eight e = hpmlg_get_part(p.x, at, first, end, -INFINITY);
         float       most = m;
@@ -4805,7 +4794,11 @@ HPMLG_FN hpml_status hpmlg_cross_entropy(const hpml_run *run, hpml_node *n, bool
     hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
     hpmlg_finish  f = {};
     if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, blocks, HPMLG_FOLD, 0, p);
-    hpml_status status = hpmlg_check(d, cudaMemsetAsync(p.counts, 0, 3 * sizeof *p.counts, d->stream), "counting");
+    hpmlg_counted counted = { p.x.p, p.labels };
+    if (p.ignore >= 0 && p.ignore < p.V) counted = {}; /* a class that does not count */
+    d->counted = counted;
+    if (d->recording) d->recording->counted = counted;
+    hpml_status status = hpmlg_check(d, cudaMemsetAsync(p.counts, 0, 2 * sizeof *p.counts, d->stream), "counting");
     if (status == HPML_OK)
         status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p, (const hpml_node *)n);
     f.part = p.loss, f.n = p.rows, f.labels = p.labels, f.classes = p.V, f.ignore = p.ignore;
@@ -4889,6 +4882,12 @@ HPMLG_DEVICE const hpmlg_step *hpmlg_step_find(const hpmlg_step *steps, int coun
     return &steps[low];
 }
 
+HPMLG_DEVICE float hpmlg_step_scale(const hpml_update &u)
+{
+    float norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
+    return norm > u.clip ? u.grad_scale * (u.clip / norm) : u.grad_scale;
+}
+
 HPMLG_DEVICE float hpmlg_moment(float *state, float g, float beta) { return *state = fmaf(1 - beta, g, beta * *state); }
 
 /* The new w of one number, for LAMB its direction; hpml.h, vupdate, has the formulas. */
@@ -4936,11 +4935,12 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
     __shared__ float space[HPMLG_WARP];
     for (int64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
         const hpmlg_step *s = hpmlg_step_find(steps, count, chunk);
-        const hpml_update u = s->u;
+        hpml_update       u = s->u;
         const float       c1 = s->correction1, c2 = s->correction2;
         const bool        lamb = u.opt == HPML_OPT_LAMB;
         const bool        norms = pass == HPMLG_UPDATE_NORMS, apply = pass == HPMLG_UPDATE_APPLY;
         if ((norms && u.opt != HPML_OPT_LARS) || (apply && !lamb)) continue;
+        u.grad_scale = hpmlg_step_scale(u);
         hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { (void *)u.g, HPML_DTYPE_F32 }, m = { u.m, HPML_DTYPE_F32 };
         hpmlg_array v = { u.v, HPML_DTYPE_F32 }, copy = { s->half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
@@ -4986,7 +4986,7 @@ static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *pa
     }
     if (threadIdx.x != 0) return;
     ww = sqrt(all[0][0]), gg = sqrt(all[1][0]);
-    if (opt == HPML_OPT_LARS) gg = gg * (double)s->u.grad_scale + (double)s->u.weight_decay * ww;
+    if (opt == HPML_OPT_LARS) gg = gg * (double)hpmlg_step_scale(s->u) + (double)s->u.weight_decay * ww;
     if (!(ww > 0 && gg > 0) || (opt == HPML_OPT_LARS && !(s->u.weight_decay > 0))) return;
     s->u.lr *= (float)((opt == HPML_OPT_LARS ? (double)s->u.trust : 1) * ww / gg);
 }

@@ -901,30 +901,34 @@ TEST(counts_and_squares)
     static float        v[N];
     static int32_t      labels[ROWS];
     void               *x = b->alloc(hpml_ctx_device(ctx), sizeof v), *l = b->alloc(hpml_ctx_device(ctx), sizeof labels);
+    void               *there = b->alloc(hpml_ctx_device(ctx), 2 * sizeof(int64_t));
     for (int i = 0; i < N; i++) v[i] = (float)((i * 37 + i / 11) % 9 - 4);
     for (int i = 0; i < ROWS; i += 7) v[i * 10 + i % 10] = NAN;
     for (int i = 0; i < ROWS; i++) labels[i] = i % 9 == 8 ? -100 : i * 3 % 10;
     b->write(hpml_ctx_device(ctx), x, v, sizeof v);
     b->write(hpml_ctx_device(ctx), l, labels, sizeof labels);
     for (int classes = 10; classes <= WIDEST; classes += WIDEST - 10) {
-        int64_t counts[2] = { 5, 7 }, want[2] = { 5, 7 };
-        ENSURE(b->correct(hpml_ctx_device(ctx), ctx, HPML_DTYPE_F32, x, (int32_t *)l, ROWS, classes, counts) == HPML_OK);
+        int64_t counts[2], want[2] = { 0, 0 };
+        ENSURE(b->correct(hpml_ctx_device(ctx), ctx, HPML_DTYPE_F32, x, (int32_t *)l, ROWS, classes, (int64_t *)there) == HPML_OK);
+        b->read(hpml_ctx_device(ctx), counts, there, sizeof counts);
         for (int r = 0; r < ROWS; r++) {
             int best = 0;
             for (int c = 1; c < classes; c++)
                 if (v[r * classes + c] > v[r * classes + best]) best = c;
             want[0] += best == labels[r], want[1] += labels[r] >= 0;
         }
-        ENSURE(counts[0] == want[0] && counts[1] == want[1] && want[0] > 5);
+        ENSURE(counts[0] == want[0] && counts[1] == want[1] && want[0] > 0);
     }
     for (int from = 400; from < 403; from++) { /* after the NaNs */
         double sum = 0, got = 0;
         for (int i = from; i < N - 5; i++) sum += (double)v[i] * (double)v[i];
-        ENSURE(b->sumsq(hpml_ctx_device(ctx), ctx, HPML_DTYPE_F32, (float *)x + from, N - 5 - from, &got) == HPML_OK);
+        ENSURE(b->sumsq(hpml_ctx_device(ctx), ctx, HPML_DTYPE_F32, (float *)x + from, N - 5 - from, (double *)there) == HPML_OK);
+        b->read(hpml_ctx_device(ctx), &got, there, sizeof got);
         ENSURE(fabs(got - sum) < 1e-6 * sum);
     }
     b->free(hpml_ctx_device(ctx), x, sizeof v);
     b->free(hpml_ctx_device(ctx), l, sizeof labels);
+    b->free(hpml_ctx_device(ctx), there, 2 * sizeof(int64_t));
     hpml_ctx_free(ctx);
 }
 
@@ -1112,6 +1116,45 @@ TEST(looks_wait_once_a_step)
     ENSURE_NEAR(sum, table, 1e-3 * table + 1);
     hpml_profile_enable(hpml_trainer_graph(t), false);
     hpml_ctx_free(ctx);
+}
+
+/* The host waits once in a step, for all that it wants to know, and not at all where it wants nothing: clipping happens on
+   the device, by the norm that the CPU finds. */
+TEST(a_step_waits_once)
+{
+    const float   x[8] = { 0, 0, 0, 1, 1, 0, 1, 1 };
+    const int32_t y[4] = { 0, 1, 1, 0 };
+    const struct { bool info, unchecked; float clip; hpml_opt opt; hpml_cuda_precision precision; int waits; } cases[] = {
+        { true, false, 0, HPML_OPT_SGD, HPML_CUDA_F32, 1 },    { false, false, 0, HPML_OPT_SGD, HPML_CUDA_F32, 1 },
+        { true, false, 0.1f, HPML_OPT_SGD, HPML_CUDA_F32, 1 }, { true, true, 0.1f, HPML_OPT_ADAM, HPML_CUDA_F32, 1 },
+        { false, true, 0.1f, HPML_OPT_SGD, HPML_CUDA_F32, 0 }, { false, true, 0.1f, HPML_OPT_LARS, HPML_CUDA_F32, 0 },
+        { false, true, 0, HPML_OPT_LAMB, HPML_CUDA_F32, 0 },   { false, true, 0, HPML_OPT_SGD, HPML_CUDA_BF16, 0 },
+        { true, false, 1, HPML_OPT_SGD, HPML_CUDA_F16, 1 } };
+    if (no_device()) SKIP("no CUDA device");
+    for (int k = 0; k < (int)(sizeof cases / sizeof cases[0]); k++) {
+        hpml_step_info info[2];
+        float          w[2][16];
+        for (int gpu = 0; gpu < 2; gpu++) {
+            hpml_ctx     *ctx = context(gpu, cases[k].precision);
+            hpml_tensor  *in  = hpml_input_2d(ctx, 4, 2), *h = hpml_linear(in, 8, NULL), *out = hpml_linear(h, 2, NULL);
+            hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .clip_norm = cases[k].clip,
+                                    .optimizer = cases[k].opt, .no_finite_check = cases[k].unchecked, .lr = 0.1f, .weight_decay = 0.01f });
+            for (int i = 0; i < 6; i++) {
+                long waits = gpu && cuda_on_cpu_fault ? cuda_on_cpu_count("synchronisations") : 0;
+                ENSURE(hpml_trainer_step(t, x, y, 4, cases[k].info ? &info[gpu] : NULL) == HPML_OK);
+                if (gpu && cuda_on_cpu_fault && i > 1) ENSURE(cuda_on_cpu_count("synchronisations") - waits == cases[k].waits);
+            }
+            ENSURE(hpml_tensor_get(h->node->src[1], w[gpu], 16) == HPML_OK);
+            hpml_ctx_free(ctx);
+        }
+        float near = cases[k].precision == HPML_CUDA_F32 ? 1e-5f : 0.02f;
+        for (int i = 0; i < 16; i++) ENSURE_NEAR(w[1][i], w[0][i], near);
+        if (!cases[k].info) continue;
+        ENSURE_NEAR(info[1].loss, info[0].loss, near);
+        ENSURE(info[1].accuracy >= 0 && (info[1].accuracy == info[0].accuracy || near > 1e-4f));
+        if (cases[k].clip > 0) ENSURE_NEAR(info[1].grad_norm, info[0].grad_norm, near);
+        else ENSURE(info[1].grad_norm == -1);
+    }
 }
 
 /* What is not finite is named as on the CPU: in the data, in a parameter, in the result of a layer. */
