@@ -5525,39 +5525,49 @@ HPMLG_FN hpml_status hpmlg_nccl_load(hpml_nccl *n)
                          : "rank %d: %s is no NCCL", (int)n->desc.called, name, major, minor, v % 100);
 }
 
-/* The file of a rank. */
-HPMLG_FN void hpmlg_nccl_name(const hpml_nccl *n, int rank, char name[1024])
-{
-    snprintf(name, 1024, "%s.%d", n->desc.file, rank);
-}
-
-/* What desc.gather does, by files: mine appears whole, under its name; then the others' are read as they come. */
-HPMLG_FN hpml_status hpmlg_nccl_files(hpml_nccl *n, char *all, size_t bytes)
+/* A rank's file: the number it drew for this meeting, those it has read of the others, its card. It appears whole. */
+HPMLG_FN bool hpmlg_nccl_file(const hpml_nccl *n, int rank, uint64_t *drawn, char *card, size_t bytes, bool write)
 {
     char   name[1024], part[1032];
-    double start = hpml_now();
-    hpmlg_nccl_name(n, n->desc.rank, name);
-    snprintf(part, sizeof part, "%s.part", name);
-    FILE *f = fopen(part, "wb");
-    bool  good = f && fwrite(all + (size_t)n->desc.rank * bytes, 1, bytes, f) == bytes;
-    if (f && fclose(f) != 0) good = false;
-    if (!good || rename(part, name) != 0)
-        return hpml_ctx_fail(n->ctx, HPML_ERR_WRITE, "rank %d: NCCL: cannot write %s", (int)n->desc.called, name);
-    for (int r = 0; r < n->desc.ranks; r++) {
-        hpmlg_nccl_name(n, r, name);
-        while (!(f = fopen(name, "rb"))) {
-            if (hpml_now() - start > n->desc.timeout)
-                return hpml_ctx_fail(n->ctx, HPML_ERR_TIMEOUT, "rank %d: NCCL: no %s after %g seconds: rank %d has not "
-                                     "come, or does not see this file", (int)n->desc.called, name, n->desc.timeout, r);
-            hpmlg_nap(start);
+    size_t count = (size_t)n->desc.ranks;
+    snprintf(name, sizeof name, "%s.%d", n->desc.file, rank);
+    snprintf(part, sizeof part, "%s%s", name, write ? ".part" : "");
+    FILE *f = fopen(part, write ? "wb" : "rb");
+    if (!f) return false;
+    bool good = write ? fwrite(drawn, sizeof *drawn, count, f) == count && fwrite(card, 1, bytes, f) == bytes
+                      : fread(drawn, sizeof *drawn, count, f) == count && fread(card, 1, bytes, f) == bytes;
+    return fclose(f) == 0 && good && (!write || rename(part, name) == 0);
+}
+
+/* What desc.gather does, by files: mine is written again whenever I have read somebody's new number. Whose file has the
+   number that I drew is here, and knows of me; a killed run's files, which lie there still, have not. */
+HPMLG_FN hpml_status hpmlg_nccl_files(hpml_nccl *n, char *all, size_t bytes)
+{
+    int             me = n->desc.rank, ranks = n->desc.ranks, missing = -1;
+    bool            said = false;
+    double          start = hpml_now();
+    struct timespec t;
+    uint64_t       *mine = (uint64_t *)hpml_ctx_alloc(n->ctx, 2 * sizeof *mine * (size_t)ranks, NULL);
+    if (!mine) return HPML_ERR_MEMORY;
+    clock_gettime(CLOCK_REALTIME, &t);
+    mine[me] = ((uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec) * 1000003 + (uint64_t)getpid() + (uintptr_t)n;
+    while (hpml_ctx_status(n->ctx) == HPML_OK && (!said || missing >= 0)) {
+        if (!said && !hpmlg_nccl_file(n, me, mine, all + (size_t)me * bytes, bytes, true))
+            hpml_ctx_fail(n->ctx, HPML_ERR_WRITE, "rank %d: NCCL: cannot write %s.%d", me, n->desc.file, me);
+        said = true, missing = -1;
+        for (int r = 0; r < ranks; r++) {
+            uint64_t *theirs = mine + ranks;
+            bool      here = r == me || hpmlg_nccl_file(n, r, theirs, all + (size_t)r * bytes, bytes, false);
+            if (!here || (r != me && theirs[me] != mine[me])) missing = r;
+            if (here && r != me && mine[r] != theirs[r]) mine[r] = theirs[r], said = false;
         }
-        good = fread(all + (size_t)r * bytes, 1, bytes, f) == bytes;
-        fclose(f);
-        if (!good)
-            return hpml_ctx_fail(n->ctx, HPML_ERR_FORMAT, "rank %d: NCCL: %s is not of this program",
-                                 (int)n->desc.called, name);
+        if (missing >= 0 && hpml_now() - start > n->desc.timeout)
+            hpml_ctx_fail(n->ctx, HPML_ERR_TIMEOUT, "rank %d: NCCL: no %s.%d of this run after %g seconds: rank %d has "
+                          "not come, or does not see this file", me, n->desc.file, missing, n->desc.timeout, missing);
+        else if (missing >= 0) hpmlg_nap(start);
     }
-    return HPML_OK;
+    hpml_ctx_release(n->ctx, mine);
+    return hpml_ctx_status(n->ctx);
 }
 
 /* Everybody's card to everybody. A rank that has failed comes, too: so the others hear of it. */
@@ -5611,8 +5621,8 @@ HPMLG_FN hpml_status hpmlg_nccl_open(hpml_nccl *n)
     }
     hpml_ctx_release(n->ctx, all);
     if (n->desc.gather) return status;
-    hpmlg_nccl_name(n, n->desc.rank, name); /* all have been here, or will not come any more */
-    remove(name);
+    snprintf(name, sizeof name, "%s.%d", n->desc.file, (int)n->desc.rank);
+    remove(name); /* all have been here, or will not come any more */
     return status;
 }
 
