@@ -662,6 +662,7 @@ typedef struct hpml_update {
 typedef struct hpml_pass {
     const hpml_graph *graph;
     int64_t           samples, first; /* rows of the batch, and where in the inputs they begin */
+    int64_t           from;                        /* the op it begins with; hooks of gradients cut passes in pieces */
     uint64_t          train, backward, accumulate; /* 0 or 1 */
 } hpml_pass;
 
@@ -682,7 +683,7 @@ struct hpml_backend {
     hpml_dtype (*store)(void *device); /* optional: what results of ops are kept in (F32, BF16, F16); scalars are F32 */
     void (*plan)(void *device, hpml_node *node); /* optional: sets the saved and scratch bytes it wants for a node */
     /* optional: before the first op of a pass. *done: it has been run as a whole, as recorded before; else its ops
-       follow, and end, with the status they came to. Passes with hooks, a trace or a profile go without both. */
+       follow, and end, with the status they came to. Those with a trace, a profile or other hooks go without both. */
     hpml_status (*begin)(void *device, const hpml_run *run, const hpml_pass *pass, bool *done);
     hpml_status (*end)(void *device, const hpml_run *run, hpml_status status);
     /* optional: how many rows of y (rows, classes) have their largest number at the label, and how many have a label in
@@ -824,8 +825,8 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
 /* The only seam to distributed training. All NULL in a serial trainer. A strategy fills them in.
    run     instead of forward and backward of one batch: cut it, pipeline it; calls hpml_trainer_run_local for its part
    need    before the values of parameter p are read in a pass: pull, gather, wait
-   grad    the moment the gradient of parameter p is final in this step's backward pass (last micro-batch), in reverse
-           order of recording: communication starts here and overlaps the rest
+   grad    the moment the gradient of parameter p is final in this step's backward pass (last micro-batch; of a pass
+           that is replayed, an eighth later), in reverse order of recording: communication starts here, beside the rest
    update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_update_local for
            the parameters it wants updated here. Returns HPML_OK.
    sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in training passes forward
@@ -7920,44 +7921,55 @@ HPMLI_FN hpml_run hpmli_run_of(const hpml_graph *g, bool train, uint64_t step, f
     return run;
 }
 
-/* The ops of the backward pass, and the hook of each gradient that becomes final. */
-HPMLI_FN hpml_status hpmli_backward_nodes(hpml_graph *g, const hpml_run *run, bool accumulate)
+HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, bool accumulate)
 {
-    hpml_status status = HPML_OK;
-    for (int i = g->count - 1; i >= 0 && status == HPML_OK; i--) {
-        hpml_node *n = g->nodes[i];
-        bool       before[HPML_MAX_SRC];
-        if (!n->out->needs_grad || !n->out->grad) continue;
-        for (int s = 0; s < n->src_count; s++) { /* an op that would write a parameter's gradient first must add */
-            before[s] = n->accumulate[s];
-            if (accumulate && n->src[s] && hpmli_trainable(n->src[s])) n->accumulate[s] = true;
-        }
-        status = hpmli_run_node(g, run, i, true);
-        memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
-        for (int s = 0; g->grad && s < n->src_count && status == HPML_OK; s++)
-            if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
-                status = g->grad(g->hook_user, n->src[s]->param->index);
+    hpml_node *n = g->nodes[i];
+    bool       before[HPML_MAX_SRC];
+    if (!n->out->needs_grad || !n->out->grad) return HPML_OK;
+    for (int s = 0; s < n->src_count; s++) { /* an op that would write a parameter's gradient first must add */
+        before[s] = n->accumulate[s];
+        if (accumulate && n->src[s] && hpmli_trainable(n->src[s])) n->accumulate[s] = true;
     }
+    hpml_status status = hpmli_run_node(g, run, i, true);
+    memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
     return status;
 }
 
-/* One way through the graph: by the backend as a whole, where it can and nobody looks at single ops or hooks in. */
+/* The hook of each gradient that is final behind node i. */
+HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
+{
+    hpml_node  *n      = g->nodes[i];
+    hpml_status status = HPML_OK;
+    for (int s = 0; n->out->needs_grad && n->out->grad && s < n->src_count && status == HPML_OK; s++)
+        if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
+            status = g->grad(g->hook_user, n->src[s]->param->index);
+    return status;
+}
+
+/* One way through the graph: by the backend as a whole, where it can and nobody looks at single ops or hooks in. Only
+   gradients are waited for, by their hooks: then it is up to eight pieces, and behind each the hooks of all of it. */
 HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
 {
     const hpml_backend *b     = g->ctx->backend;
-    bool                whole = b->begin && !(g->profile || g->ctx->trace || g->need || g->grad || g->sum || g->idle);
-    bool                done  = false;
+    bool                whole = b->begin && !(g->profile || g->ctx->trace || g->need || g->sum || g->idle);
+    bool                hooks = backward && g->grad, done = false;
+    int                 last = g->count - 1, piece = g->count < 64 ? 8 : (g->count + 7) / 8;
     hpml_status         status = HPML_OK;
     hpml_pass           pass; /* compared byte by byte */
     memset(&pass, 0, sizeof pass);
     pass.graph = g, pass.samples = g->batch_now, pass.first = g->shift;
     pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
     hpmli_graph_rows(g);
-    if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
-    if (done) return status;
-    if (backward && status == HPML_OK) status = hpmli_backward_nodes(g, run, accumulate);
-    for (int i = 0; !backward && i < g->count && status == HPML_OK; i++) status = hpmli_run_node(g, run, i, false);
-    return whole ? b->end(g->ctx->device, run, status) : status;
+    if (!whole || !hooks) piece = whole ? g->count : 1;
+    for (int from = 0, to; from <= last && status == HPML_OK; from = to) {
+        to = last - from < piece ? last + 1 : from + piece, pass.from = from;
+        if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
+        for (int i = from; i < to && !done && status == HPML_OK; i++)
+            status = backward ? hpmli_run_back(g, run, last - i, accumulate) : hpmli_run_node(g, run, i, false);
+        if (whole && !done) status = b->end(g->ctx->device, run, status);
+        for (int i = from; i < to && hooks && status == HPML_OK; i++) status = hpmli_run_hooks(g, last - i);
+    }
+    return status;
 }
 
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step)
@@ -7965,8 +7977,7 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
     hpml_status status = hpml_graph_alloc(g);
     if (status != HPML_OK) return status;
     hpml_run run = hpmli_run_of(g, train, step, 1);
-    g->train = train;
-    g->step  = step;
+    g->train = train, g->step = step;
     return hpmli_graph_pass(g, &run, false, false);
 }
 
@@ -8086,15 +8097,11 @@ HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
     double span = (double)(s->total_steps - s->warmup_steps);
     double t    = span > 0 ? (double)(step - s->warmup_steps) / span : 1;
     if (t > 1) t = 1;
-    switch (s->kind) {
-    case HPML_SCHEDULE_CONSTANT: break;
-    case HPML_SCHEDULE_STEP:
-        return s->period > 0 ? lr * (float)pow(s->gamma > 0 ? (double)s->gamma : 0.1, (double)(step / s->period)) : lr;
-    case HPML_SCHEDULE_COSINE:
-        return s->min_lr + (lr - s->min_lr) * (float)(0.5 * (1 + cos(3.14159265358979323846 * t)));
-    case HPML_SCHEDULE_LINEAR: return s->min_lr + (lr - s->min_lr) * (float)(1 - t);
-    }
-    return lr;
+    if (s->kind == HPML_SCHEDULE_STEP && s->period > 0)
+        lr *= (float)pow(s->gamma > 0 ? (double)s->gamma : 0.1, (double)(step / s->period));
+    if (s->kind == HPML_SCHEDULE_COSINE) t = 0.5 - 0.5 * cos(3.14159265358979323846 * t);
+    bool falls = s->kind == HPML_SCHEDULE_COSINE || s->kind == HPML_SCHEDULE_LINEAR;
+    return falls ? s->min_lr + (lr - s->min_lr) * (float)(1 - t) : lr;
 }
 
 HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
@@ -8639,16 +8646,11 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     }
     if (!info || status != HPML_OK) return status;
     memset(info, 0, sizeof *info);
-    info->step      = t->step;
-    info->epoch     = t->epoch;
-    info->loss      = loss;
+    info->step = t->step, info->epoch = t->epoch, info->samples = samples, info->lr = lr, info->loss = loss;
     info->accuracy  = t->counted > 0 ? (float)t->correct / (float)t->counted : -1;
-    info->lr        = lr;
     if (t->looked && !t->seen) hpmli_trainer_tell(t, NULL, NULL);
     info->grad_norm = t->looked ? (float)sqrt(t->told.sumsq) / scale : -1;
-    info->skipped   = t->overflowed;
-    info->samples   = samples;
-    info->seconds   = hpml_now() - start;
+    info->skipped   = t->overflowed, info->seconds = hpml_now() - start;
     return HPML_OK;
 }
 

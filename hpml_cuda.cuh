@@ -452,15 +452,18 @@ typedef struct hpmlg_slot { /* a piece of pinned memory on its way to the device
     cudaEvent_t    landed, free;
 } hpmlg_slot;
 
-#define HPMLG_PASSES  32
+#define HPMLG_PASSES  64
 #define HPMLG_SCRATCH ((size_t)1 << 20)
 #define HPMLG_RESULT  ((size_t)4096)
 
-typedef struct hpmlg_counted { const void *y, *labels; } hpmlg_counted; /* whose hits a cross-entropy counts */
+typedef struct hpmlg_left { /* what one op leaves for others to know, replayed or not */
+    const void      *y, *labels; /* whose hits the last cross-entropy has counted */
+    const hpml_node *sloped;     /* the layer whose gradient was multiplied by its act' by the layer behind */
+} hpmlg_left;
 
 typedef struct hpmlg_pass {
     hpml_pass       key;
-    hpmlg_counted   counted;
+    hpmlg_left      left;
     int             runs;  /* that went one by one so far */
     cudaGraphExec_t exec;  /* NULL: not recorded yet */
     uint64_t        used;  /* when last */
@@ -504,9 +507,8 @@ typedef struct hpmlg_device {
     hpmlg_pass     passes[HPMLG_PASSES];
     hpmlg_pass    *recording;
     bool           passing;        /* a whole forward pass is on its way */
-    unsigned long long *counts;    /* on the device: hits and labels of the last cross-entropy ... */
-    hpmlg_counted  counted;        /* ... which had these */
-    const hpml_node *sloped;       /* the layer whose gradient was multiplied by its act' by the layer behind */
+    unsigned long long *counts;    /* on the device: hits and labels of the last cross-entropy */
+    hpmlg_left     left;
     hpml_node     *planned;        /* the last node that was planned */
     hpmlg_look     looks[HPMLG_LOOKS];
     int            look_count;
@@ -975,7 +977,7 @@ HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *k
     hpmlg_pass *p = hpmlg_pass_find(d, key);
     p->used = ++d->clock;
     *done   = p->exec != NULL;
-    if (*done && p->counted.y) d->counted = p->counted;
+    if (*done) d->left = p->left;
     if (*done) return hpmlg_check(d, cudaGraphLaunch(p->exec, d->stream), "launching a pass");
     if (p->runs++ == 0) return HPML_OK;
     status = hpmlg_check(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal), "recording a pass");
@@ -991,6 +993,7 @@ HPMLG_FN hpml_status hpmlg_end(void *, const hpml_run *run, hpml_status status)
     d->passing = false;
     if (!p) return status;
     d->recording  = NULL;
+    p->left       = d->left;
     cudaError_t e = cudaStreamEndCapture(d->stream, &graph);
     if (status == HPML_OK && e == cudaSuccess) e = cudaGraphInstantiate(&p->exec, graph, 0);
     if (graph) cudaGraphDestroy(graph);
@@ -1612,7 +1615,7 @@ HPMLG_FN hpml_status hpmlg_correct(void *, hpml_ctx *ctx, hpml_dtype dtype, cons
     hpmlg_device *d = hpmlg_enter(ctx);
     int           tx = hpmlg_power((classes + 14) / 8, HPMLG_FOLD), ty = HPMLG_FOLD / tx;
     size_t        bytes = 2 * sizeof *counts;
-    if (d->counted.y == y && d->counted.labels == (const void *)labels) /* the loss has counted them */
+    if (d->left.y == y && d->left.labels == (const void *)labels) /* the loss has counted them */
         return hpmlg_check(d, cudaMemcpyAsync(counts, d->counts, bytes, cudaMemcpyDeviceToDevice, d->stream), "hits");
     hpml_status status = hpmlg_check(d, cudaMemsetAsync(counts, 0, bytes, d->stream), "correct");
     if (status != HPML_OK) return status;
@@ -3670,7 +3673,7 @@ HPMLG_FN hpml_status hpmlg_linear_backward(const hpml_run *run, hpml_node *n)
     const hpml_node *m = hpmlg_linear_before(n);
     int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
     hpmlg_array      dz = hpmlg_grad(n->out), none = hpmlg_none();
-    hpml_act         act = d->sloped == n ? HPML_ACT_NONE : n->attr.act.act;
+    hpml_act         act = d->left.sloped == n ? HPML_ACT_NONE : n->attr.act.act;
     float           *db = bias ? bias->grad : NULL;
     hpmlg_gemm       dw = hpmlg_gemm_of(out, in, rows, hpmlg_mats(dz, out, 0, true), hpmlg_mats(none, in, 0, false),
                                         hpmlg_grad(w), in, n->accumulate[1]);
@@ -3678,7 +3681,7 @@ HPMLG_FN hpml_status hpmlg_linear_backward(const hpml_run *run, hpml_node *n)
                                         hpmlg_grad(x), in, n->accumulate[0]);
     hpml_status      status = HPML_OK;
     bool             ride = act == HPML_ACT_NONE && w->grad && db && out <= (int64_t)(HPMLG_SCRATCH / sizeof(float));
-    d->sloped = NULL;
+    d->left.sloped = NULL;
     if (ride) dw.sums = n->accumulate[2] ? (float *)d->scratch : db;
     else status = hpmlg_columns_run(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, rows, out, db, n->accumulate[2]);
     if (w->grad && status == HPML_OK) {
@@ -3692,7 +3695,7 @@ HPMLG_FN hpml_status hpmlg_linear_backward(const hpml_run *run, hpml_node *n)
     dx.b.x = hpmlg_factor(d, w, NULL);
     if (m) dx.back = true, dx.z = hpmlg_linear_z(m), dx.act = m->attr.act.act, dx.slope = m->attr.act.slope;
     status = hpmlg_product(d, &dx);
-    if (dx.rode) d->sloped = m;
+    if (dx.rode) d->left.sloped = m;
     return status;
 }
 
@@ -4794,10 +4797,8 @@ HPMLG_FN hpml_status hpmlg_cross_entropy(const hpml_run *run, hpml_node *n, bool
     hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
     hpmlg_finish  f = {};
     if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, blocks, HPMLG_FOLD, 0, p);
-    hpmlg_counted counted = { p.x.p, p.labels };
-    if (p.ignore >= 0 && p.ignore < p.V) counted = {}; /* a class that does not count */
-    d->counted = counted;
-    if (d->recording) d->recording->counted = counted;
+    bool        classes = p.ignore < 0 || p.ignore >= p.V; /* all that count are */
+    d->left.y = classes ? p.x.p : NULL, d->left.labels = p.labels;
     hpml_status status = hpmlg_check(d, cudaMemsetAsync(p.counts, 0, 2 * sizeof *p.counts, d->stream), "counting");
     if (status == HPML_OK)
         status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p, (const hpml_node *)n);

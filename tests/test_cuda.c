@@ -1118,6 +1118,50 @@ TEST(looks_wait_once_a_step)
     hpml_ctx_free(ctx);
 }
 
+/* Passes whose gradients a hook waits for are replayed in pieces: the same hooks in the same order and the same bits as op by
+   op, with short batches in between, so many that records come and go. */
+static hpml_status note_final(void *user, hpml_trainer *t, int param)
+{
+    (void)t;
+    int *seen = (int *)user;
+    if (seen[0] < 63) seen[++seen[0]] = param;
+    return HPML_OK;
+}
+
+TEST(hooks_of_gradients_cut_passes_in_pieces)
+{
+    enum { LAYERS = 8, ROWS = 32, STEPS = 100 };
+    float    x[ROWS * 4];
+    int32_t  y[ROWS];
+    uint64_t hash[2];
+    int     seen[2][64];
+    long    kernels = 0, graphs = 0;
+    unsigned draw;
+    if (no_device()) SKIP("no CUDA device");
+    for (int i = 0; i < ROWS * 4; i++) x[i] = (float)(i * 37 % 11 - 5) / 5;
+    for (int i = 0; i < ROWS; i++) y[i] = i % 3;
+    for (int replayed = 0; replayed < 2; replayed++) {
+        hpml_cuda_desc cuda = { .precision = HPML_CUDA_BF16, .workspace = 1 << 20, .no_record = !replayed, .own_kernels = emulated() };
+        hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 3, .threads = 1, .backend = hpml_backend_cuda(), .backend_desc = &cuda });
+        hpml_tensor *in = hpml_input_2d(ctx, ROWS, 4), *h = in;
+        draw = 1;
+        for (int i = 0; i < LAYERS; i++) h = hpml_linear(h, 8, &(hpml_linear_desc){ .activation = i % 2 ? HPML_ACT_GELU : HPML_ACT_RELU });
+        hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = hpml_linear(h, 3, NULL), .lr = 0.05f });
+        ENSURE(hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = seen[replayed], .grad = note_final }) == HPML_OK);
+        for (int i = 0; i < STEPS; i++) {
+            seen[replayed][0] = 0;
+            if (replayed && cuda_on_cpu_fault && i == 5) kernels = -cuda_on_cpu_count("launches"), graphs = -cuda_on_cpu_count("graphs");
+            ENSURE(hpml_trainer_step(t, x, y, i < 6 ? ROWS : 1 + (int)((draw = draw * 1103515245 + 12345) >> 16) % ROWS, NULL) == HPML_OK);
+            if (replayed && cuda_on_cpu_fault && i == 5) kernels += cuda_on_cpu_count("launches"), graphs += cuda_on_cpu_count("graphs");
+        }
+        hash[replayed] = hpml_param_hash(ctx);
+        hpml_ctx_free(ctx);
+    }
+    ENSURE(seen[0][0] == 2 * LAYERS + 2 && memcmp(seen[0], seen[1], sizeof(int) * (size_t)(seen[0][0] + 1)) == 0);
+    ENSURE(hash[0] == hash[1]);
+    if (cuda_on_cpu_fault) ENSURE(graphs == 3 && kernels == 1); /* forward, two pieces of ten ops; the update */
+}
+
 /* The host waits once in a step, for all that it wants to know, and not at all where it wants nothing: clipping happens on
    the device, by the norm that the CPU finds. */
 TEST(a_step_waits_once)
