@@ -474,6 +474,7 @@ typedef struct hpmlg_weights { /* the half copy of a parameter */
     void        *half;
     int64_t      n;
     bool         fresh;
+    struct hpmlg_weights *next;
 } hpmlg_weights;
 
 typedef struct hpmlg_block { /* memory of tensors; what is left goes with the device */
@@ -515,8 +516,7 @@ typedef struct hpmlg_device {
     cudaEvent_t    look_zero;      /* happened at host time look_time */
     double         look_time;
     uint64_t       clock;
-    hpmlg_weights *weights;        /* (weight_count) */
-    int            weight_count, weight_room;
+    hpmlg_weights *weights;
     void          *workspace;      /* d.workspace bytes */
     void          *scratch;        /* HPMLG_SCRATCH bytes for partial sums */
     void          *result;         /* HPMLG_RESULT bytes of pinned memory: small downloads land there */
@@ -695,7 +695,7 @@ HPMLG_FN void hpmlg_close(void *device)
     hpmlg_dnn_close(d);
     for (int i = 0; i < HPMLG_PASSES; i++)
         if (d->passes[i].exec) cudaGraphExecDestroy(d->passes[i].exec);
-    for (int i = 0; i < d->weight_count; i++) cudaFree(d->weights[i].half);
+    for (hpmlg_weights *w = d->weights; w; w = w->next) cudaFree(w->half);
     for (hpmlg_block *b = d->blocks; b; b = b->next) cudaFree(b->p);
     for (int i = 0; i < HPMLG_SLOTS; i++) {
         hpmlg_slot *s = &d->slots[i];
@@ -816,10 +816,8 @@ HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, 
 HPMLG_FN void hpmlg_weights_touch(hpmlg_device *d, const void *dst, size_t bytes)
 {
     const char *from = (const char *)dst, *to = from + bytes;
-    for (int i = 0; i < d->weight_count; i++) {
-        const char *w = (const char *)d->weights[i].w;
-        if (w < to && from < w + (size_t)d->weights[i].n * sizeof(float)) d->weights[i].fresh = false;
-    }
+    for (hpmlg_weights *w = d->weights; w; w = w->next)
+        if ((const char *)w->w < to && from < (const char *)(w->w + w->n)) w->fresh = false;
 }
 
 HPMLG_FN hpml_status hpmlg_write(void *device, void *dst, const void *host, size_t bytes)
@@ -3219,33 +3217,23 @@ HPMLG_FN hpml_status hpmlg_weight_refresh(hpmlg_device *d, hpmlg_weights *w)
 HPMLG_FN hpml_status hpmlg_weights_refresh(hpmlg_device *d)
 {
     hpml_status status = HPML_OK;
-    for (int i = 0; i < d->weight_count && status == HPML_OK; i++) status = hpmlg_weight_refresh(d, &d->weights[i]);
-    return status;
-}
-
-HPMLG_FN hpml_status hpmlg_weights_add(hpmlg_device *d, const hpml_tensor *t)
-{
-    hpmlg_weights w = { t->data, NULL, hpml_tensor_count(t), false };
-    if (d->weight_count == d->weight_room) {
-        int            room = d->weight_room + hpml_param_count(d->ctx) + 1;
-        hpmlg_weights *more = (hpmlg_weights *)hpml_ctx_alloc(d->ctx, (size_t)room * sizeof *more, NULL);
-        if (!more) return HPML_ERR_MEMORY;
-        if (d->weights) memcpy(more, d->weights, (size_t)d->weight_count * sizeof *more);
-        hpml_ctx_release(d->ctx, d->weights);
-        d->weights = more, d->weight_room = room;
-    }
-    hpml_status status = hpmlg_check(d, cudaMalloc(&w.half, (size_t)w.n * 2), "memory for half copies of parameters");
-    if (status == HPML_OK) d->weights[d->weight_count++] = w;
+    for (hpmlg_weights *w = d->weights; w && status == HPML_OK; w = w->next) status = hpmlg_weight_refresh(d, w);
     return status;
 }
 
 /* The half copy of a parameter; NULL, and an error on the context, when there is no memory for it. */
 HPMLG_FN void *hpmlg_half(hpmlg_device *d, const hpml_tensor *t)
 {
-    int i = 0;
-    while (i < d->weight_count && d->weights[i].w != t->data) i++;
-    if (i == d->weight_count && hpmlg_weights_add(d, t) != HPML_OK) return NULL;
-    return hpmlg_weight_refresh(d, &d->weights[i]) == HPML_OK ? d->weights[i].half : NULL;
+    hpmlg_weights *w = d->weights;
+    while (w && w->w != t->data) w = w->next;
+    if (!w) {
+        if (!(w = (hpmlg_weights *)hpml_ctx_alloc(d->ctx, sizeof *w, NULL))) return NULL;
+        w->w = t->data, w->n = hpml_tensor_count(t);
+        cudaError_t e = cudaMalloc(&w->half, (size_t)w->n * 2);
+        if (hpmlg_check(d, e, "memory for half copies of parameters") != HPML_OK) return NULL;
+        w->next = d->weights, d->weights = w;
+    }
+    return hpmlg_weight_refresh(d, w) == HPML_OK ? w->half : NULL;
 }
 
 /* A tensor as products want it: the half copy of a parameter; an f32 input of a half model narrowed into `place`. */
@@ -3826,18 +3814,14 @@ HPMLG_FN hpml_status hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_a
 /* y (images, C, P) = act(y + bias), in place. */
 static __global__ void hpmlg_k_planes_end(hpmlg_array y, const float *bias, int act, int64_t C, int64_t P, int64_t n)
 {
-    int64_t step = (int64_t)gridDim.x * blockDim.x, first = hpmlg_me();
-    if (P % 8 == 0) {
-        for (int64_t i = first; i < n / 8; i += step) {
-            hpmlg_eight e = hpmlg_get8(y, i);
-            float       b = bias ? bias[i * 8 / P % C] : 0;
-            for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act_far(act, 0.01f, e.v[j] + b);
-            hpmlg_put8(y, i, e);
-        }
-        return;
+    bool one = P % 8 == 0; /* eight pixels are of one plane */
+    HPMLG_EIGHTS(at, n) {
+        hpmlg_eight e = hpmlg_get_part(y, at, 0, n, 0);
+        float       b = bias && one ? bias[at / P % C] : 0;
+        for (int j = 0; j < 8; j++)
+            e.v[j] = hpmlg_act_far(act, 0.01f, e.v[j] + (bias && !one ? bias[(at + j) / P % C] : b));
+        hpmlg_put_part(y, at, 0, n, e, false);
     }
-    for (int64_t i = first; i < n; i += step)
-        hpmlg_put(y, i, hpmlg_act_far(act, 0.01f, hpmlg_get(y, i) + (bias ? bias[i / P % C] : 0)));
 }
 
 /* dy *= act'(y); the gradient of the bias, where wanted, (+)= its sums over the planes of each channel. */
@@ -4995,8 +4979,7 @@ static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *pa
 /* The half copy that w (n) is all or a piece of: the step writes it too. Others that w overlaps are old then. */
 HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
 {
-    for (int i = 0; i < d->weight_count; i++) {
-        hpmlg_weights *h = &d->weights[i];
+    for (hpmlg_weights *h = d->weights; h; h = h->next) {
         if (w + n <= h->w || w >= h->w + h->n) continue;
         if (w >= h->w && w + n <= h->w + h->n) {
             h->fresh = h->fresh || n == h->n;
