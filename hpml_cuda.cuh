@@ -140,7 +140,7 @@ typedef struct hpml_nccl hpml_nccl; /* opaque; hangs on a context */
 typedef struct hpml_nccl_desc {
     uint32_t    _begin;
     int32_t     rank, ranks; /* hpml_nccl_create: required; attach: the communicator's */
-    const char *file;        /* hpml_nccl_create: where ranks meet: each leaves a file of this name and .rank */
+    const char *file;        /* hpml_nccl_create: where ranks meet, by files named this and .rank; old ones do no harm */
     const char *library;     /* NULL: the NCCL that the program was linked with, else libnccl.so.2 */
     double      timeout;     /* seconds; 0: 60 */
     bool        in_nodes;    /* attach: NCCL inside each node only, as many ranks on each. Between nodes a share of each
@@ -2729,19 +2729,15 @@ HPMLG_DEVICE void hpmlg_emit8(const hpmlg_job &g, int64_t batch, int64_t row, in
     int64_t     at  = (batch * g.c_batch + row * g.ldc + col) / 8;
     hpmlg_eight old = {};
     if (g.add) old = hpmlg_get8(g.c, at);
-    HPMLG_UNROLL
-    for (int j = 0; j < 8; j++) e.v[j] = hpmlg_end_of(g, batch, row, col + j, e.v[j] * g.alpha) + old.v[j];
+    HPMLG_UNROLL for (int j = 0; j < 8; j++) e.v[j] = hpmlg_end_of(g, batch, row, col + j, e.v[j] * g.alpha) + old.v[j];
     if (g.z.p && !g.back) hpmlg_put8(g.z, at, e);
     if (g.back) {
         old = hpmlg_get8(g.z, at);
-        HPMLG_UNROLL
-        for (int j = 0; j < 8; j++) e.v[j] *= hpmlg_slope_far((int)g.act, g.slope, old.v[j]);
+        HPMLG_UNROLL for (int j = 0; j < 8; j++) e.v[j] *= hpmlg_slope_far((int)g.act, g.slope, old.v[j]);
     } else if (g.act == HPML_ACT_RELU) {
-        HPMLG_UNROLL
-        for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act(HPML_ACT_RELU, 0, e.v[j]);
+        HPMLG_UNROLL for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act(HPML_ACT_RELU, 0, e.v[j]);
     } else if (g.act) {
-        HPMLG_UNROLL
-        for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act_far((int)g.act, g.slope, e.v[j]);
+        HPMLG_UNROLL for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act_far((int)g.act, g.slope, e.v[j]);
     }
     hpmlg_put8(g.c, at, e);
 }
@@ -2778,8 +2774,7 @@ HPMLG_DEVICE void hpmlg_tile_end(const hpmlg_job &g, hpmlg_tile t, const float *
 {
     int id = (int)threadIdx.x, lane = id % 32, warp = id / 32;
     __syncthreads();
-    HPMLG_UNROLL
-    for (int i = 0; i < T * T / 128; i += 2) {
+    HPMLG_UNROLL for (int i = 0; i < T * T / 128; i += 2) {
         int row, col;
         if (MMA) {
             int mi = i / (T / 4), ni = i / 4 % (T / 16);
@@ -2793,8 +2788,7 @@ HPMLG_DEVICE void hpmlg_tile_end(const hpmlg_job &g, hpmlg_tile t, const float *
         *(float2 *)&sums[hpmlg_sum_at<T>(row, col)] = make_float2(acc[i], acc[i + 1]);
     }
     __syncthreads();
-    HPMLG_ROLLED
-    for (int i = id; i < T * T / 8; i += 128) {
+    HPMLG_ROLLED for (int i = id; i < T * T / 8; i += 128) {
         int          r = i / (T / 8), c = i % (T / 8) * 8;
         int64_t      row = t.row + r, col = t.col + c;
         const float *from = &sums[hpmlg_sum_at<T>(r, c)];
@@ -2837,15 +2831,12 @@ HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const uns
 {
     int      warp = (int)threadIdx.x / 32;
     unsigned fa[T / 32][4], fb[T / 32][4];
-    HPMLG_UNROLL
-    for (int i = 0; i < T / 32; i++) {
+    HPMLG_UNROLL for (int i = 0; i < T / 32; i++) {
         hpmlg_fragment<T, LA>(fa[i], a, warp / 2 * (T / 2) + i * 16, k, false);
         hpmlg_fragment<T, LB>(fb[i], b, warp % 2 * (T / 2) + i * 16, k, true);
     }
-    HPMLG_UNROLL
-    for (int i = 0; i < T / 32; i++)
-        HPMLG_UNROLL
-        for (int j = 0; j < T / 16; j++)
+    HPMLG_UNROLL for (int i = 0; i < T / 32; i++)
+        HPMLG_UNROLL for (int j = 0; j < T / 16; j++)
             hpmlg_mma_16816(acc + (i * (T / 16) + j) * 4, fa[i], fb[j / 2] + j % 2 * 2, F16);
 }
 
@@ -2854,8 +2845,7 @@ HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const uns
 template <int T, int L>
 HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x, int64_t ld, int64_t lines, int64_t ks)
 {
-    HPMLG_UNROLL
-    for (int i = 0; i < T / 32; i++) {
+    HPMLG_UNROLL for (int i = 0; i < T / 32; i++) {
         int piece = (int)threadIdx.x + 128 * i, line, k;
         if (L == HPMLG_K) line = piece / 4, k = piece % 4 * 8;
         else k = piece / (T / 8), line = piece % (T / 8) * 8;
@@ -2890,11 +2880,9 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_dense(const __grid_cons
     hpmlg_tile t = hpmlg_tile_here<T>(g);
     int64_t    steps = (t.k1 - t.k0 + 31) / 32;
     float      acc[T * T / 128];
-    HPMLG_UNROLL
-    for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
+    HPMLG_UNROLL for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
     for (int s = 0; s < HPMLG_STAGES - 1; s++) hpmlg_dense_stage<T, LA, LB>(g, t, s, tiles);
-    HPMLG_ROLLED
-    for (int64_t s = 0; s < steps; s++) {
+    HPMLG_ROLLED for (int64_t s = 0; s < steps; s++) {
         const unsigned short *a = tiles + s % HPMLG_STAGES * (2 * T * 32);
         hpmlg_copy_wait(HPMLG_STAGES - 2);
         __syncthreads(); /* stage s is here for all, and nobody reads stage s - 1 any more */
@@ -2917,8 +2905,7 @@ enum hpmlg_kind { HPMLG_IN_F32, HPMLG_IN_TF32, HPMLG_IN_HALF };
 template <int T> HPMLG_DEVICE void hpmlg_fetch(float *v, const hpmlg_side &o, int64_t base, const hpmlg_spot *lines,
                                                 const hpmlg_spot *ks)
 {
-    HPMLG_UNROLL
-    for (int j = 0; j < T / 8; j++) {
+    HPMLG_UNROLL for (int j = 0; j < T / 8; j++) {
         int i = (int)threadIdx.x + 128 * j;
         v[j]  = hpmlg_pick(o, base, lines[o.along_k ? i / 16 : i % T], ks[o.along_k ? i % 16 : i / T]);
     }
@@ -2926,8 +2913,7 @@ template <int T> HPMLG_DEVICE void hpmlg_fetch(float *v, const hpmlg_side &o, in
 
 template <int T, int KIND> HPMLG_DEVICE void hpmlg_settle(void *tile, const float *v, int64_t along_k, int type)
 {
-    HPMLG_UNROLL
-    for (int j = 0; j < T / 8; j++) {
+    HPMLG_UNROLL for (int j = 0; j < T / 8; j++) {
         int i = (int)threadIdx.x + 128 * j, line = along_k ? i / 16 : i % T, k = along_k ? i % 16 : i / T;
         if (KIND == HPMLG_IN_F32) ((float *)tile)[k * (T + 4) + line] = v[j];
         else if (KIND == HPMLG_IN_TF32) ((unsigned *)tile)[line * 20 + k] = __float_as_uint(v[j]) + 0x1000u; /* round */
@@ -2940,17 +2926,14 @@ template <int T, int KIND> HPMLG_DEVICE void hpmlg_settle(void *tile, const floa
 template <int T> HPMLG_DEVICE void hpmlg_f32_step(float *acc, const float *a, const float *b)
 {
     int ty = (int)threadIdx.x / 16 * 4, tx = (int)threadIdx.x % 16 * 4;
-    HPMLG_UNROLL
-    for (int k = 0; k < 16; k++) {
+    HPMLG_UNROLL for (int k = 0; k < 16; k++) {
         float fa[T / 8], fb[T / 16];
         HPMLG_UNROLL
         for (int i = 0; i < T / 32; i++) *(float4 *)(fa + i * 4) = *(const float4 *)&a[k * (T + 4) + ty + i * 32];
         HPMLG_UNROLL
         for (int j = 0; j < T / 64; j++) *(float4 *)(fb + j * 4) = *(const float4 *)&b[k * (T + 4) + tx + j * 64];
-        HPMLG_UNROLL
-        for (int i = 0; i < T / 8; i++)
-            HPMLG_UNROLL
-            for (int j = 0; j < T / 16; j++) acc[i * (T / 16) + j] += fa[i] * fb[j];
+        HPMLG_UNROLL for (int i = 0; i < T / 8; i++)
+            HPMLG_UNROLL for (int j = 0; j < T / 16; j++) acc[i * (T / 16) + j] += fa[i] * fb[j];
     }
 }
 
@@ -2959,18 +2942,13 @@ template <int T> HPMLG_DEVICE void hpmlg_tf32_step(float *acc, const unsigned *a
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
     a += (warp / 2 * (T / 2) + g) * 20 + t;
     b += (warp % 2 * (T / 2) + g) * 20 + t;
-    HPMLG_UNROLL
-    for (int k = 0; k < 16; k += 8) {
+    HPMLG_UNROLL for (int k = 0; k < 16; k += 8) {
         unsigned fa[T / 32][4], fb[2];
-        HPMLG_UNROLL
-        for (int i = 0; i < T / 32; i++)
-            HPMLG_UNROLL
-            for (int e = 0; e < 4; e++) fa[i][e] = a[(i * 16 + e % 2 * 8) * 20 + k + e / 2 * 4];
-        HPMLG_UNROLL
-        for (int j = 0; j < T / 16; j++) {
+        HPMLG_UNROLL for (int i = 0; i < T / 32; i++)
+            HPMLG_UNROLL for (int e = 0; e < 4; e++) fa[i][e] = a[(i * 16 + e % 2 * 8) * 20 + k + e / 2 * 4];
+        HPMLG_UNROLL for (int j = 0; j < T / 16; j++) {
             fb[0] = b[j * 8 * 20 + k], fb[1] = b[j * 8 * 20 + k + 4];
-            HPMLG_UNROLL
-            for (int i = 0; i < T / 32; i++) hpmlg_mma_1688_tf32(acc + (i * (T / 16) + j) * 4, fa[i], fb);
+            HPMLG_UNROLL for (int i = 0; i < T / 32; i++) hpmlg_mma_1688_tf32(acc + (i * (T / 16) + j) * 4, fa[i], fb);
         }
     }
 }
@@ -2989,8 +2967,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_gather(const __grid_con
     hpmlg_tile     t     = hpmlg_tile_here<T>(g);
     int            id = (int)threadIdx.x, steps = (int)((t.k1 - t.k0 + 15) / 16);
     float          acc[T * T / 128], va[T / 8], vb[T / 8];
-    HPMLG_UNROLL
-    for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
+    HPMLG_UNROLL for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
     for (int i = id; i < 2 * T; i += 128)
         lines[i] = i < T ? hpmlg_spot_at(g.a.line, t.row + i, g.m) : hpmlg_spot_at(g.b.line, t.col + i - T, g.n);
     for (int s = -2; s < steps; s++) { /* where the k of step s + 2 are; load s + 1; multiply s */
@@ -3583,17 +3560,12 @@ HPMLG_FN hpml_status hpmlg_batched(hpmlg_device *d, int64_t batch, int64_t m, in
     return hpmlg_product(d, &g);
 }
 
-/* op(A), op(B) as they are stored, or their transposes. */
-HPMLG_FN hpmlg_mat hpmlg_matmul_a(const hpml_node *n, const hpmlg_dims *s, hpmlg_array a, bool trans)
+/* op(A) (m, k), or second: op(B) (k, n); turned: its transpose. */
+HPMLG_FN hpmlg_mat hpmlg_matmul_of(const hpml_node *n, const hpmlg_dims *s, hpmlg_array x, bool second, bool turned)
 {
-    bool ta = n->attr.matmul.trans_a;
-    return hpmlg_mats(a, ta ? s->m : s->k, s->m * s->k, ta != trans);
-}
-
-HPMLG_FN hpmlg_mat hpmlg_matmul_b(const hpml_node *n, const hpmlg_dims *s, hpmlg_array b, bool trans)
-{
-    bool tb = n->attr.matmul.trans_b;
-    return hpmlg_mats(b, tb ? s->k : s->n, s->shared ? 0 : s->k * s->n, tb != trans);
+    bool    stored = second ? n->attr.matmul.trans_b : n->attr.matmul.trans_a; /* as its transpose */
+    int64_t rows = second ? s->k : s->m, cols = second ? s->n : s->k;
+    return hpmlg_mats(x, stored ? rows : cols, second && s->shared ? 0 : rows * cols, stored != turned);
 }
 
 HPMLG_FN hpml_status hpmlg_matmul_forward(const hpml_run *run, hpml_node *n)
@@ -3601,8 +3573,8 @@ HPMLG_FN hpml_status hpmlg_matmul_forward(const hpml_run *run, hpml_node *n)
     hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_dims    s = hpmlg_matmul_dims(n);
     hpmlg_array   a = hpmlg_factor(d, n->src[0], NULL), b = hpmlg_factor(d, n->src[1], NULL);
-    return hpmlg_batched(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_a(n, &s, a, false), hpmlg_matmul_b(n, &s, b, false),
-                         hpmlg_value(n->out), false);
+    return hpmlg_batched(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_of(n, &s, a, false, false),
+                         hpmlg_matmul_of(n, &s, b, true, false), hpmlg_value(n->out), false);
 }
 
 HPMLG_FN hpml_status hpmlg_matmul_backward(const hpml_run *run, hpml_node *n)
@@ -3615,12 +3587,12 @@ HPMLG_FN hpml_status hpmlg_matmul_backward(const hpml_run *run, hpml_node *n)
     int64_t       mn = s.m * s.n;
     if (ta->grad) /* dA (m, k) = dC op(B)^T, as A is stored */
         status = hpmlg_batched(d, s.batch, s.m, s.k, s.n, hpmlg_mats(dc, s.n, mn, false),
-                               hpmlg_matmul_b(n, &s, b, true), hpmlg_grad(ta), n->accumulate[0],
+                               hpmlg_matmul_of(n, &s, b, true, true), hpmlg_grad(ta), n->accumulate[0],
                                n->attr.matmul.trans_a);
     for (int64_t i = 0; tb->grad && status == HPML_OK && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC */
         bool        add = n->accumulate[1] || i > 0 || ta == tb; /* a shared b sums over the batch, in order */
         hpmlg_array ai = hpmlg_from(a, i * s.m * s.k), ci = hpmlg_from(dc, i * mn);
-        status = hpmlg_batched(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_a(n, &s, ai, true),
+        status = hpmlg_batched(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_of(n, &s, ai, false, true),
                                hpmlg_mats(ci, s.n, mn, false), hpmlg_grad(tb), add, n->attr.matmul.trans_b);
     }
     return status;
@@ -3735,10 +3707,12 @@ HPMLG_FN hpmlg_axis hpmlg_conv_taps(const hpmlg_conv *c)
     return t;
 }
 
-HPMLG_FN hpmlg_side hpmlg_conv_side(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k)
+/* H 0: not an image. */
+HPMLG_FN hpmlg_side hpmlg_conv_side(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k,
+                                    int64_t H = 0, int64_t W = 0)
 {
     hpmlg_side o = {};
-    o.x = x, o.batch = batch, o.line = line, o.k = k, o.along_k = along_k;
+    o.x = x, o.batch = batch, o.line = line, o.k = k, o.along_k = along_k, o.H = H, o.W = W;
     return o;
 }
 
@@ -3749,8 +3723,7 @@ HPMLG_FN hpml_status hpmlg_conv_y(hpmlg_device *d, const hpmlg_conv *c, hpmlg_ar
     j.batch = c->groups, j.c = y, j.alpha = 1;
     j.m = c->OC, j.n = c->B * c->P, j.k = c->C * c->taps;
     j.a = hpmlg_conv_side(w, c->OC * j.k, hpmlg_plain(j.k), hpmlg_plain(1), true);
-    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_pixels(c), hpmlg_conv_taps(c), false);
-    j.b.H = c->H, j.b.W = c->W;
+    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_pixels(c), hpmlg_conv_taps(c), false, c->H, c->W);
     j.ldc = c->P, j.c_batch = c->OC * c->P, j.col = hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0);
     j.bias = bias, j.bias_row = 1, j.bias_batch = c->OC, j.act = act, j.slope = 0.01f;
     return hpmlg_job_run(d, &j);
@@ -3788,8 +3761,7 @@ HPMLG_FN hpml_status hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_a
         taps.h = (int16_t)-h.back, taps.w = (int16_t)-v.back;
         j.a = hpmlg_conv_side(hpmlg_from(w, h.tap * kw + v.tap), c->OC * c->C * c->taps, hpmlg_plain(c->taps),
                               hpmlg_folded(h.taps, v.taps, c->C * c->taps, h.step * kw, v.step), true);
-        j.b = hpmlg_conv_side(dy, c->OC * c->P, pixels, taps, false);
-        j.b.H = c->OH, j.b.W = c->OW;
+        j.b = hpmlg_conv_side(dy, c->OC * c->P, pixels, taps, false, c->OH, c->OW);
         j.ldc = size, j.c_batch = c->C * size;
         j.col = hpmlg_folded(h.count, v.count, c->groups * c->C * size, c->stride[0] * c->W, c->stride[1]);
         status = hpmlg_job_run(d, &j);
@@ -3805,8 +3777,7 @@ HPMLG_FN hpml_status hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_a
     j.m = c->OC, j.n = c->C * c->taps, j.k = c->B * c->P;
     j.a = hpmlg_conv_side(dy, c->OC * c->P, hpmlg_plain(c->P), hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0),
                              true);
-    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_taps(c), hpmlg_conv_pixels(c), true);
-    j.b.H = c->H, j.b.W = c->W;
+    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_taps(c), hpmlg_conv_pixels(c), true, c->H, c->W);
     j.ldc = j.n, j.c_batch = c->OC * j.n, j.flat = true;
     return hpmlg_job_run(d, &j);
 }
