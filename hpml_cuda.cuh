@@ -140,7 +140,7 @@ typedef struct hpml_nccl hpml_nccl; /* opaque; hangs on a context */
 typedef struct hpml_nccl_desc {
     uint32_t    _begin;
     int32_t     rank, ranks; /* hpml_nccl_create: required; attach: the communicator's */
-    const char *file;        /* hpml_nccl_create: where ranks meet, by files named this and .rank; old ones do no harm */
+    const char *file;        /* hpml_nccl_create: ranks meet by files named this and .rank; old ones do no harm */
     const char *library;     /* NULL: the NCCL that the program was linked with, else libnccl.so.2 */
     double      timeout;     /* seconds; 0: 60 */
     bool        in_nodes;    /* attach: NCCL inside each node only, as many ranks on each. Between nodes a share of each
@@ -3117,19 +3117,12 @@ typedef struct hpmlg_mat {
     int64_t     rs, cs, batch; /* elements between rows, columns, matrices */
 } hpmlg_mat;
 
-typedef struct hpmlg_gemm {
-    int64_t      m, n, k, batch;
-    hpmlg_mat    a, b;
-    hpmlg_array  c, z;           /* z: gets what goes into act; p NULL: nobody wants it. back: read */
-    int64_t      ldc, c_batch;
-    float        alpha, slope;
-    bool         add, back;
-    hpml_act     act;
-    float       *sums;           /* (m) gets the sums of a's rows; NULL: nobody wants them */
-    bool         rode;           /* set by the product: it did act' (back), or the sums, on its way */
-    const float *bias;           /* (n) or NULL */
-    const void  *bias_half;      /* the same in c's type, for cuBLASLt; NULL: no such copy */
-} hpmlg_gemm;
+struct hpmlg_gemm : hpmlg_job {  /* z: gets what goes into act; p NULL: nobody wants it. back: read */
+    hpmlg_mat   left, right;     /* a and b */
+    float      *sums;            /* (m) gets the sums of a's rows; NULL: nobody wants them */
+    bool        rode;            /* set by the product: it did act' (back), or the sums, on its way */
+    const void *bias_half;       /* bias (n) in c's type, for cuBLASLt; NULL: no such copy */
+};
 
 /* The array from element `at` on. */
 HPMLG_FN hpmlg_array hpmlg_from(hpmlg_array x, int64_t at)
@@ -3149,7 +3142,7 @@ HPMLG_FN hpmlg_gemm hpmlg_gemm_of(int64_t m, int64_t n, int64_t k, hpmlg_mat a, 
                                   bool add)
 {
     hpmlg_gemm g = {};
-    g.m = m, g.n = n, g.k = k, g.batch = 1, g.a = a, g.b = b, g.c = c, g.ldc = ldc, g.c_batch = m * n;
+    g.m = m, g.n = n, g.k = k, g.batch = 1, g.left = a, g.right = b, g.c = c, g.ldc = ldc, g.c_batch = m * n;
     g.alpha = 1, g.add = add;
     return g;
 }
@@ -3167,19 +3160,15 @@ HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *do
 
 HPMLG_FN hpml_status hpmlg_product(hpmlg_device *d, hpmlg_gemm *g)
 {
-    hpmlg_job   j = {};
     bool        done = false;
     hpml_status status;
-    if (!g->a.x.p || !g->b.x.p || !g->c.p) return hpml_ctx_status(d->ctx); /* a half copy that could not be made */
+    if (!g->left.x.p || !g->right.x.p || !g->c.p) return hpml_ctx_status(d->ctx); /* a half copy was not to be had */
     status = hpmlg_blas_product(d, g, &done);
     if (status != HPML_OK || done) return status;
-    j.m = g->m, j.n = g->n, j.k = g->k, j.batch = g->batch;
-    j.a = hpmlg_side_of(g->a.x, g->a.rs, g->a.cs, g->a.batch);
-    j.b = hpmlg_side_of(g->b.x, g->b.cs, g->b.rs, g->b.batch);
-    j.c = g->c, j.z = g->z, j.ldc = g->ldc, j.c_batch = g->c_batch, j.flat = true;
-    j.alpha = g->alpha, j.add = g->add, j.bias = g->bias, j.bias_col = 1, j.act = g->act, j.slope = g->slope;
-    j.back = g->rode = g->back;
-    return hpmlg_job_run(d, &j);
+    g->a = hpmlg_side_of(g->left.x, g->left.rs, g->left.cs, g->left.batch);
+    g->b = hpmlg_side_of(g->right.x, g->right.cs, g->right.rs, g->right.batch);
+    g->flat = g->bias_col = 1, g->rode = g->back;
+    return hpmlg_job_run(d, g);
 }
 
 /* Half copies of parameters are made when first asked for, and again when old. The first run of a pass is not recorded,
@@ -3361,15 +3350,15 @@ HPMLG_FN hpml_status hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas *blas, hpmlg_bla
 HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g)
 {
     memset(k, 0, sizeof *k);
-    if (g->a.x.type != g->b.x.type || (g->c.type != g->a.x.type && g->c.type != HPML_DTYPE_F32)) return false;
-    k->trans_a = g->a.cs != 1, k->trans_b = g->b.cs != 1;
-    if ((k->trans_a && g->a.rs != 1) || (k->trans_b && g->b.rs != 1)) return false;
+    if (g->left.x.type != g->right.x.type || (g->c.type != g->left.x.type && g->c.type != HPML_DTYPE_F32)) return false;
+    k->trans_a = g->left.cs != 1, k->trans_b = g->right.cs != 1;
+    if ((k->trans_a && g->left.rs != 1) || (k->trans_b && g->right.rs != 1)) return false;
     k->m = g->m, k->n = g->n, k->k = g->k, k->batch = g->batch, k->ldc = g->ldc;
-    k->lda = k->trans_a ? g->a.cs : g->a.rs, k->ldb = k->trans_b ? g->b.cs : g->b.rs;
+    k->lda = k->trans_a ? g->left.cs : g->left.rs, k->ldb = k->trans_b ? g->right.cs : g->right.rs;
     if (k->lda < (k->trans_a ? k->m : k->k) || k->ldb < (k->trans_b ? k->k : k->n) || k->ldc < k->n) return false;
-    if (k->batch > 1) k->a_batch = g->a.batch, k->b_batch = g->b.batch, k->c_batch = g->c_batch;
-    k->a_type = g->a.x.type, k->c_type = g->c.type, k->add = g->add;
-    uintptr_t places = (uintptr_t)g->a.x.p | (uintptr_t)g->b.x.p | (uintptr_t)g->c.p;
+    if (k->batch > 1) k->a_batch = g->left.batch, k->b_batch = g->right.batch, k->c_batch = g->c_batch;
+    k->a_type = g->left.x.type, k->c_type = g->c.type, k->add = g->add;
+    uintptr_t places = (uintptr_t)g->left.x.p | (uintptr_t)g->right.x.p | (uintptr_t)g->c.p;
     for (k->align = 256; places % (uintptr_t)k->align; k->align /= 2) {} /* what all are multiples of */
     return k->batch == 1 || !g->bias;
 }
@@ -3426,8 +3415,8 @@ HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *do
         if (!p->usable) continue;
         status = hpmlg_blas_check(d, hpmlg_blas_point(p, line, z), "cublasLtMatmulDescSetAttribute");
         if (status != HPML_OK) return status;
-        cublasStatus_t s = cublasLtMatmul(blas->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b, &beta, c,
-                                          p->c, c, p->c, &p->algo, d->workspace, d->d.workspace, d->stream);
+        cublasStatus_t s = cublasLtMatmul(blas->handle, p->op, &g->alpha, g->right.x.p, p->a, g->left.x.p, p->b, &beta,
+                                          c, p->c, c, p->c, &p->algo, d->workspace, d->d.workspace, d->stream);
         if (hpmlg_blas_refused(s)) { /* it should have said so when asked */
             p->usable = false;
             continue;
@@ -3645,14 +3634,14 @@ HPMLG_FN hpml_status hpmlg_linear_backward(const hpml_run *run, hpml_node *n)
     if (ride) dw.sums = n->accumulate[2] ? (float *)d->scratch : db;
     else status = hpmlg_columns_run(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, rows, out, db, n->accumulate[2]);
     if (w->grad && status == HPML_OK) {
-        dw.b.x = hpmlg_factor(d, x, n->scratch);
+        dw.right.x = hpmlg_factor(d, x, n->scratch);
         status = hpmlg_product(d, &dw);
     }
     if (ride && status == HPML_OK && !dw.rode)
         status = hpmlg_columns_run(d, dz, none, HPML_ACT_NONE, 0, rows, out, db, n->accumulate[2]);
     else if (ride && status == HPML_OK && n->accumulate[2]) status = hpmlg_rows_run(d, db, dw.sums, 1, out, true);
     if (!x->grad || status != HPML_OK) return status;
-    dx.b.x = hpmlg_factor(d, w, NULL);
+    dx.right.x = hpmlg_factor(d, w, NULL);
     if (m) dx.back = true, dx.z = hpmlg_linear_z(m), dx.act = m->attr.act.act, dx.slope = m->attr.act.slope;
     status = hpmlg_product(d, &dx);
     if (dx.rode) d->left.sloped = m;
