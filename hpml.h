@@ -90,23 +90,18 @@
 //     matmul   matrix products and linear layers
 //     shape   reshape, permute, slice, concat, sum
 //     conv   two-dimensional convolution
-//     conv-passes   a convolution forward and backward
 //     pool   max, average and global pooling
-//     batchnorm   batch normalization
-//     norm   softmax, layernorm, rmsnorm: row by row
+//     norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 //     dropout   dropout and embedding
-//     attention   multi-head attention
-//     lstm   long short-term memory
+//     sequence   multi-head attention; long short-term memory
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     backend   the CPU backend: memory, the table of ops, optimizer steps
-//     plan   from a recorded graph to a memory plan
-//     lives   how long each array is needed
+//     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     run   running a graph forward and backward
 //     trainer   the trainer: settings, creation, one step
 //     step   one step, one epoch, evaluation, prediction
 //     files   reading whole files, writing files that appear whole, JSON
-//     dataset   datasets and their readers
-//     csv   CSV and text
+//     dataset   datasets, and their readers: IDX, CIFAR, CSV, text
 //     npy   numpy arrays and packed records
 //     loader   batches: shuffled, sharded, augmented, made ahead
 //     safetensors   reading and writing safetensors files
@@ -3701,10 +3696,9 @@ HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *p
 /* Mean of one side, 0 for an empty one, see >>onebit. */
 HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
 {
-    float mean = row->count[side] ? (float)(row->sum[side] / (double)row->count[side]) : 0;
-    if (row->count[side] && mean < row->least[side]) mean = row->least[side];
-    if (row->count[side] && mean > row->most[side]) mean = row->most[side];
-    return mean;
+    if (row->count[side] == 0) return 0;
+    float mean = (float)(row->sum[side] / (double)row->count[side]);
+    return mean < row->least[side] ? row->least[side] : mean > row->most[side] ? row->most[side] : mean;
 }
 
 HPMLI_FN bool hpmli_onebit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
@@ -3858,6 +3852,7 @@ struct hpml_ctx {
     hpml_graph          *grads_of;   /* whose gradients the parameters have now */
     int64_t              param_capacity;
     int                  node_count; /* recorded so far: names and mask keys */
+    hpml_node            spare;      /* see hpmli_node_create */
     hpmli_trace         *trace;      /* NULL: off */
     char                 texts[8][192]; /* for messages, see hpmli_text ... */
     unsigned             text_count;    /* ... made so far */
@@ -3925,6 +3920,10 @@ HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != 
 #define HPMLI_CLEARED(ctx, what, d)                                                                                    \
     (((d)->_begin == 0 && (d)->_end == 0) ||                                                                           \
      hpmli_false(ctx, HPML_ERR_ARGUMENT, what " desc: canary is not zero; zero the struct before you set fields"))
+
+/* d = *desc, or all zero when there is none; then the same question. */
+#define HPMLI_TAKE(ctx, what, d, desc)                                                                                 \
+    ((desc) ? (void)((d) = *(desc)) : (void)memset(&(d), 0, sizeof(d)), HPMLI_CLEARED(ctx, what, &(d)))
 
 HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
 {
@@ -4699,28 +4698,27 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_check_transfer(const hpml_tensor *t, const void *values, int64_t count, const char *verb)
+/* Both ways between a tensor and `count` values on the host, which are `in` or `out`. */
+HPMLI_FN hpml_status hpmli_transfer(const hpml_tensor *t, const char *verb, const void *in, void *out, int64_t count)
 {
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    if (!values || !t->data || !hpmli_contiguous(t) || count != hpml_tensor_count(t))
+    const hpml_backend *b     = t->ctx->backend;
+    size_t              bytes = hpmli_tensor_bytes(t);
+    if ((!in && !out) || !t->data || !hpmli_contiguous(t) || count != hpml_tensor_count(t))
         return hpmli_fail(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got "
                           "%lld%s", verb, hpmli_text(t), (long long)hpml_tensor_count(t), (long long)count,
                           t->data ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
-    return HPML_OK;
+    return in ? b->write(t->ctx->device, t->data, in, bytes) : b->read(t->ctx->device, out, t->data, bytes);
 }
 
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const void *values, int64_t count)
 {
-    hpml_status status = hpmli_check_transfer(t, values, count, "set");
-    if (status != HPML_OK) return status;
-    return t->ctx->backend->write(t->ctx->device, t->data, values, hpmli_tensor_bytes(t));
+    return hpmli_transfer(t, "set", values, NULL, count);
 }
 
 HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t count)
 {
-    hpml_status status = hpmli_check_transfer(t, values, count, "get");
-    if (status != HPML_OK) return status;
-    return t->ctx->backend->read(t->ctx->device, values, t->data, hpmli_tensor_bytes(t));
+    return hpmli_transfer(t, "get", NULL, values, count);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4733,14 +4731,13 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
 #define HPMLI_INPLACE     (1u << 9) /* the result may stand in the memory of src[0] */
 #define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
 
-/* An op is a row: its name, what its backward pass reads, and both passes, written with `run` and the node `n`. Passes
-   that can fail are written out; those ops have HPMLI_NEEDS alone. */
-#define HPMLI_NEEDS(name, what) HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return what; }
-#define HPMLI_OP(name, what, forward, backward)                                                                        \
-    HPMLI_NEEDS(name, what)                                                                                            \
+/* An op is a row: its name, what its backward pass reads, and both passes, written with `run` and the node `n`; one
+   that can fail returns its status. */
+#define HPMLI_PASS(name) HPMLI_FN hpml_status hpmli_##name(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+#define HPMLI_OP(name, needs, forward, backward)                                                                       \
+    HPMLI_FN unsigned hpmli_##name##_needs(const hpml_node *n HPMLI_UNUSED) { return needs; }                          \
     HPMLI_PASS(name##_forward) { forward; return HPML_OK; }                                                            \
     HPMLI_PASS(name##_backward) { backward; return HPML_OK; }
-#define HPMLI_PASS(name) HPMLI_FN hpml_status hpmli_##name(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 
 /* What results of ops are kept in. */
 HPMLI_FN hpml_dtype hpmli_store(const hpml_ctx *ctx)
@@ -4782,26 +4779,29 @@ HPMLI_FN bool hpmli_recordable(int src_count, hpml_tensor *const *src)
     return true;
 }
 
-/* Adds an op; returns its result, named `name` (see hpmli_layer_name; NULL: after the op). Sources that are optional
-   and absent are NULL, the first never is. The caller fills in node->attr and the bytes it needs. */
-HPMLI_FN hpml_tensor *hpmli_node_create(hpml_op op, const char *name, int src_count, hpml_tensor *const *src, int ndim,
-                                        const int64_t *shape)
+/* Adds an op. Its result, n->out, is named `name` (see hpmli_layer_name; NULL: after the op). Sources that are optional
+   and absent are NULL, the first never is. The caller fills in n->attr and the bytes it needs. After an error that is
+   lost: it goes to a spare node, whose result is NULL. */
+HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_count, hpml_tensor *const *src, int ndim,
+                                      const int64_t *shape)
 {
     hpml_ctx  *ctx   = src[0]->ctx;
+    hpml_node *none  = &ctx->spare;
     hpml_dtype dtype = hpmli_store(ctx);
+    none->out = NULL;
     for (int i = 0; i < src_count; i++) { /* labels and tokens are I32, numbers F32 or what the backend keeps */
         bool index = (op == HPML_OP_EMBEDDING && i == 0) || (op == HPML_OP_CROSS_ENTROPY && i == 1);
         if (src[i] && op != HPML_OP_RESHAPE &&
             (index ? src[i]->dtype != HPML_DTYPE_I32 : src[i]->dtype != HPML_DTYPE_F32 && src[i]->dtype != dtype))
-            return hpmli_null(ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_text(src[i]),
-                              hpml_dtype_name(index ? HPML_DTYPE_I32 : dtype));
+            hpmli_fail(ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_text(src[i]),
+                       hpml_dtype_name(index ? HPML_DTYPE_I32 : dtype));
     }
     if (ndim == 0) dtype = HPML_DTYPE_F32;
     if (!name) name = hpmli_layer_name(ctx, NULL, hpml_op_name(op));
-    if (!name) return NULL;
-    hpml_tensor *out   = hpmli_tensor_new(ctx, name, op == HPML_OP_RESHAPE ? src[0]->dtype : dtype, ndim, shape);
-    hpml_node   *n     = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
-    if (!n) return NULL;
+    hpml_tensor *out = hpmli_tensor_new(ctx, name, op == HPML_OP_RESHAPE ? src[0]->dtype : dtype, ndim, shape);
+    hpml_node   *n   = out ? hpmli_new(ctx, hpml_node, 1) : NULL;
+    if (!n) return none;
+    HPML_ASSERT(src_count <= HPML_MAX_SRC);
     n->op        = op;
     n->index     = ctx->node_count++;
     n->out       = out;
@@ -4817,7 +4817,17 @@ HPMLI_FN hpml_tensor *hpmli_node_create(hpml_op op, const char *name, int src_co
     }
     if (out->batch_rows) n->mixes_batch = false;
     ctx->param_kept = ctx->param_count;
-    return out;
+    return n;
+}
+
+/* Says how many rows of the result there are for each sample, where that is not as in a source of as many rows; 0: if
+   a source has any, samples get mixed. */
+HPMLI_FN void hpmli_node_batch(hpml_node *n, int64_t rows)
+{
+    if (!n->out) return;
+    n->out->batch_rows = rows;
+    n->mixes_batch     = false;
+    for (int i = 0; i < n->src_count; i++) n->mixes_batch |= rows == 0 && n->src[i]->batch_rows > 0;
 }
 
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape)
@@ -4892,19 +4902,20 @@ HPMLI_FN hpml_tensor *hpmli_layer_vector(hpml_ctx *ctx, const char *layer, const
     return t;
 }
 
-HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *d)
+HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc)
 {
-    char text[32];
-    if (hpmli_failed(ctx) || (d && !HPMLI_CLEARED(ctx, "param", d))) return NULL;
-    if (!d || d->ndim < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
+    hpml_param_desc d;
+    char            text[32];
+    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "param", d, desc)) return NULL;
+    if (d.ndim < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
     snprintf(text, sizeof text, "param%d", ctx->param_count);
-    hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, d->name ? d->name : text), d->init, d->init_scale, d->ndim,
-                                     d->shape);
+    hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, d.name ? d.name : text), d.init, d.init_scale, d.ndim,
+                                     d.shape);
     if (!t) return NULL;
-    t->param->buffer   = d->buffer;
-    t->param->frozen   = d->frozen;
-    t->param->no_decay = d->no_decay;
-    t->needs_grad      = !d->buffer && !d->frozen;
+    t->param->buffer   = d.buffer;
+    t->param->frozen   = d.frozen;
+    t->param->no_decay = d.no_decay;
+    t->needs_grad      = !d.buffer && !d.frozen;
     ctx->param_kept    = ctx->param_count;
     return t;
 }
@@ -5214,11 +5225,11 @@ HPMLI_FN void hpmli_walk_make(hpmli_walk *w, const hpml_tensor *out, const hpml_
 HPMLI_FN int64_t hpmli_walk_at(const hpmli_walk *w, int s, int64_t r)
 {
     int64_t at = 0;
-    for (int i = w->ndim - 2; i >= 0; i--) {
+    for (int i = w->ndim - 2; i > 0; i--) {
         at += r % w->shape[i] * w->stride[s][i];
         r /= w->shape[i];
     }
-    return at;
+    return at + r * w->stride[s][0];
 }
 
 #define HPMLI_PIECE 512 /* elements handled at a time where an operand has to be spread out */
@@ -5320,7 +5331,7 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
                               hpml_op_name(op), hpmli_text(a), hpmli_text(b));
         shape[i] = da > db ? da : db;
     }
-    return hpmli_node_create(op, NULL, 2, src, ndim, shape);
+    return hpmli_node_create(op, NULL, 2, src, ndim, shape)->out;
 }
 
 HPMLI_BINARY_OP(HPML_OP_ADD, add, 0)
@@ -5366,8 +5377,8 @@ HPMLI_FN void hpmli_act_forward(hpml_ctx *ctx, hpml_act act, float slope, float 
 }
 
 /* dx (+)= dy act'(x). dx may be dy. x or y may be NULL as the kind allows (hpmli_act_reads_x). */
-HPMLI_FN void hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float *dx, const float *dy,
-                                        const float *x, const float *y, int64_t n, bool accumulate)
+HPMLI_FN void hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float *dx, const float *dy, const float *x,
+                                 const float *y, int64_t n, bool accumulate)
 {
     hpmli_map m = { NULL, act, slope, 0, n, dx, x, dy, y, accumulate };
     hpmli_map_run(ctx, m);
@@ -5376,9 +5387,9 @@ HPMLI_FN void hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float
 HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
-    hpml_tensor *y = hpmli_node_create(HPML_OP_SCALE, NULL, 1, &x, x->ndim, x->shape);
-    if (y) y->node->attr.scale.a = a, y->node->attr.scale.b = b;
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_SCALE, NULL, 1, &x, x->ndim, x->shape);
+    n->attr.scale.a = a, n->attr.scale.b = b;
+    return n->out;
 }
 
 /* y = a x + b, or y += a x. */
@@ -5406,9 +5417,9 @@ HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope)
     if (!hpmli_recordable(1, &x)) return NULL;
     if ((int)act <= HPML_ACT_NONE || (int)act >= HPML_ACT_COUNT)
         return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "activation of \"%s\": no function %d", x->name, (int)act);
-    hpml_tensor *y = hpmli_node_create(HPML_OP_ACT, NULL, 1, &x, x->ndim, x->shape);
-    if (y) y->node->attr.act.act = act, y->node->attr.act.slope = slope == 0 ? 0.01f : slope;
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_ACT, NULL, 1, &x, x->ndim, x->shape);
+    n->attr.act.act = act, n->attr.act.slope = slope == 0 ? 0.01f : slope;
+    return n->out;
 }
 
 HPML_API hpml_tensor *hpml_relu(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_RELU, 0); }
@@ -5493,15 +5504,14 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
                           hpmli_text(b), trans_b ? " transposed" : "");
     shape[a->ndim - 2] = a->shape[a->ndim - (trans_a ? 1 : 2)];
     shape[a->ndim - 1] = b->shape[b->ndim - (trans_b ? 2 : 1)];
-    hpml_tensor *c = hpmli_node_create(HPML_OP_MATMUL, NULL, 2, src, a->ndim, shape);
-    if (!c) return NULL;
-    c->node->attr.matmul.trans_a = trans_a;
-    c->node->attr.matmul.trans_b = trans_b;
+    hpml_node *n = hpmli_node_create(HPML_OP_MATMUL, NULL, 2, src, a->ndim, shape);
+    n->attr.matmul.trans_a = trans_a;
+    n->attr.matmul.trans_b = trans_b;
     if (a->ndim == 2) { /* the batch is a row of C when it is a row of A; contracted away it is just a shorter sum */
-        c->batch_rows        = trans_a ? 0 : a->batch_rows;
-        c->node->mixes_batch = (a->batch_rows && trans_a && !b->batch_rows) || (b->batch_rows && trans_b);
+        hpmli_node_batch(n, trans_a ? 0 : a->batch_rows);
+        n->mixes_batch = (a->batch_rows && trans_a && !b->batch_rows) || (b->batch_rows && trans_b);
     }
-    return c;
+    return n->out;
 }
 
 typedef struct hpmli_matmul {
@@ -5568,11 +5578,10 @@ HPMLI_OP(matmul, HPMLI_NEED_BOTH, hpmli_matmul_pass(run, n), hpmli_matmul_back(r
 /* Linear: sources x, w, bias (NULL without). */
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
 {
-    hpml_linear_desc d = HPMLI_ZEROED;
+    hpml_linear_desc d;
     int64_t          shape[HPML_MAX_DIMS], weight[2];
-    hpml_tensor     *src[3], *y;
-    if (desc) d = *desc;
-    if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "linear", &d)) return NULL;
+    hpml_tensor     *src[3];
+    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "linear", d, desc)) return NULL;
     if (x->ndim < 2 || out < 1 || (int)d.activation < 0 || d.activation >= HPML_ACT_COUNT)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected (.., in); at least one output, "
                           "got %lld; activation %d", d.name ? d.name : "", hpmli_text(x), (long long)out,
@@ -5589,12 +5598,11 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
                           (long long)out);
     memcpy(shape, x->shape, sizeof shape);
     shape[x->ndim - 1] = out;
-    y = hpmli_node_create(HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
-    if (!y) return NULL;
-    y->node->attr.act.act   = d.activation;
-    y->node->attr.act.slope = 0.01f;
-    if (hpmli_act_reads_x(d.activation)) y->node->saved_bytes = hpmli_tensor_bytes(y); /* x w^T + bias */
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
+    n->attr.act.act   = d.activation;
+    n->attr.act.slope = 0.01f;
+    if (n->out && hpmli_act_reads_x(d.activation)) n->saved_bytes = hpmli_tensor_bytes(n->out); /* x w^T + bias */
+    return n->out;
 }
 
 HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
@@ -5638,39 +5646,81 @@ HPMLI_OP(linear, HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->att
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A reshape of a computed tensor is free: the planner gives it the memory of its source (gradients likewise). The
-   others copy once, in long runs where the layout allows. Slice, concat and sum see an array as (outer, dim, inner). */
+   others move numbers between a tensor and a part of another one, or one seen in another order, in runs as long as the
+   layout allows. A sum sees an array as (outer, dim, inner). */
 
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
 {
     int64_t full[HPML_MAX_DIMS];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (!hpmli_reshape_rule(hpml_tensor_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
-    hpml_tensor *y = hpmli_node_create(HPML_OP_RESHAPE, NULL, 1, &x, ndim, full);
-    if (y && x->batch_rows) { /* the first samples stay the first rows whenever rows can be dealt out evenly */
+    hpml_node *n = hpmli_node_create(HPML_OP_RESHAPE, NULL, 1, &x, ndim, full);
+    if (x->batch_rows) { /* the first samples stay the first rows whenever rows can be dealt out evenly */
         int64_t batch = x->shape[0] / x->batch_rows;
-        y->batch_rows        = ndim > 0 && full[0] % batch == 0 ? full[0] / batch : 0;
-        y->node->mixes_batch = y->batch_rows == 0;
+        hpmli_node_batch(n, ndim > 0 && full[0] % batch == 0 ? full[0] / batch : 0);
     }
-    return y;
+    return n->out;
 }
 
 HPMLI_SHAPES(hpml_reshape, hpml_tensor *, x, hpml_reshape(x, (int)ndim, shape))
 
 HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x) { return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL; }
 
+typedef struct hpmli_mover {
+    const hpmli_kernels *k;
+    float               *to;
+    const float         *from;
+    hpmli_walk           w; /* of `to` and `from` */
+    int64_t              each; /* runs per task */
+    bool                 add;
+} hpmli_mover;
+
+HPMLI_FN void hpmli_move_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_mover *m = (const hpmli_mover *)arg;
+    const int64_t      n = m->w.run, a = m->w.stride[0][m->w.ndim - 1], b = m->w.stride[1][m->w.ndim - 1];
+    for (int64_t run = task * m->each; run < (task + 1) * m->each && run < m->w.runs; run++) {
+        float       *to   = m->to + hpmli_walk_at(&m->w, 0, run);
+        const float *from = m->from + hpmli_walk_at(&m->w, 1, run);
+        if (a == 1 && b == 1 && m->add) m->k->vadd(to, to, from, n);
+        else if (a == 1 && b == 1) memcpy(to, from, (size_t)n * sizeof(float));
+        else for (int64_t i = 0; i < n; i++) to[i * a] = m->add ? to[i * a] + from[i * b] : from[i * b];
+    }
+}
+
+/* Values of x to y, or gradients of y to x. One of the two may be a part of a larger tensor or seen in another order.
+   The shape is that of y, which is short when the batch is. */
+HPMLI_FN void hpmli_move(const hpml_run *run, const hpml_tensor *y, const hpml_tensor *x, bool backward, bool add)
+{
+    hpmli_mover m = { run->ctx->k, backward ? x->grad : y->data, backward ? y->grad : x->data, HPMLI_ZEROED, 0,
+                      backward && add };
+    if (!m.to || m.to == m.from) return;
+    hpmli_walk_make(&m.w, y, backward ? x : y, backward ? y : x);
+    m.each = hpmli_rows_per_task(m.w.run);
+    hpmli_parallel(run->ctx, (m.w.runs + m.each - 1) / m.each, hpmli_move_task, &m);
+}
+
+/* The part of t that is `count` long from `start` on in one dimension. */
+HPMLI_FN hpml_tensor hpmli_part(const hpml_tensor *t, int dim, int64_t start, int64_t count)
+{
+    hpml_tensor part = *t;
+    part.shape[dim] = count;
+    part.data += start * t->stride[dim];
+    if (t->grad) part.grad += start * t->stride[dim];
+    return part;
+}
+
 /* Inputs and parameters have memory of their own: their reshape is a copy. */
-HPMLI_FN void hpmli_reshape_copy(const hpml_node *n)
+HPMLI_FN void hpmli_reshape_run(const hpml_run *run, hpml_node *n, bool backward)
 {
-    if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out));
+    hpml_tensor x = *n->src[0];
+    memcpy(x.shape, n->out->shape, sizeof x.shape);
+    memcpy(x.stride, n->out->stride, sizeof x.stride);
+    x.ndim = n->out->ndim;
+    hpmli_move(run, n->out, &x, backward, n->accumulate[0]);
 }
 
-HPMLI_FN void hpmli_reshape_back(const hpmli_kernels *k, const hpml_node *n)
-{
-    float *dx = n->src[0]->grad, *dy = n->out->grad;
-    if (dx && dx != dy) k->vaxpby(dx, 1, dy, n->accumulate[0] ? 1.0f : 0.0f, hpml_tensor_count(n->out));
-}
-
-HPMLI_OP(reshape, 0, hpmli_reshape_copy(n), hpmli_reshape_back(run->ctx->k, n))
+HPMLI_OP(reshape, 0, hpmli_reshape_run(run, n, false), hpmli_reshape_run(run, n, true))
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
 {
@@ -5684,12 +5734,10 @@ HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
     }
     if (seen == 0 || seen != (1u << x->ndim) - 1)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "permute of %s: name each dimension once", hpmli_text(x));
-    hpml_tensor *y = hpmli_node_create(HPML_OP_PERMUTE, NULL, 1, &x, x->ndim, shape);
-    if (!y) return NULL;
-    for (int i = 0; i < x->ndim; i++) y->node->attr.permute.dims[i] = dims[i];
-    y->batch_rows        = dims[0] == 0 ? x->batch_rows : 0;
-    y->node->mixes_batch = x->batch_rows && dims[0] != 0;
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_PERMUTE, NULL, 1, &x, x->ndim, shape);
+    for (int i = 0; i < x->ndim; i++) n->attr.permute.dims[i] = dims[i];
+    hpmli_node_batch(n, dims[0] == 0 ? x->batch_rows : 0);
+    return n->out;
 }
 
 HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
@@ -5699,75 +5747,20 @@ HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
     return hpml_permute(x, dims);
 }
 
-typedef struct hpmli_permute_job {
-    const float *from;
-    float       *to;
-    int64_t      shape[HPML_MAX_DIMS];  /* of what is written, in order */
-    int64_t      stride[HPML_MAX_DIMS]; /* in what is read */
-    int          ndim;
-    int64_t      run, rows_per_task, rows;
-    bool         accumulate;
-} hpmli_permute_job;
-
-HPMLI_FN void hpmli_permute_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_permute_job *j    = (const hpmli_permute_job *)arg;
-    int64_t                  last = j->stride[j->ndim - 1], first = task * j->rows_per_task;
-    for (int64_t row = first; row < first + j->rows_per_task && row < j->rows; row++) {
-        const float *from = j->from;
-        float       *to   = j->to + row * j->run;
-        int64_t      r    = row;
-        for (int i = j->ndim - 2; i >= 0; i--) from += r % j->shape[i] * j->stride[i], r /= j->shape[i];
-        if (j->accumulate) for (int64_t i = 0; i < j->run; i++) to[i] += from[i * last];
-        else if (last == 1) memcpy(to, from, (size_t)j->run * sizeof(float));
-        else for (int64_t i = 0; i < j->run; i++) to[i] = from[i * last];
-    }
-}
-
-/* Backward is the permutation back. */
+/* The one that is read is seen in the order of the one that is written. */
 HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
 {
-    hpmli_permute_job  j = HPMLI_ZEROED;
     const hpml_tensor *x = n->src[0], *y = n->out;
-    j.ndim = y->ndim;
+    hpml_tensor        read = backward ? *y : *x;
     for (int i = 0; i < y->ndim; i++) {
         int dim = n->attr.permute.dims[i], at = backward ? dim : i;
-        j.shape[at]  = y->shape[i];
-        j.stride[at] = backward ? y->stride[i] : x->stride[dim];
+        read.shape[at]  = y->shape[i];
+        read.stride[at] = backward ? y->stride[i] : x->stride[dim];
     }
-    j.run           = j.shape[y->ndim - 1];
-    j.rows          = hpml_tensor_count(y) / j.run;
-    j.rows_per_task = hpmli_rows_per_task(j.run);
-    j.accumulate    = backward && n->accumulate[0];
-    j.from          = backward ? y->grad : x->data;
-    j.to            = backward ? x->grad : y->data;
-    hpmli_parallel(run->ctx, (j.rows + j.rows_per_task - 1) / j.rows_per_task, hpmli_permute_task, &j);
+    hpmli_move(run, backward ? &read : y, backward ? x : &read, backward, n->accumulate[0]);
 }
 
 HPMLI_OP(permute, 0, hpmli_permute_run(run, n, false), hpmli_permute_run(run, n, true))
-
-/* A tensor around one dimension; around all of them it is (1, count, 1). */
-typedef struct hpmli_split {
-    int64_t outer, size, inner;
-} hpmli_split;
-
-HPMLI_FN hpmli_split hpmli_split_at(const hpml_tensor *t, int dim)
-{
-    hpmli_split d = { 1, dim == HPML_ALL_DIMS ? hpml_tensor_count(t) : t->shape[dim], 1 };
-    for (int i = 0; i < dim; i++) d.outer *= t->shape[i];
-    for (int i = dim + 1; dim != HPML_ALL_DIMS && i < t->ndim; i++) d.inner *= t->shape[i];
-    return d;
-}
-
-/* Copies or adds `outer` blocks of `block` floats; the blocks are to_step and from_step apart. */
-HPMLI_FN void hpmli_copy_blocks(const hpmli_kernels *k, float *to, int64_t to_step, const float *from,
-                                int64_t from_step, int64_t outer, int64_t block, bool accumulate)
-{
-    for (int64_t o = 0; o < outer; o++) {
-        if (accumulate) k->vadd(to + o * to_step, to + o * to_step, from + o * from_step, block);
-        else memcpy(to + o * to_step, from + o * from_step, (size_t)block * sizeof(float));
-    }
-}
 
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
 {
@@ -5775,22 +5768,19 @@ HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t
     if (!hpmli_recordable(1, &x) || !hpmli_slice_fits(x, dim, start, count)) return NULL;
     memcpy(shape, x->shape, sizeof shape);
     shape[dim] = count;
-    hpml_tensor *y = hpmli_node_create(HPML_OP_SLICE, NULL, 1, &x, x->ndim, shape);
-    if (!y) return NULL;
-    y->node->attr.slice.dim   = dim;
-    y->node->attr.slice.start = start;
-    if (dim == 0 && x->batch_rows) y->batch_rows = 0, y->node->mixes_batch = true;
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_SLICE, NULL, 1, &x, x->ndim, shape);
+    n->attr.slice.dim   = dim;
+    n->attr.slice.start = start;
+    if (dim == 0) hpmli_node_batch(n, 0);
+    return n->out;
 }
 
 HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
 {
-    const hpml_tensor *x = n->src[0], *y = n->out;
-    hpmli_split        d = hpmli_split_at(x, n->attr.slice.dim);
-    int64_t block = y->shape[n->attr.slice.dim] * d.inner, whole = d.size * d.inner, at = n->attr.slice.start * d.inner;
-    if (backward && !n->accumulate[0]) run->ctx->k->vfill(x->grad, 0, hpml_tensor_count(x));
-    if (backward) hpmli_copy_blocks(run->ctx->k, x->grad + at, whole, y->grad, block, d.outer, block, true);
-    else hpmli_copy_blocks(run->ctx->k, y->data, block, x->data + at, whole, d.outer, block, false);
+    int         dim = n->attr.slice.dim;
+    hpml_tensor x   = hpmli_part(n->src[0], dim, n->attr.slice.start, n->out->shape[dim]);
+    if (backward && !n->accumulate[0]) run->ctx->k->vfill(n->src[0]->grad, 0, hpml_tensor_count(n->src[0]));
+    hpmli_move(run, n->out, &x, backward, true);
 }
 
 HPMLI_OP(slice, 0, hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true))
@@ -5810,32 +5800,37 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
                               hpmli_text(x[0]), hpmli_text(x[i]));
         if (i > 0) shape[dim] += x[i]->shape[dim];
     }
-    hpml_tensor *y = hpmli_node_create(HPML_OP_CONCAT, NULL, count, x, x[0]->ndim, shape);
-    if (!y) return NULL;
-    y->node->attr.slice.dim = dim;
-    if (dim == 0)
-        for (int i = 0; i < count; i++)
-            if (x[i]->batch_rows) y->batch_rows = 0, y->node->mixes_batch = true;
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_CONCAT, NULL, count, x, x[0]->ndim, shape);
+    n->attr.slice.dim = dim;
+    if (dim == 0) hpmli_node_batch(n, 0);
+    return n->out;
 }
 
 HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
 {
-    const hpml_tensor *y = n->out;
-    hpmli_split        d = hpmli_split_at(y, n->attr.slice.dim);
-    int64_t            whole = d.size * d.inner, start = 0;
+    int64_t start = 0;
     for (int i = 0; i < n->src_count; i++) {
-        hpml_tensor *x     = n->src[i];
-        int64_t      block = x->shape[n->attr.slice.dim] * d.inner;
-        if (!backward)
-            hpmli_copy_blocks(run->ctx->k, y->data + start, whole, x->data, block, d.outer, block, false);
-        else if (x->grad)
-            hpmli_copy_blocks(run->ctx->k, x->grad, block, y->grad + start, whole, d.outer, block, n->accumulate[i]);
-        start += block;
+        int64_t     count = n->src[i]->shape[n->attr.slice.dim];
+        hpml_tensor y     = hpmli_part(n->out, n->attr.slice.dim, start, count);
+        hpmli_move(run, &y, n->src[i], backward, n->accumulate[i]);
+        start += count;
     }
 }
 
 HPMLI_OP(concat, 0, hpmli_concat_run(run, n, false), hpmli_concat_run(run, n, true))
+
+/* A tensor around one dimension; around all of them it is (1, count, 1). */
+typedef struct hpmli_split {
+    int64_t outer, size, inner;
+} hpmli_split;
+
+HPMLI_FN hpmli_split hpmli_split_at(const hpml_tensor *t, int dim)
+{
+    hpmli_split d = { 1, dim == HPML_ALL_DIMS ? hpml_tensor_count(t) : t->shape[dim], 1 };
+    for (int i = 0; i < dim; i++) d.outer *= t->shape[i];
+    for (int i = dim + 1; dim != HPML_ALL_DIMS && i < t->ndim; i++) d.inner *= t->shape[i];
+    return d;
+}
 
 HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 {
@@ -5845,13 +5840,12 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: there is no dimension %d", hpmli_text(x), dim);
     memcpy(shape, x->shape, sizeof shape);
     if (dim >= 0) shape[dim] = 1;
-    hpml_tensor *y = hpmli_node_create(HPML_OP_SUM, NULL, 1, &x, dim >= 0 ? x->ndim : 0, shape);
-    if (!y) return NULL;
-    y->node->attr.sum.dim  = dim;
-    y->node->attr.sum.mean = mean;
-    if (dim <= 0) y->batch_rows = 0; /* summed away: a short batch is just a shorter sum */
-    y->node->mixes_batch = false;
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_SUM, NULL, 1, &x, dim >= 0 ? x->ndim : 0, shape);
+    n->attr.sum.dim  = dim;
+    n->attr.sum.mean = mean;
+    if (dim <= 0) hpmli_node_batch(n, 0);
+    n->mixes_batch = false; /* summed away: a short batch is just a shorter sum */
+    return n->out;
 }
 
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
@@ -5946,6 +5940,7 @@ HPMLI_FN void *hpmli_conv_place(const hpmli_conv *c, int64_t *used, int64_t coun
 {
     char *p = c->n->scratch ? (char *)c->n->scratch + *used : NULL;
     *used += hpmli_round_up(count * (int64_t)size, 64);
+    HPML_ASSERT(!p || (size_t)*used <= c->n->scratch_bytes);
     return p;
 }
 
@@ -5981,15 +5976,6 @@ HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
     return used;
 }
 
-HPMLI_FN hpml_tensor *hpmli_conv_error(hpml_tensor *x, const char *name, int64_t out, const hpml_attr *a,
-                                       const char *why)
-{
-    return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, "
-                      "padding %dx%d, dilation %dx%d, %d groups: %s", name ? name : "", hpmli_text(x), (long long)out,
-                      a->conv.kernel[0], a->conv.kernel[1], a->conv.stride[0], a->conv.stride[1], a->conv.padding[0],
-                      a->conv.padding[1], a->conv.dilation[0], a->conv.dilation[1], a->conv.groups, why);
-}
-
 /* Height (i 0) or width (1) of the result; 0 when the kernel does not fit. */
 HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i)
 {
@@ -6023,56 +6009,51 @@ HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise)
     return value == 0 ? otherwise : value == HPML_NO_PAD ? 0 : value;
 }
 
-HPMLI_FN void hpmli_conv_attr(hpml_attr *a, const hpml_conv2d_desc *d)
-{
-    a->conv.kernel[0]   = d->kernel_h;
-    a->conv.kernel[1]   = hpmli_conv_or(d->kernel_w, d->kernel_h);
-    a->conv.stride[0]   = hpmli_conv_or(d->stride_h, 1);
-    a->conv.stride[1]   = hpmli_conv_or(d->stride_w, a->conv.stride[0]);
-    a->conv.padding[0]  = hpmli_conv_or(d->padding_h, 0);
-    a->conv.padding[1]  = hpmli_conv_or(d->padding_w, a->conv.padding[0]);
-    a->conv.dilation[0] = hpmli_conv_or(d->dilation_h, 1);
-    a->conv.dilation[1] = hpmli_conv_or(d->dilation_w, a->conv.dilation[0]);
-    a->conv.groups      = hpmli_conv_or(d->groups, 1);
-    a->conv.act         = d->activation;
-}
-
-HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *d)
+HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
 {
     hpml_attr    a;
     int64_t      shape[4], w[4], forward, backward;
-    hpml_tensor *src[3], *y;
+    hpml_tensor *src[3];
     hpmli_conv   c;
-    hpml_conv2d_desc none = HPMLI_ZEROED;
-    if (!d) d = &none; /* refused for want of a kernel */
-    if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "conv2d", d)) return NULL;
+    hpml_conv2d_desc d; /* all zero is refused for want of a kernel */
+    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "conv2d", d, desc)) return NULL;
     memset(&a, 0, sizeof a);
-    hpmli_conv_attr(&a, d);
+    a.conv.kernel[0]   = d.kernel_h;
+    a.conv.kernel[1]   = hpmli_conv_or(d.kernel_w, d.kernel_h);
+    a.conv.stride[0]   = hpmli_conv_or(d.stride_h, 1);
+    a.conv.stride[1]   = hpmli_conv_or(d.stride_w, a.conv.stride[0]);
+    a.conv.padding[0]  = hpmli_conv_or(d.padding_h, 0);
+    a.conv.padding[1]  = hpmli_conv_or(d.padding_w, a.conv.padding[0]);
+    a.conv.dilation[0] = hpmli_conv_or(d.dilation_h, 1);
+    a.conv.dilation[1] = hpmli_conv_or(d.dilation_w, a.conv.dilation[0]);
+    a.conv.groups      = hpmli_conv_or(d.groups, 1);
+    a.conv.act         = d.activation;
     const char *why = hpmli_conv_check(x, out, &a);
-    if (why) return hpmli_conv_error(x, d->name, out, &a, why);
+    if (why)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, "
+                          "padding %dx%d, dilation %dx%d, %d groups: %s", d.name ? d.name : "", hpmli_text(x),
+                          (long long)out, a.conv.kernel[0], a.conv.kernel[1], a.conv.stride[0], a.conv.stride[1],
+                          a.conv.padding[0], a.conv.padding[1], a.conv.dilation[0], a.conv.dilation[1], a.conv.groups,
+                          why);
     shape[0] = x->shape[0], shape[1] = out;
     for (int i = 0; i < 2; i++)
         shape[2 + i] = hpmli_conv_size(x, &a, i);
     w[0] = out, w[1] = x->shape[1] / a.conv.groups, w[2] = a.conv.kernel[0], w[3] = a.conv.kernel[1];
-    const char *name = hpmli_layer_name(x->ctx, d->name, "conv");
+    const char *name = hpmli_layer_name(x->ctx, d.name, "conv");
     src[0] = x;
-    src[1] = hpmli_layer_param(x->ctx, name, "weight", d->init, d->init_scale, 4, w);
-    src[2] = d->no_bias ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, out);
+    src[1] = hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 4, w);
+    src[2] = d.no_bias ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, out);
     if (hpmli_failed(x->ctx)) return NULL;
-    y = hpmli_node_create(HPML_OP_CONV2D, name, 3, src, 4, shape);
-    if (!y) return NULL;
-    y->node->attr = a;
-    hpmli_conv_make(&c, x->ctx, y->node);
+    hpml_node *n = hpmli_node_create(HPML_OP_CONV2D, name, 3, src, 4, shape);
+    n->attr = a;
+    if (!n->out) return NULL;
+    hpmli_conv_make(&c, x->ctx, n);
     c.want_dx = true;
     forward   = hpmli_conv_layout(&c, false);
     backward  = hpmli_conv_layout(&c, true);
-    y->node->scratch_bytes = (size_t)(forward > backward ? forward : backward);
-    return y;
+    n->scratch_bytes = (size_t)(forward > backward ? forward : backward);
+    return n->out;
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>conv-passes   a convolution forward and backward
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* The channels [o, o + HPMLI_CONV_PANEL) of one group's weights, packed. */
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
@@ -6084,11 +6065,6 @@ HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNU
     float  *packed = c->packed + g * c->weights;
     if (!c->want_dx) c->ctx->k->conv_pack(packed, w, &c->map, o);
     for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_back(packed, w, &c->sum, o);
-}
-
-HPMLI_FN void hpmli_conv_pack(hpmli_conv *c)
-{
-    hpmli_parallel(c->ctx, c->groups * hpmli_panels(c->OC), hpmli_conv_pack_task, c);
 }
 
 /* One image and group of x, in NHWC order with its padding. */
@@ -6155,7 +6131,7 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         int64_t panels = hpmli_panels(c.OC), want = 2 * run->ctx->threads;
         hpmli_conv_layout(&c, false);
         hpmli_conv_forward_map(&c);
-        hpmli_conv_pack(&c);
+        hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
         c.splits = want > c.B ? (want - 1) / c.B + 1 : 1; /* few images: share their channels out */
         if (c.splits > panels) c.splits = panels;
         if (run->ctx->threads == 1) c.splits = 1;
@@ -6236,17 +6212,17 @@ HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNU
 HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
 {
     hpmli_conv c;
-    int64_t    channels = n->out->shape[1];
+    int64_t    channels = n->out->shape[1], panels;
     hpmli_conv_make(&c, run->ctx, n);
+    panels    = hpmli_panels(c.OC);
     c.want_dw = n->src[1]->grad != NULL;
     c.want_db = n->src[2] && n->src[2]->grad;
     c.want_dx = n->src[0]->grad && !hpmli_conv_direct(&c);
     hpmli_conv_layout(&c, true);
     hpmli_conv_sum_map(&c);
-    if (c.want_dx) hpmli_conv_pack(&c);
+    if (c.want_dx) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
     hpmli_parallel(run->ctx, c.parts, hpmli_conv_back_task, &c);
-    if (c.want_dw)
-        hpmli_parallel(run->ctx, c.groups * hpmli_panels(c.OC), hpmli_conv_join_task, &c);
+    if (c.want_dw) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_join_task, &c);
     for (int64_t p = 0; c.want_db && p < c.parts; p++)
         run->ctx->k->vaxpby(n->src[2]->grad, 1, c.part + (p + 1) * c.part_size - hpmli_round_up(channels, 16),
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
@@ -6266,6 +6242,7 @@ typedef struct hpmli_pooling_job {
     const hpmli_kernels *k;
     hpml_node *n;
     int64_t    H, W, OH, OW, kh, kw, stride, pad;
+    bool       back;
 } hpmli_pooling_job;
 
 HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride,
@@ -6283,11 +6260,10 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
                           "H, W), a kernel that fits and padding of at most half of it", hpml_op_name(op),
                           hpmli_text(x), kh, kw, stride, padding);
     const int64_t shape[4] = { x->shape[0], x->shape[1], hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1) };
-    hpml_tensor  *y = hpmli_node_create(op, NULL, 1, &x, 4, shape);
-    if (!y) return NULL;
-    y->node->attr = a;
-    if (op == HPML_OP_MAX_POOL) y->node->saved_bytes = (size_t)hpml_tensor_count(y) * sizeof(int32_t);
-    return y;
+    hpml_node    *n = hpmli_node_create(op, NULL, 1, &x, 4, shape);
+    n->attr = a;
+    if (op == HPML_OP_MAX_POOL) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
+    return n->out;
 }
 
 HPML_API hpml_tensor *hpml_max_pool2d(hpml_tensor *x, int32_t kernel, int32_t stride, int32_t padding)
@@ -6318,58 +6294,50 @@ HPMLI_FN void hpmli_window(int64_t o, int64_t stride, int64_t pad, int64_t kerne
 }
 
 /* Windows of 2 x 2 that just touch, as most have it: kernels do a row at a time, and save which of the four has won. */
-HPMLI_FN bool hpmli_pool_halves(const hpmli_pooling_job *j)
+HPMLI_FN void hpmli_max_pool_halves(const hpmli_pooling_job *j, int64_t plane)
 {
-    return j->kh == 2 && j->kw == 2 && j->stride == 2 && j->pad == 0;
+    const hpml_tensor *x = j->n->src[0], *y = j->n->out;
+    for (int64_t row = plane * j->OH; row < (plane + 1) * j->OH; row++) {
+        int64_t from = plane * j->H * j->W + (row - plane * j->OH) * 2 * j->W, to = row * j->OW;
+        float  *won  = (float *)j->n->saved + to;
+        if (j->back) j->k->max_pool_row_back(x->grad + from, won, y->grad + to, j->W, j->OW, j->n->accumulate[0]);
+        else j->k->max_pool_row(y->data + to, won, x->data + from, j->W, j->OW);
+    }
 }
 
+/* The largest of each window, whatever its size and steps; the same walk back. */
 HPMLI_FN void hpmli_max_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
-    const float *x  = j->n->src[0]->data + plane * j->H * j->W;
-    float       *y  = j->n->out->data + plane * j->OH * j->OW;
-    int32_t     *at = (int32_t *)j->n->saved + plane * j->OH * j->OW;
-    int64_t      r0, r1, c0, c1, best;
-    if (hpmli_pool_halves(j)) {
-        for (int64_t o = 0; o < j->OH; o++)
-            j->k->max_pool_row(y + o * j->OW, (float *)j->n->saved + (plane * j->OH + o) * j->OW, x + 2 * o * j->W,
-                               j->W, j->OW);
-        return;
-    }
-    for (int64_t o = 0; o < j->OH * j->OW; o++) {
+    const hpml_tensor       *x = j->n->src[0], *y = j->n->out;
+    int64_t  from = plane * j->H * j->W, to = plane * j->OH * j->OW, r0, r1, c0, c1;
+    int32_t *at   = (int32_t *)j->n->saved + to;
+    bool     halves = j->kh == 2 && j->kw == 2 && j->stride == 2 && j->pad == 0;
+    if (j->back && !j->n->accumulate[0] && (!halves || j->H % 2 || j->W % 2))
+        memset(x->grad + from, 0, (size_t)(j->H * j->W) * sizeof(float));
+    if (halves) hpmli_max_pool_halves(j, plane);
+    for (int64_t o = 0; !halves && o < j->OH * j->OW; o++) {
+        if (j->back) { x->grad[from + at[o]] += y->grad[to + o]; continue; }
         hpmli_window(o / j->OW, j->stride, j->pad, j->kh, j->H, &r0, &r1);
         hpmli_window(o % j->OW, j->stride, j->pad, j->kw, j->W, &c0, &c1);
-        best = r0 * j->W + c0;
+        int64_t best = r0 * j->W + c0;
         for (int64_t r = r0; r < r1; r++)
             for (int64_t c = c0; c < c1; c++)
-                if (HPMLI_WINS(x[r * j->W + c], x[best])) best = r * j->W + c;
-        y[o]  = x[best];
+                if (HPMLI_WINS(x->data[from + r * j->W + c], x->data[from + best])) best = r * j->W + c;
+        y->data[to + o] = x->data[from + best];
         at[o] = (int32_t)best;
     }
 }
 
-HPMLI_FN void hpmli_max_pool_back_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
-{
-    const hpmli_pooling_job *j  = (const hpmli_pooling_job *)arg;
-    float                *dx = j->n->src[0]->grad + plane * j->H * j->W;
-    const float          *dy = j->n->out->grad + plane * j->OH * j->OW;
-    const int32_t        *at = (const int32_t *)j->n->saved + plane * j->OH * j->OW;
-    bool                  add = j->n->accumulate[0], halves = hpmli_pool_halves(j);
-    if (!add && (!halves || j->H % 2 || j->W % 2)) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
-    for (int64_t o = 0; halves && o < j->OH; o++)
-        j->k->max_pool_row_back(dx + 2 * o * j->W, (const float *)j->n->saved + (plane * j->OH + o) * j->OW,
-                                dy + o * j->OW, j->W, j->OW, add);
-    for (int64_t o = 0; !halves && o < j->OH * j->OW; o++) dx[at[o]] += dy[o];
-}
-
 /* Average: forward gathers a window, backward deals it out; the same walk. */
-HPMLI_FN void hpmli_avg_pool_walk(const hpmli_pooling_job *j, int64_t plane, bool back)
+HPMLI_FN void hpmli_avg_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
 {
+    const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
     const float *x  = j->n->src[0]->data + plane * j->H * j->W;
-    float       *dx = back ? j->n->src[0]->grad + plane * j->H * j->W : NULL;
-    float       *y  = (back ? j->n->out->grad : j->n->out->data) + plane * j->OH * j->OW;
+    float       *dx = j->back ? j->n->src[0]->grad + plane * j->H * j->W : NULL;
+    float       *y  = (j->back ? j->n->out->grad : j->n->out->data) + plane * j->OH * j->OW;
     int64_t      r0, r1, c0, c1;
-    if (back && !j->n->accumulate[0]) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
+    if (dx && !j->n->accumulate[0]) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
     for (int64_t o = 0; o < j->OH * j->OW; o++) {
         double sum = 0;
         float  share;
@@ -6377,36 +6345,26 @@ HPMLI_FN void hpmli_avg_pool_walk(const hpmli_pooling_job *j, int64_t plane, boo
         hpmli_window(o % j->OW, j->stride, j->pad, j->kw, j->W, &c0, &c1);
         share = 1 / (float)((r1 - r0) * (c1 - c0));
         for (int64_t r = r0; r < r1; r++) {
-            if (back) j->k->vscale_add(dx + r * j->W + c0, dx + r * j->W + c0, 1, share * y[o], c1 - c0);
+            if (dx) j->k->vscale_add(dx + r * j->W + c0, dx + r * j->W + c0, 1, share * y[o], c1 - c0);
             else sum += (double)j->k->vsum(x + r * j->W + c0, c1 - c0);
         }
-        if (!back) y[o] = (float)sum * share;
+        if (!dx) y[o] = (float)sum * share;
     }
 }
 
-HPMLI_FN void hpmli_avg_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
-{
-    hpmli_avg_pool_walk((const hpmli_pooling_job *)arg, plane, false);
-}
-
-HPMLI_FN void hpmli_avg_pool_back_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
-{
-    hpmli_avg_pool_walk((const hpmli_pooling_job *)arg, plane, true);
-}
-
-HPMLI_FN void hpmli_planes(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
+HPMLI_FN void hpmli_planes(const hpml_run *run, hpml_node *n, hpmli_task_fn *task, bool back)
 {
     const int64_t    *x = n->src[0]->shape, *y = n->out->shape;
     hpmli_pooling_job j = { run->ctx->k, n, x[2], x[3], y[2], y[3], n->attr.conv.kernel[0], n->attr.conv.kernel[1],
-                            n->attr.conv.stride[0], n->attr.conv.padding[0] };
+                            n->attr.conv.stride[0], n->attr.conv.padding[0], back };
     hpmli_parallel(run->ctx, y[0] * y[1], task, &j);
 }
 
-HPMLI_OP(max_pool2d, 0, hpmli_planes(run, n, hpmli_max_pool_task), hpmli_planes(run, n, hpmli_max_pool_back_task))
-HPMLI_OP(avg_pool2d, 0, hpmli_planes(run, n, hpmli_avg_pool_task), hpmli_planes(run, n, hpmli_avg_pool_back_task))
+HPMLI_OP(max_pool2d, 0, hpmli_planes(run, n, hpmli_max_pool_task, 0), hpmli_planes(run, n, hpmli_max_pool_task, 1))
+HPMLI_OP(avg_pool2d, 0, hpmli_planes(run, n, hpmli_avg_pool_task, 0), hpmli_planes(run, n, hpmli_avg_pool_task, 1))
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>batchnorm   batch normalization
+// >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Per channel, N = B H W numbers: xhat = (x - mean) rstd, y = gamma xhat + beta, with a relu on top if wanted. In
@@ -6419,8 +6377,7 @@ HPMLI_OP(avg_pool2d, 0, hpmli_planes(run, n, hpmli_avg_pool_task), hpmli_planes(
 /* Checks what all norms have, and fills in what is zero. */
 HPMLI_FN bool hpmli_norm_settings(hpml_tensor *x, hpml_norm_desc *d, const hpml_norm_desc *desc)
 {
-    if (desc) *d = *desc;
-    if (!hpmli_recordable(1, &x) || !HPMLI_CLEARED(x->ctx, "norm", d)) return false;
+    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "norm", *d, desc)) return false;
     if (d->eps == 0) d->eps = 1e-5f;
     if (d->momentum == 0) d->momentum = 0.1f;
     return (d->eps > 0 && d->eps < 1e30f && d->momentum > 0 && d->momentum <= 1) ||
@@ -6430,8 +6387,8 @@ HPMLI_FN bool hpmli_norm_settings(hpml_tensor *x, hpml_norm_desc *d, const hpml_
 
 HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
 {
-    hpml_norm_desc d = HPMLI_ZEROED;
-    hpml_tensor   *src[5], *y;
+    hpml_norm_desc d;
+    hpml_tensor   *src[5];
     if (!hpmli_norm_settings(x, &d, desc)) return NULL;
     if ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), "
@@ -6444,14 +6401,13 @@ HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
     src[4] = hpmli_layer_vector(x->ctx, name, "running_var", HPML_INIT_ONES, x->shape[1]);
     if (hpmli_failed(x->ctx)) return NULL;
     for (int i = 3; i < 5; i++) src[i]->param->buffer = true, src[i]->needs_grad = false;
-    y = hpmli_node_create(HPML_OP_BATCHNORM, name, 5, src, x->ndim, x->shape);
-    if (!y) return NULL;
-    y->node->attr.norm.eps      = d.eps;
-    y->node->attr.norm.momentum = d.momentum;
-    y->node->attr.norm.act      = d.activation;
-    y->node->saved_bytes        = (size_t)(2 * x->shape[1]) * sizeof(float); /* mean and rstd */
-    y->node->scratch_bytes      = (size_t)(2 * x->shape[1] + 1) * sizeof(double);
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_BATCHNORM, name, 5, src, x->ndim, x->shape);
+    n->attr.norm.eps      = d.eps;
+    n->attr.norm.momentum = d.momentum;
+    n->attr.norm.act      = d.activation;
+    n->saved_bytes        = (size_t)(2 * x->shape[1]) * sizeof(float); /* mean and rstd */
+    n->scratch_bytes      = (size_t)(2 * x->shape[1] + 1) * sizeof(double);
+    return n->out;
 }
 
 typedef struct hpmli_bn_job {
@@ -6567,10 +6523,6 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
 HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0),
          return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true))
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>norm   softmax, layernorm, rmsnorm: row by row
-// ---------------------------------------------------------------------------------------------------------------------
-
 /* softmax(x)_i = exp(x_i - max) / sum_j exp(x_j - max). With y known, dx = y (dy - <dy, y>); for the logarithm dx = dy
    - exp(y) sum(dy). Rows are independent; several make a task. */
 
@@ -6601,9 +6553,9 @@ HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
     if (!hpmli_recordable(1, &x)) return NULL;
     if (x->ndim < 1)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "softmax of \"%s\": a scalar has no last dimension", x->name);
-    hpml_tensor *y = hpmli_node_create(HPML_OP_SOFTMAX, NULL, 1, &x, x->ndim, x->shape);
-    if (y) y->node->attr.softmax.log = log;
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_SOFTMAX, NULL, 1, &x, x->ndim, x->shape);
+    n->attr.softmax.log = log;
+    return n->out;
 }
 
 HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, false); }
@@ -6648,26 +6600,22 @@ HPMLI_OP(softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, n->out, hpmli_softmax_r
 
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
 {
-    hpml_norm_desc d = HPMLI_ZEROED;
-    hpml_tensor   *src[3], *y;
+    hpml_norm_desc d;
+    hpml_tensor   *src[3] = { x, NULL, NULL };
     if (!hpmli_norm_settings(x, &d, desc)) return NULL;
     if (x->ndim < 2)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
     int64_t     cols = x->shape[x->ndim - 1];
     int64_t     rows = hpml_tensor_count(x) / cols;
     const char *name = hpmli_layer_name(x->ctx, d.name, hpml_op_name(op));
-    src[0] = x, src[1] = src[2] = NULL;
-    if (!d.no_affine) {
-        src[1] = hpmli_layer_vector(x->ctx, name, "weight", HPML_INIT_ONES, cols);
-        if (op == HPML_OP_LAYERNORM) src[2] = hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, cols);
-        if (hpmli_failed(x->ctx)) return NULL;
-    }
-    y = hpmli_node_create(op, name, 3, src, x->ndim, x->shape);
-    if (!y) return NULL;
-    y->node->attr.norm.eps   = d.eps;
-    y->node->saved_bytes     = (size_t)rows * 2 * sizeof(float); /* mean and rstd of each row */
-    y->node->scratch_bytes   = (size_t)((rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS * 2 * cols) * sizeof(float);
-    return y;
+    if (!d.no_affine) src[1] = hpmli_layer_vector(x->ctx, name, "weight", HPML_INIT_ONES, cols);
+    if (!d.no_affine && op == HPML_OP_LAYERNORM)
+        src[2] = hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, cols);
+    hpml_node *n = hpmli_node_create(op, name, 3, src, x->ndim, x->shape);
+    n->attr.norm.eps = d.eps;
+    n->saved_bytes   = (size_t)rows * 2 * sizeof(float); /* mean and rstd of each row */
+    n->scratch_bytes = (size_t)((rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS * 2 * cols) * sizeof(float);
+    return n->out;
 }
 
 HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc)
@@ -6761,9 +6709,9 @@ HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
     if (!(p >= 0 && p < 1))
         return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": p is %g, expected 0 <= p < 1", x->name,
                           (double)p);
-    hpml_tensor *y = hpmli_node_create(HPML_OP_DROPOUT, NULL, 1, &x, x->ndim, x->shape);
-    if (y) y->node->attr.dropout.p = p;
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_DROPOUT, NULL, 1, &x, x->ndim, x->shape);
+    n->attr.dropout.p = p;
+    return n->out;
 }
 
 typedef struct hpmli_dropout_job {
@@ -6809,11 +6757,10 @@ HPMLI_OP(dropout, HPMLI_INPLACE, hpmli_dropout_run(run, n, n->src[0]->data, n->o
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
                                      const hpml_embedding_desc *desc)
 {
-    hpml_embedding_desc d = HPMLI_ZEROED;
+    hpml_embedding_desc d;
     int64_t             shape[HPML_MAX_DIMS], table[2];
     hpml_tensor        *src[2];
-    if (desc) d = *desc;
-    if (!hpmli_recordable(1, &tokens) || !HPMLI_CLEARED(tokens->ctx, "embedding", &d)) return NULL;
+    if (!hpmli_recordable(1, &tokens) || !HPMLI_TAKE(tokens->ctx, "embedding", d, desc)) return NULL;
     if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1)
         return hpmli_null(tokens->ctx, HPML_ERR_DTYPE, "embedding \"%s\": tokens are %s, expected i32 with at most %d "
                           "dimensions; table %lldx%lld", d.name ? d.name : "", hpmli_text(tokens), HPML_MAX_DIMS - 1,
@@ -6830,12 +6777,10 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
                           name, hpmli_text(src[1]), (long long)vocabulary, (long long)width);
     memcpy(shape, tokens->shape, sizeof shape);
     shape[tokens->ndim] = width;
-    return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape);
+    return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
 }
 
-HPMLI_NEEDS(embedding, HPMLI_NEED_SRC(0))
-
-HPMLI_PASS(embedding_forward)
+HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
 {
     const int32_t *token = (const int32_t *)(const void *)n->src[0]->data; /* (B, T) */
     int64_t        count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
@@ -6848,20 +6793,20 @@ HPMLI_PASS(embedding_forward)
     return HPML_OK;
 }
 
-HPMLI_PASS(embedding_backward)
+HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
 {
     const int32_t *token = (const int32_t *)(const void *)n->src[0]->data;
     int64_t        count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
     float         *dw    = n->src[1]->grad;
-    if (!dw) return HPML_OK;
-    if (!n->accumulate[1]) run->ctx->k->vfill(dw, 0, hpml_tensor_count(n->src[1]));
-    for (int64_t i = 0; i < count; i++)
+    if (dw && !n->accumulate[1]) run->ctx->k->vfill(dw, 0, hpml_tensor_count(n->src[1]));
+    for (int64_t i = 0; dw && i < count; i++)
         run->ctx->k->vadd(dw + token[i] * width, dw + token[i] * width, n->out->grad + i * width, width);
-    return HPML_OK;
 }
 
+HPMLI_OP(embedding, HPMLI_NEED_SRC(0), return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n))
+
 // ---------------------------------------------------------------------------------------------------------------------
-// >>attention   multi-head attention
+// >>sequence   multi-head attention; long short-term memory
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Per sample and head, for a block of HPMLI_QUERIES queries: S = scale Q K^T, P = softmax(S), O = P V. Only this block
@@ -6873,23 +6818,21 @@ HPMLI_PASS(embedding_backward)
 
 #define HPMLI_QUERIES 64
 
-HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *d)
+HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc)
 {
-    int64_t shape[3], C;
-    if (!hpmli_recordable(1, &qkv) || (d && !HPMLI_CLEARED(qkv->ctx, "attention", d))) return NULL;
-    C = qkv->shape[2] / 3;
-    if (!d || d->heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d->heads != 0)
+    hpml_attention_desc d;
+    if (!hpmli_recordable(1, &qkv) || !HPMLI_TAKE(qkv->ctx, "attention", d, desc)) return NULL;
+    const int64_t C = qkv->shape[2] / 3, shape[3] = { qkv->shape[0], qkv->shape[1], C };
+    if (d.heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d.heads != 0)
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
-                          "a multiple of the heads", hpmli_text(qkv), d ? d->heads : 0);
-    shape[0] = qkv->shape[0], shape[1] = qkv->shape[1], shape[2] = C;
-    hpml_tensor *y = hpmli_node_create(HPML_OP_ATTENTION, NULL, 1, &qkv, 3, shape);
-    if (!y) return NULL;
-    y->node->attr.attention.heads  = d->heads;
-    y->node->attr.attention.causal = !d->not_causal;
-    y->node->attr.attention.scale  = d->scale != 0 ? d->scale : (float)(1 / sqrt((double)(C / d->heads)));
-    y->node->saved_bytes   = (size_t)(shape[0] * shape[1] * d->heads) * sizeof(float); /* (B, heads, T) log sum exp */
-    y->node->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * shape[1]) * sizeof(float);
-    return y;
+                          "a multiple of the heads", hpmli_text(qkv), d.heads);
+    hpml_node *n = hpmli_node_create(HPML_OP_ATTENTION, NULL, 1, &qkv, 3, shape);
+    n->attr.attention.heads  = d.heads;
+    n->attr.attention.causal = !d.not_causal;
+    n->attr.attention.scale  = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / d.heads)));
+    n->saved_bytes   = (size_t)(shape[0] * shape[1] * d.heads) * sizeof(float); /* (B, heads, T) log sum exp */
+    n->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * shape[1]) * sizeof(float);
+    return n->out;
 }
 
 typedef struct hpmli_attention_job {
@@ -6927,7 +6870,7 @@ HPMLI_FN void hpmli_attention_task(void *arg, int64_t task, int thread)
             if (see < keys) k->vfill(row + see, 0, keys - see);
         }
         hpmli_product_at(j->ctx, thread, rows, j->D, keys, 1, hpmli_strided(s, keys, false),
-                            hpmli_strided(q + 2 * j->C, ld, false), o + q0 * j->C, j->C, NULL, false);
+                         hpmli_strided(q + 2 * j->C, ld, false), o + q0 * j->C, j->C, NULL, false);
     }
 }
 
@@ -6949,7 +6892,7 @@ HPMLI_FN void hpmli_attention_back_task(void *arg, int64_t task, int thread)
         bool    add  = q0 != last || n->accumulate[0];
         hpmli_mat dor = hpmli_strided(d_o + q0 * C, C, false);
         hpmli_product_at(j->ctx, thread, rows, keys, j->D, scale, hpmli_strided(q + q0 * ld, ld, false),
-                            hpmli_strided(q + C, ld, true), p, keys, NULL, false);
+                         hpmli_strided(q + C, ld, true), p, keys, NULL, false);
         hpmli_product_at(j->ctx, thread, rows, keys, j->D, 1, dor, hpmli_strided(q + 2 * C, ld, true), ds, keys, NULL,
                          false);
         for (int64_t r = 0; r < rows; r++) {
@@ -6962,9 +6905,9 @@ HPMLI_FN void hpmli_attention_back_task(void *arg, int64_t task, int thread)
             if (see < keys) k->vfill(pr + see, 0, keys - see), k->vfill(dr + see, 0, keys - see);
         }
         hpmli_product_at(j->ctx, thread, rows, j->D, keys, 1, hpmli_strided(ds, keys, false),
-                            hpmli_strided(q + C, ld, false), dq + q0 * ld, ld, NULL, n->accumulate[0]);
+                         hpmli_strided(q + C, ld, false), dq + q0 * ld, ld, NULL, n->accumulate[0]);
         hpmli_product_at(j->ctx, thread, keys, j->D, rows, 1, hpmli_strided(ds, keys, true),
-                            hpmli_strided(q + q0 * ld, ld, false), dq + C, ld, NULL, add);
+                         hpmli_strided(q + q0 * ld, ld, false), dq + C, ld, NULL, add);
         hpmli_product_at(j->ctx, thread, keys, j->D, rows, 1, hpmli_strided(p, keys, true), dor, dq + 2 * C, ld, NULL,
                          add);
     }
@@ -6980,10 +6923,6 @@ HPMLI_FN void hpmli_attention_run(const hpml_run *run, hpml_node *n, hpmli_task_
 HPMLI_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_attention_run(run, n, hpmli_attention_task),
          hpmli_attention_run(run, n, hpmli_attention_back_task))
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>lstm   long short-term memory
-// ---------------------------------------------------------------------------------------------------------------------
-
 /* For each t: a = x_t W_x^T + bias + h_{t-1} W_h^T; i, f, o = sigmoid, g = tanh of its quarters; c_t = f c_{t-1} + i g;
    h_t = o tanh(c_t). The products with x do not wait for each other and are one matrix product; the recurrent ones are
    one per step. Backward runs t down, turns the kept gates into da in place, and ends with one product for each
@@ -6992,9 +6931,9 @@ HPMLI_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_attention_run(run,
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *given)
 {
     int64_t      shape[3], w[2];
-    hpml_tensor *src[4], *y;
+    hpml_tensor *src[4];
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (x->ndim != 3 || hidden < 1)
+    if (x->ndim != 3 || hidden < 1 || hidden > INT64_MAX / 4)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "lstm \"%s\": input is %s, expected (B, T, features), hidden %lld",
                           given ? given : "", hpmli_text(x), (long long)hidden);
     const char *name = hpmli_layer_name(x->ctx, given, "lstm");
@@ -7004,13 +6943,11 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
     w[1]   = hidden;
     src[2] = hpmli_layer_param(x->ctx, name, "weight_h", HPML_INIT_XAVIER_UNIFORM, 0, 2, w);
     src[3] = hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, 4 * hidden);
-    if (!src[1] || !src[2] || !src[3]) return NULL;
     shape[0] = x->shape[0], shape[1] = x->shape[1], shape[2] = hidden;
-    y = hpmli_node_create(HPML_OP_LSTM, name, 4, src, 3, shape);
-    if (!y) return NULL;
-    y->node->saved_bytes   = (size_t)(shape[0] * shape[1] * 5 * hidden) * sizeof(float);
-    y->node->scratch_bytes = (size_t)(2 * shape[0] * hidden) * sizeof(float); /* dh, dc (B, H) */
-    return y;
+    hpml_node *n = hpmli_node_create(HPML_OP_LSTM, name, 4, src, 3, shape);
+    n->saved_bytes   = (size_t)(shape[0] * shape[1]) * 5 * (size_t)hidden * sizeof(float);
+    n->scratch_bytes = 2 * (size_t)shape[0] * (size_t)hidden * sizeof(float); /* dh, dc (B, H) */
+    return n->out;
 }
 
 typedef struct hpmli_lstm_job {
@@ -7120,27 +7057,25 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tenso
     if (target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
         return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
                           kind, hpmli_text(y), hpmli_text(target));
-    return hpmli_node_create(op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL);
+    return hpmli_node_create(op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL)->out;
 }
 
 HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
 {
-    hpml_tensor *src[2] = { logits, labels };
-    if (!hpmli_recordable(2, src) || (desc && !HPMLI_CLEARED(logits->ctx, "cross_entropy", desc))) return NULL;
+    hpml_cross_entropy_desc d;
+    hpml_tensor            *src[2] = { logits, labels };
+    if (!hpmli_recordable(2, src) || !HPMLI_TAKE(logits->ctx, "cross_entropy", d, desc)) return NULL;
     bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
     for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
-    if (!fits || (desc && !(desc->label_smoothing >= 0 && desc->label_smoothing <= 1)))
+    if (!fits || !(d.label_smoothing >= 0 && d.label_smoothing <= 1))
         return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
                           "and i32 (..), label_smoothing in 0..1", hpmli_text(logits), hpmli_text(labels));
-    hpml_tensor *loss = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
-    if (!loss) return NULL;
-    loss->node->attr.cross_entropy.smoothing = desc ? desc->label_smoothing : 0;
-    loss->node->attr.cross_entropy.ignore    = desc && desc->ignore_index ? desc->ignore_index : HPML_IGNORE;
-    loss->node->saved_bytes = (size_t)(2 * hpml_tensor_count(labels) + 1) * 4; /* lse, loss of each row; 1 / counted */
-    return loss;
+    hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
+    n->attr.cross_entropy.smoothing = d.label_smoothing;
+    n->attr.cross_entropy.ignore    = d.ignore_index ? d.ignore_index : HPML_IGNORE;
+    n->saved_bytes = (size_t)(2 * hpml_tensor_count(labels) + 1) * 4; /* lse, loss of each row; 1 / counted */
+    return n->out;
 }
-
-HPMLI_NEEDS(cross_entropy, HPMLI_NEED_BOTH)
 
 /* sum of exp(x - shift) without a place for the exponentials */
 HPMLI_FN float hpmli_exp_sum(const hpmli_kernels *k, const float *x, float shift, int64_t n)
@@ -7166,7 +7101,7 @@ HPMLI_FN void hpmli_cross_entropy_row(const hpmli_rows *r, int64_t row)
     if (s > 0) *loss -= s * r->k->vsum(x, r->cols) / (float)r->cols;
 }
 
-HPMLI_PASS(cross_entropy_forward)
+HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
 {
     const hpml_tensor *x     = n->src[0];
     const int32_t     *label = (const int32_t *)(const void *)n->src[1]->data;
@@ -7208,52 +7143,12 @@ HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_rows *r, int64_t row)
     if (!skip) dx[label] -= scale * (1 - s);
 }
 
-HPMLI_PASS(cross_entropy_backward)
-{
-    hpmli_rows_run(run, n, n->src[0], hpmli_cross_entropy_back_row);
-    return HPML_OK;
-}
+HPMLI_OP(cross_entropy, HPMLI_NEED_BOTH, return hpmli_cross_entropy_pass(run, n),
+         hpmli_rows_run(run, n, n->src[0], hpmli_cross_entropy_back_row))
 
 HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
 {
     return hpmli_loss_record(HPML_OP_BCE, "bce_with_logits", logits, target);
-}
-
-HPMLI_NEEDS(bce_with_logits, HPMLI_NEED_BOTH)
-
-/* max(x, 0) - x t + log(1 + exp(-|x|)): never overflows */
-HPMLI_PASS(bce_with_logits_forward)
-{
-    const float *x = n->src[0]->data, *t = n->src[1]->data;
-    int64_t      count = hpml_tensor_count(n->src[0]);
-    double       sum   = 0;
-    for (int64_t i = 0; i < count; i++)
-        sum += (double)((x[i] > 0 ? x[i] : 0) - x[i] * t[i]) + log1p(exp(-fabs((double)x[i])));
-    n->out->data[0] = (float)(sum / (double)count);
-    return HPML_OK;
-}
-
-/* The gradient of a mean of f(x, t): slope(x, t) * out->grad / count. */
-HPMLI_FN void hpmli_loss_slopes(hpml_node *n, float (*slope)(const hpml_node *n, float x, float t))
-{
-    const float *x = n->src[0]->data, *t = n->src[1]->data;
-    int64_t      count = hpml_tensor_count(n->src[0]);
-    float        scale = n->out->grad[0] / (float)count;
-    for (int s = 0; s < 2; s++) { /* a computed target gets a gradient too: the opposite for squares and huber */
-        float *d = n->src[s]->grad, sign = s ? -scale : scale;
-        for (int64_t i = 0; d && i < count; i++) d[i] = (n->accumulate[s] ? d[i] : 0) + sign * slope(n, x[i], t[i]);
-    }
-}
-
-HPMLI_FN float hpmli_bce_slope(const hpml_node *n HPMLI_UNUSED, float x, float t) { return 1 / (1 + expf(-x)) - t; }
-
-HPMLI_PASS(bce_with_logits_backward)
-{
-    if (n->src[1]->grad)
-        return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
-                          "parameters; only the logits get a gradient", n->src[1]->name);
-    hpmli_loss_slopes(n, hpmli_bce_slope);
-    return HPML_OK;
 }
 
 HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target)
@@ -7272,30 +7167,53 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
     return loss;
 }
 
-/* squared: d^2. Huber: d^2 / 2 up to delta, then delta (|d| - delta / 2). delta 0: |d|. */
-HPMLI_FN void hpmli_huber_pass(const hpml_node *n)
+/* bce: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with d = x - t. Huber: d^2 / 2 up to
+   delta, then delta (|d| - delta / 2). delta 0: |d|. */
+HPMLI_FN double hpmli_pair_loss(const hpml_node *n, float x, float t)
 {
-    const float *x = n->src[0]->data, *t = n->src[1]->data;
-    int64_t      count = hpml_tensor_count(n->src[0]);
-    double       sum = 0, delta = (double)n->attr.huber.delta;
-    for (int64_t i = 0; i < count; i++) {
-        double d = fabs((double)x[i] - (double)t[i]);
-        if (n->attr.huber.squared) sum += d * d;
-        else if (delta == 0) sum += d;
-        else sum += d <= delta ? d * d / 2 : delta * (d - delta / 2);
-    }
-    n->out->data[0] = (float)(sum / (double)count);
+    double d = fabs((double)x - (double)t), delta = (double)n->attr.huber.delta;
+    if (n->op == HPML_OP_BCE) return (double)((x > 0 ? x : 0) - x * t) + log1p(exp(-fabs((double)x)));
+    if (n->attr.huber.squared) return d * d;
+    if (delta == 0) return d;
+    return d <= delta ? d * d / 2 : delta * (d - delta / 2);
 }
 
-HPMLI_FN float hpmli_huber_slope(const hpml_node *n, float x, float t)
+/* Its derivative by x. */
+HPMLI_FN float hpmli_pair_slope(const hpml_node *n, float x, float t)
 {
     float d = x - t, delta = n->attr.huber.delta;
+    if (n->op == HPML_OP_BCE) return 1 / (1 + expf(-x)) - t;
     if (n->attr.huber.squared) return 2 * d;
     if (delta == 0) return d > 0 ? 1.0f : d < 0 ? -1.0f : 0.0f;
     return d > delta ? delta : d < -delta ? -delta : d;
 }
 
-HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_huber_pass(n), hpmli_loss_slopes(n, hpmli_huber_slope))
+HPMLI_FN void hpmli_pairs_pass(hpml_node *n)
+{
+    int64_t count = hpml_tensor_count(n->src[0]);
+    double  sum   = 0;
+    for (int64_t i = 0; i < count; i++) sum += hpmli_pair_loss(n, n->src[0]->data[i], n->src[1]->data[i]);
+    n->out->data[0] = (float)(sum / (double)count);
+}
+
+HPMLI_FN hpml_status hpmli_pairs_back(const hpml_run *run, hpml_node *n)
+{
+    const float *x = n->src[0]->data, *t = n->src[1]->data;
+    int64_t      count = hpml_tensor_count(n->src[0]);
+    float        scale = n->out->grad[0] / (float)count;
+    if (n->op == HPML_OP_BCE && n->src[1]->grad)
+        return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
+                          "parameters; only the logits get a gradient", n->src[1]->name);
+    for (int s = 0; s < 2; s++) { /* a computed target gets a gradient too: the opposite for squares and huber */
+        float *d = n->src[s]->grad, sign = s ? -scale : scale;
+        for (int64_t i = 0; d && i < count; i++)
+            d[i] = (n->accumulate[s] ? d[i] : 0) + sign * hpmli_pair_slope(n, x[i], t[i]);
+    }
+    return HPML_OK;
+}
+
+HPMLI_OP(bce_with_logits, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
+HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
 // ---------------------------------------------------------------------------------------------------------------------
 // >>backend   the CPU backend: memory, the table of ops, optimizer steps
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7448,7 +7366,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
     return &cpu;
 }
 // ---------------------------------------------------------------------------------------------------------------------
-// >>plan   from a recorded graph to a memory plan
+// >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A graph of N ops runs at times 0 .. N - 1 forward and N .. 2N - 1 backward (op i at 2N - 1 - i). Every array between
@@ -7461,7 +7379,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
    may work in place on a source that nobody else wants. `root` follows such links. */
 
 typedef struct hpmli_slot {
-    size_t   bytes, offset;
+    size_t   bytes, offset; /* before it has one: its number */
     int      from, to;   /* alive, both included */
     void   **place;      /* where the address goes once there is memory */
 } hpmli_slot;
@@ -7469,7 +7387,7 @@ typedef struct hpmli_slot {
 typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node */
     hpml_tensor *root_value;   /* whose memory the value stands in */
     hpml_tensor *root_grad;
-    int          first, last;  /* life of the value */
+    int          last;         /* time until which the value lives */
     int          grad_first, grad_last;
     int          readers;      /* nodes that read the value */
     bool         kept, grad_written;
@@ -7489,7 +7407,7 @@ struct hpml_graph {
     char          *arena;      /* activations, their gradients and scratch, on the device */
     float         *grads;      /* gradients of all parameters, in order, each 64-byte aligned */
     int64_t        grad_count; /* floats */
-    size_t         arena_bytes, scratch_bytes;
+    size_t         scratch_bytes;
     int            param_count; /* of the context, when this was made */
     int           *param_last;  /* (param_count) node whose backward finishes the gradient; -1: none */
     int64_t        batch, batch_now;
@@ -7499,7 +7417,7 @@ struct hpml_graph {
     int64_t        first_sample, shift; /* of this pass: in the global batch, in the inputs */
     const char   **back_names; /* (count) for the timeline */
     hpml_profile_row *profile; /* (count), NULL: off */
-    void          *hook_user;  /* set by the trainer */
+    void          *hook_user;  /* the trainer, which sets these: */
     hpml_status (*need)(void *user, int param);
     hpml_status (*grad)(void *user, int param);
     hpml_status (*sum)(void *user, double *values, int64_t n);
@@ -7516,6 +7434,7 @@ HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
     }
     for (int l = 0; l < g->leaf_count; l++)
         if (g->leaves[l] == t) return;
+    HPML_ASSERT(g->leaf_count <= (g->ctx->node_count + 1) * HPML_MAX_SRC);
     g->leaves[g->leaf_count++] = t;
 }
 
@@ -7524,7 +7443,7 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
 {
     hpml_ctx   *ctx   = g->ctx;
     hpml_node **found = g->nodes = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* with gaps, at first */
-    g->leaves = hpmli_new(ctx, hpml_tensor *, (int64_t)ctx->node_count * HPML_MAX_SRC + target_count);
+    g->leaves = hpmli_new(ctx, hpml_tensor *, ((int64_t)ctx->node_count + 1) * HPML_MAX_SRC + 1);
     if (!found || !g->leaves) return false;
     for (int i = 0; i < target_count; i++) hpmli_graph_mark(g, found, targets[i]);
     for (int i = ctx->node_count - 1; i >= 0; i--)
@@ -7552,10 +7471,6 @@ HPMLI_FN hpmli_use *hpmli_use_of(hpmli_use *uses, const hpml_tensor *t)
     return t && t->node ? &uses[t->node->index] : NULL;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>lives   how long each array is needed
-// ---------------------------------------------------------------------------------------------------------------------
-
 /* Lives of the values. */
 HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
 {
@@ -7566,7 +7481,6 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
         unsigned   needs  = hpmli_node_needs(n);
         hpmli_use *u      = &uses[n->index], *s0 = hpmli_use_of(uses, n->src[0]);
         u->root_value = n->out;
-        u->first      = i;
         u->last       = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
         if (u->kept) u->last = 2 * N;
         for (int j = 0; j < n->src_count; j++) {
@@ -7639,16 +7553,17 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
 
 HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void **place)
 {
-    hpmli_slot s = { (bytes + 63) / 64 * 64, 0, from, to, place };
+    hpmli_slot s = { (bytes + 63) / 64 * 64, (size_t)g->slot_count, from, to, place };
+    HPML_ASSERT(g->slot_count < 3 * g->count + 2 * g->leaf_count);
     g->slots[g->slot_count++] = s;
     g->memory.unshared += s.bytes;
 }
 
 HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
 {
-    const hpmli_slot *x = *(const hpmli_slot *const *)a, *y = *(const hpmli_slot *const *)b;
+    const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
     if (x->bytes != y->bytes) return x->bytes < y->bytes ? 1 : -1;
-    return x < y ? -1 : x > y;
+    return x->offset < y->offset ? -1 : x->offset > y->offset;
 }
 
 /* Lowest offset at which s fits beside the placed slots that live at the same time; `placed` is sorted by offset. */
@@ -7666,20 +7581,17 @@ HPMLI_FN size_t hpmli_slot_place(hpmli_slot *const *placed, int count, const hpm
 
 HPMLI_FN bool hpmli_plan_place(hpml_graph *g)
 {
-    hpmli_slot **order  = hpmli_new(g->ctx, hpmli_slot *, g->slot_count + 1);
     hpmli_slot **placed = hpmli_new(g->ctx, hpmli_slot *, g->slot_count + 1);
-    if (!order || !placed) return false;
-    for (int i = 0; i < g->slot_count; i++) order[i] = &g->slots[i];
-    qsort(order, (size_t)g->slot_count, sizeof *order, hpmli_slot_order);
+    if (!placed) return false;
+    qsort(g->slots, (size_t)g->slot_count, sizeof *g->slots, hpmli_slot_order);
     for (int i = 0; i < g->slot_count; i++) {
-        hpmli_slot *s = order[i];
+        hpmli_slot *s  = &g->slots[i];
         int         at = i;
         s->offset = hpmli_slot_place(placed, i, s);
         while (at > 0 && placed[at - 1]->offset > s->offset) placed[at] = placed[at - 1], at--;
         placed[at] = s;
         if (s->offset + s->bytes > g->memory.activations) g->memory.activations = s->offset + s->bytes;
     }
-    hpmli_free(g->ctx, order);
     hpmli_free(g->ctx, placed);
     return true;
 }
@@ -7778,25 +7690,26 @@ HPMLI_FN void hpmli_graph_leave(hpml_graph *g)
     for (int i = 0; i < g->count; i++) g->nodes[i]->out_root = NULL;
 }
 
-HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *d)
+HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc)
 {
-    hpml_tensor *targets[HPML_MAX_SRC + 1];
-    int          count = 0;
-    if (hpmli_failed(ctx) || (d && !HPMLI_CLEARED(ctx, "graph", d))) return NULL;
-    if (!d || d->output_count < 0 || d->output_count > HPML_MAX_SRC || (d->output_count == 0 && !d->loss) ||
-        (d->output_count > 0 && !d->outputs) || (d->loss && hpml_tensor_count(d->loss) != 1))
+    hpml_graph_desc d;
+    hpml_tensor    *targets[HPML_MAX_SRC + 1];
+    int             count = 0;
+    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "graph", d, desc)) return NULL;
+    if (d.output_count < 0 || d.output_count > HPML_MAX_SRC || (d.output_count == 0 && !d.loss) ||
+        (d.output_count > 0 && !d.outputs) || (d.loss && hpml_tensor_count(d.loss) != 1))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be "
                           "one number", HPML_MAX_SRC);
-    for (int i = 0; i < d->output_count; i++) targets[count++] = d->outputs[i];
-    if (d->loss) targets[count++] = d->loss;
+    for (int i = 0; i < d.output_count; i++) targets[count++] = d.outputs[i];
+    if (d.loss) targets[count++] = d.loss;
     if (!hpmli_recordable(count, targets)) return NULL;
     if (targets[0]->ctx != ctx)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: \"%s\" belongs to another context", targets[0]->name);
     hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
     if (!g) return NULL;
     g->ctx          = ctx;
-    g->loss         = d->loss;
-    g->output_count = d->output_count;
+    g->loss         = d.loss;
+    g->output_count = d.output_count;
     if (!hpmli_graph_collect(g, targets, count)) return NULL;
     for (int i = 0; i < g->count; i++)
         if (g->nodes[i]->out_root)
@@ -7837,8 +7750,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (hpmli_failed(ctx)) return ctx->status;
     if (g->arena) return HPML_OK;
     if (hpml_param_init(ctx) != HPML_OK) return ctx->status;
-    g->arena_bytes = g->memory.activations + g->scratch_bytes + 64;
-    g->arena       = (char *)hpmli_device_alloc(ctx, g->arena_bytes);
+    g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
     if (ctx->status != HPML_OK) return ctx->status;
     for (int i = 0; i < g->slot_count; i++) /* an input may have memory from another graph: it keeps its data */
@@ -7953,14 +7865,13 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     const hpml_backend *b     = g->ctx->backend;
     bool                whole = b->begin && !(g->profile || g->ctx->trace || g->need || g->sum || g->idle);
     bool                hooks = backward && g->grad, done = false;
-    int                 last = g->count - 1, piece = g->count < 64 ? 8 : (g->count + 7) / 8;
+    int last = g->count - 1, piece = !whole ? 1 : !hooks ? g->count : g->count < 64 ? 8 : (g->count + 7) / 8;
     hpml_status         status = HPML_OK;
     hpml_pass           pass; /* compared byte by byte */
     memset(&pass, 0, sizeof pass);
     pass.graph = g, pass.samples = g->batch_now, pass.first = g->shift;
     pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
     hpmli_graph_rows(g);
-    if (!whole || !hooks) piece = whole ? g->count : 1;
     for (int from = 0, to; from <= last && status == HPML_OK; from = to) {
         to = last - from < piece ? last + 1 : from + piece, pass.from = from;
         if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
@@ -8106,8 +8017,8 @@ HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
 
 HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
 {
-    if (rule == HPML_LR_SQRT) factor = sqrt(factor);
-    return rule == HPML_LR_AS_GIVEN ? lr : (float)((double)lr * factor);
+    if (rule == HPML_LR_AS_GIVEN) return lr;
+    return (float)((double)lr * (rule == HPML_LR_SQRT ? sqrt(factor) : factor));
 }
 
 HPMLI_FN float hpmli_or(float value, float otherwise) /* zero means the default, HPML_ZERO a true zero */
@@ -8234,6 +8145,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     gd.loss         = t->loss;
     t->graph        = hpml_graph_create(ctx, &gd);
     if (!t->graph || !hpmli_trainer_inputs(t)) return NULL;
+    t->graph->hook_user = t;
     int states                 = hpmli_opt_states(&t->d);
     t->graph->memory.optimizer = (size_t)((states & 1) + (states >> 1)) * t->graph->memory.gradients;
     t->graph->memory.total += t->graph->memory.optimizer;
@@ -8257,9 +8169,11 @@ HPMLI_FN hpml_status hpmli_hook_need(void *user, int param)
     return t->hooks.need(t->hooks.user, t, param);
 }
 
+/* The gradient of a parameter is final: the hook hears of it, or, when it is early, the parameter takes its step. */
 HPMLI_FN hpml_status hpmli_hook_grad(void *user, int param)
 {
     hpml_trainer *t = (hpml_trainer *)user;
+    if (t->early) return hpml_trainer_update_local(t, param, 1);
     return t->micro == t->d.accumulate - 1 ? t->hooks.grad(t->hooks.user, t, param) : HPML_OK;
 }
 
@@ -8276,26 +8190,10 @@ HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *h
     memset(&t->hooks, 0, sizeof t->hooks);
     if (hooks) t->hooks = *hooks;
     hpmli_graph_place_grads(t->graph);
-    t->graph->hook_user = t;
-    t->graph->need      = t->hooks.need ? hpmli_hook_need : NULL;
-    t->graph->grad      = t->hooks.grad ? hpmli_hook_grad : NULL;
-    t->graph->sum       = t->hooks.sum ? hpmli_hook_sum : NULL;
+    t->graph->need = t->hooks.need ? hpmli_hook_need : NULL;
+    t->graph->grad = t->hooks.grad ? hpmli_hook_grad : NULL;
+    t->graph->sum  = t->hooks.sum ? hpmli_hook_sum : NULL;
     return HPML_OK;
-}
-
-/* One update record for each parameter; the arrays of state lie as the gradients do. */
-HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t)
-{
-    for (int i = 0; i < t->graph->param_count; i++) {
-        hpml_tensor *p = t->ctx->params[i];
-        hpml_update *u = &t->updates[i];
-        u->opt = t->d.optimizer, u->momentum = t->d.momentum, u->beta1 = t->d.beta1, u->beta2 = t->d.beta2;
-        u->eps = t->d.eps, u->trust = t->d.trust, u->nesterov = t->d.nesterov;
-        if (!p->grad) continue;
-        u->n = hpml_tensor_count(p), u->w = p->data, u->g = p->grad;
-        u->m = t->m ? t->m + (p->grad - t->graph->grads) : NULL;
-        u->v = t->v ? t->v + (p->grad - t->graph->grads) : NULL;
-    }
 }
 
 HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
@@ -8311,27 +8209,31 @@ HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
     return t->host_out;
 }
 
-HPMLI_FN bool hpmli_trainer_alloc(hpml_trainer *t)
-{
-    hpml_ctx *ctx    = t->ctx;
-    int       states = hpmli_opt_states(&t->d);
-    size_t    bytes  = t->graph->memory.gradients;
-    if (hpml_graph_alloc(t->graph) != HPML_OK) return false;
-    if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, bytes);
-    if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, bytes);
-    t->updates  = hpmli_new(ctx, hpml_update, ctx->param_count);
-    if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
-    t->host_y   = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
-    t->at       = (hpmli_told *)(void *)t->loss->data;
-    if (ctx->status == HPML_OK) hpmli_trainer_updates(t);
-    return ctx->status == HPML_OK;
-}
-
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
-    if (!t || hpmli_trainer_alloc(t)) return t;
-    if (!t->graph->arena) hpmli_graph_leave(t->graph);
+    if (!t) return NULL;
+    hpml_graph *g      = t->graph;
+    int         states = hpmli_opt_states(&t->d);
+    if (hpml_graph_alloc(g) == HPML_OK) {
+        if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+        if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count);
+        if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
+        t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target)), t->at = (hpmli_told *)(void *)t->loss->data;
+    }
+    for (int i = 0; ctx->status == HPML_OK && i < g->param_count; i++) { /* the arrays of state lie as the gradients */
+        hpml_tensor *p = ctx->params[i];
+        hpml_update *u = &t->updates[i];
+        u->opt = t->d.optimizer, u->momentum = t->d.momentum, u->beta1 = t->d.beta1, u->beta2 = t->d.beta2;
+        u->eps = t->d.eps, u->trust = t->d.trust, u->nesterov = t->d.nesterov;
+        if (!p->grad) continue;
+        u->n = hpml_tensor_count(p), u->w = p->data, u->g = p->grad;
+        u->m = t->m ? t->m + (p->grad - g->grads) : NULL;
+        u->v = t->v ? t->v + (p->grad - g->grads) : NULL;
+    }
+    if (ctx->status == HPML_OK) return t;
+    if (!g->arena) hpmli_graph_leave(g);
     return NULL;
 }
 
@@ -8417,8 +8319,7 @@ HPMLI_FN void hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, 
     if (t->dtype != HPML_DTYPE_F32) hpmli_to_f32(ctx->k, out, t->dtype, raw, n);
 }
 
-/* The host waits for what the step tells. labels: that of rows whose largest output is the label, too; what is ignored
-   does not count. */
+/* The host waits for what the step tells; where labels are given (what is ignored does not count) for hits, too. */
 HPMLI_FN void hpmli_trainer_tell(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
 {
     const hpml_backend *b   = t->ctx->backend;
@@ -8438,8 +8339,7 @@ HPMLI_FN void hpmli_trainer_tell(hpml_trainer *t, const int32_t *labels, int64_t
         best = 0;
         for (int64_t c = 1; c < classes; c++)
             if (y[c] > y[best]) best = c;
-        t->told.counts[0] += best == labels[r];
-        t->told.counts[1] += 1;
+        t->told.counts[0] += best == labels[r], t->told.counts[1] += 1;
         if (confusion) confusion[labels[r] * classes + best]++;
     }
 }
@@ -8500,9 +8400,9 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
 /* The norm of the gradients of this update, once, where clipping or a dynamic loss scale want it: on the device. */
 HPMLI_FN void hpmli_trainer_look(hpml_trainer *t)
 {
-    const hpml_backend *b = t->ctx->backend;
     if (!t->looked && t->looks)
-        b->sumsq(t->ctx->device, t->ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count, &t->at->sumsq);
+        t->ctx->backend->sumsq(t->ctx->device, t->ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count,
+                               &t->at->sumsq);
     t->looked = t->looks;
 }
 
@@ -8546,8 +8446,7 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
     g->idle = false;
     if (status == HPML_OK && t->whole) hpmli_trainer_look(t); /* so that the host waits once */
     if (status == HPML_OK && samples > 0 && (loss || t->labels)) {
-        int64_t at = t->labels ? first * (hpml_tensor_count(t->target) / g->batch_now) : 0;
-        hpmli_trainer_tell(t, t->labels ? t->labels + at : NULL, NULL);
+        hpmli_trainer_tell(t, t->labels ? t->labels + first * hpml_tensor_count(t->target) / g->batch_now : NULL, NULL);
         if (t->labels) t->correct += t->told.counts[0], t->counted += t->told.counts[1];
     }
     if (status == HPML_OK && loss) *loss = samples > 0 ? t->told.loss : 0;
@@ -8598,11 +8497,6 @@ HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more,
     return t->more = NULL, status;
 }
 
-HPMLI_FN hpml_status hpmli_early_update(void *user, int param)
-{
-    return hpml_trainer_update_local((hpml_trainer *)user, param, 1);
-}
-
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info)
 {
@@ -8616,8 +8510,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
         if (fed != HPML_OK) return fed;
     }
     t->fed     = samples;
-    t->correct = t->counted = 0;
-    t->looked  = t->seen = t->overflowed = false;
+    t->correct = t->counted = 0, t->looked = t->seen = t->overflowed = false;
     t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
     lr     = hpml_trainer_lr(t), scale = t->loss_scale;
@@ -8625,13 +8518,13 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
        moment its gradient is final: it is still in the cache. */
     t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro + 1 == t->d.accumulate;
     early    = t->whole && !t->looks && !t->ctx->backend->sync;
-    if (early) t->early = true, t->graph->grad = hpmli_early_update, t->graph->hook_user = t;
+    if (early) t->early = true, t->graph->grad = hpmli_hook_grad;
     hpml_status status =
         t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
                      : hpml_trainer_run_local(t, 0, samples, 1 / (float)t->d.accumulate, t->micro > 0,
                                               info || !t->d.no_finite_check ? &loss : NULL);
-    if (early) t->early = false, t->graph->grad = NULL;
-    t->whole = false;
+    if (early) t->graph->grad = NULL;
+    t->early = t->whole = false;
     if (status != HPML_OK) return status;
     if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
     if (++t->micro == t->d.accumulate) {
@@ -8712,13 +8605,12 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml
 
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc)
 {
-    hpml_fit_desc d = HPMLI_ZEROED;
+    hpml_fit_desc d;
     hpml_status   status  = HPML_OK;
     int64_t       samples = 0, steps = 0;
     double        start = hpml_now();
     if (!t) return HPML_ERR_ARGUMENT;
-    if (desc) d = *desc;
-    if (!HPMLI_CLEARED(t->ctx, "fit", &d)) return t->ctx->status;
+    if (!HPMLI_TAKE(t->ctx, "fit", d, desc)) return t->ctx->status;
     if (d.epochs < 0 || d.max_steps < 0)
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "fit: %d epochs, max_steps %lld: expected 0 or more", d.epochs,
                           (long long)d.max_steps);
@@ -9031,7 +8923,7 @@ HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *o
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>dataset   datasets and their readers
+// >>dataset   datasets, and their readers: IDX, CIFAR, CSV, text
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A dataset and the arrays it owns. A slice is a bare hpml_dataset. */
@@ -9230,10 +9122,6 @@ HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *cons
     return hpmli_dataset_done(s, good);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>csv   CSV and text
-// ---------------------------------------------------------------------------------------------------------------------
-
 /* A decimal number, whatever the locale. Returns the end, or NULL when there is none. */
 HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)
 {
@@ -9259,69 +9147,67 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
 
 typedef struct hpmli_csv {
     hpml_ctx   *ctx;
-    const char *path, *p, *end;
+    const char *p, *end;
     char        separator;
-    int64_t     line, columns;
+    int64_t     line, columns; /* lines read; columns 0: no numbers yet */
+    double     *values;        /* (count) of all lines */
+    int64_t     count, room;
 } hpmli_csv;
 
-/* One field; false at the end of the line. `good` turns false on anything that is not a number. */
-HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, double *value, bool *good)
+/* Appends the numbers of one line; returns how many, or -1 when not all its fields are numbers. */
+HPMLI_FN int64_t hpmli_csv_line(hpmli_csv *c)
 {
-    while (c->p < c->end && (*c->p == ' ' || (*c->p == '\t' && c->separator != '\t'))) c->p++;
-    bool        quoted = c->p < c->end && *c->p == '"';
-    const char *stop   = hpmli_parse_number(c->p + quoted, c->end, value);
-    if (!stop) {
-        *good = false;
-        return false;
-    }
-    if (quoted && stop < c->end && *stop == '"') stop++;
-    else if (quoted) *good = false;
-    while (stop < c->end && (*stop == ' ' || *stop == '\r')) stop++;
-    c->p = stop;
-    if (c->p >= c->end || *c->p == '\n') return false;
-    if (*c->p != c->separator) *good = false;
-    c->p++;
-    return *good;
-}
-
-/* One line into `row` (columns; NULL: just count). Returns the number of fields, -1 when it is not all numbers. */
-HPMLI_FN int64_t hpmli_csv_line(hpmli_csv *c, double *row)
-{
-    int64_t n    = 0;
-    bool    more = true, good = true;
-    while (more) {
-        double value = 0;
-        more = hpmli_csv_field(c, &value, &good);
-        if (good && row && n < c->columns) row[n] = value;
-        n++;
+    int64_t first = c->count;
+    bool    good  = true;
+    while (good) {
+        while (c->p < c->end && (*c->p == ' ' || (*c->p == '\t' && c->separator != '\t'))) c->p++;
+        double      value  = 0;
+        bool        quoted = c->p < c->end && *c->p == '"';
+        const char *stop   = hpmli_parse_number(c->p + quoted, c->end, &value);
+        good = stop && hpmli_grow(c->ctx, &c->values, c->count, &c->room, sizeof value);
+        if (!good) break;
+        c->values[c->count++] = value;
+        if (quoted) good = stop < c->end && *stop == '"';
+        if (quoted && good) stop++;
+        while (stop < c->end && (*stop == ' ' || *stop == '\r')) stop++;
+        c->p = stop;
+        if (c->p >= c->end || *c->p == '\n') break;
+        good = good && *c->p == c->separator;
+        c->p++;
     }
     while (c->p < c->end && *c->p != '\n') c->p++;
     if (c->p < c->end) c->p++;
     c->line++;
-    return good ? n : -1;
+    return good ? c->count - first : -1;
 }
 
-HPMLI_FN bool hpmli_csv_fill(hpmli_csv *c, hpmli_samples *s, double *row, int64_t label, bool regression)
+/* All lines but blank ones and a header. *label: in as given, out from 0 on, or -1. */
+HPMLI_FN bool hpmli_csv_read(hpmli_csv *c, const char *path, int64_t *label, bool whole)
 {
-    for (int64_t i = 0, x = 0; i < s->d.count; i++) {
-        int64_t n;
-        while (c->p < c->end && (*c->p == '\n' || *c->p == '\r')) c->p++, c->line += c->p[-1] == '\n';
-        n = hpmli_csv_line(c, row);
+    const int64_t given = *label;
+    while (c->p < c->end) {
+        if (*c->p == '\n' || *c->p == '\r') { c->line += *c->p++ == '\n'; continue; }
+        int64_t first = c->count, n = hpmli_csv_line(c);
+        if (n < 0 && c->columns == 0 && (c->line > 1 || c->p == c->end)) break;
+        if (n < 0 && c->columns == 0) { c->count = 0; continue; } /* a header */
+        if (c->columns == 0) {
+            c->columns = n;
+            *label     = given == HPML_NO_LABEL ? -1 : given < 0 ? n + given : given;
+            if (given != HPML_NO_LABEL && (*label < 0 || *label >= n || n < 2))
+                return hpmli_false(c->ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %lld",
+                                   path, (long long)n, (long long)given);
+        }
         if (n != c->columns)
-            return hpmli_false(c->ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %s (%lld columns were expected)", c->path,
+            return hpmli_false(c->ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %s (%lld columns were expected)", path,
                                (long long)c->line, n < 0 ? "not all fields are numbers" : "another number of fields",
                                (long long)c->columns);
-        for (int64_t j = 0; j < n; j++) {
-            if (j != label) ((float *)s->x)[x++] = (float)row[j];
-            else if (regression) ((float *)s->y)[i] = (float)row[j];
-            else if (row[j] >= 0 && row[j] < INT32_MAX && row[j] == floor(row[j]))
-                ((int32_t *)s->y)[i] = (int32_t)row[j];
-            else
-                return hpmli_false(c->ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0",
-                                   c->path, (long long)c->line, row[j]);
-        }
+        double y = *label >= 0 ? c->values[first + *label] : 0;
+        if (whole && !(y >= 0 && y < INT32_MAX && y == floor(y)))
+            return hpmli_false(c->ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0", path,
+                               (long long)c->line, y);
     }
-    return true;
+    return c->columns > 0 || hpmli_false(c->ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: not all fields are numbers, "
+                                         "separated by , ; or tabs", path, (long long)c->line);
 }
 
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression)
@@ -9329,38 +9215,25 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     hpmli_file     f;
     hpmli_csv      c     = HPMLI_ZEROED;
     hpmli_samples *s     = NULL;
-    double        *row   = NULL;
-    int64_t        label = label_column, header = 0, lines = 0;
-    bool           good  = false;
+    int64_t        label = label_column;
     if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
-    c.ctx = ctx, c.path = path, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
+    c.ctx = ctx, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
     if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the mark that spreadsheets put in front */
     for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the first candidate on the first line */
         if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
-    const char *start = c.p;
-    c.columns = hpmli_csv_line(&c, NULL);
-    if (c.columns < 0 && c.p < c.end) start = c.p, header = 1, c.columns = hpmli_csv_line(&c, NULL);
-    for (const char *p = start; p < c.end; p++) /* lines that are not blank */
-        if (*p != '\n' && *p != '\r' && (p == start || p[-1] == '\n')) lines++;
-    if (label_column < 0 && label_column != HPML_NO_LABEL) label = c.columns + label_column;
-    if (c.columns < 1)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: not all fields are numbers, separated by , ; or tabs", path,
-                   (long long)c.line);
-    else if (label_column != HPML_NO_LABEL && (label < 0 || label >= c.columns || c.columns < 2))
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %d", path,
-                   (long long)c.columns, label_column);
-    else {
-        if (label_column == HPML_NO_LABEL) label = -1;
-        int64_t columns = c.columns - (label >= 0);
-        row  = hpmli_new(ctx, double, c.columns);
-        c.p  = start, c.line = header;
-        s    = !row ? NULL : hpmli_samples_new(ctx, lines, HPML_DTYPE_F32, 1, &columns,
-                                               regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32, label >= 0);
-        good = s && hpmli_csv_fill(&c, s, row, label, regression);
+    if (hpmli_csv_read(&c, path, &label, !regression)) {
+        int64_t x_columns = c.columns - (label >= 0);
+        s = hpmli_samples_new(ctx, c.count / c.columns, HPML_DTYPE_F32, 1, &x_columns,
+                              regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32, label >= 0);
     }
-    hpmli_free(ctx, row);
+    for (int64_t i = 0, x = 0; s && i < c.count; i++) {
+        if (i % c.columns != label) ((float *)s->x)[x++] = (float)c.values[i];
+        else if (regression) ((float *)s->y)[i / c.columns] = (float)c.values[i];
+        else ((int32_t *)s->y)[i / c.columns] = (int32_t)c.values[i];
+    }
+    hpmli_free(ctx, c.values);
     hpmli_file_close(&f);
-    return hpmli_dataset_done(s, good);
+    return hpmli_dataset_done(s, ctx->status == HPML_OK);
 }
 
 HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context,
@@ -9433,32 +9306,26 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
         { "'<f4'", HPML_DTYPE_F32, 4 }, { "'<f2'", HPML_DTYPE_F16, 2 }, { "'<i4'", HPML_DTYPE_I32, 4 },
         { "'|u1'", HPML_DTYPE_U8, 1 }, { "'<f8'", HPML_DTYPE_F32, 8 }, { "'<i8'", HPML_DTYPE_I32, 8 } };
     hpmli_file   f;
-    char         header[1024];
-    size_t       length, start, known = sizeof kinds / sizeof kinds[0], kind = known;
+    char         header[1024] = "";
+    size_t       length = 0, known = sizeof kinds / sizeof kinds[0], kind = known;
     int64_t      shape[HPML_MAX_DIMS], count;
     int          ndim = 0;
     hpml_tensor *t = NULL;
     if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
-    length = f.size >= 10 ? (size_t)hpmli_little(f.bytes + 8, 2) : 0;
-    start  = 10 + length;
-    if (f.size < 10 || memcmp(f.bytes, "\x93NUMPY\1", 7) != 0 || start > f.size || length >= sizeof header) {
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a version 1 .npy file", path);
-        hpmli_file_close(&f);
-        return NULL;
-    }
-    memcpy(header, f.bytes + 10, length);
-    header[length] = 0;
+    if (f.size >= 10 && memcmp(f.bytes, "\x93NUMPY\1", 7) == 0) length = (size_t)hpmli_little(f.bytes + 8, 2);
+    if (length > 0 && length < sizeof header && length <= f.size - 10) memcpy(header, f.bytes + 10, length);
     for (size_t i = 0; i < known; i++)
         if (strncmp(hpmli_npy_key(header, "'descr'"), kinds[i].code, 5) == 0) kind = i;
     hpmli_json j = { hpmli_npy_key(header, "'shape'"), header + strlen(header), false };
     ndim  = hpmli_json_numbers(&j, '(', ')', shape, HPML_MAX_DIMS);
     count = j.bad ? -1 : hpmli_shape_count(ndim, shape);
     if (count < 0 || kind == known || strncmp(hpmli_npy_key(header, "'fortran_order'"), "False", 5) != 0 ||
-        f.size - start != (size_t)count * kinds[kind].size)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected <f4, <f2, <i4, |u1, <f8 or <i8 in C order, at most %d "
-                   "dimensions, none 0, and data of just that size; the header says %s", path, HPML_MAX_DIMS, header);
+        f.size - 10 - length != (size_t)count * kinds[kind].size)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected a version 1 .npy file of <f4, <f2, <i4, |u1, <f8 or <i8 in "
+                   "C order, at most %d dimensions, none 0, and data of just that size; the header says %s", path,
+                   HPML_MAX_DIMS, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
-    const unsigned char *data = f.bytes + start;
+    const unsigned char *data = f.bytes + (t ? 10 + length : 0);
     char *host = t && kinds[kind].size == 8 ? (char *)hpmli_alloc(ctx, (size_t)count * 4) : NULL; /* made narrower */
     for (int64_t i = 0; host && i < count; i++) {
         double  v;
@@ -9668,7 +9535,6 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
 typedef struct hpmli_slot_batch { /* one of two buffers */
     char      *x, *y;
     hpml_batch batch;
-    bool       ready;
 } hpmli_slot_batch;
 
 struct hpml_loader {
@@ -9678,17 +9544,15 @@ struct hpml_loader {
     hpml_loader_desc     d;
     int64_t              steps, each; /* each: numbers of a sample */
     float               *image;                /* one sample before augmentation */
-    hpmli_slot_batch     slot[2];
-    int                  turn;                 /* the slot to hand out next */
+    hpmli_slot_batch     slot[2];              /* batch i since the last seek is in slot i % 2 */
+    int64_t              made, taken, done;    /* batches made, handed out, and of these no longer in use */
     int64_t              epoch, index;         /* batch to hand out next */
     int64_t              make_epoch, make_index; /* batch to make next: of the thread while it runs */
-    bool                 held;                 /* the caller has the other slot */
 #ifndef HPML_NO_THREADS
     bool                 threaded, stop;
     pthread_t            thread;
-    pthread_mutex_t      mutex;
+    pthread_mutex_t      mutex;                /* of made, done and stop, while the thread runs */
     pthread_cond_t       changed;
-    int                  fill;                 /* the slot being filled next */
 #endif
 };
 
@@ -9735,9 +9599,10 @@ HPMLI_FN int64_t hpmli_share(const hpml_loader_desc *d, int64_t size, int64_t ra
     return at < size ? at : size;
 }
 
-/* Makes the next batch in slot s. */
-HPMLI_FN void hpmli_load_batch(hpml_loader *l, hpmli_slot_batch *s)
+/* Makes the next batch in its slot. */
+HPMLI_FN void hpmli_load_batch(hpml_loader *l)
 {
+    hpmli_slot_batch *s = &l->slot[l->made % 2];
     int64_t epoch = l->make_epoch, index = l->make_index;
     int64_t whole = l->d.global_batch, start = index * whole, n = l->data->count;
     int64_t left  = l->d.samples_per_epoch - start, size = left < whole ? left : whole;
@@ -9761,15 +9626,12 @@ HPMLI_FN void *hpmli_loader_main(void *arg)
 {
     hpml_loader *l = (hpml_loader *)arg;
     pthread_mutex_lock(&l->mutex);
-    for (;;) {
-        hpmli_slot_batch *s = &l->slot[l->fill];
-        while (!l->stop && s->ready) pthread_cond_wait(&l->changed, &l->mutex);
-        if (l->stop) break;
+    while (!l->stop) {
+        if (l->made - l->done >= 2) { pthread_cond_wait(&l->changed, &l->mutex); continue; }
         pthread_mutex_unlock(&l->mutex);
-        hpmli_load_batch(l, s);
+        hpmli_load_batch(l);
         pthread_mutex_lock(&l->mutex);
-        s->ready = true;
-        l->fill  = !l->fill;
+        l->made++;
         pthread_cond_broadcast(&l->changed);
     }
     pthread_mutex_unlock(&l->mutex);
@@ -9784,28 +9646,37 @@ HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
     pthread_cond_broadcast(&l->changed);
     pthread_mutex_unlock(&l->mutex);
     pthread_join(l->thread, NULL);
+    pthread_mutex_destroy(&l->mutex);
+    pthread_cond_destroy(&l->changed);
     l->threaded = l->stop = false;
 }
 
-HPMLI_FN void hpmli_loader_start(hpml_loader *l)
+/* Waits for the next batch of the thread, which it starts; false when there is none. */
+HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
 {
-    if (l->d.no_prefetch || l->threaded) return;
-    l->fill     = l->turn;
-    l->threaded = pthread_create(&l->thread, NULL, hpmli_loader_main, l) == 0;
+    if (!l->d.no_prefetch && !l->threaded) {
+        pthread_mutex_init(&l->mutex, NULL);
+        pthread_cond_init(&l->changed, NULL);
+        l->threaded      = pthread_create(&l->thread, NULL, hpmli_loader_main, l) == 0;
+        l->d.no_prefetch = !l->threaded;
+    }
+    if (l->d.no_prefetch) return false;
+    pthread_mutex_lock(&l->mutex);
+    l->done = l->taken;
+    pthread_cond_broadcast(&l->changed);
+    while (l->made == l->taken) pthread_cond_wait(&l->changed, &l->mutex);
+    pthread_mutex_unlock(&l->mutex);
+    return true;
 }
 #else
 HPMLI_FN void hpmli_loader_stop(hpml_loader *l) { (void)l; }
-HPMLI_FN void hpmli_loader_start(hpml_loader *l) { (void)l; }
+HPMLI_FN bool hpmli_loader_wait(hpml_loader *l) { return (void)l, false; }
 #endif
 
 HPMLI_FN void hpmli_loader_drop(void *object)
 {
     hpml_loader *l = (hpml_loader *)object;
     hpmli_loader_stop(l);
-#ifndef HPML_NO_THREADS
-    pthread_mutex_destroy(&l->mutex);
-    pthread_cond_destroy(&l->changed);
-#endif
     for (int i = 0; i < 2; i++) hpmli_free(l->ctx, l->slot[i].x), hpmli_free(l->ctx, l->slot[i].y);
     hpmli_free(l->ctx, l->image);
 }
@@ -9837,17 +9708,11 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
 
 HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, const hpml_loader_desc *desc)
 {
-    hpml_loader_desc d = HPMLI_ZEROED;
-    hpml_loader     *l;
+    hpml_loader_desc d;
     if (hpmli_failed(ctx) || !data) return NULL;
-    if (desc) d = *desc;
-    if (!HPMLI_CLEARED(ctx, "loader", &d) || !hpmli_loader_check(ctx, data, &d)) return NULL;
-    l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_drop);
+    if (!HPMLI_TAKE(ctx, "loader", d, desc) || !hpmli_loader_check(ctx, data, &d)) return NULL;
+    hpml_loader *l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_drop);
     if (!l) return NULL;
-#ifndef HPML_NO_THREADS
-    pthread_mutex_init(&l->mutex, NULL);
-    pthread_cond_init(&l->changed, NULL);
-#endif
     l->ctx = ctx, l->k = ctx->k, l->data = data, l->d = d;
     l->each    = hpmli_shape_count(data->x_ndim, data->x_shape);
     l->steps   = (d.samples_per_epoch + (d.drop_last ? 0 : d.global_batch - 1)) / d.global_batch;
@@ -9871,9 +9736,7 @@ HPML_API hpml_status hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t ind
                           (long long)index, (long long)l->steps);
     if (l->epoch == epoch && l->index == index) return HPML_OK;
     hpmli_loader_stop(l);
-    l->slot[0].ready = l->slot[1].ready = false;
-    l->turn  = 0;
-    l->held  = false;
+    l->made = l->taken = l->done = 0;
     l->epoch = epoch, l->index = index;
     l->make_epoch = index == l->steps ? epoch + 1 : epoch;
     l->make_index = index == l->steps ? 0 : index;
@@ -9888,21 +9751,12 @@ HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
         l->index = 0;
         return false;
     }
-    hpmli_loader_start(l);
-    hpmli_slot_batch *s = &l->slot[l->turn];
-#ifndef HPML_NO_THREADS
-    if (l->threaded) {
-        pthread_mutex_lock(&l->mutex);
-        if (l->held) l->slot[!l->turn].ready = false; /* the caller is done with the one before */
-        pthread_cond_broadcast(&l->changed);
-        while (!s->ready) pthread_cond_wait(&l->changed, &l->mutex);
-        pthread_mutex_unlock(&l->mutex);
-    } else
-#endif
-        hpmli_load_batch(l, s);
-    *out    = s->batch;
-    l->held = true;
-    l->turn = !l->turn;
+    if (!hpmli_loader_wait(l)) {
+        hpmli_load_batch(l);
+        l->made++;
+    }
+    *out = l->slot[l->taken % 2].batch;
+    l->taken++;
     l->index++;
     return true;
 }
@@ -9966,7 +9820,7 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
             const char *dtype = hpmli_json_text(j);
             for (int i = 0; i < HPMLI_DTYPES; i++)
                 if (strcmp(dtype, hpmli_dtypes[i].safe) == 0) e->dtype = (hpml_dtype)i, known = true;
-        } else if (strcmp(key, "shape") == 0) 
+        } else if (strcmp(key, "shape") == 0)
             e->ndim = hpmli_json_numbers(j, '[', ']', e->shape, HPML_MAX_DIMS);
         else if (strcmp(key, "data_offsets") == 0) offsets = hpmli_json_numbers(j, '[', ']', at, 2);
         else j->bad = true;
@@ -10029,7 +9883,7 @@ HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path
     if (hpmli_file_open(ctx, &f->file, path) && hpmli_safe_parse(f)) return f;
     if (ctx->status == HPML_OK)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file of F32, BF16, F16, I32 and U8 tensors "
-                   "with 1 to %d dimensions", path, HPML_MAX_DIMS);
+                   "with at most %d dimensions", path, HPML_MAX_DIMS);
     hpml_safetensors_close(f);
     return NULL;
 }
@@ -10193,21 +10047,22 @@ HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpmli_arrays
     return a->s != NULL;
 }
 
-HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpmli_arrays *a, const char *path, hpml_dtype dtype,
+HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpml_trainer *of, const char *path, hpml_dtype dtype,
                                        const hpml_meta *meta, int meta_count)
 {
-    hpml_safetensor *t    = hpmli_new(ctx, hpml_safetensor, a->count + 1);
+    hpmli_arrays     a;
+    hpml_safetensor *t    = hpmli_arrays_of(ctx, of, &a) ? hpmli_new(ctx, hpml_safetensor, a.count + 1) : NULL;
     float           *host = NULL;
     char            *all  = NULL;
     size_t           bytes = 0, at = 0, most = 0;
-    for (int i = 0; i < a->count; i++) {
-        bytes += (size_t)a->s[i].count * hpml_dtype_size(dtype);
-        if ((size_t)a->s[i].count > most) most = (size_t)a->s[i].count;
+    for (int i = 0; i < a.count; i++) {
+        bytes += (size_t)a.s[i].count * hpml_dtype_size(dtype);
+        if ((size_t)a.s[i].count > most) most = (size_t)a.s[i].count;
     }
     if (t) all = (char *)hpmli_alloc(ctx, bytes + 1);
     if (all) host = (float *)hpmli_alloc(ctx, most * sizeof(float) + 1);
-    for (int i = 0; host && i < a->count; i++) {
-        const hpmli_state *s = &a->s[i];
+    for (int i = 0; host && i < a.count; i++) {
+        const hpmli_state *s = &a.s[i];
         t[i].name = s->name, t[i].dtype = dtype, t[i].ndim = s->ndim, t[i].data = all + at;
         t[i].bytes = (size_t)s->count * hpml_dtype_size(dtype);
         memcpy(t[i].shape, s->shape, (size_t)s->ndim * sizeof *s->shape);
@@ -10215,58 +10070,54 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpmli_arrays *a, con
         hpmli_convert(ctx->k, dtype, all + at, HPML_DTYPE_F32, host, s->count);
         at += t[i].bytes;
     }
-    if (host) hpml_safetensors_save(ctx, path, t, a->count, meta, meta_count);
+    if (host) hpml_safetensors_save(ctx, path, t, a.count, meta, meta_count);
     hpmli_free(ctx, host);
     hpmli_free(ctx, all);
     hpmli_free(ctx, t);
+    hpmli_free(ctx, a.s);
     return ctx->status;
 }
 
-HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensors *f,
+HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, const hpml_safetensors *f,
                                        const char *path)
 {
+    hpmli_arrays    a;
     hpml_safetensor e;
-    size_t          most = 1;
-    for (int i = 0; i < a->count; i++) {
-        const hpmli_state *s = &a->s[i];
+    size_t          most = hpmli_arrays_of(ctx, of, &a) ? 1 : 0;
+    for (int i = 0; i < a.count && ctx->status == HPML_OK; i++) {
+        const hpmli_state *s = &a.s[i];
         if (!hpml_safetensors_find(f, s->name, &e))
-            return hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has", path, s->name);
-        if (e.ndim != s->ndim || memcmp(e.shape, s->shape, (size_t)s->ndim * sizeof *s->shape) != 0)
-            return hpmli_fail(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, s->name,
-                              hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, s->ndim, s->shape));
+            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has", path, s->name);
+        else if (e.ndim != s->ndim || memcmp(e.shape, s->shape, (size_t)s->ndim * sizeof *s->shape) != 0)
+            hpmli_fail(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, s->name,
+                       hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, s->ndim, s->shape));
         if ((size_t)s->count > most) most = (size_t)s->count;
     }
-    float *host = (float *)hpmli_alloc(ctx, most * sizeof(float));
-    for (int i = 0; host && i < a->count; i++) {
-        hpml_safetensors_find(f, a->s[i].name, &e);
-        hpmli_convert(ctx->k, HPML_DTYPE_F32, host, e.dtype, e.data, a->s[i].count);
-        ctx->backend->write(ctx->device, a->s[i].device, host, (size_t)a->s[i].count * sizeof(float));
+    float *host = ctx->status == HPML_OK ? (float *)hpmli_alloc(ctx, most * sizeof(float)) : NULL;
+    for (int i = 0; host && i < a.count; i++) {
+        hpml_safetensors_find(f, a.s[i].name, &e);
+        hpmli_convert(ctx->k, HPML_DTYPE_F32, host, e.dtype, e.data, a.s[i].count);
+        ctx->backend->write(ctx->device, a.s[i].device, host, (size_t)a.s[i].count * sizeof(float));
     }
     hpmli_free(ctx, host);
+    hpmli_free(ctx, a.s);
     return ctx->status;
 }
 
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype)
 {
-    hpmli_arrays a;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
         return hpmli_fail(ctx, HPML_ERR_DTYPE, "params_save: parameters are stored as f32, bf16 or f16");
-    if (hpmli_arrays_of(ctx, NULL, &a)) hpmli_arrays_save(ctx, &a, path, dtype, NULL, 0);
-    hpmli_free(ctx, a.s);
-    return ctx->status;
+    return hpmli_arrays_save(ctx, NULL, path, dtype, NULL, 0);
 }
 
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
 {
-    hpmli_arrays a;
-    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    if (!hpmli_arrays_of(ctx, NULL, &a)) return ctx->status;
     hpml_safetensors *f = hpml_safetensors_open(ctx, path);
-    if (f) hpmli_arrays_load(ctx, &a, f, path);
+    if (f) hpmli_arrays_load(ctx, NULL, f, path);
     hpml_safetensors_close(f);
-    hpmli_free(ctx, a.s);
-    return ctx->status;
+    return hpml_ctx_status(ctx);
 }
 
 /* Numbers of a training that are not arrays; kept as text in the metadata. */
@@ -10279,7 +10130,6 @@ typedef struct hpmli_position {
 
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
-    hpmli_arrays   a;
     hpmli_position p;
     char           text[7][24];
     hpml_meta      meta[7];
@@ -10295,9 +10145,7 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     meta[n].key = "hpml." #name, meta[n].value = text[n], n++;
     HPMLI_POSITION(HPMLI_X)
 #undef HPMLI_X
-    if (hpmli_arrays_of(t->ctx, t, &a)) hpmli_arrays_save(t->ctx, &a, path, HPML_DTYPE_F32, meta, n);
-    hpmli_free(t->ctx, a.s);
-    return t->ctx->status;
+    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, n);
 }
 
 HPMLI_FN bool hpmli_position_read(const hpml_safetensors *f, const char *key, int64_t *out)
@@ -10310,7 +10158,6 @@ HPMLI_FN bool hpmli_position_read(const hpml_safetensors *f, const char *key, in
 
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 {
-    hpmli_arrays   a;
     hpmli_position p = HPMLI_ZEROED;
     bool           good = true;
     if (!t) return HPML_ERR_ARGUMENT;
@@ -10326,14 +10173,12 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     else if (p.optimizer != (int64_t)t->d.optimizer)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (%d, this trainer has %d)", path,
                    (int)p.optimizer, (int)t->d.optimizer);
-    a.s = NULL;
-    if (ctx->status == HPML_OK && hpmli_arrays_of(t->ctx, t, &a) && hpmli_arrays_load(ctx, &a, f, path) == HPML_OK) {
+    if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
         ctx->seed = (uint64_t)p.seed;
         t->step = p.step, t->epoch = p.epoch, t->epoch_step = p.epoch_step, t->micro = 0;
         if (t->scale_steps >= 0 && p.scale_steps >= 0 && p.loss_scale >= 1) /* both dynamic */
             t->loss_scale = (float)p.loss_scale, t->scale_steps = p.scale_steps;
     }
-    hpmli_free(ctx, a.s);
     hpml_safetensors_close(f);
     return ctx->status;
 }
@@ -10359,10 +10204,8 @@ struct hpmli_trace {
 
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc)
 {
-    hpml_trace_desc d = HPMLI_ZEROED;
-    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    if (desc) d = *desc;
-    if (!HPMLI_CLEARED(ctx, "trace", &d)) return ctx->status;
+    hpml_trace_desc d;
+    if (hpmli_failed(ctx) || !HPMLI_TAKE(ctx, "trace", d, desc)) return hpml_ctx_status(ctx);
     if (d.capacity < 0 || d.capacity > INT64_C(1) << 32)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
     if (d.capacity == 0) d.capacity = 65536;

@@ -36,15 +36,14 @@
 //     HPML_COMM_IMPLEMENTATION     only this header's body: split builds, where another file has hpml.h's
 //
 // THREADS: a communicator belongs to its rank's thread, as the context it hangs on. With collectives in the background
-// (>>api-async) a thread of the communicator's own works on a twin of it.
+// (>>api-collectives) a thread of the communicator's own works on a twin of it.
 // SAME BITS: results do not depend on timing; every rank gets the same bits. The order of additions, and so the last
 // bit, depends on algorithm and number of ranks, unless you ask for exact sums (>>api-distribute).
 //
 // INDEX (grep '^// >>' hpml_comm.h)
 //     api-comm   ranks and communicators
 //     api-messages   point to point
-//     api-collectives   all ranks together
-//     api-async   collectives in the background
+//     api-collectives   all ranks together, at once or in the background
 //     api-exchange   gradients added up in fewer bytes
 //     api-distribute   synchronous data parallelism
 //     api-simulate   step time on machines you do not have
@@ -57,15 +56,13 @@
 //     mpi-words   who has failed, who has left; creating and closing
 //     clock   messages in virtual time
 //     create   creating, splitting, freeing communicators
-//     moves   the algorithms, as moves
-//     sums   adding up elements
+//     moves   the algorithms, as moves; adding up elements
 //     collectives   the moves, executed
 //     async   work in the background
 //     launch   running a function on every rank
 //     exchange   1-bit exchange: stripes, owners, two residuals
-//     stripes   the five steps of an exchange
+//     stripes   the five steps of an exchange, on the host or on a device
 //     methods   top-k and low rank
-//     linked   the exchange on a device
 //     distribute   synchronous data parallelism: buckets, overlap
 //     distribute-step   buffers, weights, double buffering
 //     exact   the same bits for every number of ranks
@@ -74,8 +71,7 @@
 //     search   the largest batch that does not hurt
 //     mix   averaging with neighbours
 //     timeline   one timeline for all ranks
-//     simulate   moves in virtual time
-//     simulate-short   rings and all to all without a queue
+//     simulate   moves in virtual time, by a queue or, for rings and all to all, without
 //     simulate-step   a step of training in virtual time
 #ifndef HPML_COMM_H_INCLUDED
 #define HPML_COMM_H_INCLUDED
@@ -230,7 +226,8 @@ typedef struct hpml_transport {
     void (*block)(hpml_comm *c, hpml_message *m, double until); /* sleeps until something may have changed */
     void (*abandon)(hpml_comm *c, hpml_message *m); /* after this rank has failed: nobody touches its data any more */
     void (*tell)(hpml_comm *c, const char *text); /* this rank has failed: the others' waits end */
-    hpml_status (*split)(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count, int color); /* collective */
+    /* Collective; part NULL: this rank is in none (MPI). */
+    hpml_status (*split)(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count, int color);
     void (*close)(hpml_comm *c);
     hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int dtype, int op); /* optional: native */
     size_t piece; /* AUTO sums large arrays in pieces of as many bytes, which stay in the caches; 0: whole */
@@ -238,7 +235,7 @@ typedef struct hpml_transport {
 } hpml_transport;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-collectives   all ranks together
+// >>api-collectives   all ranks together, at once or in the background
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The ways to add up (n elements, p ranks; a message costs alpha + beta bytes):
@@ -293,8 +290,7 @@ HPML_API hpml_status hpml_allgather(hpml_comm *c, void *data, int64_t n, hpml_el
 HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op, int root);
 HPML_API hpml_status hpml_broadcast(hpml_comm *c, void *data, size_t bytes, int root);
 
-/* Blocks of `bytes`. all: (p, bytes), needed at the root only; out, in: (p, bytes), block r to and from rank r, and not
-   the same array. */
+/* Blocks of `bytes`. all: (p, bytes), at the root only; out, in: (p, bytes), block r to and from rank r, and apart. */
 HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root);
 HPML_API hpml_status hpml_scatter(hpml_comm *c, const void *all, size_t bytes, void *mine, int root);
 HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *out, void *in, size_t bytes);
@@ -310,10 +306,6 @@ typedef struct hpml_move {
 } hpml_move;
 HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, int rank, int64_t n, int round,
                                   hpml_move *out);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>api-async   collectives in the background
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* Started now, done by a thread of the communicator's own on a twin of it, in the order of starting, which must be the
    same on all ranks (where it is not: hpml_exchange_ready). The array must stay untouched until hpml_job_wait has
@@ -351,8 +343,7 @@ typedef enum hpml_method {
      3. rank j unpacks and adds the p contributions, in the order of the ranks;
      4. it packs the sum with a second residual, kept for its stripe alone;
      5. everybody gets, and unpacks, the same bits.
-   2 (p-1)/p of the packed size leaves each rank, whatever p is. TOPK gathers everybody's k pairs; LOWRANK adds up P and
-   Q. */
+   2 (p-1)/p of the packed size leaves each rank, whatever p is. TOPK gathers all ranks' pairs; LOWRANK adds up P, Q. */
 typedef struct hpml_exchange_desc {
     uint32_t             _begin;
     int32_t              count;     /* tensors: required */
@@ -621,21 +612,18 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path);
 } /* extern "C" */
 
 /* In C++ a desc may be passed as an object: hpml_allreduce(comm, x, n, desc). */
-#define HPMLC_REF(ret, name, params, args) \
-    static inline ret name params { return name args; }
-HPMLC_REF(hpml_comm *, hpml_comm_create, (hpml_ctx *c, const hpml_comm_desc &d), (c, &d))
-HPMLC_REF(hpml_status, hpml_launch, (const hpml_launch_desc &d, hpml_rank_fn *fn, void *user, char *error, size_t size),
+#define HPMLC_REF(name, params, args) \
+    static inline auto name params -> decltype(name args) { return name args; }
+HPMLC_REF(hpml_comm_create, (hpml_ctx *c, const hpml_comm_desc &d), (c, &d))
+HPMLC_REF(hpml_launch, (const hpml_launch_desc &d, hpml_rank_fn *fn, void *user, char *error, size_t size),
           (&d, fn, user, error, size))
-HPMLC_REF(hpml_status, hpml_allreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d),
-          (c, data, n, &d))
-HPMLC_REF(hpml_job *, hpml_iallreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d),
-          (c, data, n, &d))
-HPMLC_REF(hpml_exchange *, hpml_exchange_create, (hpml_comm *c, const hpml_exchange_desc &d), (c, &d))
-HPMLC_REF(hpml_distributed *, hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc &d),
-          (t, c, &d))
-HPMLC_REF(int64_t, hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, const hpml_batch_search_desc &d,
+HPMLC_REF(hpml_allreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d), (c, data, n, &d))
+HPMLC_REF(hpml_iallreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d), (c, data, n, &d))
+HPMLC_REF(hpml_exchange_create, (hpml_comm *c, const hpml_exchange_desc &d), (c, &d))
+HPMLC_REF(hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc &d), (t, c, &d))
+HPMLC_REF(hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, const hpml_batch_search_desc &d,
           hpml_batch_trial *trials, int capacity), (x, data, &d, trials, capacity))
-HPMLC_REF(hpml_status, hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
+HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
           (&d, out, error, size))
 #undef HPMLC_REF
 #endif
@@ -693,7 +681,7 @@ typedef struct hpmlc_mpi        hpmlc_mpi;        /* see >>mpi */
 typedef struct hpmlc_background hpmlc_background; /* see >>async */
 typedef struct hpmlc_agent      hpmlc_agent;      /* a thread in virtual time: see >>clock */
 
-typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* adds, or keeps the larger: see >>sums */
+typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* adds, or keeps the larger: see >>moves */
 
 struct hpml_comm {
     hpml_ctx             *ctx;
@@ -712,8 +700,7 @@ struct hpml_comm {
     const char           *doing;
     int                   round;
     double                since;    /* when it began */
-    double                alpha, beta; /* for AUTO; between nodes, where there are some */
-    double                near_alpha, near_beta; /* inside a node */
+    hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks where there is but one node */
     double                forecast[31][HPML_NATIVE]; /* seconds for 2^k bytes by each algorithm; 0: not known yet */
     hpml_counters         counters;
     int64_t              *bytes_to; /* (size) */
@@ -734,6 +721,9 @@ struct hpml_comm {
 /* A variable, cleared; and one that is a copy of what the caller has given, cleared where that is NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
+
+HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
+HPMLC_FN int64_t hpmlc_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 typedef struct hpmlc_text { /* where the reason of an error goes that no context keeps; may be NULL */
     char  *text;
@@ -814,7 +804,7 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     for (int i = 0; i < size; i++) c->origin[i] = i;
     c->t = t; /* last: without it there is nothing to close */
     c->timeout = 60, c->doing = "start";
-    c->alpha = c->near_alpha = t->alpha, c->beta = c->near_beta = t->beta;
+    c->between.latency = t->alpha, c->between.bandwidth = 1 / t->beta, c->inside = c->between;
     return c;
 }
 
@@ -833,6 +823,15 @@ HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 HPMLC_FN int hpmlc_network_node(const hpml_network *n, int nodes, int r)
 {
     return n->node ? n->node[r] : n->spread ? r % nodes : n->ranks_per_node > 0 ? r / n->ranks_per_node : 0;
+}
+
+/* In virtual time AUTO knows the links; one between nodes that costs nothing is a message's usual time. */
+HPMLC_FN void hpmlc_comm_links(hpml_comm *c, const hpml_network *n, int nodes)
+{
+    const hpml_link *between = nodes > 1 ? &n->between : &n->inside;
+    c->inside = n->inside, c->between.latency = 2e-6, c->between.bandwidth = 4e9;
+    if (between->latency > 0) c->between.latency = between->latency;
+    if (between->bandwidth > 0) c->between.bandwidth = between->bandwidth;
 }
 
 /* Ranks per node, and whether nodes hold neighbours (the last may have fewer) or every k-th rank; mixed: 0. */
@@ -1430,7 +1429,7 @@ HPMLC_FN void hpmlc_threads_close(hpml_comm *c)
     }
     pthread_mutex_unlock(&w->mutex);
     if (gone) hpmlc_room_free(gone);
-    if (first && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
+    if (first && !c->agent && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
 }
 
 /* The lowest rank makes the room and tells the others where it is. */
@@ -1525,8 +1524,7 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { r
 struct hpmlc_mpi {
     MPI_Comm       comm;
     hpml_message  *sending; /* sends of many pieces, and those behind them; oldest first */
-    int            level;   /* of thread support */
-    bool           shared;  /* all below belongs to the first communicator */
+    /* The first communicator's, for all that were split from it: */
     MPI_Errhandler before;  /* the world's, given back in the end */
     MPI_Comm       words;
     char          *heard;   /* (world size) 0, 'L' left, 'F' failed */
@@ -1536,6 +1534,7 @@ struct hpmlc_mpi {
     char           mine[2][HPMLC_WORD]; /* my words, while they are being sent: the last one, before it 'W' */
     bool           told;
     bool           roomy;   /* a core for each rank of this node */
+    int            level;   /* of thread support */
 #ifndef HPML_NO_THREADS
     pthread_mutex_t lock;
 #endif
@@ -1549,20 +1548,23 @@ HPMLC_FN void hpmlc_mpi_lock(hpml_comm *c HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_mpi_unlock(hpml_comm *c HPMLC_UNUSED) {}
 #endif
 
-HPMLC_FN void hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
+/* m NULL: of an allreduce. */
+HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
 {
     char text[MPI_MAX_ERROR_STRING];
     int  length = 0, kind = 0;
     MPI_Error_string(code, text, &length);
     MPI_Error_class(code, &kind);
+    if (!m)
+        return hpmlc_fail(c, HPML_ERR_COMM, "allreduce (native): MPI says: %.*s; all ranks must pass the same counts",
+                          length, text);
     m->done = true;
-    if (kind == MPI_ERR_TRUNCATE)
-        m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent more than the %zu bytes that rank %d expected; all "
-                               "ranks must pass the same counts", c->doing, c->origin[m->peer], m->bytes,
-                               c->origin[c->rank]);
-    else
-        m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s with rank %d: MPI says: %.*s", c->doing, c->origin[m->peer],
-                               length, text);
+    if (kind != MPI_ERR_TRUNCATE)
+        return m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s with rank %d: MPI says: %.*s", c->doing,
+                                      c->origin[m->peer], length, text);
+    return m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent more than the %zu bytes that rank %d expected; "
+                                  "all ranks must pass the same counts", c->doing, c->origin[m->peer], m->bytes,
+                                  c->origin[c->rank]);
 }
 
 /* A message's requests lie in native[], which have room for one handle each, whatever MPI it is. */
@@ -1573,17 +1575,6 @@ HPMLC_FN char *hpmlc_mpi_place(hpml_message *m, size_t at)
     return m->staging ? (char *)m->staging + at / HPMLC_PIECE % 2 * HPMLC_PIECE : m->data + at;
 }
 
-/* Posts the piece that begins at byte `at`. */
-HPMLC_FN int hpmlc_mpi_post(hpml_comm *c, hpml_message *m, size_t at)
-{
-    int         n = (int)(m->bytes - at < HPMLC_PIECE ? m->bytes - at : HPMLC_PIECE);
-    char       *data = hpmlc_mpi_place(m, at);
-    MPI_Request request;
-    int         code = m->receiving ? MPI_Irecv(data, n, MPI_BYTE, m->peer, m->tag, c->mpi->comm, &request)
-                                    : MPI_Isend(data, n, MPI_BYTE, m->peer, m->tag, c->mpi->comm, &request);
-    memcpy(&m->native[at / HPMLC_PIECE % 2], &request, sizeof request);
-    return code;
-}
 
 HPMLC_FN size_t hpmlc_mpi_pieces(const hpml_message *m)
 {
@@ -1602,7 +1593,15 @@ HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
         if (older->posted < hpmlc_mpi_pieces(older)) return;
     }
     hpmlc_mpi_lock(c);
-    for (; m->posted < end && code == MPI_SUCCESS; m->posted++) code = hpmlc_mpi_post(c, m, m->posted * HPMLC_PIECE);
+    for (; m->posted < end && code == MPI_SUCCESS; m->posted++) {
+        size_t      at = m->posted * HPMLC_PIECE;
+        int         n = (int)(m->bytes - at < HPMLC_PIECE ? m->bytes - at : HPMLC_PIECE);
+        char       *data = hpmlc_mpi_place(m, at);
+        MPI_Request request;
+        code = m->receiving ? MPI_Irecv(data, n, MPI_BYTE, m->peer, m->tag, c->mpi->comm, &request)
+                            : MPI_Isend(data, n, MPI_BYTE, m->peer, m->tag, c->mpi->comm, &request);
+        memcpy(&m->native[m->posted % 2], &request, sizeof request);
+    }
     hpmlc_mpi_unlock(c);
     if (code != MPI_SUCCESS) hpmlc_mpi_error(c, m, code);
 }
@@ -1665,14 +1664,15 @@ HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 // >>mpi-words   who has failed, who has left; creating and closing
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Listens for words; lock held. */
-HPMLC_FN void hpmlc_mpi_listen(hpml_comm *first)
+/* Listens for words. */
+HPMLC_FN void hpmlc_mpi_listen(hpml_comm *c)
 {
-    hpmlc_mpi *x = first->mpi;
+    hpmlc_mpi *x = c->first->mpi;
+    hpmlc_mpi_lock(c);
     for (int there = 1; there;) {
         char       word[HPMLC_WORD];
         MPI_Status status;
-        if (MPI_Iprobe(MPI_ANY_SOURCE, 0, x->words, &there, &status) != MPI_SUCCESS || !there) return;
+        if (MPI_Iprobe(MPI_ANY_SOURCE, 0, x->words, &there, &status) != MPI_SUCCESS || !there) break;
         MPI_Recv(word, HPMLC_WORD, MPI_BYTE, status.MPI_SOURCE, 0, x->words, MPI_STATUS_IGNORE);
         word[HPMLC_WORD - 1] = 0;
         if (word[0] == 'W') {
@@ -1685,6 +1685,7 @@ HPMLC_FN void hpmlc_mpi_listen(hpml_comm *first)
             x->failed = status.MPI_SOURCE + 1;
         }
     }
+    hpmlc_mpi_unlock(c);
 }
 
 HPMLC_FN void hpmlc_mpi_say(hpml_comm *c, char kind, const char *text)
@@ -1747,9 +1748,7 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 {
     hpmlc_mpi *x    = c->first->mpi;
     int        peer = c->origin[m->peer];
-    hpmlc_mpi_lock(c);
-    hpmlc_mpi_listen(c->first);
-    hpmlc_mpi_unlock(c);
+    hpmlc_mpi_listen(c);
     if (x->failed || x->heard[peer] == 'L') {
         if (!x->failed) hpmlc_mpi_test(c, m); /* it may have sent this before it left */
         if (m->done) return;
@@ -1770,15 +1769,13 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
 {
     hpmlc_mpi *x = c->mpi;
-    if (!x->shared) {
+    if (c == c->first) {
         bool   failed = hpml_ctx_status(c->ctx) != HPML_OK, all = false;
         double limit  = hpml_now() + (failed ? 5 : c->timeout < 0 ? 60 : c->timeout);
         hpmlc_mpi_say(c, failed ? 'F' : 'L', failed ? hpml_ctx_error(c->ctx) : "");
         while (!all && hpml_now() < limit) {
             all = true;
-            hpmlc_mpi_lock(c);
             hpmlc_mpi_listen(c);
-            hpmlc_mpi_unlock(c);
             for (int i = 0; i < c->size; i++) all = all && (i == c->rank || x->heard[i]);
             if (!all) hpmlc_nap(100e-6);
         }
@@ -1790,7 +1787,7 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     if (hpml_ctx_status(c->ctx) == HPML_OK) MPI_Comm_free(&x->comm);
     hpmlc_mpi_unlock(c);
 #ifndef HPML_NO_THREADS
-    if (!x->shared) pthread_mutex_destroy(&x->lock);
+    if (c == c->first) pthread_mutex_destroy(&x->lock);
 #endif
 }
 
@@ -1799,13 +1796,14 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
 {
     MPI_Comm comm;
     hpmlc_mpi_lock(c);
-    int code = MPI_Comm_split(c->mpi->comm, color, part->rank, &comm);
-    if (code == MPI_SUCCESS) MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
+    int code = MPI_Comm_split(c->mpi->comm, part ? color : MPI_UNDEFINED, part ? part->rank : 0, &comm);
+    if (part && code == MPI_SUCCESS) MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
     hpmlc_mpi_unlock(c);
+    if (!part) return HPML_OK;
     /* Memory after what all ranks must take part in. */
     part->mpi = (hpmlc_mpi *)hpml_ctx_alloc(c->ctx, sizeof *part->mpi, NULL);
     if (!part->mpi) return hpml_ctx_status(c->ctx);
-    part->mpi->shared = true, part->mpi->level = c->mpi->level, part->mpi->comm = comm;
+    part->mpi->comm = comm;
     return code == MPI_SUCCESS ? HPML_OK : hpmlc_fail(c, HPML_ERR_COMM, "MPI_Comm_split gave error %d", code);
 }
 
@@ -1814,14 +1812,13 @@ HPMLC_FN hpml_status hpmlc_mpi_native_wait(hpml_comm *c, int code, MPI_Request *
 {
     hpmlc_mpi *x     = c->first->mpi;
     double     limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout;
-    int        there = 0, length = 0;
-    char       text[MPI_MAX_ERROR_STRING];
+    int        there = 0;
     while (code == MPI_SUCCESS && !there) {
         hpmlc_mpi_lock(c);
         for (int turn = 0; turn < 64 && code == MPI_SUCCESS && !there; turn++)
             code = MPI_Test(request, &there, MPI_STATUS_IGNORE);
-        hpmlc_mpi_listen(c->first);
         hpmlc_mpi_unlock(c);
+        hpmlc_mpi_listen(c);
         if (there || code != MPI_SUCCESS) break;
         if (x->failed) return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
         if (hpml_now() > limit)
@@ -1832,10 +1829,7 @@ HPMLC_FN hpml_status hpmlc_mpi_native_wait(hpml_comm *c, int code, MPI_Request *
         sched_yield();
 #endif
     }
-    if (code == MPI_SUCCESS) return HPML_OK;
-    MPI_Error_string(code, text, &length);
-    return hpmlc_fail(c, HPML_ERR_COMM, "allreduce (native): MPI says: %.*s; all ranks must pass the same counts",
-                      length, text);
+    return code == MPI_SUCCESS ? HPML_OK : hpmlc_mpi_error(c, NULL, code);
 }
 
 HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, int element, int op)
@@ -1849,7 +1843,7 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce (native): MPI has no bf16; choose another algorithm");
     for (int64_t at = 0, part; at < n && status == HPML_OK; at += part) {
         MPI_Request request;
-        part = n - at < ((int64_t)1 << 30) ? n - at : (int64_t)1 << 30;
+        part = hpmlc_min(n - at, (int64_t)1 << 30);
         hpmlc_mpi_lock(c);
         int code = MPI_Iallreduce(MPI_IN_PLACE, (char *)data + (size_t)at * size, (int)part, types[element], how,
                                   c->mpi->comm, &request);
@@ -1889,25 +1883,23 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
     MPI_Comm given;
     MPI_Initialized(&on);
     MPI_Finalized(&over);
-    if (!on || over) {
-        hpml_ctx_fail(ctx, HPML_ERR_STATE, "comm: MPI is %s; call MPI_Init before hpml_comm_create and free "
-                      "the context before MPI_Finalize, or use hpml_launch once", over ? "over" : "not initialized");
-        return NULL;
-    }
+    if (!on || over)
+        return hpml_ctx_fail(ctx, HPML_ERR_STATE, "comm: MPI is %s; call MPI_Init before hpml_comm_create and free "
+                             "the context before MPI_Finalize, or use hpml_launch once",
+                             over ? "over" : "not initialized"), (hpml_comm *)NULL;
     given = d->mpi_comm ? *(MPI_Comm *)d->mpi_comm : MPI_COMM_WORLD;
     MPI_Comm_rank(given, &rank);
     MPI_Comm_size(given, &size);
     MPI_Query_thread(&level);
-    if (!d->mpi_comm && size == 1 && launched > 1) {
-        hpml_ctx_fail(ctx, HPML_ERR_COMM, "comm: the launcher started %d processes but MPI says each is alone: mpiexec "
-                      "and libmpi are of different MPIs, or this is the MPICH of Ubuntu 24.04. Use the mpiexec that "
-                      "belongs to your mpicc", launched);
-        return NULL;
-    }
+    if (!d->mpi_comm && size == 1 && launched > 1)
+        return hpml_ctx_fail(ctx, HPML_ERR_COMM, "comm: the launcher started %d processes but MPI says each is alone: "
+                             "mpiexec and libmpi are of different MPIs, or this is the MPICH of Ubuntu 24.04. Use the "
+                             "mpiexec that belongs to your mpicc", launched), (hpml_comm *)NULL;
     hpml_comm *c = hpmlc_comm_new(ctx, &hpmlc_mpi_transport, rank, size);
-    hpmlc_mpi *x = c ? (hpmlc_mpi *)hpml_ctx_alloc(ctx, sizeof *x, NULL) : NULL;
-    int        ready = x && (x->heard = (char *)hpml_ctx_alloc(ctx, (size_t)size, NULL)) != NULL &&
-                (x->awaits = (double *)hpml_ctx_alloc(ctx, 2 * sizeof(double) * (size_t)size, NULL)) != NULL;
+    hpmlc_mpi *x = (hpmlc_mpi *)hpml_ctx_alloc(ctx, sizeof *x, NULL);
+    if (x) x->heard = (char *)hpml_ctx_alloc(ctx, (size_t)size, NULL);
+    if (x) x->awaits = (double *)hpml_ctx_alloc(ctx, 2 * sizeof(double) * (size_t)size, NULL);
+    int        ready = hpml_ctx_status(ctx) == HPML_OK;
     MPI_Comm   pair[2];
     MPI_Comm_dup(given, &pair[0]);
     MPI_Comm_dup(given, &pair[1]);
@@ -1954,16 +1946,16 @@ struct hpmlc_agent {
     hpmlc_agent   *next;
 };
 
-HPMLC_FN void hpmlc_agents_wake(hpml_world *w)
+HPMLC_FN void hpmlc_agent_wake(hpml_world *w, hpmlc_agent *a) /* w->mutex held */
 {
-    for (hpmlc_agent *a = w->agents; a; a = a->next)
-        if (!a->runnable) a->runnable = true, __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
+    if (!a->runnable) a->runnable = true, __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
 }
 
-HPMLC_FN bool hpmlc_agent_before(const hpmlc_agent *a, const hpmlc_agent *b)
+HPMLC_FN void hpmlc_agents_wake(hpml_world *w)
 {
-    return a->clock < b->clock || (a->clock <= b->clock && a->rank < b->rank);
+    for (hpmlc_agent *a = w->agents; a; a = a->next) hpmlc_agent_wake(w, a);
 }
+
 
 /* Gives the turn to whose time has come; w->mutex held. */
 HPMLC_FN void hpmlc_agent_pass(hpml_world *w)
@@ -1971,8 +1963,10 @@ HPMLC_FN void hpmlc_agent_pass(hpml_world *w)
     hpmlc_agent *best = NULL;
     if (w->agent_count < w->ranks) return; /* not all are there yet */
     for (int again = 0; again < 2 && !best; again++) {
-        for (hpmlc_agent *a = w->agents; a; a = a->next)
-            if (a->runnable && (!best || hpmlc_agent_before(a, best))) best = a;
+        for (hpmlc_agent *a = w->agents; a; a = a->next) {
+            bool before = !best || a->clock < best->clock || (a->clock <= best->clock && a->rank < best->rank);
+            if (a->runnable && before) best = a;
+        }
         if (!best) hpmlc_world_stuck(w); /* wakes them all, if there is anybody */
     }
     w->turn = best;
@@ -1995,11 +1989,12 @@ HPMLC_FN void hpmlc_agent_yield(hpml_comm *c, bool rest)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* A new thread comes on stage: it waits for its turn. */
+/* A new thread comes on stage: it waits for its turn. The last one of all sees to the first turn. */
 HPMLC_FN void hpmlc_agent_enter(hpml_comm *c)
 {
     hpml_world *w = c->room->world;
     pthread_mutex_lock(&w->mutex);
+    if (!w->turn) hpmlc_agent_pass(w);
     while (w->turn != c->agent) pthread_cond_wait(&c->agent->turn, &w->mutex);
     pthread_mutex_unlock(&w->mutex);
 }
@@ -2008,11 +2003,14 @@ HPMLC_FN void hpmlc_agent_rouse(hpml_comm *c, hpmlc_agent *a)
 {
     hpml_world *w = c->room->world;
     pthread_mutex_lock(&w->mutex);
-    if (!a->runnable) {
-        a->runnable = true;
-        __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
-    }
+    hpmlc_agent_wake(w, a);
     pthread_mutex_unlock(&w->mutex);
+}
+
+/* Virtual time passes until `time`, if it is not there yet. */
+HPMLC_FN void hpmlc_agent_until(hpml_comm *c, double time)
+{
+    if (c->agent && c->agent->clock < time) c->agent->clock = time;
 }
 
 HPMLC_FN hpmlc_agent *hpmlc_agent_new(hpml_world *w, int rank, double clock)
@@ -2068,7 +2066,7 @@ HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
 {
     hpml_message *sent = hpmlc_inbox_take(&c->room->inbox[c->rank], m);
     if (sent) {
-        if (c->agent->clock < sent->arrival) c->agent->clock = sent->arrival;
+        hpmlc_agent_until(c, sent->arrival);
         hpmlc_meet(c, m, sent);
         free(sent);
     } else if (__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_give_up(c, m);
@@ -2087,10 +2085,7 @@ HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
     hpml_world  *w     = c->room->world;
     hpmlc_agent *agent = c->agent;
     bool         mine  = c->first == c;
-    if (mine) { /* threads_close takes one off the count of the running, agent_free another */
-        hpmlc_agent_yield(c, false);
-        __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
-    }
+    if (mine) hpmlc_agent_yield(c, false);
     hpmlc_threads_close(c);
     if (mine) hpmlc_agent_free(w, agent);
 }
@@ -2115,15 +2110,8 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
         return NULL;
     }
     c->t = &hpmlc_clock;
-    pthread_mutex_lock(&w->mutex);
-    if (w->agent_count == w->ranks && !w->turn) hpmlc_agent_pass(w);
-    pthread_mutex_unlock(&w->mutex);
     hpmlc_agent_enter(c);
-    const hpml_link *between = w->nodes > 1 ? &w->network.between : &w->network.inside;
-    if (between->latency > 0) c->alpha = between->latency;
-    if (between->bandwidth > 0) c->beta = 1 / between->bandwidth;
-    c->near_alpha = w->network.inside.latency;
-    c->near_beta  = w->network.inside.bandwidth > 0 ? 1 / w->network.inside.bandwidth : 0;
+    hpmlc_comm_links(c, &w->network, w->nodes);
     return c;
 }
 
@@ -2144,17 +2132,15 @@ HPML_API double hpml_comm_now(const hpml_comm *c) { return c && c->agent ? c->ag
 HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
 {
     if (!c || !(seconds > 0)) return;
-    if (c->agent) {
-        const double *slow = c->room->world->network.slow;
-        c->agent->clock += seconds * (slow ? slow[c->origin[c->rank]] : 1);
-        hpmlc_agent_yield(c, false);
-        return;
-    }
-    hpmlc_nap(seconds);
+    if (!c->agent) { hpmlc_nap(seconds); return; }
+    const double *slow = c->room->world->network.slow;
+    c->agent->clock += seconds * (slow ? slow[c->origin[c->rank]] : 1);
+    hpmlc_agent_yield(c, false);
 }
 
 #else
 HPMLC_FN void   hpmlc_world_absent(hpml_world *w HPMLC_UNUSED, int rank HPMLC_UNUSED, const char *text HPMLC_UNUSED) {}
+HPMLC_FN void   hpmlc_agent_until(hpml_comm *c HPMLC_UNUSED, double time HPMLC_UNUSED) {}
 HPML_API double hpml_comm_now(const hpml_comm *c HPMLC_UNUSED) { return hpml_now(); }
 HPML_API void   hpml_comm_compute(hpml_comm *c HPMLC_UNUSED, double seconds)
 {
@@ -2173,11 +2159,9 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
 {
     hpml_comm *c = NULL;
     if (!ctx) return NULL;
-    if (!desc || desc->_begin || desc->_end) {
-        hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm desc: %s",
-                      desc ? "canary is not zero; zero the struct before you set fields" : "none given");
-        return NULL;
-    }
+    if (!desc || desc->_begin || desc->_end)
+        return hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "comm desc: %s", desc ? "canary is not zero; zero the struct "
+                             "before you set fields" : "none given"), (hpml_comm *)NULL;
     switch (desc->transport) {
 #ifndef HPML_NO_THREADS
     case HPML_TRANSPORT_THREADS: c = hpmlc_threads_create(ctx, desc); break;
@@ -2210,8 +2194,7 @@ HPMLC_FN void hpmlc_comm_drop(void *object)
 {
     hpml_comm *c = (hpml_comm *)object;
     if (!c->t) return;
-    if (hpml_ctx_status(c->ctx) != HPML_OK) hpmlc_tell(c, hpml_ctx_error(c->ctx));
-    hpml_comm_set_link(c, NULL);
+    hpml_comm_set_link(c, NULL); /* tells the others of a failure, too */
     hpmlc_background_stop(c);
     if (c->t->close) c->t->close(c);
     c->t = NULL;
@@ -2248,8 +2231,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     part->t = NULL; /* nothing to close yet */
     for (int i = 0; i < count; i++) part->origin[i] = c->origin[ranks[i]], part->node[i] = c->node[ranks[i]];
     part->first = c->first, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
-    part->alpha = c->alpha, part->beta = c->beta, part->near_alpha = c->near_alpha, part->near_beta = c->near_beta;
-    part->agent = c->agent; /* until a twin gets its own */
+    part->inside = c->inside, part->between = c->between, part->agent = c->agent; /* until a twin gets its own */
     hpmlc_comm_layout(part);
     if (c->t->split && c->t->split(c, part, ranks, count, color) != HPML_OK) return NULL;
     part->t = c->t;
@@ -2273,16 +2255,8 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
             ranks[at] = i;
             count++;
         }
-        if (color < 0) hpml_barrier(c);
-#ifdef HPML_USE_MPI
-        if (color < 0 && c->mpi && hpml_ctx_status(c->ctx) == HPML_OK) { /* MPI wants everybody */
-            MPI_Comm none;
-            hpmlc_mpi_lock(c);
-            MPI_Comm_split(c->mpi->comm, MPI_UNDEFINED, 0, &none);
-            hpmlc_mpi_unlock(c);
-        }
-#endif
         if (color >= 0) part = hpmlc_part(c, c->ctx, ranks, count, color);
+        else if (hpml_barrier(c) == HPML_OK && c->mpi) c->t->split(c, NULL, NULL, 0, color); /* MPI wants everybody */
     }
     hpml_ctx_release(c->ctx, all);
     return part;
@@ -2294,24 +2268,24 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>moves   the algorithms, as moves
+// >>moves   the algorithms, as moves; adding up elements
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* An algorithm is a list of phases; a phase is played by a team on a range of the array. A team is every stride-th rank
    from `base`; member i has block i of the range. One function for each kind of phase says what a member does in round
    k. The same moves are executed on threads and MPI, counted by tests and timed by the simulator. */
 
-typedef enum hpmlc_kind {
+typedef enum hpmlc_kind { /* the first six add up */
     HPMLC_RING_SCATTER,  /* after it, member i has the sum of block i */
-    HPMLC_RING_GATHER,   /* member i had block i; now all have all */
     HPMLC_DOUBLING,      /* all have the sum; teams of 2^k */
     HPMLC_HALVE,         /* like RING_SCATTER, by halves; teams of 2^k */
-    HPMLC_DOUBLE,        /* like RING_GATHER, by doubling; teams of 2^k */
     HPMLC_FOLD,          /* members beyond the power of two add to a partner */
-    HPMLC_UNFOLD,        /* and get the result back */
     HPMLC_TREE_UP,       /* member 0 has the sum */
-    HPMLC_TREE_DOWN,     /* all have what member 0 had */
-    HPMLC_STAR_UP, HPMLC_STAR_DOWN /* the same, member 0 with each in turn */
+    HPMLC_STAR_UP,       /* the same, member 0 with each in turn */
+    HPMLC_RING_GATHER,   /* member i had block i; now all have all */
+    HPMLC_DOUBLE,        /* like RING_GATHER, by doubling; teams of 2^k */
+    HPMLC_UNFOLD,        /* members beyond the power of two get the result back */
+    HPMLC_TREE_DOWN, HPMLC_STAR_DOWN /* all have what member 0 had */
 } hpmlc_kind;
 
 typedef struct hpmlc_team {
@@ -2345,10 +2319,13 @@ HPMLC_FN int hpmlc_log2(int n) /* rounded down */
     return k;
 }
 
-HPMLC_FN bool hpmlc_adds(hpmlc_kind k)
+HPMLC_FN bool hpmlc_adds(hpmlc_kind k) { return k <= HPMLC_STAR_UP; }
+
+/* All p ranks as one team, the root its member 0. */
+HPMLC_FN hpmlc_team hpmlc_everyone(int p, int rank, int root)
 {
-    return k == HPMLC_RING_SCATTER || k == HPMLC_DOUBLING || k == HPMLC_HALVE || k == HPMLC_FOLD ||
-           k == HPMLC_TREE_UP || k == HPMLC_STAR_UP;
+    const hpmlc_team all = { 0, 1, p, (rank - root + p) % p, root };
+    return all;
 }
 
 HPMLC_FN int hpmlc_member(const hpmlc_team *t, int i) { return t->base + (i + t->root) % t->size * t->stride; }
@@ -2381,8 +2358,7 @@ HPMLC_FN void hpmlc_take(const hpmlc_phase *f, hpml_move *m, int from, int a, in
     m->add      = add;
 }
 
-/* Halving: before round k of log2 p, member i works on the p / 2^k blocks around its own, and keeps the half with its
-   own. */
+/* Halving: before round k of log2 p, member i works on the p / 2^k blocks around its own, and keeps its own's half. */
 HPMLC_FN void hpmlc_halve(const hpmlc_phase *f, hpml_move *m, int k, bool back)
 {
     int i = f->team.me, half = f->team.size >> (k + 1), other = i ^ half; /* first blocks of the two halves: */
@@ -2391,20 +2367,18 @@ HPMLC_FN void hpmlc_halve(const hpmlc_phase *f, hpml_move *m, int k, bool back)
     hpmlc_take(f, m, other, in, in + half, !back);
 }
 
-/* A binomial tree: in round k of the way up, members with bit k as their lowest send to the one without it. */
-HPMLC_FN void hpmlc_tree(const hpmlc_phase *f, hpml_move *m, int bit, bool up)
+/* The whole range: a child sends it up to its parent, where it is added, or gets it down from there. */
+HPMLC_FN void hpmlc_climb(const hpmlc_phase *f, hpml_move *m, int child, int parent)
 {
-    int i = f->team.me, p = f->team.size, step = 1 << bit;
-    if (i % step) return;
-    bool child = i & step;
-    if (!child && i + step >= p) return;
-    if (child == up) hpmlc_give(f, m, child ? i - step : i + step, 0, p);
-    else hpmlc_take(f, m, child ? i - step : i + step, 0, p, up);
+    int  p = f->team.size, other = f->team.me == child ? parent : child;
+    bool up = hpmlc_adds(f->kind);
+    if ((f->team.me == child) == up) hpmlc_give(f, m, other, 0, p);
+    else hpmlc_take(f, m, other, 0, p, up);
 }
 
 HPMLC_FN void hpmlc_move_of(const hpmlc_phase *f, int k, hpml_move *m)
 {
-    int p = f->team.size, i = f->team.me, full = 1 << hpmlc_log2(p);
+    int p = f->team.size, i = f->team.me, full = 1 << hpmlc_log2(p), step;
     memset(m, 0, sizeof *m);
     m->to = m->from = -1;
     switch (f->kind) {
@@ -2422,16 +2396,14 @@ HPMLC_FN void hpmlc_move_of(const hpmlc_phase *f, int k, hpml_move *m)
     case HPMLC_HALVE: hpmlc_halve(f, m, k, false); break;
     case HPMLC_DOUBLE: hpmlc_halve(f, m, f->rounds - 1 - k, true); break;
     case HPMLC_FOLD: case HPMLC_UNFOLD:
-        if (i >= p - full && i < full) break;
-        if ((i >= full) == (f->kind == HPMLC_FOLD)) hpmlc_give(f, m, i >= full ? i - full : i + full, 0, p);
-        else hpmlc_take(f, m, i >= full ? i - full : i + full, 0, p, f->kind == HPMLC_FOLD);
+        if (i < p - full || i >= full) hpmlc_climb(f, m, i % full + full, i % full);
         break;
-    case HPMLC_TREE_UP: hpmlc_tree(f, m, k, true); break;
-    case HPMLC_TREE_DOWN: hpmlc_tree(f, m, f->rounds - 1 - k, false); break;
+    case HPMLC_TREE_UP: case HPMLC_TREE_DOWN: /* binomial: on round k's way up who has bit k as the lowest is a child */
+        step = 1 << (f->kind == HPMLC_TREE_UP ? k : f->rounds - 1 - k);
+        if (i % step == 0 && (i | step) < p) hpmlc_climb(f, m, i | step, i & ~step);
+        break;
     case HPMLC_STAR_UP: case HPMLC_STAR_DOWN:
-        if (i != 0 && i != k + 1) break;
-        if ((i > 0) == (f->kind == HPMLC_STAR_UP)) hpmlc_give(f, m, i > 0 ? 0 : k + 1, 0, p);
-        else hpmlc_take(f, m, i > 0 ? 0 : k + 1, 0, p, f->kind == HPMLC_STAR_UP);
+        if (i == 0 || i == k + 1) hpmlc_climb(f, m, k + 1, 0);
         break;
     }
 }
@@ -2462,44 +2434,39 @@ HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, hpml_algorithm a, hpmlc_team t, 
     hpmlc_plan_add(plan, star ? HPMLC_STAR_DOWN : tree ? HPMLC_TREE_DOWN : HPMLC_RING_GATHER, t, at, count);
 }
 
-/* Folding sends everything twice more; a ring of some nodes is cheaper. */
-HPMLC_FN bool hpmlc_ring_of_nodes(int nodes) { return (nodes & (nodes - 1)) != 0 && nodes <= 32; }
 
 /* Hierarchical: a ring inside the node leaves each member one share; the members with the same place on all nodes sum
    that share by halving, or by a ring; a ring inside the node spreads the shares. Where nodes differ in size: a tree to
    the first rank of each node, a ring among those, a tree back. */
 HPMLC_FN void hpmlc_plan_nodes(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n)
 {
-    int        nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
-    hpmlc_team in, across;
-    in.root = across.root = 0, plan->level = "local reduce";
+    int nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
+    int node = spread ? rank % nodes : rank / per_node, place = spread ? rank / nodes : rank % per_node;
+    plan->level = "local reduce";
     if (p % per_node == 0) {
-        in.me   = spread ? rank / nodes : rank % per_node, across.me = spread ? rank % nodes : rank / per_node;
-        in.base = spread ? across.me : rank - in.me, in.stride = spread ? nodes : 1, in.size = per_node;
-        across.base = spread ? in.me * nodes : in.me, across.stride = spread ? 1 : per_node, across.size = nodes;
-        int64_t at = hpml_block(n, per_node, in.me), end = hpml_block(n, per_node, in.me + 1);
+        const hpmlc_team in = { spread ? node : rank - place, spread ? nodes : 1, per_node, place, 0 };
+        const hpmlc_team across = { rank - node * (spread ? 1 : per_node), spread ? 1 : per_node, nodes, node, 0 };
+        int64_t at = hpml_block(n, per_node, place), end = hpml_block(n, per_node, place + 1);
+        bool    folds = (nodes & (nodes - 1)) != 0; /* which sends everything twice more: a ring of some is cheaper */
         hpmlc_plan_add(plan, HPMLC_RING_SCATTER, in, 0, n), plan->level = "global allreduce";
-        hpmlc_plan_team(plan, hpmlc_ring_of_nodes(nodes) ? HPML_RING : HPML_HALVING, across, at, end - at);
+        hpmlc_plan_team(plan, folds && nodes <= 32 ? HPML_RING : HPML_HALVING, across, at, end - at);
         plan->level = "local gather";
         hpmlc_plan_add(plan, HPMLC_RING_GATHER, in, 0, n);
         return;
     }
-    int node = rank / per_node;
-    in.base = node * per_node, in.stride = 1, in.size = node == nodes - 1 ? last : per_node, in.me = rank - in.base;
-    across.base = 0, across.stride = per_node, across.size = nodes, across.me = in.me == 0 ? node : -1;
+    const hpmlc_team in = { rank - place, 1, node == nodes - 1 ? last : per_node, place, 0 };
+    const hpmlc_team across = { 0, per_node, nodes, node, 0 };
     hpmlc_plan_add(plan, HPMLC_TREE_UP, in, 0, n), plan->level = "global allreduce";
-    if (across.me >= 0) hpmlc_plan_team(plan, HPML_RING, across, 0, n);
+    if (place == 0) hpmlc_plan_team(plan, HPML_RING, across, 0, n);
     plan->level = "local gather";
     hpmlc_plan_add(plan, HPMLC_TREE_DOWN, in, 0, n);
 }
 
 HPMLC_FN void hpmlc_plan_make(hpmlc_plan *plan, hpml_algorithm a, int p, int per_node, bool spread, int rank, int64_t n)
 {
-    hpmlc_team all;
-    all.base = 0, all.stride = 1, all.size = p, all.me = rank, all.root = 0;
     plan->count = 0, plan->level = NULL;
     if (a == HPML_HIERARCHICAL && per_node > 0 && per_node < p) hpmlc_plan_nodes(plan, p, per_node, spread, rank, n);
-    else hpmlc_plan_team(plan, a, all, 0, n);
+    else hpmlc_plan_team(plan, a, hpmlc_everyone(p, rank, 0), 0, n);
 }
 
 HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, int rank, int64_t n, int round,
@@ -2517,12 +2484,7 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
     return false;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>sums   adding up elements
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* into[i] = into[i] + from[i], or the larger. Blocks of 16 with a fixed count, and no overlap, let any compiler use
-   vectors at -O2. */
+/* into[i] = into[i] + from[i], or the larger. Blocks of 16, not overlapping, let any compiler use vectors at -O2. */
 #define HPMLC_REDUCE(name, type, wide, read, write, expression)                                                        \
     HPMLC_FN void hpmlc_##name(void *HPMLC_RESTRICT into, const void *HPMLC_RESTRICT from, size_t bytes)               \
     {                                                                                                                  \
@@ -2567,20 +2529,17 @@ HPMLC_REDUCE(max_bf16, uint16_t, float, hpmlc_from_bf16, hpmlc_to_bf16, a > b ||
 HPMLC_REDUCE(max_i32, int32_t, int32_t, HPMLC_SAME, HPMLC_SAME, a > b ? a : b)
 HPMLC_REDUCE(max_i64, int64_t, int64_t, HPMLC_SAME, HPMLC_SAME, a > b ? a : b)
 
+static const struct { size_t size; hpmlc_reduce_fn *sum, *max; } hpmlc_types[] = { /* as hpml_element */
+    { 4, hpmlc_sum_f32, hpmlc_max_f32 }, { 2, hpmlc_sum_bf16, hpmlc_max_bf16 }, { 4, hpmlc_sum_i32, hpmlc_max_i32 },
+    { 8, hpmlc_sum_i64, hpmlc_max_i64 }, { 8, hpmlc_sum_f64, hpmlc_max_f64 }, { 1, NULL, NULL }
+};
+
+HPML_API size_t hpml_element_size(hpml_element e) { return (unsigned)e <= HPML_ELEMENT_BYTE ? hpmlc_types[e].size : 0; }
+
 HPMLC_FN hpmlc_reduce_fn *hpmlc_reducer(hpml_element e, hpml_reduce op)
 {
-    static hpmlc_reduce_fn *const table[2][HPML_ELEMENT_BYTE + 1] = { /* in the order of hpml_element */
-        { hpmlc_sum_f32, hpmlc_sum_bf16, hpmlc_sum_i32, hpmlc_sum_i64, hpmlc_sum_f64, NULL },
-        { hpmlc_max_f32, hpmlc_max_bf16, hpmlc_max_i32, hpmlc_max_i64, hpmlc_max_f64, NULL }
-    };
     if ((unsigned)e > HPML_ELEMENT_BYTE || (unsigned)op > HPML_MAX) return NULL;
-    return table[op == HPML_MAX][e];
-}
-
-HPML_API size_t hpml_element_size(hpml_element e)
-{
-    static const size_t size[] = { 4, 2, 4, 8, 8, 1 };
-    return (unsigned)e <= HPML_ELEMENT_BYTE ? size[e] : 0;
+    return op == HPML_MAX ? hpmlc_types[e].max : hpmlc_types[e].sum;
 }
 
 /* The mean of p ranks, after the sum: the same operation on the same bits on every rank. Blocks of 16 as above; times
@@ -2598,20 +2557,16 @@ HPMLC_FN void hpmlc_divide_f32(float *x, int64_t n, float p)
     for (int64_t j = 0; j < n; j++) x[j] /= p;
 }
 
+#define HPMLC_DIVIDE(type, wide, read, write) \
+    for (type *x = (type *)data, *end = x + n; x < end; x++) *x = write(read(*x) / (wide)p)
 HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 {
-    double   *f64  = (double *)data;
-    uint16_t *bf16 = (uint16_t *)data;
-    int32_t  *i32  = (int32_t *)data;
-    int64_t  *i64  = (int64_t *)data;
     switch (e) {
     case HPML_ELEMENT_F32: hpmlc_divide_f32((float *)data, n, (float)p); break;
-    case HPML_ELEMENT_F64: for (int64_t i = 0; i < n; i++) f64[i] /= p; break;
-    case HPML_ELEMENT_BF16:
-        for (int64_t i = 0; i < n; i++) bf16[i] = hpmlc_to_bf16(hpmlc_from_bf16(bf16[i]) / (float)p);
-        break;
-    case HPML_ELEMENT_I32: for (int64_t i = 0; i < n; i++) i32[i] /= p; break;
-    case HPML_ELEMENT_I64: for (int64_t i = 0; i < n; i++) i64[i] /= p; break;
+    case HPML_ELEMENT_F64: HPMLC_DIVIDE(double, double, HPMLC_SAME, HPMLC_SAME); break;
+    case HPML_ELEMENT_BF16: HPMLC_DIVIDE(uint16_t, float, hpmlc_from_bf16, hpmlc_to_bf16); break;
+    case HPML_ELEMENT_I32: HPMLC_DIVIDE(int32_t, int32_t, HPMLC_SAME, HPMLC_SAME); break;
+    case HPML_ELEMENT_I64: HPMLC_DIVIDE(int64_t, int64_t, HPMLC_SAME, HPMLC_SAME); break;
     case HPML_ELEMENT_BYTE: break;
     }
 }
@@ -2620,12 +2575,6 @@ HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 // >>collectives   the moves, executed
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Which collective the ranks are in, compared on all of them when .check is set. */
-typedef struct hpmlc_signature {
-    char    name[24];
-    int64_t count;
-    int32_t element, op, algorithm, sequence;
-} hpmlc_signature;
 
 /* A buffer of the communicator's that only grows. */
 HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
@@ -2680,26 +2629,22 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
     return status;
 }
 
-/* Rank 0 collects what each rank is about to do and tells all of them what it thinks. */
-HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const hpmlc_signature *mine, int tag)
+/* With .check: rank 0 collects, in words, what each rank is about to do, and tells all of them what it thinks. */
+HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
 {
-    hpmlc_signature theirs;
-    char            verdict[192] = { 0 };
-    hpml_status     status = HPML_OK;
-    if (c->rank > 0) {
-        hpmlc_round(c, tag, 0, (const char *)mine, sizeof *mine, -1, NULL, 0, NULL);
-        status = hpmlc_round(c, tag, -1, NULL, 0, 0, verdict, sizeof verdict, NULL);
-    }
+    hpmlc_plan  tell;
+    char        theirs[96], verdict[256] = { 0 };
+    hpml_status status = HPML_OK;
+    if (c->rank > 0) status = hpmlc_round(c, tag, 0, mine, sizeof theirs, -1, NULL, 0, NULL);
     for (int i = 1; c->rank == 0 && i < c->size && status == HPML_OK; i++) {
-        status = hpmlc_round(c, tag, -1, NULL, 0, i, (char *)&theirs, sizeof theirs, NULL);
-        if (status == HPML_OK && memcmp(&theirs, mine, sizeof theirs) != 0 && !verdict[0])
-            snprintf(verdict, sizeof verdict, "collective %d differs: rank 0 is in %s of %lld (element %d, op %d, "
-                     "algorithm %d), rank %d in %s of %lld (%d, %d, %d)", mine->sequence, mine->name,
-                     (long long)mine->count, mine->element, mine->op, mine->algorithm, c->origin[i], theirs.name,
-                     (long long)theirs.count, theirs.element, theirs.op, theirs.algorithm);
+        status = hpmlc_round(c, tag, -1, NULL, 0, i, theirs, sizeof theirs, NULL);
+        if (status == HPML_OK && strcmp(theirs, mine) != 0 && !verdict[0])
+            snprintf(verdict, sizeof verdict, "collective %u differs: rank 0 is in %s, rank %d in %s", c->sequence,
+                     mine, c->origin[i], theirs);
     }
-    for (int i = 1; c->rank == 0 && i < c->size && status == HPML_OK; i++)
-        status = hpmlc_round(c, tag, i, verdict, sizeof verdict, -1, NULL, 0, NULL);
+    tell.count = 0, tell.level = NULL;
+    hpmlc_plan_add(&tell, HPMLC_STAR_DOWN, hpmlc_everyone(c->size, c->rank, 0), 0, sizeof verdict);
+    if (status == HPML_OK) status = hpmlc_run(c, &tell, verdict, HPML_ELEMENT_BYTE, -1, tag);
     if (status != HPML_OK) return status;
     return verdict[0] ? hpml_ctx_fail(c->ctx, HPML_ERR_COMM, "rank %d: %s", c->origin[c->rank], verdict) : HPML_OK;
 }
@@ -2712,13 +2657,13 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, int element,
     if (n < 0) return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s of %lld elements", name, (long long)n), -1;
     tag = HPMLC_TAG_COLLECTIVE + (int)(c->sequence++ % HPMLC_TAGS);
     c->doing = name;
-    c->round = 0;
     if (c->check && c->size > 1) {
-        HPMLC_ZERO(hpmlc_signature, s);
-        snprintf(s.name, sizeof s.name, "%s", name);
-        s.count = n, s.element = element, s.op = op, s.algorithm = algorithm, s.sequence = (int32_t)c->sequence;
-        if (hpmlc_check(c, &s, tag) != HPML_OK) return -1;
+        char words[96] = { 0 };
+        snprintf(words, sizeof words, "%s of %lld (element %d, op %d, algorithm %d)", name, (long long)n, element, op,
+                 algorithm);
+        if (hpmlc_check(c, words, tag) != HPML_OK) return -1;
     }
+    c->round = 0;
     c->since = hpml_comm_now(c);
     return tag;
 }
@@ -2736,16 +2681,14 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, hpmlc_kind 
                                      hpml_element e, int op, int root)
 {
     hpmlc_plan plan;
-    hpmlc_team all;
     if (c && (root < 0 || root >= c->size || hpml_element_size(e) == 0 ||
               (op >= 0 && !hpmlc_reducer(e, (hpml_reduce)op))))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks, element %d, op %d", name, root, c->size,
                           (int)e, op);
     int tag = hpmlc_enter(c, name, n, (int)e, op, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    all.base = 0, all.stride = 1, all.size = c->size, all.root = root, all.me = (c->rank - root + c->size) % c->size;
     plan.count = 0, plan.level = NULL;
-    hpmlc_plan_add(&plan, kind, all, 0, n);
+    hpmlc_plan_add(&plan, kind, hpmlc_everyone(c->size, c->rank, root), 0, n);
     return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)data, e, op, tag));
 }
 
@@ -2769,24 +2712,11 @@ HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_el
     return hpmlc_phase_run(c, "reduce", HPMLC_TREE_UP, data, n, e, (int)op, root);
 }
 
-/* Dissemination: after k rounds everybody has heard, directly or not, of 2^k - 1 others. */
-HPML_API hpml_status hpml_barrier(hpml_comm *c)
-{
-    char nothing = 0;
-    int  tag     = hpmlc_enter(c, "barrier", 0, 0, 0, 0);
-    if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    hpml_status status = HPML_OK;
-    for (int step = 1; step < c->size && status == HPML_OK; step *= 2, c->round++) {
-        int to = (c->rank + step) % c->size, from = (c->rank - step + c->size) % c->size;
-        status = hpmlc_round(c, tag, to, &nothing, 0, from, &nothing, 0, NULL);
-    }
-    return hpmlc_leave(c, status);
-}
-
-/* Blocks of `bytes` between a root and everybody, or everybody and everybody: in round k with the rank k further on. */
+/* Blocks of `bytes` between a root and everybody, or everybody and everybody: in round k with the rank k further on. A
+   barrier doubles k instead: after k rounds everybody has heard, directly or not, of 2^k - 1 others. */
 HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *out, char *in, size_t bytes, int root)
 {
-    bool gather = strcmp(name, "gather") == 0, scatter = strcmp(name, "scatter") == 0;
+    bool gather = strcmp(name, "gather") == 0, scatter = strcmp(name, "scatter") == 0, barrier = *name == 'b';
     if (c && (gather || scatter) && (root < 0 || root >= c->size))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks", name, root, c->size);
     int tag = hpmlc_enter(c, name, (int64_t)bytes, HPML_ELEMENT_BYTE, -1, root);
@@ -2794,7 +2724,7 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *ou
     if (in && out && bytes > 0 && (root < 0 || root == c->rank))
         memmove(in + (scatter ? 0 : (size_t)c->rank * bytes), out + (gather ? 0 : (size_t)c->rank * bytes), bytes);
     hpml_status status = HPML_OK;
-    for (int k = 1; k < c->size && status == HPML_OK; k++) {
+    for (int k = 1; k < c->size && status == HPML_OK; k += barrier ? k : 1) {
         int         to = (c->rank + k) % c->size, from = (c->rank - k + c->size) % c->size;
         bool        sends = gather ? to == root : scatter ? c->rank == root : true;
         bool        takes = gather ? c->rank == root : scatter ? from == root : true;
@@ -2805,6 +2735,8 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const char *name, const char *ou
     }
     return hpmlc_leave(c, status);
 }
+
+HPML_API hpml_status hpml_barrier(hpml_comm *c) { return hpmlc_blocks(c, "barrier", NULL, NULL, 0, -1); }
 
 HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root)
 {
@@ -2847,9 +2779,7 @@ HPMLC_FN double hpmlc_forecast(const hpml_comm *c, hpml_algorithm a, int k)
         for (i = c->per_node == 1 ? r : 0; c->node[i] != c->node[r]; i++) continue;
         node[r] = i < r ? node[i] : nodes++;
     }
-    net.node = node, net.between.latency = c->alpha, net.between.bandwidth = c->beta > 0 ? 1 / c->beta : 0;
-    net.inside = net.between;
-    if (nodes > 1) net.inside.latency = c->near_alpha, net.inside.bandwidth = c->near_beta > 0 ? 1 / c->near_beta : 0;
+    net.node = node, net.between = c->between, net.inside = nodes > 1 ? c->inside : c->between;
     *kept = node ? hpml_simulate_allreduce(a, c->size, &net, (int64_t)1 << k) : -1;
     free(node);
     return *kept;
@@ -2901,7 +2831,7 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
     } else {
         int64_t at = 0;
         do { /* piece by piece, see hpml_transport; once, too, when n is 0 */
-            int64_t count = n - at < step ? n - at : step;
+            int64_t count = hpmlc_min(n - at, step);
             hpmlc_plan_make(&plan, d.algorithm, c->size, c->per_node, c->spread, c->rank, count);
             status = hpmlc_run(c, &plan, (char *)data + at * size, d.element, (int)d.reduce, tag);
             at += count;
@@ -2940,8 +2870,8 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
     if (hpmlc_reduce_all(c, best, 2, HPML_ELEMENT_F64, HPML_MAX, HPML_BUTTERFLY) != HPML_OK)
         return hpml_ctx_status(c->ctx);
     memset(c->forecast, 0, sizeof c->forecast);
-    c->alpha = best[0];
-    c->beta  = best[1] > best[0] ? (best[1] - best[0]) / (double)LARGE : c->beta;
+    c->between.latency = best[0];
+    if (best[1] > best[0]) c->between.bandwidth = (double)LARGE / (best[1] - best[0]);
     return HPML_OK;
 }
 
@@ -2965,7 +2895,17 @@ struct hpml_job {
     double              clock; /* CLOCK: when it was posted, then when it was done */
 };
 
+HPMLC_FN hpml_status hpmlc_job_allreduce(hpml_comm *c, void *user)
+{
+    hpml_job *j = (hpml_job *)user;
+    return hpml_allreduce(c, j->data, j->n, &j->desc);
+}
+
 #define HPMLC_JOBS 256
+
+#ifdef HPML_NO_THREADS /* jobs are done at once: nobody sleeps */
+typedef struct hpmlc_gate { unsigned changes; } hpmlc_gate;
+#endif
 
 struct hpmlc_background {
     hpml_comm *c, *twin;
@@ -2973,27 +2913,32 @@ struct hpmlc_background {
     hpml_job   job[HPMLC_JOBS];
     unsigned   posted, taken;
     bool       threaded, stop, ended;
+    hpmlc_gate worker, waiter;
 #ifndef HPML_NO_THREADS
     pthread_t  thread;
-    hpmlc_gate worker, waiter;
 #endif
 };
 
-HPMLC_FN hpml_status hpmlc_job_allreduce(hpml_comm *c, void *user)
+/* The oldest job that waits. */
+HPMLC_FN void hpmlc_job_run(hpmlc_background *b)
 {
-    hpml_job *j = (hpml_job *)user;
-    return hpml_allreduce(c, j->data, j->n, &j->desc);
+    hpml_job *j = &b->job[b->taken++ % HPMLC_JOBS];
+    b->twin->step = j->step;
+    hpmlc_agent_until(b->twin, j->clock);
+    j->status = j->work(b->twin, j->work == hpmlc_job_allreduce ? j : j->user);
+    j->clock  = hpml_comm_now(b->twin);
+    __atomic_store_n(&j->done, true, __ATOMIC_RELEASE);
 }
 
 #ifndef HPML_NO_THREADS
 
 HPMLC_FN hpml_world *hpmlc_world_of(const hpml_comm *c) { return c->room ? c->room->world : NULL; }
 
-/* Sleeps at a gate; in virtual time the turn goes on. `c` is the sleeper's communicator. */
-HPMLC_FN void hpmlc_rest(hpml_comm *c, hpmlc_gate *g, unsigned *seen)
+/* Sleeps at a gate; in virtual time the turn goes on, whatever `until`. `c` is the sleeper's communicator. */
+HPMLC_FN void hpmlc_rest(hpml_comm *c, hpmlc_gate *g, unsigned *seen, double until)
 {
     if (!c->agent) {
-        hpmlc_gate_sleep(hpmlc_world_of(c), g, seen, 1e300, true);
+        hpmlc_gate_sleep(hpmlc_world_of(c), g, seen, until, true);
         return;
     }
     c->room->inbox[c->rank].peer = -1;
@@ -3028,19 +2973,11 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     hpmlc_background_prompt();
     if (b->twin->agent) hpmlc_agent_enter(b->twin);
     for (;;) {
-        unsigned posted = __atomic_load_n(&b->posted, __ATOMIC_ACQUIRE);
-        if (b->taken == posted) {
-            if (__atomic_load_n(&b->stop, __ATOMIC_ACQUIRE)) break;
-            hpmlc_rest(b->twin, &b->worker, &seen);
-            continue;
-        }
-        hpml_job *j = &b->job[b->taken++ % HPMLC_JOBS];
-        b->twin->step = j->step;
-        if (b->twin->agent && b->twin->agent->clock < j->clock) b->twin->agent->clock = j->clock;
-        j->status = j->work(b->twin, j->user);
-        j->clock  = hpml_comm_now(b->twin);
-        __atomic_store_n(&j->done, true, __ATOMIC_RELEASE);
-        hpmlc_rouse(b->twin, b->c, &b->waiter);
+        if (b->taken != __atomic_load_n(&b->posted, __ATOMIC_ACQUIRE)) {
+            hpmlc_job_run(b);
+            hpmlc_rouse(b->twin, b->c, &b->waiter);
+        } else if (__atomic_load_n(&b->stop, __ATOMIC_ACQUIRE)) break;
+        else hpmlc_rest(b->twin, &b->worker, &seen, 1e300);
     }
     hpml_world  *w = hpmlc_world_of(b->twin);
     hpmlc_agent *a = b->twin->agent;
@@ -3056,7 +2993,7 @@ HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 {
     hpml_world *w = hpmlc_world_of(b->c);
 #ifdef HPML_USE_MPI
-    if (b->c->mpi && b->c->mpi->level < MPI_THREAD_SERIALIZED) return;
+    if (b->c->mpi && b->c->first->mpi->level < MPI_THREAD_SERIALIZED) return;
 #endif
     hpmlc_gate_init(&b->worker);
     hpmlc_gate_init(&b->waiter);
@@ -3066,20 +3003,29 @@ HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
     if (!b->threaded && w) __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
 }
 
+/* Until the thread says so; meanwhile a deadlock is seen, and virtual time goes on. */
+HPMLC_FN void hpmlc_background_await(hpmlc_background *b, const bool *said)
+{
+    unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
+    while (!__atomic_load_n(said, __ATOMIC_ACQUIRE)) hpmlc_rest(b->c, &b->waiter, &seen, 1e300);
+}
+
 HPMLC_FN void hpmlc_background_join(hpmlc_background *b)
 {
     if (!b->threaded) return;
     __atomic_store_n(&b->stop, true, __ATOMIC_RELEASE);
     hpmlc_rouse(b->c, b->twin, &b->worker);
-    unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
-    while (!__atomic_load_n(&b->ended, __ATOMIC_ACQUIRE)) /* a deadlock is seen, virtual time goes on */
-        hpmlc_rest(b->c, &b->waiter, &seen);
+    hpmlc_background_await(b, &b->ended);
     pthread_join(b->thread, NULL);
     hpmlc_gate_close(&b->worker);
     hpmlc_gate_close(&b->waiter);
 }
 
 #else
+HPMLC_FN void hpmlc_rouse(hpml_comm *by HPMLC_UNUSED, hpml_comm *who HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED) {}
+HPMLC_FN void hpmlc_rest(hpml_comm *c HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED, unsigned *seen HPMLC_UNUSED,
+                         double until HPMLC_UNUSED) {}
+HPMLC_FN void hpmlc_background_await(hpmlc_background *b HPMLC_UNUSED, const bool *said HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_background_join(hpmlc_background *b HPMLC_UNUSED) {}
 #endif
@@ -3094,19 +3040,17 @@ HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
 }
 
 /* Collective, at the first job. */
-HPMLC_FN hpmlc_background *hpmlc_background_start(hpml_comm *c)
+HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
 {
+    if (c->background) return c->background;
     hpmlc_background *b = (hpmlc_background *)hpml_ctx_alloc(c->ctx, sizeof *b, NULL);
-    int32_t          *all = b ? (int32_t *)hpml_ctx_alloc(c->ctx, sizeof(int32_t) * (size_t)c->size, NULL) : NULL;
-    if (!all) return NULL;
+    if (!b) return NULL;
     HPMLC_ZERO(hpml_ctx_desc, d);
     d.threads   = 1;
     d.allocator = hpml_ctx_allocator(c->ctx);
-    b->c   = c;
-    b->ctx = hpml_ctx_create(&d);
-    for (int i = 0; i < c->size; i++) all[i] = i;
-    b->twin = b->ctx ? hpmlc_part(c, b->ctx, all, c->size, 0) : NULL;
-    hpml_ctx_release(c->ctx, all);
+    b->c    = c;
+    b->ctx  = hpml_ctx_create(&d);
+    b->twin = b->ctx ? hpmlc_part(c, b->ctx, c->first->origin, c->size, 0) : NULL; /* the first one's are 0, 1, 2 ... */
     if (!b->twin) {
         hpmlc_fail(c, HPML_ERR_MEMORY, "no twin for work in the background: %s",
                    b->ctx ? hpml_ctx_error(b->ctx) : "no memory");
@@ -3120,74 +3064,48 @@ HPMLC_FN hpmlc_background *hpmlc_background_start(hpml_comm *c)
     return b;
 }
 
-HPMLC_FN hpml_job *hpmlc_job_new(hpml_comm *c, hpml_rank_fn *work, void *user)
+/* A copy of `what`. */
+HPMLC_FN hpml_job *hpmlc_job_post(hpml_comm *c, const hpml_job *what)
 {
-    if (hpmlc_failed(c)) return NULL;
-    hpmlc_background *b = c->background ? c->background : hpmlc_background_start(c);
+    hpmlc_background *b = hpmlc_failed(c) ? NULL : hpmlc_background_of(c);
     if (!b) return NULL;
     hpml_job *j = &b->job[b->posted % HPMLC_JOBS];
-    if (j->used) {
-        hpmlc_fail(c, HPML_ERR_STATE, "%d jobs in the background have not been waited for", HPMLC_JOBS);
-        return NULL;
-    }
-    memset(j, 0, sizeof *j);
-    j->c = c, j->work = work, j->user = user, j->used = true, j->step = c->step;
-    return j;
-}
-
-HPMLC_FN hpml_job *hpmlc_job_post(hpml_job *j)
-{
-    hpmlc_background *b = j->c->background;
-    if (!b->threaded) {
-        b->posted++, b->taken++;
-        b->twin->step = j->step;
-        j->status = j->work(b->twin, j->user);
-        j->done   = true;
-        return j;
-    }
-#ifndef HPML_NO_THREADS
-    j->clock = hpml_comm_now(j->c);
+    if (j->used)
+        return hpmlc_fail(c, HPML_ERR_STATE, "%d jobs in the background have not been waited for", HPMLC_JOBS),
+               (hpml_job *)NULL;
+    *j = *what;
+    j->c = c, j->used = true, j->step = c->step, j->clock = hpml_comm_now(c);
     __atomic_add_fetch(&b->posted, 1, __ATOMIC_RELEASE);
-    hpmlc_rouse(j->c, b->twin, &b->worker);
-#endif
+    if (b->threaded) hpmlc_rouse(c, b->twin, &b->worker);
+    else hpmlc_job_run(b);
     return j;
 }
 
 HPML_API hpml_job *hpml_background(hpml_comm *c, hpml_rank_fn *work, void *user)
 {
-    hpml_job *j = work ? hpmlc_job_new(c, work, user) : NULL;
-    return j ? hpmlc_job_post(j) : NULL;
+    HPMLC_ZERO(hpml_job, j);
+    j.work = work, j.user = user;
+    return work ? hpmlc_job_post(c, &j) : NULL;
 }
 
 HPML_API hpml_job *hpml_iallreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc)
 {
-    hpml_job *j = hpmlc_job_new(c, hpmlc_job_allreduce, NULL);
-    if (!j) return NULL;
-    j->user = j, j->data = data, j->n = n;
-    if (desc) j->desc = *desc;
-    return hpmlc_job_post(j);
+    HPMLC_ZERO(hpml_job, j);
+    j.work = hpmlc_job_allreduce, j.data = data, j.n = n;
+    if (desc) j.desc = *desc;
+    return hpmlc_job_post(c, &j);
 }
 
 HPML_API bool hpml_job_done(const hpml_job *j) { return !j || __atomic_load_n(&j->done, __ATOMIC_ACQUIRE); }
-
-HPMLC_FN void hpmlc_job_rest(hpmlc_background *b HPMLC_UNUSED, const hpml_job *j HPMLC_UNUSED)
-{
-#ifndef HPML_NO_THREADS /* else it has been done at once */
-    unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
-    while (!hpml_job_done(j)) hpmlc_rest(b->c, &b->waiter, &seen);
-#endif
-}
 
 HPML_API hpml_status hpml_job_wait(hpml_job *j)
 {
     if (!j) return HPML_ERR_ARGUMENT;
     hpmlc_background *b = j->c->background;
-#ifndef HPML_NO_THREADS
     __atomic_store_n(&b->twin->spin, j->c->spin, __ATOMIC_RELAXED); /* nobody computes here: the core is the twin's */
-    hpmlc_job_rest(b, j);
+    hpmlc_background_await(b, &j->done);
     __atomic_store_n(&b->twin->spin, 0, __ATOMIC_RELAXED);
-    if (j->c->agent && j->c->agent->clock < j->clock) j->c->agent->clock = j->clock;
-#endif
+    hpmlc_agent_until(j->c, j->clock);
     j->used = false;
     if (j->status != HPML_OK && hpml_ctx_status(b->ctx) != HPML_OK && hpml_ctx_status(j->c->ctx) == HPML_OK)
         hpml_ctx_fail(j->c->ctx, j->status, "%s", hpml_ctx_error(b->ctx));
@@ -3198,7 +3116,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
 HPMLC_FN void hpmlc_background_drain(const hpml_comm *c)
 {
     hpmlc_background *b = c->background;
-    if (b && b->posted > 0) hpmlc_job_rest(b, &b->job[(b->posted - 1) % HPMLC_JOBS]);
+    if (b && b->posted > 0) hpmlc_background_await(b, &b->job[(b->posted - 1) % HPMLC_JOBS].done);
 }
 
 HPMLC_FN void hpmlc_counters_add(hpml_counters *to, const hpml_counters *more)
@@ -3414,8 +3332,8 @@ typedef struct hpmlc_item {
     float        *stripe;         /* (my_rows, cols) or NULL */
     int64_t       my_row, my_rows; /* of this rank's stripe */
     int64_t       at;             /* plain: where it begins in fused or span */
-    float        *p, *q, *work;   /* LOWRANK: P (rows, r), Q (cols, r), M (rows, cols). TOPK: u (n), the pairs of all
-                                     ranks (p, k, 2), magnitudes (n) */
+    float        *p, *q, *work;   /* behind it: LOWRANK: P (rows, r), Q (cols, r), M (rows, cols). TOPK: u (n), the
+                                     pairs of all ranks (p, k, 2), magnitudes (n) */
 } hpmlc_item;
 
 /* Arrays that may live on a device. `open` gives n floats of one on the host: where they are, or a copy in the window,
@@ -3429,7 +3347,7 @@ typedef struct hpmlc_reach {
 HPMLC_FN bool hpmlc_reach_create(hpmlc_reach *r, hpml_ctx *ctx, int64_t largest)
 {
     r->device = hpml_ctx_backend(ctx), r->at = hpml_ctx_device(ctx);
-    r->window = (float *)hpml_ctx_alloc(ctx, (size_t)(largest > 0 ? largest : 1) * sizeof(float), NULL);
+    r->window = (float *)hpml_ctx_alloc(ctx, (size_t)hpmlc_max(largest, 1) * sizeof(float), NULL);
     return r->window != NULL;
 }
 
@@ -3634,10 +3552,7 @@ HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_d
     if (!x->item || !x->leaves || !x->out_at) return NULL;
     x->in_at = x->out_at + p + 1, x->sum_at = x->in_at + p + 1;
     int64_t most = 0;
-    for (int i = 0; i < d.count; i++) {
-        int64_t n = d.tensors[i].rows * d.tensors[i].cols;
-        if (n > most) most = n;
-    }
+    for (int i = 0; i < d.count; i++) most = hpmlc_max(most, d.tensors[i].rows * d.tensors[i].cols);
     if (d.linked && !hpmlc_reach_create(&x->reach, c->ctx, most)) return NULL;
     for (int i = 0; i < d.count; i++) {
         x->item[i].g = d.tensors[i];
@@ -3663,8 +3578,8 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
     if (!x) return;
     hpml_ctx *ctx = x->c->ctx;
     for (int i = 0; i < x->d.count; i++) {
-        float *own[] = { x->item[i].residual, x->item[i].stripe, x->item[i].p, x->item[i].q, x->item[i].work };
-        for (size_t k = 0; k < sizeof own / sizeof own[0]; k++) hpmlc_exchange_release(x, own[k]);
+        hpmlc_exchange_release(x, x->item[i].residual);
+        hpmlc_exchange_release(x, x->item[i].stripe);
     }
     char *messages[] = { x->out, x->in, x->sums };
     for (size_t k = 0; k < sizeof messages / sizeof messages[0]; k++) hpmlc_exchange_release(x, messages[k]);
@@ -3674,7 +3589,7 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>stripes   the five steps of an exchange
+// >>stripes   the five steps of an exchange, on the host or on a device
 // ---------------------------------------------------------------------------------------------------------------------
 
 HPMLC_FN hpml_status hpmlc_encode(const hpml_exchange *x, const hpmlc_item *it, void *packed, float *e, const float *g,
@@ -3690,25 +3605,25 @@ HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *
 {
     const hpml_backend *b = x->reach.device;
     if (b) b->decode(x->reach.at, x->c->ctx, &it->packing, out, packed, rows, add);
-    else if (add) hpml_packing_decode_add(&it->packing, out, packed, rows);
-    else hpml_packing_decode(&it->packing, out, packed, rows);
+    else it->packing.codec->decode(&it->packing, out, packed, rows, add);
 }
 
-/* 1. Packs all rows, stripe by stripe, into the messages. 0: all was finite, else hpml_exchange.bad. */
-HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
+/* 1. Packs all rows, stripe by stripe, into messages; `back`: the end of 5., from sums. Returns hpml_exchange.bad. */
+HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x, bool back)
 {
     int     p = c->size;
     int64_t bad = 0;
     for (int r = 0; r < p; r++) {
-        char *at = x->out + x->out_at[r] + HPMLC_HEAD;
-        for (int l = 0; l < x->d.leaves; l++)
+        char *at = (back ? x->sums + x->sum_at[r] : x->out + x->out_at[r]) + HPMLC_HEAD;
+        for (int l = 0; l < (back ? 1 : x->d.leaves); l++)
             for (int i = 0; i < x->d.count; i++) {
                 hpmlc_item *it = &x->item[i];
                 if (it->plain) continue;
-                int64_t      row = hpmlc_stripe(it, p, r), rows = hpmlc_stripe(it, p, r + 1) - row;
-                float       *e = it->residual ? it->residual + (l * it->g.rows + row) * it->g.cols : NULL;
-                const float *g = it->g.data + l * x->d.leaf_step + row * it->g.cols;
-                if (rows > 0 && hpmlc_encode(x, it, at, e, g, rows) != HPML_OK && (!bad || i < bad >> 20))
+                int64_t row = hpmlc_stripe(it, p, r), rows = hpmlc_stripe(it, p, r + 1) - row;
+                float  *e = it->residual ? it->residual + (l * it->g.rows + row) * it->g.cols : NULL;
+                float  *g = it->g.data + l * x->d.leaf_step + row * it->g.cols;
+                if (back) hpmlc_decode(x, it, g, at, rows, false);
+                else if (rows > 0 && hpmlc_encode(x, it, at, e, g, rows) != HPML_OK && (!bad || i < bad >> 20))
                     bad = hpmlc_bad(c, i);
                 at += hpmlc_stripe_size(it, p, r);
             }
@@ -3759,20 +3674,6 @@ HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
     return bad;
 }
 
-/* The end of 5. */
-HPMLC_FN void hpmlc_exchange_unpack(hpml_comm *c, hpml_exchange *x)
-{
-    for (int r = 0; r < c->size; r++) {
-        const char *at = x->sums + x->sum_at[r] + HPMLC_HEAD;
-        for (int i = 0; i < x->d.count; i++) {
-            hpmlc_item *it = &x->item[i];
-            if (it->plain) continue;
-            int64_t row = hpmlc_stripe(it, c->size, r), rows = hpmlc_stripe(it, c->size, r + 1) - row;
-            hpmlc_decode(x, it, it->g.data + row * it->g.cols, at, rows, false);
-            at += hpmlc_stripe_size(it, c->size, r);
-        }
-    }
-}
 
 /* 2. and 5. Everybody with everybody: in round k with the rank k further on. same: all get my own part of `out`. */
 HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *out, const size_t *out_at,
@@ -3794,7 +3695,7 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size, me = c->rank;
     double  start = hpml_comm_now(c);
-    int64_t bad = hpmlc_exchange_pack(c, x), sum;
+    int64_t bad = hpmlc_exchange_pack(c, x, false), sum;
     for (int r = 0; r < p; r++) memcpy(x->out + x->out_at[r], &bad, sizeof bad);
     hpml_trace_span(c->trace, HPML_LANE_COMM, "pack", start, hpml_comm_now(c));
     hpml_status status = hpmlc_exchange_move(c, "stripes", x->out, x->out_at, false, x->in, x->in_at);
@@ -3807,7 +3708,7 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
     if (status != HPML_OK) return status;
     bad = 0;
     for (int r = 0; r < p; r++) hpmlc_exchange_hear(&bad, x->sums + x->sum_at[r]);
-    hpmlc_exchange_unpack(c, x);
+    hpmlc_exchange_pack(c, x, true);
     x->bad = bad;
     return bad ? HPML_ERR_NONFINITE : HPML_OK;
 }
@@ -3819,8 +3720,7 @@ HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, in
     if (!x->fused) return;
     for (int i = 0; i < x->d.count; i++) {
         const hpmlc_item *it = &x->item[i];
-        int64_t from = at > it->at ? at : it->at, to = it->at + it->g.rows * it->g.cols;
-        if (to > end) to = end;
+        int64_t from = hpmlc_max(at, it->at), to = hpmlc_min(end, it->at + it->g.rows * it->g.cols);
         if (!it->plain || from >= to) continue;
         float *mine = it->g.data + (from - it->at), *fused = x->fused + from;
         memcpy(back ? mine : fused, back ? fused : mine, (size_t)(to - from) * sizeof(float));
@@ -3830,7 +3730,7 @@ HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, in
 
 HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t part)
 {
-    int64_t at = part * x->part, end = at + x->part < x->plain ? at + x->part : x->plain;
+    int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
     hpmlc_exchange_fuse(c, x, at, end, false);
     float *data = (x->fused ? x->fused : x->span) + at;
     hpml_status status = hpmlc_reduce_all(c, data, end - at, HPML_ELEMENT_F32, x->d.reduce, x->d.algorithm);
@@ -3838,16 +3738,14 @@ HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t
     return status;
 }
 
-HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x);
-HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x);
+HPMLC_FN hpml_status hpmlc_methods_run(hpml_comm *c, hpml_exchange *x);
 
 /* All tensors that are not plain. */
 HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
 {
     x->bad = 0;
     if (x->packed == 0) return HPML_OK;
-    if (x->d.method == HPML_METHOD_CODEC) return hpmlc_exchange_packed(c, x);
-    return x->d.method == HPML_METHOD_TOPK ? hpmlc_topk_run(c, x) : hpmlc_lowrank_run(c, x);
+    return x->d.method == HPML_METHOD_CODEC ? hpmlc_exchange_packed(c, x) : hpmlc_methods_run(c, x);
 }
 
 /* One exchange, on the exchange's communicator or, in the background, on its twin. */
@@ -3863,18 +3761,15 @@ HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 
 /* Waits until more tensors are ready here than it was `told` of, or all, or a quarter of the deadline is over: then it
    shows up with what it has, so that the others' deadlines are for the tensor. False: its owner has left. */
-HPMLC_FN bool hpmlc_exchange_news(hpml_comm *c HPMLC_UNUSED, hpml_exchange *x, int *told)
+HPMLC_FN bool hpmlc_exchange_news(hpml_comm *c, hpml_exchange *x, int *told)
 {
-#ifndef HPML_NO_THREADS
     hpmlc_background *b = x->by;
     double            until = c->timeout < 0 || c->agent ? 1e300 : hpml_now() + c->timeout / 4;
     unsigned          seen  = __atomic_load_n(&b->worker.changes, __ATOMIC_ACQUIRE);
     while (__atomic_load_n(&x->said, __ATOMIC_ACQUIRE) == *told && *told < x->d.count && hpml_now() < until) {
         if (__atomic_load_n(&b->stop, __ATOMIC_ACQUIRE)) return false;
-        if (c->agent) hpmlc_rest(c, &b->worker, &seen);
-        else hpmlc_gate_sleep(hpmlc_world_of(c), &b->worker, &seen, until, true);
+        hpmlc_rest(c, &b->worker, &seen, until);
     }
-#endif
     *told = __atomic_load_n(&x->said, __ATOMIC_ACQUIRE);
     return true;
 }
@@ -3938,7 +3833,7 @@ HPML_API hpml_job *hpml_exchange_start(hpml_exchange *x)
 HPML_API hpml_job *hpml_exchange_ready(hpml_exchange *x, int tensor)
 {
     if (!x || hpmlc_failed(x->c)) return NULL;
-    if (!x->by) x->by = x->c->background ? x->c->background : hpmlc_background_start(x->c);
+    if (!x->by) x->by = hpmlc_background_of(x->c);
     if (!x->by) return NULL;
     if (tensor < 0 || tensor >= x->d.count || __atomic_load_n(&x->ready[tensor], __ATOMIC_ACQUIRE))
         return hpmlc_fail(x->c, HPML_ERR_ARGUMENT, "exchange: tensor %d of %d: no such one, or ready already", tensor,
@@ -3946,9 +3841,7 @@ HPML_API hpml_job *hpml_exchange_ready(hpml_exchange *x, int tensor)
     __atomic_store_n(&x->ready[tensor], 1, __ATOMIC_RELEASE);
     bool last = __atomic_add_fetch(&x->said, 1, __ATOMIC_ACQ_REL) == x->d.count;
     if (!x->job && (last || x->by->threaded)) x->job = hpml_background(x->c, hpmlc_exchange_agreed, x);
-#ifndef HPML_NO_THREADS
     else if (x->by->threaded) hpmlc_rouse(x->c, x->by->twin, &x->by->worker);
-#endif
     hpml_job *job = last ? x->job : NULL;
     if (last) x->job = NULL;
     return job;
@@ -3969,189 +3862,16 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
     return x->item[tensor].stripe;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>methods   top-k and low rank
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* Top-k with momentum correction and factor masking: u <- m u + g, v <- v + u; the k largest |v| are sent, and there
-   u = v = 0. Everybody gathers the pairs of all and adds them in the order of the ranks.
-
-   Low rank: M = g + e (rows, cols) is sent as P Q^T with P (rows, r), Q (cols, r): from the last Q one step of power
-   iteration,
-       P <- mean of M Q, made orthonormal;  Q <- mean of M^T P;  result P Q^T;  e <- M - P Q^T.
-   Both P and Q are added up as they are: any allreduce will do. With SUM the result is multiplied by p. */
-
-HPMLC_FN int64_t hpmlc_topk_count(const hpml_exchange *x, const hpmlc_item *it)
-{
-    int64_t n = it->g.rows * it->g.cols, k = (int64_t)((double)n * (double)(x->d.ratio > 0 ? x->d.ratio : 0.01f));
-    return k < 1 ? 1 : k;
-}
-
-HPMLC_FN int64_t hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
-{
-    int64_t r = x->d.lowrank > 0 ? x->d.lowrank : 2;
-    if (r > it->g.rows) r = it->g.rows;
-    return r > it->g.cols ? it->g.cols : r;
-}
-
-HPMLC_FN bool hpmlc_methods_create(hpml_exchange *x, hpmlc_item *it)
-{
-    int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements, k = hpmlc_topk_count(x, it);
-    int64_t r = hpmlc_lowrank_of(x, it), p = x->c->size;
-    bool    top = x->d.method == HPML_METHOD_TOPK;
-    if (least <= 0) least = HPML_CODEC_MIN_ELEMENTS;
-    it->plain = (it->g.rows == 1 || it->g.cols == 1 || n < least) && !x->d.codec.compress_all;
-    if (!top && (it->g.rows + it->g.cols) * r >= n) it->plain = true; /* nothing to be saved */
-    if (it->plain) return true;
-    it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)n * sizeof(float));
-    it->work     = (float *)hpmlc_exchange_alloc(x, (size_t)n * sizeof(float));
-    it->p        = (float *)hpmlc_exchange_alloc(x, (size_t)(top ? n : it->g.rows * r) * sizeof(float));
-    it->q        = (float *)hpmlc_exchange_alloc(x, (size_t)(top ? 2 * k * p : it->g.cols * r) * sizeof(float));
-    x->bytes += top ? 8 * k * (p - 1) : 8 * r * (it->g.rows + it->g.cols) * (p - 1) / p;
-    if (!it->residual || !it->work || !it->p || !it->q) return false;
-    hpml_rng rng;
-    rng.seed = 1, rng.stream = (uint64_t)(it - x->item), rng.counter = 0; /* the same on all ranks */
-    if (!top) hpml_rng_fill_normal(&rng, it->q, it->g.cols * r);
-    return true;
-}
-
-/* The k-th largest of x, which is reordered (Hoare's selection). */
-HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
-{
-    int64_t low = 0, high = n - 1;
-    while (low < high) {
-        float   pivot = x[low + (high - low) / 2], t;
-        int64_t i = low, j = high;
-        while (i <= j) {
-            while (x[i] > pivot) i++;
-            while (x[j] < pivot) j--;
-            if (i > j) break;
-            t = x[i], x[i] = x[j], x[j] = t;
-            i++, j--;
-        }
-        if (k - 1 <= j) high = j;
-        else if (k - 1 >= i) low = i;
-        else break;
-    }
-    return x[k - 1];
-}
-
-/* Puts my k pairs (place, value) into the gathered array; false when a number is not finite: then nothing is sent. */
-HPMLC_FN bool hpmlc_topk_pick(hpml_exchange *x, hpmlc_item *it, float *pairs, int64_t k)
-{
-    int64_t n = it->g.rows * it->g.cols, sent = 0;
-    float   bad = 0, *u = it->p, *v = it->residual, least;
-    for (int64_t i = 0; i < n; i++) bad += it->g.data[i] - it->g.data[i];
-    for (int64_t i = 0; i < n && bad == 0; i++) {
-        u[i] = x->d.momentum * u[i] + it->g.data[i];
-        v[i] += u[i];
-        it->work[i] = fabsf(v[i]);
-    }
-    memset(pairs, 0, (size_t)(2 * k) * sizeof *pairs);
-    if (bad != 0) return false;
-    least = hpmlc_select(it->work, n, k);
-    for (int pass = 0; pass < 2; pass++) /* those above the k-th, then those equal to it, from the first on */
-        for (int64_t i = 0; i < n && sent < k; i++) {
-            if (pass == 0 ? !(fabsf(v[i]) > least) : !(fabsf(v[i]) == least && v[i] != 0)) continue;
-            uint32_t place = (uint32_t)i;
-            memcpy(&pairs[2 * sent], &place, sizeof place);
-            pairs[2 * sent + 1] = v[i];
-            u[i] = v[i] = 0;
-            sent++;
-        }
-    return true;
-}
-
-/* All hear of a tensor of any rank that was not finite. */
-HPMLC_FN hpml_status hpmlc_methods_end(hpml_comm *c, hpml_exchange *x, int64_t bad)
-{
-    hpml_status status = hpmlc_reduce_all(c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
-    x->bad = bad;
-    return status == HPML_OK && bad ? HPML_ERR_NONFINITE : status;
-}
-
-HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x)
-{
-    hpml_status status = HPML_OK;
-    int64_t     bad = 0;
-    for (int t = 0; t < x->d.count && status == HPML_OK; t++) {
-        hpmlc_item *it = &x->item[t];
-        if (it->plain) continue;
-        int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols;
-        if (!hpmlc_topk_pick(x, it, it->q + 2 * k * c->rank, k)) bad = hpmlc_bad(c, t);
-        status = hpml_allgather(c, it->q, 8 * k * c->size, HPML_ELEMENT_BYTE);
-        memset(it->g.data, 0, (size_t)n * sizeof(float));
-        for (int64_t i = 0; i < k * c->size; i++) {
-            uint32_t place;
-            memcpy(&place, &it->q[2 * i], sizeof place);
-            if ((int64_t)place < n) it->g.data[place] += it->q[2 * i + 1];
-        }
-        if (x->d.reduce == HPML_MEAN) hpmlc_divide(it->g.data, n, HPML_ELEMENT_F32, c->size);
-    }
-    return status == HPML_OK ? hpmlc_methods_end(c, x, bad) : status;
-}
-
-/* Columns of (n, r) made orthonormal one after another (Gram & Schmidt, twice is enough). What is zero gets a direction
-   as well: a gradient of zeros would else leave Q at zero for ever. */
-HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
-{
-    for (int j = 0; j < r; j++)
-        for (int pass = 0; pass < 2; pass++) {
-            double norm = 0;
-            for (int k = 0; k < j; k++) {
-                double dot = 0;
-                for (int64_t i = 0; i < n; i++) dot += (double)a[i * r + j] * (double)a[i * r + k];
-                for (int64_t i = 0; i < n; i++) a[i * r + j] -= (float)dot * a[i * r + k];
-            }
-            for (int64_t i = 0; i < n; i++) norm += (double)a[i * r + j] * (double)a[i * r + j];
-            bool some = norm > 1e-30;
-            norm = some ? 1 / sqrt(norm) : 0;
-            for (int64_t i = 0; i < n; i++) a[i * r + j] *= (float)norm;
-            if (!some && pass == 0) a[j * r + j] = 1;
-        }
-}
-
-HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x)
-{
-    const hpml_algorithm a = x->d.algorithm;
-    int64_t              bad = 0;
-    for (int t = 0; t < x->d.count; t++) {
-        hpmlc_item *it   = &x->item[t];
-        int64_t     rows = it->g.rows, cols = it->g.cols, n = rows * cols, r = hpmlc_lowrank_of(x, it);
-        float      *M = it->work, part = 0;
-        if (it->plain) continue;
-        for (int64_t i = 0; i < n; i++) part += it->g.data[i] - it->g.data[i];
-        for (int64_t i = 0; i < n; i++) M[i] = (part == 0 ? it->g.data[i] : 0) + it->residual[i];
-        if (part != 0) bad = hpmlc_bad(c, t);
-        hpml_sgemm(c->ctx, false, false, rows, r, cols, 1, M, cols, it->q, r, 0, it->p, r);
-        hpml_status status = hpmlc_reduce_all(c, it->p, rows * r, HPML_ELEMENT_F32, HPML_MEAN, a);
-        if (status != HPML_OK) return status;
-        hpmlc_orthonormal(it->p, rows, (int)r);
-        hpml_sgemm(c->ctx, true, false, cols, r, rows, 1, M, cols, it->p, r, 0, it->q, r);
-        status = hpmlc_reduce_all(c, it->q, cols * r, HPML_ELEMENT_F32, HPML_MEAN, a);
-        if (status != HPML_OK) return status;
-        hpml_sgemm(c->ctx, false, true, rows, cols, r, 1, it->p, r, it->q, r, 0, it->g.data, cols);
-        for (int64_t i = 0; i < n; i++) it->residual[i] = M[i] - it->g.data[i];
-        if (x->d.reduce == HPML_SUM)
-            for (int64_t i = 0; i < n; i++) it->g.data[i] *= (float)c->size;
-    }
-    return hpmlc_methods_end(c, x, bad);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>linked   the exchange on a device
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* The same five steps, hence the same bits, in the device's memory: packing and adding are the device's work, moving is
-   the link's, beside it. Begun while the backward pass runs, finished before the update, all buckets together. Packing
-   waits for one flag of the device, which tells of a NaN; no word about it travels with the messages. */
+/* On a device: the same five steps, hence the same bits, in its memory: packing and adding are its work, moving is the
+   link's, beside it. Begun while the backward pass runs, finished before the update, all buckets together.
+   Packing waits for one flag of the device, which tells of a NaN; no word about it travels with the messages. */
 
 HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
 {
     hpml_comm              *c    = x->c;
     const hpml_device_link *l    = &c->link;
     bool                    mean = x->d.reduce == HPML_MEAN;
-    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x) : 0;
+    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x, false) : 0;
     hpml_status status = l->begin(l->user);
     if (status == HPML_OK && x->packed > 0) status = l->move(l->user, x->out, x->out_at, false, x->in, x->in_at);
     if (status == HPML_OK && x->span) status = l->allreduce(l->user, x->span, x->plain, mean);
@@ -4189,8 +3909,166 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
     if (status == HPML_OK) status = l->end(l->user);
     if (status == HPML_OK) status = hpmlc_linked_wait(c, check);
     for (int i = 0; i < count && status == HPML_OK; i++)
-        if (x[i]->packed > 0) hpmlc_exchange_unpack(c, x[i]);
+        if (x[i]->packed > 0) hpmlc_exchange_pack(c, x[i], true);
     return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>methods   top-k and low rank
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Top-k with momentum correction and factor masking: u <- m u + g, v <- v + u; the k largest |v| are sent, and there
+   u = v = 0. Everybody gathers the pairs of all and adds them in the order of the ranks.
+
+   Low rank: M = g + e (rows, cols) is sent as P Q^T with P (rows, r), Q (cols, r): from the last Q one step of power
+   iteration,
+       P <- mean of M Q, made orthonormal;  Q <- mean of M^T P;  result P Q^T;  e <- M - P Q^T.
+   Both P and Q are added up as they are: any allreduce will do. With SUM the result is multiplied by p. */
+
+HPMLC_FN int64_t hpmlc_topk_count(const hpml_exchange *x, const hpmlc_item *it)
+{
+    int64_t n = it->g.rows * it->g.cols, k = (int64_t)((double)n * (double)(x->d.ratio > 0 ? x->d.ratio : 0.01f));
+    return k < 1 ? 1 : k;
+}
+
+HPMLC_FN int64_t hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
+{
+    return hpmlc_min(x->d.lowrank > 0 ? x->d.lowrank : 2, hpmlc_min(it->g.rows, it->g.cols));
+}
+
+HPMLC_FN bool hpmlc_methods_create(hpml_exchange *x, hpmlc_item *it)
+{
+    int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements, k = hpmlc_topk_count(x, it);
+    int64_t r = hpmlc_lowrank_of(x, it), p = x->c->size;
+    bool    top = x->d.method == HPML_METHOD_TOPK;
+    if (least <= 0) least = HPML_CODEC_MIN_ELEMENTS;
+    it->plain = (it->g.rows == 1 || it->g.cols == 1 || n < least) && !x->d.codec.compress_all;
+    if (!top && (it->g.rows + it->g.cols) * r >= n) it->plain = true; /* nothing to be saved */
+    if (it->plain) return true;
+    int64_t first = top ? n : it->g.rows * r, second = top ? 2 * k * p : it->g.cols * r;
+    it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(2 * n + first + second) * sizeof(float));
+    if (!it->residual) return false;
+    it->work = it->residual + n, it->p = it->work + n, it->q = it->p + first;
+    x->bytes += top ? 8 * k * (p - 1) : 8 * r * (it->g.rows + it->g.cols) * (p - 1) / p;
+    hpml_rng rng;
+    rng.seed = 1, rng.stream = (uint64_t)(it - x->item), rng.counter = 0; /* the same on all ranks */
+    if (!top) hpml_rng_fill_normal(&rng, it->q, it->g.cols * r);
+    return true;
+}
+
+/* The k-th largest of x, which is reordered (Hoare's selection). */
+HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
+{
+    int64_t low = 0, high = n - 1;
+    while (low < high) {
+        float   pivot = x[low + (high - low) / 2], t;
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (x[i] > pivot) i++;
+            while (x[j] < pivot) j--;
+            if (i > j) break;
+            t = x[i], x[i] = x[j], x[j] = t;
+            i++, j--;
+        }
+        if (k - 1 <= j) high = j;
+        else if (k - 1 >= i) low = i;
+        else break;
+    }
+    return x[k - 1];
+}
+
+/* Puts my k pairs (place, value) into the gathered array; none where a number is not finite. */
+HPMLC_FN void hpmlc_topk_pick(hpml_exchange *x, hpmlc_item *it, float *pairs, int64_t k, bool finite)
+{
+    int64_t n = it->g.rows * it->g.cols, sent = 0;
+    float  *u = it->p, *v = it->residual, least;
+    memset(pairs, 0, (size_t)(2 * k) * sizeof *pairs);
+    if (!finite) return;
+    for (int64_t i = 0; i < n; i++) {
+        u[i] = x->d.momentum * u[i] + it->g.data[i];
+        v[i] += u[i];
+        it->work[i] = fabsf(v[i]);
+    }
+    least = hpmlc_select(it->work, n, k);
+    for (int pass = 0; pass < 2; pass++) /* those above the k-th, then those equal to it, from the first on */
+        for (int64_t i = 0; i < n && sent < k; i++) {
+            if (pass == 0 ? !(fabsf(v[i]) > least) : !(fabsf(v[i]) == least && v[i] != 0)) continue;
+            uint32_t place = (uint32_t)i;
+            memcpy(&pairs[2 * sent], &place, sizeof place);
+            pairs[2 * sent + 1] = v[i];
+            u[i] = v[i] = 0;
+            sent++;
+        }
+}
+
+HPMLC_FN hpml_status hpmlc_topk(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
+{
+    int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols;
+    hpmlc_topk_pick(x, it, it->q + 2 * k * c->rank, k, finite);
+    hpml_status status = hpml_allgather(c, it->q, 8 * k * c->size, HPML_ELEMENT_BYTE);
+    memset(it->g.data, 0, (size_t)n * sizeof(float));
+    for (int64_t i = 0; i < k * c->size; i++) {
+        uint32_t place;
+        memcpy(&place, &it->q[2 * i], sizeof place);
+        if ((int64_t)place < n) it->g.data[place] += it->q[2 * i + 1];
+    }
+    if (x->d.reduce == HPML_MEAN) hpmlc_divide(it->g.data, n, HPML_ELEMENT_F32, c->size);
+    return status;
+}
+
+/* Columns of (n, r) made orthonormal one after another (Gram & Schmidt, twice is enough). What is zero gets a direction
+   as well: a gradient of zeros would else leave Q at zero for ever. */
+HPMLC_FN void hpmlc_orthonormal(float *a, int64_t n, int r)
+{
+    for (int j = 0; j < r; j++)
+        for (int pass = 0; pass < 2; pass++) {
+            double norm = 0;
+            for (int k = 0; k < j; k++) {
+                double dot = 0;
+                for (int64_t i = 0; i < n; i++) dot += (double)a[i * r + j] * (double)a[i * r + k];
+                for (int64_t i = 0; i < n; i++) a[i * r + j] -= (float)dot * a[i * r + k];
+            }
+            for (int64_t i = 0; i < n; i++) norm += (double)a[i * r + j] * (double)a[i * r + j];
+            bool some = norm > 1e-30;
+            norm = some ? 1 / sqrt(norm) : 0;
+            for (int64_t i = 0; i < n; i++) a[i * r + j] *= (float)norm;
+            if (!some && pass == 0) a[j * r + j] = 1;
+        }
+}
+
+HPMLC_FN hpml_status hpmlc_lowrank(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
+{
+    const hpml_algorithm a = x->d.algorithm;
+    int64_t              rows = it->g.rows, cols = it->g.cols, n = rows * cols, r = hpmlc_lowrank_of(x, it);
+    float               *M = it->work;
+    for (int64_t i = 0; i < n; i++) M[i] = (finite ? it->g.data[i] : 0) + it->residual[i];
+    hpml_sgemm(c->ctx, false, false, rows, r, cols, 1, M, cols, it->q, r, 0, it->p, r);
+    hpml_status status = hpmlc_reduce_all(c, it->p, rows * r, HPML_ELEMENT_F32, HPML_MEAN, a);
+    if (status != HPML_OK) return status;
+    hpmlc_orthonormal(it->p, rows, (int)r);
+    hpml_sgemm(c->ctx, true, false, cols, r, rows, 1, M, cols, it->p, r, 0, it->q, r);
+    status = hpmlc_reduce_all(c, it->q, cols * r, HPML_ELEMENT_F32, HPML_MEAN, a);
+    if (status != HPML_OK) return status;
+    hpml_sgemm(c->ctx, false, true, rows, cols, r, 1, it->p, r, it->q, r, 0, it->g.data, cols);
+    for (int64_t i = 0; i < n; i++) it->residual[i] = M[i] - it->g.data[i];
+    for (int64_t i = 0; i < n && x->d.reduce == HPML_SUM; i++) it->g.data[i] *= (float)c->size;
+    return HPML_OK;
+}
+
+/* Tensor by tensor; in the end all hear of one of any rank that was not finite. */
+HPMLC_FN hpml_status hpmlc_methods_run(hpml_comm *c, hpml_exchange *x)
+{
+    hpml_status status = HPML_OK;
+    for (int t = 0; t < x->d.count && status == HPML_OK; t++) {
+        hpmlc_item *it = &x->item[t];
+        float       bad = 0;
+        if (it->plain) continue;
+        for (int64_t i = 0; i < it->g.rows * it->g.cols; i++) bad += it->g.data[i] - it->g.data[i];
+        if (bad != 0) x->bad = hpmlc_bad(c, t);
+        status = (x->d.method == HPML_METHOD_TOPK ? hpmlc_topk : hpmlc_lowrank)(c, x, it, bad == 0);
+    }
+    if (status == HPML_OK) status = hpmlc_reduce_all(c, &x->bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
+    return status == HPML_OK && x->bad ? HPML_ERR_NONFINITE : status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4305,9 +4183,8 @@ HPMLC_FN hpml_status hpmlc_shares_meet(hpml_comm *c, void *user)
     return status == HPML_ERR_NONFINITE ? HPML_OK : status; /* b->now->bad says it to all */
 }
 
-/* A link that ends at the node: its ranks take shares of the bucket, whole rows where a codec packs them. The devices
-   add them up, a job on the host exchanges mine with those of the same place on the other nodes, the devices share the
-   result. */
+/* A link that ends at the node: its ranks take shares of the bucket, whole rows where a codec packs them. Devices add
+   them up, a job on the host exchanges mine with those of the same place on other nodes, devices share the result. */
 HPMLC_FN bool hpmlc_shares_create(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
     int p = d->c->size / d->link->across->size, me = 0;
@@ -4338,9 +4215,8 @@ HPMLC_FN hpml_exchange *hpmlc_bucket_exchange(hpml_distributed *d, hpmlc_bucket 
     if (!part) return NULL;
     e.padded = e.linked = false, e.share = true, e.tensors = part, e.count = 0;
     for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
-        int64_t at = g[i].data - d->first - b->at - b->share_at, end = at + g[i].rows * g[i].cols;
-        if (at < 0) at = 0;
-        if (end > b->share_floats) end = b->share_floats;
+        int64_t first = g[i].data - d->first - b->at - b->share_at, at = hpmlc_max(first, 0);
+        int64_t end = hpmlc_min(first + g[i].rows * g[i].cols, b->share_floats);
         if (at >= end) continue;
         part[e.count] = g[i], part[e.count].data = b->share + at;
         part[e.count++].rows = (end - at) / g[i].cols;
@@ -4786,8 +4662,7 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
 /* Leaf l of the global batch is samples [l L, (l + 1) L). A rank computes its leaves one after another, each from the
    same running statistics, and keeps their gradients (of the sum over samples). Then, tensor by tensor: the largest |g|
    of all leaves and ranks is m < 2^e; with 2^k >= leaves, scale 2^(62 - e - k) keeps any sum of leaves below 2^62.
-   Rounding a leaf loses less than 2^(e + k - 62), far below a float's last bit. Integers add up to the same bits in any
-   order. */
+   Rounding a leaf loses less than 2^(e + k - 62), far below a float's last bit. Integers do not mind the order. */
 
 /* Floats of a leaf that parameter i has. */
 HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
@@ -4796,7 +4671,7 @@ HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
     return p->grad || p->param->buffer ? hpml_tensor_count(p) : 0;
 }
 
-/* Copies between the tensors and one leaf's row of floats. Buffers: how far this leaf moved them, times its samples. */
+/* Tensors to a leaf's row of floats; notes each one's largest. Buffers: how far the leaf moved them, times samples. */
 HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
 {
     const float *before = d->before;
@@ -4811,7 +4686,8 @@ HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
             hpmlc_close(&d->reach, p->data, n);
             before += n;
         }
-        row += n;
+        for (const float *end = row + n; row < end; row++)
+            if (fabsf(*row) > d->largest[i] || *row != *row) d->largest[i] = fabsf(*row); /* a NaN stays */
     }
 }
 
@@ -4821,8 +4697,9 @@ HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, fl
     hpml_status status = HPML_OK;
     hpmlc_buffers_copy(d, d->before, false);
     memset(d->leaf, 0, (size_t)(d->leaf_total * d->leaf_count) * sizeof(float));
+    memset(d->largest, 0, (size_t)d->params * sizeof(float));
     for (int64_t l = 0, at = 0; at < samples && status == HPML_OK; l++, at += d->d.leaf) {
-        int64_t n = samples - at < d->d.leaf ? samples - at : d->d.leaf;
+        int64_t n = hpmlc_min(samples - at, d->d.leaf);
         status    = hpml_trainer_run_local(d->t, at, n, (float)n, false, &part);
         hpmlc_leaf_store(d, d->leaf + l * d->leaf_total, (double)n);
         d->loss_sum += (double)part * (double)n;
@@ -4832,15 +4709,6 @@ HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, fl
     return status;
 }
 
-/* Adds up one tensor's leaves, which stand at `at` of each row, as integers. */
-HPMLC_FN void hpmlc_exact_round(const hpml_distributed *d, int64_t *sum, int64_t at, int64_t n, double scale)
-{
-    for (int64_t k = 0; k < n; k++) sum[k] = 0;
-    for (int64_t l = 0; l < d->leaf_count; l++) {
-        const float *row = d->leaf + l * d->leaf_total + at;
-        for (int64_t k = 0; k < n; k++) sum[k] += (int64_t)rint((double)row[k] * scale);
-    }
-}
 
 HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
 {
@@ -4850,30 +4718,23 @@ HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
     return ldexp(1, 62 - e - k);
 }
 
+/* Leaves, rounded to integers, into the sum of all ranks. */
 HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
 {
     const hpml_algorithm a = d->d.algorithm;
     int64_t              at = 0, used = 0;
-    for (int i = 0; i < d->params; i++) {
-        int64_t n     = hpmlc_leaf_floats(d, i);
-        d->largest[i] = 0;
-        for (int64_t l = 0; l < d->leaf_count && d->bucket_of[i] < 0; l++)
-            for (int64_t k = 0; k < n; k++) {
-                float g = fabsf(d->leaf[l * d->leaf_total + at + k]);
-                if (!(g <= d->largest[i])) d->largest[i] = g; /* a NaN stays */
-            }
-        at += n;
-    }
-    hpml_status status = hpmlc_reduce_all(d->c, d->largest, d->params, HPML_ELEMENT_F32, HPML_MAX, a);
-    at = 0;
+    memset(d->sum, 0, (size_t)d->leaf_total * sizeof *d->sum);
+    hpml_status          status = hpmlc_reduce_all(d->c, d->largest, d->params, HPML_ELEMENT_F32, HPML_MAX, a);
     for (int i = 0; i < d->params && status == HPML_OK; i++) {
         int64_t n = hpmlc_leaf_floats(d, i);
         if (!(d->largest[i] - d->largest[i] == 0)) return hpmlc_dist_blame(d, HPML_ERR_NONFINITE, (int64_t)i << 20);
-        if (d->bucket_of[i] < 0) {
-            hpmlc_exact_round(d, d->sum + used, at, n, hpmlc_exact_scale(d, d->largest[i]));
-            used += n;
+        const double scale = hpmlc_exact_scale(d, d->largest[i]);
+        int64_t     *sum   = d->sum + used;
+        for (int64_t l = 0; l < d->leaf_count && d->bucket_of[i] < 0; l++) {
+            const float *row = d->leaf + l * d->leaf_total + at;
+            for (int64_t k = 0; k < n; k++) sum[k] += (int64_t)rint((double)row[k] * scale);
         }
-        at += n;
+        at += n, used += d->bucket_of[i] < 0 ? n : 0;
     }
     return status == HPML_OK ? hpmlc_reduce_all(d->c, d->sum, used, HPML_ELEMENT_I64, HPML_SUM, a) : status;
 }
@@ -4928,27 +4789,24 @@ HPMLC_FN bool hpmlc_exact_create(hpml_distributed *d)
     int64_t            at = 0;
     int                p = d->c->size;
     hpml_gradient     *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)d->params, NULL);
-    if (!g) return false;
     d->leaf_all   = (d->d.global_batch + d->d.leaf - 1) / d->d.leaf;
     d->leaf_first = hpml_block(d->leaf_all, p, d->c->rank);
     d->leaf_count = hpml_block(d->leaf_all, p, d->c->rank + 1) - d->leaf_first;
     d->leaf_total = d->grad_total + d->buffer_total;
-    int64_t rows  = d->leaf_count > 0 ? d->leaf_count : 1;
-    d->leaf    = (float *)hpml_ctx_alloc(d->ctx, (size_t)(d->leaf_total * rows) * sizeof(float), NULL);
+    d->leaf    = (float *)hpml_ctx_alloc(d->ctx, (size_t)(d->leaf_total * d->leaf_count + 1) * sizeof(float), NULL);
     d->sum     = (int64_t *)hpml_ctx_alloc(d->ctx, (size_t)d->leaf_total * sizeof(int64_t), NULL);
     d->largest = (float *)hpml_ctx_alloc(d->ctx, (size_t)d->params * sizeof(float), NULL);
     d->bucket  = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->bucket, NULL);
-    if (!d->leaf || !d->sum || !d->largest || !d->bucket) return false;
+    if (hpml_ctx_status(d->ctx) != HPML_OK) return false;
     hpmlc_exchange_settings(d, false, &e);
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *t = hpmlc_param(d, i);
         hpml_packing pack;
         d->bucket_of[i] = -1;
-        if (!t->grad && !t->param->buffer) continue;
         hpmlc_gradient_of(t, d->leaf + at, &g[e.count]);
         hpml_status good = hpml_packing_init(&pack, &d->d.codec, g[e.count].rows, g[e.count].cols);
         if (t->grad && good == HPML_OK && !pack.codec->linear) d->bucket_of[i] = 0, e.count++;
-        at += hpml_tensor_count(t);
+        at += hpmlc_leaf_floats(d, i);
     }
     if (e.count > 0) {
         e.tensors = g, e.reduce = HPML_SUM, e.padded = false;
@@ -5004,7 +4862,7 @@ HPMLC_FN hpml_status hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distri
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the trainer is of another context; record the model on "
                           "hpml_comm_ctx(comm)");
     if (d->global_batch == 0) d->global_batch = c->size * batch;
-    if (d->leaf == 0) d->leaf = batch < 8 ? batch : 8;
+    if (d->leaf == 0) d->leaf = hpmlc_min(batch, 8);
     if (d->history == 0) d->history = 64;
     int64_t grain = d->exact ? d->leaf : 1, grains = (d->global_batch + grain - 1) / grain;
     int64_t most  = (grains + c->size - 1) / c->size * grain;
@@ -5043,24 +4901,23 @@ HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
     for (int i = 0; i < d->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
-        if (n > most) most = n;
+        most = hpmlc_max(most, n);
         if (p->grad && !d->first) d->first = p->grad;
         if (p->grad) d->span = p->grad - d->first + (n + 15) / 16 * 16, d->grad_total += n;
         else if (p->param->buffer) d->buffer_total += n;
     }
-    bool   device = hpml_ctx_backend(ctx) != hpml_backend_cpu(), ok;
+    bool   device = hpml_ctx_backend(ctx) != hpml_backend_cpu();
     size_t span = (size_t)d->span * sizeof(float);
     if (device && hpmlc_dist_linkable(d)) d->link = &d->c->link;
     d->bucket_of = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
     d->stats     = (double *)hpml_ctx_alloc(ctx, sizeof(double) * (size_t)(HPMLC_STATS + d->buffer_total), NULL);
     d->before    = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)(2 * d->buffer_total + 1), NULL);
     d->row       = (hpml_step_row *)hpml_ctx_alloc(ctx, sizeof *d->row * (size_t)d->d.history, NULL);
-    ok = d->bucket_of && d->stats && d->before && d->row;
-    if (ok) d->now = d->before + d->buffer_total;
-    if (ok && d->d.delayed) ok = (d->shadow = (float *)hpml_ctx_alloc(ctx, span, NULL)) != NULL;
-    if (ok && device && !d->link && !d->d.exact) ok = (d->mirror = (float *)hpml_ctx_alloc(ctx, span, NULL)) != NULL;
-    if (ok && device) ok = hpmlc_reach_create(&d->reach, ctx, most);
-    return ok;
+    if (d->d.delayed) d->shadow = (float *)hpml_ctx_alloc(ctx, span, NULL);
+    if (device && !d->link && !d->d.exact) d->mirror = (float *)hpml_ctx_alloc(ctx, span, NULL);
+    if (hpml_ctx_status(ctx) != HPML_OK) return false;
+    d->now = d->before + d->buffer_total;
+    return !device || hpmlc_reach_create(&d->reach, ctx, most);
 }
 
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc)
@@ -5122,8 +4979,8 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity)
 {
     if (!d || !rows || capacity < 0 || hpmlc_failed(d->c)) return -1;
-    int64_t p = d->c->size, kept = d->rows < d->d.history ? d->rows : d->d.history;
-    int64_t n = kept < capacity / p ? kept : capacity / p, size = (int64_t)sizeof *rows;
+    int64_t p = d->c->size, size = (int64_t)sizeof *rows;
+    int64_t n = hpmlc_min(hpmlc_min(d->rows, d->d.history), capacity / p);
     hpml_step_row *all = (hpml_step_row *)hpml_ctx_alloc(d->ctx, (size_t)(n * p * size + 1), NULL);
     if (!all) return -1;
     for (int64_t i = 0; i < n; i++) all[d->c->rank * n + i] = d->row[(d->rows - n + i) % d->d.history];
@@ -5190,47 +5047,45 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
 // >>carried   checkpoints of the whole job
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* What an exchange carries from step to step, as one row of floats for each contribution (residuals, with TOPK also the
-   velocity), and one that all ranks share (stripes' residuals, with LOWRANK Q). A share of a node's gradients is one
-   rank's, stripe and all. Loading adds to a contribution, for there may have been more of them, and replaces what is
-   shared. row NULL: only counts; loading it clears a contribution. */
-HPMLC_FN int64_t hpmlc_carried(const hpml_exchange *x, int64_t l, float *row, bool load)
+typedef enum hpmlc_how { HPMLC_COUNT, HPMLC_SAVE, HPMLC_LOAD, HPMLC_ADD, HPMLC_CLEAR } hpmlc_how;
+
+/* n floats of an exchange's: to row[at] and on, or from there. Returns n, or 0 where there are none. */
+HPMLC_FN int64_t hpmlc_carry(const hpml_exchange *x, float *mine, int64_t n, float *row, int64_t at, hpmlc_how how)
 {
-    int64_t at = 0;
-    for (int i = 0; i < x->d.count; i++) {
-        const hpmlc_item *it = &x->item[i];
-        float            *mine[] = { it->residual, NULL, x->d.share ? it->stripe : NULL };
-        if (x->d.method == HPML_METHOD_TOPK) mine[1] = it->p;
-        for (int k = 0; k < 3; k++) {
-            int64_t n = (k < 2 ? it->g.rows : it->my_rows) * it->g.cols;
-            if (!mine[k]) continue;
-            float *e_l = row || load ? hpmlc_open(&x->reach, mine[k] + l * n, n) : NULL;
-            for (int64_t e = 0; e < n && e_l; e++) {
-                if (load) e_l[e] = row ? e_l[e] + row[at + e] : 0;
-                else row[at + e] = e_l[e];
-            }
-            if (load) hpmlc_close(&x->reach, mine[k] + l * n, n);
-            at += n;
-        }
+    if (!mine || how == HPMLC_COUNT) return mine ? n : 0;
+    float *host = hpmlc_open(&x->reach, mine, n);
+    for (int64_t i = 0; i < n; i++) {
+        if (how == HPMLC_SAVE) row[at + i] = host[i];
+        else host[i] = how == HPMLC_CLEAR ? 0 : how == HPMLC_ADD ? host[i] + row[at + i] : row[at + i];
     }
-    return at;
+    if (how != HPMLC_SAVE) hpmlc_close(&x->reach, mine, n);
+    return n;
 }
 
-HPMLC_FN int64_t hpmlc_shared(const hpml_exchange *x, float *row, bool load)
+/* What exchanges carry from step to step, as one row of floats for contribution l (residuals, with TOPK also the
+   velocity), and one, l < 0, that all ranks share (stripes' residuals, with LOWRANK Q, the same everywhere: rank 0
+   saves it). A share of a node's gradients is one rank's, stripe and all. Contributions are added when they are loaded,
+   for there may have been more of them. Returns the row's floats. */
+HPMLC_FN int64_t hpmlc_carried(const hpml_distributed *d, int64_t l, float *row, hpmlc_how how)
 {
     int64_t at = 0;
-    for (int i = 0; i < x->d.count && !x->d.share; i++) {
-        const hpmlc_item *it = &x->item[i];
-        bool    low   = x->d.method == HPML_METHOD_LOWRANK && !it->plain; /* Q: the same everywhere, saved by rank 0 */
-        float  *mine  = low ? it->q : it->stripe;
-        int64_t whole = it->g.cols * (low ? hpmlc_lowrank_of(x, it) : it->g.rows);
-        int64_t first = low ? 0 : it->my_row * it->g.cols, n = low ? whole : it->my_rows * it->g.cols;
-        if (!mine) continue;
-        if (low && !load && x->c->rank != 0) n = 0;
-        float *host = row ? hpmlc_open(&x->reach, mine, n) : NULL;
-        if (row && load) memcpy(host, row + at + first, (size_t)n * sizeof(float)), hpmlc_close(&x->reach, mine, n);
-        else if (row) memcpy(row + at + first, host, (size_t)n * sizeof(float));
-        at += whole;
+    for (int b = 0; b < d->buckets; b++) {
+        const hpml_exchange *x = d->bucket[b].x;
+        for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+            int64_t cols = it->g.cols, n = it->g.rows * cols, part = it->my_rows * cols;
+            float  *q = x->d.method == HPML_METHOD_LOWRANK ? it->q : NULL;
+            if (l >= 0) {
+                at += hpmlc_carry(x, it->residual ? it->residual + l * n : NULL, n, row, at, how);
+                at += hpmlc_carry(x, x->d.method == HPML_METHOD_TOPK ? it->p : NULL, n, row, at, how);
+                at += hpmlc_carry(x, x->d.share ? it->stripe : NULL, part, row, at, how);
+            } else if (q)
+                at += hpmlc_carry(x, q, cols * hpmlc_lowrank_of(x, it), row, at,
+                                  how == HPMLC_SAVE && x->c->rank > 0 ? HPMLC_COUNT : how);
+            else if (it->stripe && !x->d.share) {
+                hpmlc_carry(x, it->stripe, part, row, at + it->my_row * cols, how);
+                at += n;
+            }
+        }
     }
     return at;
 }
@@ -5240,11 +5095,8 @@ HPMLC_FN int64_t hpmlc_shared(const hpml_exchange *x, float *row, bool load)
 HPMLC_FN int hpmlc_carried_floats(hpml_distributed *d, int64_t *each, int64_t *shared)
 {
     int place = 0, node = d->c->node[d->c->rank];
-    *each = *shared = 0;
-    for (int b = 0; b < d->buckets; b++) {
-        *each += hpmlc_carried(d->bucket[b].x, 0, NULL, false);
-        *shared += hpmlc_shared(d->bucket[b].x, NULL, false);
-    }
+    *each   = hpmlc_carried(d, 0, NULL, HPMLC_COUNT);
+    *shared = hpmlc_carried(d, -1, NULL, HPMLC_COUNT);
     if (!d->link || !d->link->across || d->d.codec.kind == HPML_CODEC_NONE) return 0;
     ++*each;
     hpmlc_reduce_all(d->c, each, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
@@ -5317,7 +5169,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     hpml_comm *c = d->c;
     bool       pending = d->d.delayed && d->under_way;
     if (d->link && d->link->check(d->link->user) != HPML_OK) return hpml_ctx_status(d->ctx);
-    int64_t    each, shared, at = 0, waits = pending ? hpmlc_pending(d, NULL, false) : 0;
+    int64_t    each, shared, waits = pending ? hpmlc_pending(d, NULL, false) : 0;
     if (pending && hpmlc_dist_settle(d) != HPML_OK) return hpml_ctx_status(d->ctx);
     int    place = hpmlc_carried_floats(d, &each, &shared);
     float *rows = (float *)hpml_ctx_alloc(d->ctx, (size_t)(each * d->leaf_all + 1) * sizeof(float), NULL);
@@ -5327,9 +5179,9 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     for (int64_t l = 0; l < d->leaf_count; l++) {
         float *row = rows + (d->leaf_first + l) * each;
         if (place > 0) row[each - 1] = (float)place;
-        for (int b = 0; b < d->buckets; b++) row += hpmlc_carried(d->bucket[b].x, l, row, false);
+        hpmlc_carried(d, l, row, HPMLC_SAVE);
     }
-    for (int b = 0; b < d->buckets; b++) at += hpmlc_shared(d->bucket[b].x, sum + at, false);
+    hpmlc_carried(d, -1, sum, HPMLC_SAVE);
     /* Everybody's rows are zero where others have theirs: the sum is exact. */
     hpml_status status = hpml_reduce_to(c, rows, each * d->leaf_all, HPML_ELEMENT_F32, HPML_SUM, 0);
     if (status == HPML_OK) status = hpml_reduce_to(c, sum, shared, HPML_ELEMENT_F32, HPML_SUM, 0);
@@ -5356,17 +5208,14 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 {
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpml_safetensor   workers, shared;
-    int64_t           each, all, at = 0;
+    int64_t           each, all;
     int               place = hpmlc_carried_floats(d, &each, &all);
     hpmlc_dist_jobs(d); /* what is under way is forgotten */
     d->micro = 0;
     hpml_status       status = hpml_checkpoint_load(d->t, path);
     hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
     if (!f) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
-    for (int b = 0; b < d->buckets; b++) {
-        hpml_exchange *x = d->bucket[b].x;
-        for (int64_t l = 0; l < x->d.leaves; l++) hpmlc_carried(x, l, NULL, true);
-    }
+    for (int64_t l = 0; l < d->leaf_count; l++) hpmlc_carried(d, l, NULL, HPMLC_CLEAR);
     const size_t bytes = (size_t)each * sizeof(float);
     bool         there = hpml_safetensors_find(f, "state.residual.workers", &workers);
     int64_t      saved = there && each > 0 && workers.bytes % bytes == 0 ? (int64_t)(workers.bytes / bytes) : 0;
@@ -5382,9 +5231,9 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
         if (l < 0 || l >= d->leaf_count) continue;
         memcpy(row, (const char *)workers.data + (size_t)w * bytes, bytes);
         /* of a mean over ranks each residual is a share: of fewer ranks a larger one */
-        float *from = row, share = d->d.exact || d->d.sum ? 1 : (float)((double)d->leaf_all / (double)saved);
+        float share = d->d.exact || d->d.sum ? 1 : (float)((double)d->leaf_all / (double)saved);
         for (int64_t i = 0; i < each; i++) row[i] *= share;
-        for (int b = 0; b < d->buckets; b++) from += hpmlc_carried(d->bucket[b].x, l, from, true);
+        hpmlc_carried(d, l, row, HPMLC_ADD);
     }
     hpml_ctx_release(d->ctx, row);
     if (saved == 0 && each > 0)
@@ -5395,8 +5244,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     there = all > 0 && hpml_safetensors_find(f, "state.residual.shared", &shared);
     if (status == HPML_OK && there && shared.bytes == (size_t)all * sizeof(float)) {
         float *copy = (float *)hpml_ctx_alloc(d->ctx, shared.bytes, NULL);
-        if (copy) memcpy(copy, shared.data, shared.bytes);
-        for (int b = 0; b < d->buckets && copy; b++) at += hpmlc_shared(d->bucket[b].x, copy + at, true);
+        if (copy) memcpy(copy, shared.data, shared.bytes), hpmlc_carried(d, -1, copy, HPMLC_LOAD);
         hpml_ctx_release(d->ctx, copy);
     }
     hpml_safetensors_close(f);
@@ -5531,18 +5379,17 @@ HPMLC_FN bool hpmlc_neighbours(hpml_topology topology, int p, uint64_t seed, int
 
 HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w)
 {
+    for (int i = 0; i < p; i++) { /* at first 1 for neighbours, and each rank's degree in the diagonal */
+        double degree = 0;
+        for (int j = 0; j < p; j++) degree += w[i * p + j] = hpmlc_neighbours(topology, p, seed, step, i, j);
+        w[i * p + i] = degree;
+    }
+    for (int i = 0; i < p; i++)
+        for (int j = 0; j < p; j++)
+            if (i != j && w[i * p + j] > 0) w[i * p + j] = 1 / (1 + fmax(w[i * p + i], w[j * p + j]));
     for (int i = 0; i < p; i++) {
         double rest = 1;
-        int    degree = 0;
-        for (int j = 0; j < p; j++) degree += hpmlc_neighbours(topology, p, seed, step, i, j);
-        for (int j = 0; j < p; j++) {
-            int other = 0;
-            w[i * p + j] = 0;
-            if (!hpmlc_neighbours(topology, p, seed, step, i, j)) continue;
-            for (int k = 0; k < p; k++) other += hpmlc_neighbours(topology, p, seed, step, j, k);
-            w[i * p + j] = 1.0 / (1 + (degree > other ? degree : other));
-            rest -= w[i * p + j];
-        }
+        for (int j = 0; j < p; j++) rest -= i != j ? w[i * p + j] : 0;
         w[i * p + i] = rest;
     }
 }
@@ -5669,7 +5516,7 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>simulate   moves in virtual time
+// >>simulate   moves in virtual time, by a queue or, for rings and all to all, without
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Every rank has a clock. Ranks that want to send wait in a queue by (clock, rank), as threads do in >>clock, so
@@ -5678,7 +5525,7 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
      ring         each card serves one pair: round by round, without a queue (some ns a message). Where all nodes are
                   alike, what happens on one happens on all: the ranks of one node stand for all
      all to all   the ranks of one node stand for all likewise
-   See >>simulate-short. Tests compare both with the queue. */
+   Tests compare both with the queue. */
 
 typedef struct hpmlc_sim_event {
     double time;
@@ -5695,7 +5542,7 @@ typedef enum hpmlc_sim_kind { HPMLC_SIM_ALLREDUCE, HPMLC_SIM_ALL_TO_ALL, HPMLC_S
 typedef struct hpmlc_sim {
     hpml_comm         layout;             /* what a communicator knows of them */
     int               p, nodes, per_node; /* per_node: 0 where nodes are not all alike */
-    bool              spread, mixed;      /* mixed: neighbours in a ring are on different nodes, several on each */
+    bool              mixed;              /* neighbours in a ring are on different nodes, several on each */
     bool              plain;              /* no short cuts; for tests */
     double            latency[2], rate[2]; /* inside, between: seconds, seconds a byte */
     int32_t          *node;               /* (p) */
@@ -5723,22 +5570,10 @@ HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
     free(s->node), free(s->clock), free(s->bytes), free(s->plan), free(s->phase), free(s->queue), free(s->letter);
 }
 
-HPMLC_FN void hpmlc_sim_layout(hpmlc_sim *s)
-{
-    hpml_comm *c = &s->layout;
-    int        far = s->nodes > 1;
-    c->size  = s->p, c->node = s->node, c->agent = (hpmlc_agent *)(void *)s; /* only tells AUTO that time is virtual */
-    c->alpha = s->latency[far] > 0 ? s->latency[far] : 2e-6, c->beta = s->rate[far] > 0 ? s->rate[far] : 0.25e-9;
-    c->near_alpha = s->latency[0], c->near_beta = s->rate[0];
-    hpmlc_comm_layout(c);
-    s->spread   = c->spread;
-    s->mixed    = c->spread || c->per_node == 0;
-    s->per_node = c->per_node > 0 && s->p % c->per_node == 0 ? c->per_node : 0;
-}
-
 HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
 {
-    size_t n = (size_t)p;
+    hpml_comm *c = &s->layout;
+    size_t     n = (size_t)p;
     memset(s, 0, sizeof *s);
     s->p           = p;
     s->nodes       = hpmlc_network_nodes(net, p);
@@ -5758,13 +5593,19 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->out   = s->clock + n, s->in = s->out + cards, s->work = s->in + cards, s->messages = s->bytes + n;
     s->round = s->phase + n, s->want = s->round + n, s->first = s->want + n, s->last = s->first + n;
     for (int r = 0; r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r);
-    hpmlc_sim_layout(s);
+    c->size = p, c->node = s->node, c->agent = (hpmlc_agent *)(void *)s; /* only tells AUTO that time is virtual */
+    hpmlc_comm_links(c, net, s->nodes);
+    hpmlc_comm_layout(c);
+    s->mixed    = c->spread || c->per_node == 0;
+    s->per_node = c->per_node > 0 && p % c->per_node == 0 ? c->per_node : 0;
     return true;
 }
 
-/* Where a rank stands within its node, and the rank that stands there on the first node. Nodes all alike. */
-HPMLC_FN int hpmlc_sim_place(const hpmlc_sim *s, int rank) { return s->spread ? rank / s->nodes : rank % s->per_node; }
-HPMLC_FN int hpmlc_sim_rank(const hpmlc_sim *s, int place) { return s->spread ? place * s->nodes : place; }
+/* Who stands for a rank where nodes are all alike: the one in the same place on the first node; on one node rank 0. */
+HPMLC_FN int hpmlc_sim_stand(const hpmlc_sim *s, int rank)
+{
+    return s->nodes == 1 ? 0 : s->layout.spread ? rank - s->node[rank] : rank % s->per_node;
+}
 
 /* The cards of a message: its own ranks' inside a node, else the nodes'. */
 HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far) { return far ? s->p + s->node[rank] : rank; }
@@ -5879,17 +5720,17 @@ HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
     s->last[r] = i;
 }
 
-/* Receives what is there, round by round, until rank r wants to send (then it queues), must wait, or is through. */
-HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r)
+/* Receives what is there, round by round, until rank r wants to send (then it queues), must wait, or is through. sent:
+   m is this round's move, and its message on its way; else m is scratch. */
+HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r, hpml_move *m, bool sent)
 {
-    hpml_move m;
-    for (; hpmlc_sim_move(s, r, &m); s->round[r]++) {
-        if (m.to >= 0) {
+    for (; sent || hpmlc_sim_move(s, r, m); s->round[r]++, sent = false) {
+        if (m->to >= 0 && !sent) {
             hpmlc_sim_push(s, r);
             return;
         }
-        if (m.from >= 0 && !hpmlc_sim_take(s, r, m.from)) {
-            s->want[r] = m.from;
+        if (m->from >= 0 && !hpmlc_sim_take(s, r, m->from)) {
+            s->want[r] = m->from;
             return;
         }
     }
@@ -5897,35 +5738,26 @@ HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r)
 
 HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 {
+    hpml_move m, other;
     s->queued = 0;
     for (int r = 0; r < s->p; r++) {
         s->phase[r] = s->round[r] = 0;
         s->want[r] = s->first[r] = s->last[r] = -1;
     }
-    for (int r = 0; r < s->p; r++) hpmlc_sim_go_on(s, r);
+    for (int r = 0; r < s->p; r++) hpmlc_sim_go_on(s, r, &m, false);
     while (s->queued > 0 && !s->failed) {
-        hpml_move m;
-        int       r = hpmlc_sim_pop(s);
+        int r = hpmlc_sim_pop(s);
         hpmlc_sim_move(s, r, &m);
         double arrival = hpmlc_sim_send(s, r, m.to, m.out_count * (int64_t)s->size);
         if (s->want[m.to] == r) { /* is waiting for just this */
             if (s->clock[m.to] < arrival) s->clock[m.to] = arrival;
             s->want[m.to] = -1;
             s->round[m.to]++;
-            hpmlc_sim_go_on(s, m.to);
+            hpmlc_sim_go_on(s, m.to, &other, false);
         } else hpmlc_sim_keep(s, m.to, r, arrival);
-        if (m.from >= 0 && !hpmlc_sim_take(s, r, m.from)) {
-            s->want[r] = m.from;
-            continue;
-        }
-        s->round[r]++;
-        hpmlc_sim_go_on(s, r);
+        hpmlc_sim_go_on(s, r, &m, true);
     }
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>simulate-short   rings and all to all without a queue
-// ---------------------------------------------------------------------------------------------------------------------
 
 /* How many ranks stand for all of them in a ring: 1, those of a node, or p. Blocks must be equal, or so many that the
    longest may stand for all (the time is an upper bound then). free_at: (p) when the link from i to i + 1 is free. */
@@ -5979,9 +5811,8 @@ HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
 {
     if (s->per_node == 0) return false;
     for (int r = 0; r < s->p; r++) {
-        int i = s->nodes == 1 ? 0 : hpmlc_sim_rank(s, hpmlc_sim_place(s, r));
-        if (s->clock[r] != s->clock[i]) return false;
-        if (s->out[r] != s->out[i] || s->in[r] != s->in[i]) return false;
+        int i = hpmlc_sim_stand(s, r);
+        if (s->clock[r] != s->clock[i] || s->out[r] != s->out[i] || s->in[r] != s->in[i]) return false;
     }
     for (int i = s->p + 1; i < s->p + s->nodes; i++)
         if (s->out[i] != s->out[s->p]) return false;
@@ -5993,21 +5824,20 @@ HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
 HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
 {
     int     p = s->p, m = s->nodes == 1 ? 1 : s->per_node;
-    double *arrival = s->work, busy = (double)((s->n + p - 1) / p * (int64_t)s->size); /* (m) */
+    double *arrival = s->work, busy = (double)((s->n + p - 1) / p * (int64_t)s->size); /* (p) */
     double  card = s->out[p];
-    int    *order = s->want; /* (m) places by clock */
-    for (int j = 0; j < m; j++) order[j] = j;
+    int    *order = s->want; /* (m) those who stand for others, by clock */
+    for (int j = 0; j < m; j++) order[j] = s->layout.spread ? j * s->nodes : j;
     for (int k = 1; k < p; k++) {
         for (int j = 1; j < m; j++) { /* by insertion: there is little to move */
-            int place = order[j], i = j;
-            double clock = s->clock[hpmlc_sim_rank(s, place)];
-            for (; i > 0 && s->clock[hpmlc_sim_rank(s, order[i - 1])] > clock; i--) order[i] = order[i - 1];
-            order[i] = place;
+            int r = order[j], i = j;
+            for (; i > 0 && s->clock[order[i - 1]] > s->clock[r]; i--) order[i] = order[i - 1];
+            order[i] = r;
         }
         for (int j = 0; j < m; j++) {
-            int     r = hpmlc_sim_rank(s, order[j]), to = (r + k) % p, at = s->nodes == 1 ? 0 : hpmlc_sim_place(s, to);
+            int     r = order[j], to = (r + k) % p, at = hpmlc_sim_stand(s, to);
             bool    far = s->node[r] != s->node[to];
-            double *out = far ? &card : &s->out[r], *in = far ? &card : &s->in[hpmlc_sim_rank(s, at)];
+            double *out = far ? &card : &s->out[r], *in = far ? &card : &s->in[at];
             double  start = s->clock[r];
             if (start < *out) start = *out;
             if (start < *in) start = *in;
@@ -6015,15 +5845,15 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
             arrival[at] = *out + s->latency[far];
         }
         for (int j = 0; j < m; j++)
-            if (s->clock[hpmlc_sim_rank(s, j)] < arrival[j]) s->clock[hpmlc_sim_rank(s, j)] = arrival[j];
+            if (s->clock[order[j]] < arrival[order[j]]) s->clock[order[j]] = arrival[order[j]];
     }
     for (int i = 0; i < s->nodes; i++) s->out[p + i] = card;
     for (int r = 0; r < p; r++) {
-        int     i = s->nodes == 1 ? 0 : hpmlc_sim_rank(s, hpmlc_sim_place(s, r));
+        int     i = hpmlc_sim_stand(s, r);
         int64_t near_part = 0;
         s->clock[r] = s->clock[i], s->out[r] = s->out[i], s->in[r] = s->in[i];
         for (int j = 0; j < s->per_node; j++) {
-            int to = s->spread ? s->node[r] + j * s->nodes : r - r % s->per_node + j;
+            int to = s->layout.spread ? s->node[r] + j * s->nodes : r - r % s->per_node + j;
             near_part += hpmlc_sim_block(s, to);
         }
         s->messages[r] += p - 1;
@@ -6035,24 +5865,20 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
 /* One collective of n elements, from the ranks' clocks on. */
 HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a, int64_t n, size_t size)
 {
-    int        p = s->p;
-    hpmlc_team all;
+    int p = s->p;
     if (p == 1) return true;
     s->kind = kind, s->n = n, s->size = size;
     if (a == HPML_AUTO && kind == HPMLC_SIM_ALLREDUCE) a = hpml_comm_choose(&s->layout, n * (int64_t)size);
-    all.base = 0, all.stride = 1, all.size = p, all.root = 0;
     for (int r = 0; r < p && kind != HPMLC_SIM_ALL_TO_ALL; r++) {
-        all.me           = r;
         s->plan[r].count = 0;
-        if (kind == HPMLC_SIM_ALLREDUCE) hpmlc_plan_make(&s->plan[r], a, p, s->layout.per_node, s->spread, r, n);
-        else hpmlc_plan_add(&s->plan[r], HPMLC_RING_GATHER, all, 0, n);
+        if (kind == HPMLC_SIM_ALLREDUCE) hpmlc_plan_make(&s->plan[r], a, p, s->layout.per_node, s->layout.spread, r, n);
+        else hpmlc_plan_add(&s->plan[r], HPMLC_RING_GATHER, hpmlc_everyone(p, r, 0), 0, n);
     }
     const hpmlc_phase *f = &s->plan[0].phase[0];
     bool ring = f->team.size == p && (f->kind == HPMLC_RING_SCATTER || f->kind == HPMLC_RING_GATHER);
-    if (s->plain) hpmlc_sim_queue(s);
-    else if (kind == HPMLC_SIM_ALL_TO_ALL && hpmlc_sim_alike(s)) hpmlc_sim_all_to_all(s);
-    else if (kind == HPMLC_SIM_ALLREDUCE && ring && !s->mixed) hpmlc_sim_ring(s, 2 * (p - 1));
-    else if (kind == HPMLC_SIM_ALLGATHER && !s->mixed) hpmlc_sim_ring(s, p - 1);
+    if (kind == HPMLC_SIM_ALL_TO_ALL && !s->plain && hpmlc_sim_alike(s)) hpmlc_sim_all_to_all(s);
+    else if (kind != HPMLC_SIM_ALL_TO_ALL && !s->plain && ring && !s->mixed)
+        hpmlc_sim_ring(s, kind == HPMLC_SIM_ALLREDUCE ? 2 * (p - 1) : p - 1);
     else hpmlc_sim_queue(s);
     return !s->failed;
 }
@@ -6102,9 +5928,9 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
 {
     const hpml_status wrong = HPML_ERR_ARGUMENT;
     int64_t           total = 0, limit = (int64_t)1 << 50;
-    if (!d) return hpmlc_say_no(to, wrong, "simulate: no desc given");
-    if (d->_begin || d->_end)
-        return hpmlc_say_no(to, wrong, "simulate desc: canary is not zero; zero the struct before you set fields");
+    if (!d || d->_begin || d->_end)
+        return hpmlc_say_no(to, wrong, "simulate desc: %s", d ? "canary is not zero; zero the struct before you set "
+                            "fields" : "none given");
     hpml_status status = hpmlc_sim_check_network(d->packed ? HPML_RING : d->algorithm, d->ranks, &d->network, to);
     if (status != HPML_OK) return status;
     if (d->layers < 1 || !d->backward_s || !d->elements)
@@ -6149,7 +5975,7 @@ HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double
 
 HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
-    double   now = 0, slowest = 1, whole = 0;
+    double   now = 0, slowest = d->network.slow ? 0 : 1, whole = 0;
     int64_t  n = 0, packed = 0;
     double   limit = d->bucket_bytes == 0 ? 25 * 1048576. : (double)d->bucket_bytes;
     for (int i = 0; i < d->layers; i++) now += d->forward_s ? d->forward_s[i] : 0, whole += d->backward_s[i];
@@ -6163,7 +5989,6 @@ HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_sim
         out->buckets++;
         n = packed = 0;
     }
-    if (d->network.slow) slowest = 0;
     for (int r = 0; r < s->p; r++) {
         double slow = d->network.slow ? d->network.slow[r] : 1, end = whole * slow;
         if (end < s->clock[r]) end = s->clock[r];

@@ -233,6 +233,7 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <type_traits>
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error "hpml_cuda.cuh needs compute capability 8.0 (Ampere) or later: nvcc -arch=native, or -arch=sm_80"
@@ -368,8 +369,7 @@ HPMLG_DEVICE unsigned hpmlg_narrow(float a, float b, int type)
 /* v as the type keeps it. */
 HPMLG_DEVICE float hpmlg_rounded(float v, int64_t type)
 {
-    if (type == HPML_DTYPE_F32) return v;
-    return type == HPML_DTYPE_BF16 ? __bfloat162float(__float2bfloat16_rn(v)) : __half2float(__float2half_rn(v));
+    return type == HPML_DTYPE_F32 ? v : hpmlg_widen(hpmlg_narrow(v, v, (int)type), (int)type).x;
 }
 
 typedef struct hpmlg_eight { float v[8]; } hpmlg_eight;
@@ -429,13 +429,10 @@ HPMLG_DEVICE float hpmlg_group(float v, float *space, int tx, bool maximum)
 /* Kernels cannot fail, but data can be wrong: a token or a label out of range. The first kernel that meets one leaves a
    note in host memory, which is read, and becomes the context's error, when the host waits for the device anyway. */
 typedef struct hpmlg_note {
-    int              what;  /* hpmlg_trouble */
     long long        index;
     int              value;
-    const hpml_node *node;
+    const hpml_node *node;  /* NULL: all is well */
 } hpmlg_note;
-
-enum hpmlg_trouble { HPMLG_NO_TROUBLE = 0, HPMLG_BAD_TOKEN, HPMLG_BAD_LABEL };
 
 /* What changes from step to step while a recorded pass stays the same; kernels read it on the device. */
 typedef struct hpmlg_now {
@@ -560,10 +557,10 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
 #define HPMLG_RUN_EITHER(d, test, kernel, a, b, ...)                                                                   \
     ((test) ? HPMLG_RUN(d, (kernel<a>), __VA_ARGS__) : HPMLG_RUN(d, (kernel<b>), __VA_ARGS__))
 
-/* Both passes of an op are one function, pass(run, node, backward). */
-#define HPMLG_OP(name, pass)                                                                                           \
-    HPMLG_FN hpml_status hpmlg_##name##_forward(const hpml_run *run, hpml_node *n) { return pass(run, n, false); }     \
-    HPMLG_FN hpml_status hpmlg_##name##_backward(const hpml_run *run, hpml_node *n) { return pass(run, n, true); }
+/* Both passes of an op are one function, of node n on device d: this is its head. */
+#define HPMLG_OP(name)                                                                                                 \
+    HPMLG_FN hpml_status hpmlg_op_##name([[maybe_unused]] hpmlg_device *d, [[maybe_unused]] const hpml_run *run,       \
+                                         hpml_node *n, bool back)
 
 /* A device, that of a context: current on this thread from now on. An error that somebody else has left on this thread
    is not ours: the launches to come ask for it. */
@@ -709,7 +706,7 @@ HPMLG_FN void hpmlg_close(void *device)
     if (d->look_zero) cudaEventDestroy(d->look_zero);
     if (d->note) cudaFreeHost(d->note);
     if (d->result) cudaFreeHost(d->result);
-    void *own[] = { d->note_taken, d->now, d->scratch, d->workspace, d->updates };
+    void *own[] = { d->note_taken, d->now, d->scratch, d->workspace };
     for (void *p : own) cudaFree(p); /* NULL: nothing */
     if (d->copies) cudaStreamDestroy(d->copies);
     if (d->stream) cudaStreamDestroy(d->stream);
@@ -897,11 +894,11 @@ HPMLG_FN hpml_status hpmlg_sync(void *device)
     hpmlg_note    n;
     hpml_status status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "waiting for the device");
     if (status == HPML_OK && d->look_count > 0) hpmlg_looks_tell(d);
-    if (status != HPML_OK || d->note->what == HPMLG_NO_TROUBLE) return status;
+    if (status != HPML_OK || !d->note->node) return status;
     n = *d->note;
     memset(d->note, 0, sizeof *d->note);
     cudaMemsetAsync(d->note_taken, 0, sizeof *d->note_taken, d->stream);
-    if (n.what == HPMLG_BAD_TOKEN)
+    if (n.node->op == HPML_OP_EMBEDDING)
         return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
                              n.node->out->name, n.index, n.value, (long long)n.node->src[1]->shape[0] - 1);
     return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to %lld (or "
@@ -922,13 +919,12 @@ HPMLG_FN hpml_status hpmlg_read(void *device, void *host, const void *src, size_
 }
 
 /* On the device: this index of what node `node` reads is out of range. */
-HPMLG_DEVICE void hpmlg_complain(hpmlg_note *note, int *taken, int what, long long index, int value,
-                                 const hpml_node *node)
+HPMLG_DEVICE void hpmlg_complain(hpmlg_note *note, int *taken, long long index, int value, const hpml_node *node)
 {
     if (atomicCAS(taken, 0, 1) != 0) return;
-    note->index = index, note->value = value, note->node = node;
+    note->index = index, note->value = value;
     __threadfence_system();
-    note->what = what;
+    note->node = node;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1033,62 +1029,56 @@ HPMLG_DEVICE void hpmlg_put_part(hpmlg_array a, int64_t at, int64_t from, int64_
 }
 
 HPMLG_DEVICE float hpmlg_act_sigmoid(float x) { return __fdividef(1, 1 + __expf(-x)); }
-HPMLG_DEVICE float hpmlg_act_gelu_gate(float x)
+HPMLG_DEVICE float hpmlg_act_gate(float x)
 {
     return hpmlg_act_sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
 }
 
-/* y = act(x). */
+/* The slope of x s(u(x)), s a sigmoid, u' = du. */
+HPMLG_DEVICE float hpmlg_act_gated(float x, float s, float du) { return s + x * s * (1 - s) * du; }
+
+/* What an activation's slope is computed from, y = act(x), and dy / dx. */
+#define HPMLG_ACTS(X)                                                                                                  \
+    X(RELU, y, x > 0 || x != x ? x : 0, y > 0 ? 1 : 0)                                                                 \
+    X(LEAKY_RELU, y, x > 0 ? x : slope * x, y > 0 ? 1 : slope)                                                         \
+    X(GELU, x, x * hpmlg_act_gate(x),                                                                                  \
+      hpmlg_act_gated(x, hpmlg_act_gate(x), 1.5957691216057308f * (1 + 3 * 0.044715f * x * x)))                        \
+    X(GELU_ERF, x, 0.5f * x * (1 + erff(x * 0.70710678118654752f)),                                                    \
+      0.5f * (1 + erff(x * 0.70710678118654752f)) + x * 0.39894228040143268f * __expf(-0.5f * x * x))                  \
+    X(SILU, x, x * hpmlg_act_sigmoid(x), hpmlg_act_gated(x, hpmlg_act_sigmoid(x), 1))                                  \
+    X(SIGMOID, y, hpmlg_act_sigmoid(x), y * (1 - y))                                                                   \
+    X(TANH, y, tanhf(x), 1 - y * y)                                                                                    \
+    X(EXP, y, expf(x), y)                                                                                              \
+    X(LOG, x, logf(x), 1 / x)                                                                                          \
+    X(SQRT, y, sqrtf(x), 0.5f / y)                                                                                     \
+    X(SQUARE, x, x * x, 2 * x)                                                                                         \
+    X(NEG, y, -x, -1)                                                                                                  \
+    X(ABS, x, fabsf(x), x > 0 ? 1 : x < 0 ? -1 : 0)
+
 HPMLG_DEVICE float hpmlg_act(int act, float slope, float x)
 {
-    switch (act) {
-    case HPML_ACT_RELU: return x > 0 || x != x ? x : 0;
-    case HPML_ACT_LEAKY_RELU: return x > 0 ? x : slope * x;
-    case HPML_ACT_GELU: return x * hpmlg_act_gelu_gate(x);
-    case HPML_ACT_GELU_ERF: return 0.5f * x * (1 + erff(x * 0.70710678118654752f));
-    case HPML_ACT_SILU: return x * hpmlg_act_sigmoid(x);
-    case HPML_ACT_SIGMOID: return hpmlg_act_sigmoid(x);
-    case HPML_ACT_TANH: return tanhf(x);
-    case HPML_ACT_EXP: return expf(x);
-    case HPML_ACT_LOG: return logf(x);
-    case HPML_ACT_SQRT: return sqrtf(x);
-    case HPML_ACT_SQUARE: return x * x;
-    case HPML_ACT_NEG: return -x;
-    case HPML_ACT_ABS: return fabsf(x);
-    default: return x;
-    }
+#define HPMLG_X(name, v, value, change) if (act == HPML_ACT_##name) return value;
+    HPMLG_ACTS(HPMLG_X)
+#undef HPMLG_X
+    return x;
 }
 
-/* True: hpmlg_act_slope wants x, else y. */
-HPMLG_FN bool hpmlg_act_reads_x(hpml_act act)
-{
-    return act == HPML_ACT_GELU || act == HPML_ACT_GELU_ERF || act == HPML_ACT_SILU || act == HPML_ACT_LOG ||
-           act == HPML_ACT_SQUARE || act == HPML_ACT_ABS;
-}
-
-/* dy / dx, from v: x or y, see above. gelu: with the gate s = (1 + tanh u) / 2, s + 2 x s (1 - s) du. */
+/* v: x or y, see above. */
 HPMLG_DEVICE float hpmlg_act_slope(int act, float slope, float v)
 {
-    float s;
-    switch (act) {
-    case HPML_ACT_RELU: return v > 0 ? 1 : 0;
-    case HPML_ACT_LEAKY_RELU: return v > 0 ? 1 : slope;
-    case HPML_ACT_GELU:
-        s = hpmlg_act_gelu_gate(v);
-        return s + 2 * v * s * (1 - s) * 0.79788456080286536f * (1 + 3 * 0.044715f * v * v);
-    case HPML_ACT_GELU_ERF:
-        return 0.5f * (1 + erff(v * 0.70710678118654752f)) + v * 0.39894228040143268f * __expf(-0.5f * v * v);
-    case HPML_ACT_SILU: s = hpmlg_act_sigmoid(v); return s * (1 + v * (1 - s));
-    case HPML_ACT_SIGMOID: return v * (1 - v);
-    case HPML_ACT_TANH: return 1 - v * v;
-    case HPML_ACT_EXP: return v;
-    case HPML_ACT_LOG: return 1 / v;
-    case HPML_ACT_SQRT: return 0.5f / v;
-    case HPML_ACT_SQUARE: return 2 * v;
-    case HPML_ACT_NEG: return -1;
-    case HPML_ACT_ABS: return v > 0 ? 1 : v < 0 ? -1 : 0;
-    default: return 1;
-    }
+    const float x = v, y = v;
+#define HPMLG_X(name, v, value, change) if (act == HPML_ACT_##name) return change;
+    HPMLG_ACTS(HPMLG_X)
+#undef HPMLG_X
+    return 1;
+}
+
+HPMLG_FN bool hpmlg_act_reads_x(hpml_act act)
+{
+#define HPMLG_X(name, v, value, change) if (act == HPML_ACT_##name) return #v[0] == 'x';
+    HPMLG_ACTS(HPMLG_X)
+#undef HPMLG_X
+    return false;
 }
 
 /* y = act(x); with dy: y (+)= dy act'. y may be x or dy. */
@@ -1113,40 +1103,20 @@ HPMLG_FN hpml_status hpmlg_copy_run(hpmlg_device *d, hpmlg_array y, hpmlg_array 
     return HPMLG_DEAL(d, hpmlg_k_act, n, 2048, y, x, hpmlg_none(), (int)HPML_ACT_NONE, 0.0f, n, add);
 }
 
-HPMLG_FN hpml_status hpmlg_activation(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(activation)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     int64_t       count = hpml_tensor_count(n->out);
     hpml_act      act = n->attr.act.act;
     hpmlg_array   x = hpmlg_value(back && !hpmlg_act_reads_x(act) ? n->out : n->src[0]);
     return HPMLG_DEAL(d, hpmlg_k_act, count, 2048, hpmlg_writes(n, back), x, back ? hpmlg_grad(n->out) : hpmlg_none(),
                       (int)act, n->attr.act.slope, count, hpmlg_adds(n, back));
 }
-HPMLG_OP(activation, hpmlg_activation)
-
-/* y = a x + b, or y += a x + b. y may be x. */
-static __global__ void hpmlg_k_axpb(hpmlg_array y, hpmlg_array x, float a, float b, int64_t n, bool add)
-{
-    HPMLG_EIGHTS(at, n) {
-        hpmlg_eight e = hpmlg_get_part(x, at, 0, n, 0);
-        for (int j = 0; j < 8; j++) e.v[j] = a * e.v[j] + b;
-        hpmlg_put_part(y, at, 0, n, e, add);
-    }
-}
-
-HPMLG_FN hpml_status hpmlg_scale(const hpml_run *run, hpml_node *n, bool back)
-{
-    hpmlg_device *d = hpmlg_enter(run->ctx);
-    int64_t       count = hpml_tensor_count(n->out);
-    return HPMLG_DEAL(d, hpmlg_k_axpb, count, 2048, hpmlg_writes(n, back), hpmlg_reads(n, back), n->attr.scale.a,
-                      back ? 0 : n->attr.scale.b, count, hpmlg_adds(n, back));
-}
-HPMLG_OP(scale, hpmlg_scale)
 
 /* A walk: element i of a shape, in order, is at walk_at(i) of an array with these strides; 0 where it is stretched.
    Dimensions that all arrays walk in step are joined: (B, T, C) + (C) is (B T, C) + (C). */
 typedef struct hpmlg_walk {
-    int     ndim; /* 1 or more */
+    int     ndim = 0;  /* 0: one element, the first */
+    int64_t count = 1; /* of elements */
     int64_t shape[HPML_MAX_DIMS], stride[2][HPML_MAX_DIMS];
 } hpmlg_walk;
 
@@ -1170,6 +1140,7 @@ HPMLG_DEVICE int64_t hpmlg_walk_at(const hpmlg_walk &w, int s, int64_t i)
 HPMLG_FN void hpmlg_walk_push(hpmlg_walk *w, int64_t size, int64_t stride0, int64_t stride1)
 {
     int last = w->ndim - 1;
+    w->count *= size;
     if (size == 1 && last >= 0) return;
     if (last >= 0 && w->shape[last] == 1) w->ndim = last, last--;
     if (last >= 0 && w->stride[0][last] == stride0 * size && w->stride[1][last] == stride1 * size)
@@ -1192,6 +1163,33 @@ HPMLG_DEVICE hpmlg_eight hpmlg_gather(hpmlg_array a, const hpmlg_walk &w, int s,
         if (++in == run && at + j + 1 < count) in = 0, p = hpmlg_walk_at(w, s, at + j + 1);
     }
     return e;
+}
+
+/* y (+)= a x + b, where x is all of y's elements in order, or, not flat, walked. y may be x. */
+template <bool flat>
+static __global__ void hpmlg_k_affine(hpmlg_array y, hpmlg_array x, const __grid_constant__ hpmlg_walk w, float a,
+                                      float b, int64_t n, bool add)
+{
+    HPMLG_EIGHTS(at, n) {
+        hpmlg_eight e = flat ? hpmlg_get_part(x, at, 0, n, 0) : hpmlg_gather(x, w, 0, at, n);
+        for (int j = 0; j < 8; j++) e.v[j] = a * e.v[j] + b;
+        hpmlg_put_part(y, at, 0, n, e, add);
+    }
+}
+
+HPMLG_FN hpml_status hpmlg_spread_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, const hpmlg_walk *w, float scale,
+                                      bool add)
+{
+    return HPMLG_DEAL(d, hpmlg_k_affine<false>, w->count, 2048, y, x, *w, scale, 0.0f, w->count, add);
+}
+
+HPMLG_OP(scale)
+{
+    int64_t    count = hpml_tensor_count(n->out);
+    hpmlg_walk none = {};
+    return HPMLG_DEAL(d, hpmlg_k_affine<true>, count, 2048, hpmlg_writes(n, back),
+                      hpmlg_reads(n, back), none, n->attr.scale.a, back ? 0 : n->attr.scale.b, count,
+                      hpmlg_adds(n, back));
 }
 
 typedef struct hpmlg_binary {
@@ -1225,11 +1223,11 @@ template <bool flat> static __global__ void __launch_bounds__(256, flat ? 6 : 4)
 
 /* Share of elements at to at + 7 of the result in the gradient of src[side]; 0 outside [from, to). For a / b:
    da = dy / b, db = -dy a / b^2. */
-template <bool flat>
+template <bool flat, bool plain = false>
 HPMLG_DEVICE hpmlg_eight hpmlg_share(const hpmlg_binary &b, int side, int64_t at, int64_t from, int64_t to)
 {
     hpmlg_eight d = hpmlg_get_part(b.out, at, from, to, 0), x0 = d, x1 = d;
-    if (b.op == HPML_OP_ADD) return d;
+    if (plain || b.op == HPML_OP_ADD) return d;
     if (b.op == HPML_OP_DIV || (b.op == HPML_OP_MUL && !side)) x1 = hpmlg_operand<flat>(b, 1, at);
     if (b.op != HPML_OP_SUB && side) x0 = hpmlg_operand<flat>(b, 0, at);
     for (int j = 0; j < 8; j++) {
@@ -1269,15 +1267,15 @@ HPMLG_FN hpmlg_binary hpmlg_binary_make(const hpml_node *n)
         }
     }
     for (int i = 0; i < n->out->ndim; i++) hpmlg_walk_push(&b.w, n->out->shape[i], stride[0][i], stride[1][i]);
-    if (b.w.ndim == 0) b.w.ndim = 1, b.w.shape[0] = 1;
+    if (b.w.ndim == 0) hpmlg_walk_push(&b.w, 1, 0, 0);
     return b;
 }
 
-HPMLG_FN hpml_status hpmlg_binary_fold(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, bool add);
+HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, float scale,
+                                    bool add);
 
-HPMLG_FN hpml_status hpmlg_binary_pass(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_FN hpml_status hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_binary  b = hpmlg_binary_make(n);
     unsigned      blocks = hpmlg_blocks(d, b.count, 2048);
     bool          flat = b.whole[0] && b.whole[1];
@@ -1292,13 +1290,13 @@ HPMLG_FN hpml_status hpmlg_binary_pass(const hpml_run *run, hpml_node *n, bool b
         status = HPMLG_RUN_EITHER(d, flat, hpmlg_k_binary_back, true, false, blocks, 256, 0, b);
     for (int s = 0; s < 2 && status == HPML_OK; s++)
         if (!b.whole[s] && n->src[s]->grad)
-            status = hpmlg_binary_fold(d, &b, s, hpmlg_grad(n->src[s]), n->accumulate[s]);
+            status = hpmlg_fold_run(d, &b, s, hpmlg_grad(n->src[s]), 1, n->accumulate[s]);
     return status;
 }
-HPMLG_OP(add, hpmlg_binary_pass)
-HPMLG_OP(sub, hpmlg_binary_pass)
-HPMLG_OP(mul, hpmlg_binary_pass)
-HPMLG_OP(div, hpmlg_binary_pass)
+HPMLG_OP(add) { return hpmlg_binary_pass(d, n, back); }
+HPMLG_OP(sub) { return hpmlg_binary_pass(d, n, back); }
+HPMLG_OP(mul) { return hpmlg_binary_pass(d, n, back); }
+HPMLG_OP(div) { return hpmlg_binary_pass(d, n, back); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-sums   sums, sums of squares, counting hits
@@ -1312,14 +1310,12 @@ HPMLG_OP(div, hpmlg_binary_pass)
 typedef struct hpmlg_fold {
     hpmlg_binary b;
     int          side;
-    hpmlg_walk   kept, summed;             /* without the last dimension; stride[0]: within the array */
-    int64_t      kept_count, summed_count; /* elements of these walks */
+    hpmlg_walk   kept, summed; /* without the last dimension; stride[0]: within the array */
     int64_t      run;
-    bool         run_kept;
-    hpmlg_array  out;                      /* (splits, kept) */
+    hpmlg_array  out;          /* (splits, kept) */
     float        scale;
     bool         add;
-    int          tx;                       /* threads side by side: a power of two up to 256 */
+    int          tx;           /* threads side by side: a power of two up to 256 */
 } hpmlg_fold;
 
 #define HPMLG_FOLD 256 /* threads of a block */
@@ -1331,14 +1327,12 @@ static __global__ void __launch_bounds__(HPMLG_FOLD, plain ? 5 : 3) hpmlg_k_fold
     int          lane = (int)threadIdx.x % f.tx, row = (int)threadIdx.x / f.tx, ty = HPMLG_FOLD / f.tx;
     int64_t      tiles = (f.run + 8 * f.tx - 1) / (8 * f.tx), o = blockIdx.x / tiles;
     int64_t      c = ((blockIdx.x - o * tiles) * f.tx + lane) * 8, end = c + 8 < f.run ? c + 8 : f.run;
-    int64_t      base = hpmlg_walk_at(f.kept, 0, o), first = ((int64_t)blockIdx.y * f.kept_count + o) * f.run;
+    int64_t      base = hpmlg_walk_at(f.kept, 0, o), first = ((int64_t)blockIdx.y * f.kept.count + o) * f.run;
     float       *mine = part + threadIdx.x;
-    hpmlg_eight  sum;
-    for (int j = 0; j < 8; j++) sum.v[j] = 0;
-    for (int64_t r = (int64_t)blockIdx.y * ty + row; r < f.summed_count && c < f.run; r += (int64_t)gridDim.y * ty) {
+    hpmlg_eight  sum = {};
+    for (int64_t r = (int64_t)blockIdx.y * ty + row; r < f.summed.count && c < f.run; r += (int64_t)gridDim.y * ty) {
         int64_t     at = base + hpmlg_walk_at(f.summed, 0, r);
-        hpmlg_eight e  = plain ? hpmlg_get_part(f.b.out, at + c, at + c, at + end, 0)
-                               : hpmlg_share<false>(f.b, f.side, at + c, at + c, at + end);
+        hpmlg_eight e  = hpmlg_share<false, plain>(f.b, f.side, at + c, at + c, at + end);
         for (int j = 0; j < 8; j++) sum.v[j] += e.v[j];
     }
     for (int j = 0; j < 8; j++) mine[j * HPMLG_FOLD] = sum.v[j];
@@ -1355,21 +1349,20 @@ static __global__ void __launch_bounds__(HPMLG_FOLD, plain ? 5 : 3) hpmlg_k_fold
 {
     __shared__ float space[HPMLG_FOLD / HPMLG_WARP];
     int     lane = (int)threadIdx.x % f.tx, ty = HPMLG_FOLD / f.tx;
-    int64_t k = (int64_t)blockIdx.x * ty + threadIdx.x / (unsigned)f.tx, to = (int64_t)blockIdx.y * f.kept_count + k;
+    int64_t k = (int64_t)blockIdx.x * ty + threadIdx.x / (unsigned)f.tx, to = (int64_t)blockIdx.y * f.kept.count + k;
     int64_t eights = (f.run + 14) / 8; /* that a run touches, wherever it begins */
-    int64_t base = k < f.kept_count ? hpmlg_walk_at(f.kept, 0, k) : 0;
+    int64_t base = k < f.kept.count ? hpmlg_walk_at(f.kept, 0, k) : 0;
     float   sum = 0;
-    for (int64_t q = (int64_t)blockIdx.y * f.tx + lane; q < f.summed_count * eights && k < f.kept_count;
+    for (int64_t q = (int64_t)blockIdx.y * f.tx + lane; q < f.summed.count * eights && k < f.kept.count;
          q += (int64_t)gridDim.y * f.tx) {
         int64_t r = hpmlg_quotient(q, eights), start = base + hpmlg_walk_at(f.summed, 0, r);
         int64_t at = start / 8 * 8 + (q - r * eights) * 8;
         if (at >= start + f.run) continue;
-        hpmlg_eight e = plain ? hpmlg_get_part(f.b.out, at, start, start + f.run, 0)
-                              : hpmlg_share<false>(f.b, f.side, at, start, start + f.run);
+        hpmlg_eight e = hpmlg_share<false, plain>(f.b, f.side, at, start, start + f.run);
         sum += ((e.v[0] + e.v[1]) + (e.v[2] + e.v[3])) + ((e.v[4] + e.v[5]) + (e.v[6] + e.v[7]));
     }
     sum = f.scale * hpmlg_group(sum, space, f.tx, false);
-    if (lane == 0 && k < f.kept_count) hpmlg_put(f.out, to, f.add ? hpmlg_get(f.out, to) + sum : sum);
+    if (lane == 0 && k < f.kept.count) hpmlg_put(f.out, to, f.add ? hpmlg_get(f.out, to) + sum : sum);
 }
 
 /* The smallest power of two of at least n, at most `most`. */
@@ -1380,65 +1373,54 @@ HPMLG_FN int hpmlg_power(int64_t n, int most)
     return p;
 }
 
-HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, hpmlg_fold f)
+/* An array (outer, dim, inner) as what is left without dim is stretched over it. */
+HPMLG_FN hpmlg_walk hpmlg_stretched(int64_t outer, int64_t dim, int64_t inner)
 {
-    hpmlg_fold  last = f;
-    int64_t     kept = f.run_kept ? f.kept_count * f.run : f.kept_count, blocks, splits, work, room;
-    hpml_status status;
-    f.tx   = hpmlg_power(f.run_kept ? (f.run + 7) / 8 : f.summed_count * ((f.run + 14) / 8), f.run_kept ? 32 : 256);
-    last.tx = HPMLG_FOLD / f.tx; /* here: groups of a block; set anew below */
-    blocks = f.run_kept ? f.kept_count * ((f.run + 8 * f.tx - 1) / (8 * f.tx)) : (kept + last.tx - 1) / last.tx;
-    work   = f.run_kept ? f.summed_count / (4 * last.tx) : f.summed_count * ((f.run + 14) / 8) / (4 * f.tx);
-    splits = (int64_t)d->sms * 8 / blocks;
-    room   = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept;
-    if (splits > work) splits = work;
-    if (splits > room) splits = room;
-    if (splits > 1) f.out = hpmlg_of(d->scratch, HPML_DTYPE_F32), f.scale = 1, f.add = false;
-    dim3 grid((unsigned)blocks, (unsigned)(splits > 1 ? splits : 1));
-    bool plain = f.b.op == HPML_OP_ADD; /* nothing to compute: fewer registers, more loads under way */
-    status = f.run_kept ? HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_columns, true, false, grid, HPMLG_FOLD, 0, f)
-                        : HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_rows, true, false, grid, HPMLG_FOLD, 0, f);
-    if (splits <= 1 || status != HPML_OK) return status;
-    last.b.op = HPML_OP_ADD, last.b.out = f.out, last.b.count = splits * kept, last.run = kept, last.run_kept = true;
-    last.kept.ndim = last.summed.ndim = 1, last.kept.stride[0][0] = 0, last.summed.stride[0][0] = kept;
-    last.kept_count = 1, last.summed_count = splits;
-    last.tx = hpmlg_power((kept + 7) / 8, 32);
-    blocks  = (kept + 8 * last.tx - 1) / (8 * last.tx);
-    return HPMLG_RUN(d, hpmlg_k_fold_columns<true>, dim3((unsigned)blocks), HPMLG_FOLD, 0, last);
+    hpmlg_walk w = {};
+    hpmlg_walk_push(&w, outer, inner, 0);
+    hpmlg_walk_push(&w, dim, 0, 0);
+    hpmlg_walk_push(&w, inner, 1, 0);
+    return w;
 }
 
-/* out (outer, inner) (+)= scale * the sum of x (outer, dim, inner) over dim. */
-HPMLG_FN hpml_status hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, int64_t outer, int64_t dim,
-                                   int64_t inner, float scale, bool add)
+/* out (+)= scale * the sums of x, walked by w in order, over the dimensions that w stretches. */
+HPMLG_FN hpml_status hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, hpmlg_walk w, float scale, bool add)
 {
-    hpmlg_fold f = {};
-    f.b.op = HPML_OP_ADD, f.b.out = x, f.b.count = outer * dim * inner;
-    f.out = out, f.scale = scale, f.add = add, f.run_kept = inner > 1;
-    f.kept.ndim = f.summed.ndim = 1;
-    f.kept.shape[0] = f.kept_count = outer, f.kept.stride[0][0] = dim * inner;
-    f.summed.shape[0] = f.summed_count = f.run_kept ? dim : 1, f.summed.stride[0][0] = inner;
-    f.run = f.run_kept ? inner : dim;
-    return hpmlg_fold_run(d, f);
+    hpmlg_binary b = {};
+    b.op = HPML_OP_ADD, b.out = x, b.w = w;
+    return hpmlg_fold_run(d, &b, 0, out, scale, add);
 }
 
-/* The gradient of the stretched operand `side`. */
-HPMLG_FN hpml_status hpmlg_binary_fold(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, bool add)
+/* out (+)= scale * what operand `side`, which is stretched, has from all of the result. */
+HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, float scale,
+                                    bool add)
 {
     hpmlg_fold f = {};
     int        last = b->w.ndim - 1;
     int64_t    step = 1, stride[HPML_MAX_DIMS];
-    f.b = *b, f.side = side, f.out = out, f.scale = 1, f.add = add;
-    f.run = b->w.shape[last], f.run_kept = b->w.stride[side][last] != 0;
+    bool       run_kept = b->w.stride[side][last] != 0;
+    f.b = *b, f.side = side, f.out = out, f.scale = scale, f.add = add;
+    f.run = b->w.shape[last];
     for (int i = last; i >= 0; i--) stride[i] = step, step *= b->w.shape[i];
-    f.kept_count = f.summed_count = 1;
-    for (int i = 0; i < last; i++) {
-        bool kept = b->w.stride[side][i] != 0;
-        hpmlg_walk_push(kept ? &f.kept : &f.summed, b->w.shape[i], stride[i], stride[i]);
-        *(kept ? &f.kept_count : &f.summed_count) *= b->w.shape[i];
-    }
-    if (f.kept.ndim == 0) hpmlg_walk_push(&f.kept, 1, 0, 0);
-    if (f.summed.ndim == 0) hpmlg_walk_push(&f.summed, 1, 0, 0);
-    return hpmlg_fold_run(d, f);
+    for (int i = 0; i < last; i++)
+        hpmlg_walk_push(b->w.stride[side][i] ? &f.kept : &f.summed, b->w.shape[i], stride[i], stride[i]);
+    int64_t eights = (f.run + (run_kept ? 7 : 14)) / 8, kept = run_kept ? f.kept.count * f.run : f.kept.count;
+    f.tx = hpmlg_power(run_kept ? eights : f.summed.count * eights, run_kept ? 32 : HPMLG_FOLD);
+    int     ty     = HPMLG_FOLD / f.tx;
+    int64_t blocks = run_kept ? f.kept.count * ((eights + f.tx - 1) / f.tx) : (kept + ty - 1) / ty;
+    int64_t work   = run_kept ? f.summed.count / (4 * ty) : f.summed.count * eights / (4 * f.tx);
+    int64_t splits = (int64_t)d->sms * 8 / blocks, room = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept;
+    if (splits > work) splits = work;
+    if (splits > room) splits = room;
+    if (splits <= 1 || b->out.p == d->scratch) splits = 1; /* the parts of a sum before are summed at once */
+    else f.out = hpmlg_of(d->scratch, HPML_DTYPE_F32), f.scale = 1, f.add = false;
+    dim3 grid((unsigned)blocks, (unsigned)splits);
+    bool plain = b->op == HPML_OP_ADD; /* nothing to compute: fewer registers, more loads under way */
+    hpml_status status = run_kept
+        ? HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_columns, true, false, grid, HPMLG_FOLD, 0, f)
+        : HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_rows, true, false, grid, HPMLG_FOLD, 0, f);
+    if (splits == 1 || status != HPML_OK) return status;
+    return hpmlg_sum_run(d, out, f.out, hpmlg_stretched(1, splits, kept), scale, add);
 }
 
 /* (outer, dim, inner) of t around one dimension; HPML_ALL_DIMS: (1, all, 1). */
@@ -1449,40 +1431,16 @@ HPMLG_FN void hpmlg_split_dims(const hpml_tensor *t, int dim, int64_t *outer, in
     for (int i = dim + 1; i < t->ndim && dim != HPML_ALL_DIMS; i++) *inner *= t->shape[i];
 }
 
-/* dx (+)= scale * dy, walked as the stretched array it is. */
-static __global__ void hpmlg_k_spread(hpmlg_array dx, hpmlg_array dy, const __grid_constant__ hpmlg_walk w,
-                                      float scale, int64_t n, bool add)
+HPMLG_OP(sum)
 {
-    HPMLG_EIGHTS(at, n) {
-        hpmlg_eight e = hpmlg_gather(dy, w, 0, at, n);
-        for (int j = 0; j < 8; j++) e.v[j] *= scale;
-        hpmlg_put_part(dx, at, 0, n, e, add);
-    }
-}
-
-HPMLG_FN hpml_status hpmlg_spread_run(hpmlg_device *d, hpmlg_array dx, hpmlg_array dy, const hpmlg_walk *w,
-                                      float scale, bool add)
-{
-    int64_t n = 1;
-    for (int i = 0; i < w->ndim; i++) n *= w->shape[i];
-    return HPMLG_DEAL(d, hpmlg_k_spread, n, 2048, dx, dy, *w, scale, n, add);
-}
-
-HPMLG_FN hpml_status hpmlg_sum(const hpml_run *run, hpml_node *n, bool back)
-{
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_array   to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
-    hpmlg_walk    w = {};
     int64_t       outer, dim, inner;
     hpmlg_split_dims(n->src[0], n->attr.sum.dim, &outer, &dim, &inner);
-    float scale = n->attr.sum.mean ? 1 / (float)dim : 1;
-    if (!back) return hpmlg_sum_run(d, to, from, outer, dim, inner, scale, false);
-    hpmlg_walk_push(&w, outer, inner, 0);
-    hpmlg_walk_push(&w, dim, 0, 0);
-    hpmlg_walk_push(&w, inner, 1, 0);
+    float      scale = n->attr.sum.mean ? 1 / (float)dim : 1;
+    hpmlg_walk w = hpmlg_stretched(outer, dim, inner);
+    if (!back) return hpmlg_sum_run(d, to, from, w, scale, false);
     return hpmlg_spread_run(d, to, from, &w, scale, n->accumulate[0]);
 }
-HPMLG_OP(sum, hpmlg_sum)
 
 /* Sums of f(x, t) over whole arrays: squares, and the losses. */
 enum hpmlg_term { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
@@ -1512,40 +1470,29 @@ static __global__ void hpmlg_k_total(float *part, hpmlg_array x, hpmlg_array t, 
     if (threadIdx.x == 0) part[blockIdx.x] = sum;
 }
 
-/* A number from partial sums, by one block, in doubles. labels: it is divided by the rows whose label is a class. */
+/* A number from partial sums, by one block, in doubles. */
 typedef struct hpmlg_finish {
     const float *part;    /* (n) */
     int64_t      n;
-    const int   *labels;  /* (n) or NULL */
-    int64_t      classes; /* labels are 0 to classes - 1 ... */
-    int          ignore;  /* ... but not this */
+    const unsigned long long *counted; /* it is divided by this, which a kernel has counted, or, NULL, */
     double       divisor;
     float       *out, *inverse; /* sum / divisor; 1 / divisor; NULL: not wanted */
     double      *wide;          /* the same as out */
 } hpmlg_finish;
 
-HPMLG_DEVICE bool hpmlg_label_counts(int label, int ignore, int64_t classes)
-{
-    return label != ignore && label >= 0 && label < classes;
-}
-
 static __global__ void __launch_bounds__(1024) hpmlg_k_finish(hpmlg_finish f)
 {
     __shared__ double sums[1024];
-    __shared__ int    counts[1024];
-    int    me = (int)threadIdx.x, counted = 0;
+    int    me = (int)threadIdx.x;
     double sum = 0;
-    for (int64_t i = me; i < f.n; i += 1024) {
-        sum += (double)f.part[i];
-        if (f.labels) counted += hpmlg_label_counts(f.labels[i], f.ignore, f.classes);
-    }
-    sums[me] = sum, counts[me] = counted;
+    for (int64_t i = me; i < f.n; i += 1024) sum += (double)f.part[i];
+    sums[me] = sum;
     for (int h = 512; h > 0; h /= 2) {
         __syncthreads();
-        if (me < h) sums[me] += sums[me + h], counts[me] += counts[me + h];
+        if (me < h) sums[me] += sums[me + h];
     }
     if (me != 0) return;
-    double divisor = f.labels ? (double)counts[0] : f.divisor;
+    double divisor = f.counted ? (double)f.counted[0] : f.divisor;
     if (f.out) f.out[0] = divisor > 0 ? (float)(sums[0] / divisor) : 0;
     if (f.wide) f.wide[0] = sums[0] / divisor;
     if (f.inverse) f.inverse[0] = divisor > 0 ? (float)(1 / divisor) : 0;
@@ -1626,17 +1573,13 @@ HPMLG_FN hpml_status hpmlg_correct(void *, hpml_ctx *ctx, hpml_dtype dtype, cons
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A reshape of what an op made is the same memory; inputs and parameters are copied. */
-HPMLG_FN hpml_status hpmlg_reshape(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(reshape)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_array   to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
     int64_t       count = hpml_tensor_count(n->out);
     if (!to.p || to.p == from.p) return HPML_OK;
-    if (back) return hpmlg_copy_run(d, to, from, count, n->accumulate[0]);
-    return hpmlg_check(d, cudaMemcpyAsync(to.p, from.p, (size_t)count * hpml_dtype_size(n->out->dtype),
-                                          cudaMemcpyDeviceToDevice, d->stream), "reshape");
+    return hpmlg_copy_run(d, to, from, count, hpmlg_adds(n, back));
 }
-HPMLG_OP(reshape, hpmlg_reshape)
 
 /* to (+)= from, permuted, in tiles of 64 x 64: `from` is read along its last dimension, which is dimension p of `to`,
    and `to` written along its own. w: over the tiles, (.., tiles along p, tiles along the last dimension), with the
@@ -1667,43 +1610,35 @@ static __global__ void hpmlg_k_turn(hpmlg_turn t)
     }
 }
 
-/* to (shape) (+)= from walked with `stride`. */
-HPMLG_FN hpml_status hpmlg_permute_run(hpmlg_device *d, hpmlg_array to, hpmlg_array from, int ndim,
-                                       const int64_t *shape, const int64_t *stride, bool add)
+/* Backward is the permutation that undoes it. */
+HPMLG_OP(permute)
 {
-    hpmlg_walk w = {};
-    hpmlg_turn t = {};
-    int64_t    own[HPML_MAX_DIMS], step = 1, outer = 1;
-    int        p = 0;
-    for (int i = 0; i < ndim; i++) hpmlg_walk_push(&w, shape[i], stride[i], 0);
-    for (int i = w.ndim - 1; i >= 0; i--) own[i] = step, step *= w.shape[i];
+    const hpml_tensor *shape = back ? n->src[0] : n->out, *other = back ? n->out : n->src[0];
+    hpmlg_array        to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
+    bool               add = hpmlg_adds(n, back);
+    hpmlg_walk         w = {};
+    hpmlg_turn         t = {};
+    int64_t            step[HPML_MAX_DIMS], stride[HPML_MAX_DIMS], whole = 1;
+    int                p = 0;
+    for (int i = other->ndim - 1; i >= 0; i--) step[i] = whole, whole *= other->shape[i];
+    for (int i = 0; i < shape->ndim; i++) {
+        int k = n->attr.permute.dims[i]; /* dimension i of the result is k of x */
+        if (back) stride[k] = step[i];
+        else stride[i] = step[k];
+    }
+    for (int i = 0; i < shape->ndim; i++) hpmlg_walk_push(&w, shape->shape[i], stride[i], 0);
+    whole = 1;
+    for (int i = w.ndim - 1; i >= 0; i--) step[i] = whole, whole *= w.shape[i];
     for (int i = 0; i < w.ndim - 1; i++)
         if (w.stride[0][i] == 1) p = i;
     t.p = w.shape[p], t.last = w.shape[w.ndim - 1];
     if (w.stride[0][w.ndim - 1] == 1 || t.p < 16 || t.last < 16) return hpmlg_spread_run(d, to, from, &w, 1, add);
-    t.from = from, t.to = to, t.add = add, t.from_last = w.stride[0][w.ndim - 1], t.to_p = own[p];
+    t.from = from, t.to = to, t.add = add, t.from_last = w.stride[0][w.ndim - 1], t.to_p = step[p];
     for (int i = 0; i < w.ndim - 1; i++)
-        if (i != p) hpmlg_walk_push(&t.w, w.shape[i], w.stride[0][i], own[i]), outer *= w.shape[i];
-    if (t.w.ndim == 0) hpmlg_walk_push(&t.w, 1, 0, 0);
+        if (i != p) hpmlg_walk_push(&t.w, w.shape[i], w.stride[0][i], step[i]);
     t.p_tiles = (t.p + HPMLG_TILE - 1) / HPMLG_TILE, t.last_tiles = (t.last + HPMLG_TILE - 1) / HPMLG_TILE;
-    return HPMLG_RUN(d, hpmlg_k_turn, (unsigned)(outer * t.p_tiles * t.last_tiles), 256, 0, t);
+    return HPMLG_RUN(d, hpmlg_k_turn, (unsigned)(t.w.count * t.p_tiles * t.last_tiles), 256, 0, t);
 }
-
-/* Backward is the permutation that undoes it. */
-HPMLG_FN hpml_status hpmlg_permute(const hpml_run *run, hpml_node *n, bool back)
-{
-    const hpml_tensor *x = n->src[0], *y = n->out, *to = back ? x : y, *from = back ? y : x;
-    int64_t            step[HPML_MAX_DIMS], stride[HPML_MAX_DIMS], whole = 1;
-    for (int i = from->ndim - 1; i >= 0; i--) step[i] = whole, whole *= from->shape[i];
-    for (int i = 0; i < y->ndim; i++) {
-        int k = n->attr.permute.dims[i]; /* dimension i of y is k of x */
-        if (back) stride[k] = step[i];
-        else stride[i] = step[k];
-    }
-    return hpmlg_permute_run(hpmlg_enter(run->ctx), hpmlg_writes(n, back), hpmlg_reads(n, back), to->ndim, to->shape,
-                             stride, hpmlg_adds(n, back));
-}
-HPMLG_OP(permute, hpmlg_permute)
 
 /* Row o of `to`, `width` elements from to_at on, becomes (or is added) row o of `from`, `block` elements from from_at
    on, with `lead` zeros before it and zeros behind. */
@@ -1726,10 +1661,9 @@ static __global__ void hpmlg_k_blocked(hpmlg_blocked b)
 
 /* The dimension `dim` of `whole` (.., dim, ..) from `start` on is all of part's: copies (or adds) one into the other,
    values or gradients. */
-HPMLG_FN hpml_status hpmlg_part(const hpml_run *run, const hpml_tensor *whole, const hpml_tensor *part, int dim,
+HPMLG_FN hpml_status hpmlg_part(hpmlg_device *d, const hpml_tensor *whole, const hpml_tensor *part, int dim,
                                 int64_t start, bool into_whole, bool gradient, bool add)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_blocked b = {};
     int64_t       rows, count, width, inner;
     hpmlg_split_dims(whole, dim, &rows, &count, &inner);
@@ -1743,25 +1677,23 @@ HPMLG_FN hpml_status hpmlg_part(const hpml_run *run, const hpml_tensor *whole, c
     return HPMLG_DEAL(d, hpmlg_k_blocked, b.rows * ((b.width + 7) / 8), 256, b);
 }
 
-HPMLG_FN hpml_status hpmlg_slice(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(slice)
 {
-    return hpmlg_part(run, n->src[0], n->out, n->attr.slice.dim, n->attr.slice.start, back, back, hpmlg_adds(n, back));
+    return hpmlg_part(d, n->src[0], n->out, n->attr.slice.dim, n->attr.slice.start, back, back, hpmlg_adds(n, back));
 }
-HPMLG_OP(slice, hpmlg_slice)
 
-HPMLG_FN hpml_status hpmlg_concat(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(concat)
 {
     hpml_status status = HPML_OK;
     int64_t     start = 0;
     int         dim = n->attr.slice.dim;
     for (int i = 0; i < n->src_count && status == HPML_OK; i++) {
         if (!back || n->src[i]->grad)
-            status = hpmlg_part(run, n->out, n->src[i], dim, start, !back, back, back && n->accumulate[i]);
+            status = hpmlg_part(d, n->out, n->src[i], dim, start, !back, back, back && n->accumulate[i]);
         start += n->src[i]->shape[dim];
     }
     return status;
 }
-HPMLG_OP(concat, hpmlg_concat)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-norm   softmax, layernorm, rmsnorm
@@ -1780,6 +1712,14 @@ HPMLG_DEVICE hpmlg_eight hpmlg_row_get(hpmlg_array a, int64_t row, int64_t cols,
 HPMLG_DEVICE void hpmlg_row_put(hpmlg_array a, int64_t row, int64_t cols, int64_t c, hpmlg_eight e, bool add)
 {
     hpmlg_put_part(a, row * cols + c, row * cols + c, row * cols + cols, e, add);
+}
+
+/* The same of a parameter (cols), all `none` where a layer has none. */
+HPMLG_DEVICE hpmlg_eight hpmlg_param_get(const float *p, int64_t cols, int64_t c, float none)
+{
+    hpmlg_array a = { (void *)p, HPML_DTYPE_F32 };
+    hpmlg_eight e = { { none, none, none, none, none, none, none, none } };
+    return p ? hpmlg_row_get(a, 0, cols, c, none) : e;
 }
 
 HPMLG_FN int64_t hpmlg_last_dim(const hpml_tensor *t) { return t->ndim > 0 ? t->shape[t->ndim - 1] : 1; }
@@ -1859,9 +1799,8 @@ static __global__ void hpmlg_k_softmax_back(hpmlg_array dx, hpmlg_array y, hpmlg
     }
 }
 
-HPMLG_FN hpml_status hpmlg_softmax(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(softmax)
 {
-    hpmlg_device *d      = hpmlg_enter(run->ctx);
     int64_t       cols   = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
     unsigned      blocks = hpmlg_row_blocks(d, rows, cols);
     hpmlg_array   y      = hpmlg_value(n->out);
@@ -1870,13 +1809,12 @@ HPMLG_FN hpml_status hpmlg_softmax(const hpml_run *run, hpml_node *n, bool back)
     return HPMLG_ROWS(d, hpmlg_k_softmax_back, blocks, cols, 0, hpmlg_grad(n->src[0]), y, hpmlg_grad(n->out), rows,
                       cols, log, n->accumulate[0]);
 }
-HPMLG_OP(softmax, hpmlg_softmax)
 
 /* xhat = (x - mean) rstd, y = xhat gamma + beta; saved: mean and rstd of each row. rmsnorm: mean = 0. A residual sum
    right before a norm, x = p + q, is made by the same kernel: x is written and not read again. */
 template <int TEAM, int G>
-static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p, hpmlg_array q, hpmlg_array gamma,
-                                    hpmlg_array beta, float2 *saved, int64_t rows, int64_t cols, float eps,
+static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p, hpmlg_array q, const float *gamma,
+                                    const float *beta, float2 *saved, int64_t rows, int64_t cols, float eps,
                                     bool centred)
 {
     __shared__ float space[HPMLG_WARP];
@@ -1905,14 +1843,8 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
         if (threadIdx.x % TEAM == 0) saved[row] = make_float2(mean, rstd);
         HPMLG_EACH_EIGHT {
             if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
-            hpmlg_eight g, b;
-            if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, 0);
-            if (beta.p) b = hpmlg_row_get(beta, 0, cols, c, 0);
-            for (int j = 0; j < 8; j++) {
-                e[k].v[j] = (e[k].v[j] - mean) * rstd;
-                if (gamma.p) e[k].v[j] *= g.v[j];
-                if (beta.p) e[k].v[j] += b.v[j];
-            }
+            hpmlg_eight g = hpmlg_param_get(gamma, cols, c, 1), b = hpmlg_param_get(beta, cols, c, 0);
+            for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean) * rstd * g.v[j] + b.v[j];
             hpmlg_row_put(y, row, cols, c, e[k], false);
         }
     }
@@ -1921,60 +1853,54 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
 /* With g = dy gamma: dx (+)= rstd (g - mean(g) - xhat mean(g xhat)). Each block leaves its rows' share of dgamma and
    dbeta in part (blocks, 2, cols): every thread sums its own columns, then the teams add up in order. */
 template <int TEAM, int G>
-static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_array dy, hpmlg_array gamma,
+static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_array dy, const float *gamma,
                                          const float2 *saved, float *part, int64_t rows, int64_t cols, bool centred,
                                          bool add)
 {
     __shared__ float space[HPMLG_WARP];
     HPMLG_SHARED(float, sums); /* (2, cols) where a block has several teams */
     const bool  many = cols > 8 * TEAM * G;
-    hpmlg_eight e[G], f[G], a[G], b[G];
+    const int   teams = (int)blockDim.x / TEAM;
+    hpmlg_eight e[G], f[G], a[G] = {}, b[G] = {};
     if (part) part += (int64_t)blockIdx.x * 2 * cols;
-    HPMLG_UNROLL
-    for (int k = 0; k < G; k++)
-        for (int j = 0; j < 8; j++) a[k].v[j] = b[k].v[j] = 0;
-    if (many && part) HPMLG_EACH_EIGHT
-        for (int j = 0; j < 8 && c + j < cols; j++) part[c + j] = part[cols + c + j] = 0;
+    hpmlg_array dgamma = { teams == 1 ? part : sums, HPML_DTYPE_F32 };
+    hpmlg_array dbeta  = { (float *)dgamma.p + cols, HPML_DTYPE_F32 };
     HPMLG_EACH_ROW {
         float mean = saved[row].x, rstd = saved[row].y, sum = 0, dot = 0;
+        auto  take = [&](int64_t k, int64_t c) { /* xhat and dy */
+            e[k] = hpmlg_row_get(x, row, cols, c, mean), f[k] = hpmlg_row_get(dy, row, cols, c, 0);
+            for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean) * rstd;
+        };
+        auto weigh = [&](int64_t k, int64_t c) { /* dy becomes g */
+            hpmlg_eight g = hpmlg_param_get(gamma, cols, c, 1);
+            for (int j = 0; j < 8; j++) f[k].v[j] *= g.v[j];
+        };
         HPMLG_EACH_EIGHT {
-            e[k] = hpmlg_row_get(x, row, cols, c, mean);
-            f[k] = hpmlg_row_get(dy, row, cols, c, 0);
-            hpmlg_eight g;
-            if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, 0);
-            for (int j = 0; j < 8; j++) {
-                float xhat = (e[k].v[j] - mean) * rstd, dg = f[k].v[j] * xhat;
-                if (many && part && c + j < cols) part[c + j] += dg, part[cols + c + j] += f[k].v[j];
-                a[k].v[j] += dg, b[k].v[j] += f[k].v[j];
-                if (gamma.p) f[k].v[j] *= g.v[j];
-                e[k].v[j] = xhat;
-                sum += f[k].v[j], dot += f[k].v[j] * xhat;
+            take(k, c);
+            for (int j = 0; j < 8; j++) a[k].v[j] += f[k].v[j] * e[k].v[j], b[k].v[j] += f[k].v[j];
+            if (many && part) {
+                hpmlg_row_put(dgamma, 0, cols, c, a[k], row != blockIdx.x);
+                hpmlg_row_put(dbeta, 0, cols, c, b[k], row != blockIdx.x);
+                for (int j = 0; j < 8; j++) a[k].v[j] = b[k].v[j] = 0;
             }
+            weigh(k, c);
+            for (int j = 0; j < 8; j++) sum += f[k].v[j], dot += f[k].v[j] * e[k].v[j];
         }
         if (!dx.p) continue;
         sum = centred ? hpmlg_group(sum, space, TEAM, false) / (float)cols : 0;
         dot = hpmlg_group(dot, space, TEAM, false) / (float)cols;
         HPMLG_EACH_EIGHT {
-            if (many) {
-                e[k] = hpmlg_row_get(x, row, cols, c, 0), f[k] = hpmlg_row_get(dy, row, cols, c, 0);
-                hpmlg_eight g;
-                if (gamma.p) g = hpmlg_row_get(gamma, 0, cols, c, 0);
-                for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean) * rstd, f[k].v[j] *= gamma.p ? g.v[j] : 1;
-            }
+            if (many) take(k, c), weigh(k, c);
             for (int j = 0; j < 8; j++) f[k].v[j] = rstd * (f[k].v[j] - sum - e[k].v[j] * dot);
             hpmlg_row_put(dx, row, cols, c, f[k], add);
         }
     }
     if (!part || many) return;
-    const int teams = (int)blockDim.x / TEAM;
-    float    *to    = teams == 1 ? part : sums;
     for (int team = 0; team < teams; team++) {
-        if ((int)threadIdx.x / TEAM == team) HPMLG_EACH_EIGHT
-            for (int j = 0; j < 8; j++)
-                if (c + j < cols) {
-                    to[c + j]        = (team ? to[c + j] : 0) + a[k].v[j];
-                    to[cols + c + j] = (team ? to[cols + c + j] : 0) + b[k].v[j];
-                }
+        if ((int)threadIdx.x / TEAM == team) HPMLG_EACH_EIGHT {
+            hpmlg_row_put(dgamma, 0, cols, c, a[k], team > 0);
+            hpmlg_row_put(dbeta, 0, cols, c, b[k], team > 0);
+        }
         __syncthreads();
     }
     for (int64_t i = threadIdx.x; i < 2 * cols && teams > 1; i += blockDim.x) part[i] = sums[i];
@@ -2002,15 +1928,13 @@ static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const fl
 
 HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
 {
-    int64_t blocks = cols <= HPMLG_WARP_ROW ? (rows + 3) / 4 : rows;
-    int64_t most   = (int64_t)d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* whole waves of what registers allow */
-    return (int)(blocks < most ? blocks : most);
+    int blocks = (int)hpmlg_row_blocks(d, rows, cols);
+    int most   = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* whole waves of what registers allow */
+    return blocks < most ? blocks : most;
 }
 
-HPMLG_FN hpmlg_array hpmlg_param_of(const hpml_node *n, int s)
-{
-    return hpmlg_of(n->src[s] ? n->src[s]->data : NULL, HPML_DTYPE_F32);
-}
+HPMLG_FN const float *hpmlg_param_of(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->data : NULL; }
+HPMLG_FN float       *hpmlg_param_grad(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->grad : NULL; }
 
 /* The sum that norm n does on its way; planned once, for passes that run as a whole. */
 HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
@@ -2023,21 +1947,21 @@ HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
     add->with = n;
 }
 
-HPMLG_FN hpml_status hpmlg_norm(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_FN hpml_status hpmlg_norm(hpmlg_device *d, hpml_node *n, bool back)
 {
-    hpmlg_device *d    = hpmlg_enter(run->ctx);
     int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
     float2       *saved = (float2 *)n->saved;
-    hpmlg_array   x = hpmlg_value(n->src[0]), gamma = hpmlg_param_of(n, 1), beta = hpmlg_param_of(n, 2);
+    hpmlg_array   x = hpmlg_value(n->src[0]), p = hpmlg_none(), q = p;
+    const float  *gamma = hpmlg_param_of(n, 1);
     bool          centred = n->op == HPML_OP_LAYERNORM;
     if (!back) {
-        const hpml_node *sum = n->src[0]->node && n->src[0]->node->with == n && d->passing ? n->src[0]->node : NULL;
-        return HPMLG_ROWS(d, hpmlg_k_norm, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out), x,
-                          sum ? hpmlg_value(sum->src[0]) : hpmlg_none(), sum ? hpmlg_value(sum->src[1]) : hpmlg_none(),
-                          gamma, beta, saved, rows, cols, n->attr.norm.eps, centred);
+        const hpml_node *sum = n->src[0]->node;
+        if (sum && sum->with == n && d->passing) p = hpmlg_value(sum->src[0]), q = hpmlg_value(sum->src[1]);
+        return HPMLG_ROWS(d, hpmlg_k_norm, hpmlg_row_blocks(d, rows, cols), cols, 0, hpmlg_value(n->out), x, p, q,
+                          gamma, hpmlg_param_of(n, 2), saved, rows, cols, n->attr.norm.eps, centred);
     }
     int         parts  = hpmlg_norm_parts(d, rows, cols);
-    float      *dgamma = n->src[1] ? n->src[1]->grad : NULL, *dbeta = n->src[2] ? n->src[2]->grad : NULL;
+    float      *dgamma = hpmlg_param_grad(n, 1), *dbeta = hpmlg_param_grad(n, 2);
     float      *part   = dgamma || dbeta ? (float *)n->scratch : NULL;
     size_t      shared = cols <= HPMLG_WARP_ROW ? (size_t)(2 * cols) * sizeof(float) : 0;
     hpml_status status = HPMLG_ROWS(d, hpmlg_k_norm_back, (unsigned)parts, cols, shared, hpmlg_grad(n->src[0]), x,
@@ -2047,280 +1971,224 @@ HPMLG_FN hpml_status hpmlg_norm(const hpml_run *run, hpml_node *n, bool back)
     return HPMLG_RUN(d, hpmlg_k_norm_params, (unsigned)((2 * cols + HPMLG_WARP - 1) / HPMLG_WARP), 256, 0, dgamma,
                      dbeta, part, parts, cols, n->accumulate[1], n->accumulate[2]);
 }
-HPMLG_OP(layernorm, hpmlg_norm)
-HPMLG_OP(rmsnorm, hpmlg_norm)
+HPMLG_OP(layernorm) { return hpmlg_norm(d, n, back); }
+HPMLG_OP(rmsnorm) { return hpmlg_norm(d, n, back); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-batchnorm   batch normalization
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Per channel, N = B P numbers, P = H W: y = gamma (x - mean) rstd + beta. First sums over pieces of a channel, one
-   block each, then one thread for a channel adds the pieces in order, then all elements are written. Means and squares
+   block each, then one thread for a channel joins the pieces in order, then all elements are written. Means and squares
    are kept as (count, mean, sum of squared distances to it) and joined so (Chan, Golub & LeVeque 1979), which loses
-   nothing where the mean is far from zero. A block takes one channel, or 32 channels side by side where P is 1. */
+   nothing where the mean is far from zero. Backward the same places hold plain sums: mean is s1 = sum dy and square
+   s2 = sum dy xhat. A block takes one channel, or 32 channels side by side where P is 1. */
 
 #define HPMLG_BN_SPLITS 64
 
-typedef struct hpmlg_bn {
-    int64_t B, C, P, N, width; /* width: channels of a block */
-    int64_t splits, unit;      /* pieces of a channel; numbers taken at once: 8 where planes are whole eights */
-} hpmlg_bn;
+template <class T> struct hpmlg_moments { T n, mean, square; };
 
-typedef struct hpmlg_moments { double n, mean, square; } hpmlg_moments;
-
-HPMLG_DEVICE hpmlg_moments hpmlg_moments_join(hpmlg_moments a, hpmlg_moments b)
+template <bool back, class T>
+HPMLG_DEVICE hpmlg_moments<T> hpmlg_moments_join(hpmlg_moments<T> a, hpmlg_moments<T> b)
 {
-    hpmlg_moments s;
-    double        apart = b.mean - a.mean;
-    s.n = a.n + b.n;
-    if (s.n == 0) return a;
-    s.mean   = a.mean + apart * (b.n / s.n);
-    s.square = a.square + b.square + apart * apart * (a.n * b.n / s.n);
+    hpmlg_moments<T> s = { a.n + b.n, a.mean + b.mean, a.square + b.square };
+    T                apart = b.mean - a.mean;
+    if (back || s.n == 0) return s;
+    s.mean = a.mean + apart * (b.n / s.n);
+    s.square += apart * apart * (a.n * b.n / s.n);
     return s;
 }
 
+typedef struct hpmlg_bn {
+    int64_t      B, C, P, N, width; /* width: channels of a block */
+    int64_t      splits, unit;      /* pieces of a channel; numbers taken at once: 8 where planes are whole eights */
+    hpmlg_array  x, y, dx, dy;
+    const float *gamma, *beta;      /* (C), or NULL; as their gradients */
+    float       *dgamma, *dbeta, *running_mean, *running_var;
+    float2      *saved, *means;     /* (C): mean and rstd; s1 / N and s2 / N */
+    hpmlg_moments<double> *part;    /* (splits, C) */
+    float        eps, momentum;
+    bool         train, relu, add[3];
+} hpmlg_bn;
+
 /* Where unit u of channel c stands. */
-HPMLG_DEVICE int64_t hpmlg_bn_at(const hpmlg_bn *s, int64_t c, int64_t u)
+HPMLG_DEVICE int64_t hpmlg_bn_at(const hpmlg_bn &s, int64_t c, int64_t u)
 {
-    int64_t i = u * s->unit, image = hpmlg_quotient(i, s->P);
-    return (image * s->C + c) * s->P + (i - image * s->P);
+    int64_t i = u * s.unit, image = hpmlg_quotient(i, s.P);
+    return (image * s.C + c) * s.P + (i - image * s.P);
 }
 
 /* Up to 8 numbers of a channel, for the unit u of this thread and those a block's step further on; how many. */
-HPMLG_DEVICE int hpmlg_bn_take(const hpmlg_bn *s, hpmlg_array x, int64_t c, int64_t u, int64_t to, hpmlg_eight *e)
+HPMLG_DEVICE int hpmlg_bn_take(const hpmlg_bn &s, hpmlg_array x, int64_t c, int64_t u, int64_t to, hpmlg_eight *e)
 {
     int count = 0;
-    if (s->unit == 8) {
+    if (s.unit == 8) {
         *e = hpmlg_get8(x, hpmlg_bn_at(s, c, u) >> 3);
         return 8;
     }
     for (int j = 0; j < 8; j++) {
-        int64_t v = u + j * (blockDim.x / s->width);
+        int64_t v = u + j * (blockDim.x / s.width);
         e->v[j]   = v < to ? hpmlg_get(x, hpmlg_bn_at(s, c, v)) : 0;
         count += v < to;
     }
     return count;
 }
 
-/* This thread's channel, its first unit, the end of the block's piece and the step: set by every kernel below. */
-#define HPMLG_BN_PIECE(s)                                                                                              \
-    const int64_t c = (int64_t)blockIdx.x * s.width + threadIdx.x % s.width, units = s.N / s.unit;                     \
-    const int64_t to = c < s.C ? units * (blockIdx.y + 1) / s.splits : 0;                                              \
-    const int64_t first = units * blockIdx.y / s.splits + threadIdx.x / s.width;                                       \
-    const int64_t step = (int64_t)(blockDim.x / s.width) * (s.unit == 8 ? 1 : 8)
-
-static __global__ void hpmlg_k_bn_moments(hpmlg_moments *part, hpmlg_array x, hpmlg_bn s) // part (splits, C)
+template <bool back> static __global__ void hpmlg_k_bn_pieces(hpmlg_bn s)
 {
-    __shared__ hpmlg_moments all[256];
-    HPMLG_BN_PIECE(s);
-    float n = 0, mean = 0, square = 0;
-    for (int64_t u = first; u < to; u += step) {
-        hpmlg_eight e;
-        int         count = hpmlg_bn_take(&s, x, c, u, to, &e);
-        float       m = (float)count, sum = 0, near = 0, apart;
-        for (int j = 0; j < 8; j++) sum += e.v[j];
-        sum /= m;
-        for (int j = 0; j < 8; j++) near += j < count ? (e.v[j] - sum) * (e.v[j] - sum) : 0;
-        apart = sum - mean;
-        mean += apart * (m / (n + m));
-        square += near + apart * apart * (n * m / (n + m));
-        n += m;
+    typedef typename std::conditional<back, double, float>::type T; /* what a thread joins its own in */
+    __shared__ hpmlg_moments<double> all[256];
+    int64_t c = (int64_t)blockIdx.x * s.width + threadIdx.x % s.width, units = s.N / s.unit;
+    int64_t to = c < s.C ? units * (blockIdx.y + 1) / s.splits : 0;
+    int64_t step = (int64_t)(blockDim.x / s.width) * (s.unit == 8 ? 1 : 8);
+    float   mean = back && c < s.C ? s.saved[c].x : 0, rstd = back && c < s.C ? s.saved[c].y : 0;
+    hpmlg_moments<T> mine = { 0, 0, 0 };
+    for (int64_t u = units * blockIdx.y / s.splits + threadIdx.x / s.width; u < to; u += step) {
+        hpmlg_eight e, f, z;
+        float       sum = 0, other = 0, n = (float)hpmlg_bn_take(s, s.x, c, u, to, &e);
+        if (back) {
+            hpmlg_bn_take(s, s.dy, c, u, to, &f);
+            if (s.relu) hpmlg_bn_take(s, s.y, c, u, to, &z);
+            for (int j = 0; j < 8; j++) { /* what is not there is 0 in dy */
+                float v = s.relu && !(z.v[j] > 0) ? 0 : f.v[j];
+                sum += v, other += v * ((e.v[j] - mean) * rstd);
+            }
+        } else {
+            for (int j = 0; j < 8; j++) sum += e.v[j];
+            sum /= n;
+            for (int j = 0; j < 8; j++) other += (float)j < n ? (e.v[j] - sum) * (e.v[j] - sum) : 0;
+        }
+        mine = hpmlg_moments_join<back, T>(mine, { back ? 0 : (T)n, (T)sum, (T)other });
     }
-    hpmlg_moments mine = { (double)n, (double)mean, (double)square };
-    all[threadIdx.x]   = mine;
+    all[threadIdx.x] = { (double)mine.n, (double)mine.mean, (double)mine.square };
     for (int h = (int)blockDim.x / 2; h >= s.width; h /= 2) {
         __syncthreads();
-        if ((int)threadIdx.x < h) all[threadIdx.x] = hpmlg_moments_join(all[threadIdx.x], all[threadIdx.x + h]);
+        if ((int)threadIdx.x < h)
+            all[threadIdx.x] = hpmlg_moments_join<back>(all[threadIdx.x], all[threadIdx.x + h]);
     }
-    if (threadIdx.x < s.width && c < s.C) part[blockIdx.y * s.C + c] = all[threadIdx.x];
+    if (threadIdx.x < s.width && c < s.C) s.part[blockIdx.y * s.C + c] = all[threadIdx.x];
 }
 
-/* Statistics of each channel: of the batch, which also move the running ones, or, part NULL, the running ones. */
-static __global__ void hpmlg_k_bn_statistics(float2 *saved, float *running_mean, float *running_var,
-                                             const hpmlg_moments *part, hpmlg_bn s, float eps, float momentum)
+/* What the pieces of each channel say: its statistics, which also move the running ones (these are taken where nothing
+   is trained); backward the gradients of gamma and beta, and the means that dx needs. */
+template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
 {
-    int64_t       c   = hpmlg_me();
-    hpmlg_moments all = { 0, 0, 0 };
+    int64_t c = hpmlg_me();
+    hpmlg_moments<double> all = { 0, 0, 0 };
     if (c >= s.C) return;
-    if (!part) {
-        saved[c] = make_float2(running_mean[c], (float)(1 / sqrt((double)running_var[c] + (double)eps)));
+    for (int64_t i = 0; i < s.splits && (back || s.train); i++)
+        all = hpmlg_moments_join<back>(all, s.part[i * s.C + c]);
+    if (back) {
+        double N = (double)s.N;
+        if (s.dgamma) s.dgamma[c] = (s.add[1] ? s.dgamma[c] : 0) + (float)all.square;
+        if (s.dbeta) s.dbeta[c] = (s.add[2] ? s.dbeta[c] : 0) + (float)all.mean;
+        s.means[c] = s.train ? make_float2((float)(all.mean / N), (float)(all.square / N)) : make_float2(0, 0);
         return;
     }
-    for (int64_t i = 0; i < s.splits; i++) all = hpmlg_moments_join(all, part[i * s.C + c]);
-    float mean = (float)all.mean, var = (float)(all.square / (all.n > 1 ? all.n - 1 : 1));
-    saved[c]        = make_float2(mean, (float)(1 / sqrt(all.square / all.n + (double)eps)));
-    running_mean[c] = (1 - momentum) * running_mean[c] + momentum * mean;
-    running_var[c]  = (1 - momentum) * running_var[c] + momentum * var;
+    double mean = s.train ? all.mean : s.running_mean[c], var = s.train ? all.square / all.n : s.running_var[c];
+    s.saved[c]  = make_float2((float)mean, (float)(1 / sqrt(var + (double)s.eps)));
+    if (!s.train) return;
+    s.running_mean[c] = (1 - s.momentum) * s.running_mean[c] + s.momentum * (float)mean;
+    s.running_var[c]  = (1 - s.momentum) * s.running_var[c] + s.momentum * (float)(all.square / fmax(all.n - 1, 1.0));
 }
 
-/* Forward (dy.p NULL): y = a x + b, a = rstd gamma, b = beta - mean a, with a relu if wanted. Backward: dx (+)= a (dy -
-   s1 / N - xhat s2 / N), mean1 and mean2 the two quotients. Eights of the whole array; channels change within. */
-static __global__ void hpmlg_k_bn_apply(hpmlg_array out, hpmlg_array x, hpmlg_array dy, hpmlg_array y, hpmlg_bn s,
-                                        const float2 *saved, const float *gamma, const float *beta,
-                                        const float2 *means, bool relu, bool add)
+/* y = a x + b, a = rstd gamma, b = beta - mean a, with a relu if wanted; dx (+)= a (dy - s1 / N - xhat s2 / N). Eights
+   of the whole array; channels change within. */
+template <bool back> static __global__ void hpmlg_k_bn_apply(hpmlg_bn s)
 {
     int64_t n = s.B * s.C * s.P;
     HPMLG_EIGHTS(i, n) {
         int64_t     plane = hpmlg_quotient(i, s.P), r = i - plane * s.P, c = plane - hpmlg_quotient(plane, s.C) * s.C;
-        hpmlg_eight e = hpmlg_row_get(x, 0, n, i, 0), f, z;
-        if (dy.p) f = hpmlg_row_get(dy, 0, n, i, 0);
-        if (dy.p && relu) z = hpmlg_row_get(y, 0, n, i, 0);
-        float a = 0, b = 0, one = 0, two = 0;
+        hpmlg_eight e = hpmlg_row_get(s.x, 0, n, i, 0), f, z;
+        if (back) f = hpmlg_row_get(s.dy, 0, n, i, 0);
+        if (back && s.relu) z = hpmlg_row_get(s.y, 0, n, i, 0);
+        float a = 0, b = 0, two = 0;
         for (int j = 0; j < 8; j++, r++) {
             if (r == s.P) r = 0, c = c + 1 == s.C ? 0 : c + 1;
             if (j == 0 || r == 0) {
-                float mean = saved[c].x, rstd = saved[c].y;
-                a = rstd * (gamma ? gamma[c] : 1);
-                b = (beta ? beta[c] : 0) - mean * a;
-                if (dy.p) one = means[c].x - mean * rstd * means[c].y, two = rstd * means[c].y;
+                float mean = s.saved[c].x, rstd = s.saved[c].y;
+                a   = rstd * (s.gamma ? s.gamma[c] : 1);
+                two = back ? rstd * s.means[c].y : 0;
+                b   = back ? s.means[c].x - mean * two : (s.beta ? s.beta[c] : 0) - mean * a;
             }
-            if (dy.p) e.v[j] = a * ((relu && !(z.v[j] > 0) ? 0 : f.v[j]) - one - e.v[j] * two);
-            else {
-                e.v[j] = a * e.v[j] + b;
-                if (relu) e.v[j] = e.v[j] > 0 || e.v[j] != e.v[j] ? e.v[j] : 0;
-            }
+            if (back) e.v[j] = a * ((s.relu && !(z.v[j] > 0) ? 0 : f.v[j]) - b - e.v[j] * two);
+            else e.v[j] = hpmlg_act(s.relu ? HPML_ACT_RELU : HPML_ACT_NONE, 0, a * e.v[j] + b);
         }
-        hpmlg_row_put(out, 0, n, i, e, add);
+        hpmlg_row_put(back ? s.dx : s.y, 0, n, i, e, back && s.add[0]);
     }
 }
 
-/* s1 = sum dy, s2 = sum dy xhat of the pieces of each channel. part (splits, C) */
-static __global__ void hpmlg_k_bn_back_sums(double2 *part, hpmlg_array x, hpmlg_array dy, hpmlg_array y,
-                                            const float2 *saved, hpmlg_bn s, bool relu)
-{
-    __shared__ double all[2][256];
-    HPMLG_BN_PIECE(s);
-    float mean = c < s.C ? saved[c].x : 0, rstd = c < s.C ? saved[c].y : 0;
-    double s1 = 0, s2 = 0;
-    for (int64_t u = first; u < to; u += step) {
-        hpmlg_eight e, f, z;
-        float       sum = 0, dot = 0;
-        hpmlg_bn_take(&s, x, c, u, to, &e);
-        hpmlg_bn_take(&s, dy, c, u, to, &f);
-        if (relu) hpmlg_bn_take(&s, y, c, u, to, &z);
-        for (int j = 0; j < 8; j++) { /* what is not there is 0 in dy */
-            float v = relu && !(z.v[j] > 0) ? 0 : f.v[j];
-            sum += v, dot += v * ((e.v[j] - mean) * rstd);
-        }
-        s1 += (double)sum, s2 += (double)dot;
-    }
-    all[0][threadIdx.x] = s1, all[1][threadIdx.x] = s2;
-    for (int h = (int)blockDim.x / 2; h >= s.width; h /= 2) {
-        __syncthreads();
-        for (int k = 0; k < 2 && (int)threadIdx.x < h; k++) all[k][threadIdx.x] += all[k][threadIdx.x + h];
-    }
-    if (threadIdx.x < s.width && c < s.C) part[blockIdx.y * s.C + c] = make_double2(all[0][threadIdx.x],
-                                                                                    all[1][threadIdx.x]);
-}
-
-static __global__ void hpmlg_k_bn_back_params(float *dgamma, float *dbeta, float2 *means, const double2 *part,
-                                              hpmlg_bn s, bool train, bool add_gamma, bool add_beta)
-{
-    int64_t c  = hpmlg_me();
-    double  s1 = 0, s2 = 0;
-    if (c >= s.C) return;
-    for (int64_t i = 0; i < s.splits; i++) s1 += part[i * s.C + c].x, s2 += part[i * s.C + c].y;
-    if (dgamma) dgamma[c] = (add_gamma ? dgamma[c] : 0) + (float)s2;
-    if (dbeta) dbeta[c] = (add_beta ? dbeta[c] : 0) + (float)s1;
-    means[c] = train ? make_float2((float)(s1 / (double)s.N), (float)(s2 / (double)s.N)) : make_float2(0, 0);
-}
-
-HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n)
+HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n, bool train)
 {
     const int64_t *y = n->out->shape; /* dimensions that are not there are 1 */
-    hpmlg_bn       s = { y[0], y[1], y[2] * y[3], y[0] * y[2] * y[3], y[2] * y[3] == 1 ? 32 : 1, 1, 1 };
-    int64_t        blocks = (s.C + s.width - 1) / s.width, splits = (d->sms * 8 + blocks - 1) / blocks;
-    int64_t        turn = 8 * (256 / s.width), most = (s.N + turn - 1) / turn; /* 8 numbers a thread */
-    const hpml_tensor *x = n->src[0];
-    uintptr_t      places = (uintptr_t)x->data | (uintptr_t)n->out->data | (uintptr_t)n->out->grad;
+    hpml_tensor *const *src = n->src;
+    hpmlg_bn       s = {};
+    s.B = y[0], s.C = y[1], s.P = y[2] * y[3], s.N = s.B * s.P, s.width = s.P == 1 ? 32 : 1;
+    int64_t   blocks = (s.C + s.width - 1) / s.width, splits = (d->sms * 8 + blocks - 1) / blocks;
+    int64_t   turn = 8 * (256 / s.width), most = (s.N + turn - 1) / turn; /* 8 numbers a thread */
+    uintptr_t places = (uintptr_t)src[0]->data | (uintptr_t)n->out->data | (uintptr_t)n->out->grad;
     s.splits = splits < most ? splits : most;
     if (s.splits > HPMLG_BN_SPLITS) s.splits = HPMLG_BN_SPLITS;
-    s.unit   = s.P % 8 == 0 && places % 16 == 0 ? 8 : 1;
+    s.unit  = s.P % 8 == 0 && places % 16 == 0 ? 8 : 1;
+    s.x     = hpmlg_value(src[0]), s.dx = hpmlg_grad(src[0]), s.y = hpmlg_value(n->out), s.dy = hpmlg_grad(n->out);
+    s.gamma = hpmlg_param_of(n, 1), s.dgamma = hpmlg_param_grad(n, 1);
+    s.beta  = hpmlg_param_of(n, 2), s.dbeta = hpmlg_param_grad(n, 2);
+    s.part  = (hpmlg_moments<double> *)n->scratch, s.means = (float2 *)(s.part + s.C * s.splits);
+    s.saved = (float2 *)n->saved, s.running_mean = src[3]->data, s.running_var = src[4]->data;
+    s.eps   = n->attr.norm.eps, s.momentum = n->attr.norm.momentum, s.train = train;
+    s.relu  = n->attr.norm.act == HPML_ACT_RELU;
+    for (int i = 0; i < 3; i++) s.add[i] = n->accumulate[i];
     return s;
 }
 
 HPMLG_FN size_t hpmlg_bn_scratch(const hpmlg_device *d, const hpml_node *n)
 {
-    hpmlg_bn s = hpmlg_bn_of(d, n);
-    return (size_t)(s.C * s.splits) * sizeof(hpmlg_moments) + (size_t)s.C * sizeof(float2);
+    hpmlg_bn s = hpmlg_bn_of(d, n, true);
+    return (size_t)(s.C * s.splits) * sizeof *s.part + (size_t)s.C * sizeof *s.means;
 }
 
 /* Where ranks share a batch: the pieces of each channel are joined here on the host, as sums about 0 added up over the
-   ranks, and go back as the one piece. pieces: (splits, C) of moments, or, backward, of s1 and s2: `each` doubles each.
-   The host waits, so such passes are not recorded. */
-HPMLG_FN hpml_status hpmlg_bn_share(const hpml_run *run, hpmlg_device *d, hpmlg_bn *s, double *pieces, int64_t each)
+   ranks, and go back as the one piece. The host waits, so such passes are not recorded. */
+HPMLG_FN hpml_status hpmlg_bn_share(const hpml_run *run, hpmlg_device *d, hpmlg_bn *s, bool back)
 {
-    size_t      bytes = (size_t)(s->C * s->splits * each) * sizeof(double);
-    double     *p = (double *)hpml_ctx_alloc(run->ctx, bytes, NULL), N;
+    size_t      bytes = (size_t)(s->C * s->splits) * sizeof *s->part;
+    hpmlg_moments<double> *p = (hpmlg_moments<double> *)hpml_ctx_alloc(run->ctx, bytes, NULL);
     double     *sum = (double *)hpml_ctx_alloc(run->ctx, (size_t)(2 * s->C + 1) * sizeof(double), NULL);
-    hpml_status status = p && sum ? hpmlg_read(d, p, pieces, bytes) : HPML_ERR_MEMORY;
+    hpml_status status = p && sum ? hpmlg_read(d, p, s->part, bytes) : HPML_ERR_MEMORY;
     for (int64_t i = 0; i < s->C * s->splits && status == HPML_OK; i++) {
-        const double *at = p + i * each, n = each == 3 ? at[0] : 0, mean = at[each - 2];
-        sum[2 * (i % s->C)] += each == 3 ? n * mean : mean;
-        sum[2 * (i % s->C) + 1] += at[each - 1] + n * mean * mean;
+        double *to = sum + 2 * (i % s->C), n = back ? 0 : p[i].n;
+        to[0] += back ? p[i].mean : n * p[i].mean, to[1] += p[i].square + n * p[i].mean * p[i].mean;
     }
     if (status == HPML_OK) sum[2 * s->C] = (double)s->N, status = run->sum(run->sum_user, sum, 2 * s->C + 1);
-    N = status == HPML_OK ? sum[2 * s->C] : 1;
     for (int64_t c = 0; c < s->C && status == HPML_OK; c++) {
-        double *at = p + c * each, mean = sum[2 * c] / N;
-        if (each == 3) at[0] = N, at[1] = mean, at[2] = fmax(sum[2 * c + 1] - sum[2 * c] * mean, 0);
-        else at[0] = sum[2 * c], at[1] = sum[2 * c + 1];
+        double a = sum[2 * c], b = sum[2 * c + 1], N = sum[2 * s->C];
+        p[c].n = N, p[c].mean = back ? a : a / N, p[c].square = back ? b : fmax(b - a * a / N, 0);
     }
-    if (status == HPML_OK) status = hpmlg_write(d, pieces, p, (size_t)(s->C * each) * sizeof(double));
+    if (status == HPML_OK) status = hpmlg_write(d, s->part, p, (size_t)s->C * sizeof *p);
+    if (status == HPML_OK) s->N = (int64_t)sum[2 * s->C];
     hpml_ctx_release(run->ctx, p);
     hpml_ctx_release(run->ctx, sum);
-    s->splits = 1, s->N = (int64_t)N;
+    s->splits = 1;
     return status;
 }
 
-HPMLG_FN hpml_status hpmlg_batchnorm_forward(const hpml_run *run, hpml_node *n)
+HPMLG_OP(batchnorm)
 {
-    hpmlg_device  *d    = hpmlg_enter(run->ctx);
-    hpmlg_bn       s    = hpmlg_bn_of(d, n), all;
-    hpmlg_moments *part = run->train ? (hpmlg_moments *)n->scratch : NULL;
-    hpmlg_array    none = hpmlg_none(), gamma = hpmlg_param_of(n, 1), beta = hpmlg_param_of(n, 2);
-    hpml_status    status = HPML_OK;
-    dim3           grid((unsigned)((s.C + s.width - 1) / s.width), (unsigned)s.splits);
-    if (run->idle) s.B = s.N = 0;
-    all = s;
-    if (part) status = HPMLG_RUN(d, hpmlg_k_bn_moments, grid, 256, 0, part, hpmlg_value(n->src[0]), s);
-    if (part && run->sum && status == HPML_OK) status = hpmlg_bn_share(run, d, &all, (double *)part, 3);
-    if (status == HPML_OK)
-        status = HPMLG_RUN(d, hpmlg_k_bn_statistics, (unsigned)((s.C + 127) / 128), 128, 0, (float2 *)n->saved,
-                           n->src[3]->data, n->src[4]->data, part, all, n->attr.norm.eps, n->attr.norm.momentum);
-    if (status != HPML_OK || s.N == 0) return status;
-    return HPMLG_DEAL(d, hpmlg_k_bn_apply, s.N * s.C, 2048, hpmlg_value(n->out), hpmlg_value(n->src[0]), none, none, s,
-                      (const float2 *)n->saved, (const float *)gamma.p, (const float *)beta.p, (const float2 *)NULL,
-                      n->attr.norm.act == HPML_ACT_RELU, false);
-}
-
-HPMLG_FN hpml_status hpmlg_batchnorm_backward(const hpml_run *run, hpml_node *n)
-{
-    hpmlg_device *d     = hpmlg_enter(run->ctx);
-    hpmlg_bn      s     = hpmlg_bn_of(d, n), all;
-    double2      *part  = (double2 *)n->scratch;
-    float2       *means = (float2 *)((hpmlg_moments *)n->scratch + s.C * s.splits);
-    bool          relu  = n->attr.norm.act == HPML_ACT_RELU;
+    hpmlg_bn      s = hpmlg_bn_of(d, n, run->train), all;
+    bool          shared = run->train && run->sum;
+    unsigned      channels = (unsigned)((s.C + 127) / 128);
+    hpml_status   status = HPML_OK;
     dim3          grid((unsigned)((s.C + s.width - 1) / s.width), (unsigned)s.splits);
     if (run->idle) s.B = s.N = 0;
     all = s;
-    hpml_status   status = HPMLG_RUN(d, hpmlg_k_bn_back_sums, grid, 256, 0, part, hpmlg_value(n->src[0]),
-                                     hpmlg_grad(n->out), hpmlg_value(n->out), (const float2 *)n->saved, s, relu);
-    if (status == HPML_OK)
-        status = HPMLG_RUN(d, hpmlg_k_bn_back_params, (unsigned)((s.C + 127) / 128), 128, 0,
-                           n->src[1] ? n->src[1]->grad : NULL, n->src[2] ? n->src[2]->grad : NULL, means,
-                           (const double2 *)part, s, run->train, n->accumulate[1], n->accumulate[2]);
-    if (run->train && run->sum && status == HPML_OK) { /* gamma's and beta's are this rank's; the means are of all */
-        status = hpmlg_bn_share(run, d, &all, (double *)part, 2);
-        if (status == HPML_OK)
-            status = HPMLG_RUN(d, hpmlg_k_bn_back_params, (unsigned)((s.C + 127) / 128), 128, 0, (float *)NULL,
-                               (float *)NULL, means, (const double2 *)part, all, true, false, false);
-    }
-    if (status != HPML_OK || !n->src[0]->grad || s.N == 0) return status;
-    return HPMLG_DEAL(d, hpmlg_k_bn_apply, s.N * s.C, 2048, hpmlg_grad(n->src[0]), hpmlg_value(n->src[0]),
-                      hpmlg_grad(n->out), hpmlg_value(n->out), s, (const float2 *)n->saved,
-                      (const float *)hpmlg_param_of(n, 1).p, (const float *)NULL, (const float2 *)means, relu,
-                      n->accumulate[0]);
+    if (back || s.train) status = HPMLG_RUN_EITHER(d, back, hpmlg_k_bn_pieces, true, false, grid, 256, 0, s);
+    if (back && status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bn_channels<true>, channels, 128, 0, s);
+    if (shared && status == HPML_OK) status = hpmlg_bn_share(run, d, &all, back);
+    all.dgamma = all.dbeta = NULL; /* gamma's and beta's are this rank's, above; the means are of all */
+    if ((!back || shared) && status == HPML_OK)
+        status = HPMLG_RUN_EITHER(d, back, hpmlg_k_bn_channels, true, false, channels, 128, 0, all);
+    if (status != HPML_OK || s.N == 0 || (back && !s.dx.p)) return status;
+    return HPMLG_RUN_EITHER(d, back, hpmlg_k_bn_apply, true, false, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2396,10 +2264,9 @@ static __global__ void hpmlg_k_pool_back(hpmlg_pool p)
     }
 }
 
-HPMLG_FN hpml_status hpmlg_pool_pass(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_FN hpml_status hpmlg_pool_pass(hpmlg_device *d, hpml_node *n, bool back)
 {
     const int64_t *x = n->src[0]->shape, *y = n->out->shape;
-    hpmlg_device  *d = hpmlg_enter(run->ctx);
     hpmlg_pool     p = {};
     p.x  = hpmlg_either(n->src[0], back), p.y = hpmlg_either(n->out, back);
     p.at = n->op == HPML_OP_MAX_POOL ? (int *)n->saved : NULL;
@@ -2408,11 +2275,11 @@ HPMLG_FN hpml_status hpmlg_pool_pass(const hpml_run *run, hpml_node *n, bool bac
     p.pad = n->attr.conv.padding[0], p.add = hpmlg_adds(n, back);
     if (back) return HPMLG_DEAL(d, hpmlg_k_pool_back, p.planes * p.H * p.W, 256, p);
     if (!p.at && p.pad == 0 && p.kh == p.H && p.kw == p.W) /* global: the mean of each plane */
-        return hpmlg_sum_run(d, p.y, p.x, p.planes, x[2] * x[3], 1, 1 / (float)(x[2] * x[3]), false);
+        return hpmlg_sum_run(d, p.y, p.x, hpmlg_stretched(p.planes, x[2] * x[3], 1), 1 / (float)(x[2] * x[3]), false);
     return HPMLG_DEAL(d, hpmlg_k_pool, p.planes * p.OH * p.OW, 256, p);
 }
-HPMLG_OP(max_pool2d, hpmlg_pool_pass)
-HPMLG_OP(avg_pool2d, hpmlg_pool_pass)
+HPMLG_OP(max_pool2d) { return hpmlg_pool_pass(d, n, back); }
+HPMLG_OP(avg_pool2d) { return hpmlg_pool_pass(d, n, back); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-random   Philox, dropout, embedding
@@ -2447,7 +2314,7 @@ HPMLG_DEVICE void hpmlg_words8(unsigned w[8], unsigned long long seed, unsigned 
 }
 
 /* y (+)= x scale where the word of the element is `least` or more, else 0. Word i belongs to element i counted from the
-   first sample of the global batch; `each`: elements of a sample. scale 0: y (+)= x. */
+   first sample of the global batch; `each`: elements of a sample. */
 static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg_now *now, int index, unsigned least,
                                        float scale, int64_t each, int64_t n, bool add)
 {
@@ -2455,112 +2322,83 @@ static __global__ void hpmlg_k_dropout(hpmlg_array y, hpmlg_array x, const hpmlg
     unsigned long long first = now->sample * (unsigned long long)each, seed = now->seed;
     HPMLG_EIGHTS(i, n) {
         hpmlg_eight e = hpmlg_row_get(x, 0, n, i, 0);
-        if (scale != 0) {
-            unsigned w[8];
-            hpmlg_words8(w, seed, stream, first + (unsigned long long)i);
-            for (int j = 0; j < 8; j++) e.v[j] = w[j] >= least ? e.v[j] * scale : 0;
-        }
+        unsigned    w[8];
+        hpmlg_words8(w, seed, stream, first + (unsigned long long)i);
+        for (int j = 0; j < 8; j++) e.v[j] = w[j] >= least ? e.v[j] * scale : 0;
         hpmlg_row_put(y, 0, n, i, e, add);
     }
 }
 
-HPMLG_FN hpml_status hpmlg_dropout(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(dropout)
 {
-    hpmlg_device *d      = hpmlg_enter(run->ctx);
-    hpmlg_array   to     = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
-    float         p      = n->attr.dropout.p, scale = run->train && p > 0 ? 1 / (1 - p) : 0;
-    int64_t       count  = hpml_tensor_count(n->out), each = 0;
-    hpml_status   status = hpmlg_now_set(d, run);
+    hpmlg_array to    = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
+    float       p     = n->attr.dropout.p;
+    int64_t     count = hpml_tensor_count(n->out), each = 0;
+    bool        add   = hpmlg_adds(n, back);
+    if (!run->train || p <= 0) return from.p == to.p && !add ? HPML_OK : hpmlg_copy_run(d, to, from, count, add);
+    hpml_status status = hpmlg_now_set(d, run);
     if (n->out->batch_rows) each = count / (n->out->shape[0] / n->out->batch_rows);
-    if (status != HPML_OK || (scale == 0 && from.p == to.p && !hpmlg_adds(n, back))) return status;
+    if (status != HPML_OK) return status;
     return HPMLG_DEAL(d, hpmlg_k_dropout, count, 2048, to, from, (const hpmlg_now *)d->now, n->index,
-                      (unsigned)((double)p * 4294967296.0), scale, each, count, hpmlg_adds(n, back));
-}
-HPMLG_OP(dropout, hpmlg_dropout)
-
-/* y[i] = table[token[i]], a warp for a row; a token out of range is noted, its row zeros. */
-static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, const int *token, int64_t count,
-                                         int64_t vocabulary, int64_t width, hpmlg_note *note, int *taken,
-                                         const hpml_node *node)
-{
-    int lane = (int)threadIdx.x % HPMLG_WARP;
-    HPMLG_WARPS(i, count) {
-        int  t  = token[i];
-        bool ok = t >= 0 && t < vocabulary;
-        if (!ok && lane == 0) hpmlg_complain(note, taken, HPMLG_BAD_TOKEN, i, t, node);
-        for (int64_t c = 8 * lane; c < width; c += 8 * HPMLG_WARP) {
-            hpmlg_eight e = hpmlg_row_get(table, ok ? t : 0, width, c, 0);
-            for (int j = 0; j < 8 && !ok; j++) e.v[j] = 0;
-            hpmlg_row_put(y, i, width, c, e, false);
-        }
-    }
+                      (unsigned)((double)p * 4294967296.0), 1 / (1 - p), each, count, add);
 }
 
 /* The gradient of the table without float atomics: the positions of each token are brought together and sorted, then
    every row of the table adds its own in order. Places come from integer atomics: which one a position gets first is
    chance, but ranks among a token's positions put them in order. */
 typedef struct hpmlg_buckets {
-    int *count, *start, *used; /* (vocabulary): positions of a token, where they begin in `order`; (1) */
-    int *slot, *order;         /* (tokens): place of a position within its token, in any order; the positions */
+    const int *token;              /* (tokens) */
+    int64_t    tokens, vocabulary;
+    int       *count, *start, *used; /* (vocabulary): positions of a token, where they begin in `order`; (1) */
+    int       *slot, *order;         /* (tokens): place of a position within its token, in any order; the positions */
 } hpmlg_buckets;
 
-static __global__ void hpmlg_k_bucket_count(hpmlg_buckets b, const int *token, int64_t count, int64_t vocabulary)
+/* y[i] = table[token[i]], a warp for a row; a token out of range is noted, its row zeros. */
+static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, hpmlg_buckets b, int64_t width,
+                                         hpmlg_note *note, int *taken, const hpml_node *node)
 {
-    int64_t i = hpmlg_me();
-    if (i < count && token[i] >= 0 && token[i] < vocabulary) b.slot[i] = atomicAdd(&b.count[token[i]], 1);
-}
-
-static __global__ void hpmlg_k_bucket_start(hpmlg_buckets b, int64_t vocabulary)
-{
-    int64_t t = hpmlg_me();
-    int     lane = (int)threadIdx.x % HPMLG_WARP, own = t < vocabulary ? b.count[t] : 0, upto = own, base = 0;
-    for (int o = 1; o < HPMLG_WARP; o *= 2) {
-        int before = __shfl_up_sync(HPMLG_ALL, upto, o);
-        upto += lane >= o ? before : 0;
+    int lane = (int)threadIdx.x % HPMLG_WARP;
+    HPMLG_WARPS(i, b.tokens) {
+        int  t  = b.token[i];
+        bool ok = t >= 0 && t < b.vocabulary;
+        if (!ok && lane == 0) hpmlg_complain(note, taken, i, t, node);
+        for (int64_t c = 8 * lane; c < width; c += 8 * HPMLG_WARP)
+            hpmlg_row_put(y, i, width, c, hpmlg_row_get(table, t, ok ? width : 0, c, 0), false);
     }
-    if (lane == HPMLG_WARP - 1 && upto > 0) base = atomicAdd(b.used, upto);
-    base = __shfl_sync(HPMLG_ALL, base, HPMLG_WARP - 1);
-    if (t < vocabulary) b.start[t] = base + upto - own;
 }
 
-static __global__ void hpmlg_k_bucket_fill(hpmlg_buckets b, const int *token, int64_t count, int64_t vocabulary)
+/* Step 0 counts and gives places, in step 1 the first of a token takes room in `order`, step 2 fills it, step 3 puts
+   positions in places by their ranks: the slots are done with and take them. */
+static __global__ void hpmlg_k_bucket(hpmlg_buckets b, int step)
 {
     int64_t i = hpmlg_me();
-    if (i < count && token[i] >= 0 && token[i] < vocabulary) b.order[b.start[token[i]] + b.slot[i]] = (int)i;
-}
-
-/* Position i by its rank; the slots are done with and take the sorted positions. */
-static __global__ void hpmlg_k_bucket_sort(hpmlg_buckets b, const int *token, int64_t count, int64_t vocabulary)
-{
-    int64_t i = hpmlg_me();
-    if (i >= count || token[i] < 0 || token[i] >= vocabulary) return;
-    int start = b.start[token[i]], n = b.count[token[i]], rank = 0;
-    for (int j = 0; j < n; j++) rank += b.order[start + j] < (int)i;
-    b.slot[start + rank] = (int)i;
+    int     t = i < b.tokens ? b.token[i] : -1, rank = 0;
+    if (t < 0 || t >= b.vocabulary) return;
+    if (step == 0) b.slot[i] = atomicAdd(&b.count[t], 1);
+    if (step == 1 && b.slot[i] == 0) b.start[t] = atomicAdd(b.used, b.count[t]);
+    if (step == 2) b.order[b.start[t] + b.slot[i]] = (int)i;
+    if (step != 3) return;
+    for (int j = 0; j < b.count[t]; j++) rank += b.order[b.start[t] + j] < (int)i;
+    b.slot[b.start[t] + rank] = (int)i;
 }
 
 /* Row t of dw (+)= the sum of dy over the positions of token t: a warp for 256 columns of a row. */
-static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_buckets b, int64_t vocabulary,
-                                              int64_t width, bool add)
+static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_buckets b, int64_t width, bool add)
 {
     int64_t pieces = (width + 255) / 256;
-    HPMLG_WARPS(u, vocabulary * pieces) {
+    HPMLG_WARPS(u, b.vocabulary * pieces) {
         int64_t     t = hpmlg_quotient(u, pieces), c = (u - t * pieces) * 256 + 8 * (threadIdx.x % HPMLG_WARP);
-        int         n = b.count[t], k = 0;
-        const int  *at = b.slot + b.start[t];
-        hpmlg_eight sum, e[4];
+        int         n = b.count[t];
+        const int  *at = b.slot + (n ? b.start[t] : 0);
+        hpmlg_eight sum = {}, e[4];
         if (n == 0 && add) continue;
-        for (int j = 0; j < 8; j++) sum.v[j] = 0;
-        for (; k + 4 <= n; k += 4) {
+        for (int k = 0; k < n; k += 4) { /* four loads at a time are under way */
             HPMLG_UNROLL
-            for (int q = 0; q < 4; q++) e[q] = hpmlg_row_get(dy, at[k + q], width, c, 0);
+            for (int q = 0; q < 4; q++)
+                e[q] = hpmlg_row_get(dy, k + q < n ? at[k + q] : 0, k + q < n ? width : 0, c, 0);
             HPMLG_UNROLL
             for (int q = 0; q < 4; q++)
                 for (int j = 0; j < 8; j++) sum.v[j] += e[q].v[j];
-        }
-        for (; k < n; k++) {
-            e[0] = hpmlg_row_get(dy, at[k], width, c, 0);
-            for (int j = 0; j < 8; j++) sum.v[j] += e[0].v[j];
         }
         hpmlg_row_put(dw, t, width, c, sum, add);
     }
@@ -2571,31 +2409,26 @@ HPMLG_FN size_t hpmlg_embedding_scratch(const hpml_node *n)
     return (size_t)(2 * n->src[1]->shape[0] + 1 + 2 * hpml_tensor_count(n->src[0])) * sizeof(int);
 }
 
-HPMLG_FN hpml_status hpmlg_embedding(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(embedding)
 {
-    hpmlg_device *d     = hpmlg_enter(run->ctx);
     hpmlg_array   table = hpmlg_either(n->src[1], back), y = hpmlg_either(n->out, back);
-    const int    *token = (const int *)(const void *)n->src[0]->data;
     int64_t       count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
     hpmlg_buckets b     = {};
-    unsigned      some  = (unsigned)((count + 255) / 256), rows = (unsigned)((vocabulary + 255) / 256);
+    b.token = (const int *)(const void *)n->src[0]->data, b.tokens = count, b.vocabulary = vocabulary;
     if (!back)
-        return HPMLG_DEAL(d, hpmlg_k_embedding, count, 8, y, table, token, count, vocabulary, width, d->note,
-                          d->note_taken, (const hpml_node *)n);
+        return HPMLG_DEAL(d, hpmlg_k_embedding, count, 8, y, table, b, width, d->note, d->note_taken,
+                          (const hpml_node *)n);
     if (!table.p) return HPML_OK;
     b.count = (int *)n->scratch, b.used = b.count + vocabulary, b.start = b.used + 1;
     b.slot = b.start + vocabulary, b.order = b.slot + count;
     hpml_status status = hpmlg_check(d, cudaMemsetAsync(b.count, 0, (size_t)(vocabulary + 1) * sizeof(int), d->stream),
                                      "counting tokens");
-    if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_count, some, 256, 0, b, token, count, vocabulary);
-    if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_start, rows, 256, 0, b, vocabulary);
-    if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_fill, some, 256, 0, b, token, count, vocabulary);
-    if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bucket_sort, some, 256, 0, b, token, count, vocabulary);
+    for (int step = 0; step < 4; step++)
+        HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_bucket, (unsigned)((count + 255) / 256), 256, 0, b, step));
     if (status != HPML_OK) return status;
-    return HPMLG_DEAL(d, hpmlg_k_embedding_back, vocabulary * ((width + 255) / 256), 8, table, y, b, vocabulary, width,
+    return HPMLG_DEAL(d, hpmlg_k_embedding_back, vocabulary * ((width + 255) / 256), 8, table, y, b, width,
                       n->accumulate[1]);
 }
-HPMLG_OP(embedding, hpmlg_embedding)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-operand   operands of products: where their elements lie
@@ -3493,7 +3326,8 @@ static __global__ void hpmlg_k_columns(hpmlg_array dy, hpmlg_array v, int act, f
 /* out (n) (+)= the sum of the rows of part (parts, n), in order. */
 HPMLG_FN hpml_status hpmlg_rows_run(hpmlg_device *d, float *out, const float *part, int64_t parts, int64_t n, bool add)
 {
-    return hpmlg_sum_run(d, hpmlg_of(out, HPML_DTYPE_F32), hpmlg_of((void *)part, HPML_DTYPE_F32), 1, parts, n, 1, add);
+    return hpmlg_sum_run(d, hpmlg_of(out, HPML_DTYPE_F32), hpmlg_of((void *)part, HPML_DTYPE_F32),
+                         hpmlg_stretched(1, parts, n), 1, add);
 }
 
 /* dz (m, n) = dy act'(v) in place; db (n), where it is not NULL, (+)= the sums of its columns. */
@@ -3557,18 +3391,16 @@ HPMLG_FN hpmlg_mat hpmlg_matmul_of(const hpml_node *n, const hpmlg_dims *s, hpml
     return hpmlg_mats(x, stored ? rows : cols, second && s->shared ? 0 : rows * cols, stored != turned);
 }
 
-HPMLG_FN hpml_status hpmlg_matmul_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_matmul_forward(hpmlg_device *d, hpml_node *n)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_dims    s = hpmlg_matmul_dims(n);
     hpmlg_array   a = hpmlg_factor(d, n->src[0], NULL), b = hpmlg_factor(d, n->src[1], NULL);
     return hpmlg_batched(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_of(n, &s, a, false, false),
                          hpmlg_matmul_of(n, &s, b, true, false), hpmlg_value(n->out), false);
 }
 
-HPMLG_FN hpml_status hpmlg_matmul_backward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_matmul_backward(hpmlg_device *d, hpml_node *n)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_dims    s = hpmlg_matmul_dims(n);
     hpml_tensor  *ta = n->src[0], *tb = n->src[1];
     hpmlg_array   a = hpmlg_factor(d, ta, NULL), b = hpmlg_factor(d, tb, NULL), dc = hpmlg_grad(n->out);
@@ -3586,6 +3418,7 @@ HPMLG_FN hpml_status hpmlg_matmul_backward(const hpml_run *run, hpml_node *n)
     }
     return status;
 }
+HPMLG_OP(matmul) { return back ? hpmlg_matmul_backward(d, n) : hpmlg_matmul_forward(d, n); }
 
 /* What act' is computed from. */
 HPMLG_FN hpmlg_array hpmlg_linear_z(const hpml_node *n)
@@ -3593,9 +3426,8 @@ HPMLG_FN hpmlg_array hpmlg_linear_z(const hpml_node *n)
     return n->saved ? hpmlg_of(n->saved, n->out->dtype) : hpmlg_value(n->out);
 }
 
-HPMLG_FN hpml_status hpmlg_linear_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_linear_forward(hpmlg_device *d, hpml_node *n)
 {
-    hpmlg_device      *d = hpmlg_enter(run->ctx);
     const hpml_tensor *w = n->src[1], *bias = n->src[2];
     int64_t            out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(n->src[0]) / in;
     hpmlg_array        x = hpmlg_factor(d, n->src[0], n->scratch), wt = hpmlg_factor(d, w, NULL);
@@ -3615,9 +3447,8 @@ HPMLG_FN const hpml_node *hpmlg_linear_before(const hpml_node *n)
     return m && m->op == HPML_OP_LINEAR && m->attr.act.act && m->index + 1 == n->index ? m : NULL;
 }
 
-HPMLG_FN hpml_status hpmlg_linear_backward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
 {
-    hpmlg_device    *d = hpmlg_enter(run->ctx);
     hpml_tensor     *x = n->src[0], *w = n->src[1], *bias = n->src[2];
     const hpml_node *m = hpmlg_linear_before(n);
     int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
@@ -3647,6 +3478,7 @@ HPMLG_FN hpml_status hpmlg_linear_backward(const hpml_run *run, hpml_node *n)
     if (dx.rode) d->left.sloped = m;
     return status;
 }
+HPMLG_OP(linear) { return back ? hpmlg_linear_backward(d, n) : hpmlg_linear_forward(d, n); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-conv   convolution: our kernels
@@ -3790,17 +3622,16 @@ HPMLG_FN hpml_status hpmlg_conv_ends(hpmlg_device *d, const hpml_node *n)
     const hpml_tensor *y = n->out, *bias = n->src[2];
     hpmlg_array        dy = hpmlg_grad(y);
     int64_t            count = hpml_tensor_count(y), C = y->shape[1], P = y->shape[2] * y->shape[3];
-    hpmlg_fold         f = {};
+    hpmlg_walk         w = {};
     hpml_status        status = HPML_OK;
     if (n->attr.conv.act)
         status = HPMLG_DEAL(d, hpmlg_k_act, count, 2048, dy, hpmlg_value(y), dy, (int)n->attr.conv.act, 0.01f, count,
                             false);
     if (status != HPML_OK || !bias || !bias->grad) return status;
-    f.b.op = HPML_OP_ADD, f.b.out = dy, f.b.count = count, f.out = hpmlg_grad(bias);
-    f.scale = 1, f.add = n->accumulate[2], f.kept.ndim = f.summed.ndim = 1, f.run = P;
-    f.kept.shape[0] = f.kept_count = C, f.kept.stride[0][0] = P;
-    f.summed.shape[0] = f.summed_count = y->shape[0], f.summed.stride[0][0] = C * P;
-    return hpmlg_fold_run(d, f);
+    hpmlg_walk_push(&w, y->shape[0], 0, 0);
+    hpmlg_walk_push(&w, C, 1, 0);
+    hpmlg_walk_push(&w, P, 0, 0);
+    return hpmlg_sum_run(d, hpmlg_grad(bias), dy, w, 1, n->accumulate[2]);
 }
 
 /* By cuDNN; *done: it was. */
@@ -3822,9 +3653,8 @@ HPMLG_FN hpml_status hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pas
     return hpmlg_conv_y(d, &c, x, w, n->src[2] ? n->src[2]->data : NULL, n->attr.conv.act, y);
 }
 
-HPMLG_FN hpml_status hpmlg_conv2d(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(conv2d)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpml_tensor  *x = n->src[0], *w = n->src[1], *y = n->out;
     if (!back)
         return hpmlg_conv_run(d, n, HPMLG_DNN_Y, hpmlg_factor(d, x, n->scratch), hpmlg_factor(d, w, NULL),
@@ -3838,7 +3668,6 @@ HPMLG_FN hpml_status hpmlg_conv2d(const hpml_run *run, hpml_node *n, bool back)
                                 n->accumulate[0]);
     return status;
 }
-HPMLG_OP(conv2d, hpmlg_conv2d)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-cudnn   convolution by cuDNN
@@ -4490,9 +4319,8 @@ HPMLG_FN hpml_status hpmlg_attn_type(hpmlg_device *d, const hpmlg_attn *p, hpml_
                        : hpmlg_attn_run<HPML_DTYPE_F32, 256>(d, p, backward);
 }
 
-HPMLG_FN hpml_status hpmlg_attention(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(attention)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_attn    p = {};
     int64_t       C = n->out->shape[2], T = n->out->shape[1], D = C / n->attr.attention.heads;
     hpml_dtype    type = D > 128 ? HPML_DTYPE_F32 : n->out->dtype; /* large heads are rare: no tensor cores */
@@ -4512,7 +4340,6 @@ HPMLG_FN hpml_status hpmlg_attention(const hpml_run *run, hpml_node *n, bool bac
     hpml_status status = back ? HPMLG_DEAL(d, hpmlg_k_attn_delta, p.pairs * T, 32, p, hpmlg_value(n->out)) : HPML_OK;
     return status == HPML_OK ? hpmlg_attn_type(d, &p, type, back) : status;
 }
-HPMLG_OP(attention, hpmlg_attention)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-lstm   long short-term memory
@@ -4525,7 +4352,7 @@ HPMLG_OP(attention, hpmlg_attention)
 typedef struct hpmlg_lstm {
     int64_t     B, T, H, in;
     float      *gates, *cells, *dh, *dc;  /* (B, T, 4H), (B, T, H), (B, H), (B, H) */
-    hpmlg_array x, h, dy, da, before;     /* da (B, T, 4H): gates, or their half copy; before (B, T, H) */
+    hpmlg_array h, dy, da, before;        /* da (B, T, 4H): gates, or their half copy; before (B, T, H) */
 } hpmlg_lstm;
 
 /* Deals out saved and scratch; returns the bytes of scratch. */
@@ -4587,9 +4414,8 @@ static __global__ void hpmlg_k_lstm_back(hpmlg_lstm l, int64_t t)
     hpmlg_put(l.before, row * l.H + j, t > 0 ? hpmlg_get(l.h, (row - 1) * l.H + j) : 0);
 }
 
-HPMLG_FN hpml_status hpmlg_lstm_forward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_lstm_forward(hpmlg_device *d, hpml_node *n)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_lstm    l = {};
     hpmlg_lstm_layout(d, n, &l);
     int64_t     H = l.H;
@@ -4610,9 +4436,8 @@ HPMLG_FN hpml_status hpmlg_lstm_forward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-HPMLG_FN hpml_status hpmlg_lstm_backward(const hpml_run *run, hpml_node *n)
+HPMLG_FN hpml_status hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_lstm    l = {};
     hpmlg_gemm    g;
     hpml_status   status = HPML_OK;
@@ -4642,6 +4467,7 @@ HPMLG_FN hpml_status hpmlg_lstm_backward(const hpml_run *run, hpml_node *n)
     hpmlg_array all = hpmlg_of(l.gates, HPML_DTYPE_F32);
     return hpmlg_columns_run(d, all, all, HPML_ACT_NONE, 0, rows, 4 * H, bias->grad, n->accumulate[3]);
 }
+HPMLG_OP(lstm) { return back ? hpmlg_lstm_backward(d, n) : hpmlg_lstm_forward(d, n); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-loss   losses
@@ -4666,6 +4492,11 @@ typedef struct hpmlg_rows {
 } hpmlg_rows;
 
 #define HPMLG_LOWEST (-3.402823466e38f) /* not infinity: rows may begin with it, and inf - inf is NaN */
+
+HPMLG_DEVICE bool hpmlg_label_counts(int label, int ignore, int64_t classes)
+{
+    return label != ignore && label >= 0 && label < classes;
+}
 
 static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node)
 {
@@ -4696,7 +4527,7 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
     p.loss[row] = 0;
     if (counts) hpmlg_count_row(p.counts, beaten == 0);
     if (counts) p.loss[row] = lse - (1 - p.smoothing) * mine - p.smoothing * all / (float)p.V;
-    else if (label != p.ignore) hpmlg_complain(p.note, p.taken, HPMLG_BAD_LABEL, row, label, node);
+    else if (label != p.ignore) hpmlg_complain(p.note, p.taken, row, label, node);
 }
 
 static __global__ void hpmlg_k_cross_entropy_back(hpmlg_rows p)
@@ -4734,9 +4565,8 @@ HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_device *d, const hpml_node *n, unsigne
     return p;
 }
 
-HPMLG_FN hpml_status hpmlg_cross_entropy(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_OP(cross_entropy)
 {
-    hpmlg_device *d = hpmlg_enter(run->ctx);
     unsigned      blocks;
     hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
     hpmlg_finish  f = {};
@@ -4746,11 +4576,9 @@ HPMLG_FN hpml_status hpmlg_cross_entropy(const hpml_run *run, hpml_node *n, bool
     hpml_status status = hpmlg_check(d, cudaMemsetAsync(p.counts, 0, 2 * sizeof *p.counts, d->stream), "counting");
     if (status == HPML_OK)
         status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p, (const hpml_node *)n);
-    f.part = p.loss, f.n = p.rows, f.labels = p.labels, f.classes = p.V, f.ignore = p.ignore;
-    f.out = n->out->data, f.inverse = p.inverse;
+    f.part = p.loss, f.n = p.rows, f.counted = &p.counts[1], f.out = n->out->data, f.inverse = p.inverse;
     return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f) : status;
 }
-HPMLG_OP(cross_entropy, hpmlg_cross_entropy)
 
 HPMLG_DEVICE float hpmlg_term_slope(int what, float delta, float x, float t)
 {
@@ -4780,9 +4608,8 @@ HPMLG_FN enum hpmlg_term hpmlg_term_of(const hpml_node *n)
     return n->op == HPML_OP_BCE ? HPMLG_BCE : n->attr.huber.squared ? HPMLG_MSE : HPMLG_HUBER;
 }
 
-HPMLG_FN hpml_status hpmlg_term_pass(const hpml_run *run, hpml_node *n, bool back)
+HPMLG_FN hpml_status hpmlg_term_pass(hpmlg_device *d, hpml_node *n, bool back)
 {
-    hpmlg_device      *d = hpmlg_enter(run->ctx);
     const hpml_tensor *x = n->src[0], *t = n->src[1];
     int64_t            count = hpml_tensor_count(x);
     float              delta = n->op == HPML_OP_HUBER ? n->attr.huber.delta : 0;
@@ -4790,14 +4617,14 @@ HPMLG_FN hpml_status hpmlg_term_pass(const hpml_run *run, hpml_node *n, bool bac
     f.divisor = (double)count, f.out = n->out->data;
     if (!back) return hpmlg_total_run(d, f, hpmlg_value(x), hpmlg_value(t), hpmlg_term_of(n), delta, count);
     if (n->op == HPML_OP_BCE && t->grad)
-        return hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
+        return hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
                              "parameters; only the logits get a gradient", t->name);
     return HPMLG_DEAL(d, hpmlg_k_term_back, count, 2048, hpmlg_grad(x), hpmlg_grad(t), hpmlg_value(x), hpmlg_value(t),
                       (int)hpmlg_term_of(n), delta, (const float *)n->out->grad, count, n->accumulate[0],
                       n->accumulate[1]);
 }
-HPMLG_OP(bce_with_logits, hpmlg_term_pass)
-HPMLG_OP(huber, hpmlg_term_pass)
+HPMLG_OP(bce_with_logits) { return hpmlg_term_pass(d, n, back); }
+HPMLG_OP(huber) { return hpmlg_term_pass(d, n, back); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-update   optimizers: one launch for all parameters
@@ -4867,13 +4694,8 @@ HPMLG_DEVICE float hpmlg_step_one(const hpml_update *u, float c1, float c2, floa
     return fmaf(-u->lr, step, w);
 }
 
-/* What a kernel does with the chunks of the parameters that it is for. */
-enum hpmlg_update_pass {
-    HPMLG_UPDATE_NORMS, /* LARS: sums of squares of w and g */
-    HPMLG_UPDATE_STEP,  /* all: the step; LAMB writes its direction over g and leaves the sums of squares of both */
-    HPMLG_UPDATE_APPLY  /* LAMB: w -= lr direction, lr with the ratio in it */
-};
-
+/* The step of every chunk. With LARS and LAMB it takes two passes: the first leaves the sums of squares of w and of g,
+   or, LAMB, of the direction, which is written over g; the second finds the ratio of the layer in the learning rate. */
 static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_t chunks, double2 *part, int half_type,
                                       int pass)
 {
@@ -4882,33 +4704,33 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
         const hpmlg_step *s = hpmlg_step_find(steps, count, chunk);
         hpml_update       u = s->u;
         const float       c1 = s->correction1, c2 = s->correction2;
-        const bool        lamb = u.opt == HPML_OPT_LAMB;
-        const bool        norms = pass == HPMLG_UPDATE_NORMS, apply = pass == HPMLG_UPDATE_APPLY;
-        if ((norms && u.opt != HPML_OPT_LARS) || (apply && !lamb)) continue;
+        const bool        lars = u.opt == HPML_OPT_LARS, lamb = u.opt == HPML_OPT_LAMB;
+        const bool        look = lars && pass == 0, apply = lamb && pass == 1;
+        if (pass == 1 && !lars && !lamb) continue;
         u.grad_scale = hpmlg_step_scale(u);
         hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { (void *)u.g, HPML_DTYPE_F32 }, m = { u.m, HPML_DTYPE_F32 };
         hpmlg_array v = { u.v, HPML_DTYPE_F32 }, copy = { s->half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
         float       ww = 0, gg = 0;
+        if (look || apply) m.p = v.p = NULL;
         for (int64_t i = from + 8 * threadIdx.x; i < to; i += 8 * blockDim.x) {
-            hpmlg_eight x = hpmlg_row_get(w, 0, u.n, i, 0), d = hpmlg_row_get(g, 0, u.n, i, 0), p, q;
-            for (int j = 0; j < 8; j++) p.v[j] = q.v[j] = 0;
-            if (u.m && pass == HPMLG_UPDATE_STEP) p = hpmlg_row_get(m, 0, u.n, i, 0);
-            if (u.v && pass == HPMLG_UPDATE_STEP) q = hpmlg_row_get(v, 0, u.n, i, 0);
+            hpmlg_eight x = hpmlg_row_get(w, 0, u.n, i, 0), d = hpmlg_row_get(g, 0, u.n, i, 0), p = {}, q = {};
+            if (m.p) p = hpmlg_row_get(m, 0, u.n, i, 0);
+            if (v.p) q = hpmlg_row_get(v, 0, u.n, i, 0);
             for (int j = 0; j < 8; j++) {
-                float y = norms   ? d.v[j]
+                float y = look    ? d.v[j]
                           : apply ? fmaf(-u.lr, d.v[j], x.v[j])
                                   : hpmlg_step_one(&u, c1, c2, x.v[j], d.v[j], &p.v[j], &q.v[j]);
                 ww += x.v[j] * x.v[j], gg += y * y;
                 d.v[j] = y;
             }
-            if (norms) continue;
-            if (u.m && !apply) hpmlg_row_put(m, 0, u.n, i, p, false);
-            if (u.v && !apply) hpmlg_row_put(v, 0, u.n, i, q, false);
+            if (look) continue;
+            if (m.p) hpmlg_row_put(m, 0, u.n, i, p, false);
+            if (v.p) hpmlg_row_put(v, 0, u.n, i, q, false);
             hpmlg_row_put(lamb && !apply ? g : w, 0, u.n, i, d, false);
             if (copy.p && (apply || !lamb)) hpmlg_row_put(copy, 0, u.n, i, d, false);
         }
-        if (!norms && (!lamb || apply)) continue;
+        if (pass == 1 || (!lars && !lamb)) continue;
         ww = hpmlg_group(ww, space, 256, false), gg = hpmlg_group(gg, space, 256, false);
         if (threadIdx.x == 0) part[chunk] = make_double2((double)ww, (double)gg);
     }
@@ -4916,12 +4738,13 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
 
 /* One block for a parameter: the layer's factor goes into its learning rate. LARS: trust |w| / (|g| + decay |w|), none
    without decay; LAMB: |w| / |direction|. */
-static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *part, int opt)
+static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *part)
 {
     __shared__ double all[2][256];
     hpmlg_step *s  = &steps[blockIdx.x];
     double      ww = 0, gg = 0;
-    if ((int)s->u.opt != opt || s->chunks == 0) return;
+    bool        lars = s->u.opt == HPML_OPT_LARS;
+    if ((!lars && s->u.opt != HPML_OPT_LAMB) || s->chunks == 0) return;
     part += s->chunk;
     for (int64_t i = threadIdx.x; i < s->chunks; i += blockDim.x) ww += part[i].x, gg += part[i].y;
     all[0][threadIdx.x] = ww, all[1][threadIdx.x] = gg;
@@ -4931,9 +4754,9 @@ static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *pa
     }
     if (threadIdx.x != 0) return;
     ww = sqrt(all[0][0]), gg = sqrt(all[1][0]);
-    if (opt == HPML_OPT_LARS) gg = gg * (double)hpmlg_step_scale(s->u) + (double)s->u.weight_decay * ww;
-    if (!(ww > 0 && gg > 0) || (opt == HPML_OPT_LARS && !(s->u.weight_decay > 0))) return;
-    s->u.lr *= (float)((opt == HPML_OPT_LARS ? (double)s->u.trust : 1) * ww / gg);
+    if (lars) gg = gg * (double)hpmlg_step_scale(s->u) + (double)s->u.weight_decay * ww;
+    if (!(ww > 0 && gg > 0) || (lars && !(s->u.weight_decay > 0))) return;
+    s->u.lr *= (float)((lars ? (double)s->u.trust : 1) * ww / gg);
 }
 
 /* The half copy that w (n) is all or a piece of: the step writes it too. Others that w overlaps are old then. */
@@ -4965,12 +4788,10 @@ HPMLG_FN hpmlg_step hpmlg_step_of(hpmlg_device *d, const hpml_update *u, int64_t
 HPMLG_FN hpml_status hpmlg_update_room(hpmlg_device *d, size_t bytes)
 {
     if (bytes <= d->updates_room) return HPML_OK;
-    hpml_status status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "waiting for the step before");
-    if (d->updates) cudaFree(d->updates);
-    d->updates = NULL, d->updates_room = 0;
-    if (status == HPML_OK) status = hpmlg_check(d, cudaMalloc(&d->updates, bytes), "the table of parameters");
-    if (status == HPML_OK) d->updates_room = bytes;
-    return status;
+    hpmlg_free(d, d->updates, d->updates_room); /* when the step before is done with it */
+    d->updates      = hpmlg_alloc(d, bytes);
+    d->updates_room = d->updates ? bytes : 0;
+    return hpmlg_check(d, d->updates ? cudaSuccess : cudaErrorMemoryAllocation, "the table of parameters");
 }
 
 HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *updates, int count)
@@ -4978,14 +4799,14 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
     hpmlg_device *d = hpmlg_enter(ctx);
     hpmlg_step    some[32];
     int64_t       chunks = 0;
-    bool          lars = false, lamb = false;
+    bool          twice = false;
     for (int i = 0; i < count; i++) {
         chunks += (updates[i].n + HPMLG_CHUNK - 1) / HPMLG_CHUNK;
-        lars = lars || updates[i].opt == HPML_OPT_LARS, lamb = lamb || updates[i].opt == HPML_OPT_LAMB;
+        twice = twice || updates[i].opt == HPML_OPT_LARS || updates[i].opt == HPML_OPT_LAMB;
     }
     if (chunks == 0) return HPML_OK;
     size_t      table  = ((size_t)count * sizeof(hpmlg_step) + 255) / 256 * 256;
-    hpml_status status = hpmlg_update_room(d, table + (lars || lamb ? (size_t)chunks * sizeof(double2) : 0));
+    hpml_status status = hpmlg_update_room(d, table + (twice ? (size_t)chunks * sizeof(double2) : 0));
     hpmlg_step *steps  = (hpmlg_step *)d->updates;
     double2    *part   = (double2 *)(void *)((char *)d->updates + table);
     int64_t     chunk  = 0;
@@ -4994,12 +4815,10 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
         for (int j = 0; j < n; chunk += some[j].chunks, j++) some[j] = hpmlg_step_of(d, &updates[i + j], chunk);
         status = hpmlg_upload(d, steps + i, some, (size_t)n * sizeof *some);
     }
-    for (int pass = lars ? HPMLG_UPDATE_NORMS : HPMLG_UPDATE_STEP;
-         pass <= (lamb ? HPMLG_UPDATE_APPLY : HPMLG_UPDATE_STEP) && status == HPML_OK; pass++) {
-        int rates = pass == HPMLG_UPDATE_NORMS ? HPML_OPT_LARS : HPML_OPT_LAMB; /* whose norms this pass leaves */
+    for (int pass = 0; pass <= (int)twice && status == HPML_OK; pass++) {
         status = HPMLG_DEAL(d, hpmlg_k_update, chunks, 1, steps, count, chunks, part, (int)d->store, pass);
-        if (status == HPML_OK && pass != HPMLG_UPDATE_APPLY && (lamb || pass == HPMLG_UPDATE_NORMS))
-            status = HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part, rates);
+        if (pass < (int)twice)
+            HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part));
     }
     return status;
 }
@@ -5016,21 +4835,19 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
 
 #define HPMLG_PACK_ROWS    ((int64_t)262136) /* rows at a time: their marks fit in the scratch memory; whole eights */
 #define HPMLG_ONEBIT_CHUNK 1024
-#define HPMLG_ONEBIT_LANES 16
-#define HPMLG_ONEBIT_TURNS (HPMLG_ONEBIT_CHUNK / HPMLG_ONEBIT_LANES)
+#define HPMLG_ONEBIT_TURNS (HPMLG_ONEBIT_CHUNK / 16) /* of a lane */
 
 typedef struct hpmlg_pack { /* rows of one call */
     unsigned char *packed;
     float         *e;        /* (rows, cols), NULL: no feedback */
     const float   *g;        /* (rows, cols) */
     int64_t        rows, cols, row_size;
-    int           *bad;      /* (1 + before + rows): any, and each */
+    int           *bad;      /* (1 + rows): any, and each */
     int            printed;
     float          threshold;
-    int64_t        before;   /* rows that are done */
 } hpmlg_pack;
 
-HPMLG_DEVICE void hpmlg_pack_mark(const hpmlg_pack *p, int64_t row) { p->bad[0] = p->bad[1 + p->before + row] = 1; }
+HPMLG_DEVICE void hpmlg_pack_mark(const hpmlg_pack *p, int64_t row) { p->bad[0] = p->bad[1 + row] = 1; }
 
 typedef struct hpmlg_chunk { /* one chunk, or row: [0] what is negative, [1] the rest */
     float sum[2], least[2], most[2];
@@ -5193,59 +5010,39 @@ static __global__ void hpmlg_k_onebit_carry(hpmlg_pack p)
     }
 }
 
-/* The bits of x at the even places. */
-HPMLG_DEVICE unsigned hpmlg_spread(unsigned x)
+/* What TWOBIT sends: 0 for 0 (codes 0 and 1), code 2 for -threshold, 3 for threshold. */
+HPMLG_DEVICE float hpmlg_twobit_value(const hpmlg_pack &p, unsigned code)
 {
-    x = (x | x << 8) & 0x00ff00ffu;
-    x = (x | x << 4) & 0x0f0f0f0fu;
-    x = (x | x << 2) & 0x33333333u;
-    return (x | x << 1) & 0x55555555u;
+    return code < 2 ? 0 : code == 3 ? p.threshold : -p.threshold;
 }
 
-/* A warp for 512 elements of a row, 32 a turn: two ballots are two words. */
-static __global__ void hpmlg_k_twobit(hpmlg_pack p)
-{
-    int     lane = (int)threadIdx.x % HPMLG_WARP;
-    int64_t pieces = (p.cols + 511) / 512;
-    HPMLG_WARPS(u, p.rows * pieces) {
-        int64_t   row = hpmlg_quotient(u, pieces), i = (u - row * pieces) * 512 + lane, end = i - lane + 512;
-        unsigned *words = (unsigned *)hpmlg_onebit_row(&p, row);
-        bool      bad = false;
-        HPMLG_UNROLL
-        for (int k = 0; k < 16; k++, i += 32) {
-            if (end - 512 + 32 * k >= p.cols) break;
-            bool     in = i < p.cols;
-            float    g = in ? p.g[row * p.cols + i] : 0, v = in && p.e ? g + p.e[row * p.cols + i] : g;
-            bool     up = in && v >= p.threshold, down = in && v <= -p.threshold;
-            unsigned low = __ballot_sync(HPMLG_ALL, up), high = __ballot_sync(HPMLG_ALL, up || down);
-            int64_t  word = (i - lane) / 16 + lane;
-            if (lane < 2 && word < (p.cols + 15) / 16)
-                words[word] = hpmlg_spread(low >> 16 * lane & 0xffffu) | hpmlg_spread(high >> 16 * lane & 0xffffu) << 1;
-            bad = bad || !isfinite(v);
-            if (in && p.e)
-                p.e[row * p.cols + i] = (p.printed ? g : v) - (up ? p.threshold : down ? -p.threshold : 0);
-        }
-        if (bad) hpmlg_pack_mark(&p, row);
-    }
-}
-
-static __global__ void hpmlg_k_bf16(hpmlg_pack p)
+/* TWOBIT, 8 elements of a row are 16 bits, rows end with whole words; else BF16, whose rows are one to it. */
+template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pack(hpmlg_pack p)
 {
     hpmlg_array out = { p.packed, HPML_DTYPE_BF16 }, e = { p.e, HPML_DTYPE_F32 }, g = { (void *)p.g, HPML_DTYPE_F32 };
-    int64_t     n = p.rows * p.cols;
-    HPMLG_EIGHTS(i, n) {
-        hpmlg_eight x = hpmlg_row_get(g, 0, n, i, 0), v = x, lost;
+    int64_t     rows = two ? p.rows : 1, cols = two ? p.cols : p.rows * p.cols;
+    int64_t     eights = two ? (cols + 15) / 16 * 2 : (cols + 7) / 8;
+    HPMLG_EACH(u, rows * eights) {
+        int64_t     row = two ? hpmlg_quotient(u, eights) : 0, k = u - row * eights;
+        hpmlg_eight x = hpmlg_row_get(g, row, cols, 8 * k, 0), v = x, lost;
+        unsigned    codes = 0, bad = 0;
         if (p.e) {
-            lost = hpmlg_row_get(e, 0, n, i, 0);
+            lost = hpmlg_row_get(e, row, cols, 8 * k, 0);
             for (int j = 0; j < 8; j++) v.v[j] += lost.v[j];
         }
-        hpmlg_row_put(out, 0, n, i, v, false);
         for (int j = 0; j < 8; j++) {
-            float sent = __bfloat162float(__float2bfloat16_rn(v.v[j]));
-            if (!isfinite(sent) && i + j < n) hpmlg_pack_mark(&p, hpmlg_quotient(i + j, p.cols));
+            unsigned code = v.v[j] >= p.threshold ? 3 : v.v[j] <= -p.threshold ? 2 : 0;
+            float    sent = two ? hpmlg_twobit_value(p, code) : hpmlg_rounded(v.v[j], HPML_DTYPE_BF16);
+            codes |= code << 2 * j;
             lost.v[j] = (p.printed ? x.v[j] : v.v[j]) - sent;
+            bad |= (unsigned)!isfinite(two ? v.v[j] : sent) << j;
         }
-        if (p.e) hpmlg_row_put(e, 0, n, i, lost, false);
+        HPMLG_ROLLED
+        for (int j = 0; bad >> j; j++)
+            if (bad >> j & 1) hpmlg_pack_mark(&p, two ? row : hpmlg_quotient(8 * k + j, p.cols));
+        if (two) ((unsigned short *)hpmlg_onebit_row(&p, row))[k] = (unsigned short)codes;
+        else hpmlg_row_put(out, 0, cols, 8 * k, v, false);
+        if (p.e) hpmlg_row_put(e, row, cols, 8 * k, lost, false);
     }
 }
 
@@ -5268,36 +5065,31 @@ HPMLG_FN hpml_status hpmlg_pack_kind(hpml_ctx *ctx, const hpml_packing *p, int *
                          "of hpml_codec_kind, or a context without this backend", p->codec->name ? p->codec->name : "");
 }
 
-HPMLG_FN hpml_status hpmlg_onebit_encode(hpmlg_device *d, hpmlg_pack p)
+HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int64_t row, int64_t rows)
 {
-    int64_t     chunks = (p.cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK, rows = p.rows, most;
-    hpml_status status = HPML_OK;
-    if (chunks <= 16)
-        return HPMLG_DEAL(d, hpmlg_k_onebit, rows, 16 / chunks, p, (int)chunks);
-    most = (int64_t)(d->d.workspace / sizeof(hpmlg_chunk)) / chunks;
-    if (most == 0)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_MEMORY, "cuda: 1-bit rows of %lld columns need %lld bytes of "
-                             "hpml_cuda_desc.workspace", (long long)p.cols, (long long)(chunks * 28));
-    for (int64_t row = 0; row < rows && status == HPML_OK; row += most) {
-        hpmlg_chunk *sums = (hpmlg_chunk *)d->workspace;
-        p.rows = rows - row < most ? rows - row : most;
-        status = HPMLG_DEAL(d, hpmlg_k_onebit_chunks, p.rows * chunks, 16, p, chunks, sums);
-        if (status == HPML_OK) status = HPMLG_DEAL(d, hpmlg_k_onebit_levels, p.rows, 8, p, chunks, sums);
-        if (status == HPML_OK && p.e) status = HPMLG_DEAL(d, hpmlg_k_onebit_carry, p.rows * p.cols, 2048, p);
-        p.packed += p.rows * p.row_size, p.g += p.rows * p.cols, p.e += p.e ? p.rows * p.cols : 0, p.before += p.rows;
-    }
-    return status;
+    hpmlg_pack some = {};
+    some.packed = (unsigned char *)packed + (size_t)row * p->row_size, some.row_size = (int64_t)p->row_size;
+    some.rows = rows, some.cols = p->cols, some.printed = p->desc.printed_residual;
+    some.threshold = p->desc.threshold > 0 ? p->desc.threshold : 0.5f;
+    return some;
 }
 
-/* Up to HPMLG_PACK_ROWS rows of a lossy codec. */
-HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p)
+/* Some rows of a lossy codec; chunks: of a row of ONEBIT. */
+HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p, int64_t chunks)
 {
-    int64_t     pieces = p.rows * ((p.cols + 511) / 512);
-    cudaError_t e = cudaMemsetAsync(p.bad + 1, 0, (size_t)p.rows * sizeof(int), d->stream);
-    hpml_status status = hpmlg_check(d, e, "marks");
-    if (status == HPML_OK && kind == HPML_CODEC_ONEBIT) status = hpmlg_onebit_encode(d, p);
-    if (status == HPML_OK && kind == HPML_CODEC_TWOBIT) status = HPMLG_DEAL(d, hpmlg_k_twobit, pieces, 8, p);
-    if (status == HPML_OK && kind == HPML_CODEC_BF16) status = HPMLG_DEAL(d, hpmlg_k_bf16, p.rows * p.cols, 2048, p);
+    int64_t      n = p.rows * p.cols;
+    cudaError_t  e = cudaMemsetAsync(p.bad + 1, 0, (size_t)p.rows * sizeof(int), d->stream);
+    hpmlg_chunk *sums = (hpmlg_chunk *)d->workspace;
+    hpml_status  status = hpmlg_check(d, e, "marks");
+    if (kind == HPML_CODEC_TWOBIT) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_pack<true>, n, 2048, p));
+    if (kind == HPML_CODEC_BF16) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_pack<false>, n, 2048, p));
+    if (kind == HPML_CODEC_ONEBIT && chunks <= 16) {
+        HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit, p.rows, 16 / chunks, p, (int)chunks));
+    } else if (kind == HPML_CODEC_ONEBIT) {
+        HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit_chunks, p.rows * chunks, 16, p, chunks, sums));
+        HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit_levels, p.rows, 8, p, chunks, sums));
+        if (p.e) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit_carry, n, 2048, p));
+    }
     return status == HPML_OK ? HPMLG_DEAL(d, hpmlg_k_pack_wipe, p.rows, 1, p) : status;
 }
 
@@ -5306,40 +5098,41 @@ HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, 
 {
     hpmlg_device *d = hpmlg_enter(ctx);
     int           kind, any = 0, *bad = (int *)d->scratch;
+    int64_t       chunks = (p->cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK, most = HPMLG_PACK_ROWS, room = most;
     hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE)
-        return hpmlg_check(d, cudaMemcpyAsync(packed, grad, (size_t)rows * p->row_size, cudaMemcpyDeviceToDevice,
-                                              d->stream), "packing");
+        return hpmlg_copy_run(d, hpmlg_of(packed, HPML_DTYPE_F32), hpmlg_of((void *)grad, HPML_DTYPE_F32),
+                              rows * p->cols, false);
+    if (kind == HPML_CODEC_ONEBIT && chunks > 16) room = (int64_t)(d->d.workspace / sizeof(hpmlg_chunk)) / chunks;
+    if (room == 0)
+        return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "cuda: 1-bit rows of %lld columns need %lld bytes of "
+                             "hpml_cuda_desc.workspace", (long long)p->cols, (long long)(chunks * 28));
+    if (room < most) most = room;
     status = hpmlg_check(d, cudaMemsetAsync(bad, 0, sizeof *bad, d->stream), "marks");
-    for (int64_t row = 0; row < rows && status == HPML_OK; row += HPMLG_PACK_ROWS) {
-        hpmlg_pack some = { (unsigned char *)packed + (size_t)row * p->row_size, NULL, grad + row * p->cols,
-                            rows - row < HPMLG_PACK_ROWS ? rows - row : HPMLG_PACK_ROWS, p->cols, (int64_t)p->row_size,
-                            bad, p->desc.printed_residual, p->desc.threshold > 0 ? p->desc.threshold : 0.5f, 0 };
+    for (int64_t row = 0; row < rows && status == HPML_OK; row += most) {
+        hpmlg_pack some = hpmlg_pack_of(p, packed, row, rows - row < most ? rows - row : most);
+        some.g = grad + row * p->cols, some.bad = bad;
         if (residual && p->residual_count) some.e = residual + row * p->cols;
-        status = hpmlg_pack_some(d, kind, some);
+        status = hpmlg_pack_some(d, kind, some, chunks);
     }
     if (status == HPML_OK) status = hpmlg_read(d, &any, bad, sizeof any);
     return status == HPML_OK && any ? HPML_ERR_NONFINITE : status;
 }
 
-/* ONEBIT and, two, TWOBIT: a warp for 512 elements of a row, a number in each lane, 32 a turn. */
-static __global__ void hpmlg_k_unpack_bits(hpmlg_pack p, float *out, bool two, bool add)
+/* TWOBIT or ONEBIT, 8 elements of a row at a time: 16 bits or 8. */
+template <bool two>
+static __global__ void __launch_bounds__(256, 6) hpmlg_k_unpack(hpmlg_pack p, hpmlg_array out, bool add)
 {
-    int     lane = (int)threadIdx.x % HPMLG_WARP;
-    int64_t pieces = (p.cols + 511) / 512;
-    HPMLG_WARPS(u, p.rows * pieces) {
-        int64_t         row = hpmlg_quotient(u, pieces), i = (u - row * pieces) * 512 + lane;
-        const float    *level = hpmlg_onebit_row(&p, row);
-        const unsigned *words = (const unsigned *)level + (two ? 0 : 2);
-        float           low = two ? -p.threshold : level[0], high = two ? p.threshold : level[1];
-        HPMLG_UNROLL
-        for (int k = 0; k < 16; k++, i += 32) {
-            if (i >= p.cols) continue;
-            unsigned code = two ? words[i / 16] >> 2 * (i % 16) & 3 : 2 + (words[i / 32] >> lane & 1);
-            float    x    = code < 2 ? 0 : code == 3 ? high : low, *y = out + row * p.cols + i;
-            *y = add ? *y + x : x;
-        }
+    int64_t eights = (p.cols + 7) / 8;
+    HPMLG_EACH(u, p.rows * eights) {
+        int64_t      row = hpmlg_quotient(u, eights), k = u - row * eights;
+        const float *level = hpmlg_onebit_row(&p, row);
+        unsigned     codes = two ? ((const unsigned short *)level)[k] : ((const unsigned char *)(level + 2))[k];
+        hpmlg_eight  e;
+        for (int j = 0; j < 8; j++)
+            e.v[j] = two ? hpmlg_twobit_value(p, codes >> 2 * j & 3) : level[codes >> j & 1];
+        hpmlg_row_put(out, row, p.cols, 8 * k, e, add);
     }
 }
 
@@ -5349,14 +5142,13 @@ HPMLG_FN hpml_status hpmlg_decode(void *, hpml_ctx *ctx, const hpml_packing *p, 
     hpmlg_device *d = hpmlg_enter(ctx);
     int           kind;
     hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
-    hpmlg_pack    all    = { (unsigned char *)packed, NULL, NULL, rows, p->cols, (int64_t)p->row_size, NULL, 0,
-                             p->desc.threshold > 0 ? p->desc.threshold : 0.5f, 0 };
+    hpmlg_pack    all    = hpmlg_pack_of(p, packed, 0, rows);
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE || kind == HPML_CODEC_BF16)
         return hpmlg_copy_run(d, hpmlg_of(out, HPML_DTYPE_F32), hpmlg_of(all.packed, kind == HPML_CODEC_BF16 ?
                               HPML_DTYPE_BF16 : HPML_DTYPE_F32), rows * p->cols, add);
-    return HPMLG_DEAL(d, hpmlg_k_unpack_bits, rows * ((p->cols + 511) / 512), 8, all, out, kind == HPML_CODEC_TWOBIT,
-                      add);
+    return HPMLG_RUN_EITHER(d, kind == HPML_CODEC_TWOBIT, hpmlg_k_unpack, true, false,
+                            hpmlg_blocks(d, rows * p->cols, 2048), 256, 0, all, hpmlg_of(out, HPML_DTYPE_F32), add);
 }
 
 #ifdef HPML_USE_NCCL
@@ -5845,10 +5637,16 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
     }
 }
 
+template <hpml_status (*op)(hpmlg_device *, const hpml_run *, hpml_node *, bool), bool back>
+static hpml_status hpmlg_run_op(const hpml_run *run, hpml_node *n)
+{
+    return op(hpmlg_enter(run->ctx), run, n, back);
+}
+
 HPML_API const hpml_backend *hpml_backend_cuda(void)
 {
     static const hpml_op_impl ops[HPML_OP_COUNT] = {
-#define HPMLG_X(op, name) { hpmlg_##name##_forward, hpmlg_##name##_backward },
+#define HPMLG_X(op, name) { hpmlg_run_op<hpmlg_op_##name, false>, hpmlg_run_op<hpmlg_op_##name, true> },
         HPML_OPS(HPMLG_X)
 #undef HPMLG_X
     };

@@ -15,6 +15,7 @@ typedef struct job {
     double               lr, momentum;
     const char          *save, *load;
     int                  poison; /* rank with a NaN in its data, + 1 */
+    bool                 smudge; /* exact: rank 1 has a NaN within one of its gradients */
     int                  odd;    /* rank with another model, + 1 */
     bool                 apart, watch, parted; /* apart: ranks begin with other numbers; watch: parted says if they ever had some after a step */
     uint64_t             hash;
@@ -47,6 +48,14 @@ static int each_step(const hpml_step_info *info, void *user)
     return 0;
 }
 
+static hpml_status smudge(void *user, hpml_trainer *t, int param)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    (void)t;
+    if (d->c->rank == 1 && param == 0) hpml_param_at(d->ctx, 0)->grad[3] = (float)NAN;
+    return HPML_OK;
+}
+
 static hpml_status work(hpml_comm *c, void *user)
 {
     job         *j   = (job *)user;
@@ -65,6 +74,7 @@ static hpml_status work(hpml_comm *c, void *user)
         for (int64_t k = 0; k < hpml_tensor_count(hpml_param_at(ctx, i)); k++) hpml_param_at(ctx, i)->data[k] += (float)rank;
     hpml_distributed *dist = j->serial ? NULL : hpml_distribute(t, c, &d);
     if (!j->serial && !dist) return hpml_ctx_status(ctx);
+    if (j->smudge) hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = dist, .run = hpmlc_exact_run, .grad = smudge, .update = hpmlc_dist_update });
     if (j->load) hpml_distribute_load(dist, j->load);
     if (j->steps > 0) hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 100, .max_steps = j->steps, .on_step = j->watch ? each_step : NULL, .user = &w });
     if (j->save) hpml_distribute_save(dist, j->save);
@@ -752,6 +762,8 @@ TEST(errors_name_the_rank)
         ENSURE(heard == HPML_ERR_NONFINITE || heard == HPML_ERR_PEER);
         ENSURE(strstr(nan.text, "NaN") || strstr(nan.text, "finite"));
     }
+    job inner = { .smudge = true, .d.exact = true };
+    ENSURE(go(&inner, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_NONFINITE && strstr(inner.text, "is NaN or infinite"));
     ENSURE(go(&odd, 3, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_SHAPE);
     ENSURE(strstr(odd.text, "the same model on all ranks"));
     char text[512];

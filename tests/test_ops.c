@@ -261,6 +261,7 @@ TEST(wrong_shapes_are_refused)
     hpml_ctx_clear_error(ctx);
     REFUSED(hpml_cross_entropy(v, v, NULL));
     REFUSED(hpml_lstm(v, 3, NULL));
+    REFUSED(hpml_lstm(hpml_input_3d(ctx, 2, 3, 4), INT64_MAX / 2, NULL));
     REFUSED(hpml_linear(v, 0, NULL));
     REFUSED(hpml_linear(v, 3, &(hpml_linear_desc){ .activation = (hpml_act)55 }));
     REFUSED(hpml_linear(v, 3, &(hpml_linear_desc){ .init = (hpml_init)55 }));
