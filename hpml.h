@@ -648,7 +648,8 @@ typedef struct hpml_update {
     float   *m, *v;      /* (n) first and second state, NULL where the optimizer has none */
     uint64_t step;       /* 1 for the first */
     float    lr, momentum, beta1, beta2, eps, weight_decay, trust; /* weight_decay 0 where the parameter has none */
-    float    grad_scale; /* multiplies g first: clipping, loss scale */
+    float    grad_scale, clip; /* multiply g first: 1 / loss scale; clip / sqrt(*sumsq), where that is below 1 */
+    const double *sumsq;       /* of the gradients, on the device; NULL: they are not clipped */
     bool     nesterov;
 } hpml_update;
 
@@ -656,10 +657,11 @@ typedef struct hpml_update {
 typedef struct hpml_pass {
     const hpml_graph *graph;
     int64_t           samples, first; /* rows of the batch, and where in the inputs they begin */
+    int64_t           from;                        /* the op it begins with; hooks of gradients cut passes in pieces */
     uint64_t          train, backward, accumulate; /* 0 or 1 */
 } hpml_pass;
 
-/* A device. All functions get what `open` gave. Entries marked optional may be NULL. */
+/* A device. All functions get what `open` gave. Entries marked optional may be NULL. Counts and sums stay there. */
 struct hpml_backend {
     const char *name;
     hpml_status (*open)(hpml_ctx *ctx, const void *desc, void **device);
@@ -676,11 +678,11 @@ struct hpml_backend {
     hpml_dtype (*store)(void *device); /* optional: what results of ops are kept in (F32, BF16, F16); scalars are F32 */
     void (*plan)(void *device, hpml_node *node); /* optional: sets the saved and scratch bytes it wants for a node */
     /* optional: before the first op of a pass. *done: it has been run as a whole, as recorded before; else its ops
-       follow, and end, with the status they came to. Passes with hooks, a trace or a profile go without both. */
+       follow, and end, with the status they came to. Those with a trace, a profile or other hooks go without both. */
     hpml_status (*begin)(void *device, const hpml_run *run, const hpml_pass *pass, bool *done);
     hpml_status (*end)(void *device, const hpml_run *run, hpml_status status);
-    /* optional: adds to counts[0] the rows of y (rows, classes) whose largest number is at the label, to counts[1] the
-       rows with a label in 0 .. classes - 1 */
+    /* optional: how many rows of y (rows, classes) have their largest number at the label, and how many have a label in
+       0 .. classes - 1: to counts, on the device */
     hpml_status (*correct)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
                            int64_t rows, int64_t classes, int64_t counts[2]);
     /* optional: hpml_packing_encode and _decode on arrays of the device */
@@ -818,8 +820,8 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
 /* The only seam to distributed training. All NULL in a serial trainer. A strategy fills them in.
    run     instead of forward and backward of one batch: cut it, pipeline it; calls hpml_trainer_run_local for its part
    need    before the values of parameter p are read in a pass: pull, gather, wait
-   grad    the moment the gradient of parameter p is final in this step's backward pass (last micro-batch), in reverse
-           order of recording: communication starts here and overlaps the rest
+   grad    the moment the gradient of parameter p is final in this step's backward pass (last micro-batch; of a pass
+           that is replayed, an eighth later), in reverse order of recording: communication starts here, beside the rest
    update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_update_local for
            the parameters it wants updated here. Returns HPML_OK.
    sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in training passes forward
@@ -7363,6 +7365,8 @@ HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, 
     for (int i = 0; i < count; i++) {
         const hpml_update *u = &updates[i];
         hpmli_update_job   j = { ctx->k, { *u, 0, 0 } };
+        float              norm = u->sumsq ? (float)sqrt(*u->sumsq) : 0;
+        if (norm > u->clip) j.o.u.grad_scale *= u->clip / norm;
         j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
         j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
         if (u->opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, &j.o.u);
@@ -7623,8 +7627,9 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
         hpml_node *n    = g->nodes[i];
         hpmli_use *u    = &uses[n->index];
         bool       back = g->loss && n->out->needs_grad;
+        int        from = hpml_tensor_count(n->out) == 1 ? 0 : i; /* a loss: others write beside it, see hpmli_told */
         if (u->root_value == n->out)
-            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), i, u->last, (void **)(void *)&n->out->data);
+            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), from, u->last, (void **)(void *)&n->out->data);
         if (back && u->root_grad == n->out && (n->out == g->loss || u->grad_written))
             hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : u->grad_first, u->grad_last,
                            (void **)(void *)&n->out->grad);
@@ -7852,44 +7857,54 @@ HPMLI_FN hpml_run hpmli_run_of(const hpml_graph *g, bool train, uint64_t step, f
     return run;
 }
 
-/* The ops of the backward pass, and the hook of each gradient that becomes final. */
-HPMLI_FN hpml_status hpmli_backward_nodes(hpml_graph *g, const hpml_run *run, bool accumulate)
+HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, bool accumulate)
 {
-    hpml_status status = HPML_OK;
-    for (int i = g->count - 1; i >= 0 && status == HPML_OK; i--) {
-        hpml_node *n = g->nodes[i];
-        bool       before[HPML_MAX_SRC];
-        if (!n->out->needs_grad || !n->out->grad) continue;
-        for (int s = 0; s < n->src_count; s++) { /* an op that would write a parameter's gradient first must add */
-            before[s] = n->accumulate[s];
-            if (accumulate && n->src[s] && hpmli_trainable(n->src[s])) n->accumulate[s] = true;
-        }
-        status = hpmli_run_node(g, run, i, true);
-        memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
-        for (int s = 0; g->grad && s < n->src_count && status == HPML_OK; s++)
-            if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
-                status = g->grad(g->hook_user, n->src[s]->param->index);
+    hpml_node *n = g->nodes[i];
+    bool       before[HPML_MAX_SRC];
+    if (!n->out->needs_grad || !n->out->grad) return HPML_OK;
+    for (int s = 0; s < n->src_count; s++) { /* an op that would write a parameter's gradient first must add */
+        before[s] = n->accumulate[s];
+        if (accumulate && n->src[s] && hpmli_trainable(n->src[s])) n->accumulate[s] = true;
     }
+    hpml_status status = hpmli_run_node(g, run, i, true);
+    memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
     return status;
 }
 
-/* One way through the graph: by the backend as a whole, where it can and nobody looks at single ops or hooks in. */
+/* The hook of each gradient that is final behind node i. */
+HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
+{
+    hpml_node  *n      = g->nodes[i];
+    hpml_status status = HPML_OK;
+    for (int s = 0; n->out->needs_grad && n->out->grad && s < n->src_count && status == HPML_OK; s++)
+        if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
+            status = g->grad(g->hook_user, n->src[s]->param->index);
+    return status;
+}
+
+/* One way through the graph: by the backend as a whole, where it can and nobody looks at single ops or hooks in. Only
+   gradients are waited for, by their hooks: then it is up to eight pieces, and behind each the hooks of all of it. */
 HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
 {
     const hpml_backend *b     = g->ctx->backend;
-    bool                whole = b->begin && !(g->profile || g->ctx->trace || g->need || g->grad || g->sum || g->idle);
-    bool                done  = false;
+    bool                whole = b->begin && !(g->profile || g->ctx->trace || g->need || g->sum || g->idle);
+    bool                hooks = backward && g->grad, done = false;
+    int last = g->count - 1, piece = !whole ? 1 : !hooks ? g->count : g->count < 64 ? 8 : (g->count + 7) / 8;
     hpml_status         status = HPML_OK;
     hpml_pass           pass; /* compared byte by byte */
     memset(&pass, 0, sizeof pass);
     pass.graph = g, pass.samples = g->batch_now, pass.first = g->shift;
     pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
     hpmli_graph_rows(g);
-    if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
-    if (done) return status;
-    if (backward && status == HPML_OK) status = hpmli_backward_nodes(g, run, accumulate);
-    for (int i = 0; !backward && i < g->count && status == HPML_OK; i++) status = hpmli_run_node(g, run, i, false);
-    return whole ? b->end(g->ctx->device, run, status) : status;
+    for (int from = 0, to; from <= last && status == HPML_OK; from = to) {
+        to = last - from < piece ? last + 1 : from + piece, pass.from = from;
+        if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
+        for (int i = from; i < to && !done && status == HPML_OK; i++)
+            status = backward ? hpmli_run_back(g, run, last - i, accumulate) : hpmli_run_node(g, run, i, false);
+        if (whole && !done) status = b->end(g->ctx->device, run, status);
+        for (int i = from; i < to && hooks && status == HPML_OK; i++) status = hpmli_run_hooks(g, last - i);
+    }
+    return status;
 }
 
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step)
@@ -7897,8 +7912,7 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
     hpml_status status = hpml_graph_alloc(g);
     if (status != HPML_OK) return status;
     hpml_run run = hpmli_run_of(g, train, step, 1);
-    g->train = train;
-    g->step  = step;
+    g->train = train, g->step = step;
     return hpmli_graph_pass(g, &run, false, false);
 }
 
@@ -7914,24 +7928,17 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
     return hpmli_graph_pass(g, &run, true, accumulate);
 }
 
-HPMLI_FN double hpmli_graph_loss(hpml_graph *g)
-{
-    float loss = 0;
-    g->ctx->backend->read(g->ctx->device, &loss, g->loss->data, sizeof loss);
-    return (double)loss;
-}
-
 /* Loss with element `at` of t moved by `by`. */
 HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, float by)
 {
-    float was, now;
+    float was, now, loss = 0;
     g->ctx->backend->read(g->ctx->device, &was, t->data + at, sizeof was);
     now = was + by;
     g->ctx->backend->write(g->ctx->device, t->data + at, &now, sizeof now);
     hpml_graph_forward(g, g->train, g->step);
-    double loss = hpmli_graph_loss(g);
+    g->ctx->backend->read(g->ctx->device, &loss, g->loss->data, sizeof loss);
     g->ctx->backend->write(g->ctx->device, t->data + at, &was, sizeof was);
-    return loss;
+    return (double)loss;
 }
 
 HPMLI_FN double hpmli_check_one(hpml_graph *g, hpml_tensor *t, float eps, int samples)
@@ -7988,6 +7995,9 @@ typedef struct hpmli_named { /* an array that checkpoints hold */
     struct hpmli_named *next;
 } hpmli_named;
 
+/* What a step tells: the loss, hits and rows that count, the gradients' sum of squares. */
+typedef struct hpmli_told { float loss, none; int64_t counts[2]; double sumsq; } hpmli_told;
+
 struct hpml_trainer {
     hpml_ctx         *ctx;
     hpml_trainer_desc d;       /* resolved */
@@ -8009,10 +8019,11 @@ struct hpml_trainer {
     bool              early;   /* parameters are updated while the backward pass goes on */
     const float      *more;    /* hpml_trainer_update_sum: NULL outside */
     float             more_scale;
-    float             grad_norm;
+    hpmli_told        told, *at; /* what the host knows of it; on the device, where the loss is: its slot has room */
     float             loss_scale;
     int64_t           scale_steps; /* updates since it changed; -1: it is fixed */
-    bool              looked, overflowed; /* at the gradients of this update; an infinity was there */
+    bool              looks, looked, seen; /* the update wants the gradients' norm; has it; the host has it, too */
+    bool              whole, overflowed;   /* no hook comes between backward pass and update; an infinity was there */
 };
 
 HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
@@ -8022,15 +8033,11 @@ HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
     double span = (double)(s->total_steps - s->warmup_steps);
     double t    = span > 0 ? (double)(step - s->warmup_steps) / span : 1;
     if (t > 1) t = 1;
-    switch (s->kind) {
-    case HPML_SCHEDULE_CONSTANT: break;
-    case HPML_SCHEDULE_STEP:
-        return s->period > 0 ? lr * (float)pow(s->gamma > 0 ? (double)s->gamma : 0.1, (double)(step / s->period)) : lr;
-    case HPML_SCHEDULE_COSINE:
-        return s->min_lr + (lr - s->min_lr) * (float)(0.5 * (1 + cos(3.14159265358979323846 * t)));
-    case HPML_SCHEDULE_LINEAR: return s->min_lr + (lr - s->min_lr) * (float)(1 - t);
-    }
-    return lr;
+    if (s->kind == HPML_SCHEDULE_STEP && s->period > 0)
+        lr *= (float)pow(s->gamma > 0 ? (double)s->gamma : 0.1, (double)(step / s->period));
+    if (s->kind == HPML_SCHEDULE_COSINE) t = 0.5 - 0.5 * cos(3.14159265358979323846 * t);
+    bool falls = s->kind == HPML_SCHEDULE_COSINE || s->kind == HPML_SCHEDULE_LINEAR;
+    return falls ? s->min_lr + (lr - s->min_lr) * (float)(1 - t) : lr;
 }
 
 HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor)
@@ -8062,13 +8069,8 @@ HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trai
 /* How many state arrays the optimizer keeps for each number: bit 0 is m, bit 1 is v. */
 HPMLI_FN int hpmli_opt_states(const hpml_trainer_desc *d)
 {
-    switch (d->optimizer) {
-    case HPML_OPT_SGD: case HPML_OPT_LARS: return d->momentum != 0 ? 1 : 0;
-    case HPML_OPT_ADAGRAD: return 2;
-    case HPML_OPT_RMSPROP: return d->momentum != 0 ? 3 : 2;
-    case HPML_OPT_ADAM: case HPML_OPT_ADAMW: case HPML_OPT_LAMB: return 3;
-    }
-    return 0;
+    static const int states[] = { 0, 2, 2, 3, 3, 0, 3 }; /* by hpml_opt; of the first three some have a momentum */
+    return states[d->optimizer] | (d->optimizer != HPML_OPT_ADAGRAD && d->momentum != 0);
 }
 
 /* The loss node and the input for its targets, recorded when the desc does not give them. */
@@ -8161,7 +8163,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     hpml_trainer_desc_resolve(desc, &t->d);
     bool dynamic   = desc->loss_scale == 0 && hpmli_store(ctx) == HPML_DTYPE_F16;
     t->loss_scale  = desc->loss_scale > 0 ? desc->loss_scale : dynamic ? 65536.0f : 1.0f;
-    t->scale_steps = dynamic ? 0 : -1;
+    t->scale_steps = dynamic ? 0 : -1, t->looks = dynamic || t->d.clip_norm > 0;
     if (!hpmli_trainer_loss(t)) return NULL;
     gd.output_count = 1;
     gd.outputs      = &t->d.output;
@@ -8243,7 +8245,7 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
         if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
         t->updates = hpmli_new(ctx, hpml_update, ctx->param_count);
         if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
-        t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
+        t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target)), t->at = (hpmli_told *)(void *)t->loss->data;
     }
     for (int i = 0; ctx->status == HPML_OK && i < g->param_count; i++) { /* the arrays of state lie as the gradients */
         hpml_tensor *p = ctx->params[i];
@@ -8294,9 +8296,7 @@ HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, f
     if (!s) return t->ctx->status;
     s->name = hpmli_strdup(t->ctx, name);
     if (!s->name) return t->ctx->status;
-    s->values = values;
-    s->count  = count;
-    s->next   = t->states;
+    s->values = values, s->count = count, s->next = t->states;
     t->states = s;
     return HPML_OK;
 }
@@ -8325,13 +8325,9 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
     if (hpml_graph_batch(g, rows) != HPML_OK) return t->ctx->status;
     hpmli_put(t, t->d.input, x, samples);
     if (!y) return HPML_OK;
-    if (rows == samples) {
-        hpmli_put(t, t->target, y, samples);
-        return HPML_OK;
-    }
-    for (int64_t i = 0, n = hpml_tensor_count(t->target), real = n / rows * samples; i < n; i++)
+    for (int64_t i = 0, n = hpml_tensor_count(t->target), real = n / rows * samples; rows > samples && i < n; i++)
         t->host_y[i] = i < real ? ((const int32_t *)y)[i] : HPML_IGNORE;
-    hpmli_put(t, t->target, t->host_y, rows);
+    hpmli_put(t, t->target, rows > samples ? t->host_y : y, rows);
     return HPML_OK;
 }
 
@@ -8348,29 +8344,27 @@ HPMLI_FN void hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, 
     if (t->dtype != HPML_DTYPE_F32) hpmli_to_f32(ctx->k, out, t->dtype, raw, n);
 }
 
-/* Counts rows whose largest output is the label; labels that are ignored do not count. */
-HPMLI_FN void hpmli_count_correct(hpml_trainer *t, const int32_t *labels, int64_t *correct, int64_t *counted,
-                                  int64_t *confusion)
+/* The host waits for what the step tells; where labels are given (what is ignored does not count) for hits, too. */
+HPMLI_FN void hpmli_trainer_tell(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
 {
-    int64_t      classes = t->d.output->shape[t->d.output->ndim - 1], n = hpml_tensor_count(t->d.output), counts[2];
-    const float *y;
-    counts[0] = counts[1] = 0;
-    if (t->ctx->backend->correct && !confusion) { /* there, where the outputs are */
-        t->ctx->backend->correct(t->ctx->device, t->ctx, t->d.output->dtype, t->d.output->data,
-                                 (const int32_t *)(const void *)t->target->data, n / classes, classes, counts);
-        *correct += counts[0], *counted += counts[1];
-        return;
-    }
-    y = hpmli_trainer_host_out(t);
-    if (!y) return;
-    if (y != t->d.output->data) hpmli_read_floats(t->ctx, t->d.output, n, t->host_out);
-    for (int64_t r = 0; r < n / classes; r++, y += classes) {
-        int64_t best = 0;
+    const hpml_backend *b   = t->ctx->backend;
+    const hpml_tensor  *out = t->d.output;
+    int64_t             classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out), best;
+    bool                there = labels && b->correct && !confusion; /* where the outputs are */
+    if (there)
+        b->correct(t->ctx->device, t->ctx, out->dtype, out->data, (const int32_t *)(const void *)t->target->data,
+                   n / classes, classes, t->at->counts);
+    b->read(t->ctx->device, &t->told, t->at, sizeof t->told);
+    t->seen = t->looked;
+    const float *y = labels && !there ? hpmli_trainer_host_out(t) : NULL;
+    if (y && y != out->data) hpmli_read_floats(t->ctx, out, n, t->host_out);
+    if (y) t->told.counts[0] = t->told.counts[1] = 0;
+    for (int64_t r = 0; y && r < n / classes; r++, y += classes) {
         if (labels[r] < 0 || labels[r] >= classes) continue;
+        best = 0;
         for (int64_t c = 1; c < classes; c++)
             if (y[c] > y[best]) best = c;
-        *correct += best == labels[r];
-        *counted += 1;
+        t->told.counts[0] += best == labels[r], t->told.counts[1] += 1;
         if (confusion) confusion[labels[r] * classes + best]++;
     }
 }
@@ -8395,9 +8389,9 @@ HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
 HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y,
                           const float *x)
 {
-    double sum = 0;
-    if (x) t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, hpml_tensor_count(y), &sum);
-    if (sum - sum == 0) return false;
+    if (x) t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, hpml_tensor_count(y), &t->at->sumsq);
+    if (x) hpmli_trainer_tell(t, NULL, NULL);
+    if (!x || t->told.sumsq - t->told.sumsq == 0) return false;
     hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
                "the data, lower the learning rate (now %g) or set clip_norm", (long long)t->step, what, value, where,
                y->name, (double)hpml_trainer_lr(t));
@@ -8428,19 +8422,22 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
     return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step, what, value);
 }
 
-/* Looks at the gradients of this update once, where clipping or a dynamic loss scale want to know their norm. */
-HPMLI_FN hpml_status hpmli_trainer_look(hpml_trainer *t)
+/* The norm of the gradients of this update, once, where clipping or a dynamic loss scale want it: on the device. */
+HPMLI_FN void hpmli_trainer_look(hpml_trainer *t)
 {
-    hpml_ctx *ctx = t->ctx;
-    double    sum = 0;
-    if (t->looked) return HPML_OK;
-    t->looked    = true;
-    t->grad_norm = -1;
-    if (t->d.clip_norm == 0 && t->scale_steps < 0) return HPML_OK;
-    ctx->backend->sumsq(ctx->device, ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count, &sum);
-    t->grad_norm  = (float)(sqrt(sum) / (double)t->loss_scale);
+    if (!t->looked && t->looks)
+        t->ctx->backend->sumsq(t->ctx->device, t->ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count,
+                               &t->at->sumsq);
+    t->looked = t->looks;
+}
+
+/* The host looks at it, too. */
+HPMLI_FN hpml_status hpmli_trainer_see(hpml_trainer *t)
+{
+    if (!t->seen) hpmli_trainer_tell(t, NULL, NULL);
+    double sum = t->told.sumsq;
     t->overflowed = t->scale_steps >= 0 && sum - sum != 0 && t->loss_scale > 1;
-    if (t->d.no_finite_check || t->overflowed || sum - sum == 0) return ctx->status;
+    if (t->d.no_finite_check || t->overflowed || sum - sum == 0) return t->ctx->status;
     return hpmli_name_nonfinite(t, "the gradient norm", sqrt(sum));
 }
 
@@ -8467,15 +8464,17 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
     g->idle = samples == 0;
     hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
     if (status == HPML_OK && t->early && !t->d.no_finite_check) { /* before it gets into the parameters */
-        double value = hpmli_graph_loss(g);
-        if (value - value != 0) return hpmli_name_nonfinite(t, "the loss", value);
+        hpmli_trainer_tell(t, NULL, NULL);
+        if (t->told.loss - t->told.loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)t->told.loss);
     }
     if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
-    if (status == HPML_OK && loss) *loss = samples > 0 ? (float)hpmli_graph_loss(g) : 0;
     g->idle = false;
-    if (status == HPML_OK && t->labels && samples > 0)
-        hpmli_count_correct(t, t->labels + first * (hpml_tensor_count(t->target) / g->batch_now), &t->correct,
-                            &t->counted, NULL);
+    if (status == HPML_OK && t->whole) hpmli_trainer_look(t); /* so that the host waits once */
+    if (status == HPML_OK && samples > 0 && (loss || t->labels)) {
+        hpmli_trainer_tell(t, t->labels ? t->labels + first * hpml_tensor_count(t->target) / g->batch_now : NULL, NULL);
+        if (t->labels) t->correct += t->told.counts[0], t->counted += t->told.counts[1];
+    }
+    if (status == HPML_OK && loss) *loss = samples > 0 ? t->told.loss : 0;
     hpmli_trainer_shift(t, -first);
     return status;
 }
@@ -8485,9 +8484,11 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     float lr, scale;
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = t->ctx;
-    if (hpmli_failed(ctx) || hpmli_trainer_look(t) != HPML_OK || t->overflowed) return ctx->status;
+    if (hpmli_failed(ctx)) return ctx->status;
+    hpmli_trainer_look(t);
+    bool sees = t->looks && (t->scale_steps >= 0 || !t->d.no_finite_check);
+    if (sees && (hpmli_trainer_see(t) != HPML_OK || t->overflowed)) return ctx->status;
     scale = (t->more ? t->more_scale : 1) / t->loss_scale;
-    if (t->d.clip_norm > 0 && t->grad_norm > t->d.clip_norm) scale *= t->d.clip_norm / t->grad_norm;
     lr = hpml_trainer_lr(t);
     if (param_count > t->graph->param_count - first_param) param_count = t->graph->param_count - first_param;
     for (int i = first_param; i < first_param + param_count; i++) {
@@ -8497,6 +8498,8 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
         u->step         = (uint64_t)t->step + 1;
         u->lr           = lr * p->lr_scale;
         u->grad_scale   = scale;
+        u->clip         = t->d.clip_norm * t->loss_scale;
+        u->sumsq        = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
         u->more         = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
     }
@@ -8522,7 +8525,7 @@ HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more,
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info)
 {
-    float  loss  = 0, lr;
+    float  loss  = 0, lr, scale;
     double start = hpml_now();
     bool   early;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
@@ -8532,21 +8535,21 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
         if (fed != HPML_OK) return fed;
     }
     t->fed     = samples;
-    t->correct = t->counted = 0;
-    t->looked  = t->overflowed = false;
+    t->correct = t->counted = 0, t->looked = t->seen = t->overflowed = false;
     t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
-    lr     = hpml_trainer_lr(t);
+    lr     = hpml_trainer_lr(t), scale = t->loss_scale;
     /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step the
        moment its gradient is final: it is still in the cache. */
-    early = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->d.clip_norm == 0 && t->scale_steps < 0 &&
-            !t->ctx->backend->sync && t->micro + 1 == t->d.accumulate;
+    t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro + 1 == t->d.accumulate;
+    early    = t->whole && !t->looks && !t->ctx->backend->sync;
     if (early) t->early = true, t->graph->grad = hpmli_hook_grad;
     hpml_status status =
         t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
                      : hpml_trainer_run_local(t, 0, samples, 1 / (float)t->d.accumulate, t->micro > 0,
                                               info || !t->d.no_finite_check ? &loss : NULL);
-    if (early) t->early = false, t->graph->grad = NULL;
+    if (early) t->graph->grad = NULL;
+    t->early = t->whole = false;
     if (status != HPML_OK) return status;
     if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
     if (++t->micro == t->d.accumulate) {
@@ -8561,15 +8564,11 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     }
     if (!info || status != HPML_OK) return status;
     memset(info, 0, sizeof *info);
-    info->step      = t->step;
-    info->epoch     = t->epoch;
-    info->loss      = loss;
+    info->step = t->step, info->epoch = t->epoch, info->samples = samples, info->lr = lr, info->loss = loss;
     info->accuracy  = t->counted > 0 ? (float)t->correct / (float)t->counted : -1;
-    info->lr        = lr;
-    info->grad_norm = t->grad_norm;
-    info->skipped   = t->overflowed;
-    info->samples   = samples;
-    info->seconds   = hpml_now() - start;
+    if (t->looked && !t->seen) hpmli_trainer_tell(t, NULL, NULL);
+    info->grad_norm = t->looked ? (float)sqrt(t->told.sumsq) / scale : -1;
+    info->skipped   = t->overflowed, info->seconds = hpml_now() - start;
     return HPML_OK;
 }
 
@@ -8668,9 +8667,10 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
         if (hpmli_failed(t->ctx) || hpmli_trainer_feed(t, b.x, b.y, b.samples) != HPML_OK ||
             hpml_graph_forward(t->graph, false, 0) != HPML_OK)
             break;
-        out->loss += hpmli_graph_loss(t->graph) * (double)b.samples;
+        hpmli_trainer_tell(t, hpmli_classifies(t) ? (const int32_t *)b.y : NULL, confusion);
+        out->loss += (double)t->told.loss * (double)b.samples;
         out->samples += b.samples;
-        if (hpmli_classifies(t)) hpmli_count_correct(t, (const int32_t *)b.y, &correct, &counted, confusion);
+        if (hpmli_classifies(t)) correct += t->told.counts[0], counted += t->told.counts[1];
     }
     hpml_loader_free(l);
     hpml_graph_batch(t->graph, t->graph->batch);

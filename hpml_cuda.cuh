@@ -140,7 +140,7 @@ typedef struct hpml_nccl hpml_nccl; /* opaque; hangs on a context */
 typedef struct hpml_nccl_desc {
     uint32_t    _begin;
     int32_t     rank, ranks; /* hpml_nccl_create: required; attach: the communicator's */
-    const char *file;        /* hpml_nccl_create: where ranks meet: each leaves a file of this name and .rank */
+    const char *file;        /* hpml_nccl_create: ranks meet by files named this and .rank; old ones do no harm */
     const char *library;     /* NULL: the NCCL that the program was linked with, else libnccl.so.2 */
     double      timeout;     /* seconds; 0: 60 */
     bool        in_nodes;    /* attach: NCCL inside each node only, as many ranks on each. Between nodes a share of each
@@ -449,12 +449,18 @@ typedef struct hpmlg_slot { /* a piece of pinned memory on its way to the device
     cudaEvent_t    landed, free;
 } hpmlg_slot;
 
-#define HPMLG_PASSES  32
+#define HPMLG_PASSES  64
 #define HPMLG_SCRATCH ((size_t)1 << 20)
 #define HPMLG_RESULT  ((size_t)4096)
 
+typedef struct hpmlg_left { /* what one op leaves for others to know, replayed or not */
+    const void      *y, *labels; /* whose hits the last cross-entropy has counted */
+    const hpml_node *sloped;     /* the layer whose gradient was multiplied by its act' by the layer behind */
+} hpmlg_left;
+
 typedef struct hpmlg_pass {
     hpml_pass       key;
+    hpmlg_left      left;
     int             runs;  /* that went one by one so far */
     cudaGraphExec_t exec;  /* NULL: not recorded yet */
     uint64_t        used;  /* when last */
@@ -465,6 +471,7 @@ typedef struct hpmlg_weights { /* the half copy of a parameter */
     void        *half;
     int64_t      n;
     bool         fresh;
+    struct hpmlg_weights *next;
 } hpmlg_weights;
 
 typedef struct hpmlg_block { /* memory of tensors; what is left goes with the device */
@@ -498,16 +505,15 @@ typedef struct hpmlg_device {
     hpmlg_pass     passes[HPMLG_PASSES];
     hpmlg_pass    *recording;
     bool           passing;        /* a whole forward pass is on its way */
-    unsigned long long *counts;    /* on the device: hits and labels of the last cross-entropy, which one */
-    const hpml_node *sloped;       /* the layer whose gradient was multiplied by its act' by the layer behind */
+    unsigned long long *counts;    /* on the device: hits and labels of the last cross-entropy */
+    hpmlg_left     left;
     hpml_node     *planned;        /* the last node that was planned */
     hpmlg_look     looks[HPMLG_LOOKS];
     int            look_count;
     cudaEvent_t    look_zero;      /* happened at host time look_time */
     double         look_time;
     uint64_t       clock;
-    hpmlg_weights *weights;        /* (weight_count) */
-    int            weight_count, weight_room;
+    hpmlg_weights *weights;
     void          *workspace;      /* d.workspace bytes */
     void          *scratch;        /* HPMLG_SCRATCH bytes for partial sums */
     void          *result;         /* HPMLG_RESULT bytes of pinned memory: small downloads land there */
@@ -645,11 +651,10 @@ HPMLG_FN hpml_status hpmlg_open_memory(hpmlg_device *d)
     if (e == cudaSuccess) e = cudaHostAlloc((void **)&d->note, sizeof *d->note, cudaHostAllocMapped);
     if (e == cudaSuccess) e = cudaHostAlloc(&d->result, HPMLG_RESULT, cudaHostAllocDefault);
     if (e == cudaSuccess) e = cudaMalloc((void **)&d->note_taken, sizeof *d->note_taken);
-    if (e == cudaSuccess) e = cudaMalloc((void **)&d->now, sizeof *d->now + 3 * sizeof *d->counts);
+    if (e == cudaSuccess) e = cudaMalloc((void **)&d->now, sizeof *d->now + 2 * sizeof *d->counts);
     if (e == cudaSuccess) e = cudaMalloc(&d->scratch, HPMLG_SCRATCH);
     if (e == cudaSuccess) e = cudaMalloc(&d->workspace, d->d.workspace);
     if (e == cudaSuccess) memset(d->note, 0, sizeof *d->note), d->counts = (unsigned long long *)(d->now + 1);
-    if (e == cudaSuccess) e = cudaMemsetAsync(d->counts, 0, 3 * sizeof *d->counts, d->stream);
     return hpmlg_check(d, e, "memory for the device's own use");
 }
 
@@ -687,7 +692,7 @@ HPMLG_FN void hpmlg_close(void *device)
     hpmlg_dnn_close(d);
     for (int i = 0; i < HPMLG_PASSES; i++)
         if (d->passes[i].exec) cudaGraphExecDestroy(d->passes[i].exec);
-    for (int i = 0; i < d->weight_count; i++) cudaFree(d->weights[i].half);
+    for (hpmlg_weights *w = d->weights; w; w = w->next) cudaFree(w->half);
     for (hpmlg_block *b = d->blocks; b; b = b->next) cudaFree(b->p);
     for (int i = 0; i < HPMLG_SLOTS; i++) {
         hpmlg_slot *s = &d->slots[i];
@@ -808,10 +813,8 @@ HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, 
 HPMLG_FN void hpmlg_weights_touch(hpmlg_device *d, const void *dst, size_t bytes)
 {
     const char *from = (const char *)dst, *to = from + bytes;
-    for (int i = 0; i < d->weight_count; i++) {
-        const char *w = (const char *)d->weights[i].w;
-        if (w < to && from < w + (size_t)d->weights[i].n * sizeof(float)) d->weights[i].fresh = false;
-    }
+    for (hpmlg_weights *w = d->weights; w; w = w->next)
+        if ((const char *)w->w < to && from < (const char *)(w->w + w->n)) w->fresh = false;
 }
 
 HPMLG_FN hpml_status hpmlg_write(void *device, void *dst, const void *host, size_t bytes)
@@ -968,6 +971,7 @@ HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *k
     hpmlg_pass *p = hpmlg_pass_find(d, key);
     p->used = ++d->clock;
     *done   = p->exec != NULL;
+    if (*done) d->left = p->left;
     if (*done) return hpmlg_check(d, cudaGraphLaunch(p->exec, d->stream), "launching a pass");
     if (p->runs++ == 0) return HPML_OK;
     status = hpmlg_check(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal), "recording a pass");
@@ -983,6 +987,7 @@ HPMLG_FN hpml_status hpmlg_end(void *, const hpml_run *run, hpml_status status)
     d->passing = false;
     if (!p) return status;
     d->recording  = NULL;
+    p->left       = d->left;
     cudaError_t e = cudaStreamEndCapture(d->stream, &graph);
     if (status == HPML_OK && e == cudaSuccess) e = cudaGraphInstantiate(&p->exec, graph, 0);
     if (graph) cudaGraphDestroy(graph);
@@ -1501,13 +1506,11 @@ HPMLG_FN hpml_status hpmlg_total_run(hpmlg_device *d, hpmlg_finish f, hpmlg_arra
     return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f) : status;
 }
 
-HPMLG_FN hpml_status hpmlg_sumsq(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out)
+HPMLG_FN hpml_status hpmlg_sumsq(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out)
 {
-    hpmlg_device *d = hpmlg_enter(ctx);
-    hpmlg_finish  f = {};
-    f.divisor = 1, f.wide = (double *)d->scratch;
-    hpml_status status = hpmlg_total_run(d, f, hpmlg_of((void *)x, dtype), hpmlg_none(), HPMLG_SQUARE, 0, n);
-    return status == HPML_OK ? hpmlg_read(device, out, d->scratch, sizeof *out) : status;
+    hpmlg_finish f = {};
+    f.divisor = 1, f.wide = out;
+    return hpmlg_total_run(hpmlg_enter(ctx), f, hpmlg_of((void *)x, dtype), hpmlg_none(), HPMLG_SQUARE, 0, n);
 }
 
 /* A row is a hit unless an element before the label's is as large, or one after it larger. A NaN hits nothing; at the
@@ -1548,23 +1551,18 @@ static __global__ void hpmlg_k_correct(unsigned long long *counts, hpmlg_array y
     if (lane == 0 && counted) hpmlg_count_row(counts, beaten == 0);
 }
 
-HPMLG_FN hpml_status hpmlg_correct(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
+HPMLG_FN hpml_status hpmlg_correct(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
                                    int64_t rows, int64_t classes, int64_t counts[2])
 {
     hpmlg_device *d = hpmlg_enter(ctx);
     int           tx = hpmlg_power((classes + 14) / 8, HPMLG_FOLD), ty = HPMLG_FOLD / tx;
-    int64_t       now[3];
-    hpml_status   status = hpmlg_read(device, now, d->counts, sizeof now);
-    const hpml_node *n = status == HPML_OK ? (const hpml_node *)(uintptr_t)now[2] : NULL;
-    if (!n || n->src[0]->data != y || (const void *)n->src[1]->data != labels) { /* not what the loss has counted */
-        status = hpmlg_check(d, cudaMemsetAsync(d->scratch, 0, sizeof now, d->stream), "correct");
-        if (status == HPML_OK)
-            status = HPMLG_RUN(d, hpmlg_k_correct, (unsigned)((rows + ty - 1) / ty), HPMLG_FOLD, 0,
-                               (unsigned long long *)d->scratch, hpmlg_of((void *)y, dtype), labels, rows, classes, tx);
-        if (status == HPML_OK) status = hpmlg_read(device, now, d->scratch, sizeof now);
-    }
-    if (status == HPML_OK) counts[0] += now[0], counts[1] += now[1];
-    return status;
+    size_t        bytes = 2 * sizeof *counts;
+    if (d->left.y == y && d->left.labels == (const void *)labels) /* the loss has counted them */
+        return hpmlg_check(d, cudaMemcpyAsync(counts, d->counts, bytes, cudaMemcpyDeviceToDevice, d->stream), "hits");
+    hpml_status status = hpmlg_check(d, cudaMemsetAsync(counts, 0, bytes, d->stream), "correct");
+    if (status != HPML_OK) return status;
+    return HPMLG_RUN(d, hpmlg_k_correct, (unsigned)((rows + ty - 1) / ty), HPMLG_FOLD, 0, (unsigned long long *)counts,
+                     hpmlg_of((void *)y, dtype), labels, rows, classes, tx);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2559,19 +2557,15 @@ HPMLG_DEVICE void hpmlg_emit8(const hpmlg_job &g, int64_t batch, int64_t row, in
     int64_t     at  = (batch * g.c_batch + row * g.ldc + col) / 8;
     hpmlg_eight old = {};
     if (g.add) old = hpmlg_get8(g.c, at);
-    HPMLG_UNROLL
-    for (int j = 0; j < 8; j++) e.v[j] = hpmlg_end_of(g, batch, row, col + j, e.v[j] * g.alpha) + old.v[j];
+    HPMLG_UNROLL for (int j = 0; j < 8; j++) e.v[j] = hpmlg_end_of(g, batch, row, col + j, e.v[j] * g.alpha) + old.v[j];
     if (g.z.p && !g.back) hpmlg_put8(g.z, at, e);
     if (g.back) {
         old = hpmlg_get8(g.z, at);
-        HPMLG_UNROLL
-        for (int j = 0; j < 8; j++) e.v[j] *= hpmlg_slope_far((int)g.act, g.slope, old.v[j]);
+        HPMLG_UNROLL for (int j = 0; j < 8; j++) e.v[j] *= hpmlg_slope_far((int)g.act, g.slope, old.v[j]);
     } else if (g.act == HPML_ACT_RELU) {
-        HPMLG_UNROLL
-        for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act(HPML_ACT_RELU, 0, e.v[j]);
+        HPMLG_UNROLL for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act(HPML_ACT_RELU, 0, e.v[j]);
     } else if (g.act) {
-        HPMLG_UNROLL
-        for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act_far((int)g.act, g.slope, e.v[j]);
+        HPMLG_UNROLL for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act_far((int)g.act, g.slope, e.v[j]);
     }
     hpmlg_put8(g.c, at, e);
 }
@@ -2608,8 +2602,7 @@ HPMLG_DEVICE void hpmlg_tile_end(const hpmlg_job &g, hpmlg_tile t, const float *
 {
     int id = (int)threadIdx.x, lane = id % 32, warp = id / 32;
     __syncthreads();
-    HPMLG_UNROLL
-    for (int i = 0; i < T * T / 128; i += 2) {
+    HPMLG_UNROLL for (int i = 0; i < T * T / 128; i += 2) {
         int row, col;
         if (MMA) {
             int mi = i / (T / 4), ni = i / 4 % (T / 16);
@@ -2623,8 +2616,7 @@ HPMLG_DEVICE void hpmlg_tile_end(const hpmlg_job &g, hpmlg_tile t, const float *
         *(float2 *)&sums[hpmlg_sum_at<T>(row, col)] = make_float2(acc[i], acc[i + 1]);
     }
     __syncthreads();
-    HPMLG_ROLLED
-    for (int i = id; i < T * T / 8; i += 128) {
+    HPMLG_ROLLED for (int i = id; i < T * T / 8; i += 128) {
         int          r = i / (T / 8), c = i % (T / 8) * 8;
         int64_t      row = t.row + r, col = t.col + c;
         const float *from = &sums[hpmlg_sum_at<T>(r, c)];
@@ -2667,15 +2659,12 @@ HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const uns
 {
     int      warp = (int)threadIdx.x / 32;
     unsigned fa[T / 32][4], fb[T / 32][4];
-    HPMLG_UNROLL
-    for (int i = 0; i < T / 32; i++) {
+    HPMLG_UNROLL for (int i = 0; i < T / 32; i++) {
         hpmlg_fragment<T, LA>(fa[i], a, warp / 2 * (T / 2) + i * 16, k, false);
         hpmlg_fragment<T, LB>(fb[i], b, warp % 2 * (T / 2) + i * 16, k, true);
     }
-    HPMLG_UNROLL
-    for (int i = 0; i < T / 32; i++)
-        HPMLG_UNROLL
-        for (int j = 0; j < T / 16; j++)
+    HPMLG_UNROLL for (int i = 0; i < T / 32; i++)
+        HPMLG_UNROLL for (int j = 0; j < T / 16; j++)
             hpmlg_mma_16816(acc + (i * (T / 16) + j) * 4, fa[i], fb[j / 2] + j % 2 * 2, F16);
 }
 
@@ -2684,8 +2673,7 @@ HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const uns
 template <int T, int L>
 HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x, int64_t ld, int64_t lines, int64_t ks)
 {
-    HPMLG_UNROLL
-    for (int i = 0; i < T / 32; i++) {
+    HPMLG_UNROLL for (int i = 0; i < T / 32; i++) {
         int piece = (int)threadIdx.x + 128 * i, line, k;
         if (L == HPMLG_K) line = piece / 4, k = piece % 4 * 8;
         else k = piece / (T / 8), line = piece % (T / 8) * 8;
@@ -2720,11 +2708,9 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_dense(const __grid_cons
     hpmlg_tile t = hpmlg_tile_here<T>(g);
     int64_t    steps = (t.k1 - t.k0 + 31) / 32;
     float      acc[T * T / 128];
-    HPMLG_UNROLL
-    for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
+    HPMLG_UNROLL for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
     for (int s = 0; s < HPMLG_STAGES - 1; s++) hpmlg_dense_stage<T, LA, LB>(g, t, s, tiles);
-    HPMLG_ROLLED
-    for (int64_t s = 0; s < steps; s++) {
+    HPMLG_ROLLED for (int64_t s = 0; s < steps; s++) {
         const unsigned short *a = tiles + s % HPMLG_STAGES * (2 * T * 32);
         hpmlg_copy_wait(HPMLG_STAGES - 2);
         __syncthreads(); /* stage s is here for all, and nobody reads stage s - 1 any more */
@@ -2737,8 +2723,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_dense(const __grid_cons
             hpmlg_half_step<T, LA, LB, false>(acc, a, a + T * 32, 16);
         }
     }
-    hpmlg_copy_wait(0);
-    hpmlg_tile_end<T, true>(g, t, acc, (float *)(void *)tiles);
+    hpmlg_tile_end<T, true>(g, t, acc, (float *)(void *)tiles); /* the groups behind the last stage are empty */
 }
 
 /* What the gathering kernel multiplies in. */
@@ -2748,8 +2733,7 @@ enum hpmlg_kind { HPMLG_IN_F32, HPMLG_IN_TF32, HPMLG_IN_HALF };
 template <int T> HPMLG_DEVICE void hpmlg_fetch(float *v, const hpmlg_side &o, int64_t base, const hpmlg_spot *lines,
                                                 const hpmlg_spot *ks)
 {
-    HPMLG_UNROLL
-    for (int j = 0; j < T / 8; j++) {
+    HPMLG_UNROLL for (int j = 0; j < T / 8; j++) {
         int i = (int)threadIdx.x + 128 * j;
         v[j]  = hpmlg_pick(o, base, lines[o.along_k ? i / 16 : i % T], ks[o.along_k ? i % 16 : i / T]);
     }
@@ -2757,8 +2741,7 @@ template <int T> HPMLG_DEVICE void hpmlg_fetch(float *v, const hpmlg_side &o, in
 
 template <int T, int KIND> HPMLG_DEVICE void hpmlg_settle(void *tile, const float *v, int64_t along_k, int type)
 {
-    HPMLG_UNROLL
-    for (int j = 0; j < T / 8; j++) {
+    HPMLG_UNROLL for (int j = 0; j < T / 8; j++) {
         int i = (int)threadIdx.x + 128 * j, line = along_k ? i / 16 : i % T, k = along_k ? i % 16 : i / T;
         if (KIND == HPMLG_IN_F32) ((float *)tile)[k * (T + 4) + line] = v[j];
         else if (KIND == HPMLG_IN_TF32) ((unsigned *)tile)[line * 20 + k] = __float_as_uint(v[j]) + 0x1000u; /* round */
@@ -2771,17 +2754,14 @@ template <int T, int KIND> HPMLG_DEVICE void hpmlg_settle(void *tile, const floa
 template <int T> HPMLG_DEVICE void hpmlg_f32_step(float *acc, const float *a, const float *b)
 {
     int ty = (int)threadIdx.x / 16 * 4, tx = (int)threadIdx.x % 16 * 4;
-    HPMLG_UNROLL
-    for (int k = 0; k < 16; k++) {
+    HPMLG_UNROLL for (int k = 0; k < 16; k++) {
         float fa[T / 8], fb[T / 16];
         HPMLG_UNROLL
         for (int i = 0; i < T / 32; i++) *(float4 *)(fa + i * 4) = *(const float4 *)&a[k * (T + 4) + ty + i * 32];
         HPMLG_UNROLL
         for (int j = 0; j < T / 64; j++) *(float4 *)(fb + j * 4) = *(const float4 *)&b[k * (T + 4) + tx + j * 64];
-        HPMLG_UNROLL
-        for (int i = 0; i < T / 8; i++)
-            HPMLG_UNROLL
-            for (int j = 0; j < T / 16; j++) acc[i * (T / 16) + j] += fa[i] * fb[j];
+        HPMLG_UNROLL for (int i = 0; i < T / 8; i++)
+            HPMLG_UNROLL for (int j = 0; j < T / 16; j++) acc[i * (T / 16) + j] += fa[i] * fb[j];
     }
 }
 
@@ -2790,18 +2770,13 @@ template <int T> HPMLG_DEVICE void hpmlg_tf32_step(float *acc, const unsigned *a
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, g = lane / 4, t = lane % 4;
     a += (warp / 2 * (T / 2) + g) * 20 + t;
     b += (warp % 2 * (T / 2) + g) * 20 + t;
-    HPMLG_UNROLL
-    for (int k = 0; k < 16; k += 8) {
+    HPMLG_UNROLL for (int k = 0; k < 16; k += 8) {
         unsigned fa[T / 32][4], fb[2];
-        HPMLG_UNROLL
-        for (int i = 0; i < T / 32; i++)
-            HPMLG_UNROLL
-            for (int e = 0; e < 4; e++) fa[i][e] = a[(i * 16 + e % 2 * 8) * 20 + k + e / 2 * 4];
-        HPMLG_UNROLL
-        for (int j = 0; j < T / 16; j++) {
+        HPMLG_UNROLL for (int i = 0; i < T / 32; i++)
+            HPMLG_UNROLL for (int e = 0; e < 4; e++) fa[i][e] = a[(i * 16 + e % 2 * 8) * 20 + k + e / 2 * 4];
+        HPMLG_UNROLL for (int j = 0; j < T / 16; j++) {
             fb[0] = b[j * 8 * 20 + k], fb[1] = b[j * 8 * 20 + k + 4];
-            HPMLG_UNROLL
-            for (int i = 0; i < T / 32; i++) hpmlg_mma_1688_tf32(acc + (i * (T / 16) + j) * 4, fa[i], fb);
+            HPMLG_UNROLL for (int i = 0; i < T / 32; i++) hpmlg_mma_1688_tf32(acc + (i * (T / 16) + j) * 4, fa[i], fb);
         }
     }
 }
@@ -2820,8 +2795,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_gather(const __grid_con
     hpmlg_tile     t     = hpmlg_tile_here<T>(g);
     int            id = (int)threadIdx.x, steps = (int)((t.k1 - t.k0 + 15) / 16);
     float          acc[T * T / 128], va[T / 8], vb[T / 8];
-    HPMLG_UNROLL
-    for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
+    HPMLG_UNROLL for (int i = 0; i < T * T / 128; i++) acc[i] = 0;
     for (int i = id; i < 2 * T; i += 128)
         lines[i] = i < T ? hpmlg_spot_at(g.a.line, t.row + i, g.m) : hpmlg_spot_at(g.b.line, t.col + i - T, g.n);
     for (int s = -2; s < steps; s++) { /* where the k of step s + 2 are; load s + 1; multiply s */
@@ -2971,19 +2945,12 @@ typedef struct hpmlg_mat {
     int64_t     rs, cs, batch; /* elements between rows, columns, matrices */
 } hpmlg_mat;
 
-typedef struct hpmlg_gemm {
-    int64_t      m, n, k, batch;
-    hpmlg_mat    a, b;
-    hpmlg_array  c, z;           /* z: gets what goes into act; p NULL: nobody wants it. back: read */
-    int64_t      ldc, c_batch;
-    float        alpha, slope;
-    bool         add, back;
-    hpml_act     act;
-    float       *sums;           /* (m) gets the sums of a's rows; NULL: nobody wants them */
-    bool         rode;           /* set by the product: it did act' (back), or the sums, on its way */
-    const float *bias;           /* (n) or NULL */
-    const void  *bias_half;      /* the same in c's type, for cuBLASLt; NULL: no such copy */
-} hpmlg_gemm;
+struct hpmlg_gemm : hpmlg_job {  /* z: gets what goes into act; p NULL: nobody wants it. back: read */
+    hpmlg_mat   left, right;     /* a and b */
+    float      *sums;            /* (m) gets the sums of a's rows; NULL: nobody wants them */
+    bool        rode;            /* set by the product: it did act' (back), or the sums, on its way */
+    const void *bias_half;       /* bias (n) in c's type, for cuBLASLt; NULL: no such copy */
+};
 
 /* The array from element `at` on. */
 HPMLG_FN hpmlg_array hpmlg_from(hpmlg_array x, int64_t at)
@@ -3003,7 +2970,7 @@ HPMLG_FN hpmlg_gemm hpmlg_gemm_of(int64_t m, int64_t n, int64_t k, hpmlg_mat a, 
                                   bool add)
 {
     hpmlg_gemm g = {};
-    g.m = m, g.n = n, g.k = k, g.batch = 1, g.a = a, g.b = b, g.c = c, g.ldc = ldc, g.c_batch = m * n;
+    g.m = m, g.n = n, g.k = k, g.batch = 1, g.left = a, g.right = b, g.c = c, g.ldc = ldc, g.c_batch = m * n;
     g.alpha = 1, g.add = add;
     return g;
 }
@@ -3021,19 +2988,15 @@ HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *do
 
 HPMLG_FN hpml_status hpmlg_product(hpmlg_device *d, hpmlg_gemm *g)
 {
-    hpmlg_job   j = {};
     bool        done = false;
     hpml_status status;
-    if (!g->a.x.p || !g->b.x.p || !g->c.p) return hpml_ctx_status(d->ctx); /* a half copy that could not be made */
+    if (!g->left.x.p || !g->right.x.p || !g->c.p) return hpml_ctx_status(d->ctx); /* a half copy was not to be had */
     status = hpmlg_blas_product(d, g, &done);
     if (status != HPML_OK || done) return status;
-    j.m = g->m, j.n = g->n, j.k = g->k, j.batch = g->batch;
-    j.a = hpmlg_side_of(g->a.x, g->a.rs, g->a.cs, g->a.batch);
-    j.b = hpmlg_side_of(g->b.x, g->b.cs, g->b.rs, g->b.batch);
-    j.c = g->c, j.z = g->z, j.ldc = g->ldc, j.c_batch = g->c_batch, j.flat = true;
-    j.alpha = g->alpha, j.add = g->add, j.bias = g->bias, j.bias_col = 1, j.act = g->act, j.slope = g->slope;
-    j.back = g->rode = g->back;
-    return hpmlg_job_run(d, &j);
+    g->a = hpmlg_side_of(g->left.x, g->left.rs, g->left.cs, g->left.batch);
+    g->b = hpmlg_side_of(g->right.x, g->right.cs, g->right.rs, g->right.batch);
+    g->flat = g->bias_col = 1, g->rode = g->back;
+    return hpmlg_job_run(d, g);
 }
 
 /* Half copies of parameters are made when first asked for, and again when old. The first run of a pass is not recorded,
@@ -3048,33 +3011,23 @@ HPMLG_FN hpml_status hpmlg_weight_refresh(hpmlg_device *d, hpmlg_weights *w)
 HPMLG_FN hpml_status hpmlg_weights_refresh(hpmlg_device *d)
 {
     hpml_status status = HPML_OK;
-    for (int i = 0; i < d->weight_count && status == HPML_OK; i++) status = hpmlg_weight_refresh(d, &d->weights[i]);
-    return status;
-}
-
-HPMLG_FN hpml_status hpmlg_weights_add(hpmlg_device *d, const hpml_tensor *t)
-{
-    hpmlg_weights w = { t->data, NULL, hpml_tensor_count(t), false };
-    if (d->weight_count == d->weight_room) {
-        int            room = d->weight_room + hpml_param_count(d->ctx) + 1;
-        hpmlg_weights *more = (hpmlg_weights *)hpml_ctx_alloc(d->ctx, (size_t)room * sizeof *more, NULL);
-        if (!more) return HPML_ERR_MEMORY;
-        if (d->weights) memcpy(more, d->weights, (size_t)d->weight_count * sizeof *more);
-        hpml_ctx_release(d->ctx, d->weights);
-        d->weights = more, d->weight_room = room;
-    }
-    hpml_status status = hpmlg_check(d, cudaMalloc(&w.half, (size_t)w.n * 2), "memory for half copies of parameters");
-    if (status == HPML_OK) d->weights[d->weight_count++] = w;
+    for (hpmlg_weights *w = d->weights; w && status == HPML_OK; w = w->next) status = hpmlg_weight_refresh(d, w);
     return status;
 }
 
 /* The half copy of a parameter; NULL, and an error on the context, when there is no memory for it. */
 HPMLG_FN void *hpmlg_half(hpmlg_device *d, const hpml_tensor *t)
 {
-    int i = 0;
-    while (i < d->weight_count && d->weights[i].w != t->data) i++;
-    if (i == d->weight_count && hpmlg_weights_add(d, t) != HPML_OK) return NULL;
-    return hpmlg_weight_refresh(d, &d->weights[i]) == HPML_OK ? d->weights[i].half : NULL;
+    hpmlg_weights *w = d->weights;
+    while (w && w->w != t->data) w = w->next;
+    if (!w) {
+        if (!(w = (hpmlg_weights *)hpml_ctx_alloc(d->ctx, sizeof *w, NULL))) return NULL;
+        w->w = t->data, w->n = hpml_tensor_count(t);
+        cudaError_t e = cudaMalloc(&w->half, (size_t)w->n * 2);
+        if (hpmlg_check(d, e, "memory for half copies of parameters") != HPML_OK) return NULL;
+        w->next = d->weights, d->weights = w;
+    }
+    return hpmlg_weight_refresh(d, w) == HPML_OK ? w->half : NULL;
 }
 
 /* A tensor as products want it: the half copy of a parameter; an f32 input of a half model narrowed into `place`. */
@@ -3225,15 +3178,15 @@ HPMLG_FN hpml_status hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas *blas, hpmlg_bla
 HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g)
 {
     memset(k, 0, sizeof *k);
-    if (g->a.x.type != g->b.x.type || (g->c.type != g->a.x.type && g->c.type != HPML_DTYPE_F32)) return false;
-    k->trans_a = g->a.cs != 1, k->trans_b = g->b.cs != 1;
-    if ((k->trans_a && g->a.rs != 1) || (k->trans_b && g->b.rs != 1)) return false;
+    if (g->left.x.type != g->right.x.type || (g->c.type != g->left.x.type && g->c.type != HPML_DTYPE_F32)) return false;
+    k->trans_a = g->left.cs != 1, k->trans_b = g->right.cs != 1;
+    if ((k->trans_a && g->left.rs != 1) || (k->trans_b && g->right.rs != 1)) return false;
     k->m = g->m, k->n = g->n, k->k = g->k, k->batch = g->batch, k->ldc = g->ldc;
-    k->lda = k->trans_a ? g->a.cs : g->a.rs, k->ldb = k->trans_b ? g->b.cs : g->b.rs;
+    k->lda = k->trans_a ? g->left.cs : g->left.rs, k->ldb = k->trans_b ? g->right.cs : g->right.rs;
     if (k->lda < (k->trans_a ? k->m : k->k) || k->ldb < (k->trans_b ? k->k : k->n) || k->ldc < k->n) return false;
-    if (k->batch > 1) k->a_batch = g->a.batch, k->b_batch = g->b.batch, k->c_batch = g->c_batch;
-    k->a_type = g->a.x.type, k->c_type = g->c.type, k->add = g->add;
-    uintptr_t places = (uintptr_t)g->a.x.p | (uintptr_t)g->b.x.p | (uintptr_t)g->c.p;
+    if (k->batch > 1) k->a_batch = g->left.batch, k->b_batch = g->right.batch, k->c_batch = g->c_batch;
+    k->a_type = g->left.x.type, k->c_type = g->c.type, k->add = g->add;
+    uintptr_t places = (uintptr_t)g->left.x.p | (uintptr_t)g->right.x.p | (uintptr_t)g->c.p;
     for (k->align = 256; places % (uintptr_t)k->align; k->align /= 2) {} /* what all are multiples of */
     return k->batch == 1 || !g->bias;
 }
@@ -3290,8 +3243,8 @@ HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *do
         if (!p->usable) continue;
         status = hpmlg_blas_check(d, hpmlg_blas_point(p, line, z), "cublasLtMatmulDescSetAttribute");
         if (status != HPML_OK) return status;
-        cublasStatus_t s = cublasLtMatmul(blas->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b, &beta, c,
-                                          p->c, c, p->c, &p->algo, d->workspace, d->d.workspace, d->stream);
+        cublasStatus_t s = cublasLtMatmul(blas->handle, p->op, &g->alpha, g->right.x.p, p->a, g->left.x.p, p->b, &beta,
+                                          c, p->c, c, p->c, &p->algo, d->workspace, d->d.workspace, d->stream);
         if (hpmlg_blas_refused(s)) { /* it should have said so when asked */
             p->usable = false;
             continue;
@@ -3415,33 +3368,30 @@ HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
     return d;
 }
 
+/* c (m, n) (+)= a b; turned: its transpose. */
 HPMLG_FN hpml_status hpmlg_batched(hpmlg_device *d, int64_t batch, int64_t m, int64_t n, int64_t k, hpmlg_mat a,
-                                   hpmlg_mat b, hpmlg_array c, bool add)
+                                   hpmlg_mat b, hpmlg_array c, bool add, bool turned = false)
 {
-    hpmlg_gemm g = hpmlg_gemm_of(m, n, k, a, b, c, n, add);
+    hpmlg_mat  at = { a.x, a.cs, a.rs, a.batch }, bt = { b.x, b.cs, b.rs, b.batch };
+    hpmlg_gemm g = turned ? hpmlg_gemm_of(n, m, k, bt, at, c, m, add) : hpmlg_gemm_of(m, n, k, a, b, c, n, add);
     g.batch = batch;
     return hpmlg_product(d, &g);
 }
 
-/* op(A), op(B) as they are stored, or their transposes. */
-HPMLG_FN hpmlg_mat hpmlg_matmul_a(const hpml_node *n, const hpmlg_dims *s, hpmlg_array a, bool trans)
+/* op(A) (m, k), or second: op(B) (k, n); turned: its transpose. */
+HPMLG_FN hpmlg_mat hpmlg_matmul_of(const hpml_node *n, const hpmlg_dims *s, hpmlg_array x, bool second, bool turned)
 {
-    bool ta = n->attr.matmul.trans_a;
-    return hpmlg_mats(a, ta ? s->m : s->k, s->m * s->k, ta != trans);
-}
-
-HPMLG_FN hpmlg_mat hpmlg_matmul_b(const hpml_node *n, const hpmlg_dims *s, hpmlg_array b, bool trans)
-{
-    bool tb = n->attr.matmul.trans_b;
-    return hpmlg_mats(b, tb ? s->k : s->n, s->shared ? 0 : s->k * s->n, tb != trans);
+    bool    stored = second ? n->attr.matmul.trans_b : n->attr.matmul.trans_a; /* as its transpose */
+    int64_t rows = second ? s->k : s->m, cols = second ? s->n : s->k;
+    return hpmlg_mats(x, stored ? rows : cols, second && s->shared ? 0 : rows * cols, stored != turned);
 }
 
 HPMLG_FN hpml_status hpmlg_matmul_forward(hpmlg_device *d, hpml_node *n)
 {
     hpmlg_dims    s = hpmlg_matmul_dims(n);
     hpmlg_array   a = hpmlg_factor(d, n->src[0], NULL), b = hpmlg_factor(d, n->src[1], NULL);
-    return hpmlg_batched(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_a(n, &s, a, false), hpmlg_matmul_b(n, &s, b, false),
-                         hpmlg_value(n->out), false);
+    return hpmlg_batched(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_of(n, &s, a, false, false),
+                         hpmlg_matmul_of(n, &s, b, true, false), hpmlg_value(n->out), false);
 }
 
 HPMLG_FN hpml_status hpmlg_matmul_backward(hpmlg_device *d, hpml_node *n)
@@ -3451,22 +3401,15 @@ HPMLG_FN hpml_status hpmlg_matmul_backward(hpmlg_device *d, hpml_node *n)
     hpmlg_array   a = hpmlg_factor(d, ta, NULL), b = hpmlg_factor(d, tb, NULL), dc = hpmlg_grad(n->out);
     hpml_status   status = HPML_OK;
     int64_t       mn = s.m * s.n;
-    if (ta->grad && !n->attr.matmul.trans_a) /* dA (m, k) = dC op(B)^T */
+    if (ta->grad) /* dA (m, k) = dC op(B)^T, as A is stored */
         status = hpmlg_batched(d, s.batch, s.m, s.k, s.n, hpmlg_mats(dc, s.n, mn, false),
-                               hpmlg_matmul_b(n, &s, b, true), hpmlg_grad(ta), n->accumulate[0]);
-    else if (ta->grad) /* stored (k, m): dA = op(B) dC^T */
-        status = hpmlg_batched(d, s.batch, s.k, s.m, s.n, hpmlg_matmul_b(n, &s, b, false),
-                               hpmlg_mats(dc, s.n, mn, true), hpmlg_grad(ta), n->accumulate[0]);
-    for (int64_t i = 0; tb->grad && status == HPML_OK && i < (s.shared ? s.batch : 1); i++) {
-        bool        add   = n->accumulate[1] || i > 0 || ta == tb; /* a shared b sums over the batch, in order */
-        int64_t     batch = s.shared ? 1 : s.batch;
+                               hpmlg_matmul_of(n, &s, b, true, true), hpmlg_grad(ta), n->accumulate[0],
+                               n->attr.matmul.trans_a);
+    for (int64_t i = 0; tb->grad && status == HPML_OK && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC */
+        bool        add = n->accumulate[1] || i > 0 || ta == tb; /* a shared b sums over the batch, in order */
         hpmlg_array ai = hpmlg_from(a, i * s.m * s.k), ci = hpmlg_from(dc, i * mn);
-        if (!n->attr.matmul.trans_b) /* dB (k, n) = op(A)^T dC */
-            status = hpmlg_batched(d, batch, s.k, s.n, s.m, hpmlg_matmul_a(n, &s, ai, true),
-                                   hpmlg_mats(ci, s.n, mn, false), hpmlg_grad(tb), add);
-        else /* stored (n, k): dB = dC^T op(A) */
-            status = hpmlg_batched(d, batch, s.n, s.k, s.m, hpmlg_mats(ci, s.n, mn, true),
-                                   hpmlg_matmul_a(n, &s, ai, false), hpmlg_grad(tb), add);
+        status = hpmlg_batched(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_of(n, &s, ai, false, true),
+                               hpmlg_mats(ci, s.n, mn, false), hpmlg_grad(tb), add, n->attr.matmul.trans_b);
     }
     return status;
 }
@@ -3505,7 +3448,7 @@ HPMLG_FN hpml_status hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
     const hpml_node *m = hpmlg_linear_before(n);
     int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
     hpmlg_array      dz = hpmlg_grad(n->out), none = hpmlg_none();
-    hpml_act         act = d->sloped == n ? HPML_ACT_NONE : n->attr.act.act;
+    hpml_act         act = d->left.sloped == n ? HPML_ACT_NONE : n->attr.act.act;
     float           *db = bias ? bias->grad : NULL;
     hpmlg_gemm       dw = hpmlg_gemm_of(out, in, rows, hpmlg_mats(dz, out, 0, true), hpmlg_mats(none, in, 0, false),
                                         hpmlg_grad(w), in, n->accumulate[1]);
@@ -3513,21 +3456,21 @@ HPMLG_FN hpml_status hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
                                         hpmlg_grad(x), in, n->accumulate[0]);
     hpml_status      status = HPML_OK;
     bool             ride = act == HPML_ACT_NONE && w->grad && db && out <= (int64_t)(HPMLG_SCRATCH / sizeof(float));
-    d->sloped = NULL;
+    d->left.sloped = NULL;
     if (ride) dw.sums = n->accumulate[2] ? (float *)d->scratch : db;
     else status = hpmlg_columns_run(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, rows, out, db, n->accumulate[2]);
     if (w->grad && status == HPML_OK) {
-        dw.b.x = hpmlg_factor(d, x, n->scratch);
+        dw.right.x = hpmlg_factor(d, x, n->scratch);
         status = hpmlg_product(d, &dw);
     }
     if (ride && status == HPML_OK && !dw.rode)
         status = hpmlg_columns_run(d, dz, none, HPML_ACT_NONE, 0, rows, out, db, n->accumulate[2]);
     else if (ride && status == HPML_OK && n->accumulate[2]) status = hpmlg_rows_run(d, db, dw.sums, 1, out, true);
     if (!x->grad || status != HPML_OK) return status;
-    dx.b.x = hpmlg_factor(d, w, NULL);
+    dx.right.x = hpmlg_factor(d, w, NULL);
     if (m) dx.back = true, dx.z = hpmlg_linear_z(m), dx.act = m->attr.act.act, dx.slope = m->attr.act.slope;
     status = hpmlg_product(d, &dx);
-    if (dx.rode) d->sloped = m;
+    if (dx.rode) d->left.sloped = m;
     return status;
 }
 HPMLG_OP(linear) { return back ? hpmlg_linear_backward(d, n) : hpmlg_linear_forward(d, n); }
@@ -3580,10 +3523,12 @@ HPMLG_FN hpmlg_axis hpmlg_conv_taps(const hpmlg_conv *c)
     return t;
 }
 
-HPMLG_FN hpmlg_side hpmlg_conv_side(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k)
+/* H 0: not an image. */
+HPMLG_FN hpmlg_side hpmlg_conv_side(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k,
+                                    int64_t H = 0, int64_t W = 0)
 {
     hpmlg_side o = {};
-    o.x = x, o.batch = batch, o.line = line, o.k = k, o.along_k = along_k;
+    o.x = x, o.batch = batch, o.line = line, o.k = k, o.along_k = along_k, o.H = H, o.W = W;
     return o;
 }
 
@@ -3594,8 +3539,7 @@ HPMLG_FN hpml_status hpmlg_conv_y(hpmlg_device *d, const hpmlg_conv *c, hpmlg_ar
     j.batch = c->groups, j.c = y, j.alpha = 1;
     j.m = c->OC, j.n = c->B * c->P, j.k = c->C * c->taps;
     j.a = hpmlg_conv_side(w, c->OC * j.k, hpmlg_plain(j.k), hpmlg_plain(1), true);
-    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_pixels(c), hpmlg_conv_taps(c), false);
-    j.b.H = c->H, j.b.W = c->W;
+    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_pixels(c), hpmlg_conv_taps(c), false, c->H, c->W);
     j.ldc = c->P, j.c_batch = c->OC * c->P, j.col = hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0);
     j.bias = bias, j.bias_row = 1, j.bias_batch = c->OC, j.act = act, j.slope = 0.01f;
     return hpmlg_job_run(d, &j);
@@ -3633,8 +3577,7 @@ HPMLG_FN hpml_status hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_a
         taps.h = (int16_t)-h.back, taps.w = (int16_t)-v.back;
         j.a = hpmlg_conv_side(hpmlg_from(w, h.tap * kw + v.tap), c->OC * c->C * c->taps, hpmlg_plain(c->taps),
                               hpmlg_folded(h.taps, v.taps, c->C * c->taps, h.step * kw, v.step), true);
-        j.b = hpmlg_conv_side(dy, c->OC * c->P, pixels, taps, false);
-        j.b.H = c->OH, j.b.W = c->OW;
+        j.b = hpmlg_conv_side(dy, c->OC * c->P, pixels, taps, false, c->OH, c->OW);
         j.ldc = size, j.c_batch = c->C * size;
         j.col = hpmlg_folded(h.count, v.count, c->groups * c->C * size, c->stride[0] * c->W, c->stride[1]);
         status = hpmlg_job_run(d, &j);
@@ -3650,8 +3593,7 @@ HPMLG_FN hpml_status hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_a
     j.m = c->OC, j.n = c->C * c->taps, j.k = c->B * c->P;
     j.a = hpmlg_conv_side(dy, c->OC * c->P, hpmlg_plain(c->P), hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0),
                              true);
-    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_taps(c), hpmlg_conv_pixels(c), true);
-    j.b.H = c->H, j.b.W = c->W;
+    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_taps(c), hpmlg_conv_pixels(c), true, c->H, c->W);
     j.ldc = j.n, j.c_batch = c->OC * j.n, j.flat = true;
     return hpmlg_job_run(d, &j);
 }
@@ -3659,18 +3601,14 @@ HPMLG_FN hpml_status hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_a
 /* y (images, C, P) = act(y + bias), in place. */
 static __global__ void hpmlg_k_planes_end(hpmlg_array y, const float *bias, int act, int64_t C, int64_t P, int64_t n)
 {
-    int64_t step = (int64_t)gridDim.x * blockDim.x, first = hpmlg_me();
-    if (P % 8 == 0) {
-        for (int64_t i = first; i < n / 8; i += step) {
-            hpmlg_eight e = hpmlg_get8(y, i);
-            float       b = bias ? bias[i * 8 / P % C] : 0;
-            for (int j = 0; j < 8; j++) e.v[j] = hpmlg_act_far(act, 0.01f, e.v[j] + b);
-            hpmlg_put8(y, i, e);
-        }
-        return;
+    bool one = P % 8 == 0; /* eight pixels are of one plane */
+    HPMLG_EIGHTS(at, n) {
+        hpmlg_eight e = hpmlg_get_part(y, at, 0, n, 0);
+        float       b = bias && one ? bias[at / P % C] : 0;
+        for (int j = 0; j < 8; j++)
+            e.v[j] = hpmlg_act_far(act, 0.01f, e.v[j] + (bias && !one ? bias[(at + j) / P % C] : b));
+        hpmlg_put_part(y, at, 0, n, e, false);
     }
-    for (int64_t i = first; i < n; i += step)
-        hpmlg_put(y, i, hpmlg_act_far(act, 0.01f, hpmlg_get(y, i) + (bias ? bias[i / P % C] : 0)));
 }
 
 /* dy *= act'(y); the gradient of the bias, where wanted, (+)= its sums over the planes of each channel. */
@@ -4564,8 +4502,6 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
     bool    counts = row < p.rows && hpmlg_label_counts(label, p.ignore, p.V);
     float   m = HPMLG_LOWEST, s = 0, all = 0, mine = counts ? hpmlg_get(p.x, first + label) : 0;
     float   beaten = counts && hpmlg_beaten_at_once(p.x, first, first + label, mine);
-    if (blockIdx.x == 0 && threadIdx.x == 0 && (p.ignore < 0 || p.ignore >= p.V)) /* labels are classes */
-        p.counts[2] = (unsigned long long)(uintptr_t)node;
     for (int64_t at = first / 8 * 8 + lane * 8; counts && at < end; at += p.tx * 8) {
         hpmlg_eight e = hpmlg_get_part(p.x, at, first, end, -INFINITY);
         float       most = m;
@@ -4630,7 +4566,9 @@ HPMLG_OP(cross_entropy)
     hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
     hpmlg_finish  f = {};
     if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, blocks, HPMLG_FOLD, 0, p);
-    hpml_status status = hpmlg_check(d, cudaMemsetAsync(p.counts, 0, 3 * sizeof *p.counts, d->stream), "counting");
+    bool        classes = p.ignore < 0 || p.ignore >= p.V; /* all that count are */
+    d->left.y = classes ? p.x.p : NULL, d->left.labels = p.labels;
+    hpml_status status = hpmlg_check(d, cudaMemsetAsync(p.counts, 0, 2 * sizeof *p.counts, d->stream), "counting");
     if (status == HPML_OK)
         status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p, (const hpml_node *)n);
     f.part = p.loss, f.n = p.rows, f.counted = &p.counts[1], f.out = n->out->data, f.inverse = p.inverse;
@@ -4711,6 +4649,12 @@ HPMLG_DEVICE const hpmlg_step *hpmlg_step_find(const hpmlg_step *steps, int coun
     return &steps[low];
 }
 
+HPMLG_DEVICE float hpmlg_step_scale(const hpml_update &u)
+{
+    float norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
+    return norm > u.clip ? u.grad_scale * (u.clip / norm) : u.grad_scale;
+}
+
 HPMLG_DEVICE float hpmlg_moment(float *state, float g, float beta) { return *state = fmaf(1 - beta, g, beta * *state); }
 
 /* The new w of one number, for LAMB its direction; hpml.h, vupdate, has the formulas. */
@@ -4753,11 +4697,12 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
     __shared__ float space[HPMLG_WARP];
     for (int64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
         const hpmlg_step *s = hpmlg_step_find(steps, count, chunk);
-        const hpml_update u = s->u;
+        hpml_update       u = s->u;
         const float       c1 = s->correction1, c2 = s->correction2;
         const bool        lars = u.opt == HPML_OPT_LARS, lamb = u.opt == HPML_OPT_LAMB;
         const bool        look = lars && pass == 0, apply = lamb && pass == 1;
         if (pass == 1 && !lars && !lamb) continue;
+        u.grad_scale = hpmlg_step_scale(u);
         hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { (void *)u.g, HPML_DTYPE_F32 }, m = { u.m, HPML_DTYPE_F32 };
         hpmlg_array v = { u.v, HPML_DTYPE_F32 }, copy = { s->half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
@@ -4804,7 +4749,7 @@ static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *pa
     }
     if (threadIdx.x != 0) return;
     ww = sqrt(all[0][0]), gg = sqrt(all[1][0]);
-    if (lars) gg = gg * (double)s->u.grad_scale + (double)s->u.weight_decay * ww;
+    if (lars) gg = gg * (double)hpmlg_step_scale(s->u) + (double)s->u.weight_decay * ww;
     if (!(ww > 0 && gg > 0) || (lars && !(s->u.weight_decay > 0))) return;
     s->u.lr *= (float)((lars ? (double)s->u.trust : 1) * ww / gg);
 }
@@ -4812,8 +4757,7 @@ static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *pa
 /* The half copy that w (n) is all or a piece of: the step writes it too. Others that w overlaps are old then. */
 HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
 {
-    for (int i = 0; i < d->weight_count; i++) {
-        hpmlg_weights *h = &d->weights[i];
+    for (hpmlg_weights *h = d->weights; h; h = h->next) {
         if (w + n <= h->w || w >= h->w + h->n) continue;
         if (w >= h->w && w + n <= h->w + h->n) {
             h->fresh = h->fresh || n == h->n;
@@ -5312,39 +5256,49 @@ HPMLG_FN hpml_status hpmlg_nccl_load(hpml_nccl *n)
                          : "rank %d: %s is no NCCL", (int)n->desc.called, name, major, minor, v % 100);
 }
 
-/* The file of a rank. */
-HPMLG_FN void hpmlg_nccl_name(const hpml_nccl *n, int rank, char name[1024])
-{
-    snprintf(name, 1024, "%s.%d", n->desc.file, rank);
-}
-
-/* What desc.gather does, by files: mine appears whole, under its name; then the others' are read as they come. */
-HPMLG_FN hpml_status hpmlg_nccl_files(hpml_nccl *n, char *all, size_t bytes)
+/* A rank's file: the number it drew for this meeting, those it has read of the others, its card. It appears whole. */
+HPMLG_FN bool hpmlg_nccl_file(const hpml_nccl *n, int rank, uint64_t *drawn, char *card, size_t bytes, bool write)
 {
     char   name[1024], part[1032];
-    double start = hpml_now();
-    hpmlg_nccl_name(n, n->desc.rank, name);
-    snprintf(part, sizeof part, "%s.part", name);
-    FILE *f = fopen(part, "wb");
-    bool  good = f && fwrite(all + (size_t)n->desc.rank * bytes, 1, bytes, f) == bytes;
-    if (f && fclose(f) != 0) good = false;
-    if (!good || rename(part, name) != 0)
-        return hpml_ctx_fail(n->ctx, HPML_ERR_WRITE, "rank %d: NCCL: cannot write %s", (int)n->desc.called, name);
-    for (int r = 0; r < n->desc.ranks; r++) {
-        hpmlg_nccl_name(n, r, name);
-        while (!(f = fopen(name, "rb"))) {
-            if (hpml_now() - start > n->desc.timeout)
-                return hpml_ctx_fail(n->ctx, HPML_ERR_TIMEOUT, "rank %d: NCCL: no %s after %g seconds: rank %d has not "
-                                     "come, or does not see this file", (int)n->desc.called, name, n->desc.timeout, r);
-            hpmlg_nap(start);
+    size_t count = (size_t)n->desc.ranks;
+    snprintf(name, sizeof name, "%s.%d", n->desc.file, rank);
+    snprintf(part, sizeof part, "%s%s", name, write ? ".part" : "");
+    FILE *f = fopen(part, write ? "wb" : "rb");
+    if (!f) return false;
+    bool good = write ? fwrite(drawn, sizeof *drawn, count, f) == count && fwrite(card, 1, bytes, f) == bytes
+                      : fread(drawn, sizeof *drawn, count, f) == count && fread(card, 1, bytes, f) == bytes;
+    return fclose(f) == 0 && good && (!write || rename(part, name) == 0);
+}
+
+/* What desc.gather does, by files: mine is written again whenever I have read somebody's new number. Whose file has the
+   number that I drew is here, and knows of me; a killed run's files, which lie there still, have not. */
+HPMLG_FN hpml_status hpmlg_nccl_files(hpml_nccl *n, char *all, size_t bytes)
+{
+    int             me = n->desc.rank, ranks = n->desc.ranks, missing = -1;
+    bool            said = false;
+    double          start = hpml_now();
+    struct timespec t;
+    uint64_t       *mine = (uint64_t *)hpml_ctx_alloc(n->ctx, 2 * sizeof *mine * (size_t)ranks, NULL);
+    if (!mine) return HPML_ERR_MEMORY;
+    clock_gettime(CLOCK_REALTIME, &t);
+    mine[me] = ((uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec) * 1000003 + (uint64_t)getpid() + (uintptr_t)n;
+    while (hpml_ctx_status(n->ctx) == HPML_OK && (!said || missing >= 0)) {
+        if (!said && !hpmlg_nccl_file(n, me, mine, all + (size_t)me * bytes, bytes, true))
+            hpml_ctx_fail(n->ctx, HPML_ERR_WRITE, "rank %d: NCCL: cannot write %s.%d", me, n->desc.file, me);
+        said = true, missing = -1;
+        for (int r = 0; r < ranks; r++) {
+            uint64_t *theirs = mine + ranks;
+            bool      here = r == me || hpmlg_nccl_file(n, r, theirs, all + (size_t)r * bytes, bytes, false);
+            if (!here || (r != me && theirs[me] != mine[me])) missing = r;
+            if (here && r != me && mine[r] != theirs[r]) mine[r] = theirs[r], said = false;
         }
-        good = fread(all + (size_t)r * bytes, 1, bytes, f) == bytes;
-        fclose(f);
-        if (!good)
-            return hpml_ctx_fail(n->ctx, HPML_ERR_FORMAT, "rank %d: NCCL: %s is not of this program",
-                                 (int)n->desc.called, name);
+        if (missing >= 0 && hpml_now() - start > n->desc.timeout)
+            hpml_ctx_fail(n->ctx, HPML_ERR_TIMEOUT, "rank %d: NCCL: no %s.%d of this run after %g seconds: rank %d has "
+                          "not come, or does not see this file", me, n->desc.file, missing, n->desc.timeout, missing);
+        else if (missing >= 0) hpmlg_nap(start);
     }
-    return HPML_OK;
+    hpml_ctx_release(n->ctx, mine);
+    return hpml_ctx_status(n->ctx);
 }
 
 /* Everybody's card to everybody. A rank that has failed comes, too: so the others hear of it. */
@@ -5398,8 +5352,8 @@ HPMLG_FN hpml_status hpmlg_nccl_open(hpml_nccl *n)
     }
     hpml_ctx_release(n->ctx, all);
     if (n->desc.gather) return status;
-    hpmlg_nccl_name(n, n->desc.rank, name); /* all have been here, or will not come any more */
-    remove(name);
+    snprintf(name, sizeof name, "%s.%d", n->desc.file, (int)n->desc.rank);
+    remove(name); /* all have been here, or will not come any more */
     return status;
 }
 

@@ -1,7 +1,7 @@
 /* What the GPU reaches: bench_gpu GROUP [PEERS], a group being kernels, matmul, attention or train. Kernels that only move
-   memory are measured against a device-to-device copy, products against the fastest algorithm of cuBLASLt, attention and
-   training steps against what PyTorch reached (PEERS, the lines that bench_gpu.py printed). Each result is a row of the
-   table and a line of build/bench.jsonl; what fails says why, and the rest goes on. */
+   memory are measured against a device-to-device copy, products against the fastest algorithm of cuBLASLt, attention against
+   what that reaches with large matrices of bf16, and attention and training steps against what PyTorch reached (PEERS, the
+   lines that bench_gpu.py printed). Each result is a row of the table and a line of build/bench.jsonl; what fails says why, and the rest goes on. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_cuda.cuh"
 #ifndef HPML_CUDA_NO_CUBLAS
@@ -413,6 +413,9 @@ static void bench_matmul(void)
 
 static void bench_attention(void)
 {
+    hpml_ctx *one     = context(HPML_CUDA_BF16, false);
+    double    seconds = best_of_cublas(one, 8192, HPML_CUDA_BF16), ceiling = seconds > 0 ? 1e-12 * 2 * 8192.0 * 8192 * 8192 / seconds : 0;
+    hpml_ctx_free(one);
     static const int64_t shapes[][4] = { { 8, 1024, 12, 64 }, { 4, 2048, 16, 128 }, { 2, 8192, 12, 64 } }; /* B, T, heads, columns */
     for (int i = 0; i < 3; i++)
         for (int causal = 1; causal >= 0; causal--) {
@@ -430,8 +433,9 @@ static void bench_attention(void)
                          (long long)D, causal ? " causal" : "", back ? "backward" : "forward");
                 if (status != HPML_OK) { failed(name, hpml_ctx_error(ctx)); continue; }
                 o.backward = back == 1;
-                double seconds = seconds_of(name, ctx, stream_of(ctx), run_node, &o);
-                if (seconds > 0) row_beside_peers(name, "TFLOP/s", 1e-12 * flops * (back ? 2.5 : 1) / seconds);
+                seconds = seconds_of(name, ctx, stream_of(ctx), run_node, &o);
+                double speed = seconds > 0 ? 1e-12 * flops * (back ? 2.5 : 1) / seconds : 0;
+                if (seconds > 0) row(name, "TFLOP/s", speed, "best product", ceiling), row_beside_peers(name, "TFLOP/s", speed);
             }
             hpml_ctx_free(ctx);
         }

@@ -7,7 +7,8 @@
    It shows what a GPU may hide for years:
    - a missing barrier: threads, warps and blocks run in many orders (compare the results, cuda_on_cpu_check), and a
      build with ThreadSanitizer reports any two accesses of a block that no barrier separates, with both lines;
-   - a barrier or a warp operation that not all threads reach, a wait that is missing after an asynchronous copy;
+   - a barrier or a warp operation that not all threads reach, a wait that is missing after an asynchronous copy, its
+     memory written before it has arrived, or a thread that ends first;
    - out of bounds, by AddressSanitizer; reading what nobody wrote: fresh memory is NaN;
    - a host pointer in a kernel, a device pointer on the host, a missing synchronisation: work may be held back;
    - leaks, and every error of the runtime at will.
@@ -219,7 +220,7 @@ inline void fiber_switch(fiber *from, fiber *to)
 
 /* ---- the state of it all ---------------------------------------------------------------------------------------- */
 
-struct copy16 { void *to; const void *from; bool valid; };
+struct copy16 { void *to; const void *from; bool valid, landed; char there[16]; }; /* there: what it found or left */
 
 struct thread {
     uint3       idx;
@@ -524,6 +525,8 @@ inline void thread_exit(void)
         if (o->mask & bit)
             error("exits, but lane %u names it in %s (line %d) with mask %08x", o->lane, o->op, o->line, o->mask);
     }
+    if (!t->copies.empty())
+        error("exits with %zu asynchronous copies that it has not waited for", t->copies.size());
     w.live &= ~bit;
     t->op   = "exit";
     t->copies.clear(), t->groups.clear();
@@ -1150,10 +1153,17 @@ template <bool trans> inline void ldmatrix(unsigned r[4], const void *row, int l
             }
     });
 }
-inline void copy_now(const copy16 &c)
+inline void copy_now(copy16 &c)
 {
     if (c.valid) memcpy(c.to, c.from, 16);
     else memset(c.to, 0, 16);
+    c.landed = true;
+    memcpy(c.there, c.to, 16);
+}
+inline void copy_end(copy16 &c)
+{
+    if (memcmp(c.there, c.to, 16) != 0) error("writes %p before the asynchronous copy to it has arrived", c.to);
+    if (!c.landed) copy_now(c);
 }
 } // namespace emu
 
@@ -1182,12 +1192,13 @@ inline void hpmlg_copy_async16(void *shared, const void *global, bool valid)
     emu::thread *t = emu::all.self;
     if ((uintptr_t)shared % 16 || (valid && (uintptr_t)global % 16))
         emu::error("hpmlg_copy_async16: %p or %p is not aligned to 16 bytes", shared, global);
-    emu::copy16 c = { shared, global, valid };
+    emu::copy16 c = { shared, global, valid, false, {} };
+    memcpy(c.there, shared, 16);
     emu::kernel_leave();
     bool now = emu::all.order == 1 || (emu::all.order > 1 && emu::draw(&emu::all.random) & 1);
     emu::kernel_enter();
     if (now) emu::copy_now(c);
-    else t->copies.push_back(c);
+    t->copies.push_back(c);
 }
 inline void hpmlg_copy_commit(void) { emu::all.self->groups.push_back(emu::all.self->copies.size()); }
 inline void hpmlg_copy_wait(int pending)
@@ -1195,7 +1206,7 @@ inline void hpmlg_copy_wait(int pending)
     emu::thread *t = emu::all.self;
     if (t->groups.size() <= (size_t)pending) return;
     size_t groups = t->groups.size() - (size_t)pending, n = t->groups[groups - 1];
-    for (size_t i = 0; i < n; i++) emu::copy_now(t->copies[i]);
+    for (size_t i = 0; i < n; i++) emu::copy_end(t->copies[i]);
     t->copies.erase(t->copies.begin(), t->copies.begin() + (long)n);
     t->groups.erase(t->groups.begin(), t->groups.begin() + (long)groups);
     for (size_t &end : t->groups) end -= n;

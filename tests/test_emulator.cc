@@ -478,7 +478,7 @@ TEST(matrix_loads)
             }
 }
 
-enum { SOUND, NO_WAIT, NO_COMMIT, WAITS_FOR_LESS, NO_BARRIER };
+enum { SOUND, NO_WAIT, NO_COMMIT, WAITS_FOR_LESS, NO_BARRIER, LEAVES_EARLY, WRITES_EARLY };
 
 static __global__ void k_copies(float *y, const float *x, int fault)
 {
@@ -488,9 +488,12 @@ static __global__ void k_copies(float *y, const float *x, int fault)
     hpmlg_copy_commit();
     hpmlg_copy_async16(&s[n + t], NULL, false);
     if (fault != NO_COMMIT) hpmlg_copy_commit();
-    if (fault != NO_WAIT) hpmlg_copy_wait(fault == WAITS_FOR_LESS ? 1 : 0);
+    if (fault == WRITES_EARLY) s[t].x = 7;
+    if (fault != NO_WAIT && fault != LEAVES_EARLY) hpmlg_copy_wait(fault == WAITS_FOR_LESS ? 1 : 0);
     if (fault != NO_BARRIER) __syncthreads();
     y[t] = s[n - 1 - t].x + s[n + t].y;
+    hpmlg_copy_commit();
+    if (fault != LEAVES_EARLY) hpmlg_copy_wait(0);
 }
 
 TEST(asynchronous_copies_land_late)
@@ -507,6 +510,16 @@ TEST(asynchronous_copies_land_late)
         ENSURE(fault == SOUND ? order == -1 : order > 0);
         if (fault == SOUND) ENSURE(y.get()[3] == 240);
     }
+    for (unsigned order = 0; order < 3; order++) {
+        cuda_on_cpu_order(order);
+        cuda_on_cpu_expect();
+        HPMLG_LAUNCH(k_copies, 1, 64, 2048, (cudaStream_t)0, y.p, x.p, LEAVES_EARLY);
+        CAUGHT("exits with 2 asynchronous copies");
+        cuda_on_cpu_expect();
+        HPMLG_LAUNCH(k_copies, 1, 64, 2048, (cudaStream_t)0, y.p, x.p, WRITES_EARLY);
+        CAUGHT("before the asynchronous copy to it has arrived");
+    }
+    cuda_on_cpu_order(0);
 }
 
 /* ---- the runtime ------------------------------------------------------------------------------------------------ */
