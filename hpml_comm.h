@@ -180,6 +180,7 @@ typedef struct hpml_counters {
     double  seconds;       /* spent in collectives, waiting included */
 } hpml_counters;
 HPML_API void    hpml_comm_counters(const hpml_comm *c, hpml_counters *out);
+HPML_API int64_t hpml_comm_messages_to(const hpml_comm *c, int peer); /* of them to `peer`; 0: no such rank */
 HPML_API int64_t hpml_comm_bytes_to(const hpml_comm *c, int peer);
 HPML_API void    hpml_comm_counters_reset(hpml_comm *c);
 
@@ -687,7 +688,7 @@ struct hpml_comm {
     hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks where there is but one node */
     double                forecast[31][HPML_NATIVE]; /* seconds for 2^k bytes by each algorithm; 0: not known yet */
     hpml_counters         counters;
-    int64_t              *bytes_to; /* (size) */
+    int64_t             (*to)[2];   /* (size) messages and bytes sent to each */
     hpml_message         *pending;  /* receives that are under way */
     hpmlc_room           *room;     /* THREADS, CLOCK */
     hpmlc_mpi            *mpi;
@@ -777,10 +778,10 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     hpml_comm *c = (hpml_comm *)hpml_ctx_alloc(ctx, sizeof *c, hpmlc_comm_drop);
     if (!c) return NULL;
     c->ctx = c->trace = ctx, c->rank = rank, c->size = size, c->first = c;
-    c->origin   = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->origin * (size_t)size, NULL);
-    c->node     = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->node * (size_t)size, NULL);
-    c->bytes_to = (int64_t *)hpml_ctx_alloc(ctx, sizeof *c->bytes_to * (size_t)size, NULL);
-    if (!c->bytes_to) return NULL;
+    c->origin = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->origin * (size_t)size, NULL);
+    c->node   = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->node * (size_t)size, NULL);
+    c->to     = (int64_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->to * (size_t)size, NULL);
+    if (!c->to) return NULL;
     for (int i = 0; i < size; i++) c->origin[i] = i;
     c->t = t; /* last: without it there is nothing to close */
     c->timeout = 60, c->doing = "start";
@@ -856,7 +857,7 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
     else {
         c->counters.messages++;
         c->counters.bytes += (int64_t)bytes;
-        c->bytes_to[peer] += (int64_t)bytes;
+        c->to[peer][0]++, c->to[peer][1] += (int64_t)bytes;
         if (c->node[peer] != c->node[c->rank]) c->counters.between_bytes += (int64_t)bytes;
     }
     c->t->start(c, m);
@@ -3258,12 +3259,15 @@ HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
     if (c->background) hpmlc_counters_add(out, &c->background->twin->counters);
 }
 
-HPML_API int64_t hpml_comm_bytes_to(const hpml_comm *c, int peer)
+HPMLC_FN int64_t hpmlc_sent_to(const hpml_comm *c, int peer, int what)
 {
     if (!c || peer < 0 || peer >= c->size) return 0;
     hpmlc_background_drain(c);
-    return c->bytes_to[peer] + (c->background ? c->background->twin->bytes_to[peer] : 0);
+    return c->to[peer][what] + (c->background ? c->background->twin->to[peer][what] : 0);
 }
+
+HPML_API int64_t hpml_comm_messages_to(const hpml_comm *c, int peer) { return hpmlc_sent_to(c, peer, 0); }
+HPML_API int64_t hpml_comm_bytes_to(const hpml_comm *c, int peer) { return hpmlc_sent_to(c, peer, 1); }
 
 HPML_API void hpml_comm_counters_reset(hpml_comm *c)
 {
@@ -3271,7 +3275,7 @@ HPML_API void hpml_comm_counters_reset(hpml_comm *c)
     hpmlc_background_drain(c);
     for (hpml_comm *x = c; x; x = x == c && c->background ? c->background->twin : NULL) {
         memset(&x->counters, 0, sizeof x->counters);
-        memset(x->bytes_to, 0, sizeof *x->bytes_to * (size_t)x->size);
+        memset(x->to, 0, sizeof *x->to * (size_t)x->size);
     }
 }
 
@@ -5365,41 +5369,33 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
 // >>timeline   one timeline for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* How far this rank's hpml_now is ahead of rank 0's: rank 0 answers with its time; the answer of the quickest exchange
-   was made in the middle of it. */
-HPMLC_FN hpml_status hpmlc_clock_ahead(hpml_comm *c, double *ahead)
+/* How far this rank's clock is ahead of rank 0's: rank 0 answers with its time; the answer of the quickest exchange was
+   made in the middle of it, give or take half of what it took. */
+HPMLC_FN double hpmlc_clock_ahead(hpml_comm *c)
 {
-    double      best = 1e300, theirs = 0;
-    hpml_status status = HPML_OK;
-    *ahead = 0;
-    for (int r = 1; r < c->size && status == HPML_OK; r++)
-        for (int i = 0; i < 8 && status == HPML_OK && (c->rank == 0 || c->rank == r); i++) {
-            double start = hpml_now();
-            if (c->rank == 0) {
-                status = hpml_recv(c, r, 0, &theirs, sizeof theirs);
-                theirs = hpml_now();
-                if (status == HPML_OK) status = hpml_send(c, r, 0, &theirs, sizeof theirs);
-                continue;
-            }
-            status = hpml_send(c, 0, 0, &theirs, sizeof theirs);
-            if (status == HPML_OK) status = hpml_recv(c, 0, 0, &theirs, sizeof theirs);
-            double end = hpml_now();
-            if (end - start < best) best = end - start, *ahead = 0.5 * (start + end) - theirs;
+    double best = 1e300, ahead = 0, theirs = 0;
+    for (int r = 1; r < c->size; r++)
+        for (int i = 0; i < 8 && (c->rank == 0 || c->rank == r); i++) {
+            double start = hpml_comm_now(c), end;
+            if (c->rank == 0) hpml_recv(c, r, 0, &theirs, sizeof theirs), theirs = hpml_comm_now(c);
+            hpml_send(c, c->rank == 0 ? r : 0, 0, &theirs, sizeof theirs);
+            if (c->rank > 0) hpml_recv(c, 0, 0, &theirs, sizeof theirs);
+            end = hpml_comm_now(c);
+            if (c->rank > 0 && end - start < best) best = end - start, ahead = 0.5 * (start + end) - theirs;
         }
-    return status;
+    return ahead;
 }
 
 HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *desc)
 {
-    double ahead, origin;
     HPMLC_DESC(hpml_trace_desc, d, desc);
     if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    hpml_status status = hpmlc_clock_ahead(c, &ahead);
-    origin = hpml_now();
-    if (status == HPML_OK) status = hpml_broadcast(c, &origin, sizeof origin, 0);
+    double ahead = hpmlc_clock_ahead(c), origin = hpml_comm_now(c);
+    if (hpml_broadcast(c, &origin, sizeof origin, 0) != HPML_OK) return hpml_ctx_status(c->ctx);
     d.rank   = c->rank;
     d.origin = origin + ahead;
-    return status == HPML_OK ? hpml_trace_start(c->ctx, &d) : status;
+    if (d.origin == 0) d.origin = 1e-12; /* virtual time begins at 0, which would mean now */
+    return hpml_trace_start(c->ctx, &d);
 }
 
 /* The whole of a file, with a zero behind it; NULL when it cannot be read. */

@@ -67,6 +67,8 @@ static hpml_status traffic(hpml_comm *c, void *user)
         blocks[i] = hpml_block(1003, p, b + 1) - hpml_block(1003, p, b);
     }
     CHECK(k.bytes == 4 * (2 * 1003 - blocks[0] - blocks[1]));
+    for (int i = 0, next = (hpml_comm_rank(c) + 1) % p; i < p; i++) /* all of it to the one ahead */
+        CHECK(hpml_comm_messages_to(c, i) == (i == next ? k.messages : 0) && hpml_comm_bytes_to(c, i) == (i == next ? k.bytes : 0));
     return HPML_OK;
 }
 

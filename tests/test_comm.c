@@ -251,28 +251,26 @@ static hpml_status count_one(hpml_comm *c, void *user)
     float              *x = (float *)calloc((size_t)t->n + 1, sizeof *x);
     hpml_allreduce_desc d;
     int                 rank = hpml_comm_rank(c), p = hpml_comm_size(c);
-    int64_t             to = 0;
+    int64_t             to[16][2] = { { 0 } }; /* messages and bytes to each, from the moves */
     memset(&d, 0, sizeof d);
     d.algorithm = t->algorithm;
     hpml_comm_counters_reset(c);
     hpml_allreduce(c, x, t->n, &d);
     free(x);
     hpml_comm_counters(c, &t->rank[rank]);
-    for (int i = 0; i < p; i++) to += hpml_comm_bytes_to(c, i);
-    CHECK(to == t->rank[rank].bytes);
-    CHECK(hpml_comm_bytes_to(c, rank) == 0);
     int64_t messages = 0, bytes = 0, rounds = 0, between = 0; /* the same from the moves */
     for (int k = 0;; k++) {
         hpml_move m;
         if (!hpml_allreduce_move(t->algorithm, p, t->per_node, rank, t->n, k, &m)) break;
         rounds += m.to >= 0 || m.from >= 0;
         if (m.to < 0) continue;
-        messages++;
-        bytes += 4 * m.out_count;
+        messages++, to[m.to][0]++;
+        bytes += 4 * m.out_count, to[m.to][1] += 4 * m.out_count;
         if (hpml_comm_node(c, m.to) != hpml_comm_node(c, rank)) between += 4 * m.out_count;
     }
     const hpml_counters *got = &t->rank[rank];
     CHECK(messages == got->messages && bytes == got->bytes && rounds == got->rounds && between == got->between_bytes);
+    for (int i = 0; i < p; i++) CHECK(hpml_comm_messages_to(c, i) == to[i][0] && hpml_comm_bytes_to(c, i) == to[i][1]);
     return HPML_OK;
 }
 
@@ -792,11 +790,12 @@ static hpml_status counting(hpml_comm *c, void *user)
     CHECK(hpml_allreduce(c, x, 64, NULL) == HPML_OK);
     hpml_comm_counters(c, &k);
     CHECK(k.bytes >= 4 * 256 && k.messages >= 4 && k.rounds >= 4 && k.seconds >= 0);
-    CHECK(hpml_comm_bytes_to(c, !hpml_comm_rank(c)) == k.bytes);
+    CHECK(hpml_comm_bytes_to(c, !hpml_comm_rank(c)) == k.bytes && hpml_comm_messages_to(c, !hpml_comm_rank(c)) == k.messages);
     hpml_comm_counters_reset(c);
     hpml_comm_counters(c, &k);
     CHECK(k.bytes == 0 && k.messages == 0 && k.rounds == 0 && k.seconds == 0);
-    CHECK(hpml_comm_bytes_to(c, 1) == 0 && hpml_comm_bytes_to(c, 5) == 0 && hpml_comm_bytes_to(NULL, 0) == 0);
+    for (int i = -1; i < 3; i++) CHECK(hpml_comm_bytes_to(i < 2 ? c : NULL, i % 2) == 0 && hpml_comm_messages_to(i < 2 ? c : NULL, i % 2) == 0);
+    CHECK(hpml_comm_bytes_to(c, 5) == 0 && hpml_comm_messages_to(c, 5) == 0);
     return HPML_OK;
 }
 

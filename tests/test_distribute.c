@@ -1,8 +1,16 @@
 /* Many workers train as one: the same steps, the same bits where they are promised, nothing lost between 4 ranks and 2. */
+#include "../hpml.h"
+
+/* Communicators read a clock of their rank's own, as on machines that differ: `ahead` of the true one by so much. */
+static __thread double ahead;
+static double own_now(void) { return hpml_now() + ahead; }
+#define hpml_now own_now
 #define HPML_COMM_IMPLEMENTATION /* private functions; hpml.h's body is compiled apart */
 #include "../hpml_comm.h"
+#undef hpml_now
 #include "points.h"
 #include "test.h"
+#include "trace.h"
 
 #include <stddef.h>
 
@@ -619,23 +627,184 @@ TEST(a_search_may_diverge)
     }
 }
 
+/* ---- timeline ---- */
+
+static trace seen; /* by the last test that read one */
+
+/* Every rank trains; 4 of them with gradients under way beside the backward pass. */
+typedef struct recording {
+    hpml_network net;
+    const char  *path;
+    bool         apart;      /* clocks */
+    double       at[8], took[8]; /* the true time of each rank's mark, and of starting its timeline */
+} recording;
+
+static hpml_status record(hpml_comm *c, void *user)
+{
+    recording    *r = (recording *)user;
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    int           rank = hpml_comm_rank(c);
+    double        start, mark;
+    hpml_tensor  *in = hpml_input_2d(ctx, 16, INPUTS), *out = hpml_linear(hpml_relu(hpml_linear(in, 64, NULL)), CLASSES, NULL);
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.01f });
+    hpml_distribute(t, c, &(hpml_distribute_desc){ .bucket_bytes = 1 });
+    if (r->apart) ahead = (rank % 2 ? 1000.0 : -3.0) * rank;
+    hpml_barrier(c);
+    start = hpml_now();
+    hpml_comm_trace_start(c, NULL);
+    r->took[rank] = hpml_now() - start;
+    if (!r->apart) hpml_trainer_fit(t, points(ctx, 300, 0, 0, 0), NULL);
+    else for (int i = 0; i <= rank; i++) hpml_barrier(c);
+    mark = own_now(), r->at[rank] = mark - ahead;
+    hpml_trace_span(ctx, HPML_LANE_IO, "mark", mark, mark + 1e-3);
+    for (int i = rank + 1; r->apart && i < hpml_comm_size(c); i++) hpml_barrier(c);
+    hpml_comm_trace_save(c, r->path);
+    ahead = 0;
+    return hpml_ctx_status(ctx);
+}
+
+static int spans_of(int rank, int lane, const char *name)
+{
+    int n = 0;
+    for (int i = 0; i < seen.spans; i++)
+        n += (int)seen.span[i].number[TRACE_PID] == rank && (int)seen.span[i].number[TRACE_TID] == lane && strcmp(seen.span[i].text[TRACE_NAME], name) == 0;
+    return n;
+}
+
+TEST(one_timeline_for_all_ranks)
+{
+    for (int slow = 0; slow < 2; slow++) {
+        recording        r = { .path = "build/timeline_test.json", .net.inside.latency = slow ? 1e-4 : 0 };
+        hpml_launch_desc l = { .ranks = 4, .network = r.net, .ctx.threads = 1 };
+        ENSURE(hpml_launch(&l, record, &r, NULL, 0) == HPML_OK);
+        const char *wrong = trace_read(r.path, 4, &seen);
+        if (wrong) printf("    %s\n", wrong);
+        ENSURE(!wrong);
+        remove(r.path);
+        for (int i = 0; i < 4; i++) {
+            int steps = spans_of(i, HPML_LANE_COMPUTE, "update");
+            ENSURE(steps == 5 && spans_of(i, HPML_LANE_COMPUTE, "linear0 backward") == steps && spans_of(i, HPML_LANE_IO, "batch") >= steps);
+            ENSURE(spans_of(i, HPML_LANE_COMM, "allreduce") == (4 + 1) * steps && spans_of(i, HPML_LANE_IO, "mark") == 1);
+        }
+    }
+    recording bad = { .path = "/nonexistent/x" };
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2 }, record, &bad, NULL, 0) != HPML_OK);
+}
+
+/* Clocks that differ by minutes: in the file all marks are where they were in truth, give or take half of the quickest of
+   the eight exchanges in which a rank has asked for the time. */
+TEST(a_timeline_aligns_the_clocks)
+{
+    for (int p = 2; p <= 5; p++) {
+        recording r = { .path = "build/aligned_test.json", .apart = true };
+        double    mark[8] = { 0 }, worst = 0;
+        ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = p, .ctx.threads = 1 }, record, &r, NULL, 0) == HPML_OK);
+        ENSURE(!trace_read(r.path, p, &seen));
+        remove(r.path);
+        for (int i = 0; i < seen.spans; i++)
+            if (strcmp(seen.span[i].text[TRACE_NAME], "mark") == 0) mark[(int)seen.span[i].number[TRACE_PID]] = 1e-6 * seen.span[i].number[TRACE_TS];
+        for (int i = 1; i < p; i++) {
+            double off = fabs((mark[i] - mark[0]) - (r.at[i] - r.at[0]));
+            worst = fmax(worst, off);
+            ENSURE(mark[i] > 0 && off < r.took[i] / 16 + 1e-6);
+        }
+        printf("    %d ranks: clocks apart by up to %.0f s, in the file by %.1f us\n", p, 1000.0 * (p / 2 * 2 - 1), 1e6 * worst);
+    }
+}
+
+/* Communication in virtual time is on the timeline where it was in virtual time: two rounds after the last has come. */
+static hpml_status virtual_time(hpml_comm *c, void *user)
+{
+    float x[4] = { 0 };
+    hpml_comm_trace_start(c, NULL);
+    hpml_comm_compute(c, 0.5);
+    hpml_allreduce(c, x, 4, &(hpml_allreduce_desc){ .algorithm = HPML_BUTTERFLY });
+    return hpml_comm_trace_save(c, (const char *)user);
+}
+
+TEST(a_timeline_of_virtual_time)
+{
+    const char *path = "build/virtual_test.json";
+    for (int slow = 0; slow < 2; slow++) {
+        hpml_launch_desc l = { .ranks = 4, .transport = HPML_TRANSPORT_CLOCK, .network.inside.latency = slow ? 0.01 : 0 };
+        ENSURE(hpml_launch(&l, virtual_time, (void *)(uintptr_t)path, NULL, 0) == HPML_OK);
+        ENSURE(!trace_read(path, 4, &seen) && spans_of(3, HPML_LANE_COMM, "allreduce") == 1);
+        remove(path);
+        double first = 1e9, last = 0, end = 0;
+        for (int i = 0; i < seen.spans; i++) {
+            double ts = seen.span[i].number[TRACE_TS];
+            if (strcmp(seen.span[i].text[TRACE_NAME], "allreduce") != 0) continue;
+            first = fmin(first, ts), last = fmax(last, ts), end = fmax(end, ts + seen.span[i].number[TRACE_DUR]);
+        }
+        ENSURE(first > 5e5 - 1 && first < 5.3e5);
+        ENSURE_NEAR(end - last, slow ? 2e4 : 0, 1);
+    }
+}
+
+/* What looking costs: a step writes so many spans, each with two looks at a clock. That it is off costs less than a 100th of
+   the step; that it is on is said. Counters are always on: some additions a message. */
+static double seconds_of_spans(hpml_ctx *ctx, int n)
+{
+    double best = 1e9;
+    for (int run = 0; run < 20; run++) {
+        double start = hpml_now(), end = start;
+        for (int i = 0; i < n; i++) end = hpml_now(), hpml_trace_span(ctx, HPML_LANE_COMM, "nothing", end, hpml_now());
+        best = fmin(best, (end - start) / n);
+    }
+    return best;
+}
+
+static hpml_status cost(hpml_comm *c, void *user)
+{
+    static float         x[32 * 784];
+    static const int32_t y[32];
+    double       *found = (double *)user; /* spans a step; seconds of a step, of a span that is off, that is on */
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    hpml_tensor  *in = hpml_input_2d(ctx, 32, 784), *out = hpml_linear(hpml_relu(hpml_linear(in, 128, NULL)), 10, NULL);
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.01f });
+    const char   *path = "build/cost_test.json";
+    hpml_distribute(t, c, NULL);
+    for (int run = 0; run < 5; run++) {
+        double start = hpml_now();
+        for (int i = 0; i < 50; i++) hpml_trainer_step(t, x, y, 32, NULL);
+        found[1] = fmin(found[1], (hpml_now() - start) / 50);
+    }
+    found[2] = seconds_of_spans(ctx, 2000);
+    hpml_comm_trace_start(c, NULL);
+    for (int i = 0; i < 50; i++) hpml_trainer_step(t, x, y, 32, NULL);
+    if (hpml_comm_rank(c) == 0 && hpml_trace_save(ctx, path) == HPML_OK && !trace_read(path, 1, &seen)) found[0] = seen.spans / 50.0;
+    remove(path);
+    found[3] = seconds_of_spans(ctx, 2000);
+    return hpml_ctx_status(ctx);
+}
+
+TEST(what_a_timeline_costs)
+{
+    double cost_of[4] = { 0, 1e9, 0, 0 };
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 1, .ctx.threads = 1 }, cost, cost_of, NULL, 0) == HPML_OK);
+    double off = cost_of[0] * cost_of[2] / cost_of[1], on = cost_of[0] * cost_of[3] / cost_of[1];
+    printf("    a step: %.0f us, %.0f spans of %.0f ns when off, %.0f ns when on: at most %.2f %% and %.2f %%\n", 1e6 * cost_of[1], cost_of[0], 1e9 * cost_of[2],
+           1e9 * cost_of[3], 100 * off, 100 * on);
+    ENSURE(cost_of[0] > 5 && off < 0.01 && on < 0.02);
+}
+
 /* What rank 0's timeline says of a slow network: seconds of each phase, and exchanges. */
 typedef struct phases {
-    double wall, layers, update, wait;
-    int    exchanges, steps;
+    double      wall, layers, update, wait;
+    int         exchanges, steps;
+    const char *wrong;
 } phases;
 
 static void phases_read(phases *of, const char *path)
 {
-    char  line[512];
-    FILE *f = fopen(path, "r");
-    while (f && fgets(line, sizeof line, f)) {
-        const char *dur = strstr(line, "\"dur\":");
-        double      s = dur ? 1e-6 * atof(dur + 6) : 0;
-        if (strstr(line, "\"tid\":0,")) *(strstr(line, "\"update\"") ? &of->update : strstr(line, "\"wait\"") ? &of->wait : &of->layers) += s;
-        else if (strstr(line, "\"tid\":1,") && strstr(line, "allreduce")) of->exchanges++;
+    of->wrong = trace_read(path, 1, &seen);
+    for (int i = 0; i < seen.spans; i++) {
+        const trace_span *x = &seen.span[i];
+        const char       *name = x->text[TRACE_NAME];
+        if ((int)x->number[TRACE_TID] == HPML_LANE_COMPUTE)
+            *(strcmp(name, "update") == 0 ? &of->update : strcmp(name, "wait") == 0 ? &of->wait : &of->layers) += 1e-6 * x->number[TRACE_DUR];
+        else if (strcmp(name, "allreduce") == 0) of->exchanges++;
     }
-    if (f) fclose(f);
 }
 
 static hpml_status phases_of(hpml_comm *c, void *user)
@@ -670,7 +839,8 @@ TEST(phases_add_up_to_the_step)
         share = (of.layers + of.wait + of.update) / of.wall;
         printf("    %.1f ms: layers %.1f, wait %.1f, update %.1f; %d exchanges\n", 1e3 * of.wall, 1e3 * of.layers, 1e3 * of.wait,
                1e3 * of.update, of.exchanges);
-        ENSURE(share < 1.001 && of.wait > 0 && of.update > 0 && of.exchanges == (4 + 1) * of.steps); /* four tensors and the loss */
+        if (of.wrong) printf("    %s\n", of.wrong);
+        ENSURE(!of.wrong && share < 1.001 && of.wait > 0 && of.update > 0 && of.exchanges == (4 + 1) * of.steps); /* four tensors and the loss */
     }
     ENSURE(share >= 0.95);
 }

@@ -348,29 +348,6 @@ TEST(mixing_with_neighbours)
     }
 }
 
-static hpml_status timeline(hpml_comm *c, void *user)
-{
-    float x[100] = { 0 };
-    hpml_comm_trace_start(c, NULL);
-    hpml_allreduce(c, x, 100, NULL);
-    return hpml_comm_trace_save(c, (const char *)user);
-}
-
-TEST(one_timeline_for_all_ranks)
-{
-    char        text[4096] = { 0 };
-    const char *path = "build/timeline_test.json";
-    int         ranks = 0;
-    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 3 }, timeline, (void *)(uintptr_t)path, NULL, 0) == HPML_OK);
-    FILE *f = fopen(path, "rb");
-    ENSURE(f && fread(text, 1, sizeof text - 1, f) > 0);
-    fclose(f);
-    remove(path);
-    for (const char *at = text; (at = strstr(at, "process_name")) != NULL; at++) ranks++;
-    ENSURE(ranks == 3 && text[0] == '[' && strstr(text, "\n]\n") && strstr(text, "allreduce"));
-    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2 }, timeline, (void *)(uintptr_t) "/nonexistent/x", NULL, 0) != HPML_OK);
-}
-
 /* HIERARCHICAL shows its levels, in their order, also where nodes differ in size: rank 0 is the first of its node. */
 static hpml_status levels(hpml_comm *c, void *user)
 {
