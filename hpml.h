@@ -1164,7 +1164,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #endif
 
 /* Between these stands what is not a kernel: gcc spends a third of its time there on passes that make it no faster. */
-#if defined(__GNUC__) && !defined(__clang__)
+#if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #define HPMLI_PLAIN                                                                                                    \
     _Pragma("GCC push_options") _Pragma("GCC optimize(\"no-tree-pre,no-tree-vrp,no-tree-dominator-opts\")")            \
     _Pragma("GCC optimize(\"no-thread-jumps,no-gcse,no-schedule-insns2\")")
@@ -5721,13 +5721,12 @@ HPMLI_FN void hpmli_move(const hpml_run *run, const hpml_tensor *y, const hpml_t
 }
 
 /* The part of t that is `count` long from `start` on in one dimension. */
-HPMLI_FN hpml_tensor hpmli_part(const hpml_tensor *t, int dim, int64_t start, int64_t count)
+HPMLI_FN void hpmli_part(hpml_tensor *part, const hpml_tensor *t, int dim, int64_t start, int64_t count)
 {
-    hpml_tensor part = *t;
-    part.shape[dim] = count;
-    part.data += start * t->stride[dim];
-    if (t->grad) part.grad += start * t->stride[dim];
-    return part;
+    *part = *t;
+    part->shape[dim] = count;
+    part->data += start * t->stride[dim];
+    if (t->grad) part->grad += start * t->stride[dim];
 }
 
 /* Inputs and parameters have memory of their own: their reshape is a copy, of any dtype. */
@@ -5801,7 +5800,8 @@ HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t
 HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     int         dim = n->attr.slice.dim;
-    hpml_tensor x   = hpmli_part(n->src[0], dim, n->attr.slice.start, n->out->shape[dim]);
+    hpml_tensor x;
+    hpmli_part(&x, n->src[0], dim, n->attr.slice.start, n->out->shape[dim]);
     if (backward && !n->accumulate[0]) run->ctx->k->vfill(n->src[0]->grad, 0, hpml_tensor_count(n->src[0]));
     hpmli_move(run, n->out, &x, backward, true);
 }
@@ -5834,7 +5834,8 @@ HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
     int64_t start = 0;
     for (int i = 0; i < n->src_count; i++) {
         int64_t     count = n->src[i]->shape[n->attr.slice.dim];
-        hpml_tensor y     = hpmli_part(n->out, n->attr.slice.dim, start, count);
+        hpml_tensor y;
+        hpmli_part(&y, n->out, n->attr.slice.dim, start, count);
         hpmli_move(run, &y, n->src[i], backward, n->accumulate[i]);
         start += count;
     }
