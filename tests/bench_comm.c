@@ -50,10 +50,12 @@ static hpml_status measure(hpml_comm *c, void *user)
     hpml_comm_tune(c);
     for (int64_t bytes = 1024; bytes <= LARGEST; bytes *= 4) {
         t[0] = seconds(c, OURS, x, bytes, 6);
-        t[1] = seconds(c, mpi ? NATIVE : COPY, x, bytes, 6);
+        t[1] = seconds(c, COPY, x, bytes, 6);
+        if (mpi) t[2] = seconds(c, NATIVE, x, bytes, 6);
         if (hpml_comm_rank(c) > 0) continue;
         printf("%s %lld %.9g\n", mpi ? "ours_mpi" : "ours_threads", (long long)bytes, t[0]);
-        printf("%s %lld %.9g\n", mpi ? "mpich" : "copy", (long long)bytes, t[1]);
+        printf("%s %lld %.9g\n", mpi ? "copy_mpi" : "copy_threads", (long long)bytes, t[1]);
+        if (mpi) printf("mpich %lld %.9g\n", (long long)bytes, t[2]);
     }
     return hpml_ctx_status(hpml_comm_ctx(c));
 }

@@ -29,10 +29,12 @@ END {
     printf("%-22s %12s %15s   %-16s %15s   %6s\n", "allreduce", "size", "hpml", "peer", "peer", "ratio")
     for (s = 1024; s <= 67108864; s *= 4) if (("ours_threads", s) in best) {
         if (("mpich", s) in best) row("threads, 2 ranks", s, best["ours_threads", s], "MPI_Allreduce", best["mpich", s])
-        row("threads, 2 ranks", s, best["ours_threads", s], "memcpy", best["copy", s])
+        row("threads, 2 ranks", s, best["ours_threads", s], "memcpy", best["copy_threads", s])
     }
-    for (s = 1024; s <= 67108864; s *= 4) if (("ours_mpi", s) in best)
+    for (s = 1024; s <= 67108864; s *= 4) if (("ours_mpi", s) in best) {
         row("mpi, 2 ranks", s, best["ours_mpi", s], "MPI_Allreduce", best["mpich", s])
+        row("mpi, 2 ranks", s, best["ours_mpi", s], "memcpy", best["copy_mpi", s])
+    }
     for (key in best) { split(key, k, SUBSEP); if (k[1] == "ours_ring")
         row("mpi ring, 4 ranks", k[2], best[key], "MPI_Sendrecv", best["plain_ring", k[2]]) }
     mean("threads", "ours_threads", "mpich"); mean("mpi", "ours_mpi", "mpich")
