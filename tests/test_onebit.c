@@ -18,18 +18,18 @@ enum { SEEDS = 5 };
 
 enum { BATCH = 128, TESTED = 2000, HIDDEN = 128 };
 
-static int ranks = 4;
+static int ranks = 4, self; /* self: which of mpiexec's processes this is */
 
 #ifdef HPML_USE_MPI
 static void mpi_end(void) { MPI_Finalize(); }
 
 __attribute__((constructor)) static void mpi_begin(void)
 {
-    int level, rank;
+    int level;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
-    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_rank(MPI_COMM_WORLD, &self);
     MPI_Comm_size(MPI_COMM_WORLD, &ranks);
-    if (rank > 0 && !freopen("/dev/null", "w", stdout)) exit(1);
+    if (self > 0 && !freopen("/dev/null", "w", stdout)) exit(1);
     atexit(mpi_end);
 }
 #endif
@@ -387,7 +387,8 @@ TEST(mpi_has_the_bits_of_threads)
             ENSURE(mpi.hash != 0 && mpi.hash == own.hash);
         }
 }
-#else
+#endif
+
 /* h: the same account over a whole training that 4 ranks begin and 2 go on with: of the mean gradient, ranks' residuals
    hold their share. A short batch is exchanged as the part of a whole one that it is; the step is made whole after. */
 typedef struct book { int seed; const char *save, *load; double *want, *got; int64_t n; double drift; } book;
@@ -461,25 +462,32 @@ static hpml_status keep_book(hpml_comm *c, void *user)
     return hpml_ctx_status(ctx);
 }
 
+/* Under mpiexec -n 4 two threads go on with what the processes have saved, under -n 2 the processes with what four threads
+   have, each with its own file. */
 TEST(four_ranks_begin_and_two_go_on)
 {
     enum { N = 784 * HIDDEN + HIDDEN + HIDDEN * 10 + 10 };
-    const char *file = "build/onebit_test.safetensors";
+    char file[64];
+    snprintf(file, sizeof file, "build/onebit_test_%d.safetensors", ranks == 4 ? 0 : self);
     get_digits();
     for (int s = 0; s < SEEDS; s++) {
         double *sums = (double *)calloc(2 * N, sizeof *sums);
         book    four = { s, file, NULL, sums, sums + N, N, -1 }, two = { s, NULL, file, sums, sums + N, N, -1 };
         hpml_launch_desc l = { .ranks = 4, .ctx = { .seed = (uint64_t)(10 + s), .threads = 1 } };
-        ENSURE(hpml_launch(&l, keep_book, &four, NULL, 0) == HPML_OK);
+        ENSURE(launch(l, ranks != 4, keep_book, &four, sizeof four, NULL, 0) == HPML_OK);
         l.ranks = 2;
-        ENSURE(hpml_launch(&l, keep_book, &two, NULL, 0) == HPML_OK);
+        ENSURE(launch(l, ranks != 2, keep_book, &two, sizeof two, NULL, 0) == HPML_OK);
         free(sums);
-        remove(file);
-        if (!(four.drift < 1e-6 && two.drift < 1e-6)) printf("    seed %d: lost %.1e with four, %.1e after two\n", s, four.drift, two.drift);
-        ENSURE(four.drift >= 0 && four.drift < 1e-6 && two.drift >= 0 && two.drift < 1e-6);
+        if (self == 0 && !(four.drift < 1e-6 && two.drift < 1e-6)) printf("    seed %d: lost %.1e with four, %.1e after two\n", s, four.drift, two.drift);
+        ENSURE(four.drift >= 0 && four.drift < 1e-6 && two.drift >= 0 && (two.drift < 1e-6 || self > 0));
+#ifdef HPML_USE_MPI
+        MPI_Barrier(MPI_COMM_WORLD); /* all have read it */
+#endif
+        if (self == 0 || ranks != 4) remove(file);
     }
 }
 
+#ifndef HPML_USE_MPI
 /* i: an exchange of 4 million weights over links of 1 Gbit/s, in virtual time; and what a rank computes, as if each had a
    machine of its own. How long that takes is the machine's: so it is set against what the plain sum takes on it, which is
    to copy and to add, and which a network this slow hides 30 times. */
