@@ -3,8 +3,8 @@
    (test_mpi.sh), where the weights are those of threads, bit for bit, so what these learn is not learnt again. Digits
    drawn by digits.h; HPML_MNIST=FOLDER: of MNIST's t10k files, the last 2,000 for testing. */
 #define HPML_COMM_IMPLEMENTATION /* private functions; hpml.h's body is compiled apart */
-#include "../examples/digits.h"
 #include "../hpml_comm.h"
+#include "mlp.h"
 #include "test.h"
 
 #include <pthread.h>
@@ -16,7 +16,7 @@ enum { SEEDS = 2 };
 enum { SEEDS = 5 };
 #endif
 
-enum { BATCH = 128, TESTED = 2000, HIDDEN = 128 };
+enum { BATCH = 128 };
 
 static int ranks = 4, self; /* self: which of mpiexec's processes this is */
 
@@ -49,48 +49,6 @@ static hpml_status launch(hpml_launch_desc l, bool threads, hpml_rank_fn *fn, vo
     (void)threads, (void)size;
     return hpml_launch(&l, fn, job, text, room);
 #endif
-}
-
-static int to_learn = 4096; /* digits, and TESTED after them */
-static unsigned char *images;
-static int32_t       *labels;
-
-static void get_digits(void)
-{
-    const char   *folder = getenv("HPML_MNIST");
-    hpml_ctx     *ctx    = hpml_ctx_create(NULL);
-    hpml_dataset *all    = NULL;
-    char          path[2][1024];
-    if (images) return;
-    for (int gz = 0; folder && gz < 2 && !all; gz++) {
-        hpml_ctx_clear_error(ctx);
-        snprintf(path[0], sizeof path[0], "%s/t10k-images-idx3-ubyte%s", folder, gz ? ".gz" : "");
-        snprintf(path[1], sizeof path[1], "%s/t10k-labels-idx1-ubyte%s", folder, gz ? ".gz" : "");
-        all = hpml_dataset_load_idx(ctx, path[0], path[1]);
-    }
-    if (folder && !all) { printf("    %s\n", hpml_ctx_error(ctx)); exit(1); }
-    if (all) to_learn = (int)all->count - TESTED;
-    int count = to_learn + TESTED;
-    images = (unsigned char *)malloc((size_t)count * 785), labels = (int32_t *)malloc((size_t)count * sizeof *labels);
-    if (all) memcpy(images, all->x, (size_t)count * 784), memcpy(labels, all->y, (size_t)count * sizeof *labels);
-    else {
-        digits_fill(1, 0, to_learn, images, images + count * 784);
-        digits_fill(1, 1000000000, TESTED, images + to_learn * 784, images + count * 784 + to_learn);
-        for (int i = 0; i < count; i++) labels[i] = images[count * 784 + i];
-    }
-    hpml_ctx_free(ctx);
-}
-
-static hpml_dataset *digits(hpml_ctx *ctx, int first, int count)
-{
-    static const int64_t shape[1] = { 784 };
-    return hpml_dataset_create(ctx, count, HPML_DTYPE_U8, 1, shape, images + (int64_t)first * 784, HPML_DTYPE_I32, 1, labels + first);
-}
-
-static hpml_tensor *mlp(hpml_tensor *x)
-{
-    const hpml_linear_desc relu = { .activation = HPML_ACT_RELU };
-    return hpml_linear(hpml_linear(x, HIDDEN, &relu), 10, NULL);
 }
 
 static bool same_on_all(hpml_comm *c, uint64_t hash)
@@ -210,7 +168,7 @@ static hpml_status go(training *j)
 {
     hpml_launch_desc l = { .ranks = j->ranks, .timeout = 60, .ctx = { .seed = (uint64_t)(10 + j->seed), .threads = j->ranks == 1 ? 2 : 1 } };
     char             text[512];
-    get_digits();
+    get_digits(4096);
     if (j->epochs == 0) j->epochs = 14;
     if (j->lr == 0) j->lr = 0.03;
     hpml_status status = launch(l, j->threads || j->ranks, train, j, sizeof *j, text, sizeof text);
@@ -264,7 +222,7 @@ TEST(it_learns_what_f32_learns)
                           { .name = "1 bit, Adagrad in stripe", .kind = { .placing = ADAGRAD, .d.codec = onebit } } };
     training  mean[KINDS], *f32 = &mean[F32], *one = &mean[ONE], *bare = &mean[BARE], *late = &mean[LATE];
     pthread_t beside;
-    get_digits();
+    get_digits(4096);
     next_training = 0;
     bool two = pthread_create(&beside, NULL, trains, all) == 0;
     trains(all);
@@ -469,7 +427,7 @@ TEST(four_ranks_begin_and_two_go_on)
     enum { N = 784 * HIDDEN + HIDDEN + HIDDEN * 10 + 10 };
     char file[64];
     snprintf(file, sizeof file, "build/onebit_test_%d.safetensors", ranks == 4 ? 0 : self);
-    get_digits();
+    get_digits(4096);
     for (int s = 0; s < SEEDS; s++) {
         double *sums = (double *)calloc(2 * N, sizeof *sums);
         book    four = { s, file, NULL, sums, sums + N, N, -1 }, two = { s, NULL, file, sums, sums + N, N, -1 };
