@@ -2,6 +2,7 @@
    that finds an error says so on one line, "rank R: status S: text", and exits with 1. */
 #include "../hpml_comm.h"
 #include "comm_check.h"
+#include "trace.h"
 
 #include <mpi.h>
 #include <signal.h>
@@ -69,6 +70,25 @@ static hpml_status traffic(hpml_comm *c, void *user)
     CHECK(k.bytes == 4 * (2 * 1003 - blocks[0] - blocks[1]));
     for (int i = 0, next = (hpml_comm_rank(c) + 1) % p; i < p; i++) /* all of it to the one ahead */
         CHECK(hpml_comm_messages_to(c, i) == (i == next ? k.messages : 0) && hpml_comm_bytes_to(c, i) == (i == next ? k.bytes : 0));
+    return HPML_OK;
+}
+
+static hpml_status timeline(hpml_comm *c, void *user)
+{
+    static trace seen;
+    const char  *path = "build/mpi_ranks.json", *wrong = NULL;
+    float        x[100] = { 0 };
+    int          sums = 0;
+    (void)user;
+    CHECK(hpml_comm_trace_start(c, NULL) == HPML_OK);
+    for (int i = 0; i < 3; i++) CHECK(hpml_allreduce(c, x, 100, NULL) == HPML_OK && hpml_job_wait(hpml_iallreduce(c, x, 100, NULL)) == HPML_OK);
+    CHECK(hpml_comm_trace_save(c, path) == HPML_OK);
+    if (hpml_comm_rank(c) > 0) return HPML_OK;
+    wrong = trace_read(path, hpml_comm_size(c), &seen);
+    if (wrong) printf("%s\n", wrong);
+    for (int i = 0; i < seen.spans; i++) sums += strcmp(seen.span[i].text[TRACE_NAME], "allreduce") == 0;
+    remove(path);
+    CHECK(!wrong && sums == 6 * hpml_comm_size(c));
     return HPML_OK;
 }
 
@@ -265,6 +285,7 @@ int main(int argc, char **argv)
     if (strcmp(what, "twice") == 0) return launch(announced, 0, false, 30) || launch(announced, 0, false, 30);
     if (strcmp(what, "large") == 0) return launch(large, 0, false, 30);
     if (strcmp(what, "traffic") == 0) return launch(traffic, 0, false, 10);
+    if (strcmp(what, "timeline") == 0) return launch(timeline, 0, false, 10);
     if (strcmp(what, "wrong_number") == 0) return launch(correct, 3, false, 10);
     if (strcmp(what, "raises") == 0) return launch(raises, 0, false, 20);
     if (strcmp(what, "leaves") == 0) return launch(leaves, 0, false, 20);
