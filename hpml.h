@@ -7889,7 +7889,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
 {
     const hpml_backend *b     = g->ctx->backend;
     bool                whole = b->begin && !(g->profile || g->ctx->trace || g->need || g->sum || g->idle);
-    bool                hooks = backward && g->grad, done = false;
+    bool                hooks = backward && g->grad, done;
     int last = g->count - 1, piece = !whole ? 1 : !hooks ? g->count : g->count < 64 ? 8 : (g->count + 7) / 8;
     hpml_status         status = HPML_OK;
     hpml_pass           pass; /* compared byte by byte */
@@ -7898,7 +7898,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
     hpmli_graph_rows(g);
     for (int from = 0, to; from <= last && status == HPML_OK; from = to) {
-        to = last - from < piece ? last + 1 : from + piece, pass.from = from;
+        to = last - from < piece ? last + 1 : from + piece, pass.from = from, done = false;
         if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
         for (int i = from; i < to && !done && status == HPML_OK; i++)
             status = backward ? hpmli_run_back(g, run, last - i, accumulate) : hpmli_run_node(g, run, i, false);
