@@ -647,7 +647,7 @@ typedef struct hpml_update {
     const float *more;   /* (n) CPU: added to g; NULL: nothing */
     float   *m, *v;      /* (n) first and second state, NULL where the optimizer has none */
     uint64_t step;       /* 1 for the first */
-    float    lr, momentum, beta1, beta2, eps, weight_decay, trust; /* weight_decay 0 where the parameter has none */
+    float    lr, momentum, beta1, beta2, eps, weight_decay, trust; /* both 0 where the parameter has no decay */
     float    grad_scale, clip; /* multiply g first: 1 / loss scale; clip / sqrt(*sumsq), where that is below 1 */
     const double *sumsq;       /* of the gradients, on the device; NULL: they are not clipped */
     bool     nesterov;
@@ -742,7 +742,7 @@ typedef struct hpml_trainer_desc {
     float         eps;             /* 0: 1e-8 (ADAGRAD 1e-10, LAMB 1e-6) */
     float         weight_decay;    /* L2 added to the gradient; ADAMW, LAMB: decoupled */
     bool          decay_all;       /* decay biases and norms as well */
-    float         trust;           /* LARS: 0: 0.001 */
+    float         trust;           /* LARS: lr trust |w| / (|g| + decay |w|), lr where there is no_decay; 0: 0.001 */
     hpml_schedule schedule;
     hpml_lr_rule  lr_rule;         /* scales lr by global batch / lr_base_batch */
     int64_t       lr_base_batch;   /* 0: no scaling */
@@ -7351,7 +7351,7 @@ HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
 {
     double w = hpmli_l2_norm(ctx, u->w, u->n);
     double g = hpmli_l2_norm(ctx, u->g, u->n) * u->grad_scale + (double)u->weight_decay * w;
-    if (w > 0 && g > 0 && u->weight_decay > 0) u->lr *= (float)((double)u->trust * w / g);
+    if (w > 0 && g > 0 && u->trust > 0) u->lr *= (float)((double)u->trust * w / g);
 }
 
 /* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r. */
@@ -8252,7 +8252,7 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
         hpml_tensor *p = ctx->params[i];
         hpml_update *u = &t->updates[i];
         u->opt = t->d.optimizer, u->momentum = t->d.momentum, u->beta1 = t->d.beta1, u->beta2 = t->d.beta2;
-        u->eps = t->d.eps, u->trust = t->d.trust, u->nesterov = t->d.nesterov;
+        u->eps = t->d.eps, u->nesterov = t->d.nesterov;
         if (!p->grad) continue;
         u->n = hpml_tensor_count(p), u->w = p->data, u->g = p->grad;
         u->m = t->m ? t->m + (p->grad - g->grads) : NULL;
@@ -8496,13 +8496,13 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
         const hpml_param *p = ctx->params[i]->param;
         hpml_update      *u = &t->updates[i];
         u->n = u->g && !p->frozen ? hpml_tensor_count(ctx->params[i]) : 0;
-        u->step         = (uint64_t)t->step + 1;
-        u->lr           = lr * p->lr_scale;
+        u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
         u->grad_scale   = scale;
         u->clip         = t->d.clip_norm * t->loss_scale;
         u->sumsq        = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
         u->more         = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
+        u->trust        = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
     }
     if (param_count <= 0) return ctx->status;
     double start = ctx->trace ? hpml_now() : 0;

@@ -4732,7 +4732,7 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
 }
 
 /* One block for a parameter: the layer's factor goes into its learning rate. LARS: trust |w| / (|g| + decay |w|), none
-   without decay; LAMB: |w| / |direction|. */
+   without trust; LAMB: |w| / |direction|. */
 static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *part)
 {
     __shared__ double all[2][256];
@@ -4750,7 +4750,7 @@ static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *pa
     if (threadIdx.x != 0) return;
     ww = sqrt(all[0][0]), gg = sqrt(all[1][0]);
     if (lars) gg = gg * (double)hpmlg_step_scale(s->u) + (double)s->u.weight_decay * ww;
-    if (!(ww > 0 && gg > 0) || (lars && !(s->u.weight_decay > 0))) return;
+    if (!(ww > 0 && gg > 0) || (lars && !(s->u.trust > 0))) return;
     s->u.lr *= (float)((lars ? (double)s->u.trust : 1) * ww / gg);
 }
 

@@ -509,7 +509,7 @@ TEST(optimizers)
     for (int opt = HPML_OPT_SGD; opt <= HPML_OPT_LAMB; opt++)
         for (int variant = 0; variant < 3; variant++) {
             hpml_update u = { .opt = (hpml_opt)opt, .lr = 0.02f, .momentum = 0.9f, .beta1 = 0.9f, .beta2 = 0.99f,
-                              .eps = 1e-6f, .weight_decay = variant == 1 ? 0 : 0.03f, .trust = 0.01f,
+                              .eps = 1e-6f, .weight_decay = variant == 1 ? 0 : 0.03f, .trust = variant == 2 ? 0 : 0.01f,
                               .grad_scale = 0.7f, .nesterov = variant == 2 };
             bool    moments = opt == HPML_OPT_ADAM || opt == HPML_OPT_ADAMW || opt == HPML_OPT_LAMB;
             bool    m = moments || (variant > 0 && opt != HPML_OPT_ADAGRAD);

@@ -34,7 +34,7 @@ TEST(optimizers_follow_their_formulas)
         { HPML_OPT_SGD, 0.1, 0, 0, false }, { HPML_OPT_SGD, 0.05, 0.9, 0.01, false }, { HPML_OPT_SGD, 0.05, 0.9, 0, true },
         { HPML_OPT_ADAGRAD, 0.1, 0, 0.02, false }, { HPML_OPT_RMSPROP, 0.02, 0, 0, false }, { HPML_OPT_RMSPROP, 0.02, 0.5, 0, false },
         { HPML_OPT_ADAM, 0.05, 0, 0.1, false }, { HPML_OPT_ADAMW, 0.05, 0, 0.1, false }, { HPML_OPT_LARS, 10, 0.9, 0.1, false },
-        { HPML_OPT_LAMB, 0.05, 0, 0.1, false } };
+        { HPML_OPT_LARS, 10, 0.9, 0, true }, { HPML_OPT_LAMB, 0.05, 0, 0.1, false } };
     for (size_t r = 0; r < sizeof runs / sizeof runs[0]; r++) {
         hpml_ctx     *ctx;
         hpml_trainer *t = line(&ctx, (hpml_trainer_desc){ .optimizer = runs[r].opt, .lr = (float)runs[r].lr, .momentum = (float)runs[r].momentum,
