@@ -314,7 +314,7 @@ HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, in
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
 
 /* Copies between tensors of the same shape, any strides, converting the dtype (round to nearest even; I32, U8
-   saturate). CPU memory only. */
+   saturate, NaN gives 0). CPU memory only. */
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src);
 /* Whole contents, contiguous, to and from host memory of the tensor's dtype; `count` must equal hpml_tensor_count. */
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const void *values, int64_t count);
@@ -880,7 +880,7 @@ struct hpml_dataset {
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels);
 /* The binary version; `count` files become one dataset of (3, 32, 32) pixels. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
-/* Numbers, labels too, separated by `,` `;` or tabs; a header line is found by itself. label_column: from 0, negative:
+/* Numbers, labels too, separated by `,` `;` or tabs; a header line has a word in it. label_column: from 0, negative:
    from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float target. The locale is ignored. */
 #define HPML_NO_LABEL INT32_MIN
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
@@ -960,7 +960,7 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* safetensors: 8-byte length, JSON header, data. Written to `path`.tmp, synced, renamed: a kill at any moment leaves
-   the old file or the new one. A file that holds other types than hpml_dtype's is refused. */
+   the old file or the new one. A file that holds other types than hpml_dtype's, or tensors of size 0, is refused. */
 typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped */
 typedef struct hpml_safetensor {                  /* one entry */
     const char *name;
@@ -9176,6 +9176,7 @@ typedef struct hpmli_csv {
     hpml_ctx   *ctx;
     const char *path, *p, *end;
     char        separator;
+    bool        words;  /* a field of the line begins with a letter */
     int64_t     line;   /* lines read */
     double     *values; /* (room) of one line */
     int64_t     room;
@@ -9186,6 +9187,7 @@ HPMLI_FN int64_t hpmli_csv_line(hpmli_csv *c)
 {
     int64_t n    = 0;
     bool    good = true;
+    char    last = ' ';
     while (good) {
         while (c->p < c->end && (*c->p == ' ' || (*c->p == '\t' && c->separator != '\t'))) c->p++;
         double      value  = 0;
@@ -9202,7 +9204,8 @@ HPMLI_FN int64_t hpmli_csv_line(hpmli_csv *c)
         good = good && *c->p == c->separator;
         c->p++;
     }
-    while (c->p < c->end && *c->p != '\n') c->p++;
+    for (c->words = false; c->p < c->end && *c->p != '\n'; last = *c->p++)
+        c->words = c->words || ((unsigned char)*c->p >= 'A' && (last < '0' || last > '9'));
     if (c->p < c->end) c->p++;
     c->line++;
     return good ? n : -1;
@@ -9238,7 +9241,7 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     while (c.p < c.end && ctx->status == HPML_OK) {
         if (*c.p == '\n' || *c.p == '\r') { c.line += *c.p++ == '\n'; continue; }
         int64_t n = hpmli_csv_line(&c);
-        if (n < 0 && c.line == 1 && c.p < c.end) continue; /* a header */
+        if (n < 0 && c.line == 1 && c.words && c.p < c.end) continue; /* a header */
         if (n > 0 && !s) s = hpmli_csv_samples(&c, columns = n, &label, regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32);
         if (!s) break;
         if (n != columns)
@@ -9349,8 +9352,8 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
     if (count < 0 || kind == known || strncmp(hpmli_npy_key(header, "'fortran_order'"), "False", 5) != 0 ||
         f.size - 10 - length != (size_t)count * kinds[kind].size)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected a version 1 .npy file of <f4, <f2, <i4, |u1, <f8 or <i8 in "
-                   "C order, at most %d dimensions, none 0, and data of just that size; the header says %s", path,
-                   HPML_MAX_DIMS, header);
+                   "C order, at most %d dimensions, none 0, and data of just that size; the header says %.*s", path,
+                   HPML_MAX_DIMS, (int)strcspn(header, "}\n") + 1, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
     const unsigned char *data = f.bytes + (t ? 10 + length : 0);
     char *host = t && kinds[kind].size == 8 ? (char *)hpmli_alloc(ctx, (size_t)count * 4) : NULL; /* made narrower */
@@ -9803,6 +9806,7 @@ HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 
 struct hpml_safetensors {
     hpmli_file       file;
+    const char      *path;                 /* while it is opened */
     char            *text;                 /* copy of the header; names point into it */
     hpml_safetensor *entries;              /* (count) */
     hpml_meta       *meta;                 /* (meta_count) */
@@ -9838,15 +9842,14 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
     int64_t          at[2] = { 1, 0 };
     int              offsets = 0;
     bool             known = false;
+    const char      *dtype = "";
     if (!hpmli_grow(f->file.ctx, &f->entries, f->count, &f->capacity, sizeof *e)) return false;
-    e       = &f->entries[f->count++];
-    e->name = name;
-    e->ndim = -1;
+    e = &f->entries[f->count++], e->name = name, e->ndim = -1;
     for (int n = 0; hpmli_json_next(j, n, '{', '}'); n++) {
         const char *key = hpmli_json_text(j);
         hpmli_json_want(j, ':');
         if (strcmp(key, "dtype") == 0) {
-            const char *dtype = hpmli_json_text(j);
+            dtype = hpmli_json_text(j);
             for (int i = 0; i < HPMLI_DTYPES; i++)
                 if (strcmp(dtype, hpmli_dtypes[i].safe) == 0) e->dtype = (hpml_dtype)i, known = true;
         } else if (strcmp(key, "shape") == 0)
@@ -9854,12 +9857,14 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
         else if (strcmp(key, "data_offsets") == 0) offsets = hpmli_json_numbers(j, '[', ']', at, 2);
         else j->bad = true;
     }
-    if (j->bad || e->ndim < 0 || offsets != 2 || !known || at[0] > at[1] || (size_t)at[1] > data_bytes) return false;
+    if (j->bad || e->ndim < 0 || offsets != 2 || at[0] > at[1] || (size_t)at[1] > data_bytes) return false;
     for (int i = e->ndim; i < HPML_MAX_DIMS; i++) e->shape[i] = 1;
     e->bytes = (size_t)(at[1] - at[0]);
     e->data  = f->file.bytes + (f->file.size - data_bytes) + at[0];
     int64_t count = hpmli_shape_count(e->ndim, e->shape);
-    return count > 0 && (size_t)count * hpml_dtype_size(e->dtype) == e->bytes;
+    if (known && count > 0 && (size_t)count * hpml_dtype_size(e->dtype) == e->bytes) return true;
+    return hpmli_false(f->file.ctx, HPML_ERR_FORMAT, "\"%s\": tensor \"%s\" is %s with %zu bytes; expected F32, BF16, "
+                       "F16, I32 or U8, no dimension 0, and the bytes of its shape", f->path, name, dtype, e->bytes);
 }
 
 HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
@@ -9909,6 +9914,7 @@ HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path
     if (hpmli_failed(ctx)) return NULL;
     hpml_safetensors *f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_drop);
     if (!f) return NULL;
+    f->path = path;
     if (hpmli_file_open(ctx, &f->file, path) && hpmli_safe_parse(f)) return f;
     if (ctx->status == HPML_OK)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file of F32, BF16, F16, I32 and U8 tensors "

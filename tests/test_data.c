@@ -95,6 +95,8 @@ TEST(csv_files)
     hpml_dataset *d = csv(ctx, "a,b,label\n1.5,-2e3,0\r\n\"3\", 4 ,2\n\n5,6,1", -1, false);
     ENSURE(d && d->count == 3 && d->x_shape[0] == 2 && d->classes == 3);
     ENSURE(((const float *)d->x)[1] == -2000.0f && ((const float *)d->x)[2] == 3 && ((const int32_t *)d->y)[2] == 1);
+    d = csv(ctx, ",1990,\"y\"\n1,2,0\n", -1, false);
+    ENSURE(d && d->count == 1 && ((const float *)d->x)[1] == 2);
     d = csv(ctx, "1;2;3\n4;5;6.25\n", 2, true);
     ENSURE(d && d->count == 2 && ((const float *)d->y)[1] == 6.25f);
     d = csv(ctx, "1\t2\n3\t4\n", HPML_NO_LABEL, false);
@@ -280,6 +282,12 @@ TEST(names_with_codes)
         text[0] = (char)n;
         ENSURE_ERROR(ctx, !hpml_safetensors_open(ctx, put("other", text, (size_t)n + 9)), HPML_ERR_FORMAT, "not a whole safetensors");
     }
+    for (int i = 0; i < 2; i++) { /* names what cannot be read, as PyTorch's counters of batches */
+        int n = snprintf(text + 8, sizeof text - 8, "{\"n\":{\"dtype\":\"%s\",\"shape\":[%d],\"data_offsets\":[0,0]}}", i ? "F32" : "I64", !i);
+        text[0] = (char)n;
+        ENSURE_ERROR(ctx, !hpml_safetensors_open(ctx, put("other", text, (size_t)n + 8)), HPML_ERR_FORMAT,
+                     i ? "tensor \"n\" is F32 with 0 bytes" : "tensor \"n\" is I64");
+    }
     t[1].name = t[4].name;
     ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), t, 5, NULL, 0), HPML_ERR_ARGUMENT, "there are two");
     t[1].name = "__metadata__";
@@ -324,6 +332,8 @@ TEST(files_and_datasets_refuse)
     ENSURE_ERROR(ctx, !hpml_dataset_create(ctx, 0, HPML_DTYPE_U8, 0, NULL, one, HPML_DTYPE_I32, 0, NULL), HPML_ERR_ARGUMENT, "got 0 samples");
     ENSURE_ERROR(ctx, !hpml_dataset_load_idx(ctx, file("i"), put("one", one, sizeof one)), HPML_ERR_FORMAT, "holds 2 images");
     ENSURE_ERROR(ctx, !csv(ctx, "1,2\n\"3,4\n", -1, false), HPML_ERR_FORMAT, "line 2: not all fields are numbers");
+    ENSURE_ERROR(ctx, !csv(ctx, "1,,0\n3,4,1\n", -1, false), HPML_ERR_FORMAT, "line 1: not all fields are numbers"); /* no header */
+    ENSURE_ERROR(ctx, !csv(ctx, "1e99,2,0\n3,4,1\n", -1, false), HPML_ERR_FORMAT, "line 1: not all fields are numbers");
     ENSURE_ERROR(ctx, hpml_params_save(ctx, file("p"), HPML_DTYPE_I32), HPML_ERR_DTYPE, "f32, bf16 or f16");
     ENSURE_ERROR(ctx, !hpml_dataset_load_idx(ctx, NULL, NULL), HPML_ERR_ARGUMENT, "no file name given");
     ENSURE(hpml_params_save(ctx, file("p"), HPML_DTYPE_F32) == HPML_OK && hpml_checkpoint_save(t, file("k")) == HPML_OK);
