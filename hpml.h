@@ -335,11 +335,11 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
 
 /* Each call adds a node to the context's graph, checks shapes, takes no tensor memory and returns the result's tensor.
    A failed call returns NULL and leaves the error on the context; a call given NULL returns NULL and does nothing, so a
-   model is written without a check on each line. `name` fields name the parameters ("fc1" gives "fc1.weight");
-   NULL: "linear3" and so on. Shapes: B batch, T time, C channels or features, H x W image.
+   model is written without a check on each line. `name` fields (copied) name the parameters ("fc1" gives
+   "fc1.weight"); NULL: "linear3" and so on. Shapes: B batch, T time, C channels or features, H x W image.
 
-   Dimension 0 of an input is the batch. Ops carry it along, so that a short last batch just runs on fewer rows. An
-   input is F32, or I32 for tokens and labels. */
+   Dimension 0 of an input is the batch, the same in all inputs of a graph (what has none is a hpml_tensor_create). Ops
+   carry it along, so that a short last batch just runs on fewer rows. An input is F32, or I32: tokens and labels. */
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1);                         /* f32 (B, d1) */
 HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2);             /* f32 (B, d1, d2) */
@@ -506,8 +506,9 @@ typedef struct hpml_attention_desc {
 } hpml_attention_desc;
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc);
 
-/* Long short-term memory over time (Hochreiter & Schmidhuber 1997), state zero at the start: x (B, T, in) ->
-   (B, T, hidden). Parameters weight_x (4 hidden, in), weight_h (4 hidden, hidden), bias (4 hidden); gates i, f, g, o */
+/* Long short-term memory over time (Hochreiter & Schmidhuber 1997): x (B, T, in) -> (B, T, hidden). Parameters weight_x
+   (4 hidden, in), weight_h (4 hidden, hidden), bias (4 hidden); gates i, f, g, o. State zero at the start: to carry it
+   from batch to batch record the cell's steps, from linear, slice, sigmoid, mul, with the state as one more input */
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *name);
 
 /* Losses: scalars, mean over what counts. labels: i32, one for each row of the other dimensions. */
@@ -527,7 +528,7 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
 // >>api-graph   planning and running a recorded graph
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* What a graph needs, in bytes, known before any of it is taken. */
+/* What a graph needs, in bytes, known before any of it is taken. Lists of its ops, some KB, come on top. */
 typedef struct hpml_memory {
     size_t parameters;  /* values of the parameters of the context */
     size_t gradients;   /* and their gradients */
@@ -727,7 +728,7 @@ HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor); /* lr,
 
 typedef struct hpml_trainer_desc {
     uint32_t      _begin;
-    hpml_tensor  *input;           /* required */
+    hpml_tensor  *input;           /* required; others that the loss depends on: hpml_tensor_set before a step */
     hpml_tensor  *output;          /* what predict and accuracy read; required */
     hpml_loss     loss;            /* made by the trainer from output and a target input of its own ... */
     hpml_tensor  *loss_tensor;     /* ... or given: a scalar; then */
@@ -3777,11 +3778,11 @@ HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *d
     memset(p, 0, sizeof *p);
     if (desc) *d = *desc;
     p->codec = d->custom ? d->custom : hpml_codec_get(d->kind);
-    if (!p->codec || d->_begin || d->_end || d->min_elements < 0) return HPML_ERR_ARGUMENT;
+    if (!p->codec || d->_begin || d->_end || d->min_elements < 0 || !(d->threshold >= 0)) return HPML_ERR_ARGUMENT;
     if (rows < 0 || cols < 0) return HPML_ERR_SHAPE;
     if (cols > 0 && (uint64_t)rows >= SIZE_MAX / 32 / (uint64_t)cols) return HPML_ERR_OVERFLOW;
     if (d->min_elements == 0) d->min_elements = HPML_CODEC_MIN_ELEMENTS;
-    if (!(d->threshold > 0)) d->threshold = 0.5f;
+    if (d->threshold == 0) d->threshold = 0.5f;
     p->rows     = rows;
     p->cols     = cols;
     p->kernels  = hpmli_kernels_best();
@@ -9176,17 +9177,16 @@ typedef struct hpmli_csv {
     hpml_ctx   *ctx;
     const char *path, *p, *end;
     char        separator;
-    bool        words;  /* a field of the line begins with a letter */
     int64_t     line;   /* lines read */
     double     *values; /* (room) of one line */
     int64_t     room;
 } hpmli_csv;
 
-/* The numbers of one line to c->values; returns how many, or -1 when not all its fields are numbers. */
+/* The numbers of one line to c->values; returns how many; -1 when not all are numbers, -2 when one is a word. */
 HPMLI_FN int64_t hpmli_csv_line(hpmli_csv *c)
 {
     int64_t n    = 0;
-    bool    good = true;
+    bool    good = true, words = false;
     char    last = ' ';
     while (good) {
         while (c->p < c->end && (*c->p == ' ' || (*c->p == '\t' && c->separator != '\t'))) c->p++;
@@ -9204,11 +9204,11 @@ HPMLI_FN int64_t hpmli_csv_line(hpmli_csv *c)
         good = good && *c->p == c->separator;
         c->p++;
     }
-    for (c->words = false; c->p < c->end && *c->p != '\n'; last = *c->p++)
-        c->words = c->words || ((unsigned char)*c->p >= 'A' && (last < '0' || last > '9'));
+    for (; c->p < c->end && *c->p != '\n'; last = *c->p++)
+        words = words || ((unsigned char)*c->p >= 'A' && (last < '0' || last > '9'));
     if (c->p < c->end) c->p++;
     c->line++;
-    return good ? n : -1;
+    return good ? n : words ? -2 : -1;
 }
 
 /* Room for as many samples as there are lines left, once the first says how many columns there are. *label: in as
@@ -9241,7 +9241,7 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     while (c.p < c.end && ctx->status == HPML_OK) {
         if (*c.p == '\n' || *c.p == '\r') { c.line += *c.p++ == '\n'; continue; }
         int64_t n = hpmli_csv_line(&c);
-        if (n < 0 && c.line == 1 && c.words && c.p < c.end) continue; /* a header */
+        if (n == -2 && c.line == 1 && c.p < c.end) continue; /* a header */
         if (n > 0 && !s) s = hpmli_csv_samples(&c, columns = n, &label, regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32);
         if (!s) break;
         if (n != columns)
@@ -9324,10 +9324,7 @@ HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int
 HPMLI_FN char *hpmli_npy_key(char *header, const char *key)
 {
     char *p = strstr(header, key);
-    if (!p) return header + strlen(header);
-    p += strlen(key);
-    while (*p == ' ' || *p == ':') p++;
-    return p;
+    return p ? p + strlen(key) + strspn(p + strlen(key), " :") : header + strlen(header);
 }
 
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
@@ -9806,7 +9803,6 @@ HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 
 struct hpml_safetensors {
     hpmli_file       file;
-    const char      *path;                 /* while it is opened */
     char            *text;                 /* copy of the header; names point into it */
     hpml_safetensor *entries;              /* (count) */
     hpml_meta       *meta;                 /* (meta_count) */
@@ -9836,7 +9832,7 @@ HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 }
 
 /* One entry; data holds its offsets until the header is known to be whole. */
-HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t data_bytes)
+HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, const char *path, hpmli_json *j, const char *name, size_t size)
 {
     hpml_safetensor *e;
     int64_t          at[2] = { 1, 0 };
@@ -9857,14 +9853,14 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
         else if (strcmp(key, "data_offsets") == 0) offsets = hpmli_json_numbers(j, '[', ']', at, 2);
         else j->bad = true;
     }
-    if (j->bad || e->ndim < 0 || offsets != 2 || at[0] > at[1] || (size_t)at[1] > data_bytes) return false;
+    if (j->bad || e->ndim < 0 || offsets != 2 || at[0] > at[1] || (size_t)at[1] > size) return false;
     for (int i = e->ndim; i < HPML_MAX_DIMS; i++) e->shape[i] = 1;
     e->bytes = (size_t)(at[1] - at[0]);
-    e->data  = f->file.bytes + (f->file.size - data_bytes) + at[0];
+    e->data  = f->file.bytes + (f->file.size - size) + at[0];
     int64_t count = hpmli_shape_count(e->ndim, e->shape);
     if (known && count > 0 && (size_t)count * hpml_dtype_size(e->dtype) == e->bytes) return true;
     return hpmli_false(f->file.ctx, HPML_ERR_FORMAT, "\"%s\": tensor \"%s\" is %s with %zu bytes; expected F32, BF16, "
-                       "F16, I32 or U8, no dimension 0, and the bytes of its shape", f->path, name, dtype, e->bytes);
+                       "F16, I32 or U8, no dimension 0, and the bytes of its shape", path, name, dtype, e->bytes);
 }
 
 HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
@@ -9879,7 +9875,7 @@ HPMLI_FN int hpmli_safe_name_order(const void *a, const void *b)
     return strcmp(((const hpml_safetensor *)a)->name, ((const hpml_safetensor *)b)->name);
 }
 
-HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
+HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f, const char *path)
 {
     uint64_t   length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
     hpmli_json j;
@@ -9893,7 +9889,7 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
         const char *name = hpmli_json_text(&j);
         bool        meta = strcmp(name, HPMLI_SAFE_META) == 0;
         hpmli_json_want(&j, ':');
-        if (j.bad || !(meta ? hpmli_safe_meta(f, &j) : hpmli_safe_entry(f, &j, name, data_bytes))) return false;
+        if (j.bad || !(meta ? hpmli_safe_meta(f, &j) : hpmli_safe_entry(f, path, &j, name, data_bytes))) return false;
     }
     while (j.p < j.end && *j.p == ' ') j.p++;
     if (j.bad || j.p != j.end) return false;
@@ -9913,9 +9909,7 @@ HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path
 {
     if (hpmli_failed(ctx)) return NULL;
     hpml_safetensors *f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_drop);
-    if (!f) return NULL;
-    f->path = path;
-    if (hpmli_file_open(ctx, &f->file, path) && hpmli_safe_parse(f)) return f;
+    if (f && hpmli_file_open(ctx, &f->file, path) && hpmli_safe_parse(f, path)) return f;
     if (ctx->status == HPML_OK)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file of F32, BF16, F16, I32 and U8 tensors "
                    "with at most %d dimensions", path, HPML_MAX_DIMS);

@@ -226,6 +226,11 @@ TEST(bad_arguments)
     d.kind = (hpml_codec_kind)4;
     ENSURE(hpml_packing_init(&p, &d, 4, 4) == HPML_ERR_ARGUMENT);
     ENSURE(hpml_codec_get((hpml_codec_kind)4) == NULL);
+    d.kind = HPML_CODEC_TWOBIT, d.threshold = -1;
+    ENSURE(hpml_packing_init(&p, &d, 4, 4) == HPML_ERR_ARGUMENT);
+    d.threshold = NAN;
+    ENSURE(hpml_packing_init(&p, &d, 4, 4) == HPML_ERR_ARGUMENT);
+    d.threshold = 0;
     d.kind = HPML_CODEC_BF16;
     d._end = 1;
     ENSURE(hpml_packing_init(&p, &d, 4, 4) == HPML_ERR_ARGUMENT);
