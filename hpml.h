@@ -8181,9 +8181,9 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
 
 HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out)
 {
-    if (!out) return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer memory: nowhere to write it to");
+    if (ctx && !out) return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer memory: nowhere to write it to");
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
-    memset(out, 0, sizeof *out);
+    if (out) memset(out, 0, sizeof *out);
     if (!t) return hpml_ctx_status(ctx);
     *out = t->graph->memory;
     hpmli_graph_leave(t->graph);
