@@ -1116,7 +1116,7 @@ HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *d
    never packs NaN or infinity: a row of v that has one is packed as zeros, its residual is reset to zero, the other
    rows are packed as ever, and the call returns HPML_ERR_NONFINITE: skip this step on all ranks. Plain rows are copied
    without a look. Clip gradients before. Mean, sum and learning rate are not applied: the residual has the gradient's
-   unit. */
+   unit. It is yours: save it with the weights (hpml_safetensors_save); zero it after a jump (another loss). */
 HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, float *residual, const float *grad,
                                          int64_t rows);
 HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows);     /* out = */
@@ -1133,15 +1133,6 @@ struct hpml_codec {
     void (*decode)(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add);
 };
 HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind); /* the table of a kind; NULL when there is none */
-
-/* What an exchange keeps between steps for one tensor, or for its stripe of rows: saved and loaded under its name. */
-typedef struct hpml_residual {
-    const char  *name;
-    hpml_packing packing;
-    int64_t      row, rows; /* the rows that `e` covers */
-    float       *e;         /* (rows, packing.cols), or NULL when packing.residual_count is 0 */
-} hpml_residual;
-HPML_API void hpml_residual_reset(hpml_residual *r); /* e = 0: after a jump (weights loaded, another loss) */
 
 #ifdef __cplusplus
 } /* extern "C" */
@@ -3811,11 +3802,6 @@ HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void 
 HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const void *packed, int64_t rows)
 {
     p->codec->decode(p, out, packed, rows, true);
-}
-
-HPML_API void hpml_residual_reset(hpml_residual *r)
-{
-    if (r && r->e) memset(r->e, 0, (size_t)(r->rows * r->packing.cols) * sizeof *r->e);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

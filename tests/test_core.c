@@ -62,9 +62,9 @@ TEST(memory_is_known_before_it_is_taken)
         size_t            held;
         d.output = kind ? small_model(in) : hpml_linear(hpml_relu(hpml_linear(in, 2000, NULL)), 500, NULL);
         held     = hpml_ctx_bytes(ctx);
+        ENSURE(hpml_trainer_memory(NULL, &d, NULL) == HPML_ERR_ARGUMENT && hpml_trainer_memory(NULL, NULL, &m) == HPML_ERR_ARGUMENT);
         ENSURE(hpml_trainer_memory(ctx, &d, &m) == HPML_OK);
         ENSURE_ERROR(ctx, hpml_trainer_memory(ctx, &d, NULL), HPML_ERR_ARGUMENT, "trainer memory");
-        ENSURE(hpml_trainer_memory(NULL, &d, NULL) == HPML_ERR_ARGUMENT && hpml_trainer_memory(NULL, NULL, &m) == HPML_ERR_ARGUMENT);
         ENSURE(hpml_ctx_bytes(ctx) < held + 20000);
         ENSURE(m.total == m.parameters + m.gradients + m.activations + m.scratch + m.optimizer);
         ENSURE(m.gradients + 4096 >= m.parameters && m.optimizer == m.gradients);
