@@ -732,7 +732,7 @@ typedef struct hpml_trainer_desc {
     hpml_tensor  *output;          /* what predict and accuracy read; required */
     hpml_loss     loss;            /* made by the trainer from output and a target input of its own ... */
     hpml_tensor  *loss_tensor;     /* ... or given: a scalar; then */
-    hpml_tensor  *target;          /*     the input the targets go to */
+    hpml_tensor  *target;          /*     the input the targets go to; without targets: .input itself, and y = x */
     float         label_smoothing; /* CROSS_ENTROPY; 0..1 */
     float         huber_delta;     /* HUBER; 0: l1 */
     hpml_opt      optimizer;
@@ -8071,7 +8071,7 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
         t->loss   = d->loss_tensor;
         t->target = d->target;
         if (t->loss && t->target) return true;
-        return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "trainer: loss_tensor and target go together");
+        return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "trainer: loss_tensor needs a target (.input, where there is none)");
     }
     t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, t->d.output->ndim - (labels ? 1 : 0),
                            t->d.output->shape);
@@ -8098,7 +8098,7 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
         { "lr", (double)d->lr, 1e30 }, { "momentum", (double)d->momentum, 1 }, { "trust", (double)d->trust, 1e30 },
         { "weight_decay", (double)d->weight_decay, 1e30 }, { "clip_norm", (double)d->clip_norm, 1e30 },
         { "loss_scale", (double)d->loss_scale, 1e30 }, { "eps", (double)d->eps, 1e30 },
-        { "beta1", (double)d->beta1, 0.999999999 }, { "beta2", (double)d->beta2, 0.999999999 },
+        { "beta1", (double)d->beta1, 0.999999 }, { "beta2", (double)d->beta2, 0.999999 },
         { "label_smoothing", (double)d->label_smoothing, 1 }, { "optimizer", (double)d->optimizer, HPML_OPT_LAMB },
         { "loss", (double)d->loss, HPML_LOSS_HUBER }, { "accumulate", (double)d->accumulate, 1e9 },
         { "schedule.kind", (double)d->schedule.kind, HPML_SCHEDULE_LINEAR },
