@@ -8071,7 +8071,7 @@ HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
         t->loss   = d->loss_tensor;
         t->target = d->target;
         if (t->loss && t->target) return true;
-        return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "trainer: loss_tensor needs a target (.input, where there is none)");
+        return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "trainer: loss_tensor and target go together (no target: input)");
     }
     t->target = hpml_input(t->ctx, labels ? HPML_DTYPE_I32 : HPML_DTYPE_F32, t->d.output->ndim - (labels ? 1 : 0),
                            t->d.output->shape);

@@ -276,6 +276,25 @@ TEST(learns_and_evaluates)
     hpml_ctx_free(ctx);
 }
 
+/* An autoencoder learns its input; a second input stays as it was set. */
+TEST(a_loss_without_targets)
+{
+    hpml_ctx         *ctx = hpml_ctx_create(NULL);
+    hpml_tensor      *in = hpml_input_2d(ctx, 4, 6), *more = hpml_input_2d(ctx, 4, 1), *y = hpml_linear(hpml_tanh(hpml_linear(in, 2, NULL)), 6, NULL);
+    hpml_trainer_desc d = { .input = in, .output = y, .loss_tensor = hpml_mse(hpml_mul(y, more), in), .optimizer = HPML_OPT_ADAM, .lr = 0.05f };
+    hpml_step_info    first = { 0 }, last;
+    const float       scale[4] = { 1, 2, 0.5f, 1 };
+    float             x[24];
+    ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &d), HPML_ERR_ARGUMENT, "no target: input");
+    d.target = in;
+    hpml_trainer *t = hpml_trainer_create(ctx, &d);
+    for (int i = 0; i < 24; i++) x[i] = (float)(i / 6 - 1) * (float)(i % 6 - 2) * 0.3f;
+    ENSURE(hpml_tensor_set(more, scale, 4) == HPML_OK);
+    for (int step = 0; step < 200; step++) ENSURE(hpml_trainer_step(t, x, x, 4, step ? &last : &first) == HPML_OK);
+    ENSURE(last.loss < 0.1f * first.loss && last.accuracy == -1);
+    hpml_ctx_free(ctx);
+}
+
 /* Two batches of 16 that make one update equal one batch of 32. */
 TEST(accumulation_equals_the_larger_batch)
 {
