@@ -34,7 +34,7 @@
 //     - differentiate twice, or change the graph between steps
 //
 // BUILD
-//     cc -O2 program.c -lm -lpthread          C99 or later; also C++17 and the host side of nvcc
+//     cc -O2 program.c -lm -lpthread          C99 or later; also C++17 and the host side of nvcc; not -ffast-math
 //
 // OPTIONS, defined before the include that has HPML_IMPLEMENTATION
 //     HPML_API              linkage of public functions (dllexport, ...)
@@ -1169,6 +1169,9 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #endif /* HPML_H_INCLUDED: stop here if you only want the API */
 
 #ifdef HPML_IMPLEMENTATION
+#if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
+#error "compile this file without -ffast-math or -Ofast: hpml looks for NaN and infinity, which they say there are not"
+#endif
 #ifdef __CUDACC__ /* nvcc warns of gcc's pragma to unroll loops, and hands it on */
 #pragma nv_diagnostic push
 #pragma nv_diag_suppress 1675
@@ -10186,8 +10189,8 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": holds no position of a training; load bare parameters with "
                    "hpml_params_load", path);
     else if (p.optimizer != (int64_t)t->d.optimizer)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (%d, this trainer has %d)", path,
-                   (int)p.optimizer, (int)t->d.optimizer);
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (hpml_opt %d, this trainer has %d)",
+                   path, (int)p.optimizer, (int)t->d.optimizer);
     if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
         ctx->seed = (uint64_t)p.seed;
         t->step = p.step, t->epoch = p.epoch, t->epoch_step = p.epoch_step, t->micro = 0;

@@ -35,6 +35,8 @@ for cxx in g++ clang++; do
     for unit in body comm; do try $cxx -std=c++17 -O0 -fsyntax-only ${strict%% -Wstrict*} -Werror -I. "$tmp/$unit.cc"; done
     [ -f "$tmp/gcc.o" ] && try $cxx -std=c++17 -Wall -Wextra -Werror -I. "$tmp/user.cc" "$tmp/gcc.o" -o "$tmp/mixed" -lm -lpthread
 done
+gcc -Ofast -fsyntax-only -I. "$tmp/body.c" >"$tmp/err" 2>&1
+if grep -q 'without -ffast-math' "$tmp/err"; then ok; else bad "gcc -Ofast is refused"; fi # it would not see a NaN
 for option in HPML_NO_THREADS HPML_NO_SIMD HPML_STATIC HPML_DEBUG; do
     try gcc -std=c99 -fsyntax-only $strict -D$option -I. "$tmp/comm.c"
 done
