@@ -961,7 +961,7 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* safetensors: 8-byte length, JSON header, data. Written to `path`.tmp, synced, renamed: a kill at any moment leaves
-   the old file or the new one. A file that holds other types than hpml_dtype's, or tensors of size 0, is refused. */
+   the old file or the new one. Tensors of other types than hpml_dtype's, or of size 0, are left out on reading. */
 typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped */
 typedef struct hpml_safetensor {                  /* one entry */
     const char *name;
@@ -9821,20 +9821,19 @@ HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 }
 
 /* One entry; data holds its offsets until the header is known to be whole. */
-HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, const char *path, hpmli_json *j, const char *name, size_t size)
+HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t size)
 {
     hpml_safetensor *e;
     int64_t          at[2] = { 1, 0 };
     int              offsets = 0;
     bool             known = false;
-    const char      *dtype = "";
     if (!hpmli_grow(f->file.ctx, &f->entries, f->count, &f->capacity, sizeof *e)) return false;
     e = &f->entries[f->count++], e->name = name, e->ndim = -1;
     for (int n = 0; hpmli_json_next(j, n, '{', '}'); n++) {
         const char *key = hpmli_json_text(j);
         hpmli_json_want(j, ':');
         if (strcmp(key, "dtype") == 0) {
-            dtype = hpmli_json_text(j);
+            const char *dtype = hpmli_json_text(j);
             for (int i = 0; i < HPMLI_DTYPES; i++)
                 if (strcmp(dtype, hpmli_dtypes[i].safe) == 0) e->dtype = (hpml_dtype)i, known = true;
         } else if (strcmp(key, "shape") == 0)
@@ -9847,16 +9846,15 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, const char *path, hpmli_json
     e->bytes = (size_t)(at[1] - at[0]);
     e->data  = f->file.bytes + (f->file.size - size) + at[0];
     int64_t count = hpmli_shape_count(e->ndim, e->shape);
-    if (known && count > 0 && (size_t)count * hpml_dtype_size(e->dtype) == e->bytes) return true;
-    return hpmli_false(f->file.ctx, HPML_ERR_FORMAT, "\"%s\": tensor \"%s\" is %s with %zu bytes; expected F32, BF16, "
-                       "F16, I32 or U8, no dimension 0, and the bytes of its shape", path, name, dtype, e->bytes);
+    if (!known || (count < 0 && e->bytes == 0)) e->ndim = -1; /* to be left out */
+    return e->ndim < 0 || (count > 0 && (size_t)count * hpml_dtype_size(e->dtype) == e->bytes);
 }
 
 HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
 {
-    const char *x = (const char *)((const hpml_safetensor *)a)->data;
-    const char *y = (const char *)((const hpml_safetensor *)b)->data;
-    return x < y ? -1 : x > y;
+    const hpml_safetensor *x = (const hpml_safetensor *)a, *y = (const hpml_safetensor *)b;
+    if (x->data == y->data) return x->bytes < y->bytes ? -1 : x->bytes > y->bytes;
+    return (const char *)x->data < (const char *)y->data ? -1 : 1;
 }
 
 HPMLI_FN int hpmli_safe_name_order(const void *a, const void *b)
@@ -9864,7 +9862,7 @@ HPMLI_FN int hpmli_safe_name_order(const void *a, const void *b)
     return strcmp(((const hpml_safetensor *)a)->name, ((const hpml_safetensor *)b)->name);
 }
 
-HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f, const char *path)
+HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 {
     uint64_t   length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
     hpmli_json j;
@@ -9878,16 +9876,19 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f, const char *path)
         const char *name = hpmli_json_text(&j);
         bool        meta = strcmp(name, HPMLI_SAFE_META) == 0;
         hpmli_json_want(&j, ':');
-        if (j.bad || !(meta ? hpmli_safe_meta(f, &j) : hpmli_safe_entry(f, path, &j, name, data_bytes))) return false;
+        if (j.bad || !(meta ? hpmli_safe_meta(f, &j) : hpmli_safe_entry(f, &j, name, data_bytes))) return false;
     }
     while (j.p < j.end && *j.p == ' ') j.p++;
     if (j.bad || j.p != j.end) return false;
     if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_order);
     const unsigned char *next = f->file.bytes + 8 + length;
+    int                  kept = 0;
     for (int i = 0; i < f->count; i++) { /* no holes, no overlaps */
         if ((const unsigned char *)f->entries[i].data != next) return false;
         next += f->entries[i].bytes;
+        if (f->entries[i].ndim >= 0) f->entries[kept++] = f->entries[i];
     }
+    f->count = kept;
     if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_name_order);
     for (int i = 1; i < f->count; i++)
         if (strcmp(f->entries[i - 1].name, f->entries[i].name) == 0) return false;
@@ -9898,10 +9899,10 @@ HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path
 {
     if (hpmli_failed(ctx)) return NULL;
     hpml_safetensors *f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_drop);
-    if (f && hpmli_file_open(ctx, &f->file, path) && hpmli_safe_parse(f, path)) return f;
+    if (f && hpmli_file_open(ctx, &f->file, path) && hpmli_safe_parse(f)) return f;
     if (ctx->status == HPML_OK)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file of F32, BF16, F16, I32 and U8 tensors "
-                   "with at most %d dimensions", path, HPML_MAX_DIMS);
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file of tensors with at most %d dimensions",
+                   path, HPML_MAX_DIMS);
     hpml_safetensors_close(f);
     return NULL;
 }
@@ -10105,7 +10106,7 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, co
     for (int i = 0; i < a.count && ctx->status == HPML_OK; i++) {
         const hpmli_state *s = &a.s[i];
         if (!hpml_safetensors_find(f, s->name, &e))
-            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has", path, s->name);
+            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\" of hpml's types; expected one", path, s->name);
         else if (e.ndim != s->ndim || memcmp(e.shape, s->shape, (size_t)s->ndim * sizeof *s->shape) != 0)
             hpmli_fail(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, s->name,
                        hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, s->ndim, s->shape));
