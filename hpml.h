@@ -5133,8 +5133,8 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
     hpmli_gemm_job   job;
     hpmli_gemm_split split;
-    double           flops = 2.0 * (double)d->m * (double)d->n * (double)d->k * (double)d->batch;
-    int64_t          want  = flops < 5e5 ? 1 : ctx->threads;
+    double           size = (double)d->m * (double)d->n * (double)d->batch; /* of C, which moves to other caches, too */
+    int64_t          want = size * (double)d->k < 250e3 + 4 * size ? 1 : ctx->threads;
     if (d->m < 1 || d->n < 1 || d->batch < 1) return;
 #ifdef HPML_USE_CBLAS
     if (hpmli_gemm_cblas(ctx, d)) return;
