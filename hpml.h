@@ -2037,9 +2037,10 @@ HPMLI_KFN void HV(f32_to_u8)(uint8_t *y, const float *x, int64_t n)
 
 #ifndef HPMLI_TILE_ROW
 #define HPMLI_NV (HPMLI_ISA == 2 ? 4 : 2) /* vectors in a tile, at most */
-/* Where tiles go, one below the other or side by side. Written or added to. */
+/* Where tiles go, column after column of them. Written or added to. */
 typedef struct hpmli_tile_out {
-    int64_t tiles, next_a, next_b, next_c; /* so many, A and B so far apart, in C from the end of one to the next */
+    int64_t tiles, next_a;          /* one below the other, A so far apart */
+    int64_t panels, next_b, next_c; /* columns, B so far apart, C from the end of one to the next */
     float  *c;
     int64_t ldc, fetch; /* so many rows of each are worth a prefetch */
     int     add;
@@ -2106,9 +2107,9 @@ HPMLI_VFN void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
 {
     float  *c = o->c, *packed = o->packed;
     int64_t ldc = o->ldc, lanes = o->n, last = lanes - HV_W, fetch = o->fetch < kc ? o->fetch : kc;
-    for (int64_t t = o->tiles; t > 0; t--, a += o->next_a, b += o->next_b - kc * ldb, c += o->next_c) {
-        const float *a0 = a, *a3 = a + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
-        const float *next = c;
+    for (int64_t t = 0, left = o->tiles * o->panels; left > 0; left--, b -= kc * ldb) {
+        const float *a0 = a + t * o->next_a, *next = c;
+        const float *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
         HPMLI_ROWS(HPMLI_TILE_ZERO)
         int64_t      p = 0, head = packed ? kc : fetch;
         for (; p < head; p++) { /* more to do than to multiply */
@@ -2134,6 +2135,7 @@ HPMLI_VFN void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
         (void)a3, (void)a6, (void)a9, (void)a12, (void)last, (void)lanes;
         if (o->add) { HPMLI_ROWS(HPMLI_TILE_ADD) }
         else { HPMLI_ROWS(HPMLI_TILE_STORE) }
+        if (++t == o->tiles) t = 0, b += o->next_b, c += o->next_c;
     }
 }
 
@@ -2310,8 +2312,7 @@ typedef struct HV(view) {
     bool         swapped;
     bool         pack_q, fuse; /* pack panels of Q; while the first tile is computed */
     float       *packed_p;     /* NULL, or where the block of P is packed, tile after tile */
-    int64_t      tiles;        /* down the block of rows, ... */
-    int64_t      group, width; /* ... so many packed side by side, in so many columns */
+    int64_t      tiles, height; /* down the block of rows, at most so high */
     bool         plain;        /* tiles are only stored or added, ... */
     bool         fetch;        /* ... C is worth a prefetch, */
     hpmli_tile_end end;        /* or this is done; for the block of k */
@@ -2358,17 +2359,18 @@ HPMLI_KFN HV(view) HV(view_of)(const hpmli_gemm_part *part)
     return v;
 }
 
-/* Packs the block of P at p, group of tiles after group; a few k at a time for all, so that whole lines and few pages
-   are read at a time. */
+/* From one packed tile of P to the next. */
+HPMLI_VFN int64_t HV(packed_size)(const HV(view) *v, int64_t kc) { return v->height * kc + HV_W; }
+
+/* Packs the block of P at p, tile after tile; a few k at a time for all, so that whole lines and few pages are read. */
 HPMLI_KFN void HV(pack_block)(const HV(view) *v, const float *p, int64_t mc, int64_t kc)
 {
     for (int64_t p0 = 0, pc; p0 < kc; p0 += pc) {
-        float *to = v->packed_p + p0 * v->width;
+        float *to = v->packed_p + p0 * v->height;
         pc = kc - p0 < 16 ? kc - p0 : 16;
-        for (int64_t t = 0, i = 0, rows; t < v->tiles; t += v->group, i += rows, to += v->width * kc) {
-            rows = 0;
-            for (int64_t u = t; u < t + v->group && u < v->tiles; u++) rows += mc / v->tiles + (u < mc % v->tiles);
-            HV(pack)(p + i * v->p_rs + p0 * v->p_ks, v->p_ks, v->p_rs, pc, rows, v->width, to);
+        for (int64_t t = 0, i = 0, rows; t < v->tiles; t++, i += rows, to += HV(packed_size)(v, kc)) {
+            rows = mc / v->tiles + (t < mc % v->tiles);
+            HV(pack)(p + i * v->p_rs + p0 * v->p_ks, v->p_ks, v->p_rs, pc, rows, v->height, to);
         }
     }
 }
@@ -2406,23 +2408,21 @@ HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, i
         float  *c  = v->c + ci * v->ldc + cj;
         if (t == more && more > 0) mr--;
         o.tiles = !direct || o.packed ? 1 : (t < more ? more : v->tiles) - t;
-        if (packed && o.tiles > v->group - t % v->group) o.tiles = v->group - t % v->group;
-        o.next_a = packed ? mr : mr * v->p_rs, o.next_b = o.next_c = 0;
-        if (count > 1) o.tiles = count, o.next_a = 0, o.next_b = n, o.next_c = n - mr * v->ldc;
+        o.next_a = packed ? HV(packed_size)(v, kc) : mr * v->p_rs;
+        o.panels = count, o.next_b = n, o.next_c = n - o.tiles * mr * v->ldc;
         o.fetch = direct && v->fetch ? mr : 0;
         if (direct) o.c = c;
-        HV(tiles)[vectors - 1][mr - 1](kc, a, packed ? 1 : v->p_rs, packed ? v->width : v->p_ks, b, ldb, &o);
+        HV(tiles)[vectors - 1][mr - 1](kc, a, packed ? 1 : v->p_rs, packed ? v->height : v->p_ks, b, ldb, &o);
         if (!direct) {
             e.bias_col = v->end.bias_col ? v->end.bias_col + cj : NULL;
             e.bias_row = v->end.bias_row ? v->end.bias_row + ci : NULL;
             if (v->swapped) HV(turn)(tile, mr, n, &e, v->plain && e.beta == 0, c, v->ldc);
             else HV(save)(tile, mr, n, &e, c, v->ldc);
         }
-        for (int64_t r = 0; v->act_row && r < (v->swapped ? n : count > 1 ? mr : mr * o.tiles); r++)
+        for (int64_t r = 0; v->act_row && r < (v->swapped ? n : mr * o.tiles); r++)
             v->act_row(c + r * v->ldc, v->swapped ? mr : n * count);
         if (o.packed) o.packed = NULL, b = pb, ldb = width;
         a += o.next_a * o.tiles;
-        if (packed && (t + o.tiles) % v->group == 0) a = v->packed_p + (t + o.tiles) / v->group * v->width * kc;
     }
 }
 
@@ -2440,7 +2440,7 @@ HPMLI_KFN void HV(block_end)(HV(view) *v, int64_t p0, int64_t kc)
     v->plain        = d->alpha == 1 && (v->end.beta == 0 || v->end.beta == 1) && !v->end.bias_col &&
                       !v->end.bias_row && !v->end.relu;
     /* C is larger than the first-level cache; but loads wait for stores a multiple of 4 KiB away. */
-    v->fetch = v->rows * v->cols >= 8192 && !v->swapped && (v->k > 32 || v->ldc % 512 != 0);
+    v->fetch = v->rows * v->cols >= 8192 && !v->swapped && (v->k > 32 || v->ldc % 256 != 0);
 }
 
 /* Block after block of k, of columns, of rows. For the first block of rows the panels of Q are packed, as they come,
@@ -2450,7 +2450,7 @@ HPMLI_KFN void HV(blocks)(HV(view) *v)
 {
     float  *pb = v->part->ws, *packed_p = v->packed_p;
     int64_t k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1, row_blocks = (v->rows - 1) / HPMLI_GEMM_MC + 1; /* 0: one */
-    int64_t at_once = packed_p && row_blocks > HPMLI_GEMM_PACKED ? HPMLI_GEMM_PACKED : row_blocks, height = 1;
+    int64_t at_once = packed_p && row_blocks > HPMLI_GEMM_PACKED ? HPMLI_GEMM_PACKED : row_blocks;
     for (int64_t step = 0; step < (row_blocks + at_once - 1) / at_once * k_blocks; step++) {
         int64_t kb = step % k_blocks, r0 = step / k_blocks * at_once, p0 = kb * v->k / k_blocks;
         int64_t r1 = row_blocks - r0 < at_once ? row_blocks : r0 + at_once, kc = (kb + 1) * v->k / k_blocks - p0;
@@ -2459,19 +2459,17 @@ HPMLI_KFN void HV(blocks)(HV(view) *v)
             nc = !v->pack_q || v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC;
             int64_t vectors = (nc + HV_W - 1) / HV_W;
             int64_t most = v->swapped ? 2 : HPMLI_NV, panels = (vectors + most - 1) / most;
-            if (j0 == 0 || !packed_p) height = HV(tile_rows)[(vectors - 1) / panels];
-            v->group = height < HV_W ? HV_W / height : 1;
-            v->width = (v->group * height + HV_W - 1) / HV_W * HV_W;
+            if (j0 == 0 || !packed_p) v->height = HV(tile_rows)[(vectors - 1) / panels];
             for (int64_t rb = r0; rb < r1; rb++) {
                 int64_t i0 = rb * v->rows / row_blocks, mc = (rb + 1) * v->rows / row_blocks - i0;
-                v->tiles = (mc + height - 1) / height;
+                v->tiles = (mc + v->height - 1) / v->height;
                 if (packed_p) {
                     v->packed_p = packed_p + (rb - r0) * HPMLI_GEMM_BLOCK;
                     if (j0 == 0) HV(pack_block)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
                 }
-                /* one tile takes all panels of full width in one go */
-                bool    row   = v->tiles == 1 && height == HV(tile_rows)[most - 1] && v->plain && !v->swapped;
-                int64_t whole = row && !v->pack_q ? nc / (most * HV_W) : 0;
+                /* panels of full width in one go: a single row of tiles, or all of B fits the nearest caches */
+                bool    row   = v->plain && !v->swapped && !v->pack_q && v->height == HV(tile_rows)[most - 1];
+                int64_t whole = row && (v->tiles == 1 || (v->k <= 32 && !packed_p)) ? nc / (most * HV_W) : 0;
                 for (int64_t t = 0, j = 0, end, count; j < nc; t += count, j = end) {
                     count = t < whole ? whole : 1;
                     end   = t < whole ? whole * most * HV_W : vectors * (t + 1) / panels * HV_W;
@@ -3333,7 +3331,7 @@ typedef struct hpmli_gemm_part {
 #define HPMLI_GEMM_SUMS 65536 /* partial sums of a product that is cut along k */
 #define HPMLI_GEMM_PACKED   7     /* blocks of A, where they are packed at all, ... */
 #define HPMLI_GEMM_PACKED_A ((HPMLI_GEMM_NC + 32) * HPMLI_GEMM_KC)              /* ... behind the packed B ... */
-#define HPMLI_GEMM_BLOCK    ((HPMLI_GEMM_MC * 4 / 3 + 16) * HPMLI_GEMM_KC)      /* ... and so far apart */
+#define HPMLI_GEMM_BLOCK    ((HPMLI_GEMM_MC + 16) * (HPMLI_GEMM_KC + 16))       /* ... and so far apart */
 #define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + HPMLI_GEMM_PACKED * HPMLI_GEMM_BLOCK + HPMLI_GEMM_SUMS)
 
 /* Loops over registers must be unrolled at any optimization level. */
@@ -5125,8 +5123,8 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
     hpmli_gemm_job   job;
     hpmli_gemm_split split;
-    double           flops = 2.0 * (double)d->m * (double)d->n * (double)d->k * (double)d->batch;
-    int64_t          want  = flops < 5e5 ? 1 : ctx->threads;
+    double           size = (double)d->m * (double)d->n * (double)d->batch; /* of C, which moves to other caches, too */
+    int64_t          want = size * (double)d->k < 250e3 + 4 * size ? 1 : ctx->threads;
     if (d->m < 1 || d->n < 1 || d->batch < 1) return;
 #ifdef HPML_USE_CBLAS
     if (hpmli_gemm_cblas(ctx, d)) return;
