@@ -1880,7 +1880,7 @@ HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t c
 
 /* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the
    same names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
-   LARS (You et al. 2017) is SGD with lr already multiplied by the layer's trust ratio. LAMB (You et al. 2020) leaves
+   LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020) leaves
    its direction in m2 = scratch, see hpmli_cpu_update. */
 
 /* What no gradient feeds any more (a dead unit) decays to 0, not to denormals, which take a hundred times as long and
@@ -3345,7 +3345,7 @@ typedef struct hpmli_gemm_part {
 
 /* What one optimizer step needs; see >>vupdate. */
 typedef struct hpmli_opt_args {
-    hpml_update u;                         /* lr already scaled for LARS */
+    hpml_update u;                         /* LARS: lr is in grad_scale and weight_decay */
     float       correction1, correction2;  /* 1 - beta^step */
 } hpmli_opt_args;
 
@@ -7334,12 +7334,14 @@ HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
     return sqrt(sum);
 }
 
-/* LARS: lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the paper's code. */
+/* LARS: lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the paper's code. The rate
+   goes into the momentum, so that a change of either takes hold from this step on. */
 HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
 {
     double w = hpmli_l2_norm(ctx, u->w, u->n);
     double g = hpmli_l2_norm(ctx, u->g, u->n) * u->grad_scale + (double)u->weight_decay * w;
     if (w > 0 && g > 0 && u->trust > 0) u->lr *= (float)((double)u->trust * w / g);
+    u->grad_scale *= u->lr, u->weight_decay *= u->lr, u->lr = 1;
 }
 
 /* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r. */

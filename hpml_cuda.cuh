@@ -4732,14 +4732,14 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
 }
 
 /* One block for a parameter: the layer's factor goes into its learning rate. LARS: trust |w| / (|g| + decay |w|), none
-   without trust; LAMB: |w| / |direction|. */
+   without trust, and the rate into the momentum; LAMB: |w| / |direction|. */
 static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *part)
 {
     __shared__ double all[2][256];
     hpmlg_step *s  = &steps[blockIdx.x];
     double      ww = 0, gg = 0;
-    bool        lars = s->u.opt == HPML_OPT_LARS;
-    if ((!lars && s->u.opt != HPML_OPT_LAMB) || s->chunks == 0) return;
+    bool        lamb = s->u.opt == HPML_OPT_LAMB;
+    if ((!lamb && s->u.opt != HPML_OPT_LARS) || s->chunks == 0) return;
     part += s->chunk;
     for (int64_t i = threadIdx.x; i < s->chunks; i += blockDim.x) ww += part[i].x, gg += part[i].y;
     all[0][threadIdx.x] = ww, all[1][threadIdx.x] = gg;
@@ -4749,9 +4749,10 @@ static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *pa
     }
     if (threadIdx.x != 0) return;
     ww = sqrt(all[0][0]), gg = sqrt(all[1][0]);
-    if (lars) gg = gg * (double)hpmlg_step_scale(s->u) + (double)s->u.weight_decay * ww;
-    if (!(ww > 0 && gg > 0) || (lars && !(s->u.trust > 0))) return;
-    s->u.lr *= (float)((lars ? (double)s->u.trust : 1) * ww / gg);
+    if (!lamb) gg = gg * (double)hpmlg_step_scale(s->u) + (double)s->u.weight_decay * ww;
+    if (ww > 0 && gg > 0 && (lamb || s->u.trust > 0)) s->u.lr *= (float)((lamb ? 1 : (double)s->u.trust) * ww / gg);
+    if (lamb) return;
+    s->u.grad_scale *= s->u.lr, s->u.weight_decay *= s->u.lr, s->u.lr = 1;
 }
 
 /* The half copy that w (n) is all or a piece of: the step writes it too. Others that w overlaps are old then. */

@@ -43,16 +43,17 @@ TEST(optimizers_follow_their_formulas)
         ENSURE(t);
         for (int j = 0; j < 3; j++) w[j] = (double)hpml_param_at(ctx, 0)->data[j];
         for (int step = 1; step <= 12; step++) {
-            double wn = 0, gn = 0, un = 0, lr = runs[r].lr, wd = runs[r].decay;
+            double wn = 0, gn = 0, un = 0, lr = runs[r].lr, wd = runs[r].decay, rate;
             gradient(w, g);
             for (int j = 0; j < 3; j++) wn += w[j] * w[j], gn += g[j] * g[j];
             for (int j = 0; j < 3; j++) {
                 switch (runs[r].opt) {
                 case HPML_OPT_LARS: lr = runs[r].lr * 0.001 * sqrt(wn) / (sqrt(gn) + wd * sqrt(wn)); /* fall through */
                 case HPML_OPT_SGD:
-                    g[j] += wd * w[j];
+                    rate = runs[r].opt == HPML_OPT_LARS ? lr : 1; /* in the momentum */
+                    g[j] = rate * (g[j] + wd * w[j]);
                     m[j] = step == 1 ? g[j] : runs[r].momentum * m[j] + g[j];
-                    u[j] = lr * (runs[r].nesterov ? g[j] + runs[r].momentum * m[j] : m[j]);
+                    u[j] = lr / rate * (runs[r].nesterov ? g[j] + runs[r].momentum * m[j] : m[j]);
                     break;
                 case HPML_OPT_ADAGRAD: g[j] += wd * w[j], v[j] += g[j] * g[j], u[j] = lr * g[j] / (sqrt(v[j]) + 1e-10); break;
                 case HPML_OPT_RMSPROP:
