@@ -166,7 +166,8 @@ HPML_API int       hpml_comm_node(const hpml_comm *c, int rank); /* number of th
 HPML_API hpml_ctx *hpml_comm_ctx(const hpml_comm *c);
 HPML_API const char *hpml_comm_transport(const hpml_comm *c); /* "threads", "mpi", "clock" */
 HPML_API double    hpml_comm_now(const hpml_comm *c);  /* seconds: hpml_now, or this rank's virtual clock */
-HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds); /* CLOCK: time passes; else sleeps as long */
+/* CLOCK: time passes, which it does for nothing else that is computed; else sleeps as long. On the timeline: "compute". */
+HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds);
 
 /* Ranks of the same color form a new communicator, ordered by key, then rank. Negative color: none for me (NULL). */
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key);
@@ -1551,7 +1552,6 @@ HPMLC_FN char *hpmlc_mpi_place(hpml_message *m, size_t at)
     return m->staging ? (char *)m->staging + at / HPMLC_PIECE % 2 * HPMLC_PIECE : m->data + at;
 }
 
-
 HPMLC_FN size_t hpmlc_mpi_pieces(const hpml_message *m)
 {
     return m->bytes > HPMLC_PIECE ? (m->bytes + HPMLC_PIECE - 1) / HPMLC_PIECE : 1;
@@ -1932,7 +1932,6 @@ HPMLC_FN void hpmlc_agents_wake(hpml_world *w)
     for (hpmlc_agent *a = w->agents; a; a = a->next) hpmlc_agent_wake(w, a);
 }
 
-
 /* Gives the turn to whose time has come; w->mutex held. */
 HPMLC_FN void hpmlc_agent_pass(hpml_world *w)
 {
@@ -2061,7 +2060,7 @@ HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
     hpml_world  *w     = c->room->world;
     hpmlc_agent *agent = c->agent;
     bool         mine  = c->first == c;
-    if (mine) hpmlc_agent_yield(c, false);
+    if (mine) hpml_trace_clock(c->ctx, NULL), hpmlc_agent_yield(c, false);
     hpmlc_threads_close(c);
     if (mine) hpmlc_agent_free(w, agent);
 }
@@ -2084,6 +2083,7 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
         return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for a clock"), (hpml_comm *)NULL;
     }
     c->t = &hpmlc_clock;
+    hpml_trace_clock(ctx, &c->agent->clock); /* what layers compute takes no time, but has its place in it */
     hpmlc_agent_enter(c);
     hpmlc_comm_links(c, &w->network, w->nodes);
     return c;
@@ -2106,10 +2106,12 @@ HPML_API double hpml_comm_now(const hpml_comm *c) { return c && c->agent ? c->ag
 HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
 {
     if (!c || !(seconds > 0)) return;
-    if (!c->agent) { hpmlc_nap(seconds); return; }
-    const double *slow = c->room->world->network.slow;
-    c->agent->clock += seconds * (slow ? slow[c->origin[c->rank]] : 1);
-    hpmlc_agent_yield(c, false);
+    double        start = hpml_comm_now(c);
+    const double *slow  = c->agent ? c->room->world->network.slow : NULL;
+    if (!c->agent) hpmlc_nap(seconds);
+    else c->agent->clock += seconds * (slow ? slow[c->origin[c->rank]] : 1);
+    hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, hpml_comm_now(c));
+    if (c->agent) hpmlc_agent_yield(c, false);
 }
 
 #else
@@ -2558,7 +2560,6 @@ HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, hpml_algorithm a, hpmlc_team t, 
     hpmlc_plan_add(plan, star ? HPMLC_STAR_DOWN : tree ? HPMLC_TREE_DOWN : HPMLC_RING_GATHER, t, at, count);
 }
 
-
 /* Hierarchical: a ring inside the node leaves each member one share; the members with the same place on all nodes sum
    that share by halving, or by a ring; a ring inside the node spreads the shares. Where nodes differ in size: a tree to
    the first rank of each node, a ring among those, a tree back. */
@@ -2698,7 +2699,6 @@ HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>collectives   the moves, executed
 // ---------------------------------------------------------------------------------------------------------------------
-
 
 /* A buffer of the communicator's that only grows. */
 HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
@@ -3027,7 +3027,6 @@ HPMLC_FN hpml_status hpmlc_job_allreduce(hpml_comm *c, void *user)
 
 #define HPMLC_JOBS 256
 
-
 struct hpmlc_background {
     hpml_comm *c, *twin;
     hpml_ctx  *ctx;
@@ -3135,7 +3134,6 @@ HPMLC_FN void hpmlc_background_await(hpmlc_background *b, const bool *said)
     unsigned seen = __atomic_load_n(&b->waiter.changes, __ATOMIC_ACQUIRE);
     while (!__atomic_load_n(said, __ATOMIC_ACQUIRE)) hpmlc_rest(b->c, &b->waiter, &seen, 1e300);
 }
-
 
 #else
 HPMLC_FN void hpmlc_rouse(hpml_comm *by HPMLC_UNUSED, hpml_comm *who HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED) {}
@@ -3630,7 +3628,6 @@ HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
     }
     return bad;
 }
-
 
 /* 2. and 5. Everybody with everybody: in round k with the rank k further on. same: all get my own part of `out`. */
 HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *out, const size_t *out_at,
@@ -4657,7 +4654,6 @@ HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, fl
     *loss      = samples > 0 ? (float)(d->loss_sum / (double)samples) : 0;
     return status;
 }
-
 
 HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
 {

@@ -744,6 +744,52 @@ TEST(a_timeline_of_virtual_time)
     }
 }
 
+/* A training's layers, exchanges and updates share that time: half a second of computing, then the step's layers, which take
+   none, the exchange, and the update when it has ended. */
+static hpml_status virtual_steps(hpml_comm *c, void *user)
+{
+    static float         x[16 * INPUTS];
+    static const int32_t y[16];
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    hpml_tensor  *in = hpml_input_2d(ctx, 16, INPUTS), *out = hpml_linear(hpml_relu(hpml_linear(in, 64, NULL)), CLASSES, NULL);
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.01f });
+    hpml_distribute(t, c, &(hpml_distribute_desc){ .bucket_bytes = 1 });
+    hpml_comm_trace_start(c, NULL);
+    for (int i = 0; i < 3; i++) hpml_comm_compute(c, 0.5), hpml_trainer_step(t, x, y, 16, NULL);
+    return hpml_comm_trace_save(c, (const char *)user);
+}
+
+TEST(a_training_in_virtual_time_has_one_clock)
+{
+    const char      *path = "build/virtual_steps_test.json";
+    hpml_launch_desc l = { .ranks = 4, .transport = HPML_TRANSPORT_CLOCK, .network.inside.latency = 0.01, .ctx.threads = 1 };
+    ENSURE(hpml_launch(&l, virtual_steps, (void *)(uintptr_t)path, NULL, 0) == HPML_OK);
+    ENSURE(!trace_read(path, 4, &seen));
+    remove(path);
+    enum { COMPUTED, BACKWARD, UPDATED, KINDS, STEPS = 3 };
+    static const char *const names[KINDS] = { "compute", "linear0 backward", "update" };
+    for (int rank = 0; rank < 4; rank++) {
+        double at[KINDS][STEPS + 1] = { { 0 } };
+        int    n[KINDS] = { 0 }, sums = 0;
+        for (int i = 0; i < seen.spans; i++) {
+            const trace_span *s = &seen.span[i];
+            double            ts = 1e-6 * s->number[TRACE_TS], dur = 1e-6 * s->number[TRACE_DUR];
+            const char       *name = s->text[TRACE_NAME];
+            if ((int)s->number[TRACE_PID] != rank) continue;
+            for (int k = 0; k < KINDS; k++)
+                if (strcmp(name, names[k]) == 0 && n[k] < STEPS) at[k][n[k]++] = ts;
+            sums += strcmp(name, "allreduce") == 0 && dur > 0.009;
+            if ((int)s->number[TRACE_TID] == HPML_LANE_COMPUTE && strcmp(name, "wait") != 0) ENSURE_NEAR(dur, strcmp(name, "compute") == 0 ? 0.5 : 0, 1e-6);
+            ENSURE(ts > -1e-6 && ts + dur < 2.5);
+        }
+        ENSURE(n[COMPUTED] == STEPS && n[BACKWARD] == STEPS && n[UPDATED] == STEPS && sums == STEPS * (4 + 1));
+        for (int k = 0; k < STEPS; k++) { /* each of five sums is at least a message behind the one before it */
+            ENSURE(at[BACKWARD][k] > at[COMPUTED][k] + 0.5 - 1e-6 && at[UPDATED][k] > at[BACKWARD][k] + 0.05 - 1e-6);
+            ENSURE(k + 1 == STEPS || at[UPDATED][k] < at[COMPUTED][k + 1] + 1e-6);
+        }
+    }
+}
+
 /* What looking costs: a step writes so many spans, each with two looks at a clock. That it is off costs less than a 100th of
    the step; that it is on is said. Counters are always on: some additions a message. */
 static double seconds_of_spans(hpml_ctx *ctx, int n)
