@@ -4,21 +4,26 @@
 #define HPML_COMM_IMPLEMENTATION /* private functions; hpml.h's body is compiled apart */
 #include "../hpml_comm.h"
 #include "mlp.h"
-#include "test.h"
 
 #include <pthread.h>
 #include <time.h>
 #include <unistd.h>
+
+static int ranks = 4, me; /* mpiexec's */
+
 #ifdef HPML_USE_MPI
 #include <mpi.h>
 enum { SEEDS = 2 };
+/* A rank whose test fails would leave the others in messages that nobody answers: it ends them, when those that fail with
+   it have said so. */
+#define TEST_OUT       (me > 0 ? stderr : stdout)
+#define TEST_GIVE_UP() (usleep(300000), MPI_Abort(MPI_COMM_WORLD, 1))
 #else
 enum { SEEDS = 5 };
 #endif
+#include "test.h"
 
 enum { BATCH = 128 };
-
-static int ranks = 4, me; /* mpiexec's */
 
 #ifdef HPML_USE_MPI
 /* Messages as on a wire of `wire` bytes a second, 50 us long: what MPI has received is seen when that would have brought it,
@@ -379,6 +384,15 @@ TEST(bytes_are_a_27th)
 }
 
 #ifdef HPML_USE_MPI
+/* Not a test of 1 bit, but of what a test that fails on one rank does to the others (test_mpi.sh). */
+TEST(a_failure_ends_the_job)
+{
+    const char *who = getenv("HPML_TEST_FAILS");
+    if (!who) SKIP("no rank is told to fail");
+    ENSURE(me != atoi(who));
+    MPI_Barrier(MPI_COMM_WORLD);
+}
+
 /* Also with double buffering, and with Adagrad in the stripe. */
 TEST(mpi_has_the_bits_of_threads)
 {
