@@ -215,6 +215,43 @@ static hpml_status others_case(hpml_comm *c, int64_t n)
     return HPML_OK;
 }
 
+/* What a rank has sent in an allreduce, and that it is what the algorithm's moves say. */
+typedef struct traffic {
+    hpml_algorithm algorithm;
+    int            per_node;
+    int64_t        n;
+    hpml_counters  rank[16];
+} traffic;
+
+static hpml_status count_one(hpml_comm *c, void *user)
+{
+    traffic            *t = (traffic *)user;
+    float              *x = (float *)calloc((size_t)t->n + 1, sizeof *x);
+    hpml_allreduce_desc d;
+    int                 rank = hpml_comm_rank(c), p = hpml_comm_size(c);
+    int64_t             to[16][2] = { { 0 } }; /* messages and bytes to each, from the moves */
+    memset(&d, 0, sizeof d);
+    d.algorithm = t->algorithm;
+    hpml_comm_counters_reset(c);
+    hpml_allreduce(c, x, t->n, &d);
+    free(x);
+    hpml_comm_counters(c, &t->rank[rank]);
+    int64_t messages = 0, bytes = 0, rounds = 0, between = 0; /* the same from the moves */
+    for (int k = 0;; k++) {
+        hpml_move m;
+        if (!hpml_allreduce_move(t->algorithm, p, t->per_node, rank, t->n, k, &m)) break;
+        rounds += m.to >= 0 || m.from >= 0;
+        if (m.to < 0) continue;
+        messages++, to[m.to][0]++;
+        bytes += 4 * m.out_count, to[m.to][1] += 4 * m.out_count;
+        if (hpml_comm_node(c, m.to) != hpml_comm_node(c, rank)) between += 4 * m.out_count;
+    }
+    const hpml_counters *got = &t->rank[rank];
+    CHECK(messages == got->messages && bytes == got->bytes && rounds == got->rounds && between == got->between_bytes);
+    for (int i = 0; i < p; i++) CHECK(hpml_comm_messages_to(c, i) == to[i][0] && hpml_comm_bytes_to(c, i) == to[i][1]);
+    return HPML_OK;
+}
+
 /* A hundred messages of random length between random ranks, begun and waited for in different orders. */
 static hpml_status messages_case(hpml_comm *c, uint32_t seed, size_t longest)
 {

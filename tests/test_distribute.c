@@ -202,15 +202,16 @@ TEST(a_sum_is_as_many_means_as_there_are_ranks)
 TEST(exact_sums_have_the_same_bits)
 {
     static const int ranks[] = { 1, 2, 3, 4, 6, 8 };
-    uint64_t         hash[3] = { 0 };
-    for (int kind = 0; kind < 3; kind++) /* plain, batchnorm, 1 bit */
+    uint64_t         hash[4] = { 0 };
+    for (int kind = 0; kind < 4; kind++) /* plain, batchnorm, 1 bit, conv; in buckets of all sizes, during the backward pass and after */
         for (int r = 0; r < 6; r++)
             for (int a = HPML_AUTO; a < HPML_NATIVE; a++) {
-                job j = { .norm = kind == 1, .momentum = 0.9, .d = { .exact = true, .algorithm = (hpml_algorithm)a } };
+                job j = { .norm = kind == 1, .conv = kind == 3, .momentum = 0.9, .d = { .exact = true, .algorithm = (hpml_algorithm)a,
+                          .bucket_bytes = (r + a) % 3 == 0 ? 0 : (r + a) % 3 == 1 ? 1 : 3000, .no_overlap = (r + a) % 4 == 0 } };
                 if (kind == 2) j.d.codec.kind = HPML_CODEC_ONEBIT;
                 if (kind == 2 && ranks[r] > 6) continue; /* six leaves */
                 if (a > 1 && kind > 0) continue;
-                ENSURE(go(&j, ranks[r], a == HPML_RING ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+                ENSURE(go(&j, ranks[r], a == HPML_RING ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS, a % 2 ? NULL : &linked) == HPML_OK);
                 if (hash[kind] == 0) hash[kind] = j.hash;
                 if (hash[kind] != j.hash) printf("    kind %d, %d ranks, %s\n", kind, ranks[r], hpml_algorithm_name((hpml_algorithm)a));
                 ENSURE(j.same && hash[kind] == j.hash);
