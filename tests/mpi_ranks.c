@@ -293,6 +293,9 @@ int main(int argc, char **argv)
     if (strcmp(what, "checked") == 0) return launch(correct, 0, true, 30);
     if (strcmp(what, "twice") == 0) return launch(announced, 0, false, 30) || launch(announced, 0, false, 30);
     if (strcmp(what, "large") == 0) return launch(large, 0, false, 30);
+#ifdef __linux__
+    if (strcmp(what, "huge") == 0) return launch(huge, 0, false, 60);
+#endif
     if (strcmp(what, "traffic") == 0) return launch(traffic_case, 0, false, 10);
     if (strcmp(what, "timeline") == 0) return launch(timeline, 0, false, 10);
     if (strcmp(what, "wrong_number") == 0) return launch(correct, 3, false, 10);

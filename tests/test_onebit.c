@@ -222,7 +222,7 @@ static hpml_status go(training *j)
 
 /* One kind of training with all seeds, and the mean of them. */
 typedef struct series { const char *name; training kind, seed[SEEDS]; bool failed[SEEDS]; } series;
-enum { F32, ONE, BARE, LATE, MOM, SLOW, ADA, KINDS };
+enum { F32, ONE, BARE, LATE, MOM, ADA, KINDS };
 
 static int next_training;
 
@@ -251,8 +251,8 @@ static training mean_of(const series *all)
     return sum;
 }
 
-/* b, c, e, g, and of d what a whole step sends. Fifteen epochs at 0.05; Adagrad is set against f32 at its own rate. With
-   momentum 0.9 on top of both, 1 bit and a step's delay are unstable at this rate, so double buffering goes without. The
+/* b, c, e, g, and of d what a whole step sends. Fifteen epochs at 0.05; Adagrad, before momentum as in the paper, at a
+   rate of its own. With momentum 0.9 on top of both, 1 bit and a step's delay are unstable at this rate, so double buffering goes without. The
    control without feedback ends far below, on MNIST at 59 %; drawn digits forgive more. Two trainings at a time: ranks that
    wait for each other leave a core for another. */
 TEST(it_learns_what_f32_learns)
@@ -263,8 +263,7 @@ TEST(it_learns_what_f32_learns)
                           { .name = "1 bit without feedback", .kind = { .momentum = 0.9, .d.codec = none } },
                           { .name = "1 bit, double buffering", .kind = { .lr = 0.3, .d = { .codec = onebit, .delayed = true }, .watch = 1 } },
                           { .name = "1 bit, momentum in stripe", .kind = { .placing = MOMENTUM, .d.codec = onebit } },
-                          { .name = "f32 at a rate of 0.03", .kind = { .ranks = 1, .lr = 0.03, .epochs = 14, .momentum = 0.9 } },
-                          { .name = "1 bit, Adagrad in stripe", .kind = { .lr = 0.03, .epochs = 14, .placing = ADAGRAD, .d.codec = onebit } } };
+                          { .name = "1 bit, Adagrad in stripe", .kind = { .lr = 0.005, .momentum = 0.9, .placing = ADAGRAD, .d.codec = onebit } } };
     training  mean[KINDS], *f32 = &mean[F32], *one = &mean[ONE], *bare = &mean[BARE], *late = &mean[LATE];
     get_digits(4096);
     next_training = 0;
@@ -278,8 +277,7 @@ TEST(it_learns_what_f32_learns)
     if (two) pthread_join(beside, NULL);
 #endif
     for (int i = 0; i < KINDS; i++) mean[i] = mean_of(&all[i]);
-    for (int i = LATE; i < KINDS; i++)
-        ENSURE(mean[i].same && mean[i].accuracy >= mean[i < SLOW ? F32 : SLOW].accuracy - 0.5);
+    for (int i = LATE; i < KINDS; i++) ENSURE(mean[i].same && mean[i].accuracy >= f32->accuracy - 0.5);
     ENSURE(f32->accuracy > 92 && one->same && late->same);
     ENSURE(one->accuracy >= f32->accuracy - 0.5 && one->loss <= 1.15 * f32->loss);
     ENSURE(bare->accuracy < (getenv("HPML_MNIST") ? 80 : f32->accuracy - 4) && bare->loss > 2 * f32->loss);
