@@ -999,6 +999,40 @@ TEST(ranks_have_the_schedule_of_one)
     ENSURE_NEAR((double)alone[4], 0.1 * GLOBAL / 6, 1e-6);
 }
 
+/* Rank 1 stays away from its fourth step until the other has given it up. */
+static hpml_status stay_away(hpml_comm *c, void *user)
+{
+    static float         x[16 * INPUTS];
+    static const int32_t y[16];
+    int          *given_up = (int *)user;
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    hpml_tensor  *in = hpml_input_2d(ctx, 16, INPUTS);
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = hpml_linear(in, CLASSES, NULL), .lr = 0.01f });
+    hpml_distribute(t, c, NULL);
+    for (int step = 0; step < 6 && hpml_ctx_status(ctx) == HPML_OK; step++) {
+        for (int i = 0; i < 20000 && step == 3 && hpml_comm_rank(c) == 1 && !__atomic_load_n(given_up, __ATOMIC_ACQUIRE); i++) hpmlc_nap(1e-3);
+        if (hpml_trainer_step(t, x, y, 16, NULL) != HPML_OK) __atomic_store_n(given_up, 1, __ATOMIC_RELEASE);
+    }
+    return hpml_ctx_status(ctx);
+}
+
+TEST(a_deadline_names_rank_operation_and_step)
+{
+    for (int background = 0; background < 2; background++) {
+        char text[512] = "";
+        bool good = false;
+        for (int tries = 0; tries < 3 && !good; tries++) { /* a busy machine may keep another rank away as long */
+            hpml_launch_desc l = { .ranks = 2, .timeout = 0.3, .ctx.threads = 1 };
+            int              given_up = 0;
+            if (background) l.network = linked;
+            good = hpml_launch(&l, stay_away, &given_up, text, sizeof text) == HPML_ERR_TIMEOUT &&
+                   strstr(text, "waited 0.3 s for rank 1 in allreduce") && strstr(text, "step 3;");
+        }
+        if (!good) printf("    %s\n", text);
+        ENSURE(good);
+    }
+}
+
 static hpml_status foreign(hpml_comm *c, void *user)
 {
     hpml_ctx     *own = hpml_ctx_create(NULL);
