@@ -166,7 +166,7 @@ HPML_API int       hpml_comm_node(const hpml_comm *c, int rank); /* number of th
 HPML_API hpml_ctx *hpml_comm_ctx(const hpml_comm *c);
 HPML_API const char *hpml_comm_transport(const hpml_comm *c); /* "threads", "mpi", "clock" */
 HPML_API double    hpml_comm_now(const hpml_comm *c);  /* seconds: hpml_now, or this rank's virtual clock */
-/* CLOCK: time passes, which it does for nothing else that is computed; else sleeps as long. On the timeline: "compute". */
+/* CLOCK: time passes, as for nothing else that is computed; else sleeps as long. On the timeline: "compute". */
 HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds);
 
 /* Ranks of the same color form a new communicator, ordered by key, then rank. Negative color: none for me (NULL). */
@@ -3169,10 +3169,8 @@ HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
     hpmlc_background *b = (hpmlc_background *)hpml_ctx_alloc(c->ctx, sizeof *b, NULL);
     if (!b) return NULL;
     HPMLC_ZERO(hpml_ctx_desc, d);
-    d.threads   = 1;
-    d.allocator = hpml_ctx_allocator(c->ctx);
-    b->c    = c;
-    b->ctx  = hpml_ctx_create(&d);
+    d.threads = 1, d.allocator = hpml_ctx_allocator(c->ctx);
+    b->c    = c, b->ctx = hpml_ctx_create(&d);
     b->twin = b->ctx ? hpmlc_part(c, b->ctx, c->first->origin, c->size, 0) : NULL; /* the first one's are 0, 1, 2 ... */
     if (!b->twin) {
         hpmlc_fail(c, HPML_ERR_MEMORY, "no twin for work in the background: %s",
@@ -4049,6 +4047,7 @@ struct hpml_distributed {
     hpml_distribute_desc d;
     int                  params;
     int                 *bucket_of; /* (params) -1: not trained */
+    int                 *by_name;   /* (params) their numbers in the order of their names, as checkpoints have them */
     hpmlc_bucket        *bucket;    /* (buckets) */
     int                  buckets, posted; /* posted: buckets whose exchange has begun in this step */
     int32_t              accumulate, micro;
@@ -4854,12 +4853,16 @@ HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
     size_t span = (size_t)d->span * sizeof(float);
     if (device && hpmlc_dist_linkable(d)) d->link = &d->c->link;
     d->bucket_of = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
+    d->by_name   = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
     d->stats     = (double *)hpml_ctx_alloc(ctx, sizeof(double) * (size_t)(HPMLC_STATS + d->buffer_total), NULL);
     d->before    = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)(2 * d->buffer_total + 1), NULL);
     d->row       = (hpml_step_row *)hpml_ctx_alloc(ctx, sizeof *d->row * (size_t)d->d.history, NULL);
     if (d->d.delayed) d->shadow = (float *)hpml_ctx_alloc(ctx, span, NULL);
     if (device && !d->link && !d->d.exact) d->mirror = (float *)hpml_ctx_alloc(ctx, span, NULL);
     if (hpml_ctx_status(ctx) != HPML_OK) return false;
+    for (int i = 0, k; i < d->params; d->by_name[k] = i++)
+        for (k = i; k > 0 && strcmp(hpmlc_param(d, d->by_name[k - 1])->name, hpmlc_param(d, i)->name) > 0; k--)
+            d->by_name[k] = d->by_name[k - 1];
     d->now = d->before + d->buffer_total;
     return !device || hpmlc_reach_create(&d->reach, ctx, most);
 }
@@ -4897,16 +4900,14 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
     hpml_comm_counters(d->c, &now);
     if (out) {
         double n = d->r.steps > 0 ? (double)d->r.steps : 1;
-        *out             = d->r;
+        *out = d->r;
         out->step_s      = (hpml_comm_now(d->c) - d->began) / n;
-        out->compute_s   = d->r.compute_s / n;
-        out->exposed_s   = d->r.exposed_s / n;
+        out->compute_s   = d->r.compute_s / n, out->exposed_s = d->r.exposed_s / n;
         out->efficiency  = out->step_s > 0 ? 1 - out->exposed_s / out->step_s : 1;
         out->comm_s      = (now.seconds - d->at_reset.seconds) / n;
         out->hidden      = out->comm_s > 0 ? fmax(0, 1 - out->exposed_s / out->comm_s) : 0;
         out->bytes       = (double)(now.bytes - d->at_reset.bytes) / n;
-        out->plain_bytes = 8.0 * (double)d->grad_total * (d->c->size - 1) / d->c->size;
-        out->buckets     = d->buckets;
+        out->plain_bytes = 8.0 * (double)d->grad_total * (d->c->size - 1) / d->c->size, out->buckets = d->buckets;
     }
     if (!reset) return;
     double  loss    = d->r.loss;
@@ -4914,8 +4915,7 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
     memset(&d->r, 0, sizeof d->r);
     d->r.loss = loss, d->r.samples = samples;
     hpmlc_steps_mark(d);
-    d->began    = d->row_time;
-    d->at_reset = now;
+    d->began = d->row_time, d->at_reset = now;
 }
 
 /* Everybody's rows to everybody, rank by rank; then step by step. */
@@ -5005,16 +5005,18 @@ HPMLC_FN int64_t hpmlc_carry(const hpml_exchange *x, float *mine, int64_t n, flo
     return n;
 }
 
-/* What exchanges carry from step to step, as one row of floats for contribution l (residuals, with TOPK also the
+/* What exchanges carry from step to step, tensors by name: a row of floats for contribution l (residuals, with TOPK the
    velocity), and one, l < 0, that all ranks share (stripes' residuals, with LOWRANK Q, the same everywhere: rank 0
    saves it). A share of a node's gradients is one rank's, stripe and all. Contributions are added when they are loaded,
    for there may have been more of them. Returns the row's floats. */
 HPMLC_FN int64_t hpmlc_carried(const hpml_distributed *d, int64_t l, float *row, hpmlc_how how)
 {
     int64_t at = 0;
-    for (int b = 0; b < d->buckets; b++) {
-        const hpml_exchange *x = d->bucket[b].x;
-        for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+    for (int i = 0; i < d->params; i++) {
+        int b = d->bucket_of[d->by_name[i]];
+        const hpml_exchange *x = b < 0 ? NULL : d->bucket[b].x;
+        for (const hpmlc_item *it = x ? x->item : NULL; x && it < x->item + x->d.count; it++) {
+            if (it->g.name != hpmlc_param(d, d->by_name[i])->name) continue;
             int64_t cols = it->g.cols, n = it->g.rows * cols, part = it->my_rows * cols;
             float  *q = x->d.method == HPML_METHOD_LOWRANK ? it->q : NULL;
             if (l >= 0) {
@@ -5061,7 +5063,7 @@ HPMLC_FN int64_t hpmlc_pending(hpml_distributed *d, float *row, bool load)
         else row[k] = (float)(k > 0 ? s[k] / s[0] : s[0]);
     }
     for (int i = 0; i < d->params && row; i++) {
-        const hpml_tensor *p = hpmlc_param(d, i);
+        const hpml_tensor *p = hpmlc_param(d, d->by_name[i]);
         if (!p->grad) continue;
         float *mine = d->shadow + (p->grad - d->first);
         size_t n    = (size_t)hpml_tensor_count(p);
@@ -5105,6 +5107,9 @@ HPMLC_FN void hpmlc_state(hpml_distributed *d, const char *name, float *values, 
     if (!values && *copy) r->device->free(r->at, *copy, bytes);
 }
 
+/* A leaf's residual is not a rank's: another name. */
+#define HPMLC_OWN_STATE(d) ((d)->d.exact ? "state.residual.leaves" : "state.residual.workers")
+
 /* Rank 0 writes for all. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 {
@@ -5129,7 +5134,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     hpml_status status = hpml_reduce_to(c, rows, each * d->leaf_all, HPML_ELEMENT_F32, HPML_SUM, 0);
     if (status == HPML_OK) status = hpml_reduce_to(c, sum, shared, HPML_ELEMENT_F32, HPML_SUM, 0);
     if (status == HPML_OK && c->rank == 0) {
-        static const char *const names[] = { "residual.workers", "residual.shared", "pending" };
+        const char   *names[] = { HPMLC_OWN_STATE(d) + 6, "residual.shared", "pending" };
         float        *arrays[] = { rows, sum, sum + shared };
         const int64_t counts[] = { each * d->leaf_all, shared, waits };
         void         *copies[] = { NULL, NULL, NULL };
@@ -5160,7 +5165,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     if (!f) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
     for (int64_t l = 0; l < d->leaf_count; l++) hpmlc_carried(d, l, NULL, HPMLC_CLEAR);
     const size_t bytes = (size_t)each * sizeof(float);
-    bool         there = hpml_safetensors_find(f, "state.residual.workers", &workers);
+    bool         there = hpml_safetensors_find(f, HPMLC_OWN_STATE(d), &workers);
     int64_t      saved = there && each > 0 && workers.bytes % bytes == 0 ? (int64_t)(workers.bytes / bytes) : 0;
     if (place > 0 && saved > 0) {
         float was = 0;
@@ -5180,9 +5185,9 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     }
     hpml_ctx_release(d->ctx, row);
     if (saved == 0 && each > 0)
-        status = hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s; save with the codec, and in nodes on the ranks, that you "
-                            "load with", path, there ? "its residuals are of other tensors or places"
-                                                     : "it holds no residuals (state.residual.workers)");
+        status = hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s%s; save with the codec, and in nodes on the ranks, that you "
+                            "load with", path, there ? "of other tensors or places is " : "it does not hold ",
+                            HPMLC_OWN_STATE(d));
     if (status == HPML_OK) status = hpmlc_pending_load(d, f, path);
     there = all > 0 && hpml_safetensors_find(f, "state.residual.shared", &shared);
     if (status == HPML_OK && there && shared.bytes == (size_t)all * sizeof(float)) {
@@ -5388,8 +5393,7 @@ HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *
     if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     double ahead = hpmlc_clock_ahead(c), origin = hpml_comm_now(c);
     if (hpml_broadcast(c, &origin, sizeof origin, 0) != HPML_OK) return hpml_ctx_status(c->ctx);
-    d.rank   = c->rank;
-    d.origin = origin + ahead;
+    d.rank = c->rank, d.origin = origin + ahead;
     if (d.origin == 0) d.origin = 1e-12; /* virtual time begins at 0, which would mean now */
     return hpml_trace_start(c->ctx, &d);
 }
