@@ -5186,8 +5186,8 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     hpml_ctx_release(d->ctx, row);
     if (saved == 0 && each > 0)
         status = hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s%s; save with the codec, and in nodes on the ranks, that you "
-                            "load with", path, there ? "of other tensors or places is " : "it does not hold ",
-                            HPMLC_OWN_STATE(d));
+                            "load with", path, there ? "its residuals are of other tensors or places" : "it holds no ",
+                            there ? "" : HPMLC_OWN_STATE(d));
     if (status == HPML_OK) status = hpmlc_pending_load(d, f, path);
     there = all > 0 && hpml_safetensors_find(f, "state.residual.shared", &shared);
     if (status == HPML_OK && there && shared.bytes == (size_t)all * sizeof(float)) {
