@@ -333,6 +333,9 @@ TEST(moves_fit_together)
                     count[r] = sent[r] = got[r] = 0;
                     while (hpml_allreduce_move((hpml_algorithm)a, p, k, r, n, count[r], &m[r][count[r]])) count[r]++;
                     ENSURE(count[r] < ROUNDS);
+                    int adds = 0;
+                    for (int i = 0; i < count[r]; i++) adds += m[r][i].add;
+                    ENSURE(a != HPML_RING || adds == p - 1);
                 }
                 /* Every send meets the next receive of that rank from this one; a rank's sends and receives of a round
                    may wait for each other. All get done, or nothing moves: a deadlock. */

@@ -945,7 +945,7 @@ TEST(phases_add_up_to_the_step)
 #if !SLOW_BUILD /* this is learning, not memory or races */
 /* Without momentum, by `rule` from a batch of 32 at 0.05, over five epochs; a batch of more than 32 is that of four ranks.
    loss: of the last epoch, as training meets it, which the last step, or a short batch at a high rate, does not decide. */
-typedef struct lesson { hpml_lr_rule rule; int64_t batch; double loss, samples; } lesson;
+typedef struct lesson { hpml_lr_rule rule; int64_t batch; int32_t warm; double loss, samples; } lesson;
 typedef struct lesson_watch { lesson *l; hpml_distributed *d; } lesson_watch;
 
 static int last_epoch(const hpml_step_info *info, void *user)
@@ -963,17 +963,17 @@ static hpml_status learn(hpml_comm *c, void *user)
     lesson_watch  w = { (lesson *)user, NULL };
     hpml_ctx     *ctx = hpml_comm_ctx(c);
     hpml_tensor  *x = hpml_input_2d(ctx, w.l->batch / hpml_comm_size(c), 784);
-    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = mlp(x), .lr = 0.05f, .lr_rule = w.l->rule, .lr_base_batch = 32 });
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = mlp(x), .lr = 0.05f, .lr_rule = w.l->rule, .lr_base_batch = 32, .schedule.warmup_steps = w.l->warm });
     w.d = hpml_distribute(t, c, NULL);
     return hpml_trainer_fit(t, digits(ctx, 0, to_learn), &(hpml_fit_desc){ .epochs = 5, .on_step = last_epoch, .user = &w });
 }
 
 /* The mean over seeds; a rate that is too high may end in a loss that is not finite. */
-static double learned(hpml_lr_rule rule, int64_t batch)
+static double learned(hpml_lr_rule rule, int64_t batch, int32_t warm)
 {
     double sum = 0;
     for (int seed = 0; seed < 3; seed++) {
-        lesson           l = { .rule = rule, .batch = batch };
+        lesson           l = { .rule = rule, .batch = batch, .warm = warm };
         hpml_launch_desc d = { .ranks = batch > 32 ? 4 : 1, .ctx = { .seed = (uint64_t)(10 + seed), .threads = 1 } };
         sum += hpml_launch(&d, learn, &l, NULL, 0) == HPML_OK ? l.loss / l.samples / 3 : 1e9;
     }
@@ -983,11 +983,11 @@ static double learned(hpml_lr_rule rule, int64_t batch)
 TEST(larger_batches_want_a_larger_rate)
 {
     get_digits(8000);
-    double small = learned(HPML_LR_LINEAR, 32), middle = learned(HPML_LR_LINEAR, 128), large = learned(HPML_LR_LINEAR, 256), given = learned(HPML_LR_AS_GIVEN, 128),
-           far = learned(HPML_LR_LINEAR, 1024), root = learned(HPML_LR_SQRT, 1024);
-    printf("    batch 32: %.3f; linear: 128 %.3f, 256 %.3f, 1024 %.3f; as given: 128 %.3f; root: 1024 %.3f\n", small, middle, large, far, given, root);
+    double small = learned(HPML_LR_LINEAR, 32, 0), middle = learned(HPML_LR_LINEAR, 128, 0), large = learned(HPML_LR_LINEAR, 256, 0), given = learned(HPML_LR_AS_GIVEN, 128, 0),
+           far = learned(HPML_LR_LINEAR, 1024, 0), root = learned(HPML_LR_SQRT, 1024, 0), warm = learned(HPML_LR_LINEAR, 512, 20); /* a rate of 0.8 */
+    printf("    batch 32: %.3f; linear: 128 %.3f, 256 %.3f, 512 warmed up %.3f, 1024 %.3f; as given: 128 %.3f; root: 1024 %.3f\n", small, middle, large, warm, far, given, root);
     ENSURE(fabs(middle / small - 1) < 0.05 && fabs(large / small - 1) < 0.05);
-    ENSURE(given > 1.4 * small && far > 4 * small && far > 2 * root); /* the linear rule has an end */
+    ENSURE(given > 1.4 * small && warm < given && far > 4 * small && far > 2 * root); /* the linear rule has an end */
 }
 
 /* The loss after five epochs of 8192 points in batches of 512. */

@@ -391,13 +391,14 @@ TEST(a_failure_ends_the_job)
     MPI_Barrier(MPI_COMM_WORLD);
 }
 
-/* Also with double buffering, and with Adagrad in the stripe. */
+/* Also with double buffering, with Adagrad in the stripe, and f32. */
 TEST(mpi_has_the_bits_of_threads)
 {
     for (int s = 0; s < SEEDS; s++)
-        for (int kind = 0; kind < 3; kind++) {
-            training mpi = { .seed = s, .max_steps = 20, .d = { .codec = onebit, .delayed = kind == 1 }, .placing = kind == 2 ? ADAGRAD : LOCAL }, own = mpi;
-            own.threads = 1;
+        for (int kind = 0; kind < 4; kind++) {
+            training mpi = { .seed = s, .max_steps = 20, .d = { .algorithm = HPML_RING, .delayed = kind == 1 }, .placing = kind == 2 ? ADAGRAD : LOCAL }, own;
+            if (kind < 3) mpi.d.codec = onebit;
+            own = mpi, own.threads = 1;
             ENSURE(go(&mpi) == HPML_OK && go(&own) == HPML_OK);
             ENSURE(mpi.hash != 0 && mpi.hash == own.hash);
         }
