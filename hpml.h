@@ -1013,6 +1013,9 @@ HPML_API double      hpml_now(void); /* seconds, monotonic */
 /* Adds a span; `name` must live as long as the trace. Any thread. Does nothing when no trace is on. */
 HPML_API void        hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end);
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path);
+/* Layers and updates are stamped with *seconds, not with hpml_now(), until it is NULL; batches read ahead are left out.
+   Set by communicators in virtual time (hpml_comm.h), whose other spans have that time. */
+HPML_API void        hpml_trace_clock(hpml_ctx *ctx, const double *seconds);
 
 /* One line of the per-layer table; times are sums over the runs since the profile was switched on. */
 typedef struct hpml_profile_row {
@@ -3847,9 +3850,12 @@ struct hpml_ctx {
     int                  node_count; /* recorded so far: names and mask keys */
     hpml_node            spare;      /* see hpmli_node_create */
     hpmli_trace         *trace;      /* NULL: off */
+    const double        *clock;      /* see hpml_trace_clock */
     char                 texts[8][192]; /* for messages, see hpmli_text ... */
     unsigned             text_count;    /* ... made so far */
 };
+
+HPMLI_FN double hpmli_trace_time(const hpml_ctx *ctx, double now) { return ctx->clock ? *ctx->clock : now; }
 
 HPML_API const char *hpml_status_string(hpml_status status)
 {
@@ -7540,8 +7546,7 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
         hpml_node *n = g->nodes[i];
         hpmli_use *u = &uses[n->index], *s0 = hpmli_use_of(uses, n->src[0]);
         u->root_grad  = n->op == HPML_OP_RESHAPE && s0 ? s0->root_grad : n->out;
-        u->grad_first = 2 * N;
-        u->grad_last  = 2 * N - 1 - i;
+        u->grad_first = 2 * N, u->grad_last = 2 * N - 1 - i;
     }
     for (int i = N - 1; i >= 0; i--) {
         hpml_node *n = g->nodes[i];
@@ -7722,9 +7727,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: \"%s\" belongs to another context", targets[0]->name);
     hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
     if (!g) return NULL;
-    g->ctx          = ctx;
-    g->loss         = d.loss;
-    g->output_count = d.output_count;
+    g->ctx = ctx, g->loss = d.loss, g->output_count = d.output_count;
     if (!hpmli_graph_collect(g, targets, count)) return NULL;
     for (int i = 0; i < g->count; i++)
         if (g->nodes[i]->out_root)
@@ -7800,8 +7803,7 @@ HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
         return hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: %lld samples, expected %s%lld", (long long)samples,
                           g->batchable ? "1 to " : "(an op mixes samples) exactly ", (long long)g->batch);
     g->batch_now = samples;
-    hpmli_graph_rows(g);
-    return HPML_OK;
+    return hpmli_graph_rows(g), HPML_OK;
 }
 
 /* What the backward pass of n writes first, and a batch that is short or empty may leave as it was: gradients of what
@@ -7823,7 +7825,7 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     const hpml_op_impl *impl = &b->ops[n->op];
     bool                look = g->profile || g->ctx->trace;
     const char         *name = backward ? g->back_names[i] : n->out->name;
-    double              start = look ? hpml_now() : 0, end, *seconds = NULL;
+    double              start = look ? hpml_now() : 0, since = hpmli_trace_time(g->ctx, start), end, *seconds = NULL;
     hpml_status         status = HPML_OK;
     if (g->profile) seconds = backward ? &g->profile[i].backward_s : &g->profile[i].forward_s;
     if (look && b->look) b->look(g->ctx->device, NULL, NULL);
@@ -7836,7 +7838,7 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     if (b->look) b->look(g->ctx->device, name, seconds);
     else if (b->sync) b->sync(g->ctx->device);
     end = hpml_now();
-    hpml_trace_span(g->ctx, HPML_LANE_COMPUTE, name, start, end); /* with look: of launching it */
+    hpml_trace_span(g->ctx, HPML_LANE_COMPUTE, name, since, hpmli_trace_time(g->ctx, end)); /* look: of launching it */
     if (seconds && !b->look) *seconds += end - start;
     if (g->profile && !backward) g->profile[i].calls++;
     return status;
@@ -8156,10 +8158,8 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     t->loss_scale  = desc->loss_scale > 0 ? desc->loss_scale : dynamic ? 65536.0f : 1.0f;
     t->scale_steps = dynamic ? 0 : -1, t->looks = dynamic || t->d.clip_norm > 0;
     if (!hpmli_trainer_loss(t)) return NULL;
-    gd.output_count = 1;
-    gd.outputs      = &t->d.output;
-    gd.loss         = t->loss;
-    t->graph        = hpml_graph_create(ctx, &gd);
+    gd.output_count = 1, gd.outputs = &t->d.output, gd.loss = t->loss;
+    t->graph = hpml_graph_create(ctx, &gd);
     if (!t->graph || !hpmli_trainer_inputs(t)) return NULL;
     t->graph->hook_user = t;
     int states                 = hpmli_opt_states(&t->d);
@@ -8495,9 +8495,9 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
         u->trust        = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
     }
     if (param_count <= 0) return ctx->status;
-    double start = ctx->trace ? hpml_now() : 0;
+    double start = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
     ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
-    if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpml_now());
+    if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
     return ctx->status;
 }
 
@@ -8608,10 +8608,8 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml
         *samples += b.samples;
         *steps += t->step - before;
         if (d->on_step) {
-            info.epoch_step         = b.index + 1;
-            info.epoch_steps        = hpml_loader_steps(l);
-            info.seconds            = hpml_now() - start;
-            info.samples_per_second = (double)*samples / info.seconds;
+            info.epoch_step = b.index + 1, info.epoch_steps = hpml_loader_steps(l);
+            info.seconds = hpml_now() - start, info.samples_per_second = (double)*samples / info.seconds;
             if (d->on_step(&info, d->user) != 0) return HPML_ERR_STOPPED;
         }
         if (d->max_steps > 0 && *steps >= d->max_steps && !last) return HPML_ERR_STOPPED;
@@ -9032,9 +9030,7 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
                           (long long)count, (long long)first, (long long)d->count);
     s = (hpml_dataset *)hpmli_alloc(d->ctx, sizeof *s);
     if (!s) return NULL;
-    *s       = *d;
-    s->owner = NULL;
-    s->count = count;
+    *s = *d, s->owner = NULL, s->count = count;
     s->x = hpmli_sample_x(d, first);
     if (d->y) s->y = hpmli_sample_y(d, first);
     return s;
@@ -9635,7 +9631,8 @@ HPMLI_FN void hpmli_load_batch(hpml_loader *l)
     s->batch.y = l->data->y ? s->y : NULL;
     s->batch.samples = end - first, s->batch.global_samples = size, s->batch.first = first, s->batch.index = index;
     if (++l->make_index == l->steps) l->make_index = 0, l->make_epoch++;
-    hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
+    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* a virtual one is not this thread's to read */
+    if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
 }
 
 #ifndef HPML_NO_THREADS
@@ -10229,15 +10226,18 @@ HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc
     if (d.capacity < 0 || d.capacity > INT64_C(1) << 32)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
     if (d.capacity == 0) d.capacity = 65536;
-    if (d.origin == 0) d.origin = hpml_now();
+    if (d.origin == 0) d.origin = hpmli_trace_time(ctx, hpml_now());
     size_t       bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpmli_span);
     hpmli_trace *t     = (hpmli_trace *)hpmli_alloc_object(ctx, bytes, NULL);
     if (!t) return ctx->status;
-    t->d      = d;
-    t->paused = d.first_step > 0;
+    t->d = d, t->paused = d.first_step > 0;
     hpmli_free(ctx, ctx->trace);
-    ctx->trace = t;
-    return HPML_OK;
+    return ctx->trace = t, HPML_OK;
+}
+
+HPML_API void hpml_trace_clock(hpml_ctx *ctx, const double *seconds)
+{
+    if (ctx) __atomic_store_n(&ctx->clock, seconds, __ATOMIC_RELAXED);
 }
 
 /* Tells the trace which step begins. */
@@ -10334,8 +10334,7 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
     for (int i = 0; g->profile && i < g->count; i++) {
         hpml_node        *n = g->nodes[i];
         hpml_profile_row *r = &g->profile[i];
-        r->node           = n;
-        r->name           = n->out->name;
+        r->node = n, r->name = n->out->name;
         r->forward_flops  = hpmli_node_flops(n, false);
         r->backward_flops = n->out->needs_grad ? hpmli_node_flops(n, true) : 0;
         r->bytes          = hpmli_node_bytes(n);

@@ -166,7 +166,8 @@ HPML_API int       hpml_comm_node(const hpml_comm *c, int rank); /* number of th
 HPML_API hpml_ctx *hpml_comm_ctx(const hpml_comm *c);
 HPML_API const char *hpml_comm_transport(const hpml_comm *c); /* "threads", "mpi", "clock" */
 HPML_API double    hpml_comm_now(const hpml_comm *c);  /* seconds: hpml_now, or this rank's virtual clock */
-HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds); /* CLOCK: time passes; else sleeps as long */
+/* CLOCK: time passes, as for nothing else that is computed; else sleeps as long. On the timeline: "compute". */
+HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds);
 
 /* Ranks of the same color form a new communicator, ordered by key, then rank. Negative color: none for me (NULL). */
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key);
@@ -1551,7 +1552,6 @@ HPMLC_FN char *hpmlc_mpi_place(hpml_message *m, size_t at)
     return m->staging ? (char *)m->staging + at / HPMLC_PIECE % 2 * HPMLC_PIECE : m->data + at;
 }
 
-
 HPMLC_FN size_t hpmlc_mpi_pieces(const hpml_message *m)
 {
     return m->bytes > HPMLC_PIECE ? (m->bytes + HPMLC_PIECE - 1) / HPMLC_PIECE : 1;
@@ -1932,7 +1932,6 @@ HPMLC_FN void hpmlc_agents_wake(hpml_world *w)
     for (hpmlc_agent *a = w->agents; a; a = a->next) hpmlc_agent_wake(w, a);
 }
 
-
 /* Gives the turn to whose time has come; w->mutex held. */
 HPMLC_FN void hpmlc_agent_pass(hpml_world *w)
 {
@@ -2061,7 +2060,7 @@ HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
     hpml_world  *w     = c->room->world;
     hpmlc_agent *agent = c->agent;
     bool         mine  = c->first == c;
-    if (mine) hpmlc_agent_yield(c, false);
+    if (mine) hpml_trace_clock(c->ctx, NULL), hpmlc_agent_yield(c, false);
     hpmlc_threads_close(c);
     if (mine) hpmlc_agent_free(w, agent);
 }
@@ -2084,6 +2083,7 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
         return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for a clock"), (hpml_comm *)NULL;
     }
     c->t = &hpmlc_clock;
+    hpml_trace_clock(ctx, &c->agent->clock); /* what layers compute takes no time, but has its place in it */
     hpmlc_agent_enter(c);
     hpmlc_comm_links(c, &w->network, w->nodes);
     return c;
@@ -2106,10 +2106,12 @@ HPML_API double hpml_comm_now(const hpml_comm *c) { return c && c->agent ? c->ag
 HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
 {
     if (!c || !(seconds > 0)) return;
-    if (!c->agent) { hpmlc_nap(seconds); return; }
-    const double *slow = c->room->world->network.slow;
-    c->agent->clock += seconds * (slow ? slow[c->origin[c->rank]] : 1);
-    hpmlc_agent_yield(c, false);
+    double        start = hpml_comm_now(c);
+    const double *slow  = c->agent ? c->room->world->network.slow : NULL;
+    if (!c->agent) hpmlc_nap(seconds);
+    else c->agent->clock += seconds * (slow ? slow[c->origin[c->rank]] : 1);
+    hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, hpml_comm_now(c));
+    if (c->agent) hpmlc_agent_yield(c, false);
 }
 
 #else
@@ -2558,7 +2560,6 @@ HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, hpml_algorithm a, hpmlc_team t, 
     hpmlc_plan_add(plan, star ? HPMLC_STAR_DOWN : tree ? HPMLC_TREE_DOWN : HPMLC_RING_GATHER, t, at, count);
 }
 
-
 /* Hierarchical: a ring inside the node leaves each member one share; the members with the same place on all nodes sum
    that share by halving, or by a ring; a ring inside the node spreads the shares. Where nodes differ in size: a tree to
    the first rank of each node, a ring among those, a tree back. */
@@ -2698,7 +2699,6 @@ HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>collectives   the moves, executed
 // ---------------------------------------------------------------------------------------------------------------------
-
 
 /* A buffer of the communicator's that only grows. */
 HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
@@ -3027,7 +3027,6 @@ HPMLC_FN hpml_status hpmlc_job_allreduce(hpml_comm *c, void *user)
 
 #define HPMLC_JOBS 256
 
-
 struct hpmlc_background {
     hpml_comm *c, *twin;
     hpml_ctx  *ctx;
@@ -3136,7 +3135,6 @@ HPMLC_FN void hpmlc_background_await(hpmlc_background *b, const bool *said)
     while (!__atomic_load_n(said, __ATOMIC_ACQUIRE)) hpmlc_rest(b->c, &b->waiter, &seen, 1e300);
 }
 
-
 #else
 HPMLC_FN void hpmlc_rouse(hpml_comm *by HPMLC_UNUSED, hpml_comm *who HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_rest(hpml_comm *c HPMLC_UNUSED, hpmlc_gate *g HPMLC_UNUSED, unsigned *seen HPMLC_UNUSED,
@@ -3171,10 +3169,8 @@ HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
     hpmlc_background *b = (hpmlc_background *)hpml_ctx_alloc(c->ctx, sizeof *b, NULL);
     if (!b) return NULL;
     HPMLC_ZERO(hpml_ctx_desc, d);
-    d.threads   = 1;
-    d.allocator = hpml_ctx_allocator(c->ctx);
-    b->c    = c;
-    b->ctx  = hpml_ctx_create(&d);
+    d.threads = 1, d.allocator = hpml_ctx_allocator(c->ctx);
+    b->c    = c, b->ctx = hpml_ctx_create(&d);
     b->twin = b->ctx ? hpmlc_part(c, b->ctx, c->first->origin, c->size, 0) : NULL; /* the first one's are 0, 1, 2 ... */
     if (!b->twin) {
         hpmlc_fail(c, HPML_ERR_MEMORY, "no twin for work in the background: %s",
@@ -3631,7 +3627,6 @@ HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
     return bad;
 }
 
-
 /* 2. and 5. Everybody with everybody: in round k with the rank k further on. same: all get my own part of `out`. */
 HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *out, const size_t *out_at,
                                          bool same, char *in, const size_t *in_at)
@@ -4052,6 +4047,7 @@ struct hpml_distributed {
     hpml_distribute_desc d;
     int                  params;
     int                 *bucket_of; /* (params) -1: not trained */
+    int                 *by_name;   /* (params) their numbers in the order of their names, as checkpoints have them */
     hpmlc_bucket        *bucket;    /* (buckets) */
     int                  buckets, posted; /* posted: buckets whose exchange has begun in this step */
     int32_t              accumulate, micro;
@@ -4658,7 +4654,6 @@ HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, fl
     return status;
 }
 
-
 HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
 {
     int e = 0, k = hpmlc_log2((int)d->leaf_all) + 1;
@@ -4858,12 +4853,16 @@ HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
     size_t span = (size_t)d->span * sizeof(float);
     if (device && hpmlc_dist_linkable(d)) d->link = &d->c->link;
     d->bucket_of = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
+    d->by_name   = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(d->params + 1), NULL);
     d->stats     = (double *)hpml_ctx_alloc(ctx, sizeof(double) * (size_t)(HPMLC_STATS + d->buffer_total), NULL);
     d->before    = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)(2 * d->buffer_total + 1), NULL);
     d->row       = (hpml_step_row *)hpml_ctx_alloc(ctx, sizeof *d->row * (size_t)d->d.history, NULL);
     if (d->d.delayed) d->shadow = (float *)hpml_ctx_alloc(ctx, span, NULL);
     if (device && !d->link && !d->d.exact) d->mirror = (float *)hpml_ctx_alloc(ctx, span, NULL);
     if (hpml_ctx_status(ctx) != HPML_OK) return false;
+    for (int i = 0, k; i < d->params; d->by_name[k] = i++)
+        for (k = i; k > 0 && strcmp(hpmlc_param(d, d->by_name[k - 1])->name, hpmlc_param(d, i)->name) > 0; k--)
+            d->by_name[k] = d->by_name[k - 1];
     d->now = d->before + d->buffer_total;
     return !device || hpmlc_reach_create(&d->reach, ctx, most);
 }
@@ -4901,16 +4900,14 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
     hpml_comm_counters(d->c, &now);
     if (out) {
         double n = d->r.steps > 0 ? (double)d->r.steps : 1;
-        *out             = d->r;
+        *out = d->r;
         out->step_s      = (hpml_comm_now(d->c) - d->began) / n;
-        out->compute_s   = d->r.compute_s / n;
-        out->exposed_s   = d->r.exposed_s / n;
+        out->compute_s   = d->r.compute_s / n, out->exposed_s = d->r.exposed_s / n;
         out->efficiency  = out->step_s > 0 ? 1 - out->exposed_s / out->step_s : 1;
         out->comm_s      = (now.seconds - d->at_reset.seconds) / n;
         out->hidden      = out->comm_s > 0 ? fmax(0, 1 - out->exposed_s / out->comm_s) : 0;
         out->bytes       = (double)(now.bytes - d->at_reset.bytes) / n;
-        out->plain_bytes = 8.0 * (double)d->grad_total * (d->c->size - 1) / d->c->size;
-        out->buckets     = d->buckets;
+        out->plain_bytes = 8.0 * (double)d->grad_total * (d->c->size - 1) / d->c->size, out->buckets = d->buckets;
     }
     if (!reset) return;
     double  loss    = d->r.loss;
@@ -4918,8 +4915,7 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
     memset(&d->r, 0, sizeof d->r);
     d->r.loss = loss, d->r.samples = samples;
     hpmlc_steps_mark(d);
-    d->began    = d->row_time;
-    d->at_reset = now;
+    d->began = d->row_time, d->at_reset = now;
 }
 
 /* Everybody's rows to everybody, rank by rank; then step by step. */
@@ -5009,16 +5005,18 @@ HPMLC_FN int64_t hpmlc_carry(const hpml_exchange *x, float *mine, int64_t n, flo
     return n;
 }
 
-/* What exchanges carry from step to step, as one row of floats for contribution l (residuals, with TOPK also the
+/* What exchanges carry from step to step, tensors by name: a row of floats for contribution l (residuals, with TOPK the
    velocity), and one, l < 0, that all ranks share (stripes' residuals, with LOWRANK Q, the same everywhere: rank 0
    saves it). A share of a node's gradients is one rank's, stripe and all. Contributions are added when they are loaded,
    for there may have been more of them. Returns the row's floats. */
 HPMLC_FN int64_t hpmlc_carried(const hpml_distributed *d, int64_t l, float *row, hpmlc_how how)
 {
     int64_t at = 0;
-    for (int b = 0; b < d->buckets; b++) {
-        const hpml_exchange *x = d->bucket[b].x;
-        for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+    for (int i = 0; i < d->params; i++) {
+        int b = d->bucket_of[d->by_name[i]];
+        const hpml_exchange *x = b < 0 ? NULL : d->bucket[b].x;
+        for (const hpmlc_item *it = x ? x->item : NULL; x && it < x->item + x->d.count; it++) {
+            if (it->g.name != hpmlc_param(d, d->by_name[i])->name) continue;
             int64_t cols = it->g.cols, n = it->g.rows * cols, part = it->my_rows * cols;
             float  *q = x->d.method == HPML_METHOD_LOWRANK ? it->q : NULL;
             if (l >= 0) {
@@ -5065,7 +5063,7 @@ HPMLC_FN int64_t hpmlc_pending(hpml_distributed *d, float *row, bool load)
         else row[k] = (float)(k > 0 ? s[k] / s[0] : s[0]);
     }
     for (int i = 0; i < d->params && row; i++) {
-        const hpml_tensor *p = hpmlc_param(d, i);
+        const hpml_tensor *p = hpmlc_param(d, d->by_name[i]);
         if (!p->grad) continue;
         float *mine = d->shadow + (p->grad - d->first);
         size_t n    = (size_t)hpml_tensor_count(p);
@@ -5109,6 +5107,9 @@ HPMLC_FN void hpmlc_state(hpml_distributed *d, const char *name, float *values, 
     if (!values && *copy) r->device->free(r->at, *copy, bytes);
 }
 
+/* A leaf's residual is not a rank's: another name. */
+#define HPMLC_OWN_STATE(d) ((d)->d.exact ? "state.residual.leaves" : "state.residual.workers")
+
 /* Rank 0 writes for all. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 {
@@ -5133,7 +5134,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     hpml_status status = hpml_reduce_to(c, rows, each * d->leaf_all, HPML_ELEMENT_F32, HPML_SUM, 0);
     if (status == HPML_OK) status = hpml_reduce_to(c, sum, shared, HPML_ELEMENT_F32, HPML_SUM, 0);
     if (status == HPML_OK && c->rank == 0) {
-        static const char *const names[] = { "residual.workers", "residual.shared", "pending" };
+        const char   *names[] = { HPMLC_OWN_STATE(d) + 6, "residual.shared", "pending" };
         float        *arrays[] = { rows, sum, sum + shared };
         const int64_t counts[] = { each * d->leaf_all, shared, waits };
         void         *copies[] = { NULL, NULL, NULL };
@@ -5164,7 +5165,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     if (!f) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
     for (int64_t l = 0; l < d->leaf_count; l++) hpmlc_carried(d, l, NULL, HPMLC_CLEAR);
     const size_t bytes = (size_t)each * sizeof(float);
-    bool         there = hpml_safetensors_find(f, "state.residual.workers", &workers);
+    bool         there = hpml_safetensors_find(f, HPMLC_OWN_STATE(d), &workers);
     int64_t      saved = there && each > 0 && workers.bytes % bytes == 0 ? (int64_t)(workers.bytes / bytes) : 0;
     if (place > 0 && saved > 0) {
         float was = 0;
@@ -5184,9 +5185,9 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     }
     hpml_ctx_release(d->ctx, row);
     if (saved == 0 && each > 0)
-        status = hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s; save with the codec, and in nodes on the ranks, that you "
-                            "load with", path, there ? "its residuals are of other tensors or places"
-                                                     : "it holds no residuals (state.residual.workers)");
+        status = hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s%s; save with the codec, and in nodes on the ranks, that you "
+                            "load with", path, there ? "its residuals are of other tensors or places" : "it holds no ",
+                            there ? "" : HPMLC_OWN_STATE(d));
     if (status == HPML_OK) status = hpmlc_pending_load(d, f, path);
     there = all > 0 && hpml_safetensors_find(f, "state.residual.shared", &shared);
     if (status == HPML_OK && there && shared.bytes == (size_t)all * sizeof(float)) {
@@ -5392,8 +5393,7 @@ HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *
     if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     double ahead = hpmlc_clock_ahead(c), origin = hpml_comm_now(c);
     if (hpml_broadcast(c, &origin, sizeof origin, 0) != HPML_OK) return hpml_ctx_status(c->ctx);
-    d.rank   = c->rank;
-    d.origin = origin + ahead;
+    d.rank = c->rank, d.origin = origin + ahead;
     if (d.origin == 0) d.origin = 1e-12; /* virtual time begins at 0, which would mean now */
     return hpml_trace_start(c->ctx, &d);
 }

@@ -5,6 +5,9 @@
 
 #include <unistd.h>
 #include <math.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -215,6 +218,43 @@ static hpml_status others_case(hpml_comm *c, int64_t n)
     return HPML_OK;
 }
 
+/* What a rank has sent in an allreduce, and that it is what the algorithm's moves say. */
+typedef struct traffic {
+    hpml_algorithm algorithm;
+    int            per_node;
+    int64_t        n;
+    hpml_counters  rank[16];
+} traffic;
+
+static hpml_status count_one(hpml_comm *c, void *user)
+{
+    traffic            *t = (traffic *)user;
+    float              *x = (float *)calloc((size_t)t->n + 1, sizeof *x);
+    hpml_allreduce_desc d;
+    int                 rank = hpml_comm_rank(c), p = hpml_comm_size(c);
+    int64_t             to[16][2] = { { 0 } }; /* messages and bytes to each, from the moves */
+    memset(&d, 0, sizeof d);
+    d.algorithm = t->algorithm;
+    hpml_comm_counters_reset(c);
+    hpml_allreduce(c, x, t->n, &d);
+    free(x);
+    hpml_comm_counters(c, &t->rank[rank]);
+    int64_t messages = 0, bytes = 0, rounds = 0, between = 0; /* the same from the moves */
+    for (int k = 0;; k++) {
+        hpml_move m;
+        if (!hpml_allreduce_move(t->algorithm, p, t->per_node, rank, t->n, k, &m)) break;
+        rounds += m.to >= 0 || m.from >= 0;
+        if (m.to < 0) continue;
+        messages++, to[m.to][0]++;
+        bytes += 4 * m.out_count, to[m.to][1] += 4 * m.out_count;
+        if (hpml_comm_node(c, m.to) != hpml_comm_node(c, rank)) between += 4 * m.out_count;
+    }
+    const hpml_counters *got = &t->rank[rank];
+    CHECK(messages == got->messages && bytes == got->bytes && rounds == got->rounds && between == got->between_bytes);
+    for (int i = 0; i < p; i++) CHECK(hpml_comm_messages_to(c, i) == to[i][0] && hpml_comm_bytes_to(c, i) == to[i][1]);
+    return HPML_OK;
+}
+
 /* A hundred messages of random length between random ranks, begun and waited for in different orders. */
 static hpml_status messages_case(hpml_comm *c, uint32_t seed, size_t longest)
 {
@@ -400,6 +440,37 @@ static hpml_status orders_case(hpml_comm *c, int orders, bool onebit)
     hpml_exchange_free(e);
     return HPML_OK;
 }
+
+#ifdef __linux__
+/* More than 2^31 elements and 2^32 bytes, of the same 4 MB again and again: what is cut off at 32 bits is left as it was. */
+static hpml_status huge(hpml_comm *c, void *user)
+{
+    enum { PART = 4 << 20, EXTRA = 1002 };
+    const size_t        parts = 1025, n = ((size_t)1 << 31) + EXTRA;
+    FILE               *f = tmpfile();
+    char               *x = (char *)mmap(NULL, parts * PART, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    int                 rank = hpml_comm_rank(c);
+    int64_t             wrong[2] = { 0, 0 };
+    hpml_allreduce_desc d;
+    (void)user;
+    memset(&d, 0, sizeof d);
+    d.algorithm = HPML_RING, d.element = HPML_ELEMENT_BF16, d.reduce = HPML_MAX;
+    CHECK(f && (void *)x != MAP_FAILED && ftruncate(fileno(f), PART) == 0);
+    for (size_t k = 0; k < parts; k++)
+        CHECK(mmap(x + k * PART, PART, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fileno(f), 0) != MAP_FAILED);
+    for (int i = 0; i < PART && rank == 0; i++) x[i] = (char)(i % 251 + 1);
+    CHECK(hpml_broadcast(c, x, 2 * n, 0) == HPML_OK);
+    for (int i = 0; i < PART; i++) wrong[0] += x[i] != (char)(i % 251 + 1);
+    hpml_barrier(c);
+    for (int i = 0; i < PART / 2; i++) element_set(x, HPML_ELEMENT_BF16, i, whole(rank, i));
+    CHECK(hpml_allreduce(c, x, (int64_t)n, &d) == HPML_OK);
+    for (int i = 0; i < PART / 2; i++) wrong[1] += element_get(x, HPML_ELEMENT_BF16, i) != whole_max(hpml_comm_size(c), i);
+    munmap(x, parts * PART);
+    fclose(f);
+    CHECK(wrong[0] == 0 && wrong[1] == 0);
+    return HPML_OK;
+}
+#endif
 
 /* A rank that is late: as long as others have not failed in waiting for it, which they count in `ended` where they can
    see it, else for some seconds. */

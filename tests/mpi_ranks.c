@@ -11,7 +11,7 @@
 static hpml_status sums(hpml_comm *c, void *user)
 {
     int           p = hpml_comm_size(c);
-    const int64_t sizes[] = { 0, 1, p - 1, p, p + 1, 1000, 1003, p > 8 ? 100000 : 1000000 };
+    const int64_t sizes[] = { 0, 1, p - 1, p, p + 1, 1000, 1003, 1000000 };
     (void)user;
     for (int a = HPML_AUTO; a < HPML_ALGORITHM_COUNT; a++)
         for (int k = 0; k < 8; k++)
@@ -25,8 +25,9 @@ static hpml_status correct(hpml_comm *c, void *user)
     if (sums(c, user) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
     for (int a = HPML_AUTO; a < HPML_ALGORITHM_COUNT; a++)
         if (types_case(c, (hpml_algorithm)a, 37) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
-    for (int64_t n = 0; n < 40; n += 1 + n / 3)
-        if (others_case(c, n) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
+    hpml_rng shape = { .seed = 3 };
+    for (int k = 0; k < 100; k++)
+        if (others_case(c, k < 8 ? k : hpml_rng_below(&shape, 500)) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
     CHECK(split_case(c) == HPML_OK);
     if (p > 1) {
         CHECK(messages_case(c, 3, 100000) == HPML_OK);
@@ -49,13 +50,21 @@ static hpml_status large(hpml_comm *c, void *user)
     return HPML_OK;
 }
 
-static hpml_status traffic(hpml_comm *c, void *user)
+static hpml_status traffic_case(hpml_comm *c, void *user)
 {
     int                 p = hpml_comm_size(c);
+    const int64_t       sizes[] = { 0, 1, 3, 1003 };
     float               x[1003] = { 0 };
     hpml_counters       k;
     hpml_allreduce_desc d;
     (void)user;
+    for (int a = HPML_CENTRAL; a < HPML_NATIVE; a++)
+        for (int i = 0; i < 4; i++) {
+            traffic t;
+            memset(&t, 0, sizeof t);
+            t.algorithm = (hpml_algorithm)a, t.n = sizes[i];
+            CHECK(count_one(c, &t) == HPML_OK);
+        }
     memset(&d, 0, sizeof d);
     d.algorithm = HPML_RING;
     hpml_comm_counters_reset(c);
@@ -284,7 +293,10 @@ int main(int argc, char **argv)
     if (strcmp(what, "checked") == 0) return launch(correct, 0, true, 30);
     if (strcmp(what, "twice") == 0) return launch(announced, 0, false, 30) || launch(announced, 0, false, 30);
     if (strcmp(what, "large") == 0) return launch(large, 0, false, 30);
-    if (strcmp(what, "traffic") == 0) return launch(traffic, 0, false, 10);
+#ifdef __linux__
+    if (strcmp(what, "huge") == 0) return launch(huge, 0, false, 60);
+#endif
+    if (strcmp(what, "traffic") == 0) return launch(traffic_case, 0, false, 10);
     if (strcmp(what, "timeline") == 0) return launch(timeline, 0, false, 10);
     if (strcmp(what, "wrong_number") == 0) return launch(correct, 3, false, 10);
     if (strcmp(what, "raises") == 0) return launch(raises, 0, false, 20);

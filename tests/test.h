@@ -20,6 +20,10 @@ typedef struct test_case {
     struct test_case *next;
 } test_case;
 
+#ifndef TEST_OUT /* where what failed is told. TEST_GIVE_UP(): the first failure is the last, and this ends the program */
+#define TEST_OUT stdout
+#endif
+
 static test_case  *test_first, **test_last = &test_first;
 static int         test_failed;
 static const char *test_skipped;
@@ -38,7 +42,7 @@ static const char *test_skipped;
 #define ENSURE(condition)                                                                       \
     do {                                                                                        \
         if (!(condition)) {                                                                     \
-            printf("    %s:%d: %s\n", __FILE__, __LINE__, #condition);                          \
+            fprintf(TEST_OUT, "    %s:%d: %s\n", __FILE__, __LINE__, #condition);                          \
             test_failed = 1;                                                                    \
             return;                                                                             \
         }                                                                                       \
@@ -48,7 +52,7 @@ static const char *test_skipped;
     do {                                                                                        \
         double test_a = (double)(a), test_b = (double)(b);                                      \
         if (!(fabs(test_a - test_b) <= (double)(tolerance))) {                                  \
-            printf("    %s:%d: %s is %.9g, %s is %.9g\n", __FILE__, __LINE__, #a, test_a, #b, test_b); \
+            fprintf(TEST_OUT, "    %s:%d: %s is %.9g, %s is %.9g\n", __FILE__, __LINE__, #a, test_a, #b, test_b); \
             test_failed = 1;                                                                    \
             return;                                                                             \
         }                                                                                       \
@@ -59,8 +63,8 @@ static const char *test_skipped;
     do {                                                                                        \
         ENSURE(failed);                                                                         \
         if (hpml_ctx_status(ctx) != (status) || !strstr(hpml_ctx_error(ctx), part)) {           \
-            printf("    %s:%d: \"%s\" is not in error %d, \"%s\"\n", __FILE__, __LINE__, part, \
-                   (int)hpml_ctx_status(ctx), hpml_ctx_error(ctx));                             \
+            fprintf(TEST_OUT, "    %s:%d: \"%s\" is not in error %d, \"%s\"\n", __FILE__, __LINE__, part, \
+                    (int)hpml_ctx_status(ctx), hpml_ctx_error(ctx));                            \
             test_failed = 1;                                                                    \
             return;                                                                             \
         }                                                                                       \
@@ -87,12 +91,18 @@ int main(int argc, char **argv)
         test_failed  = 0;
         test_skipped = NULL;
         t->run();
-        if (test_failed) printf("FAIL %s\n", t->name), failed++;
+        if (test_failed) fprintf(TEST_OUT, "FAIL %s\n", t->name), failed++;
         else if (test_skipped) printf("skip %s (%s)\n", t->name, test_skipped), skipped++;
         else printf("ok %s\n", t->name), passed++;
         fflush(stdout);
+#ifdef TEST_GIVE_UP
+        if (test_failed) break;
+#endif
     }
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
+#ifdef TEST_GIVE_UP
+    if (failed) fflush(stdout), TEST_GIVE_UP();
+#endif
     return failed > 0 ? 1 : passed == 0 && skipped > 0 ? 77 : 0;
 }
 #endif

@@ -202,15 +202,16 @@ TEST(a_sum_is_as_many_means_as_there_are_ranks)
 TEST(exact_sums_have_the_same_bits)
 {
     static const int ranks[] = { 1, 2, 3, 4, 6, 8 };
-    uint64_t         hash[3] = { 0 };
-    for (int kind = 0; kind < 3; kind++) /* plain, batchnorm, 1 bit */
+    uint64_t         hash[4] = { 0 };
+    for (int kind = 0; kind < 4; kind++) /* plain, batchnorm, 1 bit, conv; in buckets of all sizes, during the backward pass and after */
         for (int r = 0; r < 6; r++)
             for (int a = HPML_AUTO; a < HPML_NATIVE; a++) {
-                job j = { .norm = kind == 1, .momentum = 0.9, .d = { .exact = true, .algorithm = (hpml_algorithm)a } };
+                job j = { .norm = kind == 1, .conv = kind == 3, .momentum = 0.9, .d = { .exact = true, .algorithm = (hpml_algorithm)a,
+                          .bucket_bytes = (r + a) % 3 == 0 ? 0 : (r + a) % 3 == 1 ? 1 : 3000, .no_overlap = (r + a) % 4 == 0 } };
                 if (kind == 2) j.d.codec.kind = HPML_CODEC_ONEBIT;
                 if (kind == 2 && ranks[r] > 6) continue; /* six leaves */
                 if (a > 1 && kind > 0) continue;
-                ENSURE(go(&j, ranks[r], a == HPML_RING ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS, NULL) == HPML_OK);
+                ENSURE(go(&j, ranks[r], a == HPML_RING ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS, a % 2 ? NULL : &linked) == HPML_OK);
                 if (hash[kind] == 0) hash[kind] = j.hash;
                 if (hash[kind] != j.hash) printf("    kind %d, %d ranks, %s\n", kind, ranks[r], hpml_algorithm_name((hpml_algorithm)a));
                 ENSURE(j.same && hash[kind] == j.hash);
@@ -525,6 +526,53 @@ TEST(four_ranks_to_two)
     remove(file), remove(again);
 }
 
+/* What is carried from step to step belongs to the tensor of that name: also when a model is recorded in another order, with
+   other buckets. Two towers whose sum is the result; five steps are saved, five more begin with what was. */
+typedef struct towers { hpml_distribute_desc d; bool turned; const char *load, *save; float w[2][CLASSES * INPUTS]; char text[512]; } towers;
+
+static hpml_status two_towers(hpml_comm *c, void *user)
+{
+    static const int32_t y[16] = { 1, 2, 3, 0, 1 };
+    float        x[16 * INPUTS];
+    towers      *j = (towers *)user;
+    hpml_ctx    *ctx = hpml_comm_ctx(c);
+    hpml_tensor *in = hpml_input_2d(ctx, 16, INPUTS), *tower[2];
+    for (int i = 0; i < 2; i++) {
+        int              k = j->turned ? !i : i;
+        hpml_linear_desc d = { .name = k ? "b" : "a" };
+        tower[k] = hpml_linear(in, CLASSES, &d);
+    }
+    hpml_tensor      *w[2] = { hpml_param_find(ctx, "a.weight"), hpml_param_find(ctx, "b.weight") };
+    hpml_trainer     *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = hpml_add(tower[0], hpml_relu(tower[1])), .lr = 0.1f });
+    hpml_distributed *d = hpml_distribute(t, c, &j->d);
+    if (j->load) hpml_distribute_load(d, j->load);
+    for (int step = 0; step < 5; step++) {
+        for (int i = 0; i < 16 * INPUTS; i++) x[i] = (float)((i + step) * (7 + hpml_comm_rank(c)) % 13) / 13;
+        hpml_trainer_step(t, x, y, 16, NULL);
+    }
+    if (j->save) hpml_distribute_save(d, j->save);
+    for (int i = 0; i < 2 && w[i] && hpml_ctx_status(ctx) == HPML_OK && hpml_comm_rank(c) == 0; i++) memcpy(j->w[i], w[i]->data, sizeof j->w[i]);
+    return hpml_ctx_status(ctx);
+}
+
+TEST(state_belongs_to_the_named_tensor)
+{
+    for (int kind = 0; kind < 4; kind++) { /* 1 bit, with double buffering, exact, low rank */
+        towers first = { .d = { .codec = { .kind = HPML_CODEC_ONEBIT, .compress_all = true }, .bucket_bytes = 1, .delayed = kind == 1, .exact = kind == 2,
+                                .method = kind == 3 ? HPML_METHOD_LOWRANK : HPML_METHOD_CODEC }, .save = path("towers") };
+        towers second = first, turned, other; /* leaves' state and ranks' are not each other's */
+        second.save = NULL, second.load = first.save;
+        turned = other = second, turned.turned = true, turned.d.bucket_bytes = 0, other.d.exact = kind == 0;
+        hpml_launch_desc l = { .ranks = 2, .ctx = { .seed = 3, .threads = 1 } };
+        ENSURE(hpml_launch(&l, two_towers, &first, NULL, 0) == HPML_OK && hpml_launch(&l, two_towers, &second, NULL, 0) == HPML_OK);
+        ENSURE(hpml_launch(&l, two_towers, &turned, NULL, 0) == HPML_OK);
+        ENSURE(second.w[0][0] != first.w[0][0] && memcmp(second.w, turned.w, sizeof turned.w) == 0);
+        if (kind % 2 == 0) ENSURE(hpml_launch(&l, two_towers, &other, other.text, sizeof other.text) == HPML_ERR_FORMAT);
+        ENSURE(kind % 2 || strstr(other.text, kind ? "state.residual.workers" : "state.residual.leaves"));
+        remove(first.save);
+    }
+}
+
 /* Batches from 8 up, on 2 ranks whose models hold 64 each. */
 typedef struct search_job {
     hpml_distribute_desc   d;
@@ -744,6 +792,52 @@ TEST(a_timeline_of_virtual_time)
     }
 }
 
+/* A training's layers, exchanges and updates share that time: half a second of computing, then the step's layers, which take
+   none, the exchange, and the update when it has ended. */
+static hpml_status virtual_steps(hpml_comm *c, void *user)
+{
+    static float         x[16 * INPUTS];
+    static const int32_t y[16];
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    hpml_tensor  *in = hpml_input_2d(ctx, 16, INPUTS), *out = hpml_linear(hpml_relu(hpml_linear(in, 64, NULL)), CLASSES, NULL);
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.01f });
+    hpml_distribute(t, c, &(hpml_distribute_desc){ .bucket_bytes = 1 });
+    hpml_comm_trace_start(c, NULL);
+    for (int i = 0; i < 3; i++) hpml_comm_compute(c, 0.5), hpml_trainer_step(t, x, y, 16, NULL);
+    return hpml_comm_trace_save(c, (const char *)user);
+}
+
+TEST(a_training_in_virtual_time_has_one_clock)
+{
+    const char      *path = "build/virtual_steps_test.json";
+    hpml_launch_desc l = { .ranks = 4, .transport = HPML_TRANSPORT_CLOCK, .network.inside.latency = 0.01, .ctx.threads = 1 };
+    ENSURE(hpml_launch(&l, virtual_steps, (void *)(uintptr_t)path, NULL, 0) == HPML_OK);
+    ENSURE(!trace_read(path, 4, &seen));
+    remove(path);
+    enum { COMPUTED, BACKWARD, UPDATED, KINDS, STEPS = 3 };
+    static const char *const names[KINDS] = { "compute", "linear0 backward", "update" };
+    for (int rank = 0; rank < 4; rank++) {
+        double at[KINDS][STEPS + 1] = { { 0 } };
+        int    n[KINDS] = { 0 }, sums = 0;
+        for (int i = 0; i < seen.spans; i++) {
+            const trace_span *s = &seen.span[i];
+            double            ts = 1e-6 * s->number[TRACE_TS], dur = 1e-6 * s->number[TRACE_DUR];
+            const char       *name = s->text[TRACE_NAME];
+            if ((int)s->number[TRACE_PID] != rank) continue;
+            for (int k = 0; k < KINDS; k++)
+                if (strcmp(name, names[k]) == 0 && n[k] < STEPS) at[k][n[k]++] = ts;
+            sums += strcmp(name, "allreduce") == 0 && dur > 0.009;
+            if ((int)s->number[TRACE_TID] == HPML_LANE_COMPUTE && strcmp(name, "wait") != 0) ENSURE_NEAR(dur, strcmp(name, "compute") == 0 ? 0.5 : 0, 1e-6);
+            ENSURE(ts > -1e-6 && ts + dur < 2.5);
+        }
+        ENSURE(n[COMPUTED] == STEPS && n[BACKWARD] == STEPS && n[UPDATED] == STEPS && sums == STEPS * (4 + 1));
+        for (int k = 0; k < STEPS; k++) { /* each of five sums is at least a message behind the one before it */
+            ENSURE(at[BACKWARD][k] > at[COMPUTED][k] + 0.5 - 1e-6 && at[UPDATED][k] > at[BACKWARD][k] + 0.05 - 1e-6);
+            ENSURE(k + 1 == STEPS || at[UPDATED][k] < at[COMPUTED][k + 1] + 1e-6);
+        }
+    }
+}
+
 /* What looking costs: a step writes so many spans, each with two looks at a clock. That it is off costs less than a 100th of
    the step; that it is on is said. Counters are always on: some additions a message. */
 static double seconds_of_spans(hpml_ctx *ctx, int n)
@@ -851,7 +945,7 @@ TEST(phases_add_up_to_the_step)
 #if !SLOW_BUILD /* this is learning, not memory or races */
 /* Without momentum, by `rule` from a batch of 32 at 0.05, over five epochs; a batch of more than 32 is that of four ranks.
    loss: of the last epoch, as training meets it, which the last step, or a short batch at a high rate, does not decide. */
-typedef struct lesson { hpml_lr_rule rule; int64_t batch; double loss, samples; } lesson;
+typedef struct lesson { hpml_lr_rule rule; int64_t batch; int32_t warm; double loss, samples; } lesson;
 typedef struct lesson_watch { lesson *l; hpml_distributed *d; } lesson_watch;
 
 static int last_epoch(const hpml_step_info *info, void *user)
@@ -869,17 +963,17 @@ static hpml_status learn(hpml_comm *c, void *user)
     lesson_watch  w = { (lesson *)user, NULL };
     hpml_ctx     *ctx = hpml_comm_ctx(c);
     hpml_tensor  *x = hpml_input_2d(ctx, w.l->batch / hpml_comm_size(c), 784);
-    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = mlp(x), .lr = 0.05f, .lr_rule = w.l->rule, .lr_base_batch = 32 });
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = mlp(x), .lr = 0.05f, .lr_rule = w.l->rule, .lr_base_batch = 32, .schedule.warmup_steps = w.l->warm });
     w.d = hpml_distribute(t, c, NULL);
     return hpml_trainer_fit(t, digits(ctx, 0, to_learn), &(hpml_fit_desc){ .epochs = 5, .on_step = last_epoch, .user = &w });
 }
 
 /* The mean over seeds; a rate that is too high may end in a loss that is not finite. */
-static double learned(hpml_lr_rule rule, int64_t batch)
+static double learned(hpml_lr_rule rule, int64_t batch, int32_t warm)
 {
     double sum = 0;
     for (int seed = 0; seed < 3; seed++) {
-        lesson           l = { .rule = rule, .batch = batch };
+        lesson           l = { .rule = rule, .batch = batch, .warm = warm };
         hpml_launch_desc d = { .ranks = batch > 32 ? 4 : 1, .ctx = { .seed = (uint64_t)(10 + seed), .threads = 1 } };
         sum += hpml_launch(&d, learn, &l, NULL, 0) == HPML_OK ? l.loss / l.samples / 3 : 1e9;
     }
@@ -889,11 +983,11 @@ static double learned(hpml_lr_rule rule, int64_t batch)
 TEST(larger_batches_want_a_larger_rate)
 {
     get_digits(8000);
-    double small = learned(HPML_LR_LINEAR, 32), middle = learned(HPML_LR_LINEAR, 128), large = learned(HPML_LR_LINEAR, 256), given = learned(HPML_LR_AS_GIVEN, 128),
-           far = learned(HPML_LR_LINEAR, 1024), root = learned(HPML_LR_SQRT, 1024);
-    printf("    batch 32: %.3f; linear: 128 %.3f, 256 %.3f, 1024 %.3f; as given: 128 %.3f; root: 1024 %.3f\n", small, middle, large, far, given, root);
+    double small = learned(HPML_LR_LINEAR, 32, 0), middle = learned(HPML_LR_LINEAR, 128, 0), large = learned(HPML_LR_LINEAR, 256, 0), given = learned(HPML_LR_AS_GIVEN, 128, 0),
+           far = learned(HPML_LR_LINEAR, 1024, 0), root = learned(HPML_LR_SQRT, 1024, 0), warm = learned(HPML_LR_LINEAR, 512, 20); /* a rate of 0.8 */
+    printf("    batch 32: %.3f; linear: 128 %.3f, 256 %.3f, 512 warmed up %.3f, 1024 %.3f; as given: 128 %.3f; root: 1024 %.3f\n", small, middle, large, warm, far, given, root);
     ENSURE(fabs(middle / small - 1) < 0.05 && fabs(large / small - 1) < 0.05);
-    ENSURE(given > 1.4 * small && far > 4 * small && far > 2 * root); /* the linear rule has an end */
+    ENSURE(given > 1.4 * small && warm < given && far > 4 * small && far > 2 * root); /* the linear rule has an end */
 }
 
 /* The loss after five epochs of 8192 points in batches of 512. */
@@ -950,6 +1044,40 @@ TEST(ranks_have_the_schedule_of_one)
     for (int i = 0; i < 20; i++) ENSURE(alone[i] == four[i]);
     ENSURE_NEAR((double)alone[0], 0.1 * GLOBAL / 6 / 5, 1e-6);
     ENSURE_NEAR((double)alone[4], 0.1 * GLOBAL / 6, 1e-6);
+}
+
+/* Rank 1 stays away from its fourth step until the other has given it up. */
+static hpml_status stay_away(hpml_comm *c, void *user)
+{
+    static float         x[16 * INPUTS];
+    static const int32_t y[16];
+    int          *given_up = (int *)user;
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    hpml_tensor  *in = hpml_input_2d(ctx, 16, INPUTS);
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = hpml_linear(in, CLASSES, NULL), .lr = 0.01f });
+    hpml_distribute(t, c, NULL);
+    for (int step = 0; step < 6 && hpml_ctx_status(ctx) == HPML_OK; step++) {
+        for (int i = 0; i < 20000 && step == 3 && hpml_comm_rank(c) == 1 && !__atomic_load_n(given_up, __ATOMIC_ACQUIRE); i++) hpmlc_nap(1e-3);
+        if (hpml_trainer_step(t, x, y, 16, NULL) != HPML_OK) __atomic_store_n(given_up, 1, __ATOMIC_RELEASE);
+    }
+    return hpml_ctx_status(ctx);
+}
+
+TEST(a_deadline_names_rank_operation_and_step)
+{
+    for (int background = 0; background < 2; background++) {
+        char text[512] = "";
+        bool good = false;
+        for (int tries = 0; tries < 3 && !good; tries++) { /* a busy machine may keep another rank away as long */
+            hpml_launch_desc l = { .ranks = 2, .timeout = 0.3, .ctx.threads = 1 };
+            int              given_up = 0;
+            if (background) l.network = linked;
+            good = hpml_launch(&l, stay_away, &given_up, text, sizeof text) == HPML_ERR_TIMEOUT &&
+                   strstr(text, "waited 0.3 s for rank 1 in allreduce") && strstr(text, "step 3;");
+        }
+        if (!good) printf("    %s\n", text);
+        ENSURE(good);
+    }
 }
 
 static hpml_status foreign(hpml_comm *c, void *user)

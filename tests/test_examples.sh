@@ -70,6 +70,7 @@ HPML_RUN=mpi timeout 60 mpiexec -n 2 build/05_allreduce_mpi --max 4096 --algorit
 check "HPML_RUN=mpi" 'grep -q "^# 2 ranks, transport mpi," "$tmp/out" || ! command -v mpicc >/dev/null'
 build/06_onebit_dropin >"$tmp/out" 2>&1
 check "1 bit dropped into a program" '[ $? -eq 0 ] && grep -q "^onebit" "$tmp/out"'
+check "in five lines" '[ "$(grep -o "/\* [0-9] \*/$" examples/06_onebit_dropin.c | sort -u | wc -l)" = 5 ]'
 build/08_simulate --model gpt2 --network 10gbit --ranks 256 >"$tmp/out" 2>&1
 check "simulated machines" '[ $? -eq 0 ] && grep -q "148 layers, 124.4 M" "$tmp/out" && grep -q "^   256 |" "$tmp/out"'
 check "a forecast below 50 % warns" 'grep -q "^256 ranks, f32.*efficiency [0-4]*[0-9] %, below 50 %: .* batches [0-9.]* times as large" "$tmp/out"'

@@ -279,6 +279,58 @@ TEST(work_inside_the_stripe)
     ENSURE(right);
 }
 
+/* Adagrad there, step by step, against one who does the work of all: each gradient is packed with its rank's residual; what
+   comes out is added in the order of the ranks and divided; what Adagrad makes of that is packed with a residual of its own. */
+static void adagrad(void *user, int tensor, int64_t row, int64_t rows, float *sum)
+{
+    float *of = (float *)user + row * COLS;
+    (void)tensor;
+    for (int64_t i = 0; i < rows * COLS; i++) of[i] += sum[i] * sum[i], sum[i] /= sqrtf(of[i]) + 1e-10f;
+}
+
+static void there_and_back(const hpml_packing *p, float *out, float *residual, const float *in)
+{
+    static _Thread_local char packed[4 * ROWS * COLS];
+    hpml_packing_encode(p, packed, residual, in, ROWS);
+    hpml_packing_decode(p, out, packed, ROWS);
+}
+
+static hpml_status adagrad_steps(hpml_comm *c, void *user)
+{
+    enum { N = ROWS * COLS };
+    int             p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    float          *x = (float *)calloc((size_t)N * (size_t)(6 + p), sizeof *x), *g = x + N, *sum = x + 2 * N, *own = x + 3 * N, *all = x + 4 * N, *e = x + 5 * N;
+    hpml_gradient   t = { "w", x, ROWS, COLS };
+    hpml_codec_desc onebit = { .kind = HPML_CODEC_ONEBIT };
+    hpml_packing    packing;
+    hpml_exchange  *ex = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &t, .codec = onebit, .reduce = HPML_MEAN, .in_stripe = adagrad, .user = own });
+    hpml_packing_init(&packing, &onebit, ROWS, COLS);
+    for (int s = 0; s < 50; s++) {
+        memset(sum, 0, sizeof *sum * N);
+        for (int r = 0; r < p; r++) {
+            draw(x, r, s);
+            there_and_back(&packing, g, e + r * N, x);
+            for (int i = 0; i < N; i++) sum[i] += g[i];
+        }
+        for (int i = 0; i < N; i++) sum[i] /= (float)p;
+        adagrad(all, 0, 0, ROWS, sum);
+        there_and_back(&packing, g, e + p * N, sum);
+        draw(x, rank, s);
+        if (hpml_exchange_run(ex) == HPML_OK && memcmp(x, g, sizeof *x * N) != 0) __atomic_store_n((bool *)user, false, __ATOMIC_RELAXED);
+    }
+    free(x);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(adagrad_in_the_stripe_is_the_definition)
+{
+    for (int p = 1; p <= 4; p++) {
+        bool right = true;
+        ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = p, .ctx.threads = 1 }, adagrad_steps, &right, NULL, 0) == HPML_OK);
+        ENSURE(right);
+    }
+}
+
 /* The second largest |eigenvalue| of W, by power iteration on vectors of sum zero. */
 static double contraction(const double *w, int p)
 {

@@ -4,21 +4,26 @@
 #define HPML_COMM_IMPLEMENTATION /* private functions; hpml.h's body is compiled apart */
 #include "../hpml_comm.h"
 #include "mlp.h"
-#include "test.h"
 
 #include <pthread.h>
 #include <time.h>
 #include <unistd.h>
+
+static int ranks = 4, me; /* mpiexec's */
+
 #ifdef HPML_USE_MPI
 #include <mpi.h>
 enum { SEEDS = 2 };
+/* A rank whose test fails would leave the others in messages that nobody answers: it ends them, when those that fail with
+   it have said so. */
+#define TEST_OUT       (me > 0 ? stderr : stdout)
+#define TEST_GIVE_UP() (usleep(300000), MPI_Abort(MPI_COMM_WORLD, 1))
 #else
 enum { SEEDS = 5 };
 #endif
+#include "test.h"
 
 enum { BATCH = 128 };
-
-static int ranks = 4, me; /* mpiexec's */
 
 #ifdef HPML_USE_MPI
 /* Messages as on a wire of `wire` bytes a second, 50 us long: what MPI has received is seen when that would have brought it,
@@ -217,7 +222,7 @@ static hpml_status go(training *j)
 
 /* One kind of training with all seeds, and the mean of them. */
 typedef struct series { const char *name; training kind, seed[SEEDS]; bool failed[SEEDS]; } series;
-enum { F32, ONE, BARE, LATE, MOM, SLOW, ADA, KINDS };
+enum { F32, ONE, BARE, LATE, MOM, ADA, KINDS };
 
 static int next_training;
 
@@ -246,10 +251,10 @@ static training mean_of(const series *all)
     return sum;
 }
 
-/* b, c, e, g, and of d what a whole step sends. Fifteen epochs at 0.05; Adagrad is set against f32 at its own rate. With
-   momentum 0.9 on top of both, 1 bit and a step's delay are unstable at this rate, so double buffering goes without. The
-   control without feedback ends far below, on MNIST at 59 %; drawn digits forgive more. Two trainings at a time: ranks that
-   wait for each other leave a core for another. */
+/* b, c, e, g, and of d what a whole step sends. Fifteen epochs at 0.05; Adagrad, before momentum as in the paper, at a rate
+   of its own. With momentum 0.9 on top of both, 1 bit and a step's delay are unstable at this rate, so double buffering goes
+   without. The control without feedback ends far below, on MNIST at 62 %; drawn digits forgive more. Two trainings at a time:
+   ranks that wait for each other leave a core for another. */
 TEST(it_learns_what_f32_learns)
 {
     hpml_codec_desc none = { .kind = HPML_CODEC_ONEBIT, .no_feedback = true };
@@ -258,8 +263,7 @@ TEST(it_learns_what_f32_learns)
                           { .name = "1 bit without feedback", .kind = { .momentum = 0.9, .d.codec = none } },
                           { .name = "1 bit, double buffering", .kind = { .lr = 0.3, .d = { .codec = onebit, .delayed = true }, .watch = 1 } },
                           { .name = "1 bit, momentum in stripe", .kind = { .placing = MOMENTUM, .d.codec = onebit } },
-                          { .name = "f32 at a rate of 0.03", .kind = { .ranks = 1, .lr = 0.03, .epochs = 14, .momentum = 0.9 } },
-                          { .name = "1 bit, Adagrad in stripe", .kind = { .lr = 0.03, .epochs = 14, .placing = ADAGRAD, .d.codec = onebit } } };
+                          { .name = "1 bit, Adagrad in stripe", .kind = { .lr = 0.005, .momentum = 0.9, .placing = ADAGRAD, .d.codec = onebit } } };
     training  mean[KINDS], *f32 = &mean[F32], *one = &mean[ONE], *bare = &mean[BARE], *late = &mean[LATE];
     get_digits(4096);
     next_training = 0;
@@ -273,8 +277,7 @@ TEST(it_learns_what_f32_learns)
     if (two) pthread_join(beside, NULL);
 #endif
     for (int i = 0; i < KINDS; i++) mean[i] = mean_of(&all[i]);
-    for (int i = LATE; i < KINDS; i++)
-        ENSURE(mean[i].same && mean[i].accuracy >= mean[i < SLOW ? F32 : SLOW].accuracy - 0.5);
+    for (int i = LATE; i < KINDS; i++) ENSURE(mean[i].same && mean[i].accuracy >= f32->accuracy - 0.5);
     ENSURE(f32->accuracy > 92 && one->same && late->same);
     ENSURE(one->accuracy >= f32->accuracy - 0.5 && one->loss <= 1.15 * f32->loss);
     ENSURE(bare->accuracy < (getenv("HPML_MNIST") ? 80 : f32->accuracy - 4) && bare->loss > 2 * f32->loss);
@@ -379,13 +382,23 @@ TEST(bytes_are_a_27th)
 }
 
 #ifdef HPML_USE_MPI
-/* Also with double buffering, and with Adagrad in the stripe. */
+/* Not a test of 1 bit, but of what a test that fails on one rank does to the others (test_mpi.sh). */
+TEST(a_failure_ends_the_job)
+{
+    const char *who = getenv("HPML_TEST_FAILS");
+    if (!who) SKIP("no rank is told to fail");
+    ENSURE(me != atoi(who));
+    MPI_Barrier(MPI_COMM_WORLD);
+}
+
+/* Also with double buffering, with Adagrad in the stripe, and f32. */
 TEST(mpi_has_the_bits_of_threads)
 {
     for (int s = 0; s < SEEDS; s++)
-        for (int kind = 0; kind < 3; kind++) {
-            training mpi = { .seed = s, .max_steps = 20, .d = { .codec = onebit, .delayed = kind == 1 }, .placing = kind == 2 ? ADAGRAD : LOCAL }, own = mpi;
-            own.threads = 1;
+        for (int kind = 0; kind < 4; kind++) {
+            training mpi = { .seed = s, .max_steps = 20, .d = { .algorithm = HPML_RING, .delayed = kind == 1 }, .placing = kind == 2 ? ADAGRAD : LOCAL }, own;
+            if (kind < 3) mpi.d.codec = onebit;
+            own = mpi, own.threads = 1;
             ENSURE(go(&mpi) == HPML_OK && go(&own) == HPML_OK);
             ENSURE(mpi.hash != 0 && mpi.hash == own.hash);
         }
