@@ -372,6 +372,7 @@ typedef struct meeting {
     job  j; /* first: place looks at it */
     char file[64], text[768];
     int  absent; /* ranks that do not come */
+    bool late;   /* rank 0 is */
 } meeting;
 
 /* Contexts that know of no communicator: their ids go by files. */
@@ -381,6 +382,7 @@ static hpml_status by_file(hpml_comm *c, void *user)
     hpml_ctx      *ctx = hpml_comm_ctx(c);
     int            rank = hpml_comm_rank(c), p = hpml_comm_size(c);
     float          x[1000];
+    if (m->late && rank == 0) usleep(200000);
     hpml_nccl     *n = hpml_nccl_create(ctx, &(hpml_nccl_desc){ .rank = rank, .ranks = p + m->absent, .file = m->file,
                                                                 .timeout = m->absent ? 0.3 : 2 });
     float         *device = (float *)hpml_ctx_backend(ctx)->alloc(hpml_ctx_device(ctx), sizeof x);
@@ -434,7 +436,8 @@ TEST(nccl_ranks_meet_by_file)
     ENSURE(access("build/nccl_id.0", F_OK) != 0);
 }
 
-/* A run that is killed while its ranks meet, one of two or both, leaves files; the next one meets by the same name. */
+/* A run that is killed while its ranks meet, one of two or both, leaves files; the next one meets by the same name, whoever
+   is first: rank 1 finds a card of rank 0 whose id is nobody's any more. */
 TEST(files_of_a_killed_run_do_not_matter)
 {
     for (int come = 1; come <= 2; come++) {
@@ -457,7 +460,7 @@ TEST(files_of_a_killed_run_do_not_matter)
         usleep(200000);
         for (int rank = 0; rank < come; rank++) kill(pid[rank], SIGKILL), waitpid(pid[rank], NULL, 0);
         ENSURE(access("build/nccl_id.0", F_OK) == 0 && (come == 1 || access("build/nccl_id.1", F_OK) == 0));
-        meeting          m = { .j.cuda.precision = HPML_CUDA_BF16, .file = "build/nccl_id" };
+        meeting          m = { .j.cuda.precision = HPML_CUDA_BF16, .file = "build/nccl_id", .late = true };
         hpml_launch_desc l = { .ranks = 2, .timeout = 20, .place = place, .ctx.threads = 1 };
         nccl_on_cpu_reset(2, 1);
         ENSURE(hpml_launch(&l, by_file, &m, m.text, sizeof m.text) == HPML_OK);
