@@ -1119,22 +1119,24 @@ TEST(looks_wait_once_a_step)
 }
 
 /* Passes whose gradients a hook waits for are replayed in pieces: the same hooks in the same order and the same bits as op by
-   op, with short batches in between, so many that records come and go. */
+   op, with short batches in between, so many that records come and go. In the first steps a hook refuses the first piece, and
+   the step is left out: later that piece is replayed before one that is not, which must know what the replayed one left. */
+enum { SEEN = 64, REFUSES = SEEN - 1 };
 static hpml_status note_final(void *user, hpml_trainer *t, int param)
 {
     (void)t;
     int *seen = (int *)user;
-    if (seen[0] < 63) seen[++seen[0]] = param;
-    return HPML_OK;
+    if (seen[0] < REFUSES - 1) seen[++seen[0]] = param;
+    return seen[REFUSES] ? HPML_ERR_STATE : HPML_OK;
 }
 
 TEST(hooks_of_gradients_cut_passes_in_pieces)
 {
-    enum { LAYERS = 8, ROWS = 32, STEPS = 100 };
+    enum { LAYERS = 8, ROWS = 32, STEPS = 100, REFUSED = 2 };
     float    x[ROWS * 4];
     int32_t  y[ROWS];
     uint64_t hash[2];
-    int     seen[2][64];
+    int     seen[2][SEEN];
     long    kernels = 0, graphs = 0;
     unsigned draw;
     if (no_device()) SKIP("no CUDA device");
@@ -1149,9 +1151,10 @@ TEST(hooks_of_gradients_cut_passes_in_pieces)
         hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = hpml_linear(h, 3, NULL), .lr = 0.05f });
         ENSURE(hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = seen[replayed], .grad = note_final }) == HPML_OK);
         for (int i = 0; i < STEPS; i++) {
-            seen[replayed][0] = 0;
+            seen[replayed][0] = 0, seen[replayed][REFUSES] = i < REFUSED;
             if (replayed && cuda_on_cpu_fault && i == 5) kernels = -cuda_on_cpu_count("launches"), graphs = -cuda_on_cpu_count("graphs");
-            ENSURE(hpml_trainer_step(t, x, y, i < 6 ? ROWS : 1 + (int)((draw = draw * 1103515245 + 12345) >> 16) % ROWS, NULL) == HPML_OK);
+            ENSURE(hpml_trainer_step(t, x, y, i < 6 ? ROWS : 1 + (int)((draw = draw * 1103515245 + 12345) >> 16) % ROWS, NULL) ==
+                   (i < REFUSED ? HPML_ERR_STATE : HPML_OK));
             if (replayed && cuda_on_cpu_fault && i == 5) kernels += cuda_on_cpu_count("launches"), graphs += cuda_on_cpu_count("graphs");
         }
         hash[replayed] = hpml_param_hash(ctx);
