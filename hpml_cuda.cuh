@@ -47,7 +47,7 @@
 //     gpu-copy   to and from the host, through pinned memory
 //     gpu-pass   whole passes, recorded once and replayed
 //     gpu-elementwise   add, sub, mul, div with broadcasting; scale; activations
-//     gpu-sums   sums, sums of squares, counting hits
+//     gpu-sums   sums, sums of squares
 //     gpu-shape   reshape, permute, slice, concat
 //     gpu-norm   softmax, layernorm, rmsnorm
 //     gpu-batchnorm   batch normalization
@@ -1296,7 +1296,7 @@ HPMLG_OP(mul) { return hpmlg_binary_pass(d, n, back); }
 HPMLG_OP(div) { return hpmlg_binary_pass(d, n, back); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>gpu-sums   sums, sums of squares, counting hits
+// >>gpu-sums   sums, sums of squares
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The sum op and the gradient of a stretched operand are one thing, a fold: of the dimensions of an array some are kept
@@ -1511,58 +1511,6 @@ HPMLG_FN hpml_status hpmlg_sumsq(void *, hpml_ctx *ctx, hpml_dtype dtype, const 
     hpmlg_finish f = {};
     f.divisor = 1, f.wide = out;
     return hpmlg_total_run(hpmlg_enter(ctx), f, hpmlg_of((void *)x, dtype), hpmlg_none(), HPMLG_SQUARE, 0, n);
-}
-
-/* A row is a hit unless an element before the label's is as large, or one after it larger. A NaN hits nothing; at the
-   front it is never overtaken. */
-HPMLG_DEVICE bool hpmlg_beaten(const hpmlg_eight &e, int64_t at, int64_t first, int64_t label, float mine)
-{
-    bool beaten = false;
-    for (int j = 0; j < 8; j++)
-        beaten = beaten || e.v[j] > mine || (e.v[j] == mine && at + j >= first && at + j < label);
-    return beaten;
-}
-
-HPMLG_DEVICE bool hpmlg_beaten_at_once(hpmlg_array y, int64_t first, int64_t label, float mine)
-{
-    return label > first && (mine != mine || isnan(hpmlg_get(y, first)));
-}
-
-/* A row is done, its label counts. Integers may be added in any order. */
-HPMLG_DEVICE void hpmlg_count_row(unsigned long long *counts, bool hit)
-{
-    atomicAdd(&counts[1], 1ull);
-    if (hit) atomicAdd(&counts[0], 1ull);
-}
-
-static __global__ void hpmlg_k_correct(unsigned long long *counts, hpmlg_array y, const int *labels, int64_t rows,
-                                       int64_t classes, int tx)
-{
-    __shared__ float space[HPMLG_FOLD / HPMLG_WARP];
-    int64_t row = (int64_t)blockIdx.x * (HPMLG_FOLD / tx) + threadIdx.x / (unsigned)tx, first = row * classes;
-    int     lane = (int)threadIdx.x % tx, label = row < rows ? labels[row] : -1;
-    bool    counted = label >= 0 && label < classes;
-    float   mine = counted ? hpmlg_get(y, first + label) : 0;
-    float   beaten = counted && hpmlg_beaten_at_once(y, first, first + label, mine);
-    for (int64_t at = first / 8 * 8 + lane * 8; counted && at < first + classes; at += tx * 8)
-        if (hpmlg_beaten(hpmlg_get_part(y, at, first, first + classes, -INFINITY), at, first, first + label, mine))
-            beaten = 1;
-    beaten = hpmlg_group(beaten, space, tx, true);
-    if (lane == 0 && counted) hpmlg_count_row(counts, beaten == 0);
-}
-
-HPMLG_FN hpml_status hpmlg_correct(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
-                                   int64_t rows, int64_t classes, int64_t counts[2])
-{
-    hpmlg_device *d = hpmlg_enter(ctx);
-    int           tx = hpmlg_power((classes + 14) / 8, HPMLG_FOLD), ty = HPMLG_FOLD / tx;
-    size_t        bytes = 2 * sizeof *counts;
-    if (d->left.y == y && d->left.labels == (const void *)labels) /* the loss has counted them */
-        return hpmlg_check(d, cudaMemcpyAsync(counts, d->counts, bytes, cudaMemcpyDeviceToDevice, d->stream), "hits");
-    hpml_status status = hpmlg_check(d, cudaMemsetAsync(counts, 0, bytes, d->stream), "correct");
-    if (status != HPML_OK) return status;
-    return HPMLG_RUN(d, hpmlg_k_correct, (unsigned)((rows + ty - 1) / ty), HPMLG_FOLD, 0, (unsigned long long *)counts,
-                     hpmlg_of((void *)y, dtype), labels, rows, classes, tx);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4477,7 +4425,7 @@ typedef struct hpmlg_rows {
     const int       *labels;   /* (rows) */
     float           *lse, *loss, *inverse; /* (rows), (rows), (1) */
     const float     *dloss;    /* (1) */
-    int64_t          rows, V;
+    int64_t          rows, V, blocks;
     float            smoothing;
     int              ignore, tx;
     bool             add;
@@ -4493,6 +4441,22 @@ HPMLG_DEVICE bool hpmlg_label_counts(int label, int ignore, int64_t classes)
     return label != ignore && label >= 0 && label < classes;
 }
 
+/* A row is a hit unless an element before the label's is as large, or one after it larger. A NaN hits nothing; at the
+   front it is never overtaken. */
+HPMLG_DEVICE bool hpmlg_beaten(const hpmlg_eight &e, int64_t at, int64_t first, int64_t label, float mine)
+{
+    bool beaten = false;
+    for (int j = 0; j < 8; j++)
+        beaten = beaten || e.v[j] > mine || (e.v[j] == mine && at + j >= first && at + j < label);
+    return beaten;
+}
+
+HPMLG_DEVICE bool hpmlg_beaten_at_once(hpmlg_array y, int64_t first, int64_t label, float mine)
+{
+    return label > first && (mine != mine || isnan(hpmlg_get(y, first)));
+}
+
+/* node NULL: hits are counted, nothing else. */
 static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node)
 {
     __shared__ float space[HPMLG_FOLD / HPMLG_WARP];
@@ -4517,10 +4481,12 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
     beaten = hpmlg_group(beaten, space, p.tx, true);
     if (p.smoothing > 0) all = hpmlg_group(all, space, p.tx, false);
     if (lane != 0 || row >= p.rows) return;
+    if (counts) atomicAdd(&p.counts[1], 1ull); /* integers may be added in any order */
+    if (counts && beaten == 0) atomicAdd(&p.counts[0], 1ull);
+    if (!node) return;
     float lse = most + logf(s);
     p.lse[row]  = lse;
     p.loss[row] = 0;
-    if (counts) hpmlg_count_row(p.counts, beaten == 0);
     if (counts) p.loss[row] = lse - (1 - p.smoothing) * mine - p.smoothing * all / (float)p.V;
     else if (label != p.ignore) hpmlg_complain(p.note, p.taken, row, label, node);
 }
@@ -4546,33 +4512,49 @@ static __global__ void hpmlg_k_cross_entropy_back(hpmlg_rows p)
     }
 }
 
-HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_device *d, const hpml_node *n, unsigned *blocks)
+HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_array x, const void *labels, int64_t rows, int64_t V)
 {
-    hpmlg_rows         p = {};
-    const hpml_tensor *x = n->src[0];
-    p.x = hpmlg_value(x), p.dx = hpmlg_grad(x), p.labels = (const int *)(const void *)n->src[1]->data;
-    p.V = x->shape[x->ndim - 1], p.rows = hpml_tensor_count(x) / p.V;
-    p.lse = (float *)n->saved, p.loss = p.lse + p.rows, p.inverse = p.loss + p.rows, p.dloss = n->out->grad;
-    p.smoothing = n->attr.cross_entropy.smoothing, p.ignore = n->attr.cross_entropy.ignore;
-    p.tx = hpmlg_power((p.V + 14) / 8, HPMLG_FOLD), p.add = n->accumulate[0];
-    p.note = d->note, p.taken = d->note_taken, p.counts = d->counts;
-    *blocks = (unsigned)((p.rows + HPMLG_FOLD / p.tx - 1) / (HPMLG_FOLD / p.tx));
+    hpmlg_rows p = {};
+    p.x = x, p.labels = (const int *)labels, p.rows = rows, p.V = V, p.ignore = -1;
+    p.tx = hpmlg_power((V + 14) / 8, HPMLG_FOLD);
+    p.blocks = (rows + HPMLG_FOLD / p.tx - 1) / (HPMLG_FOLD / p.tx);
     return p;
+}
+
+HPMLG_FN hpml_status hpmlg_loss_run(hpmlg_device *d, const hpmlg_rows *p, const hpml_node *n)
+{
+    hpml_status status = hpmlg_check(d, cudaMemsetAsync(p->counts, 0, 2 * sizeof *p->counts, d->stream), "counting");
+    HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_cross_entropy, (unsigned)p->blocks, HPMLG_FOLD, 0, *p, n));
+    return status;
 }
 
 HPMLG_OP(cross_entropy)
 {
-    unsigned      blocks;
-    hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
-    hpmlg_finish  f = {};
-    if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, blocks, HPMLG_FOLD, 0, p);
-    bool        classes = p.ignore < 0 || p.ignore >= p.V; /* all that count are */
+    const hpml_tensor *x = n->src[0];
+    int64_t            V = x->shape[x->ndim - 1];
+    hpmlg_rows         p = hpmlg_rows_make(hpmlg_value(x), n->src[1]->data, hpml_tensor_count(x) / V, V);
+    hpmlg_finish       f = {};
+    p.dx = hpmlg_grad(x), p.dloss = n->out->grad, p.add = n->accumulate[0];
+    p.lse = (float *)n->saved, p.loss = p.lse + p.rows, p.inverse = p.loss + p.rows;
+    p.smoothing = n->attr.cross_entropy.smoothing, p.ignore = n->attr.cross_entropy.ignore;
+    p.note = d->note, p.taken = d->note_taken, p.counts = d->counts;
+    if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, (unsigned)p.blocks, HPMLG_FOLD, 0, p);
+    bool classes = p.ignore < 0 || p.ignore >= V; /* all that count are */
     d->left.y = classes ? p.x.p : NULL, d->left.labels = p.labels;
-    hpml_status status = hpmlg_check(d, cudaMemsetAsync(p.counts, 0, 2 * sizeof *p.counts, d->stream), "counting");
-    if (status == HPML_OK)
-        status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p, (const hpml_node *)n);
+    hpml_status status = hpmlg_loss_run(d, &p, n);
     f.part = p.loss, f.n = p.rows, f.counted = &p.counts[1], f.out = n->out->data, f.inverse = p.inverse;
     return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f) : status;
+}
+
+HPMLG_FN hpml_status hpmlg_correct(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
+                                   int64_t rows, int64_t classes, int64_t counts[2])
+{
+    hpmlg_device *d = hpmlg_enter(ctx);
+    hpmlg_rows    p = hpmlg_rows_make(hpmlg_of((void *)y, dtype), labels, rows, classes);
+    p.counts = (unsigned long long *)counts;
+    if (d->left.y != y || d->left.labels != (const void *)labels) return hpmlg_loss_run(d, &p, NULL);
+    return hpmlg_check(d, cudaMemcpyAsync(counts, d->counts, 2 * sizeof *counts, cudaMemcpyDeviceToDevice, d->stream),
+                       "hits"); /* the loss has counted them */
 }
 
 HPMLG_DEVICE float hpmlg_term_slope(int what, float delta, float x, float t)
