@@ -2687,12 +2687,15 @@ template <int T> HPMLG_DEVICE void hpmlg_fetch(float *v, const hpmlg_side &o, in
     }
 }
 
+/* v rounded to the bits that count. The device's NaN, 0x7fffffff, plus a half would be -0. */
+HPMLG_DEVICE unsigned hpmlg_tf32(float v) { return v == v ? __float_as_uint(v) + 0x1000u : 0x7fffffffu; }
+
 template <int T, int KIND> HPMLG_DEVICE void hpmlg_settle(void *tile, const float *v, int64_t along_k, int type)
 {
     HPMLG_UNROLL for (int j = 0; j < T / 8; j++) {
         int i = (int)threadIdx.x + 128 * j, line = along_k ? i / 16 : i % T, k = along_k ? i % 16 : i / T;
         if (KIND == HPMLG_IN_F32) ((float *)tile)[k * (T + 4) + line] = v[j];
-        else if (KIND == HPMLG_IN_TF32) ((unsigned *)tile)[line * 20 + k] = __float_as_uint(v[j]) + 0x1000u; /* round */
+        else if (KIND == HPMLG_IN_TF32) ((unsigned *)tile)[line * 20 + k] = hpmlg_tf32(v[j]);
         else ((unsigned short *)tile)[hpmlg_tile_at<T, HPMLG_GATHERED>(line, k)] =
                  (unsigned short)hpmlg_narrow(v[j], 0, type);
     }

@@ -1228,6 +1228,31 @@ TEST(a_nan_is_named)
     }
 }
 
+/* A NaN, with the bits that the device gives it, is one in all that a product makes of it, and an infinity is not finite. */
+TEST(a_nan_goes_through_products)
+{
+    enum { ROWS = 20, IN = 72, OUT = 24 };
+    static const uint32_t nans[] = { 0x7fffffffu, 0xffffffffu, 0x7f800001u, 0x7f800000u };
+    float                 v[ROWS * IN], y[ROWS * OUT];
+    uint16_t              raw[ROWS * OUT * 2];
+    if (no_device()) SKIP("no CUDA device");
+    for (int p = HPML_CUDA_F32; p <= HPML_CUDA_F16; p++)
+        EACH(nans, k) {
+            products = k % 2 ? LIBRARIES : OWN;
+            hpml_ctx    *ctx = context(true, (hpml_cuda_precision)p);
+            hpml_tensor *x = hpml_input_2d(ctx, ROWS, IN), *out = hpml_linear(x, OUT, NULL);
+            hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &out, .output_count = 1 });
+            products = AS_EVER;
+            for (int i = 0; i < ROWS * IN; i++) v[i] = (float)(i % 7 - 3);
+            memcpy(&v[IN + 5], &nans[k], sizeof v[0]);
+            ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, v, ROWS * IN) == HPML_OK);
+            ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_get(out, raw, ROWS * OUT) == HPML_OK);
+            hpml_convert(ctx, HPML_DTYPE_F32, y, out->dtype, raw, ROWS * OUT);
+            for (int i = 0; i < ROWS * OUT; i++) ENSURE(!isfinite(y[i]) == (i / OUT == 1));
+            hpml_ctx_free(ctx);
+        }
+}
+
 /* In f16 the loss scale starts too high for large gradients and finds its place; the training learns. */
 TEST(the_loss_scale_finds_its_place)
 {
