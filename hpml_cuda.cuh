@@ -608,7 +608,6 @@ HPMLG_FN unsigned hpmlg_blocks(const hpmlg_device *d, int64_t n, int64_t each)
 HPMLG_FN void        hpmlg_close(void *device);
 HPMLG_FN hpml_status hpmlg_kernels_open(hpmlg_device *d);
 HPMLG_FN hpml_status hpmlg_blas_open(hpmlg_device *d);
-HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *d);
 HPMLG_FN void        hpmlg_blas_close(hpmlg_device *d);
 HPMLG_FN void        hpmlg_dnn_close(hpmlg_device *d);
 
@@ -678,7 +677,6 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
     if (status == HPML_OK) status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "the first kernel");
     if (status == HPML_OK) status = hpmlg_kernels_open(d);
     if (status == HPML_OK && !d->d.own_kernels) status = hpmlg_blas_open(d);
-    if (status == HPML_OK && !d->d.own_kernels) status = hpmlg_dnn_open(d);
     if (status != HPML_OK) hpmlg_close(d);
     else *device = d;
     return status;
@@ -3625,7 +3623,6 @@ HPMLG_OP(conv2d)
 #ifdef HPML_CUDA_NO_CUDNN
 HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *, hpml_node *, hpmlg_dnn_pass, hpmlg_array, hpmlg_array, hpmlg_array,
                                    bool, bool *) { return HPML_OK; }
-HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *) { return HPML_OK; }
 HPMLG_FN void        hpmlg_dnn_close(hpmlg_device *) {}
 #else
 HPMLG_FN hpml_status hpmlg_dnn_check(hpmlg_device *d, cudnnStatus_t s, const char *what)
@@ -3776,19 +3773,30 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_
                                    d->d.workspace, &zero, p->y, y.p);
 }
 
+/* With the first convolution: cuDNN takes a while to come up. */
+HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *d)
+{
+    hpmlg_dnn *dnn = (hpmlg_dnn *)d->dnn;
+    if (dnn) return HPML_OK;
+    if (!(d->dnn = dnn = (hpmlg_dnn *)hpml_ctx_alloc(d->ctx, sizeof *dnn, NULL))) return HPML_ERR_MEMORY;
+    hpml_status status = hpmlg_dnn_check(d, cudnnCreate(&dnn->handle), "cudnnCreate");
+    return status == HPML_OK ? hpmlg_dnn_check(d, cudnnSetStream(dnn->handle, d->stream), "cudnnSetStream") : status;
+}
+
 /* What is refused when it comes to it is ours from then on. */
 HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                                    hpmlg_array y, bool add, bool *done)
 {
-    hpmlg_dnn      *dnn = (hpmlg_dnn *)d->dnn;
     hpmlg_dnn_plan *p;
     const float     one = 1, zero = 0, beta = add ? 1.0f : 0.0f;
     bool            narrow = pass == HPMLG_DNN_DW && d->store != HPML_DTYPE_F32, whole = true;
     void           *dw = narrow ? (char *)n->scratch + hpmlg_factor_bytes(d, n->src[0]) : w.p;
     int64_t         count = hpml_tensor_count(n->out);
     cudnnStatus_t   s;
-    if (!dnn || x.type != (int)d->store || y.type != (int)d->store) return HPML_OK;
-    hpml_status status = hpmlg_dnn_plan_of(d, dnn, n, pass, &p);
+    if (d->d.own_kernels || x.type != (int)d->store || y.type != (int)d->store) return HPML_OK;
+    hpml_status status = hpmlg_dnn_open(d);
+    hpmlg_dnn  *dnn    = (hpmlg_dnn *)d->dnn;
+    HPMLG_TRY(status, hpmlg_dnn_plan_of(d, dnn, n, pass, &p));
     if (status != HPML_OK || !p->usable[pass]) return status;
     if (pass == HPMLG_DNN_Y) s = hpmlg_dnn_forward(d, dnn, p, n, x, w, y, &whole);
     else if (pass == HPMLG_DNN_DW)
@@ -3806,15 +3814,6 @@ HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass
     if (narrow) return hpmlg_copy_run(d, w, hpmlg_of(dw, d->store), hpml_tensor_count(n->src[1]), add);
     return HPMLG_DEAL(d, hpmlg_k_planes_end, count, 2048, y, n->src[2] ? n->src[2]->data : NULL, (int)n->attr.conv.act,
                       n->out->shape[1], n->out->shape[2] * n->out->shape[3], count);
-}
-
-HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *d)
-{
-    hpmlg_dnn *dnn = (hpmlg_dnn *)hpml_ctx_alloc(d->ctx, sizeof *dnn, NULL);
-    if (!dnn) return HPML_ERR_MEMORY;
-    d->dnn = dnn;
-    hpml_status status = hpmlg_dnn_check(d, cudnnCreate(&dnn->handle), "cudnnCreate");
-    return status == HPML_OK ? hpmlg_dnn_check(d, cudnnSetStream(dnn->handle, d->stream), "cudnnSetStream") : status;
 }
 
 HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
