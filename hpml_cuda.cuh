@@ -1071,6 +1071,17 @@ HPMLG_DEVICE float hpmlg_act_slope(int act, float slope, float v)
     return 1;
 }
 
+/* Called, not inlined: for kernels that need their registers for something else. */
+static __device__ __attribute__((noinline)) float hpmlg_act_far(int act, float slope, float x)
+{
+    return hpmlg_act(act, slope, x);
+}
+
+static __device__ __attribute__((noinline)) float hpmlg_slope_far(int act, float slope, float v)
+{
+    return hpmlg_act_slope(act, slope, v);
+}
+
 HPMLG_FN bool hpmlg_act_reads_x(hpml_act act)
 {
 #define HPMLG_X(name, v, value, change) if (act == HPML_ACT_##name) return #v[0] == 'x';
@@ -1198,6 +1209,8 @@ typedef struct hpmlg_binary {
     hpmlg_array out, src[2];  /* out: the result; backward: its gradient */
     hpmlg_array grad[2];      /* backward: where src[s]'s is written by hpmlg_k_binary_back; p NULL: nowhere */
     bool        add[2];
+    int         act;          /* not 0: out is multiplied by act'(src[0]), in place, on its way; op is ADD */
+    float       slope;
 } hpmlg_binary;
 
 /* flat: nothing is stretched, which needs half the registers, and so more loads are under way. */
@@ -1225,6 +1238,11 @@ template <bool flat, bool plain = false>
 HPMLG_DEVICE hpmlg_eight hpmlg_share(const hpmlg_binary &b, int side, int64_t at, int64_t from, int64_t to)
 {
     hpmlg_eight d = hpmlg_get_part(b.out, at, from, to, 0), x0 = d, x1 = d;
+    if (!plain && b.act) {
+        x0 = hpmlg_get_part(b.src[0], at, from, to, 0);
+        HPMLG_UNROLL for (int j = 0; j < 8; j++) d.v[j] *= hpmlg_slope_far(b.act, b.slope, x0.v[j]);
+        hpmlg_put_part(b.out, at, from, to, d, false);
+    }
     if (plain || b.op == HPML_OP_ADD) return d;
     if (b.op == HPML_OP_DIV || (b.op == HPML_OP_MUL && !side)) x1 = hpmlg_operand<flat>(b, 1, at);
     if (b.op != HPML_OP_SUB && side) x0 = hpmlg_operand<flat>(b, 0, at);
@@ -1410,7 +1428,7 @@ HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int 
     if (splits <= 1 || b->out.p == d->scratch) splits = 1; /* the parts of a sum before are summed at once */
     else f.out = hpmlg_of(d->scratch, HPML_DTYPE_F32), f.scale = 1, f.add = false;
     dim3 grid((unsigned)blocks, (unsigned)splits);
-    bool plain = b->op == HPML_OP_ADD; /* nothing to compute: fewer registers, more loads under way */
+    bool plain = b->op == HPML_OP_ADD && !b->act; /* nothing to compute: fewer registers, more loads under way */
     hpml_status status = run_kept
         ? HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_columns, true, false, grid, HPMLG_FOLD, 0, f)
         : HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_rows, true, false, grid, HPMLG_FOLD, 0, f);
@@ -2470,16 +2488,6 @@ typedef struct hpmlg_job {
     int64_t       tiles_m, tiles_n;
 } hpmlg_job;
 
-static __device__ __attribute__((noinline)) float hpmlg_act_far(int act, float slope, float x)
-{
-    return hpmlg_act(act, slope, x);
-}
-
-static __device__ __attribute__((noinline)) float hpmlg_slope_far(int act, float slope, float v)
-{
-    return hpmlg_act_slope(act, slope, v);
-}
-
 HPMLG_DEVICE float hpmlg_end_of(const hpmlg_job &g, int64_t batch, int64_t row, int64_t col, float v)
 {
     return g.bias ? v + g.bias[batch * g.bias_batch + row * g.bias_row + col * g.bias_col] : v;
@@ -3229,74 +3237,18 @@ HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* y = act(x w^T + bias) is one product. Backward: dz = dy act'(z) takes the place of dy, which nobody reads after us;
-   the same pass over it sums its columns for the bias, block by block and then block after block. Where a linear layer
+   the same pass over it sums its columns for the bias. Where a linear layer
    follows at once, its product for dy multiplies by act'(z) on the way; the product for dw can sum the columns. */
 
-/* dy *= act'(v), and sums of its columns over `each` rows to part (gridDim.y, n), where wanted. W columns a thread,
-   32 threads side by side, 8 rows at a time. */
-template <int W>
-static __global__ void hpmlg_k_columns(hpmlg_array dy, hpmlg_array v, int act, float slope, int64_t m, int64_t n,
-                                       int64_t each, float *part)
+/* dy *= act'(v), where there is an act, and db, where it is not NULL, (+)= the sums of dy over what w stretches, in one
+   pass. */
+HPMLG_FN hpml_status hpmlg_slopes_run(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope,
+                                      hpmlg_walk w, float *db, bool add)
 {
-    HPMLG_SHARED(float, space); /* (8, 32 W) */
-    int64_t tx = threadIdx.x % 32, ty = threadIdx.x / 32, col = ((int64_t)blockIdx.x * 32 + tx) * W;
-    int64_t first = blockIdx.y * each, end = first + each < m ? first + each : m;
-    float   sum[W];
-    for (int j = 0; j < W; j++) sum[j] = 0;
-    for (int64_t r = first + ty; col < n && r < end; r += 8) {
-        hpmlg_eight g = {}, e = {};
-        int64_t     at = r * n + col;
-        if (W == 8) g = hpmlg_get8(dy, at / 8);
-        else g.v[0] = hpmlg_get(dy, at);
-        if (act) {
-            if (W == 8) e = hpmlg_get8(v, at / 8);
-            else e.v[0] = hpmlg_get(v, at);
-            for (int j = 0; j < W; j++) g.v[j] *= hpmlg_act_slope(act, slope, e.v[j]);
-            if (W == 8) hpmlg_put8(dy, at / 8, g);
-            else hpmlg_put(dy, at, g.v[0]);
-        }
-        for (int j = 0; j < W; j++) sum[j] += g.v[j];
-    }
-    if (!part) return;
-    for (int j = 0; j < W; j++) space[(ty * 32 + tx) * W + j] = sum[j];
-    __syncthreads();
-    for (int64_t c = threadIdx.x; c < 32 * W && (int64_t)blockIdx.x * 32 * W + c < n; c += blockDim.x) {
-        float s = 0;
-        for (int r = 0; r < 8; r++) s += space[r * 32 * W + c];
-        part[blockIdx.y * n + (int64_t)blockIdx.x * 32 * W + c] = s;
-    }
-}
-
-/* out (n) (+)= the sum of the rows of part (parts, n), in order. */
-HPMLG_FN hpml_status hpmlg_rows_run(hpmlg_device *d, float *out, const float *part, int64_t parts, int64_t n, bool add)
-{
-    return hpmlg_sum_run(d, hpmlg_of(out, HPML_DTYPE_F32), hpmlg_of((void *)part, HPML_DTYPE_F32),
-                         hpmlg_stretched(1, parts, n), 1, add);
-}
-
-/* dz (m, n) = dy act'(v) in place; db (n), where it is not NULL, (+)= the sums of its columns. */
-HPMLG_FN hpml_status hpmlg_columns_run(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope,
-                                       int64_t m, int64_t n, float *db, bool add)
-{
-    bool        wide  = n % 8 == 0;
-    int64_t     width = wide ? 256 : 32, cols = (n + width - 1) / width, parts = 8 * d->sms / cols;
-    int64_t     most  = (int64_t)(d->d.workspace / sizeof(float)) / n, each;
-    hpml_status status;
-    float      *part = db ? (float *)d->workspace : NULL;
-    if (act == HPML_ACT_NONE && !db) return HPML_OK;
-    if (parts > (m + 31) / 32) parts = (m + 31) / 32;
-    if (parts > most) parts = most;
-    if (parts < 1) parts = 1;
-    if (parts > 1024) parts = 1024;
-    if (most < 1)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_OVERFLOW, "cuda: sums of %lld columns need a larger "
-                             "hpml_cuda_desc.workspace", (long long)n);
-    each  = (m + parts - 1) / parts;
-    parts = (m + each - 1) / each;
-    dim3 grid((unsigned)cols, (unsigned)parts);
-    if (wide) status = HPMLG_RUN(d, hpmlg_k_columns<8>, grid, 256, 8192, dy, v, (int)act, slope, m, n, each, part);
-    else status = HPMLG_RUN(d, hpmlg_k_columns<1>, grid, 256, 1024, dy, v, (int)act, slope, m, n, each, part);
-    return status == HPML_OK && db ? hpmlg_rows_run(d, db, part, parts, n, add) : status;
+    hpmlg_binary b = {};
+    b.op = HPML_OP_ADD, b.out = dy, b.src[0] = v, b.w = w, b.act = (int)act, b.slope = slope;
+    if (db) return hpmlg_fold_run(d, &b, 0, hpmlg_of(db, HPML_DTYPE_F32), 1, add);
+    return act ? HPMLG_DEAL(d, hpmlg_k_act, w.count, 2048, dy, v, dy, (int)act, slope, w.count, false) : HPML_OK;
 }
 
 typedef struct hpmlg_dims {
@@ -3397,6 +3349,7 @@ HPMLG_FN hpml_status hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
     const hpml_node *m = hpmlg_linear_before(n);
     int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
     hpmlg_array      dz = hpmlg_grad(n->out), none = hpmlg_none();
+    hpmlg_walk       rows_of = hpmlg_stretched(1, rows, out);
     hpml_act         act = d->left.sloped == n ? HPML_ACT_NONE : n->attr.act.act;
     float           *db = bias ? bias->grad : NULL;
     hpmlg_gemm       dw = hpmlg_gemm_of(out, in, rows, hpmlg_mats(dz, out, 0, true), hpmlg_mats(none, in, 0, false),
@@ -3407,14 +3360,15 @@ HPMLG_FN hpml_status hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
     bool             ride = act == HPML_ACT_NONE && w->grad && db && out <= (int64_t)(HPMLG_SCRATCH / sizeof(float));
     d->left.sloped = NULL;
     if (ride) dw.sums = n->accumulate[2] ? (float *)d->scratch : db;
-    else status = hpmlg_columns_run(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, rows, out, db, n->accumulate[2]);
+    else status = hpmlg_slopes_run(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, rows_of, db, n->accumulate[2]);
     if (w->grad && status == HPML_OK) {
         dw.right.x = hpmlg_factor(d, x, n->scratch);
         status = hpmlg_product(d, &dw);
     }
     if (ride && status == HPML_OK && !dw.rode)
-        status = hpmlg_columns_run(d, dz, none, HPML_ACT_NONE, 0, rows, out, db, n->accumulate[2]);
-    else if (ride && status == HPML_OK && n->accumulate[2]) status = hpmlg_rows_run(d, db, dw.sums, 1, out, true);
+        status = hpmlg_slopes_run(d, dz, none, HPML_ACT_NONE, 0, rows_of, db, n->accumulate[2]);
+    else if (ride && status == HPML_OK && n->accumulate[2])
+        status = hpmlg_copy_run(d, hpmlg_of(db, HPML_DTYPE_F32), hpmlg_of(dw.sums, HPML_DTYPE_F32), out, true);
     if (!x->grad || status != HPML_OK) return status;
     dx.right.x = hpmlg_factor(d, w, NULL);
     if (m) dx.back = true, dx.z = hpmlg_linear_z(m), dx.act = m->attr.act.act, dx.slope = m->attr.act.slope;
@@ -3560,24 +3514,6 @@ static __global__ void hpmlg_k_planes_end(hpmlg_array y, const float *bias, int 
     }
 }
 
-/* dy *= act'(y); the gradient of the bias, where wanted, (+)= its sums over the planes of each channel. */
-HPMLG_FN hpml_status hpmlg_conv_ends(hpmlg_device *d, const hpml_node *n)
-{
-    const hpml_tensor *y = n->out, *bias = n->src[2];
-    hpmlg_array        dy = hpmlg_grad(y);
-    int64_t            count = hpml_tensor_count(y), C = y->shape[1], P = y->shape[2] * y->shape[3];
-    hpmlg_walk         w = {};
-    hpml_status        status = HPML_OK;
-    if (n->attr.conv.act)
-        status = HPMLG_DEAL(d, hpmlg_k_act, count, 2048, dy, hpmlg_value(y), dy, (int)n->attr.conv.act, 0.01f, count,
-                            false);
-    if (status != HPML_OK || !bias || !bias->grad) return status;
-    hpmlg_walk_push(&w, P, 0, 0);
-    hpmlg_walk_push(&w, C, 1, 0);
-    hpmlg_walk_push(&w, y->shape[0], 0, 0);
-    return hpmlg_sum_run(d, hpmlg_grad(bias), dy, w, 1, n->accumulate[2]);
-}
-
 /* By cuDNN; *done: it was. */
 typedef enum hpmlg_dnn_pass { HPMLG_DNN_Y, HPMLG_DNN_DX, HPMLG_DNN_DW, HPMLG_DNN_PASSES } hpmlg_dnn_pass;
 HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
@@ -3603,7 +3539,12 @@ HPMLG_OP(conv2d)
     if (!back)
         return hpmlg_conv_run(d, n, HPMLG_DNN_Y, hpmlg_factor(d, x, n->scratch), hpmlg_factor(d, w, NULL),
                               hpmlg_value(y), false);
-    hpml_status status = hpmlg_conv_ends(d, n);
+    hpmlg_walk planes = {}; /* the bias has a number for each channel */
+    hpmlg_walk_push(&planes, y->shape[2] * y->shape[3], 0, 0);
+    hpmlg_walk_push(&planes, y->shape[1], 1, 0);
+    hpmlg_walk_push(&planes, y->shape[0], 0, 0);
+    hpml_status status = hpmlg_slopes_run(d, hpmlg_grad(y), hpmlg_value(y), n->attr.conv.act, 0.01f, planes,
+                                          hpmlg_param_grad(n, 2), n->accumulate[2]);
     if (w->grad && status == HPML_OK)
         status = hpmlg_conv_run(d, n, HPMLG_DNN_DW, hpmlg_factor(d, x, n->scratch), hpmlg_grad(w), hpmlg_grad(y),
                                 n->accumulate[1]);
@@ -4410,7 +4351,8 @@ HPMLG_FN hpml_status hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
                                n->accumulate[2]);
     if (status != HPML_OK) return status;
     hpmlg_array all = hpmlg_of(l.gates, HPML_DTYPE_F32);
-    return hpmlg_columns_run(d, all, all, HPML_ACT_NONE, 0, rows, 4 * H, bias->grad, n->accumulate[3]);
+    return hpmlg_slopes_run(d, all, all, HPML_ACT_NONE, 0, hpmlg_stretched(1, rows, 4 * H), bias->grad,
+                            n->accumulate[3]);
 }
 HPMLG_OP(lstm) { return back ? hpmlg_lstm_backward(d, n) : hpmlg_lstm_forward(d, n); }
 
