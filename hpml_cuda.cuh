@@ -4751,8 +4751,8 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
 /* The bytes and residuals of hpml.h's codecs, bit for bit; sections api-codec and onebit there say what they are. The
    sums of ONEBIT are taken as on the CPU: element i of a chunk of 1,024 goes to lane i % 16, lanes are joined by
    halves, chunks in order in double. Half a warp does a chunk, a number in each lane's registers for every turn; rows
-   of up to 16 chunks are read once, longer ones leave the sums of their chunks in the workspace and are read again. A
-   row that holds a NaN or an infinity is marked while it is packed and wiped afterwards. */
+   of up to 16 chunks are read once. A row that holds a NaN or an infinity is marked while it is packed, and wiped
+   afterwards. */
 
 #define HPMLG_PACK_ROWS    ((int64_t)262136) /* rows at a time: their marks fit in the scratch memory; whole eights */
 #define HPMLG_ONEBIT_CHUNK 1024
@@ -4831,103 +4831,62 @@ HPMLG_DEVICE void hpmlg_onebit_bits(const hpmlg_pack *p, int64_t row, int64_t ch
         if (at + k < count) words[at + k] = bits[k];
 }
 
-/* Rows of at most 16 chunks, 16 / chunks of them at a time in a block. */
-static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, int chunks)
+/* A block packs 16 / chunks rows at a time, or 16 chunks of a longer one, leaves v in e and comes back when the levels
+   are known. each: chunks side by side. */
+static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, int64_t chunks, int each)
 {
     __shared__ hpmlg_chunk all[16];
-    int   team = (int)threadIdx.x / 16, lane = (int)threadIdx.x % 16, slots = 16 / chunks, slot = team / chunks;
-    int   chunk = team % chunks, turns = p.cols < HPMLG_ONEBIT_CHUNK ? (int)(p.cols + 15) / 16 : HPMLG_ONEBIT_TURNS;
+    int   team = (int)threadIdx.x / 16, lane = (int)threadIdx.x % 16, slots = 16 / each, slot = team / each;
+    int   turns = p.cols < HPMLG_ONEBIT_CHUNK ? (int)(p.cols + 15) / 16 : HPMLG_ONEBIT_TURNS;
     float v[HPMLG_ONEBIT_TURNS];
     for (int64_t first = (int64_t)blockIdx.x * slots; first < p.rows; first += (int64_t)gridDim.x * slots) {
-        int64_t      row = first + slot, at = row * p.cols + chunk * HPMLG_ONEBIT_CHUNK;
-        int64_t      left = slot < slots && row < p.rows ? p.cols - chunk * HPMLG_ONEBIT_CHUNK : 0;
-        int          n = (int)(left < HPMLG_ONEBIT_CHUNK ? left : HPMLG_ONEBIT_CHUNK);
-        unsigned     bits[2];
-        double       sum[2] = { 0, 0 };
-        int64_t      ones = 0;
-        hpmlg_chunk  s = hpmlg_onebit_scan(v, bits, p.g + at, p.e && n ? p.e + at : NULL, n, turns);
-        __syncthreads();
-        if (lane == 0) all[team] = s;
-        __syncthreads();
-        if (n == 0) continue;
-        for (int c = 0; c < chunks; c++) {
-            const hpmlg_chunk *o = &all[slot * chunks + c];
-            ones += o->ones;
-            for (int k = 0; k < 2; k++) {
-                sum[k] += (double)o->sum[k];
-                s.least[k] = fminf(s.least[k], o->least[k]), s.most[k] = fmaxf(s.most[k], o->most[k]);
-            }
-        }
-        float low  = hpmlg_onebit_level(sum[0], p.cols - ones, s.least[0], s.most[0]);
-        float high = hpmlg_onebit_level(sum[1], ones, s.least[1], s.most[1]);
-        if (lane == 0 && !(isfinite(sum[0]) && isfinite(sum[1]))) hpmlg_pack_mark(&p, row);
-        if (lane == 0 && chunk == 0) hpmlg_onebit_row(&p, row)[0] = low, hpmlg_onebit_row(&p, row)[1] = high;
-        hpmlg_onebit_bits(&p, row, chunk, bits);
-        if (!p.e) continue;
-        HPMLG_UNROLL
-        for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
-            if (16 * j + lane < n)
-                p.e[at + 16 * j + lane] = (p.printed ? p.g[at + 16 * j + lane] : v[j]) - (v[j] >= 0 ? high : low);
-    }
-}
-
-/* Long rows, first pass: e = v, bits, and the sums of every chunk. */
-static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit_chunks(hpmlg_pack p, int64_t chunks, hpmlg_chunk *sums)
-{
-    float   v[HPMLG_ONEBIT_TURNS];
-    int     lane = (int)threadIdx.x % 16, halves = (int)blockDim.x / 16;
-    int64_t count = p.rows * chunks;
-    for (int64_t first = (int64_t)blockIdx.x * halves; first < count; first += (int64_t)gridDim.x * halves) {
-        int64_t     unit = first + (int)threadIdx.x / 16, row = hpmlg_quotient(unit, chunks);
-        int64_t     chunk = unit - row * chunks;
-        int64_t     at = row * p.cols + chunk * HPMLG_ONEBIT_CHUNK;
-        int64_t     left = unit < count ? p.cols - chunk * HPMLG_ONEBIT_CHUNK : 0;
-        int         n = (int)(left < HPMLG_ONEBIT_CHUNK ? left : HPMLG_ONEBIT_CHUNK);
-        unsigned    bits[2];
-        hpmlg_chunk s = hpmlg_onebit_scan(v, bits, p.g + at, p.e && n ? p.e + at : NULL, n, HPMLG_ONEBIT_TURNS);
-        if (n == 0) continue;
-        if (lane == 0) sums[unit] = s;
-        hpmlg_onebit_bits(&p, row, chunk, bits);
-        HPMLG_UNROLL
-        for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
-            if (p.e && 16 * j + lane < n) p.e[at + 16 * j + lane] = v[j];
-    }
-}
-
-/* Second pass: the levels, a warp for a row; lanes fetch the sums, all add them in order. */
-static __global__ void hpmlg_k_onebit_levels(hpmlg_pack p, int64_t chunks, const hpmlg_chunk *sums)
-{
-    int lane = (int)threadIdx.x % HPMLG_WARP;
-    HPMLG_WARPS(row, p.rows) {
+        int64_t row = first + slot, ones = 0, chunk;
+        bool    mine = slot < slots && row < p.rows;
         double  sum[2] = { 0, 0 };
         float   least[2] = { INFINITY, INFINITY }, most[2] = { -INFINITY, -INFINITY };
-        int64_t ones = 0;
-        for (int64_t c = 0; c < chunks; c += HPMLG_WARP) {
-            hpmlg_chunk s = { { 0, 0 }, { INFINITY, INFINITY }, { -INFINITY, -INFINITY }, 0 };
-            if (c + lane < chunks) s = sums[row * chunks + c + lane];
-            for (int i = 0; i < HPMLG_WARP; i++) {
-                ones += __shfl_sync(HPMLG_ALL, s.ones, i);
-                for (int k = 0; k < 2; k++) sum[k] += (double)__shfl_sync(HPMLG_ALL, s.sum[k], i);
+        auto    count = [&]() { /* numbers of this team's chunk */
+            int64_t left = mine ? p.cols - chunk * HPMLG_ONEBIT_CHUNK : 0;
+            return (int)(left < 0 ? 0 : left < HPMLG_ONEBIT_CHUNK ? left : HPMLG_ONEBIT_CHUNK);
+        };
+        for (int64_t c0 = 0; c0 < chunks; c0 += each) {
+            unsigned bits[2];
+            chunk = c0 + team % each;
+            int          n = count();
+            int64_t      at = row * p.cols + chunk * HPMLG_ONEBIT_CHUNK;
+            hpmlg_chunk  s = hpmlg_onebit_scan(v, bits, p.g + at, p.e && n ? p.e + at : NULL, n, turns);
+            __syncthreads();
+            if (lane == 0) all[team] = s;
+            __syncthreads();
+            for (int c = 0; mine && c < each && c0 + c < chunks; c++) {
+                const hpmlg_chunk *o = &all[slot * each + c];
+                ones += o->ones;
+                for (int k = 0; k < 2; k++) {
+                    sum[k] += (double)o->sum[k];
+                    least[k] = fminf(least[k], o->least[k]), most[k] = fmaxf(most[k], o->most[k]);
+                }
             }
-            for (int k = 0; k < 2; k++) least[k] = fminf(least[k], s.least[k]), most[k] = fmaxf(most[k], s.most[k]);
+            if (n > 0) hpmlg_onebit_bits(&p, row, chunk, bits);
+            HPMLG_UNROLL
+            for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
+                if (chunks > each && p.e && 16 * j + lane < n) p.e[at + 16 * j + lane] = v[j];
         }
-        for (int k = 0; k < 2; k++)
-            least[k] = -hpmlg_group(-least[k], NULL, 32, true), most[k] = hpmlg_group(most[k], NULL, 32, true);
-        if (lane == 0 && !(isfinite(sum[0]) && isfinite(sum[1]))) hpmlg_pack_mark(&p, row);
-        if (lane < 2)
-            hpmlg_onebit_row(&p, row)[lane] = lane == 0
-                ? hpmlg_onebit_level(sum[0], p.cols - ones, least[0], most[0])
-                : hpmlg_onebit_level(sum[1], ones, least[1], most[1]);
-    }
-}
-
-/* Third pass: e = v - level. */
-static __global__ void hpmlg_k_onebit_carry(hpmlg_pack p)
-{
-    HPMLG_EACH(i, p.rows * p.cols) {
-        const float *level = hpmlg_onebit_row(&p, hpmlg_quotient(i, p.cols));
-        float        v     = p.e[i];
-        p.e[i] = (p.printed ? p.g[i] : v) - level[v >= 0 ? 1 : 0];
+        float low  = hpmlg_onebit_level(sum[0], p.cols - ones, least[0], most[0]);
+        float high = hpmlg_onebit_level(sum[1], ones, least[1], most[1]);
+        if (mine && lane == 0 && team % each == 0) {
+            hpmlg_onebit_row(&p, row)[0] = low, hpmlg_onebit_row(&p, row)[1] = high;
+            if (!(isfinite(sum[0]) && isfinite(sum[1]))) hpmlg_pack_mark(&p, row);
+        }
+        for (chunk = team % each; p.e && chunk < chunks; chunk += each) {
+            int   n = count();
+            float *e = p.e + row * p.cols + chunk * HPMLG_ONEBIT_CHUNK;
+            HPMLG_UNROLL
+            for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++) {
+                int i = 16 * j + lane;
+                if (i >= n) break;
+                float x = chunks > each ? e[i] : v[j];
+                e[i] = (p.printed ? p.g[e - p.e + i] : x) - (x >= 0 ? high : low);
+            }
+        }
     }
 }
 
@@ -4995,22 +4954,16 @@ HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int
     return some;
 }
 
-/* Some rows of a lossy codec; chunks: of a row of ONEBIT. */
-HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p, int64_t chunks)
+/* Some rows of a lossy codec. */
+HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p)
 {
-    int64_t      n = p.rows * p.cols;
-    cudaError_t  e = cudaMemsetAsync(p.bad + 1, 0, (size_t)p.rows * sizeof(int), d->stream);
-    hpmlg_chunk *sums = (hpmlg_chunk *)d->workspace;
-    hpml_status  status = hpmlg_check(d, e, "marks");
+    int64_t     n = p.rows * p.cols, chunks = (p.cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK;
+    int         each = chunks < 16 ? (int)chunks : 16;
+    cudaError_t e = cudaMemsetAsync(p.bad + 1, 0, (size_t)p.rows * sizeof(int), d->stream);
+    hpml_status status = hpmlg_check(d, e, "marks");
     if (kind == HPML_CODEC_TWOBIT) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_pack<true>, n, 2048, p));
     if (kind == HPML_CODEC_BF16) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_pack<false>, n, 2048, p));
-    if (kind == HPML_CODEC_ONEBIT && chunks <= 16) {
-        HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit, p.rows, 16 / chunks, p, (int)chunks));
-    } else if (kind == HPML_CODEC_ONEBIT) {
-        HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit_chunks, p.rows * chunks, 16, p, chunks, sums));
-        HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit_levels, p.rows, 8, p, chunks, sums));
-        if (p.e) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit_carry, n, 2048, p));
-    }
+    if (kind == HPML_CODEC_ONEBIT) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit, p.rows, 16 / each, p, chunks, each));
     return status == HPML_OK ? HPMLG_DEAL(d, hpmlg_k_pack_wipe, p.rows, 1, p) : status;
 }
 
@@ -5019,23 +4972,17 @@ HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, 
 {
     hpmlg_device *d = hpmlg_enter(ctx);
     int           kind, any = 0, *bad = (int *)d->scratch;
-    int64_t       chunks = (p->cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK, most = HPMLG_PACK_ROWS, room = most;
     hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE)
         return hpmlg_copy_run(d, hpmlg_of(packed, HPML_DTYPE_F32), hpmlg_of((void *)grad, HPML_DTYPE_F32),
                               rows * p->cols, false);
-    if (kind == HPML_CODEC_ONEBIT && chunks > 16) room = (int64_t)(d->d.workspace / sizeof(hpmlg_chunk)) / chunks;
-    if (room == 0)
-        return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "cuda: 1-bit rows of %lld columns need %lld bytes of "
-                             "hpml_cuda_desc.workspace", (long long)p->cols, (long long)(chunks * 28));
-    if (room < most) most = room;
     status = hpmlg_check(d, cudaMemsetAsync(bad, 0, sizeof *bad, d->stream), "marks");
-    for (int64_t row = 0; row < rows && status == HPML_OK; row += most) {
-        hpmlg_pack some = hpmlg_pack_of(p, packed, row, rows - row < most ? rows - row : most);
+    for (int64_t row = 0; row < rows && status == HPML_OK; row += HPMLG_PACK_ROWS) {
+        hpmlg_pack some = hpmlg_pack_of(p, packed, row, rows - row < HPMLG_PACK_ROWS ? rows - row : HPMLG_PACK_ROWS);
         some.g = grad + row * p->cols, some.bad = bad;
         if (residual && p->residual_count) some.e = residual + row * p->cols;
-        status = hpmlg_pack_some(d, kind, some, chunks);
+        status = hpmlg_pack_some(d, kind, some);
     }
     if (status == HPML_OK) status = hpmlg_read(d, &any, bad, sizeof any);
     return status == HPML_OK && any ? HPML_ERR_NONFINITE : status;
