@@ -969,7 +969,7 @@ HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *k
     hpmlg_pass *p = hpmlg_pass_find(d, key);
     p->used = ++d->clock;
     *done   = p->exec != NULL;
-    if (*done) d->left = p->left;
+    if (*done) d->left = p->left, d->passing = false;
     if (*done) return hpmlg_check(d, cudaGraphLaunch(p->exec, d->stream), "launching a pass");
     if (p->runs++ == 0) return HPML_OK;
     status = hpmlg_check(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal), "recording a pass");
@@ -4831,8 +4831,9 @@ HPMLG_DEVICE void hpmlg_onebit_bits(const hpmlg_pack *p, int64_t row, int64_t ch
         if (at + k < count) words[at + k] = bits[k];
 }
 
-/* A block packs 16 / chunks rows at a time, or 16 chunks of a longer one, leaves v in e and comes back when the levels
-   are known. each: chunks side by side. */
+/* A block packs 16 / chunks rows at a time; of a longer row 16 chunks, leaves v in e and comes back when the levels are
+   known. each: chunks side by side. */
+template <bool longer>
 static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, int64_t chunks, int each)
 {
     __shared__ hpmlg_chunk all[16];
@@ -4848,7 +4849,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
             int64_t left = mine ? p.cols - chunk * HPMLG_ONEBIT_CHUNK : 0;
             return (int)(left < 0 ? 0 : left < HPMLG_ONEBIT_CHUNK ? left : HPMLG_ONEBIT_CHUNK);
         };
-        for (int64_t c0 = 0; c0 < chunks; c0 += each) {
+        for (int64_t c0 = 0; c0 < (longer ? chunks : 1); c0 += each) {
             unsigned bits[2];
             chunk = c0 + team % each;
             int          n = count();
@@ -4868,7 +4869,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
             if (n > 0) hpmlg_onebit_bits(&p, row, chunk, bits);
             HPMLG_UNROLL
             for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
-                if (chunks > each && p.e && 16 * j + lane < n) p.e[at + 16 * j + lane] = v[j];
+                if (longer && p.e && 16 * j + lane < n) p.e[at + 16 * j + lane] = v[j];
         }
         float low  = hpmlg_onebit_level(sum[0], p.cols - ones, least[0], most[0]);
         float high = hpmlg_onebit_level(sum[1], ones, least[1], most[1]);
@@ -4876,14 +4877,15 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
             hpmlg_onebit_row(&p, row)[0] = low, hpmlg_onebit_row(&p, row)[1] = high;
             if (!(isfinite(sum[0]) && isfinite(sum[1]))) hpmlg_pack_mark(&p, row);
         }
-        for (chunk = team % each; p.e && chunk < chunks; chunk += each) {
-            int   n = count();
+        for (int64_t c0 = 0; p.e && c0 < (longer ? chunks : 1); c0 += each) {
+            chunk = c0 + team % each;
+            int    n = count();
             float *e = p.e + row * p.cols + chunk * HPMLG_ONEBIT_CHUNK;
             HPMLG_UNROLL
             for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++) {
                 int i = 16 * j + lane;
                 if (i >= n) break;
-                float x = chunks > each ? e[i] : v[j];
+                float x = longer ? e[i] : v[j];
                 e[i] = (p.printed ? p.g[e - p.e + i] : x) - (x >= 0 ? high : low);
             }
         }
@@ -4963,7 +4965,9 @@ HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p)
     hpml_status status = hpmlg_check(d, e, "marks");
     if (kind == HPML_CODEC_TWOBIT) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_pack<true>, n, 2048, p));
     if (kind == HPML_CODEC_BF16) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_pack<false>, n, 2048, p));
-    if (kind == HPML_CODEC_ONEBIT) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit, p.rows, 16 / each, p, chunks, each));
+    if (kind == HPML_CODEC_ONEBIT)
+        HPMLG_TRY(status, HPMLG_RUN_EITHER(d, chunks > 16, hpmlg_k_onebit, true, false,
+                                           hpmlg_blocks(d, p.rows, 16 / each), 256, 0, p, chunks, each));
     return status == HPML_OK ? HPMLG_DEAL(d, hpmlg_k_pack_wipe, p.rows, 1, p) : status;
 }
 

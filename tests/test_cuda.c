@@ -171,6 +171,26 @@ TEST(recorded_passes)
     }
 }
 
+/* A sum before a norm is the norm's in a pass that runs as a whole, recorded or not; by itself it is its own again. */
+TEST(ops_by_themselves_after_a_replay)
+{
+    float v[24], y[24];
+    if (no_device()) SKIP("no CUDA device");
+    hpml_ctx    *ctx = context(true, HPML_CUDA_F32);
+    hpml_tensor *x = hpml_input_2d(ctx, 3, 8), *sum = hpml_add(x, hpml_tanh(x)), *out = hpml_layernorm(sum, NULL);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &out, .output_count = 1 });
+    hpml_run     run = { .ctx = ctx };
+    ENSURE(hpml_graph_alloc(g) == HPML_OK);
+    fill(x, 1);
+    for (int i = 0; i < 3; i++) ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
+    fill(x, 2);
+    hpml_node *nodes[2] = { sum->node->src[1]->node, sum->node };
+    for (int i = 0; i < 2; i++) ENSURE(hpml_ctx_backend(ctx)->ops[nodes[i]->op].forward(&run, nodes[i]) == HPML_OK);
+    ENSURE(hpml_tensor_get(x, v, 24) == HPML_OK && hpml_tensor_get(sum, y, 24) == HPML_OK);
+    for (int i = 0; i < 24; i++) ENSURE_NEAR(y[i], v[i] + tanhf(v[i]), 1e-5);
+    hpml_ctx_free(ctx);
+}
+
 /* One op by itself: recorded, run forward as a graph and backward by hand with a given dy. `halves`: its input is what
    dropout of 0 leaves in the device's storage type. */
 typedef struct one_op {
