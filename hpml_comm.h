@@ -4065,7 +4065,7 @@ struct hpml_distributed {
     const hpml_device_link *link;   /* then this moves the gradients, */
     float               *mirror;    /* or, without one, that is their place on the host, laid out like them */
     hpml_exchange      **ended;     /* (buckets) link: those of this step */
-    bool                 looks;     /* link: the trainer looks at the gradients before it uses them */
+    bool                 looks, clips; /* link: the trainer looks at gradients before it uses them; or clips them */
     float               *first;     /* the trainer's gradients: where the first one is, */
     int64_t              span;      /* and the floats from there to the end of the last, padded */
     float               *shadow;    /* delayed: and those under way, laid out like them */
@@ -4584,12 +4584,11 @@ HPMLC_FN hpml_status hpmlc_dist_pair(hpml_distributed *d, double scale)
 
 HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
 {
-    hpml_distributed *d       = (hpml_distributed *)user;
-    double            samples = 0, full = (double)d->d.global_batch * d->accumulate;
-    hpml_status       status  = HPML_OK;
-    if (!d->d.exact) status = d->d.delayed ? hpmlc_dist_delay(d, &samples, &full) : hpmlc_dist_wait(d);
+    hpml_distributed *d = (hpml_distributed *)user;
+    double      samples = 0, full = (double)d->d.global_batch * d->accumulate;
+    hpml_status s = d->d.exact ? HPML_OK : d->d.delayed ? hpmlc_dist_delay(d, &samples, &full) : hpmlc_dist_wait(d);
     d->micro = 0;
-    if (status != HPML_OK) return status;
+    if (s != HPML_OK) return s;
     if (!d->d.exact && !d->d.delayed) samples = d->stats[HPMLC_SAMPLES];
     if (d->pair) return hpmlc_dist_pair(d, d->d.sum ? 1 : 0.5 * (full / samples));
     if (!d->d.delayed) hpmlc_steps_note(d);
@@ -4597,7 +4596,8 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t)
     if (d->d.delayed && samples <= 0) return HPML_OK; /* the first step has nothing to apply */
     if (!d->d.exact) hpmlc_dist_rescale(d, samples, full);
     if (d->mirror) d->reach.device->write(d->reach.at, d->first, d->mirror, (size_t)d->span * sizeof(float));
-    return hpml_trainer_update_local(t, 0, d->params);
+    s = hpml_trainer_update_local(t, 0, d->params); /* whose norm somebody may wait for without a deadline */
+    return s == HPML_OK && d->link && d->clips ? d->link->check(d->link->user) : s;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4831,10 +4831,10 @@ HPMLC_FN hpml_status hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distri
 HPMLC_FN bool hpmlc_dist_linkable(hpml_distributed *d)
 {
     const hpml_backend *b = hpml_ctx_backend(d->ctx);
-    bool                lossy = d->d.codec.kind != HPML_CODEC_NONE;
-    d->looks = hpml_trainer_settings(d->t)->clip_norm > 0 || hpmlc_overflows(d->t, d->ctx);
+    d->clips = hpml_trainer_settings(d->t)->clip_norm > 0;
+    d->looks = (d->clips && !hpml_trainer_settings(d->t)->no_finite_check) || hpmlc_overflows(d->t, d->ctx);
     return d->c->link.begin && d->d.method == HPML_METHOD_CODEC && !d->d.codec.custom && !d->d.exact && !d->d.delayed &&
-           (!lossy || (b->encode && b->decode));
+           (d->d.codec.kind == HPML_CODEC_NONE || (b->encode && b->decode));
 }
 
 HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)

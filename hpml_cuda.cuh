@@ -47,7 +47,7 @@
 //     gpu-copy   to and from the host, through pinned memory
 //     gpu-pass   whole passes, recorded once and replayed
 //     gpu-elementwise   add, sub, mul, div with broadcasting; scale; activations
-//     gpu-sums   sums, sums of squares, counting hits
+//     gpu-sums   sums, sums of squares
 //     gpu-shape   reshape, permute, slice, concat
 //     gpu-norm   softmax, layernorm, rmsnorm
 //     gpu-batchnorm   batch normalization
@@ -608,7 +608,6 @@ HPMLG_FN unsigned hpmlg_blocks(const hpmlg_device *d, int64_t n, int64_t each)
 HPMLG_FN void        hpmlg_close(void *device);
 HPMLG_FN hpml_status hpmlg_kernels_open(hpmlg_device *d);
 HPMLG_FN hpml_status hpmlg_blas_open(hpmlg_device *d);
-HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *d);
 HPMLG_FN void        hpmlg_blas_close(hpmlg_device *d);
 HPMLG_FN void        hpmlg_dnn_close(hpmlg_device *d);
 
@@ -678,7 +677,6 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
     if (status == HPML_OK) status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "the first kernel");
     if (status == HPML_OK) status = hpmlg_kernels_open(d);
     if (status == HPML_OK && !d->d.own_kernels) status = hpmlg_blas_open(d);
-    if (status == HPML_OK && !d->d.own_kernels) status = hpmlg_dnn_open(d);
     if (status != HPML_OK) hpmlg_close(d);
     else *device = d;
     return status;
@@ -971,7 +969,7 @@ HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *k
     hpmlg_pass *p = hpmlg_pass_find(d, key);
     p->used = ++d->clock;
     *done   = p->exec != NULL;
-    if (*done) d->left = p->left;
+    if (*done) d->left = p->left, d->passing = false;
     if (*done) return hpmlg_check(d, cudaGraphLaunch(p->exec, d->stream), "launching a pass");
     if (p->runs++ == 0) return HPML_OK;
     status = hpmlg_check(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal), "recording a pass");
@@ -1071,6 +1069,17 @@ HPMLG_DEVICE float hpmlg_act_slope(int act, float slope, float v)
     HPMLG_ACTS(HPMLG_X)
 #undef HPMLG_X
     return 1;
+}
+
+/* Called, not inlined: for kernels that need their registers for something else. */
+static __device__ __attribute__((noinline)) float hpmlg_act_far(int act, float slope, float x)
+{
+    return hpmlg_act(act, slope, x);
+}
+
+static __device__ __attribute__((noinline)) float hpmlg_slope_far(int act, float slope, float v)
+{
+    return hpmlg_act_slope(act, slope, v);
 }
 
 HPMLG_FN bool hpmlg_act_reads_x(hpml_act act)
@@ -1200,6 +1209,8 @@ typedef struct hpmlg_binary {
     hpmlg_array out, src[2];  /* out: the result; backward: its gradient */
     hpmlg_array grad[2];      /* backward: where src[s]'s is written by hpmlg_k_binary_back; p NULL: nowhere */
     bool        add[2];
+    int         act;          /* not 0: out is multiplied by act'(src[0]), in place, on its way; op is ADD */
+    float       slope;
 } hpmlg_binary;
 
 /* flat: nothing is stretched, which needs half the registers, and so more loads are under way. */
@@ -1227,6 +1238,11 @@ template <bool flat, bool plain = false>
 HPMLG_DEVICE hpmlg_eight hpmlg_share(const hpmlg_binary &b, int side, int64_t at, int64_t from, int64_t to)
 {
     hpmlg_eight d = hpmlg_get_part(b.out, at, from, to, 0), x0 = d, x1 = d;
+    if (!plain && b.act) {
+        x0 = hpmlg_get_part(b.src[0], at, from, to, 0);
+        HPMLG_UNROLL for (int j = 0; j < 8; j++) d.v[j] *= hpmlg_slope_far(b.act, b.slope, x0.v[j]);
+        hpmlg_put_part(b.out, at, from, to, d, false);
+    }
     if (plain || b.op == HPML_OP_ADD) return d;
     if (b.op == HPML_OP_DIV || (b.op == HPML_OP_MUL && !side)) x1 = hpmlg_operand<flat>(b, 1, at);
     if (b.op != HPML_OP_SUB && side) x0 = hpmlg_operand<flat>(b, 0, at);
@@ -1296,7 +1312,7 @@ HPMLG_OP(mul) { return hpmlg_binary_pass(d, n, back); }
 HPMLG_OP(div) { return hpmlg_binary_pass(d, n, back); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>gpu-sums   sums, sums of squares, counting hits
+// >>gpu-sums   sums, sums of squares
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The sum op and the gradient of a stretched operand are one thing, a fold: of the dimensions of an array some are kept
@@ -1412,7 +1428,7 @@ HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int 
     if (splits <= 1 || b->out.p == d->scratch) splits = 1; /* the parts of a sum before are summed at once */
     else f.out = hpmlg_of(d->scratch, HPML_DTYPE_F32), f.scale = 1, f.add = false;
     dim3 grid((unsigned)blocks, (unsigned)splits);
-    bool plain = b->op == HPML_OP_ADD; /* nothing to compute: fewer registers, more loads under way */
+    bool plain = b->op == HPML_OP_ADD && !b->act; /* nothing to compute: fewer registers, more loads under way */
     hpml_status status = run_kept
         ? HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_columns, true, false, grid, HPMLG_FOLD, 0, f)
         : HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_rows, true, false, grid, HPMLG_FOLD, 0, f);
@@ -1511,58 +1527,6 @@ HPMLG_FN hpml_status hpmlg_sumsq(void *, hpml_ctx *ctx, hpml_dtype dtype, const 
     hpmlg_finish f = {};
     f.divisor = 1, f.wide = out;
     return hpmlg_total_run(hpmlg_enter(ctx), f, hpmlg_of((void *)x, dtype), hpmlg_none(), HPMLG_SQUARE, 0, n);
-}
-
-/* A row is a hit unless an element before the label's is as large, or one after it larger. A NaN hits nothing; at the
-   front it is never overtaken. */
-HPMLG_DEVICE bool hpmlg_beaten(const hpmlg_eight &e, int64_t at, int64_t first, int64_t label, float mine)
-{
-    bool beaten = false;
-    for (int j = 0; j < 8; j++)
-        beaten = beaten || e.v[j] > mine || (e.v[j] == mine && at + j >= first && at + j < label);
-    return beaten;
-}
-
-HPMLG_DEVICE bool hpmlg_beaten_at_once(hpmlg_array y, int64_t first, int64_t label, float mine)
-{
-    return label > first && (mine != mine || isnan(hpmlg_get(y, first)));
-}
-
-/* A row is done, its label counts. Integers may be added in any order. */
-HPMLG_DEVICE void hpmlg_count_row(unsigned long long *counts, bool hit)
-{
-    atomicAdd(&counts[1], 1ull);
-    if (hit) atomicAdd(&counts[0], 1ull);
-}
-
-static __global__ void hpmlg_k_correct(unsigned long long *counts, hpmlg_array y, const int *labels, int64_t rows,
-                                       int64_t classes, int tx)
-{
-    __shared__ float space[HPMLG_FOLD / HPMLG_WARP];
-    int64_t row = (int64_t)blockIdx.x * (HPMLG_FOLD / tx) + threadIdx.x / (unsigned)tx, first = row * classes;
-    int     lane = (int)threadIdx.x % tx, label = row < rows ? labels[row] : -1;
-    bool    counted = label >= 0 && label < classes;
-    float   mine = counted ? hpmlg_get(y, first + label) : 0;
-    float   beaten = counted && hpmlg_beaten_at_once(y, first, first + label, mine);
-    for (int64_t at = first / 8 * 8 + lane * 8; counted && at < first + classes; at += tx * 8)
-        if (hpmlg_beaten(hpmlg_get_part(y, at, first, first + classes, -INFINITY), at, first, first + label, mine))
-            beaten = 1;
-    beaten = hpmlg_group(beaten, space, tx, true);
-    if (lane == 0 && counted) hpmlg_count_row(counts, beaten == 0);
-}
-
-HPMLG_FN hpml_status hpmlg_correct(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
-                                   int64_t rows, int64_t classes, int64_t counts[2])
-{
-    hpmlg_device *d = hpmlg_enter(ctx);
-    int           tx = hpmlg_power((classes + 14) / 8, HPMLG_FOLD), ty = HPMLG_FOLD / tx;
-    size_t        bytes = 2 * sizeof *counts;
-    if (d->left.y == y && d->left.labels == (const void *)labels) /* the loss has counted them */
-        return hpmlg_check(d, cudaMemcpyAsync(counts, d->counts, bytes, cudaMemcpyDeviceToDevice, d->stream), "hits");
-    hpml_status status = hpmlg_check(d, cudaMemsetAsync(counts, 0, bytes, d->stream), "correct");
-    if (status != HPML_OK) return status;
-    return HPMLG_RUN(d, hpmlg_k_correct, (unsigned)((rows + ty - 1) / ty), HPMLG_FOLD, 0, (unsigned long long *)counts,
-                     hpmlg_of((void *)y, dtype), labels, rows, classes, tx);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2524,16 +2488,6 @@ typedef struct hpmlg_job {
     int64_t       tiles_m, tiles_n;
 } hpmlg_job;
 
-static __device__ __attribute__((noinline)) float hpmlg_act_far(int act, float slope, float x)
-{
-    return hpmlg_act(act, slope, x);
-}
-
-static __device__ __attribute__((noinline)) float hpmlg_slope_far(int act, float slope, float v)
-{
-    return hpmlg_act_slope(act, slope, v);
-}
-
 HPMLG_DEVICE float hpmlg_end_of(const hpmlg_job &g, int64_t batch, int64_t row, int64_t col, float v)
 {
     return g.bias ? v + g.bias[batch * g.bias_batch + row * g.bias_row + col * g.bias_col] : v;
@@ -2739,12 +2693,15 @@ template <int T> HPMLG_DEVICE void hpmlg_fetch(float *v, const hpmlg_side &o, in
     }
 }
 
+/* v rounded to the bits that count. The device's NaN, 0x7fffffff, plus a half would be -0. */
+HPMLG_DEVICE unsigned hpmlg_tf32(float v) { return v == v ? __float_as_uint(v) + 0x1000u : 0x7fffffffu; }
+
 template <int T, int KIND> HPMLG_DEVICE void hpmlg_settle(void *tile, const float *v, int64_t along_k, int type)
 {
     HPMLG_UNROLL for (int j = 0; j < T / 8; j++) {
         int i = (int)threadIdx.x + 128 * j, line = along_k ? i / 16 : i % T, k = along_k ? i % 16 : i / T;
         if (KIND == HPMLG_IN_F32) ((float *)tile)[k * (T + 4) + line] = v[j];
-        else if (KIND == HPMLG_IN_TF32) ((unsigned *)tile)[line * 20 + k] = __float_as_uint(v[j]) + 0x1000u; /* round */
+        else if (KIND == HPMLG_IN_TF32) ((unsigned *)tile)[line * 20 + k] = hpmlg_tf32(v[j]);
         else ((unsigned short *)tile)[hpmlg_tile_at<T, HPMLG_GATHERED>(line, k)] =
                  (unsigned short)hpmlg_narrow(v[j], 0, type);
     }
@@ -3280,74 +3237,18 @@ HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* y = act(x w^T + bias) is one product. Backward: dz = dy act'(z) takes the place of dy, which nobody reads after us;
-   the same pass over it sums its columns for the bias, block by block and then block after block. Where a linear layer
+   the same pass over it sums its columns for the bias. Where a linear layer
    follows at once, its product for dy multiplies by act'(z) on the way; the product for dw can sum the columns. */
 
-/* dy *= act'(v), and sums of its columns over `each` rows to part (gridDim.y, n), where wanted. W columns a thread,
-   32 threads side by side, 8 rows at a time. */
-template <int W>
-static __global__ void hpmlg_k_columns(hpmlg_array dy, hpmlg_array v, int act, float slope, int64_t m, int64_t n,
-                                       int64_t each, float *part)
+/* dy *= act'(v), where there is an act, and db, where it is not NULL, (+)= the sums of dy over what w stretches, in one
+   pass. */
+HPMLG_FN hpml_status hpmlg_slopes_run(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope,
+                                      hpmlg_walk w, float *db, bool add)
 {
-    HPMLG_SHARED(float, space); /* (8, 32 W) */
-    int64_t tx = threadIdx.x % 32, ty = threadIdx.x / 32, col = ((int64_t)blockIdx.x * 32 + tx) * W;
-    int64_t first = blockIdx.y * each, end = first + each < m ? first + each : m;
-    float   sum[W];
-    for (int j = 0; j < W; j++) sum[j] = 0;
-    for (int64_t r = first + ty; col < n && r < end; r += 8) {
-        hpmlg_eight g = {}, e = {};
-        int64_t     at = r * n + col;
-        if (W == 8) g = hpmlg_get8(dy, at / 8);
-        else g.v[0] = hpmlg_get(dy, at);
-        if (act) {
-            if (W == 8) e = hpmlg_get8(v, at / 8);
-            else e.v[0] = hpmlg_get(v, at);
-            for (int j = 0; j < W; j++) g.v[j] *= hpmlg_act_slope(act, slope, e.v[j]);
-            if (W == 8) hpmlg_put8(dy, at / 8, g);
-            else hpmlg_put(dy, at, g.v[0]);
-        }
-        for (int j = 0; j < W; j++) sum[j] += g.v[j];
-    }
-    if (!part) return;
-    for (int j = 0; j < W; j++) space[(ty * 32 + tx) * W + j] = sum[j];
-    __syncthreads();
-    for (int64_t c = threadIdx.x; c < 32 * W && (int64_t)blockIdx.x * 32 * W + c < n; c += blockDim.x) {
-        float s = 0;
-        for (int r = 0; r < 8; r++) s += space[r * 32 * W + c];
-        part[blockIdx.y * n + (int64_t)blockIdx.x * 32 * W + c] = s;
-    }
-}
-
-/* out (n) (+)= the sum of the rows of part (parts, n), in order. */
-HPMLG_FN hpml_status hpmlg_rows_run(hpmlg_device *d, float *out, const float *part, int64_t parts, int64_t n, bool add)
-{
-    return hpmlg_sum_run(d, hpmlg_of(out, HPML_DTYPE_F32), hpmlg_of((void *)part, HPML_DTYPE_F32),
-                         hpmlg_stretched(1, parts, n), 1, add);
-}
-
-/* dz (m, n) = dy act'(v) in place; db (n), where it is not NULL, (+)= the sums of its columns. */
-HPMLG_FN hpml_status hpmlg_columns_run(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope,
-                                       int64_t m, int64_t n, float *db, bool add)
-{
-    bool        wide  = n % 8 == 0;
-    int64_t     width = wide ? 256 : 32, cols = (n + width - 1) / width, parts = 8 * d->sms / cols;
-    int64_t     most  = (int64_t)(d->d.workspace / sizeof(float)) / n, each;
-    hpml_status status;
-    float      *part = db ? (float *)d->workspace : NULL;
-    if (act == HPML_ACT_NONE && !db) return HPML_OK;
-    if (parts > (m + 31) / 32) parts = (m + 31) / 32;
-    if (parts > most) parts = most;
-    if (parts < 1) parts = 1;
-    if (parts > 1024) parts = 1024;
-    if (most < 1)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_OVERFLOW, "cuda: sums of %lld columns need a larger "
-                             "hpml_cuda_desc.workspace", (long long)n);
-    each  = (m + parts - 1) / parts;
-    parts = (m + each - 1) / each;
-    dim3 grid((unsigned)cols, (unsigned)parts);
-    if (wide) status = HPMLG_RUN(d, hpmlg_k_columns<8>, grid, 256, 8192, dy, v, (int)act, slope, m, n, each, part);
-    else status = HPMLG_RUN(d, hpmlg_k_columns<1>, grid, 256, 1024, dy, v, (int)act, slope, m, n, each, part);
-    return status == HPML_OK && db ? hpmlg_rows_run(d, db, part, parts, n, add) : status;
+    hpmlg_binary b = {};
+    b.op = HPML_OP_ADD, b.out = dy, b.src[0] = v, b.w = w, b.act = (int)act, b.slope = slope;
+    if (db) return hpmlg_fold_run(d, &b, 0, hpmlg_of(db, HPML_DTYPE_F32), 1, add);
+    return act ? HPMLG_DEAL(d, hpmlg_k_act, w.count, 2048, dy, v, dy, (int)act, slope, w.count, false) : HPML_OK;
 }
 
 typedef struct hpmlg_dims {
@@ -3448,6 +3349,7 @@ HPMLG_FN hpml_status hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
     const hpml_node *m = hpmlg_linear_before(n);
     int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
     hpmlg_array      dz = hpmlg_grad(n->out), none = hpmlg_none();
+    hpmlg_walk       rows_of = hpmlg_stretched(1, rows, out);
     hpml_act         act = d->left.sloped == n ? HPML_ACT_NONE : n->attr.act.act;
     float           *db = bias ? bias->grad : NULL;
     hpmlg_gemm       dw = hpmlg_gemm_of(out, in, rows, hpmlg_mats(dz, out, 0, true), hpmlg_mats(none, in, 0, false),
@@ -3458,14 +3360,15 @@ HPMLG_FN hpml_status hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
     bool             ride = act == HPML_ACT_NONE && w->grad && db && out <= (int64_t)(HPMLG_SCRATCH / sizeof(float));
     d->left.sloped = NULL;
     if (ride) dw.sums = n->accumulate[2] ? (float *)d->scratch : db;
-    else status = hpmlg_columns_run(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, rows, out, db, n->accumulate[2]);
+    else status = hpmlg_slopes_run(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, rows_of, db, n->accumulate[2]);
     if (w->grad && status == HPML_OK) {
         dw.right.x = hpmlg_factor(d, x, n->scratch);
         status = hpmlg_product(d, &dw);
     }
     if (ride && status == HPML_OK && !dw.rode)
-        status = hpmlg_columns_run(d, dz, none, HPML_ACT_NONE, 0, rows, out, db, n->accumulate[2]);
-    else if (ride && status == HPML_OK && n->accumulate[2]) status = hpmlg_rows_run(d, db, dw.sums, 1, out, true);
+        status = hpmlg_slopes_run(d, dz, none, HPML_ACT_NONE, 0, rows_of, db, n->accumulate[2]);
+    else if (ride && status == HPML_OK && n->accumulate[2])
+        status = hpmlg_copy_run(d, hpmlg_of(db, HPML_DTYPE_F32), hpmlg_of(dw.sums, HPML_DTYPE_F32), out, true);
     if (!x->grad || status != HPML_OK) return status;
     dx.right.x = hpmlg_factor(d, w, NULL);
     if (m) dx.back = true, dx.z = hpmlg_linear_z(m), dx.act = m->attr.act.act, dx.slope = m->attr.act.slope;
@@ -3611,24 +3514,6 @@ static __global__ void hpmlg_k_planes_end(hpmlg_array y, const float *bias, int 
     }
 }
 
-/* dy *= act'(y); the gradient of the bias, where wanted, (+)= its sums over the planes of each channel. */
-HPMLG_FN hpml_status hpmlg_conv_ends(hpmlg_device *d, const hpml_node *n)
-{
-    const hpml_tensor *y = n->out, *bias = n->src[2];
-    hpmlg_array        dy = hpmlg_grad(y);
-    int64_t            count = hpml_tensor_count(y), C = y->shape[1], P = y->shape[2] * y->shape[3];
-    hpmlg_walk         w = {};
-    hpml_status        status = HPML_OK;
-    if (n->attr.conv.act)
-        status = HPMLG_DEAL(d, hpmlg_k_act, count, 2048, dy, hpmlg_value(y), dy, (int)n->attr.conv.act, 0.01f, count,
-                            false);
-    if (status != HPML_OK || !bias || !bias->grad) return status;
-    hpmlg_walk_push(&w, P, 0, 0);
-    hpmlg_walk_push(&w, C, 1, 0);
-    hpmlg_walk_push(&w, y->shape[0], 0, 0);
-    return hpmlg_sum_run(d, hpmlg_grad(bias), dy, w, 1, n->accumulate[2]);
-}
-
 /* By cuDNN; *done: it was. */
 typedef enum hpmlg_dnn_pass { HPMLG_DNN_Y, HPMLG_DNN_DX, HPMLG_DNN_DW, HPMLG_DNN_PASSES } hpmlg_dnn_pass;
 HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
@@ -3654,7 +3539,12 @@ HPMLG_OP(conv2d)
     if (!back)
         return hpmlg_conv_run(d, n, HPMLG_DNN_Y, hpmlg_factor(d, x, n->scratch), hpmlg_factor(d, w, NULL),
                               hpmlg_value(y), false);
-    hpml_status status = hpmlg_conv_ends(d, n);
+    hpmlg_walk planes = {}; /* the bias has a number for each channel */
+    hpmlg_walk_push(&planes, y->shape[2] * y->shape[3], 0, 0);
+    hpmlg_walk_push(&planes, y->shape[1], 1, 0);
+    hpmlg_walk_push(&planes, y->shape[0], 0, 0);
+    hpml_status status = hpmlg_slopes_run(d, hpmlg_grad(y), hpmlg_value(y), n->attr.conv.act, 0.01f, planes,
+                                          hpmlg_param_grad(n, 2), n->accumulate[2]);
     if (w->grad && status == HPML_OK)
         status = hpmlg_conv_run(d, n, HPMLG_DNN_DW, hpmlg_factor(d, x, n->scratch), hpmlg_grad(w), hpmlg_grad(y),
                                 n->accumulate[1]);
@@ -3674,7 +3564,6 @@ HPMLG_OP(conv2d)
 #ifdef HPML_CUDA_NO_CUDNN
 HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *, hpml_node *, hpmlg_dnn_pass, hpmlg_array, hpmlg_array, hpmlg_array,
                                    bool, bool *) { return HPML_OK; }
-HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *) { return HPML_OK; }
 HPMLG_FN void        hpmlg_dnn_close(hpmlg_device *) {}
 #else
 HPMLG_FN hpml_status hpmlg_dnn_check(hpmlg_device *d, cudnnStatus_t s, const char *what)
@@ -3825,19 +3714,30 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_
                                    d->d.workspace, &zero, p->y, y.p);
 }
 
+/* With the first convolution: cuDNN takes a while to come up. */
+HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *d)
+{
+    hpmlg_dnn *dnn = (hpmlg_dnn *)d->dnn;
+    if (dnn) return HPML_OK;
+    if (!(d->dnn = dnn = (hpmlg_dnn *)hpml_ctx_alloc(d->ctx, sizeof *dnn, NULL))) return HPML_ERR_MEMORY;
+    hpml_status status = hpmlg_dnn_check(d, cudnnCreate(&dnn->handle), "cudnnCreate");
+    return status == HPML_OK ? hpmlg_dnn_check(d, cudnnSetStream(dnn->handle, d->stream), "cudnnSetStream") : status;
+}
+
 /* What is refused when it comes to it is ours from then on. */
 HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                                    hpmlg_array y, bool add, bool *done)
 {
-    hpmlg_dnn      *dnn = (hpmlg_dnn *)d->dnn;
     hpmlg_dnn_plan *p;
     const float     one = 1, zero = 0, beta = add ? 1.0f : 0.0f;
     bool            narrow = pass == HPMLG_DNN_DW && d->store != HPML_DTYPE_F32, whole = true;
     void           *dw = narrow ? (char *)n->scratch + hpmlg_factor_bytes(d, n->src[0]) : w.p;
     int64_t         count = hpml_tensor_count(n->out);
     cudnnStatus_t   s;
-    if (!dnn || x.type != (int)d->store || y.type != (int)d->store) return HPML_OK;
-    hpml_status status = hpmlg_dnn_plan_of(d, dnn, n, pass, &p);
+    if (d->d.own_kernels || x.type != (int)d->store || y.type != (int)d->store) return HPML_OK;
+    hpml_status status = hpmlg_dnn_open(d);
+    hpmlg_dnn  *dnn    = (hpmlg_dnn *)d->dnn;
+    HPMLG_TRY(status, hpmlg_dnn_plan_of(d, dnn, n, pass, &p));
     if (status != HPML_OK || !p->usable[pass]) return status;
     if (pass == HPMLG_DNN_Y) s = hpmlg_dnn_forward(d, dnn, p, n, x, w, y, &whole);
     else if (pass == HPMLG_DNN_DW)
@@ -3855,15 +3755,6 @@ HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass
     if (narrow) return hpmlg_copy_run(d, w, hpmlg_of(dw, d->store), hpml_tensor_count(n->src[1]), add);
     return HPMLG_DEAL(d, hpmlg_k_planes_end, count, 2048, y, n->src[2] ? n->src[2]->data : NULL, (int)n->attr.conv.act,
                       n->out->shape[1], n->out->shape[2] * n->out->shape[3], count);
-}
-
-HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *d)
-{
-    hpmlg_dnn *dnn = (hpmlg_dnn *)hpml_ctx_alloc(d->ctx, sizeof *dnn, NULL);
-    if (!dnn) return HPML_ERR_MEMORY;
-    d->dnn = dnn;
-    hpml_status status = hpmlg_dnn_check(d, cudnnCreate(&dnn->handle), "cudnnCreate");
-    return status == HPML_OK ? hpmlg_dnn_check(d, cudnnSetStream(dnn->handle, d->stream), "cudnnSetStream") : status;
 }
 
 HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
@@ -4460,7 +4351,8 @@ HPMLG_FN hpml_status hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
                                n->accumulate[2]);
     if (status != HPML_OK) return status;
     hpmlg_array all = hpmlg_of(l.gates, HPML_DTYPE_F32);
-    return hpmlg_columns_run(d, all, all, HPML_ACT_NONE, 0, rows, 4 * H, bias->grad, n->accumulate[3]);
+    return hpmlg_slopes_run(d, all, all, HPML_ACT_NONE, 0, hpmlg_stretched(1, rows, 4 * H), bias->grad,
+                            n->accumulate[3]);
 }
 HPMLG_OP(lstm) { return back ? hpmlg_lstm_backward(d, n) : hpmlg_lstm_forward(d, n); }
 
@@ -4477,7 +4369,7 @@ typedef struct hpmlg_rows {
     const int       *labels;   /* (rows) */
     float           *lse, *loss, *inverse; /* (rows), (rows), (1) */
     const float     *dloss;    /* (1) */
-    int64_t          rows, V;
+    int64_t          rows, V, blocks;
     float            smoothing;
     int              ignore, tx;
     bool             add;
@@ -4493,6 +4385,22 @@ HPMLG_DEVICE bool hpmlg_label_counts(int label, int ignore, int64_t classes)
     return label != ignore && label >= 0 && label < classes;
 }
 
+/* A row is a hit unless an element before the label's is as large, or one after it larger. A NaN hits nothing; at the
+   front it is never overtaken. */
+HPMLG_DEVICE bool hpmlg_beaten(const hpmlg_eight &e, int64_t at, int64_t first, int64_t label, float mine)
+{
+    bool beaten = false;
+    for (int j = 0; j < 8; j++)
+        beaten = beaten || e.v[j] > mine || (e.v[j] == mine && at + j >= first && at + j < label);
+    return beaten;
+}
+
+HPMLG_DEVICE bool hpmlg_beaten_at_once(hpmlg_array y, int64_t first, int64_t label, float mine)
+{
+    return label > first && (mine != mine || isnan(hpmlg_get(y, first)));
+}
+
+/* node NULL: hits are counted, nothing else. */
 static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node)
 {
     __shared__ float space[HPMLG_FOLD / HPMLG_WARP];
@@ -4517,10 +4425,12 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
     beaten = hpmlg_group(beaten, space, p.tx, true);
     if (p.smoothing > 0) all = hpmlg_group(all, space, p.tx, false);
     if (lane != 0 || row >= p.rows) return;
+    if (counts) atomicAdd(&p.counts[1], 1ull); /* integers may be added in any order */
+    if (counts && beaten == 0) atomicAdd(&p.counts[0], 1ull);
+    if (!node) return;
     float lse = most + logf(s);
     p.lse[row]  = lse;
     p.loss[row] = 0;
-    if (counts) hpmlg_count_row(p.counts, beaten == 0);
     if (counts) p.loss[row] = lse - (1 - p.smoothing) * mine - p.smoothing * all / (float)p.V;
     else if (label != p.ignore) hpmlg_complain(p.note, p.taken, row, label, node);
 }
@@ -4546,33 +4456,49 @@ static __global__ void hpmlg_k_cross_entropy_back(hpmlg_rows p)
     }
 }
 
-HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_device *d, const hpml_node *n, unsigned *blocks)
+HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_array x, const void *labels, int64_t rows, int64_t V)
 {
-    hpmlg_rows         p = {};
-    const hpml_tensor *x = n->src[0];
-    p.x = hpmlg_value(x), p.dx = hpmlg_grad(x), p.labels = (const int *)(const void *)n->src[1]->data;
-    p.V = x->shape[x->ndim - 1], p.rows = hpml_tensor_count(x) / p.V;
-    p.lse = (float *)n->saved, p.loss = p.lse + p.rows, p.inverse = p.loss + p.rows, p.dloss = n->out->grad;
-    p.smoothing = n->attr.cross_entropy.smoothing, p.ignore = n->attr.cross_entropy.ignore;
-    p.tx = hpmlg_power((p.V + 14) / 8, HPMLG_FOLD), p.add = n->accumulate[0];
-    p.note = d->note, p.taken = d->note_taken, p.counts = d->counts;
-    *blocks = (unsigned)((p.rows + HPMLG_FOLD / p.tx - 1) / (HPMLG_FOLD / p.tx));
+    hpmlg_rows p = {};
+    p.x = x, p.labels = (const int *)labels, p.rows = rows, p.V = V, p.ignore = -1;
+    p.tx = hpmlg_power((V + 14) / 8, HPMLG_FOLD);
+    p.blocks = (rows + HPMLG_FOLD / p.tx - 1) / (HPMLG_FOLD / p.tx);
     return p;
+}
+
+HPMLG_FN hpml_status hpmlg_loss_run(hpmlg_device *d, const hpmlg_rows *p, const hpml_node *n)
+{
+    hpml_status status = hpmlg_check(d, cudaMemsetAsync(p->counts, 0, 2 * sizeof *p->counts, d->stream), "counting");
+    HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_cross_entropy, (unsigned)p->blocks, HPMLG_FOLD, 0, *p, n));
+    return status;
 }
 
 HPMLG_OP(cross_entropy)
 {
-    unsigned      blocks;
-    hpmlg_rows    p = hpmlg_rows_make(d, n, &blocks);
-    hpmlg_finish  f = {};
-    if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, blocks, HPMLG_FOLD, 0, p);
-    bool        classes = p.ignore < 0 || p.ignore >= p.V; /* all that count are */
+    const hpml_tensor *x = n->src[0];
+    int64_t            V = x->shape[x->ndim - 1];
+    hpmlg_rows         p = hpmlg_rows_make(hpmlg_value(x), n->src[1]->data, hpml_tensor_count(x) / V, V);
+    hpmlg_finish       f = {};
+    p.dx = hpmlg_grad(x), p.dloss = n->out->grad, p.add = n->accumulate[0];
+    p.lse = (float *)n->saved, p.loss = p.lse + p.rows, p.inverse = p.loss + p.rows;
+    p.smoothing = n->attr.cross_entropy.smoothing, p.ignore = n->attr.cross_entropy.ignore;
+    p.note = d->note, p.taken = d->note_taken, p.counts = d->counts;
+    if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, (unsigned)p.blocks, HPMLG_FOLD, 0, p);
+    bool classes = p.ignore < 0 || p.ignore >= V; /* all that count are */
     d->left.y = classes ? p.x.p : NULL, d->left.labels = p.labels;
-    hpml_status status = hpmlg_check(d, cudaMemsetAsync(p.counts, 0, 2 * sizeof *p.counts, d->stream), "counting");
-    if (status == HPML_OK)
-        status = HPMLG_RUN(d, hpmlg_k_cross_entropy, blocks, HPMLG_FOLD, 0, p, (const hpml_node *)n);
+    hpml_status status = hpmlg_loss_run(d, &p, n);
     f.part = p.loss, f.n = p.rows, f.counted = &p.counts[1], f.out = n->out->data, f.inverse = p.inverse;
     return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f) : status;
+}
+
+HPMLG_FN hpml_status hpmlg_correct(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
+                                   int64_t rows, int64_t classes, int64_t counts[2])
+{
+    hpmlg_device *d = hpmlg_enter(ctx);
+    hpmlg_rows    p = hpmlg_rows_make(hpmlg_of((void *)y, dtype), labels, rows, classes);
+    p.counts = (unsigned long long *)counts;
+    if (d->left.y != y || d->left.labels != (const void *)labels) return hpmlg_loss_run(d, &p, NULL);
+    return hpmlg_check(d, cudaMemcpyAsync(counts, d->counts, 2 * sizeof *counts, cudaMemcpyDeviceToDevice, d->stream),
+                       "hits"); /* the loss has counted them */
 }
 
 HPMLG_DEVICE float hpmlg_term_slope(int what, float delta, float x, float t)
@@ -4826,8 +4752,8 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
 /* The bytes and residuals of hpml.h's codecs, bit for bit; sections api-codec and onebit there say what they are. The
    sums of ONEBIT are taken as on the CPU: element i of a chunk of 1,024 goes to lane i % 16, lanes are joined by
    halves, chunks in order in double. Half a warp does a chunk, a number in each lane's registers for every turn; rows
-   of up to 16 chunks are read once, longer ones leave the sums of their chunks in the workspace and are read again. A
-   row that holds a NaN or an infinity is marked while it is packed and wiped afterwards. */
+   of up to 16 chunks are read once. A row that holds a NaN or an infinity is marked while it is packed, and wiped
+   afterwards. */
 
 #define HPMLG_PACK_ROWS    ((int64_t)262136) /* rows at a time: their marks fit in the scratch memory; whole eights */
 #define HPMLG_ONEBIT_CHUNK 1024
@@ -4906,103 +4832,64 @@ HPMLG_DEVICE void hpmlg_onebit_bits(const hpmlg_pack *p, int64_t row, int64_t ch
         if (at + k < count) words[at + k] = bits[k];
 }
 
-/* Rows of at most 16 chunks, 16 / chunks of them at a time in a block. */
-static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, int chunks)
+/* A block packs 16 / chunks rows at a time; of a longer row 16 chunks, leaves v in e and comes back when the levels are
+   known. each: chunks side by side. */
+template <bool longer>
+static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, int64_t chunks, int each)
 {
     __shared__ hpmlg_chunk all[16];
-    int   team = (int)threadIdx.x / 16, lane = (int)threadIdx.x % 16, slots = 16 / chunks, slot = team / chunks;
-    int   chunk = team % chunks, turns = p.cols < HPMLG_ONEBIT_CHUNK ? (int)(p.cols + 15) / 16 : HPMLG_ONEBIT_TURNS;
+    int   team = (int)threadIdx.x / 16, lane = (int)threadIdx.x % 16, slots = 16 / each, slot = team / each;
+    int   turns = p.cols < HPMLG_ONEBIT_CHUNK ? (int)(p.cols + 15) / 16 : HPMLG_ONEBIT_TURNS;
     float v[HPMLG_ONEBIT_TURNS];
     for (int64_t first = (int64_t)blockIdx.x * slots; first < p.rows; first += (int64_t)gridDim.x * slots) {
-        int64_t      row = first + slot, at = row * p.cols + chunk * HPMLG_ONEBIT_CHUNK;
-        int64_t      left = slot < slots && row < p.rows ? p.cols - chunk * HPMLG_ONEBIT_CHUNK : 0;
-        int          n = (int)(left < HPMLG_ONEBIT_CHUNK ? left : HPMLG_ONEBIT_CHUNK);
-        unsigned     bits[2];
-        double       sum[2] = { 0, 0 };
-        int64_t      ones = 0;
-        hpmlg_chunk  s = hpmlg_onebit_scan(v, bits, p.g + at, p.e && n ? p.e + at : NULL, n, turns);
-        __syncthreads();
-        if (lane == 0) all[team] = s;
-        __syncthreads();
-        if (n == 0) continue;
-        for (int c = 0; c < chunks; c++) {
-            const hpmlg_chunk *o = &all[slot * chunks + c];
-            ones += o->ones;
-            for (int k = 0; k < 2; k++) {
-                sum[k] += (double)o->sum[k];
-                s.least[k] = fminf(s.least[k], o->least[k]), s.most[k] = fmaxf(s.most[k], o->most[k]);
-            }
-        }
-        float low  = hpmlg_onebit_level(sum[0], p.cols - ones, s.least[0], s.most[0]);
-        float high = hpmlg_onebit_level(sum[1], ones, s.least[1], s.most[1]);
-        if (lane == 0 && !(isfinite(sum[0]) && isfinite(sum[1]))) hpmlg_pack_mark(&p, row);
-        if (lane == 0 && chunk == 0) hpmlg_onebit_row(&p, row)[0] = low, hpmlg_onebit_row(&p, row)[1] = high;
-        hpmlg_onebit_bits(&p, row, chunk, bits);
-        if (!p.e) continue;
-        HPMLG_UNROLL
-        for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
-            if (16 * j + lane < n)
-                p.e[at + 16 * j + lane] = (p.printed ? p.g[at + 16 * j + lane] : v[j]) - (v[j] >= 0 ? high : low);
-    }
-}
-
-/* Long rows, first pass: e = v, bits, and the sums of every chunk. */
-static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit_chunks(hpmlg_pack p, int64_t chunks, hpmlg_chunk *sums)
-{
-    float   v[HPMLG_ONEBIT_TURNS];
-    int     lane = (int)threadIdx.x % 16, halves = (int)blockDim.x / 16;
-    int64_t count = p.rows * chunks;
-    for (int64_t first = (int64_t)blockIdx.x * halves; first < count; first += (int64_t)gridDim.x * halves) {
-        int64_t     unit = first + (int)threadIdx.x / 16, row = hpmlg_quotient(unit, chunks);
-        int64_t     chunk = unit - row * chunks;
-        int64_t     at = row * p.cols + chunk * HPMLG_ONEBIT_CHUNK;
-        int64_t     left = unit < count ? p.cols - chunk * HPMLG_ONEBIT_CHUNK : 0;
-        int         n = (int)(left < HPMLG_ONEBIT_CHUNK ? left : HPMLG_ONEBIT_CHUNK);
-        unsigned    bits[2];
-        hpmlg_chunk s = hpmlg_onebit_scan(v, bits, p.g + at, p.e && n ? p.e + at : NULL, n, HPMLG_ONEBIT_TURNS);
-        if (n == 0) continue;
-        if (lane == 0) sums[unit] = s;
-        hpmlg_onebit_bits(&p, row, chunk, bits);
-        HPMLG_UNROLL
-        for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
-            if (p.e && 16 * j + lane < n) p.e[at + 16 * j + lane] = v[j];
-    }
-}
-
-/* Second pass: the levels, a warp for a row; lanes fetch the sums, all add them in order. */
-static __global__ void hpmlg_k_onebit_levels(hpmlg_pack p, int64_t chunks, const hpmlg_chunk *sums)
-{
-    int lane = (int)threadIdx.x % HPMLG_WARP;
-    HPMLG_WARPS(row, p.rows) {
+        int64_t row = first + slot, ones = 0, chunk;
+        bool    mine = slot < slots && row < p.rows;
         double  sum[2] = { 0, 0 };
         float   least[2] = { INFINITY, INFINITY }, most[2] = { -INFINITY, -INFINITY };
-        int64_t ones = 0;
-        for (int64_t c = 0; c < chunks; c += HPMLG_WARP) {
-            hpmlg_chunk s = { { 0, 0 }, { INFINITY, INFINITY }, { -INFINITY, -INFINITY }, 0 };
-            if (c + lane < chunks) s = sums[row * chunks + c + lane];
-            for (int i = 0; i < HPMLG_WARP; i++) {
-                ones += __shfl_sync(HPMLG_ALL, s.ones, i);
-                for (int k = 0; k < 2; k++) sum[k] += (double)__shfl_sync(HPMLG_ALL, s.sum[k], i);
+        auto    count = [&]() { /* numbers of this team's chunk */
+            int64_t left = mine ? p.cols - chunk * HPMLG_ONEBIT_CHUNK : 0;
+            return (int)(left < 0 ? 0 : left < HPMLG_ONEBIT_CHUNK ? left : HPMLG_ONEBIT_CHUNK);
+        };
+        for (int64_t c0 = 0; c0 < (longer ? chunks : 1); c0 += each) {
+            unsigned bits[2];
+            chunk = c0 + team % each;
+            int          n = count();
+            int64_t      at = row * p.cols + chunk * HPMLG_ONEBIT_CHUNK;
+            hpmlg_chunk  s = hpmlg_onebit_scan(v, bits, p.g + at, p.e && n ? p.e + at : NULL, n, turns);
+            __syncthreads();
+            if (lane == 0) all[team] = s;
+            __syncthreads();
+            for (int c = 0; mine && c < each && c0 + c < chunks; c++) {
+                const hpmlg_chunk *o = &all[slot * each + c];
+                ones += o->ones;
+                for (int k = 0; k < 2; k++) {
+                    sum[k] += (double)o->sum[k];
+                    least[k] = fminf(least[k], o->least[k]), most[k] = fmaxf(most[k], o->most[k]);
+                }
             }
-            for (int k = 0; k < 2; k++) least[k] = fminf(least[k], s.least[k]), most[k] = fmaxf(most[k], s.most[k]);
+            if (n > 0) hpmlg_onebit_bits(&p, row, chunk, bits);
+            HPMLG_UNROLL
+            for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
+                if (longer && p.e && 16 * j + lane < n) p.e[at + 16 * j + lane] = v[j];
         }
-        for (int k = 0; k < 2; k++)
-            least[k] = -hpmlg_group(-least[k], NULL, 32, true), most[k] = hpmlg_group(most[k], NULL, 32, true);
-        if (lane == 0 && !(isfinite(sum[0]) && isfinite(sum[1]))) hpmlg_pack_mark(&p, row);
-        if (lane < 2)
-            hpmlg_onebit_row(&p, row)[lane] = lane == 0
-                ? hpmlg_onebit_level(sum[0], p.cols - ones, least[0], most[0])
-                : hpmlg_onebit_level(sum[1], ones, least[1], most[1]);
-    }
-}
-
-/* Third pass: e = v - level. */
-static __global__ void hpmlg_k_onebit_carry(hpmlg_pack p)
-{
-    HPMLG_EACH(i, p.rows * p.cols) {
-        const float *level = hpmlg_onebit_row(&p, hpmlg_quotient(i, p.cols));
-        float        v     = p.e[i];
-        p.e[i] = (p.printed ? p.g[i] : v) - level[v >= 0 ? 1 : 0];
+        float low  = hpmlg_onebit_level(sum[0], p.cols - ones, least[0], most[0]);
+        float high = hpmlg_onebit_level(sum[1], ones, least[1], most[1]);
+        if (mine && lane == 0 && team % each == 0) {
+            hpmlg_onebit_row(&p, row)[0] = low, hpmlg_onebit_row(&p, row)[1] = high;
+            if (!(isfinite(sum[0]) && isfinite(sum[1]))) hpmlg_pack_mark(&p, row);
+        }
+        for (int64_t c0 = 0; p.e && c0 < (longer ? chunks : 1); c0 += each) {
+            chunk = c0 + team % each;
+            int    n = count();
+            float *e = p.e + row * p.cols + chunk * HPMLG_ONEBIT_CHUNK;
+            HPMLG_UNROLL
+            for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++) {
+                int i = 16 * j + lane;
+                if (i >= n) break;
+                float x = longer ? e[i] : v[j];
+                e[i] = (p.printed ? p.g[e - p.e + i] : x) - (x >= 0 ? high : low);
+            }
+        }
     }
 }
 
@@ -5070,22 +4957,18 @@ HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int
     return some;
 }
 
-/* Some rows of a lossy codec; chunks: of a row of ONEBIT. */
-HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p, int64_t chunks)
+/* Some rows of a lossy codec. */
+HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p)
 {
-    int64_t      n = p.rows * p.cols;
-    cudaError_t  e = cudaMemsetAsync(p.bad + 1, 0, (size_t)p.rows * sizeof(int), d->stream);
-    hpmlg_chunk *sums = (hpmlg_chunk *)d->workspace;
-    hpml_status  status = hpmlg_check(d, e, "marks");
+    int64_t     n = p.rows * p.cols, chunks = (p.cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK;
+    int         each = chunks < 16 ? (int)chunks : 16;
+    cudaError_t e = cudaMemsetAsync(p.bad + 1, 0, (size_t)p.rows * sizeof(int), d->stream);
+    hpml_status status = hpmlg_check(d, e, "marks");
     if (kind == HPML_CODEC_TWOBIT) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_pack<true>, n, 2048, p));
     if (kind == HPML_CODEC_BF16) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_pack<false>, n, 2048, p));
-    if (kind == HPML_CODEC_ONEBIT && chunks <= 16) {
-        HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit, p.rows, 16 / chunks, p, (int)chunks));
-    } else if (kind == HPML_CODEC_ONEBIT) {
-        HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit_chunks, p.rows * chunks, 16, p, chunks, sums));
-        HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit_levels, p.rows, 8, p, chunks, sums));
-        if (p.e) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_onebit_carry, n, 2048, p));
-    }
+    if (kind == HPML_CODEC_ONEBIT)
+        HPMLG_TRY(status, HPMLG_RUN_EITHER(d, chunks > 16, hpmlg_k_onebit, true, false,
+                                           hpmlg_blocks(d, p.rows, 16 / each), 256, 0, p, chunks, each));
     return status == HPML_OK ? HPMLG_DEAL(d, hpmlg_k_pack_wipe, p.rows, 1, p) : status;
 }
 
@@ -5094,23 +4977,17 @@ HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, 
 {
     hpmlg_device *d = hpmlg_enter(ctx);
     int           kind, any = 0, *bad = (int *)d->scratch;
-    int64_t       chunks = (p->cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK, most = HPMLG_PACK_ROWS, room = most;
     hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE)
         return hpmlg_copy_run(d, hpmlg_of(packed, HPML_DTYPE_F32), hpmlg_of((void *)grad, HPML_DTYPE_F32),
                               rows * p->cols, false);
-    if (kind == HPML_CODEC_ONEBIT && chunks > 16) room = (int64_t)(d->d.workspace / sizeof(hpmlg_chunk)) / chunks;
-    if (room == 0)
-        return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "cuda: 1-bit rows of %lld columns need %lld bytes of "
-                             "hpml_cuda_desc.workspace", (long long)p->cols, (long long)(chunks * 28));
-    if (room < most) most = room;
     status = hpmlg_check(d, cudaMemsetAsync(bad, 0, sizeof *bad, d->stream), "marks");
-    for (int64_t row = 0; row < rows && status == HPML_OK; row += most) {
-        hpmlg_pack some = hpmlg_pack_of(p, packed, row, rows - row < most ? rows - row : most);
+    for (int64_t row = 0; row < rows && status == HPML_OK; row += HPMLG_PACK_ROWS) {
+        hpmlg_pack some = hpmlg_pack_of(p, packed, row, rows - row < HPMLG_PACK_ROWS ? rows - row : HPMLG_PACK_ROWS);
         some.g = grad + row * p->cols, some.bad = bad;
         if (residual && p->residual_count) some.e = residual + row * p->cols;
-        status = hpmlg_pack_some(d, kind, some, chunks);
+        status = hpmlg_pack_some(d, kind, some);
     }
     if (status == HPML_OK) status = hpmlg_read(d, &any, bad, sizeof any);
     return status == HPML_OK && any ? HPML_ERR_NONFINITE : status;

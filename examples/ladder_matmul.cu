@@ -79,7 +79,7 @@ static __global__ __launch_bounds__(256) void k4_registers(int n, const float *A
 static __global__ __launch_bounds__(256) void k5_tensor_cores(int n, const __nv_bfloat16 *A, const __nv_bfloat16 *B, float *C)
 {
     using namespace nvcuda::wmma;
-    __shared__ __align__(16) __nv_bfloat16 a[BLOCK][STEP + 8], b[STEP][BLOCK + 8]; /* + 8: rows begin in other banks */
+    __shared__ __align__(32) __nv_bfloat16 a[BLOCK][STEP + 8], b[STEP][BLOCK + 8]; /* + 8: other banks */
     int t = threadIdx.x, warp = t / 32, row0 = blockIdx.y * BLOCK, col0 = blockIdx.x * BLOCK;
     int wr = warp / 4 * 64, wc = warp % 4 * 32; /* this warp's part of the tile */
     fragment<accumulator, 16, 16, 16, float> sum[4][2];

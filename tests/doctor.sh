@@ -19,18 +19,20 @@ MPI_Comm_rank(MPI_COMM_WORLD, &r); if (r == 0) printf("%%d", n); MPI_Finalize();
     $mpicc "$tmp/mpi.c" -o "$tmp/mpi" 2>/dev/null && ranks=$(timeout 30 "$mpiexec" -n 2 "$tmp/mpi" 2>/dev/null)
     [ "$ranks" = 2 ] && row mpi "2-rank job has 2 ranks" ok || row mpi "2-rank job reports: $ranks" "mpicc and mpiexec do not fit together"
 else row mpi none "in-process workers only"; fi
-header() { find $cuda/include /usr/include /usr/local/include -name "$1" 2>/dev/null | head -n 1 | grep -q .; }
+sh tests/probe.sh "$tmp/nvcc.found"
 if have "$nvcc"; then
     cuda=$(dirname "$(dirname "$(command -v "$nvcc")")")
     row nvcc "$($nvcc --version | grep release | sed 's/.*release/release/')" "ninja cuda builds the GPU examples"
-    header cublasLt.h && row cublas header ok || row cublas none "built with HPML_CUDA_NO_CUBLAS: own products"
-    header cudnn.h && row cudnn header ok || row cudnn none "built with HPML_CUDA_NO_CUDNN: own convolutions"
+    for name in cublas cudnn; do
+        lack=HPML_CUDA_NO_$(echo $name | tr a-z A-Z)
+        grep -q "$lack" "$tmp/nvcc.found" && row $name none "built with $lack: own kernels" || row $name header ok
+    done
+    grep -q NCCL "$tmp/nvcc.found" && row nccl header ok || row nccl none "GPUs exchange gradients through host memory"
     have compute-sanitizer || [ -x "$cuda/bin/compute-sanitizer" ] && row sanitize compute-sanitizer ok ||
         row sanitize none "test-gpu leaves out memcheck and racecheck"
 else row nvcc none "nothing is built or compile-tested for GPUs"; fi
 gpu=$(nvidia-smi --query-gpu=name,driver_version,compute_cap --format=csv,noheader 2>/dev/null | head -n 1)
 [ -n "$gpu" ] && row gpu "$gpu" "test-gpu, bench-gpu" || row gpu none "test-gpu and bench-gpu are skipped; an emulation tests the kernels"
-header nccl.h && row nccl header ok || row nccl none "GPUs exchange gradients through host memory"
 ldconfig -p 2>/dev/null | grep -q openblas && row blas OpenBLAS "bench compares with it" || row blas none "bench has no peer"
 have aarch64-linux-gnu-gcc && row aarch64 "cross compiler" "$(have qemu-aarch64 && echo 'runs under qemu' || echo 'compile only')" ||
     row aarch64 none "aarch64 tests are skipped"

@@ -4,6 +4,8 @@
 #include "cuda_on_cpu.h"
 #include "nccl_on_cpu.h"
 
+#include <unistd.h>
+
 namespace {
 struct op {
     char              kind; /* 'a'llreduce, re'd'uce, 'b'roadcast (peer: the root; -1: all get it), 's'end, 'r'eceive */
@@ -154,7 +156,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id)
 {
     std::lock_guard<std::mutex> hold(guard);
     memset(id, 0, sizeof *id);
-    snprintf(id->internal, sizeof id->internal, "id %d", ++next_id);
+    snprintf(id->internal, sizeof id->internal, "id %d of %d", ++next_id, (int)getpid());
     return ncclSuccess;
 }
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t *config)

@@ -3,18 +3,30 @@
 # again. build/zlib.flags: flags for zlib when it is here; build/mpicc.found: where mpicc is; build/nvcc.found: where nvcc is,
 # with its flags. Empty when it is not.
 found=
-includes() { printf '#include <%s>\n' "$1" | ${CC:-cc} -E -I"$cuda/include" -x c - >/dev/null 2>&1; }
+# cuda HEADER FOLDER FLAGS OTHERWISE: adds FLAGS where CUDA has the header; or what they are in the package nvidia/FOLDER of Python,
+# whose libraries have versions in their names; else OTHERWISE.
+cuda() {
+    if printf '#include <%s>\n' "$1" | ${CC:-cc} -E -I"$toolkit/include" -x c - >/dev/null 2>&1; then found="$found $3"; return; fi
+    wheel=$wheels/$2
+    if [ -z "$wheels" ] || [ ! -f "$wheel/include/$1" ]; then found="$found $4"; return; fi
+    found="$found -isystem=$wheel/include -L$wheel/lib -Xlinker=-rpath,$wheel/lib" # behind CUDA's own headers
+    for flag in $3; do
+        case $flag in -l*) for lib in "$wheel/lib/lib${flag#-l}.so".*; do flag=-l:${lib##*/}; done ;; esac
+        found="$found $flag"
+    done
+}
 case $1 in
 *mpicc*) found=$(command -v "${MPICC:-mpicc}") ;;
 *nvcc*)
-    found=$(command -v "${NVCC:-nvcc}") cuda=$(dirname "$(dirname "$found")")
+    found=$(command -v "${NVCC:-nvcc}") toolkit=$(dirname "$(dirname "$(readlink -f "$found")")")
     arch=sm_90 # without a GPU, for one elsewhere
     nvidia-smi -L 2>/dev/null | grep -q '^GPU' && arch=native
     if [ -n "$found" ]; then
+        wheels=$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0])' 2>/dev/null)
         found="$found -arch=${CUDA_ARCH:-$arch}"
-        if includes cublasLt.h; then found="$found -lcublasLt -lcublas"; else found="$found -DHPML_CUDA_NO_CUBLAS"; fi
-        if includes cudnn.h; then found="$found -lcudnn"; else found="$found -DHPML_CUDA_NO_CUDNN"; fi
-        includes nccl.h && found="$found -DHPML_USE_NCCL"
+        cuda cublasLt.h cu13 '-lcublasLt -lcublas' -DHPML_CUDA_NO_CUBLAS
+        cuda cudnn.h cudnn -lcudnn -DHPML_CUDA_NO_CUDNN
+        cuda nccl.h nccl -DHPML_USE_NCCL ''
     fi ;;
 *) printf '#include <zlib.h>\nint main(void) { return zlibVersion() == 0; }\n' | ${CC:-cc} -x c - -o /dev/null -lz 2>/dev/null &&
     found='-DHPML_USE_ZLIB -lz' ;;

@@ -1,5 +1,6 @@
 /* A test program: TEST(name) { ... ENSURE(condition); ENSURE_NEAR(a, b, tolerance); } and nothing else; main is here.
-   Options: --filter TEXT runs the tests whose name contains it, --list names them. Exit: 0 passed, 1 failed, 77 all skipped. */
+   Options: --filter TEXT runs the tests whose name contains it, --test NAME that one, --list names them. Exit: 0 passed, 1 failed,
+   77 all skipped. */
 #ifndef HPML_TEST_H
 #define HPML_TEST_H
 
@@ -81,13 +82,14 @@ static const char *test_skipped;
 int main(int argc, char **argv)
 {
     const char *filter = argc > 2 && strcmp(argv[1], "--filter") == 0 ? argv[2] : "";
+    const char *only   = argc > 2 && strcmp(argv[1], "--test") == 0 ? argv[2] : NULL;
     int         passed = 0, failed = 0, skipped = 0;
     for (test_case *t = test_first; t; t = t->next) {
         if (argc > 1 && strcmp(argv[1], "--list") == 0) {
             puts(t->name);
             continue;
         }
-        if (!strstr(t->name, filter)) continue;
+        if (only ? strcmp(t->name, only) != 0 : !strstr(t->name, filter)) continue;
         test_failed  = 0;
         test_skipped = NULL;
         t->run();

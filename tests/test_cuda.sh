@@ -43,6 +43,21 @@ for cxx in g++ clang++; do
     try $cxx -std=c++17 -fsyntax-only $strict -I. "$tmp/only.cc"
 done
 if ! gcc -fsyntax-only -I. "$tmp/wrong.c" 2>"$tmp/err" && grep -q 'its body is for nvcc' "$tmp/err"; then ok; else bad "the body under gcc is an error that says so"; fi
+# cuDNN and NCCL as Python's packages bring them, where CUDA has none; nothing where nobody has them.
+mkdir -p "$tmp/bin" "$tmp/nvidia/cudnn/include" "$tmp/nvidia/cudnn/lib" "$tmp/nvidia/nccl/include"
+touch "$tmp/nvidia/cudnn/include/cudnn.h" "$tmp/nvidia/cudnn/lib/libcudnn.so.9" "$tmp/nvidia/nccl/include/nccl.h"
+printf '#!/bin/sh\necho %s/nvidia\n' "$tmp" >"$tmp/bin/python3"
+printf '#!/bin/sh\nexec gcc -nostdinc "$@"\n' >"$tmp/bin/bare"
+printf '#!/bin/sh\n' >"$tmp/bin/nvcc"
+chmod +x "$tmp"/bin/*
+probe() { PATH="$tmp/bin:$PATH" CC=bare NVCC=nvcc CUDA_ARCH=sm_90 sh tests/probe.sh "$tmp/nvcc.found"; sed "s|$tmp/||g" "$tmp/nvcc.found" >"$tmp/err"; }
+probe
+one() { echo "-isystem=nvidia/$1/include -Lnvidia/$1/lib -Xlinker=-rpath,nvidia/$1/lib"; }
+if [ "$(cat "$tmp/err")" = "bin/nvcc -arch=sm_90 -DHPML_CUDA_NO_CUBLAS $(one cudnn) -l:libcudnn.so.9 $(one nccl) -DHPML_USE_NCCL" ]
+then ok; else bad 'the probe of packages'; fi
+rm -r "$tmp/nvidia"
+probe
+if [ "$(sed 's/ *$//' "$tmp/err")" = 'bin/nvcc -arch=sm_90 -DHPML_CUDA_NO_CUBLAS -DHPML_CUDA_NO_CUDNN' ]; then ok; else bad 'the probe without them'; fi
 # The examples, their devices emulated. 11's weights: a file as published, all of it 3.0039: the vocabulary's 50,257 rows are
 # equally likely, what is padded is not.
 example() { try ${CXX:-c++} -x c++ -std=c++17 -Wall -Wextra -Werror -DHPMLI_BODY_INCLUDED -DHPML_CUDA_BODY -DHPML_COMM_BODY examples/$1.cu -x none \
@@ -71,7 +86,7 @@ says 'cannot be read' 1 $gpt2 --tokens /nonexistent
 
 found=$(cat build/nvcc.found) nvcc=${found%% *} libs= options=
 for word in ${found#"$nvcc"} $(sed 's/-D[^ ]*//' build/zlib.flags); do
-    case $word in -l*) libs="$libs $word" ;; -D*) options="$options $word" ;; esac
+    case $word in -l* | -L* | -Xlinker=*) libs="$libs $word" ;; -D* | -isystem=*) options="$options $word" ;; esac
 done
 fast='-Xptxas -O1'
 "$nvcc" --help | grep -q Ofast-compile && fast='-Ofc max'
@@ -90,7 +105,7 @@ if [ -z "$extra" ]; then ok; else echo "$extra" >"$tmp/err"; bad "visible names 
 try gcc -std=c11 -Wall -Wextra -Wshadow -Werror -I. -c "$tmp/user.c" -o "$tmp/user.o"
 cuda=$(dirname "$(dirname "$nvcc")")
 try "$nvcc" "$tmp/user.o" "$tmp/unit.o" "$tmp/body.o" build/hpml.o -o "$tmp/by_nvcc" $libs
-try gcc "$tmp/user.o" "$tmp/unit.o" "$tmp/body.o" build/hpml.o -o "$tmp/by_gcc" -L"$cuda/lib64" -Wl,-rpath,"$cuda/lib64" $libs -lcudart -lstdc++ -lm -lpthread
+try gcc "$tmp/user.o" "$tmp/unit.o" "$tmp/body.o" build/hpml.o -o "$tmp/by_gcc" -L"$cuda/lib64" -Wl,-rpath,"$cuda/lib64" $(echo "$libs" | sed 's/-Xlinker=/-Wl,/g') -lcudart -lstdc++ -lm -lpthread
 try "$nvcc" "$tmp/user.o" "$tmp/whole.o" -o "$tmp/bare" -Xcompiler -pthread
 for program in by_nvcc by_gcc bare; do
     [ -x "$tmp/$program" ] || continue

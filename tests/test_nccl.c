@@ -17,7 +17,7 @@ typedef struct job {
     hpml_cuda_desc       cuda, gpu[4];
     bool                 crowd; /* all ranks on GPU 0 */
     hpml_transport_kind  transport;
-    bool                 cpu, norm, serial, same, nccl;
+    bool                 cpu, norm, serial, same, nccl, unchecked;
     bool                 kink; /* |x W| as a square root: where a sample is all zeros, and so is the loss's part, the
                                   gradient of W is NaN. Sample 109 is one: the 14th of step 4, rank 2's of 4 */
     int                  per_node; /* ranks; 0: all */
@@ -58,7 +58,7 @@ static hpml_status train(hpml_comm *c, job *j)
     if (j->kink) h = hpml_activation(hpml_activation(h, HPML_ACT_SQUARE, 0), HPML_ACT_SQRT, 0);
     if (j->norm) h = hpml_relu(hpml_batchnorm(h, NULL));
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = hpml_linear(h, CLASSES, NULL),
-                                          .lr = 0.1f, .momentum = 0.9f, .accumulate = j->accumulate, .clip_norm = j->clip });
+                                          .lr = 0.1f, .momentum = 0.9f, .accumulate = j->accumulate, .clip_norm = j->clip, .no_finite_check = j->unchecked });
     hpml_dataset *data = points(ctx, j->samples, 109, j->kink, 0);
     hpml_distribute_desc d = j->d;
     d.global_batch = GLOBAL;
@@ -273,6 +273,35 @@ static double failing(job *j, int ranks, hpml_status *status)
     return hpml_now() - start;
 }
 
+/* The update, and what finds the norm that it clips by, is launched behind an exchange that never ends: the host waits for
+   neither before it. Where the norm is checked, it does. The third exchange stalls. */
+long cuda_on_cpu_count(const char *what);
+TEST(nccl_clips_on_the_device)
+{
+    enum { STEPS = 3, NORM = 2, UPDATE = 1 }; /* kernels */
+    long        launches[3];
+    hpml_status s;
+    for (int variant = 0; variant < 3; variant++) {
+        job j = { .steps = 5, .unchecked = variant < 2, .clip = variant ? 0.5f : 0 };
+        nccl_on_cpu_reset(2, 1);
+        nccl_on_cpu_stall_after(STEPS - 1);
+        ENSURE(failing(&j, 2, &s) < 10 && s == HPML_ERR_TIMEOUT && strstr(j.text, "not done after 1 seconds"));
+        launches[variant] = cuda_on_cpu_count("launches");
+    }
+    ENSURE(launches[1] - launches[0] == 2 * STEPS * NORM);
+    ENSURE(launches[1] - launches[2] == 2 * (NORM + UPDATE));
+    for (int unchecked = 0; unchecked < 2; unchecked++) {
+        job host = { .steps = 5, .clip = 0.5f, .unchecked = unchecked, .d.algorithm = HPML_CENTRAL }, linked = host;
+        linked.nccl = true;
+        nccl_on_cpu_reset(2, 1);
+        ENSURE_GO(host, 2);
+        ENSURE_GO(linked, 2);
+        ENSURE(linked.hash == host.hash);
+        ENSURE_TIDY(0);
+    }
+    nccl_on_cpu_reset(1, 0);
+}
+
 /* Two nodes of two: NCCL inside, messages between. A share of each rank, half of the gradients, leaves the node. */
 TEST(nccl_in_nodes)
 {
@@ -372,6 +401,7 @@ typedef struct meeting {
     job  j; /* first: place looks at it */
     char file[64], text[768];
     int  absent; /* ranks that do not come */
+    bool late;   /* rank 0 is */
 } meeting;
 
 /* Contexts that know of no communicator: their ids go by files. */
@@ -381,6 +411,7 @@ static hpml_status by_file(hpml_comm *c, void *user)
     hpml_ctx      *ctx = hpml_comm_ctx(c);
     int            rank = hpml_comm_rank(c), p = hpml_comm_size(c);
     float          x[1000];
+    if (m->late && rank == 0) usleep(200000);
     hpml_nccl     *n = hpml_nccl_create(ctx, &(hpml_nccl_desc){ .rank = rank, .ranks = p + m->absent, .file = m->file,
                                                                 .timeout = m->absent ? 0.3 : 2 });
     float         *device = (float *)hpml_ctx_backend(ctx)->alloc(hpml_ctx_device(ctx), sizeof x);
@@ -434,7 +465,8 @@ TEST(nccl_ranks_meet_by_file)
     ENSURE(access("build/nccl_id.0", F_OK) != 0);
 }
 
-/* A run that is killed while its ranks meet, one of two or both, leaves files; the next one meets by the same name. */
+/* A run that is killed while its ranks meet, one of two or both, leaves files; the next one meets by the same name, whoever
+   is first: rank 1 finds a card of rank 0 whose id is nobody's any more. */
 TEST(files_of_a_killed_run_do_not_matter)
 {
     for (int come = 1; come <= 2; come++) {
@@ -457,7 +489,7 @@ TEST(files_of_a_killed_run_do_not_matter)
         usleep(200000);
         for (int rank = 0; rank < come; rank++) kill(pid[rank], SIGKILL), waitpid(pid[rank], NULL, 0);
         ENSURE(access("build/nccl_id.0", F_OK) == 0 && (come == 1 || access("build/nccl_id.1", F_OK) == 0));
-        meeting          m = { .j.cuda.precision = HPML_CUDA_BF16, .file = "build/nccl_id" };
+        meeting          m = { .j.cuda.precision = HPML_CUDA_BF16, .file = "build/nccl_id", .late = true };
         hpml_launch_desc l = { .ranks = 2, .timeout = 20, .place = place, .ctx.threads = 1 };
         nccl_on_cpu_reset(2, 1);
         ENSURE(hpml_launch(&l, by_file, &m, m.text, sizeof m.text) == HPML_OK);
