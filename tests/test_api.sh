@@ -24,9 +24,9 @@ header() { # FILE LINES
         ${CC:-cc} -E -dD -I. -x c - | awk '/^# [0-9]/ { ours = $3 ~ /hpml/ } ours && /^#define/ { sub(/\(.*/, "", $2); left[$2] }
         /^#undef/ { delete left[$2] } END { for (name in left) if (name !~ /^(HPML|hpml)/) print name }')"
 }
-header hpml.h 10424
+header hpml.h 10423
 header hpml_comm.h 5994
-header hpml_cuda.cuh 5548
+header hpml_cuda.cuh 5549
 names=$(grep -nE '^#define|__global__ .*\(' hpml_cuda.cuh | grep -vE 'hpmlg_k_|#define (HPMLG_|hpmlg_|HPML_CUDA_)')
 check "hpml_cuda.cuh: kernels that are not hpmlg_k_*, macros that are not HPMLG_*" "$names"
 awk '/^```c$/ { on = 1; n++; next } /^```$/ { on = 0 } on { print > ("'"$tmp"'/readme" n ".c") }' README.md
