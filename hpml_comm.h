@@ -111,6 +111,8 @@ typedef struct hpml_network {
     bool          spread;         /* rank r is on node r % nodes, not r / ranks_per_node */
     hpml_link     inside, between; /* links within and between nodes */
     const double *slow;           /* (ranks) CLOCK: rank r computes slow[r] times as long; NULL: 1. Not copied */
+    double        jitter;         /* CLOCK: each computation takes up to 1 + jitter times as long, by chance, ... */
+    uint64_t      seed;           /* ... which repeats with the seed */
     const int32_t *node;          /* (ranks) the node of each, from 0 on, none left out, whatever the first two fields
                                      say: a scheduler's placement. NULL: as they say. Not copied; not for MPI */
 } hpml_network;
@@ -528,7 +530,7 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
      - a backward pass from the last layer to the first; a bucket is exchanged once its first layer is done and the
        bucket before it is through: one stream of communication a rank, beside the computation, not slowed down by it
      - stragglers: network.slow multiplies a rank's computation
-   What is not: lost packets, a switch with too little bandwidth, memory bandwidth shared with the computation. */
+   What is not: jitter, lost packets, a switch with too little bandwidth, bandwidth shared with the computation. */
 typedef struct hpml_simulate_desc {
     uint32_t       _begin;
     int32_t        ranks;            /* 1 to 65536 */
@@ -721,7 +723,7 @@ HPMLC_FN hpml_status hpmlc_say_no(const hpmlc_text *to, hpml_status status, cons
 {
     va_list args;
     va_start(args, format);
-    if (to->text && to->size > 0) vsnprintf(to->text, to->size, format, args);
+    if (to && to->text && to->size > 0) vsnprintf(to->text, to->size, format, args);
     va_end(args);
     return status;
 }
@@ -800,6 +802,24 @@ HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
         if (n->node[r] >= nodes) nodes = n->node[r] + 1;
     }
     return nodes;
+}
+
+#define HPMLC_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* false for NaN */
+
+HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *net, int p, const hpmlc_text *to)
+{
+    const hpml_link *in = &net->inside, *far = &net->between;
+    if (net->ranks_per_node < 0 || !HPMLC_GOOD(in->latency) || !HPMLC_GOOD(far->latency) || !(in->bandwidth >= 0) ||
+        !(far->bandwidth >= 0) || !HPMLC_GOOD(net->jitter))
+        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "%s: network of %d ranks a node, inside %g s and %g bytes/s, "
+                            "between %g s and %g bytes/s, jitter %g: a negative one or NaN", who, net->ranks_per_node,
+                            in->latency, in->bandwidth, far->latency, far->bandwidth, net->jitter);
+    if (hpmlc_network_nodes(net, p) == 0)
+        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "%s: network.node of a rank is not from 0 to %d", who, p - 1);
+    for (int r = 0; net->slow && r < p; r++)
+        if (!(net->slow[r] > 0) || !HPMLC_GOOD(net->slow[r]))
+            return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "%s: network.slow[%d] is %g, not above 0", who, r, net->slow[r]);
+    return HPML_OK;
 }
 
 HPMLC_FN int hpmlc_network_node(const hpml_network *n, int nodes, int r)
@@ -1209,7 +1229,8 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ra
     w->left  = (bool *)calloc((size_t)ranks, sizeof *w->left);
     w->card  = (double *)calloc((size_t)(2 * (ranks + w->nodes)), sizeof *w->card);
     pthread_mutex_init(&w->mutex, NULL);
-    if (w->nodes > 0 && w->left && w->card && hpmlc_room_new(w, ranks)) return w;
+    bool good = hpmlc_network_check("", &w->network, ranks, NULL) == HPML_OK;
+    if (good && w->left && w->card && hpmlc_room_new(w, ranks)) return w;
     hpml_world_free(w);
     return NULL;
 }
@@ -1916,6 +1937,7 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 
 struct hpmlc_agent {
     double         clock;
+    hpml_rng       rng;  /* of its jitter */
     int            rank; /* of the world: breaks ties */
     bool           runnable;
     pthread_cond_t turn;
@@ -1993,7 +2015,7 @@ HPMLC_FN hpmlc_agent *hpmlc_agent_new(hpml_world *w, int rank, double clock)
     hpmlc_agent *a = (hpmlc_agent *)calloc(1, sizeof *a);
     if (!a) return NULL;
     pthread_cond_init(&a->turn, NULL);
-    a->rank = rank, a->clock = clock, a->runnable = true;
+    a->rank = rank, a->clock = clock, a->runnable = true, a->rng.seed = w->network.seed, a->rng.stream = (uint64_t)rank;
     pthread_mutex_lock(&w->mutex);
     a->next   = w->agents;
     w->agents = a;
@@ -2106,10 +2128,11 @@ HPML_API double hpml_comm_now(const hpml_comm *c) { return c && c->agent ? c->ag
 HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
 {
     if (!c || !(seconds > 0)) return;
-    double        start = hpml_comm_now(c);
-    const double *slow  = c->agent ? c->room->world->network.slow : NULL;
-    if (!c->agent) hpmlc_nap(seconds);
-    else c->agent->clock += seconds * (slow ? slow[c->origin[c->rank]] : 1);
+    double              start = hpml_comm_now(c);
+    const hpml_network *net   = c->agent ? &c->room->world->network : NULL;
+    if (net && net->slow) seconds *= net->slow[c->origin[c->rank]];
+    if (net) c->agent->clock += seconds * (1 + net->jitter * (double)hpml_rng_uniform(&c->agent->rng));
+    else hpmlc_nap(seconds);
     hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, hpml_comm_now(c));
     if (c->agent) hpmlc_agent_yield(c, false);
 }
@@ -2354,8 +2377,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
                             "auto[:N]", d.run);
     bool mpi   = d.transport == HPML_TRANSPORT_MPI;
     int  ranks = d.ranks > 0 && !mpi ? d.ranks : 1;
-    if (!mpi && hpmlc_network_nodes(&d.network, ranks) == 0)
-        return hpmlc_say_no(&to, wrong, "launch: network.node of a rank is not from 0 to %d", ranks - 1);
+    if (!mpi && hpmlc_network_check("launch", &d.network, ranks, &to) != HPML_OK) return wrong;
     hpmlc_start *s     = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
     hpml_status  status = HPML_ERR_MEMORY;
     if (!s) return status;
@@ -5829,33 +5851,19 @@ HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
 // >>simulate-step   a step of training in virtual time
 // ---------------------------------------------------------------------------------------------------------------------
 
-#define HPMLC_SIM_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* false for NaN */
-
 HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml_network *net, const hpmlc_text *to)
 {
     const hpml_status wrong = HPML_ERR_ARGUMENT;
-    const hpml_link  *in = &net->inside, *far = &net->between;
     if (p < 1 || p > 65536) return hpmlc_say_no(to, wrong, "simulate: %d ranks; from 1 to 65536 are possible", p);
     if ((unsigned)a >= HPML_ALGORITHM_COUNT)
         return hpmlc_say_no(to, wrong, "simulate: there is no algorithm %d", (int)a);
     if (a == HPML_NATIVE)
         return hpmlc_say_no(to, HPML_ERR_UNSUPPORTED, "simulate: how an MPI's own allreduce works is not known; choose "
                             "another algorithm");
-    if (net->ranks_per_node < 0 || !HPMLC_SIM_GOOD(in->latency) || !HPMLC_SIM_GOOD(far->latency) ||
-        !(in->bandwidth >= 0) || !(far->bandwidth >= 0))
-        return hpmlc_say_no(to, wrong, "simulate: network of %d ranks a node, inside %g s and %g bytes/s, between %g s "
-                            "and %g bytes/s: a negative number or NaN", net->ranks_per_node, in->latency, in->bandwidth,
-                            far->latency, far->bandwidth);
-    if (hpmlc_network_nodes(net, p) == 0)
-        return hpmlc_say_no(to, wrong, "simulate: network.node of a rank is not from 0 to %d", p - 1);
-    if (p > 1 && !net->node && net->ranks_per_node == 0 && (far->latency > 0 || far->bandwidth > 0))
+    if (p > 1 && !net->node && net->ranks_per_node == 0 && (net->between.latency > 0 || net->between.bandwidth > 0))
         return hpmlc_say_no(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
                             "ranks on one node; set ranks_per_node (1: each rank a node of its own)");
-    for (int r = 0; net->slow && r < p; r++)
-        if (!(net->slow[r] > 0) || !HPMLC_SIM_GOOD(net->slow[r]))
-            return hpmlc_say_no(to, wrong, "simulate: network.slow[%d] is %g; it must be above 0 (1: not slow)", r,
-                                net->slow[r]);
-    return HPML_OK;
+    return hpmlc_network_check("simulate", net, p, to);
 }
 
 HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_text *to)
@@ -5870,13 +5878,13 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     if (d->layers < 1 || !d->backward_s || !d->elements)
         return hpmlc_say_no(to, wrong, "simulate: %d layers, backward_s %s, elements %s; at least one layer and both "
                             "are needed", d->layers, d->backward_s ? "given" : "NULL", d->elements ? "given" : "NULL");
-    if (hpml_element_size(d->element) == 0 || !HPMLC_SIM_GOOD(d->update_s) || !HPMLC_SIM_GOOD(d->codec_s_per_byte))
+    if (hpml_element_size(d->element) == 0 || !HPMLC_GOOD(d->update_s) || !HPMLC_GOOD(d->codec_s_per_byte))
         return hpmlc_say_no(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
                             (int)d->element, d->update_s, d->codec_s_per_byte);
     for (int i = 0; i < d->layers; i++) {
         double  forward = d->forward_s ? d->forward_s[i] : 0, backward = d->backward_s[i];
         int64_t packed  = d->packed ? d->packed[i] : 0, n = d->elements[i];
-        if (!HPMLC_SIM_GOOD(forward) || !HPMLC_SIM_GOOD(backward) || n < 0 || packed < 0)
+        if (!HPMLC_GOOD(forward) || !HPMLC_GOOD(backward) || n < 0 || packed < 0)
             return hpmlc_say_no(to, wrong, "simulate: layer %d: forward %g s, backward %g s, %lld elements, packed in "
                                 "%lld bytes: a negative number or NaN", i, forward, backward, (long long)n,
                                 (long long)packed);
@@ -5945,9 +5953,9 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
     const hpmlc_text to = { error, size };
     HPMLC_ZERO(hpml_simulation, result);
     hpmlc_say_no(&to, HPML_OK, "%s", "");
-    if (out) *out = result;
+    if (!out) return hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "simulate: nowhere to put the result");
+    *out = result;
     hpml_status status = hpmlc_sim_check(desc, &to);
-    if (status == HPML_OK && !out) status = hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "simulate: nowhere to put the result");
     if (status != HPML_OK) return status;
     if (!hpmlc_sim_open(&s, desc->ranks, &desc->network) || !hpmlc_sim_step(&s, desc, &result))
         status = hpmlc_say_no(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
@@ -5970,11 +5978,9 @@ HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const h
 {
     hpmlc_sim s;
     double    seconds = -1;
-    const hpmlc_text nowhere = { NULL, 0 };
-    if (!network || bytes < 0 || hpmlc_sim_check_network(a, ranks, network, &nowhere) != HPML_OK) return -1;
+    if (!network || bytes < 0 || hpmlc_sim_check_network(a, ranks, network, NULL) != HPML_OK) return -1;
     size_t size = bytes % 4 == 0 ? 4 : 1;
-    if (hpmlc_sim_open(&s, ranks, network) &&
-        hpmlc_sim_play(&s, HPMLC_SIM_ALLREDUCE, a, bytes / (int64_t)size, size))
+    if (hpmlc_sim_open(&s, ranks, network) && hpmlc_sim_play(&s, HPMLC_SIM_ALLREDUCE, a, bytes / (int64_t)size, size))
         seconds = hpmlc_sim_latest(&s);
     hpmlc_sim_close(&s);
     return seconds;

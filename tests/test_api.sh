@@ -25,7 +25,7 @@ header() { # FILE LINES
         /^#undef/ { delete left[$2] } END { for (name in left) if (name !~ /^(HPML|hpml)/) print name }')"
 }
 header hpml.h 10423
-header hpml_comm.h 5994
+header hpml_comm.h 6000
 header hpml_cuda.cuh 5549
 names=$(grep -nE '^#define|__global__ .*\(' hpml_cuda.cuh | grep -vE 'hpmlg_k_|#define (HPMLG_|hpmlg_|HPML_CUDA_)')
 check "hpml_cuda.cuh: kernels that are not hpmlg_k_*, macros that are not HPMLG_*" "$names"

@@ -649,9 +649,56 @@ TEST(virtual_time_replays_exactly)
     memset(&net, 0, sizeof net);
     net.ranks_per_node = 4, net.slow = slow;
     net.inside.latency = 1e-6, net.inside.bandwidth = 1e10, net.between.latency = 2e-5, net.between.bandwidth = 1e8;
-    for (int i = 0; i < 4; i++) ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 8, &net, replayed, end[i]) == HPML_OK);
-    for (int i = 1; i < 4; i++) ENSURE(memcmp(end[i], end[0], sizeof end[0]) == 0);
-    ENSURE(end[0][4] > 0.002);
+    for (int jitter = 0; jitter < 2; jitter++) {
+        net.jitter = 0.5 * jitter, net.seed = 7;
+        for (int i = 0; i < 4; i++) ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 8, &net, replayed, end[i]) == HPML_OK);
+        for (int i = 1; i < 4; i++) ENSURE(memcmp(end[i], end[0], sizeof end[0]) == 0);
+        ENSURE(end[0][4] > 0.002);
+    }
+    net.seed = 8; /* another seed, another run */
+    ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 8, &net, replayed, end[1]) == HPML_OK);
+    ENSURE(memcmp(end[1], end[0], sizeof end[0]) != 0);
+}
+
+static hpml_status waver(hpml_comm *c, void *user) /* how much longer than 1 s each of 100 computations takes */
+{
+    double *more = (double *)user + 100 * hpml_comm_rank(c);
+    for (int i = 0; i < 100; i++) {
+        double start = hpml_comm_now(c);
+        hpml_comm_compute(c, 1);
+        more[i] = hpml_comm_now(c) - start - 1;
+    }
+    return HPML_OK;
+}
+
+TEST(jitter_is_drawn_for_each_computation_and_refused_below_0)
+{
+    static double more[4 * 100];
+    char          error[300];
+    double        mean = 0;
+    hpml_network  net;
+    hpml_launch_desc d;
+    memset(&net, 0, sizeof net);
+    net.jitter = 0.2;
+    ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 4, &net, waver, more) == HPML_OK);
+    for (int i = 0; i < 400; i++) {
+        ENSURE(more[i] >= -1e-9 && more[i] < 0.2 + 1e-9 && (i == 0 || more[i] != more[i - 1]));
+        mean += more[i] / 400;
+    }
+    ENSURE_NEAR(mean, 0.1, 0.01); /* standard error 0.003 */
+    ENSURE(memcmp(more, more + 100, 100 * sizeof *more) != 0); /* each rank has its own */
+    for (int kind = 0; kind < 3; kind++) {
+        double slow = -1;
+        memset(&d, 0, sizeof d);
+        d.transport = HPML_TRANSPORT_CLOCK, d.ranks = 1;
+        if (kind == 0) d.network.jitter = -0.5;
+        if (kind == 1) d.network.slow = &slow;
+        if (kind == 2) d.network.inside.latency = NAN;
+        ENSURE(hpml_launch(&d, waver, more, error, sizeof error) == HPML_ERR_ARGUMENT);
+        ENSURE(strstr(error, kind == 0 ? "jitter -0.5: a negative one" : kind == 1 ? "launch: network.slow[0] is -1" :
+                      "launch: network of 0 ranks a node, inside nan s"));
+        ENSURE(!hpml_world_create(HPML_TRANSPORT_CLOCK, 1, &d.network));
+    }
 }
 
 static hpml_status straggle(hpml_comm *c, void *user)
