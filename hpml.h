@@ -5129,7 +5129,7 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
     hpmli_gemm_job   job;
     hpmli_gemm_split split;
-    double           size = (double)d->m * (double)d->n * (double)d->batch; /* of C, which moves to other caches, too */
+    double           size = (double)d->m * (double)d->n * (double)d->batch; /* of C, whose lines change caches, too */
     int64_t          want = size * (double)d->k < 250e3 + 4 * size ? 1 : ctx->threads;
     if (d->m < 1 || d->n < 1 || d->batch < 1) return;
 #ifdef HPML_USE_CBLAS
@@ -7803,7 +7803,8 @@ HPML_API hpml_status hpml_graph_batch(hpml_graph *g, int64_t samples)
         return hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: %lld samples, expected %s%lld", (long long)samples,
                           g->batchable ? "1 to " : "(an op mixes samples) exactly ", (long long)g->batch);
     g->batch_now = samples;
-    return hpmli_graph_rows(g), HPML_OK;
+    hpmli_graph_rows(g);
+    return HPML_OK;
 }
 
 /* What the backward pass of n writes first, and a batch that is short or empty may leave as it was: gradients of what
@@ -10232,7 +10233,8 @@ HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc
     if (!t) return ctx->status;
     t->d = d, t->paused = d.first_step > 0;
     hpmli_free(ctx, ctx->trace);
-    return ctx->trace = t, HPML_OK;
+    ctx->trace = t;
+    return HPML_OK;
 }
 
 HPML_API void hpml_trace_clock(hpml_ctx *ctx, const double *seconds)
