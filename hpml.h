@@ -1013,8 +1013,8 @@ HPML_API double      hpml_now(void); /* seconds, monotonic */
 /* Adds a span; `name` must live as long as the trace. Any thread. Does nothing when no trace is on. */
 HPML_API void        hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end);
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path);
-/* Layers and updates are stamped with *seconds, not with hpml_now(), until it is NULL; batches read ahead are left out.
-   Set by communicators in virtual time (hpml_comm.h), whose other spans have that time. */
+/* Layers and updates (not a GPU's) are stamped with *seconds, not with hpml_now(), until it is NULL; batches are left
+   out. Set by communicators in virtual time (hpml_comm.h), whose other spans have that time. */
 HPML_API void        hpml_trace_clock(hpml_ctx *ctx, const double *seconds);
 
 /* One line of the per-layer table; times are sums over the runs since the profile was switched on. */
@@ -2470,7 +2470,7 @@ HPMLI_KFN void HV(blocks)(HV(view) *v)
                     v->packed_p = packed_p + (rb - r0) * HPMLI_GEMM_BLOCK;
                     if (j0 == 0) HV(pack_block)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
                 }
-                /* panels of full width in one go: a single row of tiles, or all of B fits the nearest caches */
+                /* panels of full width in one go: a single row of tiles, or k so short that calls would cost more */
                 bool    row   = v->plain && !v->swapped && !v->pack_q && v->height == HV(tile_rows)[most - 1];
                 int64_t whole = row && (v->tiles == 1 || (v->k <= 32 && !packed_p)) ? nc / (most * HV_W) : 0;
                 for (int64_t t = 0, j = 0, end, count; j < nc; t += count, j = end) {
@@ -5130,7 +5130,7 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     hpmli_gemm_job   job;
     hpmli_gemm_split split;
     double           size = (double)d->m * (double)d->n * (double)d->batch; /* of C, whose lines change caches, too */
-    int64_t          want = size * (double)d->k < 250e3 + 4 * size ? 1 : ctx->threads;
+    int64_t          want = size * (double)d->k < 250e3 + 4 * fmin(size, 65536) ? 1 : ctx->threads;
     if (d->m < 1 || d->n < 1 || d->batch < 1) return;
 #ifdef HPML_USE_CBLAS
     if (hpmli_gemm_cblas(ctx, d)) return;
@@ -9232,8 +9232,8 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
         if (!s) break;
         if (n != columns)
             hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %s (%lld columns were expected)", path,
-                       (long long)c.line, n < 0 ? "not all fields are numbers" : "another number of fields",
-                       (long long)columns);
+                       (long long)c.line, n < 0 ? "not all fields are numbers, nor is it a header with a word in it"
+                                                : "another number of fields", (long long)columns);
         for (int64_t i = 0; n == columns && i < n; i++) {
             double v = c.values[i];
             if (i != label) ((float *)s->x)[x++] = (float)v;

@@ -806,17 +806,18 @@ HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 
 #define HPMLC_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* false for NaN */
 
-HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *net, int p, const hpmlc_text *to)
+HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *net, int p, bool clock,
+                                         const hpmlc_text *to)
 {
     const hpml_link *in = &net->inside, *far = &net->between;
     if (net->ranks_per_node < 0 || !HPMLC_GOOD(in->latency) || !HPMLC_GOOD(far->latency) || !(in->bandwidth >= 0) ||
-        !(far->bandwidth >= 0) || !HPMLC_GOOD(net->jitter))
+        !(far->bandwidth >= 0) || (clock && !HPMLC_GOOD(net->jitter)))
         return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "%s: network of %d ranks a node, inside %g s and %g bytes/s, "
                             "between %g s and %g bytes/s, jitter %g: a negative one or NaN", who, net->ranks_per_node,
                             in->latency, in->bandwidth, far->latency, far->bandwidth, net->jitter);
     if (hpmlc_network_nodes(net, p) == 0)
         return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "%s: network.node of a rank is not from 0 to %d", who, p - 1);
-    for (int r = 0; net->slow && r < p; r++)
+    for (int r = 0; clock && net->slow && r < p; r++)
         if (!(net->slow[r] > 0) || !HPMLC_GOOD(net->slow[r]))
             return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "%s: network.slow[%d] is %g, not above 0", who, r, net->slow[r]);
     return HPML_OK;
@@ -1220,7 +1221,7 @@ HPMLC_FN void hpmlc_room_free(hpmlc_room *r)
 
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network)
 {
-    bool        known = transport == HPML_TRANSPORT_THREADS || transport == HPML_TRANSPORT_CLOCK;
+    bool        clock = transport == HPML_TRANSPORT_CLOCK, known = clock || transport == HPML_TRANSPORT_THREADS;
     hpml_world *w = !known || ranks < 1 || ranks > 65536 ? NULL : (hpml_world *)calloc(1, sizeof *w);
     if (!w) return NULL;
     w->kind = transport, w->ranks = w->running = ranks;
@@ -1229,7 +1230,7 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ra
     w->left  = (bool *)calloc((size_t)ranks, sizeof *w->left);
     w->card  = (double *)calloc((size_t)(2 * (ranks + w->nodes)), sizeof *w->card);
     pthread_mutex_init(&w->mutex, NULL);
-    bool good = hpmlc_network_check("", &w->network, ranks, NULL) == HPML_OK;
+    bool good = hpmlc_network_check("", &w->network, ranks, clock, NULL) == HPML_OK;
     if (good && w->left && w->card && hpmlc_room_new(w, ranks)) return w;
     hpml_world_free(w);
     return NULL;
@@ -2377,7 +2378,8 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
                             "auto[:N]", d.run);
     bool mpi   = d.transport == HPML_TRANSPORT_MPI;
     int  ranks = d.ranks > 0 && !mpi ? d.ranks : 1;
-    if (!mpi && hpmlc_network_check("launch", &d.network, ranks, &to) != HPML_OK) return wrong;
+    bool clock = d.transport == HPML_TRANSPORT_CLOCK;
+    if (!mpi && hpmlc_network_check("launch", &d.network, ranks, clock, &to) != HPML_OK) return wrong;
     hpmlc_start *s     = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
     hpml_status  status = HPML_ERR_MEMORY;
     if (!s) return status;
@@ -5099,10 +5101,10 @@ HPMLC_FN hpml_status hpmlc_pending_load(hpml_distributed *d, const hpml_safetens
 {
     hpml_safetensor pending;
     size_t          bytes = (size_t)hpmlc_pending(d, NULL, true) * sizeof(float);
-    d->under_way = hpml_safetensors_find(f, "state.pending", &pending);
+    d->under_way = hpml_safetensors_find(f, "state.gradients", &pending);
     if (!d->under_way) return HPML_OK;
     if (!d->d.delayed || pending.bytes != bytes)
-        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: holds gradients that are not yet applied (state.pending, %zu "
+        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: holds gradients that are not yet applied (state.gradients, %zu "
                           "bytes); load it with .delayed and the model it was saved with (%zu bytes)", path,
                           pending.bytes, bytes);
     float *row = (float *)hpml_ctx_alloc(d->ctx, bytes, NULL);
@@ -5129,9 +5131,6 @@ HPMLC_FN void hpmlc_state(hpml_distributed *d, const char *name, float *values, 
     if (!values && *copy) r->device->free(r->at, *copy, bytes);
 }
 
-/* A leaf's residual is not a rank's: another name. */
-#define HPMLC_OWN_STATE(d) ((d)->d.exact ? "state.residual.leaves" : "state.residual.workers")
-
 /* Rank 0 writes for all. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 {
@@ -5156,7 +5155,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     hpml_status status = hpml_reduce_to(c, rows, each * d->leaf_all, HPML_ELEMENT_F32, HPML_SUM, 0);
     if (status == HPML_OK) status = hpml_reduce_to(c, sum, shared, HPML_ELEMENT_F32, HPML_SUM, 0);
     if (status == HPML_OK && c->rank == 0) {
-        const char   *names[] = { HPMLC_OWN_STATE(d) + 6, "residual.shared", "pending" };
+        const char   *names[] = { d->d.exact ? "residual.leaves" : "residual.ranks", "residual.stripes", "gradients" };
         float        *arrays[] = { rows, sum, sum + shared };
         const int64_t counts[] = { each * d->leaf_all, shared, waits };
         void         *copies[] = { NULL, NULL, NULL };
@@ -5187,7 +5186,8 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     if (!f) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
     for (int64_t l = 0; l < d->leaf_count; l++) hpmlc_carried(d, l, NULL, HPMLC_CLEAR);
     const size_t bytes = (size_t)each * sizeof(float);
-    bool         there = hpml_safetensors_find(f, HPMLC_OWN_STATE(d), &workers);
+    const char  *own   = d->d.exact ? "state.residual.leaves" : "state.residual.ranks";
+    bool         there = hpml_safetensors_find(f, own, &workers);
     int64_t      saved = there && each > 0 && workers.bytes % bytes == 0 ? (int64_t)(workers.bytes / bytes) : 0;
     if (place > 0 && saved > 0) {
         float was = 0;
@@ -5209,9 +5209,9 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     if (saved == 0 && each > 0)
         status = hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s%s; save with the codec, and in nodes on the ranks, that you "
                             "load with", path, there ? "its residuals are of other tensors or places" : "it holds no ",
-                            there ? "" : HPMLC_OWN_STATE(d));
+                            there ? "" : own);
     if (status == HPML_OK) status = hpmlc_pending_load(d, f, path);
-    there = all > 0 && hpml_safetensors_find(f, "state.residual.shared", &shared);
+    there = all > 0 && hpml_safetensors_find(f, "state.residual.stripes", &shared);
     if (status == HPML_OK && there && shared.bytes == (size_t)all * sizeof(float)) {
         float *copy = (float *)hpml_ctx_alloc(d->ctx, shared.bytes, NULL);
         if (copy) memcpy(copy, shared.data, shared.bytes), hpmlc_carried(d, -1, copy, HPMLC_LOAD);
@@ -5863,7 +5863,7 @@ HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml
     if (p > 1 && !net->node && net->ranks_per_node == 0 && (net->between.latency > 0 || net->between.bandwidth > 0))
         return hpmlc_say_no(to, wrong, "simulate: network.between is given but ranks_per_node is 0, which puts all "
                             "ranks on one node; set ranks_per_node (1: each rank a node of its own)");
-    return hpmlc_network_check("simulate", net, p, to);
+    return hpmlc_network_check("simulate", net, p, true, to);
 }
 
 HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_text *to)

@@ -509,7 +509,7 @@ TEST(four_ranks_to_two)
     ENSURE(hpml_launch(&l, work, &two, two.text, sizeof two.text) == HPML_OK);
     hpml_ctx *ctx = hpml_ctx_create(NULL);
     hpml_safetensors *f = hpml_safetensors_open(ctx, file), *g = hpml_safetensors_open(ctx, again);
-    ENSURE(f && g && hpml_safetensors_find(f, "state.residual.workers", &a) && hpml_safetensors_find(g, "state.residual.workers", &b));
+    ENSURE(f && g && hpml_safetensors_find(f, "state.residual.ranks", &a) && hpml_safetensors_find(g, "state.residual.ranks", &b));
     ENSURE(a.bytes == 2 * b.bytes);
     for (size_t i = 0; i < a.bytes / 4; i++) {
         float v;
@@ -568,7 +568,7 @@ TEST(state_belongs_to_the_named_tensor)
         ENSURE(hpml_launch(&l, two_towers, &turned, NULL, 0) == HPML_OK);
         ENSURE(second.w[0][0] != first.w[0][0] && memcmp(second.w, turned.w, sizeof turned.w) == 0);
         if (kind % 2 == 0) ENSURE(hpml_launch(&l, two_towers, &other, other.text, sizeof other.text) == HPML_ERR_FORMAT);
-        ENSURE(kind % 2 || strstr(other.text, kind ? "state.residual.workers" : "state.residual.leaves"));
+        ENSURE(kind % 2 || strstr(other.text, kind ? "state.residual.ranks" : "state.residual.leaves"));
         remove(first.save);
     }
 }
