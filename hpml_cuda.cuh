@@ -1233,13 +1233,13 @@ template <bool flat> static __global__ void __launch_bounds__(256, flat ? 6 : 4)
 }
 
 /* Share of elements at to at + 7 of the result in the gradient of src[side]; 0 outside [from, to). For a / b:
-   da = dy / b, db = -dy a / b^2. */
+   da = dy / b, db = -dy a / b^2. Outside, an act' is taken at 1: at 0 it may be infinite, and 0 times that NaN. */
 template <bool flat, bool plain = false>
 HPMLG_DEVICE hpmlg_eight hpmlg_share(const hpmlg_binary &b, int side, int64_t at, int64_t from, int64_t to)
 {
     hpmlg_eight d = hpmlg_get_part(b.out, at, from, to, 0), x0 = d, x1 = d;
-    if (!plain && b.act) {
-        x0 = hpmlg_get_part(b.src[0], at, from, to, 0);
+    if (!flat && !plain && b.act) {
+        x0 = hpmlg_get_part(b.src[0], at, from, to, 1);
         HPMLG_UNROLL for (int j = 0; j < 8; j++) d.v[j] *= hpmlg_slope_far(b.act, b.slope, x0.v[j]);
         hpmlg_put_part(b.out, at, from, to, d, false);
     }
