@@ -461,7 +461,7 @@ typedef struct hpmlg_left { /* what one op leaves for others to know, replayed o
 typedef struct hpmlg_pass {
     hpml_pass       key;
     hpmlg_left      left;
-    int             runs;  /* that went one by one so far */
+    bool            tried; /* op by op, without an error: what its ops bring up is there */
     cudaGraphExec_t exec;  /* NULL: not recorded yet */
     uint64_t        used;  /* when last */
 } hpmlg_pass;
@@ -503,7 +503,7 @@ typedef struct hpmlg_device {
     hpmlg_now     *now, now_host;  /* on the device; what stands there */
     bool           now_known;
     hpmlg_pass     passes[HPMLG_PASSES];
-    hpmlg_pass    *recording;
+    hpmlg_pass    *trying, *recording;
     bool           passing;        /* a whole forward pass is on its way */
     unsigned long long *counts;    /* on the device: hits and labels of the last cross-entropy */
     hpmlg_left     left;
@@ -971,7 +971,7 @@ HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *k
     *done   = p->exec != NULL;
     if (*done) d->left = p->left, d->passing = false;
     if (*done) return hpmlg_check(d, cudaGraphLaunch(p->exec, d->stream), "launching a pass");
-    if (p->runs++ == 0) return HPML_OK;
+    if (!p->tried) return d->trying = p, HPML_OK;
     status = hpmlg_check(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal), "recording a pass");
     if (status == HPML_OK) d->recording = p;
     return status;
@@ -983,6 +983,7 @@ HPMLG_FN hpml_status hpmlg_end(void *, const hpml_run *run, hpml_status status)
     hpmlg_pass   *p = d->recording;
     cudaGraph_t   graph = NULL;
     d->passing = false;
+    if (d->trying) d->trying->tried = status == HPML_OK, d->trying = NULL;
     if (!p) return status;
     d->recording  = NULL;
     p->left       = d->left;
@@ -3717,11 +3718,14 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_
 /* With the first convolution: cuDNN takes a while to come up. */
 HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *d)
 {
-    hpmlg_dnn *dnn = (hpmlg_dnn *)d->dnn;
-    if (dnn) return HPML_OK;
-    if (!(d->dnn = dnn = (hpmlg_dnn *)hpml_ctx_alloc(d->ctx, sizeof *dnn, NULL))) return HPML_ERR_MEMORY;
+    if (d->dnn) return HPML_OK;
+    hpmlg_dnn *dnn = (hpmlg_dnn *)hpml_ctx_alloc(d->ctx, sizeof *dnn, NULL);
+    if (!dnn) return HPML_ERR_MEMORY;
     hpml_status status = hpmlg_dnn_check(d, cudnnCreate(&dnn->handle), "cudnnCreate");
-    return status == HPML_OK ? hpmlg_dnn_check(d, cudnnSetStream(dnn->handle, d->stream), "cudnnSetStream") : status;
+    HPMLG_TRY(status, hpmlg_dnn_check(d, cudnnSetStream(dnn->handle, d->stream), "cudnnSetStream"));
+    if (status == HPML_OK) return d->dnn = dnn, HPML_OK;
+    if (dnn->handle) cudnnDestroy(dnn->handle);
+    return hpml_ctx_release(d->ctx, dnn), status;
 }
 
 /* What is refused when it comes to it is ours from then on. */
