@@ -3238,11 +3238,10 @@ HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* y = act(x w^T + bias) is one product. Backward: dz = dy act'(z) takes the place of dy, which nobody reads after us;
-   the same pass over it sums its columns for the bias. Where a linear layer
-   follows at once, its product for dy multiplies by act'(z) on the way; the product for dw can sum the columns. */
+   the same pass over it sums its columns for the bias. Where a linear layer follows at once, its product for dy
+   multiplies by act'(z) on the way; the product for dw can sum the columns. */
 
-/* dy *= act'(v), where there is an act, and db, where it is not NULL, (+)= the sums of dy over what w stretches, in one
-   pass. */
+/* In one pass: dy *= act'(v), where there is an act; db, if not NULL, (+)= the sums of dy over what w stretches. */
 HPMLG_FN hpml_status hpmlg_slopes_run(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope,
                                       hpmlg_walk w, float *db, bool add)
 {
@@ -4837,7 +4836,8 @@ HPMLG_DEVICE void hpmlg_onebit_bits(const hpmlg_pack *p, int64_t row, int64_t ch
 }
 
 /* A block packs 16 / chunks rows at a time; of a longer row 16 chunks, leaves v in e and comes back when the levels are
-   known. each: chunks side by side. */
+   known: a row over 16,384 columns is one block's work, and few such rows leave most of the device idle. each: chunks
+   side by side. */
 template <bool longer>
 static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, int64_t chunks, int each)
 {
