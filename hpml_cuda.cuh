@@ -2623,8 +2623,7 @@ HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const uns
             hpmlg_mma_16816(acc + (i * (T / 16) + j) * 4, fa[i], fb[j / 2] + j % 2 * 2, F16);
 }
 
-/* A dense tile of halves, 32 k deep, on its way into shared memory. x: its first element; lines, ks: how many there
-   are. */
+/* A dense tile of halves, 32 k deep, on its way into shared memory. x: its first element; lines, ks: their numbers. */
 template <int T, int L>
 HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x, int64_t ld, int64_t lines, int64_t ks)
 {
@@ -4158,8 +4157,7 @@ static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn_back(hpmlg
     if constexpr (KEYS) hpmlg_attn_store(p, bh, HPMLG_ATTN_V, row, column, d1, one, space);
 }
 
-/* Launches with more shared memory than a kernel has without asking: asks in the passes that are not recorded, the
-   first ones. */
+/* Launches with more shared memory than a kernel has without asking: asks in passes that are not recorded. */
 HPMLG_FN hpml_status hpmlg_attn_start(hpmlg_device *d, void (*kernel)(hpmlg_attn), const hpmlg_attn *p, int rows,
                                       unsigned parts, int threads, size_t shared)
 {
@@ -4755,8 +4753,7 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
 /* The bytes and residuals of hpml.h's codecs, bit for bit; sections api-codec and onebit there say what they are. The
    sums of ONEBIT are taken as on the CPU: element i of a chunk of 1,024 goes to lane i % 16, lanes are joined by
    halves, chunks in order in double. Half a warp does a chunk, a number in each lane's registers for every turn; rows
-   of up to 16 chunks are read once. A row that holds a NaN or an infinity is marked while it is packed, and wiped
-   afterwards. */
+   of up to 16 chunks are read once. A row that holds a NaN or an infinity is marked while packed, then wiped. */
 
 #define HPMLG_PACK_ROWS    ((int64_t)262136) /* rows at a time: their marks fit in the scratch memory; whole eights */
 #define HPMLG_ONEBIT_CHUNK 1024
@@ -4835,9 +4832,8 @@ HPMLG_DEVICE void hpmlg_onebit_bits(const hpmlg_pack *p, int64_t row, int64_t ch
         if (at + k < count) words[at + k] = bits[k];
 }
 
-/* A block packs 16 / chunks rows at a time; of a longer row 16 chunks, leaves v in e and comes back when the levels are
-   known: a row over 16,384 columns is one block's work, and few such rows leave most of the device idle. each: chunks
-   side by side. */
+/* A block packs 16 / chunks rows at a time; of a row over 16,384 columns, one block's work (few such rows leave most of
+   the device idle), 16 chunks: v stays in e until the levels are known. each: chunks side by side. */
 template <bool longer>
 static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, int64_t chunks, int each)
 {

@@ -191,7 +191,7 @@ TEST(ops_by_themselves_after_a_replay)
     hpml_ctx_free(ctx);
 }
 
-/* A pass that failed is no first run: what comes up with an op has not come up yet, and may not while a pass is recorded. */
+/* A pass that failed is no first run: what comes up with an op is not up yet, and may not while a pass is recorded. */
 TEST(a_pass_that_failed_is_recorded_later)
 {
     if (!cuda_on_cpu_fault) SKIP("needs the emulation");
@@ -362,7 +362,7 @@ TEST(channels_of_every_size)
     EACH(ops, i) EACH(shapes, k) one_case(&ops[i], shapes[k], HPML_CUDA_F32, 2e-5);
 }
 
-/* Sums for a bias that end within eight elements, of slopes that are infinite at 0: what lies behind the end is left out. */
+/* Sums for a bias that end within eight elements, of slopes that are infinite at 0: what lies behind is left out. */
 TEST(slopes_end_with_their_rows)
 {
     static const one_op linear[] = { { "linear, sqrt", one_linear_sqrt, .ones = true, .shift = 6 },
