@@ -21,7 +21,7 @@ MPI_Comm_rank(MPI_COMM_WORLD, &r); if (r == 0) printf("%%d", n); MPI_Finalize();
 else row mpi none "in-process workers only"; fi
 sh tests/probe.sh "$tmp/nvcc.found"
 if have "$nvcc"; then
-    cuda=$(dirname "$(dirname "$(command -v "$nvcc")")")
+    cuda=$(dirname "$(dirname "$(readlink -f "$(command -v "$nvcc")")")")
     row nvcc "$($nvcc --version | grep release | sed 's/.*release/release/')" "ninja cuda builds the GPU examples"
     for name in cublas cudnn; do
         lack=HPML_CUDA_NO_$(echo $name | tr a-z A-Z)

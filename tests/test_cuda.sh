@@ -44,20 +44,28 @@ for cxx in g++ clang++; do
 done
 if ! gcc -fsyntax-only -I. "$tmp/wrong.c" 2>"$tmp/err" && grep -q 'its body is for nvcc' "$tmp/err"; then ok; else bad "the body under gcc is an error that says so"; fi
 # cuDNN and NCCL as Python's packages bring them, where CUDA has none; nothing where nobody has them.
-mkdir -p "$tmp/bin" "$tmp/nvidia/cudnn/include" "$tmp/nvidia/cudnn/lib" "$tmp/nvidia/nccl/include"
+for name in cudnn nccl cublas cu13; do mkdir -p "$tmp/bin" "$tmp/nvidia/$name/include" "$tmp/nvidia/$name/lib" "$tmp/nvidia_${name}_cu12-1.dist-info"; done
 touch "$tmp/nvidia/cudnn/include/cudnn.h" "$tmp/nvidia/cudnn/lib/libcudnn.so.9" "$tmp/nvidia/nccl/include/nccl.h"
-printf '#!/bin/sh\necho %s/nvidia\n' "$tmp" >"$tmp/bin/python3"
+for name in cublas:12 cu13:13; do
+    touch "$tmp/nvidia/${name%:*}/include/cublasLt.h" "$tmp/nvidia/${name%:*}/lib/libcublas.so.${name#*:}" "$tmp/nvidia/${name%:*}/lib/libcublasLt.so.${name#*:}"
+done
+printf '#!/bin/sh\necho "%s/$WHEELS"\n' "$tmp" >"$tmp/bin/python3"
 printf '#!/bin/sh\nexec gcc -nostdinc "$@"\n' >"$tmp/bin/bare"
-printf '#!/bin/sh\n' >"$tmp/bin/nvcc"
+printf '#!/bin/sh\necho "Cuda compilation tools, release $RELEASE, V1"\n' >"$tmp/bin/nvcc"
 chmod +x "$tmp"/bin/*
-probe() { PATH="$tmp/bin:$PATH" CC=bare NVCC=nvcc CUDA_ARCH=sm_90 sh tests/probe.sh "$tmp/nvcc.found"; sed "s|$tmp/||g" "$tmp/nvcc.found" >"$tmp/err"; }
-probe
+probe() { PATH="$tmp/bin:$PATH" CC=bare NVCC=nvcc CUDA_ARCH=sm_90 WHEELS=$1 RELEASE=$2 sh tests/probe.sh "$tmp/nvcc.found"; sed "s|$tmp/||g; s/ *$//" "$tmp/nvcc.found" >"$tmp/err"
+    if [ "$(cat "$tmp/err")" = "bin/nvcc -arch=sm_90 $3" ]; then ok; else bad "the probe of packages in $1 for CUDA $2"; fi; }
 one() { echo "-isystem=nvidia/$1/include -Lnvidia/$1/lib -Xlinker=-rpath,nvidia/$1/lib"; }
-if [ "$(cat "$tmp/err")" = "bin/nvcc -arch=sm_90 -DHPML_CUDA_NO_CUBLAS $(one cudnn) -l:libcudnn.so.9 $(one nccl) -DHPML_USE_NCCL" ]
-then ok; else bad 'the probe of packages'; fi
-rm -r "$tmp/nvidia"
-probe
-if [ "$(sed 's/ *$//' "$tmp/err")" = 'bin/nvcc -arch=sm_90 -DHPML_CUDA_NO_CUBLAS -DHPML_CUDA_NO_CUDNN' ]; then ok; else bad 'the probe without them'; fi
+none='-DHPML_CUDA_NO_CUBLAS -DHPML_CUDA_NO_CUDNN'
+probe nvidia 12.8 "$(one cublas) -l:libcublasLt.so.12 -l:libcublas.so.12 $(one cudnn) -l:libcudnn.so.9 $(one nccl) -DHPML_USE_NCCL"
+probe nvidia 13.0 "$(one cu13) -l:libcublasLt.so.13 -l:libcublas.so.13 -DHPML_CUDA_NO_CUDNN"
+probe nvidia 11.8 "$none"
+rm "$tmp/nvidia/cudnn/lib/libcudnn.so.9" "$tmp/nvidia/cublas/lib/libcublas.so.12"
+probe nvidia 12.8 "$none $(one nccl) -DHPML_USE_NCCL"
+mv "$tmp/nvidia" "$tmp/two words"
+probe 'two words' 13.0 "$none"
+rm -r "$tmp/two words"
+probe nvidia 13.0 "$none"
 # The examples, their devices emulated. 11's weights: a file as published, all of it 3.0039: the vocabulary's 50,257 rows are
 # equally likely, what is padded is not.
 example() { try ${CXX:-c++} -x c++ -std=c++17 -Wall -Wextra -Werror -DHPMLI_BODY_INCLUDED -DHPML_CUDA_BODY -DHPML_COMM_BODY examples/$1.cu -x none \
@@ -103,7 +111,7 @@ extra=$(nm -g --defined-only "$tmp/body.o" 2>/dev/null | awk '$2 ~ /[TDBR]/ { pr
 if [ -z "$extra" ]; then ok; else echo "$extra" >"$tmp/err"; bad "visible names that are not hpml_*"; fi
 
 try gcc -std=c11 -Wall -Wextra -Wshadow -Werror -I. -c "$tmp/user.c" -o "$tmp/user.o"
-cuda=$(dirname "$(dirname "$nvcc")")
+cuda=$(dirname "$(dirname "$(readlink -f "$nvcc")")")
 try "$nvcc" "$tmp/user.o" "$tmp/unit.o" "$tmp/body.o" build/hpml.o -o "$tmp/by_nvcc" $libs
 try gcc "$tmp/user.o" "$tmp/unit.o" "$tmp/body.o" build/hpml.o -o "$tmp/by_gcc" -L"$cuda/lib64" -Wl,-rpath,"$cuda/lib64" $(echo "$libs" | sed 's/-Xlinker=/-Wl,/g') -lcudart -lstdc++ -lm -lpthread
 try "$nvcc" "$tmp/user.o" "$tmp/whole.o" -o "$tmp/bare" -Xcompiler -pthread
