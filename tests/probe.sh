@@ -3,8 +3,9 @@
 # again. build/zlib.flags: flags for zlib when it is here; build/mpicc.found: where mpicc is; build/nvcc.found: where nvcc is,
 # with its flags. Empty when it is not.
 found=
-# cuda HEADER NAME FLAGS OTHERWISE: adds FLAGS where CUDA has the header; or what they are in Python's package nvidia-NAME for this
-# CUDA, whose libraries have versions in their names; else OTHERWISE. Since CUDA 13 most packages share the folder cu13.
+# cuda HEADER NAME FLAGS OTHERWISE: adds FLAGS where CUDA has the header; or what they are in Python's package
+# nvidia-NAME for this CUDA, whose libraries have versions in their names; else OTHERWISE. Since CUDA 13 most packages
+# share the folder cu13.
 cuda() {
     if printf '#include <%s>\n' "$1" | ${CC:-cc} -E -I"$toolkit/include" -x c - >/dev/null 2>&1; then found="$found $3"; return; fi
     for wheel in "$wheels/cu$major" "$wheels/$2"; do

@@ -1,13 +1,14 @@
 #!/bin/sh
-# The CUDA backend on this machine's GPU: every test in a process of its own, as a kernel's fault spoils all that follows in it; a
-# few under compute-sanitizer, which is slow, too; in the end, by itself, the one that compares clocks. Eight minutes at most.
+# The CUDA backend on this machine's GPU: every test in a process of its own, as a kernel's fault spoils all that follows
+# in it; a few under compute-sanitizer, which is slow, too; in the end, by itself, the one that compares clocks. Eight
+# minutes at most.
 . tests/gpu.sh
 passed=0 failed=0 skipped=0 log=build/log/gpu alone=looks_wait_once_a_step together=4 now=$(date +%s)
 tool=$(command -v compute-sanitizer || command -v "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
 nvidia-smi --query-gpu=compute_mode --format=csv,noheader 2>/dev/null | grep -q Exclusive && together=1
 mkdir -p $log
 rm -f $log/*
-# run N UNTIL: the lines of its input, N at a time, each for 120 s at most and none beyond UNTIL, with all the processes it starts.
+# run N UNTIL: the lines of its input, N at a time, each with all its processes for 120 s at most, none beyond UNTIL.
 run() {
     UNTIL=$2 xargs -L 1 -P "$1" sh -c 'left=$((UNTIL - $(date +%s)))
         [ $left -gt 0 ] || exit 0
