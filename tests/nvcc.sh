@@ -6,7 +6,8 @@ found=$(cat build/nvcc.found)
 if [ -n "$found" ]; then
     nvcc=${found%% *} fast= # the cores share what is compiled, where nvcc can do that (CUDA 12.4)
     "$nvcc" --help | grep -q -- '--split-compile' && fast='--split-compile 0'
-    libs=$(dirname "$(dirname "$(readlink -f "$nvcc")")")/lib64 # where programs find CUDA's libraries, whatever the loader's list says
+    # where programs find CUDA's libraries, whatever the loader's list says
+    libs=$(dirname "$(dirname "$(readlink -f "$nvcc")")")/lib64
     exec $found -std=c++17 -O2 $fast "$@" -o "$out" $(cat build/zlib.flags) -Xcompiler -pthread -Xlinker -rpath,"$libs" -lm
 fi
 printf '#!/bin/sh\necho "SKIP: nvcc was not found when this was built"; exit 77\n' >"$out"

@@ -44,24 +44,33 @@ for cxx in g++ clang++; do
 done
 if ! gcc -fsyntax-only -I. "$tmp/wrong.c" 2>"$tmp/err" && grep -q 'its body is for nvcc' "$tmp/err"; then ok; else bad "the body under gcc is an error that says so"; fi
 # cuDNN and NCCL as Python's packages bring them, where CUDA has none; nothing where nobody has them.
-for name in cudnn nccl cublas cu13; do mkdir -p "$tmp/bin" "$tmp/nvidia/$name/include" "$tmp/nvidia/$name/lib" "$tmp/nvidia_${name}_cu12-1.dist-info"; done
+for name in cudnn nccl cublas cu13; do
+    mkdir -p "$tmp/bin" "$tmp/nvidia/$name/include" "$tmp/nvidia/$name/lib" "$tmp/nvidia_${name}_cu12-1.dist-info"
+done
 touch "$tmp/nvidia/cudnn/include/cudnn.h" "$tmp/nvidia/cudnn/lib/libcudnn.so.9" "$tmp/nvidia/nccl/include/nccl.h"
 for name in cublas:12 cu13:13; do
-    touch "$tmp/nvidia/${name%:*}/include/cublasLt.h" "$tmp/nvidia/${name%:*}/lib/libcublas.so.${name#*:}" "$tmp/nvidia/${name%:*}/lib/libcublasLt.so.${name#*:}"
+    for file in include/cublasLt.h lib/libcublas.so.${name#*:} lib/libcublasLt.so.${name#*:}; do
+        touch "$tmp/nvidia/${name%:*}/$file"
+    done
 done
 printf '#!/bin/sh\necho "%s/$WHEELS"\n' "$tmp" >"$tmp/bin/python3"
 printf '#!/bin/sh\nexec gcc -nostdinc "$@"\n' >"$tmp/bin/bare"
 printf '#!/bin/sh\necho "Cuda compilation tools, release $RELEASE, V1"\n' >"$tmp/bin/nvcc"
 chmod +x "$tmp"/bin/*
-probe() { PATH="$tmp/bin:$PATH" CC=bare NVCC=nvcc CUDA_ARCH=sm_90 WHEELS=$1 RELEASE=$2 sh tests/probe.sh "$tmp/nvcc.found"; sed "s|$tmp/||g; s/ *$//" "$tmp/nvcc.found" >"$tmp/err"
-    if [ "$(cat "$tmp/err")" = "bin/nvcc -arch=sm_90 $3" ]; then ok; else bad "the probe of packages in $1 for CUDA $2"; fi; }
+probe() {
+    PATH="$tmp/bin:$PATH" CC=bare NVCC=nvcc CUDA_ARCH=sm_90 WHEELS=$1 RELEASE=$2 sh tests/probe.sh "$tmp/nvcc.found"
+    sed "s|$tmp/||g; s/ *$//" "$tmp/nvcc.found" >"$tmp/err"
+    if [ "$(cat "$tmp/err")" = "bin/nvcc -arch=sm_90 $3" ]
+    then ok; else bad "the probe of packages in $1 for CUDA $2"; fi
+}
 one() { echo "-isystem=nvidia/$1/include -Lnvidia/$1/lib -Xlinker=-rpath,nvidia/$1/lib"; }
 none='-DHPML_CUDA_NO_CUBLAS -DHPML_CUDA_NO_CUDNN'
-probe nvidia 12.8 "$(one cublas) -l:libcublasLt.so.12 -l:libcublas.so.12 $(one cudnn) -l:libcudnn.so.9 $(one nccl) -DHPML_USE_NCCL"
+nccl="$(one nccl) -DHPML_USE_NCCL"
+probe nvidia 12.8 "$(one cublas) -l:libcublasLt.so.12 -l:libcublas.so.12 $(one cudnn) -l:libcudnn.so.9 $nccl"
 probe nvidia 13.0 "$(one cu13) -l:libcublasLt.so.13 -l:libcublas.so.13 -DHPML_CUDA_NO_CUDNN"
 probe nvidia 11.8 "$none"
 rm "$tmp/nvidia/cudnn/lib/libcudnn.so.9" "$tmp/nvidia/cublas/lib/libcublas.so.12"
-probe nvidia 12.8 "$none $(one nccl) -DHPML_USE_NCCL"
+probe nvidia 12.8 "$none $nccl"
 mv "$tmp/nvidia" "$tmp/two words"
 probe 'two words' 13.0 "$none"
 rm -r "$tmp/two words"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The CUDA backend on this machine's GPU: every test in a process of its own, as a kernel's fault spoils all that follows
-# in it; a few under compute-sanitizer, which is slow, too; in the end, by itself, the one that compares clocks. Eight
+# The CUDA backend on this machine's GPU: every test in a process of its own, as a kernel's fault spoils what follows in
+# it; a few under compute-sanitizer, which is slow, too; in the end, by itself, the one that compares clocks. Eight
 # minutes at most.
 . tests/gpu.sh
 passed=0 failed=0 skipped=0 log=build/log/gpu alone=looks_wait_once_a_step together=4 now=$(date +%s)
