@@ -23,7 +23,7 @@ check() {
     else failed=$((failed + 1)); echo "FAIL $1 (exit $code)"; tail -n 12 "$tmp/out"; fi
 }
 # brief RANKS CASE COUNT TEXT: a case in which a busy machine may keep another rank away until a deadline has passed, or mpiexec
-# has ended all: it has three tries to say the text on COUNT lines, none of which may hang. said COUNT: so it was.
+# has ended all: it has three tries to say the text on COUNT lines, none of which may hang.
 brief() {
     for try in 1 2 3; do
         on "$1" "$2"; code=$? lines=$(grep -cE "$4" "$tmp/out")
@@ -31,7 +31,8 @@ brief() {
     done
     return $code
 }
-said() { [ $lines -ge $1 ]; check "and $1 ranks say so" 0 ''; }
+# told RANKS CASE LINE NAME TEXT: it ends with TEXT, and two ranks say LINE.
+told() { brief "$1" "$2" 2 "$3"; check "$4" 1 "$5"; [ $lines -ge 2 ]; check "and 2 ranks say so" 0 ''; }
 for n in 1 2 3 4; do on $n correct; check "everything on $n ranks" 0 ''; done
 for n in 5 7 8 16; do on $n sums; check "all algorithms on $n ranks" 0 ''; done
 # 1-bit training: as on threads; learning and times where each rank has a core.
@@ -57,12 +58,10 @@ on 2 before; check "MPI not initialized" 1 'MPI is not initialized; call MPI_Ini
 on 2 after; check "MPI over" 1 'MPI is over'
 on 2 twice; check "a second launch, when the first has ended MPI" 1 'MPI is over; .* or use hpml_launch once'
 on 2 wrong_number; check "a wrong number of ranks" 1 '3 ranks are wanted, mpiexec started 2'
-brief 3 raises 2 'rank 1 failed: the loss is NaN'; check "a rank raises an error" 1 'rank 1 failed: the loss is NaN'
-said 2
-brief 3 leaves 2 'rank 1 has left'; check "a rank leaves early" 1 'rank 1 has left while this rank waits for it in allreduce|rank . failed'
-said 2
-brief 3 leaves_native 2 'waited 1 s for all ranks in allreduce .native., step 0'; check "a rank leaves early, the others are in MPI's own allreduce" 1 'waited 1 s for all ranks in allreduce .native.'
-said 2
+told 3 raises 'rank 1 failed: the loss is NaN' "a rank raises an error" 'rank 1 failed: the loss is NaN'
+told 3 leaves 'rank 1 has left' "a rank leaves early" 'rank 1 has left while this rank waits for it in allreduce|rank . failed'
+native='waited 1 s for all ranks in allreduce .native.'
+told 3 leaves_native "$native, step 0" "a rank leaves early, the others are in MPI's own allreduce" "$native"
 on 2 killed; check "a rank is killed" 1 ''
 # Hydra ends a job with its first dead process, unless told not to; then it sends the others a signal that few expect.
 if "$mpiexec" --version 2>/dev/null | grep -qi hydra; then
@@ -78,12 +77,9 @@ brief 3 stopped 2 "at once: rank [02]: .*$who"; check "a rank is stopped" 1 "at 
 grep -qE "at once: rank 2: .*$who" "$tmp/out"
 check "also the one that waits for a rank that waits for it names it" 0 ''
 on 2 exits; check "a rank calls exit" 1 ''
-brief 2 another 2 'rank 0 is in broadcast'; check "another collective" 1 'rank 0 is in broadcast of 16 .* rank 1 in allreduce of 4'
-said 2
-brief 2 other_count 2 'all ranks must pass the same counts'; check "another count" 1 'all ranks must pass the same counts'
-said 2
-brief 2 other_count_checked 2 'allreduce of 64'; check "another count, checked" 1 'allreduce of 32 .* allreduce of 64'
-said 2
+told 2 another 'rank 0 is in broadcast' "another collective" 'rank 0 is in broadcast of 16 .* rank 1 in allreduce of 4'
+told 2 other_count 'all ranks must pass the same counts' "another count" 'all ranks must pass the same counts'
+told 2 other_count_checked 'allreduce of 64' "another count, checked" 'allreduce of 32 .* allreduce of 64'
 late='waited 0.2 s for rank 1 in allreduce'; brief 2 sleeps 1 "$late"; check "a deadline" 1 "$late"
 late='waited 0.4 s for tensor 1 "b1" to get ready on rank 1'
 brief 3 not_ready 1 "$late"; check "a tensor that never gets ready" 1 "$late"
