@@ -30,52 +30,52 @@ static int         test_failed;
 static const char *test_skipped;
 
 /* Registers itself before main. */
-#define TEST(name)                                                                              \
-    static void name(void);                                                                     \
-    static test_case test_case_##name = { #name, name, NULL };                                  \
-    __attribute__((constructor)) static void test_add_##name(void)                              \
-    {                                                                                           \
-        *test_last = &test_case_##name;                                                         \
-        test_last  = &test_case_##name.next;                                                    \
-    }                                                                                           \
+#define TEST(name)                                                 \
+    static void name(void);                                        \
+    static test_case test_case_##name = { #name, name, NULL };     \
+    __attribute__((constructor)) static void test_add_##name(void) \
+    {                                                              \
+        *test_last = &test_case_##name;                            \
+        test_last  = &test_case_##name.next;                       \
+    }                                                              \
     static void name(void)
 
-#define ENSURE(condition)                                                                       \
-    do {                                                                                        \
-        if (!(condition)) {                                                                     \
-            fprintf(TEST_OUT, "    %s:%d: %s\n", __FILE__, __LINE__, #condition);                          \
-            test_failed = 1;                                                                    \
-            return;                                                                             \
-        }                                                                                       \
+#define ENSURE(condition)                                                         \
+    do {                                                                          \
+        if (!(condition)) {                                                       \
+            fprintf(TEST_OUT, "    %s:%d: %s\n", __FILE__, __LINE__, #condition); \
+            test_failed = 1;                                                      \
+            return;                                                               \
+        }                                                                         \
     } while (0)
 
-#define ENSURE_NEAR(a, b, tolerance)                                                            \
-    do {                                                                                        \
-        double test_a = (double)(a), test_b = (double)(b);                                      \
-        if (!(fabs(test_a - test_b) <= (double)(tolerance))) {                                  \
+#define ENSURE_NEAR(a, b, tolerance)                                                                              \
+    do {                                                                                                          \
+        double test_a = (double)(a), test_b = (double)(b);                                                        \
+        if (!(fabs(test_a - test_b) <= (double)(tolerance))) {                                                    \
             fprintf(TEST_OUT, "    %s:%d: %s is %.9g, %s is %.9g\n", __FILE__, __LINE__, #a, test_a, #b, test_b); \
-            test_failed = 1;                                                                    \
-            return;                                                                             \
-        }                                                                                       \
+            test_failed = 1;                                                                                      \
+            return;                                                                                               \
+        }                                                                                                         \
     } while (0)
 
 /* The call failed, and left this status and a text with `part` in it; the context is cleared for the next. */
-#define ENSURE_ERROR(ctx, failed, status, part)                                                 \
-    do {                                                                                        \
-        ENSURE(failed);                                                                         \
-        if (hpml_ctx_status(ctx) != (status) || !strstr(hpml_ctx_error(ctx), part)) {           \
+#define ENSURE_ERROR(ctx, failed, status, part)                                                           \
+    do {                                                                                                  \
+        ENSURE(failed);                                                                                   \
+        if (hpml_ctx_status(ctx) != (status) || !strstr(hpml_ctx_error(ctx), part)) {                     \
             fprintf(TEST_OUT, "    %s:%d: \"%s\" is not in error %d, \"%s\"\n", __FILE__, __LINE__, part, \
-                    (int)hpml_ctx_status(ctx), hpml_ctx_error(ctx));                            \
-            test_failed = 1;                                                                    \
-            return;                                                                             \
-        }                                                                                       \
-        hpml_ctx_clear_error(ctx);                                                              \
+                    (int)hpml_ctx_status(ctx), hpml_ctx_error(ctx));                                      \
+            test_failed = 1;                                                                              \
+            return;                                                                                       \
+        }                                                                                                 \
+        hpml_ctx_clear_error(ctx);                                                                        \
     } while (0)
 
-#define SKIP(reason)                                                                            \
-    do {                                                                                        \
-        test_skipped = reason;                                                                  \
-        return;                                                                                 \
+#define SKIP(reason)           \
+    do {                       \
+        test_skipped = reason; \
+        return;                \
     } while (0)
 
 #ifndef TEST_NO_MAIN
