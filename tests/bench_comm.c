@@ -142,20 +142,23 @@ static double median(double *x, int n)
     return x[n / 2];
 }
 
-/* Samples a second of this worker: the median of some steps, for now and then another program takes a core. */
-static double rate(hpml_trainer *t, const float *x, const int32_t *y, int64_t batch, int steps)
+/* Samples a second of this worker: the median of some steps, for now and then another program takes a core. With `meet`,
+   the worker waits there for the others after each step. */
+static double rate(hpml_trainer *t, const float *x, const int32_t *y, int64_t batch, int steps, hpml_comm *meet)
 {
     double took[400];
     if (steps > 400) steps = 400;
     for (int i = 0; i < steps; i++) {
         took[i] = hpml_now();
         hpml_trainer_step(t, x, y, batch, NULL);
+        if (meet) hpml_barrier(meet);
         took[i] = hpml_now() - took[i];
     }
     return (double)batch / median(took, steps);
 }
 
-/* In turns: one worker with the whole batch, two strangers with half of it each, two workers that share it. */
+/* In turns: one worker with the whole batch, two strangers with half of it each who only wait for each other after each
+   step, two workers that share it. */
 static hpml_status scale(hpml_comm *c, void *user)
 {
     enum { ROUNDS = 25 };
@@ -166,22 +169,20 @@ static hpml_status scale(hpml_comm *c, void *user)
     hpml_trainer *alone = trainer(own[0], j->model, j->batch), *stranger = trainer(own[1], j->model, half), *t = trainer(ctx, j->model, half);
     float        *x = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)j->batch * 784, NULL);
     int32_t      *y = (int32_t *)hpml_ctx_alloc(ctx, sizeof(int32_t) * (size_t)j->batch, NULL);
-    double        one[ROUNDS], efficiency[ROUNDS], ceiling[ROUNDS], both[2];
+    double        one[ROUNDS], efficiency[ROUNDS], ceiling[ROUNDS];
     int32_t       steps = 0;
     if (hpml_comm_size(c) != 2 || !x || !y || !hpml_distribute(t, c, NULL)) return hpml_ctx_fail(ctx, HPML_ERR_STATE, "2 ranks, and memory");
     for (int64_t i = 0; i < j->batch * 784; i++) x[i] = (float)(i * 37 % 11) / 11;
-    rate(alone, x, y, j->batch, 3), rate(stranger, x, y, half, 3), rate(t, x, y, half, 20);
-    steps = (int32_t)(0.03 * rate(alone, x, y, j->batch, 3) / (double)j->batch) + 2; /* about 30 ms */
+    rate(alone, x, y, j->batch, 3, NULL), rate(stranger, x, y, half, 3, NULL), rate(t, x, y, half, 20, NULL);
+    steps = (int32_t)(0.03 * rate(alone, x, y, j->batch, 3, NULL) / (double)j->batch) + 2; /* about 30 ms */
     hpml_broadcast(c, &steps, sizeof steps, 0);
     for (int r = 0; r < ROUNDS; r++) {
         hpml_barrier(c);
-        if (rank == 0) one[r] = rate(alone, x, y, j->batch, steps);
+        if (rank == 0) one[r] = rate(alone, x, y, j->batch, steps, NULL);
         hpml_barrier(c);
-        double mine = rate(stranger, x, y, half, steps);
-        hpml_gather(c, &mine, sizeof mine, both, 0);
-        if (rank == 0) ceiling[r] = (both[0] + both[1]) / one[r] / 2;
+        ceiling[r] = rate(stranger, x, y, half, steps, c) / (rank == 0 ? one[r] : 1);
         hpml_barrier(c);
-        efficiency[r] = 2 * rate(t, x, y, half, steps) / (rank == 0 ? one[r] : 1) / 2;
+        efficiency[r] = rate(t, x, y, half, steps, NULL) / (rank == 0 ? one[r] : 1);
     }
     hpml_ctx_free(own[0]), hpml_ctx_free(own[1]);
     if (rank > 0 || hpml_ctx_status(ctx) != HPML_OK) return hpml_ctx_status(ctx);
@@ -201,9 +202,9 @@ static hpml_status hidden(hpml_comm *c, void *user)
     hpml_distributed      *d = hpml_distribute(t, c, &(hpml_distribute_desc){ .no_overlap = j->no_overlap });
     hpml_distribute_report r = { 0 };
     if (!x || !y || !d) return hpml_ctx_status(ctx);
-    rate(t, x, y, half, 10);
+    rate(t, x, y, half, 10, NULL);
     hpml_distribute_get(d, NULL, true);
-    rate(t, x, y, half, 60);
+    rate(t, x, y, half, 60, NULL);
     hpml_distribute_get(d, &r, false);
     if (hpml_comm_rank(c) == 0)
         j->result[0] = r.step_s, j->result[1] = r.compute_s, j->result[2] = r.comm_s, j->result[3] = r.exposed_s, j->result[4] = r.bytes,
