@@ -390,7 +390,7 @@ typedef struct hpml_device_link {
     hpml_status (*allreduce)(void *user, float *x, int64_t n, bool mean); /* sum or mean, in place */
     /* Bytes [out_at[r], out_at[r + 1]) of `out`, or with `same` mine of them, go to each other rank r; what comes from
        rank r lands in `in` from in_at[r] to in_at[r + 1]. */
-    hpml_status (*move)(void *user, const void *out, const size_t *out_at, bool same, void *in, const size_t *in_at);
+    hpml_status (*swap)(void *user, const void *out, const size_t *out_at, bool same, void *in, const size_t *in_at);
     hpml_status (*end)(void *user);
     hpml_status (*wait)(void *user);  /* the device's further work comes behind all that has ended */
     hpml_status (*check)(void *user); /* the host waits until it is done, or an error, or a deadline has passed */
@@ -2271,6 +2271,13 @@ typedef struct hpmlc_start {
     char                    error[768];
 } hpmlc_start;
 
+/* Errors of layers and files do not know of ranks. */
+HPMLC_FN void hpmlc_start_says(hpmlc_start *s, int rank, const char *text)
+{
+    int n = rank < 0 || strncmp(text, "rank ", 5) == 0 ? 0 : snprintf(s->error, sizeof s->error, "rank %d: ", rank);
+    snprintf(s->error + n, sizeof s->error - (size_t)n, "%s", text);
+}
+
 HPMLC_FN void *hpmlc_start_main(void *arg)
 {
     hpmlc_start *s    = (hpmlc_start *)arg;
@@ -2283,9 +2290,9 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
     if (s->status != HPML_OK && ctx) { /* the others must hear of it even if the context is clean */
         hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
-        snprintf(s->error, sizeof s->error, "%s", hpml_ctx_error(ctx));
+        hpmlc_start_says(s, comm && comm->size > 1 ? comm->rank : -1, hpml_ctx_error(ctx));
     }
-    if (!ctx) snprintf(s->error, sizeof s->error, "rank %d: no memory for a context", s->comm.rank);
+    if (!ctx) hpmlc_start_says(s, s->comm.rank, "no memory for a context");
     hpml_ctx_free(ctx);
     return NULL;
 }
@@ -2306,13 +2313,12 @@ HPML_API int hpml_launched(int *rank)
 }
 
 /* A rank's part of this machine's cores. */
-HPMLC_FN int hpmlc_cores(int ranks)
+HPMLC_FN int hpmlc_cores(int ranks HPMLC_UNUSED)
 {
 #ifndef HPML_NO_THREADS
     long n = sysconf(_SC_NPROCESSORS_ONLN) / (ranks > 0 ? ranks : 1);
     return n > 0 ? (int)n : 1;
 #else
-    (void)ranks;
     return 1;
 #endif
 }
@@ -2364,25 +2370,49 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
     return hpmlc_verdict(s, 1, to);
 }
 
+/* THREADS and CLOCK. */
+HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc_text *to)
+{
+#ifndef HPML_NO_THREADS
+    hpml_world *w       = hpml_world_create(s->d->transport, ranks, &s->d->network);
+    pthread_t  *threads = (pthread_t *)calloc((size_t)ranks, sizeof *threads);
+    int         started = 0;
+    for (int i = 0; i < ranks; i++) s[i].comm.world = w;
+    for (; w && threads && started < ranks; started++)
+        if (pthread_create(&threads[started], NULL, hpmlc_start_main, &s[started]) != 0) break;
+    for (int i = started; w && i < ranks; i++) hpmlc_world_absent(w, i, "its thread could not be started: no memory");
+    for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
+    hpml_status status = w && threads ? hpmlc_verdict(s, ranks, to) : HPML_ERR_MEMORY;
+    if (status == HPML_OK && w->failed) /* a job in the background that nobody has waited for */
+        status = hpmlc_say_no(to, HPML_ERR_COMM, "%s", w->text);
+    hpml_world_free(w);
+    free(threads);
+    return status;
+#else
+    if (ranks > 1)
+        return hpmlc_say_no(to, HPML_ERR_UNSUPPORTED, "launch: %d ranks need threads (HPML_NO_THREADS is set)", ranks);
+    hpmlc_start_main(s);
+    return hpmlc_verdict(s, 1, to);
+#endif
+}
+
 HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size)
 {
     HPMLC_DESC(hpml_launch_desc, d, desc);
-    const hpmlc_text  to = { error, size };
-    const hpml_status wrong = HPML_ERR_ARGUMENT;
+    const hpmlc_text to = { error, size };
     hpmlc_say_no(&to, HPML_OK, "%s", "");
     if (d._begin || d._end || !fn || d.ranks < 0 || d.ranks > 65536 || (unsigned)d.transport > HPML_TRANSPORT_CLOCK)
-        return hpmlc_say_no(&to, wrong, "launch: %d ranks, transport %d: out of range, or no function, or a desc that "
-                            "is not cleared", d.ranks, (int)d.transport);
+        return hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or no function, or "
+                            "a desc that is not cleared", d.ranks, (int)d.transport);
     if (!hpmlc_run_read(&d))
-        return hpmlc_say_no(&to, wrong, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], clock[:N], mpi[:N], "
-                            "auto[:N]", d.run);
+        return hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], clock[:N], "
+                            "mpi[:N], auto[:N]", d.run);
     bool mpi   = d.transport == HPML_TRANSPORT_MPI;
     int  ranks = d.ranks > 0 && !mpi ? d.ranks : 1;
     bool clock = d.transport == HPML_TRANSPORT_CLOCK;
-    if (!mpi && hpmlc_network_check("launch", &d.network, ranks, clock, &to) != HPML_OK) return wrong;
-    hpmlc_start *s     = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
-    hpml_status  status = HPML_ERR_MEMORY;
-    if (!s) return status;
+    if (!mpi && hpmlc_network_check("launch", &d.network, ranks, clock, &to) != HPML_OK) return HPML_ERR_ARGUMENT;
+    hpmlc_start *s = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
+    if (!s) return HPML_ERR_MEMORY;
     for (int i = 0; i < ranks; i++) {
         s[i].d = &d, s[i].fn = fn, s[i].user = user, s[i].ctx = d.ctx;
         s[i].comm.transport = d.transport, s[i].comm.rank = i, s[i].comm.timeout = d.timeout, s[i].comm.check = d.check;
@@ -2391,31 +2421,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
         if (s[i].ctx.threads == 0) s[i].ctx.threads = hpmlc_cores(ranks);
         if (d.place) d.place(&s[i].ctx, i, user);
     }
-    if (mpi) {
-        status = hpmlc_launch_mpi(s, &to);
-        free(s);
-        return status;
-    }
-#ifndef HPML_NO_THREADS
-    hpml_world *w       = hpml_world_create(d.transport, ranks, &d.network);
-    pthread_t  *threads = (pthread_t *)calloc((size_t)ranks, sizeof *threads);
-    int         started = 0;
-    for (int i = 0; i < ranks; i++) s[i].comm.world = w;
-    for (; w && threads && started < ranks; started++)
-        if (pthread_create(&threads[started], NULL, hpmlc_start_main, &s[started]) != 0) break;
-    for (int i = started; w && i < ranks; i++) hpmlc_world_absent(w, i, "its thread could not be started: no memory");
-    for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
-    status = w && threads ? hpmlc_verdict(s, ranks, &to) : HPML_ERR_MEMORY;
-    if (status == HPML_OK && w->failed) /* a job in the background that nobody has waited for */
-        status = hpmlc_say_no(&to, HPML_ERR_COMM, "%s", w->text);
-    hpml_world_free(w);
-    free(threads);
-#else
-    if (ranks == 1) hpmlc_start_main(s);
-    status = ranks == 1 ? hpmlc_verdict(s, 1, &to)
-                        : hpmlc_say_no(&to, HPML_ERR_UNSUPPORTED, "launch: %d ranks need threads (HPML_NO_THREADS is "
-                                       "set)", ranks);
-#endif
+    hpml_status status = mpi ? hpmlc_launch_mpi(s, &to) : hpmlc_launch_threads(s, ranks, &to);
     free(s);
     return status;
 }
@@ -2462,12 +2468,7 @@ typedef struct hpmlc_plan {
 
 HPML_API int64_t hpml_block(int64_t n, int parts, int index) { return n / parts * index + n % parts * index / parts; }
 
-HPMLC_FN int hpmlc_log2(int n) /* rounded down */
-{
-    int k = 0;
-    while (n >> (k + 1)) k++;
-    return k;
-}
+HPMLC_FN int hpmlc_log2(int n) { return 31 - __builtin_clz((unsigned)n | 1); } /* rounded down */
 
 HPMLC_FN bool hpmlc_adds(hpmlc_kind k) { return k <= HPMLC_STAR_UP; }
 
@@ -2622,13 +2623,12 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
                                   hpml_move *out)
 {
     hpmlc_plan plan;
+    if (rank < 0 || rank >= p || round < 0) return false;
     hpmlc_plan_make(&plan, a, p, ranks_per_node, false, rank, n);
-    for (int i = 0; rank >= 0 && rank < p && round >= 0 && i < plan.count; i++) {
-        if (round < plan.phase[i].rounds) {
-            hpmlc_move_of(&plan.phase[i], round, out);
-            return true;
-        }
-        round -= plan.phase[i].rounds;
+    for (int i = 0; i < plan.count; round -= plan.phase[i++].rounds) {
+        if (round >= plan.phase[i].rounds) continue;
+        hpmlc_move_of(&plan.phase[i], round, out);
+        return true;
     }
     return false;
 }
@@ -3849,7 +3849,7 @@ HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
     bool                    mean = x->d.reduce == HPML_MEAN;
     x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x, false) : 0;
     hpml_status status = l->begin(l->user);
-    if (status == HPML_OK && x->packed > 0) status = l->move(l->user, x->out, x->out_at, false, x->in, x->in_at);
+    if (status == HPML_OK && x->packed > 0) status = l->swap(l->user, x->out, x->out_at, false, x->in, x->in_at);
     if (status == HPML_OK && x->span) status = l->allreduce(l->user, x->span, x->plain, mean);
     for (int i = 0; i < x->d.count && !x->span && status == HPML_OK; i++) {
         const hpml_gradient *g = &x->item[i].g;
@@ -3881,7 +3881,7 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
     if (hpmlc_failed(c)) return hpml_ctx_status(c->ctx);
     status = l->begin(l->user);
     for (int i = 0; i < count && status == HPML_OK; i++)
-        if (x[i]->packed > 0) status = l->move(l->user, x[i]->sums, x[i]->sum_at, true, x[i]->sums, x[i]->sum_at);
+        if (x[i]->packed > 0) status = l->swap(l->user, x[i]->sums, x[i]->sum_at, true, x[i]->sums, x[i]->sum_at);
     if (status == HPML_OK) status = l->end(l->user);
     if (status == HPML_OK) status = hpmlc_linked_wait(c, check);
     for (int i = 0; i < count && status == HPML_OK; i++)

@@ -942,8 +942,8 @@ static char heard[8];
 
 static const failure failures[] = {
     { "leaves", leaves, 3, false, 20, HPML_ERR_COMM, { "waits for rank 1, which has left", "allreduce", NULL } },
-    { "raises", raises, 3, false, 20, HPML_ERR_NONFINITE, { "the loss is NaN", NULL, NULL } },
-    { "returns an error", returns_error, 3, false, 20, HPML_ERR_READ, { "cannot read", NULL, NULL } },
+    { "raises", raises, 3, false, 20, HPML_ERR_NONFINITE, { "rank 1: the loss is NaN", NULL, NULL } },
+    { "returns an error", returns_error, 3, false, 20, HPML_ERR_READ, { "rank 1: the rank's function returned cannot read", NULL, NULL } },
     { "another collective", another, 3, false, 20, HPML_ERR_COMM, { "deadlock", "waits for rank", "allreduce" } },
     { "other collective, checked", another, 3, true, 20, HPML_ERR_COMM, { "rank 0 is in broadcast", "in allreduce" } },
     { "another count", other_count, 3, false, 20, HPML_ERR_COMM, { "bytes", "same counts", NULL } },
@@ -1070,6 +1070,7 @@ TEST(arguments_are_checked)
     k.world = NULL;
     hpml_move m;
     ENSURE(!hpml_allreduce_move(HPML_RING, 4, 0, 4, 8, 0, &m) && !hpml_allreduce_move(HPML_RING, 4, 0, 0, 8, -1, &m));
+    ENSURE(!hpml_allreduce_move(HPML_RING, 0, 0, 0, 8, 0, &m));
     hpml_comm_free(NULL);
     hpml_world_free(NULL);
     hpml_ctx_free(ctx);
