@@ -1,9 +1,9 @@
-/* What you learn: a whole training, on one worker or many: data, model, trainer, progress, evaluation, checkpoint, timeline.
-   Difficulty 2 of 4.
-   cc -O2 examples/02_mnist.c -o mnist -lm -lpthread && ./mnist --workers 4          (with -DHPML_USE_ZLIB -lz: reads .gz)
+/* What you learn: a whole training, on one worker or many: data, model, trainer, progress, evaluation, checkpoint,
+   timeline. Difficulty 2 of 4.
+   cc -O2 examples/02_mnist.c -o mnist -lm -lpthread && ./mnist --workers 4    (with -DHPML_USE_ZLIB -lz: reads .gz)
    mpicc -O2 -DHPML_USE_MPI examples/02_mnist.c -o mnist -lm -lpthread && mpiexec -n 2 ./mnist --transport mpi
    prints a progress line, a confusion matrix, some misread digits and the accuracy on digits it has not seen.
-   The digits are drawn by digits.h; --data DIR takes MNIST's IDX files instead (only the t10k pair: its last 2,000 test). */
+   The digits are drawn by digits.h; --data DIR takes MNIST's IDX files (only the t10k pair: its last 2,000 test). */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
 #include "mnist.h"
@@ -11,13 +11,14 @@
 
 typedef struct job {
     const options *o;
-    report         r;      /* rank 0's */
-    int64_t        limit;  /* steps; 0: all epochs */
+    report         r;     /* rank 0's */
+    int64_t        limit; /* steps; 0: all epochs */
     bool           quiet;
-    double         accuracy, loss, seconds; /* results, of rank 0 */
-    double         bytes, step_s, compute_s, exposed_s, hidden; /* of a step */
-    int64_t        steps, sent, parameters, workers;
-    uint64_t       hash;
+    /* what comes out, on rank 0: */
+    double                 accuracy, loss, seconds, step_s, bytes; /* of all, of all; of a step, of a step and worker */
+    int64_t                steps, sent, parameters, workers;
+    uint64_t               hash;
+    hpml_distribute_report account;
 } job;
 
 static hpml_tensor *record_model(const char *model, hpml_tensor *x)
@@ -31,6 +32,16 @@ static hpml_tensor *record_model(const char *model, hpml_tensor *x)
     return hpml_linear(hpml_linear(hpml_flatten(x), 128, &relu), 10, NULL);
 }
 
+/* The serial program: a model for at most `share` digits at once, and what trains it. */
+static hpml_trainer *make_trainer(hpml_ctx *ctx, const options *o, int64_t share, int64_t digits)
+{
+    hpml_tensor      *x = hpml_input_4d(ctx, share, 1, 28, 28);
+    hpml_trainer_desc d = { .input = x, .output = record_model(o->model, x), .lr = (float)o->lr, .momentum = 0.9f };
+    d.schedule.kind        = HPML_SCHEDULE_COSINE;
+    d.schedule.total_steps = o->epochs * ((digits + o->batch - 1) / o->batch);
+    return hpml_trainer_create(ctx, &d);
+}
+
 static hpml_codec_kind codec_kind(const char *name)
 {
     int k = HPML_CODEC_TWOBIT;
@@ -38,23 +49,37 @@ static hpml_codec_kind codec_kind(const char *name)
     return (hpml_codec_kind)k;
 }
 
+/* The one call that joins it to the other workers; NULL where there is nothing to join. */
+static hpml_distributed *join(hpml_comm *comm, hpml_trainer *t, const options *o, int64_t leaf)
+{
+    hpml_distribute_desc d = { .global_batch = o->batch, .exact = o->exact, .leaf = leaf };
+    if (hpml_comm_size(comm) == 1 && !o->exact && o->table == 0 && strcmp(o->codec, "none") == 0) return NULL;
+    d.codec.kind         = codec_kind(o->codec);
+    d.codec.min_elements = 1024; /* not the first filters: 25 numbers each */
+    d.algorithm          = hpml_algorithm_find(o->allreduce);
+    d.history            = (int32_t)o->table;
+    return hpml_distribute(t, comm, &d);
+}
+
 /* Rank 0 tells what it has learned. */
 static void summarize(hpml_ctx *ctx, hpml_trainer *t, hpml_dataset *test, job *j)
 {
-    int64_t      confusion[100] = { 0 };
+    int64_t      confusion[100] = { 0 }, n = test->count;
     hpml_metrics m      = { .confusion = confusion };
-    float       *scores = (float *)malloc(sizeof(float) * (size_t)test->count * 10), *x = (float *)malloc(sizeof(float) * (size_t)test->count * 784);
+    float       *scores = (float *)malloc(sizeof(float) * (size_t)n * 10);
+    float       *x      = (float *)malloc(sizeof(float) * (size_t)n * 784);
+    bool         show   = x && scores && !j->o->json && !j->o->compare;
     hpml_trainer_evaluate(t, test, &m);
-    for (int64_t i = 0; x && i < test->count * 784; i++) x[i] = (float)((const unsigned char *)test->x)[i] / 255.0f;
-    if (x && scores && !j->o->json && !j->o->compare && hpml_trainer_predict(t, x, test->count, scores) == HPML_OK) {
+    for (int64_t i = 0; show && i < n * 784; i++) x[i] = (float)((const unsigned char *)test->x)[i] / 255.0f;
+    if (show && hpml_trainer_predict(t, x, n, scores) == HPML_OK) {
         report_confusion(confusion, 10);
         report_mistakes(test, scores);
     }
     free(scores);
     free(x);
     j->accuracy = m.accuracy, j->loss = m.loss, j->hash = hpml_param_hash(ctx);
-    printf("test accuracy %.2f %% on %lld digits; %.2f s of training; %.0f bytes a step and worker, %.1f MB in all\n", 100 * m.accuracy,
-           (long long)m.samples, j->seconds, j->bytes, 1e-6 * (double)j->sent);
+    printf("test accuracy %.2f %% on %lld digits; %.2f s of training; %.0f bytes a step and worker, %.1f MB in all\n",
+           100 * m.accuracy, (long long)m.samples, j->seconds, j->bytes, 1e-6 * (double)j->sent);
     if (!j->o->compare && report_files(&j->r) == 0)
         printf("wrote build/loss.csv, build/loss.svg (open in a browser), build/trace.json (open in Perfetto)\n");
 }
@@ -72,73 +97,69 @@ static void steps_table(hpml_comm *comm, hpml_distributed *d, int64_t steps)
     free(rows);
 }
 
-/* One worker: the serial program, and one call that joins it to the others. */
+/* What every worker runs. */
 static hpml_status train(hpml_comm *comm, void *user)
 {
-    job                   *j = (job *)user;
-    const options         *o = j->o;
-    hpml_ctx              *ctx = hpml_comm_ctx(comm);
-    int                    rank = hpml_comm_rank(comm), workers = hpml_comm_size(comm);
-    int64_t                leaf = o->batch < 8 ? o->batch : 8, grain = o->exact ? leaf : 1;
-    int64_t                share = ((o->batch + grain - 1) / grain + workers - 1) / workers * grain; /* the most that one worker gets */
-    hpml_dataset          *data = NULL, *test = NULL;
-    hpml_distributed      *d = NULL;
-    hpml_distribute_report account = { 0 };
-    hpml_counters          sent;
+    job           *j    = (job *)user;
+    const options *o    = j->o;
+    hpml_ctx      *ctx  = hpml_comm_ctx(comm);
+    hpml_dataset  *data = NULL, *test = NULL;
+    hpml_counters  sent;
+    int            workers = hpml_comm_size(comm);
+    bool           tells   = hpml_comm_rank(comm) == 0 && !j->quiet;
+    int64_t        leaf    = o->batch < 8 ? o->batch : 8, grain = o->exact ? leaf : 1; /* digits that stay together */
+    int64_t        share   = ((o->batch + grain - 1) / grain + workers - 1) / workers * grain; /* most of one worker */
     if (!load_data(ctx, o, &data, &test)) return hpml_ctx_fail(ctx, HPML_ERR_OPEN, "no data");
-    hpml_tensor  *x = hpml_input_4d(ctx, share, 1, 28, 28);
-    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
-        .input = x, .output = record_model(o->model, x), .lr = (float)o->lr, .momentum = 0.9f,
-        .schedule = { .kind = HPML_SCHEDULE_COSINE, .total_steps = o->epochs * ((data->count + o->batch - 1) / o->batch) } });
-    if (t && (workers > 1 || o->exact || o->table > 0 || strcmp(o->codec, "none") != 0)) {
-        d = hpml_distribute(t, comm, &(hpml_distribute_desc){
-            .global_batch = o->batch,
-            .codec        = { .kind = codec_kind(o->codec), .min_elements = 1024 }, /* not the first filters: 25 numbers each */
-            .algorithm = hpml_algorithm_find(o->allreduce), .exact = o->exact, .leaf = leaf, .history = (int32_t)o->table });
-        if (!d) return hpml_ctx_status(ctx);
-    }
+    hpml_trainer     *t = make_trainer(ctx, o, share, data->count);
+    hpml_distributed *d = join(comm, t, o, leaf);
+    if (hpml_ctx_status(ctx) != HPML_OK) return hpml_ctx_status(ctx);
     if (o->load) d ? hpml_distribute_load(d, o->load) : hpml_checkpoint_load(t, o->load);
-    if (rank == 0 && !j->quiet)
-        printf("%s, %lld parameters, %lld training digits, batch %lld, %s kernels, %d worker%s (%s) x %d threads, gradients as %s\n", o->model,
-               (long long)hpml_param_total(ctx), (long long)data->count, (long long)o->batch, hpml_ctx_cpu(ctx), workers, workers > 1 ? "s" : "",
-               hpml_comm_transport(comm), hpml_ctx_threads(ctx), o->codec);
+    if (tells)
+        printf("%s, %lld parameters, %lld training digits, batch %lld, %s kernels, %d worker%s (%s) x %d threads, "
+               "gradients as %s\n", o->model, (long long)hpml_param_total(ctx), (long long)data->count,
+               (long long)o->batch, hpml_ctx_cpu(ctx), workers, workers > 1 ? "s" : "", hpml_comm_transport(comm),
+               hpml_ctx_threads(ctx), o->codec);
     hpml_comm_trace_start(comm, &(hpml_trace_desc){ .first_step = 10, .last_step = 30 });
     hpml_comm_counters_reset(comm);
     hpml_distribute_get(d, NULL, true);
     double        start = hpml_now();
     int64_t       first = hpml_trainer_step_count(t);
-    hpml_fit_desc fit = { .on_step = rank == 0 && !j->quiet ? report_step : NULL, .user = &j->r, .max_steps = j->limit };
+    hpml_fit_desc fit   = { .on_step = tells ? report_step : NULL, .user = &j->r, .max_steps = j->limit };
     for (int64_t e = first * o->batch / data->count; e < o->stop && hpml_ctx_status(ctx) == HPML_OK; e++) {
         hpml_trainer_fit(t, data, &fit);
         if (j->limit > 0) break;
     }
+    if (o->save) d ? hpml_distribute_save(d, o->save) : hpml_checkpoint_save(t, o->save);
     if (hpml_ctx_status(ctx) != HPML_OK) return hpml_ctx_status(ctx);
-    if (o->save && (d ? hpml_distribute_save(d, o->save) : hpml_checkpoint_save(t, o->save)) != HPML_OK) return hpml_ctx_status(ctx);
     hpml_comm_counters(comm, &sent);
-    hpml_distribute_get(d, &account, false);
-    start = hpml_now() - start;
+    hpml_distribute_get(d, &j->account, false);
+    double seconds = hpml_now() - start;
     if (o->table > 0 && !j->quiet) steps_table(comm, d, o->table);
     mkdir("build", 0777);
-    if (hpml_comm_trace_save(comm, "build/trace.json") != HPML_OK || rank > 0) return hpml_ctx_status(ctx);
-    j->seconds = start, j->steps = hpml_trainer_step_count(t) - first, j->workers = workers;
-    j->sent = sent.bytes, j->bytes = j->steps > 0 ? (double)sent.bytes / (double)j->steps : 0;
-    j->step_s = j->steps > 0 ? j->seconds / (double)j->steps : 0, j->compute_s = account.compute_s;
-    j->exposed_s = account.exposed_s, j->hidden = account.hidden;
-    j->parameters = hpml_param_total(ctx);
-    if (!j->quiet) summarize(ctx, t, test, j);
+    hpml_status status = hpml_comm_trace_save(comm, "build/trace.json");
+    if (status != HPML_OK || hpml_comm_rank(comm) > 0) return status;
+    j->steps  = hpml_trainer_step_count(t) - first, j->seconds = seconds;
+    j->sent   = sent.bytes, j->parameters = hpml_param_total(ctx), j->workers = workers;
+    j->bytes  = j->steps > 0 ? (double)sent.bytes / (double)j->steps : 0;
+    j->step_s = j->steps > 0 ? seconds / (double)j->steps : 0;
+    if (tells) summarize(ctx, t, test, j);
     return hpml_ctx_status(ctx);
 }
+
+static const struct { const char *name; hpml_link link; } networks[] = { /* seconds, bytes a second */
+    { "1gbit", { 50e-6, 125e6 } }, { "100mbit", { 100e-6, 12.5e6 } } };
 
 /* Workers, transport, network from the options; 0 or the exit status. */
 static int launch(job *j)
 {
-    static const hpml_link gigabit = { 50e-6, 125e6 }, fast = { 100e-6, 12.5e6 };
     const options   *o = j->o;
     char             error[768];
-    hpml_launch_desc l = { .transport = strcmp(o->transport, "mpi") == 0 ? HPML_TRANSPORT_MPI : HPML_TRANSPORT_THREADS, .ranks = (int32_t)o->workers,
-                           .ctx = { .seed = (uint64_t)o->seed, .threads = (int32_t)o->threads } };
-    if (l.transport == HPML_TRANSPORT_MPI) l.ranks = 0;
-    if (o->network) l.network.ranks_per_node = 1, l.network.between = strcmp(o->network, "1gbit") == 0 ? gigabit : fast;
+    hpml_launch_desc l = { .ranks = (int32_t)o->workers, .ctx = { .seed = (uint64_t)o->seed } };
+    l.ctx.threads = (int32_t)o->threads;
+    if (strcmp(o->transport, "mpi") == 0) l.transport = HPML_TRANSPORT_MPI, l.ranks = 0;
+    for (int n = 0; n < 2 && o->network; n++)
+        if (strcmp(o->network, networks[n].name) == 0)
+            l.network.ranks_per_node = 1, l.network.between = networks[n].link;
     j->r = (report){ .epochs = (int)o->epochs, .live = isatty(1), .workers = (int)o->workers };
     hpml_status status = hpml_launch(&l, train, j, error, sizeof error);
     free(j->r.step), free(j->r.loss), free(j->r.accuracy);
@@ -150,45 +171,51 @@ static int launch(job *j)
 static int compare(const options *base)
 {
     static const struct { int workers; const char *codec; } row[] = { { 1, "none" }, { 4, "none" }, { 4, "onebit" } };
-    static const char *const network[] = { "1gbit", "100mbit" };
-    static const double      rate[] = { 125e6, 12.5e6 };
-    char table[2048] = "";
+    char   table[2048] = "";
+    size_t at = 0;
     for (size_t i = 0; i < sizeof row / sizeof row[0]; i++) {
         options o = *base;
         job     j = { .o = &o };
-        size_t  at = strlen(table);
         o.workers = row[i].workers, o.codec = row[i].codec;
         if (launch(&j)) return 1;
-        at += (size_t)snprintf(table + at, sizeof table - at, "%4d  %-7s %8.2f %% %12.0f %9.2f s", row[i].workers, row[i].codec, 100 * j.accuracy,
-                               j.bytes, j.seconds);
+        at += (size_t)snprintf(table + at, sizeof table - at, "\n%4d  %-7s %8.2f %% %12.0f %9.2f s", row[i].workers,
+                               row[i].codec, 100 * j.accuracy, j.bytes, j.seconds);
         for (int n = 0; n < 2; n++) {
-            job slow = { .o = &o, .quiet = true, .limit = 12 };
-            o.network = network[n];
+            job    slow     = { .o = &o, .quiet = true, .limit = 12 };
+            double forecast = j.step_s + j.bytes / networks[n].link.bandwidth;
+            char   cell[48] = "-";
+            o.network = networks[n].name;
             if (row[i].workers > 1 && launch(&slow)) return 1;
-            if (row[i].workers == 1) at += (size_t)snprintf(table + at, sizeof table - at, "%22s", "-");
-            else at += (size_t)snprintf(table + at, sizeof table - at, "%10.1f %8.1f ms", 1e3 * (j.step_s + j.bytes / rate[n]), 1e3 * slow.step_s);
+            if (row[i].workers > 1) snprintf(cell, sizeof cell, "%.1f %8.1f ms", 1e3 * forecast, 1e3 * slow.step_s);
+            at += (size_t)snprintf(table + at, sizeof table - at, "%22s", cell);
         }
-        snprintf(table + at, sizeof table - at, "\n");
     }
-    printf("\n%s\n%s\n%s", "                                                          a step on 1 Gbit/s      a step on 100 Mbit/s",
-           "workers codec   accuracy   bytes a step  training   predicted  measured     predicted  measured", table);
+    printf("\n%-58sa step on 1 Gbit/s      a step on 100 Mbit/s\n", "");
+    printf("workers codec   accuracy   bytes a step  training   predicted  measured     predicted  measured");
+    printf("%s\n", table);
     return 0;
+}
+
+static void print_json(const job *j)
+{
+    double rate = j->seconds > 0 ? (double)(j->steps * j->o->batch) / j->seconds : 0;
+    printf("{\"test_accuracy\": %.6f, \"test_loss\": %.6f, \"train_seconds\": %.3f, \"samples_per_second\": %.1f, "
+           "\"bytes_sent\": %lld, \"bytes_per_step\": %.1f, \"compute_ms\": %.3f, \"exposed_ms\": %.3f, "
+           "\"hidden\": %.3f, \"parameters\": %lld, \"steps\": %lld, \"workers\": %lld, "
+           "\"weights_hash\": \"%016llx\"}\n", j->accuracy, j->loss, j->seconds, rate, (long long)j->sent, j->bytes,
+           1e3 * j->account.compute_s, 1e3 * j->account.exposed_s, j->account.hidden, (long long)j->parameters,
+           (long long)j->steps, (long long)j->workers, (unsigned long long)j->hash);
 }
 
 int main(int argc, char **argv)
 {
-    options o = { .model = "cnn", .codec = "onebit", .allreduce = "auto", .transport = "threads", .samples = 12000, .batch = 64, .workers = 1,
-                  .seed = 1 };
+    options o = { .model = "cnn", .codec = "onebit", .allreduce = "auto", .transport = "threads",
+                  .samples = 12000, .batch = 64, .workers = 1, .seed = 1 };
     job     j = { .o = &o };
     int     failed = parse(&o, argc, argv);
     if (failed) return failed == 1 ? 0 : failed;
     if (o.compare) return compare(&o);
     failed = launch(&j);
-    if (o.json && !failed && j.workers > 0)
-        printf("{\"test_accuracy\": %.6f, \"test_loss\": %.6f, \"train_seconds\": %.3f, \"samples_per_second\": %.1f, \"bytes_sent\": %lld, "
-               "\"bytes_per_step\": %.1f, \"compute_ms\": %.3f, \"exposed_ms\": %.3f, \"hidden\": %.3f, \"parameters\": %lld, \"steps\": %lld, \"workers\": %lld, \"weights_hash\": \"%016llx\"}\n", j.accuracy, j.loss,
-               j.seconds, j.seconds > 0 ? (double)(j.steps * o.batch) / j.seconds : 0, (long long)j.sent, j.bytes, 1e3 * j.compute_s,
-               1e3 * j.exposed_s, j.hidden, (long long)j.parameters,
-               (long long)j.steps, (long long)j.workers, (unsigned long long)j.hash);
+    if (o.json && !failed && j.workers > 0) print_json(&j);
     return failed;
 }

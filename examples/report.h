@@ -1,4 +1,5 @@
-/* What the main job shows while it runs and when it is done: a live line, a confusion matrix, digits as text, CSV and SVG. */
+/* What the main job shows while it runs and when it is done: a live line, a confusion matrix, digits as text, CSV and
+   SVG. */
 #ifndef HPML_REPORT_H
 #define HPML_REPORT_H
 
@@ -17,7 +18,7 @@ typedef struct report {
 static int report_step(const hpml_step_info *i, void *user)
 {
     report *r    = (report *)user;
-    double  left = i->seconds * ((double)(i->epoch_steps * r->epochs) / (double)(i->epoch * i->epoch_steps + i->epoch_step) - 1);
+    double  all  = (double)(i->epoch_steps * r->epochs), done = (double)(i->epoch * i->epoch_steps + i->epoch_step);
     float   old  = r->count > 0 ? 0.95f : 0;
     if (r->count == r->capacity) {
         r->capacity = r->capacity ? 2 * r->capacity : 1024;
@@ -32,9 +33,11 @@ static int report_step(const hpml_step_info *i, void *user)
     r->count++;
     if (i->seconds - r->last < (r->live ? 0.1 : 5) && i->epoch_step < i->epoch_steps) return 0;
     r->last = i->seconds;
-    printf("%sepoch %d/%d  step %lld/%lld  loss %.4f  accuracy %5.2f %%  %.0f samples/s  %.0f s left %s", r->live ? "\r" : "",
-           (int)i->epoch + 1, r->epochs, (long long)i->epoch_step, (long long)i->epoch_steps, (double)r->loss[r->count - 1],
-           100 * (double)r->accuracy[r->count - 1], i->samples_per_second * (r->workers > 0 ? r->workers : 1), left, r->live ? "  " : "\n");
+    printf("%sepoch %d/%d  step %lld/%lld  loss %.4f  accuracy %5.2f %%  %.0f samples/s  %.0f s left %s",
+           r->live ? "\r" : "", (int)i->epoch + 1, r->epochs, (long long)i->epoch_step, (long long)i->epoch_steps,
+           (double)r->loss[r->count - 1], 100 * (double)r->accuracy[r->count - 1],
+           i->samples_per_second * (r->workers > 0 ? r->workers : 1), i->seconds * (all / done - 1),
+           r->live ? "  " : "\n");
     if (r->live && i->epoch_step == i->epoch_steps) printf("\n");
     fflush(stdout);
     return 0;
@@ -66,11 +69,12 @@ static void report_mistakes(const hpml_dataset *d, const float *scores)
             if (scores[10 * i + c] > scores[10 * i + best]) best = c;
         if (best != y[i]) wrong[n] = i, taken[n++] = best;
     }
-    for (int k = 0; k < n; k++) printf("%s%d taken for %d%s", k ? "" : "\n", y[wrong[k]], taken[k], k < n - 1 ? "                    " : "\n");
+    for (int k = 0; k < n; k++) printf("%s%d taken for %-21d", k ? "" : "\n", y[wrong[k]], taken[k]);
+    if (n > 0) printf("\n");
     for (int row = 0; row < 28 && n > 0; row += 2) {
         for (int k = 0; k < n; k++) {
-            for (int col = 0; col < 28; col++)
-                putchar(" .:-=+*#%@"[(x[784 * wrong[k] + 28 * row + col] + x[784 * wrong[k] + 28 * row + 28 + col]) * 9 / 510]);
+            for (const unsigned char *p = x + 784 * wrong[k] + 28 * row, *end = p + 28; p < end; p++)
+                putchar(" .:-=+*#%@"[(p[0] + p[28]) * 9 / 510]); /* two rows of pixels are one of text */
             printf("     ");
         }
         printf("\n");
@@ -86,7 +90,8 @@ static int report_files(const report *r)
     f = fopen("build/loss.csv", "w");
     if (!f) return -1;
     fprintf(f, "step,loss,accuracy\n");
-    for (int i = 0; i < r->count; i++) fprintf(f, "%.0f,%.6f,%.6f\n", (double)r->step[i], (double)r->loss[i], (double)r->accuracy[i]);
+    for (int i = 0; i < r->count; i++)
+        fprintf(f, "%.0f,%.6f,%.6f\n", (double)r->step[i], (double)r->loss[i], (double)r->accuracy[i]);
     if (fclose(f) != 0) return -1;
     s[0].name = "loss", s[0].x = r->step, s[0].y = r->loss, s[0].count = r->count;
     s[1].name = "training accuracy", s[1].x = r->step, s[1].y = r->accuracy, s[1].count = r->count;
