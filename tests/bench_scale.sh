@@ -13,7 +13,7 @@ for row in 'mlp 256' 'mlp 1024' 'cnn 64'; do
     one=$(cut -d ' ' -f 1 build/scale | median) two=$(cut -d ' ' -f 2 build/scale | median) most=$(cut -d ' ' -f 3 build/scale | median)
     row "${row% *}, batch ${row#* }: 2 workers, efficiency" fraction "$two" "2 strangers, in step" "$most" "$(awk -v a="$two" -v b="$most" 'BEGIN { printf("%.2f", a / b) }')"
 done
-for row in 'cnn 64' 'cnn 128'; do
+for row in 'cnn 64' 'cnn 128' 'cnn 256'; do
     : >build/hidden
     for round in 1 2 3; do timeout 100 build/bench_comm hidden $row >>build/hidden; done
     with=$(awk '{ print $4 }' build/hidden | median) without=$(awk '{ print $10 }' build/hidden | median)
