@@ -43,7 +43,7 @@
 //     api-cuda   devices and the backend
 //     api-nccl   ranks on several GPUs
 //     gpu-language   what kernels are written in
-//     gpu-device   the device: opening, errors, memory
+//     gpu-device   the device: errors, launches, memory
 //     gpu-copy   to and from the host, through pinned memory
 //     gpu-pass   whole passes, recorded once and replayed
 //     gpu-elementwise   add, sub, mul, div with broadcasting; scale; activations
@@ -68,7 +68,7 @@
 //     gpu-codec   gradients packed on the device
 //     gpu-nccl   NCCL: loading it, meeting, deadlines
 //     gpu-link   how arrays of several GPUs are added up and move
-//     gpu-backend   the table
+//     gpu-backend   opening and closing; the table
 #ifndef HPML_CUDA_CUH_INCLUDED
 #define HPML_CUDA_CUH_INCLUDED
 
@@ -423,7 +423,7 @@ HPMLG_DEVICE float hpmlg_group(float v, float *space, int tx, bool maximum)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>gpu-device   the device: opening, errors, memory
+// >>gpu-device   the device: errors, launches, memory
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Kernels cannot fail, but data can be wrong: a token or a label out of range. The first kernel that meets one leaves a
@@ -498,7 +498,9 @@ typedef struct hpmlg_device {
     hpmlg_slot     slots[HPMLG_SLOTS];
     int            slot;           /* the one that is being filled */
     size_t         slot_used;      /* bytes of it */
-    hpmlg_note    *note;           /* host memory that the device sees */
+    unsigned char *pinned;         /* host memory that the device sees: the slots', and: */
+    hpmlg_note    *note;
+    void          *result;         /* HPMLG_RESULT bytes: small downloads land there */
     int           *note_taken;     /* on the device */
     hpmlg_now     *now, now_host;  /* on the device; what stands there */
     bool           now_known;
@@ -516,7 +518,6 @@ typedef struct hpmlg_device {
     hpmlg_weights *weights;
     void          *workspace;      /* d.workspace bytes */
     void          *scratch;        /* HPMLG_SCRATCH bytes for partial sums */
-    void          *result;         /* HPMLG_RESULT bytes of pinned memory: small downloads land there */
     void          *updates;        /* the table of an optimizer's step */
     size_t         updates_room;   /* its bytes */
     void          *blas, *dnn;     /* cuBLASLt, cuDNN and what they said about shapes; NULL: not in use */
@@ -546,9 +547,14 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
 #define HPMLG_TRY(s, ...)                                                                                              \
     if ((int)(s) == 0) s = __VA_ARGS__
 
-/* Launches on the device's stream; an expression, its value the status. */
+/* The context keeps the first error, and nothing is launched behind it: so ops launch one kernel after the other and
+   return nothing, and only who does something else has to ask. */
+HPMLG_FN bool hpmlg_well(const hpmlg_device *d) { return hpml_ctx_status(d->ctx) == HPML_OK; }
+
+/* Launches on the device's stream. */
 #define HPMLG_RUN(d, kernel, grid, block, shared, ...)                                                                 \
-    (HPMLG_LAUNCH(kernel, grid, block, shared, (d)->stream, __VA_ARGS__), hpmlg_check(d, cudaGetLastError(), #kernel))
+    (!hpmlg_well(d) ? (void)0 : (HPMLG_LAUNCH(kernel, grid, block, shared, (d)->stream, __VA_ARGS__),                  \
+                                 (void)hpmlg_check(d, cudaGetLastError(), #kernel)))
 
 /* n things dealt out to blocks of 256 threads, `each` to a block. */
 #define HPMLG_DEAL(d, kernel, n, each, ...) HPMLG_RUN(d, kernel, hpmlg_blocks(d, n, each), 256, 0, __VA_ARGS__)
@@ -559,8 +565,8 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
 
 /* Both passes of an op are one function, of node n on device d: this is its head. */
 #define HPMLG_OP(name)                                                                                                 \
-    HPMLG_FN hpml_status hpmlg_op_##name([[maybe_unused]] hpmlg_device *d, [[maybe_unused]] const hpml_run *run,       \
-                                         hpml_node *n, bool back)
+    HPMLG_FN void hpmlg_op_##name([[maybe_unused]] hpmlg_device *d, [[maybe_unused]] const hpml_run *run,              \
+                                  hpml_node *n, bool back)
 
 /* A device, that of a context: current on this thread from now on. An error that somebody else has left on this thread
    is not ours: the launches to come ask for it. */
@@ -605,110 +611,6 @@ HPMLG_FN unsigned hpmlg_blocks(const hpmlg_device *d, int64_t n, int64_t each)
     return (unsigned)(blocks < 1 ? 1 : blocks < most ? blocks : most);
 }
 
-HPMLG_FN void        hpmlg_close(void *device);
-HPMLG_FN hpml_status hpmlg_kernels_open(hpmlg_device *d);
-HPMLG_FN hpml_status hpmlg_blas_open(hpmlg_device *d);
-HPMLG_FN void        hpmlg_blas_close(hpmlg_device *d);
-HPMLG_FN void        hpmlg_dnn_close(hpmlg_device *d);
-
-static __global__ void hpmlg_k_hello(int *taken) { *taken = 0; }
-
-/* The first thing that fails on an unfit machine, in words. */
-HPMLG_FN hpml_status hpmlg_open_device(hpmlg_device *d)
-{
-    int            count = 0;
-    cudaDeviceProp p;
-    cudaError_t    e = cudaGetDeviceCount(&count);
-    if (e == cudaErrorInsufficientDriver || e == cudaErrorNoDevice || (e == cudaSuccess && count == 0))
-        return hpml_ctx_fail(d->ctx, HPML_ERR_CUDA, "cuda: no usable device: %s; is there an NVIDIA GPU, a driver "
-                             "(nvidia-smi), and is CUDA_VISIBLE_DEVICES right? Without a .backend the CPU computes",
-                             e == cudaSuccess ? "none is there" : cudaGetErrorString(e));
-    if (e != cudaSuccess) return hpmlg_check(d, e, "counting devices");
-    if (d->d.device < 0 || d->d.device >= count)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_ARGUMENT, "cuda: there is no device %d, only 0 to %d", (int)d->d.device,
-                             count - 1);
-    if ((e = cudaSetDevice(d->d.device)) != cudaSuccess) return hpmlg_check(d, e, "cudaSetDevice");
-    if ((e = cudaGetDeviceProperties(&p, d->d.device)) != cudaSuccess) return hpmlg_check(d, e, "properties");
-    d->sms = p.multiProcessorCount;
-    if (d->d.precision != HPML_CUDA_F32 && p.major < 8)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "cuda: precision %d needs compute capability 8.0, %s has "
-                             "%d.%d; take HPML_CUDA_F32", (int)d->d.precision, p.name, p.major, p.minor);
-    return HPML_OK;
-}
-
-HPMLG_FN hpml_status hpmlg_open_memory(hpmlg_device *d)
-{
-    cudaError_t e = cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking);
-    if (e == cudaSuccess) e = cudaStreamCreateWithFlags(&d->copies, cudaStreamNonBlocking);
-    for (int i = 0; i < HPMLG_SLOTS && e == cudaSuccess; i++) {
-        hpmlg_slot *s = &d->slots[i];
-        e = cudaHostAlloc((void **)&s->host, HPMLG_SLOT_BYTES, cudaHostAllocDefault);
-        if (e == cudaSuccess) e = cudaMalloc((void **)&s->device, HPMLG_SLOT_BYTES);
-        if (e == cudaSuccess) e = cudaEventCreateWithFlags(&s->landed, cudaEventDisableTiming);
-        if (e == cudaSuccess) e = cudaEventCreateWithFlags(&s->free, cudaEventDisableTiming);
-    }
-    if (e == cudaSuccess) e = cudaHostAlloc((void **)&d->note, sizeof *d->note, cudaHostAllocMapped);
-    if (e == cudaSuccess) e = cudaHostAlloc(&d->result, HPMLG_RESULT, cudaHostAllocDefault);
-    if (e == cudaSuccess) e = cudaMalloc((void **)&d->note_taken, sizeof *d->note_taken);
-    if (e == cudaSuccess) e = cudaMalloc((void **)&d->now, sizeof *d->now + 2 * sizeof *d->counts);
-    if (e == cudaSuccess) e = cudaMalloc(&d->scratch, HPMLG_SCRATCH);
-    if (e == cudaSuccess) e = cudaMalloc(&d->workspace, d->d.workspace);
-    if (e == cudaSuccess) memset(d->note, 0, sizeof *d->note), d->counts = (unsigned long long *)(d->now + 1);
-    return hpmlg_check(d, e, "memory for the device's own use");
-}
-
-HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
-{
-    hpmlg_device *d = (hpmlg_device *)hpml_ctx_alloc(ctx, sizeof *d, NULL);
-    hpml_status   status;
-    if (!d) return HPML_ERR_MEMORY;
-    if (desc) d->d = *(const hpml_cuda_desc *)desc;
-    d->ctx = ctx;
-    if (d->d._begin || d->d._end || (int)d->d.precision < 0 || (int)d->d.precision > HPML_CUDA_F16)
-        return hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "cuda desc: precision %d, or a canary is not zero; zero the "
-                             "struct before you set fields", (int)d->d.precision);
-    if (d->d.workspace == 0) d->d.workspace = (size_t)64 << 20;
-    d->store = d->d.precision == HPML_CUDA_BF16 ? HPML_DTYPE_BF16
-             : d->d.precision == HPML_CUDA_F16 ? HPML_DTYPE_F16 : HPML_DTYPE_F32;
-    cudaGetLastError();
-    status = hpmlg_open_device(d);
-    if (status == HPML_OK) status = hpmlg_open_memory(d);
-    if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_hello, 1, 1, 0, d->note_taken);
-    if (status == HPML_OK) status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "the first kernel");
-    if (status == HPML_OK) status = hpmlg_kernels_open(d);
-    if (status == HPML_OK && !d->d.own_kernels) status = hpmlg_blas_open(d);
-    if (status != HPML_OK) hpmlg_close(d);
-    else *device = d;
-    return status;
-}
-
-HPMLG_FN void hpmlg_close(void *device)
-{
-    hpmlg_device *d = hpmlg_current(device);
-    if (d->stream) cudaStreamSynchronize(d->stream);
-    hpmlg_blas_close(d);
-    hpmlg_dnn_close(d);
-    for (int i = 0; i < HPMLG_PASSES; i++)
-        if (d->passes[i].exec) cudaGraphExecDestroy(d->passes[i].exec);
-    for (hpmlg_weights *w = d->weights; w; w = w->next) cudaFree(w->half);
-    for (hpmlg_block *b = d->blocks; b; b = b->next) cudaFree(b->p);
-    for (int i = 0; i < HPMLG_SLOTS; i++) {
-        hpmlg_slot *s = &d->slots[i];
-        if (s->host) cudaFreeHost(s->host);
-        if (s->device) cudaFree(s->device);
-        if (s->landed) cudaEventDestroy(s->landed);
-        if (s->free) cudaEventDestroy(s->free);
-    }
-    for (int i = 0; i < HPMLG_LOOKS && d->looks[i].from; i++)
-        cudaEventDestroy(d->looks[i].from), cudaEventDestroy(d->looks[i].to);
-    if (d->look_zero) cudaEventDestroy(d->look_zero);
-    if (d->note) cudaFreeHost(d->note);
-    if (d->result) cudaFreeHost(d->result);
-    void *own[] = { d->note_taken, d->now, d->scratch, d->workspace };
-    for (void *p : own) cudaFree(p); /* NULL: nothing */
-    if (d->copies) cudaStreamDestroy(d->copies);
-    if (d->stream) cudaStreamDestroy(d->stream);
-}
 
 HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
 {
@@ -724,6 +626,14 @@ HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
     d->blocks = b;
     cudaMemsetAsync(b->p, 0, bytes, d->stream);
     return b->p;
+}
+
+/* The same, for the device's own use. */
+HPMLG_FN void *hpmlg_own(hpmlg_device *d, size_t bytes, const char *what)
+{
+    void *p = hpmlg_alloc(d, bytes);
+    if (!p) hpmlg_check(d, cudaErrorMemoryAllocation, what);
+    return p;
 }
 
 HPMLG_FN void hpmlg_free(void *device, void *p, size_t)
@@ -933,14 +843,14 @@ HPMLG_DEVICE void hpmlg_complain(hpmlg_note *note, int *taken, long long index, 
    it is recorded as a CUDA graph, and from then on it is one launch. The first time goes op by op: libraries take their
    memory then. What changes from step to step, the number of the step that keys random masks, is read from memory. */
 
-HPMLG_FN hpml_status hpmlg_now_set(hpmlg_device *d, const hpml_run *run)
+HPMLG_FN void hpmlg_now_set(hpmlg_device *d, const hpml_run *run)
 {
     hpmlg_now now;
     memset(&now, 0, sizeof now);
     now.step = run->step, now.sample = run->sample, now.seed = hpml_ctx_seed(run->ctx);
-    if (d->recording || (d->now_known && memcmp(&now, &d->now_host, sizeof now) == 0)) return HPML_OK;
+    if (d->recording || (d->now_known && memcmp(&now, &d->now_host, sizeof now) == 0)) return;
     d->now_host = now, d->now_known = true;
-    return hpmlg_upload(d, d->now, &now, sizeof now);
+    hpmlg_upload(d, d->now, &now, sizeof now);
 }
 
 /* The record of this pass, or the one that was idle longest, cleared. */
@@ -957,15 +867,16 @@ HPMLG_FN hpmlg_pass *hpmlg_pass_find(hpmlg_device *d, const hpml_pass *key)
     return oldest;
 }
 
-HPMLG_FN hpml_status hpmlg_weights_refresh(hpmlg_device *d);
+HPMLG_FN void hpmlg_weight_refresh(hpmlg_device *d, hpmlg_weights *w);
 
 HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *key, bool *done)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
-    hpml_status   status = hpmlg_now_set(d, run);
-    if (status == HPML_OK) status = hpmlg_weights_refresh(d);
+    hpml_status   status;
+    hpmlg_now_set(d, run);
+    for (hpmlg_weights *w = d->weights; w; w = w->next) hpmlg_weight_refresh(d, w);
     d->passing = !key->backward;
-    if (status != HPML_OK || d->d.no_record) return status;
+    if (!hpmlg_well(d) || d->d.no_record) return hpml_ctx_status(d->ctx);
     hpmlg_pass *p = hpmlg_pass_find(d, key);
     p->used = ++d->clock;
     *done   = p->exec != NULL;
@@ -1108,9 +1019,9 @@ static __global__ void hpmlg_k_act(hpmlg_array y, hpmlg_array x, hpmlg_array dy,
 }
 
 /* y (+)= x, of any types. */
-HPMLG_FN hpml_status hpmlg_copy_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, int64_t n, bool add)
+HPMLG_FN void hpmlg_copy_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, int64_t n, bool add)
 {
-    return HPMLG_DEAL(d, hpmlg_k_act, n, 2048, y, x, hpmlg_none(), (int)HPML_ACT_NONE, 0.0f, n, add);
+    HPMLG_DEAL(d, hpmlg_k_act, n, 2048, y, x, hpmlg_none(), (int)HPML_ACT_NONE, 0.0f, n, add);
 }
 
 HPMLG_OP(activation)
@@ -1118,8 +1029,8 @@ HPMLG_OP(activation)
     int64_t       count = hpml_tensor_count(n->out);
     hpml_act      act = n->attr.act.act;
     hpmlg_array   x = hpmlg_value(back && !hpmlg_act_reads_x(act) ? n->out : n->src[0]);
-    return HPMLG_DEAL(d, hpmlg_k_act, count, 2048, hpmlg_writes(n, back), x, back ? hpmlg_grad(n->out) : hpmlg_none(),
-                      (int)act, n->attr.act.slope, count, hpmlg_adds(n, back));
+    HPMLG_DEAL(d, hpmlg_k_act, count, 2048, hpmlg_writes(n, back), x, back ? hpmlg_grad(n->out) : hpmlg_none(),
+               (int)act, n->attr.act.slope, count, hpmlg_adds(n, back));
 }
 
 /* A walk: element i of a shape, in order, is at walk_at(i) of an array with these strides; 0 where it is stretched.
@@ -1188,19 +1099,18 @@ static __global__ void hpmlg_k_affine(hpmlg_array y, hpmlg_array x, const __grid
     }
 }
 
-HPMLG_FN hpml_status hpmlg_spread_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, const hpmlg_walk *w, float scale,
-                                      bool add)
+HPMLG_FN void hpmlg_spread_run(hpmlg_device *d, hpmlg_array y, hpmlg_array x, const hpmlg_walk *w, float scale,
+                               bool add)
 {
-    return HPMLG_DEAL(d, hpmlg_k_affine<false>, w->count, 2048, y, x, *w, scale, 0.0f, w->count, add);
+    HPMLG_DEAL(d, hpmlg_k_affine<false>, w->count, 2048, y, x, *w, scale, 0.0f, w->count, add);
 }
 
 HPMLG_OP(scale)
 {
     int64_t    count = hpml_tensor_count(n->out);
     hpmlg_walk none = {};
-    return HPMLG_DEAL(d, hpmlg_k_affine<true>, count, 2048, hpmlg_writes(n, back),
-                      hpmlg_reads(n, back), none, n->attr.scale.a, back ? 0 : n->attr.scale.b, count,
-                      hpmlg_adds(n, back));
+    HPMLG_DEAL(d, hpmlg_k_affine<true>, count, 2048, hpmlg_writes(n, back), hpmlg_reads(n, back), none,
+               n->attr.scale.a, back ? 0 : n->attr.scale.b, count, hpmlg_adds(n, back));
 }
 
 typedef struct hpmlg_binary {
@@ -1285,27 +1195,23 @@ HPMLG_FN hpmlg_binary hpmlg_binary_make(const hpml_node *n)
     return b;
 }
 
-HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, float scale,
-                                    bool add);
+HPMLG_FN void hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, float scale, bool add);
 
-HPMLG_FN hpml_status hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
+HPMLG_FN void hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
 {
     hpmlg_binary  b = hpmlg_binary_make(n);
     unsigned      blocks = hpmlg_blocks(d, b.w.count, 2048);
     bool          flat = b.whole[0] && b.whole[1];
-    hpml_status   status = HPML_OK;
-    if (!back && n->with && d->passing) return HPML_OK; /* the norm that follows does it */
+    if (!back && n->with && d->passing) return; /* the norm that follows does it */
     if (!back) return HPMLG_RUN_EITHER(d, flat, hpmlg_k_binary, true, false, blocks, 256, 0, b);
     b.out    = hpmlg_grad(n->out);
     b.add[0] = n->accumulate[0], b.add[1] = n->accumulate[1] || n->src[1] == n->src[0];
     for (int s = 0; s < 2; s++)
         if (b.whole[s]) b.grad[s] = hpmlg_grad(n->src[s]);
-    if (b.grad[0].p || b.grad[1].p)
-        status = HPMLG_RUN_EITHER(d, flat, hpmlg_k_binary_back, true, false, blocks, 256, 0, b);
-    for (int s = 0; s < 2 && status == HPML_OK; s++)
+    if (b.grad[0].p || b.grad[1].p) HPMLG_RUN_EITHER(d, flat, hpmlg_k_binary_back, true, false, blocks, 256, 0, b);
+    for (int s = 0; s < 2; s++)
         if (!b.whole[s] && n->src[s]->grad)
-            status = hpmlg_fold_run(d, &b, s, hpmlg_grad(n->src[s]), 1, n->accumulate[s]);
-    return status;
+            hpmlg_fold_run(d, &b, s, hpmlg_grad(n->src[s]), 1, n->accumulate[s]);
 }
 HPMLG_OP(add) { return hpmlg_binary_pass(d, n, back); }
 HPMLG_OP(sub) { return hpmlg_binary_pass(d, n, back); }
@@ -1398,16 +1304,15 @@ HPMLG_FN hpmlg_walk hpmlg_stretched(int64_t outer, int64_t dim, int64_t inner)
 }
 
 /* out (+)= scale * the sums of x, walked by w in order, over the dimensions that w stretches. */
-HPMLG_FN hpml_status hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, hpmlg_walk w, float scale, bool add)
+HPMLG_FN void hpmlg_sum_run(hpmlg_device *d, hpmlg_array out, hpmlg_array x, hpmlg_walk w, float scale, bool add)
 {
     hpmlg_binary b = {};
     b.op = HPML_OP_ADD, b.out = x, b.w = w;
-    return hpmlg_fold_run(d, &b, 0, out, scale, add);
+    hpmlg_fold_run(d, &b, 0, out, scale, add);
 }
 
 /* out (+)= scale * what operand `side`, which is stretched, has from all of the result. */
-HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, float scale,
-                                    bool add)
+HPMLG_FN void hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int side, hpmlg_array out, float scale, bool add)
 {
     hpmlg_fold f = {};
     int64_t    step = b->w.shape[0];
@@ -1430,11 +1335,9 @@ HPMLG_FN hpml_status hpmlg_fold_run(hpmlg_device *d, const hpmlg_binary *b, int 
     else f.out = hpmlg_of(d->scratch, HPML_DTYPE_F32), f.scale = 1, f.add = false;
     dim3 grid((unsigned)blocks, (unsigned)splits);
     bool plain = b->op == HPML_OP_ADD && !b->act; /* nothing to compute: fewer registers, more loads under way */
-    hpml_status status = run_kept
-        ? HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_columns, true, false, grid, HPMLG_FOLD, 0, f)
-        : HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_rows, true, false, grid, HPMLG_FOLD, 0, f);
-    if (splits == 1 || status != HPML_OK) return status;
-    return hpmlg_sum_run(d, out, f.out, hpmlg_stretched(1, splits, kept), scale, add);
+    if (run_kept) HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_columns, true, false, grid, HPMLG_FOLD, 0, f);
+    else HPMLG_RUN_EITHER(d, plain, hpmlg_k_fold_rows, true, false, grid, HPMLG_FOLD, 0, f);
+    if (splits > 1) hpmlg_sum_run(d, out, f.out, hpmlg_stretched(1, splits, kept), scale, add);
 }
 
 /* (outer, dim, inner) of t around one dimension; HPML_ALL_DIMS: (1, all, 1). */
@@ -1452,8 +1355,8 @@ HPMLG_OP(sum)
     hpmlg_split_dims(n->src[0], n->attr.sum.dim, &outer, &dim, &inner);
     float      scale = n->attr.sum.mean ? 1 / (float)dim : 1;
     hpmlg_walk w = hpmlg_stretched(outer, dim, inner);
-    if (!back) return hpmlg_sum_run(d, to, from, w, scale, false);
-    return hpmlg_spread_run(d, to, from, &w, scale, n->accumulate[0]);
+    if (back) hpmlg_spread_run(d, to, from, &w, scale, n->accumulate[0]);
+    else hpmlg_sum_run(d, to, from, w, scale, false);
 }
 
 /* Sums of f(x, t) over whole arrays: squares, and the losses. */
@@ -1513,21 +1416,22 @@ static __global__ void __launch_bounds__(1024) hpmlg_k_finish(hpmlg_finish f)
 }
 
 /* f(x, t) summed over n elements and divided; the rest of `f` says where it goes. */
-HPMLG_FN hpml_status hpmlg_total_run(hpmlg_device *d, hpmlg_finish f, hpmlg_array x, hpmlg_array t,
-                                     enum hpmlg_term what, float delta, int64_t n)
+HPMLG_FN void hpmlg_total_run(hpmlg_device *d, hpmlg_finish f, hpmlg_array x, hpmlg_array t, enum hpmlg_term what,
+                              float delta, int64_t n)
 {
-    float      *part = (float *)d->scratch + 64; /* the first 256 bytes are for results */
-    unsigned    blocks = hpmlg_blocks(d, n, 2048);
-    hpml_status status = HPMLG_RUN(d, hpmlg_k_total, blocks, 256, 0, part, x, t, (int)what, delta, n);
+    float   *part = (float *)d->scratch + 64; /* the first 256 bytes are for results */
+    unsigned blocks = hpmlg_blocks(d, n, 2048);
     f.part = part, f.n = blocks;
-    return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f) : status;
+    HPMLG_RUN(d, hpmlg_k_total, blocks, 256, 0, part, x, t, (int)what, delta, n);
+    HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f);
 }
 
 HPMLG_FN hpml_status hpmlg_sumsq(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *x, int64_t n, double *out)
 {
     hpmlg_finish f = {};
     f.divisor = 1, f.wide = out;
-    return hpmlg_total_run(hpmlg_enter(ctx), f, hpmlg_of((void *)x, dtype), hpmlg_none(), HPMLG_SQUARE, 0, n);
+    hpmlg_total_run(hpmlg_enter(ctx), f, hpmlg_of((void *)x, dtype), hpmlg_none(), HPMLG_SQUARE, 0, n);
+    return hpml_ctx_status(ctx);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1538,9 +1442,7 @@ HPMLG_FN hpml_status hpmlg_sumsq(void *, hpml_ctx *ctx, hpml_dtype dtype, const 
 HPMLG_OP(reshape)
 {
     hpmlg_array   to = hpmlg_writes(n, back), from = hpmlg_reads(n, back);
-    int64_t       count = hpml_tensor_count(n->out);
-    if (!to.p || to.p == from.p) return HPML_OK;
-    return hpmlg_copy_run(d, to, from, count, hpmlg_adds(n, back));
+    if (to.p && to.p != from.p) hpmlg_copy_run(d, to, from, hpml_tensor_count(n->out), hpmlg_adds(n, back));
 }
 
 /* to (+)= from, permuted, in tiles of 64 x 64: `from` is read along its last dimension, which is dimension p of `to`,
@@ -1597,7 +1499,7 @@ HPMLG_OP(permute)
     for (int i = 1; i < w.ndim; i++)
         if (i != p) hpmlg_walk_push(&t.w, w.shape[i], w.stride[0][i], w.stride[1][i]);
     t.p_tiles = (t.p + HPMLG_TILE - 1) / HPMLG_TILE, t.last_tiles = (t.last + HPMLG_TILE - 1) / HPMLG_TILE;
-    return HPMLG_RUN(d, hpmlg_k_turn, (unsigned)(t.w.count * t.p_tiles * t.last_tiles), 256, 0, t);
+    HPMLG_RUN(d, hpmlg_k_turn, (unsigned)(t.w.count * t.p_tiles * t.last_tiles), 256, 0, t);
 }
 
 /* Row o of `to`, `width` elements from to_at on, becomes (or is added) row o of `from`, `block` elements from from_at
@@ -1621,8 +1523,8 @@ static __global__ void hpmlg_k_blocked(hpmlg_blocked b)
 
 /* The dimension `dim` of `whole` (.., dim, ..) from `start` on is all of part's: copies (or adds) one into the other,
    values or gradients. */
-HPMLG_FN hpml_status hpmlg_part(hpmlg_device *d, const hpml_tensor *whole, const hpml_tensor *part, int dim,
-                                int64_t start, bool into_whole, bool gradient, bool add)
+HPMLG_FN void hpmlg_part(hpmlg_device *d, const hpml_tensor *whole, const hpml_tensor *part, int dim, int64_t start,
+                         bool into_whole, bool gradient, bool add)
 {
     hpmlg_blocked b = {};
     int64_t       rows, count, width, inner;
@@ -1634,25 +1536,23 @@ HPMLG_FN hpml_status hpmlg_part(hpmlg_device *d, const hpml_tensor *whole, const
     if (into_whole) b.to_at = start * inner, b.to_step = count * inner, b.from_step = width;
     else b.to_step = width, b.from_at = start * inner, b.from_step = count * inner;
     if (into_whole && gradient && !add) b.to_at = 0, b.width = count * inner, b.lead = start * inner;
-    return HPMLG_DEAL(d, hpmlg_k_blocked, b.rows * ((b.width + 7) / 8), 256, b);
+    HPMLG_DEAL(d, hpmlg_k_blocked, b.rows * ((b.width + 7) / 8), 256, b);
 }
 
 HPMLG_OP(slice)
 {
-    return hpmlg_part(d, n->src[0], n->out, n->attr.slice.dim, n->attr.slice.start, back, back, hpmlg_adds(n, back));
+    hpmlg_part(d, n->src[0], n->out, n->attr.slice.dim, n->attr.slice.start, back, back, hpmlg_adds(n, back));
 }
 
 HPMLG_OP(concat)
 {
-    hpml_status status = HPML_OK;
-    int64_t     start = 0;
-    int         dim = n->attr.slice.dim;
-    for (int i = 0; i < n->src_count && status == HPML_OK; i++) {
+    int64_t start = 0;
+    int     dim = n->attr.slice.dim;
+    for (int i = 0; i < n->src_count; i++) {
         if (!back || n->src[i]->grad)
-            status = hpmlg_part(d, n->out, n->src[i], dim, start, !back, back, back && n->accumulate[i]);
+            hpmlg_part(d, n->out, n->src[i], dim, start, !back, back, back && n->accumulate[i]);
         start += n->src[i]->shape[dim];
     }
-    return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1766,8 +1666,8 @@ HPMLG_OP(softmax)
     hpmlg_array   y      = hpmlg_value(n->out);
     bool          log    = n->attr.softmax.log;
     if (!back) return HPMLG_ROWS(d, hpmlg_k_softmax, blocks, cols, 0, y, hpmlg_value(n->src[0]), rows, cols, log);
-    return HPMLG_ROWS(d, hpmlg_k_softmax_back, blocks, cols, 0, hpmlg_grad(n->src[0]), y, hpmlg_grad(n->out), rows,
-                      cols, log, n->accumulate[0]);
+    HPMLG_ROWS(d, hpmlg_k_softmax_back, blocks, cols, 0, hpmlg_grad(n->src[0]), y, hpmlg_grad(n->out), rows, cols, log,
+               n->accumulate[0]);
 }
 
 /* xhat = (x - mean) rstd, y = xhat gamma + beta; saved: mean and rstd of each row. rmsnorm: mean = 0. A residual sum
@@ -1907,7 +1807,7 @@ HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
     add->with = n;
 }
 
-HPMLG_FN hpml_status hpmlg_norm(hpmlg_device *d, hpml_node *n, bool back)
+HPMLG_FN void hpmlg_norm(hpmlg_device *d, hpml_node *n, bool back)
 {
     int64_t       cols = hpmlg_last_dim(n->out), rows = hpml_tensor_count(n->out) / cols;
     float2       *saved = (float2 *)n->saved;
@@ -1924,12 +1824,10 @@ HPMLG_FN hpml_status hpmlg_norm(hpmlg_device *d, hpml_node *n, bool back)
     float      *dgamma = hpmlg_param_grad(n, 1), *dbeta = hpmlg_param_grad(n, 2);
     float      *part   = dgamma || dbeta ? (float *)n->scratch : NULL;
     size_t      shared = cols <= HPMLG_WARP_ROW ? (size_t)(2 * cols) * sizeof(float) : 0;
-    hpml_status status = HPMLG_ROWS(d, hpmlg_k_norm_back, (unsigned)parts, cols, shared, hpmlg_grad(n->src[0]), x,
-                                    hpmlg_grad(n->out), gamma, (const float2 *)saved, part, rows, cols, centred,
-                                    n->accumulate[0]);
-    if (status != HPML_OK || !part) return status;
-    return HPMLG_RUN(d, hpmlg_k_norm_params, (unsigned)((2 * cols + HPMLG_WARP - 1) / HPMLG_WARP), 256, 0, dgamma,
-                     dbeta, part, parts, cols, n->accumulate[1], n->accumulate[2]);
+    HPMLG_ROWS(d, hpmlg_k_norm_back, (unsigned)parts, cols, shared, hpmlg_grad(n->src[0]), x, hpmlg_grad(n->out), gamma,
+               (const float2 *)saved, part, rows, cols, centred, n->accumulate[0]);
+    if (part) HPMLG_RUN(d, hpmlg_k_norm_params, (unsigned)((2 * cols + HPMLG_WARP - 1) / HPMLG_WARP), 256, 0, dgamma,
+                        dbeta, part, parts, cols, n->accumulate[1], n->accumulate[2]);
 }
 HPMLG_OP(layernorm) { return hpmlg_norm(d, n, back); }
 HPMLG_OP(rmsnorm) { return hpmlg_norm(d, n, back); }
@@ -2109,7 +2007,7 @@ HPMLG_FN size_t hpmlg_bn_scratch(const hpmlg_device *d, const hpml_node *n)
 
 /* Where ranks share a batch: the pieces of each channel are joined here on the host, as sums about 0 added up over the
    ranks, and go back as the one piece. The host waits, so such passes are not recorded. */
-HPMLG_FN hpml_status hpmlg_bn_share(const hpml_run *run, hpmlg_device *d, hpmlg_bn *s, bool back)
+HPMLG_FN void hpmlg_bn_share(const hpml_run *run, hpmlg_device *d, hpmlg_bn *s, bool back)
 {
     size_t      bytes = (size_t)(s->C * s->splits) * sizeof *s->part;
     hpmlg_moments<double> *p = (hpmlg_moments<double> *)hpml_ctx_alloc(run->ctx, bytes, NULL);
@@ -2124,12 +2022,11 @@ HPMLG_FN hpml_status hpmlg_bn_share(const hpml_run *run, hpmlg_device *d, hpmlg_
         double a = sum[2 * c], b = sum[2 * c + 1], N = sum[2 * s->C];
         p[c].n = N, p[c].mean = back ? a : a / N, p[c].square = back ? b : fmax(b - a * a / N, 0);
     }
-    if (status == HPML_OK) status = hpmlg_write(d, s->part, p, (size_t)s->C * sizeof *p);
-    if (status == HPML_OK) s->N = (int64_t)sum[2 * s->C];
+    if (status == HPML_OK) s->N = (int64_t)sum[2 * s->C], status = hpmlg_write(d, s->part, p, (size_t)s->C * sizeof *p);
+    if (status != HPML_OK) hpml_ctx_fail(run->ctx, status, "batchnorm: the sums over all ranks could not be taken");
     hpml_ctx_release(run->ctx, p);
     hpml_ctx_release(run->ctx, sum);
     s->splits = 1;
-    return status;
 }
 
 HPMLG_OP(batchnorm)
@@ -2137,18 +2034,16 @@ HPMLG_OP(batchnorm)
     hpmlg_bn      s = hpmlg_bn_of(d, n, run->train), all;
     bool          shared = run->train && run->sum;
     unsigned      channels = (unsigned)((s.C + 127) / 128);
-    hpml_status   status = HPML_OK;
     dim3          grid((unsigned)((s.C + s.width - 1) / s.width), (unsigned)s.splits);
     if (run->idle) s.B = s.N = 0;
     all = s;
-    if (back || s.train) status = HPMLG_RUN_EITHER(d, back, hpmlg_k_bn_pieces, true, false, grid, 256, 0, s);
-    if (back && status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_bn_channels<true>, channels, 128, 0, s);
-    if (shared && status == HPML_OK) status = hpmlg_bn_share(run, d, &all, back);
+    if (back || s.train) HPMLG_RUN_EITHER(d, back, hpmlg_k_bn_pieces, true, false, grid, 256, 0, s);
+    if (back) HPMLG_RUN(d, hpmlg_k_bn_channels<true>, channels, 128, 0, s);
+    if (shared) hpmlg_bn_share(run, d, &all, back);
     all.dgamma = all.dbeta = NULL; /* gamma's and beta's are this rank's, above; the means are of all */
-    if ((!back || shared) && status == HPML_OK)
-        status = HPMLG_RUN_EITHER(d, back, hpmlg_k_bn_channels, true, false, channels, 128, 0, all);
-    if (status != HPML_OK || s.N == 0 || (back && !s.dx.p)) return status;
-    return HPMLG_RUN_EITHER(d, back, hpmlg_k_bn_apply, true, false, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, s);
+    if (!back || shared) HPMLG_RUN_EITHER(d, back, hpmlg_k_bn_channels, true, false, channels, 128, 0, all);
+    if (s.N == 0 || (back && !s.dx.p)) return;
+    HPMLG_RUN_EITHER(d, back, hpmlg_k_bn_apply, true, false, hpmlg_blocks(d, s.N * s.C, 2048), 256, 0, s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2224,7 +2119,7 @@ static __global__ void hpmlg_k_pool_back(hpmlg_pool p)
     }
 }
 
-HPMLG_FN hpml_status hpmlg_pool_pass(hpmlg_device *d, hpml_node *n, bool back)
+HPMLG_FN void hpmlg_pool_pass(hpmlg_device *d, hpml_node *n, bool back)
 {
     const int64_t *x = n->src[0]->shape, *y = n->out->shape;
     hpmlg_pool     p = {};
@@ -2236,7 +2131,7 @@ HPMLG_FN hpml_status hpmlg_pool_pass(hpmlg_device *d, hpml_node *n, bool back)
     if (back) return HPMLG_DEAL(d, hpmlg_k_pool_back, p.planes * p.H * p.W, 256, p);
     if (!p.at && p.pad == 0 && p.kh == p.H && p.kw == p.W) /* global: the mean of each plane */
         return hpmlg_sum_run(d, p.y, p.x, hpmlg_stretched(p.planes, x[2] * x[3], 1), 1 / (float)(x[2] * x[3]), false);
-    return HPMLG_DEAL(d, hpmlg_k_pool, p.planes * p.OH * p.OW, 256, p);
+    HPMLG_DEAL(d, hpmlg_k_pool, p.planes * p.OH * p.OW, 256, p);
 }
 HPMLG_OP(max_pool2d) { return hpmlg_pool_pass(d, n, back); }
 HPMLG_OP(avg_pool2d) { return hpmlg_pool_pass(d, n, back); }
@@ -2295,12 +2190,11 @@ HPMLG_OP(dropout)
     float       p     = n->attr.dropout.p;
     int64_t     count = hpml_tensor_count(n->out), each = 0;
     bool        add   = hpmlg_adds(n, back);
-    if (!run->train || p <= 0) return from.p == to.p && !add ? HPML_OK : hpmlg_copy_run(d, to, from, count, add);
-    hpml_status status = hpmlg_now_set(d, run);
+    if (!run->train || p <= 0) return from.p == to.p && !add ? (void)0 : hpmlg_copy_run(d, to, from, count, add);
     if (n->out->batch_rows) each = count / (n->out->shape[0] / n->out->batch_rows);
-    if (status != HPML_OK) return status;
-    return HPMLG_DEAL(d, hpmlg_k_dropout, count, 2048, to, from, (const hpmlg_now *)d->now, n->index,
-                      (unsigned)((double)p * 4294967296.0), 1 / (1 - p), each, count, add);
+    hpmlg_now_set(d, run);
+    HPMLG_DEAL(d, hpmlg_k_dropout, count, 2048, to, from, (const hpmlg_now *)d->now, n->index,
+               (unsigned)((double)p * 4294967296.0), 1 / (1 - p), each, count, add);
 }
 
 /* The gradient of the table without float atomics: the positions of each token are brought together and sorted, then
@@ -2378,16 +2272,13 @@ HPMLG_OP(embedding)
     if (!back)
         return HPMLG_DEAL(d, hpmlg_k_embedding, count, 8, y, table, b, width, d->note, d->note_taken,
                           (const hpml_node *)n);
-    if (!table.p) return HPML_OK;
+    if (!table.p) return;
     b.count = (int *)n->scratch, b.used = b.count + vocabulary, b.start = b.used + 1;
     b.slot = b.start + vocabulary, b.order = b.slot + count;
-    hpml_status status = hpmlg_check(d, cudaMemsetAsync(b.count, 0, (size_t)(vocabulary + 1) * sizeof(int), d->stream),
-                                     "counting tokens");
+    hpmlg_zero(d, b.count, (size_t)(vocabulary + 1) * sizeof(int));
     for (int step = 0; step < 4; step++)
-        HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_bucket, (unsigned)((count + 255) / 256), 256, 0, b, step));
-    if (status != HPML_OK) return status;
-    return HPMLG_DEAL(d, hpmlg_k_embedding_back, vocabulary * ((width + 255) / 256), 8, table, y, b, width,
-                      n->accumulate[1]);
+        HPMLG_RUN(d, hpmlg_k_bucket, (unsigned)((count + 255) / 256), 256, 0, b, step);
+    HPMLG_DEAL(d, hpmlg_k_embedding_back, vocabulary * ((width + 255) / 256), 8, table, y, b, width, n->accumulate[1]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2830,13 +2721,13 @@ static hpmlg_job_kernel *const hpmlg_kernels[2][6] = {
 /* Shared memory: the four stages of dense operands; the sums of a tile and gathered operands take no more. */
 #define HPMLG_JOB_SHARED(T) ((size_t)(T) * 512)
 
-HPMLG_FN hpml_status hpmlg_kernels_open(hpmlg_device *d)
+HPMLG_FN void hpmlg_kernels_open(hpmlg_device *d)
 {
     cudaError_t e = cudaSuccess;
-    for (int i = 0; i < 6 && e == cudaSuccess; i++)
-        e = cudaFuncSetAttribute(hpmlg_kernels[1][i], cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 (int)HPMLG_JOB_SHARED(128));
-    return hpmlg_check(d, e, "64 KiB of shared memory for matrix products");
+    for (hpmlg_job_kernel *kernel : hpmlg_kernels[1])
+        HPMLG_TRY(e, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          (int)HPMLG_JOB_SHARED(128)));
+    hpmlg_check(d, e, "64 KiB of shared memory for matrix products");
 }
 
 HPMLG_FN bool hpmlg_is_half(hpmlg_array x) { return x.type == HPML_DTYPE_BF16 || x.type == HPML_DTYPE_F16; }
@@ -2865,7 +2756,7 @@ HPMLG_FN void hpmlg_job_split(const hpmlg_device *d, hpmlg_job *g, int T)
     g->part   = g->splits > 1 ? (float *)d->workspace : NULL;
 }
 
-HPMLG_FN hpml_status hpmlg_job_run(hpmlg_device *d, hpmlg_job *g)
+HPMLG_FN void hpmlg_job_run(hpmlg_device *d, hpmlg_job *g)
 {
     bool    dense = hpmlg_is_dense(&g->a, g->m, g->k) && hpmlg_is_dense(&g->b, g->n, g->k) &&
                     g->a.x.type == g->b.x.type;
@@ -2874,8 +2765,8 @@ HPMLG_FN hpml_status hpmlg_job_run(hpmlg_device *d, hpmlg_job *g)
     int     kind = a_half || hpmlg_is_half(g->b.x) ? HPMLG_IN_HALF : d->d.precision == HPML_CUDA_F32 ? HPMLG_IN_F32
                  : HPMLG_IN_TF32;
     if (g->m >= limit || g->n >= limit || g->k >= limit)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_OVERFLOW, "cuda: a product of %lld x %lld x %lld: each must be below "
-                             "2^31", (long long)g->m, (long long)g->n, (long long)g->k);
+        return (void)hpml_ctx_fail(d->ctx, HPML_ERR_OVERFLOW, "cuda: a product of %lld x %lld x %lld: each must be "
+                                   "below 2^31", (long long)g->m, (long long)g->n, (long long)g->k);
     g->half   = a_half ? g->a.x.type : g->b.x.type;
     g->eights = g->flat && g->ldc % 8 == 0 && g->c_batch % 8 == 0 && (uintptr_t)g->c.p % 16 == 0 &&
                 (uintptr_t)g->z.p % 16 == 0;
@@ -2890,10 +2781,9 @@ HPMLG_FN hpml_status hpmlg_job_run(hpmlg_device *d, hpmlg_job *g)
     else kind += 3;
     hpmlg_job_kernel *hpmlg_k_product = hpmlg_kernels[large][kind];
     int64_t           blocks = g->tiles_m * g->tiles_n * g->splits * g->batch;
-    if (blocks >= limit) return hpml_ctx_fail(d->ctx, HPML_ERR_OVERFLOW, "cuda: a product of too many tiles");
-    hpml_status status = HPMLG_RUN(d, hpmlg_k_product, (unsigned)blocks, 128, HPMLG_JOB_SHARED(large ? 128 : 64), *g);
-    if (status != HPML_OK || g->splits == 1) return status;
-    return HPMLG_DEAL(d, hpmlg_k_join, g->batch * g->m * g->n, 256, *g);
+    if (blocks >= limit) hpml_ctx_fail(d->ctx, HPML_ERR_OVERFLOW, "cuda: a product of too many tiles");
+    HPMLG_RUN(d, hpmlg_k_product, (unsigned)blocks, 128, HPMLG_JOB_SHARED(large ? 128 : 64), *g);
+    if (g->splits > 1) HPMLG_DEAL(d, hpmlg_k_join, g->batch * g->m * g->n, 256, *g);
 }
 
 /* A plain product: c (batch, m, n) = act(alpha a b (+ c) + bias), or back: c = (alpha a b (+ c)) act'(z). */
@@ -2941,35 +2831,24 @@ HPMLG_FN hpmlg_side hpmlg_side_of(hpmlg_array x, int64_t line, int64_t k, int64_
     return o;
 }
 
-HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *done);
+HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g);
 
-HPMLG_FN hpml_status hpmlg_product(hpmlg_device *d, hpmlg_gemm *g)
+HPMLG_FN void hpmlg_product(hpmlg_device *d, hpmlg_gemm *g)
 {
-    bool        done = false;
-    hpml_status status;
-    if (!g->left.x.p || !g->right.x.p || !g->c.p) return hpml_ctx_status(d->ctx); /* a half copy was not to be had */
-    status = hpmlg_blas_product(d, g, &done);
-    if (status != HPML_OK || done) return status;
+    if (!hpmlg_well(d) || hpmlg_blas_product(d, g)) return;
     g->a = hpmlg_side_of(g->left.x, g->left.rs, g->left.cs, g->left.batch);
     g->b = hpmlg_side_of(g->right.x, g->right.cs, g->right.rs, g->right.batch);
     g->flat = g->bias_col = 1, g->rode = g->back;
-    return hpmlg_job_run(d, g);
+    hpmlg_job_run(d, g);
 }
 
 /* Half copies of parameters are made when first asked for, and again when old. The first run of a pass is not recorded,
    so that memory can be taken in it. */
-HPMLG_FN hpml_status hpmlg_weight_refresh(hpmlg_device *d, hpmlg_weights *w)
+HPMLG_FN void hpmlg_weight_refresh(hpmlg_device *d, hpmlg_weights *w)
 {
-    if (w->fresh) return HPML_OK;
+    if (w->fresh) return;
     w->fresh = true;
-    return hpmlg_copy_run(d, hpmlg_of(w->half, d->store), hpmlg_of((void *)w->w, HPML_DTYPE_F32), w->n, false);
-}
-
-HPMLG_FN hpml_status hpmlg_weights_refresh(hpmlg_device *d)
-{
-    hpml_status status = HPML_OK;
-    for (hpmlg_weights *w = d->weights; w && status == HPML_OK; w = w->next) status = hpmlg_weight_refresh(d, w);
-    return status;
+    hpmlg_copy_run(d, hpmlg_of(w->half, d->store), hpmlg_of((void *)w->w, HPML_DTYPE_F32), w->n, false);
 }
 
 /* The half copy of a parameter; NULL, and an error on the context, when there is no memory for it. */
@@ -2978,13 +2857,13 @@ HPMLG_FN void *hpmlg_half(hpmlg_device *d, const hpml_tensor *t)
     hpmlg_weights *w = d->weights;
     while (w && w->w != t->data) w = w->next;
     if (!w) {
-        if (!(w = (hpmlg_weights *)hpml_ctx_alloc(d->ctx, sizeof *w, NULL))) return NULL;
-        w->w = t->data, w->n = hpml_tensor_count(t);
-        cudaError_t e = cudaMalloc(&w->half, (size_t)w->n * 2);
-        if (hpmlg_check(d, e, "memory for half copies of parameters") != HPML_OK) return NULL;
+        void *half = hpmlg_own(d, (size_t)hpml_tensor_count(t) * 2, "memory for half copies of parameters");
+        if (!half || !(w = (hpmlg_weights *)hpml_ctx_alloc(d->ctx, sizeof *w, NULL))) return NULL;
+        w->w = t->data, w->n = hpml_tensor_count(t), w->half = half;
         w->next = d->weights, d->weights = w;
     }
-    return hpmlg_weight_refresh(d, w) == HPML_OK ? w->half : NULL;
+    hpmlg_weight_refresh(d, w);
+    return w->half;
 }
 
 /* A tensor as products want it: the half copy of a parameter; an f32 input of a half model narrowed into `place`. */
@@ -2993,9 +2872,8 @@ HPMLG_FN hpmlg_array hpmlg_factor(hpmlg_device *d, const hpml_tensor *t, void *p
     hpmlg_array x = hpmlg_value(t);
     if (d->store == HPML_DTYPE_F32 || t->dtype != HPML_DTYPE_F32) return x;
     if (t->param) return hpmlg_of(hpmlg_half(d, t), d->store);
-    if (!place) return x;
-    if (hpmlg_copy_run(d, hpmlg_of(place, d->store), x, hpml_tensor_count(t), false) != HPML_OK) place = NULL;
-    return hpmlg_of(place, d->store);
+    if (place) hpmlg_copy_run(d, hpmlg_of(place, d->store), x, hpml_tensor_count(t), false);
+    return place ? hpmlg_of(place, d->store) : x;
 }
 
 /* Bytes of that place. */
@@ -3014,9 +2892,9 @@ HPMLG_FN size_t hpmlg_factor_bytes(const hpmlg_device *d, const hpml_tensor *t)
    product, and so do sums of a's rows; where the library has no such kernel, an activation follows by itself, and the
    others are left to the caller. */
 #ifdef HPML_CUDA_NO_CUBLAS
-HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *, hpmlg_gemm *, bool *) { return HPML_OK; }
-HPMLG_FN hpml_status hpmlg_blas_open(hpmlg_device *) { return HPML_OK; }
-HPMLG_FN void        hpmlg_blas_close(hpmlg_device *) {}
+HPMLG_FN bool hpmlg_blas_product(hpmlg_device *, hpmlg_gemm *) { return false; }
+HPMLG_FN void hpmlg_blas_open(hpmlg_device *) {}
+HPMLG_FN void hpmlg_blas_close(hpmlg_device *) {}
 #else
 HPMLG_FN hpml_status hpmlg_blas_check(hpmlg_device *d, cublasStatus_t s, const char *what)
 {
@@ -3107,7 +2985,7 @@ HPMLG_FN cublasStatus_t hpmlg_blas_point(hpmlg_blas_plan *p, const void *bias, v
 }
 
 /* Asks for an algorithm; a refusal is an answer as well. */
-HPMLG_FN hpml_status hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_plan *p, const void *bias, void *z)
+HPMLG_FN void hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_plan *p, const void *bias, void *z)
 {
     cublasLtMatmulPreference_t       want = NULL;
     cublasLtMatmulHeuristicResult_t  found[4];
@@ -3129,7 +3007,7 @@ HPMLG_FN hpml_status hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas *blas, hpmlg_bla
     p->set = true;
     for (int i = 0; i < count && s == CUBLAS_STATUS_SUCCESS && !p->usable; i++)
         if (found[i].state == CUBLAS_STATUS_SUCCESS) p->usable = true, p->algo = found[i].algo;
-    return hpmlg_blas_refused(s) ? HPML_OK : hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
+    if (!hpmlg_blas_refused(s)) hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
 }
 
 HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g)
@@ -3162,31 +3040,27 @@ HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_gemm *g, bool act)
     return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-HPMLG_FN hpml_status hpmlg_blas_plan_of(hpmlg_device *d, hpmlg_blas *blas, const hpmlg_blas_key *key, const void *bias,
-                                        void *z, hpmlg_blas_plan **plan)
+HPMLG_FN hpmlg_blas_plan *hpmlg_blas_plan_of(hpmlg_device *d, hpmlg_blas *blas, const hpmlg_blas_key *key,
+                                             const void *bias, void *z)
 {
     for (int i = 0; i < HPMLG_BLAS_PLANS; i++)
-        if (blas->plans[i].set && memcmp(&blas->plans[i].key, key, sizeof *key) == 0) {
-            *plan = &blas->plans[i];
-            return HPML_OK;
-        }
-    *plan = &blas->plans[blas->next++ % HPMLG_BLAS_PLANS];
-    hpmlg_blas_drop(*plan);
-    (*plan)->key = *key;
-    return hpmlg_blas_ask(d, blas, *plan, bias, z);
+        if (blas->plans[i].set && memcmp(&blas->plans[i].key, key, sizeof *key) == 0) return &blas->plans[i];
+    hpmlg_blas_plan *p = &blas->plans[blas->next++ % HPMLG_BLAS_PLANS];
+    hpmlg_blas_drop(p);
+    p->key = *key;
+    hpmlg_blas_ask(d, blas, p, bias, z);
+    return p;
 }
 
-/* With all aboard where the library can, else without, and an activation after. *done: this was it. */
-HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *done)
+/* With all aboard where the library can, else without, and an activation after. False: by neither. */
+HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g)
 {
     hpmlg_blas      *blas = (hpmlg_blas *)d->blas;
     hpmlg_blas_key   key;
-    hpmlg_blas_plan *p = NULL;
     const void      *bias = g->c.type == HPML_DTYPE_F32 ? g->bias : g->bias ? g->bias_half : NULL;
     float            beta = g->add ? 1.0f : 0.0f;
     bool             act  = g->act != HPML_ACT_NONE && !g->back, one = g->ldc == g->n && g->batch == 1;
-    hpml_status      status;
-    if (!blas || !hpmlg_blas_key_of(&key, g) || (g->bias && !bias) || (act && !one)) return HPML_OK;
+    if (!blas || !hpmlg_blas_key_of(&key, g) || (g->bias && !bias) || (act && !one)) return false;
     for (int aboard = act || g->back || g->sums; aboard >= 0; aboard--) {
         cublasLtEpilogue_t e = hpmlg_blas_epilogue(g, aboard);
         bool        plain = e == CUBLASLT_EPILOGUE_BIAS || e == CUBLASLT_EPILOGUE_DEFAULT, after = act && plain;
@@ -3195,33 +3069,26 @@ HPMLG_FN hpml_status hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, bool *do
         if (plain && aboard) continue;
         key.epilogue = (int64_t)e;
         key.c_type   = after && g->z.p ? g->z.type : g->c.type;
-        status       = hpmlg_blas_plan_of(d, blas, &key, line, z, &p);
-        if (status != HPML_OK) return status;
+        hpmlg_blas_plan *p = hpmlg_blas_plan_of(d, blas, &key, line, z);
+        cublasStatus_t   s = p->usable ? hpmlg_blas_point(p, line, z) : CUBLAS_STATUS_NOT_SUPPORTED;
+        HPMLG_TRY(s, cublasLtMatmul(blas->handle, p->op, &g->alpha, g->right.x.p, p->a, g->left.x.p, p->b, &beta, c,
+                                    p->c, c, p->c, &p->algo, d->workspace, d->d.workspace, d->stream));
+        p->usable = !hpmlg_blas_refused(s); /* also where it did not say so when asked */
         if (!p->usable) continue;
-        status = hpmlg_blas_check(d, hpmlg_blas_point(p, line, z), "cublasLtMatmulDescSetAttribute");
-        if (status != HPML_OK) return status;
-        cublasStatus_t s = cublasLtMatmul(blas->handle, p->op, &g->alpha, g->right.x.p, p->a, g->left.x.p, p->b, &beta,
-                                          c, p->c, c, p->c, &p->algo, d->workspace, d->d.workspace, d->stream);
-        if (hpmlg_blas_refused(s)) { /* it should have said so when asked */
-            p->usable = false;
-            continue;
-        }
-        status = hpmlg_blas_check(d, s, "cublasLtMatmul");
-        if (status == HPML_OK && after)
-            status = HPMLG_DEAL(d, hpmlg_k_act, g->m * g->n, 2048, g->c, g->z.p ? g->z : g->c, hpmlg_none(),
-                                (int)g->act, g->slope, g->m * g->n, false);
-        *done = true, g->rode = aboard;
-        return status;
+        hpmlg_blas_check(d, s, "cublasLtMatmul");
+        if (after) HPMLG_DEAL(d, hpmlg_k_act, g->m * g->n, 2048, g->c, g->z.p ? g->z : g->c, hpmlg_none(),
+                              (int)g->act, g->slope, g->m * g->n, false);
+        g->rode = aboard;
+        return true;
     }
-    return HPML_OK;
+    return false;
 }
 
-HPMLG_FN hpml_status hpmlg_blas_open(hpmlg_device *d)
+HPMLG_FN void hpmlg_blas_open(hpmlg_device *d)
 {
     hpmlg_blas *blas = (hpmlg_blas *)hpml_ctx_alloc(d->ctx, sizeof *blas, NULL);
-    if (!blas) return HPML_ERR_MEMORY;
     d->blas = blas;
-    return hpmlg_blas_check(d, cublasLtCreate(&blas->handle), "cublasLtCreate");
+    if (blas) hpmlg_blas_check(d, cublasLtCreate(&blas->handle), "cublasLtCreate");
 }
 
 HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
@@ -3241,13 +3108,13 @@ HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
    multiplies by act'(z) on the way; the product for dw can sum the columns. */
 
 /* In one pass: dy *= act'(v), where there is an act; db, if not NULL, (+)= the sums of dy over what w stretches. */
-HPMLG_FN hpml_status hpmlg_slopes_run(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope,
-                                      hpmlg_walk w, float *db, bool add)
+HPMLG_FN void hpmlg_slopes_run(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope, hpmlg_walk w,
+                               float *db, bool add)
 {
     hpmlg_binary b = {};
     b.op = HPML_OP_ADD, b.out = dy, b.src[0] = v, b.w = w, b.act = (int)act, b.slope = slope;
-    if (db) return hpmlg_fold_run(d, &b, 0, hpmlg_of(db, HPML_DTYPE_F32), 1, add);
-    return act ? HPMLG_DEAL(d, hpmlg_k_act, w.count, 2048, dy, v, dy, (int)act, slope, w.count, false) : HPML_OK;
+    if (db) hpmlg_fold_run(d, &b, 0, hpmlg_of(db, HPML_DTYPE_F32), 1, add);
+    else if (act) HPMLG_DEAL(d, hpmlg_k_act, w.count, 2048, dy, v, dy, (int)act, slope, w.count, false);
 }
 
 typedef struct hpmlg_dims {
@@ -3269,13 +3136,13 @@ HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
 }
 
 /* c (m, n) (+)= a b; turned: its transpose. */
-HPMLG_FN hpml_status hpmlg_batched(hpmlg_device *d, int64_t batch, int64_t m, int64_t n, int64_t k, hpmlg_mat a,
-                                   hpmlg_mat b, hpmlg_array c, bool add, bool turned = false)
+HPMLG_FN void hpmlg_batched(hpmlg_device *d, int64_t batch, int64_t m, int64_t n, int64_t k, hpmlg_mat a, hpmlg_mat b,
+                            hpmlg_array c, bool add, bool turned = false)
 {
     hpmlg_mat  at = { a.x, a.cs, a.rs, a.batch }, bt = { b.x, b.cs, b.rs, b.batch };
     hpmlg_gemm g = turned ? hpmlg_gemm_of(n, m, k, bt, at, c, m, add) : hpmlg_gemm_of(m, n, k, a, b, c, n, add);
     g.batch = batch;
-    return hpmlg_product(d, &g);
+    hpmlg_product(d, &g);
 }
 
 /* op(A) (m, k), or second: op(B) (k, n); turned: its transpose. */
@@ -3286,34 +3153,25 @@ HPMLG_FN hpmlg_mat hpmlg_matmul_of(const hpml_node *n, const hpmlg_dims *s, hpml
     return hpmlg_mats(x, stored ? rows : cols, second && s->shared ? 0 : rows * cols, stored != turned);
 }
 
-HPMLG_FN hpml_status hpmlg_matmul_forward(hpmlg_device *d, hpml_node *n)
+HPMLG_OP(matmul)
 {
-    hpmlg_dims    s = hpmlg_matmul_dims(n);
-    hpmlg_array   a = hpmlg_factor(d, n->src[0], NULL), b = hpmlg_factor(d, n->src[1], NULL);
-    return hpmlg_batched(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_of(n, &s, a, false, false),
-                         hpmlg_matmul_of(n, &s, b, true, false), hpmlg_value(n->out), false);
-}
-
-HPMLG_FN hpml_status hpmlg_matmul_backward(hpmlg_device *d, hpml_node *n)
-{
-    hpmlg_dims    s = hpmlg_matmul_dims(n);
-    hpml_tensor  *ta = n->src[0], *tb = n->src[1];
-    hpmlg_array   a = hpmlg_factor(d, ta, NULL), b = hpmlg_factor(d, tb, NULL), dc = hpmlg_grad(n->out);
-    hpml_status   status = HPML_OK;
-    int64_t       mn = s.m * s.n;
+    hpmlg_dims   s = hpmlg_matmul_dims(n);
+    hpml_tensor *ta = n->src[0], *tb = n->src[1];
+    hpmlg_array  a = hpmlg_factor(d, ta, NULL), b = hpmlg_factor(d, tb, NULL), dc = hpmlg_grad(n->out);
+    int64_t      mn = s.m * s.n;
+    if (!back)
+        return hpmlg_batched(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_of(n, &s, a, false, false),
+                             hpmlg_matmul_of(n, &s, b, true, false), hpmlg_value(n->out), false);
     if (ta->grad) /* dA (m, k) = dC op(B)^T, as A is stored */
-        status = hpmlg_batched(d, s.batch, s.m, s.k, s.n, hpmlg_mats(dc, s.n, mn, false),
-                               hpmlg_matmul_of(n, &s, b, true, true), hpmlg_grad(ta), n->accumulate[0],
-                               n->attr.matmul.trans_a);
-    for (int64_t i = 0; tb->grad && status == HPML_OK && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC */
+        hpmlg_batched(d, s.batch, s.m, s.k, s.n, hpmlg_mats(dc, s.n, mn, false), hpmlg_matmul_of(n, &s, b, true, true),
+                      hpmlg_grad(ta), n->accumulate[0], n->attr.matmul.trans_a);
+    for (int64_t i = 0; tb->grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC */
         bool        add = n->accumulate[1] || i > 0 || ta == tb; /* a shared b sums over the batch, in order */
         hpmlg_array ai = hpmlg_from(a, i * s.m * s.k), ci = hpmlg_from(dc, i * mn);
-        status = hpmlg_batched(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_of(n, &s, ai, false, true),
-                               hpmlg_mats(ci, s.n, mn, false), hpmlg_grad(tb), add, n->attr.matmul.trans_b);
+        hpmlg_batched(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_of(n, &s, ai, false, true),
+                      hpmlg_mats(ci, s.n, mn, false), hpmlg_grad(tb), add, n->attr.matmul.trans_b);
     }
-    return status;
 }
-HPMLG_OP(matmul) { return back ? hpmlg_matmul_backward(d, n) : hpmlg_matmul_forward(d, n); }
 
 /* What act' is computed from. */
 HPMLG_FN hpmlg_array hpmlg_linear_z(const hpml_node *n)
@@ -3321,7 +3179,7 @@ HPMLG_FN hpmlg_array hpmlg_linear_z(const hpml_node *n)
     return n->saved ? hpmlg_of(n->saved, n->out->dtype) : hpmlg_value(n->out);
 }
 
-HPMLG_FN hpml_status hpmlg_linear_forward(hpmlg_device *d, hpml_node *n)
+HPMLG_FN void hpmlg_linear_forward(hpmlg_device *d, hpml_node *n)
 {
     const hpml_tensor *w = n->src[1], *bias = n->src[2];
     int64_t            out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(n->src[0]) / in;
@@ -3332,7 +3190,7 @@ HPMLG_FN hpml_status hpmlg_linear_forward(hpmlg_device *d, hpml_node *n)
     g.z   = hpmlg_of(n->saved, n->out->dtype);
     if (bias) g.bias = bias->data;
     if (bias && g.c.type != HPML_DTYPE_F32) g.bias_half = hpmlg_half(d, bias);
-    return hpmlg_product(d, &g);
+    hpmlg_product(d, &g);
 }
 
 /* The layer before, when n is the first to be recorded of those that read it, and so the last to write its gradient. */
@@ -3342,7 +3200,7 @@ HPMLG_FN const hpml_node *hpmlg_linear_before(const hpml_node *n)
     return m && m->op == HPML_OP_LINEAR && m->attr.act.act && m->index + 1 == n->index ? m : NULL;
 }
 
-HPMLG_FN hpml_status hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
+HPMLG_FN void hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
 {
     hpml_tensor     *x = n->src[0], *w = n->src[1], *bias = n->src[2];
     const hpml_node *m = hpmlg_linear_before(n);
@@ -3355,25 +3213,22 @@ HPMLG_FN hpml_status hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
                                         hpmlg_grad(w), in, n->accumulate[1]);
     hpmlg_gemm       dx = hpmlg_gemm_of(rows, in, out, hpmlg_mats(dz, out, 0, false), hpmlg_mats(none, in, 0, false),
                                         hpmlg_grad(x), in, n->accumulate[0]);
-    hpml_status      status = HPML_OK;
     bool             ride = act == HPML_ACT_NONE && w->grad && db && out <= (int64_t)(HPMLG_SCRATCH / sizeof(float));
     d->left.sloped = NULL;
     if (ride) dw.sums = n->accumulate[2] ? (float *)d->scratch : db;
-    else status = hpmlg_slopes_run(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, rows_of, db, n->accumulate[2]);
-    if (w->grad && status == HPML_OK) {
+    else hpmlg_slopes_run(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, rows_of, db, n->accumulate[2]);
+    if (w->grad) {
         dw.right.x = hpmlg_factor(d, x, n->scratch);
-        status = hpmlg_product(d, &dw);
+        hpmlg_product(d, &dw);
     }
-    if (ride && status == HPML_OK && !dw.rode)
-        status = hpmlg_slopes_run(d, dz, none, HPML_ACT_NONE, 0, rows_of, db, n->accumulate[2]);
-    else if (ride && status == HPML_OK && n->accumulate[2])
-        status = hpmlg_copy_run(d, hpmlg_of(db, HPML_DTYPE_F32), hpmlg_of(dw.sums, HPML_DTYPE_F32), out, true);
-    if (!x->grad || status != HPML_OK) return status;
+    if (ride && !dw.rode) hpmlg_slopes_run(d, dz, none, HPML_ACT_NONE, 0, rows_of, db, n->accumulate[2]);
+    else if (ride && n->accumulate[2])
+        hpmlg_copy_run(d, hpmlg_of(db, HPML_DTYPE_F32), hpmlg_of(dw.sums, HPML_DTYPE_F32), out, true);
+    if (!x->grad) return;
     dx.right.x = hpmlg_factor(d, w, NULL);
     if (m) dx.back = true, dx.z = hpmlg_linear_z(m), dx.act = m->attr.act.act, dx.slope = m->attr.act.slope;
-    status = hpmlg_product(d, &dx);
+    hpmlg_product(d, &dx);
     if (dx.rode) d->left.sloped = m;
-    return status;
 }
 HPMLG_OP(linear) { return back ? hpmlg_linear_backward(d, n) : hpmlg_linear_forward(d, n); }
 
@@ -3434,8 +3289,8 @@ HPMLG_FN hpmlg_side hpmlg_conv_side(hpmlg_array x, int64_t batch, hpmlg_axis lin
     return o;
 }
 
-HPMLG_FN hpml_status hpmlg_conv_y(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array x, hpmlg_array w, const float *bias,
-                                  hpml_act act, hpmlg_array y)
+HPMLG_FN void hpmlg_conv_y(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array x, hpmlg_array w, const float *bias,
+                           hpml_act act, hpmlg_array y)
 {
     hpmlg_job j = {};
     j.batch = c->groups, j.c = y, j.alpha = 1;
@@ -3444,7 +3299,7 @@ HPMLG_FN hpml_status hpmlg_conv_y(hpmlg_device *d, const hpmlg_conv *c, hpmlg_ar
     j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_pixels(c), hpmlg_conv_taps(c), false, c->H, c->W);
     j.ldc = c->P, j.c_batch = c->OC * c->P, j.col = hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0);
     j.bias = bias, j.bias_row = 1, j.bias_batch = c->OC, j.act = act, j.slope = 0.01f;
-    return hpmlg_job_run(d, &j);
+    hpmlg_job_run(d, &j);
 }
 
 /* Of one axis, `count` pixels first, first + stride, ... of x: `taps` of the kernel's, tap, tap + step, ..., bring the
@@ -3462,12 +3317,11 @@ HPMLG_FN hpmlg_rest hpmlg_rest_of(const hpmlg_conv *c, int i, int first, int64_t
     return r;
 }
 
-HPMLG_FN hpml_status hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array w, hpmlg_array dx,
-                                   bool add)
+HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array w, hpmlg_array dx,
+                            bool add)
 {
-    int64_t     size = c->H * c->W, kw = c->kernel[1];
-    hpml_status status = HPML_OK;
-    for (int i = 0; i < c->stride[0] * c->stride[1] && status == HPML_OK; i++) {
+    int64_t size = c->H * c->W, kw = c->kernel[1];
+    for (int i = 0; i < c->stride[0] * c->stride[1]; i++) {
         hpmlg_rest h = hpmlg_rest_of(c, 0, i / c->stride[1], c->H), v = hpmlg_rest_of(c, 1, i % c->stride[1], c->W);
         hpmlg_axis pixels = hpmlg_folded(h.count, v.count, c->groups * c->OC * c->P, 0, 0);
         hpmlg_axis taps   = hpmlg_folded(h.taps, v.taps, c->P, 0, 0);
@@ -3482,13 +3336,12 @@ HPMLG_FN hpml_status hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_a
         j.b = hpmlg_conv_side(dy, c->OC * c->P, pixels, taps, false, c->OH, c->OW);
         j.ldc = size, j.c_batch = c->C * size;
         j.col = hpmlg_folded(h.count, v.count, c->groups * c->C * size, c->stride[0] * c->W, c->stride[1]);
-        status = hpmlg_job_run(d, &j);
+        hpmlg_job_run(d, &j);
     }
-    return status;
 }
 
-HPMLG_FN hpml_status hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array x, hpmlg_array dw,
-                                   bool add)
+HPMLG_FN void hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array x, hpmlg_array dw,
+                            bool add)
 {
     hpmlg_job j = {};
     j.batch = c->groups, j.c = dw, j.alpha = 1, j.add = add;
@@ -3497,7 +3350,7 @@ HPMLG_FN hpml_status hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_a
                              true);
     j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_taps(c), hpmlg_conv_pixels(c), true, c->H, c->W);
     j.ldc = j.n, j.c_batch = c->OC * j.n, j.flat = true;
-    return hpmlg_job_run(d, &j);
+    hpmlg_job_run(d, &j);
 }
 
 /* y (images, C, P) = act(y + bias), in place. */
@@ -3513,23 +3366,20 @@ static __global__ void hpmlg_k_planes_end(hpmlg_array y, const float *bias, int 
     }
 }
 
-/* By cuDNN; *done: it was. */
+/* False: cuDNN cannot. */
 typedef enum hpmlg_dnn_pass { HPMLG_DNN_Y, HPMLG_DNN_DX, HPMLG_DNN_DW, HPMLG_DNN_PASSES } hpmlg_dnn_pass;
-HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
-                                   hpmlg_array y, bool add, bool *done);
+HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
+                            hpmlg_array y, bool add);
 
 /* One pass, by cuDNN or by ours. */
-HPMLG_FN hpml_status hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
-                                    hpmlg_array y, bool add)
+HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
+                             hpmlg_array y, bool add)
 {
     hpmlg_conv c = hpmlg_conv_of(n);
-    bool       done = false;
-    if (!x.p || !w.p) return hpml_ctx_status(d->ctx); /* a half copy that could not be made */
-    hpml_status status = hpmlg_dnn_run(d, n, pass, x, w, y, add, &done);
-    if (status != HPML_OK || done) return status;
-    if (pass == HPMLG_DNN_DW) return hpmlg_conv_dw(d, &c, y, x, w, add);
-    if (pass == HPMLG_DNN_DX) return hpmlg_conv_dx(d, &c, y, w, x, add);
-    return hpmlg_conv_y(d, &c, x, w, n->src[2] ? n->src[2]->data : NULL, n->attr.conv.act, y);
+    if (!hpmlg_well(d) || hpmlg_dnn_run(d, n, pass, x, w, y, add)) return;
+    if (pass == HPMLG_DNN_DW) hpmlg_conv_dw(d, &c, y, x, w, add);
+    else if (pass == HPMLG_DNN_DX) hpmlg_conv_dx(d, &c, y, w, x, add);
+    else hpmlg_conv_y(d, &c, x, w, hpmlg_param_of(n, 2), n->attr.conv.act, y);
 }
 
 HPMLG_OP(conv2d)
@@ -3542,15 +3392,13 @@ HPMLG_OP(conv2d)
     hpmlg_walk_push(&planes, y->shape[2] * y->shape[3], 0, 0);
     hpmlg_walk_push(&planes, y->shape[1], 1, 0);
     hpmlg_walk_push(&planes, y->shape[0], 0, 0);
-    hpml_status status = hpmlg_slopes_run(d, hpmlg_grad(y), hpmlg_value(y), n->attr.conv.act, 0.01f, planes,
-                                          hpmlg_param_grad(n, 2), n->accumulate[2]);
-    if (w->grad && status == HPML_OK)
-        status = hpmlg_conv_run(d, n, HPMLG_DNN_DW, hpmlg_factor(d, x, n->scratch), hpmlg_grad(w), hpmlg_grad(y),
-                                n->accumulate[1]);
-    if (x->grad && status == HPML_OK)
-        status = hpmlg_conv_run(d, n, HPMLG_DNN_DX, hpmlg_grad(x), hpmlg_factor(d, w, NULL), hpmlg_grad(y),
-                                n->accumulate[0]);
-    return status;
+    hpmlg_slopes_run(d, hpmlg_grad(y), hpmlg_value(y), n->attr.conv.act, 0.01f, planes, hpmlg_param_grad(n, 2),
+                     n->accumulate[2]);
+    if (w->grad)
+        hpmlg_conv_run(d, n, HPMLG_DNN_DW, hpmlg_factor(d, x, n->scratch), hpmlg_grad(w), hpmlg_grad(y),
+                       n->accumulate[1]);
+    if (x->grad)
+        hpmlg_conv_run(d, n, HPMLG_DNN_DX, hpmlg_grad(x), hpmlg_factor(d, w, NULL), hpmlg_grad(y), n->accumulate[0]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3561,9 +3409,9 @@ HPMLG_OP(conv2d)
    first among those that are deterministic and fit the workspace; where there is none, ours runs. In a half model cuDNN
    gives the gradient of the weights in halves, which are added to the f32 gradient. */
 #ifdef HPML_CUDA_NO_CUDNN
-HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *, hpml_node *, hpmlg_dnn_pass, hpmlg_array, hpmlg_array, hpmlg_array,
-                                   bool, bool *) { return HPML_OK; }
-HPMLG_FN void        hpmlg_dnn_close(hpmlg_device *) {}
+HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *, hpml_node *, hpmlg_dnn_pass, hpmlg_array, hpmlg_array, hpmlg_array, bool)
+{ return false; }
+HPMLG_FN void hpmlg_dnn_close(hpmlg_device *) {}
 #else
 HPMLG_FN hpml_status hpmlg_dnn_check(hpmlg_device *d, cudnnStatus_t s, const char *what)
 {
@@ -3656,7 +3504,7 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan 
                 p->usable[pass] = true, p->algo[pass] = (int)found[i].algo, p->bytes[pass] = found[i].memory;          \
     } while (0)
 
-HPMLG_FN hpml_status hpmlg_dnn_ask(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpmlg_dnn_pass pass)
+HPMLG_FN void hpmlg_dnn_ask(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpmlg_dnn_pass pass)
 {
     cudnnStatus_t s;
     int           count = 0;
@@ -3670,25 +3518,24 @@ HPMLG_FN hpml_status hpmlg_dnn_ask(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_pl
     else
         HPMLG_DNN_CHOOSE(cudnnConvolutionBwdFilterAlgoPerf_t, cudnnGetConvolutionBackwardFilterAlgorithm_v7, p->x, p->y,
                          p->conv, p->w);
-    return hpmlg_dnn_refused(s) ? HPML_OK : hpmlg_dnn_check(d, s, "asking cuDNN for an algorithm");
+    if (!hpmlg_dnn_refused(s)) hpmlg_dnn_check(d, s, "asking cuDNN for an algorithm");
 }
 
-HPMLG_FN hpml_status hpmlg_dnn_plan_of(hpmlg_device *d, hpmlg_dnn *dnn, const hpml_node *n, hpmlg_dnn_pass pass,
-                                       hpmlg_dnn_plan **plan)
+HPMLG_FN hpmlg_dnn_plan *hpmlg_dnn_plan_of(hpmlg_device *d, hpmlg_dnn *dnn, const hpml_node *n, hpmlg_dnn_pass pass)
 {
-    *plan = NULL;
-    for (int i = 0; i < HPMLG_DNN_PLANS && !*plan; i++)
-        if (dnn->plans[i].n == n && dnn->plans[i].batch == n->out->shape[0]) *plan = &dnn->plans[i];
-    if (!*plan) {
-        *plan = &dnn->plans[dnn->next++ % HPMLG_DNN_PLANS];
-        hpmlg_dnn_drop(*plan);
-        (*plan)->n = n, (*plan)->batch = n->out->shape[0];
-        cudnnStatus_t s = hpmlg_dnn_describe(d, *plan);
-        for (int i = 0; i < HPMLG_DNN_PASSES; i++) (*plan)->asked[i] = s != CUDNN_STATUS_SUCCESS;
-        if (s != CUDNN_STATUS_SUCCESS)
-            return hpmlg_dnn_refused(s) ? HPML_OK : hpmlg_dnn_check(d, s, "describing a convolution to cuDNN");
+    hpmlg_dnn_plan *p = NULL;
+    for (int i = 0; i < HPMLG_DNN_PLANS && !p; i++)
+        if (dnn->plans[i].n == n && dnn->plans[i].batch == n->out->shape[0]) p = &dnn->plans[i];
+    if (!p) {
+        p = &dnn->plans[dnn->next++ % HPMLG_DNN_PLANS];
+        hpmlg_dnn_drop(p);
+        p->n = n, p->batch = n->out->shape[0];
+        cudnnStatus_t s = hpmlg_dnn_describe(d, p);
+        for (int i = 0; i < HPMLG_DNN_PASSES; i++) p->asked[i] = s != CUDNN_STATUS_SUCCESS;
+        if (!hpmlg_dnn_refused(s)) hpmlg_dnn_check(d, s, "describing a convolution to cuDNN");
     }
-    return (*plan)->asked[pass] ? HPML_OK : hpmlg_dnn_ask(d, dnn, *plan, pass);
+    if (!p->asked[pass]) hpmlg_dnn_ask(d, dnn, p, pass);
+    return p;
 }
 
 /* y = conv(x, w), or, where cuDNN can, act(conv(x, w) + bias) in one: *whole. That goes by one algorithm only. */
@@ -3713,34 +3560,32 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_
                                    d->d.workspace, &zero, p->y, y.p);
 }
 
-/* With the first convolution: cuDNN takes a while to come up. */
-HPMLG_FN hpml_status hpmlg_dnn_open(hpmlg_device *d)
+/* With the first convolution: cuDNN takes a while to come up. NULL: it did not. */
+HPMLG_FN hpmlg_dnn *hpmlg_dnn_open(hpmlg_device *d)
 {
-    if (d->dnn) return HPML_OK;
-    hpmlg_dnn *dnn = (hpmlg_dnn *)hpml_ctx_alloc(d->ctx, sizeof *dnn, NULL);
-    if (!dnn) return HPML_ERR_MEMORY;
-    hpml_status status = hpmlg_dnn_check(d, cudnnCreate(&dnn->handle), "cudnnCreate");
-    HPMLG_TRY(status, hpmlg_dnn_check(d, cudnnSetStream(dnn->handle, d->stream), "cudnnSetStream"));
-    if (status == HPML_OK) return d->dnn = dnn, HPML_OK;
+    hpmlg_dnn *dnn = (hpmlg_dnn *)d->dnn;
+    if (dnn || !(dnn = (hpmlg_dnn *)hpml_ctx_alloc(d->ctx, sizeof *dnn, NULL))) return dnn;
+    cudnnStatus_t s = cudnnCreate(&dnn->handle);
+    HPMLG_TRY(s, cudnnSetStream(dnn->handle, d->stream));
+    if (hpmlg_dnn_check(d, s, "cudnnCreate") == HPML_OK) return (hpmlg_dnn *)(d->dnn = dnn);
     if (dnn->handle) cudnnDestroy(dnn->handle);
-    return hpml_ctx_release(d->ctx, dnn), status;
+    hpml_ctx_release(d->ctx, dnn);
+    return NULL;
 }
 
 /* What is refused when it comes to it is ours from then on. */
-HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
-                                   hpmlg_array y, bool add, bool *done)
+HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
+                            hpmlg_array y, bool add)
 {
-    hpmlg_dnn_plan *p;
     const float     one = 1, zero = 0, beta = add ? 1.0f : 0.0f;
     bool            narrow = pass == HPMLG_DNN_DW && d->store != HPML_DTYPE_F32, whole = true;
     void           *dw = narrow ? (char *)n->scratch + hpmlg_factor_bytes(d, n->src[0]) : w.p;
     int64_t         count = hpml_tensor_count(n->out);
     cudnnStatus_t   s;
-    if (d->d.own_kernels || x.type != (int)d->store || y.type != (int)d->store) return HPML_OK;
-    hpml_status status = hpmlg_dnn_open(d);
-    hpmlg_dnn  *dnn    = (hpmlg_dnn *)d->dnn;
-    HPMLG_TRY(status, hpmlg_dnn_plan_of(d, dnn, n, pass, &p));
-    if (status != HPML_OK || !p->usable[pass]) return status;
+    if (d->d.own_kernels || x.type != (int)d->store || y.type != (int)d->store) return false;
+    hpmlg_dnn      *dnn = hpmlg_dnn_open(d);
+    hpmlg_dnn_plan *p   = dnn ? hpmlg_dnn_plan_of(d, dnn, n, pass) : NULL;
+    if (!p || !p->usable[pass]) return false;
     if (pass == HPMLG_DNN_Y) s = hpmlg_dnn_forward(d, dnn, p, n, x, w, y, &whole);
     else if (pass == HPMLG_DNN_DW)
         s = cudnnConvolutionBackwardFilter(dnn->handle, &one, p->x, x.p, p->y, y.p, p->conv,
@@ -3750,13 +3595,13 @@ HPMLG_FN hpml_status hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass
         s = cudnnConvolutionBackwardData(dnn->handle, &one, p->w, w.p, p->y, y.p, p->conv,
                                          (cudnnConvolutionBwdDataAlgo_t)p->algo[pass], d->workspace, d->d.workspace,
                                          &beta, p->x, x.p);
-    *done = p->usable[pass] = !hpmlg_dnn_refused(s);
-    if (!*done) return HPML_OK;
-    status = hpmlg_dnn_check(d, s, "a convolution by cuDNN");
-    if (status != HPML_OK || (whole && !narrow)) return status;
-    if (narrow) return hpmlg_copy_run(d, w, hpmlg_of(dw, d->store), hpml_tensor_count(n->src[1]), add);
-    return HPMLG_DEAL(d, hpmlg_k_planes_end, count, 2048, y, n->src[2] ? n->src[2]->data : NULL, (int)n->attr.conv.act,
-                      n->out->shape[1], n->out->shape[2] * n->out->shape[3], count);
+    p->usable[pass] = !hpmlg_dnn_refused(s);
+    if (!p->usable[pass]) return false;
+    hpmlg_dnn_check(d, s, "a convolution by cuDNN");
+    if (narrow) hpmlg_copy_run(d, w, hpmlg_of(dw, d->store), hpml_tensor_count(n->src[1]), add);
+    if (!whole) HPMLG_DEAL(d, hpmlg_k_planes_end, count, 2048, y, hpmlg_param_of(n, 2), (int)n->attr.conv.act,
+                           n->out->shape[1], n->out->shape[2] * n->out->shape[3], count);
+    return true;
 }
 
 HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
@@ -4158,23 +4003,22 @@ static __global__ void __launch_bounds__(HPMLG_WARP * W) hpmlg_k_attn_back(hpmlg
 }
 
 /* Launches with more shared memory than a kernel has without asking: asks in passes that are not recorded. */
-HPMLG_FN hpml_status hpmlg_attn_start(hpmlg_device *d, void (*kernel)(hpmlg_attn), const hpmlg_attn *p, int rows,
-                                      unsigned parts, int threads, size_t shared)
+HPMLG_FN void hpmlg_attn_start(hpmlg_device *d, void (*kernel)(hpmlg_attn), const hpmlg_attn *p, int rows,
+                               unsigned parts, int threads, size_t shared)
 {
     int64_t blocks = (p->T + rows - 1) / rows * p->pairs;
     if (blocks > 0x7fffffff)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "attention: %lld samples and heads of %d positions are too "
-                             "many for one launch", (long long)p->pairs, p->T);
-    if (!d->recording && shared > (size_t)48 << 10) {
-        cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-        if (e != cudaSuccess) return hpmlg_check(d, e, "shared memory for attention");
-    }
-    return HPMLG_RUN(d, kernel, dim3((unsigned)blocks, parts), (unsigned)threads, shared, *p);
+        hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "attention: %lld samples and heads of %d positions are too many for "
+                      "one launch", (long long)p->pairs, p->T);
+    if (!d->recording && shared > (size_t)48 << 10)
+        hpmlg_check(d, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared),
+                    "shared memory for attention");
+    HPMLG_RUN(d, kernel, dim3((unsigned)blocks, parts), (unsigned)threads, shared, *p);
 }
 
 /* Sizes such that the results stay in registers and two blocks share a multiprocessor, or at least one has room in
    99 KiB. */
-template <int type, int DP> HPMLG_FN hpml_status hpmlg_attn_run(hpmlg_device *d, const hpmlg_attn *p, bool backward)
+template <int type, int DP> HPMLG_FN void hpmlg_attn_run(hpmlg_device *d, const hpmlg_attn *p, bool backward)
 {
     const bool   f32 = type == HPML_DTYPE_F32, large = DP > 128;
     const int    cell = f32 ? 4 : 2, M = large ? 1 : 2, W = large ? 2 : 4, N = !f32 ? 8 : DP > 64 ? 2 : 4;
@@ -4183,21 +4027,19 @@ template <int type, int DP> HPMLG_FN hpml_status hpmlg_attn_run(hpmlg_device *d,
     const size_t back = (size_t)((32 * BM * BW + 32 * BN) * DP * cell) + (size_t)(32 * BN) * sizeof(float);
     if (!backward)
         return hpmlg_attn_start(d, hpmlg_k_attn<type, DP, M, W, N>, p, 16 * M * W, 1, HPMLG_WARP * W, shared);
-    hpml_status status = hpmlg_attn_start(d, hpmlg_k_attn_back<type, DP, large ? 128 : DP, BM, BW, BN, true>, p,
-                                          16 * BM * BW, large ? 2 : 1, HPMLG_WARP * BW, back);
-    if (status != HPML_OK) return status;
-    return hpmlg_attn_start(d, hpmlg_k_attn_back<type, DP, DP, BM, BW, BN, false>, p, 16 * BM * BW, 1, HPMLG_WARP * BW,
-                            back);
+    hpmlg_attn_start(d, hpmlg_k_attn_back<type, DP, large ? 128 : DP, BM, BW, BN, true>, p, 16 * BM * BW, large ? 2 : 1,
+                     HPMLG_WARP * BW, back);
+    hpmlg_attn_start(d, hpmlg_k_attn_back<type, DP, DP, BM, BW, BN, false>, p, 16 * BM * BW, 1, HPMLG_WARP * BW, back);
 }
 
-template <int type> HPMLG_FN hpml_status hpmlg_attn_half(hpmlg_device *d, const hpmlg_attn *p, bool backward)
+template <int type> HPMLG_FN void hpmlg_attn_half(hpmlg_device *d, const hpmlg_attn *p, bool backward)
 {
     if (p->D <= 32) return hpmlg_attn_run<type, 32>(d, p, backward);
     if (p->D <= 64) return hpmlg_attn_run<type, 64>(d, p, backward);
     return p->D <= 96 ? hpmlg_attn_run<type, 96>(d, p, backward) : hpmlg_attn_run<type, 128>(d, p, backward);
 }
 
-HPMLG_FN hpml_status hpmlg_attn_type(hpmlg_device *d, const hpmlg_attn *p, hpml_dtype type, bool backward)
+HPMLG_FN void hpmlg_attn_type(hpmlg_device *d, const hpmlg_attn *p, hpml_dtype type, bool backward)
 {
     if (type == HPML_DTYPE_BF16) return hpmlg_attn_half<HPML_DTYPE_BF16>(d, p, backward);
     if (type == HPML_DTYPE_F16) return hpmlg_attn_half<HPML_DTYPE_F16>(d, p, backward);
@@ -4213,9 +4055,9 @@ HPMLG_OP(attention)
     hpml_dtype    type = D > 128 ? HPML_DTYPE_F32 : n->out->dtype; /* large heads are rare: no tensor cores */
     int           each = type == HPML_DTYPE_F32 ? 4 : 8;
     if (D > HPMLG_ATTN_MOST || T > 0x7fff0000)
-        return hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "attention \"%s\": heads of %lld columns, %lld positions; "
-                             "the GPU's kernels take up to %d columns and 2^31 positions: take more heads",
-                             n->out->name, (long long)D, (long long)T, HPMLG_ATTN_MOST);
+        hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "attention \"%s\": heads of %lld columns, %lld positions; the "
+                      "GPU's kernels take up to %d columns and 2^31 positions: take more heads", n->out->name,
+                      (long long)D, (long long)T, HPMLG_ATTN_MOST);
     p.qkv = hpmlg_value(n->src[0]), p.o = hpmlg_grad(n->out);
     p.out = hpmlg_writes(n, back);
     p.lse = (float *)n->saved, p.delta = (float *)n->scratch;
@@ -4223,9 +4065,9 @@ HPMLG_OP(attention)
     p.scale = n->attr.attention.scale, p.causal = n->attr.attention.causal, p.add = hpmlg_adds(n, back);
     p.wide   = p.qkv.type == (int)type && D % each == 0 && ((uintptr_t)p.qkv.p & 15) == 0;
     p.wide_o = p.o.type == (int)type && D % each == 0 && ((uintptr_t)p.o.p & 15) == 0;
-    if (p.pairs * T == 0) return HPML_OK;
-    hpml_status status = back ? HPMLG_DEAL(d, hpmlg_k_attn_delta, p.pairs * T, 32, p, hpmlg_value(n->out)) : HPML_OK;
-    return status == HPML_OK ? hpmlg_attn_type(d, &p, type, back) : status;
+    if (p.pairs * T == 0) return;
+    if (back) HPMLG_DEAL(d, hpmlg_k_attn_delta, p.pairs * T, 32, p, hpmlg_value(n->out));
+    hpmlg_attn_type(d, &p, type, back);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4301,7 +4143,7 @@ static __global__ void hpmlg_k_lstm_back(hpmlg_lstm l, int64_t t)
     hpmlg_put(l.before, row * l.H + j, t > 0 ? hpmlg_get(l.h, (row - 1) * l.H + j) : 0);
 }
 
-HPMLG_FN hpml_status hpmlg_lstm_forward(hpmlg_device *d, hpml_node *n)
+HPMLG_FN void hpmlg_lstm_forward(hpmlg_device *d, hpml_node *n)
 {
     hpmlg_lstm    l = {};
     hpmlg_lstm_layout(d, n, &l);
@@ -4311,49 +4153,42 @@ HPMLG_FN hpml_status hpmlg_lstm_forward(hpmlg_device *d, hpml_node *n)
     hpmlg_gemm  g = hpmlg_gemm_of(l.B * l.T, 4 * H, l.in, hpmlg_mats(x, l.in, 0, false),
                                   hpmlg_mats(w_x, l.in, 0, true), gates, 4 * H, false);
     g.bias = n->src[3]->data;
-    hpml_status status = hpmlg_product(d, &g);
-    for (int64_t t = 0; t < l.T && status == HPML_OK; t++) {
-        if (t > 0) {
-            g = hpmlg_gemm_of(l.B, 4 * H, H, hpmlg_mats(hpmlg_from(l.h, (t - 1) * H), l.T * H, 0, false),
-                              hpmlg_mats(w_h, H, 0, true), hpmlg_from(gates, t * 4 * H), l.T * 4 * H, true);
-            status = hpmlg_product(d, &g);
-        }
-        if (status == HPML_OK) status = HPMLG_RUN(d, hpmlg_k_lstm, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
+    hpmlg_product(d, &g);
+    for (int64_t t = 0; t < l.T; t++) {
+        g = hpmlg_gemm_of(l.B, 4 * H, H, hpmlg_mats(hpmlg_from(l.h, (t - 1) * H), l.T * H, 0, false),
+                          hpmlg_mats(w_h, H, 0, true), hpmlg_from(gates, t * 4 * H), l.T * 4 * H, true);
+        if (t > 0) hpmlg_product(d, &g);
+        HPMLG_RUN(d, hpmlg_k_lstm, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
     }
-    return status;
 }
 
-HPMLG_FN hpml_status hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
+HPMLG_FN void hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
 {
     hpmlg_lstm    l = {};
     hpmlg_gemm    g;
-    hpml_status   status = HPML_OK;
     hpml_tensor  *x = n->src[0], *w_x = n->src[1], *w_h = n->src[2], *bias = n->src[3];
     hpmlg_lstm_layout(d, n, &l);
     int64_t       H = l.H, rows = l.B * l.T;
     hpmlg_array   half_w_h = hpmlg_factor(d, w_h, NULL);
-    for (int64_t t = l.T - 1; t >= 0 && status == HPML_OK; t--) {
-        status = HPMLG_RUN(d, hpmlg_k_lstm_back, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
-        if (t == 0 || status != HPML_OK) break; /* dh_{t-1} = da_t W_h */
+    for (int64_t t = l.T - 1; t >= 0; t--) {
+        HPMLG_RUN(d, hpmlg_k_lstm_back, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
+        if (t == 0) break; /* dh_{t-1} = da_t W_h */
         g = hpmlg_gemm_of(l.B, H, 4 * H, hpmlg_mats(hpmlg_from(l.da, t * 4 * H), l.T * 4 * H, 0, false),
                           hpmlg_mats(half_w_h, H, 0, false), hpmlg_of(l.dh, HPML_DTYPE_F32), H, false);
-        status = hpmlg_product(d, &g);
+        hpmlg_product(d, &g);
     }
     hpmlg_mat da = hpmlg_mats(l.da, 4 * H, 0, false), turned = hpmlg_mats(l.da, 4 * H, 0, true);
-    if (x->grad && status == HPML_OK)
-        status = hpmlg_batched(d, 1, rows, l.in, 4 * H, da, hpmlg_mats(hpmlg_factor(d, w_x, NULL), l.in, 0, false),
-                               hpmlg_grad(x), n->accumulate[0]);
-    if (w_x->grad && status == HPML_OK)
-        status = hpmlg_batched(d, 1, 4 * H, l.in, rows, turned,
-                               hpmlg_mats(hpmlg_factor(d, x, n->scratch), l.in, 0, false), hpmlg_grad(w_x),
-                               n->accumulate[1]);
-    if (w_h->grad && status == HPML_OK)
-        status = hpmlg_batched(d, 1, 4 * H, H, rows, turned, hpmlg_mats(l.before, H, 0, false), hpmlg_grad(w_h),
-                               n->accumulate[2]);
-    if (status != HPML_OK) return status;
+    if (x->grad)
+        hpmlg_batched(d, 1, rows, l.in, 4 * H, da, hpmlg_mats(hpmlg_factor(d, w_x, NULL), l.in, 0, false),
+                      hpmlg_grad(x), n->accumulate[0]);
+    if (w_x->grad)
+        hpmlg_batched(d, 1, 4 * H, l.in, rows, turned, hpmlg_mats(hpmlg_factor(d, x, n->scratch), l.in, 0, false),
+                      hpmlg_grad(w_x), n->accumulate[1]);
+    if (w_h->grad)
+        hpmlg_batched(d, 1, 4 * H, H, rows, turned, hpmlg_mats(l.before, H, 0, false), hpmlg_grad(w_h),
+                      n->accumulate[2]);
     hpmlg_array all = hpmlg_of(l.gates, HPML_DTYPE_F32);
-    return hpmlg_slopes_run(d, all, all, HPML_ACT_NONE, 0, hpmlg_stretched(1, rows, 4 * H), bias->grad,
-                            n->accumulate[3]);
+    hpmlg_slopes_run(d, all, all, HPML_ACT_NONE, 0, hpmlg_stretched(1, rows, 4 * H), bias->grad, n->accumulate[3]);
 }
 HPMLG_OP(lstm) { return back ? hpmlg_lstm_backward(d, n) : hpmlg_lstm_forward(d, n); }
 
@@ -4466,11 +4301,10 @@ HPMLG_FN hpmlg_rows hpmlg_rows_make(hpmlg_array x, const void *labels, int64_t r
     return p;
 }
 
-HPMLG_FN hpml_status hpmlg_loss_run(hpmlg_device *d, const hpmlg_rows *p, const hpml_node *n)
+HPMLG_FN void hpmlg_loss_run(hpmlg_device *d, const hpmlg_rows *p, const hpml_node *n)
 {
-    hpml_status status = hpmlg_check(d, cudaMemsetAsync(p->counts, 0, 2 * sizeof *p->counts, d->stream), "counting");
-    HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_cross_entropy, (unsigned)p->blocks, HPMLG_FOLD, 0, *p, n));
-    return status;
+    hpmlg_zero(d, p->counts, 2 * sizeof *p->counts);
+    HPMLG_RUN(d, hpmlg_k_cross_entropy, (unsigned)p->blocks, HPMLG_FOLD, 0, *p, n);
 }
 
 HPMLG_OP(cross_entropy)
@@ -4486,9 +4320,9 @@ HPMLG_OP(cross_entropy)
     if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, (unsigned)p.blocks, HPMLG_FOLD, 0, p);
     bool classes = p.ignore < 0 || p.ignore >= V; /* all that count are */
     d->left.y = classes ? p.x.p : NULL, d->left.labels = p.labels;
-    hpml_status status = hpmlg_loss_run(d, &p, n);
+    hpmlg_loss_run(d, &p, n);
     f.part = p.loss, f.n = p.rows, f.counted = &p.counts[1], f.out = n->out->data, f.inverse = p.inverse;
-    return status == HPML_OK ? HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f) : status;
+    HPMLG_RUN(d, hpmlg_k_finish, 1, 1024, 0, f);
 }
 
 HPMLG_FN hpml_status hpmlg_correct(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
@@ -4497,9 +4331,11 @@ HPMLG_FN hpml_status hpmlg_correct(void *, hpml_ctx *ctx, hpml_dtype dtype, cons
     hpmlg_device *d = hpmlg_enter(ctx);
     hpmlg_rows    p = hpmlg_rows_make(hpmlg_of((void *)y, dtype), labels, rows, classes);
     p.counts = (unsigned long long *)counts;
-    if (d->left.y != y || d->left.labels != (const void *)labels) return hpmlg_loss_run(d, &p, NULL);
-    return hpmlg_check(d, cudaMemcpyAsync(counts, d->counts, 2 * sizeof *counts, cudaMemcpyDeviceToDevice, d->stream),
-                       "hits"); /* the loss has counted them */
+    if (d->left.y != y || d->left.labels != (const void *)labels) hpmlg_loss_run(d, &p, NULL);
+    else /* the loss has counted them */
+        hpmlg_check(d, cudaMemcpyAsync(counts, d->counts, 2 * sizeof *counts, cudaMemcpyDeviceToDevice, d->stream),
+                    "hits");
+    return hpml_ctx_status(ctx);
 }
 
 HPMLG_DEVICE float hpmlg_term_slope(int what, float delta, float x, float t)
@@ -4530,7 +4366,7 @@ HPMLG_FN enum hpmlg_term hpmlg_term_of(const hpml_node *n)
     return n->op == HPML_OP_BCE ? HPMLG_BCE : n->attr.huber.squared ? HPMLG_MSE : HPMLG_HUBER;
 }
 
-HPMLG_FN hpml_status hpmlg_term_pass(hpmlg_device *d, hpml_node *n, bool back)
+HPMLG_FN void hpmlg_term_pass(hpmlg_device *d, hpml_node *n, bool back)
 {
     const hpml_tensor *x = n->src[0], *t = n->src[1];
     int64_t            count = hpml_tensor_count(x);
@@ -4539,11 +4375,10 @@ HPMLG_FN hpml_status hpmlg_term_pass(hpmlg_device *d, hpml_node *n, bool back)
     f.divisor = (double)count, f.out = n->out->data;
     if (!back) return hpmlg_total_run(d, f, hpmlg_value(x), hpmlg_value(t), hpmlg_term_of(n), delta, count);
     if (n->op == HPML_OP_BCE && t->grad)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from "
-                             "parameters; only the logits get a gradient", t->name);
-    return HPMLG_DEAL(d, hpmlg_k_term_back, count, 2048, hpmlg_grad(x), hpmlg_grad(t), hpmlg_value(x), hpmlg_value(t),
-                      (int)hpmlg_term_of(n), delta, (const float *)n->out->grad, count, n->accumulate[0],
-                      n->accumulate[1]);
+        hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "bce_with_logits: the target \"%s\" is computed from parameters; "
+                      "only the logits get a gradient", t->name);
+    HPMLG_DEAL(d, hpmlg_k_term_back, count, 2048, hpmlg_grad(x), hpmlg_grad(t), hpmlg_value(x), hpmlg_value(t),
+               (int)hpmlg_term_of(n), delta, (const float *)n->out->grad, count, n->accumulate[0], n->accumulate[1]);
 }
 HPMLG_OP(bce_with_logits) { return hpmlg_term_pass(d, n, back); }
 HPMLG_OP(huber) { return hpmlg_term_pass(d, n, back); }
@@ -4712,9 +4547,9 @@ HPMLG_FN hpml_status hpmlg_update_room(hpmlg_device *d, size_t bytes)
 {
     if (bytes <= d->updates_room) return HPML_OK;
     hpmlg_free(d, d->updates, d->updates_room); /* when the step before is done with it */
-    d->updates      = hpmlg_alloc(d, bytes);
+    d->updates      = hpmlg_own(d, bytes, "the table of parameters");
     d->updates_room = d->updates ? bytes : 0;
-    return hpmlg_check(d, d->updates ? cudaSuccess : cudaErrorMemoryAllocation, "the table of parameters");
+    return hpml_ctx_status(d->ctx);
 }
 
 HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *updates, int count)
@@ -4738,12 +4573,11 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
         for (int j = 0; j < n; chunk += some[j].chunks, j++) some[j] = hpmlg_step_of(d, &updates[i + j], chunk);
         status = hpmlg_upload(d, steps + i, some, (size_t)n * sizeof *some);
     }
-    for (int pass = 0; pass <= (int)twice && status == HPML_OK; pass++) {
-        status = HPMLG_DEAL(d, hpmlg_k_update, chunks, 1, steps, count, chunks, part, (int)d->store, pass);
-        if (pass < (int)twice)
-            HPMLG_TRY(status, HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part));
+    for (int pass = 0; pass <= (int)twice; pass++) {
+        HPMLG_DEAL(d, hpmlg_k_update, chunks, 1, steps, count, chunks, part, (int)d->store, pass);
+        if (pass < (int)twice) HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part);
     }
-    return status;
+    return hpml_ctx_status(d->ctx);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4958,18 +4792,17 @@ HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int
 }
 
 /* Some rows of a lossy codec. */
-HPMLG_FN hpml_status hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p)
+HPMLG_FN void hpmlg_pack_some(hpmlg_device *d, int kind, hpmlg_pack p)
 {
-    int64_t     n = p.rows * p.cols, chunks = (p.cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK;
-    int         each = chunks < 16 ? (int)chunks : 16;
-    cudaError_t e = cudaMemsetAsync(p.bad + 1, 0, (size_t)p.rows * sizeof(int), d->stream);
-    hpml_status status = hpmlg_check(d, e, "marks");
-    if (kind == HPML_CODEC_TWOBIT) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_pack<true>, n, 2048, p));
-    if (kind == HPML_CODEC_BF16) HPMLG_TRY(status, HPMLG_DEAL(d, hpmlg_k_pack<false>, n, 2048, p));
+    int64_t n = p.rows * p.cols, chunks = (p.cols + HPMLG_ONEBIT_CHUNK - 1) / HPMLG_ONEBIT_CHUNK;
+    int     each = chunks < 16 ? (int)chunks : 16;
+    hpmlg_zero(d, p.bad + 1, (size_t)p.rows * sizeof(int));
+    if (kind == HPML_CODEC_TWOBIT) HPMLG_DEAL(d, hpmlg_k_pack<true>, n, 2048, p);
+    if (kind == HPML_CODEC_BF16) HPMLG_DEAL(d, hpmlg_k_pack<false>, n, 2048, p);
     if (kind == HPML_CODEC_ONEBIT)
-        HPMLG_TRY(status, HPMLG_RUN_EITHER(d, chunks > 16, hpmlg_k_onebit, true, false,
-                                           hpmlg_blocks(d, p.rows, 16 / each), 256, 0, p, chunks, each));
-    return status == HPML_OK ? HPMLG_DEAL(d, hpmlg_k_pack_wipe, p.rows, 1, p) : status;
+        HPMLG_RUN_EITHER(d, chunks > 16, hpmlg_k_onebit, true, false, hpmlg_blocks(d, p.rows, 16 / each), 256, 0, p,
+                         chunks, each);
+    HPMLG_DEAL(d, hpmlg_k_pack_wipe, p.rows, 1, p);
 }
 
 HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, void *packed, float *residual,
@@ -4981,16 +4814,16 @@ HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, 
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE)
         return hpmlg_copy_run(d, hpmlg_of(packed, HPML_DTYPE_F32), hpmlg_of((void *)grad, HPML_DTYPE_F32),
-                              rows * p->cols, false);
-    status = hpmlg_check(d, cudaMemsetAsync(bad, 0, sizeof *bad, d->stream), "marks");
-    for (int64_t row = 0; row < rows && status == HPML_OK; row += HPMLG_PACK_ROWS) {
+                              rows * p->cols, false), hpml_ctx_status(d->ctx);
+    hpmlg_zero(d, bad, sizeof *bad);
+    for (int64_t row = 0; row < rows; row += HPMLG_PACK_ROWS) {
         hpmlg_pack some = hpmlg_pack_of(p, packed, row, rows - row < HPMLG_PACK_ROWS ? rows - row : HPMLG_PACK_ROWS);
         some.g = grad + row * p->cols, some.bad = bad;
         if (residual && p->residual_count) some.e = residual + row * p->cols;
-        status = hpmlg_pack_some(d, kind, some);
+        hpmlg_pack_some(d, kind, some);
     }
-    if (status == HPML_OK) status = hpmlg_read(d, &any, bad, sizeof any);
-    return status == HPML_OK && any ? HPML_ERR_NONFINITE : status;
+    status = hpmlg_read(d, &any, bad, sizeof any);
+    return status == HPML_OK && any ? HPML_ERR_NONFINITE : hpml_ctx_status(d->ctx);
 }
 
 /* TWOBIT or ONEBIT, 8 elements of a row at a time: 16 bits or 8. */
@@ -5018,10 +4851,11 @@ HPMLG_FN hpml_status hpmlg_decode(void *, hpml_ctx *ctx, const hpml_packing *p, 
     hpmlg_pack    all    = hpmlg_pack_of(p, packed, 0, rows);
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
     if (kind == HPML_CODEC_NONE || kind == HPML_CODEC_BF16)
-        return hpmlg_copy_run(d, hpmlg_of(out, HPML_DTYPE_F32), hpmlg_of(all.packed, kind == HPML_CODEC_BF16 ?
-                              HPML_DTYPE_BF16 : HPML_DTYPE_F32), rows * p->cols, add);
-    return HPMLG_RUN_EITHER(d, kind == HPML_CODEC_TWOBIT, hpmlg_k_unpack, true, false,
-                            hpmlg_blocks(d, rows * p->cols, 2048), 256, 0, all, hpmlg_of(out, HPML_DTYPE_F32), add);
+        hpmlg_copy_run(d, hpmlg_of(out, HPML_DTYPE_F32), hpmlg_of(all.packed, kind == HPML_CODEC_BF16 ?
+                       HPML_DTYPE_BF16 : HPML_DTYPE_F32), rows * p->cols, add);
+    else HPMLG_RUN_EITHER(d, kind == HPML_CODEC_TWOBIT, hpmlg_k_unpack, true, false,
+                          hpmlg_blocks(d, rows * p->cols, 2048), 256, 0, all, hpmlg_of(out, HPML_DTYPE_F32), add);
+    return hpml_ctx_status(d->ctx);
 }
 
 #ifdef HPML_USE_NCCL
@@ -5392,7 +5226,8 @@ HPML_API hpml_status hpml_nccl_link_scale(void *nccl, float *x, int64_t count, f
 {
     HPMLG_NCCL_ENTER(n, nccl);
     if (count <= 0) return HPML_OK;
-    return HPMLG_DEAL(n->d, hpmlg_k_share, count, 1024, x, count, times, by);
+    HPMLG_DEAL(n->d, hpmlg_k_share, count, 1024, x, count, times, by);
+    return hpml_ctx_status(n->ctx);
 }
 
 HPML_API float *hpml_nccl_link_stage(void *nccl, int64_t count)
@@ -5477,7 +5312,7 @@ HPML_API void hpml_nccl_free(hpml_nccl *n) { (void)n; }
 #endif /* HPML_USE_NCCL */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>gpu-backend   the table
+// >>gpu-backend   opening and closing; the table
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* What the passes of a node want kept and as working space here; the CPU's wishes stand when nothing is set. */
@@ -5510,10 +5345,108 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
     }
 }
 
-template <hpml_status (*op)(hpmlg_device *, const hpml_run *, hpml_node *, bool), bool back>
+/* The first thing that fails on an unfit machine, in words. */
+HPMLG_FN hpml_status hpmlg_open_device(hpmlg_device *d)
+{
+    int            count = 0;
+    cudaDeviceProp p;
+    cudaError_t    e = cudaGetDeviceCount(&count);
+    if (e == cudaErrorInsufficientDriver || e == cudaErrorNoDevice || (e == cudaSuccess && count == 0))
+        return hpml_ctx_fail(d->ctx, HPML_ERR_CUDA, "cuda: no usable device: %s; is there an NVIDIA GPU, a driver "
+                             "(nvidia-smi), and is CUDA_VISIBLE_DEVICES right? Without a .backend the CPU computes",
+                             e == cudaSuccess ? "none is there" : cudaGetErrorString(e));
+    if (e != cudaSuccess) return hpmlg_check(d, e, "counting devices");
+    if (d->d.device < 0 || d->d.device >= count)
+        return hpml_ctx_fail(d->ctx, HPML_ERR_ARGUMENT, "cuda: there is no device %d, only 0 to %d", (int)d->d.device,
+                             count - 1);
+    if ((e = cudaSetDevice(d->d.device)) != cudaSuccess) return hpmlg_check(d, e, "cudaSetDevice");
+    if ((e = cudaGetDeviceProperties(&p, d->d.device)) != cudaSuccess) return hpmlg_check(d, e, "properties");
+    d->sms = p.multiProcessorCount;
+    if (d->d.precision != HPML_CUDA_F32 && p.major < 8)
+        return hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "cuda: precision %d needs compute capability 8.0, %s has "
+                             "%d.%d; take HPML_CUDA_F32", (int)d->d.precision, p.name, p.major, p.minor);
+    return HPML_OK;
+}
+
+/* Streams, and memory for the device's own use: pinned, and on the device. */
+HPMLG_FN hpml_status hpmlg_open_memory(hpmlg_device *d)
+{
+    const char    *what = "memory for the device's own use";
+    size_t         ring = HPMLG_SLOTS * HPMLG_SLOT_BYTES;
+    unsigned char *landing = NULL;
+    cudaError_t    e = cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking);
+    HPMLG_TRY(e, cudaStreamCreateWithFlags(&d->copies, cudaStreamNonBlocking));
+    HPMLG_TRY(e, cudaHostAlloc((void **)&d->pinned, ring + HPMLG_RESULT + sizeof *d->note, cudaHostAllocMapped));
+    for (int i = 0; i < HPMLG_SLOTS; i++) {
+        HPMLG_TRY(e, cudaEventCreateWithFlags(&d->slots[i].landed, cudaEventDisableTiming));
+        HPMLG_TRY(e, cudaEventCreateWithFlags(&d->slots[i].free, cudaEventDisableTiming));
+    }
+    if (hpmlg_check(d, e, what) != HPML_OK) return hpml_ctx_status(d->ctx);
+    d->result = d->pinned + ring, d->note = (hpmlg_note *)(void *)(d->pinned + ring + HPMLG_RESULT);
+    memset(d->note, 0, sizeof *d->note);
+    landing      = (unsigned char *)hpmlg_own(d, ring, what);
+    d->scratch   = hpmlg_own(d, HPMLG_SCRATCH, what);
+    d->workspace = hpmlg_own(d, d->d.workspace, what);
+    d->now       = (hpmlg_now *)hpmlg_own(d, sizeof *d->now, what);
+    d->counts    = (unsigned long long *)hpmlg_own(d, 2 * sizeof *d->counts, what);
+    d->note_taken = (int *)hpmlg_own(d, sizeof *d->note_taken, what);
+    for (int i = 0; i < HPMLG_SLOTS; i++)
+        d->slots[i].host = d->pinned + i * HPMLG_SLOT_BYTES, d->slots[i].device = landing + i * HPMLG_SLOT_BYTES;
+    return hpml_ctx_status(d->ctx);
+}
+
+HPMLG_FN void hpmlg_close(void *device)
+{
+    hpmlg_device *d = hpmlg_current(device);
+    if (d->stream) cudaStreamSynchronize(d->stream);
+    hpmlg_blas_close(d);
+    hpmlg_dnn_close(d);
+    for (hpmlg_pass &p : d->passes)
+        if (p.exec) cudaGraphExecDestroy(p.exec);
+    for (hpmlg_block *b = d->blocks; b; b = b->next) cudaFree(b->p);
+    for (hpmlg_slot &s : d->slots) {
+        if (s.landed) cudaEventDestroy(s.landed);
+        if (s.free) cudaEventDestroy(s.free);
+    }
+    for (hpmlg_look *l = d->looks; l < d->looks + HPMLG_LOOKS && l->from; l++)
+        cudaEventDestroy(l->from), cudaEventDestroy(l->to);
+    if (d->look_zero) cudaEventDestroy(d->look_zero);
+    if (d->pinned) cudaFreeHost(d->pinned);
+    if (d->copies) cudaStreamDestroy(d->copies);
+    if (d->stream) cudaStreamDestroy(d->stream);
+}
+
+static __global__ void hpmlg_k_hello(int *taken) { *taken = 0; }
+
+HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
+{
+    hpmlg_device *d = (hpmlg_device *)hpml_ctx_alloc(ctx, sizeof *d, NULL);
+    if (!d) return HPML_ERR_MEMORY;
+    if (desc) d->d = *(const hpml_cuda_desc *)desc;
+    d->ctx = ctx;
+    if (d->d._begin || d->d._end || (int)d->d.precision < 0 || (int)d->d.precision > HPML_CUDA_F16)
+        return hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "cuda desc: precision %d, or a canary is not zero; zero the "
+                             "struct before you set fields", (int)d->d.precision);
+    if (d->d.workspace == 0) d->d.workspace = (size_t)64 << 20;
+    d->store = d->d.precision == HPML_CUDA_BF16 ? HPML_DTYPE_BF16
+             : d->d.precision == HPML_CUDA_F16 ? HPML_DTYPE_F16 : HPML_DTYPE_F32;
+    cudaGetLastError();
+    if (hpmlg_open_device(d) == HPML_OK && hpmlg_open_memory(d) == HPML_OK) {
+        HPMLG_RUN(d, hpmlg_k_hello, 1, 1, 0, d->note_taken);
+        hpmlg_check(d, cudaStreamSynchronize(d->stream), "the first kernel");
+        hpmlg_kernels_open(d);
+        if (!d->d.own_kernels) hpmlg_blas_open(d);
+    }
+    if (hpmlg_well(d)) *device = d;
+    else hpmlg_close(d);
+    return hpml_ctx_status(ctx);
+}
+
+template <void (*op)(hpmlg_device *, const hpml_run *, hpml_node *, bool), bool back>
 static hpml_status hpmlg_run_op(const hpml_run *run, hpml_node *n)
 {
-    return op(hpmlg_enter(run->ctx), run, n, back);
+    op(hpmlg_enter(run->ctx), run, n, back);
+    return hpml_ctx_status(run->ctx);
 }
 
 HPML_API const hpml_backend *hpml_backend_cuda(void)
