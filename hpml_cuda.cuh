@@ -853,18 +853,23 @@ HPMLG_FN void hpmlg_now_set(hpmlg_device *d, const hpml_run *run)
     hpmlg_upload(d, d->now, &now, sizeof now);
 }
 
-/* The record of this pass, or the one that was idle longest, cleared. */
-HPMLG_FN hpmlg_pass *hpmlg_pass_find(hpmlg_device *d, const hpml_pass *key)
+/* What is kept of this key, in one of N places; else the place that was idle longest, dropped and cleared for it. */
+template <class P, class K, int N> HPMLG_FN P *hpmlg_kept(hpmlg_device *d, P (&all)[N], const K &key)
 {
-    hpmlg_pass *oldest = &d->passes[0];
-    for (int i = 0; i < HPMLG_PASSES; i++) {
-        if (memcmp(&d->passes[i].key, key, sizeof *key) == 0) return &d->passes[i];
-        if (d->passes[i].used < oldest->used) oldest = &d->passes[i];
+    P *oldest = &all[0];
+    for (P &p : all) {
+        if (p.used && memcmp(&p.key, &key, sizeof key) == 0) return p.used = ++d->clock, &p;
+        if (p.used < oldest->used) oldest = &p;
     }
-    if (oldest->exec) cudaGraphExecDestroy(oldest->exec);
-    memset(oldest, 0, sizeof *oldest);
-    oldest->key = *key;
+    hpmlg_drop(oldest);
+    memset((void *)oldest, 0, sizeof *oldest);
+    oldest->key = key, oldest->used = ++d->clock;
     return oldest;
+}
+
+HPMLG_FN void hpmlg_drop(hpmlg_pass *p)
+{
+    if (p->exec) cudaGraphExecDestroy(p->exec);
 }
 
 HPMLG_FN void hpmlg_weight_refresh(hpmlg_device *d, hpmlg_weights *w);
@@ -877,9 +882,8 @@ HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *k
     for (hpmlg_weights *w = d->weights; w; w = w->next) hpmlg_weight_refresh(d, w);
     d->passing = !key->backward;
     if (!hpmlg_well(d) || d->d.no_record) return hpml_ctx_status(d->ctx);
-    hpmlg_pass *p = hpmlg_pass_find(d, key);
-    p->used = ++d->clock;
-    *done   = p->exec != NULL;
+    hpmlg_pass *p = hpmlg_kept(d, d->passes, *key);
+    *done = p->exec != NULL;
     if (*done) d->left = p->left, d->passing = false;
     if (*done) return hpmlg_check(d, cudaGraphLaunch(p->exec, d->stream), "launching a pass");
     if (!p->tried) return d->trying = p, HPML_OK;
@@ -2787,13 +2791,7 @@ HPMLG_FN void hpmlg_job_run(hpmlg_device *d, hpmlg_job *g)
 }
 
 /* A plain product: c (batch, m, n) = act(alpha a b (+ c) + bias), or back: c = (alpha a b (+ c)) act'(z). */
-typedef struct hpmlg_mat {
-    hpmlg_array x;
-    int64_t     rs, cs, batch; /* elements between rows, columns, matrices */
-} hpmlg_mat;
-
 struct hpmlg_gemm : hpmlg_job {  /* z: gets what goes into act; p NULL: nobody wants it. back: read */
-    hpmlg_mat   left, right;     /* a and b */
     float      *sums;            /* (m) gets the sums of a's rows; NULL: nobody wants them */
     bool        rode;            /* set by the product: it did act' (back), or the sums, on its way */
     const void *bias_half;       /* bias (n) in c's type, for cuBLASLt; NULL: no such copy */
@@ -2806,29 +2804,31 @@ HPMLG_FN hpmlg_array hpmlg_from(hpmlg_array x, int64_t at)
     return x;
 }
 
-/* A matrix whose rows are ld apart, or its transpose; `batch` numbers further the next one. */
-HPMLG_FN hpmlg_mat hpmlg_mats(hpmlg_array x, int64_t ld, int64_t batch, bool trans)
-{
-    hpmlg_mat m = { x, trans ? 1 : ld, trans ? ld : 1, batch };
-    return m;
-}
-
-HPMLG_FN hpmlg_gemm hpmlg_gemm_of(int64_t m, int64_t n, int64_t k, hpmlg_mat a, hpmlg_mat b, hpmlg_array c, int64_t ldc,
-                                  bool add)
-{
-    hpmlg_gemm g = {};
-    g.m = m, g.n = n, g.k = k, g.batch = 1, g.left = a, g.right = b, g.c = c, g.ldc = ldc, g.c_batch = m * n;
-    g.alpha = 1, g.add = add;
-    return g;
-}
-
-HPMLG_FN hpmlg_side hpmlg_side_of(hpmlg_array x, int64_t line, int64_t k, int64_t batch)
+/* H 0: not an image. */
+HPMLG_FN hpmlg_side hpmlg_side_of(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k,
+                                  int64_t H = 0, int64_t W = 0)
 {
     hpmlg_side o = {};
-    o.x = x, o.batch = batch, o.line = hpmlg_plain(line), o.k = hpmlg_plain(k);
-    o.along_k = k == 1 || (line != 1 && k < line);
-    o.ld      = k == 1 ? line : line == 1 ? k : 0;
+    o.x = x, o.batch = batch, o.line = line, o.k = k, o.along_k = along_k, o.H = H, o.W = W;
     return o;
+}
+
+/* A matrix, its rows ld apart: k goes along its rows, or down its columns. `batch` numbers further the next one. */
+HPMLG_FN hpmlg_side hpmlg_matrix(hpmlg_array x, int64_t ld, int64_t batch, bool along_k)
+{
+    hpmlg_axis one = hpmlg_plain(1), far = hpmlg_plain(ld);
+    hpmlg_side o = hpmlg_side_of(x, batch, along_k ? far : one, along_k ? one : far, along_k);
+    o.ld = ld;
+    return o;
+}
+
+HPMLG_FN hpmlg_gemm hpmlg_gemm_of(int64_t m, int64_t n, int64_t k, hpmlg_side a, hpmlg_side b, hpmlg_array c,
+                                  int64_t ldc, bool add)
+{
+    hpmlg_gemm g = {};
+    g.m = m, g.n = n, g.k = k, g.batch = 1, g.a = a, g.b = b, g.c = c, g.ldc = ldc, g.c_batch = m * n;
+    g.alpha = 1, g.add = add, g.flat = g.bias_col = 1;
+    return g;
 }
 
 HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g);
@@ -2836,9 +2836,7 @@ HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g);
 HPMLG_FN void hpmlg_product(hpmlg_device *d, hpmlg_gemm *g)
 {
     if (!hpmlg_well(d) || hpmlg_blas_product(d, g)) return;
-    g->a = hpmlg_side_of(g->left.x, g->left.rs, g->left.cs, g->left.batch);
-    g->b = hpmlg_side_of(g->right.x, g->right.cs, g->right.rs, g->right.batch);
-    g->flat = g->bias_col = 1, g->rode = g->back;
+    g->rode = g->back;
     hpmlg_job_run(d, g);
 }
 
@@ -2915,6 +2913,7 @@ typedef struct hpmlg_blas_key {
 
 typedef struct hpmlg_blas_plan {
     hpmlg_blas_key         key;
+    uint64_t               used;
     bool                   set, usable;
     cublasLtMatmulDesc_t   op;
     cublasLtMatrixLayout_t a, b, c;
@@ -2926,16 +2925,14 @@ typedef struct hpmlg_blas_plan {
 typedef struct hpmlg_blas {
     cublasLtHandle_t handle;
     hpmlg_blas_plan  plans[HPMLG_BLAS_PLANS];
-    int              next; /* the one to go when all are taken */
 } hpmlg_blas;
 
-HPMLG_FN void hpmlg_blas_drop(hpmlg_blas_plan *p)
+HPMLG_FN void hpmlg_drop(hpmlg_blas_plan *p)
 {
     if (p->op) cublasLtMatmulDescDestroy(p->op);
     if (p->a) cublasLtMatrixLayoutDestroy(p->a);
     if (p->b) cublasLtMatrixLayoutDestroy(p->b);
     if (p->c) cublasLtMatrixLayoutDestroy(p->c);
-    memset(p, 0, sizeof *p);
 }
 
 HPMLG_FN cublasStatus_t hpmlg_blas_layout(cublasLtMatrixLayout_t *l, int64_t type, int64_t rows, int64_t cols,
@@ -3013,15 +3010,13 @@ HPMLG_FN void hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_plan 
 HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g)
 {
     memset(k, 0, sizeof *k);
-    if (g->left.x.type != g->right.x.type || (g->c.type != g->left.x.type && g->c.type != HPML_DTYPE_F32)) return false;
-    k->trans_a = g->left.cs != 1, k->trans_b = g->right.cs != 1;
-    if ((k->trans_a && g->left.rs != 1) || (k->trans_b && g->right.rs != 1)) return false;
-    k->m = g->m, k->n = g->n, k->k = g->k, k->batch = g->batch, k->ldc = g->ldc;
-    k->lda = k->trans_a ? g->left.cs : g->left.rs, k->ldb = k->trans_b ? g->right.cs : g->right.rs;
+    if (g->a.x.type != g->b.x.type || (g->c.type != g->a.x.type && g->c.type != HPML_DTYPE_F32)) return false;
+    k->trans_a = !g->a.along_k, k->trans_b = g->b.along_k;
+    k->m = g->m, k->n = g->n, k->k = g->k, k->batch = g->batch, k->lda = g->a.ld, k->ldb = g->b.ld, k->ldc = g->ldc;
     if (k->lda < (k->trans_a ? k->m : k->k) || k->ldb < (k->trans_b ? k->k : k->n) || k->ldc < k->n) return false;
-    if (k->batch > 1) k->a_batch = g->left.batch, k->b_batch = g->right.batch, k->c_batch = g->c_batch;
-    k->a_type = g->left.x.type, k->c_type = g->c.type, k->add = g->add;
-    uintptr_t places = (uintptr_t)g->left.x.p | (uintptr_t)g->right.x.p | (uintptr_t)g->c.p;
+    if (k->batch > 1) k->a_batch = g->a.batch, k->b_batch = g->b.batch, k->c_batch = g->c_batch;
+    k->a_type = g->a.x.type, k->c_type = g->c.type, k->add = g->add;
+    uintptr_t places = (uintptr_t)g->a.x.p | (uintptr_t)g->b.x.p | (uintptr_t)g->c.p;
     for (k->align = 256; places % (uintptr_t)k->align; k->align /= 2) {} /* what all are multiples of */
     return k->batch == 1 || !g->bias;
 }
@@ -3040,17 +3035,6 @@ HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_gemm *g, bool act)
     return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-HPMLG_FN hpmlg_blas_plan *hpmlg_blas_plan_of(hpmlg_device *d, hpmlg_blas *blas, const hpmlg_blas_key *key,
-                                             const void *bias, void *z)
-{
-    for (int i = 0; i < HPMLG_BLAS_PLANS; i++)
-        if (blas->plans[i].set && memcmp(&blas->plans[i].key, key, sizeof *key) == 0) return &blas->plans[i];
-    hpmlg_blas_plan *p = &blas->plans[blas->next++ % HPMLG_BLAS_PLANS];
-    hpmlg_blas_drop(p);
-    p->key = *key;
-    hpmlg_blas_ask(d, blas, p, bias, z);
-    return p;
-}
 
 /* With all aboard where the library can, else without, and an activation after. False: by neither. */
 HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g)
@@ -3069,10 +3053,11 @@ HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g)
         if (plain && aboard) continue;
         key.epilogue = (int64_t)e;
         key.c_type   = after && g->z.p ? g->z.type : g->c.type;
-        hpmlg_blas_plan *p = hpmlg_blas_plan_of(d, blas, &key, line, z);
-        cublasStatus_t   s = p->usable ? hpmlg_blas_point(p, line, z) : CUBLAS_STATUS_NOT_SUPPORTED;
-        HPMLG_TRY(s, cublasLtMatmul(blas->handle, p->op, &g->alpha, g->right.x.p, p->a, g->left.x.p, p->b, &beta, c,
-                                    p->c, c, p->c, &p->algo, d->workspace, d->d.workspace, d->stream));
+        hpmlg_blas_plan *p = hpmlg_kept(d, blas->plans, key);
+        if (!p->set) hpmlg_blas_ask(d, blas, p, line, z);
+        cublasStatus_t s = p->usable ? hpmlg_blas_point(p, line, z) : CUBLAS_STATUS_NOT_SUPPORTED;
+        HPMLG_TRY(s, cublasLtMatmul(blas->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b, &beta, c, p->c, c,
+                                    p->c, &p->algo, d->workspace, d->d.workspace, d->stream));
         p->usable = !hpmlg_blas_refused(s); /* also where it did not say so when asked */
         if (!p->usable) continue;
         hpmlg_blas_check(d, s, "cublasLtMatmul");
@@ -3094,7 +3079,7 @@ HPMLG_FN void hpmlg_blas_open(hpmlg_device *d)
 HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
 {
     hpmlg_blas *blas = (hpmlg_blas *)d->blas;
-    for (int i = 0; blas && i < HPMLG_BLAS_PLANS; i++) hpmlg_blas_drop(&blas->plans[i]);
+    for (int i = 0; blas && i < HPMLG_BLAS_PLANS; i++) hpmlg_drop(&blas->plans[i]);
     if (blas && blas->handle) cublasLtDestroy(blas->handle);
 }
 #endif
@@ -3136,21 +3121,20 @@ HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
 }
 
 /* c (m, n) (+)= a b; turned: its transpose. */
-HPMLG_FN void hpmlg_batched(hpmlg_device *d, int64_t batch, int64_t m, int64_t n, int64_t k, hpmlg_mat a, hpmlg_mat b,
+HPMLG_FN void hpmlg_batched(hpmlg_device *d, int64_t batch, int64_t m, int64_t n, int64_t k, hpmlg_side a, hpmlg_side b,
                             hpmlg_array c, bool add, bool turned = false)
 {
-    hpmlg_mat  at = { a.x, a.cs, a.rs, a.batch }, bt = { b.x, b.cs, b.rs, b.batch };
-    hpmlg_gemm g = turned ? hpmlg_gemm_of(n, m, k, bt, at, c, m, add) : hpmlg_gemm_of(m, n, k, a, b, c, n, add);
+    hpmlg_gemm g = turned ? hpmlg_gemm_of(n, m, k, b, a, c, m, add) : hpmlg_gemm_of(m, n, k, a, b, c, n, add);
     g.batch = batch;
     hpmlg_product(d, &g);
 }
 
 /* op(A) (m, k), or second: op(B) (k, n); turned: its transpose. */
-HPMLG_FN hpmlg_mat hpmlg_matmul_of(const hpml_node *n, const hpmlg_dims *s, hpmlg_array x, bool second, bool turned)
+HPMLG_FN hpmlg_side hpmlg_matmul_of(const hpml_node *n, const hpmlg_dims *s, hpmlg_array x, bool second, bool turned)
 {
     bool    stored = second ? n->attr.matmul.trans_b : n->attr.matmul.trans_a; /* as its transpose */
     int64_t rows = second ? s->k : s->m, cols = second ? s->n : s->k;
-    return hpmlg_mats(x, stored ? rows : cols, second && s->shared ? 0 : rows * cols, stored != turned);
+    return hpmlg_matrix(x, stored ? rows : cols, second && s->shared ? 0 : rows * cols, (stored != turned) == second);
 }
 
 HPMLG_OP(matmul)
@@ -3163,13 +3147,13 @@ HPMLG_OP(matmul)
         return hpmlg_batched(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_of(n, &s, a, false, false),
                              hpmlg_matmul_of(n, &s, b, true, false), hpmlg_value(n->out), false);
     if (ta->grad) /* dA (m, k) = dC op(B)^T, as A is stored */
-        hpmlg_batched(d, s.batch, s.m, s.k, s.n, hpmlg_mats(dc, s.n, mn, false), hpmlg_matmul_of(n, &s, b, true, true),
+        hpmlg_batched(d, s.batch, s.m, s.k, s.n, hpmlg_matrix(dc, s.n, mn, true), hpmlg_matmul_of(n, &s, b, true, true),
                       hpmlg_grad(ta), n->accumulate[0], n->attr.matmul.trans_a);
     for (int64_t i = 0; tb->grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC */
         bool        add = n->accumulate[1] || i > 0 || ta == tb; /* a shared b sums over the batch, in order */
         hpmlg_array ai = hpmlg_from(a, i * s.m * s.k), ci = hpmlg_from(dc, i * mn);
         hpmlg_batched(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_of(n, &s, ai, false, true),
-                      hpmlg_mats(ci, s.n, mn, false), hpmlg_grad(tb), add, n->attr.matmul.trans_b);
+                      hpmlg_matrix(ci, s.n, mn, false), hpmlg_grad(tb), add, n->attr.matmul.trans_b);
     }
 }
 
@@ -3184,7 +3168,7 @@ HPMLG_FN void hpmlg_linear_forward(hpmlg_device *d, hpml_node *n)
     const hpml_tensor *w = n->src[1], *bias = n->src[2];
     int64_t            out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(n->src[0]) / in;
     hpmlg_array        x = hpmlg_factor(d, n->src[0], n->scratch), wt = hpmlg_factor(d, w, NULL);
-    hpmlg_gemm         g = hpmlg_gemm_of(rows, out, in, hpmlg_mats(x, in, 0, false), hpmlg_mats(wt, in, 0, true),
+    hpmlg_gemm         g = hpmlg_gemm_of(rows, out, in, hpmlg_matrix(x, in, 0, true), hpmlg_matrix(wt, in, 0, true),
                                          hpmlg_value(n->out), out, false);
     g.act = n->attr.act.act, g.slope = n->attr.act.slope;
     g.z   = hpmlg_of(n->saved, n->out->dtype);
@@ -3209,23 +3193,23 @@ HPMLG_FN void hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
     hpmlg_walk       rows_of = hpmlg_stretched(1, rows, out);
     hpml_act         act = d->left.sloped == n ? HPML_ACT_NONE : n->attr.act.act;
     float           *db = bias ? bias->grad : NULL;
-    hpmlg_gemm       dw = hpmlg_gemm_of(out, in, rows, hpmlg_mats(dz, out, 0, true), hpmlg_mats(none, in, 0, false),
-                                        hpmlg_grad(w), in, n->accumulate[1]);
-    hpmlg_gemm       dx = hpmlg_gemm_of(rows, in, out, hpmlg_mats(dz, out, 0, false), hpmlg_mats(none, in, 0, false),
-                                        hpmlg_grad(x), in, n->accumulate[0]);
+    hpmlg_gemm       dw = hpmlg_gemm_of(out, in, rows, hpmlg_matrix(dz, out, 0, false),
+                                        hpmlg_matrix(none, in, 0, false), hpmlg_grad(w), in, n->accumulate[1]);
+    hpmlg_gemm       dx = hpmlg_gemm_of(rows, in, out, hpmlg_matrix(dz, out, 0, true),
+                                        hpmlg_matrix(none, in, 0, false), hpmlg_grad(x), in, n->accumulate[0]);
     bool             ride = act == HPML_ACT_NONE && w->grad && db && out <= (int64_t)(HPMLG_SCRATCH / sizeof(float));
     d->left.sloped = NULL;
     if (ride) dw.sums = n->accumulate[2] ? (float *)d->scratch : db;
     else hpmlg_slopes_run(d, dz, hpmlg_linear_z(n), act, n->attr.act.slope, rows_of, db, n->accumulate[2]);
     if (w->grad) {
-        dw.right.x = hpmlg_factor(d, x, n->scratch);
+        dw.b.x = hpmlg_factor(d, x, n->scratch);
         hpmlg_product(d, &dw);
     }
     if (ride && !dw.rode) hpmlg_slopes_run(d, dz, none, HPML_ACT_NONE, 0, rows_of, db, n->accumulate[2]);
     else if (ride && n->accumulate[2])
         hpmlg_copy_run(d, hpmlg_of(db, HPML_DTYPE_F32), hpmlg_of(dw.sums, HPML_DTYPE_F32), out, true);
     if (!x->grad) return;
-    dx.right.x = hpmlg_factor(d, w, NULL);
+    dx.b.x = hpmlg_factor(d, w, NULL);
     if (m) dx.back = true, dx.z = hpmlg_linear_z(m), dx.act = m->attr.act.act, dx.slope = m->attr.act.slope;
     hpmlg_product(d, &dx);
     if (dx.rode) d->left.sloped = m;
@@ -3280,14 +3264,6 @@ HPMLG_FN hpmlg_axis hpmlg_conv_taps(const hpmlg_conv *c)
     return t;
 }
 
-/* H 0: not an image. */
-HPMLG_FN hpmlg_side hpmlg_conv_side(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k,
-                                    int64_t H = 0, int64_t W = 0)
-{
-    hpmlg_side o = {};
-    o.x = x, o.batch = batch, o.line = line, o.k = k, o.along_k = along_k, o.H = H, o.W = W;
-    return o;
-}
 
 HPMLG_FN void hpmlg_conv_y(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array x, hpmlg_array w, const float *bias,
                            hpml_act act, hpmlg_array y)
@@ -3295,8 +3271,8 @@ HPMLG_FN void hpmlg_conv_y(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array x, 
     hpmlg_job j = {};
     j.batch = c->groups, j.c = y, j.alpha = 1;
     j.m = c->OC, j.n = c->B * c->P, j.k = c->C * c->taps;
-    j.a = hpmlg_conv_side(w, c->OC * j.k, hpmlg_plain(j.k), hpmlg_plain(1), true);
-    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_pixels(c), hpmlg_conv_taps(c), false, c->H, c->W);
+    j.a = hpmlg_side_of(w, c->OC * j.k, hpmlg_plain(j.k), hpmlg_plain(1), true);
+    j.b = hpmlg_side_of(x, c->C * c->H * c->W, hpmlg_conv_pixels(c), hpmlg_conv_taps(c), false, c->H, c->W);
     j.ldc = c->P, j.c_batch = c->OC * c->P, j.col = hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0);
     j.bias = bias, j.bias_row = 1, j.bias_batch = c->OC, j.act = act, j.slope = 0.01f;
     hpmlg_job_run(d, &j);
@@ -3331,9 +3307,9 @@ HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy
         if (j.n == 0 || (j.k == 0 && add)) continue;
         pixels.h0 = (int16_t)h.at, pixels.w0 = (int16_t)v.at, pixels.h = pixels.w = 1;
         taps.h = (int16_t)-h.back, taps.w = (int16_t)-v.back;
-        j.a = hpmlg_conv_side(hpmlg_from(w, h.tap * kw + v.tap), c->OC * c->C * c->taps, hpmlg_plain(c->taps),
+        j.a = hpmlg_side_of(hpmlg_from(w, h.tap * kw + v.tap), c->OC * c->C * c->taps, hpmlg_plain(c->taps),
                               hpmlg_folded(h.taps, v.taps, c->C * c->taps, h.step * kw, v.step), true);
-        j.b = hpmlg_conv_side(dy, c->OC * c->P, pixels, taps, false, c->OH, c->OW);
+        j.b = hpmlg_side_of(dy, c->OC * c->P, pixels, taps, false, c->OH, c->OW);
         j.ldc = size, j.c_batch = c->C * size;
         j.col = hpmlg_folded(h.count, v.count, c->groups * c->C * size, c->stride[0] * c->W, c->stride[1]);
         hpmlg_job_run(d, &j);
@@ -3346,9 +3322,9 @@ HPMLG_FN void hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy
     hpmlg_job j = {};
     j.batch = c->groups, j.c = dw, j.alpha = 1, j.add = add;
     j.m = c->OC, j.n = c->C * c->taps, j.k = c->B * c->P;
-    j.a = hpmlg_conv_side(dy, c->OC * c->P, hpmlg_plain(c->P), hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0),
+    j.a = hpmlg_side_of(dy, c->OC * c->P, hpmlg_plain(c->P), hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0),
                              true);
-    j.b = hpmlg_conv_side(x, c->C * c->H * c->W, hpmlg_conv_taps(c), hpmlg_conv_pixels(c), true, c->H, c->W);
+    j.b = hpmlg_side_of(x, c->C * c->H * c->W, hpmlg_conv_taps(c), hpmlg_conv_pixels(c), true, c->H, c->W);
     j.ldc = j.n, j.c_batch = c->OC * j.n, j.flat = true;
     hpmlg_job_run(d, &j);
 }
@@ -3430,16 +3406,21 @@ HPMLG_FN bool hpmlg_dnn_refused(cudnnStatus_t s) /* ours does it; since version 
     return family == CUDNN_STATUS_NOT_SUPPORTED || family == CUDNN_STATUS_BAD_PARAM;
 }
 
+typedef struct hpmlg_dnn_key {
+    const hpml_node *n;
+    int64_t          batch;
+} hpmlg_dnn_key;
+
 typedef struct hpmlg_dnn_plan {
-    const hpml_node             *n;
-    int64_t                      batch;
+    hpmlg_dnn_key                key;
+    uint64_t                     used;
     cudnnTensorDescriptor_t      x, y, bias;
     cudnnFilterDescriptor_t      w;
     cudnnConvolutionDescriptor_t conv;
     cudnnActivationDescriptor_t  act;
     int                          algo[HPMLG_DNN_PASSES];
     size_t                       bytes[HPMLG_DNN_PASSES]; /* of workspace */
-    bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES], unfused;
+    bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES], set, refused, unfused;
 } hpmlg_dnn_plan;
 
 #define HPMLG_DNN_PLANS 128
@@ -3447,10 +3428,9 @@ typedef struct hpmlg_dnn_plan {
 typedef struct hpmlg_dnn {
     cudnnHandle_t  handle;
     hpmlg_dnn_plan plans[HPMLG_DNN_PLANS];
-    int            next; /* the one to go when all are taken */
 } hpmlg_dnn;
 
-HPMLG_FN void hpmlg_dnn_drop(hpmlg_dnn_plan *p)
+HPMLG_FN void hpmlg_drop(hpmlg_dnn_plan *p)
 {
     if (p->x) cudnnDestroyTensorDescriptor(p->x);
     if (p->y) cudnnDestroyTensorDescriptor(p->y);
@@ -3458,16 +3438,15 @@ HPMLG_FN void hpmlg_dnn_drop(hpmlg_dnn_plan *p)
     if (p->w) cudnnDestroyFilterDescriptor(p->w);
     if (p->conv) cudnnDestroyConvolutionDescriptor(p->conv);
     if (p->act) cudnnDestroyActivationDescriptor(p->act);
-    memset(p, 0, sizeof *p);
 }
 
 HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan *p)
 {
-    hpmlg_conv      c = hpmlg_conv_of(p->n);
+    hpmlg_conv      c = hpmlg_conv_of(p->key.n);
     cudnnDataType_t type = d->store == HPML_DTYPE_F32 ? CUDNN_DATA_FLOAT : d->store == HPML_DTYPE_BF16
                          ? CUDNN_DATA_BFLOAT16 : CUDNN_DATA_HALF;
     cudnnMathType_t math = d->d.precision == HPML_CUDA_F32 ? CUDNN_FMA_MATH : CUDNN_TENSOR_OP_MATH;
-    bool            relu = p->n->attr.conv.act == HPML_ACT_RELU;
+    bool            relu = p->key.n->attr.conv.act == HPML_ACT_RELU;
     int             channels = (int)(c.groups * c.OC);
     cudnnStatus_t   s = cudnnCreateTensorDescriptor(&p->x);
     HPMLG_TRY(s, cudnnCreateTensorDescriptor(&p->y));
@@ -3523,18 +3502,13 @@ HPMLG_FN void hpmlg_dnn_ask(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, 
 
 HPMLG_FN hpmlg_dnn_plan *hpmlg_dnn_plan_of(hpmlg_device *d, hpmlg_dnn *dnn, const hpml_node *n, hpmlg_dnn_pass pass)
 {
-    hpmlg_dnn_plan *p = NULL;
-    for (int i = 0; i < HPMLG_DNN_PLANS && !p; i++)
-        if (dnn->plans[i].n == n && dnn->plans[i].batch == n->out->shape[0]) p = &dnn->plans[i];
-    if (!p) {
-        p = &dnn->plans[dnn->next++ % HPMLG_DNN_PLANS];
-        hpmlg_dnn_drop(p);
-        p->n = n, p->batch = n->out->shape[0];
+    hpmlg_dnn_plan *p = hpmlg_kept(d, dnn->plans, hpmlg_dnn_key{ n, n->out->shape[0] });
+    if (!p->set) {
         cudnnStatus_t s = hpmlg_dnn_describe(d, p);
-        for (int i = 0; i < HPMLG_DNN_PASSES; i++) p->asked[i] = s != CUDNN_STATUS_SUCCESS;
+        p->set = true, p->refused = s != CUDNN_STATUS_SUCCESS;
         if (!hpmlg_dnn_refused(s)) hpmlg_dnn_check(d, s, "describing a convolution to cuDNN");
     }
-    if (!p->asked[pass]) hpmlg_dnn_ask(d, dnn, p, pass);
+    if (!p->refused && !p->asked[pass]) hpmlg_dnn_ask(d, dnn, p, pass);
     return p;
 }
 
@@ -3607,7 +3581,7 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
 HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
 {
     hpmlg_dnn *dnn = (hpmlg_dnn *)d->dnn;
-    for (int i = 0; dnn && i < HPMLG_DNN_PLANS; i++) hpmlg_dnn_drop(&dnn->plans[i]);
+    for (int i = 0; dnn && i < HPMLG_DNN_PLANS; i++) hpmlg_drop(&dnn->plans[i]);
     if (dnn && dnn->handle) cudnnDestroy(dnn->handle);
 }
 #endif
@@ -4008,8 +3982,8 @@ HPMLG_FN void hpmlg_attn_start(hpmlg_device *d, void (*kernel)(hpmlg_attn), cons
 {
     int64_t blocks = (p->T + rows - 1) / rows * p->pairs;
     if (blocks > 0x7fffffff)
-        hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "attention: %lld samples and heads of %d positions are too many for "
-                      "one launch", (long long)p->pairs, p->T);
+        hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "attention: %lld samples and heads of %d positions are too many "
+                      "for one launch", (long long)p->pairs, p->T);
     if (!d->recording && shared > (size_t)48 << 10)
         hpmlg_check(d, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared),
                     "shared memory for attention");
@@ -4150,13 +4124,13 @@ HPMLG_FN void hpmlg_lstm_forward(hpmlg_device *d, hpml_node *n)
     int64_t     H = l.H;
     hpmlg_array w_h = hpmlg_factor(d, n->src[2], NULL), gates = hpmlg_of(l.gates, HPML_DTYPE_F32);
     hpmlg_array x = hpmlg_factor(d, n->src[0], n->scratch), w_x = hpmlg_factor(d, n->src[1], NULL);
-    hpmlg_gemm  g = hpmlg_gemm_of(l.B * l.T, 4 * H, l.in, hpmlg_mats(x, l.in, 0, false),
-                                  hpmlg_mats(w_x, l.in, 0, true), gates, 4 * H, false);
+    hpmlg_gemm  g = hpmlg_gemm_of(l.B * l.T, 4 * H, l.in, hpmlg_matrix(x, l.in, 0, true),
+                                  hpmlg_matrix(w_x, l.in, 0, true), gates, 4 * H, false);
     g.bias = n->src[3]->data;
     hpmlg_product(d, &g);
     for (int64_t t = 0; t < l.T; t++) {
-        g = hpmlg_gemm_of(l.B, 4 * H, H, hpmlg_mats(hpmlg_from(l.h, (t - 1) * H), l.T * H, 0, false),
-                          hpmlg_mats(w_h, H, 0, true), hpmlg_from(gates, t * 4 * H), l.T * 4 * H, true);
+        g = hpmlg_gemm_of(l.B, 4 * H, H, hpmlg_matrix(hpmlg_from(l.h, (t - 1) * H), l.T * H, 0, true),
+                          hpmlg_matrix(w_h, H, 0, true), hpmlg_from(gates, t * 4 * H), l.T * 4 * H, true);
         if (t > 0) hpmlg_product(d, &g);
         HPMLG_RUN(d, hpmlg_k_lstm, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
     }
@@ -4173,19 +4147,19 @@ HPMLG_FN void hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
     for (int64_t t = l.T - 1; t >= 0; t--) {
         HPMLG_RUN(d, hpmlg_k_lstm_back, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
         if (t == 0) break; /* dh_{t-1} = da_t W_h */
-        g = hpmlg_gemm_of(l.B, H, 4 * H, hpmlg_mats(hpmlg_from(l.da, t * 4 * H), l.T * 4 * H, 0, false),
-                          hpmlg_mats(half_w_h, H, 0, false), hpmlg_of(l.dh, HPML_DTYPE_F32), H, false);
+        g = hpmlg_gemm_of(l.B, H, 4 * H, hpmlg_matrix(hpmlg_from(l.da, t * 4 * H), l.T * 4 * H, 0, true),
+                          hpmlg_matrix(half_w_h, H, 0, false), hpmlg_of(l.dh, HPML_DTYPE_F32), H, false);
         hpmlg_product(d, &g);
     }
-    hpmlg_mat da = hpmlg_mats(l.da, 4 * H, 0, false), turned = hpmlg_mats(l.da, 4 * H, 0, true);
+    hpmlg_side da = hpmlg_matrix(l.da, 4 * H, 0, true), turned = hpmlg_matrix(l.da, 4 * H, 0, false);
     if (x->grad)
-        hpmlg_batched(d, 1, rows, l.in, 4 * H, da, hpmlg_mats(hpmlg_factor(d, w_x, NULL), l.in, 0, false),
+        hpmlg_batched(d, 1, rows, l.in, 4 * H, da, hpmlg_matrix(hpmlg_factor(d, w_x, NULL), l.in, 0, false),
                       hpmlg_grad(x), n->accumulate[0]);
     if (w_x->grad)
-        hpmlg_batched(d, 1, 4 * H, l.in, rows, turned, hpmlg_mats(hpmlg_factor(d, x, n->scratch), l.in, 0, false),
+        hpmlg_batched(d, 1, 4 * H, l.in, rows, turned, hpmlg_matrix(hpmlg_factor(d, x, n->scratch), l.in, 0, false),
                       hpmlg_grad(w_x), n->accumulate[1]);
     if (w_h->grad)
-        hpmlg_batched(d, 1, 4 * H, H, rows, turned, hpmlg_mats(l.before, H, 0, false), hpmlg_grad(w_h),
+        hpmlg_batched(d, 1, 4 * H, H, rows, turned, hpmlg_matrix(l.before, H, 0, false), hpmlg_grad(w_h),
                       n->accumulate[2]);
     hpmlg_array all = hpmlg_of(l.gates, HPML_DTYPE_F32);
     hpmlg_slopes_run(d, all, all, HPML_ACT_NONE, 0, hpmlg_stretched(1, rows, 4 * H), bias->grad, n->accumulate[3]);
@@ -5286,11 +5260,11 @@ HPML_API hpml_status hpml_nccl_link_landed(void *nccl, float *stage)
 
 HPML_API hpml_status hpml_nccl_allreduce(hpml_nccl *n, float *x, int64_t count, bool mean)
 {
-    hpml_status status = hpml_nccl_link_check(n); /* the one before: the host then gets at most one call ahead */
-    if (status == HPML_OK) status = hpml_nccl_link_begin(n);
-    if (status == HPML_OK) status = hpml_nccl_link_allreduce(n, x, count, mean);
-    if (status == HPML_OK) status = hpml_nccl_link_end(n);
-    return status == HPML_OK ? hpml_nccl_link_wait(n) : status;
+    hpml_nccl_link_check(n); /* the one before: the host then gets at most one call ahead */
+    hpml_nccl_link_begin(n);
+    hpml_nccl_link_allreduce(n, x, count, mean);
+    hpml_nccl_link_end(n);
+    return hpml_nccl_link_wait(n);
 }
 #else /* without HPML_USE_NCCL: there is never a hpml_nccl */
 HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
@@ -5401,8 +5375,7 @@ HPMLG_FN void hpmlg_close(void *device)
     if (d->stream) cudaStreamSynchronize(d->stream);
     hpmlg_blas_close(d);
     hpmlg_dnn_close(d);
-    for (hpmlg_pass &p : d->passes)
-        if (p.exec) cudaGraphExecDestroy(p.exec);
+    for (hpmlg_pass &p : d->passes) hpmlg_drop(&p);
     for (hpmlg_block *b = d->blocks; b; b = b->next) cudaFree(b->p);
     for (hpmlg_slot &s : d->slots) {
         if (s.landed) cudaEventDestroy(s.landed);
