@@ -3265,18 +3265,6 @@ HPMLG_FN hpmlg_axis hpmlg_conv_taps(const hpmlg_conv *c)
 }
 
 
-HPMLG_FN void hpmlg_conv_y(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array x, hpmlg_array w, const float *bias,
-                           hpml_act act, hpmlg_array y)
-{
-    hpmlg_job j = {};
-    j.batch = c->groups, j.c = y, j.alpha = 1;
-    j.m = c->OC, j.n = c->B * c->P, j.k = c->C * c->taps;
-    j.a = hpmlg_side_of(w, c->OC * j.k, hpmlg_plain(j.k), hpmlg_plain(1), true);
-    j.b = hpmlg_side_of(x, c->C * c->H * c->W, hpmlg_conv_pixels(c), hpmlg_conv_taps(c), false, c->H, c->W);
-    j.ldc = c->P, j.c_batch = c->OC * c->P, j.col = hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0);
-    j.bias = bias, j.bias_row = 1, j.bias_batch = c->OC, j.act = act, j.slope = 0.01f;
-    hpmlg_job_run(d, &j);
-}
 
 /* Of one axis, `count` pixels first, first + stride, ... of x: `taps` of the kernel's, tap, tap + step, ..., bring the
    first one to at, at - back, ... of y, and each next one further by 1. */
@@ -3316,18 +3304,6 @@ HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy
     }
 }
 
-HPMLG_FN void hpmlg_conv_dw(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array x, hpmlg_array dw,
-                            bool add)
-{
-    hpmlg_job j = {};
-    j.batch = c->groups, j.c = dw, j.alpha = 1, j.add = add;
-    j.m = c->OC, j.n = c->C * c->taps, j.k = c->B * c->P;
-    j.a = hpmlg_side_of(dy, c->OC * c->P, hpmlg_plain(c->P), hpmlg_folded(c->P, 1, c->groups * c->OC * c->P, 1, 0),
-                             true);
-    j.b = hpmlg_side_of(x, c->C * c->H * c->W, hpmlg_conv_taps(c), hpmlg_conv_pixels(c), true, c->H, c->W);
-    j.ldc = j.n, j.c_batch = c->OC * j.n, j.flat = true;
-    hpmlg_job_run(d, &j);
-}
 
 /* y (images, C, P) = act(y + bias), in place. */
 static __global__ void hpmlg_k_planes_end(hpmlg_array y, const float *bias, int act, int64_t C, int64_t P, int64_t n)
@@ -3352,10 +3328,24 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
                              hpmlg_array y, bool add)
 {
     hpmlg_conv c = hpmlg_conv_of(n);
+    hpmlg_job  j = {};
+    hpmlg_axis seen = hpmlg_conv_pixels(&c), taps = hpmlg_conv_taps(&c);
+    hpmlg_axis pixels = hpmlg_folded(c.P, 1, c.groups * c.OC * c.P, 1, 0); /* of y */
+    int64_t    size = c.C * c.taps, image = c.C * c.H * c.W;
     if (!hpmlg_well(d) || hpmlg_dnn_run(d, n, pass, x, w, y, add)) return;
-    if (pass == HPMLG_DNN_DW) hpmlg_conv_dw(d, &c, y, x, w, add);
-    else if (pass == HPMLG_DNN_DX) hpmlg_conv_dx(d, &c, y, w, x, add);
-    else hpmlg_conv_y(d, &c, x, w, hpmlg_param_of(n, 2), n->attr.conv.act, y);
+    if (pass == HPMLG_DNN_DX) return hpmlg_conv_dx(d, &c, y, w, x, add);
+    j.batch = c.groups, j.m = c.OC, j.alpha = 1, j.add = add;
+    if (pass == HPMLG_DNN_Y) {
+        j.a = hpmlg_matrix(w, size, c.OC * size, true);
+        j.b = hpmlg_side_of(x, image, seen, taps, false, c.H, c.W);
+        j.c = y, j.n = c.B * c.P, j.k = size, j.ldc = c.P, j.c_batch = c.OC * c.P, j.col = pixels;
+        j.bias = hpmlg_param_of(n, 2), j.bias_row = 1, j.bias_batch = c.OC, j.act = n->attr.conv.act, j.slope = 0.01f;
+    } else {
+        j.a = hpmlg_side_of(y, c.OC * c.P, hpmlg_plain(c.P), pixels, true);
+        j.b = hpmlg_side_of(x, image, taps, seen, true, c.H, c.W);
+        j.c = w, j.n = j.ldc = size, j.k = c.B * c.P, j.c_batch = c.OC * size, j.flat = true;
+    }
+    hpmlg_job_run(d, &j);
 }
 
 HPMLG_OP(conv2d)
@@ -3556,7 +3546,8 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
     void           *dw = narrow ? (char *)n->scratch + hpmlg_factor_bytes(d, n->src[0]) : w.p;
     int64_t         count = hpml_tensor_count(n->out);
     cudnnStatus_t   s;
-    if (d->d.own_kernels || x.type != (int)d->store || y.type != (int)d->store) return false;
+    uintptr_t       places = (uintptr_t)x.p | (uintptr_t)w.p | (uintptr_t)y.p; /* a piece of a batch begins anywhere */
+    if (d->d.own_kernels || x.type != (int)d->store || y.type != (int)d->store || places % 16) return false;
     hpmlg_dnn      *dnn = hpmlg_dnn_open(d);
     hpmlg_dnn_plan *p   = dnn ? hpmlg_dnn_plan_of(d, dnn, n, pass) : NULL;
     if (!p || !p->usable[pass]) return false;

@@ -28,7 +28,10 @@ struct cudnn_thing { /* any descriptor, or a handle */
     bool            set, relu;
     size_t  size() const { return type == CUDNN_DATA_FLOAT ? 4 : 2; }
     int64_t count() const { return (int64_t)n * c * h * w; }
-    bool    holds(const void *p) const { return set && emu::memory_holds(p, (size_t)count() * size(), true); }
+    bool    holds(const void *p) const /* cuDNN reads 16 bytes at a time */
+    {
+        return set && reinterpret_cast<uintptr_t>(p) % 16 == 0 && emu::memory_holds(p, (size_t)count() * size(), true);
+    }
     float   get(const void *p, int64_t i) const
     {
         if (type == CUDNN_DATA_FLOAT) return static_cast<const float *>(p)[i];

@@ -808,6 +808,46 @@ TEST(convolutions_are_the_librarys_or_ours)
     }
 }
 
+static hpml_status one_by_one(void *user, hpml_trainer *t, int64_t samples, float *loss)
+{
+    hpml_status status = HPML_OK;
+    float       part;
+    (void)user;
+    for (int64_t i = 0; i < samples && status == HPML_OK; i++) {
+        status = hpml_trainer_run_local(t, i, 1, 1 / (float)samples, i > 0, &part);
+        if (loss) *loss = (i > 0 ? *loss : 0) + part / (float)samples;
+    }
+    return status;
+}
+
+/* A piece of a batch begins at any address; what cuDNN or cuBLASLt cannot take there, ours do. */
+TEST(a_batch_one_by_one)
+{
+    float         x[3 * 9], loss[2][4];
+    const int32_t y[3] = { 1, 0, 1 };
+    if (no_device()) SKIP("no CUDA device");
+    for (int i = 0; i < 27; i++) x[i] = sinf((float)i);
+    for (int gpu = 0; gpu < 2; gpu++) {
+        products = LIBRARIES;
+        hpml_ctx       *ctx = context(gpu, HPML_CUDA_F32);
+        hpml_tensor    *in = hpml_input_4d(ctx, 3, 1, 3, 3);
+        hpml_tensor    *h = hpml_conv2d(in, 4, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1, .activation = HPML_ACT_RELU });
+        hpml_tensor    *out = hpml_linear(hpml_flatten(h), 2, NULL);
+        hpml_trainer   *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.1f });
+        hpml_step_info  info;
+        long            ran = emulated() ? cuda_on_cpu_count("cudnn 3") : 0;
+        hpml_trainer_set_hooks(t, &(hpml_hooks){ .run = one_by_one });
+        for (int i = 0; i < 4; i++) {
+            ENSURE(hpml_trainer_step(t, x, y, 3, &info) == HPML_OK);
+            loss[gpu][i] = info.loss;
+        }
+        if (emulated() && gpu) ENSURE(cuda_on_cpu_count("cudnn 3") > ran); /* the first of them it can */
+        hpml_ctx_free(ctx);
+        products = AS_EVER;
+    }
+    for (int i = 0; i < 4; i++) ENSURE_NEAR(loss[1][i], loss[0][i], 1e-4);
+}
+
 /* Batches of several sizes in turn: the library is asked about each product once. */
 TEST(shapes_in_turn_are_planned_once)
 {
