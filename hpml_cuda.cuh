@@ -2149,8 +2149,7 @@ HPMLG_DEVICE uint4 hpmlg_philox(unsigned long long seed, unsigned long long stre
 {
     unsigned k0 = (unsigned)seed, k1 = (unsigned)(seed >> 32);
     uint4    c = make_uint4((unsigned)block, (unsigned)(block >> 32), (unsigned)stream, (unsigned)(stream >> 32));
-    HPMLG_UNROLL
-    for (int round = 0; round < 10; round++) {
+    HPMLG_UNROLL for (int round = 0; round < 10; round++) {
         unsigned h0 = __umulhi(0xD2511F53u, c.x), l0 = 0xD2511F53u * c.x;
         unsigned h1 = __umulhi(0xCD9E8D57u, c.z), l1 = 0xCD9E8D57u * c.z;
         c = make_uint4(h1 ^ c.y ^ k0, l1, h0 ^ c.w ^ k1, l0);
@@ -2166,10 +2165,8 @@ HPMLG_DEVICE void hpmlg_words8(unsigned w[8], unsigned long long seed, unsigned 
     uint4    a = hpmlg_philox(seed, stream, first / 4), b = hpmlg_philox(seed, stream, first / 4 + 1);
     uint4    c = first % 4 ? hpmlg_philox(seed, stream, first / 4 + 2) : a;
     unsigned all[12] = { a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w, c.x, c.y, c.z, c.w };
-    HPMLG_UNROLL
-    for (int j = 0; j < 10; j++) all[j] = first & 2 ? all[j + 2] : all[j];
-    HPMLG_UNROLL
-    for (int j = 0; j < 8; j++) w[j] = first & 1 ? all[j + 1] : all[j];
+    HPMLG_UNROLL for (int j = 0; j < 10; j++) all[j] = first & 2 ? all[j + 2] : all[j];
+    HPMLG_UNROLL for (int j = 0; j < 8; j++) w[j] = first & 1 ? all[j + 1] : all[j];
 }
 
 /* y (+)= x scale where the word of the element is `least` or more, else 0. Word i belongs to element i counted from the
@@ -2251,11 +2248,9 @@ static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hp
         hpmlg_eight sum = {}, e[4];
         if (n == 0 && add) continue;
         for (int k = 0; k < n; k += 4) { /* four loads at a time are under way */
-            HPMLG_UNROLL
-            for (int q = 0; q < 4; q++)
+            HPMLG_UNROLL for (int q = 0; q < 4; q++)
                 e[q] = hpmlg_row_get(dy, k + q < n ? at[k + q] : 0, k + q < n ? width : 0, c, 0);
-            HPMLG_UNROLL
-            for (int q = 0; q < 4; q++)
+            HPMLG_UNROLL for (int q = 0; q < 4; q++)
                 for (int j = 0; j < 8; j++) sum.v[j] += e[q].v[j];
         }
         hpmlg_row_put(dw, t, width, c, sum, add);
@@ -2503,19 +2498,21 @@ HPMLG_DEVICE void hpmlg_fragment(unsigned r[4], const unsigned short *x, int lin
     else hpmlg_ldmatrix_x4(r, x + hpmlg_tile_at<T, L>(l8 + in, k8));
 }
 
-/* The warp's quarter of a tile += its share of 16 k. */
-template <int T, int LA, int LB, bool F16>
-HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const unsigned short *b, int k)
+/* The warp's quarter of a tile += its share of K k. */
+template <int T, int LA, int LB, int K, bool F16>
+HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const unsigned short *b)
 {
     int      warp = (int)threadIdx.x / 32;
     unsigned fa[T / 32][4], fb[T / 32][4];
-    HPMLG_UNROLL for (int i = 0; i < T / 32; i++) {
-        hpmlg_fragment<T, LA>(fa[i], a, warp / 2 * (T / 2) + i * 16, k, false);
-        hpmlg_fragment<T, LB>(fb[i], b, warp % 2 * (T / 2) + i * 16, k, true);
+    HPMLG_UNROLL for (int k = 0; k < K; k += 16) {
+        HPMLG_UNROLL for (int i = 0; i < T / 32; i++) {
+            hpmlg_fragment<T, LA>(fa[i], a, warp / 2 * (T / 2) + i * 16, k, false);
+            hpmlg_fragment<T, LB>(fb[i], b, warp % 2 * (T / 2) + i * 16, k, true);
+        }
+        HPMLG_UNROLL for (int i = 0; i < T / 32; i++)
+            HPMLG_UNROLL for (int j = 0; j < T / 16; j++)
+                hpmlg_mma_16816(acc + (i * (T / 16) + j) * 4, fa[i], fb[j / 2] + j % 2 * 2, F16);
     }
-    HPMLG_UNROLL for (int i = 0; i < T / 32; i++)
-        HPMLG_UNROLL for (int j = 0; j < T / 16; j++)
-            hpmlg_mma_16816(acc + (i * (T / 16) + j) * 4, fa[i], fb[j / 2] + j % 2 * 2, F16);
 }
 
 /* A dense tile of halves, 32 k deep, on its way into shared memory. x: its first element; lines, ks: their numbers. */
@@ -2564,13 +2561,8 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_dense(const __grid_cons
         hpmlg_copy_wait(HPMLG_STAGES - 2);
         __syncthreads(); /* stage s is here for all, and nobody reads stage s - 1 any more */
         hpmlg_dense_stage<T, LA, LB>(g, t, s + HPMLG_STAGES - 1, tiles);
-        if (g.half == HPML_DTYPE_F16) {
-            hpmlg_half_step<T, LA, LB, true>(acc, a, a + T * 32, 0);
-            hpmlg_half_step<T, LA, LB, true>(acc, a, a + T * 32, 16);
-        } else {
-            hpmlg_half_step<T, LA, LB, false>(acc, a, a + T * 32, 0);
-            hpmlg_half_step<T, LA, LB, false>(acc, a, a + T * 32, 16);
-        }
+        if (g.half == HPML_DTYPE_F16) hpmlg_half_step<T, LA, LB, 32, true>(acc, a, a + T * 32);
+        else hpmlg_half_step<T, LA, LB, 32, false>(acc, a, a + T * 32);
     }
     hpmlg_tile_end<T, true>(g, t, acc, (float *)(void *)tiles); /* the groups behind the last stage are empty */
 }
@@ -2665,10 +2657,10 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_gather(const __grid_con
         if (s >= 0) {
             if (KIND == HPMLG_IN_F32) hpmlg_f32_step<T>(acc, (float *)now, (float *)(now + BYTES));
             else if (KIND == HPMLG_IN_TF32) hpmlg_tf32_step<T>(acc, (unsigned *)now, (unsigned *)(now + BYTES));
-            else if (g.half == HPML_DTYPE_F16) hpmlg_half_step<T, HPMLG_GATHERED, HPMLG_GATHERED, true>(
-                acc, (unsigned short *)now, (unsigned short *)(now + BYTES), 0);
-            else hpmlg_half_step<T, HPMLG_GATHERED, HPMLG_GATHERED, false>(
-                acc, (unsigned short *)now, (unsigned short *)(now + BYTES), 0);
+            else if (g.half == HPML_DTYPE_F16) hpmlg_half_step<T, HPMLG_GATHERED, HPMLG_GATHERED, 16, true>(
+                acc, (unsigned short *)now, (unsigned short *)(now + BYTES));
+            else hpmlg_half_step<T, HPMLG_GATHERED, HPMLG_GATHERED, 16, false>(
+                acc, (unsigned short *)now, (unsigned short *)(now + BYTES));
         }
         if (load) {
             hpmlg_settle<T, KIND>(next, va, g.a.along_k, (int)g.half);
@@ -4582,13 +4574,10 @@ HPMLG_DEVICE hpmlg_chunk hpmlg_onebit_scan(float v[HPMLG_ONEBIT_TURNS], unsigned
     int         lane = (int)threadIdx.x % 16, shift = (int)threadIdx.x & 16;
     hpmlg_chunk s    = { { 0, 0 }, { INFINITY, INFINITY }, { -INFINITY, -INFINITY }, 0 };
     bits[0] = bits[1] = 0;
-    HPMLG_UNROLL
-    for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++) v[j] = 16 * j + lane < n ? g[16 * j + lane] : 0;
-    HPMLG_UNROLL
-    for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
+    HPMLG_UNROLL for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++) v[j] = 16 * j + lane < n ? g[16 * j + lane] : 0;
+    HPMLG_UNROLL for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
         if (e && 16 * j + lane < n) v[j] += e[16 * j + lane];
-    HPMLG_UNROLL
-    for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++) {
+    HPMLG_UNROLL for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++) {
         if (j >= turns) break;
         bool     in = 16 * j + lane < n, high = v[j] >= 0;
         unsigned m  = __ballot_sync(HPMLG_ALL, in && high) >> shift & 0xffffu;
@@ -4667,8 +4656,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
                 }
             }
             if (n > 0) hpmlg_onebit_bits(&p, row, chunk, bits);
-            HPMLG_UNROLL
-            for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
+            HPMLG_UNROLL for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
                 if (longer && p.e && 16 * j + lane < n) p.e[at + 16 * j + lane] = v[j];
         }
         float low  = hpmlg_onebit_level(sum[0], p.cols - ones, least[0], most[0]);
@@ -4681,8 +4669,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
             chunk = c0 + team % each;
             int    n = count();
             float *e = p.e + row * p.cols + chunk * HPMLG_ONEBIT_CHUNK;
-            HPMLG_UNROLL
-            for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++) {
+            HPMLG_UNROLL for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++) {
                 int i = 16 * j + lane;
                 if (i >= n) break;
                 float x = longer ? e[i] : v[j];
@@ -4719,8 +4706,7 @@ template <bool two> static __global__ void __launch_bounds__(256, 6) hpmlg_k_pac
             lost.v[j] = (p.printed ? x.v[j] : v.v[j]) - sent;
             bad |= (unsigned)!isfinite(two ? v.v[j] : sent) << j;
         }
-        HPMLG_ROLLED
-        for (int j = 0; bad >> j; j++)
+        HPMLG_ROLLED for (int j = 0; bad >> j; j++)
             if (bad >> j & 1) hpmlg_pack_mark(&p, two ? row : hpmlg_quotient(8 * k + j, p.cols));
         if (two) ((unsigned short *)hpmlg_onebit_row(&p, row))[k] = (unsigned short)codes;
         else hpmlg_row_put(out, 0, cols, 8 * k, v, false);
@@ -4985,16 +4971,14 @@ HPMLG_FN hpml_status hpmlg_nccl_cards(hpml_nccl *n, hpmlg_card *all)
     cudaDeviceProp p;
     hpml_status    status = hpmlg_nccl_load(n);
     snprintf(n->doing, sizeof n->doing, "ncclGetUniqueId");
-    if (status == HPML_OK) status = hpmlg_check(n->d, cudaGetDeviceProperties(&p, n->d->d.device), "properties");
-    if (status == HPML_OK && n->desc.rank == 0) status = hpmlg_nccl_result(n, n->call.GetUniqueId(&mine->id));
+    HPMLG_TRY(status, hpmlg_check(n->d, cudaGetDeviceProperties(&p, n->d->d.device), "properties"));
+    if (n->desc.rank == 0) HPMLG_TRY(status, hpmlg_nccl_result(n, n->call.GetUniqueId(&mine->id)));
     gethostname(mine->host, sizeof mine->host - 1);
     mine->device = n->d->d.device;
     if (status == HPML_OK) mine->gpu = p.uuid;
-    if (n->desc.gather) {
-        hpml_status met = n->desc.gather(n->desc.user, all, sizeof *all);
-        return status != HPML_OK ? status : met;
-    }
-    return status == HPML_OK ? hpmlg_nccl_files(n, (char *)all, sizeof *all) : status;
+    hpml_status met = n->desc.gather ? n->desc.gather(n->desc.user, all, sizeof *all)
+                                     : hpmlg_nccl_files(n, (char *)all, sizeof *all);
+    return status != HPML_OK ? status : met;
 }
 
 /* NCCL itself finds two ranks on one GPU late, and says little. */
@@ -5016,17 +5000,15 @@ HPMLG_FN hpml_status hpmlg_nccl_open(hpml_nccl *n)
     char         name[1024];
     if (!all) return HPML_ERR_MEMORY;
     hpml_status status = hpmlg_nccl_cards(n, all);
-    if (status == HPML_OK) status = hpmlg_nccl_apart(n, all);
+    HPMLG_TRY(status, hpmlg_nccl_apart(n, all));
     cudaError_t e = cudaStreamCreateWithFlags(&n->stream, cudaStreamNonBlocking);
-    if (e == cudaSuccess) e = cudaEventCreateWithFlags(&n->before, cudaEventDisableTiming);
-    if (e == cudaSuccess) e = cudaEventCreateWithFlags(&n->after, cudaEventDisableTiming);
-    if (status == HPML_OK) status = hpmlg_check(n->d, e, "a stream for NCCL");
-    if (status == HPML_OK) {
-        snprintf(n->doing, sizeof n->doing, "communicator of %d ranks", (int)n->desc.ranks);
-        config.blocking = 0;
-        status = hpmlg_nccl_done(n, n->call.CommInitRankConfig(&n->comm, n->desc.ranks, all[0].id, n->desc.rank,
-                                                               &config), NULL);
-    }
+    HPMLG_TRY(e, cudaEventCreateWithFlags(&n->before, cudaEventDisableTiming));
+    HPMLG_TRY(e, cudaEventCreateWithFlags(&n->after, cudaEventDisableTiming));
+    HPMLG_TRY(status, hpmlg_check(n->d, e, "a stream for NCCL"));
+    snprintf(n->doing, sizeof n->doing, "communicator of %d ranks", (int)n->desc.ranks);
+    config.blocking = 0;
+    HPMLG_TRY(status, hpmlg_nccl_done(n, n->call.CommInitRankConfig(&n->comm, n->desc.ranks, all[0].id, n->desc.rank,
+                                                                    &config), NULL));
     hpml_ctx_release(n->ctx, all);
     if (n->desc.gather) return status;
     snprintf(name, sizeof name, "%s.%d", n->desc.file, (int)n->desc.rank);
