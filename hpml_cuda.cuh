@@ -611,14 +611,15 @@ HPMLG_FN unsigned hpmlg_blocks(const hpmlg_device *d, int64_t n, int64_t each)
     return (unsigned)(blocks < 1 ? 1 : blocks < most ? blocks : most);
 }
 
-
 HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
 {
     hpmlg_device *d = hpmlg_current(device);
     hpmlg_block  *b = (hpmlg_block *)hpml_ctx_alloc(d->ctx, sizeof *b, NULL);
     if (!b) return NULL;
-    if (cudaMalloc(&b->p, bytes) != cudaSuccess) {
-        cudaGetLastError(); /* the caller reports it, with the size */
+    cudaError_t e = cudaMalloc(&b->p, bytes);
+    if (e != cudaSuccess) {
+        cudaGetLastError();
+        if (e != cudaErrorMemoryAllocation) hpmlg_check(d, e, "cudaMalloc"); /* the caller tells that, with the size */
         hpml_ctx_release(d->ctx, b);
         return NULL;
     }
@@ -699,7 +700,7 @@ HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, 
     if (d->slot_used + bytes > HPMLG_SLOT_BYTES) {
         e       = cudaEventRecord(d->slots[d->slot].free, d->stream);
         d->slot = (d->slot + 1) % HPMLG_SLOTS, d->slot_used = 0;
-        if (e == cudaSuccess) e = cudaEventSynchronize(d->slots[d->slot].free);
+        HPMLG_TRY(e, cudaEventSynchronize(d->slots[d->slot].free));
         if (e != cudaSuccess) return hpmlg_check(d, e, "waiting for uploads");
     }
     hpmlg_slot *s  = &d->slots[d->slot];
@@ -710,9 +711,9 @@ HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, 
         e = cudaMemcpyAsync(dst, s->host + at, bytes, cudaMemcpyHostToDevice, d->stream);
     } else {
         e = cudaMemcpyAsync(s->device + at, s->host + at, bytes, cudaMemcpyHostToDevice, d->copies);
-        if (e == cudaSuccess) e = cudaEventRecord(s->landed, d->copies);
-        if (e == cudaSuccess) e = cudaStreamWaitEvent(d->stream, s->landed, 0);
-        if (e == cudaSuccess) e = cudaMemcpyAsync(dst, s->device + at, bytes, cudaMemcpyDeviceToDevice, d->stream);
+        HPMLG_TRY(e, cudaEventRecord(s->landed, d->copies));
+        HPMLG_TRY(e, cudaStreamWaitEvent(d->stream, s->landed, 0));
+        HPMLG_TRY(e, cudaMemcpyAsync(dst, s->device + at, bytes, cudaMemcpyDeviceToDevice, d->stream));
     }
     return hpmlg_check(d, e, "upload");
 }
@@ -2498,21 +2499,19 @@ HPMLG_DEVICE void hpmlg_fragment(unsigned r[4], const unsigned short *x, int lin
     else hpmlg_ldmatrix_x4(r, x + hpmlg_tile_at<T, L>(l8 + in, k8));
 }
 
-/* The warp's quarter of a tile += its share of K k. */
-template <int T, int LA, int LB, int K, bool F16>
-HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const unsigned short *b)
+/* The warp's quarter of a tile += its share of 16 k. */
+template <int T, int LA, int LB, bool F16>
+HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const unsigned short *b, int k)
 {
     int      warp = (int)threadIdx.x / 32;
     unsigned fa[T / 32][4], fb[T / 32][4];
-    HPMLG_UNROLL for (int k = 0; k < K; k += 16) {
-        HPMLG_UNROLL for (int i = 0; i < T / 32; i++) {
-            hpmlg_fragment<T, LA>(fa[i], a, warp / 2 * (T / 2) + i * 16, k, false);
-            hpmlg_fragment<T, LB>(fb[i], b, warp % 2 * (T / 2) + i * 16, k, true);
-        }
-        HPMLG_UNROLL for (int i = 0; i < T / 32; i++)
-            HPMLG_UNROLL for (int j = 0; j < T / 16; j++)
-                hpmlg_mma_16816(acc + (i * (T / 16) + j) * 4, fa[i], fb[j / 2] + j % 2 * 2, F16);
+    HPMLG_UNROLL for (int i = 0; i < T / 32; i++) {
+        hpmlg_fragment<T, LA>(fa[i], a, warp / 2 * (T / 2) + i * 16, k, false);
+        hpmlg_fragment<T, LB>(fb[i], b, warp % 2 * (T / 2) + i * 16, k, true);
     }
+    HPMLG_UNROLL for (int i = 0; i < T / 32; i++)
+        HPMLG_UNROLL for (int j = 0; j < T / 16; j++)
+            hpmlg_mma_16816(acc + (i * (T / 16) + j) * 4, fa[i], fb[j / 2] + j % 2 * 2, F16);
 }
 
 /* A dense tile of halves, 32 k deep, on its way into shared memory. x: its first element; lines, ks: their numbers. */
@@ -2561,8 +2560,13 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_dense(const __grid_cons
         hpmlg_copy_wait(HPMLG_STAGES - 2);
         __syncthreads(); /* stage s is here for all, and nobody reads stage s - 1 any more */
         hpmlg_dense_stage<T, LA, LB>(g, t, s + HPMLG_STAGES - 1, tiles);
-        if (g.half == HPML_DTYPE_F16) hpmlg_half_step<T, LA, LB, 32, true>(acc, a, a + T * 32);
-        else hpmlg_half_step<T, LA, LB, 32, false>(acc, a, a + T * 32);
+        if (g.half == HPML_DTYPE_F16) {
+            hpmlg_half_step<T, LA, LB, true>(acc, a, a + T * 32, 0);
+            hpmlg_half_step<T, LA, LB, true>(acc, a, a + T * 32, 16);
+        } else {
+            hpmlg_half_step<T, LA, LB, false>(acc, a, a + T * 32, 0);
+            hpmlg_half_step<T, LA, LB, false>(acc, a, a + T * 32, 16);
+        }
     }
     hpmlg_tile_end<T, true>(g, t, acc, (float *)(void *)tiles); /* the groups behind the last stage are empty */
 }
@@ -2657,10 +2661,10 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_gather(const __grid_con
         if (s >= 0) {
             if (KIND == HPMLG_IN_F32) hpmlg_f32_step<T>(acc, (float *)now, (float *)(now + BYTES));
             else if (KIND == HPMLG_IN_TF32) hpmlg_tf32_step<T>(acc, (unsigned *)now, (unsigned *)(now + BYTES));
-            else if (g.half == HPML_DTYPE_F16) hpmlg_half_step<T, HPMLG_GATHERED, HPMLG_GATHERED, 16, true>(
-                acc, (unsigned short *)now, (unsigned short *)(now + BYTES));
-            else hpmlg_half_step<T, HPMLG_GATHERED, HPMLG_GATHERED, 16, false>(
-                acc, (unsigned short *)now, (unsigned short *)(now + BYTES));
+            else if (g.half == HPML_DTYPE_F16) hpmlg_half_step<T, HPMLG_GATHERED, HPMLG_GATHERED, true>(
+                acc, (unsigned short *)now, (unsigned short *)(now + BYTES), 0);
+            else hpmlg_half_step<T, HPMLG_GATHERED, HPMLG_GATHERED, false>(
+                acc, (unsigned short *)now, (unsigned short *)(now + BYTES), 0);
         }
         if (load) {
             hpmlg_settle<T, KIND>(next, va, g.a.along_k, (int)g.half);
@@ -2728,7 +2732,7 @@ HPMLG_FN void hpmlg_kernels_open(hpmlg_device *d)
 
 HPMLG_FN bool hpmlg_is_half(hpmlg_array x) { return x.type == HPML_DTYPE_BF16 || x.type == HPML_DTYPE_F16; }
 
-/* Can 16 bytes be copied at a time? `line`: are they neighbouring lines (or ks)? */
+/* Can 16 bytes be copied at a time? */
 HPMLG_FN bool hpmlg_is_dense(const hpmlg_side *o, int64_t lines, int64_t k)
 {
     int64_t extent = o->along_k ? k : lines;
@@ -3027,7 +3031,6 @@ HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_gemm *g, bool act)
     return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-
 /* With all aboard where the library can, else without, and an activation after. False: by neither. */
 HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g)
 {
@@ -3221,7 +3224,7 @@ HPMLG_OP(linear) { return back ? hpmlg_linear_backward(d, n) : hpmlg_linear_forw
 typedef struct hpmlg_conv {
     int64_t B, C, H, W, OC, OH, OW, groups; /* C, OC of one group */
     int64_t taps, P;                        /* P: pixels of a plane of y */
-    int     kernel[2], stride[2], padding[2], dilation[2];
+    const int32_t *kernel, *stride, *padding, *dilation; /* (2) */
 } hpmlg_conv;
 
 HPMLG_FN hpmlg_conv hpmlg_conv_of(const hpml_node *n)
@@ -3231,32 +3234,11 @@ HPMLG_FN hpmlg_conv hpmlg_conv_of(const hpml_node *n)
     c.groups = n->attr.conv.groups;
     c.B = x->shape[0], c.C = x->shape[1] / c.groups, c.H = x->shape[2], c.W = x->shape[3];
     c.OC = y->shape[1] / c.groups, c.OH = y->shape[2], c.OW = y->shape[3];
-    for (int i = 0; i < 2; i++) {
-        c.kernel[i] = n->attr.conv.kernel[i], c.stride[i] = n->attr.conv.stride[i];
-        c.padding[i] = n->attr.conv.padding[i], c.dilation[i] = n->attr.conv.dilation[i];
-    }
+    c.kernel = n->attr.conv.kernel, c.stride = n->attr.conv.stride;
+    c.padding = n->attr.conv.padding, c.dilation = n->attr.conv.dilation;
     c.taps = (int64_t)c.kernel[0] * c.kernel[1], c.P = c.OH * c.OW;
     return c;
 }
-
-/* Pixels of all images of x as those of y see them: where tap (0, 0) lies. */
-HPMLG_FN hpmlg_axis hpmlg_conv_pixels(const hpmlg_conv *c)
-{
-    hpmlg_axis p = hpmlg_folded(c->OH, c->OW, c->groups * c->C * c->H * c->W, 0, 0);
-    p.h0 = (int16_t)-c->padding[0], p.h = (int16_t)c->stride[0];
-    p.w0 = (int16_t)-c->padding[1], p.w = (int16_t)c->stride[1];
-    return p;
-}
-
-/* Channels x taps: planes, and how far a tap moves. */
-HPMLG_FN hpmlg_axis hpmlg_conv_taps(const hpmlg_conv *c)
-{
-    hpmlg_axis t = hpmlg_folded(c->kernel[0], c->kernel[1], c->H * c->W, 0, 0);
-    t.h = (int16_t)c->dilation[0], t.w = (int16_t)c->dilation[1];
-    return t;
-}
-
-
 
 /* Of one axis, `count` pixels first, first + stride, ... of x: `taps` of the kernel's, tap, tap + step, ..., bring the
    first one to at, at - back, ... of y, and each next one further by 1. */
@@ -3288,14 +3270,13 @@ HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy
         pixels.h0 = (int16_t)h.at, pixels.w0 = (int16_t)v.at, pixels.h = pixels.w = 1;
         taps.h = (int16_t)-h.back, taps.w = (int16_t)-v.back;
         j.a = hpmlg_side_of(hpmlg_from(w, h.tap * kw + v.tap), c->OC * c->C * c->taps, hpmlg_plain(c->taps),
-                              hpmlg_folded(h.taps, v.taps, c->C * c->taps, h.step * kw, v.step), true);
+                            hpmlg_folded(h.taps, v.taps, c->C * c->taps, h.step * kw, v.step), true);
         j.b = hpmlg_side_of(dy, c->OC * c->P, pixels, taps, false, c->OH, c->OW);
         j.ldc = size, j.c_batch = c->C * size;
         j.col = hpmlg_folded(h.count, v.count, c->groups * c->C * size, c->stride[0] * c->W, c->stride[1]);
         hpmlg_job_run(d, &j);
     }
 }
-
 
 /* y (images, C, P) = act(y + bias), in place. */
 static __global__ void hpmlg_k_planes_end(hpmlg_array y, const float *bias, int act, int64_t C, int64_t P, int64_t n)
@@ -3321,11 +3302,14 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
 {
     hpmlg_conv c = hpmlg_conv_of(n);
     hpmlg_job  j = {};
-    hpmlg_axis seen = hpmlg_conv_pixels(&c), taps = hpmlg_conv_taps(&c);
-    hpmlg_axis pixels = hpmlg_folded(c.P, 1, c.groups * c.OC * c.P, 1, 0); /* of y */
     int64_t    size = c.C * c.taps, image = c.C * c.H * c.W;
+    hpmlg_axis pixels = hpmlg_folded(c.P, 1, c.groups * c.OC * c.P, 1, 0);   /* of y, */
+    hpmlg_axis seen = hpmlg_folded(c.OH, c.OW, c.groups * image, 0, 0);      /* where tap (0, 0) of each lies in x, */
+    hpmlg_axis taps = hpmlg_folded(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0); /* and how far a tap moves */
     if (!hpmlg_well(d) || hpmlg_dnn_run(d, n, pass, x, w, y, add)) return;
     if (pass == HPMLG_DNN_DX) return hpmlg_conv_dx(d, &c, y, w, x, add);
+    seen.h0 = (int16_t)-c.padding[0], seen.h = (int16_t)c.stride[0], taps.h = (int16_t)c.dilation[0];
+    seen.w0 = (int16_t)-c.padding[1], seen.w = (int16_t)c.stride[1], taps.w = (int16_t)c.dilation[1];
     j.batch = c.groups, j.m = c.OC, j.alpha = 1, j.add = add;
     if (pass == HPMLG_DNN_Y) {
         j.a = hpmlg_matrix(w, size, c.OC * size, true);
@@ -4763,9 +4747,11 @@ HPMLG_FN hpml_status hpmlg_encode(void *, hpml_ctx *ctx, const hpml_packing *p, 
     int           kind, any = 0, *bad = (int *)d->scratch;
     hpml_status   status = hpmlg_pack_kind(ctx, p, &kind);
     if (status != HPML_OK || rows <= 0 || p->cols <= 0) return status;
-    if (kind == HPML_CODEC_NONE)
-        return hpmlg_copy_run(d, hpmlg_of(packed, HPML_DTYPE_F32), hpmlg_of((void *)grad, HPML_DTYPE_F32),
-                              rows * p->cols, false), hpml_ctx_status(d->ctx);
+    if (kind == HPML_CODEC_NONE) {
+        hpmlg_copy_run(d, hpmlg_of(packed, HPML_DTYPE_F32), hpmlg_of((void *)grad, HPML_DTYPE_F32), rows * p->cols,
+                       false);
+        return hpml_ctx_status(ctx);
+    }
     hpmlg_zero(d, bad, sizeof *bad);
     for (int64_t row = 0; row < rows; row += HPMLG_PACK_ROWS) {
         hpmlg_pack some = hpmlg_pack_of(p, packed, row, rows - row < HPMLG_PACK_ROWS ? rows - row : HPMLG_PACK_ROWS);
@@ -5024,6 +5010,7 @@ HPMLG_FN void hpmlg_nccl_drop(void *object)
     if (n->desc.closed) n->desc.closed(n->desc.owner);
     if (!n->ctx) return;
     hpmlg_enter(n->ctx);
+    if (n->open) n->call.GroupEnd(); /* an error came between: this thread's next communicator is not part of it */
     if (n->comm && hpml_ctx_status(n->ctx) == HPML_OK && hpml_nccl_link_check(n) == HPML_OK)
         n->call.CommDestroy(n->comm);
     else if (n->comm) n->call.CommAbort(n->comm);
@@ -5302,12 +5289,12 @@ HPMLG_FN hpml_status hpmlg_open_device(hpmlg_device *d)
         return hpml_ctx_fail(d->ctx, HPML_ERR_CUDA, "cuda: no usable device: %s; is there an NVIDIA GPU, a driver "
                              "(nvidia-smi), and is CUDA_VISIBLE_DEVICES right? Without a .backend the CPU computes",
                              e == cudaSuccess ? "none is there" : cudaGetErrorString(e));
-    if (e != cudaSuccess) return hpmlg_check(d, e, "counting devices");
-    if (d->d.device < 0 || d->d.device >= count)
+    if (e == cudaSuccess && (d->d.device < 0 || d->d.device >= count))
         return hpml_ctx_fail(d->ctx, HPML_ERR_ARGUMENT, "cuda: there is no device %d, only 0 to %d", (int)d->d.device,
                              count - 1);
-    if ((e = cudaSetDevice(d->d.device)) != cudaSuccess) return hpmlg_check(d, e, "cudaSetDevice");
-    if ((e = cudaGetDeviceProperties(&p, d->d.device)) != cudaSuccess) return hpmlg_check(d, e, "properties");
+    HPMLG_TRY(e, cudaSetDevice(d->d.device));
+    HPMLG_TRY(e, cudaGetDeviceProperties(&p, d->d.device));
+    if (e != cudaSuccess) return hpmlg_check(d, e, "opening");
     d->sms = p.multiProcessorCount;
     if (d->d.precision != HPML_CUDA_F32 && p.major < 8)
         return hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "cuda: precision %d needs compute capability 8.0, %s has "
@@ -5315,12 +5302,11 @@ HPMLG_FN hpml_status hpmlg_open_device(hpmlg_device *d)
     return HPML_OK;
 }
 
-/* Streams, and memory for the device's own use: pinned, and on the device. */
+/* Streams, and memory for the device's own use, pinned and on the device: hpmlg_open waits until it is zeroed. */
 HPMLG_FN hpml_status hpmlg_open_memory(hpmlg_device *d)
 {
     const char    *what = "memory for the device's own use";
     size_t         ring = HPMLG_SLOTS * HPMLG_SLOT_BYTES;
-    unsigned char *landing = NULL;
     cudaError_t    e = cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking);
     HPMLG_TRY(e, cudaStreamCreateWithFlags(&d->copies, cudaStreamNonBlocking));
     HPMLG_TRY(e, cudaHostAlloc((void **)&d->pinned, ring + HPMLG_RESULT + sizeof *d->note, cudaHostAllocMapped));
@@ -5331,14 +5317,15 @@ HPMLG_FN hpml_status hpmlg_open_memory(hpmlg_device *d)
     if (hpmlg_check(d, e, what) != HPML_OK) return hpml_ctx_status(d->ctx);
     d->result = d->pinned + ring, d->note = (hpmlg_note *)(void *)(d->pinned + ring + HPMLG_RESULT);
     memset(d->note, 0, sizeof *d->note);
-    landing      = (unsigned char *)hpmlg_own(d, ring, what);
-    d->scratch   = hpmlg_own(d, HPMLG_SCRATCH, what);
-    d->workspace = hpmlg_own(d, d->d.workspace, what);
-    d->now       = (hpmlg_now *)hpmlg_own(d, sizeof *d->now, what);
-    d->counts    = (unsigned long long *)hpmlg_own(d, 2 * sizeof *d->counts, what);
+    d->scratch    = hpmlg_own(d, HPMLG_SCRATCH, what);
+    d->workspace  = hpmlg_own(d, d->d.workspace, what);
+    d->now        = (hpmlg_now *)hpmlg_own(d, sizeof *d->now, what);
+    d->counts     = (unsigned long long *)hpmlg_own(d, 2 * sizeof *d->counts, what);
     d->note_taken = (int *)hpmlg_own(d, sizeof *d->note_taken, what);
-    for (int i = 0; i < HPMLG_SLOTS; i++)
-        d->slots[i].host = d->pinned + i * HPMLG_SLOT_BYTES, d->slots[i].device = landing + i * HPMLG_SLOT_BYTES;
+    for (int i = 0; i < HPMLG_SLOTS; i++) {
+        d->slots[i].host   = d->pinned + i * HPMLG_SLOT_BYTES;
+        d->slots[i].device = (unsigned char *)hpmlg_own(d, HPMLG_SLOT_BYTES, what);
+    }
     return hpml_ctx_status(d->ctx);
 }
 

@@ -210,6 +210,26 @@ TEST(a_pass_that_failed_is_recorded_later)
     hpml_ctx_free(ctx);
 }
 
+/* What a kernel broke is told by every call that follows, and is no lack of memory. */
+TEST(a_lost_device_is_not_out_of_memory)
+{
+    float v[24];
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    hpml_ctx    *ctx = context(true, HPML_CUDA_F32);
+    hpml_tensor *x = hpml_input_2d(ctx, 3, 8), *out = hpml_tanh(x);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &out, .output_count = 1 });
+    ENSURE(hpml_graph_alloc(g) == HPML_OK);
+    fill(x, 1);
+    cuda_on_cpu_fault("launch", 1);
+    hpml_graph_forward(g, false, 0);
+    ENSURE(hpml_tensor_get(out, v, 24) == HPML_ERR_CUDA);
+    hpml_ctx_clear_error(ctx);
+    ENSURE(!hpml_tensor_create_1d(ctx, 8) && hpml_ctx_status(ctx) == HPML_ERR_CUDA);
+    ENSURE(strstr(hpml_ctx_error(ctx), "cudaMalloc: ") && strstr(hpml_ctx_error(ctx), "compute-sanitizer"));
+    hpml_ctx_free(ctx);
+    cuda_on_cpu_fault("none", 0);
+}
+
 /* One op by itself: recorded, run forward as a graph and backward by hand with a given dy. `halves`: its input is what
    dropout of 0 leaves in the device's storage type. */
 typedef struct one_op {

@@ -530,6 +530,26 @@ TEST(nccl_errors)
     nccl_on_cpu_reset(1, 0);
 }
 
+/* An error between the beginning and the end of a call leaves no group open for the next context of this thread. */
+TEST(nccl_groups_end_with_their_context)
+{
+    float one = 1;
+    nccl_on_cpu_reset(1, 0);
+    for (int turn = 0; turn < 2; turn++) {
+        hpml_cuda_desc cuda = { .workspace = 1 << 16 };
+        hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .backend = hpml_backend_cuda(), .backend_desc = &cuda });
+        hpml_nccl     *n   = hpml_nccl_create(ctx, &(hpml_nccl_desc){ .ranks = 1, .file = "build/nccl_id", .timeout = 2 });
+        hpml_tensor   *x   = hpml_tensor_create_1d(ctx, 1);
+        ENSURE(hpml_tensor_set(x, &one, 1) == HPML_OK && hpml_nccl_link_begin(n) == HPML_OK);
+        ENSURE(hpml_nccl_link_allreduce(n, x->data, 1, false) == HPML_OK);
+        if (turn == 0) hpml_ctx_fail(ctx, HPML_ERR_STATE, "something else");
+        ENSURE(hpml_nccl_link_end(n) == (turn == 0 ? HPML_ERR_STATE : HPML_OK));
+        hpml_ctx_free(ctx);
+        ENSURE(nccl_on_cpu_count().groups == turn + 1 && nccl_on_cpu_count().live == 0);
+    }
+    nccl_on_cpu_reset(1, 0);
+}
+
 /* Every rank that is left hears of one that has gone without a word, and of kernels that do not end; in time. */
 TEST(nccl_waits_end)
 {
