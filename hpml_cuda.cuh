@@ -2851,9 +2851,9 @@ HPMLG_FN void *hpmlg_half(hpmlg_device *d, const hpml_tensor *t)
     hpmlg_weights *w = d->weights;
     while (w && w->w != t->data) w = w->next;
     if (!w) {
-        void *half = hpmlg_own(d, (size_t)hpml_tensor_count(t) * 2, "memory for half copies of parameters");
-        if (!half || !(w = (hpmlg_weights *)hpml_ctx_alloc(d->ctx, sizeof *w, NULL))) return NULL;
-        w->w = t->data, w->n = hpml_tensor_count(t), w->half = half;
+        void *copy = hpmlg_own(d, (size_t)hpml_tensor_count(t) * 2, "memory for half copies of parameters");
+        if (!copy || !(w = (hpmlg_weights *)hpml_ctx_alloc(d->ctx, sizeof *w, NULL))) return NULL;
+        w->w = t->data, w->n = hpml_tensor_count(t), w->half = copy;
         w->next = d->weights, d->weights = w;
     }
     hpmlg_weight_refresh(d, w);
@@ -3385,7 +3385,7 @@ typedef struct hpmlg_dnn_plan {
     cudnnConvolutionDescriptor_t conv;
     cudnnActivationDescriptor_t  act;
     int                          algo[HPMLG_DNN_PASSES];
-    size_t                       bytes[HPMLG_DNN_PASSES]; /* of workspace */
+    cudnnMathType_t              math[HPMLG_DNN_PASSES]; /* that the algorithm was offered with */
     bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES], set, refused, unfused;
 } hpmlg_dnn_plan;
 
@@ -3411,7 +3411,6 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan 
     hpmlg_conv      c = hpmlg_conv_of(p->key.n);
     cudnnDataType_t type = d->store == HPML_DTYPE_F32 ? CUDNN_DATA_FLOAT : d->store == HPML_DTYPE_BF16
                          ? CUDNN_DATA_BFLOAT16 : CUDNN_DATA_HALF;
-    cudnnMathType_t math = d->d.precision == HPML_CUDA_F32 ? CUDNN_FMA_MATH : CUDNN_TENSOR_OP_MATH;
     bool            relu = p->key.n->attr.conv.act == HPML_ACT_RELU;
     int             channels = (int)(c.groups * c.OC);
     cudnnStatus_t   s = cudnnCreateTensorDescriptor(&p->x);
@@ -3430,7 +3429,6 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan 
                                                   c.dilation[0], c.dilation[1], CUDNN_CROSS_CORRELATION,
                                                   CUDNN_DATA_FLOAT));
     HPMLG_TRY(s, cudnnSetConvolutionGroupCount(p->conv, (int)c.groups));
-    HPMLG_TRY(s, cudnnSetConvolutionMathType(p->conv, math));
     HPMLG_TRY(s, cudnnSetActivationDescriptor(p->act, relu ? CUDNN_ACTIVATION_RELU : CUDNN_ACTIVATION_IDENTITY,
                                                CUDNN_PROPAGATE_NAN, 0));
     return s;
@@ -3440,18 +3438,19 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan 
 #define HPMLG_DNN_CHOOSE(type, ask, ...)                                                                               \
     do {                                                                                                               \
         type found[8];                                                                                                 \
-        s = ask(dnn->handle, __VA_ARGS__, 8, &count, found);                                                           \
+        HPMLG_TRY(s, ask(dnn->handle, __VA_ARGS__, 8, &count, found));                                                 \
         for (int i = 0; i < count && s == CUDNN_STATUS_SUCCESS && !p->usable[pass]; i++)                               \
             if (found[i].status == CUDNN_STATUS_SUCCESS && found[i].memory <= d->d.workspace &&                        \
                 found[i].determinism == CUDNN_DETERMINISTIC &&                                                         \
-                (d->d.precision != HPML_CUDA_F32 || found[i].mathType == CUDNN_FMA_MATH ||                             \
-                 found[i].mathType == CUDNN_DEFAULT_MATH))                                                             \
-                p->usable[pass] = true, p->algo[pass] = (int)found[i].algo, p->bytes[pass] = found[i].memory;          \
+                (!f32 || found[i].mathType == CUDNN_FMA_MATH || found[i].mathType == CUDNN_DEFAULT_MATH))              \
+                p->usable[pass] = true, p->algo[pass] = (int)found[i].algo,                                            \
+                p->math[pass] = f32 ? CUDNN_FMA_MATH : found[i].mathType;                                              \
     } while (0)
 
 HPMLG_FN void hpmlg_dnn_ask(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpmlg_dnn_pass pass)
 {
-    cudnnStatus_t s;
+    bool          f32 = d->d.precision == HPML_CUDA_F32;
+    cudnnStatus_t s = cudnnSetConvolutionMathType(p->conv, f32 ? CUDNN_FMA_MATH : CUDNN_TENSOR_OP_MATH);
     int           count = 0;
     p->asked[pass] = true;
     if (pass == HPMLG_DNN_Y)
@@ -3521,21 +3520,21 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
     bool            narrow = pass == HPMLG_DNN_DW && d->store != HPML_DTYPE_F32, whole = true;
     void           *dw = narrow ? (char *)n->scratch + hpmlg_factor_bytes(d, n->src[0]) : w.p;
     int64_t         count = hpml_tensor_count(n->out);
-    cudnnStatus_t   s;
     uintptr_t       places = (uintptr_t)x.p | (uintptr_t)w.p | (uintptr_t)y.p; /* a piece of a batch begins anywhere */
     if (d->d.own_kernels || x.type != (int)d->store || y.type != (int)d->store || places % 16) return false;
     hpmlg_dnn      *dnn = hpmlg_dnn_open(d);
     hpmlg_dnn_plan *p   = dnn ? hpmlg_dnn_plan_of(d, dnn, n, pass) : NULL;
     if (!p || !p->usable[pass]) return false;
-    if (pass == HPMLG_DNN_Y) s = hpmlg_dnn_forward(d, dnn, p, n, x, w, y, &whole);
-    else if (pass == HPMLG_DNN_DW)
-        s = cudnnConvolutionBackwardFilter(dnn->handle, &one, p->x, x.p, p->y, y.p, p->conv,
-                                           (cudnnConvolutionBwdFilterAlgo_t)p->algo[pass], d->workspace,
-                                           d->d.workspace, narrow ? &zero : &beta, p->w, dw);
-    else
-        s = cudnnConvolutionBackwardData(dnn->handle, &one, p->w, w.p, p->y, y.p, p->conv,
-                                         (cudnnConvolutionBwdDataAlgo_t)p->algo[pass], d->workspace, d->d.workspace,
-                                         &beta, p->x, x.p);
+    cudnnStatus_t s = cudnnSetConvolutionMathType(p->conv, p->math[pass]);
+    if (pass == HPMLG_DNN_Y) HPMLG_TRY(s, hpmlg_dnn_forward(d, dnn, p, n, x, w, y, &whole));
+    if (pass == HPMLG_DNN_DW)
+        HPMLG_TRY(s, cudnnConvolutionBackwardFilter(dnn->handle, &one, p->x, x.p, p->y, y.p, p->conv,
+                                                    (cudnnConvolutionBwdFilterAlgo_t)p->algo[pass], d->workspace,
+                                                    d->d.workspace, narrow ? &zero : &beta, p->w, dw));
+    if (pass == HPMLG_DNN_DX)
+        HPMLG_TRY(s, cudnnConvolutionBackwardData(dnn->handle, &one, p->w, w.p, p->y, y.p, p->conv,
+                                                  (cudnnConvolutionBwdDataAlgo_t)p->algo[pass], d->workspace,
+                                                  d->d.workspace, &beta, p->x, x.p));
     p->usable[pass] = !hpmlg_dnn_refused(s);
     if (!p->usable[pass]) return false;
     hpmlg_dnn_check(d, s, "a convolution by cuDNN");
@@ -3980,14 +3979,6 @@ template <int type> HPMLG_FN void hpmlg_attn_half(hpmlg_device *d, const hpmlg_a
     return p->D <= 96 ? hpmlg_attn_run<type, 96>(d, p, backward) : hpmlg_attn_run<type, 128>(d, p, backward);
 }
 
-HPMLG_FN void hpmlg_attn_type(hpmlg_device *d, const hpmlg_attn *p, hpml_dtype type, bool backward)
-{
-    if (type == HPML_DTYPE_BF16) return hpmlg_attn_half<HPML_DTYPE_BF16>(d, p, backward);
-    if (type == HPML_DTYPE_F16) return hpmlg_attn_half<HPML_DTYPE_F16>(d, p, backward);
-    if (p->D <= 64) return hpmlg_attn_run<HPML_DTYPE_F32, 64>(d, p, backward);
-    return p->D <= 128 ? hpmlg_attn_run<HPML_DTYPE_F32, 128>(d, p, backward)
-                       : hpmlg_attn_run<HPML_DTYPE_F32, 256>(d, p, backward);
-}
 
 HPMLG_OP(attention)
 {
@@ -4008,7 +3999,11 @@ HPMLG_OP(attention)
     p.wide_o = p.o.type == (int)type && D % each == 0 && ((uintptr_t)p.o.p & 15) == 0;
     if (p.pairs * T == 0) return;
     if (back) HPMLG_DEAL(d, hpmlg_k_attn_delta, p.pairs * T, 32, p, hpmlg_value(n->out));
-    hpmlg_attn_type(d, &p, type, back);
+    if (type == HPML_DTYPE_BF16) hpmlg_attn_half<HPML_DTYPE_BF16>(d, &p, back);
+    else if (type == HPML_DTYPE_F16) hpmlg_attn_half<HPML_DTYPE_F16>(d, &p, back);
+    else if (D <= 64) hpmlg_attn_run<HPML_DTYPE_F32, 64>(d, &p, back);
+    else if (D <= 128) hpmlg_attn_run<HPML_DTYPE_F32, 128>(d, &p, back);
+    else hpmlg_attn_run<HPML_DTYPE_F32, 256>(d, &p, back);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4163,21 +4158,7 @@ HPMLG_DEVICE bool hpmlg_label_counts(int label, int ignore, int64_t classes)
 }
 
 /* A row is a hit unless an element before the label's is as large, or one after it larger. A NaN hits nothing; at the
-   front it is never overtaken. */
-HPMLG_DEVICE bool hpmlg_beaten(const hpmlg_eight &e, int64_t at, int64_t first, int64_t label, float mine)
-{
-    bool beaten = false;
-    for (int j = 0; j < 8; j++)
-        beaten = beaten || e.v[j] > mine || (e.v[j] == mine && at + j >= first && at + j < label);
-    return beaten;
-}
-
-HPMLG_DEVICE bool hpmlg_beaten_at_once(hpmlg_array y, int64_t first, int64_t label, float mine)
-{
-    return label > first && (mine != mine || isnan(hpmlg_get(y, first)));
-}
-
-/* node NULL: hits are counted, nothing else. */
+   front it is never overtaken. node NULL: hits are counted, nothing else. */
 static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node)
 {
     __shared__ float space[HPMLG_FOLD / HPMLG_WARP];
@@ -4186,11 +4167,14 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
     int     lane = (int)threadIdx.x % p.tx, label = row < p.rows ? p.labels[row] : p.ignore;
     bool    counts = row < p.rows && hpmlg_label_counts(label, p.ignore, p.V);
     float   m = HPMLG_LOWEST, s = 0, all = 0, mine = counts ? hpmlg_get(p.x, first + label) : 0;
-    float   beaten = counts && hpmlg_beaten_at_once(p.x, first, first + label, mine);
+    float   beaten = counts && label > 0 && (mine != mine || isnan(hpmlg_get(p.x, first)));
     for (int64_t at = first / 8 * 8 + lane * 8; counts && at < end; at += p.tx * 8) {
         hpmlg_eight e = hpmlg_get_part(p.x, at, first, end, -INFINITY);
         float       most = m;
-        if (hpmlg_beaten(e, at, first, first + label, mine)) beaten = 1;
+        bool        more = false;
+        for (int j = 0; j < 8; j++)
+            more = more || e.v[j] > mine || (e.v[j] == mine && at + j >= first && at + j < first + label);
+        if (more) beaten = 1;
         for (int j = 0; j < 8; j++) most = fmaxf(most, e.v[j]);
         s *= __expf(m - most);
         m = most;

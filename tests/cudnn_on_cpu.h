@@ -1,7 +1,8 @@
 /* cuDNN's convolutions on a CPU, for tests: the calls that hpml_cuda.cuh makes, after NVIDIA's documentation. Of the
    algorithms it offers only the last is free of faults: the others fail, are not deterministic, want more workspace than
-   there is, or compute in another way. A call that does not fit its descriptors, or takes another algorithm, ends the
-   program. cudnn_on_cpu_refuses: 1 descriptions, 2 algorithms, 4 fused calls, 8, 16, 32 forward, data, filter. */
+   there is, or compute in another way. A call that does not fit its descriptors, or takes another algorithm or another
+   arithmetic than was offered, ends the program. cudnn_on_cpu_refuses: 1 descriptions, 2 algorithms, 4 fused calls,
+   8, 16, 32 forward, data, filter. */
 #ifndef CUDNN_ON_CPU_H
 #define CUDNN_ON_CPU_H
 
@@ -130,7 +131,9 @@ inline bool cudnn_fits(const cudnn_thing *x, const cudnn_thing *w, const cudnn_t
         cudnn_on_cpu_ran[4]++, *count = 0;                                                                          \
         if (cudnn_refused(2)) return CUDNN_STATUS_NOT_SUPPORTED_SHAPE;                                              \
         if (!cudnn_fits(x, w, v, y) || asked < 5) return CUDNN_STATUS_BAD_PARAM;                                    \
-        cudnnMathType_t math = (cudnnMathType_t)v->math, other = math == CUDNN_FMA_MATH ? CUDNN_TENSOR_OP_MATH : math; \
+        if (v->math == CUDNN_DEFAULT_MATH) return CUDNN_STATUS_BAD_PARAM; /* of an answer, not of a question */      \
+        cudnnMathType_t math = v->math == CUDNN_FMA_MATH ? CUDNN_FMA_MATH : CUDNN_DEFAULT_MATH;                     \
+        cudnnMathType_t other = math == CUDNN_FMA_MATH ? CUDNN_TENSOR_OP_MATH : math;                               \
         found[0] = { (algo)2, CUDNN_STATUS_NOT_SUPPORTED, -1, 0, CUDNN_DETERMINISTIC, math };                       \
         found[1] = { (algo)3, CUDNN_STATUS_SUCCESS, -1, 0, CUDNN_NON_DETERMINISTIC, math };                         \
         found[2] = { (algo)4, CUDNN_STATUS_SUCCESS, -1, (size_t)1 << 40, CUDNN_DETERMINISTIC, math };               \
@@ -150,7 +153,7 @@ inline cudnnStatus_t cudnn_run(int pass, cudnnHandle_t h, cudnn_thing *px, void 
     if (cudnn_refused(8 << pass)) return CUDNN_STATUS_NOT_SUPPORTED_SHAPE;
     emu::call   call;
     cudnn_thing X = *px, W = *pw, V = *pv, Y = *py;
-    if (h->kind != cudnn_thing::HANDLE || !h->stream || algo != 1 || !cudnn_fits(px, pw, pv, py) || !X.holds(x) || !W.holds(w) ||
+    if (h->kind != cudnn_thing::HANDLE || !h->stream || algo != 1 || V.math == CUDNN_TENSOR_OP_MATH || !cudnn_fits(px, pw, pv, py) || !X.holds(x) || !W.holds(w) ||
         !Y.holds(y) || bytes < cudnn_on_cpu_wants || !emu::memory_holds(space, bytes, true) ||
         (bias && !emu::memory_holds(bias, (size_t)Y.c * Y.size(), true)))
         fprintf(stderr, "cudnn: wrong arguments, pass %d\n", pass), abort();
