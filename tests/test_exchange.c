@@ -404,7 +404,7 @@ TEST(mixing_with_neighbours)
 static hpml_status levels(hpml_comm *c, void *user)
 {
     float x[100] = { 0 };
-    hpml_comm_trace_start(c, NULL);
+    hpml_comm_trace_start(c, &(hpml_trace_desc){ .capacity = 64 });
     hpml_allreduce(c, x, 100, &(hpml_allreduce_desc){ .algorithm = HPML_HIERARCHICAL });
     hpml_allreduce(c, x, 100, &(hpml_allreduce_desc){ .algorithm = HPML_RING });
     if (hpml_comm_rank(c) == 0) hpml_trace_save(hpml_comm_ctx(c), (const char *)user);
