@@ -1,18 +1,21 @@
 #!/bin/sh
 # run.sh [-j N] PROGRAM...: runs test programs with a time limit, those after -j N N at a time, and adds up their counts, in
-# the order of the arguments. A program prints "N passed, N failed, N skipped" at its end; one that prints no counts is one
-# test: exit 0 passed, 77 skipped, else failed.
+# the order of the arguments; at the end, the times of the slowest five. A program prints "N passed, N failed, N skipped" at
+# its end; one that prints no counts is one test: exit 0 passed, 77 skipped, else failed.
 log=build/log
 if [ "$1" = --one ]; then
     name=$(basename "$2")
     case $2 in *.sh) set -- sh "$2" ;; *) set -- "$2" ;; esac
+    began=$(date +%s)
     timeout "${HPML_TEST_SECONDS:-400}" "$@" >"$log/$name.log" 2>&1 </dev/null
-    echo $? >"$log/$name.exit"
+    code=$?
+    echo "$(($(date +%s) - began)) s $name" >"$log/$name.time"
+    echo $code >"$log/$name.exit"
     echo "$name"
     exit
 fi
 mkdir -p $log
-rm -f $log/*.exit
+rm -f $log/*.exit $log/*.time
 
 start() { # prints the names of the programs as they end
     jobs=1
@@ -50,6 +53,7 @@ report() {
         echo "$name: $counts"
         [ "$code" = 0 ] || [ "$code" = 77 ] || grep -v '^ok ' "$log/$name.log" | ends
     done
+    cat $log/*.time | sort -rn | head -n 5
     echo "$passed passed, $failed failed, $skipped skipped"
     [ $failed -eq 0 ]
 }

@@ -65,8 +65,12 @@ told 3 leaves_native "$native, step 0" "a rank leaves early, the others are in M
 on 2 killed; check "a rank is killed" 1 ''
 # Hydra ends a job with its first dead process, unless told not to; then it sends the others a signal that few expect.
 if "$mpiexec" --version 2>/dev/null | grep -qi hydra; then
+    for what in killed exits; do # they nearly only wait: both at a time
+        timeout 30 "$mpiexec" -disable-auto-cleanup -n 4 sh -c "trap '' USR1; build/mpi_ranks $what; exit \$?" >"$tmp/$what" 2>&1 </dev/null &
+    done
+    wait
     for what in killed exits; do
-        timeout 30 "$mpiexec" -disable-auto-cleanup -n 4 sh -c "trap '' USR1; build/mpi_ranks $what; exit \$?" >"$tmp/out" 2>&1
+        cp "$tmp/$what" "$tmp/out"
         for me in 0 2 3; do
             grep -qE "^at once: rank $me: .*for rank 1.* in allreduce" "$tmp/out"; check "rank 1 $what: rank $me names it within the deadline" 0 ''
         done
