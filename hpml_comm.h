@@ -4318,11 +4318,11 @@ HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, i
 // >>distribute-step   buffers, weights, double buffering
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Running statistics, side by side: copied to `row`, or from there back to their places. */
+/* Running statistics, side by side and by name: copied to `row`, or from there back to their places. */
 HPMLC_FN void hpmlc_buffers_copy(hpml_distributed *d, float *row, bool back)
 {
     for (int i = 0; i < d->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
+        hpml_tensor *p = hpmlc_param(d, d->by_name[i]);
         int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
         float       *x = back && d->reach.device ? d->reach.window : hpmlc_open(&d->reach, p->data, n);
         memcpy(back ? x : row, back ? row : x, (size_t)n * sizeof(float));

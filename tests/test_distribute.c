@@ -529,7 +529,7 @@ TEST(four_ranks_to_two)
 
 /* What is carried from step to step belongs to the tensor of that name: also when a model is recorded in another order, with
    other buckets. Two towers whose sum is the result; five steps are saved, five more begin with what was. */
-typedef struct towers { hpml_distribute_desc d; bool turned; const char *load, *save; float w[2][CLASSES * INPUTS]; char text[512]; } towers;
+typedef struct towers { hpml_distribute_desc d; bool turned, norm; const char *load, *save; float w[2][CLASSES * INPUTS], mean[2][CLASSES]; char text[512]; } towers;
 
 static hpml_status two_towers(hpml_comm *c, void *user)
 {
@@ -542,8 +542,10 @@ static hpml_status two_towers(hpml_comm *c, void *user)
         int              k = j->turned ? !i : i;
         hpml_linear_desc d = { .name = k ? "b" : "a" };
         tower[k] = hpml_linear(in, CLASSES, &d);
+        if (j->norm) tower[k] = hpml_batchnorm(tower[k], &(hpml_norm_desc){ .name = k ? "norm b" : "norm a" });
     }
     hpml_tensor      *w[2] = { hpml_param_find(ctx, "a.weight"), hpml_param_find(ctx, "b.weight") };
+    hpml_tensor      *mean[2] = { hpml_param_find(ctx, "norm a.running_mean"), hpml_param_find(ctx, "norm b.running_mean") };
     hpml_trainer     *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = hpml_add(tower[0], hpml_relu(tower[1])), .lr = 0.1f });
     hpml_distributed *d = hpml_distribute(t, c, &j->d);
     if (j->load) hpml_distribute_load(d, j->load);
@@ -552,15 +554,19 @@ static hpml_status two_towers(hpml_comm *c, void *user)
         hpml_trainer_step(t, x, y, 16, NULL);
     }
     if (j->save) hpml_distribute_save(d, j->save);
-    for (int i = 0; i < 2 && w[i] && hpml_ctx_status(ctx) == HPML_OK && hpml_comm_rank(c) == 0; i++) memcpy(j->w[i], w[i]->data, sizeof j->w[i]);
+    for (int i = 0; i < 2 && w[i] && hpml_ctx_status(ctx) == HPML_OK && hpml_comm_rank(c) == 0; i++) {
+        memcpy(j->w[i], w[i]->data, sizeof j->w[i]);
+        if (mean[i]) memcpy(j->mean[i], mean[i]->data, sizeof j->mean[i]);
+    }
     return hpml_ctx_status(ctx);
 }
 
 TEST(state_belongs_to_the_named_tensor)
 {
-    for (int kind = 0; kind < 4; kind++) { /* 1 bit, with double buffering, exact, low rank */
-        towers first = { .d = { .codec = { .kind = HPML_CODEC_ONEBIT, .compress_all = true }, .bucket_bytes = 1, .delayed = kind == 1, .exact = kind == 2,
-                                .method = kind == 3 ? HPML_METHOD_LOWRANK : HPML_METHOD_CODEC }, .save = path("towers") };
+    for (int kind = 0; kind < 5; kind++) { /* 1 bit, with double buffering, exact, low rank; double buffering with running statistics */
+        towers first = { .d = { .codec = { .kind = HPML_CODEC_ONEBIT, .compress_all = true }, .bucket_bytes = 1, .delayed = kind == 1 || kind == 4,
+                                .exact = kind == 2, .method = kind == 3 ? HPML_METHOD_LOWRANK : HPML_METHOD_CODEC },
+                         .norm = kind == 4, .save = path("towers") };
         towers second = first, turned, other; /* leaves' state and ranks' are not each other's */
         second.save = NULL, second.load = first.save;
         turned = other = second, turned.turned = true, turned.d.bucket_bytes = 0, other.d.exact = kind == 0;
@@ -568,8 +574,10 @@ TEST(state_belongs_to_the_named_tensor)
         ENSURE(hpml_launch(&l, two_towers, &first, NULL, 0) == HPML_OK && hpml_launch(&l, two_towers, &second, NULL, 0) == HPML_OK);
         ENSURE(hpml_launch(&l, two_towers, &turned, NULL, 0) == HPML_OK);
         ENSURE(second.w[0][0] != first.w[0][0] && memcmp(second.w, turned.w, sizeof turned.w) == 0);
-        if (kind % 2 == 0) ENSURE(hpml_launch(&l, two_towers, &other, other.text, sizeof other.text) == HPML_ERR_FORMAT);
-        ENSURE(kind % 2 || strstr(other.text, kind ? "state.residual.ranks" : "state.residual.leaves"));
+        ENSURE((kind == 4) == (second.mean[0][0] != first.mean[0][0]) && memcmp(second.mean, turned.mean, sizeof turned.mean) == 0);
+        bool refused = kind == 0 || kind == 2;
+        if (refused) ENSURE(hpml_launch(&l, two_towers, &other, other.text, sizeof other.text) == HPML_ERR_FORMAT);
+        ENSURE(!refused || strstr(other.text, kind ? "state.residual.ranks" : "state.residual.leaves"));
         remove(first.save);
     }
 }
