@@ -292,6 +292,7 @@ struct hpml_tensor {
     hpml_param *param;      /* not NULL: a parameter */
     hpml_node  *node;       /* the op that makes it; NULL: leaf */
     bool        needs_grad; /* a parameter or something computed from one, or an input so marked */
+    bool        used;       /* by an op: too late to mark it */
 };
 
 HPML_API size_t  hpml_dtype_size(hpml_dtype dtype);        /* bytes of one element */
@@ -4811,6 +4812,7 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     for (int i = 0; i < src_count; i++) {
         hpml_tensor *s = n->src[i] = src[i];
         if (!s) continue;
+        s->used = true;
         if (s->needs_grad) out->needs_grad = true;
         if (!s->batch_rows) continue;
         if (ndim > 0 && shape[0] == s->shape[0]) out->batch_rows = s->batch_rows;
@@ -4854,6 +4856,9 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
     if (input->node || input->dtype != HPML_DTYPE_F32)
         return hpmli_fail(input->ctx, HPML_ERR_ARGUMENT, "require_grad of \"%s\": only f32 inputs; what ops make gets "
                           "its gradient by itself", input->name);
+    if (input->used && !input->needs_grad)
+        return hpmli_fail(input->ctx, HPML_ERR_STATE, "require_grad of \"%s\": an op uses it already, whose backward "
+                          "pass would leave it out; call this before", input->name);
     input->needs_grad = true;
     return HPML_OK;
 }
