@@ -962,7 +962,8 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* safetensors: 8-byte length, JSON header, data. Written to `path`.tmp, synced, renamed: a kill at any moment leaves
-   the old file or the new one. Tensors of other types than hpml_dtype's, or of size 0, are left out on reading. */
+   the old file or the new one. Tensors of other types than hpml_dtype's, of size 0 or of more than HPML_MAX_DIMS
+   dimensions are left out on reading. */
 typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped */
 typedef struct hpml_safetensor {                  /* one entry */
     const char *name;
@@ -8932,13 +8933,13 @@ HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
     return !j->bad && !(close == ')' && hpmli_json_is(j, close));
 }
 
-/* An array of at most `room` numbers; returns how many. */
+/* An array of numbers, of which it takes the first `room`; returns how many there are. */
 HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *out, int room)
 {
     int n = 0;
-    while (hpmli_json_next(j, n, open, close)) {
-        if (n == room) j->bad = true;
-        else out[n++] = hpmli_json_number(j);
+    for (; hpmli_json_next(j, n, open, close); n++) {
+        int64_t number = hpmli_json_number(j);
+        if (n < room) out[n] = number;
     }
     return n;
 }
@@ -9336,7 +9337,7 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
         if (strncmp(hpmli_npy_key(header, "'descr'"), kinds[i].code, 5) == 0) kind = i;
     hpmli_json j = { hpmli_npy_key(header, "'shape'"), header + strlen(header), false };
     ndim  = hpmli_json_numbers(&j, '(', ')', shape, HPML_MAX_DIMS);
-    count = j.bad ? -1 : hpmli_shape_count(ndim, shape);
+    count = j.bad || ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(ndim, shape);
     if (count < 0 || kind == known || strncmp(hpmli_npy_key(header, "'fortran_order'"), "False", 5) != 0 ||
         f.size - 10 - length != (size_t)count * kinds[kind].size)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected a version 1 .npy file of <f4, <f2, <i4, |u1, <f8 or <i8 in "
@@ -9848,8 +9849,8 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
     for (int i = e->ndim; i < HPML_MAX_DIMS; i++) e->shape[i] = 1;
     e->bytes = (size_t)(at[1] - at[0]);
     e->data  = f->file.bytes + (f->file.size - size) + at[0];
-    int64_t count = hpmli_shape_count(e->ndim, e->shape);
-    if (!known || (count < 0 && e->bytes == 0)) e->ndim = -1; /* to be left out */
+    int64_t count = e->ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(e->ndim, e->shape);
+    if (!known || e->ndim > HPML_MAX_DIMS || (count < 0 && e->bytes == 0)) e->ndim = -1; /* to be left out */
     return e->ndim < 0 || (count > 0 && (size_t)count * hpml_dtype_size(e->dtype) == e->bytes);
 }
 
@@ -9904,8 +9905,7 @@ HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path
     hpml_safetensors *f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_drop);
     if (f && hpmli_file_open(ctx, &f->file, path) && hpmli_safe_parse(f)) return f;
     if (ctx->status == HPML_OK)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file of tensors with at most %d dimensions",
-                   path, HPML_MAX_DIMS);
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file", path);
     hpml_safetensors_close(f);
     return NULL;
 }
@@ -10109,7 +10109,8 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, co
     for (int i = 0; i < a.count && ctx->status == HPML_OK; i++) {
         const hpmli_state *s = &a.s[i];
         if (!hpml_safetensors_find(f, s->name, &e))
-            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\" of hpml's types; expected one", path, s->name);
+            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\" of hpml's types with at most %d dimensions; "
+                       "expected one", path, s->name, HPML_MAX_DIMS);
         else if (e.ndim != s->ndim || memcmp(e.shape, s->shape, (size_t)s->ndim * sizeof *s->shape) != 0)
             hpmli_fail(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, s->name,
                        hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, s->ndim, s->shape));
