@@ -9552,22 +9552,18 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
    takes the r-th share. So the order of the data depends on seed and epoch only, and all ranks make equally many steps.
    A thread of the loader's own makes the next batch while the current one is used. */
 
-typedef struct hpmli_slot_batch { /* one of two buffers */
-    char      *x, *y;
-    hpml_batch batch;
-} hpmli_slot_batch;
-
 struct hpml_loader {
     hpml_ctx            *ctx;
     const hpmli_kernels *k;
     hpml_dataset        *data;
     hpml_loader_desc     d;
-    int64_t              steps, each; /* each: numbers of a sample */
+    int64_t              steps, each;          /* each: numbers of a sample */
     float               *image;                /* one sample before augmentation */
-    hpmli_slot_batch     slot[2];              /* batch i since the last seek is in slot i % 2 */
-    int64_t              made, taken, done;    /* batches made, handed out, and of these no longer in use */
-    int64_t              epoch, index;         /* batch to hand out next */
-    int64_t              make_epoch, make_index; /* batch to make next: of the thread while it runs */
+    float               *x[2];                 /* batch n of all epochs, one behind the other, is in x[n % 2], */
+    char                *y[2];                 /* y[n % 2] */
+    hpml_batch           batch[2];
+    int64_t              made, taken, done;    /* the next batch to make, to hand out, and that may still be in use */
+    bool                 ended;                /* the end of an epoch is to be told before the next batch */
 #ifndef HPML_NO_THREADS
     bool                 threaded, stop;
     pthread_t            thread;
@@ -9599,16 +9595,17 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
             }
 }
 
-HPMLI_FN void hpmli_load_sample(const hpml_loader *l, hpmli_slot_batch *s, int64_t at, int64_t sample, uint64_t epoch)
+/* Sample number `sample` becomes sample `at` of a batch. */
+HPMLI_FN void hpmli_load_sample(const hpml_loader *l, float *x, char *y, int64_t at, int64_t sample, uint64_t epoch)
 {
     const hpml_dataset *d = l->data;
     const char *from    = hpmli_sample_x(d, sample);
     bool        augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0;
-    float      *to      = (float *)(void *)s->x + at * l->each, *plain = augment ? l->image : to;
+    float      *to      = x + at * l->each, *plain = augment ? l->image : to;
     if (d->x_dtype == HPML_DTYPE_U8) l->k->u8_to_f32(plain, (const uint8_t *)from, d->x_scale, d->x_shift, l->each);
     else memcpy(plain, from, (size_t)l->each * 4);
     if (augment) hpmli_augment(l, to, l->image, epoch, sample);
-    if (d->y) memcpy(s->y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
+    if (d->y) memcpy(y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
 }
 
 /* Where rank r's share of a global batch of `size` samples begins. */
@@ -9619,25 +9616,21 @@ HPMLI_FN int64_t hpmli_share(const hpml_loader_desc *d, int64_t size, int64_t ra
     return at < size ? at : size;
 }
 
-/* Makes the next batch in its slot. */
+/* Makes the next batch. */
 HPMLI_FN void hpmli_load_batch(hpml_loader *l)
 {
-    hpmli_slot_batch *s = &l->slot[l->made % 2];
-    int64_t epoch = l->make_epoch, index = l->make_index;
-    int64_t whole = l->d.global_batch, start = index * whole, n = l->data->count;
-    int64_t left  = l->d.samples_per_epoch - start, size = left < whole ? left : whole;
+    int     slot  = (int)(l->made % 2);
+    int64_t epoch = l->made / l->steps, index = l->made % l->steps, start = index * l->d.global_batch;
+    int64_t left  = l->d.samples_per_epoch - start, size = left < l->d.global_batch ? left : l->d.global_batch;
     int64_t first = hpmli_share(&l->d, size, l->d.rank), end = hpmli_share(&l->d, size, l->d.rank + 1);
     double  begin = hpml_now();
-    for (int64_t i = first; i < end; i++) {
-        int64_t at = start + i, round = at / n; /* more samples than there are: the shuffle of the next round */
-        int64_t sample = l->d.in_order ? at % n
-                                       : hpml_permute_index(l->d.seed, (uint64_t)(epoch + (round << 32)), n, at % n);
-        hpmli_load_sample(l, s, i - first, sample, (uint64_t)epoch);
+    for (int64_t i = first; i < end; i++) { /* more samples than there are: the shuffle of the next round */
+        int64_t at = (start + i) % l->data->count, round = (start + i) / l->data->count;
+        if (!l->d.in_order) at = hpml_permute_index(l->d.seed, (uint64_t)(epoch + (round << 32)), l->data->count, at);
+        hpmli_load_sample(l, l->x[slot], l->y[slot], i - first, at, (uint64_t)epoch);
     }
-    s->batch.x = s->x;
-    s->batch.y = l->data->y ? s->y : NULL;
-    s->batch.samples = end - first, s->batch.global_samples = size, s->batch.first = first, s->batch.index = index;
-    if (++l->make_index == l->steps) l->make_index = 0, l->make_epoch++;
+    hpml_batch b = { l->x[slot], l->data->y ? l->y[slot] : NULL, end - first, size, first, index };
+    l->batch[slot] = b;
     bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* a virtual one is not this thread's to read */
     if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
 }
@@ -9698,7 +9691,7 @@ HPMLI_FN void hpmli_loader_drop(void *object)
 {
     hpml_loader *l = (hpml_loader *)object;
     hpmli_loader_stop(l);
-    for (int i = 0; i < 2; i++) hpmli_free(l->ctx, l->slot[i].x), hpmli_free(l->ctx, l->slot[i].y);
+    for (int i = 0; i < 2; i++) hpmli_free(l->ctx, l->x[i]), hpmli_free(l->ctx, l->y[i]);
     hpmli_free(l->ctx, l->image);
 }
 
@@ -9739,8 +9732,8 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     l->steps   = (d.samples_per_epoch + (d.drop_last ? 0 : d.global_batch - 1)) / d.global_batch;
     l->image   = hpmli_new(ctx, float, l->each);
     for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
-        l->slot[i].x = (char *)hpmli_alloc_array(ctx, l->each, (size_t)d.batch * 4);
-        l->slot[i].y = (char *)hpmli_alloc_array(ctx, data->y_size + 1, (size_t)d.batch * 4);
+        l->x[i] = (float *)hpmli_alloc_array(ctx, l->each, (size_t)d.batch * sizeof(float));
+        l->y[i] = (char *)hpmli_alloc_array(ctx, data->y_size + 1, (size_t)d.batch * 4);
     }
     if (ctx->status == HPML_OK) return l;
     hpml_loader_free(l);
@@ -9752,33 +9745,25 @@ HPML_API int64_t hpml_loader_steps(const hpml_loader *l) { return l ? l->steps :
 HPML_API hpml_status hpml_loader_seek(hpml_loader *l, int64_t epoch, int64_t index)
 {
     if (!l) return HPML_ERR_ARGUMENT;
-    if (epoch < 0 || index < 0 || index > l->steps)
+    if (epoch < 0 || epoch > INT64_MAX / l->steps - 2 || index < 0 || index > l->steps)
         return hpmli_fail(l->ctx, HPML_ERR_ARGUMENT, "loader: epoch %lld, batch %lld of %lld", (long long)epoch,
                           (long long)index, (long long)l->steps);
-    if (l->epoch == epoch && l->index == index) return HPML_OK;
-    hpmli_loader_stop(l);
-    l->made = l->taken = l->done = 0;
-    l->epoch = epoch, l->index = index;
-    l->make_epoch = index == l->steps ? epoch + 1 : epoch;
-    l->make_index = index == l->steps ? 0 : index;
+    int64_t to = epoch * l->steps + index;
+    if (to != l->taken) hpmli_loader_stop(l), l->made = l->taken = l->done = to;
+    l->ended = index == l->steps;
     return HPML_OK;
 }
 
 HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
 {
     if (!l || l->ctx->status != HPML_OK) return false;
-    if (l->index == l->steps) { /* the end of the epoch is told once */
-        l->epoch++;
-        l->index = 0;
-        return false;
-    }
+    if (l->ended) return l->ended = false;
     if (!hpmli_loader_wait(l)) {
         hpmli_load_batch(l);
         l->made++;
     }
-    *out = l->slot[l->taken % 2].batch;
-    l->taken++;
-    l->index++;
+    *out = l->batch[l->taken++ % 2];
+    l->ended = l->taken % l->steps == 0;
     return true;
 }
 
