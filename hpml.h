@@ -9851,6 +9851,16 @@ HPMLI_FN int hpmli_safe_name_order(const void *a, const void *b)
     return strcmp(((const hpml_safetensor *)a)->name, ((const hpml_safetensor *)b)->name);
 }
 
+/* Sorts by name. Returns a name that is there twice, or is the metadata's; NULL: all may stand in one file. */
+HPMLI_FN const char *hpmli_safe_sort(hpml_safetensor *t, int count)
+{
+    if (count > 0) qsort(t, (size_t)count, sizeof *t, hpmli_safe_name_order);
+    for (int i = 0; i < count; i++)
+        if (strcmp(t[i].name, HPMLI_SAFE_META) == 0 || (i > 0 && strcmp(t[i].name, t[i - 1].name) == 0))
+            return t[i].name;
+    return NULL;
+}
+
 HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 {
     uint64_t   length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
@@ -9878,10 +9888,7 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
         if (f->entries[i].ndim >= 0) f->entries[kept++] = f->entries[i];
     }
     f->count = kept;
-    if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_name_order);
-    for (int i = 1; i < f->count; i++)
-        if (strcmp(f->entries[i - 1].name, f->entries[i].name) == 0) return false;
-    return next == f->file.bytes + f->file.size;
+    return next == f->file.bytes + f->file.size && !hpmli_safe_sort(f->entries, f->count);
 }
 
 HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path)
@@ -9947,42 +9954,40 @@ HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const hpml_safetensor *t, uint6
     hpmli_write(w, text, (size_t)line.used);
 }
 
-/* A file names each tensor once, and none as it names its metadata. */
-HPMLI_FN bool hpmli_safe_names(hpml_ctx *ctx, const hpml_safetensor *tensors, int count)
+HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpml_safetensor *t, int count, const hpml_meta *meta,
+                               int meta_count)
 {
-    hpml_safetensor *t     = hpmli_new(ctx, hpml_safetensor, count);
-    const char      *wrong = NULL;
-    if (!t) return false;
-    if (count > 0) memcpy(t, tensors, (size_t)count * sizeof *t);
-    if (count > 0) qsort(t, (size_t)count, sizeof *t, hpmli_safe_name_order);
-    for (int i = 0; i < count; i++)
-        if (strcmp(t[i].name, i > 0 && strcmp(t[i].name, HPMLI_SAFE_META) != 0 ? t[i - 1].name : HPMLI_SAFE_META) == 0)
-            wrong = t[i].name;
+    for (int i = 0; i < count; i++) {
+        int64_t n = t[i].ndim < 0 || t[i].ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(t[i].ndim, t[i].shape);
+        if (!t[i].name || !t[i].data || n < 0 || t[i].bytes == 0 ||
+            (size_t)n * hpml_dtype_size(t[i].dtype) != t[i].bytes)
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: tensor %d needs a name, data and the bytes of its "
+                               "shape, not %zu", i, t[i].bytes);
+    }
+    for (int i = 0; i < meta_count; i++)
+        if (!meta[i].key || !meta[i].value)
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: metadata %d needs a key and a value", i);
+    hpml_safetensor *sorted = hpmli_new(ctx, hpml_safetensor, count);
+    if (sorted && count > 0) memcpy(sorted, t, (size_t)count * sizeof *t);
+    const char *wrong = sorted ? hpmli_safe_sort(sorted, count) : NULL;
     if (wrong)
         hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: a tensor cannot be called \"%s\": %s; give it another name",
                    wrong, strcmp(wrong, HPMLI_SAFE_META) == 0 ? "the format keeps that for itself" : "there are two");
-    hpmli_free(ctx, t);
-    return !wrong;
+    hpmli_free(ctx, sorted);
+    return ctx->status == HPML_OK;
 }
 
-HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
-                                           const hpml_meta *meta, int meta_count)
+/* host NULL: the data are as they will stand in the file; else they are f32 on the device, and come through `host`,
+   which has room for each. */
+HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
+                                     const hpml_meta *meta, int meta_count, float *host)
 {
     hpmli_writer  w;
     unsigned char length[8] = { 0 };
     uint64_t      at = 0;
-    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    for (int i = 0; i < count; i++) {
-        const hpml_safetensor *t = &tensors[i];
-        int64_t n = t->ndim < 0 || t->ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(t->ndim, t->shape);
-        if (!t->name || !t->data || n < 0 || (size_t)n * hpml_dtype_size(t->dtype) != t->bytes || t->bytes == 0)
-            return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: tensor %d needs a name, data and the bytes of its "
-                              "shape, not %zu", i, t->bytes);
-    }
-    for (int i = 0; i < meta_count; i++)
-        if (!meta[i].key || !meta[i].value)
-            return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: metadata %d needs a key and a value", i);
-    if (!hpmli_safe_names(ctx, tensors, count) || !hpmli_writer_open(ctx, &w, path)) return ctx->status;
+    if (hpmli_failed(ctx) || !hpmli_safe_check(ctx, tensors, count, meta, meta_count) ||
+        !hpmli_writer_open(ctx, &w, path))
+        return hpml_ctx_status(ctx);
     hpmli_write(&w, length, 8);
     hpmli_write(&w, "{", 1);
     for (int i = 0; i < meta_count; i++) {
@@ -9992,17 +9997,28 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
         hpmli_write_json(&w, meta[i].value);
     }
     if (meta_count > 0) hpmli_write(&w, "}", 1);
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < count; at += tensors[i++].bytes) {
         if (i > 0 || meta_count > 0) hpmli_write(&w, ",", 1);
         hpmli_write_entry(&w, &tensors[i], at);
-        at += tensors[i].bytes;
     }
     hpmli_write(&w, "}", 1);
     while (w.size % 8 != 0) hpmli_write(&w, " ", 1);
     hpmli_put_little(length, w.size - 8, 8);
-    for (int i = 0; i < count; i++) hpmli_write(&w, tensors[i].data, tensors[i].bytes);
+    for (int i = 0; i < count; i++) {
+        const hpml_safetensor *t = &tensors[i];
+        size_t                 n = t->bytes / hpml_dtype_size(t->dtype);
+        if (host) ctx->backend->read(ctx->device, host, t->data, n * sizeof(float));
+        if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* it gets no wider */
+        hpmli_write(&w, host ? host : t->data, t->bytes);
+    }
     if (fseek(w.f, 0, SEEK_SET) == 0) hpmli_write(&w, length, 8);
-    return hpmli_writer_close(&w, true);
+    return hpmli_writer_close(&w, ctx->status == HPML_OK);
+}
+
+HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
+                                           const hpml_meta *meta, int meta_count)
+{
+    return hpmli_safe_save(ctx, path, tensors, count, meta, meta_count, NULL);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10011,77 +10027,60 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 
 /* A list of named arrays on the device becomes a file, and back. Loading checks all entries before it changes one. */
 
-typedef struct hpmli_state {
-    char           name[HPMLI_NAME];
-    float         *device;
-    int64_t        count;
-    int            ndim;
-    const int64_t *shape;
-} hpmli_state;
-
 typedef struct hpmli_arrays {
-    hpmli_state *s; /* (count) */
-    int          count;
+    hpml_safetensor *t;     /* (count) data: on the device, in f32; begins the block that holds the rest */
+    float           *host;  /* room for the largest */
+    char            *names; /* (count, HPMLI_NAME) */
+    int              count;
+    hpml_dtype       dtype; /* in the file */
 } hpmli_arrays;
 
 /* One more array, with a name in two parts; device NULL: there is none. */
-HPMLI_FN void hpmli_arrays_add(hpmli_arrays *a, const char *kind, const char *name, float *device, int64_t count,
-                               int ndim, const int64_t *shape)
+HPMLI_FN void hpmli_arrays_add(hpmli_arrays *a, const char *kind, const char *name, const float *device, int ndim,
+                               const int64_t *shape)
 {
-    hpmli_state *s = &a->s[a->count];
+    hpml_safetensor *t = &a->t[a->count];
     if (!device) return;
-    snprintf(s->name, sizeof s->name, "%s%s", kind, name);
-    s->device = device, s->count = count, s->ndim = ndim, s->shape = shape;
-    a->count++;
+    snprintf(a->names + a->count * HPMLI_NAME, HPMLI_NAME, "%s%s", kind, name);
+    t->name = a->names + a->count++ * HPMLI_NAME, t->dtype = a->dtype, t->ndim = ndim, t->data = device;
+    t->bytes = (size_t)hpmli_shape_count(ndim, shape) * hpml_dtype_size(a->dtype);
+    memcpy(t->shape, shape, (size_t)ndim * sizeof *shape);
 }
 
-/* The parameters; with a trainer also what its optimizer keeps for them, and named values. */
-HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpmli_arrays *a)
+/* The parameters; with a trainer also what its optimizer keeps for them, and named values. False and an error: no
+   memory. */
+HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
 {
     static const char *const kinds[] = { "", "opt.m.", "opt.v." };
-    int64_t most = 3 * (int64_t)ctx->param_count;
-    for (hpmli_named *v = t ? t->states : NULL; v; v = v->next) most++;
-    a->count = 0;
-    a->s     = hpml_param_init(ctx) == HPML_OK ? hpmli_new(ctx, hpmli_state, most + 1) : NULL;
-    for (int kind = 0; a->s && kind < (t ? 3 : 1); kind++)
+    hpmli_named *states = t ? t->states : NULL;
+    int64_t      room   = 3 * (int64_t)ctx->param_count, most = 1;
+    for (int i = 0; i < ctx->param_count; i++)
+        if (hpml_tensor_count(ctx->params[i]) > most) most = hpml_tensor_count(ctx->params[i]);
+    for (hpmli_named *v = states; v; v = v->next, room++)
+        if (v->count > most) most = v->count;
+    memset(a, 0, sizeof *a);
+    a->dtype = dtype;
+    if (hpml_param_init(ctx) == HPML_OK)
+        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * (sizeof *a->t + HPMLI_NAME) + (size_t)most * 4);
+    if (!a->t) return false;
+    a->host  = (float *)(void *)(a->t + room);
+    a->names = (char *)(a->host + most);
+    for (int kind = 0; kind < (t ? 3 : 1); kind++)
         for (int i = 0; i < (kind ? t->graph->param_count : ctx->param_count); i++) { /* not those recorded later */
             const hpml_tensor *p = ctx->params[i];
             hpmli_arrays_add(a, kinds[kind], p->name, kind == 0 ? p->data : kind == 1 ? t->updates[i].m
-                             : t->updates[i].v, hpml_tensor_count(p), p->ndim, p->shape);
+                             : t->updates[i].v, p->ndim, p->shape);
         }
-    for (hpmli_named *v = t ? t->states : NULL; a->s && v; v = v->next)
-        hpmli_arrays_add(a, "state.", v->name, v->values, v->count, 1, &v->count);
-    return a->s != NULL;
+    for (hpmli_named *v = states; v; v = v->next) hpmli_arrays_add(a, "state.", v->name, v->values, 1, &v->count);
+    return true;
 }
 
 HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpml_trainer *of, const char *path, hpml_dtype dtype,
                                        const hpml_meta *meta, int meta_count)
 {
-    hpmli_arrays     a;
-    hpml_safetensor *t    = hpmli_arrays_of(ctx, of, &a) ? hpmli_new(ctx, hpml_safetensor, a.count + 1) : NULL;
-    float           *host = NULL;
-    char            *all  = NULL;
-    size_t           bytes = 0, at = 0, most = 0;
-    for (int i = 0; i < a.count; i++) {
-        bytes += (size_t)a.s[i].count * hpml_dtype_size(dtype);
-        if ((size_t)a.s[i].count > most) most = (size_t)a.s[i].count;
-    }
-    if (t) all = (char *)hpmli_alloc(ctx, bytes + 1);
-    if (all) host = (float *)hpmli_alloc(ctx, most * sizeof(float) + 1);
-    for (int i = 0; host && i < a.count; i++) {
-        const hpmli_state *s = &a.s[i];
-        t[i].name = s->name, t[i].dtype = dtype, t[i].ndim = s->ndim, t[i].data = all + at;
-        t[i].bytes = (size_t)s->count * hpml_dtype_size(dtype);
-        memcpy(t[i].shape, s->shape, (size_t)s->ndim * sizeof *s->shape);
-        ctx->backend->read(ctx->device, host, s->device, (size_t)s->count * sizeof(float));
-        hpmli_convert(ctx->k, dtype, all + at, HPML_DTYPE_F32, host, s->count);
-        at += t[i].bytes;
-    }
-    if (host) hpml_safetensors_save(ctx, path, t, a.count, meta, meta_count);
-    hpmli_free(ctx, host);
-    hpmli_free(ctx, all);
-    hpmli_free(ctx, t);
-    hpmli_free(ctx, a.s);
+    hpmli_arrays a;
+    if (hpmli_arrays_of(ctx, of, dtype, &a)) hpmli_safe_save(ctx, path, a.t, a.count, meta, meta_count, a.host);
+    hpmli_free(ctx, a.t);
     return ctx->status;
 }
 
@@ -10090,25 +10089,22 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, co
 {
     hpmli_arrays    a;
     hpml_safetensor e;
-    size_t          most = hpmli_arrays_of(ctx, of, &a) ? 1 : 0;
+    hpmli_arrays_of(ctx, of, HPML_DTYPE_F32, &a);
     for (int i = 0; i < a.count && ctx->status == HPML_OK; i++) {
-        const hpmli_state *s = &a.s[i];
-        if (!hpml_safetensors_find(f, s->name, &e))
+        const hpml_safetensor *t = &a.t[i];
+        if (!hpml_safetensors_find(f, t->name, &e))
             hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\" of hpml's types with at most %d dimensions; "
-                       "expected one", path, s->name, HPML_MAX_DIMS);
-        else if (e.ndim != s->ndim || memcmp(e.shape, s->shape, (size_t)s->ndim * sizeof *s->shape) != 0)
-            hpmli_fail(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, s->name,
-                       hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, s->ndim, s->shape));
-        if ((size_t)s->count > most) most = (size_t)s->count;
+                       "expected one", path, t->name, HPML_MAX_DIMS);
+        else if (e.ndim != t->ndim || memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
+            hpmli_fail(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, t->name,
+                       hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, t->ndim, t->shape));
     }
-    float *host = ctx->status == HPML_OK ? (float *)hpmli_alloc(ctx, most * sizeof(float)) : NULL;
-    for (int i = 0; host && i < a.count; i++) {
-        hpml_safetensors_find(f, a.s[i].name, &e);
-        hpmli_convert(ctx->k, HPML_DTYPE_F32, host, e.dtype, e.data, a.s[i].count);
-        ctx->backend->write(ctx->device, a.s[i].device, host, (size_t)a.s[i].count * sizeof(float));
+    for (int i = 0; i < a.count && ctx->status == HPML_OK; i++) {
+        hpml_safetensors_find(f, a.t[i].name, &e);
+        hpmli_convert(ctx->k, HPML_DTYPE_F32, a.host, e.dtype, e.data, (int64_t)(a.t[i].bytes / sizeof(float)));
+        ctx->backend->write(ctx->device, (void *)(uintptr_t)a.t[i].data, a.host, a.t[i].bytes);
     }
-    hpmli_free(ctx, host);
-    hpmli_free(ctx, a.s);
+    hpmli_free(ctx, a.t);
     return ctx->status;
 }
 
@@ -10128,64 +10124,54 @@ HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
     return hpml_ctx_status(ctx);
 }
 
-/* Numbers of a training that are not arrays; kept as text in the metadata. */
-#define HPMLI_POSITION(X) X(seed) X(step) X(epoch) X(epoch_step) X(optimizer) X(loss_scale) X(scale_steps)
-typedef struct hpmli_position {
-#define HPMLI_X(name) int64_t name;
-    HPMLI_POSITION(HPMLI_X)
-#undef HPMLI_X
-} hpmli_position;
+/* Numbers of a training that are not arrays, as text in the metadata. */
+enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_STEPS,
+       HPMLI_NUMBERS };
+static const char *const hpmli_numbers[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
+                                             "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
 
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
-    hpmli_position p;
-    char           text[7][24];
-    hpml_meta      meta[7];
-    int            n = 0;
+    char      text[HPMLI_NUMBERS][24];
+    hpml_meta meta[HPMLI_NUMBERS];
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (t->micro != 0)
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
                           "between updates", path, t->micro, t->d.accumulate);
-    p.seed = (int64_t)t->ctx->seed, p.step = t->step, p.epoch = t->epoch, p.epoch_step = t->epoch_step;
-    p.optimizer = (int64_t)t->d.optimizer, p.loss_scale = (int64_t)t->loss_scale, p.scale_steps = t->scale_steps;
-#define HPMLI_X(name)                                                         \
-    snprintf(text[n], sizeof text[n], "%lld", (long long)p.name);             \
-    meta[n].key = "hpml." #name, meta[n].value = text[n], n++;
-    HPMLI_POSITION(HPMLI_X)
-#undef HPMLI_X
-    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, n);
-}
-
-HPMLI_FN bool hpmli_position_read(const hpml_safetensors *f, const char *key, int64_t *out)
-{
-    const char *s   = hpml_safetensors_meta(f, key);
-    char       *end = NULL;
-    if (s) *out = strtoll(s, &end, 10);
-    return s && end != s && *end == 0;
+    const int64_t n[] = { (int64_t)t->ctx->seed, t->step, t->epoch, t->epoch_step, (int64_t)t->d.optimizer,
+                          (int64_t)t->loss_scale, t->scale_steps };
+    for (int i = 0; i < HPMLI_NUMBERS; i++) {
+        snprintf(text[i], sizeof text[i], "%lld", (long long)n[i]);
+        meta[i].key = hpmli_numbers[i], meta[i].value = text[i];
+    }
+    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_NUMBERS);
 }
 
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 {
-    hpmli_position p = HPMLI_ZEROED;
-    bool           good = true;
+    int64_t n[HPMLI_NUMBERS];
+    bool    good = true;
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx         *ctx = t->ctx;
     hpml_safetensors *f   = hpml_safetensors_open(ctx, path);
     if (!f) return ctx->status;
-#define HPMLI_X(name) good = good && hpmli_position_read(f, "hpml." #name, &p.name);
-    HPMLI_POSITION(HPMLI_X)
-#undef HPMLI_X
-    if (!good || p.step < 0 || p.epoch < 0 || p.epoch_step < 0)
+    for (int i = 0; i < HPMLI_NUMBERS; i++) {
+        const char *text = hpml_safetensors_meta(f, hpmli_numbers[i]);
+        char       *end  = NULL;
+        n[i] = text ? strtoll(text, &end, 10) : 0;
+        good = good && text && end != text && *end == 0;
+    }
+    if (!good || n[HPMLI_STEP] < 0 || n[HPMLI_EPOCH] < 0 || n[HPMLI_EPOCH_STEP] < 0)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": holds no position of a training; load bare parameters with "
                    "hpml_params_load", path);
-    else if (p.optimizer != (int64_t)t->d.optimizer)
+    else if (n[HPMLI_OPTIMIZER] != (int64_t)t->d.optimizer)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (hpml_opt %d, this trainer has %d)",
-                   path, (int)p.optimizer, (int)t->d.optimizer);
+                   path, (int)n[HPMLI_OPTIMIZER], (int)t->d.optimizer);
     if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
-        ctx->seed = (uint64_t)p.seed;
-        t->step = p.step, t->epoch = p.epoch, t->epoch_step = p.epoch_step, t->micro = 0;
-        if (t->scale_steps >= 0 && p.scale_steps >= 0 && p.loss_scale >= 1) /* both dynamic */
-            t->loss_scale = (float)p.loss_scale, t->scale_steps = p.scale_steps;
+        ctx->seed = (uint64_t)n[HPMLI_SEED];
+        t->step = n[HPMLI_STEP], t->epoch = n[HPMLI_EPOCH], t->epoch_step = n[HPMLI_EPOCH_STEP], t->micro = 0;
+        if (t->scale_steps >= 0 && n[HPMLI_SCALE_STEPS] >= 0 && n[HPMLI_SCALE] >= 1) /* both dynamic */
+            t->loss_scale = (float)n[HPMLI_SCALE], t->scale_steps = n[HPMLI_SCALE_STEPS];
     }
     hpml_safetensors_close(f);
     return ctx->status;
