@@ -244,11 +244,7 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
 /* All arithmetic is f32. The others are storage types: labels, tokens (I32), pixels (U8), halves for files, wire and,
    where a backend keeps them so (hpml_backend.store), for what lies between the layers. */
 typedef enum hpml_dtype {
-    HPML_DTYPE_F32  = 0,
-    HPML_DTYPE_BF16 = 1,
-    HPML_DTYPE_F16  = 2,
-    HPML_DTYPE_I32  = 3,
-    HPML_DTYPE_U8   = 4
+    HPML_DTYPE_F32 = 0, HPML_DTYPE_BF16 = 1, HPML_DTYPE_F16 = 2, HPML_DTYPE_I32 = 3, HPML_DTYPE_U8 = 4
 } hpml_dtype;
 
 /* How a parameter starts. fan_in: product of all dimensions but the first; fan_out: shape[0] x receptive field. */
@@ -382,13 +378,8 @@ typedef enum hpml_act {
     HPML_ACT_GELU_ERF   = 4,  /* x/2 (1 + erf(x / sqrt 2)) */
     HPML_ACT_SILU       = 5,  /* x sigmoid(x) */
     HPML_ACT_SIGMOID    = 6,  /* 1 / (1 + exp(-x)) */
-    HPML_ACT_TANH       = 7,
-    HPML_ACT_EXP        = 8,
-    HPML_ACT_LOG        = 9,
-    HPML_ACT_SQRT       = 10,
-    HPML_ACT_SQUARE     = 11,
-    HPML_ACT_NEG        = 12,
-    HPML_ACT_ABS        = 13
+    HPML_ACT_TANH = 7, HPML_ACT_EXP = 8, HPML_ACT_LOG = 9, HPML_ACT_SQRT = 10, HPML_ACT_SQUARE = 11, HPML_ACT_NEG = 12,
+    HPML_ACT_ABS = 13
 } hpml_act;
 #define HPML_ACT_COUNT 14
 HPML_API hpml_tensor *hpml_activation(hpml_tensor *x, hpml_act act, float slope); /* slope: of leaky relu; 0: 0.01 */
@@ -8284,17 +8275,16 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
 
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
 {
-    hpmli_named *s, **at;
-    if (!t || !name) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    hpmli_named **at, *s;
+    size_t        length = name ? strlen(name) + 1 : 0;
+    if (!t || !name || hpmli_failed(t->ctx)) return t && name ? t->ctx->status : HPML_ERR_ARGUMENT;
     for (at = &t->states; *at && strcmp((*at)->name, name) != 0; at = &(*at)->next) {}
-    if (*at) *at = (*at)->next;
-    if (!values) return HPML_OK;
-    s = (hpmli_named *)hpmli_alloc(t->ctx, sizeof *s);
+    s = *at;
+    if (s) *at = s->next;
+    hpmli_free(t->ctx, s); /* which was called so */
+    s = values ? (hpmli_named *)hpmli_alloc(t->ctx, sizeof *s + length) : NULL;
     if (!s) return t->ctx->status;
-    s->name = hpmli_strdup(t->ctx, name);
-    if (!s->name) return t->ctx->status;
-    s->values = values, s->count = count, s->next = t->states;
+    s->name = (const char *)memcpy(s + 1, name, length), s->values = values, s->count = count, s->next = t->states;
     t->states = s;
     return HPML_OK;
 }
@@ -8406,14 +8396,11 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
     run.sum = NULL; /* the others are elsewhere */
     for (int i = 0; i < ctx->param_count; i++)
         if (hpmli_blame(t, what, value, "parameter", p[i], p[i]->data)) return ctx->status;
-    for (int i = 0; i < g->leaf_count; i++)
-        if (hpmli_is_float(g->leaves[i]) &&
-            hpmli_blame(t, what, value, "the data of", g->leaves[i], g->leaves[i]->data))
+    for (int i = -g->leaf_count; i < g->count; i++) {
+        const hpml_tensor *y = i < 0 ? g->leaves[i + g->leaf_count] : g->nodes[i]->out;
+        if (i >= 0 && hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
+        if (hpmli_is_float(y) && hpmli_blame(t, what, value, i < 0 ? "the data of" : "the result of", y, y->data))
             return ctx->status;
-    for (int i = 0; i < g->count; i++) {
-        const hpml_tensor *y = g->nodes[i]->out;
-        if (hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
-        if (hpmli_blame(t, what, value, "the result of", y, y->data)) return ctx->status;
     }
     for (int i = 0; i < ctx->param_count; i++)
         if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad)) return ctx->status;
@@ -8798,13 +8785,13 @@ HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path
     memset(w, 0, sizeof *w);
     w->ctx = ctx;
     if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
-    w->path      = hpmli_strdup(ctx, path);
-    w->temporary = w->path ? (char *)hpmli_alloc(ctx, room) : NULL;
-    if (w->temporary) hpmli_temporary_open(w, room);
+    w->temporary = (char *)hpmli_alloc(ctx, 2 * room); /* and the other name behind it */
+    if (!w->temporary) return false;
+    w->path = strcpy(w->temporary + room, path);
+    hpmli_temporary_open(w, room);
     if (w->f) return true;
-    if (w->temporary) hpmli_fail(ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", path, strerror(errno));
+    hpmli_fail(ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", path, strerror(errno));
     hpmli_free(ctx, w->temporary);
-    hpmli_free(ctx, w->path);
     return false;
 }
 
@@ -8837,7 +8824,6 @@ HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
     if (!w->direct) close(w->fd);
 #endif
     hpmli_free(w->ctx, w->temporary);
-    hpmli_free(w->ctx, w->path);
     return good || !keep ? HPML_OK : HPML_ERR_WRITE;
 }
 
@@ -8848,9 +8834,11 @@ HPMLI_FN uint64_t hpmli_little(const unsigned char *p, int bytes)
     return x;
 }
 
-HPMLI_FN void hpmli_put_little(unsigned char *p, uint64_t x, int bytes)
+HPMLI_FN void hpmli_write_little(hpmli_writer *w, uint64_t x, int bytes)
 {
+    unsigned char p[8];
     for (int i = 0; i < bytes; i++) p[i] = (unsigned char)(x >> 8 * i);
+    hpmli_write(w, p, (size_t)bytes);
 }
 
 /* JSON, as far as headers of files go: objects, arrays of numbers, strings (unescaped in place, in a copy of the text).
@@ -8948,55 +8936,50 @@ HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *o
 // >>dataset   datasets, and their readers: IDX, CIFAR, CSV, text
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A dataset and the arrays it owns. A slice is a bare hpml_dataset. */
+/* A dataset and its arrays, in one block. A slice is a bare hpml_dataset. */
 typedef struct hpmli_samples {
     hpml_dataset  d;
-    void         *x, *y;
+    char         *x;
+    int32_t      *y;               /* labels, or targets in f32 */
     unsigned char vocabulary[256]; /* of text: the byte of each token */
     int           vocabulary_size;
 } hpmli_samples;
 
-HPML_API void hpml_dataset_free(hpml_dataset *d)
-{
-    hpmli_samples *s = d ? (hpmli_samples *)d->owner : NULL;
-    if (s) hpmli_free(d->ctx, s->x), hpmli_free(d->ctx, s->y);
-    if (d) hpmli_free(d->ctx, d);
-}
+HPML_API void hpml_dataset_free(hpml_dataset *d) { if (d) hpmli_free(d->ctx, d); }
 
-/* The end of every reader. One that failed lets go of what it has; labels say how many classes there are. */
-HPMLI_FN hpml_dataset *hpmli_dataset_done(hpmli_samples *s, bool good)
+/* The end of every reader. After an error it lets go of what it has; labels say how many classes there are. */
+HPMLI_FN hpml_dataset *hpmli_dataset_done(hpmli_samples *s)
 {
-    const int32_t *label = s && s->d.y_dtype == HPML_DTYPE_I32 && s->d.classes == 0 ? (const int32_t *)s->y : NULL;
-    if (good && s) {
-        for (int64_t i = 0; label && i < s->d.count * s->d.y_size; i++)
-            if (label[i] >= s->d.classes && label[i] < INT32_MAX) s->d.classes = label[i] + 1;
-        return &s->d;
-    }
-    if (s) hpml_dataset_free(&s->d);
-    return NULL;
+    bool    bad    = s && s->d.ctx->status != HPML_OK;
+    int64_t labels = s && s->d.y_dtype == HPML_DTYPE_I32 && s->d.classes == 0 && s->y ? s->d.count * s->d.y_size : 0;
+    for (int64_t i = 0; i < labels && !bad; i++)
+        if (s->y[i] >= s->d.classes && s->y[i] < INT32_MAX) s->d.classes = s->y[i] + 1;
+    if (bad) hpml_dataset_free(&s->d);
+    return s && !bad ? &s->d : NULL;
 }
 
 /* Room for samples, sizes checked; NULL and an error when there is none. */
 HPMLI_FN hpmli_samples *hpmli_samples_new(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
                                           const int64_t *x_shape, hpml_dtype y_dtype, int64_t y_size)
 {
-    int64_t each = hpmli_shape_count(x_ndim, x_shape);
-    size_t  xs, ys;
+    const size_t head = (sizeof(hpmli_samples) + 63) / 64 * 64; /* the arrays begin at multiples of 64 bytes */
+    int64_t      each = hpmli_shape_count(x_ndim, x_shape);
+    size_t       xs, ys;
     if (each < 0 || count < 1 || !hpmli_mul((size_t)count, (size_t)each, &xs) ||
         !hpmli_mul(xs, hpml_dtype_size(x_dtype), &xs) || !hpmli_mul(4, (size_t)y_size, &ys) ||
-        !hpmli_mul((size_t)count, ys, &ys))
+        !hpmli_mul((size_t)count, ys, &ys) || xs > SIZE_MAX / 4 || ys > SIZE_MAX / 8)
         return hpmli_null(ctx, HPML_ERR_OVERFLOW, "dataset: %lld samples do not fit in memory", (long long)count);
-    hpmli_samples *s = hpmli_new(ctx, hpmli_samples, 1);
+    xs = (xs + 63) / 64 * 64;
+    hpmli_samples *s = (hpmli_samples *)hpmli_alloc(ctx, head + xs + ys);
     if (!s) return NULL;
+    memset(s, 0, sizeof *s);
     hpml_dataset *d = &s->d;
     d->ctx = ctx, d->owner = s, d->x_scale = 1.0f / 255.0f;
     d->count = count, d->x_dtype = x_dtype, d->x_ndim = x_ndim, d->y_dtype = y_dtype, d->y_size = y_size;
     for (int i = 0; i < HPML_MAX_DIMS; i++) d->x_shape[i] = i < x_ndim ? x_shape[i] : 1;
-    d->x = s->x = hpmli_alloc(ctx, xs);
-    d->y = s->y = s->x && ys > 0 ? hpmli_alloc(ctx, ys) : NULL;
-    if (s->x && (s->y || ys == 0)) return s;
-    hpml_dataset_free(d);
-    return NULL;
+    d->x = s->x = (char *)s + head;
+    if (ys > 0) d->y = s->y = (int32_t *)(void *)(s->x + xs);
+    return s;
 }
 
 HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dtype x_dtype, int x_ndim,
@@ -9013,7 +8996,7 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
     hpmli_samples *s = hpmli_samples_new(ctx, count, x_dtype, x_ndim, x_shape, y_dtype, y ? y_size : 0);
     if (s) memcpy(s->x, x, (size_t)(count * hpmli_shape_count(x_ndim, x_shape)) * hpml_dtype_size(x_dtype));
     if (s && s->y) memcpy(s->y, y, (size_t)(count * y_size) * 4);
-    return hpmli_dataset_done(s, true);
+    return hpmli_dataset_done(s);
 }
 
 /* Where x and y of a sample begin. */
@@ -9043,36 +9026,33 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
     return s;
 }
 
-/* IDX, the format of MNIST: 0 0 type dimensions, the sizes as big-endian u32, the bytes. Unpacked if gzipped. */
-HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
+/* Unpacks a gzipped file. */
+HPMLI_FN bool hpmli_file_unzip(hpmli_file *f, const char *path)
 {
-    if (!hpmli_file_open(ctx, f, path)) return false;
-    if (f->size < 2 || f->bytes[0] != 0x1f || f->bytes[1] != 0x8b) return true;
 #ifdef HPML_USE_ZLIB
     gzFile         gz   = gzopen(path, "rb");
     unsigned char *out  = NULL;
     int64_t        size = 0, room = 0;
     int            n    = gz ? 1 : -1;
     hpmli_file_close(f);
-    for (; n > 0 && size < INT64_C(1) << 34 && hpmli_grow(ctx, &out, size, &room, 1); size += n > 0 ? n : 0)
+    for (; n > 0 && size < INT64_C(1) << 34 && hpmli_grow(f->ctx, &out, size, &room, 1); size += n > 0 ? n : 0)
         n = gzread(gz, out + size, (unsigned)(room - size < 1 << 20 ? room - size : 1 << 20));
     if (gz && gzclose(gz) != Z_OK) n = -1; /* it ended early: what came so far is no use */
     f->bytes = out, f->size = (size_t)size, f->mapped = false;
-    if (n == 0) return true;
-    hpmli_file_close(f);
-    return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", path);
+    return n == 0 || hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", path);
 #else
-    hpmli_file_close(f);
-    return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "\"%s\" is gzipped: run gunzip on it, or build with -DHPML_USE_ZLIB "
-                       "-lz", path);
+    return hpmli_false(f->ctx, HPML_ERR_UNSUPPORTED, "\"%s\" is gzipped: run gunzip on it, or build with "
+                       "-DHPML_USE_ZLIB -lz", path);
 #endif
 }
 
-/* Checks header and length; sizes receives the dimensions. */
-HPMLI_FN bool hpmli_idx_header(hpml_ctx *ctx, const hpmli_file *f, const char *path, int dims, int64_t *sizes)
+/* IDX, the format of MNIST: 0 0 type dimensions, the sizes as big-endian u32, the bytes; may be gzipped. */
+HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int dims, int64_t *sizes)
 {
-    size_t want = 1;
-    if (f->size < 4 + 4 * (size_t)dims || f->bytes[0] || f->bytes[1] || f->bytes[2] != 8 || f->bytes[3] != dims)
+    size_t want = 1, head = 4 + 4 * (size_t)dims;
+    if (!hpmli_file_open(ctx, f, path)) return false;
+    if (f->size >= 2 && f->bytes[0] == 0x1f && f->bytes[1] == 0x8b && !hpmli_file_unzip(f, path)) return false;
+    if (f->size < head || f->bytes[0] || f->bytes[1] || f->bytes[2] != 8 || f->bytes[3] != dims)
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": not an IDX file of bytes with %d dimensions: it should start "
                            "with 00 00 08 %02x", path, dims, (unsigned)dims);
     for (int i = 0; i < dims; i++) {
@@ -9080,66 +9060,57 @@ HPMLI_FN bool hpmli_idx_header(hpml_ctx *ctx, const hpmli_file *f, const char *p
         sizes[i] = (int64_t)((uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3]);
         if (sizes[i] == 0 || !hpmli_mul(want, (size_t)sizes[i], &want)) want = SIZE_MAX / 4;
     }
-    if (f->size - 4 - 4 * (size_t)dims == want) return true;
-    return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %zu", path,
-                       want, f->size - 4 - 4 * (size_t)dims);
+    return f->size - head == want ||
+           hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %zu", path,
+                       want, f->size - head);
 }
 
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels)
 {
     hpmli_file     fx = HPMLI_ZEROED, fy = HPMLI_ZEROED;
-    int64_t        sx[3], sy[1]; /* images, height, width; labels */
+    int64_t        shape[3], images_count, count; /* images, height, width; labels */
     hpmli_samples *s = NULL;
     if (hpmli_failed(ctx)) return NULL;
-    bool good = hpmli_idx_open(ctx, &fx, images) && hpmli_idx_open(ctx, &fy, labels) &&
-                hpmli_idx_header(ctx, &fx, images, 3, sx) && hpmli_idx_header(ctx, &fy, labels, 1, sy);
-    if (good && sx[0] != sy[0])
-        good = hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images,
-                           (long long)sx[0], labels, (long long)sy[0]);
-    if (good) {
-        int64_t shape[3] = { 1, sx[1], sx[2] };
-        s = hpmli_samples_new(ctx, sx[0], HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
+    if (hpmli_idx_open(ctx, &fx, images, 3, shape) && hpmli_idx_open(ctx, &fy, labels, 1, &count)) {
+        images_count = shape[0], shape[0] = 1; /* channels */
+        if (images_count == count) s = hpmli_samples_new(ctx, count, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
+        else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images,
+                        (long long)images_count, labels, (long long)count);
     }
     if (s) memcpy(s->x, fx.bytes + 16, fx.size - 16);
-    for (int64_t i = 0; s && i < sy[0]; i++) ((int32_t *)s->y)[i] = fy.bytes[8 + i];
+    for (int64_t i = 0; s && i < count; i++) s->y[i] = fy.bytes[8 + i];
     hpmli_file_close(&fx);
     hpmli_file_close(&fy);
-    return hpmli_dataset_done(s, true);
+    return hpmli_dataset_done(s);
 }
 
 /* CIFAR-10 binary: records of a label byte and 3072 bytes, the planes R, G, B. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count)
 {
     const int64_t  shape[3] = { 3, 32, 32 };
-    hpmli_samples *s    = NULL;
-    bool           good = true;
+    hpmli_samples *s = NULL;
+    hpmli_file     f;
     if (hpmli_failed(ctx)) return NULL;
     if (!paths || count < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "cifar10: no file names given");
-    for (int pass = 0; pass < 2 && good; pass++) { /* count the records, then copy them */
+    for (int pass = 0; pass < 2 && ctx->status == HPML_OK; pass++) { /* count the records, then copy them */
         int64_t at = 0;
-        for (int i = 0; i < count && good; i++) {
-            hpmli_file f;
-            good = hpmli_file_open(ctx, &f, paths[i]);
-            if (good && f.size % 3073 != 0)
-                good = hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and "
-                                   "3 x 32 x 32 pixels)", paths[i], f.size);
-            for (size_t r = 0; good && r < f.size / 3073; r++, at++) {
+        for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) {
+            if (f.size % 3073 != 0)
+                hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and "
+                           "3 x 32 x 32 pixels)", paths[i], f.size);
+            for (size_t r = 0; r < f.size / 3073 && ctx->status == HPML_OK; r++, at++) {
                 const unsigned char *p = f.bytes + r * 3073;
                 if (p[0] > 9)
-                    good = hpmli_false(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9",
-                                       paths[i], r, p[0]);
-                else if (pass == 1 && at < s->d.count) {
-                    ((int32_t *)s->y)[at] = p[0];
-                    memcpy((char *)s->x + at * 3072, p + 1, 3072);
-                }
+                    hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9", paths[i], r,
+                               p[0]);
+                else if (pass == 1 && at < s->d.count) s->y[at] = p[0], memcpy(s->x + at * 3072, p + 1, 3072);
             }
             hpmli_file_close(&f);
         }
-        if (pass == 0 && good) s = hpmli_samples_new(ctx, at, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
-        good = good && s;
+        if (!s && ctx->status == HPML_OK) s = hpmli_samples_new(ctx, at, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
     }
     if (s) s->d.classes = 10;
-    return hpmli_dataset_done(s, good);
+    return hpmli_dataset_done(s);
 }
 
 /* A decimal number, whatever the locale. Returns the end, or NULL when there is none. */
@@ -9242,9 +9213,9 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
                                                 : "another number of fields", (long long)columns);
         for (int64_t i = 0; n == columns && i < n; i++) {
             double v = c.values[i];
-            if (i != label) ((float *)s->x)[x++] = (float)v;
-            else if (regression) ((float *)s->y)[s->d.count] = (float)v;
-            else if (v >= 0 && v < INT32_MAX && v == floor(v)) ((int32_t *)s->y)[s->d.count] = (int32_t)v;
+            if (i != label) ((float *)(void *)s->x)[x++] = (float)v;
+            else if (regression) ((float *)(void *)s->y)[s->d.count] = (float)v;
+            else if (v >= 0 && v < INT32_MAX && v == floor(v)) s->y[s->d.count] = (int32_t)v;
             else hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0", path,
                             (long long)c.line, v);
         }
@@ -9255,48 +9226,44 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
                    (long long)c.line);
     hpmli_free(ctx, c.values);
     hpmli_file_close(&f);
-    return hpmli_dataset_done(s, ctx->status == HPML_OK);
+    return hpmli_dataset_done(s);
 }
 
 HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *paths, int count, int64_t context,
                                               bool bytes)
 {
     hpmli_samples *s = NULL;
-    int32_t        of[256];
+    hpmli_file     f;
+    int32_t        of[256], *token;
     int64_t        total     = 0;
-    bool           used[256] = { false }, good = true;
+    bool           used[256] = { false };
     if (hpmli_failed(ctx)) return NULL;
     if (!paths || count < 1 || context < 1)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "text: needs file names and a context, got %d and %lld", count,
                           (long long)context);
-    for (int pass = 0; pass < 2 && good; pass++) { /* which characters occur; then the tokens */
-        int64_t at = 0;
-        for (int i = 0; i < count && good; i++) {
-            hpmli_file f;
-            good = hpmli_file_open(ctx, &f, paths[i]);
-            for (size_t b = 0; good && b < f.size; b++) {
-                if (pass == 0) used[f.bytes[b]] = true, total++;
-                else if (at < total) ((int32_t *)s->x)[at++] = of[f.bytes[b]];
-            }
-            hpmli_file_close(&f);
-        }
-        if (pass == 1 || !good) break;
-        if (total <= context)
-            return hpmli_null(ctx, HPML_ERR_FORMAT, "text: %lld characters, expected more than the context of %lld",
-                              (long long)total, (long long)context);
-        s    = hpmli_samples_new(ctx, total, HPML_DTYPE_I32, 0, NULL, HPML_DTYPE_I32, 0);
-        good = s != NULL;
-        for (int c = 0; c < 256 && good; c++) {
-            of[c] = s->vocabulary_size;
-            if (used[c] || bytes) s->vocabulary[s->vocabulary_size++] = (unsigned char)c;
-        }
+    for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) { /* which characters occur */
+        for (size_t b = 0; b < f.size; b++) used[f.bytes[b]] = true;
+        total += (int64_t)f.size;
+        hpmli_file_close(&f);
     }
-    if (good) { /* as many samples as there are places where one can begin */
-        s->d.y     = (int32_t *)s->x + 1;
-        s->d.count = total - context, s->d.x_ndim = 1, s->d.classes = s->vocabulary_size;
-        s->d.x_shape[0] = s->d.y_size = context, s->d.x_step = s->d.y_step = 1;
+    if (ctx->status == HPML_OK && total <= context)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "text: %lld characters, expected more than the context of %lld",
+                   (long long)total, (long long)context);
+    if (ctx->status == HPML_OK) s = hpmli_samples_new(ctx, total, HPML_DTYPE_I32, 0, NULL, HPML_DTYPE_I32, 0);
+    if (!s) return NULL;
+    for (int c = 0; c < 256; c++) {
+        of[c] = s->vocabulary_size;
+        if (used[c] || bytes) s->vocabulary[s->vocabulary_size++] = (unsigned char)c;
     }
-    return hpmli_dataset_done(s, good);
+    token  = (int32_t *)(void *)s->x;
+    s->d.y = token + 1;
+    for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) { /* the tokens */
+        for (size_t b = 0; b < f.size && total > 0; b++, total--) *token++ = of[f.bytes[b]];
+        hpmli_file_close(&f);
+    }
+    s->d.count -= context, s->d.x_ndim = 1, s->d.classes = s->vocabulary_size;
+    s->d.x_shape[0] = s->d.y_size = context, s->d.x_step = s->d.y_step = 1; /* one begins at every place */
+    return hpmli_dataset_done(s);
 }
 
 HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int *size)
@@ -9370,21 +9337,21 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     if (!code || !t->data || !hpmli_contiguous(t))
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "npy \"%s\": numpy has no bf16, and the tensor must be "
                           "contiguous with memory", path);
-    hpmli_table text = hpmli_table_of(header + 10, sizeof header - 10);
+    hpmli_table text = hpmli_table_of(header, sizeof header);
     hpmli_table_add(&text, "{'descr': '%s', 'fortran_order': False, 'shape': (", code);
     for (int i = 0; i < t->ndim; i++)
         hpmli_table_add(&text, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
     hpmli_table_add(&text, "), }");
-    n = 10 + text.used;
-    while (n % 64 != 63) header[n++] = ' '; /* the data start at a multiple of 64 */
+    n = text.used;
+    while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data start at a multiple of 64 */
     header[n++] = '\n';
-    memcpy(header, "\x93NUMPY\1\0", 8);
-    hpmli_put_little((unsigned char *)header + 8, (uint64_t)(n - 10), 2);
     void *host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
     if (!host || hpml_tensor_get(t, host, hpml_tensor_count(t)) != HPML_OK || !hpmli_writer_open(t->ctx, &w, path)) {
         hpmli_free(t->ctx, host);
         return t->ctx->status;
     }
+    hpmli_write(&w, "\x93NUMPY\1\0", 8);
+    hpmli_write_little(&w, (uint64_t)n, 2);
     hpmli_write(&w, header, (size_t)n);
     hpmli_write(&w, host, hpmli_tensor_bytes(t));
     hpmli_free(t->ctx, host);
@@ -9405,16 +9372,22 @@ HPMLI_FN void hpmli_record_writer_drop(void *object)
     hpmli_free(w->w.ctx, w->offsets);
 }
 
+HPMLI_FN void hpmli_record_head(hpml_record_writer *w, uint64_t index)
+{
+    hpmli_write(&w->w, "HPMLREC1", 8);
+    hpmli_write_little(&w->w, (uint64_t)w->count, 8);
+    hpmli_write_little(&w->w, index, 8);
+}
+
 HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path)
 {
-    unsigned char head[24] = { 0 };
     if (hpmli_failed(ctx)) return NULL;
     hpml_record_writer *w = (hpml_record_writer *)hpmli_alloc_object(ctx, sizeof *w, hpmli_record_writer_drop);
     if (!w || !hpmli_writer_open(ctx, &w->w, path)) {
         hpmli_free(ctx, w);
         return NULL;
     }
-    hpmli_write(&w->w, head, sizeof head);
+    hpmli_record_head(w, 0);
     return w;
 }
 
@@ -9429,17 +9402,12 @@ HPML_API hpml_status hpml_record_add(hpml_record_writer *w, const void *bytes, s
 
 HPML_API hpml_status hpml_record_finish(hpml_record_writer *w)
 {
-    unsigned char head[24] = "HPMLREC1", word[8];
     if (!w) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx   = w->w.ctx;
     uint64_t  index = w->w.size;
-    for (int64_t i = 0; i <= w->count; i++) {
-        hpmli_put_little(word, i < w->count ? w->offsets[i] : index, 8);
-        hpmli_write(&w->w, word, 8);
-    }
-    hpmli_put_little(head + 8, (uint64_t)w->count, 8);
-    hpmli_put_little(head + 16, index, 8);
-    if (fseek(w->w.f, 0, SEEK_SET) == 0) hpmli_write(&w->w, head, sizeof head);
+    for (int64_t i = 0; i < w->count; i++) hpmli_write_little(&w->w, w->offsets[i], 8);
+    hpmli_write_little(&w->w, index, 8);
+    if (fseek(w->w.f, 0, SEEK_SET) == 0) hpmli_record_head(w, index);
     hpml_status status = hpmli_writer_close(&w->w, ctx->status == HPML_OK);
     hpmli_free(ctx, w);
     return ctx->status != HPML_OK ? ctx->status : status;
@@ -9501,16 +9469,14 @@ HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char
     size_t ys = (size_t)d->y_size * 4;
     head[0] = d->x_dtype, head[1] = d->x_ndim, head[7] = d->y_dtype, head[8] = d->y_size, head[9] = d->classes;
     for (int i = 0; i < HPML_MAX_DIMS; i++) head[2 + i] = i < d->x_ndim ? d->x_shape[i] : 1;
-    char               *sample = (char *)hpmli_alloc(d->ctx, xs + ys);
-    hpml_record_writer *w      = sample ? hpml_record_create(d->ctx, path) : NULL;
-    if (w) hpml_record_add(w, head, sizeof head);
-    for (int64_t i = 0; w && i < d->count; i++) {
-        memcpy(sample, hpmli_sample_x(d, i), xs);
-        if (ys) memcpy(sample + xs, hpmli_sample_y(d, i), ys);
-        hpml_record_add(w, sample, xs + ys);
+    hpml_record_writer *w = hpml_record_create(d->ctx, path);
+    if (!w) return d->ctx->status;
+    hpml_record_add(w, head, sizeof head);
+    for (int64_t i = 0; i < d->count; i++) {
+        hpml_record_add(w, hpmli_sample_x(d, i), xs);
+        if (ys) hpmli_write(&w->w, hpmli_sample_y(d, i), ys); /* a record goes on until the next begins */
     }
-    hpmli_free(d->ctx, sample);
-    return w ? hpml_record_finish(w) : d->ctx->status;
+    return hpml_record_finish(w);
 }
 
 HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path)
@@ -9536,12 +9502,12 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
     else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a dataset in records: the first must describe the others", path);
     for (int64_t i = 0; s && i < count; i++) {
         const char *p = (const char *)hpml_record_get(f, i + 1, &size);
-        memcpy((char *)s->x + (size_t)i * xs, p, xs);
+        memcpy(s->x + (size_t)i * xs, p, xs);
         if (ys) memcpy((char *)s->y + (size_t)i * ys, p + xs, ys);
     }
     if (s) s->d.classes = (int)h[9];
     hpml_record_close(f);
-    return hpmli_dataset_done(s, true);
+    return hpmli_dataset_done(s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -9913,14 +9879,12 @@ HPML_API bool hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_saf
 
 HPML_API bool hpml_safetensors_find(const hpml_safetensors *f, const char *name, hpml_safetensor *out)
 {
-    int low = 0, high = f && name ? f->count : 0;
-    while (low < high) {
-        int middle = (low + high) / 2, order = strcmp(name, f->entries[middle].name);
-        if (order == 0) return hpml_safetensors_at(f, middle, out);
-        if (order < 0) high = middle;
-        else low = middle + 1;
-    }
-    return false;
+    hpml_safetensor key = HPMLI_ZEROED, *e = NULL;
+    key.name = name;
+    if (f && f->count > 0 && name)
+        e = (hpml_safetensor *)bsearch(&key, f->entries, (size_t)f->count, sizeof key, hpmli_safe_name_order);
+    if (e) *out = *e;
+    return e != NULL;
 }
 
 HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char *key)
@@ -9982,13 +9946,12 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpml_safetensor *t, int coun
 HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                      const hpml_meta *meta, int meta_count, float *host)
 {
-    hpmli_writer  w;
-    unsigned char length[8] = { 0 };
-    uint64_t      at = 0;
+    hpmli_writer w;
+    uint64_t     at = 0;
     if (hpmli_failed(ctx) || !hpmli_safe_check(ctx, tensors, count, meta, meta_count) ||
         !hpmli_writer_open(ctx, &w, path))
         return hpml_ctx_status(ctx);
-    hpmli_write(&w, length, 8);
+    hpmli_write_little(&w, 0, 8); /* the length is known at the end */
     hpmli_write(&w, "{", 1);
     for (int i = 0; i < meta_count; i++) {
         hpmli_write(&w, i ? "," : "\"" HPMLI_SAFE_META "\":{", i ? 1 : 16);
@@ -10003,7 +9966,7 @@ HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml
     }
     hpmli_write(&w, "}", 1);
     while (w.size % 8 != 0) hpmli_write(&w, " ", 1);
-    hpmli_put_little(length, w.size - 8, 8);
+    uint64_t length = w.size - 8;
     for (int i = 0; i < count; i++) {
         const hpml_safetensor *t = &tensors[i];
         size_t                 n = t->bytes / hpml_dtype_size(t->dtype);
@@ -10011,7 +9974,7 @@ HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml
         if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* it gets no wider */
         hpmli_write(&w, host ? host : t->data, t->bytes);
     }
-    if (fseek(w.f, 0, SEEK_SET) == 0) hpmli_write(&w, length, 8);
+    if (fseek(w.f, 0, SEEK_SET) == 0) hpmli_write_little(&w, length, 8);
     return hpmli_writer_close(&w, ctx->status == HPML_OK);
 }
 
