@@ -104,8 +104,7 @@
 //     dataset   datasets, and their readers: IDX, CIFAR, CSV, text
 //     npy   numpy arrays and packed records
 //     loader   batches: shuffled, sharded, augmented, made ahead
-//     safetensors   reading and writing safetensors files
-//     checkpoint   saving and loading parameters and whole trainings
+//     safetensors   safetensors files; parameters and whole trainings in them
 //     trace   the timeline; where the time goes, and what a model is
 #ifndef HPML_H_INCLUDED
 #define HPML_H_INCLUDED
@@ -9736,7 +9735,7 @@ HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
 HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>safetensors   reading and writing safetensors files
+// >>safetensors   safetensors files; parameters and whole trainings in them
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* u64 length of the header, the header in JSON, the data. Entry: "name": {"dtype": "F32", "shape": [2, 3],
@@ -9894,9 +9893,11 @@ HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char
     return NULL;
 }
 
-HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *s)
+/* A string, behind what stands before it. */
+HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *before, const char *s)
 {
     char code[8];
+    hpmli_write(w, before, strlen(before));
     hpmli_write(w, "\"", 1);
     for (; *s; s++) {
         if (*s == '"' || *s == '\\') hpmli_write(w, "\\", 1);
@@ -9906,7 +9907,7 @@ HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *s)
     hpmli_write(w, "\"", 1);
 }
 
-HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const hpml_safetensor *t, uint64_t at)
+HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_safetensor *t, uint64_t at)
 {
     char        text[256];
     hpmli_table line = hpmli_table_of(text, sizeof text);
@@ -9914,7 +9915,7 @@ HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const hpml_safetensor *t, uint6
     for (int i = 0; i < t->ndim; i++) hpmli_table_add(&line, "%s%lld", i ? "," : "", (long long)t->shape[i]);
     hpmli_table_add(&line, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
                     (unsigned long long)(at + t->bytes));
-    hpmli_write_json(w, t->name);
+    hpmli_write_json(w, before, t->name);
     hpmli_write(w, text, (size_t)line.used);
 }
 
@@ -9954,16 +9955,12 @@ HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml
     hpmli_write_little(&w, 0, 8); /* the length is known at the end */
     hpmli_write(&w, "{", 1);
     for (int i = 0; i < meta_count; i++) {
-        hpmli_write(&w, i ? "," : "\"" HPMLI_SAFE_META "\":{", i ? 1 : 16);
-        hpmli_write_json(&w, meta[i].key);
-        hpmli_write(&w, ":", 1);
-        hpmli_write_json(&w, meta[i].value);
+        hpmli_write_json(&w, i ? "," : "\"" HPMLI_SAFE_META "\":{", meta[i].key);
+        hpmli_write_json(&w, ":", meta[i].value);
     }
     if (meta_count > 0) hpmli_write(&w, "}", 1);
-    for (int i = 0; i < count; at += tensors[i++].bytes) {
-        if (i > 0 || meta_count > 0) hpmli_write(&w, ",", 1);
-        hpmli_write_entry(&w, &tensors[i], at);
-    }
+    for (int i = 0; i < count; at += tensors[i++].bytes)
+        hpmli_write_entry(&w, i > 0 || meta_count > 0 ? "," : "", &tensors[i], at);
     hpmli_write(&w, "}", 1);
     while (w.size % 8 != 0) hpmli_write(&w, " ", 1);
     uint64_t length = w.size - 8;
@@ -9984,11 +9981,7 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
     return hpmli_safe_save(ctx, path, tensors, count, meta, meta_count, NULL);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>checkpoint   saving and loading parameters and whole trainings
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* A list of named arrays on the device becomes a file, and back. Loading checks all entries before it changes one. */
+/* Parameters and checkpoints: a list of named arrays on the device becomes a file, and back. Loading checks all entries before it changes one. */
 
 typedef struct hpmli_arrays {
     hpml_safetensor *t;     /* (count) data: on the device, in f32; begins the block that holds the rest */
@@ -10214,8 +10207,7 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
                 t->d.rank, l, lanes[l]);
     for (int64_t i = t->count > t->d.capacity ? t->count - t->d.capacity : 0; i < t->count; i++) {
         const hpmli_span *s = &t->spans[i % t->d.capacity];
-        fprintf(w.f, ",\n{\"name\":");
-        hpmli_write_json(&w, s->name);
+        hpmli_write_json(&w, ",\n{\"name\":", s->name);
         /* not by %f, which writes a comma in many a locale */
         long long at = (long long)(1e9 * (s->start - t->d.origin)), took = (long long)(1e9 * (s->end - s->start));
         fprintf(w.f, ",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%s%lld.%03lld,\"dur\":%lld.%03lld}", t->d.rank,
