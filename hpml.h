@@ -9981,7 +9981,7 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
     return hpmli_safe_save(ctx, path, tensors, count, meta, meta_count, NULL);
 }
 
-/* Parameters and checkpoints: a list of named arrays on the device becomes a file, and back. Loading checks all entries before it changes one. */
+/* Parameters, checkpoints: named arrays on the device become a file, and back. All are checked, then changed. */
 
 typedef struct hpmli_arrays {
     hpml_safetensor *t;     /* (count) data: on the device, in f32; begins the block that holds the rest */
