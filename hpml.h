@@ -3031,33 +3031,33 @@ HPMLI_KFN void HV(square)(const float *x, int64_t ldx, int64_t rows, int64_t col
 }
 
 /* The weights (out, in, taps) of channels [o, o + panel) as tiles read them: dst[(tap * in + c) * panel + lane]. */
-HPMLI_KFN void HV(conv_pack)(float *dst, const float *w, const hpmli_conv_map *m, int64_t o)
+HPMLI_KFN void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
 {
     float square[HV_W * HV_W];
-    int64_t end = o + HPMLI_CONV_PANEL < m->out ? o + HPMLI_CONV_PANEL : m->out, each = m->in * m->taps;
+    int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC, each = d->C * d->taps;
     for (; o < end; o += HV_W) {
-        int64_t rows = m->out - o < HV_W ? m->out - o : HV_W;
+        int64_t rows = d->OC - o < HV_W ? d->OC - o : HV_W;
         float  *to   = dst + o / HPMLI_NR * HPMLI_NR * each + o % HPMLI_NR;
-        for (int64_t c = 0; c < m->in; c++)
-            for (int64_t t = 0; t < m->taps; t += HV_W) {
-                int64_t n = m->taps - t < HV_W ? m->taps - t : HV_W;
-                HV(square)(w + o * each + c * m->taps + t, each, rows, n, square);
+        for (int64_t c = 0; c < d->C; c++)
+            for (int64_t t = 0; t < d->taps; t += HV_W) {
+                int64_t n = d->taps - t < HV_W ? d->taps - t : HV_W;
+                HV(square)(w + o * each + c * d->taps + t, each, rows, n, square);
                 for (int64_t i = 0; i < n; i++)
-                    HV(store)(to + ((t + i) * m->in + c) * HPMLI_NR, HV(load)(square + i * HV_W));
+                    HV(store)(to + ((t + i) * d->C + c) * HPMLI_NR, HV(load)(square + i * HV_W));
             }
     }
 }
 
 /* The same weights for the gradient of the input, output channel o of them: a panel is some lanes of a block. */
-HPMLI_KFN void HV(conv_pack_back)(float *dst, const float *w, const hpmli_conv_sum *g, int64_t o)
+HPMLI_KFN void HV(conv_pack_back)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
 {
-    int64_t blocks = g->blocks[0] * g->blocks[1], each = g->block / g->in, taps = blocks * each;
-    int64_t width = (g->block + HPMLI_NR - 1) / HPMLI_NR * HPMLI_NR;
-    for (int64_t b = 0; b < blocks; b++, dst += width * g->out)
+    int64_t blocks = d->blocks[0] * d->blocks[1], each = d->block / d->C;
+    int64_t width = (d->block + HPMLI_NR - 1) / HPMLI_NR * HPMLI_NR;
+    for (int64_t b = 0; b < blocks; b++, dst += width * d->OC)
         for (int64_t lane = 0, t = 0, c = 0; lane < width; lane++) {
-            dst[lane / HPMLI_NR * HPMLI_NR * g->out + o * HPMLI_NR + lane % HPMLI_NR] =
-                lane < g->block ? w[(o * g->in + c) * taps + b * each + t] : 0;
-            if (++c == g->in) c = 0, t++;
+            dst[lane / HPMLI_NR * HPMLI_NR * d->OC + o * HPMLI_NR + lane % HPMLI_NR] =
+                lane < d->block ? w[(o * d->C + c) * d->taps + b * each + t] : 0;
+            if (++c == d->C) c = 0, t++;
         }
 }
 
@@ -3117,85 +3117,82 @@ HPMLI_KFN void HV(conv_emit)(const float *x, int64_t apart, int64_t n, int64_t c
     }
 }
 
-/* Back from NHWC order: y (channels, height, width) (+)= an image, whose rows are `pitch` floats apart. */
-HPMLI_KFN void HV(conv_return)(float *y, const float *image, int64_t channels, int64_t height, int64_t width,
-                                          int64_t pitch, int accumulate)
+/* Back from NHWC order: dx (C, H, W) (+)= its image. */
+HPMLI_KFN void HV(conv_return)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
 {
-    bool    whole = pitch == width * channels;
-    int64_t rows = whole ? 1 : height, n = whole ? height * width : width;
+    bool    whole = d->x_pitch == d->W * d->C;
+    int64_t rows = whole ? 1 : d->H, n = whole ? d->H * d->W : d->W;
     for (int64_t r = 0; r < rows; r++)
-        HV(conv_emit)(image + r * pitch, channels, n, channels, y + r * n, height * width, NULL, 0, accumulate);
+        HV(conv_emit)(image + r * d->x_pitch, d->C, n, d->C, dx + r * n, d->H * d->W, NULL, 0, accumulate);
 }
 
-/* Channels [o0, o1) of one image's result, from its image in NHWC order. band: map->band x width x panel floats. */
-HPMLI_KFN void HV(conv_image)(const hpmli_conv_map *m, const float *w, const float *image, int64_t o0,
-                                         int64_t o1, const float *bias, int relu, float *y, float *band)
+/* Channels [o0, o1) of one image's result, from its image in NHWC order. band: d->band x OW x panel floats. */
+HPMLI_KFN void HV(conv_image)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
+                              const float *bias, int relu, float *y, float *band)
 {
-    int64_t          plane = m->height * m->width;
     hpmli_conv_strip s;
-    s.rows = m->width, s.ars = m->col_at, s.acs = 1, s.ldb = HPMLI_NR, s.runs = m->runs, s.length = m->length;
-    s.a_at = m->run_at, s.b_at = NULL, s.ldc = HPMLI_NR, s.add = 0;
+    s.rows = d->OW, s.ars = d->col_at, s.acs = 1, s.ldb = HPMLI_NR, s.runs = d->blocks[0] * d->blocks[1];
+    s.length = d->block, s.a_at = d->x_at, s.b_at = NULL, s.ldc = HPMLI_NR, s.add = 0;
     for (int64_t o = o0; o < o1; o += HPMLI_NR) {
         int64_t n = o1 - o < HPMLI_NR ? o1 - o : HPMLI_NR;
-        for (int64_t row = 0; row < m->height; row += m->band) {
-            int64_t rows = m->height - row < m->band ? m->height - row : m->band;
+        for (int64_t row = 0; row < d->OH; row += d->band) {
+            int64_t rows = d->OH - row < d->band ? d->OH - row : d->band;
             for (int64_t r = 0; r < rows; r++)
-                HV(strip)(&s, n, image + (row + r) * m->row_at, w + o * m->taps * m->in,
-                                     band + r * m->width * HPMLI_NR);
-            HV(conv_emit)(band, HPMLI_NR, rows * m->width, n, y + o * plane + row * m->width, plane,
-                                     bias ? bias + o : NULL, relu, 0);
+                HV(strip)(&s, n, image + (row + r) * d->row_at, w + o * d->taps * d->C, band + r * d->OW * HPMLI_NR);
+            HV(conv_emit)(band, HPMLI_NR, rows * d->OW, n, y + o * d->OH * d->OW + row * d->OW, d->OH * d->OW,
+                          bias ? bias + o : NULL, relu, 0);
         }
     }
 }
 
 /* dx, in NHWC order, += for each block of taps, dy times its weights: the numbers that the pixels of a row of dy were
    made of overlap, and are added one pixel after the other. */
-HPMLI_KFN void HV(conv_inputs)(const hpmli_conv_sum *g, const float *w, const float *dy, float *dx)
+HPMLI_KFN void HV(conv_inputs)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx)
 {
     const int64_t    start = 0;
     hpmli_conv_strip s;
-    s.rows = g->cols, s.ars = g->out, s.acs = 1, s.ldb = HPMLI_NR, s.runs = 1, s.length = g->out;
-    s.a_at = &start, s.b_at = NULL, s.ldc = g->col_at, s.add = 1;
-    for (int64_t u = 0; u < g->blocks[0]; u++)
-        for (int64_t v = 0; v < g->blocks[1]; v++)
-            for (int64_t lane = 0; lane < g->block; lane += HPMLI_NR, w += HPMLI_NR * g->out)
-                for (int64_t r = 0; r < g->runs; r++)
-                    HV(strip)(&s, g->block - lane, dy + g->y_at[r], w,
-                                         dx + g->x_at[r] + u * g->block_at[0] + v * g->block_at[1] + lane);
+    s.rows = d->OW, s.ars = d->OC, s.acs = 1, s.ldb = HPMLI_NR, s.runs = 1, s.length = d->OC;
+    s.a_at = &start, s.b_at = NULL, s.ldc = d->col_at, s.add = 1;
+    for (int64_t u = 0; u < d->blocks[0]; u++)
+        for (int64_t v = 0; v < d->blocks[1]; v++)
+            for (int64_t lane = 0; lane < d->block; lane += HPMLI_NR, w += HPMLI_NR * d->OC)
+                for (int64_t r = 0; r < images * d->OH; r++)
+                    HV(strip)(&s, d->block - lane, dy + d->y_at[r], w,
+                              dx + d->x_at[r] + u * d->block_at[0] + v * d->block_at[1] + lane);
 }
 
 /* dw (panels of out, taps, in, panel) (+)= sum over the pixels of some images. */
-HPMLI_KFN void HV(conv_weights)(const hpmli_conv_sum *g, const float *x, const float *dy, float *dw, int add)
+HPMLI_KFN void HV(conv_weights)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
+                                int add)
 {
     hpmli_conv_strip s;
-    s.rows = g->block, s.ars = 1, s.acs = g->col_at, s.ldb = g->out, s.runs = g->runs, s.length = g->cols;
-    s.a_at = g->x_at, s.b_at = g->y_at, s.ldc = HPMLI_NR, s.add = add;
-    for (int64_t o = 0; o < g->out; o += HPMLI_NR)
-        for (int64_t u = 0; u < g->blocks[0]; u++)
-            for (int64_t v = 0; v < g->blocks[1]; v++, dw += g->block * HPMLI_NR)
-                HV(strip)(&s, g->out - o, x + u * g->block_at[0] + v * g->block_at[1], dy + o, dw);
+    s.rows = d->block, s.ars = 1, s.acs = d->col_at, s.ldb = d->OC, s.runs = images * d->OH, s.length = d->OW;
+    s.a_at = d->x_at, s.b_at = d->y_at, s.ldc = HPMLI_NR, s.add = add;
+    for (int64_t o = 0; o < d->OC; o += HPMLI_NR)
+        for (int64_t u = 0; u < d->blocks[0]; u++)
+            for (int64_t v = 0; v < d->blocks[1]; v++, dw += d->block * HPMLI_NR)
+                HV(strip)(&s, d->OC - o, x + u * d->block_at[0] + v * d->block_at[1], dy + o, dw);
 }
 
 /* dw (out, in, taps) (+)= the sum of the parts, in order; channels [o, o + panel) of it. */
-HPMLI_KFN void HV(conv_unpack)(float *dw, const float *parts, int64_t count, int64_t apart, int64_t in,
-                                          int64_t out, int64_t taps, int64_t o, int accumulate)
+HPMLI_KFN void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *parts, int64_t o, int accumulate)
 {
     float sum[HV_W * HV_W], square[HV_W * HV_W];
-    int64_t end = o + HPMLI_CONV_PANEL < out ? o + HPMLI_CONV_PANEL : out;
+    int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC;
     for (; o < end; o += HV_W) {
-        const float *from = parts + o / HPMLI_NR * HPMLI_NR * taps * in + o % HPMLI_NR;
-        for (int64_t c = 0; c < in; c++)
-            for (int64_t t = 0; t < taps; t += HV_W) {
-                int64_t n = taps - t < HV_W ? taps - t : HV_W;
+        const float *from = parts + o / HPMLI_NR * HPMLI_NR * d->taps * d->C + o % HPMLI_NR;
+        for (int64_t c = 0; c < d->C; c++)
+            for (int64_t t = 0; t < d->taps; t += HV_W) {
+                int64_t n = d->taps - t < HV_W ? d->taps - t : HV_W;
                 for (int64_t i = 0; i < n; i++) {
-                    const float *p = from + ((t + i) * in + c) * HPMLI_NR;
+                    const float *p = from + ((t + i) * d->C + c) * HPMLI_NR;
                     hv           s = HV(load)(p);
-                    for (int64_t k = 1; k < count; k++) s += HV(load)(p + k * apart);
+                    for (int64_t k = 1; k < d->parts; k++) s += HV(load)(p + k * d->part_size);
                     HV(store)(sum + i * HV_W, s);
                 }
                 HV(square)(sum, HV_W, n, HV_W, square);
                 for (int64_t q = 0; q < HV_W && o + q < end; q++) {
-                    float *to = dw + ((o + q) * in + c) * taps + t;
+                    float *to = dw + ((o + q) * d->C + c) * d->taps + t;
                     hv     s  = HV(load)(square + q * HV_W);
                     if (accumulate) s = HV(ld)(to, n) + s;
                     HV(st)(to, s, n);
@@ -3360,15 +3357,22 @@ typedef struct hpmli_onebit_row {
     float   least[2], most[2];
 } hpmli_onebit_row;
 
-/* How the pixels of a result are computed from an image in NHWC order. */
-typedef struct hpmli_conv_map {
-    int64_t in, out, taps;      /* channels read, channels made, kernel positions */
-    int64_t height, width;      /* of the result */
-    int64_t band;               /* rows computed at a time */
-    int64_t row_at, col_at;     /* floats in the image from one row, one pixel to the next */
-    int64_t runs, length;       /* the taps are so many runs of so many neighbouring floats ... */
-    const int64_t *run_at;      /* (runs) ... from here on */
-} hpmli_conv_map;
+/* A convolution as a pass through it sees it, see >>conv. Images are in NHWC order; sizes and distances are floats. */
+typedef struct hpmli_conv {
+    hpml_ctx  *ctx;
+    hpml_node *n;
+    int64_t    B, C, H, W, OC, OH, OW, groups, taps; /* C, OC of one group */
+    int64_t    x_pitch, x_size, x_first;             /* image of x, with its zeros: a row, all; its first pixel */
+    int64_t    y_size;                               /* image of dy */
+    int64_t    row_at, col_at;                       /* in x from one row, one pixel of the result to the next */
+    int64_t    blocks[2], block, block_at[2];        /* taps: blocks[0] x blocks[1] runs, so far apart in x */
+    int64_t    band, splits;                         /* forward: rows computed at a time, pieces of the channels */
+    bool       want_dx, want_dw, want_db;
+    int64_t    parts, part_size, joint; /* backward: partial sums of dw and db; images whose dw is summed at once */
+    int64_t   *x_at, *y_at;             /* where runs begin: forward those of one pixel, backward the rows of images */
+    float     *packed, *part, *own;     /* weights as tiles read them, partial sums, space of each thread */
+    int64_t    packed_size, own_size;   /* of one group, of one thread */
+} hpmli_conv;
 
 /* A strip of a product: C (rows, up to two vectors) = sum over runs r, over p < length of a[a_at[r] + i ars + p acs]
    times the vectors at b + b_at[r] + p ldb. */
@@ -3378,16 +3382,6 @@ typedef struct hpmli_conv_strip {
     int64_t        ldc;
     int            add;
 } hpmli_conv_strip;
-
-/* The gradients of one group, from images in NHWC order. */
-typedef struct hpmli_conv_sum {
-    int64_t        in, out;
-    int64_t        blocks[2], block; /* taps: blocks[0] x blocks[1] blocks of `block` neighbouring floats ... */
-    int64_t        block_at[2];      /* ... so far apart in x */
-    int64_t        col_at;           /* floats of x from one pixel to the next */
-    int64_t        cols, runs;       /* pixels in a row of dy, rows */
-    const int64_t *x_at, *y_at;      /* (runs) where rows begin */
-} hpmli_conv_sum;
 
 #define HPMLI_CONV_PANEL 32 /* channels are dealt with in panels; what a kernel calls a panel divides this */
 
@@ -5903,50 +5897,32 @@ HPMLI_OP(sum, 0, hpmli_sum_pass(run, n), hpmli_sum_back(run, n))
    The gradient of the weights is summed image by image into a number of partial sums that depends on the shape alone,
    added up in order: the same bits at any number of threads. */
 
-typedef struct hpmli_conv {
-    hpml_ctx        *ctx;
-    hpml_node       *n;
-    int64_t          B, C, H, W, OC, OH, OW; /* C, OC of one group */
-    int64_t          groups, taps, kernel[2], stride[2], dilation[2], padding[2];
-    bool             want_dx, want_dw, want_db;
-    int64_t          x_pitch, x_size, x_first; /* image of x: floats of a row, of all; its first pixel */
-    int64_t          y_size;            /* image of dy */
-    int64_t          parts, part_size;  /* partial sums of dw and db */
-    int64_t          joint;             /* images whose dw is summed at once */
-    int64_t          splits;            /* forward: pieces of the output channels */
-    hpmli_conv_map   map;               /* forward */
-    hpmli_conv_sum   sum;               /* backward */
-    int64_t         *run_at, *x_at, *y_at; /* these, and the rest, are places in scratch */
-    float           *packed, *part, *own; /* weights as tiles read them, partial sums, space of each thread */
-    int64_t          own_size, band_size, weights; /* weights: floats of one group, packed */
-} hpmli_conv;
-
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 HPMLI_FN int64_t hpmli_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
 HPMLI_FN void hpmli_conv_make(hpmli_conv *c, hpml_ctx *ctx, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
+    const hpml_attr   *a = &n->attr;
     memset(c, 0, sizeof *c);
-    c->ctx = ctx, c->n = n, c->groups = n->attr.conv.groups;
+    c->ctx = ctx, c->n = n, c->groups = a->conv.groups;
     c->B = x->shape[0], c->C = x->shape[1] / c->groups, c->H = x->shape[2], c->W = x->shape[3];
     c->OC = y->shape[1] / c->groups, c->OH = y->shape[2], c->OW = y->shape[3];
-    for (int i = 0; i < 2; i++) {
-        c->kernel[i]   = n->attr.conv.kernel[i];
-        c->stride[i]   = n->attr.conv.stride[i];
-        c->dilation[i] = n->attr.conv.dilation[i];
-        c->padding[i]  = n->attr.conv.padding[i];
-    }
-    c->taps    = c->kernel[0] * c->kernel[1];
-    c->x_pitch = (c->W + 2 * c->padding[1]) * c->C;
-    c->x_first = c->padding[0] * c->x_pitch + c->padding[1] * c->C;
-    c->x_size  = hpmli_round_up((c->H + 2 * c->padding[0]) * c->x_pitch + HPMLI_CONV_PANEL, 16); /* tiles are whole */
+    c->taps      = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
+    c->x_pitch   = (c->W + 2 * a->conv.padding[1]) * c->C;
+    c->x_first   = a->conv.padding[0] * c->x_pitch + a->conv.padding[1] * c->C;
+    c->x_size    = hpmli_round_up((c->H + 2 * a->conv.padding[0]) * c->x_pitch + HPMLI_CONV_PANEL, 16);
+    c->row_at    = a->conv.stride[0] * c->x_pitch, c->col_at = a->conv.stride[1] * c->C;
+    c->blocks[0] = a->conv.kernel[0];
+    c->blocks[1] = a->conv.dilation[1] == 1 ? 1 : a->conv.kernel[1]; /* 1: a row of the kernel is one run */
+    c->block     = c->taps * c->C / (c->blocks[0] * c->blocks[1]);
+    c->block_at[0] = a->conv.dilation[0] * c->x_pitch, c->block_at[1] = a->conv.dilation[1] * c->C;
 }
 
 /* A product without columns: 1 x 1, as it stands. */
 HPMLI_FN bool hpmli_conv_direct(const hpmli_conv *c)
 {
-    return c->taps == 1 && c->stride[0] == 1 && c->stride[1] == 1 && c->padding[0] == 0 && c->padding[1] == 0;
+    return c->taps == 1 && c->row_at == c->x_pitch && c->col_at == c->C && c->x_first == 0;
 }
 
 /* A place in scratch for `count` things. */
@@ -5961,16 +5937,12 @@ HPMLI_FN void *hpmli_conv_place(const hpmli_conv *c, int64_t *used, int64_t coun
 /* Deals out the scratch, for either pass; returns the bytes it takes. */
 HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
 {
-    bool    wide = c->dilation[1] == 1; /* a row of the kernel is one run */
     int64_t used = 0, panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
-    c->sum.blocks[0] = c->kernel[0], c->sum.blocks[1] = wide ? 1 : c->kernel[1];
-    c->sum.block     = wide ? c->kernel[1] * c->C : c->C;
     if (!backward) {
-        c->map.band  = 64 / c->OW > 1 ? 64 / c->OW : 1;
-        c->band_size = hpmli_round_up(c->map.band * c->OW, 16) * HPMLI_CONV_PANEL;
-        c->weights   = panels;
-        c->own_size  = c->x_size + c->band_size;
-        c->run_at    = (int64_t *)hpmli_conv_place(c, &used, c->taps, sizeof *c->run_at);
+        c->band        = 64 / c->OW > 1 ? 64 / c->OW : 1;
+        c->packed_size = panels;
+        c->own_size    = c->x_size + hpmli_round_up(c->band * c->OW, 16) * HPMLI_CONV_PANEL;
+        c->x_at        = (int64_t *)hpmli_conv_place(c, &used, c->taps, sizeof *c->x_at);
     } else {
         c->y_size    = hpmli_round_up(c->OH * c->OW * c->OC + 2 * HPMLI_CONV_PANEL, 16);
         c->parts     = c->groups * panels > 65536 ? 8 : 16;
@@ -5983,9 +5955,9 @@ HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
         c->x_at      = (int64_t *)hpmli_conv_place(c, &used, c->joint * c->OH, sizeof *c->x_at);
         c->y_at      = (int64_t *)hpmli_conv_place(c, &used, c->joint * c->OH, sizeof *c->y_at);
         c->own_size  = c->joint * ((c->want_dx ? 2 : 1) * c->x_size + c->y_size);
-        c->weights   = c->sum.blocks[0] * c->sum.blocks[1] * hpmli_round_up(c->sum.block, HPMLI_CONV_PANEL) * c->OC;
+        c->packed_size = c->blocks[0] * c->blocks[1] * hpmli_round_up(c->block, HPMLI_CONV_PANEL) * c->OC;
     }
-    c->packed = (float *)hpmli_conv_place(c, &used, c->groups * c->weights, sizeof(float));
+    c->packed = (float *)hpmli_conv_place(c, &used, c->groups * c->packed_size, sizeof(float));
     c->own    = (float *)hpmli_conv_place(c, &used, c->ctx->threads * c->own_size, sizeof(float));
     return used;
 }
@@ -6076,28 +6048,17 @@ HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNU
     int64_t panels = hpmli_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
     int64_t end    = o + HPMLI_CONV_PANEL < c->OC ? o + HPMLI_CONV_PANEL : c->OC;
     const float *w = c->n->src[1]->data + g * c->OC * c->C * c->taps;
-    float  *packed = c->packed + g * c->weights;
-    if (!c->want_dx) c->ctx->k->conv_pack(packed, w, &c->map, o);
-    for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_back(packed, w, &c->sum, o);
+    float  *packed = c->packed + g * c->packed_size;
+    if (!c->want_dx) c->ctx->k->conv_pack(c, packed, w, o);
+    for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_back(c, packed, w, o);
 }
 
 /* One image and group of x, in NHWC order with its padding. */
 HPMLI_FN void hpmli_conv_turn_x(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
     const float *x = c->n->src[0]->data + (b * c->groups + g) * c->C * c->H * c->W;
-    if (c->padding[0] || c->padding[1]) memset(image, 0, (size_t)c->x_size * sizeof(float));
+    if (c->x_first) memset(image, 0, (size_t)c->x_size * sizeof(float));
     c->ctx->k->conv_turn(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
-}
-
-HPMLI_FN void hpmli_conv_forward_map(hpmli_conv *c)
-{
-    hpmli_conv_map *m = &c->map;
-    m->in = c->C, m->out = c->OC, m->taps = c->taps, m->height = c->OH, m->width = c->OW;
-    m->row_at = c->stride[0] * c->x_pitch, m->col_at = c->stride[1] * c->C;
-    m->runs = c->sum.blocks[0] * c->sum.blocks[1], m->length = c->sum.block, m->run_at = c->run_at;
-    for (int64_t i = 0; i < m->runs; i++)
-        c->run_at[i] = i / c->sum.blocks[1] * c->dilation[0] * c->x_pitch +
-                       i % c->sum.blocks[1] * c->dilation[1] * c->C;
 }
 
 HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
@@ -6111,7 +6072,7 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
     for (int64_t g = 0; g < c->groups; g++) {
         const float *bias = c->n->src[2] ? c->n->src[2]->data + g * c->OC : NULL;
         hpmli_conv_turn_x(c, b, g, image);
-        c->ctx->k->conv_image(&c->map, c->packed + g * c->weights, image, o0, o1, bias,
+        c->ctx->k->conv_image(c, c->packed + g * c->packed_size, image, o0, o1, bias,
                               c->n->attr.conv.act == HPML_ACT_RELU,
                               c->n->out->data + (b * c->groups + g) * c->OC * c->OH * c->OW, band);
     }
@@ -6144,7 +6105,8 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
     } else {
         int64_t panels = hpmli_panels(c.OC), want = 2 * run->ctx->threads;
         hpmli_conv_layout(&c, false);
-        hpmli_conv_forward_map(&c);
+        for (int64_t i = 0; i < c.blocks[0] * c.blocks[1]; i++)
+            c.x_at[i] = i / c.blocks[1] * c.block_at[0] + i % c.blocks[1] * c.block_at[1];
         hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
         c.splits = want > c.B ? (want - 1) / c.B + 1 : 1; /* few images: share their channels out */
         if (c.splits > panels) c.splits = panels;
@@ -6153,19 +6115,6 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
     }
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
         hpmli_act_forward(run->ctx, act, 0.01f, n->out->data, n->out->data, hpml_tensor_count(n->out));
-}
-
-/* What the gradients run over: rows of dy, of up to `joint` images lying one after the other. */
-HPMLI_FN void hpmli_conv_sum_map(hpmli_conv *c)
-{
-    c->sum.in = c->C, c->sum.out = c->OC;
-    c->sum.block_at[0] = c->dilation[0] * c->x_pitch, c->sum.block_at[1] = c->dilation[1] * c->C;
-    c->sum.col_at = c->stride[1] * c->C, c->sum.cols = c->OW;
-    c->sum.x_at = c->x_at, c->sum.y_at = c->y_at;
-    for (int64_t i = 0; i < c->joint * c->OH; i++) {
-        c->x_at[i] = i / c->OH * c->x_size + i % c->OH * c->stride[0] * c->x_pitch;
-        c->y_at[i] = i / c->OH * c->y_size + i % c->OH * c->OW * c->OC;
-    }
 }
 
 /* dy of one image becomes dz, in its place: nobody reads dy after us. Sums for the bias. */
@@ -6192,8 +6141,6 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
         int64_t images = end - b < c->joint ? end - b : c->joint;
         for (int64_t i = 0; i < images; i++) hpmli_conv_take_dy(c, b + i, db, b + i == first);
         for (int64_t g = 0; g < c->groups; g++) {
-            hpmli_conv_sum sum = c->sum;
-            sum.runs = images * c->OH;
             for (int64_t i = 0; i < images; i++) {
                 if (c->want_dw) hpmli_conv_turn_x(c, b + i, g, xs + i * c->x_size);
                 if (c->want_dw || c->want_dx)
@@ -6201,14 +6148,13 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
                                          c->n->out->grad + ((b + i) * c->groups + g) * c->OC * pixels, c->OC, c->OH,
                                          c->OW, c->OW * c->OC);
             }
-            if (c->want_dw) c->ctx->k->conv_weights(&sum, xs, ys, dw + g * panels, b > first);
+            if (c->want_dw) c->ctx->k->conv_weights(c, images, xs, ys, dw + g * panels, b > first);
             if (!c->want_dx) continue;
             memset(dx, 0, (size_t)(images * c->x_size) * sizeof(float));
-            c->ctx->k->conv_inputs(&sum, c->packed + g * c->weights, ys, dx);
+            c->ctx->k->conv_inputs(c, images, c->packed + g * c->packed_size, ys, dx);
             for (int64_t i = 0; i < images; i++)
-                c->ctx->k->conv_return(c->n->src[0]->grad + ((b + i) * c->groups + g) * c->C * c->H * c->W,
-                                       dx + i * c->x_size + c->x_first, c->C, c->H, c->W, c->x_pitch,
-                                       c->n->accumulate[0]);
+                c->ctx->k->conv_return(c, c->n->src[0]->grad + ((b + i) * c->groups + g) * c->C * c->H * c->W,
+                                       dx + i * c->x_size + c->x_first, c->n->accumulate[0]);
         }
     }
 }
@@ -6218,9 +6164,8 @@ HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNU
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
     int64_t panels = hpmli_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
-    c->ctx->k->conv_unpack(c->n->src[1]->grad + g * c->OC * c->C * c->taps,
-                           c->part + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, c->parts, c->part_size, c->C,
-                           c->OC, c->taps, o, c->n->accumulate[1]);
+    c->ctx->k->conv_unpack(c, c->n->src[1]->grad + g * c->OC * c->C * c->taps,
+                           c->part + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, o, c->n->accumulate[1]);
 }
 
 HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
@@ -6233,7 +6178,10 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
     c.want_db = n->src[2] && n->src[2]->grad;
     c.want_dx = n->src[0]->grad && !hpmli_conv_direct(&c);
     hpmli_conv_layout(&c, true);
-    hpmli_conv_sum_map(&c);
+    for (int64_t i = 0; i < c.joint * c.OH; i++) { /* the sums run over rows of dy, of `joint` images in a row */
+        c.x_at[i] = i / c.OH * c.x_size + i % c.OH * c.row_at;
+        c.y_at[i] = i / c.OH * c.y_size + i % c.OH * c.OW * c.OC;
+    }
     if (c.want_dx) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
     hpmli_parallel(run->ctx, c.parts, hpmli_conv_back_task, &c);
     if (c.want_dw) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_join_task, &c);
