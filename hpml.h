@@ -4726,6 +4726,45 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
     HPMLI_PASS(name##_forward) { forward; return HPML_OK; }                                                            \
     HPMLI_PASS(name##_backward) { backward; return HPML_OK; }
 
+/* What most passes are: fn for each of `count` rows, planes, channels ..., `each` of them a task. */
+typedef struct hpmli_work hpmli_work;
+typedef void hpmli_work_fn(const hpmli_work *w, int64_t i, int thread);
+struct hpmli_work {
+    const hpml_run      *run;
+    const hpmli_kernels *k;
+    hpml_node           *n;
+    int64_t              cols; /* of a row of src[0] */
+    bool                 back;
+    int64_t              count, each;
+    hpmli_work_fn       *fn;
+};
+
+HPMLI_FN void hpmli_work_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_work *w = (const hpmli_work *)arg;
+    for (int64_t i = task * w->each; i < (task + 1) * w->each && i < w->count; i++) w->fn(w, i, thread);
+}
+
+HPMLI_FN void hpmli_work_run(const hpml_run *run, hpml_node *n, bool back, int64_t count, int64_t each,
+                             hpmli_work_fn *fn)
+{
+    const hpml_tensor *x = n->src[0];
+    hpmli_work         w = { run, run->ctx->k, n, x->ndim ? x->shape[x->ndim - 1] : 1, back, count, each, fn };
+    hpmli_parallel(run->ctx, (count + each - 1) / each, hpmli_work_task, &w);
+}
+
+/* fn for each row of src[0]: of its last dimension. */
+HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *fn)
+{
+    int64_t cols = n->src[0]->shape[n->src[0]->ndim - 1];
+    hpmli_work_run(run, n, back, hpml_tensor_count(n->src[0]) / cols, hpmli_rows_per_task(cols), fn);
+}
+
+/* Such functions go through a long row piece by piece: c elements from i on. */
+#define HPMLI_PIECE 512
+#define HPMLI_PIECES(i, c, n) \
+    for (int64_t i = 0, c; c = (n) - i < HPMLI_PIECE ? (n) - i : HPMLI_PIECE, i < (n); i += HPMLI_PIECE)
+
 /* What results of ops are kept in. */
 HPMLI_FN hpml_dtype hpmli_store(const hpml_ctx *ctx)
 {
@@ -5224,8 +5263,6 @@ HPMLI_FN int64_t hpmli_walk_at(const hpmli_walk *w, int s, int64_t r)
     }
     return at + r * w->stride[s][0];
 }
-
-#define HPMLI_PIECE 512 /* elements handled at a time where an operand has to be spread out */
 
 typedef struct hpmli_binary {
     const hpmli_kernels *k;
@@ -6200,13 +6237,6 @@ HPMLI_OP(conv2d, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NE
 
 /* A plane at a time. Max keeps the place of each winner for backward; average divides by the pixels in the image. */
 
-typedef struct hpmli_pooling_job {
-    const hpmli_kernels *k;
-    hpml_node *n;
-    int64_t    H, W, OH, OW, kh, kw, stride, pad;
-    bool       back;
-} hpmli_pooling_job;
-
 HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride,
                                         int32_t padding)
 {
@@ -6246,84 +6276,83 @@ HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
     return y ? hpml_reshape_2d(y, y->shape[0], y->shape[1]) : NULL;
 }
 
-/* The part [*from, *to) of window o that lies inside [0, size). */
-HPMLI_FN void hpmli_window(int64_t o, int64_t stride, int64_t pad, int64_t kernel, int64_t size, int64_t *from,
-                           int64_t *to)
+/* The part [*from, *to) of window o that lies in the image: of its rows (i 0) or columns (1). */
+HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, int64_t *to)
 {
-    *from = o * stride - pad;
-    *to   = *from + kernel < size ? *from + kernel : size;
-    if (*from < 0) *from = 0;
+    int64_t at = o * n->attr.conv.stride[i] - n->attr.conv.padding[i], end = at + n->attr.conv.kernel[i];
+    *from = at > 0 ? at : 0;
+    *to   = end < n->src[0]->shape[2 + i] ? end : n->src[0]->shape[2 + i];
 }
 
 /* Windows of 2 x 2 that just touch, as most have it: kernels do a row at a time, and save which of the four has won. */
-HPMLI_FN void hpmli_max_pool_halves(const hpmli_pooling_job *j, int64_t plane)
+HPMLI_FN void hpmli_max_pool_halves(const hpmli_work *w, int64_t plane)
 {
-    const hpml_tensor *x = j->n->src[0], *y = j->n->out;
-    for (int64_t row = plane * j->OH; row < (plane + 1) * j->OH; row++) {
-        int64_t from = plane * j->H * j->W + (row - plane * j->OH) * 2 * j->W, to = row * j->OW;
-        float  *won  = (float *)j->n->saved + to;
-        if (j->back) j->k->max_pool_row_back(x->grad + from, won, y->grad + to, j->W, j->OW, j->n->accumulate[0]);
-        else j->k->max_pool_row(y->data + to, won, x->data + from, j->W, j->OW);
+    const hpml_tensor *x = w->n->src[0], *y = w->n->out;
+    int64_t            H = x->shape[2], W = x->shape[3], OH = y->shape[2], OW = y->shape[3];
+    for (int64_t row = 0; row < OH; row++) {
+        int64_t from = (plane * H + row * 2) * W, to = (plane * OH + row) * OW;
+        float  *won  = (float *)w->n->saved + to;
+        if (w->back) w->k->max_pool_row_back(x->grad + from, won, y->grad + to, W, OW, w->n->accumulate[0]);
+        else w->k->max_pool_row(y->data + to, won, x->data + from, W, OW);
     }
 }
 
 /* The largest of each window, whatever its size and steps; the same walk back. */
-HPMLI_FN void hpmli_max_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_max_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
 {
-    const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
-    const hpml_tensor       *x = j->n->src[0], *y = j->n->out;
-    int64_t  from = plane * j->H * j->W, to = plane * j->OH * j->OW, r0, r1, c0, c1;
-    int32_t *at   = (int32_t *)j->n->saved + to;
-    bool     halves = j->kh == 2 && j->kw == 2 && j->stride == 2 && j->pad == 0;
-    if (j->back && !j->n->accumulate[0] && (!halves || j->H % 2 || j->W % 2))
-        memset(x->grad + from, 0, (size_t)(j->H * j->W) * sizeof(float));
-    if (halves) hpmli_max_pool_halves(j, plane);
-    for (int64_t o = 0; !halves && o < j->OH * j->OW; o++) {
-        if (j->back) { x->grad[from + at[o]] += y->grad[to + o]; continue; }
-        hpmli_window(o / j->OW, j->stride, j->pad, j->kh, j->H, &r0, &r1);
-        hpmli_window(o % j->OW, j->stride, j->pad, j->kw, j->W, &c0, &c1);
-        int64_t best = r0 * j->W + c0;
+    const hpml_node   *n = w->n;
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    const int32_t     *kernel = n->attr.conv.kernel;
+    int64_t  H = x->shape[2], W = x->shape[3], OW = y->shape[3], size = y->shape[2] * OW, r0, r1, c0, c1;
+    int64_t  from = plane * H * W, to = plane * size;
+    int32_t *at   = (int32_t *)n->saved + to;
+    bool halves = kernel[0] == 2 && kernel[1] == 2 && n->attr.conv.stride[0] == 2 && n->attr.conv.padding[0] == 0;
+    if (w->back && !n->accumulate[0] && (!halves || H % 2 || W % 2))
+        memset(x->grad + from, 0, (size_t)(H * W) * sizeof(float));
+    if (halves) hpmli_max_pool_halves(w, plane);
+    for (int64_t o = 0; !halves && o < size; o++) {
+        if (w->back) { x->grad[from + at[o]] += y->grad[to + o]; continue; }
+        hpmli_window(n, 0, o / OW, &r0, &r1);
+        hpmli_window(n, 1, o % OW, &c0, &c1);
+        int64_t best = r0 * W + c0;
         for (int64_t r = r0; r < r1; r++)
             for (int64_t c = c0; c < c1; c++)
-                if (HPMLI_WINS(x->data[from + r * j->W + c], x->data[from + best])) best = r * j->W + c;
+                if (HPMLI_WINS(x->data[from + r * W + c], x->data[from + best])) best = r * W + c;
         y->data[to + o] = x->data[from + best];
         at[o] = (int32_t)best;
     }
 }
 
 /* Average: forward gathers a window, backward deals it out; the same walk. */
-HPMLI_FN void hpmli_avg_pool_task(void *arg, int64_t plane, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_avg_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
 {
-    const hpmli_pooling_job *j = (const hpmli_pooling_job *)arg;
-    const float *x  = j->n->src[0]->data + plane * j->H * j->W;
-    float       *dx = j->back ? j->n->src[0]->grad + plane * j->H * j->W : NULL;
-    float       *y  = (j->back ? j->n->out->grad : j->n->out->data) + plane * j->OH * j->OW;
-    int64_t      r0, r1, c0, c1;
-    if (dx && !j->n->accumulate[0]) memset(dx, 0, (size_t)(j->H * j->W) * sizeof(float));
-    for (int64_t o = 0; o < j->OH * j->OW; o++) {
+    const hpml_node *n = w->n;
+    int64_t      W = n->src[0]->shape[3], pixels = n->src[0]->shape[2] * W, r0, r1, c0, c1;
+    int64_t      OW = n->out->shape[3], size = n->out->shape[2] * OW;
+    const float *x  = n->src[0]->data + plane * pixels;
+    float       *dx = w->back ? n->src[0]->grad + plane * pixels : NULL;
+    float       *y  = (w->back ? n->out->grad : n->out->data) + plane * size;
+    if (dx && !n->accumulate[0]) memset(dx, 0, (size_t)pixels * sizeof(float));
+    for (int64_t o = 0; o < size; o++) {
         double sum = 0;
-        float  share;
-        hpmli_window(o / j->OW, j->stride, j->pad, j->kh, j->H, &r0, &r1);
-        hpmli_window(o % j->OW, j->stride, j->pad, j->kw, j->W, &c0, &c1);
-        share = 1 / (float)((r1 - r0) * (c1 - c0));
+        hpmli_window(n, 0, o / OW, &r0, &r1);
+        hpmli_window(n, 1, o % OW, &c0, &c1);
+        float share = 1 / (float)((r1 - r0) * (c1 - c0));
         for (int64_t r = r0; r < r1; r++) {
-            if (dx) j->k->vscale_add(dx + r * j->W + c0, dx + r * j->W + c0, 1, share * y[o], c1 - c0);
-            else sum += (double)j->k->vsum(x + r * j->W + c0, c1 - c0);
+            if (dx) w->k->vscale_add(dx + r * W + c0, dx + r * W + c0, 1, share * y[o], c1 - c0);
+            else sum += (double)w->k->vsum(x + r * W + c0, c1 - c0);
         }
         if (!dx) y[o] = (float)sum * share;
     }
 }
 
-HPMLI_FN void hpmli_planes(const hpml_run *run, hpml_node *n, hpmli_task_fn *task, bool back)
+HPMLI_FN void hpmli_planes(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *plane)
 {
-    const int64_t    *x = n->src[0]->shape, *y = n->out->shape;
-    hpmli_pooling_job j = { run->ctx->k, n, x[2], x[3], y[2], y[3], n->attr.conv.kernel[0], n->attr.conv.kernel[1],
-                            n->attr.conv.stride[0], n->attr.conv.padding[0], back };
-    hpmli_parallel(run->ctx, y[0] * y[1], task, &j);
+    hpmli_work_run(run, n, back, n->out->shape[0] * n->out->shape[1], 1, plane);
 }
 
-HPMLI_OP(max_pool2d, 0, hpmli_planes(run, n, hpmli_max_pool_task, 0), hpmli_planes(run, n, hpmli_max_pool_task, 1))
-HPMLI_OP(avg_pool2d, 0, hpmli_planes(run, n, hpmli_avg_pool_task, 0), hpmli_planes(run, n, hpmli_avg_pool_task, 1))
+HPMLI_OP(max_pool2d, 0, hpmli_planes(run, n, 0, hpmli_max_pool_plane), hpmli_planes(run, n, 1, hpmli_max_pool_plane))
+HPMLI_OP(avg_pool2d, 0, hpmli_planes(run, n, 0, hpmli_avg_pool_plane), hpmli_planes(run, n, 1, hpmli_avg_pool_plane))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
@@ -6486,29 +6515,7 @@ HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI
          return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true))
 
 /* softmax(x)_i = exp(x_i - max) / sum_j exp(x_j - max). With y known, dx = y (dy - <dy, y>); for the logarithm dx = dy
-   - exp(y) sum(dy). Rows are independent; several make a task. */
-
-typedef struct hpmli_rows {
-    const hpmli_kernels *k;
-    hpml_node           *n;
-    int64_t              rows, cols, each; /* each: rows per task */
-    void (*row)(const struct hpmli_rows *r, int64_t row);
-} hpmli_rows;
-
-HPMLI_FN void hpmli_rows_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_rows *r = (const hpmli_rows *)arg;
-    for (int64_t i = task * r->each; i < (task + 1) * r->each && i < r->rows; i++) r->row(r, i);
-}
-
-/* Calls `row` for each row of the last dimension of t. */
-HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, const hpml_tensor *t,
-                             void (*row)(const hpmli_rows *r, int64_t row))
-{
-    int64_t    cols = t->shape[t->ndim - 1], each = hpmli_rows_per_task(cols);
-    hpmli_rows r = { run->ctx->k, n, hpml_tensor_count(t) / cols, cols, each, row };
-    hpmli_parallel(run->ctx, (r.rows + each - 1) / each, hpmli_rows_task, &r);
-}
+   - exp(y) sum(dy). Rows are independent. */
 
 HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
 {
@@ -6522,36 +6529,35 @@ HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
 
 HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, false); }
 HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x) { return hpmli_softmax_record(x, true); }
-HPMLI_FN void hpmli_softmax_row(const hpmli_rows *r, int64_t row)
+HPMLI_FN void hpmli_softmax_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
-    const float *x   = r->n->src[0]->data + row * r->cols; /* (cols) */
-    float       *y   = r->n->out->data + row * r->cols;    /* (cols) */
-    float        max = r->k->vmax(x, r->cols), sum = r->k->vexp_sum(y, x, max, r->cols);
-    if (r->n->attr.softmax.log) r->k->vscale_add(y, x, 1, -(max + logf(sum)), r->cols);
-    else r->k->vscale_add(y, y, 1 / sum, 0, r->cols);
+    const float *x   = w->n->src[0]->data + row * w->cols; /* (cols) */
+    float       *y   = w->n->out->data + row * w->cols;    /* (cols) */
+    float        max = w->k->vmax(x, w->cols), sum = w->k->vexp_sum(y, x, max, w->cols);
+    if (w->n->attr.softmax.log) w->k->vscale_add(y, x, 1, -(max + logf(sum)), w->cols);
+    else w->k->vscale_add(y, y, 1 / sum, 0, w->cols);
 }
 
-HPMLI_FN void hpmli_softmax_back_row(const hpmli_rows *r, int64_t row)
+HPMLI_FN void hpmli_softmax_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
-    const float *y = r->n->out->data + row * r->cols, *dy = r->n->out->grad + row * r->cols;
-    float       *dx = r->n->src[0]->grad + row * r->cols, d[HPMLI_PIECE];
-    bool         log = r->n->attr.softmax.log;
-    float        s   = log ? r->k->vsum(dy, r->cols) : r->k->vdot(dy, y, r->cols);
-    for (int64_t i = 0; i < r->cols; i += HPMLI_PIECE) {
-        int64_t c = r->cols - i < HPMLI_PIECE ? r->cols - i : HPMLI_PIECE;
+    const float *y = w->n->out->data + row * w->cols, *dy = w->n->out->grad + row * w->cols;
+    float       *dx = w->n->src[0]->grad + row * w->cols, d[HPMLI_PIECE];
+    bool         log = w->n->attr.softmax.log;
+    float        s   = log ? w->k->vsum(dy, w->cols) : w->k->vdot(dy, y, w->cols);
+    HPMLI_PIECES(i, c, w->cols) {
         if (log) {
-            r->k->act_forward(HPML_ACT_EXP, 0, d, y + i, c);
-            r->k->vaxpby(d, 1, dy + i, -s, c);
+            w->k->act_forward(HPML_ACT_EXP, 0, d, y + i, c);
+            w->k->vaxpby(d, 1, dy + i, -s, c);
         } else {
-            r->k->vscale_add(d, dy + i, 1, -s, c);
-            r->k->vmul(d, d, y + i, c);
+            w->k->vscale_add(d, dy + i, 1, -s, c);
+            w->k->vmul(d, d, y + i, c);
         }
-        r->k->vaxpby(dx + i, 1, d, r->n->accumulate[0] ? 1.0f : 0.0f, c);
+        w->k->vaxpby(dx + i, 1, d, w->n->accumulate[0] ? 1.0f : 0.0f, c);
     }
 }
 
-HPMLI_OP(softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, n->out, hpmli_softmax_row),
-         hpmli_rows_run(run, n, n->out, hpmli_softmax_back_row))
+HPMLI_OP(softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, false, hpmli_softmax_row),
+         hpmli_rows_run(run, n, true, hpmli_softmax_back_row))
 
 /* xhat = (x - mean) rstd; y = xhat gamma + beta. With g = dy gamma:
        dx = rstd (g - mean(g) - xhat mean(g xhat)),  dgamma = sum over rows of dy xhat,  dbeta = sum over rows of dy.
@@ -6590,73 +6596,65 @@ HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *desc)
     return hpmli_norm_record(x, desc, HPML_OP_RMSNORM);
 }
 
-HPMLI_FN void hpmli_norm_row(const hpmli_rows *r, int64_t row)
+HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
-    const hpml_node *n = r->n;
-    const float     *x = n->src[0]->data + row * r->cols; /* (cols) */
-    float           *y = n->out->data + row * r->cols, *saved = (float *)n->saved + 2 * row;
-    double           C = (double)r->cols, mean = 0, rstd;
-    if (n->op == HPML_OP_LAYERNORM) mean = r->k->vsum_wide(x, r->cols) / C;
-    rstd = 1 / sqrt(r->k->vvar_wide(x, (float)mean, r->cols) / C + (double)n->attr.norm.eps);
+    const hpml_node *n = w->n;
+    const float     *x = n->src[0]->data + row * w->cols; /* (cols) */
+    float           *y = n->out->data + row * w->cols, *saved = (float *)n->saved + 2 * row;
+    double           C = (double)w->cols, mean = 0, rstd;
+    if (n->op == HPML_OP_LAYERNORM) mean = w->k->vsum_wide(x, w->cols) / C;
+    rstd = 1 / sqrt(w->k->vvar_wide(x, (float)mean, w->cols) / C + (double)n->attr.norm.eps);
     saved[0] = (float)mean, saved[1] = (float)rstd;
-    r->k->vscale_add(y, x, (float)rstd, (float)(-mean * rstd), r->cols);
-    if (n->src[1]) r->k->vmul(y, y, n->src[1]->data, r->cols);
-    if (n->src[2]) r->k->vadd(y, y, n->src[2]->data, r->cols);
+    w->k->vscale_add(y, x, (float)rstd, (float)(-mean * rstd), w->cols);
+    if (n->src[1]) w->k->vmul(y, y, n->src[1]->data, w->cols);
+    if (n->src[2]) w->k->vadd(y, y, n->src[2]->data, w->cols);
 }
 
-/* Rows of one block; part holds its dgamma (cols) and dbeta (cols). */
-HPMLI_FN void hpmli_norm_back_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+/* One row; part: dgamma (cols) and dbeta (cols) of its block. */
+HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
-    const hpmli_rows *r    = (const hpmli_rows *)arg;
-    const hpml_node  *n    = r->n;
-    float            *part = (float *)n->scratch + task * 2 * r->cols, g[HPMLI_PIECE], h[HPMLI_PIECE];
-    const float      *gamma = n->src[1] ? n->src[1]->data : NULL;
-    int64_t           end = (task + 1) * r->each < r->rows ? (task + 1) * r->each : r->rows;
-    r->k->vfill(part, 0, 2 * r->cols);
-    for (int64_t row = task * r->each; row < end; row++) {
-        const float *x = n->src[0]->data + row * r->cols, *dy = n->out->grad + row * r->cols;
-        float        mean = ((float *)n->saved)[2 * row], rstd = ((float *)n->saved)[2 * row + 1];
-        double       sum = 0, dot = 0;
-        for (int64_t i = 0; i < r->cols; i += HPMLI_PIECE) { /* the two means, and this row's share of dgamma, dbeta */
-            int64_t      c  = r->cols - i < HPMLI_PIECE ? r->cols - i : HPMLI_PIECE;
-            const float *gi = dy + i;
-            r->k->vscale_add(h, x + i, rstd, -mean * rstd, c); /* xhat */
-            if (gamma) r->k->vmul(g, dy + i, gamma + i, c), gi = g;
-            sum += (double)r->k->vsum(gi, c);
-            dot += (double)r->k->vdot(gi, h, c);
-            r->k->vmul(h, h, dy + i, c);
-            r->k->vadd(part + i, part + i, h, c);
-            r->k->vadd(part + r->cols + i, part + r->cols + i, dy + i, c);
-        }
-        if (!n->src[0]->grad) continue;
-        sum = n->op == HPML_OP_LAYERNORM ? sum / (double)r->cols : 0;
-        dot = dot / (double)r->cols;
-        for (int64_t i = 0; i < r->cols; i += HPMLI_PIECE) { /* rstd g - rstd^2 dot x + rstd (mean rstd dot - sum) */
-            int64_t      c  = r->cols - i < HPMLI_PIECE ? r->cols - i : HPMLI_PIECE;
-            const float *gi = dy + i;
-            if (gamma) r->k->vmul(g, dy + i, gamma + i, c), gi = g;
-            r->k->vaxpbypc(n->src[0]->grad + row * r->cols + i, rstd, gi, (float)(-dot) * rstd * rstd, x + i,
-                           rstd * (float)(dot * (double)(mean * rstd) - sum), c, n->accumulate[0]);
-        }
+    const hpml_node *n     = w->n;
+    float           *part  = (float *)n->scratch + row / HPMLI_NORM_ROWS * 2 * w->cols, g[HPMLI_PIECE], h[HPMLI_PIECE];
+    const float     *gamma = n->src[1] ? n->src[1]->data : NULL;
+    const float     *x = n->src[0]->data + row * w->cols, *dy = n->out->grad + row * w->cols;
+    float            mean = ((float *)n->saved)[2 * row], rstd = ((float *)n->saved)[2 * row + 1];
+    double           sum = 0, dot = 0;
+    if (row % HPMLI_NORM_ROWS == 0) w->k->vfill(part, 0, 2 * w->cols);
+    HPMLI_PIECES(i, c, w->cols) { /* the two means, and this row's share of dgamma, dbeta */
+        const float *gi = dy + i;
+        w->k->vscale_add(h, x + i, rstd, -mean * rstd, c); /* xhat */
+        if (gamma) w->k->vmul(g, dy + i, gamma + i, c), gi = g;
+        sum += (double)w->k->vsum(gi, c);
+        dot += (double)w->k->vdot(gi, h, c);
+        w->k->vmul(h, h, dy + i, c);
+        w->k->vadd(part + i, part + i, h, c);
+        w->k->vadd(part + w->cols + i, part + w->cols + i, dy + i, c);
+    }
+    if (!n->src[0]->grad) return;
+    sum = n->op == HPML_OP_LAYERNORM ? sum / (double)w->cols : 0;
+    dot = dot / (double)w->cols;
+    HPMLI_PIECES(i, c, w->cols) { /* rstd g - rstd^2 dot x + rstd (mean rstd dot - sum) */
+        const float *gi = dy + i;
+        if (gamma) w->k->vmul(g, dy + i, gamma + i, c), gi = g;
+        w->k->vaxpbypc(n->src[0]->grad + row * w->cols + i, rstd, gi, (float)(-dot) * rstd * rstd, x + i,
+                       rstd * (float)(dot * (double)(mean * rstd) - sum), c, n->accumulate[0]);
     }
 }
 
 HPMLI_FN void hpmli_norm_backward(const hpml_run *run, hpml_node *n)
 {
-    int64_t    cols = n->out->shape[n->out->ndim - 1], rows = hpml_tensor_count(n->out) / cols;
-    int64_t    blocks = (rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
-    hpmli_rows r = { run->ctx->k, n, rows, cols, HPMLI_NORM_ROWS, NULL };
-    hpmli_parallel(run->ctx, blocks, hpmli_norm_back_task, &r);
+    int64_t cols = n->out->shape[n->out->ndim - 1], rows = hpml_tensor_count(n->out) / cols;
+    hpmli_work_run(run, n, true, rows, HPMLI_NORM_ROWS, hpmli_norm_back_row);
     for (int s = 1; s < 3; s++) {
         if (!n->src[s] || !n->src[s]->grad) continue;
-        if (!n->accumulate[s]) r.k->vfill(n->src[s]->grad, 0, cols);
-        for (int64_t b = 0; b < blocks; b++)
-            r.k->vadd(n->src[s]->grad, n->src[s]->grad, (float *)n->scratch + (2 * b + s - 1) * cols, cols);
+        if (!n->accumulate[s]) run->ctx->k->vfill(n->src[s]->grad, 0, cols);
+        for (int64_t b = 0; b * HPMLI_NORM_ROWS < rows; b++)
+            run->ctx->k->vadd(n->src[s]->grad, n->src[s]->grad, (float *)n->scratch + (2 * b + s - 1) * cols, cols);
     }
 }
 
-HPMLI_OP(layernorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, n->out, hpmli_norm_row), hpmli_norm_backward(run, n))
-HPMLI_OP(rmsnorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, n->out, hpmli_norm_row), hpmli_norm_backward(run, n))
+HPMLI_OP(layernorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, false, hpmli_norm_row), hpmli_norm_backward(run, n))
+HPMLI_OP(rmsnorm, HPMLI_NEED_BOTH, hpmli_rows_run(run, n, false, hpmli_norm_row), hpmli_norm_backward(run, n))
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>dropout   dropout and embedding
@@ -6676,44 +6674,36 @@ HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
     return n->out;
 }
 
-typedef struct hpmli_dropout_job {
-    const hpml_run *run;
-    hpml_node      *n;
-    const float    *x; /* (count) */
-    float          *y; /* (count) */
-    int64_t         count, first;
-    bool            accumulate;
-} hpmli_dropout_job;
-
-HPMLI_FN void hpmli_dropout_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread HPMLI_UNUSED)
 {
-    const hpmli_dropout_job *j = (const hpmli_dropout_job *)arg;
-    uint64_t stream = j->run->step << 24 ^ (uint64_t)j->n->index ^ UINT64_C(0xd) << 60;
-    float    p = j->n->attr.dropout.p, scale = 1 / (1 - p);
-    uint32_t words[256], least = (uint32_t)((double)p * 4294967296.0);
-    int64_t  end = (task + 1) * HPMLI_GRAIN < j->count ? (task + 1) * HPMLI_GRAIN : j->count;
-    for (int64_t i = task * HPMLI_GRAIN; i < end; i += 256) {
-        int64_t c = end - i < 256 ? end - i : 256;
-        j->run->ctx->k->random_words(words, j->run->ctx->seed, stream, (uint64_t)(j->first + i), c);
-        for (int64_t q = 0; q < c; q++) {
-            float v = words[q] >= least ? j->x[i + q] * scale : 0;
-            j->y[i + q] = j->accumulate ? j->y[i + q] + v : v;
-        }
+    const hpml_run *run = w->run;
+    hpml_tensor    *x = w->n->src[0], *y = w->n->out;
+    const float    *from  = w->back ? y->grad : x->data;
+    float          *to    = w->back ? x->grad : y->data;
+    int64_t         count = hpml_tensor_count(y), sample = y->batch_rows * (count / y->shape[0]);
+    int64_t         at = piece * HPMLI_PIECE, c = count - at < HPMLI_PIECE ? count - at : HPMLI_PIECE;
+    float           p = w->n->attr.dropout.p, scale = 1 / (1 - p);
+    uint64_t        stream = run->step << 24 ^ (uint64_t)w->n->index ^ UINT64_C(0xd) << 60;
+    uint32_t        words[HPMLI_PIECE], least = (uint32_t)((double)p * 4294967296.0);
+    w->k->random_words(words, run->ctx->seed, stream, run->sample * (uint64_t)sample + (uint64_t)at, c);
+    for (int64_t i = 0; i < c; i++) {
+        float v = words[i] >= least ? from[at + i] * scale : 0;
+        to[at + i] = w->back && w->n->accumulate[0] ? to[at + i] + v : v;
     }
 }
 
-HPMLI_FN void hpmli_dropout_run(const hpml_run *run, hpml_node *n, const float *x, float *y, bool accumulate)
+HPMLI_FN void hpmli_dropout_run(const hpml_run *run, hpml_node *n, bool back)
 {
-    int64_t count = hpml_tensor_count(n->out), each = n->out->batch_rows * (count / n->out->shape[0]); /* of a sample */
-    hpmli_dropout_job j = { run, n, x, y, count, (int64_t)run->sample * each, accumulate };
+    int64_t count = hpml_tensor_count(n->out), pieces = (count + HPMLI_PIECE - 1) / HPMLI_PIECE;
+    bool    add   = back && n->accumulate[0];
+    float  *x = back ? n->out->grad : n->src[0]->data, *y = back ? n->src[0]->grad : n->out->data;
     if (run->train && n->attr.dropout.p > 0)
-        hpmli_parallel(run->ctx, (count + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_dropout_task, &j);
-    else if (x != y || accumulate)
-        run->ctx->k->vaxpby(y, 1, x, accumulate ? 1.0f : 0.0f, count);
+        hpmli_work_run(run, n, back, pieces, HPMLI_GRAIN / HPMLI_PIECE, hpmli_dropout_piece);
+    else if (x != y || add)
+        run->ctx->k->vaxpby(y, 1, x, add ? 1.0f : 0.0f, count);
 }
 
-HPMLI_OP(dropout, HPMLI_INPLACE, hpmli_dropout_run(run, n, n->src[0]->data, n->out->data, false),
-         hpmli_dropout_run(run, n, n->out->grad, n->src[0]->grad, n->accumulate[0]))
+HPMLI_OP(dropout, HPMLI_INPLACE, hpmli_dropout_run(run, n, false), hpmli_dropout_run(run, n, true))
 
 /* Embedding: y[i] = table[token[i]]; backward adds dy[i] to that row, in order of i. Sources: tokens, table. */
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
@@ -6797,93 +6787,83 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     return n->out;
 }
 
-typedef struct hpmli_attention_job {
-    hpml_ctx  *ctx;
-    hpml_node *n;
-    int64_t    T, C, D;
-} hpmli_attention_job;
-
 /* Keys that a query may see. */
-HPMLI_FN int64_t hpmli_visible(const hpmli_attention_job *j, int64_t query)
+HPMLI_FN int64_t hpmli_visible(const hpml_node *n, int64_t query)
 {
-    return j->n->attr.attention.causal ? query + 1 : j->T;
+    return n->attr.attention.causal ? query + 1 : n->out->shape[1];
 }
 
-HPMLI_FN void hpmli_attention_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_attention_head(const hpmli_work *w, int64_t task, int thread)
 {
-    const hpmli_attention_job *j = (const hpmli_attention_job *)arg;
-    const hpmli_kernels       *k = j->ctx->k;
-    int64_t heads = j->n->attr.attention.heads, b = task / heads, h = task % heads, ld = 3 * j->C;
-    const float *q   = j->n->src[0]->data + b * j->T * ld + h * j->D; /* (T, D), rows ld apart; k and v follow */
-    float       *o   = j->n->out->data + b * j->T * j->C + h * j->D;  /* (T, D), rows C apart */
-    float       *lse = (float *)j->n->saved + task * j->T;            /* (T) */
-    float       *s   = (float *)j->n->scratch + thread * 2 * HPMLI_QUERIES * j->T; /* (queries, T) */
-    for (int64_t q0 = 0; q0 < j->T; q0 += HPMLI_QUERIES) {
-        int64_t rows = j->T - q0 < HPMLI_QUERIES ? j->T - q0 : HPMLI_QUERIES, keys = hpmli_visible(j, q0 + rows - 1);
-        hpmli_product_at(j->ctx, thread, rows, keys, j->D, j->n->attr.attention.scale,
-                         hpmli_strided(q + q0 * ld, ld, false), hpmli_strided(q + j->C, ld, true), s, keys, NULL,
-                         false);
+    const hpml_node *n = w->n;
+    int64_t heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads, ld = 3 * C;
+    const float *q   = n->src[0]->data + task / heads * T * ld + task % heads * D; /* (T, D), rows ld apart */
+    float       *o   = n->out->data + task / heads * T * C + task % heads * D;     /* (T, D), rows C apart */
+    float       *lse = (float *)n->saved + task * T;                               /* (T) */
+    float       *s   = (float *)n->scratch + thread * 2 * HPMLI_QUERIES * T;       /* (queries, T) */
+    for (int64_t q0 = 0; q0 < T; q0 += HPMLI_QUERIES) {
+        int64_t rows = T - q0 < HPMLI_QUERIES ? T - q0 : HPMLI_QUERIES, keys = hpmli_visible(n, q0 + rows - 1);
+        hpmli_product_at(w->run->ctx, thread, rows, keys, D, n->attr.attention.scale,
+                         hpmli_strided(q + q0 * ld, ld, false), hpmli_strided(q + C, ld, true), s, keys, NULL, false);
         for (int64_t r = 0; r < rows; r++) {
             float  *row = s + r * keys;
-            int64_t see = hpmli_visible(j, q0 + r);
-            float   max = k->vmax(row, see), sum = k->vexp_sum(row, row, max, see);
+            int64_t see = hpmli_visible(n, q0 + r);
+            float   max = w->k->vmax(row, see), sum = w->k->vexp_sum(row, row, max, see);
             lse[q0 + r] = max + logf(sum);
-            k->vscale_add(row, row, 1 / sum, 0, see);
-            if (see < keys) k->vfill(row + see, 0, keys - see);
+            w->k->vscale_add(row, row, 1 / sum, 0, see);
+            if (see < keys) w->k->vfill(row + see, 0, keys - see);
         }
-        hpmli_product_at(j->ctx, thread, rows, j->D, keys, 1, hpmli_strided(s, keys, false),
-                         hpmli_strided(q + 2 * j->C, ld, false), o + q0 * j->C, j->C, NULL, false);
+        hpmli_product_at(w->run->ctx, thread, rows, D, keys, 1, hpmli_strided(s, keys, false),
+                         hpmli_strided(q + 2 * C, ld, false), o + q0 * C, C, NULL, false);
     }
 }
 
-HPMLI_FN void hpmli_attention_back_task(void *arg, int64_t task, int thread)
+HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int thread)
 {
-    const hpmli_attention_job *j = (const hpmli_attention_job *)arg;
-    const hpmli_kernels       *k = j->ctx->k;
-    hpml_node *n = j->n;
-    int64_t heads = n->attr.attention.heads, b = task / heads, h = task % heads, ld = 3 * j->C, C = j->C;
-    const float *q   = n->src[0]->data + b * j->T * ld + h * j->D;
-    float       *dq  = n->src[0]->grad + b * j->T * ld + h * j->D;
-    const float *o   = n->out->data + b * j->T * C + h * j->D, *d_o = n->out->grad + b * j->T * C + h * j->D;
-    const float *lse = (const float *)n->saved + task * j->T;
-    float       *p   = (float *)n->scratch + thread * 2 * HPMLI_QUERIES * j->T, *ds = p + HPMLI_QUERIES * j->T;
+    const hpml_node     *n = w->n;
+    const hpmli_kernels *k = w->k;
+    hpml_ctx            *ctx = w->run->ctx;
+    int64_t heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads, ld = 3 * C;
+    int64_t from = task / heads * T * ld + task % heads * D, to = task / heads * T * C + task % heads * D;
+    const float *q = n->src[0]->data + from, *o = n->out->data + to, *d_o = n->out->grad + to;
+    float       *dq  = n->src[0]->grad + from;
+    const float *lse = (const float *)n->saved + task * T;
+    float       *p   = (float *)n->scratch + thread * 2 * HPMLI_QUERIES * T, *ds = p + HPMLI_QUERIES * T;
     float        scale = n->attr.attention.scale;
-    int64_t      last  = (j->T - 1) / HPMLI_QUERIES * HPMLI_QUERIES;
+    int64_t      last  = (T - 1) / HPMLI_QUERIES * HPMLI_QUERIES;
     for (int64_t q0 = last; q0 >= 0; q0 -= HPMLI_QUERIES) {
-        int64_t rows = j->T - q0 < HPMLI_QUERIES ? j->T - q0 : HPMLI_QUERIES, keys = hpmli_visible(j, q0 + rows - 1);
+        int64_t rows = T - q0 < HPMLI_QUERIES ? T - q0 : HPMLI_QUERIES, keys = hpmli_visible(n, q0 + rows - 1);
         bool    add  = q0 != last || n->accumulate[0];
         hpmli_mat dor = hpmli_strided(d_o + q0 * C, C, false);
-        hpmli_product_at(j->ctx, thread, rows, keys, j->D, scale, hpmli_strided(q + q0 * ld, ld, false),
+        hpmli_product_at(ctx, thread, rows, keys, D, scale, hpmli_strided(q + q0 * ld, ld, false),
                          hpmli_strided(q + C, ld, true), p, keys, NULL, false);
-        hpmli_product_at(j->ctx, thread, rows, keys, j->D, 1, dor, hpmli_strided(q + 2 * C, ld, true), ds, keys, NULL,
+        hpmli_product_at(ctx, thread, rows, keys, D, 1, dor, hpmli_strided(q + 2 * C, ld, true), ds, keys, NULL,
                          false);
         for (int64_t r = 0; r < rows; r++) {
             float  *pr = p + r * keys, *dr = ds + r * keys;
-            int64_t see = hpmli_visible(j, q0 + r);
-            float   delta = k->vdot(d_o + (q0 + r) * C, o + (q0 + r) * C, j->D);
+            int64_t see = hpmli_visible(n, q0 + r);
+            float   delta = k->vdot(d_o + (q0 + r) * C, o + (q0 + r) * C, D);
             k->vexp_sum(pr, pr, lse[q0 + r], see);
             k->vscale_add(dr, dr, scale, -delta * scale, see);
             k->vmul(dr, dr, pr, see);
             if (see < keys) k->vfill(pr + see, 0, keys - see), k->vfill(dr + see, 0, keys - see);
         }
-        hpmli_product_at(j->ctx, thread, rows, j->D, keys, 1, hpmli_strided(ds, keys, false),
+        hpmli_product_at(ctx, thread, rows, D, keys, 1, hpmli_strided(ds, keys, false),
                          hpmli_strided(q + C, ld, false), dq + q0 * ld, ld, NULL, n->accumulate[0]);
-        hpmli_product_at(j->ctx, thread, keys, j->D, rows, 1, hpmli_strided(ds, keys, true),
+        hpmli_product_at(ctx, thread, keys, D, rows, 1, hpmli_strided(ds, keys, true),
                          hpmli_strided(q + q0 * ld, ld, false), dq + C, ld, NULL, add);
-        hpmli_product_at(j->ctx, thread, keys, j->D, rows, 1, hpmli_strided(p, keys, true), dor, dq + 2 * C, ld, NULL,
+        hpmli_product_at(ctx, thread, keys, D, rows, 1, hpmli_strided(p, keys, true), dor, dq + 2 * C, ld, NULL,
                          add);
     }
 }
 
-HPMLI_FN void hpmli_attention_run(const hpml_run *run, hpml_node *n, hpmli_task_fn *task)
+HPMLI_FN void hpmli_heads(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *head)
 {
-    int64_t             heads = n->attr.attention.heads, C = n->out->shape[2];
-    hpmli_attention_job j = { run->ctx, n, n->out->shape[1], C, C / heads };
-    hpmli_parallel(run->ctx, n->out->shape[0] * heads, task, &j);
+    hpmli_work_run(run, n, back, n->out->shape[0] * n->attr.attention.heads, 1, head);
 }
 
-HPMLI_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_attention_run(run, n, hpmli_attention_task),
-         hpmli_attention_run(run, n, hpmli_attention_back_task))
+HPMLI_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_heads(run, n, false, hpmli_attention_head),
+         hpmli_heads(run, n, true, hpmli_attention_head_back))
 
 /* For each t: a = x_t W_x^T + bias + h_{t-1} W_h^T; i, f, o = sigmoid, g = tanh of its quarters; c_t = f c_{t-1} + i g;
    h_t = o tanh(c_t). The products with x do not wait for each other and are one matrix product; the recurrent ones are
@@ -7043,24 +7023,23 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
 HPMLI_FN float hpmli_exp_sum(const hpmli_kernels *k, const float *x, float shift, int64_t n)
 {
     float piece[HPMLI_PIECE], sum = 0;
-    for (int64_t i = 0; i < n; i += HPMLI_PIECE)
-        sum += k->vexp_sum(piece, x + i, shift, n - i < HPMLI_PIECE ? n - i : HPMLI_PIECE);
+    HPMLI_PIECES(i, c, n) sum += k->vexp_sum(piece, x + i, shift, c);
     return sum;
 }
 
-HPMLI_FN void hpmli_cross_entropy_row(const hpmli_rows *r, int64_t row)
+HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
-    const hpml_node *n     = r->n;
-    const float     *x     = n->src[0]->data + row * r->cols; /* (V) */
+    const hpml_node *n     = w->n;
+    const float     *x     = n->src[0]->data + row * w->cols; /* (V) */
     int32_t          label = ((const int32_t *)(const void *)n->src[1]->data)[row];
-    float           *lse   = (float *)n->saved + row, *loss = (float *)n->saved + r->rows + row, max;
+    float           *lse   = (float *)n->saved + row, *loss = (float *)n->saved + w->count + row, max;
     float            s     = n->attr.cross_entropy.smoothing;
     *loss = *lse = 0;
     if (label == n->attr.cross_entropy.ignore) return;
-    max   = r->k->vmax(x, r->cols);
-    *lse  = max + logf(hpmli_exp_sum(r->k, x, max, r->cols));
+    max   = w->k->vmax(x, w->cols);
+    *lse  = max + logf(hpmli_exp_sum(w->k, x, max, w->cols));
     *loss = *lse - (1 - s) * x[label];
-    if (s > 0) *loss -= s * r->k->vsum(x, r->cols) / (float)r->cols;
+    if (s > 0) *loss -= s * w->k->vsum(x, w->cols) / (float)w->cols;
 }
 
 HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
@@ -7078,35 +7057,37 @@ HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
                               n->attr.cross_entropy.ignore);
         counted++;
     }
-    hpmli_rows_run(run, n, x, hpmli_cross_entropy_row);
+    hpmli_rows_run(run, n, false, hpmli_cross_entropy_row);
     for (int64_t i = 0; i < rows; i++) sum += (double)loss[i];
     ((float *)n->saved)[2 * rows] = counted > 0 ? 1 / (float)counted : 0;
     n->out->data[0] = counted > 0 ? (float)(sum / (double)counted) : 0;
     return HPML_OK;
 }
 
-HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_rows *r, int64_t row)
+HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
-    const hpml_node *n     = r->n;
-    const float     *x     = n->src[0]->data + row * r->cols;
-    float           *dx    = n->src[0]->grad + row * r->cols, piece[HPMLI_PIECE];
+    const hpml_node *n     = w->n;
+    const float     *x     = n->src[0]->data + row * w->cols;
+    float           *dx    = n->src[0]->grad + row * w->cols, piece[HPMLI_PIECE];
     int32_t          label = ((const int32_t *)(const void *)n->src[1]->data)[row];
     float            lse   = ((const float *)n->saved)[row], s = n->attr.cross_entropy.smoothing;
-    float            scale = ((const float *)n->saved)[2 * r->rows] * n->out->grad[0];
-    bool             add   = n->accumulate[0], skip = label == n->attr.cross_entropy.ignore;
-    if (skip && !add) r->k->vfill(dx, 0, r->cols);
-    for (int64_t i = 0; i < r->cols && !skip; i += HPMLI_PIECE) {
-        int64_t c = r->cols - i < HPMLI_PIECE ? r->cols - i : HPMLI_PIECE;
-        r->k->vexp_sum(piece, x + i, lse, c);
-        if (add) r->k->vaxpby(dx + i, scale, piece, 1, c);
-        else r->k->vscale_add(dx + i, piece, scale, -scale * s / (float)r->cols, c);
-        if (add && s > 0) r->k->vscale_add(dx + i, dx + i, 1, -scale * s / (float)r->cols, c);
+    float            scale = ((const float *)n->saved)[2 * w->count] * n->out->grad[0];
+    bool             add   = n->accumulate[0];
+    if (label == n->attr.cross_entropy.ignore) {
+        if (!add) w->k->vfill(dx, 0, w->cols);
+        return;
     }
-    if (!skip) dx[label] -= scale * (1 - s);
+    HPMLI_PIECES(i, c, w->cols) {
+        w->k->vexp_sum(piece, x + i, lse, c);
+        if (add) w->k->vaxpby(dx + i, scale, piece, 1, c);
+        else w->k->vscale_add(dx + i, piece, scale, -scale * s / (float)w->cols, c);
+        if (add && s > 0) w->k->vscale_add(dx + i, dx + i, 1, -scale * s / (float)w->cols, c);
+    }
+    dx[label] -= scale * (1 - s);
 }
 
 HPMLI_OP(cross_entropy, HPMLI_NEED_BOTH, return hpmli_cross_entropy_pass(run, n),
-         hpmli_rows_run(run, n, n->src[0], hpmli_cross_entropy_back_row))
+         hpmli_rows_run(run, n, true, hpmli_cross_entropy_back_row))
 
 HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
 {
