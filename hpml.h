@@ -1961,31 +1961,31 @@ HPMLI_KFN void HV(opt_step)(const hpmli_opt_args *o, float *w, const float *dw, 
 // >>vconvert   storage types
 // ---------------------------------------------------------------------------------------------------------------------
 
-#define HPMLI_CONVERT(name, T)                                                                                         \
-    HPMLI_KFN void HV(name##_to_f32)(float *y, const T *x, int64_t n)                                                  \
+#define HPMLI_TO_F32(name, T)                                                                                          \
+    HPMLI_KFN void HV(name##_to_f32)(float *y, const void *x, int64_t n)                                               \
     {                                                                                                                  \
-        HV_LOOP(n) HV(st)(y + i, HV(ld_##name)(x + i, c), c);                                                          \
-    }                                                                                                                  \
-    HPMLI_KFN void HV(f32_to_##name)(T *y, const float *x, int64_t n)                                                  \
-    {                                                                                                                  \
-        HV_LOOP(n) HV(st_##name)(y + i, HV(ld)(x + i, c), c);                                                          \
+        HV_LOOP(n) HV(st)(y + i, HV(ld_##name)((const T *)x + i, c), c);                                               \
     }
-HPMLI_CONVERT(bf16, uint16_t)
-HPMLI_CONVERT(f16, uint16_t)
-HPMLI_CONVERT(i32, int32_t)
-#undef HPMLI_CONVERT
+#define HPMLI_FROM_F32(name, T)                                                                                        \
+    HPMLI_KFN void HV(f32_to_##name)(void *y, const float *x, int64_t n)                                               \
+    {                                                                                                                  \
+        HV_LOOP(n) HV(st_##name)((T *)y + i, HV(ld)(x + i, c), c);                                                     \
+    }
+HPMLI_TO_F32(bf16, uint16_t)
+HPMLI_TO_F32(f16, uint16_t)
+HPMLI_TO_F32(i32, int32_t)
+HPMLI_TO_F32(u8, uint8_t)
+HPMLI_FROM_F32(bf16, uint16_t)
+HPMLI_FROM_F32(f16, uint16_t)
+HPMLI_FROM_F32(i32, int32_t)
+#undef HPMLI_TO_F32
+#undef HPMLI_FROM_F32
 
-HPMLI_KFN void HV(u8_to_f32)(float *y, const uint8_t *x, float scale, float shift, int64_t n)
-{
-    hv s = HV(set1)(scale), b = HV(set1)(shift);
-    HV_LOOP(n) HV(st)(y + i, HV(fma)(HV(ld_u8)(x + i, c), s, b), c);
-}
-
-HPMLI_KFN void HV(f32_to_u8)(uint8_t *y, const float *x, int64_t n)
+HPMLI_KFN void HV(f32_to_u8)(void *y, const float *x, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) {
         float r = rintf(x[i]);
-        y[i] = (uint8_t)(r > 0 ? r < 255 ? r : 255 : 0);
+        ((uint8_t *)y)[i] = (uint8_t)(r > 0 ? r < 255 ? r : 255 : 0);
     }
 }
 
@@ -2842,9 +2842,8 @@ HPMLI_VFN uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const float *g, 
     HPMLI_UNROLL
 #endif
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
-        int64_t  at   = u * HV_W, left = c > at ? c - at : 0;
-        uint32_t mask = valid >> at;
-        hv       v    = HV(ld)(g + at, left), low0, high0, low1, high1;
+        int64_t at = u * HV_W, left = c > at ? c - at : 0;
+        hv      v  = HV(ld)(g + at, left), least; /* 0 in lanes behind the end */
         if (e) {
             v += HV(ld)(e + at, left);
             HV(st)(e + at, v, left);
@@ -2852,14 +2851,12 @@ HPMLI_VFN uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const float *g, 
         bits |= HV(signmask)(v) << at;
         a->sum[0][u] += HV(ge)(v, zero, zero, v);
         a->sum[1][u] += HV(ge)(v, zero, v, zero);
-        low0  = HV(min)(v, a->least[0][u]); /* v >= 0 does no harm: clamped only when the side has elements */
-        high0 = HV(max)(HV(ge)(v, zero, minf, v), a->most[0][u]);
-        low1  = HV(min)(HV(ge)(v, zero, v, inf), a->least[1][u]);
-        high1 = HV(max)(v, a->most[1][u]);
-        a->least[0][u] = left < HV_W ? HV(bits)(mask, low0, a->least[0][u]) : low0;
-        a->most[0][u]  = left < HV_W ? HV(bits)(mask, high0, a->most[0][u]) : high0;
-        a->least[1][u] = left < HV_W ? HV(bits)(mask, low1, a->least[1][u]) : low1;
-        a->most[1][u]  = left < HV_W ? HV(bits)(mask, high1, a->most[1][u]) : high1;
+        /* 0 does no harm to the extremes of either side, which only count when it has elements, but for one */
+        least = HV(min)(HV(ge)(v, zero, v, inf), a->least[1][u]);
+        a->least[0][u] = HV(min)(v, a->least[0][u]);
+        a->most[0][u]  = HV(max)(HV(ge)(v, zero, minf, v), a->most[0][u]);
+        a->least[1][u] = left < HV_W ? HV(bits)(valid >> at, least, a->least[1][u]) : least;
+        a->most[1][u]  = HV(max)(v, a->most[1][u]);
     }
     return bits & valid;
 }
@@ -2954,9 +2951,9 @@ HPMLI_KFN bool HV(bf16_encode)(uint16_t *packed, float *e, const float *g, int64
     return HV(sum)(nan) == 0;
 }
 
-HPMLI_KFN void HV(bf16_decode_add)(float *out, const uint16_t *packed, int64_t n)
+HPMLI_KFN void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
 {
-    HV_LOOP(n) HV(st)(out + i, HV(ld)(out + i, c) + HV(ld_bf16)(packed + i, c), c);
+    HV_LOOP(n) HV(st)(out + i, HV(ld)(out + i, c) + HV(ld_bf16)((const uint16_t *)packed + i, c), c);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3245,11 +3242,19 @@ HPMLI_KFN void HV(max_pool_row_back)(float *dx, const float *at, const float *dy
 
 #if HPMLI_ISA == 0 /* the first pass says what the kernels are */
 #define HPMLI_X(fn) __typeof__(hpmli_##fn##_scalar) *fn;
-typedef struct hpmli_kernels { const char *name; HPMLI_KERNELS(HPMLI_X) } hpmli_kernels;
+typedef struct hpmli_kernels {
+    const char *name;
+    HPMLI_KERNELS(HPMLI_X)
+    void (*to_f32[5])(float *y, const void *x, int64_t n);   /* by hpml_dtype, NULL where there is nothing to do */
+    void (*from_f32[5])(void *y, const float *x, int64_t n);
+} hpmli_kernels;
 #undef HPMLI_X
 #endif
 #define HPMLI_X(fn) HV(fn),
-static const hpmli_kernels HV(kernels) = { HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X) };
+static const hpmli_kernels HV(kernels) = {
+    HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X) { NULL, HV(bf16_to_f32), HV(f16_to_f32), HV(i32_to_f32), HV(u8_to_f32) },
+    { NULL, HV(f32_to_bf16), HV(f32_to_f16), HV(f32_to_i32), HV(f32_to_u8) }
+};
 #undef HPMLI_X
 
 #else /* HPMLI_ISA: the ordinary body */
@@ -3445,8 +3450,7 @@ typedef struct hpmli_conv_strip {
 #define HPMLI_KERNELS(X)                                                                                               \
     X(act_forward) X(act_backward) X(vadd) X(vsub) X(vmul) X(vdiv) X(vfill) X(vaxpby) X(vscale_add) X(vaffine_relu)    \
     X(vaxpbypc) X(vsum) X(vdot) X(vsumsq) X(vsum_wide) X(vdot_wide) X(vvar_wide) X(vmax) X(vexp_sum) X(vsum_rows)      \
-    X(opt_step) X(bf16_to_f32) X(f32_to_bf16) X(f16_to_f32) X(f32_to_f16) X(i32_to_f32) X(f32_to_i32) X(u8_to_f32)     \
-    X(f32_to_u8) X(gemm_part) X(gemm_sum) X(random_words) X(random_uniform) X(random_normal) X(onebit_scan)            \
+    X(opt_step) X(gemm_part) X(gemm_sum) X(random_words) X(random_uniform) X(random_normal) X(onebit_scan)             \
     X(onebit_carry) X(onebit_decode) X(onebit_decode_add) X(bf16_encode) X(bf16_decode_add) X(conv_pack)               \
     X(conv_pack_back) X(conv_turn) X(conv_return) X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack)          \
     X(max_pool_row) X(max_pool_row_back)
@@ -3677,7 +3681,7 @@ HPMLI_ENCODE(bf16)
 HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
     const hpmli_kernels *k = p->kernels;
-    (add ? k->bf16_decode_add : k->bf16_to_f32)(out, (const uint16_t *)packed, rows * p->cols);
+    (add ? k->bf16_decode_add : k->to_f32[HPML_DTYPE_BF16])(out, packed, rows * p->cols);
 }
 
 /* Mean of one side, 0 for an empty one, see >>onebit. */
@@ -4616,42 +4620,20 @@ HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
 }
 
 /* Any pair of types goes through f32, in pieces that stay in the cache. I32 to I32 is copied: f32 holds 24 bits. */
-HPMLI_FN void hpmli_to_f32(const hpmli_kernels *k, float *y, hpml_dtype from, const void *x, int64_t n)
-{
-    switch (from) {
-    case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * 4); break;
-    case HPML_DTYPE_BF16: k->bf16_to_f32(y, (const uint16_t *)x, n); break;
-    case HPML_DTYPE_F16: k->f16_to_f32(y, (const uint16_t *)x, n); break;
-    case HPML_DTYPE_I32: k->i32_to_f32(y, (const int32_t *)x, n); break;
-    case HPML_DTYPE_U8: k->u8_to_f32(y, (const uint8_t *)x, 1, 0, n); break;
-    }
-}
-
-HPMLI_FN void hpmli_from_f32(const hpmli_kernels *k, hpml_dtype to, void *y, const float *x, int64_t n)
-{
-    switch (to) {
-    case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * 4); break;
-    case HPML_DTYPE_BF16: k->f32_to_bf16((uint16_t *)y, x, n); break;
-    case HPML_DTYPE_F16: k->f32_to_f16((uint16_t *)y, x, n); break;
-    case HPML_DTYPE_I32: k->f32_to_i32((int32_t *)y, x, n); break;
-    case HPML_DTYPE_U8: k->f32_to_u8((uint8_t *)y, x, n); break;
-    }
-}
-
 HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hpml_dtype from, const void *src,
                             int64_t n)
 {
-    float piece[1024];
+    float  piece[1024];
     size_t to_size = hpml_dtype_size(to), from_size = hpml_dtype_size(from);
-    if (to == from) {
-        memmove(dst, src, (size_t)n * to_size);
-        return;
-    }
-    for (int64_t i = 0; i < n; i += 1024) {
-        int64_t count = n - i < 1024 ? n - i : 1024;
-        hpmli_to_f32(k, piece, from, (const char *)src + (size_t)i * from_size, count);
-        hpmli_from_f32(k, to, (char *)dst + (size_t)i * to_size, piece, count);
-    }
+    if (to == from) memmove(dst, src, (size_t)n * to_size);
+    else if (to == HPML_DTYPE_F32) k->to_f32[from]((float *)dst, src, n);
+    else if (from == HPML_DTYPE_F32) k->from_f32[to](dst, (const float *)src, n);
+    else
+        for (int64_t i = 0; i < n; i += 1024) {
+            int64_t count = n - i < 1024 ? n - i : 1024;
+            k->to_f32[from](piece, (const char *)src + (size_t)i * from_size, count);
+            k->from_f32[to]((char *)dst + (size_t)i * to_size, piece, count);
+        }
 }
 
 HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n)
@@ -4752,6 +4734,11 @@ HPMLI_FN void hpmli_work_run(const hpml_run *run, hpml_node *n, bool back, int64
     hpmli_work         w = { run, run->ctx->k, n, x->ndim ? x->shape[x->ndim - 1] : 1, back, count, each, fn };
     hpmli_parallel(run->ctx, (count + each - 1) / each, hpmli_work_task, &w);
 }
+
+/* An op whose passes are of this kind. */
+#define HPMLI_WORK_OP(name, needs, count, each, forward, backward)                                                     \
+    HPMLI_OP(name, needs, hpmli_work_run(run, n, false, count, each, hpmli_##forward),                                 \
+             hpmli_work_run(run, n, true, count, each, hpmli_##backward))
 
 /* fn for each row of src[0]: of its last dimension. */
 HPMLI_FN void hpmli_rows_run(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *fn)
@@ -5750,12 +5737,6 @@ HPMLI_FN void hpmli_part(hpml_tensor *part, const hpml_tensor *t, int dim, int64
     if (t->grad) part->grad += start * t->stride[dim];
 }
 
-/* Inputs and parameters have memory of their own: their reshape is a copy, of any dtype. */
-HPMLI_FN void hpmli_reshape_pass(const hpml_node *n)
-{
-    if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out));
-}
-
 HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
 {
     hpml_tensor x = *n->out; /* as it stands in the other's memory */
@@ -5763,7 +5744,10 @@ HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
     hpmli_move(run, n->out, &x, true, n->accumulate[0]);
 }
 
-HPMLI_OP(reshape, 0, hpmli_reshape_pass(n), hpmli_reshape_back(run, n))
+/* Inputs and parameters have memory of their own: their reshape is a copy, of any dtype. */
+HPMLI_OP(reshape, 0,
+         if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out)),
+         hpmli_reshape_back(run, n))
 
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
 {
@@ -6035,7 +6019,7 @@ HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise)
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
 {
     hpml_attr    a;
-    int64_t      shape[4], w[4], forward, backward;
+    int64_t      forward, backward;
     hpml_tensor *src[3];
     hpmli_conv   c;
     hpml_conv2d_desc d; /* all zero is refused for want of a kernel */
@@ -6058,10 +6042,8 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
                           (long long)out, a.conv.kernel[0], a.conv.kernel[1], a.conv.stride[0], a.conv.stride[1],
                           a.conv.padding[0], a.conv.padding[1], a.conv.dilation[0], a.conv.dilation[1], a.conv.groups,
                           why);
-    shape[0] = x->shape[0], shape[1] = out;
-    for (int i = 0; i < 2; i++)
-        shape[2 + i] = hpmli_conv_size(x, &a, i);
-    w[0] = out, w[1] = x->shape[1] / a.conv.groups, w[2] = a.conv.kernel[0], w[3] = a.conv.kernel[1];
+    const int64_t shape[4] = { x->shape[0], out, hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1) };
+    const int64_t w[4]     = { out, x->shape[1] / a.conv.groups, a.conv.kernel[0], a.conv.kernel[1] };
     const char *name = hpmli_layer_name(x->ctx, d.name, "conv");
     src[0] = x;
     src[1] = hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 4, w);
@@ -6346,13 +6328,8 @@ HPMLI_FN void hpmli_avg_pool_plane(const hpmli_work *w, int64_t plane, int threa
     }
 }
 
-HPMLI_FN void hpmli_planes(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *plane)
-{
-    hpmli_work_run(run, n, back, n->out->shape[0] * n->out->shape[1], 1, plane);
-}
-
-HPMLI_OP(max_pool2d, 0, hpmli_planes(run, n, 0, hpmli_max_pool_plane), hpmli_planes(run, n, 1, hpmli_max_pool_plane))
-HPMLI_OP(avg_pool2d, 0, hpmli_planes(run, n, 0, hpmli_avg_pool_plane), hpmli_planes(run, n, 1, hpmli_avg_pool_plane))
+HPMLI_WORK_OP(max_pool2d, 0, n->out->shape[0] * n->out->shape[1], 1, max_pool_plane, max_pool_plane)
+HPMLI_WORK_OP(avg_pool2d, 0, n->out->shape[0] * n->out->shape[1], 1, avg_pool_plane, avg_pool_plane)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
@@ -6376,30 +6353,43 @@ HPMLI_FN bool hpmli_norm_settings(hpml_tensor *x, hpml_norm_desc *d, const hpml_
                        "expected 0 to 1", d->name ? d->name : "", (double)d->eps, (double)d->momentum);
 }
 
-HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc)
+#define HPMLI_NORM_ROWS 32 /* rows of layernorm and rmsnorm that make a block, see below */
+
+HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
 {
+    const bool     batch = op == HPML_OP_BATCHNORM;
     hpml_norm_desc d;
-    hpml_tensor   *src[5];
+    hpml_tensor   *src[5] = { x, NULL, NULL, NULL, NULL };
     if (!hpmli_norm_settings(x, &d, desc)) return NULL;
-    if ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU))
+    if (batch && ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU)))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), "
                           "activation NONE or RELU", d.name ? d.name : "", hpmli_text(x));
-    const char *name = hpmli_layer_name(x->ctx, d.name, "batchnorm");
-    src[0] = x;
-    src[1] = d.no_affine ? NULL : hpmli_layer_vector(x->ctx, name, "weight", HPML_INIT_ONES, x->shape[1]);
-    src[2] = d.no_affine ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, x->shape[1]);
-    src[3] = hpmli_layer_vector(x->ctx, name, "running_mean", HPML_INIT_ZEROS, x->shape[1]);
-    src[4] = hpmli_layer_vector(x->ctx, name, "running_var", HPML_INIT_ONES, x->shape[1]);
-    if (hpmli_failed(x->ctx)) return NULL;
-    for (int i = 3; i < 5; i++) src[i]->param->buffer = true, src[i]->needs_grad = false;
-    hpml_node *n = hpmli_node_create(HPML_OP_BATCHNORM, name, 5, src, x->ndim, x->shape);
-    n->attr.norm.eps      = d.eps;
-    n->attr.norm.momentum = d.momentum;
-    n->attr.norm.act      = d.activation;
-    n->saved_bytes        = (size_t)(2 * x->shape[1]) * sizeof(float); /* mean and rstd */
-    n->scratch_bytes      = (size_t)(2 * x->shape[1] + 1) * sizeof(double);
+    if (x->ndim < 2)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
+    const char *name = hpmli_layer_name(x->ctx, d.name, hpml_op_name(op));
+    int64_t     cols = x->shape[batch ? 1 : x->ndim - 1], rows = hpml_tensor_count(x) / cols;
+    int64_t     blocks = (rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
+    if (!d.no_affine) src[1] = hpmli_layer_vector(x->ctx, name, "weight", HPML_INIT_ONES, cols);
+    if (!d.no_affine && op != HPML_OP_RMSNORM) src[2] = hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, cols);
+    if (batch) src[3] = hpmli_layer_vector(x->ctx, name, "running_mean", HPML_INIT_ZEROS, cols);
+    if (batch) src[4] = hpmli_layer_vector(x->ctx, name, "running_var", HPML_INIT_ONES, cols);
+    for (int i = 3; i < 5 && src[i]; i++) src[i]->param->buffer = true, src[i]->needs_grad = false;
+    hpml_node *n = hpmli_node_create(op, name, batch ? 5 : 3, src, x->ndim, x->shape);
+    n->attr.norm.eps = d.eps, n->attr.norm.momentum = d.momentum, n->attr.norm.act = d.activation;
+    n->saved_bytes   = (size_t)(2 * (batch ? cols : rows)) * sizeof(float); /* mean and rstd of each */
+    n->scratch_bytes = batch ? (size_t)(2 * cols + 1) * sizeof(double) : (size_t)(blocks * 2 * cols) * sizeof(float);
     return n->out;
 }
+
+#define HPMLI_NORM(op, name)                                                                                           \
+    HPML_API hpml_tensor *hpml_##name(hpml_tensor *x, const hpml_norm_desc *desc)                                      \
+    {                                                                                                                  \
+        return hpmli_norm_record(x, desc, HPML_OP_##op);                                                               \
+    }
+HPMLI_NORM(BATCHNORM, batchnorm)
+HPMLI_NORM(LAYERNORM, layernorm)
+HPMLI_NORM(RMSNORM, rmsnorm)
+#undef HPMLI_NORM
 
 typedef struct hpmli_bn_job {
     const hpml_run      *run;
@@ -6563,38 +6553,6 @@ HPMLI_OP(softmax, HPMLI_NEED_OUT, hpmli_rows_run(run, n, false, hpmli_softmax_ro
        dx = rstd (g - mean(g) - xhat mean(g xhat)),  dgamma = sum over rows of dy xhat,  dbeta = sum over rows of dy.
    rmsnorm is the same with mean = 0 and without the term mean(g). Backward works on blocks of rows; each block leaves
    its part of dgamma and dbeta, and the parts are added in order. Sources: x, gamma, beta (NULL without). */
-
-#define HPMLI_NORM_ROWS 32 /* rows of a block */
-
-HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
-{
-    hpml_norm_desc d;
-    hpml_tensor   *src[3] = { x, NULL, NULL };
-    if (!hpmli_norm_settings(x, &d, desc)) return NULL;
-    if (x->ndim < 2)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of \"%s\": needs (.., features)", hpml_op_name(op), x->name);
-    int64_t     cols = x->shape[x->ndim - 1];
-    int64_t     rows = hpml_tensor_count(x) / cols;
-    const char *name = hpmli_layer_name(x->ctx, d.name, hpml_op_name(op));
-    if (!d.no_affine) src[1] = hpmli_layer_vector(x->ctx, name, "weight", HPML_INIT_ONES, cols);
-    if (!d.no_affine && op == HPML_OP_LAYERNORM)
-        src[2] = hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, cols);
-    hpml_node *n = hpmli_node_create(op, name, 3, src, x->ndim, x->shape);
-    n->attr.norm.eps = d.eps;
-    n->saved_bytes   = (size_t)rows * 2 * sizeof(float); /* mean and rstd of each row */
-    n->scratch_bytes = (size_t)((rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS * 2 * cols) * sizeof(float);
-    return n->out;
-}
-
-HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc)
-{
-    return hpmli_norm_record(x, desc, HPML_OP_LAYERNORM);
-}
-
-HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *desc)
-{
-    return hpmli_norm_record(x, desc, HPML_OP_RMSNORM);
-}
 
 HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
@@ -6857,13 +6815,8 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
     }
 }
 
-HPMLI_FN void hpmli_heads(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *head)
-{
-    hpmli_work_run(run, n, back, n->out->shape[0] * n->attr.attention.heads, 1, head);
-}
-
-HPMLI_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_heads(run, n, false, hpmli_attention_head),
-         hpmli_heads(run, n, true, hpmli_attention_head_back))
+HPMLI_WORK_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, n->out->shape[0] * n->attr.attention.heads, 1,
+              attention_head, attention_head_back)
 
 /* For each t: a = x_t W_x^T + bias + h_{t-1} W_h^T; i, f, o = sigmoid, g = tanh of its quarters; c_t = f c_{t-1} + i g;
    h_t = o tanh(c_t). The products with x do not wait for each other and are one matrix product; the recurrent ones are
@@ -6872,20 +6825,18 @@ HPMLI_OP(attention, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_heads(run, n, fals
 
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *given)
 {
-    int64_t      shape[3], w[2];
     hpml_tensor *src[4];
     if (!hpmli_recordable(1, &x)) return NULL;
     if (x->ndim != 3 || hidden < 1 || hidden > INT64_MAX / 4)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "lstm \"%s\": input is %s, expected (B, T, features), hidden %lld",
                           given ? given : "", hpmli_text(x), (long long)hidden);
     const char *name = hpmli_layer_name(x->ctx, given, "lstm");
-    w[0]   = 4 * hidden, w[1] = x->shape[2];
+    const int64_t shape[3] = { x->shape[0], x->shape[1], hidden };
+    const int64_t w_x[2] = { 4 * hidden, x->shape[2] }, w_h[2] = { 4 * hidden, hidden };
     src[0] = x;
-    src[1] = hpmli_layer_param(x->ctx, name, "weight_x", HPML_INIT_XAVIER_UNIFORM, 0, 2, w);
-    w[1]   = hidden;
-    src[2] = hpmli_layer_param(x->ctx, name, "weight_h", HPML_INIT_XAVIER_UNIFORM, 0, 2, w);
+    src[1] = hpmli_layer_param(x->ctx, name, "weight_x", HPML_INIT_XAVIER_UNIFORM, 0, 2, w_x);
+    src[2] = hpmli_layer_param(x->ctx, name, "weight_h", HPML_INIT_XAVIER_UNIFORM, 0, 2, w_h);
     src[3] = hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, 4 * hidden);
-    shape[0] = x->shape[0], shape[1] = x->shape[1], shape[2] = hidden;
     hpml_node *n = hpmli_node_create(HPML_OP_LSTM, name, 4, src, 3, shape);
     n->saved_bytes   = (size_t)(shape[0] * shape[1]) * 5 * (size_t)hidden * sizeof(float);
     n->scratch_bytes = 2 * (size_t)shape[0] * (size_t)hidden * sizeof(float); /* dh, dc (B, H) */
@@ -7322,7 +7273,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
    step allocates nothing.
 
    Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that
-   may work in place on a source that nobody else wants. `root` follows such links. */
+   may work in place on a source that nobody else wants. A node's out_root and grad_root follow such links. */
 
 typedef struct hpmli_slot {
     size_t   bytes, offset; /* before it has one: its number */
@@ -7331,12 +7282,10 @@ typedef struct hpmli_slot {
 } hpmli_slot;
 
 typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node */
-    hpml_tensor *root_value;   /* whose memory the value stands in */
-    hpml_tensor *root_grad;
-    int          last;         /* time until which the value lives */
-    int          grad_first, grad_last;
-    int          readers;      /* nodes that read the value */
-    bool         kept, grad_written;
+    int  last;                 /* time until which the value lives */
+    int  grad_first, grad_last;
+    int  readers;              /* nodes that read the value */
+    bool kept, grad_written;
 } hpmli_use;
 
 struct hpml_graph {
@@ -7426,8 +7375,8 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
         bool       back   = g->loss && n->out->needs_grad;
         unsigned   needs  = hpmli_node_needs(n);
         hpmli_use *u      = &uses[n->index], *s0 = hpmli_use_of(uses, n->src[0]);
-        u->root_value = n->out;
-        u->last       = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
+        n->out_root = n->out;
+        u->last     = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
         if (u->kept) u->last = 2 * N;
         for (int j = 0; j < n->src_count; j++) {
             hpmli_use *s = hpmli_use_of(uses, n->src[j]);
@@ -7435,19 +7384,19 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
             if (s && s->last < at) s->last = at;
             if (s) s->readers++;
         }
-        if (n->op == HPML_OP_RESHAPE && s0) u->root_value = s0->root_value;
+        if (n->op == HPML_OP_RESHAPE && s0) n->out_root = n->src[0]->node->out_root;
     }
     for (int i = 0; i < N; i++) { /* in place: the only reader of a source that is not wanted later; and links to it */
         hpml_node *n  = g->nodes[i];
-        hpmli_use *u  = &uses[n->index], *s0 = hpmli_use_of(uses, n->src[0]);
+        hpmli_use *s0 = hpmli_use_of(uses, n->src[0]);
         if (!s0) continue;
         if (n->op != HPML_OP_RESHAPE && (hpmli_node_needs(n) & HPMLI_INPLACE) && s0->readers == 1 && !s0->kept &&
-            s0->last <= i && s0->root_value == n->src[0] && n->src[0]->dtype == n->out->dtype)
-            u->root_value = n->src[0];
-        if (u->root_value != n->out) u->root_value = s0->root_value;
+            s0->last <= i && n->src[0]->node->out_root == n->src[0] && n->src[0]->dtype == n->out->dtype)
+            n->out_root = n->src[0];
+        if (n->out_root != n->out) n->out_root = n->src[0]->node->out_root;
     }
     for (int i = N - 1; i >= 0; i--) { /* a root lives as long as everything in it */
-        hpmli_use *u = &uses[g->nodes[i]->index], *r = hpmli_use_of(uses, u->root_value);
+        hpmli_use *u = &uses[g->nodes[i]->index], *r = hpmli_use_of(uses, g->nodes[i]->out_root);
         if (r && r != u && r->last < u->last) r->last = u->last;
     }
 }
@@ -7469,8 +7418,8 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
     int N = g->count;
     for (int i = 0; i < N; i++) {
         hpml_node *n = g->nodes[i];
-        hpmli_use *u = &uses[n->index], *s0 = hpmli_use_of(uses, n->src[0]);
-        u->root_grad  = n->op == HPML_OP_RESHAPE && s0 ? s0->root_grad : n->out;
+        hpmli_use *u = &uses[n->index];
+        n->grad_root  = n->op == HPML_OP_RESHAPE && n->src[0]->node ? n->src[0]->node->grad_root : n->out;
         u->grad_first = 2 * N, u->grad_last = 2 * N - 1 - i;
     }
     for (int i = N - 1; i >= 0; i--) {
@@ -7487,7 +7436,7 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
             }
             if (!u && !hpmli_trainable(s)) n->accumulate[j] = hpmli_leaf_written(g, s, i, j);
             if (!u) continue;
-            r = hpmli_use_of(uses, u->root_grad);
+            r = hpmli_use_of(uses, s->node->grad_root);
             n->accumulate[j] = n->op != HPML_OP_RESHAPE && r->grad_written;
             r->grad_written  = true;
             if (r->grad_first > 2 * N - 1 - i) r->grad_first = 2 * N - 1 - i;
@@ -7549,9 +7498,9 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
         hpmli_use *u    = &uses[n->index];
         bool       back = g->loss && n->out->needs_grad;
         int        from = hpml_tensor_count(n->out) == 1 ? 0 : i; /* a loss: others write beside it, see hpmli_told */
-        if (u->root_value == n->out)
+        if (n->out_root == n->out)
             hpmli_slot_add(g, hpmli_tensor_bytes(n->out), from, u->last, (void **)(void *)&n->out->data);
-        if (back && u->root_grad == n->out && (n->out == g->loss || u->grad_written))
+        if (back && n->grad_root == n->out && (n->out == g->loss || u->grad_written))
             hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : u->grad_first, u->grad_last,
                            (void **)(void *)&n->out->grad);
         if (n->saved_bytes) hpmli_slot_add(g, n->saved_bytes, i, back ? 2 * N - 1 - i : i, &n->saved);
@@ -7562,16 +7511,6 @@ HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
         if (!t->data) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, (void **)(void *)&t->data);
         if (g->loss && t->needs_grad) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, (void **)(void *)&t->grad);
     }
-}
-
-HPMLI_FN void hpmli_plan_params(hpml_graph *g)
-{
-    for (int i = 0; i < g->param_count; i++) {
-        hpml_tensor *p = g->ctx->params[i];
-        g->memory.parameters += hpmli_tensor_bytes(p);
-        if (g->loss && g->param_last[i] >= 0) g->grad_count += (hpml_tensor_count(p) + 15) / 16 * 16;
-    }
-    g->memory.gradients = (size_t)g->grad_count * sizeof(float);
 }
 
 /* The batch is that of the inputs; all must agree. */
@@ -7616,12 +7555,11 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     hpmli_plan_values(g, uses);
     if (g->loss) hpmli_plan_grads(g, uses);
     hpmli_plan_slots(g, uses);
-    hpmli_plan_params(g);
-    for (int i = 0; i < g->count; i++) { /* links: who stands in whose memory, kept for hpml_graph_alloc */
-        hpml_node *n = g->nodes[i];
-        n->out_root  = uses[n->index].root_value;
-        n->grad_root = g->loss ? uses[n->index].root_grad : NULL;
+    for (int i = 0; i < g->param_count; i++) {
+        g->memory.parameters += hpmli_tensor_bytes(ctx->params[i]);
+        if (g->loss && g->param_last[i] >= 0) g->grad_count += (hpml_tensor_count(ctx->params[i]) + 15) / 16 * 16;
     }
+    g->memory.gradients = (size_t)g->grad_count * sizeof(float);
     hpmli_free(ctx, uses);
     if (!hpmli_plan_place(g)) return false;
     g->memory.scratch = g->scratch_bytes;
@@ -7632,7 +7570,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
 /* Its ops may be planned again, by another graph. */
 HPMLI_FN void hpmli_graph_leave(hpml_graph *g)
 {
-    for (int i = 0; i < g->count; i++) g->nodes[i]->out_root = NULL;
+    for (int i = 0; i < g->count; i++) g->nodes[i]->out_root = g->nodes[i]->grad_root = NULL;
 }
 
 HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc)
@@ -8257,7 +8195,7 @@ HPMLI_FN void hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, 
     size_t bytes = (size_t)n * hpml_dtype_size(t->dtype);
     char  *raw   = (char *)out + ((size_t)n * sizeof(float) - bytes); /* at the end: they widen from the front on */
     ctx->backend->read(ctx->device, raw, t->data, bytes);
-    if (t->dtype != HPML_DTYPE_F32) hpmli_to_f32(ctx->k, out, t->dtype, raw, n);
+    if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
 }
 
 /* The host waits for what the step tells; where labels are given (what is ignored does not count) for hits, too. */
@@ -9496,8 +9434,8 @@ HPMLI_FN void hpmli_load_sample(const hpml_loader *l, float *x, char *y, int64_t
     const char *from    = hpmli_sample_x(d, sample);
     bool        augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0;
     float      *to      = x + at * l->each, *plain = augment ? l->image : to;
-    if (d->x_dtype == HPML_DTYPE_U8) l->k->u8_to_f32(plain, (const uint8_t *)from, d->x_scale, d->x_shift, l->each);
-    else memcpy(plain, from, (size_t)l->each * 4);
+    hpmli_convert(l->k, d->x_dtype == HPML_DTYPE_U8 ? HPML_DTYPE_F32 : d->x_dtype, plain, d->x_dtype, from, l->each);
+    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(plain, plain, d->x_scale, d->x_shift, l->each);
     if (augment) hpmli_augment(l, to, l->image, epoch, sample);
     if (d->y) memcpy(y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
 }
