@@ -2978,19 +2978,20 @@ typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
 
 HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
 {
-    const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc, length = s->length;
+    const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc;
     const int64_t lanes = HV_W, last = (nv - 1) * HV_W; /* tiles are whole: the result has room for them */
     HPMLI_ROWS(HPMLI_TILE_ZERO)
-    for (int64_t run = 0; run < s->runs; run++) {
-        const float *a0 = a + s->a_at[run], *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars;
-        const float *a12 = a9 + 3 * ars, *q = b + (s->b_at ? s->b_at[run] : run * length * ldb);
-        for (int64_t p = 0; p < length; p++) {
-            hv b0 = HV(load)(q), b1 = nv < 2 ? b0 : HV(load)(q + HV_W), b2 = b1, b3 = b1;
-            HPMLI_ROWS(HPMLI_TILE_ROW)
-            a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, q += ldb;
+    for (int64_t u = 0; u < s->runs[0]; u++)
+        for (int64_t v = 0; v < s->runs[1]; v++) {
+            const float *a0 = a + u * s->a_at[0] + v * s->a_at[1], *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars;
+            const float *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars, *q = b + u * s->b_at[0] + v * s->b_at[1];
+            for (int64_t p = s->length; p > 0; p--) {
+                hv b0 = HV(load)(q), b1 = nv < 2 ? b0 : HV(load)(q + HV_W), b2 = b1, b3 = b1;
+                HPMLI_ROWS(HPMLI_TILE_ROW)
+                a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, q += ldb;
+            }
+            (void)a3, (void)a6, (void)a9, (void)a12, (void)lanes, (void)last;
         }
-        (void)a3, (void)a6, (void)a9, (void)a12, (void)lanes, (void)last;
-    }
     if (s->add) { HPMLI_ROWS(HPMLI_TILE_ADD) }
     else { HPMLI_ROWS(HPMLI_TILE_STORE) }
 }
@@ -3127,9 +3128,9 @@ HPMLI_KFN void HV(conv_return)(const hpmli_conv *d, float *dx, const float *imag
 HPMLI_KFN void HV(conv_image)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
                               const float *bias, int relu, float *y, float *band)
 {
-    hpmli_conv_strip s;
-    s.rows = d->OW, s.ars = d->col_at, s.acs = 1, s.ldb = HPMLI_NR, s.runs = d->blocks[0] * d->blocks[1];
-    s.length = d->block, s.a_at = d->x_at, s.b_at = NULL, s.ldc = HPMLI_NR, s.add = 0;
+    const int64_t    size = d->block * HPMLI_NR; /* of a run of weights */
+    hpmli_conv_strip s = { d->OW, d->col_at, 1, HPMLI_NR, HPMLI_NR, d->block, { d->blocks[0], d->blocks[1] },
+                           { d->block_at[0], d->block_at[1] }, { d->blocks[1] * size, size }, 0 };
     for (int64_t o = o0; o < o1; o += HPMLI_NR) {
         int64_t n = o1 - o < HPMLI_NR ? o1 - o : HPMLI_NR;
         for (int64_t row = 0; row < d->OH; row += d->band) {
@@ -3146,25 +3147,23 @@ HPMLI_KFN void HV(conv_image)(const hpmli_conv *d, const float *w, const float *
    made of overlap, and are added one pixel after the other. */
 HPMLI_KFN void HV(conv_inputs)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx)
 {
-    const int64_t    start = 0;
-    hpmli_conv_strip s;
-    s.rows = d->OW, s.ars = d->OC, s.acs = 1, s.ldb = HPMLI_NR, s.runs = 1, s.length = d->OC;
-    s.a_at = &start, s.b_at = NULL, s.ldc = d->col_at, s.add = 1;
+    hpmli_conv_strip s = { d->OW, d->OC, 1, HPMLI_NR, d->col_at, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 1 };
     for (int64_t u = 0; u < d->blocks[0]; u++)
         for (int64_t v = 0; v < d->blocks[1]; v++)
             for (int64_t lane = 0; lane < d->block; lane += HPMLI_NR, w += HPMLI_NR * d->OC)
-                for (int64_t r = 0; r < images * d->OH; r++)
-                    HV(strip)(&s, d->block - lane, dy + d->y_at[r], w,
-                              dx + d->x_at[r] + u * d->block_at[0] + v * d->block_at[1] + lane);
+                for (int64_t i = 0; i < images; i++)
+                    for (int64_t row = 0; row < d->OH; row++)
+                        HV(strip)(&s, d->block - lane, dy + i * d->y_size + row * d->OW * d->OC, w,
+                                  dx + i * d->x_size + row * d->row_at +
+                                  u * d->block_at[0] + v * d->block_at[1] + lane);
 }
 
 /* dw (panels of out, taps, in, panel) (+)= sum over the pixels of some images. */
 HPMLI_KFN void HV(conv_weights)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
                                 int add)
 {
-    hpmli_conv_strip s;
-    s.rows = d->block, s.ars = 1, s.acs = d->col_at, s.ldb = d->OC, s.runs = images * d->OH, s.length = d->OW;
-    s.a_at = d->x_at, s.b_at = d->y_at, s.ldc = HPMLI_NR, s.add = add;
+    hpmli_conv_strip s = { d->block, 1, d->col_at, d->OC, HPMLI_NR, d->OW, { images, d->OH }, { d->x_size, d->row_at },
+                           { d->y_size, d->OW * d->OC }, add };
     for (int64_t o = 0; o < d->OC; o += HPMLI_NR)
         for (int64_t u = 0; u < d->blocks[0]; u++)
             for (int64_t v = 0; v < d->blocks[1]; v++, dw += d->block * HPMLI_NR)
@@ -3374,18 +3373,15 @@ typedef struct hpmli_conv {
     int64_t    band, splits;                         /* forward: rows computed at a time, pieces of the channels */
     bool       want_dx, want_dw, want_db;
     int64_t    parts, part_size, joint; /* backward: partial sums of dw and db; images whose dw is summed at once */
-    int64_t   *x_at, *y_at;             /* where runs begin: forward those of one pixel, backward the rows of images */
     float     *packed, *part, *own;     /* weights as tiles read them, partial sums, space of each thread */
     int64_t    packed_size, own_size;   /* of one group, of one thread */
 } hpmli_conv;
 
-/* A strip of a product: C (rows, up to two vectors) = sum over runs r, over p < length of a[a_at[r] + i ars + p acs]
-   times the vectors at b + b_at[r] + p ldb. */
+/* A strip of a product: C (rows, up to two vectors) (+)= sum over runs u, v, over p < length of
+   a[u a_at[0] + v a_at[1] + i ars + p acs] times the vectors at b + u b_at[0] + v b_at[1] + p ldb. */
 typedef struct hpmli_conv_strip {
-    int64_t        rows, ars, acs, ldb, runs, length;
-    const int64_t *a_at, *b_at; /* (runs) b_at NULL: one run follows the other */
-    int64_t        ldc;
-    int            add;
+    int64_t rows, ars, acs, ldb, ldc, length, runs[2], a_at[2], b_at[2];
+    int     add;
 } hpmli_conv_strip;
 
 #define HPMLI_CONV_PANEL 32 /* channels are dealt with in panels; what a kernel calls a panel divides this */
@@ -5946,16 +5942,16 @@ HPMLI_FN bool hpmli_conv_direct(const hpmli_conv *c)
     return c->taps == 1 && c->row_at == c->x_pitch && c->col_at == c->C && c->x_first == 0;
 }
 
-/* A place in scratch for `count` things. */
-HPMLI_FN void *hpmli_conv_place(const hpmli_conv *c, int64_t *used, int64_t count, size_t size)
+/* A place in scratch for `count` floats. */
+HPMLI_FN float *hpmli_conv_place(const hpmli_conv *c, int64_t *used, int64_t count)
 {
-    char *p = c->n->scratch ? (char *)c->n->scratch + *used : NULL;
-    *used += hpmli_round_up(count * (int64_t)size, 64);
-    HPML_ASSERT(!p || (size_t)*used <= c->n->scratch_bytes);
+    float *p = c->n->scratch ? (float *)c->n->scratch + *used : NULL;
+    *used += hpmli_round_up(count, 16);
+    HPML_ASSERT(!p || (size_t)*used * sizeof(float) <= c->n->scratch_bytes);
     return p;
 }
 
-/* Deals out the scratch, for either pass; returns the bytes it takes. */
+/* Deals out the scratch, for either pass; returns the floats it takes. */
 HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
 {
     int64_t used = 0, panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
@@ -5963,7 +5959,6 @@ HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
         c->band        = 64 / c->OW > 1 ? 64 / c->OW : 1;
         c->packed_size = panels;
         c->own_size    = c->x_size + hpmli_round_up(c->band * c->OW, 16) * HPMLI_CONV_PANEL;
-        c->x_at        = (int64_t *)hpmli_conv_place(c, &used, c->taps, sizeof *c->x_at);
     } else {
         c->y_size    = hpmli_round_up(c->OH * c->OW * c->OC + 2 * HPMLI_CONV_PANEL, 16);
         c->parts     = c->groups * panels > 65536 ? 8 : 16;
@@ -5972,14 +5967,12 @@ HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
         if (c->joint > (c->B - 1) / c->parts + 1) c->joint = (c->B - 1) / c->parts + 1;
         if (c->joint < 1) c->joint = 1;
         c->part_size = c->groups * panels + hpmli_round_up(c->groups * c->OC, 16);
-        c->part      = (float *)hpmli_conv_place(c, &used, c->parts * c->part_size, sizeof(float));
-        c->x_at      = (int64_t *)hpmli_conv_place(c, &used, c->joint * c->OH, sizeof *c->x_at);
-        c->y_at      = (int64_t *)hpmli_conv_place(c, &used, c->joint * c->OH, sizeof *c->y_at);
+        c->part      = hpmli_conv_place(c, &used, c->parts * c->part_size);
         c->own_size  = c->joint * ((c->want_dx ? 2 : 1) * c->x_size + c->y_size);
         c->packed_size = c->blocks[0] * c->blocks[1] * hpmli_round_up(c->block, HPMLI_CONV_PANEL) * c->OC;
     }
-    c->packed = (float *)hpmli_conv_place(c, &used, c->groups * c->packed_size, sizeof(float));
-    c->own    = (float *)hpmli_conv_place(c, &used, c->ctx->threads * c->own_size, sizeof(float));
+    c->packed = hpmli_conv_place(c, &used, c->groups * c->packed_size);
+    c->own    = hpmli_conv_place(c, &used, c->ctx->threads * c->own_size);
     return used;
 }
 
@@ -6056,7 +6049,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     c.want_dx = true;
     forward   = hpmli_conv_layout(&c, false);
     backward  = hpmli_conv_layout(&c, true);
-    n->scratch_bytes = (size_t)(forward > backward ? forward : backward);
+    n->scratch_bytes = (size_t)(forward > backward ? forward : backward) * sizeof(float);
     return n->out;
 }
 
@@ -6124,8 +6117,6 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
     } else {
         int64_t panels = hpmli_panels(c.OC), want = 2 * run->ctx->threads;
         hpmli_conv_layout(&c, false);
-        for (int64_t i = 0; i < c.blocks[0] * c.blocks[1]; i++)
-            c.x_at[i] = i / c.blocks[1] * c.block_at[0] + i % c.blocks[1] * c.block_at[1];
         hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
         c.splits = want > c.B ? (want - 1) / c.B + 1 : 1; /* few images: share their channels out */
         if (c.splits > panels) c.splits = panels;
@@ -6197,10 +6188,6 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
     c.want_db = n->src[2] && n->src[2]->grad;
     c.want_dx = n->src[0]->grad && !hpmli_conv_direct(&c);
     hpmli_conv_layout(&c, true);
-    for (int64_t i = 0; i < c.joint * c.OH; i++) { /* the sums run over rows of dy, of `joint` images in a row */
-        c.x_at[i] = i / c.OH * c.x_size + i % c.OH * c.row_at;
-        c.y_at[i] = i / c.OH * c.y_size + i % c.OH * c.OW * c.OC;
-    }
     if (c.want_dx) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
     hpmli_parallel(run->ctx, c.parts, hpmli_conv_back_task, &c);
     if (c.want_dw) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_join_task, &c);
