@@ -3375,6 +3375,7 @@ typedef struct hpmli_conv {
     int64_t    parts, part_size, joint; /* backward: partial sums of dw and db; images whose dw is summed at once */
     float     *packed, *part, *own;     /* weights as tiles read them, partial sums, space of each thread */
     int64_t    packed_size, own_size;   /* of one group, of one thread */
+    int64_t    scratch;                 /* all of them */
 } hpmli_conv;
 
 /* A strip of a product: C (rows, up to two vectors) (+)= sum over runs u, v, over p < length of
@@ -3909,6 +3910,9 @@ HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != 
 /* d = *desc, or all zero when there is none; then the same question. */
 #define HPMLI_TAKE(ctx, what, d, desc)                                                                                 \
     ((desc) ? (void)((d) = *(desc)) : (void)memset(&(d), 0, sizeof(d)), HPMLI_CLEARED(ctx, what, &(d)))
+
+HPMLI_FN int64_t hpmli_min(int64_t a, int64_t b) { return a < b ? a : b; }
+HPMLI_FN int64_t hpmli_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
 {
@@ -5917,6 +5921,7 @@ HPMLI_OP(sum, 0, hpmli_sum_pass(run, n), hpmli_sum_back(run, n))
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 HPMLI_FN int64_t hpmli_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
+/* Sizes, distances, and where things stand in scratch: the same for both passes. */
 HPMLI_FN void hpmli_conv_make(hpmli_conv *c, hpml_ctx *ctx, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
@@ -5929,51 +5934,33 @@ HPMLI_FN void hpmli_conv_make(hpmli_conv *c, hpml_ctx *ctx, hpml_node *n)
     c->x_pitch   = (c->W + 2 * a->conv.padding[1]) * c->C;
     c->x_first   = a->conv.padding[0] * c->x_pitch + a->conv.padding[1] * c->C;
     c->x_size    = hpmli_round_up((c->H + 2 * a->conv.padding[0]) * c->x_pitch + HPMLI_CONV_PANEL, 16);
+    c->y_size    = hpmli_round_up(c->OH * c->OW * c->OC + 2 * HPMLI_CONV_PANEL, 16); /* both: tiles are whole */
     c->row_at    = a->conv.stride[0] * c->x_pitch, c->col_at = a->conv.stride[1] * c->C;
     c->blocks[0] = a->conv.kernel[0];
     c->blocks[1] = a->conv.dilation[1] == 1 ? 1 : a->conv.kernel[1]; /* 1: a row of the kernel is one run */
     c->block     = c->taps * c->C / (c->blocks[0] * c->blocks[1]);
     c->block_at[0] = a->conv.dilation[0] * c->x_pitch, c->block_at[1] = a->conv.dilation[1] * c->C;
+    int64_t weights = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
+    int64_t back    = c->blocks[0] * c->blocks[1] * hpmli_round_up(c->block, HPMLI_CONV_PANEL) * c->OC;
+    c->band        = 64 / c->OW > 1 ? 64 / c->OW : 1;
+    c->parts       = hpmli_min(c->groups * weights > 65536 ? 8 : 16, c->B);
+    c->joint       = hpmli_max(hpmli_min(128 / (c->OH * c->OW), (c->B - 1) / c->parts + 1), 1);
+    c->part_size   = c->groups * weights + hpmli_round_up(c->groups * c->OC, 16);
+    c->packed_size = hpmli_max(weights, back);
+    c->own_size    = hpmli_max(c->x_size + hpmli_round_up(c->band * c->OW, 16) * HPMLI_CONV_PANEL,
+                               c->joint * (2 * c->x_size + c->y_size));
+    c->scratch     = c->parts * c->part_size + c->groups * c->packed_size + ctx->threads * c->own_size;
+    HPML_ASSERT(!n->scratch || (size_t)c->scratch * sizeof(float) <= n->scratch_bytes);
+    if (!n->scratch) return; /* just recorded */
+    c->part   = (float *)n->scratch;
+    c->packed = c->part + c->parts * c->part_size;
+    c->own    = c->packed + c->groups * c->packed_size;
 }
 
 /* A product without columns: 1 x 1, as it stands. */
 HPMLI_FN bool hpmli_conv_direct(const hpmli_conv *c)
 {
     return c->taps == 1 && c->row_at == c->x_pitch && c->col_at == c->C && c->x_first == 0;
-}
-
-/* A place in scratch for `count` floats. */
-HPMLI_FN float *hpmli_conv_place(const hpmli_conv *c, int64_t *used, int64_t count)
-{
-    float *p = c->n->scratch ? (float *)c->n->scratch + *used : NULL;
-    *used += hpmli_round_up(count, 16);
-    HPML_ASSERT(!p || (size_t)*used * sizeof(float) <= c->n->scratch_bytes);
-    return p;
-}
-
-/* Deals out the scratch, for either pass; returns the floats it takes. */
-HPMLI_FN int64_t hpmli_conv_layout(hpmli_conv *c, bool backward)
-{
-    int64_t used = 0, panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
-    if (!backward) {
-        c->band        = 64 / c->OW > 1 ? 64 / c->OW : 1;
-        c->packed_size = panels;
-        c->own_size    = c->x_size + hpmli_round_up(c->band * c->OW, 16) * HPMLI_CONV_PANEL;
-    } else {
-        c->y_size    = hpmli_round_up(c->OH * c->OW * c->OC + 2 * HPMLI_CONV_PANEL, 16);
-        c->parts     = c->groups * panels > 65536 ? 8 : 16;
-        if (c->parts > c->B) c->parts = c->B;
-        c->joint     = 128 / (c->OH * c->OW);
-        if (c->joint > (c->B - 1) / c->parts + 1) c->joint = (c->B - 1) / c->parts + 1;
-        if (c->joint < 1) c->joint = 1;
-        c->part_size = c->groups * panels + hpmli_round_up(c->groups * c->OC, 16);
-        c->part      = hpmli_conv_place(c, &used, c->parts * c->part_size);
-        c->own_size  = c->joint * ((c->want_dx ? 2 : 1) * c->x_size + c->y_size);
-        c->packed_size = c->blocks[0] * c->blocks[1] * hpmli_round_up(c->block, HPMLI_CONV_PANEL) * c->OC;
-    }
-    c->packed = hpmli_conv_place(c, &used, c->groups * c->packed_size);
-    c->own    = hpmli_conv_place(c, &used, c->ctx->threads * c->own_size);
-    return used;
 }
 
 /* Height (i 0) or width (1) of the result; 0 when the kernel does not fit. */
@@ -6012,7 +5999,6 @@ HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise)
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
 {
     hpml_attr    a;
-    int64_t      forward, backward;
     hpml_tensor *src[3];
     hpmli_conv   c;
     hpml_conv2d_desc d; /* all zero is refused for want of a kernel */
@@ -6046,10 +6032,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     n->attr = a;
     if (!n->out) return NULL;
     hpmli_conv_make(&c, x->ctx, n);
-    c.want_dx = true;
-    forward   = hpmli_conv_layout(&c, false);
-    backward  = hpmli_conv_layout(&c, true);
-    n->scratch_bytes = (size_t)(forward > backward ? forward : backward) * sizeof(float);
+    n->scratch_bytes = (size_t)c.scratch * sizeof(float);
     return n->out;
 }
 
@@ -6078,9 +6061,8 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
     const hpmli_conv *c = (const hpmli_conv *)arg;
     int64_t b = task / c->splits, piece = task % c->splits, panels = hpmli_panels(c->OC);
     int64_t o0 = piece * panels / c->splits * HPMLI_CONV_PANEL;
-    int64_t o1 = (piece + 1) * panels / c->splits * HPMLI_CONV_PANEL;
+    int64_t o1 = hpmli_min((piece + 1) * panels / c->splits * HPMLI_CONV_PANEL, c->OC);
     float  *image = c->own + thread * c->own_size, *band = image + c->x_size;
-    if (o1 > c->OC) o1 = c->OC;
     for (int64_t g = 0; g < c->groups; g++) {
         const float *bias = c->n->src[2] ? c->n->src[2]->data + g * c->OC : NULL;
         hpmli_conv_turn_x(c, b, g, image);
@@ -6116,10 +6098,8 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         hpmli_conv_1x1(&c, false);
     } else {
         int64_t panels = hpmli_panels(c.OC), want = 2 * run->ctx->threads;
-        hpmli_conv_layout(&c, false);
         hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
-        c.splits = want > c.B ? (want - 1) / c.B + 1 : 1; /* few images: share their channels out */
-        if (c.splits > panels) c.splits = panels;
+        c.splits = hpmli_min((want - 1) / c.B + 1, panels); /* few images: share their channels out */
         if (run->ctx->threads == 1) c.splits = 1;
         hpmli_parallel(run->ctx, c.B * c.splits, hpmli_conv_forward_task, &c);
     }
@@ -6187,7 +6167,6 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
     c.want_dw = n->src[1]->grad != NULL;
     c.want_db = n->src[2] && n->src[2]->grad;
     c.want_dx = n->src[0]->grad && !hpmli_conv_direct(&c);
-    hpmli_conv_layout(&c, true);
     if (c.want_dx) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
     hpmli_parallel(run->ctx, c.parts, hpmli_conv_back_task, &c);
     if (c.want_dw) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_join_task, &c);
