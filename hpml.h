@@ -4646,23 +4646,66 @@ HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_
     return HPML_OK;
 }
 
+/* Two operands in step: shapes are matched from the last dimension, a 1 stretches, which in memory is a stride of 0.
+   Neighbouring dimensions that walk in step are joined, so that equal shapes become one long run and (B, C) + (C)
+   becomes B runs of C. */
+typedef struct hpmli_walk {
+    int     ndim;
+    int64_t shape[HPML_MAX_DIMS];     /* of the result, joined */
+    int64_t stride[2][HPML_MAX_DIMS]; /* of a and b: 0 where stretched */
+    int64_t runs, run;                /* result = runs x run elements */
+} hpmli_walk;
+
+HPMLI_FN void hpmli_walk_make(hpmli_walk *w, const hpml_tensor *out, const hpml_tensor *a, const hpml_tensor *b)
+{
+    const hpml_tensor *src[2] = { a, b };
+    w->ndim = 0;
+    for (int i = 0; i < out->ndim; i++) { /* outermost first; i joins the one before when both operands allow */
+        int64_t size = out->shape[i], stride[2];
+        for (int s = 0; s < 2; s++) {
+            int dim = i - (out->ndim - src[s]->ndim);
+            stride[s] = dim >= 0 && src[s]->shape[dim] > 1 ? src[s]->stride[dim] : 0;
+        }
+        if (w->ndim > 0 && w->stride[0][w->ndim - 1] == stride[0] * size &&
+            w->stride[1][w->ndim - 1] == stride[1] * size)
+            size *= w->shape[--w->ndim];
+        else if (size == 1) continue;
+        w->shape[w->ndim]     = size;
+        w->stride[0][w->ndim] = stride[0];
+        w->stride[1][w->ndim] = stride[1];
+        w->ndim++;
+    }
+    if (w->ndim == 0) w->shape[0] = 1, w->stride[0][0] = w->stride[1][0] = 1, w->ndim = 1;
+    w->run  = w->shape[w->ndim - 1];
+    w->runs = 1;
+    for (int i = 0; i < w->ndim - 1; i++) w->runs *= w->shape[i];
+}
+
+/* Where run `r` of operand s begins. */
+HPMLI_FN int64_t hpmli_walk_at(const hpmli_walk *w, int s, int64_t r)
+{
+    int64_t at = 0;
+    for (int i = w->ndim - 2; i > 0; i--) {
+        at += r % w->shape[i] * w->stride[s][i];
+        r /= w->shape[i];
+    }
+    return at + r * w->stride[s][0];
+}
+
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 {
-    int64_t at[HPML_MAX_DIMS] = { 0 }, count = hpml_tensor_count(dst);
+    hpmli_walk w;
     if (!dst || !src || hpmli_failed(dst->ctx)) return dst ? hpml_ctx_status(dst->ctx) : HPML_ERR_ARGUMENT;
     if (dst->ndim != src->ndim || memcmp(dst->shape, src->shape, sizeof dst->shape) != 0 || !dst->data || !src->data)
         return hpmli_fail(dst->ctx, HPML_ERR_SHAPE, "copy of %s to %s: both need memory and the same shape",
                           hpmli_text(src), hpmli_text(dst));
-    if (hpmli_contiguous(dst) && hpmli_contiguous(src)) {
-        hpmli_convert(dst->ctx->k, dst->dtype, dst->data, src->dtype, src->data, count);
-        return HPML_OK;
-    }
-    for (int64_t n = 0; n < count; n++) { /* element by element: views are for convenience, ops for speed */
-        int64_t d = 0, s = 0;
-        for (int i = 0; i < dst->ndim; i++) d += at[i] * dst->stride[i], s += at[i] * src->stride[i];
+    hpmli_walk_make(&w, dst, dst, src);
+    int64_t to = w.stride[0][w.ndim - 1], from = w.stride[1][w.ndim - 1], whole = to == 1 && from == 1 ? w.run : 1;
+    for (int64_t i = 0; i < w.runs * w.run; i += whole) {
+        int64_t run = i / w.run, d = hpmli_walk_at(&w, 0, run) + i % w.run * to;
+        int64_t s = hpmli_walk_at(&w, 1, run) + i % w.run * from;
         hpmli_convert(dst->ctx->k, dst->dtype, (char *)dst->data + (size_t)d * hpml_dtype_size(dst->dtype), src->dtype,
-                      (const char *)src->data + (size_t)s * hpml_dtype_size(src->dtype), 1);
-        for (int i = dst->ndim - 1; i >= 0 && ++at[i] == dst->shape[i]; i--) at[i] = 0;
+                      (const char *)src->data + (size_t)s * hpml_dtype_size(src->dtype), whole);
     }
     return HPML_OK;
 }
@@ -5194,9 +5237,8 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
 // >>elementwise   add, sub, mul, div with broadcasting; scale; activations
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Broadcasting as numpy does it: shapes are matched from the last dimension, a 1 stretches, which in memory is a stride
-   of 0. Neighbouring dimensions that walk in step are joined, so that equal shapes become one long run and (B, C) + (C)
-   becomes B runs of C. The gradient of a stretched operand is the sum over what it was stretched to. */
+/* Broadcasting as numpy does it, see hpmli_walk. The gradient of a stretched operand is the sum over what it was
+   stretched to. */
 
 HPML_API const char *hpml_op_name(hpml_op op)
 {
@@ -5206,49 +5248,6 @@ HPML_API const char *hpml_op_name(hpml_op op)
 #undef HPMLI_X
     };
     return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
-}
-
-typedef struct hpmli_walk {
-    int     ndim;
-    int64_t shape[HPML_MAX_DIMS];     /* of the result, joined */
-    int64_t stride[2][HPML_MAX_DIMS]; /* of a and b: 0 where stretched */
-    int64_t runs, run;                /* result = runs x run elements */
-} hpmli_walk;
-
-HPMLI_FN void hpmli_walk_make(hpmli_walk *w, const hpml_tensor *out, const hpml_tensor *a, const hpml_tensor *b)
-{
-    const hpml_tensor *src[2] = { a, b };
-    w->ndim = 0;
-    for (int i = 0; i < out->ndim; i++) { /* outermost first; i joins the one before when both operands allow */
-        int64_t size = out->shape[i], stride[2];
-        for (int s = 0; s < 2; s++) {
-            int dim = i - (out->ndim - src[s]->ndim);
-            stride[s] = dim >= 0 && src[s]->shape[dim] > 1 ? src[s]->stride[dim] : 0;
-        }
-        if (w->ndim > 0 && w->stride[0][w->ndim - 1] == stride[0] * size &&
-            w->stride[1][w->ndim - 1] == stride[1] * size)
-            size *= w->shape[--w->ndim];
-        else if (size == 1) continue;
-        w->shape[w->ndim]     = size;
-        w->stride[0][w->ndim] = stride[0];
-        w->stride[1][w->ndim] = stride[1];
-        w->ndim++;
-    }
-    if (w->ndim == 0) w->shape[0] = 1, w->stride[0][0] = w->stride[1][0] = 1, w->ndim = 1;
-    w->run  = w->shape[w->ndim - 1];
-    w->runs = 1;
-    for (int i = 0; i < w->ndim - 1; i++) w->runs *= w->shape[i];
-}
-
-/* Where run `r` of operand s begins. */
-HPMLI_FN int64_t hpmli_walk_at(const hpmli_walk *w, int s, int64_t r)
-{
-    int64_t at = 0;
-    for (int i = w->ndim - 2; i > 0; i--) {
-        at += r % w->shape[i] * w->stride[s][i];
-        r /= w->shape[i];
-    }
-    return at + r * w->stride[s][0];
 }
 
 typedef struct hpmli_binary {
@@ -6603,31 +6602,25 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
     const hpml_run *run = w->run;
     hpml_tensor    *x = w->n->src[0], *y = w->n->out;
     const float    *from  = w->back ? y->grad : x->data;
-    float          *to    = w->back ? x->grad : y->data;
+    float          *to    = w->back ? x->grad : y->data, p = w->n->attr.dropout.p, scale = 1 / (1 - p);
     int64_t         count = hpml_tensor_count(y), sample = y->batch_rows * (count / y->shape[0]);
-    int64_t         at = piece * HPMLI_PIECE, c = count - at < HPMLI_PIECE ? count - at : HPMLI_PIECE;
-    float           p = w->n->attr.dropout.p, scale = 1 / (1 - p);
+    int64_t         at = piece * HPMLI_PIECE, c = hpmli_min(count - at, HPMLI_PIECE);
     uint64_t        stream = run->step << 24 ^ (uint64_t)w->n->index ^ UINT64_C(0xd) << 60;
     uint32_t        words[HPMLI_PIECE], least = (uint32_t)((double)p * 4294967296.0);
+    bool            add = w->back && w->n->accumulate[0];
+    if (!run->train || p == 0) {
+        if (from != to || add) w->k->vaxpby(to + at, 1, from + at, add ? 1.0f : 0.0f, c);
+        return;
+    }
     w->k->random_words(words, run->ctx->seed, stream, run->sample * (uint64_t)sample + (uint64_t)at, c);
     for (int64_t i = 0; i < c; i++) {
         float v = words[i] >= least ? from[at + i] * scale : 0;
-        to[at + i] = w->back && w->n->accumulate[0] ? to[at + i] + v : v;
+        to[at + i] = add ? to[at + i] + v : v;
     }
 }
 
-HPMLI_FN void hpmli_dropout_run(const hpml_run *run, hpml_node *n, bool back)
-{
-    int64_t count = hpml_tensor_count(n->out), pieces = (count + HPMLI_PIECE - 1) / HPMLI_PIECE;
-    bool    add   = back && n->accumulate[0];
-    float  *x = back ? n->out->grad : n->src[0]->data, *y = back ? n->src[0]->grad : n->out->data;
-    if (run->train && n->attr.dropout.p > 0)
-        hpmli_work_run(run, n, back, pieces, HPMLI_GRAIN / HPMLI_PIECE, hpmli_dropout_piece);
-    else if (x != y || add)
-        run->ctx->k->vaxpby(y, 1, x, add ? 1.0f : 0.0f, count);
-}
-
-HPMLI_OP(dropout, HPMLI_INPLACE, hpmli_dropout_run(run, n, false), hpmli_dropout_run(run, n, true))
+HPMLI_WORK_OP(dropout, HPMLI_INPLACE, (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE,
+              HPMLI_GRAIN / HPMLI_PIECE, dropout_piece, dropout_piece)
 
 /* Embedding: y[i] = table[token[i]]; backward adds dy[i] to that row, in order of i. Sources: tokens, table. */
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
@@ -7314,15 +7307,12 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
     return true;
 }
 
-HPMLI_FN unsigned hpmli_node_needs(const hpml_node *n)
-{
-    switch (n->op) {
-#define HPMLI_X(op, name) case HPML_OP_##op: return hpmli_##name##_needs(n);
-        HPML_OPS(HPMLI_X)
+/* What each op's backward pass reads, see HPMLI_OP. */
+static unsigned (*const hpmli_needs[])(const hpml_node *) = {
+#define HPMLI_X(op, name) hpmli_##name##_needs,
+    HPML_OPS(HPMLI_X)
 #undef HPMLI_X
-    default: return 0;
-    }
-}
+};
 
 HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
 
@@ -7339,7 +7329,7 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
     for (int i = 0; i < N; i++) {
         hpml_node *n      = g->nodes[i];
         bool       back   = g->loss && n->out->needs_grad;
-        unsigned   needs  = hpmli_node_needs(n);
+        unsigned   needs  = hpmli_needs[n->op](n);
         hpmli_use *u      = &uses[n->index], *s0 = hpmli_use_of(uses, n->src[0]);
         n->out_root = n->out;
         u->last     = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
@@ -7356,7 +7346,7 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
         hpml_node *n  = g->nodes[i];
         hpmli_use *s0 = hpmli_use_of(uses, n->src[0]);
         if (!s0) continue;
-        if (n->op != HPML_OP_RESHAPE && (hpmli_node_needs(n) & HPMLI_INPLACE) && s0->readers == 1 && !s0->kept &&
+        if (n->op != HPML_OP_RESHAPE && (hpmli_needs[n->op](n) & HPMLI_INPLACE) && s0->readers == 1 && !s0->kept &&
             s0->last <= i && n->src[0]->node->out_root == n->src[0] && n->src[0]->dtype == n->out->dtype)
             n->out_root = n->src[0];
         if (n->out_root != n->out) n->out_root = n->src[0]->node->out_root;
