@@ -6340,7 +6340,8 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     if (batch) src[4] = hpmli_layer_vector(x->ctx, name, "running_var", HPML_INIT_ONES, cols);
     for (int i = 3; i < 5 && src[i]; i++) src[i]->param->buffer = true, src[i]->needs_grad = false;
     hpml_node *n = hpmli_node_create(op, name, batch ? 5 : 3, src, x->ndim, x->shape);
-    n->attr.norm.eps = d.eps, n->attr.norm.momentum = d.momentum, n->attr.norm.act = d.activation;
+    n->attr.norm.eps = d.eps, n->attr.norm.momentum = d.momentum;
+    n->attr.norm.act = batch ? d.activation : HPML_ACT_NONE;
     n->saved_bytes   = (size_t)(2 * (batch ? cols : rows)) * sizeof(float); /* mean and rstd of each */
     n->scratch_bytes = batch ? (size_t)(2 * cols + 1) * sizeof(double) : (size_t)(blocks * 2 * cols) * sizeof(float);
     return n->out;
@@ -7330,7 +7331,7 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
         hpml_node *n      = g->nodes[i];
         bool       back   = g->loss && n->out->needs_grad;
         unsigned   needs  = hpmli_needs[n->op](n);
-        hpmli_use *u      = &uses[n->index], *s0 = hpmli_use_of(uses, n->src[0]);
+        hpmli_use *u      = &uses[n->index];
         n->out_root = n->out;
         u->last     = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
         if (u->kept) u->last = 2 * N;
@@ -7340,16 +7341,13 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
             if (s && s->last < at) s->last = at;
             if (s) s->readers++;
         }
-        if (n->op == HPML_OP_RESHAPE && s0) n->out_root = n->src[0]->node->out_root;
     }
-    for (int i = 0; i < N; i++) { /* in place: the only reader of a source that is not wanted later; and links to it */
+    for (int i = 0; i < N; i++) { /* in place: the only reader of a source that is not wanted later */
         hpml_node *n  = g->nodes[i];
         hpmli_use *s0 = hpmli_use_of(uses, n->src[0]);
-        if (!s0) continue;
-        if (n->op != HPML_OP_RESHAPE && (hpmli_needs[n->op](n) & HPMLI_INPLACE) && s0->readers == 1 && !s0->kept &&
-            s0->last <= i && n->src[0]->node->out_root == n->src[0] && n->src[0]->dtype == n->out->dtype)
-            n->out_root = n->src[0];
-        if (n->out_root != n->out) n->out_root = n->src[0]->node->out_root;
+        bool inplace = s0 && (hpmli_needs[n->op](n) & HPMLI_INPLACE) && s0->readers == 1 && !s0->kept &&
+                       s0->last <= i && n->src[0]->node->out_root == n->src[0] && n->src[0]->dtype == n->out->dtype;
+        if (inplace || (s0 && n->op == HPML_OP_RESHAPE)) n->out_root = n->src[0]->node->out_root;
     }
     for (int i = N - 1; i >= 0; i--) { /* a root lives as long as everything in it */
         hpmli_use *u = &uses[g->nodes[i]->index], *r = hpmli_use_of(uses, g->nodes[i]->out_root);
