@@ -4943,22 +4943,15 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     return t;
 }
 
-/* The parameter "layer.suffix". */
+/* The parameter "layer.suffix". Weight decay leaves vectors alone: a bias, the scale of a norm. */
 HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init,
                                         float scale, int ndim, const int64_t *shape)
 {
     char text[HPMLI_NAME];
     if (!layer || hpmli_failed(ctx)) return NULL;
     snprintf(text, sizeof text, "%s.%s", layer, suffix);
-    return hpmli_param_new(ctx, hpmli_strdup(ctx, text), init, scale, ndim, shape);
-}
-
-/* The vector "layer.suffix" that weight decay leaves alone: a bias, the scale of a norm. */
-HPMLI_FN hpml_tensor *hpmli_layer_vector(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init,
-                                         int64_t n)
-{
-    hpml_tensor *t = hpmli_layer_param(ctx, layer, suffix, init, 0, 1, &n);
-    if (t) t->param->no_decay = true;
+    hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, text), init, scale, ndim, shape);
+    if (t) t->param->no_decay = ndim == 1;
     return t;
 }
 
@@ -5606,7 +5599,7 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     weight[0] = out, weight[1] = x->shape[x->ndim - 1];
     src[0]    = x;
     src[1]    = d.weight ? d.weight : hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 2, weight);
-    src[2]    = d.no_bias ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, out);
+    src[2]    = d.no_bias ? NULL : hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &out);
     if (!hpmli_recordable(2, src) || (!d.no_bias && !src[2])) return NULL;
     if (src[1]->ndim != 2 || src[1]->shape[0] != out || src[1]->shape[1] != weight[1])
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": weight is %s, input %s has %lld features and %lld "
@@ -6025,7 +6018,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     const char *name = hpmli_layer_name(x->ctx, d.name, "conv");
     src[0] = x;
     src[1] = hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 4, w);
-    src[2] = d.no_bias ? NULL : hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, out);
+    src[2] = d.no_bias ? NULL : hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &out);
     if (hpmli_failed(x->ctx)) return NULL;
     hpml_node *n = hpmli_node_create(HPML_OP_CONV2D, name, 3, src, 4, shape);
     n->attr = a;
@@ -6334,10 +6327,11 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     const char *name = hpmli_layer_name(x->ctx, d.name, hpml_op_name(op));
     int64_t     cols = x->shape[batch ? 1 : x->ndim - 1], rows = hpml_tensor_count(x) / cols;
     int64_t     blocks = (rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
-    if (!d.no_affine) src[1] = hpmli_layer_vector(x->ctx, name, "weight", HPML_INIT_ONES, cols);
-    if (!d.no_affine && op != HPML_OP_RMSNORM) src[2] = hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, cols);
-    if (batch) src[3] = hpmli_layer_vector(x->ctx, name, "running_mean", HPML_INIT_ZEROS, cols);
-    if (batch) src[4] = hpmli_layer_vector(x->ctx, name, "running_var", HPML_INIT_ONES, cols);
+    if (!d.no_affine) src[1] = hpmli_layer_param(x->ctx, name, "weight", HPML_INIT_ONES, 0, 1, &cols);
+    if (!d.no_affine && op != HPML_OP_RMSNORM)
+        src[2] = hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &cols);
+    if (batch) src[3] = hpmli_layer_param(x->ctx, name, "running_mean", HPML_INIT_ZEROS, 0, 1, &cols);
+    if (batch) src[4] = hpmli_layer_param(x->ctx, name, "running_var", HPML_INIT_ONES, 0, 1, &cols);
     for (int i = 3; i < 5 && src[i]; i++) src[i]->param->buffer = true, src[i]->needs_grad = false;
     hpml_node *n = hpmli_node_create(op, name, batch ? 5 : 3, src, x->ndim, x->shape);
     n->attr.norm.eps = d.eps, n->attr.norm.momentum = d.momentum;
@@ -6796,7 +6790,7 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
     src[0] = x;
     src[1] = hpmli_layer_param(x->ctx, name, "weight_x", HPML_INIT_XAVIER_UNIFORM, 0, 2, w_x);
     src[2] = hpmli_layer_param(x->ctx, name, "weight_h", HPML_INIT_XAVIER_UNIFORM, 0, 2, w_h);
-    src[3] = hpmli_layer_vector(x->ctx, name, "bias", HPML_INIT_ZEROS, 4 * hidden);
+    src[3] = hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, w_x);
     hpml_node *n = hpmli_node_create(HPML_OP_LSTM, name, 4, src, 3, shape);
     n->saved_bytes   = (size_t)(shape[0] * shape[1]) * 5 * (size_t)hidden * sizeof(float);
     n->scratch_bytes = 2 * (size_t)shape[0] * (size_t)hidden * sizeof(float); /* dh, dc (B, H) */
