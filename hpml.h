@@ -3361,7 +3361,7 @@ typedef struct hpmli_onebit_row {
     float   least[2], most[2];
 } hpmli_onebit_row;
 
-/* A convolution as a pass through it sees it, see >>conv. Images are in NHWC order; sizes and distances are floats. */
+/* A convolution, see >>conv. Images are in NHWC order; their sizes and distances are counted in floats. */
 typedef struct hpmli_conv {
     hpml_ctx  *ctx;
     hpml_node *n;
@@ -5913,7 +5913,7 @@ HPMLI_OP(sum, 0, hpmli_sum_pass(run, n), hpmli_sum_back(run, n))
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 HPMLI_FN int64_t hpmli_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
-/* Sizes, distances, and where things stand in scratch: the same for both passes. */
+/* The same for both passes, so that what is recorded has scratch for either. */
 HPMLI_FN void hpmli_conv_make(hpmli_conv *c, hpml_ctx *ctx, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
@@ -5934,7 +5934,7 @@ HPMLI_FN void hpmli_conv_make(hpmli_conv *c, hpml_ctx *ctx, hpml_node *n)
     c->block_at[0] = a->conv.dilation[0] * c->x_pitch, c->block_at[1] = a->conv.dilation[1] * c->C;
     int64_t weights = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
     int64_t back    = c->blocks[0] * c->blocks[1] * hpmli_round_up(c->block, HPMLI_CONV_PANEL) * c->OC;
-    c->band        = 64 / c->OW > 1 ? 64 / c->OW : 1;
+    c->band        = hpmli_max(64 / c->OW, 1);
     c->parts       = hpmli_min(c->groups * weights > 65536 ? 8 : 16, c->B);
     c->joint       = hpmli_max(hpmli_min(128 / (c->OH * c->OW), (c->B - 1) / c->parts + 1), 1);
     c->part_size   = c->groups * weights + hpmli_round_up(c->groups * c->OC, 16);
