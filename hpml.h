@@ -2981,10 +2981,11 @@ HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
     const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc;
     const int64_t lanes = HV_W, last = (nv - 1) * HV_W; /* tiles are whole: the result has room for them */
     HPMLI_ROWS(HPMLI_TILE_ZERO)
-    for (int64_t u = 0; u < s->runs[0]; u++)
-        for (int64_t v = 0; v < s->runs[1]; v++) {
-            const float *a0 = a + u * s->a_at[0] + v * s->a_at[1], *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars;
-            const float *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars, *q = b + u * s->b_at[0] + v * s->b_at[1];
+    for (int64_t u = s->runs[0]; u > 0; u--, a += s->a_at[0], b += s->b_at[0]) {
+        const float *from = a, *with = b;
+        for (int64_t v = s->runs[1]; v > 0; v--, from += s->a_at[1], with += s->b_at[1]) {
+            const float *a0 = from, *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
+            const float *q = with;
             for (int64_t p = s->length; p > 0; p--) {
                 hv b0 = HV(load)(q), b1 = nv < 2 ? b0 : HV(load)(q + HV_W), b2 = b1, b3 = b1;
                 HPMLI_ROWS(HPMLI_TILE_ROW)
@@ -2992,6 +2993,7 @@ HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
             }
             (void)a3, (void)a6, (void)a9, (void)a12, (void)lanes, (void)last;
         }
+    }
     if (s->add) { HPMLI_ROWS(HPMLI_TILE_ADD) }
     else { HPMLI_ROWS(HPMLI_TILE_STORE) }
 }

@@ -24,7 +24,7 @@ header() { # FILE LINES
         ${CC:-cc} -E -dD -I. -x c - | awk '/^# [0-9]/ { ours = $3 ~ /hpml/ } ours && /^#define/ { sub(/\(.*/, "", $2); left[$2] }
         /^#undef/ { delete left[$2] } END { for (name in left) if (name !~ /^(HPML|hpml)/) print name }')"
 }
-header hpml.h 10172
+header hpml.h 10174
 header hpml_comm.h 6000
 header hpml_cuda.cuh 5399
 names=$(grep -nE '^#define|__global__ .*\(' hpml_cuda.cuh | grep -vE 'hpmlg_k_|#define (HPMLG_|hpmlg_|HPML_CUDA_)')
