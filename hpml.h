@@ -4028,8 +4028,9 @@ HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, ob
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Fork-join over numbered tasks. The caller opens a job, works on it as one more thread, closes it, and waits for the
-   workers still inside. Who does which task is left to chance; what a task computes is not: tasks are cut by size,
-   never by thread count, so results have the same bits on any number of threads.
+   workers still inside. Each thread begins with its share of the tasks, so that it meets the same data again from job
+   to job, in its own cache, and then helps the others. What a task computes does not depend on who does it: tasks are
+   cut by size, never by thread count, so results have the same bits on any number of threads.
 
    A worker waits adaptively: it spins a moment (the next job is usually microseconds away), then yields, then sleeps.
    `state` packs (job number << 32 | open bit << 31 | workers inside), so that a worker that wakes late can never enter
@@ -4060,13 +4061,13 @@ typedef void hpmli_task_fn(void *arg, int64_t task, int thread);
 typedef struct hpmli_worker {
     hpmli_pool *pool;
     pthread_t   thread;
-    int         index;  /* 1.. ; the caller is thread 0 */
+    int         index;  /* the caller is thread 0 */
     long        asleep; /* the system's number of this thread while it sleeps, else 0; under the mutex */
+    int64_t     next;   /* atomic: first task of its share nobody has taken */
 } hpmli_worker;
 
 struct hpmli_pool {
     uint64_t        state;    /* atomic, see above */
-    int64_t         next;     /* atomic: first task nobody has taken */
     int64_t         count;
     hpmli_task_fn  *fn;
     void           *arg;
@@ -4076,11 +4077,12 @@ struct hpmli_pool {
     pthread_cond_t  wake;
     int             worker_count;
     unsigned long   cores[128 / sizeof(long)]; /* a bit for each that this process may use */
-    hpmli_worker    workers[1]; /* (worker_count) */
+    hpmli_worker    workers[1]; /* (worker_count + 1) the caller is the first */
 };
 
-HPMLI_FN void hpmli_spin(void)
+HPMLI_FN void hpmli_pause(int waited)
 {
+    if (waited >= HPMLI_SPINS) sched_yield();
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -4099,7 +4101,7 @@ HPMLI_FN void hpmli_pool_part(hpmli_pool *p, int wake)
     if (!wake) (void)syscall(SYS_sched_setaffinity, 0L, sizeof cores, cores); /* awake: anywhere again */
     if (!wake || syscall(SYS_getcpu, &cpu, NULL, NULL) != 0 || cpu / bits >= sizeof cores / sizeof *cores) return;
     cores[cpu / bits] &= ~(1ul << cpu % bits);
-    for (int i = 0; i < p->worker_count; i++) {
+    for (int i = 1; i <= p->worker_count; i++) {
         long id = p->workers[i].asleep;
         if (id > 0) (void)syscall(SYS_sched_setaffinity, id, sizeof cores, cores);
     }
@@ -4109,10 +4111,12 @@ HPMLI_FN void hpmli_pool_part(hpmli_pool *p, int wake)
 
 HPMLI_FN void hpmli_pool_work(hpmli_pool *p, int thread)
 {
-    for (;;) {
-        int64_t task = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED);
-        if (task >= p->count) return;
-        p->fn(p->arg, task, thread);
+    for (int i = 0, threads = p->worker_count + 1; i < threads; i++) {
+        hpmli_worker *w = &p->workers[(thread + i) % threads];
+        int64_t       end = p->count * (w->index + 1) / threads, task;
+        while (__atomic_load_n(&w->next, __ATOMIC_RELAXED) < end &&
+               (task = __atomic_fetch_add(&w->next, 1, __ATOMIC_RELAXED)) < end)
+            p->fn(p->arg, task, thread);
     }
 }
 
@@ -4125,13 +4129,9 @@ HPMLI_FN bool hpmli_pool_ready(hpmli_pool *p, uint64_t seen)
 
 HPMLI_FN void hpmli_pool_wait(hpmli_pool *p, hpmli_worker *w, uint64_t seen)
 {
-    for (int i = 0; i < HPMLI_SPINS; i++) {
+    for (int i = 0; i < HPMLI_SPINS + HPMLI_YIELDS; i++) {
         if (hpmli_pool_ready(p, seen)) return;
-        hpmli_spin();
-    }
-    for (int i = 0; i < HPMLI_YIELDS; i++) {
-        if (hpmli_pool_ready(p, seen)) return;
-        sched_yield();
+        hpmli_pause(i);
     }
     pthread_mutex_lock(&p->mutex);
     __atomic_add_fetch(&p->sleepers, 1, __ATOMIC_SEQ_CST);
@@ -4173,7 +4173,8 @@ HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *
     p->fn    = fn;
     p->arg   = arg;
     p->count = n;
-    __atomic_store_n(&p->next, 0, __ATOMIC_RELAXED);
+    for (int i = 0; i <= p->worker_count; i++)
+        __atomic_store_n(&p->workers[i].next, n * i / (p->worker_count + 1), __ATOMIC_RELAXED);
     if ((job & UINT32_MAX) == 0) job = 1; /* 0 means "none seen" */
     __atomic_store_n(&p->state, job << 32 | HPMLI_JOB_OPEN, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&p->sleepers, __ATOMIC_SEQ_CST) > 0) {
@@ -4184,10 +4185,7 @@ HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *
     }
     hpmli_pool_work(p, 0);
     __atomic_and_fetch(&p->state, ~HPMLI_JOB_OPEN, __ATOMIC_SEQ_CST);
-    for (int i = 0; (__atomic_load_n(&p->state, __ATOMIC_SEQ_CST) & (HPMLI_JOB_OPEN - 1)) != 0; i++) {
-        if (i < HPMLI_SPINS) hpmli_spin();
-        else sched_yield();
-    }
+    for (int i = 0; (__atomic_load_n(&p->state, __ATOMIC_SEQ_CST) & (HPMLI_JOB_OPEN - 1)) != 0; i++) hpmli_pause(i);
 }
 
 HPMLI_FN void hpmli_pool_drop(void *object)
@@ -4197,7 +4195,7 @@ HPMLI_FN void hpmli_pool_drop(void *object)
     __atomic_store_n(&p->stop, 1, __ATOMIC_SEQ_CST);
     pthread_cond_broadcast(&p->wake);
     pthread_mutex_unlock(&p->mutex);
-    for (int i = 0; i < p->worker_count; i++) pthread_join(p->workers[i].thread, NULL);
+    for (int i = 1; i <= p->worker_count; i++) pthread_join(p->workers[i].thread, NULL);
     pthread_cond_destroy(&p->wake);
     pthread_mutex_destroy(&p->mutex);
 }
@@ -4213,10 +4211,10 @@ HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
 #if HPMLI_AFFINITY
     (void)syscall(SYS_sched_getaffinity, 0L, sizeof p->cores, p->cores);
 #endif
-    for (int i = 0; i < threads - 1; i++) {
+    for (int i = 1; i < threads; i++) {
         hpmli_worker *w = &p->workers[i];
         w->pool  = p;
-        w->index = i + 1;
+        w->index = i;
         if (pthread_create(&w->thread, NULL, hpmli_worker_main, w) != 0) break;
         p->worker_count++;
     }
