@@ -5198,7 +5198,8 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     job.ctx = ctx, job.d = d, job.rows = job.cols = 1;
     while (job.rows * job.cols * d->batch < want) { /* cut the longer side of a piece */
         int64_t height = d->m / job.rows, width = d->n / job.cols;
-        if (width >= height && width >= 64) job.cols++;
+        int64_t packs  = d->a_rs == 1 && d->a_cs * d->k >= 262144 && width >= 256; /* A: for all columns of a piece */
+        if (width >= height + packs && width >= 64) job.cols++;
         else if (height >= 8) job.rows++;
         else if (width >= 64) job.cols++;
         else break;
