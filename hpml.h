@@ -5113,10 +5113,8 @@ HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
 HPMLI_FN void hpmli_gemm_serial(hpml_ctx *ctx, int thread, const hpmli_gemm_desc *d)
 {
     hpmli_gemm_part part;
-    part.d  = d;
+    part.d = d, part.i0 = part.j0 = 0, part.i1 = d->m, part.j1 = d->n;
     part.ws = ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
-    part.i0 = part.j0 = 0;
-    part.i1 = d->m, part.j1 = d->n;
     if (d->m > 0 && d->n > 0)
         for (part.batch = 0; part.batch < d->batch; part.batch++) ctx->k->gemm_part(&part);
 }
@@ -5181,7 +5179,7 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
     hpmli_gemm_job   job;
     hpmli_gemm_split split;
-    double           size = (double)d->m * (double)d->n * (double)d->batch; /* of C, whose lines change caches, too */
+    double           each, size = (double)d->m * (double)d->n * (double)d->batch; /* of C: lines change caches, too */
     int64_t          want = size * (double)d->k < 250e3 + 4 * fmin(size, 65536) ? 1 : ctx->threads;
     if (d->m < 1 || d->n < 1 || d->batch < 1) return;
 #ifdef HPML_USE_CBLAS
@@ -5204,6 +5202,9 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
         else if (width >= 64) job.cols++;
         else break;
     }
+    each = size * (double)d->k / (double)(job.rows * job.cols * d->batch);
+    if (d->a_cs == 1) /* large ones in up to four: a slow core does fewer. Across, so that B is packed but once */
+        job.cols *= (int64_t)fmax(1, fmin(fmin(each / 8e6, 4), (double)(d->n / job.cols / 128)));
     hpmli_parallel(ctx, job.rows * job.cols * d->batch, hpmli_gemm_task, &job);
 }
 
