@@ -1,6 +1,8 @@
-/* What you learn: a GPT-style language model over characters: embeddings, attention, residual blocks. Difficulty 3 of 4.
+/* What you learn: a GPT-style language model over characters: embeddings, attention, residual blocks.
+   Difficulty 3 of 4.
    cc -O2 examples/03_charlm.c -o charlm -lm -lpthread && ./charlm [options] [text files; default: hpml's headers]
-   prints the loss while it trains, the loss on the last tenth of the text, which it has not seen, and text of its own. */
+   prints the loss while it trains, the loss on the last tenth of the text, which it has not seen, and text of its
+   own. */
 #define HPML_IMPLEMENTATION
 #include "../hpml.h"
 #include <math.h>
@@ -31,7 +33,8 @@ static int parse(options *o, int argc, char **argv)
         if (i + 1 < argc && k < n) *table[k].value = strtoll(argv[++i], &end, 10);
         else if (i + 1 < argc && real) *real = strtod(argv[++i], &end);
         if (!end || end == argv[i] || *end || (k < n && *table[k].value < 0)) {
-            fprintf(stderr, "unknown or incomplete option, or no number: %s\n--steps N --batch N --context N --width N --layers N --heads N --lr X --dropout X "
+            fprintf(stderr, "unknown or incomplete option, or no number: %s\n"
+                    "--steps N --batch N --context N --width N --layers N --heads N --lr X --dropout X "
                     "--seed N --threads N --length N --json FILES\n", argv[i]);
             return 2;
         }
@@ -58,12 +61,15 @@ static hpml_tensor *block(hpml_tensor *x, const options *o) /* (B, T, C) */
     return hpml_add(x, o->dropout > 0 ? hpml_dropout(a, (float)o->dropout) : a);
 }
 
-static hpml_tensor *record_model(hpml_ctx *ctx, const options *o, hpml_tensor *tokens, int vocabulary) /* (B, T) -> (B, T, V) */
+/* (B, T) -> (B, T, V) */
+static hpml_tensor *record_model(hpml_ctx *ctx, const options *o, hpml_tensor *tokens, int vocabulary)
 {
     hpml_embedding_desc table    = { .init = HPML_INIT_NORMAL, .init_scale = 0.02f };
     hpml_linear_desc    head     = { .init = HPML_INIT_NORMAL, .init_scale = 0.02f, .no_bias = true };
-    hpml_param_desc     position = { .ndim = 2, .shape = { o->context, o->width }, .name = "position", .init = HPML_INIT_NORMAL, .init_scale = 0.02f };
-    hpml_tensor        *x = hpml_add(hpml_embedding(tokens, vocabulary, o->width, &table), hpml_param_create(ctx, &position));
+    hpml_param_desc     position = { .ndim = 2, .shape = { o->context, o->width }, .name = "position",
+                                     .init = HPML_INIT_NORMAL, .init_scale = 0.02f };
+    hpml_tensor        *x = hpml_add(hpml_embedding(tokens, vocabulary, o->width, &table),
+                                     hpml_param_create(ctx, &position));
     for (int64_t i = 0; i < o->layers; i++) x = block(x, o);
     return hpml_linear(hpml_layernorm(x, NULL), vocabulary, &head);
 }
@@ -73,14 +79,17 @@ static int progress(const hpml_step_info *i, void *user)
     static const int64_t every = 200;
     double              *smooth = (double *)user;
     *smooth = i->step == 1 ? (double)i->loss : 0.99 * *smooth + 0.01 * (double)i->loss;
-    if (i->step % every == 0)
-        printf("step %lld  loss %.3f nats, %.3f bits per character  lr %.5f  %.0f s\n", (long long)i->step, *smooth, *smooth / 0.6931471806,
-               (double)i->lr, i->seconds), fflush(stdout);
+    if (i->step % every == 0) {
+        printf("step %lld  loss %.3f nats, %.3f bits per character  lr %.5f  %.0f s\n", (long long)i->step, *smooth,
+               *smooth / 0.6931471806, (double)i->lr, i->seconds);
+        fflush(stdout);
+    }
     return 0;
 }
 
 /* Draws characters one by one: the model sees the last `context` and gives scores for the next. */
-static void generate(hpml_ctx *ctx, hpml_trainer *t, const options *o, hpml_dataset *text, const unsigned char *vocabulary, int V)
+static void generate(hpml_ctx *ctx, hpml_trainer *t, const options *o, hpml_dataset *text,
+                     const unsigned char *vocabulary, int V)
 {
     int32_t *window = (int32_t *)calloc((size_t)o->context, sizeof *window);
     float   *scores = (float *)malloc(sizeof(float) * (size_t)(o->context * V));
@@ -117,8 +126,10 @@ static int train(hpml_ctx *ctx, const options *o)
     double               smooth = 0, start;
     hpml_loader_desc     loader = { .samples_per_epoch = o->steps * o->batch };
     hpml_fit_desc        fit = { .on_step = progress, .user = &smooth, .loader = &loader };
-    hpml_trainer_desc    desc = { .input = tokens, .optimizer = HPML_OPT_ADAMW, .lr = (float)o->lr, .beta2 = 0.99f, .weight_decay = 0.1f,
-        .clip_norm = 1, .schedule = { .kind = HPML_SCHEDULE_COSINE, .warmup_steps = 100, .total_steps = o->steps, .min_lr = (float)o->lr / 10 } };
+    hpml_trainer_desc    desc = { .input = tokens, .optimizer = HPML_OPT_ADAMW, .lr = (float)o->lr, .beta2 = 0.99f,
+                                  .weight_decay = 0.1f, .clip_norm = 1,
+                                  .schedule = { .kind = HPML_SCHEDULE_COSINE, .warmup_steps = 100,
+                                                .total_steps = o->steps, .min_lr = (float)o->lr / 10 } };
     hpml_trainer        *t;
     if (!text) return 1;
     desc.output = record_model(ctx, o, tokens, V);
@@ -128,23 +139,27 @@ static int train(hpml_ctx *ctx, const options *o)
     if (!t || !seen || !rest) return 1;
     rest->x_step = rest->y_step = o->context;                  /* each character of the rest once */
     rest->count  = (rest->count + o->context - 1) / o->context;
-    printf("%lld characters, %d different, %lld parameters\n", (long long)(text->count + o->context), V, (long long)hpml_param_total(ctx));
+    printf("%lld characters, %d different, %lld parameters\n", (long long)(text->count + o->context), V,
+           (long long)hpml_param_total(ctx));
     start = hpml_now();
     if (hpml_trainer_fit(t, seen, &fit) != HPML_OK) return 1;
     start = hpml_now() - start;
     if (hpml_trainer_evaluate(t, rest, &m) != HPML_OK) return 1;
-    printf("unseen text: %.4f nats, %.3f bits per character; %.1f s of training\n", m.loss, m.loss / 0.6931471806, start);
+    printf("unseen text: %.4f nats, %.3f bits per character; %.1f s of training\n", m.loss,
+           m.loss / 0.6931471806, start);
     generate(ctx, t, o, text, vocabulary, V);
     if (o->json)
-        printf("{\"validation_loss\": %.6f, \"bits_per_character\": %.6f, \"train_seconds\": %.3f, \"parameters\": %lld, \"steps\": %lld, "
-               "\"weights_hash\": \"%016llx\"}\n", m.loss, m.loss / 0.6931471806, start, (long long)hpml_param_total(ctx), (long long)o->steps,
+        printf("{\"validation_loss\": %.6f, \"bits_per_character\": %.6f, \"train_seconds\": %.3f, "
+               "\"parameters\": %lld, \"steps\": %lld, \"weights_hash\": \"%016llx\"}\n",
+               m.loss, m.loss / 0.6931471806, start, (long long)hpml_param_total(ctx), (long long)o->steps,
                (unsigned long long)hpml_param_hash(ctx));
     return 0;
 }
 
 int main(int argc, char **argv)
 {
-    options   o = { .steps = 2000, .batch = 16, .context = 64, .width = 128, .layers = 4, .heads = 4, .seed = 1, .length = 400, .lr = 0.002 };
+    options   o = { .steps = 2000, .batch = 16, .context = 64, .width = 128, .layers = 4, .heads = 4, .seed = 1,
+                    .length = 400, .lr = 0.002 };
     int       failed = parse(&o, argc, argv);
     hpml_ctx *ctx;
     if (failed) return failed;

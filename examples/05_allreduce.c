@@ -1,7 +1,8 @@
 /* What you learn: the ways to add up numbers over many workers, and what each costs. Difficulty 2 of 4.
-   cc -O2 examples/05_allreduce.c -o allreduce -lm -lpthread && ./allreduce --ranks 4     (or HPML_RUN=threads:4 ./allreduce)
+   cc -O2 examples/05_allreduce.c -o allreduce -lm -lpthread && ./allreduce --ranks 4
    mpicc -O2 -DHPML_USE_MPI examples/05_allreduce.c -o allreduce_mpi -lm -lpthread && mpiexec -n 4 ./allreduce_mpi
-   The same program runs serial, on threads or on processes, as HPML_RUN or one literal in main says: serial, threads:4, mpi.
+   The same program runs serial, on threads or on processes, as HPML_RUN (HPML_RUN=threads:4 ./allreduce) or one literal
+   in main says: serial, threads:4, mpi.
    options: --ranks N (threads), --max BYTES (256M; K, M, G), --algorithm NAME, --json
    prints a table in the style of nccl-tests, a block for each algorithm:
        algorithm       size (B)     count   time (us)  algbw (GB/s)  busbw (GB/s)  check
@@ -117,7 +118,8 @@ static int64_t bytes_of(const char *text)
 int main(int argc, char **argv)
 {
     options          o    = { .only = HPML_AUTO, .ranks = 0, .max = (int64_t)256 << 20 };
-    hpml_launch_desc desc = { .run = "auto" }; /* mpiexec's or srun's processes, else as many threads as cores; HPML_RUN goes first */
+    /* mpiexec's or srun's processes, else as many threads as cores; HPML_RUN goes first */
+    hpml_launch_desc desc = { .run = "auto" };
     char             error[768];
     bool             bad = false;
     for (int i = 1; i < argc; i++) {

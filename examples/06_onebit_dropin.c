@@ -1,6 +1,6 @@
 /* What you learn: 1-bit gradients in a program that has its own model and its own MPI. Difficulty 2 of 4.
    mpicc -O2 -DHPML_USE_MPI examples/06_onebit_dropin.c -o dropin -lm -lpthread && mpiexec -n 2 ./dropin
-   cc -O2 examples/06_onebit_dropin.c -o dropin -lm -lpthread && ./dropin            (without MPI: 4 threads play the ranks)
+   cc -O2 examples/06_onebit_dropin.c -o dropin -lm -lpthread && ./dropin      (without MPI: 4 threads play the ranks)
    prints the loss of a hand-written logistic regression, first with MPI_Allreduce (or a plain sum), then with 1 bit for
    each number, and how many bytes each rank has sent.
 
@@ -50,7 +50,8 @@ static double gradient(const float *w, float *grad, int rank, int step)
 
 static hpml_status train(hpml_comm *comm, hpml_codec_kind codec)
 {
-    float        *w = (float *)calloc(CLASSES * FEATURES, sizeof *w), *grad = (float *)calloc(CLASSES * FEATURES, sizeof *grad);
+    float        *w = (float *)calloc(CLASSES * FEATURES, sizeof *w);
+    float        *grad = (float *)calloc(CLASSES * FEATURES, sizeof *grad);
     double        first = 0, last = 0;
     hpml_counters sent;
     hpml_gradient  g = { "w", grad, CLASSES, FEATURES };                                                        /* 3 */

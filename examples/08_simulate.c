@@ -3,9 +3,9 @@
    prints: step times in ms on 2 to 4,096 ranks, in three tables: f32 and bf16 by each of six algorithms, and the packed
    ones: 1 bit, 2 bits, top-k, low rank ("  4096 | 4.41e+05* ..."); the last line of each says from how many ranks on
    efficiency is below 50 %. Each table is drawn, too: build/simulate_f32.svg, _bf16, _packed. Takes seconds.
-   --model mlp|cnn|resnet50|gpt2, or --layers FILE with lines "forward_s backward_s elements"; --network 100mbit|1gbit|10gbit|
-   100gbit|nvlink+ib; --batch N (per rank), --gflops N (what a rank achieves), --bucket BYTES, --no-overlap, --ranks N (the
-   most), --codec-ns N (to pack and unpack a byte of gradient). */
+   --model mlp|cnn|resnet50|gpt2, or --layers FILE with lines "forward_s backward_s elements";
+   --network 100mbit|1gbit|10gbit|100gbit|nvlink+ib; --batch N (per rank), --gflops N (what a rank achieves),
+   --bucket BYTES, --no-overlap, --ranks N (the most), --codec-ns N (to pack and unpack a byte of gradient). */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
 #include "plot.h"
@@ -26,7 +26,8 @@ static void layer(model *m, int64_t elements, double uses)
     m->forward[m->count] = 2. * (double)elements * uses, m->elements[m->count++] = elements;
 }
 
-static void make_resnet50(model *m) /* 25.5 M parameters in 54 layers; batchnorm's two per channel with their convolution */
+/* 25.5 M parameters in 54 layers; batchnorm's two per channel with their convolution */
+static void make_resnet50(model *m)
 {
     static const int blocks[] = { 3, 4, 6, 3 };
     int64_t          in = 64;
@@ -94,17 +95,24 @@ static int find_network(hpml_network *n, const char *name)
     return fprintf(stderr, "there is no network %s\n", name), 0;
 }
 
-/* How gradients travel: by an allreduce, or as a codec packs them, by stripes. rounds: the latencies of that allreduce. */
-typedef struct way { const char *name; hpml_algorithm algorithm; double rounds; hpml_method method; hpml_codec_kind stripes; } way;
+/* How gradients travel: by an allreduce, or as a codec packs them, by stripes. */
+typedef struct way {
+    const char     *name;
+    hpml_algorithm  algorithm;
+    double          rounds; /* the latencies of that allreduce */
+    hpml_method     method;
+    hpml_codec_kind stripes;
+} way;
 static const way ways[10] = {
-    { "central", HPML_CENTRAL, 1, 0, 0 }, { "tree", HPML_TREE, 1, 0, 0 }, { "ring", HPML_RING, 1, 0, 0 },
-    { "butterfly", HPML_BUTTERFLY, 1, 0, 0 }, { "halving", HPML_HALVING, 1, 0, 0 }, { "hierarchical", HPML_HIERARCHICAL, 1, 0, 0 },
+    { "central", HPML_CENTRAL, 1, 0, 0 }, { "tree", HPML_TREE, 1, 0, 0 },
+    { "ring", HPML_RING, 1, 0, 0 }, { "butterfly", HPML_BUTTERFLY, 1, 0, 0 },
+    { "halving", HPML_HALVING, 1, 0, 0 }, { "hierarchical", HPML_HIERARCHICAL, 1, 0, 0 },
     { "1-bit", HPML_AUTO, 1, 0, HPML_CODEC_ONEBIT }, { "2-bit", HPML_AUTO, 1, 0, HPML_CODEC_TWOBIT },
     { "top-k 1 %", HPML_RING, 0.5, HPML_METHOD_TOPK, 0 }, { "low rank 2", HPML_RING, 2, HPML_METHOD_LOWRANK, 0 } };
 
 /* What a layer of n numbers, taken as a square matrix, sends: bytes by stripes, else elements of an allreduce. Low rank
-   adds up P and then Q, of 2 columns each. With top-k all pairs of p ranks, 8 k p bytes, go round in p - 1 rounds, which
-   takes as long as a ring allreduce of half the bytes: twice the rounds, at half the latency. */
+   adds up P and then Q, of 2 columns each. With top-k all pairs of p ranks, 8 k p bytes, go round in p - 1 rounds,
+   which takes as long as a ring allreduce of half the bytes: twice the rounds, at half the latency. */
 static int64_t size_of(const way *w, int64_t n, int ranks)
 {
     int64_t side = (int64_t)ceil(sqrt((double)n));
@@ -117,7 +125,8 @@ static int simulate(hpml_simulate_desc d, const way *w, model *m, hpml_simulatio
 {
     char   error[300];
     double all = 0, sent = 0, bucket = d.bucket_bytes ? (double)d.bucket_bytes : 25 * 1048576.;
-    for (int i = 0; i < m->count; i++) all += (double)m->elements[i], sent += (double)(m->sent[i] = size_of(w, m->elements[i], d.ranks));
+    for (int i = 0; i < m->count; i++)
+        all += (double)m->elements[i], sent += (double)(m->sent[i] = size_of(w, m->elements[i], d.ranks));
     d.algorithm = w->algorithm, d.network.inside.latency *= w->rounds, d.network.between.latency *= w->rounds;
     if (w->stripes) d.packed = m->sent;
     else if (sent > 0) /* as many buckets as ever, and as much to pack */
@@ -149,9 +158,11 @@ static int table(hpml_simulate_desc d, const char *what, const way *w, int count
         lines[i].name = w[i].name, lines[i].x = x, lines[i].y = y[i], lines[i].count = rows;
     }
     snprintf(path, sizeof path, "build/simulate_%s.svg", what), snprintf(text, sizeof text, "%s, %s", m->name, what);
-    if (plot_svg(path, text, "log2 of the number of ranks", "log10 of the step time in ms", lines, count) == 0) printf("\n%s is drawn", path);
+    if (plot_svg(path, text, "log2 of the number of ranks", "log10 of the step time in ms", lines, count) == 0)
+        printf("\n%s is drawn", path);
     d.ranks /= 2; /* the most */
-    if (count == 6 && hpml_simulate(&d, &s, text, sizeof text) == HPML_OK && hpml_simulate_text(&s, text, sizeof text) > 0)
+    if (count == 6 && hpml_simulate(&d, &s, text, sizeof text) == HPML_OK &&
+        hpml_simulate_text(&s, text, sizeof text) > 0)
         printf("\n%d ranks, %s, whatever is best, %s", d.ranks, what, text);
     return puts("\n") >= 0;
 }
@@ -184,16 +195,17 @@ int main(int argc, char **argv)
     d.layers = m.count, d.forward_s = m.forward, d.backward_s = m.backward, d.elements = m.elements;
     double total = 0, compute = 0, many = 64, start = hpml_now();
     for (int i = 0; i < m.count; i++) total += (double)m.elements[i], compute += m.forward[i] + m.backward[i];
-    printf("%s: %d layers, %.4g M parameters, %.4g ms of computation a step; network %s\n", m.name, m.count, total / 1e6,
-           compute * 1e3, network);
+    printf("%s: %d layers, %.4g M parameters, %.4g ms of computation a step; network %s\n", m.name, m.count,
+           total / 1e6, compute * 1e3, network);
     if (!table(d, "f32", ways, 6, &m, most)) return 1;
     d.codec_s_per_byte = codec, d.element = HPML_ELEMENT_BF16;
     if (!table(d, "bf16", ways, 6, &m, most)) return 1;
     d.element = HPML_ELEMENT_F32;
     if (!table(d, "packed", ways + 6, 4, &m, most)) return 1;
     double exchange = total * 8 / d.network.between.bandwidth;
-    printf("a batch of %g in all is worth sharing among %.3g ranks with f32, %.3g with 1 bit (rule of Seide et al. 2014)\n", many * batch,
-           hpml_optimal_ranks(many * compute, 0, exchange), hpml_optimal_ranks(many * compute, 0, exchange * 9 / 256));
+    printf("a batch of %g in all is worth sharing among %.3g ranks with f32, %.3g with 1 bit "
+           "(rule of Seide et al. 2014)\n", many * batch, hpml_optimal_ranks(many * compute, 0, exchange),
+           hpml_optimal_ranks(many * compute, 0, exchange * 9 / 256));
     printf("simulated in %.2f s\n", hpml_now() - start);
     return 0;
 }

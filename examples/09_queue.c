@@ -1,9 +1,10 @@
 /* What you learn: what packing a job onto few nodes costs and gains a cluster. Difficulty 2 of 4.
    cc -O2 examples/09_queue.c -o queue -lm -lpthread && ./queue
-   20 jobs wait in line for 8 nodes of 4 GPUs; the first one that does not fit holds up all behind it. pack: a job takes as few
-   nodes as it needs, or waits, so GPUs stand idle that are enough for it (stranded); its messages stay inside. spread: any free
-   GPUs, from the emptiest node; nothing is stranded, but each step waits for the network. given: packed if that is possible now,
-   else what is free, node by node. Step times come from the simulator, which is told where each rank is (hpml_network.node).
+   20 jobs wait in line for 8 nodes of 4 GPUs; the first one that does not fit holds up all behind it.
+   pack: a job takes as few nodes as it needs, or waits, so GPUs stand idle that are enough for it (stranded); its
+   messages stay inside. spread: any free GPUs, from the emptiest node; nothing is stranded, but each step waits for the
+   network. given: packed if that is possible now, else what is free, node by node. Step times come from the simulator,
+   which is told where each rank is (hpml_network.node).
    prints   place    all done after  mean wait  stranded GPU hours  mean efficiency   and a line for each.
    Not modelled: two jobs on one node share its card. */
 #define HPML_IMPLEMENTATION
@@ -15,7 +16,8 @@ enum { NODES = 8, GPUS = 4, JOBS = 20, LAYERS = 20, MOST = NODES * GPUS };
 typedef enum placing { PACK, SPREAD, GIVEN } placing;
 typedef struct job { double arrives, steps, ends; int ranks, on[NODES]; } job; /* on: ranks on each node */
 
-/* Puts the ranks one by one onto the emptiest node (spread), or the fullest that has room; packing, only onto nodes that hold `each`. */
+/* Puts the ranks one by one onto the emptiest node (spread), or the fullest that has room; packing, only onto nodes
+   that hold `each`. */
 static int place(job *j, const int *free_gpus, placing how)
 {
     int room[NODES], placed = 0, each = j->ranks < GPUS ? j->ranks : GPUS;
@@ -37,7 +39,8 @@ static hpml_simulation step(const job *j)
     double             backward[LAYERS];
     int64_t            elements[LAYERS];
     hpml_simulation    s;
-    hpml_simulate_desc d = { .ranks = j->ranks, .layers = LAYERS, .backward_s = backward, .elements = elements, .algorithm = HPML_RING,
+    hpml_simulate_desc d = { .ranks = j->ranks, .layers = LAYERS, .backward_s = backward, .elements = elements,
+                             .algorithm = HPML_RING,
                              .network = { .inside = { 2e-6, 150e9 }, .between = { 20e-6, 1.25e9 }, .node = node } };
     for (int i = 0; i < LAYERS; i++) backward[i] = 0.1 / LAYERS, elements[i] = 25000000 / LAYERS;
     for (int n = 0, r = 0, number = 0; n < NODES; n++) {
@@ -56,10 +59,12 @@ static void run(placing how, const char *name)
     int              free_gpus[NODES], next = 0, idle = MOST;
     double           now = 0, waited = 0, stranded = 0, efficiency = 0, last = 0;
     for (int n = 0; n < NODES; n++) free_gpus[n] = GPUS;
-    for (int i = 0; i < JOBS; i++) jobs[i] = (job){ .arrives = 120. * i, .steps = 6000 + 3000 * (i * 7 % 11), .ranks = sizes[i * 5 % 8] };
+    for (int i = 0; i < JOBS; i++)
+        jobs[i] = (job){ .arrives = 120. * i, .steps = 6000 + 3000 * (i * 7 % 11), .ranks = sizes[i * 5 % 8] };
     while (next < JOBS || idle < MOST) {
-        bool fits = next < JOBS && jobs[next].arrives <= now && (place(&jobs[next], free_gpus, how == SPREAD ? SPREAD : PACK) ||
-                    (how == GIVEN && place(&jobs[next], free_gpus, GIVEN)));
+        bool fits = next < JOBS && jobs[next].arrives <= now &&
+                    (place(&jobs[next], free_gpus, how == SPREAD ? SPREAD : PACK) ||
+                     (how == GIVEN && place(&jobs[next], free_gpus, GIVEN)));
         if (fits) {
             job            *j = &jobs[next++];
             hpml_simulation s = step(j);
@@ -76,7 +81,8 @@ static void run(placing how, const char *name)
         for (int i = 0; i < next; i++)
             for (int n = 0; n < NODES && jobs[i].ends == now; n++) free_gpus[n] += jobs[i].on[n], idle += jobs[i].on[n];
     }
-    printf("%-6s %12.2f h %8.2f h %14.2f %18.0f %%\n", name, last / 3600, waited / JOBS / 3600, stranded / 3600, 100 * efficiency);
+    printf("%-6s %12.2f h %8.2f h %14.2f %18.0f %%\n", name, last / 3600, waited / JOBS / 3600,
+           stranded / 3600, 100 * efficiency);
 }
 
 int main(void)

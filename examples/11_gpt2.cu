@@ -1,5 +1,5 @@
-/* What you learn: training a real language model, GPT-2 with 124 M parameters, on one GPU, and how near it comes to what
-   the card can do. Difficulty 3 of 4.
+/* What you learn: training a real language model, GPT-2 with 124 M parameters, on one GPU, and how near it comes to
+   what the card can do. Difficulty 3 of 4.
    nvcc -O2 -arch=native examples/11_gpt2.cu -lcublasLt -lcudnn -o gpt2
    ./gpt2 [--tokens FILE] [--weights model.safetensors] [--steps N --batch N --context N --layers N --width N --heads N
            --lr X --precision f32|tf32|bf16|f16 --peak TFLOP/s --save FILE --json]
@@ -24,15 +24,20 @@ typedef struct options {
 static int parse(options *o, int argc, char **argv)
 {
     const struct { const char *name; const char **text; int64_t *number; double *real; } table[] = {
-        { "--tokens", &o->tokens, NULL, NULL }, { "--weights", &o->weights, NULL, NULL }, { "--save", &o->save, NULL, NULL },
-        { "--precision", &o->precision, NULL, NULL }, { "--steps", NULL, &o->steps, NULL }, { "--batch", NULL, &o->batch, NULL },
-        { "--context", NULL, &o->context, NULL }, { "--layers", NULL, &o->layers, NULL }, { "--width", NULL, &o->width, NULL },
-        { "--heads", NULL, &o->heads, NULL }, { "--lr", NULL, NULL, &o->lr }, { "--peak", NULL, NULL, &o->peak } };
+        { "--tokens", &o->tokens, NULL, NULL }, { "--weights", &o->weights, NULL, NULL },
+        { "--save", &o->save, NULL, NULL }, { "--precision", &o->precision, NULL, NULL },
+        { "--steps", NULL, &o->steps, NULL }, { "--batch", NULL, &o->batch, NULL },
+        { "--context", NULL, &o->context, NULL }, { "--layers", NULL, &o->layers, NULL },
+        { "--width", NULL, &o->width, NULL }, { "--heads", NULL, &o->heads, NULL },
+        { "--lr", NULL, NULL, &o->lr }, { "--peak", NULL, NULL, &o->peak } };
     for (int i = 1; i < argc; i++) {
         size_t k = 0, n = sizeof table / sizeof table[0];
         if (strcmp(argv[i], "--json") == 0) { o->json = 1; continue; }
         while (k < n && strcmp(table[k].name, argv[i]) != 0) k++;
-        if (k == n || ++i == argc) return fprintf(stderr, "unknown or incomplete option %s; see the top of 11_gpt2.cu\n", argv[i - (k < n)]), 2;
+        if (k == n || ++i == argc) {
+            fprintf(stderr, "unknown or incomplete option %s; see the top of 11_gpt2.cu\n", argv[i - (k < n)]);
+            return 2;
+        }
         if (table[k].text) *table[k].text = argv[i];
         else if (table[k].number) *table[k].number = atoll(argv[i]);
         else *table[k].real = atof(argv[i]);
@@ -95,7 +100,8 @@ static int on_step(const hpml_step_info *i, void *user)
     meter *m = (meter *)user;
     if (i->step == 5) m->start = hpml_now();
     m->loss = i->loss;
-    if (i->step > 5) m->tokens_per_second = (double)((i->step - 5) * m->o->batch * m->o->context) / (hpml_now() - m->start);
+    if (i->step > 5)
+        m->tokens_per_second = (double)((i->step - 5) * m->o->batch * m->o->context) / (hpml_now() - m->start);
     m->mfu = m->o->peak > 0 ? m->tokens_per_second * m->flops / (m->o->peak * 1e12) : 0;
     if (i->step % 10 == 0 || i->step == 1)
         printf("step %lld  loss %.4f  norm %.3f  %.0f tokens/s  MFU %.1f %%\n", (long long)i->step, (double)i->loss,
@@ -118,18 +124,21 @@ static int train(hpml_ctx *ctx, options *o, const char *device)
     if (!t) return 1;
     if (o->weights) {
         hpml_safetensors *f = hpml_safetensors_open(ctx, o->weights);
-        for (int i = 0; f && i < hpml_param_count(ctx) && hpml_ctx_status(ctx) == HPML_OK; i++) load_one(ctx, f, hpml_param_at(ctx, i));
+        for (int i = 0; f && i < hpml_param_count(ctx) && hpml_ctx_status(ctx) == HPML_OK; i++)
+            load_one(ctx, f, hpml_param_at(ctx, i));
         hpml_safetensors_close(f);
         if (hpml_ctx_status(ctx) != HPML_OK) return 1;
     }
     hpml_graph_memory(hpml_trainer_graph(t), &need);
     m.o = o, m.flops = 6 * (double)hpml_param_total(ctx) + 12.0 * (double)(o->layers * o->width * o->context);
-    printf("%s, %s: %.1f M parameters, %lld x %lld tokens a step, %.2f GB\n", device, o->precision, 1e-6 * (double)hpml_param_total(ctx),
-           (long long)o->batch, (long long)o->context, 1e-9 * (double)need.total);
+    printf("%s, %s: %.1f M parameters, %lld x %lld tokens a step, %.2f GB\n", device, o->precision,
+           1e-6 * (double)hpml_param_total(ctx), (long long)o->batch, (long long)o->context, 1e-9 * (double)need.total);
     fit.epochs = INT32_MAX, fit.max_steps = o->steps, fit.on_step = on_step, fit.user = &m;
-    if (hpml_trainer_fit(t, data, &fit) != HPML_OK || (o->save && hpml_checkpoint_save(t, o->save) != HPML_OK)) return 1;
+    if (hpml_trainer_fit(t, data, &fit) != HPML_OK || (o->save && hpml_checkpoint_save(t, o->save) != HPML_OK))
+        return 1;
     if (o->json)
-        printf("{\"loss\": %.5f, \"tokens_per_second\": %.0f, \"mfu\": %.4f, \"parameters\": %lld, \"precision\": \"%s\", \"device\": \"%s\"}\n",
+        printf("{\"loss\": %.5f, \"tokens_per_second\": %.0f, \"mfu\": %.4f, \"parameters\": %lld, "
+               "\"precision\": \"%s\", \"device\": \"%s\"}\n",
                m.loss, m.tokens_per_second, m.mfu, (long long)hpml_param_total(ctx), o->precision, device);
     return 0;
 }
@@ -137,7 +146,8 @@ static int train(hpml_ctx *ctx, options *o, const char *device)
 int main(int argc, char **argv)
 {
     static const char *const names[] = { "f32", "tf32", "bf16", "f16" };
-    static const struct { const char *name; double peak; } cards[] = { /* TFLOP/s of dense bf16, as the maker gives them */
+    /* TFLOP/s of dense bf16, as the maker gives them */
+    static const struct { const char *name; double peak; } cards[] = {
         { "H100", 989 }, { "H200", 989 }, { "A100", 312 }, { "B200", 2250 }, { "L40S", 362 }, { "RTX 4090", 165 } };
     options        o    = {};
     hpml_cuda_desc gpu  = {};

@@ -1,5 +1,5 @@
-/* What you learn: the digit classifier on all GPUs of a machine, or of many: one rank a GPU, gradients added up by NCCL.
-   Difficulty 3 of 4.
+/* What you learn: the digit classifier on all GPUs of a machine, or of many: one rank a GPU, gradients added up by
+   NCCL. Difficulty 3 of 4.
    nvcc -O2 -arch=native -DHPML_USE_NCCL examples/12_nccl_data_parallel.cu -lcublasLt -lcudnn -o nccl
    ./nccl [--gpus N] [--batch N] [--epochs N] [--onebit]        one thread a GPU; first alone, then all together
    With MPI, one process a GPU: nvcc -ccbin mpicxx -DHPML_USE_MPI ... -o nccl && mpiexec -n 8 ./nccl

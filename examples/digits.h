@@ -28,8 +28,9 @@ typedef struct { uint64_t state; } digits_rng;
 typedef struct { float x, y; int stroke; } digits_point;
 typedef struct { float dx[DIGITS_LATTICE][DIGITS_LATTICE], dy[DIGITS_LATTICE][DIGITS_LATTICE]; } digits_warp;
 
-/* The handwriting. A point is "xy" on a 10 x 10 grid, x to the right and y down. The curve bends towards a point followed
- * by a space, turns sharply at one followed by a comma; a bar lifts the pen. Each stroke starts and ends on its points. */
+/* The handwriting. A point is "xy" on a 10 x 10 grid, x to the right and y down. The curve bends towards a point
+ * followed by a space, turns sharply at one followed by a comma; a bar lifts the pen. Each stroke starts and ends on
+ * its points. */
 static inline const char *digits_form(int digit, int form)
 {
     static const char *const forms[10][DIGITS_FORMS] = {
@@ -43,7 +44,8 @@ static inline const char *digits_form(int digit, int form)
         { "41 06,86|63 69", "20 15,85|70 69", "60 06,96|60 69", "20 24 36 85|81 79", "50 06 16 95|62 59" },
         { "80 20,13 53 84 89 39 08", "30 14,53 94 89 39 08|30 90", "81 31,24 54 86 79 39 18",
           "90 50 20 24 34 83 89 59 08" },
-        { "60 20 06 19 59 88 84 44 07", "70 13 09 59 87 74 25 17", "50 14 19 49 79 76 55 26 18", "80 40 05 19 69 97 74 34 16" },
+        { "60 20 06 19 59 88 84 44 07", "70 13 09 59 87 74 25 17", "50 14 19 49 79 76 55 26 18",
+          "80 40 05 19 69 97 74 34 16" },
         { "11 81,39", "11 90 55 49", "00 80,49|24 75", "12 10,80,54 39", "21 80 64 39|25 75" },
         { "71 40 11 23 64 87 79 29 17 34 73 80 50", "50 10 14 54 94 80 40,44|44 04 09 49 99 94 44",
           "81 40 11 14 85 89 29 07 44 82 80 60", "60 20 23 54 86 79 39 17 35 72 70 40" },
@@ -125,8 +127,9 @@ static inline int digits_control(digits_rng *rng, const char *form, float shake,
     }
 }
 
-/* Flattens the quadratic B-spline of the control points: a Bezier curve from the middle of (a, b) to the middle of (b, c),
- * pulled by b, for every three neighbours of one stroke. Bends the paper on the way. Returns how many points. */
+/* Flattens the quadratic B-spline of the control points: a Bezier curve from the middle of (a, b) to the middle of
+ * (b, c), pulled by b, for every three neighbours of one stroke. Bends the paper on the way. Returns how many there
+ * are. */
 static inline int digits_flatten(const digits_point *control, int n, const digits_warp *warp, digits_point *path)
 {
     int i, k, count = 0;
@@ -147,7 +150,8 @@ static inline int digits_flatten(const digits_point *control, int n, const digit
 static inline void digits_place(digits_rng *rng, digits_point *path, int n)
 {
     float turn = digits_bell(rng, 0.13f), slant = digits_bell(rng, 0.16f), wide = digits_uniform(rng, 0.6f, 1.05f);
-    float size = digits_uniform(rng, 15.0f, 20.0f), cx = 13.5f + digits_bell(rng, 1.0f), cy = 13.5f + digits_bell(rng, 1.0f);
+    float size = digits_uniform(rng, 15.0f, 20.0f);
+    float cx = 13.5f + digits_bell(rng, 1.0f), cy = 13.5f + digits_bell(rng, 1.0f);
     float x0 = 1e9f, y0 = 1e9f, x1 = -1e9f, y1 = -1e9f, scale;
     int i;
     for (i = 0; i < n; i++) {
@@ -164,7 +168,8 @@ static inline void digits_place(digits_rng *rng, digits_point *path, int n)
     }
 }
 
-/* Lowers `depth` (distance to the ink's edge, negative inside) around the line from a to b, `radius` thick on each side. */
+/* Lowers `depth` (distance to the ink's edge, negative inside) around the line from a to b, `radius` thick on each
+ * side. */
 static inline void digits_line(float *depth, digits_point a, digits_point b, float radius, float reach)
 {
     float dx = b.x - a.x, dy = b.y - a.y, length2 = fmaxf(dx * dx + dy * dy, 1e-6f);

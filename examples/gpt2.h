@@ -18,7 +18,8 @@ static hpml_status load_one(hpml_ctx *ctx, const hpml_safetensors *f, hpml_tenso
     if (e.ndim != p->ndim || have > n || (turned ? e.shape[0] != cols || e.shape[1] != rows : have % cols != 0))
         return hpml_ctx_fail(ctx, HPML_ERR_SHAPE, "\"%s\": the file has %lldx%lld, the model %lldx%lld", p->name,
                              (long long)e.shape[0], (long long)e.shape[1], (long long)rows, (long long)cols);
-    float *raw = (float *)calloc((size_t)n, sizeof(float)), *w = turned ? (float *)malloc((size_t)n * sizeof(float)) : raw;
+    float *raw = (float *)calloc((size_t)n, sizeof(float));
+    float *w = turned ? (float *)malloc((size_t)n * sizeof(float)) : raw;
     if (raw && w) {
         hpml_convert(ctx, HPML_DTYPE_F32, raw, e.dtype, e.data, have);
         for (int64_t i = 0; turned && i < n; i++) w[i % rows * cols + i / rows] = raw[i];
@@ -29,13 +30,15 @@ static hpml_status load_one(hpml_ctx *ctx, const hpml_safetensors *f, hpml_tenso
     return hpml_ctx_status(ctx);
 }
 
-/* Samples of T tokens and the tokens that follow them: 16-bit tokens, bare (.bin) or with llm.c's header, else bytes. */
+/* Samples of T tokens and the tokens that follow them: 16-bit tokens, bare (.bin) or with llm.c's header, else
+   bytes. */
 static hpml_dataset *load_tokens(hpml_ctx *ctx, const char *path, int64_t T)
 {
     FILE          *file = fopen(path, "rb");
     unsigned char *raw  = NULL;
     long           size = 0;
-    if (file && fseek(file, 0, SEEK_END) == 0) size = ftell(file), rewind(file), raw = (unsigned char *)malloc((size_t)size + 1);
+    if (file && fseek(file, 0, SEEK_END) == 0)
+        size = ftell(file), rewind(file), raw = (unsigned char *)malloc((size_t)size + 1);
     bool    read = raw && fread(raw, 1, (size_t)size, file) == (size_t)size;
     int32_t magic = 0;
     if (file) fclose(file);
@@ -43,7 +46,8 @@ static hpml_dataset *load_tokens(hpml_ctx *ctx, const char *path, int64_t T)
     size_t      end   = strlen(path);
     bool        words = magic == 20240520 || (end > 4 && strcmp(path + end - 4, ".bin") == 0);
     int64_t     skip = magic == 20240520 ? 1024 : 0, count = (size - skip) / (words ? 2 : 1), samples = (count - 1) / T;
-    int32_t    *x = read && samples > 0 ? (int32_t *)malloc((size_t)(2 * samples * T) * sizeof *x) : NULL, *y = x ? x + samples * T : NULL;
+    int32_t    *x = read && samples > 0 ? (int32_t *)malloc((size_t)(2 * samples * T) * sizeof *x) : NULL;
+    int32_t    *y = x ? x + samples * T : NULL;
     hpml_dataset *d = NULL;
     for (int64_t i = 0; x && i <= samples * T; i++) {
         int32_t token = words ? raw[skip + 2 * i] | raw[skip + 2 * i + 1] << 8 : raw[i];
@@ -51,7 +55,8 @@ static hpml_dataset *load_tokens(hpml_ctx *ctx, const char *path, int64_t T)
         if (i > 0) y[i - 1] = token;
     }
     if (x) d = hpml_dataset_create(ctx, samples, HPML_DTYPE_I32, 1, &T, x, HPML_DTYPE_I32, T, y);
-    else hpml_ctx_fail(ctx, HPML_ERR_READ, "%s: cannot be read, or holds less than %lld tokens", path, (long long)T + 1);
+    else
+        hpml_ctx_fail(ctx, HPML_ERR_READ, "%s: cannot be read, or holds less than %lld tokens", path, (long long)T + 1);
     free(x);
     free(raw);
     return d;

@@ -1,7 +1,7 @@
 /* What you learn: how a matrix product becomes fast on a GPU, one idea at a time. Difficulty 3 of 4.
    nvcc -O3 -arch=native examples/ladder_matmul.cu -lcublas -o ladder && ./ladder [n, default 4096] [rung, default all]
-   Every rung computes C = A B, all (n, n) and row-major, is checked against the CPU at 2,000 places, and is timed beside
-   cuBLAS. Read them in order: each says what the one before it wastes.
+   Every rung computes C = A B, all (n, n) and row-major, is checked against the CPU at 2,000 places, and is timed
+   beside cuBLAS. Read them in order: each says what the one before it wastes.
 
    A GPU's limits (H100: 67 TFLOP/s in f32, 989 in bf16 on tensor cores; 3.3 TB/s of memory): 2 n^3 operations on 3 n^2
    numbers, so for n = 4096 memory could feed it 40 times over. All rungs are about not asking it for a number again. */
@@ -15,10 +15,10 @@
 
 #define CHECK(e) if (cudaError_t bad_ = (e)) return fprintf(stderr, "%s: %s\n", #e, cudaGetErrorString(bad_)), 1
 
-/* 1. A thread for each element of C; neighbours in x own neighbours in a column. Every warp reads 32 different rows of A at
-   once: 32 memory transactions where one would do.
-   2. Rows and columns exchanged: the threads of a warp now own neighbours in a row, so B and C are read and written whole
-   lines at a time (coalesced). Still n^3 reads of A and of B each. */
+/* 1. A thread for each element of C; neighbours in x own neighbours in a column. Every warp reads 32 different rows of
+   A at once: 32 memory transactions where one would do.
+   2. Rows and columns exchanged: the threads of a warp now own neighbours in a row, so B and C are read and written
+   whole lines at a time (coalesced). Still n^3 reads of A and of B each. */
 template <bool coalesced> static __global__ void k1_naive(int n, const float *A, const float *B, float *C)
 {
     int   x = blockIdx.x * blockDim.x + threadIdx.x, y = blockIdx.y * blockDim.y + threadIdx.y;
@@ -28,8 +28,8 @@ template <bool coalesced> static __global__ void k1_naive(int n, const float *A,
     C[(size_t)row * n + col] = sum;
 }
 
-/* 3. A block keeps a tile of A and of B in shared memory and uses each number TILE times: TILE times fewer reads. Now every
-   multiply-add waits for two reads of shared memory. */
+/* 3. A block keeps a tile of A and of B in shared memory and uses each number TILE times: TILE times fewer reads. Now
+   every multiply-add waits for two reads of shared memory. */
 #define TILE 32
 static __global__ void k3_tiled(int n, const float *A, const float *B, float *C)
 {
@@ -46,8 +46,8 @@ static __global__ void k3_tiled(int n, const float *A, const float *B, float *C)
     C[(size_t)row * n + col] = sum;
 }
 
-/* 4. A thread owns 8 x 8 elements in registers: 16 reads of shared memory now feed 64 multiply-adds. The tile of A is kept
-   turned, so that a thread's 8 rows lie side by side. */
+/* 4. A thread owns 8 x 8 elements in registers: 16 reads of shared memory now feed 64 multiply-adds. The tile of A is
+   kept turned, so that a thread's 8 rows lie side by side. */
 #define BLOCK 128 /* of C, each way */
 #define DEPTH 8
 static __global__ __launch_bounds__(256) void k4_registers(int n, const float *A, const float *B, float *C)
@@ -62,7 +62,8 @@ static __global__ __launch_bounds__(256) void k4_registers(int n, const float *A
             b[bk][bc] = B[(size_t)(k + bk) * n + col0 + bc];
         }
         __syncthreads();
-        for (int d = 0; d < DEPTH; d++) { /* loops of 8 are unrolled: arrays that are indexed by constants are registers */
+        /* loops of 8 are unrolled: arrays that are indexed by constants are registers */
+        for (int d = 0; d < DEPTH; d++) {
             for (int i = 0; i < 8; i++) y[i] = a[d][ty + i], x[i] = b[d][tx + i];
             for (int i = 0; i < 8; i++)
                 for (int j = 0; j < 8; j++) sum[i][j] += y[i] * x[j];
@@ -73,10 +74,12 @@ static __global__ __launch_bounds__(256) void k4_registers(int n, const float *A
         for (int j = 0; j < 8; j++) C[(size_t)(row0 + ty + i) * n + col0 + tx + j] = sum[i][j];
 }
 
-/* 5. Tensor cores: a warp multiplies 16 x 16 x 16 in one instruction, operands rounded to bf16, sums in f32. 8 warps share a
-   tile of 128 x 128, each 64 x 32 of it. What is left to win: copies beside the computation (hpml_cuda.cuh, >>gpu-tiles). */
+/* 5. Tensor cores: a warp multiplies 16 x 16 x 16 in one instruction, operands rounded to bf16, sums in f32. 8 warps
+   share a tile of 128 x 128, each 64 x 32 of it. What is left to win: copies beside the computation (hpml_cuda.cuh,
+   >>gpu-tiles). */
 #define STEP 32
-static __global__ __launch_bounds__(256) void k5_tensor_cores(int n, const __nv_bfloat16 *A, const __nv_bfloat16 *B, float *C)
+static __global__ __launch_bounds__(256) void k5_tensor_cores(int n, const __nv_bfloat16 *A,
+                                                              const __nv_bfloat16 *B, float *C)
 {
     using namespace nvcuda::wmma;
     __shared__ __align__(32) __nv_bfloat16 a[BLOCK][STEP + 8], b[STEP][BLOCK + 8]; /* + 8: other banks */
@@ -120,7 +123,8 @@ typedef struct bench {
     cublasHandle_t blas;
 } bench;
 
-static const char *const rungs[] = { "naive", "coalesced", "tiled", "registers", "tensor cores", "cuBLAS f32", "cuBLAS bf16" };
+static const char *const rungs[] = { "naive", "coalesced", "tiled", "registers", "tensor cores",
+                                     "cuBLAS f32", "cuBLAS bf16" };
 
 static void run(const bench *b, int rung)
 {
@@ -135,8 +139,8 @@ static void run(const bench *b, int rung)
     case 4: k5_tensor_cores<<<dim3(w, w), 256>>>(n, b->Ah, b->Bh, b->C); break;
     case 5: cublasSgemm(b->blas, CUBLAS_OP_N, CUBLAS_OP_N, n, n, n, &one, b->B, n, b->A, n, &zero, b->C, n); break;
     default: /* row-major C = A B is column-major C^T = B^T A^T */
-        cublasGemmEx(b->blas, CUBLAS_OP_N, CUBLAS_OP_N, n, n, n, &one, b->Bh, CUDA_R_16BF, n, b->Ah, CUDA_R_16BF, n, &zero,
-                     b->C, CUDA_R_32F, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+        cublasGemmEx(b->blas, CUBLAS_OP_N, CUBLAS_OP_N, n, n, n, &one, b->Bh, CUDA_R_16BF, n, b->Ah, CUDA_R_16BF, n,
+                     &zero, b->C, CUDA_R_32F, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
     }
 }
 
@@ -167,7 +171,8 @@ int main(int argc, char **argv)
     float *h[3], **d[2] = { &b.A, &b.B }; /* A, B and C on the host */
     for (int m = 0; m < 3; m++)
         if (!(h[m] = (float *)malloc(bytes))) return fprintf(stderr, "no memory for %zu bytes\n", bytes), 1;
-    for (size_t i = 0; i < 2 * count; i++) h[i / count][i % count] = (float)(rand() % 256 - 128) / 128; /* exact in bf16 */
+    /* exact in bf16 */
+    for (size_t i = 0; i < 2 * count; i++) h[i / count][i % count] = (float)(rand() % 256 - 128) / 128;
     for (int m = 0; m < 2; m++) {
         CHECK(cudaMalloc(d[m], bytes));
         CHECK(cudaMalloc(m ? &b.Bh : &b.Ah, bytes / 2));
@@ -191,8 +196,8 @@ int main(int argc, char **argv)
         CHECK(cudaGetLastError());
         CHECK(cudaEventElapsedTime(&ms, start, stop));
         double error = check(&b, h[0], h[1], h[2]);
-        printf("%-4d %-14s %10.3f %12.2f %10.1e%s\n", rung + 1, rungs[rung], ms / 5, 2e-9 * count * b.n / (ms / 5), error,
-               error < 1e-4 ? "" : "  WRONG");
+        printf("%-4d %-14s %10.3f %12.2f %10.1e%s\n", rung + 1, rungs[rung], ms / 5, 2e-9 * count * b.n / (ms / 5),
+               error, error < 1e-4 ? "" : "  WRONG");
         failed |= !(error < 1e-4);
     }
     return failed;
