@@ -1,8 +1,9 @@
 /* Allreduce of f32, seconds by size: bench_comm threads | mpi | ring [BYTES]. Prints "case bytes seconds" for each
    measurement; bench_comm.sh repeats, takes the best of each and writes the rows.
    Training: bench_comm scale MODEL BATCH (or mpiexec -n 2 bench_comm_mpi scale ...) sets 2 workers that share a batch
-   against 1 worker, and against 2 that do not know of each other: what the machine allows. bench_comm hidden MODEL BATCH
-   injects a link of 1 Gbit/s and exchanges during, then after, the backward pass. Prints one line of numbers. */
+   against 1 worker, and against 2 that do not know of each other: what the machine allows.
+   bench_comm hidden MODEL BATCH injects a link of 1 Gbit/s and exchanges during, then after, the backward pass.
+   Prints one line of numbers. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
 
@@ -127,7 +128,8 @@ static hpml_tensor *record(const char *model, hpml_tensor *x)
 static hpml_trainer *trainer(hpml_ctx *ctx, const char *model, int64_t batch)
 {
     hpml_tensor *x = hpml_input_4d(ctx, batch, 1, 28, 28);
-    return hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = record(model, x), .lr = 1e-4f, .momentum = 0.9f });
+    return hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = record(model, x),
+                                                          .lr = 1e-4f, .momentum = 0.9f });
 }
 
 static int by_size(const void *a, const void *b)
@@ -142,8 +144,8 @@ static double median(double *x, int n)
     return x[n / 2];
 }
 
-/* Samples a second of this worker: the median of some steps, for now and then another program takes a core. With `meet`,
-   the worker waits there for the others after each step. */
+/* Samples a second of this worker: the median of some steps, for now and then another program takes a core. With
+   `meet`, the worker waits there for the others after each step. */
 static double rate(hpml_trainer *t, const float *x, const int32_t *y, int64_t batch, int steps, hpml_comm *meet)
 {
     double took[400];
@@ -163,15 +165,19 @@ static hpml_status scale(hpml_comm *c, void *user)
 {
     enum { ROUNDS = 25 };
     training     *j = (training *)user;
-    hpml_ctx     *ctx = hpml_comm_ctx(c), *own[2] = { hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 }), hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 }) };
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    hpml_ctx     *own[2] = { hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 }),
+                             hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 }) };
     int           rank = hpml_comm_rank(c);
     int64_t       half = j->batch / 2;
-    hpml_trainer *alone = trainer(own[0], j->model, j->batch), *stranger = trainer(own[1], j->model, half), *t = trainer(ctx, j->model, half);
+    hpml_trainer *alone = trainer(own[0], j->model, j->batch), *stranger = trainer(own[1], j->model, half);
+    hpml_trainer *t = trainer(ctx, j->model, half);
     float        *x = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)j->batch * 784, NULL);
     int32_t      *y = (int32_t *)hpml_ctx_alloc(ctx, sizeof(int32_t) * (size_t)j->batch, NULL);
     double        one[ROUNDS], efficiency[ROUNDS], ceiling[ROUNDS];
     int32_t       steps = 0;
-    if (hpml_comm_size(c) != 2 || !x || !y || !hpml_distribute(t, c, NULL)) return hpml_ctx_fail(ctx, HPML_ERR_STATE, "2 ranks, and memory");
+    if (hpml_comm_size(c) != 2 || !x || !y || !hpml_distribute(t, c, NULL))
+        return hpml_ctx_fail(ctx, HPML_ERR_STATE, "2 ranks, and memory");
     for (int64_t i = 0; i < j->batch * 784; i++) x[i] = (float)(i * 37 % 11) / 11;
     rate(alone, x, y, j->batch, 3, NULL), rate(stranger, x, y, half, 3, NULL), rate(t, x, y, half, 20, NULL);
     steps = (int32_t)(0.03 * rate(alone, x, y, j->batch, 3, NULL) / (double)j->batch) + 2; /* about 30 ms */
@@ -207,8 +213,8 @@ static hpml_status hidden(hpml_comm *c, void *user)
     rate(t, x, y, half, 60, NULL);
     hpml_distribute_get(d, &r, false);
     if (hpml_comm_rank(c) == 0)
-        j->result[0] = r.step_s, j->result[1] = r.compute_s, j->result[2] = r.comm_s, j->result[3] = r.exposed_s, j->result[4] = r.bytes,
-        j->result[5] = r.buckets;
+        j->result[0] = r.step_s, j->result[1] = r.compute_s, j->result[2] = r.comm_s, j->result[3] = r.exposed_s,
+        j->result[4] = r.bytes, j->result[5] = r.buckets;
     return hpml_ctx_status(ctx);
 }
 
@@ -221,12 +227,13 @@ int main(int argc, char **argv)
     memset(&d, 0, sizeof d);
     hpml_rank_fn *fn = measure;
     if (argc > 1 && strcmp(argv[1], "hidden") == 0) {
-        d.ranks = 2, d.network.ranks_per_node = 1, d.network.between.latency = 50e-6, d.network.between.bandwidth = 125e6, d.ctx.threads = 1;
+        d.ranks = 2, d.ctx.threads = 1, d.network.ranks_per_node = 1;
+        d.network.between.latency = 50e-6, d.network.between.bandwidth = 125e6;
         for (int after = 0; after < 2; after++) {
             j.no_overlap = after;
             if (hpml_launch(&d, hidden, &j, error, sizeof error) != HPML_OK) return fprintf(stderr, "%s\n", error), 1;
-            printf("%.3f %.3f %.3f %.3f %.0f %.0f%s", 1e3 * j.result[0], 1e3 * j.result[1], 1e3 * j.result[2], 1e3 * j.result[3], j.result[4],
-                   j.result[5], after ? "\n" : "  ");
+            printf("%.3f %.3f %.3f %.3f %.0f %.0f%s", 1e3 * j.result[0], 1e3 * j.result[1], 1e3 * j.result[2],
+                   1e3 * j.result[3], j.result[4], j.result[5], after ? "\n" : "  ");
         }
         return 0;
     }

@@ -204,7 +204,8 @@ int main(int argc, char **argv)
                    v[HPML] / best, peak > 0 ? 100 * v[HPML] / peak : 0);
             fflush(stdout);
             put(json, "sgemm", name, v[HPML], library_names[peer], v[peer]);
-            if ((double)s->m * (double)s->n * (double)s->k >= 512. * 512 * 512) put(json, "sgemm of peak", name, v[HPML], "FMA loop", peak);
+            if ((double)s->m * (double)s->n * (double)s->k >= 512. * 512 * 512)
+                put(json, "sgemm of peak", name, v[HPML], "FMA loop", peak);
             log_ratio += log(v[HPML] / best), count++;
             if (v[HPML] / best < worst) worst = v[HPML] / best;
         }

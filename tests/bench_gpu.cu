@@ -1,7 +1,8 @@
-/* What the GPU reaches: bench_gpu GROUP [PEERS], a group being kernels, matmul, attention or train. Kernels that only move
-   memory are measured against a device-to-device copy, products against the fastest algorithm of cuBLASLt, attention against
-   what that reaches with large matrices of bf16, and attention and training steps against what PyTorch reached (PEERS, the
-   lines that bench_gpu.py printed). Each result is a row of the table and a line of build/bench.jsonl; what fails says why, and the rest goes on. */
+/* What the GPU reaches: bench_gpu GROUP [PEERS], a group being kernels, matmul, attention or train. Kernels that only
+   move memory are measured against a device-to-device copy, products against the fastest algorithm of cuBLASLt,
+   attention against what that reaches with large matrices of bf16, and attention and training steps against what
+   PyTorch reached (PEERS, the lines that bench_gpu.py printed). Each result is a row of the table and a line of
+   build/bench.jsonl; what fails says why, and the rest goes on. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_cuda.cuh"
 #ifndef HPML_CUDA_NO_CUBLAS
@@ -16,7 +17,12 @@ static char              device_name[256];
 static const char       *peers_path;
 static int               failures;
 
-static void failed(const char *name, const char *why) { printf("%-46s FAILED: %s\n", name, why), fflush(stdout), failures++; }
+static void failed(const char *name, const char *why)
+{
+    printf("%-46s FAILED: %s\n", name, why);
+    fflush(stdout);
+    failures++;
+}
 
 static bool good(const char *name, cudaError_t e)
 {
@@ -28,12 +34,16 @@ static void row(const char *name, const char *unit, double value, const char *pe
 {
     FILE *f = fopen("build/bench.jsonl", "a");
     char  theirs[64] = "null", ratio[64] = "null";
-    if (peer_value > 0) snprintf(theirs, sizeof theirs, "%.4g", peer_value), snprintf(ratio, sizeof ratio, "%.3f", value / peer_value);
+    if (peer_value > 0) {
+        snprintf(theirs, sizeof theirs, "%.4g", peer_value);
+        snprintf(ratio, sizeof ratio, "%.3f", value / peer_value);
+    }
     printf("%-46s %10.4g %-10s %-18s %10s %7s\n", name, value, unit, peer, theirs, ratio);
     fflush(stdout);
     if (!f) return;
-    fprintf(f, "{\"bench\": \"gpu\", \"case\": \"%s\", \"unit\": \"%s\", \"hpml\": %.6g, \"peer\": \"%s\", \"peer_value\": %s, "
-            "\"ratio\": %s, \"device\": \"%s\"}\n", name, unit, value, peer, theirs, ratio, device_name);
+    fprintf(f, "{\"bench\": \"gpu\", \"case\": \"%s\", \"unit\": \"%s\", \"hpml\": %.6g, \"peer\": \"%s\", "
+            "\"peer_value\": %s, \"ratio\": %s, \"device\": \"%s\"}\n",
+            name, unit, value, peer, theirs, ratio, device_name);
     fclose(f);
 }
 
@@ -45,7 +55,9 @@ static void row_beside_peers(const char *name, const char *unit, double value)
     int   rows = 0;
     while (f && fgets(line, sizeof line, f)) {
         double v = 0;
-        if (sscanf(line, "{\"case\": \"%127[^\"]\", \"peer\": \"%63[^\"]\", \"value\": %lf", its, peer, &v) != 3 || strcmp(its, name) != 0) continue;
+        if (sscanf(line, "{\"case\": \"%127[^\"]\", \"peer\": \"%63[^\"]\", \"value\": %lf", its, peer, &v) != 3 ||
+            strcmp(its, name) != 0)
+            continue;
         row(name, unit, value, peer, v), rows++;
     }
     if (f) fclose(f);
@@ -107,12 +119,15 @@ static void fill(hpml_ctx *ctx, void *p, hpml_dtype dtype, int64_t n)
     if (!values || !p) return;
     hpml_convert(ctx, dtype, raw, HPML_DTYPE_F32, values, MIB);
     for (int64_t i = 0; i < n; i += MIB)
-        hpml_ctx_backend(ctx)->write(hpml_ctx_device(ctx), (char *)p + (size_t)i * each, raw, (size_t)(n - i < MIB ? n - i : MIB) * each);
+        hpml_ctx_backend(ctx)->write(hpml_ctx_device(ctx), (char *)p + (size_t)i * each, raw,
+                                     (size_t)(n - i < MIB ? n - i : MIB) * each);
 }
 
 static void *array(hpml_ctx *ctx, hpml_dtype dtype, int64_t n)
 {
-    void *p = hpml_ctx_status(ctx) == HPML_OK ? hpml_ctx_backend(ctx)->alloc(hpml_ctx_device(ctx), (size_t)n * hpml_dtype_size(dtype)) : NULL;
+    void  *p = NULL;
+    size_t bytes = (size_t)n * hpml_dtype_size(dtype);
+    if (hpml_ctx_status(ctx) == HPML_OK) p = hpml_ctx_backend(ctx)->alloc(hpml_ctx_device(ctx), bytes);
     if (!p) hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "no device memory for %lld numbers", (long long)n);
     fill(ctx, p, dtype, n);
     return p;
@@ -165,7 +180,8 @@ typedef struct copy_args {
 static hpml_status run_copy(void *user)
 {
     copy_args *c = (copy_args *)user;
-    return cudaMemcpyAsync(c->to, c->from, (size_t)N * 8, cudaMemcpyDeviceToDevice, c->stream) == cudaSuccess ? HPML_OK : HPML_ERR_CUDA;
+    cudaError_t e = cudaMemcpyAsync(c->to, c->from, (size_t)N * 8, cudaMemcpyDeviceToDevice, c->stream);
+    return e == cudaSuccess ? HPML_OK : HPML_ERR_CUDA;
 }
 
 static void bench_copy(void)
@@ -173,8 +189,13 @@ static void bench_copy(void)
     hpml_ctx *ctx = context(HPML_CUDA_F32, false);
     copy_args c   = {};
     c.to = array(ctx, HPML_DTYPE_F32, 2 * N), c.from = array(ctx, HPML_DTYPE_F32, 2 * N), c.stream = stream_of(ctx);
-    double seconds = hpml_ctx_status(ctx) == HPML_OK ? seconds_of("copy", ctx, c.stream, run_copy, &c) : (failed("copy", hpml_ctx_error(ctx)), 0.0);
-    if (seconds > 0) copy_ceiling = 2.0 * (double)N * 8 / seconds, row("copy on the device", "GB/s", 1e-9 * copy_ceiling, "", 0);
+    double seconds = 0;
+    if (hpml_ctx_status(ctx) == HPML_OK) seconds = seconds_of("copy", ctx, c.stream, run_copy, &c);
+    else failed("copy", hpml_ctx_error(ctx));
+    if (seconds > 0) {
+        copy_ceiling = 2.0 * (double)N * 8 / seconds;
+        row("copy on the device", "GB/s", 1e-9 * copy_ceiling, "", 0);
+    }
     hpml_ctx_free(ctx);
 }
 
@@ -195,7 +216,10 @@ static hpml_tensor *k_layernorm(hpml_tensor *x) { return hpml_layernorm(x, NULL)
 static hpml_tensor *k_softmax(hpml_tensor *x) { return hpml_softmax(x); }
 static hpml_tensor *k_dropout(hpml_tensor *x) { return hpml_dropout(x, 0.1f); }
 static hpml_tensor *k_batchnorm(hpml_tensor *x) { return hpml_batchnorm(x, NULL); }
-static hpml_tensor *k_cross_entropy(hpml_tensor *x) { return hpml_cross_entropy(x, hpml_input(x->ctx, HPML_DTYPE_I32, 1, x->shape), NULL); }
+static hpml_tensor *k_cross_entropy(hpml_tensor *x)
+{
+    return hpml_cross_entropy(x, hpml_input(x->ctx, HPML_DTYPE_I32, 1, x->shape), NULL);
+}
 static hpml_tensor *k_embedding(hpml_tensor *x) { return hpml_embedding(x, 50257, 1024, NULL); }
 
 /* How often forward and backward must move the array at least: batchnorm reads all before it can write any. */
@@ -206,11 +230,16 @@ static const struct kernel_case {
     int64_t shape[4];
     double  forward, backward;
 } kernels[] = {
-    { "relu", k_relu, 2, { 65536, 1024 }, 2, 3 },           { "add", k_add, 2, { 65536, 1024 }, 3, 3 },
-    { "bias add", k_bias, 2, { 65536, 1024 }, 2, 2 },       { "gelu", k_gelu, 2, { 65536, 1024 }, 2, 3 },
-    { "layernorm 768", k_layernorm, 2, { 87040, 768 }, 2, 3 }, { "layernorm 4096", k_layernorm, 2, { 16384, 4096 }, 2, 3 },
-    { "softmax 1024", k_softmax, 2, { 65536, 1024 }, 2, 3 }, { "cross-entropy 50257", k_cross_entropy, 2, { 1024, 50257 }, 1, 2 },
-    { "dropout", k_dropout, 2, { 65536, 1024 }, 2, 2 },     { "batchnorm 256x64x64x64", k_batchnorm, 4, { 256, 64, 64, 64 }, 3, 5 },
+    { "relu", k_relu, 2, { 65536, 1024 }, 2, 3 },
+    { "add", k_add, 2, { 65536, 1024 }, 3, 3 },
+    { "bias add", k_bias, 2, { 65536, 1024 }, 2, 2 },
+    { "gelu", k_gelu, 2, { 65536, 1024 }, 2, 3 },
+    { "layernorm 768", k_layernorm, 2, { 87040, 768 }, 2, 3 },
+    { "layernorm 4096", k_layernorm, 2, { 16384, 4096 }, 2, 3 },
+    { "softmax 1024", k_softmax, 2, { 65536, 1024 }, 2, 3 },
+    { "cross-entropy 50257", k_cross_entropy, 2, { 1024, 50257 }, 1, 2 },
+    { "dropout", k_dropout, 2, { 65536, 1024 }, 2, 2 },
+    { "batchnorm 256x64x64x64", k_batchnorm, 4, { 256, 64, 64, 64 }, 3, 5 },
     { "embedding 50257x1024", k_embedding, 2, { 64, 1024 }, 1, 1 },
 };
 
@@ -273,7 +302,8 @@ static void bench_updates(void)
     hpml_codec_desc onebit = {};
     onebit.kind = HPML_CODEC_ONEBIT, onebit.compress_all = true;
     a.ctx  = context(HPML_CUDA_F32, false);
-    a.u.opt = HPML_OPT_ADAMW, a.u.n = N, a.u.step = 1, a.u.lr = 1e-4f, a.u.beta1 = 0.9f, a.u.beta2 = 0.999f, a.u.eps = 1e-8f;
+    a.u.opt = HPML_OPT_ADAMW, a.u.n = N, a.u.step = 1, a.u.lr = 1e-4f;
+    a.u.beta1 = 0.9f, a.u.beta2 = 0.999f, a.u.eps = 1e-8f;
     a.u.weight_decay = 0.1f, a.u.grad_scale = 1;
     a.u.w = (float *)array(a.ctx, HPML_DTYPE_F32, N), a.u.g = (float *)array(a.ctx, HPML_DTYPE_F32, N);
     a.u.m = (float *)array(a.ctx, HPML_DTYPE_F32, N), a.u.v = (float *)array(a.ctx, HPML_DTYPE_F32, N);
@@ -282,7 +312,9 @@ static void bench_updates(void)
     for (a.what = 0; a.what < 4; a.what++) {
         if (hpml_ctx_status(a.ctx) != HPML_OK) { failed(cases[a.what].name, hpml_ctx_error(a.ctx)); continue; }
         double seconds = seconds_of(cases[a.what].name, a.ctx, stream_of(a.ctx), run_update, &a);
-        if (seconds > 0) row(cases[a.what].name, "GB/s", 1e-9 * cases[a.what].bytes * (double)N / seconds, "device copy", 1e-9 * copy_ceiling);
+        if (seconds > 0)
+            row(cases[a.what].name, "GB/s", 1e-9 * cases[a.what].bytes * (double)N / seconds,
+                "device copy", 1e-9 * copy_ceiling);
     }
     hpml_ctx_free(a.ctx);
 }
@@ -314,8 +346,9 @@ static hpml_status run_product(void *user)
 {
     product    *p   = (product *)user;
     const float one = 1, zero = 0;
-    return cublasLtMatmul(p->lt, p->op, &one, p->w, p->a, p->x, p->b, &zero, p->y, p->b, p->y, p->b, p->algo, p->space, SPACE,
-                          p->stream) == CUBLAS_STATUS_SUCCESS ? HPML_OK : HPML_ERR_CUDA;
+    return cublasLtMatmul(p->lt, p->op, &one, p->w, p->a, p->x, p->b, &zero, p->y, p->b, p->y, p->b, p->algo,
+                          p->space, SPACE, p->stream) == CUBLAS_STATUS_SUCCESS
+               ? HPML_OK : HPML_ERR_CUDA;
 }
 
 /* The fastest of what cuBLASLt proposes for y = x w^T, (n, n) each, in seconds; 0 when it has none. */
@@ -323,6 +356,8 @@ static double best_of_cublas(hpml_ctx *ctx, int64_t n, hpml_cuda_precision preci
 {
     bool                            half = precision == HPML_CUDA_BF16;
     cudaDataType_t                  type = half ? CUDA_R_16BF : CUDA_R_32F;
+    cublasComputeType_t             sums = precision == HPML_CUDA_TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32
+                                                                       : CUBLAS_COMPUTE_32F;
     hpml_dtype                      dtype = half ? HPML_DTYPE_BF16 : HPML_DTYPE_F32;
     cublasOperation_t               turned = CUBLAS_OP_T;
     cublasLtMatmulPreference_t      wish = NULL;
@@ -333,20 +368,23 @@ static double best_of_cublas(hpml_ctx *ctx, int64_t n, hpml_cuda_precision preci
     size_t  space = SPACE;
     p.w = array(ctx, dtype, n * n), p.x = array(ctx, dtype, n * n), p.y = array(ctx, dtype, n * n);
     p.space = array(ctx, HPML_DTYPE_U8, (int64_t)SPACE), p.stream = stream_of(ctx);
-    bool fine = hpml_ctx_status(ctx) == HPML_OK && cublasLtCreate(&p.lt) == CUBLAS_STATUS_SUCCESS &&
-        cublasLtMatmulDescCreate(&p.op, precision == HPML_CUDA_TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUDA_R_32F) == CUBLAS_STATUS_SUCCESS &&
-        cublasLtMatmulDescSetAttribute(p.op, CUBLASLT_MATMUL_DESC_TRANSA, &turned, sizeof turned) == CUBLAS_STATUS_SUCCESS &&
-        cublasLtMatrixLayoutCreate(&p.a, type, (uint64_t)n, (uint64_t)n, n) == CUBLAS_STATUS_SUCCESS &&
-        cublasLtMatrixLayoutCreate(&p.b, type, (uint64_t)n, (uint64_t)n, n) == CUBLAS_STATUS_SUCCESS &&
-        cublasLtMatmulPreferenceCreate(&wish) == CUBLAS_STATUS_SUCCESS &&
-        cublasLtMatmulPreferenceSetAttribute(wish, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &space, sizeof space) == CUBLAS_STATUS_SUCCESS &&
-        cublasLtMatmulAlgoGetHeuristic(p.lt, p.op, p.a, p.b, p.b, p.b, wish, TRIED, found, &count) == CUBLAS_STATUS_SUCCESS;
+    const cublasStatus_t good = CUBLAS_STATUS_SUCCESS;
+    bool fine = hpml_ctx_status(ctx) == HPML_OK && cublasLtCreate(&p.lt) == good &&
+        cublasLtMatmulDescCreate(&p.op, sums, CUDA_R_32F) == good &&
+        cublasLtMatmulDescSetAttribute(p.op, CUBLASLT_MATMUL_DESC_TRANSA, &turned, sizeof turned) == good &&
+        cublasLtMatrixLayoutCreate(&p.a, type, (uint64_t)n, (uint64_t)n, n) == good &&
+        cublasLtMatrixLayoutCreate(&p.b, type, (uint64_t)n, (uint64_t)n, n) == good &&
+        cublasLtMatmulPreferenceCreate(&wish) == good &&
+        cublasLtMatmulPreferenceSetAttribute(wish, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &space,
+                                             sizeof space) == good &&
+        cublasLtMatmulAlgoGetHeuristic(p.lt, p.op, p.a, p.b, p.b, p.b, wish, TRIED, found, &count) == good;
     for (int i = 0; fine && i < count; i++) {
         p.algo = &found[i].algo;
         double seconds = seconds_of("cuBLASLt", NULL, p.stream, run_product, &p);
         if (seconds > 0 && (best == 0 || seconds < best)) best = seconds;
     }
-    if (best == 0) failed("cuBLASLt", hpml_ctx_status(ctx) == HPML_OK ? "has nothing for this product" : hpml_ctx_error(ctx));
+    if (best == 0)
+        failed("cuBLASLt", hpml_ctx_status(ctx) == HPML_OK ? "has nothing for this product" : hpml_ctx_error(ctx));
     if (wish) cublasLtMatmulPreferenceDestroy(wish);
     if (p.a) cublasLtMatrixLayoutDestroy(p.a);
     if (p.b) cublasLtMatrixLayoutDestroy(p.b);
@@ -355,7 +393,10 @@ static double best_of_cublas(hpml_ctx *ctx, int64_t n, hpml_cuda_precision preci
     return best;
 }
 #else
-static double best_of_cublas(hpml_ctx *ctx, int64_t n, hpml_cuda_precision precision) { return (void)ctx, (void)n, (void)precision, 0; }
+static double best_of_cublas(hpml_ctx *ctx, int64_t n, hpml_cuda_precision precision)
+{
+    return (void)ctx, (void)n, (void)precision, 0;
+}
 #endif
 
 static void bench_product(int64_t n, hpml_cuda_precision precision)
@@ -371,18 +412,20 @@ static void bench_product(int64_t n, hpml_cuda_precision precision)
         hpml_tensor *in = hpml_input_2d(ctx, n, n);
         d.no_bias = true;
         hpml_tensor *y = hpml_linear(precision == HPML_CUDA_BF16 ? hpml_dropout(in, 0) : in, n, &d);
-        snprintf(name, sizeof name, "linear %lld^3 %s%s", (long long)n, precisions[precision], own ? ", own kernels" : "");
+        snprintf(name, sizeof name, "linear %lld^3 %s%s", (long long)n, precisions[precision],
+                 own ? ", own kernels" : "");
         if (prepare(in, y, &o) != HPML_OK) failed(name, hpml_ctx_error(ctx));
         else {
             double seconds = seconds_of(name, ctx, stream_of(ctx), run_node, &o);
-            if (seconds > 0) row(name, "TFLOP/s", 1e-12 * flops / seconds, "best of cuBLASLt", peer > 0 ? 1e-12 * flops / peer : 0);
+            if (seconds > 0)
+                row(name, "TFLOP/s", 1e-12 * flops / seconds, "best of cuBLASLt", peer > 0 ? 1e-12 * flops / peer : 0);
         }
         hpml_ctx_free(ctx);
     }
 }
 
-/* Backward of a layer of GPT-2, (8192, 3072) to (8192, 768): with the slope of the gelu before it and the sums for its bias on
-   board of the two products, against the products alone. */
+/* Backward of a layer of GPT-2, (8192, 3072) to (8192, 768): with the slope of the gelu before it and the sums for its
+   bias on board of the two products, against the products alone. */
 static void bench_linear(void)
 {
     const char *name = "linear backward 8192x3072x768 bf16";
@@ -398,7 +441,9 @@ static void bench_linear(void)
         else o.backward = true, seconds[aboard] = seconds_of(name, ctx, stream_of(ctx), run_node, &o);
         hpml_ctx_free(ctx);
     }
-    if (seconds[1] > 0) row(name, "TFLOP/s", 1e-12 * flops / seconds[1], "plain products", seconds[0] > 0 ? 1e-12 * flops / seconds[0] : 0);
+    if (seconds[1] > 0)
+        row(name, "TFLOP/s", 1e-12 * flops / seconds[1], "plain products",
+            seconds[0] > 0 ? 1e-12 * flops / seconds[0] : 0);
 }
 
 static void bench_matmul(void)
@@ -414,9 +459,11 @@ static void bench_matmul(void)
 static void bench_attention(void)
 {
     hpml_ctx *one     = context(HPML_CUDA_BF16, false);
-    double    seconds = best_of_cublas(one, 8192, HPML_CUDA_BF16), ceiling = seconds > 0 ? 1e-12 * 2 * 8192.0 * 8192 * 8192 / seconds : 0;
+    double    seconds = best_of_cublas(one, 8192, HPML_CUDA_BF16);
+    double    ceiling = seconds > 0 ? 1e-12 * 2 * 8192.0 * 8192 * 8192 / seconds : 0;
     hpml_ctx_free(one);
-    static const int64_t shapes[][4] = { { 8, 1024, 12, 64 }, { 4, 2048, 16, 128 }, { 2, 8192, 12, 64 } }; /* B, T, heads, columns */
+    /* B, T, heads, columns */
+    static const int64_t shapes[][4] = { { 8, 1024, 12, 64 }, { 4, 2048, 16, 128 }, { 2, 8192, 12, 64 } };
     for (int i = 0; i < 3; i++)
         for (int causal = 1; causal >= 0; causal--) {
             int64_t   B = shapes[i][0], T = shapes[i][1], H = shapes[i][2], D = shapes[i][3];
@@ -429,13 +476,14 @@ static void bench_attention(void)
             double       flops = 4.0 * (double)(B * H * D) * (double)T * (double)T * (causal ? 0.5 : 1);
             hpml_status  status = prepare(in, y, &o);
             for (int back = 0; back < 2; back++) {
-                snprintf(name, sizeof name, "attention %lldx%lldx%lldx%lld%s %s", (long long)B, (long long)T, (long long)H,
-                         (long long)D, causal ? " causal" : "", back ? "backward" : "forward");
+                snprintf(name, sizeof name, "attention %lldx%lldx%lldx%lld%s %s", (long long)B, (long long)T,
+                         (long long)H, (long long)D, causal ? " causal" : "", back ? "backward" : "forward");
                 if (status != HPML_OK) { failed(name, hpml_ctx_error(ctx)); continue; }
                 o.backward = back == 1;
                 seconds = seconds_of(name, ctx, stream_of(ctx), run_node, &o);
                 double speed = seconds > 0 ? 1e-12 * flops * (back ? 2.5 : 1) / seconds : 0;
-                if (seconds > 0) row(name, "TFLOP/s", speed, "best product", ceiling), row_beside_peers(name, "TFLOP/s", speed);
+                if (seconds > 0)
+                    row(name, "TFLOP/s", speed, "best product", ceiling), row_beside_peers(name, "TFLOP/s", speed);
             }
             hpml_ctx_free(ctx);
         }
@@ -486,7 +534,8 @@ static hpml_tensor *gpt2(hpml_ctx *ctx, int64_t batch, hpml_tensor **in) /* 124 
     hpml_tensor *x = hpml_embedding(*in, V, C, &table);
     x = hpml_add(x, hpml_param_create(ctx, &place));
     for (int l = 0; l < 12; l++) {
-        x = hpml_add(x, hpml_linear(hpml_attention(hpml_linear(hpml_layernorm(x, NULL), 3 * C, NULL), &heads), C, NULL));
+        x = hpml_add(x,
+                     hpml_linear(hpml_attention(hpml_linear(hpml_layernorm(x, NULL), 3 * C, NULL), &heads), C, NULL));
         x = hpml_add(x, hpml_linear(hpml_linear(hpml_layernorm(x, NULL), 4 * C, &gelu), C, NULL));
     }
     head.no_bias = true, head.weight = hpml_param_find(ctx, "wte.weight");
@@ -543,7 +592,8 @@ static void bench_training(const struct train_case *c)
     if (t && x && y) {
         if (d.input->dtype == HPML_DTYPE_F32) hpml_rng_fill_normal(&r, x, n);
         else for (int64_t i = 0; i < n; i++) ((int32_t *)x)[i] = (int32_t)hpml_rng_below(&r, 50257);
-        for (int64_t i = 0; i < labels; i++) y[i] = (int32_t)hpml_rng_below(&r, (int)(classes < 50257 ? classes : 50257));
+        for (int64_t i = 0; i < labels; i++)
+            y[i] = (int32_t)hpml_rng_below(&r, (int)(classes < 50257 ? classes : 50257));
         double seconds = seconds_of_step(ctx, t, x, y, c->batch);
         if (seconds > 0) row_beside_peers(c->name, c->unit, (double)labels / seconds);
     }
@@ -561,7 +611,8 @@ static void bench_train(void)
 int main(int argc, char **argv)
 {
     static const struct { const char *name; void (*run)(void); } groups[] = {
-        { "kernels", bench_kernels }, { "matmul", bench_matmul }, { "attention", bench_attention }, { "train", bench_train } };
+        { "kernels", bench_kernels }, { "matmul", bench_matmul },
+        { "attention", bench_attention }, { "train", bench_train } };
     hpml_cuda_info info = {};
     peers_path = argc > 2 ? argv[2] : NULL;
     if (hpml_cuda_device_count() == 0) return printf("SKIP: no CUDA device\n"), 77;

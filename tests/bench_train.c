@@ -1,5 +1,6 @@
-/* Training steps a second of four models, on the data of zeros and ones that costs what real data cost. One model a run:
-   bench_train mlp|lenet|cifar|gpt [threads] prints "samples/s GFLOP/s fraction-of-FMA-peak milliseconds-to-the-end-of-the-first-step". */
+/* Training steps a second of four models, on the data of zeros and ones that costs what real data cost. One model a
+   run: bench_train mlp|lenet|cifar|gpt [threads] prints
+   "samples/s GFLOP/s fraction-of-FMA-peak milliseconds-to-the-end-of-the-first-step". */
 #define HPML_IMPLEMENTATION
 #include "../hpml.h"
 #include "peak.h"
@@ -33,7 +34,8 @@ static hpml_tensor *record(const char *model, hpml_ctx *ctx, hpml_tensor **in)
     *in = hpml_input_tokens(ctx, 16, 64);
     x   = hpml_embedding(*in, 65, 128, NULL);
     for (int l = 0; l < 4; l++) {
-        hpml_tensor *a = hpml_attention(hpml_linear(hpml_layernorm(x, NULL), 384, NULL), &(hpml_attention_desc){ .heads = 4 });
+        hpml_tensor *a = hpml_attention(hpml_linear(hpml_layernorm(x, NULL), 384, NULL),
+                                        &(hpml_attention_desc){ .heads = 4 });
         x = hpml_add(x, hpml_linear(a, 128, NULL));
         x = hpml_add(x, hpml_linear(hpml_linear(hpml_layernorm(x, NULL), 512, &gelu), 128, NULL));
     }
@@ -45,21 +47,27 @@ int main(int argc, char **argv)
     double        born = hpml_now();
     hpml_ctx     *ctx  = hpml_ctx_create(&(hpml_ctx_desc){ .threads = argc > 2 ? atoi(argv[2]) : 2 });
     hpml_tensor  *in = NULL, *out = record(argc > 1 ? argv[1] : "mlp", ctx, &in);
-    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 1e-4f, .momentum = 0.9f });
-    int64_t       batch = in ? in->shape[0] : 1, labels = out ? hpml_tensor_count(out) / out->shape[out->ndim - 1] : 1, steps = 0;
+    hpml_trainer *t =
+        hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 1e-4f, .momentum = 0.9f });
+    int64_t       batch = in ? in->shape[0] : 1, steps = 0;
+    int64_t       labels = out ? hpml_tensor_count(out) / out->shape[out->ndim - 1] : 1;
     float        *x = (float *)calloc((size_t)hpml_tensor_count(in), 4);
     int32_t      *y = (int32_t *)calloc((size_t)labels, 4);
     double        start, seconds, first, gflops, peak = 0;
     char          text[8192];
-    for (int64_t i = 0; in && in->dtype == HPML_DTYPE_F32 && i < hpml_tensor_count(in); i++) x[i] = (float)(i * 37 % 11) / 11;
+    for (int64_t i = 0; in && in->dtype == HPML_DTYPE_F32 && i < hpml_tensor_count(in); i++)
+        x[i] = (float)(i * 37 % 11) / 11;
     hpml_trainer_step(t, x, y, batch, NULL);
     first = hpml_now() - born;
     for (int i = 0; i < 5; i++) hpml_trainer_step(t, x, y, batch, NULL);
-    for (start = hpml_now(); (seconds = hpml_now() - start) < 1.5 && hpml_ctx_status(ctx) == HPML_OK; steps++) hpml_trainer_step(t, x, y, batch, NULL);
+    for (start = hpml_now(); (seconds = hpml_now() - start) < 1.5 && hpml_ctx_status(ctx) == HPML_OK; steps++)
+        hpml_trainer_step(t, x, y, batch, NULL);
     if (hpml_ctx_status(ctx) != HPML_OK) return fprintf(stderr, "%s\n", hpml_ctx_error(ctx)), 1;
-    gflops = 1e-9 * (double)steps / seconds * (hpml_graph_flops(hpml_trainer_graph(t), false) + hpml_graph_flops(hpml_trainer_graph(t), true));
+    gflops = 1e-9 * (double)steps / seconds *
+             (hpml_graph_flops(hpml_trainer_graph(t), false) + hpml_graph_flops(hpml_trainer_graph(t), true));
     for (int i = 0; i < 20; i++) peak = fmax(peak, peak_gflops() * hpml_ctx_threads(ctx));
-    printf("%.1f %.1f %.3f %.1f\n", (double)(steps * batch) / seconds, gflops, peak > 0 ? gflops / peak : 0, 1e3 * first);
+    printf("%.1f %.1f %.3f %.1f\n", (double)(steps * batch) / seconds, gflops,
+           peak > 0 ? gflops / peak : 0, 1e3 * first);
     if (argc > 3) {
         hpml_profile_enable(hpml_trainer_graph(t), true);
         for (int i = 0; i < 30; i++) hpml_trainer_step(t, x, y, batch, NULL);

@@ -111,8 +111,8 @@ static double whole_max(int p, int64_t i)
     return max;
 }
 
-/* One allreduce of whole numbers, which come out exact, and real ones in turn, within (p - 1) roundings. Each rank looks at
-   its block; all must have the same bits, which the hash tells. */
+/* One allreduce of whole numbers, which come out exact, and real ones in turn, within (p - 1) roundings. Each rank
+   looks at its block; all must have the same bits, which the hash tells. */
 static hpml_status allreduce_hash(hpml_comm *c, hpml_algorithm a, int64_t n, uint64_t *hash)
 {
     int                 p = hpml_comm_size(c), rank = hpml_comm_rank(c);
@@ -386,8 +386,8 @@ static hpml_status jobs_case(hpml_comm *c, int rounds)
     return HPML_OK;
 }
 
-/* Every rank finishes the tensors in an order of its own, each time another; half of the ranks compute between them, and
-   a job of another kind follows. The number of sums is what the size of a fused one says. */
+/* Every rank finishes the tensors in an order of its own, each time another; half of the ranks compute between them,
+   and a job of another kind follows. The number of sums is what the size of a fused one says. */
 static hpml_status orders_case(hpml_comm *c, int orders, bool onebit)
 {
     enum { TENSORS = 7, EACH = 48, ALL = TENSORS * EACH, BYTES = 400, SUMS = (ALL * 4 + BYTES - 1) / BYTES };
@@ -442,13 +442,15 @@ static hpml_status orders_case(hpml_comm *c, int orders, bool onebit)
 }
 
 #ifdef __linux__
-/* More than 2^31 elements and 2^32 bytes, of the same 4 MB again and again: what is cut off at 32 bits is left as it was. */
+/* More than 2^31 elements and 2^32 bytes, of the same 4 MB again and again: what is cut off at 32 bits is left as it
+   was. */
 static hpml_status huge(hpml_comm *c, void *user)
 {
     enum { PART = 4 << 20, EXTRA = 1002 };
     const size_t        parts = 1025, n = ((size_t)1 << 31) + EXTRA;
     FILE               *f = tmpfile();
-    char               *x = (char *)mmap(NULL, parts * PART, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    char               *x = (char *)mmap(NULL, parts * PART, PROT_NONE,
+                                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     int                 rank = hpml_comm_rank(c);
     int64_t             wrong[2] = { 0, 0 };
     hpml_allreduce_desc d;
@@ -464,7 +466,8 @@ static hpml_status huge(hpml_comm *c, void *user)
     hpml_barrier(c);
     for (int i = 0; i < PART / 2; i++) element_set(x, HPML_ELEMENT_BF16, i, whole(rank, i));
     CHECK(hpml_allreduce(c, x, (int64_t)n, &d) == HPML_OK);
-    for (int i = 0; i < PART / 2; i++) wrong[1] += element_get(x, HPML_ELEMENT_BF16, i) != whole_max(hpml_comm_size(c), i);
+    for (int i = 0; i < PART / 2; i++)
+        wrong[1] += element_get(x, HPML_ELEMENT_BF16, i) != whole_max(hpml_comm_size(c), i);
     munmap(x, parts * PART);
     fclose(f);
     CHECK(wrong[0] == 0 && wrong[1] == 0);
@@ -487,8 +490,8 @@ static hpml_status has_ended(int *ended, hpml_status status)
     return status;
 }
 
-/* Rank 1 finishes one tensor of two, and then leaves, or the other is late: until `ended`, where not NULL, says that all
-   others have failed, else for a second. */
+/* Rank 1 finishes one tensor of two, and then leaves, or the other is late: until `ended`, where not NULL, says that
+   all others have failed, else for a second. */
 static hpml_status unready(hpml_comm *c, bool leave, int *ended)
 {
     static float       x[8][2];

@@ -1,7 +1,8 @@
-/* cuBLASLt on a CPU, for tests: the calls that hpml_cuda.cuh makes, after NVIDIA's documentation. Matrices are column by
-   column. A shape that does not fit, an algorithm of another problem, an auxiliary matrix or a vector that is missing,
-   memory that is not the device's: each is refused, as the library does, or, where that may pass in silence, ends the
-   program. cublas_on_cpu_refuses: epilogues (their bits) that have no algorithm; 1 << 20: they have one that fails. */
+/* cuBLASLt on a CPU, for tests: the calls that hpml_cuda.cuh makes, after NVIDIA's documentation. Matrices are column
+   by column. A shape that does not fit, an algorithm of another problem, an auxiliary matrix or a vector that is
+   missing, memory that is not the device's: each is refused, as the library does, or, where that may pass in silence,
+   ends the program. cublas_on_cpu_refuses: epilogues (their bits) that have no algorithm; 1 << 20: they have one that
+   fails. */
 #ifndef CUBLAS_ON_CPU_H
 #define CUBLAS_ON_CPU_H
 
@@ -11,15 +12,18 @@ enum cudaDataType_t { CUDA_R_32F = 0, CUDA_R_16F = 2, CUDA_R_16BF = 14 };
 enum cublasOperation_t { CUBLAS_OP_N = 0, CUBLAS_OP_T = 1 };
 enum cublasComputeType_t { CUBLAS_COMPUTE_32F = 68, CUBLAS_COMPUTE_32F_FAST_TF32 = 77 };
 enum cublasLtEpilogue_t {
-    CUBLASLT_EPILOGUE_DEFAULT = 1, CUBLASLT_EPILOGUE_RELU = 2, CUBLASLT_EPILOGUE_BIAS = 4, CUBLASLT_EPILOGUE_RELU_BIAS = 6,
-    CUBLASLT_EPILOGUE_GELU = 32, CUBLASLT_EPILOGUE_GELU_BIAS = 36, CUBLASLT_EPILOGUE_GELU_AUX = 160,
-    CUBLASLT_EPILOGUE_GELU_AUX_BIAS = 164, CUBLASLT_EPILOGUE_DGELU = 192, CUBLASLT_EPILOGUE_BGRADB = 512
+    CUBLASLT_EPILOGUE_DEFAULT = 1, CUBLASLT_EPILOGUE_RELU = 2, CUBLASLT_EPILOGUE_BIAS = 4,
+    CUBLASLT_EPILOGUE_RELU_BIAS = 6, CUBLASLT_EPILOGUE_GELU = 32, CUBLASLT_EPILOGUE_GELU_BIAS = 36,
+    CUBLASLT_EPILOGUE_GELU_AUX = 160, CUBLASLT_EPILOGUE_GELU_AUX_BIAS = 164, CUBLASLT_EPILOGUE_DGELU = 192,
+    CUBLASLT_EPILOGUE_BGRADB = 512
 };
 enum cublasLtMatmulDescAttributes_t {
-    CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
-    CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD
+    CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB, CUBLASLT_MATMUL_DESC_EPILOGUE,
+    CUBLASLT_MATMUL_DESC_BIAS_POINTER, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD
 };
-enum cublasLtMatrixLayoutAttribute_t { CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET };
+enum cublasLtMatrixLayoutAttribute_t {
+    CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET
+};
 enum cublasLtMatmulPreferenceAttributes_t {
     CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
     CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
@@ -73,20 +77,33 @@ inline const char *cublasLtGetStatusName(cublasStatus_t) { return "cublas"; }
 inline const char *cublasLtGetStatusString(cublasStatus_t) { return "on a CPU"; }
 inline cublasStatus_t cublasLtCreate(cublasLtHandle_t *h) { return *h = new int, CUBLAS_STATUS_SUCCESS; }
 inline cublasStatus_t cublasLtDestroy(cublasLtHandle_t h) { return delete h, CUBLAS_STATUS_SUCCESS; }
-inline cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t *p) { return *p = new int, CUBLAS_STATUS_SUCCESS; }
-inline cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t p) { return delete p, CUBLAS_STATUS_SUCCESS; }
-inline cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t a,
+inline cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t *p)
+{
+    return *p = new int, CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t p)
+{
+    return delete p, CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t,
+                                                           cublasLtMatmulPreferenceAttributes_t a,
                                                            const void *, size_t bytes)
 {
-    return bytes == (a == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES ? 8 : 4) ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_INVALID_VALUE;
+    return bytes == (a == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES ? 8 : 4) ? CUBLAS_STATUS_SUCCESS
+                                                                            : CUBLAS_STATUS_INVALID_VALUE;
 }
-inline cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *l, cudaDataType_t type, uint64_t rows, uint64_t cols, int64_t ld)
+inline cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *l, cudaDataType_t type, uint64_t rows,
+                                                 uint64_t cols, int64_t ld)
 {
     cublas_on_cpu_live++;
     return *l = new cublas_layout{ type, (int64_t)rows, (int64_t)cols, ld, 0, 1 }, CUBLAS_STATUS_SUCCESS;
 }
-inline cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t l) { return cublas_on_cpu_live--, delete l, CUBLAS_STATUS_SUCCESS; }
-inline cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t l, cublasLtMatrixLayoutAttribute_t a, const void *v, size_t bytes)
+inline cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t l)
+{
+    return cublas_on_cpu_live--, delete l, CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t l, cublasLtMatrixLayoutAttribute_t a,
+                                                       const void *v, size_t bytes)
 {
     if (bytes != (a == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT ? 4 : 8)) return CUBLAS_STATUS_INVALID_VALUE;
     memcpy(a == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT ? (void *)&l->batch : &l->stride, v, bytes);
@@ -98,17 +115,22 @@ inline cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *d, cublasCo
     *d = new cublas_op{ CUBLAS_OP_N, CUBLAS_OP_N, CUBLASLT_EPILOGUE_DEFAULT, nullptr, nullptr, 0 };
     return scale == CUDA_R_32F ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
 }
-inline cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) { return cublas_on_cpu_live--, delete d, CUBLAS_STATUS_SUCCESS; }
-inline cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t a, const void *v, size_t bytes)
+inline cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d)
 {
-    const struct { void *at; size_t bytes; } fields[] = { { &d->ta, 4 }, { &d->tb, 4 }, { &d->epilogue, 4 }, { &d->line, 8 },
-                                                          { &d->aux, 8 }, { &d->aux_ld, 8 } };
+    return cublas_on_cpu_live--, delete d, CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t a,
+                                                     const void *v, size_t bytes)
+{
+    const struct { void *at; size_t bytes; } fields[] = { { &d->ta, 4 }, { &d->tb, 4 }, { &d->epilogue, 4 },
+                                                          { &d->line, 8 }, { &d->aux, 8 }, { &d->aux_ld, 8 } };
     if (bytes != fields[a].bytes) return CUBLAS_STATUS_INVALID_VALUE;
     return memcpy(fields[a].at, v, bytes), CUBLAS_STATUS_SUCCESS;
 }
 
 /* What an algorithm depends on; 0: nothing fits. */
-inline uint64_t cublas_problem(const cublas_op &d, const cublas_layout &a, const cublas_layout &b, const cublas_layout &c)
+inline uint64_t cublas_problem(const cublas_op &d, const cublas_layout &a,
+                               const cublas_layout &b, const cublas_layout &c)
 {
     int64_t  m = c.rows, n = c.cols, k = d.ta ? a.rows : a.cols;
     uint64_t hash = 1;
@@ -116,8 +138,10 @@ inline uint64_t cublas_problem(const cublas_op &d, const cublas_layout &a, const
                     a.ld >= a.rows && b.ld >= b.rows && c.ld >= c.rows && a.type == b.type && a.batch == c.batch &&
                     b.batch == c.batch && (c.type == a.type || c.type == CUDA_R_32F);
     bool     aux  = (d.epilogue & 128) != 0, line = (d.epilogue & (4 | 512)) != 0;
-    if (!fits || (aux && (!d.aux || d.aux_ld < m || d.aux_ld % 8 || (uintptr_t)d.aux % 16)) || (line && !d.line)) return 0;
-    for (int64_t v : { m, n, k, (int64_t)d.ta, (int64_t)d.tb, (int64_t)d.epilogue, (int64_t)a.type, (int64_t)c.type, a.ld, b.ld, c.ld, (int64_t)c.batch })
+    if (!fits || (aux && (!d.aux || d.aux_ld < m || d.aux_ld % 8 || (uintptr_t)d.aux % 16)) || (line && !d.line))
+        return 0;
+    for (int64_t v : { m, n, k, (int64_t)d.ta, (int64_t)d.tb, (int64_t)d.epilogue, (int64_t)a.type, (int64_t)c.type,
+                       a.ld, b.ld, c.ld, (int64_t)c.batch })
         hash = hash * 1000003 + (uint64_t)v;
     return hash;
 }
@@ -144,7 +168,8 @@ inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc
     int64_t       m = c.rows, n = c.cols, k = d.ta ? a.rows : a.cols;
     if ((d.epilogue & cublas_on_cpu_refuses) && cublas_on_cpu_refuses >> 20) return CUBLAS_STATUS_NOT_SUPPORTED;
     emu::call call;
-    if (cublas_problem(d, a, b, c) != algo->data[0] || !algo->data[0] || pc != pd || lc != ld || !a.holds(pa) || !b.holds(pb) || !c.holds(pd) ||
+    if (cublas_problem(d, a, b, c) != algo->data[0] || !algo->data[0] ||
+        pc != pd || lc != ld || !a.holds(pa) || !b.holds(pb) || !c.holds(pd) ||
         ((d.epilogue & 128) && !emu::memory_holds(d.aux, (size_t)((n - 1) * d.aux_ld + m) * c.size(), true)) ||
         ((d.epilogue & 4) && !emu::memory_holds(d.line, (size_t)m * c.size(), true)) ||
         ((d.epilogue & 512) && !emu::memory_holds(d.line, (size_t)n * c.size(), true)))
@@ -152,7 +177,8 @@ inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc
     cublas_on_cpu_ran[d.epilogue]++;
     emu::push(emu::stream_of(stream), [=] {
         for (int64_t i = 0; i < c.batch * m * n; i++) {
-            int64_t g = i / (m * n), row = i % m, col = i / m % n, at = g * c.stride + col * c.ld + row, z = col * d.aux_ld + row;
+            int64_t g = i / (m * n), row = i % m, col = i / m % n;
+            int64_t at = g * c.stride + col * c.ld + row, z = col * d.aux_ld + row;
             float   v = 0;
             for (int64_t q = 0; q < k; q++)
                 v += a.get(pa, g * a.stride + (d.ta ? row * a.ld + q : q * a.ld + row)) *

@@ -40,6 +40,8 @@ extern "C" long cuda_on_cpu_count(const char *what)
     if (strcmp(what, "cublas") == 0) return cublas_on_cpu_live;
     if (strncmp(what, "cudnn ", 6) == 0) return cudnn_on_cpu_ran[atoi(what + 6)];
     if (strcmp(what, "cudnn") == 0) return cudnn_on_cpu_live;
-    return strcmp(what, "bytes") == 0 ? (long)e.bytes_live : strcmp(what, "synchronisations") == 0 ? e.count.synchronisations
-         : strcmp(what, "graphs") == 0 ? e.count.graph_launches : strcmp(what, "mallocs") == 0 ? e.count.mallocs : e.count.launches;
+    if (strcmp(what, "bytes") == 0) return (long)e.bytes_live;
+    if (strcmp(what, "synchronisations") == 0) return e.count.synchronisations;
+    if (strcmp(what, "graphs") == 0) return e.count.graph_launches;
+    return strcmp(what, "mallocs") == 0 ? e.count.mallocs : e.count.launches;
 }

@@ -866,8 +866,8 @@ template <class To, class From> inline To bits(From from)
 }
 } // namespace emu
 
-/* v as a device may have it that is right to so many units in the last place: up or down, by chance of its bits. What is
-   exact there, 0 and 1, stays. */
+/* v as a device may have it that is right to so many units in the last place: up or down, by chance of its bits. What
+   is exact there, 0 and 1, stays. */
 namespace emu {
 inline float near(float v, float units)
 {
@@ -1081,7 +1081,9 @@ struct mma { float *d; const unsigned *a, *b; };
 #ifdef __clang__
 #  define EMU_QUICK __attribute__((no_sanitize("address", "undefined", "thread"), noinline)) inline
 #else
-#  define EMU_QUICK __attribute__((no_sanitize("address"), no_sanitize("undefined"), no_sanitize("thread"), optimize("O3"), noinline)) inline
+#  define EMU_QUICK                                                                                                    \
+    __attribute__((no_sanitize("address"), no_sanitize("undefined"), no_sanitize("thread"), optimize("O3"), noinline)) \
+    inline
 #endif
 inline const std::vector<float> f16_values = [] {
     std::vector<float> v(65536);

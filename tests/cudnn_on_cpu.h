@@ -1,8 +1,8 @@
 /* cuDNN's convolutions on a CPU, for tests: the calls that hpml_cuda.cuh makes, after NVIDIA's documentation. Of the
-   algorithms it offers only the last is free of faults: the others fail, are not deterministic, want more workspace than
-   there is, or compute in another way. A call that does not fit its descriptors, or takes another algorithm or another
-   arithmetic than was offered, ends the program. cudnn_on_cpu_refuses: 1 descriptions, 2 algorithms, 4 fused calls,
-   8, 16, 32 forward, data, filter. */
+   algorithms it offers only the last is free of faults: the others fail, are not deterministic, want more workspace
+   than there is, or compute in another way. A call that does not fit its descriptors, or takes another algorithm or
+   another arithmetic than was offered, ends the program. cudnn_on_cpu_refuses: 1 descriptions, 2 algorithms, 4 fused
+   calls, 8, 16, 32 forward, data, filter. */
 #ifndef CUDNN_ON_CPU_H
 #define CUDNN_ON_CPU_H
 
@@ -49,9 +49,11 @@ struct cudnn_thing { /* any descriptor, or a handle */
 typedef cudnn_thing *cudnnHandle_t, *cudnnTensorDescriptor_t, *cudnnFilterDescriptor_t, *cudnnConvolutionDescriptor_t,
     *cudnnActivationDescriptor_t;
 
-inline int  cudnn_on_cpu_refuses, cudnn_on_cpu_live; /* things that are not destroyed */
-inline long cudnn_on_cpu_ran[5];                     /* calls: forward, data, filter, fused; questions for an algorithm */
-constexpr size_t cudnn_on_cpu_wants = 4096;          /* bytes of workspace */
+/* live: things that are not destroyed; ran: calls: forward, data, filter, fused; questions for an algorithm; wants:
+   bytes of workspace */
+inline int       cudnn_on_cpu_refuses, cudnn_on_cpu_live;
+inline long      cudnn_on_cpu_ran[5];
+constexpr size_t cudnn_on_cpu_wants = 4096;
 
 inline bool cudnn_refused(int what) { return (cudnn_on_cpu_refuses & what) != 0; }
 inline const char *cudnnGetErrorString(cudnnStatus_t) { return "cudnn on a CPU"; }
@@ -64,7 +66,10 @@ inline void        cudnnGetLastErrorString(char *text, size_t) { text[0] = 0; }
         (*p)->kind = cudnn_thing::KIND;                                                                             \
         return CUDNN_STATUS_SUCCESS;                                                                                \
     }                                                                                                               \
-    inline cudnnStatus_t cudnnDestroy##name(cudnn_thing *p) { return cudnn_on_cpu_live--, delete p, CUDNN_STATUS_SUCCESS; }
+    inline cudnnStatus_t cudnnDestroy##name(cudnn_thing *p)                                                         \
+    {                                                                                                               \
+        return cudnn_on_cpu_live--, delete p, CUDNN_STATUS_SUCCESS;                                                 \
+    }
 CUDNN_THING(, HANDLE)
 CUDNN_THING(TensorDescriptor, TENSOR)
 CUDNN_THING(FilterDescriptor, FILTER)
@@ -79,26 +84,37 @@ inline cudnnStatus_t cudnn_set4(cudnn_thing *t, int kind, cudnnDataType_t type, 
     t->type = type, t->n = n, t->c = c, t->h = h, t->w = w, t->set = true;
     return CUDNN_STATUS_SUCCESS;
 }
-inline cudnnStatus_t cudnnSetTensor4dDescriptor(cudnnTensorDescriptor_t t, cudnnTensorFormat_t, cudnnDataType_t type, int n, int c, int h, int w)
+inline cudnnStatus_t cudnnSetTensor4dDescriptor(cudnnTensorDescriptor_t t, cudnnTensorFormat_t, cudnnDataType_t type,
+                                                int n, int c, int h, int w)
 {
     return cudnn_refused(1) ? CUDNN_STATUS_NOT_SUPPORTED_SHAPE : cudnn_set4(t, cudnn_thing::TENSOR, type, n, c, h, w);
 }
-inline cudnnStatus_t cudnnSetFilter4dDescriptor(cudnnFilterDescriptor_t t, cudnnDataType_t type, cudnnTensorFormat_t, int k, int c, int h, int w)
+inline cudnnStatus_t cudnnSetFilter4dDescriptor(cudnnFilterDescriptor_t t, cudnnDataType_t type, cudnnTensorFormat_t,
+                                                int k, int c, int h, int w)
 {
     return cudnn_set4(t, cudnn_thing::FILTER, type, k, c, h, w);
 }
-inline cudnnStatus_t cudnnSetConvolution2dDescriptor(cudnnConvolutionDescriptor_t t, int ph, int pw, int sh, int sw, int dh, int dw,
-                                                     cudnnConvolutionMode_t mode, cudnnDataType_t compute)
+inline cudnnStatus_t cudnnSetConvolution2dDescriptor(cudnnConvolutionDescriptor_t t, int ph, int pw,
+                                                     int sh, int sw, int dh, int dw, cudnnConvolutionMode_t mode,
+                                                     cudnnDataType_t compute)
 {
-    if (ph < 0 || pw < 0 || sh < 1 || sw < 1 || dh < 1 || dw < 1 || mode != CUDNN_CROSS_CORRELATION || compute != CUDNN_DATA_FLOAT)
+    if (ph < 0 || pw < 0 || sh < 1 || sw < 1 || dh < 1 || dw < 1 || mode != CUDNN_CROSS_CORRELATION ||
+        compute != CUDNN_DATA_FLOAT)
         return CUDNN_STATUS_BAD_PARAM;
     t->pad[0] = ph, t->pad[1] = pw, t->stride[0] = sh, t->stride[1] = sw, t->dilation[0] = dh, t->dilation[1] = dw;
     t->groups = 1, t->set = true;
     return CUDNN_STATUS_SUCCESS;
 }
-inline cudnnStatus_t cudnnSetConvolutionGroupCount(cudnnConvolutionDescriptor_t t, int groups) { return t->groups = groups, CUDNN_STATUS_SUCCESS; }
-inline cudnnStatus_t cudnnSetConvolutionMathType(cudnnConvolutionDescriptor_t t, cudnnMathType_t math) { return t->math = math, CUDNN_STATUS_SUCCESS; }
-inline cudnnStatus_t cudnnSetActivationDescriptor(cudnnActivationDescriptor_t t, cudnnActivationMode_t mode, cudnnNanPropagation_t, double)
+inline cudnnStatus_t cudnnSetConvolutionGroupCount(cudnnConvolutionDescriptor_t t, int groups)
+{
+    return t->groups = groups, CUDNN_STATUS_SUCCESS;
+}
+inline cudnnStatus_t cudnnSetConvolutionMathType(cudnnConvolutionDescriptor_t t, cudnnMathType_t math)
+{
+    return t->math = math, CUDNN_STATUS_SUCCESS;
+}
+inline cudnnStatus_t cudnnSetActivationDescriptor(cudnnActivationDescriptor_t t, cudnnActivationMode_t mode,
+                                                  cudnnNanPropagation_t, double)
 {
     return t->relu = mode == CUDNN_ACTIVATION_RELU, t->set = true, CUDNN_STATUS_SUCCESS;
 }
@@ -124,8 +140,9 @@ inline bool cudnn_fits(const cudnn_thing *x, const cudnn_thing *w, const cudnn_t
         cudnnDeterminism_t             determinism;                                                                 \
         cudnnMathType_t                mathType;                                                                    \
     };                                                                                                              \
-    inline cudnnStatus_t Getter(cudnnHandle_t, cudnn_thing *first, cudnn_thing *second, cudnnConvolutionDescriptor_t v, \
-                                cudnn_thing *third, int asked, int *count, cudnnConvolution##Kind##AlgoPerf_t *found) \
+    inline cudnnStatus_t Getter(cudnnHandle_t, cudnn_thing *first, cudnn_thing *second,                             \
+                                cudnnConvolutionDescriptor_t v, cudnn_thing *third, int asked, int *count,          \
+                                cudnnConvolution##Kind##AlgoPerf_t *found)                                          \
     {                                                                                                               \
         typedef cudnnConvolution##Kind##Algo_t algo;                                                                \
         cudnn_on_cpu_ran[4]++, *count = 0;                                                                          \
@@ -137,7 +154,8 @@ inline bool cudnn_fits(const cudnn_thing *x, const cudnn_thing *w, const cudnn_t
         found[0] = { (algo)2, CUDNN_STATUS_NOT_SUPPORTED, -1, 0, CUDNN_DETERMINISTIC, math };                       \
         found[1] = { (algo)3, CUDNN_STATUS_SUCCESS, -1, 0, CUDNN_NON_DETERMINISTIC, math };                         \
         found[2] = { (algo)4, CUDNN_STATUS_SUCCESS, -1, (size_t)1 << 40, CUDNN_DETERMINISTIC, math };               \
-        found[3] = { (algo)(other == math ? 1 : 5), CUDNN_STATUS_SUCCESS, -1, cudnn_on_cpu_wants, CUDNN_DETERMINISTIC, other }; \
+        found[3] = { (algo)(other == math ? 1 : 5), CUDNN_STATUS_SUCCESS, -1, cudnn_on_cpu_wants,                   \
+                     CUDNN_DETERMINISTIC, other };                                                                  \
         found[4] = { (algo)1, CUDNN_STATUS_SUCCESS, -1, cudnn_on_cpu_wants, CUDNN_DETERMINISTIC, math };            \
         return *count = 5, CUDNN_STATUS_SUCCESS;                                                                    \
     }
@@ -147,14 +165,16 @@ CUDNN_OFFERS(BwdFilter, cudnnGetConvolutionBackwardFilterAlgorithm_v7, x, y, w, 
 #undef CUDNN_OFFERS
 
 /* One of three is made of the other two: 0 y, 1 x, 2 w. */
-inline cudnnStatus_t cudnn_run(int pass, cudnnHandle_t h, cudnn_thing *px, void *x, cudnn_thing *pw, void *w, cudnn_thing *pv, cudnn_thing *py,
-                               void *y, int algo, const void *space, size_t bytes, float alpha, float beta, const void *bias, bool relu)
+inline cudnnStatus_t cudnn_run(int pass, cudnnHandle_t h, cudnn_thing *px, void *x, cudnn_thing *pw, void *w,
+                               cudnn_thing *pv, cudnn_thing *py, void *y, int algo, const void *space, size_t bytes,
+                               float alpha, float beta, const void *bias, bool relu)
 {
     if (cudnn_refused(8 << pass)) return CUDNN_STATUS_NOT_SUPPORTED_SHAPE;
     emu::call   call;
     cudnn_thing X = *px, W = *pw, V = *pv, Y = *py;
-    if (h->kind != cudnn_thing::HANDLE || !h->stream || algo != 1 || V.math == CUDNN_TENSOR_OP_MATH || !cudnn_fits(px, pw, pv, py) || !X.holds(x) || !W.holds(w) ||
-        !Y.holds(y) || bytes < cudnn_on_cpu_wants || !emu::memory_holds(space, bytes, true) ||
+    if (h->kind != cudnn_thing::HANDLE || !h->stream || algo != 1 || V.math == CUDNN_TENSOR_OP_MATH ||
+        !cudnn_fits(px, pw, pv, py) || !X.holds(x) || !W.holds(w) || !Y.holds(y) || bytes < cudnn_on_cpu_wants ||
+        !emu::memory_holds(space, bytes, true) ||
         (bias && !emu::memory_holds(bias, (size_t)Y.c * Y.size(), true)))
         fprintf(stderr, "cudnn: wrong arguments, pass %d\n", pass), abort();
     cudnn_on_cpu_ran[bias ? 3 : pass]++;
@@ -163,9 +183,11 @@ inline cudnnStatus_t cudnn_run(int pass, cudnnHandle_t h, cudnn_thing *px, void 
         void              *out = pass == 0 ? y : pass == 1 ? x : w;
         std::vector<float> sum((size_t)to.count());
         for (int64_t i = 0; i < Y.count() * W.c * W.h * W.w; i++) {
-            int64_t tap = i % (W.c * W.h * W.w), o = i / (W.c * W.h * W.w), ow = o % Y.w, oh = o / Y.w % Y.h, c = o / Y.w / Y.h % Y.c;
+            int64_t tap = i % (W.c * W.h * W.w), o = i / (W.c * W.h * W.w), ow = o % Y.w, oh = o / Y.w % Y.h,
+                    c = o / Y.w / Y.h % Y.c;
             int64_t ih = oh * V.stride[0] - V.pad[0] + tap / W.w % W.h * V.dilation[0];
-            int64_t iw = ow * V.stride[1] - V.pad[1] + tap % W.w * V.dilation[1], ic = c / (Y.c / V.groups) * W.c + tap / W.w / W.h;
+            int64_t iw = ow * V.stride[1] - V.pad[1] + tap % W.w * V.dilation[1],
+                    ic = c / (Y.c / V.groups) * W.c + tap / W.w / W.h;
             if (ih < 0 || ih >= X.h || iw < 0 || iw >= X.w) continue;
             int64_t at = ((o / Y.w / Y.h / Y.c * X.c + ic) * X.h + ih) * X.w + iw, k = c * W.c * W.h * W.w + tap;
             if (pass == 0) sum[(size_t)o] += X.get(x, at) * W.get(w, k);
@@ -181,35 +203,42 @@ inline cudnnStatus_t cudnn_run(int pass, cudnnHandle_t h, cudnn_thing *px, void 
     return CUDNN_STATUS_SUCCESS;
 }
 
-inline cudnnStatus_t cudnnConvolutionForward(cudnnHandle_t h, const void *alpha, cudnnTensorDescriptor_t dx, const void *x, cudnnFilterDescriptor_t dw,
-    const void *w, cudnnConvolutionDescriptor_t v, cudnnConvolutionFwdAlgo_t algo, void *space, size_t bytes, const void *beta,
-    cudnnTensorDescriptor_t dy, void *y)
+inline cudnnStatus_t cudnnConvolutionForward(cudnnHandle_t h, const void *alpha, cudnnTensorDescriptor_t dx,
+                                             const void *x, cudnnFilterDescriptor_t dw, const void *w,
+                                             cudnnConvolutionDescriptor_t v, cudnnConvolutionFwdAlgo_t algo,
+                                             void *space, size_t bytes, const void *beta,
+                                             cudnnTensorDescriptor_t dy, void *y)
 {
     return cudnn_run(0, h, dx, const_cast<void *>(x), dw, const_cast<void *>(w), v, dy, y, algo, space, bytes,
                      *static_cast<const float *>(alpha), *static_cast<const float *>(beta), nullptr, false);
 }
-inline cudnnStatus_t cudnnConvolutionBackwardData(cudnnHandle_t h, const void *alpha, cudnnFilterDescriptor_t dw, const void *w,
-    cudnnTensorDescriptor_t dy, const void *y, cudnnConvolutionDescriptor_t v, cudnnConvolutionBwdDataAlgo_t algo, void *space, size_t bytes,
-    const void *beta, cudnnTensorDescriptor_t dx, void *x)
+inline cudnnStatus_t cudnnConvolutionBackwardData(cudnnHandle_t h, const void *alpha, cudnnFilterDescriptor_t dw,
+                                                  const void *w, cudnnTensorDescriptor_t dy, const void *y,
+                                                  cudnnConvolutionDescriptor_t v, cudnnConvolutionBwdDataAlgo_t algo,
+                                                  void *space, size_t bytes, const void *beta,
+                                                  cudnnTensorDescriptor_t dx, void *x)
 {
     return cudnn_run(1, h, dx, x, dw, const_cast<void *>(w), v, dy, const_cast<void *>(y), algo, space, bytes,
                      *static_cast<const float *>(alpha), *static_cast<const float *>(beta), nullptr, false);
 }
-inline cudnnStatus_t cudnnConvolutionBackwardFilter(cudnnHandle_t h, const void *alpha, cudnnTensorDescriptor_t dx, const void *x,
-    cudnnTensorDescriptor_t dy, const void *y, cudnnConvolutionDescriptor_t v, cudnnConvolutionBwdFilterAlgo_t algo, void *space, size_t bytes,
-    const void *beta, cudnnFilterDescriptor_t dw, void *w)
+inline cudnnStatus_t cudnnConvolutionBackwardFilter(cudnnHandle_t h, const void *alpha, cudnnTensorDescriptor_t dx,
+                                                    const void *x, cudnnTensorDescriptor_t dy, const void *y,
+                                                    cudnnConvolutionDescriptor_t v,
+                                                    cudnnConvolutionBwdFilterAlgo_t algo, void *space, size_t bytes,
+                                                    const void *beta, cudnnFilterDescriptor_t dw, void *w)
 {
     return cudnn_run(2, h, dx, const_cast<void *>(x), dw, w, v, dy, const_cast<void *>(y), algo, space, bytes,
                      *static_cast<const float *>(alpha), *static_cast<const float *>(beta), nullptr, false);
 }
-inline cudnnStatus_t cudnnConvolutionBiasActivationForward(cudnnHandle_t h, const void *alpha, cudnnTensorDescriptor_t dx, const void *x,
-    cudnnFilterDescriptor_t dw, const void *w, cudnnConvolutionDescriptor_t v, cudnnConvolutionFwdAlgo_t algo, void *space, size_t bytes,
-    const void *beta, cudnnTensorDescriptor_t dz, const void *, cudnnTensorDescriptor_t db, const void *bias, cudnnActivationDescriptor_t act,
-    cudnnTensorDescriptor_t dy, void *y)
+inline cudnnStatus_t cudnnConvolutionBiasActivationForward(
+    cudnnHandle_t h, const void *alpha, cudnnTensorDescriptor_t dx, const void *x, cudnnFilterDescriptor_t dw,
+    const void *w, cudnnConvolutionDescriptor_t v, cudnnConvolutionFwdAlgo_t algo, void *space, size_t bytes,
+    const void *beta, cudnnTensorDescriptor_t dz, const void *, cudnnTensorDescriptor_t db, const void *bias,
+    cudnnActivationDescriptor_t act, cudnnTensorDescriptor_t dy, void *y)
 {
     if (cudnn_refused(4)) return CUDNN_STATUS_NOT_SUPPORTED_SHAPE;
-    if (dz != dy || *static_cast<const float *>(beta) != 0 || !act->set || !bias || db->n != 1 || db->c != dy->c || db->h != 1 || db->w != 1 ||
-        db->type != dy->type)
+    if (dz != dy || *static_cast<const float *>(beta) != 0 || !act->set || !bias || db->n != 1 || db->c != dy->c ||
+        db->h != 1 || db->w != 1 || db->type != dy->type)
         fprintf(stderr, "cudnn: wrong arguments, fused\n"), abort();
     return cudnn_run(0, h, dx, const_cast<void *>(x), dw, const_cast<void *>(w), v, dy, y, algo, space, bytes,
                      *static_cast<const float *>(alpha), 0, bias, act->relu);

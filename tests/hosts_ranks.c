@@ -1,17 +1,17 @@
 /* The ranks of test_hosts.sh: some training steps of a model that is large for the network between two hosts.
        hosts_ranks threads|mpi none|onebit|exact steps timeout [bandwidth compute update pack]
-   Rank 0 prints, in seconds, the medians of a step, of its computation, of the update and of the exchange; the step that
-   hpml_simulate predicts from the four numbers given (bandwidth in bytes a second); bytes sent; the first and the last loss.
-   Without those numbers nothing overlaps, so that each part is measured alone. Every rank prints the hash of its weights,
-   or its error. */
+   Rank 0 prints, in seconds, the medians of a step, of its computation, of the update and of the exchange; the step
+   that hpml_simulate predicts from the four numbers given (bandwidth in bytes a second); bytes sent; the first and the
+   last loss. Without those numbers nothing overlaps, so that each part is measured alone. Every rank prints the hash of
+   its weights, or its error. */
 #include "../hpml_comm.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 /* In MPI_Finalize MPICH 4.0 over TCP closes its connections, then waits without serving them; a host that still has
-   something to flush hangs, in one run of five (mended in MPICH by pull request 6596). This takes the place of UCX's own
-   function: whoever comes here has said goodbye (see hpmlc_mpi_close), so there is nothing to flush. */
+   something to flush hangs, in one run of five (mended in MPICH by pull request 6596). This takes the place of UCX's
+   own function: whoever comes here has said goodbye (see hpmlc_mpi_close), so there is nothing to flush. */
 void *ucp_disconnect_nb(void *endpoint);
 void *ucp_disconnect_nb(void *endpoint) { return (void)endpoint, NULL; }
 
@@ -52,7 +52,8 @@ static double predict(const job *j, const hpml_codec_desc *codec)
         hpml_packing_init(&weight, codec, width[i + 1], width[i]);
         hpml_packing_init(&bias, codec, 1, width[i + 1]);
         elements[i] = n + width[i + 1], packed[i] = (int64_t)(weight.size + bias.size);
-        forward[i] = (double)n, backward[i] = (double)(i > 0 ? 2 * n : n); /* the first needs no gradient of its input */
+        /* the first needs no gradient of its input */
+        forward[i] = (double)n, backward[i] = (double)(i > 0 ? 2 * n : n);
         work += forward[i] + backward[i], all += elements[i];
     }
     for (int i = 0; i < LAYERS; i++) forward[i] *= j->compute / work, backward[i] *= j->compute / work;
@@ -72,7 +73,8 @@ static void draw(float *x, int32_t *y, int64_t step, int64_t first, int64_t samp
         hpml_rng noise = { 1, 1000 + (uint64_t)(step * BATCH + first + i), 0 };
         y[i] = (int32_t)hpml_rng_below(&noise, 10);
         hpml_rng pattern = { 1, (uint64_t)y[i], 0 };
-        for (int64_t k = 0; k < width[0]; k++) x[k] = hpml_rng_uniform(&pattern) * 0.5f + hpml_rng_uniform(&noise) - 0.75f;
+        for (int64_t k = 0; k < width[0]; k++)
+            x[k] = hpml_rng_uniform(&pattern) * 0.5f + hpml_rng_uniform(&noise) - 0.75f;
     }
 }
 
@@ -127,7 +129,8 @@ int main(int argc, char **argv)
     job              j = { argv[1], argv[2], atoi(argv[3]), atof(argv[4]), argc == 9, 0, 0, 0, 0 };
     hpml_launch_desc l = { .ranks = RANKS, .timeout = j.timeout, .ctx = { .seed = 1, .threads = 1 } };
     if (j.steps < 1 || j.steps > MOST) return fprintf(stderr, "1 to %d steps\n", MOST), 2;
-    if (j.predict) j.bandwidth = atof(argv[5]), j.compute = atof(argv[6]), j.update = atof(argv[7]), j.pack = atof(argv[8]);
+    if (j.predict)
+        j.bandwidth = atof(argv[5]), j.compute = atof(argv[6]), j.update = atof(argv[7]), j.pack = atof(argv[8]);
     if (strcmp(j.transport, "mpi") == 0) l.transport = HPML_TRANSPORT_MPI, l.network.ranks_per_node = 1;
     if (hpml_launch(&l, train, &j, error, sizeof error) == HPML_OK) return 0;
     fprintf(stderr, "%s\n", error);

@@ -1,4 +1,4 @@
-/* hpml.h's body, compiled once for all programs of build.ninja that need nothing else of it, and the doors of inside.h. */
+/* hpml.h's body, compiled once for all programs of build.ninja that need nothing else of it, and inside.h's doors. */
 #define HPML_IMPLEMENTATION
 #include "inside.h"
 
@@ -14,7 +14,8 @@ void inside_map(const void *k, hpml_act f, float *y, const float *x, int64_t n)
     ((const hpmli_kernels *)k)->act_forward((int)f, 0, y, x, n);
 }
 
-void inside_random(const void *k, inside_numbers kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)
+void inside_random(const void *k, inside_numbers kind, void *out, uint64_t seed, uint64_t stream,
+                   uint64_t first, int64_t n)
 {
     const hpmli_kernels *t = (const hpmli_kernels *)k;
     if (kind == INSIDE_WORDS) t->random_words((uint32_t *)out, seed, stream, first, n);

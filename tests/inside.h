@@ -8,4 +8,5 @@ void inside_parallel(hpml_ctx *ctx, int64_t tasks, void (*fn)(void *arg, int64_t
 void inside_map(const void *k, hpml_act f, float *y, const float *x, int64_t n);
 
 typedef enum inside_numbers { INSIDE_WORDS, INSIDE_UNIFORM, INSIDE_NORMAL } inside_numbers;
-void inside_random(const void *k, inside_numbers kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n);
+void inside_random(const void *k, inside_numbers kind, void *out, uint64_t seed, uint64_t stream,
+                   uint64_t first, int64_t n);

@@ -1,5 +1,5 @@
-/* What tests learn from: digits drawn by digits.h, or with HPML_MNIST=FOLDER those of MNIST's t10k files, the last 2,000 for
-   testing; by an MLP of 784-128-10. */
+/* What tests learn from: digits drawn by digits.h, or with HPML_MNIST=FOLDER those of MNIST's t10k files, the last
+   2,000 for testing; by an MLP of 784-128-10. */
 #include "../examples/digits.h"
 
 enum { TESTED = 2000, HIDDEN = 128 };
@@ -37,7 +37,8 @@ static void get_digits(int drawn)
 static hpml_dataset *digits(hpml_ctx *ctx, int first, int count)
 {
     static const int64_t shape[1] = { 784 };
-    return hpml_dataset_create(ctx, count, HPML_DTYPE_U8, 1, shape, images + (int64_t)first * 784, HPML_DTYPE_I32, 1, labels + first);
+    return hpml_dataset_create(ctx, count, HPML_DTYPE_U8, 1, shape, images + (int64_t)first * 784,
+                               HPML_DTYPE_I32, 1, labels + first);
 }
 
 static hpml_tensor *mlp(hpml_tensor *x)

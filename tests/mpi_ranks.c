@@ -27,7 +27,8 @@ static hpml_status correct(hpml_comm *c, void *user)
         if (types_case(c, (hpml_algorithm)a, 37) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
     hpml_rng shape = { .seed = 3 };
     for (int k = 0; k < 100; k++)
-        if (others_case(c, k < 8 ? k : hpml_rng_below(&shape, 500)) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
+        if (others_case(c, k < 8 ? k : hpml_rng_below(&shape, 500)) != HPML_OK)
+            return hpml_ctx_status(hpml_comm_ctx(c));
     CHECK(split_case(c) == HPML_OK);
     if (p > 1) {
         CHECK(messages_case(c, 3, 100000) == HPML_OK);
@@ -78,7 +79,8 @@ static hpml_status traffic_case(hpml_comm *c, void *user)
     }
     CHECK(k.bytes == 4 * (2 * 1003 - blocks[0] - blocks[1]));
     for (int i = 0, next = (hpml_comm_rank(c) + 1) % p; i < p; i++) /* all of it to the one ahead */
-        CHECK(hpml_comm_messages_to(c, i) == (i == next ? k.messages : 0) && hpml_comm_bytes_to(c, i) == (i == next ? k.bytes : 0));
+        CHECK(hpml_comm_messages_to(c, i) == (i == next ? k.messages : 0) &&
+              hpml_comm_bytes_to(c, i) == (i == next ? k.bytes : 0));
     return HPML_OK;
 }
 
@@ -90,7 +92,8 @@ static hpml_status timeline(hpml_comm *c, void *user)
     int          sums = 0;
     (void)user;
     CHECK(hpml_comm_trace_start(c, NULL) == HPML_OK);
-    for (int i = 0; i < 3; i++) CHECK(hpml_allreduce(c, x, 100, NULL) == HPML_OK && hpml_job_wait(hpml_iallreduce(c, x, 100, NULL)) == HPML_OK);
+    for (int i = 0; i < 3; i++)
+        CHECK(hpml_allreduce(c, x, 100, NULL) == HPML_OK && hpml_job_wait(hpml_iallreduce(c, x, 100, NULL)) == HPML_OK);
     CHECK(hpml_comm_trace_save(c, path) == HPML_OK);
     if (hpml_comm_rank(c) > 0) return HPML_OK;
     wrong = trace_read(path, hpml_comm_size(c), &seen);

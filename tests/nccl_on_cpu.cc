@@ -1,5 +1,5 @@
-/* NCCL on a CPU: see nccl_on_cpu.h. What a rank sends is copied when it calls, behind the work on its stream so far; what it
-   receives is written on its stream, when all ranks have called. */
+/* NCCL on a CPU: see nccl_on_cpu.h. What a rank sends is copied when it calls, behind the work on its stream so far;
+   what it receives is written on its stream, when all ranks have called. */
 #define HPML_CUDA_ON_CPU
 #include "cuda_on_cpu.h"
 #include "nccl_on_cpu.h"
@@ -66,7 +66,8 @@ bool results(const meeting &m, uint64_t number, int rank, std::vector<std::pair<
             const char *p = reinterpret_cast<const char *>(sum.data());
             out->push_back({ o.to, std::vector<char>(p, p + o.bytes) });
         } else if (o.kind == 'r') {
-            size_t nth = 0, found = 0;                  /* the n-th that I receive from this peer is the n-th it sends */
+            /* the n-th that I receive from this peer is the n-th it sends */
+            size_t nth = 0, found = 0;
             for (size_t k = 0; k < i; k++) nth += mine.ops[k].kind == 'r' && mine.ops[k].peer == o.peer;
             const op *from = nullptr;
             for (const op &s : m.groups.at({ number, o.peer })->ops)
@@ -162,7 +163,8 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id)
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t *config)
 {
     std::lock_guard<std::mutex> hold(guard);
-    if (strncmp(id.internal, "id ", 3) || rank < 0 || rank >= ranks || config->blocking != 0) return ncclInvalidArgument;
+    if (strncmp(id.internal, "id ", 3) || rank < 0 || rank >= ranks || config->blocking != 0)
+        return ncclInvalidArgument;
     std::shared_ptr<meeting> &m = meetings[id.internal];
     if (!m) m = std::make_shared<meeting>();
     m->ranks = ranks, m->joined++;
@@ -189,9 +191,11 @@ ncclResult_t ncclReduce(const void *send, void *recv, size_t count, ncclDataType
 ncclResult_t ncclBroadcast(const void *send, void *recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
                            cudaStream_t stream)
 {
-    return type != ncclFloat32 ? ncclInvalidArgument : add(comm, stream, { 'b', recv, 4 * count, root, false, {} }, send);
+    if (type != ncclFloat32) return ncclInvalidArgument;
+    return add(comm, stream, { 'b', recv, 4 * count, root, false, {} }, send);
 }
-ncclResult_t ncclSend(const void *data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream)
+ncclResult_t ncclSend(const void *data, size_t count, ncclDataType_t type, int peer,
+                      ncclComm_t comm, cudaStream_t stream)
 {
     return type > ncclUint8 ? ncclInvalidArgument : add(comm, stream, { 's', nullptr, count, peer, false, {} }, data);
 }

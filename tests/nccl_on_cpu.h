@@ -1,6 +1,6 @@
-/* NCCL on a CPU, for tests: the calls that hpml_cuda.cuh makes, between threads of one process whose contexts are on the
-   emulation's devices. Here are its types and names as nccl.h has them; nccl_on_cpu.cc has the rest. A communicator is
-   non-blocking: a call is in progress until all ranks have made it. Sums are taken in the order of the ranks. */
+/* NCCL on a CPU, for tests: the calls that hpml_cuda.cuh makes, between threads of one process whose contexts are on
+   the emulation's devices. Here are its types and names as nccl.h has them; nccl_on_cpu.cc has the rest. A communicator
+   is non-blocking: a call is in progress until all ranks have made it. Sums are taken in the order of the ranks. */
 #ifndef NCCL_ON_CPU_H
 #define NCCL_ON_CPU_H
 
@@ -29,7 +29,8 @@ ncclResult_t ncclReduce(const void *send, void *recv, size_t count, ncclDataType
                         ncclComm_t comm, cudaStream_t stream);
 ncclResult_t ncclBroadcast(const void *send, void *recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
                            cudaStream_t stream);
-ncclResult_t ncclSend(const void *data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream);
+ncclResult_t ncclSend(const void *data, size_t count, ncclDataType_t type, int peer,
+                      ncclComm_t comm, cudaStream_t stream);
 ncclResult_t ncclRecv(void *data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream);
 ncclResult_t ncclGroupStart(void);
 ncclResult_t ncclGroupEnd(void);

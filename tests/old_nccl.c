@@ -1,4 +1,4 @@
-/* A library that calls itself NCCL 2.8.4, of before non-blocking communicators: for the test that names what it found. */
+/* A library that says that it is NCCL 2.8.4, of before non-blocking communicators: for the test that names it. */
 int ncclGetVersion(int *version);
 int ncclGetVersion(int *version)
 {

@@ -30,11 +30,11 @@ typedef struct op_case {
     X(sqrt, hpml_activation(hpml_scale(hpml_mul(x, x), 1, 1), HPML_ACT_SQRT, 0), 3e-3)                                 \
     X(softmax, hpml_softmax(x), 5e-3) X(log_softmax, hpml_log_softmax(x), 5e-3)                                        \
     X(layernorm, hpml_layernorm(x, NULL), 5e-3) X(rmsnorm, hpml_rmsnorm(x, NULL), 5e-3)                                \
-    X(softmax_wide, hpml_scale(hpml_softmax(hpml_reshape_2d(x, -1, 252)), 60, 0), 5e-3)                                 \
-    X(layernorm_wide, hpml_layernorm(hpml_reshape_2d(x, -1, 252), NULL), 5e-3)                                          \
+    X(softmax_wide, hpml_scale(hpml_softmax(hpml_reshape_2d(x, -1, 252)), 60, 0), 5e-3)                                \
+    X(layernorm_wide, hpml_layernorm(hpml_reshape_2d(x, -1, 252), NULL), 5e-3)                                         \
     X(rmsnorm_plain, hpml_rmsnorm(x, &(hpml_norm_desc){ .no_affine = true }), 5e-3)                                    \
     X(batchnorm, hpml_batchnorm(x, NULL), 8e-3)                                                                        \
-    X(batchnorm_rows, hpml_batchnorm(hpml_reshape_2d(x, -1, 7), &(hpml_norm_desc){ .no_affine = true }), 8e-3)        \
+    X(batchnorm_rows, hpml_batchnorm(hpml_reshape_2d(x, -1, 7), &(hpml_norm_desc){ .no_affine = true }), 8e-3)         \
     X(batchnorm_relu, hpml_batchnorm(x, &(hpml_norm_desc){ .activation = HPML_ACT_RELU }), 1e-2)                       \
     X(matmul, hpml_matmul(x, x, false, true), 5e-3) X(matmul_at, hpml_matmul(x, x, true, false), 5e-3)                 \
     X(matmul_shared, hpml_matmul(x, weight(x, 1, 7, 5), false, false), 5e-3)                                           \
@@ -43,9 +43,12 @@ typedef struct op_case {
     X(linear_gelu, hpml_linear(x, 5, &(hpml_linear_desc){ .activation = HPML_ACT_GELU }), 5e-3)                        \
     X(linear_tanh, hpml_linear(x, 5, &(hpml_linear_desc){ .activation = HPML_ACT_TANH, .no_bias = true }), 5e-3)       \
     X(conv, hpml_conv2d(x, 6, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1 }), 5e-3)                             \
-    X(conv_stride, hpml_conv2d(x, 5, &(hpml_conv2d_desc){ .kernel_h = 3, .kernel_w = 2, .stride_h = 2, .stride_w = 3, .padding_h = 1 }), 5e-3) \
-    X(conv_groups, hpml_conv2d(x, 6, &(hpml_conv2d_desc){ .kernel_h = 3, .dilation_h = 2, .padding_h = 2, .groups = 2 }), 5e-3) \
-    X(conv_depthwise, hpml_conv2d(x, 8, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1, .groups = 4, .activation = HPML_ACT_TANH }), 5e-3) \
+    X(conv_stride, hpml_conv2d(x, 5, &(hpml_conv2d_desc){ .kernel_h = 3, .kernel_w = 2, .stride_h = 2, .stride_w = 3,  \
+                                                          .padding_h = 1 }), 5e-3)                                     \
+    X(conv_groups, hpml_conv2d(x, 6, &(hpml_conv2d_desc){ .kernel_h = 3, .dilation_h = 2, .padding_h = 2,              \
+                                                          .groups = 2 }), 5e-3)                                        \
+    X(conv_depthwise, hpml_conv2d(x, 8, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1, .groups = 4,               \
+                                                             .activation = HPML_ACT_TANH }), 5e-3)                     \
     X(conv_1x1, hpml_conv2d(x, 5, &(hpml_conv2d_desc){ .kernel_h = 1 }), 5e-3)                                         \
     X(conv_large, hpml_conv2d(x, 3, &(hpml_conv2d_desc){ .kernel_h = 5, .padding_h = 3, .stride_h = 3 }), 5e-3)        \
     X(max_pool, hpml_max_pool2d(x, 2, 0, 0), 1e-2) X(max_pool_3, hpml_max_pool2d(x, 3, 2, 1), 1e-2)                    \
@@ -55,7 +58,7 @@ typedef struct op_case {
     X(transpose, hpml_transpose(x, 1, 3), 3e-3) X(permute_rows, hpml_permute(x, (int[]){ 0, 2, 1, 3 }), 3e-3)          \
     X(slices, hpml_concat((hpml_tensor *[]){ hpml_slice(x, 1, 3, 1), hpml_slice(x, 1, 1, 2) }, 2, 1), 3e-3)            \
     X(concat, hpml_concat((hpml_tensor *[]){ x, hpml_tanh(x), x }, 3, 1), 3e-3)                                        \
-    X(reshape_input, hpml_softmax(hpml_reshape_3d(x, -1, 6, 21)), 5e-3)                                                 \
+    X(reshape_input, hpml_softmax(hpml_reshape_3d(x, -1, 6, 21)), 5e-3)                                                \
     X(reshape_weight, hpml_mul(x, hpml_reshape_3d(weight(x, 1, 7, 4), 4, 1, 7)), 5e-3)                                 \
     X(sum, hpml_sum(x, 2), 3e-3) X(mean, hpml_mean(x, 3), 3e-3) X(sum_batch, hpml_add(x, hpml_sum(x, 0)), 3e-3)        \
     X(mean_all, hpml_add(hpml_mean(x, HPML_ALL_DIMS), x), 3e-3)                                                        \
@@ -77,9 +80,13 @@ static hpml_tensor *weight(hpml_tensor *x, int64_t a, int64_t b, int64_t c)
 }
 
 /* a sum that two norms and a third op read */
-static hpml_tensor *norms(hpml_tensor *x) { return hpml_add(hpml_mul(hpml_layernorm(x, NULL), hpml_rmsnorm(x, NULL)), x); }
+static hpml_tensor *norms(hpml_tensor *x)
+{
+    return hpml_add(hpml_mul(hpml_layernorm(x, NULL), hpml_rmsnorm(x, NULL)), x);
+}
 
-static hpml_tensor *three(hpml_tensor *x) { return hpml_reshape_3d(hpml_slice(x, 2, 0, 6), -1, 14, 12); } /* (B, T, 12) */
+/* (B, T, 12) */
+static hpml_tensor *three(hpml_tensor *x) { return hpml_reshape_3d(hpml_slice(x, 2, 0, 6), -1, 14, 12); }
 
 #define DEFINE(name, e, tolerance) static hpml_tensor *op_##name(hpml_tensor *x) { return e; }
 OPS(DEFINE)

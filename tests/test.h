@@ -1,6 +1,6 @@
 /* A test program: TEST(name) { ... ENSURE(condition); ENSURE_NEAR(a, b, tolerance); } and nothing else; main is here.
-   Options: --filter TEXT runs the tests whose name contains it, --test NAME that one, --list names them. Exit: 0 passed, 1 failed,
-   77 all skipped. */
+   Options: --filter TEXT runs the tests whose name contains it, --test NAME that one, --list names them.
+   Exit: 0 passed, 1 failed, 77 all skipped. */
 #ifndef HPML_TEST_H
 #define HPML_TEST_H
 
@@ -21,7 +21,8 @@ typedef struct test_case {
     struct test_case *next;
 } test_case;
 
-#ifndef TEST_OUT /* where what failed is told. TEST_GIVE_UP(): the first failure is the last, and this ends the program */
+/* TEST_OUT: where what failed is told. TEST_GIVE_UP(): the first failure is the last, and this ends the program. */
+#ifndef TEST_OUT
 #define TEST_OUT stdout
 #endif
 

@@ -1,6 +1,6 @@
-/* A timeline's file, read back by a strict reader of JSON: trace_read says what is wrong with it, or NULL. Right is an array
-   with, for each rank, a process of its name and its four lanes; and spans that have name, ph, ts, dur, pid and tid and do
-   not overlap within a lane: one begins after the other has ended, or is a part of it. */
+/* A timeline's file, read back by a strict reader of JSON: trace_read says what is wrong with it, or NULL. Right is an
+   array with, for each rank, a process of its name and its four lanes; and spans that have name, ph, ts, dur, pid and
+   tid and do not overlap within a lane: one begins after the other has ended, or is a part of it. */
 #ifndef HPML_TRACE_H
 #define HPML_TRACE_H
 
@@ -31,7 +31,8 @@ static void trace_string(trace_text *t, char to[64])
     for (; !t->bad && *t->at != '"'; t->at++) {
         bool escaped = *t->at == '\\' && t->at++;
         trace_want(t, (unsigned char)*t->at >= 32 && (!escaped || strchr("\"\\/bfnrtu", *t->at)));
-        for (int i = 1; i <= 4 && escaped && *t->at == 'u' && !t->bad; i++) trace_want(t, t->at[i] && strchr("0123456789abcdefABCDEF", t->at[i]));
+        for (int i = 1; i <= 4 && escaped && *t->at == 'u' && !t->bad; i++)
+            trace_want(t, t->at[i] && strchr("0123456789abcdefABCDEF", t->at[i]));
         if (n < 63) to[n++] = *t->at;
     }
     to[n] = 0;
@@ -53,7 +54,10 @@ static double trace_number(trace_text *t)
     int  n = trace_digits(t);
     trace_want(t, n > 0 && !(zero && n > 1));
     if (*t->at == '.') t->at++, trace_want(t, trace_digits(t) > 0);
-    if (*t->at == 'e' || *t->at == 'E') t->at += t->at[1] == '+' || t->at[1] == '-' ? 2 : 1, trace_want(t, trace_digits(t) > 0);
+    if (*t->at == 'e' || *t->at == 'E') {
+        t->at += t->at[1] == '+' || t->at[1] == '-' ? 2 : 1;
+        trace_want(t, trace_digits(t) > 0);
+    }
     return t->bad ? 0 : atof(start);
 }
 
@@ -92,7 +96,8 @@ static int trace_order(const void *a, const void *b)
     const trace_span *x = (const trace_span *)a, *y = (const trace_span *)b;
     const int         by[] = { TRACE_PID, TRACE_TID, TRACE_TS };
     int               c = strcmp(x->text[TRACE_PH], y->text[TRACE_PH]);
-    for (int i = 0; i < 3 && c == 0; i++) c = (x->number[by[i]] > y->number[by[i]]) - (x->number[by[i]] < y->number[by[i]]);
+    for (int i = 0; i < 3 && c == 0; i++)
+        c = (x->number[by[i]] > y->number[by[i]]) - (x->number[by[i]] < y->number[by[i]]);
     return c ? c : (x->number[TRACE_DUR] < y->number[TRACE_DUR]) - (x->number[TRACE_DUR] > y->number[TRACE_DUR]);
 }
 
@@ -106,12 +111,15 @@ static const char *trace_events(trace *t, int ranks)
         const trace_span *s = &t->span[i];
         bool span = strcmp(s->text[TRACE_PH], "X") == 0, whole = strcmp(s->text[TRACE_NAME], "process_name") == 0;
         int  pid = (int)s->number[TRACE_PID], tid = (int)s->number[TRACE_TID];
-        if (pid < 0 || pid >= ranks || pid != s->number[TRACE_PID] || tid < 0 || tid >= TRACE_LANES || tid != s->number[TRACE_TID]) return "no such rank or lane";
+        if (pid < 0 || pid >= ranks || pid != s->number[TRACE_PID] || tid < 0 || tid >= TRACE_LANES ||
+            tid != s->number[TRACE_TID])
+            return "no such rank or lane";
         snprintf(name, sizeof name, "rank %d", pid);
         if (span) t->span[spans++] = *s;
         if (s->has != (span ? 0x7bu : whole ? 0x27u : 0x67u)) return "an event lacks a field";
         if (!span && strcmp(s->text[TRACE_PH], "M") != 0) return "an event of another kind";
-        if (!span && strcmp(s->text[TRACE_ARG], whole ? name : lanes[tid]) != 0) return "a rank or a lane has another name";
+        if (!span && strcmp(s->text[TRACE_ARG], whole ? name : lanes[tid]) != 0)
+            return "a rank or a lane has another name";
         if (!span) (*(whole ? &process[pid] : &lane[pid][tid]))++;
         if (span && s->number[TRACE_DUR] < 0) return "a span ends before it begins";
     }
@@ -130,10 +138,13 @@ static const char *trace_overlap(trace *t)
     qsort(t->span, (size_t)t->spans, sizeof *t->span, trace_order);
     for (int i = 0; i < t->spans; i++) {
         const trace_span *s = &t->span[i], *before = s - (i > 0);
-        double ts = s->number[TRACE_TS], last = ts + s->number[TRACE_DUR], slack = 0.002; /* both are cut off after nanoseconds */
-        if (before->number[TRACE_PID] != s->number[TRACE_PID] || before->number[TRACE_TID] != s->number[TRACE_TID]) open = 0;
+        /* both are cut off after nanoseconds */
+        double ts = s->number[TRACE_TS], last = ts + s->number[TRACE_DUR], slack = 0.002;
+        if (before->number[TRACE_PID] != s->number[TRACE_PID] || before->number[TRACE_TID] != s->number[TRACE_TID])
+            open = 0;
         while (open > 0 && end[open - 1] <= ts + slack) open--;
-        snprintf(said, sizeof said, "rank %.0f, lane %.0f: \"%s\" at %.3f overlaps \"%s\"", s->number[TRACE_PID], s->number[TRACE_TID], s->text[TRACE_NAME], ts, before->text[TRACE_NAME]);
+        snprintf(said, sizeof said, "rank %.0f, lane %.0f: \"%s\" at %.3f overlaps \"%s\"", s->number[TRACE_PID],
+                 s->number[TRACE_TID], s->text[TRACE_NAME], ts, before->text[TRACE_NAME]);
         if (open == 8 || (open > 0 && last > end[open - 1] + slack)) return said;
         end[open++] = last;
     }
