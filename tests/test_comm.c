@@ -70,7 +70,8 @@ TEST(every_algorithm_every_rank_count)
             for (int per_node = 0; per_node < ranks[i] && per_node < 6; per_node++)
                 for (int spread = 0; spread < 1 + (per_node > 1); spread++) {
                     hpml_network net;
-                    bool few = (!SLOW_BUILD || (ranks[i] <= 8 && ranks[i] != 7)) && (per_node == 0 || per_node + spread == 3);
+                    bool few = (!SLOW_BUILD || (ranks[i] <= 8 && ranks[i] != 7)) &&
+                               (per_node == 0 || per_node + spread == 3);
                     bool some = SLOW_BUILD || transports[t] == HPML_TRANSPORT_CLOCK || ranks[i] > 5;
                     if (some && !few) continue;
                     bool nodes = per_node > 0;
@@ -116,8 +117,8 @@ static int go_to_first_core(core_mask *all)
     return syscall(SYS_sched_setaffinity, 0, sizeof one, &one) == 0 ? count : 0;
 }
 
-/* Both ranks on one core: who waits leaves it to the other at once, by going to sleep, and does not look for it until it
-   is tired, when it would yield. Sleeps are counted by the kernel, whatever else this machine does. */
+/* Both ranks on one core: who waits leaves it to the other at once, by going to sleep, and does not look for it until
+   it is tired, when it would yield. Sleeps are counted by the kernel, whatever else this machine does. */
 static hpml_status crowded(hpml_comm *c, void *user)
 {
     enum { BARRIERS = 400 };
@@ -450,7 +451,10 @@ TEST(split_by_colour_and_node)
 
 /* ---- jobs ---- */
 
-static hpml_status jobs(hpml_comm *c, void *user) { return (void)user, jobs_case(c, SLOW_BUILD || is_clock(c) ? 5 : 20); }
+static hpml_status jobs(hpml_comm *c, void *user)
+{
+    return (void)user, jobs_case(c, SLOW_BUILD || is_clock(c) ? 5 : 20);
+}
 
 TEST(jobs_in_the_background)
 {
@@ -467,7 +471,8 @@ TEST(tensors_in_different_orders)
 {
     for (int t = 0; t < 2; t++)
         for (int p = 1; p <= 5; p++)
-            for (int onebit = 0; onebit < 2; onebit++) ENSURE(launch(transports[t], p, orders, &(bool){ onebit }) == HPML_OK);
+            for (int onebit = 0; onebit < 2; onebit++)
+                ENSURE(launch(transports[t], p, orders, &(bool){ onebit }) == HPML_OK);
 }
 
 static hpml_status not_waited_for(hpml_comm *c, void *user) /* the job's array lives as long as the program */
@@ -774,11 +779,13 @@ static hpml_status counting(hpml_comm *c, void *user)
     CHECK(hpml_allreduce(c, x, 64, NULL) == HPML_OK);
     hpml_comm_counters(c, &k);
     CHECK(k.bytes >= 4 * 256 && k.messages >= 4 && k.rounds >= 4 && k.seconds >= 0);
-    CHECK(hpml_comm_bytes_to(c, !hpml_comm_rank(c)) == k.bytes && hpml_comm_messages_to(c, !hpml_comm_rank(c)) == k.messages);
+    CHECK(hpml_comm_bytes_to(c, !hpml_comm_rank(c)) == k.bytes &&
+          hpml_comm_messages_to(c, !hpml_comm_rank(c)) == k.messages);
     hpml_comm_counters_reset(c);
     hpml_comm_counters(c, &k);
     CHECK(k.bytes == 0 && k.messages == 0 && k.rounds == 0 && k.seconds == 0);
-    for (int i = -1; i < 3; i++) CHECK(hpml_comm_bytes_to(i < 2 ? c : NULL, i % 2) == 0 && hpml_comm_messages_to(i < 2 ? c : NULL, i % 2) == 0);
+    for (int i = -1; i < 3; i++)
+        CHECK(hpml_comm_bytes_to(i < 2 ? c : NULL, i % 2) == 0 && hpml_comm_messages_to(i < 2 ? c : NULL, i % 2) == 0);
     CHECK(hpml_comm_bytes_to(c, 5) == 0 && hpml_comm_messages_to(c, 5) == 0);
     return HPML_OK;
 }
@@ -926,7 +933,9 @@ static hpml_status bad_call(hpml_comm *c, void *user)
 {
     float x[8] = { 0 }, y[16] = { 0 };
     switch (*(int *)user) {
-    case 0: return hpml_comm_rank(c) ? hpml_recv(c, 0, HPML_TAG_MAX + 1, x, 4) : hpml_send(c, 1, HPML_TAG_MAX + 1, x, 4);
+    case 0:
+        if (hpml_comm_rank(c)) return hpml_recv(c, 0, HPML_TAG_MAX + 1, x, 4);
+        return hpml_send(c, 1, HPML_TAG_MAX + 1, x, 4);
     case 1: return hpml_comm_rank(c) ? hpml_recv(c, 0, -1, x, 4) : hpml_send(c, 1, -1, x, 4);
     case 2: return hpml_gather(c, x, 4, y, 2);
     case 3: return hpml_scatter(c, y, 4, x, -1);
@@ -943,7 +952,8 @@ static char heard[8];
 static const failure failures[] = {
     { "leaves", leaves, 3, false, 20, HPML_ERR_COMM, { "waits for rank 1, which has left", "allreduce", NULL } },
     { "raises", raises, 3, false, 20, HPML_ERR_NONFINITE, { "rank 1: the loss is NaN", NULL, NULL } },
-    { "returns an error", returns_error, 3, false, 20, HPML_ERR_READ, { "rank 1: the rank's function returned cannot read", NULL, NULL } },
+    { "returns an error", returns_error, 3, false, 20, HPML_ERR_READ,
+      { "rank 1: the rank's function returned cannot read", NULL, NULL } },
     { "another collective", another, 3, false, 20, HPML_ERR_COMM, { "deadlock", "waits for rank", "allreduce" } },
     { "other collective, checked", another, 3, true, 20, HPML_ERR_COMM, { "rank 0 is in broadcast", "in allreduce" } },
     { "another count", other_count, 3, false, 20, HPML_ERR_COMM, { "bytes", "same counts", NULL } },
@@ -959,7 +969,8 @@ static const failure failures[] = {
     { "sleeps", sleeps, 3, false, 0.2, HPML_ERR_TIMEOUT, { "waited 0.2 s for rank", "allreduce", NULL } },
     { "leaves, a tensor not ready", leaves_unready, 3, false, 20, 0, { "rank 1", NULL, NULL } },
     { "no such tensor", ready_twice, 2, false, 20, HPML_ERR_ARGUMENT, { "tensor 1 of 1: no such one", NULL, NULL } },
-    { "not ready", not_ready, 3, false, 0.4, HPML_ERR_TIMEOUT, { "waited 0.4 s for tensor 1 \"b1\"", "on rank 1", NULL } },
+    { "not ready", not_ready, 3, false, 0.4, HPML_ERR_TIMEOUT,
+      { "waited 0.4 s for tensor 1 \"b1\"", "on rank 1", NULL } },
     { "unanswered", unanswered, 2, false, 0.2, HPML_ERR_TIMEOUT, { "waited 0.2 s for rank 1", NULL, NULL } },
 };
 
@@ -973,8 +984,8 @@ static hpml_status survivor(hpml_comm *c, void *user)
     return status;
 }
 
-/* One run of it: as it should end, on all ranks but one that leaves or was served (in two cases others have nothing to do with
-   it), and long before a deadline that is not meant to pass. */
+/* One run of it: as it should end, on all ranks but one that leaves or was served (in two cases others have nothing to
+   do with it), and long before a deadline that is not meant to pass. */
 static bool fails_as_told(const failure *f, hpml_transport_kind transport)
 {
     failing          g = { f, 0 };
@@ -990,7 +1001,9 @@ static bool fails_as_told(const failure *f, hpml_transport_kind transport)
     for (int k = 0; k < 3 && f->text[k]; k++) good = good && strstr(error, f->text[k]);
     if (f->fn != job_alone && f->fn != in_a_part) good = good && g.count >= f->ranks - 1;
     if (f->fn == raises) good = good && heard[0] && heard[2];
-    if (!good) printf("    %s, transport %d: %d on %d ranks, %.3f s, %s\n", f->name, (int)transport, status, g.count, took, error);
+    if (!good)
+        printf("    %s, transport %d: %d on %d ranks, %.3f s, %s\n", f->name, (int)transport,
+               status, g.count, took, error);
     return good;
 }
 
@@ -1055,16 +1068,19 @@ TEST(arguments_are_checked)
     ENSURE(hpml_send(NULL, 0, 0, &x, 4) != HPML_OK && hpml_recv(NULL, 0, 0, &x, 4) != HPML_OK);
     ENSURE(hpml_iallreduce(NULL, &x, 1, NULL) == NULL && hpml_job_wait(NULL) != HPML_OK && hpml_job_done(NULL));
     ENSURE(hpml_comm_split(NULL, 0, 0) == NULL && hpml_comm_split_node(NULL) == NULL);
-    ENSURE(hpml_world_create(HPML_TRANSPORT_THREADS, 0, NULL) == NULL && hpml_world_create((hpml_transport_kind)7, 2, NULL) == NULL);
+    ENSURE(hpml_world_create(HPML_TRANSPORT_THREADS, 0, NULL) == NULL &&
+           hpml_world_create((hpml_transport_kind)7, 2, NULL) == NULL);
     ENSURE(hpml_world_create(HPML_TRANSPORT_MPI, 2, NULL) == NULL);
     d.ranks = 2, d.transport = (hpml_transport_kind)7;
-    ENSURE(hpml_launch(&d, nothing, NULL, error, sizeof error) == HPML_ERR_ARGUMENT && strstr(error, "transport 7: out of range"));
+    ENSURE(hpml_launch(&d, nothing, NULL, error, sizeof error) == HPML_ERR_ARGUMENT &&
+           strstr(error, "transport 7: out of range"));
     for (int t = 0; t < 2; t++) { /* none such; another one than the world's */
         hpml_world *w = hpml_world_create(HPML_TRANSPORT_CLOCK, 1, NULL);
         hpml_ctx_clear_error(ctx);
         k.world = w, k.transport = t ? HPML_TRANSPORT_THREADS : (hpml_transport_kind)7;
         ENSURE(w && hpml_comm_create(ctx, &k) == NULL);
-        ENSURE(hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), t ? "a world of 1 of another transport" : "no transport 7"));
+        ENSURE(hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT &&
+               strstr(hpml_ctx_error(ctx), t ? "a world of 1 of another transport" : "no transport 7"));
         hpml_world_free(w);
     }
     k.world = NULL;
@@ -1099,8 +1115,9 @@ TEST(the_environment_says_where_to_run)
         { "threads:3", NULL, NULL, NULL, 2, "threads 2" }, { NULL, NULL, "4", NULL, 0, "threads 1" },
         { "", NULL, NULL, NULL, 0, "threads 1" }, { "", "threads:3", NULL, NULL, 0, "threads 3" },
         { "auto", NULL, "4", "4", 0, NULL }, { "mpi", NULL, NULL, NULL, 0, NULL },
-        { "thread:3", NULL, NULL, NULL, 0, NULL }, { "threads:", NULL, NULL, NULL, 0, NULL }, { "threads:0", NULL, NULL, NULL, 0, NULL },
-        { "serial:2", NULL, NULL, NULL, 0, NULL }, { "threads:2x", NULL, NULL, NULL, 0, NULL } };
+        { "thread:3", NULL, NULL, NULL, 0, NULL }, { "threads:", NULL, NULL, NULL, 0, NULL },
+        { "threads:0", NULL, NULL, NULL, 0, NULL }, { "serial:2", NULL, NULL, NULL, 0, NULL },
+        { "threads:2x", NULL, NULL, NULL, 0, NULL } };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         hpml_launch_desc d;
         char             got[32] = "";
@@ -1113,8 +1130,9 @@ TEST(the_environment_says_where_to_run)
         for (int k = 0; k < 3; k++) unsetenv(names[k]);
         if (strcmp(got, cases[i].got ? cases[i].got : "") != 0) printf("    case %d: %s %s\n", (int)i, got, error);
         ENSURE(strcmp(got, cases[i].got ? cases[i].got : "") == 0);
+        /* before 12: this program has no MPI, so not four lonely ones; after: no such way to run */
         if (cases[i].got) ENSURE(status == HPML_OK);
-        else if (i < 12) ENSURE(status != HPML_OK && strstr(error, "mpicc")); /* this program has no MPI: no four lonely ones */
+        else if (i < 12) ENSURE(status != HPML_OK && strstr(error, "mpicc"));
         else ENSURE(status == HPML_ERR_ARGUMENT && strstr(error, cases[i].env) && strstr(error, "HPML_RUN"));
     }
 }

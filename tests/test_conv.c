@@ -1,4 +1,5 @@
-/* Convolution, pooling, batch normalization: against plain double loops, on every instruction set, at any thread count. */
+/* Convolution, pooling, batch normalization: against plain double loops, on every instruction set, at any thread
+   count. */
 #include "kernels.h"
 #include "test.h"
 
@@ -68,14 +69,16 @@ static hpml_tensor *conv_record(hpml_tensor *x, const convolution *t)
         for (int64_t o = 0; o < (t)->OC; o++)                                                                          \
             for (int64_t i = 0; i < (y)->shape[2]; i++)                                                                \
                 for (int64_t j = 0; j < (y)->shape[3]; j++) {                                                          \
-                    int64_t yi = ((b * (t)->OC + o) * (y)->shape[2] + i) * (y)->shape[3] + j, IC = (t)->C / (t)->groups; \
+                    int64_t IC = (t)->C / (t)->groups, g = o / ((t)->OC / (t)->groups);                                \
+                    int64_t yi = ((b * (t)->OC + o) * (y)->shape[2] + i) * (y)->shape[3] + j;                          \
                     for (int64_t c = 0; c < IC; c++)                                                                   \
                         for (int64_t u = 0; u < (t)->kh; u++)                                                          \
                             for (int64_t v = 0; v < (t)->kw; v++) {                                                    \
-                                int64_t row = i * (t)->sh + u * (t)->dh - (t)->ph, col = j * (t)->sw + v * (t)->dw - (t)->pw; \
-                                int64_t g = o / ((t)->OC / (t)->groups), wi = ((o * IC + c) * (t)->kh + u) * (t)->kw + v;  \
-                                int64_t xi = ((b * (t)->C + g * IC + c) * (t)->H + row) * (t)->W + col;                  \
-                                if (row < 0 || col < 0 || row >= (t)->H || col >= (t)->W) continue;\
+                                int64_t row = i * (t)->sh + u * (t)->dh - (t)->ph;                                     \
+                                int64_t col = j * (t)->sw + v * (t)->dw - (t)->pw;                                     \
+                                int64_t wi = ((o * IC + c) * (t)->kh + u) * (t)->kw + v;                               \
+                                int64_t xi = ((b * (t)->C + g * IC + c) * (t)->H + row) * (t)->W + col;                \
+                                if (row < 0 || col < 0 || row >= (t)->H || col >= (t)->W) continue;                    \
                                 body;                                                                                  \
                             }                                                                                          \
                 }
@@ -126,7 +129,8 @@ static double conv_check(const char *isa, int threads, const convolution *full, 
     w = hpml_param_find(m.ctx, "c.weight"), bias = hpml_param_find(m.ctx, "c.bias");
     hpml_graph_batch(m.g, rows);
     t.B = rows;
-    y = zeros(hpml_tensor_count(m.y)), dx = zeros(hpml_tensor_count(m.x)), dw = zeros(hpml_tensor_count(w)), db = zeros(t.OC);
+    y = zeros(hpml_tensor_count(m.y)), dx = zeros(hpml_tensor_count(m.x));
+    dw = zeros(hpml_tensor_count(w)), db = zeros(t.OC);
     for (int i = 0; i < (accumulate ? 2 : 1); i++) {
         hpml_graph_forward(m.g, true, 1);
         hpml_graph_backward(m.g, 1, i > 0);
@@ -217,8 +221,8 @@ TEST(conv_random)
         t.bias = draw[14] % 2, t.act = draw[15] % 2 ? HPML_ACT_RELU : HPML_ACT_NONE;
         d = conv_check(isas[i % ISAS], 1 + i % 2, &t, t.B, i % 3 == 0);
         if (!(d < 1e-4))
-            printf("%s: B%d C%d %dx%d OC%d k%dx%d s%dx%d p%dx%d d%dx%d g%d: %g\n", isas[i % ISAS], (int)t.B, (int)t.C, (int)t.H,
-                   (int)t.W, (int)t.OC, t.kh, t.kw, t.sh, t.sw, t.ph, t.pw, t.dh, t.dw, t.groups, d);
+            printf("%s: B%d C%d %dx%d OC%d k%dx%d s%dx%d p%dx%d d%dx%d g%d: %g\n", isas[i % ISAS], (int)t.B, (int)t.C,
+                   (int)t.H, (int)t.W, (int)t.OC, t.kh, t.kw, t.sh, t.sw, t.ph, t.pw, t.dh, t.dw, t.groups, d);
         ENSURE(d < 1e-4);
     }
 }
@@ -266,8 +270,8 @@ TEST(conv_same_bits_at_any_thread_count)
     }
 }
 
-static hpml_status conv_status(int64_t C, int64_t H, int64_t out, int32_t kernel, int32_t padding, int32_t groups, hpml_act act,
-                               bool flat, const char *words)
+static hpml_status conv_status(int64_t C, int64_t H, int64_t out, int32_t kernel, int32_t padding, int32_t groups,
+                               hpml_act act, bool flat, const char *words)
 {
     hpml_ctx        *ctx = context(NULL, 1);
     hpml_conv2d_desc d;
@@ -336,7 +340,8 @@ static double pool_check(const char *isa, int threads, const pooling *t, int kin
             for (int pass = 0; pass < 2; pass++) {
                 for (int64_t u = 0; u < (kind == 2 ? t->H : t->kernel); u++)
                     for (int64_t v = 0; v < (kind == 2 ? t->W : t->kernel); v++) {
-                        int64_t h = kind == 2 ? u : o / OW * stride + u - t->padding, w = kind == 2 ? v : o % OW * stride + v - t->padding;
+                        int64_t h = kind == 2 ? u : o / OW * stride + u - t->padding;
+                        int64_t w = kind == 2 ? v : o % OW * stride + v - t->padding;
                         if (h < 0 || w < 0 || h >= t->H || w >= t->W) continue;
                         if (pass == 0) sum += (double)x[h * t->W + w], count++;
                         else if (kind > 0) dx[p * t->H * t->W + h * t->W + w] += dy / (double)count;
@@ -354,9 +359,10 @@ static double pool_check(const char *isa, int threads, const pooling *t, int kin
 }
 
 static const pooling poolings[] = {
-    { 1, 1, 1, 1, 1, 0, 0 }, { 2, 3, 2, 2, 2, 0, 0 }, { 2, 3, 28, 28, 2, 0, 0 }, { 3, 5, 32, 32, 2, 2, 0 }, { 2, 3, 7, 9, 2, 0, 0 },
-    { 2, 3, 24, 50, 2, 0, 0 }, { 2, 3, 33, 67, 2, 2, 0 }, { 2, 3, 9, 7, 3, 2, 1 }, { 2, 3, 12, 13, 3, 0, 0 }, { 2, 2, 13, 11, 3, 1, 1 },
-    { 2, 2, 13, 11, 5, 3, 2 }, { 2, 2, 8, 8, 8, 0, 0 }, { 2, 2, 10, 10, 2, 1, 0 }, { 2, 2, 10, 11, 2, 2, 1 }, { 1, 2, 5, 5, 1, 2, 0 },
+    { 1, 1, 1, 1, 1, 0, 0 }, { 2, 3, 2, 2, 2, 0, 0 }, { 2, 3, 28, 28, 2, 0, 0 }, { 3, 5, 32, 32, 2, 2, 0 },
+    { 2, 3, 7, 9, 2, 0, 0 }, { 2, 3, 24, 50, 2, 0, 0 }, { 2, 3, 33, 67, 2, 2, 0 }, { 2, 3, 9, 7, 3, 2, 1 },
+    { 2, 3, 12, 13, 3, 0, 0 }, { 2, 2, 13, 11, 3, 1, 1 }, { 2, 2, 13, 11, 5, 3, 2 }, { 2, 2, 8, 8, 8, 0, 0 },
+    { 2, 2, 10, 10, 2, 1, 0 }, { 2, 2, 10, 11, 2, 2, 1 }, { 1, 2, 5, 5, 1, 2, 0 },
 };
 #define POOLINGS ((int)(sizeof poolings / sizeof poolings[0]))
 
@@ -421,7 +427,8 @@ static hpml_tensor *norm_record(hpml_ctx *ctx, const norm *t, hpml_tensor **x)
 {
     hpml_norm_desc d;
     memset(&d, 0, sizeof d);
-    d.activation = t->relu ? HPML_ACT_RELU : HPML_ACT_NONE, d.no_affine = t->no_affine, d.momentum = t->momentum, d.name = "n";
+    d.activation = t->relu ? HPML_ACT_RELU : HPML_ACT_NONE;
+    d.no_affine = t->no_affine, d.momentum = t->momentum, d.name = "n";
     *x = t->H ? hpml_input_4d(ctx, t->B, t->C, t->H, t->W) : hpml_input_2d(ctx, t->B, t->C);
     hpml_tensor_require_grad(*x);
     return hpml_batchnorm(*x, &d);
@@ -443,8 +450,8 @@ static double norm_check(const char *isa, int threads, const norm *t, bool train
     mean_t = hpml_param_find(m.ctx, "n.running_mean"), var_t = hpml_param_find(m.ctx, "n.running_var");
     for (int64_t i = 0; i < count; i++) m.x->data[i] = 3 + 2 * m.x->data[i]; /* a mean that matters */
     {
-        double *y = zeros(count), *dx = zeros(count), *dg = zeros(t->C), *db = zeros(t->C), *rm = zeros(t->C), *rv = zeros(t->C);
-        double *mean = zeros(t->C), *rstd = zeros(t->C);
+        double *y = zeros(count), *dx = zeros(count), *dg = zeros(t->C), *db = zeros(t->C);
+        double *rm = zeros(t->C), *rv = zeros(t->C), *mean = zeros(t->C), *rstd = zeros(t->C);
 #define CHANNEL(i) ((i) / P % t->C)
         for (int64_t c = 0; c < t->C; c++) rm[c] = (double)mean_t->data[c], rv[c] = (double)var_t->data[c];
         for (int64_t i = 0; i < count; i++) mean[CHANNEL(i)] += (double)m.x->data[i] / N;
@@ -468,7 +475,8 @@ static double norm_check(const char *isa, int threads, const norm *t, bool train
         }
         for (int64_t i = 0; i < count; i++) {
             int64_t c    = CHANNEL(i);
-            double  xhat = ((double)m.x->data[i] - mean[c]) * rstd[c], dy = t->relu && !(m.y->data[i] > 0) ? 0 : (double)m.r->data[i];
+            double  xhat = ((double)m.x->data[i] - mean[c]) * rstd[c];
+            double  dy   = t->relu && !(m.y->data[i] > 0) ? 0 : (double)m.r->data[i];
             dx[i] = rstd[c] * (gamma ? (double)gamma->data[c] : 1) * (dy - (train ? db[c] / N + xhat * dg[c] / N : 0));
         }
         if (hpml_ctx_status(m.ctx) == HPML_OK) {
@@ -483,9 +491,9 @@ static double norm_check(const char *isa, int threads, const norm *t, bool train
 }
 
 static const norm norms[] = {
-    { 7, 3, 0, 0, false, false, 0 }, { 64, 37, 0, 0, true, false, 0.5f }, { 2, 1, 1, 1, false, false, 0 }, { 3, 5, 4, 4, true, false, 0 },
-    { 2, 3, 7, 5, false, true, 0.2f }, { 5, 4, 32, 32, true, false, 0 }, { 2, 2, 33, 67, true, true, 0 }, { 9, 33, 8, 8, false, false, 0 },
-    { 70, 19, 2, 2, true, false, 0 },
+    { 7, 3, 0, 0, false, false, 0 }, { 64, 37, 0, 0, true, false, 0.5f }, { 2, 1, 1, 1, false, false, 0 },
+    { 3, 5, 4, 4, true, false, 0 }, { 2, 3, 7, 5, false, true, 0.2f }, { 5, 4, 32, 32, true, false, 0 },
+    { 2, 2, 33, 67, true, true, 0 }, { 9, 33, 8, 8, false, false, 0 }, { 70, 19, 2, 2, true, false, 0 },
 };
 #define NORMS ((int)(sizeof norms / sizeof norms[0]))
 

@@ -26,7 +26,8 @@ TEST(failing_allocator_leaks_nothing)
         hpml_ctx_desc cd = { .threads = 2, .allocator = { meter_alloc, meter_free, &m } };
         hpml_ctx     *ctx = hpml_ctx_create(&cd);
         hpml_tensor  *in  = hpml_input_4d(ctx, 2, 1, 8, 8);
-        hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = small_model(in), .optimizer = HPML_OPT_ADAM });
+        hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = small_model(in),
+                                                                           .optimizer = HPML_OPT_ADAM });
         hpml_status   s   = hpml_trainer_step(t, x, y, 2, NULL);
         bool          done = m.calls < k;
         if (!done) ENSURE(ctx == NULL || (hpml_ctx_status(ctx) == HPML_ERR_MEMORY && s != HPML_OK));
@@ -62,14 +63,17 @@ TEST(memory_is_known_before_it_is_taken)
         size_t            held;
         d.output = kind ? small_model(in) : hpml_linear(hpml_relu(hpml_linear(in, 2000, NULL)), 500, NULL);
         held     = hpml_ctx_bytes(ctx);
-        ENSURE(hpml_trainer_memory(NULL, &d, NULL) == HPML_ERR_ARGUMENT && hpml_trainer_memory(NULL, NULL, &m) == HPML_ERR_ARGUMENT);
+        ENSURE(hpml_trainer_memory(NULL, &d, NULL) == HPML_ERR_ARGUMENT &&
+               hpml_trainer_memory(NULL, NULL, &m) == HPML_ERR_ARGUMENT);
         ENSURE(hpml_trainer_memory(ctx, &d, &m) == HPML_OK);
         ENSURE_ERROR(ctx, hpml_trainer_memory(ctx, &d, NULL), HPML_ERR_ARGUMENT, "trainer memory");
         ENSURE(hpml_ctx_bytes(ctx) < held + 20000);
         ENSURE(m.total == m.parameters + m.gradients + m.activations + m.scratch + m.optimizer);
         ENSURE(m.gradients + 4096 >= m.parameters && m.optimizer == m.gradients);
-        if (kind == 0) ENSURE(m.parameters == 4 * (2000 * 1000 + 2000 + 2000 * 500 + 500) && m.activations >= 4 * 1000 * 3000);
-        ENSURE(kind ? m.activations < m.unshared * 3 / 4 : m.activations <= m.unshared); /* the one with layers behind each other */
+        if (kind == 0)
+            ENSURE(m.parameters == 4 * (2000 * 1000 + 2000 + 2000 * 500 + 500) && m.activations >= 4 * 1000 * 3000);
+        /* the one with layers behind each other */
+        ENSURE(kind ? m.activations < m.unshared * 3 / 4 : m.activations <= m.unshared);
         hpml_trainer *t = hpml_trainer_create(ctx, &d);
         ENSURE(t && hpml_ctx_bytes(ctx) >= held + m.total && hpml_ctx_bytes(ctx) < held + m.total + 24000);
         hpml_ctx_free(ctx);
@@ -87,7 +91,8 @@ TEST(errors_stick_and_name_things)
     ENSURE(hpml_relu(hpml_linear(NULL, 3, NULL)) == NULL);
     ENSURE(hpml_linear(x, 3, NULL) == NULL); /* nothing happens on a failed context */
     hpml_ctx_clear_error(ctx);
-    ENSURE(hpml_linear(x, 3, &(hpml_linear_desc){ .name = "fc1" }) == NULL && strstr(hpml_ctx_error(ctx), "fc1.weight"));
+    ENSURE(hpml_linear(x, 3, &(hpml_linear_desc){ .name = "fc1" }) == NULL &&
+           strstr(hpml_ctx_error(ctx), "fc1.weight"));
     hpml_ctx_clear_error(ctx);
     ENSURE(hpml_input_2d(ctx, 0, 3) == NULL && hpml_ctx_status(ctx) == HPML_ERR_SHAPE);
     hpml_ctx_clear_error(ctx);
@@ -103,7 +108,8 @@ TEST(errors_stick_and_name_things)
     ctx = hpml_ctx_create(&garbage);
     ENSURE(hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), "canary"));
     hpml_ctx_free(ctx);
-    ENSURE(hpml_ctx_status(NULL) == HPML_ERR_ARGUMENT && strcmp(hpml_status_string(HPML_ERR_SHAPE), "shapes do not fit") == 0);
+    ENSURE(hpml_ctx_status(NULL) == HPML_ERR_ARGUMENT &&
+           strcmp(hpml_status_string(HPML_ERR_SHAPE), "shapes do not fit") == 0);
 }
 
 TEST(contexts_do_not_mix)
@@ -116,7 +122,8 @@ TEST(contexts_do_not_mix)
     FOREIGN(hpml_linear(x, 7, &(hpml_linear_desc){ .weight = w }));
     FOREIGN(hpml_embedding(tokens, 7, 5, &(hpml_embedding_desc){ .weight = w }));
     FOREIGN(hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 }));
-    ENSURE(hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1 }) == NULL && hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT);
+    ENSURE(hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1 }) == NULL &&
+           hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT);
     hpml_graph_memory(NULL, NULL);
     hpml_ctx_free(other);
     hpml_ctx_free(ctx);
@@ -171,7 +178,8 @@ TEST(tensors_refuse)
     ENSURE_ERROR(ctx, !hpml_view_reshape(in, 1, six), HPML_ERR_STATE, "it has no memory yet");
     ENSURE_ERROR(ctx, !hpml_view_reshape(t, 1, six), HPML_ERR_SHAPE, "f32 2x3 \"tensor\" to 1");
     ENSURE_ERROR(ctx, !hpml_view_transpose(t, 0, 2), HPML_ERR_SHAPE, "no dimension 0 or 2");
-    ENSURE_ERROR(ctx, !hpml_add(in, hpml_view_transpose(hpml_tensor_create_2d(ctx, 3, 2), 0, 1)), HPML_ERR_SHAPE, "view with gaps");
+    ENSURE_ERROR(ctx, !hpml_add(in, hpml_view_transpose(hpml_tensor_create_2d(ctx, 3, 2), 0, 1)),
+                 HPML_ERR_SHAPE, "view with gaps");
     ENSURE_ERROR(ctx, !hpml_add(in, hpml_input_2d(other, 2, 3)), HPML_ERR_ARGUMENT, "different contexts");
     ENSURE_ERROR(ctx, hpml_convert(ctx, HPML_DTYPE_F32, x, HPML_DTYPE_F32, x, -1), HPML_ERR_ARGUMENT, "n is -1");
     ENSURE_ERROR(ctx, hpml_tensor_copy(t, in), HPML_ERR_SHAPE, "copy of f32 2x3 \"input\"");
@@ -181,7 +189,8 @@ TEST(tensors_refuse)
     ENSURE_ERROR(ctx, hpml_tensor_require_grad(in), HPML_ERR_STATE, "an op uses it already"); /* and would not hear of it */
     ENSURE(!in->needs_grad && hpml_tensor_require_grad(early) == HPML_OK && hpml_relu(early) && hpml_tensor_require_grad(early) == HPML_OK);
     u = hpml_tensor_create(ctx, HPML_DTYPE_BF16, 2, t->shape);
-    ENSURE(hpml_tensor_set(t, x, 6) == HPML_OK && hpml_tensor_copy(u, t) == HPML_OK && ((uint16_t *)u->data)[1] == 0x4000);
+    ENSURE(hpml_tensor_set(t, x, 6) == HPML_OK && hpml_tensor_copy(u, t) == HPML_OK &&
+           ((uint16_t *)u->data)[1] == 0x4000);
     ENSURE(hpml_tensor_get(t, x, 6) == HPML_OK && x[5] == 6);
     hpml_ctx_free(ctx);
     hpml_ctx_free(other);
@@ -190,12 +199,14 @@ TEST(tensors_refuse)
 TEST(graphs_refuse)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
-    hpml_tensor *a = hpml_input_2d(ctx, 4, 1), *b = hpml_input_2d(ctx, 2, 1), *y = hpml_relu(a), *z = hpml_sum(b, HPML_ALL_DIMS);
+    hpml_tensor *a = hpml_input_2d(ctx, 4, 1), *b = hpml_input_2d(ctx, 2, 1), *y = hpml_relu(a),
+                *z = hpml_sum(b, HPML_ALL_DIMS);
     hpml_tensor *both[2] = { hpml_scale(a, 1, 0), hpml_scale(b, 1, 0) };
     hpml_memory  m;
     ENSURE_ERROR(ctx, !hpml_graph_create(ctx, NULL), HPML_ERR_ARGUMENT, "graph: needs outputs");
     ENSURE_ERROR(ctx, !hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = y }), HPML_ERR_ARGUMENT, "the loss must be");
-    ENSURE_ERROR(ctx, !hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 2, .outputs = both }), HPML_ERR_SHAPE, "batches of 2 and 4");
+    ENSURE_ERROR(ctx, !hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 2, .outputs = both }),
+                 HPML_ERR_SHAPE, "batches of 2 and 4");
     hpml_graph *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &y });
     hpml_graph_memory(g, &m);
     ENSURE(m.total > 0);
@@ -211,7 +222,8 @@ TEST(graphs_refuse)
 TEST(an_op_is_of_one_graph)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
-    hpml_tensor *x = hpml_input_4d(ctx, 2, 1, 6, 6), *h = hpml_conv2d(x, 2, &(hpml_conv2d_desc){ .kernel_h = 3, .name = "c" });
+    hpml_tensor *x = hpml_input_4d(ctx, 2, 1, 6, 6),
+                *h = hpml_conv2d(x, 2, &(hpml_conv2d_desc){ .kernel_h = 3, .name = "c" });
     hpml_tensor *y = hpml_linear(hpml_flatten(hpml_scale(hpml_batchnorm(h, NULL), 2, 0)), 3, NULL);
     hpml_trainer_desc d = { .input = x, .output = y, .lr = 0.1f };
     hpml_memory  m;
@@ -219,7 +231,8 @@ TEST(an_op_is_of_one_graph)
     ENSURE(hpml_trainer_memory(ctx, &d, &m) == HPML_OK && hpml_trainer_memory(ctx, &d, &m) == HPML_OK);
     hpml_trainer *t = hpml_trainer_create(ctx, &d);
     ENSURE(t);
-    ENSURE_ERROR(ctx, !hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &h }), HPML_ERR_STATE, "\"c\" belongs to another graph already; name");
+    ENSURE_ERROR(ctx, !hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &h }), HPML_ERR_STATE,
+                 "\"c\" belongs to another graph already; name");
     ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &d), HPML_ERR_STATE, "belongs to another graph");
     ENSURE(hpml_trainer_step(t, v, (int32_t[]){ 1, 2 }, 2, NULL) == HPML_OK);
     hpml_ctx_free(ctx);
@@ -235,9 +248,11 @@ TEST(graphs_share_an_input)
     const float  v[8] = { 1, 2, 3, 4, 5, 6, 7, 8 };
     ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, v, 8) == HPML_OK);
     ENSURE(hpml_graph_forward(h, false, 0) == HPML_OK && z->data[7] == 24);
-    ENSURE(hpml_graph_batch(g, 1) == HPML_OK && hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_count(x) == 2);
+    ENSURE(hpml_graph_batch(g, 1) == HPML_OK && hpml_graph_forward(g, false, 0) == HPML_OK &&
+           hpml_tensor_count(x) == 2);
     ENSURE(hpml_tensor_set(x, (float[]){ -1, -2 }, 2) == HPML_OK);
-    ENSURE(hpml_graph_forward(h, false, 0) == HPML_OK && hpml_tensor_count(x) == 8 && z->data[1] == -6 && z->data[7] == 24);
+    ENSURE(hpml_graph_forward(h, false, 0) == HPML_OK && hpml_tensor_count(x) == 8 &&
+           z->data[1] == -6 && z->data[7] == 24);
     hpml_ctx_free(ctx);
 }
 
@@ -245,7 +260,8 @@ TEST(graphs_share_an_input)
 TEST(inputs_as_outputs)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
-    hpml_tensor *x = hpml_input_2d(ctx, 4, 2), *p = hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 1, .shape = { 3 } });
+    hpml_tensor *x = hpml_input_2d(ctx, 4, 2),
+                *p = hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 1, .shape = { 3 } });
     hpml_tensor *out[3] = { x, p, hpml_reshape_2d(x, 2, 4) };
     hpml_tensor *alone = hpml_input_2d(ctx, 4, 2);
     float        v[8] = { 1, 2, 3, 4, 5, 6, 7, 8 };
@@ -261,7 +277,8 @@ TEST(inputs_as_outputs)
 TEST(refused_layers_leave_nothing)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
-    hpml_tensor *tokens = hpml_input_tokens(ctx, 4, 8), *x = hpml_input_2d(ctx, 4, 8), *a = hpml_linear(x, 8, &(hpml_linear_desc){ .name = "a" });
+    hpml_tensor *tokens = hpml_input_tokens(ctx, 4, 8), *x = hpml_input_2d(ctx, 4, 8),
+                *a = hpml_linear(x, 8, &(hpml_linear_desc){ .name = "a" });
     hpml_linear_desc d = { .name = "b", .weight = hpml_param_find(ctx, "a.weight") };
     char         name[250] = "";
     ENSURE(a && hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 1, .shape = { 3 }, .name = "p" }));
@@ -269,9 +286,11 @@ TEST(refused_layers_leave_nothing)
     ENSURE_ERROR(ctx, !hpml_linear(tokens, 5, &(hpml_linear_desc){ .name = "c" }), HPML_ERR_DTYPE, "expected f32");
     ENSURE_ERROR(ctx, !hpml_lstm(x, 5, "c"), HPML_ERR_SHAPE, "lstm");
     memset(name, 'n', sizeof name - 1);
-    ENSURE_ERROR(ctx, !hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 1, .shape = { 3 }, .name = name }), HPML_ERR_ARGUMENT, "249 characters");
+    ENSURE_ERROR(ctx, !hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 1, .shape = { 3 }, .name = name }),
+                 HPML_ERR_ARGUMENT, "249 characters");
     ENSURE_ERROR(ctx, !hpml_linear(x, 5, &(hpml_linear_desc){ .name = name }), HPML_ERR_ARGUMENT, "255 characters");
-    ENSURE(hpml_param_count(ctx) == 3 && hpml_linear(x, 8, &d) && hpml_linear(x, 5, &(hpml_linear_desc){ .name = "c" }));
+    ENSURE(hpml_param_count(ctx) == 3 && hpml_linear(x, 8, &d) &&
+           hpml_linear(x, 5, &(hpml_linear_desc){ .name = "c" }));
     ENSURE(hpml_param_count(ctx) == 6 && hpml_param_total(ctx) == 64 + 8 + 3 + 8 + 40 + 5);
     hpml_ctx_free(ctx);
 }
@@ -279,8 +298,10 @@ TEST(refused_layers_leave_nothing)
 /* Whole numbers, with every set of kernels: rounded to even, held within the type. */
 TEST(integers_saturate_on_all_kernels)
 {
-    const float   x[20] = { 0.5f, 1.5f, 2.5f, -0.5f, -3.5f, 255, 256, 1e9f, 3e9f, -3e9f, NAN, 254.6f, INFINITY, -INFINITY, 7, 8, 9, 10, 11, -12 };
-    const int32_t i32[20] = { 0, 2, 2, 0, -4, 255, 256, 1000000000, INT32_MAX, INT32_MIN, 0, 255, INT32_MAX, INT32_MIN, 7, 8, 9, 10, 11, -12 };
+    const float   x[20] = { 0.5f, 1.5f, 2.5f, -0.5f, -3.5f, 255, 256, 1e9f, 3e9f, -3e9f, NAN, 254.6f, INFINITY,
+                            -INFINITY, 7, 8, 9, 10, 11, -12 };
+    const int32_t i32[20] = { 0, 2, 2, 0, -4, 255, 256, 1000000000, INT32_MAX, INT32_MIN, 0, 255, INT32_MAX,
+                              INT32_MIN, 7, 8, 9, 10, 11, -12 };
     for (int n = 0; n < ISAS; n++) {
         hpml_ctx *ctx = context(isas[n], 0);
         int32_t   y[20];
@@ -328,7 +349,8 @@ static int confined(void)
     while (dir && (e = readdir(dir)) != NULL) {
         long id = atol(e->d_name);
         memset(cores, 0, sizeof cores);
-        if (id > 0 && syscall(SYS_sched_getaffinity, id, sizeof cores, cores) > 0) count += memcmp(cores, all, sizeof all) != 0;
+        if (id > 0 && syscall(SYS_sched_getaffinity, id, sizeof cores, cores) > 0)
+            count += memcmp(cores, all, sizeof all) != 0;
     }
     if (dir) closedir(dir);
     return count;
@@ -365,7 +387,8 @@ TEST(views_of_views)
     hpml_tensor *x = hpml_input_2d(ctx, 6, 5), *y = hpml_mul(hpml_add(x, flat), last);
     hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &y });
     ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && y->data[0] == 15 * 55 && y->data[29] == 44 * 59);
-    ENSURE_ERROR(ctx, !hpml_view_reshape(hpml_view_slice(flat, 1, 2, 1), 1, (int64_t[]){ 6 }), HPML_ERR_SHAPE, "reshape of");
+    ENSURE_ERROR(ctx, !hpml_view_reshape(hpml_view_slice(flat, 1, 2, 1), 1, (int64_t[]){ 6 }),
+                 HPML_ERR_SHAPE, "reshape of");
     hpml_ctx_free(ctx);
 }
 
@@ -404,9 +427,11 @@ TEST(halves_round_trip_on_all_kernels)
         hpml_convert(ctx, HPML_DTYPE_F32, f, HPML_DTYPE_BF16, h, 65536);
         hpml_convert(ctx, HPML_DTYPE_BF16, back, HPML_DTYPE_F32, f, 65536);
         for (int i = 0; i < 65536; i++) ENSURE(f[i] != f[i] ? (back[i] & 0x7f) != 0 : back[i] == h[i]);
-        f[0] = 65519.0f, f[1] = 65520.0f, f[2] = 1.0f + 1.0f / 2048, f[3] = 1.0f + 3.0f / 2048, f[4] = 2.98e-8f, f[5] = 2.99e-8f;
+        f[0] = 65519.0f, f[1] = 65520.0f, f[2] = 1.0f + 1.0f / 2048;
+        f[3] = 1.0f + 3.0f / 2048, f[4] = 2.98e-8f, f[5] = 2.99e-8f;
         hpml_convert(ctx, HPML_DTYPE_F16, back, HPML_DTYPE_F32, f, 6);
-        ENSURE(back[0] == 0x7bff && back[1] == 0x7c00 && back[2] == 0x3c00 && back[3] == 0x3c02 && back[4] == 0 && back[5] == 1);
+        ENSURE(back[0] == 0x7bff && back[1] == 0x7c00 && back[2] == 0x3c00 && back[3] == 0x3c02 &&
+               back[4] == 0 && back[5] == 1);
         hpml_ctx_free(ctx);
     }
 }

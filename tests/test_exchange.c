@@ -58,7 +58,8 @@ static hpml_status telescope(hpml_comm *c, void *user)
         status = hpml_exchange_run(x);
         if (t->status[rank] == HPML_OK) t->status[rank] = status;
         if (status == HPML_ERR_NONFINITE) status = HPML_OK;
-        for (int i = 0; i < ROWS * COLS; i++) sum[i] += (double)g[i] / (rank == 0 ? 1 : 1e300); /* rank 0 counts what was applied */
+        /* rank 0 counts what was applied */
+        for (int i = 0; i < ROWS * COLS; i++) sum[i] += (double)g[i] / (rank == 0 ? 1 : 1e300);
         int64_t hash[2] = { (int64_t)(bits_of(g, ROWS * COLS) >> 2), 0 };
         hash[1] = -hash[0];
         if (s % 100 == 0) {
@@ -108,7 +109,8 @@ TEST(one_bit_loses_nothing)
 TEST(controls_that_must_fail)
 {
     trial none = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_ONEBIT, .no_feedback = true } }, 4, STEPS, 0);
-    trial printed = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_ONEBIT, .printed_residual = true } }, 4, STEPS, 0);
+    trial printed = run((hpml_exchange_desc){ .codec = { .kind = HPML_CODEC_ONEBIT, .printed_residual = true } }, 4,
+                        STEPS, 0);
     printf("    drift without feedback %.3f, with the residual as printed %.3f\n", none.drift, printed.drift);
     ENSURE(none.drift > 0.01 && printed.drift > 0.01);
 }
@@ -132,7 +134,8 @@ static hpml_status late_gradient(hpml_comm *c, void *user)
 {
     float         *g = (float *)hpml_ctx_alloc(hpml_comm_ctx(c), sizeof(float) * ROWS * COLS, NULL);
     hpml_gradient  t = { "w", g, ROWS, COLS };
-    hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &t, .method = HPML_METHOD_LOWRANK, .lowrank = 3 });
+    hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &t,
+                                                                      .method = HPML_METHOD_LOWRANK, .lowrank = 3 });
     double         size = 0;
     for (int step = 0; step < 4; step++) { /* of rank 1, from the third step on */
         for (int i = 0; i < ROWS * COLS; i++) g[i] = step < 2 ? 0 : 1;
@@ -159,7 +162,8 @@ static hpml_status both_ways(hpml_comm *c, void *user)
     draw(mine.a, hpml_comm_rank(c), 1);
     memcpy(mine.b, mine.a, sizeof mine.a);
     hpml_gradient g = { "w", mine.a, ROWS, COLS };
-    hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &g, .codec = { .kind = HPML_CODEC_ONEBIT, .all_bits = true } });
+    hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){
+        .count = 1, .tensors = &g, .codec = { .kind = HPML_CODEC_ONEBIT, .all_bits = true } });
     hpml_exchange_run(x);
     hpml_allreduce(c, mine.b, ROWS * COLS, NULL);
     if (hpml_comm_rank(c) == 0) *out = mine;
@@ -173,11 +177,11 @@ TEST(all_bits_equal_the_plain_sum)
     ENSURE(memcmp(p.a, p.b, sizeof p.a) == 0);
 }
 
-/* 40 stripes' rows of 100: 8 + 16 bytes each. Twice (p - 1) / p of them, a word a message, and the bias by a plain sum. */
 /* Ranks whose tensors lie in memory in different ways: apart, in order, the other way round. */
 static hpml_status laid_out(hpml_comm *c, void *user)
 {
-    float         store[3][10] = { { 0 } }, *const at[3][2] = { { store[0], store[2] }, { store[0], store[0] + 4 }, { store[0] + 6, store[0] } };
+    float         store[3][10] = { { 0 } };
+    float *const  at[3][2] = { { store[0], store[2] }, { store[0], store[0] + 4 }, { store[0] + 6, store[0] } };
     int           rank = hpml_comm_rank(c);
     hpml_gradient g[2] = { { "a", at[rank][0], 1, 4 }, { "b", at[rank][1], 1, 6 } };
     for (int t = 0; t < 2; t++)
@@ -263,8 +267,9 @@ static hpml_status in_stripe(hpml_comm *c, void *user)
     float         *x = (float *)malloc(sizeof(float) * ROWS * COLS);
     hpml_gradient  g = { "w", x, ROWS, COLS };
     for (int i = 0; i < ROWS * COLS; i++) x[i] = 3; /* equal values are exact */
-    hpml_exchange *e = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &g, .codec.kind = HPML_CODEC_ONEBIT,
-                                                .reduce = HPML_MEAN, .in_stripe = scale_down, .user = seen[hpml_comm_rank(c)] });
+    hpml_exchange *e = hpml_exchange_create(c, &(hpml_exchange_desc){
+        .count = 1, .tensors = &g, .codec.kind = HPML_CODEC_ONEBIT, .reduce = HPML_MEAN, .in_stripe = scale_down,
+        .user = seen[hpml_comm_rank(c)] });
     hpml_exchange_run(e);
     for (int i = 0; i < ROWS * COLS; i++)
         if (x[i] != 1.5f) __atomic_store_n((bool *)user, false, __ATOMIC_RELAXED);
@@ -279,8 +284,9 @@ TEST(work_inside_the_stripe)
     ENSURE(right);
 }
 
-/* Adagrad there, step by step, against one who does the work of all: each gradient is packed with its rank's residual; what
-   comes out is added in the order of the ranks and divided; what Adagrad makes of that is packed with a residual of its own. */
+/* Adagrad there, step by step, against one who does the work of all: each gradient is packed with its rank's residual;
+   what comes out is added in the order of the ranks and divided; what Adagrad makes of that is packed with a residual
+   of its own. */
 static void adagrad(void *user, int tensor, int64_t row, int64_t rows, float *sum)
 {
     float *of = (float *)user + row * COLS;
@@ -299,11 +305,13 @@ static hpml_status adagrad_steps(hpml_comm *c, void *user)
 {
     enum { N = ROWS * COLS };
     int             p = hpml_comm_size(c), rank = hpml_comm_rank(c);
-    float          *x = (float *)calloc((size_t)N * (size_t)(6 + p), sizeof *x), *g = x + N, *sum = x + 2 * N, *own = x + 3 * N, *all = x + 4 * N, *e = x + 5 * N;
+    float          *x = (float *)calloc((size_t)N * (size_t)(6 + p), sizeof *x);
+    float          *g = x + N, *sum = x + 2 * N, *own = x + 3 * N, *all = x + 4 * N, *e = x + 5 * N;
     hpml_gradient   t = { "w", x, ROWS, COLS };
     hpml_codec_desc onebit = { .kind = HPML_CODEC_ONEBIT };
     hpml_packing    packing;
-    hpml_exchange  *ex = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &t, .codec = onebit, .reduce = HPML_MEAN, .in_stripe = adagrad, .user = own });
+    hpml_exchange  *ex = hpml_exchange_create(c, &(hpml_exchange_desc){
+        .count = 1, .tensors = &t, .codec = onebit, .reduce = HPML_MEAN, .in_stripe = adagrad, .user = own });
     hpml_packing_init(&packing, &onebit, ROWS, COLS);
     for (int s = 0; s < 50; s++) {
         memset(sum, 0, sizeof *sum * N);
@@ -316,7 +324,8 @@ static hpml_status adagrad_steps(hpml_comm *c, void *user)
         adagrad(all, 0, 0, ROWS, sum);
         there_and_back(&packing, g, e + p * N, sum);
         draw(x, rank, s);
-        if (hpml_exchange_run(ex) == HPML_OK && memcmp(x, g, sizeof *x * N) != 0) __atomic_store_n((bool *)user, false, __ATOMIC_RELAXED);
+        if (hpml_exchange_run(ex) == HPML_OK && memcmp(x, g, sizeof *x * N) != 0)
+            __atomic_store_n((bool *)user, false, __ATOMIC_RELAXED);
     }
     free(x);
     return hpml_ctx_status(hpml_comm_ctx(c));
@@ -326,7 +335,8 @@ TEST(adagrad_in_the_stripe_is_the_definition)
 {
     for (int p = 1; p <= 4; p++) {
         bool right = true;
-        ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = p, .ctx.threads = 1 }, adagrad_steps, &right, NULL, 0) == HPML_OK);
+        ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = p, .ctx.threads = 1 }, adagrad_steps,
+                           &right, NULL, 0) == HPML_OK);
         ENSURE(right);
     }
 }
@@ -392,8 +402,9 @@ TEST(mixing_with_neighbours)
         }
         if (t < 2) ENSURE_NEAR(contraction(w, 8), second[t], 1e-3);
         for (int p = 1; p <= 8; p++) {
-            mixing m = { .topology = (hpml_topology)t };
-            ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = p, .transport = p % 2 ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS }, mix, &m, NULL, 0) == HPML_OK);
+            mixing           m = { .topology = (hpml_topology)t };
+            hpml_launch_desc l = { .ranks = p, .transport = p % 2 ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS };
+            ENSURE(hpml_launch(&l, mix, &m, NULL, 0) == HPML_OK);
             ENSURE_NEAR(m.wrong, 0, 1e-4);
             ENSURE_NEAR(m.mean, (p - 1) / 2.0, 1e-5);
         }
@@ -413,12 +424,14 @@ static hpml_status levels(hpml_comm *c, void *user)
 
 TEST(levels_of_a_hierarchy_in_the_timeline)
 {
-    static const char *const name[] = { "\"local reduce\"", "\"global allreduce\"", "\"local gather\"", "\"allreduce\"" };
+    static const char *const name[] = { "\"local reduce\"", "\"global allreduce\"",
+                                        "\"local gather\"", "\"allreduce\"" };
     const char *path = "build/levels_test.json";
     for (int p = 3; p <= 12; p++)
         for (int k = 2; k < p; k++) {
             char text[4096] = { 0 };
-            ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = p, .network.ranks_per_node = k }, levels, (void *)(uintptr_t)path, NULL, 0) == HPML_OK);
+            ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = p, .network.ranks_per_node = k }, levels,
+                               (void *)(uintptr_t)path, NULL, 0) == HPML_OK);
             FILE *f = fopen(path, "rb");
             ENSURE(f && fread(text, 1, sizeof text - 1, f) > 0);
             fclose(f);

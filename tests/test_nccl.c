@@ -1,5 +1,6 @@
-/* Ranks whose contexts are on GPUs train as one: through host memory, over any transport, and by NCCL. This file is C and
-   knows no CUDA: the backend is linked in, for the emulation in cuda_on_cpu.h, and NCCL's stand-in nccl_on_cpu.cc. */
+/* Ranks whose contexts are on GPUs train as one: through host memory, over any transport, and by NCCL. This file is C
+   and knows no CUDA: the backend is linked in, for the emulation in cuda_on_cpu.h, and NCCL's stand-in
+   nccl_on_cpu.cc. */
 #include "../hpml_comm.h"
 #include "../hpml_cuda.cuh"
 #include "nccl_on_cpu.h"
@@ -57,8 +58,9 @@ static hpml_status train(hpml_comm *c, job *j)
     hpml_tensor *h = hpml_linear(x, HIDDEN, &relu);
     if (j->kink) h = hpml_activation(hpml_activation(h, HPML_ACT_SQUARE, 0), HPML_ACT_SQRT, 0);
     if (j->norm) h = hpml_relu(hpml_batchnorm(h, NULL));
-    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = hpml_linear(h, CLASSES, NULL),
-                                          .lr = 0.1f, .momentum = 0.9f, .accumulate = j->accumulate, .clip_norm = j->clip, .no_finite_check = j->unchecked });
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+        .input = x, .output = hpml_linear(h, CLASSES, NULL), .lr = 0.1f, .momentum = 0.9f,
+        .accumulate = j->accumulate, .clip_norm = j->clip, .no_finite_check = j->unchecked });
     hpml_dataset *data = points(ctx, j->samples, 109, j->kink, 0);
     hpml_distribute_desc d = j->d;
     d.global_batch = GLOBAL;
@@ -111,7 +113,8 @@ static hpml_status go(job *j, int ranks)
                            .ctx = { .seed = 3, .threads = 1 } };
     l.network.ranks_per_node = j->per_node;
     l.network.inside.latency = j->d.no_overlap ? 0 : 1e-6; /* a link that takes time: exchanges go to the background */
-    if (j->samples == 0) j->samples = j->kink ? 250 : 82; /* the fourth, and last, batch of an epoch is short, and some ranks have none of it */
+    /* the fourth, and last, batch of an epoch is short, and some ranks have none of it */
+    if (j->samples == 0) j->samples = j->kink ? 250 : 82;
     return hpml_launch(&l, work, j, j->text, sizeof j->text);
 }
 
@@ -123,10 +126,10 @@ static double apart(const job *a, const job *b)
     return most;
 }
 
-#define ENSURE_GO(j, ranks)                                                                                                  \
-    do {                                                                                                                     \
-        if (go(&(j), ranks) != HPML_OK) printf("    %s\n", (j).text);                                                        \
-        ENSURE((j).text[0] == 0 && (j).same);                                                                                \
+#define ENSURE_GO(j, ranks)                                           \
+    do {                                                              \
+        if (go(&(j), ranks) != HPML_OK) printf("    %s\n", (j).text); \
+        ENSURE((j).text[0] == 0 && (j).same);                         \
     } while (0)
 
 TEST(staged_ranks_equal_one_rank)
@@ -145,7 +148,8 @@ TEST(staged_ranks_equal_one_rank)
 TEST(staged_equals_cpu)
 {
     for (int variant = 0; variant < 7; variant++) {
-        job gpu = { .steps = 12, .samples = 250, .norm = variant != 1, .accumulate = variant == 2 ? 2 : 1, .clip = variant == 1 ? 0.5f : 0 };
+        job gpu = { .steps = 12, .samples = 250, .norm = variant != 1, .accumulate = variant == 2 ? 2 : 1,
+                    .clip = variant == 1 ? 0.5f : 0 };
         gpu.d.delayed = variant == 3 || variant == 4, gpu.d.sum = variant == 4, gpu.d.exact = variant == 5;
         gpu.d.sync_batchnorm = variant == 6; /* the last, short batch leaves ranks without samples */
         if (variant == 0) gpu.samples = 240; /* batchnorm over 2 samples is a sign: it makes any difference large */
@@ -211,15 +215,15 @@ TEST(what_a_device_cannot_do)
     ENSURE(go(&half, 2) == HPML_ERR_UNSUPPORTED && strstr(half.text, "in f16 gradients overflow"));
 }
 
-/* ---- by NCCL ------------------------------------------------------------------------------------------------------ */
+/* ---- by NCCL ---------------------------------------------------------------------------------------------------- */
 
 /* All the contexts are gone: so is what they had. */
-#define ENSURE_TIDY(aborts)                                                                                                  \
-    do {                                                                                                                     \
-        nccl_on_cpu_counts n = nccl_on_cpu_count();                                                                          \
-        if (n.live || n.misused || n.aborted != (aborts))                                                                    \
-            printf("    %d live, %d misused, %d aborted\n", n.live, n.misused, n.aborted);                                   \
-        ENSURE(n.live == 0 && n.misused == 0 && n.aborted == (aborts));                                                      \
+#define ENSURE_TIDY(aborts)                                                                \
+    do {                                                                                   \
+        nccl_on_cpu_counts n = nccl_on_cpu_count();                                        \
+        if (n.live || n.misused || n.aborted != (aborts))                                  \
+            printf("    %d live, %d misused, %d aborted\n", n.live, n.misused, n.aborted); \
+        ENSURE(n.live == 0 && n.misused == 0 && n.aborted == (aborts));                    \
     } while (0)
 
 /* Plain sums, and what a codec packs, come out with the bits of the exchange on the host, late work or not. */
@@ -273,8 +277,8 @@ static double failing(job *j, int ranks, hpml_status *status)
     return hpml_now() - start;
 }
 
-/* The update, and what finds the norm that it clips by, is launched behind an exchange that never ends: the host waits for
-   neither before it. Where the norm is checked, it does. The third exchange stalls. */
+/* The update, and what finds the norm that it clips by, is launched behind an exchange that never ends: the host waits
+   for neither before it. Where the norm is checked, it does. The third exchange stalls. */
 long cuda_on_cpu_count(const char *what);
 TEST(nccl_clips_on_the_device)
 {
@@ -325,7 +329,9 @@ TEST(nccl_in_nodes)
         else ENSURE(linked.loss < host.loss + 2e-2f); /* sums of nodes are packed, not every rank's */
         int64_t gradients = (int64_t)sizeof(float) * FLOATS / 2 * linked.steps, between = linked.sent.between_bytes;
         if (variant < 4) ENSURE(between > gradients && between < host.sent.between_bytes + 300);
-        else ENSURE(between < gradients * (variant == 5 || variant == 6 ? 3 : 2) / 4 && between < host.sent.between_bytes);
+        else
+            ENSURE(between < gradients * (variant == 5 || variant == 6 ? 3 : 2) / 4 &&
+                   between < host.sent.between_bytes);
         ENSURE_TIDY(0);
     }
     nccl_on_cpu_reset(1, 0);
@@ -337,16 +343,21 @@ TEST(nccl_in_nodes_has_limits)
     job uneven = { .steps = 2, .per_node = 2, .link.in_nodes = true };
     nccl_on_cpu_reset(4, 0);
     ENSURE(failing(&uneven, 3, &s) < 10 && s == HPML_ERR_UNSUPPORTED);
-    ENSURE(strstr(uneven.text, "nccl in_nodes: this node has ") && strstr(uneven.text, " of 3 ranks, others more or fewer"));
+    ENSURE(strstr(uneven.text, "nccl in_nodes: this node has ") &&
+           strstr(uneven.text, " of 3 ranks, others more or fewer"));
     job saved = { .steps = 2, .per_node = 2, .nccl = true, .link.in_nodes = true, .save = "build/nccl.safetensors" };
     saved.d.codec.kind = HPML_CODEC_ONEBIT, saved.d.codec.min_elements = 16;
     job moved = saved, other = saved; /* residuals belong to places */
-    moved.load = other.load = saved.save, moved.save = other.save = NULL, moved.per_node = 1, other.link.in_nodes = false;
+    moved.load = other.load = saved.save, moved.save = other.save = NULL;
+    moved.per_node = 1, other.link.in_nodes = false;
     ENSURE_GO(saved, 4);
-    ENSURE(failing(&moved, 4, &s) < 10 && s == HPML_ERR_FORMAT && strstr(moved.text, "other tensors or places; save with"));
-    ENSURE(failing(&other, 4, &s) < 10 && s == HPML_ERR_FORMAT && strstr(other.text, "other tensors or places; save with"));
+    ENSURE(failing(&moved, 4, &s) < 10 && s == HPML_ERR_FORMAT &&
+           strstr(moved.text, "other tensors or places; save with"));
+    ENSURE(failing(&other, 4, &s) < 10 && s == HPML_ERR_FORMAT &&
+           strstr(other.text, "other tensors or places; save with"));
     remove(saved.save);
-    job one = { .steps = 4, .link.in_nodes = true, .d.codec.kind = HPML_CODEC_ONEBIT }, all = one; /* one node: as without */
+    /* one node: as without */
+    job one = { .steps = 4, .link.in_nodes = true, .d.codec.kind = HPML_CODEC_ONEBIT }, all = one;
     one.nccl = all.nccl = true, all.link.in_nodes = false;
     ENSURE_GO(one, 3);
     ENSURE_GO(all, 3);
@@ -383,7 +394,8 @@ TEST(nccl_on_the_timeline)
 TEST(nccl_checkpoints)
 {
     for (int nodes = 0; nodes < 2; nodes++) {
-        job whole = { .steps = 4, .tail = 4, .nccl = true, .save = "build/nccl.safetensors", .d.codec = { .kind = HPML_CODEC_ONEBIT, .min_elements = 16 } };
+        job whole = { .steps = 4, .tail = 4, .nccl = true, .save = "build/nccl.safetensors",
+                      .d.codec = { .kind = HPML_CODEC_ONEBIT, .min_elements = 16 } };
         if (nodes) whole.per_node = 2, whole.link.in_nodes = true;
         job rest = whole;
         rest.steps = 0, rest.save = NULL, rest.load = whole.save;
@@ -465,8 +477,8 @@ TEST(nccl_ranks_meet_by_file)
     ENSURE(access("build/nccl_id.0", F_OK) != 0);
 }
 
-/* A run that is killed while its ranks meet, one of two or both, leaves files; the next one meets by the same name, whoever
-   is first: rank 1 finds a card of rank 0 whose id is nobody's any more. */
+/* A run that is killed while its ranks meet, one of two or both, leaves files; the next one meets by the same name,
+   whoever is first: rank 1 finds a card of rank 0 whose id is nobody's any more. */
 TEST(files_of_a_killed_run_do_not_matter)
 {
     for (int come = 1; come <= 2; come++) {
@@ -477,8 +489,9 @@ TEST(files_of_a_killed_run_do_not_matter)
             pid[rank] = fork();
             if (pid[rank] == 0) {
                 hpml_cuda_desc cuda = { .workspace = 1 << 16, .device = rank };
-                hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .backend = hpml_backend_cuda(), .backend_desc = &cuda });
-                hpml_nccl_create(ctx, &(hpml_nccl_desc){ .rank = rank, .ranks = 2, .file = "build/nccl_id", .timeout = 30 });
+                hpml_ctx_desc  d = { .threads = 1, .backend = hpml_backend_cuda(), .backend_desc = &cuda };
+                hpml_nccl_desc card = { .rank = rank, .ranks = 2, .file = "build/nccl_id", .timeout = 30 };
+                hpml_nccl_create(hpml_ctx_create(&d), &card);
                 _exit(0);
             }
         }
@@ -515,7 +528,8 @@ TEST(nccl_errors)
     ENSURE(strstr(crowd.text, "hpml_cuda_desc.device = rank % hpml_cuda_device_count()"));
     ENSURE(nccl_on_cpu_count().made == 0); /* found before NCCL is asked */
     job cpu = { .steps = 2, .cpu = true };
-    ENSURE(failing(&cpu, 2, &s) < 10 && s == HPML_ERR_UNSUPPORTED && strstr(cpu.text, "its context needs hpml_backend_cuda()"));
+    ENSURE(failing(&cpu, 2, &s) < 10 && s == HPML_ERR_UNSUPPORTED &&
+           strstr(cpu.text, "its context needs hpml_backend_cuda()"));
     nccl_on_cpu_never_ready();
     job late = { .steps = 2 };
     ENSURE(failing(&late, 2, &s) < 10 && s == HPML_ERR_TIMEOUT);
@@ -525,7 +539,8 @@ TEST(nccl_errors)
     nccl_on_cpu_error_after(7);
     job broken = { .steps = 20 };
     ENSURE(failing(&broken, 2, &s) < 10 && s == HPML_ERR_PEER);
-    ENSURE(strstr(broken.text, "NCCL ") && strstr(broken.text, "remote process exited or there was a network error: socket"));
+    ENSURE(strstr(broken.text, "NCCL ") &&
+           strstr(broken.text, "remote process exited or there was a network error: socket"));
     ENSURE_TIDY(2);
     nccl_on_cpu_reset(1, 0);
 }
@@ -566,7 +581,7 @@ TEST(nccl_waits_end)
         ENSURE(strstr(lost.text, "not done after 1 seconds: has a rank died"));
         for (int r = 0; r < 4; r++) ENSURE(r == 1 && lost.away ? !lost.said[r][0] : lost.said[r][0]);
         for (int r = 0; r < 4 && !lost.link.in_nodes; r++) /* who is told by another's error names that rank */
-            ENSURE(r == 1 && lost.away ? true : strstr(lost.said[r], "not done after 1 seconds: has a rank died") != NULL);
+            ENSURE((r == 1 && lost.away) || strstr(lost.said[r], "not done after 1 seconds: has a rank died"));
         aborted = nccl_on_cpu_count().aborted;
         ENSURE(aborted >= (lost.away ? 3 : 4) && nccl_on_cpu_count().live == 0 && nccl_on_cpu_count().misused == 0);
     }
@@ -583,8 +598,9 @@ TEST(a_nan_over_the_link_is_named)
         nccl_on_cpu_reset(4, (unsigned)variant);
         ENSURE_GO(j, 4);
         for (int r = 0; r < 4; r++)
-            ENSURE(strstr(j.said[r], variant == 2 ? ", step 4: the gradient of \"linear0.weight\" is NaN or infinite on rank"
-                                                  : ", step 4: the gradient of \"linear0.weight\" is NaN or infinite on rank 2"));
+            ENSURE(strstr(j.said[r],
+                          variant == 2 ? ", step 4: the gradient of \"linear0.weight\" is NaN or infinite on rank"
+                                       : ", step 4: the gradient of \"linear0.weight\" is NaN or infinite on rank 2"));
         if (j.nccl) ENSURE_TIDY(0);
     }
     nccl_on_cpu_reset(1, 0);

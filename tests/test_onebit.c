@@ -14,8 +14,8 @@ static int ranks = 4, me; /* mpiexec's */
 #ifdef HPML_USE_MPI
 #include <mpi.h>
 enum { SEEDS = 2 };
-/* A rank whose test fails would leave the others in messages that nobody answers: it ends them, when those that fail with
-   it have said so. */
+/* A rank whose test fails would leave the others in messages that nobody answers: it ends them, when those that fail
+   with it have said so. */
 #define TEST_OUT       (me > 0 ? stderr : stdout)
 #define TEST_GIVE_UP() (usleep(300000), MPI_Abort(MPI_COMM_WORLD, 1))
 #else
@@ -26,8 +26,8 @@ enum { SEEDS = 5 };
 enum { BATCH = 128 };
 
 #ifdef HPML_USE_MPI
-/* Messages as on a wire of `wire` bytes a second, 50 us long: what MPI has received is seen when that would have brought it,
-   one after another. 0: as it is. */
+/* Messages as on a wire of `wire` bytes a second, 50 us long: what MPI has received is seen when that would have
+   brought it, one after another. 0: as it is. */
 static double wire, wired; /* wired: seconds so far */
 static struct { MPI_Request request; double due; } coming[64];
 static int    are_coming;
@@ -72,8 +72,10 @@ __attribute__((constructor)) static void mpi_begin(void)
 }
 #endif
 
-/* The job on threads, of rank 0's process alone, or on mpiexec's ranks: then all know the result, the first `size` bytes. */
-static hpml_status launch(hpml_launch_desc l, bool threads, hpml_rank_fn *fn, void *job, size_t size, char *text, size_t room)
+/* The job on threads, of rank 0's process alone, or on mpiexec's ranks: then all know the result, the first `size`
+   bytes. */
+static hpml_status launch(hpml_launch_desc l, bool threads, hpml_rank_fn *fn, void *job, size_t size,
+                          char *text, size_t room)
 {
     if (l.ranks == 0) l.ranks = ranks;
 #ifdef HPML_USE_MPI
@@ -107,10 +109,12 @@ static const hpml_codec_desc onebit = { .kind = HPML_CODEC_ONEBIT };
 typedef struct training {
     hpml_distribute_desc d;
     placing      placing;
-    int          seed, epochs, max_steps, watch, ranks, threads; /* ranks 0: as many as there are; threads: not under MPI */
+    /* ranks 0: as many as there are; threads: not under MPI */
+    int          seed, epochs, max_steps, watch, ranks, threads;
     double       lr, momentum;
     hpml_opt     optimizer;
-    double       accuracy, loss, samples; /* accuracy: of digits not seen; loss: of the last epoch, as training meets it, of so many */
+    /* accuracy: of digits not seen; loss: of the last epoch, as training meets it, of so many */
+    double       accuracy, loss, samples;
     bool         same;           /* weights, on all ranks, after every step */
     uint64_t     hash;
     hpml_distribute_report report;
@@ -131,7 +135,8 @@ static int each_step(const hpml_step_info *info, void *user)
     worker        *w = (worker *)user;
     uint64_t       hash = 0;
     hpml_ctx      *ctx = hpml_comm_ctx(w->c);
-    hpml_distribute_report r = { .loss = (double)info->loss, .samples = info->samples }; /* of this rank, if no strategy knows of all */
+    /* of this rank, if no strategy knows of all */
+    hpml_distribute_report r = { .loss = (double)info->loss, .samples = info->samples };
     if (w->d) hpml_distribute_get(w->d, &r, false);
     if (hpml_comm_rank(w->c) == 0 && info->epoch + 1 == w->j->epochs)
         w->j->loss += r.loss * (double)r.samples, w->j->samples += (double)r.samples;
@@ -172,11 +177,13 @@ static hpml_status exchange_and_step(void *user, hpml_trainer *t)
 static bool exchange_in_stripe(worker *w, hpml_trainer *t)
 {
     hpml_gradient      g[4];
-    hpml_exchange_desc d = { .count = 4, .tensors = g, .codec = w->j->d.codec, .reduce = HPML_MEAN, .in_stripe = in_stripe, .user = w };
+    hpml_exchange_desc d = { .count = 4, .tensors = g, .codec = w->j->d.codec, .reduce = HPML_MEAN,
+                             .in_stripe = in_stripe, .user = w };
     hpml_ctx          *ctx = hpml_comm_ctx(w->c);
     for (int i = 0; i < 4; i++) {
         hpml_tensor *p = hpml_param_at(ctx, i);
-        g[i].name = p->name, g[i].data = p->grad, g[i].rows = p->ndim > 1 ? p->shape[0] : 1, g[i].cols = hpml_tensor_count(p) / g[i].rows;
+        g[i].name = p->name, g[i].data = p->grad, g[i].rows = p->ndim > 1 ? p->shape[0] : 1;
+        g[i].cols = hpml_tensor_count(p) / g[i].rows;
         w->cols[i]  = g[i].cols;
         w->state[i] = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)hpml_tensor_count(p), NULL);
     }
@@ -192,12 +199,14 @@ static hpml_status train(hpml_comm *c, void *user)
     worker         w = { .j = j, .c = c, .same = true };
     hpml_ctx      *ctx = hpml_comm_ctx(c);
     hpml_tensor   *x = hpml_input_2d(ctx, BATCH / hpml_comm_size(c), 784);
-    hpml_trainer  *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = mlp(x), .lr = (float)j->lr, .momentum = (float)j->momentum, .optimizer = j->optimizer });
+    hpml_trainer  *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+        .input = x, .output = mlp(x), .lr = (float)j->lr, .momentum = (float)j->momentum, .optimizer = j->optimizer });
     hpml_dataset  *data = digits(ctx, 0, to_learn), *unseen = digits(ctx, to_learn, TESTED);
     hpml_metrics   m = { 0 };
     if (j->placing == LOCAL) w.d = hpml_distribute(t, c, &j->d);
     else exchange_in_stripe(&w, t);
-    hpml_status status = hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = j->epochs, .max_steps = j->max_steps, .on_step = each_step, .user = &w });
+    hpml_status status = hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = j->epochs, .max_steps = j->max_steps,
+                                                                     .on_step = each_step, .user = &w });
     if (status != HPML_OK || hpml_comm_rank(c) != 0) return hpml_ctx_status(ctx);
     hpml_distribute_get(w.d, &j->report, false);
     j->same = w.same, j->hash = hpml_param_hash(ctx);
@@ -209,7 +218,8 @@ static hpml_status train(hpml_comm *c, void *user)
 
 static hpml_status go(training *j)
 {
-    hpml_launch_desc l = { .ranks = j->ranks, .timeout = 60, .ctx = { .seed = (uint64_t)(10 + j->seed), .threads = j->ranks == 1 ? 2 : 1 } };
+    hpml_launch_desc l = { .ranks = j->ranks, .timeout = 60,
+                           .ctx = { .seed = (uint64_t)(10 + j->seed), .threads = j->ranks == 1 ? 2 : 1 } };
     char             text[512];
     get_digits(4096);
     if (j->epochs == 0) j->epochs = 15;
@@ -251,19 +261,22 @@ static training mean_of(const series *all)
     return sum;
 }
 
-/* b, c, e, g, and of d what a whole step sends. Fifteen epochs at 0.05; Adagrad, before momentum as in the paper, at a rate
-   of its own. With momentum 0.9 on top of both, 1 bit and a step's delay are unstable at this rate, so double buffering goes
-   without. The control without feedback ends far below, on MNIST at 62 %; drawn digits forgive more. Two trainings at a time:
-   ranks that wait for each other leave a core for another. */
+/* b, c, e, g, and of d what a whole step sends. Fifteen epochs at 0.05; Adagrad, before momentum as in the paper, at a
+   rate of its own. With momentum 0.9 on top of both, 1 bit and a step's delay are unstable at this rate, so double
+   buffering goes without. The control without feedback ends far below, on MNIST at 62 %; drawn digits forgive more. Two
+   trainings at a time: ranks that wait for each other leave a core for another. */
 TEST(it_learns_what_f32_learns)
 {
     hpml_codec_desc none = { .kind = HPML_CODEC_ONEBIT, .no_feedback = true };
-    series all[KINDS] = { { .name = "f32", .kind = { .ranks = 1, .momentum = 0.9 } },
-                          { .name = "1 bit", .kind = { .momentum = 0.9, .d.codec = onebit, .watch = 1 } },
-                          { .name = "1 bit without feedback", .kind = { .momentum = 0.9, .d.codec = none } },
-                          { .name = "1 bit, double buffering", .kind = { .lr = 0.3, .d = { .codec = onebit, .delayed = true }, .watch = 1 } },
-                          { .name = "1 bit, momentum in stripe", .kind = { .placing = MOMENTUM, .d.codec = onebit } },
-                          { .name = "1 bit, Adagrad in stripe", .kind = { .lr = 0.005, .momentum = 0.9, .placing = ADAGRAD, .d.codec = onebit } } };
+    series all[KINDS] = {
+        { .name = "f32", .kind = { .ranks = 1, .momentum = 0.9 } },
+        { .name = "1 bit", .kind = { .momentum = 0.9, .d.codec = onebit, .watch = 1 } },
+        { .name = "1 bit without feedback", .kind = { .momentum = 0.9, .d.codec = none } },
+        { .name = "1 bit, double buffering",
+          .kind = { .lr = 0.3, .d = { .codec = onebit, .delayed = true }, .watch = 1 } },
+        { .name = "1 bit, momentum in stripe", .kind = { .placing = MOMENTUM, .d.codec = onebit } },
+        { .name = "1 bit, Adagrad in stripe",
+          .kind = { .lr = 0.005, .momentum = 0.9, .placing = ADAGRAD, .d.codec = onebit } } };
     training  mean[KINDS], *f32 = &mean[F32], *one = &mean[ONE], *bare = &mean[BARE], *late = &mean[LATE];
     get_digits(4096);
     next_training = 0;
@@ -306,7 +319,8 @@ static hpml_status keep_account(hpml_comm *c, void *user)
     int64_t        row, rows, n = ROWS * COLS;
     hpml_ctx      *ctx = hpml_comm_ctx(c);
     float         *g = (float *)hpml_ctx_alloc(ctx, sizeof(float) * ROWS * COLS, NULL);
-    double        *owed = (double *)hpml_ctx_alloc(ctx, sizeof(double) * 2 * ROWS * COLS, NULL), *want = owed + n, far = 0, size = 0;
+    double        *owed = (double *)hpml_ctx_alloc(ctx, sizeof(double) * 2 * ROWS * COLS, NULL);
+    double        *want = owed + n, far = 0, size = 0;
     hpml_gradient  t = { "w", g, ROWS, COLS };
     hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &t, .codec = a->codec });
     uint32_t       r = 1234567u + 7919u * (uint32_t)(a->seed * ranks + hpml_comm_rank(c));
@@ -336,7 +350,8 @@ TEST(nothing_is_lost)
         none.codec.no_feedback = true, printed.codec.printed_residual = true;
         account *all[3] = { &right, &none, &printed };
         for (int i = 0; i < 3; i++)
-            ENSURE(launch((hpml_launch_desc){ .ctx.threads = 1 }, false, keep_account, all[i], sizeof right, NULL, 0) == HPML_OK);
+            ENSURE(launch((hpml_launch_desc){ .ctx.threads = 1 }, false, keep_account, all[i],
+                          sizeof right, NULL, 0) == HPML_OK);
         ENSURE(right.drift >= 0);
         worst = fmax(worst, right.drift);
         ENSURE(right.drift < 1e-6 && none.drift > 0.01 && printed.drift > 0.01);
@@ -353,23 +368,28 @@ static hpml_status count_bytes(hpml_comm *c, void *user)
     hpml_ctx     *ctx = hpml_comm_ctx(c);
     for (int i = 0; i < 4; i++) {
         int64_t row_bytes = 8 + 4 * ((shape[i][1] + 31) / 32), rows = shape[i][0];
-        g[i] = (hpml_gradient){ NULL, (float *)hpml_ctx_alloc(ctx, (size_t)(rows * shape[i][1]) * sizeof(float), NULL), rows, shape[i][1] };
+        g[i] = (hpml_gradient){ NULL, (float *)hpml_ctx_alloc(ctx, (size_t)(rows * shape[i][1]) * sizeof(float), NULL),
+                                rows, shape[i][1] };
         if (rows == 1) continue;
         for (int r = 0; r < ranks; r++) { /* their rows to them, mine to all others */
             int64_t stripe = hpml_block(rows, ranks, r + 1) - hpml_block(rows, ranks, r);
             want += stripe * row_bytes * (r == rank ? ranks - 1 : 1);
         }
     }
-    hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 4, .tensors = g, .codec = onebit, .algorithm = HPML_RING });
+    hpml_exchange *x = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 4, .tensors = g, .codec = onebit,
+                                                                      .algorithm = HPML_RING });
     hpml_counters  before, after;
     if (hpml_exchange_run(x) != HPML_OK) return hpml_ctx_status(ctx);
     hpml_comm_counters(c, &before);
     hpml_exchange_run(x);
     hpml_comm_counters(c, &after);
     int64_t sent = after.bytes - before.bytes, heads = 2 * (ranks - 1) * 8;
-    bool    good = hpml_exchange_bytes(x) >= want + heads && sent >= want + heads + 4 * 138 && sent <= want + heads + 8 * 138;
+    bool    good = hpml_exchange_bytes(x) >= want + heads && sent >= want + heads + 4 * 138 &&
+                   sent <= want + heads + 8 * 138;
     good = good && 27 * sent <= 2 * (ranks - 1) * 407080 / ranks;
-    if (!good) printf("    rank %d sent %lld, %lld expected and biases\n", (int)rank, (long long)sent, (long long)(want + heads));
+    if (!good)
+        printf("    rank %d sent %lld, %lld expected and biases\n", (int)rank, (long long)sent,
+               (long long)(want + heads));
     if (!good) *(bool *)user = false;
     return good ? hpml_ctx_status(ctx) : HPML_ERR_STATE;
 }
@@ -377,7 +397,8 @@ static hpml_status count_bytes(hpml_comm *c, void *user)
 TEST(bytes_are_a_27th)
 {
     bool right = true;
-    ENSURE(launch((hpml_launch_desc){ .ctx.threads = 1 }, false, count_bytes, &right, sizeof right, NULL, 0) == HPML_OK);
+    ENSURE(launch((hpml_launch_desc){ .ctx.threads = 1 }, false, count_bytes, &right,
+                  sizeof right, NULL, 0) == HPML_OK);
     ENSURE(right);
 }
 
@@ -396,9 +417,11 @@ TEST(mpi_has_the_bits_of_threads)
 {
     for (int s = 0; s < SEEDS; s++)
         for (int kind = 0; kind < 4; kind++) {
-            training mpi = { .seed = s, .max_steps = 20, .d = { .algorithm = HPML_RING, .delayed = kind == 1 }, .placing = kind == 2 ? ADAGRAD : LOCAL }, own;
+            training mpi = { .seed = s, .max_steps = 20, .d = { .algorithm = HPML_RING, .delayed = kind == 1 },
+                             .placing = kind == 2 ? ADAGRAD : LOCAL };
             if (kind < 3) mpi.d.codec = onebit;
-            own = mpi, own.threads = 1;
+            training own = mpi;
+            own.threads = 1;
             ENSURE(go(&mpi) == HPML_OK && go(&own) == HPML_OK);
             ENSURE(mpi.hash != 0 && mpi.hash == own.hash);
         }
@@ -408,7 +431,8 @@ TEST(mpi_has_the_bits_of_threads)
 /* h: the same account over a whole training that 4 ranks begin and 2 go on with: of the mean gradient, ranks' residuals
    hold their share. A short batch is exchanged as the part of a whole one that it is; the step is made whole after. */
 typedef struct book { double drift; int seed; const char *save, *load; double *want, *got; int64_t n; } book;
-typedef struct entry { hpml_distributed *d; double *want, *got, share; } entry; /* of one rank; of a short batch: the part that is there */
+/* of one rank; of a short batch: the part that is there */
+typedef struct entry { hpml_distributed *d; double *want, *got, share; } entry;
 
 static hpml_status enter_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
 {
@@ -449,13 +473,15 @@ static hpml_status keep_book(hpml_comm *c, void *user)
     hpml_ctx     *ctx = hpml_comm_ctx(c);
     int           p = hpml_comm_size(c);
     hpml_tensor  *x = hpml_input_2d(ctx, BATCH / p, 784);
-    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = mlp(x), .lr = 0.03f, .momentum = 0.9f });
+    hpml_trainer *t =
+        hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = mlp(x), .lr = 0.03f, .momentum = 0.9f });
     hpml_dataset *data = digits(ctx, 0, to_learn);
     int64_t       n = hpml_param_total(ctx), row = 0, rows = 0, at = 0;
     double       *owed = (double *)hpml_ctx_alloc(ctx, sizeof(double) * 3 * (size_t)n, NULL), far = 0, size = 0;
     entry         e = { hpml_distribute(t, c, &(hpml_distribute_desc){ .codec = onebit }), owed + n, owed + 2 * n, 0 };
     if (b->load) hpml_distribute_load(e.d, b->load);
-    hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = &e, .run = enter_run, .grad = enter_grad, .update = enter_update });
+    hpml_hooks    hooks = { .user = &e, .run = enter_run, .grad = enter_grad, .update = enter_update };
+    hpml_trainer_set_hooks(t, &hooks);
     hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 3, .max_steps = 40 });
     if (b->save) hpml_distribute_save(e.d, b->save);
     for (int i = 0; i < 4; at += hpml_tensor_count(hpml_param_at(ctx, i)), i++)
@@ -463,7 +489,8 @@ static hpml_status keep_book(hpml_comm *c, void *user)
             hpml_exchange *ex = e.d->bucket[k / 4].x;
             if (k % 4 >= ex->d.count || ex->item[k % 4].g.data != hpml_param_at(ctx, i)->grad) continue;
             int64_t      cols = ex->item[k % 4].g.cols, count = 0;
-            const float *mine = hpml_exchange_residual(ex, k % 4, &count), *stripe = hpml_exchange_stripe(ex, k % 4, &row, &rows);
+            const float *mine = hpml_exchange_residual(ex, k % 4, &count),
+                        *stripe = hpml_exchange_stripe(ex, k % 4, &row, &rows);
             for (int64_t m = 0; m < count && mine; m++) owed[at + m] += (double)mine[m] / p;
             for (int64_t m = 0; m < rows * cols && stripe; m++) owed[at + row * cols + m] += (double)stripe[m];
         }
@@ -493,15 +520,16 @@ TEST(four_ranks_begin_and_two_go_on)
         ENSURE(launch(l, ranks != 2, keep_book, &two, sizeof two.drift, NULL, 0) == HPML_OK);
         free(sums);
         if (me == 0) remove(file);
-        if (!(four.drift < 1e-6 && two.drift < 1e-6)) printf("    seed %d: lost %.1e with four, %.1e after two\n", s, four.drift, two.drift);
+        if (!(four.drift < 1e-6 && two.drift < 1e-6))
+            printf("    seed %d: lost %.1e with four, %.1e after two\n", s, four.drift, two.drift);
         ENSURE(four.drift >= 0 && four.drift < 1e-6 && two.drift >= 0 && two.drift < 1e-6);
     }
 }
 
-/* i: an exchange of 4 million weights over links of 1 Gbit/s, in virtual time; and what a rank computes, as if each had a
-   machine of its own. How long that takes is the machine's: so it is set against what the plain sum takes on it, which is
-   to copy and to add, and which a network this slow hides 30 times. Under MPI the network's part is what messages were on
-   the wire, and f32's time true time, which has to wait for it. */
+/* i: an exchange of 4 million weights over links of 1 Gbit/s, in virtual time; and what a rank computes, as if each had
+   a machine of its own. How long that takes is the machine's: so it is set against what the plain sum takes on it,
+   which is to copy and to add, and which a network this slow hides 30 times. Under MPI the network's part is what
+   messages were on the wire, and f32's time true time, which has to wait for it. */
 typedef struct timing { hpml_codec_desc codec; double network, own, true_time; } timing;
 
 static double own_seconds(void)
@@ -517,7 +545,9 @@ static hpml_status time_exchange(hpml_comm *c, void *user)
     hpml_ctx      *ctx = hpml_comm_ctx(c);
     hpml_gradient  g = { "w", (float *)hpml_ctx_alloc(ctx, sizeof(float) * 2000 * 2000, NULL), 2000, 2000 };
     hpml_exchange *x[2];
-    for (int k = 0; k < 2; k++) x[k] = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &g, .codec = all[k].codec, .algorithm = HPML_RING });
+    for (int k = 0; k < 2; k++)
+        x[k] = hpml_exchange_create(c, &(hpml_exchange_desc){ .count = 1, .tensors = &g, .codec = all[k].codec,
+                                                              .algorithm = HPML_RING });
     for (int i = 0; i < 16; i++) { /* in turn: both meet the same neighbours */
         timing *t = &all[i % 2];
         hpml_barrier(c);
@@ -543,13 +573,15 @@ static hpml_status time_exchange(hpml_comm *c, void *user)
 TEST(on_a_slow_network_an_eighth_of_the_time)
 {
     timing           t[2] = { { .own = 0 }, { .codec = onebit } }, *f32 = &t[0], *one = &t[1];
-    hpml_launch_desc l = { .transport = HPML_TRANSPORT_CLOCK, .network = { .ranks_per_node = 1, .between = { 50e-6, 125e6 } }, .ctx.threads = 1 };
+    hpml_launch_desc l = { .transport = HPML_TRANSPORT_CLOCK,
+                           .network = { .ranks_per_node = 1, .between = { 50e-6, 125e6 } }, .ctx.threads = 1 };
     double           least = 2 * (ranks - 1) * 16e6 / ranks / 125e6;
 #ifdef HPML_USE_MPI
     if (ranks != 2) SKIP("these ranks have no core each");
 #endif
     ENSURE(launch(l, false, time_exchange, t, sizeof t, NULL, 0) == HPML_OK);
-    printf("    4 M weights on 1 Gbit/s: f32 %.1f + %.1f ms, 1 bit %.1f + %.1f ms\n", 1e3 * f32->network, 1e3 * f32->own, 1e3 * one->network, 1e3 * one->own);
+    printf("    4 M weights on 1 Gbit/s: f32 %.1f + %.1f ms, 1 bit %.1f + %.1f ms\n", 1e3 * f32->network,
+           1e3 * f32->own, 1e3 * one->network, 1e3 * one->own);
     ENSURE(f32->network > least && one->network > least / 33 && one->network <= f32->network / 27);
 #ifdef HPML_USE_MPI
     printf("    in true time: f32 %.1f ms, 1 bit %.1f ms\n", 1e3 * f32->true_time, 1e3 * one->true_time);

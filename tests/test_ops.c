@@ -1,5 +1,5 @@
-/* Every op: gradients against central differences, values against plain loops, on every set of kernels; the same bits for
-   any number of threads; short batches. */
+/* Every op: gradients against central differences, values against plain loops, on every set of kernels; the same bits
+   for any number of threads; short batches. */
 #include "../hpml.h"
 #include "test.h"
 #include "op_cases.h"
@@ -96,31 +96,37 @@ TEST(short_batches)
         int64_t n = results(g, ctx, built_x, built_loss, of_short, 8192);
         ENSURE(n > 0 && n < 8192 && n == results(small, small_ctx, small_x, small_loss, of_small, 8192));
         for (int64_t j = 0; j < n; j++) {
-            apart = fmax(apart, fabs((double)of_short[j] - (double)of_small[j])), size = fmax(size, fabs((double)of_small[j]));
+            apart = fmax(apart, fabs((double)of_short[j] - (double)of_small[j]));
+            size = fmax(size, fabs((double)of_small[j]));
             if (of_short[j] != of_short[j]) apart = 1e9;
         }
         if (!(apart <= 1e-6 * size)) printf("    %s: %g apart of %g\n", cases[i].name, apart, size), test_failed = 1;
-        ENSURE(hpml_graph_batch(g, 3) == HPML_OK && hpml_graph_forward(g, false, 0) == HPML_OK && isfinite(built_loss->data[0]));
+        ENSURE(hpml_graph_batch(g, 3) == HPML_OK && hpml_graph_forward(g, false, 0) == HPML_OK &&
+               isfinite(built_loss->data[0]));
         ENSURE(hpml_graph_batch(g, 4) != HPML_OK);
         hpml_ctx_free(ctx);
         hpml_ctx_free(small_ctx);
     }
 }
 
-/* What has no batch dimension, but as many rows as a batch has: a short batch leaves the gradient of the others at zero. */
+/* What has no batch dimension, but as many rows as a batch has: a short batch leaves the gradient of the others at
+   zero. */
 TEST(short_batches_beside_rows_of_a_parameter)
 {
     for (int kind = 0; kind < 4; kind++) {
         hpml_ctx    *ctx = hpml_ctx_create(NULL);
-        hpml_tensor *x = hpml_input_3d(ctx, 4, 3, 3), *p = hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 3, .shape = { 4, 3, 3 } });
+        hpml_tensor *x = hpml_input_3d(ctx, 4, 3, 3);
+        hpml_tensor *p = hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 3, .shape = { 4, 3, 3 } });
         hpml_tensor *q = kind == 3 ? hpml_tanh(p) : p, *both[2] = { x, q };
-        hpml_tensor *y = kind == 0 ? hpml_concat(both, 2, 1) : kind == 1 ? hpml_matmul(q, x, false, false) : hpml_mul(x, q);
+        hpml_tensor *y = kind == 0 ? hpml_concat(both, 2, 1)
+                       : kind == 1 ? hpml_matmul(q, x, false, false) : hpml_mul(x, q);
         hpml_tensor *loss = kind == 2 ? hpml_mse(x, q) : hpml_mse(y, hpml_input(ctx, HPML_DTYPE_F32, 3, y->shape));
         hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = loss });
         ENSURE(hpml_graph_alloc(g) == HPML_OK);
         for (int i = 0; i < 36; i++) x->data[i] = (float)(i + 1);
         for (int samples = 4; samples > 0; samples -= 2) {
-            ENSURE(hpml_graph_batch(g, samples) == HPML_OK && hpml_graph_forward(g, true, 0) == HPML_OK && hpml_graph_backward(g, 1, false) == HPML_OK);
+            ENSURE(hpml_graph_batch(g, samples) == HPML_OK && hpml_graph_forward(g, true, 0) == HPML_OK &&
+                   hpml_graph_backward(g, 1, false) == HPML_OK);
             for (int i = 0; i < 36; i++) ENSURE((p->grad[i] != 0) == (i < 9 * samples));
         }
         hpml_ctx_free(ctx);
@@ -132,7 +138,8 @@ TEST(reshape_of_every_dtype)
 {
     for (int dtype = 0; dtype < 5; dtype++) {
         hpml_ctx      *ctx  = hpml_ctx_create(NULL);
-        hpml_tensor   *x    = hpml_input(ctx, (hpml_dtype)dtype, 2, (int64_t[]){ 4, 48 }), *y = hpml_reshape_2d(x, 8, 24);
+        hpml_tensor   *x    = hpml_input(ctx, (hpml_dtype)dtype, 2, (int64_t[]){ 4, 48 });
+        hpml_tensor   *y    = hpml_reshape_2d(x, 8, 24);
         hpml_tensor   *z    = hpml_relu(hpml_input_2d(ctx, 4, 2)), *both[2] = { y, z };
         hpml_graph    *g    = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = both, .output_count = 2 });
         size_t         size = 192 * hpml_dtype_size((hpml_dtype)dtype);
@@ -150,7 +157,8 @@ TEST(reshape_of_every_dtype)
 TEST(matmul_and_conv_values)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
-    hpml_tensor *x   = hpml_input_4d(ctx, 2, 3, 6, 5), *y = hpml_conv2d(x, 4, &(hpml_conv2d_desc){ .kernel_h = 3, .stride_h = 2, .padding_h = 1 });
+    hpml_tensor *x   = hpml_input_4d(ctx, 2, 3, 6, 5);
+    hpml_tensor *y   = hpml_conv2d(x, 4, &(hpml_conv2d_desc){ .kernel_h = 3, .stride_h = 2, .padding_h = 1 });
     hpml_graph  *g   = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
     hpml_tensor *w   = hpml_param_at(ctx, 0);
     ENSURE(hpml_graph_alloc(g) == HPML_OK);
@@ -165,7 +173,8 @@ TEST(matmul_and_conv_values)
                         for (int v = 0; v < 3; v++) {
                             int r = i / 3 * 2 + u - 1, q = i % 3 * 2 + v - 1;
                             if (r < 0 || r >= 6 || q < 0 || q >= 5) continue;
-                            s += (double)x->data[((b * 3 + c) * 6 + r) * 5 + q] * (double)w->data[((o * 3 + c) * 3 + u) * 3 + v];
+                            s += (double)x->data[((b * 3 + c) * 6 + r) * 5 + q] *
+                                 (double)w->data[((o * 3 + c) * 3 + u) * 3 + v];
                         }
                 ENSURE_NEAR(y->data[(b * 4 + o) * 9 + i], s, 1e-5);
             }
@@ -177,7 +186,8 @@ TEST(attention_values)
 {
     const int    T = 150, D = 8;
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
-    hpml_tensor *x   = hpml_input_3d(ctx, 1, T, 3 * 2 * D), *y = hpml_attention(x, &(hpml_attention_desc){ .heads = 2 });
+    hpml_tensor *x   = hpml_input_3d(ctx, 1, T, 3 * 2 * D);
+    hpml_tensor *y   = hpml_attention(x, &(hpml_attention_desc){ .heads = 2 });
     hpml_graph  *g   = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
     ENSURE(hpml_graph_alloc(g) == HPML_OK);
     fill(x, 9);
@@ -216,14 +226,16 @@ TEST(losses_against_formulas)
     for (int i = 0; i < 5; i++) {
         double most = -1e30, sum = 0, mean = 0;
         if (label[i] < 0) continue;
-        for (int c = 0; c < 7; c++) most = fmax(most, (double)x->data[i * 7 + c]), mean += (double)x->data[i * 7 + c] / 7;
+        for (int c = 0; c < 7; c++)
+            most = fmax(most, (double)x->data[i * 7 + c]), mean += (double)x->data[i * 7 + c] / 7;
         for (int c = 0; c < 7; c++) sum += exp((double)x->data[i * 7 + c] - most);
         want += (most + log(sum) - 0.9 * (double)x->data[i * 7 + label[i]] - 0.1 * mean) / 4;
     }
     ENSURE_NEAR(loss->data[0], want, 1e-6 * fabs(want) + 1e-5);
     label[1] = 7;
     hpml_tensor_set(l, label, 5);
-    ENSURE(hpml_graph_forward(g, false, 0) == HPML_ERR_LABEL && strstr(hpml_ctx_error(ctx), "label 1 of the batch is 7"));
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_ERR_LABEL &&
+           strstr(hpml_ctx_error(ctx), "label 1 of the batch is 7"));
     hpml_ctx_free(ctx);
 }
 
@@ -232,7 +244,8 @@ TEST(other_losses_learn_their_gradient)
     for (int kind = 0; kind < 3; kind++) {
         hpml_ctx    *ctx = hpml_ctx_create(NULL);
         hpml_tensor *x = hpml_input_2d(ctx, 4, 6), *t = hpml_input_2d(ctx, 4, 3), *y = hpml_linear(x, 3, NULL);
-        hpml_tensor *loss = kind == 0 ? hpml_bce_with_logits(y, t) : kind == 1 ? hpml_huber(y, t, 0.5f) : hpml_huber(y, t, 0);
+        hpml_tensor *loss = kind == 0 ? hpml_bce_with_logits(y, t)
+                          : kind == 1 ? hpml_huber(y, t, 0.5f) : hpml_huber(y, t, 0);
         hpml_graph  *g    = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = loss });
         ENSURE(hpml_graph_alloc(g) == HPML_OK);
         fill(x, 21);
@@ -297,7 +310,8 @@ TEST(wrong_shapes_are_refused)
     REFUSED(hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = hpml_mse(v, v), ._end = 1 }));
     static const float bad[] = { 1.01f, -0.1f, (float)INFINITY, (float)NAN };
     for (int i = 0; i < 4; i++) {
-        ENSURE(hpml_batchnorm(v, &(hpml_norm_desc){ .momentum = bad[i] }) == NULL && strstr(hpml_ctx_error(ctx), "momentum"));
+        ENSURE(hpml_batchnorm(v, &(hpml_norm_desc){ .momentum = bad[i] }) == NULL &&
+               strstr(hpml_ctx_error(ctx), "momentum"));
         hpml_ctx_clear_error(ctx);
         if (i == 0) continue;
         REFUSED(hpml_layernorm(v, &(hpml_norm_desc){ .eps = bad[i] }));
@@ -310,17 +324,21 @@ TEST(refusals_say_why)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
     hpml_tensor *v = hpml_input_2d(ctx, 2, 7), *row = hpml_input(ctx, HPML_DTYPE_F32, 1, (int64_t[]){ 2 });
-    hpml_tensor *w = hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 2, .shape = { 4, 7 } }), *all = hpml_sum(v, HPML_ALL_DIMS);
+    hpml_tensor *w = hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 2, .shape = { 4, 7 } });
+    hpml_tensor *all = hpml_sum(v, HPML_ALL_DIMS);
     ENSURE_ERROR(ctx, !hpml_activation(v, (hpml_act)55, 0), HPML_ERR_ARGUMENT, "no function 55");
-    ENSURE_ERROR(ctx, !hpml_linear(v, 3, &(hpml_linear_desc){ .weight = w }), HPML_ERR_SHAPE, "weight is f32 4x7 \"param0\"");
+    ENSURE_ERROR(ctx, !hpml_linear(v, 3, &(hpml_linear_desc){ .weight = w }), HPML_ERR_SHAPE,
+                 "weight is f32 4x7 \"param0\"");
     ENSURE_ERROR(ctx, !hpml_sum(v, 2), HPML_ERR_SHAPE, "no dimension 2");
     ENSURE_ERROR(ctx, !hpml_softmax(all), HPML_ERR_SHAPE, "a scalar has no last dimension");
     ENSURE_ERROR(ctx, !hpml_permute(all, NULL), HPML_ERR_SHAPE, "name each dimension once");
     ENSURE_ERROR(ctx, !hpml_transpose(v, 0, 2), HPML_ERR_SHAPE, "name each dimension once");
     ENSURE_ERROR(ctx, !hpml_rmsnorm(row, NULL), HPML_ERR_SHAPE, "rmsnorm of \"input\": needs (.., features)");
-    ENSURE_ERROR(ctx, !hpml_embedding(hpml_input_tokens(ctx, 2, 3), 5, 7, &(hpml_embedding_desc){ .weight = w }), HPML_ERR_SHAPE, "expected 5x7");
+    ENSURE_ERROR(ctx, !hpml_embedding(hpml_input_tokens(ctx, 2, 3), 5, 7, &(hpml_embedding_desc){ .weight = w }),
+                 HPML_ERR_SHAPE, "expected 5x7");
     ENSURE_ERROR(ctx, !hpml_param_create(ctx, NULL), HPML_ERR_ARGUMENT, "the desc needs a shape");
-    hpml_tensor *y = hpml_reshape_4d(hpml_reshape_3d(v, 2, 7, 1), 2, 1, 1, -1), *two = hpml_concat((hpml_tensor *[]){ v, v }, 2, 0);
+    hpml_tensor *y = hpml_reshape_4d(hpml_reshape_3d(v, 2, 7, 1), 2, 1, 1, -1);
+    hpml_tensor *two = hpml_concat((hpml_tensor *[]){ v, v }, 2, 0);
     ENSURE(y && y->ndim == 4 && y->shape[3] == 7 && two && two->shape[0] == 4);
     hpml_graph *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &two, .output_count = 1 });
     ENSURE(!hpml_graph_batchable(g));
@@ -332,17 +350,21 @@ TEST(refusals_say_why)
     hpml_ctx_free(ctx);
 }
 
-/* Every way a parameter may start: mean and standard deviation of 60,000 numbers, and the largest of the uniform ones. */
+/* Every way a parameter may start: mean and standard deviation of 60,000 numbers, and the largest of the uniform
+   ones. */
 TEST(initial_weights)
 {
     const struct { hpml_init init; double scale, deviation, most; } of[] = {
-        { HPML_INIT_KAIMING_UNIFORM, 0, sqrt(2 / 300.0), sqrt(6 / 300.0) }, { HPML_INIT_KAIMING_NORMAL, 0, sqrt(2 / 300.0), 9 },
-        { HPML_INIT_XAVIER_UNIFORM, 0, sqrt(2 / 500.0), sqrt(6 / 500.0) }, { HPML_INIT_XAVIER_NORMAL, 0, sqrt(2 / 500.0), 9 },
+        { HPML_INIT_KAIMING_UNIFORM, 0, sqrt(2 / 300.0), sqrt(6 / 300.0) },
+        { HPML_INIT_KAIMING_NORMAL, 0, sqrt(2 / 300.0), 9 },
+        { HPML_INIT_XAVIER_UNIFORM, 0, sqrt(2 / 500.0), sqrt(6 / 500.0) },
+        { HPML_INIT_XAVIER_NORMAL, 0, sqrt(2 / 500.0), 9 },
         { HPML_INIT_NORMAL, 0, 0.02, 9 }, { HPML_INIT_NORMAL, 3, 3, 99 }, { HPML_INIT_UNIFORM, 0, 0.1 / sqrt(3), 0.1 },
         { HPML_INIT_UNIFORM, 2, 2 / sqrt(3), 2 }, { HPML_INIT_ZEROS, 0, 0, 0 }, { HPML_INIT_ONES, 0, 0, 1 } };
     for (size_t k = 0; k < sizeof of / sizeof of[0]; k++) {
         hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 5 + k });
-        hpml_tensor *w = hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 2, .shape = { 200, 300 }, .init = of[k].init, .init_scale = (float)of[k].scale });
+        hpml_tensor *w = hpml_param_create(ctx, &(hpml_param_desc){
+            .ndim = 2, .shape = { 200, 300 }, .init = of[k].init, .init_scale = (float)of[k].scale });
         double       mean = 0, square = 0, most = 0;
         ENSURE(w && hpml_param_init(ctx) == HPML_OK);
         for (int i = 0; i < 60000; i++) mean += (double)w->data[i] / 60000, most = fmax(most, fabs((double)w->data[i]));
@@ -363,7 +385,10 @@ TEST(relu_keeps_nan)
             hpml_ctx        *ctx  = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = isas[i], .threads = 1 });
             hpml_linear_desc relu = { .activation = fused ? HPML_ACT_RELU : HPML_ACT_NONE };
             hpml_tensor     *x = hpml_input_2d(ctx, 3, 5), *y = hpml_linear(x, 37, &relu);
-            if (hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT || hpml_ctx_status(ctx) == HPML_ERR_UNSUPPORTED) { hpml_ctx_free(ctx); continue; }
+            if (hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT || hpml_ctx_status(ctx) == HPML_ERR_UNSUPPORTED) {
+                hpml_ctx_free(ctx);
+                continue;
+            }
             if (!fused) y = hpml_relu(y);
             hpml_graph *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
             ENSURE(hpml_graph_alloc(g) == HPML_OK);

@@ -3,7 +3,10 @@
 #include <pthread.h>
 #include <stdbool.h>
 static bool no_more; /* threads are to be had */
-static int thread_of(pthread_t *t, const pthread_attr_t *a, void *(*fn)(void *), void *arg) { return no_more ? EAGAIN : pthread_create(t, a, fn, arg); }
+static int thread_of(pthread_t *t, const pthread_attr_t *a, void *(*fn)(void *), void *arg)
+{
+    return no_more ? EAGAIN : pthread_create(t, a, fn, arg);
+}
 #define pthread_create thread_of
 #define HPML_COMM_IMPLEMENTATION /* private functions; hpml.h's body is compiled apart */
 #include "../hpml_comm.h"
@@ -28,7 +31,10 @@ static hpml_network nodes(int ranks_per_node, bool spread)
     return n;
 }
 
-static double seconds(hpml_algorithm a, int p, hpml_network n, int64_t bytes) { return hpml_simulate_allreduce(a, p, &n, bytes); }
+static double seconds(hpml_algorithm a, int p, hpml_network n, int64_t bytes)
+{
+    return hpml_simulate_allreduce(a, p, &n, bytes);
+}
 
 #define ENSURE_CLOSE(a, b, relative) ENSURE_NEAR((a) / (b), 1, relative)
 
@@ -37,7 +43,8 @@ TEST(formulas)
     static const int ps[] = { 2, 4, 8, 64, 256, 4096 };
     for (size_t i = 0; i < sizeof ps / sizeof *ps; i++)
         for (int net = 0; net < 3; net++) {
-            double       alpha = net == 2 ? 1e-3 : 1e-5, beta = net == 1 ? 1e-6 : 1e-9, p = ps[i], k = log2(p), n = 16384. * 64;
+            double       alpha = net == 2 ? 1e-3 : 1e-5, beta = net == 1 ? 1e-6 : 1e-9;
+            double       p = ps[i], k = log2(p), n = 16384. * 64;
             hpml_network w = flat(alpha, 1 / beta);
             ENSURE_CLOSE(seconds(HPML_RING, ps[i], w, (int64_t)n), 2 * (p - 1) * (alpha + n / p * beta), 1e-9);
             ENSURE_CLOSE(seconds(HPML_BUTTERFLY, ps[i], w, (int64_t)n), k * (alpha + n * beta), 1e-9);
@@ -45,7 +52,8 @@ TEST(formulas)
             ENSURE_CLOSE(seconds(HPML_TREE, ps[i], w, (int64_t)n), 2 * k * (alpha + n * beta), net == 1 ? 0.01 : 1);
             /* Messages in line pay one latency: 2 (p-1) (alpha + n beta) is what it would be one by one. */
             ENSURE_CLOSE(seconds(HPML_CENTRAL, ps[i], w, (int64_t)n), 2 * alpha + 2 * (p - 1) * n * beta, 1e-9);
-            if (net == 1) ENSURE_CLOSE(seconds(HPML_CENTRAL, ps[i], w, (int64_t)n), 2 * (p - 1) * (alpha + n * beta), 0.01);
+            if (net == 1)
+                ENSURE_CLOSE(seconds(HPML_CENTRAL, ps[i], w, (int64_t)n), 2 * (p - 1) * (alpha + n * beta), 0.01);
         }
 }
 
@@ -54,7 +62,8 @@ TEST(hierarchical_formula)
 {
     hpml_network w = nodes(8, false);
     double       n = 1 << 24, m = 8, k = 16, a = w.inside.latency, b = 1 / w.inside.bandwidth;
-    double       inside = 2 * (m - 1) * (a + n / m * b), between = 2 * log2(k) * w.between.latency + 2 * n * (k - 1) / k / w.between.bandwidth;
+    double       inside = 2 * (m - 1) * (a + n / m * b),
+                 between = 2 * log2(k) * w.between.latency + 2 * n * (k - 1) / k / w.between.bandwidth;
     ENSURE_CLOSE(seconds(HPML_HIERARCHICAL, 128, w, 1 << 24), inside + between, 0.01);
     ENSURE(seconds(HPML_HIERARCHICAL, 128, w, 1 << 24) < seconds(HPML_RING, 128, w, 1 << 24));
 }
@@ -133,8 +142,9 @@ static hpml_status overlap_rank(hpml_comm *c, void *user)
     float              *x[4];
     hpml_allreduce_desc d = { 0 };
     d.algorithm = run->a;
-    hpml_job_wait(hpml_iallreduce(c, run->n, 0, NULL)); /* the first one makes the twin, which takes messages; */
-    hpml_comm_compute(c, (10 - hpml_comm_now(c)) / (run->slow ? run->slow[hpml_comm_rank(c)] : 1)); /* all begin at 10 s */
+    /* the first one makes the twin, which takes messages; all begin at 10 s */
+    hpml_job_wait(hpml_iallreduce(c, run->n, 0, NULL));
+    hpml_comm_compute(c, (10 - hpml_comm_now(c)) / (run->slow ? run->slow[hpml_comm_rank(c)] : 1));
     for (int i = 3; i >= 0; i--) {
         x[i] = (float *)calloc((size_t)run->n[i], sizeof(float));
         hpml_comm_compute(c, run->backward[i]);
@@ -157,10 +167,11 @@ TEST(overlapped_step_equals_the_clock_transport)
             hpml_simulation    s;
             char               error[256];
             run.a = (hpml_algorithm)a, run.slow = stragglers ? slow : NULL;
-            l.transport = HPML_TRANSPORT_CLOCK, l.ranks = 6, l.network = nodes(3, false), l.network.slow = stragglers ? slow : NULL;
+            l.transport = HPML_TRANSPORT_CLOCK, l.ranks = 6;
+            l.network = nodes(3, false), l.network.slow = stragglers ? slow : NULL;
             ENSURE(hpml_launch(&l, overlap_rank, &run, error, sizeof error) == HPML_OK);
-            d.ranks = 6, d.network = l.network, d.layers = 4, d.backward_s = run.backward, d.elements = run.n, d.bucket_bytes = 1;
-            d.algorithm = run.a;
+            d.ranks = 6, d.network = l.network, d.layers = 4, d.backward_s = run.backward, d.elements = run.n;
+            d.bucket_bytes = 1, d.algorithm = run.a;
             ENSURE(hpml_simulate(&d, &s, error, sizeof error) == HPML_OK);
             ENSURE_CLOSE(s.step_s, run.end - 10, 0.03); /* rounding may decide who is first at a card */
             ENSURE(s.buckets == 4);
@@ -183,7 +194,8 @@ TEST(short_cuts)
             ENSURE(hpmlc_sim_play(&q, (hpmlc_sim_kind)(i / 6 % 3), HPML_RING, n, 4));
         }
         bool ring = i / 6 % 3 != HPMLC_SIM_ALL_TO_ALL; /* blocks of unequal sizes get out of step in an all to all */
-        ENSURE_CLOSE(hpmlc_sim_latest(&s), hpmlc_sim_latest(&q), n % p == 0 ? (ring ? 1e-9 : 0.02) : ring ? 0.001 : 0.1);
+        ENSURE_CLOSE(hpmlc_sim_latest(&s), hpmlc_sim_latest(&q),
+                     n % p == 0 ? (ring ? 1e-9 : 0.02) : ring ? 0.001 : 0.1);
         ENSURE(memcmp(s.bytes, q.bytes, sizeof(int64_t) * (size_t)p) == 0 && s.between == q.between);
         ENSURE(memcmp(s.messages, q.messages, sizeof(int64_t) * (size_t)p) == 0);
         hpmlc_sim_close(&s);
@@ -214,21 +226,25 @@ TEST(stripes)
 /* A ring of 8 on 2 nodes of 4: neighbours on one node, or never. */
 TEST(spread_and_pack)
 {
-    hpml_simulation pack = one_layer(HPML_RING, 8, nodes(4, false), 80000, false), spread = one_layer(HPML_RING, 8, nodes(4, true), 80000, false);
+    hpml_simulation pack = one_layer(HPML_RING, 8, nodes(4, false), 80000, false),
+                    spread = one_layer(HPML_RING, 8, nodes(4, true), 80000, false);
     ENSURE(spread.between_bytes == 4 * pack.between_bytes);
     ENSURE(pack.between_bytes == 2 * 14 * 10000 * 4);
     ENSURE(spread.comm_s > 3 * pack.comm_s);
 }
 
-/* Where each rank is, given: the same as pack and spread where it says the same, and in between where it is in between. */
+/* Where each rank is, given: the same as pack and spread where it says the same, and in between where it is in
+   between. */
 TEST(a_given_placement)
 {
-    static const int32_t pack[8] = { 0, 0, 0, 0, 1, 1, 1, 1 }, spread[8] = { 0, 1, 0, 1, 0, 1, 0, 1 }, mixed[8] = { 0, 0, 0, 1, 1, 0, 1, 1 };
+    static const int32_t pack[8] = { 0, 0, 0, 0, 1, 1, 1, 1 }, spread[8] = { 0, 1, 0, 1, 0, 1, 0, 1 };
+    static const int32_t mixed[8] = { 0, 0, 0, 1, 1, 0, 1, 1 };
     for (int a = 0; a < HPML_NATIVE; a++)
         for (int kind = 0; kind < 2; kind++) {
             hpml_network n = nodes(3, kind == 0); /* which does not count */
             n.node = kind == 0 ? pack : spread;
-            hpml_simulation s = one_layer((hpml_algorithm)a, 8, n, 80000, a == 0), same = one_layer((hpml_algorithm)a, 8, nodes(4, kind == 1), 80000, a == 0);
+            hpml_simulation s = one_layer((hpml_algorithm)a, 8, n, 80000, a == 0);
+            hpml_simulation same = one_layer((hpml_algorithm)a, 8, nodes(4, kind == 1), 80000, a == 0);
             ENSURE(s.comm_s > 0 && memcmp(&s, &same, sizeof s) == 0);
         }
     hpml_network n = nodes(0, false);
@@ -256,7 +272,8 @@ static hpml_status ring_rank(hpml_comm *c, void *user)
 /* Threads behind links: spread takes as many times longer than pack as is forecast. */
 TEST(placement_on_links_takes_the_time_forecast)
 {
-    static const int32_t where[3][8] = { { 0, 0, 0, 0, 1, 1, 1, 1 }, { 0, 1, 0, 1, 0, 1, 0, 1 }, { 0, 0, 0, 1, 1, 0, 1, 1 } };
+    static const int32_t where[3][8] = { { 0, 0, 0, 0, 1, 1, 1, 1 }, { 0, 1, 0, 1, 0, 1, 0, 1 },
+                                         { 0, 0, 0, 1, 1, 0, 1, 1 } };
     double               forecast[3], took[3];
     for (int k = 0; k < 3; k++) {
         hpml_launch_desc l = { 0 };
@@ -264,7 +281,8 @@ TEST(placement_on_links_takes_the_time_forecast)
         l.ranks = 8, l.network = nodes(4, false), l.network.node = where[k], l.ctx.threads = 1;
         l.network.between.latency = 0, l.network.between.bandwidth = 5e6; /* 112 ms and more */
         forecast[k] = seconds(HPML_RING, 8, l.network, 320000), took[k] = 1e9;
-        for (int tries = 0; tries < 5 && took[k] > 1.05 * forecast[k]; tries++) { /* a busy machine is late now and then */
+        /* a busy machine is late now and then */
+        for (int tries = 0; tries < 5 && took[k] > 1.05 * forecast[k]; tries++) {
             ENSURE(hpml_launch(&l, ring_rank, &run, NULL, 0) == HPML_OK);
             took[k] = fmin(took[k], run.seconds);
         }
@@ -276,18 +294,21 @@ TEST(placement_on_links_takes_the_time_forecast)
    two, where it knows the times. */
 TEST(auto_is_nearly_the_best)
 {
-    static const int32_t mixed[64] = { 0, 1, 1, 2, 0, 2, 2, 1, 0, 0, 1, 2, 2, 2, 0, 1, 2, 1 }; /* most of 24 and more on node 0 */
+    /* most of 24 and more on node 0 */
+    static const int32_t mixed[64] = { 0, 1, 1, 2, 0, 2, 2, 1, 0, 0, 1, 2, 2, 2, 0, 1, 2, 1 };
     static const int     ps[] = { 2, 4, 8, 16, 64, 256, 3, 5, 6, 7, 12, 13, 24, 48 };
     for (int i = 0; i < 14 * 7; i++)
         for (int64_t bytes = 1024; bytes <= 16 << 20; bytes = bytes * 17 / 40 * 4) {
             int          p = ps[i % 14], net = i / 14;
-            hpml_network w = net == 0 ? flat(2e-5, 1.25e9) : net == 1 ? flat(5e-5, 1.25e8) : nodes(net % 2 ? 2 : 4, net > 3);
+            hpml_network w = net == 0 ? flat(2e-5, 1.25e9)
+                           : net == 1 ? flat(5e-5, 1.25e8) : nodes(net % 2 ? 2 : 4, net > 3);
             if (net == 3) w.between.bandwidth = 1.25e9;
             if (net == 6 && p > 3 && p <= 64) w.node = mixed;
             double best = 1e300, taken = seconds(HPML_AUTO, p, w, bytes);
             for (int a = HPML_CENTRAL; a < HPML_NATIVE; a++) best = fmin(best, seconds((hpml_algorithm)a, p, w, bytes));
             bool fine = taken <= 1.1 * best;
-            if (!fine) printf("    network %d, %d ranks, %d bytes: %.2f times the best\n", net, p, (int)bytes, taken / best);
+            if (!fine)
+                printf("    network %d, %d ranks, %d bytes: %.2f times the best\n", net, p, (int)bytes, taken / best);
             ENSURE(fine);
         }
 }
@@ -402,7 +423,8 @@ TEST(a_forecast_below_a_half_warns)
         ENSURE(model(&d, 10, compute * more, 1000000, &s) == HPML_OK);
         ENSURE(more <= 1 || fabs(s.efficiency - 0.5) < 0.01); /* the advice is right */
     }
-    ENSURE(hpml_simulate_text(NULL, text, sizeof text) == 0 && hpml_simulate_text(&s, text, 9) > 9 && strlen(text) == 8);
+    ENSURE(hpml_simulate_text(NULL, text, sizeof text) == 0 &&
+           hpml_simulate_text(&s, text, 9) > 9 && strlen(text) == 8);
 }
 
 TEST(errors)
@@ -413,9 +435,9 @@ TEST(errors)
     hpml_simulation    s;
     char               error[300];
     ENSURE(hpml_simulate(NULL, &s, error, sizeof error) == HPML_ERR_ARGUMENT && strstr(error, "no desc"));
-#define REFUSED(change, undo, words)                                                                                     \
-    change;                                                                                                              \
-    ENSURE(hpml_simulate(&d, &s, error, sizeof error) < 0 && strstr(error, words));                                      \
+#define REFUSED(change, undo, words)                                                \
+    change;                                                                         \
+    ENSURE(hpml_simulate(&d, &s, error, sizeof error) < 0 && strstr(error, words)); \
     undo
     REFUSED(, , "0 ranks");
     REFUSED(d.ranks = 70000, d.ranks = 4, "70000");
@@ -440,7 +462,8 @@ TEST(errors)
     REFUSED(d.network.slow = &bad, d.network.slow = NULL, "slow[0]");
     REFUSED(d.update_s = INFINITY, d.update_s = 0, "update_s");
     ENSURE(hpml_simulate(&d, NULL, error, sizeof error) == HPML_ERR_ARGUMENT);
-    ENSURE(hpml_simulate_allreduce(HPML_RING, 0, &d.network, 4) < 0 && hpml_simulate_allreduce(HPML_RING, 4, NULL, 4) < 0);
+    ENSURE(hpml_simulate_allreduce(HPML_RING, 0, &d.network, 4) < 0 &&
+           hpml_simulate_allreduce(HPML_RING, 4, NULL, 4) < 0);
     d.ranks = 1;
     ENSURE(hpml_simulate(&d, &s, NULL, 0) == HPML_OK);
     ENSURE_NEAR(s.efficiency, 1, 0);
@@ -460,7 +483,8 @@ static hpml_status at_once(hpml_comm *c, void *user)
 TEST(work_in_the_background_is_done_at_once_where_there_is_no_thread)
 {
     for (int clock = 0; clock < 2; clock++) {
-        hpml_launch_desc l = { .transport = clock ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS, .ranks = 2, .timeout = 20 };
+        hpml_launch_desc l = { .transport = clock ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS,
+                               .ranks = 2, .timeout = 20 };
         bool             good = true;
         ENSURE(hpml_launch(&l, at_once, &good, NULL, 0) == HPML_OK && good);
         no_more = false;

@@ -1,5 +1,5 @@
-/* Every op against plain loops in double: values, and gradients against central differences of those loops, on every set of
-   kernels, at odd shapes: 1, primes, longer than a block of the cache. The loops walk the recorded nodes. */
+/* Every op against plain loops in double: values, and gradients against central differences of those loops, on every
+   set of kernels, at odd shapes: 1, primes, longer than a block of the cache. The loops walk the recorded nodes. */
 #include "../hpml.h"
 #include "test.h"
 #include "op_cases.h"
@@ -90,11 +90,13 @@ static void matmul(const hpml_node *n, double **s, double *y)
 {
     const hpml_tensor *a = n->src[0], *b = n->src[1];
     bool    ta = n->attr.matmul.trans_a, tb = n->attr.matmul.trans_b;
-    int64_t M = n->out->shape[n->out->ndim - 2], N = n->out->shape[n->out->ndim - 1], K = a->shape[a->ndim - (ta ? 2 : 1)];
+    int64_t M = n->out->shape[n->out->ndim - 2], N = n->out->shape[n->out->ndim - 1];
+    int64_t K = a->shape[a->ndim - (ta ? 2 : 1)];
     for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
         int64_t batch = i / (M * N), r = i / N % M, c = i % N;
         const double *x = s[0] + batch * M * K, *w = s[1] + (b->ndim == 2 ? 0 : batch * K * N);
-        for (int64_t k = y[i] = 0; k < K; k++) y[i] += (ta ? x[k * M + r] : x[r * K + k]) * (tb ? w[c * K + k] : w[k * N + c]);
+        for (int64_t k = y[i] = 0; k < K; k++)
+            y[i] += (ta ? x[k * M + r] : x[r * K + k]) * (tb ? w[c * K + k] : w[k * N + c]);
     }
 }
 
@@ -112,9 +114,11 @@ static void linear(const hpml_node *n, double **s, double *y)
 static void windows(const hpml_node *n, double **s, double *y)
 {
     const hpml_tensor *x = n->src[0];
-    const int32_t *k = n->attr.conv.kernel, *stride = n->attr.conv.stride, *pad = n->attr.conv.padding, *dil = n->attr.conv.dilation;
+    const int32_t *k = n->attr.conv.kernel, *stride = n->attr.conv.stride;
+    const int32_t *pad = n->attr.conv.padding, *dil = n->attr.conv.dilation;
     bool    conv = n->op == HPML_OP_CONV2D;
-    int64_t C = x->shape[1], H = x->shape[2], W = x->shape[3], O = n->out->shape[1], cg = conv ? C / n->attr.conv.groups : 1, at[5];
+    int64_t C = x->shape[1], H = x->shape[2], W = x->shape[3], O = n->out->shape[1];
+    int64_t cg = conv ? C / n->attr.conv.groups : 1, at[5];
     for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
         split(n->out, i, at);
         if (n->out->ndim == 2) at[2] = at[3] = 0;
@@ -142,10 +146,12 @@ static void rows(const hpml_node *n, double **s, double *y)
     for (int64_t r = 0; r < hpml_tensor_count(n->out) / N; r++) {
         const double *x = s[0] + r * N;
         double most = x[0], sum = 0, mean = 0, var = 0, eps = (double)n->attr.norm.eps;
-        for (int64_t i = 0; i < N; i++) most = fmax(most, x[i]), mean += n->op == HPML_OP_LAYERNORM ? x[i] / (double)N : 0;
+        for (int64_t i = 0; i < N; i++)
+            most = fmax(most, x[i]), mean += n->op == HPML_OP_LAYERNORM ? x[i] / (double)N : 0;
         for (int64_t i = 0; i < N; i++) var += (x[i] - mean) * (x[i] - mean) / (double)N, sum += exp(x[i] - most);
         for (int64_t i = 0; i < N; i++)
-            if (n->op == HPML_OP_SOFTMAX) y[r * N + i] = n->attr.softmax.log ? x[i] - most - log(sum) : exp(x[i] - most) / sum;
+            if (n->op == HPML_OP_SOFTMAX)
+                y[r * N + i] = n->attr.softmax.log ? x[i] - most - log(sum) : exp(x[i] - most) / sum;
             else y[r * N + i] = (x[i] - mean) / sqrt(var + eps) * (s[1] ? s[1][i] : 1) + (s[2] ? s[2][i] : 0);
     }
 }
@@ -160,8 +166,8 @@ static void batchnorm(const hpml_node *n, double **s, double *y)
         for (int64_t i = 0; i < R; i++) var += pow(s[0][(i / P * C + c) * P + i % P] - mean, 2) / (double)R;
         for (int64_t i = 0; i < R; i++) {
             int64_t at = (i / P * C + c) * P + i % P;
-            y[at] = (s[0][at] - mean) / sqrt(var + (double)n->attr.norm.eps) * (s[1] ? s[1][c] : 1) + (s[2] ? s[2][c] : 0);
-            y[at] = act(n->attr.norm.act, y[at], 0);
+            y[at] = (s[0][at] - mean) / sqrt(var + (double)n->attr.norm.eps);
+            y[at] = act(n->attr.norm.act, y[at] * (s[1] ? s[1][c] : 1) + (s[2] ? s[2][c] : 0), 0);
         }
     }
 }
@@ -171,7 +177,8 @@ static void attention(const hpml_node *n, double **s, double *y)
     int64_t T = n->out->shape[1], C = n->out->shape[2], D = C / n->attr.attention.heads;
     double *p = (double *)malloc((size_t)T * sizeof *p);
     for (int64_t i = 0; i < n->out->shape[0] * T * n->attr.attention.heads; i++) {
-        int64_t h = i % n->attr.attention.heads, t = i / n->attr.attention.heads % T, b = i / n->attr.attention.heads / T, last = n->attr.attention.causal ? t + 1 : T;
+        int64_t h = i % n->attr.attention.heads, t = i / n->attr.attention.heads % T,
+                b = i / n->attr.attention.heads / T, last = n->attr.attention.causal ? t + 1 : T;
         const double *q = s[0] + (b * T + t) * 3 * C + h * D;
         double sum = 0;
         for (int64_t u = 0; u < last; u++) {
@@ -199,7 +206,8 @@ static void lstm(const hpml_node *n, double **s, double *y)
                 for (int g = 0; g < 4; g++) {
                     gate[g] = s[3][g * H + j];
                     for (int64_t i = 0; i < I; i++) gate[g] += s[1][(g * H + j) * I + i] * s[0][(b * T + t) * I + i];
-                    for (int64_t i = 0; i < H && t > 0; i++) gate[g] += s[2][(g * H + j) * H + i] * y[(b * T + t - 1) * H + i];
+                    for (int64_t i = 0; i < H && t > 0; i++)
+                        gate[g] += s[2][(g * H + j) * H + i] * y[(b * T + t - 1) * H + i];
                     gate[g] = act(g == 2 ? HPML_ACT_TANH : HPML_ACT_SIGMOID, gate[g], 0);
                 }
                 c[j] = gate[1] * c[j] + gate[0] * gate[2];
@@ -241,15 +249,17 @@ static void element(const hpml_node *n, double **s, double *y)
         for (int64_t i = 0; i < hpml_tensor_count(x); i++) {
             split(x, i, at);
             if (n->attr.sum.dim >= 0) at[n->attr.sum.dim] = 0;
-            y[o->ndim == 0 ? 0 : place(o, at, x->ndim)] += s[0][i] / (n->attr.sum.mean ? (double)(hpml_tensor_count(x) / count) : 1);
+            y[o->ndim == 0 ? 0 : place(o, at, x->ndim)] +=
+                s[0][i] / (n->attr.sum.mean ? (double)(hpml_tensor_count(x) / count) : 1);
         }
         return;
     }
     for (int64_t i = 0; i < count; i++) {
-        double a = s[0][n->op <= HPML_OP_DIV ? (split(o, i, at), place(x, at, o->ndim)) : n->op == HPML_OP_SCALE || n->op == HPML_OP_ACT || n->op == HPML_OP_RESHAPE ? i : 0];
-        double b = n->op <= HPML_OP_DIV ? s[1][place(n->src[1], at, o->ndim)] : 0;
-        int    d = n->attr.slice.dim, k = 0;
+        bool   pair = n->op <= HPML_OP_DIV, one = n->op == HPML_OP_SCALE || n->op == HPML_OP_ACT;
         split(o, i, at);
+        double a = s[0][pair ? place(x, at, o->ndim) : one || n->op == HPML_OP_RESHAPE ? i : 0];
+        double b = pair ? s[1][place(n->src[1], at, o->ndim)] : 0;
+        int    d = n->attr.slice.dim, k = 0;
         switch (n->op) {
         case HPML_OP_ADD: y[i] = a + b; break;
         case HPML_OP_SUB: y[i] = a - b; break;
@@ -266,7 +276,9 @@ static void element(const hpml_node *n, double **s, double *y)
             while (at[d] >= n->src[k]->shape[d]) at[d] -= n->src[k++]->shape[d];
             y[i] = s[k][place(n->src[k], at, o->ndim)];
             break;
-        case HPML_OP_EMBEDDING: y[i] = s[1][(int64_t)s[0][i / o->shape[o->ndim - 1]] * o->shape[o->ndim - 1] + at[o->ndim - 1]]; break;
+        case HPML_OP_EMBEDDING:
+            y[i] = s[1][(int64_t)s[0][i / o->shape[o->ndim - 1]] * o->shape[o->ndim - 1] + at[o->ndim - 1]];
+            break;
         default: y[i] = a; /* reshape */
         }
     }
@@ -296,25 +308,33 @@ static double run_world(world *w)
 
 /* More shapes: of x, and what is done with it. */
 #define ROW(x, b, t) hpml_reshape_3d(x, b, t, -1)
-#define MORE(X)                                                                                                                          \
-    X(one_linear, hpml_linear(x, 1, NULL), 1, 1, 1, 1) X(wide_linear, hpml_linear(x, 131, NULL), 1, 1, 3, 1031)                          \
-    X(long_linear, hpml_linear(hpml_flatten(x), 3, &(hpml_linear_desc){ .activation = HPML_ACT_SILU }), 2, 1, 1, 5003)                    \
-    X(one_matmul, hpml_matmul(x, x, false, true), 1, 1, 1, 1) X(odd_matmul, hpml_matmul(x, weight(x, 1, 67, 97), false, false), 1, 2, 131, 67) \
-    X(one_add, hpml_add(x, weight(x, 1, 1, 1)), 1, 1, 1, 1) X(long_div, hpml_div(x, hpml_scale(hpml_mul(x, x), 1, 2)), 1, 1, 1, 100003)   \
-    X(one_conv, hpml_conv2d(x, 1, &(hpml_conv2d_desc){ .kernel_h = 1 }), 1, 1, 1, 1)                                                     \
-    X(odd_conv, hpml_conv2d(x, 7, &(hpml_conv2d_desc){ .kernel_h = 5, .kernel_w = 3, .padding_h = 2, .dilation_w = 2, .activation = HPML_ACT_SIGMOID }), 2, 3, 23, 29) \
-    X(deep_conv, hpml_conv2d(x, 37, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1 }), 1, 61, 11, 13)                                \
-    X(odd_depthwise, hpml_conv2d(x, 17, &(hpml_conv2d_desc){ .kernel_h = 3, .stride_h = 2, .groups = 17 }), 2, 17, 13, 19)               \
-    X(odd_max_pool, hpml_max_pool2d(x, 5, 3, 2), 1, 3, 29, 31) X(odd_avg_pool, hpml_avg_pool2d(x, 5, 2, 2), 1, 3, 29, 31)                \
-    X(one_pool, hpml_max_pool2d(x, 1, 0, 0), 1, 1, 1, 1) X(long_sum, hpml_sum(x, 3), 2, 1, 3, 10007)                                     \
-    X(one_softmax, hpml_softmax(x), 3, 1, 1, 1) X(long_softmax, hpml_scale(hpml_softmax(x), 100, 0), 1, 1, 3, 5003)                      \
-    X(long_log_softmax, hpml_log_softmax(x), 1, 1, 3, 5003) X(long_layernorm, hpml_layernorm(x, NULL), 1, 1, 3, 5003)                    \
-    X(long_rmsnorm, hpml_rmsnorm(x, &(hpml_norm_desc){ .eps = 0.1f }), 1, 1, 3, 5003)                                                    \
-    X(odd_batchnorm, hpml_batchnorm(x, NULL), 5, 3, 17, 19)                                                                              \
-    X(one_attention, hpml_attention(ROW(x, 3, 1), &(hpml_attention_desc){ .heads = 1 }), 3, 1, 1, 3)                                     \
-    X(long_attention, hpml_attention(ROW(x, 1, 131), &(hpml_attention_desc){ .heads = 3 }), 1, 1, 131, 45)                               \
-    X(long_attention_full, hpml_attention(ROW(x, 1, 131), &(hpml_attention_desc){ .heads = 2, .not_causal = true }), 1, 1, 131, 66)      \
-    X(one_lstm, hpml_lstm(ROW(x, 2, 1), 1, NULL), 2, 1, 1, 1) X(odd_lstm, hpml_lstm(ROW(x, 2, 7), 17, NULL), 2, 1, 7, 33)
+#define MORE(X)                                                                                                        \
+    X(one_linear, hpml_linear(x, 1, NULL), 1, 1, 1, 1) X(wide_linear, hpml_linear(x, 131, NULL), 1, 1, 3, 1031)        \
+    X(long_linear, hpml_linear(hpml_flatten(x), 3, &(hpml_linear_desc){ .activation = HPML_ACT_SILU }), 2, 1, 1, 5003) \
+    X(one_matmul, hpml_matmul(x, x, false, true), 1, 1, 1, 1)                                                          \
+    X(odd_matmul, hpml_matmul(x, weight(x, 1, 67, 97), false, false), 1, 2, 131, 67)                                   \
+    X(one_add, hpml_add(x, weight(x, 1, 1, 1)), 1, 1, 1, 1)                                                            \
+    X(long_div, hpml_div(x, hpml_scale(hpml_mul(x, x), 1, 2)), 1, 1, 1, 100003)                                        \
+    X(one_conv, hpml_conv2d(x, 1, &(hpml_conv2d_desc){ .kernel_h = 1 }), 1, 1, 1, 1)                                   \
+    X(odd_conv, hpml_conv2d(x, 7, &(hpml_conv2d_desc){ .kernel_h = 5, .kernel_w = 3, .padding_h = 2, .dilation_w = 2,  \
+                                                       .activation = HPML_ACT_SIGMOID }), 2, 3, 23, 29)                \
+    X(deep_conv, hpml_conv2d(x, 37, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1 }), 1, 61, 11, 13)              \
+    X(odd_depthwise, hpml_conv2d(x, 17, &(hpml_conv2d_desc){ .kernel_h = 3, .stride_h = 2, .groups = 17 }),            \
+      2, 17, 13, 19)                                                                                                   \
+    X(odd_max_pool, hpml_max_pool2d(x, 5, 3, 2), 1, 3, 29, 31)                                                         \
+    X(odd_avg_pool, hpml_avg_pool2d(x, 5, 2, 2), 1, 3, 29, 31)                                                         \
+    X(one_pool, hpml_max_pool2d(x, 1, 0, 0), 1, 1, 1, 1) X(long_sum, hpml_sum(x, 3), 2, 1, 3, 10007)                   \
+    X(one_softmax, hpml_softmax(x), 3, 1, 1, 1)                                                                        \
+    X(long_softmax, hpml_scale(hpml_softmax(x), 100, 0), 1, 1, 3, 5003)                                                \
+    X(long_log_softmax, hpml_log_softmax(x), 1, 1, 3, 5003) X(long_layernorm, hpml_layernorm(x, NULL), 1, 1, 3, 5003)  \
+    X(long_rmsnorm, hpml_rmsnorm(x, &(hpml_norm_desc){ .eps = 0.1f }), 1, 1, 3, 5003)                                  \
+    X(odd_batchnorm, hpml_batchnorm(x, NULL), 5, 3, 17, 19)                                                            \
+    X(one_attention, hpml_attention(ROW(x, 3, 1), &(hpml_attention_desc){ .heads = 1 }), 3, 1, 1, 3)                   \
+    X(long_attention, hpml_attention(ROW(x, 1, 131), &(hpml_attention_desc){ .heads = 3 }), 1, 1, 131, 45)             \
+    X(long_attention_full, hpml_attention(ROW(x, 1, 131), &(hpml_attention_desc){ .heads = 2, .not_causal = true }),   \
+      1, 1, 131, 66)                                                                                                   \
+    X(one_lstm, hpml_lstm(ROW(x, 2, 1), 1, NULL), 2, 1, 1, 1)                                                          \
+    X(odd_lstm, hpml_lstm(ROW(x, 2, 7), 17, NULL), 2, 1, 7, 33)
 #define MORE_DEFINE(name, e, a, b, c, d) static hpml_tensor *more_##name(hpml_tensor *x) { return e; }
 #define MORE_ROW(name, e, a, b, c, d) { #name, more_##name, 0, { a, b, c, d } },
 MORE(MORE_DEFINE)
@@ -325,7 +345,8 @@ static hpml_tensor *loss_case(hpml_ctx *ctx, int kind, hpml_tensor **x)
 {
     hpml_tensor *y = *x = hpml_input_2d(ctx, 5, 37), *t = hpml_tensor_create_2d(ctx, 5, 37), *l;
     hpml_cross_entropy_desc d = { .label_smoothing = kind == 1 ? 0.1f : 0, .ignore_index = kind == 1 ? 3 : 0 };
-    static const int32_t    label[] = { 36, 3, HPML_IGNORE, 0, 11 }, kept[] = { 36, 3, 3, 0, 11 }, token[] = { 0, 8, 3, 3, 1 };
+    static const int32_t    label[] = { 36, 3, HPML_IGNORE, 0, 11 };
+    static const int32_t    kept[] = { 36, 3, 3, 0, 11 }, token[] = { 0, 8, 3, 3, 1 };
     hpml_tensor_require_grad(y);
     fill(t, 2);
     if (kind < 2) {
@@ -339,7 +360,8 @@ static hpml_tensor *loss_case(hpml_ctx *ctx, int kind, hpml_tensor **x)
     return kind == 3 ? hpml_bce_with_logits(y, t) : hpml_huber(y, t, kind == 4 ? 0 : 0.7f);
 }
 
-static hpml_graph *record(const op_case *c, int kind, const char *cpu, hpml_ctx **ctx, hpml_tensor **x, hpml_tensor **out)
+static hpml_graph *record(const op_case *c, int kind, const char *cpu, hpml_ctx **ctx,
+                          hpml_tensor **x, hpml_tensor **out)
 {
     const int64_t *d = c && c->shape[0] ? c->shape : (int64_t[]){ 3, 4, 9, 7 };
     hpml_tensor   *loss, *t;
@@ -405,7 +427,8 @@ static void check(const op_case *c, int kind, const char *name)
             }
             slope = fmax(slope, most / (scale + 1e-5));
         }
-        if (!(worst < 3e-6) || !(slope < 2e-4)) printf("    %s with %s: value off by %g, gradient by %g\n", name, cpus[k], worst, slope), test_failed = 1;
+        if (!(worst < 3e-6) || !(slope < 2e-4))
+            printf("    %s with %s: value off by %g, gradient by %g\n", name, cpus[k], worst, slope), test_failed = 1;
         close_world(&w);
         hpml_ctx_free(ctx);
         first = 0;
@@ -416,7 +439,8 @@ static void check(const op_case *c, int kind, const char *name)
 TEST(every_op_in_double)
 {
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
-        if (!strstr("dropout residual", cases[i].name)) check(&cases[i], 0, cases[i].name); /* theirs is random: see below */
+        /* theirs is random: see below */
+        if (!strstr("dropout residual", cases[i].name)) check(&cases[i], 0, cases[i].name);
 }
 
 TEST(odd_shapes_in_double)
@@ -430,7 +454,8 @@ TEST(losses_in_double)
     for (int kind = 0; kind < 6; kind++) check(NULL, kind, names[kind]);
 }
 
-/* A dropout keeps about 1 - p of the numbers, times 1 / (1 - p); the gradient passes where they passed; none is lost in evaluation. */
+/* A dropout keeps about 1 - p of the numbers, times 1 / (1 - p); the gradient passes where they passed; none is lost in
+   evaluation. */
 TEST(dropout_keeps_its_share)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
