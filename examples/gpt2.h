@@ -30,8 +30,7 @@ static hpml_status load_one(hpml_ctx *ctx, const hpml_safetensors *f, hpml_tenso
     return hpml_ctx_status(ctx);
 }
 
-/* Samples of T tokens and the tokens that follow them: 16-bit tokens, bare (.bin) or with llm.c's header, else
-   bytes. */
+/* Samples of T tokens and those that follow them: 16-bit tokens, bare (.bin) or with llm.c's header, else bytes. */
 static hpml_dataset *load_tokens(hpml_ctx *ctx, const char *path, int64_t T)
 {
     FILE          *file = fopen(path, "rb");

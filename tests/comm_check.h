@@ -442,8 +442,7 @@ static hpml_status orders_case(hpml_comm *c, int orders, bool onebit)
 }
 
 #ifdef __linux__
-/* More than 2^31 elements and 2^32 bytes, of the same 4 MB again and again: what is cut off at 32 bits is left as it
-   was. */
+/* More than 2^31 elements and 2^32 bytes, of the same 4 MB again and again: what 32 bits cut off stays as it was. */
 static hpml_status huge(hpml_comm *c, void *user)
 {
     enum { PART = 4 << 20, EXTRA = 1002 };

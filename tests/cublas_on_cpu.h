@@ -1,8 +1,7 @@
 /* cuBLASLt on a CPU, for tests: the calls that hpml_cuda.cuh makes, after NVIDIA's documentation. Matrices are column
    by column. A shape that does not fit, an algorithm of another problem, an auxiliary matrix or a vector that is
    missing, memory that is not the device's: each is refused, as the library does, or, where that may pass in silence,
-   ends the program. cublas_on_cpu_refuses: epilogues (their bits) that have no algorithm; 1 << 20: they have one that
-   fails. */
+   ends the program. cublas_on_cpu_refuses: epilogues (their bits) that have no algorithm; 1 << 20: one that fails. */
 #ifndef CUBLAS_ON_CPU_H
 #define CUBLAS_ON_CPU_H
 

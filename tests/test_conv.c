@@ -1,5 +1,4 @@
-/* Convolution, pooling, batch normalization: against plain double loops, on every instruction set, at any thread
-   count. */
+/* Convolution, pooling, batch normalization: against plain double loops, on any instruction set and thread count. */
 #include "kernels.h"
 #include "test.h"
 

@@ -283,8 +283,7 @@ TEST(codecs_train)
     }
 }
 
-/* Step t applies the gradients of step t - 1: after n + 1 steps of one batch the weights are those of ... the first
-   step none. */
+/* Step t applies the gradients of step t - 1, the first step none. */
 TEST(double_buffering)
 {
     job one = { .d.delayed = true, .samples = 240 }, four = { .d.delayed = true, .samples = 240 },
@@ -307,8 +306,7 @@ TEST(double_buffering_moves_running_statistics)
     ENSURE(fabs((double)plain.var[0] - 1) > 0.2);
 }
 
-/* Buckets under way when the last gradient, the first parameter's, becomes final: all others with overlap, else
-   none. */
+/* Buckets under way when the last gradient, the first parameter's, is final: all others with overlap, else none. */
 static int under_way;
 
 static hpml_status watch(void *user, hpml_trainer *t, int param)
@@ -474,8 +472,7 @@ TEST(efficiency_on_a_link_is_the_formula)
     }
 }
 
-/* Eight equal layers in virtual time, on four ranks: what the exchange takes is a share of what the backward pass
-   takes. */
+/* Eight equal layers in virtual time, on four ranks: the exchange takes a share of what the backward pass takes. */
 typedef struct hiding { double step_s; bool no_overlap; uint64_t hash; } hiding;
 
 static hpml_status layer_takes(void *user, hpml_trainer *t, int param)

@@ -72,8 +72,7 @@ __attribute__((constructor)) static void mpi_begin(void)
 }
 #endif
 
-/* The job on threads, of rank 0's process alone, or on mpiexec's ranks: then all know the result, the first `size`
-   bytes. */
+/* The job on threads, of rank 0's process alone, or on mpiexec's ranks: all know the result's first `size` bytes. */
 static hpml_status launch(hpml_launch_desc l, bool threads, hpml_rank_fn *fn, void *job, size_t size,
                           char *text, size_t room)
 {

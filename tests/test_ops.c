@@ -109,8 +109,7 @@ TEST(short_batches)
     }
 }
 
-/* What has no batch dimension, but as many rows as a batch has: a short batch leaves the gradient of the others at
-   zero. */
+/* What has no batch dimension, but as many rows as a batch has: a short batch leaves the others' gradients at zero. */
 TEST(short_batches_beside_rows_of_a_parameter)
 {
     for (int kind = 0; kind < 4; kind++) {
@@ -350,8 +349,7 @@ TEST(refusals_say_why)
     hpml_ctx_free(ctx);
 }
 
-/* Every way a parameter may start: mean and standard deviation of 60,000 numbers, and the largest of the uniform
-   ones. */
+/* Every way a parameter may start: mean and standard deviation of 60,000 numbers, and the largest uniform one. */
 TEST(initial_weights)
 {
     const struct { hpml_init init; double scale, deviation, most; } of[] = {

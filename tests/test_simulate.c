@@ -233,8 +233,7 @@ TEST(spread_and_pack)
     ENSURE(spread.comm_s > 3 * pack.comm_s);
 }
 
-/* Where each rank is, given: the same as pack and spread where it says the same, and in between where it is in
-   between. */
+/* Where each rank is, given: the same as pack and spread where it says the same, in between where it is in between. */
 TEST(a_given_placement)
 {
     static const int32_t pack[8] = { 0, 0, 0, 0, 1, 1, 1, 1 }, spread[8] = { 0, 1, 0, 1, 0, 1, 0, 1 };

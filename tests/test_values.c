@@ -454,8 +454,7 @@ TEST(losses_in_double)
     for (int kind = 0; kind < 6; kind++) check(NULL, kind, names[kind]);
 }
 
-/* A dropout keeps about 1 - p of the numbers, times 1 / (1 - p); the gradient passes where they passed; none is lost in
-   evaluation. */
+/* A dropout keeps about 1 - p of the numbers, times 1 / (1 - p); gradients pass where they did; evaluation drops none. */
 TEST(dropout_keeps_its_share)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
