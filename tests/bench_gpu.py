@@ -1,5 +1,5 @@
-# The training steps and attentions of bench_gpu.cu in PyTorch, eager and compiled: python3 bench_gpu.py [seconds], each result a
-# line {"case": ..., "peer": ..., "value": ...}. Nothing new is compiled when the seconds are over.
+# The training steps and attentions of bench_gpu.cu in PyTorch, eager and compiled: python3 bench_gpu.py [seconds], each
+# result a line {"case": ..., "peer": ..., "value": ...}. Nothing new is compiled when the seconds are over.
 import sys, time
 try:
     import torch, torch.nn as nn, torch.nn.functional as F
@@ -15,7 +15,8 @@ def say(case, peer, value):
 
 def tried(case, peer, f):
     try: say(case, peer, f())
-    except Exception as e: print("%s, %s: %s" % (case, peer, str(e).splitlines()[0] if str(e) else repr(e)), file=sys.stderr, flush=True)
+    except Exception as e:
+        print("%s, %s: %s" % (case, peer, str(e).splitlines()[0] if str(e) else repr(e)), file=sys.stderr, flush=True)
     finally: torch.cuda.empty_cache()
 
 def seconds_of(f, least):
@@ -37,15 +38,17 @@ def attention(B, T, H, D, causal):
     q, k, v = (t.view(B, T, H, D).transpose(1, 2).detach().requires_grad_() for t in qkv.chunk(3, -1))
     run = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     y = run(); dy = torch.randn_like(y)
+    back = lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
     tried(name + "forward", "pytorch sdpa", lambda: 1e-12 * flops / seconds_of(run, 0.02))
-    tried(name + "backward", "pytorch sdpa", lambda: 2.5e-12 * flops / seconds_of(lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True), 0.02))
+    tried(name + "backward", "pytorch sdpa", lambda: 2.5e-12 * flops / seconds_of(back, 0.02))
 
 class Residual(nn.Module):
     def __init__(self, i, o, stride):
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU(inplace=True),
                                   nn.Conv2d(o, o, 3, 1, 1, bias=False), nn.BatchNorm2d(o))
-        self.short = nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o)) if stride == 2 else nn.Identity()
+        self.short = nn.Identity()
+        if stride == 2: self.short = nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o))
     def forward(self, x): return F.relu(self.body(x) + self.short(x))
 
 class Block(nn.Module):
@@ -63,7 +66,8 @@ class GPT2(nn.Module):
     def __init__(self, T=1024, C=768, V=50304):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(V, C), nn.Parameter(torch.randn(T, C) * 0.02)
-        self.blocks, self.norm, self.head = nn.Sequential(*[Block(C) for _ in range(12)]), nn.LayerNorm(C), nn.Linear(C, V, bias=False)
+        self.blocks, self.norm = nn.Sequential(*[Block(C) for _ in range(12)]), nn.LayerNorm(C)
+        self.head = nn.Linear(C, V, bias=False)
         self.wte.weight.data.mul_(0.02)
         self.head.weight = self.wte.weight
     def forward(self, t): return self.head(self.norm(self.blocks(self.wte(t) + self.wpe)))
@@ -96,7 +100,8 @@ def training(case, make, batch, shape, precision, mode):
                 loss.backward()
                 opt.step()
             return len(y) / seconds_of(step, 0.33)
-        if peer == "pytorch compiled" and time.time() > limit: print("%s: no time left to compile" % case, file=sys.stderr)
+        if peer == "pytorch compiled" and time.time() > limit:
+            print("%s: no time left to compile" % case, file=sys.stderr)
         else: tried(case, peer, measure)
 
 for shape in ((8, 1024, 12, 64), (4, 2048, 16, 128), (2, 8192, 12, 64)):

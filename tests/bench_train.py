@@ -19,15 +19,18 @@ def conv(i, o):
     return [nn.Conv2d(i, o, 3, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU(), nn.MaxPool2d(2)]
 
 if model == "mlp":
-    net, x = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10)), torch.rand(64, 784)
+    net = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10))
+    x = torch.rand(64, 784)
 elif model == "lenet":
-    net = nn.Sequential(nn.Conv2d(1, 20, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(20, 50, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-                        nn.Linear(800, 500), nn.ReLU(), nn.Linear(500, 10))
+    net = nn.Sequential(nn.Conv2d(1, 20, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(20, 50, 5), nn.ReLU(),
+                        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(800, 500), nn.ReLU(), nn.Linear(500, 10))
     x = torch.rand(64, 1, 28, 28)
 elif model == "cifar":
-    net, x = nn.Sequential(*conv(3, 32), *conv(32, 64), *conv(64, 128), nn.Flatten(), nn.Linear(2048, 10)), torch.rand(64, 3, 32, 32)
+    net = nn.Sequential(*conv(3, 32), *conv(32, 64), *conv(64, 128), nn.Flatten(), nn.Linear(2048, 10))
+    x = torch.rand(64, 3, 32, 32)
 else:
-    net = nn.Sequential(nn.Embedding(65, 128), *[Block() for _ in range(4)], nn.LayerNorm(128), nn.Linear(128, 65), nn.Flatten(0, 1))
+    net = nn.Sequential(nn.Embedding(65, 128), *[Block() for _ in range(4)], nn.LayerNorm(128), nn.Linear(128, 65),
+                        nn.Flatten(0, 1))
     x = torch.zeros(16, 64, dtype=torch.long)
 y = torch.zeros(16 * 64 if model == "gpt" else 64, dtype=torch.long)
 opt = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
