@@ -454,7 +454,7 @@ TEST(losses_in_double)
     for (int kind = 0; kind < 6; kind++) check(NULL, kind, names[kind]);
 }
 
-/* A dropout keeps about 1 - p of all numbers, times 1 / (1 - p); gradients pass where they did; evaluation keeps all. */
+/* A dropout keeps some 1 - p of all numbers, times 1 / (1 - p); gradients pass where they did; evaluation keeps all. */
 TEST(dropout_keeps_its_share)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
