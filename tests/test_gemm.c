@@ -153,13 +153,14 @@ TEST(gemm_small_shapes_of_every_kind)
 /* Short k, where columns of tiles are taken in one call, and A^T that is packed. */
 static int64_t check_columns(hpml_ctx *const *ctx, int contexts)
 {
-    static const int64_t of[][3] = { { 61, 183, 10 }, { 183, 256, 1 }, { 25, 784, 6 }, { 200, 130, 32 }, { 14, 640, 33 },
-                                     { 9, 128, 300 }, { 61, 300, 513 }, { 170, 200, 1030 } };
+    static const int64_t of[][3] = { { 61, 183, 10 }, { 183, 256, 1 }, { 25, 784, 6 }, { 200, 130, 32 },
+                                     { 14, 640, 33 }, { 9, 128, 300 }, { 61, 300, 513 }, { 170, 200, 1030 } };
     int64_t bad = 0;
     for (int i = 0; i < 8 * 6; i++) {
         product s = random_product(of[i / 6], 1);
         s.m = of[i / 6][0], s.n = of[i / 6][1], s.k = of[i / 6][2], s.batch = 1 + i % 2, s.alpha = 1;
-        s.ta = i % 3 > 0, s.tb = s.made = 0, s.beta = i % 4 == 1, s.act_row = i % 6 > 3, s.bias_n = s.bias_m = i % 6 == 5;
+        s.ta = i % 3 > 0, s.tb = s.made = 0, s.beta = i % 4 == 1;
+        s.act_row = i % 6 > 3, s.bias_n = s.bias_m = i % 6 == 5;
         s.pad = i % 6 == 2 ? 700 : i % 2; /* columns of A far apart */
         bad += wrong(ctx, contexts, &s);
     }

@@ -1,4 +1,5 @@
-/* Optimizers against their formulas, training, accumulation, clipping, hooks, determinism, checkpoints, the loader's order. */
+/* Optimizers against their formulas, training, accumulation, clipping, hooks, determinism, checkpoints, the loader's
+   order. */
 #include "../hpml.h"
 #include "test.h"
 #include <sys/wait.h>
@@ -31,14 +32,17 @@ static void gradient(const double *w, double *g)
 TEST(optimizers_follow_their_formulas)
 {
     static const struct { hpml_opt opt; double lr, momentum, decay; bool nesterov; } runs[] = {
-        { HPML_OPT_SGD, 0.1, 0, 0, false }, { HPML_OPT_SGD, 0.05, 0.9, 0.01, false }, { HPML_OPT_SGD, 0.05, 0.9, 0, true },
-        { HPML_OPT_ADAGRAD, 0.1, 0, 0.02, false }, { HPML_OPT_RMSPROP, 0.02, 0, 0, false }, { HPML_OPT_RMSPROP, 0.02, 0.5, 0, false },
-        { HPML_OPT_ADAM, 0.05, 0, 0.1, false }, { HPML_OPT_ADAMW, 0.05, 0, 0.1, false }, { HPML_OPT_LARS, 10, 0.9, 0.1, false },
-        { HPML_OPT_LARS, 10, 0.9, 0, true }, { HPML_OPT_LAMB, 0.05, 0, 0.1, false } };
+        { HPML_OPT_SGD, 0.1, 0, 0, false }, { HPML_OPT_SGD, 0.05, 0.9, 0.01, false },
+        { HPML_OPT_SGD, 0.05, 0.9, 0, true }, { HPML_OPT_ADAGRAD, 0.1, 0, 0.02, false },
+        { HPML_OPT_RMSPROP, 0.02, 0, 0, false }, { HPML_OPT_RMSPROP, 0.02, 0.5, 0, false },
+        { HPML_OPT_ADAM, 0.05, 0, 0.1, false }, { HPML_OPT_ADAMW, 0.05, 0, 0.1, false },
+        { HPML_OPT_LARS, 10, 0.9, 0.1, false }, { HPML_OPT_LARS, 10, 0.9, 0, true },
+        { HPML_OPT_LAMB, 0.05, 0, 0.1, false } };
     for (size_t r = 0; r < sizeof runs / sizeof runs[0]; r++) {
         hpml_ctx     *ctx;
-        hpml_trainer *t = line(&ctx, (hpml_trainer_desc){ .optimizer = runs[r].opt, .lr = (float)runs[r].lr, .momentum = (float)runs[r].momentum,
-                                         .weight_decay = (float)runs[r].decay, .nesterov = runs[r].nesterov });
+        hpml_trainer *t = line(&ctx, (hpml_trainer_desc){
+            .optimizer = runs[r].opt, .lr = (float)runs[r].lr, .momentum = (float)runs[r].momentum,
+            .weight_decay = (float)runs[r].decay, .nesterov = runs[r].nesterov });
         double w[3], m[3] = { 0 }, v[3] = { 0 }, g[3], u[3];
         ENSURE(t);
         for (int j = 0; j < 3; j++) w[j] = (double)hpml_param_at(ctx, 0)->data[j];
@@ -55,7 +59,10 @@ TEST(optimizers_follow_their_formulas)
                     m[j] = step == 1 ? g[j] : runs[r].momentum * m[j] + g[j];
                     u[j] = lr / rate * (runs[r].nesterov ? g[j] + runs[r].momentum * m[j] : m[j]);
                     break;
-                case HPML_OPT_ADAGRAD: g[j] += wd * w[j], v[j] += g[j] * g[j], u[j] = lr * g[j] / (sqrt(v[j]) + 1e-10); break;
+                case HPML_OPT_ADAGRAD:
+                    g[j] += wd * w[j], v[j] += g[j] * g[j];
+                    u[j] = lr * g[j] / (sqrt(v[j]) + 1e-10);
+                    break;
                 case HPML_OPT_RMSPROP:
                     v[j] = 0.99 * v[j] + 0.01 * g[j] * g[j];
                     m[j] = runs[r].momentum * m[j] + g[j] / (sqrt(v[j]) + 1e-8);
@@ -64,7 +71,8 @@ TEST(optimizers_follow_their_formulas)
                 default:
                     if (runs[r].opt == HPML_OPT_ADAM) g[j] += wd * w[j];
                     m[j] = 0.9 * m[j] + 0.1 * g[j], v[j] = 0.999 * v[j] + 0.001 * g[j] * g[j];
-                    u[j] = m[j] / (1 - pow(0.9, step)) / (sqrt(v[j] / (1 - pow(0.999, step))) + (runs[r].opt == HPML_OPT_LAMB ? 1e-6 : 1e-8));
+                    u[j] = sqrt(v[j] / (1 - pow(0.999, step))) + (runs[r].opt == HPML_OPT_LAMB ? 1e-6 : 1e-8);
+                    u[j] = m[j] / (1 - pow(0.9, step)) / u[j];
                     if (runs[r].opt != HPML_OPT_ADAM) u[j] += wd * w[j];
                     if (runs[r].opt != HPML_OPT_LAMB) u[j] *= lr;
                 }
@@ -78,8 +86,8 @@ TEST(optimizers_follow_their_formulas)
     }
 }
 
-/* Batch, minibatch and stochastic gradient descent on y = x w + c, one setting: the loops of a textbook in double, and a
-   learning rate that is too high runs away. The rules scale it by the batch. */
+/* Batch, minibatch and stochastic gradient descent on y = x w + c, one setting: the loops of a textbook in double, and
+   a learning rate that is too high runs away. The rules scale it by the batch. */
 TEST(gradient_descent_with_batches_of_any_size)
 {
     enum { M = 1000, D = 3 };
@@ -87,13 +95,15 @@ TEST(gradient_descent_with_batches_of_any_size)
     static float x[M * D], y[M];
     hpml_rng     r = { .seed = 8 };
     hpml_rng_fill_normal(&r, x, M * D);
-    for (int i = 0; i < M; i++) y[i] = 2 * x[D * i] - x[D * i + 1] + 0.5f * x[D * i + 2] + 3 + 0.1f * hpml_rng_normal(&r);
+    for (int i = 0; i < M; i++)
+        y[i] = 2 * x[D * i] - x[D * i + 1] + 0.5f * x[D * i + 2] + 3 + 0.1f * hpml_rng_normal(&r);
     for (int k = 0; k < 4; k++) {
         int64_t       b   = batches[k < 3 ? k : 1];
         float         lr  = k == 3 ? 40 : 0.02f;
         hpml_ctx     *ctx = hpml_ctx_create(NULL);
         hpml_tensor  *in  = hpml_input_2d(ctx, b, D);
-        hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = hpml_linear(in, 1, NULL), .loss = HPML_LOSS_MSE, .lr = lr });
+        hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+            .input = in, .output = hpml_linear(in, 1, NULL), .loss = HPML_LOSS_MSE, .lr = lr });
         double        w[D], c = 0;
         hpml_status   status = t ? HPML_OK : HPML_ERR_STATE;
         ENSURE(status == HPML_OK);
@@ -120,7 +130,8 @@ TEST(gradient_descent_with_batches_of_any_size)
     for (int rule = HPML_LR_AS_GIVEN; rule <= HPML_LR_SQRT; rule++) {
         static const double want[] = { 0.1, 0.8, 0.282842712 }; /* 8 times the batch */
         hpml_ctx     *ctx;
-        hpml_trainer *t = line(&ctx, (hpml_trainer_desc){ .lr = 0.1f, .lr_rule = (hpml_lr_rule)rule, .lr_base_batch = 1, .accumulate = 4 });
+        hpml_trainer *t = line(&ctx, (hpml_trainer_desc){
+            .lr = 0.1f, .lr_rule = (hpml_lr_rule)rule, .lr_base_batch = 1, .accumulate = 4 });
         ENSURE_NEAR(hpml_trainer_lr(t), want[rule], 1e-6);
         hpml_ctx_free(ctx);
     }
@@ -148,8 +159,8 @@ static hpml_status watch(const hpml_run *run, hpml_node *n)
     return hpml_backend_cpu()->ops[HPML_OP_HUBER].backward(run, n);
 }
 
-/* A fixed loss scale, a power of two, changes no bit. A dynamic one (a backend that says it stores f16) is halved until the
-   gradient does not overflow, updates are left out meanwhile, and it goes on from a checkpoint. */
+/* A fixed loss scale, a power of two, changes no bit. A dynamic one (a backend that says it stores f16) is halved until
+   the gradient does not overflow, updates are left out meanwhile, and it goes on from a checkpoint. */
 TEST(loss_scales)
 {
     double        w[3];
@@ -222,8 +233,9 @@ TEST(trainers_share_a_context)
     hpml_ctx        *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
     hpml_linear_desc named = { .name = "a" };
     hpml_tensor     *x = hpml_input_2d(ctx, 2, 3), *out = hpml_linear(x, 1, &named);
-    hpml_trainer    *a = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = out, .loss = HPML_LOSS_MSE,
-                                             .lr = 0.05f, .momentum = 0.9f }), *b = NULL;
+    hpml_trainer    *a = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+        .input = x, .output = out, .loss = HPML_LOSS_MSE, .lr = 0.05f, .momentum = 0.9f });
+    hpml_trainer    *b = NULL;
     ENSURE(a);
     hpml_tensor *w = hpml_param_at(ctx, 0), *bias = hpml_param_at(ctx, 1);
     double       W[3], B = 0, m[4] = { 0 }, y[2];
@@ -233,8 +245,9 @@ TEST(trainers_share_a_context)
         double g[4] = { 0 };
         if (step == 1) {
             hpml_tensor *in = hpml_input_2d(ctx, 2, 3);
-            b = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .loss = HPML_LOSS_MSE, .lr = 0.02f, .weight_decay = 0.5f,
-                                    .output = hpml_scale(hpml_matmul(in, w, false, true), 2, 0), .decay_all = true });
+            b = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+                .input = in, .output = hpml_scale(hpml_matmul(in, w, false, true), 2, 0), .loss = HPML_LOSS_MSE,
+                .lr = 0.02f, .weight_decay = 0.5f, .decay_all = true });
             ENSURE(b);
         }
         for (int i = 0; i < 2; i++) {
@@ -281,8 +294,10 @@ TEST(learns_and_evaluates)
 TEST(a_loss_without_targets)
 {
     hpml_ctx         *ctx = hpml_ctx_create(NULL);
-    hpml_tensor      *in = hpml_input_2d(ctx, 4, 6), *more = hpml_input_2d(ctx, 4, 1), *y = hpml_linear(hpml_tanh(hpml_linear(in, 2, NULL)), 6, NULL);
-    hpml_trainer_desc d = { .input = in, .output = y, .loss_tensor = hpml_mse(hpml_mul(y, more), in), .optimizer = HPML_OPT_ADAM, .lr = 0.05f };
+    hpml_tensor      *in = hpml_input_2d(ctx, 4, 6), *more = hpml_input_2d(ctx, 4, 1);
+    hpml_tensor      *y = hpml_linear(hpml_tanh(hpml_linear(in, 2, NULL)), 6, NULL);
+    hpml_trainer_desc d = { .input = in, .output = y, .loss_tensor = hpml_mse(hpml_mul(y, more), in),
+                            .optimizer = HPML_OPT_ADAM, .lr = 0.05f };
     hpml_step_info    first = { 0 }, last;
     const float       scale[4] = { 1, 2, 0.5f, 1 };
     float             x[24];
@@ -329,17 +344,19 @@ TEST(a_nan_is_named)
     ENSURE(hpml_param_hash(ctx) == before);
     x[1] = 1;
     hpml_param_at(ctx, 2)->data[0] = INFINITY;
-    ENSURE(hpml_trainer_step(t, x, y, 2, NULL) == HPML_ERR_NONFINITE && strstr(hpml_ctx_error(ctx), hpml_param_at(ctx, 2)->name));
+    ENSURE(hpml_trainer_step(t, x, y, 2, NULL) == HPML_ERR_NONFINITE &&
+           strstr(hpml_ctx_error(ctx), hpml_param_at(ctx, 2)->name));
     hpml_ctx_free(ctx);
 }
 
 /* Settings and data that make no sense, and data that do not fit the model. */
 TEST(what_does_not_fit_is_refused)
 {
-    static const hpml_trainer_desc bad[] = { { .optimizer = (hpml_opt)99 }, { .loss = (hpml_loss)99 }, { .beta1 = 1.5f }, { .eps = -1 },
+    static const hpml_trainer_desc bad[] = {
+        { .optimizer = (hpml_opt)99 }, { .loss = (hpml_loss)99 }, { .beta1 = 1.5f }, { .eps = -1 },
         { .schedule = { .kind = HPML_SCHEDULE_COSINE } }, { .schedule = { .kind = HPML_SCHEDULE_STEP } }, { ._end = 1 },
-        { .schedule.gamma = (float)NAN },
-        { .schedule.min_lr = -1 }, { .momentum = 2 }, { .nesterov = true }, { .lr_rule = (hpml_lr_rule)7 } };
+        { .schedule.gamma = (float)NAN }, { .schedule.min_lr = -1 }, { .momentum = 2 }, { .nesterov = true },
+        { .lr_rule = (hpml_lr_rule)7 } };
     const float   x[20]    = { 0 };
     const int32_t y[30]    = { 0 };
     const int64_t shape[1] = { 2 };
@@ -349,13 +366,15 @@ TEST(what_does_not_fit_is_refused)
         hpml_ctx_clear_error(ctx);
     }
     hpml_trainer *t = classifier(ctx, 4, (hpml_trainer_desc){ .lr = 0.1f });
-    hpml_dataset *d[] = { hpml_dataset_create(ctx, 10, HPML_DTYPE_F32, 1, shape, x, HPML_DTYPE_F32, 1, x),
-                          hpml_dataset_create(ctx, 10, HPML_DTYPE_I32, 1, shape, y, HPML_DTYPE_I32, 1, y),
-                          hpml_dataset_create(ctx, 10, HPML_DTYPE_F32, 1, shape, x, HPML_DTYPE_I32, 3, y),
-                          hpml_dataset_create(ctx, 5, HPML_DTYPE_F32, 2, (int64_t[]){ 2, 2 }, x, HPML_DTYPE_I32, 1, y) };
+    hpml_dataset *d[] = {
+        hpml_dataset_create(ctx, 10, HPML_DTYPE_F32, 1, shape, x, HPML_DTYPE_F32, 1, x),
+        hpml_dataset_create(ctx, 10, HPML_DTYPE_I32, 1, shape, y, HPML_DTYPE_I32, 1, y),
+        hpml_dataset_create(ctx, 10, HPML_DTYPE_F32, 1, shape, x, HPML_DTYPE_I32, 3, y),
+        hpml_dataset_create(ctx, 5, HPML_DTYPE_F32, 2, (int64_t[]){ 2, 2 }, x, HPML_DTYPE_I32, 1, y) };
     for (int i = 0; i < 4; i++) {
         hpml_metrics m = { 0 };
-        ENSURE(hpml_trainer_fit(t, d[i], NULL) == HPML_ERR_SHAPE && strstr(hpml_ctx_error(ctx), "the model takes 2 of f32 and 1 of i32"));
+        ENSURE(hpml_trainer_fit(t, d[i], NULL) == HPML_ERR_SHAPE &&
+               strstr(hpml_ctx_error(ctx), "the model takes 2 of f32 and 1 of i32"));
         hpml_ctx_clear_error(ctx);
         ENSURE(hpml_trainer_evaluate(t, d[i], &m) == HPML_ERR_SHAPE);
         hpml_ctx_clear_error(ctx);
@@ -369,22 +388,40 @@ TEST(what_does_not_fit_is_refused)
     hpml_trainer *clipped = classifier(ctx, 4, (hpml_trainer_desc){ .clip_norm = 1 });
     ENSURE(hpml_trainer_update_sum(clipped, x, 1) == HPML_ERR_UNSUPPORTED && strstr(hpml_ctx_error(ctx), "clip_norm"));
     hpml_ctx_clear_error(ctx);
-    hpml_tensor *in = hpml_input_2d(ctx, 4, 2), *to = hpml_input(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 4 }), *wide = hpml_linear(in, 3, NULL);
-    hpml_tensor *data = hpml_tensor_create_2d(ctx, 4, 2), *loss = hpml_cross_entropy(wide, to, NULL);
-    hpml_trainer_desc wrong[] = { { .input = hpml_input_2d(ctx, 4, 2), .output = wide }, { .input = wide, .output = hpml_relu(wide) },
-        { .input = data, .output = hpml_linear(data, 3, NULL) }, { .input = in, .output = wide, .loss_tensor = loss, .target = hpml_input_tokens(ctx, 4, 1) } };
+    hpml_tensor *in = hpml_input_2d(ctx, 4, 2), *to = hpml_input(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 4 });
+    hpml_tensor *wide = hpml_linear(in, 3, NULL), *loss = hpml_cross_entropy(wide, to, NULL);
+    hpml_tensor *data = hpml_tensor_create_2d(ctx, 4, 2);
+    hpml_trainer_desc wrong[] = {
+        { .input = hpml_input_2d(ctx, 4, 2), .output = wide }, { .input = wide, .output = hpml_relu(wide) },
+        { .input = data, .output = hpml_linear(data, 3, NULL) },
+        { .input = in, .output = wide, .loss_tensor = loss, .target = hpml_input_tokens(ctx, 4, 1) } };
     for (int i = 0; i < 4; i++)
-        ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &wrong[i]), HPML_ERR_ARGUMENT, i < 3 ? "trainer: .input is f32 4x" : "trainer: .target is i32 4x1");
+        ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &wrong[i]), HPML_ERR_ARGUMENT,
+                     i < 3 ? "trainer: .input is f32 4x" : "trainer: .target is i32 4x1");
     float out[6];
     ENSURE(hpml_trainer_predict(t, x, -1, out) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), "-1 samples"));
     hpml_ctx_free(ctx);
 }
 
 typedef struct log { int order[64], count, needs, updates, runs; } log_t;
-static hpml_status on_grad(void *u, hpml_trainer *t, int p) { log_t *l = (log_t *)u; (void)t; l->order[l->count++] = p; return HPML_OK; }
+static hpml_status on_grad(void *u, hpml_trainer *t, int p)
+{
+    log_t *l = (log_t *)u;
+    (void)t;
+    l->order[l->count++] = p;
+    return HPML_OK;
+}
 static hpml_status on_need(void *u, hpml_trainer *t, int p) { (void)t; (void)p; ((log_t *)u)->needs++; return HPML_OK; }
-static hpml_status on_update(void *u, hpml_trainer *t) { ((log_t *)u)->updates++; return hpml_trainer_update_local(t, 0, 100); }
-static hpml_status on_run(void *u, hpml_trainer *t, int64_t n, float *loss) { ((log_t *)u)->runs++; return hpml_trainer_run_local(t, 0, n, 1, false, loss); }
+static hpml_status on_update(void *u, hpml_trainer *t)
+{
+    ((log_t *)u)->updates++;
+    return hpml_trainer_update_local(t, 0, 100);
+}
+static hpml_status on_run(void *u, hpml_trainer *t, int64_t n, float *loss)
+{
+    ((log_t *)u)->runs++;
+    return hpml_trainer_run_local(t, 0, n, 1, false, loss);
+}
 
 /* With hooks that do what a serial trainer does, the bits are those of a serial trainer. */
 TEST(the_four_hooks)
@@ -398,7 +435,9 @@ TEST(the_four_hooks)
         if (k) hpml_trainer_set_hooks(t, &(hpml_hooks){ &l, on_run, on_need, on_grad, on_update, NULL, NULL });
         ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK);
         hash[k] = hpml_param_hash(ctx);
-        if (k) ENSURE(l.count == 4 && l.runs == 1 && l.updates == 1 && l.needs == 8 && l.order[0] + l.order[1] == 5 && l.order[2] + l.order[3] == 1);
+        if (k)
+            ENSURE(l.count == 4 && l.runs == 1 && l.updates == 1 && l.needs == 8 && l.order[0] + l.order[1] == 5 &&
+                   l.order[2] + l.order[3] == 1);
         hpml_ctx_free(ctx);
     }
     ENSURE(hash[0] == hash[1]);
@@ -410,7 +449,8 @@ TEST(a_limit_at_the_end_of_a_pass)
     hpml_ctx     *ctx = hpml_ctx_create(NULL);
     hpml_dataset *d   = blobs(ctx, 200);
     hpml_trainer *t   = classifier(ctx, 32, (hpml_trainer_desc){ .lr = 0.1f });
-    ENSURE(hpml_trainer_fit(t, d, &(hpml_fit_desc){ .epochs = 10, .max_steps = 7 }) == HPML_OK && hpml_trainer_step_count(t) == 7);
+    ENSURE(hpml_trainer_fit(t, d, &(hpml_fit_desc){ .epochs = 10, .max_steps = 7 }) == HPML_OK &&
+           hpml_trainer_step_count(t) == 7);
     ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK && hpml_trainer_step_count(t) == 14);
     ENSURE(hpml_trainer_fit(t, d, &(hpml_fit_desc){ .max_steps = 3 }) == HPML_OK && hpml_trainer_step_count(t) == 17);
     ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK && hpml_trainer_step_count(t) == 21); /* the rest of it */
@@ -424,7 +464,8 @@ static int on_step(const hpml_step_info *i, void *user)
     int      at = w->calls++;
     w->wrong += i->step != at + 1 || i->epoch != at / 7 || i->epoch_step != at % 7 + 1 || i->epoch_steps != 7;
     w->wrong += i->samples != (at % 7 == 6 ? 8 : 32) || i->lr != hpml_schedule_lr(&w->d.schedule, w->d.lr, at);
-    w->wrong += !(i->loss > 0 && i->loss < 10) || !(i->accuracy >= 0 && i->accuracy <= 1) || !(i->samples_per_second > 0) || !(i->seconds > 0);
+    w->wrong += !(i->loss > 0 && i->loss < 10) || !(i->accuracy >= 0 && i->accuracy <= 1) ||
+                !(i->samples_per_second > 0) || !(i->seconds > 0);
     return w->calls == w->stop;
 }
 
@@ -434,10 +475,12 @@ TEST(a_callback_sees_every_step)
     for (int stop = 0; stop < 2; stop++) {
         hpml_ctx     *ctx = hpml_ctx_create(NULL);
         hpml_dataset *data = blobs(ctx, 200);
-        watcher       w = { .d = { .lr = 0.1f, .schedule = { .kind = HPML_SCHEDULE_COSINE, .warmup_steps = 3, .total_steps = 14 } }, .stop = stop ? 3 : 0 };
+        watcher       w = { .stop = stop ? 3 : 0, .d.lr = 0.1f };
+        w.d.schedule = (hpml_schedule){ .kind = HPML_SCHEDULE_COSINE, .warmup_steps = 3, .total_steps = 14 };
         hpml_fit_desc f = { .epochs = 2, .on_step = on_step, .user = &w };
         w.t = classifier(ctx, 32, w.d);
-        ENSURE(hpml_trainer_fit(w.t, data, &f) == (stop ? HPML_ERR_STOPPED : HPML_OK) && w.calls == (stop ? 3 : 14) && w.wrong == 0);
+        ENSURE(hpml_trainer_fit(w.t, data, &f) == (stop ? HPML_ERR_STOPPED : HPML_OK) &&
+               w.calls == (stop ? 3 : 14) && w.wrong == 0);
         ENSURE(hpml_trainer_step_count(w.t) == w.calls && hpml_ctx_status(ctx) == HPML_OK);
         if (stop) ENSURE(hpml_trainer_fit(w.t, data, &f) == HPML_OK && w.calls == 14 && w.wrong == 0);
         hpml_ctx_free(ctx);
@@ -457,8 +500,10 @@ static uint64_t trained_by(int threads, hpml_opt opt)
     a = hpml_attention(hpml_linear(hpml_layernorm(h, NULL), 3 * C, NULL), &(hpml_attention_desc){ .heads = 4 });
     h = hpml_add(h, hpml_dropout(hpml_linear(a, C, &(hpml_linear_desc){ .activation = HPML_ACT_GELU }), 0.1f));
     h = hpml_add(hpml_lstm(hpml_rmsnorm(h, NULL), C, NULL), hpml_mul(hpml_softmax(h), h));
-    h = hpml_concat((hpml_tensor *[]){ hpml_silu(h), hpml_permute(hpml_permute(h, (int[]){ 0, 2, 1 }), (int[]){ 0, 2, 1 }) }, 2, 2);
-    hpml_trainer_desc d = { .input = in, .output = hpml_linear(h, V, NULL), .optimizer = opt, .lr = 0.01f, .clip_norm = 0.5f, .label_smoothing = 0.1f };
+    hpml_tensor *turned = hpml_permute(h, (int[]){ 0, 2, 1 }), *back = hpml_permute(turned, (int[]){ 0, 2, 1 });
+    h = hpml_concat((hpml_tensor *[]){ hpml_silu(h), back }, 2, 2);
+    hpml_trainer_desc d = { .input = in, .output = hpml_linear(h, V, NULL), .optimizer = opt, .lr = 0.01f,
+                            .clip_norm = 0.5f, .label_smoothing = 0.1f };
     hpml_trainer *t = hpml_trainer_create(ctx, &d);
     for (int step = 0; step < 2; step++) hpml_trainer_step(t, x, y, B, NULL);
     if (hpml_ctx_status(ctx) == HPML_OK) hash = hpml_param_hash(ctx);
@@ -500,7 +545,8 @@ TEST(a_pass_may_be_stopped)
         hpml_ctx     *ctx;
         hpml_trainer *t = line(&ctx, (hpml_trainer_desc){ .lr = 0.01f });
         hpml_dataset *d = hpml_dataset_create(ctx, 5, HPML_DTYPE_F32, 1, (int64_t[]){ 3 }, x, HPML_DTYPE_F32, 1, y);
-        ENSURE(hpml_trainer_fit(t, d, &(hpml_fit_desc){ .on_step = stop_at, .user = &at }) == HPML_ERR_STOPPED && hpml_trainer_step_count(t) == at);
+        ENSURE(hpml_trainer_fit(t, d, &(hpml_fit_desc){ .on_step = stop_at, .user = &at }) == HPML_ERR_STOPPED &&
+               hpml_trainer_step_count(t) == at);
         ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK && hpml_trainer_step_count(t) == (at < 3 ? 3 : 6));
         ENSURE(hpml_tensor_count(hpml_trainer_settings(t)->input) == 6); /* the last batch was short */
         hpml_ctx_free(ctx);
@@ -526,8 +572,8 @@ TEST(resume_has_the_same_bits)
     remove(path);
 }
 
-/* A unit that died leaves moments that decay for ever; as denormals they would stay, and slow down each step. A NaN must
-   not vanish. */
+/* A unit that died leaves moments that decay for ever; as denormals they would stay, and slow down each step. A NaN
+   must not vanish. */
 TEST(moments_decay_to_zero)
 {
     static const hpml_opt opt[] = { HPML_OPT_SGD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW, HPML_OPT_LAMB };
@@ -537,8 +583,9 @@ TEST(moments_decay_to_zero)
         for (int i = 0; i < 37; i++) m[i] = v[i] = 1e-34f;
         m[36] = v[36] = (float)NAN;
         for (int step = 2; step < 400; step++) {
-            hpml_update u = { .opt = opt[k], .n = 37, .w = w, .g = g, .m = m, .v = v, .step = (uint64_t)step, .lr = 0.1f, .momentum = 0.9f,
-                              .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .grad_scale = 1 };
+            hpml_update u = { .opt = opt[k], .n = 37, .w = w, .g = g, .m = m, .v = v, .step = (uint64_t)step,
+                              .lr = 0.1f, .momentum = 0.9f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f,
+                              .grad_scale = 1 };
             hpml_backend_cpu()->update(NULL, ctx, &u, 1);
             memset(g, 0, sizeof g); /* LAMB's direction was there */
         }
