@@ -1,6 +1,6 @@
 #!/bin/sh
-# Allreduce on 2 ranks, threads and MPI, against MPI_Allreduce and memcpy; a ring of 4 ranks on too few cores. Rounds are
-# interleaved and the best of each counts. Rows go to build/bench.jsonl; without MPI only the threads' rows.
+# Allreduce on 2 ranks, threads and MPI, against MPI_Allreduce and memcpy; a ring of 4 ranks on too few cores. Rounds
+# are interleaved and the best of each counts. Rows go to build/bench.jsonl; without MPI only the threads' rows.
 rounds=${HPML_BENCH_ROUNDS:-3}
 mpi=0; command -v mpicc >/dev/null && command -v mpiexec >/dev/null &&
     mpicc -O2 -DHPML_USE_MPI tests/bench_comm.c -o build/bench_comm_mpi -lm -lpthread 2>/dev/null &&
@@ -13,9 +13,13 @@ done >build/bench_comm.txt
 awk '
 function row(name, bytes, ours, peer, theirs) {
     unit = "us"
-    printf("%-22s %10d B %12.1f us   %-16s %12.1f us   %6.2f\n", name, bytes, ours * 1e6, peer, theirs * 1e6, theirs / ours)
-    printf("{\"bench\": \"comm\", \"case\": \"%s %d B\", \"unit\": \"us\", \"hpml\": %.2f, \"peer\": \"%s\", \"peer_value\": %.2f, \"ratio\": %.3f}\n",
-           name, bytes, ours * 1e6, peer, theirs * 1e6, theirs / ours) >>"build/bench.jsonl"
+    ratio = theirs / ours
+    ours *= 1e6
+    theirs *= 1e6
+    printf("%-22s %10d B %12.1f us   %-16s %12.1f us   %6.2f\n", name, bytes, ours, peer, theirs, ratio)
+    printf("{\"bench\": \"comm\", \"case\": \"%s %d B\", \"unit\": \"us\", \"hpml\": %.2f, \"peer\": \"%s\", ",
+           name, bytes, ours, peer) >>"build/bench.jsonl"
+    printf("\"peer_value\": %.2f, \"ratio\": %.3f}\n", theirs, ratio) >>"build/bench.jsonl"
 }
 function mean(name, a, b) { # geometric, above 64 KB
     sum = 0; n = 0; low = 1e9

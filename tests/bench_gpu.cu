@@ -72,7 +72,7 @@ static int by_size(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Seconds that a call keeps the stream busy: the median of five rounds of at least 20 ms; 0 and a line when it fails. */
+/* Seconds that a call keeps the stream busy: the median of five rounds of at least 20 ms; 0 and a line if it fails. */
 static double seconds_of(const char *name, const hpml_ctx *ctx, cudaStream_t stream, work *f, void *user)
 {
     cudaEvent_t start = NULL, stop = NULL;

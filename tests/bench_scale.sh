@@ -1,21 +1,25 @@
 #!/bin/sh
 # What a second worker brings, and how much of a slow network hides behind the backward pass: medians of three rounds.
 median() { sort -g | sed -n 2p; }
+ratio() { awk -v a="$1" -v b="$2" 'BEGIN { printf("%.2f", a / b) }'; }
 row() { # CASE UNIT OURS PEER THEIRS RATIO
+    peer="\"$4\""; [ "$4" != - ] || peer=null
     printf '%-44s %12s %-10s %-22s %12s %7s\n' "$1" "$3" "$2" "$4" "$5" "$6"
-    printf '{"bench": "scale", "case": "%s", "unit": "%s", "hpml": %s, "peer": %s, "peer_value": %s, "ratio": %s}\n' "$1" "$2" "$3" "$([ "$4" = - ] && echo null || echo "\"$4\"")" "$5" "$6" >>build/bench.jsonl
+    printf '{"bench": "scale", "case": "%s", "unit": "%s", "hpml": %s, "peer": %s, "peer_value": %s, "ratio": %s}\n' \
+        "$1" "$2" "$3" "$peer" "$5" "$6" >>build/bench.jsonl
 }
 # scale: samples/s of one worker, efficiency of two, and of two that only wait for each other. hidden: what stays in
 # sight of an exchange over 1 Gbit/s (milliseconds a step) when it is done during, and after, the backward pass.
 for row in 'mlp 256' 'mlp 1024' 'cnn 64'; do
     : >build/scale
     for round in 1 2 3; do timeout 100 build/bench_comm scale $row >>build/scale; done
-    one=$(cut -d ' ' -f 1 build/scale | median) two=$(cut -d ' ' -f 2 build/scale | median) most=$(cut -d ' ' -f 3 build/scale | median)
-    row "${row% *}, batch ${row#* }: 2 workers, efficiency" fraction "$two" "2 strangers, in step" "$most" "$(awk -v a="$two" -v b="$most" 'BEGIN { printf("%.2f", a / b) }')"
+    two=$(cut -d ' ' -f 2 build/scale | median) most=$(cut -d ' ' -f 3 build/scale | median)
+    row "${row% *}, batch ${row#* }: 2 workers, efficiency" fraction "$two" "2 strangers, in step" "$most" \
+        "$(ratio "$two" "$most")"
 done
 for row in 'cnn 64' 'cnn 128' 'cnn 256'; do
     : >build/hidden
     for round in 1 2 3; do timeout 100 build/bench_comm hidden $row >>build/hidden; done
     with=$(awk '{ print $4 }' build/hidden | median) without=$(awk '{ print $10 }' build/hidden | median)
-    row "${row% *}, batch ${row#* }, 1 Gbit/s: exposed" ms "$with" "no overlap" "$without" "$(awk -v a="$with" -v b="$without" 'BEGIN { printf("%.2f", b / a) }')"
+    row "${row% *}, batch ${row#* }, 1 Gbit/s: exposed" ms "$with" "no overlap" "$without" "$(ratio "$without" "$with")"
 done

@@ -13,11 +13,24 @@ have clang && row clang "$(clang --version | head -n 1)" ok || row clang none "c
 if printf '#include <zlib.h>\nint main(void) { return 0; }\n' | $cc -x c - -o /dev/null -lz 2>/dev/null
 then row zlib found "gzipped data files are read"; else row zlib none "gunzip data files first"; fi
 if have "$mpicc" && have "$mpiexec"; then
-    printf '#include <mpi.h>\n#include <stdio.h>\nint main(int c, char **v) { int n, r; MPI_Init(&c, &v); MPI_Comm_size(MPI_COMM_WORLD, &n);
-MPI_Comm_rank(MPI_COMM_WORLD, &r); if (r == 0) printf("%%d", n); MPI_Finalize(); return 0; }\n' >"$tmp/mpi.c"
+    cat >"$tmp/mpi.c" <<'C'
+#include <mpi.h>
+#include <stdio.h>
+int main(int c, char **v)
+{
+    int n, r;
+    MPI_Init(&c, &v);
+    MPI_Comm_size(MPI_COMM_WORLD, &n);
+    MPI_Comm_rank(MPI_COMM_WORLD, &r);
+    if (r == 0) printf("%d", n);
+    MPI_Finalize();
+    return 0;
+}
+C
     ranks=none
     $mpicc "$tmp/mpi.c" -o "$tmp/mpi" 2>/dev/null && ranks=$(timeout 30 "$mpiexec" -n 2 "$tmp/mpi" 2>/dev/null)
-    [ "$ranks" = 2 ] && row mpi "2-rank job has 2 ranks" ok || row mpi "2-rank job reports: $ranks" "mpicc and mpiexec do not fit together"
+    [ "$ranks" = 2 ] && row mpi "2-rank job has 2 ranks" ok ||
+        row mpi "2-rank job reports: $ranks" "mpicc and mpiexec do not fit together"
 else row mpi none "in-process workers only"; fi
 sh tests/probe.sh "$tmp/nvcc.found"
 if have "$nvcc"; then
@@ -32,8 +45,11 @@ if have "$nvcc"; then
         row sanitize none "test-gpu leaves out memcheck and racecheck"
 else row nvcc none "nothing is built or compile-tested for GPUs"; fi
 gpu=$(nvidia-smi --query-gpu=name,driver_version,compute_cap --format=csv,noheader 2>/dev/null | head -n 1)
-[ -n "$gpu" ] && row gpu "$gpu" "test-gpu, bench-gpu" || row gpu none "test-gpu and bench-gpu are skipped; an emulation tests the kernels"
-ldconfig -p 2>/dev/null | grep -q openblas && row blas OpenBLAS "bench compares with it" || row blas none "bench has no peer"
-have aarch64-linux-gnu-gcc && row aarch64 "cross compiler" "$(have qemu-aarch64 && echo 'runs under qemu' || echo 'compile only')" ||
+[ -n "$gpu" ] && row gpu "$gpu" "test-gpu, bench-gpu" ||
+    row gpu none "test-gpu and bench-gpu are skipped; an emulation tests the kernels"
+ldconfig -p 2>/dev/null | grep -q openblas && row blas OpenBLAS "bench compares with it" ||
+    row blas none "bench has no peer"
+have aarch64-linux-gnu-gcc &&
+    row aarch64 "cross compiler" "$(have qemu-aarch64 && echo 'runs under qemu' || echo 'compile only')" ||
     row aarch64 none "aarch64 tests are skipped"
 row cores "$(getconf _NPROCESSORS_ONLN)" ok

@@ -1,6 +1,6 @@
 #!/bin/sh
-# nvcc.sh OUT ARGUMENTS...: compiles with the nvcc and the flags that probe.sh found, or leaves a program that says SKIP where
-# there is none.
+# nvcc.sh OUT ARGUMENTS...: compiles with the nvcc and the flags that probe.sh found, or leaves a program that says SKIP
+# where there is none.
 out=$1; shift
 found=$(cat build/nvcc.found)
 if [ -n "$found" ]; then
@@ -8,7 +8,8 @@ if [ -n "$found" ]; then
     "$nvcc" --help | grep -q -- '--split-compile' && fast='--split-compile 0'
     # where programs find CUDA's libraries, whatever the loader's list says
     libs=$(dirname "$(dirname "$(readlink -f "$nvcc")")")/lib64
-    exec $found -std=c++17 -O2 $fast "$@" -o "$out" $(cat build/zlib.flags) -Xcompiler -pthread -Xlinker -rpath,"$libs" -lm
+    exec $found -std=c++17 -O2 $fast "$@" -o "$out" $(cat build/zlib.flags) -Xcompiler -pthread \
+        -Xlinker -rpath,"$libs" -lm
 fi
 printf '#!/bin/sh\necho "SKIP: nvcc was not found when this was built"; exit 77\n' >"$out"
 chmod +x "$out"

@@ -1,13 +1,16 @@
 #!/bin/sh
-# probe.sh FILE: what this machine has, for the rules of build.ninja. Writes only on change, so that only then things are built
-# again. build/zlib.flags: flags for zlib when it is here; build/mpicc.found: where mpicc is; build/nvcc.found: where nvcc is,
-# with its flags. Empty when it is not.
+# probe.sh FILE: what this machine has, for the rules of build.ninja. Writes only on change, so that only then things
+# are built again. build/zlib.flags: flags for zlib when it is here; build/mpicc.found: where mpicc is;
+# build/nvcc.found: where nvcc is, with its flags. Empty when it is not.
 found=
 # cuda HEADER NAME FLAGS OTHERWISE: adds FLAGS where CUDA has the header; or what they are in Python's package
 # nvidia-NAME for this CUDA, whose libraries have versions in their names; else OTHERWISE. Since CUDA 13 most packages
 # share the folder cu13.
 cuda() {
-    if printf '#include <%s>\n' "$1" | ${CC:-cc} -E -I"$toolkit/include" -x c - >/dev/null 2>&1; then found="$found $3"; return; fi
+    if printf '#include <%s>\n' "$1" | ${CC:-cc} -E -I"$toolkit/include" -x c - >/dev/null 2>&1; then
+        found="$found $3"
+        return
+    fi
     for wheel in "$wheels/cu$major" "$wheels/$2"; do
         [ -n "$wheels" ] && [ -f "$wheel/include/$1" ] || continue
         [ "${wheel##*/}" = "cu$major" ] || ls -d "${wheels%/*}/nvidia_$2_cu$major"-* >/dev/null 2>&1 || continue
@@ -39,7 +42,8 @@ case $1 in
         cuda cudnn.h cudnn -lcudnn -DHPML_CUDA_NO_CUDNN
         cuda nccl.h nccl -DHPML_USE_NCCL ''
     fi ;;
-*) printf '#include <zlib.h>\nint main(void) { return zlibVersion() == 0; }\n' | ${CC:-cc} -x c - -o /dev/null -lz 2>/dev/null &&
-    found='-DHPML_USE_ZLIB -lz' ;;
+*)
+    printf '#include <zlib.h>\nint main(void) { return zlibVersion() == 0; }\n' |
+        ${CC:-cc} -x c - -o /dev/null -lz 2>/dev/null && found='-DHPML_USE_ZLIB -lz' ;;
 esac
 [ -f "$1" ] && [ "$(cat "$1")" = "$found" ] || printf '%s' "$found" >"$1"

@@ -15,10 +15,17 @@ C
 cat >"$tmp/user.c" <<'C'
 #include "hpml.h"
 int body(void);
-int main(void) { hpml_ctx *c = hpml_ctx_create(NULL); int good = hpml_ctx_status(c) == HPML_OK; hpml_ctx_free(c); return good && body() ? 0 : 1; }
+int main(void)
+{
+    hpml_ctx *c    = hpml_ctx_create(NULL);
+    int       good = hpml_ctx_status(c) == HPML_OK;
+    hpml_ctx_free(c);
+    return good && body() ? 0 : 1;
+}
 C
 sed 's/"hpml.h"/"hpml_comm.h"/' "$tmp/body.c" >"$tmp/comm.c" # with many workers
-printf '#define HPML_COMM_IMPLEMENTATION\n#include "hpml_comm.h"\n' >"$tmp/half.c" # split builds: this header's body alone
+# split builds: this header's body alone
+printf '#define HPML_COMM_IMPLEMENTATION\n#include "hpml_comm.h"\n' >"$tmp/half.c"
 cp "$tmp/body.c" "$tmp/body.cc"; cp "$tmp/comm.c" "$tmp/comm.cc"; cp "$tmp/comm.c" "$tmp/body.cu"
 sed 's/int body(void)/extern "C" int body(void)/' "$tmp/user.c" >"$tmp/user.cc"
 try() { if "$@" >"$tmp/err" 2>&1; then ok; else bad "$*"; fi; }
@@ -32,8 +39,11 @@ for cc in gcc clang; do
 done
 for cxx in g++ clang++; do
     command -v $cxx >/dev/null || { skipped=$((skipped + 3)); continue; }
-    for unit in body comm; do try $cxx -std=c++17 -O0 -fsyntax-only ${strict%% -Wstrict*} -Werror -I. "$tmp/$unit.cc"; done
-    [ -f "$tmp/gcc.o" ] && try $cxx -std=c++17 -Wall -Wextra -Werror -I. "$tmp/user.cc" "$tmp/gcc.o" -o "$tmp/mixed" -lm -lpthread
+    for unit in body comm; do
+        try $cxx -std=c++17 -O0 -fsyntax-only ${strict%% -Wstrict*} -Werror -I. "$tmp/$unit.cc"
+    done
+    [ -f "$tmp/gcc.o" ] &&
+        try $cxx -std=c++17 -Wall -Wextra -Werror -I. "$tmp/user.cc" "$tmp/gcc.o" -o "$tmp/mixed" -lm -lpthread
 done
 gcc -Ofast -fsyntax-only -I. "$tmp/body.c" >"$tmp/err" 2>&1
 if grep -q 'without -ffast-math' "$tmp/err"; then ok; else bad "gcc -Ofast is refused"; fi # it would not see a NaN
@@ -50,7 +60,8 @@ done
 if command -v mpicc >/dev/null; then try mpicc -std=c99 -fsyntax-only $strict -DHPML_USE_MPI -I. "$tmp/comm.c"
 else skipped=$((skipped + 1)); fi
 if printf '#include <cblas.h>\nint main(void) { return 0; }\n' | gcc -x c - -o /dev/null -lopenblas 2>/dev/null; then
-    try gcc -std=gnu11 -O1 -DHPML_IMPLEMENTATION -DHPML_USE_CBLAS tests/test_ops.c -o "$tmp/blas" -lm -lpthread -lopenblas
+    try gcc -std=gnu11 -O1 -DHPML_IMPLEMENTATION -DHPML_USE_CBLAS tests/test_ops.c -o "$tmp/blas" -lm -lpthread \
+        -lopenblas
     try "$tmp/blas" --filter gradients
 else skipped=$((skipped + 2)); fi
 extra=$(nm -g --defined-only "$tmp/gcc.o" 2>/dev/null | awk '{ print $3 }' | grep -vE '^(hpml_|body$)')

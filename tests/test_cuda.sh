@@ -1,6 +1,7 @@
 #!/bin/sh
-# hpml_cuda.cuh under every compiler, without a warning: as a plain header, its body for three kinds of GPU, whole and in parts;
-# programs link, only hpml_* is visible, and without a GPU they say so. Not optimized: device code takes minutes otherwise.
+# hpml_cuda.cuh under every compiler, without a warning: as a plain header, its body for three kinds of GPU, whole and
+# in parts; programs link, only hpml_* is visible, and without a GPU they say so. Not optimized: device code takes
+# minutes otherwise.
 tmp=$(mktemp -d) passed=0 failed=0 skipped=0
 trap 'rm -rf "$tmp"' EXIT
 ok() { passed=$((passed + 1)); }
@@ -11,7 +12,11 @@ strict='-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror'
 cat >"$tmp/user.c" <<'C'
 #include "hpml_cuda.cuh"
 static size_t held;
-static void *take(size_t size, size_t align, void *user) { (void)align, (void)user, held += size; return aligned_alloc(64, (size + 63) / 64 * 64); }
+static void *take(size_t size, size_t align, void *user)
+{
+    (void)align, (void)user, held += size;
+    return aligned_alloc(64, (size + 63) / 64 * 64);
+}
 static void  give(void *p, size_t size, void *user) { (void)user, held -= size, free(p); }
 int unit(void);
 int main(void)
@@ -21,7 +26,8 @@ int main(void)
     hpml_ctx      *c = hpml_ctx_create(&desc);
     int            devices = hpml_cuda_device_count();
     printf("%s\n", hpml_ctx_error(c));
-    if (devices == 0 && (hpml_ctx_status(c) != HPML_ERR_CUDA || hpml_cuda_stream(c) || hpml_input_2d(c, 1, 1))) return 1;
+    if (devices == 0 && hpml_ctx_status(c) != HPML_ERR_CUDA) return 1;
+    if (devices == 0 && (hpml_cuda_stream(c) || hpml_input_2d(c, 1, 1))) return 1;
     if (devices > 0 && (hpml_ctx_status(c) != HPML_OK || !hpml_cuda_stream(c))) return 2;
     if (hpml_cuda_device_info(devices, &info) == HPML_OK) return 3;
     hpml_ctx_free(c);
@@ -31,9 +37,17 @@ C
 sed -i '1i #include <stdio.h>\n#include <stdlib.h>' "$tmp/user.c"
 printf '#include "hpml_cuda.cuh"\n' >"$tmp/only.c"
 cp "$tmp/only.c" "$tmp/only.cc"
-printf '#include "hpml_cuda.cuh"\nextern "C" int unit(void) { hpml_cuda_desc d = {}; return d.device ? 0 : hpml_version(); }\n' >"$tmp/unit.cu"
+cat >"$tmp/unit.cu" <<'C'
+#include "hpml_cuda.cuh"
+extern "C" int unit(void) { hpml_cuda_desc d = {}; return d.device ? 0 : hpml_version(); }
+C
 printf '#define HPML_CUDA_IMPLEMENTATION\n#include "hpml_cuda.cuh"\n' >"$tmp/wrong.c"
-printf '#define HPML_IMPLEMENTATION\n#include "hpml_comm.h"\n#include "hpml_cuda.cuh"\nextern "C" int unit(void) { return hpml_version(); }\n' >"$tmp/whole.cu"
+cat >"$tmp/whole.cu" <<'C'
+#define HPML_IMPLEMENTATION
+#include "hpml_comm.h"
+#include "hpml_cuda.cuh"
+extern "C" int unit(void) { return hpml_version(); }
+C
 for cc in gcc clang; do
     command -v $cc >/dev/null || { skipped=$((skipped + 1)); continue; }
     try $cc -std=c99 -fsyntax-only $strict -Wstrict-prototypes -I. "$tmp/only.c"
@@ -42,7 +56,8 @@ for cxx in g++ clang++; do
     command -v $cxx >/dev/null || { skipped=$((skipped + 1)); continue; }
     try $cxx -std=c++17 -fsyntax-only $strict -I. "$tmp/only.cc"
 done
-if ! gcc -fsyntax-only -I. "$tmp/wrong.c" 2>"$tmp/err" && grep -q 'its body is for nvcc' "$tmp/err"; then ok; else bad "the body under gcc is an error that says so"; fi
+if ! gcc -fsyntax-only -I. "$tmp/wrong.c" 2>"$tmp/err" && grep -q 'its body is for nvcc' "$tmp/err"
+then ok; else bad "the body under gcc is an error that says so"; fi
 # cuDNN and NCCL as Python's packages bring them, where CUDA has none; nothing where nobody has them.
 for name in cudnn nccl cublas cu13; do
     mkdir -p "$tmp/bin" "$tmp/nvidia/$name/include" "$tmp/nvidia/$name/lib" "$tmp/nvidia_${name}_cu12-1.dist-info"
@@ -75,26 +90,38 @@ mv "$tmp/nvidia" "$tmp/two words"
 probe 'two words' 13.0 "$none"
 rm -r "$tmp/two words"
 probe nvidia 13.0 "$none"
-# The examples, their devices emulated. 11's weights: a file as published, all of it 3.0039: the vocabulary's 50,257 rows are
-# equally likely, what is padded is not.
-example() { try ${CXX:-c++} -x c++ -std=c++17 -Wall -Wextra -Werror -DHPMLI_BODY_INCLUDED -DHPML_CUDA_BODY -DHPML_COMM_BODY examples/$1.cu -x none \
-    build/cuda_on_cpu.o build/nccl_on_cpu.o build/hpml_check.o build/comm_check.o -o "$tmp/$1" -rdynamic -fsanitize=address,undefined -lm -lpthread -ldl $(sed 's/-D[^ ]*//' build/zlib.flags); }
-says() { text=$1 want=$2; shift 2; "$@" >"$tmp/err" 2>&1; code=$?
-    if [ $code -eq "$want" ] && grep -q -- "$text" "$tmp/err"; then ok; else bad "exit $code, not $want, or no '$text': $*"; fi; }
+# The examples, their devices emulated. 11's weights: a file as published, all of it 3.0039: the vocabulary's 50,257
+# rows are equally likely, what is padded is not.
+example() {
+    try ${CXX:-c++} -x c++ -std=c++17 -Wall -Wextra -Werror -DHPMLI_BODY_INCLUDED -DHPML_CUDA_BODY -DHPML_COMM_BODY \
+        examples/$1.cu -x none build/cuda_on_cpu.o build/nccl_on_cpu.o build/hpml_check.o build/comm_check.o \
+        -o "$tmp/$1" -rdynamic -fsanitize=address,undefined -lm -lpthread -ldl $(sed 's/-D[^ ]*//' build/zlib.flags)
+}
+says() {
+    text=$1 want=$2; shift 2
+    "$@" >"$tmp/err" 2>&1
+    code=$?
+    if [ $code -eq "$want" ] && grep -q -- "$text" "$tmp/err"
+    then ok; else bad "exit $code, not $want, or no '$text': $*"; fi
+}
 for name in 10_mnist_cuda 11_gpt2 12_nccl_data_parallel; do example $name; done
 says 'samples_per_second' 0 "$tmp/10_mnist_cuda" --model mlp --samples 400 --epochs 1 --precision bf16 --json
 says '--precision: one of' 2 "$tmp/10_mnist_cuda" --precision half
 says 'usage: nccl' 2 "$tmp/12_nccl_data_parallel" --help
 gpt2="$tmp/11_gpt2 --layers 1 --width 16 --heads 2 --context 8 --batch 1 --steps 2 --precision f32"
 json= at=0
-for a in wte.weight:50257,16 wpe.weight:8,16 h.0.ln_1.weight:16 h.0.ln_1.bias:16 h.0.attn.c_attn.weight:16,48 h.0.attn.c_attn.bias:48 \
-    h.0.attn.c_proj.weight:16,16 h.0.attn.c_proj.bias:16 h.0.ln_2.weight:16 h.0.ln_2.bias:16 h.0.mlp.c_fc.weight:16,64 h.0.mlp.c_fc.bias:64 \
-    h.0.mlp.c_proj.weight:64,16 h.0.mlp.c_proj.bias:16 ln_f.weight:16 ln_f.bias:16; do
+for a in wte.weight:50257,16 wpe.weight:8,16 h.0.ln_1.weight:16 h.0.ln_1.bias:16 h.0.attn.c_attn.weight:16,48 \
+    h.0.attn.c_attn.bias:48 h.0.attn.c_proj.weight:16,16 h.0.attn.c_proj.bias:16 h.0.ln_2.weight:16 h.0.ln_2.bias:16 \
+    h.0.mlp.c_fc.weight:16,64 h.0.mlp.c_fc.bias:64 h.0.mlp.c_proj.weight:64,16 h.0.mlp.c_proj.bias:16 \
+    ln_f.weight:16 ln_f.bias:16; do
     end=$((at + 4 * $(echo "${a#*:}" | tr , '*')))
     json="$json,\"${a%:*}\":{\"dtype\":\"F32\",\"shape\":[${a#*:}],\"data_offsets\":[$at,$end]}" at=$end
 done
 json=$(printf '%-1500s' "{${json#,}}")
-{ printf "\\$(printf %o $((${#json} % 256)))\\$(printf %o $((${#json} / 256)))\\0\\0\\0\\0\\0\\0%s" "$json"; head -c $at /dev/zero | tr '\0' @; } >"$tmp/weights"
+{
+    printf "\\$(printf %o $((${#json} % 256)))\\$(printf %o $((${#json} / 256)))\\0\\0\\0\\0\\0\\0%s" "$json"
+    head -c $at /dev/zero | tr '\0' @
+} >"$tmp/weights"
 says '"loss": [0-9.]*, .*"mfu"' 0 $gpt2 --json
 says 'step 1  loss 10.8249' 0 $gpt2 --weights "$tmp/weights"
 says '"wte.weight": the file has 50257x16, the model 50304x8' 1 $gpt2 --weights "$tmp/weights" --width 8
@@ -109,7 +136,8 @@ fast='-Xptxas -O1'
 "$nvcc" --help | grep -q Ofast-compile && fast='-Ofc max'
 archs= first=
 for arch in 80 90 100; do
-    "$nvcc" --list-gpu-code | grep -qx "sm_$arch" || { echo "this nvcc knows no sm_$arch"; skipped=$((skipped + 1)); continue; }
+    "$nvcc" --list-gpu-code | grep -qx "sm_$arch" ||
+        { echo "this nvcc knows no sm_$arch"; skipped=$((skipped + 1)); continue; }
     archs="$archs -gencode arch=compute_$arch,code=sm_$arch" first=${first:-sm_$arch}
 done
 cu() { try "$nvcc" -std=c++17 -I. $options $fast -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wshadow,-Werror "$@"; }
@@ -122,7 +150,8 @@ if [ -z "$extra" ]; then ok; else echo "$extra" >"$tmp/err"; bad "visible names 
 try gcc -std=c11 -Wall -Wextra -Wshadow -Werror -I. -c "$tmp/user.c" -o "$tmp/user.o"
 cuda=$(dirname "$(dirname "$(readlink -f "$nvcc")")")
 try "$nvcc" "$tmp/user.o" "$tmp/unit.o" "$tmp/body.o" build/hpml.o -o "$tmp/by_nvcc" $libs
-try gcc "$tmp/user.o" "$tmp/unit.o" "$tmp/body.o" build/hpml.o -o "$tmp/by_gcc" -L"$cuda/lib64" -Wl,-rpath,"$cuda/lib64" $(echo "$libs" | sed 's/-Xlinker=/-Wl,/g') -lcudart -lstdc++ -lm -lpthread
+try gcc "$tmp/user.o" "$tmp/unit.o" "$tmp/body.o" build/hpml.o -o "$tmp/by_gcc" -L"$cuda/lib64" \
+    -Wl,-rpath,"$cuda/lib64" $(echo "$libs" | sed 's/-Xlinker=/-Wl,/g') -lcudart -lstdc++ -lm -lpthread
 try "$nvcc" "$tmp/user.o" "$tmp/whole.o" -o "$tmp/bare" -Xcompiler -pthread
 for program in by_nvcc by_gcc bare; do
     [ -x "$tmp/$program" ] || continue
@@ -136,9 +165,11 @@ done
 sed -n '/^\/\/ QUICK EXAMPLE/,/DOES NOT/p' hpml_cuda.cuh | grep '^//     ' | sed 's|^//     ||' >"$tmp/example0.cu"
 awk '/^```cuda$/ { on = 1; n++; next } /^```$/ { on = 0 } on { print > ("'"$tmp"'/example" n ".cu") }' README.md
 for f in "$tmp"/example*.cu; do
-    cu -arch=$first -DHPMLI_BODY_INCLUDED -DHPML_CUDA_BODY -include stdio.h "$f" "$tmp/body.o" build/hpml.o -o "${f%.cu}" $libs -Xcompiler -pthread
+    cu -arch=$first -DHPMLI_BODY_INCLUDED -DHPML_CUDA_BODY -include stdio.h "$f" "$tmp/body.o" build/hpml.o \
+        -o "${f%.cu}" $libs -Xcompiler -pthread
     [ -x "${f%.cu}" ] || continue
     "${f%.cu}" >"$tmp/err" 2>&1
-    if nvidia-smi -L >/dev/null 2>&1 || grep -q 'no usable device' "$tmp/err"; then ok; else bad "$(basename "$f") says nothing about the GPU"; fi
+    if nvidia-smi -L >/dev/null 2>&1 || grep -q 'no usable device' "$tmp/err"
+    then ok; else bad "$(basename "$f") says nothing about the GPU"; fi
 done
 finish

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Two hosts: two ranks of one mpiexec job, each in a network namespace of its own, with a cable of 100 Mbit/s between them.
-# 1-bit gradients against f32, predicted and measured; exact sums; a link that goes down. Needs root, iproute2 and MPICH.
+# Two hosts: two ranks of one mpiexec job, each in a network namespace of its own, with a cable of 100 Mbit/s between
+# them. 1-bit gradients against f32, predicted and measured; exact sums; a link that goes down. Needs root, iproute2 and
+# MPICH.
 a=hpml$$a b=hpml$$b passed=0 failed=0 tmp=$(mktemp -d)
 clean() {
     for n in $a $b; do
@@ -12,19 +13,23 @@ clean() {
 trap clean EXIT
 trap 'exit 1' HUP INT TERM
 skip() { echo "$1"; exit 77; }
-check() { if eval "$2"; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAIL $1"; tail -n 5 "$tmp/out"; fi; }
+check() {
+    if eval "$2"; then passed=$((passed + 1))
+    else failed=$((failed + 1)); echo "FAIL $1"; tail -n 5 "$tmp/out"; fi
+}
 holds() { awk "BEGIN { exit !($1) }"; }
 near() { [ "$1" ] && [ "$2" ] && holds "$1 > 0.75 * $2 && $1 < 1.25 * $2"; }
 
 [ "$(id -u)" = 0 ] || skip "needs root: network namespaces"
 for tool in ip tc mpicc mpiexec timeout; do command -v $tool >/dev/null || skip "$tool is not here"; done
-mpiexec --version 2>/dev/null | grep -qi hydra || skip "mpiexec is not MPICH's: its ranks do not reach it from another namespace"
+mpiexec --version 2>/dev/null | grep -qi hydra ||
+    skip "mpiexec is not MPICH's: its ranks do not reach it from another namespace"
 timeout 20 mpiexec -n 2 true >/dev/null 2>&1 </dev/null || skip "mpiexec does not start processes here"
 for n in $a $b; do ip netns add $n 2>"$tmp/out" || skip "no network namespaces: $(head -n 1 "$tmp/out")"; done
 ip -n $a link add net0 type veth peer name net0 netns $b 2>"$tmp/out" || skip "no veth: $(head -n 1 "$tmp/out")"
 
-# rate 100mbit: what leaves either host. Small bursts, or short messages would be faster than the rate; a deep queue, or drops
-# would make long ones slower. none: full speed.
+# rate 100mbit: what leaves either host. Small bursts, or short messages would be faster than the rate; a deep queue, or
+# drops would make long ones slower. none: full speed.
 rate() {
     for n in $a $b; do
         if [ $1 = none ]; then ip netns exec $n tc qdisc del dev net0 root 2>/dev/null
@@ -44,8 +49,8 @@ done
 
 program=build/hosts_ranks
 
-# One job, one rank on each host. NOLOCAL and UCX_TLS: or the ranks would find each other's memory. RNDV_THRESH: by rendezvous
-# a long message waits until the one that goes the other way is through, and a cable has two directions.
+# One job, one rank on each host. NOLOCAL and UCX_TLS: or the ranks would find each other's memory. RNDV_THRESH: by
+# rendezvous a long message waits until the one that goes the other way is through, and a cable has two directions.
 ranks() {
     timeout -k 3 ${limit:-20} mpiexec -disable-auto-cleanup -genv MPIR_CVAR_NOLOCAL 1 -genv UCX_TLS tcp \
         -genv UCX_NET_DEVICES net0 -genv UCX_RNDV_THRESH inf \
@@ -53,7 +58,9 @@ ranks() {
 }
 value() { sed -n "s/^result .*$1 \\([0-9.]*\\) .*/\\1/p" "$tmp/out"; }
 loss() { sed -n 's/^result .*loss \(.*\) to \(.*\)/\1 \2/p' "$tmp/out"; }
-same() { cat "$@" | awk '$3 == "hash" { n++; seen[$4] } END { for (h in seen) kinds++; exit !(n >= 2 && kinds == 1) }'; }
+same() {
+    cat "$@" | awk '$3 == "hash" { n++; seen[$4] } END { for (h in seen) kinds++; exit !(n >= 2 && kinds == 1) }'
+}
 sent() { ip netns exec $a cat /sys/class/net/net0/statistics/tx_bytes; }
 
 rate none
@@ -91,13 +98,15 @@ echo "f32: $plain_bytes bytes a step and rank, loss $plain_loss; 1-bit: $onebit_
 check "f32: predicted within 25 %" 'near "$plain" "$plain_told"'
 check "1-bit: predicted within 25 %" 'near "$onebit" "$onebit_told"'
 check "1-bit at least 8 times faster than f32" '[ "$onebit" ] && [ "$plain" ] && holds "$plain >= 8 * $onebit"'
-check "1-bit: at most 1/27 of the bytes" '[ "$plain_bytes" ] && [ "$onebit_bytes" ] && holds "27 * $onebit_bytes <= $plain_bytes"'
+check "1-bit: at most 1/27 of the bytes" \
+    '[ "$plain_bytes" ] && [ "$onebit_bytes" ] && holds "27 * $onebit_bytes <= $plain_bytes"'
 check "f32: the same weights on both" 'same "$tmp/plain"'
 check "1-bit: the same weights on both" 'same "$tmp/onebit"'
 check "f32: the loss falls" 'holds "${plain_loss##* } + 0 < 0.95 * ${plain_loss%% *}"'
 check "1-bit: the loss falls" 'holds "${onebit_loss##* } + 0 < 0.5 * ${onebit_loss%% *}"'
 
-# The cable is pulled in the middle of a message. Both ranks must say so after 3 seconds; they wait 5 more for a goodbye.
+# The cable is pulled in the middle of a message. Both ranks must say so after 3 seconds; they wait 5 more for a
+# goodbye.
 : >"$tmp/out"
 limit=30 ranks none 60 3 &
 job=$!

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Communicators on MPI: the checks of comm_check.h on 1 to 4 ranks, 1-bit training as on threads, MPI of the host program's, and what can go wrong.
-# Skipped (77) where there is no mpicc or no mpiexec that works. MPICC and MPIEXEC choose an MPI, also one beside another:
+# Communicators on MPI: the checks of comm_check.h on 1 to 4 ranks, 1-bit training as on threads, MPI of the host
+# program's, and what can go wrong. Skipped (77) where there is no mpicc or no mpiexec that works. MPICC and MPIEXEC
+# choose an MPI, also one beside another:
 # export MPICC=mpicc.openmpi MPIEXEC=mpiexec.openmpi; ninja ranks; sh tests/test_mpi.sh
 tmp=$(mktemp -d) passed=0 failed=0 mpicc=${MPICC:-mpicc} mpiexec=${MPIEXEC:-mpiexec}
 trap 'rm -rf "$tmp"' EXIT
@@ -8,8 +9,8 @@ skip() { echo "skipped: $1"; exit 77; }
 command -v "$mpicc" >/dev/null || skip "no $mpicc"
 command -v "$mpiexec" >/dev/null || skip "no $mpiexec"
 "$mpicc" -Wall -Wextra -Werror -DHPML_USE_MPI -fsyntax-only tests/mpi_ranks.c || failed=1
-root=
-if [ "$(id -u)" = 0 ] && "$mpiexec" --version 2>/dev/null | grep -qi 'open'; then root='--allow-run-as-root --oversubscribe'; fi
+root= open=$("$mpiexec" --version 2>/dev/null | grep -i 'open')
+if [ "$(id -u)" = 0 ] && [ -n "$open" ]; then root='--allow-run-as-root --oversubscribe'; fi
 limit=30
 on() { ranks=$1; shift; timeout $limit "$mpiexec" $root -n "$ranks" build/mpi_ranks "$@" >"$tmp/out" 2>&1; }
 on 2 traffic || [ $? -ne 124 ] || skip "mpiexec hangs"
@@ -22,8 +23,8 @@ check() {
     if [ $good = 1 ]; then passed=$((passed + 1)); echo "ok $1"
     else failed=$((failed + 1)); echo "FAIL $1 (exit $code)"; tail -n 12 "$tmp/out"; fi
 }
-# brief RANKS CASE COUNT TEXT: a case in which a busy machine may keep another rank away until a deadline has passed, or mpiexec
-# has ended all: it has three tries to say the text on COUNT lines, none of which may hang.
+# brief RANKS CASE COUNT TEXT: a case in which a busy machine may keep another rank away until a deadline has passed, or
+# mpiexec has ended all: it has three tries to say the text on COUNT lines, none of which may hang.
 brief() {
     for try in 1 2 3; do
         on "$1" "$2"; code=$? lines=$(grep -cE "$4" "$tmp/out")
@@ -59,20 +60,23 @@ on 2 after; check "MPI over" 1 'MPI is over'
 on 2 twice; check "a second launch, when the first has ended MPI" 1 'MPI is over; .* or use hpml_launch once'
 on 2 wrong_number; check "a wrong number of ranks" 1 '3 ranks are wanted, mpiexec started 2'
 told 3 raises 'rank 1 failed: the loss is NaN' "a rank raises an error" 'rank 1 failed: the loss is NaN'
-told 3 leaves 'rank 1 has left' "a rank leaves early" 'rank 1 has left while this rank waits for it in allreduce|rank . failed'
+told 3 leaves 'rank 1 has left' "a rank leaves early" \
+    'rank 1 has left while this rank waits for it in allreduce|rank . failed'
 native='waited 1 s for all ranks in allreduce .native.'
 told 3 leaves_native "$native, step 0" "a rank leaves early, the others are in MPI's own allreduce" "$native"
 on 2 killed; check "a rank is killed" 1 ''
 # Hydra ends a job with its first dead process, unless told not to; then it sends the others a signal that few expect.
 if "$mpiexec" --version 2>/dev/null | grep -qi hydra; then
     for what in killed exits; do # they nearly only wait: both at a time
-        timeout 30 "$mpiexec" -disable-auto-cleanup -n 4 sh -c "trap '' USR1; build/mpi_ranks $what; exit \$?" >"$tmp/$what" 2>&1 </dev/null &
+        timeout 30 "$mpiexec" -disable-auto-cleanup -n 4 \
+            sh -c "trap '' USR1; build/mpi_ranks $what; exit \$?" >"$tmp/$what" 2>&1 </dev/null &
     done
     wait
     for what in killed exits; do
         cp "$tmp/$what" "$tmp/out"
         for me in 0 2 3; do
-            grep -qE "^at once: rank $me: .*for rank 1.* in allreduce" "$tmp/out"; check "rank 1 $what: rank $me names it within the deadline" 0 ''
+            grep -qE "^at once: rank $me: .*for rank 1.* in allreduce" "$tmp/out"
+            check "rank 1 $what: rank $me names it within the deadline" 0 ''
         done
     done
 fi
@@ -94,9 +98,10 @@ HPML_RUN=mpi:2; on 3 by_environment; check "HPML_RUN with a wrong number" 1 '2 r
 HPML_RUN=auto SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=4 timeout 30 build/mpi_ranks by_environment >"$tmp/out" 2>&1
 check "HPML_RUN=auto under srun with another MPI" 1 'started 4 processes but MPI says each is alone'
 unset HPML_RUN
-PMI_SIZE=4 timeout 30 build/mpi_ranks correct >"$tmp/out" 2>&1; check "mpiexec of another MPI" 1 'started 4 processes but MPI says each is alone'
-SLURM_STEP_NUM_TASKS=4 timeout 30 build/mpi_ranks correct >"$tmp/out" 2>&1
-check "srun with another MPI" 1 'started 4 processes but MPI says each is alone'
-SLURM_NTASKS=4 timeout 30 build/mpi_ranks correct >"$tmp/out" 2>&1; check "one process inside a batch job of four tasks" 0 ''
+alone='started 4 processes but MPI says each is alone'
+PMI_SIZE=4 timeout 30 build/mpi_ranks correct >"$tmp/out" 2>&1; check "mpiexec of another MPI" 1 "$alone"
+SLURM_STEP_NUM_TASKS=4 timeout 30 build/mpi_ranks correct >"$tmp/out" 2>&1; check "srun with another MPI" 1 "$alone"
+SLURM_NTASKS=4 timeout 30 build/mpi_ranks correct >"$tmp/out" 2>&1
+check "one process inside a batch job of four tasks" 0 ''
 echo "$passed passed, $failed failed, 0 skipped"
 [ $failed -eq 0 ]
