@@ -1,7 +1,7 @@
 #!/bin/sh
 # run.sh [-j N] PROGRAM...: runs test programs with a time limit, those after -j N N at a time, and adds up their
-# counts, in the order of the arguments; at the end, the times of the slowest five. A program prints "N passed, N failed,
-# N skipped" at its end; one that prints no counts is one test: exit 0 passed, 77 skipped, else failed.
+# counts, in the order of the arguments; at the end, the times of the slowest five. A program prints "N passed, N
+# failed, N skipped" at its end; one that prints no counts is one test: exit 0 passed, 77 skipped, else failed.
 log=build/log
 if [ "$1" = --one ]; then
     name=$(basename "$2")

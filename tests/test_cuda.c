@@ -879,13 +879,14 @@ TEST(a_batch_one_by_one)
     for (int i = 0; i < 27; i++) x[i] = sinf((float)i);
     for (int gpu = 0; gpu < 2; gpu++) {
         products = LIBRARIES;
-        hpml_ctx       *ctx = context(gpu, HPML_CUDA_F32);
-        hpml_tensor    *in = hpml_input_4d(ctx, 3, 1, 3, 3);
-        hpml_tensor    *h = hpml_conv2d(in, 4, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1, .activation = HPML_ACT_RELU });
-        hpml_tensor    *out = hpml_linear(hpml_flatten(h), 2, NULL);
-        hpml_trainer   *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.1f });
-        hpml_step_info  info;
-        long            ran = emulated() ? cuda_on_cpu_count("cudnn 3") : 0;
+        hpml_ctx        *ctx = context(gpu, HPML_CUDA_F32);
+        hpml_tensor     *in = hpml_input_4d(ctx, 3, 1, 3, 3);
+        hpml_conv2d_desc conv = { .kernel_h = 3, .padding_h = 1, .activation = HPML_ACT_RELU };
+        hpml_tensor     *h = hpml_conv2d(in, 4, &conv);
+        hpml_tensor     *out = hpml_linear(hpml_flatten(h), 2, NULL);
+        hpml_trainer    *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.1f });
+        hpml_step_info   info;
+        long             ran = emulated() ? cuda_on_cpu_count("cudnn 3") : 0;
         hpml_trainer_set_hooks(t, &(hpml_hooks){ .run = one_by_one });
         for (int i = 0; i < 4; i++) {
             ENSURE(hpml_trainer_step(t, x, y, 3, &info) == HPML_OK);

@@ -174,8 +174,8 @@ TEST(races_are_reported_by_thread_sanitizer)
     ENSURE(length > 0);
     self[length] = 0;
     for (unsigned i = 0; i < 12; i++) {
-        std::string line = std::string("TSAN_OPTIONS=\"$TSAN_OPTIONS:atexit_sleep_ms=0\" EMULATOR_RACE=") + kernels[i / 2] +
-                           " CUDA_ON_CPU_ORDER=" + (i % 2 ? "3" : "0"); /* no thread is left that could race at exit */
+        std::string line = "TSAN_OPTIONS=\"$TSAN_OPTIONS:atexit_sleep_ms=0\""; /* no thread is left to race at exit */
+        line += std::string(" EMULATOR_RACE=") + kernels[i / 2] + " CUDA_ON_CPU_ORDER=" + (i % 2 ? "3" : "0");
         std::string text;
         FILE       *f = popen((line + " '" + self + "' --filter planted_race 2>&1").c_str(), "r");
         bool        sound = kernels[i / 2][1] == '+';

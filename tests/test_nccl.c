@@ -552,8 +552,10 @@ TEST(nccl_groups_end_with_their_context)
     nccl_on_cpu_reset(1, 0);
     for (int turn = 0; turn < 2; turn++) {
         hpml_cuda_desc cuda = { .workspace = 1 << 16 };
-        hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .backend = hpml_backend_cuda(), .backend_desc = &cuda });
-        hpml_nccl     *n   = hpml_nccl_create(ctx, &(hpml_nccl_desc){ .ranks = 1, .file = "build/nccl_id", .timeout = 2 });
+        hpml_ctx_desc  d   = { .threads = 1, .backend = hpml_backend_cuda(), .backend_desc = &cuda };
+        hpml_nccl_desc id  = { .ranks = 1, .file = "build/nccl_id", .timeout = 2 };
+        hpml_ctx      *ctx = hpml_ctx_create(&d);
+        hpml_nccl     *n   = hpml_nccl_create(ctx, &id);
         hpml_tensor   *x   = hpml_tensor_create_1d(ctx, 1);
         ENSURE(hpml_tensor_set(x, &one, 1) == HPML_OK && hpml_nccl_link_begin(n) == HPML_OK);
         ENSURE(hpml_nccl_link_allreduce(n, x->data, 1, false) == HPML_OK);
