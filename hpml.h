@@ -1931,29 +1931,37 @@ HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *
     return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }
 
-/* LAMB writes its direction over the gradient's array, which is ours to spend. */
-HPMLI_KFN void HV(opt_step)(const hpmli_opt_args *o, float *w, const float *dw, float *m, float *v, int64_t n)
+/* Each optimizer has a loop of its own, and what steers it is a copy, which no store can change. LAMB writes its
+   direction over the gradient's array, which is ours to spend. */
+#undef HPMLI_STEPS
+#define HPMLI_STEPS(step)                                                                                              \
+    HV_LOOP(n) {                                                                                                       \
+        hv g = HV(ld)(dw + i, c);                                                                                      \
+        if (more) g = g + HV(ld)(more + i, c);                                                                         \
+        g = g * scale;                                                                                                 \
+        step;                                                                                                          \
+    }                                                                                                                  \
+    break;
+HPMLI_KFN void HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
 {
-    hv           scale = HV(set1)(o->u.grad_scale), lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
+    const hpmli_opt_args own = *args, *o = &own;
+    hv           scale = HV(set1)(o->u.grad_scale), lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay), x;
     const float *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
-    HV_LOOP(n) {
-        hv g = HV(ld)(dw + i, c), x;
-        if (more) g = g + HV(ld)(more + i, c);
-        g = g * scale;
-        switch (o->u.opt) {
-        case HPML_OPT_SGD: case HPML_OPT_LARS: HV(sgd)(o, w + i, g, m ? m + i : NULL, c); break;
-        case HPML_OPT_ADAGRAD: HV(adagrad)(o, w + i, g, v + i, c); break;
-        case HPML_OPT_RMSPROP: HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, c); break;
-        case HPML_OPT_ADAM: case HPML_OPT_ADAMW:
-            x = HV(ld)(w + i, c);
-            if (o->u.opt == HPML_OPT_ADAM) g = HV(fma)(decay, x, g);
-            else x = HV(fnma)(lr * decay, x, x);
-            HV(st)(w + i, HV(fnma)(lr, HV(adam_direction)(o, g, m + i, v + i, c), x), c);
-            break;
-        default: /* LAMB */
-            x = HV(adam_direction)(o, g, m + i, v + i, c);
-            HV(st)((float *)(uintptr_t)(dw + i), HV(fma)(decay, HV(ld)(w + i, c), x), c);
-        }
+    switch (o->u.opt) {
+    case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, c))
+    case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, c))
+    case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, c))
+    case HPML_OPT_ADAM: HPMLI_STEPS(
+        x = HV(ld)(w + i, c);
+        x = HV(fnma)(lr, HV(adam_direction)(o, HV(fma)(decay, x, g), m + i, v + i, c), x);
+        HV(st)(w + i, x, c))
+    case HPML_OPT_ADAMW: HPMLI_STEPS(
+        x = HV(ld)(w + i, c);
+        x = HV(fnma)(lr, HV(adam_direction)(o, g, m + i, v + i, c), HV(fnma)(lr * decay, x, x));
+        HV(st)(w + i, x, c))
+    case HPML_OPT_LAMB: HPMLI_STEPS(
+        x = HV(adam_direction)(o, g, m + i, v + i, c);
+        HV(st)((float *)(uintptr_t)(dw + i), HV(fma)(decay, HV(ld)(w + i, c), x), c))
     }
 }
 
