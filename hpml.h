@@ -601,6 +601,8 @@ struct hpml_node {
     int          src_count;
     hpml_tensor *src[HPML_MAX_SRC];            /* inputs and parameters; NULL where optional and absent */
     bool         accumulate[HPML_MAX_SRC];     /* backward adds to src->grad (else it writes) */
+    struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: src takes this step behind backward, where its gradient is
+                                                  final; backward may take it itself, in pieces, and then sets n to 0 */
     hpml_attr    attr;
     bool         mixes_batch;                  /* the result has no batch dimension 0 although an input has */
     size_t       saved_bytes, scratch_bytes;   /* asked for by the op: kept from forward to backward / for one call */
@@ -1931,6 +1933,14 @@ HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *
     return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }
 
+HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, int64_t c)
+{
+    hv x = HV(ld)(w, c), lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
+    if (o->u.opt == HPML_OPT_ADAM) g = HV(fma)(decay, x, g);
+    else x = HV(fnma)(lr * decay, x, x);
+    HV(st)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, c), x), c);
+}
+
 /* Each optimizer has a loop of its own, and what steers it is a copy, which no store can change. LAMB writes its
    direction over the gradient's array, which is ours to spend. */
 #undef HPMLI_STEPS
@@ -1938,30 +1948,20 @@ HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *
     HV_LOOP(n) {                                                                                                       \
         hv g = HV(ld)(dw + i, c);                                                                                      \
         if (more) g = g + HV(ld)(more + i, c);                                                                         \
-        g = g * scale;                                                                                                 \
-        step;                                                                                                          \
+        g = g * HV(set1)(o->u.grad_scale), step;                                                                       \
     }                                                                                                                  \
     break;
 HPMLI_KFN void HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
 {
     const hpmli_opt_args own = *args, *o = &own;
-    hv           scale = HV(set1)(o->u.grad_scale), lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay), x;
-    const float *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
+    const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
     switch (o->u.opt) {
     case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, c))
     case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, c))
     case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, c))
-    case HPML_OPT_ADAM: HPMLI_STEPS(
-        x = HV(ld)(w + i, c);
-        x = HV(fnma)(lr, HV(adam_direction)(o, HV(fma)(decay, x, g), m + i, v + i, c), x);
-        HV(st)(w + i, x, c))
-    case HPML_OPT_ADAMW: HPMLI_STEPS(
-        x = HV(ld)(w + i, c);
-        x = HV(fnma)(lr, HV(adam_direction)(o, g, m + i, v + i, c), HV(fnma)(lr * decay, x, x));
-        HV(st)(w + i, x, c))
-    case HPML_OPT_LAMB: HPMLI_STEPS(
-        x = HV(adam_direction)(o, g, m + i, v + i, c);
-        HV(st)((float *)(uintptr_t)(dw + i), HV(fma)(decay, HV(ld)(w + i, c), x), c))
+    case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, c))
+    case HPML_OPT_LAMB: HPMLI_STEPS(HV(st)((float *)(uintptr_t)(dw + i), HV(fma)(HV(set1)(o->u.weight_decay),
+                                HV(ld)(w + i, c), HV(adam_direction)(o, g, m + i, v + i, c)), c))
     }
 }
 
@@ -3430,6 +3430,9 @@ typedef struct hpmli_conv_strip {
 #endif
 #ifdef HPML_USE_CBLAS
 #include <cblas.h>
+#define HPMLI_BLAS true
+#else
+#define HPMLI_BLAS false
 #endif
 
 #define HPMLI_FN     static __attribute__((unused))
@@ -5639,7 +5642,39 @@ HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
         hpmli_act_forward(run->ctx, act, n->attr.act.slope, n->out->data, z, rows * out);
 }
 
-/* dz = dy act'(z) in the memory of dy, which nobody reads after us; dx = dz w, dw = dz^T x, dbias = sums of columns. */
+/* A parameter's step. With d, the product that makes its gradient, both go by blocks of rows: a block is still in the
+   cache when its step reads it. */
+typedef struct hpmli_update_job {
+    hpml_ctx              *ctx;
+    const hpmli_gemm_desc *d;
+    hpmli_opt_args         o;
+    int64_t                piece; /* elements of a task */
+} hpmli_update_job;
+
+HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_update_job *j = (const hpmli_update_job *)arg;
+    const hpml_update      *u = &j->o.u;
+    int64_t                 i = task * j->piece, n = u->n - i < j->piece ? u->n - i : j->piece;
+    if (j->d) {
+        hpmli_gemm_part p = { j->d, 0, i / j->d->n, (i + n) / j->d->n, 0, j->d->n, NULL };
+        p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+        j->ctx->k->gemm_part(&p);
+    }
+    j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
+}
+
+HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
+{
+    hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
+    j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
+    j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
+    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* whole tiles */
+    hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
+}
+
+/* dz = dy act'(z) in the memory of dy, which nobody reads after us; dbias = sums of columns, dx = dz w, and then, as w
+   may take its step, dw = dz^T x. */
 HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
@@ -5648,13 +5683,19 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
     if (n->attr.act.act != HPML_ACT_NONE)
         hpmli_act_backward(run->ctx, n->attr.act.act, n->attr.act.slope, dz, dz, (const float *)n->saved, n->out->data,
                            rows * out, false);
-    if (w->grad)
-        hpmli_product(run->ctx, 1, out, in, rows, hpmli_strided(dz, out, true), hpmli_strided(x->data, in, false),
-                      w->grad, n->accumulate[1]);
     if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz, rows, out, n->accumulate[2]);
     if (x->grad)
         hpmli_product(run->ctx, 1, rows, in, out, hpmli_strided(dz, out, false), hpmli_strided(w->data, in, false),
                       x->grad, n->accumulate[0]);
+    if (!w->grad) return;
+    hpmli_gemm_desc d = hpmli_gemm_of(out, in, rows, hpmli_strided(dz, out, true), hpmli_strided(x->data, in, false),
+                                      w->grad, in, n->accumulate[1]);
+    /* not small products, which stay in the cache and may be cut along k; nor those over a long batch, which would be
+       packed again for each block; nor where the step wants the norm of the whole */
+    hpml_update *u = n->update[1];
+    bool         by_blocks = u && u->n >= 4 * HPMLI_GRAIN && rows <= 256 && u->opt < HPML_OPT_LARS && !HPMLI_BLAS;
+    if (by_blocks) hpmli_update_by(run->ctx, u, &d), u->n = 0;
+    else hpmli_gemm(run->ctx, &d);
 }
 
 HPMLI_OP(linear, HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
@@ -7160,19 +7201,6 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, h
     return HPML_OK;
 }
 
-typedef struct hpmli_update_job {
-    const hpmli_kernels *k;
-    hpmli_opt_args       o;
-} hpmli_update_job;
-
-HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
-{
-    const hpmli_update_job *j = (const hpmli_update_job *)arg;
-    const hpml_update      *u = &j->o.u;
-    int64_t                 i = task * HPMLI_GRAIN, n = u->n - i < HPMLI_GRAIN ? u->n - i : HPMLI_GRAIN;
-    j->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
-}
-
 HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
 {
     double sum;
@@ -7200,15 +7228,12 @@ HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, const hpml_update *u)
 HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
 {
     for (int i = 0; i < count; i++) {
-        const hpml_update *u = &updates[i];
-        hpmli_update_job   j = { ctx->k, { *u, 0, 0 } };
-        float              norm = u->sumsq ? (float)sqrt(*u->sumsq) : 0;
-        if (norm > u->clip) j.o.u.grad_scale *= u->clip / norm;
-        j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
-        j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
-        if (u->opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, &j.o.u);
-        hpmli_parallel(ctx, (u->n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_update_task, &j);
-        if (u->opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, u);
+        hpml_update u    = updates[i];
+        float       norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
+        if (norm > u.clip) u.grad_scale *= u.clip / norm;
+        if (u.opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, &u);
+        hpmli_update_by(ctx, &u, NULL);
+        if (u.opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, &u);
     }
     return HPML_OK;
 }
@@ -7280,6 +7305,7 @@ struct hpml_graph {
     hpml_status (*need)(void *user, int param);
     hpml_status (*grad)(void *user, int param);
     hpml_status (*sum)(void *user, double *values, int64_t n);
+    hpml_update   *updates;    /* (param_count) steps to be taken during the backward pass, or NULL */
     bool           idle;       /* see hpml_run */
 };
 
@@ -7672,6 +7698,14 @@ HPMLI_FN hpml_run hpmli_run_of(const hpml_graph *g, bool train, uint64_t step, f
     return run;
 }
 
+HPMLI_FN hpml_status hpmli_take_steps(hpml_ctx *ctx, const hpml_update *updates, int count)
+{
+    double      start  = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
+    hpml_status status = ctx->backend->update(ctx->device, ctx, updates, count);
+    if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
+    return status;
+}
+
 HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, bool accumulate)
 {
     hpml_node *n = g->nodes[i];
@@ -7679,10 +7713,16 @@ HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, b
     if (!n->out->needs_grad || !n->out->grad) return HPML_OK;
     for (int s = 0; s < n->src_count; s++) { /* an op that would write a parameter's gradient first must add */
         before[s] = n->accumulate[s];
-        if (accumulate && n->src[s] && hpmli_trainable(n->src[s])) n->accumulate[s] = true;
+        if (!n->src[s] || !hpmli_trainable(n->src[s])) continue;
+        int param = n->src[s]->param->index;
+        if (accumulate) n->accumulate[s] = true;
+        if (g->updates && g->param_last[param] == i) n->update[s] = &g->updates[param];
     }
     hpml_status status = hpmli_run_node(g, run, i, true);
     memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
+    for (int s = 0; s < n->src_count; n->update[s++] = NULL)
+        if (n->update[s] && n->update[s]->n > 0 && status == HPML_OK) /* once, where an op reads it twice */
+            status = hpmli_take_steps(g->ctx, n->update[s], 1), n->update[s]->n = 0;
     return status;
 }
 
@@ -7831,7 +7871,6 @@ struct hpml_trainer {
     int64_t           correct, counted;
     int64_t           step, epoch, epoch_step;
     int32_t           micro;   /* batches since the last update */
-    bool              early;   /* parameters are updated while the backward pass goes on */
     const float      *more;    /* hpml_trainer_update_sum: NULL outside */
     float             more_scale;
     hpmli_told        told, *at; /* what the host knows of it; on the device, where the loss is: its slot has room */
@@ -8007,11 +8046,9 @@ HPMLI_FN hpml_status hpmli_hook_need(void *user, int param)
     return t->hooks.need(t->hooks.user, t, param);
 }
 
-/* The gradient of a parameter is final: the hook hears of it, or, when it is early, the parameter takes its step. */
 HPMLI_FN hpml_status hpmli_hook_grad(void *user, int param)
 {
     hpml_trainer *t = (hpml_trainer *)user;
-    if (t->early) return hpml_trainer_update_local(t, param, 1);
     return t->micro == t->d.accumulate - 1 ? t->hooks.grad(t->hooks.user, t, param) : HPML_OK;
 }
 
@@ -8272,7 +8309,7 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
     hpmli_trainer_shift(t, first);
     g->idle = samples == 0;
     hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
-    if (status == HPML_OK && t->early && !t->d.no_finite_check) { /* before it gets into the parameters */
+    if (status == HPML_OK && g->updates && !t->d.no_finite_check) { /* before it gets into the parameters */
         hpmli_trainer_tell(t, NULL, NULL);
         if (t->told.loss - t->told.loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)t->told.loss);
     }
@@ -8288,35 +8325,34 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
     return status;
 }
 
+/* The steps of parameters, ready to be taken. */
+HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t, int first_param, int param_count)
+{
+    float lr = hpml_trainer_lr(t);
+    for (int i = first_param; i < first_param + param_count; i++) {
+        const hpml_param *p = t->ctx->params[i]->param;
+        hpml_update      *u = &t->updates[i];
+        u->n = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
+        u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
+        u->grad_scale = (t->more ? t->more_scale : 1) / t->loss_scale, u->clip = t->d.clip_norm * t->loss_scale;
+        u->sumsq = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
+        u->more = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
+        u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
+        u->trust = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
+    }
+}
+
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count)
 {
-    float lr, scale;
     if (!t) return HPML_ERR_ARGUMENT;
-    hpml_ctx *ctx = t->ctx;
-    if (hpmli_failed(ctx)) return ctx->status;
+    if (hpmli_failed(t->ctx)) return t->ctx->status;
     hpmli_trainer_look(t);
     bool sees = t->looks && (t->scale_steps >= 0 || !t->d.no_finite_check);
-    if (sees && (hpmli_trainer_see(t) != HPML_OK || t->overflowed)) return ctx->status;
-    scale = (t->more ? t->more_scale : 1) / t->loss_scale;
-    lr = hpml_trainer_lr(t);
+    if (sees && (hpmli_trainer_see(t) != HPML_OK || t->overflowed)) return t->ctx->status;
     if (param_count > t->graph->param_count - first_param) param_count = t->graph->param_count - first_param;
-    for (int i = first_param; i < first_param + param_count; i++) {
-        const hpml_param *p = ctx->params[i]->param;
-        hpml_update      *u = &t->updates[i];
-        u->n = u->g && !p->frozen ? hpml_tensor_count(ctx->params[i]) : 0;
-        u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
-        u->grad_scale   = scale;
-        u->clip         = t->d.clip_norm * t->loss_scale;
-        u->sumsq        = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
-        u->more         = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
-        u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
-        u->trust        = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
-    }
-    if (param_count <= 0) return ctx->status;
-    double start = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
-    ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
-    if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
-    return ctx->status;
+    hpmli_trainer_updates(t, first_param, param_count);
+    if (param_count > 0) hpmli_take_steps(t->ctx, t->updates + first_param, param_count);
+    return t->ctx->status;
 }
 
 HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
@@ -8348,25 +8384,22 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
     lr     = hpml_trainer_lr(t), scale = t->loss_scale;
-    /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step the
-       moment its gradient is final: it is still in the cache. */
+    /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step with
+       the op that makes its gradient final: it is still in the cache. */
     t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro + 1 == t->d.accumulate;
-    early    = t->whole && !t->looks && !t->ctx->backend->sync;
-    if (early) t->early = true, t->graph->grad = hpmli_hook_grad;
+    early    = t->whole && !t->looks && !t->ctx->backend->sync && !t->ctx->backend->begin;
+    if (early) hpmli_trainer_updates(t, 0, t->graph->param_count), t->graph->updates = t->updates;
     hpml_status status =
         t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
                      : hpml_trainer_run_local(t, 0, samples, 1 / (float)t->d.accumulate, t->micro > 0,
                                               info || !t->d.no_finite_check ? &loss : NULL);
-    if (early) t->graph->grad = NULL;
-    t->early = t->whole = false;
+    t->graph->updates = NULL, t->whole = false;
     if (status != HPML_OK) return status;
     if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
     if (++t->micro == t->d.accumulate) {
         if (!early)
             status = t->hooks.update ? t->hooks.update(t->hooks.user, t)
                                      : hpml_trainer_update_local(t, 0, t->graph->param_count);
-        for (int i = 0; early && i < t->graph->param_count; i++) /* what the loss does not reach */
-            if (t->updates[i].step != (uint64_t)t->step + 1) status = hpml_trainer_update_local(t, i, 1);
         t->micro = 0;
         t->step += status == HPML_OK && !t->overflowed;
         hpmli_trainer_rescale(t);

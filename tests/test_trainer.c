@@ -520,6 +520,47 @@ TEST(bits_do_not_depend_on_threads)
     }
 }
 
+/* Weights, and a sum over the gradients, after three steps of wide layers, a narrow one and a matrix that one product
+   reads twice. clip: a norm that is never reached, but makes all steps wait for the end of the backward pass. */
+static uint64_t stepped(int threads, hpml_opt opt, float clip, int accumulate, int64_t samples, double *grads)
+{
+    enum { B = 20, IN = 301, MID = 333 };
+    static float      x[B * IN];
+    static int32_t    y[B];
+    hpml_ctx         *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = threads, .seed = 5 });
+    hpml_linear_desc  act = { .activation = HPML_ACT_TANH };
+    hpml_tensor      *in = hpml_input_2d(ctx, B, IN), *w = hpml_param_create(ctx, &(hpml_param_desc){ .name = "w", .init = HPML_INIT_NORMAL, .ndim = 2, .shape = { 7, 7 } });
+    hpml_tensor      *h = hpml_linear(hpml_linear(in, MID, &act), MID, &act);
+    hpml_trainer_desc d = { .input = in, .output = hpml_matmul(hpml_linear(h, 7, NULL), hpml_matmul(w, w, false, true), false, false),
+                            .optimizer = opt, .lr = 0.01f, .momentum = 0.9f, .weight_decay = 0.01f, .clip_norm = clip, .accumulate = accumulate };
+    uint64_t          hash = 0;
+    hpml_trainer     *t = hpml_trainer_create(ctx, &d);
+    for (int i = 0; i < B * IN; i++) x[i] = (float)(i * 37 % 101) / 101 - 0.5f;
+    for (int i = 0; i < B; i++) y[i] = i % 7;
+    for (int step = 0; step < 3 * accumulate; step++) hpml_trainer_step(t, x, y, samples, NULL);
+    if (hpml_ctx_status(ctx) == HPML_OK) hash = hpml_param_hash(ctx);
+    else printf("    %s\n", hpml_ctx_error(ctx));
+    *grads = 0;
+    for (int i = 0; hash && i < hpml_param_count(ctx); i++)
+        for (int64_t k = 0; k < hpml_tensor_count(hpml_param_at(ctx, i)); k++) *grads += (double)(k % 13 + 1) * (double)hpml_param_at(ctx, i)->grad[k];
+    hpml_ctx_free(ctx);
+    return hash;
+}
+
+/* Steps that parameters take during the backward pass, block by block, are those taken behind it, and leave the gradients
+   as they are: on any threads, in short batches, with gradients that add up. */
+TEST(early_steps_have_the_same_bits)
+{
+    for (int opt = HPML_OPT_SGD; opt <= HPML_OPT_LAMB; opt++)
+        for (int kind = 0; kind < 3; kind++) {
+            double   late, early, two;
+            uint64_t hash = stepped(1, (hpml_opt)opt, 1e20f, 1 + kind % 2, kind == 2 ? 13 : 20, &late);
+            ENSURE(hash != 0 && stepped(1, (hpml_opt)opt, 0, 1 + kind % 2, kind == 2 ? 13 : 20, &early) == hash);
+            ENSURE(stepped(2, (hpml_opt)opt, 0, 1 + kind % 2, kind == 2 ? 13 : 20, &two) == hash);
+            ENSURE(opt == HPML_OPT_LAMB || (early == late && two == late && late != 0)); /* which spends them */
+        }
+}
+
 static uint64_t train_for(const char *load, const char *save, int64_t steps, hpml_opt opt)
 {
     hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 3 });
