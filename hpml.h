@@ -1943,7 +1943,6 @@ HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float
 
 /* Each optimizer has a loop of its own, and what steers it is a copy, which no store can change. LAMB writes its
    direction over the gradient's array, which is ours to spend. */
-#undef HPMLI_STEPS
 #define HPMLI_STEPS(step)                                                                                              \
     HV_LOOP(n) {                                                                                                       \
         hv g = HV(ld)(dw + i, c);                                                                                      \
@@ -7682,6 +7681,9 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     bool idle = run->idle && !(run->sum && n->op == HPML_OP_BATCHNORM);
     if (status == HPML_OK && backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
     if (status == HPML_OK && !idle) status = backward ? impl->backward(run, n) : impl->forward(run, n);
+    for (int s = 0; backward && s < n->src_count; n->update[s++] = NULL)
+        if (n->update[s] && n->update[s]->n > 0 && status == HPML_OK) /* once, where an op reads it twice */
+            status = b->update(g->ctx->device, g->ctx, n->update[s], 1), n->update[s]->n = 0;
     if (!look) return status;
     if (b->look) b->look(g->ctx->device, name, seconds);
     else if (b->sync) b->sync(g->ctx->device);
@@ -7698,14 +7700,6 @@ HPMLI_FN hpml_run hpmli_run_of(const hpml_graph *g, bool train, uint64_t step, f
     return run;
 }
 
-HPMLI_FN hpml_status hpmli_take_steps(hpml_ctx *ctx, const hpml_update *updates, int count)
-{
-    double      start  = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
-    hpml_status status = ctx->backend->update(ctx->device, ctx, updates, count);
-    if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
-    return status;
-}
-
 HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, bool accumulate)
 {
     hpml_node *n = g->nodes[i];
@@ -7720,9 +7714,6 @@ HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, b
     }
     hpml_status status = hpmli_run_node(g, run, i, true);
     memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
-    for (int s = 0; s < n->src_count; n->update[s++] = NULL)
-        if (n->update[s] && n->update[s]->n > 0 && status == HPML_OK) /* once, where an op reads it twice */
-            status = hpmli_take_steps(g->ctx, n->update[s], 1), n->update[s]->n = 0;
     return status;
 }
 
@@ -8345,14 +8336,18 @@ HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t, int first_param, int param_
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    hpml_ctx *ctx = t->ctx;
+    if (hpmli_failed(ctx)) return ctx->status;
     hpmli_trainer_look(t);
     bool sees = t->looks && (t->scale_steps >= 0 || !t->d.no_finite_check);
-    if (sees && (hpmli_trainer_see(t) != HPML_OK || t->overflowed)) return t->ctx->status;
+    if (sees && (hpmli_trainer_see(t) != HPML_OK || t->overflowed)) return ctx->status;
     if (param_count > t->graph->param_count - first_param) param_count = t->graph->param_count - first_param;
+    if (param_count <= 0) return ctx->status;
+    double start = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
     hpmli_trainer_updates(t, first_param, param_count);
-    if (param_count > 0) hpmli_take_steps(t->ctx, t->updates + first_param, param_count);
-    return t->ctx->status;
+    ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
+    if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
+    return ctx->status;
 }
 
 HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
@@ -8372,7 +8367,6 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
 {
     float  loss  = 0, lr, scale;
     double start = hpml_now();
-    bool   early;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
     if (samples != 0 || !t->hooks.run) { /* a rank may have no part in a short last batch */
@@ -8387,7 +8381,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step with
        the op that makes its gradient final: it is still in the cache. */
     t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro + 1 == t->d.accumulate;
-    early    = t->whole && !t->looks && !t->ctx->backend->sync && !t->ctx->backend->begin;
+    bool early = t->whole && !t->looks && !t->ctx->backend->sync && !t->ctx->backend->begin;
     if (early) hpmli_trainer_updates(t, 0, t->graph->param_count), t->graph->updates = t->updates;
     hpml_status status =
         t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
