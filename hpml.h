@@ -8302,7 +8302,7 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
     hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
     if (status == HPML_OK && g->updates && !t->d.no_finite_check) { /* before it gets into the parameters */
         hpmli_trainer_tell(t, NULL, NULL);
-        if (t->told.loss - t->told.loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)t->told.loss);
+        if (t->told.loss - t->told.loss != 0) status = hpmli_name_nonfinite(t, "the loss", (double)t->told.loss);
     }
     if (status == HPML_OK) status = hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
     g->idle = false;

@@ -529,10 +529,12 @@ static uint64_t stepped(int threads, hpml_opt opt, float clip, int accumulate, i
     static int32_t    y[B];
     hpml_ctx         *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = threads, .seed = 5 });
     hpml_linear_desc  act = { .activation = HPML_ACT_TANH };
-    hpml_tensor      *in = hpml_input_2d(ctx, B, IN), *w = hpml_param_create(ctx, &(hpml_param_desc){ .name = "w", .init = HPML_INIT_NORMAL, .ndim = 2, .shape = { 7, 7 } });
-    hpml_tensor      *h = hpml_linear(hpml_linear(in, MID, &act), MID, &act);
-    hpml_trainer_desc d = { .input = in, .output = hpml_matmul(hpml_linear(h, 7, NULL), hpml_matmul(w, w, false, true), false, false),
-                            .optimizer = opt, .lr = 0.01f, .momentum = 0.9f, .weight_decay = 0.01f, .clip_norm = clip, .accumulate = accumulate };
+    hpml_param_desc   turn = { .name = "w", .init = HPML_INIT_NORMAL, .ndim = 2, .shape = { 7, 7 } };
+    hpml_tensor      *in = hpml_input_2d(ctx, B, IN), *w = hpml_param_create(ctx, &turn);
+    hpml_tensor      *h = hpml_linear(hpml_linear(hpml_linear(in, MID, &act), MID, &act), 7, NULL);
+    hpml_tensor      *out = hpml_matmul(h, hpml_matmul(w, w, false, true), false, false);
+    hpml_trainer_desc d = { .input = in, .output = out, .optimizer = opt, .lr = 0.01f, .momentum = 0.9f,
+                            .weight_decay = 0.01f, .clip_norm = clip, .accumulate = accumulate };
     uint64_t          hash = 0;
     hpml_trainer     *t = hpml_trainer_create(ctx, &d);
     for (int i = 0; i < B * IN; i++) x[i] = (float)(i * 37 % 101) / 101 - 0.5f;
@@ -541,14 +543,16 @@ static uint64_t stepped(int threads, hpml_opt opt, float clip, int accumulate, i
     if (hpml_ctx_status(ctx) == HPML_OK) hash = hpml_param_hash(ctx);
     else printf("    %s\n", hpml_ctx_error(ctx));
     *grads = 0;
-    for (int i = 0; hash && i < hpml_param_count(ctx); i++)
-        for (int64_t k = 0; k < hpml_tensor_count(hpml_param_at(ctx, i)); k++) *grads += (double)(k % 13 + 1) * (double)hpml_param_at(ctx, i)->grad[k];
+    for (int i = 0; hash && i < hpml_param_count(ctx); i++) {
+        const hpml_tensor *p = hpml_param_at(ctx, i);
+        for (int64_t k = 0; k < hpml_tensor_count(p); k++) *grads += (double)(k % 13 + 1) * (double)p->grad[k];
+    }
     hpml_ctx_free(ctx);
     return hash;
 }
 
-/* Steps that parameters take during the backward pass, block by block, are those taken behind it, and leave the gradients
-   as they are: on any threads, in short batches, with gradients that add up. */
+/* Steps that parameters take during the backward pass, block by block, are those taken behind it, and leave the
+   gradients as they are: on any threads, in short batches, with gradients that add up. */
 TEST(early_steps_have_the_same_bits)
 {
     for (int opt = HPML_OPT_SGD; opt <= HPML_OPT_LAMB; opt++)
