@@ -850,8 +850,8 @@ HPMLG_FN void hpmlg_now_set(hpmlg_device *d, const hpml_run *run)
     memset(&now, 0, sizeof now);
     now.step = run->step, now.sample = run->sample, now.seed = hpml_ctx_seed(run->ctx);
     if (d->recording || (d->now_known && memcmp(&now, &d->now_host, sizeof now) == 0)) return;
-    d->now_host = now, d->now_known = true;
-    hpmlg_upload(d, d->now, &now, sizeof now);
+    d->now_host = now;
+    d->now_known = hpmlg_upload(d, d->now, &now, sizeof now) == HPML_OK;
 }
 
 /* What is kept of this key, in one of N places; else the place that was idle longest, dropped and cleared for it. */
@@ -2841,8 +2841,8 @@ HPMLG_FN void hpmlg_product(hpmlg_device *d, hpmlg_gemm *g)
 HPMLG_FN void hpmlg_weight_refresh(hpmlg_device *d, hpmlg_weights *w)
 {
     if (w->fresh) return;
-    w->fresh = true;
     hpmlg_copy_run(d, hpmlg_of(w->half, d->store), hpmlg_of((void *)w->w, HPML_DTYPE_F32), w->n, false);
+    w->fresh = hpmlg_well(d);
 }
 
 /* The half copy of a parameter; NULL, and an error on the context, when there is no memory for it. */
@@ -3979,7 +3979,6 @@ template <int type> HPMLG_FN void hpmlg_attn_half(hpmlg_device *d, const hpmlg_a
     return p->D <= 96 ? hpmlg_attn_run<type, 96>(d, p, backward) : hpmlg_attn_run<type, 128>(d, p, backward);
 }
 
-
 HPMLG_OP(attention)
 {
     hpmlg_attn    p = {};
@@ -5051,21 +5050,26 @@ HPML_API void hpml_nccl_link_free(void *nccl)
 // >>gpu-link   how arrays of several GPUs are added up and move
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* False: nothing can be done any more. */
-HPMLG_FN bool hpmlg_nccl_ready(hpml_nccl *n)
+HPMLG_FN hpml_status hpmlg_nccl_ready(hpml_nccl *n)
 {
-    if (!n || hpml_ctx_status(n->ctx) != HPML_OK || !n->comm) return false;
+    if (!n) return HPML_ERR_ARGUMENT;
+    if (hpml_ctx_status(n->ctx) != HPML_OK) return hpml_ctx_status(n->ctx);
+    if (!n->comm)
+        return hpml_ctx_fail(n->ctx, HPML_ERR_COMM, "rank %d: NCCL was given up after an error; make it anew",
+                             (int)n->desc.called);
     hpmlg_enter(n->ctx);
-    return true;
+    return HPML_OK;
 }
 
 #define HPMLG_NCCL_ENTER(n, nccl)                                                                                      \
-    hpml_nccl *n = (hpml_nccl *)nccl;                                                                                  \
-    if (!hpmlg_nccl_ready(n)) return n ? hpml_ctx_status(n->ctx) : HPML_ERR_ARGUMENT
+    hpml_nccl  *n     = (hpml_nccl *)nccl;                                                                             \
+    hpml_status ready = hpmlg_nccl_ready(n);                                                                           \
+    if (ready != HPML_OK) return ready
 
 HPML_API hpml_status hpml_nccl_link_begin(void *nccl)
 {
     HPMLG_NCCL_ENTER(n, nccl);
+    if (n->open) return hpmlg_nccl_fail(n, HPML_ERR_COMM, "an error came in the middle of an earlier call");
     cudaError_t e = cudaEventRecord(n->before, n->d->stream);
     if (e == cudaSuccess) e = cudaStreamWaitEvent(n->stream, n->before, 0);
     if (e != cudaSuccess) return hpmlg_check(n->d, e, "a stream for NCCL");
@@ -5153,7 +5157,7 @@ HPML_API float *hpml_nccl_link_stage(void *nccl, int64_t count)
     hpml_nccl   *n = (hpml_nccl *)nccl;
     hpmlg_stage *s = NULL;
     size_t       bytes = sizeof *s + (size_t)count * sizeof(float);
-    if (!hpmlg_nccl_ready(n)) return NULL;
+    if (hpmlg_nccl_ready(n) != HPML_OK) return NULL;
     cudaError_t e = cudaHostAlloc((void **)&s, bytes, cudaHostAllocDefault);
     if (e == cudaSuccess) {
         memset(s, 0, bytes);

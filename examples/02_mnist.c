@@ -122,6 +122,7 @@ static hpml_status train(hpml_comm *comm, void *user)
     hpml_comm_trace_start(comm, &(hpml_trace_desc){ .first_step = 10, .last_step = 30 });
     hpml_comm_counters_reset(comm);
     hpml_distribute_get(d, NULL, true);
+    hpml_distribute_report account = { 0 };
     double        start = hpml_now();
     int64_t       first = hpml_trainer_step_count(t);
     hpml_fit_desc fit   = { .on_step = tells ? report_step : NULL, .user = &j->r, .max_steps = j->limit };
@@ -132,7 +133,7 @@ static hpml_status train(hpml_comm *comm, void *user)
     if (o->save) d ? hpml_distribute_save(d, o->save) : hpml_checkpoint_save(t, o->save);
     if (hpml_ctx_status(ctx) != HPML_OK) return hpml_ctx_status(ctx);
     hpml_comm_counters(comm, &sent);
-    hpml_distribute_get(d, &j->account, false);
+    hpml_distribute_get(d, &account, false);
     double seconds = hpml_now() - start;
     if (o->table > 0 && !j->quiet) steps_table(comm, d, o->table);
     mkdir("build", 0777);
@@ -141,7 +142,7 @@ static hpml_status train(hpml_comm *comm, void *user)
     j->steps  = hpml_trainer_step_count(t) - first, j->seconds = seconds;
     j->sent   = sent.bytes, j->parameters = hpml_param_total(ctx), j->workers = workers;
     j->bytes  = j->steps > 0 ? (double)sent.bytes / (double)j->steps : 0;
-    j->step_s = j->steps > 0 ? seconds / (double)j->steps : 0;
+    j->step_s = j->steps > 0 ? seconds / (double)j->steps : 0, j->account = account;
     if (tells) summarize(ctx, t, test, j);
     return hpml_ctx_status(ctx);
 }

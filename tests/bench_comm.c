@@ -1,7 +1,7 @@
 /* Allreduce of f32, seconds by size: bench_comm threads | mpi | ring [BYTES]. Prints "case bytes seconds" for each
    measurement; bench_comm.sh repeats, takes the best of each and writes the rows.
    Training: bench_comm scale MODEL BATCH (or mpiexec -n 2 bench_comm_mpi scale ...) sets 2 workers that share a batch
-   against 1 worker, and against 2 that do not know of each other: what the machine allows.
+   against 1 worker, and against 2 that only wait for each other: what the machine allows.
    bench_comm hidden MODEL BATCH injects a link of 1 Gbit/s and exchanges during, then after, the backward pass.
    Prints one line of numbers. */
 #define HPML_IMPLEMENTATION

@@ -561,6 +561,11 @@ TEST(nccl_groups_end_with_their_context)
         ENSURE(hpml_nccl_link_allreduce(n, x->data, 1, false) == HPML_OK);
         if (turn == 0) hpml_ctx_fail(ctx, HPML_ERR_STATE, "something else");
         ENSURE(hpml_nccl_link_end(n) == (turn == 0 ? HPML_ERR_STATE : HPML_OK));
+        for (int again = 0; turn == 0 && again < 2; again++) { /* half a group was not sent: nothing more goes by it */
+            hpml_ctx_clear_error(ctx);
+            ENSURE(hpml_nccl_link_begin(n) == HPML_ERR_COMM);
+            ENSURE(strstr(hpml_ctx_error(ctx), again ? "NCCL was given up" : "in the middle of an earlier call"));
+        }
         hpml_ctx_free(ctx);
         ENSURE(nccl_on_cpu_count().groups == turn + 1 && nccl_on_cpu_count().live == 0);
     }
