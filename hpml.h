@@ -602,7 +602,7 @@ struct hpml_node {
     hpml_tensor *src[HPML_MAX_SRC];            /* inputs and parameters; NULL where optional and absent */
     bool         accumulate[HPML_MAX_SRC];     /* backward adds to src->grad (else it writes) */
     struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: src takes this step behind backward, where its gradient is
-                                                  final; backward may take it itself, in pieces, and then sets n to 0 */
+                                                  final. The CPU's ops may take it themselves and then set n to 0 */
     hpml_attr    attr;
     bool         mixes_batch;                  /* the result has no batch dimension 0 although an input has */
     size_t       saved_bytes, scratch_bytes;   /* asked for by the op: kept from forward to backward / for one call */
@@ -4039,8 +4039,8 @@ HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, ob
 
 /* Fork-join over numbered tasks. The caller opens a job, works on it as one more thread, closes it, and waits for the
    workers still inside. Each thread begins with its share of the tasks, so that it meets the same data again from job
-   to job, in its own cache, and then helps the others. What a task computes does not depend on who does it: tasks are
-   cut by size, never by thread count, so results have the same bits on any number of threads.
+   to job, in its own cache, and then helps the others. What a task computes does not depend on who does it, and no sum
+   is cut by the number of threads, so results have the same bits on any number of them.
 
    A worker waits adaptively: it spins a moment (the next job is usually microseconds away), then yields, then sleeps.
    `state` packs (job number << 32 | open bit << 31 | workers inside), so that a worker that wakes late can never enter
@@ -4636,14 +4636,15 @@ HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hp
     float  piece[1024];
     size_t to_size = hpml_dtype_size(to), from_size = hpml_dtype_size(from);
     if (to == from) memmove(dst, src, (size_t)n * to_size);
-    else if (to == HPML_DTYPE_F32) k->to_f32[from]((float *)dst, src, n);
-    else if (from == HPML_DTYPE_F32) k->from_f32[to](dst, (const float *)src, n);
-    else
-        for (int64_t i = 0; i < n; i += 1024) {
-            int64_t count = n - i < 1024 ? n - i : 1024;
-            k->to_f32[from](piece, (const char *)src + (size_t)i * from_size, count);
-            k->from_f32[to]((char *)dst + (size_t)i * to_size, piece, count);
-        }
+    for (int64_t i = 0, count; i < n && to != from; i += count) {
+        const char *x = (const char *)src + (size_t)i * from_size;
+        char       *y = (char *)dst + (size_t)i * to_size; /* neither needs to be aligned */
+        count = n - i < 1024 ? n - i : 1024;
+        if (k->to_f32[from]) k->to_f32[from](piece, x, count);
+        else memcpy(piece, x, (size_t)count * sizeof(float));
+        if (k->from_f32[to]) k->from_f32[to](y, piece, count);
+        else memcpy(y, piece, (size_t)count * sizeof(float));
+    }
 }
 
 HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n)
@@ -5206,14 +5207,14 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     job.ctx = ctx, job.d = d, job.rows = job.cols = 1;
     while (job.rows * job.cols * d->batch < want) { /* cut the longer side of a piece */
         int64_t height = d->m / job.rows, width = d->n / job.cols;
-        int64_t packs  = d->a_rs == 1 && d->a_cs * d->k >= 262144 && width >= 256; /* A: for all columns of a piece */
-        if (width >= height + packs && width >= 64) job.cols++;
+        bool    down   = d->a_rs == 1 && d->a_cs * d->k >= 262144 && width >= 256; /* else each packs all of A */
+        if (width >= height + down && width >= 64) job.cols++;
         else if (height >= 8) job.rows++;
         else if (width >= 64) job.cols++;
         else break;
     }
     each = size * (double)d->k / (double)(job.rows * job.cols * d->batch);
-    if (d->a_cs == 1) /* large ones in up to four: a slow core does fewer. Across, so that B is packed but once */
+    if (d->a_cs == 1) /* 8e6 or more in up to four: a slow core does fewer. Across, so that B is packed but once */
         job.cols *= (int64_t)fmax(1, fmin(fmin(each / 8e6, 4), (double)(d->n / job.cols / 128)));
     hpmli_parallel(ctx, job.rows * job.cols * d->batch, hpmli_gemm_task, &job);
 }
@@ -5668,7 +5669,7 @@ HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_g
     hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
     j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
     j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
-    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* whole tiles */
+    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n;
     hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
 }
 
@@ -5689,11 +5690,11 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
     if (!w->grad) return;
     hpmli_gemm_desc d = hpmli_gemm_of(out, in, rows, hpmli_strided(dz, out, true), hpmli_strided(x->data, in, false),
                                       w->grad, in, n->accumulate[1]);
-    /* not small products, which stay in the cache and may be cut along k; nor those over a long batch, which would be
-       packed again for each block; nor where the step wants the norm of the whole */
-    hpml_update *u = n->update[1];
-    bool         by_blocks = u && u->n >= 4 * HPMLI_GRAIN && rows <= 256 && u->opt < HPML_OPT_LARS && !HPMLI_BLAS;
-    if (by_blocks) hpmli_update_by(run->ctx, u, &d), u->n = 0;
+    /* not small products, which stay in the cache and may be cut along k, or leave threads idle; nor those over a long
+       batch, which would be packed again for each block; nor where the step wants the norm of the whole */
+    hpml_update *u = run->ctx->backend == hpml_backend_cpu() && x != w ? n->update[1] : NULL;
+    bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && rows <= 256;
+    if (large && u->opt < HPML_OPT_LARS && !HPMLI_BLAS) hpmli_update_by(run->ctx, u, &d), u->n = 0;
     else hpmli_gemm(run->ctx, &d);
 }
 
