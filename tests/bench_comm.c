@@ -144,8 +144,8 @@ static double median(double *x, int n)
     return x[n / 2];
 }
 
-/* Samples a second of this worker: the median of some steps, for now and then another program takes a core. With
-   `meet`, the worker waits there for the others after each step. */
+/* Samples a second of this worker: the median of some steps, since other programs take a core at times. With `meet`,
+   the worker waits there for the others after each step. */
 static double rate(hpml_trainer *t, const float *x, const int32_t *y, int64_t batch, int steps, hpml_comm *meet)
 {
     double took[400];

@@ -2,6 +2,8 @@
 #include "../hpml_comm.h"
 #include "test.h"
 
+#include <unistd.h>
+
 #ifdef __SANITIZE_THREAD__
 enum { ROWS = 40, COLS = 100, STEPS = 100 };
 #else
@@ -426,12 +428,13 @@ TEST(levels_of_a_hierarchy_in_the_timeline)
 {
     static const char *const name[] = { "\"local reduce\"", "\"global allreduce\"",
                                         "\"local gather\"", "\"allreduce\"" };
-    const char *path = "build/levels_test.json";
+    char path[64]; /* three programs run this test, perhaps at once */
+    snprintf(path, sizeof path, "build/levels_%d.json", (int)getpid());
     for (int p = 3; p <= 12; p++)
         for (int k = 2; k < p; k++) {
             char text[4096] = { 0 };
-            ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = p, .network.ranks_per_node = k }, levels,
-                               (void *)(uintptr_t)path, NULL, 0) == HPML_OK);
+            hpml_launch_desc l = { .ranks = p, .network.ranks_per_node = k };
+            ENSURE(hpml_launch(&l, levels, path, NULL, 0) == HPML_OK);
             FILE *f = fopen(path, "rb");
             ENSURE(f && fread(text, 1, sizeof text - 1, f) > 0);
             fclose(f);
