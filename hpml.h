@@ -2312,13 +2312,12 @@ typedef struct HV(view) {
     float       *c;          /* first element of the part */
     int64_t      ldc, rows, cols, k;
     bool         swapped;
-    bool         pack_q, fuse; /* pack panels of Q; while the first tile is computed */
+    bool         pack_q;       /* pack panels of Q; as they stand, while the first tile is computed */
     float       *packed_p;     /* NULL, or where the block of P is packed, tile after tile */
     int64_t      tiles, height; /* down the block of rows, at most so high */
     bool         plain;        /* tiles are only stored or added, ... */
     bool         fetch;        /* ... C is worth a prefetch, */
     hpmli_tile_end end;        /* or this is done; for the block of k */
-    void (*act_row)(float *y, int64_t n);
 } HV(view);
 
 /* Columns of P, ks apart, that lie far from each other: each is in another page, and a few sets of the cache take them
@@ -2342,21 +2341,18 @@ HPMLI_KFN HV(view) HV(view_of)(const hpmli_gemm_part *part)
     v.rows = m, v.cols = n;
     if (v.k == 0) return v;
     v.p = d->a + part->batch * d->a_batch + part->i0 * d->a_rs, v.p_rs = d->a_rs, v.p_ks = d->a_cs;
-    if (!d->pack_b) {
-        v.q = d->b + part->batch * d->b_batch + part->j0 * d->b_cs, v.q_ks = d->b_rs, v.q_cs = d->b_cs;
-        /* Turning B and packing A, or turning A, packing B and, for each block of k, turning C. */
-        int64_t keep = (v.q_cs != 1) * n + HV(far)(v.p_rs, v.p_ks, v.k, n) * m;
-        int64_t swap = (v.p_rs != 1) * m + HV(far)(v.q_cs, v.q_ks, v.k, m) * n;
-        if (keep * v.k > swap * v.k + m * n * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
-            const float *p = v.p;
-            int64_t      rs = v.p_rs, ks = v.p_ks;
-            v.p = v.q, v.p_rs = v.q_cs, v.p_ks = v.q_ks;
-            v.q = p, v.q_cs = rs, v.q_ks = ks;
-            v.rows = n, v.cols = m, v.swapped = true;
-        }
+    v.q = d->b + part->batch * d->b_batch + part->j0 * d->b_cs, v.q_ks = d->b_rs, v.q_cs = d->b_cs;
+    /* Turning B and packing A, or turning A, packing B and, for each block of k, turning C. */
+    int64_t keep = (v.q_cs != 1) * n + HV(far)(v.p_rs, v.p_ks, v.k, n) * m;
+    int64_t swap = (v.p_rs != 1) * m + HV(far)(v.q_cs, v.q_ks, v.k, m) * n;
+    if (keep * v.k > swap * v.k + m * n * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
+        const float *p = v.p;
+        int64_t      rs = v.p_rs, ks = v.p_ks;
+        v.p = v.q, v.p_rs = v.q_cs, v.p_ks = v.q_ks;
+        v.q = p, v.q_cs = rs, v.q_ks = ks;
+        v.rows = n, v.cols = m, v.swapped = true;
     }
-    v.pack_q = d->pack_b || v.q_cs != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_ks & -v.q_ks) >= 262144));
-    v.fuse   = !d->pack_b && v.q_cs == 1;
+    v.pack_q = v.q_cs != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_ks & -v.q_ks) >= 262144));
     if (HV(far)(v.p_rs, v.p_ks, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
     return v;
 }
@@ -2377,14 +2373,6 @@ HPMLI_KFN void HV(pack_block)(const HV(view) *v, const float *p, int64_t mc, int
     }
 }
 
-/* Makes columns [j, j + n) of Q, over k [p0, p0 + kc), a packed panel. */
-HPMLI_KFN void HV(pack_panel)(const HV(view) *v, int64_t j, int64_t n, int64_t p0, int64_t kc, int64_t width, float *pb)
-{
-    const hpmli_gemm_desc *d = v->part->d;
-    if (d->pack_b) d->pack_b(d->pack_user, v->part->batch, d->k_first + p0, kc, v->part->j0 + j, n, width, pb);
-    else HV(pack)(v->q + p0 * v->q_ks + j * v->q_cs, v->q_ks, v->q_cs, kc, n, width, pb);
-}
-
 /* Rows [i0, i0 + mc) x `count` panels of n columns from j on, over k [p0, p0 + kc). pb: room for the packed panel. */
 HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, int64_t n,
                                     int64_t p0, int64_t kc, float *pb, bool ready, int64_t count)
@@ -2399,9 +2387,9 @@ HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, i
     hpmli_tile_out o;
     o.c = tile, o.ldc = direct ? v->ldc : HPMLI_NV * HV_W, o.add = direct && e.beta != 0, o.n = n, o.packed = NULL;
     if (v->pack_q) {
-        if (!ready && v->fuse) o.packed = pb;
+        if (!ready && v->q_cs == 1) o.packed = pb;
         else {
-            if (!ready && v->k > 0) HV(pack_panel)(v, j, n, p0, kc, width, pb);
+            if (!ready) HV(pack)(v->q + p0 * ldb + j * v->q_cs, ldb, v->q_cs, kc, n, width, pb);
             b = pb, ldb = width;
         }
     }
@@ -2421,8 +2409,6 @@ HPMLI_KFN void HV(panel)(const HV(view) *v, int64_t i0, int64_t mc, int64_t j, i
             if (v->swapped) HV(turn)(tile, mr, n, &e, v->plain && e.beta == 0, c, v->ldc);
             else HV(save)(tile, mr, n, &e, c, v->ldc);
         }
-        for (int64_t r = 0; v->act_row && r < (v->swapped ? n : mr * o.tiles); r++)
-            v->act_row(c + r * v->ldc, v->swapped ? mr : n * count);
         if (o.packed) o.packed = NULL, b = pb, ldb = width;
         a += o.next_a * o.tiles;
     }
@@ -2438,7 +2424,6 @@ HPMLI_KFN void HV(block_end)(HV(view) *v, int64_t p0, int64_t kc)
     v->end.bias_col = last && d->bias_n ? d->bias_n + v->part->j0 : NULL;
     v->end.bias_row = last && d->bias_m ? d->bias_m + v->part->i0 : NULL;
     v->end.relu     = last && d->act == 1;
-    v->act_row      = last ? d->act_row : NULL;
     v->plain        = d->alpha == 1 && (v->end.beta == 0 || v->end.beta == 1) && !v->end.bias_col &&
                       !v->end.bias_row && !v->end.relu;
     /* C is larger than the first-level cache; but loads wait for stores a multiple of 4 KiB away. */
@@ -2537,7 +2522,6 @@ HPMLI_VFN void HV(save_one)(const hpmli_gemm_desc *d, float *c, int64_t i, int64
     if (d->bias_n) x += d->bias_n[j];
     if (d->bias_m) x += d->bias_m[i];
     *c = d->act == 1 && !(x > 0) ? 0 : x;
-    if (d->act_row) d->act_row(c, 1);
 }
 
 HPMLI_KFN void HV(gemm_dots)(const hpmli_gemm_part *part)
@@ -2548,7 +2532,7 @@ HPMLI_KFN void HV(gemm_dots)(const hpmli_gemm_part *part)
     const float *b = d->b + part->batch * d->b_batch + part->j0 * d->b_cs;
     float       *c = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
     int     turned = n * ((m + 3) / 4) < m * ((n + 3) / 4); /* which dimension goes better in fours */
-    bool    plain  = d->alpha == 1 && d->beta == 0 && !d->bias_n && !d->bias_m && d->act != 1 && !d->act_row;
+    bool    plain  = d->alpha == 1 && d->beta == 0 && !d->bias_n && !d->bias_m && d->act != 1;
     int64_t rows = turned ? n : m, cols = turned ? m : n;
     int64_t p_rs = turned ? d->b_cs : d->a_rs, q_rs = turned ? d->a_rs : d->b_cs;
     const float *p = turned ? b : a, *q = turned ? a : b;
@@ -2606,13 +2590,12 @@ HPMLI_KFN void HV(gemm_row)(const hpmli_gemm_part *part)
         HPMLI_ROW_SAVE(4, s4) HPMLI_ROW_SAVE(5, s5) HPMLI_ROW_SAVE(6, s6) HPMLI_ROW_SAVE(7, s7)
 #undef HPMLI_ROW_SAVE
     }
-    if (d->act_row) d->act_row(c + part->j0, part->j1 - part->j0);
 }
 
 HPMLI_KFN void HV(gemm_part)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
-    bool plain = !d->pack_b && d->alpha != 0 && d->k > 0;
+    bool plain = d->alpha != 0 && d->k > 0;
     if (plain && d->m == 1 && d->b_cs == 1 && d->n > 1) HV(gemm_row)(part);
     else if (plain && d->a_cs == 1 && d->b_rs == 1 && (d->m == 1 || d->n == 1 ||
              (d->k >= 128 && (d->n <= 16 || d->m <= 16 || d->m * d->n <= 1024))))
@@ -2639,7 +2622,6 @@ HPMLI_KFN void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *su
         for (int64_t t = 1; t < count; t++) s += HV(ld)(sums + t * apart + i * d->n + j, n);
         HV(tile_save)(&e, c + j, 0, j, s, n);
     }
-    if (d->act_row) d->act_row(c, d->n);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3311,14 +3293,7 @@ typedef struct hpmli_gemm_desc {
     const float *bias_n;        /* (n), added to each row, or NULL */
     const float *bias_m;        /* (m), added to each column, or NULL */
     int          act;           /* 1: relu */
-    void (*act_row)(float *y, int64_t n); /* or NULL: an elementwise function, in place over finished pieces of rows */
     int64_t      batch, a_batch, b_batch, c_batch; /* that many products, operands so far apart */
-    /* Implicit GEMM: B is not an array but made on the fly. Writes rows [p0, p0 + pc) of columns [j0, j0 + jn) as a
-       panel dst[p * nr + j], zero for j >= jn. */
-    void (*pack_b)(const void *user, int64_t batch, int64_t p0, int64_t pc, int64_t j0, int64_t jn, int64_t nr,
-                   float *dst);
-    const void  *pack_user;
-    int64_t      k_first;       /* added to p0 in calls of pack_b: this is a part of a longer product */
 } hpmli_gemm_desc;
 
 /* A rectangle of C computed by one thread: rows [i0, i1), columns [j0, j1) of one product of the batch. */
@@ -5152,11 +5127,10 @@ HPMLI_FN void hpmli_gemm_split_task(void *arg, int64_t task, int thread)
     const hpmli_gemm_split *s  = (const hpmli_gemm_split *)arg;
     int64_t                 p0 = task * s->d->k / s->pieces, p1 = (task + 1) * s->d->k / s->pieces;
     hpmli_gemm_desc         d  = *s->d;
-    d.k = p1 - p0, d.k_first += p0;
-    d.a += p0 * d.a_cs;
-    if (!d.pack_b) d.b += p0 * d.b_rs;
+    d.k = p1 - p0;
+    d.a += p0 * d.a_cs, d.b += p0 * d.b_rs;
     d.c = s->sums + task * d.m * d.n, d.ldc = d.n;
-    d.alpha = 1, d.beta = 0, d.bias_n = d.bias_m = NULL, d.act = 0, d.act_row = NULL;
+    d.alpha = 1, d.beta = 0, d.bias_n = d.bias_m = NULL, d.act = 0;
     hpmli_gemm_serial(s->ctx, thread, &d);
 }
 
@@ -5167,7 +5141,7 @@ HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
     bool  ta = d->a_cs != 1, tb = d->b_cs != 1;
     float beta = d->beta;
-    if (d->pack_b || d->batch != 1 || d->bias_m || d->act_row || d->k < 1) return false;
+    if (d->batch != 1 || d->bias_m || d->k < 1) return false;
     if (d->m > INT_MAX || d->n > INT_MAX || d->k > INT_MAX ||
         (ta && d->a_rs != 1) || (tb && d->b_rs != 1) || (ta ? d->a_cs < d->m : d->a_rs < d->k) ||
         (tb ? d->b_cs < d->k : d->b_rs < d->n) || d->ldc < d->n)
