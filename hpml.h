@@ -2357,19 +2357,28 @@ HPMLI_KFN HV(view) HV(view_of)(const hpmli_gemm_part *part)
     return v;
 }
 
-/* From one packed tile of P to the next. */
-HPMLI_VFN int64_t HV(packed_size)(const HV(view) *v, int64_t kc) { return v->height * kc + HV_W; }
+/* From one packed tile of P to the next: not a power of two apart, with room for what spills over. */
+HPMLI_VFN int64_t HV(packed_size)(const HV(view) *v, int64_t kc) { return v->height * kc + 16; }
 
-/* Packs the block of P at p, tile after tile; a few k at a time for all, so that whole lines and few pages are read. */
+/* Packs the block of P at p, tile after tile; eight k for all of them, so that lines are read from the nearest cache,
+   which those of the next eight are on their way to. Eight rows at a time: the last may spill over, into what comes
+   later. */
 HPMLI_KFN void HV(pack_block)(const HV(view) *v, const float *p, int64_t mc, int64_t kc)
 {
-    for (int64_t p0 = 0, pc; p0 < kc; p0 += pc) {
-        float *to = v->packed_p + p0 * v->height;
-        pc = kc - p0 < 16 ? kc - p0 : 16;
-        for (int64_t t = 0, i = 0, rows; t < v->tiles; t++, i += rows, to += HV(packed_size)(v, kc)) {
-            rows = mc / v->tiles + (t < mc % v->tiles);
-            HV(pack)(p + i * v->p_rs + p0 * v->p_ks, v->p_ks, v->p_rs, pc, rows, v->height, to);
-        }
+    int64_t tiles = v->tiles, rows = mc / tiles, more = mc % tiles, height = v->height, ks = v->p_ks;
+    for (int64_t k0 = 0, n; k0 < kc; k0 += n, p += n * ks) {
+        n = kc - k0 < 8 ? kc - k0 : 8;
+        for (int64_t k = n; k < 2 * n; k++)
+            for (int64_t i = 0; i < mc; i += 16) __builtin_prefetch(p + k * ks + i);
+        for (int64_t t = 0, i = 0; t < tiles; i += rows + (t < more), t++)
+            for (int64_t j = (height - 1) / 8 * 8; j >= 0; j -= 8) {
+                float       *to   = v->packed_p + t * HV(packed_size)(v, kc) + k0 * height + j;
+                const float *from = p + i + j;
+                int64_t      left = mc - i - j;
+                for (int64_t k = 0; k < n; k++, to += height, from += ks)
+                    if (left >= 8) memcpy(to, from, 8 * sizeof(float));
+                    else for (int64_t q = 0; q < left; q++) to[q] = from[q];
+            }
     }
 }
 
@@ -2430,38 +2439,31 @@ HPMLI_KFN void HV(block_end)(HV(view) *v, int64_t p0, int64_t kc)
     v->fetch = v->rows * v->cols >= 8192 && !v->swapped && (v->k > 32 || v->ldc % 256 != 0);
 }
 
-/* Block after block of k, of columns, of rows. For the first block of rows the panels of Q are packed, as they come,
-   for the first columns P is; so that there is room for it, no more than PACKED blocks of rows are dealt with at a
-   time. */
+/* Block after block of k, of columns, of rows. For the first block of rows the panels of Q are packed, as they come. */
 HPMLI_KFN void HV(blocks)(HV(view) *v)
 {
-    float  *pb = v->part->ws, *packed_p = v->packed_p;
+    float  *pb = v->part->ws;
     int64_t k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1, row_blocks = (v->rows - 1) / HPMLI_GEMM_MC + 1; /* 0: one */
-    int64_t at_once = packed_p && row_blocks > HPMLI_GEMM_PACKED ? HPMLI_GEMM_PACKED : row_blocks;
-    for (int64_t step = 0; step < (row_blocks + at_once - 1) / at_once * k_blocks; step++) {
-        int64_t kb = step % k_blocks, r0 = step / k_blocks * at_once, p0 = kb * v->k / k_blocks;
-        int64_t r1 = row_blocks - r0 < at_once ? row_blocks : r0 + at_once, kc = (kb + 1) * v->k / k_blocks - p0;
+    for (int64_t kb = 0; kb < k_blocks; kb++) {
+        int64_t p0 = kb * v->k / k_blocks, kc = (kb + 1) * v->k / k_blocks - p0;
         HV(block_end)(v, p0, kc);
         for (int64_t j0 = 0, nc; j0 < v->cols; j0 += nc) {
             nc = !v->pack_q || v->cols - j0 < HPMLI_GEMM_NC ? v->cols - j0 : HPMLI_GEMM_NC;
             int64_t vectors = (nc + HV_W - 1) / HV_W;
             int64_t most = v->swapped ? 2 : HPMLI_NV, panels = (vectors + most - 1) / most;
-            if (j0 == 0 || !packed_p) v->height = HV(tile_rows)[(vectors - 1) / panels];
-            for (int64_t rb = r0; rb < r1; rb++) {
+            v->height = HV(tile_rows)[(vectors - 1) / panels];
+            for (int64_t rb = 0; rb < row_blocks; rb++) {
                 int64_t i0 = rb * v->rows / row_blocks, mc = (rb + 1) * v->rows / row_blocks - i0;
                 v->tiles = (mc + v->height - 1) / v->height;
-                if (packed_p) {
-                    v->packed_p = packed_p + (rb - r0) * HPMLI_GEMM_BLOCK;
-                    if (j0 == 0) HV(pack_block)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
-                }
+                if (v->packed_p) HV(pack_block)(v, v->p + i0 * v->p_rs + p0 * v->p_ks, mc, kc);
                 /* panels of full width in one go: a single row of tiles, or k so short that calls would cost more */
                 bool    row   = v->plain && !v->swapped && !v->pack_q && v->height == HV(tile_rows)[most - 1];
-                int64_t whole = row && (v->tiles == 1 || (v->k <= 32 && !packed_p)) ? nc / (most * HV_W) : 0;
+                int64_t whole = row && (v->tiles == 1 || (v->k <= 32 && !v->packed_p)) ? nc / (most * HV_W) : 0;
                 for (int64_t t = 0, j = 0, end, count; j < nc; t += count, j = end) {
                     count = t < whole ? whole : 1;
                     end   = t < whole ? whole * most * HV_W : vectors * (t + 1) / panels * HV_W;
                     HV(panel)(v, i0, mc, j0 + j, ((end < nc ? end : nc) - j) / count, p0, kc,
-                              row_blocks > 1 ? pb + j * kc : pb, rb > r0, count);
+                              row_blocks > 1 ? pb + j * kc : pb, rb > 0, count);
                 }
             }
         }
@@ -3307,12 +3309,10 @@ typedef struct hpmli_gemm_part {
    packed for the next MC rows. Deep blocks read and write C less often. */
 #define HPMLI_GEMM_KC 800
 #define HPMLI_GEMM_MC 168
-#define HPMLI_GEMM_NC 256
+#define HPMLI_GEMM_NC 1024
 #define HPMLI_GEMM_SUMS 65536 /* partial sums of a product that is cut along k */
-#define HPMLI_GEMM_PACKED   7     /* blocks of A, where they are packed at all, ... */
-#define HPMLI_GEMM_PACKED_A ((HPMLI_GEMM_NC + 32) * HPMLI_GEMM_KC)              /* ... behind the packed B ... */
-#define HPMLI_GEMM_BLOCK    ((HPMLI_GEMM_MC + 16) * (HPMLI_GEMM_KC + 16))       /* ... and so far apart */
-#define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + HPMLI_GEMM_PACKED * HPMLI_GEMM_BLOCK + HPMLI_GEMM_SUMS)
+#define HPMLI_GEMM_PACKED_A ((HPMLI_GEMM_NC + 32) * HPMLI_GEMM_KC) /* where a block of A is packed, behind B */
+#define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + (HPMLI_GEMM_MC + 16) * (HPMLI_GEMM_KC + 16) + HPMLI_GEMM_SUMS)
 
 /* Loops over registers must be unrolled at any optimization level. */
 #if defined(__clang__)
