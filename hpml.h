@@ -2342,10 +2342,10 @@ HPMLI_KFN HV(view) HV(view_of)(const hpmli_gemm_part *part)
     if (v.k == 0) return v;
     v.p = d->a + part->batch * d->a_batch + part->i0 * d->a_rs, v.p_rs = d->a_rs, v.p_ks = d->a_cs;
     v.q = d->b + part->batch * d->b_batch + part->j0 * d->b_cs, v.q_ks = d->b_rs, v.q_cs = d->b_cs;
-    /* Turning B and packing A, or turning A, packing B and, for each block of k, turning C. */
+    /* Turning B and packing A, or turning A, packing B and, for each block of k, turning C, into far rows. */
     int64_t keep = (v.q_cs != 1) * n + HV(far)(v.p_rs, v.p_ks, v.k, n) * m;
     int64_t swap = (v.p_rs != 1) * m + HV(far)(v.q_cs, v.q_ks, v.k, m) * n;
-    if (keep * v.k > swap * v.k + m * n * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
+    if (keep * v.k > swap * v.k + m * n * 7 / 4 * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
         const float *p = v.p;
         int64_t      rs = v.p_rs, ks = v.p_ks;
         v.p = v.q, v.p_rs = v.q_cs, v.p_ks = v.q_ks;
