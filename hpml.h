@@ -2559,38 +2559,40 @@ HPMLI_KFN void HV(gemm_dots)(const hpmli_gemm_part *part)
         }
 }
 
-/* One row times a matrix whose rows are contiguous: eight vectors of C at a time, so that B is read in long
-   stretches. */
-HPMLI_KFN void HV(gemm_row)(const hpmli_gemm_part *part)
+/* One row times `nv` vectors of columns of a matrix whose rows are contiguous; the last may be partial. */
+#ifndef HPMLI_ROW_ZERO
+#define HPMLI_ROW(X)      X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
+#define HPMLI_ROW_ZERO(i) hv s##i = HV(zero)();
+#define HPMLI_ROW_ADD(i)                                                                                               \
+    if (nv > i) s##i = HV(fma)(x, nv > i + 1 ? HV(load)(b + i * HV_W) : HV(ld)(b + i * HV_W, n - i * HV_W), s##i);
+#define HPMLI_ROW_SAVE(i) \
+    if (nv > i) HV(tile_save)(&e, c + i * HV_W, 0, j + i * HV_W, s##i, nv > i + 1 ? HV_W : n - i * HV_W);
+#endif
+HPMLI_VFN void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int64_t j, int64_t n)
 {
     const hpmli_gemm_desc *d = part->d;
-    const float *a = d->a + part->batch * d->a_batch;
-    float       *c = d->c + part->batch * d->c_batch;
+    const float *a = d->a + part->batch * d->a_batch, *b = d->b + part->batch * d->b_batch + j;
+    float       *c = d->c + part->batch * d->c_batch + j;
     hpmli_tile_end e;
     e.alpha = d->alpha, e.beta = d->beta, e.relu = d->act == 1;
     e.bias_row = d->bias_m, e.bias_col = d->bias_n;
-    for (int64_t j = part->j0, width; j < part->j1; j += width) {
-        const float *b = d->b + part->batch * d->b_batch + j;
-        hv s0 = HV(zero)(), s1 = s0, s2 = s0, s3 = s0, s4 = s0, s5 = s0, s6 = s0, s7 = s0;
-        width = part->j1 - j >= 8 * HV_W ? 8 * HV_W : HV_W;
-        if (width == HV_W) {
-            width = part->j1 - j < HV_W ? part->j1 - j : HV_W;
-            for (int64_t p = 0; p < d->k; p++, b += d->b_rs)
-                s0 = HV(fma)(HV(set1)(a[p * d->a_cs]), HV(ld)(b, width), s0);
-            HV(tile_save)(&e, c + j, 0, j, s0, width);
-            continue;
-        }
-        for (int64_t p = 0; p < d->k; p++, b += d->b_rs) {
-            hv x = HV(set1)(a[p * d->a_cs]);
-            s0 = HV(fma)(x, HV(load)(b), s0), s1 = HV(fma)(x, HV(load)(b + HV_W), s1);
-            s2 = HV(fma)(x, HV(load)(b + 2 * HV_W), s2), s3 = HV(fma)(x, HV(load)(b + 3 * HV_W), s3);
-            s4 = HV(fma)(x, HV(load)(b + 4 * HV_W), s4), s5 = HV(fma)(x, HV(load)(b + 5 * HV_W), s5);
-            s6 = HV(fma)(x, HV(load)(b + 6 * HV_W), s6), s7 = HV(fma)(x, HV(load)(b + 7 * HV_W), s7);
-        }
-#define HPMLI_ROW_SAVE(i, s) HV(tile_save)(&e, c + j + i * HV_W, 0, j + i * HV_W, s, HV_W);
-        HPMLI_ROW_SAVE(0, s0) HPMLI_ROW_SAVE(1, s1) HPMLI_ROW_SAVE(2, s2) HPMLI_ROW_SAVE(3, s3)
-        HPMLI_ROW_SAVE(4, s4) HPMLI_ROW_SAVE(5, s5) HPMLI_ROW_SAVE(6, s6) HPMLI_ROW_SAVE(7, s7)
-#undef HPMLI_ROW_SAVE
+    HPMLI_ROW(HPMLI_ROW_ZERO)
+    for (int64_t p = 0; p < d->k; p++, b += d->b_rs) {
+        hv x = HV(set1)(a[p * d->a_cs]);
+        HPMLI_ROW(HPMLI_ROW_ADD)
+    }
+    HPMLI_ROW(HPMLI_ROW_SAVE)
+}
+
+/* Eight vectors of C at a time, so that B is read in long stretches, or nine, so that none is left over. */
+HPMLI_KFN void HV(gemm_row)(const hpmli_gemm_part *part)
+{
+    for (int64_t j = part->j0, left, n; j < part->j1; j += n) {
+        left = part->j1 - j;
+        n    = left > 9 * HV_W ? 8 * HV_W : left >= 8 * HV_W || left < HV_W ? left : HV_W;
+        if (n > 8 * HV_W) HV(gemm_row_piece)(9, part, j, n);
+        else if (n == 8 * HV_W) HV(gemm_row_piece)(8, part, j, n);
+        else HV(gemm_row_piece)(1, part, j, n);
     }
 }
 
@@ -5182,7 +5184,8 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     while (job.rows * job.cols * d->batch < want) { /* cut the longer side of a piece */
         int64_t height = d->m / job.rows, width = d->n / job.cols;
         bool    down   = d->a_rs == 1 && d->a_cs * d->k >= 262144 && width >= 256; /* else each packs all of A */
-        if (width >= height + down && width >= 64) job.cols++;
+        bool    even   = width >= 256 || d->n % (32 * (job.cols + 1)) == 0; /* columns are cut at multiples of 32 */
+        if (width >= height + down && width >= 64 && even) job.cols++;
         else if (height >= 8) job.rows++;
         else if (width >= 64) job.cols++;
         else break;
