@@ -655,11 +655,9 @@ HPMLG_FN hpml_dtype hpmlg_store(void *device) { return ((hpmlg_device *)device)-
 HPML_API int hpml_cuda_device_count(void)
 {
     int count = 0;
-    if (cudaGetDeviceCount(&count) != cudaSuccess) {
-        cudaGetLastError();
-        return 0;
-    }
-    return count;
+    if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+    cudaGetLastError();
+    return 0;
 }
 
 HPML_API hpml_status hpml_cuda_device_info(int device, hpml_cuda_info *out)
@@ -4501,6 +4499,7 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
         HPMLG_DEAL(d, hpmlg_k_update, chunks, 1, steps, count, chunks, part, (int)d->store, pass);
         if (pass < (int)twice) HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part);
     }
+    for (hpmlg_weights *w = hpmlg_well(d) ? NULL : d->weights; w; w = w->next) w->fresh = false; /* nothing is sure */
     return hpml_ctx_status(d->ctx);
 }
 
