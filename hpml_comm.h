@@ -1150,9 +1150,7 @@ HPMLC_FN void hpmlc_world_deadlock(hpml_world *w)
 /* `until`, a time of hpml_now, by the gates' clock. Far away is some days: then the sleeper looks again. */
 HPMLC_FN void hpmlc_gate_limit(double until, struct timespec *limit)
 {
-    double left = until - hpml_now();
-    if (left < 0) left = 0;
-    if (left > 1e6) left = 1e6;
+    double left = fmin(fmax(until - hpml_now(), 0), 1e6);
 #ifdef HPMLC_MONOTONIC
     clock_gettime(CLOCK_MONOTONIC, limit);
     left += 1e-9 * (double)limit->tv_nsec;
@@ -1757,10 +1755,8 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
         return;
     }
     if (hpml_now() > until - 0.5 * c->timeout) hpmlc_mpi_worry(c, m, peer);
-#ifndef HPML_NO_THREADS
-    if (c->seen++ % 64 < 16 || (x->roomy && hpmlc_spin(c) > 0 && c->seen < 5000)) { sched_yield(); return; }
-#endif
-    hpmlc_nap(30e-6);
+    if (c->seen++ % 64 < 16 || (x->roomy && hpmlc_spin(c) > 0 && c->seen < 5000)) hpmlc_pause(true);
+    else hpmlc_nap(30e-6);
 }
 
 /* Says goodbye and waits to hear it from the others, so that nobody ends MPI under a message. */
@@ -1823,9 +1819,7 @@ HPMLC_FN hpml_status hpmlc_mpi_native_wait(hpml_comm *c, int code, MPI_Request *
             return hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for all ranks in allreduce (native), step %lld; are "
                               "they alive and in the same operation? (.timeout sets the limit)", c->timeout,
                               (long long)c->step);
-#ifndef HPML_NO_THREADS
-        sched_yield();
-#endif
+        hpmlc_pause(true);
     }
     return code == MPI_SUCCESS ? HPML_OK : hpmlc_mpi_error(c, NULL, code);
 }
@@ -3011,8 +3005,7 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
             size_t bytes = large ? LARGE : 4;
             double start = hpml_comm_now(c);
             hpml_sendrecv(c, next, buffer, bytes, before, buffer + LARGE, bytes, 0);
-            double took = hpml_comm_now(c) - start;
-            if (took < best[large]) best[large] = took;
+            best[large] = fmin(best[large], hpml_comm_now(c) - start);
         }
     hpml_ctx_release(c->ctx, buffer);
     if (hpmlc_reduce_all(c, best, 2, HPML_ELEMENT_F64, HPML_MAX, HPML_BUTTERFLY) != HPML_OK)
@@ -3081,14 +3074,11 @@ HPMLC_FN hpml_world *hpmlc_world_of(const hpml_comm *c) { return c->room ? c->ro
 /* Sleeps at a gate; in virtual time the turn goes on, whatever `until`. `c` is the sleeper's communicator. */
 HPMLC_FN void hpmlc_rest(hpml_comm *c, hpmlc_gate *g, unsigned *seen, double until)
 {
-    if (!c->agent) {
-        hpmlc_gate_sleep(hpmlc_world_of(c), g, seen, until, true);
-        return;
-    }
-    c->room->inbox[c->rank].peer = -1;
-    unsigned now = __atomic_load_n(&g->changes, __ATOMIC_ACQUIRE);
-    if (now == *seen) hpmlc_agent_yield(c, true);
-    *seen = __atomic_load_n(&g->changes, __ATOMIC_ACQUIRE);
+    if (c->agent) {
+        c->room->inbox[c->rank].peer = -1;
+        if (__atomic_load_n(&g->changes, __ATOMIC_ACQUIRE) == *seen) hpmlc_agent_yield(c, true);
+        *seen = __atomic_load_n(&g->changes, __ATOMIC_ACQUIRE);
+    } else hpmlc_gate_sleep(hpmlc_world_of(c), g, seen, until, true);
 }
 
 HPMLC_FN void hpmlc_rouse(hpml_comm *by, hpml_comm *who, hpmlc_gate *g)
@@ -4543,8 +4533,7 @@ HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
     hpmlc_steps_mark(d);
     row->step_s    = d->row_time - then;
     row->bytes     = (double)(d->row_sent.bytes - sent.bytes);
-    row->overlap_s = d->row_sent.seconds - sent.seconds - row->exposed_s;
-    if (row->overlap_s < 0) row->overlap_s = 0;
+    row->overlap_s = fmax(0, d->row_sent.seconds - sent.seconds - row->exposed_s);
 }
 
 /* Gradients under way and the trainer's change places. */
@@ -5932,8 +5921,7 @@ HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_sim
         n = packed = 0;
     }
     for (int r = 0; r < s->p; r++) {
-        double slow = d->network.slow ? d->network.slow[r] : 1, end = whole * slow;
-        if (end < s->clock[r]) end = s->clock[r];
+        double slow = d->network.slow ? d->network.slow[r] : 1, end = fmax(whole * slow, s->clock[r]);
         if (out->step_s < end + d->update_s * slow) out->step_s = end + d->update_s * slow;
         if (slowest < slow) slowest = slow;
         if (out->bytes_per_rank < s->bytes[r]) out->bytes_per_rank = s->bytes[r];
