@@ -8130,7 +8130,7 @@ HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, f
 {
     hpmli_named **at, *s;
     size_t        length = name ? strlen(name) + 1 : 0;
-    if (!t || !name || hpmli_failed(t->ctx)) return t && name ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (!t || !name || (values && hpmli_failed(t->ctx))) return t && name ? t->ctx->status : HPML_ERR_ARGUMENT;
     for (at = &t->states; *at && strcmp((*at)->name, name) != 0; at = &(*at)->next) {}
     s = *at;
     if (s) *at = s->next;

@@ -5104,62 +5104,50 @@ HPMLC_FN hpml_status hpmlc_pending_load(hpml_distributed *d, const hpml_safetens
     return HPML_OK;
 }
 
-/* Names host memory for a checkpoint. On a device it has a copy until the name is taken back, with values NULL. */
-HPMLC_FN void hpmlc_state(hpml_distributed *d, const char *name, float *values, int64_t n, void **copy)
+/* The checkpoint, with what is carried in it: three arrays side by side, which on a device have a copy meanwhile. */
+HPMLC_FN void hpmlc_carried_write(hpml_distributed *d, const char *path, float *rows, const int64_t counts[3])
 {
+    const char *names[] = { d->d.exact ? "residual.leaves" : "residual.ranks", "residual.stripes", "gradients" };
     const hpmlc_reach *r     = &d->reach;
-    size_t             bytes = (size_t)n * sizeof(float);
-    if (n == 0) return;
-    if (values && r->device) {
-        *copy = r->device->alloc(r->at, bytes);
-        if (*copy) r->device->write(r->at, *copy, values, bytes);
+    size_t             bytes = (size_t)(counts[0] + counts[1] + counts[2]) * sizeof(float);
+    float             *at = rows, *copy = NULL;
+    if (r->device && bytes > 0) {
+        at = copy = (float *)r->device->alloc(r->at, bytes);
+        if (copy) r->device->write(r->at, copy, rows, bytes);
         else hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute save: no %zu bytes on %s", bytes, r->device->name);
-        values = (float *)*copy;
     }
-    hpml_trainer_add_state(d->t, name, values, n);
-    if (!values && *copy) r->device->free(r->at, *copy, bytes);
+    for (int i = 0; i < 3 && at; at += counts[i++])
+        if (counts[i] > 0) hpml_trainer_add_state(d->t, names[i], at, counts[i]);
+    hpml_checkpoint_save(d->t, path);
+    for (int i = 2; i >= 0; i--) hpml_trainer_add_state(d->t, names[i], NULL, counts[i]);
+    if (copy) r->device->free(r->at, copy, bytes);
 }
 
 /* Rank 0 writes for all. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 {
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
-    hpml_comm *c = d->c;
-    bool       pending = d->d.delayed && d->under_way;
+    bool    pending = d->d.delayed && d->under_way;
     if (d->link && d->link->check(d->link->user) != HPML_OK) return hpml_ctx_status(d->ctx);
-    int64_t    each, shared, waits = pending ? hpmlc_pending(d, NULL, false) : 0;
+    int64_t each, shared, waits = pending ? hpmlc_pending(d, NULL, false) : 0;
     if (pending && hpmlc_dist_settle(d) != HPML_OK) return hpml_ctx_status(d->ctx);
-    int    place = hpmlc_carried_floats(d, &each, &shared);
-    float *rows = (float *)hpml_ctx_alloc(d->ctx, (size_t)(each * d->leaf_all + 1) * sizeof(float), NULL);
-    float *sum  = (float *)hpml_ctx_alloc(d->ctx, (size_t)(shared + waits + 1) * sizeof(float), NULL);
-    if (!rows || !sum) return hpml_ctx_status(d->ctx);
-    if (pending) hpmlc_pending(d, sum + shared, false);
+    int           place    = hpmlc_carried_floats(d, &each, &shared);
+    int64_t       sums     = each * d->leaf_all + shared;
+    const int64_t counts[] = { sums - shared, shared, waits };
+    float        *rows     = (float *)hpml_ctx_alloc(d->ctx, (size_t)(sums + waits + 1) * sizeof(float), NULL);
+    if (!rows) return hpml_ctx_status(d->ctx);
+    if (pending) hpmlc_pending(d, rows + sums, false);
     for (int64_t l = 0; l < d->leaf_count; l++) {
         float *row = rows + (d->leaf_first + l) * each;
         if (place > 0) row[each - 1] = (float)place;
         hpmlc_carried(d, l, row, HPMLC_SAVE);
     }
-    hpmlc_carried(d, -1, sum, HPMLC_SAVE);
+    hpmlc_carried(d, -1, rows + counts[0], HPMLC_SAVE);
     /* Everybody's rows are zero where others have theirs: the sum is exact. */
-    hpml_status status = hpml_reduce_to(c, rows, each * d->leaf_all, HPML_ELEMENT_F32, HPML_SUM, 0);
-    if (status == HPML_OK) status = hpml_reduce_to(c, sum, shared, HPML_ELEMENT_F32, HPML_SUM, 0);
-    if (status == HPML_OK && c->rank == 0) {
-        const char   *names[] = { d->d.exact ? "residual.leaves" : "residual.ranks", "residual.stripes", "gradients" };
-        float        *arrays[] = { rows, sum, sum + shared };
-        const int64_t counts[] = { each * d->leaf_all, shared, waits };
-        void         *copies[] = { NULL, NULL, NULL };
-        for (int i = 0; i < 3; i++) hpmlc_state(d, names[i], arrays[i], counts[i], &copies[i]);
-        status = hpml_checkpoint_save(d->t, path);
-        for (int i = 2; i >= 0; i--) hpmlc_state(d, names[i], NULL, counts[i], &copies[i]);
-    }
+    if (hpml_reduce_to(d->c, rows, sums, HPML_ELEMENT_F32, HPML_SUM, 0) == HPML_OK && d->c->rank == 0)
+        hpmlc_carried_write(d, path, rows, counts);
     hpml_ctx_release(d->ctx, rows);
-    hpml_ctx_release(d->ctx, sum);
-    int32_t     told  = status;
-    hpml_status heard = hpml_broadcast(c, &told, sizeof told, 0);
-    if (heard == HPML_OK && told != HPML_OK && hpml_ctx_status(d->ctx) == HPML_OK)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank 0 could not save %s: %s", path,
-                             hpml_status_string((hpml_status)told));
-    return heard != HPML_OK ? heard : (hpml_status)told;
+    return hpml_barrier(d->c); /* all go on when the file is there; or hear that rank 0 has failed */
 }
 
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)

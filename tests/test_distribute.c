@@ -655,6 +655,41 @@ TEST(state_belongs_to_the_named_tensor)
     }
 }
 
+/* A file that cannot be written: all ranks hear why, and rank 0's trainer names no residuals that are gone. */
+typedef struct unwritten { int heard; bool clean; } unwritten;
+
+static hpml_status nowhere(hpml_comm *c, void *user)
+{
+    unwritten            *u = (unwritten *)user;
+    static const float   x[16 * INPUTS];
+    static const int32_t y[16];
+    hpml_ctx         *ctx = hpml_comm_ctx(c);
+    hpml_tensor      *in = hpml_input_2d(ctx, 16, INPUTS);
+    hpml_trainer     *t = trainer(ctx, in, hpml_linear(in, CLASSES, NULL), 0.1f);
+    hpml_distributed *d = hpml_distribute(t, c, &(hpml_distribute_desc){ .codec = { .kind = HPML_CODEC_ONEBIT,
+                                                                                    .compress_all = true } });
+    const char       *file = "build/nowhere.safetensors";
+    hpml_trainer_step(t, x, y, 16, NULL);
+    hpml_status status = hpml_distribute_save(d, "build/nowhere/x.safetensors");
+    if (status != HPML_OK && strstr(hpml_ctx_error(ctx), "build/nowhere/x"))
+        __atomic_add_fetch(&u->heard, 1, __ATOMIC_RELAXED);
+    if (hpml_comm_rank(c) > 0) return status;
+    hpml_ctx_clear_error(ctx);
+    hpml_safetensor   e;
+    hpml_safetensors *f = hpml_checkpoint_save(t, file) == HPML_OK ? hpml_safetensors_open(ctx, file) : NULL;
+    u->clean = f && !hpml_safetensors_find(f, "state.residual.ranks", &e);
+    hpml_safetensors_close(f);
+    remove(file);
+    return status;
+}
+
+TEST(a_checkpoint_that_cannot_be_written)
+{
+    unwritten u = { 0 };
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 3 }, nowhere, &u, NULL, 0) != HPML_OK);
+    ENSURE(u.heard == 3 && u.clean);
+}
+
 /* Batches from 8 up, on 2 ranks whose models hold 64 each. */
 typedef struct search_job {
     hpml_distribute_desc   d;
