@@ -5063,14 +5063,14 @@ HPMLC_FN int hpmlc_carried_floats(hpml_distributed *d, int64_t *each, int64_t *s
 }
 
 /* Double buffering: what has been added up and waits to be applied, as one row: samples; loss and moves of the running
-   statistics, both for one sample; gradients; samples of a whole step. The same on all ranks. Returns its floats; row
-   NULL: only counts. */
+   statistics, both for one sample; gradients; samples of a whole step; where there are moves, a 1: they stand by name.
+   The same on all ranks. Returns its floats; row NULL: only counts. */
 HPMLC_FN int64_t hpmlc_pending(hpml_distributed *d, float *row, bool load)
 {
-    int64_t head = HPMLC_STATS + d->buffer_total, all = head + d->grad_total + 1;
+    int64_t head = HPMLC_STATS + d->buffer_total, end = head + d->grad_total, moves = d->buffer_total > 0;
     double *s    = d->stats;
-    if (row && load) d->full = (double)row[all - 1];
-    else if (row) row[all - 1] = (float)d->full;
+    if (row && load) d->full = (double)row[end];
+    else if (row) row[end + moves] = 1, row[end] = (float)d->full;
     for (int64_t k = 0; k < head && row; k++) {
         if (load) s[k] = (double)row[k] * (k > 0 ? s[0] : 1);
         else row[k] = (float)(k > 0 ? s[k] / s[0] : s[0]);
@@ -5083,7 +5083,7 @@ HPMLC_FN int64_t hpmlc_pending(hpml_distributed *d, float *row, bool load)
         memcpy(load ? mine : row + head, load ? row + head : mine, n * sizeof(float));
         head += (int64_t)n;
     }
-    return all;
+    return end + 1 + moves;
 }
 
 HPMLC_FN hpml_status hpmlc_pending_load(hpml_distributed *d, const hpml_safetensors *f, const char *path)
@@ -5092,13 +5092,26 @@ HPMLC_FN hpml_status hpmlc_pending_load(hpml_distributed *d, const hpml_safetens
     size_t          bytes = (size_t)hpmlc_pending(d, NULL, true) * sizeof(float);
     d->under_way = hpml_safetensors_find(f, "state.gradients", &pending);
     if (!d->under_way) return HPML_OK;
-    if (!d->d.delayed || pending.bytes != bytes)
+    bool old = d->buffer_total > 0 && pending.bytes == bytes - sizeof(float); /* without the 1 */
+    if (!d->d.delayed || (pending.bytes != bytes && !old))
         return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: holds gradients that are not yet applied (state.gradients, %zu "
                           "bytes); load it with .delayed and the model it was saved with (%zu bytes)", path,
                           pending.bytes, bytes);
+    /* Then moves stand by name, or as that model was recorded: parameters lie in this order in the file. */
+    const char *last = NULL;
+    for (int i = 0; i < d->params && old; i++) {
+        const hpml_tensor *p = hpmlc_param(d, d->by_name[i]);
+        hpml_safetensor    e;
+        if (!p->param->buffer || !hpml_safetensors_find(f, p->name, &e)) continue;
+        if (last && (const char *)e.data < last)
+            return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: state.gradients, of an older hpml, does not say in which "
+                              "order it holds moves of running statistics; hpml_checkpoint_load, on every rank, takes "
+                              "all but this step and residuals", path);
+        last = (const char *)e.data;
+    }
     float *row = (float *)hpml_ctx_alloc(d->ctx, bytes, NULL);
     if (!row) return hpml_ctx_status(d->ctx);
-    memcpy(row, pending.data, bytes);
+    memcpy(row, pending.data, pending.bytes);
     hpmlc_pending(d, row, true);
     hpml_ctx_release(d->ctx, row);
     return HPML_OK;
