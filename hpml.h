@@ -1008,8 +1008,8 @@ HPML_API double      hpml_now(void); /* seconds, monotonic */
 HPML_API void        hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end);
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path);
 /* Layers and updates (not a GPU's) are stamped with *seconds, not with hpml_now(), until it is NULL; batches are left
-   out. Set by communicators in virtual time (hpml_comm.h), whose other spans have that time. */
-HPML_API void        hpml_trace_clock(hpml_ctx *ctx, const double *seconds);
+   out. Returns the one before. For communicators in virtual time (hpml_comm.h): their other spans have that time. */
+HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds);
 
 /* One line of the per-layer table; times are sums over the runs since the profile was switched on. */
 typedef struct hpml_profile_row {
@@ -10023,9 +10023,9 @@ HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc
     return HPML_OK;
 }
 
-HPML_API void hpml_trace_clock(hpml_ctx *ctx, const double *seconds)
+HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds)
 {
-    if (ctx) __atomic_store_n(&ctx->clock, seconds, __ATOMIC_RELAXED);
+    return ctx ? __atomic_exchange_n(&ctx->clock, seconds, __ATOMIC_RELAXED) : NULL;
 }
 
 /* Tells the trace which step begins. */

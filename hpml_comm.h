@@ -1931,7 +1931,8 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 #ifndef HPML_NO_THREADS
 
 struct hpmlc_agent {
-    double         clock;
+    double         clock; /* first: the timeline's clock is an agent */
+    hpmlc_agent   *under; /* the one that the timeline had before, NULL: none */
     hpml_rng       rng;  /* of its jitter */
     int            rank; /* of the world: breaks ties */
     bool           runnable;
@@ -2072,12 +2073,20 @@ HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPML
     hpmlc_agent_yield(c, true);
 }
 
+/* The timeline goes back to the clock it had before; if it has a later communicator's, that one will. */
 HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
 {
-    hpml_world  *w     = c->room->world;
-    hpmlc_agent *agent = c->agent;
-    bool         mine  = c->first == c;
-    if (mine) hpml_trace_clock(c->ctx, NULL), hpmlc_agent_yield(c, false);
+    hpml_world   *w     = c->room->world;
+    hpmlc_agent  *agent = c->agent;
+    bool          mine  = c->first == c;
+    const double *top   = mine ? hpml_trace_clock(c->ctx, (const double *)agent->under) : NULL;
+    if (top && top != &agent->clock) {
+        hpmlc_agent *over = (hpmlc_agent *)(uintptr_t)top;
+        hpml_trace_clock(c->ctx, top);
+        while (over->under && over->under != agent) over = over->under;
+        over->under = agent->under;
+    }
+    if (mine) hpmlc_agent_yield(c, false);
     hpmlc_threads_close(c);
     if (mine) hpmlc_agent_free(w, agent);
 }
@@ -2100,7 +2109,8 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
         return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for a clock"), (hpml_comm *)NULL;
     }
     c->t = &hpmlc_clock;
-    hpml_trace_clock(ctx, &c->agent->clock); /* what layers compute takes no time, but has its place in it */
+    /* What layers compute takes no time, but has its place in it. */
+    c->agent->under = (hpmlc_agent *)(uintptr_t)hpml_trace_clock(ctx, &c->agent->clock);
     hpmlc_agent_enter(c);
     hpmlc_comm_links(c, &w->network, w->nodes);
     return c;
