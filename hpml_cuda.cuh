@@ -4443,13 +4443,11 @@ static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *pa
 HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
 {
     for (hpmlg_weights *h = d->weights; h; h = h->next) {
-        if (w + n <= h->w || w >= h->w + h->n) continue;
-        if (w >= h->w && w + n <= h->w + h->n) {
-            h->fresh = h->fresh || n == h->n;
-            return (char *)h->half + (size_t)(w - h->w) * hpml_dtype_size(d->store);
-        }
-        h->fresh = false;
+        if (w < h->w || w + n > h->w + h->n) continue;
+        h->fresh = h->fresh || n == h->n;
+        return (char *)h->half + (size_t)(w - h->w) * hpml_dtype_size(d->store);
     }
+    hpmlg_weights_touch(d, w, (size_t)n * sizeof *w);
     return NULL;
 }
 
