@@ -1008,8 +1008,8 @@ HPML_API double      hpml_now(void); /* seconds, monotonic */
 HPML_API void        hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end);
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path);
 /* Layers and updates (not a GPU's) are stamped with *seconds, not with hpml_now(), until it is NULL; batches are left
-   out. Set by communicators in virtual time (hpml_comm.h), whose other spans have that time. */
-HPML_API void        hpml_trace_clock(hpml_ctx *ctx, const double *seconds);
+   out. Returns the one before. For communicators in virtual time (hpml_comm.h): their other spans have that time. */
+HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds);
 
 /* One line of the per-layer table; times are sums over the runs since the profile was switched on. */
 typedef struct hpml_profile_row {
@@ -4261,8 +4261,7 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
                    "best (\"%s\")", d->cpu, hpmli_kernels_best()->name);
         ctx->k = hpmli_kernels_best();
     }
-    ctx->threads = d->threads > 0 ? d->threads : hpmli_cores();
-    if (ctx->threads > 1024) ctx->threads = 1024;
+    ctx->threads = (int)hpmli_min(d->threads > 0 ? d->threads : hpmli_cores(), 1024);
 #ifdef HPML_NO_THREADS
     ctx->threads = 1;
 #else
@@ -7169,8 +7168,7 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, h
 {
     hpmli_sumsq_job j;
     j.k = ctx->k, j.x = (const float *)x, j.n = n;
-    j.piece = (n + HPMLI_SUM_TASKS - 1) / HPMLI_SUM_TASKS;
-    if (j.piece < HPMLI_GRAIN) j.piece = HPMLI_GRAIN;
+    j.piece = hpmli_max((n + HPMLI_SUM_TASKS - 1) / HPMLI_SUM_TASKS, HPMLI_GRAIN);
     int64_t tasks = (n + j.piece - 1) / j.piece;
     hpmli_parallel(ctx, tasks, hpmli_sumsq_task, &j);
     *out = 0;
@@ -7854,8 +7852,7 @@ HPML_API float hpml_schedule_lr(const hpml_schedule *s, float lr, int64_t step)
     if (!s) return lr;
     if (step < s->warmup_steps) return lr * (float)(step + 1) / (float)s->warmup_steps;
     double span = (double)(s->total_steps - s->warmup_steps);
-    double t    = span > 0 ? (double)(step - s->warmup_steps) / span : 1;
-    if (t > 1) t = 1;
+    double t    = span > 0 ? fmin((double)(step - s->warmup_steps) / span, 1) : 1;
     if (s->kind == HPML_SCHEDULE_STEP && s->period > 0)
         lr *= (float)pow(s->gamma > 0 ? (double)s->gamma : 0.1, (double)(step / s->period));
     if (s->kind == HPML_SCHEDULE_COSINE) t = 0.5 - 0.5 * cos(3.14159265358979323846 * t);
@@ -7895,6 +7892,9 @@ HPMLI_FN int hpmli_opt_states(const hpml_trainer_desc *d)
     static const int states[] = { 0, 2, 2, 3, 3, 0, 3 }; /* by hpml_opt; of the first three some have a momentum */
     return states[d->optimizer] | (d->optimizer != HPML_OPT_ADAGRAD && d->momentum != 0);
 }
+
+/* Its number in checkpoints. LARS has another one than in older files: the layers' rates are in its momentum now. */
+HPMLI_FN int64_t hpmli_opt_saved(hpml_opt opt) { return (int64_t)opt + (opt == HPML_OPT_LARS ? 100 : 0); }
 
 /* The loss node and the input for its targets, recorded when the desc does not give them. */
 HPMLI_FN bool hpmli_trainer_loss(hpml_trainer *t)
@@ -8107,7 +8107,7 @@ HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, f
 {
     hpmli_named **at, *s;
     size_t        length = name ? strlen(name) + 1 : 0;
-    if (!t || !name || hpmli_failed(t->ctx)) return t && name ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (!t || !name || (values && hpmli_failed(t->ctx))) return t && name ? t->ctx->status : HPML_ERR_ARGUMENT;
     for (at = &t->states; *at && strcmp((*at)->name, name) != 0; at = &(*at)->next) {}
     s = *at;
     if (s) *at = s->next;
@@ -9840,10 +9840,8 @@ HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpml_dtype d
     static const char *const kinds[] = { "", "opt.m.", "opt.v." };
     hpmli_named *states = t ? t->states : NULL;
     int64_t      room   = 3 * (int64_t)ctx->param_count, most = 1;
-    for (int i = 0; i < ctx->param_count; i++)
-        if (hpml_tensor_count(ctx->params[i]) > most) most = hpml_tensor_count(ctx->params[i]);
-    for (hpmli_named *v = states; v; v = v->next, room++)
-        if (v->count > most) most = v->count;
+    for (int i = 0; i < ctx->param_count; i++) most = hpmli_max(most, hpml_tensor_count(ctx->params[i]));
+    for (hpmli_named *v = states; v; v = v->next, room++) most = hpmli_max(most, v->count);
     memset(a, 0, sizeof *a);
     a->dtype = dtype;
     if (hpml_param_init(ctx) == HPML_OK)
@@ -9924,8 +9922,8 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     if (t->micro != 0)
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
                           "between updates", path, t->micro, t->d.accumulate);
-    const int64_t n[] = { (int64_t)t->ctx->seed, t->step, t->epoch, t->epoch_step, (int64_t)t->d.optimizer,
-                          (int64_t)t->loss_scale, t->scale_steps };
+    const int64_t n[] = { (int64_t)t->ctx->seed, t->step, t->epoch, t->epoch_step,
+                          hpmli_opt_saved(t->d.optimizer), (int64_t)t->loss_scale, t->scale_steps };
     for (int i = 0; i < HPMLI_NUMBERS; i++) {
         snprintf(text[i], sizeof text[i], "%lld", (long long)n[i]);
         meta[i].key = hpmli_numbers[i], meta[i].value = text[i];
@@ -9950,9 +9948,11 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     if (!good || n[HPMLI_STEP] < 0 || n[HPMLI_EPOCH] < 0 || n[HPMLI_EPOCH_STEP] < 0)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": holds no position of a training; load bare parameters with "
                    "hpml_params_load", path);
-    else if (n[HPMLI_OPTIMIZER] != (int64_t)t->d.optimizer)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (hpml_opt %d, this trainer has %d)",
-                   path, (int)n[HPMLI_OPTIMIZER], (int)t->d.optimizer);
+    else if (n[HPMLI_OPTIMIZER] != hpmli_opt_saved(t->d.optimizer) &&
+             (n[HPMLI_OPTIMIZER] != (int64_t)t->d.optimizer || t->d.momentum != 0))
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (number %d, this trainer's is %d; a "
+                   "LARS of 5 lacks the rates in its momentum); load bare parameters with hpml_params_load", path,
+                   (int)n[HPMLI_OPTIMIZER], (int)hpmli_opt_saved(t->d.optimizer));
     if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
         ctx->seed = (uint64_t)n[HPMLI_SEED];
         t->step = n[HPMLI_STEP], t->epoch = n[HPMLI_EPOCH], t->epoch_step = n[HPMLI_EPOCH_STEP], t->micro = 0;
@@ -10000,9 +10000,9 @@ HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc
     return HPML_OK;
 }
 
-HPML_API void hpml_trace_clock(hpml_ctx *ctx, const double *seconds)
+HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds)
 {
-    if (ctx) __atomic_store_n(&ctx->clock, seconds, __ATOMIC_RELAXED);
+    return ctx ? __atomic_exchange_n(&ctx->clock, seconds, __ATOMIC_RELAXED) : NULL;
 }
 
 /* Tells the trace which step begins. */

@@ -1150,9 +1150,7 @@ HPMLC_FN void hpmlc_world_deadlock(hpml_world *w)
 /* `until`, a time of hpml_now, by the gates' clock. Far away is some days: then the sleeper looks again. */
 HPMLC_FN void hpmlc_gate_limit(double until, struct timespec *limit)
 {
-    double left = until - hpml_now();
-    if (left < 0) left = 0;
-    if (left > 1e6) left = 1e6;
+    double left = fmin(fmax(until - hpml_now(), 0), 1e6);
 #ifdef HPMLC_MONOTONIC
     clock_gettime(CLOCK_MONOTONIC, limit);
     left += 1e-9 * (double)limit->tv_nsec;
@@ -1757,10 +1755,8 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
         return;
     }
     if (hpml_now() > until - 0.5 * c->timeout) hpmlc_mpi_worry(c, m, peer);
-#ifndef HPML_NO_THREADS
-    if (c->seen++ % 64 < 16 || (x->roomy && hpmlc_spin(c) > 0 && c->seen < 5000)) { sched_yield(); return; }
-#endif
-    hpmlc_nap(30e-6);
+    if (c->seen++ % 64 < 16 || (x->roomy && hpmlc_spin(c) > 0 && c->seen < 5000)) hpmlc_pause(true);
+    else hpmlc_nap(30e-6);
 }
 
 /* Says goodbye and waits to hear it from the others, so that nobody ends MPI under a message. */
@@ -1823,9 +1819,7 @@ HPMLC_FN hpml_status hpmlc_mpi_native_wait(hpml_comm *c, int code, MPI_Request *
             return hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for all ranks in allreduce (native), step %lld; are "
                               "they alive and in the same operation? (.timeout sets the limit)", c->timeout,
                               (long long)c->step);
-#ifndef HPML_NO_THREADS
-        sched_yield();
-#endif
+        hpmlc_pause(true);
     }
     return code == MPI_SUCCESS ? HPML_OK : hpmlc_mpi_error(c, NULL, code);
 }
@@ -1937,7 +1931,8 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 #ifndef HPML_NO_THREADS
 
 struct hpmlc_agent {
-    double         clock;
+    double         clock; /* first: the timeline's clock is an agent */
+    hpmlc_agent   *under; /* the one that the timeline had before, NULL: none */
     hpml_rng       rng;  /* of its jitter */
     int            rank; /* of the world: breaks ties */
     bool           runnable;
@@ -2078,12 +2073,20 @@ HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPML
     hpmlc_agent_yield(c, true);
 }
 
+/* The timeline goes back to the clock it had before; if it has a later communicator's, that one will. */
 HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
 {
-    hpml_world  *w     = c->room->world;
-    hpmlc_agent *agent = c->agent;
-    bool         mine  = c->first == c;
-    if (mine) hpml_trace_clock(c->ctx, NULL), hpmlc_agent_yield(c, false);
+    hpml_world   *w     = c->room->world;
+    hpmlc_agent  *agent = c->agent;
+    bool          mine  = c->first == c;
+    const double *top   = mine ? hpml_trace_clock(c->ctx, (const double *)agent->under) : NULL;
+    if (top && top != &agent->clock) {
+        hpmlc_agent *over = (hpmlc_agent *)(uintptr_t)top;
+        hpml_trace_clock(c->ctx, top);
+        while (over->under && over->under != agent) over = over->under;
+        over->under = agent->under;
+    }
+    if (mine) hpmlc_agent_yield(c, false);
     hpmlc_threads_close(c);
     if (mine) hpmlc_agent_free(w, agent);
 }
@@ -2106,7 +2109,8 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
         return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for a clock"), (hpml_comm *)NULL;
     }
     c->t = &hpmlc_clock;
-    hpml_trace_clock(ctx, &c->agent->clock); /* what layers compute takes no time, but has its place in it */
+    /* What layers compute takes no time, but has its place in it. */
+    c->agent->under = (hpmlc_agent *)(uintptr_t)hpml_trace_clock(ctx, &c->agent->clock);
     hpmlc_agent_enter(c);
     hpmlc_comm_links(c, &w->network, w->nodes);
     return c;
@@ -3011,8 +3015,7 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
             size_t bytes = large ? LARGE : 4;
             double start = hpml_comm_now(c);
             hpml_sendrecv(c, next, buffer, bytes, before, buffer + LARGE, bytes, 0);
-            double took = hpml_comm_now(c) - start;
-            if (took < best[large]) best[large] = took;
+            best[large] = fmin(best[large], hpml_comm_now(c) - start);
         }
     hpml_ctx_release(c->ctx, buffer);
     if (hpmlc_reduce_all(c, best, 2, HPML_ELEMENT_F64, HPML_MAX, HPML_BUTTERFLY) != HPML_OK)
@@ -3081,14 +3084,11 @@ HPMLC_FN hpml_world *hpmlc_world_of(const hpml_comm *c) { return c->room ? c->ro
 /* Sleeps at a gate; in virtual time the turn goes on, whatever `until`. `c` is the sleeper's communicator. */
 HPMLC_FN void hpmlc_rest(hpml_comm *c, hpmlc_gate *g, unsigned *seen, double until)
 {
-    if (!c->agent) {
-        hpmlc_gate_sleep(hpmlc_world_of(c), g, seen, until, true);
-        return;
-    }
-    c->room->inbox[c->rank].peer = -1;
-    unsigned now = __atomic_load_n(&g->changes, __ATOMIC_ACQUIRE);
-    if (now == *seen) hpmlc_agent_yield(c, true);
-    *seen = __atomic_load_n(&g->changes, __ATOMIC_ACQUIRE);
+    if (c->agent) {
+        c->room->inbox[c->rank].peer = -1;
+        if (__atomic_load_n(&g->changes, __ATOMIC_ACQUIRE) == *seen) hpmlc_agent_yield(c, true);
+        *seen = __atomic_load_n(&g->changes, __ATOMIC_ACQUIRE);
+    } else hpmlc_gate_sleep(hpmlc_world_of(c), g, seen, until, true);
 }
 
 HPMLC_FN void hpmlc_rouse(hpml_comm *by, hpml_comm *who, hpmlc_gate *g)
@@ -4543,8 +4543,7 @@ HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
     hpmlc_steps_mark(d);
     row->step_s    = d->row_time - then;
     row->bytes     = (double)(d->row_sent.bytes - sent.bytes);
-    row->overlap_s = d->row_sent.seconds - sent.seconds - row->exposed_s;
-    if (row->overlap_s < 0) row->overlap_s = 0;
+    row->overlap_s = fmax(0, d->row_sent.seconds - sent.seconds - row->exposed_s);
 }
 
 /* Gradients under way and the trainer's change places. */
@@ -5074,14 +5073,14 @@ HPMLC_FN int hpmlc_carried_floats(hpml_distributed *d, int64_t *each, int64_t *s
 }
 
 /* Double buffering: what has been added up and waits to be applied, as one row: samples; loss and moves of the running
-   statistics, both for one sample; gradients; samples of a whole step. The same on all ranks. Returns its floats; row
-   NULL: only counts. */
+   statistics, both for one sample; gradients; samples of a whole step; where there are moves, a 1: they stand by name.
+   The same on all ranks. Returns its floats; row NULL: only counts. */
 HPMLC_FN int64_t hpmlc_pending(hpml_distributed *d, float *row, bool load)
 {
-    int64_t head = HPMLC_STATS + d->buffer_total, all = head + d->grad_total + 1;
+    int64_t head = HPMLC_STATS + d->buffer_total, end = head + d->grad_total, moves = d->buffer_total > 0;
     double *s    = d->stats;
-    if (row && load) d->full = (double)row[all - 1];
-    else if (row) row[all - 1] = (float)d->full;
+    if (row && load) d->full = (double)row[end];
+    else if (row) row[end + moves] = 1, row[end] = (float)d->full;
     for (int64_t k = 0; k < head && row; k++) {
         if (load) s[k] = (double)row[k] * (k > 0 ? s[0] : 1);
         else row[k] = (float)(k > 0 ? s[k] / s[0] : s[0]);
@@ -5094,7 +5093,7 @@ HPMLC_FN int64_t hpmlc_pending(hpml_distributed *d, float *row, bool load)
         memcpy(load ? mine : row + head, load ? row + head : mine, n * sizeof(float));
         head += (int64_t)n;
     }
-    return all;
+    return end + 1 + moves;
 }
 
 HPMLC_FN hpml_status hpmlc_pending_load(hpml_distributed *d, const hpml_safetensors *f, const char *path)
@@ -5103,74 +5102,75 @@ HPMLC_FN hpml_status hpmlc_pending_load(hpml_distributed *d, const hpml_safetens
     size_t          bytes = (size_t)hpmlc_pending(d, NULL, true) * sizeof(float);
     d->under_way = hpml_safetensors_find(f, "state.gradients", &pending);
     if (!d->under_way) return HPML_OK;
-    if (!d->d.delayed || pending.bytes != bytes)
+    bool old = d->buffer_total > 0 && pending.bytes == bytes - sizeof(float); /* without the 1 */
+    if (!d->d.delayed || (pending.bytes != bytes && !old))
         return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: holds gradients that are not yet applied (state.gradients, %zu "
                           "bytes); load it with .delayed and the model it was saved with (%zu bytes)", path,
                           pending.bytes, bytes);
+    /* Then moves stand by name, or as that model was recorded: parameters lie in this order in the file. */
+    const char *last = NULL;
+    for (int i = 0; i < d->params && old; i++) {
+        const hpml_tensor *p = hpmlc_param(d, d->by_name[i]);
+        hpml_safetensor    e;
+        if (!p->param->buffer || !hpml_safetensors_find(f, p->name, &e)) continue;
+        if (last && (const char *)e.data < last)
+            return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: state.gradients, of an older hpml, does not say in which "
+                              "order it holds moves of running statistics; hpml_checkpoint_load, on every rank, takes "
+                              "all but this step and residuals", path);
+        last = (const char *)e.data;
+    }
     float *row = (float *)hpml_ctx_alloc(d->ctx, bytes, NULL);
     if (!row) return hpml_ctx_status(d->ctx);
-    memcpy(row, pending.data, bytes);
+    memcpy(row, pending.data, pending.bytes);
     hpmlc_pending(d, row, true);
     hpml_ctx_release(d->ctx, row);
     return HPML_OK;
 }
 
-/* Names host memory for a checkpoint. On a device it has a copy until the name is taken back, with values NULL. */
-HPMLC_FN void hpmlc_state(hpml_distributed *d, const char *name, float *values, int64_t n, void **copy)
+/* The checkpoint, with what is carried in it: three arrays side by side, which on a device have a copy meanwhile. */
+HPMLC_FN void hpmlc_carried_write(hpml_distributed *d, const char *path, float *rows, const int64_t counts[3])
 {
+    const char *names[] = { d->d.exact ? "residual.leaves" : "residual.ranks", "residual.stripes", "gradients" };
     const hpmlc_reach *r     = &d->reach;
-    size_t             bytes = (size_t)n * sizeof(float);
-    if (n == 0) return;
-    if (values && r->device) {
-        *copy = r->device->alloc(r->at, bytes);
-        if (*copy) r->device->write(r->at, *copy, values, bytes);
+    size_t             bytes = (size_t)(counts[0] + counts[1] + counts[2]) * sizeof(float);
+    float             *at = rows, *copy = NULL;
+    if (r->device && bytes > 0) {
+        at = copy = (float *)r->device->alloc(r->at, bytes);
+        if (copy) r->device->write(r->at, copy, rows, bytes);
         else hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute save: no %zu bytes on %s", bytes, r->device->name);
-        values = (float *)*copy;
     }
-    hpml_trainer_add_state(d->t, name, values, n);
-    if (!values && *copy) r->device->free(r->at, *copy, bytes);
+    for (int i = 0; i < 3 && at; at += counts[i++])
+        if (counts[i] > 0) hpml_trainer_add_state(d->t, names[i], at, counts[i]);
+    hpml_checkpoint_save(d->t, path);
+    for (int i = 2; i >= 0; i--) hpml_trainer_add_state(d->t, names[i], NULL, counts[i]);
+    if (copy) r->device->free(r->at, copy, bytes);
 }
 
 /* Rank 0 writes for all. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 {
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
-    hpml_comm *c = d->c;
-    bool       pending = d->d.delayed && d->under_way;
+    bool    pending = d->d.delayed && d->under_way;
     if (d->link && d->link->check(d->link->user) != HPML_OK) return hpml_ctx_status(d->ctx);
-    int64_t    each, shared, waits = pending ? hpmlc_pending(d, NULL, false) : 0;
+    int64_t each, shared, waits = pending ? hpmlc_pending(d, NULL, false) : 0;
     if (pending && hpmlc_dist_settle(d) != HPML_OK) return hpml_ctx_status(d->ctx);
-    int    place = hpmlc_carried_floats(d, &each, &shared);
-    float *rows = (float *)hpml_ctx_alloc(d->ctx, (size_t)(each * d->leaf_all + 1) * sizeof(float), NULL);
-    float *sum  = (float *)hpml_ctx_alloc(d->ctx, (size_t)(shared + waits + 1) * sizeof(float), NULL);
-    if (!rows || !sum) return hpml_ctx_status(d->ctx);
-    if (pending) hpmlc_pending(d, sum + shared, false);
+    int           place    = hpmlc_carried_floats(d, &each, &shared);
+    int64_t       sums     = each * d->leaf_all + shared;
+    const int64_t counts[] = { sums - shared, shared, waits };
+    float        *rows     = (float *)hpml_ctx_alloc(d->ctx, (size_t)(sums + waits + 1) * sizeof(float), NULL);
+    if (!rows) return hpml_ctx_status(d->ctx);
+    if (pending) hpmlc_pending(d, rows + sums, false);
     for (int64_t l = 0; l < d->leaf_count; l++) {
         float *row = rows + (d->leaf_first + l) * each;
         if (place > 0) row[each - 1] = (float)place;
         hpmlc_carried(d, l, row, HPMLC_SAVE);
     }
-    hpmlc_carried(d, -1, sum, HPMLC_SAVE);
+    hpmlc_carried(d, -1, rows + counts[0], HPMLC_SAVE);
     /* Everybody's rows are zero where others have theirs: the sum is exact. */
-    hpml_status status = hpml_reduce_to(c, rows, each * d->leaf_all, HPML_ELEMENT_F32, HPML_SUM, 0);
-    if (status == HPML_OK) status = hpml_reduce_to(c, sum, shared, HPML_ELEMENT_F32, HPML_SUM, 0);
-    if (status == HPML_OK && c->rank == 0) {
-        const char   *names[] = { d->d.exact ? "residual.leaves" : "residual.ranks", "residual.stripes", "gradients" };
-        float        *arrays[] = { rows, sum, sum + shared };
-        const int64_t counts[] = { each * d->leaf_all, shared, waits };
-        void         *copies[] = { NULL, NULL, NULL };
-        for (int i = 0; i < 3; i++) hpmlc_state(d, names[i], arrays[i], counts[i], &copies[i]);
-        status = hpml_checkpoint_save(d->t, path);
-        for (int i = 2; i >= 0; i--) hpmlc_state(d, names[i], NULL, counts[i], &copies[i]);
-    }
+    if (hpml_reduce_to(d->c, rows, sums, HPML_ELEMENT_F32, HPML_SUM, 0) == HPML_OK && d->c->rank == 0)
+        hpmlc_carried_write(d, path, rows, counts);
     hpml_ctx_release(d->ctx, rows);
-    hpml_ctx_release(d->ctx, sum);
-    int32_t     told  = status;
-    hpml_status heard = hpml_broadcast(c, &told, sizeof told, 0);
-    if (heard == HPML_OK && told != HPML_OK && hpml_ctx_status(d->ctx) == HPML_OK)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank 0 could not save %s: %s", path,
-                             hpml_status_string((hpml_status)told));
-    return heard != HPML_OK ? heard : (hpml_status)told;
+    return hpml_barrier(d->c); /* all go on when the file is there; or hear that rank 0 has failed */
 }
 
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
@@ -5932,8 +5932,7 @@ HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_sim
         n = packed = 0;
     }
     for (int r = 0; r < s->p; r++) {
-        double slow = d->network.slow ? d->network.slow[r] : 1, end = whole * slow;
-        if (end < s->clock[r]) end = s->clock[r];
+        double slow = d->network.slow ? d->network.slow[r] : 1, end = fmax(whole * slow, s->clock[r]);
         if (out->step_s < end + d->update_s * slow) out->step_s = end + d->update_s * slow;
         if (slowest < slow) slowest = slow;
         if (out->bytes_per_rank < s->bytes[r]) out->bytes_per_rank = s->bytes[r];

@@ -655,11 +655,9 @@ HPMLG_FN hpml_dtype hpmlg_store(void *device) { return ((hpmlg_device *)device)-
 HPML_API int hpml_cuda_device_count(void)
 {
     int count = 0;
-    if (cudaGetDeviceCount(&count) != cudaSuccess) {
-        cudaGetLastError();
-        return 0;
-    }
-    return count;
+    if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+    cudaGetLastError();
+    return 0;
 }
 
 HPML_API hpml_status hpml_cuda_device_info(int device, hpml_cuda_info *out)
@@ -4445,13 +4443,11 @@ static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *pa
 HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
 {
     for (hpmlg_weights *h = d->weights; h; h = h->next) {
-        if (w + n <= h->w || w >= h->w + h->n) continue;
-        if (w >= h->w && w + n <= h->w + h->n) {
-            h->fresh = h->fresh || n == h->n;
-            return (char *)h->half + (size_t)(w - h->w) * hpml_dtype_size(d->store);
-        }
-        h->fresh = false;
+        if (w < h->w || w + n > h->w + h->n) continue;
+        h->fresh = h->fresh || n == h->n;
+        return (char *)h->half + (size_t)(w - h->w) * hpml_dtype_size(d->store);
     }
+    hpmlg_weights_touch(d, w, (size_t)n * sizeof *w);
     return NULL;
 }
 
@@ -4501,6 +4497,7 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
         HPMLG_DEAL(d, hpmlg_k_update, chunks, 1, steps, count, chunks, part, (int)d->store, pass);
         if (pass < (int)twice) HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part);
     }
+    for (hpmlg_weights *w = hpmlg_well(d) ? NULL : d->weights; w; w = w->next) w->fresh = false; /* nothing is sure */
     return hpml_ctx_status(d->ctx);
 }
 

@@ -4,6 +4,7 @@
 #include "../hpml_comm.h"
 #include "test.h"
 #include "comm_check.h"
+#include "trace.h"
 #include <pthread.h>
 #ifdef __linux__
 #include <sys/mman.h>
@@ -1047,6 +1048,55 @@ TEST(a_slow_rank_is_no_error)
     ENSURE(launch(HPML_TRANSPORT_THREADS, 3, late, &real) == HPML_OK);
     ENSURE(launch(HPML_TRANSPORT_CLOCK, 3, late, &virtual_time) == HPML_OK);
     ENSURE(seconds < virtual_time);
+}
+
+/* When a layer was computed, as the timeline has it. */
+static double layer_time(hpml_graph *g, hpml_ctx *ctx)
+{
+    static const char file[] = "build/clocks.trace";
+    static trace      seen;
+    hpml_trace_desc   d;
+    memset(&d, 0, sizeof d);
+    d.origin = 1e-9; /* 0 were now */
+    bool              good = hpml_trace_start(ctx, &d) == HPML_OK && hpml_graph_forward(g, false, 0) == HPML_OK;
+    const char       *wrong = good && hpml_trace_save(ctx, file) == HPML_OK ? trace_read(file, 1, &seen) : "none";
+    remove(file);
+    return wrong || seen.spans != 1 ? -1 : 1e-6 * seen.span[0].number[TRACE_TS];
+}
+
+/* Three clocks on one context: the timeline has that of the latest communicator that is left, then real time. */
+TEST(the_timeline_follows_the_clock_that_is_left)
+{
+    static const char orders[6][4] = { "012", "021", "102", "120", "201", "210" };
+    hpml_ctx         *ctx  = hpml_ctx_create(NULL);
+    hpml_tensor      *out  = hpml_tanh(hpml_input_2d(ctx, 1, 1));
+    hpml_graph_desc   d;
+    memset(&d, 0, sizeof d);
+    d.outputs = &out, d.output_count = 1;
+    hpml_graph *g = hpml_graph_create(ctx, &d);
+    ENSURE(hpml_graph_alloc(g) == HPML_OK);
+    for (int i = 0; i < 6; i++) {
+        hpml_world *w[3];
+        hpml_comm  *c[3];
+        for (int k = 0; k < 3; k++) {
+            hpml_comm_desc of;
+            memset(&of, 0, sizeof of);
+            of.transport = HPML_TRANSPORT_CLOCK, of.world = w[k] = hpml_world_create(of.transport, 1, NULL);
+            c[k] = hpml_comm_create(ctx, &of);
+            hpml_comm_compute(c[k], 2 + k);
+        }
+        ENSURE_NEAR(layer_time(g, ctx), 4, 1e-6);
+        for (int k = 0; k < 3; k++) {
+            int last = 2;
+            hpml_comm_free(c[orders[i][k] - '0']), c[orders[i][k] - '0'] = NULL;
+            while (last >= 0 && !c[last]) last--;
+            double at = layer_time(g, ctx), now = hpml_now();
+            if (last >= 0) ENSURE_NEAR(at, 2 + last, 1e-6);
+            else ENSURE_NEAR(at, now, 0.5);
+        }
+        for (int k = 0; k < 3; k++) hpml_world_free(w[k]);
+    }
+    hpml_ctx_free(ctx);
 }
 
 TEST(arguments_are_checked)

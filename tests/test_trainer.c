@@ -643,6 +643,45 @@ TEST(resume_has_the_same_bits)
     remove(path);
 }
 
+/* A copy of a checkpoint, its optimizer's number changed. */
+static bool renumbered(const char *from, const char *to, const char *number)
+{
+    static const char *const keys[] = { "hpml.optimizer", "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
+                                        "hpml.loss_scale", "hpml.scale_steps" };
+    hpml_safetensor   t[16];
+    hpml_meta         meta[7];
+    int               n = 0;
+    hpml_ctx         *ctx = hpml_ctx_create(NULL);
+    hpml_safetensors *f = hpml_safetensors_open(ctx, from);
+    while (n < 16 && hpml_safetensors_at(f, n, &t[n])) n++;
+    for (int k = 0; k < 7; k++) meta[k].key = keys[k], meta[k].value = k ? hpml_safetensors_meta(f, keys[k]) : number;
+    bool good = hpml_safetensors_save(ctx, to, t, n, meta, 7) == HPML_OK;
+    hpml_safetensors_close(f);
+    hpml_ctx_free(ctx);
+    return good;
+}
+
+/* LARS of older files kept a momentum without the layers' rates, of another scale: it is refused, if there is any. */
+TEST(an_older_momentum_of_lars_is_refused)
+{
+    char path[] = "/tmp/hpml_test_XXXXXX", old[64];
+    int  fd = mkstemp(path);
+    ENSURE(fd >= 0);
+    close(fd);
+    snprintf(old, sizeof old, "%s.old", path);
+    for (int none = 0; none < 2; none++) {
+        hpml_ctx     *ctx;
+        hpml_trainer *t = line(&ctx, (hpml_trainer_desc){ .lr = 0.1f, .optimizer = HPML_OPT_LARS,
+                                                          .momentum = none ? HPML_ZERO : 0 });
+        ENSURE(hpml_checkpoint_save(t, path) == HPML_OK && hpml_checkpoint_load(t, path) == HPML_OK);
+        ENSURE(renumbered(path, old, "5"));
+        ENSURE(hpml_checkpoint_load(t, old) == (none ? HPML_OK : HPML_ERR_FORMAT));
+        ENSURE(none || strstr(hpml_ctx_error(ctx), "a LARS of 5 lacks the rates in its momentum"));
+        hpml_ctx_free(ctx);
+    }
+    remove(path), remove(old);
+}
+
 /* A unit that died leaves moments that decay for ever; as denormals they would stay, and slow down each step. A NaN
    must not vanish. */
 TEST(moments_decay_to_zero)
