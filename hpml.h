@@ -2561,11 +2561,12 @@ HPMLI_KFN void HV(gemm_dots)(const hpmli_gemm_part *part)
 
 /* One row times `nv` vectors of columns of a matrix whose rows are contiguous; the last may be partial. */
 #ifndef HPMLI_ROW_ZERO
-#define HPMLI_ROW(X)      X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
+#define HPMLI_ROW(X)                                                                                                   \
+    X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15)
 #define HPMLI_ROW_ZERO(i) hv s##i = HV(zero)();
 #define HPMLI_ROW_ADD(i)                                                                                               \
     if (nv > i) s##i = HV(fma)(x, nv > i + 1 ? HV(load)(b + i * HV_W) : HV(ld)(b + i * HV_W, n - i * HV_W), s##i);
-#define HPMLI_ROW_SAVE(i) \
+#define HPMLI_ROW_SAVE(i)                                                                                              \
     if (nv > i) HV(tile_save)(&e, c + i * HV_W, 0, j + i * HV_W, s##i, nv > i + 1 ? HV_W : n - i * HV_W);
 #endif
 HPMLI_VFN void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int64_t j, int64_t n)
@@ -2584,14 +2585,18 @@ HPMLI_VFN void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int
     HPMLI_ROW(HPMLI_ROW_SAVE)
 }
 
-/* Eight vectors of C at a time, so that B is read in long stretches, or nine, so that none is left over. */
+/* As many vectors of C at a time as there are registers for, so that B is read in long stretches; nine rather than one
+   left over. */
 HPMLI_KFN void HV(gemm_row)(const hpmli_gemm_part *part)
 {
-    for (int64_t j = part->j0, left, n; j < part->j1; j += n) {
-        left = part->j1 - j;
-        n    = left > 9 * HV_W ? 8 * HV_W : left >= 8 * HV_W || left < HV_W ? left : HV_W;
-        if (n > 8 * HV_W) HV(gemm_row_piece)(9, part, j, n);
-        else if (n == 8 * HV_W) HV(gemm_row_piece)(8, part, j, n);
+    for (int64_t j = part->j0, v, n; j < part->j1; j += n) {
+        v = (part->j1 - j + HV_W - 1) / HV_W;
+        v = HPMLI_ISA == 2 && (v == 16 || v >= 24) ? 16 : v == 9 ? 9 : v >= 8 ? 8 : v >= 4 ? 4 : 1;
+        n = part->j1 - j < v * HV_W ? part->j1 - j : v * HV_W;
+        if (HPMLI_ISA == 2 && v == 16) HV(gemm_row_piece)(16, part, j, n);
+        else if (v == 9) HV(gemm_row_piece)(9, part, j, n);
+        else if (v == 8) HV(gemm_row_piece)(8, part, j, n);
+        else if (v == 4) HV(gemm_row_piece)(4, part, j, n);
         else HV(gemm_row_piece)(1, part, j, n);
     }
 }
