@@ -1537,6 +1537,12 @@ HPMLI_VFN void HV(store_bf16)(uint16_t *p, hv a) /* to the nearest, ties to even
     hu u = HV(as_words)(a), rounded = u + 0x7fffu + (u >> 16 & 1u), nan = u | 0x400000u;
     HV(narrow)(p, HV(as_words)(HV(eq)(a, a, HV(as_floats)(rounded), HV(as_floats)(nan))) >> 16);
 }
+HPMLI_VFN void HV(store_u8)(uint8_t *p, hv a)
+{
+    int32_t t[HV_W];
+    HV(store_i32)(t, HV(min)(HV(max)(a, HV(zero)()), HV(set1)(255)));
+    for (int i = 0; i < HV_W; i++) p[i] = (uint8_t)t[i];
+}
 
 /* The first n lanes, almost always all of them. Without masked instructions a part goes through a buffer, so that the
    conversion is the same. */
@@ -1546,16 +1552,14 @@ HPMLI_VFN void HV(st)(float *p, hv a, int64_t n)
     if (n >= HV_W) HV(store)(p, a);
     else HV(store_n)(p, a, n);
 }
-#define HPMLI_PARTIAL_LOAD(type, T)                                                                                    \
+#define HPMLI_PARTIAL(type, T)                                                                                         \
     HPMLI_VFN hv HV(ld_##type)(const T *p, int64_t n)                                                                  \
     {                                                                                                                  \
         T t[HV_W];                                                                                                     \
         if (__builtin_expect(n >= HV_W, 1)) return HV(load_##type)(p);                                                 \
         for (int64_t i = 0; i < HV_W; i++) t[i] = i < n ? p[i] : 0;                                                    \
         return HV(load_##type)(t);                                                                                     \
-    }
-#define HPMLI_PARTIAL(type, T)                                                                                         \
-    HPMLI_PARTIAL_LOAD(type, T)                                                                                        \
+    }                                                                                                                  \
     HPMLI_VFN void HV(st_##type)(T *p, hv a, int64_t n)                                                                \
     {                                                                                                                  \
         T t[HV_W];                                                                                                     \
@@ -1565,11 +1569,10 @@ HPMLI_VFN void HV(st)(float *p, hv a, int64_t n)
             for (int64_t i = 0; i < n; i++) p[i] = t[i];                                                               \
         }                                                                                                              \
     }
-HPMLI_PARTIAL_LOAD(u8, uint8_t)
 HPMLI_PARTIAL(bf16, uint16_t)
 HPMLI_PARTIAL(f16, uint16_t)
 HPMLI_PARTIAL(i32, int32_t)
-#undef HPMLI_PARTIAL_LOAD
+HPMLI_PARTIAL(u8, uint8_t)
 #undef HPMLI_PARTIAL
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1968,31 +1971,28 @@ HPMLI_KFN void HV(opt_step)(const hpmli_opt_args *args, float *w, const float *d
 // >>vconvert   storage types
 // ---------------------------------------------------------------------------------------------------------------------
 
-#define HPMLI_TO_F32(name, T)                                                                                          \
-    HPMLI_KFN void HV(name##_to_f32)(float *y, const void *x, int64_t n)                                               \
-    {                                                                                                                  \
-        HV_LOOP(n) HV(st)(y + i, HV(ld_##name)((const T *)x + i, c), c);                                               \
-    }
-#define HPMLI_FROM_F32(name, T)                                                                                        \
-    HPMLI_KFN void HV(f32_to_##name)(void *y, const float *x, int64_t n)                                               \
-    {                                                                                                                  \
-        HV_LOOP(n) HV(st_##name)((T *)y + i, HV(ld)(x + i, c), c);                                                     \
-    }
-HPMLI_TO_F32(bf16, uint16_t)
-HPMLI_TO_F32(f16, uint16_t)
-HPMLI_TO_F32(i32, int32_t)
-HPMLI_TO_F32(u8, uint8_t)
-HPMLI_FROM_F32(bf16, uint16_t)
-HPMLI_FROM_F32(f16, uint16_t)
-HPMLI_FROM_F32(i32, int32_t)
-#undef HPMLI_TO_F32
-#undef HPMLI_FROM_F32
+/* All but f32, which is copied. */
+#define HPMLI_STORED(X) X(BF16, bf16, uint16_t) X(F16, f16, uint16_t) X(I32, i32, int32_t) X(U8, u8, uint8_t)
 
-HPMLI_KFN void HV(f32_to_u8)(void *y, const float *x, int64_t n)
+HPMLI_KFN void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n)
 {
-    for (int64_t i = 0; i < n; i++) {
-        float r = rintf(x[i]);
-        ((uint8_t *)y)[i] = (uint8_t)(r > 0 ? r < 255 ? r : 255 : 0);
+    switch (dtype) {
+    case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *y); break;
+#define HPMLI_X(type, name, T) \
+    case HPML_DTYPE_##type: HV_LOOP(n) HV(st)(y + i, HV(ld_##name)((const T *)x + i, c), c); break;
+    HPMLI_STORED(HPMLI_X)
+#undef HPMLI_X
+    }
+}
+
+HPMLI_KFN void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n)
+{
+    switch (dtype) {
+    case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *x); break;
+#define HPMLI_X(type, name, T) \
+    case HPML_DTYPE_##type: HV_LOOP(n) HV(st_##name)((T *)y + i, HV(ld)(x + i, c), c); break;
+    HPMLI_STORED(HPMLI_X)
+#undef HPMLI_X
     }
 }
 
@@ -2798,27 +2798,21 @@ HPMLI_VFN void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64)
     }
 }
 
-/* Numbers first .. first + n - 1 of a stream: words, uniform in [0, 1), normal. All walk over chunks; what differs is
-   what becomes of the 64 words. */
-#define HPMLI_RANDOM_FILL(name, T, convert)                                                                            \
-    HPMLI_KFN void HV(random_##name)(T *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)                \
-    {                                                                                                                  \
-        uint32_t w[HPMLI_CHUNK];                                                                                       \
-        T        x[HPMLI_CHUNK];                                                                                       \
-        while (n > 0) {                                                                                                \
-            int64_t skip = (int64_t)(first % HPMLI_CHUNK), c = HPMLI_CHUNK - skip < n ? HPMLI_CHUNK - skip : n;        \
-            HV(chunk)(w, seed, stream, first / HPMLI_CHUNK);                                                           \
-            convert(c == HPMLI_CHUNK ? out : x, w);                                                                    \
-            if (c != HPMLI_CHUNK) memcpy(out, x + skip, (size_t)c * sizeof(T));                                        \
-            out += c, first += (uint64_t)c, n -= c;                                                                    \
-        }                                                                                                              \
+/* Numbers first .. first + n - 1 of a stream: a walk over chunks. out: (n), of floats or of words. */
+HPMLI_KFN void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)
+{
+    uint32_t w[HPMLI_CHUNK];
+    float    x[HPMLI_CHUNK], *to = (float *)out;
+    for (int64_t c; n > 0; to += c, first += (uint64_t)c, n -= c) {
+        int64_t skip = (int64_t)(first % HPMLI_CHUNK);
+        c = HPMLI_CHUNK - skip < n ? HPMLI_CHUNK - skip : n;
+        HV(chunk)(w, seed, stream, first / HPMLI_CHUNK);
+        if (kind == HPMLI_UNIFORM) HV(chunk_uniform)(c == HPMLI_CHUNK ? to : x, w);
+        else if (kind == HPMLI_NORMAL) HV(chunk_normal)(c == HPMLI_CHUNK ? to : x, w);
+        else memcpy(to, w + skip, (size_t)c * sizeof *w);
+        if (kind != HPMLI_WORDS && c < HPMLI_CHUNK) memcpy(to, x + skip, (size_t)c * sizeof *x);
     }
-#define HPMLI_CHUNK_WORDS(x, w) memcpy(x, w, sizeof w)
-HPMLI_RANDOM_FILL(words, uint32_t, HPMLI_CHUNK_WORDS)
-HPMLI_RANDOM_FILL(uniform, float, HV(chunk_uniform))
-HPMLI_RANDOM_FILL(normal, float, HV(chunk_normal))
-#undef HPMLI_CHUNK_WORDS
-#undef HPMLI_RANDOM_FILL
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>onebit   gradient codecs: 1 bit and bf16, one row
@@ -3253,16 +3247,11 @@ HPMLI_KFN void HV(max_pool_row_back)(float *dx, const float *at, const float *dy
 typedef struct hpmli_kernels {
     const char *name;
     HPMLI_KERNELS(HPMLI_X)
-    void (*to_f32[5])(float *y, const void *x, int64_t n);   /* by hpml_dtype, NULL where there is nothing to do */
-    void (*from_f32[5])(void *y, const float *x, int64_t n);
 } hpmli_kernels;
 #undef HPMLI_X
 #endif
 #define HPMLI_X(fn) HV(fn),
-static const hpmli_kernels HV(kernels) = {
-    HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X) { NULL, HV(bf16_to_f32), HV(f16_to_f32), HV(i32_to_f32), HV(u8_to_f32) },
-    { NULL, HV(f32_to_bf16), HV(f32_to_f16), HV(f32_to_i32), HV(f32_to_u8) }
-};
+static const hpmli_kernels HV(kernels) = { HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X) };
 #undef HPMLI_X
 
 #else /* HPMLI_ISA: the ordinary body */
@@ -3359,6 +3348,7 @@ typedef struct hpmli_opt_args {
 #define HPMLI_PHILOX_M1 0xCD9E8D57u
 #define HPMLI_PHILOX_W0 0x9E3779B9u /* ... and what a round adds to its key */
 #define HPMLI_PHILOX_W1 0xBB67AE85u
+typedef enum hpmli_draw { HPMLI_WORDS, HPMLI_UNIFORM, HPMLI_NORMAL } hpmli_draw; /* what becomes of the words */
 
 #define HPMLI_ONEBIT_LANES 16   /* elements in a step: two bytes of bits */
 #define HPMLI_ONEBIT_CHUNK 1024 /* elements summed in float */
@@ -3459,10 +3449,10 @@ typedef struct hpmli_conv_strip {
 #define HPMLI_KERNELS(X)                                                                                               \
     X(act_forward) X(act_backward) X(vadd) X(vsub) X(vmul) X(vdiv) X(vfill) X(vaxpby) X(vscale_add) X(vaffine_relu)    \
     X(vaxpbypc) X(vsum) X(vdot) X(vsumsq) X(vsum_wide) X(vdot_wide) X(vvar_wide) X(vmax) X(vexp_sum) X(vsum_rows)      \
-    X(opt_step) X(gemm_part) X(gemm_sum) X(random_words) X(random_uniform) X(random_normal) X(onebit_scan)             \
-    X(onebit_carry) X(onebit_decode) X(onebit_decode_add) X(bf16_encode) X(bf16_decode_add) X(conv_pack)               \
-    X(conv_pack_back) X(conv_turn) X(conv_return) X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack)          \
-    X(max_pool_row) X(max_pool_row_back)
+    X(opt_step) X(to_f32) X(from_f32) X(gemm_part) X(gemm_sum) X(random) X(onebit_scan) X(onebit_carry)                \
+    X(onebit_decode) X(onebit_decode_add) X(bf16_encode) X(bf16_decode_add) X(conv_pack) X(conv_pack_back)             \
+    X(conv_turn) X(conv_return) X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack) X(max_pool_row)            \
+    X(max_pool_row_back)
 
 #ifdef HPML_USE_ZLIB
 #include <zlib.h>
@@ -3573,12 +3563,12 @@ HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
 #define HPMLI_RANDOM(kind, name, T)                                                                                    \
     HPML_API void hpml_rng_fill_##name(hpml_rng *r, T *x, int64_t n)                                                   \
     {                                                                                                                  \
-        hpmli_kernels_best()->random_##kind(x, r->seed, r->stream, r->counter, n);                                     \
+        hpmli_kernels_best()->random(kind, x, r->seed, r->stream, r->counter, n);                                      \
         if (n > 0) r->counter += (uint64_t)n;                                                                          \
     }
-HPMLI_RANDOM(words, u32, uint32_t)
-HPMLI_RANDOM(uniform, uniform, float)
-HPMLI_RANDOM(normal, normal, float)
+HPMLI_RANDOM(HPMLI_WORDS, u32, uint32_t)
+HPMLI_RANDOM(HPMLI_UNIFORM, uniform, float)
+HPMLI_RANDOM(HPMLI_NORMAL, normal, float)
 #undef HPMLI_RANDOM
 
 /* The last step of splitmix64: every bit of x moves every bit of the result. */
@@ -3689,8 +3679,8 @@ HPMLI_ENCODE(bf16)
 
 HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
-    const hpmli_kernels *k = p->kernels;
-    (add ? k->bf16_decode_add : k->to_f32[HPML_DTYPE_BF16])(out, packed, rows * p->cols);
+    if (add) p->kernels->bf16_decode_add(out, packed, rows * p->cols);
+    else p->kernels->to_f32(out, HPML_DTYPE_BF16, packed, rows * p->cols);
 }
 
 /* Mean of one side, 0 for an empty one, see >>onebit. */
@@ -4640,10 +4630,8 @@ HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hp
         const char *x = (const char *)src + (size_t)i * from_size;
         char       *y = (char *)dst + (size_t)i * to_size; /* neither needs to be aligned */
         count = n - i < 1024 ? n - i : 1024;
-        if (k->to_f32[from]) k->to_f32[from](piece, x, count);
-        else memcpy(piece, x, (size_t)count * sizeof(float));
-        if (k->from_f32[to]) k->from_f32[to](y, piece, count);
-        else memcpy(y, piece, (size_t)count * sizeof(float));
+        k->to_f32(piece, from, x, count);
+        k->from_f32(to, y, piece, count);
     }
 }
 
@@ -5022,8 +5010,8 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     const hpmli_init_job *j = (const hpmli_init_job *)arg;
     int64_t i = task * HPMLI_GRAIN, end = i + HPMLI_GRAIN < j->n ? i + HPMLI_GRAIN : j->n;
     if (j->drawn)
-        (j->normal ? j->ctx->k->random_normal : j->ctx->k->random_uniform)(j->w + i, j->ctx->seed, j->stream,
-                                                                          (uint64_t)i, end - i);
+        j->ctx->k->random(j->normal ? HPMLI_NORMAL : HPMLI_UNIFORM, j->w + i, j->ctx->seed, j->stream, (uint64_t)i,
+                          end - i);
     for (; i < end; i++)
         if (!j->drawn) j->w[i] = (float)j->scale;
         else j->w[i] = (float)(j->scale * (j->normal ? (double)j->w[i] : 2 * (double)j->w[i] - 1));
@@ -6658,7 +6646,7 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
         if (from != to || add) w->k->vaxpby(to + at, 1, from + at, add ? 1.0f : 0.0f, c);
         return;
     }
-    w->k->random_words(words, run->ctx->seed, stream, run->sample * (uint64_t)sample + (uint64_t)at, c);
+    w->k->random(HPMLI_WORDS, words, run->ctx->seed, stream, run->sample * (uint64_t)sample + (uint64_t)at, c);
     for (int64_t i = 0; i < c; i++) {
         float v = words[i] >= least ? from[at + i] * scale : 0;
         to[at + i] = add ? to[at + i] + v : v;
@@ -9397,7 +9385,7 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
     const int64_t      *shape = l->data->x_shape;
     int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->each / (H * W), dx, dy, cx, cy;
     uint32_t word[4];
-    l->ctx->k->random_words(word, l->d.seed, UINT64_C(0xa) << 60 | epoch, (uint64_t)(4 * sample), 4);
+    l->ctx->k->random(HPMLI_WORDS, word, l->d.seed, UINT64_C(0xa) << 60 | epoch, (uint64_t)(4 * sample), 4);
     dx   = a->shift > 0 ? (int64_t)(word[0] % (uint32_t)(2 * a->shift + 1)) - a->shift : 0;
     dy   = a->shift > 0 ? (int64_t)(word[1] % (uint32_t)(2 * a->shift + 1)) - a->shift : 0;
     bool flip = a->flip && (word[2] & 1);

@@ -17,7 +17,5 @@ void inside_map(const void *k, hpml_act f, float *y, const float *x, int64_t n)
 void inside_random(const void *k, inside_numbers kind, void *out, uint64_t seed, uint64_t stream,
                    uint64_t first, int64_t n)
 {
-    const hpmli_kernels *t = (const hpmli_kernels *)k;
-    if (kind == INSIDE_WORDS) t->random_words((uint32_t *)out, seed, stream, first, n);
-    else (kind == INSIDE_UNIFORM ? t->random_uniform : t->random_normal)((float *)out, seed, stream, first, n);
+    ((const hpmli_kernels *)k)->random((hpmli_draw)kind, out, seed, stream, first, n);
 }
