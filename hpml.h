@@ -3031,22 +3031,38 @@ HPMLI_KFN void HV(square)(const float *x, int64_t ldx, int64_t rows, int64_t col
     HV(transpose)(x, ldx, rows, out, HV_W);
 }
 
+/* y[j * ldy + i] (+)= x[i * ldx + j] + bias[j], i < rows, j < cols. spare: a vector may be read behind each row. */
+HPMLI_VFN void HV(conv_flip)(const float *x, int64_t ldx, int64_t rows, int64_t cols, bool spare, float *y, int64_t ldy,
+                             const float *bias, int relu, int accumulate)
+{
+    float square[HV_W * HV_W];
+    for (int64_t i = 0; i < rows; i += HV_W) {
+        int64_t lanes = rows - i < HV_W ? rows - i : HV_W;
+        for (int64_t j = 0; j < cols; j += HV_W) {
+            int64_t n = cols - j < HV_W ? cols - j : HV_W;
+            HV(square)(x + i * ldx + j, ldx, lanes, spare ? HV_W : n, square);
+            for (int64_t q = 0; q < n; q++) {
+                float *to = y + (j + q) * ldy + i;
+                hv     v  = HV(load)(square + q * HV_W);
+                if (bias) v += HV(set1)(bias[j + q]);
+                if (accumulate) v = HV(ld)(to, lanes) + v;
+                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays */
+                HV(st)(to, v, lanes);
+            }
+        }
+    }
+}
+
 /* The weights (out, in, taps) of channels [o, o + panel) as tiles read them: dst[(tap * in + c) * panel + lane]. */
 HPMLI_KFN void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
 {
-    float square[HV_W * HV_W];
     int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC, each = d->C * d->taps;
-    for (; o < end; o += HV_W) {
-        int64_t rows = d->OC - o < HV_W ? d->OC - o : HV_W;
-        float  *to   = dst + o / HPMLI_NR * HPMLI_NR * each + o % HPMLI_NR;
+    if (end % HPMLI_NR) memset(dst + end / HPMLI_NR * HPMLI_NR * each, 0, (size_t)(each * HPMLI_NR) * sizeof *dst);
+    for (; o < end; o += HV_W)
         for (int64_t c = 0; c < d->C; c++)
-            for (int64_t t = 0; t < d->taps; t += HV_W) {
-                int64_t n = d->taps - t < HV_W ? d->taps - t : HV_W;
-                HV(square)(w + o * each + c * d->taps + t, each, rows, n, square);
-                for (int64_t i = 0; i < n; i++)
-                    HV(store)(to + ((t + i) * d->C + c) * HPMLI_NR, HV(load)(square + i * HV_W));
-            }
-    }
+            HV(conv_flip)(w + o * each + c * d->taps, each, end - o < HV_W ? end - o : HV_W, d->taps, false,
+                          dst + o / HPMLI_NR * HPMLI_NR * each + c * HPMLI_NR + o % HPMLI_NR, d->C * HPMLI_NR, NULL, 0,
+                          0);
 }
 
 /* The same weights for the gradient of the input, output channel o of them: a panel is some lanes of a block. */
@@ -3096,35 +3112,13 @@ HPMLI_KFN void HV(conv_turn)(float *image, const float *x, int64_t channels, int
     }
 }
 
-/* n pixels, `apart` floats from one to the next, go into the planes of y, turned. */
-HPMLI_KFN void HV(conv_emit)(const float *x, int64_t apart, int64_t n, int64_t channels, float *y,
-                                        int64_t plane, const float *bias, int relu, int accumulate)
-{
-    float square[HV_W * HV_W];
-    for (int64_t i = 0; i < n; i += HV_W) {
-        int64_t lanes = n - i < HV_W ? n - i : HV_W;
-        for (int64_t o = 0; o < channels; o += HV_W) {
-            int64_t rows = channels - o < HV_W ? channels - o : HV_W;
-            HV(square)(x + i * apart + o, apart, lanes, HV_W, square);
-            for (int64_t r = 0; r < rows; r++) {
-                float *to = y + (o + r) * plane + i;
-                hv     v  = HV(load)(square + r * HV_W);
-                if (bias) v += HV(set1)(bias[o + r]);
-                if (accumulate) v = HV(ld)(to, lanes) + v;
-                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays */
-                HV(st)(to, v, lanes);
-            }
-        }
-    }
-}
-
 /* Back from NHWC order: dx (C, H, W) (+)= its image. */
 HPMLI_KFN void HV(conv_return)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
 {
     bool    whole = d->x_pitch == d->W * d->C;
     int64_t rows = whole ? 1 : d->H, n = whole ? d->H * d->W : d->W;
     for (int64_t r = 0; r < rows; r++)
-        HV(conv_emit)(image + r * d->x_pitch, d->C, n, d->C, dx + r * n, d->H * d->W, NULL, 0, accumulate);
+        HV(conv_flip)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0, accumulate);
 }
 
 /* Channels [o0, o1) of one image's result, from its image in NHWC order. band: d->band x OW x panel floats. */
@@ -3140,7 +3134,7 @@ HPMLI_KFN void HV(conv_image)(const hpmli_conv *d, const float *w, const float *
             int64_t rows = d->OH - row < d->band ? d->OH - row : d->band;
             for (int64_t r = 0; r < rows; r++)
                 HV(strip)(&s, n, image + (row + r) * d->row_at, w + o * d->taps * d->C, band + r * d->OW * HPMLI_NR);
-            HV(conv_emit)(band, HPMLI_NR, rows * d->OW, n, y + o * d->OH * d->OW + row * d->OW, d->OH * d->OW,
+            HV(conv_flip)(band, HPMLI_NR, rows * d->OW, n, true, y + o * d->OH * d->OW + row * d->OW, d->OH * d->OW,
                           bias ? bias + o : NULL, relu, 0);
         }
     }
@@ -3176,7 +3170,7 @@ HPMLI_KFN void HV(conv_weights)(const hpmli_conv *d, int64_t images, const float
 /* dw (out, in, taps) (+)= the sum of the parts, in order; channels [o, o + panel) of it. */
 HPMLI_KFN void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *parts, int64_t o, int accumulate)
 {
-    float sum[HV_W * HV_W], square[HV_W * HV_W];
+    float   sum[HV_W * HV_W];
     int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC;
     for (; o < end; o += HV_W) {
         const float *from = parts + o / HPMLI_NR * HPMLI_NR * d->taps * d->C + o % HPMLI_NR;
@@ -3189,13 +3183,8 @@ HPMLI_KFN void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *part
                     for (int64_t k = 1; k < d->parts; k++) s += HV(load)(p + k * d->part_size);
                     HV(store)(sum + i * HV_W, s);
                 }
-                HV(square)(sum, HV_W, n, HV_W, square);
-                for (int64_t q = 0; q < HV_W && o + q < end; q++) {
-                    float *to = dw + ((o + q) * d->C + c) * d->taps + t;
-                    hv     s  = HV(load)(square + q * HV_W);
-                    if (accumulate) s = HV(ld)(to, n) + s;
-                    HV(st)(to, s, n);
-                }
+                HV(conv_flip)(sum, HV_W, n, end - o < HV_W ? end - o : HV_W, true, dw + (o * d->C + c) * d->taps + t,
+                              d->C * d->taps, NULL, 0, accumulate);
             }
     }
 }
