@@ -1201,7 +1201,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
      signmask bits             a bit for each lane, a >= 0; its bit in m ? a : b
      load_T store_T            converted from and to bf16, f16, u8, i32; ld_T st_T: the first n lanes */
 
-#ifndef HV
+/* Macros that are the same in each pass are just defined again. */
 #define HPMLI_WINS(a, b)  (!((a) <= (b)) && (b) == (b)) /* a maximum that keeps a NaN */
 #define HPMLI_CAT_(a, b)  a##b
 #define HPMLI_CAT(a, b)   HPMLI_CAT_(a, b)
@@ -1217,7 +1217,6 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define hq                HV(quads)
 /* for (i = 0; i < n; i += HV_W) with c = the lanes that count. */
 #define HV_LOOP(n) for (int64_t i = 0, c; c = HV_W > 1 && (n) - i < HV_W ? (n) - i : HV_W, i < (n); i += HV_W)
-#endif
 
 #undef HPMLI_SUFFIX
 #undef HPMLI_TARGET
@@ -1324,10 +1323,8 @@ HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
 // >>simd-x86   vectors: AVX2, AVX-512
 // ---------------------------------------------------------------------------------------------------------------------
 
-#if HPMLI_ISA == 2 && !defined(__clang__) /* at -O0 gcc's own headers make macros of some, which -Wconversion sees */
-#pragma GCC diagnostic push
+#pragma GCC diagnostic push /* at -O0 gcc's own headers make macros of some, which -Wconversion sees */
 #pragma GCC diagnostic ignored "-Wsign-conversion"
-#endif
 #undef HPMLI_FOLD
 #undef HPMLI_MM
 #undef HPMLI_MM_ALL
@@ -1457,9 +1454,7 @@ HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
 }
 #endif
 
-#if HPMLI_ISA == 2 && !defined(__clang__)
 #pragma GCC diagnostic pop
-#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simd-neon   vectors: NEON; what all have in common
@@ -1583,11 +1578,9 @@ HPMLI_PARTIAL(u8, uint8_t)
    2. Errors are below 2 units in the last place over the whole range; NaN stays NaN, exp underflows to 0. */
 
 /* Horner's rule for five coefficients, highest first; and four more on top of p. */
-#ifndef HV_POLY5
 #define HV_POLY5(op, x, a, b, c, d, e)    HV_POLY_ON(op, x, HV(set1)(a), b, c, d, e)
 #define HV_POLY_ON(op, x, p, b, c, d, e)                                                                               \
     op(op(op(op(p, x, HV(set1)(b)), x, HV(set1)(c)), x, HV(set1)(d)), x, HV(set1)(e))
-#endif
 
 HPMLI_VFN hv HV(exp)(hv x)
 {
@@ -1603,11 +1596,9 @@ HPMLI_VFN hv HV(exp)(hv x)
 }
 
 /* log(2^e m) = e ln 2 + log m, m in [sqrt 1/2, sqrt 2): a polynomial in f = m - 1 of the Cephes library. */
-#ifndef HPMLI_LOG_POLY
 #define HPMLI_LOG_POLY(op, f)                                                                                          \
     HV_POLY_ON(op, f, HV_POLY5(op, f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,        \
                1.4249322787e-1f), -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f)
-#endif
 HPMLI_VFN hv HV(log)(hv x)
 {
     hv tiny = HV(set1)(1.17549435e-38f);
@@ -2972,11 +2963,7 @@ HPMLI_KFN void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
    pixels; that of the input has pixels of dy for rows, taps x channels for columns, and adds them to where those taps
    read. */
 
-#ifndef HPMLI_STRIP_ARGS /* the rows of a tile are those of >>gemm */
-#define HPMLI_STRIP_ARGS const hpmli_conv_strip *s, const float *a, const float *b, float *c
-typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
-#endif
-
+/* The rows of a tile are those of >>gemm. */
 HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
 {
     const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc;
@@ -2999,13 +2986,11 @@ HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
     else { HPMLI_ROWS(HPMLI_TILE_STORE) }
 }
 
-#ifndef HPMLI_STRIP_KINDS
 #define HPMLI_STRIP_KINDS(r)                                                                                           \
     HPMLI_KFN void HV(strip_one_##r)(HPMLI_STRIP_ARGS) { HV(strip_tile)(r + 1, 1, s, a, b, c); }                       \
     HPMLI_KFN void HV(strip_two_##r)(HPMLI_STRIP_ARGS) { HV(strip_tile)(r + 1, 2, s, a, b, c); }
 #define HPMLI_STRIP_ONE(r) HV(strip_one_##r),
 #define HPMLI_STRIP_TWO(r) HV(strip_two_##r),
-#endif
 HPMLI_ROWS(HPMLI_STRIP_KINDS)
 static hpmli_strip_fn *const HV(strips)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_STRIP_ONE) },
                                                                     { HPMLI_ROWS(HPMLI_STRIP_TWO) } };
@@ -3242,6 +3227,7 @@ typedef struct hpmli_kernels {
 #define HPMLI_X(fn) HV(fn),
 static const hpmli_kernels HV(kernels) = { HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X) };
 #undef HPMLI_X
+#undef HPMLI_ISA
 
 #else /* HPMLI_ISA: the ordinary body */
 #ifndef HPMLI_BODY_INCLUDED
@@ -3255,7 +3241,7 @@ static const hpmli_kernels HV(kernels) = { HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X
 #endif
 
 #if !defined(HPML_NO_SIMD) && defined(__x86_64__)
-#define HPMLI_HAVE_X86 1
+#define HPMLI_X86
 #if !defined(__clang__) /* gcc 12 warns, as C++, about "undefined" vectors in its own header */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -3265,14 +3251,9 @@ static const hpmli_kernels HV(kernels) = { HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X
 #if !defined(__clang__)
 #pragma GCC diagnostic pop
 #endif
-#else
-#define HPMLI_HAVE_X86 0
-#endif
-#if !defined(HPML_NO_SIMD) && defined(__aarch64__)
-#define HPMLI_HAVE_NEON 1
+#elif !defined(HPML_NO_SIMD) && defined(__aarch64__)
+#define HPMLI_NEON
 #include <arm_neon.h>
-#else
-#define HPMLI_HAVE_NEON 0
 #endif
 
 /* One matrix product, C = act(alpha A B + beta C + bias); see >>gemm. Strides in elements; any operand may be
@@ -3372,6 +3353,8 @@ typedef struct hpmli_conv_strip {
     int64_t rows, ars, acs, ldb, ldc, length, runs[2], a_at[2], b_at[2];
     int     add;
 } hpmli_conv_strip;
+#define HPMLI_STRIP_ARGS const hpmli_conv_strip *s, const float *a, const float *b, float *c
+typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
 
 #define HPMLI_CONV_PANEL 32 /* channels are dealt with in panels; what a kernel calls a panel divides this */
 
@@ -3453,19 +3436,14 @@ typedef struct hpmli_conv_strip {
 #endif
 #define HPMLI_ISA 0
 #include HPML_SELF
-#undef HPMLI_ISA
-#if HPMLI_HAVE_X86
+#if defined(HPMLI_X86)
 #define HPMLI_ISA 1
 #include HPML_SELF
-#undef HPMLI_ISA
 #define HPMLI_ISA 2
 #include HPML_SELF
-#undef HPMLI_ISA
-#endif
-#if HPMLI_HAVE_NEON
+#elif defined(HPMLI_NEON)
 #define HPMLI_ISA 3
 #include HPML_SELF
-#undef HPMLI_ISA
 #endif
 #undef hv
 #undef hu
@@ -3477,19 +3455,18 @@ typedef struct hpmli_conv_strip {
 #undef HV_POLY_ON
 HPMLI_PLAIN
 
-/* Kernels by name, NULL when this CPU cannot run them; without a name the best. */
+/* Kernels by name, NULL when this CPU cannot run them; name NULL: the best. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 {
     const hpmli_kernels *runs[4];
     int                  count = 0;
-#if HPMLI_HAVE_X86
+#if defined(HPMLI_X86)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl"))
         runs[count++] = &hpmli_kernels_avx512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) runs[count++] = &hpmli_kernels_avx2;
-#endif
-#if HPMLI_HAVE_NEON
+#elif defined(HPMLI_NEON)
     runs[count++] = &hpmli_kernels_neon;
 #endif
     runs[count++] = &hpmli_kernels_scalar;
@@ -3497,8 +3474,6 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
         if (!name || strcmp(name, runs[i]->name) == 0) return runs[i];
     return NULL;
 }
-
-HPMLI_FN const hpmli_kernels *hpmli_kernels_best(void) { return hpmli_kernels_find(NULL); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>rng   single random numbers, permutations
@@ -3552,7 +3527,7 @@ HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
 #define HPMLI_RANDOM(kind, name, T)                                                                                    \
     HPML_API void hpml_rng_fill_##name(hpml_rng *r, T *x, int64_t n)                                                   \
     {                                                                                                                  \
-        hpmli_kernels_best()->random(kind, x, r->seed, r->stream, r->counter, n);                                      \
+        hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);                                  \
         if (n > 0) r->counter += (uint64_t)n;                                                                          \
     }
 HPMLI_RANDOM(HPMLI_WORDS, u32, uint32_t)
@@ -3758,7 +3733,7 @@ HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *d
     if (d->threshold == 0) d->threshold = 0.5f;
     p->rows     = rows;
     p->cols     = cols;
-    p->kernels  = hpmli_kernels_best();
+    p->kernels  = hpmli_kernels_find(NULL);
     p->row_size = p->codec->row_size(d, cols);
     bool small  = (rows == 1 || cols == 1 || rows * cols < d->min_elements) && !d->compress_all;
     if (d->all_bits || (p->codec->exempts && (small || p->row_size >= none->row_size(d, cols)))) {
@@ -4189,6 +4164,19 @@ HPMLI_FN void hpmli_pool_drop(void *object)
     pthread_mutex_destroy(&p->mutex);
 }
 
+/* Those that this process may use. */
+HPMLI_FN int hpmli_cores(void)
+{
+    long n = 1;
+#if defined(CPU_COUNT)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) n = CPU_COUNT(&set);
+#elif defined(_SC_NPROCESSORS_ONLN)
+    n = sysconf(_SC_NPROCESSORS_ONLN);
+#endif
+    return (int)hpmli_max(n, 1);
+}
+
 /* A pool of `threads` - 1 workers; fewer when the system refuses. */
 HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
 {
@@ -4224,22 +4212,6 @@ HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *
     (void)ctx;
 }
 
-HPMLI_FN int hpmli_cores(void)
-{
-#if defined(HPML_NO_THREADS)
-    return 1;
-#elif defined(CPU_COUNT)
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-    return 1;
-#elif defined(_SC_NPROCESSORS_ONLN)
-    long n = sysconf(_SC_NPROCESSORS_ONLN);
-    return n > 0 ? (int)n : 1;
-#else
-    return 1;
-#endif
-}
-
 /* Loops over long arrays are cut into pieces of this many elements: small enough to share, large enough to pay. */
 #define HPMLI_GRAIN 16384
 
@@ -4257,17 +4229,14 @@ HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols)
 HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 {
     if (!HPMLI_CLEARED(ctx, "ctx", d)) return false;
-    ctx->k = d->cpu ? hpmli_kernels_find(d->cpu) : hpmli_kernels_best();
+    ctx->k = hpmli_kernels_find(d->cpu);
     if (!ctx->k) {
+        ctx->k = hpmli_kernels_find(NULL);
         hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "ctx: this CPU or build has no \"%s\" kernels; leave .cpu NULL for the "
-                   "best (\"%s\")", d->cpu, hpmli_kernels_best()->name);
-        ctx->k = hpmli_kernels_best();
+                   "best (\"%s\")", d->cpu, ctx->k->name);
     }
-    ctx->threads = d->threads > 0 ? d->threads : hpmli_cores();
-    if (ctx->threads > 1024) ctx->threads = 1024;
-#ifdef HPML_NO_THREADS
-    ctx->threads = 1;
-#else
+#ifndef HPML_NO_THREADS
+    ctx->threads = (int)hpmli_min(d->threads > 0 ? d->threads : hpmli_cores(), 1024);
     if (ctx->threads > 1) {
         ctx->pool = hpmli_pool_create(ctx, ctx->threads);
         if (!ctx->pool) return false;
