@@ -1646,11 +1646,6 @@ HPMLI_VFN hv HV(erf)(hv x)
     return HV(gt)(HV(set1)(0.5f), a, near_, far);
 }
 
-/* The activations: f(x), and df/dx from x or from y = f(x), whichever is cheaper. s is the slope of leaky relu. */
-#define HPMLI_ACT(name, forward, slope_of)                                                                             \
-    HPMLI_VFN hv HV(f_##name)(hv x, hv s) { (void)s; return forward; }                                                 \
-    HPMLI_VFN hv HV(d_##name)(hv x, hv y, hv s) { (void)x; (void)y; (void)s; return slope_of; }
-
 /* gelu, tanh form: u = sqrt(2/pi) (x + 0.044715 x^3) */
 HPMLI_VFN hv HV(gelu_t)(hv x)
 {
@@ -1672,50 +1667,54 @@ HPMLI_VFN hv HV(silu_slope)(hv x)
     hv s = HV(sigmoid)(x);
     return s * HV(fma)(x, 1.0f - s, HV(set1)(1));
 }
-HPMLI_ACT(none, x, HV(set1)(1))
-HPMLI_ACT(relu, HV(gt)(x, HV(zero)(), x, HV(eq)(x, x, HV(zero)(), x)), HV(gt)(y, HV(zero)(), HV(set1)(1), HV(zero)()))
-HPMLI_ACT(leaky, HV(gt)(x, HV(zero)(), x, x * s), HV(gt)(y, HV(zero)(), HV(set1)(1), s))
-HPMLI_ACT(gelu, x * 0.5f * (1.0f + HV(gelu_t)(x)), HV(gelu_slope)(x))
-HPMLI_ACT(gelu_erf, x * HV(cdf)(x), HV(fma)(x, HV(pdf)(x), HV(cdf)(x)))
-HPMLI_ACT(silu, x * HV(sigmoid)(x), HV(silu_slope)(x))
-HPMLI_ACT(sigmoid, HV(sigmoid)(x), y * (1.0f - y))
-HPMLI_ACT(tanh, HV(tanh)(x), HV(fnma)(y, y, HV(set1)(1)))
-HPMLI_ACT(exp, HV(exp)(x), y)
-HPMLI_ACT(log, HV(log)(x), 1.0f / x)
-HPMLI_ACT(sqrt, HV(sqrt)(x), 0.5f / y)
-HPMLI_ACT(square, x * x, x + x)
-HPMLI_ACT(neg, -x, HV(set1)(-1))
-HPMLI_ACT(abs, HV(abs)(x), HV(gt)(x, HV(zero)(), HV(set1)(1), HV(gt)(HV(zero)(), x, HV(set1)(-1), HV(zero)())))
-#undef HPMLI_ACT
+/* The activations: y = f(x), and dy/dx from x or y, whichever is cheaper. s is the slope of leaky relu. */
+#define HPMLI_ACTS(X)                                                                                                  \
+    X(NONE, x, HV(set1)(1))                                                                                            \
+    X(RELU, HV(gt)(x, HV(zero)(), x, HV(eq)(x, x, HV(zero)(), x)), HV(gt)(y, HV(zero)(), HV(set1)(1), HV(zero)()))     \
+    X(LEAKY_RELU, HV(gt)(x, HV(zero)(), x, x * s), HV(gt)(y, HV(zero)(), HV(set1)(1), s))                              \
+    X(GELU, x * 0.5f * (1.0f + HV(gelu_t)(x)), HV(gelu_slope)(x))                                                      \
+    X(GELU_ERF, x * HV(cdf)(x), HV(fma)(x, HV(pdf)(x), HV(cdf)(x)))                                                    \
+    X(SILU, x * HV(sigmoid)(x), HV(silu_slope)(x))                                                                     \
+    X(SIGMOID, HV(sigmoid)(x), y * (1.0f - y))                                                                         \
+    X(TANH, HV(tanh)(x), HV(fnma)(y, y, HV(set1)(1)))                                                                  \
+    X(EXP, HV(exp)(x), y)                                                                                              \
+    X(LOG, HV(log)(x), 1.0f / x)                                                                                       \
+    X(SQRT, HV(sqrt)(x), 0.5f / y)                                                                                     \
+    X(SQUARE, x * x, x + x)                                                                                            \
+    X(NEG, -x, HV(set1)(-1))                                                                                           \
+    X(ABS, HV(abs)(x), HV(gt)(x, HV(zero)(), HV(set1)(1), HV(gt)(HV(zero)(), x, HV(set1)(-1), HV(zero)())))
 
-#define HPMLI_ACTS(X) X(0, none) X(1, relu) X(2, leaky) X(3, gelu) X(4, gelu_erf) X(5, silu) X(6, sigmoid) X(7, tanh) \
-    X(8, exp) X(9, log) X(10, sqrt) X(11, square) X(12, neg) X(13, abs)
-
-HPMLI_KFN void HV(act_forward)(int kind, float slope, float *y, const float *x, int64_t n)
+HPMLI_KFN void HV(act_forward)(hpml_act act, float slope, float *to, const float *from, int64_t n)
 {
     hv s = HV(set1)(slope);
-    switch (kind) {
-#define HPMLI_X(number, name) \
-    case number: HV_LOOP(n) HV(st)(y + i, HV(f_##name)(HV(ld)(x + i, c), s), c); break;
+    switch (act) {
+#define HPMLI_X(name, f, df)                                                                                           \
+    case HPML_ACT_##name:                                                                                              \
+        HV_LOOP(n) {                                                                                                   \
+            hv x = HV(ld)(from + i, c);                                                                                \
+            HV(st)(to + i, f, c);                                                                                      \
+        }                                                                                                              \
+        break;
         HPMLI_ACTS(HPMLI_X)
 #undef HPMLI_X
     }
 }
 
-/* x or y may be NULL where the slope does not read it: dy stands in. */
-HPMLI_KFN void HV(act_backward)(int kind, float slope, float *dx, const float *dy, const float *x,
-                                           const float *y, int64_t n, int accumulate)
+/* xs or ys may be NULL where the slope does not read it: dy stands in. */
+HPMLI_KFN void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs, const float *ys,
+                                int64_t n, int accumulate)
 {
     hv s = HV(set1)(slope);
-    if (!x) x = dy;
-    if (!y) y = dy;
-    switch (kind) {
-#define HPMLI_X(number, name)                                                                                          \
-    case number:                                                                                                       \
+    if (!xs) xs = dy;
+    if (!ys) ys = dy;
+    switch (act) {
+#define HPMLI_X(name, f, df)                                                                                           \
+    case HPML_ACT_##name:                                                                                              \
         HV_LOOP(n) {                                                                                                   \
-            hv d = HV(ld)(dy + i, c) * HV(d_##name)(HV(ld)(x + i, c), HV(ld)(y + i, c), s);                            \
+            hv x = HV(ld)(xs + i, c), y = HV(ld)(ys + i, c), d = HV(ld)(dy + i, c) * (df);                             \
             if (accumulate) d += HV(ld)(dx + i, c);                                                                    \
             HV(st)(dx + i, d, c);                                                                                      \
+            (void)x, (void)y;                                                                                          \
         }                                                                                                              \
         break;
         HPMLI_ACTS(HPMLI_X)
@@ -5324,9 +5323,9 @@ HPMLI_FN void hpmli_map_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     const hpmli_map *m = (const hpmli_map *)arg;
     int64_t          i = task * HPMLI_GRAIN, n = m->n - i < HPMLI_GRAIN ? m->n - i : HPMLI_GRAIN;
     if (m->dy)
-        m->k->act_backward((int)m->act, m->a, m->y + i, m->dy + i, m->x ? m->x + i : NULL, m->v ? m->v + i : NULL, n,
+        m->k->act_backward(m->act, m->a, m->y + i, m->dy + i, m->x ? m->x + i : NULL, m->v ? m->v + i : NULL, n,
                            m->accumulate);
-    else if (m->act) m->k->act_forward((int)m->act, m->a, m->y + i, m->x + i, n);
+    else if (m->act) m->k->act_forward(m->act, m->a, m->y + i, m->x + i, n);
     else if (m->accumulate) m->k->vaxpby(m->y + i, m->a, m->x + i, 1, n);
     else m->k->vscale_add(m->y + i, m->x + i, m->a, m->b, n);
 }
@@ -6102,7 +6101,7 @@ HPMLI_FN void hpmli_conv_take_dy(const hpmli_conv *c, int64_t b, float *db, bool
     int64_t pixels = c->OH * c->OW, channels = c->groups * c->OC;
     float  *dz = c->n->out->grad + b * channels * pixels;
     if (c->n->attr.conv.act != HPML_ACT_NONE)
-        c->ctx->k->act_backward((int)c->n->attr.conv.act, 0.01f, dz, dz, NULL, c->n->out->data + b * channels * pixels,
+        c->ctx->k->act_backward(c->n->attr.conv.act, 0.01f, dz, dz, NULL, c->n->out->data + b * channels * pixels,
                                 channels * pixels, 0);
     for (int64_t o = 0; c->want_db && o < channels; o++)
         db[o] = (first ? 0 : db[o]) + c->ctx->k->vsum(dz + o * pixels, pixels);

@@ -11,7 +11,7 @@ void inside_parallel(hpml_ctx *ctx, int64_t tasks, void (*fn)(void *arg, int64_t
 
 void inside_map(const void *k, hpml_act f, float *y, const float *x, int64_t n)
 {
-    ((const hpmli_kernels *)k)->act_forward((int)f, 0, y, x, n);
+    ((const hpmli_kernels *)k)->act_forward(f, 0, y, x, n);
 }
 
 void inside_random(const void *k, inside_numbers kind, void *out, uint64_t seed, uint64_t stream,
