@@ -162,7 +162,6 @@ typedef enum hpml_status {
 #define HPMLI_X(name, code, text) name = code,
     HPML_STATUS_LIST(HPMLI_X)
 #undef HPMLI_X
-        HPMLI_STATUS_END = 1
 } hpml_status;
 
 HPML_API const char *hpml_status_string(hpml_status status); /* static text, never NULL */
@@ -1201,7 +1200,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
      signmask bits             a bit for each lane, a >= 0; its bit in m ? a : b
      load_T store_T            converted from and to bf16, f16, u8, i32; ld_T st_T: the first n lanes */
 
-#ifndef HV
+/* Macros that are the same in each pass are just defined again. */
 #define HPMLI_WINS(a, b)  (!((a) <= (b)) && (b) == (b)) /* a maximum that keeps a NaN */
 #define HPMLI_CAT_(a, b)  a##b
 #define HPMLI_CAT(a, b)   HPMLI_CAT_(a, b)
@@ -1217,7 +1216,6 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define hq                HV(quads)
 /* for (i = 0; i < n; i += HV_W) with c = the lanes that count. */
 #define HV_LOOP(n) for (int64_t i = 0, c; c = HV_W > 1 && (n) - i < HV_W ? (n) - i : HV_W, i < (n); i += HV_W)
-#endif
 
 #undef HPMLI_SUFFIX
 #undef HPMLI_TARGET
@@ -1324,10 +1322,8 @@ HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
 // >>simd-x86   vectors: AVX2, AVX-512
 // ---------------------------------------------------------------------------------------------------------------------
 
-#if HPMLI_ISA == 2 && !defined(__clang__) /* at -O0 gcc's own headers make macros of some, which -Wconversion sees */
-#pragma GCC diagnostic push
+#pragma GCC diagnostic push /* at -O0 gcc's own headers make macros of some, which -Wconversion sees */
 #pragma GCC diagnostic ignored "-Wsign-conversion"
-#endif
 #undef HPMLI_FOLD
 #undef HPMLI_MM
 #undef HPMLI_MM_ALL
@@ -1457,9 +1453,7 @@ HPMLI_VFN void HV(store_i32)(int32_t *p, hv a)
 }
 #endif
 
-#if HPMLI_ISA == 2 && !defined(__clang__)
 #pragma GCC diagnostic pop
-#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simd-neon   vectors: NEON; what all have in common
@@ -1537,6 +1531,12 @@ HPMLI_VFN void HV(store_bf16)(uint16_t *p, hv a) /* to the nearest, ties to even
     hu u = HV(as_words)(a), rounded = u + 0x7fffu + (u >> 16 & 1u), nan = u | 0x400000u;
     HV(narrow)(p, HV(as_words)(HV(eq)(a, a, HV(as_floats)(rounded), HV(as_floats)(nan))) >> 16);
 }
+HPMLI_VFN void HV(store_u8)(uint8_t *p, hv a)
+{
+    int32_t t[HV_W];
+    HV(store_i32)(t, HV(min)(HV(max)(a, HV(zero)()), HV(set1)(255)));
+    for (int i = 0; i < HV_W; i++) p[i] = (uint8_t)t[i];
+}
 
 /* The first n lanes, almost always all of them. Without masked instructions a part goes through a buffer, so that the
    conversion is the same. */
@@ -1546,16 +1546,14 @@ HPMLI_VFN void HV(st)(float *p, hv a, int64_t n)
     if (n >= HV_W) HV(store)(p, a);
     else HV(store_n)(p, a, n);
 }
-#define HPMLI_PARTIAL_LOAD(type, T)                                                                                    \
+#define HPMLI_PARTIAL(type, T)                                                                                         \
     HPMLI_VFN hv HV(ld_##type)(const T *p, int64_t n)                                                                  \
     {                                                                                                                  \
         T t[HV_W];                                                                                                     \
         if (__builtin_expect(n >= HV_W, 1)) return HV(load_##type)(p);                                                 \
         for (int64_t i = 0; i < HV_W; i++) t[i] = i < n ? p[i] : 0;                                                    \
         return HV(load_##type)(t);                                                                                     \
-    }
-#define HPMLI_PARTIAL(type, T)                                                                                         \
-    HPMLI_PARTIAL_LOAD(type, T)                                                                                        \
+    }                                                                                                                  \
     HPMLI_VFN void HV(st_##type)(T *p, hv a, int64_t n)                                                                \
     {                                                                                                                  \
         T t[HV_W];                                                                                                     \
@@ -1565,11 +1563,10 @@ HPMLI_VFN void HV(st)(float *p, hv a, int64_t n)
             for (int64_t i = 0; i < n; i++) p[i] = t[i];                                                               \
         }                                                                                                              \
     }
-HPMLI_PARTIAL_LOAD(u8, uint8_t)
 HPMLI_PARTIAL(bf16, uint16_t)
 HPMLI_PARTIAL(f16, uint16_t)
 HPMLI_PARTIAL(i32, int32_t)
-#undef HPMLI_PARTIAL_LOAD
+HPMLI_PARTIAL(u8, uint8_t)
 #undef HPMLI_PARTIAL
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1580,11 +1577,9 @@ HPMLI_PARTIAL(i32, int32_t)
    2. Errors are below 2 units in the last place over the whole range; NaN stays NaN, exp underflows to 0. */
 
 /* Horner's rule for five coefficients, highest first; and four more on top of p. */
-#ifndef HV_POLY5
 #define HV_POLY5(op, x, a, b, c, d, e)    HV_POLY_ON(op, x, HV(set1)(a), b, c, d, e)
 #define HV_POLY_ON(op, x, p, b, c, d, e)                                                                               \
     op(op(op(op(p, x, HV(set1)(b)), x, HV(set1)(c)), x, HV(set1)(d)), x, HV(set1)(e))
-#endif
 
 HPMLI_VFN hv HV(exp)(hv x)
 {
@@ -1600,11 +1595,9 @@ HPMLI_VFN hv HV(exp)(hv x)
 }
 
 /* log(2^e m) = e ln 2 + log m, m in [sqrt 1/2, sqrt 2): a polynomial in f = m - 1 of the Cephes library. */
-#ifndef HPMLI_LOG_POLY
 #define HPMLI_LOG_POLY(op, f)                                                                                          \
     HV_POLY_ON(op, f, HV_POLY5(op, f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,        \
                1.4249322787e-1f), -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f)
-#endif
 HPMLI_VFN hv HV(log)(hv x)
 {
     hv tiny = HV(set1)(1.17549435e-38f);
@@ -1652,11 +1645,6 @@ HPMLI_VFN hv HV(erf)(hv x)
     return HV(gt)(HV(set1)(0.5f), a, near_, far);
 }
 
-/* The activations: f(x), and df/dx from x or from y = f(x), whichever is cheaper. s is the slope of leaky relu. */
-#define HPMLI_ACT(name, forward, slope_of)                                                                             \
-    HPMLI_VFN hv HV(f_##name)(hv x, hv s) { (void)s; return forward; }                                                 \
-    HPMLI_VFN hv HV(d_##name)(hv x, hv y, hv s) { (void)x; (void)y; (void)s; return slope_of; }
-
 /* gelu, tanh form: u = sqrt(2/pi) (x + 0.044715 x^3) */
 HPMLI_VFN hv HV(gelu_t)(hv x)
 {
@@ -1678,50 +1666,54 @@ HPMLI_VFN hv HV(silu_slope)(hv x)
     hv s = HV(sigmoid)(x);
     return s * HV(fma)(x, 1.0f - s, HV(set1)(1));
 }
-HPMLI_ACT(none, x, HV(set1)(1))
-HPMLI_ACT(relu, HV(gt)(x, HV(zero)(), x, HV(eq)(x, x, HV(zero)(), x)), HV(gt)(y, HV(zero)(), HV(set1)(1), HV(zero)()))
-HPMLI_ACT(leaky, HV(gt)(x, HV(zero)(), x, x * s), HV(gt)(y, HV(zero)(), HV(set1)(1), s))
-HPMLI_ACT(gelu, x * 0.5f * (1.0f + HV(gelu_t)(x)), HV(gelu_slope)(x))
-HPMLI_ACT(gelu_erf, x * HV(cdf)(x), HV(fma)(x, HV(pdf)(x), HV(cdf)(x)))
-HPMLI_ACT(silu, x * HV(sigmoid)(x), HV(silu_slope)(x))
-HPMLI_ACT(sigmoid, HV(sigmoid)(x), y * (1.0f - y))
-HPMLI_ACT(tanh, HV(tanh)(x), HV(fnma)(y, y, HV(set1)(1)))
-HPMLI_ACT(exp, HV(exp)(x), y)
-HPMLI_ACT(log, HV(log)(x), 1.0f / x)
-HPMLI_ACT(sqrt, HV(sqrt)(x), 0.5f / y)
-HPMLI_ACT(square, x * x, x + x)
-HPMLI_ACT(neg, -x, HV(set1)(-1))
-HPMLI_ACT(abs, HV(abs)(x), HV(gt)(x, HV(zero)(), HV(set1)(1), HV(gt)(HV(zero)(), x, HV(set1)(-1), HV(zero)())))
-#undef HPMLI_ACT
+/* The activations: y = f(x), and dy/dx from x or y, whichever is cheaper. s is the slope of leaky relu. */
+#define HPMLI_ACTS(X)                                                                                                  \
+    X(NONE, x, HV(set1)(1))                                                                                            \
+    X(RELU, HV(gt)(x, HV(zero)(), x, HV(eq)(x, x, HV(zero)(), x)), HV(gt)(y, HV(zero)(), HV(set1)(1), HV(zero)()))     \
+    X(LEAKY_RELU, HV(gt)(x, HV(zero)(), x, x * s), HV(gt)(y, HV(zero)(), HV(set1)(1), s))                              \
+    X(GELU, x * 0.5f * (1.0f + HV(gelu_t)(x)), HV(gelu_slope)(x))                                                      \
+    X(GELU_ERF, x * HV(cdf)(x), HV(fma)(x, HV(pdf)(x), HV(cdf)(x)))                                                    \
+    X(SILU, x * HV(sigmoid)(x), HV(silu_slope)(x))                                                                     \
+    X(SIGMOID, HV(sigmoid)(x), y * (1.0f - y))                                                                         \
+    X(TANH, HV(tanh)(x), HV(fnma)(y, y, HV(set1)(1)))                                                                  \
+    X(EXP, HV(exp)(x), y)                                                                                              \
+    X(LOG, HV(log)(x), 1.0f / x)                                                                                       \
+    X(SQRT, HV(sqrt)(x), 0.5f / y)                                                                                     \
+    X(SQUARE, x * x, x + x)                                                                                            \
+    X(NEG, -x, HV(set1)(-1))                                                                                           \
+    X(ABS, HV(abs)(x), HV(gt)(x, HV(zero)(), HV(set1)(1), HV(gt)(HV(zero)(), x, HV(set1)(-1), HV(zero)())))
 
-#define HPMLI_ACTS(X) X(0, none) X(1, relu) X(2, leaky) X(3, gelu) X(4, gelu_erf) X(5, silu) X(6, sigmoid) X(7, tanh) \
-    X(8, exp) X(9, log) X(10, sqrt) X(11, square) X(12, neg) X(13, abs)
-
-HPMLI_KFN void HV(act_forward)(int kind, float slope, float *y, const float *x, int64_t n)
+HPMLI_KFN void HV(act_forward)(hpml_act act, float slope, float *to, const float *from, int64_t n)
 {
     hv s = HV(set1)(slope);
-    switch (kind) {
-#define HPMLI_X(number, name) \
-    case number: HV_LOOP(n) HV(st)(y + i, HV(f_##name)(HV(ld)(x + i, c), s), c); break;
+    switch (act) {
+#define HPMLI_X(name, f, df)                                                                                           \
+    case HPML_ACT_##name:                                                                                              \
+        HV_LOOP(n) {                                                                                                   \
+            hv x = HV(ld)(from + i, c);                                                                                \
+            HV(st)(to + i, f, c);                                                                                      \
+        }                                                                                                              \
+        break;
         HPMLI_ACTS(HPMLI_X)
 #undef HPMLI_X
     }
 }
 
-/* x or y may be NULL where the slope does not read it: dy stands in. */
-HPMLI_KFN void HV(act_backward)(int kind, float slope, float *dx, const float *dy, const float *x,
-                                           const float *y, int64_t n, int accumulate)
+/* xs or ys may be NULL where the slope does not read it: dy stands in. */
+HPMLI_KFN void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs, const float *ys,
+                                int64_t n, int accumulate)
 {
     hv s = HV(set1)(slope);
-    if (!x) x = dy;
-    if (!y) y = dy;
-    switch (kind) {
-#define HPMLI_X(number, name)                                                                                          \
-    case number:                                                                                                       \
+    if (!xs) xs = dy;
+    if (!ys) ys = dy;
+    switch (act) {
+#define HPMLI_X(name, f, df)                                                                                           \
+    case HPML_ACT_##name:                                                                                              \
         HV_LOOP(n) {                                                                                                   \
-            hv d = HV(ld)(dy + i, c) * HV(d_##name)(HV(ld)(x + i, c), HV(ld)(y + i, c), s);                            \
+            hv x = HV(ld)(xs + i, c), y = HV(ld)(ys + i, c), d = HV(ld)(dy + i, c) * (df);                             \
             if (accumulate) d += HV(ld)(dx + i, c);                                                                    \
             HV(st)(dx + i, d, c);                                                                                      \
+            (void)x, (void)y;                                                                                          \
         }                                                                                                              \
         break;
         HPMLI_ACTS(HPMLI_X)
@@ -1823,7 +1815,6 @@ HPMLI_REDUCE(vvar, (const float *x, float mean, int64_t n),
         }                                                                                                              \
         return sum;                                                                                                    \
     }
-HPMLI_WIDE(vsumsq, (const float *x, int64_t n), HV(vdot)(x + i, x + i, c))
 HPMLI_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c))
 HPMLI_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c))
 HPMLI_WIDE(vvar_wide, (const float *x, float mean, int64_t n), HV(vvar)(x + i, mean, c)) /* (x - mean)^2 */
@@ -1968,31 +1959,28 @@ HPMLI_KFN void HV(opt_step)(const hpmli_opt_args *args, float *w, const float *d
 // >>vconvert   storage types
 // ---------------------------------------------------------------------------------------------------------------------
 
-#define HPMLI_TO_F32(name, T)                                                                                          \
-    HPMLI_KFN void HV(name##_to_f32)(float *y, const void *x, int64_t n)                                               \
-    {                                                                                                                  \
-        HV_LOOP(n) HV(st)(y + i, HV(ld_##name)((const T *)x + i, c), c);                                               \
-    }
-#define HPMLI_FROM_F32(name, T)                                                                                        \
-    HPMLI_KFN void HV(f32_to_##name)(void *y, const float *x, int64_t n)                                               \
-    {                                                                                                                  \
-        HV_LOOP(n) HV(st_##name)((T *)y + i, HV(ld)(x + i, c), c);                                                     \
-    }
-HPMLI_TO_F32(bf16, uint16_t)
-HPMLI_TO_F32(f16, uint16_t)
-HPMLI_TO_F32(i32, int32_t)
-HPMLI_TO_F32(u8, uint8_t)
-HPMLI_FROM_F32(bf16, uint16_t)
-HPMLI_FROM_F32(f16, uint16_t)
-HPMLI_FROM_F32(i32, int32_t)
-#undef HPMLI_TO_F32
-#undef HPMLI_FROM_F32
+/* All but f32, which is copied. */
+#define HPMLI_STORED(X) X(BF16, bf16, uint16_t) X(F16, f16, uint16_t) X(I32, i32, int32_t) X(U8, u8, uint8_t)
 
-HPMLI_KFN void HV(f32_to_u8)(void *y, const float *x, int64_t n)
+HPMLI_KFN void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n)
 {
-    for (int64_t i = 0; i < n; i++) {
-        float r = rintf(x[i]);
-        ((uint8_t *)y)[i] = (uint8_t)(r > 0 ? r < 255 ? r : 255 : 0);
+    switch (dtype) {
+    case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *y); break;
+#define HPMLI_X(type, name, T) \
+    case HPML_DTYPE_##type: HV_LOOP(n) HV(st)(y + i, HV(ld_##name)((const T *)x + i, c), c); break;
+    HPMLI_STORED(HPMLI_X)
+#undef HPMLI_X
+    }
+}
+
+HPMLI_KFN void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n)
+{
+    switch (dtype) {
+    case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *x); break;
+#define HPMLI_X(type, name, T) \
+    case HPML_DTYPE_##type: HV_LOOP(n) HV(st_##name)((T *)y + i, HV(ld)(x + i, c), c); break;
+    HPMLI_STORED(HPMLI_X)
+#undef HPMLI_X
     }
 }
 
@@ -2789,27 +2777,21 @@ HPMLI_VFN void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64)
     }
 }
 
-/* Numbers first .. first + n - 1 of a stream: words, uniform in [0, 1), normal. All walk over chunks; what differs is
-   what becomes of the 64 words. */
-#define HPMLI_RANDOM_FILL(name, T, convert)                                                                            \
-    HPMLI_KFN void HV(random_##name)(T *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)                \
-    {                                                                                                                  \
-        uint32_t w[HPMLI_CHUNK];                                                                                       \
-        T        x[HPMLI_CHUNK];                                                                                       \
-        while (n > 0) {                                                                                                \
-            int64_t skip = (int64_t)(first % HPMLI_CHUNK), c = HPMLI_CHUNK - skip < n ? HPMLI_CHUNK - skip : n;        \
-            HV(chunk)(w, seed, stream, first / HPMLI_CHUNK);                                                           \
-            convert(c == HPMLI_CHUNK ? out : x, w);                                                                    \
-            if (c != HPMLI_CHUNK) memcpy(out, x + skip, (size_t)c * sizeof(T));                                        \
-            out += c, first += (uint64_t)c, n -= c;                                                                    \
-        }                                                                                                              \
+/* Numbers first .. first + n - 1 of a stream: a walk over chunks. out: (n), of floats or of words. */
+HPMLI_KFN void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)
+{
+    uint32_t w[HPMLI_CHUNK];
+    float    x[HPMLI_CHUNK], *to = (float *)out;
+    for (int64_t c; n > 0; to += c, first += (uint64_t)c, n -= c) {
+        int64_t skip = (int64_t)(first % HPMLI_CHUNK);
+        c = HPMLI_CHUNK - skip < n ? HPMLI_CHUNK - skip : n;
+        HV(chunk)(w, seed, stream, first / HPMLI_CHUNK);
+        if (kind == HPMLI_UNIFORM) HV(chunk_uniform)(c == HPMLI_CHUNK ? to : x, w);
+        else if (kind == HPMLI_NORMAL) HV(chunk_normal)(c == HPMLI_CHUNK ? to : x, w);
+        else memcpy(to, w + skip, (size_t)c * sizeof *w);
+        if (kind != HPMLI_WORDS && c < HPMLI_CHUNK) memcpy(to, x + skip, (size_t)c * sizeof *x);
     }
-#define HPMLI_CHUNK_WORDS(x, w) memcpy(x, w, sizeof w)
-HPMLI_RANDOM_FILL(words, uint32_t, HPMLI_CHUNK_WORDS)
-HPMLI_RANDOM_FILL(uniform, float, HV(chunk_uniform))
-HPMLI_RANDOM_FILL(normal, float, HV(chunk_normal))
-#undef HPMLI_CHUNK_WORDS
-#undef HPMLI_RANDOM_FILL
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>onebit   gradient codecs: 1 bit and bf16, one row
@@ -2969,11 +2951,7 @@ HPMLI_KFN void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
    pixels; that of the input has pixels of dy for rows, taps x channels for columns, and adds them to where those taps
    read. */
 
-#ifndef HPMLI_STRIP_ARGS /* the rows of a tile are those of >>gemm */
-#define HPMLI_STRIP_ARGS const hpmli_conv_strip *s, const float *a, const float *b, float *c
-typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
-#endif
-
+/* The rows of a tile are those of >>gemm. */
 HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
 {
     const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc;
@@ -2996,13 +2974,11 @@ HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
     else { HPMLI_ROWS(HPMLI_TILE_STORE) }
 }
 
-#ifndef HPMLI_STRIP_KINDS
 #define HPMLI_STRIP_KINDS(r)                                                                                           \
     HPMLI_KFN void HV(strip_one_##r)(HPMLI_STRIP_ARGS) { HV(strip_tile)(r + 1, 1, s, a, b, c); }                       \
     HPMLI_KFN void HV(strip_two_##r)(HPMLI_STRIP_ARGS) { HV(strip_tile)(r + 1, 2, s, a, b, c); }
 #define HPMLI_STRIP_ONE(r) HV(strip_one_##r),
 #define HPMLI_STRIP_TWO(r) HV(strip_two_##r),
-#endif
 HPMLI_ROWS(HPMLI_STRIP_KINDS)
 static hpmli_strip_fn *const HV(strips)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_STRIP_ONE) },
                                                                     { HPMLI_ROWS(HPMLI_STRIP_TWO) } };
@@ -3028,22 +3004,38 @@ HPMLI_KFN void HV(square)(const float *x, int64_t ldx, int64_t rows, int64_t col
     HV(transpose)(x, ldx, rows, out, HV_W);
 }
 
+/* y[j * ldy + i] (+)= x[i * ldx + j] + bias[j], i < rows, j < cols. spare: a vector may be read behind each row. */
+HPMLI_VFN void HV(conv_flip)(const float *x, int64_t ldx, int64_t rows, int64_t cols, bool spare, float *y, int64_t ldy,
+                             const float *bias, int relu, int accumulate)
+{
+    float square[HV_W * HV_W];
+    for (int64_t i = 0; i < rows; i += HV_W) {
+        int64_t lanes = rows - i < HV_W ? rows - i : HV_W;
+        for (int64_t j = 0; j < cols; j += HV_W) {
+            int64_t n = cols - j < HV_W ? cols - j : HV_W;
+            HV(square)(x + i * ldx + j, ldx, lanes, spare ? HV_W : n, square);
+            for (int64_t q = 0; q < n; q++) {
+                float *to = y + (j + q) * ldy + i;
+                hv     v  = HV(load)(square + q * HV_W);
+                if (bias) v += HV(set1)(bias[j + q]);
+                if (accumulate) v = HV(ld)(to, lanes) + v;
+                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays */
+                HV(st)(to, v, lanes);
+            }
+        }
+    }
+}
+
 /* The weights (out, in, taps) of channels [o, o + panel) as tiles read them: dst[(tap * in + c) * panel + lane]. */
 HPMLI_KFN void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
 {
-    float square[HV_W * HV_W];
     int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC, each = d->C * d->taps;
-    for (; o < end; o += HV_W) {
-        int64_t rows = d->OC - o < HV_W ? d->OC - o : HV_W;
-        float  *to   = dst + o / HPMLI_NR * HPMLI_NR * each + o % HPMLI_NR;
+    if (end % HPMLI_NR) memset(dst + end / HPMLI_NR * HPMLI_NR * each, 0, (size_t)(each * HPMLI_NR) * sizeof *dst);
+    for (; o < end; o += HV_W)
         for (int64_t c = 0; c < d->C; c++)
-            for (int64_t t = 0; t < d->taps; t += HV_W) {
-                int64_t n = d->taps - t < HV_W ? d->taps - t : HV_W;
-                HV(square)(w + o * each + c * d->taps + t, each, rows, n, square);
-                for (int64_t i = 0; i < n; i++)
-                    HV(store)(to + ((t + i) * d->C + c) * HPMLI_NR, HV(load)(square + i * HV_W));
-            }
-    }
+            HV(conv_flip)(w + o * each + c * d->taps, each, end - o < HV_W ? end - o : HV_W, d->taps, false,
+                          dst + o / HPMLI_NR * HPMLI_NR * each + c * HPMLI_NR + o % HPMLI_NR, d->C * HPMLI_NR, NULL, 0,
+                          0);
 }
 
 /* The same weights for the gradient of the input, output channel o of them: a panel is some lanes of a block. */
@@ -3066,13 +3058,11 @@ HPMLI_KFN void HV(conv_turn)(float *image, const float *x, int64_t channels, int
     float   square[HV_W * HV_W];
     int64_t plane = height * width, row = 0, col = 0;
     if (channels == 1) {
-        for (row = 0; row < height; row++)
-            for (int64_t i = 0; i < width; i += HV_W)
-                HV(st)(image + row * pitch + i, HV(ld)(x + row * width + i, width - i), width - i);
+        for (; row < height; row++) memcpy(image + row * pitch, x + row * width, (size_t)width * sizeof *x);
         return;
     }
     if (channels < 4) {
-        for (row = 0; row < height; row++)
+        for (; row < height; row++)
             for (int64_t c = 0; c < channels; c++)
                 for (col = 0; col < width; col++)
                     image[row * pitch + col * channels + c] = x[c * plane + row * width + col];
@@ -3093,35 +3083,13 @@ HPMLI_KFN void HV(conv_turn)(float *image, const float *x, int64_t channels, int
     }
 }
 
-/* n pixels, `apart` floats from one to the next, go into the planes of y, turned. */
-HPMLI_KFN void HV(conv_emit)(const float *x, int64_t apart, int64_t n, int64_t channels, float *y,
-                                        int64_t plane, const float *bias, int relu, int accumulate)
-{
-    float square[HV_W * HV_W];
-    for (int64_t i = 0; i < n; i += HV_W) {
-        int64_t lanes = n - i < HV_W ? n - i : HV_W;
-        for (int64_t o = 0; o < channels; o += HV_W) {
-            int64_t rows = channels - o < HV_W ? channels - o : HV_W;
-            HV(square)(x + i * apart + o, apart, lanes, HV_W, square);
-            for (int64_t r = 0; r < rows; r++) {
-                float *to = y + (o + r) * plane + i;
-                hv     v  = HV(load)(square + r * HV_W);
-                if (bias) v += HV(set1)(bias[o + r]);
-                if (accumulate) v = HV(ld)(to, lanes) + v;
-                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays */
-                HV(st)(to, v, lanes);
-            }
-        }
-    }
-}
-
 /* Back from NHWC order: dx (C, H, W) (+)= its image. */
 HPMLI_KFN void HV(conv_return)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
 {
     bool    whole = d->x_pitch == d->W * d->C;
     int64_t rows = whole ? 1 : d->H, n = whole ? d->H * d->W : d->W;
     for (int64_t r = 0; r < rows; r++)
-        HV(conv_emit)(image + r * d->x_pitch, d->C, n, d->C, dx + r * n, d->H * d->W, NULL, 0, accumulate);
+        HV(conv_flip)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0, accumulate);
 }
 
 /* Channels [o0, o1) of one image's result, from its image in NHWC order. band: d->band x OW x panel floats. */
@@ -3137,7 +3105,7 @@ HPMLI_KFN void HV(conv_image)(const hpmli_conv *d, const float *w, const float *
             int64_t rows = d->OH - row < d->band ? d->OH - row : d->band;
             for (int64_t r = 0; r < rows; r++)
                 HV(strip)(&s, n, image + (row + r) * d->row_at, w + o * d->taps * d->C, band + r * d->OW * HPMLI_NR);
-            HV(conv_emit)(band, HPMLI_NR, rows * d->OW, n, y + o * d->OH * d->OW + row * d->OW, d->OH * d->OW,
+            HV(conv_flip)(band, HPMLI_NR, rows * d->OW, n, true, y + o * d->OH * d->OW + row * d->OW, d->OH * d->OW,
                           bias ? bias + o : NULL, relu, 0);
         }
     }
@@ -3173,7 +3141,7 @@ HPMLI_KFN void HV(conv_weights)(const hpmli_conv *d, int64_t images, const float
 /* dw (out, in, taps) (+)= the sum of the parts, in order; channels [o, o + panel) of it. */
 HPMLI_KFN void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *parts, int64_t o, int accumulate)
 {
-    float sum[HV_W * HV_W], square[HV_W * HV_W];
+    float   sum[HV_W * HV_W];
     int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC;
     for (; o < end; o += HV_W) {
         const float *from = parts + o / HPMLI_NR * HPMLI_NR * d->taps * d->C + o % HPMLI_NR;
@@ -3186,13 +3154,8 @@ HPMLI_KFN void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *part
                     for (int64_t k = 1; k < d->parts; k++) s += HV(load)(p + k * d->part_size);
                     HV(store)(sum + i * HV_W, s);
                 }
-                HV(square)(sum, HV_W, n, HV_W, square);
-                for (int64_t q = 0; q < HV_W && o + q < end; q++) {
-                    float *to = dw + ((o + q) * d->C + c) * d->taps + t;
-                    hv     s  = HV(load)(square + q * HV_W);
-                    if (accumulate) s = HV(ld)(to, n) + s;
-                    HV(st)(to, s, n);
-                }
+                HV(conv_flip)(sum, HV_W, n, end - o < HV_W ? end - o : HV_W, true, dw + (o * d->C + c) * d->taps + t,
+                              d->C * d->taps, NULL, 0, accumulate);
             }
     }
 }
@@ -3244,17 +3207,13 @@ HPMLI_KFN void HV(max_pool_row_back)(float *dx, const float *at, const float *dy
 typedef struct hpmli_kernels {
     const char *name;
     HPMLI_KERNELS(HPMLI_X)
-    void (*to_f32[5])(float *y, const void *x, int64_t n);   /* by hpml_dtype, NULL where there is nothing to do */
-    void (*from_f32[5])(void *y, const float *x, int64_t n);
 } hpmli_kernels;
 #undef HPMLI_X
 #endif
 #define HPMLI_X(fn) HV(fn),
-static const hpmli_kernels HV(kernels) = {
-    HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X) { NULL, HV(bf16_to_f32), HV(f16_to_f32), HV(i32_to_f32), HV(u8_to_f32) },
-    { NULL, HV(f32_to_bf16), HV(f32_to_f16), HV(f32_to_i32), HV(f32_to_u8) }
-};
+static const hpmli_kernels HV(kernels) = { HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X) };
 #undef HPMLI_X
+#undef HPMLI_ISA
 
 #else /* HPMLI_ISA: the ordinary body */
 #ifndef HPMLI_BODY_INCLUDED
@@ -3268,7 +3227,7 @@ static const hpmli_kernels HV(kernels) = {
 #endif
 
 #if !defined(HPML_NO_SIMD) && defined(__x86_64__)
-#define HPMLI_HAVE_X86 1
+#define HPMLI_X86
 #if !defined(__clang__) /* gcc 12 warns, as C++, about "undefined" vectors in its own header */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -3278,14 +3237,9 @@ static const hpmli_kernels HV(kernels) = {
 #if !defined(__clang__)
 #pragma GCC diagnostic pop
 #endif
-#else
-#define HPMLI_HAVE_X86 0
-#endif
-#if !defined(HPML_NO_SIMD) && defined(__aarch64__)
-#define HPMLI_HAVE_NEON 1
+#elif !defined(HPML_NO_SIMD) && defined(__aarch64__)
+#define HPMLI_NEON
 #include <arm_neon.h>
-#else
-#define HPMLI_HAVE_NEON 0
 #endif
 
 /* One matrix product, C = act(alpha A B + beta C + bias); see >>gemm. Strides in elements; any operand may be
@@ -3341,6 +3295,7 @@ typedef struct hpmli_opt_args {
 #define HPMLI_PHILOX_M1 0xCD9E8D57u
 #define HPMLI_PHILOX_W0 0x9E3779B9u /* ... and what a round adds to its key */
 #define HPMLI_PHILOX_W1 0xBB67AE85u
+typedef enum hpmli_draw { HPMLI_WORDS, HPMLI_UNIFORM, HPMLI_NORMAL } hpmli_draw; /* what becomes of the words */
 
 #define HPMLI_ONEBIT_LANES 16   /* elements in a step: two bytes of bits */
 #define HPMLI_ONEBIT_CHUNK 1024 /* elements summed in float */
@@ -3375,6 +3330,8 @@ typedef struct hpmli_conv_strip {
     int64_t rows, ars, acs, ldb, ldc, length, runs[2], a_at[2], b_at[2];
     int     add;
 } hpmli_conv_strip;
+#define HPMLI_STRIP_ARGS const hpmli_conv_strip *s, const float *a, const float *b, float *c
+typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
 
 #define HPMLI_CONV_PANEL 32 /* channels are dealt with in panels; what a kernel calls a panel divides this */
 
@@ -3440,11 +3397,10 @@ typedef struct hpmli_conv_strip {
 /* The kernels, in the order of their chapters: together they make the table that a context points to. */
 #define HPMLI_KERNELS(X)                                                                                               \
     X(act_forward) X(act_backward) X(vadd) X(vsub) X(vmul) X(vdiv) X(vfill) X(vaxpby) X(vscale_add) X(vaffine_relu)    \
-    X(vaxpbypc) X(vsum) X(vdot) X(vsumsq) X(vsum_wide) X(vdot_wide) X(vvar_wide) X(vmax) X(vexp_sum) X(vsum_rows)      \
-    X(opt_step) X(gemm_part) X(gemm_sum) X(random_words) X(random_uniform) X(random_normal) X(onebit_scan)             \
-    X(onebit_carry) X(onebit_decode) X(onebit_decode_add) X(bf16_encode) X(bf16_decode_add) X(conv_pack)               \
-    X(conv_pack_back) X(conv_turn) X(conv_return) X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack)          \
-    X(max_pool_row) X(max_pool_row_back)
+    X(vaxpbypc) X(vsum) X(vdot) X(vsum_wide) X(vdot_wide) X(vvar_wide) X(vmax) X(vexp_sum) X(vsum_rows) X(opt_step)    \
+    X(to_f32) X(from_f32) X(gemm_part) X(gemm_sum) X(random) X(onebit_scan) X(onebit_carry) X(onebit_decode)           \
+    X(onebit_decode_add) X(bf16_encode) X(bf16_decode_add) X(conv_pack) X(conv_pack_back) X(conv_turn) X(conv_return)  \
+    X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack) X(max_pool_row) X(max_pool_row_back)
 
 #ifdef HPML_USE_ZLIB
 #include <zlib.h>
@@ -3456,19 +3412,14 @@ typedef struct hpmli_conv_strip {
 #endif
 #define HPMLI_ISA 0
 #include HPML_SELF
-#undef HPMLI_ISA
-#if HPMLI_HAVE_X86
+#if defined(HPMLI_X86)
 #define HPMLI_ISA 1
 #include HPML_SELF
-#undef HPMLI_ISA
 #define HPMLI_ISA 2
 #include HPML_SELF
-#undef HPMLI_ISA
-#endif
-#if HPMLI_HAVE_NEON
+#elif defined(HPMLI_NEON)
 #define HPMLI_ISA 3
 #include HPML_SELF
-#undef HPMLI_ISA
 #endif
 #undef hv
 #undef hu
@@ -3480,19 +3431,18 @@ typedef struct hpmli_conv_strip {
 #undef HV_POLY_ON
 HPMLI_PLAIN
 
-/* Kernels by name, NULL when this CPU cannot run them; without a name the best. */
+/* Kernels by name, NULL when this CPU cannot run them; name NULL: the best. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 {
     const hpmli_kernels *runs[4];
     int                  count = 0;
-#if HPMLI_HAVE_X86
+#if defined(HPMLI_X86)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl"))
         runs[count++] = &hpmli_kernels_avx512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) runs[count++] = &hpmli_kernels_avx2;
-#endif
-#if HPMLI_HAVE_NEON
+#elif defined(HPMLI_NEON)
     runs[count++] = &hpmli_kernels_neon;
 #endif
     runs[count++] = &hpmli_kernels_scalar;
@@ -3500,8 +3450,6 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
         if (!name || strcmp(name, runs[i]->name) == 0) return runs[i];
     return NULL;
 }
-
-HPMLI_FN const hpmli_kernels *hpmli_kernels_best(void) { return hpmli_kernels_find(NULL); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>rng   single random numbers, permutations
@@ -3555,12 +3503,12 @@ HPML_API int64_t hpml_rng_below(hpml_rng *r, int64_t n)
 #define HPMLI_RANDOM(kind, name, T)                                                                                    \
     HPML_API void hpml_rng_fill_##name(hpml_rng *r, T *x, int64_t n)                                                   \
     {                                                                                                                  \
-        hpmli_kernels_best()->random_##kind(x, r->seed, r->stream, r->counter, n);                                     \
+        hpmli_kernels_find(NULL)->random(kind, x, r->seed, r->stream, r->counter, n);                                  \
         if (n > 0) r->counter += (uint64_t)n;                                                                          \
     }
-HPMLI_RANDOM(words, u32, uint32_t)
-HPMLI_RANDOM(uniform, uniform, float)
-HPMLI_RANDOM(normal, normal, float)
+HPMLI_RANDOM(HPMLI_WORDS, u32, uint32_t)
+HPMLI_RANDOM(HPMLI_UNIFORM, uniform, float)
+HPMLI_RANDOM(HPMLI_NORMAL, normal, float)
 #undef HPMLI_RANDOM
 
 /* The last step of splitmix64: every bit of x moves every bit of the result. */
@@ -3605,10 +3553,8 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
 // >>codec   gradients packed for the wire
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* What the bits lose is not lost: it is carried as a residual into the next step, e <- (g + e) - decoded, so that the
-   sum of what was sent plus the residual is the sum of the gradients at any time. (The paper prints the residual
-   without the e that was carried in; taken literally the sums drift apart by 30 % in 1,000 steps, while training still
-   looks plausible. It is here as `printed_residual`, beside `no_feedback`, a control that tests expect to fail.)
+/* The paper prints the residual without the e that was carried in; taken literally the sums drift apart by 30 % in
+   1,000 steps, while training still looks plausible. It is here as `printed_residual`, a control.
 
    A column of the paper, which shares its two levels, is a row here: it runs along the fan-in, which is contiguous in
    our [out][in] weights and makes long columns, so that the two floats weigh little. */
@@ -3671,8 +3617,8 @@ HPMLI_ENCODE(bf16)
 
 HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
 {
-    const hpmli_kernels *k = p->kernels;
-    (add ? k->bf16_decode_add : k->to_f32[HPML_DTYPE_BF16])(out, packed, rows * p->cols);
+    if (add) p->kernels->bf16_decode_add(out, packed, rows * p->cols);
+    else p->kernels->to_f32(out, HPML_DTYPE_BF16, packed, rows * p->cols);
 }
 
 /* Mean of one side, 0 for an empty one, see >>onebit. */
@@ -3761,7 +3707,7 @@ HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *d
     if (d->threshold == 0) d->threshold = 0.5f;
     p->rows     = rows;
     p->cols     = cols;
-    p->kernels  = hpmli_kernels_best();
+    p->kernels  = hpmli_kernels_find(NULL);
     p->row_size = p->codec->row_size(d, cols);
     bool small  = (rows == 1 || cols == 1 || rows * cols < d->min_elements) && !d->compress_all;
     if (d->all_bits || (p->codec->exempts && (small || p->row_size >= none->row_size(d, cols)))) {
@@ -4192,6 +4138,19 @@ HPMLI_FN void hpmli_pool_drop(void *object)
     pthread_mutex_destroy(&p->mutex);
 }
 
+/* Those that this process may use. */
+HPMLI_FN int hpmli_cores(void)
+{
+    long n = 1;
+#if defined(CPU_COUNT)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) n = CPU_COUNT(&set);
+#elif defined(_SC_NPROCESSORS_ONLN)
+    n = sysconf(_SC_NPROCESSORS_ONLN);
+#endif
+    return (int)hpmli_max(n, 1);
+}
+
 /* A pool of `threads` - 1 workers; fewer when the system refuses. */
 HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
 {
@@ -4227,31 +4186,11 @@ HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *
     (void)ctx;
 }
 
-HPMLI_FN int hpmli_cores(void)
-{
-#if defined(HPML_NO_THREADS)
-    return 1;
-#elif defined(CPU_COUNT)
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-    return 1;
-#elif defined(_SC_NPROCESSORS_ONLN)
-    long n = sysconf(_SC_NPROCESSORS_ONLN);
-    return n > 0 ? (int)n : 1;
-#else
-    return 1;
-#endif
-}
-
 /* Loops over long arrays are cut into pieces of this many elements: small enough to share, large enough to pay. */
 #define HPMLI_GRAIN 16384
 
 /* Rows per task so that a task has about HPMLI_GRAIN elements. */
-HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols)
-{
-    int64_t rows = cols > 0 ? HPMLI_GRAIN / cols : 1;
-    return rows < 1 ? 1 : rows;
-}
+HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAIN / hpmli_max(cols, 1), 1); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>create   creating and freeing contexts
@@ -4260,16 +4199,14 @@ HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols)
 HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 {
     if (!HPMLI_CLEARED(ctx, "ctx", d)) return false;
-    ctx->k = d->cpu ? hpmli_kernels_find(d->cpu) : hpmli_kernels_best();
+    ctx->k = hpmli_kernels_find(d->cpu);
     if (!ctx->k) {
+        ctx->k = hpmli_kernels_find(NULL);
         hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "ctx: this CPU or build has no \"%s\" kernels; leave .cpu NULL for the "
-                   "best (\"%s\")", d->cpu, hpmli_kernels_best()->name);
-        ctx->k = hpmli_kernels_best();
+                   "best (\"%s\")", d->cpu, ctx->k->name);
     }
+#ifndef HPML_NO_THREADS
     ctx->threads = (int)hpmli_min(d->threads > 0 ? d->threads : hpmli_cores(), 1024);
-#ifdef HPML_NO_THREADS
-    ctx->threads = 1;
-#else
     if (ctx->threads > 1) {
         ctx->pool = hpmli_pool_create(ctx, ctx->threads);
         if (!ctx->pool) return false;
@@ -4621,10 +4558,8 @@ HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hp
         const char *x = (const char *)src + (size_t)i * from_size;
         char       *y = (char *)dst + (size_t)i * to_size; /* neither needs to be aligned */
         count = n - i < 1024 ? n - i : 1024;
-        if (k->to_f32[from]) k->to_f32[from](piece, x, count);
-        else memcpy(piece, x, (size_t)count * sizeof(float));
-        if (k->from_f32[to]) k->from_f32[to](y, piece, count);
-        else memcpy(y, piece, (size_t)count * sizeof(float));
+        k->to_f32(piece, from, x, count);
+        k->from_f32(to, y, piece, count);
     }
 }
 
@@ -5003,8 +4938,8 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     const hpmli_init_job *j = (const hpmli_init_job *)arg;
     int64_t i = task * HPMLI_GRAIN, end = i + HPMLI_GRAIN < j->n ? i + HPMLI_GRAIN : j->n;
     if (j->drawn)
-        (j->normal ? j->ctx->k->random_normal : j->ctx->k->random_uniform)(j->w + i, j->ctx->seed, j->stream,
-                                                                          (uint64_t)i, end - i);
+        j->ctx->k->random(j->normal ? HPMLI_NORMAL : HPMLI_UNIFORM, j->w + i, j->ctx->seed, j->stream, (uint64_t)i,
+                          end - i);
     for (; i < end; i++)
         if (!j->drawn) j->w[i] = (float)j->scale;
         else j->w[i] = (float)(j->scale * (j->normal ? (double)j->w[i] : 2 * (double)j->w[i] - 1));
@@ -5359,9 +5294,9 @@ HPMLI_FN void hpmli_map_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     const hpmli_map *m = (const hpmli_map *)arg;
     int64_t          i = task * HPMLI_GRAIN, n = m->n - i < HPMLI_GRAIN ? m->n - i : HPMLI_GRAIN;
     if (m->dy)
-        m->k->act_backward((int)m->act, m->a, m->y + i, m->dy + i, m->x ? m->x + i : NULL, m->v ? m->v + i : NULL, n,
+        m->k->act_backward(m->act, m->a, m->y + i, m->dy + i, m->x ? m->x + i : NULL, m->v ? m->v + i : NULL, n,
                            m->accumulate);
-    else if (m->act) m->k->act_forward((int)m->act, m->a, m->y + i, m->x + i, n);
+    else if (m->act) m->k->act_forward(m->act, m->a, m->y + i, m->x + i, n);
     else if (m->accumulate) m->k->vaxpby(m->y + i, m->a, m->x + i, 1, n);
     else m->k->vscale_add(m->y + i, m->x + i, m->a, m->b, n);
 }
@@ -6137,7 +6072,7 @@ HPMLI_FN void hpmli_conv_take_dy(const hpmli_conv *c, int64_t b, float *db, bool
     int64_t pixels = c->OH * c->OW, channels = c->groups * c->OC;
     float  *dz = c->n->out->grad + b * channels * pixels;
     if (c->n->attr.conv.act != HPML_ACT_NONE)
-        c->ctx->k->act_backward((int)c->n->attr.conv.act, 0.01f, dz, dz, NULL, c->n->out->data + b * channels * pixels,
+        c->ctx->k->act_backward(c->n->attr.conv.act, 0.01f, dz, dz, NULL, c->n->out->data + b * channels * pixels,
                                 channels * pixels, 0);
     for (int64_t o = 0; c->want_db && o < channels; o++)
         db[o] = (first ? 0 : db[o]) + c->ctx->k->vsum(dz + o * pixels, pixels);
@@ -6639,7 +6574,7 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
         if (from != to || add) w->k->vaxpby(to + at, 1, from + at, add ? 1.0f : 0.0f, c);
         return;
     }
-    w->k->random_words(words, run->ctx->seed, stream, run->sample * (uint64_t)sample + (uint64_t)at, c);
+    w->k->random(HPMLI_WORDS, words, run->ctx->seed, stream, run->sample * (uint64_t)sample + (uint64_t)at, c);
     for (int64_t i = 0; i < c; i++) {
         float v = words[i] >= least ? from[at + i] * scale : 0;
         to[at + i] = add ? to[at + i] + v : v;
@@ -7165,7 +7100,7 @@ HPMLI_FN void hpmli_sumsq_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     hpmli_sumsq_job *j = (hpmli_sumsq_job *)arg;
     int64_t          i = task * j->piece, n = j->n - i < j->piece ? j->n - i : j->piece;
-    j->part[task] = j->k->vsumsq(j->x + i, n);
+    j->part[task] = j->k->vdot_wide(j->x + i, j->x + i, n);
 }
 
 HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, hpml_dtype dtype HPMLI_UNUSED,
@@ -9379,7 +9314,7 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
     const int64_t      *shape = l->data->x_shape;
     int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->each / (H * W), dx, dy, cx, cy;
     uint32_t word[4];
-    l->ctx->k->random_words(word, l->d.seed, UINT64_C(0xa) << 60 | epoch, (uint64_t)(4 * sample), 4);
+    l->ctx->k->random(HPMLI_WORDS, word, l->d.seed, UINT64_C(0xa) << 60 | epoch, (uint64_t)(4 * sample), 4);
     dx   = a->shift > 0 ? (int64_t)(word[0] % (uint32_t)(2 * a->shift + 1)) - a->shift : 0;
     dy   = a->shift > 0 ? (int64_t)(word[1] % (uint32_t)(2 * a->shift + 1)) - a->shift : 0;
     bool flip = a->flip && (word[2] & 1);

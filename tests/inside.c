@@ -11,13 +11,11 @@ void inside_parallel(hpml_ctx *ctx, int64_t tasks, void (*fn)(void *arg, int64_t
 
 void inside_map(const void *k, hpml_act f, float *y, const float *x, int64_t n)
 {
-    ((const hpmli_kernels *)k)->act_forward((int)f, 0, y, x, n);
+    ((const hpmli_kernels *)k)->act_forward(f, 0, y, x, n);
 }
 
 void inside_random(const void *k, inside_numbers kind, void *out, uint64_t seed, uint64_t stream,
                    uint64_t first, int64_t n)
 {
-    const hpmli_kernels *t = (const hpmli_kernels *)k;
-    if (kind == INSIDE_WORDS) t->random_words((uint32_t *)out, seed, stream, first, n);
-    else (kind == INSIDE_UNIFORM ? t->random_uniform : t->random_normal)((float *)out, seed, stream, first, n);
+    ((const hpmli_kernels *)k)->random((hpmli_draw)kind, out, seed, stream, first, n);
 }

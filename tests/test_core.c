@@ -312,8 +312,11 @@ TEST(integers_saturate_on_all_kernels)
         if (!ctx) continue;
         ENSURE(hpml_convert(ctx, HPML_DTYPE_I32, y, HPML_DTYPE_F32, x, 20) == HPML_OK);
         ENSURE(memcmp(y, i32, sizeof y) == 0);
-        ENSURE(hpml_convert(ctx, HPML_DTYPE_U8, b, HPML_DTYPE_I32, i32, 20) == HPML_OK);
-        for (int i = 0; i < 20; i++) ENSURE(b[i] == (i32[i] < 0 ? 0 : i32[i] > 255 ? 255 : i32[i]));
+        for (int whole = 0; whole < 2; whole++) {
+            ENSURE(hpml_convert(ctx, HPML_DTYPE_U8, b, whole ? HPML_DTYPE_I32 : HPML_DTYPE_F32,
+                                whole ? (const void *)i32 : x, 20) == HPML_OK);
+            for (int i = 0; i < 20; i++) ENSURE(b[i] == (i32[i] < 0 ? 0 : i32[i] > 255 ? 255 : i32[i]));
+        }
         ENSURE(hpml_convert(ctx, HPML_DTYPE_F32, back, HPML_DTYPE_U8, b, 20) == HPML_OK);
         for (int i = 0; i < 20; i++) ENSURE(back[i] == (float)b[i]);
         hpml_ctx_free(ctx);
