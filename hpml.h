@@ -2113,6 +2113,7 @@ HPMLI_VFN void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
             }
             if (p < fetch) { /* not all at once: the first numbers of A and B would have to wait */
                 for (int i = 0; i < nv; i++) HPMLI_PREFETCH(next + i * HV_W);
+                HPMLI_PREFETCH(next + lanes - 1);
                 next += ldc;
             }
             HPMLI_TILE_STEP
