@@ -5438,52 +5438,59 @@ HPMLI_OP(activation, hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HP
 // >>matmul   matrix products and linear layers
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* C = A B. With dC known, dA = dC B^T and dB = A^T dC: three products of the same kind. A transposed operand is the
-   same memory walked with swapped strides, so one function does them all. */
+/* C = A B. With dC known, dA = dC B^T and dB = A^T dC: three products of the same kind. A transposed matrix is the same
+   memory read the other way, so one function does them all. */
 
 typedef struct hpmli_mat {
-    const float *p;
-    int64_t      rs, cs, batch; /* elements between rows, columns, matrices */
+    float  *p;
+    int64_t rows, cols, ld; /* ld: elements between rows; of a transposed one between columns */
+    int64_t count, apart;   /* so many of them, so far apart */
+    bool    trans;
 } hpmli_mat;
 
-/* A matrix whose rows are ld apart, or its transpose; `batch` numbers further the next one. */
-HPMLI_FN hpmli_mat hpmli_mats(const float *p, int64_t ld, int64_t batch, bool trans)
+HPMLI_FN hpmli_mat hpmli_matrix(float *p, int64_t rows, int64_t cols, int64_t ld)
 {
-    hpmli_mat m = { p, trans ? 1 : ld, trans ? ld : 1, batch };
+    hpmli_mat m = { p, rows, cols, ld, 1, 0, false };
     return m;
 }
 
-HPMLI_FN hpmli_mat hpmli_strided(const float *p, int64_t ld, bool trans) { return hpmli_mats(p, ld, 0, trans); }
+HPMLI_FN hpmli_mat hpmli_transposed(hpmli_mat m)
+{
+    hpmli_mat t = { m.p, m.cols, m.rows, m.ld, m.count, m.apart, !m.trans };
+    return t;
+}
 
-/* c (m, n), rows ldc apart, = a b (+ c when accumulate). */
-HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(int64_t m, int64_t n, int64_t k, hpmli_mat a, hpmli_mat b, float *c, int64_t ldc,
-                                       bool accumulate)
+/* A tensor's values, or gradients, row by row: of its last dimension. */
+HPMLI_FN hpmli_mat hpmli_mat_of(const hpml_tensor *t, bool grad)
+{
+    int64_t cols = t->shape[t->ndim - 1];
+    return hpmli_matrix(grad ? t->grad : t->data, hpml_tensor_count(t) / cols, cols, cols);
+}
+
+HPMLI_FN hpmli_mat hpmli_values(const hpml_tensor *t) { return hpmli_mat_of(t, false); }
+HPMLI_FN hpmli_mat hpmli_grads(const hpml_tensor *t) { return hpmli_mat_of(t, true); }
+
+HPMLI_FN hpmli_mat hpmli_mat_at(hpmli_mat m, int64_t row, int64_t rows, int64_t col, int64_t cols)
+{
+    return hpmli_matrix(m.p + row * m.ld + col, rows, cols, m.ld);
+}
+
+/* c = a b (+ c when accumulate). Where c is transposed, c^T = b^T a^T. */
+HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
 {
     hpmli_gemm_desc d = HPMLI_ZEROED;
-    d.m = m, d.n = n, d.k = k, d.alpha = 1, d.beta = accumulate ? 1.0f : 0.0f, d.batch = 1;
-    d.a = a.p, d.a_rs = a.rs, d.a_cs = a.cs, d.a_batch = a.batch;
-    d.b = b.p, d.b_rs = b.rs, d.b_cs = b.cs, d.b_batch = b.batch;
-    d.c = c, d.ldc = ldc, d.c_batch = m * n;
+    if (c.trans) return hpmli_gemm_of(hpmli_transposed(b), hpmli_transposed(a), hpmli_transposed(c), accumulate);
+    d.m = c.rows, d.n = c.cols, d.k = a.cols, d.alpha = 1, d.beta = accumulate ? 1.0f : 0.0f, d.batch = c.count;
+    d.a = a.p, d.a_rs = a.trans ? 1 : a.ld, d.a_cs = a.trans ? a.ld : 1, d.a_batch = a.apart;
+    d.b = b.p, d.b_rs = b.trans ? 1 : b.ld, d.b_cs = b.trans ? b.ld : 1, d.b_batch = b.apart;
+    d.c = c.p, d.ldc = c.ld, d.c_batch = c.apart;
     return d;
 }
 
-/* c (batch, m, n) = a b (+ c when accumulate). */
-HPMLI_FN void hpmli_product(hpml_ctx *ctx, int64_t batch, int64_t m, int64_t n, int64_t k, hpmli_mat a, hpmli_mat b,
-                            float *c, bool accumulate)
+HPMLI_FN void hpmli_product(hpml_ctx *ctx, hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
 {
-    hpmli_gemm_desc d = hpmli_gemm_of(m, n, k, a, b, c, n, accumulate);
-    d.batch = batch;
+    hpmli_gemm_desc d = hpmli_gemm_of(a, b, c, accumulate);
     hpmli_gemm(ctx, &d);
-}
-
-/* c (m, n), rows ldc apart, (+)= alpha a b + bias (n). thread: from inside a task its number, else -1: all threads. */
-HPMLI_FN void hpmli_product_at(hpml_ctx *ctx, int thread, int64_t m, int64_t n, int64_t k, float alpha, hpmli_mat a,
-                               hpmli_mat b, float *c, int64_t ldc, const float *bias, bool accumulate)
-{
-    hpmli_gemm_desc d = hpmli_gemm_of(m, n, k, a, b, c, ldc, accumulate);
-    d.alpha = alpha, d.bias_n = bias;
-    if (thread < 0) hpmli_gemm(ctx, &d);
-    else hpmli_gemm_serial(ctx, thread, &d);
 }
 
 HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, bool trans_b)
@@ -5512,62 +5519,39 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     return n->out;
 }
 
-typedef struct hpmli_matmul {
-    int64_t   batch, m, n, k;
-    bool      shared; /* one b for all */
-    hpmli_mat a, b;   /* (m, k), (k, n): as they are multiplied */
-} hpmli_matmul;
-
-/* Untransposed products with a shared b are one tall product. */
-HPMLI_FN hpmli_matmul hpmli_matmul_of(const hpml_node *node)
+/* a, b, c, values or gradients, as they are multiplied. Where all share one b and a is not transposed, it is one tall
+   product. */
+HPMLI_FN void hpmli_matmul_of(const hpml_node *n, bool grad, hpmli_mat m[3])
 {
-    const hpml_tensor *c = node->out, *a = node->src[0], *b = node->src[1];
-    bool               ta = node->attr.matmul.trans_a, tb = node->attr.matmul.trans_b;
-    hpmli_matmul       d = HPMLI_ZEROED;
-    d.batch = 1;
-    for (int i = 0; i < c->ndim - 2; i++) d.batch *= c->shape[i];
-    d.m = c->shape[c->ndim - 2], d.n = c->shape[c->ndim - 1], d.k = a->shape[a->ndim - (ta ? 2 : 1)];
-    d.shared = b->ndim == 2 && c->ndim > 2;
-    if (d.shared && !ta) d.m *= d.batch, d.batch = 1, d.shared = false;
-    d.a = hpmli_mats(a->data, ta ? d.m : d.k, d.m * d.k, ta);
-    d.b = hpmli_mats(b->data, tb ? d.k : d.n, d.shared ? 0 : d.k * d.n, tb);
-    return d;
+    const hpml_tensor *t[3]     = { n->src[0], n->src[1], n->out };
+    const bool         trans[3] = { n->attr.matmul.trans_a, n->attr.matmul.trans_b, false };
+    const bool         shared   = t[1]->ndim == 2;
+    const int64_t     *end      = t[2]->shape + t[2]->ndim, batch = hpml_tensor_count(t[2]) / (end[-1] * end[-2]);
+    for (int i = 0; i < 3; i++) {
+        m[i] = hpmli_mat_of(t[i], grad), m[i].rows = t[i]->shape[t[i]->ndim - 2];
+        if (!shared || (i != 1 && trans[0])) m[i].count = batch, m[i].apart = m[i].rows * m[i].cols;
+        else if (i != 1) m[i].rows *= batch;
+        if (trans[i]) m[i] = hpmli_transposed(m[i]);
+    }
 }
 
 HPMLI_FN void hpmli_matmul_pass(const hpml_run *run, hpml_node *n)
 {
-    hpmli_matmul d = hpmli_matmul_of(n);
-    hpmli_product(run->ctx, d.batch, d.m, d.n, d.k, d.a, d.b, n->out->data, false);
-}
-
-HPMLI_FN hpmli_mat hpmli_transposed(hpmli_mat x)
-{
-    hpmli_mat t = { x.p, x.cs, x.rs, x.batch };
-    return t;
-}
-
-/* c (batch, m, n) = a b, or its transpose (batch, n, m) = b^T a^T. */
-HPMLI_FN void hpmli_product_stored(hpml_ctx *ctx, int64_t batch, int64_t m, int64_t n, int64_t k, hpmli_mat a,
-                                   hpmli_mat b, float *c, bool trans, bool accumulate)
-{
-    if (trans) hpmli_product(ctx, batch, n, m, k, hpmli_transposed(b), hpmli_transposed(a), c, accumulate);
-    else hpmli_product(ctx, batch, m, n, k, a, b, c, accumulate);
+    hpmli_mat v[3];
+    hpmli_matmul_of(n, false, v);
+    hpmli_product(run->ctx, v[0], v[1], v[2], false);
 }
 
 HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
 {
-    hpmli_matmul d = hpmli_matmul_of(n);
-    hpmli_mat    dc = hpmli_mats(n->out->grad, d.n, d.m * d.n, false);
-    hpml_tensor *a = n->src[0], *b = n->src[1];
-    if (a->grad) /* dA (m, k) = dC op(B)^T */
-        hpmli_product_stored(run->ctx, d.batch, d.m, d.k, d.n, dc, hpmli_transposed(d.b), a->grad,
-                             n->attr.matmul.trans_a, n->accumulate[0]);
-    if (b == a) n->accumulate[1] = true; /* x x^T: both gradients meet in one place */
-    for (int64_t i = 0; b->grad && i < (d.shared ? d.batch : 1); i++) { /* a shared b sums over the batch, in order */
-        /* dB (k, n) = op(A)^T dC */
-        hpmli_product_stored(run->ctx, d.shared ? 1 : d.batch, d.k, d.n, d.m, hpmli_transposed(d.a), dc, b->grad,
-                             n->attr.matmul.trans_b, n->accumulate[1] || i > 0);
-        d.a.p += d.a.batch, dc.p += dc.batch;
+    hpmli_mat v[3], d[3];
+    hpmli_matmul_of(n, false, v);
+    hpmli_matmul_of(n, true, d);
+    if (d[0].p) hpmli_product(run->ctx, d[2], hpmli_transposed(v[1]), d[0], n->accumulate[0]);
+    if (n->src[1] == n->src[0]) n->accumulate[1] = true; /* x x^T: both gradients meet in one place */
+    for (int64_t i = 0; d[1].p && i < d[2].count / d[1].count; i++) { /* a shared b sums over the batch, in order */
+        hpmli_product(run->ctx, hpmli_transposed(v[0]), d[2], d[1], n->accumulate[1] || i > 0);
+        v[0].p += v[0].apart, d[2].p += d[2].apart;
     }
 }
 
@@ -5607,15 +5591,14 @@ HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *w = n->src[1];
     hpml_act           act = n->attr.act.act;
-    float             *z   = n->saved ? (float *)n->saved : n->out->data; /* (rows, out) before the activation */
-    int64_t            out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
-    hpmli_gemm_desc    d   = hpmli_gemm_of(rows, out, in, hpmli_strided(x->data, in, false),
-                                           hpmli_strided(w->data, in, true), z, out, false);
+    hpmli_mat          z   = hpmli_values(n->out); /* (rows, out) before the activation */
+    if (n->saved) z.p = (float *)n->saved;
+    hpmli_gemm_desc d = hpmli_gemm_of(hpmli_values(x), hpmli_transposed(hpmli_values(w)), z, false);
     d.bias_n = n->src[2] ? n->src[2]->data : NULL;
     d.act    = act == HPML_ACT_RELU;
     hpmli_gemm(run->ctx, &d);
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
-        hpmli_act_forward(run->ctx, act, n->attr.act.slope, n->out->data, z, rows * out);
+        hpmli_act_forward(run->ctx, act, n->attr.act.slope, n->out->data, z.p, z.rows * z.cols);
 }
 
 /* A parameter's step. With d, the product that makes its gradient, both go by blocks of rows: a block is still in the
@@ -5654,22 +5637,18 @@ HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_g
 HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
-    int64_t      out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
-    float       *dz  = n->out->grad; /* (rows, out) */
+    hpmli_mat    dz = hpmli_grads(n->out); /* (rows, out) */
     if (n->attr.act.act != HPML_ACT_NONE)
-        hpmli_act_backward(run->ctx, n->attr.act.act, n->attr.act.slope, dz, dz, (const float *)n->saved, n->out->data,
-                           rows * out, false);
-    if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz, rows, out, n->accumulate[2]);
-    if (x->grad)
-        hpmli_product(run->ctx, 1, rows, in, out, hpmli_strided(dz, out, false), hpmli_strided(w->data, in, false),
-                      x->grad, n->accumulate[0]);
+        hpmli_act_backward(run->ctx, n->attr.act.act, n->attr.act.slope, dz.p, dz.p, (const float *)n->saved,
+                           n->out->data, dz.rows * dz.cols, false);
+    if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz.p, dz.rows, dz.cols, n->accumulate[2]);
+    if (x->grad) hpmli_product(run->ctx, dz, hpmli_values(w), hpmli_grads(x), n->accumulate[0]);
     if (!w->grad) return;
-    hpmli_gemm_desc d = hpmli_gemm_of(out, in, rows, hpmli_strided(dz, out, true), hpmli_strided(x->data, in, false),
-                                      w->grad, in, n->accumulate[1]);
+    hpmli_gemm_desc d = hpmli_gemm_of(hpmli_transposed(dz), hpmli_values(x), hpmli_grads(w), n->accumulate[1]);
     /* not small products, which stay in the cache and may be cut along k, or leave threads idle; nor those over a long
        batch, which would be packed again for each block; nor where the step wants the norm of the whole */
     hpml_update *u = run->ctx->backend == hpml_backend_cpu() && x != w ? n->update[1] : NULL;
-    bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && rows <= 256;
+    bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && dz.rows <= 256;
     if (large && u->opt < HPML_OPT_LARS && !HPMLI_BLAS) hpmli_update_by(run->ctx, u, &d), u->n = 0;
     else hpmli_gemm(run->ctx, &d);
 }
@@ -6097,11 +6076,12 @@ HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
     const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
     int64_t pixels = c->OH * c->OW, in = back ? c->OC : c->C, out = back ? c->C : c->OC;
     for (int64_t g = 0; g < c->groups; g++) {
-        hpmli_gemm_desc d = hpmli_gemm_of(
-            out, pixels, in, hpmli_strided(w->data + g * c->OC * c->C, c->C, back),
-            hpmli_mats((back ? y->grad : x->data) + g * in * pixels, pixels, c->groups * in * pixels, false),
-            (back ? x->grad : y->data) + g * out * pixels, pixels, back && c->n->accumulate[0]);
-        d.batch = c->B, d.c_batch = c->groups * out * pixels;
+        hpmli_mat a = hpmli_matrix(w->data + g * c->OC * c->C, c->OC, c->C, c->C);
+        hpmli_mat b = { (back ? y->grad : x->data) + g * in * pixels, in, pixels, pixels, c->B,
+                        c->groups * in * pixels, false };
+        hpmli_mat to = { (back ? x->grad : y->data) + g * out * pixels, out, pixels, pixels, c->B,
+                         c->groups * out * pixels, false };
+        hpmli_gemm_desc d = hpmli_gemm_of(back ? hpmli_transposed(a) : a, b, to, back && c->n->accumulate[0]);
         d.bias_m = !back && bias ? bias->data + g * c->OC : NULL;
         d.act    = !back && c->n->attr.conv.act == HPML_ACT_RELU;
         hpmli_gemm(c->ctx, &d);
@@ -6732,67 +6712,72 @@ HPMLI_FN int64_t hpmli_visible(const hpml_node *n, int64_t query)
     return n->attr.attention.causal ? query + 1 : n->out->shape[1];
 }
 
+/* c (+)= alpha a b, within a task. */
+HPMLI_FN void hpmli_head_product(const hpmli_work *w, int thread, float alpha, hpmli_mat a, hpmli_mat b, hpmli_mat c,
+                                 bool accumulate)
+{
+    hpmli_gemm_desc d = hpmli_gemm_of(a, b, c, accumulate);
+    d.alpha = alpha;
+    hpmli_gemm_serial(w->run->ctx, thread, &d);
+}
+
 HPMLI_FN void hpmli_attention_head(const hpmli_work *w, int64_t task, int thread)
 {
     const hpml_node *n = w->n;
-    int64_t heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads, ld = 3 * C;
-    const float *q   = n->src[0]->data + task / heads * T * ld + task % heads * D; /* (T, D), rows ld apart */
-    float       *o   = n->out->data + task / heads * T * C + task % heads * D;     /* (T, D), rows C apart */
-    float       *lse = (float *)n->saved + task * T;                               /* (T) */
-    float       *s   = (float *)n->scratch + thread * 2 * HPMLI_QUERIES * T;       /* (queries, T) */
+    int64_t   heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads;
+    int64_t   first = task / heads * T, col = task % heads * D;
+    hpmli_mat qkv = hpmli_values(n->src[0]), out = hpmli_values(n->out); /* (B T, 3C), (B T, C) */
+    float    *lse = (float *)n->saved + task * T;                         /* (T) */
     for (int64_t q0 = 0; q0 < T; q0 += HPMLI_QUERIES) {
-        int64_t rows = T - q0 < HPMLI_QUERIES ? T - q0 : HPMLI_QUERIES, keys = hpmli_visible(n, q0 + rows - 1);
-        hpmli_product_at(w->run->ctx, thread, rows, keys, D, n->attr.attention.scale,
-                         hpmli_strided(q + q0 * ld, ld, false), hpmli_strided(q + C, ld, true), s, keys, NULL, false);
+        int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, q0 + rows - 1);
+        hpmli_mat q = hpmli_mat_at(qkv, first + q0, rows, col, D), k = hpmli_mat_at(qkv, first, keys, col + C, D);
+        hpmli_mat v = hpmli_mat_at(qkv, first, keys, col + 2 * C, D), o = hpmli_mat_at(out, first + q0, rows, col, D);
+        hpmli_mat s = hpmli_matrix((float *)n->scratch + thread * 2 * HPMLI_QUERIES * T, rows, keys, keys);
+        hpmli_head_product(w, thread, n->attr.attention.scale, q, hpmli_transposed(k), s, false);
         for (int64_t r = 0; r < rows; r++) {
-            float  *row = s + r * keys;
+            float  *row = s.p + r * keys;
             int64_t see = hpmli_visible(n, q0 + r);
             float   max = w->k->vmax(row, see), sum = w->k->vexp_sum(row, row, max, see);
             lse[q0 + r] = max + logf(sum);
             w->k->vscale_add(row, row, 1 / sum, 0, see);
             if (see < keys) w->k->vfill(row + see, 0, keys - see);
         }
-        hpmli_product_at(w->run->ctx, thread, rows, D, keys, 1, hpmli_strided(s, keys, false),
-                         hpmli_strided(q + 2 * C, ld, false), o + q0 * C, C, NULL, false);
+        hpmli_head_product(w, thread, 1, s, v, o, false);
     }
 }
 
 HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int thread)
 {
-    const hpml_node     *n = w->n;
-    const hpmli_kernels *k = w->k;
-    hpml_ctx            *ctx = w->run->ctx;
-    int64_t heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads, ld = 3 * C;
-    int64_t from = task / heads * T * ld + task % heads * D, to = task / heads * T * C + task % heads * D;
-    const float *q = n->src[0]->data + from, *o = n->out->data + to, *d_o = n->out->grad + to;
-    float       *dq  = n->src[0]->grad + from;
-    const float *lse = (const float *)n->saved + task * T;
-    float       *p   = (float *)n->scratch + thread * 2 * HPMLI_QUERIES * T, *ds = p + HPMLI_QUERIES * T;
-    float        scale = n->attr.attention.scale;
-    int64_t      last  = (T - 1) / HPMLI_QUERIES * HPMLI_QUERIES;
+    const hpml_node *n = w->n;
+    int64_t   heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads;
+    int64_t   first = task / heads * T, col = task % heads * D, last = (T - 1) / HPMLI_QUERIES * HPMLI_QUERIES;
+    hpmli_mat qkv = hpmli_values(n->src[0]), d_qkv = hpmli_grads(n->src[0]);
+    float    *lse = (float *)n->saved + task * T, scale = n->attr.attention.scale;
     for (int64_t q0 = last; q0 >= 0; q0 -= HPMLI_QUERIES) {
-        int64_t rows = T - q0 < HPMLI_QUERIES ? T - q0 : HPMLI_QUERIES, keys = hpmli_visible(n, q0 + rows - 1);
-        bool    add  = q0 != last || n->accumulate[0];
-        hpmli_mat dor = hpmli_strided(d_o + q0 * C, C, false);
-        hpmli_product_at(ctx, thread, rows, keys, D, scale, hpmli_strided(q + q0 * ld, ld, false),
-                         hpmli_strided(q + C, ld, true), p, keys, NULL, false);
-        hpmli_product_at(ctx, thread, rows, keys, D, 1, dor, hpmli_strided(q + 2 * C, ld, true), ds, keys, NULL,
-                         false);
+        int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, q0 + rows - 1);
+        bool      add  = q0 != last || n->accumulate[0];
+        hpmli_mat q = hpmli_mat_at(qkv, first + q0, rows, col, D), k = hpmli_mat_at(qkv, first, keys, col + C, D);
+        hpmli_mat v = hpmli_mat_at(qkv, first, keys, col + 2 * C, D);
+        hpmli_mat o = hpmli_mat_at(hpmli_values(n->out), first + q0, rows, col, D);
+        hpmli_mat d_o = hpmli_mat_at(hpmli_grads(n->out), first + q0, rows, col, D);
+        hpmli_mat dq = hpmli_mat_at(d_qkv, first + q0, rows, col, D), dk = hpmli_mat_at(d_qkv, first, keys, col + C, D);
+        hpmli_mat dv = hpmli_mat_at(d_qkv, first, keys, col + 2 * C, D);
+        hpmli_mat p = hpmli_matrix((float *)n->scratch + thread * 2 * HPMLI_QUERIES * T, rows, keys, keys);
+        hpmli_mat ds = hpmli_matrix(p.p + HPMLI_QUERIES * T, rows, keys, keys);
+        hpmli_head_product(w, thread, scale, q, hpmli_transposed(k), p, false);
+        hpmli_head_product(w, thread, 1, d_o, hpmli_transposed(v), ds, false);
         for (int64_t r = 0; r < rows; r++) {
-            float  *pr = p + r * keys, *dr = ds + r * keys;
+            float  *pr = p.p + r * keys, *dr = ds.p + r * keys;
             int64_t see = hpmli_visible(n, q0 + r);
-            float   delta = k->vdot(d_o + (q0 + r) * C, o + (q0 + r) * C, D);
-            k->vexp_sum(pr, pr, lse[q0 + r], see);
-            k->vscale_add(dr, dr, scale, -delta * scale, see);
-            k->vmul(dr, dr, pr, see);
-            if (see < keys) k->vfill(pr + see, 0, keys - see), k->vfill(dr + see, 0, keys - see);
+            float   delta = w->k->vdot(d_o.p + r * C, o.p + r * C, D);
+            w->k->vexp_sum(pr, pr, lse[q0 + r], see);
+            w->k->vscale_add(dr, dr, scale, -delta * scale, see);
+            w->k->vmul(dr, dr, pr, see);
+            if (see < keys) w->k->vfill(pr + see, 0, keys - see), w->k->vfill(dr + see, 0, keys - see);
         }
-        hpmli_product_at(ctx, thread, rows, D, keys, 1, hpmli_strided(ds, keys, false),
-                         hpmli_strided(q + C, ld, false), dq + q0 * ld, ld, NULL, n->accumulate[0]);
-        hpmli_product_at(ctx, thread, keys, D, rows, 1, hpmli_strided(ds, keys, true),
-                         hpmli_strided(q + q0 * ld, ld, false), dq + C, ld, NULL, add);
-        hpmli_product_at(ctx, thread, keys, D, rows, 1, hpmli_strided(p, keys, true), dor, dq + 2 * C, ld, NULL,
-                         add);
+        hpmli_head_product(w, thread, 1, ds, k, dq, n->accumulate[0]);
+        hpmli_head_product(w, thread, 1, hpmli_transposed(ds), q, dk, add);
+        hpmli_head_product(w, thread, 1, hpmli_transposed(p), d_o, dv, add);
     }
 }
 
@@ -6858,15 +6843,17 @@ HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
 
 HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
 {
-    hpmli_lstm_job j  = hpmli_lstm_of(run, n);
-    int64_t        in = n->src[0]->shape[2], H = j.H;
-    hpmli_product_at(run->ctx, -1, j.B * j.T, 4 * H, in, 1, hpmli_strided(n->src[0]->data, in, false),
-                     hpmli_strided(n->src[1]->data, in, true), j.gates, 4 * H, n->src[3]->data, false);
+    hpmli_lstm_job  j = hpmli_lstm_of(run, n);
+    int64_t         H = j.H;
+    hpmli_gemm_desc d = hpmli_gemm_of(hpmli_values(n->src[0]), hpmli_transposed(hpmli_values(n->src[1])),
+                                      hpmli_matrix(j.gates, j.B * j.T, 4 * H, 4 * H), false);
+    d.bias_n = n->src[3]->data;
+    hpmli_gemm(run->ctx, &d);
     for (j.t = 0; j.t < j.T; j.t++) {
-        if (j.t > 0)
-            hpmli_product_at(run->ctx, -1, j.B, 4 * H, H, 1,
-                             hpmli_strided(n->out->data + (j.t - 1) * H, j.T * H, false),
-                             hpmli_strided(n->src[2]->data, H, true), j.gates + j.t * 4 * H, j.T * 4 * H, NULL, true);
+        if (j.t > 0) /* a_t += h_{t-1} W_h^T */
+            hpmli_product(run->ctx, hpmli_matrix(n->out->data + (j.t - 1) * H, j.B, H, j.T * H),
+                          hpmli_transposed(hpmli_values(n->src[2])),
+                          hpmli_matrix(j.gates + j.t * 4 * H, j.B, 4 * H, j.T * 4 * H), true);
         hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell, &j);
     }
 }
@@ -6891,26 +6878,24 @@ HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED
 
 HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
 {
-    hpmli_lstm_job j  = hpmli_lstm_of(run, n);
-    int64_t        in = n->src[0]->shape[2], H = j.H;
+    hpmli_lstm_job     j = hpmli_lstm_of(run, n);
+    const hpml_tensor *x = n->src[0], *w_x = n->src[1], *w_h = n->src[2], *bias = n->src[3];
+    int64_t            H = j.H;
+    hpmli_mat          da = hpmli_matrix(j.gates, j.B * j.T, 4 * H, 4 * H);
     for (j.t = j.T - 1; j.t >= 0; j.t--) {
         hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell_back, &j);
         if (j.t > 0) /* dh_{t-1} = da_t W_h */
-            hpmli_product(run->ctx, 1, j.B, H, 4 * H, hpmli_strided(j.gates + j.t * 4 * H, j.T * 4 * H, false),
-                          hpmli_strided(n->src[2]->data, H, false), j.dh, false);
+            hpmli_product(run->ctx, hpmli_matrix(j.gates + j.t * 4 * H, j.B, 4 * H, j.T * 4 * H), hpmli_values(w_h),
+                          hpmli_matrix(j.dh, j.B, H, H), false);
     }
-    if (n->src[0]->grad)
-        hpmli_product(run->ctx, 1, j.B * j.T, in, 4 * H, hpmli_strided(j.gates, 4 * H, false),
-                      hpmli_strided(n->src[1]->data, in, false), n->src[0]->grad, n->accumulate[0]);
-    if (n->src[1]->grad)
-        hpmli_product(run->ctx, 1, 4 * H, in, j.B * j.T, hpmli_strided(j.gates, 4 * H, true),
-                      hpmli_strided(n->src[0]->data, in, false), n->src[1]->grad, n->accumulate[1]);
-    if (n->src[3]->grad) j.k->vsum_rows(n->src[3]->grad, j.gates, j.B * j.T, 4 * H, n->accumulate[3]);
-    if (!n->src[2]->grad) return;
-    if (!n->accumulate[2]) j.k->vfill(n->src[2]->grad, 0, 4 * H * H);
+    if (x->grad) hpmli_product(run->ctx, da, hpmli_values(w_x), hpmli_grads(x), n->accumulate[0]);
+    if (w_x->grad) hpmli_product(run->ctx, hpmli_transposed(da), hpmli_values(x), hpmli_grads(w_x), n->accumulate[1]);
+    if (bias->grad) j.k->vsum_rows(bias->grad, da.p, da.rows, da.cols, n->accumulate[3]);
+    if (!w_h->grad) return;
+    if (!n->accumulate[2]) j.k->vfill(w_h->grad, 0, 4 * H * H);
     for (int64_t b = 0; b < j.B && j.T > 1; b++) /* dW_h = sum over t >= 1 of da_t^T h_{t-1} */
-        hpmli_product(run->ctx, 1, 4 * H, H, j.T - 1, hpmli_strided(j.gates + (b * j.T + 1) * 4 * H, 4 * H, true),
-                      hpmli_strided(n->out->data + b * j.T * H, H, false), n->src[2]->grad, true);
+        hpmli_product(run->ctx, hpmli_transposed(hpmli_mat_at(da, b * j.T + 1, j.T - 1, 0, 4 * H)),
+                      hpmli_mat_at(hpmli_values(n->out), b * j.T, j.T - 1, 0, H), hpmli_grads(w_h), true);
 }
 
 HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_pass(run, n), hpmli_lstm_back(run, n))
