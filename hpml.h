@@ -5512,9 +5512,10 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     hpml_node *n = hpmli_node_create(HPML_OP_MATMUL, NULL, 2, src, a->ndim, shape);
     n->attr.matmul.trans_a = trans_a;
     n->attr.matmul.trans_b = trans_b;
-    if (a->ndim == 2) { /* the batch is a row of C when it is a row of A; contracted away it is just a shorter sum */
-        hpmli_node_batch(n, trans_a ? 0 : a->batch_rows);
-        n->mixes_batch = (a->batch_rows && trans_a && !b->batch_rows) || (b->batch_rows && trans_b);
+    if (b->ndim == 2) { /* the batch is a row of C when it is a row of A; contracted away it is just a shorter sum */
+        bool contracts = a->ndim == 2 && trans_a;
+        hpmli_node_batch(n, contracts ? 0 : a->batch_rows);
+        n->mixes_batch = b->batch_rows ? trans_b || !contracts || !a->batch_rows : contracts && a->batch_rows;
     }
     return n->out;
 }
