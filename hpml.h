@@ -5337,49 +5337,10 @@ HPMLI_BINARY_OP(HPML_OP_SUB, sub, 0)
 HPMLI_BINARY_OP(HPML_OP_MUL, mul, HPMLI_NEED_BOTH)
 HPMLI_BINARY_OP(HPML_OP_DIV, div, HPMLI_NEED_BOTH)
 
-/* Pointwise maps of one array, threaded: one task for each piece of HPMLI_GRAIN elements.
-   dy: dx = y (+)= dy act'(x); act: y = act(x); else y = a x + b, or y += a x. */
-typedef struct hpmli_map {
-    const hpmli_kernels *k;
-    hpml_act             act;
-    float                a, b;       /* a: the slope of act */
-    int64_t              n;
-    float               *y;          /* (n) forward: result; backward: dx */
-    const float         *x, *dy, *v; /* (n) v: act(x) */
-    bool                 accumulate;
-} hpmli_map;
-
-HPMLI_FN void hpmli_map_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+/* What goes number by number is dealt out in grains of the result. */
+HPMLI_FN int64_t hpmli_grains(const hpml_node *n)
 {
-    const hpmli_map *m = (const hpmli_map *)arg;
-    int64_t          i = task * HPMLI_GRAIN, n = m->n - i < HPMLI_GRAIN ? m->n - i : HPMLI_GRAIN;
-    if (m->dy)
-        m->k->act_backward((int)m->act, m->a, m->y + i, m->dy + i, m->x ? m->x + i : NULL, m->v ? m->v + i : NULL, n,
-                           m->accumulate);
-    else if (m->act) m->k->act_forward((int)m->act, m->a, m->y + i, m->x + i, n);
-    else if (m->accumulate) m->k->vaxpby(m->y + i, m->a, m->x + i, 1, n);
-    else m->k->vscale_add(m->y + i, m->x + i, m->a, m->b, n);
-}
-
-HPMLI_FN void hpmli_map_run(hpml_ctx *ctx, hpmli_map m)
-{
-    m.k = ctx->k;
-    hpmli_parallel(ctx, (m.n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_map_task, &m);
-}
-
-/* y = act(x). y may be x. */
-HPMLI_FN void hpmli_act_forward(hpml_ctx *ctx, hpml_act act, float slope, float *y, const float *x, int64_t n)
-{
-    hpmli_map m = { NULL, act, slope, 0, n, y, x, NULL, NULL, false };
-    hpmli_map_run(ctx, m);
-}
-
-/* dx (+)= dy act'(x). dx may be dy. x or y may be NULL as the kind allows (hpmli_act_reads_x). */
-HPMLI_FN void hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float *dx, const float *dy, const float *x,
-                                 const float *y, int64_t n, bool accumulate)
-{
-    hpmli_map m = { NULL, act, slope, 0, n, dx, x, dy, y, accumulate };
-    hpmli_map_run(ctx, m);
+    return (hpml_tensor_count(n->out) + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
 }
 
 HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
@@ -5390,18 +5351,18 @@ HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
     return n->out;
 }
 
-/* y = a x + b, or y += a x. */
-HPMLI_FN void hpmli_axpb(hpml_ctx *ctx, float a, float b, float *y, const float *x, int64_t n, bool accumulate)
+/* y = a x + b; dx (+)= a dy. */
+HPMLI_FN void hpmli_scale_grain(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
 {
-    hpmli_map m = { NULL, HPML_ACT_NONE, a, b, n, y, x, NULL, NULL, accumulate };
-    hpmli_map_run(ctx, m);
+    const hpml_tensor *x = w->n->src[0], *y = w->n->out;
+    int64_t            at = grain * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(y) - at, HPMLI_GRAIN);
+    float              a = w->n->attr.scale.a;
+    if (!w->back) w->k->vscale_add(y->data + at, x->data + at, a, w->n->attr.scale.b, c);
+    else if (w->n->accumulate[0]) w->k->vaxpby(x->grad + at, a, y->grad + at, 1, c);
+    else w->k->vscale_add(x->grad + at, y->grad + at, a, 0, c);
 }
 
-HPMLI_OP(scale, HPMLI_INPLACE,
-         hpmli_axpb(run->ctx, n->attr.scale.a, n->attr.scale.b, n->out->data, n->src[0]->data,
-                    hpml_tensor_count(n->out), false),
-         hpmli_axpb(run->ctx, n->attr.scale.a, 0, n->src[0]->grad, n->out->grad, hpml_tensor_count(n->out),
-                    n->accumulate[0]))
+HPMLI_WORK_OP(scale, HPMLI_INPLACE, hpmli_grains(n), 1, scale_grain, scale_grain)
 
 /* True when the derivative is computed from the argument, false when the result is enough. */
 HPMLI_FN bool hpmli_act_reads_x(hpml_act act)
@@ -5428,11 +5389,23 @@ HPML_API hpml_tensor *hpml_silu(hpml_tensor *x) { return hpml_activation(x, HPML
 HPML_API hpml_tensor *hpml_sigmoid(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_SIGMOID, 0); }
 HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_TANH, 0); }
 
-HPMLI_OP(activation, hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
-         hpmli_act_forward(run->ctx, n->attr.act.act, n->attr.act.slope, n->out->data, n->src[0]->data,
-                           hpml_tensor_count(n->out)),
-         hpmli_act_backward(run->ctx, n->attr.act.act, n->attr.act.slope, n->src[0]->grad, n->out->grad,
-                            n->src[0]->data, n->out->data, hpml_tensor_count(n->out), n->accumulate[0]))
+/* y = act(z), dz (+)= dy act'(z): an op, whose source is z; or the end of linear and conv2d, with z in y or saved, and
+   dz in the memory of dy, which nobody reads after us. */
+HPMLI_FN void hpmli_act_grain(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
+{
+    const hpml_node *n    = w->n;
+    bool             conv = n->op == HPML_OP_CONV2D, alone = n->op == HPML_OP_ACT;
+    int              act  = (int)(conv ? n->attr.conv.act : n->attr.act.act);
+    float            slope = conv ? 0.01f : n->attr.act.slope, *y = n->out->data, *dy = n->out->grad;
+    const float     *z  = alone ? n->src[0]->data : n->saved ? (const float *)n->saved : y;
+    float           *dz = alone ? n->src[0]->grad : dy;
+    int64_t          at = grain * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(n->out) - at, HPMLI_GRAIN);
+    if (!w->back) w->k->act_forward(act, slope, y + at, z + at, c);
+    else w->k->act_backward(act, slope, dz + at, dy + at, z + at, y + at, c, alone && n->accumulate[0]);
+}
+
+HPMLI_WORK_OP(activation, hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
+              hpmli_grains(n), 1, act_grain, act_grain)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>matmul   matrix products and linear layers
@@ -5599,7 +5572,7 @@ HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
     d.act    = act == HPML_ACT_RELU;
     hpmli_gemm(run->ctx, &d);
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
-        hpmli_act_forward(run->ctx, act, n->attr.act.slope, n->out->data, z.p, z.rows * z.cols);
+        hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
 }
 
 /* A parameter's step. With d, the product that makes its gradient, both go by blocks of rows: a block is still in the
@@ -5633,15 +5606,12 @@ HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_g
     hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
 }
 
-/* dz = dy act'(z) in the memory of dy, which nobody reads after us; dbias = sums of columns, dx = dz w, and then, as w
-   may take its step, dw = dz^T x. */
+/* dz, in the memory of dy; dbias = sums of columns, dx = dz w, and then, as w may take its step, dw = dz^T x. */
 HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
     hpmli_mat    dz = hpmli_grads(n->out); /* (rows, out) */
-    if (n->attr.act.act != HPML_ACT_NONE)
-        hpmli_act_backward(run->ctx, n->attr.act.act, n->attr.act.slope, dz.p, dz.p, (const float *)n->saved,
-                           n->out->data, dz.rows * dz.cols, false);
+    if (n->attr.act.act != HPML_ACT_NONE) hpmli_work_run(run, n, true, hpmli_grains(n), 1, hpmli_act_grain);
     if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz.p, dz.rows, dz.cols, n->accumulate[2]);
     if (x->grad) hpmli_product(run->ctx, dz, hpmli_values(w), hpmli_grads(x), n->accumulate[0]);
     if (!w->grad) return;
@@ -6104,7 +6074,7 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         hpmli_parallel(run->ctx, c.B * c.splits, hpmli_conv_forward_task, &c);
     }
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
-        hpmli_act_forward(run->ctx, act, 0.01f, n->out->data, n->out->data, hpml_tensor_count(n->out));
+        hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
 }
 
 /* dy of one image becomes dz, in its place: nobody reads dy after us. Sums for the bias. */
