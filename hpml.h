@@ -7201,7 +7201,7 @@ typedef struct hpmli_slot {
     void   **place;      /* where the address goes once there is memory */
 } hpmli_slot;
 
-typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node */
+typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node, or about an input */
     int  last;                 /* time until which the value lives */
     int  grad_first, grad_last;
     int  readers;              /* nodes that read the value */
@@ -7278,10 +7278,13 @@ static unsigned (*const hpmli_needs[])(const hpml_node *) = {
 
 HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
 
-/* uses: (node_count of the context), by the index of the node that makes t. */
-HPMLI_FN hpmli_use *hpmli_use_of(hpmli_use *uses, const hpml_tensor *t)
+/* uses: by the index of the node that makes t, and behind them of the inputs; NULL: a parameter. */
+HPMLI_FN hpmli_use *hpmli_use_of(const hpml_graph *g, hpmli_use *uses, const hpml_tensor *t)
 {
-    return t && t->node ? &uses[t->node->index] : NULL;
+    if (t && t->node) return &uses[t->node->index];
+    for (int l = 0; t && l < g->leaf_count; l++)
+        if (g->leaves[l] == t) return &uses[g->ctx->node_count + l];
+    return NULL;
 }
 
 /* Lives of the values. */
@@ -7297,34 +7300,25 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
         u->last     = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
         if (u->kept) u->last = 2 * N;
         for (int j = 0; j < n->src_count; j++) {
-            hpmli_use *s = hpmli_use_of(uses, n->src[j]);
+            hpmli_use *s = hpmli_use_of(g, uses, n->src[j]);
             int        at = back && (needs & HPMLI_NEED_SRC(j)) ? 2 * N - 1 - i : i + (n->with != NULL);
             if (s && s->last < at) s->last = at;
             if (s) s->readers++;
         }
     }
     for (int i = 0; i < N; i++) { /* in place: the only reader of a source that is not wanted later */
-        hpml_node *n  = g->nodes[i];
-        hpmli_use *s0 = hpmli_use_of(uses, n->src[0]);
-        bool inplace = s0 && (hpmli_needs[n->op](n) & HPMLI_INPLACE) && s0->readers == 1 && !s0->kept &&
-                       s0->last <= i && n->src[0]->node->out_root == n->src[0] && n->src[0]->dtype == n->out->dtype;
-        if (inplace || (s0 && n->op == HPML_OP_RESHAPE)) n->out_root = n->src[0]->node->out_root;
+        hpml_node   *n = g->nodes[i];
+        hpml_tensor *x = n->src[0];
+        if (!x->node) continue;
+        const hpmli_use *u = &uses[x->node->index];
+        bool inplace = (hpmli_needs[n->op](n) & HPMLI_INPLACE) && u->readers == 1 && !u->kept && u->last <= i &&
+                       x->node->out_root == x && x->dtype == n->out->dtype;
+        if (inplace || n->op == HPML_OP_RESHAPE) n->out_root = x->node->out_root;
     }
     for (int i = N - 1; i >= 0; i--) { /* a root lives as long as everything in it */
-        hpmli_use *u = &uses[g->nodes[i]->index], *r = hpmli_use_of(uses, g->nodes[i]->out_root);
-        if (r && r != u && r->last < u->last) r->last = u->last;
+        hpmli_use *u = &uses[g->nodes[i]->index], *r = &uses[g->nodes[i]->out_root->node->index];
+        if (r->last < u->last) r->last = u->last;
     }
-}
-
-/* True when source j of node i is not the first, in the backward pass, to write the gradient of this input. */
-HPMLI_FN bool hpmli_leaf_written(const hpml_graph *g, const hpml_tensor *leaf, int i, int source)
-{
-    for (int j = 0; j < source; j++)
-        if (g->nodes[i]->src[j] == leaf) return true;
-    for (int p = i + 1; p < g->count; p++)
-        for (int j = 0; j < g->nodes[p]->src_count; j++)
-            if (g->nodes[p]->src[j] == leaf && g->nodes[p]->out->needs_grad) return true;
-    return false;
 }
 
 /* Lives of the gradients; who writes first and who adds. Runs in the order of the backward pass. */
@@ -7342,17 +7336,16 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
         if (!n->out->needs_grad) continue;
         for (int j = 0; j < n->src_count; j++) {
             hpml_tensor *s = n->src[j];
-            hpmli_use   *u = hpmli_use_of(uses, s), *r;
+            hpmli_use   *u = hpmli_use_of(g, uses, s), *r;
             n->accumulate[j] = false;
             if (!s || !s->needs_grad) continue;
             if (hpmli_trainable(s)) {
                 n->accumulate[j] = g->param_last[s->param->index] >= 0;
                 g->param_last[s->param->index] = i;
             }
-            if (!u && !hpmli_trainable(s)) n->accumulate[j] = hpmli_leaf_written(g, s, i, j);
             if (!u) continue;
-            r = hpmli_use_of(uses, s->node->grad_root);
-            n->accumulate[j] = n->op != HPML_OP_RESHAPE && r->grad_written;
+            r = s->node ? &uses[s->node->grad_root->node->index] : u;
+            n->accumulate[j] = r->grad_written && !(s->node && n->op == HPML_OP_RESHAPE);
             r->grad_written  = true;
             if (r->grad_first > 2 * N - 1 - i) r->grad_first = 2 * N - 1 - i;
             if (r->grad_last < u->grad_last) r->grad_last = u->grad_last;
@@ -7450,7 +7443,7 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
 HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
 {
     hpml_ctx  *ctx  = g->ctx;
-    hpmli_use *uses = hpmli_new(ctx, hpmli_use, ctx->node_count + 1);
+    hpmli_use *uses = hpmli_new(ctx, hpmli_use, ctx->node_count + g->leaf_count + 1);
     g->slots      = hpmli_new(ctx, hpmli_slot, 3 * (int64_t)g->count + 2 * (int64_t)g->leaf_count + 1);
     g->param_count = ctx->param_count;
     g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
