@@ -5633,7 +5633,7 @@ HPMLI_OP(linear, HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->att
 
 /* A reshape of a computed tensor is free: the planner gives it the memory of its source (gradients likewise). The
    others move numbers between a tensor and a part of another one, or one seen in another order, in runs as long as the
-   layout allows. A sum sees an array as (outer, dim, inner). */
+   layout allows. */
 
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
 {
@@ -5817,19 +5817,6 @@ HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
 
 HPMLI_OP(concat, 0, hpmli_concat_run(run, n, false), hpmli_concat_run(run, n, true))
 
-/* A tensor around one dimension; around all of them it is (1, count, 1). */
-typedef struct hpmli_split {
-    int64_t outer, size, inner;
-} hpmli_split;
-
-HPMLI_FN hpmli_split hpmli_split_at(const hpml_tensor *t, int dim)
-{
-    hpmli_split d = { 1, dim == HPML_ALL_DIMS ? hpml_tensor_count(t) : t->shape[dim], 1 };
-    for (int i = 0; i < dim; i++) d.outer *= t->shape[i];
-    for (int i = dim + 1; dim != HPML_ALL_DIMS && i < t->ndim; i++) d.inner *= t->shape[i];
-    return d;
-}
-
 HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 {
     int64_t shape[HPML_MAX_DIMS];
@@ -5849,35 +5836,31 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, true); }
 
-HPMLI_FN void hpmli_sum_pass(const hpml_run *run, hpml_node *n)
+/* x (outer, size, inner) to y (outer, inner), and dy to dx; all dimensions are (1, count, 1). */
+HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
 {
-    const hpmli_kernels *k = run->ctx->k;
-    const hpmli_split    d = hpmli_split_at(n->src[0], n->attr.sum.dim);
-    const float         *x = n->src[0]->data; /* (outer, size, inner) */
-    float               *y = n->out->data;    /* (outer, inner) */
-    for (int64_t o = 0; o < d.outer; o++) {
-        if (d.inner == 1) y[o] = k->vsum(x + o * d.size, d.size);
-        else k->vsum_rows(y + o * d.inner, x + o * d.size * d.inner, d.size, d.inner, 0);
+    const hpmli_kernels *k   = run->ctx->k;
+    const hpml_tensor   *src = n->src[0];
+    int     dim   = n->attr.sum.dim;
+    int64_t size  = dim == HPML_ALL_DIMS ? hpml_tensor_count(src) : src->shape[dim], inner = 1;
+    int64_t outer = hpml_tensor_count(src) / size;
+    float   scale = n->attr.sum.mean ? 1 / (float)size : 1;
+    for (int i = dim + 1; dim != HPML_ALL_DIMS && i < src->ndim; i++) inner *= src->shape[i];
+    outer /= inner;
+    if (back && !n->accumulate[0]) k->vfill(src->grad, 0, outer * size * inner);
+    for (int64_t o = 0; o < outer; o++) {
+        float *x = (back ? src->grad : src->data) + o * size * inner;
+        float *y = (back ? n->out->grad : n->out->data) + o * inner;
+        if (!back && inner == 1) *y = k->vsum(x, size);
+        else if (!back) k->vsum_rows(y, x, size, inner, 0);
+        else if (inner == 1) k->vscale_add(x, x, 1, scale * *y, size);
+        else for (int64_t i = 0; i < size; i++) k->vaxpby(x + i * inner, scale, y, 1, inner);
     }
-    if (n->attr.sum.mean) k->vscale_add(y, y, 1 / (float)d.size, 0, d.outer * d.inner);
+    if (!back && n->attr.sum.mean) k->vscale_add(n->out->data, n->out->data, scale, 0, outer * inner);
 }
 
-HPMLI_FN void hpmli_sum_back(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_kernels *k  = run->ctx->k;
-    const hpmli_split    d  = hpmli_split_at(n->src[0], n->attr.sum.dim);
-    float               *dx = n->src[0]->grad, scale = n->attr.sum.mean ? 1 / (float)d.size : 1;
-    const float         *dy = n->out->grad;
-    if (!n->accumulate[0]) k->vfill(dx, 0, d.outer * d.size * d.inner);
-    for (int64_t o = 0; o < d.outer; o++) {
-        if (d.inner == 1) k->vscale_add(dx + o * d.size, dx + o * d.size, 1, scale * dy[o], d.size);
-        else
-            for (int64_t i = 0; i < d.size; i++)
-                k->vaxpby(dx + (o * d.size + i) * d.inner, scale, dy + o * d.inner, 1, d.inner);
-    }
-}
+HPMLI_OP(sum, 0, hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true))
 
-HPMLI_OP(sum, 0, hpmli_sum_pass(run, n), hpmli_sum_back(run, n))
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv   two-dimensional convolution
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6278,17 +6261,6 @@ HPMLI_WORK_OP(avg_pool2d, 0, n->out->shape[0] * n->out->shape[1], 1, avg_pool_pl
    One task is one channel, measured and then normalized; where many ranks share a batch, the sums of all channels are
    added up over the ranks in between. Sources: x, gamma, beta (NULL without affine), running mean, running variance. */
 
-/* Checks what all norms have, and fills in what is zero. */
-HPMLI_FN bool hpmli_norm_settings(hpml_tensor *x, hpml_norm_desc *d, const hpml_norm_desc *desc)
-{
-    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "norm", *d, desc)) return false;
-    if (d->eps == 0) d->eps = 1e-5f;
-    if (d->momentum == 0) d->momentum = 0.1f;
-    return (d->eps > 0 && d->eps < 1e30f && d->momentum > 0 && d->momentum <= 1) ||
-           hpmli_false(x->ctx, HPML_ERR_ARGUMENT, "norm \"%s\": eps is %g, expected 0 or more; momentum is %g, "
-                       "expected 0 to 1", d->name ? d->name : "", (double)d->eps, (double)d->momentum);
-}
-
 #define HPMLI_NORM_ROWS 32 /* rows of layernorm and rmsnorm that make a block, see below */
 
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
@@ -6296,7 +6268,12 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     const bool     batch = op == HPML_OP_BATCHNORM;
     hpml_norm_desc d;
     hpml_tensor   *src[5] = { x, NULL, NULL, NULL, NULL };
-    if (!hpmli_norm_settings(x, &d, desc)) return NULL;
+    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "norm", d, desc)) return NULL;
+    if (d.eps == 0) d.eps = 1e-5f;
+    if (d.momentum == 0) d.momentum = 0.1f;
+    if (!(d.eps > 0 && d.eps < 1e30f && d.momentum > 0 && d.momentum <= 1))
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "norm \"%s\": eps is %g, expected 0 or more; momentum is %g, "
+                          "expected 0 to 1", d.name ? d.name : "", (double)d.eps, (double)d.momentum);
     if (batch && ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU)))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), "
                           "activation NONE or RELU", d.name ? d.name : "", hpmli_text(x));
@@ -7712,41 +7689,30 @@ HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, floa
     return (double)loss;
 }
 
-HPMLI_FN double hpmli_check_one(hpml_graph *g, hpml_tensor *t, float eps, int samples)
-{
-    double   worst = 0, scale = 0;
-    int64_t  n     = hpml_tensor_count(t);
-    float   *grad  = (float *)hpmli_alloc(g->ctx, (size_t)n * sizeof(float));
-    hpml_rng rng   = { g->ctx->seed, 77, 0 };
-    if (!grad) return -1;
-    g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
-    for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
-    scale = sqrt(scale / (double)n); /* floor: differences far below the typical gradient are rounding */
-    for (int i = 0; i < samples; i++) {
-        int64_t at   = samples >= n ? i : hpml_rng_below(&rng, n);
-        double  near_, far, slope, error;
-        if (at >= n) break;
-        near_ = hpmli_loss_moved(g, t, at, eps) - hpmli_loss_moved(g, t, at, -eps);
-        far   = hpmli_loss_moved(g, t, at, 2 * eps) - hpmli_loss_moved(g, t, at, -2 * eps);
-        slope = (8 * near_ - far) / (12 * (double)eps); /* error of order eps^4 */
-        error = fabs(slope - (double)grad[at]) / (fabs(slope) + fabs((double)grad[at]) + scale + 1e-6);
-        if (!(error <= worst)) worst = error;
-    }
-    hpmli_free(g->ctx, grad);
-    return worst;
-}
-
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 {
     double worst = 0;
     if (!g || hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
-    for (int i = 0; i < g->ctx->param_count + g->leaf_count; i++) {
-        hpml_tensor *t = i < g->ctx->param_count ? g->ctx->params[i] : g->leaves[i - g->ctx->param_count];
-        double       error;
+    for (int p = 0; p < g->ctx->param_count + g->leaf_count; p++) {
+        hpml_tensor *t = p < g->ctx->param_count ? g->ctx->params[p] : g->leaves[p - g->ctx->param_count];
+        int64_t      n = hpml_tensor_count(t);
+        hpml_rng     rng   = { g->ctx->seed, 77, 0 };
+        double       scale = 0;
         if (!t->grad || !t->needs_grad) continue;
-        error = hpmli_check_one(g, t, eps, samples);
-        if (error < 0) return -1;
-        if (!(error <= worst)) worst = error;
+        float *grad = hpmli_new(g->ctx, float, n);
+        if (!grad) return -1;
+        g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
+        for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
+        scale = sqrt(scale / (double)n); /* floor: differences far below the typical gradient are rounding */
+        for (int64_t i = 0; i < samples && i < n; i++) {
+            int64_t at    = samples >= n ? i : hpml_rng_below(&rng, n);
+            double  near_ = hpmli_loss_moved(g, t, at, eps) - hpmli_loss_moved(g, t, at, -eps);
+            double  far   = hpmli_loss_moved(g, t, at, 2 * eps) - hpmli_loss_moved(g, t, at, -2 * eps);
+            double  slope = (8 * near_ - far) / (12 * (double)eps); /* error of order eps^4 */
+            double  error = fabs(slope - (double)grad[at]) / (fabs(slope) + fabs((double)grad[at]) + scale + 1e-6);
+            if (!(error <= worst)) worst = error;
+        }
+        hpmli_free(g->ctx, grad);
     }
     hpml_graph_forward(g, true, 0);
     return worst;
