@@ -7209,10 +7209,9 @@ struct hpml_graph {
     int64_t        first_sample, shift; /* of this pass: in the global batch, in the inputs */
     const char   **back_names; /* (count) for the timeline */
     hpml_profile_row *profile; /* (count), NULL: off */
-    void          *hook_user;  /* the trainer, which sets these: */
-    hpml_status (*need)(void *user, int param);
-    hpml_status (*grad)(void *user, int param);
-    hpml_status (*sum)(void *user, double *values, int64_t n);
+    const hpml_hooks *hooks;   /* the trainer's, if it has one */
+    hpml_trainer  *trainer;
+    bool           last;       /* batch of an update: gradients are final, and hooks are told */
     hpml_update   *updates;    /* (param_count) steps to be taken during the backward pass, or NULL */
     bool           idle;       /* see hpml_run */
 };
@@ -7460,6 +7459,7 @@ HPMLI_FN void hpmli_graph_leave(hpml_graph *g)
 
 HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc)
 {
+    static const hpml_hooks none = HPMLI_ZEROED;
     hpml_graph_desc d;
     hpml_tensor    *targets[HPML_MAX_SRC + 1];
     int             count = 0;
@@ -7475,7 +7475,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: \"%s\" belongs to another context", targets[0]->name);
     hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
     if (!g) return NULL;
-    g->ctx = ctx, g->loss = d.loss, g->output_count = d.output_count;
+    g->ctx = ctx, g->hooks = &none, g->loss = d.loss, g->output_count = d.output_count;
     if (!hpmli_graph_collect(g, targets, count)) return NULL;
     for (int i = 0; i < g->count; i++)
         if (g->nodes[i]->out_root)
@@ -7570,6 +7570,7 @@ HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
 HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, bool backward)
 {
     hpml_node          *n    = g->nodes[i];
+    const hpml_hooks   *h    = g->hooks;
     const hpml_backend *b    = g->ctx->backend;
     const hpml_op_impl *impl = &b->ops[n->op];
     bool                look = g->profile || g->ctx->trace;
@@ -7578,8 +7579,8 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     hpml_status         status = HPML_OK;
     if (g->profile) seconds = backward ? &g->profile[i].backward_s : &g->profile[i].forward_s;
     if (look && b->look) b->look(g->ctx->device, NULL, NULL);
-    for (int s = 0; g->need && s < n->src_count && status == HPML_OK; s++)
-        if (n->src[s] && n->src[s]->param) status = g->need(g->hook_user, n->src[s]->param->index);
+    for (int s = 0; h->need && s < n->src_count && status == HPML_OK; s++)
+        if (n->src[s] && n->src[s]->param) status = h->need(h->user, g->trainer, n->src[s]->param->index);
     bool idle = run->idle && !(run->sum && n->op == HPML_OP_BATCHNORM);
     if (status == HPML_OK && backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
     if (status == HPML_OK && !idle) status = backward ? impl->backward(run, n) : impl->forward(run, n);
@@ -7596,9 +7597,16 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     return status;
 }
 
-HPMLI_FN hpml_run hpmli_run_of(const hpml_graph *g, bool train, uint64_t step, float scale)
+HPMLI_FN hpml_status hpmli_run_sum(void *graph, double *values, int64_t n)
 {
-    hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample, g->idle, g->sum, g->hook_user };
+    const hpml_graph *g = (const hpml_graph *)graph;
+    return g->hooks->sum(g->hooks->user, g->trainer, values, n);
+}
+
+HPMLI_FN hpml_run hpmli_run_of(hpml_graph *g, bool train, uint64_t step, float scale)
+{
+    hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample, g->idle,
+                     g->hooks->sum ? hpmli_run_sum : NULL, g };
     return run;
 }
 
@@ -7626,7 +7634,7 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
     hpml_status status = HPML_OK;
     for (int s = 0; n->out->needs_grad && n->out->grad && s < n->src_count && status == HPML_OK; s++)
         if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
-            status = g->grad(g->hook_user, n->src[s]->param->index);
+            status = g->hooks->grad(g->hooks->user, g->trainer, n->src[s]->param->index);
     return status;
 }
 
@@ -7635,8 +7643,9 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
 HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
 {
     const hpml_backend *b     = g->ctx->backend;
-    bool                whole = b->begin && !(g->profile || g->ctx->trace || g->need || g->sum || g->idle);
-    bool                hooks = backward && g->grad, done;
+    const hpml_hooks   *h     = g->hooks;
+    bool                whole = b->begin && !(g->profile || g->ctx->trace || h->need || h->sum || g->idle);
+    bool                hooks = backward && h->grad && g->last, done;
     int last = g->count - 1, piece = !whole ? 1 : !hooks ? g->count : g->count < 64 ? 8 : (g->count + 7) / 8;
     hpml_status         status = HPML_OK;
     hpml_pass           pass; /* compared byte by byte */
@@ -7906,7 +7915,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     gd.output_count = 1, gd.outputs = &t->d.output, gd.loss = t->loss;
     t->graph = hpml_graph_create(ctx, &gd);
     if (!t->graph || !hpmli_trainer_inputs(t)) return NULL;
-    t->graph->hook_user = t;
+    t->graph->trainer = t, t->graph->hooks = &t->hooks;
     int states                 = hpmli_opt_states(&t->d);
     t->graph->memory.optimizer = (size_t)((states & 1) + (states >> 1)) * t->graph->memory.gradients;
     t->graph->memory.total += t->graph->memory.optimizer;
@@ -7924,24 +7933,6 @@ HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc 
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_hook_need(void *user, int param)
-{
-    hpml_trainer *t = (hpml_trainer *)user;
-    return t->hooks.need(t->hooks.user, t, param);
-}
-
-HPMLI_FN hpml_status hpmli_hook_grad(void *user, int param)
-{
-    hpml_trainer *t = (hpml_trainer *)user;
-    return t->micro == t->d.accumulate - 1 ? t->hooks.grad(t->hooks.user, t, param) : HPML_OK;
-}
-
-HPMLI_FN hpml_status hpmli_hook_sum(void *user, double *values, int64_t n)
-{
-    hpml_trainer *t = (hpml_trainer *)user;
-    return t->hooks.sum(t->hooks.user, t, values, n);
-}
-
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)
 {
     if (!t) return HPML_ERR_ARGUMENT;
@@ -7949,9 +7940,6 @@ HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *h
     memset(&t->hooks, 0, sizeof t->hooks);
     if (hooks) t->hooks = *hooks;
     hpmli_graph_place_grads(t->graph);
-    t->graph->need = t->hooks.need ? hpmli_hook_need : NULL;
-    t->graph->grad = t->hooks.grad ? hpmli_hook_grad : NULL;
-    t->graph->sum  = t->hooks.sum ? hpmli_hook_sum : NULL;
     return HPML_OK;
 }
 
@@ -8191,7 +8179,7 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
                           (long long)first, (long long)(first + samples), (long long)t->fed);
     if (part && hpml_graph_batch(g, samples) != HPML_OK) return t->ctx->status;
     hpmli_trainer_shift(t, first);
-    g->idle = samples == 0;
+    g->idle = samples == 0, g->last = t->micro + 1 == t->d.accumulate;
     hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
     if (status == HPML_OK && g->updates && !t->d.no_finite_check) { /* before it gets into the parameters */
         hpmli_trainer_tell(t, NULL, NULL);
