@@ -5698,12 +5698,13 @@ HPMLI_FN void hpmli_move(const hpml_run *run, const hpml_tensor *y, const hpml_t
 }
 
 /* The part of t that is `count` long from `start` on in one dimension. */
-HPMLI_FN void hpmli_part(hpml_tensor *part, const hpml_tensor *t, int dim, int64_t start, int64_t count)
+HPMLI_FN hpml_tensor hpmli_part(const hpml_tensor *t, int dim, int64_t start, int64_t count)
 {
-    *part = *t;
-    part->shape[dim] = count;
-    part->data += start * t->stride[dim];
-    if (t->grad) part->grad += start * t->stride[dim];
+    hpml_tensor part = *t;
+    part.shape[dim] = count;
+    part.data += start * t->stride[dim];
+    if (t->grad) part.grad += start * t->stride[dim];
+    return part;
 }
 
 HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
@@ -5774,8 +5775,7 @@ HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t
 HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     int         dim = n->attr.slice.dim;
-    hpml_tensor x;
-    hpmli_part(&x, n->src[0], dim, n->attr.slice.start, n->out->shape[dim]);
+    hpml_tensor x = hpmli_part(n->src[0], dim, n->attr.slice.start, n->out->shape[dim]);
     if (backward && !n->accumulate[0]) run->ctx->k->vfill(n->src[0]->grad, 0, hpml_tensor_count(n->src[0]));
     hpmli_move(run, n->out, &x, backward, true);
 }
@@ -5805,13 +5805,10 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 
 HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
 {
-    int64_t start = 0;
-    for (int i = 0; i < n->src_count; i++) {
-        int64_t     count = n->src[i]->shape[n->attr.slice.dim];
-        hpml_tensor y;
-        hpmli_part(&y, n->out, n->attr.slice.dim, start, count);
+    for (int64_t i = 0, start = 0, count; i < n->src_count; i++, start += count) {
+        count = n->src[i]->shape[n->attr.slice.dim];
+        hpml_tensor y = hpmli_part(n->out, n->attr.slice.dim, start, count);
         hpmli_move(run, &y, n->src[i], backward, n->accumulate[i]);
-        start += count;
     }
 }
 
@@ -5874,39 +5871,40 @@ HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1)
 HPMLI_FN int64_t hpmli_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
 /* The same for both passes, so that what is recorded has scratch for either. */
-HPMLI_FN void hpmli_conv_make(hpmli_conv *c, hpml_ctx *ctx, hpml_node *n)
+HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
     const hpml_attr   *a = &n->attr;
-    memset(c, 0, sizeof *c);
-    c->ctx = ctx, c->n = n, c->groups = a->conv.groups;
-    c->B = x->shape[0], c->C = x->shape[1] / c->groups, c->H = x->shape[2], c->W = x->shape[3];
-    c->OC = y->shape[1] / c->groups, c->OH = y->shape[2], c->OW = y->shape[3];
-    c->taps      = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
-    c->x_pitch   = (c->W + 2 * a->conv.padding[1]) * c->C;
-    c->x_first   = a->conv.padding[0] * c->x_pitch + a->conv.padding[1] * c->C;
-    c->x_size    = hpmli_round_up((c->H + 2 * a->conv.padding[0]) * c->x_pitch + HPMLI_CONV_PANEL, 16);
-    c->y_size    = hpmli_round_up(c->OH * c->OW * c->OC + 2 * HPMLI_CONV_PANEL, 16); /* both: tiles are whole */
-    c->row_at    = a->conv.stride[0] * c->x_pitch, c->col_at = a->conv.stride[1] * c->C;
-    c->blocks[0] = a->conv.kernel[0];
-    c->blocks[1] = a->conv.dilation[1] == 1 ? 1 : a->conv.kernel[1]; /* 1: a row of the kernel is one run */
-    c->block     = c->taps * c->C / (c->blocks[0] * c->blocks[1]);
-    c->block_at[0] = a->conv.dilation[0] * c->x_pitch, c->block_at[1] = a->conv.dilation[1] * c->C;
-    int64_t weights = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
-    int64_t back    = c->blocks[0] * c->blocks[1] * hpmli_round_up(c->block, HPMLI_CONV_PANEL) * c->OC;
-    c->band        = hpmli_max(64 / c->OW, 1);
-    c->parts       = hpmli_min(c->groups * weights > 65536 ? 8 : 16, c->B);
-    c->joint       = hpmli_max(hpmli_min(128 / (c->OH * c->OW), (c->B - 1) / c->parts + 1), 1);
-    c->part_size   = c->groups * weights + hpmli_round_up(c->groups * c->OC, 16);
-    c->packed_size = hpmli_max(weights, back);
-    c->own_size    = hpmli_max(c->x_size + hpmli_round_up(c->band * c->OW, 16) * HPMLI_CONV_PANEL,
-                               c->joint * (2 * c->x_size + c->y_size));
-    c->scratch     = c->parts * c->part_size + c->groups * c->packed_size + ctx->threads * c->own_size;
-    HPML_ASSERT(!n->scratch || (size_t)c->scratch * sizeof(float) <= n->scratch_bytes);
-    if (!n->scratch) return; /* just recorded */
-    c->part   = (float *)n->scratch;
-    c->packed = c->part + c->parts * c->part_size;
-    c->own    = c->packed + c->groups * c->packed_size;
+    hpmli_conv         c = HPMLI_ZEROED;
+    c.ctx = ctx, c.n = n, c.groups = a->conv.groups;
+    c.B = x->shape[0], c.C = x->shape[1] / c.groups, c.H = x->shape[2], c.W = x->shape[3];
+    c.OC = y->shape[1] / c.groups, c.OH = y->shape[2], c.OW = y->shape[3];
+    c.taps      = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
+    c.x_pitch   = (c.W + 2 * a->conv.padding[1]) * c.C;
+    c.x_first   = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
+    c.x_size    = hpmli_round_up((c.H + 2 * a->conv.padding[0]) * c.x_pitch + HPMLI_CONV_PANEL, 16);
+    c.y_size    = hpmli_round_up(c.OH * c.OW * c.OC + 2 * HPMLI_CONV_PANEL, 16); /* both: tiles are whole */
+    c.row_at    = a->conv.stride[0] * c.x_pitch, c.col_at = a->conv.stride[1] * c.C;
+    c.blocks[0] = a->conv.kernel[0];
+    c.blocks[1] = a->conv.dilation[1] == 1 ? 1 : a->conv.kernel[1]; /* 1: a row of the kernel is one run */
+    c.block     = c.taps * c.C / (c.blocks[0] * c.blocks[1]);
+    c.block_at[0] = a->conv.dilation[0] * c.x_pitch, c.block_at[1] = a->conv.dilation[1] * c.C;
+    int64_t weights = c.taps * c.C * hpmli_round_up(c.OC, HPMLI_CONV_PANEL);
+    int64_t back    = c.blocks[0] * c.blocks[1] * hpmli_round_up(c.block, HPMLI_CONV_PANEL) * c.OC;
+    c.band        = hpmli_max(64 / c.OW, 1);
+    c.parts       = hpmli_min(c.groups * weights > 65536 ? 8 : 16, c.B);
+    c.joint       = hpmli_max(hpmli_min(128 / (c.OH * c.OW), (c.B - 1) / c.parts + 1), 1);
+    c.part_size   = c.groups * weights + hpmli_round_up(c.groups * c.OC, 16);
+    c.packed_size = hpmli_max(weights, back);
+    c.own_size    = hpmli_max(c.x_size + hpmli_round_up(c.band * c.OW, 16) * HPMLI_CONV_PANEL,
+                               c.joint * (2 * c.x_size + c.y_size));
+    c.scratch     = c.parts * c.part_size + c.groups * c.packed_size + ctx->threads * c.own_size;
+    HPML_ASSERT(!n->scratch || (size_t)c.scratch * sizeof(float) <= n->scratch_bytes);
+    if (!n->scratch) return c; /* just recorded */
+    c.part   = (float *)n->scratch;
+    c.packed = c.part + c.parts * c.part_size;
+    c.own    = c.packed + c.groups * c.packed_size;
+    return c;
 }
 
 /* A product without columns: 1 x 1, as it stands. */
@@ -5952,7 +5950,6 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 {
     hpml_attr    a;
     hpml_tensor *src[3];
-    hpmli_conv   c;
     hpml_conv2d_desc d; /* all zero is refused for want of a kernel */
     if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "conv2d", d, desc)) return NULL;
     memset(&a, 0, sizeof a);
@@ -5983,8 +5980,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     hpml_node *n = hpmli_node_create(HPML_OP_CONV2D, name, 3, src, 4, shape);
     n->attr = a;
     if (!n->out) return NULL;
-    hpmli_conv_make(&c, x->ctx, n);
-    n->scratch_bytes = (size_t)c.scratch * sizeof(float);
+    n->scratch_bytes = (size_t)hpmli_conv_of(x->ctx, n).scratch * sizeof(float);
     return n->out;
 }
 
@@ -6044,9 +6040,8 @@ HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
 
 HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
 {
-    hpmli_conv c;
+    hpmli_conv c   = hpmli_conv_of(run->ctx, n);
     hpml_act   act = n->attr.conv.act;
-    hpmli_conv_make(&c, run->ctx, n);
     if (hpmli_conv_direct(&c)) {
         hpmli_conv_1x1(&c, false);
     } else {
@@ -6113,10 +6108,8 @@ HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNU
 
 HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
 {
-    hpmli_conv c;
-    int64_t    channels = n->out->shape[1], panels;
-    hpmli_conv_make(&c, run->ctx, n);
-    panels    = hpmli_panels(c.OC);
+    hpmli_conv c = hpmli_conv_of(run->ctx, n);
+    int64_t    channels = n->out->shape[1], panels = hpmli_panels(c.OC);
     c.want_dw = n->src[1]->grad != NULL;
     c.want_db = n->src[2] && n->src[2]->grad;
     c.want_dx = n->src[0]->grad && !hpmli_conv_direct(&c);
@@ -6857,14 +6850,19 @@ HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_
        loss = lse - (1 - s) x_l - s mean(x),  dx_i = exp(x_i - lse) - (1 - s) [i = l] - s / V,  lse = log sum exp(x).
    Probabilities are not stored: lse is kept for each row, and backward takes the exponential again. */
 
-HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tensor *y, hpml_tensor *target)
+HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tensor *y, hpml_tensor *target, bool squared,
+                                        float delta)
 {
     hpml_tensor *src[2] = { y, target };
     if (!hpmli_recordable(2, src)) return NULL;
     if (target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
         return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
                           kind, hpmli_text(y), hpmli_text(target));
-    return hpmli_node_create(op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL)->out;
+    if (!(delta >= 0))
+        return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "%s: delta is %g, expected 0 or more", kind, (double)delta);
+    hpml_node *n = hpmli_node_create(op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL);
+    n->attr.huber.squared = squared, n->attr.huber.delta = delta;
+    return n->out;
 }
 
 HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
@@ -6956,23 +6954,17 @@ HPMLI_OP(cross_entropy, HPMLI_NEED_BOTH, return hpmli_cross_entropy_pass(run, n)
 
 HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
 {
-    return hpmli_loss_record(HPML_OP_BCE, "bce_with_logits", logits, target);
+    return hpmli_loss_record(HPML_OP_BCE, "bce_with_logits", logits, target, false, 0);
 }
 
 HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target)
 {
-    hpml_tensor *loss = hpmli_loss_record(HPML_OP_HUBER, "mse", y, target);
-    if (loss) loss->node->attr.huber.squared = true;
-    return loss;
+    return hpmli_loss_record(HPML_OP_HUBER, "mse", y, target, true, 0);
 }
 
 HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delta)
 {
-    hpml_tensor *loss = hpmli_loss_record(HPML_OP_HUBER, "huber", y, target);
-    if (loss && !(delta >= 0))
-        return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "huber: delta is %g, expected 0 or more", (double)delta);
-    if (loss) loss->node->attr.huber.delta = delta;
-    return loss;
+    return hpmli_loss_record(HPML_OP_HUBER, "huber", y, target, false, delta);
 }
 
 /* bce: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with d = x - t. Huber: d^2 / 2 up to
