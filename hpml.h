@@ -5443,6 +5443,7 @@ HPMLI_FN hpmli_mat hpmli_mat_of(const hpml_tensor *t, bool grad)
 HPMLI_FN hpmli_mat hpmli_values(const hpml_tensor *t) { return hpmli_mat_of(t, false); }
 HPMLI_FN hpmli_mat hpmli_grads(const hpml_tensor *t) { return hpmli_mat_of(t, true); }
 
+/* A part of a matrix that is not transposed. */
 HPMLI_FN hpmli_mat hpmli_mat_at(hpmli_mat m, int64_t row, int64_t rows, int64_t col, int64_t cols)
 {
     return hpmli_matrix(m.p + row * m.ld + col, rows, cols, m.ld);
@@ -5897,7 +5898,7 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.part_size   = c.groups * weights + hpmli_round_up(c.groups * c.OC, 16);
     c.packed_size = hpmli_max(weights, back);
     c.own_size    = hpmli_max(c.x_size + hpmli_round_up(c.band * c.OW, 16) * HPMLI_CONV_PANEL,
-                               c.joint * (2 * c.x_size + c.y_size));
+                              c.joint * (2 * c.x_size + c.y_size));
     c.scratch     = c.parts * c.part_size + c.groups * c.packed_size + ctx->threads * c.own_size;
     HPML_ASSERT(!n->scratch || (size_t)c.scratch * sizeof(float) <= n->scratch_bytes);
     if (!n->scratch) return c; /* just recorded */
