@@ -5278,49 +5278,10 @@ HPMLI_BINARY_OP(HPML_OP_SUB, sub, 0)
 HPMLI_BINARY_OP(HPML_OP_MUL, mul, HPMLI_NEED_BOTH)
 HPMLI_BINARY_OP(HPML_OP_DIV, div, HPMLI_NEED_BOTH)
 
-/* Pointwise maps of one array, threaded: one task for each piece of HPMLI_GRAIN elements.
-   dy: dx = y (+)= dy act'(x); act: y = act(x); else y = a x + b, or y += a x. */
-typedef struct hpmli_map {
-    const hpmli_kernels *k;
-    hpml_act             act;
-    float                a, b;       /* a: the slope of act */
-    int64_t              n;
-    float               *y;          /* (n) forward: result; backward: dx */
-    const float         *x, *dy, *v; /* (n) v: act(x) */
-    bool                 accumulate;
-} hpmli_map;
-
-HPMLI_FN void hpmli_map_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+/* What goes number by number is dealt out in grains of the result. */
+HPMLI_FN int64_t hpmli_grains(const hpml_node *n)
 {
-    const hpmli_map *m = (const hpmli_map *)arg;
-    int64_t          i = task * HPMLI_GRAIN, n = m->n - i < HPMLI_GRAIN ? m->n - i : HPMLI_GRAIN;
-    if (m->dy)
-        m->k->act_backward(m->act, m->a, m->y + i, m->dy + i, m->x ? m->x + i : NULL, m->v ? m->v + i : NULL, n,
-                           m->accumulate);
-    else if (m->act) m->k->act_forward(m->act, m->a, m->y + i, m->x + i, n);
-    else if (m->accumulate) m->k->vaxpby(m->y + i, m->a, m->x + i, 1, n);
-    else m->k->vscale_add(m->y + i, m->x + i, m->a, m->b, n);
-}
-
-HPMLI_FN void hpmli_map_run(hpml_ctx *ctx, hpmli_map m)
-{
-    m.k = ctx->k;
-    hpmli_parallel(ctx, (m.n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_map_task, &m);
-}
-
-/* y = act(x). y may be x. */
-HPMLI_FN void hpmli_act_forward(hpml_ctx *ctx, hpml_act act, float slope, float *y, const float *x, int64_t n)
-{
-    hpmli_map m = { NULL, act, slope, 0, n, y, x, NULL, NULL, false };
-    hpmli_map_run(ctx, m);
-}
-
-/* dx (+)= dy act'(x). dx may be dy. x or y may be NULL as the kind allows (hpmli_act_reads_x). */
-HPMLI_FN void hpmli_act_backward(hpml_ctx *ctx, hpml_act act, float slope, float *dx, const float *dy, const float *x,
-                                 const float *y, int64_t n, bool accumulate)
-{
-    hpmli_map m = { NULL, act, slope, 0, n, dx, x, dy, y, accumulate };
-    hpmli_map_run(ctx, m);
+    return (hpml_tensor_count(n->out) + HPMLI_GRAIN - 1) / HPMLI_GRAIN;
 }
 
 HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
@@ -5331,18 +5292,18 @@ HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b)
     return n->out;
 }
 
-/* y = a x + b, or y += a x. */
-HPMLI_FN void hpmli_axpb(hpml_ctx *ctx, float a, float b, float *y, const float *x, int64_t n, bool accumulate)
+/* y = a x + b; dx (+)= a dy. */
+HPMLI_FN void hpmli_scale_grain(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
 {
-    hpmli_map m = { NULL, HPML_ACT_NONE, a, b, n, y, x, NULL, NULL, accumulate };
-    hpmli_map_run(ctx, m);
+    const hpml_tensor *x = w->n->src[0], *y = w->n->out;
+    int64_t            at = grain * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(y) - at, HPMLI_GRAIN);
+    float              a = w->n->attr.scale.a;
+    if (!w->back) w->k->vscale_add(y->data + at, x->data + at, a, w->n->attr.scale.b, c);
+    else if (w->n->accumulate[0]) w->k->vaxpby(x->grad + at, a, y->grad + at, 1, c);
+    else w->k->vscale_add(x->grad + at, y->grad + at, a, 0, c);
 }
 
-HPMLI_OP(scale, HPMLI_INPLACE,
-         hpmli_axpb(run->ctx, n->attr.scale.a, n->attr.scale.b, n->out->data, n->src[0]->data,
-                    hpml_tensor_count(n->out), false),
-         hpmli_axpb(run->ctx, n->attr.scale.a, 0, n->src[0]->grad, n->out->grad, hpml_tensor_count(n->out),
-                    n->accumulate[0]))
+HPMLI_WORK_OP(scale, HPMLI_INPLACE, hpmli_grains(n), 1, scale_grain, scale_grain)
 
 /* True when the derivative is computed from the argument, false when the result is enough. */
 HPMLI_FN bool hpmli_act_reads_x(hpml_act act)
@@ -5369,62 +5330,82 @@ HPML_API hpml_tensor *hpml_silu(hpml_tensor *x) { return hpml_activation(x, HPML
 HPML_API hpml_tensor *hpml_sigmoid(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_SIGMOID, 0); }
 HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_TANH, 0); }
 
-HPMLI_OP(activation, hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
-         hpmli_act_forward(run->ctx, n->attr.act.act, n->attr.act.slope, n->out->data, n->src[0]->data,
-                           hpml_tensor_count(n->out)),
-         hpmli_act_backward(run->ctx, n->attr.act.act, n->attr.act.slope, n->src[0]->grad, n->out->grad,
-                            n->src[0]->data, n->out->data, hpml_tensor_count(n->out), n->accumulate[0]))
+/* y = act(z), dz (+)= dy act'(z): an op, whose source is z; or the end of linear and conv2d, with z in y or saved, and
+   dz in the memory of dy, which nobody reads after us. */
+HPMLI_FN void hpmli_act_grain(const hpmli_work *w, int64_t grain, int thread HPMLI_UNUSED)
+{
+    const hpml_node *n    = w->n;
+    bool             conv = n->op == HPML_OP_CONV2D, alone = n->op == HPML_OP_ACT;
+    hpml_act         act  = conv ? n->attr.conv.act : n->attr.act.act;
+    float            slope = conv ? 0.01f : n->attr.act.slope, *y = n->out->data, *dy = n->out->grad;
+    const float     *z  = alone ? n->src[0]->data : n->saved ? (const float *)n->saved : y;
+    float           *dz = alone ? n->src[0]->grad : dy;
+    int64_t          at = grain * HPMLI_GRAIN, c = hpmli_min(hpml_tensor_count(n->out) - at, HPMLI_GRAIN);
+    if (!w->back) w->k->act_forward(act, slope, y + at, z + at, c);
+    else w->k->act_backward(act, slope, dz + at, dy + at, z + at, y + at, c, alone && n->accumulate[0]);
+}
+
+HPMLI_WORK_OP(activation, hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
+              hpmli_grains(n), 1, act_grain, act_grain)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>matmul   matrix products and linear layers
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* C = A B. With dC known, dA = dC B^T and dB = A^T dC: three products of the same kind. A transposed operand is the
-   same memory walked with swapped strides, so one function does them all. */
+/* C = A B. With dC known, dA = dC B^T and dB = A^T dC: three products of the same kind. A transposed matrix is the same
+   memory read the other way, so one function does them all. */
 
 typedef struct hpmli_mat {
-    const float *p;
-    int64_t      rs, cs, batch; /* elements between rows, columns, matrices */
+    float  *p;
+    int64_t rows, cols, ld; /* ld: elements between rows; of a transposed one between columns */
+    int64_t count, apart;   /* so many of them, so far apart */
+    bool    trans;
 } hpmli_mat;
 
-/* A matrix whose rows are ld apart, or its transpose; `batch` numbers further the next one. */
-HPMLI_FN hpmli_mat hpmli_mats(const float *p, int64_t ld, int64_t batch, bool trans)
+HPMLI_FN hpmli_mat hpmli_matrix(float *p, int64_t rows, int64_t cols, int64_t ld)
 {
-    hpmli_mat m = { p, trans ? 1 : ld, trans ? ld : 1, batch };
+    hpmli_mat m = { p, rows, cols, ld, 1, 0, false };
     return m;
 }
 
-HPMLI_FN hpmli_mat hpmli_strided(const float *p, int64_t ld, bool trans) { return hpmli_mats(p, ld, 0, trans); }
+HPMLI_FN hpmli_mat hpmli_transposed(hpmli_mat m)
+{
+    hpmli_mat t = { m.p, m.cols, m.rows, m.ld, m.count, m.apart, !m.trans };
+    return t;
+}
 
-/* c (m, n), rows ldc apart, = a b (+ c when accumulate). */
-HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(int64_t m, int64_t n, int64_t k, hpmli_mat a, hpmli_mat b, float *c, int64_t ldc,
-                                       bool accumulate)
+/* A tensor's values, or gradients, row by row: of its last dimension. */
+HPMLI_FN hpmli_mat hpmli_mat_of(const hpml_tensor *t, bool grad)
+{
+    int64_t cols = t->shape[t->ndim - 1];
+    return hpmli_matrix(grad ? t->grad : t->data, hpml_tensor_count(t) / cols, cols, cols);
+}
+
+HPMLI_FN hpmli_mat hpmli_values(const hpml_tensor *t) { return hpmli_mat_of(t, false); }
+HPMLI_FN hpmli_mat hpmli_grads(const hpml_tensor *t) { return hpmli_mat_of(t, true); }
+
+/* A part of a matrix that is not transposed. */
+HPMLI_FN hpmli_mat hpmli_mat_at(hpmli_mat m, int64_t row, int64_t rows, int64_t col, int64_t cols)
+{
+    return hpmli_matrix(m.p + row * m.ld + col, rows, cols, m.ld);
+}
+
+/* c = a b (+ c when accumulate). Where c is transposed, c^T = b^T a^T. */
+HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
 {
     hpmli_gemm_desc d = HPMLI_ZEROED;
-    d.m = m, d.n = n, d.k = k, d.alpha = 1, d.beta = accumulate ? 1.0f : 0.0f, d.batch = 1;
-    d.a = a.p, d.a_rs = a.rs, d.a_cs = a.cs, d.a_batch = a.batch;
-    d.b = b.p, d.b_rs = b.rs, d.b_cs = b.cs, d.b_batch = b.batch;
-    d.c = c, d.ldc = ldc, d.c_batch = m * n;
+    if (c.trans) return hpmli_gemm_of(hpmli_transposed(b), hpmli_transposed(a), hpmli_transposed(c), accumulate);
+    d.m = c.rows, d.n = c.cols, d.k = a.cols, d.alpha = 1, d.beta = accumulate ? 1.0f : 0.0f, d.batch = c.count;
+    d.a = a.p, d.a_rs = a.trans ? 1 : a.ld, d.a_cs = a.trans ? a.ld : 1, d.a_batch = a.apart;
+    d.b = b.p, d.b_rs = b.trans ? 1 : b.ld, d.b_cs = b.trans ? b.ld : 1, d.b_batch = b.apart;
+    d.c = c.p, d.ldc = c.ld, d.c_batch = c.apart;
     return d;
 }
 
-/* c (batch, m, n) = a b (+ c when accumulate). */
-HPMLI_FN void hpmli_product(hpml_ctx *ctx, int64_t batch, int64_t m, int64_t n, int64_t k, hpmli_mat a, hpmli_mat b,
-                            float *c, bool accumulate)
+HPMLI_FN void hpmli_product(hpml_ctx *ctx, hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
 {
-    hpmli_gemm_desc d = hpmli_gemm_of(m, n, k, a, b, c, n, accumulate);
-    d.batch = batch;
+    hpmli_gemm_desc d = hpmli_gemm_of(a, b, c, accumulate);
     hpmli_gemm(ctx, &d);
-}
-
-/* c (m, n), rows ldc apart, (+)= alpha a b + bias (n). thread: from inside a task its number, else -1: all threads. */
-HPMLI_FN void hpmli_product_at(hpml_ctx *ctx, int thread, int64_t m, int64_t n, int64_t k, float alpha, hpmli_mat a,
-                               hpmli_mat b, float *c, int64_t ldc, const float *bias, bool accumulate)
-{
-    hpmli_gemm_desc d = hpmli_gemm_of(m, n, k, a, b, c, ldc, accumulate);
-    d.alpha = alpha, d.bias_n = bias;
-    if (thread < 0) hpmli_gemm(ctx, &d);
-    else hpmli_gemm_serial(ctx, thread, &d);
 }
 
 HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, bool trans_b)
@@ -5446,69 +5427,47 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
     hpml_node *n = hpmli_node_create(HPML_OP_MATMUL, NULL, 2, src, a->ndim, shape);
     n->attr.matmul.trans_a = trans_a;
     n->attr.matmul.trans_b = trans_b;
-    if (a->ndim == 2) { /* the batch is a row of C when it is a row of A; contracted away it is just a shorter sum */
-        hpmli_node_batch(n, trans_a ? 0 : a->batch_rows);
-        n->mixes_batch = (a->batch_rows && trans_a && !b->batch_rows) || (b->batch_rows && trans_b);
+    if (b->ndim == 2) { /* the batch is a row of C when it is a row of A; contracted away it is just a shorter sum */
+        bool contracts = a->ndim == 2 && trans_a;
+        hpmli_node_batch(n, contracts ? 0 : a->batch_rows);
+        n->mixes_batch = b->batch_rows ? trans_b || !contracts || !a->batch_rows : contracts && a->batch_rows;
     }
     return n->out;
 }
 
-typedef struct hpmli_matmul {
-    int64_t   batch, m, n, k;
-    bool      shared; /* one b for all */
-    hpmli_mat a, b;   /* (m, k), (k, n): as they are multiplied */
-} hpmli_matmul;
-
-/* Untransposed products with a shared b are one tall product. */
-HPMLI_FN hpmli_matmul hpmli_matmul_of(const hpml_node *node)
+/* a, b, c, values or gradients, as they are multiplied. Where all share one b and a is not transposed, it is one tall
+   product. */
+HPMLI_FN void hpmli_matmul_of(const hpml_node *n, bool grad, hpmli_mat m[3])
 {
-    const hpml_tensor *c = node->out, *a = node->src[0], *b = node->src[1];
-    bool               ta = node->attr.matmul.trans_a, tb = node->attr.matmul.trans_b;
-    hpmli_matmul       d = HPMLI_ZEROED;
-    d.batch = 1;
-    for (int i = 0; i < c->ndim - 2; i++) d.batch *= c->shape[i];
-    d.m = c->shape[c->ndim - 2], d.n = c->shape[c->ndim - 1], d.k = a->shape[a->ndim - (ta ? 2 : 1)];
-    d.shared = b->ndim == 2 && c->ndim > 2;
-    if (d.shared && !ta) d.m *= d.batch, d.batch = 1, d.shared = false;
-    d.a = hpmli_mats(a->data, ta ? d.m : d.k, d.m * d.k, ta);
-    d.b = hpmli_mats(b->data, tb ? d.k : d.n, d.shared ? 0 : d.k * d.n, tb);
-    return d;
+    const hpml_tensor *t[3]     = { n->src[0], n->src[1], n->out };
+    const bool         trans[3] = { n->attr.matmul.trans_a, n->attr.matmul.trans_b, false };
+    const bool         shared   = t[1]->ndim == 2;
+    const int64_t     *end      = t[2]->shape + t[2]->ndim, batch = hpml_tensor_count(t[2]) / (end[-1] * end[-2]);
+    for (int i = 0; i < 3; i++) {
+        m[i] = hpmli_mat_of(t[i], grad), m[i].rows = t[i]->shape[t[i]->ndim - 2];
+        if (!shared || (i != 1 && trans[0])) m[i].count = batch, m[i].apart = m[i].rows * m[i].cols;
+        else if (i != 1) m[i].rows *= batch;
+        if (trans[i]) m[i] = hpmli_transposed(m[i]);
+    }
 }
 
 HPMLI_FN void hpmli_matmul_pass(const hpml_run *run, hpml_node *n)
 {
-    hpmli_matmul d = hpmli_matmul_of(n);
-    hpmli_product(run->ctx, d.batch, d.m, d.n, d.k, d.a, d.b, n->out->data, false);
-}
-
-HPMLI_FN hpmli_mat hpmli_transposed(hpmli_mat x)
-{
-    hpmli_mat t = { x.p, x.cs, x.rs, x.batch };
-    return t;
-}
-
-/* c (batch, m, n) = a b, or its transpose (batch, n, m) = b^T a^T. */
-HPMLI_FN void hpmli_product_stored(hpml_ctx *ctx, int64_t batch, int64_t m, int64_t n, int64_t k, hpmli_mat a,
-                                   hpmli_mat b, float *c, bool trans, bool accumulate)
-{
-    if (trans) hpmli_product(ctx, batch, n, m, k, hpmli_transposed(b), hpmli_transposed(a), c, accumulate);
-    else hpmli_product(ctx, batch, m, n, k, a, b, c, accumulate);
+    hpmli_mat v[3];
+    hpmli_matmul_of(n, false, v);
+    hpmli_product(run->ctx, v[0], v[1], v[2], false);
 }
 
 HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
 {
-    hpmli_matmul d = hpmli_matmul_of(n);
-    hpmli_mat    dc = hpmli_mats(n->out->grad, d.n, d.m * d.n, false);
-    hpml_tensor *a = n->src[0], *b = n->src[1];
-    if (a->grad) /* dA (m, k) = dC op(B)^T */
-        hpmli_product_stored(run->ctx, d.batch, d.m, d.k, d.n, dc, hpmli_transposed(d.b), a->grad,
-                             n->attr.matmul.trans_a, n->accumulate[0]);
-    if (b == a) n->accumulate[1] = true; /* x x^T: both gradients meet in one place */
-    for (int64_t i = 0; b->grad && i < (d.shared ? d.batch : 1); i++) { /* a shared b sums over the batch, in order */
-        /* dB (k, n) = op(A)^T dC */
-        hpmli_product_stored(run->ctx, d.shared ? 1 : d.batch, d.k, d.n, d.m, hpmli_transposed(d.a), dc, b->grad,
-                             n->attr.matmul.trans_b, n->accumulate[1] || i > 0);
-        d.a.p += d.a.batch, dc.p += dc.batch;
+    hpmli_mat v[3], d[3];
+    hpmli_matmul_of(n, false, v);
+    hpmli_matmul_of(n, true, d);
+    if (d[0].p) hpmli_product(run->ctx, d[2], hpmli_transposed(v[1]), d[0], n->accumulate[0]);
+    if (n->src[1] == n->src[0]) n->accumulate[1] = true; /* x x^T: both gradients meet in one place */
+    for (int64_t i = 0; d[1].p && i < d[2].count / d[1].count; i++) { /* a shared b sums over the batch, in order */
+        hpmli_product(run->ctx, hpmli_transposed(v[0]), d[2], d[1], n->accumulate[1] || i > 0);
+        v[0].p += v[0].apart, d[2].p += d[2].apart;
     }
 }
 
@@ -5548,15 +5507,14 @@ HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *w = n->src[1];
     hpml_act           act = n->attr.act.act;
-    float             *z   = n->saved ? (float *)n->saved : n->out->data; /* (rows, out) before the activation */
-    int64_t            out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
-    hpmli_gemm_desc    d   = hpmli_gemm_of(rows, out, in, hpmli_strided(x->data, in, false),
-                                           hpmli_strided(w->data, in, true), z, out, false);
+    hpmli_mat          z   = hpmli_values(n->out); /* (rows, out) before the activation */
+    if (n->saved) z.p = (float *)n->saved;
+    hpmli_gemm_desc d = hpmli_gemm_of(hpmli_values(x), hpmli_transposed(hpmli_values(w)), z, false);
     d.bias_n = n->src[2] ? n->src[2]->data : NULL;
     d.act    = act == HPML_ACT_RELU;
     hpmli_gemm(run->ctx, &d);
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
-        hpmli_act_forward(run->ctx, act, n->attr.act.slope, n->out->data, z, rows * out);
+        hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
 }
 
 /* A parameter's step. With d, the product that makes its gradient, both go by blocks of rows: a block is still in the
@@ -5590,27 +5548,20 @@ HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_g
     hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
 }
 
-/* dz = dy act'(z) in the memory of dy, which nobody reads after us; dbias = sums of columns, dx = dz w, and then, as w
-   may take its step, dw = dz^T x. */
+/* dz, in the memory of dy; dbias = sums of columns, dx = dz w, and then, as w may take its step, dw = dz^T x. */
 HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
-    int64_t      out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
-    float       *dz  = n->out->grad; /* (rows, out) */
-    if (n->attr.act.act != HPML_ACT_NONE)
-        hpmli_act_backward(run->ctx, n->attr.act.act, n->attr.act.slope, dz, dz, (const float *)n->saved, n->out->data,
-                           rows * out, false);
-    if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz, rows, out, n->accumulate[2]);
-    if (x->grad)
-        hpmli_product(run->ctx, 1, rows, in, out, hpmli_strided(dz, out, false), hpmli_strided(w->data, in, false),
-                      x->grad, n->accumulate[0]);
+    hpmli_mat    dz = hpmli_grads(n->out); /* (rows, out) */
+    if (n->attr.act.act != HPML_ACT_NONE) hpmli_work_run(run, n, true, hpmli_grains(n), 1, hpmli_act_grain);
+    if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz.p, dz.rows, dz.cols, n->accumulate[2]);
+    if (x->grad) hpmli_product(run->ctx, dz, hpmli_values(w), hpmli_grads(x), n->accumulate[0]);
     if (!w->grad) return;
-    hpmli_gemm_desc d = hpmli_gemm_of(out, in, rows, hpmli_strided(dz, out, true), hpmli_strided(x->data, in, false),
-                                      w->grad, in, n->accumulate[1]);
+    hpmli_gemm_desc d = hpmli_gemm_of(hpmli_transposed(dz), hpmli_values(x), hpmli_grads(w), n->accumulate[1]);
     /* not small products, which stay in the cache and may be cut along k, or leave threads idle; nor those over a long
        batch, which would be packed again for each block; nor where the step wants the norm of the whole */
     hpml_update *u = run->ctx->backend == hpml_backend_cpu() && x != w ? n->update[1] : NULL;
-    bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && rows <= 256;
+    bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && dz.rows <= 256;
     if (large && u->opt < HPML_OPT_LARS && !HPMLI_BLAS) hpmli_update_by(run->ctx, u, &d), u->n = 0;
     else hpmli_gemm(run->ctx, &d);
 }
@@ -5624,7 +5575,7 @@ HPMLI_OP(linear, HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->att
 
 /* A reshape of a computed tensor is free: the planner gives it the memory of its source (gradients likewise). The
    others move numbers between a tensor and a part of another one, or one seen in another order, in runs as long as the
-   layout allows. A sum sees an array as (outer, dim, inner). */
+   layout allows. */
 
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
 {
@@ -5689,12 +5640,13 @@ HPMLI_FN void hpmli_move(const hpml_run *run, const hpml_tensor *y, const hpml_t
 }
 
 /* The part of t that is `count` long from `start` on in one dimension. */
-HPMLI_FN void hpmli_part(hpml_tensor *part, const hpml_tensor *t, int dim, int64_t start, int64_t count)
+HPMLI_FN hpml_tensor hpmli_part(const hpml_tensor *t, int dim, int64_t start, int64_t count)
 {
-    *part = *t;
-    part->shape[dim] = count;
-    part->data += start * t->stride[dim];
-    if (t->grad) part->grad += start * t->stride[dim];
+    hpml_tensor part = *t;
+    part.shape[dim] = count;
+    part.data += start * t->stride[dim];
+    if (t->grad) part.grad += start * t->stride[dim];
+    return part;
 }
 
 HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
@@ -5765,8 +5717,7 @@ HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t
 HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     int         dim = n->attr.slice.dim;
-    hpml_tensor x;
-    hpmli_part(&x, n->src[0], dim, n->attr.slice.start, n->out->shape[dim]);
+    hpml_tensor x = hpmli_part(n->src[0], dim, n->attr.slice.start, n->out->shape[dim]);
     if (backward && !n->accumulate[0]) run->ctx->k->vfill(n->src[0]->grad, 0, hpml_tensor_count(n->src[0]));
     hpmli_move(run, n->out, &x, backward, true);
 }
@@ -5796,30 +5747,14 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 
 HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
 {
-    int64_t start = 0;
-    for (int i = 0; i < n->src_count; i++) {
-        int64_t     count = n->src[i]->shape[n->attr.slice.dim];
-        hpml_tensor y;
-        hpmli_part(&y, n->out, n->attr.slice.dim, start, count);
+    for (int64_t i = 0, start = 0, count; i < n->src_count; i++, start += count) {
+        count = n->src[i]->shape[n->attr.slice.dim];
+        hpml_tensor y = hpmli_part(n->out, n->attr.slice.dim, start, count);
         hpmli_move(run, &y, n->src[i], backward, n->accumulate[i]);
-        start += count;
     }
 }
 
 HPMLI_OP(concat, 0, hpmli_concat_run(run, n, false), hpmli_concat_run(run, n, true))
-
-/* A tensor around one dimension; around all of them it is (1, count, 1). */
-typedef struct hpmli_split {
-    int64_t outer, size, inner;
-} hpmli_split;
-
-HPMLI_FN hpmli_split hpmli_split_at(const hpml_tensor *t, int dim)
-{
-    hpmli_split d = { 1, dim == HPML_ALL_DIMS ? hpml_tensor_count(t) : t->shape[dim], 1 };
-    for (int i = 0; i < dim; i++) d.outer *= t->shape[i];
-    for (int i = dim + 1; dim != HPML_ALL_DIMS && i < t->ndim; i++) d.inner *= t->shape[i];
-    return d;
-}
 
 HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 {
@@ -5840,35 +5775,31 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, true); }
 
-HPMLI_FN void hpmli_sum_pass(const hpml_run *run, hpml_node *n)
+/* x (outer, size, inner) to y (outer, inner), and dy to dx; all dimensions are (1, count, 1). */
+HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
 {
-    const hpmli_kernels *k = run->ctx->k;
-    const hpmli_split    d = hpmli_split_at(n->src[0], n->attr.sum.dim);
-    const float         *x = n->src[0]->data; /* (outer, size, inner) */
-    float               *y = n->out->data;    /* (outer, inner) */
-    for (int64_t o = 0; o < d.outer; o++) {
-        if (d.inner == 1) y[o] = k->vsum(x + o * d.size, d.size);
-        else k->vsum_rows(y + o * d.inner, x + o * d.size * d.inner, d.size, d.inner, 0);
+    const hpmli_kernels *k   = run->ctx->k;
+    const hpml_tensor   *src = n->src[0];
+    int     dim   = n->attr.sum.dim;
+    int64_t size  = dim == HPML_ALL_DIMS ? hpml_tensor_count(src) : src->shape[dim], inner = 1;
+    int64_t outer = hpml_tensor_count(src) / size;
+    float   scale = n->attr.sum.mean ? 1 / (float)size : 1;
+    for (int i = dim + 1; dim != HPML_ALL_DIMS && i < src->ndim; i++) inner *= src->shape[i];
+    outer /= inner;
+    if (back && !n->accumulate[0]) k->vfill(src->grad, 0, outer * size * inner);
+    for (int64_t o = 0; o < outer; o++) {
+        float *x = (back ? src->grad : src->data) + o * size * inner;
+        float *y = (back ? n->out->grad : n->out->data) + o * inner;
+        if (!back && inner == 1) *y = k->vsum(x, size);
+        else if (!back) k->vsum_rows(y, x, size, inner, 0);
+        else if (inner == 1) k->vscale_add(x, x, 1, scale * *y, size);
+        else for (int64_t i = 0; i < size; i++) k->vaxpby(x + i * inner, scale, y, 1, inner);
     }
-    if (n->attr.sum.mean) k->vscale_add(y, y, 1 / (float)d.size, 0, d.outer * d.inner);
+    if (!back && n->attr.sum.mean) k->vscale_add(n->out->data, n->out->data, scale, 0, outer * inner);
 }
 
-HPMLI_FN void hpmli_sum_back(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_kernels *k  = run->ctx->k;
-    const hpmli_split    d  = hpmli_split_at(n->src[0], n->attr.sum.dim);
-    float               *dx = n->src[0]->grad, scale = n->attr.sum.mean ? 1 / (float)d.size : 1;
-    const float         *dy = n->out->grad;
-    if (!n->accumulate[0]) k->vfill(dx, 0, d.outer * d.size * d.inner);
-    for (int64_t o = 0; o < d.outer; o++) {
-        if (d.inner == 1) k->vscale_add(dx + o * d.size, dx + o * d.size, 1, scale * dy[o], d.size);
-        else
-            for (int64_t i = 0; i < d.size; i++)
-                k->vaxpby(dx + (o * d.size + i) * d.inner, scale, dy + o * d.inner, 1, d.inner);
-    }
-}
+HPMLI_OP(sum, 0, hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true))
 
-HPMLI_OP(sum, 0, hpmli_sum_pass(run, n), hpmli_sum_back(run, n))
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv   two-dimensional convolution
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5882,39 +5813,40 @@ HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1)
 HPMLI_FN int64_t hpmli_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
 /* The same for both passes, so that what is recorded has scratch for either. */
-HPMLI_FN void hpmli_conv_make(hpmli_conv *c, hpml_ctx *ctx, hpml_node *n)
+HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
     const hpml_attr   *a = &n->attr;
-    memset(c, 0, sizeof *c);
-    c->ctx = ctx, c->n = n, c->groups = a->conv.groups;
-    c->B = x->shape[0], c->C = x->shape[1] / c->groups, c->H = x->shape[2], c->W = x->shape[3];
-    c->OC = y->shape[1] / c->groups, c->OH = y->shape[2], c->OW = y->shape[3];
-    c->taps      = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
-    c->x_pitch   = (c->W + 2 * a->conv.padding[1]) * c->C;
-    c->x_first   = a->conv.padding[0] * c->x_pitch + a->conv.padding[1] * c->C;
-    c->x_size    = hpmli_round_up((c->H + 2 * a->conv.padding[0]) * c->x_pitch + HPMLI_CONV_PANEL, 16);
-    c->y_size    = hpmli_round_up(c->OH * c->OW * c->OC + 2 * HPMLI_CONV_PANEL, 16); /* both: tiles are whole */
-    c->row_at    = a->conv.stride[0] * c->x_pitch, c->col_at = a->conv.stride[1] * c->C;
-    c->blocks[0] = a->conv.kernel[0];
-    c->blocks[1] = a->conv.dilation[1] == 1 ? 1 : a->conv.kernel[1]; /* 1: a row of the kernel is one run */
-    c->block     = c->taps * c->C / (c->blocks[0] * c->blocks[1]);
-    c->block_at[0] = a->conv.dilation[0] * c->x_pitch, c->block_at[1] = a->conv.dilation[1] * c->C;
-    int64_t weights = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
-    int64_t back    = c->blocks[0] * c->blocks[1] * hpmli_round_up(c->block, HPMLI_CONV_PANEL) * c->OC;
-    c->band        = hpmli_max(64 / c->OW, 1);
-    c->parts       = hpmli_min(c->groups * weights > 65536 ? 8 : 16, c->B);
-    c->joint       = hpmli_max(hpmli_min(128 / (c->OH * c->OW), (c->B - 1) / c->parts + 1), 1);
-    c->part_size   = c->groups * weights + hpmli_round_up(c->groups * c->OC, 16);
-    c->packed_size = hpmli_max(weights, back);
-    c->own_size    = hpmli_max(c->x_size + hpmli_round_up(c->band * c->OW, 16) * HPMLI_CONV_PANEL,
-                               c->joint * (2 * c->x_size + c->y_size));
-    c->scratch     = c->parts * c->part_size + c->groups * c->packed_size + ctx->threads * c->own_size;
-    HPML_ASSERT(!n->scratch || (size_t)c->scratch * sizeof(float) <= n->scratch_bytes);
-    if (!n->scratch) return; /* just recorded */
-    c->part   = (float *)n->scratch;
-    c->packed = c->part + c->parts * c->part_size;
-    c->own    = c->packed + c->groups * c->packed_size;
+    hpmli_conv         c = HPMLI_ZEROED;
+    c.ctx = ctx, c.n = n, c.groups = a->conv.groups;
+    c.B = x->shape[0], c.C = x->shape[1] / c.groups, c.H = x->shape[2], c.W = x->shape[3];
+    c.OC = y->shape[1] / c.groups, c.OH = y->shape[2], c.OW = y->shape[3];
+    c.taps      = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
+    c.x_pitch   = (c.W + 2 * a->conv.padding[1]) * c.C;
+    c.x_first   = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
+    c.x_size    = hpmli_round_up((c.H + 2 * a->conv.padding[0]) * c.x_pitch + HPMLI_CONV_PANEL, 16);
+    c.y_size    = hpmli_round_up(c.OH * c.OW * c.OC + 2 * HPMLI_CONV_PANEL, 16); /* both: tiles are whole */
+    c.row_at    = a->conv.stride[0] * c.x_pitch, c.col_at = a->conv.stride[1] * c.C;
+    c.blocks[0] = a->conv.kernel[0];
+    c.blocks[1] = a->conv.dilation[1] == 1 ? 1 : a->conv.kernel[1]; /* 1: a row of the kernel is one run */
+    c.block     = c.taps * c.C / (c.blocks[0] * c.blocks[1]);
+    c.block_at[0] = a->conv.dilation[0] * c.x_pitch, c.block_at[1] = a->conv.dilation[1] * c.C;
+    int64_t weights = c.taps * c.C * hpmli_round_up(c.OC, HPMLI_CONV_PANEL);
+    int64_t back    = c.blocks[0] * c.blocks[1] * hpmli_round_up(c.block, HPMLI_CONV_PANEL) * c.OC;
+    c.band        = hpmli_max(64 / c.OW, 1);
+    c.parts       = hpmli_min(c.groups * weights > 65536 ? 8 : 16, c.B);
+    c.joint       = hpmli_max(hpmli_min(128 / (c.OH * c.OW), (c.B - 1) / c.parts + 1), 1);
+    c.part_size   = c.groups * weights + hpmli_round_up(c.groups * c.OC, 16);
+    c.packed_size = hpmli_max(weights, back);
+    c.own_size    = hpmli_max(c.x_size + hpmli_round_up(c.band * c.OW, 16) * HPMLI_CONV_PANEL,
+                              c.joint * (2 * c.x_size + c.y_size));
+    c.scratch     = c.parts * c.part_size + c.groups * c.packed_size + ctx->threads * c.own_size;
+    HPML_ASSERT(!n->scratch || (size_t)c.scratch * sizeof(float) <= n->scratch_bytes);
+    if (!n->scratch) return c; /* just recorded */
+    c.part   = (float *)n->scratch;
+    c.packed = c.part + c.parts * c.part_size;
+    c.own    = c.packed + c.groups * c.packed_size;
+    return c;
 }
 
 /* A product without columns: 1 x 1, as it stands. */
@@ -5960,7 +5892,6 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 {
     hpml_attr    a;
     hpml_tensor *src[3];
-    hpmli_conv   c;
     hpml_conv2d_desc d; /* all zero is refused for want of a kernel */
     if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "conv2d", d, desc)) return NULL;
     memset(&a, 0, sizeof a);
@@ -5991,8 +5922,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     hpml_node *n = hpmli_node_create(HPML_OP_CONV2D, name, 3, src, 4, shape);
     n->attr = a;
     if (!n->out) return NULL;
-    hpmli_conv_make(&c, x->ctx, n);
-    n->scratch_bytes = (size_t)c.scratch * sizeof(float);
+    n->scratch_bytes = (size_t)hpmli_conv_of(x->ctx, n).scratch * sizeof(float);
     return n->out;
 }
 
@@ -6038,11 +5968,12 @@ HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
     const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
     int64_t pixels = c->OH * c->OW, in = back ? c->OC : c->C, out = back ? c->C : c->OC;
     for (int64_t g = 0; g < c->groups; g++) {
-        hpmli_gemm_desc d = hpmli_gemm_of(
-            out, pixels, in, hpmli_strided(w->data + g * c->OC * c->C, c->C, back),
-            hpmli_mats((back ? y->grad : x->data) + g * in * pixels, pixels, c->groups * in * pixels, false),
-            (back ? x->grad : y->data) + g * out * pixels, pixels, back && c->n->accumulate[0]);
-        d.batch = c->B, d.c_batch = c->groups * out * pixels;
+        hpmli_mat a = hpmli_matrix(w->data + g * c->OC * c->C, c->OC, c->C, c->C);
+        hpmli_mat b = { (back ? y->grad : x->data) + g * in * pixels, in, pixels, pixels, c->B,
+                        c->groups * in * pixels, false };
+        hpmli_mat to = { (back ? x->grad : y->data) + g * out * pixels, out, pixels, pixels, c->B,
+                         c->groups * out * pixels, false };
+        hpmli_gemm_desc d = hpmli_gemm_of(back ? hpmli_transposed(a) : a, b, to, back && c->n->accumulate[0]);
         d.bias_m = !back && bias ? bias->data + g * c->OC : NULL;
         d.act    = !back && c->n->attr.conv.act == HPML_ACT_RELU;
         hpmli_gemm(c->ctx, &d);
@@ -6051,9 +5982,8 @@ HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
 
 HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
 {
-    hpmli_conv c;
+    hpmli_conv c   = hpmli_conv_of(run->ctx, n);
     hpml_act   act = n->attr.conv.act;
-    hpmli_conv_make(&c, run->ctx, n);
     if (hpmli_conv_direct(&c)) {
         hpmli_conv_1x1(&c, false);
     } else {
@@ -6064,7 +5994,7 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         hpmli_parallel(run->ctx, c.B * c.splits, hpmli_conv_forward_task, &c);
     }
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
-        hpmli_act_forward(run->ctx, act, 0.01f, n->out->data, n->out->data, hpml_tensor_count(n->out));
+        hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
 }
 
 /* dy of one image becomes dz, in its place: nobody reads dy after us. Sums for the bias. */
@@ -6120,10 +6050,8 @@ HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNU
 
 HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
 {
-    hpmli_conv c;
-    int64_t    channels = n->out->shape[1], panels;
-    hpmli_conv_make(&c, run->ctx, n);
-    panels    = hpmli_panels(c.OC);
+    hpmli_conv c = hpmli_conv_of(run->ctx, n);
+    int64_t    channels = n->out->shape[1], panels = hpmli_panels(c.OC);
     c.want_dw = n->src[1]->grad != NULL;
     c.want_db = n->src[2] && n->src[2]->grad;
     c.want_dx = n->src[0]->grad && !hpmli_conv_direct(&c);
@@ -6268,17 +6196,6 @@ HPMLI_WORK_OP(avg_pool2d, 0, n->out->shape[0] * n->out->shape[1], 1, avg_pool_pl
    One task is one channel, measured and then normalized; where many ranks share a batch, the sums of all channels are
    added up over the ranks in between. Sources: x, gamma, beta (NULL without affine), running mean, running variance. */
 
-/* Checks what all norms have, and fills in what is zero. */
-HPMLI_FN bool hpmli_norm_settings(hpml_tensor *x, hpml_norm_desc *d, const hpml_norm_desc *desc)
-{
-    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "norm", *d, desc)) return false;
-    if (d->eps == 0) d->eps = 1e-5f;
-    if (d->momentum == 0) d->momentum = 0.1f;
-    return (d->eps > 0 && d->eps < 1e30f && d->momentum > 0 && d->momentum <= 1) ||
-           hpmli_false(x->ctx, HPML_ERR_ARGUMENT, "norm \"%s\": eps is %g, expected 0 or more; momentum is %g, "
-                       "expected 0 to 1", d->name ? d->name : "", (double)d->eps, (double)d->momentum);
-}
-
 #define HPMLI_NORM_ROWS 32 /* rows of layernorm and rmsnorm that make a block, see below */
 
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
@@ -6286,7 +6203,12 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     const bool     batch = op == HPML_OP_BATCHNORM;
     hpml_norm_desc d;
     hpml_tensor   *src[5] = { x, NULL, NULL, NULL, NULL };
-    if (!hpmli_norm_settings(x, &d, desc)) return NULL;
+    if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "norm", d, desc)) return NULL;
+    if (d.eps == 0) d.eps = 1e-5f;
+    if (d.momentum == 0) d.momentum = 0.1f;
+    if (!(d.eps > 0 && d.eps < 1e30f && d.momentum > 0 && d.momentum <= 1))
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "norm \"%s\": eps is %g, expected 0 or more; momentum is %g, "
+                          "expected 0 to 1", d.name ? d.name : "", (double)d.eps, (double)d.momentum);
     if (batch && ((x->ndim != 2 && x->ndim != 4) || (d.activation != HPML_ACT_NONE && d.activation != HPML_ACT_RELU)))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "batchnorm \"%s\": input is %s, expected (B, C) or (B, C, H, W), "
                           "activation NONE or RELU", d.name ? d.name : "", hpmli_text(x));
@@ -6673,67 +6595,72 @@ HPMLI_FN int64_t hpmli_visible(const hpml_node *n, int64_t query)
     return n->attr.attention.causal ? query + 1 : n->out->shape[1];
 }
 
+/* c (+)= alpha a b, within a task. */
+HPMLI_FN void hpmli_head_product(const hpmli_work *w, int thread, float alpha, hpmli_mat a, hpmli_mat b, hpmli_mat c,
+                                 bool accumulate)
+{
+    hpmli_gemm_desc d = hpmli_gemm_of(a, b, c, accumulate);
+    d.alpha = alpha;
+    hpmli_gemm_serial(w->run->ctx, thread, &d);
+}
+
 HPMLI_FN void hpmli_attention_head(const hpmli_work *w, int64_t task, int thread)
 {
     const hpml_node *n = w->n;
-    int64_t heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads, ld = 3 * C;
-    const float *q   = n->src[0]->data + task / heads * T * ld + task % heads * D; /* (T, D), rows ld apart */
-    float       *o   = n->out->data + task / heads * T * C + task % heads * D;     /* (T, D), rows C apart */
-    float       *lse = (float *)n->saved + task * T;                               /* (T) */
-    float       *s   = (float *)n->scratch + thread * 2 * HPMLI_QUERIES * T;       /* (queries, T) */
+    int64_t   heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads;
+    int64_t   first = task / heads * T, col = task % heads * D;
+    hpmli_mat qkv = hpmli_values(n->src[0]), out = hpmli_values(n->out); /* (B T, 3C), (B T, C) */
+    float    *lse = (float *)n->saved + task * T;                         /* (T) */
     for (int64_t q0 = 0; q0 < T; q0 += HPMLI_QUERIES) {
-        int64_t rows = T - q0 < HPMLI_QUERIES ? T - q0 : HPMLI_QUERIES, keys = hpmli_visible(n, q0 + rows - 1);
-        hpmli_product_at(w->run->ctx, thread, rows, keys, D, n->attr.attention.scale,
-                         hpmli_strided(q + q0 * ld, ld, false), hpmli_strided(q + C, ld, true), s, keys, NULL, false);
+        int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, q0 + rows - 1);
+        hpmli_mat q = hpmli_mat_at(qkv, first + q0, rows, col, D), k = hpmli_mat_at(qkv, first, keys, col + C, D);
+        hpmli_mat v = hpmli_mat_at(qkv, first, keys, col + 2 * C, D), o = hpmli_mat_at(out, first + q0, rows, col, D);
+        hpmli_mat s = hpmli_matrix((float *)n->scratch + thread * 2 * HPMLI_QUERIES * T, rows, keys, keys);
+        hpmli_head_product(w, thread, n->attr.attention.scale, q, hpmli_transposed(k), s, false);
         for (int64_t r = 0; r < rows; r++) {
-            float  *row = s + r * keys;
+            float  *row = s.p + r * keys;
             int64_t see = hpmli_visible(n, q0 + r);
             float   max = w->k->vmax(row, see), sum = w->k->vexp_sum(row, row, max, see);
             lse[q0 + r] = max + logf(sum);
             w->k->vscale_add(row, row, 1 / sum, 0, see);
             if (see < keys) w->k->vfill(row + see, 0, keys - see);
         }
-        hpmli_product_at(w->run->ctx, thread, rows, D, keys, 1, hpmli_strided(s, keys, false),
-                         hpmli_strided(q + 2 * C, ld, false), o + q0 * C, C, NULL, false);
+        hpmli_head_product(w, thread, 1, s, v, o, false);
     }
 }
 
 HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int thread)
 {
-    const hpml_node     *n = w->n;
-    const hpmli_kernels *k = w->k;
-    hpml_ctx            *ctx = w->run->ctx;
-    int64_t heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads, ld = 3 * C;
-    int64_t from = task / heads * T * ld + task % heads * D, to = task / heads * T * C + task % heads * D;
-    const float *q = n->src[0]->data + from, *o = n->out->data + to, *d_o = n->out->grad + to;
-    float       *dq  = n->src[0]->grad + from;
-    const float *lse = (const float *)n->saved + task * T;
-    float       *p   = (float *)n->scratch + thread * 2 * HPMLI_QUERIES * T, *ds = p + HPMLI_QUERIES * T;
-    float        scale = n->attr.attention.scale;
-    int64_t      last  = (T - 1) / HPMLI_QUERIES * HPMLI_QUERIES;
+    const hpml_node *n = w->n;
+    int64_t   heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads;
+    int64_t   first = task / heads * T, col = task % heads * D, last = (T - 1) / HPMLI_QUERIES * HPMLI_QUERIES;
+    hpmli_mat qkv = hpmli_values(n->src[0]), d_qkv = hpmli_grads(n->src[0]);
+    float    *lse = (float *)n->saved + task * T, scale = n->attr.attention.scale;
     for (int64_t q0 = last; q0 >= 0; q0 -= HPMLI_QUERIES) {
-        int64_t rows = T - q0 < HPMLI_QUERIES ? T - q0 : HPMLI_QUERIES, keys = hpmli_visible(n, q0 + rows - 1);
-        bool    add  = q0 != last || n->accumulate[0];
-        hpmli_mat dor = hpmli_strided(d_o + q0 * C, C, false);
-        hpmli_product_at(ctx, thread, rows, keys, D, scale, hpmli_strided(q + q0 * ld, ld, false),
-                         hpmli_strided(q + C, ld, true), p, keys, NULL, false);
-        hpmli_product_at(ctx, thread, rows, keys, D, 1, dor, hpmli_strided(q + 2 * C, ld, true), ds, keys, NULL,
-                         false);
+        int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, q0 + rows - 1);
+        bool      add  = q0 != last || n->accumulate[0];
+        hpmli_mat q = hpmli_mat_at(qkv, first + q0, rows, col, D), k = hpmli_mat_at(qkv, first, keys, col + C, D);
+        hpmli_mat v = hpmli_mat_at(qkv, first, keys, col + 2 * C, D);
+        hpmli_mat o = hpmli_mat_at(hpmli_values(n->out), first + q0, rows, col, D);
+        hpmli_mat d_o = hpmli_mat_at(hpmli_grads(n->out), first + q0, rows, col, D);
+        hpmli_mat dq = hpmli_mat_at(d_qkv, first + q0, rows, col, D), dk = hpmli_mat_at(d_qkv, first, keys, col + C, D);
+        hpmli_mat dv = hpmli_mat_at(d_qkv, first, keys, col + 2 * C, D);
+        hpmli_mat p = hpmli_matrix((float *)n->scratch + thread * 2 * HPMLI_QUERIES * T, rows, keys, keys);
+        hpmli_mat ds = hpmli_matrix(p.p + HPMLI_QUERIES * T, rows, keys, keys);
+        hpmli_head_product(w, thread, scale, q, hpmli_transposed(k), p, false);
+        hpmli_head_product(w, thread, 1, d_o, hpmli_transposed(v), ds, false);
         for (int64_t r = 0; r < rows; r++) {
-            float  *pr = p + r * keys, *dr = ds + r * keys;
+            float  *pr = p.p + r * keys, *dr = ds.p + r * keys;
             int64_t see = hpmli_visible(n, q0 + r);
-            float   delta = k->vdot(d_o + (q0 + r) * C, o + (q0 + r) * C, D);
-            k->vexp_sum(pr, pr, lse[q0 + r], see);
-            k->vscale_add(dr, dr, scale, -delta * scale, see);
-            k->vmul(dr, dr, pr, see);
-            if (see < keys) k->vfill(pr + see, 0, keys - see), k->vfill(dr + see, 0, keys - see);
+            float   delta = w->k->vdot(d_o.p + r * C, o.p + r * C, D);
+            w->k->vexp_sum(pr, pr, lse[q0 + r], see);
+            w->k->vscale_add(dr, dr, scale, -delta * scale, see);
+            w->k->vmul(dr, dr, pr, see);
+            if (see < keys) w->k->vfill(pr + see, 0, keys - see), w->k->vfill(dr + see, 0, keys - see);
         }
-        hpmli_product_at(ctx, thread, rows, D, keys, 1, hpmli_strided(ds, keys, false),
-                         hpmli_strided(q + C, ld, false), dq + q0 * ld, ld, NULL, n->accumulate[0]);
-        hpmli_product_at(ctx, thread, keys, D, rows, 1, hpmli_strided(ds, keys, true),
-                         hpmli_strided(q + q0 * ld, ld, false), dq + C, ld, NULL, add);
-        hpmli_product_at(ctx, thread, keys, D, rows, 1, hpmli_strided(p, keys, true), dor, dq + 2 * C, ld, NULL,
-                         add);
+        hpmli_head_product(w, thread, 1, ds, k, dq, n->accumulate[0]);
+        hpmli_head_product(w, thread, 1, hpmli_transposed(ds), q, dk, add);
+        hpmli_head_product(w, thread, 1, hpmli_transposed(p), d_o, dv, add);
     }
 }
 
@@ -6799,15 +6726,17 @@ HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
 
 HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
 {
-    hpmli_lstm_job j  = hpmli_lstm_of(run, n);
-    int64_t        in = n->src[0]->shape[2], H = j.H;
-    hpmli_product_at(run->ctx, -1, j.B * j.T, 4 * H, in, 1, hpmli_strided(n->src[0]->data, in, false),
-                     hpmli_strided(n->src[1]->data, in, true), j.gates, 4 * H, n->src[3]->data, false);
+    hpmli_lstm_job  j = hpmli_lstm_of(run, n);
+    int64_t         H = j.H;
+    hpmli_gemm_desc d = hpmli_gemm_of(hpmli_values(n->src[0]), hpmli_transposed(hpmli_values(n->src[1])),
+                                      hpmli_matrix(j.gates, j.B * j.T, 4 * H, 4 * H), false);
+    d.bias_n = n->src[3]->data;
+    hpmli_gemm(run->ctx, &d);
     for (j.t = 0; j.t < j.T; j.t++) {
-        if (j.t > 0)
-            hpmli_product_at(run->ctx, -1, j.B, 4 * H, H, 1,
-                             hpmli_strided(n->out->data + (j.t - 1) * H, j.T * H, false),
-                             hpmli_strided(n->src[2]->data, H, true), j.gates + j.t * 4 * H, j.T * 4 * H, NULL, true);
+        if (j.t > 0) /* a_t += h_{t-1} W_h^T */
+            hpmli_product(run->ctx, hpmli_matrix(n->out->data + (j.t - 1) * H, j.B, H, j.T * H),
+                          hpmli_transposed(hpmli_values(n->src[2])),
+                          hpmli_matrix(j.gates + j.t * 4 * H, j.B, 4 * H, j.T * 4 * H), true);
         hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell, &j);
     }
 }
@@ -6832,26 +6761,24 @@ HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED
 
 HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
 {
-    hpmli_lstm_job j  = hpmli_lstm_of(run, n);
-    int64_t        in = n->src[0]->shape[2], H = j.H;
+    hpmli_lstm_job     j = hpmli_lstm_of(run, n);
+    const hpml_tensor *x = n->src[0], *w_x = n->src[1], *w_h = n->src[2], *bias = n->src[3];
+    int64_t            H = j.H;
+    hpmli_mat          da = hpmli_matrix(j.gates, j.B * j.T, 4 * H, 4 * H);
     for (j.t = j.T - 1; j.t >= 0; j.t--) {
         hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell_back, &j);
         if (j.t > 0) /* dh_{t-1} = da_t W_h */
-            hpmli_product(run->ctx, 1, j.B, H, 4 * H, hpmli_strided(j.gates + j.t * 4 * H, j.T * 4 * H, false),
-                          hpmli_strided(n->src[2]->data, H, false), j.dh, false);
+            hpmli_product(run->ctx, hpmli_matrix(j.gates + j.t * 4 * H, j.B, 4 * H, j.T * 4 * H), hpmli_values(w_h),
+                          hpmli_matrix(j.dh, j.B, H, H), false);
     }
-    if (n->src[0]->grad)
-        hpmli_product(run->ctx, 1, j.B * j.T, in, 4 * H, hpmli_strided(j.gates, 4 * H, false),
-                      hpmli_strided(n->src[1]->data, in, false), n->src[0]->grad, n->accumulate[0]);
-    if (n->src[1]->grad)
-        hpmli_product(run->ctx, 1, 4 * H, in, j.B * j.T, hpmli_strided(j.gates, 4 * H, true),
-                      hpmli_strided(n->src[0]->data, in, false), n->src[1]->grad, n->accumulate[1]);
-    if (n->src[3]->grad) j.k->vsum_rows(n->src[3]->grad, j.gates, j.B * j.T, 4 * H, n->accumulate[3]);
-    if (!n->src[2]->grad) return;
-    if (!n->accumulate[2]) j.k->vfill(n->src[2]->grad, 0, 4 * H * H);
+    if (x->grad) hpmli_product(run->ctx, da, hpmli_values(w_x), hpmli_grads(x), n->accumulate[0]);
+    if (w_x->grad) hpmli_product(run->ctx, hpmli_transposed(da), hpmli_values(x), hpmli_grads(w_x), n->accumulate[1]);
+    if (bias->grad) j.k->vsum_rows(bias->grad, da.p, da.rows, da.cols, n->accumulate[3]);
+    if (!w_h->grad) return;
+    if (!n->accumulate[2]) j.k->vfill(w_h->grad, 0, 4 * H * H);
     for (int64_t b = 0; b < j.B && j.T > 1; b++) /* dW_h = sum over t >= 1 of da_t^T h_{t-1} */
-        hpmli_product(run->ctx, 1, 4 * H, H, j.T - 1, hpmli_strided(j.gates + (b * j.T + 1) * 4 * H, 4 * H, true),
-                      hpmli_strided(n->out->data + b * j.T * H, H, false), n->src[2]->grad, true);
+        hpmli_product(run->ctx, hpmli_transposed(hpmli_mat_at(da, b * j.T + 1, j.T - 1, 0, 4 * H)),
+                      hpmli_mat_at(hpmli_values(n->out), b * j.T, j.T - 1, 0, H), hpmli_grads(w_h), true);
 }
 
 HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_pass(run, n), hpmli_lstm_back(run, n))
@@ -6865,14 +6792,19 @@ HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_
        loss = lse - (1 - s) x_l - s mean(x),  dx_i = exp(x_i - lse) - (1 - s) [i = l] - s / V,  lse = log sum exp(x).
    Probabilities are not stored: lse is kept for each row, and backward takes the exponential again. */
 
-HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tensor *y, hpml_tensor *target)
+HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tensor *y, hpml_tensor *target, bool squared,
+                                        float delta)
 {
     hpml_tensor *src[2] = { y, target };
     if (!hpmli_recordable(2, src)) return NULL;
     if (target->ndim != y->ndim || memcmp(target->shape, y->shape, sizeof y->shape) != 0)
         return hpmli_null(y->ctx, HPML_ERR_SHAPE, "%s: %s and target %s; expected two f32 of the same shape",
                           kind, hpmli_text(y), hpmli_text(target));
-    return hpmli_node_create(op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL)->out;
+    if (!(delta >= 0))
+        return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "%s: delta is %g, expected 0 or more", kind, (double)delta);
+    hpml_node *n = hpmli_node_create(op, hpmli_layer_name(y->ctx, NULL, kind), 2, src, 0, NULL);
+    n->attr.huber.squared = squared, n->attr.huber.delta = delta;
+    return n->out;
 }
 
 HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
@@ -6964,23 +6896,17 @@ HPMLI_OP(cross_entropy, HPMLI_NEED_BOTH, return hpmli_cross_entropy_pass(run, n)
 
 HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
 {
-    return hpmli_loss_record(HPML_OP_BCE, "bce_with_logits", logits, target);
+    return hpmli_loss_record(HPML_OP_BCE, "bce_with_logits", logits, target, false, 0);
 }
 
 HPML_API hpml_tensor *hpml_mse(hpml_tensor *y, hpml_tensor *target)
 {
-    hpml_tensor *loss = hpmli_loss_record(HPML_OP_HUBER, "mse", y, target);
-    if (loss) loss->node->attr.huber.squared = true;
-    return loss;
+    return hpmli_loss_record(HPML_OP_HUBER, "mse", y, target, true, 0);
 }
 
 HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delta)
 {
-    hpml_tensor *loss = hpmli_loss_record(HPML_OP_HUBER, "huber", y, target);
-    if (loss && !(delta >= 0))
-        return hpmli_null(y->ctx, HPML_ERR_ARGUMENT, "huber: delta is %g, expected 0 or more", (double)delta);
-    if (loss) loss->node->attr.huber.delta = delta;
-    return loss;
+    return hpmli_loss_record(HPML_OP_HUBER, "huber", y, target, false, delta);
 }
 
 /* bce: max(x, 0) - x t + log(1 + exp(-|x|)), which never overflows. mse: d^2 with d = x - t. Huber: d^2 / 2 up to
@@ -7186,7 +7112,7 @@ typedef struct hpmli_slot {
     void   **place;      /* where the address goes once there is memory */
 } hpmli_slot;
 
-typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node */
+typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node, or about an input */
     int  last;                 /* time until which the value lives */
     int  grad_first, grad_last;
     int  readers;              /* nodes that read the value */
@@ -7217,10 +7143,9 @@ struct hpml_graph {
     int64_t        first_sample, shift; /* of this pass: in the global batch, in the inputs */
     const char   **back_names; /* (count) for the timeline */
     hpml_profile_row *profile; /* (count), NULL: off */
-    void          *hook_user;  /* the trainer, which sets these: */
-    hpml_status (*need)(void *user, int param);
-    hpml_status (*grad)(void *user, int param);
-    hpml_status (*sum)(void *user, double *values, int64_t n);
+    const hpml_hooks *hooks;   /* the trainer's, if it has one */
+    hpml_trainer  *trainer;
+    bool           last;       /* batch of an update: gradients are final, and hooks are told */
     hpml_update   *updates;    /* (param_count) steps to be taken during the backward pass, or NULL */
     bool           idle;       /* see hpml_run */
 };
@@ -7263,10 +7188,13 @@ static unsigned (*const hpmli_needs[])(const hpml_node *) = {
 
 HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
 
-/* uses: (node_count of the context), by the index of the node that makes t. */
-HPMLI_FN hpmli_use *hpmli_use_of(hpmli_use *uses, const hpml_tensor *t)
+/* uses: by the index of the node that makes t, and behind them of the inputs; NULL: a parameter. */
+HPMLI_FN hpmli_use *hpmli_use_of(const hpml_graph *g, hpmli_use *uses, const hpml_tensor *t)
 {
-    return t && t->node ? &uses[t->node->index] : NULL;
+    if (t && t->node) return &uses[t->node->index];
+    for (int l = 0; t && l < g->leaf_count; l++)
+        if (g->leaves[l] == t) return &uses[g->ctx->node_count + l];
+    return NULL;
 }
 
 /* Lives of the values. */
@@ -7282,34 +7210,25 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
         u->last     = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
         if (u->kept) u->last = 2 * N;
         for (int j = 0; j < n->src_count; j++) {
-            hpmli_use *s = hpmli_use_of(uses, n->src[j]);
+            hpmli_use *s = hpmli_use_of(g, uses, n->src[j]);
             int        at = back && (needs & HPMLI_NEED_SRC(j)) ? 2 * N - 1 - i : i + (n->with != NULL);
             if (s && s->last < at) s->last = at;
             if (s) s->readers++;
         }
     }
     for (int i = 0; i < N; i++) { /* in place: the only reader of a source that is not wanted later */
-        hpml_node *n  = g->nodes[i];
-        hpmli_use *s0 = hpmli_use_of(uses, n->src[0]);
-        bool inplace = s0 && (hpmli_needs[n->op](n) & HPMLI_INPLACE) && s0->readers == 1 && !s0->kept &&
-                       s0->last <= i && n->src[0]->node->out_root == n->src[0] && n->src[0]->dtype == n->out->dtype;
-        if (inplace || (s0 && n->op == HPML_OP_RESHAPE)) n->out_root = n->src[0]->node->out_root;
+        hpml_node   *n = g->nodes[i];
+        hpml_tensor *x = n->src[0];
+        if (!x->node) continue;
+        const hpmli_use *u = &uses[x->node->index];
+        bool inplace = (hpmli_needs[n->op](n) & HPMLI_INPLACE) && u->readers == 1 && !u->kept && u->last <= i &&
+                       x->node->out_root == x && x->dtype == n->out->dtype;
+        if (inplace || n->op == HPML_OP_RESHAPE) n->out_root = x->node->out_root;
     }
     for (int i = N - 1; i >= 0; i--) { /* a root lives as long as everything in it */
-        hpmli_use *u = &uses[g->nodes[i]->index], *r = hpmli_use_of(uses, g->nodes[i]->out_root);
-        if (r && r != u && r->last < u->last) r->last = u->last;
+        hpmli_use *u = &uses[g->nodes[i]->index], *r = &uses[g->nodes[i]->out_root->node->index];
+        if (r->last < u->last) r->last = u->last;
     }
-}
-
-/* True when source j of node i is not the first, in the backward pass, to write the gradient of this input. */
-HPMLI_FN bool hpmli_leaf_written(const hpml_graph *g, const hpml_tensor *leaf, int i, int source)
-{
-    for (int j = 0; j < source; j++)
-        if (g->nodes[i]->src[j] == leaf) return true;
-    for (int p = i + 1; p < g->count; p++)
-        for (int j = 0; j < g->nodes[p]->src_count; j++)
-            if (g->nodes[p]->src[j] == leaf && g->nodes[p]->out->needs_grad) return true;
-    return false;
 }
 
 /* Lives of the gradients; who writes first and who adds. Runs in the order of the backward pass. */
@@ -7327,17 +7246,16 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
         if (!n->out->needs_grad) continue;
         for (int j = 0; j < n->src_count; j++) {
             hpml_tensor *s = n->src[j];
-            hpmli_use   *u = hpmli_use_of(uses, s), *r;
+            hpmli_use   *u = hpmli_use_of(g, uses, s), *r;
             n->accumulate[j] = false;
             if (!s || !s->needs_grad) continue;
             if (hpmli_trainable(s)) {
                 n->accumulate[j] = g->param_last[s->param->index] >= 0;
                 g->param_last[s->param->index] = i;
             }
-            if (!u && !hpmli_trainable(s)) n->accumulate[j] = hpmli_leaf_written(g, s, i, j);
             if (!u) continue;
-            r = hpmli_use_of(uses, s->node->grad_root);
-            n->accumulate[j] = n->op != HPML_OP_RESHAPE && r->grad_written;
+            r = s->node ? &uses[s->node->grad_root->node->index] : u;
+            n->accumulate[j] = r->grad_written && !(s->node && n->op == HPML_OP_RESHAPE);
             r->grad_written  = true;
             if (r->grad_first > 2 * N - 1 - i) r->grad_first = 2 * N - 1 - i;
             if (r->grad_last < u->grad_last) r->grad_last = u->grad_last;
@@ -7435,7 +7353,7 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
 HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
 {
     hpml_ctx  *ctx  = g->ctx;
-    hpmli_use *uses = hpmli_new(ctx, hpmli_use, ctx->node_count + 1);
+    hpmli_use *uses = hpmli_new(ctx, hpmli_use, ctx->node_count + g->leaf_count + 1);
     g->slots      = hpmli_new(ctx, hpmli_slot, 3 * (int64_t)g->count + 2 * (int64_t)g->leaf_count + 1);
     g->param_count = ctx->param_count;
     g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
@@ -7475,6 +7393,7 @@ HPMLI_FN void hpmli_graph_leave(hpml_graph *g)
 
 HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc)
 {
+    static const hpml_hooks none = HPMLI_ZEROED;
     hpml_graph_desc d;
     hpml_tensor    *targets[HPML_MAX_SRC + 1];
     int             count = 0;
@@ -7490,7 +7409,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: \"%s\" belongs to another context", targets[0]->name);
     hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
     if (!g) return NULL;
-    g->ctx = ctx, g->loss = d.loss, g->output_count = d.output_count;
+    g->ctx = ctx, g->hooks = &none, g->loss = d.loss, g->output_count = d.output_count;
     if (!hpmli_graph_collect(g, targets, count)) return NULL;
     for (int i = 0; i < g->count; i++)
         if (g->nodes[i]->out_root)
@@ -7585,6 +7504,7 @@ HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
 HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, bool backward)
 {
     hpml_node          *n    = g->nodes[i];
+    const hpml_hooks   *h    = g->hooks;
     const hpml_backend *b    = g->ctx->backend;
     const hpml_op_impl *impl = &b->ops[n->op];
     bool                look = g->profile || g->ctx->trace;
@@ -7593,8 +7513,8 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     hpml_status         status = HPML_OK;
     if (g->profile) seconds = backward ? &g->profile[i].backward_s : &g->profile[i].forward_s;
     if (look && b->look) b->look(g->ctx->device, NULL, NULL);
-    for (int s = 0; g->need && s < n->src_count && status == HPML_OK; s++)
-        if (n->src[s] && n->src[s]->param) status = g->need(g->hook_user, n->src[s]->param->index);
+    for (int s = 0; h->need && s < n->src_count && status == HPML_OK; s++)
+        if (n->src[s] && n->src[s]->param) status = h->need(h->user, g->trainer, n->src[s]->param->index);
     bool idle = run->idle && !(run->sum && n->op == HPML_OP_BATCHNORM);
     if (status == HPML_OK && backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
     if (status == HPML_OK && !idle) status = backward ? impl->backward(run, n) : impl->forward(run, n);
@@ -7611,9 +7531,16 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     return status;
 }
 
-HPMLI_FN hpml_run hpmli_run_of(const hpml_graph *g, bool train, uint64_t step, float scale)
+HPMLI_FN hpml_status hpmli_run_sum(void *graph, double *values, int64_t n)
 {
-    hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample, g->idle, g->sum, g->hook_user };
+    const hpml_graph *g = (const hpml_graph *)graph;
+    return g->hooks->sum(g->hooks->user, g->trainer, values, n);
+}
+
+HPMLI_FN hpml_run hpmli_run_of(hpml_graph *g, bool train, uint64_t step, float scale)
+{
+    hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample, g->idle,
+                     g->hooks->sum ? hpmli_run_sum : NULL, g };
     return run;
 }
 
@@ -7641,7 +7568,7 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
     hpml_status status = HPML_OK;
     for (int s = 0; n->out->needs_grad && n->out->grad && s < n->src_count && status == HPML_OK; s++)
         if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
-            status = g->grad(g->hook_user, n->src[s]->param->index);
+            status = g->hooks->grad(g->hooks->user, g->trainer, n->src[s]->param->index);
     return status;
 }
 
@@ -7650,8 +7577,9 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
 HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
 {
     const hpml_backend *b     = g->ctx->backend;
-    bool                whole = b->begin && !(g->profile || g->ctx->trace || g->need || g->sum || g->idle);
-    bool                hooks = backward && g->grad, done;
+    const hpml_hooks   *h     = g->hooks;
+    bool                whole = b->begin && !(g->profile || g->ctx->trace || h->need || h->sum || g->idle);
+    bool                hooks = backward && h->grad && g->last, done;
     int last = g->count - 1, piece = !whole ? 1 : !hooks ? g->count : g->count < 64 ? 8 : (g->count + 7) / 8;
     hpml_status         status = HPML_OK;
     hpml_pass           pass; /* compared byte by byte */
@@ -7704,41 +7632,30 @@ HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, floa
     return (double)loss;
 }
 
-HPMLI_FN double hpmli_check_one(hpml_graph *g, hpml_tensor *t, float eps, int samples)
-{
-    double   worst = 0, scale = 0;
-    int64_t  n     = hpml_tensor_count(t);
-    float   *grad  = (float *)hpmli_alloc(g->ctx, (size_t)n * sizeof(float));
-    hpml_rng rng   = { g->ctx->seed, 77, 0 };
-    if (!grad) return -1;
-    g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
-    for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
-    scale = sqrt(scale / (double)n); /* floor: differences far below the typical gradient are rounding */
-    for (int i = 0; i < samples; i++) {
-        int64_t at   = samples >= n ? i : hpml_rng_below(&rng, n);
-        double  near_, far, slope, error;
-        if (at >= n) break;
-        near_ = hpmli_loss_moved(g, t, at, eps) - hpmli_loss_moved(g, t, at, -eps);
-        far   = hpmli_loss_moved(g, t, at, 2 * eps) - hpmli_loss_moved(g, t, at, -2 * eps);
-        slope = (8 * near_ - far) / (12 * (double)eps); /* error of order eps^4 */
-        error = fabs(slope - (double)grad[at]) / (fabs(slope) + fabs((double)grad[at]) + scale + 1e-6);
-        if (!(error <= worst)) worst = error;
-    }
-    hpmli_free(g->ctx, grad);
-    return worst;
-}
-
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 {
     double worst = 0;
     if (!g || hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
-    for (int i = 0; i < g->ctx->param_count + g->leaf_count; i++) {
-        hpml_tensor *t = i < g->ctx->param_count ? g->ctx->params[i] : g->leaves[i - g->ctx->param_count];
-        double       error;
+    for (int p = 0; p < g->ctx->param_count + g->leaf_count; p++) {
+        hpml_tensor *t = p < g->ctx->param_count ? g->ctx->params[p] : g->leaves[p - g->ctx->param_count];
+        int64_t      n = hpml_tensor_count(t);
+        hpml_rng     rng   = { g->ctx->seed, 77, 0 };
+        double       scale = 0;
         if (!t->grad || !t->needs_grad) continue;
-        error = hpmli_check_one(g, t, eps, samples);
-        if (error < 0) return -1;
-        if (!(error <= worst)) worst = error;
+        float *grad = hpmli_new(g->ctx, float, n);
+        if (!grad) return -1;
+        g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
+        for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
+        scale = sqrt(scale / (double)n); /* floor: differences far below the typical gradient are rounding */
+        for (int64_t i = 0; i < samples && i < n; i++) {
+            int64_t at    = samples >= n ? i : hpml_rng_below(&rng, n);
+            double  near_ = hpmli_loss_moved(g, t, at, eps) - hpmli_loss_moved(g, t, at, -eps);
+            double  far   = hpmli_loss_moved(g, t, at, 2 * eps) - hpmli_loss_moved(g, t, at, -2 * eps);
+            double  slope = (8 * near_ - far) / (12 * (double)eps); /* error of order eps^4 */
+            double  error = fabs(slope - (double)grad[at]) / (fabs(slope) + fabs((double)grad[at]) + scale + 1e-6);
+            if (!(error <= worst)) worst = error;
+        }
+        hpmli_free(g->ctx, grad);
     }
     hpml_graph_forward(g, true, 0);
     return worst;
@@ -7932,7 +7849,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     gd.output_count = 1, gd.outputs = &t->d.output, gd.loss = t->loss;
     t->graph = hpml_graph_create(ctx, &gd);
     if (!t->graph || !hpmli_trainer_inputs(t)) return NULL;
-    t->graph->hook_user = t;
+    t->graph->trainer = t, t->graph->hooks = &t->hooks;
     int states                 = hpmli_opt_states(&t->d);
     t->graph->memory.optimizer = (size_t)((states & 1) + (states >> 1)) * t->graph->memory.gradients;
     t->graph->memory.total += t->graph->memory.optimizer;
@@ -7950,24 +7867,6 @@ HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc 
     return HPML_OK;
 }
 
-HPMLI_FN hpml_status hpmli_hook_need(void *user, int param)
-{
-    hpml_trainer *t = (hpml_trainer *)user;
-    return t->hooks.need(t->hooks.user, t, param);
-}
-
-HPMLI_FN hpml_status hpmli_hook_grad(void *user, int param)
-{
-    hpml_trainer *t = (hpml_trainer *)user;
-    return t->micro == t->d.accumulate - 1 ? t->hooks.grad(t->hooks.user, t, param) : HPML_OK;
-}
-
-HPMLI_FN hpml_status hpmli_hook_sum(void *user, double *values, int64_t n)
-{
-    hpml_trainer *t = (hpml_trainer *)user;
-    return t->hooks.sum(t->hooks.user, t, values, n);
-}
-
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)
 {
     if (!t) return HPML_ERR_ARGUMENT;
@@ -7975,9 +7874,6 @@ HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *h
     memset(&t->hooks, 0, sizeof t->hooks);
     if (hooks) t->hooks = *hooks;
     hpmli_graph_place_grads(t->graph);
-    t->graph->need = t->hooks.need ? hpmli_hook_need : NULL;
-    t->graph->grad = t->hooks.grad ? hpmli_hook_grad : NULL;
-    t->graph->sum  = t->hooks.sum ? hpmli_hook_sum : NULL;
     return HPML_OK;
 }
 
@@ -8217,7 +8113,7 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
                           (long long)first, (long long)(first + samples), (long long)t->fed);
     if (part && hpml_graph_batch(g, samples) != HPML_OK) return t->ctx->status;
     hpmli_trainer_shift(t, first);
-    g->idle = samples == 0;
+    g->idle = samples == 0, g->last = t->micro + 1 == t->d.accumulate;
     hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro));
     if (status == HPML_OK && g->updates && !t->d.no_finite_check) { /* before it gets into the parameters */
         hpmli_trainer_tell(t, NULL, NULL);

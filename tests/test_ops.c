@@ -132,6 +132,21 @@ TEST(short_batches_beside_rows_of_a_parameter)
     }
 }
 
+/* A batch that a product sums over is a shorter sum where both sides have it; else there is no short one. */
+TEST(short_batches_that_are_summed_over)
+{
+    for (int kind = 0; kind < 4; kind++) {
+        hpml_ctx    *ctx = hpml_ctx_create(NULL);
+        hpml_tensor *x = hpml_input_2d(ctx, 4, 3), *of_samples = hpml_input_3d(ctx, 4, 2, 4);
+        hpml_tensor *p = hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 2, .shape = { 4, 4 } });
+        hpml_tensor *y = kind == 0 ? hpml_matmul(x, x, true, false) : kind == 1 ? hpml_matmul(p, x, true, false)
+                       : kind == 2 ? hpml_matmul(p, x, false, false) : hpml_matmul(of_samples, x, false, false);
+        hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+        ENSURE(g && hpml_graph_batchable(g) == (kind == 0));
+        hpml_ctx_free(ctx);
+    }
+}
+
 /* A reshape of an input is a copy of just its bytes, whatever it holds. */
 TEST(reshape_of_every_dtype)
 {
