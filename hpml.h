@@ -2004,28 +2004,34 @@ HPMLI_KFN void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n
 #undef HPMLI_DOT_MR
 #define HPMLI_NR (2 * HV_W)
 #if HPMLI_ISA == 2
-#define HPMLI_MR      14
-#define HPMLI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
-#define HPMLI_DOT_MR  6
-#define HPMLI_DOTS(X, L) X(0, L) X(1, L) X(2, L) X(3, L) X(4, L) X(5, L)
+#define HPMLI_MR     14
+#define HPMLI_ROWS   HPMLI_TIMES_14
+#define HPMLI_DOT_MR 6
+#define HPMLI_DOTS   HPMLI_TIMES_6
 #elif HPMLI_ISA == 1
-#define HPMLI_MR      6
-#define HPMLI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
-#define HPMLI_DOT_MR  2
-#define HPMLI_DOTS(X, L) X(0, L) X(1, L)
+#define HPMLI_MR     6
+#define HPMLI_ROWS   HPMLI_TIMES_6
+#define HPMLI_DOT_MR 2
+#define HPMLI_DOTS   HPMLI_TIMES_2
 #elif HPMLI_ISA == 3
-#define HPMLI_MR      8
-#define HPMLI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
-#define HPMLI_DOT_MR  4
-#define HPMLI_DOTS(X, L) X(0, L) X(1, L) X(2, L) X(3, L)
+#define HPMLI_MR     8
+#define HPMLI_ROWS   HPMLI_TIMES_8
+#define HPMLI_DOT_MR 4
+#define HPMLI_DOTS   HPMLI_TIMES_4
 #else
-#define HPMLI_MR      4
-#define HPMLI_ROWS(X) X(0) X(1) X(2) X(3)
-#define HPMLI_DOT_MR  2
-#define HPMLI_DOTS(X, L) X(0, L) X(1, L)
+#define HPMLI_MR     4
+#define HPMLI_ROWS   HPMLI_TIMES_4
+#define HPMLI_DOT_MR 2
+#define HPMLI_DOTS   HPMLI_TIMES_2
 #endif
 
 #ifndef HPMLI_TILE_ROW
+#define HPMLI_TIMES_2(X, a)  X(a, 0) X(a, 1)
+#define HPMLI_TIMES_4(X, a)  HPMLI_TIMES_2(X, a) X(a, 2) X(a, 3)
+#define HPMLI_TIMES_6(X, a)  HPMLI_TIMES_4(X, a) X(a, 4) X(a, 5)
+#define HPMLI_TIMES_8(X, a)  HPMLI_TIMES_6(X, a) X(a, 6) X(a, 7)
+#define HPMLI_TIMES_14(X, a) HPMLI_TIMES_8(X, a) X(a, 8) X(a, 9) X(a, 10) X(a, 11) X(a, 12) X(a, 13)
+#define HPMLI_TIMES_16(X, a) HPMLI_TIMES_14(X, a) X(a, 14) X(a, 15)
 #define HPMLI_NV (HPMLI_ISA == 2 ? 4 : 2) /* vectors in a tile, at most */
 /* Where tiles go, column after column of them. Written or added to. */
 typedef struct hpmli_tile_out {
@@ -2052,9 +2058,9 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 
 /* What happens to row r of a tile; `mr`, `nv` are constants once inlined: rows and vectors that are not there vanish.
    Every third row has a pointer, the others are at one or two strides from it. */
-#define HPMLI_TILE_ZERO(r) hv s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
+#define HPMLI_TILE_ZERO(nv, r) hv s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
 #define HPMLI_TILE_AT(r)   (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * ars]
-#define HPMLI_TILE_ROW(r)                                                                                              \
+#define HPMLI_TILE_ROW(nv, r)                                                                                          \
     if (mr > r) {                                                                                                      \
         hv x = HV(set1)(HPMLI_TILE_AT(r));                                                                             \
         s##r = HV(fma)(x, b0, s##r);                                                                                   \
@@ -2068,16 +2074,16 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 #define HPMLI_TILE_PUT(i, p, x)                                                                                        \
     if (nv == 1 && i == 0) HV(store_n)(p, x, lanes);                                                                   \
     else if (nv > i) HV(store)((p) + HPMLI_TILE_V(i), x);
-#define HPMLI_TILE_STORE(r)                                                                                            \
+#define HPMLI_TILE_STORE(nv, r)                                                                                        \
     if (mr > r) {                                                                                                      \
         HPMLI_TILE_PUT(0, c, s##r) HPMLI_TILE_PUT(1, c, t##r) HPMLI_TILE_PUT(2, c, u##r) HPMLI_TILE_PUT(3, c, v##r)    \
         c += ldc;                                                                                                      \
     }
-#define HPMLI_TILE_ADD(r)                                                                                              \
+#define HPMLI_TILE_ADD(nv, r)                                                                                          \
     if (mr > r) {                                                                                                      \
         s##r = HPMLI_TILE_LOAD(0, c) + s##r, t##r = HPMLI_TILE_LOAD(1, c) + t##r;                                      \
         u##r = HPMLI_TILE_LOAD(2, c) + u##r, v##r = HPMLI_TILE_LOAD(3, c) + v##r;                                      \
-        HPMLI_TILE_STORE(r)                                                                                            \
+        HPMLI_TILE_STORE(nv, r)                                                                                        \
     }
 #define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1)
 #endif
@@ -2088,7 +2094,7 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 #define HPMLI_TILE_STEP                                                                                                \
     {                                                                                                                  \
         HPMLI_TILE_B                                                                                                   \
-        HPMLI_ROWS(HPMLI_TILE_ROW)                                                                                     \
+        HPMLI_ROWS(HPMLI_TILE_ROW, nv)                                                                                 \
         a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, b += ldb;                                              \
     }
 
@@ -2100,7 +2106,7 @@ HPMLI_VFN void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
     for (int64_t t = 0, left = o->tiles * o->panels; left > 0; left--, b -= kc * ldb) {
         const float *a0 = a + t * o->next_a, *next = c;
         const float *a3 = a0 + 3 * ars, *a6 = a3 + 3 * ars, *a9 = a6 + 3 * ars, *a12 = a9 + 3 * ars;
-        HPMLI_ROWS(HPMLI_TILE_ZERO)
+        HPMLI_ROWS(HPMLI_TILE_ZERO, nv)
         int64_t      p = 0, head = packed ? kc : fetch;
         for (; p < head; p++) { /* more to do than to multiply */
             if (packed) {
@@ -2124,40 +2130,29 @@ HPMLI_VFN void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
             HPMLI_UNROLL_4 /* the fewer instructions around the multiply-adds, the better */
             for (; p < kc; p++) HPMLI_TILE_STEP
         (void)a3, (void)a6, (void)a9, (void)a12, (void)last, (void)lanes;
-        if (o->add) { HPMLI_ROWS(HPMLI_TILE_ADD) }
-        else { HPMLI_ROWS(HPMLI_TILE_STORE) }
+        if (o->add) { HPMLI_ROWS(HPMLI_TILE_ADD, nv) }
+        else { HPMLI_ROWS(HPMLI_TILE_STORE, nv) }
         if (++t == o->tiles) t = 0, b += o->next_b, c += o->next_c;
     }
 }
 
-#ifndef HPMLI_TILE_KIND
-#define HPMLI_TILE_KIND(nv, r)                                                                                         \
+#define HPMLI_TILE(nv, r)                                                                                              \
     HPMLI_KFN void HV(tile_##nv##_##r)(HPMLI_TILE_ARGS)                                                                \
     { HV(tile)(r + 1, nv, kc, a, ars, acs, b, ldb, o); }
-#define HPMLI_TILE_1(r)    HPMLI_TILE_KIND(1, r)
-#define HPMLI_TILE_2(r)    HPMLI_TILE_KIND(2, r)
-#define HPMLI_TILE_3(r)    HPMLI_TILE_KIND(3, r)
-#define HPMLI_TILE_4(r)    HPMLI_TILE_KIND(4, r)
-#define HPMLI_TILE_FN_1(r) HV(tile_1_##r),
-#define HPMLI_TILE_FN_2(r) HV(tile_2_##r),
-#define HPMLI_TILE_FN_3(r) HV(tile_3_##r),
-#define HPMLI_TILE_FN_4(r) HV(tile_4_##r),
-#define HPMLI_ROWS_3(X)    X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
-#define HPMLI_ROWS_4(X)    X(0) X(1) X(2) X(3) X(4) X(5)
-#endif
-HPMLI_ROWS(HPMLI_TILE_1)
-HPMLI_ROWS(HPMLI_TILE_2)
+#define HPMLI_TILE_FN(nv, r) HV(tile_##nv##_##r),
+HPMLI_ROWS(HPMLI_TILE, 1)
+HPMLI_ROWS(HPMLI_TILE, 2)
 #if HPMLI_ISA == 2
-HPMLI_ROWS_3(HPMLI_TILE_3)
-HPMLI_ROWS_4(HPMLI_TILE_4)
+HPMLI_TIMES_8(HPMLI_TILE, 3)
+HPMLI_TIMES_6(HPMLI_TILE, 4)
 #endif
 
 static const int HV(tile_rows)[4] = { HPMLI_MR, HPMLI_MR, 8, 6 }; /* at most, by vectors */
-static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_TILE_FN_1) },
-                                                                         { HPMLI_ROWS(HPMLI_TILE_FN_2) },
+static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_TILE_FN, 1) },
+                                                              { HPMLI_ROWS(HPMLI_TILE_FN, 2) },
 #if HPMLI_ISA == 2
-                                                                         { HPMLI_ROWS_3(HPMLI_TILE_FN_3) },
-                                                                         { HPMLI_ROWS_4(HPMLI_TILE_FN_4) }
+                                                              { HPMLI_TIMES_8(HPMLI_TILE_FN, 3) },
+                                                              { HPMLI_TIMES_6(HPMLI_TILE_FN, 4) }
 #endif
 };
 
@@ -2468,8 +2463,8 @@ HPMLI_KFN void HV(blocks)(HV(view) *v)
    idle. */
 
 #ifndef HPMLI_DOT_ROW
-#define HPMLI_DOT_ZERO(r, L) hv s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
-#define HPMLI_DOT_ROW(r, LOAD)                                                                                         \
+#define HPMLI_DOT_ZERO(L, r) hv s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
+#define HPMLI_DOT_ROW(LOAD, r)                                                                                         \
     if (mr > r) {                                                                                                      \
         hv x = LOAD(p + r * p_rs);                                                                                     \
         s##r = HV(fma)(x, b0, s##r), t##r = HV(fma)(x, b1, t##r);                                                      \
@@ -2479,11 +2474,11 @@ HPMLI_KFN void HV(blocks)(HV(view) *v)
     hv b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                     \
     HPMLI_DOTS(HPMLI_DOT_ROW, LOAD)
 #define HPMLI_DOT_REST(p) HV(load_n)(p, k - i)
-#define HPMLI_DOT_SAVE(r, L) if (mr > r) HV(sum4)(out + 4 * r, s##r, t##r, u##r, v##r);
+#define HPMLI_DOT_SAVE(L, r) if (mr > r) HV(sum4)(out + 4 * r, s##r, t##r, u##r, v##r);
 #define HPMLI_DOT_ARGS    int64_t k, const float *p, int64_t p_rs, const float *q, int64_t q_rs, int64_t n, float *out
-#define HPMLI_DOT(r, L)                                                                                                \
+#define HPMLI_DOT(L, r)                                                                                                \
     HPMLI_KFN void HV(dot_##r)(HPMLI_DOT_ARGS) { HV(dot)(r + 1, k, p, p_rs, q, q_rs, n, out); }
-#define HPMLI_DOT_FN(r, L) HV(dot_##r),
+#define HPMLI_DOT_FN(L, r) HV(dot_##r),
 typedef void hpmli_dot_fn(HPMLI_DOT_ARGS);
 #endif
 
@@ -2548,16 +2543,12 @@ HPMLI_KFN void HV(gemm_dots)(const hpmli_gemm_part *part)
         }
 }
 
-/* One row times `nv` vectors of columns of a matrix whose rows are contiguous; the last may be partial. */
-#ifndef HPMLI_ROW_ZERO
-#define HPMLI_ROW(X)                                                                                                   \
-    X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15)
-#define HPMLI_ROW_ZERO(i) hv s##i = HV(zero)();
-#define HPMLI_ROW_ADD(i)                                                                                               \
+#define HPMLI_ROW_ZERO(nv, i) hv s##i = HV(zero)();
+#define HPMLI_ROW_ADD(nv, i)                                                                                           \
     if (nv > i) s##i = HV(fma)(x, nv > i + 1 ? HV(load)(b + i * HV_W) : HV(ld)(b + i * HV_W, n - i * HV_W), s##i);
-#define HPMLI_ROW_SAVE(i)                                                                                              \
+#define HPMLI_ROW_SAVE(nv, i)                                                                                          \
     if (nv > i) HV(tile_save)(&e, c + i * HV_W, 0, j + i * HV_W, s##i, nv > i + 1 ? HV_W : n - i * HV_W);
-#endif
+/* One row times `nv` vectors of columns of a matrix whose rows are contiguous; the last may be partial. */
 HPMLI_VFN void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int64_t j, int64_t n)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -2566,12 +2557,12 @@ HPMLI_VFN void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *part, int
     hpmli_tile_end e;
     e.alpha = d->alpha, e.beta = d->beta, e.relu = d->act == 1;
     e.bias_row = d->bias_m, e.bias_col = d->bias_n;
-    HPMLI_ROW(HPMLI_ROW_ZERO)
+    HPMLI_TIMES_16(HPMLI_ROW_ZERO, nv)
     for (int64_t p = 0; p < d->k; p++, b += d->b_rs) {
         hv x = HV(set1)(a[p * d->a_cs]);
-        HPMLI_ROW(HPMLI_ROW_ADD)
+        HPMLI_TIMES_16(HPMLI_ROW_ADD, nv)
     }
-    HPMLI_ROW(HPMLI_ROW_SAVE)
+    HPMLI_TIMES_16(HPMLI_ROW_SAVE, nv)
 }
 
 /* As many vectors of C at a time as there are registers for, so that B is read in long stretches; nine rather than one
@@ -2957,7 +2948,7 @@ HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
 {
     const int64_t ars = s->ars, acs = s->acs, ldb = s->ldb, ldc = s->ldc;
     const int64_t lanes = HV_W, last = (nv - 1) * HV_W; /* tiles are whole: the result has room for them */
-    HPMLI_ROWS(HPMLI_TILE_ZERO)
+    HPMLI_ROWS(HPMLI_TILE_ZERO, nv)
     for (int64_t u = s->runs[0]; u > 0; u--, a += s->a_at[0], b += s->b_at[0]) {
         const float *from = a, *with = b;
         for (int64_t v = s->runs[1]; v > 0; v--, from += s->a_at[1], with += s->b_at[1]) {
@@ -2965,24 +2956,23 @@ HPMLI_VFN void HV(strip_tile)(const int mr, const int nv, HPMLI_STRIP_ARGS)
             const float *q = with;
             for (int64_t p = s->length; p > 0; p--) {
                 hv b0 = HV(load)(q), b1 = nv < 2 ? b0 : HV(load)(q + HV_W), b2 = b1, b3 = b1;
-                HPMLI_ROWS(HPMLI_TILE_ROW)
+                HPMLI_ROWS(HPMLI_TILE_ROW, nv)
                 a0 += acs, a3 += acs, a6 += acs, a9 += acs, a12 += acs, q += ldb;
             }
             (void)a3, (void)a6, (void)a9, (void)a12, (void)lanes, (void)last;
         }
     }
-    if (s->add) { HPMLI_ROWS(HPMLI_TILE_ADD) }
-    else { HPMLI_ROWS(HPMLI_TILE_STORE) }
+    if (s->add) { HPMLI_ROWS(HPMLI_TILE_ADD, nv) }
+    else { HPMLI_ROWS(HPMLI_TILE_STORE, nv) }
 }
 
-#define HPMLI_STRIP_KINDS(r)                                                                                           \
-    HPMLI_KFN void HV(strip_one_##r)(HPMLI_STRIP_ARGS) { HV(strip_tile)(r + 1, 1, s, a, b, c); }                       \
-    HPMLI_KFN void HV(strip_two_##r)(HPMLI_STRIP_ARGS) { HV(strip_tile)(r + 1, 2, s, a, b, c); }
-#define HPMLI_STRIP_ONE(r) HV(strip_one_##r),
-#define HPMLI_STRIP_TWO(r) HV(strip_two_##r),
-HPMLI_ROWS(HPMLI_STRIP_KINDS)
-static hpmli_strip_fn *const HV(strips)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_STRIP_ONE) },
-                                                                    { HPMLI_ROWS(HPMLI_STRIP_TWO) } };
+#define HPMLI_STRIP(nv, r)                                                                                             \
+    HPMLI_KFN void HV(strip_##nv##_##r)(HPMLI_STRIP_ARGS) { HV(strip_tile)(r + 1, nv, s, a, b, c); }
+#define HPMLI_STRIP_FN(nv, r) HV(strip_##nv##_##r),
+HPMLI_ROWS(HPMLI_STRIP, 1)
+HPMLI_ROWS(HPMLI_STRIP, 2)
+static hpmli_strip_fn *const HV(strips)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_STRIP_FN, 1) },
+                                                         { HPMLI_ROWS(HPMLI_STRIP_FN, 2) } };
 
 /* All rows of a strip, dealt out evenly to tiles; n columns count. */
 HPMLI_VFN void HV(strip)(const hpmli_conv_strip *s, int64_t n, const float *a, const float *b, float *c)
