@@ -33,6 +33,11 @@ mkdir "$tmp/t10k" # MNIST's test files alone, of 2100 black digits: the last 200
 build/02_mnist --data "$tmp/t10k" --model linear --epochs 1 >"$tmp/out" 2>&1
 check "a folder of test files" \
     'says " 100 training digits" && says "accuracy 100.00 % on 2000 digits" && says "^confusion"'
+mkdir "$tmp/few"
+{ printf '\0\0\10\3\0\0\0\5\0\0\0\34\0\0\0\34'; head -c 3920 /dev/zero; } >"$tmp/few/t10k-images-idx3-ubyte"
+printf '\0\0\10\1\0\0\0\5\0\0\0\0\0' >"$tmp/few/t10k-labels-idx1-ubyte"
+build/02_mnist --data "$tmp/few" >"$tmp/out" 2>&1
+check "too few to be both" '[ $? -eq 1 ] && says "no train-images-idx3-ubyte.*no more than 2,000 digits"'
 gzip "$tmp"/t10k/* && build/02_mnist --data "$tmp/t10k" --model linear --epochs 1 >"$tmp/out" 2>&1
 check "gzipped" 'if grep -q lz build/zlib.flags; then says " 100 training digits"; else says "is gzipped"; fi'
 one=$(hash_of build/02_mnist --samples 2000 --epochs 2 --model mlp --seed 5 --threads 1)
