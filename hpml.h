@@ -8255,7 +8255,7 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
         if (hpmli_is_float(y) && hpmli_blame(t, what, value, i < 0 ? "the data of" : "the result of", y, y->data))
             return ctx->status;
     }
-    for (int i = 0; i < ctx->param_count; i++)
+    for (int i = ctx->param_count - 1; i >= 0; i--) /* as the backward pass came to them */
         if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad)) return ctx->status;
     return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step, what, value);
 }
@@ -8920,7 +8920,7 @@ HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels)
 {
     hpmli_file     fx = HPMLI_ZEROED, fy = HPMLI_ZEROED;
-    int64_t        shape[3], images_count, count; /* images, height, width; labels */
+    int64_t        shape[3] = { 0 }, images_count, count = 0; /* images, height, width; labels */
     hpmli_samples *s = NULL;
     if (hpmli_failed(ctx)) return NULL;
     if (hpmli_idx_open(ctx, &fx, images, 3, shape) && hpmli_idx_open(ctx, &fy, labels, 1, &count)) {
@@ -8985,7 +8985,7 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
             if (exponent < 10000) exponent = exponent * 10 + (*p - '0');
     }
     *out = (negative ? -value : value) * pow(10, esign * exponent - scale);
-    return fabs(*out) <= 3.4028234663852886e38 ? p : NULL; /* what f32 holds */
+    return fabs(*out) < 3.4028235677973366e38 ? p : NULL; /* what f32 holds, rounded */
 }
 
 typedef struct hpmli_csv {

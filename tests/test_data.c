@@ -2,6 +2,7 @@
 #include "meter.h"
 #include "test.h"
 #include <fcntl.h>
+#include <float.h>
 #include <glob.h>
 #include <signal.h>
 #include <sys/stat.h>
@@ -113,8 +114,10 @@ TEST(csv_files)
     hpml_ctx_clear_error(ctx);
     ENSURE(csv(ctx, "1,2\n3,2.5\n", -1, false) == NULL && hpml_ctx_status(ctx) == HPML_ERR_LABEL);
     hpml_ctx_clear_error(ctx);
-    ENSURE(csv(ctx, "1,2\n1e39,3\n", -1, true) == NULL); /* more than f32 holds */
+    ENSURE(csv(ctx, "1,2\n3.4028236e38,3\n", -1, true) == NULL); /* more than f32 holds */
     hpml_ctx_clear_error(ctx);
+    d = csv(ctx, "3.40282347e38,-3.4028235e38\n", -1, true); /* as %.9g and %.8g write the largest */
+    ENSURE(d && ((const float *)d->x)[0] == FLT_MAX && ((const float *)d->y)[0] == -FLT_MAX);
     d = csv(ctx, "\xEF\xBB\xBF" "1,2\n3,4\n", -1, true); /* a byte order mark is no header */
     ENSURE(d && d->count == 2);
     ENSURE(csv(ctx, "1,2\n3,nan\n", -1, true) == NULL);

@@ -349,6 +349,28 @@ TEST(a_nan_is_named)
     hpml_ctx_free(ctx);
 }
 
+/* The layer whose result it is; of gradients, the one nearest to the loss: those behind it have theirs from there. */
+TEST(a_nan_inside_is_named)
+{
+    static const hpml_act    inside[] = { HPML_ACT_LOG, HPML_ACT_SQRT }; /* of 0: a result, a slope without an end */
+    static const char *const says[]   = { "step 0: the loss is", "step 0: the gradient norm is" };
+    static const char *const names[]  = { "in the result of \"activation", "in the gradient of \"near." };
+    const float              x[2] = { 1, 2 };
+    for (int k = 0; k < 2; k++) {
+        hpml_ctx     *ctx  = hpml_ctx_create(NULL);
+        hpml_tensor  *in   = hpml_input_2d(ctx, 1, 2);
+        hpml_tensor  *near = hpml_linear(hpml_linear(in, 3, &(hpml_linear_desc){ .name = "far" }), 3,
+                                         &(hpml_linear_desc){ .name = "near" });
+        hpml_tensor  *out  = hpml_linear(hpml_activation(hpml_scale(near, 0, 0), inside[k], 0), 2, NULL);
+        hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .clip_norm = 1 });
+        ENSURE_ERROR(ctx, t && hpml_trainer_step(t, x, (int32_t[]){ 1 }, 1, NULL) == HPML_ERR_NONFINITE,
+                     HPML_ERR_NONFINITE, says[k]);
+        ENSURE(hpml_trainer_step(t, x, (int32_t[]){ 1 }, 1, NULL) == HPML_ERR_NONFINITE &&
+               strstr(hpml_ctx_error(ctx), names[k]));
+        hpml_ctx_free(ctx);
+    }
+}
+
 /* Settings and data that make no sense, and data that do not fit the model. */
 TEST(what_does_not_fit_is_refused)
 {
