@@ -1,6 +1,6 @@
 #!/bin/sh
 # The examples do what they say, quickly: small runs of each.
-passed=0 failed=0 tmp=$(mktemp -d)
+passed=0 failed=0 skipped=0 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 check() {
     if eval "$2"; then passed=$((passed + 1))
@@ -55,6 +55,17 @@ build/02_mnist --codec 1bit >"$tmp/out" 2>&1
 check "a choice that is none is an error" '[ $? -eq 2 ] && grep -q "expected one of none bf16 onebit" "$tmp/out"'
 build/02_mnist --lr fast >"$tmp/out" 2>&1
 check "a number that is none is an error" '[ $? -eq 2 ] && grep -q "lr fast: expected a number" "$tmp/out"'
+if [ -n "$HPML_MNIST" ]; then # real data, where they are
+    build/02_mnist --data "$HPML_MNIST" --model mlp --json >"$tmp/out" 2>&1
+    check "mlp on MNIST: 95 %" 'above test_accuracy 0.95'
+    build/02_mnist --data "$HPML_MNIST" --json >"$tmp/out" 2>&1
+    check "cnn on MNIST: 98 %" 'above test_accuracy 0.98'
+else skipped=$((skipped + 2)); fi
+if [ -n "$HPML_TEXT" ]; then
+    build/03_charlm --json "$HPML_TEXT" >"$tmp/out" 2>&1
+    check "Shakespeare's plays: 1.75 nats on what it has not seen" \
+        'above validation_loss 0.5 && ! above validation_loss 1.75'
+else skipped=$((skipped + 1)); fi
 build/03_charlm --steps 0 >"$tmp/out" 2>&1
 check "no steps are an error" '[ $? -eq 2 ]'
 build/03_charlm --steps 20 --json hpml.h >"$tmp/out" 2>&1
@@ -117,5 +128,5 @@ check "spread strands fewer GPUs than pack" \
     'awk "/^pack/ { p = \$6 } /^spread/ { s = \$6; n = 1 } END { exit !(n && s < p) }" "$tmp/out"'
 build/08_simulate --layers /nonexistent >"$tmp/out" 2>&1
 check "a missing file of layers is an error" '[ $? -ne 0 ] && grep -q nonexistent "$tmp/out"'
-echo "$passed passed, $failed failed, 0 skipped"
+echo "$passed passed, $failed failed, $skipped skipped"
 [ $failed -eq 0 ]
