@@ -741,7 +741,7 @@ typedef struct hpml_trainer_desc {
     hpml_lr_rule  lr_rule;         /* scales lr by global batch / lr_base_batch */
     int64_t       lr_base_batch;   /* 0: no scaling */
     float         clip_norm;       /* 0: none; else gradients are scaled so that their global norm is at most this */
-    int32_t       accumulate;      /* batches that make one update; 0: 1 */
+    int32_t       accumulate;      /* batches that make one update, each with the same weight, a short one too; 0: 1 */
     float         loss_scale;      /* gradients are computed times this and divided by it before they are used, so that
                                       small ones survive in halves; 0: 1, but dynamic where a backend stores F16: from
                                       65536, halved, and the update left out, when a gradient overflows; doubled after
