@@ -645,6 +645,7 @@ typedef struct hpml_update {
     float    grad_scale, clip; /* multiply g first: 1 / loss scale; clip / sqrt(*sumsq), where that is below 1 */
     const double *sumsq;       /* of the gradients, on the device; NULL: they are not clipped */
     bool     nesterov;
+    bool    *bad;              /* CPU: set where a gradient is NaN or infinite, which then counts as 0; NULL: as NaN */
 } hpml_update;
 
 /* One way through a graph. Two passes that are equal in every byte run the same ops on the same memory. */
@@ -746,9 +747,10 @@ typedef struct hpml_trainer_desc {
                                       small ones survive in halves; 0: 1, but dynamic where a backend stores F16: from
                                       65536, halved, and the update left out, when a gradient overflows; doubled after
                                       2,000 updates without (Micikevicius et al. 2018) */
-    bool          no_finite_check; /* skip the check of the loss, and of the gradients where clip_norm or a dynamic
-                                      loss_scale needs their norm, that names the first bad layer; a step without info
-                                      then does not wait for the device */
+    bool          no_finite_check; /* skip the check that names the step and the first bad layer: of the loss and the
+                                      gradients; of these on a device where clip_norm or a dynamic loss_scale needs
+                                      their norm, and a step without info then does not wait for it. What the CPU finds
+                                      in a gradient while it steps stays out of the parameters; the rest is taken */
     uint32_t      _end;
 } hpml_trainer_desc;
 
@@ -1878,7 +1880,8 @@ HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t c
 /* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the
    same names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
    LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020)
-   leaves its direction in m2 = scratch, see hpmli_cpu_update. */
+   leaves its direction in m2 = scratch, see hpmli_cpu_update. A gradient that is not finite counts as 0 where somebody
+   is told of it, else as NaN; true without one. */
 
 /* What no gradient feeds any more (a dead unit) decays to 0, not to denormals, which take a hundred times as long and
    would stay for ever. A NaN stays one. */
@@ -1945,15 +1948,19 @@ HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float
    direction over the gradient's array, which is ours to spend. */
 #define HPMLI_STEPS(step)                                                                                              \
     HV_LOOP(n) {                                                                                                       \
-        hv g = HV(ld)(dw + i, c);                                                                                      \
+        hv g = HV(ld)(dw + i, c), off;                                                                                 \
         if (more) g = g + HV(ld)(more + i, c);                                                                         \
-        g = g * HV(set1)(o->u.grad_scale), step;                                                                       \
+        g   = g * HV(set1)(o->u.grad_scale);                                                                           \
+        off = g * HV(zero)(), bad = bad + off; /* 0, or NaN */                                                         \
+        g   = HV(eq)(off, off, g, HV(set1)(instead)), step;                                                            \
     }                                                                                                                  \
     break;
-HPMLI_KFN void HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
+HPMLI_KFN bool HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
 {
     const hpmli_opt_args own = *args, *o = &own;
     const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
+    const float          instead = o->u.bad ? 0 : NAN;
+    hv                   bad     = HV(zero)();
     switch (o->u.opt) {
     case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, c))
     case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, c))
@@ -1962,6 +1969,7 @@ HPMLI_KFN void HV(opt_step)(const hpmli_opt_args *args, float *w, const float *d
     case HPML_OPT_LAMB: HPMLI_STEPS(HV(st)((float *)(uintptr_t)(dw + i), HV(fma)(HV(set1)(o->u.weight_decay),
                                 HV(ld)(w + i, c), HV(adam_direction)(o, g, m + i, v + i, c)), c))
     }
+    return HV(sum)(bad) == 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5661,7 +5669,8 @@ HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
         p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
         j->ctx->k->gemm_part(&p);
     }
-    j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
+    bool finite = j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
+    if (!finite && u->bad) __atomic_store_n(u->bad, true, __ATOMIC_RELAXED);
 }
 
 HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
@@ -7215,6 +7224,7 @@ HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
     double w = hpmli_l2_norm(ctx, u->w, u->n);
     double g = hpmli_l2_norm(ctx, u->g, u->n) * u->grad_scale + (double)u->weight_decay * w;
     if (w > 0 && g > 0 && u->trust > 0) u->lr *= (float)((double)u->trust * w / g);
+    if (u->bad && g - g != 0) u->lr = 0; /* what is not finite has no direction */
     u->grad_scale *= u->lr, u->weight_decay *= u->lr, u->lr = 1;
 }
 
@@ -7852,6 +7862,7 @@ struct hpml_trainer {
     hpml_tensor      *target, *loss;
     float            *m, *v;   /* optimizer state, laid out as graph->grads; NULL: none */
     hpml_update      *updates; /* (param_count) */
+    bool             *bad;     /* (param_count) its gradient is not finite, and its step taken without what is not */
     float            *host_out; /* host: a batch of the output */
     int32_t          *host_y;  /* host: a batch of labels */
     hpmli_named      *states;
@@ -8085,7 +8096,7 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
     if (hpml_graph_alloc(g) == HPML_OK) {
         if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
         if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count);
+        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count), t->bad = hpmli_new(ctx, bool, ctx->param_count);
         if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
         t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target)), t->at = (hpmli_told *)(void *)t->loss->data;
     }
@@ -8226,17 +8237,23 @@ HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
     }
 }
 
+HPMLI_FN bool hpmli_accuse(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y)
+{
+    bool stepped = memchr(t->bad, true, (size_t)t->graph->param_count) != NULL;
+    hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
+               "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what, value,
+               where, y->name, (double)hpml_trainer_lr(t),
+               stepped ? ". The rest of this step is in the parameters: go on from a checkpoint" : "");
+    return true;
+}
+
 /* True, with an error that names the place, when one of the numbers x of tensor y is NaN or infinite. */
 HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y,
                           const float *x)
 {
     if (x) t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, hpml_tensor_count(y), &t->at->sumsq);
     if (x) hpmli_trainer_tell(t, NULL, NULL);
-    if (!x || t->told.sumsq - t->told.sumsq == 0) return false;
-    hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
-               "the data, lower the learning rate (now %g) or set clip_norm", (long long)t->step, what, value, where,
-               y->name, (double)hpml_trainer_lr(t));
-    return true;
+    return x && t->told.sumsq - t->told.sumsq != 0 && hpmli_accuse(t, what, value, where, y);
 }
 
 /* Finds and names the first layer with a NaN or infinity, by running forward once more and looking at each result. */
@@ -8255,9 +8272,21 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
         if (hpmli_is_float(y) && hpmli_blame(t, what, value, i < 0 ? "the data of" : "the result of", y, y->data))
             return ctx->status;
     }
-    for (int i = ctx->param_count - 1; i >= 0; i--) /* as the backward pass came to them */
-        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad)) return ctx->status;
-    return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step, what, value);
+    for (int i = g->param_count - 1; i >= 0; i--) /* as the backward pass came to them */
+        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad) ||
+            (t->bad[i] && hpmli_accuse(t, what, value, "the gradient of", p[i])))
+            return ctx->status;
+    return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what, value);
+}
+
+/* After an update: of what it found in a gradient. */
+HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t)
+{
+    const size_t count = (size_t)t->graph->param_count;
+    if (t->ctx->status != HPML_OK || !memchr(t->bad, true, count)) return t->ctx->status;
+    hpmli_name_nonfinite(t, "a gradient", (double)NAN);
+    memset(t->bad, 0, count);
+    return t->ctx->status;
 }
 
 /* The norm of the gradients of this update, once, where clipping or a dynamic loss scale want it: on the device. */
@@ -8328,6 +8357,7 @@ HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t, int first_param, int param_
         u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
         u->grad_scale = (t->more ? t->more_scale : 1) / t->loss_scale, u->clip = t->d.clip_norm * t->loss_scale;
         u->sumsq = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
+        u->bad   = t->d.no_finite_check ? NULL : &t->bad[i];
         u->more = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
         u->trust = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
@@ -8348,7 +8378,7 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     hpmli_trainer_updates(t, first_param, param_count);
     ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
     if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
-    return ctx->status;
+    return hpmli_trainer_updated(t);
 }
 
 HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
@@ -8392,9 +8422,9 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     if (status != HPML_OK) return status;
     if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
     if (++t->micro == t->d.accumulate) {
-        if (!early)
-            status = t->hooks.update ? t->hooks.update(t->hooks.user, t)
-                                     : hpml_trainer_update_local(t, 0, t->graph->param_count);
+        status = early             ? hpmli_trainer_updated(t)
+                 : t->hooks.update ? t->hooks.update(t->hooks.user, t)
+                                   : hpml_trainer_update_local(t, 0, t->graph->param_count);
         t->micro = 0;
         t->step += status == HPML_OK && !t->overflowed;
         hpmli_trainer_rescale(t);
