@@ -742,7 +742,7 @@ typedef struct hpml_trainer_desc {
     hpml_lr_rule  lr_rule;         /* scales lr by global batch / lr_base_batch */
     int64_t       lr_base_batch;   /* 0: no scaling */
     float         clip_norm;       /* 0: none; else gradients are scaled so that their global norm is at most this */
-    int32_t       accumulate;      /* batches that make one update, each with the same weight, a short one too; 0: 1 */
+    int32_t       accumulate;      /* batches that make one update, each weighs as many as it has samples; 0: 1 */
     float         loss_scale;      /* gradients are computed times this and divided by it before they are used, so that
                                       small ones survive in halves; 0: 1, but dynamic where a backend stores F16: from
                                       65536, halved, and the update left out, when a gradient overflows; doubled after
@@ -7874,6 +7874,8 @@ struct hpml_trainer {
     int64_t           correct, counted;
     int64_t           step, epoch, epoch_step;
     int32_t           micro;   /* batches since the last update */
+    int64_t           first, gathered; /* samples of the first of them, and of all */
+    float             share;   /* gathered / (accumulate first): 1, unless one is short */
     const float      *more;    /* hpml_trainer_update_sum: NULL outside */
     float             more_scale;
     hpmli_told        told, *at; /* what the host knows of it; on the device, where the loss is: its slot has room */
@@ -8016,7 +8018,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     hpml_trainer *t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_drop);
     if (!t) return NULL;
     t->ctx   = ctx;
-    t->ranks = 1;
+    t->ranks = 1, t->share = 1;
     hpml_trainer_desc_resolve(desc, &t->d);
     bool dynamic   = desc->loss_scale == 0 && hpmli_store(ctx) == HPML_DTYPE_F16;
     t->loss_scale  = desc->loss_scale > 0 ? desc->loss_scale : dynamic ? 65536.0f : 1.0f;
@@ -8349,13 +8351,13 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
 /* The steps of parameters, ready to be taken. */
 HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t, int first_param, int param_count)
 {
-    float lr = hpml_trainer_lr(t);
+    float lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
     for (int i = first_param; i < first_param + param_count; i++) {
         const hpml_param *p = t->ctx->params[i]->param;
         hpml_update      *u = &t->updates[i];
         u->n = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
         u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
-        u->grad_scale = (t->more ? t->more_scale : 1) / t->loss_scale, u->clip = t->d.clip_norm * t->loss_scale;
+        u->grad_scale = (t->more ? t->more_scale : 1) / scale, u->clip = t->d.clip_norm * scale;
         u->sumsq = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
         u->bad   = t->d.no_finite_check ? NULL : &t->bad[i];
         u->more = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
@@ -8393,6 +8395,17 @@ HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more,
     return t->more = NULL, status;
 }
 
+/* What a batch's gradients are multiplied by: they add up to the mean over all samples of the update, times `share`,
+   which is known with the last batch. A strategy that runs the batch has weights of its own. */
+HPMLI_FN float hpmli_trainer_weigh(hpml_trainer *t, int64_t samples)
+{
+    if (t->hooks.run || t->d.accumulate == 1) return t->share = 1;
+    if (t->micro == 0) t->first = samples, t->gathered = 0;
+    t->gathered += samples;
+    t->share = (float)((double)t->gathered / ((double)t->first * t->d.accumulate));
+    return (float)((double)samples / (double)t->first) / (float)t->d.accumulate;
+}
+
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info)
 {
@@ -8408,7 +8421,8 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     t->correct = t->counted = 0, t->looked = t->seen = t->overflowed = false;
     t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
-    lr     = hpml_trainer_lr(t), scale = t->loss_scale;
+    float weight = hpmli_trainer_weigh(t, samples);
+    lr     = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
     /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step with
        the op that makes its gradient final: it is still in the cache. */
     t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro + 1 == t->d.accumulate;
@@ -8416,7 +8430,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     if (early) hpmli_trainer_updates(t, 0, t->graph->param_count), t->graph->updates = t->updates;
     hpml_status status =
         t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
-                     : hpml_trainer_run_local(t, 0, samples, 1 / (float)t->d.accumulate, t->micro > 0,
+                     : hpml_trainer_run_local(t, 0, samples, weight, t->micro > 0,
                                               info || !t->d.no_finite_check ? &loss : NULL);
     t->graph->updates = NULL, t->whole = false;
     if (status != HPML_OK) return status;

@@ -329,6 +329,35 @@ TEST(accumulation_equals_the_larger_batch)
     for (int i = 0; i < 16; i++) ENSURE_NEAR(w[0][i], w[1][i], 1e-5);
 }
 
+/* So do short ones, in any order, clipped as well: each sample weighs as much as any other. */
+TEST(accumulation_weighs_samples)
+{
+    static const int32_t parts[3][3] = { { 24, 0, 0 }, { 16, 3, 5 }, { 5, 16, 3 } };
+    float                w[3][16], norm[3];
+    for (int clip = 0; clip < 2; clip++) {
+        for (int k = 0; k < 3; k++) {
+            hpml_ctx      *ctx = hpml_ctx_create(NULL);
+            hpml_dataset  *d   = blobs(ctx, 24);
+            hpml_tensor   *in  = hpml_input_2d(ctx, 24, 2);
+            hpml_trainer  *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+                .input = in, .output = hpml_linear(hpml_tanh(hpml_linear(in, 8, NULL)), 3, NULL), .momentum = 0.9f,
+                .lr = 0.1f, .accumulate = k ? 3 : 1, .clip_norm = clip ? 0.05f : 0 });
+            hpml_step_info info;
+            for (int step = 0; step < 4; step++)
+                for (int i = 0, at = 0; i < 3 && parts[k][i]; at += parts[k][i++])
+                    ENSURE(hpml_trainer_step(t, (const float *)d->x + 2 * at, (const int32_t *)d->y + at, parts[k][i],
+                                             &info) == HPML_OK);
+            ENSURE(info.step == 4);
+            memcpy(w[k], hpml_param_at(ctx, 0)->data, sizeof w[k]), norm[k] = info.grad_norm;
+            hpml_ctx_free(ctx);
+        }
+        for (int k = 1; k < 3; k++) {
+            for (int i = 0; i < 16; i++) ENSURE_NEAR(w[k][i], w[0][i], 1e-6);
+            ENSURE_NEAR(norm[k], norm[0], 1e-6); /* -1 where nobody clips */
+        }
+    }
+}
+
 TEST(a_nan_is_named)
 {
     hpml_ctx     *ctx = hpml_ctx_create(NULL);
