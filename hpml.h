@@ -865,6 +865,7 @@ struct hpml_dataset {
     const void *y;                      /* (count, y_size), NULL: unlabelled */
     int         classes;                /* 1 + largest label; 0 when y is not labels */
     float       x_scale, x_shift;       /* U8 pixels become x * x_scale + x_shift; at first 1/255 and 0; change them */
+    int32_t     x_crop;                 /* 0; else loaders make (C, x_crop, x_crop) of images: see hpml_augment */
     int64_t     x_step;                 /* samples start every x_step elements of x; 0: the size of one. Text: 1 */
     int64_t     y_step;                 /* likewise for y */
     void       *owner;                  /* private */
@@ -912,9 +913,10 @@ HPML_API void                hpml_record_close(hpml_record_file *f);
 HPML_API hpml_status   hpml_dataset_save_records(const hpml_dataset *d, const char *path);
 HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path);
 
-/* Image augmentation, random per (seed, epoch, sample). All zero: none. */
+/* Image augmentation, random per (seed, epoch, sample). All zero: none. With hpml_dataset.x_crop k images are cropped
+   from (.., H, W) to (.., k, k) first, at a random place; with in_order, in evaluation as well, to their middle. */
 typedef struct hpml_augment {
-    int32_t shift;  /* up to this many pixels each way, zeros come in (the random crop of a padded image) */
+    int32_t shift;  /* up to this many pixels each way, zeros come in: the crop of an image padded with so many */
     bool    flip;   /* left-right with probability 1/2 */
     int32_t cutout; /* a square of this size set to zero */
 } hpml_augment;
@@ -8453,6 +8455,13 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     return HPML_OK;
 }
 
+/* Numbers of a sample as loaders hand it out. */
+HPMLI_FN int64_t hpmli_cropped(const hpml_dataset *d)
+{
+    int64_t n = hpmli_shape_count(d->x_ndim, d->x_shape), k = d->x_crop;
+    return k > 0 && d->x_ndim > 1 ? n / d->x_shape[d->x_ndim - 2] / d->x_shape[d->x_ndim - 1] * k * k : n;
+}
+
 /* A loader over `data` that fits the trainer. */
 HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
                                            bool evaluate)
@@ -8461,7 +8470,7 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
     const hpml_tensor *x = t->d.input, *y = t->target;
     if (hpmli_failed(t->ctx) || !data) return NULL;
     hpml_graph_batch(t->graph, t->graph->batch);
-    int64_t have  = hpmli_shape_count(data->x_ndim, data->x_shape), need = hpml_tensor_count(x) / t->graph->batch;
+    int64_t have  = hpmli_cropped(data), need = hpml_tensor_count(x) / t->graph->batch;
     int64_t learn = hpml_tensor_count(y) / t->graph->batch;
     if (have != need || (data->x_dtype == HPML_DTYPE_I32) != (x->dtype == HPML_DTYPE_I32) ||
         (data->y && (data->y_size != learn || data->y_dtype != y->dtype)))
@@ -9419,7 +9428,8 @@ struct hpml_loader {
     const hpmli_kernels *k;
     hpml_dataset        *data;
     hpml_loader_desc     d;
-    int64_t              steps, each;          /* each: numbers of a sample */
+    int64_t              steps, whole, each;   /* whole, each: numbers of a sample, and of what it becomes */
+    int64_t              crop;                 /* the dataset's, when this was made */
     float               *image;                /* one sample before augmentation */
     float               *x[2];                 /* batch n of all epochs, one behind the other, is in x[n % 2], */
     char                *y[2];                 /* y[n % 2] */
@@ -9434,26 +9444,28 @@ struct hpml_loader {
 #endif
 };
 
-/* Copies a sample with shift, flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx]. */
+/* Copies a sample with crop, shift, flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx]. */
 HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, uint64_t epoch, int64_t sample)
 {
     const hpml_augment *a     = &l->d.augment;
     const int64_t      *shape = l->data->x_shape;
-    int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->each / (H * W), dx, dy, cx, cy;
+    int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->whole / (H * W), dx, dy, cx, cy;
+    int64_t  h = l->crop > 0 ? l->crop : H, w = l->crop > 0 ? l->crop : W; /* of what comes out */
     uint32_t word[4];
     l->ctx->k->random_words(word, l->d.seed, UINT64_C(0xa) << 60 | epoch, (uint64_t)(4 * sample), 4);
-    dx   = a->shift > 0 ? (int64_t)(word[0] % (uint32_t)(2 * a->shift + 1)) - a->shift : 0;
-    dy   = a->shift > 0 ? (int64_t)(word[1] % (uint32_t)(2 * a->shift + 1)) - a->shift : 0;
+    dx   = (int64_t)word[0] % (W - w + 2 * (int64_t)a->shift + 1) - a->shift;
+    dy   = (int64_t)word[1] % (H - h + 2 * (int64_t)a->shift + 1) - a->shift;
+    if (l->crop > 0 && l->d.in_order) dx = (W - w) / 2, dy = (H - h) / 2;
     bool flip = a->flip && (word[2] & 1);
-    cx   = (int64_t)(word[2] >> 1) % W - a->cutout / 2;
-    cy   = (int64_t)word[3] % H - a->cutout / 2;
+    cx   = (int64_t)(word[2] >> 1) % w - a->cutout / 2;
+    cy   = (int64_t)word[3] % h - a->cutout / 2;
     for (int64_t c = 0; c < C; c++)
-        for (int64_t i = 0; i < H; i++)
-            for (int64_t j = 0; j < W; j++) {
-                int64_t si = i + dy, sj = (flip ? W - 1 - j : j) + dx;
+        for (int64_t i = 0; i < h; i++)
+            for (int64_t j = 0; j < w; j++) {
+                int64_t si = i + dy, sj = (flip ? w - 1 - j : j) + dx;
                 bool    out = si < 0 || si >= H || sj < 0 || sj >= W;
                 bool    cut = i >= cy && i < cy + a->cutout && j >= cx && j < cx + a->cutout;
-                to[(c * H + i) * W + j] = out || cut ? 0 : from[(c * H + si) * W + sj];
+                to[(c * h + i) * w + j] = out || cut ? 0 : from[(c * H + si) * W + sj];
             }
 }
 
@@ -9462,10 +9474,10 @@ HPMLI_FN void hpmli_load_sample(const hpml_loader *l, float *x, char *y, int64_t
 {
     const hpml_dataset *d = l->data;
     const char *from    = hpmli_sample_x(d, sample);
-    bool        augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0;
+    bool        augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0 || l->crop > 0;
     float      *to      = x + at * l->each, *plain = augment ? l->image : to;
-    hpmli_convert(l->k, d->x_dtype == HPML_DTYPE_U8 ? HPML_DTYPE_F32 : d->x_dtype, plain, d->x_dtype, from, l->each);
-    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(plain, plain, d->x_scale, d->x_shift, l->each);
+    hpmli_convert(l->k, d->x_dtype == HPML_DTYPE_U8 ? HPML_DTYPE_F32 : d->x_dtype, plain, d->x_dtype, from, l->whole);
+    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(plain, plain, d->x_scale, d->x_shift, l->whole);
     if (augment) hpmli_augment(l, to, l->image, epoch, sample);
     if (d->y) memcpy(y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
 }
@@ -9559,7 +9571,8 @@ HPMLI_FN void hpmli_loader_drop(void *object)
 
 HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_loader_desc *d)
 {
-    bool augment = d->augment.shift != 0 || d->augment.flip || d->augment.cutout != 0;
+    bool augment = d->augment.shift != 0 || d->augment.flip || d->augment.cutout != 0 || data->x_crop != 0;
+    const int64_t *side = data->x_shape + (data->x_ndim < 2 ? 0 : data->x_ndim - 2); /* height, width */
     if (d->ranks == 0) d->ranks = 1;
     if (d->global_batch == 0) d->global_batch = (int64_t)d->batch * d->ranks;
     if (d->seed == 0) d->seed = ctx->seed;
@@ -9576,6 +9589,9 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
     if (augment && (data->x_ndim < 2 || data->x_dtype == HPML_DTYPE_I32))
         return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: augmentation needs images (.., H, W), the samples have %d "
                            "dimensions", data->x_ndim);
+    if (data->x_crop < 0 || (data->x_crop > 0 && (data->x_crop > side[0] || data->x_crop > side[1])))
+        return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: x_crop %d of images of %lldx%lld, expected 0 or at most the "
+                           "shorter side", data->x_crop, (long long)side[0], (long long)side[1]);
     if (d->samples_per_epoch == 0) d->samples_per_epoch = data->count;
     return !d->drop_last || d->samples_per_epoch >= d->global_batch ||
            hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: %lld samples do not fill one batch of %lld and drop_last is "
@@ -9590,9 +9606,9 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     hpml_loader *l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_drop);
     if (!l) return NULL;
     l->ctx = ctx, l->k = ctx->k, l->data = data, l->d = d;
-    l->each    = hpmli_shape_count(data->x_ndim, data->x_shape);
+    l->whole   = hpmli_shape_count(data->x_ndim, data->x_shape), l->each = hpmli_cropped(data), l->crop = data->x_crop;
     l->steps   = (d.samples_per_epoch + (d.drop_last ? 0 : d.global_batch - 1)) / d.global_batch;
-    l->image   = hpmli_new(ctx, float, l->each);
+    l->image   = hpmli_new(ctx, float, l->whole);
     for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
         l->x[i] = (float *)hpmli_alloc_array(ctx, l->each, (size_t)d.batch * sizeof(float));
         l->y[i] = (char *)hpmli_alloc_array(ctx, data->y_size + 1, (size_t)d.batch * 4);

@@ -673,6 +673,52 @@ TEST(augmentation_does_what_it_says)
     }
 }
 
+/* A part of 5 x 5 of an image of 8 x 8, and of one with zeros around it: every place comes, the middle where nothing is
+   shuffled. fit and evaluate hand a model what it takes. */
+TEST(images_are_cropped)
+{
+    static float x[2 * 64];
+    for (int i = 0; i < 2 * 64; i++) x[i] = (float)(i + 1);
+    for (int k = 0; k < 3; k++) {
+        hpml_ctx        *ctx = hpml_ctx_create(NULL);
+        hpml_dataset    *d = hpml_dataset_create(ctx, 1, HPML_DTYPE_F32, 3, (int64_t[]){ 2, 8, 8 }, x,
+                                                 HPML_DTYPE_I32, 0, NULL);
+        int              seen[6][6] = { { 0 } }, places = 0, shift = k == 1;
+        hpml_loader_desc with = { .batch = 1, .in_order = k == 2, .augment.shift = shift };
+        d->x_crop = 5;
+        hpml_loader *l = hpml_loader_create(ctx, d, &with);
+        for (int pass = 0; pass < 600; pass++) {
+            hpml_batch b;
+            ENSURE(hpml_loader_seek(l, pass, 0) == HPML_OK && hpml_loader_next(l, &b));
+            const float *to = (const float *)b.x;
+            int at = (int)to[12] - 1, top = at / 8 - 2, left = at % 8 - 2; /* of its middle, which is never a zero */
+            for (int i = 0; i < 50; i++) {
+                int u = top + i % 25 / 5, v = left + i % 5;
+                ENSURE(to[i] == (u < 0 || u > 7 || v < 0 || v > 7 ? 0 : x[64 * (i / 25) + 8 * u + v]));
+            }
+            seen[top + shift][left + shift]++;
+        }
+        for (int i = 0; i < 36; i++) places += seen[i / 6][i % 6] > 0;
+        ENSURE(places == (k == 0 ? 16 : k == 1 ? 36 : 1) && seen[1 + shift][1 + shift] > 0);
+        d->x_crop = 9;
+        ENSURE_ERROR(ctx, !hpml_loader_create(ctx, d, &with), HPML_ERR_SHAPE, "x_crop 9 of images of 8x8");
+        hpml_ctx_free(ctx);
+    }
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    hpml_dataset *d = hpml_dataset_create(ctx, 1, HPML_DTYPE_F32, 3, (int64_t[]){ 2, 8, 8 }, x, HPML_DTYPE_I32, 1,
+                                          (int32_t[]){ 0 });
+    hpml_tensor  *in = hpml_input_4d(ctx, 1, 2, 5, 5);
+    hpml_trainer *t  = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+        .input = in, .output = hpml_linear(hpml_flatten(in), 2, NULL), .lr = 1e-6f });
+    hpml_metrics  m  = { 0 };
+    d->x_crop = 5;
+    ENSURE(t && hpml_trainer_fit(t, d, NULL) == HPML_OK);
+    ENSURE(hpml_trainer_evaluate(t, d, &m) == HPML_OK && m.samples == 1);
+    d->x_crop = 0;
+    ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_ERR_SHAPE);
+    hpml_ctx_free(ctx);
+}
+
 TEST(zz_clean_up)
 {
     char command[100];
