@@ -21,7 +21,10 @@ check "a JSON object at the end" 'above train_seconds 0.001 && above samples_per
     above parameters 215370 && above bytes_sent 0 &&
     tail -n 1 "$tmp/out" | grep -q "\"weights_hash\": \"[0-9a-f]*\"}$"'
 check "a line in loss.csv for each of 189 steps" \
-    '[ "$(wc -l <build/loss.csv)" = 190 ] && tail -n 1 build/loss.csv | grep -q "^189,[0-9.]*,[0-9.]*$"'
+    '[ "$(wc -l <build/loss.csv)" = 190 ] && tail -n 1 build/loss.csv | grep -q "^189\(,[0-9.]*\)\{4\}$"'
+check "its columns: as they were, and smoothed" \
+    '[ "$(head -n 1 build/loss.csv)" = step,loss,accuracy,loss_smoothed,accuracy_smoothed ] && awk -F, "NR == 2 { s = \$2 }
+        NR > 2 { s += (\$2 - s) / 20; d = s - \$4; if (d * d > 1e-9) bad = 1 } END { exit bad }" build/loss.csv'
 check "a plot and a timeline" 'tail -n 1 build/loss.svg | grep -q "</svg>" &&
     [ "$(tail -n 1 build/trace.json)" = "]" ] && grep -q "\"conv0 backward\"" build/trace.json'
 build/02_mnist --samples 4000 --epochs 3 --model linear --codec onebit --json >"$tmp/out" 2>&1
