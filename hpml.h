@@ -997,7 +997,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /*
 typedef struct hpml_trace_desc {
     uint32_t _begin;
     int32_t  rank;                  /* process id in the trace */
-    int64_t  first_step, last_step; /* record only these updates; last 0: all */
+    int64_t  first_step, last_step; /* record only these updates, the first is 0; last 0: all */
     int64_t  capacity;              /* spans kept, the oldest are dropped; 0: 65,536 */
     double   origin;                /* the hpml_now() that is time 0 in the file; 0: now */
     uint32_t _end;

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <float.h>
 #include <glob.h>
+#include <locale.h>
 #include <signal.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -716,6 +717,53 @@ TEST(images_are_cropped)
     ENSURE(hpml_trainer_evaluate(t, d, &m) == HPML_OK && m.samples == 1);
     d->x_crop = 0;
     ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_ERR_SHAPE);
+    hpml_ctx_free(ctx);
+}
+
+/* Whether this program's numbers have a comma now, as in a locale that is made here. */
+static bool commas(void)
+{
+    static const char source[] = "LC_NUMERIC\ndecimal_point \",\"\nthousands_sep \".\"\ngrouping 3;3\nEND LC_NUMERIC\n";
+    char command[600], text[8];
+    put("comma", source, sizeof source - 1);
+    snprintf(command, sizeof command, "cd %s && localedef -c -i comma ./comma_XX >out 2>&1", folder);
+    int made = system(command); /* not 0 for what is missing but numbers */
+    setenv("LOCPATH", folder, 1);
+    snprintf(text, sizeof text, "%.1f", made == -1 || !setlocale(LC_NUMERIC, "comma_XX") ? 0.0 : 1.5);
+    return strcmp(text, "1,5") == 0;
+}
+
+/* In the trace, what follows a number is the next field, or the end. */
+static bool numbers_end(const char *all, const char *field)
+{
+    int count = 0;
+    for (const char *p = all; (p = strstr(p, field)) != NULL; count++) {
+        p += strlen(field);
+        p += strspn(p, "-0123456789.");
+        if (*p != '}' && (p[0] != ',' || p[1] != '"')) return false;
+    }
+    return count > 0;
+}
+
+TEST(files_do_not_mind_the_locale)
+{
+    static char all[1 << 16];
+    if (!commas()) { setlocale(LC_NUMERIC, "C"); SKIP("no localedef that makes a locale with commas"); }
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    hpml_dataset *d   = csv(ctx, "1.5,-2.25e1,0\n0.125,3,1\n", -1, false);
+    ENSURE(d && ((const float *)d->x)[0] == 1.5f && ((const float *)d->x)[1] == -22.5f);
+    ENSURE((d = csv(ctx, "1.5;2\n2.5;4.75\n", -1, true)) && ((const float *)d->y)[1] == 4.75f);
+    hpml_tensor  *in = hpml_input_2d(ctx, 1, 1), *out = hpml_linear(in, 1, NULL);
+    hpml_trainer *t  = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out,
+        .loss = HPML_LOSS_MSE, .lr = 0.01f, .momentum = 0.5f });
+    hpml_trace_start(ctx, NULL);
+    ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK && hpml_trace_save(ctx, file("trace")) == HPML_OK);
+    ENSURE(hpml_checkpoint_save(t, file("saved")) == HPML_OK && hpml_checkpoint_load(t, file("saved")) == HPML_OK);
+    ENSURE(hpml_npy_save(hpml_param_at(ctx, 0), file("npy")) == HPML_OK && hpml_npy_load(ctx, file("npy")));
+    FILE *f = fopen(file("trace"), "rb");
+    ENSURE(f && fread(all, 1, sizeof all - 1, f) > 100 && fclose(f) == 0);
+    ENSURE(numbers_end(all, "\"ts\":") && numbers_end(all, "\"dur\":"));
+    setlocale(LC_NUMERIC, "C");
     hpml_ctx_free(ctx);
 }
 
