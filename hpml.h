@@ -335,7 +335,8 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
    "fc1.weight"); NULL: "linear3" and so on. Shapes: B batch, T time, C channels or features, H x W image.
 
    Dimension 0 of an input is the batch, the same in all inputs of a graph (what has none is a hpml_tensor_create). Ops
-   carry it along, so that a short last batch just runs on fewer rows. An input is F32, or I32: tokens and labels. */
+   carry it along, so that a short last batch just runs on fewer rows. An input is F32, or I32: tokens and labels; of
+   any other type only reshapes take it (a loader makes f32 of u8 pixels). */
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1);                         /* f32 (B, d1) */
 HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2);             /* f32 (B, d1, d2) */
@@ -442,7 +443,8 @@ HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x); /* (B, ...) -> (B, rest) */
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims);
 HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b);
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count);
-HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim); /* at most HPML_MAX_SRC */
+/* 1 to HPML_MAX_SRC of them; of none NULL comes, without an error: there is no context to keep it. */
+HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim);
 
 /* Reductions over dimension `dim`, which stays with size 1; dim HPML_ALL_DIMS: over everything, to a scalar. */
 #define HPML_ALL_DIMS (-1)
@@ -6045,9 +6047,10 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
     return NULL;
 }
 
-HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise)
+HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value; }
+HPMLI_FN int32_t hpmli_pad_or(int32_t value, int32_t otherwise)
 {
-    return value == 0 ? otherwise : value == HPML_NO_PAD ? 0 : value;
+    return value == HPML_NO_PAD ? 0 : hpmli_conv_or(value, otherwise);
 }
 
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
@@ -6062,8 +6065,8 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     a.conv.kernel[1]   = hpmli_conv_or(d.kernel_w, d.kernel_h);
     a.conv.stride[0]   = hpmli_conv_or(d.stride_h, 1);
     a.conv.stride[1]   = hpmli_conv_or(d.stride_w, a.conv.stride[0]);
-    a.conv.padding[0]  = hpmli_conv_or(d.padding_h, 0);
-    a.conv.padding[1]  = hpmli_conv_or(d.padding_w, a.conv.padding[0]);
+    a.conv.padding[0]  = hpmli_pad_or(d.padding_h, 0);
+    a.conv.padding[1]  = hpmli_pad_or(d.padding_w, a.conv.padding[0]);
     a.conv.dilation[0] = hpmli_conv_or(d.dilation_h, 1);
     a.conv.dilation[1] = hpmli_conv_or(d.dilation_w, a.conv.dilation[0]);
     a.conv.groups      = hpmli_conv_or(d.groups, 1);
@@ -7976,7 +7979,7 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
         { "loss", (double)d->loss, HPML_LOSS_HUBER }, { "accumulate", (double)d->accumulate, 1e9 },
         { "schedule.kind", (double)d->schedule.kind, HPML_SCHEDULE_LINEAR },
         { "schedule.warmup_steps", (double)d->schedule.warmup_steps, 1e15 }, { "lr_rule", (double)d->lr_rule, 2 },
-        { "schedule.gamma", (double)d->schedule.gamma, 1e30 },
+        { "schedule.gamma", (double)d->schedule.gamma, 1e30 }, { "lr_base_batch", (double)d->lr_base_batch, 1e15 },
         { "schedule.min_lr", (double)d->schedule.min_lr, 1e30 } };
     for (size_t i = 0; i < sizeof in / sizeof in[0]; i++)
         if (!(in[i].value >= 0 && in[i].value <= in[i].most))
@@ -7985,6 +7988,10 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
     bool ends = d->schedule.kind == HPML_SCHEDULE_COSINE || d->schedule.kind == HPML_SCHEDULE_LINEAR;
     if ((ends && d->schedule.total_steps < 1) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s", ends ? "total_steps" : "period");
+    if (ends && d->schedule.warmup_steps > d->schedule.total_steps)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: schedule.warmup_steps %lld is not in 0..%lld, the "
+                           "total_steps that it is part of", (long long)d->schedule.warmup_steps,
+                           (long long)d->schedule.total_steps);
     if (d->nesterov && d->optimizer == HPML_OPT_SGD && hpmli_or(d->momentum, 0) == 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: nesterov needs a momentum");
     return true;
@@ -8963,7 +8970,10 @@ HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int
     for (int i = 0; i < dims; i++) {
         const unsigned char *p = f->bytes + 4 + 4 * i;
         sizes[i] = (int64_t)((uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3]);
-        if (sizes[i] == 0 || !hpmli_mul(want, (size_t)sizes[i], &want)) want = SIZE_MAX / 4;
+        if (sizes[i] == 0 || !hpmli_mul(want, (size_t)sizes[i], &want))
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": dimension %d of %d in the header is %lld, expected %s",
+                               path, i + 1, dims, (long long)sizes[i],
+                               sizes[i] ? "less: times those before it, it is more than any file holds" : "1 or more");
     }
     return f->size - head == want ||
            hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %zu", path,

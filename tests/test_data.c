@@ -54,6 +54,24 @@ TEST(idx)
     hpml_ctx_free(ctx);
 }
 
+TEST(idx_names_the_dimension)
+{
+    static const struct { int at; unsigned char to; const char *says; } wrong[] = {
+        { 15, 0, "dimension 3 of 3 in the header is 0, expected 1 or more" },
+        { 7, 0, "dimension 1 of 3 in the header is 0, expected 1 or more" },
+        { 7, 3, "promises 18 bytes of data, the file has 12" } };
+    unsigned char bytes[sizeof images];
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    for (int i = 0; i < 4; i++) {
+        memcpy(bytes, images, sizeof bytes);
+        if (i < 3) bytes[wrong[i].at] = wrong[i].to;
+        else memset(bytes + 4, 255, 12);
+        ENSURE_ERROR(ctx, !hpml_dataset_load_idx(ctx, put("d", bytes, sizeof bytes), put("l", labels, sizeof labels)),
+                     HPML_ERR_FORMAT, i < 3 ? wrong[i].says : "dimension 2 of 3 in the header is 4294967295, expected");
+    }
+    hpml_ctx_free(ctx);
+}
+
 /* images, gzipped */
 static const unsigned char packed[] = {
     31, 139, 8, 0, 0, 0, 0, 0, 2, 255, 99, 96, 224, 96, 102, 96, 96, 96, 130, 98, 102, 70, 38, 102, 22,

@@ -469,7 +469,8 @@ TEST(what_does_not_fit_is_refused)
         { .optimizer = (hpml_opt)99 }, { .loss = (hpml_loss)99 }, { .beta1 = 1.5f }, { .eps = -1 },
         { .schedule = { .kind = HPML_SCHEDULE_COSINE } }, { .schedule = { .kind = HPML_SCHEDULE_STEP } }, { ._end = 1 },
         { .schedule.gamma = (float)NAN }, { .schedule.min_lr = -1 }, { .momentum = 2 }, { .nesterov = true },
-        { .lr_rule = (hpml_lr_rule)7 } };
+        { .lr_rule = (hpml_lr_rule)7 }, { .lr_base_batch = -64 },
+        { .schedule = { .kind = HPML_SCHEDULE_COSINE, .warmup_steps = 11, .total_steps = 10 } } };
     const float   x[20]    = { 0 };
     const int32_t y[30]    = { 0 };
     const int64_t shape[1] = { 2 };
