@@ -334,7 +334,8 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
    "fc1.weight"); NULL: "linear3" and so on. Shapes: B batch, T time, C channels or features, H x W image.
 
    Dimension 0 of an input is the batch, the same in all inputs of a graph (what has none is a hpml_tensor_create). Ops
-   carry it along, so that a short last batch just runs on fewer rows. An input is F32, or I32: tokens and labels. */
+   carry it along, so that a short last batch just runs on fewer rows. An input is F32, or I32: tokens and labels; of
+   any other type only reshapes take it (a loader makes f32 of u8 pixels). */
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1);                         /* f32 (B, d1) */
 HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2);             /* f32 (B, d1, d2) */
@@ -441,7 +442,8 @@ HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x); /* (B, ...) -> (B, rest) */
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims);
 HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b);
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count);
-HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim); /* at most HPML_MAX_SRC */
+/* 1 to HPML_MAX_SRC of them; of none NULL comes, without an error: there is no context to keep it. */
+HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim);
 
 /* Reductions over dimension `dim`, which stays with size 1; dim HPML_ALL_DIMS: over everything, to a scalar. */
 #define HPML_ALL_DIMS (-1)
@@ -644,6 +646,7 @@ typedef struct hpml_update {
     float    grad_scale, clip; /* multiply g first: 1 / loss scale; clip / sqrt(*sumsq), where that is below 1 */
     const double *sumsq;       /* of the gradients, on the device; NULL: they are not clipped */
     bool     nesterov;
+    bool    *bad;              /* CPU: set where a gradient is NaN or infinite, which then counts as 0; NULL: as NaN */
 } hpml_update;
 
 /* One way through a graph. Two passes that are equal in every byte run the same ops on the same memory. */
@@ -740,14 +743,15 @@ typedef struct hpml_trainer_desc {
     hpml_lr_rule  lr_rule;         /* scales lr by global batch / lr_base_batch */
     int64_t       lr_base_batch;   /* 0: no scaling */
     float         clip_norm;       /* 0: none; else gradients are scaled so that their global norm is at most this */
-    int32_t       accumulate;      /* batches that make one update; 0: 1 */
+    int32_t       accumulate;      /* batches that make one update, each weighs as many as it has samples; 0: 1 */
     float         loss_scale;      /* gradients are computed times this and divided by it before they are used, so that
                                       small ones survive in halves; 0: 1, but dynamic where a backend stores F16: from
                                       65536, halved, and the update left out, when a gradient overflows; doubled after
                                       2,000 updates without (Micikevicius et al. 2018) */
-    bool          no_finite_check; /* skip the check of the loss, and of the gradients where clip_norm or a dynamic
-                                      loss_scale needs their norm, that names the first bad layer; a step without info
-                                      then does not wait for the device */
+    bool          no_finite_check; /* skip the check that names the step and the first bad layer: of the loss and the
+                                      gradients; of these on a device where clip_norm or a dynamic loss_scale needs
+                                      their norm, and a step without info then does not wait for it. What the CPU finds
+                                      in a gradient while it steps stays out of the parameters; the rest is taken */
     uint32_t      _end;
 } hpml_trainer_desc;
 
@@ -862,6 +866,7 @@ struct hpml_dataset {
     const void *y;                      /* (count, y_size), NULL: unlabelled */
     int         classes;                /* 1 + largest label; 0 when y is not labels */
     float       x_scale, x_shift;       /* U8 pixels become x * x_scale + x_shift; at first 1/255 and 0; change them */
+    int32_t     x_crop;                 /* 0; else loaders make (C, x_crop, x_crop) of images: see hpml_augment */
     int64_t     x_step;                 /* samples start every x_step elements of x; 0: the size of one. Text: 1 */
     int64_t     y_step;                 /* likewise for y */
     void       *owner;                  /* private */
@@ -909,9 +914,10 @@ HPML_API void                hpml_record_close(hpml_record_file *f);
 HPML_API hpml_status   hpml_dataset_save_records(const hpml_dataset *d, const char *path);
 HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path);
 
-/* Image augmentation, random per (seed, epoch, sample). All zero: none. */
+/* Image augmentation, random per (seed, epoch, sample). All zero: none. With hpml_dataset.x_crop k images are cropped
+   from (.., H, W) to (.., k, k) first, at a random place; with in_order, in evaluation as well, to their middle. */
 typedef struct hpml_augment {
-    int32_t shift;  /* up to this many pixels each way, zeros come in (the random crop of a padded image) */
+    int32_t shift;  /* up to this many pixels each way, zeros come in: the crop of an image padded with so many */
     bool    flip;   /* left-right with probability 1/2 */
     int32_t cutout; /* a square of this size set to zero */
 } hpml_augment;
@@ -992,7 +998,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /*
 typedef struct hpml_trace_desc {
     uint32_t _begin;
     int32_t  rank;                  /* process id in the trace */
-    int64_t  first_step, last_step; /* record only these updates; last 0: all */
+    int64_t  first_step, last_step; /* record only these updates, the first is 0; last 0: all */
     int64_t  capacity;              /* spans kept, the oldest are dropped; 0: 65,536 */
     double   origin;                /* the hpml_now() that is time 0 in the file; 0: now */
     uint32_t _end;
@@ -1869,7 +1875,8 @@ HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t c
 /* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the
    same names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
    LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020)
-   leaves its direction in m2 = scratch, see hpmli_cpu_update. */
+   leaves its direction in m2 = scratch, see hpmli_cpu_update. A gradient that is not finite counts as 0 where somebody
+   is told of it, else as NaN; true without one. */
 
 /* What no gradient feeds any more (a dead unit) decays to 0, not to denormals, which take a hundred times as long and
    would stay for ever. A NaN stays one. */
@@ -1936,15 +1943,19 @@ HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float
    direction over the gradient's array, which is ours to spend. */
 #define HPMLI_STEPS(step)                                                                                              \
     HV_LOOP(n) {                                                                                                       \
-        hv g = HV(ld)(dw + i, c);                                                                                      \
+        hv g = HV(ld)(dw + i, c), off;                                                                                 \
         if (more) g = g + HV(ld)(more + i, c);                                                                         \
-        g = g * HV(set1)(o->u.grad_scale), step;                                                                       \
+        g   = g * HV(set1)(o->u.grad_scale);                                                                           \
+        off = g * HV(zero)(), bad = bad + off; /* 0, or NaN */                                                         \
+        g   = HV(eq)(off, off, g, HV(set1)(instead)), step;                                                            \
     }                                                                                                                  \
     break;
-HPMLI_KFN void HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
+HPMLI_KFN bool HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
 {
     const hpmli_opt_args own = *args, *o = &own;
     const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
+    const float          instead = o->u.bad ? 0 : NAN;
+    hv                   bad     = HV(zero)();
     switch (o->u.opt) {
     case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, c))
     case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, c))
@@ -1953,6 +1964,7 @@ HPMLI_KFN void HV(opt_step)(const hpmli_opt_args *args, float *w, const float *d
     case HPML_OPT_LAMB: HPMLI_STEPS(HV(st)((float *)(uintptr_t)(dw + i), HV(fma)(HV(set1)(o->u.weight_decay),
                                 HV(ld)(w + i, c), HV(adam_direction)(o, g, m + i, v + i, c)), c))
     }
+    return HV(sum)(bad) == 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5526,7 +5538,8 @@ HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
         p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
         j->ctx->k->gemm_part(&p);
     }
-    j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
+    bool finite = j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
+    if (!finite && u->bad) __atomic_store_n(u->bad, true, __ATOMIC_RELAXED);
 }
 
 HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
@@ -5873,9 +5886,10 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
     return NULL;
 }
 
-HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise)
+HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value; }
+HPMLI_FN int32_t hpmli_pad_or(int32_t value, int32_t otherwise)
 {
-    return value == 0 ? otherwise : value == HPML_NO_PAD ? 0 : value;
+    return value == HPML_NO_PAD ? 0 : hpmli_conv_or(value, otherwise);
 }
 
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
@@ -5889,8 +5903,8 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     a.conv.kernel[1]   = hpmli_conv_or(d.kernel_w, d.kernel_h);
     a.conv.stride[0]   = hpmli_conv_or(d.stride_h, 1);
     a.conv.stride[1]   = hpmli_conv_or(d.stride_w, a.conv.stride[0]);
-    a.conv.padding[0]  = hpmli_conv_or(d.padding_h, 0);
-    a.conv.padding[1]  = hpmli_conv_or(d.padding_w, a.conv.padding[0]);
+    a.conv.padding[0]  = hpmli_pad_or(d.padding_h, 0);
+    a.conv.padding[1]  = hpmli_pad_or(d.padding_w, a.conv.padding[0]);
     a.conv.dilation[0] = hpmli_conv_or(d.dilation_h, 1);
     a.conv.dilation[1] = hpmli_conv_or(d.dilation_w, a.conv.dilation[0]);
     a.conv.groups      = hpmli_conv_or(d.groups, 1);
@@ -7047,6 +7061,7 @@ HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
     double w = hpmli_l2_norm(ctx, u->w, u->n);
     double g = hpmli_l2_norm(ctx, u->g, u->n) * u->grad_scale + (double)u->weight_decay * w;
     if (w > 0 && g > 0 && u->trust > 0) u->lr *= (float)((double)u->trust * w / g);
+    if (u->bad && g - g != 0) u->lr = 0; /* what is not finite has no direction */
     u->grad_scale *= u->lr, u->weight_decay *= u->lr, u->lr = 1;
 }
 
@@ -7675,6 +7690,7 @@ struct hpml_trainer {
     hpml_tensor      *target, *loss;
     float            *m, *v;   /* optimizer state, laid out as graph->grads; NULL: none */
     hpml_update      *updates; /* (param_count) */
+    bool             *bad;     /* (param_count) its gradient is not finite, and its step taken without what is not */
     float            *host_out; /* host: a batch of the output */
     int32_t          *host_y;  /* host: a batch of labels */
     hpmli_named      *states;
@@ -7686,6 +7702,8 @@ struct hpml_trainer {
     int64_t           correct, counted;
     int64_t           step, epoch, epoch_step;
     int32_t           micro;   /* batches since the last update */
+    int64_t           first, gathered; /* samples of the first of them, and of all */
+    float             share;   /* gathered / (accumulate first): 1, unless one is short */
     const float      *more;    /* hpml_trainer_update_sum: NULL outside */
     float             more_scale;
     hpmli_told        told, *at; /* what the host knows of it; on the device, where the loss is: its slot has room */
@@ -7786,7 +7804,7 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
         { "loss", (double)d->loss, HPML_LOSS_HUBER }, { "accumulate", (double)d->accumulate, 1e9 },
         { "schedule.kind", (double)d->schedule.kind, HPML_SCHEDULE_LINEAR },
         { "schedule.warmup_steps", (double)d->schedule.warmup_steps, 1e15 }, { "lr_rule", (double)d->lr_rule, 2 },
-        { "schedule.gamma", (double)d->schedule.gamma, 1e30 },
+        { "schedule.gamma", (double)d->schedule.gamma, 1e30 }, { "lr_base_batch", (double)d->lr_base_batch, 1e15 },
         { "schedule.min_lr", (double)d->schedule.min_lr, 1e30 } };
     for (size_t i = 0; i < sizeof in / sizeof in[0]; i++)
         if (!(in[i].value >= 0 && in[i].value <= in[i].most))
@@ -7795,6 +7813,10 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
     bool ends = d->schedule.kind == HPML_SCHEDULE_COSINE || d->schedule.kind == HPML_SCHEDULE_LINEAR;
     if ((ends && d->schedule.total_steps < 1) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s", ends ? "total_steps" : "period");
+    if (ends && d->schedule.warmup_steps > d->schedule.total_steps)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: schedule.warmup_steps %lld is not in 0..%lld, the "
+                           "total_steps that it is part of", (long long)d->schedule.warmup_steps,
+                           (long long)d->schedule.total_steps);
     if (d->nesterov && d->optimizer == HPML_OPT_SGD && hpmli_or(d->momentum, 0) == 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: nesterov needs a momentum");
     return true;
@@ -7830,7 +7852,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     hpml_trainer *t = (hpml_trainer *)hpmli_alloc_object(ctx, sizeof *t, hpmli_trainer_drop);
     if (!t) return NULL;
     t->ctx   = ctx;
-    t->ranks = 1;
+    t->ranks = 1, t->share = 1;
     hpml_trainer_desc_resolve(desc, &t->d);
     bool dynamic   = desc->loss_scale == 0 && hpmli_store(ctx) == HPML_DTYPE_F16;
     t->loss_scale  = desc->loss_scale > 0 ? desc->loss_scale : dynamic ? 65536.0f : 1.0f;
@@ -7889,7 +7911,7 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
     if (hpml_graph_alloc(g) == HPML_OK) {
         if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
         if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count);
+        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count), t->bad = hpmli_new(ctx, bool, ctx->param_count);
         if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
         t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target)), t->at = (hpmli_told *)(void *)t->loss->data;
     }
@@ -8030,17 +8052,23 @@ HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
     }
 }
 
+HPMLI_FN bool hpmli_accuse(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y)
+{
+    bool stepped = memchr(t->bad, true, (size_t)t->graph->param_count) != NULL;
+    hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
+               "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what, value,
+               where, y->name, (double)hpml_trainer_lr(t),
+               stepped ? ". The rest of this step is in the parameters: go on from a checkpoint" : "");
+    return true;
+}
+
 /* True, with an error that names the place, when one of the numbers x of tensor y is NaN or infinite. */
 HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y,
                           const float *x)
 {
     if (x) t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, hpml_tensor_count(y), &t->at->sumsq);
     if (x) hpmli_trainer_tell(t, NULL, NULL);
-    if (!x || t->told.sumsq - t->told.sumsq == 0) return false;
-    hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
-               "the data, lower the learning rate (now %g) or set clip_norm", (long long)t->step, what, value, where,
-               y->name, (double)hpml_trainer_lr(t));
-    return true;
+    return x && t->told.sumsq - t->told.sumsq != 0 && hpmli_accuse(t, what, value, where, y);
 }
 
 /* Finds and names the first layer with a NaN or infinity, by running forward once more and looking at each result. */
@@ -8059,9 +8087,21 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
         if (hpmli_is_float(y) && hpmli_blame(t, what, value, i < 0 ? "the data of" : "the result of", y, y->data))
             return ctx->status;
     }
-    for (int i = 0; i < ctx->param_count; i++)
-        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad)) return ctx->status;
-    return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step, what, value);
+    for (int i = g->param_count - 1; i >= 0; i--) /* as the backward pass came to them */
+        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad) ||
+            (t->bad[i] && hpmli_accuse(t, what, value, "the gradient of", p[i])))
+            return ctx->status;
+    return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what, value);
+}
+
+/* After an update: of what it found in a gradient. */
+HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t)
+{
+    const size_t count = (size_t)t->graph->param_count;
+    if (t->ctx->status != HPML_OK || !memchr(t->bad, true, count)) return t->ctx->status;
+    hpmli_name_nonfinite(t, "a gradient", (double)NAN);
+    memset(t->bad, 0, count);
+    return t->ctx->status;
 }
 
 /* The norm of the gradients of this update, once, where clipping or a dynamic loss scale want it: on the device. */
@@ -8124,14 +8164,15 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
 /* The steps of parameters, ready to be taken. */
 HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t, int first_param, int param_count)
 {
-    float lr = hpml_trainer_lr(t);
+    float lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
     for (int i = first_param; i < first_param + param_count; i++) {
         const hpml_param *p = t->ctx->params[i]->param;
         hpml_update      *u = &t->updates[i];
         u->n = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
         u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
-        u->grad_scale = (t->more ? t->more_scale : 1) / t->loss_scale, u->clip = t->d.clip_norm * t->loss_scale;
+        u->grad_scale = (t->more ? t->more_scale : 1) / scale, u->clip = t->d.clip_norm * scale;
         u->sumsq = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
+        u->bad   = t->d.no_finite_check ? NULL : &t->bad[i];
         u->more = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
         u->trust = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
@@ -8152,7 +8193,7 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     hpmli_trainer_updates(t, first_param, param_count);
     ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
     if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
-    return ctx->status;
+    return hpmli_trainer_updated(t);
 }
 
 HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
@@ -8165,6 +8206,17 @@ HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more,
     t->more = more, t->more_scale = scale;
     hpml_status status = hpml_trainer_update_local(t, 0, t->graph->param_count);
     return t->more = NULL, status;
+}
+
+/* What a batch's gradients are multiplied by: they add up to the mean over all samples of the update, times `share`,
+   which is known with the last batch. A strategy that runs the batch has weights of its own. */
+HPMLI_FN float hpmli_trainer_weigh(hpml_trainer *t, int64_t samples)
+{
+    if (t->hooks.run || t->d.accumulate == 1) return t->share = 1;
+    if (t->micro == 0) t->first = samples, t->gathered = 0;
+    t->gathered += samples;
+    t->share = (float)((double)t->gathered / ((double)t->first * t->d.accumulate));
+    return (float)((double)samples / (double)t->first) / (float)t->d.accumulate;
 }
 
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
@@ -8182,7 +8234,8 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     t->correct = t->counted = 0, t->looked = t->seen = t->overflowed = false;
     t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
-    lr     = hpml_trainer_lr(t), scale = t->loss_scale;
+    float weight = hpmli_trainer_weigh(t, samples);
+    lr     = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
     /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step with
        the op that makes its gradient final: it is still in the cache. */
     t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro + 1 == t->d.accumulate;
@@ -8190,15 +8243,15 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     if (early) hpmli_trainer_updates(t, 0, t->graph->param_count), t->graph->updates = t->updates;
     hpml_status status =
         t->hooks.run ? t->hooks.run(t->hooks.user, t, samples, &loss)
-                     : hpml_trainer_run_local(t, 0, samples, 1 / (float)t->d.accumulate, t->micro > 0,
+                     : hpml_trainer_run_local(t, 0, samples, weight, t->micro > 0,
                                               info || !t->d.no_finite_check ? &loss : NULL);
     t->graph->updates = NULL, t->whole = false;
     if (status != HPML_OK) return status;
     if (!t->d.no_finite_check && loss - loss != 0) return hpmli_name_nonfinite(t, "the loss", (double)loss);
     if (++t->micro == t->d.accumulate) {
-        if (!early)
-            status = t->hooks.update ? t->hooks.update(t->hooks.user, t)
-                                     : hpml_trainer_update_local(t, 0, t->graph->param_count);
+        status = early             ? hpmli_trainer_updated(t)
+                 : t->hooks.update ? t->hooks.update(t->hooks.user, t)
+                                   : hpml_trainer_update_local(t, 0, t->graph->param_count);
         t->micro = 0;
         t->step += status == HPML_OK && !t->overflowed;
         hpmli_trainer_rescale(t);
@@ -8213,6 +8266,13 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     return HPML_OK;
 }
 
+/* Numbers of a sample as loaders hand it out. */
+HPMLI_FN int64_t hpmli_cropped(const hpml_dataset *d)
+{
+    int64_t n = hpmli_shape_count(d->x_ndim, d->x_shape), k = d->x_crop;
+    return k > 0 && d->x_ndim > 1 ? n / d->x_shape[d->x_ndim - 2] / d->x_shape[d->x_ndim - 1] * k * k : n;
+}
+
 /* A loader over `data` that fits the trainer. */
 HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
                                            bool evaluate)
@@ -8221,7 +8281,7 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
     const hpml_tensor *x = t->d.input, *y = t->target;
     if (hpmli_failed(t->ctx) || !data) return NULL;
     hpml_graph_batch(t->graph, t->graph->batch);
-    int64_t have  = hpmli_shape_count(data->x_ndim, data->x_shape), need = hpml_tensor_count(x) / t->graph->batch;
+    int64_t have  = hpmli_cropped(data), need = hpml_tensor_count(x) / t->graph->batch;
     int64_t learn = hpml_tensor_count(y) / t->graph->batch;
     if (have != need || (data->x_dtype == HPML_DTYPE_I32) != (x->dtype == HPML_DTYPE_I32) ||
         (data->y && (data->y_size != learn || data->y_dtype != y->dtype)))
@@ -8714,7 +8774,10 @@ HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int
     for (int i = 0; i < dims; i++) {
         const unsigned char *p = f->bytes + 4 + 4 * i;
         sizes[i] = (int64_t)((uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3]);
-        if (sizes[i] == 0 || !hpmli_mul(want, (size_t)sizes[i], &want)) want = SIZE_MAX / 4;
+        if (sizes[i] == 0 || !hpmli_mul(want, (size_t)sizes[i], &want))
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": dimension %d of %d in the header is %lld, expected %s",
+                               path, i + 1, dims, (long long)sizes[i],
+                               sizes[i] ? "less: times those before it, it is more than any file holds" : "1 or more");
     }
     return f->size - head == want ||
            hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %zu", path,
@@ -8724,7 +8787,7 @@ HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels)
 {
     hpmli_file     fx = HPMLI_ZEROED, fy = HPMLI_ZEROED;
-    int64_t        shape[3], images_count, count; /* images, height, width; labels */
+    int64_t        shape[3] = { 0 }, images_count, count = 0; /* images, height, width; labels */
     hpmli_samples *s = NULL;
     if (hpmli_failed(ctx)) return NULL;
     if (hpmli_idx_open(ctx, &fx, images, 3, shape) && hpmli_idx_open(ctx, &fy, labels, 1, &count)) {
@@ -8789,7 +8852,7 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
             if (exponent < 10000) exponent = exponent * 10 + (*p - '0');
     }
     *out = (negative ? -value : value) * pow(10, esign * exponent - scale);
-    return fabs(*out) <= 3.4028234663852886e38 ? p : NULL; /* what f32 holds */
+    return fabs(*out) < 3.4028235677973366e38 ? p : NULL; /* what f32 holds, rounded */
 }
 
 typedef struct hpmli_csv {
@@ -9179,7 +9242,8 @@ struct hpml_loader {
     const hpmli_kernels *k;
     hpml_dataset        *data;
     hpml_loader_desc     d;
-    int64_t              steps, each;          /* each: numbers of a sample */
+    int64_t              steps, whole, each;   /* whole, each: numbers of a sample, and of what it becomes */
+    int64_t              crop;                 /* the dataset's, when this was made */
     float               *image;                /* one sample before augmentation */
     float               *x[2];                 /* batch n of all epochs, one behind the other, is in x[n % 2], */
     char                *y[2];                 /* y[n % 2] */
@@ -9194,26 +9258,28 @@ struct hpml_loader {
 #endif
 };
 
-/* Copies a sample with shift, flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx]. */
+/* Copies a sample with crop, shift, flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx]. */
 HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, uint64_t epoch, int64_t sample)
 {
     const hpml_augment *a     = &l->d.augment;
     const int64_t      *shape = l->data->x_shape;
-    int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->each / (H * W), dx, dy, cx, cy;
+    int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->whole / (H * W), dx, dy, cx, cy;
+    int64_t  h = l->crop > 0 ? l->crop : H, w = l->crop > 0 ? l->crop : W; /* of what comes out */
     uint32_t word[4];
     l->ctx->k->random(HPMLI_WORDS, word, l->d.seed, UINT64_C(0xa) << 60 | epoch, (uint64_t)(4 * sample), 4);
-    dx   = a->shift > 0 ? (int64_t)(word[0] % (uint32_t)(2 * a->shift + 1)) - a->shift : 0;
-    dy   = a->shift > 0 ? (int64_t)(word[1] % (uint32_t)(2 * a->shift + 1)) - a->shift : 0;
+    dx   = (int64_t)word[0] % (W - w + 2 * (int64_t)a->shift + 1) - a->shift;
+    dy   = (int64_t)word[1] % (H - h + 2 * (int64_t)a->shift + 1) - a->shift;
+    if (l->crop > 0 && l->d.in_order) dx = (W - w) / 2, dy = (H - h) / 2;
     bool flip = a->flip && (word[2] & 1);
-    cx   = (int64_t)(word[2] >> 1) % W - a->cutout / 2;
-    cy   = (int64_t)word[3] % H - a->cutout / 2;
+    cx   = (int64_t)(word[2] >> 1) % w - a->cutout / 2;
+    cy   = (int64_t)word[3] % h - a->cutout / 2;
     for (int64_t c = 0; c < C; c++)
-        for (int64_t i = 0; i < H; i++)
-            for (int64_t j = 0; j < W; j++) {
-                int64_t si = i + dy, sj = (flip ? W - 1 - j : j) + dx;
+        for (int64_t i = 0; i < h; i++)
+            for (int64_t j = 0; j < w; j++) {
+                int64_t si = i + dy, sj = (flip ? w - 1 - j : j) + dx;
                 bool    out = si < 0 || si >= H || sj < 0 || sj >= W;
                 bool    cut = i >= cy && i < cy + a->cutout && j >= cx && j < cx + a->cutout;
-                to[(c * H + i) * W + j] = out || cut ? 0 : from[(c * H + si) * W + sj];
+                to[(c * h + i) * w + j] = out || cut ? 0 : from[(c * H + si) * W + sj];
             }
 }
 
@@ -9222,10 +9288,10 @@ HPMLI_FN void hpmli_load_sample(const hpml_loader *l, float *x, char *y, int64_t
 {
     const hpml_dataset *d = l->data;
     const char *from    = hpmli_sample_x(d, sample);
-    bool        augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0;
+    bool        augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0 || l->crop > 0;
     float      *to      = x + at * l->each, *plain = augment ? l->image : to;
-    hpmli_convert(l->k, d->x_dtype == HPML_DTYPE_U8 ? HPML_DTYPE_F32 : d->x_dtype, plain, d->x_dtype, from, l->each);
-    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(plain, plain, d->x_scale, d->x_shift, l->each);
+    hpmli_convert(l->k, d->x_dtype == HPML_DTYPE_U8 ? HPML_DTYPE_F32 : d->x_dtype, plain, d->x_dtype, from, l->whole);
+    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(plain, plain, d->x_scale, d->x_shift, l->whole);
     if (augment) hpmli_augment(l, to, l->image, epoch, sample);
     if (d->y) memcpy(y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
 }
@@ -9319,7 +9385,8 @@ HPMLI_FN void hpmli_loader_drop(void *object)
 
 HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_loader_desc *d)
 {
-    bool augment = d->augment.shift != 0 || d->augment.flip || d->augment.cutout != 0;
+    bool augment = d->augment.shift != 0 || d->augment.flip || d->augment.cutout != 0 || data->x_crop != 0;
+    const int64_t *side = data->x_shape + (data->x_ndim < 2 ? 0 : data->x_ndim - 2); /* height, width */
     if (d->ranks == 0) d->ranks = 1;
     if (d->global_batch == 0) d->global_batch = (int64_t)d->batch * d->ranks;
     if (d->seed == 0) d->seed = ctx->seed;
@@ -9336,6 +9403,9 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
     if (augment && (data->x_ndim < 2 || data->x_dtype == HPML_DTYPE_I32))
         return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: augmentation needs images (.., H, W), the samples have %d "
                            "dimensions", data->x_ndim);
+    if (data->x_crop < 0 || (data->x_crop > 0 && (data->x_crop > side[0] || data->x_crop > side[1])))
+        return hpmli_false(ctx, HPML_ERR_SHAPE, "loader: x_crop %d of images of %lldx%lld, expected 0 or at most the "
+                           "shorter side", data->x_crop, (long long)side[0], (long long)side[1]);
     if (d->samples_per_epoch == 0) d->samples_per_epoch = data->count;
     return !d->drop_last || d->samples_per_epoch >= d->global_batch ||
            hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: %lld samples do not fill one batch of %lld and drop_last is "
@@ -9350,9 +9420,9 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     hpml_loader *l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_drop);
     if (!l) return NULL;
     l->ctx = ctx, l->k = ctx->k, l->data = data, l->d = d;
-    l->each    = hpmli_shape_count(data->x_ndim, data->x_shape);
+    l->whole   = hpmli_shape_count(data->x_ndim, data->x_shape), l->each = hpmli_cropped(data), l->crop = data->x_crop;
     l->steps   = (d.samples_per_epoch + (d.drop_last ? 0 : d.global_batch - 1)) / d.global_batch;
-    l->image   = hpmli_new(ctx, float, l->each);
+    l->image   = hpmli_new(ctx, float, l->whole);
     for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
         l->x[i] = (float *)hpmli_alloc_array(ctx, l->each, (size_t)d.batch * sizeof(float));
         l->y[i] = (char *)hpmli_alloc_array(ctx, data->y_size + 1, (size_t)d.batch * 4);

@@ -368,7 +368,7 @@ HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_d
 HPML_API void           hpml_exchange_free(hpml_exchange *x); /* optional */
 /* Every tensor becomes the sum, or mean, over all ranks: the same bits everywhere. A NaN or infinity on any rank, in a
    tensor that is compressed, gives HPML_ERR_NONFINITE on every rank; residuals of the bad rows are zero, the context
-   stays usable: skip this step. Tensors that travel as they are are added without a look. */
+   stays usable: skip this step. Tensors that travel as they are are added without a look: the update has one. */
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x);
 HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background; hpml_job_wait */
 /* The same where ranks finish tensors in different orders, as in Horovod: say of each, once a run, that it is ready. In
@@ -684,7 +684,7 @@ struct hpml_comm {
     bool                  check;
     int                   spin;     /* tests before a wait yields the core, and as many before it sleeps */
     uint32_t              sequence; /* collectives so far: each has tags of its own */
-    int64_t               step;     /* of the trainer, for messages */
+    int64_t               step;     /* of the trainer, for messages; 0: of none */
     const char           *doing;
     int                   round;
     double                since;    /* when it began */
@@ -4389,7 +4389,7 @@ HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
     if (s[HPMLC_BAD] > 0 && d->trial) return HPML_ERR_NONFINITE;
     if (s[HPMLC_BAD] > 0)
         return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank %d, step %lld: the loss is not finite on %s %.0f", d->c->rank,
-                             (long long)hpml_trainer_step_count(d->t), s[HPMLC_BAD] > 1 ? "so many ranks:" : "rank",
+                             (long long)hpml_trainer_step_count(d->t) + 1, s[HPMLC_BAD] > 1 ? "so many ranks:" : "rank",
                              s[HPMLC_BAD] > 1 ? s[HPMLC_BAD] : s[HPMLC_BAD_RANK]);
     if (s[HPMLC_SAMPLES] <= 0) return hpml_ctx_fail(d->ctx, HPML_ERR_STATE, "a step without samples on any rank");
     d->r.loss    = s[HPMLC_LOSS] / s[HPMLC_SAMPLES];
@@ -4424,7 +4424,7 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples
     float             scale = (float)((d->d.sum ? 1 : share) / d->accumulate);
     hpml_status       status = HPML_OK;
     bool              last = d->micro + 1 == d->accumulate;
-    d->c->step = hpml_trainer_step_count(t);
+    d->c->step = hpml_trainer_step_count(t) + 1;
     /* What the last step left under way: behind it stands the loss that the host will wait for without a deadline. The
        device does its update meanwhile. */
     if (d->link && d->link->check(d->link->user) != HPML_OK) return hpmlc_failed(d->c), hpml_ctx_status(d->ctx);
@@ -4730,7 +4730,7 @@ HPMLC_FN hpml_status hpmlc_exact_run(void *user, hpml_trainer *t, int64_t sample
 {
     hpml_distributed *d     = (hpml_distributed *)user;
     double            start = hpml_comm_now(d->c);
-    d->c->step  = hpml_trainer_step_count(t);
+    d->c->step  = hpml_trainer_step_count(t) + 1;
     d->loss_sum = 0;
     hpml_status status = hpmlc_exact_leaves(d, samples, loss);
     d->r.compute_s += hpml_comm_now(d->c) - start;
@@ -5250,14 +5250,14 @@ HPMLC_FN hpml_status hpmlc_trial(hpml_distributed *d, hpml_dataset *data, int64_
     HPMLC_ZERO(hpml_loader_desc, loader);
     loader.samples_per_epoch = samples;
     fit.loader = &loader, fit.on_step = hpmlc_trial_step, fit.user = d;
-    d->trial_loss = d->trial_samples = 0;
     hpml_status status = hpml_distribute_batch(d, batch);
-    d->trial = true;
+    d->trial_loss = d->trial_samples = 0, d->trial = true;
     if (status == HPML_OK) status = hpml_trainer_fit(d->t, data, &fit);
     d->trial = false;
     *loss    = status == HPML_OK && d->trial_samples > 0 ? d->trial_loss / d->trial_samples : (double)INFINITY;
     if (!(*loss - *loss == 0)) *loss = (double)INFINITY;
-    return status == HPML_ERR_NONFINITE ? hpml_ctx_status(d->ctx) : status;
+    if (status == HPML_ERR_NONFINITE) hpml_ctx_clear_error(d->ctx), status = HPML_OK; /* the checkpoint comes next */
+    return status;
 }
 
 HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset *data, hpml_batch_search_desc *s)

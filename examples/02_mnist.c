@@ -163,7 +163,7 @@ static int launch(job *j)
             l.network.ranks_per_node = 1, l.network.between = networks[n].link;
     j->r = (report){ .epochs = (int)o->epochs, .live = isatty(1), .workers = (int)o->workers };
     hpml_status status = hpml_launch(&l, train, j, error, sizeof error);
-    free(j->r.step), free(j->r.loss), free(j->r.accuracy);
+    free(j->r.step), free(j->r.raw[0]), free(j->r.raw[1]), free(j->r.loss), free(j->r.accuracy);
     if (status != HPML_OK) fprintf(stderr, "error: %s\n", error);
     return status != HPML_OK;
 }

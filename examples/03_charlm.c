@@ -158,7 +158,7 @@ static int train(hpml_ctx *ctx, const options *o)
 
 int main(int argc, char **argv)
 {
-    options   o = { .steps = 2000, .batch = 16, .context = 64, .width = 128, .layers = 4, .heads = 4, .seed = 1,
+    options   o = { .steps = 3000, .batch = 16, .context = 64, .width = 128, .layers = 4, .heads = 4, .seed = 1,
                     .length = 400, .lr = 0.002 };
     int       failed = parse(&o, argc, argv);
     hpml_ctx *ctx;

@@ -139,6 +139,9 @@ static int load_data(hpml_ctx *ctx, const options *o, hpml_dataset **train, hpml
     }
     if (!*test && hpml_ctx_status(ctx) == HPML_OK)
         fprintf(stderr, "%s: no t10k-images-idx3-ubyte[.gz] in this folder\n", o->data);
+    else if (!*train && hpml_ctx_status(ctx) == HPML_OK)
+        fprintf(stderr, "%s: no train-images-idx3-ubyte[.gz] in this folder, and no more than 2,000 digits to test\n",
+                o->data);
     return *train && *test;
 }
 

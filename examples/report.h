@@ -10,7 +10,8 @@
 #include <unistd.h>
 
 typedef struct report {
-    float *step, *loss, *accuracy; /* (count) smoothed */
+    float *step, *raw[2];          /* (count) of each step: loss, accuracy; and */
+    float *loss, *accuracy;        /* (count) smoothed: a twentieth of each step, the rest as before */
     int    count, capacity, epochs, live, workers;
     double last;
 } report;
@@ -25,9 +26,10 @@ static int report_step(const hpml_step_info *i, void *user)
         r->step     = (float *)realloc(r->step, sizeof(float) * (size_t)r->capacity);
         r->loss     = (float *)realloc(r->loss, sizeof(float) * (size_t)r->capacity);
         r->accuracy = (float *)realloc(r->accuracy, sizeof(float) * (size_t)r->capacity);
-        if (!r->step || !r->loss || !r->accuracy) return 1;
+        for (int k = 0; k < 2; k++) r->raw[k] = (float *)realloc(r->raw[k], sizeof(float) * (size_t)r->capacity);
+        if (!r->step || !r->loss || !r->accuracy || !r->raw[0] || !r->raw[1]) return 1;
     }
-    r->step[r->count]     = (float)i->step;
+    r->step[r->count]     = (float)i->step, r->raw[0][r->count] = i->loss, r->raw[1][r->count] = i->accuracy;
     r->loss[r->count]     = (1 - old) * i->loss + (r->count > 0 ? old * r->loss[r->count - 1] : 0);
     r->accuracy[r->count] = (1 - old) * i->accuracy + (r->count > 0 ? old * r->accuracy[r->count - 1] : 0);
     r->count++;
@@ -89,9 +91,10 @@ static int report_files(const report *r)
     mkdir("build", 0777);
     f = fopen("build/loss.csv", "w");
     if (!f) return -1;
-    fprintf(f, "step,loss,accuracy\n");
+    fprintf(f, "step,loss,accuracy,loss_smoothed,accuracy_smoothed\n");
     for (int i = 0; i < r->count; i++)
-        fprintf(f, "%.0f,%.6f,%.6f\n", (double)r->step[i], (double)r->loss[i], (double)r->accuracy[i]);
+        fprintf(f, "%.0f,%.6f,%.6f,%.6f,%.6f\n", (double)r->step[i], (double)r->raw[0][i], (double)r->raw[1][i],
+                (double)r->loss[i], (double)r->accuracy[i]);
     if (fclose(f) != 0) return -1;
     s[0].name = "loss", s[0].x = r->step, s[0].y = r->loss, s[0].count = r->count;
     s[1].name = "training accuracy", s[1].x = r->step, s[1].y = r->accuracy, s[1].count = r->count;

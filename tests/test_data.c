@@ -2,7 +2,9 @@
 #include "meter.h"
 #include "test.h"
 #include <fcntl.h>
+#include <float.h>
 #include <glob.h>
+#include <locale.h>
 #include <signal.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -49,6 +51,24 @@ TEST(idx)
     ENSURE(hpml_dataset_load_idx(ctx, file("i"), file("missing")) == NULL && hpml_ctx_status(ctx) == HPML_ERR_OPEN);
     hpml_ctx_clear_error(ctx);
     ENSURE(hpml_dataset_load_idx(ctx, file("l"), file("i")) == NULL && hpml_ctx_status(ctx) == HPML_ERR_FORMAT);
+    hpml_ctx_free(ctx);
+}
+
+TEST(idx_names_the_dimension)
+{
+    static const struct { int at; unsigned char to; const char *says; } wrong[] = {
+        { 15, 0, "dimension 3 of 3 in the header is 0, expected 1 or more" },
+        { 7, 0, "dimension 1 of 3 in the header is 0, expected 1 or more" },
+        { 7, 3, "promises 18 bytes of data, the file has 12" } };
+    unsigned char bytes[sizeof images];
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    for (int i = 0; i < 4; i++) {
+        memcpy(bytes, images, sizeof bytes);
+        if (i < 3) bytes[wrong[i].at] = wrong[i].to;
+        else memset(bytes + 4, 255, 12);
+        ENSURE_ERROR(ctx, !hpml_dataset_load_idx(ctx, put("d", bytes, sizeof bytes), put("l", labels, sizeof labels)),
+                     HPML_ERR_FORMAT, i < 3 ? wrong[i].says : "dimension 2 of 3 in the header is 4294967295, expected");
+    }
     hpml_ctx_free(ctx);
 }
 
@@ -113,8 +133,10 @@ TEST(csv_files)
     hpml_ctx_clear_error(ctx);
     ENSURE(csv(ctx, "1,2\n3,2.5\n", -1, false) == NULL && hpml_ctx_status(ctx) == HPML_ERR_LABEL);
     hpml_ctx_clear_error(ctx);
-    ENSURE(csv(ctx, "1,2\n1e39,3\n", -1, true) == NULL); /* more than f32 holds */
+    ENSURE(csv(ctx, "1,2\n3.4028236e38,3\n", -1, true) == NULL); /* more than f32 holds */
     hpml_ctx_clear_error(ctx);
+    d = csv(ctx, "3.40282347e38,-3.4028235e38\n", -1, true); /* as %.9g and %.8g write the largest */
+    ENSURE(d && ((const float *)d->x)[0] == FLT_MAX && ((const float *)d->y)[0] == -FLT_MAX);
     d = csv(ctx, "\xEF\xBB\xBF" "1,2\n3,4\n", -1, true); /* a byte order mark is no header */
     ENSURE(d && d->count == 2);
     ENSURE(csv(ctx, "1,2\n3,nan\n", -1, true) == NULL);
@@ -668,6 +690,99 @@ TEST(augmentation_does_what_it_says)
         for (int i = 0; i < 64; i++) ENSURE(k != 3 || (zero[i] > 0 && zero[i] < 300));
         hpml_ctx_free(ctx);
     }
+}
+
+/* A part of 5 x 5 of an image of 8 x 8, and of one with zeros around it: every place comes, the middle where nothing is
+   shuffled. fit and evaluate hand a model what it takes. */
+TEST(images_are_cropped)
+{
+    static float x[2 * 64];
+    for (int i = 0; i < 2 * 64; i++) x[i] = (float)(i + 1);
+    for (int k = 0; k < 3; k++) {
+        hpml_ctx        *ctx = hpml_ctx_create(NULL);
+        hpml_dataset    *d = hpml_dataset_create(ctx, 1, HPML_DTYPE_F32, 3, (int64_t[]){ 2, 8, 8 }, x,
+                                                 HPML_DTYPE_I32, 0, NULL);
+        int              seen[6][6] = { { 0 } }, places = 0, shift = k == 1;
+        hpml_loader_desc with = { .batch = 1, .in_order = k == 2, .augment.shift = shift };
+        d->x_crop = 5;
+        hpml_loader *l = hpml_loader_create(ctx, d, &with);
+        for (int pass = 0; pass < 600; pass++) {
+            hpml_batch b;
+            ENSURE(hpml_loader_seek(l, pass, 0) == HPML_OK && hpml_loader_next(l, &b));
+            const float *to = (const float *)b.x;
+            int at = (int)to[12] - 1, top = at / 8 - 2, left = at % 8 - 2; /* of its middle, which is never a zero */
+            for (int i = 0; i < 50; i++) {
+                int u = top + i % 25 / 5, v = left + i % 5;
+                ENSURE(to[i] == (u < 0 || u > 7 || v < 0 || v > 7 ? 0 : x[64 * (i / 25) + 8 * u + v]));
+            }
+            seen[top + shift][left + shift]++;
+        }
+        for (int i = 0; i < 36; i++) places += seen[i / 6][i % 6] > 0;
+        ENSURE(places == (k == 0 ? 16 : k == 1 ? 36 : 1) && seen[1 + shift][1 + shift] > 0);
+        d->x_crop = 9;
+        ENSURE_ERROR(ctx, !hpml_loader_create(ctx, d, &with), HPML_ERR_SHAPE, "x_crop 9 of images of 8x8");
+        hpml_ctx_free(ctx);
+    }
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    hpml_dataset *d = hpml_dataset_create(ctx, 1, HPML_DTYPE_F32, 3, (int64_t[]){ 2, 8, 8 }, x, HPML_DTYPE_I32, 1,
+                                          (int32_t[]){ 0 });
+    hpml_tensor  *in = hpml_input_4d(ctx, 1, 2, 5, 5);
+    hpml_trainer *t  = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+        .input = in, .output = hpml_linear(hpml_flatten(in), 2, NULL), .lr = 1e-6f });
+    hpml_metrics  m  = { 0 };
+    d->x_crop = 5;
+    ENSURE(t && hpml_trainer_fit(t, d, NULL) == HPML_OK);
+    ENSURE(hpml_trainer_evaluate(t, d, &m) == HPML_OK && m.samples == 1);
+    d->x_crop = 0;
+    ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_ERR_SHAPE);
+    hpml_ctx_free(ctx);
+}
+
+/* Whether this program's numbers have a comma now, as in a locale that is made here. */
+static bool commas(void)
+{
+    static const char source[] = "LC_NUMERIC\ndecimal_point \",\"\nthousands_sep \".\"\ngrouping 3;3\nEND LC_NUMERIC\n";
+    char command[600], text[8];
+    put("comma", source, sizeof source - 1);
+    snprintf(command, sizeof command, "cd %s && localedef -c -i comma ./comma_XX >out 2>&1", folder);
+    int made = system(command); /* not 0 for what is missing but numbers */
+    setenv("LOCPATH", folder, 1);
+    snprintf(text, sizeof text, "%.1f", made == -1 || !setlocale(LC_NUMERIC, "comma_XX") ? 0.0 : 1.5);
+    return strcmp(text, "1,5") == 0;
+}
+
+/* In the trace, what follows a number is the next field, or the end. */
+static bool numbers_end(const char *all, const char *field)
+{
+    int count = 0;
+    for (const char *p = all; (p = strstr(p, field)) != NULL; count++) {
+        p += strlen(field);
+        p += strspn(p, "-0123456789.");
+        if (*p != '}' && (p[0] != ',' || p[1] != '"')) return false;
+    }
+    return count > 0;
+}
+
+TEST(files_do_not_mind_the_locale)
+{
+    static char all[1 << 16];
+    if (!commas()) { setlocale(LC_NUMERIC, "C"); SKIP("no localedef that makes a locale with commas"); }
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    hpml_dataset *d   = csv(ctx, "1.5,-2.25e1,0\n0.125,3,1\n", -1, false);
+    ENSURE(d && ((const float *)d->x)[0] == 1.5f && ((const float *)d->x)[1] == -22.5f);
+    ENSURE((d = csv(ctx, "1.5;2\n2.5;4.75\n", -1, true)) && ((const float *)d->y)[1] == 4.75f);
+    hpml_tensor  *in = hpml_input_2d(ctx, 1, 1), *out = hpml_linear(in, 1, NULL);
+    hpml_trainer *t  = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out,
+        .loss = HPML_LOSS_MSE, .lr = 0.01f, .momentum = 0.5f });
+    hpml_trace_start(ctx, NULL);
+    ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK && hpml_trace_save(ctx, file("trace")) == HPML_OK);
+    ENSURE(hpml_checkpoint_save(t, file("saved")) == HPML_OK && hpml_checkpoint_load(t, file("saved")) == HPML_OK);
+    ENSURE(hpml_npy_save(hpml_param_at(ctx, 0), file("npy")) == HPML_OK && hpml_npy_load(ctx, file("npy")));
+    FILE *f = fopen(file("trace"), "rb");
+    ENSURE(f && fread(all, 1, sizeof all - 1, f) > 100 && fclose(f) == 0);
+    ENSURE(numbers_end(all, "\"ts\":") && numbers_end(all, "\"dur\":"));
+    setlocale(LC_NUMERIC, "C");
+    hpml_ctx_free(ctx);
 }
 
 TEST(zz_clean_up)

@@ -829,10 +829,11 @@ TEST(a_search_tries_these_sizes)
 TEST(a_search_may_diverge)
 {
     search_job loud = { .spike = 1, .s.slack = 10, .d.codec.kind = HPML_CODEC_ONEBIT },
-               nan = { .poison = 2, .before = -1 };
+               plain = { .spike = 1, .s.slack = 10 }, nan = { .poison = 2, .before = -1 };
     spike_above = 20;
     ENSURE(seek(&loud) == HPML_OK && loud.taken == 16); /* 8, 11, 16, 23 */
     ENSURE(isinf(loud.trials[3].loss) && loud.trials[3].batch == 23 && loud.trials[4].batch == 0);
+    ENSURE(seek(&plain) == HPML_OK && plain.taken == 16 && isinf(plain.trials[3].loss)); /* found while stepping */
     ENSURE(seek(&nan) == HPML_ERR_NONFINITE && strstr(nan.text, "diverge already"));
     search_job bad[] = { { .s.factor = 0.5 }, { .s.min = 200 }, { .s.path = "/nonexistent/x" }, { .before = 7 },
                          { .d = { .exact = true, .leaf = 4 } } };
@@ -1266,7 +1267,7 @@ TEST(a_deadline_names_rank_operation_and_step)
             int              given_up = 0;
             if (background) l.network = linked;
             good = hpml_launch(&l, stay_away, &given_up, text, sizeof text) == HPML_ERR_TIMEOUT &&
-                   strstr(text, "waited 0.3 s for rank 1 in allreduce") && strstr(text, "step 3;");
+                   strstr(text, "waited 0.3 s for rank 1 in allreduce") && strstr(text, "step 4;");
         }
         if (!good) printf("    %s\n", text);
         ENSURE(good);

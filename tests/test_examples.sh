@@ -15,13 +15,19 @@ check "xor is learned" 'grep -q "accuracy 1.00" "$tmp/out"'
 build/04_embed_cpp >"$tmp/out" 2>&1
 check "the header inside a C++ program" '[ $? -eq 0 ] && grep -q residual "$tmp/out"'
 rm -f build/loss.csv build/loss.svg build/trace.json
-build/02_mnist --samples 4000 --epochs 3 --json >"$tmp/out" 2>&1; cnn=$(number test_accuracy)
+# as where numbers have a comma: in what is for programs they have none
+printf 'LC_NUMERIC\ndecimal_point ","\nthousands_sep "."\ngrouping 3;3\nEND LC_NUMERIC\n' >"$tmp/comma"
+localedef -c -i "$tmp/comma" "$tmp/comma_XX" >"$tmp/out" 2>&1
+LOCPATH=$tmp LC_ALL=comma_XX build/02_mnist --samples 4000 --epochs 3 --json >"$tmp/out" 2>&1; cnn=$(number test_accuracy)
 check "generated digits" 'above test_accuracy 0.9'
 check "a JSON object at the end" 'above train_seconds 0.001 && above samples_per_second 1 &&
     above parameters 215370 && above bytes_sent 0 &&
     tail -n 1 "$tmp/out" | grep -q "\"weights_hash\": \"[0-9a-f]*\"}$"'
 check "a line in loss.csv for each of 189 steps" \
-    '[ "$(wc -l <build/loss.csv)" = 190 ] && tail -n 1 build/loss.csv | grep -q "^189,[0-9.]*,[0-9.]*$"'
+    '[ "$(wc -l <build/loss.csv)" = 190 ] && tail -n 1 build/loss.csv | grep -q "^189\(,[0-9.]*\)\{4\}$"'
+check "its columns: as they were, and smoothed" \
+    '[ "$(head -n 1 build/loss.csv)" = step,loss,accuracy,loss_smoothed,accuracy_smoothed ] && awk -F, "NR == 2 { s = \$2 }
+        NR > 2 { s += (\$2 - s) / 20; d = s - \$4; if (d * d > 1e-9) bad = 1 } END { exit bad }" build/loss.csv'
 check "a plot and a timeline" 'tail -n 1 build/loss.svg | grep -q "</svg>" &&
     [ "$(tail -n 1 build/trace.json)" = "]" ] && grep -q "\"conv0 backward\"" build/trace.json'
 build/02_mnist --samples 4000 --epochs 3 --model linear --codec onebit --json >"$tmp/out" 2>&1
@@ -33,6 +39,11 @@ mkdir "$tmp/t10k" # MNIST's test files alone, of 2100 black digits: the last 200
 build/02_mnist --data "$tmp/t10k" --model linear --epochs 1 >"$tmp/out" 2>&1
 check "a folder of test files" \
     'says " 100 training digits" && says "accuracy 100.00 % on 2000 digits" && says "^confusion"'
+mkdir "$tmp/few"
+{ printf '\0\0\10\3\0\0\0\5\0\0\0\34\0\0\0\34'; head -c 3920 /dev/zero; } >"$tmp/few/t10k-images-idx3-ubyte"
+printf '\0\0\10\1\0\0\0\5\0\0\0\0\0' >"$tmp/few/t10k-labels-idx1-ubyte"
+build/02_mnist --data "$tmp/few" >"$tmp/out" 2>&1
+check "too few to be both" '[ $? -eq 1 ] && says "no train-images-idx3-ubyte.*no more than 2,000 digits"'
 gzip "$tmp"/t10k/* && build/02_mnist --data "$tmp/t10k" --model linear --epochs 1 >"$tmp/out" 2>&1
 check "gzipped" 'if grep -q lz build/zlib.flags; then says " 100 training digits"; else says "is gzipped"; fi'
 one=$(hash_of build/02_mnist --samples 2000 --epochs 2 --model mlp --seed 5 --threads 1)
@@ -50,6 +61,17 @@ build/02_mnist --codec 1bit >"$tmp/out" 2>&1
 check "a choice that is none is an error" '[ $? -eq 2 ] && grep -q "expected one of none bf16 onebit" "$tmp/out"'
 build/02_mnist --lr fast >"$tmp/out" 2>&1
 check "a number that is none is an error" '[ $? -eq 2 ] && grep -q "lr fast: expected a number" "$tmp/out"'
+if [ -n "$HPML_MNIST" ]; then # real data, where they are
+    build/02_mnist --data "$HPML_MNIST" --model mlp --json >"$tmp/out" 2>&1
+    check "mlp on MNIST: 95 %" 'above test_accuracy 0.95'
+    build/02_mnist --data "$HPML_MNIST" --json >"$tmp/out" 2>&1
+    check "cnn on MNIST: 98 %" 'above test_accuracy 0.98'
+else skipped=$((skipped + 2)); fi
+if [ -n "$HPML_TEXT" ]; then
+    build/03_charlm --json "$HPML_TEXT" >"$tmp/out" 2>&1
+    check "Shakespeare's plays: 1.75 nats on what it has not seen" \
+        'above validation_loss 0.5 && ! above validation_loss 1.75'
+else skipped=$((skipped + 1)); fi
 build/03_charlm --steps 0 >"$tmp/out" 2>&1
 check "no steps are an error" '[ $? -eq 2 ]'
 build/03_charlm --steps 20 --json hpml.h >"$tmp/out" 2>&1

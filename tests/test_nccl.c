@@ -606,8 +606,8 @@ TEST(a_nan_over_the_link_is_named)
         ENSURE_GO(j, 4);
         for (int r = 0; r < 4; r++)
             ENSURE(strstr(j.said[r],
-                          variant == 2 ? ", step 4: the gradient of \"linear0.weight\" is NaN or infinite on rank"
-                                       : ", step 4: the gradient of \"linear0.weight\" is NaN or infinite on rank 2"));
+                          variant == 2 ? ", step 5: the gradient of \"linear0.weight\" is NaN or infinite on rank"
+                                       : ", step 5: the gradient of \"linear0.weight\" is NaN or infinite on rank 2"));
         if (j.nccl) ENSURE_TIDY(0);
     }
     nccl_on_cpu_reset(1, 0);

@@ -294,6 +294,9 @@ TEST(wrong_shapes_are_refused)
     REFUSED(hpml_add(x, v));
     ENSURE(hpml_conv2d(x, 4, NULL) == NULL && strstr(hpml_ctx_error(ctx), "kernel_h is required"));
     hpml_ctx_clear_error(ctx);
+    hpml_conv2d(x, 4, &(hpml_conv2d_desc){ .kernel_h = 3, .stride_h = -1, .dilation_h = -1 });
+    ENSURE(strstr(hpml_ctx_error(ctx), "stride -1x-1, padding 0x0, dilation -1x-1"));
+    hpml_ctx_clear_error(ctx);
     REFUSED(hpml_conv2d(x, 4, &(hpml_conv2d_desc){ .kernel_h = 9 }));
     REFUSED(hpml_conv2d(x, 4, &(hpml_conv2d_desc){ .kernel_h = 3, .groups = 2 }));
     REFUSED(hpml_conv2d(v, 4, &(hpml_conv2d_desc){ .kernel_h = 3 }));
@@ -304,6 +307,7 @@ TEST(wrong_shapes_are_refused)
     REFUSED(hpml_slice(x, 1, 2, 2));
     REFUSED(hpml_permute(x, (int[]){ 0, 1, 1, 2 }));
     REFUSED(hpml_concat((hpml_tensor *[]){ x, v }, 2, 0));
+    ENSURE(hpml_concat(NULL, 0, 0) == NULL && hpml_ctx_status(ctx) == HPML_OK); /* whose error would it be? */
     ENSURE(hpml_mse(x, v) == NULL && strncmp(hpml_ctx_error(ctx), "mse: ", 5) == 0);
     hpml_ctx_clear_error(ctx);
     REFUSED(hpml_cross_entropy(v, v, NULL));
@@ -320,6 +324,9 @@ TEST(wrong_shapes_are_refused)
     REFUSED(hpml_huber(v, v, -1));
     REFUSED(hpml_relu(hpml_input_tokens(ctx, 2, 7)));
     REFUSED(hpml_linear(hpml_input(ctx, HPML_DTYPE_BF16, 2, (int64_t[]){ 2, 7 }), 3, NULL));
+    ENSURE(hpml_relu(hpml_input(ctx, HPML_DTYPE_U8, 2, (int64_t[]){ 2, 7 })) == NULL);
+    ENSURE(hpml_ctx_status(ctx) == HPML_ERR_DTYPE && strstr(hpml_ctx_error(ctx), "u8"));
+    hpml_ctx_clear_error(ctx);
     REFUSED(hpml_layernorm(v, &(hpml_norm_desc){ ._begin = 1 }));
     REFUSED(hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = hpml_mse(v, v), ._end = 1 }));
     static const float bad[] = { 1.01f, -0.1f, (float)INFINITY, (float)NAN };

@@ -329,6 +329,35 @@ TEST(accumulation_equals_the_larger_batch)
     for (int i = 0; i < 16; i++) ENSURE_NEAR(w[0][i], w[1][i], 1e-5);
 }
 
+/* So do short ones, in any order, clipped as well: each sample weighs as much as any other. */
+TEST(accumulation_weighs_samples)
+{
+    static const int32_t parts[3][3] = { { 24, 0, 0 }, { 16, 3, 5 }, { 5, 16, 3 } };
+    float                w[3][16], norm[3];
+    for (int clip = 0; clip < 2; clip++) {
+        for (int k = 0; k < 3; k++) {
+            hpml_ctx      *ctx = hpml_ctx_create(NULL);
+            hpml_dataset  *d   = blobs(ctx, 24);
+            hpml_tensor   *in  = hpml_input_2d(ctx, 24, 2);
+            hpml_trainer  *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+                .input = in, .output = hpml_linear(hpml_tanh(hpml_linear(in, 8, NULL)), 3, NULL), .momentum = 0.9f,
+                .lr = 0.1f, .accumulate = k ? 3 : 1, .clip_norm = clip ? 0.05f : 0 });
+            hpml_step_info info;
+            for (int step = 0; step < 4; step++)
+                for (int i = 0, at = 0; i < 3 && parts[k][i]; at += parts[k][i++])
+                    ENSURE(hpml_trainer_step(t, (const float *)d->x + 2 * at, (const int32_t *)d->y + at, parts[k][i],
+                                             &info) == HPML_OK);
+            ENSURE(info.step == 4);
+            memcpy(w[k], hpml_param_at(ctx, 0)->data, sizeof w[k]), norm[k] = info.grad_norm;
+            hpml_ctx_free(ctx);
+        }
+        for (int k = 1; k < 3; k++) {
+            for (int i = 0; i < 16; i++) ENSURE_NEAR(w[k][i], w[0][i], 1e-6);
+            ENSURE_NEAR(norm[k], norm[0], 1e-6); /* -1 where nobody clips */
+        }
+    }
+}
+
 TEST(a_nan_is_named)
 {
     hpml_ctx     *ctx = hpml_ctx_create(NULL);
@@ -349,6 +378,90 @@ TEST(a_nan_is_named)
     hpml_ctx_free(ctx);
 }
 
+/* The layer whose result it is; of gradients, the one nearest to the loss: those behind it have theirs from there. */
+TEST(a_nan_inside_is_named)
+{
+    static const hpml_act    inside[] = { HPML_ACT_LOG, HPML_ACT_SQRT }; /* of 0: a result, a slope without an end */
+    static const char *const says[]   = { "step 1: the loss is", "step 1: the gradient norm is" };
+    static const char *const names[]  = { "in the result of \"activation", "in the gradient of \"near." };
+    const float              x[2] = { 1, 2 };
+    for (int k = 0; k < 2; k++) {
+        hpml_ctx     *ctx  = hpml_ctx_create(NULL);
+        hpml_tensor  *in   = hpml_input_2d(ctx, 1, 2);
+        hpml_tensor  *near = hpml_linear(hpml_linear(in, 3, &(hpml_linear_desc){ .name = "far" }), 3,
+                                         &(hpml_linear_desc){ .name = "near" });
+        hpml_tensor  *out  = hpml_linear(hpml_activation(hpml_scale(near, 0, 0), inside[k], 0), 2, NULL);
+        hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .clip_norm = 1 });
+        ENSURE_ERROR(ctx, t && hpml_trainer_step(t, x, (int32_t[]){ 1 }, 1, NULL) == HPML_ERR_NONFINITE,
+                     HPML_ERR_NONFINITE, says[k]);
+        ENSURE(hpml_trainer_step(t, x, (int32_t[]){ 1 }, 1, NULL) == HPML_ERR_NONFINITE &&
+               strstr(hpml_ctx_error(ctx), names[k]));
+        hpml_ctx_free(ctx);
+    }
+}
+
+/* The step that meets a gradient without an end fails by itself, and keeps it out: whether parameters step by blocks
+   with the backward pass, with their op, after several batches, or all at the end. */
+static hpml_status steps_later(void *user, hpml_trainer *t)
+{
+    (void)user;
+    return hpml_trainer_update_local(t, 0, 100);
+}
+
+TEST(a_gradient_without_an_end_stays_out)
+{
+    static float x[8 * 300];
+    const int32_t y[8] = { 0, 1, 0, 1, 1, 1, 0, 0 };
+    for (int i = 0; i < 8 * 300; i++) x[i] = (float)(i % 7) - 3;
+    for (int k = 0; k < 7 * 4; k++) {
+        hpml_ctx     *ctx  = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 + k % 2 });
+        hpml_tensor  *in   = hpml_input_2d(ctx, 8, 300);
+        hpml_tensor  *far  = hpml_linear(in, 512, &(hpml_linear_desc){ .name = "far" });
+        hpml_tensor  *root = hpml_activation(hpml_scale(far, 0, 0), HPML_ACT_SQRT, 0); /* of 0: slope 1 / 0 */
+        hpml_trainer *t    = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .momentum = 0.9f,
+            .output = hpml_linear(root, 2, NULL), .optimizer = (hpml_opt)(k / 4), .accumulate = k % 4 == 2 ? 2 : 1 });
+        if (k % 4 == 3) hpml_trainer_set_hooks(t, &(hpml_hooks){ .update = steps_later });
+        if (k % 4 == 2) ENSURE(hpml_trainer_step(t, x, y, 8, NULL) == HPML_OK);
+        ENSURE_ERROR(ctx, hpml_trainer_step(t, x, y, 8, NULL) == HPML_ERR_NONFINITE, HPML_ERR_NONFINITE,
+                     "step 1: a gradient is nan: the first NaN or infinity is in the gradient of \"far.bias\"");
+        ENSURE(hpml_trainer_step_count(t) == 0);
+        for (int i = 0; i < hpml_param_count(ctx); i++)
+            for (int64_t j = 0; j < hpml_tensor_count(hpml_param_at(ctx, i)); j++)
+                ENSURE(isfinite(hpml_param_at(ctx, i)->data[j]));
+        hpml_ctx_free(ctx);
+    }
+}
+
+/* Of the kernels: what is finite takes the same step to the bit, whether somebody is told of the rest or not. */
+TEST(steps_tell_of_what_is_not_finite)
+{
+    static const char *const cpus[] = { "scalar", "avx2", "avx512", "neon" };
+    for (int k = 0; k < 4 * 7 * 3; k++) {
+        hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .cpu = cpus[k % 4] });
+        bool      bad = false, sum = k / 28 == 2;
+        float     w[2][37], g[2][37], m[2][37], v[2][37], more[37] = { 0 };
+        if (!ctx || hpml_ctx_status(ctx) != HPML_OK) { hpml_ctx_free(ctx); continue; }
+        hpml_update u[2];
+        for (int i = 0; i < 2; i++) {
+            for (int j = 0; j < 37; j++)
+                w[i][j] = 1.0f / (float)(1 + j), g[i][j] = (float)(j % 5) - 2, m[i][j] = v[i][j] = 0.5f;
+            u[i] = (hpml_update){ .opt = (hpml_opt)(k / 4 % 7), .n = 37, .w = w[i], .g = g[i], .m = m[i], .v = v[i],
+                .step = 2, .lr = 0.1f, .momentum = 0.9f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f,
+                .grad_scale = 0.5f, .weight_decay = 0.01f, .bad = i ? &bad : NULL, .more = sum ? more : NULL };
+        }
+        ENSURE(hpml_backend_cpu()->update(NULL, ctx, u, 2) == HPML_OK && !bad && memcmp(w[0], w[1], sizeof w[0]) == 0);
+        for (int j = 0; j < 37; j++) g[0][j] = g[1][j] = (float)(j % 5) - 2; /* LAMB's direction was there */
+        if (sum) more[36] = (float)NAN;
+        else g[0][36] = g[1][36] = k / 28 ? -(float)INFINITY : (float)NAN;
+        ENSURE(hpml_backend_cpu()->update(NULL, ctx, u, 2) == HPML_OK && bad && !isfinite(w[0][36]));
+        bool normed = u[0].opt == HPML_OPT_LARS || u[0].opt == HPML_OPT_LAMB; /* a length of all of it */
+        for (int i = 0; i < 37; i++)
+            ENSURE(isfinite(w[1][i]) && isfinite(m[1][i]) && isfinite(v[1][i]) &&
+                   (i == 36 || normed || w[0][i] == w[1][i]));
+        hpml_ctx_free(ctx);
+    }
+}
+
 /* Settings and data that make no sense, and data that do not fit the model. */
 TEST(what_does_not_fit_is_refused)
 {
@@ -356,7 +469,8 @@ TEST(what_does_not_fit_is_refused)
         { .optimizer = (hpml_opt)99 }, { .loss = (hpml_loss)99 }, { .beta1 = 1.5f }, { .eps = -1 },
         { .schedule = { .kind = HPML_SCHEDULE_COSINE } }, { .schedule = { .kind = HPML_SCHEDULE_STEP } }, { ._end = 1 },
         { .schedule.gamma = (float)NAN }, { .schedule.min_lr = -1 }, { .momentum = 2 }, { .nesterov = true },
-        { .lr_rule = (hpml_lr_rule)7 } };
+        { .lr_rule = (hpml_lr_rule)7 }, { .lr_base_batch = -64 },
+        { .schedule = { .kind = HPML_SCHEDULE_COSINE, .warmup_steps = 11, .total_steps = 10 } } };
     const float   x[20]    = { 0 };
     const int32_t y[30]    = { 0 };
     const int64_t shape[1] = { 2 };
