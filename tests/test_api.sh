@@ -31,10 +31,16 @@ header() { # FILE LINES
         /^# [0-9]/ { ours = $3 ~ /hpml/ } ours && /^#define/ { sub(/\(.*/, "", $2); left[$2] }
         /^#undef/ { delete left[$2] } END { for (name in left) if (name !~ /^(HPML|hpml)/) print name }')"
 }
-header hpml.h 10210
+header hpml.h 10250
 header hpml_comm.h 6000
 header hpml_cuda.cuh 5403
 check "lines of more than 120 columns" "$(wide examples/* tests/*)"
+goals=$(sed -n 's/^default//p' build.ninja)
+for f in examples/[0-9]*.c* examples/ladder_*.cu; do
+    for goal in $goals; do awk -v "goal=$goal:" '$2 == goal, !/\$$/' build.ninja; done |
+        grep -qw "build/$(basename "${f%.*}")" || echo "$f"
+done >"$tmp/unbuilt"
+check "examples that plain ninja does not build" "$(cat "$tmp/unbuilt")"
 names=$(grep -nE '^#define|__global__ .*\(' hpml_cuda.cuh | grep -vE 'hpmlg_k_|#define (HPMLG_|hpmlg_|HPML_CUDA_)')
 check "hpml_cuda.cuh: kernels that are not hpmlg_k_*, macros that are not HPMLG_*" "$names"
 awk '/^```c$/ { on = 1; n++; next } /^```$/ { on = 0 } on { print > ("'"$tmp"'/readme" n ".c") }' README.md
