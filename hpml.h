@@ -334,8 +334,7 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
    "fc1.weight"); NULL: "linear3" and so on. Shapes: B batch, T time, C channels or features, H x W image.
 
    Dimension 0 of an input is the batch, the same in all inputs of a graph (what has none is a hpml_tensor_create). Ops
-   carry it along, so that a short last batch just runs on fewer rows. An input is F32, or I32: tokens and labels; of
-   any other type only reshapes take it (a loader makes f32 of u8 pixels). */
+   carry it along: short last batches run on fewer rows. An input is F32 or I32 (tokens, labels); others: reshapes. */
 HPML_API hpml_tensor *hpml_input(hpml_ctx *ctx, hpml_dtype dtype, int ndim, const int64_t *shape);
 HPML_API hpml_tensor *hpml_input_2d(hpml_ctx *ctx, int64_t b, int64_t d1);                         /* f32 (B, d1) */
 HPML_API hpml_tensor *hpml_input_3d(hpml_ctx *ctx, int64_t b, int64_t d1, int64_t d2);             /* f32 (B, d1, d2) */
@@ -442,8 +441,7 @@ HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x); /* (B, ...) -> (B, rest) */
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims);
 HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b);
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count);
-/* 1 to HPML_MAX_SRC of them; of none NULL comes, without an error: there is no context to keep it. */
-HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim);
+HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim); /* 1 to HPML_MAX_SRC; of 0: just NULL */
 
 /* Reductions over dimension `dim`, which stays with size 1; dim HPML_ALL_DIMS: over everything, to a scalar. */
 #define HPML_ALL_DIMS (-1)
@@ -748,10 +746,9 @@ typedef struct hpml_trainer_desc {
                                       small ones survive in halves; 0: 1, but dynamic where a backend stores F16: from
                                       65536, halved, and the update left out, when a gradient overflows; doubled after
                                       2,000 updates without (Micikevicius et al. 2018) */
-    bool          no_finite_check; /* skip the check that names the step and the first bad layer: of the loss and the
-                                      gradients; of these on a device where clip_norm or a dynamic loss_scale needs
-                                      their norm, and a step without info then does not wait for it. What the CPU finds
-                                      in a gradient while it steps stays out of the parameters; the rest is taken */
+    bool          no_finite_check; /* skip the check, which names step and layer, of the loss and gradients (a device's:
+                                      where their norm is wanted; a step without info then need not wait). What the
+                                      CPU finds in a gradient stays out of parameters; the rest of the step is in */
     uint32_t      _end;
 } hpml_trainer_desc;
 
@@ -1875,8 +1872,7 @@ HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t c
 /* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the
    same names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
    LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020)
-   leaves its direction in m2 = scratch, see hpmli_cpu_update. A gradient that is not finite counts as 0 where somebody
-   is told of it, else as NaN; true without one. */
+   leaves its direction in m2 = scratch, see hpmli_cpu_update. False: a gradient is not finite, see hpml_update.bad. */
 
 /* What no gradient feeds any more (a dead unit) decays to 0, not to denormals, which take a hundred times as long and
    would stay for ever. A NaN stays one. */
@@ -1945,17 +1941,15 @@ HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float
     HV_LOOP(n) {                                                                                                       \
         hv g = HV(ld)(dw + i, c), off;                                                                                 \
         if (more) g = g + HV(ld)(more + i, c);                                                                         \
-        g   = g * HV(set1)(o->u.grad_scale);                                                                           \
-        off = g * HV(zero)(), bad = bad + off; /* 0, or NaN */                                                         \
-        g   = HV(eq)(off, off, g, HV(set1)(instead)), step;                                                            \
+        g = g * HV(set1)(o->u.grad_scale), off = g * HV(zero)(), bad = bad + off; /* off: 0, or NaN */                 \
+        g = HV(eq)(off, off, g, HV(set1)(instead)), step;                                                              \
     }                                                                                                                  \
     break;
 HPMLI_KFN bool HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
 {
     const hpmli_opt_args own = *args, *o = &own;
-    const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
-    const float          instead = o->u.bad ? 0 : NAN;
-    hv                   bad     = HV(zero)();
+    const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL, instead = o->u.bad ? 0 : NAN;
+    hv                   bad  = HV(zero)();
     switch (o->u.opt) {
     case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, c))
     case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, c))
@@ -4317,6 +4311,12 @@ HPMLI_FN int64_t hpmli_shape_count(int ndim, const int64_t *shape)
     return (int64_t)count;
 }
 
+HPMLI_FN int64_t hpmli_cropped(const hpml_dataset *d) /* numbers of a sample as loaders hand it out */
+{
+    int64_t n = hpmli_shape_count(d->x_ndim, d->x_shape), k = d->x_crop;
+    return k > 0 && d->x_ndim > 1 ? n / d->x_shape[d->x_ndim - 2] / d->x_shape[d->x_ndim - 1] * k * k : n;
+}
+
 /* Appends as snprintf does, and counts what it would have needed. */
 typedef struct hpmli_table {
     char  *buffer;
@@ -5887,10 +5887,6 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
 }
 
 HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value; }
-HPMLI_FN int32_t hpmli_pad_or(int32_t value, int32_t otherwise)
-{
-    return value == HPML_NO_PAD ? 0 : hpmli_conv_or(value, otherwise);
-}
 
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
 {
@@ -5903,8 +5899,8 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     a.conv.kernel[1]   = hpmli_conv_or(d.kernel_w, d.kernel_h);
     a.conv.stride[0]   = hpmli_conv_or(d.stride_h, 1);
     a.conv.stride[1]   = hpmli_conv_or(d.stride_w, a.conv.stride[0]);
-    a.conv.padding[0]  = hpmli_pad_or(d.padding_h, 0);
-    a.conv.padding[1]  = hpmli_pad_or(d.padding_w, a.conv.padding[0]);
+    a.conv.padding[0]  = d.padding_h == HPML_NO_PAD ? 0 : d.padding_h;
+    a.conv.padding[1]  = d.padding_w == HPML_NO_PAD ? 0 : hpmli_conv_or(d.padding_w, a.conv.padding[0]);
     a.conv.dilation[0] = hpmli_conv_or(d.dilation_h, 1);
     a.conv.dilation[1] = hpmli_conv_or(d.dilation_w, a.conv.dilation[0]);
     a.conv.groups      = hpmli_conv_or(d.groups, 1);
@@ -7702,12 +7698,11 @@ struct hpml_trainer {
     int64_t           correct, counted;
     int64_t           step, epoch, epoch_step;
     int32_t           micro;   /* batches since the last update */
-    int64_t           first, gathered; /* samples of the first of them, and of all */
-    float             share;   /* gathered / (accumulate first): 1, unless one is short */
+    int64_t           first, gathered; /* samples of the first of them, and of all; share: */
+    float             share, loss_scale; /* gathered / (accumulate first), 1 unless one is short */
     const float      *more;    /* hpml_trainer_update_sum: NULL outside */
     float             more_scale;
     hpmli_told        told, *at; /* what the host knows of it; on the device, where the loss is: its slot has room */
-    float             loss_scale;
     int64_t           scale_steps; /* updates since it changed; -1: it is fixed */
     bool              looks, looked, seen; /* the update wants the gradients' norm; has it; the host has it, too */
     bool              whole, overflowed;   /* no hook comes between backward pass and update; an infinity was there */
@@ -7795,6 +7790,7 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
     if (d && !HPMLI_CLEARED(ctx, "trainer", d)) return false;
     if (!d || !d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
+    bool ends = d->schedule.kind == HPML_SCHEDULE_COSINE || d->schedule.kind == HPML_SCHEDULE_LINEAR;
     const struct { const char *name; double value, most; } in[] = {
         { "lr", (double)d->lr, 1e30 }, { "momentum", (double)d->momentum, 1 }, { "trust", (double)d->trust, 1e30 },
         { "weight_decay", (double)d->weight_decay, 1e30 }, { "clip_norm", (double)d->clip_norm, 1e30 },
@@ -7803,20 +7799,16 @@ HPMLI_FN bool hpmli_trainer_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
         { "label_smoothing", (double)d->label_smoothing, 1 }, { "optimizer", (double)d->optimizer, HPML_OPT_LAMB },
         { "loss", (double)d->loss, HPML_LOSS_HUBER }, { "accumulate", (double)d->accumulate, 1e9 },
         { "schedule.kind", (double)d->schedule.kind, HPML_SCHEDULE_LINEAR },
-        { "schedule.warmup_steps", (double)d->schedule.warmup_steps, 1e15 }, { "lr_rule", (double)d->lr_rule, 2 },
+        { ends ? "schedule.warmup_steps, part of total_steps," : "schedule.warmup_steps",
+          (double)d->schedule.warmup_steps, ends ? (double)d->schedule.total_steps : 1e15 },
         { "schedule.gamma", (double)d->schedule.gamma, 1e30 }, { "lr_base_batch", (double)d->lr_base_batch, 1e15 },
-        { "schedule.min_lr", (double)d->schedule.min_lr, 1e30 } };
+        { "lr_rule", (double)d->lr_rule, 2 }, { "schedule.min_lr", (double)d->schedule.min_lr, 1e30 } };
     for (size_t i = 0; i < sizeof in / sizeof in[0]; i++)
         if (!(in[i].value >= 0 && in[i].value <= in[i].most))
             return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: %s %g is not in 0..%g", in[i].name, in[i].value,
                                in[i].most);
-    bool ends = d->schedule.kind == HPML_SCHEDULE_COSINE || d->schedule.kind == HPML_SCHEDULE_LINEAR;
     if ((ends && d->schedule.total_steps < 1) || (d->schedule.kind == HPML_SCHEDULE_STEP && d->schedule.period < 1))
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: this schedule needs %s", ends ? "total_steps" : "period");
-    if (ends && d->schedule.warmup_steps > d->schedule.total_steps)
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: schedule.warmup_steps %lld is not in 0..%lld, the "
-                           "total_steps that it is part of", (long long)d->schedule.warmup_steps,
-                           (long long)d->schedule.total_steps);
     if (d->nesterov && d->optimizer == HPML_OPT_SGD && hpmli_or(d->momentum, 0) == 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: nesterov needs a momentum");
     return true;
@@ -8052,23 +8044,18 @@ HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
     }
 }
 
-HPMLI_FN bool hpmli_accuse(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y)
-{
-    bool stepped = memchr(t->bad, true, (size_t)t->graph->param_count) != NULL;
-    hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
-               "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what, value,
-               where, y->name, (double)hpml_trainer_lr(t),
-               stepped ? ". The rest of this step is in the parameters: go on from a checkpoint" : "");
-    return true;
-}
-
-/* True, with an error that names the place, when one of the numbers x of tensor y is NaN or infinite. */
+/* True, with an error that names the place, when one of the numbers x of tensor y is, or is known to be, not finite. */
 HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y,
-                          const float *x)
+                          const float *x, bool known)
 {
     if (x) t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, hpml_tensor_count(y), &t->at->sumsq);
     if (x) hpmli_trainer_tell(t, NULL, NULL);
-    return x && t->told.sumsq - t->told.sumsq != 0 && hpmli_accuse(t, what, value, where, y);
+    if (!known && (!x || t->told.sumsq - t->told.sumsq == 0)) return false;
+    hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
+               "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what, value,
+               where, y->name, (double)hpml_trainer_lr(t), !memchr(t->bad, true, (size_t)t->graph->param_count) ? ""
+               : ". The rest of this step is in the parameters: go on from a checkpoint");
+    return true;
 }
 
 /* Finds and names the first layer with a NaN or infinity, by running forward once more and looking at each result. */
@@ -8080,28 +8067,22 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
     hpml_run            run = hpmli_run_of(g, true, g->step, 1);
     run.sum = NULL; /* the others are elsewhere */
     for (int i = 0; i < ctx->param_count; i++)
-        if (hpmli_blame(t, what, value, "parameter", p[i], p[i]->data)) return ctx->status;
+        if (hpmli_blame(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
     for (int i = -g->leaf_count; i < g->count; i++) {
         const hpml_tensor *y = i < 0 ? g->leaves[i + g->leaf_count] : g->nodes[i]->out;
         if (i >= 0 && hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
-        if (hpmli_is_float(y) && hpmli_blame(t, what, value, i < 0 ? "the data of" : "the result of", y, y->data))
-            return ctx->status;
+        const char *where = i < 0 ? "the data of" : "the result of";
+        if (hpmli_is_float(y) && hpmli_blame(t, what, value, where, y, y->data, false)) return ctx->status;
     }
     for (int i = g->param_count - 1; i >= 0; i--) /* as the backward pass came to them */
-        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad) ||
-            (t->bad[i] && hpmli_accuse(t, what, value, "the gradient of", p[i])))
-            return ctx->status;
+        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad, t->bad[i])) return ctx->status;
     return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what, value);
 }
 
-/* After an update: of what it found in a gradient. */
-HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t)
+HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t) /* tells of what an update found in a gradient */
 {
-    const size_t count = (size_t)t->graph->param_count;
-    if (t->ctx->status != HPML_OK || !memchr(t->bad, true, count)) return t->ctx->status;
-    hpmli_name_nonfinite(t, "a gradient", (double)NAN);
-    memset(t->bad, 0, count);
-    return t->ctx->status;
+    bool bad = t->ctx->status == HPML_OK && memchr(t->bad, true, (size_t)t->graph->param_count);
+    return bad ? hpmli_name_nonfinite(t, "a gradient", (double)NAN) : t->ctx->status;
 }
 
 /* The norm of the gradients of this update, once, where clipping or a dynamic loss scale want it: on the device. */
@@ -8172,7 +8153,7 @@ HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t, int first_param, int param_
         u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
         u->grad_scale = (t->more ? t->more_scale : 1) / scale, u->clip = t->d.clip_norm * scale;
         u->sumsq = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
-        u->bad   = t->d.no_finite_check ? NULL : &t->bad[i];
+        u->bad   = t->d.no_finite_check ? NULL : &t->bad[i], t->bad[i] = false;
         u->more = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
         u->trust = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
@@ -8208,8 +8189,7 @@ HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more,
     return t->more = NULL, status;
 }
 
-/* What a batch's gradients are multiplied by: they add up to the mean over all samples of the update, times `share`,
-   which is known with the last batch. A strategy that runs the batch has weights of its own. */
+/* What a batch's gradients are multiplied by, to add up to `share` times the mean over all samples of the update. */
 HPMLI_FN float hpmli_trainer_weigh(hpml_trainer *t, int64_t samples)
 {
     if (t->hooks.run || t->d.accumulate == 1) return t->share = 1;
@@ -8222,7 +8202,7 @@ HPMLI_FN float hpmli_trainer_weigh(hpml_trainer *t, int64_t samples)
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info)
 {
-    float  loss  = 0, lr, scale;
+    float  loss  = 0, lr, scale, weight;
     double start = hpml_now();
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
@@ -8234,8 +8214,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     t->correct = t->counted = 0, t->looked = t->seen = t->overflowed = false;
     t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
-    float weight = hpmli_trainer_weigh(t, samples);
-    lr     = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
+    weight = hpmli_trainer_weigh(t, samples), lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
     /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step with
        the op that makes its gradient final: it is still in the cache. */
     t->whole = !t->hooks.run && !t->hooks.grad && !t->hooks.update && t->micro + 1 == t->d.accumulate;
@@ -8264,13 +8243,6 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     info->grad_norm = t->looked ? (float)sqrt(t->told.sumsq) / scale : -1;
     info->skipped   = t->overflowed, info->seconds = hpml_now() - start;
     return HPML_OK;
-}
-
-/* Numbers of a sample as loaders hand it out. */
-HPMLI_FN int64_t hpmli_cropped(const hpml_dataset *d)
-{
-    int64_t n = hpmli_shape_count(d->x_ndim, d->x_shape), k = d->x_crop;
-    return k > 0 && d->x_ndim > 1 ? n / d->x_shape[d->x_ndim - 2] / d->x_shape[d->x_ndim - 1] * k * k : n;
 }
 
 /* A loader over `data` that fits the trainer. */
@@ -8775,9 +8747,8 @@ HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int
         const unsigned char *p = f->bytes + 4 + 4 * i;
         sizes[i] = (int64_t)((uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3]);
         if (sizes[i] == 0 || !hpmli_mul(want, (size_t)sizes[i], &want))
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": dimension %d of %d in the header is %lld, expected %s",
-                               path, i + 1, dims, (long long)sizes[i],
-                               sizes[i] ? "less: times those before it, it is more than any file holds" : "1 or more");
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": dimension %d of %d is %lld, expected %s", path, i + 1,
+                               dims, (long long)sizes[i], sizes[i] ? "no more than any file holds" : "1 or more");
     }
     return f->size - head == want ||
            hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %zu", path,
@@ -9242,8 +9213,7 @@ struct hpml_loader {
     const hpmli_kernels *k;
     hpml_dataset        *data;
     hpml_loader_desc     d;
-    int64_t              steps, whole, each;   /* whole, each: numbers of a sample, and of what it becomes */
-    int64_t              crop;                 /* the dataset's, when this was made */
+    int64_t              steps, crop, whole, each; /* whole, each: numbers of a sample, and of what it becomes */
     float               *image;                /* one sample before augmentation */
     float               *x[2];                 /* batch n of all epochs, one behind the other, is in x[n % 2], */
     char                *y[2];                 /* y[n % 2] */

@@ -35,6 +35,12 @@ header hpml.h 10084
 header hpml_comm.h 5999
 header hpml_cuda.cuh 5400
 check "lines of more than 120 columns" "$(wide build.ninja examples/* tests/*)"
+goals=$(sed -n 's/^default//p' build.ninja)
+for f in examples/[0-9]*.c* examples/ladder_*.cu; do
+    for goal in $goals; do awk -v "goal=$goal:" '$2 == goal, !/\$$/' build.ninja; done |
+        grep -qw "build/$(basename "${f%.*}")" || echo "$f"
+done >"$tmp/unbuilt"
+check "examples that plain ninja does not build" "$(cat "$tmp/unbuilt")"
 names=$(grep -nE '^#define|__global__ .*\(' hpml_cuda.cuh | grep -vE 'hpmlg_k_|#define (HPMLG_|hpmlg_|HPML_CUDA_)')
 check "hpml_cuda.cuh: kernels that are not hpmlg_k_*, macros that are not HPMLG_*" "$names"
 awk '/^```c$/ { on = 1; n++; next } /^```$/ { on = 0 } on { print > ("'"$tmp"'/readme" n ".c") }' README.md

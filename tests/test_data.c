@@ -57,8 +57,8 @@ TEST(idx)
 TEST(idx_names_the_dimension)
 {
     static const struct { int at; unsigned char to; const char *says; } wrong[] = {
-        { 15, 0, "dimension 3 of 3 in the header is 0, expected 1 or more" },
-        { 7, 0, "dimension 1 of 3 in the header is 0, expected 1 or more" },
+        { 15, 0, "dimension 3 of 3 is 0, expected 1 or more" },
+        { 7, 0, "dimension 1 of 3 is 0, expected 1 or more" },
         { 7, 3, "promises 18 bytes of data, the file has 12" } };
     unsigned char bytes[sizeof images];
     hpml_ctx     *ctx = hpml_ctx_create(NULL);
@@ -67,7 +67,7 @@ TEST(idx_names_the_dimension)
         if (i < 3) bytes[wrong[i].at] = wrong[i].to;
         else memset(bytes + 4, 255, 12);
         ENSURE_ERROR(ctx, !hpml_dataset_load_idx(ctx, put("d", bytes, sizeof bytes), put("l", labels, sizeof labels)),
-                     HPML_ERR_FORMAT, i < 3 ? wrong[i].says : "dimension 2 of 3 in the header is 4294967295, expected");
+                     HPML_ERR_FORMAT, i < 3 ? wrong[i].says : "dimension 2 of 3 is 4294967295, expected");
     }
     hpml_ctx_free(ctx);
 }

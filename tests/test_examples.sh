@@ -16,9 +16,10 @@ build/04_embed_cpp >"$tmp/out" 2>&1
 check "the header inside a C++ program" '[ $? -eq 0 ] && grep -q residual "$tmp/out"'
 rm -f build/loss.csv build/loss.svg build/trace.json
 # as where numbers have a comma: in what is for programs they have none
-printf 'LC_NUMERIC\ndecimal_point ","\nthousands_sep "."\ngrouping 3;3\nEND LC_NUMERIC\n' >"$tmp/comma"
+printf 'LC_NUMERIC\ndecimal_point ","\nthousands_sep "."\ngrouping 3;3\nEND %s\n' LC_NUMERIC >"$tmp/comma"
 localedef -c -i "$tmp/comma" "$tmp/comma_XX" >"$tmp/out" 2>&1
-LOCPATH=$tmp LC_ALL=comma_XX build/02_mnist --samples 4000 --epochs 3 --json >"$tmp/out" 2>&1; cnn=$(number test_accuracy)
+LOCPATH=$tmp LC_ALL=comma_XX build/02_mnist --samples 4000 --epochs 3 --json >"$tmp/out" 2>&1
+cnn=$(number test_accuracy)
 check "generated digits" 'above test_accuracy 0.9'
 check "a JSON object at the end" 'above train_seconds 0.001 && above samples_per_second 1 &&
     above parameters 215370 && above bytes_sent 0 &&
@@ -26,8 +27,9 @@ check "a JSON object at the end" 'above train_seconds 0.001 && above samples_per
 check "a line in loss.csv for each of 189 steps" \
     '[ "$(wc -l <build/loss.csv)" = 190 ] && tail -n 1 build/loss.csv | grep -q "^189\(,[0-9.]*\)\{4\}$"'
 check "its columns: as they were, and smoothed" \
-    '[ "$(head -n 1 build/loss.csv)" = step,loss,accuracy,loss_smoothed,accuracy_smoothed ] && awk -F, "NR == 2 { s = \$2 }
-        NR > 2 { s += (\$2 - s) / 20; d = s - \$4; if (d * d > 1e-9) bad = 1 } END { exit bad }" build/loss.csv'
+    '[ "$(head -n 1 build/loss.csv)" = step,loss,accuracy,loss_smoothed,accuracy_smoothed ] &&
+        awk -F, "NR == 2 { s = \$2 } NR > 2 { s += (\$2 - s) / 20; d = s - \$4; if (d * d > 1e-9) bad = 1 }
+            END { exit bad }" build/loss.csv'
 check "a plot and a timeline" 'tail -n 1 build/loss.svg | grep -q "</svg>" &&
     [ "$(tail -n 1 build/trace.json)" = "]" ] && grep -q "\"conv0 backward\"" build/trace.json'
 build/02_mnist --samples 4000 --epochs 3 --model linear --codec onebit --json >"$tmp/out" 2>&1
