@@ -2168,8 +2168,7 @@ static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = { { HPMLI_ROWS(HPMLI
 
 /* A matrix that lies the wrong way round is turned in registers, a square of HV_W x HV_W at a time. */
 
-/* HV_W rows of HV_W floats, transposed in registers: out[p * ld + j] = in[j * ldx + p], rows from `rows` on are zero.
-   Written in the order of p: where ld < HV_W each row overwrites what the one before spilled. */
+/* HV_W rows of HV_W floats, transposed in registers: out[p * ld + j] = in[j * ldx + p]; zero for j >= rows. */
 HPMLI_VFN void HV(transpose)(const float *in, int64_t ldx, int64_t rows, float *out, int64_t ld)
 {
 #if HPMLI_ISA == 2
@@ -2231,24 +2230,15 @@ HPMLI_VFN void HV(transpose)(const float *in, int64_t ldx, int64_t rows, float *
 #endif
 }
 
-/* Packs a panel dst[p * nr + j] = x[p * ps + j * js], p < pc, j < jn, zero up to nr. dst has HV_W floats to spare. */
-HPMLI_KFN void HV(pack)(const float *x, int64_t ps, int64_t js, int64_t pc, int64_t jn, int64_t nr, float *dst)
+/* Packs a panel dst[p * width + j] = x[p * ps + j * js], p < pc, j < jn, zero up to width, which is whole vectors. */
+HPMLI_KFN void HV(pack)(const float *x, int64_t ps, int64_t js, int64_t pc, int64_t jn, int64_t width, float *dst)
 {
-    if (js == 1) {
-        for (int64_t p = 0; p < pc; p++, x += ps, dst += nr) {
-            HPMLI_PREFETCH(x + pc * ps); /* for the next call */
-            for (int64_t j = 0; j < nr; j += HV_W) /* the last may spill over, into what comes later */
-                HV(store)(dst + j, j < jn ? HV(ld)(x + j, jn - j) : HV(zero)());
-        }
-        return;
-    }
-    for (int64_t j = 0; j < nr; j += HV_W) { /* squares; one may spill over, into what comes later */
-        int64_t rows = jn - j < 0 ? 0 : jn - j < HV_W ? jn - j : HV_W, p = 0;
-        int64_t cols = nr - j < HV_W ? nr - j : HV_W;
-        if (ps == 1 && (cols == HV_W || nr < HV_W))
-            for (; p + HV_W <= pc; p += HV_W) HV(transpose)(x + j * js + p, js, rows, dst + p * nr + j, nr);
+    for (int64_t j = 0; j < width; j += HV_W) {
+        int64_t rows = jn - j < HV_W ? jn - j : HV_W, p = 0;
+        if (ps == 1)
+            for (; p + HV_W <= pc; p += HV_W) HV(transpose)(x + j * js + p, js, rows, dst + p * width + j, width);
         for (; p < pc; p++)
-            for (int64_t q = 0; q < cols; q++) dst[p * nr + j + q] = q < rows ? x[(j + q) * js + p * ps] : 0;
+            for (int64_t q = 0; q < HV_W; q++) dst[p * width + j + q] = q < rows ? x[(j + q) * js + p * ps] : 0;
     }
 }
 
@@ -3269,7 +3259,7 @@ typedef struct hpmli_gemm_part {
 #define HPMLI_GEMM_MC 168
 #define HPMLI_GEMM_NC 1024
 #define HPMLI_GEMM_SUMS 65536 /* partial sums of a product that is cut along k */
-#define HPMLI_GEMM_PACKED_A ((HPMLI_GEMM_NC + 32) * HPMLI_GEMM_KC) /* where a block of A is packed, behind B */
+#define HPMLI_GEMM_PACKED_A (HPMLI_GEMM_NC * HPMLI_GEMM_KC) /* where a block of A is packed, behind B */
 #define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + (HPMLI_GEMM_MC + 16) * (HPMLI_GEMM_KC + 16) + HPMLI_GEMM_SUMS)
 
 /* Loops over registers must be unrolled at any optimization level. */
