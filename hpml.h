@@ -650,7 +650,7 @@ typedef struct hpml_update {
 typedef struct hpml_pass {
     const hpml_graph *graph;
     int64_t           samples, first; /* rows of the batch, and where in the inputs they begin */
-    int64_t           from;                        /* the op it begins with; hooks of gradients cut passes in pieces */
+    int64_t           from, to;                    /* its ops, in order: hooks of gradients cut passes in pieces */
     uint64_t          train, backward, accumulate; /* 0 or 1 */
 } hpml_pass;
 
@@ -7578,7 +7578,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
     hpmli_graph_rows(g);
     for (int from = 0, to; from <= last && status == HPML_OK; from = to) {
-        to = last - from < piece ? last + 1 : from + piece, pass.from = from, done = false;
+        to = last - from < piece ? last + 1 : from + piece, pass.from = from, pass.to = to, done = false;
         if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
         for (int i = from; i < to && !done && status == HPML_OK; i++)
             status = backward ? hpmli_run_back(g, run, last - i, accumulate) : hpmli_run_node(g, run, i, false);
