@@ -7221,7 +7221,8 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
     }
 }
 
-/* Lives of the gradients; who writes first and who adds. Runs in the order of the backward pass. */
+/* Lives of the gradients; who writes first and who adds. Runs in the order of the backward pass: where nobody has
+   written a result's gradient before its own op is there, the loss does not depend on it. */
 HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
@@ -7233,7 +7234,7 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
     }
     for (int i = N - 1; i >= 0; i--) {
         hpml_node *n = g->nodes[i];
-        if (!n->out->needs_grad) continue;
+        if (!n->out->needs_grad || (n->out != g->loss && !uses[n->grad_root->node->index].grad_written)) continue;
         for (int j = 0; j < n->src_count; j++) {
             hpml_tensor *s = n->src[j];
             hpmli_use   *u = hpmli_use_of(g, uses, s), *r;
