@@ -5260,7 +5260,10 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
                               hpml_op_name(op), hpmli_text(a), hpmli_text(b));
         shape[i] = da > db ? da : db;
     }
-    return hpmli_node_create(op, NULL, 2, src, ndim, shape)->out;
+    hpml_node *n = hpmli_node_create(op, NULL, 2, src, ndim, shape);
+    for (int i = 0; i < 2; i++) /* its batch is another dimension of the result */
+        if (src[i]->batch_rows && src[i]->ndim < ndim) n->mixes_batch = true;
+    return n->out;
 }
 
 HPMLI_BINARY_OP(HPML_OP_ADD, add, 0)

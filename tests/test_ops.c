@@ -147,6 +147,19 @@ TEST(short_batches_that_are_summed_over)
     }
 }
 
+/* A batch that is broadcast to a later dimension has no short form, though the first one be as long. */
+TEST(short_batches_of_fewer_dimensions)
+{
+    for (int apart = 0; apart < 2; apart++) {
+        hpml_ctx    *ctx = hpml_ctx_create(NULL);
+        hpml_tensor *x = hpml_input_3d(ctx, 4, 1, 6), *b = hpml_input_2d(ctx, 4, 6);
+        hpml_tensor *y = hpml_add(x, apart ? hpml_reshape_3d(b, 4, 1, 6) : b);
+        hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+        ENSURE(g && hpml_graph_batchable(g) == apart);
+        hpml_ctx_free(ctx);
+    }
+}
+
 /* An output that the loss does not depend on is computed; it gives its parameters no gradient. */
 TEST(outputs_beside_the_loss_have_no_gradient)
 {
