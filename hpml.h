@@ -651,7 +651,7 @@ typedef struct hpml_update {
 typedef struct hpml_pass {
     const hpml_graph *graph;
     int64_t           samples, first; /* rows of the batch, and where in the inputs they begin */
-    int64_t           from;                        /* the op it begins with; hooks of gradients cut passes in pieces */
+    int64_t           from, to;                    /* its ops, in order: hooks of gradients cut passes in pieces */
     uint64_t          train, backward, accumulate; /* 0 or 1 */
 } hpml_pass;
 
@@ -5262,7 +5262,10 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
                               hpml_op_name(op), hpmli_text(a), hpmli_text(b));
         shape[i] = da > db ? da : db;
     }
-    return hpmli_node_create(op, NULL, 2, src, ndim, shape)->out;
+    hpml_node *n = hpmli_node_create(op, NULL, 2, src, ndim, shape);
+    for (int i = 0; i < 2; i++) /* its batch is another dimension of the result */
+        if (src[i]->batch_rows && src[i]->ndim < ndim) n->mixes_batch = true;
+    return n->out;
 }
 
 HPMLI_BINARY_OP(HPML_OP_ADD, add, 0)
@@ -7222,7 +7225,8 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
     }
 }
 
-/* Lives of the gradients; who writes first and who adds. Runs in the order of the backward pass. */
+/* Lives of the gradients; who writes first and who adds. Runs in the order of the backward pass: where nobody has
+   written a result's gradient before its own op is there, the loss does not depend on it. */
 HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
@@ -7234,7 +7238,7 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
     }
     for (int i = N - 1; i >= 0; i--) {
         hpml_node *n = g->nodes[i];
-        if (!n->out->needs_grad) continue;
+        if (!n->out->needs_grad || (n->out != g->loss && !uses[n->grad_root->node->index].grad_written)) continue;
         for (int j = 0; j < n->src_count; j++) {
             hpml_tensor *s = n->src[j];
             hpmli_use   *u = hpmli_use_of(g, uses, s), *r;
@@ -7579,7 +7583,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
     hpmli_graph_rows(g);
     for (int from = 0, to; from <= last && status == HPML_OK; from = to) {
-        to = last - from < piece ? last + 1 : from + piece, pass.from = from, done = false;
+        to = last - from < piece ? last + 1 : from + piece, pass.from = from, pass.to = to, done = false;
         if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
         for (int i = from; i < to && !done && status == HPML_OK; i++)
             status = backward ? hpmli_run_back(g, run, last - i, accumulate) : hpmli_run_node(g, run, i, false);

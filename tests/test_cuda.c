@@ -1351,6 +1351,39 @@ TEST(hooks_of_gradients_cut_passes_in_pieces)
     if (cuda_on_cpu_fault) ENSURE(graphs == 3 && kernels == 1); /* forward, two pieces of ten ops; the update */
 }
 
+/* Where a batch is not the last of an update, no hook waits, and its pass is not cut: it is not taken for the first
+   piece of one that is, nor is the pass of a trainer that has no hooks yet. */
+TEST(passes_that_no_hook_waits_for_are_not_cut)
+{
+    enum { LAYERS = 8, ROWS = 4, STEPS = 18, HOOKED = 9 };
+    float    x[ROWS * 4];
+    int32_t  y[ROWS];
+    uint64_t hash[2];
+    int      seen[2][SEEN] = { { 0 } };
+    if (no_device()) SKIP("no CUDA device");
+    for (int i = 0; i < ROWS * 4; i++) x[i] = (float)(i * 37 % 11 - 5) / 5;
+    for (int i = 0; i < ROWS; i++) y[i] = i % 3;
+    for (int batches = 1; batches < 4; batches += 2) {
+        for (int replayed = 0; replayed < 2; replayed++) {
+            hpml_cuda_desc cuda = { .workspace = 1 << 20, .no_record = !replayed, .own_kernels = emulated() };
+            hpml_ctx_desc  d = { .seed = 3, .threads = 1, .backend = hpml_backend_cuda(), .backend_desc = &cuda };
+            hpml_ctx      *ctx = hpml_ctx_create(&d);
+            hpml_tensor   *in = hpml_input_2d(ctx, ROWS, 4), *h = in;
+            for (int i = 0; i < LAYERS; i++) h = dense(h, 8, i % 2 ? HPML_ACT_GELU : HPML_ACT_RELU);
+            hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+                .input = in, .output = hpml_linear(h, 3, NULL), .lr = 0.05f, .accumulate = batches });
+            for (int i = 0; i < STEPS; i++) {
+                seen[replayed][0] = 0;
+                if (i == HOOKED) hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = seen[replayed], .grad = note_final });
+                ENSURE(hpml_trainer_step(t, x, y, ROWS, NULL) == HPML_OK);
+            }
+            hash[replayed] = hpml_param_hash(ctx);
+            hpml_ctx_free(ctx);
+        }
+        ENSURE(hash[0] == hash[1] && seen[0][0] > 0 && memcmp(seen[0], seen[1], sizeof seen[0]) == 0);
+    }
+}
+
 /* The host waits once in a step, for all that it wants to know, and not at all where it wants nothing: clipping happens
    on the device, by the norm that the CPU finds. */
 TEST(a_step_waits_once)

@@ -147,6 +147,35 @@ TEST(short_batches_that_are_summed_over)
     }
 }
 
+/* A batch that is broadcast to a later dimension has no short form, though the first one be as long. */
+TEST(short_batches_of_fewer_dimensions)
+{
+    for (int apart = 0; apart < 2; apart++) {
+        hpml_ctx    *ctx = hpml_ctx_create(NULL);
+        hpml_tensor *x = hpml_input_3d(ctx, 4, 1, 6), *b = hpml_input_2d(ctx, 4, 6);
+        hpml_tensor *y = hpml_add(x, apart ? hpml_reshape_3d(b, 4, 1, 6) : b);
+        hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+        ENSURE(g && hpml_graph_batchable(g) == apart);
+        hpml_ctx_free(ctx);
+    }
+}
+
+/* An output that the loss does not depend on is computed; it gives its parameters no gradient. */
+TEST(outputs_beside_the_loss_have_no_gradient)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 1 });
+    hpml_tensor *x = hpml_input_2d(ctx, 4, 3), *h = hpml_linear(x, 5, NULL), *loss = hpml_mean(h, HPML_ALL_DIMS);
+    hpml_tensor *beside = hpml_linear(hpml_tanh(hpml_linear(h, 6, NULL)), 7, NULL), *out[2] = { h, beside };
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = out, .output_count = 2, .loss = loss });
+    ENSURE(hpml_graph_alloc(g) == HPML_OK);
+    for (int i = 0; i < 12; i++) x->data[i] = (float)i;
+    for (int step = 0; step < 2; step++)
+        ENSURE(hpml_graph_forward(g, true, 0) == HPML_OK && hpml_graph_backward(g, 1, false) == HPML_OK);
+    for (int i = 0; i < hpml_param_count(ctx); i++) ENSURE((hpml_param_at(ctx, i)->grad != NULL) == (i < 2));
+    ENSURE_NEAR(hpml_param_at(ctx, 1)->grad[0], 0.2, 1e-6);
+    hpml_ctx_free(ctx);
+}
+
 /* A reshape of an input is a copy of just its bytes, whatever it holds. */
 TEST(reshape_of_every_dtype)
 {
