@@ -5153,7 +5153,7 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Broadcasting as numpy does it, see hpmli_walk. The gradient of a stretched operand is the sum over what it was
-   stretched to. */
+   stretched to. A batch that becomes a later dimension of the result has no short form. */
 
 HPML_API const char *hpml_op_name(hpml_op op)
 {
@@ -5263,8 +5263,7 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
         shape[i] = da > db ? da : db;
     }
     hpml_node *n = hpmli_node_create(op, NULL, 2, src, ndim, shape);
-    for (int i = 0; i < 2; i++) /* its batch is another dimension of the result */
-        if (src[i]->batch_rows && src[i]->ndim < ndim) n->mixes_batch = true;
+    n->mixes_batch |= (a->batch_rows && a->ndim < ndim) || (b->batch_rows && b->ndim < ndim);
     return n->out;
 }
 
@@ -5459,7 +5458,6 @@ HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
     hpmli_matmul_of(n, false, v);
     hpmli_matmul_of(n, true, d);
     if (d[0].p) hpmli_product(run->ctx, d[2], hpmli_transposed(v[1]), d[0], n->accumulate[0]);
-    if (n->src[1] == n->src[0]) n->accumulate[1] = true; /* x x^T: both gradients meet in one place */
     for (int64_t i = 0; d[1].p && i < d[2].count / d[1].count; i++) { /* a shared b sums over the batch, in order */
         hpmli_product(run->ctx, hpmli_transposed(v[0]), d[2], d[1], n->accumulate[1] || i > 0);
         v[0].p += v[0].apart, d[2].p += d[2].apart;
@@ -5778,10 +5776,9 @@ HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
     const hpml_tensor   *src = n->src[0];
     int     dim   = n->attr.sum.dim;
     int64_t size  = dim == HPML_ALL_DIMS ? hpml_tensor_count(src) : src->shape[dim], inner = 1;
-    int64_t outer = hpml_tensor_count(src) / size;
     float   scale = n->attr.sum.mean ? 1 / (float)size : 1;
     for (int i = dim + 1; dim != HPML_ALL_DIMS && i < src->ndim; i++) inner *= src->shape[i];
-    outer /= inner;
+    int64_t outer = hpml_tensor_count(src) / (size * inner);
     if (back && !n->accumulate[0]) k->vfill(src->grad, 0, outer * size * inner);
     for (int64_t o = 0; o < outer; o++) {
         float *x = (back ? src->grad : src->data) + o * size * inner;
@@ -5977,9 +5974,8 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
 {
     hpmli_conv c   = hpmli_conv_of(run->ctx, n);
     hpml_act   act = n->attr.conv.act;
-    if (hpmli_conv_direct(&c)) {
-        hpmli_conv_1x1(&c, false);
-    } else {
+    if (hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, false);
+    else {
         int64_t panels = hpmli_panels(c.OC), want = 2 * run->ctx->threads;
         hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
         c.splits = hpmli_min((want - 1) / c.B + 1, panels); /* few images: share their channels out */
@@ -7225,8 +7221,8 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
     }
 }
 
-/* Lives of the gradients; who writes first and who adds. Runs in the order of the backward pass: where nobody has
-   written a result's gradient before its own op is there, the loss does not depend on it. */
+/* Lives of the gradients; who writes first and who adds, in the order of the backward pass: what nobody has written
+   when its own op's turn comes does not lead to the loss. */
 HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
