@@ -2643,7 +2643,7 @@ HPMLI_VFN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t bloc
     }
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
-static const uint32_t hpmli_block_numbers[16] = { 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0 };
+static HPMLI_UNUSED const uint32_t hpmli_block_numbers[16] = { 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0 };
 HPMLI_VFN hv HV(words)(const uint32_t *p) { return (float)*p; }
 HPMLI_VFN hv HV(fused)(hv a, hv b, hv c) { return fmaf(a, b, c); }
 #else
@@ -4544,15 +4544,17 @@ HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b)
 HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hpml_dtype from, const void *src,
                             int64_t n)
 {
-    float  piece[1024];
+    float  piece[1024], raw[1024]; /* files do not align what they hold: raw is where that is read, or made */
     size_t to_size = hpml_dtype_size(to), from_size = hpml_dtype_size(from);
     if (to == from) memmove(dst, src, (size_t)n * to_size);
     for (int64_t i = 0, count; i < n && to != from; i += count) {
-        const char *x = (const char *)src + (size_t)i * from_size;
-        char       *y = (char *)dst + (size_t)i * to_size; /* neither needs to be aligned */
+        const void *x = (const char *)src + (size_t)i * from_size;
+        void       *y = (char *)dst + (size_t)i * to_size, *made = (uintptr_t)y % to_size ? raw : y;
         count = n - i < 1024 ? n - i : 1024;
+        if ((uintptr_t)x % from_size) x = memcpy(raw, x, (size_t)count * from_size);
         k->to_f32(piece, from, x, count);
-        k->from_f32(to, y, piece, count);
+        k->from_f32(to, made, piece, count);
+        if (made != y) memcpy(y, made, (size_t)count * to_size);
     }
 }
 

@@ -50,6 +50,8 @@ if grep -q 'without -ffast-math' "$tmp/err"; then ok; else bad "gcc -Ofast is re
 for option in HPML_NO_THREADS HPML_NO_SIMD HPML_STATIC HPML_DEBUG; do
     try gcc -std=c99 -fsyntax-only $strict -D$option -I. "$tmp/comm.c"
 done
+# Only the whole way tells what is unused.
+try gcc -std=c99 -O0 $strict -DHPML_IMPLEMENTATION -DHPML_NO_SIMD -x c -c hpml.h -o "$tmp/scalar.o"
 try gcc -std=gnu11 -O0 -DHPML_IMPLEMENTATION -DHPML_NO_THREADS -DHPML_NO_SIMD tests/test_trainer.c -o "$tmp/alone" -lm
 try "$tmp/alone" --filter resume # without threads, vectors and -lpthread
 try gcc -std=c99 -fsyntax-only $strict -I. "$tmp/half.c" # what ninja links is such a build

@@ -297,6 +297,25 @@ TEST(refused_layers_leave_nothing)
     hpml_ctx_free(ctx);
 }
 
+/* Any type to any other, from and to odd addresses: what comes from files is not aligned. */
+TEST(conversions_of_what_is_not_aligned)
+{
+    float   plain[1030], there[1030];
+    uint8_t x[4 * 1030 + 1], y[4 * 1030 + 1];
+    for (int i = 0; i < 1030; i++) plain[i] = (float)(i * 7 % 250);
+    for (int n = 0; n < ISAS; n++) {
+        hpml_ctx *ctx = context(isas[n], 1);
+        for (int types = 0; ctx && types < 25; types++) {
+            hpml_dtype from = (hpml_dtype)(types % 5), to = (hpml_dtype)(types / 5);
+            ENSURE(hpml_convert(ctx, from, x + 1, HPML_DTYPE_F32, plain, 1030) == HPML_OK);
+            ENSURE(hpml_convert(ctx, to, y + 1, from, x + 1, 1030) == HPML_OK);
+            ENSURE(hpml_convert(ctx, HPML_DTYPE_F32, there, to, y + 1, 1030) == HPML_OK);
+            ENSURE(memcmp(there, plain, sizeof plain) == 0);
+        }
+        hpml_ctx_free(ctx);
+    }
+}
+
 /* Whole numbers, with every set of kernels: rounded to even, held within the type. */
 TEST(integers_saturate_on_all_kernels)
 {
