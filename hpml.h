@@ -5635,14 +5635,14 @@ HPMLI_FN void hpmli_move(const hpml_run *run, const hpml_tensor *y, const hpml_t
     hpmli_parallel(run->ctx, (m.w.runs + m.each - 1) / m.each, hpmli_move_task, &m);
 }
 
-/* The part of t that is `count` long from `start` on in one dimension. */
-HPMLI_FN hpml_tensor hpmli_part(const hpml_tensor *t, int dim, int64_t start, int64_t count)
+/* The part of t that is `count` long from `start` on in one dimension. Not returned: gcc 12 for Arm would then leave
+   out what calls this. */
+HPMLI_FN void hpmli_part(hpml_tensor *part, const hpml_tensor *t, int dim, int64_t start, int64_t count)
 {
-    hpml_tensor part = *t;
-    part.shape[dim] = count;
-    part.data += start * t->stride[dim];
-    if (t->grad) part.grad += start * t->stride[dim];
-    return part;
+    *part = *t;
+    part->shape[dim] = count;
+    part->data += start * t->stride[dim];
+    if (t->grad) part->grad += start * t->stride[dim];
 }
 
 HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
@@ -5713,7 +5713,8 @@ HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t
 HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     int         dim = n->attr.slice.dim;
-    hpml_tensor x = hpmli_part(n->src[0], dim, n->attr.slice.start, n->out->shape[dim]);
+    hpml_tensor x;
+    hpmli_part(&x, n->src[0], dim, n->attr.slice.start, n->out->shape[dim]);
     if (backward && !n->accumulate[0]) run->ctx->k->vfill(n->src[0]->grad, 0, hpml_tensor_count(n->src[0]));
     hpmli_move(run, n->out, &x, backward, true);
 }
@@ -5744,8 +5745,9 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     for (int64_t i = 0, start = 0, count; i < n->src_count; i++, start += count) {
+        hpml_tensor y;
         count = n->src[i]->shape[n->attr.slice.dim];
-        hpml_tensor y = hpmli_part(n->out, n->attr.slice.dim, start, count);
+        hpmli_part(&y, n->out, n->attr.slice.dim, start, count);
         hpmli_move(run, &y, n->src[i], backward, n->accumulate[i]);
     }
 }

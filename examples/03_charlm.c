@@ -128,8 +128,9 @@ static int train(hpml_ctx *ctx, const options *o)
     hpml_fit_desc        fit = { .on_step = progress, .user = &smooth, .loader = &loader };
     hpml_trainer_desc    desc = { .input = tokens, .optimizer = HPML_OPT_ADAMW, .lr = (float)o->lr, .beta2 = 0.99f,
                                   .weight_decay = 0.1f, .clip_norm = 1,
-                                  .schedule = { .kind = HPML_SCHEDULE_COSINE, .warmup_steps = 100,
-                                                .total_steps = o->steps, .min_lr = (float)o->lr / 10 } };
+                                  .schedule = { .kind = HPML_SCHEDULE_COSINE, .total_steps = o->steps,
+                                                .warmup_steps = o->steps < 200 ? o->steps / 2 : 100,
+                                                .min_lr = (float)o->lr / 10 } };
     hpml_trainer        *t;
     if (!text) return 1;
     desc.output = record_model(ctx, o, tokens, V);
