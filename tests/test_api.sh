@@ -31,9 +31,9 @@ header() { # FILE LINES
         /^# [0-9]/ { ours = $3 ~ /hpml/ } ours && /^#define/ { sub(/\(.*/, "", $2); left[$2] }
         /^#undef/ { delete left[$2] } END { for (name in left) if (name !~ /^(HPML|hpml)/) print name }')"
 }
-header hpml.h 10048
-header hpml_comm.h 5999
-header hpml_cuda.cuh 5400
+header hpml.h 11000
+header hpml_comm.h 6700
+header hpml_cuda.cuh 6000
 check "lines of more than 120 columns" "$(wide build.ninja examples/* tests/*)"
 goals=$(sed -n 's/^default//p' build.ninja)
 for f in examples/[0-9]*.c* examples/ladder_*.cu; do
