@@ -210,10 +210,10 @@ typedef struct hpml_ctx_desc {
     const char         *cpu;       /* force kernels: "scalar", "avx2", "avx512", "neon"; NULL: the best this CPU has */
     hpml_dtype          store;     /* mixed precision on the CPU: what results of ops and their gradients are stored as:
                                       F32, BF16 (8 bits of precision, the range of f32) or F16 (11 bits, at most 65504,
-                                      see hpml_trainer_desc.loss_scale). Ops compute in f32 on copies of a few samples
-                                      at a time; products round parameters and f32 inputs to it. Parameters, their
-                                      gradients, optimizer state, statistics of norms and scalars stay f32, and so do
-                                      files. A GPU's is in its own desc */
+                                      see hpml_trainer_desc.loss_scale). Ops compute in f32, on copies of some samples
+                                      at a time; products round a copy of their weights to it. Parameters, their
+                                      gradients, optimizer state, scalars, what an op keeps for its backward pass and
+                                      files stay f32. A GPU's precision is in its own desc */
     const hpml_backend *backend;   /* where tensors live and ops run; NULL: CPU */
     void               *backend_desc; /* passed to backend->open */
     hpml_allocator      allocator; /* all zero: malloc */
@@ -7008,7 +7008,8 @@ HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(ru
    samples (batchnorm, a sum over the batch) gets the copy of the whole batch, and a loss is the mean over the blocks,
    weighted by what counts in each. Blocks do not depend on the number of threads, so results do not either.
 
-   What products multiply is rounded: parameters and f32 inputs of two or more dimensions get a rounded f32 copy. */
+   The weights of products (parameters of two or more dimensions) are rounded in their f32 copy as well. The copy of the
+   largest is what scratch memory is mostly made of in a model of few samples and large layers. */
 
 #define HPMLI_EDGE_NUMBERS ((int64_t)1 << 18) /* f32 copies of a block: 1 MB or, where a sample is larger, more */
 #define HPMLI_EDGE_ROWS    256                /* least rows of a block: products of fewer do not pay for their packing */
@@ -7095,7 +7096,7 @@ HPMLI_FN void hpmli_edge_open(hpmli_edge *e, const hpml_ctx *ctx, const hpml_nod
         if (same < i) continue;
         for (int k = i; k < n->src_count; k++)
             if (n->src[k] == s && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
-        if (value && product && s->dtype == HPML_DTYPE_F32 && s->ndim >= 2) value = HPMLI_ROUND;
+        if (value && product && s->param && s->ndim >= 2) value = HPMLI_ROUND;
         if (grad && (n->accumulate[i] || !s->batch_rows)) grad |= HPMLI_LOAD; /* a short batch may write a part of it */
         hpmli_edge_tensor(e, &e->t[i], s, value, grad);
     }
@@ -7190,8 +7191,8 @@ HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
     n->edge.at       = (n->scratch_bytes + 63) / 64 * 64 + 64;
     n->scratch_bytes = n->edge.at + most;
     if (block == 0 || n->saved_bytes == 0 || n->op == HPML_OP_LINEAR) return;
-    n->edge.saved  = n->saved_bytes / (size_t)batch * (size_t)block + 64; /* a loss saves a number more than its rows */
-    n->saved_bytes = n->edge.saved * (size_t)((batch + block - 1) / block);
+    n->edge.saved = n->saved_bytes / (size_t)batch * (size_t)block + 64; /* a loss saves a number more than its rows */
+    n->saved_bytes += 64 * (size_t)((batch + block - 1) / block);
 }
 
 /* Numbers that the loss n is the mean of. */
