@@ -7191,7 +7191,7 @@ HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
     n->edge.at       = (n->scratch_bytes + 63) / 64 * 64 + 64;
     n->scratch_bytes = n->edge.at + most;
     if (block == 0 || n->saved_bytes == 0 || n->op == HPML_OP_LINEAR) return;
-    n->edge.saved = n->saved_bytes / (size_t)batch * (size_t)block + 64; /* a loss saves a number more than its rows */
+    n->edge.saved = n->saved_bytes / (size_t)batch * (size_t)block / 64 * 64 + 64; /* a loss saves one number more */
     n->saved_bytes += 64 * (size_t)((batch + block - 1) / block);
 }
 

@@ -184,6 +184,54 @@ TEST(every_op_in_halves)
         }
 }
 
+/* Three samples so large that each is a block: a loss is the mean over all of them, whatever counts in each, and what is
+   wrong with a label or a token is told by its place in the whole batch. */
+TEST(losses_and_labels_of_many_blocks)
+{
+    enum { B = 3, ROWS = 256, COLS = 512 };
+    static float   grad[2][B * ROWS * COLS];
+    static int32_t label[B * ROWS];
+    for (int kind = 0; kind < 4; kind++) {
+        double loss[2];
+        for (int halves = 0; halves < 2; halves++) {
+            hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = halves ? HPML_DTYPE_F16 : HPML_DTYPE_F32 });
+            hpml_tensor *x = hpml_input_3d(ctx, B, ROWS, COLS), *t = hpml_input_3d(ctx, B, ROWS, COLS);
+            hpml_tensor *l = hpml_input_tokens(ctx, B, ROWS);
+            hpml_tensor_require_grad(x);
+            hpml_tensor *y = kind == 0 ? hpml_cross_entropy(x, l, &(hpml_cross_entropy_desc){ .label_smoothing = 0.1f })
+                           : kind == 1 ? hpml_bce_with_logits(x, t) : kind == 2 ? hpml_mse(x, t) : hpml_huber(x, t, 1);
+            hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = y });
+            ENSURE(hpml_graph_alloc(g) == HPML_OK);
+            fill(x, 1);
+            if (kind) fill(t, 2);
+            for (int i = 0; i < B * ROWS; i++) /* all, a half, and none of a sample count */
+                label[i] = i / ROWS == 2 || i % (i / ROWS + 1) ? HPML_IGNORE : i * 7 % COLS;
+            if (!kind) hpml_tensor_set(l, label, B * ROWS);
+            for (int pass = 0; pass < 2; pass++)
+                ENSURE(hpml_graph_forward(g, true, 0) == HPML_OK && hpml_graph_backward(g, 64, false) == HPML_OK);
+            loss[halves] = (double)y->data[0];
+            memcpy(grad[halves], x->grad, sizeof grad[0]);
+            label[2 * ROWS + 3] = COLS;
+            if (!kind) {
+                hpml_tensor_set(l, label, B * ROWS);
+                ENSURE_ERROR(ctx, hpml_graph_forward(g, true, 0) != HPML_OK, HPML_ERR_LABEL,
+                             "label 515 of the batch is 512");
+            }
+            hpml_ctx_free(ctx);
+        }
+        ENSURE_NEAR(loss[0], loss[1], 1e-6 * loss[0]);
+        for (int i = 0; i < B * ROWS * COLS; i++)
+            ENSURE_NEAR(grad[0][i], grad[1][i], 1e-6 * fabs((double)grad[0][i]) + 1e-9);
+    }
+    hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = HPML_DTYPE_BF16 });
+    hpml_tensor *x = hpml_input_tokens(ctx, B, ROWS), *y = hpml_embedding(x, 9, COLS, &(hpml_embedding_desc){ .name = "e" });
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+    for (int i = 0; i < B * ROWS; i++) label[i] = i == ROWS + 7 ? 9 : i % 9;
+    ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, label, B * ROWS) == HPML_OK);
+    ENSURE_ERROR(ctx, hpml_graph_forward(g, true, 0) != HPML_OK, HPML_ERR_LABEL, "token 263 is 9");
+    hpml_ctx_free(ctx);
+}
+
 /* The f16 next to x, ties to even, by arithmetic in double. */
 static float to_f16(float x)
 {
