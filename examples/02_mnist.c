@@ -2,6 +2,7 @@
    timeline. Difficulty 2 of 4.
    cc -O2 examples/02_mnist.c -o mnist -lm -lpthread && ./mnist --workers 4    (with -DHPML_USE_ZLIB -lz: reads .gz)
    mpicc -O2 -DHPML_USE_MPI examples/02_mnist.c -o mnist -lm -lpthread && mpiexec -n 2 ./mnist --transport mpi
+   ./mnist --precision bf16    stores in 2 bytes what lies between layers
    prints a progress line, a confusion matrix, some misread digits and the accuracy on digits it has not seen.
    The digits are drawn by digits.h; --data DIR takes MNIST's IDX files (only the t10k pair: its last 2,000 test). */
 #define HPML_IMPLEMENTATION
@@ -119,6 +120,11 @@ static hpml_status train(hpml_comm *comm, void *user)
                "gradients as %s\n", o->model, (long long)hpml_param_total(ctx), (long long)data->count,
                (long long)o->batch, hpml_ctx_cpu(ctx), workers, workers > 1 ? "s" : "", hpml_comm_transport(comm),
                hpml_ctx_threads(ctx), o->codec);
+    hpml_memory memory;
+    hpml_graph_memory(hpml_trainer_graph(t), &memory);
+    if (tells && strcmp(o->precision, "f32") != 0)
+        printf("results of layers and their gradients are stored as %s: %.1f MB, and %.1f MB for f32 copies\n",
+               o->precision, 1e-6 * (double)memory.activations, 1e-6 * (double)memory.scratch);
     hpml_comm_trace_start(comm, &(hpml_trace_desc){ .first_step = 10, .last_step = 30 });
     hpml_comm_counters_reset(comm);
     hpml_distribute_get(d, NULL, true);
@@ -157,6 +163,7 @@ static int launch(job *j)
     char             error[768];
     hpml_launch_desc l = { .ranks = (int32_t)o->workers, .ctx = { .seed = (uint64_t)o->seed } };
     l.ctx.threads = (int32_t)o->threads;
+    while (strcmp(hpml_dtype_name(l.ctx.store), o->precision) != 0) l.ctx.store = (hpml_dtype)(l.ctx.store + 1);
     if (strcmp(o->transport, "mpi") == 0) l.transport = HPML_TRANSPORT_MPI, l.ranks = 0;
     for (int n = 0; n < 2 && o->network; n++)
         if (strcmp(o->network, networks[n].name) == 0)
@@ -210,7 +217,7 @@ static void print_json(const job *j)
 
 int main(int argc, char **argv)
 {
-    options o = { .model = "cnn", .codec = "onebit", .allreduce = "auto", .transport = "threads",
+    options o = { .model = "cnn", .precision = "f32", .allreduce = "auto", .transport = "threads",
                   .samples = 12000, .batch = 64, .workers = 1, .seed = 1 };
     job     j = { .o = &o };
     int     failed = parse(&o, argc, argv);

@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 typedef struct options {
-    const char *data, *model, *codec, *allreduce, *transport, *network, *save, *load;
+    const char *data, *model, *precision, *codec, *allreduce, *transport, *network, *save, *load;
     int64_t     samples, batch, epochs, stop, workers, threads, seed, table;
     double      lr;
     int         json, exact, compare;
@@ -24,11 +24,12 @@ static const char usage[] =
     "--stop N                  leave after pass N of the --epochs\n"
     "--batch N                 samples of a step, on all workers together (64)\n"
     "--lr X                    learning rate (cnn 0.03, else 0.05)\n"
+    "--precision f32|bf16|f16  what results of layers and their gradients are stored as (f32)\n"
     "--seed N                  of everything random (1)\n"
     "--workers N               data-parallel workers (1)\n"
     "--threads N               threads of a worker (the cores shared out)\n"
     "--transport threads|mpi   how workers talk; with mpi start the program by mpiexec\n"
-    "--codec none|bf16|onebit|twobit   how gradients travel (onebit)\n"
+    "--codec none|bf16|onebit|twobit   how gradients travel (onebit; in f16 none)\n"
     "--allreduce auto|central|tree|ring|butterfly|halving|hierarchical|native\n"
     "--network 1gbit|100mbit   slow the threads' messages down to this, each worker on a machine of its own\n"
     "--exact                   the same bits for every number of workers, algorithm and transport\n"
@@ -43,6 +44,7 @@ static int parse_words(options *o, int argc, char **argv)
     enum { TEXT, COUNT, REAL, FLAG };
     const struct { const char *name; int kind; void *to; } table[] = {
         { "--data", TEXT, &o->data }, { "--model", TEXT, &o->model }, { "--codec", TEXT, &o->codec },
+        { "--precision", TEXT, &o->precision },
         { "--allreduce", TEXT, &o->allreduce }, { "--transport", TEXT, &o->transport },
         { "--network", TEXT, &o->network }, { "--save", TEXT, &o->save }, { "--load", TEXT, &o->load },
         { "--samples", COUNT, &o->samples }, { "--batch", COUNT, &o->batch }, { "--epochs", COUNT, &o->epochs },
@@ -74,10 +76,12 @@ static int parse(options *o, int argc, char **argv)
     int failed = parse_words(o, argc, argv);
     if (failed) return failed;
     if (o->epochs == 0) o->epochs = o->data ? 6 : 3;
+    if (!o->codec) o->codec = strcmp(o->precision, "f16") == 0 ? "none" : "onebit"; /* overflows cannot be packed */
     if (o->lr == 0) o->lr = strcmp(o->model, "cnn") == 0 ? 0.03 : 0.05;
     if (o->stop == 0 || o->stop > o->epochs) o->stop = o->epochs;
     const struct { const char *option, *value, *allowed; } choice[] = {
         { "--model", o->model, " linear mlp cnn " }, { "--codec", o->codec, " none bf16 onebit twobit " },
+        { "--precision", o->precision, " f32 bf16 f16 " },
         { "--transport", o->transport, " threads mpi " }, { "--network", o->network, " 1gbit 100mbit " },
         { "--allreduce", o->allreduce, " auto central tree ring butterfly halving hierarchical native " } };
     for (size_t k = 0; k < sizeof choice / sizeof choice[0]; k++) {
