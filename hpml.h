@@ -84,6 +84,7 @@
 //     threads   the clock and the thread pool
 //     create   creating and freeing contexts
 //     tensor   tensors and views, copies and conversions
+//     host   whole tensors to and from host memory
 //     record   recording: nodes, inputs, parameters
 //     gemm-threads   dealing a matrix product out to threads
 //     elementwise   add, sub, mul, div with broadcasting; scale; activations
@@ -618,8 +619,9 @@ struct hpml_node {
     hpml_tensor *out_root, *grad_root;         /* planner: the tensors in whose memory value and gradient stand */
     hpml_node   *with;                         /* set by a backend's plan: a pass does this op together with that one,
                                                   the next; sources stay until then */
-    struct { int64_t samples, index; size_t at, saved; } edge; /* CPU, results in halves: samples of a block (0: all),
-                                                  labels or tokens before it; its f32 copies in scratch, bytes of saved */
+    /* where the CPU stores halves: samples of a block (0: all), labels or tokens before this block; its offset in
+       scratch, its bytes of saved */
+    struct { int64_t samples, index; size_t at, saved; } edge;
 };
 
 /* What a run is about. */
@@ -754,9 +756,9 @@ typedef struct hpml_trainer_desc {
     float         clip_norm;       /* 0: none; else gradients are scaled so that their global norm is at most this */
     int32_t       accumulate;      /* batches that make one update, each weighs as many as it has samples; 0: 1 */
     float         loss_scale;      /* gradients are computed times this and divided by it before they are used, so that
-                                      small ones survive in halves; 0: 1, but dynamic where results are stored as F16: from
-                                      65536, halved, and the update left out, when a gradient overflows; doubled after
-                                      2,000 updates without (Micikevicius et al. 2018) */
+                                      small ones survive in halves; 0: 1, but dynamic where results are stored as F16:
+                                      from 65536, halved, and the update left out, when a gradient overflows; doubled
+                                      after 2,000 updates without (Micikevicius et al. 2018) */
     bool          no_finite_check; /* skip the check, which names step and layer, of the loss and gradients (a device's:
                                       where their norm is wanted; a step without info then need not wait). What the
                                       CPU finds in a gradient stays out of parameters; the rest of the step is in */
@@ -4219,8 +4221,8 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store is %s (%d), expected f32, bf16 or f16",
                            hpml_dtype_name(d->store), (int)d->store);
     if (d->store != HPML_DTYPE_F32 && ctx->backend != hpml_backend_cpu())
-        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store %s is for the CPU; the backend \"%s\" takes its precision "
-                           "from its own desc", hpml_dtype_name(d->store), ctx->backend->name);
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store %s is for the CPU; the backend \"%s\" takes its "
+                           "precision from its own desc", hpml_dtype_name(d->store), ctx->backend->name);
     ctx->store = d->store;
     return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
 }
@@ -4653,13 +4655,17 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
     return HPML_OK;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>host   whole tensors to and from host memory
+// ---------------------------------------------------------------------------------------------------------------------
+
 HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16; }
 
 /* The first n numbers of t, whatever they are stored as, as f32 on the host. */
 HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
 {
     size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
-    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* at the end: they widen from the front on */
+    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* at its end: widened from the front on */
     hpml_status status = ctx->backend->read(ctx->device, raw, t->data, bytes);
     if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
     return status;
@@ -7000,19 +7006,19 @@ HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(ru
 // >>half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Mixed precision (Micikevicius et al. 2018): results of ops and their gradients take 2 bytes a number, arithmetic and
-   what is added up over a training stay f32. The ops know nothing of halves. One wrapper stands in for all of them: it
-   gives an op f32 copies, in scratch memory, of what is stored in halves, and rounds (to nearest, ties to even) what the
-   op wrote to where it is stored. Most ops treat samples independently, so the wrapper goes through a batch in blocks of
+/* Mixed precision (Micikevicius et al. 2018): results of ops and their gradients take 2 bytes a number; arithmetic, and
+   what is added up over a training, stay f32. The ops know nothing of halves. One wrapper stands in for all of them: it
+   gives an op f32 copies, in scratch memory, of the halves that the op reads, and rounds the op's results (to nearest,
+   ties to even) into their place. Most ops treat samples independently, so the wrapper cuts a batch into blocks of
    samples whose copies stay in the cache; gradients of parameters are added up over the blocks in f32. An op that joins
-   samples (batchnorm, a sum over the batch) gets the copy of the whole batch, and a loss is the mean over the blocks,
-   weighted by what counts in each. Blocks do not depend on the number of threads, so results do not either.
+   samples (batchnorm, a sum over the batch) gets a copy of the whole batch, and a loss is the mean over the blocks,
+   weighted by the number of rows that count in each. Blocks do not depend on the number of threads, so results do not.
 
-   The weights of products (parameters of two or more dimensions) are rounded in their f32 copy as well. The copy of the
-   largest is what scratch memory is mostly made of in a model of few samples and large layers. */
+   The weights of products (parameters of two or more dimensions) are rounded, too, in an f32 copy. In a model of few
+   samples and large layers the copy of the largest weight makes up most of the scratch memory. */
 
 #define HPMLI_EDGE_NUMBERS ((int64_t)1 << 18) /* f32 copies of a block: 1 MB or, where a sample is larger, more */
-#define HPMLI_EDGE_ROWS    256                /* least rows of a block: products of fewer do not pay for their packing */
+#define HPMLI_EDGE_ROWS    256 /* rows of a block, at least: with fewer the packing of a product would show */
 
 /* What each op's backward pass reads, see HPMLI_OP. */
 static unsigned (*const hpmli_needs[])(const hpml_node *) = {
@@ -7175,7 +7181,7 @@ HPMLI_FN int64_t hpmli_edge_block(const hpml_node *n)
     return block < batch ? block : 0;
 }
 
-/* hpml_backend.plan, once for each node: how large its blocks are, and room for their copies and for what each saves. */
+/* hpml_backend.plan, once for each node: the size of its blocks, and memory for their copies and for what each saves. */
 HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
 {
     const hpml_ctx *ctx = (const hpml_ctx *)device;

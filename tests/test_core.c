@@ -198,8 +198,8 @@ TEST(tensors_refuse)
     hpml_ctx_free(other);
 }
 
-/* What is stored in halves says so in its dtype, takes half the memory and is f32 on the host; what cannot be is refused
-   by a sentence. */
+/* A result that is stored in halves says so in its dtype, takes half the memory and is f32 on the host; combinations
+   without a meaning are refused by a sentence. */
 TEST(results_in_halves)
 {
     static const char *const names[] = { "f32", "bf16", "f16" };
@@ -207,7 +207,7 @@ TEST(results_in_halves)
     float       back[8];
     size_t      total[3], activations[3];
     for (int store = 0; store < 3; store++) {
-        const float  last = store == 1 ? 70144 : 70000; /* the nearest bf16; with 8 bits of 1.00390625 the even one is 1 */
+        const float  last = store == 1 ? 70144 : 70000; /* the nearest bf16; that of 1.00390625 is 1: ties go to even */
         hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = (hpml_dtype)store });
         hpml_tensor *x = hpml_input_2d(ctx, 2, 4), *y = hpml_scale(x, 1, 0), *narrow = hpml_mean(y, 1);
         hpml_tensor *deep = hpml_input_2d(ctx, 512, 256), *h = deep, *sum = hpml_mean(y, HPML_ALL_DIMS);

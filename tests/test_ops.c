@@ -184,8 +184,8 @@ TEST(every_op_in_halves)
         }
 }
 
-/* Three samples so large that each is a block: a loss is the mean over all of them, whatever counts in each, and what is
-   wrong with a label or a token is told by its place in the whole batch. */
+/* Three samples so large that each is a block: a loss is the mean over all of them, however many labels count in each,
+   and an error names the place of a label or a token in the whole batch. */
 TEST(losses_and_labels_of_many_blocks)
 {
     enum { B = 3, ROWS = 256, COLS = 512 };
@@ -224,7 +224,7 @@ TEST(losses_and_labels_of_many_blocks)
             ENSURE_NEAR(grad[0][i], grad[1][i], 1e-6 * fabs((double)grad[0][i]) + 1e-9);
     }
     hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = HPML_DTYPE_BF16 });
-    hpml_tensor *x = hpml_input_tokens(ctx, B, ROWS), *y = hpml_embedding(x, 9, COLS, &(hpml_embedding_desc){ .name = "e" });
+    hpml_tensor *x = hpml_input_tokens(ctx, B, ROWS), *y = hpml_embedding(x, 9, COLS, NULL);
     hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
     for (int i = 0; i < B * ROWS; i++) label[i] = i == ROWS + 7 ? 9 : i % 9;
     ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, label, B * ROWS) == HPML_OK);
@@ -254,7 +254,8 @@ TEST(products_of_f16_add_up_in_f32)
         hpml_linear_desc  named = { .name = "l" };
         hpml_rng          r = { .seed = 3 };
         hpml_ctx         *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = cpus[k], .store = HPML_DTYPE_F16 });
-        hpml_tensor      *a = hpml_input(ctx, HPML_DTYPE_F16, 2, square), *b = hpml_input(ctx, HPML_DTYPE_F16, 2, square);
+        hpml_tensor      *a = hpml_input(ctx, HPML_DTYPE_F16, 2, square);
+        hpml_tensor      *b = hpml_input(ctx, HPML_DTYPE_F16, 2, square);
         hpml_tensor      *c = hpml_input(ctx, HPML_DTYPE_F16, 2, square);
         hpml_tensor      *d[2] = { hpml_linear(a, 4, &named), hpml_add(hpml_matmul(a, b, false, false), c) };
         hpml_graph       *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = d, .output_count = 2 });
