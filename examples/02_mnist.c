@@ -201,7 +201,7 @@ static int compare(const options *base)
         for (int n = 0; n < 2 && row[i].workers > 1; n++)
             if ((measured[i][n] = slow_step(&o[i], n)) < 0) return 1;
     }
-    printf("\n%45sa step on 1 Gbit/s   on 100 Mbit/s, ms\n", "");
+    printf("\n%44s%-18s%s\n", "", "ms on 1 Gbit/s", "ms on 100 Mbit/s");
     printf("workers codec  accuracy bytes/step training forecast measured forecast measured\n");
     for (int i = 0; i < 3; i++) {
         const job *j = &jobs[i];
@@ -211,9 +211,9 @@ static int compare(const options *base)
             printf(" %8.1f %8.1f", 1e3 * (j->step_s + j->bytes / networks[n].link.bandwidth), 1e3 * measured[i][n]);
         printf("\n");
     }
-    snprintf(text, sizeof text, "\nHere 4 workers share the cores of one machine with nothing to win: %.2f s of training "
-             "against %.2f s. Between machines 1-bit gradients make a step %.1f times as fast on 1 Gbit/s and %.1f "
-             "times as fast on 100 Mbit/s.", jobs[1].seconds, jobs[0].seconds, measured[1][0] / measured[2][0],
+    snprintf(text, sizeof text, "\nThe 4 workers share the cores of this machine: %.2f s of training, %.2f s with 1 "
+             "worker. Between machines 1-bit gradients make a step %.1f times as fast on 1 Gbit/s, %.1f times on "
+             "100 Mbit/s.", jobs[1].seconds, jobs[0].seconds, measured[1][0] / measured[2][0],
              measured[1][1] / measured[2][1]);
     screen_paragraph(text);
     if (report_plot(reports, names, 3, base->out) == 0) report_drawn(base->out, "loss.svg (the three losses)");

@@ -120,7 +120,8 @@ static void generate(hpml_ctx *ctx, hpml_trainer *t, const options *o, hpml_data
 static int train(hpml_ctx *ctx, const options *o)
 {
     int                  V = 0;
-    hpml_dataset        *text = hpml_dataset_load_text(ctx, o->files.word, o->files.count, o->context, false), *seen, *rest;
+    const option_words  *files = &o->files;
+    hpml_dataset        *text = hpml_dataset_load_text(ctx, files->word, files->count, o->context, false), *seen, *rest;
     const unsigned char *vocabulary = hpml_dataset_vocabulary(text, &V);
     int64_t              cut = text ? text->count * 9 / 10 : 0;
     hpml_tensor         *tokens = hpml_input_tokens(ctx, o->batch, o->context);
