@@ -1,5 +1,5 @@
-# Sourced by scripts that run MPI programs. $mpicc and $mpiexec are the MPI's commands (MPICC and MPIEXEC choose another),
-# $mpi_options what mpiexec needs for more ranks than cores and, where it is Open MPI's, for root.
+# Sourced by scripts that run MPI programs. $mpicc and $mpiexec are the MPI's commands (MPICC and MPIEXEC choose another
+# MPI), $mpi_options what Open MPI's mpiexec needs for more ranks than cores and for root.
 mpicc=${MPICC:-mpicc} mpiexec=${MPIEXEC:-mpiexec} mpi_options=
 if "$mpiexec" --version 2>/dev/null | grep -qiE 'open.?(mpi|rte)'; then
     mpi_options=--oversubscribe

@@ -1,9 +1,9 @@
 #!/bin/sh
-# run.sh [-j N] PROGRAM...: runs test programs with a time limit, those after -j N N at a time, and adds up their counts.
-# Each program's result is printed as it ends; on a terminal a last line says what is running and for how long. At the
-# end: the slowest five, the reasons of what was skipped, the counts. A program prints "N passed, N failed, N skipped" at
-# its end, and "skip NAME (REASON)" or "skip N checks (REASON)" for what it skips; one that prints no counts is one test:
-# exit 0 passed, 77 skipped (its last line is the reason), else failed.
+# run.sh [-j N] PROGRAM...: runs test programs with a time limit, those after -j N N at a time, and adds up their
+# counts. Each program's result is printed as it ends; on a terminal a last line says what is running and for how long.
+# At the end: the slowest five, the reasons of what was skipped, the counts. A program prints "N passed, N failed, N
+# skipped" at its end, and "skip NAME (REASON)" or "skip N checks (REASON)" for what it skips; one that prints no counts
+# is one test: exit 0 passed, 77 skipped (its last line is the reason), else failed.
 log=build/log
 if [ "$1" = --one ]; then # in a process of its own, for xargs
     name=$(basename "$2")

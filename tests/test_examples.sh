@@ -66,7 +66,7 @@ check "a missing folder is an error" '[ $? -ne 0 ] && grep -q nonexistent "$tmp/
 mnist --codec 1bit >"$tmp/out" 2>&1
 check "a choice that is none is an error" '[ $? -eq 2 ] && grep -q "expected one of none|bf16|onebit" "$tmp/out"'
 mnist --lr fast >"$tmp/out" 2>&1
-check "a number that is none is an error" '[ $? -eq 2 ] && grep -q "lr fast: expected a number of at least 0" "$tmp/out"'
+check "a number that is none is an error" '[ $? -eq 2 ] && says "lr fast: expected a number of at least 0"'
 if [ -n "$HPML_MNIST" ]; then # real data, where they are
     mnist --data "$HPML_MNIST" --model mlp --json >"$tmp/out" 2>&1
     check "mlp on MNIST: 95 %" 'above test_accuracy 0.95'
@@ -161,7 +161,8 @@ fits() { # COMMAND...: "$tmp/out" ends with the lines that are too wide
 }
 fits build/02_mnist --compare --samples 640 --epochs 1 --model mlp --out "$files"
 check "the demo says what it has drawn and what its table shows" \
-    '[ "$(grep -c "<polyline" "$files/loss.svg")" = 3 ] && says "loss.svg" && says "trace.json" && says "1-bit gradients"'
+    '[ "$(grep -c "<polyline" "$files/loss.svg")" = 3 ] && says "loss.svg" && says "trace.json" &&
+        says "1-bit gradients"'
 fits build/02_mnist --workers 2 --samples 640 --epochs 2 --model linear --steps-table 3 --out "$files"
 fits build/03_charlm --steps 2 --batch 2 --length 300 hpml.h
 fits build/05_allreduce --ranks 2 --max 4096
@@ -172,5 +173,26 @@ for program in 02_mnist 03_charlm 05_allreduce 08_simulate; do
     check "$program --help" 'says "^  --[a-z]* "'
 done
 fits sh tests/doctor.sh
+# The scripts that this and the other tests rest on.
+printf '#!/bin/sh\nfor program; do :; done\n"$program"; "$program"\n' >"$tmp/alone" # starts each rank alone
+chmod +x "$tmp/alone"
+if [ -z "$lack" ]; then
+    MPIEXEC=$tmp/alone sh -c '. tests/mpi.sh; mpi_lacks "$1"' sh "$tmp" >"$tmp/out" 2>&1
+    check "an mpiexec that starts each rank alone is named" 'says alone'
+fi
+mkdir -p "$tmp/runner/tests"
+cp tests/run.sh "$tmp/runner/tests" && cp build/terminal "$tmp/runner"
+cat >"$tmp/runner/slow.sh" <<'S'
+sleep 2
+echo "skip slow_case (no GPU)"
+echo "skip 2 checks (no clang)"
+echo "3 passed, 0 failed, 3 skipped"
+S
+echo 'echo "SKIP: no mpicc"; exit 77' >"$tmp/runner/absent.sh"
+echo 'echo reason; exit 3' >"$tmp/runner/bad.sh"
+(cd "$tmp/runner" && ./terminal 80 sh tests/run.sh -j 2 ./slow.sh ./absent.sh ./bad.sh) >"$tmp/out" 2>&1
+check "the test runner shows what is running, counts skips by reason and reports a failure" '[ $? -eq 1 ] &&
+    says "2 of 3 done; running: slow.sh [12] s" && says "^skipped: 2 x no clang" && says "^skipped: 1 x no mpicc" &&
+    says "bad.sh: failed, exit 3" && says "^3 passed, 1 failed, 4 skipped"'
 echo "$passed passed, $failed failed, $skipped skipped"
 [ $failed -eq 0 ]
