@@ -1,7 +1,7 @@
 #!/bin/sh
-# install.sh [PACKAGE...]: installs what the demo and the tests need on Debian and Ubuntu: a C compiler, ninja, MPI, zlib.
-# Packages that are named, as clang, are installed too if there are such. Ubuntu 24.04 gets Open MPI, because each rank
-# that its MPICH package starts is alone.
+# install.sh [PACKAGE...]: installs what the demo and the tests need on Debian and Ubuntu: a C compiler, ninja, MPI,
+# zlib. Packages that are named, as clang, are installed too if there are such. Ubuntu 24.04 gets Open MPI, because each
+# rank that its MPICH package starts is alone.
 sudo=env
 if [ "$(id -u)" != 0 ]; then
     command -v sudo >/dev/null || { echo "install.sh: run it as root, because there is no sudo here"; exit 1; }
