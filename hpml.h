@@ -7181,7 +7181,7 @@ HPMLI_FN int64_t hpmli_edge_block(const hpml_node *n)
     return block < batch ? block : 0;
 }
 
-/* hpml_backend.plan, once for each node: the size of its blocks, and memory for their copies and for what each saves. */
+/* hpml_backend.plan, once for each node: the size of its blocks, memory for their copies and for what each saves. */
 HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
 {
     const hpml_ctx *ctx = (const hpml_ctx *)device;
