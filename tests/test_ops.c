@@ -232,6 +232,29 @@ TEST(losses_and_labels_of_many_blocks)
     hpml_ctx_free(ctx);
 }
 
+/* A parameter with a row for each sample of a batch that is larger than a block: each sample meets its own row. */
+TEST(rows_of_a_parameter_beside_many_blocks)
+{
+    enum { B = 3, ROWS = 256, COLS = 512, N = B * ROWS * COLS };
+    hpml_param_desc d = { .ndim = 3, .shape = { B, ROWS, COLS }, .init = HPML_INIT_NORMAL };
+    hpml_ctx       *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = HPML_DTYPE_BF16 });
+    hpml_tensor    *x = hpml_input_3d(ctx, B, ROWS, COLS), *p = hpml_param_create(ctx, &d), *y = hpml_mul(x, p);
+    hpml_graph     *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1,
+                                                                   .loss = hpml_mean(y, HPML_ALL_DIMS) });
+    ENSURE(hpml_graph_alloc(g) == HPML_OK);
+    fill(x, 1);
+    ENSURE(hpml_graph_forward(g, true, 0) == HPML_OK && hpml_graph_backward(g, N, false) == HPML_OK);
+    float *got = (float *)malloc(N * sizeof *got);
+    hpml_tensor_get(y, got, N);
+    for (int i = 0; i < N; i++) {
+        double want = (double)x->data[i] * (double)p->data[i];
+        ENSURE_NEAR(got[i], want, fabs(want) / 511);
+        ENSURE_NEAR(p->grad[i], x->data[i], 1e-6 * fabs((double)x->data[i]));
+    }
+    free(got);
+    hpml_ctx_free(ctx);
+}
+
 /* The f16 next to x, ties to even, by arithmetic in double. */
 static float to_f16(float x)
 {
@@ -295,12 +318,12 @@ TEST(products_of_f16_add_up_in_f32)
 /* What has no batch dimension, but as many rows as a batch has: a short batch leaves the others' gradients at zero. */
 TEST(short_batches_beside_rows_of_a_parameter)
 {
-    for (int i = 0; i < 8; i++) { /* in f32, in halves */
+    for (int i = 0; i < 16; i++) { /* of a parameter, of what is computed from one; in f32, in halves */
         int          kind = i % 4;
-        hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = i / 4 ? HPML_DTYPE_BF16 : HPML_DTYPE_F32 });
+        hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = i / 8 ? HPML_DTYPE_BF16 : HPML_DTYPE_F32 });
         hpml_tensor *x = hpml_input_3d(ctx, 4, 3, 3);
         hpml_tensor *p = hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 3, .shape = { 4, 3, 3 } });
-        hpml_tensor *q = kind == 3 ? hpml_tanh(p) : p, *both[2] = { x, q };
+        hpml_tensor *q = i / 4 % 2 ? hpml_tanh(p) : p, *both[2] = { x, q };
         hpml_tensor *y = kind == 0 ? hpml_concat(both, 2, 1)
                        : kind == 1 ? hpml_matmul(q, x, false, false) : hpml_mul(x, q);
         hpml_tensor *loss = kind == 2 ? hpml_mse(x, q) : hpml_mse(y, hpml_input(ctx, HPML_DTYPE_F32, 3, y->shape));
