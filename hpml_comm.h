@@ -155,11 +155,17 @@ typedef struct hpml_launch_desc {
     bool                check;
     hpml_ctx_desc       ctx;       /* of every rank; threads 0: this machine's cores shared out among the ranks */
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes it for a rank: a GPU of its own */
+    bool                alone;     /* THREADS, CLOCK in each of several processes of mpiexec or srun: an error, because
+                                      each would train by itself, unless this or HPML_RUN says that it is meant */
     uint32_t            _end;
 } hpml_launch_desc;
 typedef hpml_status hpml_rank_fn(hpml_comm *comm, void *user);
 HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size);
-/* How many processes mpiexec or srun says it has started, and which one this is, before MPI starts. 0: says nothing. */
+/* How many processes mpiexec or srun has started, and the number of this one, known before MPI starts; 0: neither has
+   started this process. The first of these pairs that is in the environment counts: PMI_SIZE and PMI_RANK (MPICH, Intel
+   MPI), PMIX_SIZE and PMIX_RANK, OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK (Open MPI), MPI_LOCALNRANKS and
+   MPI_LOCALRANKID (Hydra), SLURM_STEP_NUM_TASKS and SLURM_PROCID (srun). SLURM_NTASKS alone, with or without
+   SLURM_PROCID, is a batch script, which is one process. */
 HPML_API int         hpml_launched(int *rank);
 
 HPML_API int       hpml_comm_rank(const hpml_comm *c); /* 0 to size - 1 */
@@ -2305,7 +2311,7 @@ HPML_API int hpml_launched(int *rank)
 {
     static const char *const names[][2] = { { "PMI_SIZE", "PMI_RANK" }, { "PMIX_SIZE", "PMIX_RANK" },
         { "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK" }, { "MPI_LOCALNRANKS", "MPI_LOCALRANKID" },
-        { "SLURM_STEP_NUM_TASKS", "SLURM_PROCID" } }; /* of srun; a batch script has SLURM_NTASKS, too */
+        { "SLURM_STEP_NUM_TASKS", "SLURM_PROCID" } };
     if (rank) *rank = 0;
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         const char *size = getenv(names[i][0]), *at = getenv(names[i][1]);
@@ -2344,6 +2350,19 @@ HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
     if (ranks == 0 && kind != 1) ranks = tasks && atoi(tasks) > 0 ? atoi(tasks) : hpmlc_cores(1);
     d->transport = kind == 3 ? HPML_TRANSPORT_THREADS : (hpml_transport_kind)kind, d->ranks = (int32_t)ranks;
     return true;
+}
+
+/* Threads in each of mpiexec's processes are separate runs that look like one: refused unless they are meant. */
+HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_text *to)
+{
+    const char *run       = getenv("HPML_RUN"), *kind = d->transport == HPML_TRANSPORT_CLOCK ? "clock" : "threads";
+    int         processes = hpml_launched(NULL), ranks = d->ranks > 0 ? d->ranks : 1;
+    bool        meant     = run && *run && strncmp(run, "auto", 4) != 0 && strncmp(run, "mpi", 3) != 0;
+    if (d->transport == HPML_TRANSPORT_MPI || processes < 2 || d->alone || meant) return HPML_OK;
+    return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: \"%s:%d\" in each of the %d processes that mpiexec or srun has "
+                        "started would be %d separate runs. For one run on all of them set .run to \"auto\" or "
+                        "\"mpi\"; if separate runs are meant, set .alone, or HPML_RUN=%s:%d in the environment",
+                        kind, ranks, processes, processes, kind, ranks);
 }
 
 /* The first failure by cause: a rank that only heard of another's comes second. */
@@ -2411,6 +2430,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     if (!hpmlc_run_read(&d))
         return hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], clock[:N], "
                             "mpi[:N], auto[:N]", d.run);
+    if (hpmlc_launch_alone(&d, &to) != HPML_OK) return HPML_ERR_ARGUMENT;
     bool mpi   = d.transport == HPML_TRANSPORT_MPI;
     int  ranks = d.ranks > 0 && !mpi ? d.ranks : 1;
     bool clock = d.transport == HPML_TRANSPORT_CLOCK;
