@@ -195,6 +195,7 @@ typedef struct hpml_allocator {
 
 /* Called once for each error (text with file and line). NULL: silent; the library never prints. */
 typedef void hpml_log_fn(hpml_status status, const char *text, void *user);
+HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user); /* one of them: a line on stderr */
 
 typedef struct hpml_ctx_desc {
     uint32_t            _begin;    /* canary, leave zero (as `_end` of every desc) */
@@ -819,7 +820,9 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
    update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_update_local for
            the parameters it wants updated here. Returns HPML_OK.
    sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in training passes forward
-           and backward; called in the same order on all ranks, also on one that runs 0 samples */
+           and backward; called in the same order on all ranks, also on one that runs 0 samples
+   data    before the first batch of a fit that takes this rank's share itself; `mark` is a hash of data, order, place
+           and passes, which must be the same on all ranks: then the shares are disjoint and complete */
 typedef struct hpml_hooks {
     void *user;
     hpml_status (*run)(void *user, hpml_trainer *t, int64_t samples, float *loss);
@@ -828,6 +831,7 @@ typedef struct hpml_hooks {
     hpml_status (*update)(void *user, hpml_trainer *t);
     void (*free)(void *user); /* called by hpml_ctx_free and when replaced */
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
+    hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
 } hpml_hooks;
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* NULL: serial again */
 /* Forward and backward on samples [first, first + samples) of what is now in the inputs, gradients times grad_scale. 0
@@ -926,7 +930,8 @@ typedef struct hpml_loader_desc {
     bool         drop_last;  /* leave out a short last batch */
     bool         no_prefetch; /* batches are made by the caller's thread; same batches */
     uint64_t     seed;       /* 0: the context's */
-    int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1 */
+    int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1, in fit: as hpml_distribute says.
+                                 Where you have divided the data among ranks yourself: 0 and 1 */
     int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` near-equal shares, at most `batch` */
     int64_t      grain;        /* samples that stay together (leaves), always on one rank; 0: shares are near-equal */
     int64_t      samples_per_epoch; /* 0: all; less or more: that many, drawn as the shuffle goes on */
@@ -3783,6 +3788,12 @@ HPML_API const char *hpml_status_string(hpml_status status)
 
 HPML_API int hpml_version(void) { return HPML_VERSION; }
 
+HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user)
+{
+    (void)status, (void)user;
+    fprintf(stderr, "%s\n", text);
+}
+
 HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const char *format, va_list args)
 {
     char text[sizeof ctx->error], whole[sizeof ctx->error + 32];
@@ -3792,7 +3803,8 @@ HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const c
         memcpy(ctx->error, text, sizeof text);
     }
     if (ctx->log) {
-        snprintf(whole, sizeof whole, "hpml.h:%d: %s", line, text);
+        int at = line > 0 ? snprintf(whole, sizeof whole, "hpml.h:%d: ", line) : 0; /* 0: another file's error */
+        snprintf(whole + at, sizeof whole - (size_t)at, "%s", text);
         ctx->log(status, whole, ctx->log_user);
     }
 }
@@ -4980,9 +4992,16 @@ HPML_API hpml_status hpml_param_init(hpml_ctx *ctx)
     return ctx->status;
 }
 
+#define HPMLI_HASH UINT64_C(14695981039346656037)
+HPMLI_FN uint64_t hpmli_hash(uint64_t hash, const void *bytes, size_t n) /* FNV-1a, begun with HPMLI_HASH */
+{
+    for (size_t i = 0; i < n; i++) hash = (hash ^ ((const unsigned char *)bytes)[i]) * UINT64_C(1099511628211);
+    return hash;
+}
+
 HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
 {
-    uint64_t hash = UINT64_C(14695981039346656037);
+    uint64_t hash = HPMLI_HASH;
     if (hpmli_failed(ctx)) return 0;
     for (int i = 0; i < ctx->param_count; i++) {
         const hpml_tensor *t     = ctx->params[i];
@@ -4990,7 +5009,7 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
         unsigned char     *host  = t->data ? (unsigned char *)hpmli_alloc(ctx, bytes) : NULL;
         if (!host) continue;
         ctx->backend->read(ctx->device, host, t->data, bytes);
-        for (size_t b = 0; b < bytes; b++) hash = (hash ^ host[b]) * UINT64_C(1099511628211);
+        hash = hpmli_hash(hash, host, bytes);
         hpmli_free(ctx, host);
     }
     return hash;
@@ -8266,6 +8285,8 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
     return hpml_loader_create(t->ctx, data, &d);
 }
 
+static uint64_t hpmli_loader_mark(const hpml_loader *l); /* see >>loader */
+
 HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, double start,
                                      int64_t *samples, int64_t *steps)
 {
@@ -8306,6 +8327,10 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
                           (long long)d.max_steps);
     hpml_loader *l = hpmli_trainer_loader(t, data, d.loader, false);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (t->hooks.data && (!d.loader || d.loader->ranks == 0)) {
+        const int64_t passes[] = { t->epoch, t->epoch_step, d.epochs, d.max_steps };
+        status = t->hooks.data(t->hooks.user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
+    }
     for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
         if (d.max_steps > 0 && steps >= d.max_steps) break; /* they ended with a pass */
         status = hpmli_fit_epoch(t, l, &d, start, &samples, &steps);
@@ -9266,6 +9291,22 @@ HPMLI_FN int64_t hpmli_share(const hpml_loader_desc *d, int64_t size, int64_t ra
     int64_t grains = d->grain > 0 ? (d->global_batch + d->grain - 1) / d->grain : 0;
     int64_t at     = d->grain > 0 ? grains * rank / d->ranks * d->grain : size * rank / d->ranks;
     return at < size ? at : size;
+}
+
+/* A hash of what says which samples make a batch, and of the targets of 64 samples from all over the data: equal for
+   the same data on several ranks, but not for two slices of it. */
+static uint64_t hpmli_loader_mark(const hpml_loader *l)
+{
+    const hpml_dataset *d    = l->data;
+    const int64_t       of[] = { d->count, l->d.global_batch, l->d.grain, l->d.ranks, (int64_t)l->d.seed,
+                                 l->d.in_order, l->d.drop_last, l->d.samples_per_epoch };
+    const int64_t       size = d->y ? d->y_size * 4 : 0;
+    uint64_t            mark = hpmli_hash(HPMLI_HASH, of, sizeof of);
+    for (int64_t i = 0; i < 64 && size > 0; i++) {
+        int64_t sample = (d->count - 1) / 63 * i + (d->count - 1) % 63 * i / 63;
+        mark = hpmli_hash(mark, hpmli_sample_y(d, sample), (size_t)(size < 4096 ? size : 4096));
+    }
+    return mark;
 }
 
 /* Makes the next batch. */

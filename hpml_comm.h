@@ -141,7 +141,8 @@ HPML_API void        hpml_world_free(hpml_world *w);
 
 /* Runs `fn` on every rank and returns when all have: the one line that differs between one core, threads, virtual time
    and mpiexec (where it runs `fn` on this process's rank, and starts and ends MPI unless you have: once, then). Every
-   rank gets a context and a communicator. The result is the first rank's error, its text in `error` (may be NULL). */
+   rank gets a context and a communicator. The result is the first rank's error, its text in `error` (may be NULL); each
+   rank's errors, and what is wrong with the desc, go to .ctx.log as well. */
 typedef struct hpml_launch_desc {
     uint32_t            _begin;
     const char         *run;       /* transport and ranks in words: "serial", "threads:4", "clock:4", "mpi", "mpi:4";
@@ -419,10 +420,13 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 
 /* Attached to a trainer, it makes p ranks with a share of each global batch equal one rank with all of it: parameters
    start as rank 0's, gradients are added up while the backward pass still runs, every rank makes the same step. Serial
-   code does not change. The short last batch is weighted right, and a rank without samples takes part. Batchnorm sees a
-   rank's share alone unless sync_batchnorm is set. A trainer on a device is served, too: by the communicator's link,
-   where it has one (codecs and plain sums, neither exact nor delayed), else what is exchanged goes through the host. A
-   link that ends at the node adds up plain floats inside; the codec packs what goes from node to node. */
+   code does not change: hpml_trainer_fit gets the whole data set on all ranks, and each takes its share of every batch
+   (disjoint, complete, shuffled with one seed); hpml_trainer_step gets this rank's samples; hpml_trainer_evaluate goes
+   through all of its data on each rank that calls it. The short last batch is weighted right, and a rank without
+   samples takes part. Batchnorm sees a rank's share alone unless sync_batchnorm is set. A trainer on a device is
+   served, too: by the communicator's link, where it has one (codecs and plain sums, neither exact nor delayed), else
+   what is exchanged goes through the host. A link that ends at the node adds up plain floats inside; the codec packs
+   what goes from node to node. */
 typedef struct hpml_distribute_desc {
     uint32_t        _begin;
     hpml_codec_desc codec;        /* how gradients travel, as in hpml_exchange_desc, ... */
@@ -2299,7 +2303,8 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     s->status = ctx ? hpml_ctx_status(ctx) : HPML_ERR_MEMORY;
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
     if (s->status != HPML_OK && ctx) { /* the others must hear of it even if the context is clean */
-        hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
+        if (hpml_ctx_status(ctx) == HPML_OK)
+            hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
         hpmlc_start_says(s, comm && comm->size > 1 ? comm->rank : -1, hpml_ctx_error(ctx));
     }
     if (!ctx) hpmlc_start_says(s, s->comm.rank, "no memory for a context");
@@ -2358,7 +2363,7 @@ HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_t
     const char *run       = getenv("HPML_RUN"), *kind = d->transport == HPML_TRANSPORT_CLOCK ? "clock" : "threads";
     int         processes = hpml_launched(NULL), ranks = d->ranks > 0 ? d->ranks : 1;
     bool        meant     = run && *run && strncmp(run, "auto", 4) != 0 && strncmp(run, "mpi", 3) != 0;
-    if (d->transport == HPML_TRANSPORT_MPI || processes < 2 || d->alone || meant) return HPML_OK;
+    if (processes < 2 || d->alone || meant) return HPML_OK;
     return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: \"%s:%d\" in each of the %d processes that mpiexec or srun has "
                         "started would be %d separate runs. For one run on all of them set .run to \"auto\" or "
                         "\"mpi\"; if separate runs are meant, set .alone, or HPML_RUN=%s:%d in the environment",
@@ -2419,22 +2424,33 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
 #endif
 }
 
+/* Reads desc.run, and refuses what cannot be run or meant. */
+HPMLC_FN hpml_status hpmlc_launch_check(hpml_launch_desc *d, const hpmlc_text *to)
+{
+    if (d->_begin || d->_end || d->ranks < 0 || d->ranks > 65536 || (unsigned)d->transport > HPML_TRANSPORT_CLOCK)
+        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or a desc that is not "
+                            "cleared", d->ranks, (int)d->transport);
+    if (!hpmlc_run_read(d))
+        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], "
+                            "clock[:N], mpi[:N], auto[:N]", d->run);
+    if (d->transport == HPML_TRANSPORT_MPI) return HPML_OK;
+    hpml_status status = hpmlc_launch_alone(d, to);
+    if (status != HPML_OK) return status;
+    if (d->ranks == 0) d->ranks = 1;
+    return hpmlc_network_check("launch", &d->network, d->ranks, d->transport == HPML_TRANSPORT_CLOCK, to);
+}
+
 HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size)
 {
     HPMLC_DESC(hpml_launch_desc, d, desc);
-    const hpmlc_text to = { error, size };
-    hpmlc_say_no(&to, HPML_OK, "%s", "");
-    if (d._begin || d._end || !fn || d.ranks < 0 || d.ranks > 65536 || (unsigned)d.transport > HPML_TRANSPORT_CLOCK)
-        return hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or no function, or "
-                            "a desc that is not cleared", d.ranks, (int)d.transport);
-    if (!hpmlc_run_read(&d))
-        return hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], clock[:N], "
-                            "mpi[:N], auto[:N]", d.run);
-    if (hpmlc_launch_alone(&d, &to) != HPML_OK) return HPML_ERR_ARGUMENT;
+    char              text[512] = "launch: no function for the ranks";
+    const hpmlc_text  to = { error, size }, reason = { text, sizeof text };
+    hpml_status       refused = fn ? hpmlc_launch_check(&d, &reason) : HPML_ERR_ARGUMENT;
+    hpmlc_say_no(&to, refused, "%s", refused == HPML_OK ? "" : text);
+    if (refused != HPML_OK && d.ctx.log) d.ctx.log(refused, text, d.ctx.log_user);
+    if (refused != HPML_OK) return refused;
     bool mpi   = d.transport == HPML_TRANSPORT_MPI;
-    int  ranks = d.ranks > 0 && !mpi ? d.ranks : 1;
-    bool clock = d.transport == HPML_TRANSPORT_CLOCK;
-    if (!mpi && hpmlc_network_check("launch", &d.network, ranks, clock, &to) != HPML_OK) return HPML_ERR_ARGUMENT;
+    int  ranks = mpi ? 1 : d.ranks;
     hpmlc_start *s = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
     if (!s) return HPML_ERR_MEMORY;
     for (int i = 0; i < ranks; i++) {
@@ -4880,6 +4896,24 @@ HPMLC_FN bool hpmlc_dist_linkable(hpml_distributed *d)
            (d->d.codec.kind == HPML_CODEC_NONE || (b->encode && b->decode));
 }
 
+/* Ranks take their shares of a batch by position, so that all must have the same data in the same order: shares made by
+   hand would be divided once more. The report is of steps, and leaves this sum out. */
+HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, uint64_t mark)
+{
+    hpml_distributed   *d = (hpml_distributed *)user;
+    const hpml_counters before = d->c->counters;
+    int64_t             both[2] = { (int64_t)(mark >> 1), -(int64_t)(mark >> 1) };
+    hpml_status status = hpmlc_reduce_all(d->c, both, 2, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
+    int64_t     bytes = d->c->counters.bytes - before.bytes;
+    double      seconds = d->c->counters.seconds - before.seconds;
+    d->at_reset.bytes += bytes, d->at_reset.seconds += seconds;
+    d->row_sent.bytes += bytes, d->row_sent.seconds += seconds;
+    if (status != HPML_OK || both[0] == -both[1]) return status;
+    return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "fit: this rank's data, seed, epochs or place in the data are not the "
+                      "other ranks'. Pass the same data set and settings on all ranks, because fit takes each rank's "
+                      "share itself; or, where you have divided the data, a hpml_loader_desc with .ranks = 1");
+}
+
 HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
 {
     hpml_ctx *ctx  = d->ctx;
@@ -4930,6 +4964,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.grad   = settings.exact ? NULL : hpmlc_dist_grad;
     hooks.sum    = settings.sync_batchnorm ? hpmlc_dist_sum : NULL;
     hooks.update = hpmlc_dist_update;
+    hooks.data   = hpmlc_dist_data;
     hpml_trainer_set_hooks(t, &hooks);
     hpml_trainer_set_shard(t, c->rank, c->size, settings.global_batch, settings.exact ? settings.leaf : 0);
     hpml_distribute_get(d, NULL, true);

@@ -1216,8 +1216,13 @@ TEST(the_launcher_says_which_rank_this_is)
 /* In one of two processes of a launcher, threads are refused with their cure, unless they are meant. */
 TEST(threads_in_each_process_of_a_launcher_must_be_meant)
 {
-    static const struct { const char *env, *run; hpml_transport_kind transport; int ranks; bool alone; const char *got; }
-    cases[] = {
+    static const struct {
+        const char         *env, *run;
+        hpml_transport_kind transport;
+        int                 ranks;
+        bool                alone;
+        const char         *got;
+    } cases[] = {
         { NULL, "threads:3", HPML_TRANSPORT_THREADS, 0, false, NULL },
         { NULL, "clock:3", HPML_TRANSPORT_THREADS, 0, false, NULL },
         { NULL, "serial", HPML_TRANSPORT_THREADS, 0, false, NULL },

@@ -267,6 +267,79 @@ TEST(exact_equals_serial)
     ENSURE_NEAR(apart(&serial, &exact), 0, 1e-5);
 }
 
+/* A program without a word about ranks but the call of hpml_distribute, and ways to go wrong with its data. */
+typedef enum sharing { UNCHANGED, BY_HAND, BY_HAND_TWICE, OTHER_SEED, OTHER_EPOCHS, SHARINGS } sharing;
+typedef struct shared {
+    sharing  how;
+    bool     exact;
+    int      samples;
+    int64_t  steps[4];
+    int64_t  seen[4]; /* samples that went through each rank */
+    uint64_t hash;
+    double   loss;
+    char     text[512];
+} shared;
+
+static int count_samples(const hpml_step_info *info, void *user)
+{
+    *(int64_t *)user += info->samples;
+    return 0;
+}
+
+static hpml_status share(hpml_comm *c, void *user)
+{
+    shared       *s    = (shared *)user;
+    hpml_ctx     *ctx  = hpml_comm_ctx(c);
+    int           rank = hpml_comm_rank(c), p = hpml_comm_size(c);
+    hpml_tensor  *in   = hpml_input_2d(ctx, 8, INPUTS);
+    hpml_trainer *t    = trainer(ctx, in, hpml_linear(hpml_tanh(hpml_linear(in, 9, NULL)), CLASSES, NULL), 0.1f);
+    hpml_dataset *data = points(ctx, s->samples, 0, 0, 0);
+    hpml_metrics  m    = { 0 };
+    /* as many samples a step on any number of ranks, so that the serial training is the same one */
+    hpml_distribute(t, c, &(hpml_distribute_desc){ .global_batch = 8, .exact = s->exact, .leaf = s->exact ? 1 : 0 });
+    hpml_loader_desc load = { .batch = 8 };
+    hpml_fit_desc    fit = { .epochs = 3, .loader = &load, .on_step = count_samples, .user = &s->seen[rank] };
+    if (s->how == BY_HAND || s->how == BY_HAND_TWICE)
+        data = hpml_dataset_slice(data, s->samples * rank / p, s->samples / p);
+    if (s->how == BY_HAND) load.ranks = 1, load.batch = 8 / p;
+    if (s->how == OTHER_SEED) load.seed = (uint64_t)rank + 1;
+    if (s->how == OTHER_EPOCHS) fit.epochs = 3 + rank;
+    if (hpml_trainer_fit(t, data, &fit) != HPML_OK) return hpml_ctx_status(ctx);
+    s->steps[rank] = hpml_trainer_step_count(t);
+    hpml_trainer_evaluate(t, points(ctx, s->samples, 0, 0, 0), &m);
+    if (rank == 0) s->hash = hpml_param_hash(ctx), s->loss = m.loss;
+    return hpml_ctx_status(ctx);
+}
+
+TEST(fit_takes_each_ranks_share)
+{
+    double   loss = 0;
+    uint64_t hash = 0;
+    for (int exact = 0; exact < 2; exact++)
+        for (int p = 1; p <= 4; p++) { /* 61 samples: the last batch has 5, of which a rank of 4 has 1 or 2 */
+            shared s = { .samples = 61, .exact = exact };
+            ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = p, .ctx.threads = 1 }, share, &s, s.text, sizeof s.text)
+                   == HPML_OK);
+            int64_t seen = 0;
+            for (int r = 0; r < p; r++) seen += s.seen[r];
+            ENSURE(seen == 3 * 61 && s.steps[0] == 3 * 8 && s.steps[p - 1] == 3 * 8);
+            if (p == 1) loss = s.loss, hash = s.hash;
+            ENSURE(exact ? s.hash == hash : fabs(s.loss - loss) < 1e-5 * loss);
+        }
+}
+
+TEST(data_that_is_divided_by_hand_is_not_divided_again)
+{
+    for (int how = UNCHANGED; how < SHARINGS; how++) {
+        shared      s = { .how = (sharing)how, .samples = 64 };
+        hpml_status status = hpml_launch(&(hpml_launch_desc){ .ranks = 2, .ctx.threads = 1, .timeout = 20 }, share, &s,
+                                         s.text, sizeof s.text);
+        if (how == UNCHANGED || how == BY_HAND) ENSURE(status == HPML_OK && s.seen[0] == 96 && s.seen[1] == 96);
+        else ENSURE(status == HPML_ERR_ARGUMENT && strstr(s.text, "same data set") && strstr(s.text, ".ranks = 1") &&
+                    s.seen[0] + s.seen[1] == 0);
+    }
+}
+
 TEST(codecs_train)
 {
     static const hpml_codec_kind kind[] = { HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT };
