@@ -697,7 +697,11 @@ struct hpml_comm {
     int64_t               step;     /* of the trainer, for messages; 0: of none */
     const char           *doing;
     int                   round;
-    double                since;    /* when it began */
+    double                since;    /* when it began, */
+    int64_t               bytes;    /* and the size of its array on this rank */
+    hpml_trace_event      about;    /* tensors and bucket that collectives belong to, for the timeline */
+    uint64_t              key;      /* of this communicator, the same on all its ranks */
+    uint32_t            (*arrows)[2]; /* (size) messages of collectives to each rank, and from it */
     hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks where there is but one node */
     double                forecast[31][HPML_NATIVE]; /* seconds for 2^k bytes by each algorithm; 0: not known yet */
     hpml_counters         counters;
@@ -794,7 +798,8 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     c->origin = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->origin * (size_t)size, NULL);
     c->node   = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->node * (size_t)size, NULL);
     c->to     = (int64_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->to * (size_t)size, NULL);
-    if (!c->to) return NULL;
+    c->arrows = (uint32_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->arrows * (size_t)size, NULL);
+    if (!c->arrows) return NULL;
     for (int i = 0; i < size; i++) c->origin[i] = i;
     c->t = t; /* last: without it there is nothing to close */
     c->timeout = 60, c->doing = "start";
@@ -977,6 +982,29 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
     return m->status;
 }
 
+/* A span of communication, about what the communicator works on. */
+HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, double end, int64_t bytes)
+{
+    if (!hpml_trace_on(c->trace)) return;
+    hpml_trace_event e = c->about;
+    e.lane = HPML_LANE_COMM, e.name = name, e.start = start, e.end = end, e.number = bytes;
+    hpml_trace_add(c->trace, &e);
+}
+
+/* One end of an arrow on the timeline. Both ranks count the messages between them, so both know the message's number. */
+HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
+{
+    uint32_t count = c->arrows[peer][receives]++;
+    if (!hpml_trace_on(c->trace)) return;
+    HPMLC_ZERO(hpml_trace_event, e);
+    int      me = c->origin[c->rank], other = c->origin[peer];
+    uint64_t ends = (uint64_t)(receives ? other : me) << 32 | (uint64_t)(receives ? me : other);
+    uint64_t id   = ((c->key * 0x9e3779b97f4a7c15u + ends) * 0x9e3779b97f4a7c15u + count) * 0x9e3779b97f4a7c15u;
+    e.kind = receives ? HPML_TRACE_RECEIVE : HPML_TRACE_SEND, e.lane = HPML_LANE_COMM, e.name = "message";
+    e.start = hpml_comm_now(c), e.number = (int64_t)(id >> 12); /* what a double can hold */
+    hpml_trace_add(c->trace, &e);
+}
+
 /* One round of a collective: sends to one rank and receives from one at the same time; -1: none. */
 HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out, size_t out_bytes, int from, char *in,
                                  size_t in_bytes, hpmlc_reduce_fn *reduce)
@@ -985,9 +1013,11 @@ HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out,
     hpml_status  got = HPML_OK, sent = HPML_OK;
     if (to < 0 && from < 0) return HPML_OK;
     c->counters.rounds++;
+    if (to >= 0) hpmlc_arrow(c, false, to);
     if (from >= 0) hpmlc_begin(c, true, from, tag, in, in_bytes, reduce, &i);
     if (to >= 0) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out, out_bytes, NULL, &o);
     if (from >= 0) got = hpml_wait(c, &i);
+    if (from >= 0) hpmlc_arrow(c, true, from);
     if (to >= 0) sent = hpml_wait(c, &o); /* both, or one would outlive its place on the stack */
     return got != HPML_OK ? got : sent;
 }
@@ -2238,6 +2268,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     else hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* all ranks have their memory, or none goes on */
     for (int i = 0; i < count; i++) part->origin[i] = c->origin[ranks[i]], part->node[i] = c->node[ranks[i]];
+    part->key   = (c->key * 31 + c->sequence) * 31 + (uint64_t)color + 1;
     part->first = c->first, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
     part->inside = c->inside, part->between = c->between, part->agent = c->agent; /* until a twin gets its own */
     hpmlc_comm_layout(part);
@@ -2428,8 +2459,8 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
 HPMLC_FN hpml_status hpmlc_launch_check(hpml_launch_desc *d, const hpmlc_text *to)
 {
     if (d->_begin || d->_end || d->ranks < 0 || d->ranks > 65536 || (unsigned)d->transport > HPML_TRANSPORT_CLOCK)
-        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or a desc that is not "
-                            "cleared", d->ranks, (int)d->transport);
+        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or a desc that is "
+                            "not cleared", d->ranks, (int)d->transport);
     if (!hpmlc_run_read(d))
         return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], "
                             "clock[:N], mpi[:N], auto[:N]", d->run);
@@ -2811,7 +2842,8 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
         }
         if (op == HPML_MEAN && status == HPML_OK) hpmlc_run_mean(c, plan, i, data, e);
         if (!f->level || status != HPML_OK || (i + 1 < plan->count && f[1].level == f->level)) continue;
-        hpml_trace_span(c->trace, HPML_LANE_COMM, f->level, since, end = hpml_comm_now(c));
+        end = hpml_comm_now(c);
+        hpmlc_span(c, f->level, since, end, f->count * (int64_t)size);
         since = end;
     }
     return status;
@@ -2852,6 +2884,7 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, int element,
         if (hpmlc_check(c, words, tag) != HPML_OK) return -1;
     }
     c->round = 0;
+    c->bytes = n * (int64_t)hpml_element_size((hpml_element)element);
     c->since = hpml_comm_now(c);
     return tag;
 }
@@ -2860,7 +2893,7 @@ HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
 {
     double end = hpml_comm_now(c);
     c->counters.seconds += end - c->since;
-    hpml_trace_span(c->trace, HPML_LANE_COMM, c->doing, c->since, end);
+    hpmlc_span(c, c->doing, c->since, end, c->bytes);
     return status;
 }
 
@@ -3405,6 +3438,7 @@ struct hpml_exchange {
     char              *out, *in, *sums;
     int64_t            bytes;     /* sent in one run */
     hpmlc_reach        reach;     /* linked: the device, where tensors, residuals and messages are */
+    int                bucket;    /* its number for the timeline, from 1; 0: none */
     int64_t            bad;       /* of the last run: 1 + a rank that had a NaN + the tensor times 2^20. 0: none */
 };
 
@@ -3484,18 +3518,36 @@ HPMLC_FN hpml_status hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc
     return HPML_OK;
 }
 
+/* The maximum over all ranks, for the library's own needs: it is not on the timeline. */
+HPMLC_FN hpml_status hpmlc_reduce_unseen(hpml_comm *c, void *data, int64_t n, hpml_element element)
+{
+    hpml_ctx *trace = c->trace;
+    c->trace = NULL;
+    hpml_status status = hpmlc_reduce_all(c, data, n, element, HPML_MAX, HPML_AUTO);
+    c->trace = trace;
+    return status;
+}
+
+/* Have all ranks the same hash? */
+HPMLC_FN hpml_status hpmlc_same(hpml_comm *c, uint64_t hash, bool *same)
+{
+    int64_t     both[2] = { (int64_t)(hash >> 2), -(int64_t)(hash >> 2) };
+    hpml_status status = hpmlc_reduce_unseen(c, both, 2, HPML_ELEMENT_I64);
+    *same = both[0] == -both[1];
+    return status;
+}
+
 /* All ranks must have the same tensors: counts and shapes, folded into a number that is compared. */
 HPMLC_FN hpml_status hpmlc_exchange_agree(hpml_exchange *x)
 {
-    int64_t  hash[2];
+    bool     same;
     uint64_t h = 14695981039346656037u;
     for (int i = 0; i < x->d.count; i++) {
         uint64_t parts[3] = { (uint64_t)x->item[i].g.rows, (uint64_t)x->item[i].g.cols, x->item[i].packing.row_size };
         for (int k = 0; k < 3; k++) h = (h ^ parts[k]) * 1099511628211u;
     }
-    hash[0] = (int64_t)(h >> 2), hash[1] = -hash[0];
-    hpml_status status = hpmlc_reduce_all(x->c, hash, 2, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
-    if (status == HPML_OK && hash[0] != -hash[1])
+    hpml_status status = hpmlc_same(x->c, h, &same);
+    if (status == HPML_OK && !same)
         status = hpmlc_fail(x->c, HPML_ERR_SHAPE, "exchange: the ranks have different tensors or codecs (%d here); all "
                             "ranks must record the same model", x->d.count);
     return status;
@@ -3621,6 +3673,20 @@ HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *
     else it->packing.codec->decode(&it->packing, out, packed, rows, add);
 }
 
+/* What follows on the timeline is about x: its plain tensors from `at` to `end`, or all others; NULL: about nothing. */
+HPMLC_FN void hpmlc_about(hpml_comm *c, const hpml_exchange *x, bool plain, int64_t at, int64_t end)
+{
+    memset(&c->about, 0, sizeof c->about);
+    if (!x || !hpml_trace_on(c->trace)) return;
+    c->about.bucket = x->bucket;
+    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+        bool within = !plain || (it->at < end && it->at + it->g.rows * it->g.cols > at);
+        if (it->plain != plain || !within) continue;
+        if (!c->about.first) c->about.first = it->g.name;
+        c->about.last = it->g.name;
+    }
+}
+
 /* 1. Packs all rows, stripe by stripe, into messages; `back`: the end of 5., from sums. Returns hpml_exchange.bad. */
 HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x, bool back)
 {
@@ -3709,7 +3775,7 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
     double  start = hpml_comm_now(c);
     int64_t bad = hpmlc_exchange_pack(c, x, false), sum;
     for (int r = 0; r < p; r++) memcpy(x->out + x->out_at[r], &bad, sizeof bad);
-    hpml_trace_span(c->trace, HPML_LANE_COMM, "pack", start, hpml_comm_now(c));
+    hpmlc_span(c, "pack", start, hpml_comm_now(c), (int64_t)x->out_at[p]);
     hpml_status status = hpmlc_exchange_move(c, "stripes", x->out, x->out_at, false, x->in, x->in_at);
     if (status != HPML_OK) return status;
     bad = 0, sum = hpmlc_exchange_add(c, x);
@@ -3737,16 +3803,18 @@ HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, in
         float *mine = it->g.data + (from - it->at), *fused = x->fused + from;
         memcpy(back ? mine : fused, back ? fused : mine, (size_t)(to - from) * sizeof(float));
     }
-    hpml_trace_span(c->trace, HPML_LANE_COMM, back ? "unfuse" : "fuse", start, hpml_comm_now(c));
+    hpmlc_span(c, back ? "unfuse" : "fuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
 HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t part)
 {
     int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
+    hpmlc_about(c, x, true, at, end);
     hpmlc_exchange_fuse(c, x, at, end, false);
     float *data = (x->fused ? x->fused : x->span) + at;
     hpml_status status = hpmlc_reduce_all(c, data, end - at, HPML_ELEMENT_F32, x->d.reduce, x->d.algorithm);
     if (status == HPML_OK) hpmlc_exchange_fuse(c, x, at, end, true);
+    hpmlc_about(c, NULL, true, 0, 0);
     return status;
 }
 
@@ -3757,7 +3825,10 @@ HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
 {
     x->bad = 0;
     if (x->packed == 0) return HPML_OK;
-    return x->d.method == HPML_METHOD_CODEC ? hpmlc_exchange_packed(c, x) : hpmlc_methods_run(c, x);
+    hpmlc_about(c, x, false, 0, 0);
+    hpml_status status = x->d.method == HPML_METHOD_CODEC ? hpmlc_exchange_packed(c, x) : hpmlc_methods_run(c, x);
+    hpmlc_about(c, NULL, false, 0, 0);
+    return status;
 }
 
 /* One exchange, on the exchange's communicator or, in the background, on its twin. */
@@ -3813,7 +3884,7 @@ HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
         for (i = 0; i < n; i++)
             x->late[i] = __atomic_load_n(&x->ready[i], __ATOMIC_ACQUIRE) ? 0 : c->origin[c->rank] + 1;
         status = hpmlc_reduce_all(c, x->late, n, HPML_ELEMENT_I32, HPML_MAX, HPML_AUTO);
-        hpml_trace_span(c->trace, HPML_LANE_COMM, "negotiate", start, hpml_comm_now(c));
+        hpmlc_span(c, "negotiate", start, hpml_comm_now(c), 0);
         for (i = 0; i < n && status == HPML_OK; i++) {
             if (x->late[i]) late = i;
             if (x->late[i] || __atomic_load_n(&x->ready[i], __ATOMIC_RELAXED) == 2) continue;
@@ -4310,6 +4381,8 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
             b->x = hpmlc_bucket_exchange(d, b, g, false);
             if (b->x && d->d.warm_steps > 0) b->warm = hpmlc_bucket_exchange(d, b, g, true);
             if (!b->x || (d->d.warm_steps > 0 && !b->warm)) return false;
+            b->x->bucket = d->buckets;
+            if (b->warm) b->warm->bucket = d->buckets;
             count = 0, bytes = 0;
         }
         if (i < 0) break;
@@ -4408,13 +4481,21 @@ HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d)
     for (int64_t k = 0; k < d->buffer_total; k++) s[HPMLC_STATS + k] = d->samples * (double)x[k];
 }
 
+HPMLC_FN hpml_status hpmlc_stats_sum(hpml_comm *c, void *user)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    c->about.first = d->buffer_total > 0 ? "loss, samples, running statistics" : "loss, samples";
+    hpml_status status = hpmlc_reduce_all(c, d->stats, HPMLC_STATS + d->buffer_total, HPML_ELEMENT_F64, HPML_SUM,
+                                          HPML_AUTO);
+    c->about.first = NULL;
+    return status;
+}
+
 HPMLC_FN hpml_status hpmlc_stats_post(hpml_distributed *d)
 {
-    HPMLC_ZERO(hpml_allreduce_desc, f64);
-    f64.element = HPML_ELEMENT_F64;
     hpmlc_stats_fill(d);
-    if (d->direct) return d->stats_status = hpml_allreduce(d->c, d->stats, HPMLC_STATS + d->buffer_total, &f64);
-    d->stats_job = hpml_iallreduce(d->c, d->stats, HPMLC_STATS + d->buffer_total, &f64);
+    if (d->direct) return d->stats_status = hpmlc_stats_sum(d->c, d);
+    d->stats_job = hpml_background(d->c, hpmlc_stats_sum, d);
     return d->stats_job ? HPML_OK : hpml_ctx_status(d->ctx);
 }
 
@@ -4580,6 +4661,9 @@ HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
     row->step_s    = d->row_time - then;
     row->bytes     = (double)(d->row_sent.bytes - sent.bytes);
     row->overlap_s = fmax(0, d->row_sent.seconds - sent.seconds - row->exposed_s);
+    HPMLC_ZERO(hpml_trace_event, e);
+    e.kind = HPML_TRACE_COUNTER, e.name = "bytes sent", e.start = d->row_time, e.value = row->bytes;
+    hpml_trace_add(d->ctx, &e);
 }
 
 /* Gradients under way and the trainer's change places. */
@@ -4631,11 +4715,13 @@ HPMLC_FN hpml_status hpmlc_dist_pair(hpml_distributed *d, double scale)
     int        tag = hpmlc_enter(c, "gradients", d->span, HPML_ELEMENT_F32, d->d.sum, -1);
     size_t     bytes = (size_t)d->span * sizeof(float);
     if (tag < 0) return hpml_ctx_status(d->ctx);
+    hpmlc_about(c, d->bucket[0].x, true, 0, d->span);
     d->scale = (float)scale, d->since = c->since, d->stepped = HPML_OK;
     hpml_status status = hpmlc_round(c, tag, !c->rank, (const char *)d->first, bytes, !c->rank, (char *)d, bytes,
                                      hpmlc_pair_step);
     hpmlc_dist_waited(d, d->since);
     hpmlc_leave(c, status);
+    hpmlc_about(c, NULL, true, 0, 0);
     hpmlc_steps_note(d);
     d->r.steps++;
     return status == HPML_OK ? d->stepped : status;
@@ -4739,7 +4825,11 @@ HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
         }
         at += n, used += d->bucket_of[i] < 0 ? n : 0;
     }
-    return status == HPML_OK ? hpmlc_reduce_all(d->c, d->sum, used, HPML_ELEMENT_I64, HPML_SUM, a) : status;
+    if (status != HPML_OK) return status;
+    d->c->about.first = hpmlc_param(d, 0)->name, d->c->about.last = hpmlc_param(d, d->params - 1)->name;
+    status = hpmlc_reduce_all(d->c, d->sum, used, HPML_ELEMENT_I64, HPML_SUM, a);
+    hpmlc_about(d->c, NULL, true, 0, 0);
+    return status;
 }
 
 /* Integers back to gradients and buffers; packed tensors come from leaf 0, where the exchange has left their sum. */
@@ -4902,13 +4992,13 @@ HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, u
 {
     hpml_distributed   *d = (hpml_distributed *)user;
     const hpml_counters before = d->c->counters;
-    int64_t             both[2] = { (int64_t)(mark >> 1), -(int64_t)(mark >> 1) };
-    hpml_status status = hpmlc_reduce_all(d->c, both, 2, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
+    bool                same;
+    hpml_status status = hpmlc_same(d->c, mark, &same);
     int64_t     bytes = d->c->counters.bytes - before.bytes;
     double      seconds = d->c->counters.seconds - before.seconds;
     d->at_reset.bytes += bytes, d->at_reset.seconds += seconds;
     d->row_sent.bytes += bytes, d->row_sent.seconds += seconds;
-    if (status != HPML_OK || both[0] == -both[1]) return status;
+    if (status != HPML_OK || same) return status;
     return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "fit: this rank's data, seed, epochs or place in the data are not the "
                       "other ranks'. Pass the same data set and settings on all ranks, because fit takes each rank's "
                       "share itself; or, where you have divided the data, a hpml_loader_desc with .ranks = 1");
@@ -5491,6 +5581,15 @@ HPMLC_FN char *hpmlc_slurp(hpml_ctx *ctx, const char *path, int64_t *size)
     return text;
 }
 
+/* Time 0 of all ranks becomes that of the first event of any. */
+HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
+{
+    double      first  = -hpml_trace_first(c->ctx);
+    hpml_status status = hpmlc_reduce_unseen(c, &first, 1, HPML_ELEMENT_F64);
+    if (status == HPML_OK) hpml_trace_shift(c->ctx, -first);
+    return status;
+}
+
 /* Each rank writes its own file beside `path`; rank 0 strings the events together, with commas between. */
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 {
@@ -5499,6 +5598,7 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
     FILE   *f = NULL;
     if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     hpmlc_background_drain(c);
+    if (hpmlc_trace_begin(c) != HPML_OK) return hpml_ctx_status(c->ctx);
     snprintf(own, sizeof own, "%s.rank%d", path, c->rank);
     if (hpml_trace_save(c->ctx, own) != HPML_OK) return hpmlc_failed(c), hpml_ctx_status(c->ctx);
     char *text = hpmlc_slurp(c->ctx, own, &size);

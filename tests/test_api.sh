@@ -49,7 +49,8 @@ serial=$(grep -l '"hpml.h"' "$tmp"/readme*.c | head -n 1)
 many=$(grep -l 'hpml_launch(' "$tmp"/readme*.c | head -n 1)
 diff "$serial" "$many" >"$tmp/lines"
 check "README: its serial program and that for many workers do not differ in 1 to 5 lines" "$(awk '
-    /^</ { old++ } /^>/ { new++ } END { n = old > new ? old : new; if (n < 1 || n > 5) print n " lines" }' "$tmp/lines")"
+    /^</ { old++ } /^>/ { new++ }
+    END { n = old > new ? old : new; if (n < 1 || n > 5) print n " lines" }' "$tmp/lines")"
 check "README: its serial program" "$(run "$serial")"
 cp "$tmp/out" "$tmp/alone"
 check "README: three ranks learn what one learns" "$(HPML_RUN=threads:3 run "$many"
