@@ -698,7 +698,8 @@ struct hpml_comm {
     const char           *doing;
     int                   round;
     double                since;    /* when it began, */
-    int64_t               bytes;    /* and the size of its array on this rank */
+    int64_t               bytes;    /* the size of its array on this rank, */
+    bool                  within;   /* and that it is under way: its messages are arrows on the timeline */
     hpml_trace_event      about;    /* tensors and bucket that collectives belong to, for the timeline */
     uint64_t              key;      /* of this communicator, the same on all its ranks */
     uint32_t            (*arrows)[2]; /* (size) messages of collectives to each rank, and from it */
@@ -995,7 +996,7 @@ HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, dou
 HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
 {
     uint32_t count = c->arrows[peer][receives]++;
-    if (!hpml_trace_on(c->trace)) return;
+    if (!c->within || !hpml_trace_on(c->trace)) return;
     HPMLC_ZERO(hpml_trace_event, e);
     int      me = c->origin[c->rank], other = c->origin[peer];
     uint64_t ends = (uint64_t)(receives ? other : me) << 32 | (uint64_t)(receives ? me : other);
@@ -2884,8 +2885,9 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, int element,
         if (hpmlc_check(c, words, tag) != HPML_OK) return -1;
     }
     c->round = 0;
-    c->bytes = n * (int64_t)hpml_element_size((hpml_element)element);
-    c->since = hpml_comm_now(c);
+    c->bytes  = n * (int64_t)hpml_element_size((hpml_element)element);
+    c->within = true;
+    c->since  = hpml_comm_now(c);
     return tag;
 }
 
@@ -2893,6 +2895,7 @@ HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
 {
     double end = hpml_comm_now(c);
     c->counters.seconds += end - c->since;
+    c->within = false;
     hpmlc_span(c, c->doing, c->since, end, c->bytes);
     return status;
 }
