@@ -1004,6 +1004,7 @@ typedef struct hpml_trace_desc {
     int64_t  first_step, last_step; /* record only these updates, the first is 0; last 0: all */
     int64_t  capacity;              /* events kept, 80 bytes each, the oldest are dropped; 0: 65,536 */
     double   origin;                /* the hpml_now() that is time 0 in the file; 0: that of the first event */
+    bool     arrows;                /* from the send to the receive of each message of a collective: two more events */
     uint32_t _end;
 } hpml_trace_desc;
 #define HPML_LANE_COMPUTE 0
@@ -9951,6 +9952,7 @@ HPML_API void hpml_trace_add(hpml_ctx *ctx, const hpml_trace_event *event)
 {
     if (!hpml_trace_on(ctx) || !event || !event->name) return;
     hpmli_trace *t = ctx->trace;
+    if (event->kind >= HPML_TRACE_SEND && !t->d.arrows) return;
     t->events[__atomic_fetch_add(&t->count, 1, __ATOMIC_RELAXED) % t->d.capacity] = *event;
 }
 
