@@ -1002,7 +1002,7 @@ typedef struct hpml_trace_desc {
     uint32_t _begin;
     int32_t  rank;                  /* process id in the trace */
     int64_t  first_step, last_step; /* record only these updates, the first is 0; last 0: all */
-    int64_t  capacity;              /* events kept, 80 bytes each, the oldest are dropped; 0: 65,536 */
+    int64_t  capacity;              /* events kept, 72 bytes each, the oldest are dropped; 0: 65,536 */
     double   origin;                /* the hpml_now() that is time 0 in the file; 0: that of the first event */
     bool     arrows;                /* from the send to the receive of each message of a collective: two more events */
     uint32_t _end;
@@ -1025,16 +1025,16 @@ typedef enum hpml_trace_kind {
     HPML_TRACE_SEND, HPML_TRACE_RECEIVE /* an arrow from the first to the second, within spans of their lanes */
 } hpml_trace_kind;
 
-/* All text must live as long as the trace; it may hold any bytes: what is not UTF-8 is replaced. */
+/* Text must live as long as the trace; it may hold any bytes: what is not UTF-8 is replaced. */
 typedef struct hpml_trace_event {
     hpml_trace_kind kind;
     int         lane;
     const char *name;         /* required */
     double      start, end;   /* seconds; COUNTER, SEND, RECEIVE happen at the start */
-    const char *first, *last; /* SPAN: its tensors, from one to another; last NULL: one, both NULL: none. In its args, as */
-    int32_t     bucket;       /*       their bucket, from 1; 0: none */
-    int64_t     number;       /* SPAN: and bytes, 0: none. STEP: which. SEND, RECEIVE: equal where they belong together */
-    double      value;        /* COUNTER; no number is left out */
+    const char *first, *last; /* SPAN: the tensors from one to another; last NULL: one; both NULL: none */
+    int32_t     bucket;       /* SPAN: of these tensors, from 1; 0: none */
+    int64_t     number;       /* SPAN: bytes, 0: not known. STEP: which. SEND, RECEIVE: the same for both ends */
+    double      value;        /* COUNTER; NaN and infinity are left out */
 } hpml_trace_event;
 /* Adds a copy of an event. Any thread. Does nothing when no trace is on. */
 HPML_API void        hpml_trace_add(hpml_ctx *ctx, const hpml_trace_event *event);
@@ -10011,7 +10011,7 @@ HPMLI_FN size_t hpmli_utf8(const char *s)
     return n > 0 && code >= least[n] && code <= 0x10ffff && !surrogate ? n : 0;
 }
 
-/* What is within the quotes of a string. */
+/* A string without its quotes. */
 HPMLI_FN void hpmli_trace_text(hpmli_writer *w, const char *s)
 {
     for (size_t n; *s; s += n > 0 ? n : 1) {
@@ -10022,7 +10022,7 @@ HPMLI_FN void hpmli_trace_text(hpmli_writer *w, const char *s)
     }
 }
 
-/* Not by %f or %g alone, which write a comma in many a locale. */
+/* Not by %f and %g, which write a comma in many a locale. */
 HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double seconds)
 {
     long long ns = (long long)(1e9 * seconds);
@@ -10031,13 +10031,8 @@ HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double se
 
 HPMLI_FN void hpmli_trace_value(hpmli_writer *w, double value)
 {
-    char text[40];
-    snprintf(text, sizeof text, "%.9g", value);
-    for (const char *s = text; *s; s++) {
-        bool part = (*s >= '0' && *s <= '9') || *s == '-' || *s == '+' || *s == 'e';
-        bool more = !part && s > text && (unsigned char)s[-1] >= 0x80; /* of a mark of several bytes */
-        if (!more) fputc(part ? *s : '.', w->f);
-    }
+    int e = value == 0 ? 0 : (int)fmax(floor(log10(fabs(value))) - 8, -300);
+    fprintf(w->f, "%llde%d", llround(value / pow(10, e)), e);
 }
 
 HPMLI_FN void hpmli_trace_args(hpmli_writer *w, const hpml_trace_event *e)

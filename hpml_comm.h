@@ -328,7 +328,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j);
 
 /* One array of a model, yours: (rows, cols) row-major; a vector has 1 row. Codecs work along rows (>>api-codec). */
 typedef struct hpml_gradient {
-    const char *name; /* for errors and saved residuals; NULL: its number */
+    const char *name; /* for errors, saved residuals and the timeline, as long as that lives; NULL: its number */
     float      *data; /* (rows, cols) */
     int64_t     rows, cols;
 } hpml_gradient;
@@ -608,7 +608,8 @@ HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t 
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
 
 /* hpml_trace_start on every rank, with the ranks' clocks aligned (by the quickest of some messages to and from rank 0),
-   and one file with all of them: a process for each rank, its lanes below. Both collective. */
+   and one file with all of them: a process for each rank, its lanes below, time 0 at the first event of any rank. The
+   spans of an exchange name tensors, bucket and bytes. Both collective. */
 HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *desc);
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path);
 
@@ -4995,12 +4996,14 @@ HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, u
 {
     hpml_distributed   *d = (hpml_distributed *)user;
     const hpml_counters before = d->c->counters;
+    const double        start = hpml_comm_now(d->c);
     bool                same;
     hpml_status status = hpmlc_same(d->c, mark, &same);
     int64_t     bytes = d->c->counters.bytes - before.bytes;
     double      seconds = d->c->counters.seconds - before.seconds;
     d->at_reset.bytes += bytes, d->at_reset.seconds += seconds;
     d->row_sent.bytes += bytes, d->row_sent.seconds += seconds;
+    d->began += hpml_comm_now(d->c) - start, d->row_time += hpml_comm_now(d->c) - start;
     if (status != HPML_OK || same) return status;
     return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "fit: this rank's data, seed, epochs or place in the data are not the "
                       "other ranks'. Pass the same data set and settings on all ranks, because fit takes each rank's "
