@@ -993,7 +993,7 @@ HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, dou
     hpml_trace_add(c->trace, &e);
 }
 
-/* One end of an arrow on the timeline. Both ranks count the messages between them, so both know the message's number. */
+/* One end of an arrow on the timeline. Both ranks count the messages between them, so both know a message's number. */
 HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
 {
     uint32_t count = c->arrows[peer][receives]++;

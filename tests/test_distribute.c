@@ -970,8 +970,8 @@ static int sums_of(int rank, int bucket, const char *tensors)
 {
     int n = 0;
     for (const trace_span *s = seen.span; s < seen.span + seen.spans; s++)
-        n += (int)s->number[TRACE_PID] == rank && (int)s->number[TRACE_BUCKET] == bucket && s->number[TRACE_BYTES] > 0 &&
-             strcmp(s->text[TRACE_NAME], "allreduce") == 0 && strcmp(s->text[TRACE_TENSORS], tensors) == 0;
+        n += (int)s->number[TRACE_PID] == rank && (int)s->number[TRACE_BUCKET] == bucket &&
+             s->number[TRACE_BYTES] > 0 && strcmp(s->text[TRACE_NAME], "allreduce") == 0 && strcmp(s->text[TRACE_TENSORS], tensors) == 0;
     return n;
 }
 
@@ -1060,7 +1060,8 @@ TEST(a_timeline_names_what_travels_together)
 /* Names of any bytes, a loss that is no number. */
 TEST(a_timeline_is_json_whatever_is_in_it)
 {
-    static const char *const names[] = { "plain", "\"quoted\" \\ and\n\t\x01", "Z\xc3\xbcrich", "\xff\xfe", "cut \xe2\x82",
+    static const char *const names[] = {
+        "plain", "\"quoted\" \\ and\n\t\x01", "Z\xc3\xbcrich", "\xff\xfe", "cut \xe2\x82",
         "\xc0\xaf", "\xed\xa0\x80", "\xf4\x90\x80\x80", "\xf0\x9f\x98\x80 and \x80", "" };
     static const char path[] = "build/names_test.json";
     enum { NAMES = sizeof names / sizeof names[0] };
