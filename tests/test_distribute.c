@@ -971,7 +971,8 @@ static int sums_of(int rank, int bucket, const char *tensors)
     int n = 0;
     for (const trace_span *s = seen.span; s < seen.span + seen.spans; s++)
         n += (int)s->number[TRACE_PID] == rank && (int)s->number[TRACE_BUCKET] == bucket &&
-             s->number[TRACE_BYTES] > 0 && strcmp(s->text[TRACE_NAME], "allreduce") == 0 && strcmp(s->text[TRACE_TENSORS], tensors) == 0;
+             s->number[TRACE_BYTES] > 0 && strcmp(s->text[TRACE_NAME], "allreduce") == 0 &&
+             strcmp(s->text[TRACE_TENSORS], tensors) == 0;
     return n;
 }
 
