@@ -698,12 +698,12 @@ struct hpml_comm {
     int64_t               step;     /* of the trainer, for messages; 0: of none */
     const char           *doing;
     int                   round;
-    double                since;    /* when it began, */
-    int64_t               bytes;    /* the size of its array on this rank, */
-    bool                  within;   /* and that it is under way: its messages are arrows on the timeline */
+    double                since;    /* when the collective began */
+    int64_t               bytes;    /* of the collective's array */
+    bool                  within;   /* a collective, whose messages are arrows on the timeline */
     hpml_trace_event      about;    /* tensors and bucket that collectives belong to, for the timeline */
     uint64_t              key;      /* of this communicator, the same on all its ranks */
-    uint32_t            (*arrows)[2]; /* (size) messages of collectives to each rank, and from it */
+    uint32_t            (*arrows)[2]; /* (size) messages to each rank, and from each, in rounds of collectives */
     hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks where there is but one node */
     double                forecast[31][HPML_NATIVE]; /* seconds for 2^k bytes by each algorithm; 0: not known yet */
     hpml_counters         counters;
@@ -2480,7 +2480,8 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     const hpmlc_text  to = { error, size }, reason = { text, sizeof text };
     hpml_status       refused = fn ? hpmlc_launch_check(&d, &reason) : HPML_ERR_ARGUMENT;
     hpmlc_say_no(&to, refused, "%s", refused == HPML_OK ? "" : text);
-    if (refused != HPML_OK && d.ctx.log) d.ctx.log(refused, text, d.ctx.log_user);
+    bool cleared = !d._begin && !d._end; /* else .log may be any address */
+    if (refused != HPML_OK && cleared && d.ctx.log) d.ctx.log(refused, text, d.ctx.log_user);
     if (refused != HPML_OK) return refused;
     bool mpi   = d.transport == HPML_TRANSPORT_MPI;
     int  ranks = mpi ? 1 : d.ranks;
@@ -2886,7 +2887,7 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, int element,
         if (hpmlc_check(c, words, tag) != HPML_OK) return -1;
     }
     c->round = 0;
-    c->bytes  = n * (int64_t)hpml_element_size((hpml_element)element);
+    c->bytes  = (int64_t)((uint64_t)n * hpml_element_size((hpml_element)element));
     c->within = true;
     c->since  = hpml_comm_now(c);
     return tag;
