@@ -195,6 +195,7 @@ typedef struct hpml_allocator {
 
 /* Called once for each error (text with file and line). NULL: silent; the library never prints. */
 typedef void hpml_log_fn(hpml_status status, const char *text, void *user);
+HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user); /* one of them: a line on stderr */
 
 typedef struct hpml_ctx_desc {
     uint32_t            _begin;    /* canary, leave zero (as `_end` of every desc) */
@@ -819,7 +820,9 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
    update  instead of the local optimizer step; it waits for what is in flight, then calls hpml_trainer_update_local for
            the parameters it wants updated here. Returns HPML_OK.
    sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in training passes forward
-           and backward; called in the same order on all ranks, also on one that runs 0 samples */
+           and backward; called in the same order on all ranks, also on one that runs 0 samples
+   data    before the first batch of a fit that takes this rank's share itself; `mark` is a hash of data, order, place
+           and passes, which must be the same on all ranks: then the shares are disjoint and complete */
 typedef struct hpml_hooks {
     void *user;
     hpml_status (*run)(void *user, hpml_trainer *t, int64_t samples, float *loss);
@@ -828,6 +831,7 @@ typedef struct hpml_hooks {
     hpml_status (*update)(void *user, hpml_trainer *t);
     void (*free)(void *user); /* called by hpml_ctx_free and when replaced */
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
+    hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
 } hpml_hooks;
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* NULL: serial again */
 /* Forward and backward on samples [first, first + samples) of what is now in the inputs, gradients times grad_scale. 0
@@ -926,7 +930,8 @@ typedef struct hpml_loader_desc {
     bool         drop_last;  /* leave out a short last batch */
     bool         no_prefetch; /* batches are made by the caller's thread; same batches */
     uint64_t     seed;       /* 0: the context's */
-    int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1 */
+    int32_t      rank, ranks; /* this rank's share of each global batch; ranks 0: 1, in fit: as hpml_distribute says.
+                                 Where you have divided the data among ranks yourself: 0 and 1 */
     int64_t      global_batch; /* 0: ranks * batch. Rank r has the r-th of `ranks` near-equal shares, at most `batch` */
     int64_t      grain;        /* samples that stay together (leaves), always on one rank; 0: shares are near-equal */
     int64_t      samples_per_epoch; /* 0: all; less or more: that many, drawn as the shuffle goes on */
@@ -991,24 +996,52 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /*
 // >>api-see   timeline, profile, summary
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Chrome trace form: open the file in Perfetto. A process per rank, a lane (thread) per stream; a span costs 50 ns. */
+/* Chrome trace form: open the file in Perfetto. A process per rank, a lane (thread) per stream that has events; the
+   trainer's steps as spans, its loss and the bytes sent in each step as counters. An event costs 50 ns. */
 typedef struct hpml_trace_desc {
     uint32_t _begin;
     int32_t  rank;                  /* process id in the trace */
     int64_t  first_step, last_step; /* record only these updates, the first is 0; last 0: all */
-    int64_t  capacity;              /* spans kept, the oldest are dropped; 0: 65,536 */
-    double   origin;                /* the hpml_now() that is time 0 in the file; 0: now */
+    int64_t  capacity;              /* events kept, 72 bytes each, the oldest are dropped; 0: 65,536 */
+    double   origin;                /* the hpml_now() that is time 0 in the file; 0: that of the first event */
+    bool     arrows;                /* from the send to the receive of each message of a collective: two more events */
     uint32_t _end;
 } hpml_trace_desc;
 #define HPML_LANE_COMPUTE 0
 #define HPML_LANE_COMM    1
 #define HPML_LANE_IO      2
 #define HPML_LANE_GPU     3
+#define HPML_LANE_STEP    4
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc);
 HPML_API double      hpml_now(void); /* seconds, monotonic */
 /* Adds a span; `name` must live as long as the trace. Any thread. Does nothing when no trace is on. */
 HPML_API void        hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end);
+HPML_API bool        hpml_trace_on(const hpml_ctx *ctx); /* recording now, this step included */
+
+typedef enum hpml_trace_kind {
+    HPML_TRACE_SPAN = 0,
+    HPML_TRACE_STEP,    /* a span called "step" and its number */
+    HPML_TRACE_COUNTER, /* a curve */
+    HPML_TRACE_SEND, HPML_TRACE_RECEIVE /* an arrow from the first to the second, within spans of their lanes */
+} hpml_trace_kind;
+
+/* Text must live as long as the trace; it may hold any bytes: what is not UTF-8 is replaced. */
+typedef struct hpml_trace_event {
+    hpml_trace_kind kind;
+    int         lane;
+    const char *name;         /* required */
+    double      start, end;   /* seconds; COUNTER, SEND, RECEIVE happen at the start */
+    const char *first, *last; /* SPAN: the tensors from one to another; last NULL: one; both NULL: none */
+    int32_t     bucket;       /* SPAN: of these tensors, from 1; 0: none */
+    int64_t     number;       /* SPAN: bytes, 0: not known. STEP: which. SEND, RECEIVE: the same for both ends */
+    double      value;        /* COUNTER; NaN and infinity are left out */
+} hpml_trace_event;
+/* Adds a copy of an event. Any thread. Does nothing when no trace is on. */
+HPML_API void        hpml_trace_add(hpml_ctx *ctx, const hpml_trace_event *event);
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path);
+/* The time in the file of the first event that is kept, 0 where there is none; and moves the origin by some seconds. */
+HPML_API double      hpml_trace_first(const hpml_ctx *ctx);
+HPML_API void        hpml_trace_shift(hpml_ctx *ctx, double seconds);
 /* Layers and updates (not a GPU's) are stamped with *seconds, not with hpml_now(), until it is NULL; batches are left
    out. Returns the one before. For communicators in virtual time (hpml_comm.h): their other spans have that time. */
 HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds);
@@ -3740,6 +3773,7 @@ typedef struct hpmli_block {
 typedef struct hpmli_pool  hpmli_pool;  /* see >>threads */
 typedef struct hpmli_trace hpmli_trace; /* see >>trace */
 static void hpmli_trace_step(hpml_ctx *ctx, int64_t step);
+static void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss);
 
 struct hpml_ctx {
     hpml_allocator       allocator;
@@ -3783,6 +3817,12 @@ HPML_API const char *hpml_status_string(hpml_status status)
 
 HPML_API int hpml_version(void) { return HPML_VERSION; }
 
+HPML_API void hpml_log_stderr(hpml_status status, const char *text, void *user)
+{
+    (void)status, (void)user;
+    fprintf(stderr, "%s\n", text);
+}
+
 HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const char *format, va_list args)
 {
     char text[sizeof ctx->error], whole[sizeof ctx->error + 32];
@@ -3792,7 +3832,8 @@ HPMLI_FN void hpmli_fail_va(hpml_ctx *ctx, hpml_status status, int line, const c
         memcpy(ctx->error, text, sizeof text);
     }
     if (ctx->log) {
-        snprintf(whole, sizeof whole, "hpml.h:%d: %s", line, text);
+        int at = line > 0 ? snprintf(whole, sizeof whole, "hpml.h:%d: ", line) : 0; /* 0: another file's error */
+        snprintf(whole + at, sizeof whole - (size_t)at, "%s", text);
         ctx->log(status, whole, ctx->log_user);
     }
 }
@@ -4980,9 +5021,16 @@ HPML_API hpml_status hpml_param_init(hpml_ctx *ctx)
     return ctx->status;
 }
 
+#define HPMLI_HASH UINT64_C(14695981039346656037)
+HPMLI_FN uint64_t hpmli_hash(uint64_t hash, const void *bytes, size_t n) /* FNV-1a, begun with HPMLI_HASH */
+{
+    for (size_t i = 0; i < n; i++) hash = (hash ^ ((const unsigned char *)bytes)[i]) * UINT64_C(1099511628211);
+    return hash;
+}
+
 HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
 {
-    uint64_t hash = UINT64_C(14695981039346656037);
+    uint64_t hash = HPMLI_HASH;
     if (hpmli_failed(ctx)) return 0;
     for (int i = 0; i < ctx->param_count; i++) {
         const hpml_tensor *t     = ctx->params[i];
@@ -4990,7 +5038,7 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
         unsigned char     *host  = t->data ? (unsigned char *)hpmli_alloc(ctx, bytes) : NULL;
         if (!host) continue;
         ctx->backend->read(ctx->device, host, t->data, bytes);
-        for (size_t b = 0; b < bytes; b++) hash = (hash ^ host[b]) * UINT64_C(1099511628211);
+        hash = hpmli_hash(hash, host, bytes);
         hpmli_free(ctx, host);
     }
     return hash;
@@ -8208,6 +8256,8 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     t->correct = t->counted = 0, t->looked = t->seen = t->overflowed = false;
     t->labels  = !info || !hpmli_classifies(t) ? NULL : samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
+    const int64_t number = t->step;
+    const double  since  = hpmli_trace_time(t->ctx, start);
     weight = hpmli_trainer_weigh(t, samples), lr = hpml_trainer_lr(t), scale = t->loss_scale * t->share;
     /* Where nobody wants all gradients first (nor would have to wait for the loss), each parameter takes its step with
        the op that makes its gradient final: it is still in the cache. */
@@ -8229,6 +8279,8 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
         t->step += status == HPML_OK && !t->overflowed;
         hpmli_trainer_rescale(t);
     }
+    bool known = t->hooks.run || info || !t->d.no_finite_check; /* what the loss is */
+    if (t->ctx->trace) hpmli_trace_stepped(t->ctx, number, since, known ? loss : (float)NAN);
     if (!info || status != HPML_OK) return status;
     memset(info, 0, sizeof *info);
     info->step = t->step, info->epoch = t->epoch, info->samples = samples, info->lr = lr, info->loss = loss;
@@ -8265,6 +8317,8 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
         d.rank = t->rank, d.ranks = t->ranks, d.global_batch = t->global_batch, d.grain = t->grain;
     return hpml_loader_create(t->ctx, data, &d);
 }
+
+static uint64_t hpmli_loader_mark(const hpml_loader *l); /* see >>loader */
 
 HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, double start,
                                      int64_t *samples, int64_t *steps)
@@ -8306,6 +8360,10 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
                           (long long)d.max_steps);
     hpml_loader *l = hpmli_trainer_loader(t, data, d.loader, false);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (t->hooks.data && (!d.loader || d.loader->ranks == 0)) {
+        const int64_t passes[] = { t->epoch, t->epoch_step, d.epochs, d.max_steps };
+        status = t->hooks.data(t->hooks.user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
+    }
     for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
         if (d.max_steps > 0 && steps >= d.max_steps) break; /* they ended with a pass */
         status = hpmli_fit_epoch(t, l, &d, start, &samples, &steps);
@@ -9268,6 +9326,22 @@ HPMLI_FN int64_t hpmli_share(const hpml_loader_desc *d, int64_t size, int64_t ra
     return at < size ? at : size;
 }
 
+/* A hash of what says which samples make a batch, and of the targets of 64 samples from all over the data: equal for
+   the same data on several ranks, but not for two slices of it. */
+static uint64_t hpmli_loader_mark(const hpml_loader *l)
+{
+    const hpml_dataset *d    = l->data;
+    const int64_t       of[] = { d->count, l->d.global_batch, l->d.grain, l->d.ranks, (int64_t)l->d.seed,
+                                 l->d.in_order, l->d.drop_last, l->d.samples_per_epoch };
+    const int64_t       size = d->y ? d->y_size * 4 : 0;
+    uint64_t            mark = hpmli_hash(HPMLI_HASH, of, sizeof of);
+    for (int64_t i = 0; i < 64 && size > 0; i++) {
+        int64_t sample = (d->count - 1) / 63 * i + (d->count - 1) % 63 * i / 63;
+        mark = hpmli_hash(mark, hpmli_sample_y(d, sample), (size_t)(size < 4096 ? size : 4096));
+    }
+    return mark;
+}
+
 /* Makes the next batch. */
 HPMLI_FN void hpmli_load_batch(hpml_loader *l)
 {
@@ -9828,20 +9902,15 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 // >>trace   the timeline; where the time goes, and what a model is
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Spans go into a ring of fixed size; writing one is an atomic increment and five stores. The file is Chrome's trace
-   format in its array form, one event a line. Times are microseconds from its start. */
-
-typedef struct hpmli_span {
-    const char *name;
-    double      start, end;
-    int         lane;
-} hpmli_span;
+/* Events go into a ring of fixed size; writing one is an atomic increment and a copy. The file is Chrome's trace format
+   in its array form, one event a line. Times are microseconds. */
 
 struct hpmli_trace {
-    hpml_trace_desc d;        /* resolved */
-    int64_t         count;    /* atomic: spans so far */
-    bool            paused;   /* outside the wanted steps */
-    hpmli_span      spans[1]; /* (capacity) ring */
+    hpml_trace_desc  d;         /* resolved */
+    bool             at_first;  /* time 0 is the first event's */
+    int64_t          count;     /* atomic: events so far */
+    bool             paused;    /* outside the wanted steps */
+    hpml_trace_event events[1]; /* (capacity) ring */
 };
 
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc)
@@ -9851,11 +9920,11 @@ HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc
     if (d.capacity < 0 || d.capacity > INT64_C(1) << 32)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trace: capacity %lld", (long long)d.capacity);
     if (d.capacity == 0) d.capacity = 65536;
-    if (d.origin == 0) d.origin = hpmli_trace_time(ctx, hpml_now());
-    size_t       bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpmli_span);
+    size_t       bytes = sizeof(hpmli_trace) + (size_t)d.capacity * sizeof(hpml_trace_event);
     hpmli_trace *t     = (hpmli_trace *)hpmli_alloc_object(ctx, bytes, NULL);
     if (!t) return ctx->status;
-    t->d = d, t->paused = d.first_step > 0;
+    t->d = d, t->paused = d.first_step > 0, t->at_first = d.origin == 0;
+    if (t->at_first) t->d.origin = hpmli_trace_time(ctx, hpml_now());
     hpmli_free(ctx, ctx->trace);
     ctx->trace = t;
     return HPML_OK;
@@ -9874,18 +9943,142 @@ HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step)
     if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* the loader's thread writes spans as well */
 }
 
+HPML_API bool hpml_trace_on(const hpml_ctx *ctx)
+{
+    return ctx && ctx->trace && !__atomic_load_n(&ctx->trace->paused, __ATOMIC_RELAXED);
+}
+
+HPML_API void hpml_trace_add(hpml_ctx *ctx, const hpml_trace_event *event)
+{
+    if (!hpml_trace_on(ctx) || !event || !event->name) return;
+    hpmli_trace *t = ctx->trace;
+    if (event->kind >= HPML_TRACE_SEND && !t->d.arrows) return;
+    t->events[__atomic_fetch_add(&t->count, 1, __ATOMIC_RELAXED) % t->d.capacity] = *event;
+}
+
 HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end)
 {
-    hpmli_trace *t = ctx ? ctx->trace : NULL;
-    if (!t || __atomic_load_n(&t->paused, __ATOMIC_RELAXED)) return;
-    hpmli_span *s = &t->spans[__atomic_fetch_add(&t->count, 1, __ATOMIC_RELAXED) % t->d.capacity];
-    s->name = name, s->start = start, s->end = end, s->lane = lane;
+    hpml_trace_event e = HPMLI_ZEROED;
+    if (!hpml_trace_on(ctx)) return;
+    e.lane = lane, e.name = name, e.start = start, e.end = end;
+    hpml_trace_add(ctx, &e);
+}
+
+/* A step that ends now, and its loss. */
+HPMLI_FN void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss)
+{
+    hpml_trace_event e = HPMLI_ZEROED;
+    e.kind = HPML_TRACE_STEP, e.lane = HPML_LANE_STEP, e.name = "step", e.number = step;
+    e.start = since, e.end = hpmli_trace_time(ctx, hpml_now());
+    hpml_trace_add(ctx, &e);
+    e.kind = HPML_TRACE_COUNTER, e.name = "loss", e.start = e.end, e.value = (double)loss;
+    hpml_trace_add(ctx, &e);
+}
+
+/* The i-th event that is kept, the oldest first; NULL behind the last. */
+HPMLI_FN const hpml_trace_event *hpmli_trace_at(const hpmli_trace *t, int64_t i)
+{
+    int64_t count = __atomic_load_n(&t->count, __ATOMIC_RELAXED), lost = count - t->d.capacity;
+    return i < (lost > 0 ? t->d.capacity : count) ? &t->events[((lost > 0 ? lost : 0) + i) % t->d.capacity] : NULL;
+}
+
+HPML_API double hpml_trace_first(const hpml_ctx *ctx)
+{
+    const hpml_trace_event *e;
+    double                  first = 1e300;
+    for (int64_t i = 0; ctx && ctx->trace && (e = hpmli_trace_at(ctx->trace, i)) != NULL; i++)
+        if (e->start < first) first = e->start;
+    return first < 1e300 ? first - ctx->trace->d.origin : 0;
+}
+
+HPML_API void hpml_trace_shift(hpml_ctx *ctx, double seconds)
+{
+    if (ctx && ctx->trace) ctx->trace->d.origin += seconds;
+}
+
+/* The bytes of the UTF-8 character at s; 0: it is none. */
+HPMLI_FN size_t hpmli_utf8(const char *s)
+{
+    static const unsigned least[] = { 0, 0, 0x80, 0x800, 0x10000 };
+    const unsigned char *p    = (const unsigned char *)s;
+    size_t               n    = *p < 0x80 ? 1 : *p >> 5 == 6 ? 2 : *p >> 4 == 14 ? 3 : *p >> 3 == 30 ? 4 : 0;
+    unsigned             code = n > 1 ? *p & (0xffu >> (n + 1)) : *p;
+    for (size_t i = 1; i < n; i++) {
+        if (p[i] >> 6 != 2) return 0; /* the end of the text, too */
+        code = code << 6 | (p[i] & 0x3fu);
+    }
+    bool surrogate = code >> 11 == 0x1b;
+    return n > 0 && code >= least[n] && code <= 0x10ffff && !surrogate ? n : 0;
+}
+
+/* A string without its quotes. */
+HPMLI_FN void hpmli_trace_text(hpmli_writer *w, const char *s)
+{
+    for (size_t n; *s; s += n > 0 ? n : 1) {
+        n = hpmli_utf8(s);
+        if (n == 0) fprintf(w->f, "\\ufffd");
+        else if (*s == '"' || *s == '\\' || (unsigned char)*s < 32) fprintf(w->f, "\\u%04x", (unsigned)*s);
+        else hpmli_write(w, s, n);
+    }
+}
+
+/* Not by %f and %g, which write a comma in many a locale. */
+HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double seconds)
+{
+    long long ns = (long long)(1e9 * seconds);
+    fprintf(w->f, "%s%s%lld.%03lld", before, ns < 0 ? "-" : "", llabs(ns) / 1000, llabs(ns) % 1000);
+}
+
+HPMLI_FN void hpmli_trace_value(hpmli_writer *w, double value)
+{
+    int e = value == 0 ? 0 : (int)fmax(floor(log10(fabs(value))) - 8, -300);
+    fprintf(w->f, "%llde%d", llround(value / pow(10, e)), e);
+}
+
+HPMLI_FN void hpmli_trace_args(hpmli_writer *w, const hpml_trace_event *e)
+{
+    const char *comma = "";
+    fprintf(w->f, ",\"args\":{");
+    if (e->bucket > 0) fprintf(w->f, "\"bucket\":%d", e->bucket), comma = ",";
+    if (e->first) {
+        fprintf(w->f, "%s\"tensors\":\"", comma), comma = ",";
+        hpmli_trace_text(w, e->first);
+        if (e->last && e->last != e->first) fprintf(w->f, " .. "), hpmli_trace_text(w, e->last);
+        fprintf(w->f, "\"");
+    }
+    if (e->number > 0) fprintf(w->f, "%s\"bytes\":%lld", comma, (long long)e->number);
+    fprintf(w->f, "}");
+}
+
+HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int rank, double origin)
+{
+    static const char *const phases[] = { "X", "X", "C", "s", "f" }; /* by hpml_trace_kind */
+    bool                     spans    = e->kind == HPML_TRACE_SPAN || e->kind == HPML_TRACE_STEP;
+    fprintf(w->f, ",\n{\"name\":\"");
+    hpmli_trace_text(w, e->name);
+    if (e->kind == HPML_TRACE_STEP) fprintf(w->f, " %lld", (long long)e->number);
+    fprintf(w->f, "\",\"ph\":\"%s\",\"pid\":%d,\"tid\":%d", phases[e->kind], rank, e->lane);
+    hpmli_trace_time_at(w, ",\"ts\":", e->start - origin);
+    if (spans) hpmli_trace_time_at(w, ",\"dur\":", e->end - e->start);
+    if (e->kind == HPML_TRACE_SPAN && (e->first || e->bucket > 0 || e->number > 0)) hpmli_trace_args(w, e);
+    if (e->kind == HPML_TRACE_SEND || e->kind == HPML_TRACE_RECEIVE)
+        fprintf(w->f, ",\"cat\":\"message\",\"id\":%lld%s", (long long)e->number,
+                e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* ends at the span it is in */
+    if (e->kind == HPML_TRACE_COUNTER) {
+        fprintf(w->f, ",\"args\":{\"");
+        hpmli_trace_text(w, e->name);
+        fprintf(w->f, "\":");
+        hpmli_trace_value(w, e->value);
+        fprintf(w->f, "}");
+    }
+    fprintf(w->f, "}");
 }
 
 HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
 {
-    static const char *const lanes[] = { "compute", "communication", "input", "gpu" };
+    static const char *const lanes[] = { "compute", "communication", "input", "gpu", "steps" };
     hpmli_writer w;
+    unsigned     used = 0;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     hpmli_trace *t = ctx->trace;
     if (!t) return hpmli_fail(ctx, HPML_ERR_STATE, "trace \"%s\": no trace was started", path);
@@ -9893,16 +10086,17 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     if (!hpmli_writer_open(ctx, &w, path)) return ctx->status;
     fprintf(w.f, "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}", t->d.rank,
             t->d.rank);
-    for (int l = 0; l < 4; l++)
-        fprintf(w.f, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
-                t->d.rank, l, lanes[l]);
-    for (int64_t i = t->count > t->d.capacity ? t->count - t->d.capacity : 0; i < t->count; i++) {
-        const hpmli_span *s = &t->spans[i % t->d.capacity];
-        hpmli_write_json(&w, ",\n{\"name\":", s->name);
-        /* not by %f, which writes a comma in many a locale */
-        long long at = (long long)(1e9 * (s->start - t->d.origin)), took = (long long)(1e9 * (s->end - s->start));
-        fprintf(w.f, ",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%s%lld.%03lld,\"dur\":%lld.%03lld}", t->d.rank,
-                s->lane, at < 0 ? "-" : "", llabs(at) / 1000, llabs(at) % 1000, took / 1000, took % 1000);
+    const hpml_trace_event *e;
+    double                  origin = t->d.origin + (t->at_first ? hpml_trace_first(ctx) : 0);
+    for (int64_t i = 0; (e = hpmli_trace_at(t, i)) != NULL; i++)
+        if (e->lane >= 0 && e->lane <= HPML_LANE_STEP && e->kind != HPML_TRACE_COUNTER) used |= 1u << e->lane;
+    for (int l = 0; l <= HPML_LANE_STEP; l++)
+        if (used >> l & 1)
+            fprintf(w.f, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
+                    t->d.rank, l, lanes[l]);
+    for (int64_t i = 0; (e = hpmli_trace_at(t, i)) != NULL; i++) {
+        bool odd = !e->name || (e->kind == HPML_TRACE_COUNTER && e->value - e->value != 0);
+        if (!odd) hpmli_trace_write(&w, e, t->d.rank, origin);
     }
     fprintf(w.f, "\n]\n");
     return hpmli_writer_close(&w, true);

@@ -141,7 +141,8 @@ HPML_API void        hpml_world_free(hpml_world *w);
 
 /* Runs `fn` on every rank and returns when all have: the one line that differs between one core, threads, virtual time
    and mpiexec (where it runs `fn` on this process's rank, and starts and ends MPI unless you have: once, then). Every
-   rank gets a context and a communicator. The result is the first rank's error, its text in `error` (may be NULL). */
+   rank gets a context and a communicator. The result is the first rank's error, its text in `error` (may be NULL); each
+   rank's errors, and what is wrong with the desc, go to .ctx.log as well. */
 typedef struct hpml_launch_desc {
     uint32_t            _begin;
     const char         *run;       /* transport and ranks in words: "serial", "threads:4", "clock:4", "mpi", "mpi:4";
@@ -155,11 +156,17 @@ typedef struct hpml_launch_desc {
     bool                check;
     hpml_ctx_desc       ctx;       /* of every rank; threads 0: this machine's cores shared out among the ranks */
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes it for a rank: a GPU of its own */
+    bool                alone;     /* THREADS, CLOCK in each of several processes of mpiexec or srun: an error, because
+                                      each would train by itself, unless this or HPML_RUN says that it is meant */
     uint32_t            _end;
 } hpml_launch_desc;
 typedef hpml_status hpml_rank_fn(hpml_comm *comm, void *user);
 HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size);
-/* How many processes mpiexec or srun says it has started, and which one this is, before MPI starts. 0: says nothing. */
+/* How many processes mpiexec or srun has started, and the number of this one, known before MPI starts; 0: neither has
+   started this process. The first of these pairs that is in the environment counts: PMI_SIZE and PMI_RANK (MPICH, Intel
+   MPI), PMIX_SIZE and PMIX_RANK, OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK (Open MPI), MPI_LOCALNRANKS and
+   MPI_LOCALRANKID (Hydra), SLURM_STEP_NUM_TASKS and SLURM_PROCID (srun). SLURM_NTASKS alone, with or without
+   SLURM_PROCID, is a batch script, which is one process. */
 HPML_API int         hpml_launched(int *rank);
 
 HPML_API int       hpml_comm_rank(const hpml_comm *c); /* 0 to size - 1 */
@@ -321,7 +328,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j);
 
 /* One array of a model, yours: (rows, cols) row-major; a vector has 1 row. Codecs work along rows (>>api-codec). */
 typedef struct hpml_gradient {
-    const char *name; /* for errors and saved residuals; NULL: its number */
+    const char *name; /* for errors, saved residuals and the timeline, as long as that lives; NULL: its number */
     float      *data; /* (rows, cols) */
     int64_t     rows, cols;
 } hpml_gradient;
@@ -413,10 +420,13 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 
 /* Attached to a trainer, it makes p ranks with a share of each global batch equal one rank with all of it: parameters
    start as rank 0's, gradients are added up while the backward pass still runs, every rank makes the same step. Serial
-   code does not change. The short last batch is weighted right, and a rank without samples takes part. Batchnorm sees a
-   rank's share alone unless sync_batchnorm is set. A trainer on a device is served, too: by the communicator's link,
-   where it has one (codecs and plain sums, neither exact nor delayed), else what is exchanged goes through the host. A
-   link that ends at the node adds up plain floats inside; the codec packs what goes from node to node. */
+   code does not change: hpml_trainer_fit gets the whole data set on all ranks, and each takes its share of every batch
+   (disjoint, complete, shuffled with one seed); hpml_trainer_step gets this rank's samples; hpml_trainer_evaluate goes
+   through all of its data on each rank that calls it. The short last batch is weighted right, and a rank without
+   samples takes part. Batchnorm sees a rank's share alone unless sync_batchnorm is set. A trainer on a device is
+   served, too: by the communicator's link, where it has one (codecs and plain sums, neither exact nor delayed), else
+   what is exchanged goes through the host. A link that ends at the node adds up plain floats inside; the codec packs
+   what goes from node to node. */
 typedef struct hpml_distribute_desc {
     uint32_t        _begin;
     hpml_codec_desc codec;        /* how gradients travel, as in hpml_exchange_desc, ... */
@@ -598,7 +608,8 @@ HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t 
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
 
 /* hpml_trace_start on every rank, with the ranks' clocks aligned (by the quickest of some messages to and from rank 0),
-   and one file with all of them: a process for each rank, its lanes below. Both collective. */
+   and one file with all of them: a process for each rank, its lanes below, time 0 at the first event of any rank. The
+   spans of an exchange name tensors, bucket and bytes. Both collective. */
 HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *desc);
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path);
 
@@ -687,7 +698,12 @@ struct hpml_comm {
     int64_t               step;     /* of the trainer, for messages; 0: of none */
     const char           *doing;
     int                   round;
-    double                since;    /* when it began */
+    double                since;    /* when the collective began */
+    int64_t               bytes;    /* of the collective's array */
+    bool                  within;   /* a collective, whose messages are arrows on the timeline */
+    hpml_trace_event      about;    /* tensors and bucket that collectives belong to, for the timeline */
+    uint64_t              key;      /* of this communicator, the same on all its ranks */
+    uint32_t            (*arrows)[2]; /* (size) messages to each rank, and from each, in rounds of collectives */
     hpml_link             inside, between; /* for AUTO; between: of nodes, or of ranks where there is but one node */
     double                forecast[31][HPML_NATIVE]; /* seconds for 2^k bytes by each algorithm; 0: not known yet */
     hpml_counters         counters;
@@ -784,7 +800,8 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     c->origin = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->origin * (size_t)size, NULL);
     c->node   = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->node * (size_t)size, NULL);
     c->to     = (int64_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->to * (size_t)size, NULL);
-    if (!c->to) return NULL;
+    c->arrows = (uint32_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->arrows * (size_t)size, NULL);
+    if (!c->arrows) return NULL;
     for (int i = 0; i < size; i++) c->origin[i] = i;
     c->t = t; /* last: without it there is nothing to close */
     c->timeout = 60, c->doing = "start";
@@ -967,6 +984,29 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
     return m->status;
 }
 
+/* A span of communication, about what the communicator works on. */
+HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, double end, int64_t bytes)
+{
+    if (!hpml_trace_on(c->trace)) return;
+    hpml_trace_event e = c->about;
+    e.lane = HPML_LANE_COMM, e.name = name, e.start = start, e.end = end, e.number = bytes;
+    hpml_trace_add(c->trace, &e);
+}
+
+/* One end of an arrow on the timeline. Both ranks count the messages between them, so both know a message's number. */
+HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
+{
+    uint32_t count = c->arrows[peer][receives]++;
+    if (!c->within || !hpml_trace_on(c->trace)) return;
+    HPMLC_ZERO(hpml_trace_event, e);
+    int      me = c->origin[c->rank], other = c->origin[peer];
+    uint64_t ends = (uint64_t)(receives ? other : me) << 32 | (uint64_t)(receives ? me : other);
+    uint64_t id   = ((c->key * 0x9e3779b97f4a7c15u + ends) * 0x9e3779b97f4a7c15u + count) * 0x9e3779b97f4a7c15u;
+    e.kind = receives ? HPML_TRACE_RECEIVE : HPML_TRACE_SEND, e.lane = HPML_LANE_COMM, e.name = "message";
+    e.start = hpml_comm_now(c), e.number = (int64_t)(id >> 12); /* what a double can hold */
+    hpml_trace_add(c->trace, &e);
+}
+
 /* One round of a collective: sends to one rank and receives from one at the same time; -1: none. */
 HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out, size_t out_bytes, int from, char *in,
                                  size_t in_bytes, hpmlc_reduce_fn *reduce)
@@ -975,9 +1015,11 @@ HPMLC_FN hpml_status hpmlc_round(hpml_comm *c, int tag, int to, const char *out,
     hpml_status  got = HPML_OK, sent = HPML_OK;
     if (to < 0 && from < 0) return HPML_OK;
     c->counters.rounds++;
+    if (to >= 0) hpmlc_arrow(c, false, to);
     if (from >= 0) hpmlc_begin(c, true, from, tag, in, in_bytes, reduce, &i);
     if (to >= 0) hpmlc_begin(c, false, to, tag, (char *)(uintptr_t)out, out_bytes, NULL, &o);
     if (from >= 0) got = hpml_wait(c, &i);
+    if (from >= 0) hpmlc_arrow(c, true, from);
     if (to >= 0) sent = hpml_wait(c, &o); /* both, or one would outlive its place on the stack */
     return got != HPML_OK ? got : sent;
 }
@@ -2228,6 +2270,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     else hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* all ranks have their memory, or none goes on */
     for (int i = 0; i < count; i++) part->origin[i] = c->origin[ranks[i]], part->node[i] = c->node[ranks[i]];
+    part->key   = (c->key * 31 + c->sequence) * 31 + (uint64_t)color + 1;
     part->first = c->first, part->timeout = c->timeout, part->check = c->check, part->spin = c->spin;
     part->inside = c->inside, part->between = c->between, part->agent = c->agent; /* until a twin gets its own */
     hpmlc_comm_layout(part);
@@ -2293,7 +2336,8 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     s->status = ctx ? hpml_ctx_status(ctx) : HPML_ERR_MEMORY;
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
     if (s->status != HPML_OK && ctx) { /* the others must hear of it even if the context is clean */
-        hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
+        if (hpml_ctx_status(ctx) == HPML_OK)
+            hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
         hpmlc_start_says(s, comm && comm->size > 1 ? comm->rank : -1, hpml_ctx_error(ctx));
     }
     if (!ctx) hpmlc_start_says(s, s->comm.rank, "no memory for a context");
@@ -2305,7 +2349,7 @@ HPML_API int hpml_launched(int *rank)
 {
     static const char *const names[][2] = { { "PMI_SIZE", "PMI_RANK" }, { "PMIX_SIZE", "PMIX_RANK" },
         { "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK" }, { "MPI_LOCALNRANKS", "MPI_LOCALRANKID" },
-        { "SLURM_STEP_NUM_TASKS", "SLURM_PROCID" } }; /* of srun; a batch script has SLURM_NTASKS, too */
+        { "SLURM_STEP_NUM_TASKS", "SLURM_PROCID" } };
     if (rank) *rank = 0;
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         const char *size = getenv(names[i][0]), *at = getenv(names[i][1]);
@@ -2344,6 +2388,19 @@ HPMLC_FN bool hpmlc_run_read(hpml_launch_desc *d)
     if (ranks == 0 && kind != 1) ranks = tasks && atoi(tasks) > 0 ? atoi(tasks) : hpmlc_cores(1);
     d->transport = kind == 3 ? HPML_TRANSPORT_THREADS : (hpml_transport_kind)kind, d->ranks = (int32_t)ranks;
     return true;
+}
+
+/* Threads in each of mpiexec's processes are separate runs that look like one: refused unless they are meant. */
+HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_text *to)
+{
+    const char *run       = getenv("HPML_RUN"), *kind = d->transport == HPML_TRANSPORT_CLOCK ? "clock" : "threads";
+    int         processes = hpml_launched(NULL), ranks = d->ranks > 0 ? d->ranks : 1;
+    bool        meant     = run && *run && strncmp(run, "auto", 4) != 0 && strncmp(run, "mpi", 3) != 0;
+    if (processes < 2 || d->alone || meant) return HPML_OK;
+    return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: \"%s:%d\" in each of the %d processes that mpiexec or srun has "
+                        "started would be %d separate runs. For one run on all of them set .run to \"auto\" or "
+                        "\"mpi\"; if separate runs are meant, set .alone, or HPML_RUN=%s:%d in the environment",
+                        kind, ranks, processes, processes, kind, ranks);
 }
 
 /* The first failure by cause: a rank that only heard of another's comes second. */
@@ -2400,21 +2457,34 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
 #endif
 }
 
+/* Reads desc.run, and refuses what cannot be run or meant. */
+HPMLC_FN hpml_status hpmlc_launch_check(hpml_launch_desc *d, const hpmlc_text *to)
+{
+    if (d->_begin || d->_end || d->ranks < 0 || d->ranks > 65536 || (unsigned)d->transport > HPML_TRANSPORT_CLOCK)
+        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or a desc that is "
+                            "not cleared", d->ranks, (int)d->transport);
+    if (!hpmlc_run_read(d))
+        return hpmlc_say_no(to, HPML_ERR_ARGUMENT, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], "
+                            "clock[:N], mpi[:N], auto[:N]", d->run);
+    if (d->transport == HPML_TRANSPORT_MPI) return HPML_OK;
+    hpml_status status = hpmlc_launch_alone(d, to);
+    if (status != HPML_OK) return status;
+    if (d->ranks == 0) d->ranks = 1;
+    return hpmlc_network_check("launch", &d->network, d->ranks, d->transport == HPML_TRANSPORT_CLOCK, to);
+}
+
 HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn, void *user, char *error, size_t size)
 {
     HPMLC_DESC(hpml_launch_desc, d, desc);
-    const hpmlc_text to = { error, size };
-    hpmlc_say_no(&to, HPML_OK, "%s", "");
-    if (d._begin || d._end || !fn || d.ranks < 0 || d.ranks > 65536 || (unsigned)d.transport > HPML_TRANSPORT_CLOCK)
-        return hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or no function, or "
-                            "a desc that is not cleared", d.ranks, (int)d.transport);
-    if (!hpmlc_run_read(&d))
-        return hpmlc_say_no(&to, HPML_ERR_ARGUMENT, "launch: HPML_RUN or .run: \"%s\"; serial, threads[:N], clock[:N], "
-                            "mpi[:N], auto[:N]", d.run);
+    char              text[512] = "launch: no function for the ranks";
+    const hpmlc_text  to = { error, size }, reason = { text, sizeof text };
+    hpml_status       refused = fn ? hpmlc_launch_check(&d, &reason) : HPML_ERR_ARGUMENT;
+    hpmlc_say_no(&to, refused, "%s", refused == HPML_OK ? "" : text);
+    bool cleared = !d._begin && !d._end; /* else .log may be any address */
+    if (refused != HPML_OK && cleared && d.ctx.log) d.ctx.log(refused, text, d.ctx.log_user);
+    if (refused != HPML_OK) return refused;
     bool mpi   = d.transport == HPML_TRANSPORT_MPI;
-    int  ranks = d.ranks > 0 && !mpi ? d.ranks : 1;
-    bool clock = d.transport == HPML_TRANSPORT_CLOCK;
-    if (!mpi && hpmlc_network_check("launch", &d.network, ranks, clock, &to) != HPML_OK) return HPML_ERR_ARGUMENT;
+    int  ranks = mpi ? 1 : d.ranks;
     hpmlc_start *s = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
     if (!s) return HPML_ERR_MEMORY;
     for (int i = 0; i < ranks; i++) {
@@ -2775,7 +2845,8 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
         }
         if (op == HPML_MEAN && status == HPML_OK) hpmlc_run_mean(c, plan, i, data, e);
         if (!f->level || status != HPML_OK || (i + 1 < plan->count && f[1].level == f->level)) continue;
-        hpml_trace_span(c->trace, HPML_LANE_COMM, f->level, since, end = hpml_comm_now(c));
+        end = hpml_comm_now(c);
+        hpmlc_span(c, f->level, since, end, f->count * (int64_t)size);
         since = end;
     }
     return status;
@@ -2816,7 +2887,9 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, int element,
         if (hpmlc_check(c, words, tag) != HPML_OK) return -1;
     }
     c->round = 0;
-    c->since = hpml_comm_now(c);
+    c->bytes  = (int64_t)((uint64_t)n * hpml_element_size((hpml_element)element));
+    c->within = true;
+    c->since  = hpml_comm_now(c);
     return tag;
 }
 
@@ -2824,7 +2897,8 @@ HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
 {
     double end = hpml_comm_now(c);
     c->counters.seconds += end - c->since;
-    hpml_trace_span(c->trace, HPML_LANE_COMM, c->doing, c->since, end);
+    c->within = false;
+    hpmlc_span(c, c->doing, c->since, end, c->bytes);
     return status;
 }
 
@@ -3369,6 +3443,7 @@ struct hpml_exchange {
     char              *out, *in, *sums;
     int64_t            bytes;     /* sent in one run */
     hpmlc_reach        reach;     /* linked: the device, where tensors, residuals and messages are */
+    int                bucket;    /* its number for the timeline, from 1; 0: none */
     int64_t            bad;       /* of the last run: 1 + a rank that had a NaN + the tensor times 2^20. 0: none */
 };
 
@@ -3448,18 +3523,36 @@ HPMLC_FN hpml_status hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc
     return HPML_OK;
 }
 
+/* The maximum over all ranks, for the library's own needs: it is not on the timeline. */
+HPMLC_FN hpml_status hpmlc_reduce_unseen(hpml_comm *c, void *data, int64_t n, hpml_element element)
+{
+    hpml_ctx *trace = c->trace;
+    c->trace = NULL;
+    hpml_status status = hpmlc_reduce_all(c, data, n, element, HPML_MAX, HPML_AUTO);
+    c->trace = trace;
+    return status;
+}
+
+/* Have all ranks the same hash? */
+HPMLC_FN hpml_status hpmlc_same(hpml_comm *c, uint64_t hash, bool *same)
+{
+    int64_t     both[2] = { (int64_t)(hash >> 2), -(int64_t)(hash >> 2) };
+    hpml_status status = hpmlc_reduce_unseen(c, both, 2, HPML_ELEMENT_I64);
+    *same = both[0] == -both[1];
+    return status;
+}
+
 /* All ranks must have the same tensors: counts and shapes, folded into a number that is compared. */
 HPMLC_FN hpml_status hpmlc_exchange_agree(hpml_exchange *x)
 {
-    int64_t  hash[2];
+    bool     same;
     uint64_t h = 14695981039346656037u;
     for (int i = 0; i < x->d.count; i++) {
         uint64_t parts[3] = { (uint64_t)x->item[i].g.rows, (uint64_t)x->item[i].g.cols, x->item[i].packing.row_size };
         for (int k = 0; k < 3; k++) h = (h ^ parts[k]) * 1099511628211u;
     }
-    hash[0] = (int64_t)(h >> 2), hash[1] = -hash[0];
-    hpml_status status = hpmlc_reduce_all(x->c, hash, 2, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
-    if (status == HPML_OK && hash[0] != -hash[1])
+    hpml_status status = hpmlc_same(x->c, h, &same);
+    if (status == HPML_OK && !same)
         status = hpmlc_fail(x->c, HPML_ERR_SHAPE, "exchange: the ranks have different tensors or codecs (%d here); all "
                             "ranks must record the same model", x->d.count);
     return status;
@@ -3585,6 +3678,20 @@ HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *
     else it->packing.codec->decode(&it->packing, out, packed, rows, add);
 }
 
+/* What follows on the timeline is about x: its plain tensors from `at` to `end`, or all others; NULL: about nothing. */
+HPMLC_FN void hpmlc_about(hpml_comm *c, const hpml_exchange *x, bool plain, int64_t at, int64_t end)
+{
+    memset(&c->about, 0, sizeof c->about);
+    if (!x || !hpml_trace_on(c->trace)) return;
+    c->about.bucket = x->bucket;
+    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+        bool within = !plain || (it->at < end && it->at + it->g.rows * it->g.cols > at);
+        if (it->plain != plain || !within) continue;
+        if (!c->about.first) c->about.first = it->g.name;
+        c->about.last = it->g.name;
+    }
+}
+
 /* 1. Packs all rows, stripe by stripe, into messages; `back`: the end of 5., from sums. Returns hpml_exchange.bad. */
 HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x, bool back)
 {
@@ -3673,7 +3780,7 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
     double  start = hpml_comm_now(c);
     int64_t bad = hpmlc_exchange_pack(c, x, false), sum;
     for (int r = 0; r < p; r++) memcpy(x->out + x->out_at[r], &bad, sizeof bad);
-    hpml_trace_span(c->trace, HPML_LANE_COMM, "pack", start, hpml_comm_now(c));
+    hpmlc_span(c, "pack", start, hpml_comm_now(c), (int64_t)x->out_at[p]);
     hpml_status status = hpmlc_exchange_move(c, "stripes", x->out, x->out_at, false, x->in, x->in_at);
     if (status != HPML_OK) return status;
     bad = 0, sum = hpmlc_exchange_add(c, x);
@@ -3701,16 +3808,18 @@ HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, in
         float *mine = it->g.data + (from - it->at), *fused = x->fused + from;
         memcpy(back ? mine : fused, back ? fused : mine, (size_t)(to - from) * sizeof(float));
     }
-    hpml_trace_span(c->trace, HPML_LANE_COMM, back ? "unfuse" : "fuse", start, hpml_comm_now(c));
+    hpmlc_span(c, back ? "unfuse" : "fuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
 HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t part)
 {
     int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
+    hpmlc_about(c, x, true, at, end);
     hpmlc_exchange_fuse(c, x, at, end, false);
     float *data = (x->fused ? x->fused : x->span) + at;
     hpml_status status = hpmlc_reduce_all(c, data, end - at, HPML_ELEMENT_F32, x->d.reduce, x->d.algorithm);
     if (status == HPML_OK) hpmlc_exchange_fuse(c, x, at, end, true);
+    hpmlc_about(c, NULL, true, 0, 0);
     return status;
 }
 
@@ -3721,7 +3830,10 @@ HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
 {
     x->bad = 0;
     if (x->packed == 0) return HPML_OK;
-    return x->d.method == HPML_METHOD_CODEC ? hpmlc_exchange_packed(c, x) : hpmlc_methods_run(c, x);
+    hpmlc_about(c, x, false, 0, 0);
+    hpml_status status = x->d.method == HPML_METHOD_CODEC ? hpmlc_exchange_packed(c, x) : hpmlc_methods_run(c, x);
+    hpmlc_about(c, NULL, false, 0, 0);
+    return status;
 }
 
 /* One exchange, on the exchange's communicator or, in the background, on its twin. */
@@ -3777,7 +3889,7 @@ HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
         for (i = 0; i < n; i++)
             x->late[i] = __atomic_load_n(&x->ready[i], __ATOMIC_ACQUIRE) ? 0 : c->origin[c->rank] + 1;
         status = hpmlc_reduce_all(c, x->late, n, HPML_ELEMENT_I32, HPML_MAX, HPML_AUTO);
-        hpml_trace_span(c->trace, HPML_LANE_COMM, "negotiate", start, hpml_comm_now(c));
+        hpmlc_span(c, "negotiate", start, hpml_comm_now(c), 0);
         for (i = 0; i < n && status == HPML_OK; i++) {
             if (x->late[i]) late = i;
             if (x->late[i] || __atomic_load_n(&x->ready[i], __ATOMIC_RELAXED) == 2) continue;
@@ -4274,6 +4386,8 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d)
             b->x = hpmlc_bucket_exchange(d, b, g, false);
             if (b->x && d->d.warm_steps > 0) b->warm = hpmlc_bucket_exchange(d, b, g, true);
             if (!b->x || (d->d.warm_steps > 0 && !b->warm)) return false;
+            b->x->bucket = d->buckets;
+            if (b->warm) b->warm->bucket = d->buckets;
             count = 0, bytes = 0;
         }
         if (i < 0) break;
@@ -4372,13 +4486,21 @@ HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d)
     for (int64_t k = 0; k < d->buffer_total; k++) s[HPMLC_STATS + k] = d->samples * (double)x[k];
 }
 
+HPMLC_FN hpml_status hpmlc_stats_sum(hpml_comm *c, void *user)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    c->about.first = d->buffer_total > 0 ? "loss, samples, running statistics" : "loss, samples";
+    hpml_status status = hpmlc_reduce_all(c, d->stats, HPMLC_STATS + d->buffer_total, HPML_ELEMENT_F64, HPML_SUM,
+                                          HPML_AUTO);
+    c->about.first = NULL;
+    return status;
+}
+
 HPMLC_FN hpml_status hpmlc_stats_post(hpml_distributed *d)
 {
-    HPMLC_ZERO(hpml_allreduce_desc, f64);
-    f64.element = HPML_ELEMENT_F64;
     hpmlc_stats_fill(d);
-    if (d->direct) return d->stats_status = hpml_allreduce(d->c, d->stats, HPMLC_STATS + d->buffer_total, &f64);
-    d->stats_job = hpml_iallreduce(d->c, d->stats, HPMLC_STATS + d->buffer_total, &f64);
+    if (d->direct) return d->stats_status = hpmlc_stats_sum(d->c, d);
+    d->stats_job = hpml_background(d->c, hpmlc_stats_sum, d);
     return d->stats_job ? HPML_OK : hpml_ctx_status(d->ctx);
 }
 
@@ -4544,6 +4666,9 @@ HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
     row->step_s    = d->row_time - then;
     row->bytes     = (double)(d->row_sent.bytes - sent.bytes);
     row->overlap_s = fmax(0, d->row_sent.seconds - sent.seconds - row->exposed_s);
+    HPMLC_ZERO(hpml_trace_event, e);
+    e.kind = HPML_TRACE_COUNTER, e.name = "bytes sent", e.start = d->row_time, e.value = row->bytes;
+    hpml_trace_add(d->ctx, &e);
 }
 
 /* Gradients under way and the trainer's change places. */
@@ -4595,11 +4720,13 @@ HPMLC_FN hpml_status hpmlc_dist_pair(hpml_distributed *d, double scale)
     int        tag = hpmlc_enter(c, "gradients", d->span, HPML_ELEMENT_F32, d->d.sum, -1);
     size_t     bytes = (size_t)d->span * sizeof(float);
     if (tag < 0) return hpml_ctx_status(d->ctx);
+    hpmlc_about(c, d->bucket[0].x, true, 0, d->span);
     d->scale = (float)scale, d->since = c->since, d->stepped = HPML_OK;
     hpml_status status = hpmlc_round(c, tag, !c->rank, (const char *)d->first, bytes, !c->rank, (char *)d, bytes,
                                      hpmlc_pair_step);
     hpmlc_dist_waited(d, d->since);
     hpmlc_leave(c, status);
+    hpmlc_about(c, NULL, true, 0, 0);
     hpmlc_steps_note(d);
     d->r.steps++;
     return status == HPML_OK ? d->stepped : status;
@@ -4703,7 +4830,11 @@ HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
         }
         at += n, used += d->bucket_of[i] < 0 ? n : 0;
     }
-    return status == HPML_OK ? hpmlc_reduce_all(d->c, d->sum, used, HPML_ELEMENT_I64, HPML_SUM, a) : status;
+    if (status != HPML_OK) return status;
+    d->c->about.first = hpmlc_param(d, 0)->name, d->c->about.last = hpmlc_param(d, d->params - 1)->name;
+    status = hpmlc_reduce_all(d->c, d->sum, used, HPML_ELEMENT_I64, HPML_SUM, a);
+    hpmlc_about(d->c, NULL, true, 0, 0);
+    return status;
 }
 
 /* Integers back to gradients and buffers; packed tensors come from leaf 0, where the exchange has left their sum. */
@@ -4860,6 +4991,26 @@ HPMLC_FN bool hpmlc_dist_linkable(hpml_distributed *d)
            (d->d.codec.kind == HPML_CODEC_NONE || (b->encode && b->decode));
 }
 
+/* Ranks take their shares of a batch by position, so that all must have the same data in the same order: shares made by
+   hand would be divided once more. The report is of steps, and leaves this sum out. */
+HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, uint64_t mark)
+{
+    hpml_distributed   *d = (hpml_distributed *)user;
+    const hpml_counters before = d->c->counters;
+    const double        start = hpml_comm_now(d->c);
+    bool                same;
+    hpml_status status = hpmlc_same(d->c, mark, &same);
+    int64_t     bytes = d->c->counters.bytes - before.bytes;
+    double      seconds = d->c->counters.seconds - before.seconds;
+    d->at_reset.bytes += bytes, d->at_reset.seconds += seconds;
+    d->row_sent.bytes += bytes, d->row_sent.seconds += seconds;
+    d->began += hpml_comm_now(d->c) - start, d->row_time += hpml_comm_now(d->c) - start;
+    if (status != HPML_OK || same) return status;
+    return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "fit: this rank's data, seed, epochs or place in the data are not the "
+                      "other ranks'. Pass the same data set and settings on all ranks, because fit takes each rank's "
+                      "share itself; or, where you have divided the data, a hpml_loader_desc with .ranks = 1");
+}
+
 HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
 {
     hpml_ctx *ctx  = d->ctx;
@@ -4910,6 +5061,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.grad   = settings.exact ? NULL : hpmlc_dist_grad;
     hooks.sum    = settings.sync_batchnorm ? hpmlc_dist_sum : NULL;
     hooks.update = hpmlc_dist_update;
+    hooks.data   = hpmlc_dist_data;
     hpml_trainer_set_hooks(t, &hooks);
     hpml_trainer_set_shard(t, c->rank, c->size, settings.global_batch, settings.exact ? settings.leaf : 0);
     hpml_distribute_get(d, NULL, true);
@@ -5436,6 +5588,15 @@ HPMLC_FN char *hpmlc_slurp(hpml_ctx *ctx, const char *path, int64_t *size)
     return text;
 }
 
+/* Time 0 of all ranks becomes that of the first event of any. */
+HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
+{
+    double      first  = -hpml_trace_first(c->ctx);
+    hpml_status status = hpmlc_reduce_unseen(c, &first, 1, HPML_ELEMENT_F64);
+    if (status == HPML_OK) hpml_trace_shift(c->ctx, -first);
+    return status;
+}
+
 /* Each rank writes its own file beside `path`; rank 0 strings the events together, with commas between. */
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 {
@@ -5444,6 +5605,7 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
     FILE   *f = NULL;
     if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     hpmlc_background_drain(c);
+    if (hpmlc_trace_begin(c) != HPML_OK) return hpml_ctx_status(c->ctx);
     snprintf(own, sizeof own, "%s.rank%d", path, c->rank);
     if (hpml_trace_save(c->ctx, own) != HPML_OK) return hpmlc_failed(c), hpml_ctx_status(c->ctx);
     char *text = hpmlc_slurp(c->ctx, own, &size);

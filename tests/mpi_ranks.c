@@ -222,6 +222,22 @@ static int by_environment(void)
     return report(hpml_launch(NULL, announced, NULL, error, sizeof error), error);
 }
 
+/* Every process runs threads of its own: refused, unless `alone` or HPML_RUN says that they are meant. */
+static hpml_status own_threads(hpml_comm *c, void *user)
+{
+    (void)user;
+    return hpml_comm_size(c) == 2 && strcmp(hpml_comm_transport(c), "threads") == 0 ? HPML_OK : HPML_ERR_STATE;
+}
+
+static int threads_each(bool alone)
+{
+    char             error[768];
+    hpml_launch_desc d;
+    memset(&d, 0, sizeof d);
+    d.run = "threads:2", d.alone = alone;
+    return report(hpml_launch(&d, own_threads, NULL, error, sizeof error), error);
+}
+
 /* A host program with MPI of its own: before MPI_Init, single-threaded, on a part of the world, after MPI_Finalize. */
 static int host(const char *what)
 {
@@ -315,5 +331,7 @@ int main(int argc, char **argv)
     if (strcmp(what, "not_ready") == 0) return launch(not_ready, 0, false, 0.4);
     if (strcmp(what, "memory") == 0) return memory();
     if (strcmp(what, "by_environment") == 0) return by_environment();
+    if (strcmp(what, "threads") == 0) return threads_each(false);
+    if (strcmp(what, "threads_alone") == 0) return threads_each(true);
     return host(what);
 }

@@ -1187,17 +1187,80 @@ TEST(the_environment_says_where_to_run)
     }
 }
 
-TEST(slurm_says_which_rank_this_is)
+/* What each launcher sets for rank 2 of 4, and srun for all four of them. */
+TEST(the_launcher_says_which_rank_this_is)
 {
-    int rank = 7;
+    static const char *const names[][2] = { { "PMI_SIZE", "PMI_RANK" }, { "PMIX_SIZE", "PMIX_RANK" },
+        { "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK" }, { "MPI_LOCALNRANKS", "MPI_LOCALRANKID" } };
+    int  rank = 7, size;
+    char number[8];
     if (hpml_launched(NULL) > 0) SKIP("under a launcher");
     ENSURE(hpml_launched(&rank) == 0 && rank == 0);
-    setenv("SLURM_PROCID", "2", 1), setenv("SLURM_NTASKS", "4", 1);
-    int batch = hpml_launched(NULL); /* in a batch script: nothing has been started yet */
-    setenv("SLURM_STEP_NUM_TASKS", "4", 1);
-    int step = hpml_launched(&rank);
-    unsetenv("SLURM_PROCID"), unsetenv("SLURM_NTASKS"), unsetenv("SLURM_STEP_NUM_TASKS");
-    ENSURE(batch == 0 && step == 4 && rank == 2);
+    for (int i = 0; i < 4; i++) {
+        setenv(names[i][0], "4", 1), setenv(names[i][1], "2", 1);
+        size = hpml_launched(&rank);
+        unsetenv(names[i][0]), unsetenv(names[i][1]);
+        ENSURE(size == 4 && rank == 2);
+    }
+    for (int i = 0; i < 4; i++) {
+        snprintf(number, sizeof number, "%d", i);
+        setenv("SLURM_PROCID", number, 1), setenv("SLURM_NTASKS", "4", 1);
+        int batch = hpml_launched(NULL); /* in a batch script: nothing has been started yet */
+        setenv("SLURM_STEP_NUM_TASKS", "4", 1);
+        size = hpml_launched(&rank);
+        unsetenv("SLURM_PROCID"), unsetenv("SLURM_NTASKS"), unsetenv("SLURM_STEP_NUM_TASKS");
+        ENSURE(batch == 0 && size == 4 && rank == i);
+    }
+}
+
+/* In one of two processes of a launcher, threads are refused with their cure, unless they are meant. */
+TEST(threads_in_each_process_of_a_launcher_must_be_meant)
+{
+    static const struct {
+        const char         *env, *run;
+        hpml_transport_kind transport;
+        int                 ranks;
+        bool                alone;
+        const char         *got;
+    } cases[] = {
+        { NULL, "threads:3", HPML_TRANSPORT_THREADS, 0, false, NULL },
+        { NULL, "clock:3", HPML_TRANSPORT_THREADS, 0, false, NULL },
+        { NULL, "serial", HPML_TRANSPORT_THREADS, 0, false, NULL },
+        { NULL, NULL, HPML_TRANSPORT_THREADS, 0, false, NULL }, /* all zero is serial */
+        { NULL, NULL, HPML_TRANSPORT_THREADS, 3, false, NULL },
+        { NULL, NULL, HPML_TRANSPORT_CLOCK, 3, false, NULL },
+        { "", "threads:3", HPML_TRANSPORT_THREADS, 0, false, NULL },
+        { "mpi", NULL, HPML_TRANSPORT_THREADS, 3, false, NULL }, /* the program goes first */
+        { "threads:2", "threads:3", HPML_TRANSPORT_THREADS, 0, false, "threads 2" },
+        { "serial", NULL, HPML_TRANSPORT_THREADS, 0, false, "threads 1" },
+        { "clock:2", "auto", HPML_TRANSPORT_THREADS, 0, false, "clock 2" },
+        { "threads:2", NULL, HPML_TRANSPORT_THREADS, 3, false, "threads 3" },
+        { NULL, "threads:3", HPML_TRANSPORT_THREADS, 0, true, "threads 3" },
+        { NULL, NULL, HPML_TRANSPORT_CLOCK, 3, true, "clock 3" } };
+    if (hpml_launched(NULL) > 0) SKIP("under a launcher");
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        hpml_launch_desc d;
+        char             got[32] = "";
+        memset(&d, 0, sizeof d);
+        d.run = cases[i].run, d.transport = cases[i].transport, d.ranks = cases[i].ranks, d.alone = cases[i].alone;
+        if (cases[i].env) setenv("HPML_RUN", cases[i].env, 1);
+        setenv("PMI_SIZE", "2", 1), setenv("PMI_RANK", "1", 1);
+        hpml_status status = hpml_launch(&d, who, got, error, sizeof error);
+        hpml_ctx   *ctx = hpml_ctx_create(NULL);
+        hpml_world *w = hpml_world_create(HPML_TRANSPORT_THREADS, 1, NULL);
+        hpml_comm_desc own;
+        memset(&own, 0, sizeof own);
+        own.world = w;
+        bool legal = hpml_comm_create(ctx, &own) != NULL; /* threads that the program starts itself are its business */
+        hpml_ctx_free(ctx);
+        hpml_world_free(w);
+        unsetenv("HPML_RUN"), unsetenv("PMI_SIZE"), unsetenv("PMI_RANK");
+        if (strcmp(got, cases[i].got ? cases[i].got : "") != 0) printf("    case %d: %s %s\n", (int)i, got, error);
+        ENSURE(legal && strcmp(got, cases[i].got ? cases[i].got : "") == 0);
+        if (cases[i].got) ENSURE(status == HPML_OK);
+        else ENSURE(status == HPML_ERR_ARGUMENT && strstr(error, "2 processes") && strstr(error, "\"auto\"") &&
+                    strstr(error, ".alone") && strstr(error, "HPML_RUN="));
+    }
 }
 
 /* ---- threads of one's own ---- */

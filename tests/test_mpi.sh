@@ -89,6 +89,10 @@ late='waited 0.2 s for rank 1 in allreduce'; brief 2 sleeps 1 "$late"; check "a 
 late='waited 0.4 s for tensor 1 "b1" to get ready on rank 1'
 brief 3 not_ready 1 "$late"; check "a tensor that never gets ready" 1 "$late"
 on 2 memory; check "no memory on one rank" 0 ''
+on 2 threads; check "threads in each process" 1 '"threads:2" in each of the 2 processes .* set .run to "auto" or "mpi"'
+on 2 threads_alone; check "threads in each process that are meant" 0 ''
+HPML_RUN=threads:2 on 2 threads; check "and meant by HPML_RUN" 0 ''
+on 1 threads; check "threads in the only process" 0 ''
 export HPML_RUN
 for HPML_RUN in auto mpi mpi:3; do on 3 by_environment; check "HPML_RUN=$HPML_RUN" 0 ''; done
 HPML_RUN=mpi:2; on 3 by_environment; check "HPML_RUN with a wrong number" 1 '2 ranks are wanted, mpiexec started 3'

@@ -546,7 +546,7 @@ TEST(the_four_hooks)
         hpml_dataset *d   = blobs(ctx, 64);
         hpml_trainer *t   = classifier(ctx, 64, (hpml_trainer_desc){ .lr = 0.1f });
         log_t         l   = { .count = 0 };
-        if (k) hpml_trainer_set_hooks(t, &(hpml_hooks){ &l, on_run, on_need, on_grad, on_update, NULL, NULL });
+        if (k) hpml_trainer_set_hooks(t, &(hpml_hooks){ &l, on_run, on_need, on_grad, on_update, NULL, NULL, NULL });
         ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK);
         hash[k] = hpml_param_hash(ctx);
         if (k)
