@@ -123,13 +123,16 @@ HPML_API hpml_status hpml_cuda_device_info(int device, hpml_cuda_info *out);
 
 HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx); /* the cudaStream_t that ops run on; NULL: not a CUDA context */
 
-/* One line that says what has run where since the context was made, to compare a speed with: how many matrix products
-   cuBLASLt and how many convolutions cuDNN has done, by which algorithms (their numbers), and how many this header's own
-   kernels have done; of these, how many the library refused. Epilogues (bias, relu, gelu, gelu', bias sums) that
-   products took along, and those that cuBLASLt refused and another kernel has done. The workspace and what the
-   algorithms ask for. Passes run op by op, recorded, replayed, and given up because recording them failed (those run op
-   by op from then on; passes under a profile or a trace are not counted). How often the host has waited. What a replayed
-   pass repeats is counted each time. Returns the length of the text, as snprintf; 0 for a context that is not on a GPU. */
+/* One line that says what has run where since the context was made, to judge a speed by:
+   - matrix products by cuBLASLt, with the epilogues that they took along (bias, relu, gelu, gelu', bias sums), the
+     numbers of the algorithms, and the epilogues that cuBLASLt refused, so that another kernel follows; products by this
+     header's own kernels, and how many of these cuBLASLt had refused;
+   - the same for convolutions and cuDNN, with the algorithms of each pass;
+   - the workspace, and the largest that an algorithm asks for;
+   - passes that ran op by op, were recorded, replayed (what they repeat is counted each time), and given up because
+     recording failed, so that they run op by op; a pass under a profile or a trace is not counted;
+   - how often the host has waited for the device.
+   Returns the length of the text as snprintf does; 0 and "" for a context that is not on a GPU. */
 HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -844,9 +847,9 @@ HPMLG_FN hpml_status hpmlg_nonfinite(hpmlg_device *d)
     HPMLG_TRY(e, cudaStreamSynchronize(d->stream));
     if (e != cudaSuccess) return hpmlg_check(d, e, "what an update has found");
     const hpml_tensor *p = hpml_param_at(d->ctx, (int)(worst & 0xffffffffu) / 2 - 1);
-    return hpml_ctx_fail(d->ctx, HPML_ERR_NONFINITE, "step %llu: the first NaN or infinity is in %s \"%s\"; look at the "
-                         "data, lower the learning rate or set clip_norm. The rest of this step is in the parameters: "
-                         "go on from a checkpoint", 0xffffffffu - (worst >> 32),
+    return hpml_ctx_fail(d->ctx, HPML_ERR_NONFINITE, "step %llu: the first NaN or infinity is in %s \"%s\"; look at "
+                         "the data, lower the learning rate or set clip_norm. The rest of this step is in the "
+                         "parameters: go on from a checkpoint", 0xffffffffu - (worst >> 32),
                          worst & 1 ? "the gradient of" : "parameter", p ? p->name : "?");
 }
 
@@ -3175,8 +3178,8 @@ HPMLG_FN int hpmlg_blas_algorithms(const hpmlg_device *d, int list[16])
     return count;
 }
 
-/* line: bias or sums. Where one of the vectors does not begin at 16 bytes the library is not asked: it has no preference
-   that tells it so. */
+/* line: bias or sums. Where that does not begin at a multiple of 16 bytes the library is not asked, because none of its
+   preferences is about vectors. */
 HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g, const void *line)
 {
     memset(k, 0, sizeof *k);
@@ -3545,8 +3548,8 @@ HPMLG_OP(conv2d)
    where there is none, ours runs. HPML_CUDA_F32 takes no Winograd and no FFT, whose sums are not products of the f32
    operands. In a half model cuDNN gives the gradient of the weights in halves, which are added to the f32 gradient. */
 
-/* The workspace has this many bytes, from now on, where it may have. Recorded passes know where it was: they are dropped
-   and recorded anew. */
+/* The workspace has so many bytes from now on, or, false, it may not or cannot. Recorded passes hold the address of the
+   smaller one: they are dropped, and recorded anew when they next run. */
 HPMLG_FN bool hpmlg_workspace_grow(hpmlg_device *d, size_t bytes)
 {
     if (bytes <= d->workspace_bytes) return true;
@@ -3650,14 +3653,14 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan 
      (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_WINOGRAD_NONFUSED)
 
 /* The first that will do. */
-#define HPMLG_DNN_CHOOSE(type, kind, ask, ...)                                                                         \
+#define HPMLG_DNN_CHOOSE(Kind, KIND, Pass, ...)                                                                        \
     do {                                                                                                               \
-        type found[8];                                                                                                 \
-        HPMLG_TRY(s, ask(dnn->handle, __VA_ARGS__, 8, &count, found));                                                 \
+        cudnnConvolution##Kind##AlgoPerf_t found[8];                                                                   \
+        HPMLG_TRY(s, cudnnGetConvolution##Pass##Algorithm_v7(dnn->handle, __VA_ARGS__, 8, &count, found));             \
         for (int i = 0; i < count && s == CUDNN_STATUS_SUCCESS && !p->usable[pass]; i++)                               \
             if (found[i].status == CUDNN_STATUS_SUCCESS && found[i].determinism == CUDNN_DETERMINISTIC &&              \
                 (!f32 || found[i].mathType == CUDNN_FMA_MATH || found[i].mathType == CUDNN_DEFAULT_MATH) &&            \
-                (!f32 || HPMLG_DNN_EXACT(kind, found[i].algo)) && hpmlg_workspace_grow(d, found[i].memory)) {          \
+                (!f32 || HPMLG_DNN_EXACT(KIND, found[i].algo)) && hpmlg_workspace_grow(d, found[i].memory)) {          \
                 p->usable[pass] = true, p->algo[pass] = (int)found[i].algo;                                            \
                 p->math[pass] = f32 ? CUDNN_FMA_MATH : found[i].mathType;                                              \
                 if (found[i].memory > d->workspace_asked) d->workspace_asked = found[i].memory;                        \
@@ -3671,14 +3674,11 @@ HPMLG_FN void hpmlg_dnn_ask(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, 
     int           count = 0;
     p->asked[pass] = true;
     if (pass == HPMLG_DNN_Y)
-        HPMLG_DNN_CHOOSE(cudnnConvolutionFwdAlgoPerf_t, FWD, cudnnGetConvolutionForwardAlgorithm_v7, p->x, p->w, p->conv,
-                         p->y);
+        HPMLG_DNN_CHOOSE(Fwd, FWD, Forward, p->x, p->w, p->conv, p->y);
     else if (pass == HPMLG_DNN_DX)
-        HPMLG_DNN_CHOOSE(cudnnConvolutionBwdDataAlgoPerf_t, BWD_DATA, cudnnGetConvolutionBackwardDataAlgorithm_v7, p->w, p->y,
-                         p->conv, p->x);
+        HPMLG_DNN_CHOOSE(BwdData, BWD_DATA, BackwardData, p->w, p->y, p->conv, p->x);
     else
-        HPMLG_DNN_CHOOSE(cudnnConvolutionBwdFilterAlgoPerf_t, BWD_FILTER, cudnnGetConvolutionBackwardFilterAlgorithm_v7, p->x, p->y,
-                         p->conv, p->w);
+        HPMLG_DNN_CHOOSE(BwdFilter, BWD_FILTER, BackwardFilter, p->x, p->y, p->conv, p->w);
     if (!hpmlg_dnn_refused(s)) hpmlg_dnn_check(d, s, "asking cuDNN for an algorithm");
 }
 

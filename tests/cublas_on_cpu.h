@@ -37,7 +37,7 @@ enum library_mode {
     LIBRARY_TF32 = 2,     /* operands are rounded to 11 bits where tf32 is asked for */
     LIBRARY_GELU = 4,     /* gelu and gelu' by the hardware's tanh, with errors of 2^-11 */
     LIBRARY_BGRADB = 8,   /* no sums for a bias where halves come in and f32 goes out */
-    LIBRARY_NCHW = 16,    /* convolutions in bf16 want 64 MiB and more of workspace */
+    LIBRARY_NCHW = 16,    /* convolutions in bf16 want more than 64 MiB of workspace */
     LIBRARY_CAPTURE = 32, /* nothing can be recorded */
     LIBRARY_REFUSE = 64   /* no algorithm for anything */
 };
@@ -155,7 +155,8 @@ inline cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t l,
 inline cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *d, cublasComputeType_t type, cudaDataType_t scale)
 {
     cublas_on_cpu_live++;
-    *d = new cublas_op{ type == CUBLAS_COMPUTE_32F_FAST_TF32, CUBLAS_OP_N, CUBLAS_OP_N, CUBLASLT_EPILOGUE_DEFAULT, nullptr, nullptr, 0 };
+    *d = new cublas_op{ type == CUBLAS_COMPUTE_32F_FAST_TF32, CUBLAS_OP_N, CUBLAS_OP_N, CUBLASLT_EPILOGUE_DEFAULT,
+                        nullptr, nullptr, 0 };
     return scale == CUDA_R_32F ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
 }
 inline cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d)

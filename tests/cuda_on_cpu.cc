@@ -30,6 +30,7 @@ extern "C" void cuda_on_cpu_fault(const char *what, long k)
     else if (strcmp(what, "lazy") == 0) cuda_on_cpu_lazy((unsigned)k);
     else if (strcmp(what, "cublas") == 0) cublas_on_cpu_refuses = (int)k;
     else if (strcmp(what, "cudnn") == 0) cudnn_on_cpu_refuses = (int)k;
+    else if (strcmp(what, "memory") == 0) e.memory = (size_t)k;
     else if (strcmp(what, "libraries") == 0) libraries_on_cpu = (int)k;
     else if (strcmp(what, "capture") == 0) e.fail_capture = (int)k;
     else {

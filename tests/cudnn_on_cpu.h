@@ -147,7 +147,7 @@ inline bool cudnn_fits(const cudnn_thing *x, const cudnn_thing *w, const cudnn_t
 inline size_t cudnn_wants(const cudnn_thing &x, const cudnn_thing &y)
 {
     bool turns = library_is(LIBRARY_NCHW) && x.type == CUDNN_DATA_BFLOAT16;
-    return turns ? ((size_t)64 << 20) + (size_t)(x.count() + y.count()) * x.size() : cudnn_on_cpu_wants;
+    return turns ? ((size_t)65 << 20) + (size_t)(x.count() + y.count()) * x.size() : cudnn_on_cpu_wants;
 }
 
 #define CUDNN_OFFERS(Kind, KIND, Getter, first, second, third, x, w, v, y)                                          \
