@@ -750,8 +750,8 @@ typedef struct hpml_trainer_desc {
                                       2,000 updates without (Micikevicius et al. 2018) */
     bool          no_finite_check; /* skip the check, which names step and layer, of the loss and gradients: a device's
                                       step without info then need not wait. What is found in a gradient stays out of
-                                      parameters; the rest of the step is in. A device without clip_norm finds it in the
-                                      update, and the next step, the end of fit, or reading a tensor returns the error */
+                                      parameters; the rest of the step is in. Without clip_norm a device finds it in
+                                      the update: the next step, the end of fit or reading a tensor has the error */
     uint32_t      _end;
 } hpml_trainer_desc;
 

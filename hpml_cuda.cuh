@@ -125,8 +125,8 @@ HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx); /* the cudaStream_t that o
 
 /* One line that says what has run where since the context was made, to judge a speed by:
    - matrix products by cuBLASLt, with the epilogues that they took along (bias, relu, gelu, gelu', bias sums), the
-     numbers of the algorithms, and the epilogues that cuBLASLt refused, so that another kernel follows; products by this
-     header's own kernels, and how many of these cuBLASLt had refused;
+     numbers of the algorithms, and the epilogues that cuBLASLt refused, so that another kernel follows; products by
+     this header's own kernels, and how many of these cuBLASLt had refused;
    - the same for convolutions and cuDNN, with the algorithms of each pass;
    - the workspace, and the largest that an algorithm asks for;
    - passes that ran op by op, were recorded, replayed (what they repeat is counted each time), and given up because
