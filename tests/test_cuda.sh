@@ -94,7 +94,7 @@ mv "$tmp/nvidia" "$tmp/two words"
 probe 'two words' 13.0 "$none"
 rm -r "$tmp/two words"
 probe nvidia 13.0 "$none"
-# gpu_contact.sh on a machine without a GPU and nvcc: what it skips, and what becomes of a stage that fails or is killed.
+# gpu_contact.sh without a GPU and nvcc: what it skips, and what becomes of a stage that fails or is killed.
 mkdir -p "$tmp/contact/build" "$tmp/without"
 ln -s "$PWD/tests" "$tmp/contact/tests"
 printf '#!/bin/sh\nexit 1\n' >"$tmp/without/nvidia-smi"
@@ -105,8 +105,8 @@ contact() { # STATUS SLEEP LIMIT WANT TEXT
         sh tests/gpu_contact.sh first out) >"$tmp/err" 2>&1
     code=$?
     tail -n 8 "$tmp/err" >"$tmp/table"
-    if [ $code -eq "$4" ] && grep -q "smoke_emulated .* $5" "$tmp/table" && grep -q 'tests .* SKIP: no GPU' "$tmp/table" &&
-        grep -q 'build .* SKIP: no nvcc' "$tmp/table" && grep -q begins "$tmp/contact/out/smoke_emulated.log"
+    if [ $code -eq "$4" ] && grep -q "smoke_emulated .* $5" "$tmp/table" &&
+        grep -q 'tests .* SKIP: no GPU' "$tmp/table" && grep -q 'build .* SKIP: no nvcc' "$tmp/table" && grep -q begins "$tmp/contact/out/smoke_emulated.log"
     then ok; else bad "gpu_contact.sh with a smoke test of exit $1 after $2 s"; fi
 }
 contact 0 0 100 0 ok
@@ -117,7 +117,7 @@ doctor() {
     printf '#!/bin/sh\n[ "$1" = --version ] && exec echo "tools, release 12.4, V1"\necho "%s" >&2; exit 1\n' "$1" \
         >"$tmp/without/nvcc"
     chmod +x "$tmp/without/nvcc"
-    NVCC="$tmp/without/nvcc" sh tests/doctor.sh >"$tmp/err" 2>&1
+    CC=true NVCC="$tmp/without/nvcc" sh tests/doctor.sh >"$tmp/err" 2>&1
     if tr '\n' ' ' <"$tmp/err" | grep -q "$2"; then ok; else bad "doctor with an nvcc that says $1"; fi
 }
 doctor 'mathcalls.h(79): error: exception specification is incompatible with cospi' 'is too new for CUDA 12.4,'
