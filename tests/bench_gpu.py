@@ -1,7 +1,7 @@
 # The training steps and attentions of bench_gpu.cu in PyTorch, eager and compiled: python3 bench_gpu.py [seconds], each
-# result a line {"case": ..., "peer": ..., "value": ...}. Nothing new is compiled when the seconds are over. Attention by
-# FlashAttention-2 and by cuDNN, which is the faster one on Hopper. GPT-2 also by llm.c: LLMC names a folder with its
-# train_gpt2cu, built there, and its files; without, its published figure, which is of an A100, is quoted.
+# result a line {"case": ..., "peer": ..., "value": ...}. Nothing new is compiled when the seconds are over. Attention
+# by FlashAttention-2 and by cuDNN, which is the faster one on Hopper. GPT-2 also by llm.c: LLMC names its binary
+# train_gpt2cu, beside which its data lie; without, its published figure, which is of an A100, is quoted.
 import os, re, subprocess, sys, time
 try:
     import torch, torch.nn as nn, torch.nn.functional as F
@@ -111,15 +111,15 @@ def training(case, make, batch, shape, precision, mode):
         else: tried(case, peer, measure)
 
 def llmc(batch):
-    """Tokens a second of llm.c at this batch; its own folder holds weights and data. The step's own figure is steady
-    from the second on."""
+    """Tokens a second at this batch, the median over the steps after the first five."""
     case = "gpt2 124M batch %dx1024 bf16" % batch
-    folder = os.environ.get("LLMC")
-    if not folder: # 10 billion tokens in about 90 minutes on 8 A100 80GB (github.com/karpathy/llm.c/discussions/481)
+    binary = os.environ.get("LLMC")
+    if not binary: # 10 billion tokens in about 90 minutes on 8 A100 80GB (github.com/karpathy/llm.c/discussions/481)
         return say(case, "llm.c A100, quoted", 10e9 / (90 * 60) / 8)
     def measure():
-        out = subprocess.run(["./train_gpt2cu", "-e", "d12", "-b", str(batch), "-t", "1024", "-d", str(batch * 1024),
-                              "-x", "30", "-v", "0", "-s", "0", "-h", "0"], cwd=folder, timeout=60,
+        where = os.path.abspath(binary)
+        out = subprocess.run([where, "-e", "d12", "-b", str(batch), "-t", "1024", "-d", str(batch * 1024), "-x", "30",
+                              "-v", "0", "-s", "0", "-h", "0"], timeout=60, cwd=os.path.dirname(where),
                              capture_output=True, text=True).stdout
         speeds = sorted(float(x) for x in re.findall(r"([0-9.]+) tok/s", out)[5:])
         if not speeds: raise RuntimeError("train_gpt2cu printed no tok/s: " + out[-200:])

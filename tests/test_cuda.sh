@@ -106,7 +106,8 @@ contact() { # STATUS SLEEP LIMIT WANT TEXT
     code=$?
     tail -n 8 "$tmp/err" >"$tmp/table"
     if [ $code -eq "$4" ] && grep -q "smoke_emulated .* $5" "$tmp/table" &&
-        grep -q 'tests .* SKIP: no GPU' "$tmp/table" && grep -q 'build .* SKIP: no nvcc' "$tmp/table" && grep -q begins "$tmp/contact/out/smoke_emulated.log"
+        grep -q 'tests .* SKIP: no GPU' "$tmp/table" && grep -q 'build .* SKIP: no nvcc' "$tmp/table" &&
+        grep -q begins "$tmp/contact/out/smoke_emulated.log"
     then ok; else bad "gpu_contact.sh with a smoke test of exit $1 after $2 s"; fi
 }
 contact 0 0 100 0 ok
