@@ -547,8 +547,8 @@ typedef struct hpmlg_device {
     void          *workspace;      /* workspace_bytes, d.workspace at least */
     size_t         workspace_bytes, workspace_most; /* most: what it may grow to */
     size_t         workspace_asked;  /* by algorithms in use, the largest */
-    hpmlg_ran      ran, ran_before;  /* before: the pass that is being recorded */
-    hpmlg_left     left_before;
+    hpmlg_ran      ran, ran_before;  /* before: when the recording that goes on began */
+    hpmlg_left     left_before;      /* the same */
     long long      passes_ran[4];    /* op by op, recorded, replayed, given up */
     long long      waits;            /* of the host for the device */
     void          *scratch;        /* HPMLG_SCRATCH bytes for partial sums */
@@ -2356,8 +2356,11 @@ HPMLG_DEVICE hpmlg_eight hpmlg_rows_sum(hpmlg_array x, const int *at, int n, int
 {
     hpmlg_eight sum = {}, e[4];
     for (int k = 0; k < n; k += 4) { /* four loads at a time are under way */
-        HPMLG_UNROLL for (int q = 0; q < 4; q++)
-            e[q] = hpmlg_row_get(x, k + q < n ? at ? at[k + q] : k + q : 0, k + q < n ? width : 0, c, 0);
+        HPMLG_UNROLL for (int q = 0; q < 4; q++) {
+            bool    in  = k + q < n;
+            int64_t row = in && at ? at[k + q] : k + q;
+            e[q] = hpmlg_row_get(x, row, in ? width : 0, c, 0);
+        }
         HPMLG_UNROLL for (int q = 0; q < 4; q++)
             for (int j = 0; j < 8; j++) sum.v[j] += e[q].v[j];
     }
