@@ -226,7 +226,8 @@ inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc
     if ((d.epilogue & cublas_on_cpu_refuses) && cublas_on_cpu_refuses >> 20) return CUBLAS_STATUS_NOT_SUPPORTED;
     emu::call call;
     if (cublas_problem(d, a, b, c) != algo->data[0] || !algo->data[0] ||
-        pc != pd || lc != ld || ((d.epilogue & (4 | 512)) && (uintptr_t)d.line % 16) || !a.holds(pa) || !b.holds(pb) || !c.holds(pd) ||
+        pc != pd || lc != ld || ((d.epilogue & (4 | 512)) && (uintptr_t)d.line % 16) ||
+        !a.holds(pa) || !b.holds(pb) || !c.holds(pd) ||
         ((d.epilogue & 128) && !emu::memory_holds(d.aux, (size_t)((n - 1) * d.aux_ld + m) * c.size(), true)) ||
         ((d.epilogue & 4) && !emu::memory_holds(d.line, (size_t)m * c.size(), true)) ||
         ((d.epilogue & 512) && !emu::memory_holds(d.line, (size_t)n * c.size(), true)))
