@@ -645,7 +645,8 @@ typedef struct hpml_update {
     float    grad_scale, clip; /* multiply g first: 1 / loss scale; clip / sqrt(*sumsq), where that is below 1 */
     const double *sumsq;       /* of the gradients, on the device; NULL: they are not clipped */
     bool     nesterov;
-    bool    *bad;              /* CPU: set where a gradient is NaN or infinite, which then counts as 0; NULL: as NaN */
+    bool    *bad;              /* not NULL: what is NaN or infinite in a gradient counts as 0, and is told: by the CPU,
+                                  which sets it; by a device, with an error when the host next waits. NULL: as NaN */
 } hpml_update;
 
 /* One way through a graph. Two passes that are equal in every byte run the same ops on the same memory. */
@@ -673,9 +674,10 @@ struct hpml_backend {
     hpml_dtype (*store)(void *device); /* optional: what results of ops are kept in (F32, BF16, F16); scalars are F32 */
     void (*plan)(void *device, hpml_node *node); /* optional: sets the saved and scratch bytes it wants for a node */
     /* optional: before the first op of a pass. *done: it has been run as a whole, as recorded before; else its ops
-       follow, and end, with the status they came to. Those with a trace, a profile or other hooks go without both. */
+       follow, and end, with the status they came to. *again: recording the pass has failed and none of its ops has run:
+       begin, its ops and end follow once more. Those with a trace, a profile or other hooks go without both. */
     hpml_status (*begin)(void *device, const hpml_run *run, const hpml_pass *pass, bool *done);
-    hpml_status (*end)(void *device, const hpml_run *run, hpml_status status);
+    hpml_status (*end)(void *device, const hpml_run *run, hpml_status status, bool *again);
     /* optional: how many rows of y (rows, classes) have their largest number at the label, and how many have a label in
        0 .. classes - 1: to counts, on the device */
     hpml_status (*correct)(void *device, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
@@ -747,9 +749,10 @@ typedef struct hpml_trainer_desc {
                                       small ones survive in halves; 0: 1, but dynamic where a backend stores F16: from
                                       65536, halved, and the update left out, when a gradient overflows; doubled after
                                       2,000 updates without (Micikevicius et al. 2018) */
-    bool          no_finite_check; /* skip the check, which names step and layer, of the loss and gradients (a device's:
-                                      where their norm is wanted; a step without info then need not wait). What the
-                                      CPU finds in a gradient stays out of parameters; the rest of the step is in */
+    bool          no_finite_check; /* skip the check, which names step and layer, of the loss and gradients: a device's
+                                      step without info then need not wait. What is found in a gradient stays out of
+                                      parameters; the rest of the step is in. Without clip_norm a device finds it in
+                                      the update: the next step, the end of fit or reading a tensor has the error */
     uint32_t      _end;
 } hpml_trainer_desc;
 
@@ -7622,7 +7625,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     const hpml_backend *b     = g->ctx->backend;
     const hpml_hooks   *h     = g->hooks;
     bool                whole = b->begin && !(g->profile || g->ctx->trace || h->need || h->sum || g->idle);
-    bool                hooks = backward && h->grad && g->last, done;
+    bool                hooks = backward && h->grad && g->last, done, again;
     int last = g->count - 1, piece = !whole ? 1 : !hooks ? g->count : g->count < 64 ? 8 : (g->count + 7) / 8;
     hpml_status         status = HPML_OK;
     hpml_pass           pass; /* compared byte by byte */
@@ -7631,11 +7634,14 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     pass.train = run->train, pass.backward = backward, pass.accumulate = accumulate;
     hpmli_graph_rows(g);
     for (int from = 0, to; from <= last && status == HPML_OK; from = to) {
-        to = last - from < piece ? last + 1 : from + piece, pass.from = from, pass.to = to, done = false;
-        if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
-        for (int i = from; i < to && !done && status == HPML_OK; i++)
-            status = backward ? hpmli_run_back(g, run, last - i, accumulate) : hpmli_run_node(g, run, i, false);
-        if (whole && !done) status = b->end(g->ctx->device, run, status);
+        to = last - from < piece ? last + 1 : from + piece, pass.from = from, pass.to = to;
+        do {
+            done = again = false;
+            if (whole) status = b->begin(g->ctx->device, run, &pass, &done);
+            for (int i = from; i < to && !done && status == HPML_OK; i++)
+                status = backward ? hpmli_run_back(g, run, last - i, accumulate) : hpmli_run_node(g, run, i, false);
+            if (whole && !done) status = b->end(g->ctx->device, run, status, &again);
+        } while (again);
         for (int i = from; i < to && hooks && status == HPML_OK; i++) status = hpmli_run_hooks(g, last - i);
     }
     return status;
@@ -8371,6 +8377,8 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     hpml_loader_free(l);
     hpml_graph_batch(t->graph, t->graph->batch);
     if (status == HPML_ERR_STOPPED && d.max_steps > 0 && steps >= d.max_steps) status = HPML_OK;
+    /* what a device has found in the gradients of the last step */
+    if (status == HPML_OK && t->ctx->backend->sync) status = t->ctx->backend->sync(t->ctx->device);
     return status;
 }
 
