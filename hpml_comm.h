@@ -917,13 +917,18 @@ HPMLC_FN int  hpmlc_cores(int ranks);
 /* A sender learns from the receiver's thread that its message is done. */
 HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
 
-/* Of two receives of the same tag and rank, the older one (further on in the list) gets the first message. */
+/* Of the receives of m's rank and tag that are under way, the oldest (furthest on in the list) gets the next message. */
+HPMLC_FN const hpml_message *hpmlc_next(const hpml_message *m)
+{
+    const hpml_message *next = m;
+    for (const hpml_message *older = m->receiving ? m->next : NULL; older; older = older->next)
+        if (!older->done && older->peer == m->peer && older->tag == m->tag) next = older;
+    return next;
+}
+
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 {
-    if (m->receiving)
-        for (const hpml_message *older = m->next; older; older = older->next)
-            if (!older->done && older->peer == m->peer && older->tag == m->tag) return;
-    c->t->test(c, m);
+    if (hpmlc_next(m) == m) c->t->test(c, m);
 }
 
 /* A receive has met a message of another length. */
@@ -1067,6 +1072,7 @@ struct hpml_world {
     bool               *left;     /* (ranks) have closed their first communicator */
     int                 failed;   /* 1 + the rank that failed first; 0: none. Written once, under the mutex */
     char                text[512];
+    bool                buffered; /* sends are copied, and done at once: CLOCK, or some link takes time */
     hpmlc_agent        *agents, *turn; /* CLOCK: all threads, and the one that runs */
     int                 agent_count;
     double             *card;     /* (2 (ranks + nodes)) when each sender's and receiver's card is free again */
@@ -1207,15 +1213,17 @@ HPMLC_FN hpmlc_room *hpmlc_room_new(hpml_world *w, int size)
 HPMLC_FN void hpmlc_room_free(hpmlc_room *r)
 {
     for (int i = 0; i < r->size; i++) {
-        for (hpml_message *m = r->world->kind == HPML_TRANSPORT_CLOCK ? r->inbox[i].posted : NULL, *next; m; m = next) {
+        for (hpml_message *m = r->world->buffered ? r->inbox[i].posted : NULL, *next; m; m = next) {
             next = m->next;
-            free(m); /* sent in virtual time, never received */
+            free(m); /* a copy that was never received */
         }
         hpmlc_gate_close(&r->inbox[i].gate);
     }
     free(r->inbox);
     free(r);
 }
+
+HPMLC_FN bool hpmlc_link_takes_time(const hpml_link *link) { return link->latency > 0 || link->bandwidth > 0; }
 
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network)
 {
@@ -1224,6 +1232,7 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ra
     if (!w) return NULL;
     w->kind = transport, w->ranks = w->running = ranks;
     if (network) w->network = *network;
+    w->buffered = clock || hpmlc_link_takes_time(&w->network.inside) || hpmlc_link_takes_time(&w->network.between);
     w->nodes = hpmlc_network_nodes(&w->network, ranks);
     w->left  = (bool *)calloc((size_t)ranks, sizeof *w->left);
     w->card  = (double *)calloc((size_t)(2 * (ranks + w->nodes)), sizeof *w->card);
@@ -1291,6 +1300,21 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpmlc_inbox *in, hpml_message *m)
     pthread_mutex_unlock(&in->gate.mutex);
 }
 
+/* Posts a copy of the send m, which is then done, as behind the buffer of a network card: the sender goes on. */
+HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m)
+{
+    hpml_message *copy = (hpml_message *)malloc(sizeof *copy + m->bytes);
+    m->done = true;
+    if (!copy) {
+        m->status = hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a message of %zu bytes", m->bytes);
+        return;
+    }
+    *copy      = *m;
+    copy->data = (char *)(copy + 1);
+    if (m->bytes > 0) memcpy(copy->data, m->data, m->bytes);
+    hpmlc_inbox_post(c, &c->room->inbox[m->peer], copy);
+}
+
 /* Takes what the receive m waits for out of the inbox, or the send m itself; NULL when it is not there. What is on its
    way is not there, either: then m->arrival says until when. */
 HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
@@ -1300,7 +1324,7 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
     pthread_mutex_lock(&in->gate.mutex);
     for (at = &in->posted; (sent = *at) != NULL; at = &sent->next)
         if (m->receiving ? sent->tag == m->tag && (int)sent->posted == m->peer : sent == m) break;
-    if (sent && m->receiving && !m->owner->agent && sent->arrival > 0 && sent->arrival > hpml_now()) {
+    if (sent && m->receiving && sent->arrival > 0 && sent->arrival > hpml_comm_now(m->owner)) {
         m->arrival = sent->arrival;
         sent       = NULL;
     }
@@ -1316,7 +1340,8 @@ HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
     if (m->receiving) return;
     m->arrival = hpmlc_arrival(c, m->peer, m->bytes, hpml_now());
-    hpmlc_inbox_post(c, &c->room->inbox[m->peer], m);
+    if (c->room->world->buffered) hpmlc_inbox_post_copy(c, m);
+    else hpmlc_inbox_post(c, &c->room->inbox[m->peer], m);
 }
 
 #ifdef __linux__
@@ -1357,13 +1382,22 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer)
 }
 #endif
 
-/* A receive meets its send: one pass over the data. */
-HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, const hpml_message *sent)
+/* A receive meets its send: one pass over the data. The sender may go on, if it has not yet. */
+HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, hpml_message *sent)
 {
+    hpmlc_gate *gate = &c->room->inbox[sent->posted].gate;
     if (sent->bytes != m->bytes) hpmlc_mismatch(c, m, sent->bytes);
     else if (m->reduce) m->reduce(m->data, sent->data, m->bytes);
     else if (m->bytes > 0) memcpy(m->data, sent->data, m->bytes);
     m->done = true;
+    if (c->room->world->buffered) {
+        free(sent);
+        return;
+    }
+    pthread_mutex_lock(&gate->mutex);
+    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE); /* from now on the sender's struct may be gone */
+    hpmlc_gate_wake_held(c->room->world, gate);
+    pthread_mutex_unlock(&gate->mutex);
 }
 
 /* A message that will not be, after the world has failed. */
@@ -1384,14 +1418,7 @@ HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
         if (m->moved != look || m->arrival > 0) sent = hpmlc_inbox_take(in, m); /* something new since the last look */
         m->moved = look;
     }
-    if (sent) { /* the sender may go on; its message is gone the moment it is done */
-        hpmlc_gate *gate = &c->room->inbox[sent->posted].gate;
-        hpmlc_meet(c, m, sent);
-        pthread_mutex_lock(&gate->mutex);
-        __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE);
-        hpmlc_gate_wake_held(c->room->world, gate);
-        pthread_mutex_unlock(&gate->mutex);
-    }
+    if (sent) hpmlc_meet(c, m, sent);
     if (hpmlc_done(m) || !__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) return;
     if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_give_up(c, m); /* a send may be in somebody's hands */
 }
@@ -1926,7 +1953,9 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 
 /* Every thread has a clock of its own, moved by hpml_comm_compute and by the arrival of messages; real time does not
    count. One thread runs at a time: the one whose clock is behind all others. So messages enter the links in the order
-   of their time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at once. */
+   of their time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at once. A
+   receive is over when its message has arrived: who waits for it moves its clock there and lets the others run that are
+   still behind, before it takes the message. */
 
 #ifndef HPML_NO_THREADS
 
@@ -2000,10 +2029,13 @@ HPMLC_FN void hpmlc_agent_rouse(hpml_comm *c, hpmlc_agent *a)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Virtual time passes until `time`, if it is not there yet. */
+/* Virtual time passes until `time`, if it is not there yet. The threads behind it run first: what this one does next
+   must not come before what they do earlier. */
 HPMLC_FN void hpmlc_agent_until(hpml_comm *c, double time)
 {
-    if (c->agent && c->agent->clock < time) c->agent->clock = time;
+    if (!c->agent || c->agent->clock >= time) return;
+    c->agent->clock = time;
+    hpmlc_agent_yield(c, false);
 }
 
 HPMLC_FN hpmlc_agent *hpmlc_agent_new(hpml_world *w, int rank, double clock)
@@ -2036,38 +2068,32 @@ HPMLC_FN void hpmlc_agent_free(hpml_world *w, hpmlc_agent *me)
 
 HPMLC_FN void hpmlc_clock_start(hpml_comm *c, hpml_message *m)
 {
-    hpmlc_inbox  *in = &c->room->inbox[m->peer];
-    hpml_message *copy;
+    hpmlc_inbox *in = &c->room->inbox[m->peer];
     if (m->receiving) return;
     hpmlc_agent_yield(c, false);
-    m->done = true;
-    copy    = (hpml_message *)malloc(sizeof *copy + m->bytes);
-    if (!copy) {
-        m->status = hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a message of %zu bytes", m->bytes);
-        return;
-    }
-    *copy         = *m;
-    copy->data    = (char *)(copy + 1);
-    copy->arrival = hpmlc_arrival(c, m->peer, m->bytes, c->agent->clock);
-    if (copy->arrival <= 0) copy->arrival = c->agent->clock;
-    if (m->bytes > 0) memcpy(copy->data, m->data, m->bytes);
-    hpmlc_inbox_post(c, in, copy); /* where the sender may be gone when it is read */
+    m->arrival = hpmlc_arrival(c, m->peer, m->bytes, c->agent->clock);
+    if (m->arrival <= 0) m->arrival = c->agent->clock;
+    hpmlc_inbox_post_copy(c, m);
     if (in->owner) hpmlc_agent_rouse(c, in->owner->agent);
 }
 
 HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
 {
     hpml_message *sent = hpmlc_inbox_take(&c->room->inbox[c->rank], m);
-    if (sent) {
-        hpmlc_agent_until(c, sent->arrival);
-        hpmlc_meet(c, m, sent);
-        free(sent);
-    } else if (__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_give_up(c, m);
+    if (sent) hpmlc_meet(c, m, sent);
+    else if (__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_give_up(c, m);
 }
 
+/* Until m's message arrives (an older receive of the same rank and tag gets the next one), or until something is sent to
+   this rank; never until another receive's arrival, because m may be over before. */
 HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
 {
-    hpmlc_inbox *in = &c->room->inbox[c->rank];
+    hpmlc_inbox *in      = &c->room->inbox[c->rank];
+    double       arrival = hpmlc_next(m)->arrival;
+    if (arrival > c->agent->clock) {
+        hpmlc_agent_until(c, arrival);
+        return;
+    }
     in->peer  = c->origin[m->peer];
     in->doing = c->doing;
     hpmlc_agent_yield(c, true);
@@ -2108,7 +2134,8 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
         c->t = NULL, c->room->inbox[c->rank].owner = NULL;
         return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for a clock"), (hpml_comm *)NULL;
     }
-    c->t = &hpmlc_clock;
+    c->t    = &hpmlc_clock;
+    c->spin = 0; /* one thread runs at a time: nothing comes while this one looks */
     /* What layers compute takes no time, but has its place in it. */
     c->agent->under = (hpmlc_agent *)(uintptr_t)hpml_trace_clock(ctx, &c->agent->clock);
     hpmlc_agent_enter(c);
