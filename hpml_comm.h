@@ -683,6 +683,7 @@ struct hpml_comm {
     double                timeout;
     bool                  check;
     int                   spin;     /* tests before a wait yields the core, and as many before it sleeps */
+    double                crowded;  /* until this time of hpml_now a wait does not yield: it would cost too much */
     uint32_t              sequence; /* collectives so far: each has tags of its own */
     int64_t               step;     /* of the trainer, for messages; 0: of none */
     const char           *doing;
@@ -911,6 +912,33 @@ HPMLC_FN void hpmlc_pause(bool yield)
     (void)yield;
 }
 
+#define HPMLC_COSTLY 100e-6 /* seconds: a yield that takes longer has given the core to another program */
+#define HPMLC_EARLY  60e-6  /* seconds before a message arrives at which a sleep ends, because the system wakes late */
+
+/* One turn of a wait for m on this core: keeps it, then offers it to others. False: sleep instead, because there have been
+   enough turns, or the message is on its way and known to take longer, or yielding has cost a program's time slice; then
+   it is not tried again for a hundred times as long. */
+HPMLC_FN bool hpmlc_linger(hpml_comm *c, const hpml_message *m, int turn)
+{
+    const int spin = hpmlc_spin(c);
+    if (c->room && m->arrival > 0) {
+        if (spin < HPMLC_ROOMY || m->arrival > hpml_now() + HPMLC_EARLY) return false;
+        hpmlc_pause(false);
+        return true;
+    }
+    if (turn >= 2 * spin) return false;
+    if (turn <= spin) {
+        hpmlc_pause(false);
+        return true;
+    }
+    double since = hpml_now();
+    if (since < c->crowded) return false;
+    hpmlc_pause(true);
+    double took = hpml_now() - since;
+    if (took > HPMLC_COSTLY) c->crowded = since + 100 * took;
+    return true;
+}
+
 HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer);
 HPMLC_FN int  hpmlc_cores(int ranks);
 
@@ -951,7 +979,7 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
             if (other != m && !other->done) hpmlc_test(c, other), moved = moved || other->done;
         if (hpmlc_done(m)) break;
         if (turn == 0) beside = hpmlc_beside(c, m->peer);
-        if (moved || (turn < 2 * hpmlc_spin(c) && !beside)) { hpmlc_pause(turn > hpmlc_spin(c)); continue; }
+        if (moved || (!beside && hpmlc_linger(c, m, turn))) continue;
         if (limit == 0 && hpmlc_failed(c)) { /* begun before this rank failed: one deadline is enough */
             c->t->abandon(c, m);
             m->status = hpml_ctx_status(c->ctx);
@@ -1427,10 +1455,11 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
 {
     hpmlc_inbox *in      = &c->room->inbox[c->rank];
     bool         counted = true;
+    double       early   = hpmlc_spin(c) < HPMLC_ROOMY ? 0 : HPMLC_EARLY;
     for (const hpml_message *p = c->pending; p; p = p->next) /* something is on its way: not a deadlock */
         if (p->arrival > 0) {
             counted = false;
-            if (p->arrival < until) until = p->arrival;
+            if (p->arrival - early < until) until = p->arrival - early;
         }
     in->peer  = c->origin[m->peer];
     in->doing = c->doing;
