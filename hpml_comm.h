@@ -2982,13 +2982,16 @@ HPMLC_FN double hpmlc_forecast(const hpml_comm *c, hpml_algorithm a, int k)
     double *kept = (double *)&c->forecast[k][a];
     if (*kept > 0) return *kept;
     HPMLC_ZERO(hpml_network, net);
-    int32_t *node = (int32_t *)malloc((size_t)c->size * sizeof *node), nodes = 0;
-    for (int r = 0, i; node && r < c->size; r++) { /* a part's nodes are numbered anew */
-        for (i = c->per_node == 1 ? r : 0; c->node[i] != c->node[r]; i++) continue;
-        node[r] = i < r ? node[i] : nodes++;
+    int p = c->size, known = 0, nodes = 0;
+    for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
+    int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p), then (known) 1 + the new number */
+    for (int r = 0; node && r < p; r++) { /* a part's nodes are numbered anew */
+        int32_t *number = &node[p + c->node[r]];
+        if (*number == 0) *number = ++nodes;
+        node[r] = *number - 1;
     }
     net.node = node, net.between = c->between, net.inside = nodes > 1 ? c->inside : c->between;
-    *kept = node ? hpml_simulate_allreduce(a, c->size, &net, (int64_t)1 << k) : -1;
+    *kept = node ? hpml_simulate_allreduce(a, p, &net, (int64_t)1 << k) : -1;
     free(node);
     return *kept;
 }
