@@ -5536,8 +5536,8 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Every rank has a clock. Ranks that want to send wait in a queue by (clock, rank), as threads do in >>clock, so
-   messages enter the cards in the same order and the times are the same. That costs some 150 ns a message. Two shapes
-   have p^2 messages and need less, because nobody's turn matters in them:
+   messages enter the cards in the same order and the times are the same. That costs some 50 to 100 ns a message. Two
+   shapes have p^2 messages and need less, because nobody's turn matters in them:
      ring         each card serves one pair: round by round, without a queue (some ns a message). Where all nodes are
                   alike, what happens on one happens on all: the ranks of one node stand for all
      all to all   the ranks of one node stand for all likewise
@@ -5546,12 +5546,22 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 typedef struct hpmlc_sim_event {
     double time;
     int    rank;
+    int    run;  /* in the heap: of which this event is the first */
 } hpmlc_sim_event;
 
 typedef struct hpmlc_sim_letter { /* has been sent to a rank that waits for something else */
     int    from, next;
     double arrival;
 } hpmlc_sim_letter;
+
+typedef struct hpmlc_sim_rank { /* what the queue keeps of a rank, side by side because turns come in any order */
+    int     phase, round;
+    int     to, from;    /* of its move, -1: none */
+    int64_t bytes;       /* that the move sends */
+    int     want;        /* the rank whose message is awaited, or -1 */
+    int     first, last; /* letters, -1: none */
+    int     next;        /* the rank behind it in its run, -1: none */
+} hpmlc_sim_rank;
 
 typedef enum hpmlc_sim_kind { HPMLC_SIM_ALLREDUCE, HPMLC_SIM_ALL_TO_ALL, HPMLC_SIM_ALLGATHER } hpmlc_sim_kind;
 
@@ -5571,11 +5581,12 @@ typedef struct hpmlc_sim {
     hpmlc_sim_kind    kind;
     int64_t           n;
     size_t            size;               /* of an element */
-    hpmlc_plan       *plan;               /* (p) */
-    int              *phase, *round, *want; /* (p) want: the rank whose message is awaited, or -1 */
-    int              *first, *last;       /* (p) letters of a rank, -1: none */
-    hpmlc_sim_event  *queue;              /* (p) a heap, the earliest at its top */
-    int               queued;
+    hpmlc_phase      *phase;              /* (HPMLC_PHASES, p) */
+    int32_t          *phases;             /* (p) how many of them a rank has; in an all to all: scratch */
+    hpmlc_sim_rank   *rank;               /* (p) */
+    hpmlc_sim_event  *run;                /* (p) the last event of each run, the latest first */
+    hpmlc_sim_event  *heap;               /* (p) the first event of each run, the earliest at the top */
+    int               runs;
     hpmlc_sim_letter *letter;
     int               letters, free_letter; /* room, first of the unused */
     bool              failed;             /* out of memory */
@@ -5583,7 +5594,7 @@ typedef struct hpmlc_sim {
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
 {
-    free(s->node), free(s->clock), free(s->bytes), free(s->plan), free(s->phase), free(s->queue), free(s->letter);
+    free(s->node), free(s->clock), free(s->bytes), free(s->phase), free(s->rank), free(s->run), free(s->letter);
 }
 
 HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
@@ -5598,16 +5609,16 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->rate[0]     = net->inside.bandwidth > 0 ? 1 / net->inside.bandwidth : 0;
     s->rate[1]     = net->between.bandwidth > 0 ? 1 / net->between.bandwidth : 0;
     s->free_letter = -1;
-    s->node        = (int32_t *)calloc(n, sizeof(int32_t));
+    s->node        = (int32_t *)calloc(2 * n, sizeof(int32_t)); /* with phases */
     s->clock       = (double *)calloc(5 * n + 2 * cards, sizeof(double)); /* with out, in, work */
     s->bytes       = (int64_t *)calloc(2 * n, sizeof(int64_t));
-    s->plan        = (hpmlc_plan *)calloc(n, sizeof(hpmlc_plan));
-    s->phase       = (int *)calloc(5 * n, sizeof(int));
-    s->queue       = (hpmlc_sim_event *)calloc(n, sizeof(hpmlc_sim_event));
-    s->failed      = !s->node || !s->clock || !s->bytes || !s->plan || !s->phase || !s->queue;
+    s->phase       = (hpmlc_phase *)calloc(HPMLC_PHASES * n, sizeof(hpmlc_phase));
+    s->rank        = (hpmlc_sim_rank *)calloc(n, sizeof(hpmlc_sim_rank));
+    s->run         = (hpmlc_sim_event *)calloc(2 * n, sizeof(hpmlc_sim_event)); /* with heap */
+    s->failed      = !s->node || !s->clock || !s->bytes || !s->phase || !s->rank || !s->run;
     if (s->failed) return false;
     s->out   = s->clock + n, s->in = s->out + cards, s->work = s->in + cards, s->messages = s->bytes + n;
-    s->round = s->phase + n, s->want = s->round + n, s->first = s->want + n, s->last = s->first + n;
+    s->phases = s->node + n, s->heap = s->run + n;
     for (int r = 0; r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r);
     c->size = p, c->node = s->node, c->agent = (hpmlc_agent *)(void *)s; /* only tells AUTO that time is virtual */
     hpmlc_comm_links(c, net, s->nodes);
@@ -5651,26 +5662,44 @@ HPMLC_FN bool hpmlc_sim_before(hpmlc_sim_event a, hpmlc_sim_event b)
     return a.time < b.time || (a.time <= b.time && a.rank < b.rank);
 }
 
+/* The queue is made of runs: lists of ranks in the order of their turns. A rank goes behind the latest of the runs' ends
+   that is before it, else it begins a run; so the ends stay sorted, and a run that gets empty is the one that ends
+   earliest, the last. Ranks that do the same at the same time need few runs, whose ends stay in the cache; a heap of all
+   ranks misses it at every step. */
 HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
 {
     hpmlc_sim_event e;
-    int             i = s->queued++;
+    int             low = 0, high = s->runs;
     e.time = s->clock[rank], e.rank = rank;
-    for (; i > 0 && hpmlc_sim_before(e, s->queue[(i - 1) / 2]); i = (i - 1) / 2) s->queue[i] = s->queue[(i - 1) / 2];
-    s->queue[i] = e;
+    s->rank[rank].next = -1;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if (hpmlc_sim_before(e, s->run[middle])) low = middle + 1;
+        else high = middle;
+    }
+    e.run = low;
+    if (low < s->runs) s->rank[s->run[low].rank].next = rank;
+    else {
+        int i = s->runs++;
+        for (; i > 0 && hpmlc_sim_before(e, s->heap[(i - 1) / 2]); i = (i - 1) / 2) s->heap[i] = s->heap[(i - 1) / 2];
+        s->heap[i] = e;
+    }
+    s->run[low] = e;
 }
 
 HPMLC_FN int hpmlc_sim_pop(hpmlc_sim *s)
 {
-    int             top = s->queue[0].rank, i = 0, child;
-    hpmlc_sim_event e = s->queue[--s->queued];
-    while ((child = 2 * i + 1) < s->queued) {
-        if (child + 1 < s->queued && hpmlc_sim_before(s->queue[child + 1], s->queue[child])) child++;
-        if (!hpmlc_sim_before(s->queue[child], e)) break;
-        s->queue[i] = s->queue[child];
-        i           = child;
+    hpmlc_sim_event e = s->heap[0];
+    int             top = e.rank, next = s->rank[top].next, i = 0, child;
+    if (next < 0) e = s->heap[--s->runs];
+    else e.time = s->clock[next], e.rank = next;
+    while ((child = 2 * i + 1) < s->runs) {
+        if (child + 1 < s->runs && hpmlc_sim_before(s->heap[child + 1], s->heap[child])) child++;
+        if (!hpmlc_sim_before(s->heap[child], e)) break;
+        s->heap[i] = s->heap[child];
+        i          = child;
     }
-    s->queue[i] = e;
+    s->heap[i] = e;
     return top;
 }
 
@@ -5679,23 +5708,25 @@ HPMLC_FN int64_t hpmlc_sim_block(const hpmlc_sim *s, int i)
     return hpml_block(s->n, s->p, i + 1) - hpml_block(s->n, s->p, i);
 }
 
-/* The move that rank r is at; false when it is through. */
-HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r, hpml_move *m)
+/* Finds the move that rank r is at; false when it is through. */
+HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
 {
+    hpmlc_sim_rank *q = &s->rank[r];
     if (s->kind == HPMLC_SIM_ALL_TO_ALL) { /* in round k with the rank k further on, as hpmlc_blocks */
-        int k = s->round[r] + 1;
+        int k = q->round + 1;
         if (k >= s->p) return false;
-        m->to = (r + k) % s->p, m->from = (r + s->p - k) % s->p;
-        m->out_count = hpmlc_sim_block(s, m->to);
+        q->to = (r + k) % s->p, q->from = (r + s->p - k) % s->p;
+        q->bytes = hpmlc_sim_block(s, q->to) * (int64_t)s->size;
         return true;
     }
-    hpmlc_plan *plan = &s->plan[r];
-    for (; s->phase[r] < plan->count; s->phase[r]++, s->round[r] = 0) {
-        const hpmlc_phase *f = &plan->phase[s->phase[r]];
+    for (; q->phase < s->phases[r]; q->phase++, q->round = 0) {
+        const hpmlc_phase *f = &s->phase[(size_t)q->phase * (size_t)s->p + (size_t)r];
         bool               star = (f->kind == HPMLC_STAR_UP || f->kind == HPMLC_STAR_DOWN) && f->team.me > 0;
-        if (star && s->round[r] < f->team.me - 1) s->round[r] = f->team.me - 1; /* its only turn, of p - 1 rounds */
-        if (s->round[r] >= (star ? f->team.me : f->rounds)) continue;
-        hpmlc_move_of(f, s->round[r], m);
+        hpml_move          m;
+        if (star && q->round < f->team.me - 1) q->round = f->team.me - 1; /* its only turn, of p - 1 rounds */
+        if (q->round >= (star ? f->team.me : f->rounds)) continue;
+        hpmlc_move_of(f, q->round, &m);
+        q->to = m.to, q->from = m.from, q->bytes = m.out_count * (int64_t)s->size;
         return true;
     }
     return false;
@@ -5704,13 +5735,14 @@ HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r, hpml_move *m)
 /* Takes the letter from this rank out of r's box. */
 HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
 {
-    for (int i = s->first[r], before = -1; i >= 0; before = i, i = s->letter[i].next) {
+    hpmlc_sim_rank *q = &s->rank[r];
+    for (int i = q->first, before = -1; i >= 0; before = i, i = s->letter[i].next) {
         hpmlc_sim_letter *l = &s->letter[i];
         if (l->from != from) continue;
         if (s->clock[r] < l->arrival) s->clock[r] = l->arrival;
-        if (before < 0) s->first[r] = l->next;
+        if (before < 0) q->first = l->next;
         else s->letter[before].next = l->next;
-        if (s->last[r] == i) s->last[r] = before;
+        if (q->last == i) q->last = before;
         l->next        = s->free_letter;
         s->free_letter = i;
         return true;
@@ -5728,25 +5760,27 @@ HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
         for (int i = room - 1; i >= s->letters; i--) more[i].next = s->free_letter, s->free_letter = i;
         s->letters = room;
     }
-    int i          = s->free_letter;
+    hpmlc_sim_rank *q = &s->rank[r];
+    int             i = s->free_letter;
     s->free_letter = s->letter[i].next;
     s->letter[i].from = from, s->letter[i].arrival = arrival, s->letter[i].next = -1;
-    if (s->first[r] < 0) s->first[r] = i;
-    else s->letter[s->last[r]].next = i;
-    s->last[r] = i;
+    if (q->first < 0) q->first = i;
+    else s->letter[q->last].next = i;
+    q->last = i;
 }
 
 /* Receives what is there, round by round, until rank r wants to send (then it queues), must wait, or is through. sent:
-   m is this round's move, and its message on its way; else m is scratch. */
-HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r, hpml_move *m, bool sent)
+   the message of this round is on its way. */
+HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r, bool sent)
 {
-    for (; sent || hpmlc_sim_move(s, r, m); s->round[r]++, sent = false) {
-        if (m->to >= 0 && !sent) {
+    hpmlc_sim_rank *q = &s->rank[r];
+    for (; sent || hpmlc_sim_move(s, r); q->round++, sent = false) {
+        if (q->to >= 0 && !sent) {
             hpmlc_sim_push(s, r);
             return;
         }
-        if (m->from >= 0 && !hpmlc_sim_take(s, r, m->from)) {
-            s->want[r] = m->from;
+        if (q->from >= 0 && !hpmlc_sim_take(s, r, q->from)) {
+            q->want = q->from;
             return;
         }
     }
@@ -5754,24 +5788,24 @@ HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r, hpml_move *m, bool sent)
 
 HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 {
-    hpml_move m, other;
-    s->queued = 0;
+    s->runs = 0;
     for (int r = 0; r < s->p; r++) {
-        s->phase[r] = s->round[r] = 0;
-        s->want[r] = s->first[r] = s->last[r] = -1;
+        hpmlc_sim_rank *q = &s->rank[r];
+        q->phase = q->round = 0;
+        q->want = q->first = q->last = -1;
     }
-    for (int r = 0; r < s->p; r++) hpmlc_sim_go_on(s, r, &m, false);
-    while (s->queued > 0 && !s->failed) {
-        int r = hpmlc_sim_pop(s);
-        hpmlc_sim_move(s, r, &m);
-        double arrival = hpmlc_sim_send(s, r, m.to, m.out_count * (int64_t)s->size);
-        if (s->want[m.to] == r) { /* is waiting for just this */
-            if (s->clock[m.to] < arrival) s->clock[m.to] = arrival;
-            s->want[m.to] = -1;
-            s->round[m.to]++;
-            hpmlc_sim_go_on(s, m.to, &other, false);
-        } else hpmlc_sim_keep(s, m.to, r, arrival);
-        hpmlc_sim_go_on(s, r, &m, true);
+    for (int r = 0; r < s->p; r++) hpmlc_sim_go_on(s, r, false);
+    while (s->runs > 0 && !s->failed) {
+        int             r = hpmlc_sim_pop(s), to = s->rank[r].to;
+        double          arrival = hpmlc_sim_send(s, r, to, s->rank[r].bytes);
+        hpmlc_sim_rank *q = &s->rank[to];
+        if (q->want == r) { /* is waiting for just this */
+            if (s->clock[to] < arrival) s->clock[to] = arrival;
+            q->want = -1;
+            q->round++;
+            hpmlc_sim_go_on(s, to, false);
+        } else hpmlc_sim_keep(s, to, r, arrival);
+        hpmlc_sim_go_on(s, r, true);
     }
 }
 
@@ -5842,7 +5876,7 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     int     p = s->p, m = s->nodes == 1 ? 1 : s->per_node;
     double *arrival = s->work, busy = (double)((s->n + p - 1) / p * (int64_t)s->size); /* (p) */
     double  card = s->out[p];
-    int    *order = s->want; /* (m) those who stand for others, by clock */
+    int32_t *order = s->phases; /* (m) those who stand for others, by clock */
     for (int j = 0; j < m; j++) order[j] = s->layout.spread ? j * s->nodes : j;
     for (int k = 1; k < p; k++) {
         for (int j = 1; j < m; j++) { /* by insertion: there is little to move */
@@ -5886,11 +5920,14 @@ HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a
     s->kind = kind, s->n = n, s->size = size;
     if (a == HPML_AUTO && kind == HPMLC_SIM_ALLREDUCE) a = hpml_comm_choose(&s->layout, n * (int64_t)size);
     for (int r = 0; r < p && kind != HPMLC_SIM_ALL_TO_ALL; r++) {
-        s->plan[r].count = 0;
-        if (kind == HPMLC_SIM_ALLREDUCE) hpmlc_plan_make(&s->plan[r], a, p, s->layout.per_node, s->layout.spread, r, n);
-        else hpmlc_plan_add(&s->plan[r], HPMLC_RING_GATHER, hpmlc_everyone(p, r, 0), 0, n);
+        hpmlc_plan plan;
+        plan.count = 0, plan.level = NULL;
+        if (kind == HPMLC_SIM_ALLREDUCE) hpmlc_plan_make(&plan, a, p, s->layout.per_node, s->layout.spread, r, n);
+        else hpmlc_plan_add(&plan, HPMLC_RING_GATHER, hpmlc_everyone(p, r, 0), 0, n);
+        s->phases[r] = plan.count;
+        for (int i = 0; i < plan.count; i++) s->phase[(size_t)i * (size_t)p + (size_t)r] = plan.phase[i];
     }
-    const hpmlc_phase *f = &s->plan[0].phase[0];
+    const hpmlc_phase *f = &s->phase[0];
     bool ring = f->team.size == p && (f->kind == HPMLC_RING_SCATTER || f->kind == HPMLC_RING_GATHER);
     if (kind == HPMLC_SIM_ALL_TO_ALL && !s->plain && hpmlc_sim_alike(s)) hpmlc_sim_all_to_all(s);
     else if (kind != HPMLC_SIM_ALL_TO_ALL && !s->plain && ring && !s->mixed)
