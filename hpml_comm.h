@@ -376,7 +376,9 @@ HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background
    not depend on the order; packed tensors go last. Gives the job with the last tensor, NULL before, or on an error. The
    deadline names a tensor that makes all wait, and its rank. */
 HPML_API hpml_job   *hpml_exchange_ready(hpml_exchange *x, int tensor);
-HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x); /* that this rank sends in one run */
+/* Bytes that this rank sends in one run: by messages exactly (AUTO: as hpml_comm_choose chooses now), by NATIVE or a link
+   as a ring would; what ranks ask one another for hpml_exchange_ready is not in it. */
+HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x);
 /* Residuals: tensor by tensor, (leaves, rows, cols) of this rank, and its stripe. NULL when the codec keeps none. */
 HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count);
 HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row, int64_t *rows);
@@ -460,8 +462,9 @@ typedef struct hpml_distribute_report {
     double  efficiency;        /* 1 - exposed_s / step_s: at 1, p ranks do p batches in the time of one */
     double  bytes;             /* sent by this rank in a step */
     double  plain_bytes;       /* what a ring allreduce of f32 would have sent */
-    double  loss;              /* of the last step, mean over all ranks' samples */
-    int64_t samples;           /* of the last step, on all ranks */
+    double  loss;              /* of the last step, mean over all ranks' samples. With `delayed` it travels with the
+                                  gradients: of the step before. NaN: of none yet */
+    int64_t samples;           /* of the same step, on all ranks */
     int32_t buckets;
 } hpml_distribute_report;
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
@@ -3016,6 +3019,33 @@ HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes)
     return a;
 }
 
+/* Chooses the algorithm where it is AUTO. Returns the elements of one piece, see hpml_transport; 0: no memory. */
+HPMLC_FN int64_t hpmlc_allreduce_piece(const hpml_comm *c, int64_t n, int64_t size, hpml_algorithm *a)
+{
+    if (*a != HPML_AUTO) return hpmlc_max(n, 1);
+    *a = hpml_comm_choose(c, n * size);
+    if (*a == HPML_ALGORITHM_NONE) return 0;
+    return c->t->piece > 0 && n > 1 << 21 ? (int64_t)c->t->piece / size : hpmlc_max(n, 1);
+}
+
+/* Bytes that this rank sends in an allreduce of n elements. NATIVE and links do not say: as a ring. */
+HPMLC_FN int64_t hpmlc_allreduce_bytes(const hpml_comm *c, int64_t n, int64_t size, hpml_algorithm a)
+{
+    if (a == HPML_NATIVE || c->link.begin) return 2 * size * (n - hpml_block(n, c->size, 1));
+    int64_t step = hpmlc_allreduce_piece(c, n, size, &a), elements = 0;
+    for (int64_t at = 0; at < n && step > 0; at += step) {
+        hpmlc_plan plan;
+        hpml_move  m;
+        hpmlc_plan_make(&plan, a, c->size, c->per_node, c->spread, c->rank, hpmlc_min(n - at, step));
+        for (const hpmlc_phase *f = plan.phase; f < plan.phase + plan.count; f++)
+            for (int k = 0; k < f->rounds; k++) {
+                hpmlc_move_of(f, k, &m);
+                elements += m.out_count;
+            }
+    }
+    return elements * size;
+}
+
 HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc)
 {
     hpmlc_plan  plan;
@@ -3027,12 +3057,8 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
                           "cleared, or out of range", (int)d.algorithm, (int)d.reduce, (int)d.element, data);
     int tag = hpmlc_enter(c, "allreduce", n, (int)d.element, (int)d.reduce, (int)d.algorithm);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    int64_t size = (int64_t)hpml_element_size(d.element), step = n;
-    if (d.algorithm == HPML_AUTO) {
-        if (c->t->piece > 0 && n > 1 << 21) step = (int64_t)c->t->piece / size;
-        d.algorithm = hpml_comm_choose(c, n * size);
-        if (d.algorithm == HPML_ALGORITHM_NONE) return hpmlc_fail(c, HPML_ERR_MEMORY, "allreduce: no memory");
-    }
+    int64_t size = (int64_t)hpml_element_size(d.element), step = hpmlc_allreduce_piece(c, n, size, &d.algorithm);
+    if (step == 0) return hpmlc_fail(c, HPML_ERR_MEMORY, "allreduce: no memory");
     if (d.algorithm == HPML_NATIVE) {
         if (!c->t->allreduce)
             return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce: transport %s has no native one; choose another "
@@ -3605,7 +3631,6 @@ HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_d
     if (x->plain > 0 && !x->span && !d.linked)
         x->fused = (float *)hpml_ctx_alloc(c->ctx, (size_t)x->plain * sizeof(float), NULL);
     if (x->d.method == HPML_METHOD_CODEC && x->packed > 0 && !hpmlc_exchange_layout(x)) return NULL;
-    if (x->plain > 0) x->bytes += 8 * (x->plain - hpml_block(x->plain, c->size, 1)); /* of a ring */
     return hpmlc_exchange_parts(x) ? x : NULL;
 }
 
@@ -3858,7 +3883,6 @@ HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
 }
 
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x) { return x ? hpmlc_exchange_on(x->c, x) : HPML_ERR_ARGUMENT; }
-HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x) { return x && x->c->size > 1 ? x->bytes : 0; }
 
 HPML_API hpml_job *hpml_exchange_start(hpml_exchange *x)
 {
@@ -3983,7 +4007,7 @@ HPMLC_FN bool hpmlc_methods_create(hpml_exchange *x, hpmlc_item *it)
     it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(2 * n + first + second) * sizeof(float));
     if (!it->residual) return false;
     it->work = it->residual + n, it->p = it->work + n, it->q = it->p + first;
-    x->bytes += top ? 8 * k * (p - 1) : 8 * r * (it->g.rows + it->g.cols) * (p - 1) / p;
+    x->bytes += top ? 8 * k * (p - 1) : 0;
     hpml_rng rng;
     rng.seed = 1, rng.stream = (uint64_t)(it - x->item), rng.counter = 0; /* the same on all ranks */
     if (!top) hpml_rng_fill_normal(&rng, it->q, it->g.cols * r);
@@ -4096,6 +4120,24 @@ HPMLC_FN hpml_status hpmlc_methods_run(hpml_comm *c, hpml_exchange *x)
     }
     if (status == HPML_OK) status = hpmlc_reduce_all(c, &x->bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     return status == HPML_OK && x->bad ? HPML_ERR_NONFINITE : status;
+}
+
+HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
+{
+    if (!x || x->c->size == 1) return 0;
+    const hpml_algorithm a = x->d.algorithm;
+    int64_t              bytes = x->bytes;
+    for (int64_t at = 0; at < x->plain; at += x->part)
+        bytes += hpmlc_allreduce_bytes(x->c, hpmlc_min(x->part, x->plain - at), sizeof(float), a);
+    if (x->d.method == HPML_METHOD_CODEC || x->packed == 0) return bytes;
+    bytes += hpmlc_allreduce_bytes(x->c, 1, sizeof x->bad, HPML_AUTO); /* whether all was finite */
+    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+        int64_t r = hpmlc_lowrank_of(x, it);
+        if (it->plain || x->d.method != HPML_METHOD_LOWRANK) continue;
+        bytes += hpmlc_allreduce_bytes(x->c, it->g.rows * r, sizeof(float), a);
+        bytes += hpmlc_allreduce_bytes(x->c, it->g.cols * r, sizeof(float), a);
+    }
+    return bytes;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4972,6 +5014,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hpml_trainer_set_hooks(t, &hooks);
     hpml_trainer_set_shard(t, c->rank, c->size, settings.global_batch, settings.exact ? settings.leaf : 0);
     hpml_distribute_get(d, NULL, true);
+    d->r.loss = NAN; /* of no step yet */
     return hpml_ctx_status(c->ctx) == HPML_OK ? d : NULL;
 }
 
