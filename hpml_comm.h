@@ -383,7 +383,9 @@ HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background
    not depend on the order; packed tensors go last. Gives the job with the last tensor, NULL before, or on an error. The
    deadline names a tensor that makes all wait, and its rank. */
 HPML_API hpml_job   *hpml_exchange_ready(hpml_exchange *x, int tensor);
-HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x); /* that this rank sends in one run */
+/* Bytes that this rank sends in one run: by messages exactly (AUTO: as hpml_comm_choose chooses now), by NATIVE or a link
+   as a ring would; what ranks ask one another for hpml_exchange_ready is not in it. */
+HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x);
 /* Residuals: tensor by tensor, (leaves, rows, cols) of this rank, and its stripe. NULL when the codec keeps none. */
 HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count);
 HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row, int64_t *rows);
@@ -470,8 +472,9 @@ typedef struct hpml_distribute_report {
     double  efficiency;        /* 1 - exposed_s / step_s: at 1, p ranks do p batches in the time of one */
     double  bytes;             /* sent by this rank in a step */
     double  plain_bytes;       /* what a ring allreduce of f32 would have sent */
-    double  loss;              /* of the last step, mean over all ranks' samples */
-    int64_t samples;           /* of the last step, on all ranks */
+    double  loss;              /* of the last step, mean over all ranks' samples. With `delayed` it travels with the
+                                  gradients: of the step before. NaN: of none yet */
+    int64_t samples;           /* of the same step, on all ranks */
     int32_t buckets;
 } hpml_distribute_report;
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
@@ -694,6 +697,7 @@ struct hpml_comm {
     double                timeout;
     bool                  check;
     int                   spin;     /* tests before a wait yields the core, and as many before it sleeps */
+    double                crowded;  /* until this time of hpml_now a wait does not yield: it would cost too much */
     uint32_t              sequence; /* collectives so far: each has tags of its own */
     int64_t               step;     /* of the trainer, for messages; 0: of none */
     const char           *doing;
@@ -928,19 +932,51 @@ HPMLC_FN void hpmlc_pause(bool yield)
     (void)yield;
 }
 
+#define HPMLC_COSTLY 100e-6 /* seconds: a yield that takes longer has given the core to another program */
+#define HPMLC_EARLY  60e-6  /* seconds before a message arrives at which a sleep ends, because the system wakes late */
+
+/* One turn of a wait for m on this core: keeps it, then offers it to others. False: sleep instead, because there have been
+   enough turns, or the message is on its way and known to take longer, or yielding has cost a program's time slice; then
+   it is not tried again for a hundred times as long. */
+HPMLC_FN bool hpmlc_linger(hpml_comm *c, const hpml_message *m, int turn)
+{
+    const int spin = hpmlc_spin(c);
+    if (c->room && m->arrival > 0) {
+        if (spin < HPMLC_ROOMY || m->arrival > hpml_now() + HPMLC_EARLY) return false;
+        hpmlc_pause(false);
+        return true;
+    }
+    if (turn >= 2 * spin) return false;
+    if (turn <= spin) {
+        hpmlc_pause(false);
+        return true;
+    }
+    double since = hpml_now();
+    if (since < c->crowded) return false;
+    hpmlc_pause(true);
+    double took = hpml_now() - since;
+    if (took > HPMLC_COSTLY) c->crowded = since + 100 * took;
+    return true;
+}
+
 HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer);
 HPMLC_FN int  hpmlc_cores(int ranks);
 
 /* A sender learns from the receiver's thread that its message is done. */
 HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
 
-/* Of two receives of the same tag and rank, the older one (further on in the list) gets the first message. */
+/* Of the receives of m's rank and tag that are under way, the oldest (furthest on in the list) gets the next message. */
+HPMLC_FN const hpml_message *hpmlc_next(const hpml_message *m)
+{
+    const hpml_message *next = m;
+    for (const hpml_message *older = m->receiving ? m->next : NULL; older; older = older->next)
+        if (!older->done && older->peer == m->peer && older->tag == m->tag) next = older;
+    return next;
+}
+
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 {
-    if (m->receiving)
-        for (const hpml_message *older = m->next; older; older = older->next)
-            if (!older->done && older->peer == m->peer && older->tag == m->tag) return;
-    c->t->test(c, m);
+    if (hpmlc_next(m) == m) c->t->test(c, m);
 }
 
 /* A receive has met a message of another length. */
@@ -963,7 +999,7 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
             if (other != m && !other->done) hpmlc_test(c, other), moved = moved || other->done;
         if (hpmlc_done(m)) break;
         if (turn == 0) beside = hpmlc_beside(c, m->peer);
-        if (moved || (turn < 2 * hpmlc_spin(c) && !beside)) { hpmlc_pause(turn > hpmlc_spin(c)); continue; }
+        if (moved || (!beside && hpmlc_linger(c, m, turn))) continue;
         if (limit == 0 && hpmlc_failed(c)) { /* begun before this rank failed: one deadline is enough */
             c->t->abandon(c, m);
             m->status = hpml_ctx_status(c->ctx);
@@ -1109,6 +1145,7 @@ struct hpml_world {
     bool               *left;     /* (ranks) have closed their first communicator */
     int                 failed;   /* 1 + the rank that failed first; 0: none. Written once, under the mutex */
     char                text[512];
+    bool                buffered; /* sends are copied, and done at once: CLOCK, or some link takes time */
     hpmlc_agent        *agents, *turn; /* CLOCK: all threads, and the one that runs */
     int                 agent_count;
     double             *card;     /* (2 (ranks + nodes)) when each sender's and receiver's card is free again */
@@ -1249,15 +1286,17 @@ HPMLC_FN hpmlc_room *hpmlc_room_new(hpml_world *w, int size)
 HPMLC_FN void hpmlc_room_free(hpmlc_room *r)
 {
     for (int i = 0; i < r->size; i++) {
-        for (hpml_message *m = r->world->kind == HPML_TRANSPORT_CLOCK ? r->inbox[i].posted : NULL, *next; m; m = next) {
+        for (hpml_message *m = r->world->buffered ? r->inbox[i].posted : NULL, *next; m; m = next) {
             next = m->next;
-            free(m); /* sent in virtual time, never received */
+            free(m); /* a copy that was never received */
         }
         hpmlc_gate_close(&r->inbox[i].gate);
     }
     free(r->inbox);
     free(r);
 }
+
+HPMLC_FN bool hpmlc_link_takes_time(const hpml_link *link) { return link->latency > 0 || link->bandwidth > 0; }
 
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network)
 {
@@ -1266,6 +1305,7 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ra
     if (!w) return NULL;
     w->kind = transport, w->ranks = w->running = ranks;
     if (network) w->network = *network;
+    w->buffered = clock || hpmlc_link_takes_time(&w->network.inside) || hpmlc_link_takes_time(&w->network.between);
     w->nodes = hpmlc_network_nodes(&w->network, ranks);
     w->left  = (bool *)calloc((size_t)ranks, sizeof *w->left);
     w->card  = (double *)calloc((size_t)(2 * (ranks + w->nodes)), sizeof *w->card);
@@ -1333,6 +1373,21 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpmlc_inbox *in, hpml_message *m)
     pthread_mutex_unlock(&in->gate.mutex);
 }
 
+/* Posts a copy of the send m, which is then done, as behind the buffer of a network card: the sender goes on. */
+HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m)
+{
+    hpml_message *copy = (hpml_message *)malloc(sizeof *copy + m->bytes);
+    m->done = true;
+    if (!copy) {
+        m->status = hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a message of %zu bytes", m->bytes);
+        return;
+    }
+    *copy      = *m;
+    copy->data = (char *)(copy + 1);
+    if (m->bytes > 0) memcpy(copy->data, m->data, m->bytes);
+    hpmlc_inbox_post(c, &c->room->inbox[m->peer], copy);
+}
+
 /* Takes what the receive m waits for out of the inbox, or the send m itself; NULL when it is not there. What is on its
    way is not there, either: then m->arrival says until when. */
 HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
@@ -1342,7 +1397,7 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
     pthread_mutex_lock(&in->gate.mutex);
     for (at = &in->posted; (sent = *at) != NULL; at = &sent->next)
         if (m->receiving ? sent->tag == m->tag && (int)sent->posted == m->peer : sent == m) break;
-    if (sent && m->receiving && !m->owner->agent && sent->arrival > 0 && sent->arrival > hpml_now()) {
+    if (sent && m->receiving && sent->arrival > 0 && sent->arrival > hpml_comm_now(m->owner)) {
         m->arrival = sent->arrival;
         sent       = NULL;
     }
@@ -1358,7 +1413,8 @@ HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
     if (m->receiving) return;
     m->arrival = hpmlc_arrival(c, m->peer, m->bytes, hpml_now());
-    hpmlc_inbox_post(c, &c->room->inbox[m->peer], m);
+    if (c->room->world->buffered) hpmlc_inbox_post_copy(c, m);
+    else hpmlc_inbox_post(c, &c->room->inbox[m->peer], m);
 }
 
 #ifdef __linux__
@@ -1399,13 +1455,22 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c, int peer)
 }
 #endif
 
-/* A receive meets its send: one pass over the data. */
-HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, const hpml_message *sent)
+/* A receive meets its send: one pass over the data. The sender may go on, if it has not yet. */
+HPMLC_FN void hpmlc_meet(hpml_comm *c, hpml_message *m, hpml_message *sent)
 {
+    hpmlc_gate *gate = &c->room->inbox[sent->posted].gate;
     if (sent->bytes != m->bytes) hpmlc_mismatch(c, m, sent->bytes);
     else if (m->reduce) m->reduce(m->data, sent->data, m->bytes);
     else if (m->bytes > 0) memcpy(m->data, sent->data, m->bytes);
     m->done = true;
+    if (c->room->world->buffered) {
+        free(sent);
+        return;
+    }
+    pthread_mutex_lock(&gate->mutex);
+    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE); /* from now on the sender's struct may be gone */
+    hpmlc_gate_wake_held(c->room->world, gate);
+    pthread_mutex_unlock(&gate->mutex);
 }
 
 /* A message that will not be, after the world has failed. */
@@ -1426,14 +1491,7 @@ HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
         if (m->moved != look || m->arrival > 0) sent = hpmlc_inbox_take(in, m); /* something new since the last look */
         m->moved = look;
     }
-    if (sent) { /* the sender may go on; its message is gone the moment it is done */
-        hpmlc_gate *gate = &c->room->inbox[sent->posted].gate;
-        hpmlc_meet(c, m, sent);
-        pthread_mutex_lock(&gate->mutex);
-        __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE);
-        hpmlc_gate_wake_held(c->room->world, gate);
-        pthread_mutex_unlock(&gate->mutex);
-    }
+    if (sent) hpmlc_meet(c, m, sent);
     if (hpmlc_done(m) || !__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) return;
     if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_give_up(c, m); /* a send may be in somebody's hands */
 }
@@ -1442,10 +1500,11 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
 {
     hpmlc_inbox *in      = &c->room->inbox[c->rank];
     bool         counted = true;
+    double       early   = hpmlc_spin(c) < HPMLC_ROOMY ? 0 : HPMLC_EARLY;
     for (const hpml_message *p = c->pending; p; p = p->next) /* something is on its way: not a deadlock */
         if (p->arrival > 0) {
             counted = false;
-            if (p->arrival < until) until = p->arrival;
+            if (p->arrival - early < until) until = p->arrival - early;
         }
     in->peer  = c->origin[m->peer];
     in->doing = c->doing;
@@ -1968,7 +2027,9 @@ HPMLC_FN hpml_comm *hpmlc_mpi_create(hpml_ctx *ctx, const hpml_comm_desc *d)
 
 /* Every thread has a clock of its own, moved by hpml_comm_compute and by the arrival of messages; real time does not
    count. One thread runs at a time: the one whose clock is behind all others. So messages enter the links in the order
-   of their time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at once. */
+   of their time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at once. A
+   receive is over when its message has arrived: who waits for it moves its clock there and lets the others run that are
+   still behind, before it takes the message. */
 
 #ifndef HPML_NO_THREADS
 
@@ -2042,10 +2103,13 @@ HPMLC_FN void hpmlc_agent_rouse(hpml_comm *c, hpmlc_agent *a)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Virtual time passes until `time`, if it is not there yet. */
+/* Virtual time passes until `time`, if it is not there yet. The threads behind it run first: what this one does next
+   must not come before what they do earlier. */
 HPMLC_FN void hpmlc_agent_until(hpml_comm *c, double time)
 {
-    if (c->agent && c->agent->clock < time) c->agent->clock = time;
+    if (!c->agent || c->agent->clock >= time) return;
+    c->agent->clock = time;
+    hpmlc_agent_yield(c, false);
 }
 
 HPMLC_FN hpmlc_agent *hpmlc_agent_new(hpml_world *w, int rank, double clock)
@@ -2078,38 +2142,32 @@ HPMLC_FN void hpmlc_agent_free(hpml_world *w, hpmlc_agent *me)
 
 HPMLC_FN void hpmlc_clock_start(hpml_comm *c, hpml_message *m)
 {
-    hpmlc_inbox  *in = &c->room->inbox[m->peer];
-    hpml_message *copy;
+    hpmlc_inbox *in = &c->room->inbox[m->peer];
     if (m->receiving) return;
     hpmlc_agent_yield(c, false);
-    m->done = true;
-    copy    = (hpml_message *)malloc(sizeof *copy + m->bytes);
-    if (!copy) {
-        m->status = hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a message of %zu bytes", m->bytes);
-        return;
-    }
-    *copy         = *m;
-    copy->data    = (char *)(copy + 1);
-    copy->arrival = hpmlc_arrival(c, m->peer, m->bytes, c->agent->clock);
-    if (copy->arrival <= 0) copy->arrival = c->agent->clock;
-    if (m->bytes > 0) memcpy(copy->data, m->data, m->bytes);
-    hpmlc_inbox_post(c, in, copy); /* where the sender may be gone when it is read */
+    m->arrival = hpmlc_arrival(c, m->peer, m->bytes, c->agent->clock);
+    if (m->arrival <= 0) m->arrival = c->agent->clock;
+    hpmlc_inbox_post_copy(c, m);
     if (in->owner) hpmlc_agent_rouse(c, in->owner->agent);
 }
 
 HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
 {
     hpml_message *sent = hpmlc_inbox_take(&c->room->inbox[c->rank], m);
-    if (sent) {
-        hpmlc_agent_until(c, sent->arrival);
-        hpmlc_meet(c, m, sent);
-        free(sent);
-    } else if (__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_give_up(c, m);
+    if (sent) hpmlc_meet(c, m, sent);
+    else if (__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_give_up(c, m);
 }
 
+/* Until m's message arrives (an older receive of the same rank and tag gets the next one), or until something is sent to
+   this rank; never until another receive's arrival, because m may be over before. */
 HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
 {
-    hpmlc_inbox *in = &c->room->inbox[c->rank];
+    hpmlc_inbox *in      = &c->room->inbox[c->rank];
+    double       arrival = hpmlc_next(m)->arrival;
+    if (arrival > c->agent->clock) {
+        hpmlc_agent_until(c, arrival);
+        return;
+    }
     in->peer  = c->origin[m->peer];
     in->doing = c->doing;
     hpmlc_agent_yield(c, true);
@@ -2150,7 +2208,8 @@ HPMLC_FN hpml_comm *hpmlc_clock_create(hpml_ctx *ctx, const hpml_comm_desc *d)
         c->t = NULL, c->room->inbox[c->rank].owner = NULL;
         return hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for a clock"), (hpml_comm *)NULL;
     }
-    c->t = &hpmlc_clock;
+    c->t    = &hpmlc_clock;
+    c->spin = 0; /* one thread runs at a time: nothing comes while this one looks */
     /* What layers compute takes no time, but has its place in it. */
     c->agent->under = (hpmlc_agent *)(uintptr_t)hpml_trace_clock(ctx, &c->agent->clock);
     hpmlc_agent_enter(c);
@@ -3000,13 +3059,16 @@ HPMLC_FN double hpmlc_forecast(const hpml_comm *c, hpml_algorithm a, int k)
     double *kept = (double *)&c->forecast[k][a];
     if (*kept > 0) return *kept;
     HPMLC_ZERO(hpml_network, net);
-    int32_t *node = (int32_t *)malloc((size_t)c->size * sizeof *node), nodes = 0;
-    for (int r = 0, i; node && r < c->size; r++) { /* a part's nodes are numbered anew */
-        for (i = c->per_node == 1 ? r : 0; c->node[i] != c->node[r]; i++) continue;
-        node[r] = i < r ? node[i] : nodes++;
+    int p = c->size, known = 0, nodes = 0;
+    for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
+    int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p), then (known) 1 + the new number */
+    for (int r = 0; node && r < p; r++) { /* a part's nodes are numbered anew */
+        int32_t *number = &node[p + c->node[r]];
+        if (*number == 0) *number = ++nodes;
+        node[r] = *number - 1;
     }
     net.node = node, net.between = c->between, net.inside = nodes > 1 ? c->inside : c->between;
-    *kept = node ? hpml_simulate_allreduce(a, c->size, &net, (int64_t)1 << k) : -1;
+    *kept = node ? hpml_simulate_allreduce(a, p, &net, (int64_t)1 << k) : -1;
     free(node);
     return *kept;
 }
@@ -3031,6 +3093,33 @@ HPML_API hpml_algorithm hpml_comm_choose(const hpml_comm *c, int64_t bytes)
     return a;
 }
 
+/* Chooses the algorithm where it is AUTO. Returns the elements of one piece, see hpml_transport; 0: no memory. */
+HPMLC_FN int64_t hpmlc_allreduce_piece(const hpml_comm *c, int64_t n, int64_t size, hpml_algorithm *a)
+{
+    if (*a != HPML_AUTO) return hpmlc_max(n, 1);
+    *a = hpml_comm_choose(c, n * size);
+    if (*a == HPML_ALGORITHM_NONE) return 0;
+    return c->t->piece > 0 && n > 1 << 21 ? (int64_t)c->t->piece / size : hpmlc_max(n, 1);
+}
+
+/* Bytes that this rank sends in an allreduce of n elements. NATIVE and links do not say: as a ring. */
+HPMLC_FN int64_t hpmlc_allreduce_bytes(const hpml_comm *c, int64_t n, int64_t size, hpml_algorithm a)
+{
+    if (a == HPML_NATIVE || c->link.begin) return 2 * size * (n - hpml_block(n, c->size, 1));
+    int64_t step = hpmlc_allreduce_piece(c, n, size, &a), elements = 0;
+    for (int64_t at = 0; at < n && step > 0; at += step) {
+        hpmlc_plan plan;
+        hpml_move  m;
+        hpmlc_plan_make(&plan, a, c->size, c->per_node, c->spread, c->rank, hpmlc_min(n - at, step));
+        for (const hpmlc_phase *f = plan.phase; f < plan.phase + plan.count; f++)
+            for (int k = 0; k < f->rounds; k++) {
+                hpmlc_move_of(f, k, &m);
+                elements += m.out_count;
+            }
+    }
+    return elements * size;
+}
+
 HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc)
 {
     hpmlc_plan  plan;
@@ -3042,12 +3131,8 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
                           "cleared, or out of range", (int)d.algorithm, (int)d.reduce, (int)d.element, data);
     int tag = hpmlc_enter(c, "allreduce", n, (int)d.element, (int)d.reduce, (int)d.algorithm);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    int64_t size = (int64_t)hpml_element_size(d.element), step = n;
-    if (d.algorithm == HPML_AUTO) {
-        if (c->t->piece > 0 && n > 1 << 21) step = (int64_t)c->t->piece / size;
-        d.algorithm = hpml_comm_choose(c, n * size);
-        if (d.algorithm == HPML_ALGORITHM_NONE) return hpmlc_fail(c, HPML_ERR_MEMORY, "allreduce: no memory");
-    }
+    int64_t size = (int64_t)hpml_element_size(d.element), step = hpmlc_allreduce_piece(c, n, size, &d.algorithm);
+    if (step == 0) return hpmlc_fail(c, HPML_ERR_MEMORY, "allreduce: no memory");
     if (d.algorithm == HPML_NATIVE) {
         if (!c->t->allreduce)
             return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "allreduce: transport %s has no native one; choose another "
@@ -3639,7 +3724,6 @@ HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_d
     if (x->plain > 0 && !x->span && !d.linked)
         x->fused = (float *)hpml_ctx_alloc(c->ctx, (size_t)x->plain * sizeof(float), NULL);
     if (x->d.method == HPML_METHOD_CODEC && x->packed > 0 && !hpmlc_exchange_layout(x)) return NULL;
-    if (x->plain > 0) x->bytes += 8 * (x->plain - hpml_block(x->plain, c->size, 1)); /* of a ring */
     return hpmlc_exchange_parts(x) ? x : NULL;
 }
 
@@ -3911,7 +3995,6 @@ HPMLC_FN hpml_status hpmlc_exchange_agreed(hpml_comm *c, void *user)
 }
 
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x) { return x ? hpmlc_exchange_on(x->c, x) : HPML_ERR_ARGUMENT; }
-HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x) { return x && x->c->size > 1 ? x->bytes : 0; }
 
 HPML_API hpml_job *hpml_exchange_start(hpml_exchange *x)
 {
@@ -4036,7 +4119,7 @@ HPMLC_FN bool hpmlc_methods_create(hpml_exchange *x, hpmlc_item *it)
     it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(2 * n + first + second) * sizeof(float));
     if (!it->residual) return false;
     it->work = it->residual + n, it->p = it->work + n, it->q = it->p + first;
-    x->bytes += top ? 8 * k * (p - 1) : 8 * r * (it->g.rows + it->g.cols) * (p - 1) / p;
+    x->bytes += top ? 8 * k * (p - 1) : 0;
     hpml_rng rng;
     rng.seed = 1, rng.stream = (uint64_t)(it - x->item), rng.counter = 0; /* the same on all ranks */
     if (!top) hpml_rng_fill_normal(&rng, it->q, it->g.cols * r);
@@ -4149,6 +4232,24 @@ HPMLC_FN hpml_status hpmlc_methods_run(hpml_comm *c, hpml_exchange *x)
     }
     if (status == HPML_OK) status = hpmlc_reduce_all(c, &x->bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     return status == HPML_OK && x->bad ? HPML_ERR_NONFINITE : status;
+}
+
+HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
+{
+    if (!x || x->c->size == 1) return 0;
+    const hpml_algorithm a = x->d.algorithm;
+    int64_t              bytes = x->bytes;
+    for (int64_t at = 0; at < x->plain; at += x->part)
+        bytes += hpmlc_allreduce_bytes(x->c, hpmlc_min(x->part, x->plain - at), sizeof(float), a);
+    if (x->d.method == HPML_METHOD_CODEC || x->packed == 0) return bytes;
+    bytes += hpmlc_allreduce_bytes(x->c, 1, sizeof x->bad, HPML_AUTO); /* whether all was finite */
+    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
+        int64_t r = hpmlc_lowrank_of(x, it);
+        if (it->plain || x->d.method != HPML_METHOD_LOWRANK) continue;
+        bytes += hpmlc_allreduce_bytes(x->c, it->g.rows * r, sizeof(float), a);
+        bytes += hpmlc_allreduce_bytes(x->c, it->g.cols * r, sizeof(float), a);
+    }
+    return bytes;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5065,6 +5166,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hpml_trainer_set_hooks(t, &hooks);
     hpml_trainer_set_shard(t, c->rank, c->size, settings.global_batch, settings.exact ? settings.leaf : 0);
     hpml_distribute_get(d, NULL, true);
+    d->r.loss = NAN; /* of no step yet */
     return hpml_ctx_status(c->ctx) == HPML_OK ? d : NULL;
 }
 
@@ -5639,8 +5741,8 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Every rank has a clock. Ranks that want to send wait in a queue by (clock, rank), as threads do in >>clock, so
-   messages enter the cards in the same order and the times are the same. That costs some 150 ns a message. Two shapes
-   have p^2 messages and need less, because nobody's turn matters in them:
+   messages enter the cards in the same order and the times are the same. That costs some 50 to 100 ns a message. Two
+   shapes have p^2 messages and need less, because nobody's turn matters in them:
      ring         each card serves one pair: round by round, without a queue (some ns a message). Where all nodes are
                   alike, what happens on one happens on all: the ranks of one node stand for all
      all to all   the ranks of one node stand for all likewise
@@ -5649,12 +5751,22 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 typedef struct hpmlc_sim_event {
     double time;
     int    rank;
+    int    run;  /* in the heap: of which this event is the first */
 } hpmlc_sim_event;
 
 typedef struct hpmlc_sim_letter { /* has been sent to a rank that waits for something else */
     int    from, next;
     double arrival;
 } hpmlc_sim_letter;
+
+typedef struct hpmlc_sim_rank { /* what the queue keeps of a rank, side by side because turns come in any order */
+    int     phase, round;
+    int     to, from;    /* of its move, -1: none */
+    int64_t bytes;       /* that the move sends */
+    int     want;        /* the rank whose message is awaited, or -1 */
+    int     first, last; /* letters, -1: none */
+    int     next;        /* the rank behind it in its run, -1: none */
+} hpmlc_sim_rank;
 
 typedef enum hpmlc_sim_kind { HPMLC_SIM_ALLREDUCE, HPMLC_SIM_ALL_TO_ALL, HPMLC_SIM_ALLGATHER } hpmlc_sim_kind;
 
@@ -5674,11 +5786,12 @@ typedef struct hpmlc_sim {
     hpmlc_sim_kind    kind;
     int64_t           n;
     size_t            size;               /* of an element */
-    hpmlc_plan       *plan;               /* (p) */
-    int              *phase, *round, *want; /* (p) want: the rank whose message is awaited, or -1 */
-    int              *first, *last;       /* (p) letters of a rank, -1: none */
-    hpmlc_sim_event  *queue;              /* (p) a heap, the earliest at its top */
-    int               queued;
+    hpmlc_phase      *phase;              /* (HPMLC_PHASES, p) */
+    int32_t          *phases;             /* (p) how many of them a rank has; in an all to all: scratch */
+    hpmlc_sim_rank   *rank;               /* (p) */
+    hpmlc_sim_event  *run;                /* (p) the last event of each run, the latest first */
+    hpmlc_sim_event  *heap;               /* (p) the first event of each run, the earliest at the top */
+    int               runs;
     hpmlc_sim_letter *letter;
     int               letters, free_letter; /* room, first of the unused */
     bool              failed;             /* out of memory */
@@ -5686,7 +5799,7 @@ typedef struct hpmlc_sim {
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
 {
-    free(s->node), free(s->clock), free(s->bytes), free(s->plan), free(s->phase), free(s->queue), free(s->letter);
+    free(s->node), free(s->clock), free(s->bytes), free(s->phase), free(s->rank), free(s->run), free(s->letter);
 }
 
 HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
@@ -5701,16 +5814,16 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->rate[0]     = net->inside.bandwidth > 0 ? 1 / net->inside.bandwidth : 0;
     s->rate[1]     = net->between.bandwidth > 0 ? 1 / net->between.bandwidth : 0;
     s->free_letter = -1;
-    s->node        = (int32_t *)calloc(n, sizeof(int32_t));
+    s->node        = (int32_t *)calloc(2 * n, sizeof(int32_t)); /* with phases */
     s->clock       = (double *)calloc(5 * n + 2 * cards, sizeof(double)); /* with out, in, work */
     s->bytes       = (int64_t *)calloc(2 * n, sizeof(int64_t));
-    s->plan        = (hpmlc_plan *)calloc(n, sizeof(hpmlc_plan));
-    s->phase       = (int *)calloc(5 * n, sizeof(int));
-    s->queue       = (hpmlc_sim_event *)calloc(n, sizeof(hpmlc_sim_event));
-    s->failed      = !s->node || !s->clock || !s->bytes || !s->plan || !s->phase || !s->queue;
+    s->phase       = (hpmlc_phase *)calloc(HPMLC_PHASES * n, sizeof(hpmlc_phase));
+    s->rank        = (hpmlc_sim_rank *)calloc(n, sizeof(hpmlc_sim_rank));
+    s->run         = (hpmlc_sim_event *)calloc(2 * n, sizeof(hpmlc_sim_event)); /* with heap */
+    s->failed      = !s->node || !s->clock || !s->bytes || !s->phase || !s->rank || !s->run;
     if (s->failed) return false;
     s->out   = s->clock + n, s->in = s->out + cards, s->work = s->in + cards, s->messages = s->bytes + n;
-    s->round = s->phase + n, s->want = s->round + n, s->first = s->want + n, s->last = s->first + n;
+    s->phases = s->node + n, s->heap = s->run + n;
     for (int r = 0; r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r);
     c->size = p, c->node = s->node, c->agent = (hpmlc_agent *)(void *)s; /* only tells AUTO that time is virtual */
     hpmlc_comm_links(c, net, s->nodes);
@@ -5754,26 +5867,44 @@ HPMLC_FN bool hpmlc_sim_before(hpmlc_sim_event a, hpmlc_sim_event b)
     return a.time < b.time || (a.time <= b.time && a.rank < b.rank);
 }
 
+/* The queue is made of runs: lists of ranks in the order of their turns. A rank goes behind the latest of the runs' ends
+   that is before it, else it begins a run; so the ends stay sorted, and a run that gets empty is the one that ends
+   earliest, the last. Ranks that do the same at the same time need few runs, whose ends stay in the cache; a heap of all
+   ranks misses it at every step. */
 HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
 {
     hpmlc_sim_event e;
-    int             i = s->queued++;
+    int             low = 0, high = s->runs;
     e.time = s->clock[rank], e.rank = rank;
-    for (; i > 0 && hpmlc_sim_before(e, s->queue[(i - 1) / 2]); i = (i - 1) / 2) s->queue[i] = s->queue[(i - 1) / 2];
-    s->queue[i] = e;
+    s->rank[rank].next = -1;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if (hpmlc_sim_before(e, s->run[middle])) low = middle + 1;
+        else high = middle;
+    }
+    e.run = low;
+    if (low < s->runs) s->rank[s->run[low].rank].next = rank;
+    else {
+        int i = s->runs++;
+        for (; i > 0 && hpmlc_sim_before(e, s->heap[(i - 1) / 2]); i = (i - 1) / 2) s->heap[i] = s->heap[(i - 1) / 2];
+        s->heap[i] = e;
+    }
+    s->run[low] = e;
 }
 
 HPMLC_FN int hpmlc_sim_pop(hpmlc_sim *s)
 {
-    int             top = s->queue[0].rank, i = 0, child;
-    hpmlc_sim_event e = s->queue[--s->queued];
-    while ((child = 2 * i + 1) < s->queued) {
-        if (child + 1 < s->queued && hpmlc_sim_before(s->queue[child + 1], s->queue[child])) child++;
-        if (!hpmlc_sim_before(s->queue[child], e)) break;
-        s->queue[i] = s->queue[child];
-        i           = child;
+    hpmlc_sim_event e = s->heap[0];
+    int             top = e.rank, next = s->rank[top].next, i = 0, child;
+    if (next < 0) e = s->heap[--s->runs];
+    else e.time = s->clock[next], e.rank = next;
+    while ((child = 2 * i + 1) < s->runs) {
+        if (child + 1 < s->runs && hpmlc_sim_before(s->heap[child + 1], s->heap[child])) child++;
+        if (!hpmlc_sim_before(s->heap[child], e)) break;
+        s->heap[i] = s->heap[child];
+        i          = child;
     }
-    s->queue[i] = e;
+    s->heap[i] = e;
     return top;
 }
 
@@ -5782,23 +5913,25 @@ HPMLC_FN int64_t hpmlc_sim_block(const hpmlc_sim *s, int i)
     return hpml_block(s->n, s->p, i + 1) - hpml_block(s->n, s->p, i);
 }
 
-/* The move that rank r is at; false when it is through. */
-HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r, hpml_move *m)
+/* Finds the move that rank r is at; false when it is through. */
+HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
 {
+    hpmlc_sim_rank *q = &s->rank[r];
     if (s->kind == HPMLC_SIM_ALL_TO_ALL) { /* in round k with the rank k further on, as hpmlc_blocks */
-        int k = s->round[r] + 1;
+        int k = q->round + 1;
         if (k >= s->p) return false;
-        m->to = (r + k) % s->p, m->from = (r + s->p - k) % s->p;
-        m->out_count = hpmlc_sim_block(s, m->to);
+        q->to = (r + k) % s->p, q->from = (r + s->p - k) % s->p;
+        q->bytes = hpmlc_sim_block(s, q->to) * (int64_t)s->size;
         return true;
     }
-    hpmlc_plan *plan = &s->plan[r];
-    for (; s->phase[r] < plan->count; s->phase[r]++, s->round[r] = 0) {
-        const hpmlc_phase *f = &plan->phase[s->phase[r]];
+    for (; q->phase < s->phases[r]; q->phase++, q->round = 0) {
+        const hpmlc_phase *f = &s->phase[(size_t)q->phase * (size_t)s->p + (size_t)r];
         bool               star = (f->kind == HPMLC_STAR_UP || f->kind == HPMLC_STAR_DOWN) && f->team.me > 0;
-        if (star && s->round[r] < f->team.me - 1) s->round[r] = f->team.me - 1; /* its only turn, of p - 1 rounds */
-        if (s->round[r] >= (star ? f->team.me : f->rounds)) continue;
-        hpmlc_move_of(f, s->round[r], m);
+        hpml_move          m;
+        if (star && q->round < f->team.me - 1) q->round = f->team.me - 1; /* its only turn, of p - 1 rounds */
+        if (q->round >= (star ? f->team.me : f->rounds)) continue;
+        hpmlc_move_of(f, q->round, &m);
+        q->to = m.to, q->from = m.from, q->bytes = m.out_count * (int64_t)s->size;
         return true;
     }
     return false;
@@ -5807,13 +5940,14 @@ HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r, hpml_move *m)
 /* Takes the letter from this rank out of r's box. */
 HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
 {
-    for (int i = s->first[r], before = -1; i >= 0; before = i, i = s->letter[i].next) {
+    hpmlc_sim_rank *q = &s->rank[r];
+    for (int i = q->first, before = -1; i >= 0; before = i, i = s->letter[i].next) {
         hpmlc_sim_letter *l = &s->letter[i];
         if (l->from != from) continue;
         if (s->clock[r] < l->arrival) s->clock[r] = l->arrival;
-        if (before < 0) s->first[r] = l->next;
+        if (before < 0) q->first = l->next;
         else s->letter[before].next = l->next;
-        if (s->last[r] == i) s->last[r] = before;
+        if (q->last == i) q->last = before;
         l->next        = s->free_letter;
         s->free_letter = i;
         return true;
@@ -5831,25 +5965,27 @@ HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
         for (int i = room - 1; i >= s->letters; i--) more[i].next = s->free_letter, s->free_letter = i;
         s->letters = room;
     }
-    int i          = s->free_letter;
+    hpmlc_sim_rank *q = &s->rank[r];
+    int             i = s->free_letter;
     s->free_letter = s->letter[i].next;
     s->letter[i].from = from, s->letter[i].arrival = arrival, s->letter[i].next = -1;
-    if (s->first[r] < 0) s->first[r] = i;
-    else s->letter[s->last[r]].next = i;
-    s->last[r] = i;
+    if (q->first < 0) q->first = i;
+    else s->letter[q->last].next = i;
+    q->last = i;
 }
 
 /* Receives what is there, round by round, until rank r wants to send (then it queues), must wait, or is through. sent:
-   m is this round's move, and its message on its way; else m is scratch. */
-HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r, hpml_move *m, bool sent)
+   the message of this round is on its way. */
+HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r, bool sent)
 {
-    for (; sent || hpmlc_sim_move(s, r, m); s->round[r]++, sent = false) {
-        if (m->to >= 0 && !sent) {
+    hpmlc_sim_rank *q = &s->rank[r];
+    for (; sent || hpmlc_sim_move(s, r); q->round++, sent = false) {
+        if (q->to >= 0 && !sent) {
             hpmlc_sim_push(s, r);
             return;
         }
-        if (m->from >= 0 && !hpmlc_sim_take(s, r, m->from)) {
-            s->want[r] = m->from;
+        if (q->from >= 0 && !hpmlc_sim_take(s, r, q->from)) {
+            q->want = q->from;
             return;
         }
     }
@@ -5857,24 +5993,24 @@ HPMLC_FN void hpmlc_sim_go_on(hpmlc_sim *s, int r, hpml_move *m, bool sent)
 
 HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 {
-    hpml_move m, other;
-    s->queued = 0;
+    s->runs = 0;
     for (int r = 0; r < s->p; r++) {
-        s->phase[r] = s->round[r] = 0;
-        s->want[r] = s->first[r] = s->last[r] = -1;
+        hpmlc_sim_rank *q = &s->rank[r];
+        q->phase = q->round = 0;
+        q->want = q->first = q->last = -1;
     }
-    for (int r = 0; r < s->p; r++) hpmlc_sim_go_on(s, r, &m, false);
-    while (s->queued > 0 && !s->failed) {
-        int r = hpmlc_sim_pop(s);
-        hpmlc_sim_move(s, r, &m);
-        double arrival = hpmlc_sim_send(s, r, m.to, m.out_count * (int64_t)s->size);
-        if (s->want[m.to] == r) { /* is waiting for just this */
-            if (s->clock[m.to] < arrival) s->clock[m.to] = arrival;
-            s->want[m.to] = -1;
-            s->round[m.to]++;
-            hpmlc_sim_go_on(s, m.to, &other, false);
-        } else hpmlc_sim_keep(s, m.to, r, arrival);
-        hpmlc_sim_go_on(s, r, &m, true);
+    for (int r = 0; r < s->p; r++) hpmlc_sim_go_on(s, r, false);
+    while (s->runs > 0 && !s->failed) {
+        int             r = hpmlc_sim_pop(s), to = s->rank[r].to;
+        double          arrival = hpmlc_sim_send(s, r, to, s->rank[r].bytes);
+        hpmlc_sim_rank *q = &s->rank[to];
+        if (q->want == r) { /* is waiting for just this */
+            if (s->clock[to] < arrival) s->clock[to] = arrival;
+            q->want = -1;
+            q->round++;
+            hpmlc_sim_go_on(s, to, false);
+        } else hpmlc_sim_keep(s, to, r, arrival);
+        hpmlc_sim_go_on(s, r, true);
     }
 }
 
@@ -5945,7 +6081,7 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
     int     p = s->p, m = s->nodes == 1 ? 1 : s->per_node;
     double *arrival = s->work, busy = (double)((s->n + p - 1) / p * (int64_t)s->size); /* (p) */
     double  card = s->out[p];
-    int    *order = s->want; /* (m) those who stand for others, by clock */
+    int32_t *order = s->phases; /* (m) those who stand for others, by clock */
     for (int j = 0; j < m; j++) order[j] = s->layout.spread ? j * s->nodes : j;
     for (int k = 1; k < p; k++) {
         for (int j = 1; j < m; j++) { /* by insertion: there is little to move */
@@ -5989,11 +6125,14 @@ HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a
     s->kind = kind, s->n = n, s->size = size;
     if (a == HPML_AUTO && kind == HPMLC_SIM_ALLREDUCE) a = hpml_comm_choose(&s->layout, n * (int64_t)size);
     for (int r = 0; r < p && kind != HPMLC_SIM_ALL_TO_ALL; r++) {
-        s->plan[r].count = 0;
-        if (kind == HPMLC_SIM_ALLREDUCE) hpmlc_plan_make(&s->plan[r], a, p, s->layout.per_node, s->layout.spread, r, n);
-        else hpmlc_plan_add(&s->plan[r], HPMLC_RING_GATHER, hpmlc_everyone(p, r, 0), 0, n);
+        hpmlc_plan plan;
+        plan.count = 0, plan.level = NULL;
+        if (kind == HPMLC_SIM_ALLREDUCE) hpmlc_plan_make(&plan, a, p, s->layout.per_node, s->layout.spread, r, n);
+        else hpmlc_plan_add(&plan, HPMLC_RING_GATHER, hpmlc_everyone(p, r, 0), 0, n);
+        s->phases[r] = plan.count;
+        for (int i = 0; i < plan.count; i++) s->phase[(size_t)i * (size_t)p + (size_t)r] = plan.phase[i];
     }
-    const hpmlc_phase *f = &s->plan[0].phase[0];
+    const hpmlc_phase *f = &s->phase[0];
     bool ring = f->team.size == p && (f->kind == HPMLC_RING_SCATTER || f->kind == HPMLC_RING_GATHER);
     if (kind == HPMLC_SIM_ALL_TO_ALL && !s->plain && hpmlc_sim_alike(s)) hpmlc_sim_all_to_all(s);
     else if (kind != HPMLC_SIM_ALL_TO_ALL && !s->plain && ring && !s->mixed)

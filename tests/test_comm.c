@@ -606,6 +606,35 @@ static hpml_status clock_allreduce(hpml_comm *c, void *user)
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
 
+/* On a network a send is over when it has left: before anybody receives it, and its array may change then. */
+static hpml_status sent_and_gone(hpml_comm *c, void *user)
+{
+    enum { BYTES = 1 << 20 };
+    char *data = (char *)user + BYTES * hpml_comm_rank(c), byte = 0;
+    if (hpml_comm_rank(c) == 0) {
+        memset(data, 1, BYTES);
+        CHECK(hpml_send(c, 1, 0, data, BYTES) == HPML_OK);
+        memset(data, 2, BYTES);
+        CHECK(hpml_send(c, 1, 1, &byte, 1) == HPML_OK);
+        return hpml_send(c, 1, 2, &byte, 1); /* which nobody receives */
+    }
+    CHECK(hpml_recv(c, 0, 1, &byte, 1) == HPML_OK);
+    CHECK(hpml_recv(c, 0, 0, data, BYTES) == HPML_OK);
+    for (int i = 0; i < BYTES; i++) CHECK(data[i] == 1);
+    return HPML_OK;
+}
+
+TEST(a_send_over_a_link_does_not_wait_for_its_receiver)
+{
+    static char  buffer[2 << 20];
+    hpml_network net;
+    memset(&net, 0, sizeof net);
+    net.inside.latency = 1e-3, net.inside.bandwidth = 1e9;
+    for (int t = 0; t < 2; t++) ENSURE(launch_on(transports[t], 2, &net, sent_and_gone, buffer) == HPML_OK);
+    net.between = net.inside, net.inside.latency = net.inside.bandwidth = 0; /* nor inside a node of such a network */
+    for (int t = 0; t < 2; t++) ENSURE(launch_on(transports[t], 2, &net, sent_and_gone, buffer) == HPML_OK);
+}
+
 TEST(virtual_time_is_the_formula)
 {
     hpml_network net;
@@ -664,6 +693,101 @@ TEST(virtual_time_replays_exactly)
     net.seed = 8; /* another seed, another run */
     ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 8, &net, replayed, end[1]) == HPML_OK);
     ENSURE(memcmp(end[1], end[0], sizeof end[0]) != 0);
+}
+
+/* A message of second 10 is awaited, and one of second 1: each is received in its second. */
+static hpml_status two_receives(hpml_comm *c, void *user)
+{
+    char         bytes[3] = { 'a', 'b', 'c' }, got[3] = { 0 };
+    hpml_message m[3];
+    int          rank = hpml_comm_rank(c);
+    (void)user;
+    if (rank == 1) return hpml_send(c, 0, 1, bytes, 1); /* from the other node, 10 s away */
+    if (rank == 2) {
+        hpml_comm_compute(c, 1);
+        CHECK(hpml_send(c, 0, 1, bytes + 1, 1) == HPML_OK);
+        hpml_comm_compute(c, 1);
+        return hpml_send(c, 0, 1, bytes + 2, 1);
+    }
+    for (int i = 0; i < 3; i++) CHECK(hpml_irecv(c, i == 0 ? 1 : 2, 1, got + i, 1, &m[i]) == HPML_OK);
+    hpml_comm_compute(c, 0.5);
+    CHECK(hpml_wait(c, &m[2]) == HPML_OK); /* its rank's second message: the older receive gets the first */
+    CHECK(hpml_comm_now(c) == 2 && m[1].done && !m[0].done);
+    CHECK(hpml_wait(c, &m[1]) == HPML_OK && hpml_comm_now(c) == 2);
+    CHECK(hpml_wait(c, &m[0]) == HPML_OK && hpml_comm_now(c) == 10);
+    CHECK(memcmp(got, bytes, 3) == 0);
+    return HPML_OK;
+}
+
+TEST(a_wait_moves_the_clock_to_its_own_message)
+{
+    static const int32_t node[] = { 0, 1, 0 };
+    hpml_network         net;
+    memset(&net, 0, sizeof net);
+    net.node = node, net.between.latency = 10;
+    ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 3, &net, two_receives, NULL) == HPML_OK);
+}
+
+/* Whatever threads do one after another has no earlier time than what was done before. */
+typedef struct order { double last; int events, turned; } order;
+
+static void event(hpml_comm *c, order *o)
+{
+    double now = hpml_comm_now(c);
+    o->events++;
+    o->turned += now < o->last;
+    o->last = now;
+}
+
+static hpml_status listen(hpml_comm *c, void *user)
+{
+    char byte;
+    for (int i = 0; i < 100; i++) {
+        CHECK(hpml_recv(c, 1, 1, &byte, 1) == HPML_OK);
+        event(c, (order *)user);
+    }
+    return HPML_OK;
+}
+
+static hpml_status speak(hpml_comm *c, void *user)
+{
+    char byte = 0;
+    for (int i = 0; i < 100; i++) {
+        hpml_comm_compute(c, 1);
+        event(c, (order *)user);
+        CHECK(hpml_send(c, 0, 1, &byte, 1) == HPML_OK);
+    }
+    return HPML_OK;
+}
+
+/* Rank 0 listens to each of the others with a thread of its own. */
+static hpml_status listeners(hpml_comm *c, void *user)
+{
+    enum { MOST = 8 };
+    int         rank = hpml_comm_rank(c), p = hpml_comm_size(c), count = 0;
+    hpml_job   *job[MOST];
+    hpml_status status = HPML_OK;
+    for (int k = 1; k < p; k++) {
+        hpml_comm *pair = hpml_comm_split(c, rank == 0 || rank == k ? 0 : -1, rank);
+        if (pair) job[count++] = hpml_background(pair, rank == 0 ? listen : speak, user);
+    }
+    for (int i = 0; i < count; i++) {
+        hpml_status s = hpml_job_wait(job[i]);
+        if (s != HPML_OK) status = s;
+        event(c, (order *)user);
+    }
+    return status;
+}
+
+TEST(virtual_time_has_one_order)
+{
+    order        o = { 0, 0, 0 };
+    hpml_network net;
+    memset(&net, 0, sizeof net);
+    net.jitter = 0.9, net.seed = 4, net.ranks_per_node = 2, net.between.latency = 3;
+    ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 5, &net, listeners, &o) == HPML_OK);
+    if (o.turned) printf("    %d of %d events after a later one\n", o.turned, o.events);
+    ENSURE(o.events == 808 && o.turned == 0);
 }
 
 static hpml_status waver(hpml_comm *c, void *user) /* how much longer than 1 s each of 100 computations takes */

@@ -365,6 +365,11 @@ TEST(double_buffering)
     ENSURE_NEAR(apart(&one, &four), 0, 1e-5);
     ENSURE(ran(&first, 2, NULL) && ran(&start, 1, NULL));
     ENSURE(apart(&first, &start) == 0);
+    /* the loss reported is that of the step before; of none after the first */
+    job second = { .d.delayed = true, .steps = 2 }, plain = { .steps = 1 };
+    ENSURE(ran(&second, 2, NULL) && ran(&plain, 2, NULL));
+    ENSURE(isnan(first.report.loss) && plain.report.loss > 0);
+    ENSURE(second.report.loss == plain.report.loss && second.report.samples == plain.report.samples);
 }
 
 /* Running statistics arrive a step late, but they arrive: near those of a training without double buffering. */
