@@ -101,7 +101,7 @@
 //     trainer   the trainer: settings, creation, one step
 //     step   one step, one epoch, evaluation, prediction
 //     files   reading files, writing files that appear whole
-//     json   UTF-8 and JSON
+//     json   UTF-8, decimal numbers, JSON
 //     dataset   datasets; images as data: IDX, CIFAR
 //     csv   numbers and text as data: CSV, characters
 //     npy   numpy arrays and packed records
@@ -8714,7 +8714,7 @@ HPMLI_FN void hpmli_write_little(hpmli_writer *w, uint64_t x, int bytes)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>json   UTF-8 and JSON
+// >>json   UTF-8, decimal numbers, JSON
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Bytes of the UTF-8 character that a text begins with, 1 to 4; 0: it begins with none. */
@@ -8743,6 +8743,101 @@ HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size)
     for (size_t n; size > 0; text += n, size -= n)
         if ((n = hpmli_utf8(text, size)) == 0) return false;
     return true;
+}
+
+#define HPMLI_F32_END 3.4028235677973366e38 /* from here on numbers round to an infinite f32 */
+
+/* big = by big + add, in 32-bit words, the lowest first. */
+HPMLI_FN void hpmli_big_scale(uint32_t *big, int words, uint32_t by, uint32_t add)
+{
+    uint64_t carry = add;
+    for (int i = 0; i < words; i++) {
+        carry += (uint64_t)big[i] * by;
+        big[i] = (uint32_t)carry;
+        carry >>= 32;
+    }
+}
+
+/* Sign of digits 10^exponent - x, exactly: both become whole numbers. Digits after the 200th only tell whether there is
+   more, because the middle of two floats has no more than 113 of them. */
+HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t exponent, double x)
+{
+    enum { WORDS = 64 };
+    uint32_t big[2][WORDS] = { { 0 } };
+    int      digits = 0, two;
+    bool     more = false;
+    uint64_t mantissa = (uint64_t)ldexp(frexp(x, &two), 53);
+    two -= 53;
+    for (; p < end; p++) {
+        if (*p == '.') continue;
+        if (digits >= 200) exponent++, more = more || *p != '0';
+        else hpmli_big_scale(big[0], WORDS, 10, (uint32_t)(*p - '0'));
+        digits += digits > 0 || *p != '0';
+    }
+    big[1][0] = (uint32_t)mantissa, big[1][1] = (uint32_t)(mantissa >> 32);
+    for (; exponent > 0; exponent--) hpmli_big_scale(big[0], WORDS, 10, 0);
+    for (; exponent < 0; exponent++) hpmli_big_scale(big[1], WORDS, 10, 0);
+    for (; two < 0; two++) hpmli_big_scale(big[0], WORDS, 2, 0);
+    for (; two > 0; two--) hpmli_big_scale(big[1], WORDS, 2, 0);
+    for (int i = WORDS - 1; i >= 0; i--)
+        if (big[0][i] != big[1][i]) return big[0][i] > big[1][i] ? 1 : -1;
+    return more;
+}
+
+/* w 10^exponent, wrong by less than 2^-50 of it in what f32 holds. */
+HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent)
+{
+    static const double tens[] = { 1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15,
+                                   1e16, 1e17, 1e18, 1e19, 1e20, 1e21, 1e22 }; /* all of them exact */
+    double  d    = (double)w;
+    int64_t left = hpmli_min(exponent < 0 ? -exponent : exponent, 400);
+    for (int64_t step; left > 0; left -= step) {
+        step = hpmli_min(left, 22);
+        if (exponent < 0) d /= tens[step];
+        else d *= tens[step];
+    }
+    return d;
+}
+
+/* A decimal number, whatever the locale; *out as f32 is the float that is nearest to it, infinite beyond all of them.
+   Returns the end, or NULL when there is none. */
+HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)
+{
+    const double slack = 1.0 / ((int64_t)1 << 50);
+    uint64_t     w = 0; /* the first 19 digits */
+    int64_t      exponent = 0, given = 0, behind = 0;
+    int          digits = 0;
+    bool         any = false, point = false, cut = false, below = false, negative = p < end && *p == '-';
+    if (p < end && (*p == '-' || *p == '+')) p++;
+    const char *start = p;
+    for (; p < end && ((*p >= '0' && *p <= '9') || (*p == '.' && !point)); p++) {
+        if (*p == '.') { point = true; continue; }
+        any = true, behind += point;
+        if (digits < 19) w = 10 * w + (uint64_t)(*p - '0'), exponent -= point;
+        else exponent += !point, cut = cut || *p != '0';
+        digits += digits > 0 || *p != '0';
+    }
+    if (!any) return NULL;
+    const char *stop = p;
+    if (p < end && (*p == 'e' || *p == 'E')) {
+        p++;
+        if (p < end && (*p == '-' || *p == '+')) below = *p++ == '-';
+        if (p >= end || *p < '0' || *p > '9') return NULL;
+        for (; p < end && *p >= '0' && *p <= '9'; p++)
+            if (given < INT64_C(1) << 50) given = given * 10 + (*p - '0');
+        if (below) given = -given;
+    }
+    double d = hpmli_decimal_near(w, exponent + given);
+    bool   exact = exponent + given == 0 && w < UINT64_C(1) << 53 && !cut;
+    float  least = (float)(exact ? d : d - slack * d), most = (float)(exact ? d : d + slack * d);
+    if (least < most) { /* near the middle of two floats */
+        double middle = most - most == 0 ? ((double)least + (double)most) / 2 : HPMLI_F32_END;
+        int    side   = hpmli_decimal_compare(start, stop, given - behind, middle);
+        d = side < 0 ? (double)least : middle;
+        if (side > 0) d = (double)most;
+    }
+    *out = negative ? -d : d;
+    return p;
 }
 
 /* JSON, in a copy of the text, in which strings are unescaped in place. Strict as safetensors' own reader is, but for a
@@ -8820,12 +8915,12 @@ HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
     return start;
 }
 
-/* Takes decimal digits; returns how many there are. */
-HPMLI_FN int64_t hpmli_json_digits(hpmli_json *j)
+/* How many decimal digits come next. */
+HPMLI_FN int64_t hpmli_json_digits(const char *p, const char *end)
 {
-    const char *start = j->p;
-    while (j->p < j->end && *j->p >= '0' && *j->p <= '9') j->p++;
-    return j->p - start;
+    const char *start = p;
+    while (p < end && *p >= '0' && *p <= '9') p++;
+    return p - start;
 }
 
 /* A whole number that is not negative. */
@@ -8833,11 +8928,10 @@ HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
 {
     uint64_t v = 0;
     hpmli_json_is(j, ' '); /* skips blanks */
-    const char *p      = j->p;
-    int64_t     digits = hpmli_json_digits(j);
-    j->bad = j->bad || digits == 0 || (digits > 1 && *p == '0');
-    for (; p < j->p && !j->bad; p++) {
-        uint64_t digit = (uint64_t)(*p - '0');
+    int64_t digits = hpmli_json_digits(j->p, j->end);
+    j->bad = j->bad || digits == 0 || (digits > 1 && *j->p == '0');
+    for (; digits > 0 && !j->bad; digits--) {
+        uint64_t digit = (uint64_t)(*j->p++ - '0');
         if (v > (UINT64_MAX - digit) / 10) j->bad = true;
         else v = v * 10 + digit;
     }
@@ -8884,21 +8978,18 @@ HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *o
     return n;
 }
 
-/* Leaves out a number of any kind. */
+/* Leaves out a number of any kind, as JSON writes them: 1.5e-7, but not .5, 5., 05 or +5. */
 HPMLI_FN void hpmli_json_skip_number(hpmli_json *j)
 {
-    if (j->p < j->end && *j->p == '-') j->p++;
-    const char *first  = j->p;
-    int64_t     digits = hpmli_json_digits(j);
-    j->bad = j->bad || digits == 0 || (digits > 1 && *first == '0');
-    if (j->p < j->end && *j->p == '.') {
-        j->p++;
-        if (hpmli_json_digits(j) == 0) j->bad = true;
-    }
-    if (j->p >= j->end || (*j->p != 'e' && *j->p != 'E')) return;
-    j->p++;
-    if (j->p < j->end && (*j->p == '+' || *j->p == '-')) j->p++;
-    if (hpmli_json_digits(j) == 0) j->bad = true;
+    double      v   = 0;
+    const char *end = hpmli_parse_number(j->p, j->end, &v), *p = j->p;
+    if (!end || fabs(v) > DBL_MAX || *p == '+') { j->bad = true; return; }
+    if (*p == '-') p++;
+    int64_t digits = hpmli_json_digits(p, end);
+    j->bad = j->bad || digits == 0 || (digits > 1 && *p == '0');
+    p += digits;
+    if (p < end && *p == '.' && hpmli_json_digits(p + 1, end) == 0) j->bad = true;
+    j->p += end - j->p;
 }
 
 /* Leaves out a value of any kind, with brackets up to `depth` deep. */
@@ -9147,101 +9238,6 @@ HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *cons
 // >>csv   numbers and text as data: CSV, characters
 // ---------------------------------------------------------------------------------------------------------------------
 
-#define HPMLI_F32_END 3.4028235677973366e38 /* from here on numbers round to an infinite f32 */
-
-/* big = by big + add, in 32-bit words, the lowest first. */
-HPMLI_FN void hpmli_big_scale(uint32_t *big, int words, uint32_t by, uint32_t add)
-{
-    uint64_t carry = add;
-    for (int i = 0; i < words; i++) {
-        carry += (uint64_t)big[i] * by;
-        big[i] = (uint32_t)carry;
-        carry >>= 32;
-    }
-}
-
-/* Sign of digits 10^exponent - x, exactly: both become whole numbers. Digits after the 200th only tell whether there is
-   more, because the middle of two floats has no more than 113 of them. */
-HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t exponent, double x)
-{
-    enum { WORDS = 64 };
-    uint32_t big[2][WORDS] = { { 0 } };
-    int      digits = 0, two;
-    bool     more = false;
-    uint64_t mantissa = (uint64_t)ldexp(frexp(x, &two), 53);
-    two -= 53;
-    for (; p < end; p++) {
-        if (*p == '.') continue;
-        if (digits >= 200) exponent++, more = more || *p != '0';
-        else hpmli_big_scale(big[0], WORDS, 10, (uint32_t)(*p - '0'));
-        digits += digits > 0 || *p != '0';
-    }
-    big[1][0] = (uint32_t)mantissa, big[1][1] = (uint32_t)(mantissa >> 32);
-    for (; exponent > 0; exponent--) hpmli_big_scale(big[0], WORDS, 10, 0);
-    for (; exponent < 0; exponent++) hpmli_big_scale(big[1], WORDS, 10, 0);
-    for (; two < 0; two++) hpmli_big_scale(big[0], WORDS, 2, 0);
-    for (; two > 0; two--) hpmli_big_scale(big[1], WORDS, 2, 0);
-    for (int i = WORDS - 1; i >= 0; i--)
-        if (big[0][i] != big[1][i]) return big[0][i] > big[1][i] ? 1 : -1;
-    return more;
-}
-
-/* w 10^exponent, wrong by less than 2^-50 of it in what f32 holds. */
-HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent)
-{
-    static const double tens[] = { 1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15,
-                                   1e16, 1e17, 1e18, 1e19, 1e20, 1e21, 1e22 }; /* all of them exact */
-    double  d    = (double)w;
-    int64_t left = hpmli_min(exponent < 0 ? -exponent : exponent, 400);
-    for (int64_t step; left > 0; left -= step) {
-        step = hpmli_min(left, 22);
-        if (exponent < 0) d /= tens[step];
-        else d *= tens[step];
-    }
-    return d;
-}
-
-/* A decimal number, whatever the locale; *out as f32 is the float that is nearest to it, infinite beyond all of them.
-   Returns the end, or NULL when there is none. */
-HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)
-{
-    const double slack = 1.0 / ((int64_t)1 << 50);
-    uint64_t     w = 0; /* the first 19 digits */
-    int64_t      exponent = 0, given = 0, behind = 0;
-    int          digits = 0;
-    bool         any = false, point = false, cut = false, below = false, negative = p < end && *p == '-';
-    if (p < end && (*p == '-' || *p == '+')) p++;
-    const char *start = p;
-    for (; p < end && ((*p >= '0' && *p <= '9') || (*p == '.' && !point)); p++) {
-        if (*p == '.') { point = true; continue; }
-        any = true, behind += point;
-        if (digits < 19) w = 10 * w + (uint64_t)(*p - '0'), exponent -= point;
-        else exponent += !point, cut = cut || *p != '0';
-        digits += digits > 0 || *p != '0';
-    }
-    if (!any) return NULL;
-    const char *stop = p;
-    if (p < end && (*p == 'e' || *p == 'E')) {
-        p++;
-        if (p < end && (*p == '-' || *p == '+')) below = *p++ == '-';
-        if (p >= end || *p < '0' || *p > '9') return NULL;
-        for (; p < end && *p >= '0' && *p <= '9'; p++)
-            if (given < INT64_C(1) << 50) given = given * 10 + (*p - '0');
-        if (below) given = -given;
-    }
-    double d = hpmli_decimal_near(w, exponent + given);
-    bool   exact = exponent + given == 0 && w < UINT64_C(1) << 53 && !cut;
-    float  least = (float)(exact ? d : d - slack * d), most = (float)(exact ? d : d + slack * d);
-    if (least < most) { /* near the middle of two floats */
-        double middle = most - most == 0 ? ((double)least + (double)most) / 2 : HPMLI_F32_END;
-        int    side   = hpmli_decimal_compare(start, stop, given - behind, middle);
-        d = side < 0 ? (double)least : middle;
-        if (side > 0) d = (double)most;
-    }
-    *out = negative ? -d : d;
-    return p;
-}
-
 typedef struct hpmli_csv {
     hpml_ctx   *ctx;
     const char *path, *p, *end;
@@ -9272,20 +9268,17 @@ HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop
 /* The header's line is the first, if no field of it is a number: one that is a row of data would be lost. */
 HPMLI_FN void hpmli_csv_first(hpmli_csv *c)
 {
-    static const char *const none[] = { "nan", "inf", "infinity" }; /* other programs' numbers that are none */
+    static const char none[][4] = { "nan", "inf" }; /* numbers of other programs, not of this reader */
     const char *start = c->p, *text, *stop;
     bool        more = true, numbers = false, words = false;
     double      v;
     for (; more; c->columns++) {
         more = hpmli_csv_field(c, &text, &stop);
-        int64_t     size = stop - text;
-        const char *bare = text + (size > 0 && (*text == '-' || *text == '+'));
-        bool number = hpmli_parse_number(text, stop, &v) == stop && size > 0;
-        for (int i = 0; i < 3; i++) {
-            size_t length = strlen(none[i]), same = 0;
-            while (same < length && bare + same < stop && (bare[same] | 32) == none[i][same]) same++;
-            number = number || (same == length && bare + same == stop);
-        }
+        int64_t size = stop - text;
+        bool    number = hpmli_parse_number(text, stop, &v) == stop && size > 0;
+        for (int i = 0; i < 2 && size >= 3; i++)
+            number = number || ((stop[-3] | 32) == none[i][0] && (stop[-2] | 32) == none[i][1] &&
+                                (stop[-1] | 32) == none[i][2] && (size == 3 || (size == 4 && *text == '-')));
         numbers = numbers || number, words = words || (size > 0 && !number);
     }
     if (words && !numbers) c->names = start;
@@ -9958,17 +9951,41 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
     hpmli_free(ctx, f);
 }
 
-HPMLI_FN int hpmli_safe_meta_order(const void *a, const void *b) /* of two with one key, the later one comes last */
+/* Entries and metadata begin with their name. Of two with one name the later in the text comes last. */
+HPMLI_FN int hpmli_name_order(const void *a, const void *b)
 {
-    const char *x = ((const hpml_meta *)a)->key, *y = ((const hpml_meta *)b)->key;
-    int         by_name = strcmp(x, y);
-    return by_name || x == y ? by_name : x < y ? -1 : 1;
+    const char *x, *y;
+    memcpy(&x, a, sizeof x);
+    memcpy(&y, b, sizeof y);
+    int order = strcmp(x, y);
+    return order || x == y ? order : x < y ? -1 : 1;
+}
+
+HPMLI_FN int hpmli_name_find(const void *name, const void *b)
+{
+    const char *x;
+    memcpy(&x, b, sizeof x);
+    return strcmp((const char *)name, x);
+}
+
+/* Sorts by name; of several with one name the last stays. Returns how many are left; *twice: a name of several. */
+HPMLI_FN int hpmli_name_sort(void *things, int count, size_t size, const char **twice)
+{
+    char *p = (char *)things, *to = p;
+    if (count > 0) qsort(things, (size_t)count, size, hpmli_name_order);
+    for (int i = 0; i < count; i++, p += size, to += size) {
+        if (i + 1 < count && hpmli_name_find(*(const char *const *)(const void *)p, p + size) == 0) {
+            memcpy(twice, p, sizeof *twice);
+            to -= size;
+        } else memmove(to, p, size);
+    }
+    return (int)((size_t)(to - (char *)things) / size);
 }
 
 HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 {
-    int64_t room = hpmli_json_length(*j);
-    int     kept = 0;
+    int64_t     room = hpmli_json_length(*j);
+    const char *twice;
     if (hpmli_json_word(j, "null")) return true;
     f->meta = hpmli_new(f->file.ctx, hpml_meta, room);
     if (!f->meta) return false;
@@ -9977,14 +9994,8 @@ HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
         hpmli_json_want(j, ':');
         f->meta[f->meta_count++].value = hpmli_json_text(j);
     }
-    if (j->bad) return false;
-    if (f->meta_count > 0) qsort(f->meta, (size_t)f->meta_count, sizeof *f->meta, hpmli_safe_meta_order);
-    for (int i = 0; i < f->meta_count; i++) { /* of two the last one counts */
-        if (kept > 0 && strcmp(f->meta[kept - 1].key, f->meta[i].key) == 0) kept--;
-        f->meta[kept++] = f->meta[i];
-    }
-    f->meta_count = kept;
-    return true;
+    f->meta_count = hpmli_name_sort(f->meta, f->meta_count, sizeof *f->meta, &twice);
+    return !j->bad;
 }
 
 /* The types of the format and their bits; those of hpml_dtype come first, in its order. */
@@ -10045,30 +10056,13 @@ HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
     return (const char *)x->data < (const char *)y->data ? -1 : 1;
 }
 
-HPMLI_FN int hpmli_safe_name_order(const void *a, const void *b) /* of two with one name, the later one comes last */
-{
-    const char *x = ((const hpml_safetensor *)a)->name, *y = ((const hpml_safetensor *)b)->name;
-    int         by_name = strcmp(x, y);
-    return by_name || x == y ? by_name : x < y ? -1 : 1;
-}
-
-/* The order of bsearch. */
-HPMLI_FN int hpmli_safe_find_order(const void *key, const void *e)
-{
-    return strcmp((const char *)key, ((const hpml_safetensor *)e)->name);
-}
-
-HPMLI_FN int hpmli_safe_meta_find_order(const void *key, const void *m)
-{
-    return strcmp((const char *)key, ((const hpml_meta *)m)->key);
-}
-
 HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 {
-    uint64_t   length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
-    bool       meta = false;
-    int        kept = 0;
-    hpmli_json j;
+    uint64_t    length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
+    bool        meta = false;
+    int         kept = 0;
+    const char *twice;
+    hpmli_json  j;
     if (length < 2 || length > HPMLI_SAFE_HEADER || length > f->file.size - 8) return false;
     size_t data_bytes = f->file.size - 8 - (size_t)length;
     j.p = (char *)(uintptr_t)(f->file.bytes + 8);
@@ -10092,12 +10086,7 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
     }
     hpmli_json_is(&j, ' '); /* skips blanks */
     if (j.bad || j.p != j.end) return false;
-    if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_name_order);
-    for (int i = 0; i < f->count; i++) { /* of two the last one counts */
-        if (kept > 0 && strcmp(f->entries[kept - 1].name, f->entries[i].name) == 0) kept--;
-        f->entries[kept++] = f->entries[i];
-    }
-    f->count = kept, kept = 0;
+    f->count = hpmli_name_sort(f->entries, f->count, sizeof *f->entries, &twice);
     if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_order);
     const unsigned char *next = f->file.bytes + 8 + length;
     for (int i = 0; i < f->count; i++) { /* no holes, no overlaps */
@@ -10105,8 +10094,7 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
         next += f->entries[i].bytes;
         if (f->entries[i].ndim >= 0) f->entries[kept++] = f->entries[i];
     }
-    f->count = kept;
-    if (kept > 0) qsort(f->entries, (size_t)kept, sizeof *f->entries, hpmli_safe_name_order);
+    f->count = hpmli_name_sort(f->entries, kept, sizeof *f->entries, &twice);
     return next == f->file.bytes + f->file.size;
 }
 
@@ -10139,7 +10127,7 @@ HPML_API bool hpml_safetensors_find(const hpml_safetensors *f, const char *name,
 {
     hpml_safetensor *e = NULL;
     if (f && f->count > 0 && name)
-        e = (hpml_safetensor *)bsearch(name, f->entries, (size_t)f->count, sizeof *e, hpmli_safe_find_order);
+        e = (hpml_safetensor *)bsearch(name, f->entries, (size_t)f->count, sizeof *e, hpmli_name_find);
     if (e) *out = *e;
     return e != NULL;
 }
@@ -10148,7 +10136,7 @@ HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char
 {
     const hpml_meta *m = NULL;
     if (f && key && f->meta_count > 0)
-        m = (const hpml_meta *)bsearch(key, f->meta, (size_t)f->meta_count, sizeof *m, hpmli_safe_meta_find_order);
+        m = (const hpml_meta *)bsearch(key, f->meta, (size_t)f->meta_count, sizeof *m, hpmli_name_find);
     return m ? m->value : NULL;
 }
 
@@ -10178,55 +10166,6 @@ HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_
     hpmli_write(w, text, (size_t)line.used);
 }
 
-/* The tensors are fit to be saved; else an error. */
-HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpml_safetensor *t, int count)
-{
-    const char *wrong = NULL;
-    for (int i = 0; i < count; i++) {
-        int64_t n = t[i].ndim < 0 || t[i].ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(t[i].ndim, t[i].shape);
-        if (!t[i].name || !t[i].data || n < 0 || t[i].bytes == 0 ||
-            (size_t)n * hpml_dtype_size(t[i].dtype) != t[i].bytes)
-            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: tensor %d needs a name, data and the bytes of its "
-                               "shape, not %zu", i, t[i].bytes);
-        if (!hpmli_utf8_all(t[i].name, strlen(t[i].name)))
-            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: the name of tensor %d, \"%s\", is not UTF-8", i,
-                               t[i].name);
-    }
-    hpml_safetensor *sorted = hpmli_new(ctx, hpml_safetensor, count);
-    if (!sorted) return false;
-    if (count > 0) memcpy(sorted, t, (size_t)count * sizeof *t);
-    if (count > 0) qsort(sorted, (size_t)count, sizeof *t, hpmli_safe_name_order);
-    for (int i = 0; i < count && !wrong; i++)
-        if (strcmp(sorted[i].name, HPMLI_SAFE_META) == 0 || (i > 0 && strcmp(sorted[i].name, sorted[i - 1].name) == 0))
-            wrong = sorted[i].name;
-    if (wrong)
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: a tensor cannot be called \"%s\": %s; give it another name",
-                   wrong, strcmp(wrong, HPMLI_SAFE_META) == 0 ? "the format keeps that for itself" : "there are two");
-    hpmli_free(ctx, sorted);
-    return !wrong;
-}
-
-/* The same of the metadata. */
-HPMLI_FN bool hpmli_safe_check_meta(hpml_ctx *ctx, const hpml_meta *meta, int count)
-{
-    const char *twice = NULL;
-    for (int i = 0; i < count; i++) {
-        if (!meta[i].key || !meta[i].value)
-            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: metadata %d needs a key and a value", i);
-        if (!hpmli_utf8_all(meta[i].key, strlen(meta[i].key)) || !hpmli_utf8_all(meta[i].value, strlen(meta[i].value)))
-            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: metadata %d, \"%s\", is not UTF-8", i, meta[i].key);
-    }
-    hpml_meta *sorted = hpmli_new(ctx, hpml_meta, count);
-    if (!sorted) return false;
-    if (count > 0) memcpy(sorted, meta, (size_t)count * sizeof *meta);
-    if (count > 0) qsort(sorted, (size_t)count, sizeof *meta, hpmli_safe_meta_order);
-    for (int i = 1; i < count && !twice; i++)
-        if (strcmp(sorted[i].key, sorted[i - 1].key) == 0) twice = sorted[i].key;
-    if (twice) hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: the metadata have the key \"%s\" twice", twice);
-    hpmli_free(ctx, sorted);
-    return !twice;
-}
-
 /* What a safetensors file will hold. */
 typedef struct hpmli_safe_content {
     const hpml_safetensor *t;    /* (count) */
@@ -10234,6 +10173,48 @@ typedef struct hpmli_safe_content {
     int                    count, meta_count;
     uint32_t              *sums; /* (count) checksums; NULL: the file has none */
 } hpmli_safe_content;
+
+/* All names are UTF-8, and there are no two of one name; `things` begin with theirs. */
+HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *what, const void *things, int count, size_t size)
+{
+    const char *wrong = NULL, *why = "there are two", *name;
+    char       *sorted = (char *)hpmli_alloc_array(ctx, count, size);
+    if (!sorted) return false;
+    if (count > 0) memcpy(sorted, things, (size_t)count * size);
+    hpmli_name_sort(sorted, count, size, &wrong);
+    for (int i = 0; i < count && !wrong; i++) {
+        memcpy(&name, (const char *)things + (size_t)i * size, sizeof name);
+        if (!hpmli_utf8_all(name, strlen(name))) wrong = name, why = "it is not UTF-8";
+        if (strcmp(name, HPMLI_SAFE_META) == 0) wrong = name, why = "the format keeps that for itself";
+    }
+    if (wrong)
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: %s cannot be called \"%s\": %s; give it another name", what,
+                   wrong, why);
+    hpmli_free(ctx, sorted);
+    return !wrong;
+}
+
+/* All of it may stand in a file; else an error. */
+HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
+{
+    const hpml_safetensor *t = c->t;
+    for (int i = 0; i < c->meta_count; i++) {
+        if (!c->meta[i].key || !c->meta[i].value)
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: metadata %d needs a key and a value", i);
+        if (!hpmli_utf8_all(c->meta[i].value, strlen(c->meta[i].value)))
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: the value of metadata \"%s\" is not UTF-8",
+                               c->meta[i].key);
+    }
+    for (int i = 0; i < c->count; i++) {
+        int64_t n = t[i].ndim < 0 || t[i].ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(t[i].ndim, t[i].shape);
+        if (!t[i].name || !t[i].data || n < 0 || t[i].bytes == 0 ||
+            (size_t)n * hpml_dtype_size(t[i].dtype) != t[i].bytes)
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: tensor %d needs a name, data and the bytes of its "
+                               "shape, not %zu", i, t[i].bytes);
+    }
+    return hpmli_names_check(ctx, "a tensor", t, c->count, sizeof *t) &&
+           hpmli_names_check(ctx, "metadata", c->meta, c->meta_count, sizeof *c->meta);
+}
 
 #define HPMLI_SUM "hpml.crc32c." /* metadata: the checksum of the tensor whose name follows, in hexadecimal */
 
@@ -10269,9 +10250,7 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
 HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpmli_safe_content *c, float *host)
 {
     hpmli_writer w;
-    if (!hpmli_safe_check(ctx, c->t, c->count) || !hpmli_safe_check_meta(ctx, c->meta, c->meta_count) ||
-        !hpmli_writer_open(ctx, &w, path, true))
-        return ctx->status;
+    if (!hpmli_safe_check(ctx, c) || !hpmli_writer_open(ctx, &w, path, true)) return ctx->status;
     hpmli_write_head(&w, c, 0);
     uint64_t length = w.size - 8;
     if (length > HPMLI_SAFE_HEADER)
@@ -10513,9 +10492,9 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     bool good = hpmli_numbers_read(ctx, f, path, n);
     if (good && n[HPMLI_OPTIMIZER] != hpmli_opt_saved(t->d.optimizer) &&
         (n[HPMLI_OPTIMIZER] != (int64_t)t->d.optimizer || t->d.momentum != 0))
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (number %d, this trainer's is %d; a "
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (number %lld, this trainer's is %d; a "
                    "LARS of 5 lacks the rates in its momentum); load bare parameters with hpml_params_load", path,
-                   (int)n[HPMLI_OPTIMIZER], (int)hpmli_opt_saved(t->d.optimizer));
+                   (long long)n[HPMLI_OPTIMIZER], (int)hpmli_opt_saved(t->d.optimizer));
     if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
         ctx->seed = (uint64_t)n[HPMLI_SEED];
         t->step = n[HPMLI_STEP], t->epoch = n[HPMLI_EPOCH], t->epoch_step = n[HPMLI_EPOCH_STEP], t->micro = 0;
