@@ -8501,21 +8501,22 @@ HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
 /* Reads the next bytes, unpacked where they are gzipped; returns how many: fewer than asked for at the end. */
 HPMLI_FN size_t hpmli_file_next(hpmli_file *f, void *to, size_t size)
 {
-#ifdef HPML_USE_ZLIB
     size_t got = 0;
+#ifdef HPML_USE_ZLIB
     for (int n = 1; f->gz && got < size && n > 0; got += n > 0 ? (size_t)n : 0)
         n = gzread(f->gz, (char *)to + got, (unsigned)hpmli_min((int64_t)(size - got), 1 << 30));
     if (f->gz) return got;
 #endif
-    return fread(to, 1, size, f->in);
+    got = fread(to, 1, size, f->in);
+    if (ferror(f->in)) hpmli_fail(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: %s", f->path, strerror(errno));
+    return got;
 }
 
 /* Reads the next `size` bytes; with fewer there is an error. */
 HPMLI_FN bool hpmli_file_read(hpmli_file *f, void *to, size_t size)
 {
-    if (hpmli_file_next(f, to, size) == size) return true;
-    const char *wrong = ferror(f->in) ? strerror(errno) : "it became shorter while it was read";
-    return hpmli_false(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: %s", f->path, wrong);
+    return hpmli_file_next(f, to, size) == size ||
+           hpmli_false(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: it became shorter while it was read", f->path);
 }
 
 /* Opens a file and reads all of it, or maps it: then it must not become shorter while it is open. */
