@@ -81,7 +81,8 @@ FILE *__wrap_fdopen(int fd, const char *mode)
     cookie_io_functions_t calls = { stream_read, stream_write, stream_seek, stream_close };
     struct stat           named, opened;
     bool                  same = shrinks && stat(shrinks, &named) == 0 && fstat(fd, &opened) == 0;
-    if (same && named.st_ino == opened.st_ino && truncate(shrinks, 30) != 0) exit(1);
+    if (same && named.st_ino == opened.st_ino && truncate(shrinks, opened.st_size - 5) != 0)
+        exit(1);
     if (fault.at == 0) return __real_fdopen(fd, mode);
     return faulty() ? NULL : fopencookie((void *)(intptr_t)fd, mode, calls);
 }
