@@ -167,10 +167,11 @@ TEST(every_call_of_a_save_may_fail)
             ENSURE(next_descriptor() == next);
             if (!hit && on) done = 1;
             if (!hit && !on) on = 1, k = 0;
-            for (int i = 0; files_like("f.tmp*") > 0 && i < 2; i++) /* a numbered one stays, because none is sure whose */
-                if (!done) remove(file("f.tmp"));
+            glob_t left; /* what is left of a numbered name stays for ever, because only its writer knows that it is */
+            if (glob(file("f.tmp?*"), 0, NULL, &left) == 0) remove(left.gl_pathv[0]);
+            globfree(&left);
         }
-        ENSURE(failures >= 12); /* open, fdopen, truncate, write, flush, sync, close, rename, open and sync the folder */
+        ENSURE(failures >= 12);
         hpml_ctx_free(ctx);
     }
 }
@@ -522,11 +523,10 @@ TEST(headers_as_the_reference_reads_them)
         hpml_ctx_clear_error(ctx);
     }
     for (int depth = 125; depth <= 126; depth++) { /* brackets in brackets, with those around them 128 */
+        char open[127], close[127];
+        memset(open, '[', sizeof open), memset(close, ']', sizeof close);
         int n = snprintf(bytes + 8, sizeof bytes - 8, "{\"a\":{\"more\":%.*s%.*s,\"dtype\":\"F32\",\"shape\":[1],"
-                         "\"data_offsets\":[0,4]}}", depth, "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[["
-                         "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[", depth,
-                         "]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]"
-                         "]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]");
+                         "\"data_offsets\":[0,4]}}", depth, open, depth, close);
         bytes[0] = (char)(n & 255), bytes[1] = (char)(n >> 8);
         memset(bytes + 8 + n, 0, 4);
         hpml_safetensors *f = hpml_safetensors_open(ctx, put("header", bytes, (size_t)n + 12));
@@ -712,7 +712,8 @@ TEST(csv_lines_are_not_lost)
         { "id,age,y\n1,2,-1\n", "line 2, column 3 \"y\": \"-1\" is not a whole number" },
         { "id;age\n1;1e39\n", "line 2, column 2 \"age\": \"1e39\" is not within what f32 holds" },
         { "id,age,y\n1,2\n", "line 2: 2 fields, expected 3 as on the first line" },
-        { "1,2\n1,2,3\n", "line 2: 3 fields, expected 2" }, { "a,b\n", "no line of numbers" }, { "\n\n", "no line of" } };
+        { "1,2\n1,2,3\n", "line 2: 3 fields, expected 2" }, { "a,b\n", "no line of numbers" },
+        { "\n\n", "no line of numbers" } };
     hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         hpml_dataset *d = hpml_dataset_load_csv(ctx, put("lines", bad[i].text, strlen(bad[i].text)), -1, false);
