@@ -873,13 +873,15 @@ struct hpml_dataset {
 };
 
 /* All readers treat the file as hostile: truncated, oversized, of another kind or random bytes end in an error that
-   says what was expected where. NULL on failure, the error on the context. */
+   says what was expected where; pipes, devices and folders are refused. They copy, and take at most four times the bytes
+   of the file, unpacked, and 1 MB. NULL on failure, the error on the context. */
 /* MNIST; gzipped with HPML_USE_ZLIB. */
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels);
 /* The binary version; `count` files become one dataset of (3, 32, 32) pixels. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
-/* Numbers, labels too, separated by `,` `;` or tabs; a header line has a word in it. label_column: from 0, negative:
-   from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float target. The locale is ignored. */
+/* Numbers, labels too, separated by `,` `;` or tabs, rounded to the nearest float whatever the locale. The first line is
+   a header if no field of it is a number. Errors name line, column and, by the header, the column's name. label_column:
+   from 0, negative: from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float target. */
 #define HPML_NO_LABEL INT32_MIN
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
 /* Text as a stream of tokens: each sample is `context` characters and, as target, the same shifted by one. bytes:
@@ -894,12 +896,14 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
 HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive it */
 HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional */
 
-/* numpy .npy, version 1.0: f32, f16, i32, u8 (f64 and i64 are converted on reading), C order. */
+/* numpy .npy: f32, f16, i32, u8, C order. Read are versions 1 to 3, and f64 and i64 become f32 and i32 (an error where a
+   number does not fit). Written is version 1. */
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path);
 HPML_API hpml_status  hpml_npy_save(const hpml_tensor *t, const char *path);
 
 /* Packed records: many small samples in one large file with an index, read through mmap (as LMDB served Caffe).
-   Little-endian: "HPMLREC1", count u64, index offset u64, then the records, then count + 1 offsets u64. */
+   Little-endian: "HPMLREC1", count u64, index offset u64, then the records, then count + 1 offsets u64. While a record
+   file is open no program may make it shorter: reading what is gone ends this process (SIGBUS). */
 typedef struct hpml_record_writer hpml_record_writer;
 typedef struct hpml_record_file   hpml_record_file;
 HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path);
@@ -958,10 +962,12 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // >>api-save   safetensors and checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* safetensors: 8-byte length, JSON header, data. Written to `path`.tmp, synced, renamed: a kill at any moment leaves
-   the old file or the new one. Tensors of other types than hpml_dtype's, of size 0 or of more than HPML_MAX_DIMS
-   dimensions are left out on reading. */
-typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped */
+/* safetensors: 8-byte length, JSON header, data. Like every file of this library it is written to `path`.tmp, synced and
+   renamed, and its folder is synced: a kill at any moment leaves the old file or the new one. The mode of the old file
+   is kept, a link is followed to its file. A pipe takes only .npy files and timelines. Headers are accepted and refused
+   as by the format's reference implementation, but no name holds a NUL. Tensors of other types than hpml_dtype's, of
+   size 0 or of more than HPML_MAX_DIMS dimensions are left out on reading. */
+typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped: no program may make it shorter (SIGBUS) */
 typedef struct hpml_safetensor {                  /* one entry */
     const char *name;
     hpml_dtype  dtype;
@@ -980,13 +986,14 @@ typedef struct hpml_meta { const char *key, *value; } hpml_meta;
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count);
 
-/* Parameters only (weight exchange; names are the parameters'), optionally stored as BF16 or F16. */
+/* Parameters only (weight exchange; names are the parameters'), optionally stored as BF16 or F16. The metadata have the
+   CRC-32C of each array, "hpml.crc32c.<name>": loading checks it where it is there, and that all numbers are finite. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; what else it holds is ignored */
 
 /* Everything that training needs to go on with the same bits: parameters, optimizer state, named states (residuals),
    step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>", "opt.v.<param>",
-   "state.<name>", metadata "hpml.step" ... */
+   "state.<name>", metadata "hpml.step" ..., checksums as above. */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* all or nothing */
 
@@ -8523,7 +8530,7 @@ HPMLI_FN bool hpmli_file_read(hpmli_file *f, void *to, size_t size)
 HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, bool map)
 {
     if (!hpmli_file_open(ctx, f, path)) return false;
-    bool  good = false;
+    bool good = false;
 #if HPMLI_POSIX
     void *p = map ? mmap(NULL, f->size, PROT_READ, MAP_PRIVATE, fileno(f->in), 0) : MAP_FAILED;
     if (map && p == MAP_FAILED) hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": cannot map: %s", path, strerror(errno));
