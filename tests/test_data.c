@@ -529,7 +529,7 @@ TEST(failing_allocator_leaks_nothing)
     static const char *const names[] = { "i", "l", "cifar", "csv", "t", "a.npy", "d", "p" };
     for (int kind = 0; kind < 9; kind++)
         for (size_t k = 1, done = 0; !done; k++) {
-            meter         m   = { 0, 0, k };
+            meter         m   = { .fail_at = k };
             hpml_ctx_desc d   = { .threads = 1, .allocator = { meter_alloc, meter_free, &m } };
             hpml_ctx     *ctx = hpml_ctx_create(&d);
             int           ok  = kind < 8 ? open_any(ctx, kind, file(names[kind])) : use_all(ctx) == HPML_OK;
