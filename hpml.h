@@ -10376,6 +10376,14 @@ HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const c
     return true;
 }
 
+/* The n numbers of a tensor in a file as f32: where they lie, or converted to a->host. */
+HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensor *e, int64_t n)
+{
+    if (e->dtype == HPML_DTYPE_F32 && (uintptr_t)e->data % sizeof(float) == 0) return (const float *)e->data;
+    hpmli_convert(ctx->k, HPML_DTYPE_F32, a->host, e->dtype, e->data, n);
+    return a->host;
+}
+
 /* Array i of a has its place in f, with numbers that make sense. */
 HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f, const char *path)
 {
@@ -10389,11 +10397,11 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     if (e.ndim != t->ndim || memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
         return hpmli_false(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, t->name,
                            hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, t->ndim, t->shape));
-    hpmli_convert(ctx->k, HPML_DTYPE_F32, a->host, e.dtype, e.data, n);
+    const float *values = hpmli_array_values(ctx, a, &e, n);
     for (int64_t at = 0; at < n; at++)
-        if (!(a->host[at] >= least && a->host[at] <= FLT_MAX))
+        if (!(values[at] >= least && values[at] <= FLT_MAX))
             return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, expected finite numbers%s",
-                               path, (long long)at, t->name, (double)a->host[at],
+                               path, (long long)at, t->name, (double)values[at],
                                least == 0 ? " from 0, as means of squares are" : "");
     return true;
 }
@@ -10407,8 +10415,8 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, co
     for (int i = 0; i < a.count && good; i++) good = hpmli_array_check(ctx, &a, i, f, path);
     for (int i = 0; i < a.count && good; i++) {
         hpml_safetensors_find(f, a.t[i].name, &e);
-        hpmli_convert(ctx->k, HPML_DTYPE_F32, a.host, e.dtype, e.data, (int64_t)(a.t[i].bytes / sizeof(float)));
-        ctx->backend->write(ctx->device, (void *)(uintptr_t)a.t[i].data, a.host, a.t[i].bytes);
+        const float *values = hpmli_array_values(ctx, &a, &e, (int64_t)(a.t[i].bytes / sizeof(float)));
+        ctx->backend->write(ctx->device, (void *)(uintptr_t)a.t[i].data, values, a.t[i].bytes);
     }
     hpmli_free(ctx, a.t);
     return ctx->status;
