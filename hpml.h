@@ -873,15 +873,16 @@ struct hpml_dataset {
 };
 
 /* All readers treat the file as hostile: truncated, oversized, of another kind or random bytes end in an error that
-   says what was expected where; pipes, devices and folders are refused. They copy, and take at most four times the bytes
-   of the file, unpacked, and 1 MB. NULL on failure, the error on the context. */
+   says what was expected where; pipes, devices and folders are refused. They copy, and take at most four times the
+   bytes of the file, unpacked, and 1 MB. NULL on failure, the error on the context. */
 /* MNIST; gzipped with HPML_USE_ZLIB. */
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels);
 /* The binary version; `count` files become one dataset of (3, 32, 32) pixels. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
-/* Numbers, labels too, separated by `,` `;` or tabs, rounded to the nearest float whatever the locale. The first line is
-   a header if no field of it is a number. Errors name line, column and, by the header, the column's name. label_column:
-   from 0, negative: from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float target. */
+/* Numbers, labels too, separated by `,` `;` or tabs, rounded to the nearest float whatever the locale. The first line
+   is a header if no field of it is a number. Errors name line, column and, by the header, the column's name.
+   label_column: from 0, negative: from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float
+   target. */
 #define HPML_NO_LABEL INT32_MIN
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
 /* Text as a stream of tokens: each sample is `context` characters and, as target, the same shifted by one. bytes:
@@ -896,8 +897,8 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
 HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive it */
 HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional */
 
-/* numpy .npy: f32, f16, i32, u8, C order. Read are versions 1 to 3, and f64 and i64 become f32 and i32 (an error where a
-   number does not fit). Written is version 1. */
+/* numpy .npy: f32, f16, i32, u8, C order. Read are versions 1 to 3, and f64 and i64 become f32 and i32 (an error where
+   a number does not fit). Written is version 1. */
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path);
 HPML_API hpml_status  hpml_npy_save(const hpml_tensor *t, const char *path);
 
@@ -962,11 +963,11 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // >>api-save   safetensors and checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* safetensors: 8-byte length, JSON header, data. Like every file of this library it is written to `path`.tmp, synced and
-   renamed, and its folder is synced: a kill at any moment leaves the old file or the new one. The mode of the old file
-   is kept, a link is followed to its file. A pipe takes only .npy files and timelines. Headers are accepted and refused
-   as by the format's reference implementation, but no name holds a NUL. Tensors of other types than hpml_dtype's, of
-   size 0 or of more than HPML_MAX_DIMS dimensions are left out on reading. */
+/* safetensors: 8-byte length, JSON header, data. Like every file of this library it is written to `path`.tmp, synced
+   and renamed, and its folder is synced: a kill at any moment leaves the old file or the new one. The mode of the old
+   file is kept, a link is followed to its file. A pipe takes only .npy files and timelines. Headers are accepted and
+   refused as by the format's reference implementation, but no name holds a NUL. Tensors of other types than
+   hpml_dtype's, of size 0 or of more than HPML_MAX_DIMS dimensions are left out on reading. */
 typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped: no program may make it shorter (SIGBUS) */
 typedef struct hpml_safetensor {                  /* one entry */
     const char *name;
@@ -8848,7 +8849,7 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
     return p;
 }
 
-/* JSON, in a copy of the text, in which strings are unescaped in place. Strict as safetensors' own reader is, but for a
+/* JSON, in memory of our own, in which strings are unescaped in place. Strict as safetensors' own reader is, but for a
    tuple of Python, (2, 3,), which is read as well, and for strings with a NUL, which C cannot hold. */
 
 typedef struct hpmli_json {
@@ -8886,7 +8887,8 @@ HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit)
     return strspn(hex, "0123456789abcdefABCDEF") == 4;
 }
 
-/* The character that backslash uXXXX stands for, in UTF-8; from 0x10000 on a pair of them does. 0 would end the text. */
+/* The character that backslash uXXXX stands for, in UTF-8; from 0x10000 on a pair of them does. 0 would end the
+   text. */
 HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
 {
     uint32_t code, low = 0;
@@ -9331,8 +9333,8 @@ HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s)
         else s->y[s->d.count] = (int32_t)v;
     }
     if (column != c->columns || !fits)
-        hpmli_fail(c->ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %lld fields, expected %lld as on the first line", c->path,
-                   (long long)c->line, (long long)column, (long long)c->columns);
+        hpmli_fail(c->ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %lld fields, expected %lld as on the first line",
+                   c->path, (long long)c->line, (long long)column, (long long)c->columns);
     else s->d.count++;
 }
 
@@ -9530,7 +9532,8 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data start at a multiple of 64 */
     header[n++] = '\n';
     void *host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
-    if (!host || hpml_tensor_get(t, host, hpml_tensor_count(t)) != HPML_OK || !hpmli_writer_open(t->ctx, &w, path, false)) {
+    if (!host || hpml_tensor_get(t, host, hpml_tensor_count(t)) != HPML_OK ||
+        !hpmli_writer_open(t->ctx, &w, path, false)) {
         hpmli_free(t->ctx, host);
         return t->ctx->status;
     }
@@ -10014,7 +10017,7 @@ static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
     { "F8_E5M2FNUZ", 8 } };
 #define HPMLI_SAFE_TYPES ((int)(sizeof hpmli_safe_types / sizeof hpmli_safe_types[0]))
 
-/* What an entry may say of itself: to be left out, because hpml cannot hold it; wrong, unless a later one has its name. */
+/* ndim of an entry to be left out, because hpml cannot hold it; of a wrong one, unless a later one has its name. */
 enum { HPMLI_SAFE_FOREIGN = -1, HPMLI_SAFE_WRONG = -2 };
 
 /* One entry, an object or the list of its values. */
@@ -10262,8 +10265,8 @@ HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml
     hpmli_write_head(&w, c, 0);
     uint64_t length = w.size - 8;
     if (length > HPMLI_SAFE_HEADER)
-        hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "\"%s\": names, shapes and metadata take %llu bytes, the format allows %d",
-                   path, (unsigned long long)length, HPMLI_SAFE_HEADER);
+        hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "\"%s\": names, shapes and metadata take %llu bytes, the format allows "
+                   "%d", path, (unsigned long long)length, HPMLI_SAFE_HEADER);
     for (int i = 0; i < c->count && ctx->status == HPML_OK; i++) {
         const hpml_safetensor *t = &c->t[i];
         size_t                 n = t->bytes / hpml_dtype_size(t->dtype);
@@ -10385,7 +10388,8 @@ HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, c
 }
 
 /* Array i of a has its place in f, with numbers that make sense. */
-HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f, const char *path)
+HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f,
+                                const char *path)
 {
     const hpml_safetensor *t = &a->t[i];
     hpml_safetensor        e;
@@ -10400,8 +10404,8 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     const float *values = hpmli_array_values(ctx, a, &e, n);
     for (int64_t at = 0; at < n; at++)
         if (!(values[at] >= least && values[at] <= FLT_MAX))
-            return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, expected finite numbers%s",
-                               path, (long long)at, t->name, (double)values[at],
+            return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, expected finite "
+                               "numbers%s", path, (long long)at, t->name, (double)values[at],
                                least == 0 ? " from 0, as means of squares are" : "");
     return true;
 }
@@ -10480,8 +10484,8 @@ HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const
         errno = 0;
         n[i]  = text ? strtoll(text, &end, 10) : 0;
         if (!text)
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": holds no position of a training; load bare parameters with "
-                               "hpml_params_load", path);
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": holds no position of a training; load bare "
+                               "parameters with hpml_params_load", path);
         if (end == text || *end != 0 || errno == ERANGE)
             return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits",
                                path, hpmli_numbers[i], text);
@@ -10489,8 +10493,8 @@ HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const
     }
     snprintf(is, sizeof is, "%08x", (unsigned)crc);
     if (sum && strcmp(sum, is) != 0)
-        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the position of the training is damaged: its CRC-32C is %s, the "
-                           "file says %s; take an older file", path, is, sum);
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the position of the training is damaged: its CRC-32C is "
+                           "%s, the file says %s; take an older file", path, is, sum);
     for (int i = 0; i < 3; i++)
         if (n[counts[i]] < 0 || n[counts[i]] > HPMLI_COUNT_END)
             return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected 0 to 2^53", path,
@@ -10508,8 +10512,8 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     bool good = hpmli_numbers_read(ctx, f, path, n);
     if (good && n[HPMLI_OPTIMIZER] != hpmli_opt_saved(t->d.optimizer) &&
         (n[HPMLI_OPTIMIZER] != (int64_t)t->d.optimizer || t->d.momentum != 0))
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (number %lld, this trainer's is %d; a "
-                   "LARS of 5 lacks the rates in its momentum); load bare parameters with hpml_params_load", path,
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (number %lld, this trainer's is %d; "
+                   "a LARS of 5 lacks the rates in its momentum); load bare parameters with hpml_params_load", path,
                    (long long)n[HPMLI_OPTIMIZER], (int)hpmli_opt_saved(t->d.optimizer));
     if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
         ctx->seed = (uint64_t)n[HPMLI_SEED];
