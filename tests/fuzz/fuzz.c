@@ -14,22 +14,52 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+static char path[2][32]; /* two files, whose content is the input */
+static int  fd[2];
+
 #ifdef FUZZ_BODY
-static void *heap_map(void *at, size_t size, int protection, int flags, int fd, off_t from)
+#include <stdarg.h>
+static const uint8_t *bytes_of[2]; /* the content where it stays in memory, which is faster by far; NULL: in the file */
+static size_t         size_of[2];
+static int            opened;      /* which of the two was opened last */
+
+enum { HEAP = 1000 }; /* descriptors from here on are no files */
+
+static int heap_open(const char *name, int flags, ...)
 {
-    void *p = malloc(size);
-    (void)at, (void)protection, (void)flags;
-    return p && pread(fd, p, size, from) == (ssize_t)size ? p : MAP_FAILED;
+    for (int i = 0; i < 2; i++)
+        if (strcmp(name, path[i]) == 0 && bytes_of[i]) return HEAP + (opened = i);
+    return open(name, flags, 0600);
 }
 
-static int heap_unmap(void *p, size_t size)
+static int heap_stat(int from, struct stat *is)
 {
-    (void)size;
-    free(p);
+    if (from < HEAP) return fstat(from, is);
+    memset(is, 0, sizeof *is);
+    is->st_mode = S_IFREG, is->st_size = (off_t)size_of[from - HEAP];
     return 0;
 }
-#define mmap   heap_map
-#define munmap heap_unmap
+
+static FILE *heap_stream(int from, const char *mode)
+{
+    if (from < HEAP) return fdopen(from, mode);
+    return fmemopen((void *)(uintptr_t)bytes_of[from - HEAP], size_of[from - HEAP], mode);
+}
+
+static int heap_close(int from) { return from < HEAP ? close(from) : 0; }
+
+static void *heap_map(size_t size)
+{
+    void *p = malloc(size);
+    return p ? memcpy(p, bytes_of[opened], size) : MAP_FAILED;
+}
+
+#define open                              heap_open
+#define fstat(from, is)                   heap_stat(from, is)
+#define fdopen                            heap_stream
+#define close                             heap_close
+#define mmap(at, size, may, how, from, o) heap_map(size)
+#define munmap(p, size)                   free(p)
 #define HPML_IMPLEMENTATION
 #endif
 #include "../../hpml.h"
@@ -43,8 +73,7 @@ const char *const fuzz_names[FUZZ_TARGETS] = { "idx", "gzip", "cifar", "csv", "t
 static hpml_ctx         *ctx;
 static hpml_trainer     *trainer; /* what checkpoints are of */
 static volatile uint64_t sink;
-static char              path[2][32]; /* two files, whose content is the input */
-static int               fd[2];
+static bool              in_file; /* zlib opens a file by its name */
 
 static void *exact_alloc(size_t size, size_t align, void *user)
 {
@@ -90,6 +119,10 @@ static void begin(void)
 
 static const char *content(int i, const uint8_t *bytes, size_t size)
 {
+#ifdef FUZZ_BODY
+    bytes_of[i] = in_file ? NULL : bytes, size_of[i] = size;
+    if (!in_file) return path[i];
+#endif
     promise(ftruncate(fd[i], 0) == 0 && pwrite(fd[i], bytes, size, 0) == (ssize_t)size, "files can be written");
     return path[i];
 }
@@ -110,8 +143,9 @@ static void use(hpml_dataset *d)
     size_t  size = (size_t)((d->count - 1) * step + each) * hpml_dtype_size(d->x_dtype);
     look_at(d->x, size);
     if (d->y) look_at(d->y, (size_t)((d->count - 1) * y_step + d->y_size) * 4);
-    for (int64_t i = 0; d->y && d->y_dtype == HPML_DTYPE_I32 && i < d->count; i++)
-        promise(d->classes > 0 || ((const int32_t *)d->y)[i * y_step] < 0 || d->y_size == 0, "labels have classes");
+    const int32_t *label = (const int32_t *)d->y;
+    for (int64_t i = 0; label && d->y_dtype == HPML_DTYPE_I32 && i < (d->count - 1) * y_step + d->y_size; i++)
+        promise(d->classes > 0 || label[i] < 0 || label[i] == INT32_MAX, "labels have classes");
     bool             image = d->x_ndim == 3 && d->x_dtype != HPML_DTYPE_I32;
     hpml_loader_desc with  = { .batch = 3, .no_prefetch = true, .augment = { .shift = image, .flip = image } };
     hpml_loader     *l     = size < 1 << 16 ? hpml_loader_create(ctx, d, &with) : NULL;
@@ -212,6 +246,7 @@ void fuzz_one(int target, const uint8_t *p, size_t n)
 {
     const char *both[2] = { path[0], path[1] };
     size_t      cut;
+    in_file = target == FUZZ_GZIP;
     if (!ctx) begin();
     if (n < 3) return;
     switch (target) {
