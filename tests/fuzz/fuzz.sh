@@ -26,8 +26,8 @@ echo 'int LLVMFuzzerTestOneInput(const char *bytes, long size) { return !bytes &
 if [ -z "$(find $dir/fuzz -newer hpml.h -newer $here/fuzz.c 2>/dev/null)" ]; then
     echo "compiling the targets, one minute or two"
     # shellcheck disable=SC2046 # flags are words
-    $cc -g1 -O1 -DFUZZ_BODY -DHPML_NO_SIMD -DHPML_NO_THREADS -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined \
-        $here/fuzz.c -o $dir/fuzz $(cat build/zlib.flags) -lm -lpthread || exit 1
+    $cc -g1 -O1 -DFUZZ_BODY -DHPML_NO_SIMD -DHPML_NO_THREADS -fsanitize=fuzzer,address,undefined \
+        -fno-sanitize-recover=undefined $here/fuzz.c -o $dir/fuzz $(cat build/zlib.flags) -lm -lpthread || exit 1
 fi
 build/check_fuzz $dir/seeds >/dev/null || exit 1
 rm -f $dir/*.exit
