@@ -9965,18 +9965,14 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
 /* Entries and metadata begin with their name. Of two with one name the later in the text comes last. */
 HPMLI_FN int hpmli_name_order(const void *a, const void *b)
 {
-    const char *x, *y;
-    memcpy(&x, a, sizeof x);
-    memcpy(&y, b, sizeof y);
-    int order = strcmp(x, y);
+    const char *x = *(const char *const *)a, *y = *(const char *const *)b;
+    int         order = strcmp(x, y);
     return order || x == y ? order : x < y ? -1 : 1;
 }
 
 HPMLI_FN int hpmli_name_find(const void *name, const void *b)
 {
-    const char *x;
-    memcpy(&x, b, sizeof x);
-    return strcmp((const char *)name, x);
+    return strcmp((const char *)name, *(const char *const *)b);
 }
 
 /* Sorts by name; of several with one name the last stays. Returns how many are left; *twice: a name of several. */
@@ -9985,10 +9981,9 @@ HPMLI_FN int hpmli_name_sort(void *things, int count, size_t size, const char **
     char *p = (char *)things, *to = p;
     if (count > 0) qsort(things, (size_t)count, size, hpmli_name_order);
     for (int i = 0; i < count; i++, p += size, to += size) {
-        if (i + 1 < count && hpmli_name_find(*(const char *const *)(const void *)p, p + size) == 0) {
-            memcpy(twice, p, sizeof *twice);
-            to -= size;
-        } else memmove(to, p, size);
+        const char *name = *(const char *const *)(const void *)p;
+        if (i + 1 == count || hpmli_name_find(name, p + size) != 0) memmove(to, p, size);
+        else to -= size, *twice = name;
     }
     return (int)((size_t)(to - (char *)things) / size);
 }
@@ -10194,7 +10189,7 @@ HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *what, const void *thi
     if (count > 0) memcpy(sorted, things, (size_t)count * size);
     hpmli_name_sort(sorted, count, size, &wrong);
     for (int i = 0; i < count && !wrong; i++) {
-        memcpy(&name, (const char *)things + (size_t)i * size, sizeof name);
+        name = *(const char *const *)(const void *)((const char *)things + (size_t)i * size);
         if (!hpmli_utf8_all(name, strlen(name))) wrong = name, why = "it is not UTF-8";
         if (strcmp(name, HPMLI_SAFE_META) == 0) wrong = name, why = "the format keeps that for itself";
     }
@@ -10474,10 +10469,9 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 /* The numbers of a checkpoint, checked; else an error. */
 HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n)
 {
-    static const int  counts[] = { HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP };
-    const char       *sum = hpml_safetensors_meta(f, HPMLI_NUMBERS_SUM);
-    char              is[9];
-    uint32_t          crc = 0;
+    const char *sum = hpml_safetensors_meta(f, HPMLI_NUMBERS_SUM);
+    char        is[9];
+    uint32_t    crc = 0;
     for (int i = 0; i < HPMLI_NUMBERS; i++) {
         const char *text = hpml_safetensors_meta(f, hpmli_numbers[i]);
         char       *end  = NULL;
@@ -10489,16 +10483,15 @@ HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const
         if (end == text || *end != 0 || errno == ERANGE)
             return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits",
                                path, hpmli_numbers[i], text);
+        if (i >= HPMLI_STEP && i <= HPMLI_EPOCH_STEP && (n[i] < 0 || n[i] > HPMLI_COUNT_END))
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected 0 to 2^53", path,
+                               hpmli_numbers[i], (long long)n[i]);
         crc = ctx->k->crc32c(crc, text, strlen(text));
     }
     snprintf(is, sizeof is, "%08x", (unsigned)crc);
     if (sum && strcmp(sum, is) != 0)
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the position of the training is damaged: its CRC-32C is "
                            "%s, the file says %s; take an older file", path, is, sum);
-    for (int i = 0; i < 3; i++)
-        if (n[counts[i]] < 0 || n[counts[i]] > HPMLI_COUNT_END)
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected 0 to 2^53", path,
-                               hpmli_numbers[counts[i]], (long long)n[counts[i]]);
     return true;
 }
 
