@@ -8641,7 +8641,7 @@ HPMLI_FN bool hpmli_folder_sync(hpmli_writer *w)
 }
 #endif
 
-/* seeks: the writer goes back to the start at the end, which a pipe cannot do. */
+/* seeks: the start of the file is written last, which a pipe does not allow. */
 HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path, bool seeks)
 {
     size_t room = 4096 + 48; /* what a system takes as a path, and a number */
@@ -9275,7 +9275,8 @@ HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop
     return another;
 }
 
-/* The header's line is the first, if no field of it is a number: one that is a row of data would be lost. */
+/* Counts the columns. The first line is a header if no field of it is a number, because a row of data taken for a
+   header would be lost. */
 HPMLI_FN void hpmli_csv_first(hpmli_csv *c)
 {
     static const char none[][4] = { "nan", "inf" }; /* numbers of other programs, not of this reader */
@@ -9314,12 +9315,12 @@ HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s)
     const char *text, *stop;
     int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
     bool        more = true, fits = s && s->d.count < c->room; /* what does not fit is no whole row, see below */
-    bool        maybe = !c->names && (!s || s->d.count == 0);  /* a header, its writer may have meant */
+    bool        first = !c->names && (!s || s->d.count == 0);  /* may have been meant as a header */
     for (; more; column++) {
         double v = 0;
         more = hpmli_csv_field(c, &text, &stop);
         if (hpmli_parse_number(text, stop, &v) != stop || stop == text)
-            hpmli_csv_fail(c, HPML_ERR_FORMAT, column, text, stop, maybe ? "a number; a header has none in any field"
+            hpmli_csv_fail(c, HPML_ERR_FORMAT, column, text, stop, first ? "a number; a header has none in any field"
                            : "a number");
         else if (fabs(v) >= HPMLI_F32_END)
             hpmli_csv_fail(c, HPML_ERR_FORMAT, column, text, stop, "within what f32 holds");

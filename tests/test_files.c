@@ -1,6 +1,6 @@
-/* Files in an unfriendly world: links, pipes, modes, files that shrink, faults of every call that reads and writes,
-   damaged and senseless content, what little files may cost. The linker puts the wrappers below in the place of the
-   system's calls (build.ninja: --wrap). */
+/* Links, pipes, modes, files that shrink, faults of every call that reads and writes, damaged and senseless content,
+   the memory that a file may cost. The linker puts the wrappers below in the place of the system's calls (build.ninja:
+   --wrap). */
 #define _GNU_SOURCE
 #include "meter.h"
 #include "files.h"
@@ -307,7 +307,7 @@ TEST(links_are_followed)
     hpml_ctx_free(ctx);
 }
 
-/* What somebody puts where the temporary file will be is neither followed nor changed. */
+/* What another program has put where the temporary file will be is neither followed nor changed. */
 TEST(temporary_names_are_not_trusted)
 {
     struct stat   is;

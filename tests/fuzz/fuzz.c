@@ -127,7 +127,7 @@ static const char *content(int i, const uint8_t *bytes, size_t size)
     return path[i];
 }
 
-static void look_at(const void *bytes, size_t size)
+static void read_bytes(const void *bytes, size_t size)
 {
     for (size_t i = 0; i < size; i++) sink += ((const unsigned char *)bytes)[i];
 }
@@ -141,8 +141,8 @@ static void use(hpml_dataset *d)
     for (int i = 0; i < d->x_ndim; i++) each *= d->x_shape[i];
     int64_t step = d->x_step ? d->x_step : each, y_step = d->y_step ? d->y_step : d->y_size;
     size_t  size = (size_t)((d->count - 1) * step + each) * hpml_dtype_size(d->x_dtype);
-    look_at(d->x, size);
-    if (d->y) look_at(d->y, (size_t)((d->count - 1) * y_step + d->y_size) * 4);
+    read_bytes(d->x, size);
+    if (d->y) read_bytes(d->y, (size_t)((d->count - 1) * y_step + d->y_size) * 4);
     const int32_t *label = (const int32_t *)d->y;
     for (int64_t i = 0; label && d->y_dtype == HPML_DTYPE_I32 && i < (d->count - 1) * y_step + d->y_size; i++)
         promise(d->classes > 0 || label[i] < 0 || label[i] == INT32_MAX, "labels have classes");
@@ -182,7 +182,7 @@ static void records(const char *from)
     for (int64_t i = -1; i <= hpml_record_count(f); i++) {
         size_t      size;
         const void *bytes = hpml_record_get(f, i, &size);
-        look_at(bytes, size);
+        read_bytes(bytes, size);
     }
     hpml_record_close(f);
     hpml_ctx_clear_error(ctx);
@@ -196,13 +196,13 @@ static void safetensors(const char *from)
     for (int i = 0; hpml_safetensors_at(f, i, &e); i++) {
         int64_t count = 1;
         for (int k = 0; k < e.ndim; k++) count *= e.shape[k];
-        look_at(e.name, strlen(e.name));
-        look_at(e.data, e.bytes);
+        read_bytes(e.name, strlen(e.name));
+        read_bytes(e.data, e.bytes);
         promise((size_t)count * hpml_dtype_size(e.dtype) == e.bytes, "an entry has the bytes of its shape");
         promise(hpml_safetensors_find(f, e.name, &same) && same.data == e.data, "an entry is found by its name");
     }
     const char *meta = hpml_safetensors_meta(f, "hpml.step");
-    if (meta) look_at(meta, strlen(meta));
+    if (meta) read_bytes(meta, strlen(meta));
     hpml_safetensors_close(f);
 }
 
@@ -282,7 +282,7 @@ void fuzz_one(int target, const uint8_t *p, size_t n)
     case FUZZ_NPY: {
         hpml_tensor *t = hpml_npy_load(ctx, content(0, p, n));
         promise((t != NULL) == (hpml_ctx_status(ctx) == HPML_OK), "a tensor or an error");
-        if (t) look_at(t->data, (size_t)hpml_tensor_count(t) * hpml_dtype_size(t->dtype));
+        if (t) read_bytes(t->data, (size_t)hpml_tensor_count(t) * hpml_dtype_size(t->dtype));
         hpml_tensor_free(t);
         break;
     }
