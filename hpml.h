@@ -68,7 +68,7 @@
 //     vmath   exp, log, tanh, erf and the activations
 //     vreduce   sums, maxima, norms
 //     vupdate   optimizer steps, one pass over the data
-//     vconvert   storage types
+//     vconvert   storage types, checksums
 //     gemm   matrix product: tiles
 //     gemm-pack   matrix product: packing and turning
 //     gemm-part   matrix product: one rectangle of C
@@ -100,11 +100,14 @@
 //     run   running a graph forward and backward
 //     trainer   the trainer: settings, creation, one step
 //     step   one step, one epoch, evaluation, prediction
-//     files   reading whole files, writing files that appear whole, JSON
-//     dataset   datasets, and their readers: IDX, CIFAR, CSV, text
+//     files   reading files, writing files that appear whole
+//     json   UTF-8, decimal numbers, JSON
+//     dataset   datasets; images as data: IDX, CIFAR
+//     csv   numbers and text as data: CSV, characters
 //     npy   numpy arrays and packed records
 //     loader   batches: shuffled, sharded, augmented, made ahead
-//     safetensors   safetensors files; parameters and whole trainings in them
+//     safetensors   safetensors files
+//     checkpoint   parameters and whole trainings in safetensors files
 //     trace   the timeline; where the time goes, and what a model is
 #ifndef HPML_H_INCLUDED
 #define HPML_H_INCLUDED
@@ -877,13 +880,16 @@ struct hpml_dataset {
 };
 
 /* All readers treat the file as hostile: truncated, oversized, of another kind or random bytes end in an error that
-   says what was expected where. NULL on failure, the error on the context. */
+   says what was expected where; pipes, devices and folders are refused. They copy, and take at most four times the
+   bytes of the file, unpacked, and 1 MB. NULL on failure, the error on the context. */
 /* MNIST; gzipped with HPML_USE_ZLIB. */
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels);
 /* The binary version; `count` files become one dataset of (3, 32, 32) pixels. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
-/* Numbers, labels too, separated by `,` `;` or tabs; a header line has a word in it. label_column: from 0, negative:
-   from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float target. The locale is ignored. */
+/* Numbers, labels too, separated by `,` `;` or tabs, rounded to the nearest float whatever the locale. The first line
+   is a header if no field of it is a number. Errors name line, column and, by the header, the column's name.
+   label_column: from 0, negative: from the end (-1 the last), HPML_NO_LABEL: none. regression: the label is a float
+   target. */
 #define HPML_NO_LABEL INT32_MIN
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
 /* Text as a stream of tokens: each sample is `context` characters and, as target, the same shifted by one. bytes:
@@ -898,12 +904,14 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
 HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive it */
 HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional */
 
-/* numpy .npy, version 1.0: f32, f16, i32, u8 (f64 and i64 are converted on reading), C order. */
+/* numpy .npy: f32, f16, i32, u8, C order. Read are versions 1 to 3, and f64 and i64 become f32 and i32 (an error where
+   a number does not fit). Written is version 1. */
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path);
 HPML_API hpml_status  hpml_npy_save(const hpml_tensor *t, const char *path);
 
 /* Packed records: many small samples in one large file with an index, read through mmap (as LMDB served Caffe).
-   Little-endian: "HPMLREC1", count u64, index offset u64, then the records, then count + 1 offsets u64. */
+   Little-endian: "HPMLREC1", count u64, index offset u64, then the records, then count + 1 offsets u64. While a record
+   file is open no program may make it shorter: reading what is gone ends this process (SIGBUS). */
 typedef struct hpml_record_writer hpml_record_writer;
 typedef struct hpml_record_file   hpml_record_file;
 HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path);
@@ -963,10 +971,12 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // >>api-save   safetensors and checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* safetensors: 8-byte length, JSON header, data. Written to `path`.tmp, synced, renamed: a kill at any moment leaves
-   the old file or the new one. Tensors of other types than hpml_dtype's, of size 0 or of more than HPML_MAX_DIMS
-   dimensions are left out on reading. */
-typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped */
+/* safetensors: 8-byte length, JSON header, data. Like every file of this library it is written to `path`.tmp, synced
+   and renamed, and its folder is synced: a kill at any moment leaves the old file or the new one. The mode of the old
+   file is kept, a link is followed to its file. A pipe takes only .npy files and timelines. Headers are accepted and
+   refused as by the format's reference implementation, but no name holds a NUL. Tensors of other types than
+   hpml_dtype's, of size 0 or of more than HPML_MAX_DIMS dimensions are left out on reading. */
+typedef struct hpml_safetensors hpml_safetensors; /* an open file, mapped: no program may make it shorter (SIGBUS) */
 typedef struct hpml_safetensor {                  /* one entry */
     const char *name;
     hpml_dtype  dtype;
@@ -985,13 +995,14 @@ typedef struct hpml_meta { const char *key, *value; } hpml_meta;
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count);
 
-/* Parameters only (weight exchange; names are the parameters'), optionally stored as BF16 or F16. */
+/* Parameters only (weight exchange; names are the parameters'), optionally stored as BF16 or F16. The metadata have the
+   CRC-32C of each array, "hpml.crc32c.<name>": loading checks it where it is there, and that all numbers are finite. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; what else it holds is ignored */
 
 /* Everything that training needs to go on with the same bits: parameters, optimizer state, named states (residuals),
    step, epoch and position in the data, seed. A checkpoint is a safetensors file: "opt.m.<param>", "opt.v.<param>",
-   "state.<name>", metadata "hpml.step" ... */
+   "state.<name>", metadata "hpml.step" ..., checksums as above. */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path);
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /* all or nothing */
 
@@ -1998,7 +2009,7 @@ HPMLI_KFN bool HV(opt_step)(const hpmli_opt_args *args, float *w, const float *d
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>vconvert   storage types
+// >>vconvert   storage types, checksums
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* All but f32, which is copied. */
@@ -2024,6 +2035,39 @@ HPMLI_KFN void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n
     HPMLI_STORED(HPMLI_X)
 #undef HPMLI_X
     }
+}
+
+/* CRC-32C (Castagnoli's polynomial, as in iSCSI) of n bytes more; the one of no bytes is 0. Portably eight bytes at a
+   time by tables (Kounavis and Berry 2005), which are made on the stack where there is enough to do. */
+HPMLI_KFN uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
+{
+    const unsigned char *p = (const unsigned char *)bytes;
+    crc = ~crc;
+#if HPMLI_ISA == 1 || HPMLI_ISA == 2
+    for (uint64_t word; n >= 8; p += 8, n -= 8) {
+        memcpy(&word, p, 8);
+        crc = (uint32_t)_mm_crc32_u64(crc, word);
+    }
+#else
+    uint32_t table[8][256];
+    for (uint32_t i = 0; i < 256 && n >= 1024; i++) {
+        table[0][i] = i;
+        for (int k = 0; k < 8; k++) table[0][i] = table[0][i] >> 1 ^ (0x82f63b78u & (0 - (table[0][i] & 1)));
+    }
+    for (int k = 1; k < 8 && n >= 1024; k++)
+        for (int i = 0; i < 256; i++) table[k][i] = table[k - 1][i] >> 8 ^ table[0][table[k - 1][i] & 255];
+    for (bool made = n >= 1024; made && n >= 8; p += 8, n -= 8) {
+        uint64_t word;
+        memcpy(&word, p, 8);
+        word ^= crc, crc = 0;
+        for (int k = 0; k < 8; k++) crc ^= table[7 - k][word >> 8 * k & 255];
+    }
+#endif
+    for (; n > 0; n--) {
+        crc ^= *p++;
+        for (int k = 0; k < 8; k++) crc = crc >> 1 ^ (0x82f63b78u & (0 - (crc & 1)));
+    }
+    return ~crc;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3248,6 +3292,9 @@ static const hpmli_kernels HV(kernels) = { HPMLI_ISA_NAME, HPMLI_KERNELS(HPMLI_X
 #ifndef __GNUC__
 #error "hpml.h: its implementation wants gcc or clang; any compiler may read the declarations"
 #endif
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "hpml.h: big-endian machines are not supported, because its files and messages are little-endian"
+#endif
 
 #if !defined(HPML_NO_SIMD) && defined(__x86_64__)
 #define HPMLI_X86
@@ -3423,7 +3470,7 @@ typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
     X(vaxpbypc) X(vsum) X(vdot) X(vsum_wide) X(vdot_wide) X(vvar_wide) X(vmax) X(vexp_sum) X(vsum_rows) X(opt_step)    \
     X(to_f32) X(from_f32) X(gemm_part) X(gemm_sum) X(random) X(onebit_scan) X(onebit_carry) X(onebit_decode)           \
     X(onebit_decode_add) X(bf16_encode) X(bf16_decode_add) X(conv_pack) X(conv_pack_back) X(conv_turn) X(conv_return)  \
-    X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack) X(max_pool_row) X(max_pool_row_back)
+    X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack) X(max_pool_row) X(max_pool_row_back) X(crc32c)
 
 #ifdef HPML_USE_ZLIB
 #include <zlib.h>
@@ -8436,21 +8483,51 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>files   reading whole files, writing files that appear whole, JSON
+// >>files   reading files, writing files that appear whole
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A file is mapped (or read) as a whole and never trusted. A file that is written goes to a temporary name beside its
-   own, is synced and renamed: whatever happens, the name holds the old content or the new one. */
+/* No file is trusted. What a reader copies is read and not mapped, because a mapped file that another program cuts
+   short kills this process (SIGBUS). A file that is written goes to a temporary name in the same folder, is synced,
+   renamed, and the folder is synced: at any moment the name holds the old content or the new one. */
+
+#if HPMLI_POSIX
+#if defined(__STRICT_ANSI__) && !defined(__cplusplus) /* -std=c99 hides these */
+int     fchmod(int fd, mode_t mode);
+FILE   *fdopen(int fd, const char *mode);
+int     fileno(FILE *f);
+int     fsync(int fd);
+int     ftruncate(int fd, off_t size);
+ssize_t readlink(const char *path, char *target, size_t room);
+#endif
+#if defined(O_NOFOLLOW)
+#define HPMLI_NOFOLLOW O_NOFOLLOW
+#elif defined(__O_NOFOLLOW) /* glibc's under -std=c99 */
+#define HPMLI_NOFOLLOW __O_NOFOLLOW
+#else
+#define HPMLI_NOFOLLOW O_EXCL /* refuses links too, and any file that is already there */
+#endif
+#endif
 
 typedef struct hpmli_file {
-    const unsigned char *bytes;
-    size_t               size;
-    bool                 mapped;
     hpml_ctx            *ctx;
+    const char          *path;
+    FILE                *in;    /* NULL: closed */
+    const unsigned char *bytes; /* (size), once the file is mapped or read as a whole */
+    size_t               size;  /* of the file, in bytes */
+    bool                 mapped;
+#ifdef HPML_USE_ZLIB
+    gzFile               gz;    /* reads a gzipped file; NULL: the file is plain */
+#endif
 } hpmli_file;
 
 HPMLI_FN void hpmli_file_close(hpmli_file *f)
 {
+    if (f->in) fclose(f->in);
+    f->in = NULL;
+#ifdef HPML_USE_ZLIB
+    if (f->gz) gzclose(f->gz);
+    f->gz = NULL;
+#endif
     if (!f->bytes) return;
 #if HPMLI_POSIX
     if (f->mapped) munmap((void *)(uintptr_t)f->bytes, f->size);
@@ -8460,117 +8537,239 @@ HPMLI_FN void hpmli_file_close(hpmli_file *f)
     f->bytes = NULL;
 }
 
-/* Drops objects that begin with a file. */
+/* Destructor of objects that begin with a file. */
 HPMLI_FN void hpmli_file_drop(void *object) { hpmli_file_close((hpmli_file *)object); }
 
+/* Opens a regular file that is not empty; pipes, devices and folders are refused without waiting for them. */
 HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
 {
     memset(f, 0, sizeof *f);
-    f->ctx = ctx;
+    f->ctx = ctx, f->path = path;
     if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
 #if HPMLI_POSIX
     struct stat st;
-    int         fd = open(path, O_RDONLY);
-    void       *p  = MAP_FAILED;
-    if (fd < 0 || fstat(fd, &st) != 0 || !S_ISREG(st.st_mode))
-        hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path,
-                   fd < 0 ? strerror(errno) : "not a regular file");
-    else if (st.st_size == 0) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": the file is empty", path);
-    else if ((p = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0)) == MAP_FAILED)
-        hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": cannot map: %s", path, strerror(errno));
-    else f->bytes = (const unsigned char *)p, f->size = (size_t)st.st_size, f->mapped = true;
-    if (fd >= 0) close(fd);
+    const char *wrong = NULL;
+    int         fd    = open(path, O_RDONLY | O_NONBLOCK);
+    if (fd < 0 || fstat(fd, &st) != 0) wrong = strerror(errno);
+    else if (S_ISDIR(st.st_mode)) wrong = "it is a folder, expected a file";
+    else if (!S_ISREG(st.st_mode)) wrong = "it is a pipe or a device, expected a regular file";
+    else if (!(f->in = fdopen(fd, "rb"))) wrong = strerror(errno);
+    if (wrong) hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path, wrong);
+    if (wrong && fd >= 0) close(fd);
+    if (wrong) return false;
+    f->size = (size_t)st.st_size;
 #else
-    FILE *in = fopen(path, "rb");
-    long  n  = in && fseek(in, 0, SEEK_END) == 0 ? ftell(in) : 0;
-    if (n <= 0 || fseek(in, 0, SEEK_SET) != 0)
-        hpmli_fail(ctx, HPML_ERR_OPEN, "\"%s\": cannot open, or empty", path);
-    else f->size = (size_t)n, f->bytes = (const unsigned char *)hpmli_alloc(ctx, f->size);
-    if (f->bytes && fread((void *)(uintptr_t)f->bytes, 1, f->size, in) != f->size) {
-        hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": cannot read", path);
+    f->in  = fopen(path, "rb");
+    long n = f->in && fseek(f->in, 0, SEEK_END) == 0 ? ftell(f->in) : -1;
+    if (n < 0 || fseek(f->in, 0, SEEK_SET) != 0) {
         hpmli_file_close(f);
+        return hpmli_false(ctx, HPML_ERR_OPEN, "\"%s\": cannot open", path);
     }
-    if (in) fclose(in);
+    f->size = (size_t)n;
 #endif
-    return f->bytes != NULL;
+    if (f->size > 0) return true;
+    hpmli_file_close(f);
+    return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the file is empty", path);
+}
+
+/* Reads the next bytes, unpacked where they are gzipped; returns how many: fewer than asked for at the end. */
+HPMLI_FN size_t hpmli_file_next(hpmli_file *f, void *to, size_t size)
+{
+    size_t got = 0;
+#ifdef HPML_USE_ZLIB
+    for (int n = 1; f->gz && got < size && n > 0; got += n > 0 ? (size_t)n : 0)
+        n = gzread(f->gz, (char *)to + got, (unsigned)hpmli_min((int64_t)(size - got), 1 << 30));
+    if (f->gz) return got;
+#endif
+    got = fread(to, 1, size, f->in);
+    if (ferror(f->in)) hpmli_fail(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: %s", f->path, strerror(errno));
+    return got;
+}
+
+/* Reads the next `size` bytes; with fewer there is an error. */
+HPMLI_FN bool hpmli_file_read(hpmli_file *f, void *to, size_t size)
+{
+    return hpmli_file_next(f, to, size) == size ||
+           hpmli_false(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: it became shorter while it was read", f->path);
+}
+
+/* Opens a file and reads all of it, or maps it: then it must not become shorter while it is open. */
+HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, bool map)
+{
+    if (!hpmli_file_open(ctx, f, path)) return false;
+    bool good = false;
+#if HPMLI_POSIX
+    void *p = map ? mmap(NULL, f->size, PROT_READ, MAP_PRIVATE, fileno(f->in), 0) : MAP_FAILED;
+    if (map && p == MAP_FAILED) hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": cannot map: %s", path, strerror(errno));
+    f->mapped = good = p != MAP_FAILED;
+    if (f->mapped) f->bytes = (const unsigned char *)p;
+#else
+    map = false;
+#endif
+    if (!map) {
+        f->bytes = (const unsigned char *)hpmli_alloc(ctx, f->size);
+        good     = f->bytes && hpmli_file_read(f, (void *)(uintptr_t)f->bytes, f->size);
+    }
+    if (good) {
+        fclose(f->in);
+        f->in = NULL;
+    } else hpmli_file_close(f);
+    return good;
 }
 
 typedef struct hpmli_writer {
     hpml_ctx *ctx;
     FILE     *f;
-    char     *path, *temporary;
-    uint64_t  size;
-    int       fd;     /* POSIX: holds the lock on the temporary file until it has its name */
-    bool      direct; /* into a device or a pipe: no temporary file */
+    char     *path, *temporary; /* path: what the caller's name leads to */
+    uint64_t  size;             /* bytes written */
+    int       error;            /* errno of the first failure; 0: none */
+    int       fd;               /* POSIX: the temporary file; holds its lock until the file has its name; -1: none */
+    bool      direct;           /* into a device or a pipe: no temporary file */
 } hpmli_writer;
 
-/* Opens "path.tmp", so that a save uses up what a killed one has left there. Where another writer is at it, or it is
-   not ours, or there are no locks, the name gets a number that nobody else has. */
-HPMLI_FN void hpmli_temporary_open(hpmli_writer *w, size_t room)
+#if HPMLI_POSIX
+/* Follows the symbolic links that end a path, so that a save replaces the file and not a link to it. */
+HPMLI_FN bool hpmli_follow(char *path, size_t room)
 {
-    snprintf(w->temporary, room, "%s.tmp", w->path);
-#if HPMLI_POSIX
-    struct stat mine, there;
-    w->direct = stat(w->path, &there) == 0 && !S_ISREG(there.st_mode);
-    if (w->direct) { w->f = fopen(w->path, "wb"); return; }
-    w->fd = open(w->temporary, O_RDWR | O_CREAT, 0666);
-    if (w->fd < 0 || flock(w->fd, LOCK_EX | LOCK_NB) != 0 || fstat(w->fd, &mine) != 0 || !S_ISREG(mine.st_mode) ||
-        stat(w->temporary, &there) != 0 || there.st_ino != mine.st_ino || there.st_dev != mine.st_dev) {
-        if (w->fd >= 0) close(w->fd);
-        snprintf(w->temporary, room, "%s.tmp%ld-%zx", w->path, (long)getpid(), (size_t)(uintptr_t)w->temporary);
-        w->fd = open(w->temporary, O_RDWR | O_CREAT, 0666);
+    char target[4096];
+    for (int links = 0; links < 40; links++) {
+        ssize_t n = readlink(path, target, sizeof target);
+        if (n < 0) return true; /* no link */
+        char  *name = strrchr(path, '/');
+        size_t kept = name && target[0] != '/' ? (size_t)(name + 1 - path) : 0;
+        if (kept + (size_t)n >= room) break;
+        memcpy(path + kept, target, (size_t)n);
+        path[kept + (size_t)n] = 0;
     }
-#endif
-    w->f = fopen(w->temporary, "wb");
-#if HPMLI_POSIX
-    if (!w->f && w->fd >= 0) close(w->fd);
-#endif
+    errno = ELOOP;
+    return false;
 }
 
-HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path)
+/* Whether the file open as w->fd may be overwritten: it is locked, ours, no link, and still has the temporary name. */
+HPMLI_FN bool hpmli_temporary_ours(const hpmli_writer *w)
 {
-    size_t room = path ? strlen(path) + 48 : 0;
+    struct stat mine, there;
+    if (flock(w->fd, LOCK_EX | LOCK_NB) != 0 || fstat(w->fd, &mine) != 0 || stat(w->temporary, &there) != 0)
+        return false;
+    return S_ISREG(mine.st_mode) && mine.st_nlink == 1 && mine.st_uid == geteuid() && mine.st_ino == there.st_ino &&
+           mine.st_dev == there.st_dev;
+}
+
+/* Empties the temporary file, gives it the mode of the file that it will replace (NULL: there is none), and opens a
+   stream on it. */
+HPMLI_FN bool hpmli_temporary_take(hpmli_writer *w, const struct stat *old)
+{
+    struct stat mine;
+    bool        good = fstat(w->fd, &mine) == 0 && ftruncate(w->fd, 0) == 0;
+    if (good && old && (mine.st_mode & 07777) != (old->st_mode & 07777))
+        good = fchmod(w->fd, old->st_mode & 07777) == 0;
+    int copy = good ? dup(w->fd) : -1;
+    w->f = copy >= 0 ? fdopen(copy, "wb") : NULL;
+    if (w->f) return true;
+    w->error = errno;
+    if (copy >= 0) close(copy);
+    remove(w->temporary);
+    close(w->fd);
+    return false;
+}
+
+/* Opens "path.tmp", so that a save reuses what a killed one has left there. Where another writer has it, or it is a
+   link, or not ours, or there are no locks, a numbered name is made that nothing else has. */
+HPMLI_FN bool hpmli_temporary_open(hpmli_writer *w, size_t room)
+{
+    struct stat old;
+    bool        exists = stat(w->path, &old) == 0;
+    for (int n = 0; n < 100; n++) {
+        if (n == 0) snprintf(w->temporary, room, "%s.tmp", w->path);
+        else snprintf(w->temporary, room, "%s.tmp%ld-%d", w->path, (long)getpid(), n);
+        int flags = O_RDWR | O_CREAT | O_NONBLOCK | HPMLI_NOFOLLOW;
+        w->fd = open(w->temporary, n == 0 ? flags : flags | O_EXCL, exists ? 0600 : 0666);
+        if (w->fd < 0 && n > 0 && errno != EEXIST) break;
+        if (w->fd < 0) continue;
+        if (n > 0 || hpmli_temporary_ours(w)) return hpmli_temporary_take(w, exists ? &old : NULL);
+        close(w->fd);
+    }
+    w->error = errno;
+    return false;
+}
+
+/* Syncs the folder, so that a crash of the machine does not take the new name away. */
+HPMLI_FN bool hpmli_folder_sync(hpmli_writer *w)
+{
+    char *folder = w->temporary, *end = strrchr(folder, '/'); /* its file has the other name now */
+    if (end) end[end == folder] = 0;
+    else strcpy(folder, ".");
+    int fd = open(folder, O_RDONLY);
+    if (fd < 0) w->error = errno == EACCES ? 0 : errno; /* a folder that may be written to but not read */
+    else if (fsync(fd) != 0 && errno != EINVAL) w->error = errno; /* EINVAL: a file system that cannot sync folders */
+    if (fd >= 0) close(fd);
+    return w->error == 0;
+}
+#endif
+
+/* seeks: the start of the file is written last, which a pipe does not allow. */
+HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path, bool seeks)
+{
+    size_t room = 4096 + 48; /* what a system takes as a path, and a number */
     memset(w, 0, sizeof *w);
-    w->ctx = ctx;
+    w->ctx = ctx, w->fd = -1;
     if (!path) return hpmli_false(ctx, HPML_ERR_ARGUMENT, "no file name given");
-    w->temporary = (char *)hpmli_alloc(ctx, 2 * room); /* and the other name behind it */
+    if (strlen(path) >= 4096)
+        return hpmli_false(ctx, HPML_ERR_WRITE, "\"%.64s...\": cannot write: %s", path, strerror(ENAMETOOLONG));
+    w->temporary = (char *)hpmli_alloc(ctx, 2 * room); /* and the path behind it */
     if (!w->temporary) return false;
     w->path = strcpy(w->temporary + room, path);
-    hpmli_temporary_open(w, room);
+#if HPMLI_POSIX
+    struct stat there;
+    w->direct = stat(path, &there) == 0 && !S_ISREG(there.st_mode);
+    if (w->direct && seeks) w->error = ESPIPE;
+    else if (w->direct) w->f = fopen(path, "wb");
+    else if (hpmli_follow(w->path, 4096)) hpmli_temporary_open(w, room);
+#else
+    snprintf(w->temporary, room, "%s.tmp", w->path);
+    w->f = fopen(w->temporary, "wb");
+#endif
     if (w->f) return true;
-    hpmli_fail(ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", path, strerror(errno));
+    hpmli_fail(ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", path, w->direct && seeks
+               ? "it is a pipe, a device or a folder, and this kind of file is completed at its start; save to a file"
+               : strerror(w->error ? w->error : errno));
     hpmli_free(ctx, w->temporary);
     return false;
 }
 
 HPMLI_FN void hpmli_write(hpmli_writer *w, const void *bytes, size_t size)
 {
-    if (size > 0) (void)(fwrite(bytes, 1, size, w->f) != size); /* ferror tells at the end */
+    if (size > 0 && !w->error && fwrite(bytes, 1, size, w->f) != size) w->error = errno ? errno : EIO;
     w->size += size;
 }
 
-#if HPMLI_POSIX
-#ifdef __cplusplus
-extern "C"
-#endif
-int fsync(int fd); /* hidden by -std=c99 */
-#endif
+/* What is written next replaces the start of the file. */
+HPMLI_FN void hpmli_write_start(hpmli_writer *w)
+{
+    if (!w->error && fseek(w->f, 0, SEEK_SET) != 0) w->error = errno;
+}
 
 /* The file appears now, or an error says why not; with `keep` false nothing appears. */
 HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
-    bool good = !ferror(w->f) && fflush(w->f) == 0;
-    good = fclose(w->f) == 0 && good;
+    bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
+    bool here = false; /* has its name */
+#if HPMLI_POSIX
+    if (good && !w->direct) good = fsync(w->fd) == 0; /* to the disk before the name points to it */
+#endif
+    if (!good && !w->error) w->error = errno ? errno : EIO;
+    if (fclose(w->f) != 0 && good) good = false, w->error = errno;
     w->f = NULL;
+    if (good && !w->direct) good = here = rename(w->temporary, w->path) == 0;
+    if (!good && !w->error) w->error = errno;
+    if (!here && !w->direct) remove(w->temporary);
 #if HPMLI_POSIX
-    if (good && keep && !w->direct) good = fsync(w->fd) == 0; /* to the disk before the name points to it */
+    if (here) good = hpmli_folder_sync(w);
+    if (w->fd >= 0) close(w->fd);
 #endif
-    if (good && keep && !w->direct) good = rename(w->temporary, w->path) == 0;
-    if (!good && keep) hpmli_fail(w->ctx, HPML_ERR_WRITE, "\"%s\": cannot write: %s", w->path, strerror(errno));
-    if ((!good || !keep) && !w->direct) remove(w->temporary);
-#if HPMLI_POSIX
-    if (!w->direct) close(w->fd);
-#endif
+    if (keep && !good)
+        hpmli_fail(w->ctx, HPML_ERR_WRITE, "\"%s\": cannot %s: %s", w->path, here ? "sync its folder" : "write",
+                   strerror(w->error));
     hpmli_free(w->ctx, w->temporary);
     return good || !keep ? HPML_OK : HPML_ERR_WRITE;
 }
@@ -8589,8 +8788,135 @@ HPMLI_FN void hpmli_write_little(hpmli_writer *w, uint64_t x, int bytes)
     hpmli_write(w, p, (size_t)bytes);
 }
 
-/* JSON, as far as headers of files go: objects, arrays of numbers, strings (unescaped in place, in a copy of the text).
-   A tuple of Python, (2, 3,), is read as well. */
+// ---------------------------------------------------------------------------------------------------------------------
+// >>json   UTF-8, decimal numbers, JSON
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Bytes of the UTF-8 character that a text begins with, 1 to 4; 0: it begins with none. */
+HPMLI_FN size_t hpmli_utf8(const char *text, size_t size)
+{
+    static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 }; /* by length; a longer form than needed is none */
+    const unsigned char  *p = (const unsigned char *)text;
+    size_t                n = 2;
+    if (size > 0 && p[0] < 0x80) return 1;
+    if (size == 0 || p[0] < 0xc0 || p[0] > 0xf4) return 0;
+    if (p[0] >= 0xe0) n++;
+    if (p[0] >= 0xf0) n++;
+    if (n > size) return 0;
+    uint32_t code = p[0] & (0x7fu >> n);
+    for (size_t i = 1; i < n; i++) {
+        if (p[i] >> 6 != 2) return 0;
+        code = code << 6 | (p[i] & 0x3fu);
+    }
+    bool good = code >= least[n] && code <= 0x10ffff && code >> 11 != 0x1b; /* and no half of a UTF-16 pair */
+    return good ? n : 0;
+}
+
+/* Whether all of a text is UTF-8. */
+HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size)
+{
+    for (size_t n; size > 0; text += n, size -= n)
+        if ((n = hpmli_utf8(text, size)) == 0) return false;
+    return true;
+}
+
+#define HPMLI_F32_END 3.4028235677973366e38 /* from here on numbers round to an infinite f32 */
+
+/* big = by big + add, in 32-bit words, the lowest first. */
+HPMLI_FN void hpmli_big_scale(uint32_t *big, int words, uint32_t by, uint32_t add)
+{
+    uint64_t carry = add;
+    for (int i = 0; i < words; i++) {
+        carry += (uint64_t)big[i] * by;
+        big[i] = (uint32_t)carry;
+        carry >>= 32;
+    }
+}
+
+/* Sign of digits 10^exponent - x, exactly: both become whole numbers. Digits after the 200th only tell whether there is
+   more, because the middle of two floats has no more than 113 of them. */
+HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t exponent, double x)
+{
+    enum { WORDS = 64 };
+    uint32_t big[2][WORDS] = { { 0 } };
+    int      digits = 0, two;
+    bool     more = false;
+    uint64_t mantissa = (uint64_t)ldexp(frexp(x, &two), 53);
+    two -= 53;
+    for (; p < end; p++) {
+        if (*p == '.') continue;
+        if (digits >= 200) exponent++, more = more || *p != '0';
+        else hpmli_big_scale(big[0], WORDS, 10, (uint32_t)(*p - '0'));
+        digits += digits > 0 || *p != '0';
+    }
+    big[1][0] = (uint32_t)mantissa, big[1][1] = (uint32_t)(mantissa >> 32);
+    for (; exponent > 0; exponent--) hpmli_big_scale(big[0], WORDS, 10, 0);
+    for (; exponent < 0; exponent++) hpmli_big_scale(big[1], WORDS, 10, 0);
+    for (; two < 0; two++) hpmli_big_scale(big[0], WORDS, 2, 0);
+    for (; two > 0; two--) hpmli_big_scale(big[1], WORDS, 2, 0);
+    for (int i = WORDS - 1; i >= 0; i--)
+        if (big[0][i] != big[1][i]) return big[0][i] > big[1][i] ? 1 : -1;
+    return more;
+}
+
+/* w 10^exponent, wrong by less than 2^-50 of it in what f32 holds. */
+HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent)
+{
+    static const double tens[] = { 1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15,
+                                   1e16, 1e17, 1e18, 1e19, 1e20, 1e21, 1e22 }; /* all of them exact */
+    double  d    = (double)w;
+    int64_t left = hpmli_min(exponent < 0 ? -exponent : exponent, 400);
+    for (int64_t step; left > 0; left -= step) {
+        step = hpmli_min(left, 22);
+        if (exponent < 0) d /= tens[step];
+        else d *= tens[step];
+    }
+    return d;
+}
+
+/* A decimal number, whatever the locale; *out as f32 is the float that is nearest to it, infinite beyond all of them.
+   Returns the end, or NULL when there is none. */
+HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)
+{
+    const double slack = 1.0 / ((int64_t)1 << 50);
+    uint64_t     w = 0; /* the first 19 digits */
+    int64_t      exponent = 0, given = 0, behind = 0;
+    int          digits = 0;
+    bool         any = false, point = false, cut = false, below = false, negative = p < end && *p == '-';
+    if (p < end && (*p == '-' || *p == '+')) p++;
+    const char *start = p;
+    for (; p < end && ((*p >= '0' && *p <= '9') || (*p == '.' && !point)); p++) {
+        if (*p == '.') { point = true; continue; }
+        any = true, behind += point;
+        if (digits < 19) w = 10 * w + (uint64_t)(*p - '0'), exponent -= point;
+        else exponent += !point, cut = cut || *p != '0';
+        digits += digits > 0 || *p != '0';
+    }
+    if (!any) return NULL;
+    const char *stop = p;
+    if (p < end && (*p == 'e' || *p == 'E')) {
+        p++;
+        if (p < end && (*p == '-' || *p == '+')) below = *p++ == '-';
+        if (p >= end || *p < '0' || *p > '9') return NULL;
+        for (; p < end && *p >= '0' && *p <= '9'; p++)
+            if (given < INT64_C(1) << 50) given = given * 10 + (*p - '0');
+        if (below) given = -given;
+    }
+    double d = hpmli_decimal_near(w, exponent + given);
+    bool   exact = exponent + given == 0 && w < UINT64_C(1) << 53 && !cut;
+    float  least = (float)(exact ? d : d - slack * d), most = (float)(exact ? d : d + slack * d);
+    if (least < most) { /* near the middle of two floats */
+        double middle = most - most == 0 ? ((double)least + (double)most) / 2 : HPMLI_F32_END;
+        int    side   = hpmli_decimal_compare(start, stop, given - behind, middle);
+        d = side < 0 ? (double)least : middle;
+        if (side > 0) d = (double)most;
+    }
+    *out = negative ? -d : d;
+    return p;
+}
+
+/* JSON, in memory of our own, in which strings are unescaped in place. Strict as safetensors' own reader is, but for a
+   tuple of Python, (2, 3,), which is read as well, and for strings with a NUL, which C cannot hold. */
 
 typedef struct hpmli_json {
     char *p, *end;
@@ -8607,24 +8933,42 @@ HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* takes c if it comes next *
 
 HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
 
-/* The character that backslash uXXXX stands for, in UTF-8; from 0x10000 on two of them do. 0 would end the text. */
+HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word) /* takes true, false or null if it comes next */
+{
+    size_t n = strlen(word);
+    hpmli_json_is(j, ' '); /* skips blanks */
+    if ((size_t)(j->end - j->p) < n || memcmp(j->p, word, n) != 0) return false;
+    j->p += n;
+    return true;
+}
+
+/* Takes backslash uXXXX; false: there is none. */
+HPMLI_FN bool hpmli_json_unit(hpmli_json *j, uint32_t *unit)
+{
+    char hex[5] = { 0 };
+    if (j->end - j->p < 6 || j->p[0] != '\\' || j->p[1] != 'u') return false;
+    memcpy(hex, j->p + 2, 4);
+    *unit = (uint32_t)strtoul(hex, NULL, 16);
+    j->p += 6;
+    return strspn(hex, "0123456789abcdefABCDEF") == 4;
+}
+
+/* The character that backslash uXXXX stands for, in UTF-8; from 0x10000 on a pair of them does. 0 would end the
+   text. */
 HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
 {
-    uint32_t code = 0, unit;
-    do {
-        char hex[5] = { 0 };
-        if (j->end - j->p < 6 || j->p[0] != '\\' || j->p[1] != 'u') return false;
-        memcpy(hex, j->p + 2, 4);
-        if (strspn(hex, "0123456789abcdefABCDEF") != 4) return false;
-        unit = (uint32_t)strtoul(hex, NULL, 16);
-        code = code ? 0x10000 + ((code & 0x3ff) << 10) + (unit & 0x3ff) : unit;
-        j->p += 6;
-    } while (unit >> 10 == 0x36);
+    uint32_t code, low = 0;
+    int      more = 0;
+    if (!hpmli_json_unit(j, &code) || code == 0 || code >> 10 == 0x37) return false;
+    if (code >> 10 == 0x36) {
+        if (!hpmli_json_unit(j, &low) || low >> 10 != 0x37) return false;
+        code = 0x10000 + ((code & 0x3ff) << 10) + (low & 0x3ff);
+    }
     j->p--; /* at the last digit */
-    int more = code < 0x80 ? 0 : code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
+    for (uint32_t most = 0x80; code >= most && more < 3; more++) most = more == 0 ? 0x800 : 0x10000;
     *(*to)++ = (char)(more ? (0xf00 >> (more + 1) & 0xff) | code >> 6 * more : code);
     while (more-- > 0) *(*to)++ = (char)(0x80 | (code >> 6 * more & 0x3f));
-    return code != 0;
+    return true;
 }
 
 HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
@@ -8647,16 +8991,26 @@ HPMLI_FN const char *hpmli_json_text(hpmli_json *j)
     return start;
 }
 
-HPMLI_FN int64_t hpmli_json_number(hpmli_json *j)
+/* How many decimal digits come next. */
+HPMLI_FN int64_t hpmli_json_digits(const char *p, const char *end)
 {
-    int64_t v = 0;
-    int     digits = 0;
-    hpmli_json_is(j, ' ');
-    for (; j->p < j->end && *j->p >= '0' && *j->p <= '9'; j->p++, digits++) {
-        if (v > INT64_MAX / 32) j->bad = true, v = 0;
-        v = v * 10 + (*j->p - '0');
+    const char *start = p;
+    while (p < end && *p >= '0' && *p <= '9') p++;
+    return p - start;
+}
+
+/* A whole number that is not negative. */
+HPMLI_FN uint64_t hpmli_json_number(hpmli_json *j)
+{
+    uint64_t v = 0;
+    hpmli_json_is(j, ' '); /* skips blanks */
+    int64_t digits = hpmli_json_digits(j->p, j->end);
+    j->bad = j->bad || digits == 0 || (digits > 1 && *j->p == '0');
+    for (; digits > 0 && !j->bad; digits--) {
+        uint64_t digit = (uint64_t)(*j->p++ - '0');
+        if (v > (UINT64_MAX - digit) / 10) j->bad = true;
+        else v = v * 10 + digit;
     }
-    if (digits == 0) j->bad = true;
     return j->bad ? 0 : v;
 }
 
@@ -8669,19 +9023,72 @@ HPMLI_FN bool hpmli_json_next(hpmli_json *j, int n, char open, char close)
     return !j->bad && !(close == ')' && hpmli_json_is(j, close));
 }
 
-/* An array of numbers, of which it takes the first `room`; returns how many there are. */
-HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *out, int room)
+/* How many elements the list or object that comes next has, at most; it stays. */
+HPMLI_FN int64_t hpmli_json_length(hpmli_json j)
+{
+    int64_t count = 1;
+    int     depth = 0;
+    bool    text  = false;
+    for (; j.p < j.end; j.p++) {
+        if (*j.p == '"') text = !text;
+        else if (text) j.p += *j.p == '\\';
+        else if (*j.p == '{' || *j.p == '[') depth++;
+        else if ((*j.p == '}' || *j.p == ']') && --depth == 0) break;
+        else count += *j.p == ',' && depth == 1;
+    }
+    return count;
+}
+
+/* An array of numbers, of which it takes the first `room`; returns how many there are. *product: of all, when it is
+   wanted; more than 64 bits are bad. */
+HPMLI_FN int hpmli_json_numbers(hpmli_json *j, char open, char close, int64_t *out, int room, uint64_t *product)
 {
     int n = 0;
     for (; hpmli_json_next(j, n, open, close); n++) {
-        int64_t number = hpmli_json_number(j);
-        if (n < room) out[n] = number;
+        uint64_t number = hpmli_json_number(j);
+        if (n < room) out[n] = number > INT64_MAX ? INT64_MAX : (int64_t)number;
+        if (!product) continue;
+        if (number > 0 && *product > UINT64_MAX / number) j->bad = true;
+        *product *= number;
     }
     return n;
 }
 
+/* Leaves out a number of any kind, as JSON writes them: 1.5e-7, but not .5, 5., 05 or +5. */
+HPMLI_FN void hpmli_json_skip_number(hpmli_json *j)
+{
+    double      v   = 0;
+    const char *end = hpmli_parse_number(j->p, j->end, &v), *p = j->p;
+    if (!end || fabs(v) > DBL_MAX || *p == '+') { j->bad = true; return; }
+    if (*p == '-') p++;
+    int64_t digits = hpmli_json_digits(p, end);
+    j->bad = j->bad || digits == 0 || (digits > 1 && *p == '0');
+    p += digits;
+    if (p < end && *p == '.' && hpmli_json_digits(p + 1, end) == 0) j->bad = true;
+    j->p += end - j->p;
+}
+
+/* Leaves out a value of any kind, with brackets up to `depth` deep. */
+HPMLI_FN void hpmli_json_skip(hpmli_json *j, int depth)
+{
+    hpmli_json_is(j, ' '); /* skips blanks */
+    char first = 0;
+    if (j->p < j->end) first = *j->p;
+    bool object = first == '{', list = first == '[';
+    if ((object || list) && depth == 0) j->bad = true;
+    for (int n = 0; (object && hpmli_json_next(j, n, '{', '}')) || (list && hpmli_json_next(j, n, '[', ']')); n++) {
+        if (object) hpmli_json_text(j);
+        if (object) hpmli_json_want(j, ':');
+        hpmli_json_skip(j, depth - 1);
+    }
+    if (object || list || j->bad) return;
+    if (first == '"') hpmli_json_text(j);
+    else if (!hpmli_json_word(j, "true") && !hpmli_json_word(j, "false") && !hpmli_json_word(j, "null"))
+        hpmli_json_skip_number(j);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
-// >>dataset   datasets, and their readers: IDX, CIFAR, CSV, text
+// >>dataset   datasets; images as data: IDX, CIFAR
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* A dataset and its arrays, in one block. A slice is a bare hpml_dataset. */
@@ -8774,61 +9181,96 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
     return s;
 }
 
-/* Unpacks a gzipped file. */
-HPMLI_FN bool hpmli_file_unzip(hpmli_file *f, const char *path)
-{
 #ifdef HPML_USE_ZLIB
-    gzFile         gz   = gzopen(path, "rb");
-    unsigned char *out  = NULL;
-    int64_t        size = 0, room = 0;
-    int            n    = gz ? 1 : -1;
-    hpmli_file_close(f);
-    for (; n > 0 && size < INT64_C(1) << 34 && hpmli_grow(f->ctx, &out, size, &room, 1); size += n > 0 ? n : 0)
-        n = gzread(gz, out + size, (unsigned)(room - size < 1 << 20 ? room - size : 1 << 20));
-    if (gz && gzclose(gz) != Z_OK) n = -1; /* it ended early: what came so far is no use */
-    f->bytes = out, f->size = (size_t)size, f->mapped = false;
-    return n == 0 || hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", path);
-#else
-    return hpmli_false(f->ctx, HPML_ERR_UNSUPPORTED, "\"%s\" is gzipped: run gunzip on it, or build with "
-                       "-DHPML_USE_ZLIB -lz", path);
-#endif
-}
-
-/* IDX, the format of MNIST: 0 0 type dimensions, the sizes as big-endian u32, the bytes; may be gzipped. */
-HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int dims, int64_t *sizes)
+/* Unpacks `want` bytes that stand behind a header. Memory grows with what comes, because the header may lie. */
+HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
 {
-    size_t want = 1, head = 4 + 4 * (size_t)dims;
+    size_t room = 0, got = 0;
+    bool   more = true;
+    char   extra;
+    while (more && got == room && room < want) {
+        room = room == 0 ? (size_t)1 << 20 : 2 * room;
+        if (room > want) room = want;
+        unsigned char *p = (unsigned char *)hpmli_alloc(f->ctx, room);
+        if (!p) return false;
+        if (got > 0) memcpy(p, f->bytes, got);
+        hpmli_free(f->ctx, (void *)(uintptr_t)f->bytes);
+        f->bytes = p;
+        size_t n = hpmli_file_next(f, p + got, room - got);
+        more = n > 0, got += n;
+    }
+    more = hpmli_file_next(f, &extra, 1) == 1; /* which reads the checksum behind the data as well */
+    int wrong;
+    gzerror(f->gz, &wrong);
+    if (wrong < 0) return hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", f->path);
+    return (got == want && !more) ||
+           hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %s%zu",
+                       f->path, want, more ? "more than " : "", got);
+}
+#endif
+
+/* IDX, the format of MNIST: 0 0 type dimensions, the sizes as big-endian u32, the bytes; may be gzipped. Reads the
+   header, and of a gzipped file the data as well: *want bytes. */
+HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int dims, int64_t *sizes, size_t *want)
+{
+    unsigned char head[16];
+    size_t        length = 4 + 4 * (size_t)dims;
     if (!hpmli_file_open(ctx, f, path)) return false;
-    if (f->size >= 2 && f->bytes[0] == 0x1f && f->bytes[1] == 0x8b && !hpmli_file_unzip(f, path)) return false;
-    if (f->size < head || f->bytes[0] || f->bytes[1] || f->bytes[2] != 8 || f->bytes[3] != dims)
+    size_t got  = hpmli_file_next(f, head, length);
+    bool   gzip = got >= 2 && head[0] == 0x1f && head[1] == 0x8b;
+#ifdef HPML_USE_ZLIB
+    if (gzip && !(f->gz = gzopen(path, "rb")))
+        return hpmli_false(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path, strerror(errno));
+    if (gzip) got = hpmli_file_next(f, head, length);
+#else
+    if (gzip)
+        return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "\"%s\" is gzipped: run gunzip on it, or build with "
+                           "-DHPML_USE_ZLIB -lz", path);
+#endif
+    if (got < length || head[0] || head[1] || head[2] != 8 || head[3] != dims)
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": not an IDX file of bytes with %d dimensions: it should start "
                            "with 00 00 08 %02x", path, dims, (unsigned)dims);
+    *want = 1;
     for (int i = 0; i < dims; i++) {
-        const unsigned char *p = f->bytes + 4 + 4 * i;
+        const unsigned char *p = head + 4 + 4 * i;
         sizes[i] = (int64_t)((uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3]);
-        if (sizes[i] == 0 || !hpmli_mul(want, (size_t)sizes[i], &want))
+        if (sizes[i] == 0 || !hpmli_mul(*want, (size_t)sizes[i], want))
             return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": dimension %d of %d is %lld, expected %s", path, i + 1,
                                dims, (long long)sizes[i], sizes[i] ? "no more than any file holds" : "1 or more");
     }
-    return f->size - head == want ||
+#ifdef HPML_USE_ZLIB
+    if (gzip) return hpmli_idx_unzip(f, *want);
+#endif
+    return f->size - length == *want ||
            hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the header promises %zu bytes of data, the file has %zu", path,
-                       want, f->size - head);
+                       *want, f->size - length);
+}
+
+/* The data behind the header. */
+HPMLI_FN bool hpmli_idx_read(hpmli_file *f, void *to, size_t want)
+{
+    if (f->bytes) memcpy(to, f->bytes, want);
+    return f->bytes || hpmli_file_read(f, to, want);
 }
 
 HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, const char *labels)
 {
     hpmli_file     fx = HPMLI_ZEROED, fy = HPMLI_ZEROED;
     int64_t        shape[3] = { 0 }, images_count, count = 0; /* images, height, width; labels */
+    size_t         xs, ys;
     hpmli_samples *s = NULL;
     if (hpmli_failed(ctx)) return NULL;
-    if (hpmli_idx_open(ctx, &fx, images, 3, shape) && hpmli_idx_open(ctx, &fy, labels, 1, &count)) {
+    if (hpmli_idx_open(ctx, &fx, images, 3, shape, &xs) && hpmli_idx_open(ctx, &fy, labels, 1, &count, &ys)) {
         images_count = shape[0], shape[0] = 1; /* channels */
         if (images_count == count) s = hpmli_samples_new(ctx, count, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
         else hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" holds %lld images, \"%s\" %lld labels", images,
                         (long long)images_count, labels, (long long)count);
     }
-    if (s) memcpy(s->x, fx.bytes + 16, fx.size - 16);
-    for (int64_t i = 0; s && i < count; i++) s->y[i] = fy.bytes[8 + i];
+    if (s && hpmli_idx_read(&fx, s->x, xs)) {
+        unsigned char *bytes = (unsigned char *)(s->y + count) - count; /* the last quarter of y, made wider in place */
+        hpmli_idx_read(&fy, bytes, ys);
+        for (int64_t i = 0; i < count; i++) s->y[i] = bytes[i];
+    }
     hpmli_file_close(&fx);
     hpmli_file_close(&fy);
     return hpmli_dataset_done(s);
@@ -8838,104 +9280,146 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count)
 {
     const int64_t  shape[3] = { 3, 32, 32 };
+    int64_t        records  = 0, at = 0;
     hpmli_samples *s = NULL;
     hpmli_file     f;
+    unsigned char  label = 0;
     if (hpmli_failed(ctx)) return NULL;
     if (!paths || count < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "cifar10: no file names given");
-    for (int pass = 0; pass < 2 && ctx->status == HPML_OK; pass++) { /* count the records, then copy them */
-        int64_t at = 0;
-        for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) {
-            if (f.size % 3073 != 0)
-                hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and "
-                           "3 x 32 x 32 pixels)", paths[i], f.size);
-            for (size_t r = 0; r < f.size / 3073 && ctx->status == HPML_OK; r++, at++) {
-                const unsigned char *p = f.bytes + r * 3073;
-                if (p[0] > 9)
-                    hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9", paths[i], r,
-                               p[0]);
-                else if (pass == 1 && at < s->d.count) s->y[at] = p[0], memcpy(s->x + at * 3072, p + 1, 3072);
-            }
-            hpmli_file_close(&f);
-        }
-        if (!s && ctx->status == HPML_OK) s = hpmli_samples_new(ctx, at, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
+    for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) {
+        if (f.size % 3073 != 0)
+            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": %zu bytes, expected a multiple of 3073 (a label and 3 x 32 x 32 "
+                       "pixels)", paths[i], f.size);
+        records += (int64_t)(f.size / 3073);
+        hpmli_file_close(&f);
     }
+    if (ctx->status == HPML_OK) s = hpmli_samples_new(ctx, records, HPML_DTYPE_U8, 3, shape, HPML_DTYPE_I32, 1);
+    for (int i = 0; s && i < count && ctx->status == HPML_OK && hpmli_file_open(ctx, &f, paths[i]); i++) {
+        for (size_t r = 0; r < f.size / 3073 && at < records && ctx->status == HPML_OK; r++, at++) {
+            if (hpmli_file_read(&f, &label, 1)) hpmli_file_read(&f, s->x + at * 3072, 3072);
+            s->y[at] = label;
+            if (label > 9)
+                hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\": label of record %zu is %d, expected 0 to 9", paths[i], r,
+                           label);
+        }
+        hpmli_file_close(&f);
+    }
+    if (ctx->status == HPML_OK && at < records)
+        hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": the files became shorter while they were read", paths[0]);
     if (s) s->d.classes = 10;
     return hpmli_dataset_done(s);
 }
 
-/* A decimal number, whatever the locale. Returns the end, or NULL when there is none. */
-HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *out)
-{
-    double value = 0, scale = 0;
-    int    digits = 0, exponent = 0, esign = 1;
-    bool   point = false, negative = p < end && *p == '-';
-    if (p < end && (*p == '-' || *p == '+')) p++;
-    for (; p < end && ((*p >= '0' && *p <= '9') || (*p == '.' && !point)); p++) {
-        if (*p == '.') point = true;
-        else value = value * 10 + (*p - '0'), scale += point, digits++;
-    }
-    if (digits == 0) return NULL;
-    if (p < end && (*p == 'e' || *p == 'E')) {
-        p++;
-        if (p < end && (*p == '-' || *p == '+')) esign = *p++ == '-' ? -1 : 1;
-        if (p >= end || *p < '0' || *p > '9') return NULL;
-        for (; p < end && *p >= '0' && *p <= '9'; p++)
-            if (exponent < 10000) exponent = exponent * 10 + (*p - '0');
-    }
-    *out = (negative ? -value : value) * pow(10, esign * exponent - scale);
-    return fabs(*out) < 3.4028235677973366e38 ? p : NULL; /* what f32 holds, rounded */
-}
+// ---------------------------------------------------------------------------------------------------------------------
+// >>csv   numbers and text as data: CSV, characters
+// ---------------------------------------------------------------------------------------------------------------------
 
 typedef struct hpmli_csv {
     hpml_ctx   *ctx;
     const char *path, *p, *end;
+    const char *names;            /* the header line; NULL: there is none */
+    int64_t     line, columns;    /* lines begun; fields of each */
+    int64_t     label, room;      /* column of the label, or -1; samples that there is memory for */
     char        separator;
-    int64_t     line;   /* lines read */
-    double     *values; /* (room) of one line */
-    int64_t     room;
 } hpmli_csv;
 
-/* The numbers of one line to c->values; returns how many; -1 when not all are numbers, -2 when one is a word. */
-HPMLI_FN int64_t hpmli_csv_line(hpmli_csv *c)
+/* Takes a field, to [*text, *stop) without the blanks and quotes around it; whether another one follows on the line. */
+HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop)
 {
-    int64_t n    = 0;
-    bool    good = true, words = false;
-    char    last = ' ';
-    while (good) {
-        while (c->p < c->end && (*c->p == ' ' || (*c->p == '\t' && c->separator != '\t'))) c->p++;
-        double      value  = 0;
-        bool        quoted = c->p < c->end && *c->p == '"';
-        const char *stop   = hpmli_parse_number(c->p + quoted, c->end, &value);
-        good = stop && hpmli_grow(c->ctx, &c->values, n, &c->room, sizeof value);
-        if (!good) break;
-        c->values[n++] = value;
-        if (quoted) good = stop < c->end && *stop == '"';
-        if (quoted && good) stop++;
-        while (stop < c->end && (*stop == ' ' || *stop == '\r')) stop++;
-        c->p = stop;
-        if (c->p >= c->end || *c->p == '\n') break;
-        good = good && *c->p == c->separator;
-        c->p++;
-    }
-    for (; c->p < c->end && *c->p != '\n'; last = *c->p++)
-        words = words || ((unsigned char)*c->p >= 'A' && (last < '0' || last > '9'));
-    if (c->p < c->end) c->p++;
-    c->line++;
-    return good ? n : words ? -2 : -1;
+    const char *p = c->p;
+    while (p < c->end && (*p == ' ' || (*p == '\t' && c->separator != '\t'))) p++;
+    bool quoted = p < c->end && *p == '"', open = quoted;
+    *text = p;
+    if (quoted) p++;
+    for (; p < c->end && *p != '\n' && (open || *p != c->separator); p++)
+        if (quoted && *p == '"') open = !open;
+    bool another = p < c->end && *p == c->separator;
+    c->p = p < c->end ? p + 1 : p;
+    while (p > *text && (p[-1] == ' ' || p[-1] == '\r' || p[-1] == '\t')) p--;
+    if (quoted && p - *text > 1 && p[-1] == '"') ++*text, p--;
+    *stop = p;
+    return another;
 }
 
-/* Room for as many samples as there are lines left, once the first says how many columns there are. *label: in as
-   given, out from 0 on, or -1. */
-HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int64_t columns, int64_t *label, hpml_dtype y_dtype)
+/* Counts the columns. The first line is a header if no field of it is a number, because a row of data taken for a
+   header would be lost. */
+HPMLI_FN void hpmli_csv_first(hpmli_csv *c)
 {
-    int64_t given = *label, lines = 1;
-    *label = given == HPML_NO_LABEL ? -1 : given < 0 ? columns + given : given;
-    if (given != HPML_NO_LABEL && (*label < 0 || *label >= columns || columns < 2))
+    static const char none[][4] = { "nan", "inf" }; /* numbers of other programs, not of this reader */
+    const char *start = c->p, *text, *stop;
+    bool        more = true, numbers = false, words = false;
+    double      v;
+    for (; more; c->columns++) {
+        more = hpmli_csv_field(c, &text, &stop);
+        int64_t size = stop - text;
+        bool    number = hpmli_parse_number(text, stop, &v) == stop && size > 0;
+        for (int i = 0; i < 2 && size >= 3; i++)
+            number = number || ((stop[-3] | 32) == none[i][0] && (stop[-2] | 32) == none[i][1] &&
+                                (stop[-1] | 32) == none[i][2] && (size == 3 || (size == 4 && *text == '-')));
+        numbers = numbers || number, words = words || (size > 0 && !number);
+    }
+    if (words && !numbers) c->names = start;
+    else c->p = start, c->line--;
+}
+
+HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t column, const char *text, const char *stop,
+                             const char *expected)
+{
+    hpmli_csv   head = *c;
+    const char *name = "", *end = name;
+    bool        more = c->names != NULL;
+    head.p = c->names;
+    for (int64_t i = 0; more && i <= column; i++) more = hpmli_csv_field(&head, &name, &end);
+    hpmli_fail(c->ctx, status, "\"%s\" line %lld, column %lld%s%.*s%s: \"%.*s\" is not %s", c->path,
+               (long long)c->line, (long long)column + 1, end > name ? " \"" : "", (int)hpmli_min(end - name, 64), name,
+               end > name ? "\"" : "", (int)hpmli_min(stop - text, 64), text, expected);
+}
+
+/* One line to one sample. */
+HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s)
+{
+    const char *text, *stop;
+    int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
+    bool        more = true, fits = s && s->d.count < c->room; /* what does not fit is no whole row, see below */
+    bool        first = !c->names && (!s || s->d.count == 0);  /* may have been meant as a header */
+    for (; more; column++) {
+        double v = 0;
+        more = hpmli_csv_field(c, &text, &stop);
+        if (hpmli_parse_number(text, stop, &v) != stop || stop == text)
+            hpmli_csv_fail(c, HPML_ERR_FORMAT, column, text, stop, first ? "a number; a header has none in any field"
+                           : "a number");
+        else if (fabs(v) >= HPMLI_F32_END)
+            hpmli_csv_fail(c, HPML_ERR_FORMAT, column, text, stop, "within what f32 holds");
+        else if (column == c->label && s && s->d.y_dtype == HPML_DTYPE_I32 &&
+                 (v < 0 || v >= INT32_MAX || v != floor(v)))
+            hpmli_csv_fail(c, HPML_ERR_LABEL, column, text, stop, "a whole number from 0, as labels are");
+        if (c->ctx->status != HPML_OK) return;
+        if (!fits || column >= c->columns) continue;
+        if (column != c->label) ((float *)(void *)s->x)[at++] = (float)v;
+        else if (s->d.y_dtype == HPML_DTYPE_F32) ((float *)(void *)s->y)[s->d.count] = (float)v;
+        else s->y[s->d.count] = (int32_t)v;
+    }
+    if (column != c->columns || !fits)
+        hpmli_fail(c->ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %lld fields, expected %lld as on the first line",
+                   c->path, (long long)c->line, (long long)column, (long long)c->columns);
+    else s->d.count++;
+}
+
+/* Memory for as many samples as the rest can hold: each takes a line, and two bytes a field. NULL without an error: not
+   even one. */
+HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int32_t given, hpml_dtype y_dtype)
+{
+    int64_t columns = c->columns, lines = 1;
+    c->label = given < 0 ? columns + given : given;
+    if (given == HPML_NO_LABEL) c->label = -1;
+    else if (c->label < 0 || c->label >= columns || columns < 2)
         return hpmli_null(c->ctx, HPML_ERR_FORMAT, "\"%s\": %lld columns of numbers found, label column %lld", c->path,
                           (long long)columns, (long long)given);
-    for (const char *p = c->p; p < c->end; p++) lines += *p == '\n' || p == c->end - 1;
-    columns -= *label >= 0;
-    hpmli_samples *s = hpmli_samples_new(c->ctx, lines, HPML_DTYPE_F32, 1, &columns, y_dtype, *label >= 0);
+    for (const char *p = c->p; p < c->end; p++) lines += *p == '\n';
+    c->room = hpmli_min(lines, (c->end - c->p + 1) / (2 * columns));
+    columns -= c->label >= 0;
+    if (c->room == 0) return NULL;
+    hpmli_samples *s = hpmli_samples_new(c->ctx, c->room, HPML_DTYPE_F32, 1, &columns, y_dtype, c->label >= 0);
     if (s) s->d.count = 0;
     return s;
 }
@@ -8943,38 +9427,24 @@ HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int64_t columns, int64_t
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression)
 {
     hpmli_file     f;
-    hpmli_csv      c     = HPMLI_ZEROED;
-    hpmli_samples *s     = NULL;
-    int64_t        label = label_column, columns = 0, x = 0;
-    if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
+    hpmli_csv      c = HPMLI_ZEROED;
+    hpmli_samples *s = NULL;
+    bool           begun = false;
+    if (hpmli_failed(ctx) || !hpmli_file_whole(ctx, &f, path, false)) return NULL;
     c.ctx = ctx, c.path = path, c.p = (const char *)f.bytes, c.end = c.p + f.size, c.separator = ',';
     if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the mark that spreadsheets put in front */
     for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the first candidate on the first line */
         if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
     while (c.p < c.end && ctx->status == HPML_OK) {
         if (*c.p == '\n' || *c.p == '\r') { c.line += *c.p++ == '\n'; continue; }
-        int64_t n = hpmli_csv_line(&c);
-        if (n == -2 && c.line == 1 && c.p < c.end) continue; /* a header */
-        if (n > 0 && !s) s = hpmli_csv_samples(&c, columns = n, &label, regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32);
-        if (!s) break;
-        if (n != columns)
-            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: %s (%lld columns were expected)", path,
-                       (long long)c.line, n < 0 ? "not all fields are numbers, nor is it a header with a word in it"
-                                                : "another number of fields", (long long)columns);
-        for (int64_t i = 0; n == columns && i < n; i++) {
-            double v = c.values[i];
-            if (i != label) ((float *)(void *)s->x)[x++] = (float)v;
-            else if (regression) ((float *)(void *)s->y)[s->d.count] = (float)v;
-            else if (v >= 0 && v < INT32_MAX && v == floor(v)) s->y[s->d.count] = (int32_t)v;
-            else hpmli_fail(ctx, HPML_ERR_LABEL, "\"%s\" line %lld: label %g is not a whole number from 0", path,
-                            (long long)c.line, v);
-        }
-        s->d.count++;
+        c.line++;
+        if (c.columns == 0) { hpmli_csv_first(&c); continue; }
+        if (!begun) s = hpmli_csv_samples(&c, label_column, regression ? HPML_DTYPE_F32 : HPML_DTYPE_I32);
+        begun = true;
+        if (ctx->status == HPML_OK) hpmli_csv_row(&c, s);
     }
-    if (!s && ctx->status == HPML_OK)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\" line %lld: not all fields are numbers, separated by , ; or tabs", path,
-                   (long long)c.line);
-    hpmli_free(ctx, c.values);
+    if (!begun && ctx->status == HPML_OK)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no line of numbers, separated by , ; or tabs", path);
     hpmli_file_close(&f);
     return hpmli_dataset_done(s);
 }
@@ -8985,32 +9455,37 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
     hpmli_samples *s = NULL;
     hpmli_file     f;
     int32_t        of[256], *token;
-    int64_t        total     = 0;
+    size_t         total = 0, at = 0;
     bool           used[256] = { false };
     if (hpmli_failed(ctx)) return NULL;
     if (!paths || count < 1 || context < 1)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "text: needs file names and a context, got %d and %lld", count,
                           (long long)context);
-    for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) { /* which characters occur */
-        for (size_t b = 0; b < f.size; b++) used[f.bytes[b]] = true;
-        total += (int64_t)f.size;
+    for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) {
+        total += f.size;
         hpmli_file_close(&f);
     }
-    if (ctx->status == HPML_OK && total <= context)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "text: %lld characters, expected more than the context of %lld",
-                   (long long)total, (long long)context);
-    if (ctx->status == HPML_OK) s = hpmli_samples_new(ctx, total, HPML_DTYPE_I32, 0, NULL, HPML_DTYPE_I32, 0);
+    if (ctx->status == HPML_OK && (int64_t)total <= context)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "text: %zu characters, expected more than the context of %lld", total,
+                   (long long)context);
+    if (ctx->status == HPML_OK) s = hpmli_samples_new(ctx, (int64_t)total, HPML_DTYPE_I32, 0, NULL, HPML_DTYPE_I32, 0);
     if (!s) return NULL;
+    unsigned char *text = (unsigned char *)s->x + 3 * total; /* the last quarter of x, made wider in place */
+    for (int i = 0; i < count && ctx->status == HPML_OK && hpmli_file_open(ctx, &f, paths[i]); i++) {
+        if (f.size > total - at) f.size = total - at; /* it grew */
+        if (hpmli_file_read(&f, text + at, f.size)) at += f.size;
+        hpmli_file_close(&f);
+    }
+    if (ctx->status == HPML_OK && at < total)
+        hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": the files became shorter while they were read", paths[0]);
+    for (size_t i = 0; i < at; i++) used[text[i]] = true;
     for (int c = 0; c < 256; c++) {
         of[c] = s->vocabulary_size;
         if (used[c] || bytes) s->vocabulary[s->vocabulary_size++] = (unsigned char)c;
     }
     token  = (int32_t *)(void *)s->x;
     s->d.y = token + 1;
-    for (int i = 0; i < count && hpmli_file_open(ctx, &f, paths[i]); i++) { /* the tokens */
-        for (size_t b = 0; b < f.size && total > 0; b++, total--) *token++ = of[f.bytes[b]];
-        hpmli_file_close(&f);
-    }
+    for (size_t i = 0; i < at; i++) token[i] = of[text[i]];
     s->d.count -= context, s->d.x_ndim = 1, s->d.classes = s->vocabulary_size;
     s->d.x_shape[0] = s->d.y_size = context, s->d.x_step = s->d.y_step = 1; /* one begins at every place */
     return hpmli_dataset_done(s);
@@ -9027,7 +9502,7 @@ HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int
 // >>npy   numpy arrays and packed records
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* .npy: \x93NUMPY 1 0, length of the header u16, a Python dict as text, the data. */
+/* .npy: \x93NUMPY, version 1 0 (2 0, 3 0), length of the header u16 (u32), a Python dict as text, the data. */
 
 /* What comes after 'key': in the dict; "" when it is not there. */
 HPMLI_FN char *hpmli_npy_key(char *header, const char *key)
@@ -9036,44 +9511,72 @@ HPMLI_FN char *hpmli_npy_key(char *header, const char *key)
     return p ? p + strlen(key) + strspn(p + strlen(key), " :") : header + strlen(header);
 }
 
+/* Makes f8 and i8 values f4 and i4, in place; false and an error where one does not fit. */
+HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype, char *data, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++) {
+        double  v;
+        int64_t w = (int64_t)hpmli_little((const unsigned char *)data + 8 * i, 8);
+        memcpy(&v, &w, 8);
+        float   x = (float)v;
+        int32_t n = (int32_t)w;
+        if (dtype == HPML_DTYPE_F32 && fabs(v) >= HPMLI_F32_END && v - v == 0)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": element %lld is %g, more than f32 holds; scale the array",
+                               path, (long long)i, v);
+        if (dtype == HPML_DTYPE_I32 && n != w)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": element %lld is %lld, more than i32 holds; save it as "
+                               "float32, or make the numbers smaller", path, (long long)i, (long long)w);
+        memcpy(data + 4 * i, dtype == HPML_DTYPE_F32 ? (void *)&x : (void *)&n, 4);
+    }
+    return true;
+}
+
+/* Reads the header, to `header`, zeroed; returns the bytes in front of the data, 0 when there is none to read. */
+HPMLI_FN size_t hpmli_npy_header(hpmli_file *f, char *header, size_t room)
+{
+    unsigned char start[12] = { 0 };
+    bool   good  = hpmli_file_next(f, start, 10) == 10 && memcmp(start, "\x93NUMPY", 6) == 0;
+    size_t field = start[6] == 1 ? 2 : 4; /* bytes of the length; versions 2 and 3 have more */
+    good = good && start[6] >= 1 && start[6] <= 3 && hpmli_file_next(f, start + 10, field - 2) == field - 2;
+    size_t length = (size_t)hpmli_little(start + 8, (int)field);
+    good = good && length > 0 && length < room && hpmli_file_next(f, header, length) == length;
+    return good ? 8 + field + length : 0;
+}
+
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
 {
     static const struct { const char *code; hpml_dtype dtype; size_t size; } kinds[] = {
         { "'<f4'", HPML_DTYPE_F32, 4 }, { "'<f2'", HPML_DTYPE_F16, 2 }, { "'<i4'", HPML_DTYPE_I32, 4 },
         { "'|u1'", HPML_DTYPE_U8, 1 }, { "'<f8'", HPML_DTYPE_F32, 8 }, { "'<i8'", HPML_DTYPE_I32, 8 } };
     hpmli_file   f;
-    char         header[1024] = "";
-    size_t       length = 0, known = sizeof kinds / sizeof kinds[0], kind = known;
+    char         header[1024] = "", *data = NULL;
+    size_t       known = sizeof kinds / sizeof kinds[0], kind = known;
     int64_t      shape[HPML_MAX_DIMS], count;
     int          ndim = 0;
     hpml_tensor *t = NULL;
     if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
-    if (f.size >= 10 && memcmp(f.bytes, "\x93NUMPY\1", 7) == 0) length = (size_t)hpmli_little(f.bytes + 8, 2);
-    if (length > 0 && length < sizeof header && length <= f.size - 10) memcpy(header, f.bytes + 10, length);
+    size_t front = hpmli_npy_header(&f, header, sizeof header);
     for (size_t i = 0; i < known; i++)
         if (strncmp(hpmli_npy_key(header, "'descr'"), kinds[i].code, 5) == 0) kind = i;
     hpmli_json j = { hpmli_npy_key(header, "'shape'"), header + strlen(header), false };
-    ndim  = hpmli_json_numbers(&j, '(', ')', shape, HPML_MAX_DIMS);
+    ndim  = hpmli_json_numbers(&j, '(', ')', shape, HPML_MAX_DIMS, NULL);
     count = j.bad || ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(ndim, shape);
     if (count < 0 || kind == known || strncmp(hpmli_npy_key(header, "'fortran_order'"), "False", 5) != 0 ||
-        f.size - 10 - length != (size_t)count * kinds[kind].size)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected a version 1 .npy file of <f4, <f2, <i4, |u1, <f8 or <i8 in "
-                   "C order, at most %d dimensions, none 0, and data of just that size; the header says %.*s", path,
-                   HPML_MAX_DIMS, (int)strcspn(header, "}\n") + 1, header);
+        front == 0 || f.size - front != (size_t)count * kinds[kind].size)
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected a .npy file (version 1, 2 or 3) of <f4, <f2, <i4, |u1, <f8 "
+                   "or <i8 in C order, at most %d dimensions, none 0, and data of just that size; the header says %.*s",
+                   path, HPML_MAX_DIMS, (int)strcspn(header, "}\n") + 1, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
-    const unsigned char *data = f.bytes + (t ? 10 + length : 0);
-    char *host = t && kinds[kind].size == 8 ? (char *)hpmli_alloc(ctx, (size_t)count * 4) : NULL; /* made narrower */
-    for (int64_t i = 0; host && i < count; i++) {
-        double  v;
-        int64_t w = (int64_t)hpmli_little(data + 8 * i, 8);
-        memcpy(&v, &w, 8);
-        float   x = (float)v;
-        int32_t n = w > INT32_MAX ? INT32_MAX : w < INT32_MIN ? INT32_MIN : (int32_t)w;
-        memcpy(host + 4 * i, kinds[kind].dtype == HPML_DTYPE_F32 ? (void *)&x : (void *)&n, 4);
-    }
-    if (t) hpml_tensor_set(t, host ? (const void *)host : data, count);
-    hpmli_free(ctx, host);
+    if (t) data = (char *)hpmli_alloc(ctx, (size_t)count * kinds[kind].size);
+    if (data && hpmli_file_read(&f, data, (size_t)count * kinds[kind].size) &&
+        (kinds[kind].size < 8 || hpmli_npy_narrow(ctx, path, kinds[kind].dtype, data, count)))
+        hpml_tensor_set(t, data, count);
+    hpmli_free(ctx, data);
     hpmli_file_close(&f);
+    if (t && ctx->status != HPML_OK) {
+        hpml_tensor_free(t);
+        return NULL;
+    }
     return t;
 }
 
@@ -9096,7 +9599,8 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data start at a multiple of 64 */
     header[n++] = '\n';
     void *host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
-    if (!host || hpml_tensor_get(t, host, hpml_tensor_count(t)) != HPML_OK || !hpmli_writer_open(t->ctx, &w, path)) {
+    if (!host || hpml_tensor_get(t, host, hpml_tensor_count(t)) != HPML_OK ||
+        !hpmli_writer_open(t->ctx, &w, path, false)) {
         hpmli_free(t->ctx, host);
         return t->ctx->status;
     }
@@ -9133,7 +9637,7 @@ HPML_API hpml_record_writer *hpml_record_create(hpml_ctx *ctx, const char *path)
 {
     if (hpmli_failed(ctx)) return NULL;
     hpml_record_writer *w = (hpml_record_writer *)hpmli_alloc_object(ctx, sizeof *w, hpmli_record_writer_drop);
-    if (!w || !hpmli_writer_open(ctx, &w->w, path)) {
+    if (!w || !hpmli_writer_open(ctx, &w->w, path, true)) {
         hpmli_free(ctx, w);
         return NULL;
     }
@@ -9157,7 +9661,8 @@ HPML_API hpml_status hpml_record_finish(hpml_record_writer *w)
     uint64_t  index = w->w.size;
     for (int64_t i = 0; i < w->count; i++) hpmli_write_little(&w->w, w->offsets[i], 8);
     hpmli_write_little(&w->w, index, 8);
-    if (fseek(w->w.f, 0, SEEK_SET) == 0) hpmli_record_head(w, index);
+    hpmli_write_start(&w->w);
+    hpmli_record_head(w, index);
     hpml_status status = hpmli_writer_close(&w->w, ctx->status == HPML_OK);
     hpmli_free(ctx, w);
     return ctx->status != HPML_OK ? ctx->status : status;
@@ -9171,12 +9676,12 @@ struct hpml_record_file {
     const unsigned char *index; /* (count + 1) u64 */
 };
 
-HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
+HPMLI_FN hpml_record_file *hpmli_record_open(hpml_ctx *ctx, const char *path, bool map)
 {
     uint64_t count = 0, index = 0, last = 24;
     if (hpmli_failed(ctx)) return NULL;
     hpml_record_file *f = (hpml_record_file *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_drop);
-    if (!f || !hpmli_file_open(ctx, &f->file, path)) {
+    if (!f || !hpmli_file_whole(ctx, &f->file, path, map)) {
         hpmli_free(ctx, f);
         return NULL;
     }
@@ -9195,6 +9700,11 @@ HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
     }
     f->count = (int64_t)count, f->index = in->bytes + index;
     return f;
+}
+
+HPML_API hpml_record_file *hpml_record_open(hpml_ctx *ctx, const char *path)
+{
+    return hpmli_record_open(ctx, path, true);
 }
 
 HPML_API int64_t hpml_record_count(const hpml_record_file *f) { return f ? f->count : 0; }
@@ -9231,7 +9741,7 @@ HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char
 
 HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path)
 {
-    hpml_record_file *f = hpml_record_open(ctx, path);
+    hpml_record_file *f = hpmli_record_open(ctx, path, false);
     hpmli_samples    *s = NULL;
     size_t            size = 0;
     const void       *first = hpml_record_get(f, 0, &size);
@@ -9508,7 +10018,7 @@ HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
 HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>safetensors   safetensors files; parameters and whole trainings in them
+// >>safetensors   safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* u64 length of the header, the header in JSON, the data. Entry: "name": {"dtype": "F32", "shape": [2, 3],
@@ -9519,11 +10029,10 @@ HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 
 struct hpml_safetensors {
     hpmli_file       file;
-    char            *text;                 /* copy of the header; names point into it */
-    hpml_safetensor *entries;              /* (count) */
-    hpml_meta       *meta;                 /* (meta_count) */
+    char            *text;                 /* copy of a mapped header; names point into it, else into the file */
+    hpml_safetensor *entries;              /* (count), by name */
+    hpml_meta       *meta;                 /* (meta_count), by key */
     int              count, meta_count;
-    int64_t          capacity, meta_capacity;
 };
 
 HPML_API void hpml_safetensors_close(hpml_safetensors *f)
@@ -9536,45 +10045,97 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
     hpmli_free(ctx, f);
 }
 
+/* Entries and metadata begin with their name. Of two with one name the later in the text comes last. */
+HPMLI_FN int hpmli_name_order(const void *a, const void *b)
+{
+    const char *x = *(const char *const *)a, *y = *(const char *const *)b;
+    int         order = strcmp(x, y);
+    return order || x == y ? order : x < y ? -1 : 1;
+}
+
+HPMLI_FN int hpmli_name_find(const void *name, const void *b)
+{
+    return strcmp((const char *)name, *(const char *const *)b);
+}
+
+/* Sorts by name; of several with one name the last stays. Returns how many are left; *twice: a name of several. */
+HPMLI_FN int hpmli_name_sort(void *things, int count, size_t size, const char **twice)
+{
+    char *p = (char *)things, *to = p;
+    if (count > 0) qsort(things, (size_t)count, size, hpmli_name_order);
+    for (int i = 0; i < count; i++, p += size, to += size) {
+        const char *name = *(const char *const *)(const void *)p;
+        if (i + 1 == count || hpmli_name_find(name, p + size) != 0) memmove(to, p, size);
+        else to -= size, *twice = name;
+    }
+    return (int)((size_t)(to - (char *)things) / size);
+}
+
 HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 {
-    for (int n = 0; hpmli_json_next(j, n, '{', '}'); n++) {
-        if (!hpmli_grow(f->file.ctx, &f->meta, f->meta_count, &f->meta_capacity, sizeof *f->meta)) return false;
+    int64_t     room = hpmli_json_length(*j);
+    const char *twice;
+    if (hpmli_json_word(j, "null")) return true;
+    f->meta = hpmli_new(f->file.ctx, hpml_meta, room);
+    if (!f->meta) return false;
+    for (int n = 0; hpmli_json_next(j, n, '{', '}') && n < room; n++) {
         f->meta[f->meta_count].key = hpmli_json_text(j);
         hpmli_json_want(j, ':');
         f->meta[f->meta_count++].value = hpmli_json_text(j);
     }
+    f->meta_count = hpmli_name_sort(f->meta, f->meta_count, sizeof *f->meta, &twice);
     return !j->bad;
 }
 
-/* One entry; data holds its offsets until the header is known to be whole. */
+/* The types of the format and their bits; those of hpml_dtype come first, in its order. */
+static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
+    { "F32", 32 }, { "BF16", 16 }, { "F16", 16 }, { "I32", 32 }, { "U8", 8 }, { "BOOL", 8 }, { "I8", 8 }, { "I16", 16 },
+    { "U16", 16 }, { "U32", 32 }, { "I64", 64 }, { "U64", 64 }, { "F64", 64 }, { "C64", 64 }, { "F4", 4 },
+    { "F6_E2M3", 6 }, { "F6_E3M2", 6 }, { "F8_E5M2", 8 }, { "F8_E4M3", 8 }, { "F8_E8M0", 8 }, { "F8_E4M3FNUZ", 8 },
+    { "F8_E5M2FNUZ", 8 } };
+#define HPMLI_SAFE_TYPES ((int)(sizeof hpmli_safe_types / sizeof hpmli_safe_types[0]))
+
+/* ndim of an entry to be left out, because hpml cannot hold it; of a wrong one, unless a later one has its name. */
+enum { HPMLI_SAFE_FOREIGN = -1, HPMLI_SAFE_WRONG = -2 };
+
+/* One entry, an object or the list of its values. */
 HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t size)
 {
+    static const char *const keys[] = { "dtype", "shape", "data_offsets" };
     hpml_safetensor *e;
-    int64_t          at[2] = { 1, 0 };
-    int              offsets = 0;
-    bool             known = false;
-    if (!hpmli_grow(f->file.ctx, &f->entries, f->count, &f->capacity, sizeof *e)) return false;
-    e = &f->entries[f->count++], e->name = name, e->ndim = -1;
-    for (int n = 0; hpmli_json_next(j, n, '{', '}'); n++) {
-        const char *key = hpmli_json_text(j);
-        hpmli_json_want(j, ':');
-        if (strcmp(key, "dtype") == 0) {
-            const char *dtype = hpmli_json_text(j);
-            for (int i = 0; i < HPMLI_DTYPES; i++)
-                if (strcmp(dtype, hpmli_dtypes[i].safe) == 0) e->dtype = (hpml_dtype)i, known = true;
-        } else if (strcmp(key, "shape") == 0)
-            e->ndim = hpmli_json_numbers(j, '[', ']', e->shape, HPML_MAX_DIMS);
-        else if (strcmp(key, "data_offsets") == 0) offsets = hpmli_json_numbers(j, '[', ']', at, 2);
-        else j->bad = true;
+    int64_t          at[2]   = { 1, 0 };
+    uint64_t         numbers = 1;
+    int              seen[4] = { 0 }, ndim = 0, offsets = 0, type = HPMLI_SAFE_TYPES, n = 0;
+    hpmli_json       ahead   = *j;
+    bool             list    = hpmli_json_is(&ahead, '[');
+    e = &f->entries[f->count++], e->name = name;
+    for (; hpmli_json_next(j, n, list ? '[' : '{', list ? ']' : '}'); n++) {
+        int key = n;
+        if (!list) {
+            const char *text = hpmli_json_text(j);
+            hpmli_json_want(j, ':');
+            for (key = 0; key < 3 && strcmp(text, keys[key]) != 0; key++) {}
+        }
+        if (key > 3 || (key < 3 && seen[key]++)) j->bad = true;
+        if (key == 0) {
+            const char *text = hpmli_json_text(j);
+            for (type = 0; type < HPMLI_SAFE_TYPES && strcmp(text, hpmli_safe_types[type].name) != 0; type++) {}
+        } else if (key == 1) ndim = hpmli_json_numbers(j, '[', ']', e->shape, HPML_MAX_DIMS, &numbers);
+        else if (key == 2) offsets = hpmli_json_numbers(j, '[', ']', at, 2, NULL);
+        else hpmli_json_skip(j, 125); /* 128 deep with the brackets around it, as in the reference */
     }
-    if (j->bad || e->ndim < 0 || offsets != 2 || at[0] > at[1] || (size_t)at[1] > size) return false;
-    for (int i = e->ndim; i < HPML_MAX_DIMS; i++) e->shape[i] = 1;
-    e->bytes = (size_t)(at[1] - at[0]);
-    e->data  = f->file.bytes + (f->file.size - size) + at[0];
-    int64_t count = e->ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(e->ndim, e->shape);
-    if (!known || e->ndim > HPML_MAX_DIMS || (count < 0 && e->bytes == 0)) e->ndim = -1; /* to be left out */
-    return e->ndim < 0 || (count > 0 && (size_t)count * hpml_dtype_size(e->dtype) == e->bytes);
+    if (j->bad || !seen[0] || !seen[1] || offsets != 2 || type == HPMLI_SAFE_TYPES || (list && n != 3)) return false;
+    for (int i = ndim; i < HPML_MAX_DIMS; i++) e->shape[i] = 1;
+    e->dtype = (hpml_dtype)(type < HPMLI_DTYPES ? type : 0);
+    e->ndim  = ndim;
+    uint64_t bits = hpmli_safe_types[type].bits;
+    bool fits = at[0] <= at[1] && (uint64_t)at[1] <= size;
+    e->bytes = fits ? (size_t)(at[1] - at[0]) : 0;
+    e->data  = f->file.bytes + (f->file.size - size) + (fits ? at[0] : 0);
+    if (numbers == 0 || type >= HPMLI_DTYPES || ndim > HPML_MAX_DIMS) e->ndim = HPMLI_SAFE_FOREIGN;
+    if (!fits || numbers > UINT64_MAX / bits || numbers * bits % 8 != 0 || numbers * bits / 8 != e->bytes)
+        e->ndim = HPMLI_SAFE_WRONG;
+    return true;
 }
 
 HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
@@ -9584,60 +10145,62 @@ HPMLI_FN int hpmli_safe_order(const void *a, const void *b)
     return (const char *)x->data < (const char *)y->data ? -1 : 1;
 }
 
-HPMLI_FN int hpmli_safe_name_order(const void *a, const void *b)
-{
-    return strcmp(((const hpml_safetensor *)a)->name, ((const hpml_safetensor *)b)->name);
-}
-
-/* Sorts by name. Returns a name that is there twice, or is the metadata's; NULL: all may stand in one file. */
-HPMLI_FN const char *hpmli_safe_sort(hpml_safetensor *t, int count)
-{
-    if (count > 0) qsort(t, (size_t)count, sizeof *t, hpmli_safe_name_order);
-    for (int i = 0; i < count; i++)
-        if (strcmp(t[i].name, HPMLI_SAFE_META) == 0 || (i > 0 && strcmp(t[i].name, t[i - 1].name) == 0))
-            return t[i].name;
-    return NULL;
-}
-
 HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 {
-    uint64_t   length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
-    hpmli_json j;
+    uint64_t    length = f->file.size >= 8 ? hpmli_little(f->file.bytes, 8) : 0;
+    bool        meta = false;
+    int         kept = 0;
+    const char *twice;
+    hpmli_json  j;
     if (length < 2 || length > HPMLI_SAFE_HEADER || length > f->file.size - 8) return false;
     size_t data_bytes = f->file.size - 8 - (size_t)length;
-    f->text    = (char *)hpmli_alloc(f->file.ctx, (size_t)length + 1);
-    if (!f->text) return false;
-    memcpy(f->text, f->file.bytes + 8, (size_t)length);
-    j.p = f->text, j.end = f->text + length, j.bad = f->text[0] != '{';
-    for (int n = 0; hpmli_json_next(&j, n, '{', '}'); n++) {
-        const char *name = hpmli_json_text(&j);
-        bool        meta = strcmp(name, HPMLI_SAFE_META) == 0;
-        hpmli_json_want(&j, ':');
-        if (j.bad || !(meta ? hpmli_safe_meta(f, &j) : hpmli_safe_entry(f, &j, name, data_bytes))) return false;
+    j.p = (char *)(uintptr_t)(f->file.bytes + 8);
+    if (f->file.mapped) {
+        f->text = (char *)hpmli_alloc(f->file.ctx, (size_t)length);
+        if (!f->text) return false;
+        j.p = (char *)memcpy(f->text, j.p, (size_t)length);
     }
-    while (j.p < j.end && *j.p == ' ') j.p++;
+    j.end = j.p + length, j.bad = !hpmli_utf8_all(j.p, (size_t)length);
+    int64_t room = hpmli_json_length(j);
+    if (j.bad || room > (int64_t)length / 24 + 1) return false; /* entries are longer */
+    f->entries = hpmli_new(f->file.ctx, hpml_safetensor, room);
+    if (!f->entries) return false;
+    for (int n = 0; hpmli_json_next(&j, n, '{', '}') && n < room; n++) {
+        const char *name = hpmli_json_text(&j);
+        bool        is_meta = strcmp(name, HPMLI_SAFE_META) == 0;
+        hpmli_json_want(&j, ':');
+        if (j.bad || (is_meta && meta)) return false;
+        if (!(is_meta ? hpmli_safe_meta(f, &j) : hpmli_safe_entry(f, &j, name, data_bytes))) return false;
+        meta = meta || is_meta;
+    }
+    hpmli_json_is(&j, ' '); /* skips blanks */
     if (j.bad || j.p != j.end) return false;
+    f->count = hpmli_name_sort(f->entries, f->count, sizeof *f->entries, &twice);
     if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_order);
     const unsigned char *next = f->file.bytes + 8 + length;
-    int                  kept = 0;
     for (int i = 0; i < f->count; i++) { /* no holes, no overlaps */
-        if ((const unsigned char *)f->entries[i].data != next) return false;
+        if (f->entries[i].ndim == HPMLI_SAFE_WRONG || (const unsigned char *)f->entries[i].data != next) return false;
         next += f->entries[i].bytes;
         if (f->entries[i].ndim >= 0) f->entries[kept++] = f->entries[i];
     }
-    f->count = kept;
-    return next == f->file.bytes + f->file.size && !hpmli_safe_sort(f->entries, f->count);
+    f->count = hpmli_name_sort(f->entries, kept, sizeof *f->entries, &twice);
+    return next == f->file.bytes + f->file.size;
 }
 
-HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path)
+HPMLI_FN hpml_safetensors *hpmli_safe_open(hpml_ctx *ctx, const char *path, bool map)
 {
     if (hpmli_failed(ctx)) return NULL;
     hpml_safetensors *f = (hpml_safetensors *)hpmli_alloc_object(ctx, sizeof *f, hpmli_file_drop);
-    if (f && hpmli_file_open(ctx, &f->file, path) && hpmli_safe_parse(f)) return f;
+    if (f && hpmli_file_whole(ctx, &f->file, path, map) && hpmli_safe_parse(f)) return f;
     if (ctx->status == HPML_OK)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a whole safetensors file", path);
     hpml_safetensors_close(f);
     return NULL;
+}
+
+HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path)
+{
+    return hpmli_safe_open(ctx, path, true);
 }
 
 HPML_API int hpml_safetensors_count(const hpml_safetensors *f) { return f ? f->count : 0; }
@@ -9651,19 +10214,19 @@ HPML_API bool hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_saf
 
 HPML_API bool hpml_safetensors_find(const hpml_safetensors *f, const char *name, hpml_safetensor *out)
 {
-    hpml_safetensor key = HPMLI_ZEROED, *e = NULL;
-    key.name = name;
+    hpml_safetensor *e = NULL;
     if (f && f->count > 0 && name)
-        e = (hpml_safetensor *)bsearch(&key, f->entries, (size_t)f->count, sizeof key, hpmli_safe_name_order);
+        e = (hpml_safetensor *)bsearch(name, f->entries, (size_t)f->count, sizeof *e, hpmli_name_find);
     if (e) *out = *e;
     return e != NULL;
 }
 
 HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char *key)
 {
-    for (int i = 0; f && key && i < f->meta_count; i++)
-        if (strcmp(f->meta[i].key, key) == 0) return f->meta[i].value;
-    return NULL;
+    const hpml_meta *m = NULL;
+    if (f && key && f->meta_count > 0)
+        m = (const hpml_meta *)bsearch(key, f->meta, (size_t)f->meta_count, sizeof *m, hpmli_name_find);
+    return m ? m->value : NULL;
 }
 
 /* A string, behind what stands before it. */
@@ -9692,75 +10255,133 @@ HPMLI_FN void hpmli_write_entry(hpmli_writer *w, const char *before, const hpml_
     hpmli_write(w, text, (size_t)line.used);
 }
 
-HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpml_safetensor *t, int count, const hpml_meta *meta,
-                               int meta_count)
+/* What a safetensors file will hold. */
+typedef struct hpmli_safe_content {
+    const hpml_safetensor *t;    /* (count) */
+    const hpml_meta       *meta; /* (meta_count) */
+    int                    count, meta_count;
+    uint32_t              *sums; /* (count) checksums; NULL: the file has none */
+} hpmli_safe_content;
+
+/* All names are UTF-8, and there are no two of one name; `things` begin with theirs. */
+HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *what, const void *things, int count, size_t size)
 {
-    for (int i = 0; i < count; i++) {
+    const char *wrong = NULL, *why = "there are two", *name;
+    char       *sorted = (char *)hpmli_alloc_array(ctx, count, size);
+    if (!sorted) return false;
+    if (count > 0) memcpy(sorted, things, (size_t)count * size);
+    hpmli_name_sort(sorted, count, size, &wrong);
+    for (int i = 0; i < count && !wrong; i++) {
+        name = *(const char *const *)(const void *)((const char *)things + (size_t)i * size);
+        if (!hpmli_utf8_all(name, strlen(name))) wrong = name, why = "it is not UTF-8";
+        if (strcmp(name, HPMLI_SAFE_META) == 0) wrong = name, why = "the format keeps that for itself";
+    }
+    if (wrong)
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: %s cannot be called \"%s\": %s; give it another name", what,
+                   wrong, why);
+    hpmli_free(ctx, sorted);
+    return !wrong;
+}
+
+/* All of it may stand in a file; else an error. */
+HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
+{
+    const hpml_safetensor *t = c->t;
+    for (int i = 0; i < c->meta_count; i++) {
+        if (!c->meta[i].key || !c->meta[i].value)
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: metadata %d needs a key and a value", i);
+        if (!hpmli_utf8_all(c->meta[i].value, strlen(c->meta[i].value)))
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: the value of metadata \"%s\" is not UTF-8",
+                               c->meta[i].key);
+    }
+    for (int i = 0; i < c->count; i++) {
         int64_t n = t[i].ndim < 0 || t[i].ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(t[i].ndim, t[i].shape);
         if (!t[i].name || !t[i].data || n < 0 || t[i].bytes == 0 ||
             (size_t)n * hpml_dtype_size(t[i].dtype) != t[i].bytes)
             return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: tensor %d needs a name, data and the bytes of its "
                                "shape, not %zu", i, t[i].bytes);
     }
-    for (int i = 0; i < meta_count; i++)
-        if (!meta[i].key || !meta[i].value)
-            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: metadata %d needs a key and a value", i);
-    hpml_safetensor *sorted = hpmli_new(ctx, hpml_safetensor, count);
-    if (sorted && count > 0) memcpy(sorted, t, (size_t)count * sizeof *t);
-    const char *wrong = sorted ? hpmli_safe_sort(sorted, count) : NULL;
-    if (wrong)
-        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: a tensor cannot be called \"%s\": %s; give it another name",
-                   wrong, strcmp(wrong, HPMLI_SAFE_META) == 0 ? "the format keeps that for itself" : "there are two");
-    hpmli_free(ctx, sorted);
-    return ctx->status == HPML_OK;
+    return hpmli_names_check(ctx, "a tensor", t, c->count, sizeof *t) &&
+           hpmli_names_check(ctx, "metadata", c->meta, c->meta_count, sizeof *c->meta);
+}
+
+#define HPMLI_SUM "hpml.crc32c." /* metadata: the checksum of the tensor whose name follows, in hexadecimal */
+
+/* All that stands in front of the data; its size does not depend on `length`, the header's, and on the checksums. */
+HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uint64_t length)
+{
+    const char *before = "\"" HPMLI_SAFE_META "\":{";
+    uint64_t    at = 0, start = w->size;
+    char        sum[9];
+    hpmli_write_little(w, length, 8);
+    hpmli_write(w, "{", 1);
+    for (int i = 0; i < c->meta_count; i++, before = ",") {
+        hpmli_write_json(w, before, c->meta[i].key);
+        hpmli_write_json(w, ":", c->meta[i].value);
+    }
+    for (int i = 0; i < c->count && c->sums; i++, before = ",") {
+        char key[sizeof HPMLI_SUM + HPMLI_NAME];
+        snprintf(key, sizeof key, HPMLI_SUM "%s", c->t[i].name);
+        snprintf(sum, sizeof sum, "%08x", (unsigned)c->sums[i]);
+        hpmli_write_json(w, before, key);
+        hpmli_write_json(w, ":", sum);
+    }
+    bool meta = before[0] == ',';
+    if (meta) hpmli_write(w, "}", 1);
+    for (int i = 0; i < c->count; at += c->t[i++].bytes)
+        hpmli_write_entry(w, i > 0 || meta ? "," : "", &c->t[i], at);
+    hpmli_write(w, "}", 1);
+    while ((w->size - start) % 8 != 0) hpmli_write(w, " ", 1);
 }
 
 /* host NULL: the data are as they will stand in the file; else they are f32 on the device, and come through `host`,
-   which has room for each. */
-HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
-                                     const hpml_meta *meta, int meta_count, float *host)
+   which has room for each. The head is written again when length and checksums are known. */
+HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpmli_safe_content *c, float *host)
 {
     hpmli_writer w;
-    uint64_t     at = 0;
-    if (hpmli_failed(ctx) || !hpmli_safe_check(ctx, tensors, count, meta, meta_count) ||
-        !hpmli_writer_open(ctx, &w, path))
-        return hpml_ctx_status(ctx);
-    hpmli_write_little(&w, 0, 8); /* the length is known at the end */
-    hpmli_write(&w, "{", 1);
-    for (int i = 0; i < meta_count; i++) {
-        hpmli_write_json(&w, i ? "," : "\"" HPMLI_SAFE_META "\":{", meta[i].key);
-        hpmli_write_json(&w, ":", meta[i].value);
-    }
-    if (meta_count > 0) hpmli_write(&w, "}", 1);
-    for (int i = 0; i < count; at += tensors[i++].bytes)
-        hpmli_write_entry(&w, i > 0 || meta_count > 0 ? "," : "", &tensors[i], at);
-    hpmli_write(&w, "}", 1);
-    while (w.size % 8 != 0) hpmli_write(&w, " ", 1);
+    if (!hpmli_safe_check(ctx, c) || !hpmli_writer_open(ctx, &w, path, true)) return ctx->status;
+    hpmli_write_head(&w, c, 0);
     uint64_t length = w.size - 8;
-    for (int i = 0; i < count; i++) {
-        const hpml_safetensor *t = &tensors[i];
+    if (length > HPMLI_SAFE_HEADER)
+        hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "\"%s\": names, shapes and metadata take %llu bytes, the format allows "
+                   "%d", path, (unsigned long long)length, HPMLI_SAFE_HEADER);
+    for (int i = 0; i < c->count && ctx->status == HPML_OK; i++) {
+        const hpml_safetensor *t = &c->t[i];
         size_t                 n = t->bytes / hpml_dtype_size(t->dtype);
         if (host) ctx->backend->read(ctx->device, host, t->data, n * sizeof(float));
         if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* it gets no wider */
+        if (c->sums) c->sums[i] = ctx->k->crc32c(0, host ? host : t->data, t->bytes);
         hpmli_write(&w, host ? host : t->data, t->bytes);
     }
-    if (fseek(w.f, 0, SEEK_SET) == 0) hpmli_write_little(&w, length, 8);
+    hpmli_write_start(&w);
+    hpmli_write_head(&w, c, length);
     return hpmli_writer_close(&w, ctx->status == HPML_OK);
 }
 
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count)
 {
-    return hpmli_safe_save(ctx, path, tensors, count, meta, meta_count, NULL);
+    hpmli_safe_content c = { tensors, meta, count, meta_count, NULL };
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (count < 0 || meta_count < 0 || (count > 0 && !tensors) || (meta_count > 0 && !meta))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: %d tensors and %d metadata need arrays of that size",
+                          count, meta_count);
+    return hpmli_safe_save(ctx, path, &c, NULL);
 }
 
-/* Parameters, checkpoints: named arrays on the device become a file, and back. All are checked, then changed. */
+// ---------------------------------------------------------------------------------------------------------------------
+// >>checkpoint   parameters and whole trainings in safetensors files
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Named arrays on the device become a file, and back. All are checked, then changed. */
 
 typedef struct hpmli_arrays {
     hpml_safetensor *t;     /* (count) data: on the device, in f32; begins the block that holds the rest */
     float           *host;  /* room for the largest */
+    uint32_t        *sums;  /* (count) */
     char            *names; /* (count, HPMLI_NAME) */
     int              count;
+    int              squares, after; /* [squares, after) are second moments */
     hpml_dtype       dtype; /* in the file */
 } hpmli_arrays;
 
@@ -9788,16 +10409,20 @@ HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpml_dtype d
     memset(a, 0, sizeof *a);
     a->dtype = dtype;
     if (hpml_param_init(ctx) == HPML_OK)
-        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * (sizeof *a->t + HPMLI_NAME) + (size_t)most * 4);
+        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * (sizeof *a->t + 4 + HPMLI_NAME) + (size_t)most * 4);
     if (!a->t) return false;
     a->host  = (float *)(void *)(a->t + room);
-    a->names = (char *)(a->host + most);
-    for (int kind = 0; kind < (t ? 3 : 1); kind++)
+    a->sums  = (uint32_t *)(void *)(a->host + most);
+    a->names = (char *)(a->sums + room);
+    for (int kind = 0; kind < (t ? 3 : 1); kind++) {
+        if (kind == 2) a->squares = a->count;
         for (int i = 0; i < (kind ? t->graph->param_count : ctx->param_count); i++) { /* not those recorded later */
             const hpml_tensor *p = ctx->params[i];
             hpmli_arrays_add(a, kinds[kind], p->name, kind == 0 ? p->data : kind == 1 ? t->updates[i].m
                              : t->updates[i].v, p->ndim, p->shape);
         }
+    }
+    if (t) a->after = a->count;
     for (hpmli_named *v = states; v; v = v->next) hpmli_arrays_add(a, "state.", v->name, v->values, 1, &v->count);
     return true;
 }
@@ -9806,9 +10431,61 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpml_trainer *of, co
                                        const hpml_meta *meta, int meta_count)
 {
     hpmli_arrays a;
-    if (hpmli_arrays_of(ctx, of, dtype, &a)) hpmli_safe_save(ctx, path, a.t, a.count, meta, meta_count, a.host);
+    if (hpmli_arrays_of(ctx, of, dtype, &a)) {
+        hpmli_safe_content c = { a.t, meta, a.count, meta_count, a.sums };
+        hpmli_safe_save(ctx, path, &c, a.host);
+    }
     hpmli_free(ctx, a.t);
     return ctx->status;
+}
+
+/* Every tensor that has a checksum fits it. Files of other programs, and older ones of hpml, have none. */
+HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const char *path)
+{
+    for (int i = 0; i < f->meta_count; i++) {
+        hpml_safetensor e;
+        char            sum[9];
+        const hpml_meta *m = &f->meta[i];
+        if (strncmp(m->key, HPMLI_SUM, strlen(HPMLI_SUM)) != 0) continue;
+        bool found = hpml_safetensors_find(f, m->key + strlen(HPMLI_SUM), &e);
+        snprintf(sum, sizeof sum, "%08x", found ? (unsigned)ctx->k->crc32c(0, e.data, e.bytes) : 0u);
+        if (!found || strcmp(sum, m->value) != 0)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is damaged: its CRC-32C is %s, the file says %s; "
+                               "take an older file", path, m->key + strlen(HPMLI_SUM), found ? sum : "missing",
+                               m->value);
+    }
+    return true;
+}
+
+/* The n numbers of a tensor in a file as f32: where they lie, or converted to a->host. */
+HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensor *e, int64_t n)
+{
+    if (e->dtype == HPML_DTYPE_F32 && (uintptr_t)e->data % sizeof(float) == 0) return (const float *)e->data;
+    hpmli_convert(ctx->k, HPML_DTYPE_F32, a->host, e->dtype, e->data, n);
+    return a->host;
+}
+
+/* Array i of a has its place in f, with numbers that make sense. */
+HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f,
+                                const char *path)
+{
+    const hpml_safetensor *t = &a->t[i];
+    hpml_safetensor        e;
+    int64_t                n = (int64_t)(t->bytes / sizeof(float));
+    float                  least = i >= a->squares && i < a->after ? 0 : -FLT_MAX;
+    if (!hpml_safetensors_find(f, t->name, &e))
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\" of hpml's types with at most %d dimensions; "
+                           "expected one", path, t->name, HPML_MAX_DIMS);
+    if (e.ndim != t->ndim || memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
+        return hpmli_false(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, t->name,
+                           hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, t->ndim, t->shape));
+    const float *values = hpmli_array_values(ctx, a, &e, n);
+    for (int64_t at = 0; at < n; at++)
+        if (!(values[at] >= least && values[at] <= FLT_MAX))
+            return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, expected finite "
+                               "numbers%s", path, (long long)at, t->name, (double)values[at],
+                               least == 0 ? " from 0, as means of squares are" : "");
+    return true;
 }
 
 HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, const hpml_safetensors *f,
@@ -9816,20 +10493,12 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, co
 {
     hpmli_arrays    a;
     hpml_safetensor e;
-    hpmli_arrays_of(ctx, of, HPML_DTYPE_F32, &a);
-    for (int i = 0; i < a.count && ctx->status == HPML_OK; i++) {
-        const hpml_safetensor *t = &a.t[i];
-        if (!hpml_safetensors_find(f, t->name, &e))
-            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\" of hpml's types with at most %d dimensions; "
-                       "expected one", path, t->name, HPML_MAX_DIMS);
-        else if (e.ndim != t->ndim || memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
-            hpmli_fail(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, t->name,
-                       hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, t->ndim, t->shape));
-    }
-    for (int i = 0; i < a.count && ctx->status == HPML_OK; i++) {
+    bool            good = hpmli_arrays_of(ctx, of, HPML_DTYPE_F32, &a) && hpmli_sums_check(ctx, f, path);
+    for (int i = 0; i < a.count && good; i++) good = hpmli_array_check(ctx, &a, i, f, path);
+    for (int i = 0; i < a.count && good; i++) {
         hpml_safetensors_find(f, a.t[i].name, &e);
-        hpmli_convert(ctx->k, HPML_DTYPE_F32, a.host, e.dtype, e.data, (int64_t)(a.t[i].bytes / sizeof(float)));
-        ctx->backend->write(ctx->device, (void *)(uintptr_t)a.t[i].data, a.host, a.t[i].bytes);
+        const float *values = hpmli_array_values(ctx, &a, &e, (int64_t)(a.t[i].bytes / sizeof(float)));
+        ctx->backend->write(ctx->device, (void *)(uintptr_t)a.t[i].data, values, a.t[i].bytes);
     }
     hpmli_free(ctx, a.t);
     return ctx->status;
@@ -9845,7 +10514,7 @@ HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtyp
 
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
 {
-    hpml_safetensors *f = hpml_safetensors_open(ctx, path);
+    hpml_safetensors *f = hpmli_safe_open(ctx, path, false);
     if (f) hpmli_arrays_load(ctx, NULL, f, path);
     hpml_safetensors_close(f);
     return hpml_ctx_status(ctx);
@@ -9856,11 +10525,14 @@ enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, H
        HPMLI_NUMBERS };
 static const char *const hpmli_numbers[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
                                              "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
+#define HPMLI_NUMBERS_SUM "hpml.crc32c" /* the checksum of these texts, one behind the other */
+#define HPMLI_COUNT_END   (INT64_C(1) << 53) /* no training makes as many steps; a double counts them exactly */
 
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
-    char      text[HPMLI_NUMBERS][24];
-    hpml_meta meta[HPMLI_NUMBERS];
+    char      text[HPMLI_NUMBERS][24], sum[9];
+    hpml_meta meta[HPMLI_NUMBERS + 1];
+    uint32_t  crc = 0;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (t->micro != 0)
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d batches of an update are done; save "
@@ -9870,32 +10542,55 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     for (int i = 0; i < HPMLI_NUMBERS; i++) {
         snprintf(text[i], sizeof text[i], "%lld", (long long)n[i]);
         meta[i].key = hpmli_numbers[i], meta[i].value = text[i];
+        crc = t->ctx->k->crc32c(crc, text[i], strlen(text[i]));
     }
-    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_NUMBERS);
+    snprintf(sum, sizeof sum, "%08x", (unsigned)crc);
+    meta[HPMLI_NUMBERS].key = HPMLI_NUMBERS_SUM, meta[HPMLI_NUMBERS].value = sum;
+    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_NUMBERS + 1);
+}
+
+/* The numbers of a checkpoint, checked; else an error. */
+HPMLI_FN bool hpmli_numbers_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n)
+{
+    const char *sum = hpml_safetensors_meta(f, HPMLI_NUMBERS_SUM);
+    char        is[9];
+    uint32_t    crc = 0;
+    for (int i = 0; i < HPMLI_NUMBERS; i++) {
+        const char *text = hpml_safetensors_meta(f, hpmli_numbers[i]);
+        char       *end  = NULL;
+        errno = 0;
+        n[i]  = text ? strtoll(text, &end, 10) : 0;
+        if (!text)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": holds no position of a training; load bare "
+                               "parameters with hpml_params_load", path);
+        if (end == text || *end != 0 || errno == ERANGE)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is \"%s\", expected a whole number of 64 bits",
+                               path, hpmli_numbers[i], text);
+        if (i >= HPMLI_STEP && i <= HPMLI_EPOCH_STEP && (n[i] < 0 || n[i] > HPMLI_COUNT_END))
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" is %lld, expected 0 to 2^53", path,
+                               hpmli_numbers[i], (long long)n[i]);
+        crc = ctx->k->crc32c(crc, text, strlen(text));
+    }
+    snprintf(is, sizeof is, "%08x", (unsigned)crc);
+    if (sum && strcmp(sum, is) != 0)
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": the position of the training is damaged: its CRC-32C is "
+                           "%s, the file says %s; take an older file", path, is, sum);
+    return true;
 }
 
 HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 {
     int64_t n[HPMLI_NUMBERS];
-    bool    good = true;
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx         *ctx = t->ctx;
-    hpml_safetensors *f   = hpml_safetensors_open(ctx, path);
+    hpml_safetensors *f   = hpmli_safe_open(ctx, path, false);
     if (!f) return ctx->status;
-    for (int i = 0; i < HPMLI_NUMBERS; i++) {
-        const char *text = hpml_safetensors_meta(f, hpmli_numbers[i]);
-        char       *end  = NULL;
-        n[i] = text ? strtoll(text, &end, 10) : 0;
-        good = good && text && end != text && *end == 0;
-    }
-    if (!good || n[HPMLI_STEP] < 0 || n[HPMLI_EPOCH] < 0 || n[HPMLI_EPOCH_STEP] < 0)
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": holds no position of a training; load bare parameters with "
-                   "hpml_params_load", path);
-    else if (n[HPMLI_OPTIMIZER] != hpmli_opt_saved(t->d.optimizer) &&
-             (n[HPMLI_OPTIMIZER] != (int64_t)t->d.optimizer || t->d.momentum != 0))
-        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (number %d, this trainer's is %d; a "
-                   "LARS of 5 lacks the rates in its momentum); load bare parameters with hpml_params_load", path,
-                   (int)n[HPMLI_OPTIMIZER], (int)hpmli_opt_saved(t->d.optimizer));
+    bool good = hpmli_numbers_read(ctx, f, path, n);
+    if (good && n[HPMLI_OPTIMIZER] != hpmli_opt_saved(t->d.optimizer) &&
+        (n[HPMLI_OPTIMIZER] != (int64_t)t->d.optimizer || t->d.momentum != 0))
+        hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": was written by another optimizer (number %lld, this trainer's is %d; "
+                   "a LARS of 5 lacks the rates in its momentum); load bare parameters with hpml_params_load", path,
+                   (long long)n[HPMLI_OPTIMIZER], (int)hpmli_opt_saved(t->d.optimizer));
     if (ctx->status == HPML_OK && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
         ctx->seed = (uint64_t)n[HPMLI_SEED];
         t->step = n[HPMLI_STEP], t->epoch = n[HPMLI_EPOCH], t->epoch_step = n[HPMLI_EPOCH_STEP], t->micro = 0;
@@ -10091,7 +10786,7 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     hpmli_trace *t = ctx->trace;
     if (!t) return hpmli_fail(ctx, HPML_ERR_STATE, "trace \"%s\": no trace was started", path);
     if (ctx->backend->look) ctx->backend->sync(ctx->device);
-    if (!hpmli_writer_open(ctx, &w, path)) return ctx->status;
+    if (!hpmli_writer_open(ctx, &w, path, false)) return ctx->status;
     fprintf(w.f, "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}", t->d.rank,
             t->d.rank);
     const hpml_trace_event *e;

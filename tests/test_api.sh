@@ -34,7 +34,7 @@ header() { # FILE LINES
 header hpml.h 11000
 header hpml_comm.h 6700
 header hpml_cuda.cuh 6000
-check "lines of more than 120 columns" "$(wide build.ninja examples/* tests/*)"
+check "lines of more than 120 columns" "$(wide $(find build.ninja examples tests -type f))"
 goals=$(sed -n 's/^default//p' build.ninja)
 for f in examples/[0-9]*.c* examples/ladder_*.cu; do
     for goal in $goals; do awk -v "goal=$goal:" '$2 == goal, !/\$$/' build.ninja; done |

@@ -22,7 +22,7 @@ TEST(failing_allocator_leaks_nothing)
     const float   x[2 * 64] = { 0 };
     const int32_t y[2]      = { 0, 1 };
     for (size_t k = 1;; k++) {
-        meter         m  = { 0, 0, k };
+        meter         m  = { .fail_at = k };
         hpml_ctx_desc cd = { .threads = 2, .allocator = { meter_alloc, meter_free, &m } };
         hpml_ctx     *ctx = hpml_ctx_create(&cd);
         hpml_tensor  *in  = hpml_input_4d(ctx, 2, 1, 8, 8);
