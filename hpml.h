@@ -84,6 +84,7 @@
 //     threads   the clock and the thread pool
 //     create   creating and freeing contexts
 //     tensor   tensors and views, copies and conversions
+//     host   whole tensors to and from host memory
 //     record   recording: nodes, inputs, parameters
 //     gemm-threads   dealing a matrix product out to threads
 //     elementwise   add, sub, mul, div with broadcasting; scale; activations
@@ -95,6 +96,7 @@
 //     dropout   dropout and embedding
 //     sequence   multi-head attention; long short-term memory
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
+//     half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
 //     backend   the CPU backend: memory, the table of ops, optimizer steps
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     run   running a graph forward and backward
@@ -188,6 +190,12 @@ typedef struct hpml_trainer hpml_trainer; /* opaque */
 typedef struct hpml_backend hpml_backend; /* a table of functions, see >>api-backend */
 typedef struct hpml_packing hpml_packing; /* how a gradient is packed, see >>api-codec */
 
+/* All arithmetic is f32. The others are storage types: labels, tokens (I32), pixels (U8), halves (BF16, F16) for files,
+   wire and, in mixed precision (hpml_ctx_desc.store), results of ops. */
+typedef enum hpml_dtype {
+    HPML_DTYPE_F32 = 0, HPML_DTYPE_BF16 = 1, HPML_DTYPE_F16 = 2, HPML_DTYPE_I32 = 3, HPML_DTYPE_U8 = 4
+} hpml_dtype;
+
 /* Memory comes from here and nowhere else. `align` is a power of two, at most 64. alloc returns NULL on failure.
    Both are called by the thread that calls the library, never by its workers. All zero: malloc and free. */
 typedef struct hpml_allocator {
@@ -205,6 +213,12 @@ typedef struct hpml_ctx_desc {
     int32_t             threads;   /* threads that compute, the caller included; 0: all cores this process may use */
     uint64_t            seed;      /* seed of everything random in this context */
     const char         *cpu;       /* force kernels: "scalar", "avx2", "avx512", "neon"; NULL: the best this CPU has */
+    hpml_dtype          store;     /* mixed precision on the CPU: what results of ops and their gradients are stored as:
+                                      F32, BF16 (8 bits of precision, the range of f32) or F16 (11 bits, at most 65504,
+                                      see hpml_trainer_desc.loss_scale). Ops compute in f32, on copies of some samples
+                                      at a time; products round a copy of their weights to it. Parameters, their
+                                      gradients, optimizer state, scalars, what an op keeps for its backward pass and
+                                      files stay f32. A GPU's precision is in its own desc */
     const hpml_backend *backend;   /* where tensors live and ops run; NULL: CPU */
     void               *backend_desc; /* passed to backend->open */
     hpml_allocator      allocator; /* all zero: malloc */
@@ -243,12 +257,6 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
 // >>api-tensor   tensors
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* All arithmetic is f32. The others are storage types: labels, tokens (I32), pixels (U8), halves for files, wire and,
-   where a backend keeps them so (hpml_backend.store), for what lies between the layers. */
-typedef enum hpml_dtype {
-    HPML_DTYPE_F32 = 0, HPML_DTYPE_BF16 = 1, HPML_DTYPE_F16 = 2, HPML_DTYPE_I32 = 3, HPML_DTYPE_U8 = 4
-} hpml_dtype;
-
 /* How a parameter starts. fan_in: product of all dimensions but the first; fan_out: shape[0] x receptive field. */
 typedef enum hpml_init {
     HPML_INIT_DEFAULT         = 0, /* weights KAIMING_UNIFORM, biases ZEROS, norm scales ONES, embeddings NORMAL 1 */
@@ -275,7 +283,8 @@ typedef struct hpml_param {
 
 /* A dense array in row-major order, owned by its context. `data` and `grad` are NULL until memory has been taken for
    them (hpml_graph_alloc, hpml_trainer_create); they live where the backend keeps them: with the CPU backend read and
-   write them as you like, for others use hpml_tensor_get/set. For dtypes other than F32 cast `data`.
+   write them as you like, for others use hpml_tensor_get/set. `data` and `grad` point to numbers of the type `dtype`,
+   which for results of ops may be halves (hpml_ctx_desc.store): for dtypes other than F32 cast them.
    The first dimension of an input is the batch; see `batch_rows`. */
 struct hpml_tensor {
     hpml_ctx   *ctx;
@@ -315,7 +324,8 @@ HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
 /* Copies between tensors of the same shape, any strides, converting the dtype (round to nearest even; I32, U8
    saturate, NaN gives 0). CPU memory only. */
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src);
-/* Whole contents, contiguous, to and from host memory of the tensor's dtype; `count` must equal hpml_tensor_count. */
+/* Whole contents, contiguous, to and from host memory of the tensor's dtype; `count` must equal hpml_tensor_count.
+   Results of ops that are stored in halves are f32 in host memory: a program is the same in mixed precision. */
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const void *values, int64_t count);
 HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t count);
 
@@ -613,6 +623,9 @@ struct hpml_node {
     hpml_tensor *out_root, *grad_root;         /* planner: the tensors in whose memory value and gradient stand */
     hpml_node   *with;                         /* set by a backend's plan: a pass does this op together with that one,
                                                   the next; sources stay until then */
+    /* where the CPU stores halves: samples of a block (0: all), labels or tokens before this block; its offset in
+       scratch, its bytes of saved */
+    struct { int64_t samples, index; size_t at, saved; } edge;
 };
 
 /* What a run is about. */
@@ -749,9 +762,9 @@ typedef struct hpml_trainer_desc {
     float         clip_norm;       /* 0: none; else gradients are scaled so that their global norm is at most this */
     int32_t       accumulate;      /* batches that make one update, each weighs as many as it has samples; 0: 1 */
     float         loss_scale;      /* gradients are computed times this and divided by it before they are used, so that
-                                      small ones survive in halves; 0: 1, but dynamic where a backend stores F16: from
-                                      65536, halved, and the update left out, when a gradient overflows; doubled after
-                                      2,000 updates without (Micikevicius et al. 2018) */
+                                      small ones survive in halves; 0: 1, but dynamic where results are stored as F16:
+                                      from 65536, halved, and the update left out, when a gradient overflows; doubled
+                                      after 2,000 updates without (Micikevicius et al. 2018) */
     bool          no_finite_check; /* skip the check, which names step and layer, of the loss and gradients: a device's
                                       step without info then need not wait. What is found in a gradient stays out of
                                       parameters; the rest of the step is in. Without clip_norm a device finds it in
@@ -846,7 +859,7 @@ HPML_API hpml_status hpml_trainer_run_local(hpml_trainer *t, int64_t first, int6
                                             bool accumulate, float *loss);
 HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param, int param_count); /* clip, optimizer */
 /* All of them, with (gradient + more) * scale. more: laid out as the gradients are, from the first to the last. On the
-   CPU, without clip_norm, LARS and LAMB, which want the norm. */
+   CPU, without clip_norm, a dynamic loss scale, LARS and LAMB, which want the norm. */
 HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale);
 /* Which part of each global batch fit reads, and the global batch for the learning-rate rule: see hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
@@ -3838,6 +3851,8 @@ struct hpml_ctx {
     hpmli_pool          *pool;       /* NULL: one thread */
     uint64_t             seed;
     const hpml_backend  *backend;
+    const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) the backend's; on the CPU those that fit `store` */
+    hpml_dtype           store;      /* hpml_ctx_desc.store */
     void                *device;     /* what backend->open gave */
     float               *gemm_ws;    /* packing buffers of all threads, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
@@ -4293,6 +4308,13 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 #endif
     ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* not cleared */
     if (!ctx->gemm_ws) return false;
+    if (d->store != HPML_DTYPE_F32 && d->store != HPML_DTYPE_BF16 && d->store != HPML_DTYPE_F16)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store is %s (%d), expected f32, bf16 or f16",
+                           hpml_dtype_name(d->store), (int)d->store);
+    if (d->store != HPML_DTYPE_F32 && ctx->backend != hpml_backend_cpu())
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .store %s is for the CPU; the backend \"%s\" takes its "
+                           "precision from its own desc", hpml_dtype_name(d->store), ctx->backend->name);
+    ctx->store = d->store;
     return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
 }
 
@@ -4314,6 +4336,7 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
     ctx->log_user    = d.log_user;
     ctx->seed        = d.seed;
     ctx->backend     = d.backend ? d.backend : hpml_backend_cpu();
+    ctx->ops         = ctx->backend->ops;
     ctx->allocations = 1;
     ctx->bytes       = sizeof *ctx;
     ctx->threads     = 1;
@@ -4723,8 +4746,36 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
     return HPML_OK;
 }
 
-/* Both ways between a tensor and `count` values on the host, which are `in` or `out`. */
-HPMLI_FN hpml_status hpmli_transfer(const hpml_tensor *t, const char *verb, const void *in, void *out, int64_t count)
+// ---------------------------------------------------------------------------------------------------------------------
+// >>host   whole tensors to and from host memory
+// ---------------------------------------------------------------------------------------------------------------------
+
+HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16; }
+
+/* The first n numbers of t, whatever they are stored as, as f32 on the host. */
+HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
+{
+    size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
+    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* at its end: widened from the front on */
+    hpml_status status = ctx->backend->read(ctx->device, raw, t->data, bytes);
+    if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
+    return status;
+}
+
+HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, const float *in)
+{
+    size_t bytes = (size_t)n * hpml_dtype_size(t->dtype);
+    void  *raw   = hpmli_alloc(ctx, bytes);
+    if (!raw) return ctx->status;
+    hpmli_convert(ctx->k, t->dtype, raw, HPML_DTYPE_F32, in, n);
+    hpml_status status = ctx->backend->write(ctx->device, t->data, raw, bytes);
+    hpmli_free(ctx, raw);
+    return status;
+}
+
+/* Both ways between a tensor and `count` values on the host, which are `in` or `out`; with `plain`, as f32. */
+HPMLI_FN hpml_status hpmli_transfer(const hpml_tensor *t, const char *verb, const void *in, void *out, int64_t count,
+                                    bool plain)
 {
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     const hpml_backend *b     = t->ctx->backend;
@@ -4733,17 +4784,19 @@ HPMLI_FN hpml_status hpmli_transfer(const hpml_tensor *t, const char *verb, cons
         return hpmli_fail(t->ctx, HPML_ERR_SHAPE, "%s %s: needs memory, a contiguous tensor and %lld values, got "
                           "%lld%s", verb, hpmli_text(t), (long long)hpml_tensor_count(t), (long long)count,
                           t->data ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
+    if (plain && in) return hpmli_write_floats(t->ctx, t, count, (const float *)in);
+    if (plain) return hpmli_read_floats(t->ctx, t, count, (float *)out);
     return in ? b->write(t->ctx->device, t->data, in, bytes) : b->read(t->ctx->device, out, t->data, bytes);
 }
 
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const void *values, int64_t count)
 {
-    return hpmli_transfer(t, "set", values, NULL, count);
+    return hpmli_transfer(t, "set", values, NULL, count, t && t->node && hpmli_is_half(t->dtype));
 }
 
 HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t count)
 {
-    return hpmli_transfer(t, "get", NULL, values, count);
+    return hpmli_transfer(t, "get", NULL, values, count, t && t->node && hpmli_is_half(t->dtype));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4817,7 +4870,7 @@ HPMLI_FN hpml_dtype hpmli_store(const hpml_ctx *ctx)
 /* What ops compute with. */
 HPMLI_FN bool hpmli_is_float(const hpml_tensor *t)
 {
-    return t->dtype == HPML_DTYPE_F32 || t->dtype == HPML_DTYPE_BF16 || t->dtype == HPML_DTYPE_F16;
+    return t->dtype == HPML_DTYPE_F32 || hpmli_is_half(t->dtype);
 }
 
 /* The given name, or "<kind><number>". Owned by the context. */
@@ -6632,7 +6685,7 @@ HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
     for (int64_t i = 0; i < count; i++) {
         if (token[i] < 0 || token[i] >= vocabulary)
             return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
-                              n->out->name, (long long)i, token[i], (long long)vocabulary - 1);
+                              n->out->name, (long long)(n->edge.index + i), token[i], (long long)vocabulary - 1);
         memcpy(n->out->data + i * width, n->src[1]->data + token[i] * width, (size_t)width * sizeof(float));
     }
     return HPML_OK;
@@ -6949,8 +7002,8 @@ HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
         if (label[i] == n->attr.cross_entropy.ignore) continue;
         if (label[i] < 0 || label[i] >= V)
             return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to "
-                              "%lld (or %d to be ignored)", (long long)i, label[i], (long long)V - 1,
-                              n->attr.cross_entropy.ignore);
+                              "%lld (or %d to be ignored)", (long long)(n->edge.index + i), label[i],
+                              (long long)V - 1, n->attr.cross_entropy.ignore);
         counted++;
     }
     hpmli_rows_run(run, n, false, hpmli_cross_entropy_row);
@@ -7048,14 +7101,267 @@ HPMLI_FN hpml_status hpmli_pairs_back(const hpml_run *run, hpml_node *n)
 HPMLI_OP(bce_with_logits, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
 HPMLI_OP(huber, HPMLI_NEED_BOTH, hpmli_pairs_pass(n), return hpmli_pairs_back(run, n))
 // ---------------------------------------------------------------------------------------------------------------------
+// >>half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Mixed precision (Micikevicius et al. 2018): results of ops and their gradients take 2 bytes a number; arithmetic, and
+   what is added up over a training, stay f32. The ops know nothing of halves. One wrapper stands in for all of them: it
+   gives an op f32 copies, in scratch memory, of the halves that the op reads, and rounds the op's results (to nearest,
+   ties to even) into their place. Most ops treat samples independently, so the wrapper cuts a batch into blocks of
+   samples whose copies stay in the cache; gradients of parameters are added up over the blocks in f32. An op that joins
+   samples (batchnorm, a sum over the batch) gets a copy of the whole batch, and a loss is the mean over the blocks,
+   weighted by the number of rows that count in each. Blocks do not depend on the number of threads, so results do not.
+
+   The weights of products (parameters of two or more dimensions) are rounded, too, in an f32 copy. In a model of few
+   samples and large layers the copy of the largest weight makes up most of the scratch memory. */
+
+#define HPMLI_EDGE_NUMBERS ((int64_t)1 << 18) /* f32 copies of a block: 1 MB or, where a sample is larger, more */
+#define HPMLI_EDGE_ROWS    256 /* rows of a block, at least: with fewer the packing of a product would show */
+
+/* What each op's backward pass reads, see HPMLI_OP. */
+static unsigned (*const hpmli_needs[])(const hpml_node *) = {
+#define HPMLI_X(op, name) hpmli_##name##_needs,
+    HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+};
+
+enum { HPMLI_LOAD = 1, HPMLI_SAVE = 2, HPMLI_ROUND = 4 }; /* before the op; behind it; load what is f32, rounded */
+
+typedef struct hpmli_copy {
+    void    *stored; /* (n) halves; for HPMLI_ROUND f32 */
+    float   *plain;  /* (n) what the op reads or writes */
+    int64_t  n;
+    unsigned how;
+} hpmli_copy;
+
+/* An op and the block of samples that it is about to run on. */
+typedef struct hpmli_edge {
+    const hpml_ctx *ctx;
+    hpml_node       node;                /* the op as recorded, but with these tensors: */
+    hpml_tensor     t[HPML_MAX_SRC + 1]; /* of its sources, and at the end of its result */
+    hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
+    int             count;               /* of copies */
+    unsigned        now;                 /* HPMLI_LOAD or HPMLI_SAVE: what is being done to them */
+    char           *at;                  /* where the f32 copies are; NULL while planning */
+    size_t          used;                /* bytes of it */
+    int64_t         first, samples;      /* of this block */
+    bool            last;                /* no block follows */
+} hpmli_edge;
+
+HPMLI_FN float *hpmli_edge_copy(hpmli_edge *e, void *stored, int64_t n, int64_t most, unsigned how)
+{
+    float     *plain = e->at ? (float *)(void *)(e->at + e->used) : NULL;
+    hpmli_copy c     = { stored, plain, n, how };
+    e->used += ((size_t)most * sizeof(float) + 63) / 64 * 64;
+    e->copy[e->count++] = c;
+    return plain;
+}
+
+/* t as the op gets it; value and grad: what this pass does with them. 0: nothing, but there are floats at the place, as
+   kernels may read what they do not use. What has no batch dimension is copied before the first block and behind the
+   last. */
+HPMLI_FN void hpmli_edge_tensor(hpmli_edge *e, hpml_tensor *to, const hpml_tensor *t, unsigned value, unsigned grad)
+{
+    int64_t  block = e->node.edge.samples, n = hpml_tensor_count(t), most = n;
+    unsigned once  = (e->first > 0 ? HPMLI_LOAD | HPMLI_ROUND : 0) | (e->last ? 0 : HPMLI_SAVE);
+    bool     half  = hpmli_is_half(t->dtype), has_grad = e->at ? t->grad != NULL : t->needs_grad;
+    *to = *t;
+    if (block > 0 && t->batch_rows > 0) {
+        int64_t each = n / t->shape[0] * t->batch_rows; /* numbers of a sample */
+        size_t  skip = (size_t)(e->first * each) * hpml_dtype_size(t->dtype);
+        if (t->data) to->data = (float *)(void *)((char *)t->data + skip);
+        if (t->grad) to->grad = (float *)(void *)((char *)t->grad + skip);
+        if (t->dtype == HPML_DTYPE_I32) e->node.edge.index = e->first * each;
+        to->shape[0] = e->samples * t->batch_rows;
+        n = e->samples * each, most = block * each, once = 0;
+    }
+    if (half || value & HPMLI_ROUND) to->data = hpmli_edge_copy(e, to->data, n, most, value & ~once);
+    if (half && has_grad) to->grad = hpmli_edge_copy(e, to->grad, n, most, grad & ~once);
+}
+
+/* The op on samples [first, first + samples), its copies laid out from `at` on. */
+HPMLI_FN void hpmli_edge_open(hpmli_edge *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
+                              int64_t samples, bool last, char *at)
+{
+    unsigned needs   = back ? hpmli_needs[n->op](n) : HPMLI_NEED_OUT - 1; /* forward: all sources */
+    bool     product = n->op == HPML_OP_LINEAR || n->op == HPML_OP_MATMUL || n->op == HPML_OP_CONV2D ||
+                       n->op == HPML_OP_LSTM;
+    memset(e, 0, sizeof *e);
+    e->node = *n;
+    memset(e->node.update, 0, sizeof e->node.update); /* steps are taken when the gradient of all blocks is there */
+    e->ctx = ctx, e->at = at, e->first = first, e->samples = samples, e->last = last;
+    for (int i = 0, same; i < n->src_count; i++) {
+        const hpml_tensor *s = n->src[i];
+        unsigned           value = 0, grad = back ? HPMLI_SAVE : 0;
+        if (!s) continue;
+        for (same = 0; n->src[same] != s; same++) {}
+        e->node.src[i] = &e->t[same]; /* one copy where an op reads a tensor twice */
+        if (!s->batch_rows && first > 0) e->node.accumulate[i] = true;
+        if (same < i) continue;
+        for (int k = i; k < n->src_count; k++)
+            if (n->src[k] == s && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
+        if (value && product && s->param && s->ndim >= 2) value = HPMLI_ROUND;
+        if (grad && (n->accumulate[i] || !s->batch_rows)) grad |= HPMLI_LOAD; /* a short batch may write a part of it */
+        hpmli_edge_tensor(e, &e->t[i], s, value, grad);
+    }
+    hpml_tensor *y     = e->node.out = &e->t[HPML_MAX_SRC];
+    unsigned     value = !back ? HPMLI_SAVE : needs & HPMLI_NEED_OUT ? HPMLI_LOAD : 0;
+    hpmli_edge_tensor(e, y, n->out, value, back ? HPMLI_LOAD : 0);
+    if (n->op == HPML_OP_LINEAR && n->saved_bytes > 0) { /* the sum before the activation, stored as the result is */
+        hpml_tensor z = *n->out;
+        z.data = (float *)n->saved;
+        hpmli_edge_tensor(e, &e->t[3], &z, back ? HPMLI_LOAD : HPMLI_SAVE, 0);
+        e->node.saved = e->t[3].data;
+    } else if (n->saved && first > 0)
+        e->node.saved = (char *)n->saved + (size_t)(first / n->edge.samples) * n->edge.saved;
+}
+
+HPMLI_FN int64_t hpmli_edge_tasks(const hpmli_edge *e, const hpmli_copy *c)
+{
+    bool wanted = c->how & (e->now == HPMLI_LOAD ? HPMLI_LOAD | HPMLI_ROUND : HPMLI_SAVE);
+    return wanted ? (c->n + HPMLI_GRAIN - 1) / HPMLI_GRAIN : 0;
+}
+
+/* A piece of one of the copies. */
+HPMLI_FN void hpmli_edge_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_edge    *e = (const hpmli_edge *)arg;
+    const hpmli_copy    *c = e->copy;
+    const hpmli_kernels *k = e->ctx->k;
+    hpml_dtype           store = e->ctx->store;
+    uint16_t             piece[HPMLI_PIECE];
+    for (int64_t tasks; tasks = hpmli_edge_tasks(e, c), task >= tasks; c++) task -= tasks;
+    int64_t   at = task * HPMLI_GRAIN, n = hpmli_min(c->n - at, HPMLI_GRAIN);
+    uint16_t *half = (uint16_t *)c->stored + at;
+    if (e->now == HPMLI_SAVE) k->from_f32(store, half, c->plain + at, n);
+    else if (c->how & HPMLI_LOAD) k->to_f32(c->plain + at, store, half, n);
+    else
+        HPMLI_PIECES(i, count, n) {
+            k->from_f32(store, piece, (const float *)c->stored + at + i, count);
+            k->to_f32(c->plain + at + i, store, piece, count);
+        }
+}
+
+HPMLI_FN void hpmli_edge_move(hpmli_edge *e, hpml_ctx *ctx, unsigned now)
+{
+    int64_t tasks = 0;
+    e->now = now;
+    for (int i = 0; i < e->count; i++) tasks += hpmli_edge_tasks(e, &e->copy[i]);
+    if (tasks > 0) hpmli_parallel(ctx, tasks, hpmli_edge_task, e);
+}
+
+HPMLI_FN bool hpmli_is_mean(hpml_op op)
+{
+    return op == HPML_OP_CROSS_ENTROPY || op == HPML_OP_BCE || op == HPML_OP_HUBER;
+}
+
+/* The tensor whose samples make the blocks. */
+HPMLI_FN const hpml_tensor *hpmli_edge_batch(const hpml_node *n) { return hpmli_is_mean(n->op) ? n->src[0] : n->out; }
+
+/* Samples of a block; 0: the op is run on all at once, as it joins samples, or as they are few. */
+HPMLI_FN int64_t hpmli_edge_block(const hpml_node *n)
+{
+    const hpml_tensor *y = hpmli_edge_batch(n);
+    bool    product = n->op == HPML_OP_MATMUL;
+    bool    pairs   = product || n->op == HPML_OP_CONCAT || n->op == HPML_OP_ADD || n->op == HPML_OP_SUB ||
+                      n->op == HPML_OP_MUL || n->op == HPML_OP_DIV;
+    int64_t numbers = hpml_tensor_count(n->out), batch;
+    if (!y->batch_rows || n->mixes_batch || n->op == HPML_OP_BATCHNORM) return 0;
+    for (int i = 0; i < n->src_count; i++) {
+        const hpml_tensor *s = n->src[i];
+        bool rows_meet = pairs && s && s->ndim == y->ndim && s->shape[0] > 1 && !(product && s->ndim == 2);
+        if (s && s->batch_rows) numbers += hpml_tensor_count(s);
+        else if (s && (rows_meet || hpmli_is_mean(n->op))) return 0; /* its row i goes with row i of the batch */
+    }
+    batch = y->shape[0] / y->batch_rows;
+    int64_t rows  = hpml_tensor_count(y) / y->shape[y->ndim - 1] / batch, each = 2 * numbers / batch;
+    int64_t block = hpmli_max((HPMLI_EDGE_NUMBERS + each - 1) / each, (HPMLI_EDGE_ROWS + rows - 1) / rows);
+    return block < batch ? block : 0;
+}
+
+/* hpml_backend.plan, once for each node: the size of its blocks, memory for their copies and for what each saves. */
+HPMLI_FN void hpmli_edge_plan(void *device, hpml_node *n)
+{
+    const hpml_ctx *ctx = (const hpml_ctx *)device;
+    hpmli_edge      e;
+    if (ctx->store == HPML_DTYPE_F32 || n->op == HPML_OP_RESHAPE || n->edge.at > 0) return;
+    const hpml_tensor *y = hpmli_edge_batch(n);
+    int64_t batch = y->batch_rows ? y->shape[0] / y->batch_rows : 1, block = n->edge.samples = hpmli_edge_block(n);
+    size_t  most  = 0;
+    for (int back = 0; back < 2; back++) {
+        hpmli_edge_open(&e, ctx, n, back, 0, block, true, NULL);
+        if (e.used > most) most = e.used;
+    }
+    n->edge.at       = (n->scratch_bytes + 63) / 64 * 64 + 64;
+    n->scratch_bytes = n->edge.at + most;
+    if (block == 0 || n->saved_bytes == 0 || n->op == HPML_OP_LINEAR) return;
+    n->edge.saved = n->saved_bytes / (size_t)batch * (size_t)block / 64 * 64 + 64; /* a loss saves one number more */
+    n->saved_bytes += 64 * (size_t)((batch + block - 1) / block);
+}
+
+/* Numbers that the loss n is the mean of. */
+HPMLI_FN double hpmli_edge_weight(const hpml_node *n)
+{
+    int64_t        count = hpml_tensor_count(n->src[n->op == HPML_OP_CROSS_ENTROPY]), ignored = 0;
+    const int32_t *label = (const int32_t *)(const void *)n->src[1]->data;
+    for (int64_t i = 0; n->op == HPML_OP_CROSS_ENTROPY && i < count; i++)
+        ignored += label[i] == n->attr.cross_entropy.ignore;
+    return (double)(count - ignored);
+}
+
+/* Both passes of all ops but reshape, which copies bytes of any type. */
+HPMLI_FN hpml_status hpmli_edge_run(const hpml_run *run, hpml_node *n, bool back)
+{
+    const hpml_op_impl *op = &hpml_backend_cpu()->ops[n->op];
+    const hpml_tensor  *y  = hpmli_edge_batch(n);
+    hpml_status         status = HPML_OK;
+    int64_t             block = n->edge.samples, batch = block > 0 ? y->shape[0] / y->batch_rows : 1;
+    bool                mean = block > 0 && hpmli_is_mean(n->op);
+    double              all = mean ? hpmli_edge_weight(n) : 1, sum = 0;
+    if (n->op == HPML_OP_RESHAPE) return back ? op->backward(run, n) : op->forward(run, n);
+    for (int64_t first = 0, count; first < batch && status == HPML_OK; first += count) {
+        hpmli_edge e;
+        hpml_run   part = *run;
+        float      dloss = 0;
+        count = block > 0 ? hpmli_min(block, batch - first) : batch;
+        hpmli_edge_open(&e, run->ctx, n, back, first, count, first + count == batch, (char *)n->scratch + n->edge.at);
+        part.sample += (uint64_t)first;
+        double share = mean && all > 0 ? hpmli_edge_weight(&e.node) / all : 1;
+        if (mean && back) dloss = (float)(share * (double)n->out->grad[0]), e.node.out->grad = &dloss;
+        hpmli_edge_move(&e, run->ctx, HPMLI_LOAD);
+        status = back ? op->backward(&part, &e.node) : op->forward(&part, &e.node);
+        if (status == HPML_OK) hpmli_edge_move(&e, run->ctx, HPMLI_SAVE);
+        if (mean && !back) sum += share * (double)n->out->data[0];
+    }
+    if (mean && !back) n->out->data[0] = (float)sum;
+    return status;
+}
+
+HPMLI_PASS(edge_forward) { return hpmli_edge_run(run, n, false); }
+HPMLI_PASS(edge_backward) { return hpmli_edge_run(run, n, true); }
+
+HPMLI_FN const hpml_op_impl *hpmli_edge_ops(void)
+{
+    static const hpml_op_impl ops[HPML_OP_COUNT] = {
+#define HPMLI_X(op, name) { hpmli_edge_forward, hpmli_edge_backward },
+        HPML_OPS(HPMLI_X)
+#undef HPMLI_X
+    };
+    return ops;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>backend   the CPU backend: memory, the table of ops, optimizer steps
 // ---------------------------------------------------------------------------------------------------------------------
 
 HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
 {
     *device = ctx;
+    if (ctx->store != HPML_DTYPE_F32) ctx->ops = hpmli_edge_ops();
     return HPML_OK;
 }
+
+HPMLI_FN hpml_dtype hpmli_cpu_store(void *device) { return ((const hpml_ctx *)device)->store; }
 
 HPMLI_FN void  hpmli_cpu_close(void *device) { (void)device; }
 
@@ -7109,7 +7415,8 @@ HPMLI_FN hpml_status hpmli_cpu_zero(void *device HPMLI_UNUSED, void *dst, size_t
 
 typedef struct hpmli_sumsq_job {
     const hpmli_kernels *k;
-    const float         *x;
+    hpml_dtype           dtype;
+    const void          *x;
     int64_t              n, piece;
     double               part[HPMLI_SUM_TASKS];
 } hpmli_sumsq_job;
@@ -7118,14 +7425,24 @@ HPMLI_FN void hpmli_sumsq_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     hpmli_sumsq_job *j = (hpmli_sumsq_job *)arg;
     int64_t          i = task * j->piece, n = j->n - i < j->piece ? j->n - i : j->piece;
-    j->part[task] = j->k->vdot_wide(j->x + i, j->x + i, n);
+    const char      *x = (const char *)j->x + (size_t)i * hpml_dtype_size(j->dtype);
+    float            piece[HPMLI_PIECE];
+    if (j->dtype == HPML_DTYPE_F32) {
+        j->part[task] = j->k->vdot_wide((const float *)(const void *)x, (const float *)(const void *)x, n);
+        return;
+    }
+    j->part[task] = 0;
+    HPMLI_PIECES(at, c, n) {
+        j->k->to_f32(piece, j->dtype, x + (size_t)at * hpml_dtype_size(j->dtype), c);
+        j->part[task] += j->k->vdot_wide(piece, piece, c);
+    }
 }
 
-HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, hpml_dtype dtype HPMLI_UNUSED,
-                                     const void *x, int64_t n, double *out) /* f32: there is nothing else here */
+HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, hpml_dtype dtype, const void *x,
+                                     int64_t n, double *out)
 {
     hpmli_sumsq_job j;
-    j.k = ctx->k, j.x = (const float *)x, j.n = n;
+    j.k = ctx->k, j.dtype = dtype, j.x = x, j.n = n;
     j.piece = hpmli_max((n + HPMLI_SUM_TASKS - 1) / HPMLI_SUM_TASKS, HPMLI_GRAIN);
     int64_t tasks = (n + j.piece - 1) / j.piece;
     hpmli_parallel(ctx, tasks, hpmli_sumsq_task, &j);
@@ -7181,7 +7498,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
     };
     static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
         hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq,
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL };
+        hpmli_cpu_store, hpmli_edge_plan, NULL, NULL, NULL, NULL, NULL, NULL };
     return &cpu;
 }
 
@@ -7270,13 +7587,6 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
         if (found[i]) g->nodes[g->count++] = found[i];
     return true;
 }
-
-/* What each op's backward pass reads, see HPMLI_OP. */
-static unsigned (*const hpmli_needs[])(const hpml_node *) = {
-#define HPMLI_X(op, name) hpmli_##name##_needs,
-    HPML_OPS(HPMLI_X)
-#undef HPMLI_X
-};
 
 HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
 
@@ -7498,6 +7808,9 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
     for (int i = 0; i < d.output_count; i++) targets[count++] = d.outputs[i];
     if (d.loss) targets[count++] = d.loss;
     if (!hpmli_recordable(count, targets)) return NULL;
+    if (d.loss && d.loss->dtype != HPML_DTYPE_F32)
+        return hpmli_null(ctx, HPML_ERR_DTYPE, "graph: the loss is %s, expected f32: a scalar, as losses and hpml_mean "
+                          "over HPML_ALL_DIMS give it", hpmli_text(d.loss));
     if (targets[0]->ctx != ctx)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: \"%s\" belongs to another context", targets[0]->name);
     hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
@@ -7599,7 +7912,7 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
     hpml_node          *n    = g->nodes[i];
     const hpml_hooks   *h    = g->hooks;
     const hpml_backend *b    = g->ctx->backend;
-    const hpml_op_impl *impl = &b->ops[n->op];
+    const hpml_op_impl *impl = &g->ctx->ops[n->op];
     bool                look = g->profile || g->ctx->trace;
     const char         *name = backward ? g->back_names[i] : n->out->name;
     double              start = look ? hpml_now() : 0, since = hpmli_trace_time(g->ctx, start), end, *seconds = NULL;
@@ -7731,6 +8044,12 @@ HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, floa
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 {
     double worst = 0;
+    if (g && hpmli_store(g->ctx) != HPML_DTYPE_F32) {
+        hpmli_fail(g->ctx, HPML_ERR_UNSUPPORTED, "check_grad: results are stored as %s, whose rounding hides the "
+                   "differences that are compared; record the model on a context that stores f32",
+                   hpml_dtype_name(hpmli_store(g->ctx)));
+        return -1;
+    }
     if (!g || hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
     for (int p = 0; p < g->ctx->param_count + g->leaf_count; p++) {
         hpml_tensor *t = p < g->ctx->param_count ? g->ctx->params[p] : g->leaves[p - g->ctx->param_count];
@@ -7981,10 +8300,10 @@ HPMLI_FN bool hpmli_classifies(const hpml_trainer *t)
     return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
 }
 
-/* Room for a batch of the output, when it is first wanted on the host; the CPU's is there already. */
+/* Room for a batch of the output, when it is first wanted on the host; what the CPU has in f32 is there already. */
 HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
 {
-    if (t->ctx->backend == hpml_backend_cpu()) return t->d.output->data;
+    if (t->ctx->backend == hpml_backend_cpu() && t->d.output->dtype == HPML_DTYPE_F32) return t->d.output->data;
     if (!t->host_out) t->host_out = hpmli_new(t->ctx, float, hpml_tensor_count(t->d.output));
     return t->host_out;
 }
@@ -8088,15 +8407,6 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
 // ---------------------------------------------------------------------------------------------------------------------
 // >>step   one step, one epoch, evaluation, prediction
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* The first n numbers of t, whatever they are stored as, as f32 on the host. */
-HPMLI_FN void hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
-{
-    size_t bytes = (size_t)n * hpml_dtype_size(t->dtype);
-    char  *raw   = (char *)out + ((size_t)n * sizeof(float) - bytes); /* at the end: they widen from the front on */
-    ctx->backend->read(ctx->device, raw, t->data, bytes);
-    if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
-}
 
 /* The host waits for what the step tells; where labels are given (what is ignored does not count) for hits, too. */
 HPMLI_FN void hpmli_trainer_tell(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
@@ -8275,10 +8585,10 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
 HPML_API hpml_status hpml_trainer_update_sum(hpml_trainer *t, const float *more, float scale)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    if (t->d.clip_norm > 0 || t->d.optimizer == HPML_OPT_LARS || t->d.optimizer == HPML_OPT_LAMB ||
+    if (t->looks || t->d.optimizer == HPML_OPT_LARS || t->d.optimizer == HPML_OPT_LAMB ||
         t->ctx->backend != hpml_backend_cpu())
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: a sum is stepped with on the CPU, without clip_norm, "
-                          "LARS and LAMB");
+                          "a dynamic loss scale, LARS and LAMB");
     t->more = more, t->more_scale = scale;
     hpml_status status = hpml_trainer_update_local(t, 0, t->graph->param_count);
     return t->more = NULL, status;
@@ -8354,7 +8664,7 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
     hpml_graph_batch(t->graph, t->graph->batch);
     int64_t have  = hpmli_cropped(data), need = hpml_tensor_count(x) / t->graph->batch;
     int64_t learn = hpml_tensor_count(y) / t->graph->batch;
-    if (have != need || (data->x_dtype == HPML_DTYPE_I32) != (x->dtype == HPML_DTYPE_I32) ||
+    if (have != need || x->dtype != (data->x_dtype == HPML_DTYPE_I32 ? HPML_DTYPE_I32 : HPML_DTYPE_F32) ||
         (data->y && (data->y_size != learn || data->y_dtype != y->dtype)))
         return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers of %s and %lld of %s "
                           "to learn, the model takes %lld of %s and %lld of %s", (long long)have,
@@ -9599,7 +9909,7 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data start at a multiple of 64 */
     header[n++] = '\n';
     void *host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
-    if (!host || hpml_tensor_get(t, host, hpml_tensor_count(t)) != HPML_OK ||
+    if (!host || hpmli_transfer(t, "save", NULL, host, hpml_tensor_count(t), false) != HPML_OK ||
         !hpmli_writer_open(t->ctx, &w, path, false)) {
         hpmli_free(t->ctx, host);
         return t->ctx->status;
@@ -10699,27 +11009,12 @@ HPML_API void hpml_trace_shift(hpml_ctx *ctx, double seconds)
     if (ctx && ctx->trace) ctx->trace->d.origin += seconds;
 }
 
-/* The bytes of the UTF-8 character at s; 0: it is none. */
-HPMLI_FN size_t hpmli_utf8(const char *s)
-{
-    static const unsigned least[] = { 0, 0, 0x80, 0x800, 0x10000 };
-    const unsigned char *p    = (const unsigned char *)s;
-    size_t               n    = *p < 0x80 ? 1 : *p >> 5 == 6 ? 2 : *p >> 4 == 14 ? 3 : *p >> 3 == 30 ? 4 : 0;
-    unsigned             code = n > 1 ? *p & (0xffu >> (n + 1)) : *p;
-    for (size_t i = 1; i < n; i++) {
-        if (p[i] >> 6 != 2) return 0; /* the end of the text, too */
-        code = code << 6 | (p[i] & 0x3fu);
-    }
-    bool surrogate = code >> 11 == 0x1b;
-    return n > 0 && code >= least[n] && code <= 0x10ffff && !surrogate ? n : 0;
-}
-
 /* A string without its quotes. */
 HPMLI_FN void hpmli_trace_text(hpmli_writer *w, const char *s)
 {
-    for (size_t n; *s; s += n > 0 ? n : 1) {
-        n = hpmli_utf8(s);
-        if (n == 0) fprintf(w->f, "\\ufffd");
+    for (size_t n, left = strlen(s); left > 0; s += n, left -= n) {
+        n = hpmli_utf8(s, left);
+        if (n == 0) n = 1, fprintf(w->f, "\\ufffd");
         else if (*s == '"' || *s == '\\' || (unsigned char)*s < 32) fprintf(w->f, "\\u%04x", (unsigned)*s);
         else hpmli_write(w, s, n);
     }

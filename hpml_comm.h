@@ -4452,13 +4452,22 @@ HPMLC_FN bool hpmlc_background_pays(hpml_comm *c)
     return pays != 0;
 }
 
+/* In f16 without a fixed loss scale gradients overflow now and then. */
+HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
+{
+    const hpml_backend *b = hpml_ctx_backend(ctx);
+    bool                f16 = b->store && b->store(hpml_ctx_device(ctx)) == HPML_DTYPE_F16;
+    return f16 && hpml_trainer_settings(t)->loss_scale == 0;
+}
+
 /* Nothing is packed, nobody chose an algorithm, and no norm of the sum is wanted before the step. */
 HPMLC_FN bool hpmlc_pair_fits(const hpml_distributed *d)
 {
     const hpml_trainer_desc    *t = hpml_trainer_settings(d->t);
     const hpml_distribute_desc *s = &d->d;
     bool plain = s->codec.kind == HPML_CODEC_NONE && !s->codec.custom && s->method == HPML_METHOD_CODEC;
-    bool norm  = t->clip_norm > 0 || t->optimizer == HPML_OPT_LARS || t->optimizer == HPML_OPT_LAMB;
+    bool norm  = t->clip_norm > 0 || t->optimizer == HPML_OPT_LARS || t->optimizer == HPML_OPT_LAMB ||
+                 hpmlc_overflows(d->t, d->ctx);
     return d->direct && d->c->size == 2 && d->c->room && plain && s->algorithm == HPML_AUTO && !s->delayed && !norm &&
            hpml_ctx_backend(d->ctx) == hpml_backend_cpu();
 }
@@ -5043,14 +5052,6 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     return status;
 }
 
-/* In f16 without a fixed loss scale gradients overflow now and then. */
-HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
-{
-    const hpml_backend *b = hpml_ctx_backend(ctx);
-    bool                f16 = b->store && b->store(hpml_ctx_device(ctx)) == HPML_DTYPE_F16;
-    return f16 && hpml_trainer_settings(t)->loss_scale == 0;
-}
-
 HPMLC_FN hpml_status hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
 {
     if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0 ||
@@ -5073,9 +5074,12 @@ HPMLC_FN hpml_status hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distri
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs, and one batch a "
                           "step; not with sum, delayed, warm_steps, top-k, low rank, accumulate or sync_batchnorm");
     bool lossy = d->method != HPML_METHOD_CODEC || d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
-    if ((d->exact || lossy) && hpml_ctx_backend(c->ctx) != hpml_backend_cpu() && hpmlc_overflows(t, c->ctx))
+    if ((d->exact || lossy) && hpmlc_overflows(t, c->ctx))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and what packs "
                           "them cannot carry an infinity; take bf16, a fixed loss_scale, or codec none");
+    if (d->delayed && hpmlc_overflows(t, c->ctx))
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: with delayed a gradient is applied in the step after "
+                          "its own, in f16 under another loss scale perhaps; take bf16 or a fixed loss_scale");
     if (d->exact && !hpml_graph_batchable(hpml_trainer_graph(t)))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this model mixes the samples of a batch, so leaves "
                           "cannot be computed apart");

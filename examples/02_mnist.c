@@ -118,9 +118,10 @@ static hpml_status train(hpml_comm *comm, void *user)
     if (o->load) d ? hpml_distribute_load(d, o->load) : hpml_checkpoint_load(t, o->load);
     if (tells)
         printf("%s, %lld parameters, %lld training digits, batch %lld, %s kernels\n%d worker%s (%s), "
-               "each of %d thread%s, gradients as %s\n", o->model, (long long)hpml_param_total(ctx),
+               "each of %d thread%s, results as %s, gradients as %s\n", o->model, (long long)hpml_param_total(ctx),
                (long long)data->count, (long long)o->batch, hpml_ctx_cpu(ctx), workers, workers > 1 ? "s" : "",
-               hpml_comm_transport(comm), hpml_ctx_threads(ctx), hpml_ctx_threads(ctx) > 1 ? "s" : "", o->codec);
+               hpml_comm_transport(comm), hpml_ctx_threads(ctx), hpml_ctx_threads(ctx) > 1 ? "s" : "",
+               o->precision, o->codec);
     hpml_comm_trace_start(comm, &(hpml_trace_desc){ .first_step = 10, .last_step = 30, .arrows = true });
     hpml_comm_counters_reset(comm);
     hpml_distribute_get(d, NULL, true);
@@ -161,6 +162,7 @@ static int launch(job *j)
     char             error[768];
     hpml_launch_desc l = { .ranks = (int32_t)o->workers, .ctx = { .seed = (uint64_t)o->seed } };
     l.ctx.threads = (int32_t)o->threads;
+    while (strcmp(hpml_dtype_name(l.ctx.store), o->precision) != 0) l.ctx.store = (hpml_dtype)(l.ctx.store + 1);
     if (strcmp(o->transport, "mpi") == 0) l.transport = HPML_TRANSPORT_MPI, l.ranks = 0;
     for (int n = 0; n < 2 && o->network; n++)
         if (strcmp(o->network, networks[n].name) == 0)
@@ -234,10 +236,11 @@ static void print_json(const job *j)
 
 int main(int argc, char **argv)
 {
-    options o = { .model = "cnn", .codec = "onebit", .allreduce = "auto", .transport = "threads", .out = "build",
+    options o = { .model = "cnn", .precision = "f32", .allreduce = "auto", .transport = "threads", .out = "build",
                   .samples = 12000, .batch = 64, .workers = 1, .seed = 1 };
     job     j = { .o = &o };
-    int     failed = parse(&o, NULL, 0, argc, argv);
+    option  precision = { "--precision", OPTION_CHOICE, &o.precision, "f32|bf16|f16", "how results are stored (f32)" };
+    int     failed = parse(&o, &precision, 1, argc, argv);
     if (failed) return failed == 1 ? 0 : failed;
     if (o.compare) return compare(&o);
     failed = launch(&j);

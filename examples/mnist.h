@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 typedef struct options {
-    const char *data, *model, *codec, *allreduce, *transport, *network, *save, *load, *out;
+    const char *data, *model, *precision, *codec, *allreduce, *transport, *network, *save, *load, *out;
     int64_t     samples, batch, epochs, stop, workers, threads, seed, table;
     double      lr;
     int         json, exact, compare;
@@ -21,6 +21,7 @@ typedef struct options {
 static void defaults(options *o)
 {
     if (o->epochs == 0) o->epochs = o->data ? 6 : 3;
+    if (!o->codec) o->codec = strcmp(o->precision, "f16") == 0 ? "none" : "onebit"; /* overflows cannot be packed */
     if (o->lr == 0) o->lr = strcmp(o->model, "cnn") == 0 ? 0.03 : 0.05;
     if (o->stop == 0 || o->stop > o->epochs) o->stop = o->epochs;
 }
@@ -42,7 +43,8 @@ static int parse(options *o, const option *extra, int extra_count, int argc, cha
         { "--threads", OPTION_COUNT, &o->threads, "N", "threads of a worker (the cores shared out)" },
         { "--transport", OPTION_CHOICE, &o->transport, "threads|mpi",
           "how workers exchange messages; mpi needs mpiexec" },
-        { "--codec", OPTION_CHOICE, &o->codec, "none|bf16|onebit|twobit", "how gradients travel (onebit)" },
+        { "--codec", OPTION_CHOICE, &o->codec, "none|bf16|onebit|twobit",
+          "how gradients travel (onebit; in f16 none)" },
         { "--allreduce", OPTION_CHOICE, &o->allreduce,
           "auto|central|tree|ring|butterfly|halving|hierarchical|native", "how gradients are added up (auto)" },
         { "--network", OPTION_CHOICE, &o->network, "1gbit|100mbit",

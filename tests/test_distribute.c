@@ -23,6 +23,8 @@ typedef struct job {
     bool                 norm, conv, serial, plain_model, same, pair; /* pair: the optimizer added up */
     int32_t              accumulate, threads;
     hpml_opt             optimizer;
+    hpml_dtype           store;  /* of results of ops; steep: their gradients overflow f16 at first */
+    bool                 steep;
     double               lr, momentum;
     const char          *save, *load;
     int                  poison; /* rank with a NaN in its data, + 1 */
@@ -30,6 +32,7 @@ typedef struct job {
     int                  odd;    /* rank with another model, + 1 */
     /* apart: ranks begin with other numbers; watch: parted says if they ever had some after a step */
     bool                 apart, watch, parted;
+    int                  skipped; /* steps, while it watched */
     uint64_t             hash;
     float                w[64], var[64]; /* var: batchnorm's running variance */
     hpml_distribute_report report;
@@ -63,13 +66,13 @@ static hpml_tensor *model(const job *j, hpml_tensor *x, int rank)
     return hpml_linear(j->plain_model ? h : hpml_dropout(h, 0.1f), CLASSES, NULL);
 }
 
-typedef struct watcher { hpml_comm *c; bool parted; } watcher;
+typedef struct watcher { hpml_comm *c; bool parted; int skipped; } watcher;
 
 static int each_step(const hpml_step_info *info, void *user)
 {
     watcher *w = (watcher *)user;
-    (void)info;
     if (!same_params(w->c)) w->parted = true;
+    w->skipped += info->skipped;
     return 0;
 }
 
@@ -84,13 +87,14 @@ static hpml_status smudge(void *user, hpml_trainer *t, int param)
 static hpml_status work(hpml_comm *c, void *user)
 {
     job         *j   = (job *)user;
-    watcher      w   = { c, false };
+    watcher      w   = { c, false, 0 };
     hpml_ctx    *ctx = hpml_comm_ctx(c);
     int          p = hpml_comm_size(c), rank = hpml_comm_rank(c);
     int64_t      batch = j->d.exact ? GLOBAL : (GLOBAL + p - 1) / p;
-    hpml_tensor *x = hpml_input_2d(ctx, batch, INPUTS);
+    hpml_tensor *x = hpml_input_2d(ctx, batch, INPUTS), *y = model(j, x, rank);
+    if (j->steep) y = hpml_scale(y, 64, 0);
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
-        .input = x, .output = model(j, x, rank), .lr = j->lr ? (float)j->lr : 0.1f, .momentum = (float)j->momentum,
+        .input = x, .output = y, .lr = j->lr ? (float)j->lr : 0.1f, .momentum = (float)j->momentum,
         .accumulate = j->accumulate, .optimizer = j->optimizer });
     hpml_dataset *data = points(ctx, j->samples, 0, j->poison == rank + 1 ? j->samples : 0, (float)NAN);
     hpml_distribute_desc d = j->d;
@@ -111,7 +115,7 @@ static hpml_status work(hpml_comm *c, void *user)
     if (hpml_ctx_status(ctx) != HPML_OK) return hpml_ctx_status(ctx);
     bool same = same_params(c);
     if (rank == 0) {
-        j->same = same, j->parted = w.parted;
+        j->same = same, j->parted = w.parted, j->skipped = w.skipped;
         j->pair = dist && dist->pair;
         j->hash = hpml_param_hash(ctx);
         memcpy(j->w, hpml_param_at(ctx, 0)->data, sizeof j->w);
@@ -127,7 +131,7 @@ static hpml_status work(hpml_comm *c, void *user)
 static hpml_status go(job *j, int ranks, hpml_transport_kind transport, const hpml_network *network)
 {
     hpml_launch_desc l = { .transport = transport, .ranks = ranks, .timeout = 20,
-                           .ctx = { .seed = 3, .threads = j->threads ? j->threads : 1 } };
+                           .ctx = { .seed = 3, .threads = j->threads ? j->threads : 1, .store = j->store } };
     if (network) l.network = *network;
     if (j->samples == 0) j->samples = 250; /* the last batch of an epoch is short */
     if (j->steps == 0) j->steps = SLOW_BUILD ? 12 : 25; /* past the short batch */
@@ -338,6 +342,41 @@ TEST(data_that_is_divided_by_hand_is_not_divided_again)
         else ENSURE(status == HPML_ERR_ARGUMENT && strstr(s.text, "same data set") && strstr(s.text, ".ranks = 1") &&
                     s.seen[0] + s.seen[1] == 0);
     }
+}
+
+/* Results of ops stored in halves: ranks train as one does, up to the rounding of gradients, which have another scale
+   where a rank has fewer samples; leaf by leaf with the same bits. In f16 all ranks find the same overflows. */
+TEST(ranks_that_store_halves)
+{
+    static const double near[] = { 0, 0.02, 0.005 };
+    for (int store = HPML_DTYPE_BF16; store <= HPML_DTYPE_F16; store++)
+        for (int steep = 0; steep < 2; steep++) {
+            job one = { .serial = true, .store = (hpml_dtype)store, .steep = steep, .lr = steep ? 1e-4 : 0.1 };
+            ENSURE(ran(&one, 1, NULL));
+            for (int p = 2; p <= 4; p++) {
+                job j = one;
+                j.serial = false, j.watch = true, j.threads = p == 2 ? hpmlc_cores(1) : 1;
+                ENSURE(ran(&j, p, p == 3 ? &linked : NULL) && j.same && !j.parted);
+                ENSURE((j.skipped > 0) == (steep && store == HPML_DTYPE_F16));
+                ENSURE(apart(&one, &j) > 0 && j.pair == (p == 2 && store == HPML_DTYPE_BF16));
+                ENSURE_NEAR(apart(&one, &j), 0, near[store]);
+            }
+        }
+    uint64_t hash = 0;
+    for (int p = 1; p <= 4; p++) {
+        job exact = { .store = HPML_DTYPE_BF16, .d.exact = true };
+        ENSURE(ran(&exact, p, NULL) && exact.same && (p == 1 || exact.hash == hash));
+        hash = exact.hash;
+    }
+    job late = { .store = HPML_DTYPE_F16, .d.delayed = true }, exact = { .store = HPML_DTYPE_F16, .d.exact = true },
+        packed = { .store = HPML_DTYPE_F16, .d.codec.kind = HPML_CODEC_ONEBIT };
+    ENSURE(go(&late, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED && strstr(late.text, "with delayed"));
+    ENSURE(go(&exact, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED &&
+           strstr(exact.text, "in f16 gradients overflow"));
+    ENSURE(go(&packed, 2, HPML_TRANSPORT_THREADS, NULL) == HPML_ERR_UNSUPPORTED &&
+           strstr(packed.text, "in f16 gradients overflow"));
+    packed.store = HPML_DTYPE_BF16;
+    ENSURE(ran(&packed, 2, NULL) && packed.same);
 }
 
 TEST(codecs_train)

@@ -65,6 +65,10 @@ mnist --data /nonexistent >"$tmp/out" 2>&1
 check "a missing folder is an error" '[ $? -ne 0 ] && grep -q nonexistent "$tmp/out"'
 mnist --codec 1bit >"$tmp/out" 2>&1
 check "a choice that is none is an error" '[ $? -eq 2 ] && grep -q "expected one of none|bf16|onebit" "$tmp/out"'
+for precision in bf16 f16; do
+    mnist --samples 4000 --epochs 3 --precision $precision --json >"$tmp/out" 2>&1
+    check "results stored as $precision" 'above test_accuracy 0.9 && says "results as $precision"'
+done
 mnist --lr fast >"$tmp/out" 2>&1
 check "a number that is none is an error" '[ $? -eq 2 ] && says "lr fast: expected a number of at least 0"'
 if [ -n "$HPML_MNIST" ]; then # real data, where they are

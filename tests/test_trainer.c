@@ -2,14 +2,16 @@
    order. */
 #include "../hpml.h"
 #include "test.h"
+#include "mlp.h"
 #include <sys/wait.h>
 #include <unistd.h>
 
 /* A model with one weight vector w (1, 3): loss = mean (x w - t)^2 over 2 samples. */
+static hpml_dtype    line_store;
 static hpml_trainer *line(hpml_ctx **ctx, hpml_trainer_desc d)
 {
     hpml_linear_desc l = { .no_bias = true, .name = "w" };
-    *ctx     = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+    *ctx     = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .store = line_store });
     d.input  = hpml_input_2d(*ctx, 2, 3);
     d.output = hpml_linear(d.input, 1, &l);
     d.loss   = HPML_LOSS_MSE;
@@ -200,6 +202,110 @@ TEST(loss_scales)
     d = (hpml_trainer_desc){ .input = x, .output = hpml_linear(x, 1, NULL), .loss_scale = -1 };
     ENSURE(!hpml_trainer_create(ctx, &d) && strstr(hpml_ctx_error(ctx), "loss_scale -1"));
     hpml_ctx_free(ctx);
+}
+
+/* The loss scale in a checkpoint of t. */
+static double scale_of(hpml_trainer *t, hpml_ctx *ctx)
+{
+    char   path[] = "/tmp/hpml_test_XXXXXX";
+    int    fd = mkstemp(path);
+    double scale = -1;
+    if (fd < 0 || close(fd) != 0 || hpml_checkpoint_save(t, path) != HPML_OK) return -1;
+    hpml_safetensors *f = hpml_safetensors_open(ctx, path);
+    if (hpml_safetensors_meta(f, "hpml.loss_scale")) scale = atof(hpml_safetensors_meta(f, "hpml.loss_scale"));
+    hpml_safetensors_close(f);
+    remove(path);
+    return scale;
+}
+
+/* A gradient that overflows f16 under the dynamic loss scale: the step is left out, in parameters, momentum and count,
+   and the scale is halved; it is doubled after 2,000 steps without. The same data in bf16 and f32 are no overflow. */
+TEST(an_overflow_in_f16_skips_its_step)
+{
+    const float calm[2] = { 0.25f, -0.25f }, wild[2] = { 8, -8 };
+    float       zeros[3] = { 0 };
+    for (int store = 0; store < 3; store++) {
+        hpml_ctx      *ctx;
+        hpml_step_info info;
+        float          before[3];
+        line_store = (hpml_dtype)store;
+        hpml_trainer *t = line(&ctx, (hpml_trainer_desc){ .lr = 1e-3f, .momentum = 0.9f });
+        line_store = HPML_DTYPE_F32;
+        ENSURE(hpml_tensor_set(hpml_param_at(ctx, 0), zeros, 3) == HPML_OK);
+        for (int i = 0; i < 3; i++)
+            ENSURE(hpml_trainer_step(t, X, calm, 2, &info) == HPML_OK && !info.skipped && info.step == i + 1);
+        ENSURE(hpml_tensor_get(hpml_param_at(ctx, 0), before, 3) == HPML_OK);
+        ENSURE(scale_of(t, ctx) == (store == 2 ? 65536 : 1));
+        ENSURE(hpml_trainer_step(t, X, wild, 2, &info) == HPML_OK && info.skipped == (store == 2));
+        ENSURE(info.step == (store == 2 ? 3 : 4) && scale_of(t, ctx) == (store == 2 ? 32768 : 1));
+        ENSURE((memcmp(before, hpml_param_at(ctx, 0)->data, sizeof before) == 0) == (store == 2));
+        size_t had = hpml_ctx_allocations(ctx);
+        for (int i = 0; store == 2 && i < 2000; i++) {
+            ENSURE(hpml_trainer_step(t, X, calm, 2, &info) == HPML_OK && !info.skipped);
+            ENSURE(info.grad_norm >= 0 && info.grad_norm < 2); /* of the gradients as they are without a scale */
+        }
+        ENSURE(hpml_ctx_allocations(ctx) == had);
+        ENSURE(scale_of(t, ctx) == (store == 2 ? 65536 : 1));
+        hpml_ctx_free(ctx);
+    }
+}
+
+/* In f16 the loss scale starts too high for large gradients and finds its place; the training learns. */
+TEST(the_loss_scale_finds_its_place)
+{
+    float          x[64], first = 0;
+    const int32_t  y[4] = { 0, 1, 1, 0 };
+    int            skipped = 0;
+    hpml_step_info info = { 0 };
+    hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 11, .store = HPML_DTYPE_F16 });
+    hpml_tensor   *in  = hpml_input_2d(ctx, 4, 16);
+    hpml_tensor   *out = hpml_scale(hpml_linear(hpml_tanh(hpml_linear(in, 8, NULL)), 2, NULL), 16, 0); /* steep */
+    hpml_trainer  *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.002f });
+    for (int i = 0; i < 64; i++) x[i] = (float)((i / 16 == 1 || i / 16 == 2 ? 3 : -3) + i % 5 - 2);
+    for (int i = 0; i < 40; i++) {
+        ENSURE(hpml_trainer_step(t, x, y, 4, &info) == HPML_OK);
+        skipped += info.skipped;
+        if (i == 0) first = info.loss;
+    }
+    ENSURE(skipped > 0 && skipped < 20 && info.step == 40 - skipped && info.loss < 0.2f * first);
+    hpml_ctx_free(ctx);
+}
+
+/* Test accuracy of an MLP of 784-128-10 after 15 epochs, the mean over two seeds. */
+static double mlp_accuracy(hpml_dtype store, double *loss)
+{
+    double accuracy = 0;
+    *loss = 0;
+    for (uint64_t seed = 1; seed <= 2; seed++) {
+        hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = seed, .store = store });
+        hpml_tensor  *x = hpml_input_2d(ctx, 128, 784);
+        hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = mlp(x), .lr = 0.05f,
+                                                                         .momentum = 0.9f });
+        hpml_metrics  test = { 0 }, train = { 0 };
+        hpml_trainer_fit(t, digits(ctx, 0, to_learn), &(hpml_fit_desc){ .epochs = 15 });
+        hpml_trainer_evaluate(t, digits(ctx, to_learn, TESTED), &test);
+        hpml_trainer_evaluate(t, digits(ctx, 0, to_learn), &train);
+        if (hpml_ctx_status(ctx) != HPML_OK) printf("    %s\n", hpml_ctx_error(ctx));
+        accuracy += 50 * test.accuracy, *loss += train.loss / 2;
+        hpml_ctx_free(ctx);
+    }
+    return accuracy;
+}
+
+TEST(halves_learn_what_f32_learns)
+{
+    double loss, whole, accuracy;
+    if (SLOW_BUILD) SKIP("takes its time");
+    get_digits(8000);
+    whole = mlp_accuracy(HPML_DTYPE_F32, &loss);
+    ENSURE(whole > 96);
+    for (int store = HPML_DTYPE_BF16; store <= HPML_DTYPE_F16; store++) {
+        double half;
+        accuracy = mlp_accuracy((hpml_dtype)store, &half);
+        if (!(accuracy >= whole - 0.5 && half < 1.1 * loss))
+            printf("    %s: accuracy %.2f %%, loss %.4f; f32: %.2f %%, %.4f\n", hpml_dtype_name((hpml_dtype)store),
+                   accuracy, half, whole, loss), test_failed = 1;
+    }
 }
 
 /* Three noisy classes in the plane. */
@@ -705,14 +811,14 @@ TEST(early_step_of_a_weight_that_is_its_own_input)
     for (int threads = 1; threads < 4; threads++) ENSURE(hash != 0 && orthogonal(threads, 0) == hash);
 }
 
-static uint64_t train_for(const char *load, const char *save, int64_t steps, hpml_opt opt)
+static uint64_t train_for(const char *load, const char *save, int64_t steps, hpml_opt opt, hpml_dtype store)
 {
-    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 3 });
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 3, .store = store });
     hpml_dataset *d   = blobs(ctx, 200);
     hpml_trainer *t   = classifier(ctx, 32, (hpml_trainer_desc){ .lr = 0.05f, .momentum = 0.9f, .optimizer = opt });
     uint64_t      hash;
     if (load) hpml_checkpoint_load(t, load);
-    hpml_trainer_fit(t, d, &(hpml_fit_desc){ .epochs = 10, .max_steps = steps });
+    if (steps > 0) hpml_trainer_fit(t, d, &(hpml_fit_desc){ .epochs = 10, .max_steps = steps });
     if (save) hpml_checkpoint_save(t, save);
     hash = hpml_ctx_status(ctx) == HPML_OK ? hpml_param_hash(ctx) : 0;
     if (!hash) printf("    %s\n", hpml_ctx_error(ctx));
@@ -745,16 +851,45 @@ TEST(resume_has_the_same_bits)
     int  fd = mkstemp(path);
     ENSURE(fd >= 0);
     close(fd);
-    for (int opt = 0; opt <= HPML_OPT_LAMB; opt++) {
-        uint64_t whole = train_for(NULL, NULL, 10, (hpml_opt)opt);
-        pid_t    child = fork();
-        int      status = 1;
-        if (child == 0) _exit(train_for(NULL, path, 5, (hpml_opt)opt) == 0);
+    for (int k = 0; k <= HPML_OPT_LAMB + 2; k++) { /* every optimizer; bf16, f16 */
+        hpml_opt   opt = (hpml_opt)(k > HPML_OPT_LAMB ? HPML_OPT_ADAM : k);
+        hpml_dtype store = (hpml_dtype)(k > HPML_OPT_LAMB ? k - HPML_OPT_LAMB : 0);
+        uint64_t   whole = train_for(NULL, NULL, 10, opt, store);
+        pid_t      child = fork();
+        int        status = 1;
+        if (child == 0) _exit(train_for(NULL, path, 5, opt, store) == 0);
         waitpid(child, &status, 0);
         ENSURE(status == 0);
-        ENSURE(whole != 0 && train_for(path, NULL, 5, (hpml_opt)opt) == whole);
+        ENSURE(whole != 0 && train_for(path, NULL, 5, opt, store) == whole);
     }
     remove(path);
+}
+
+/* A checkpoint of a training in halves holds the f32 masters: the same arrays as one in f32, and each goes on from the
+   other's. */
+TEST(checkpoints_do_not_depend_on_what_is_stored)
+{
+    char path[3][32];
+    for (int store = 0; store < 3; store++) {
+        snprintf(path[store], sizeof path[0], "/tmp/hpml_test_XXXXXX");
+        int fd = mkstemp(path[store]);
+        ENSURE(fd >= 0 && close(fd) == 0);
+        uint64_t hash = train_for(NULL, path[store], 5, HPML_OPT_ADAM, (hpml_dtype)store);
+        for (int other = 0; other < 3; other++) /* no step: what was loaded */
+            ENSURE(hash != 0 && train_for(path[store], NULL, 0, HPML_OPT_ADAM, (hpml_dtype)other) == hash);
+        ENSURE(train_for(path[store], NULL, 5, HPML_OPT_ADAM, HPML_DTYPE_F32) != 0);
+    }
+    hpml_ctx        *ctx = hpml_ctx_create(NULL);
+    hpml_safetensor  a, b;
+    for (int store = 1; store < 3; store++) {
+        hpml_safetensors *f = hpml_safetensors_open(ctx, path[0]), *g = hpml_safetensors_open(ctx, path[store]);
+        ENSURE(hpml_safetensors_count(f) == hpml_safetensors_count(g) && hpml_safetensors_count(f) == 12);
+        for (int i = 0; hpml_safetensors_at(f, i, &a) && hpml_safetensors_at(g, i, &b); i++)
+            ENSURE(strcmp(a.name, b.name) == 0 && b.dtype == HPML_DTYPE_F32 && a.bytes == b.bytes);
+        hpml_safetensors_close(f), hpml_safetensors_close(g);
+    }
+    hpml_ctx_free(ctx);
+    for (int store = 0; store < 3; store++) remove(path[store]);
 }
 
 /* A copy of a checkpoint, its optimizer's number changed. */
