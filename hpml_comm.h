@@ -184,10 +184,10 @@ HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds);
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key);
 HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 
-/* This rank is at work that may take longer than a deadline, and alive: ranks that wait for it, or for one that waits for
-   it, wait for a whole deadline from now on. Call it several times in each deadline, for as long as the work advances;
-   calls in between cost nothing. hpml_distribute_save does so while bytes are written. */
-HPML_API void hpml_comm_busy(hpml_comm *c);
+/* This rank is at work that may take longer than a deadline: it comes back, or calls this again, within `seconds`, and
+   ranks that wait for it, or for one that waits for it, wait until then. Call it as often as the work advances (most
+   calls cost nothing), and with 0 at its end. hpml_distribute_save gives the rank that writes a minute each time that bytes are on the disk. */
+HPML_API void hpml_comm_busy(hpml_comm *c, double seconds);
 
 /* What this rank has sent since the last reset. Background work is included: reading waits until it is done. */
 typedef struct hpml_counters {
@@ -243,10 +243,10 @@ typedef struct hpml_transport {
     hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int dtype, int op); /* optional: native */
     size_t piece; /* AUTO sums large arrays in pieces of as many bytes, which stay in the caches; 0: whole */
     double alpha, beta; /* typical seconds a message, seconds a byte: what AUTO starts from */
-    /* optional: the rank that is at the end of those who wait for one another, beginning with m's peer; and when it last
-       was busy. NULL: m's peer */
+    /* optional: the rank that is at the end of those who wait for one another, beginning with m's peer, and until when it
+       is busy; -1: a test of m says that another rank has failed. NULL: m's peer */
     int  (*lost)(hpml_comm *c, const hpml_message *m, double *busy);
-    void (*busy)(hpml_comm *c); /* optional: see hpml_comm_busy */
+    void (*busy)(hpml_comm *c, double seconds); /* optional: see hpml_comm_busy */
 } hpml_transport;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -692,6 +692,11 @@ typedef struct hpmlc_agent      hpmlc_agent;      /* a thread in virtual time: s
 
 typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* adds, or keeps the larger: see >>moves */
 
+typedef struct hpmlc_text { /* where the reason of an error goes that no context keeps; may be NULL */
+    char  *text;
+    size_t size;
+} hpmlc_text;
+
 struct hpml_comm {
     hpml_ctx             *ctx;
     hpml_ctx             *trace;    /* where spans go: for a twin, its parent's context */
@@ -717,7 +722,8 @@ struct hpml_comm {
     hpmlc_room           *room;     /* THREADS, CLOCK */
     hpmlc_mpi            *mpi;
     unsigned              seen;     /* changes of the inbox that have been looked at; MPI: turns of waiting */
-    double                busy;     /* when it last said that it was busy */
+    double                busy;     /* until when it has said that it is busy */
+    hpmlc_text            farewell; /* MPI: for an error of closing, which comes when the context ends */
     hpmlc_agent          *agent;    /* CLOCK */
     hpmlc_background     *background;
     hpml_comm            *first;    /* the communicator this one was split from, or itself */
@@ -733,11 +739,6 @@ struct hpml_comm {
 
 HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLC_FN int64_t hpmlc_max(int64_t a, int64_t b) { return a > b ? a : b; }
-
-typedef struct hpmlc_text { /* where the reason of an error goes that no context keeps; may be NULL */
-    char  *text;
-    size_t size;
-} hpmlc_text;
 
 HPMLC_PRINTF(3, 4)
 HPMLC_FN hpml_status hpmlc_say_no(const hpmlc_text *to, hpml_status status, const char *format, ...)
@@ -967,7 +968,8 @@ HPMLC_FN double hpmlc_overdue(hpml_comm *c, hpml_message *m)
     double    busy = 0;
     char      chain[48] = "";
     int       lost = c->t->lost ? c->t->lost(c, m, &busy) : peer;
-    if (hpml_now() < busy + c->timeout) return busy + c->timeout;
+    if (lost < 0) return hpml_now();
+    if (hpml_now() < busy) return busy;
     if (lost != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", lost);
     hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and in the "
                "same operation? (.timeout sets the limit)", c->timeout, peer, chain, c->doing, c->round,
@@ -977,11 +979,12 @@ HPMLC_FN double hpmlc_overdue(hpml_comm *c, hpml_message *m)
     return hpml_now();
 }
 
-HPML_API void hpml_comm_busy(hpml_comm *c)
+HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
 {
-    if (!c || !c->t->busy || c->timeout < 0 || hpml_now() < c->busy + c->timeout / 8) return;
-    c->busy = hpml_now();
-    c->t->busy(c);
+    double until = seconds > 0 ? hpml_now() + seconds : 0;
+    if (!c || !c->t->busy || (seconds > 0 && until <= c->busy + seconds / 8)) return;
+    c->busy = until;
+    c->t->busy(c, seconds);
 }
 
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
@@ -1114,7 +1117,7 @@ struct hpml_world {
     hpmlc_agent        *agents, *turn; /* CLOCK: all threads, and the one that runs */
     int                 agent_count;
     double             *card;     /* (2 (ranks + nodes)) when each sender's and receiver's card is free again */
-    double             *busy;     /* (ranks) when each last said that it was at work */
+    double             *busy;     /* (ranks) until when each has said that it is at work */
 };
 
 /* Deadlines count by a clock that nobody sets, where condition variables can have one (not under -std=c99). */
@@ -1329,15 +1332,16 @@ HPMLC_FN int hpmlc_threads_lost(hpml_comm *c, const hpml_message *m, double *bus
     for (int hops = 0, next; hops < w->ranks; hops++, at = next)
         if ((next = hpmlc_world_waits(w, &room, at)) < 0) break;
     *busy = w->busy[at];
+    if (w->failed) at = -1; /* who has told of it waits no more: the chain may be broken */
     pthread_mutex_unlock(&w->mutex);
     return at == c->origin[c->rank] ? peer : at; /* in a circle nobody is the one */
 }
 
-HPMLC_FN void hpmlc_threads_busy(hpml_comm *c)
+HPMLC_FN void hpmlc_threads_busy(hpml_comm *c, double seconds)
 {
     hpml_world *w = c->room->world;
     pthread_mutex_lock(&w->mutex);
-    w->busy[c->origin[c->rank]] = hpml_now();
+    w->busy[c->origin[c->rank]] = hpml_now() + seconds;
     pthread_mutex_unlock(&w->mutex);
 }
 
@@ -1611,6 +1615,7 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { r
 
 #define HPMLC_PIECE ((size_t)4 << 20)
 #define HPMLC_WORD  256  /* bytes of 'L' (left) or 'F' (failed) and a text; what else is said is shorter */
+#define HPMLC_BUSY  25   /* words for it */
 #define HPMLC_PARTS 4096 /* at most, with the first communicator */
 
 typedef struct hpmlc_shared hpmlc_shared;
@@ -1634,9 +1639,9 @@ struct hpmlc_shared { /* by a first communicator with all that were split from i
     MPI_Request    hearing; /* its receive */
     char           word[HPMLC_WORD];
     char          *heard;   /* (size) the first letter of what each has said last; 0: nothing */
-    int32_t       *number;  /* (size + 1) 0, 1, 2 ...: a rank's number is the word "I wait for it", its own "I am at
-                               work", size "I wait for all" */
-    double        *awaits;  /* (size, 2) the number that each has said, and when; 0: never */
+    int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., words themselves: a rank's is "I wait for it", size
+                               "I wait for all", size + 1 + k "I am at work, for up to 2^k / 256 s" */
+    double        *awaits;  /* (size, 2) the number that each has said last, and until when it counts */
     int            failed;  /* 1 + the first rank that said it has failed */
     char           text[HPMLC_WORD];
     char           mine[HPMLC_WORD]; /* my last word, */
@@ -1843,7 +1848,8 @@ HPMLC_FN void hpmlc_mpi_listen(hpmlc_shared *x)
         int32_t number;
         memcpy(&number, x->word, sizeof number);
         if (bytes == (int)sizeof number) {
-            x->awaits[2 * from] = number, x->awaits[2 * from + 1] = hpml_now();
+            double lasts = number > x->size ? ldexp(1, number - x->size - 9) : x->timeout;
+            x->awaits[2 * from] = number, x->awaits[2 * from + 1] = hpml_now() + lasts;
             continue;
         }
         x->heard[from] = x->word[0];
@@ -1855,11 +1861,10 @@ HPMLC_FN void hpmlc_mpi_listen(hpmlc_shared *x)
     hpmlc_mpi_unlock(x);
 }
 
-/* The number that a rank has said within the last deadline; -1: none. */
+/* The number that a rank has said, as long as it counts: for a deadline, or as long as it is busy; -1: none. */
 HPMLC_FN int hpmlc_mpi_said(const hpmlc_shared *x, int rank)
 {
-    double when = x->awaits[2 * rank + 1];
-    return when > 0 && hpml_now() - when < x->timeout ? (int)x->awaits[2 * rank] : -1;
+    return hpml_now() < x->awaits[2 * rank + 1] ? (int)x->awaits[2 * rank] : -1;
 }
 
 /* Says whom this rank waits for, size: for all, when half the deadline is over, and then in each half of one. */
@@ -1876,13 +1881,13 @@ HPMLC_FN int hpmlc_mpi_absent(const hpmlc_shared *x)
 {
     int absent = -1;
     for (int i = x->size - 1; i >= 0; i--)
-        if (i != x->rank && hpmlc_mpi_said(x, i) == i) absent = i;
+        if (i != x->rank && hpmlc_mpi_said(x, i) > x->size) absent = i;
     for (int i = x->size - 1; i >= 0; i--)
         if (i != x->rank && hpmlc_mpi_said(x, i) < 0) absent = i;
     return absent;
 }
 
-/* The end of those who wait for one another, from `at` on; -1: from all on, and back there. *busy: when it was last at
+/* The end of those who wait for one another, from `at` on; -1: from all on, and back there. *busy: until when it is at
    work, if it says so. */
 HPMLC_FN int hpmlc_mpi_end(const hpmlc_shared *x, int at, double *busy)
 {
@@ -1890,10 +1895,10 @@ HPMLC_FN int hpmlc_mpi_end(const hpmlc_shared *x, int at, double *busy)
     for (int hops = 0; at >= 0 && hops < x->size; hops++) {
         int next = hpmlc_mpi_said(x, at);
         if (next == x->size) next = hpmlc_mpi_absent(x);
-        if (next < 0 || next == at) break;
+        if (next < 0 || next > x->size) break;
         at = next;
     }
-    *busy = at >= 0 && hpmlc_mpi_said(x, at) == at ? x->awaits[2 * at + 1] : 0;
+    *busy = at >= 0 && hpmlc_mpi_said(x, at) > x->size ? x->awaits[2 * at + 1] : 0;
     return at;
 }
 
@@ -1904,7 +1909,12 @@ HPMLC_FN int hpmlc_mpi_lost(hpml_comm *c, const hpml_message *m, double *busy)
     return at == x->rank ? c->origin[m->peer] : at;
 }
 
-HPMLC_FN void hpmlc_mpi_busy(hpml_comm *c) { hpmlc_mpi_send_number(c->mpi->shared, c->first->rank); }
+HPMLC_FN void hpmlc_mpi_busy(hpml_comm *c, double seconds)
+{
+    int k = 0;
+    while (k < HPMLC_BUSY - 1 && ldexp(1, k - 8) < seconds) k++;
+    hpmlc_mpi_send_number(c->mpi->shared, c->first->size + 1 + k);
+}
 
 /* A receive can be called off, unless half of it is here; such a one, and a send, cannot, and its data must live as
    long as the process, which ends soon. */
@@ -1970,7 +1980,7 @@ HPMLC_FN hpml_status hpmlc_mpi_all(hpml_comm *c, int code, MPI_Request *request)
         hpmlc_pause(true);
         if (hpml_now() < limit) continue;
         int at = hpmlc_mpi_end(x, -1, &busy);
-        limit  = busy + c->timeout;
+        if (busy > limit) limit = busy;
         if (hpml_now() < limit) continue;
         char who[32] = "all ranks";
         if (at >= 0) snprintf(who, sizeof who, "rank %d%s", at, x->heard[at] == 'L' ? ", which has left," : "");
@@ -2096,8 +2106,7 @@ HPMLC_FN int hpmlc_mpi_goodbye(hpmlc_shared *x, double patience)
         }
         hpmlc_mpi_unlock(x);
         if (absent < 0) return -1;
-        if (hpmlc_mpi_said(x, absent) == absent) limit = x->awaits[2 * absent + 1] + patience;
-        if (hpml_now() > limit) return absent;
+        if (hpmlc_mpi_said(x, absent) <= x->size && hpml_now() > limit) return absent;
     }
 }
 
@@ -2161,6 +2170,7 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     if (absent >= 0 && !failed)
         hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d to free its communicator, step %lld; is that rank alive? "
                    "(hpml_comm_busy says that it is at work)", c->timeout, absent, (long long)c->step);
+    if (absent >= 0 && !failed) hpmlc_say_no(&c->farewell, HPML_ERR_TIMEOUT, "%s", hpml_ctx_error(c->ctx));
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
     if (absent < 0 && !failed) MPI_Comm_free(&c->mpi->comm);
@@ -2203,14 +2213,14 @@ HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
     MPI_Comm_rank(given, &rank);
     MPI_Comm_size(given, &size);
     MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &most, &found);
-    const size_t  n = (size_t)size + 1, each = 2 * sizeof(double) + sizeof(MPI_Request) + sizeof(int32_t) + 1;
+    const size_t  n = (size_t)size + 1 + HPMLC_BUSY, each = 2 * sizeof(double) + sizeof(MPI_Request) + sizeof(int32_t) + 1;
     hpmlc_shared *x = (hpmlc_shared *)calloc(1, sizeof *x + each * n);
     if (!x) return NULL;
     x->awaits = (double *)(void *)(x + 1);
     x->saying = (MPI_Request *)(void *)(x->awaits + 2 * n);
     x->number = (int32_t *)(void *)(x->saying + n);
     x->heard  = (char *)(x->number + n);
-    for (int i = 0; i <= size; i++) x->number[i] = i, x->saying[i] = MPI_REQUEST_NULL;
+    for (int i = 0; i < (int)n; i++) x->number[i] = i, x->saying[i] = MPI_REQUEST_NULL;
     x->rank = rank, x->size = size, x->comm = given, x->tag = found ? *most : 32767, x->from = -1;
     x->parts = (int)hpmlc_min(((int64_t)x->tag + 1) / HPMLC_TAG_SPAN, HPMLC_PARTS), x->taken[0] = true;
     x->timeout = timeout;
@@ -2692,6 +2702,7 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     if (comm && s->d->transport == HPML_TRANSPORT_MPI && s->d->ranks > 0 && comm->size != s->d->ranks)
         hpmlc_fail(comm, HPML_ERR_ARGUMENT, "launch: %d ranks are wanted, mpiexec started %d", s->d->ranks, comm->size);
     s->status = ctx ? hpml_ctx_status(ctx) : HPML_ERR_MEMORY;
+    if (comm) comm->farewell.text = s->error, comm->farewell.size = sizeof s->error;
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
     if (s->status != HPML_OK && ctx) { /* the others must hear of it even if the context is clean */
         hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
@@ -2699,6 +2710,7 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     }
     if (!ctx) hpmlc_start_says(s, s->comm.rank, "no memory for a context");
     hpml_ctx_free(ctx);
+    if (s->status == HPML_OK && s->error[0]) s->status = HPML_ERR_TIMEOUT;
     return NULL;
 }
 
@@ -4490,6 +4502,7 @@ struct hpml_distributed {
     hpml_comm           *c;
     hpml_ctx            *ctx;
     hpml_distribute_desc d;
+    hpml_progress        progress;  /* of the caller, while a checkpoint is written */
     int                  params;
     int                 *bucket_of; /* (params) -1: not trained */
     int                 *by_name;   /* (params) their numbers in the order of their names, as checkpoints have them */
@@ -5548,6 +5561,16 @@ HPMLC_FN hpml_status hpmlc_pending_load(hpml_distributed *d, const hpml_safetens
     return HPML_OK;
 }
 
+#define HPMLC_DISK 60 /* seconds in which some more bytes of a checkpoint are on the disk, or it is broken */
+
+/* Other ranks, which wait for the one that writes, hear that it is at work. */
+HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
+{
+    const hpml_distributed *d = (const hpml_distributed *)user;
+    hpml_comm_busy(d->c, HPMLC_DISK);
+    if (d->progress.fn) d->progress.fn(d->progress.user, bytes);
+}
+
 /* The checkpoint, with what is carried in it: three arrays side by side, which on a device have a copy meanwhile. */
 HPMLC_FN void hpmlc_carried_write(hpml_distributed *d, const char *path, float *rows, const int64_t counts[3])
 {
@@ -5562,7 +5585,13 @@ HPMLC_FN void hpmlc_carried_write(hpml_distributed *d, const char *path, float *
     }
     for (int i = 0; i < 3 && at; at += counts[i++])
         if (counts[i] > 0) hpml_trainer_add_state(d->t, names[i], at, counts[i]);
+    HPMLC_ZERO(hpml_progress, tell);
+    tell.fn = hpmlc_dist_progress, tell.user = d;
+    hpml_comm_busy(d->c, HPMLC_DISK);
+    d->progress = hpml_ctx_progress(d->ctx, tell);
     hpml_checkpoint_save(d->t, path);
+    hpml_ctx_progress(d->ctx, d->progress);
+    hpml_comm_busy(d->c, 0);
     for (int i = 2; i >= 0; i--) hpml_trainer_add_state(d->t, names[i], NULL, counts[i]);
     if (copy) r->device->free(r->at, copy, bytes);
 }
