@@ -1961,33 +1961,43 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
     else hpmlc_nap(30e-6);
 }
 
+/* The deadline of hpmlc_mpi_all has passed. Returns a later one where a rank says that it is busy. */
+HPMLC_FN double hpmlc_mpi_all_late(hpml_comm *c, int code)
+{
+    const hpmlc_shared *x = c->mpi->shared;
+    char                who[32] = "all ranks";
+    double              busy;
+    int                 at = hpmlc_mpi_end(x, -1, &busy);
+    if (hpml_now() < busy) return busy;
+    if (at >= 0) snprintf(who, sizeof who, "rank %d%s", at, x->heard[at] == 'L' ? ", which has left," : "");
+    if (at < 0 && code != MPI_SUCCESS) hpmlc_mpi_error(c, NULL, code);
+    else hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for %s in %s, step %lld; are all ranks alive and in the same "
+                    "operation? (.timeout sets the limit)", c->timeout, who, c->doing, (long long)c->step);
+    return hpml_now();
+}
+
 /* Until a request is done in which all ranks take part: as fast as MPI's blocking call, but with a deadline and an ear
-   for ranks that have failed. */
+   for ranks that have failed. An error of MPI's names no rank, so the deadline is waited for to know who is silent. */
 HPMLC_FN hpml_status hpmlc_mpi_all(hpml_comm *c, int code, MPI_Request *request)
 {
     hpmlc_shared *x     = c->mpi->shared;
-    double     limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout, said = 0, busy;
-    int        there = 0;
-    while (code == MPI_SUCCESS && !there) {
+    double        limit = c->timeout < 0 ? 1e300 : hpml_now() + c->timeout, said = 0;
+    int           there = 0, kind = MPI_SUCCESS;
+    while (hpml_ctx_status(c->ctx) == HPML_OK) {
         hpmlc_mpi_lock(x);
         for (int turn = 0; turn < 64 && code == MPI_SUCCESS && !there; turn++)
             code = MPI_Test(request, &there, MPI_STATUS_IGNORE);
+        if (code != MPI_SUCCESS) MPI_Error_class(code, &kind);
         hpmlc_mpi_unlock(x);
         hpmlc_mpi_listen(x);
-        if (there || code != MPI_SUCCESS) break;
+        if (code == MPI_SUCCESS && there) return HPML_OK;
+        if (kind == MPI_ERR_TRUNCATE) return hpmlc_mpi_error(c, NULL, code);
         if (x->failed) return hpmlc_mpi_peer_failed(c);
         hpmlc_mpi_worry(x, x->size, limit, &said);
         hpmlc_pause(true);
-        if (hpml_now() < limit) continue;
-        int at = hpmlc_mpi_end(x, -1, &busy);
-        if (busy > limit) limit = busy;
-        if (hpml_now() < limit) continue;
-        char who[32] = "all ranks";
-        if (at >= 0) snprintf(who, sizeof who, "rank %d%s", at, x->heard[at] == 'L' ? ", which has left," : "");
-        return hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for %s in %s, step %lld; are all ranks alive and in the same "
-                          "operation? (.timeout sets the limit)", c->timeout, who, c->doing, (long long)c->step);
+        if (hpml_now() > limit) limit = hpmlc_mpi_all_late(c, code);
     }
-    return code == MPI_SUCCESS ? HPML_OK : hpmlc_mpi_error(c, NULL, code);
+    return hpml_ctx_status(c->ctx);
 }
 
 HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, int element, int op)
@@ -2091,10 +2101,10 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
 static struct { bool locked, handled; pid_t process; hpmlc_shared *first; } hpmlc_mpi_living;
 
 /* Waits to hear from all others, too, that they have left or failed, so that nobody ends MPI under a message. Returns
-   the first that has not said so, or -1. */
+   -1, or the rank that keeps one of them from saying so. */
 HPMLC_FN int hpmlc_mpi_goodbye(hpmlc_shared *x, double patience)
 {
-    double limit = hpml_now() + patience;
+    double limit = hpml_now() + patience, busy = 0;
     for (;; hpmlc_nap(100e-6)) {
         int absent = -1;
         hpmlc_mpi_listen(x);
@@ -2106,7 +2116,9 @@ HPMLC_FN int hpmlc_mpi_goodbye(hpmlc_shared *x, double patience)
         }
         hpmlc_mpi_unlock(x);
         if (absent < 0) return -1;
-        if (hpmlc_mpi_said(x, absent) <= x->size && hpml_now() > limit) return absent;
+        if (hpml_now() < limit) continue;
+        absent = hpmlc_mpi_end(x, absent, &busy);
+        if (hpml_now() > busy) return absent;
     }
 }
 

@@ -18,7 +18,8 @@
 
 enum { DEADLINE = 3, PATIENCE = 60 }; /* seconds of a wait; of a rank that hangs, if the others never end */
 
-/* SPLIT and FREE make parts and free them; FREE also frees the first communicator soon. CREATE is of MPI only. */
+/* SPLIT and FREE make parts and free them; with MPI FREE then frees the first communicator, which waits for all. CREATE
+   is of MPI only. */
 typedef enum work { SPLIT, SUMS, JOBS, TRAIN, ONEBIT, DELAYED, SAVE, FREE, CREATE, WORKS } work;
 static const char *const works[WORKS] = { "split", "sums", "jobs", "training", "1-bit training", "delayed training",
                                           "saving", "free", "create" };
@@ -45,7 +46,7 @@ static void draw(uint64_t seed, int ranks, bool mpi)
     storm.kind   = (kind)hpml_rng_below(&r, mpi ? KINDS : EXIT);
     storm.op     = (int)hpml_rng_below(&r, 30);
     storm.microseconds = (long)hpml_rng_below(&r, 200000) + 1;
-    if (storm.work == FREE && storm.kind == LEAVE) storm.kind = HANG; /* there leaving is no fault */
+    if (mpi && storm.work == FREE && storm.kind < HANG) storm.kind = HANG; /* who fails tells so before it frees */
 }
 
 static const char *in_folder(char path[400], const char *name, int rank)
@@ -69,7 +70,8 @@ static void hang(bool mpi)
     for (int tenths = 0; tenths < 10 * PATIENCE; tenths++) {
         char path[400];
         int  ended = __atomic_load_n(&storm.ended, __ATOMIC_ACQUIRE);
-        for (int i = 0; i < storm.ranks && mpi; i++) ended += i != storm.victim && access(in_folder(path, "done", i), F_OK) == 0;
+        for (int i = 0; i < storm.ranks && mpi; i++)
+            ended += i != storm.victim && access(in_folder(path, "done", i), F_OK) == 0;
         if (ended >= storm.ranks - 1) break;
         usleep(100000);
     }
@@ -187,7 +189,9 @@ static hpml_status run(hpml_comm *c, void *user)
         if (storm.work == SUMS) sums(c, op);
         if (storm.work == JOBS) jobs(c);
         if (trains) train(c, &m, op);
-        if (storm.work == FREE && mpi && op > storm.op) return hpml_ctx_status(ctx);
+        if (storm.work != FREE || !mpi || op <= storm.op) continue;
+        if (hpml_comm_rank(c) == storm.victim) strike(0); /* where the others free theirs */
+        break;
     }
     return hpml_ctx_status(ctx);
 }
