@@ -180,7 +180,7 @@ HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds);
 /* Ranks of the same color form a new communicator, ordered by key, then rank. Negative color: none for me (NULL). With
    MPI it has no MPI communicator of its own, because MPI makes one of some ranks only by a call without a deadline: its
    messages have tags of their own on the first one's. So a part has no HPML_NATIVE, unless all ranks are in it in their
-   old order; and at most 4,095 parts of a communicator (15 where MPI has no tag above 32,767) live at the same time. */
+   old order; and at most 511 parts of a communicator (15 where MPI has no tag above 32,767) live at the same time. */
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key);
 HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 
@@ -1616,7 +1616,7 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { r
 #define HPMLC_PIECE ((size_t)4 << 20)
 #define HPMLC_WORD  256  /* bytes of 'L' (left) or 'F' (failed) and a text; what else is said is shorter */
 #define HPMLC_BUSY  25   /* words for it */
-#define HPMLC_PARTS 4096 /* at most, with the first communicator */
+#define HPMLC_PARTS 512  /* at most, with the first communicator */
 
 typedef struct hpmlc_shared hpmlc_shared;
 struct hpmlc_mpi {
@@ -2117,8 +2117,8 @@ HPMLC_FN int hpmlc_mpi_goodbye(hpmlc_shared *x, double patience)
         hpmlc_mpi_unlock(x);
         if (absent < 0) return -1;
         if (hpml_now() < limit) continue;
-        absent = hpmlc_mpi_end(x, absent, &busy);
-        if (hpml_now() > busy) return absent;
+        int at = hpmlc_mpi_end(x, absent, &busy);
+        if (hpml_now() > busy) return at < 0 ? absent : at;
     }
 }
 
