@@ -180,13 +180,13 @@ HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds);
 /* Ranks of the same color form a new communicator, ordered by key, then rank. Negative color: none for me (NULL). With
    MPI it has no MPI communicator of its own, because MPI makes one of some ranks only by a call without a deadline: its
    messages have tags of their own on the first one's. So a part has no HPML_NATIVE, unless all ranks are in it in their
-   old order; and at most 511 parts of a communicator (15 where MPI has no tag above 32,767) live at the same time. */
+   old order; and at most 127 parts of a communicator (15 where MPI has no tag above 32,767) live at the same time. */
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key);
 HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 
 /* This rank is at work that may take longer than a deadline: it comes back, or calls this again, within `seconds`, and
    ranks that wait for it, or for one that waits for it, wait until then. Call it as often as the work advances (most
-   calls cost nothing), and with 0 at its end. hpml_distribute_save gives the rank that writes a minute each time that bytes are on the disk. */
+   calls cost nothing), and with 0 at its end: a deadline begins. hpml_distribute_save gives the rank that writes a minute each time that bytes are on the disk. */
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds);
 
 /* What this rank has sent since the last reset. Background work is included: reading waits until it is done. */
@@ -969,7 +969,7 @@ HPMLC_FN double hpmlc_overdue(hpml_comm *c, hpml_message *m)
     char      chain[48] = "";
     int       lost = c->t->lost ? c->t->lost(c, m, &busy) : peer;
     if (lost < 0) return hpml_now();
-    if (hpml_now() < busy) return busy;
+    if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* it may be done earlier */
     if (lost != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", lost);
     hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and in the "
                "same operation? (.timeout sets the limit)", c->timeout, peer, chain, c->doing, c->round,
@@ -982,9 +982,9 @@ HPMLC_FN double hpmlc_overdue(hpml_comm *c, hpml_message *m)
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
 {
     double until = seconds > 0 ? hpml_now() + seconds : 0;
-    if (!c || !c->t->busy || (seconds > 0 && until <= c->busy + seconds / 8)) return;
+    if (!c || !c->t->busy || c->timeout < 0 || (seconds > 0 && until <= c->busy + seconds / 8)) return;
     c->busy = until;
-    c->t->busy(c, seconds);
+    c->t->busy(c, seconds > 0 ? seconds : c->timeout);
 }
 
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
@@ -1616,7 +1616,7 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { r
 #define HPMLC_PIECE ((size_t)4 << 20)
 #define HPMLC_WORD  256  /* bytes of 'L' (left) or 'F' (failed) and a text; what else is said is shorter */
 #define HPMLC_BUSY  25   /* words for it */
-#define HPMLC_PARTS 512  /* at most, with the first communicator */
+#define HPMLC_PARTS 128  /* at most, with the first communicator */
 
 typedef struct hpmlc_shared hpmlc_shared;
 struct hpmlc_mpi {
@@ -1968,7 +1968,7 @@ HPMLC_FN double hpmlc_mpi_all_late(hpml_comm *c, int code)
     char                who[32] = "all ranks";
     double              busy;
     int                 at = hpmlc_mpi_end(x, -1, &busy);
-    if (hpml_now() < busy) return busy;
+    if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout);
     if (at >= 0) snprintf(who, sizeof who, "rank %d%s", at, x->heard[at] == 'L' ? ", which has left," : "");
     if (at < 0 && code != MPI_SUCCESS) hpmlc_mpi_error(c, NULL, code);
     else hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for %s in %s, step %lld; are all ranks alive and in the same "
@@ -2057,11 +2057,13 @@ HPMLC_FN void hpmlc_mpi_release(hpmlc_shared *x, int64_t number)
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n);
 HPMLC_FN int         hpmlc_mpi_number(hpml_comm *c)
 {
-    hpmlc_shared *x      = c->mpi->shared;
-    int64_t    number = x->newest + 1;
-    for (int turn = 0; turn < x->parts; turn++, number++) {
-        if (hpmlc_agree(c, "split", &number, 1) != HPML_OK) return 0;
-        int64_t at = number % x->parts, taken;
+    hpmlc_shared *x       = c->mpi->shared;
+    int64_t       ask[2] = { x->newest + 1, 0 }; /* a number; parts that live on one rank */
+    for (int i = 0; i < x->parts; i++) ask[1] += x->taken[i];
+    for (int turn = 0; turn < x->parts; turn++, ask[0]++) {
+        if (hpmlc_agree(c, "split", ask, 2) != HPML_OK) return 0;
+        if (ask[1] == x->parts) break;
+        int64_t number = ask[0], at = number % x->parts, taken;
         hpmlc_mpi_lock(x);
         taken = x->taken[at];
         x->taken[at] = true, x->newest = hpmlc_max(x->newest, number);
