@@ -1965,7 +1965,7 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
 HPMLC_FN double hpmlc_mpi_all_late(hpml_comm *c, int code)
 {
     const hpmlc_shared *x = c->mpi->shared;
-    char                who[32] = "all ranks";
+    char                who[48] = "all ranks";
     double              busy;
     int                 at = hpmlc_mpi_end(x, -1, &busy);
     if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout);
