@@ -1,8 +1,7 @@
 /* What you learn: training a real language model, GPT-2 with 124 M parameters, on one GPU, and how near it comes to
    what the card can do. Difficulty 3 of 4.
    nvcc -O2 -arch=native examples/11_gpt2.cu -lcublasLt -lcudnn -o gpt2
-   ./gpt2 [--tokens FILE] [--weights model.safetensors] [--steps N --batch N --context N --layers N --width N --heads N
-           --lr X --precision f32|tf32|bf16|f16 --peak TFLOP/s --save FILE --json]
+   ./gpt2 [--tokens FILE] [--weights model.safetensors]; --help lists all options
    --tokens: 16-bit tokens, bare or with llm.c's header; any other file is read as bytes (default: hpml.h).
    --weights: GPT-2's as published in safetensors; without, random ones. Prints loss, tokens/s and MFU: the part of the
    card's peak that goes into the model's own arithmetic, 6 parameters + 12 layers width context for each token. */
@@ -13,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include "gpt2.h" /* reads tokens and weights */
+#include "options.h"
 
 typedef struct options {
     const char *tokens, *weights, *save, *precision;
@@ -23,26 +23,21 @@ typedef struct options {
 
 static int parse(options *o, int argc, char **argv)
 {
-    const struct { const char *name; const char **text; int64_t *number; double *real; } table[] = {
-        { "--tokens", &o->tokens, NULL, NULL }, { "--weights", &o->weights, NULL, NULL },
-        { "--save", &o->save, NULL, NULL }, { "--precision", &o->precision, NULL, NULL },
-        { "--steps", NULL, &o->steps, NULL }, { "--batch", NULL, &o->batch, NULL },
-        { "--context", NULL, &o->context, NULL }, { "--layers", NULL, &o->layers, NULL },
-        { "--width", NULL, &o->width, NULL }, { "--heads", NULL, &o->heads, NULL },
-        { "--lr", NULL, NULL, &o->lr }, { "--peak", NULL, NULL, &o->peak } };
-    for (int i = 1; i < argc; i++) {
-        size_t k = 0, n = sizeof table / sizeof table[0];
-        if (strcmp(argv[i], "--json") == 0) { o->json = 1; continue; }
-        while (k < n && strcmp(table[k].name, argv[i]) != 0) k++;
-        if (k == n || ++i == argc) {
-            fprintf(stderr, "unknown or incomplete option %s; see the top of 11_gpt2.cu\n", argv[i - (k < n)]);
-            return 2;
-        }
-        if (table[k].text) *table[k].text = argv[i];
-        else if (table[k].number) *table[k].number = atoll(argv[i]);
-        else *table[k].real = atof(argv[i]);
-    }
-    return 0;
+    const option table[] = {
+        { "--tokens", OPTION_TEXT, &o->tokens, "FILE", "16-bit tokens, or any file as bytes (hpml.h)" },
+        { "--weights", OPTION_TEXT, &o->weights, "FILE", "GPT-2's model.safetensors (random weights)" },
+        { "--steps", OPTION_COUNT, &o->steps, "N", "steps of training (100)" },
+        { "--batch", OPTION_COUNT, &o->batch, "N", "windows of tokens in a step (8)" },
+        { "--context", OPTION_COUNT, &o->context, "N", "tokens in a window (1024)" },
+        { "--layers", OPTION_COUNT, &o->layers, "N", "transformer blocks (12)" },
+        { "--width", OPTION_COUNT, &o->width, "N", "numbers for each token (768)" },
+        { "--heads", OPTION_COUNT, &o->heads, "N", "attention heads (12)" },
+        { "--lr", OPTION_REAL, &o->lr, "X", "learning rate (0.0006)" },
+        { "--precision", OPTION_CHOICE, &o->precision, "f32|tf32|bf16|f16", "how the GPU computes (bf16)" },
+        { "--peak", OPTION_REAL, &o->peak, "X", "TFLOP/s of the card (known for some)" },
+        { "--save", OPTION_TEXT, &o->save, "FILE", "writes a checkpoint at the end" },
+        { "--json", OPTION_FLAG, &o->json, NULL, "a JSON object as last line" } };
+    return options_read("Trains GPT-2 on one GPU.", table, sizeof table / sizeof *table, argc, argv);
 }
 
 /* A layer of GPT-2, named as in the published weights. */
@@ -156,9 +151,8 @@ int main(int argc, char **argv)
     o.tokens = "hpml.h", o.precision = "bf16", o.lr = 6e-4, o.vocabulary = 50304;
     o.steps = 100, o.batch = 8, o.context = 1024, o.layers = 12, o.width = 768, o.heads = 12;
     int p = 0, failed = parse(&o, argc, argv);
-    if (failed) return failed;
-    while (p < 4 && strcmp(names[p], o.precision) != 0) p++;
-    if (p == 4) return fprintf(stderr, "--precision %s: expected f32, tf32, bf16 or f16\n", o.precision), 2;
+    if (failed) return failed == 1 ? 0 : failed;
+    while (strcmp(names[p], o.precision) != 0) p++;
     hpml_cuda_device_info(0, &info);
     for (size_t i = 0; i < sizeof cards / sizeof cards[0]; i++)
         if (o.peak == 0 && strstr(info.name, cards[i].name)) o.peak = cards[i].peak;

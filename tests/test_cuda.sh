@@ -5,6 +5,8 @@
 tmp=$(mktemp -d) passed=0 failed=0 skipped=0
 trap 'rm -rf "$tmp"' EXIT
 ok() { passed=$((passed + 1)); }
+# skip N REASON: N checks are left out.
+skip() { skipped=$((skipped + $1)); echo "skip $1 checks ($2)"; }
 bad() { failed=$((failed + 1)); echo "FAIL $1"; head -n 5 "$tmp/err"; }
 try() { if "$@" >"$tmp/err" 2>&1; then ok; else bad "$*"; fi; }
 finish() { echo "$passed passed, $failed failed, $skipped skipped"; [ $failed -eq 0 ]; exit; }
@@ -49,11 +51,11 @@ cat >"$tmp/whole.cu" <<'C'
 extern "C" int unit(void) { return hpml_version(); }
 C
 for cc in gcc clang; do
-    command -v $cc >/dev/null || { skipped=$((skipped + 1)); continue; }
+    command -v $cc >/dev/null || { skip 1 "no $cc"; continue; }
     try $cc -std=c99 -fsyntax-only $strict -Wstrict-prototypes -I. "$tmp/only.c"
 done
 for cxx in g++ clang++; do
-    command -v $cxx >/dev/null || { skipped=$((skipped + 1)); continue; }
+    command -v $cxx >/dev/null || { skip 1 "no $cxx"; continue; }
     try $cxx -std=c++17 -fsyntax-only $strict -I. "$tmp/only.cc"
 done
 if ! gcc -fsyntax-only -I. "$tmp/wrong.c" 2>"$tmp/err" && grep -q 'its body is for nvcc' "$tmp/err"
@@ -106,8 +108,10 @@ says() {
 }
 for name in 10_mnist_cuda 11_gpt2 12_nccl_data_parallel; do example $name; done
 says 'samples_per_second' 0 "$tmp/10_mnist_cuda" --model mlp --samples 400 --epochs 1 --precision bf16 --json
-says '--precision: one of' 2 "$tmp/10_mnist_cuda" --precision half
-says 'usage: nccl' 2 "$tmp/12_nccl_data_parallel" --help
+says '--precision half: expected one of f32|tf32' 2 "$tmp/10_mnist_cuda" --precision half
+for name in 10_mnist_cuda 11_gpt2 12_nccl_data_parallel; do
+    says '^  --batch N ' 0 build/terminal 80 "$tmp/$name" --help
+done
 gpt2="$tmp/11_gpt2 --layers 1 --width 16 --heads 2 --context 8 --batch 1 --steps 2 --precision f32"
 json= at=0
 for a in wte.weight:50257,16 wpe.weight:8,16 h.0.ln_1.weight:16 h.0.ln_1.bias:16 h.0.attn.c_attn.weight:16,48 \
@@ -126,7 +130,7 @@ says '"loss": [0-9.]*, .*"mfu"' 0 $gpt2 --json
 says 'step 1  loss 10.8249' 0 $gpt2 --weights "$tmp/weights"
 says '"wte.weight": the file has 50257x16, the model 50304x8' 1 $gpt2 --weights "$tmp/weights" --width 8
 says 'cannot be read' 1 $gpt2 --tokens /nonexistent
-[ -s build/nvcc.found ] || { echo "nvcc was not found"; skipped=$((skipped + 15)); finish; }
+[ -s build/nvcc.found ] || { skip 15 'no nvcc'; finish; }
 
 found=$(cat build/nvcc.found) nvcc=${found%% *} libs= options=
 for word in ${found#"$nvcc"} $(sed 's/-D[^ ]*//' build/zlib.flags); do
@@ -137,7 +141,7 @@ fast='-Xptxas -O1'
 archs= first=
 for arch in 80 90 100; do
     "$nvcc" --list-gpu-code | grep -qx "sm_$arch" ||
-        { echo "this nvcc knows no sm_$arch"; skipped=$((skipped + 1)); continue; }
+        { skip 1 "nvcc cannot compile for sm_$arch"; continue; }
     archs="$archs -gencode arch=compute_$arch,code=sm_$arch" first=${first:-sm_$arch}
 done
 cu() { try "$nvcc" -std=c++17 -I. $options $fast -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wshadow,-Werror "$@"; }

@@ -3,18 +3,15 @@
 # program's, and what can go wrong. Skipped (77) where there is no mpicc or no mpiexec that works. MPICC and MPIEXEC
 # choose an MPI, also one beside another:
 # export MPICC=mpicc.openmpi MPIEXEC=mpiexec.openmpi; ninja ranks; sh tests/test_mpi.sh
-tmp=$(mktemp -d) passed=0 failed=0 mpicc=${MPICC:-mpicc} mpiexec=${MPIEXEC:-mpiexec}
+. tests/mpi.sh
+tmp=$(mktemp -d) passed=0 failed=0
 trap 'rm -rf "$tmp"' EXIT
 skip() { echo "skipped: $1"; exit 77; }
-command -v "$mpicc" >/dev/null || skip "no $mpicc"
-command -v "$mpiexec" >/dev/null || skip "no $mpiexec"
+lack=$(mpi_lacks "$tmp")
+[ -z "$lack" ] || skip "$lack"
 "$mpicc" -Wall -Wextra -Werror -DHPML_USE_MPI -fsyntax-only tests/mpi_ranks.c || failed=1
-root= open=$("$mpiexec" --version 2>/dev/null | grep -i 'open')
-if [ "$(id -u)" = 0 ] && [ -n "$open" ]; then root='--allow-run-as-root --oversubscribe'; fi
 limit=30
-on() { ranks=$1; shift; timeout $limit "$mpiexec" $root -n "$ranks" build/mpi_ranks "$@" >"$tmp/out" 2>&1; }
-on 2 traffic || [ $? -ne 124 ] || skip "mpiexec hangs"
-timeout 30 "$mpiexec" $root -n 2 true >/dev/null 2>&1 || skip "mpiexec does not work: $(tail -n 1 "$tmp/out")"
+on() { ranks=$1; shift; timeout $limit "$mpiexec" $mpi_options -n "$ranks" build/mpi_ranks "$@" >"$tmp/out" 2>&1; }
 # check NAME EXIT TEXT: the exit status (0, or not 0 but no time-out) and a text in the output
 check() {
     code=$? good=1
@@ -37,11 +34,11 @@ told() { brief "$1" "$2" 2 "$3"; check "$4" 1 "$5"; [ $lines -ge 2 ]; check "and
 for n in 1 2 3 4; do on $n correct; check "everything on $n ranks" 0 ''; done
 for n in 5 7 8 16; do on $n sums; check "all algorithms on $n ranks" 0 ''; done
 # 1-bit training: as on threads; learning and times where each rank has a core.
-onebit() { timeout 200 "$mpiexec" $root -n $1 build/onebit_ranks --filter "$2" >"$tmp/out" 2>&1; }
+onebit() { timeout 200 "$mpiexec" $mpi_options -n $1 build/onebit_ranks --filter "$2" >"$tmp/out" 2>&1; }
 onebit 2 ''; check "1-bit training on 2 ranks" 0 '^7 passed'
 onebit 4 ''; check "1-bit training on 4 ranks" 0 '^5 passed, 0 failed, 3 skipped'
 for r in 0 1; do
-    HPML_TEST_FAILS=$r timeout 20 "$mpiexec" $root -n 2 build/onebit_ranks --filter ends_the_job >"$tmp/out" 2>&1
+    HPML_TEST_FAILS=$r timeout 20 "$mpiexec" $mpi_options -n 2 build/onebit_ranks --filter ends_the_job >"$tmp/out" 2>&1
     check "a test that fails on rank $r ends the other" 1 'test_onebit.c:[0-9]+: me != atoi'
     [ $r = 1 ] || { grep -q '^0 passed, 1 failed' "$tmp/out"; check "and says how many failed" 0 ''; }
 done
