@@ -4,18 +4,14 @@
 # error that names it, with no process left behind. Fault i has the seed SEED + i, an even one is on processes: what a
 # failure prints repeats it. storm.c has the works and the faults.
 faults=${1:-12} seed=${2:-$(date +%s)} tmp=$(mktemp -d) passed=0 failed=0 skipped=0
-mpiexec=${MPIEXEC:-mpiexec} limit=90
+limit=90
+. tests/mpi.sh
 trap 'rm -rf "$tmp"' EXIT
 export UCX_TLS="${UCX_TLS:-^cma}" # or UCX ends a survivor that reads from a process just killed
-reason=
-command -v "$mpiexec" >/dev/null || reason="no $mpiexec"
+reason=$(mpi_lacks "$tmp")
 if [ -z "$reason" ] && ! "$mpiexec" --version 2>/dev/null | grep -qi hydra; then
     reason="this mpiexec ends all processes with the first; MPICH's does not"
 fi
-if [ -z "$reason" ] && ! timeout 30 "$mpiexec" -n 2 true >/dev/null 2>&1 </dev/null; then
-    reason="mpiexec does not start processes here"
-fi
-if [ -z "$reason" ] && build/storm_ranks 2>/dev/null | grep -q SKIP; then reason="no mpicc"; fi
 
 threads() { timeout $limit build/storm "$1" "$tmp/$1" >"$tmp/$1/out" 2>&1; echo $? >"$tmp/$1/exit"; }
 processes() { # without cleanup the launcher lets the others live, but sends them a signal
