@@ -963,8 +963,8 @@ static hpml_status chain_through_a_job(hpml_comm *c, void *user)
     if (hpml_comm_rank(c) == 2) outlast(c, &ended, 0);
     hpml_job *job = status == HPML_OK ? hpml_iallreduce(c, mine, 100, NULL) : NULL;
     if (hpml_comm_rank(c) == 0) status = hpml_recv(c, 1, 0, &status, sizeof status);
-    if (job) status = hpml_job_wait(job);
-    return has_ended(&ended, status);
+    hpml_status waited = job ? hpml_job_wait(job) : status;
+    return has_ended(&ended, status != HPML_OK ? status : waited);
 }
 
 static char heard[8];
