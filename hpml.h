@@ -241,6 +241,15 @@ HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx); /* calls of allo
 HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx);       /* bytes now held */
 HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx); /* where its memory comes from; ctx NULL: all zero */
 
+/* Called while a large file is written (safetensors, parameters, checkpoints): each time that 64 MB more are on the disk,
+   with the bytes written. Cleared: nobody is called, and the file goes to the disk at its end only. Returns the one
+   before. */
+typedef struct hpml_progress {
+    void (*fn)(void *user, uint64_t bytes);
+    void  *user;
+} hpml_progress;
+HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress);
+
 /* Memory that lives as long as the context: zeroed, 64-byte aligned; `drop`, where given, is called before it goes. For
    siblings, strategies and layers of your own. NULL and an error on the context when there is none. */
 HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*drop)(void *object));
@@ -3864,6 +3873,7 @@ struct hpml_ctx {
     hpml_node            spare;      /* see hpmli_node_create */
     hpmli_trace         *trace;      /* NULL: off */
     const double        *clock;      /* see hpml_trace_clock */
+    hpml_progress        progress;   /* of writing */
     char                 texts[8][192]; /* for messages, see hpmli_text ... */
     unsigned             text_count;    /* ... made so far */
 };
@@ -4375,6 +4385,15 @@ HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx)         { return ctx ? ct
 HPML_API uint64_t    hpml_ctx_seed(const hpml_ctx *ctx)        { return ctx ? ctx->seed : 0; }
 HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx) { return ctx ? ctx->allocations : 0; }
 HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx)       { return ctx ? ctx->bytes : 0; }
+HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress)
+{
+    hpml_progress before = { NULL, NULL };
+    if (!ctx) return before;
+    before        = ctx->progress;
+    ctx->progress = progress;
+    return before;
+}
+
 HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx)
 {
     hpml_allocator none = HPMLI_ZEROED;
@@ -8931,7 +8950,7 @@ typedef struct hpmli_writer {
     hpml_ctx *ctx;
     FILE     *f;
     char     *path, *temporary; /* path: what the caller's name leads to */
-    uint64_t  size;             /* bytes written */
+    uint64_t  size, synced;     /* bytes written, and those of them that are on the disk */
     int       error;            /* errno of the first failure; 0: none */
     int       fd;               /* POSIX: the temporary file; holds its lock until the file has its name; -1: none */
     bool      direct;           /* into a device or a pipe: no temporary file */
@@ -10644,6 +10663,23 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
     while ((w->size - start) % 8 != 0) hpmli_write(w, " ", 1);
 }
 
+/* Large data. Who asks for progress hears of it when the disk has as much: the sync at the end is short then. */
+HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
+{
+    const size_t         piece = (size_t)64 << 20;
+    const hpml_progress *tell  = &w->ctx->progress;
+    for (size_t n; size > 0; data += n, size -= n) {
+        n = size < piece ? size : piece;
+        hpmli_write(w, data, n);
+        if (!tell->fn || w->size - w->synced < piece) continue;
+        w->synced = w->size;
+#if HPMLI_POSIX
+        if (!w->direct && !w->error && (fflush(w->f) != 0 || fsync(w->fd) != 0)) w->error = errno;
+#endif
+        tell->fn(tell->user, w->size);
+    }
+}
+
 /* host NULL: the data are as they will stand in the file; else they are f32 on the device, and come through `host`,
    which has room for each. The head is written again when length and checksums are known. */
 HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpmli_safe_content *c, float *host)
@@ -10661,7 +10697,7 @@ HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml
         if (host) ctx->backend->read(ctx->device, host, t->data, n * sizeof(float));
         if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* it gets no wider */
         if (c->sums) c->sums[i] = ctx->k->crc32c(0, host ? host : t->data, t->bytes);
-        hpmli_write(&w, host ? host : t->data, t->bytes);
+        hpmli_write_data(&w, (const char *)(host ? host : t->data), t->bytes);
     }
     hpmli_write_start(&w);
     hpmli_write_head(&w, c, length);

@@ -1072,6 +1072,25 @@ static hpml_status bad_call(hpml_comm *c, void *user)
     }
 }
 
+static hpml_status chain(hpml_comm *c, void *user) { return (void)user, chain_hangs(c, &ended); }
+static hpml_status works(hpml_comm *c, void *user) { return (void)user, works_long(c, false, &ended); }
+static hpml_status works_no_more(hpml_comm *c, void *user) { return (void)user, works_long(c, true, &ended); }
+
+/* Rank 0 waits for rank 1, which waits for its own job, in which a thread of its own waits for rank 2. */
+static hpml_status chain_through_a_job(hpml_comm *c, void *user)
+{
+    static float x[3][100];
+    float       *mine = x[hpml_comm_rank(c)];
+    (void)user;
+    hpml_status status = hpml_job_wait(hpml_iallreduce(c, mine, 100, NULL));
+    if (status == HPML_OK) status = hpml_barrier(c);
+    if (hpml_comm_rank(c) == 2) outlast(c, &ended, 0);
+    hpml_job *job = status == HPML_OK ? hpml_iallreduce(c, mine, 100, NULL) : NULL;
+    if (hpml_comm_rank(c) == 0) status = hpml_recv(c, 1, 0, &status, sizeof status);
+    hpml_status waited = job ? hpml_job_wait(job) : status;
+    return has_ended(&ended, status != HPML_OK ? status : waited);
+}
+
 static char heard[8];
 
 static const failure failures[] = {
@@ -1080,10 +1099,11 @@ static const failure failures[] = {
     { "returns an error", returns_error, 3, false, 20, HPML_ERR_READ,
       { "rank 1: the rank's function returned cannot read", NULL, NULL } },
     { "another collective", another, 3, false, 20, HPML_ERR_COMM, { "deadlock", "waits for rank", "allreduce" } },
-    { "other collective, checked", another, 3, true, 20, HPML_ERR_COMM, { "rank 0 is in broadcast", "in allreduce" } },
+    { "other collective, checked", another, 3, true, 20, HPML_ERR_COMM,
+      { "rank 0 is in broadcast of 16 bytes, root 2", "in allreduce of 4 f32, sum, auto", NULL } },
     { "another count", other_count, 3, false, 20, HPML_ERR_COMM, { "bytes", "same counts", NULL } },
     { "other count, checked", other_count, 3, true, 20, HPML_ERR_COMM, { "allreduce of 32", "allreduce of 64" } },
-    { "another type, checked", other_type, 2, true, 20, HPML_ERR_COMM, { "differs", "element 4", NULL } },
+    { "another type, checked", other_type, 2, true, 20, HPML_ERR_COMM, { "of 8 f64, sum", "of 8 i64, sum", NULL } },
     { "circle", circle, 3, false, 20, HPML_ERR_COMM, { "rank 0 waits for rank 1", "rank 1 waits for rank 2" } },
     { "leaves a job", leaves_a_job, 3, false, 20, 0, { "rank 1", NULL, NULL } },
     { "a job alone", job_alone, 3, false, 20, 0, { NULL, NULL, NULL } },
@@ -1092,6 +1112,9 @@ static const failure failures[] = {
     { "exchange", exchange_alone, 4, false, 20, HPML_ERR_READ, { "no such file", NULL, NULL } },
     { "bad arguments", bad_arguments, 3, false, 20, HPML_ERR_ARGUMENT, { "77", NULL, NULL } },
     { "sleeps", sleeps, 3, false, 0.2, HPML_ERR_TIMEOUT, { "waited 0.2 s for rank", "allreduce", NULL } },
+    { "a chain", chain, 6, false, 0.4, HPML_ERR_TIMEOUT, { "waits for rank 5,", NULL, NULL } },
+    { "a chain through a job", chain_through_a_job, 3, false, 0.4, HPML_ERR_TIMEOUT, { "rank 2", NULL, NULL } },
+    { "works, then hangs", works_no_more, 3, false, 0.3, HPML_ERR_TIMEOUT, { "for rank 2", NULL, NULL } },
     { "leaves, a tensor not ready", leaves_unready, 3, false, 20, 0, { "rank 1", NULL, NULL } },
     { "no such tensor", ready_twice, 2, false, 20, HPML_ERR_ARGUMENT, { "tensor 1 of 1: no such one", NULL, NULL } },
     { "not ready", not_ready, 3, false, 0.4, HPML_ERR_TIMEOUT,
@@ -1145,6 +1168,18 @@ TEST(failures_end_everywhere_and_say_why)
                 ENSURE(good);
             }
         }
+}
+
+/* A deadline of 0.3 s; on a busy machine another rank may be late. */
+TEST(a_rank_that_says_it_is_busy_is_waited_for)
+{
+    hpml_launch_desc d;
+    hpml_status      status = HPML_ERR_TIMEOUT;
+    memset(&d, 0, sizeof d);
+    d.ranks = 4, d.timeout = 0.3;
+    for (int tries = 0; tries < 3 && status != HPML_OK; tries++)
+        status = hpml_launch(&d, works, NULL, error, sizeof error);
+    ENSURE(status == HPML_OK);
 }
 
 TEST(bad_calls_are_refused)
@@ -1237,7 +1272,9 @@ TEST(arguments_are_checked)
     memset(&k, 0, sizeof k);
     ENSURE(hpml_comm_create(ctx, &k) == NULL && strstr(hpml_ctx_error(ctx), "hpml_launch"));
     ENSURE(hpml_allreduce(NULL, &x, 1, NULL) != HPML_OK && hpml_barrier(NULL) != HPML_OK);
-    ENSURE(hpml_comm_tune(NULL) != HPML_OK);
+    ENSURE(hpml_comm_tune(NULL) != HPML_OK && hpml_comm_choose(NULL, 0) == HPML_ALGORITHM_NONE);
+    ENSURE(hpml_block(7, 0, 1) == 0);
+    hpml_comm_busy(NULL, 1);
     ENSURE(hpml_broadcast(NULL, &x, 4, 0) != HPML_OK && hpml_gather(NULL, &x, 4, &x, 0) != HPML_OK);
     ENSURE(hpml_send(NULL, 0, 0, &x, 4) != HPML_OK && hpml_recv(NULL, 0, 0, &x, 4) != HPML_OK);
     ENSURE(hpml_iallreduce(NULL, &x, 1, NULL) == NULL && hpml_job_wait(NULL) != HPML_OK && hpml_job_done(NULL));
