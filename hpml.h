@@ -1745,24 +1745,29 @@ HPMLI_KFN void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n)
     else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb * HV(ld)(y + i, c)), c);
 }
 
-/* y = a x + b, y = max(a x + b, 0) */
-#define HPMLI_AFFINE(name, result)                                                                                     \
-    HPMLI_KFN void HV(name)(float *y, const float *x, float a, float b, int64_t n)                                     \
-    {                                                                                                                  \
-        hv va = HV(set1)(a), vb = HV(set1)(b);                                                                         \
-        HV_LOOP(n) HV(st)(y + i, result, c);                                                                           \
-    }
-HPMLI_AFFINE(vscale_add, HV(fma)(va, HV(ld)(x + i, c), vb))
-HPMLI_AFFINE(vaffine_relu, HV(max)(HV(zero)(), HV(fma)(va, HV(ld)(x + i, c), vb)))
-#undef HPMLI_AFFINE
-
-/* y (+)= a x + b z + c */
-HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float constant,
-                                       int64_t n, int accumulate)
+/* y = a x + b */
+HPMLI_KFN void HV(vscale_add)(float *y, const float *x, float a, float b, int64_t n)
 {
-    hv va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(constant);
+    hv va = HV(set1)(a), vb = HV(set1)(b);
+    HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb), c);
+}
+
+/* y = a (x - centre) + b, or the larger of that and 0. The centre is subtracted first, because a x and a centre are
+   both rounded at the size of the centre, and their difference would keep that error. */
+HPMLI_KFN void HV(vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n)
+{
+    hv va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(centre);
+    if (relu) HV_LOOP(n) HV(st)(y + i, HV(max)(HV(zero)(), HV(fma)(va, HV(ld)(x + i, c) - vc, vb)), c);
+    else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c) - vc, vb), c);
+}
+
+/* y (+)= a x + b (z - centre) + constant */
+HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
+                            int64_t n, int accumulate)
+{
+    hv va = HV(set1)(a), vb = HV(set1)(b), vz = HV(set1)(centre), vc = HV(set1)(constant);
     HV_LOOP(n) {
-        hv r = HV(fma)(va, HV(ld)(x + i, c), HV(fma)(vb, HV(ld)(z + i, c), vc));
+        hv r = HV(fma)(va, HV(ld)(x + i, c), HV(fma)(vb, HV(ld)(z + i, c) - vz, vc));
         if (accumulate) r += HV(ld)(y + i, c);
         HV(st)(y + i, r, c);
     }
@@ -1773,7 +1778,7 @@ HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const fl
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Four independent accumulators hide the latency of an addition; they are joined in a fixed order. The `_wide` forms
-   join in double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
+   and vmoments join in double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
 
 #define HPMLI_BLOCK_SUM 1024
 
@@ -1797,15 +1802,12 @@ HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const fl
         }                                                                                                              \
         return HV(sum)((s[0] + s[1]) + (s[2] + s[3]));                                                                 \
     }
-HPMLI_VFN hv HV(add_square)(hv sum, hv d) { return HV(fma)(d, d, sum); }
 HPMLI_VFN hv HV(keep)(hv v, int64_t n) /* the first n lanes, 0 in the rest, as HV(load_n) */
 {
     return n >= HV_W ? v : HV(bits)((1u << n) - 1, v, HV(zero)());
 }
 HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + HV(ld)(x + at, c))
 HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HV(fma)(HV(ld)(a + at, c), HV(ld)(b + at, c), sum))
-HPMLI_REDUCE(vvar, (const float *x, float mean, int64_t n),
-             HV(add_square)(sum, HV(ld)(x + at, c) - HV(keep)(HV(set1)(mean), c)))
 #undef HPMLI_REDUCE
 
 #define HPMLI_WIDE(name, params, piece)                                                                                \
@@ -1820,8 +1822,38 @@ HPMLI_REDUCE(vvar, (const float *x, float mean, int64_t n),
     }
 HPMLI_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c))
 HPMLI_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c))
-HPMLI_WIDE(vvar_wide, (const float *x, float mean, int64_t n), HV(vvar)(x + i, mean, c)) /* (x - mean)^2 */
 #undef HPMLI_WIDE
+
+/* sums[0] += sum of w, sums[1] += sum of w d, with d = x - centre; w NULL: w = d, so that a centre near the mean gives
+   the squares about it, and sums[0] how far the centre is from the mean. */
+HPMLI_VFN void HV(moments)(double *sums, const bool weighted, const float *w, const float *x, float centre, int64_t n)
+{
+    const hv vc = HV(set1)(centre);
+    for (int64_t i = 0, end; i < n; i = end) {
+        hv s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() }, t[4] = { s[0], s[0], s[0], s[0] };
+        end = n - i < HPMLI_BLOCK_SUM ? n : i + HPMLI_BLOCK_SUM;
+        for (; i + 4 * HV_W <= end; i += 4 * HV_W) {
+            HPMLI_UNROLL
+            for (int u = 0; u < 4; u++) {
+                hv d = HV(load)(x + i + u * HV_W) - vc, v = weighted ? HV(load)(w + i + u * HV_W) : d;
+                s[u] = s[u] + v, t[u] = HV(fma)(v, d, t[u]);
+            }
+        }
+        for (; i < end; i += HV_W) {
+            int64_t c = end - i < HV_W ? end - i : HV_W;
+            hv      d = HV(keep)(HV(ld)(x + i, c) - vc, c), v = weighted ? HV(ld)(w + i, c) : d;
+            s[0] = s[0] + v, t[0] = HV(fma)(v, d, t[0]);
+        }
+        sums[0] += (double)HV(sum)((s[0] + s[1]) + (s[2] + s[3]));
+        sums[1] += (double)HV(sum)((t[0] + t[1]) + (t[2] + t[3]));
+    }
+}
+
+HPMLI_KFN void HV(vmoments)(double *sums, const float *w, const float *x, float centre, int64_t n)
+{
+    if (w) HV(moments)(sums, true, w, x, centre, n);
+    else HV(moments)(sums, false, NULL, x, centre, n);
+}
 
 HPMLI_KFN float HV(vmax)(const float *x, int64_t n)
 {
@@ -3383,8 +3415,8 @@ typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
 
 /* The kernels, in the order of their chapters: together they make the table that a context points to. */
 #define HPMLI_KERNELS(X)                                                                                               \
-    X(act_forward) X(act_backward) X(vadd) X(vsub) X(vmul) X(vdiv) X(vfill) X(vaxpby) X(vscale_add) X(vaffine_relu)    \
-    X(vaxpbypc) X(vsum) X(vdot) X(vsum_wide) X(vdot_wide) X(vvar_wide) X(vmax) X(vexp_sum) X(vsum_rows) X(opt_step)    \
+    X(act_forward) X(act_backward) X(vadd) X(vsub) X(vmul) X(vdiv) X(vfill) X(vaxpby) X(vscale_add) X(vcentred)        \
+    X(vaxpbypc) X(vsum) X(vdot) X(vsum_wide) X(vdot_wide) X(vmoments) X(vmax) X(vexp_sum) X(vsum_rows) X(opt_step)    \
     X(to_f32) X(from_f32) X(gemm_part) X(gemm_sum) X(random) X(onebit_scan) X(onebit_carry) X(onebit_decode)           \
     X(onebit_decode_add) X(bf16_encode) X(bf16_decode_add) X(conv_pack) X(conv_pack_back) X(conv_turn) X(conv_return)  \
     X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack) X(max_pool_row) X(max_pool_row_back)
@@ -6186,10 +6218,15 @@ HPMLI_WORK_OP(avg_pool2d, 0, n->out->shape[0] * n->out->shape[1], 1, avg_pool_pl
    training the statistics are the batch's; they also move the running ones, which evaluation uses. With s1 = sum dy, s2
    = sum dy xhat:
        dx = gamma rstd (dy - s1 / N - xhat s2 / N),  dgamma = s2,  dbeta = s1.
+   The mean is kept as the sum of two floats, x - mean is (x - first) - second: numbers that lie far from 0 and near to
+   each other lose no digits. The second float is what is left of the first pass's mean, found in the second pass.
    One task is one channel, measured and then normalized; where many ranks share a batch, the sums of all channels are
    added up over the ranks in between. Sources: x, gamma, beta (NULL without affine), running mean, running variance. */
 
 #define HPMLI_NORM_ROWS 32 /* rows of layernorm and rmsnorm that make a block, see below */
+
+/* What a channel or a row keeps: its mean is mean + rest, and 1 / sqrt(variance + eps). */
+typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
 
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
 {
@@ -6219,7 +6256,7 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     hpml_node *n = hpmli_node_create(op, name, batch ? 5 : 3, src, x->ndim, x->shape);
     n->attr.norm.eps = d.eps, n->attr.norm.momentum = d.momentum;
     n->attr.norm.act = batch ? d.activation : HPML_ACT_NONE;
-    n->saved_bytes   = (size_t)(2 * (batch ? cols : rows)) * sizeof(float); /* mean and rstd of each */
+    n->saved_bytes   = (size_t)(batch ? cols : rows) * sizeof(hpmli_centre);
     n->scratch_bytes = batch ? (size_t)(2 * cols + 1) * sizeof(double) : (size_t)(blocks * 2 * cols) * sizeof(float);
     return n->out;
 }
@@ -6243,38 +6280,42 @@ typedef struct hpmli_bn_job {
     bool                 backward, measure, apply;
 } hpmli_bn_job;
 
-/* Sum of x, and of (x - mean)^2. */
+/* Sum of x, and of (x - mean)^2, each from sums about a float near the mean. */
 HPMLI_FN void hpmli_bn_measure(const hpmli_bn_job *j, int64_t c)
 {
     const float *x = j->n->src[0]->data + c * j->P;
-    double       N = (double)(j->B * j->P), sum = 0, square = 0;
+    double       N = (double)(j->B * j->P), sum = 0, about[2] = { 0, 0 };
     for (int64_t b = 0; b < j->B; b++) sum += j->k->vsum_wide(x + b * j->C * j->P, j->P);
     float mean = (float)(N > 0 ? sum / N : 0);
-    for (int64_t b = 0; b < j->B; b++) square += j->k->vvar_wide(x + b * j->C * j->P, mean, j->P);
-    j->sums[2 * c] = sum, j->sums[2 * c + 1] = square;
+    for (int64_t b = 0; b < j->B; b++) j->k->vmoments(about, NULL, x + b * j->C * j->P, mean, j->P);
+    double square = N > 0 ? about[1] - about[0] * about[0] / N : 0;
+    j->sums[2 * c]     = (double)mean * N + about[0];
+    j->sums[2 * c + 1] = square < 0 ? 0 : square; /* a NaN stays one */
 }
 
 HPMLI_FN void hpmli_bn_apply(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n     = j->n;
-    float           *saved = (float *)n->saved + 2 * c, a, b, m = n->attr.norm.momentum;
+    hpmli_centre    *saved = (hpmli_centre *)n->saved + c;
     float           *running_mean = n->src[3]->data + c, *running_var = n->src[4]->data + c;
-    double           N = j->sums[2 * j->C], square = j->sums[2 * c + 1], var = (double)*running_var;
-    saved[0] = *running_mean;
+    float            a, b, m = n->attr.norm.momentum;
+    double           N = j->sums[2 * j->C], square = j->sums[2 * c + 1];
+    double           mean = (double)*running_mean, var = (double)*running_var;
     if (j->run->train) {
-        saved[0]      = (float)(j->sums[2 * c] / N);
+        mean          = j->sums[2 * c] / N;
         var           = square / N;
-        *running_mean = (1 - m) * *running_mean + m * saved[0];
+        *running_mean = (1 - m) * *running_mean + m * (float)mean;
         *running_var  = (1 - m) * *running_var + m * (float)(square / (N > 1 ? N - 1 : 1));
     }
-    saved[1] = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
-    a = saved[1] * (n->src[1] ? n->src[1]->data[c] : 1);
-    b = (n->src[2] ? n->src[2]->data[c] : 0) - saved[0] * a;
+    saved->mean = (float)mean;
+    saved->rest = (float)(mean - (double)saved->mean);
+    saved->rstd = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
+    a = saved->rstd * (n->src[1] ? n->src[1]->data[c] : 1);
+    b = (n->src[2] ? n->src[2]->data[c] : 0) - saved->rest * a;
     for (int64_t i = 0; i < j->B; i++) {
         const float *x = n->src[0]->data + (i * j->C + c) * j->P;
         float       *y = n->out->data + (i * j->C + c) * j->P;
-        if (n->attr.norm.act == HPML_ACT_RELU) j->k->vaffine_relu(y, x, a, b, j->P);
-        else j->k->vscale_add(y, x, a, b, j->P);
+        j->k->vcentred(y, x, saved->mean, a, b, n->attr.norm.act == HPML_ACT_RELU, j->P);
     }
 }
 
@@ -6282,17 +6323,16 @@ HPMLI_FN void hpmli_bn_apply(const hpmli_bn_job *j, int64_t c)
 HPMLI_FN void hpmli_bn_back_measure(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n = j->n;
-    float   mean = ((const float *)n->saved)[2 * c], rstd = ((const float *)n->saved)[2 * c + 1];
-    double  s1 = 0, dot = 0, s2;
-    int64_t step = j->C * j->P, first = c * j->P;
+    hpmli_centre     at = ((const hpmli_centre *)n->saved)[c];
+    double           sums[2] = { 0, 0 }, s1, s2; /* of dy, and of dy (x - mean), without the mean's rest */
+    int64_t          step = j->C * j->P, first = c * j->P;
     for (int64_t i = 0; i < j->B; i++) {
         float *dy = n->out->grad + first + i * step;
         if (n->attr.norm.act == HPML_ACT_RELU)
             j->k->act_backward(HPML_ACT_RELU, 0, dy, dy, NULL, n->out->data + first + i * step, j->P, 0);
-        s1 += j->k->vsum_wide(dy, j->P);
-        dot += j->k->vdot_wide(dy, n->src[0]->data + first + i * step, j->P);
+        j->k->vmoments(sums, dy, n->src[0]->data + first + i * step, at.mean, j->P);
     }
-    s2 = (double)rstd * (dot - (double)mean * s1);
+    s1 = sums[0], s2 = (double)at.rstd * (sums[1] - (double)at.rest * s1);
     if (n->src[1] && n->src[1]->grad) n->src[1]->grad[c] = (n->accumulate[1] ? n->src[1]->grad[c] : 0) + (float)s2;
     if (n->src[2] && n->src[2]->grad) n->src[2]->grad[c] = (n->accumulate[2] ? n->src[2]->grad[c] : 0) + (float)s1;
     j->sums[2 * c] = s1, j->sums[2 * c + 1] = s2;
@@ -6301,16 +6341,17 @@ HPMLI_FN void hpmli_bn_back_measure(const hpmli_bn_job *j, int64_t c)
 HPMLI_FN void hpmli_bn_back_apply(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n = j->n;
-    float   mean = ((const float *)n->saved)[2 * c], rstd = ((const float *)n->saved)[2 * c + 1];
-    double  N = j->sums[2 * j->C], s1 = j->sums[2 * c], s2 = j->sums[2 * c + 1];
-    double  a = (double)rstd * (n->src[1] ? (double)n->src[1]->data[c] : 1);
-    int64_t step = j->C * j->P, first = c * j->P;
+    hpmli_centre     at = ((const hpmli_centre *)n->saved)[c];
+    double           N = j->sums[2 * j->C], s1 = j->sums[2 * c], s2 = j->sums[2 * c + 1];
+    double           a = (double)at.rstd * (n->src[1] ? (double)n->src[1]->data[c] : 1);
+    int64_t          step = j->C * j->P, first = c * j->P;
     if (!n->src[0]->grad) return;
     if (!j->run->train) s1 = s2 = 0; /* fixed statistics */
+    double slope = (double)at.rstd * s2; /* xhat s2 = (x - mean - rest) slope */
     for (int64_t i = 0; i < j->B; i++)
         j->k->vaxpbypc(n->src[0]->grad + first + i * step, (float)a, n->out->grad + first + i * step,
-                       (float)(-a * (double)rstd * s2 / N), n->src[0]->data + first + i * step,
-                       (float)(a * ((double)(mean * rstd) * s2 - s1) / N), j->P, n->accumulate[0]);
+                       (float)(-a * slope / N), n->src[0]->data + first + i * step, at.mean,
+                       (float)(a * ((double)at.rest * slope - s1) / N), j->P, n->accumulate[0]);
 }
 
 HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
@@ -6347,8 +6388,9 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
 HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0),
          return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true))
 
-/* softmax(x)_i = exp(x_i - max) / sum_j exp(x_j - max). With y known, dx = y (dy - <dy, y>); for the logarithm dx = dy
-   - exp(y) sum(dy). Rows are independent. */
+/* softmax(x)_i = exp(x_i - max) / sum, sum = sum of exp(x_j - max); its logarithm is (x_i - max) - log(sum), in this
+   order, because max + log(sum) would be rounded at the size of max. With y known, dx = y (dy - <dy, y>); for the
+   logarithm dx = dy - exp(y) sum(dy). Rows are independent. */
 
 HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
 {
@@ -6367,7 +6409,7 @@ HPMLI_FN void hpmli_softmax_row(const hpmli_work *w, int64_t row, int thread HPM
     const float *x   = w->n->src[0]->data + row * w->cols; /* (cols) */
     float       *y   = w->n->out->data + row * w->cols;    /* (cols) */
     float        max = w->k->vmax(x, w->cols), sum = w->k->vexp_sum(y, x, max, w->cols);
-    if (w->n->attr.softmax.log) w->k->vscale_add(y, x, 1, -(max + logf(sum)), w->cols);
+    if (w->n->attr.softmax.log) w->k->vcentred(y, x, max, 1, -logf(sum), false, w->cols);
     else w->k->vscale_add(y, y, 1 / sum, 0, w->cols);
 }
 
@@ -6401,12 +6443,17 @@ HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_
 {
     const hpml_node *n = w->n;
     const float     *x = n->src[0]->data + row * w->cols; /* (cols) */
-    float           *y = n->out->data + row * w->cols, *saved = (float *)n->saved + 2 * row;
-    double           C = (double)w->cols, mean = 0, rstd;
-    if (n->op == HPML_OP_LAYERNORM) mean = w->k->vsum_wide(x, w->cols) / C;
-    rstd = 1 / sqrt(w->k->vvar_wide(x, (float)mean, w->cols) / C + (double)n->attr.norm.eps);
-    saved[0] = (float)mean, saved[1] = (float)rstd;
-    w->k->vscale_add(y, x, (float)rstd, (float)(-mean * rstd), w->cols);
+    float           *y = n->out->data + row * w->cols;
+    hpmli_centre    *saved = (hpmli_centre *)n->saved + row;
+    double           C = (double)w->cols, about[2] = { 0, 0 }, rest = 0, var;
+    saved->mean = n->op == HPML_OP_LAYERNORM ? (float)(w->k->vsum_wide(x, w->cols) / C) : 0;
+    w->k->vmoments(about, NULL, x, saved->mean, w->cols);
+    if (n->op == HPML_OP_LAYERNORM) rest = about[0] / C;
+    var = about[1] / C - rest * rest;
+    if (var < 0) var = 0; /* a NaN stays one */
+    saved->rest = (float)rest;
+    saved->rstd = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
+    w->k->vcentred(y, x, saved->mean, saved->rstd, -saved->rest * saved->rstd, false, w->cols);
     if (n->src[1]) w->k->vmul(y, y, n->src[1]->data, w->cols);
     if (n->src[2]) w->k->vadd(y, y, n->src[2]->data, w->cols);
 }
@@ -6418,12 +6465,12 @@ HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread H
     float           *part  = (float *)n->scratch + row / HPMLI_NORM_ROWS * 2 * w->cols, g[HPMLI_PIECE], h[HPMLI_PIECE];
     const float     *gamma = n->src[1] ? n->src[1]->data : NULL;
     const float     *x = n->src[0]->data + row * w->cols, *dy = n->out->grad + row * w->cols;
-    float            mean = ((float *)n->saved)[2 * row], rstd = ((float *)n->saved)[2 * row + 1];
+    hpmli_centre     at  = ((const hpmli_centre *)n->saved)[row];
     double           sum = 0, dot = 0;
     if (row % HPMLI_NORM_ROWS == 0) w->k->vfill(part, 0, 2 * w->cols);
     HPMLI_PIECES(i, c, w->cols) { /* the two means, and this row's share of dgamma, dbeta */
         const float *gi = dy + i;
-        w->k->vscale_add(h, x + i, rstd, -mean * rstd, c); /* xhat */
+        w->k->vcentred(h, x + i, at.mean, at.rstd, -at.rest * at.rstd, false, c); /* xhat */
         if (gamma) w->k->vmul(g, dy + i, gamma + i, c), gi = g;
         sum += (double)w->k->vsum(gi, c);
         dot += (double)w->k->vdot(gi, h, c);
@@ -6434,11 +6481,11 @@ HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread H
     if (!n->src[0]->grad) return;
     sum = n->op == HPML_OP_LAYERNORM ? sum / (double)w->cols : 0;
     dot = dot / (double)w->cols;
-    HPMLI_PIECES(i, c, w->cols) { /* rstd g - rstd^2 dot x + rstd (mean rstd dot - sum) */
+    HPMLI_PIECES(i, c, w->cols) { /* rstd g - rstd^2 dot (x - mean) + rstd (rest rstd dot - sum) */
         const float *gi = dy + i;
         if (gamma) w->k->vmul(g, dy + i, gamma + i, c), gi = g;
-        w->k->vaxpbypc(n->src[0]->grad + row * w->cols + i, rstd, gi, (float)(-dot) * rstd * rstd, x + i,
-                       rstd * (float)(dot * (double)(mean * rstd) - sum), c, n->accumulate[0]);
+        w->k->vaxpbypc(n->src[0]->grad + row * w->cols + i, at.rstd, gi, (float)(-dot) * at.rstd * at.rstd, x + i,
+                       at.mean, at.rstd * (float)(dot * (double)(at.rest * at.rstd) - sum), c, n->accumulate[0]);
     }
 }
 
@@ -6782,8 +6829,10 @@ HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_
 
 /* All are means, over the rows or elements that count; sums are taken in double, in order. The gradient of a loss
    arrives in out->grad[0]. Cross-entropy of logits x and label l, with smoothing s over V classes:
-       loss = lse - (1 - s) x_l - s mean(x),  dx_i = exp(x_i - lse) - (1 - s) [i = l] - s / V,  lse = log sum exp(x).
-   Probabilities are not stored: lse is kept for each row, and backward takes the exponential again. */
+       loss = log(sum) - (1 - s) d_l - s mean(d),  dx_i = exp(d_i) / sum - (1 - s) [i = l] - s / V,
+       with d_i = x_i - max(x),  sum = sum of exp(d_i).
+   Each row keeps max and 1 / sum, not max + log(sum), because that is rounded at the size of max: a constant added to
+   all logits would cost digits. Probabilities are not stored: backward takes the exponential again. */
 
 HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tensor *y, hpml_tensor *target, bool squared,
                                         float delta)
@@ -6813,7 +6862,7 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
     n->attr.cross_entropy.smoothing = d.label_smoothing;
     n->attr.cross_entropy.ignore    = d.ignore_index ? d.ignore_index : HPML_IGNORE;
-    n->saved_bytes = (size_t)(2 * hpml_tensor_count(labels) + 1) * 4; /* lse, loss of each row; 1 / counted */
+    n->saved_bytes = (size_t)(3 * hpml_tensor_count(labels) + 1) * 4; /* max, 1 / sum, loss of rows; 1 / counted */
     return n->out;
 }
 
@@ -6830,14 +6879,18 @@ HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thre
     const hpml_node *n     = w->n;
     const float     *x     = n->src[0]->data + row * w->cols; /* (V) */
     int32_t          label = ((const int32_t *)(const void *)n->src[1]->data)[row];
-    float           *lse   = (float *)n->saved + row, *loss = (float *)n->saved + w->count + row, max;
+    float           *max   = (float *)n->saved + row, *inverse = max + w->count, *loss = inverse + w->count;
     float            s     = n->attr.cross_entropy.smoothing;
-    *loss = *lse = 0;
+    *loss = *max = *inverse = 0;
     if (label == n->attr.cross_entropy.ignore) return;
-    max   = w->k->vmax(x, w->cols);
-    *lse  = max + logf(hpmli_exp_sum(w->k, x, max, w->cols));
-    *loss = *lse - (1 - s) * x[label];
-    if (s > 0) *loss -= s * w->k->vsum(x, w->cols) / (float)w->cols;
+    *max      = w->k->vmax(x, w->cols);
+    float sum = hpmli_exp_sum(w->k, x, *max, w->cols);
+    *inverse  = 1 / sum;
+    *loss     = logf(sum) - (1 - s) * (x[label] - *max);
+    if (s == 0) return;
+    double about[2] = { 0, 0 }; /* sums of x - max, and of its squares */
+    w->k->vmoments(about, NULL, x, *max, w->cols);
+    *loss -= s * (float)(about[0] / (double)w->cols);
 }
 
 HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
@@ -6845,7 +6898,7 @@ HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
     const hpml_tensor *x     = n->src[0];
     const int32_t     *label = (const int32_t *)(const void *)n->src[1]->data;
     int64_t            V = x->shape[x->ndim - 1], rows = hpml_tensor_count(x) / V, counted = 0;
-    const float       *loss = (const float *)n->saved + rows;
+    const float       *loss = (const float *)n->saved + 2 * rows;
     double             sum  = 0;
     for (int64_t i = 0; i < rows; i++) {
         if (label[i] == n->attr.cross_entropy.ignore) continue;
@@ -6857,7 +6910,7 @@ HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
     }
     hpmli_rows_run(run, n, false, hpmli_cross_entropy_row);
     for (int64_t i = 0; i < rows; i++) sum += (double)loss[i];
-    ((float *)n->saved)[2 * rows] = counted > 0 ? 1 / (float)counted : 0;
+    ((float *)n->saved)[3 * rows] = counted > 0 ? 1 / (float)counted : 0;
     n->out->data[0] = counted > 0 ? (float)(sum / (double)counted) : 0;
     return HPML_OK;
 }
@@ -6868,17 +6921,18 @@ HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int
     const float     *x     = n->src[0]->data + row * w->cols;
     float           *dx    = n->src[0]->grad + row * w->cols, piece[HPMLI_PIECE];
     int32_t          label = ((const int32_t *)(const void *)n->src[1]->data)[row];
-    float            lse   = ((const float *)n->saved)[row], s = n->attr.cross_entropy.smoothing;
-    float            scale = ((const float *)n->saved)[2 * w->count] * n->out->grad[0];
+    const float     *saved = (const float *)n->saved;
+    float            max   = saved[row], s = n->attr.cross_entropy.smoothing;
+    float            scale = saved[3 * w->count] * n->out->grad[0], share = scale * saved[w->count + row];
     bool             add   = n->accumulate[0];
     if (label == n->attr.cross_entropy.ignore) {
         if (!add) w->k->vfill(dx, 0, w->cols);
         return;
     }
     HPMLI_PIECES(i, c, w->cols) {
-        w->k->vexp_sum(piece, x + i, lse, c);
-        if (add) w->k->vaxpby(dx + i, scale, piece, 1, c);
-        else w->k->vscale_add(dx + i, piece, scale, -scale * s / (float)w->cols, c);
+        w->k->vexp_sum(piece, x + i, max, c);
+        if (add) w->k->vaxpby(dx + i, share, piece, 1, c);
+        else w->k->vscale_add(dx + i, piece, share, -scale * s / (float)w->cols, c);
         if (add && s > 0) w->k->vscale_add(dx + i, dx + i, 1, -scale * s / (float)w->cols, c);
     }
     dx[label] -= scale * (1 - s);
