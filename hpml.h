@@ -47,6 +47,7 @@
 //     HPML_SELF             this file's name, if you renamed it: it includes itself once for each instruction set
 //
 // THREADS: a context and all that hangs on it belongs to one thread at a time. Contexts are independent of each other.
+// After fork, both processes may go on with a context that was not in use; in the child it computes on one thread.
 // SAME BITS: same seed, same build, same kind of CPU give the same bits, at any number of threads.
 //
 // INDEX (grep '^// >>' hpml.h)
@@ -549,9 +550,9 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
 /* Gradients of the loss times `scale`. Parameters: set, or added to when `accumulate`. */
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
 
-/* Compares backward with central differences of fourth order, in f32 with steps of eps (1e-2 suits most), on up to
-   `samples` numbers of every parameter and every input that needs a gradient; returns the largest |difference| / (|a| +
-   |b| + floor), the floor being the root mean square of that gradient; on error a negative number. */
+/* Compares backward with central differences of fourth order, in f32 with steps of eps (0: 1e-2, which suits most), on
+   up to `samples` numbers of every parameter and every input that needs a gradient; returns the largest |difference| /
+   (|a| + |b| + floor), the floor being the root mean square of that gradient; on error a negative number. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* before ops use it: it gets a gradient */
 
@@ -631,6 +632,9 @@ typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /*
 typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
                         HPML_OPT_LARS, HPML_OPT_LAMB } hpml_opt;
 
+/* What an optimizer step has found that is NaN or infinite: in the gradient; in new weights or sums of squares. */
+enum { HPML_BAD_GRADIENT = 1, HPML_BAD_STEP = 2 };
+
 /* One optimizer step on one parameter. State arrays have the parameter's shape. */
 typedef struct hpml_update {
     hpml_opt opt;
@@ -644,7 +648,8 @@ typedef struct hpml_update {
     float    grad_scale, clip; /* multiply g first: 1 / loss scale; clip / sqrt(*sumsq), where that is below 1 */
     const double *sumsq;       /* of the gradients, on the device; NULL: they are not clipped */
     bool     nesterov;
-    bool    *bad;              /* CPU: set where a gradient is NaN or infinite, which then counts as 0; NULL: as NaN */
+    int32_t *bad;              /* CPU: gets these bits; such a gradient counts as 0, such a weight stays. NULL: NaN goes
+                                  wherever it goes */
 } hpml_update;
 
 /* One way through a graph. Two passes that are equal in every byte run the same ops on the same memory. */
@@ -736,7 +741,8 @@ typedef struct hpml_trainer_desc {
     float         eps;             /* 0: 1e-8 (ADAGRAD 1e-10, LAMB 1e-6) */
     float         weight_decay;    /* L2 added to the gradient; ADAMW, LAMB: decoupled */
     bool          decay_all;       /* decay biases and norms as well */
-    float         trust;           /* LARS: lr trust |w| / (|g| + decay |w|), lr where there is no_decay; 0: 0.001 */
+    float         trust;           /* LARS: lr trust |w| / (|g| + decay |w|), lr where there is no_decay; 0: 0.001.
+                                      LAMB: lr |w| / |r| for biases and norms as well (You et al. 2020, algorithm 2) */
     hpml_schedule schedule;
     hpml_lr_rule  lr_rule;         /* scales lr by global batch / lr_base_batch */
     int64_t       lr_base_batch;   /* 0: no scaling */
@@ -747,8 +753,9 @@ typedef struct hpml_trainer_desc {
                                       65536, halved, and the update left out, when a gradient overflows; doubled after
                                       2,000 updates without (Micikevicius et al. 2018) */
     bool          no_finite_check; /* skip the check, which names step and layer, of the loss and gradients (a device's:
-                                      where their norm is wanted; a step without info then need not wait). What the
-                                      CPU finds in a gradient stays out of parameters; the rest of the step is in */
+                                      where their norm is wanted; a step without info then need not wait), and, on the
+                                      CPU, of new parameters. What is not finite stays out of parameters there; the
+                                      rest of the step is in */
     uint32_t      _end;
 } hpml_trainer_desc;
 
@@ -806,7 +813,8 @@ typedef struct hpml_fit_desc {
     uint32_t      _end;
 } hpml_fit_desc;
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d); /* NULL: one pass */
-/* Loss and accuracy over all samples in evaluation mode; the last batch may be short. */
+/* Loss and accuracy over all samples in evaluation mode; the last batch may be short. Here and in predict a loss or an
+   output that is NaN or infinite is HPML_ERR_NONFINITE, unless no_finite_check is set: the error names the sample. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
 /* output for `samples` samples of x (as in step), any number: out holds samples x (elements of output per sample). */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
@@ -1904,7 +1912,15 @@ HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t c
 /* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the
    same names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
    LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020)
-   leaves its direction in m2 = scratch, see hpmli_cpu_update. False: a gradient is not finite, see hpml_update.bad. */
+   leaves its direction in m2 = scratch, see hpmli_cpu_update. The result is what hpml_update.bad gets. */
+
+/* Stores a step's result x at w; with `keeps` w stays as it was where x is not finite. *bad is a sum of 0, or NaN. */
+HPMLI_VFN void HV(stepped)(float *w, hv x, hv was, bool keeps, hv *bad, int64_t c)
+{
+    hv off = x * HV(zero)();
+    *bad   = *bad + off;
+    HV(st)(w, keeps ? HV(eq)(off, off, x, was) : x, c);
+}
 
 /* What no gradient feeds any more (a dead unit) decays to 0, not to denormals, which take a hundred times as long and
    would stay for ever. A NaN stays one. */
@@ -1920,7 +1936,7 @@ HPMLI_VFN hv HV(moment)(float *state, hv g, float beta, int64_t c) /* state = be
     return HV(decayed)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(ld)(state, c)), c);
 }
 
-HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, int64_t c)
+HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, hv *bad, int64_t c)
 {
     hv x = HV(ld)(w, c), step;
     g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
@@ -1929,42 +1945,45 @@ HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, int64_
         hv v = HV(decayed)(m, o->u.step == 1 ? g : HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), g), c);
         step = o->u.nesterov ? HV(fma)(HV(set1)(o->u.momentum), v, g) : v;
     }
-    HV(st)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), c);
+    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, o->u.bad != NULL, bad, c);
 }
 
-HPMLI_VFN void HV(adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, int64_t c)
+HPMLI_VFN void HV(adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, hv *bad, int64_t c)
 {
     hv x = HV(ld)(w, c), s;
     g = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
     s = HV(fma)(g, g, HV(ld)(v, c));
     HV(st)(v, s, c);
-    HV(st)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), c);
+    *bad = HV(fma)(s, HV(zero)(), *bad);
+    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), x, o->u.bad != NULL, bad, c);
 }
 
-HPMLI_VFN void HV(rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, int64_t c)
+HPMLI_VFN void HV(rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, hv *bad, int64_t c)
 {
     hv x = HV(ld)(w, c), step;
     g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
     step = HV(moment)(v, g * g, o->u.beta2, c);
+    *bad = HV(fma)(step, HV(zero)(), *bad);
     step = g / (HV(sqrt)(step) + HV(set1)(o->u.eps));
     if (m) step = HV(decayed)(m, HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), step), c);
-    HV(st)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), c);
+    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, o->u.bad != NULL, bad, c);
 }
 
 /* m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) */
-HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, int64_t c)
+HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, hv *bad, int64_t c)
 {
     hv mean   = HV(moment)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
     hv square = HV(moment)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
+    *bad      = HV(fma)(square, HV(zero)(), *bad); /* an infinite one would stop its weight in silence */
     return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }
 
-HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, int64_t c)
+HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, hv *bad, int64_t c)
 {
     hv x = HV(ld)(w, c), lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
     if (o->u.opt == HPML_OPT_ADAM) g = HV(fma)(decay, x, g);
     else x = HV(fnma)(lr * decay, x, x);
-    HV(st)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, c), x), c);
+    HV(stepped)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, bad, c), x), x, o->u.bad != NULL, bad, c);
 }
 
 /* Each optimizer has a loop of its own, and what steers it is a copy, which no store can change. LAMB writes its
@@ -1973,24 +1992,24 @@ HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float
     HV_LOOP(n) {                                                                                                       \
         hv g = HV(ld)(dw + i, c), off;                                                                                 \
         if (more) g = g + HV(ld)(more + i, c);                                                                         \
-        g = g * HV(set1)(o->u.grad_scale), off = g * HV(zero)(), bad = bad + off; /* off: 0, or NaN */                 \
+        g = g * HV(set1)(o->u.grad_scale), off = g * HV(zero)(), lost = lost + off; /* off: 0, or NaN */               \
         g = HV(eq)(off, off, g, HV(set1)(instead)), step;                                                              \
     }                                                                                                                  \
     break;
-HPMLI_KFN bool HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
+HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
 {
     const hpmli_opt_args own = *args, *o = &own;
     const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL, instead = o->u.bad ? 0 : NAN;
-    hv                   bad  = HV(zero)();
+    hv                   lost = HV(zero)(), bad = HV(zero)();
     switch (o->u.opt) {
-    case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, c))
-    case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, c))
-    case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, c))
-    case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, c))
+    case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, &bad, c))
+    case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, &bad, c))
+    case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, &bad, c))
+    case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, &bad, c))
     case HPML_OPT_LAMB: HPMLI_STEPS(HV(st)((float *)(uintptr_t)(dw + i), HV(fma)(HV(set1)(o->u.weight_decay),
-                                HV(ld)(w + i, c), HV(adam_direction)(o, g, m + i, v + i, c)), c))
+                                HV(ld)(w + i, c), HV(adam_direction)(o, g, m + i, v + i, &bad, c)), c))
     }
-    return HV(sum)(bad) == 0;
+    return (HV(sum)(lost) == 0 ? 0 : HPML_BAD_GRADIENT) | (HV(sum)(bad) == 0 ? 0 : HPML_BAD_STEP);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3784,6 +3803,7 @@ struct hpml_ctx {
     const hpmli_kernels *k;
     int                  threads;
     hpmli_pool          *pool;       /* NULL: one thread */
+    long                 process;    /* that created it; see hpmli_forked */
     uint64_t             seed;
     const hpml_backend  *backend;
     void                *device;     /* what backend->open gave */
@@ -4010,6 +4030,19 @@ HPML_API double hpml_now(void)
 
 typedef void hpmli_task_fn(void *arg, int64_t task, int thread);
 
+HPMLI_FN long hpmli_process(void)
+{
+#ifdef HPMLI_POSIX
+    return (long)getpid();
+#else
+    return 0;
+#endif
+}
+
+/* True in a child of fork, which has none of its parent's threads: joining one, or taking a mutex that one of them
+   held, would never end. */
+HPMLI_FN bool hpmli_forked(const hpml_ctx *ctx) { return ctx->process != hpmli_process(); }
+
 #ifndef HPML_NO_THREADS
 #define HPMLI_JOB_OPEN   (UINT64_C(1) << 31)
 #define HPMLI_SPINS      4000 /* about 50 us */
@@ -4024,6 +4057,7 @@ typedef struct hpmli_worker {
 } hpmli_worker;
 
 struct hpmli_pool {
+    const hpml_ctx *ctx;
     uint64_t        state;    /* atomic, see above */
     int64_t         count;
     hpmli_task_fn  *fn;
@@ -4134,7 +4168,7 @@ HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *
         __atomic_store_n(&p->workers[i].next, n * i / (p->worker_count + 1), __ATOMIC_RELAXED);
     if ((job & UINT32_MAX) == 0) job = 1; /* 0 means "none seen" */
     __atomic_store_n(&p->state, job << 32 | HPMLI_JOB_OPEN, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&p->sleepers, __ATOMIC_SEQ_CST) > 0) {
+    if (__atomic_load_n(&p->sleepers, __ATOMIC_SEQ_CST) > 0 && !hpmli_forked(p->ctx)) {
         pthread_mutex_lock(&p->mutex);
         hpmli_pool_part(p, 1);
         pthread_cond_broadcast(&p->wake);
@@ -4148,6 +4182,7 @@ HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *
 HPMLI_FN void hpmli_pool_drop(void *object)
 {
     hpmli_pool *p = (hpmli_pool *)object;
+    if (hpmli_forked(p->ctx)) return; /* nothing to wake, nothing to wait for */
     pthread_mutex_lock(&p->mutex);
     __atomic_store_n(&p->stop, 1, __ATOMIC_SEQ_CST);
     pthread_cond_broadcast(&p->wake);
@@ -4176,6 +4211,7 @@ HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
     size_t      bytes = sizeof(hpmli_pool) + (size_t)threads * sizeof(hpmli_worker);
     hpmli_pool *p     = (hpmli_pool *)hpmli_alloc_object(ctx, bytes, hpmli_pool_drop);
     if (!p) return NULL;
+    p->ctx = ctx;
     pthread_mutex_init(&p->mutex, NULL);
     pthread_cond_init(&p->wake, NULL);
 #if HPMLI_AFFINITY
@@ -4224,6 +4260,9 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
         hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "ctx: this CPU or build has no \"%s\" kernels; leave .cpu NULL for the "
                    "best (\"%s\")", d->cpu, ctx->k->name);
     }
+    if (d->threads < 0)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: %d threads, expected 1 or more, or 0 for all cores",
+                           d->threads);
 #ifndef HPML_NO_THREADS
     ctx->threads = (int)hpmli_min(d->threads > 0 ? d->threads : hpmli_cores(), 1024);
     if (ctx->threads > 1) {
@@ -4254,6 +4293,7 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
     ctx->log         = d.log;
     ctx->log_user    = d.log_user;
     ctx->seed        = d.seed;
+    ctx->process     = hpmli_process();
     ctx->backend     = d.backend ? d.backend : hpml_backend_cpu();
     ctx->allocations = 1;
     ctx->bytes       = sizeof *ctx;
@@ -5563,8 +5603,8 @@ HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
         p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
         j->ctx->k->gemm_part(&p);
     }
-    bool finite = j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
-    if (!finite && u->bad) __atomic_store_n(u->bad, true, __ATOMIC_RELAXED);
+    int bad = j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
+    if (bad && u->bad) __atomic_fetch_or(u->bad, bad, __ATOMIC_RELAXED);
 }
 
 HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
@@ -7087,6 +7127,9 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, h
     hpmli_parallel(ctx, tasks, hpmli_sumsq_task, &j);
     *out = 0;
     for (int64_t i = 0; i < tasks; i++) *out += j.part[i];
+    if (*out - *out == 0) return HPML_OK;
+    *out = 0; /* squares of finite floats that overflow as floats do not as doubles */
+    for (int64_t i = 0; i < n; i++) *out += (double)j.x[i] * (double)j.x[i];
     return HPML_OK;
 }
 
@@ -7108,11 +7151,13 @@ HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
     u->grad_scale *= u->lr, u->weight_decay *= u->lr, u->lr = 1;
 }
 
-/* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r. */
-HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, const hpml_update *u)
+/* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r, a step of plain SGD. */
+HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, hpml_update u)
 {
-    double w = hpmli_l2_norm(ctx, u->w, u->n), r = hpmli_l2_norm(ctx, u->g, u->n);
-    ctx->k->vaxpby(u->w, -u->lr * (float)(w > 0 && r > 0 ? w / r : 1), u->g, 1, u->n);
+    double w = hpmli_l2_norm(ctx, u.w, u.n), r = hpmli_l2_norm(ctx, u.g, u.n);
+    u.opt = HPML_OPT_SGD, u.m = NULL, u.grad_scale = 1, u.weight_decay = 0;
+    u.lr *= (float)(w > 0 && r > 0 ? w / r : 1);
+    hpmli_update_by(ctx, &u, NULL);
 }
 
 HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
@@ -7123,7 +7168,7 @@ HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, 
         if (norm > u.clip) u.grad_scale *= u.clip / norm;
         if (u.opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, &u);
         hpmli_update_by(ctx, &u, NULL);
-        if (u.opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, &u);
+        if (u.opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, u);
     }
     return HPML_OK;
 }
@@ -7684,7 +7729,14 @@ HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, floa
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 {
     double worst = 0;
-    if (!g || hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
+    if (!g) return -1;
+    if (eps == 0) eps = 1e-2f;
+    if (!(eps > 0) || samples < 1) {
+        hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "check_grad: eps %g, %d samples: expected more than 0 of both (eps 0: "
+                   "1e-2)", (double)eps, samples);
+        return -1;
+    }
+    if (hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
     for (int p = 0; p < g->ctx->param_count + g->leaf_count; p++) {
         hpml_tensor *t = p < g->ctx->param_count ? g->ctx->params[p] : g->leaves[p - g->ctx->param_count];
         int64_t      n = hpml_tensor_count(t);
@@ -7734,7 +7786,7 @@ struct hpml_trainer {
     hpml_tensor      *target, *loss;
     float            *m, *v;   /* optimizer state, laid out as graph->grads; NULL: none */
     hpml_update      *updates; /* (param_count) */
-    bool             *bad;     /* (param_count) its gradient is not finite, and its step taken without what is not */
+    int32_t          *bad;     /* (param_count) what its last step found, see hpml_update.bad */
     float            *host_out; /* host: a batch of the output */
     int32_t          *host_y;  /* host: a batch of labels */
     hpmli_named      *states;
@@ -7951,7 +8003,7 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
     if (hpml_graph_alloc(g) == HPML_OK) {
         if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
         if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count), t->bad = hpmli_new(ctx, bool, ctx->param_count);
+        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count), t->bad = hpmli_new(ctx, int32_t, ctx->param_count);
         if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
         t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target)), t->at = (hpmli_told *)(void *)t->loss->data;
     }
@@ -8020,9 +8072,11 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
 {
     hpml_graph *g    = t->graph;
     int64_t     rows = samples;
-    if (samples < 1 || samples > g->batch || !x)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: a batch of %lld samples, expected 1 to %lld and data",
-                          (long long)samples, (long long)g->batch);
+    if (!x) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: no data, x is NULL");
+    if (samples < 1 || samples > g->batch)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: a batch of %lld samples, expected 1 to %lld, the first "
+                          "dimension of input \"%s\"; record a larger one, or cut the batch", (long long)samples,
+                          (long long)g->batch, t->d.input->name);
     if (!g->batchable && samples < g->batch) {
         if (t->d.loss != HPML_LOSS_CROSS_ENTROPY || t->d.loss_tensor)
             return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: this graph mixes samples and takes full batches "
@@ -8092,16 +8146,52 @@ HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
     }
 }
 
+/* What the steps of all parameters have found; see hpml_update.bad. */
+HPMLI_FN int32_t hpmli_trainer_bad(const hpml_trainer *t)
+{
+    int32_t bad = 0;
+    for (int i = 0; i < t->graph->param_count; i++) bad |= t->bad[i];
+    return bad;
+}
+
+HPMLI_FN double hpmli_plain_nan(double value) { return value == value ? value : fabs(value); } /* "nan", not "-nan" */
+
+/* The first of n floats that is NaN or infinite; n where there is none. */
+HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n)
+{
+    int64_t i = 0;
+    while (i < n && x[i] - x[i] == 0) i++;
+    return i;
+}
+
+/* True when one of the numbers x of tensor y is not finite. Where the backend's sum of squares is not finite, which may
+   be an overflow, each number is looked at. */
+HPMLI_FN bool hpmli_nonfinite(hpml_trainer *t, const hpml_tensor *y, const float *x)
+{
+    int64_t     count = hpml_tensor_count(y), c;
+    size_t      size  = hpml_dtype_size(y->dtype);
+    hpml_tensor piece = *y;
+    float       host[HPMLI_PIECE];
+    t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, count, &t->at->sumsq);
+    hpmli_trainer_tell(t, NULL, NULL);
+    if (t->told.sumsq - t->told.sumsq == 0) return false;
+    for (int64_t i = 0; i < count; i += c) {
+        c = hpmli_min(count - i, HPMLI_PIECE);
+        piece.data = (float *)(void *)((char *)(uintptr_t)x + (size_t)i * size);
+        hpmli_read_floats(t->ctx, &piece, c, host);
+        if (hpmli_first_nonfinite(host, c) < c) return true;
+    }
+    return false;
+}
+
 /* True, with an error that names the place, when one of the numbers x of tensor y is, or is known to be, not finite. */
 HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y,
                           const float *x, bool known)
 {
-    if (x) t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, hpml_tensor_count(y), &t->at->sumsq);
-    if (x) hpmli_trainer_tell(t, NULL, NULL);
-    if (!known && (!x || t->told.sumsq - t->told.sumsq == 0)) return false;
+    if (!known && (!x || !hpmli_nonfinite(t, y, x))) return false;
     hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
-               "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what, value,
-               where, y->name, (double)hpml_trainer_lr(t), !memchr(t->bad, true, (size_t)t->graph->param_count) ? ""
+               "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what,
+               hpmli_plain_nan(value), where, y->name, (double)hpml_trainer_lr(t), !hpmli_trainer_bad(t) ? ""
                : ". The rest of this step is in the parameters: go on from a checkpoint");
     return true;
 }
@@ -8123,14 +8213,21 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
         if (hpmli_is_float(y) && hpmli_blame(t, what, value, where, y, y->data, false)) return ctx->status;
     }
     for (int i = g->param_count - 1; i >= 0; i--) /* as the backward pass came to them */
-        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad, t->bad[i])) return ctx->status;
-    return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what, value);
+        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
+    return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what,
+                      hpmli_plain_nan(value));
 }
 
-HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t) /* tells of what an update found in a gradient */
+HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t) /* tells of what an update found, or has made */
 {
-    bool bad = t->ctx->status == HPML_OK && memchr(t->bad, true, (size_t)t->graph->param_count);
-    return bad ? hpmli_name_nonfinite(t, "a gradient", (double)NAN) : t->ctx->status;
+    int32_t bad  = t->ctx->status == HPML_OK ? hpmli_trainer_bad(t) : 0;
+    bool    grad = bad & HPML_BAD_GRADIENT;
+    for (int i = t->graph->param_count - 1; bad && i >= 0; i--) /* as the backward pass came to them */
+        if (hpmli_blame(t, grad ? "a gradient" : "an update", grad ? (double)NAN : (double)INFINITY,
+                        grad ? "the gradient of" : "the step of parameter", t->ctx->params[i], NULL,
+                        t->bad[i] & (grad ? HPML_BAD_GRADIENT : HPML_BAD_STEP)))
+            break;
+    return t->ctx->status;
 }
 
 /* The norm of the gradients of this update, once, where clipping or a dynamic loss scale want it: on the device. */
@@ -8201,7 +8298,7 @@ HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t, int first_param, int param_
         u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
         u->grad_scale = (t->more ? t->more_scale : 1) / scale, u->clip = t->d.clip_norm * scale;
         u->sumsq = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
-        u->bad   = t->d.no_finite_check ? NULL : &t->bad[i], t->bad[i] = false;
+        u->bad   = t->d.no_finite_check ? NULL : &t->bad[i], t->bad[i] = 0;
         u->more = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
         u->trust = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
@@ -8213,6 +8310,9 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = t->ctx;
     if (hpmli_failed(ctx)) return ctx->status;
+    if (first_param < 0 || param_count < 0)
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: update of %d parameters from number %d on: expected 0 or "
+                          "more of both", param_count, first_param);
     hpmli_trainer_look(t);
     bool sees = t->looks && (t->scale_steps >= 0 || !t->d.no_finite_check);
     if (sees && (hpmli_trainer_see(t) != HPML_OK || t->overflowed)) return ctx->status;
@@ -8370,6 +8470,27 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     return status;
 }
 
+/* Names the sample whose loss is not finite, of a batch that begins with sample `first`, by running one at a time. */
+HPMLI_FN hpml_status hpmli_evaluate_blame(hpml_trainer *t, int64_t first, int64_t samples)
+{
+    hpml_graph *g    = t->graph;
+    double      loss = (double)t->told.loss;
+    bool        found = false;
+    for (int64_t i = 0; g->batchable && i < samples && !found; i++) {
+        if (hpml_graph_batch(g, 1) != HPML_OK) return t->ctx->status;
+        hpmli_trainer_shift(t, i);
+        hpml_status status = hpml_graph_forward(g, false, 0);
+        hpmli_trainer_shift(t, -i);
+        if (status != HPML_OK) return status;
+        hpmli_trainer_tell(t, NULL, NULL);
+        found = t->told.loss - t->told.loss != 0;
+        if (found) loss = (double)t->told.loss, first += i, samples = 1;
+    }
+    return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "evaluate: the loss of sample %lld%s is %g: look at the data, and "
+                      "whether training has left the parameters finite", (long long)first,
+                      samples > 1 ? " or one of its batch" : "", hpmli_plain_nan(loss));
+}
+
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out)
 {
     hpml_batch b;
@@ -8387,6 +8508,10 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
             hpml_graph_forward(t->graph, false, 0) != HPML_OK)
             break;
         hpmli_trainer_tell(t, hpmli_classifies(t) ? (const int32_t *)b.y : NULL, confusion);
+        if (!t->d.no_finite_check && t->told.loss - t->told.loss != 0) {
+            hpmli_evaluate_blame(t, out->samples, b.samples);
+            break;
+        }
         out->loss += (double)t->told.loss * (double)b.samples;
         out->samples += b.samples;
         if (hpmli_classifies(t)) correct += t->told.counts[0], counted += t->told.counts[1];
@@ -8418,6 +8543,11 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
             if (hpmli_run_node(g, &run, p, false) != HPML_OK) return t->ctx->status;
         }
         hpmli_read_floats(t->ctx, t->d.output, n * row, out + i * row);
+        int64_t at = t->d.no_finite_check ? n * row : hpmli_first_nonfinite(out + i * row, n * row);
+        if (at < n * row)
+            return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "predict: output %lld of sample %lld is %g: look at the "
+                              "data, and whether training has left the parameters finite", (long long)(at % row),
+                              (long long)(i + at / row), hpmli_plain_nan((double)out[i * row + at]));
     }
     hpml_graph_batch(g, g->batch);
     return t->ctx->status;
@@ -9360,20 +9490,26 @@ HPMLI_FN void *hpmli_loader_main(void *arg)
 
 HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
 {
-    if (!l->threaded) return;
-    pthread_mutex_lock(&l->mutex);
-    l->stop = true;
-    pthread_cond_broadcast(&l->changed);
-    pthread_mutex_unlock(&l->mutex);
-    pthread_join(l->thread, NULL);
-    pthread_mutex_destroy(&l->mutex);
-    pthread_cond_destroy(&l->changed);
+    if (l->threaded && !hpmli_forked(l->ctx)) {
+        pthread_mutex_lock(&l->mutex);
+        l->stop = true;
+        pthread_cond_broadcast(&l->changed);
+        pthread_mutex_unlock(&l->mutex);
+        pthread_join(l->thread, NULL);
+        pthread_mutex_destroy(&l->mutex);
+        pthread_cond_destroy(&l->changed);
+    }
     l->threaded = l->stop = false;
 }
 
 /* Waits for the next batch of the thread, which it starts; false when there is none. */
 HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
 {
+    if (l->threaded && hpmli_forked(l->ctx)) {
+        hpmli_loader_stop(l);
+        l->d.no_prefetch = true;
+        l->made = l->taken; /* what the thread had begun is made again */
+    }
     if (!l->d.no_prefetch && !l->threaded) {
         pthread_mutex_init(&l->mutex, NULL);
         pthread_cond_init(&l->changed, NULL);
@@ -9723,6 +9859,11 @@ HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count)
 {
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (count < 0 || meta_count < 0 || (count > 0 && !tensors) || (meta_count > 0 && !meta))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors save: %d tensors at %s and %d pairs of metadata at %s: "
+                          "counts must be 0 or more, and what is counted not NULL", count,
+                          tensors ? "an array" : "NULL", meta_count, meta ? "an array" : "NULL");
     return hpmli_safe_save(ctx, path, tensors, count, meta, meta_count, NULL);
 }
 
@@ -9792,8 +9933,9 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, co
     for (int i = 0; i < a.count && ctx->status == HPML_OK; i++) {
         const hpml_safetensor *t = &a.t[i];
         if (!hpml_safetensors_find(f, t->name, &e))
-            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\" of hpml's types with at most %d dimensions; "
-                       "expected one", path, t->name, HPML_MAX_DIMS);
+            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; are the layers named as "
+                       "when the file was saved? (Tensors of other types than F32, BF16, F16, I32, U8, or with more "
+                       "than %d dimensions, are not read.)", path, t->name, HPML_MAX_DIMS);
         else if (e.ndim != t->ndim || memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
             hpmli_fail(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, t->name,
                        hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, t->ndim, t->shape));
@@ -10028,6 +10170,14 @@ HPML_API int hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capac
     return g->count;
 }
 
+/* An op's name, as the functions that record it are called. */
+HPMLI_FN const char *hpmli_kind(const hpml_node *n)
+{
+    if (n->op == HPML_OP_HUBER && n->attr.huber.squared) return "mse";
+    if (n->op == HPML_OP_SOFTMAX && n->attr.softmax.log) return "log_softmax";
+    return hpml_op_name(n->op);
+}
+
 HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
 {
     hpmli_table t     = hpmli_table_of(buffer, size);
@@ -10039,7 +10189,7 @@ HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
     for (int i = 0; i < g->count; i++) {
         const hpml_profile_row *r = &g->profile[i];
         double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
-        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpml_op_name(r->node->op),
+        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpmli_kind(r->node),
                        1e6 * r->forward_s / calls, 1e6 * r->backward_s / calls, total > 0 ? 100 * s / total : 0,
                        s > 0 ? 1e-9 * calls * (r->forward_flops + (r->backward_s > 0 ? r->backward_flops : 0)) / s : 0,
                        1e-6 * r->bytes);
@@ -10059,7 +10209,7 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
         int64_t          params = 0;
         for (int s = 0; s < n->src_count; s++)
             if (n->src[s] && n->src[s]->param && !n->src[s]->param->buffer) params += hpml_tensor_count(n->src[s]);
-        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
+        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpmli_kind(n),
                        hpmli_shape_text(g->ctx, n->out->ndim, n->out->shape), (long long)params,
                        1e-6 * hpmli_node_flops(n, false));
     }

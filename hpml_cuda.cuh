@@ -1846,8 +1846,8 @@ HPMLG_OP(rmsnorm) { return hpmlg_norm(d, n, back); }
    block each, then one thread for a channel joins the pieces in order, then all elements are written. Means and squares
    are kept as (count, mean, sum of squared distances to it) and joined so (Chan, Golub & LeVeque 1979), which loses
    nothing where the mean is far from zero. A thread joins its own as floats, so they are less the channel's first
-   number. Backward the same places hold plain sums: mean is s1 = sum dy and square s2 = sum dy xhat. A block takes one
-   channel, or 32 channels side by side where P is 1. */
+   number. Backward the same places hold plain sums: mean is s1 = sum dy and square that of dy (x - mean), of which s2 =
+   sum dy xhat is made. A block takes one channel, or 32 channels side by side where P is 1. */
 
 #define HPMLG_BN_SPLITS 64
 
@@ -1907,8 +1907,7 @@ template <bool back> static __global__ void hpmlg_k_bn_pieces(hpmlg_bn s)
     int64_t c = (int64_t)blockIdx.x * s.width + threadIdx.x % s.width, units = s.N / s.unit;
     int64_t to = c < s.C ? units * (blockIdx.y + 1) / s.splits : 0;
     int64_t step = (int64_t)(blockDim.x / s.width) * (s.unit == 8 ? 1 : 8);
-    float   mean = back && c < s.C ? s.saved[c].x : 0, rstd = back && c < s.C ? s.saved[c].y : 0;
-    float   rest = back && c < s.C ? s.rest[c] : 0;
+    float   mean = back && c < s.C ? s.saved[c].x : 0;
     float   pivot = !back && units > 0 && c < s.C ? hpmlg_get(s.x, hpmlg_bn_at(s, c, 0)) : 0; /* its first number */
     hpmlg_moments<T> mine = { 0, 0, 0 };
     for (int64_t u = units * blockIdx.y / s.splits + threadIdx.x / s.width; u < to; u += step) {
@@ -1919,7 +1918,7 @@ template <bool back> static __global__ void hpmlg_k_bn_pieces(hpmlg_bn s)
             if (s.relu) hpmlg_bn_take(s, s.y, c, u, to, &z);
             for (int j = 0; j < 8; j++) { /* what is not there is 0 in dy */
                 float v = s.relu && !(z.v[j] > 0) ? 0 : f.v[j];
-                sum += v, other += v * ((e.v[j] - mean - rest) * rstd);
+                sum += v, other += v * (e.v[j] - mean);
             }
         } else {
             for (int j = 0; j < 8; j++) sum += e.v[j] = (float)j < n ? e.v[j] - pivot : 0;
@@ -1947,10 +1946,10 @@ template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
     for (int64_t i = 0; i < s.splits && (back || s.train); i++)
         all = hpmlg_moments_join<back>(all, s.part[i * s.C + c]);
     if (back) {
-        double N = (double)s.N;
-        if (s.dgamma) s.dgamma[c] = (s.add[1] ? s.dgamma[c] : 0) + (float)all.square;
+        double N = (double)s.N, s2 = (double)s.saved[c].y * (all.square - (double)s.rest[c] * all.mean);
+        if (s.dgamma) s.dgamma[c] = (s.add[1] ? s.dgamma[c] : 0) + (float)s2;
         if (s.dbeta) s.dbeta[c] = (s.add[2] ? s.dbeta[c] : 0) + (float)all.mean;
-        s.means[c] = s.train ? make_float2((float)(all.mean / N), (float)(all.square / N)) : make_float2(0, 0);
+        s.means[c] = s.train ? make_float2((float)(all.mean / N), (float)(s2 / N)) : make_float2(0, 0);
         return;
     }
     double mean = s.train ? all.mean : s.running_mean[c], var = s.train ? all.square / all.n : s.running_var[c];
