@@ -87,6 +87,7 @@
 //     tensor   tensors and views, copies and conversions
 //     record   recording: nodes, inputs, parameters
 //     gemm-threads   dealing a matrix product out to threads
+//     blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
 //     elementwise   add, sub, mul, div with broadcasting; scale; activations
 //     matmul   matrix products and linear layers
 //     shape   reshape, permute, slice, concat, sum
@@ -319,11 +320,25 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
 /* Converts n contiguous elements between any two dtypes in host memory. */
 HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n);
 
-/* C = alpha * op(A) * op(B) + beta * C on plain arrays, as BLAS defines it, row-major: op(A) is (m, k), op(B) is
-   (k, n). trans_a: A is stored (k, m). lda, ldb, ldc: elements between rows as stored. beta 0 never reads C. */
+/* BLAS on plain arrays, row-major, by all threads of the context. A factor 0 never reads what it multiplies.
+   C = alpha * op(A) * op(B) + beta * C: op(A) is (m, k), op(B) is (k, n). trans_a: A is stored (k, m). lda, ldb, ldc:
+   elements between rows as stored. */
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                 const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
                                 int64_t ldc);
+/* The same with A and B in types of their own, F32, BF16 or F16; products, sums and C are f32. */
+HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                               hpml_dtype type_a, const void *a, int64_t lda, hpml_dtype type_b, const void *b,
+                               int64_t ldb, float beta, float *c, int64_t ldc);
+/* y = alpha op(A) x + beta y: A is stored (m, n), rows lda apart; x has n numbers and y m, with trans_a the other way
+   round. Numbers of a vector are inc apart, 1 or more: a column of a matrix has the matrix's leading dimension. */
+HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
+                                int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y);
+HPML_API hpml_status hpml_saxpy(hpml_ctx *ctx, int64_t n, float alpha, const float *x, int64_t inc_x, float *y,
+                                int64_t inc_y); /* y += alpha x */
+HPML_API hpml_status hpml_sscal(hpml_ctx *ctx, int64_t n, float alpha, float *x, int64_t inc_x); /* x *= alpha */
+/* The first i whose |x[i]| is largest, counted from 0; the first NaN, where there is one; -1 for n 0 and on error. */
+HPML_API int64_t     hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t inc_x);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-ops   recording a model: inputs, parameters, ops
@@ -1871,6 +1886,18 @@ HPMLI_KFN float HV(vmax)(const float *x, int64_t n)
     float best = HV(hmax)(m);
     for (; i < n; i++) best = x[i] > best ? x[i] : best;
     return best;
+}
+
+/* The largest |x|, 0 for none; NaN where x has one. */
+HPMLI_KFN float HV(vamax)(const float *x, int64_t n)
+{
+    hv m = HV(zero)(), nan = HV(zero)();
+    HV_LOOP(n) {
+        hv v = HV(abs)(HV(ld)(x + i, c));
+        m   = HV(max)(v, m);
+        nan = HV(eq)(v, v, nan, v);
+    }
+    return HV(sum)(nan) == 0 ? HV(hmax)(m) : NAN;
 }
 
 /* y = exp(x - shift); returns the sum. The heart of a softmax. */
@@ -3435,8 +3462,9 @@ typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
 /* The kernels, in the order of their chapters: together they make the table that a context points to. */
 #define HPMLI_KERNELS(X)                                                                                               \
     X(act_forward) X(act_backward) X(vadd) X(vsub) X(vmul) X(vdiv) X(vfill) X(vaxpby) X(vscale_add) X(vcentred)        \
-    X(vaxpbypc) X(vsum) X(vdot) X(vsum_wide) X(vdot_wide) X(vmoments) X(vmax) X(vexp_sum) X(vsum_rows) X(opt_step)    \
-    X(to_f32) X(from_f32) X(gemm_part) X(gemm_sum) X(random) X(onebit_scan) X(onebit_carry) X(onebit_decode)           \
+    X(vaxpbypc) X(vsum) X(vdot) X(vsum_wide) X(vdot_wide) X(vmoments) X(vmax) X(vamax) X(vexp_sum) X(vsum_rows)        \
+    X(opt_step) X(to_f32) X(from_f32) X(gemm_part) X(gemm_sum) X(random) X(onebit_scan) X(onebit_carry)                \
+    X(onebit_decode)                                                                                                   \
     X(onebit_decode_add) X(bf16_encode) X(bf16_decode_add) X(conv_pack) X(conv_pack_back) X(conv_turn) X(conv_return)  \
     X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack) X(max_pool_row) X(max_pool_row_back)
 
@@ -4243,6 +4271,9 @@ HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *
 
 /* Loops over long arrays are cut into pieces of this many elements: small enough to share, large enough to pay. */
 #define HPMLI_GRAIN 16384
+
+/* Long sums are cut into at most HPMLI_SUM_TASKS pieces; the partial sums are added in order. */
+#define HPMLI_SUM_TASKS 64
 
 /* Rows per task so that a task has about HPMLI_GRAIN elements. */
 HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAIN / hpmli_max(cols, 1), 1); }
@@ -5202,24 +5233,229 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     hpmli_parallel(ctx, job.rows * job.cols * d->batch, hpmli_gemm_task, &job);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A product whose operands are not all f32: C is cut into tiles, one to a task, and k into blocks. A task makes f32 of
+   its block of A and of B, in the part of its packing space that so small a product leaves free, and adds their product
+   to its tile. The shape alone decides the cuts, so that the bits do not depend on the number of threads. */
+#define HPMLI_MIXED_MN 512
+#define HPMLI_MIXED_K  256
+#define HPMLI_MIXED_A  ((HPMLI_MIXED_MN + 64) * HPMLI_MIXED_K)          /* behind packed B: where the block of A is */
+#define HPMLI_MIXED_B  (HPMLI_MIXED_A + HPMLI_MIXED_MN * HPMLI_MIXED_K) /* and that of B; both end before packed A */
+
+typedef struct hpmli_mixed {
+    hpml_ctx       *ctx;
+    hpmli_gemm_desc d;       /* a and b: not floats, but of type[0] and type[1] */
+    hpml_dtype      type[2];
+    int64_t         rows, cols; /* of a tile */
+} hpmli_mixed;
+
+/* The part (rows, cols) of an operand from (row, col) on, as f32, at `space` if it is not f32; its strides follow. */
+HPMLI_FN const float *hpmli_mixed_part(const hpmli_kernels *k, hpml_dtype type, const void *x, int64_t row, int64_t col,
+                                       int64_t rows, int64_t cols, int64_t *rs, int64_t *cs, float *space)
+{
+    bool        across = *cs == 1;
+    int64_t     lines = across ? rows : cols, length = across ? cols : rows, apart = across ? *rs : *cs;
+    const char *from = (const char *)x + (size_t)(row * *rs + col * *cs) * hpml_dtype_size(type);
+    if (type == HPML_DTYPE_F32) return (const float *)(const void *)from;
+    for (int64_t i = 0; i < lines; i++)
+        k->to_f32(space + i * length, type, from + (size_t)(i * apart) * hpml_dtype_size(type), length);
+    *rs = across ? length : 1;
+    *cs = across ? 1 : length;
+    return space;
+}
+
+HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_mixed   *j  = (const hpmli_mixed *)arg;
+    const hpmli_kernels *k  = j->ctx->k;
+    float               *ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+    int64_t across = (j->d.n + j->cols - 1) / j->cols, row = task / across * j->rows, col = task % across * j->cols;
+    int64_t at = 0;
+    do {
+        hpmli_gemm_desc d = j->d;
+        d.m = hpmli_min(d.m - row, j->rows), d.n = hpmli_min(d.n - col, j->cols);
+        d.k = hpmli_min(d.k - at, HPMLI_MIXED_K);
+        d.a = hpmli_mixed_part(k, j->type[0], d.a, row, at, d.m, d.k, &d.a_rs, &d.a_cs, ws + HPMLI_MIXED_A);
+        d.b = hpmli_mixed_part(k, j->type[1], d.b, at, col, d.k, d.n, &d.b_rs, &d.b_cs, ws + HPMLI_MIXED_B);
+        d.c += row * d.ldc + col;
+        if (at > 0) d.beta = 1;
+        hpmli_gemm_serial(j->ctx, thread, &d);
+        at += HPMLI_MIXED_K;
+    } while (at < j->d.k && j->d.alpha != 0);
+}
+
+/* Tiles of C: large, as each number that is made f32 is then used once for each row or column; but some for all. */
+HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
+{
+    int64_t tiles;
+    j->rows = hpmli_min(j->d.m, HPMLI_MIXED_MN), j->cols = hpmli_min(j->d.n, HPMLI_MIXED_MN);
+    for (;;) {
+        tiles = ((j->d.m + j->rows - 1) / j->rows) * ((j->d.n + j->cols - 1) / j->cols);
+        if (tiles >= 16 || hpmli_max(j->rows, j->cols) < 128) break;
+        if (j->cols >= j->rows) j->cols = (j->cols + 63) / 64 * 32;
+        else j->rows = (j->rows + 1) / 2;
+    }
+    hpmli_parallel(j->ctx, tiles, hpmli_mixed_task, j);
+}
+
+HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                               hpml_dtype type_a, const void *a, int64_t lda, hpml_dtype type_b, const void *b,
+                               int64_t ldb, float beta, float *c, int64_t ldc)
+{
+    hpmli_mixed j;
+    bool        plain = type_a == HPML_DTYPE_F32 && type_b == HPML_DTYPE_F32;
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (m < 0 || n < 0 || k < 0 || lda < (trans_a ? m : k) || ldb < (trans_b ? k : n) || ldc < n ||
+        (m > 0 && n > 0 && (!c || (k > 0 && alpha != 0 && (!a || !b)))))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "%sgemm: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must "
+                          "not be negative, a leading dimension not smaller than a stored row, and no array NULL",
+                          plain ? "s" : "", (long long)m, (long long)n, (long long)k, (long long)lda, (long long)ldb,
+                          (long long)ldc);
+    if ((unsigned)type_a > HPML_DTYPE_F16 || (unsigned)type_b > HPML_DTYPE_F16)
+        return hpmli_fail(ctx, HPML_ERR_DTYPE, "gemm: A is %s and B is %s, expected f32, bf16 or f16",
+                          hpml_dtype_name(type_a), hpml_dtype_name(type_b));
+    if (m == 0 || n == 0) return HPML_OK;
+    memset(&j, 0, sizeof j);
+    j.ctx = ctx, j.type[0] = type_a, j.type[1] = type_b;
+    j.d.m = m, j.d.n = n, j.d.k = alpha == 0 ? 0 : k, j.d.alpha = alpha, j.d.beta = beta, j.d.batch = 1;
+    j.d.a = (const float *)a, j.d.a_rs = trans_a ? 1 : lda, j.d.a_cs = trans_a ? lda : 1;
+    j.d.b = (const float *)b, j.d.b_rs = trans_b ? 1 : ldb, j.d.b_cs = trans_b ? ldb : 1;
+    j.d.c = c, j.d.ldc = ldc;
+    if (plain || j.d.k == 0) hpmli_gemm(ctx, &j.d);
+    else hpmli_mixed_run(&j);
+    return HPML_OK;
+}
+
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                 const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
                                 int64_t ldc)
 {
+    return hpml_gemm(ctx, trans_a, trans_b, m, n, k, alpha, HPML_DTYPE_F32, a, lda, HPML_DTYPE_F32, b, ldb, beta, c,
+                     ldc);
+}
+
+/* A matrix times a vector is a product with one column; transposed, into a contiguous y, it is one with one row, which
+   reads A row by row. */
+HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
+                                int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y)
+{
     hpmli_gemm_desc d;
+    int64_t         rows = trans_a ? n : m, k = trans_a ? m : n; /* of y, of x */
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    if (m < 0 || n < 0 || k < 0 || lda < (trans_a ? m : k) || ldb < (trans_b ? k : n) || ldc < n ||
-        (m > 0 && n > 0 && (!c || (k > 0 && (!a || !b)))))
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemm: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must "
-                          "not be negative, a leading dimension not smaller than a stored row, and no array NULL",
-                          (long long)m, (long long)n, (long long)k, (long long)lda, (long long)ldb, (long long)ldc);
+    if (m < 0 || n < 0 || lda < n || inc_x < 1 || inc_y < 1 ||
+        (rows > 0 && (!y || (k > 0 && alpha != 0 && (!a || !x)))))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemv: m %lld n %lld lda %lld inc_x %lld inc_y %lld: sizes must not "
+                          "be negative, lda not smaller than n, increments 1 or more, and no array NULL", (long long)m,
+                          (long long)n, (long long)lda, (long long)inc_x, (long long)inc_y);
     memset(&d, 0, sizeof d);
-    d.m = m, d.n = n, d.k = k, d.alpha = alpha, d.beta = beta, d.batch = 1;
+    d.m = rows, d.n = d.batch = 1, d.k = k, d.alpha = alpha, d.beta = beta, d.c = y, d.ldc = inc_y;
     d.a = a, d.a_rs = trans_a ? 1 : lda, d.a_cs = trans_a ? lda : 1;
-    d.b = b, d.b_rs = trans_b ? 1 : ldb, d.b_cs = trans_b ? ldb : 1;
-    d.c = c, d.ldc = ldc;
+    d.b = x, d.b_rs = inc_x, d.b_cs = 1;
+    if (trans_a && inc_y == 1) {
+        d.m = 1, d.n = d.ldc = rows;
+        d.a = x, d.a_rs = inc_x == 1 ? k : 1, d.a_cs = inc_x;
+        d.b = a, d.b_rs = lda, d.b_cs = 1;
+    }
     hpmli_gemm(ctx, &d);
     return HPML_OK;
+}
+
+/* Vectors go by pieces of HPMLI_GRAIN numbers, one to a task; what is not contiguous through an array that is. */
+typedef struct hpmli_vectors {
+    const hpmli_kernels *k;
+    int64_t              n, inc_x, inc_y, pieces;
+    float                alpha;
+    const float         *x;
+    float               *y;
+    float                most[HPMLI_SUM_TASKS]; /* of a piece: the largest magnitude, and where it is first */
+    int64_t              at[HPMLI_SUM_TASKS];
+} hpmli_vectors;
+
+HPMLI_FN const float *hpmli_gather(float *space, const float *x, int64_t inc, int64_t n)
+{
+    if (inc == 1) return x;
+    for (int64_t i = 0; i < n; i++) space[i] = x[i * inc];
+    return space;
+}
+
+/* y = alpha x + y; x NULL: y = alpha y. */
+HPMLI_FN void hpmli_axpy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_vectors *v = (const hpmli_vectors *)arg;
+    int64_t              first = task * HPMLI_GRAIN, count = hpmli_min(v->n - first, HPMLI_GRAIN);
+    float                px[HPMLI_PIECE], py[HPMLI_PIECE];
+    HPMLI_PIECES(i, c, count) {
+        float       *y  = v->y + (first + i) * v->inc_y;
+        float       *to = v->inc_y == 1 ? y : py;
+        const float *x  = v->x ? hpmli_gather(px, v->x + (first + i) * v->inc_x, v->inc_x, c) : to;
+        hpmli_gather(py, y, v->inc_y, c);
+        if (!v->x && v->alpha == 0) v->k->vfill(to, 0, c);
+        else v->k->vaxpby(to, v->alpha, x, v->x ? 1.0f : 0.0f, c);
+        for (int64_t e = 0; e < c && to == py; e++) y[e * v->inc_y] = py[e];
+    }
+}
+
+/* Checks and runs what writes to y. */
+HPMLI_FN hpml_status hpmli_axpy(hpml_ctx *ctx, const char *name, int64_t n, float alpha, const float *x, int64_t inc_x,
+                                float *y, int64_t inc_y, bool reads_x)
+{
+    hpmli_vectors v;
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (n < 0 || inc_x < 1 || inc_y < 1 || (n > 0 && (!y || (reads_x && !x))))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "%s: n %lld, increments %lld and %lld: n must not be negative, "
+                          "increments 1 or more, and no array NULL", name, (long long)n, (long long)inc_x,
+                          (long long)inc_y);
+    v.k = ctx->k, v.n = n, v.alpha = alpha, v.x = x, v.inc_x = inc_x, v.y = y, v.inc_y = inc_y;
+    hpmli_parallel(ctx, (n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_axpy_task, &v);
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_saxpy(hpml_ctx *ctx, int64_t n, float alpha, const float *x, int64_t inc_x, float *y,
+                                int64_t inc_y)
+{
+    if (alpha == 0) n = hpmli_min(n, 0); /* checked, and nothing read */
+    return hpmli_axpy(ctx, "saxpy", n, alpha, x, inc_x, y, inc_y, true);
+}
+
+HPML_API hpml_status hpml_sscal(hpml_ctx *ctx, int64_t n, float alpha, float *x, int64_t inc_x)
+{
+    return hpmli_axpy(ctx, "sscal", n, alpha, NULL, 1, x, inc_x, false);
+}
+
+HPMLI_FN void hpmli_isamax_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    hpmli_vectors *v   = (hpmli_vectors *)arg;
+    int64_t        end = v->n * (task + 1) / v->pieces, best = v->n * task / v->pieces;
+    float          most = -1, space[HPMLI_PIECE];
+    for (int64_t i = best, c; i < end && most == most; i += c) { /* which piece of a piece */
+        c = hpmli_min(end - i, HPMLI_PIECE);
+        float here = v->k->vamax(hpmli_gather(space, v->x + i * v->inc_x, v->inc_x, c), c);
+        if (here > most || here != here) most = here, best = i;
+    }
+    while (most == most ? fabsf(v->x[best * v->inc_x]) != most : v->x[best * v->inc_x] == v->x[best * v->inc_x]) best++;
+    v->most[task] = most, v->at[task] = best;
+}
+
+HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t inc_x)
+{
+    hpmli_vectors v;
+    int64_t       best = 0;
+    if (hpmli_failed(ctx)) return -1;
+    if (n < 0 || inc_x < 1 || (n > 0 && !x)) {
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "isamax: n %lld, increment %lld: n must not be negative, the increment 1 or "
+                   "more, and x not NULL", (long long)n, (long long)inc_x);
+        return -1;
+    }
+    if (n == 0) return -1;
+    v.k = ctx->k, v.n = n, v.x = x, v.inc_x = inc_x;
+    v.pieces = hpmli_min((n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, HPMLI_SUM_TASKS);
+    hpmli_parallel(ctx, v.pieces, hpmli_isamax_task, &v);
+    for (int64_t i = 1; i < v.pieces && v.most[best] == v.most[best]; i++)
+        if (!(v.most[i] <= v.most[best])) best = i;
+    return v.at[best];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7099,9 +7335,6 @@ HPMLI_FN hpml_status hpmli_cpu_zero(void *device HPMLI_UNUSED, void *dst, size_t
     memset(dst, 0, bytes);
     return HPML_OK;
 }
-
-/* Long sums are cut into at most HPMLI_SUM_TASKS pieces; the partial sums are added in order. */
-#define HPMLI_SUM_TASKS 64
 
 typedef struct hpmli_sumsq_job {
     const hpmli_kernels *k;
