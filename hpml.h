@@ -663,8 +663,7 @@ typedef struct hpml_update {
     float    grad_scale, clip; /* multiply g first: 1 / loss scale; clip / sqrt(*sumsq), where that is below 1 */
     const double *sumsq;       /* of the gradients, on the device; NULL: they are not clipped */
     bool     nesterov;
-    int32_t *bad;              /* CPU: gets these bits; such a gradient counts as 0, such a weight stays. NULL: NaN goes
-                                  wherever it goes */
+    int32_t *bad;              /* CPU: gets these bits; such weights stay, their states start again. NULL: all NaN */
 } hpml_update;
 
 /* One way through a graph. Two passes that are equal in every byte run the same ops on the same memory. */
@@ -1941,12 +1940,16 @@ HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t c
    LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020)
    leaves its direction in m2 = scratch, see hpmli_cpu_update. The result is what hpml_update.bad gets. */
 
-/* Stores a step's result x at w; with `keeps` w stays as it was where x is not finite. *bad is a sum of 0, or NaN. */
-HPMLI_VFN void HV(stepped)(float *w, hv x, hv was, bool keeps, hv *bad, int64_t c)
+/* What a step finds: sums of 0, or NaN once a new weight, a sum of squares, or a gradient of LAMB was not finite. */
+typedef struct HV(found) { hv weight, square, gradient, instead; } HV(found);
+
+/* Stores a step's result x at w, or, where x is not finite, `was` + instead, which is 0, or NaN. What comes of a
+   gradient that is not finite is not finite either: there is no need to look at both. */
+HPMLI_VFN void HV(stepped)(float *w, hv x, hv was, HV(found) *f, int64_t c)
 {
     hv off = x * HV(zero)();
-    *bad   = *bad + off;
-    HV(st)(w, keeps ? HV(eq)(off, off, x, was) : x, c);
+    f->weight = f->weight + off;
+    HV(st)(w, HV(eq)(off, off, x, was + f->instead), c);
 }
 
 /* What no gradient feeds any more (a dead unit) decays to 0, not to denormals, which take a hundred times as long and
@@ -1963,7 +1966,7 @@ HPMLI_VFN hv HV(moment)(float *state, hv g, float beta, int64_t c) /* state = be
     return HV(decayed)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(ld)(state, c)), c);
 }
 
-HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, hv *bad, int64_t c)
+HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, HV(found) *f, int64_t c)
 {
     hv x = HV(ld)(w, c), step;
     g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
@@ -1972,71 +1975,103 @@ HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, hv *ba
         hv v = HV(decayed)(m, o->u.step == 1 ? g : HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), g), c);
         step = o->u.nesterov ? HV(fma)(HV(set1)(o->u.momentum), v, g) : v;
     }
-    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, o->u.bad != NULL, bad, c);
+    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
 
-HPMLI_VFN void HV(adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, hv *bad, int64_t c)
+HPMLI_VFN void HV(adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, HV(found) *f, int64_t c)
 {
     hv x = HV(ld)(w, c), s;
     g = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
     s = HV(fma)(g, g, HV(ld)(v, c));
     HV(st)(v, s, c);
-    *bad = HV(fma)(s, HV(zero)(), *bad);
-    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), x, o->u.bad != NULL, bad, c);
+    f->square = HV(fma)(s, HV(zero)(), f->square);
+    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), x, f, c);
 }
 
-HPMLI_VFN void HV(rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, hv *bad, int64_t c)
+HPMLI_VFN void HV(rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, HV(found) *f, int64_t c)
 {
     hv x = HV(ld)(w, c), step;
     g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
     step = HV(moment)(v, g * g, o->u.beta2, c);
-    *bad = HV(fma)(step, HV(zero)(), *bad);
+    f->square = HV(fma)(step, HV(zero)(), f->square);
     step = g / (HV(sqrt)(step) + HV(set1)(o->u.eps));
     if (m) step = HV(decayed)(m, HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), step), c);
-    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, o->u.bad != NULL, bad, c);
+    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
 
 /* m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) */
-HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, hv *bad, int64_t c)
+HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, HV(found) *f, int64_t c)
 {
     hv mean   = HV(moment)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
     hv square = HV(moment)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
-    *bad      = HV(fma)(square, HV(zero)(), *bad); /* an infinite one would stop its weight in silence */
+    f->square = HV(fma)(square, HV(zero)(), f->square); /* an infinite one would stop its weight in silence */
     return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }
 
-HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, hv *bad, int64_t c)
+HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, HV(found) *f, int64_t c)
 {
     hv x = HV(ld)(w, c), lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
     if (o->u.opt == HPML_OPT_ADAM) g = HV(fma)(decay, x, g);
     else x = HV(fnma)(lr * decay, x, x);
-    HV(stepped)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, bad, c), x), x, o->u.bad != NULL, bad, c);
+    HV(stepped)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), x, f, c);
+}
+
+/* After a step that was not finite somewhere: was it the gradient (which LAMB has overwritten)? The states of such
+   elements start again, because no later gradient would make them finite. */
+HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const float *more, float *m, float *v,
+                              int64_t n)
+{
+    int found = HPML_BAD_STEP;
+    for (int64_t i = 0; i < n; i++) {
+        float g = (dw[i] + (more ? more[i] : 0)) * o->u.grad_scale;
+        bool  lost = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
+        if (g - g != 0) found = HPML_BAD_GRADIENT;
+        if (lost && m && o->u.bad) m[i] = 0;
+        if (lost && v && o->u.bad) v[i] = 0;
+    }
+    return found;
 }
 
 /* Each optimizer has a loop of its own, and what steers it is a copy, which no store can change. LAMB writes its
-   direction over the gradient's array, which is ours to spend. */
-#define HPMLI_STEPS(step)                                                                                              \
-    HV_LOOP(n) {                                                                                                       \
-        hv g = HV(ld)(dw + i, c), off;                                                                                 \
+   direction over the gradient's array, which is ours to spend; a gradient that is not finite counts as 0 there, because
+   the length of the whole direction would not be finite either. */
+#define HPMLI_STEP(step)                                                                                               \
+    {                                                                                                                  \
+        hv g = HV(ld)(dw + i, c);                                                                                      \
         if (more) g = g + HV(ld)(more + i, c);                                                                         \
-        g = g * HV(set1)(o->u.grad_scale), off = g * HV(zero)(), lost = lost + off; /* off: 0, or NaN */               \
-        g = HV(eq)(off, off, g, HV(set1)(instead)), step;                                                              \
-    }                                                                                                                  \
+        g = g * HV(set1)(o->u.grad_scale);                                                                             \
+        step;                                                                                                          \
+    }
+#define HPMLI_STEPS(step)                                                                                              \
+    for (const int64_t c = HV_W; i + c <= n; i += c) HPMLI_STEP(step)                                                  \
+    for (int64_t c = n - i; i < n; i += c) HPMLI_STEP(step)                                                            \
     break;
+HPMLI_VFN void HV(lamb)(const hpmli_opt_args *o, const float *w, hv g, float *r, float *m, float *v, HV(found) *f,
+                        int64_t c)
+{
+    hv off = g * HV(zero)();
+    f->gradient = f->gradient + off;
+    g = HV(eq)(off, off, g, f->instead);
+    HV(st)(r, HV(fma)(HV(set1)(o->u.weight_decay), HV(ld)(w, c), HV(adam_direction)(o, g, m, v, f, c)), c);
+}
+
 HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
 {
     const hpmli_opt_args own = *args, *o = &own;
-    const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL, instead = o->u.bad ? 0 : NAN;
-    hv                   lost = HV(zero)(), bad = HV(zero)();
+    const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
+    float               *r = (float *)(uintptr_t)dw; /* LAMB's direction */
+    HV(found)            all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.bad ? 0 : NAN) }, *f = &all;
+    int64_t              i = 0;
     switch (o->u.opt) {
-    case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, &bad, c))
-    case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, &bad, c))
-    case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, &bad, c))
-    case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, &bad, c))
-    case HPML_OPT_LAMB: HPMLI_STEPS(HV(st)((float *)(uintptr_t)(dw + i), HV(fma)(HV(set1)(o->u.weight_decay),
-                                HV(ld)(w + i, c), HV(adam_direction)(o, g, m + i, v + i, &bad, c)), c))
+    case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, f, c))
+    case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, f, c))
+    case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, f, c))
+    case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, f, c))
+    case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, r + i, m + i, v + i, f, c))
     }
-    return (HV(sum)(lost) == 0 ? 0 : HPML_BAD_GRADIENT) | (HV(sum)(bad) == 0 ? 0 : HPML_BAD_STEP);
+    if (HV(sum)(all.weight + all.square + all.gradient) == 0) return 0;
+    int found = HV(opt_restart)(o, dw, more, m, v, n);
+    return HV(sum)(all.gradient) == 0 ? found : HPML_BAD_GRADIENT;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
