@@ -5275,16 +5275,18 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 /* A product whose operands are not all f32: C is cut into tiles, one to a task, and k into blocks. A task makes f32 of
    its block of A and of B, in the part of its packing space that so small a product leaves free, and adds their product
    to its tile. The shape alone decides the cuts, so that the bits do not depend on the number of threads. */
-#define HPMLI_MIXED_MN 512
-#define HPMLI_MIXED_K  256
-#define HPMLI_MIXED_A  ((HPMLI_MIXED_MN + 64) * HPMLI_MIXED_K)          /* behind packed B: where the block of A is */
-#define HPMLI_MIXED_B  (HPMLI_MIXED_A + HPMLI_MIXED_MN * HPMLI_MIXED_K) /* and that of B; both end before packed A */
+#define HPMLI_MIXED_SIDE  512 /* of a tile, at most */
+#define HPMLI_MIXED_DEPTH 256 /* of a block of k */
+#define HPMLI_MIXED_BLOCK (HPMLI_MIXED_SIDE * HPMLI_MIXED_DEPTH)
+#define HPMLI_MIXED_A     ((HPMLI_MIXED_SIDE + 64) * HPMLI_MIXED_DEPTH) /* behind packed B: where the block of A is, */
+#define HPMLI_MIXED_B     (HPMLI_MIXED_A + HPMLI_MIXED_BLOCK)           /* and that of B; it ends before packed A */
+#define HPMLI_MIXED_THIN  8   /* rows or columns: so few that reading the other operand takes most of the time */
 
 typedef struct hpmli_mixed {
     hpml_ctx       *ctx;
     hpmli_gemm_desc d;       /* a and b: not floats, but of type[0] and type[1] */
     hpml_dtype      type[2];
-    int64_t         rows, cols; /* of a tile */
+    int64_t         rows, cols, depth; /* of a tile, of a block of k */
 } hpmli_mixed;
 
 /* The part (rows, cols) of an operand from (row, col) on, as f32, at `space` if it is not f32; its strides follow. */
@@ -5312,28 +5314,32 @@ HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
     do {
         hpmli_gemm_desc d = j->d;
         d.m = hpmli_min(d.m - row, j->rows), d.n = hpmli_min(d.n - col, j->cols);
-        d.k = hpmli_min(d.k - at, HPMLI_MIXED_K);
+        d.k = hpmli_min(d.k - at, j->depth);
         d.a = hpmli_mixed_part(k, j->type[0], d.a, row, at, d.m, d.k, &d.a_rs, &d.a_cs, ws + HPMLI_MIXED_A);
         d.b = hpmli_mixed_part(k, j->type[1], d.b, at, col, d.k, d.n, &d.b_rs, &d.b_cs, ws + HPMLI_MIXED_B);
         d.c += row * d.ldc + col;
         if (at > 0) d.beta = 1;
         hpmli_gemm_serial(j->ctx, thread, &d);
-        at += HPMLI_MIXED_K;
-    } while (at < j->d.k && j->d.alpha != 0);
+        at += j->depth;
+    } while (at < j->d.k);
 }
 
 /* Tiles of C: large, as each number that is made f32 is then used once for each row or column; but some for all. */
 HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
 {
-    int64_t tiles;
-    j->rows = hpmli_min(j->d.m, HPMLI_MIXED_MN), j->cols = hpmli_min(j->d.n, HPMLI_MIXED_MN);
+    const hpmli_gemm_desc *d = &j->d;
+    bool    thin_m = d->m <= HPMLI_MIXED_THIN, thin_n = d->n <= HPMLI_MIXED_THIN, thin = thin_m || thin_n;
+    bool    along  = thin_m ? d->b_rs == 1 : d->a_cs == 1; /* the operand that is not thin is stored along k */
+    int64_t across, down, side = !thin ? HPMLI_MIXED_SIDE : along ? 8 : 1024; /* thin: long lines */
+    j->depth = !thin ? HPMLI_MIXED_DEPTH : HPMLI_MIXED_BLOCK / 4 / side;
+    j->rows = hpmli_min(d->m, side), j->cols = hpmli_min(d->n, side);
     for (;;) {
-        tiles = ((j->d.m + j->rows - 1) / j->rows) * ((j->d.n + j->cols - 1) / j->cols);
-        if (tiles >= 16 || hpmli_max(j->rows, j->cols) < 128) break;
+        down = (d->m + j->rows - 1) / j->rows, across = (d->n + j->cols - 1) / j->cols;
+        if (thin || down * across >= 16 || hpmli_max(j->rows, j->cols) < 128) break;
         if (j->cols >= j->rows) j->cols = (j->cols + 63) / 64 * 32;
         else j->rows = (j->rows + 1) / 2;
     }
-    hpmli_parallel(j->ctx, tiles, hpmli_mixed_task, j);
+    hpmli_parallel(j->ctx, down * across, hpmli_mixed_task, j);
 }
 
 HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
@@ -5372,29 +5378,49 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
                      ldc);
 }
 
+/* n numbers, inc apart: where they are, or together in `space`. */
+HPMLI_FN const float *hpmli_gather(float *space, const float *x, int64_t inc, int64_t n)
+{
+    if (inc == 1) return x;
+    for (int64_t i = 0; i < n; i++) space[i] = x[i * inc];
+    return space;
+}
+
 /* A matrix times a vector is a product with one column; transposed, into a contiguous y, it is one with one row, which
-   reads A row by row. */
+   reads A row by row. Neither packs anything, so that packing space has room for vectors that are not contiguous. */
+#define HPMLI_VECTOR (HPMLI_GEMM_PACKED_A / 2) /* numbers; longer ones are read as they stand */
+
 HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
                                 int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y)
 {
     hpmli_gemm_desc d;
     int64_t         rows = trans_a ? n : m, k = trans_a ? m : n; /* of y, of x */
+    float          *to = y;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (m < 0 || n < 0 || lda < n || inc_x < 1 || inc_y < 1 ||
         (rows > 0 && (!y || (k > 0 && alpha != 0 && (!a || !x)))))
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemv: m %lld n %lld lda %lld inc_x %lld inc_y %lld: sizes must not "
                           "be negative, lda not smaller than n, increments 1 or more, and no array NULL", (long long)m,
                           (long long)n, (long long)lda, (long long)inc_x, (long long)inc_y);
+    if (inc_x > 1 && !trans_a && alpha != 0 && k <= HPMLI_VECTOR) {
+        x     = hpmli_gather(ctx->gemm_ws, x, inc_x, k);
+        inc_x = 1;
+    }
+    if (inc_y > 1 && trans_a && rows > 1 && rows <= HPMLI_VECTOR) {
+        to = ctx->gemm_ws + HPMLI_VECTOR;
+        if (beta != 0) hpmli_gather(to, y, inc_y, rows);
+    }
     memset(&d, 0, sizeof d);
-    d.m = rows, d.n = d.batch = 1, d.k = k, d.alpha = alpha, d.beta = beta, d.c = y, d.ldc = inc_y;
+    d.m = rows, d.n = d.batch = 1, d.k = k, d.alpha = alpha, d.beta = beta, d.c = to, d.ldc = to == y ? inc_y : 1;
     d.a = a, d.a_rs = trans_a ? 1 : lda, d.a_cs = trans_a ? lda : 1;
     d.b = x, d.b_rs = inc_x, d.b_cs = 1;
-    if (trans_a && inc_y == 1) {
+    if (trans_a && d.ldc == 1) {
         d.m = 1, d.n = d.ldc = rows;
         d.a = x, d.a_rs = inc_x == 1 ? k : 1, d.a_cs = inc_x;
         d.b = a, d.b_rs = lda, d.b_cs = 1;
     }
     hpmli_gemm(ctx, &d);
+    for (int64_t i = 0; i < rows && to != y; i++) y[i * inc_y] = to[i];
     return HPML_OK;
 }
 
@@ -5408,13 +5434,6 @@ typedef struct hpmli_vectors {
     float                most[HPMLI_SUM_TASKS]; /* of a piece: the largest magnitude, and where it is first */
     int64_t              at[HPMLI_SUM_TASKS];
 } hpmli_vectors;
-
-HPMLI_FN const float *hpmli_gather(float *space, const float *x, int64_t inc, int64_t n)
-{
-    if (inc == 1) return x;
-    for (int64_t i = 0; i < n; i++) space[i] = x[i * inc];
-    return space;
-}
 
 /* y = alpha x + y; x NULL: y = alpha y. */
 HPMLI_FN void hpmli_axpy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
