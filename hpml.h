@@ -47,6 +47,7 @@
 //     HPML_SELF             this file's name, if you renamed it: it includes itself once for each instruction set
 //
 // THREADS: a context and all that hangs on it belongs to one thread at a time. Contexts are independent of each other.
+// After fork, both processes may go on with a context that was not in use; in the child it computes on one thread.
 // SAME BITS: same seed, same build, same kind of CPU give the same bits, at any number of threads.
 //
 // INDEX (grep '^// >>' hpml.h)
@@ -87,6 +88,7 @@
 //     host   whole tensors to and from host memory
 //     record   recording: nodes, inputs, parameters
 //     gemm-threads   dealing a matrix product out to threads
+//     blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
 //     elementwise   add, sub, mul, div with broadcasting; scale; activations
 //     matmul   matrix products and linear layers
 //     shape   reshape, permute, slice, concat, sum
@@ -341,11 +343,25 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, void *values, int64_t
 /* Converts n contiguous elements between any two dtypes in host memory. */
 HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n);
 
-/* C = alpha * op(A) * op(B) + beta * C on plain arrays, as BLAS defines it, row-major: op(A) is (m, k), op(B) is
-   (k, n). trans_a: A is stored (k, m). lda, ldb, ldc: elements between rows as stored. beta 0 never reads C. */
+/* BLAS on plain arrays, row-major, by all threads of the context. A factor 0 never reads what it multiplies.
+   C = alpha * op(A) * op(B) + beta * C: op(A) is (m, k), op(B) is (k, n). trans_a: A is stored (k, m). lda, ldb, ldc:
+   elements between rows as stored. */
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                 const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
                                 int64_t ldc);
+/* The same with A and B in types of their own, F32, BF16 or F16; products, sums and C are f32. */
+HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                               hpml_dtype type_a, const void *a, int64_t lda, hpml_dtype type_b, const void *b,
+                               int64_t ldb, float beta, float *c, int64_t ldc);
+/* y = alpha op(A) x + beta y: A is stored (m, n), rows lda apart; x has n numbers and y m, with trans_a the other way
+   round. Numbers of a vector are inc apart, 1 or more: a column of a matrix has the matrix's leading dimension. */
+HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
+                                int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y);
+HPML_API hpml_status hpml_saxpy(hpml_ctx *ctx, int64_t n, float alpha, const float *x, int64_t inc_x, float *y,
+                                int64_t inc_y); /* y += alpha x */
+HPML_API hpml_status hpml_sscal(hpml_ctx *ctx, int64_t n, float alpha, float *x, int64_t inc_x); /* x *= alpha */
+/* The first i whose |x[i]| is largest, counted from 0; the first NaN, where there is one; -1 for n 0 and on error. */
+HPML_API int64_t     hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t inc_x);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-ops   recording a model: inputs, parameters, ops
@@ -572,9 +588,9 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
 /* Gradients of the loss times `scale`. Parameters: set, or added to when `accumulate`. */
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
 
-/* Compares backward with central differences of fourth order, in f32 with steps of eps (1e-2 suits most), on up to
-   `samples` numbers of every parameter and every input that needs a gradient; returns the largest |difference| / (|a| +
-   |b| + floor), the floor being the root mean square of that gradient; on error a negative number. */
+/* Compares backward with central differences of fourth order, in f32 with steps of eps (0: 1e-2, which suits most), on
+   up to `samples` numbers of every parameter and every input that needs a gradient; returns the largest |difference| /
+   (|a| + |b| + floor), the floor being the root mean square of that gradient; on error a negative number. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input); /* before ops use it: it gets a gradient */
 
@@ -657,6 +673,9 @@ typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /*
 typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
                         HPML_OPT_LARS, HPML_OPT_LAMB } hpml_opt;
 
+/* What an optimizer step has found that is NaN or infinite: in the gradient; in new weights or sums of squares. */
+enum { HPML_BAD_GRADIENT = 1, HPML_BAD_STEP = 2 };
+
 /* One optimizer step on one parameter. State arrays have the parameter's shape. */
 typedef struct hpml_update {
     hpml_opt opt;
@@ -670,8 +689,9 @@ typedef struct hpml_update {
     float    grad_scale, clip; /* multiply g first: 1 / loss scale; clip / sqrt(*sumsq), where that is below 1 */
     const double *sumsq;       /* of the gradients, on the device; NULL: they are not clipped */
     bool     nesterov;
-    bool    *bad;              /* not NULL: what is NaN or infinite in a gradient counts as 0, and is told: by the CPU,
-                                  which sets it; by a device, with an error when the host next waits. NULL: as NaN */
+    int32_t *bad;              /* not NULL: a gradient that is not finite counts as 0; a weight that would not be finite
+                                  stays, and its states start again. The CPU sets these bits; a device has an error when
+                                  the host next waits. NULL: all of them become NaN */
 } hpml_update;
 
 /* One way through a graph. Two passes that are equal in every byte run the same ops on the same memory. */
@@ -764,7 +784,8 @@ typedef struct hpml_trainer_desc {
     float         eps;             /* 0: 1e-8 (ADAGRAD 1e-10, LAMB 1e-6) */
     float         weight_decay;    /* L2 added to the gradient; ADAMW, LAMB: decoupled */
     bool          decay_all;       /* decay biases and norms as well */
-    float         trust;           /* LARS: lr trust |w| / (|g| + decay |w|), lr where there is no_decay; 0: 0.001 */
+    float         trust;           /* LARS: lr trust |w| / (|g| + decay |w|), lr where there is no_decay; 0: 0.001.
+                                      LAMB: lr |w| / |r| for biases and norms as well (You et al. 2020, algorithm 2) */
     hpml_schedule schedule;
     hpml_lr_rule  lr_rule;         /* scales lr by global batch / lr_base_batch */
     int64_t       lr_base_batch;   /* 0: no scaling */
@@ -774,10 +795,11 @@ typedef struct hpml_trainer_desc {
                                       small ones survive in halves; 0: 1, but dynamic where results are stored as F16:
                                       from 65536, halved, and the update left out, when a gradient overflows; doubled
                                       after 2,000 updates without (Micikevicius et al. 2018) */
-    bool          no_finite_check; /* skip the check, which names step and layer, of the loss and gradients: a device's
-                                      step without info then need not wait. What is found in a gradient stays out of
-                                      parameters; the rest of the step is in. Without clip_norm a device finds it in
-                                      the update: the next step, the end of fit or reading a tensor has the error */
+    bool          no_finite_check; /* skip the check, which names step and layer, of the loss, gradients and new
+                                      parameters: a device's step without info then need not wait. With the check, what
+                                      is not finite stays out of parameters; the rest of the step is in. Without
+                                      clip_norm a device finds it in the update: the next step, the end of fit or
+                                      reading a tensor has the error */
     uint32_t      _end;
 } hpml_trainer_desc;
 
@@ -835,7 +857,8 @@ typedef struct hpml_fit_desc {
     uint32_t      _end;
 } hpml_fit_desc;
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d); /* NULL: one pass */
-/* Loss and accuracy over all samples in evaluation mode; the last batch may be short. */
+/* Loss and accuracy over all samples in evaluation mode; the last batch may be short. Here and in predict a loss or an
+   output that is NaN or infinite is HPML_ERR_NONFINITE, unless no_finite_check is set: the error names the sample. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
 /* output for `samples` samples of x (as in step), any number: out holds samples x (elements of output per sample). */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
@@ -1814,24 +1837,29 @@ HPMLI_KFN void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n)
     else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb * HV(ld)(y + i, c)), c);
 }
 
-/* y = a x + b, y = max(a x + b, 0) */
-#define HPMLI_AFFINE(name, result)                                                                                     \
-    HPMLI_KFN void HV(name)(float *y, const float *x, float a, float b, int64_t n)                                     \
-    {                                                                                                                  \
-        hv va = HV(set1)(a), vb = HV(set1)(b);                                                                         \
-        HV_LOOP(n) HV(st)(y + i, result, c);                                                                           \
-    }
-HPMLI_AFFINE(vscale_add, HV(fma)(va, HV(ld)(x + i, c), vb))
-HPMLI_AFFINE(vaffine_relu, HV(max)(HV(zero)(), HV(fma)(va, HV(ld)(x + i, c), vb)))
-#undef HPMLI_AFFINE
-
-/* y (+)= a x + b z + c */
-HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float constant,
-                                       int64_t n, int accumulate)
+/* y = a x + b */
+HPMLI_KFN void HV(vscale_add)(float *y, const float *x, float a, float b, int64_t n)
 {
-    hv va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(constant);
+    hv va = HV(set1)(a), vb = HV(set1)(b);
+    HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c), vb), c);
+}
+
+/* y = a (x - centre) + b, or the larger of that and 0. The centre is subtracted first, because a x and a centre are
+   both rounded at the size of the centre, and their difference would keep that error. */
+HPMLI_KFN void HV(vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n)
+{
+    hv va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(centre);
+    if (relu) HV_LOOP(n) HV(st)(y + i, HV(max)(HV(zero)(), HV(fma)(va, HV(ld)(x + i, c) - vc, vb)), c);
+    else HV_LOOP(n) HV(st)(y + i, HV(fma)(va, HV(ld)(x + i, c) - vc, vb), c);
+}
+
+/* y (+)= a x + b (z - centre) + constant */
+HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
+                            int64_t n, int accumulate)
+{
+    hv va = HV(set1)(a), vb = HV(set1)(b), vz = HV(set1)(centre), vc = HV(set1)(constant);
     HV_LOOP(n) {
-        hv r = HV(fma)(va, HV(ld)(x + i, c), HV(fma)(vb, HV(ld)(z + i, c), vc));
+        hv r = HV(fma)(va, HV(ld)(x + i, c), HV(fma)(vb, HV(ld)(z + i, c) - vz, vc));
         if (accumulate) r += HV(ld)(y + i, c);
         HV(st)(y + i, r, c);
     }
@@ -1842,7 +1870,7 @@ HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const fl
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Four independent accumulators hide the latency of an addition; they are joined in a fixed order. The `_wide` forms
-   join in double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
+   and vmoments join in double every HPMLI_BLOCK_SUM elements, for statistics over long arrays. */
 
 #define HPMLI_BLOCK_SUM 1024
 
@@ -1866,15 +1894,12 @@ HPMLI_KFN void HV(vaxpbypc)(float *y, float a, const float *x, float b, const fl
         }                                                                                                              \
         return HV(sum)((s[0] + s[1]) + (s[2] + s[3]));                                                                 \
     }
-HPMLI_VFN hv HV(add_square)(hv sum, hv d) { return HV(fma)(d, d, sum); }
 HPMLI_VFN hv HV(keep)(hv v, int64_t n) /* the first n lanes, 0 in the rest, as HV(load_n) */
 {
     return n >= HV_W ? v : HV(bits)((1u << n) - 1, v, HV(zero)());
 }
 HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + HV(ld)(x + at, c))
 HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n), HV(fma)(HV(ld)(a + at, c), HV(ld)(b + at, c), sum))
-HPMLI_REDUCE(vvar, (const float *x, float mean, int64_t n),
-             HV(add_square)(sum, HV(ld)(x + at, c) - HV(keep)(HV(set1)(mean), c)))
 #undef HPMLI_REDUCE
 
 #define HPMLI_WIDE(name, params, piece)                                                                                \
@@ -1889,8 +1914,38 @@ HPMLI_REDUCE(vvar, (const float *x, float mean, int64_t n),
     }
 HPMLI_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c))
 HPMLI_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c))
-HPMLI_WIDE(vvar_wide, (const float *x, float mean, int64_t n), HV(vvar)(x + i, mean, c)) /* (x - mean)^2 */
 #undef HPMLI_WIDE
+
+/* sums[0] += sum of w, sums[1] += sum of w d, with d = x - centre; w NULL: w = d, so that a centre near the mean gives
+   the squares about it, and sums[0] how far the centre is from the mean. */
+HPMLI_VFN void HV(moments)(double *sums, const bool weighted, const float *w, const float *x, float centre, int64_t n)
+{
+    const hv vc = HV(set1)(centre);
+    for (int64_t i = 0, end; i < n; i = end) {
+        hv s[4] = { HV(zero)(), HV(zero)(), HV(zero)(), HV(zero)() }, t[4] = { s[0], s[0], s[0], s[0] };
+        end = n - i < HPMLI_BLOCK_SUM ? n : i + HPMLI_BLOCK_SUM;
+        for (; i + 4 * HV_W <= end; i += 4 * HV_W) {
+            HPMLI_UNROLL
+            for (int u = 0; u < 4; u++) {
+                hv d = HV(load)(x + i + u * HV_W) - vc, v = weighted ? HV(load)(w + i + u * HV_W) : d;
+                s[u] = s[u] + v, t[u] = HV(fma)(v, d, t[u]);
+            }
+        }
+        for (; i < end; i += HV_W) {
+            int64_t c = end - i < HV_W ? end - i : HV_W;
+            hv      d = HV(keep)(HV(ld)(x + i, c) - vc, c), v = weighted ? HV(ld)(w + i, c) : d;
+            s[0] = s[0] + v, t[0] = HV(fma)(v, d, t[0]);
+        }
+        sums[0] += (double)HV(sum)((s[0] + s[1]) + (s[2] + s[3]));
+        sums[1] += (double)HV(sum)((t[0] + t[1]) + (t[2] + t[3]));
+    }
+}
+
+HPMLI_KFN void HV(vmoments)(double *sums, const float *w, const float *x, float centre, int64_t n)
+{
+    if (w) HV(moments)(sums, true, w, x, centre, n);
+    else HV(moments)(sums, false, NULL, x, centre, n);
+}
 
 HPMLI_KFN float HV(vmax)(const float *x, int64_t n)
 {
@@ -1900,6 +1955,18 @@ HPMLI_KFN float HV(vmax)(const float *x, int64_t n)
     float best = HV(hmax)(m);
     for (; i < n; i++) best = x[i] > best ? x[i] : best;
     return best;
+}
+
+/* The largest |x|, 0 for none; NaN where x has one. */
+HPMLI_KFN float HV(vamax)(const float *x, int64_t n)
+{
+    hv m = HV(zero)(), nan = HV(zero)();
+    HV_LOOP(n) {
+        hv v = HV(abs)(HV(ld)(x + i, c));
+        m   = HV(max)(v, m);
+        nan = HV(eq)(v, v, nan, v);
+    }
+    return HV(sum)(nan) == 0 ? HV(hmax)(m) : NAN;
 }
 
 /* y = exp(x - shift); returns the sum. The heart of a softmax. */
@@ -1941,7 +2008,19 @@ HPMLI_KFN void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t c
 /* g is scaled first (clipping), then decayed: g + weight_decay w. The formulas are those of PyTorch's optimizers of the
    same names: SGD (the first step takes m = g), Adagrad, RMSprop with momentum, Adam, AdamW (Loshchilov & Hutter 2019).
    LARS (You et al. 2017) is SGD with the layer's rate in what the momentum adds up, and lr 1. LAMB (You et al. 2020)
-   leaves its direction in m2 = scratch, see hpmli_cpu_update. False: a gradient is not finite, see hpml_update.bad. */
+   leaves its direction in m2 = scratch, see hpmli_cpu_update. The result is what hpml_update.bad gets. */
+
+/* What a step finds: sums of 0, or NaN once a new weight, a sum of squares, or a gradient of LAMB was not finite. */
+typedef struct HV(found) { hv weight, square, gradient, instead; } HV(found);
+
+/* Stores a step's result x at w, or, where x is not finite, `was` + instead, which is 0, or NaN. What comes of a
+   gradient that is not finite is not finite either: there is no need to look at both. */
+HPMLI_VFN void HV(stepped)(float *w, hv x, hv was, HV(found) *f, int64_t c)
+{
+    hv off = x * HV(zero)();
+    f->weight = f->weight + off;
+    HV(st)(w, HV(eq)(off, off, x, was + f->instead), c);
+}
 
 /* What no gradient feeds any more (a dead unit) decays to 0, not to denormals, which take a hundred times as long and
    would stay for ever. A NaN stays one. */
@@ -1957,7 +2036,7 @@ HPMLI_VFN hv HV(moment)(float *state, hv g, float beta, int64_t c) /* state = be
     return HV(decayed)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(ld)(state, c)), c);
 }
 
-HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, int64_t c)
+HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, HV(found) *f, int64_t c)
 {
     hv x = HV(ld)(w, c), step;
     g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
@@ -1966,68 +2045,103 @@ HPMLI_VFN void HV(sgd)(const hpmli_opt_args *o, float *w, hv g, float *m, int64_
         hv v = HV(decayed)(m, o->u.step == 1 ? g : HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), g), c);
         step = o->u.nesterov ? HV(fma)(HV(set1)(o->u.momentum), v, g) : v;
     }
-    HV(st)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), c);
+    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
 
-HPMLI_VFN void HV(adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, int64_t c)
+HPMLI_VFN void HV(adagrad)(const hpmli_opt_args *o, float *w, hv g, float *v, HV(found) *f, int64_t c)
 {
     hv x = HV(ld)(w, c), s;
     g = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
     s = HV(fma)(g, g, HV(ld)(v, c));
     HV(st)(v, s, c);
-    HV(st)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), c);
+    f->square = HV(fma)(s, HV(zero)(), f->square);
+    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), g / (HV(sqrt)(s) + HV(set1)(o->u.eps)), x), x, f, c);
 }
 
-HPMLI_VFN void HV(rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, int64_t c)
+HPMLI_VFN void HV(rmsprop)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, HV(found) *f, int64_t c)
 {
     hv x = HV(ld)(w, c), step;
     g    = HV(fma)(HV(set1)(o->u.weight_decay), x, g);
     step = HV(moment)(v, g * g, o->u.beta2, c);
+    f->square = HV(fma)(step, HV(zero)(), f->square);
     step = g / (HV(sqrt)(step) + HV(set1)(o->u.eps));
     if (m) step = HV(decayed)(m, HV(fma)(HV(set1)(o->u.momentum), HV(ld)(m, c), step), c);
-    HV(st)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), c);
+    HV(stepped)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
 
 /* m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) */
-HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, int64_t c)
+HPMLI_VFN hv HV(adam_direction)(const hpmli_opt_args *o, hv g, float *m, float *v, HV(found) *f, int64_t c)
 {
     hv mean   = HV(moment)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
     hv square = HV(moment)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
+    f->square = HV(fma)(square, HV(zero)(), f->square); /* an infinite one would stop its weight in silence */
     return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }
 
-HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, int64_t c)
+HPMLI_VFN void HV(adam)(const hpmli_opt_args *o, float *w, hv g, float *m, float *v, HV(found) *f, int64_t c)
 {
     hv x = HV(ld)(w, c), lr = HV(set1)(o->u.lr), decay = HV(set1)(o->u.weight_decay);
     if (o->u.opt == HPML_OPT_ADAM) g = HV(fma)(decay, x, g);
     else x = HV(fnma)(lr * decay, x, x);
-    HV(st)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, c), x), c);
+    HV(stepped)(w, HV(fnma)(lr, HV(adam_direction)(o, g, m, v, f, c), x), x, f, c);
+}
+
+/* After a step that was not finite somewhere: was it the gradient (which LAMB has overwritten)? The states of such
+   elements start again, because no later gradient would make them finite. */
+HPMLI_KFN int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, const float *more, float *m, float *v,
+                              int64_t n)
+{
+    int found = HPML_BAD_STEP;
+    for (int64_t i = 0; i < n; i++) {
+        float g = (dw[i] + (more ? more[i] : 0)) * o->u.grad_scale;
+        bool  lost = (m && m[i] - m[i] != 0) || (v && v[i] - v[i] != 0);
+        if (g - g != 0) found = HPML_BAD_GRADIENT;
+        if (lost && m && o->u.bad) m[i] = 0;
+        if (lost && v && o->u.bad) v[i] = 0;
+    }
+    return found;
 }
 
 /* Each optimizer has a loop of its own, and what steers it is a copy, which no store can change. LAMB writes its
-   direction over the gradient's array, which is ours to spend. */
-#define HPMLI_STEPS(step)                                                                                              \
-    HV_LOOP(n) {                                                                                                       \
-        hv g = HV(ld)(dw + i, c), off;                                                                                 \
+   direction over the gradient's array, which is ours to spend; a gradient that is not finite counts as 0 there, because
+   the length of the whole direction would not be finite either. */
+#define HPMLI_STEP(step)                                                                                               \
+    {                                                                                                                  \
+        hv g = HV(ld)(dw + i, c);                                                                                      \
         if (more) g = g + HV(ld)(more + i, c);                                                                         \
-        g = g * HV(set1)(o->u.grad_scale), off = g * HV(zero)(), bad = bad + off; /* off: 0, or NaN */                 \
-        g = HV(eq)(off, off, g, HV(set1)(instead)), step;                                                              \
-    }                                                                                                                  \
+        g = g * HV(set1)(o->u.grad_scale);                                                                             \
+        step;                                                                                                          \
+    }
+#define HPMLI_STEPS(step)                                                                                              \
+    for (const int64_t c = HV_W; i + c <= n; i += c) HPMLI_STEP(step)                                                  \
+    for (int64_t c = n - i; i < n; i += c) HPMLI_STEP(step)                                                            \
     break;
-HPMLI_KFN bool HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
+HPMLI_VFN void HV(lamb)(const hpmli_opt_args *o, const float *w, hv g, float *r, float *m, float *v, HV(found) *f,
+                        int64_t c)
+{
+    hv off = g * HV(zero)();
+    f->gradient = f->gradient + off;
+    g = HV(eq)(off, off, g, f->instead);
+    HV(st)(r, HV(fma)(HV(set1)(o->u.weight_decay), HV(ld)(w, c), HV(adam_direction)(o, g, m, v, f, c)), c);
+}
+
+HPMLI_KFN int HV(opt_step)(const hpmli_opt_args *args, float *w, const float *dw, float *m, float *v, int64_t n)
 {
     const hpmli_opt_args own = *args, *o = &own;
-    const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL, instead = o->u.bad ? 0 : NAN;
-    hv                   bad  = HV(zero)();
+    const float         *more = o->u.more ? o->u.more + (dw - o->u.g) : NULL;
+    float               *r = (float *)(uintptr_t)dw; /* LAMB's direction */
+    HV(found)            all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.bad ? 0 : NAN) }, *f = &all;
+    int64_t              i = 0;
     switch (o->u.opt) {
-    case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, c))
-    case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, c))
-    case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, c))
-    case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, c))
-    case HPML_OPT_LAMB: HPMLI_STEPS(HV(st)((float *)(uintptr_t)(dw + i), HV(fma)(HV(set1)(o->u.weight_decay),
-                                HV(ld)(w + i, c), HV(adam_direction)(o, g, m + i, v + i, c)), c))
+    case HPML_OPT_SGD: case HPML_OPT_LARS: HPMLI_STEPS(HV(sgd)(o, w + i, g, m ? m + i : NULL, f, c))
+    case HPML_OPT_ADAGRAD: HPMLI_STEPS(HV(adagrad)(o, w + i, g, v + i, f, c))
+    case HPML_OPT_RMSPROP: HPMLI_STEPS(HV(rmsprop)(o, w + i, g, m ? m + i : NULL, v + i, f, c))
+    case HPML_OPT_ADAM: case HPML_OPT_ADAMW: HPMLI_STEPS(HV(adam)(o, w + i, g, m + i, v + i, f, c))
+    case HPML_OPT_LAMB: HPMLI_STEPS(HV(lamb)(o, w + i, g, r + i, m + i, v + i, f, c))
     }
-    return HV(sum)(bad) == 0;
+    if (HV(sum)(all.weight + all.square + all.gradient) == 0) return 0;
+    int found = HV(opt_restart)(o, dw, more, m, v, n);
+    return HV(sum)(all.gradient) == 0 ? found : HPML_BAD_GRADIENT;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3488,9 +3602,10 @@ typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
 
 /* The kernels, in the order of their chapters: together they make the table that a context points to. */
 #define HPMLI_KERNELS(X)                                                                                               \
-    X(act_forward) X(act_backward) X(vadd) X(vsub) X(vmul) X(vdiv) X(vfill) X(vaxpby) X(vscale_add) X(vaffine_relu)    \
-    X(vaxpbypc) X(vsum) X(vdot) X(vsum_wide) X(vdot_wide) X(vvar_wide) X(vmax) X(vexp_sum) X(vsum_rows) X(opt_step)    \
-    X(to_f32) X(from_f32) X(gemm_part) X(gemm_sum) X(random) X(onebit_scan) X(onebit_carry) X(onebit_decode)           \
+    X(act_forward) X(act_backward) X(vadd) X(vsub) X(vmul) X(vdiv) X(vfill) X(vaxpby) X(vscale_add) X(vcentred)        \
+    X(vaxpbypc) X(vsum) X(vdot) X(vsum_wide) X(vdot_wide) X(vmoments) X(vmax) X(vamax) X(vexp_sum) X(vsum_rows)        \
+    X(opt_step) X(to_f32) X(from_f32) X(gemm_part) X(gemm_sum) X(random) X(onebit_scan) X(onebit_carry)                \
+    X(onebit_decode)                                                                                                   \
     X(onebit_decode_add) X(bf16_encode) X(bf16_decode_add) X(conv_pack) X(conv_pack_back) X(conv_turn) X(conv_return)  \
     X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack) X(max_pool_row) X(max_pool_row_back) X(crc32c)
 
@@ -3858,6 +3973,7 @@ struct hpml_ctx {
     const hpmli_kernels *k;
     int                  threads;
     hpmli_pool          *pool;       /* NULL: one thread */
+    long                 process;    /* that created it; see hpmli_forked */
     uint64_t             seed;
     const hpml_backend  *backend;
     const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) the backend's; on the CPU those that fit `store` */
@@ -4094,6 +4210,19 @@ HPML_API double hpml_now(void)
 
 typedef void hpmli_task_fn(void *arg, int64_t task, int thread);
 
+HPMLI_FN long hpmli_process(void)
+{
+#ifdef HPMLI_POSIX
+    return (long)getpid();
+#else
+    return 0;
+#endif
+}
+
+/* True in a child of fork, which has none of its parent's threads: joining one, or taking a mutex that one of them
+   held, would never end. */
+HPMLI_FN bool hpmli_forked(const hpml_ctx *ctx) { return ctx->process != hpmli_process(); }
+
 #ifndef HPML_NO_THREADS
 #define HPMLI_JOB_OPEN   (UINT64_C(1) << 31)
 #define HPMLI_SPINS      4000 /* about 50 us */
@@ -4108,6 +4237,7 @@ typedef struct hpmli_worker {
 } hpmli_worker;
 
 struct hpmli_pool {
+    const hpml_ctx *ctx;
     uint64_t        state;    /* atomic, see above */
     int64_t         count;
     hpmli_task_fn  *fn;
@@ -4218,7 +4348,7 @@ HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *
         __atomic_store_n(&p->workers[i].next, n * i / (p->worker_count + 1), __ATOMIC_RELAXED);
     if ((job & UINT32_MAX) == 0) job = 1; /* 0 means "none seen" */
     __atomic_store_n(&p->state, job << 32 | HPMLI_JOB_OPEN, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&p->sleepers, __ATOMIC_SEQ_CST) > 0) {
+    if (__atomic_load_n(&p->sleepers, __ATOMIC_SEQ_CST) > 0 && !hpmli_forked(p->ctx)) {
         pthread_mutex_lock(&p->mutex);
         hpmli_pool_part(p, 1);
         pthread_cond_broadcast(&p->wake);
@@ -4232,6 +4362,7 @@ HPMLI_FN void hpmli_pool_run(hpmli_pool *p, int64_t n, hpmli_task_fn *fn, void *
 HPMLI_FN void hpmli_pool_drop(void *object)
 {
     hpmli_pool *p = (hpmli_pool *)object;
+    if (hpmli_forked(p->ctx)) return; /* nothing to wake, nothing to wait for */
     pthread_mutex_lock(&p->mutex);
     __atomic_store_n(&p->stop, 1, __ATOMIC_SEQ_CST);
     pthread_cond_broadcast(&p->wake);
@@ -4260,6 +4391,7 @@ HPMLI_FN hpmli_pool *hpmli_pool_create(hpml_ctx *ctx, int threads)
     size_t      bytes = sizeof(hpmli_pool) + (size_t)threads * sizeof(hpmli_worker);
     hpmli_pool *p     = (hpmli_pool *)hpmli_alloc_object(ctx, bytes, hpmli_pool_drop);
     if (!p) return NULL;
+    p->ctx = ctx;
     pthread_mutex_init(&p->mutex, NULL);
     pthread_cond_init(&p->wake, NULL);
 #if HPMLI_AFFINITY
@@ -4292,6 +4424,9 @@ HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *
 /* Loops over long arrays are cut into pieces of this many elements: small enough to share, large enough to pay. */
 #define HPMLI_GRAIN 16384
 
+/* Long sums are cut into at most HPMLI_SUM_TASKS pieces; the partial sums are added in order. */
+#define HPMLI_SUM_TASKS 64
+
 /* Rows per task so that a task has about HPMLI_GRAIN elements. */
 HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAIN / hpmli_max(cols, 1), 1); }
 
@@ -4308,6 +4443,9 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
         hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "ctx: this CPU or build has no \"%s\" kernels; leave .cpu NULL for the "
                    "best (\"%s\")", d->cpu, ctx->k->name);
     }
+    if (d->threads < 0)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: %d threads, expected 1 or more, or 0 for all cores",
+                           d->threads);
 #ifndef HPML_NO_THREADS
     ctx->threads = (int)hpmli_min(d->threads > 0 ? d->threads : hpmli_cores(), 1024);
     if (ctx->threads > 1) {
@@ -4345,6 +4483,7 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
     ctx->log         = d.log;
     ctx->log_user    = d.log_user;
     ctx->seed        = d.seed;
+    ctx->process     = hpmli_process();
     ctx->backend     = d.backend ? d.backend : hpml_backend_cpu();
     ctx->ops         = ctx->backend->ops;
     ctx->allocations = 1;
@@ -5300,24 +5439,248 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     hpmli_parallel(ctx, job.rows * job.cols * d->batch, hpmli_gemm_task, &job);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A product whose operands are not all f32: C is cut into tiles, one to a task, and k into blocks. A task makes f32 of
+   its block of A and of B, in the part of its packing space that so small a product leaves free, and adds their product
+   to its tile. The shape alone decides the cuts, so that the bits do not depend on the number of threads. */
+#define HPMLI_MIXED_SIDE  512 /* of a tile, at most */
+#define HPMLI_MIXED_DEPTH 256 /* of a block of k */
+#define HPMLI_MIXED_BLOCK (HPMLI_MIXED_SIDE * HPMLI_MIXED_DEPTH)
+#define HPMLI_MIXED_A     ((HPMLI_MIXED_SIDE + 64) * HPMLI_MIXED_DEPTH) /* behind packed B: where the block of A is, */
+#define HPMLI_MIXED_B     (HPMLI_MIXED_A + HPMLI_MIXED_BLOCK)           /* and that of B; it ends before packed A */
+#define HPMLI_MIXED_THIN  8   /* rows or columns: so few that reading the other operand takes most of the time */
+
+typedef struct hpmli_mixed {
+    hpml_ctx       *ctx;
+    hpmli_gemm_desc d;       /* a and b: not floats, but of type[0] and type[1] */
+    hpml_dtype      type[2];
+    int64_t         rows, cols, depth; /* of a tile, of a block of k */
+} hpmli_mixed;
+
+/* The part (rows, cols) of an operand from (row, col) on, as f32, at `space` if it is not f32; its strides follow. */
+HPMLI_FN const float *hpmli_mixed_part(const hpmli_kernels *k, hpml_dtype type, const void *x, int64_t row, int64_t col,
+                                       int64_t rows, int64_t cols, int64_t *rs, int64_t *cs, float *space)
+{
+    bool        across = *cs == 1;
+    int64_t     lines = across ? rows : cols, length = across ? cols : rows, apart = across ? *rs : *cs;
+    const char *from = (const char *)x + (size_t)(row * *rs + col * *cs) * hpml_dtype_size(type);
+    if (type == HPML_DTYPE_F32) return (const float *)(const void *)from;
+    for (int64_t i = 0; i < lines; i++)
+        k->to_f32(space + i * length, type, from + (size_t)(i * apart) * hpml_dtype_size(type), length);
+    *rs = across ? length : 1;
+    *cs = across ? 1 : length;
+    return space;
+}
+
+HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_mixed   *j  = (const hpmli_mixed *)arg;
+    const hpmli_kernels *k  = j->ctx->k;
+    float               *ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+    int64_t across = (j->d.n + j->cols - 1) / j->cols, row = task / across * j->rows, col = task % across * j->cols;
+    int64_t at = 0;
+    do {
+        hpmli_gemm_desc d = j->d;
+        d.m = hpmli_min(d.m - row, j->rows), d.n = hpmli_min(d.n - col, j->cols);
+        d.k = hpmli_min(d.k - at, j->depth);
+        d.a = hpmli_mixed_part(k, j->type[0], d.a, row, at, d.m, d.k, &d.a_rs, &d.a_cs, ws + HPMLI_MIXED_A);
+        d.b = hpmli_mixed_part(k, j->type[1], d.b, at, col, d.k, d.n, &d.b_rs, &d.b_cs, ws + HPMLI_MIXED_B);
+        d.c += row * d.ldc + col;
+        if (at > 0) d.beta = 1;
+        hpmli_gemm_serial(j->ctx, thread, &d);
+        at += j->depth;
+    } while (at < j->d.k);
+}
+
+/* Tiles of C: large, as each number that is made f32 is then used once for each row or column; but some for all. */
+HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
+{
+    const hpmli_gemm_desc *d = &j->d;
+    bool    thin_m = d->m <= HPMLI_MIXED_THIN, thin_n = d->n <= HPMLI_MIXED_THIN, thin = thin_m || thin_n;
+    bool    along  = thin_m ? d->b_rs == 1 : d->a_cs == 1; /* the operand that is not thin is stored along k */
+    int64_t across, down, side = !thin ? HPMLI_MIXED_SIDE : along ? 8 : 1024; /* thin: long lines */
+    j->depth = !thin ? HPMLI_MIXED_DEPTH : HPMLI_MIXED_BLOCK / 4 / side;
+    j->rows = hpmli_min(d->m, side), j->cols = hpmli_min(d->n, side);
+    for (;;) {
+        down = (d->m + j->rows - 1) / j->rows, across = (d->n + j->cols - 1) / j->cols;
+        if (thin || down * across >= 16 || hpmli_max(j->rows, j->cols) < 128) break;
+        if (j->cols >= j->rows) j->cols = (j->cols + 63) / 64 * 32;
+        else j->rows = (j->rows + 1) / 2;
+    }
+    hpmli_parallel(j->ctx, down * across, hpmli_mixed_task, j);
+}
+
+HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                               hpml_dtype type_a, const void *a, int64_t lda, hpml_dtype type_b, const void *b,
+                               int64_t ldb, float beta, float *c, int64_t ldc)
+{
+    hpmli_mixed j;
+    bool        plain = type_a == HPML_DTYPE_F32 && type_b == HPML_DTYPE_F32;
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (m < 0 || n < 0 || k < 0 || lda < (trans_a ? m : k) || ldb < (trans_b ? k : n) || ldc < n ||
+        (m > 0 && n > 0 && (!c || (k > 0 && alpha != 0 && (!a || !b)))))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "%sgemm: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must "
+                          "not be negative, a leading dimension not smaller than a stored row, and no array NULL",
+                          plain ? "s" : "", (long long)m, (long long)n, (long long)k, (long long)lda, (long long)ldb,
+                          (long long)ldc);
+    if ((unsigned)type_a > HPML_DTYPE_F16 || (unsigned)type_b > HPML_DTYPE_F16)
+        return hpmli_fail(ctx, HPML_ERR_DTYPE, "gemm: A is %s and B is %s, expected f32, bf16 or f16",
+                          hpml_dtype_name(type_a), hpml_dtype_name(type_b));
+    if (m == 0 || n == 0) return HPML_OK;
+    memset(&j, 0, sizeof j);
+    j.ctx = ctx, j.type[0] = type_a, j.type[1] = type_b;
+    j.d.m = m, j.d.n = n, j.d.k = alpha == 0 ? 0 : k, j.d.alpha = alpha, j.d.beta = beta, j.d.batch = 1;
+    j.d.a = (const float *)a, j.d.a_rs = trans_a ? 1 : lda, j.d.a_cs = trans_a ? lda : 1;
+    j.d.b = (const float *)b, j.d.b_rs = trans_b ? 1 : ldb, j.d.b_cs = trans_b ? ldb : 1;
+    j.d.c = c, j.d.ldc = ldc;
+    if (plain || j.d.k == 0) hpmli_gemm(ctx, &j.d);
+    else hpmli_mixed_run(&j);
+    return HPML_OK;
+}
+
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                 const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
                                 int64_t ldc)
 {
+    return hpml_gemm(ctx, trans_a, trans_b, m, n, k, alpha, HPML_DTYPE_F32, a, lda, HPML_DTYPE_F32, b, ldb, beta, c,
+                     ldc);
+}
+
+/* n numbers, inc apart: where they are, or together in `space`. */
+HPMLI_FN const float *hpmli_gather(float *space, const float *x, int64_t inc, int64_t n)
+{
+    if (inc == 1) return x;
+    for (int64_t i = 0; i < n; i++) space[i] = x[i * inc];
+    return space;
+}
+
+/* A matrix times a vector is a product with one column; transposed, into a contiguous y, it is one with one row, which
+   reads A row by row. Neither packs anything, so that packing space has room for vectors that are not contiguous. */
+#define HPMLI_VECTOR (HPMLI_GEMM_PACKED_A / 2) /* numbers; longer ones are read as they stand */
+
+HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
+                                int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y)
+{
     hpmli_gemm_desc d;
+    int64_t         rows = trans_a ? n : m, k = trans_a ? m : n; /* of y, of x */
+    float          *to = y;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    if (m < 0 || n < 0 || k < 0 || lda < (trans_a ? m : k) || ldb < (trans_b ? k : n) || ldc < n ||
-        (m > 0 && n > 0 && (!c || (k > 0 && (!a || !b)))))
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemm: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must "
-                          "not be negative, a leading dimension not smaller than a stored row, and no array NULL",
-                          (long long)m, (long long)n, (long long)k, (long long)lda, (long long)ldb, (long long)ldc);
+    if (m < 0 || n < 0 || lda < n || inc_x < 1 || inc_y < 1 ||
+        (rows > 0 && (!y || (k > 0 && alpha != 0 && (!a || !x)))))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemv: m %lld n %lld lda %lld inc_x %lld inc_y %lld: sizes must not "
+                          "be negative, lda not smaller than n, increments 1 or more, and no array NULL", (long long)m,
+                          (long long)n, (long long)lda, (long long)inc_x, (long long)inc_y);
+    if (inc_x > 1 && !trans_a && alpha != 0 && k <= HPMLI_VECTOR) {
+        x     = hpmli_gather(ctx->gemm_ws, x, inc_x, k);
+        inc_x = 1;
+    }
+    if (inc_y > 1 && trans_a && rows > 1 && rows <= HPMLI_VECTOR) {
+        to = ctx->gemm_ws + HPMLI_VECTOR;
+        if (beta != 0) hpmli_gather(to, y, inc_y, rows);
+    }
     memset(&d, 0, sizeof d);
-    d.m = m, d.n = n, d.k = k, d.alpha = alpha, d.beta = beta, d.batch = 1;
+    d.m = rows, d.n = d.batch = 1, d.k = k, d.alpha = alpha, d.beta = beta, d.c = to, d.ldc = to == y ? inc_y : 1;
     d.a = a, d.a_rs = trans_a ? 1 : lda, d.a_cs = trans_a ? lda : 1;
-    d.b = b, d.b_rs = trans_b ? 1 : ldb, d.b_cs = trans_b ? ldb : 1;
-    d.c = c, d.ldc = ldc;
+    d.b = x, d.b_rs = inc_x, d.b_cs = 1;
+    if (trans_a && d.ldc == 1) {
+        d.m = 1, d.n = d.ldc = rows;
+        d.a = x, d.a_rs = inc_x == 1 ? k : 1, d.a_cs = inc_x;
+        d.b = a, d.b_rs = lda, d.b_cs = 1;
+    }
     hpmli_gemm(ctx, &d);
+    for (int64_t i = 0; i < rows && to != y; i++) y[i * inc_y] = to[i];
     return HPML_OK;
+}
+
+/* Vectors go by pieces of HPMLI_GRAIN numbers, one to a task; what is not contiguous through an array that is. */
+typedef struct hpmli_vectors {
+    const hpmli_kernels *k;
+    int64_t              n, inc_x, inc_y, pieces;
+    float                alpha;
+    const float         *x;
+    float               *y;
+    float                most[HPMLI_SUM_TASKS]; /* of a piece: the largest magnitude, and where it is first */
+    int64_t              at[HPMLI_SUM_TASKS];
+} hpmli_vectors;
+
+/* y = alpha x + y; x NULL: y = alpha y. */
+HPMLI_FN void hpmli_axpy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_vectors *v = (const hpmli_vectors *)arg;
+    int64_t              first = task * HPMLI_GRAIN, count = hpmli_min(v->n - first, HPMLI_GRAIN);
+    float                px[HPMLI_PIECE], py[HPMLI_PIECE];
+    HPMLI_PIECES(i, c, count) {
+        float       *y  = v->y + (first + i) * v->inc_y;
+        float       *to = v->inc_y == 1 ? y : py;
+        const float *x  = v->x ? hpmli_gather(px, v->x + (first + i) * v->inc_x, v->inc_x, c) : to;
+        hpmli_gather(py, y, v->inc_y, c);
+        if (!v->x && v->alpha == 0) v->k->vfill(to, 0, c);
+        else v->k->vaxpby(to, v->alpha, x, v->x ? 1.0f : 0.0f, c);
+        for (int64_t e = 0; e < c && to == py; e++) y[e * v->inc_y] = py[e];
+    }
+}
+
+/* Checks and runs what writes to y. */
+HPMLI_FN hpml_status hpmli_axpy(hpml_ctx *ctx, const char *name, int64_t n, float alpha, const float *x, int64_t inc_x,
+                                float *y, int64_t inc_y, bool reads_x)
+{
+    hpmli_vectors v;
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (n < 0 || inc_x < 1 || inc_y < 1 || (n > 0 && (!y || (reads_x && !x))))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "%s: n %lld, increments %lld and %lld: n must not be negative, "
+                          "increments 1 or more, and no array NULL", name, (long long)n, (long long)inc_x,
+                          (long long)inc_y);
+    v.k = ctx->k, v.n = n, v.alpha = alpha, v.x = x, v.inc_x = inc_x, v.y = y, v.inc_y = inc_y;
+    hpmli_parallel(ctx, (n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_axpy_task, &v);
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_saxpy(hpml_ctx *ctx, int64_t n, float alpha, const float *x, int64_t inc_x, float *y,
+                                int64_t inc_y)
+{
+    if (alpha == 0) n = hpmli_min(n, 0); /* checked, and nothing read */
+    return hpmli_axpy(ctx, "saxpy", n, alpha, x, inc_x, y, inc_y, true);
+}
+
+HPML_API hpml_status hpml_sscal(hpml_ctx *ctx, int64_t n, float alpha, float *x, int64_t inc_x)
+{
+    return hpmli_axpy(ctx, "sscal", n, alpha, NULL, 1, x, inc_x, false);
+}
+
+HPMLI_FN void hpmli_isamax_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    hpmli_vectors *v   = (hpmli_vectors *)arg;
+    int64_t        end = v->n * (task + 1) / v->pieces, best = v->n * task / v->pieces;
+    float          most = -1, space[HPMLI_PIECE];
+    for (int64_t i = best, c; i < end && most == most; i += c) { /* which piece of a piece */
+        c = hpmli_min(end - i, HPMLI_PIECE);
+        float here = v->k->vamax(hpmli_gather(space, v->x + i * v->inc_x, v->inc_x, c), c);
+        if (here > most || here != here) most = here, best = i;
+    }
+    while (most == most ? fabsf(v->x[best * v->inc_x]) != most : v->x[best * v->inc_x] == v->x[best * v->inc_x]) best++;
+    v->most[task] = most, v->at[task] = best;
+}
+
+HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t inc_x)
+{
+    hpmli_vectors v;
+    int64_t       best = 0;
+    if (hpmli_failed(ctx)) return -1;
+    if (n < 0 || inc_x < 1 || (n > 0 && !x)) {
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "isamax: n %lld, increment %lld: n must not be negative, the increment 1 or "
+                   "more, and x not NULL", (long long)n, (long long)inc_x);
+        return -1;
+    }
+    if (n == 0) return -1;
+    v.k = ctx->k, v.n = n, v.x = x, v.inc_x = inc_x;
+    v.pieces = hpmli_min((n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, HPMLI_SUM_TASKS);
+    hpmli_parallel(ctx, v.pieces, hpmli_isamax_task, &v);
+    for (int64_t i = 1; i < v.pieces && v.most[best] == v.most[best]; i++)
+        if (!(v.most[i] <= v.most[best])) best = i;
+    return v.at[best];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5701,8 +6064,8 @@ HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
         p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
         j->ctx->k->gemm_part(&p);
     }
-    bool finite = j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
-    if (!finite && u->bad) __atomic_store_n(u->bad, true, __ATOMIC_RELAXED);
+    int bad = j->ctx->k->opt_step(&j->o, u->w + i, u->g + i, u->m ? u->m + i : NULL, u->v ? u->v + i : NULL, n);
+    if (bad && u->bad) __atomic_fetch_or(u->bad, bad, __ATOMIC_RELAXED);
 }
 
 HPMLI_FN void hpmli_update_by(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
@@ -6356,10 +6719,15 @@ HPMLI_WORK_OP(avg_pool2d, 0, n->out->shape[0] * n->out->shape[1], 1, avg_pool_pl
    training the statistics are the batch's; they also move the running ones, which evaluation uses. With s1 = sum dy, s2
    = sum dy xhat:
        dx = gamma rstd (dy - s1 / N - xhat s2 / N),  dgamma = s2,  dbeta = s1.
+   The mean is kept as the sum of two floats, x - mean is (x - first) - second: numbers that lie far from 0 and near to
+   each other lose no digits. The second float is what is left of the first pass's mean, found in the second pass.
    One task is one channel, measured and then normalized; where many ranks share a batch, the sums of all channels are
    added up over the ranks in between. Sources: x, gamma, beta (NULL without affine), running mean, running variance. */
 
 #define HPMLI_NORM_ROWS 32 /* rows of layernorm and rmsnorm that make a block, see below */
+
+/* What a channel or a row keeps: its mean is mean + rest, and 1 / sqrt(variance + eps). */
+typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
 
 HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *desc, hpml_op op)
 {
@@ -6389,7 +6757,7 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     hpml_node *n = hpmli_node_create(op, name, batch ? 5 : 3, src, x->ndim, x->shape);
     n->attr.norm.eps = d.eps, n->attr.norm.momentum = d.momentum;
     n->attr.norm.act = batch ? d.activation : HPML_ACT_NONE;
-    n->saved_bytes   = (size_t)(2 * (batch ? cols : rows)) * sizeof(float); /* mean and rstd of each */
+    n->saved_bytes   = (size_t)(batch ? cols : rows) * sizeof(hpmli_centre);
     n->scratch_bytes = batch ? (size_t)(2 * cols + 1) * sizeof(double) : (size_t)(blocks * 2 * cols) * sizeof(float);
     return n->out;
 }
@@ -6413,38 +6781,42 @@ typedef struct hpmli_bn_job {
     bool                 backward, measure, apply;
 } hpmli_bn_job;
 
-/* Sum of x, and of (x - mean)^2. */
+/* Sum of x, and of (x - mean)^2, each from sums about a float near the mean. */
 HPMLI_FN void hpmli_bn_measure(const hpmli_bn_job *j, int64_t c)
 {
     const float *x = j->n->src[0]->data + c * j->P;
-    double       N = (double)(j->B * j->P), sum = 0, square = 0;
+    double       N = (double)(j->B * j->P), sum = 0, about[2] = { 0, 0 };
     for (int64_t b = 0; b < j->B; b++) sum += j->k->vsum_wide(x + b * j->C * j->P, j->P);
     float mean = (float)(N > 0 ? sum / N : 0);
-    for (int64_t b = 0; b < j->B; b++) square += j->k->vvar_wide(x + b * j->C * j->P, mean, j->P);
-    j->sums[2 * c] = sum, j->sums[2 * c + 1] = square;
+    for (int64_t b = 0; b < j->B; b++) j->k->vmoments(about, NULL, x + b * j->C * j->P, mean, j->P);
+    double square = N > 0 ? about[1] - about[0] * about[0] / N : 0;
+    j->sums[2 * c]     = (double)mean * N + about[0];
+    j->sums[2 * c + 1] = square < 0 ? 0 : square; /* a NaN stays one */
 }
 
 HPMLI_FN void hpmli_bn_apply(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n     = j->n;
-    float           *saved = (float *)n->saved + 2 * c, a, b, m = n->attr.norm.momentum;
+    hpmli_centre    *saved = (hpmli_centre *)n->saved + c;
     float           *running_mean = n->src[3]->data + c, *running_var = n->src[4]->data + c;
-    double           N = j->sums[2 * j->C], square = j->sums[2 * c + 1], var = (double)*running_var;
-    saved[0] = *running_mean;
+    float            a, b, m = n->attr.norm.momentum;
+    double           N = j->sums[2 * j->C], square = j->sums[2 * c + 1];
+    double           mean = (double)*running_mean, var = (double)*running_var;
     if (j->run->train) {
-        saved[0]      = (float)(j->sums[2 * c] / N);
+        mean          = j->sums[2 * c] / N;
         var           = square / N;
-        *running_mean = (1 - m) * *running_mean + m * saved[0];
+        *running_mean = (1 - m) * *running_mean + m * (float)mean;
         *running_var  = (1 - m) * *running_var + m * (float)(square / (N > 1 ? N - 1 : 1));
     }
-    saved[1] = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
-    a = saved[1] * (n->src[1] ? n->src[1]->data[c] : 1);
-    b = (n->src[2] ? n->src[2]->data[c] : 0) - saved[0] * a;
+    saved->mean = (float)mean;
+    saved->rest = (float)(mean - (double)saved->mean);
+    saved->rstd = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
+    a = saved->rstd * (n->src[1] ? n->src[1]->data[c] : 1);
+    b = (n->src[2] ? n->src[2]->data[c] : 0) - saved->rest * a;
     for (int64_t i = 0; i < j->B; i++) {
         const float *x = n->src[0]->data + (i * j->C + c) * j->P;
         float       *y = n->out->data + (i * j->C + c) * j->P;
-        if (n->attr.norm.act == HPML_ACT_RELU) j->k->vaffine_relu(y, x, a, b, j->P);
-        else j->k->vscale_add(y, x, a, b, j->P);
+        j->k->vcentred(y, x, saved->mean, a, b, n->attr.norm.act == HPML_ACT_RELU, j->P);
     }
 }
 
@@ -6452,17 +6824,16 @@ HPMLI_FN void hpmli_bn_apply(const hpmli_bn_job *j, int64_t c)
 HPMLI_FN void hpmli_bn_back_measure(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n = j->n;
-    float   mean = ((const float *)n->saved)[2 * c], rstd = ((const float *)n->saved)[2 * c + 1];
-    double  s1 = 0, dot = 0, s2;
-    int64_t step = j->C * j->P, first = c * j->P;
+    hpmli_centre     at = ((const hpmli_centre *)n->saved)[c];
+    double           sums[2] = { 0, 0 }, s1, s2; /* of dy, and of dy (x - mean), without the mean's rest */
+    int64_t          step = j->C * j->P, first = c * j->P;
     for (int64_t i = 0; i < j->B; i++) {
         float *dy = n->out->grad + first + i * step;
         if (n->attr.norm.act == HPML_ACT_RELU)
             j->k->act_backward(HPML_ACT_RELU, 0, dy, dy, NULL, n->out->data + first + i * step, j->P, 0);
-        s1 += j->k->vsum_wide(dy, j->P);
-        dot += j->k->vdot_wide(dy, n->src[0]->data + first + i * step, j->P);
+        j->k->vmoments(sums, dy, n->src[0]->data + first + i * step, at.mean, j->P);
     }
-    s2 = (double)rstd * (dot - (double)mean * s1);
+    s1 = sums[0], s2 = (double)at.rstd * (sums[1] - (double)at.rest * s1);
     if (n->src[1] && n->src[1]->grad) n->src[1]->grad[c] = (n->accumulate[1] ? n->src[1]->grad[c] : 0) + (float)s2;
     if (n->src[2] && n->src[2]->grad) n->src[2]->grad[c] = (n->accumulate[2] ? n->src[2]->grad[c] : 0) + (float)s1;
     j->sums[2 * c] = s1, j->sums[2 * c + 1] = s2;
@@ -6471,16 +6842,17 @@ HPMLI_FN void hpmli_bn_back_measure(const hpmli_bn_job *j, int64_t c)
 HPMLI_FN void hpmli_bn_back_apply(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n = j->n;
-    float   mean = ((const float *)n->saved)[2 * c], rstd = ((const float *)n->saved)[2 * c + 1];
-    double  N = j->sums[2 * j->C], s1 = j->sums[2 * c], s2 = j->sums[2 * c + 1];
-    double  a = (double)rstd * (n->src[1] ? (double)n->src[1]->data[c] : 1);
-    int64_t step = j->C * j->P, first = c * j->P;
+    hpmli_centre     at = ((const hpmli_centre *)n->saved)[c];
+    double           N = j->sums[2 * j->C], s1 = j->sums[2 * c], s2 = j->sums[2 * c + 1];
+    double           a = (double)at.rstd * (n->src[1] ? (double)n->src[1]->data[c] : 1);
+    int64_t          step = j->C * j->P, first = c * j->P;
     if (!n->src[0]->grad) return;
     if (!j->run->train) s1 = s2 = 0; /* fixed statistics */
+    double slope = (double)at.rstd * s2; /* xhat s2 = (x - mean - rest) slope */
     for (int64_t i = 0; i < j->B; i++)
         j->k->vaxpbypc(n->src[0]->grad + first + i * step, (float)a, n->out->grad + first + i * step,
-                       (float)(-a * (double)rstd * s2 / N), n->src[0]->data + first + i * step,
-                       (float)(a * ((double)(mean * rstd) * s2 - s1) / N), j->P, n->accumulate[0]);
+                       (float)(-a * slope / N), n->src[0]->data + first + i * step, at.mean,
+                       (float)(a * ((double)at.rest * slope - s1) / N), j->P, n->accumulate[0]);
 }
 
 HPMLI_FN void hpmli_bn_task(void *arg, int64_t c, int thread HPMLI_UNUSED)
@@ -6517,8 +6889,9 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
 HPMLI_OP(batchnorm, HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0),
          return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true))
 
-/* softmax(x)_i = exp(x_i - max) / sum_j exp(x_j - max). With y known, dx = y (dy - <dy, y>); for the logarithm dx = dy
-   - exp(y) sum(dy). Rows are independent. */
+/* softmax(x)_i = exp(x_i - max) / sum, sum = sum of exp(x_j - max); its logarithm is (x_i - max) - log(sum), in this
+   order, because max + log(sum) would be rounded at the size of max. With y known, dx = y (dy - <dy, y>); for the
+   logarithm dx = dy - exp(y) sum(dy). Rows are independent. */
 
 HPMLI_FN hpml_tensor *hpmli_softmax_record(hpml_tensor *x, bool log)
 {
@@ -6537,7 +6910,7 @@ HPMLI_FN void hpmli_softmax_row(const hpmli_work *w, int64_t row, int thread HPM
     const float *x   = w->n->src[0]->data + row * w->cols; /* (cols) */
     float       *y   = w->n->out->data + row * w->cols;    /* (cols) */
     float        max = w->k->vmax(x, w->cols), sum = w->k->vexp_sum(y, x, max, w->cols);
-    if (w->n->attr.softmax.log) w->k->vscale_add(y, x, 1, -(max + logf(sum)), w->cols);
+    if (w->n->attr.softmax.log) w->k->vcentred(y, x, max, 1, -logf(sum), false, w->cols);
     else w->k->vscale_add(y, y, 1 / sum, 0, w->cols);
 }
 
@@ -6571,12 +6944,17 @@ HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_
 {
     const hpml_node *n = w->n;
     const float     *x = n->src[0]->data + row * w->cols; /* (cols) */
-    float           *y = n->out->data + row * w->cols, *saved = (float *)n->saved + 2 * row;
-    double           C = (double)w->cols, mean = 0, rstd;
-    if (n->op == HPML_OP_LAYERNORM) mean = w->k->vsum_wide(x, w->cols) / C;
-    rstd = 1 / sqrt(w->k->vvar_wide(x, (float)mean, w->cols) / C + (double)n->attr.norm.eps);
-    saved[0] = (float)mean, saved[1] = (float)rstd;
-    w->k->vscale_add(y, x, (float)rstd, (float)(-mean * rstd), w->cols);
+    float           *y = n->out->data + row * w->cols;
+    hpmli_centre    *saved = (hpmli_centre *)n->saved + row;
+    double           C = (double)w->cols, about[2] = { 0, 0 }, rest = 0, var;
+    saved->mean = n->op == HPML_OP_LAYERNORM ? (float)(w->k->vsum_wide(x, w->cols) / C) : 0;
+    w->k->vmoments(about, NULL, x, saved->mean, w->cols);
+    if (n->op == HPML_OP_LAYERNORM) rest = about[0] / C;
+    var = about[1] / C - rest * rest;
+    if (var < 0) var = 0; /* a NaN stays one */
+    saved->rest = (float)rest;
+    saved->rstd = (float)(1 / sqrt(var + (double)n->attr.norm.eps));
+    w->k->vcentred(y, x, saved->mean, saved->rstd, -saved->rest * saved->rstd, false, w->cols);
     if (n->src[1]) w->k->vmul(y, y, n->src[1]->data, w->cols);
     if (n->src[2]) w->k->vadd(y, y, n->src[2]->data, w->cols);
 }
@@ -6588,12 +6966,12 @@ HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread H
     float           *part  = (float *)n->scratch + row / HPMLI_NORM_ROWS * 2 * w->cols, g[HPMLI_PIECE], h[HPMLI_PIECE];
     const float     *gamma = n->src[1] ? n->src[1]->data : NULL;
     const float     *x = n->src[0]->data + row * w->cols, *dy = n->out->grad + row * w->cols;
-    float            mean = ((float *)n->saved)[2 * row], rstd = ((float *)n->saved)[2 * row + 1];
+    hpmli_centre     at  = ((const hpmli_centre *)n->saved)[row];
     double           sum = 0, dot = 0;
     if (row % HPMLI_NORM_ROWS == 0) w->k->vfill(part, 0, 2 * w->cols);
     HPMLI_PIECES(i, c, w->cols) { /* the two means, and this row's share of dgamma, dbeta */
         const float *gi = dy + i;
-        w->k->vscale_add(h, x + i, rstd, -mean * rstd, c); /* xhat */
+        w->k->vcentred(h, x + i, at.mean, at.rstd, -at.rest * at.rstd, false, c); /* xhat */
         if (gamma) w->k->vmul(g, dy + i, gamma + i, c), gi = g;
         sum += (double)w->k->vsum(gi, c);
         dot += (double)w->k->vdot(gi, h, c);
@@ -6604,11 +6982,11 @@ HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread H
     if (!n->src[0]->grad) return;
     sum = n->op == HPML_OP_LAYERNORM ? sum / (double)w->cols : 0;
     dot = dot / (double)w->cols;
-    HPMLI_PIECES(i, c, w->cols) { /* rstd g - rstd^2 dot x + rstd (mean rstd dot - sum) */
+    HPMLI_PIECES(i, c, w->cols) { /* rstd g - rstd^2 dot (x - mean) + rstd (rest rstd dot - sum) */
         const float *gi = dy + i;
         if (gamma) w->k->vmul(g, dy + i, gamma + i, c), gi = g;
-        w->k->vaxpbypc(n->src[0]->grad + row * w->cols + i, rstd, gi, (float)(-dot) * rstd * rstd, x + i,
-                       rstd * (float)(dot * (double)(mean * rstd) - sum), c, n->accumulate[0]);
+        w->k->vaxpbypc(n->src[0]->grad + row * w->cols + i, at.rstd, gi, (float)(-dot) * at.rstd * at.rstd, x + i,
+                       at.mean, at.rstd * (float)(dot * (double)(at.rest * at.rstd) - sum), c, n->accumulate[0]);
     }
 }
 
@@ -6952,8 +7330,10 @@ HPMLI_OP(lstm, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT, hpmli_lstm_
 
 /* All are means, over the rows or elements that count; sums are taken in double, in order. The gradient of a loss
    arrives in out->grad[0]. Cross-entropy of logits x and label l, with smoothing s over V classes:
-       loss = lse - (1 - s) x_l - s mean(x),  dx_i = exp(x_i - lse) - (1 - s) [i = l] - s / V,  lse = log sum exp(x).
-   Probabilities are not stored: lse is kept for each row, and backward takes the exponential again. */
+       loss = log(sum) - (1 - s) d_l - s mean(d),  dx_i = exp(d_i) / sum - (1 - s) [i = l] - s / V,
+       with d_i = x_i - max(x),  sum = sum of exp(d_i).
+   Each row keeps max and 1 / sum, not max + log(sum), because that is rounded at the size of max: a constant added to
+   all logits would cost digits. Probabilities are not stored: backward takes the exponential again. */
 
 HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, const char *kind, hpml_tensor *y, hpml_tensor *target, bool squared,
                                         float delta)
@@ -6983,7 +7363,7 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
     n->attr.cross_entropy.smoothing = d.label_smoothing;
     n->attr.cross_entropy.ignore    = d.ignore_index ? d.ignore_index : HPML_IGNORE;
-    n->saved_bytes = (size_t)(2 * hpml_tensor_count(labels) + 1) * 4; /* lse, loss of each row; 1 / counted */
+    n->saved_bytes = (size_t)(3 * hpml_tensor_count(labels) + 1) * 4; /* max, 1 / sum, loss of rows; 1 / counted */
     return n->out;
 }
 
@@ -7000,14 +7380,18 @@ HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thre
     const hpml_node *n     = w->n;
     const float     *x     = n->src[0]->data + row * w->cols; /* (V) */
     int32_t          label = ((const int32_t *)(const void *)n->src[1]->data)[row];
-    float           *lse   = (float *)n->saved + row, *loss = (float *)n->saved + w->count + row, max;
+    float           *max   = (float *)n->saved + row, *inverse = max + w->count, *loss = inverse + w->count;
     float            s     = n->attr.cross_entropy.smoothing;
-    *loss = *lse = 0;
+    *loss = *max = *inverse = 0;
     if (label == n->attr.cross_entropy.ignore) return;
-    max   = w->k->vmax(x, w->cols);
-    *lse  = max + logf(hpmli_exp_sum(w->k, x, max, w->cols));
-    *loss = *lse - (1 - s) * x[label];
-    if (s > 0) *loss -= s * w->k->vsum(x, w->cols) / (float)w->cols;
+    *max      = w->k->vmax(x, w->cols);
+    float sum = hpmli_exp_sum(w->k, x, *max, w->cols);
+    *inverse  = 1 / sum;
+    *loss     = logf(sum) - (1 - s) * (x[label] - *max);
+    if (s == 0) return;
+    double about[2] = { 0, 0 }; /* sums of x - max, and of its squares */
+    w->k->vmoments(about, NULL, x, *max, w->cols);
+    *loss -= s * (float)(about[0] / (double)w->cols);
 }
 
 HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
@@ -7015,7 +7399,7 @@ HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
     const hpml_tensor *x     = n->src[0];
     const int32_t     *label = (const int32_t *)(const void *)n->src[1]->data;
     int64_t            V = x->shape[x->ndim - 1], rows = hpml_tensor_count(x) / V, counted = 0;
-    const float       *loss = (const float *)n->saved + rows;
+    const float       *loss = (const float *)n->saved + 2 * rows;
     double             sum  = 0;
     for (int64_t i = 0; i < rows; i++) {
         if (label[i] == n->attr.cross_entropy.ignore) continue;
@@ -7027,7 +7411,7 @@ HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
     }
     hpmli_rows_run(run, n, false, hpmli_cross_entropy_row);
     for (int64_t i = 0; i < rows; i++) sum += (double)loss[i];
-    ((float *)n->saved)[2 * rows] = counted > 0 ? 1 / (float)counted : 0;
+    ((float *)n->saved)[3 * rows] = counted > 0 ? 1 / (float)counted : 0;
     n->out->data[0] = counted > 0 ? (float)(sum / (double)counted) : 0;
     return HPML_OK;
 }
@@ -7038,17 +7422,18 @@ HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int
     const float     *x     = n->src[0]->data + row * w->cols;
     float           *dx    = n->src[0]->grad + row * w->cols, piece[HPMLI_PIECE];
     int32_t          label = ((const int32_t *)(const void *)n->src[1]->data)[row];
-    float            lse   = ((const float *)n->saved)[row], s = n->attr.cross_entropy.smoothing;
-    float            scale = ((const float *)n->saved)[2 * w->count] * n->out->grad[0];
+    const float     *saved = (const float *)n->saved;
+    float            max   = saved[row], s = n->attr.cross_entropy.smoothing;
+    float            scale = saved[3 * w->count] * n->out->grad[0], share = scale * saved[w->count + row];
     bool             add   = n->accumulate[0];
     if (label == n->attr.cross_entropy.ignore) {
         if (!add) w->k->vfill(dx, 0, w->cols);
         return;
     }
     HPMLI_PIECES(i, c, w->cols) {
-        w->k->vexp_sum(piece, x + i, lse, c);
-        if (add) w->k->vaxpby(dx + i, scale, piece, 1, c);
-        else w->k->vscale_add(dx + i, piece, scale, -scale * s / (float)w->cols, c);
+        w->k->vexp_sum(piece, x + i, max, c);
+        if (add) w->k->vaxpby(dx + i, share, piece, 1, c);
+        else w->k->vscale_add(dx + i, piece, share, -scale * s / (float)w->cols, c);
         if (add && s > 0) w->k->vscale_add(dx + i, dx + i, 1, -scale * s / (float)w->cols, c);
     }
     dx[label] -= scale * (1 - s);
@@ -7429,9 +7814,6 @@ HPMLI_FN hpml_status hpmli_cpu_zero(void *device HPMLI_UNUSED, void *dst, size_t
     return HPML_OK;
 }
 
-/* Long sums are cut into at most HPMLI_SUM_TASKS pieces; the partial sums are added in order. */
-#define HPMLI_SUM_TASKS 64
-
 typedef struct hpmli_sumsq_job {
     const hpmli_kernels *k;
     hpml_dtype           dtype;
@@ -7467,6 +7849,13 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, h
     hpmli_parallel(ctx, tasks, hpmli_sumsq_task, &j);
     *out = 0;
     for (int64_t i = 0; i < tasks; i++) *out += j.part[i];
+    if (*out - *out == 0) return HPML_OK;
+    float piece[HPMLI_PIECE]; /* squares of finite floats that overflow as floats do not as doubles */
+    *out = 0;
+    HPMLI_PIECES(at, c, n) {
+        j.k->to_f32(piece, dtype, (const char *)x + (size_t)at * hpml_dtype_size(dtype), c);
+        for (int64_t i = 0; i < c; i++) *out += (double)piece[i] * (double)piece[i];
+    }
     return HPML_OK;
 }
 
@@ -7488,11 +7877,13 @@ HPMLI_FN void hpmli_lars_rate(hpml_ctx *ctx, hpml_update *u)
     u->grad_scale *= u->lr, u->weight_decay *= u->lr, u->lr = 1;
 }
 
-/* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r. */
-HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, const hpml_update *u)
+/* LAMB, after the direction r stands in the gradient's array: w -= lr |w| / |r| r, a step of plain SGD. */
+HPMLI_FN void hpmli_lamb_apply(hpml_ctx *ctx, hpml_update u)
 {
-    double w = hpmli_l2_norm(ctx, u->w, u->n), r = hpmli_l2_norm(ctx, u->g, u->n);
-    ctx->k->vaxpby(u->w, -u->lr * (float)(w > 0 && r > 0 ? w / r : 1), u->g, 1, u->n);
+    double w = hpmli_l2_norm(ctx, u.w, u.n), r = hpmli_l2_norm(ctx, u.g, u.n);
+    u.opt = HPML_OPT_SGD, u.m = NULL, u.grad_scale = 1, u.weight_decay = 0;
+    u.lr *= (float)(w > 0 && r > 0 ? w / r : 1);
+    hpmli_update_by(ctx, &u, NULL);
 }
 
 HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
@@ -7503,7 +7894,7 @@ HPMLI_FN hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, 
         if (norm > u.clip) u.grad_scale *= u.clip / norm;
         if (u.opt == HPML_OPT_LARS) hpmli_lars_rate(ctx, &u);
         hpmli_update_by(ctx, &u, NULL);
-        if (u.opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, &u);
+        if (u.opt == HPML_OPT_LAMB) hpmli_lamb_apply(ctx, u);
     }
     return HPML_OK;
 }
@@ -8063,13 +8454,20 @@ HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, floa
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 {
     double worst = 0;
-    if (g && hpmli_store(g->ctx) != HPML_DTYPE_F32) {
+    if (!g) return -1;
+    if (hpmli_store(g->ctx) != HPML_DTYPE_F32) {
         hpmli_fail(g->ctx, HPML_ERR_UNSUPPORTED, "check_grad: results are stored as %s, whose rounding hides the "
                    "differences that are compared; record the model on a context that stores f32",
                    hpml_dtype_name(hpmli_store(g->ctx)));
         return -1;
     }
-    if (!g || hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
+    if (eps == 0) eps = 1e-2f;
+    if (!(eps > 0) || samples < 1) {
+        hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "check_grad: eps %g, %d samples: expected more than 0 of both (eps 0: "
+                   "1e-2)", (double)eps, samples);
+        return -1;
+    }
+    if (hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
     for (int p = 0; p < g->ctx->param_count + g->leaf_count; p++) {
         hpml_tensor *t = p < g->ctx->param_count ? g->ctx->params[p] : g->leaves[p - g->ctx->param_count];
         int64_t      n = hpml_tensor_count(t);
@@ -8119,7 +8517,7 @@ struct hpml_trainer {
     hpml_tensor      *target, *loss;
     float            *m, *v;   /* optimizer state, laid out as graph->grads; NULL: none */
     hpml_update      *updates; /* (param_count) */
-    bool             *bad;     /* (param_count) its gradient is not finite, and its step taken without what is not */
+    int32_t          *bad;     /* (param_count) what its last step found, see hpml_update.bad */
     float            *host_out; /* host: a batch of the output */
     int32_t          *host_y;  /* host: a batch of labels */
     hpmli_named      *states;
@@ -8336,7 +8734,7 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
     if (hpml_graph_alloc(g) == HPML_OK) {
         if (states & 1) t->m = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
         if (states & 2) t->v = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
-        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count), t->bad = hpmli_new(ctx, bool, ctx->param_count);
+        t->updates = hpmli_new(ctx, hpml_update, ctx->param_count), t->bad = hpmli_new(ctx, int32_t, ctx->param_count);
         if (hpmli_classifies(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
         t->host_y = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target)), t->at = (hpmli_told *)(void *)t->loss->data;
     }
@@ -8405,9 +8803,11 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
 {
     hpml_graph *g    = t->graph;
     int64_t     rows = samples;
-    if (samples < 1 || samples > g->batch || !x)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: a batch of %lld samples, expected 1 to %lld and data",
-                          (long long)samples, (long long)g->batch);
+    if (!x) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: no data, x is NULL");
+    if (samples < 1 || samples > g->batch)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: a batch of %lld samples, expected 1 to %lld, the first "
+                          "dimension of input \"%s\"; record a larger one, or cut the batch", (long long)samples,
+                          (long long)g->batch, t->d.input->name);
     if (!g->batchable && samples < g->batch) {
         if (t->d.loss != HPML_LOSS_CROSS_ENTROPY || t->d.loss_tensor)
             return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: this graph mixes samples and takes full batches "
@@ -8468,16 +8868,52 @@ HPMLI_FN void hpmli_trainer_shift(hpml_trainer *t, int64_t first)
     }
 }
 
+/* What the steps of all parameters have found; see hpml_update.bad. */
+HPMLI_FN int32_t hpmli_trainer_bad(const hpml_trainer *t)
+{
+    int32_t bad = 0;
+    for (int i = 0; i < t->graph->param_count; i++) bad |= t->bad[i];
+    return bad;
+}
+
+HPMLI_FN double hpmli_plain_nan(double value) { return value == value ? value : fabs(value); } /* "nan", not "-nan" */
+
+/* The first of n floats that is NaN or infinite; n where there is none. */
+HPMLI_FN int64_t hpmli_first_nonfinite(const float *x, int64_t n)
+{
+    int64_t i = 0;
+    while (i < n && x[i] - x[i] == 0) i++;
+    return i;
+}
+
+/* True when one of the numbers x of tensor y is not finite. Where the backend's sum of squares is not finite, which may
+   be an overflow, each number is looked at. */
+HPMLI_FN bool hpmli_nonfinite(hpml_trainer *t, const hpml_tensor *y, const float *x)
+{
+    int64_t     count = hpml_tensor_count(y), c;
+    size_t      size  = hpml_dtype_size(y->dtype);
+    hpml_tensor piece = *y;
+    float       host[HPMLI_PIECE];
+    t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, count, &t->at->sumsq);
+    hpmli_trainer_tell(t, NULL, NULL);
+    if (t->told.sumsq - t->told.sumsq == 0) return false;
+    for (int64_t i = 0; i < count; i += c) {
+        c = hpmli_min(count - i, HPMLI_PIECE);
+        piece.data = (float *)(void *)((char *)(uintptr_t)x + (size_t)i * size);
+        hpmli_read_floats(t->ctx, &piece, c, host);
+        if (hpmli_first_nonfinite(host, c) < c) return true;
+    }
+    return false;
+}
+
 /* True, with an error that names the place, when one of the numbers x of tensor y is, or is known to be, not finite. */
 HPMLI_FN bool hpmli_blame(hpml_trainer *t, const char *what, double value, const char *where, const hpml_tensor *y,
                           const float *x, bool known)
 {
-    if (x) t->ctx->backend->sumsq(t->ctx->device, t->ctx, y->dtype, x, hpml_tensor_count(y), &t->at->sumsq);
-    if (x) hpmli_trainer_tell(t, NULL, NULL);
-    if (!known && (!x || t->told.sumsq - t->told.sumsq == 0)) return false;
+    if (!known && (!x || !hpmli_nonfinite(t, y, x))) return false;
     hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g: the first NaN or infinity is in %s \"%s\"; look at "
-               "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what, value,
-               where, y->name, (double)hpml_trainer_lr(t), !memchr(t->bad, true, (size_t)t->graph->param_count) ? ""
+               "the data, lower the learning rate (now %g) or set clip_norm%s", (long long)t->step + 1, what,
+               hpmli_plain_nan(value), where, y->name, (double)hpml_trainer_lr(t), !hpmli_trainer_bad(t) ? ""
                : ". The rest of this step is in the parameters: go on from a checkpoint");
     return true;
 }
@@ -8499,14 +8935,21 @@ HPMLI_FN hpml_status hpmli_name_nonfinite(hpml_trainer *t, const char *what, dou
         if (hpmli_is_float(y) && hpmli_blame(t, what, value, where, y, y->data, false)) return ctx->status;
     }
     for (int i = g->param_count - 1; i >= 0; i--) /* as the backward pass came to them */
-        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad, t->bad[i])) return ctx->status;
-    return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what, value);
+        if (hpmli_blame(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
+    return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what,
+                      hpmli_plain_nan(value));
 }
 
-HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t) /* tells of what an update found in a gradient */
+HPMLI_FN hpml_status hpmli_trainer_updated(hpml_trainer *t) /* tells of what an update found, or has made */
 {
-    bool bad = t->ctx->status == HPML_OK && memchr(t->bad, true, (size_t)t->graph->param_count);
-    return bad ? hpmli_name_nonfinite(t, "a gradient", (double)NAN) : t->ctx->status;
+    int32_t bad  = t->ctx->status == HPML_OK ? hpmli_trainer_bad(t) : 0;
+    bool    grad = bad & HPML_BAD_GRADIENT;
+    for (int i = t->graph->param_count - 1; bad && i >= 0; i--) /* as the backward pass came to them */
+        if (hpmli_blame(t, grad ? "a gradient" : "an update", grad ? (double)NAN : (double)INFINITY,
+                        grad ? "the gradient of" : "the step of parameter", t->ctx->params[i], NULL,
+                        t->bad[i] & (grad ? HPML_BAD_GRADIENT : HPML_BAD_STEP)))
+            break;
+    return t->ctx->status;
 }
 
 /* The norm of the gradients of this update, once, where clipping or a dynamic loss scale want it: on the device. */
@@ -8577,7 +9020,7 @@ HPMLI_FN void hpmli_trainer_updates(hpml_trainer *t, int first_param, int param_
         u->step = (uint64_t)t->step + 1, u->lr = lr * p->lr_scale;
         u->grad_scale = (t->more ? t->more_scale : 1) / scale, u->clip = t->d.clip_norm * scale;
         u->sumsq = t->d.clip_norm > 0 ? &t->at->sumsq : NULL;
-        u->bad   = t->d.no_finite_check ? NULL : &t->bad[i], t->bad[i] = false;
+        u->bad   = t->d.no_finite_check ? NULL : &t->bad[i], t->bad[i] = 0;
         u->more = t->more && u->g ? t->more + (u->g - t->graph->grads) : NULL;
         u->weight_decay = p->no_decay && !t->d.decay_all ? 0 : t->d.weight_decay;
         u->trust = p->no_decay && !t->d.decay_all ? 0 : t->d.trust;
@@ -8589,6 +9032,9 @@ HPML_API hpml_status hpml_trainer_update_local(hpml_trainer *t, int first_param,
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = t->ctx;
     if (hpmli_failed(ctx)) return ctx->status;
+    if (first_param < 0 || param_count < 0)
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: update of %d parameters from number %d on: expected 0 or "
+                          "more of both", param_count, first_param);
     hpmli_trainer_look(t);
     bool sees = t->looks && (t->scale_steps >= 0 || !t->d.no_finite_check);
     if (sees && (hpmli_trainer_see(t) != HPML_OK || t->overflowed)) return ctx->status;
@@ -8758,6 +9204,27 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     return status;
 }
 
+/* Names the sample whose loss is not finite, of a batch that begins with sample `first`, by running one at a time. */
+HPMLI_FN hpml_status hpmli_evaluate_blame(hpml_trainer *t, int64_t first, int64_t samples)
+{
+    hpml_graph *g    = t->graph;
+    double      loss = (double)t->told.loss;
+    bool        found = false;
+    for (int64_t i = 0; g->batchable && i < samples && !found; i++) {
+        if (hpml_graph_batch(g, 1) != HPML_OK) return t->ctx->status;
+        hpmli_trainer_shift(t, i);
+        hpml_status status = hpml_graph_forward(g, false, 0);
+        hpmli_trainer_shift(t, -i);
+        if (status != HPML_OK) return status;
+        hpmli_trainer_tell(t, NULL, NULL);
+        found = t->told.loss - t->told.loss != 0;
+        if (found) loss = (double)t->told.loss, first += i, samples = 1;
+    }
+    return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "evaluate: the loss of sample %lld%s is %g: look at the data, and "
+                      "whether training has left the parameters finite", (long long)first,
+                      samples > 1 ? " or one of its batch" : "", hpmli_plain_nan(loss));
+}
+
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out)
 {
     hpml_batch b;
@@ -8775,6 +9242,10 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
             hpml_graph_forward(t->graph, false, 0) != HPML_OK)
             break;
         hpmli_trainer_tell(t, hpmli_classifies(t) ? (const int32_t *)b.y : NULL, confusion);
+        if (!t->d.no_finite_check && t->told.loss - t->told.loss != 0) {
+            hpmli_evaluate_blame(t, out->samples, b.samples);
+            break;
+        }
         out->loss += (double)t->told.loss * (double)b.samples;
         out->samples += b.samples;
         if (hpmli_classifies(t)) correct += t->told.counts[0], counted += t->told.counts[1];
@@ -8806,6 +9277,11 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
             if (hpmli_run_node(g, &run, p, false) != HPML_OK) return t->ctx->status;
         }
         hpmli_read_floats(t->ctx, t->d.output, n * row, out + i * row);
+        int64_t at = t->d.no_finite_check ? n * row : hpmli_first_nonfinite(out + i * row, n * row);
+        if (at < n * row)
+            return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "predict: output %lld of sample %lld is %g: look at the "
+                              "data, and whether training has left the parameters finite", (long long)(at % row),
+                              (long long)(i + at / row), hpmli_plain_nan((double)out[i * row + at]));
     }
     hpml_graph_batch(g, g->batch);
     return t->ctx->status;
@@ -10227,20 +10703,26 @@ HPMLI_FN void *hpmli_loader_main(void *arg)
 
 HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
 {
-    if (!l->threaded) return;
-    pthread_mutex_lock(&l->mutex);
-    l->stop = true;
-    pthread_cond_broadcast(&l->changed);
-    pthread_mutex_unlock(&l->mutex);
-    pthread_join(l->thread, NULL);
-    pthread_mutex_destroy(&l->mutex);
-    pthread_cond_destroy(&l->changed);
+    if (l->threaded && !hpmli_forked(l->ctx)) {
+        pthread_mutex_lock(&l->mutex);
+        l->stop = true;
+        pthread_cond_broadcast(&l->changed);
+        pthread_mutex_unlock(&l->mutex);
+        pthread_join(l->thread, NULL);
+        pthread_mutex_destroy(&l->mutex);
+        pthread_cond_destroy(&l->changed);
+    }
     l->threaded = l->stop = false;
 }
 
 /* Waits for the next batch of the thread, which it starts; false when there is none. */
 HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
 {
+    if (l->threaded && hpmli_forked(l->ctx)) {
+        hpmli_loader_stop(l);
+        l->d.no_prefetch = true;
+        l->made = l->taken; /* what the thread had begun is made again */
+    }
     if (!l->d.no_prefetch && !l->threaded) {
         pthread_mutex_init(&l->mutex, NULL);
         pthread_cond_init(&l->changed, NULL);
@@ -10710,8 +11192,9 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
     hpmli_safe_content c = { tensors, meta, count, meta_count, NULL };
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (count < 0 || meta_count < 0 || (count > 0 && !tensors) || (meta_count > 0 && !meta))
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors: %d tensors and %d metadata need arrays of that size",
-                          count, meta_count);
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors save: %d tensors at %s and %d pairs of metadata at %s: "
+                          "counts must be 0 or more, and what is counted not NULL", count,
+                          tensors ? "an array" : "NULL", meta_count, meta ? "an array" : "NULL");
     return hpmli_safe_save(ctx, path, &c, NULL);
 }
 
@@ -10820,8 +11303,9 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     int64_t                n = (int64_t)(t->bytes / sizeof(float));
     float                  least = i >= a->squares && i < a->after ? 0 : -FLT_MAX;
     if (!hpml_safetensors_find(f, t->name, &e))
-        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\" of hpml's types with at most %d dimensions; "
-                           "expected one", path, t->name, HPML_MAX_DIMS);
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; are the layers named as "
+                           "when the file was saved? (Tensors of other types than F32, BF16, F16, I32, U8, or with more "
+                           "than %d dimensions, are not read.)", path, t->name, HPML_MAX_DIMS);
     if (e.ndim != t->ndim || memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
         return hpmli_false(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, t->name,
                            hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, t->ndim, t->shape));
@@ -11202,6 +11686,14 @@ HPML_API int hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capac
     return g->count;
 }
 
+/* An op's name, as the functions that record it are called. */
+HPMLI_FN const char *hpmli_kind(const hpml_node *n)
+{
+    if (n->op == HPML_OP_HUBER && n->attr.huber.squared) return "mse";
+    if (n->op == HPML_OP_SOFTMAX && n->attr.softmax.log) return "log_softmax";
+    return hpml_op_name(n->op);
+}
+
 HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
 {
     hpmli_table t     = hpmli_table_of(buffer, size);
@@ -11213,7 +11705,7 @@ HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
     for (int i = 0; i < g->count; i++) {
         const hpml_profile_row *r = &g->profile[i];
         double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
-        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpml_op_name(r->node->op),
+        hpmli_table_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpmli_kind(r->node),
                        1e6 * r->forward_s / calls, 1e6 * r->backward_s / calls, total > 0 ? 100 * s / total : 0,
                        s > 0 ? 1e-9 * calls * (r->forward_flops + (r->backward_s > 0 ? r->backward_flops : 0)) / s : 0,
                        1e-6 * r->bytes);
@@ -11233,7 +11725,7 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
         int64_t          params = 0;
         for (int s = 0; s < n->src_count; s++)
             if (n->src[s] && n->src[s]->param && !n->src[s]->param->buffer) params += hpml_tensor_count(n->src[s]);
-        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
+        hpmli_table_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpmli_kind(n),
                        hpmli_shape_text(g->ctx, n->out->ndim, n->out->shape), (long long)params,
                        1e-6 * hpmli_node_flops(n, false));
     }

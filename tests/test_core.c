@@ -105,6 +105,9 @@ TEST(errors_stick_and_name_things)
     ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = "pdp11" });
     ENSURE(hpml_ctx_status(ctx) == HPML_ERR_UNSUPPORTED && strstr(hpml_ctx_error(ctx), "pdp11"));
     hpml_ctx_free(ctx);
+    ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = -3 });
+    ENSURE(hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), "-3 threads"));
+    hpml_ctx_free(ctx);
     hpml_ctx_desc garbage;
     memset(&garbage, 0xff, sizeof garbage); /* nothing it points to is called */
     ctx = hpml_ctx_create(&garbage);

@@ -396,6 +396,8 @@ TEST(rows_of_every_length)
         { "log_softmax", one_log_softmax },
         { "layernorm", one_layernorm, .accumulate = true, .shift = 3 },
         { "layernorm without parameters", one_layernorm_plain },
+        { "layernorm far from 0", one_layernorm, .shift = 3000 },
+        { "log_softmax far from 0", one_log_softmax, .shift = 3000 },
         { "layernorm for its parameters", one_layernorm, .no_dx = true },
         { "rmsnorm", one_rmsnorm, .shift = 1 },
     };
@@ -411,6 +413,7 @@ TEST(channels_of_every_size)
 {
     static const one_op ops[] = {
         { "batchnorm", one_batchnorm, .shift = 30 },
+        { "batchnorm far from 0", one_batchnorm, .shift = 3000 },
         { "batchnorm, accumulating", one_batchnorm_relu, .accumulate = true },
         { "batchnorm in evaluation", one_batchnorm_relu, .eval = true },
         { "batchnorm for its parameters", one_batchnorm, .no_dx = true },

@@ -314,10 +314,13 @@ TEST(names_with_codes)
     hpml_ctx *deep = hpml_ctx_create(NULL);
     hpml_param_create(deep, &(hpml_param_desc){ .ndim = 5, .shape = { 1, 1, 1, 1, 2 }, .name = "deep" });
     ENSURE_ERROR(deep, hpml_params_load(deep, file("other")), HPML_ERR_FORMAT,
-                 "no tensor \"deep\" of hpml's types with at most 5 dimensions");
+                 "no tensor \"deep\", which this model has");
     hpml_ctx_free(deep);
     t[1].name = t[4].name;
     ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), t, 5, NULL, 0), HPML_ERR_ARGUMENT, "there are two");
+    ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), NULL, 1, NULL, 0), HPML_ERR_ARGUMENT, "1 tensors at NULL");
+    ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), NULL, 0, NULL, 3), HPML_ERR_ARGUMENT, "3 pairs");
+    ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), t, -1, NULL, 0), HPML_ERR_ARGUMENT, "-1 tensors");
     t[1].name = "__metadata__";
     ENSURE_ERROR(ctx, hpml_safetensors_save(ctx, file("none"), t, 5, NULL, 0), HPML_ERR_ARGUMENT,
                  "\"__metadata__\": the format");
