@@ -96,6 +96,7 @@
 //     sequence   multi-head attention; long short-term memory
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     backend   the CPU backend: memory, the table of ops, optimizer steps
+//     place   a place in memory for each array of a plan: first fit
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     run   running a graph forward and backward
 //     trainer   the trainer: settings, creation, one step
@@ -287,6 +288,7 @@ struct hpml_tensor {
     hpml_node  *node;       /* the op that makes it; NULL: leaf */
     bool        needs_grad; /* a parameter or something computed from one, or an input so marked */
     bool        used;       /* by an op: too late to mark it */
+    int         leaf;       /* private: number among the inputs of the graph that was planned last */
 };
 
 HPML_API size_t  hpml_dtype_size(hpml_dtype dtype);        /* bytes of one element */
@@ -354,7 +356,7 @@ typedef struct hpml_param_desc {
 HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc); /* a trainable tensor */
 HPML_API int          hpml_param_count(const hpml_ctx *ctx);
 HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* in order of recording */
-HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL when there is none */
+HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL when there is none; O(1) */
 HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* trainable numbers in all */
 HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 over all their bits */
 /* Memory and first values for the parameters that have none yet; hpml_graph_alloc calls it. */
@@ -3740,6 +3742,7 @@ typedef struct hpmli_block {
 typedef struct hpmli_pool  hpmli_pool;  /* see >>threads */
 typedef struct hpmli_trace hpmli_trace; /* see >>trace */
 static void hpmli_trace_step(hpml_ctx *ctx, int64_t step);
+static void hpmli_names_fill(hpml_ctx *ctx);
 
 struct hpml_ctx {
     hpml_allocator       allocator;
@@ -3761,6 +3764,8 @@ struct hpml_ctx {
     int                  param_kept; /* of ops that were recorded; an error that is cleared takes the others with it */
     hpml_graph          *grads_of;   /* whose gradients the parameters have now */
     int64_t              param_capacity;
+    int                 *names;     /* (name_size) hash table of names: 1 + number of the parameter, 0: free */
+    int64_t              name_size; /* a power of two, at least twice the parameters */
     int                  node_count; /* recorded so far: names and mask keys */
     hpml_node            spare;      /* see hpmli_node_create */
     hpmli_trace         *trace;      /* NULL: off */
@@ -4254,6 +4259,7 @@ HPML_API void hpml_ctx_clear_error(hpml_ctx *ctx)
     ctx->status      = HPML_OK;
     ctx->error[0]    = 0;
     ctx->param_count = ctx->param_kept;
+    hpmli_names_fill(ctx);
 }
 
 HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx)     { return ctx ? ctx->threads : 0; }
@@ -4841,6 +4847,38 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
 
 #define HPMLI_NAME 256 /* room for the name of an array in a file */
 
+/* Where the table of names has the parameter `name`, or has a free entry for it. */
+HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
+{
+    uint64_t hash = UINT64_C(14695981039346656037); /* FNV-1a */
+    for (const char *c = name; *c; c++) hash = (hash ^ (unsigned char)*c) * UINT64_C(1099511628211);
+    for (uint64_t at = hash ^ hash >> 32;; at++) {
+        int *entry = &ctx->names[at & (uint64_t)(ctx->name_size - 1)];
+        if (*entry == 0 || strcmp(ctx->params[*entry - 1]->name, name) == 0) return entry;
+    }
+}
+
+/* The table, anew, for the parameters that there are. */
+static void hpmli_names_fill(hpml_ctx *ctx)
+{
+    if (ctx->name_size > 0) memset(ctx->names, 0, (size_t)ctx->name_size * sizeof *ctx->names);
+    for (int i = 0; i < ctx->param_count; i++) *hpmli_name_entry(ctx, ctx->params[i]->name) = i + 1;
+}
+
+/* Makes room for one more. */
+HPMLI_FN bool hpmli_names_grow(hpml_ctx *ctx)
+{
+    int64_t size = ctx->name_size > 0 ? 2 * ctx->name_size : 128;
+    if (2 * ((int64_t)ctx->param_count + 1) <= ctx->name_size) return true;
+    int *names = hpmli_new(ctx, int, size);
+    if (!names) return false;
+    hpmli_free(ctx, ctx->names);
+    ctx->names     = names;
+    ctx->name_size = size;
+    hpmli_names_fill(ctx);
+    return true;
+}
+
 HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
                                       const int64_t *shape)
 {
@@ -4854,6 +4892,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give layers other names", name);
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
     if (!t || !hpmli_grow(ctx, &ctx->params, ctx->param_count, &ctx->param_capacity, sizeof t)) return NULL;
+    if (!hpmli_names_grow(ctx)) return NULL;
     t->param = hpmli_new(ctx, hpml_param, 1);
     if (!t->param) return NULL;
     t->param->index      = ctx->param_count;
@@ -4861,6 +4900,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     t->param->init_scale = scale;
     t->param->lr_scale   = 1;
     t->needs_grad        = true;
+    *hpmli_name_entry(ctx, name) = ctx->param_count + 1;
     ctx->params[ctx->param_count++] = t;
     return t;
 }
@@ -4904,10 +4944,8 @@ HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index)
 
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name)
 {
-    if (ctx && name)
-        for (int i = 0; i < ctx->param_count; i++)
-            if (strcmp(ctx->params[i]->name, name) == 0) return ctx->params[i];
-    return NULL;
+    int *entry = ctx && name && ctx->name_size > 0 ? hpmli_name_entry(ctx, name) : NULL;
+    return entry && *entry > 0 ? ctx->params[*entry - 1] : NULL;
 }
 
 HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
@@ -7088,23 +7126,176 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
+// >>place   a place in memory for each array of a plan: first fit
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* A graph of N ops runs at times 0 .. N - 1 forward and N .. 2N - 1 backward (op i at 2N - 1 - i). Every array between
-   is alive from the time that writes it to the last that reads it; what backward reads is said by each op's _needs
-   function. Two arrays may share memory when their lives do not overlap. The arrays are placed largest first, each at
-   the lowest place that is free during its life: simple, and close to the best for chains. All this happens once; a
-   step allocates nothing.
-
-   Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that
-   may work in place on a source that nobody else wants. A node's out_root and grad_root follow such links. */
+/* A slot is an array with a life: the times at which it is needed. Largest first, each goes to the lowest address where
+   its bytes are free during its life: simple, and close to the best for chains. Two ways lead to the same address:
+   - a list of all slots placed before, in the order of their addresses: for n slots n^2 / 2 short steps;
+   - a binary tree over the times (a segment tree). At each node are two lists of address ranges in use, in which what
+     touches is one range: `whole`, of slots alive at all times of the node, and `part`, of slots alive at some. A life
+     is cut into at most two nodes a level; what can be in its way is their `part` and the `whole` of all nodes above.
+     Slots of one size stand in few ranges, so this takes about n log n steps for each size; networks have few sizes. */
 
 typedef struct hpmli_slot {
     size_t   bytes, offset; /* before it has one: its number */
     int      from, to;   /* alive, both included */
     void   **place;      /* where the address goes once there is memory */
 } hpmli_slot;
+
+HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
+{
+    const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
+    if (x->bytes != y->bytes) return x->bytes < y->bytes ? 1 : -1;
+    return x->offset < y->offset ? -1 : x->offset > y->offset;
+}
+
+/* Lowest offset at which s fits beside the placed slots that live at the same time; `placed` is sorted by offset. */
+HPMLI_FN size_t hpmli_slot_fit(hpmli_slot *const *placed, int count, const hpmli_slot *s)
+{
+    size_t at = 0;
+    for (int i = 0; i < count; i++) {
+        const hpmli_slot *p = placed[i];
+        if (p->to < s->from || s->to < p->from || p->offset + p->bytes <= at) continue;
+        if (at + s->bytes <= p->offset) break;
+        at = p->offset + p->bytes;
+    }
+    return at;
+}
+
+HPMLI_FN bool hpmli_place_list(hpml_ctx *ctx, hpmli_slot *slots, int count)
+{
+    hpmli_slot **placed = hpmli_new(ctx, hpmli_slot *, count);
+    for (int i = 0; placed && i < count; i++) {
+        int at = i;
+        slots[i].offset = hpmli_slot_fit(placed, i, &slots[i]);
+        for (; at > 0 && placed[at - 1]->offset > slots[i].offset; at--) placed[at] = placed[at - 1];
+        placed[at] = &slots[i];
+    }
+    hpmli_free(ctx, placed);
+    return placed != NULL;
+}
+
+typedef struct hpmli_range {
+    size_t from, to; /* addresses, `to` not included */
+    int    next;     /* number of the next range of its list, which is higher and does not touch; 0: none */
+} hpmli_range;
+
+typedef struct hpmli_times {
+    hpml_ctx    *ctx;
+    hpmli_range *ranges; /* (count of capacity) of all lists; number 0 is none */
+    int64_t      capacity;
+    int          count, spare;     /* spare: list of those no longer used */
+    int         *whole, *part;     /* (2 * times) first range by node; node 1 is the root, 2i and 2i + 1 are below i */
+    int          path[4 * 32 + 4]; /* (path_count) nodes that the life at hand is cut into, and those above */
+    bool         inside[4 * 32 + 4];
+    int          path_count;
+} hpmli_times;
+
+/* Walks from `node`, which stands for the times first to last, down to the nodes that lie inside the life of s. */
+HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_slot *s)
+{
+    int  middle = first + (last - first) / 2;
+    bool inside = s->from <= first && last <= s->to;
+    m->inside[m->path_count] = inside;
+    m->path[m->path_count++] = node;
+    if (!inside && s->from <= middle) hpmli_times_path(m, 2 * node, first, middle, s);
+    if (!inside && s->to > middle) hpmli_times_path(m, 2 * node + 1, middle + 1, last, s);
+}
+
+/* The lowest offset at which `bytes` fit between the ranges of all lists on the path. */
+HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
+{
+    int    list[sizeof m->path / sizeof *m->path], count = 0;
+    size_t at = 0, before;
+    for (int k = 0; k < m->path_count; k++) {
+        int first = m->inside[k] ? m->part[m->path[k]] : m->whole[m->path[k]];
+        if (first) list[count++] = first;
+    }
+    do { /* until no list objects to what the others allow */
+        before = at;
+        for (int k = 0; k < count; k++)
+            for (const hpmli_range *r; r = &m->ranges[list[k]], list[k] && r->from < at + bytes; list[k] = r->next)
+                if (at < r->to) at = r->to;
+    } while (at != before);
+    return at;
+}
+
+/* Adds a range to the list that begins at *head, and joins it with those that it touches or overlaps. */
+HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
+{
+    int before = 0, at = *head;
+    for (; at && m->ranges[at].to < from; at = m->ranges[at].next) before = at;
+    while (at && m->ranges[at].from <= to) {
+        hpmli_range *r    = &m->ranges[at];
+        int          next = r->next;
+        if (r->from < from) from = r->from;
+        if (r->to > to) to = r->to;
+        r->next  = m->spare;
+        m->spare = at;
+        at       = next;
+    }
+    int added = m->spare;
+    if (added) m->spare = m->ranges[added].next;
+    else if (hpmli_grow(m->ctx, &m->ranges, m->count, &m->capacity, sizeof *m->ranges)) added = m->count++;
+    else return false;
+    hpmli_range range = { from, to, at };
+    m->ranges[added] = range;
+    if (before) m->ranges[before].next = added;
+    else *head = added;
+    return true;
+}
+
+HPMLI_FN bool hpmli_place_tree(hpml_ctx *ctx, hpmli_slot *slots, int count, int times)
+{
+    hpmli_times m = HPMLI_ZEROED;
+    m.ctx = ctx, m.count = 1;
+    m.whole = hpmli_new(ctx, int, 4 * (int64_t)times);
+    m.part  = hpmli_new(ctx, int, 4 * (int64_t)times);
+    bool good = m.whole && m.part && hpmli_grow(ctx, &m.ranges, 0, &m.capacity, sizeof *m.ranges);
+    for (int i = 0; i < count && good; i++) {
+        hpmli_slot *s = &slots[i];
+        m.path_count = 0;
+        hpmli_times_path(&m, 1, 0, times - 1, s);
+        s->offset = hpmli_times_fit(&m, s->bytes);
+        for (int k = 0; k < m.path_count && good; k++) {
+            good = hpmli_times_add(&m, &m.part[m.path[k]], s->offset, s->offset + s->bytes);
+            if (m.inside[k]) good = good && hpmli_times_add(&m, &m.whole[m.path[k]], s->offset, s->offset + s->bytes);
+        }
+    }
+    hpmli_free(ctx, m.ranges);
+    hpmli_free(ctx, m.part);
+    hpmli_free(ctx, m.whole);
+    return good;
+}
+
+/* Sorts the slots, gives each its offset, and sets *bytes to what all need, by the faster of the two ways: the tree,
+   where there are at least 1000 slots for each size (measured with random graphs). */
+HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, size_t *bytes)
+{
+    int sizes = 1, times = 1;
+    if (count > 0) qsort(slots, (size_t)count, sizeof *slots, hpmli_slot_order);
+    for (int i = 0; i < count; i++) {
+        if (i > 0 && slots[i].bytes != slots[i - 1].bytes) sizes++;
+        if (slots[i].to >= times) times = slots[i].to + 1;
+    }
+    bool good = count / 1000 < sizes ? hpmli_place_list(ctx, slots, count) : hpmli_place_tree(ctx, slots, count, times);
+    for (int i = 0; i < count && good; i++)
+        if (slots[i].offset + slots[i].bytes > *bytes) *bytes = slots[i].offset + slots[i].bytes;
+    return good;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A graph of N ops runs at times 0 .. N - 1 forward and N .. 2N - 1 backward (op i at 2N - 1 - i). Every array between
+   is alive from the time that writes it to the last that reads it; what backward reads is said by each op's _needs
+   function. Two arrays may share memory when their lives do not overlap: see >>place. All this happens once; a step
+   allocates nothing.
+
+   Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that
+   may work in place on a source that nobody else wants. A node's out_root and grad_root follow such links. */
 
 typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node, or about an input */
     int  last;                 /* time until which the value lives */
@@ -7144,6 +7335,12 @@ struct hpml_graph {
     bool           idle;       /* see hpml_run */
 };
 
+/* Is t among the inputs found? Its number, which another graph may have left, is checked by what has that number. */
+HPMLI_FN bool hpmli_graph_leaf(const hpml_graph *g, const hpml_tensor *t)
+{
+    return t->leaf < g->leaf_count && g->leaves[t->leaf] == t;
+}
+
 /* Marks what t depends on, at its place in the order of recording, which is an order of running. */
 HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
 {
@@ -7152,9 +7349,9 @@ HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
         found[t->node->index] = t->node;
         return;
     }
-    for (int l = 0; l < g->leaf_count; l++)
-        if (g->leaves[l] == t) return;
+    if (hpmli_graph_leaf(g, t)) return;
     HPML_ASSERT(g->leaf_count <= (g->ctx->node_count + 1) * HPML_MAX_SRC);
+    t->leaf = g->leaf_count;
     g->leaves[g->leaf_count++] = t;
 }
 
@@ -7186,9 +7383,7 @@ HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->par
 HPMLI_FN hpmli_use *hpmli_use_of(const hpml_graph *g, hpmli_use *uses, const hpml_tensor *t)
 {
     if (t && t->node) return &uses[t->node->index];
-    for (int l = 0; t && l < g->leaf_count; l++)
-        if (g->leaves[l] == t) return &uses[g->ctx->node_count + l];
-    return NULL;
+    return t && hpmli_graph_leaf(g, t) ? &uses[g->ctx->node_count + t->leaf] : NULL;
 }
 
 /* Lives of the values. */
@@ -7266,43 +7461,6 @@ HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void
     g->memory.unshared += s.bytes;
 }
 
-HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
-{
-    const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
-    if (x->bytes != y->bytes) return x->bytes < y->bytes ? 1 : -1;
-    return x->offset < y->offset ? -1 : x->offset > y->offset;
-}
-
-/* Lowest offset at which s fits beside the placed slots that live at the same time; `placed` is sorted by offset. */
-HPMLI_FN size_t hpmli_slot_place(hpmli_slot *const *placed, int count, const hpmli_slot *s)
-{
-    size_t at = 0;
-    for (int i = 0; i < count; i++) {
-        const hpmli_slot *p = placed[i];
-        if (p->to < s->from || s->to < p->from || p->offset + p->bytes <= at) continue;
-        if (at + s->bytes <= p->offset) break;
-        at = p->offset + p->bytes;
-    }
-    return at;
-}
-
-HPMLI_FN bool hpmli_plan_place(hpml_graph *g)
-{
-    hpmli_slot **placed = hpmli_new(g->ctx, hpmli_slot *, g->slot_count + 1);
-    if (!placed) return false;
-    qsort(g->slots, (size_t)g->slot_count, sizeof *g->slots, hpmli_slot_order);
-    for (int i = 0; i < g->slot_count; i++) {
-        hpmli_slot *s  = &g->slots[i];
-        int         at = i;
-        s->offset = hpmli_slot_place(placed, i, s);
-        while (at > 0 && placed[at - 1]->offset > s->offset) placed[at] = placed[at - 1], at--;
-        placed[at] = s;
-        if (s->offset + s->bytes > g->memory.activations) g->memory.activations = s->offset + s->bytes;
-    }
-    hpmli_free(g->ctx, placed);
-    return true;
-}
-
 HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
@@ -7374,7 +7532,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     }
     g->memory.gradients = (size_t)g->grad_count * sizeof(float);
     hpmli_free(ctx, uses);
-    if (!hpmli_plan_place(g)) return false;
+    if (!hpmli_slots_place(ctx, g->slots, g->slot_count, &g->memory.activations)) return false;
     g->memory.scratch = g->scratch_bytes;
     g->memory.total   = g->memory.parameters + g->memory.gradients + g->memory.activations + g->memory.scratch;
     return true;
