@@ -6052,22 +6052,27 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
 
 HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value; }
 
-/* Chooses how to compute, within the workspace that is allowed. */
-HPMLI_FN bool hpmli_conv_choose(hpml_node *n, const hpml_conv2d_desc *d)
+/* Chooses how to compute y, of this shape, from x within the workspace that is allowed; *bytes: what that takes. */
+HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr *a, const hpml_conv2d_desc *d,
+                                size_t *bytes)
 {
-    hpmli_conv c      = hpmli_conv_of(n->out->ctx, n);
-    size_t     direct = (size_t)c.scratch * sizeof(float), row = (size_t)(c.C * c.taps * c.OW) * sizeof(float);
-    bool       fits   = d->workspace == 0 || direct <= d->workspace;
-    n->attr.conv.algorithm = HPML_CONV_DIRECT;
-    n->scratch_bytes       = direct;
-    if (d->algorithm == HPML_CONV_DIRECT ? fits : d->algorithm == HPML_CONV_AUTO && fits) return true;
-    if (d->algorithm == HPML_CONV_DIRECT || row > (d->workspace ? d->workspace : SIZE_MAX))
-        return hpmli_false(n->out->ctx, HPML_ERR_MEMORY, "conv2d \"%s\": workspace of %zu bytes; direct needs %zu, "
-                           "im2col at least %zu", n->out->name, d->workspace, direct, row);
-    size_t most = (d->workspace ? d->workspace : (size_t)4 << 20) / row; /* without a limit: what caches hold */
-    n->attr.conv.algorithm = HPML_CONV_IM2COL;
-    n->attr.conv.rows      = (int32_t)hpmli_max(hpmli_min((int64_t)most, c.OH), 1);
-    n->scratch_bytes       = (size_t)n->attr.conv.rows * row;
+    hpml_node   n = HPMLI_ZEROED;
+    hpml_tensor y = *x;
+    hpmli_set_shape(&y, 4, shape);
+    n.src[0] = x, n.out = &y, n.attr = *a;
+    hpmli_conv c    = hpmli_conv_of(x->ctx, &n);
+    size_t     row  = (size_t)(c.C * c.taps * c.OW) * sizeof(float), most = d->workspace ? d->workspace : SIZE_MAX;
+    bool       fits = (size_t)c.scratch * sizeof(float) <= most;
+    *bytes = (size_t)c.scratch * sizeof(float);
+    a->conv.algorithm = HPML_CONV_DIRECT;
+    if (fits && d->algorithm != HPML_CONV_IM2COL) return true;
+    if (d->algorithm == HPML_CONV_DIRECT || row > most)
+        return hpmli_false(x->ctx, HPML_ERR_MEMORY, "conv2d \"%s\": workspace of %zu bytes; direct needs %zu, im2col at "
+                           "least %zu", d->name ? d->name : "", d->workspace, *bytes, row);
+    if (d->workspace == 0) most = (size_t)4 << 20; /* what caches hold */
+    a->conv.algorithm = HPML_CONV_IM2COL;
+    a->conv.rows      = (int32_t)hpmli_max(hpmli_min((int64_t)(most / row), c.OH), 1);
+    *bytes            = (size_t)a->conv.rows * row;
     return true;
 }
 
@@ -6076,6 +6081,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     hpml_attr    a;
     hpml_tensor *src[3];
     int64_t      shape[4];
+    size_t       bytes = 0;
     hpml_conv2d_desc d; /* all zero is refused for want of a kernel */
     if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "conv2d", d, desc)) return NULL;
     if (hpmli_image_foreign(x))
@@ -6111,10 +6117,11 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     src[1] = hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 4, w);
     src[2] = d.no_bias ? NULL : hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &out);
     if (hpmli_failed(x->ctx)) return NULL;
+    if (hpmli_shape_count(4, shape) > 0 && !hpmli_conv_choose(x, shape, &a, &d, &bytes)) return NULL;
     hpml_node *n = hpmli_node_create(HPML_OP_CONV2D, name, 3, src, 4, shape);
-    n->attr = a;
-    if (!n->out) return NULL;
-    return hpmli_conv_choose(n, &d) ? n->out : NULL;
+    n->attr          = a;
+    n->scratch_bytes = bytes;
+    return n->out;
 }
 
 /* The channels [o, o + HPMLI_CONV_PANEL) of one group's weights, packed. */
@@ -8732,6 +8739,11 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
                           hpml_dtype_name(data->x_dtype), (long long)data->y_size, hpml_dtype_name(data->y_dtype),
                           (long long)need, hpml_dtype_name(x->dtype), (long long)learn, hpml_dtype_name(y->dtype));
     if (given) d = *given;
+    if (x->layout == HPML_NHWC && (d.augment.shift > 0 || d.augment.flip || d.augment.cutout > 0 || data->x_crop > 0 ||
+                                   memcmp(data->x_shape, x->shape + 1, 3 * sizeof *x->shape) != 0))
+        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: input %s is NHWC, a sample of the data is %s, and crops and "
+                          "augmentation are of (C, H, W): take an input of (B, C, H, W) and record hpml_to_layout("
+                          "input, HPML_NHWC)", hpmli_text(x), hpmli_shape_text(t->ctx, data->x_ndim, data->x_shape));
     if (d.batch == 0) d.batch = (int32_t)t->graph->batch;
     if (d.batch > t->graph->batch)
         return hpmli_null(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loader's batch %d is larger than the model's %lld",
