@@ -5850,11 +5850,31 @@ HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
     return hpml_permute(x, dims);
 }
 
+/* Is it one of hpml_to_layout: an image of P pixels by C channels is turned around? */
+HPMLI_FN bool hpmli_permutes_images(const hpml_node *n)
+{
+    const int32_t *d = n->attr.permute.dims;
+    return n->out->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1;
+}
+
+HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
+{
+    const hpml_tensor *x = w->n->src[0], *y = w->n->out;
+    int64_t size = y->stride[0], rows = w->n->attr.permute.dims[1] == 2 ? x->shape[1] : size / x->shape[3];
+    float  *from = (w->back ? y->grad : x->data) + image * size, *to = (w->back ? x->grad : y->data) + image * size;
+    if (w->back) rows = size / rows;
+    w->k->conv_turn(to, from, rows, 1, size / rows, size);
+}
+
 /* The one that is read is seen in the order of the one that is written. */
 HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
     hpml_tensor        read = backward ? *y : *x;
+    if (hpmli_permutes_images(n) && !(backward && (n->accumulate[0] || !x->grad))) {
+        hpmli_work_run(run, n, backward, y->shape[0], 1, hpmli_permute_image);
+        return;
+    }
     for (int i = 0; i < y->ndim; i++) {
         int dim = n->attr.permute.dims[i], at = backward ? dim : i;
         read.shape[at]  = y->shape[i];
@@ -6067,8 +6087,8 @@ HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr 
     a->conv.algorithm = HPML_CONV_DIRECT;
     if (fits && d->algorithm != HPML_CONV_IM2COL) return true;
     if (d->algorithm == HPML_CONV_DIRECT || row > most)
-        return hpmli_false(x->ctx, HPML_ERR_MEMORY, "conv2d \"%s\": workspace of %zu bytes; direct needs %zu, im2col at "
-                           "least %zu", d->name ? d->name : "", d->workspace, *bytes, row);
+        return hpmli_false(x->ctx, HPML_ERR_MEMORY, "conv2d \"%s\": workspace of %zu bytes; direct needs %zu, im2col "
+                           "at least %zu", d->name ? d->name : "", d->workspace, *bytes, row);
     if (d->workspace == 0) most = (size_t)4 << 20; /* what caches hold */
     a->conv.algorithm = HPML_CONV_IM2COL;
     a->conv.rows      = (int32_t)hpmli_max(hpmli_min((int64_t)(most / row), c.OH), 1);
@@ -6534,7 +6554,7 @@ HPMLI_FN void hpmli_pooling_run(const hpml_run *run, hpml_node *n, bool back, hp
 }
 
 #define HPMLI_POOL_OP(name, f)                                                                                         \
-    HPMLI_OP(name, 0, hpmli_pooling_run(run, n, false, hpmli_##f##_plane, hpmli_##f##_image),                             \
+    HPMLI_OP(name, 0, hpmli_pooling_run(run, n, false, hpmli_##f##_plane, hpmli_##f##_image),                          \
              hpmli_pooling_run(run, n, true, hpmli_##f##_plane, hpmli_##f##_image))
 HPMLI_POOL_OP(max_pool2d, max_pool)
 HPMLI_POOL_OP(avg_pool2d, avg_pool)
@@ -8741,9 +8761,9 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
     if (given) d = *given;
     if (x->layout == HPML_NHWC && (d.augment.shift > 0 || d.augment.flip || d.augment.cutout > 0 || data->x_crop > 0 ||
                                    memcmp(data->x_shape, x->shape + 1, 3 * sizeof *x->shape) != 0))
-        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: input %s is NHWC, a sample of the data is %s, and crops and "
-                          "augmentation are of (C, H, W): take an input of (B, C, H, W) and record hpml_to_layout("
-                          "input, HPML_NHWC)", hpmli_text(x), hpmli_shape_text(t->ctx, data->x_ndim, data->x_shape));
+        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: input %s is NHWC, a sample of the data is %s, and crops "
+                          "and augmentation are of (C, H, W): take an input of (B, C, H, W) and record "
+                          "hpml_to_layout(input, HPML_NHWC)", hpmli_text(x), hpmli_shape_text(t->ctx, data->x_ndim, data->x_shape));
     if (d.batch == 0) d.batch = (int32_t)t->graph->batch;
     if (d.batch > t->graph->batch)
         return hpmli_null(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loader's batch %d is larger than the model's %lld",

@@ -10,14 +10,16 @@
 #include <unistd.h>
 
 typedef struct options {
-    const char *data, *model, *codec, *allreduce, *transport, *network, *save, *load;
-    int64_t     samples, batch, epochs, stop, workers, threads, seed, table;
+    const char *data, *model, *layout, *codec, *allreduce, *transport, *network, *save, *load;
+    int64_t     samples, batch, epochs, stop, workers, threads, seed, table, workspace;
     double      lr;
     int         json, exact, compare;
 } options;
 
 static const char usage[] =
     "--model linear|mlp|cnn    what to train (cnn)\n"
+    "--layout nchw|nhwc        how the cnn keeps images (nchw)\n"
+    "--workspace KB            what a convolution may take beyond inputs and results (0: no limit)\n"
     "--data DIR                MNIST's IDX files, gzipped or not (drawn digits)\n"
     "--samples N               digits to draw (12000)\n"
     "--epochs N                passes over the data (files 6, drawn 3)\n"
@@ -43,6 +45,7 @@ static int parse_words(options *o, int argc, char **argv)
     enum { TEXT, COUNT, REAL, FLAG };
     const struct { const char *name; int kind; void *to; } table[] = {
         { "--data", TEXT, &o->data }, { "--model", TEXT, &o->model }, { "--codec", TEXT, &o->codec },
+        { "--layout", TEXT, &o->layout }, { "--workspace", COUNT, &o->workspace },
         { "--allreduce", TEXT, &o->allreduce }, { "--transport", TEXT, &o->transport },
         { "--network", TEXT, &o->network }, { "--save", TEXT, &o->save }, { "--load", TEXT, &o->load },
         { "--samples", COUNT, &o->samples }, { "--batch", COUNT, &o->batch }, { "--epochs", COUNT, &o->epochs },
@@ -77,7 +80,8 @@ static int parse(options *o, int argc, char **argv)
     if (o->lr == 0) o->lr = strcmp(o->model, "cnn") == 0 ? 0.03 : 0.05;
     if (o->stop == 0 || o->stop > o->epochs) o->stop = o->epochs;
     const struct { const char *option, *value, *allowed; } choice[] = {
-        { "--model", o->model, " linear mlp cnn " }, { "--codec", o->codec, " none bf16 onebit twobit " },
+        { "--model", o->model, " linear mlp cnn " }, { "--layout", o->layout, " nchw nhwc " },
+        { "--codec", o->codec, " none bf16 onebit twobit " },
         { "--transport", o->transport, " threads mpi " }, { "--network", o->network, " 1gbit 100mbit " },
         { "--allreduce", o->allreduce, " auto central tree ring butterfly halving hierarchical native " } };
     for (size_t k = 0; k < sizeof choice / sizeof choice[0]; k++) {

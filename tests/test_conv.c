@@ -416,8 +416,8 @@ static hpml_tensor *small_net(hpml_tensor *x)
     return hpml_linear(hpml_flatten(hpml_relu(h)), 5, NULL);
 }
 
-/* Trains the same model in NCHW and in NHWC, fed by a loader that augments: the same parameters to begin with, nearly the same
-   after some steps. */
+/* Trains the same model in NCHW and in NHWC, fed by a loader that augments: the same parameters to begin with, nearly
+   the same after some steps. */
 TEST(a_model_in_both_layouts)
 {
     float   *x = (float *)malloc(sizeof(float) * 64 * 3 * 12 * 12), *after[2];
@@ -456,7 +456,8 @@ TEST(a_model_in_both_layouts)
 TEST(layout_errors)
 {
     hpml_ctx        *ctx = context(NULL, 1);
-    hpml_tensor     *x = hpml_input_4d(ctx, 2, 3, 6, 6), *y = images(ctx, HPML_NHWC, 2, 3, 6, 6), *flat = hpml_flatten(x);
+    hpml_tensor     *x = hpml_input_4d(ctx, 2, 3, 6, 6), *y = images(ctx, HPML_NHWC, 2, 3, 6, 6);
+    hpml_tensor     *flat = hpml_flatten(x);
     hpml_conv2d_desc c = { .kernel_h = 3, .name = "c", .workspace = 400 };
     const int64_t    shape[3] = { 3, 6, 6 }, other[3] = { 6, 6, 3 };
     float            v[2 * 108] = { 0 };
@@ -475,9 +476,10 @@ TEST(layout_errors)
     ENSURE_ERROR(ctx, !hpml_conv2d(x, 4, &c), HPML_ERR_MEMORY, "im2col at least 432");
     c.algorithm = (hpml_conv_algorithm)3;
     ENSURE_ERROR(ctx, !hpml_conv2d(x, 4, &c), HPML_ERR_ARGUMENT, "no algorithm 3");
-    for (int k = 0; k < 2; k++) { /* samples in another order; samples that loaders would shift in the wrong dimensions */
+    for (int k = 0; k < 2; k++) { /* samples in another order; samples that a loader would shift by the wrong sides */
         hpml_loader_desc  l = { .augment = { .shift = k } };
-        hpml_dataset     *data = hpml_dataset_create(ctx, 2, HPML_DTYPE_F32, 3, k ? other : shape, v, HPML_DTYPE_F32, 108, v);
+        const int64_t    *sides = k ? other : shape;
+        hpml_dataset     *data = hpml_dataset_create(ctx, 2, HPML_DTYPE_F32, 3, sides, v, HPML_DTYPE_F32, 108, v);
         hpml_trainer_desc d = { .loss = HPML_LOSS_MSE };
         hpml_fit_desc     f = { .loader = &l };
         d.input  = images(ctx, HPML_NHWC, 2, 3, 6, 6);

@@ -311,6 +311,26 @@ TEST(two_ways_to_the_same_places)
     hpml_ctx_free(ctx);
 }
 
+/* Every allocation of the tree fails in turn: an error, and nothing is left. */
+TEST(places_without_memory)
+{
+    inside_slot slots[200];
+    hpml_rng    rng = { 6, 0, 0 };
+    lives(slots, 200, 1, 9, &rng);
+    for (size_t k = 1;; k++) {
+        meter         m    = { 0, 0, 0 };
+        hpml_ctx_desc cd   = { .threads = 1, .allocator = { meter_alloc, meter_free, &m } };
+        hpml_ctx     *ctx  = hpml_ctx_create(&cd);
+        size_t        held = m.live;
+        m.fail_at = m.calls + k;
+        bool done = inside_places(ctx, slots, 200, 403, true), failed = m.calls >= m.fail_at;
+        ENSURE(done == !failed && (hpml_ctx_status(ctx) == HPML_ERR_MEMORY) == failed && m.live == held);
+        hpml_ctx_free(ctx);
+        ENSURE(m.live == 0);
+        if (done) break;
+    }
+}
+
 /* Seconds of CPU to record and plan a model of n parts: 0 ops on one number; 1 layers that are trained, found by name
    afterwards; 2 inputs that are added up. The least of three. Negative: an error. */
 static double time_of_model(int kind, int n)
@@ -343,7 +363,7 @@ TEST(large_models_take_time_in_proportion)
         double once = 0, four = 0;
         for (int attempt = 0; attempt < 5 && (attempt == 0 || four >= 8 * once); attempt++) {
             once = time_of_model(kind, n[kind] / (SLOW_BUILD ? 4 : 1));
-            four = time_of_model(kind, n[kind]  * 4 / (SLOW_BUILD ? 4 : 1));
+            four = time_of_model(kind, n[kind] * 4 / (SLOW_BUILD ? 4 : 1));
             ENSURE(once > 0 && four > 0);
         }
         if (four >= 8 * once) printf("    kind %d: %.4f s, four times as large %.4f s\n", kind, once, four);
