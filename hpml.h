@@ -8763,7 +8763,8 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
                                    memcmp(data->x_shape, x->shape + 1, 3 * sizeof *x->shape) != 0))
         return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: input %s is NHWC, a sample of the data is %s, and crops "
                           "and augmentation are of (C, H, W): take an input of (B, C, H, W) and record "
-                          "hpml_to_layout(input, HPML_NHWC)", hpmli_text(x), hpmli_shape_text(t->ctx, data->x_ndim, data->x_shape));
+                          "hpml_to_layout(input, HPML_NHWC)", hpmli_text(x),
+                          hpmli_shape_text(t->ctx, data->x_ndim, data->x_shape));
     if (d.batch == 0) d.batch = (int32_t)t->graph->batch;
     if (d.batch > t->graph->batch)
         return hpmli_null(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loader's batch %d is larger than the model's %lld",

@@ -900,6 +900,18 @@ static hpml_status one_by_one(void *user, hpml_trainer *t, int64_t samples, floa
     return status;
 }
 
+TEST(convolutions_have_no_limit_of_workspace)
+{
+    if (no_device()) SKIP("no CUDA device");
+    hpml_ctx        *ctx = context(true, HPML_CUDA_F32);
+    hpml_tensor     *x = hpml_input_4d(ctx, 2, 3, 6, 6);
+    hpml_conv2d_desc d = { .kernel_h = 3, .name = "c", .workspace = (size_t)1 << 30 };
+    ENSURE_ERROR(ctx, !hpml_conv2d(x, 4, &d), HPML_ERR_UNSUPPORTED, "\"c\": on \"cuda\" algorithm and workspace");
+    d.workspace = 0, d.algorithm = HPML_CONV_DIRECT;
+    ENSURE_ERROR(ctx, !hpml_conv2d(x, 4, &d), HPML_ERR_UNSUPPORTED, "leave them 0");
+    hpml_ctx_free(ctx);
+}
+
 /* A piece of a batch begins at any address; what cuDNN or cuBLASLt cannot take there, ours do. */
 TEST(a_batch_one_by_one)
 {
