@@ -418,7 +418,8 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
    W), so record hpml_to_layout(input, HPML_NHWC). batchnorm, and on a GPU conv2d and pooling, compute in NCHW and turn
    NHWC there and back. Everything else goes by dimensions, and adding up images of two layouts is an error. */
 HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout); /* a permute; x itself where it has it */
-HPML_API hpml_status  hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout); /* how to read x, before ops do */
+/* The layout that x has already (an input, a reshape), before an op reads x. */
+HPML_API hpml_status  hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout);
 
 /* How the CPU computes a convolution; all ways agree up to rounding. With t taps of a kernel, C and out channels: */
 typedef enum hpml_conv_algorithm {
@@ -443,7 +444,7 @@ typedef struct hpml_conv2d_desc {
     hpml_init   init;
     float       init_scale;
     hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
-    size_t      workspace;              /* bytes at most beyond inputs, results and gradients; 0: no limit */
+    size_t      workspace;              /* bytes at most beyond its tensors and what the context has; 0: no limit */
     uint32_t    _end;
 } hpml_conv2d_desc;
 #define HPML_NO_PAD (-1)
@@ -4929,14 +4930,14 @@ HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
     }
 }
 
-/* The table, anew, for the parameters that there are. */
+/* Fills the table of names again from the list of parameters. */
 static void hpmli_names_fill(hpml_ctx *ctx)
 {
     if (ctx->name_size > 0) memset(ctx->names, 0, (size_t)ctx->name_size * sizeof *ctx->names);
     for (int i = 0; i < ctx->param_count; i++) *hpmli_name_entry(ctx, ctx->params[i]->name) = i + 1;
 }
 
-/* Makes room for one more. */
+/* Doubles the table before one more parameter would fill more than half of it. */
 HPMLI_FN bool hpmli_names_grow(hpml_ctx *ctx)
 {
     int64_t size = ctx->name_size > 0 ? 2 * ctx->name_size : 128;
@@ -5809,7 +5810,7 @@ HPML_API hpml_status hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout)
 {
     if (!hpmli_layout_check(x, layout)) return x ? x->ctx->status : HPML_ERR_ARGUMENT;
     if (x->used)
-        return hpmli_fail(x->ctx, HPML_ERR_STATE, "layout of \"%s\": an op reads it already; say its layout before, or "
+        return hpmli_fail(x->ctx, HPML_ERR_STATE, "layout of \"%s\": an op reads it already; set its layout before, or "
                           "record hpml_to_layout", x->name);
     x->layout = layout;
     return HPML_OK;
@@ -5819,12 +5820,6 @@ HPML_API hpml_status hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout)
 HPMLI_FN int64_t hpmli_image(const hpml_tensor *t, int i)
 {
     return t->shape[t->layout == HPML_NHWC ? (i + 2) % 3 + 1 : i + 1];
-}
-
-/* Where images of `channels` of `groups` begin: image b, group g. */
-HPMLI_FN int64_t hpmli_image_at(bool nhwc, int64_t b, int64_t g, int64_t groups, int64_t channels, int64_t pixels)
-{
-    return (b * groups * pixels + g * (nhwc ? 1 : pixels)) * channels;
 }
 
 /* A shape of images like x. */
@@ -6028,7 +6023,7 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.own_size    = hpmli_max(c.x_size + hpmli_round_up(c.band * c.OW, 16) * HPMLI_CONV_PANEL,
                               c.joint * (2 * c.x_size + c.y_size));
     c.scratch     = c.parts * c.part_size + c.groups * c.packed_size + ctx->threads * c.own_size;
-    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return c; /* just recorded, or in need of none of it */
+    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return c; /* just recorded, or by columns */
     HPML_ASSERT((size_t)c.scratch * sizeof(float) <= n->scratch_bytes);
     c.part   = (float *)n->scratch;
     c.packed = c.part + c.parts * c.part_size;
@@ -6156,10 +6151,21 @@ HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNU
     for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_back(c, packed, w, o);
 }
 
+/* Rows [row, row + rows) of one image and group of x (C, pixels), y (OC, pixels) or their gradients, as a matrix. */
+HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool y, int64_t b, int64_t g, int64_t row,
+                                  int64_t rows)
+{
+    int64_t channels = y ? c->OC : c->C, width = y ? c->OW : c->W, pixels = width * (y ? c->OH : c->H);
+    int64_t ld = c->nhwc ? c->groups * channels : pixels;
+    p += (b * c->groups * pixels + g * (c->nhwc ? 1 : pixels)) * channels + row * width * (c->nhwc ? ld : 1);
+    hpmli_mat m = { p, channels, rows * width, ld, 1, c->groups * channels * pixels, c->nhwc };
+    return m;
+}
+
 /* One image and group of x, in NHWC order with its padding. */
 HPMLI_FN void hpmli_conv_turn_x(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
-    const float    *x = c->n->src[0]->data + hpmli_image_at(c->nhwc, b, g, c->groups, c->C, c->H * c->W);
+    const float    *x    = hpmli_conv_mat(c, c->n->src[0]->data, false, b, g, 0, 1).p;
     hpmli_conv_copy copy = { c->H, c->W, c->C, c->x_pitch, c->C, c->W * c->x_ld, c->x_ld };
     if (c->x_first) memset(image, 0, (size_t)c->x_size * sizeof(float));
     if (c->nhwc) c->ctx->k->conv_copy(&copy, image + c->x_first, x, NULL, 0, 0);
@@ -6169,7 +6175,7 @@ HPMLI_FN void hpmli_conv_turn_x(const hpmli_conv *c, int64_t b, int64_t g, float
 /* The same of dy, without padding. */
 HPMLI_FN void hpmli_conv_turn_dy(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
-    const float    *dy = c->n->out->grad + hpmli_image_at(c->nhwc, b, g, c->groups, c->OC, c->OH * c->OW);
+    const float    *dy   = hpmli_conv_mat(c, c->n->out->grad, true, b, g, 0, 1).p;
     hpmli_conv_copy copy = { 1, c->OH * c->OW, c->OC, 0, c->OC, 0, c->y_ld };
     if (c->nhwc) c->ctx->k->conv_copy(&copy, image, dy, NULL, 0, 0);
     else c->ctx->k->conv_turn(image, dy, c->OC, c->OH, c->OW, c->OW * c->OC);
@@ -6187,19 +6193,8 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
         hpmli_conv_turn_x(c, b, g, image);
         c->ctx->k->conv_image(c, c->packed + g * c->packed_size, image, o0, o1, bias,
                               c->n->attr.conv.act == HPML_ACT_RELU,
-                              c->n->out->data + hpmli_image_at(c->nhwc, b, g, c->groups, c->OC, c->OH * c->OW), band);
+                              hpmli_conv_mat(c, c->n->out->data, true, b, g, 0, 1).p, band);
     }
-}
-
-/* Rows [row, row + rows) of one image and group of x (C, pixels), y (OC, pixels) or their gradients, as a matrix. */
-HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool y, int64_t b, int64_t g, int64_t row,
-                                  int64_t rows)
-{
-    int64_t channels = y ? c->OC : c->C, width = y ? c->OW : c->W, pixels = width * (y ? c->OH : c->H);
-    int64_t ld = c->nhwc ? c->groups * channels : pixels;
-    p += hpmli_image_at(c->nhwc, b, g, c->groups, channels, pixels) + row * width * (c->nhwc ? ld : 1);
-    hpmli_mat m = { p, channels, rows * width, ld, 1, c->groups * channels * pixels, c->nhwc };
-    return m;
 }
 
 /* 1 x 1: for each image, y (OC, pixels) = w (OC, C) x (C, pixels); or dx = w^T dy. In NHWC all images are one. */
@@ -6256,12 +6251,12 @@ HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSE
         for (int64_t r = 0; r < m->rows; r++) {
             int64_t h = (m->row + r) * a->conv.stride[0] + tap / a->conv.kernel[1] * a->conv.dilation[0] -
                         a->conv.padding[0];
-            float  *row = m->p + (k * m->rows + r) * c->OW, *from = x + h * c->W * at;
+            float  *row    = m->p + (k * m->rows + r) * c->OW;
             bool    inside = h >= 0 && h < c->H;
             for (int64_t j = 0, w = w0; j < c->OW; j++, w += stride) {
                 bool there = inside && w >= 0 && w < c->W;
-                if (!m->back) row[j] = there ? from[w * at] : 0;
-                else if (there) from[w * at] += row[j];
+                if (!m->back) row[j] = there ? x[(h * c->W + w) * at] : 0;
+                else if (there) x[(h * c->W + w) * at] += row[j];
             }
         }
     }
