@@ -100,6 +100,7 @@
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     half   results stored in bf16 or f16: the edge between them and the ops, which compute in f32
 //     backend   the CPU backend: memory, the table of ops, optimizer steps
+//     place   a place in memory for each array of a plan: first fit
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     run   running a graph forward and backward
 //     trainer   the trainer: settings, creation, one step
@@ -292,6 +293,9 @@ typedef struct hpml_param {
     float     lr_scale;   /* its learning rate is lr * lr_scale; 1 at first */
 } hpml_param;
 
+/* Order of the dimensions of images: (B, C, H, W), or (B, H, W, C) with the channels of a pixel side by side. */
+typedef enum hpml_layout { HPML_NCHW = 0, HPML_NHWC = 1 } hpml_layout;
+
 /* A dense array in row-major order, owned by its context. `data` and `grad` are NULL until memory has been taken for
    them (hpml_graph_alloc, hpml_trainer_create); they live where the backend keeps them: with the CPU backend read and
    write them as you like, for others use hpml_tensor_get/set. `data` and `grad` point to numbers of the type `dtype`,
@@ -311,6 +315,8 @@ struct hpml_tensor {
     hpml_node  *node;       /* the op that makes it; NULL: leaf */
     bool        needs_grad; /* a parameter or something computed from one, or an input so marked */
     bool        used;       /* by an op: too late to mark it */
+    hpml_layout layout;     /* of 4 dimensions; see hpml_to_layout */
+    int         leaf;       /* private: number among the inputs of the graph that was planned last */
 };
 
 HPML_API size_t  hpml_dtype_size(hpml_dtype dtype);        /* bytes of one element */
@@ -393,7 +399,7 @@ typedef struct hpml_param_desc {
 HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc); /* a trainable tensor */
 HPML_API int          hpml_param_count(const hpml_ctx *ctx);
 HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* in order of recording */
-HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL when there is none */
+HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL when there is none; O(1) */
 HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* trainable numbers in all */
 HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 over all their bits */
 /* Memory and first values for the parameters that have none yet; hpml_graph_alloc calls it. */
@@ -445,9 +451,25 @@ typedef struct hpml_linear_desc {
 } hpml_linear_desc;
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
 
+/* Images in another order. Results have the layout of what they are made from; reshape and permute give NCHW. In both
+   layouts conv2d, pooling and batchnorm compute the same up to rounding and their parameters have the same shapes and
+   order, and hpml_flatten gives (B, C H W): files of parameters fit either. Loaders, crops and augmentation make (C, H,
+   W), so record hpml_to_layout(input, HPML_NHWC). batchnorm, and on a GPU conv2d and pooling, compute in NCHW and turn
+   NHWC there and back. Everything else goes by dimensions, and adding up images of two layouts is an error. */
+HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout); /* a permute; x itself where it has it */
+/* The layout that x has already (an input, a reshape), before an op reads x. */
+HPML_API hpml_status  hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout);
+
+/* How the CPU computes a convolution; all ways agree up to rounding. With t taps of a kernel, C and out channels: */
+typedef enum hpml_conv_algorithm {
+    HPML_CONV_AUTO   = 0, /* DIRECT, and IM2COL where only that keeps to the workspace */
+    HPML_CONV_DIRECT = 1, /* reads images where they stand. Workspace: up to 17 t C out floats, and images by thread */
+    HPML_CONV_IM2COL = 2  /* some rows of results at a time: t C / groups columns of their pixels, times the weights */
+} hpml_conv_algorithm;
+
 /* Cross-correlation, as the field calls convolution: x (B, C, H, W), w (out, C/groups, kernel, kernel), y
    (B, out, H', W'), H' = (H + 2 padding - dilation (kernel - 1) - 1) / stride + 1, rounded down. groups = C is
-   depthwise. */
+   depthwise. y->node->attr.conv.algorithm and y->node->scratch_bytes say which way was chosen and its workspace. */
 typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
     int32_t     kernel_h, kernel_w;     /* required; kernel_w 0: as kernel_h */
@@ -460,6 +482,8 @@ typedef struct hpml_conv2d_desc {
     bool        no_bias;
     hpml_init   init;
     float       init_scale;
+    hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
+    size_t      workspace;              /* bytes at most beyond its tensors and what the context has; 0: no limit */
     uint32_t    _end;
 } hpml_conv2d_desc;
 #define HPML_NO_PAD (-1)
@@ -476,7 +500,7 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
 HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1);
 HPML_API hpml_tensor *hpml_reshape_3d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2);
 HPML_API hpml_tensor *hpml_reshape_4d(hpml_tensor *x, int64_t d0, int64_t d1, int64_t d2, int64_t d3);
-HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x); /* (B, ...) -> (B, rest) */
+HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x); /* (B, ...) -> (B, rest); images of NHWC as (B, C H W) */
 HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims);
 HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b);
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count);
@@ -619,7 +643,8 @@ typedef union hpml_attr {
     struct { float a, b; } scale;
     struct { hpml_act act; float slope; } act;                          /* ACT, LINEAR */
     struct { bool trans_a, trans_b; } matmul;
-    struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act; } conv; /* pools; [0]: h */
+    struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act;
+             hpml_conv_algorithm algorithm; int32_t rows; } conv; /* pools; [0]: h; rows: that IM2COL does at a time */
     struct { int32_t dims[HPML_MAX_DIMS]; } permute;
     struct { int32_t dim; int64_t start; } slice;                       /* and concat */
     struct { int32_t dim; bool mean; } sum;
@@ -735,6 +760,7 @@ struct hpml_backend {
     /* optional: before an op that somebody looks at, and then, with its name, behind it. When the device has next been
        waited for it tells: a span in lane GPU, and the seconds, added to *seconds unless that is NULL */
     void (*look)(void *device, const char *name, double *seconds);
+    bool layouts; /* conv2d and pooling read NHWC as well, and conv2d goes by attr.conv.algorithm */
 };
 HPML_API const hpml_backend *hpml_backend_cpu(void);
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx);
@@ -3286,16 +3312,42 @@ HPMLI_KFN void HV(conv_turn)(float *image, const float *x, int64_t channels, int
     }
 }
 
-/* Back from NHWC order: dx (C, H, W) (+)= its image. */
+/* Some channels of rows of pixels from one NHWC image to another: to (+)= from + bias. */
+HPMLI_KFN void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
+                             int accumulate)
+{
+    bool    joint = !bias && d->to_pixel == d->channels && d->from_pixel == d->channels; /* a row is one run */
+    int64_t n = joint ? d->pixels * d->channels : d->channels, count = joint ? 1 : d->pixels;
+    for (int64_t r = 0; r < d->rows; r++)
+        for (int64_t p = 0; p < count; p++) {
+            const float *x = from + r * d->from_row + p * d->from_pixel;
+            float       *y = to + r * d->to_row + p * d->to_pixel;
+            HV_LOOP(n) {
+                hv v = HV(ld)(x + i, c);
+                if (bias) v += HV(ld)(bias + i, c);
+                if (accumulate) v += HV(ld)(y + i, c);
+                if (relu) v = HV(max)(HV(zero)(), v); /* a NaN stays */
+                HV(st)(y + i, v, c);
+            }
+        }
+}
+
+/* Back from NHWC order: dx (C, H, W), or its channels in NHWC order too, (+)= its image. */
 HPMLI_KFN void HV(conv_return)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
 {
+    hpmli_conv_copy copy = { d->H, d->W, d->C, d->W * d->x_ld, d->x_ld, d->x_pitch, d->C };
+    if (d->nhwc) {
+        HV(conv_copy)(&copy, dx, image, NULL, 0, accumulate);
+        return;
+    }
     bool    whole = d->x_pitch == d->W * d->C;
     int64_t rows = whole ? 1 : d->H, n = whole ? d->H * d->W : d->W;
     for (int64_t r = 0; r < rows; r++)
         HV(conv_flip)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0, accumulate);
 }
 
-/* Channels [o0, o1) of one image's result, from its image in NHWC order. band: d->band x OW x panel floats. */
+/* Channels [o0, o1) of one image's result, from its image in NHWC order. band: d->band x OW x panel floats. y: the
+   group's first channel. */
 HPMLI_KFN void HV(conv_image)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
                               const float *bias, int relu, float *y, float *band)
 {
@@ -3308,8 +3360,11 @@ HPMLI_KFN void HV(conv_image)(const hpmli_conv *d, const float *w, const float *
             int64_t rows = d->OH - row < d->band ? d->OH - row : d->band;
             for (int64_t r = 0; r < rows; r++)
                 HV(strip)(&s, n, image + (row + r) * d->row_at, w + o * d->taps * d->C, band + r * d->OW * HPMLI_NR);
-            HV(conv_flip)(band, HPMLI_NR, rows * d->OW, n, true, y + o * d->OH * d->OW + row * d->OW, d->OH * d->OW,
-                          bias ? bias + o : NULL, relu, 0);
+            hpmli_conv_copy copy = { 1, rows * d->OW, n, 0, d->y_ld, 0, HPMLI_NR };
+            const float    *add  = bias ? bias + o : NULL;
+            if (d->nhwc) HV(conv_copy)(&copy, y + row * d->OW * d->y_ld + o, band, add, relu, 0);
+            else HV(conv_flip)(band, HPMLI_NR, rows * d->OW, n, true, y + o * d->OH * d->OW + row * d->OW,
+                               d->OH * d->OW, add, relu, 0);
         }
     }
 }
@@ -3520,6 +3575,8 @@ typedef struct hpmli_conv {
     int64_t    B, C, H, W, OC, OH, OW, groups, taps; /* C, OC of one group */
     int64_t    x_pitch, x_size, x_first;             /* image of x, with its zeros: a row, all; its first pixel */
     int64_t    y_size;                               /* image of dy */
+    bool       nhwc;                                 /* x and y are in that layout ... */
+    int64_t    x_ld, y_ld;                           /* ... from one pixel to the next; else 1 */
     int64_t    row_at, col_at;                       /* in x from one row, one pixel of the result to the next */
     int64_t    blocks[2], block, block_at[2];        /* taps: blocks[0] x blocks[1] runs, so far apart in x */
     int64_t    band, splits;                         /* forward: rows computed at a time, pieces of the channels */
@@ -3529,6 +3586,11 @@ typedef struct hpmli_conv {
     int64_t    packed_size, own_size;   /* of one group, of one thread */
     int64_t    scratch;                 /* all of them */
 } hpmli_conv;
+
+/* Rows of pixels with some channels, and how far apart rows and pixels are. */
+typedef struct hpmli_conv_copy {
+    int64_t rows, pixels, channels, to_row, to_pixel, from_row, from_pixel;
+} hpmli_conv_copy;
 
 /* A strip of a product: C (rows, up to two vectors) (+)= sum over runs u, v, over p < length of
    a[u a_at[0] + v a_at[1] + i ars + p acs] times the vectors at b + u b_at[0] + v b_at[1] + p ldb. */
@@ -3605,9 +3667,9 @@ typedef void hpmli_strip_fn(HPMLI_STRIP_ARGS);
     X(act_forward) X(act_backward) X(vadd) X(vsub) X(vmul) X(vdiv) X(vfill) X(vaxpby) X(vscale_add) X(vcentred)        \
     X(vaxpbypc) X(vsum) X(vdot) X(vsum_wide) X(vdot_wide) X(vmoments) X(vmax) X(vamax) X(vexp_sum) X(vsum_rows)        \
     X(opt_step) X(to_f32) X(from_f32) X(gemm_part) X(gemm_sum) X(random) X(onebit_scan) X(onebit_carry)                \
-    X(onebit_decode)                                                                                                   \
-    X(onebit_decode_add) X(bf16_encode) X(bf16_decode_add) X(conv_pack) X(conv_pack_back) X(conv_turn) X(conv_return)  \
-    X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack) X(max_pool_row) X(max_pool_row_back) X(crc32c)
+    X(onebit_decode) X(onebit_decode_add) X(bf16_encode) X(bf16_decode_add) X(conv_pack) X(conv_pack_back)             \
+    X(conv_turn) X(conv_copy) X(conv_return) X(conv_image) X(conv_inputs) X(conv_weights) X(conv_unpack)               \
+    X(max_pool_row) X(max_pool_row_back) X(crc32c)
 
 #ifdef HPML_USE_ZLIB
 #include <zlib.h>
@@ -3961,6 +4023,7 @@ typedef struct hpmli_pool  hpmli_pool;  /* see >>threads */
 typedef struct hpmli_trace hpmli_trace; /* see >>trace */
 static void hpmli_trace_step(hpml_ctx *ctx, int64_t step);
 static void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss);
+static void hpmli_names_fill(hpml_ctx *ctx);
 
 struct hpml_ctx {
     hpml_allocator       allocator;
@@ -3985,6 +4048,8 @@ struct hpml_ctx {
     int                  param_kept; /* of ops that were recorded; an error that is cleared takes the others with it */
     hpml_graph          *grads_of;   /* whose gradients the parameters have now */
     int64_t              param_capacity;
+    int                 *names;     /* (name_size) hash table of names: 1 + number of the parameter, 0: free */
+    int64_t              name_size; /* a power of two, at least twice the parameters */
     int                  node_count; /* recorded so far: names and mask keys */
     hpml_node            spare;      /* see hpmli_node_create */
     hpmli_trace         *trace;      /* NULL: off */
@@ -4517,6 +4582,7 @@ HPML_API void hpml_ctx_clear_error(hpml_ctx *ctx)
     ctx->status      = HPML_OK;
     ctx->error[0]    = 0;
     ctx->param_count = ctx->param_kept;
+    hpmli_names_fill(ctx);
 }
 
 HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx)     { return ctx ? ctx->threads : 0; }
@@ -5068,7 +5134,18 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     hpml_ctx  *ctx   = src[0]->ctx;
     hpml_node *none  = &ctx->spare;
     hpml_dtype dtype = hpmli_store(ctx);
+    bool       images = ndim == 4 && op != HPML_OP_RESHAPE && op != HPML_OP_PERMUTE;
+    const hpml_tensor *first = NULL, *nhwc = NULL; /* sources with a layout, one in NHWC */
     none->out = NULL;
+    for (int i = 0; i < src_count && images; i++) {
+        if (!src[i] || src[i]->ndim != 4) continue;
+        if (src[i]->layout == HPML_NHWC) nhwc = src[i];
+        if (!src[i]->batch_rows) continue;
+        if (first && first->layout != src[i]->layout)
+            hpmli_fail(ctx, HPML_ERR_SHAPE, "%s of %s and %s: one is NCHW, one NHWC; hpml_to_layout one of them",
+                       hpml_op_name(op), hpmli_text(first), hpmli_text(src[i]));
+        first = src[i];
+    }
     for (int i = 0; i < src_count; i++) { /* labels and tokens are I32, numbers F32 or what the backend keeps */
         bool index = (op == HPML_OP_EMBEDDING && i == 0) || (op == HPML_OP_CROSS_ENTROPY && i == 1);
         if (src[i] && op != HPML_OP_RESHAPE &&
@@ -5087,6 +5164,7 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     n->out       = out;
     n->src_count = src_count;
     out->node    = n;
+    out->layout  = nhwc ? HPML_NHWC : HPML_NCHW;
     for (int i = 0; i < src_count; i++) {
         hpml_tensor *s = n->src[i] = src[i];
         if (!s) continue;
@@ -5143,6 +5221,38 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
 
 #define HPMLI_NAME 256 /* room for the name of an array in a file */
 
+/* Where the table of names has the parameter `name`, or has a free entry for it. */
+HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
+{
+    uint64_t hash = UINT64_C(14695981039346656037); /* FNV-1a */
+    for (const char *c = name; *c; c++) hash = (hash ^ (unsigned char)*c) * UINT64_C(1099511628211);
+    for (uint64_t at = hash ^ hash >> 32;; at++) {
+        int *entry = &ctx->names[at & (uint64_t)(ctx->name_size - 1)];
+        if (*entry == 0 || strcmp(ctx->params[*entry - 1]->name, name) == 0) return entry;
+    }
+}
+
+/* Fills the table of names again from the list of parameters. */
+static void hpmli_names_fill(hpml_ctx *ctx)
+{
+    if (ctx->name_size > 0) memset(ctx->names, 0, (size_t)ctx->name_size * sizeof *ctx->names);
+    for (int i = 0; i < ctx->param_count; i++) *hpmli_name_entry(ctx, ctx->params[i]->name) = i + 1;
+}
+
+/* Doubles the table before one more parameter would fill more than half of it. */
+HPMLI_FN bool hpmli_names_grow(hpml_ctx *ctx)
+{
+    int64_t size = ctx->name_size > 0 ? 2 * ctx->name_size : 128;
+    if (2 * ((int64_t)ctx->param_count + 1) <= ctx->name_size) return true;
+    int *names = hpmli_new(ctx, int, size);
+    if (!names) return false;
+    hpmli_free(ctx, ctx->names);
+    ctx->names     = names;
+    ctx->name_size = size;
+    hpmli_names_fill(ctx);
+    return true;
+}
+
 HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
                                       const int64_t *shape)
 {
@@ -5156,6 +5266,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" is there already; give layers other names", name);
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
     if (!t || !hpmli_grow(ctx, &ctx->params, ctx->param_count, &ctx->param_capacity, sizeof t)) return NULL;
+    if (!hpmli_names_grow(ctx)) return NULL;
     t->param = hpmli_new(ctx, hpml_param, 1);
     if (!t->param) return NULL;
     t->param->index      = ctx->param_count;
@@ -5163,6 +5274,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     t->param->init_scale = scale;
     t->param->lr_scale   = 1;
     t->needs_grad        = true;
+    *hpmli_name_entry(ctx, name) = ctx->param_count + 1;
     ctx->params[ctx->param_count++] = t;
     return t;
 }
@@ -5206,10 +5318,8 @@ HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index)
 
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name)
 {
-    if (ctx && name)
-        for (int i = 0; i < ctx->param_count; i++)
-            if (strcmp(ctx->params[i]->name, name) == 0) return ctx->params[i];
-    return NULL;
+    int *entry = ctx && name && ctx->name_size > 0 ? hpmli_name_entry(ctx, name) : NULL;
+    return entry && *entry > 0 ? ctx->params[*entry - 1] : NULL;
 }
 
 HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
@@ -6121,7 +6231,11 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
 
 HPMLI_SHAPES(hpml_reshape, hpml_tensor *, x, hpml_reshape(x, (int)ndim, shape))
 
-HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x) { return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL; }
+HPML_API hpml_tensor *hpml_flatten(hpml_tensor *x)
+{
+    if (x && x->ndim == 4) x = hpml_to_layout(x, HPML_NCHW);
+    return x ? hpml_reshape_2d(x, x->shape[0], -1) : NULL;
+}
 
 typedef struct hpmli_mover {
     const hpmli_kernels *k;
@@ -6208,6 +6322,55 @@ HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
     return n->out;
 }
 
+HPMLI_FN bool hpmli_layout_check(hpml_tensor *x, hpml_layout layout)
+{
+    if (!hpmli_recordable(1, &x)) return false;
+    return (x->ndim == 4 && (layout == HPML_NCHW || layout == HPML_NHWC)) ||
+           hpmli_false(x->ctx, HPML_ERR_SHAPE, "layout %d of %s: expected HPML_NCHW or HPML_NHWC, and 4 dimensions",
+                       (int)layout, hpmli_text(x));
+}
+
+HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout)
+{
+    static const int dims[2][4] = { { 0, 3, 1, 2 }, { 0, 2, 3, 1 } };
+    if (!hpmli_layout_check(x, layout)) return NULL;
+    hpml_tensor *y = x->layout == layout ? x : hpml_permute(x, dims[layout]);
+    if (y) y->layout = layout;
+    return y;
+}
+
+HPML_API hpml_status hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout)
+{
+    if (!hpmli_layout_check(x, layout)) return x ? x->ctx->status : HPML_ERR_ARGUMENT;
+    if (x->used)
+        return hpmli_fail(x->ctx, HPML_ERR_STATE, "layout of \"%s\": an op reads it already; set its layout before, or "
+                          "record hpml_to_layout", x->name);
+    x->layout = layout;
+    return HPML_OK;
+}
+
+/* Channels (i 0), height (1) or width (2) of images. */
+HPMLI_FN int64_t hpmli_image(const hpml_tensor *t, int i)
+{
+    return t->shape[t->layout == HPML_NHWC ? (i + 2) % 3 + 1 : i + 1];
+}
+
+/* A shape of images like x. */
+HPMLI_FN void hpmli_image_shape(const hpml_tensor *x, int64_t channels, int64_t height, int64_t width, int64_t *shape)
+{
+    bool nhwc = x->layout == HPML_NHWC;
+    shape[0] = x->shape[0];
+    shape[1] = nhwc ? height : channels;
+    shape[2] = nhwc ? width : height;
+    shape[3] = nhwc ? channels : width;
+}
+
+/* Has the backend no kernels for x as it is? */
+HPMLI_FN bool hpmli_image_foreign(const hpml_tensor *x)
+{
+    return x->ndim == 4 && x->layout == HPML_NHWC && !x->ctx->backend->layouts;
+}
+
 HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
 {
     int dims[HPML_MAX_DIMS];
@@ -6215,11 +6378,31 @@ HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
     return hpml_permute(x, dims);
 }
 
+/* Is it one of hpml_to_layout: an image of P pixels by C channels is turned around? */
+HPMLI_FN bool hpmli_permutes_images(const hpml_node *n)
+{
+    const int32_t *d = n->attr.permute.dims;
+    return n->out->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1;
+}
+
+HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
+{
+    const hpml_tensor *x = w->n->src[0], *y = w->n->out;
+    int64_t size = y->stride[0], rows = w->n->attr.permute.dims[1] == 2 ? x->shape[1] : size / x->shape[3];
+    float  *from = (w->back ? y->grad : x->data) + image * size, *to = (w->back ? x->grad : y->data) + image * size;
+    if (w->back) rows = size / rows;
+    w->k->conv_turn(to, from, rows, 1, size / rows, size);
+}
+
 /* The one that is read is seen in the order of the one that is written. */
 HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
     hpml_tensor        read = backward ? *y : *x;
+    if (hpmli_permutes_images(n) && !(backward && (n->accumulate[0] || !x->grad))) {
+        hpmli_work_run(run, n, backward, y->shape[0], 1, hpmli_permute_image);
+        return;
+    }
     for (int i = 0; i < y->ndim; i++) {
         int dim = n->attr.permute.dims[i], at = backward ? dim : i;
         read.shape[at]  = y->shape[i];
@@ -6349,8 +6532,10 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     const hpml_attr   *a = &n->attr;
     hpmli_conv         c = HPMLI_ZEROED;
     c.ctx = ctx, c.n = n, c.groups = a->conv.groups;
-    c.B = x->shape[0], c.C = x->shape[1] / c.groups, c.H = x->shape[2], c.W = x->shape[3];
-    c.OC = y->shape[1] / c.groups, c.OH = y->shape[2], c.OW = y->shape[3];
+    c.B = x->shape[0], c.C = hpmli_image(x, 0) / c.groups, c.H = hpmli_image(x, 1), c.W = hpmli_image(x, 2);
+    c.OC = hpmli_image(y, 0) / c.groups, c.OH = hpmli_image(y, 1), c.OW = hpmli_image(y, 2);
+    c.nhwc = x->layout == HPML_NHWC;
+    c.x_ld = c.nhwc ? c.groups * c.C : 1, c.y_ld = c.nhwc ? c.groups * c.OC : 1;
     c.taps      = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
     c.x_pitch   = (c.W + 2 * a->conv.padding[1]) * c.C;
     c.x_first   = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
@@ -6371,8 +6556,8 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.own_size    = hpmli_max(c.x_size + hpmli_round_up(c.band * c.OW, 16) * HPMLI_CONV_PANEL,
                               c.joint * (2 * c.x_size + c.y_size));
     c.scratch     = c.parts * c.part_size + c.groups * c.packed_size + ctx->threads * c.own_size;
-    HPML_ASSERT(!n->scratch || (size_t)c.scratch * sizeof(float) <= n->scratch_bytes);
-    if (!n->scratch) return c; /* just recorded */
+    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return c; /* just recorded, or by columns */
+    HPML_ASSERT((size_t)c.scratch * sizeof(float) <= n->scratch_bytes);
     c.part   = (float *)n->scratch;
     c.packed = c.part + c.parts * c.part_size;
     c.own    = c.packed + c.groups * c.packed_size;
@@ -6388,15 +6573,15 @@ HPMLI_FN bool hpmli_conv_direct(const hpmli_conv *c)
 /* Height (i 0) or width (1) of the result; 0 when the kernel does not fit. */
 HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i)
 {
-    int64_t span = x->shape[2 + i] + 2 * (int64_t)a->conv.padding[i] - 1;
+    int64_t span = hpmli_image(x, 1 + i) + 2 * (int64_t)a->conv.padding[i] - 1;
     span -= (int64_t)a->conv.dilation[i] * (a->conv.kernel[i] - 1);
     return span < 0 ? 0 : span / a->conv.stride[i] + 1;
 }
 
 HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const hpml_attr *a)
 {
-    if (x->ndim != 4) return "the input must be (B, C, H, W)";
-    if (a->conv.groups < 1 || x->shape[1] % a->conv.groups != 0 || out < 1 || out % a->conv.groups != 0)
+    if (x->ndim != 4) return "the input must be (B, C, H, W) or, in NHWC, (B, H, W, C)";
+    if (a->conv.groups < 1 || hpmli_image(x, 0) % a->conv.groups != 0 || out < 1 || out % a->conv.groups != 0)
         return "input and output channels must be multiples of the groups";
     for (int i = 0; i < 2; i++) {
         if (a->conv.kernel[i] < 1 || a->conv.stride[i] < 1 || a->conv.padding[i] < 0 || a->conv.dilation[i] < 1)
@@ -6415,12 +6600,46 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
 
 HPMLI_FN int32_t hpmli_conv_or(int32_t value, int32_t otherwise) { return value == 0 ? otherwise : value; }
 
+/* Chooses how to compute y, of this shape, from x within the workspace that is allowed; *bytes: what that takes. */
+HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr *a, const hpml_conv2d_desc *d,
+                                size_t *bytes)
+{
+    hpml_node   n = HPMLI_ZEROED;
+    hpml_tensor y = *x;
+    hpmli_set_shape(&y, 4, shape);
+    n.src[0] = x, n.out = &y, n.attr = *a;
+    hpmli_conv c    = hpmli_conv_of(x->ctx, &n);
+    size_t     row  = (size_t)(c.C * c.taps * c.OW) * sizeof(float), most = d->workspace ? d->workspace : SIZE_MAX;
+    bool       fits = (size_t)c.scratch * sizeof(float) <= most;
+    *bytes = (size_t)c.scratch * sizeof(float);
+    a->conv.algorithm = HPML_CONV_DIRECT;
+    if (fits && d->algorithm != HPML_CONV_IM2COL) return true;
+    if (d->algorithm == HPML_CONV_DIRECT || row > most)
+        return hpmli_false(x->ctx, HPML_ERR_MEMORY, "conv2d \"%s\": workspace of %zu bytes; direct needs %zu, im2col "
+                           "at least %zu", d->name ? d->name : "", d->workspace, *bytes, row);
+    if (d->workspace == 0) most = (size_t)4 << 20; /* what caches hold */
+    a->conv.algorithm = HPML_CONV_IM2COL;
+    a->conv.rows      = (int32_t)hpmli_max(hpmli_min((int64_t)(most / row), c.OH), 1);
+    *bytes            = (size_t)a->conv.rows * row;
+    return true;
+}
+
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
 {
     hpml_attr    a;
     hpml_tensor *src[3];
+    int64_t      shape[4];
+    size_t       bytes = 0;
     hpml_conv2d_desc d; /* all zero is refused for want of a kernel */
     if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "conv2d", d, desc)) return NULL;
+    if (hpmli_image_foreign(x))
+        return hpml_to_layout(hpml_conv2d(hpml_to_layout(x, HPML_NCHW), out, desc), HPML_NHWC);
+    if ((int)d.algorithm < 0 || d.algorithm > HPML_CONV_IM2COL)
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "conv2d \"%s\": there is no algorithm %d", d.name ? d.name : "",
+                          (int)d.algorithm);
+    if ((d.algorithm != HPML_CONV_AUTO || d.workspace > 0) && !x->ctx->backend->layouts)
+        return hpmli_null(x->ctx, HPML_ERR_UNSUPPORTED, "conv2d \"%s\": on \"%s\" algorithm and workspace cannot be "
+                          "chosen; leave them 0", d.name ? d.name : "", x->ctx->backend->name);
     memset(&a, 0, sizeof a);
     a.conv.kernel[0]   = d.kernel_h;
     a.conv.kernel[1]   = hpmli_conv_or(d.kernel_w, d.kernel_h);
@@ -6439,17 +6658,17 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
                           (long long)out, a.conv.kernel[0], a.conv.kernel[1], a.conv.stride[0], a.conv.stride[1],
                           a.conv.padding[0], a.conv.padding[1], a.conv.dilation[0], a.conv.dilation[1], a.conv.groups,
                           why);
-    const int64_t shape[4] = { x->shape[0], out, hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1) };
-    const int64_t w[4]     = { out, x->shape[1] / a.conv.groups, a.conv.kernel[0], a.conv.kernel[1] };
+    const int64_t w[4] = { out, hpmli_image(x, 0) / a.conv.groups, a.conv.kernel[0], a.conv.kernel[1] };
+    hpmli_image_shape(x, out, hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1), shape);
     const char *name = hpmli_layer_name(x->ctx, d.name, "conv");
     src[0] = x;
     src[1] = hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 4, w);
     src[2] = d.no_bias ? NULL : hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &out);
     if (hpmli_failed(x->ctx)) return NULL;
+    if (hpmli_shape_count(4, shape) > 0 && !hpmli_conv_choose(x, shape, &a, &d, &bytes)) return NULL;
     hpml_node *n = hpmli_node_create(HPML_OP_CONV2D, name, 3, src, 4, shape);
-    n->attr = a;
-    if (!n->out) return NULL;
-    n->scratch_bytes = (size_t)hpmli_conv_of(x->ctx, n).scratch * sizeof(float);
+    n->attr          = a;
+    n->scratch_bytes = bytes;
     return n->out;
 }
 
@@ -6465,12 +6684,34 @@ HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNU
     for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_back(c, packed, w, o);
 }
 
+/* Rows [row, row + rows) of one image and group of x (C, pixels), y (OC, pixels) or their gradients, as a matrix. */
+HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool y, int64_t b, int64_t g, int64_t row,
+                                  int64_t rows)
+{
+    int64_t channels = y ? c->OC : c->C, width = y ? c->OW : c->W, pixels = width * (y ? c->OH : c->H);
+    int64_t ld = c->nhwc ? c->groups * channels : pixels;
+    p += (b * c->groups * pixels + g * (c->nhwc ? 1 : pixels)) * channels + row * width * (c->nhwc ? ld : 1);
+    hpmli_mat m = { p, channels, rows * width, ld, 1, c->groups * channels * pixels, c->nhwc };
+    return m;
+}
+
 /* One image and group of x, in NHWC order with its padding. */
 HPMLI_FN void hpmli_conv_turn_x(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
-    const float *x = c->n->src[0]->data + (b * c->groups + g) * c->C * c->H * c->W;
+    const float    *x    = hpmli_conv_mat(c, c->n->src[0]->data, false, b, g, 0, 1).p;
+    hpmli_conv_copy copy = { c->H, c->W, c->C, c->x_pitch, c->C, c->W * c->x_ld, c->x_ld };
     if (c->x_first) memset(image, 0, (size_t)c->x_size * sizeof(float));
-    c->ctx->k->conv_turn(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
+    if (c->nhwc) c->ctx->k->conv_copy(&copy, image + c->x_first, x, NULL, 0, 0);
+    else c->ctx->k->conv_turn(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
+}
+
+/* The same of dy, without padding. */
+HPMLI_FN void hpmli_conv_turn_dy(const hpmli_conv *c, int64_t b, int64_t g, float *image)
+{
+    const float    *dy   = hpmli_conv_mat(c, c->n->out->grad, true, b, g, 0, 1).p;
+    hpmli_conv_copy copy = { 1, c->OH * c->OW, c->OC, 0, c->OC, 0, c->y_ld };
+    if (c->nhwc) c->ctx->k->conv_copy(&copy, image, dy, NULL, 0, 0);
+    else c->ctx->k->conv_turn(image, dy, c->OC, c->OH, c->OW, c->OW * c->OC);
 }
 
 HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
@@ -6485,33 +6726,117 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
         hpmli_conv_turn_x(c, b, g, image);
         c->ctx->k->conv_image(c, c->packed + g * c->packed_size, image, o0, o1, bias,
                               c->n->attr.conv.act == HPML_ACT_RELU,
-                              c->n->out->data + (b * c->groups + g) * c->OC * c->OH * c->OW, band);
+                              hpmli_conv_mat(c, c->n->out->data, true, b, g, 0, 1).p, band);
     }
 }
 
-/* 1 x 1: for each image, y (OC, pixels) = w (OC, C) x (C, pixels); or dx = w^T dy. */
+/* 1 x 1: for each image, y (OC, pixels) = w (OC, C) x (C, pixels); or dx = w^T dy. In NHWC all images are one. */
 HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
 {
     const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
-    int64_t pixels = c->OH * c->OW, in = back ? c->OC : c->C, out = back ? c->C : c->OC;
+    int64_t rows = c->nhwc ? c->B * c->OH : c->OH;
     for (int64_t g = 0; g < c->groups; g++) {
-        hpmli_mat a = hpmli_matrix(w->data + g * c->OC * c->C, c->OC, c->C, c->C);
-        hpmli_mat b = { (back ? y->grad : x->data) + g * in * pixels, in, pixels, pixels, c->B,
-                        c->groups * in * pixels, false };
-        hpmli_mat to = { (back ? x->grad : y->data) + g * out * pixels, out, pixels, pixels, c->B,
-                         c->groups * out * pixels, false };
+        hpmli_mat a  = hpmli_matrix(w->data + g * c->OC * c->C, c->OC, c->C, c->C);
+        hpmli_mat b  = hpmli_conv_mat(c, back ? y->grad : x->data, back, 0, g, 0, rows);
+        hpmli_mat to = hpmli_conv_mat(c, back ? x->grad : y->data, !back, 0, g, 0, rows);
+        b.count = to.count = c->nhwc ? 1 : c->B;
         hpmli_gemm_desc d = hpmli_gemm_of(back ? hpmli_transposed(a) : a, b, to, back && c->n->accumulate[0]);
-        d.bias_m = !back && bias ? bias->data + g * c->OC : NULL;
-        d.act    = !back && c->n->attr.conv.act == HPML_ACT_RELU;
+        *(c->nhwc ? &d.bias_n : &d.bias_m) = !back && bias ? bias->data + g * c->OC : NULL;
+        d.act = !back && c->n->attr.conv.act == HPML_ACT_RELU;
         hpmli_gemm(c->ctx, &d);
     }
+}
+
+/* dy of one image becomes dz, in its place: nobody reads dy after us. Sums for the bias. */
+HPMLI_FN void hpmli_conv_take_dy(const hpmli_conv *c, int64_t b, float *db, bool first)
+{
+    int64_t pixels = c->OH * c->OW, channels = c->groups * c->OC;
+    float  *dz = c->n->out->grad + b * channels * pixels;
+    if (c->n->attr.conv.act != HPML_ACT_NONE)
+        c->ctx->k->act_backward(c->n->attr.conv.act, 0.01f, dz, dz, NULL, c->n->out->data + b * channels * pixels,
+                                channels * pixels, 0);
+    if (c->want_db && c->nhwc) c->ctx->k->vsum_rows(db, dz, pixels, channels, !first);
+    for (int64_t o = 0; c->want_db && !c->nhwc && o < channels; o++)
+        db[o] = (first ? 0 : db[o]) + c->ctx->k->vsum(dz + o * pixels, pixels);
+}
+
+/* By columns: what the pixels of some rows of y read of x, each tap of each channel a row of a matrix. */
+typedef struct hpmli_columns {
+    const hpmli_conv *c;
+    float            *p;         /* (C x taps, rows x OW) */
+    int64_t           b, g;      /* image and group */
+    int64_t           row, rows; /* of y */
+    bool              back;      /* added to dx; else filled from x */
+} hpmli_columns;
+
+/* One tap of one channel when filled; all taps of a channel going back, where they add to the same numbers. */
+HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_columns *m = (const hpmli_columns *)arg;
+    const hpmli_conv    *c = m->c;
+    const hpml_attr     *a = &c->n->attr;
+    int64_t first = m->back ? task * c->taps : task, end = m->back ? first + c->taps : first + 1;
+    int64_t at = c->nhwc ? c->x_ld : 1, stride = a->conv.stride[1];
+    float  *x = m->back ? c->n->src[0]->grad : c->n->src[0]->data;
+    x = hpmli_conv_mat(c, x, false, m->b, m->g, 0, 1).p + first / c->taps * (c->nhwc ? 1 : c->H * c->W);
+    for (int64_t k = first; k < end; k++) {
+        int64_t tap = k % c->taps, w0 = tap % a->conv.kernel[1] * a->conv.dilation[1] - a->conv.padding[1];
+        for (int64_t r = 0; r < m->rows; r++) {
+            int64_t h = (m->row + r) * a->conv.stride[0] + tap / a->conv.kernel[1] * a->conv.dilation[0] -
+                        a->conv.padding[0];
+            float  *row    = m->p + (k * m->rows + r) * c->OW;
+            bool    inside = h >= 0 && h < c->H;
+            for (int64_t j = 0, w = w0; j < c->OW; j++, w += stride) {
+                bool there = inside && w >= 0 && w < c->W;
+                if (!m->back) row[j] = there ? x[(h * c->W + w) * at] : 0;
+                else if (there) x[(h * c->W + w) * at] += row[j];
+            }
+        }
+    }
+}
+
+/* y (OC, pixels) = w (OC, K) columns (K, pixels), and back dw = dy columns^T, columns = w^T dy: of as many rows of y as
+   there is space for, image by image. */
+HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
+{
+    hpml_node   *n  = c->n;
+    hpml_tensor *x  = n->src[0], *w = n->src[1], *bias = n->src[2], *y = n->out;
+    int64_t      K  = c->C * c->taps, step = n->attr.conv.rows;
+    bool         dw = back && w->grad, dx = back && x->grad;
+    if (dx && !n->accumulate[0]) memset(x->grad, 0, hpmli_tensor_bytes(x));
+    for (int64_t b = 0; b < c->B && back; b++)
+        hpmli_conv_take_dy(c, b, bias ? bias->grad : NULL, b == 0 && !n->accumulate[2]);
+    for (int64_t i = 0; i < c->B * c->groups; i++)
+        for (int64_t row = 0; row < c->OH; row += step) {
+            hpmli_columns m = { c, (float *)n->scratch, i / c->groups, i % c->groups, row,
+                                hpmli_min(step, c->OH - row), false };
+            int64_t   weights = m.g * c->OC * K;
+            hpmli_mat columns = hpmli_matrix(m.p, K, m.rows * c->OW, m.rows * c->OW);
+            hpmli_mat to      = hpmli_conv_mat(c, back ? y->grad : y->data, true, m.b, m.g, row, m.rows);
+            hpmli_mat by      = hpmli_matrix(w->data + weights, c->OC, K, K);
+            if (!back || dw) hpmli_parallel(c->ctx, K, hpmli_columns_task, &m);
+            if (!back) {
+                hpmli_gemm_desc d = hpmli_gemm_of(by, columns, to, false);
+                *(c->nhwc ? &d.bias_n : &d.bias_m) = bias ? bias->data + m.g * c->OC : NULL;
+                d.act = n->attr.conv.act == HPML_ACT_RELU;
+                hpmli_gemm(c->ctx, &d);
+            }
+            if (dw)
+                hpmli_product(c->ctx, to, hpmli_transposed(columns), hpmli_matrix(w->grad + weights, c->OC, K, K),
+                              m.b > 0 || row > 0 || n->accumulate[1]);
+            if (!dx) continue;
+            hpmli_product(c->ctx, hpmli_transposed(by), to, columns, false);
+            m.back = true;
+            hpmli_parallel(c->ctx, c->C, hpmli_columns_task, &m);
+        }
 }
 
 HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
 {
     hpmli_conv c   = hpmli_conv_of(run->ctx, n);
     hpml_act   act = n->attr.conv.act;
-    if (hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, false);
+    if (n->attr.conv.algorithm == HPML_CONV_IM2COL) hpmli_conv_by_columns(&c, false);
+    else if (hpmli_conv_direct(&c)) hpmli_conv_1x1(&c, false);
     else {
         int64_t panels = hpmli_panels(c.OC), want = 2 * run->ctx->threads;
         hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
@@ -6523,25 +6848,13 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         hpmli_work_run(run, n, false, hpmli_grains(n), 1, hpmli_act_grain);
 }
 
-/* dy of one image becomes dz, in its place: nobody reads dy after us. Sums for the bias. */
-HPMLI_FN void hpmli_conv_take_dy(const hpmli_conv *c, int64_t b, float *db, bool first)
-{
-    int64_t pixels = c->OH * c->OW, channels = c->groups * c->OC;
-    float  *dz = c->n->out->grad + b * channels * pixels;
-    if (c->n->attr.conv.act != HPML_ACT_NONE)
-        c->ctx->k->act_backward(c->n->attr.conv.act, 0.01f, dz, dz, NULL, c->n->out->data + b * channels * pixels,
-                                channels * pixels, 0);
-    for (int64_t o = 0; c->want_db && o < channels; o++)
-        db[o] = (first ? 0 : db[o]) + c->ctx->k->vsum(dz + o * pixels, pixels);
-}
-
 /* Part `part` of the images: their dx, and their sum of dw and db. */
 HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
     float  *ys = c->own + thread * c->own_size, *xs = ys + c->joint * c->y_size, *dx = xs + c->joint * c->x_size;
     float  *dw = c->part + part * c->part_size, *db = dw + c->part_size - hpmli_round_up(c->groups * c->OC, 16);
-    int64_t first = part * c->B / c->parts, end = (part + 1) * c->B / c->parts, pixels = c->OH * c->OW;
+    int64_t first = part * c->B / c->parts, end = (part + 1) * c->B / c->parts;
     int64_t panels = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
     for (int64_t b = first; b < end; b += c->joint) {
         int64_t images = end - b < c->joint ? end - b : c->joint;
@@ -6549,17 +6862,14 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t part, int thread)
         for (int64_t g = 0; g < c->groups; g++) {
             for (int64_t i = 0; i < images; i++) {
                 if (c->want_dw) hpmli_conv_turn_x(c, b + i, g, xs + i * c->x_size);
-                if (c->want_dw || c->want_dx)
-                    c->ctx->k->conv_turn(ys + i * c->y_size,
-                                         c->n->out->grad + ((b + i) * c->groups + g) * c->OC * pixels, c->OC, c->OH,
-                                         c->OW, c->OW * c->OC);
+                if (c->want_dw || c->want_dx) hpmli_conv_turn_dy(c, b + i, g, ys + i * c->y_size);
             }
             if (c->want_dw) c->ctx->k->conv_weights(c, images, xs, ys, dw + g * panels, b > first);
             if (!c->want_dx) continue;
             memset(dx, 0, (size_t)(images * c->x_size) * sizeof(float));
             c->ctx->k->conv_inputs(c, images, c->packed + g * c->packed_size, ys, dx);
             for (int64_t i = 0; i < images; i++)
-                c->ctx->k->conv_return(c, c->n->src[0]->grad + ((b + i) * c->groups + g) * c->C * c->H * c->W,
+                c->ctx->k->conv_return(c, hpmli_conv_mat(c, c->n->src[0]->grad, false, b + i, g, 0, 1).p,
                                        dx + i * c->x_size + c->x_first, c->n->accumulate[0]);
         }
     }
@@ -6577,9 +6887,13 @@ HPMLI_FN void hpmli_conv_join_task(void *arg, int64_t task, int thread HPMLI_UNU
 HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
 {
     hpmli_conv c = hpmli_conv_of(run->ctx, n);
-    int64_t    channels = n->out->shape[1], panels = hpmli_panels(c.OC);
+    int64_t    channels = c.groups * c.OC, panels = hpmli_panels(c.OC);
     c.want_dw = n->src[1]->grad != NULL;
     c.want_db = n->src[2] && n->src[2]->grad;
+    if (n->attr.conv.algorithm == HPML_CONV_IM2COL) {
+        hpmli_conv_by_columns(&c, true);
+        return;
+    }
     c.want_dx = n->src[0]->grad && !hpmli_conv_direct(&c);
     if (c.want_dx) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
     hpmli_parallel(run->ctx, c.parts, hpmli_conv_back_task, &c);
@@ -6603,7 +6917,10 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
                                         int32_t padding)
 {
     hpml_attr a;
+    int64_t   shape[4];
     if (!hpmli_recordable(1, &x)) return NULL;
+    if (hpmli_image_foreign(x))
+        return hpml_to_layout(hpmli_pool_record(hpml_to_layout(x, HPML_NCHW), op, kh, kw, stride, padding), HPML_NHWC);
     if (stride == 0) stride = kh;
     memset(&a, 0, sizeof a);
     for (int i = 0; i < 2; i++)
@@ -6613,8 +6930,8 @@ HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, 
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s: input %s, kernel %dx%d, stride %d, padding %d; expected (B, C, "
                           "H, W), a kernel that fits and padding of at most half of it", hpml_op_name(op),
                           hpmli_text(x), kh, kw, stride, padding);
-    const int64_t shape[4] = { x->shape[0], x->shape[1], hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1) };
-    hpml_node    *n = hpmli_node_create(op, NULL, 1, &x, 4, shape);
+    hpmli_image_shape(x, hpmli_image(x, 0), hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1), shape);
+    hpml_node *n = hpmli_node_create(op, NULL, 1, &x, 4, shape);
     n->attr = a;
     if (op == HPML_OP_MAX_POOL) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
     return n->out;
@@ -6633,9 +6950,9 @@ HPML_API hpml_tensor *hpml_avg_pool2d(hpml_tensor *x, int32_t kernel, int32_t st
 HPML_API hpml_tensor *hpml_global_avg_pool2d(hpml_tensor *x)
 {
     bool         image = x && x->ndim == 4; /* anything else is refused */
-    int32_t      kh = image ? (int32_t)x->shape[2] : 1, kw = image ? (int32_t)x->shape[3] : 1;
+    int32_t      kh = image ? (int32_t)hpmli_image(x, 1) : 1, kw = image ? (int32_t)hpmli_image(x, 2) : 1;
     hpml_tensor *y = hpmli_pool_record(x, HPML_OP_AVG_POOL, kh, kw, 1, 0);
-    return y ? hpml_reshape_2d(y, y->shape[0], y->shape[1]) : NULL;
+    return y ? hpml_reshape_2d(y, y->shape[0], hpmli_image(y, 0)) : NULL;
 }
 
 /* The part [*from, *to) of window o that lies in the image: of its rows (i 0) or columns (1). */
@@ -6643,7 +6960,7 @@ HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, 
 {
     int64_t at = o * n->attr.conv.stride[i] - n->attr.conv.padding[i], end = at + n->attr.conv.kernel[i];
     *from = at > 0 ? at : 0;
-    *to   = end < n->src[0]->shape[2 + i] ? end : n->src[0]->shape[2 + i];
+    *to   = hpmli_min(end, hpmli_image(n->src[0], 1 + i));
 }
 
 /* Windows of 2 x 2 that just touch, as most have it: kernels do a row at a time, and save which of the four has won. */
@@ -6708,8 +7025,67 @@ HPMLI_FN void hpmli_avg_pool_plane(const hpmli_work *w, int64_t plane, int threa
     }
 }
 
-HPMLI_WORK_OP(max_pool2d, 0, n->out->shape[0] * n->out->shape[1], 1, max_pool_plane, max_pool_plane)
-HPMLI_WORK_OP(avg_pool2d, 0, n->out->shape[0] * n->out->shape[1], 1, avg_pool_plane, avg_pool_plane)
+/* One image in NHWC: of each window all channels side by side. at: which pixel has won. */
+HPMLI_FN void hpmli_max_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
+{
+    const hpml_node   *n = w->n;
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    int64_t  C = x->shape[3], W = x->shape[2], pixels = x->shape[1] * W, size = y->shape[1] * y->shape[2];
+    int64_t  r0, r1, c0, c1;
+    int32_t *at   = (int32_t *)n->saved + image * size * C;
+    float   *from = (w->back ? x->grad : x->data) + image * pixels * C;
+    float   *to   = (w->back ? y->grad : y->data) + image * size * C;
+    if (w->back && !n->accumulate[0]) memset(from, 0, (size_t)(pixels * C) * sizeof(float));
+    for (int64_t o = 0; o < size; o++, at += C, to += C) {
+        for (int64_t c = 0; w->back && c < C; c++) from[at[c] * C + c] += to[c];
+        if (w->back) continue;
+        hpmli_window(n, 0, o / y->shape[2], &r0, &r1);
+        hpmli_window(n, 1, o % y->shape[2], &c0, &c1);
+        for (int64_t c = 0; c < C; c++) at[c] = (int32_t)(r0 * W + c0);
+        memcpy(to, from + (r0 * W + c0) * C, (size_t)C * sizeof(float));
+        for (int64_t r = r0; r < r1; r++)
+            for (int64_t p = r * W + c0; p < r * W + c1; p++)
+                for (int64_t c = 0; c < C; c++) {
+                    bool won = HPMLI_WINS(from[p * C + c], to[c]);
+                    at[c] = won ? (int32_t)p : at[c];
+                    to[c] = won ? from[p * C + c] : to[c];
+                }
+    }
+}
+
+HPMLI_FN void hpmli_avg_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
+{
+    const hpml_node   *n = w->n;
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    int64_t C = x->shape[3], W = x->shape[2], pixels = x->shape[1] * W, size = y->shape[1] * y->shape[2];
+    int64_t r0, r1, c0, c1;
+    float  *from = (w->back ? x->grad : x->data) + image * pixels * C;
+    float  *to   = (w->back ? y->grad : y->data) + image * size * C;
+    if (w->back && !n->accumulate[0]) memset(from, 0, (size_t)(pixels * C) * sizeof(float));
+    for (int64_t o = 0; o < size; o++, to += C) {
+        hpmli_window(n, 0, o / y->shape[2], &r0, &r1);
+        hpmli_window(n, 1, o % y->shape[2], &c0, &c1);
+        float share = 1 / (float)((r1 - r0) * (c1 - c0));
+        for (int64_t r = r0; r < r1; r++) {
+            if (!w->back) w->k->vsum_rows(to, from + (r * W + c0) * C, c1 - c0, C, r > r0);
+            for (int64_t p = r * W + c0; w->back && p < r * W + c1; p++) w->k->vaxpby(from + p * C, share, to, 1, C);
+        }
+        if (!w->back) w->k->vscale_add(to, to, share, 0, C);
+    }
+}
+
+HPMLI_FN void hpmli_pooling_run(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *plane,
+                                hpmli_work_fn *image)
+{
+    bool nhwc = n->out->layout == HPML_NHWC;
+    hpmli_work_run(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1, nhwc ? image : plane);
+}
+
+#define HPMLI_POOL_OP(name, f)                                                                                         \
+    HPMLI_OP(name, 0, hpmli_pooling_run(run, n, false, hpmli_##f##_plane, hpmli_##f##_image),                          \
+             hpmli_pooling_run(run, n, true, hpmli_##f##_plane, hpmli_##f##_image))
+HPMLI_POOL_OP(max_pool2d, max_pool)
+HPMLI_POOL_OP(avg_pool2d, avg_pool)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
@@ -6735,6 +7111,8 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     hpml_norm_desc d;
     hpml_tensor   *src[5] = { x, NULL, NULL, NULL, NULL };
     if (!hpmli_recordable(1, &x) || !HPMLI_TAKE(x->ctx, "norm", d, desc)) return NULL;
+    if (batch && x->ndim == 4 && x->layout == HPML_NHWC)
+        return hpml_to_layout(hpmli_norm_record(hpml_to_layout(x, HPML_NCHW), desc, op), HPML_NHWC);
     if (d.eps == 0) d.eps = 1e-5f;
     if (d.momentum == 0) d.momentum = 0.1f;
     if (!(d.eps > 0 && d.eps < 1e30f && d.momentum > 0 && d.momentum <= 1))
@@ -7908,8 +8286,168 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
     };
     static const hpml_backend cpu = { "cpu", hpmli_cpu_open, hpmli_cpu_close, hpmli_cpu_alloc, hpmli_cpu_free,
         hpmli_cpu_copy, hpmli_cpu_copy, hpmli_cpu_zero, NULL, ops, hpmli_cpu_update, hpmli_cpu_sumsq,
-        hpmli_cpu_store, hpmli_edge_plan, NULL, NULL, NULL, NULL, NULL, NULL };
+        hpmli_cpu_store, hpmli_edge_plan, NULL, NULL, NULL, NULL, NULL, NULL, true };
     return &cpu;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>place   a place in memory for each array of a plan: first fit
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A slot is an array with a life: the times at which it is needed. Largest first, each goes to the lowest address where
+   its bytes are free during its life: simple, and close to the best for chains. Two ways lead to the same address:
+   - a list of all slots placed before, in the order of their addresses: for n slots n^2 / 2 short steps;
+   - a binary tree over the times (a segment tree). At each node are two lists of address ranges in use, in which what
+     touches is one range: `whole`, of slots alive at all times of the node, and `part`, of slots alive at some. A life
+     is cut into at most two nodes a level; what can be in its way is their `part` and the `whole` of all nodes above.
+     Slots of one size stand in few ranges, so this takes about n log n steps for each size; networks have few sizes. */
+
+typedef struct hpmli_slot {
+    size_t   bytes, offset; /* before it has one: its number */
+    int      from, to;   /* alive, both included */
+    void   **place;      /* where the address goes once there is memory */
+} hpmli_slot;
+
+HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
+{
+    const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
+    if (x->bytes != y->bytes) return x->bytes < y->bytes ? 1 : -1;
+    return x->offset < y->offset ? -1 : x->offset > y->offset;
+}
+
+/* Lowest offset at which s fits beside the placed slots that live at the same time; `placed` is sorted by offset. */
+HPMLI_FN size_t hpmli_slot_fit(hpmli_slot *const *placed, int count, const hpmli_slot *s)
+{
+    size_t at = 0;
+    for (int i = 0; i < count; i++) {
+        const hpmli_slot *p = placed[i];
+        if (p->to < s->from || s->to < p->from || p->offset + p->bytes <= at) continue;
+        if (at + s->bytes <= p->offset) break;
+        at = p->offset + p->bytes;
+    }
+    return at;
+}
+
+HPMLI_FN bool hpmli_place_list(hpml_ctx *ctx, hpmli_slot *slots, int count)
+{
+    hpmli_slot **placed = hpmli_new(ctx, hpmli_slot *, count);
+    for (int i = 0; placed && i < count; i++) {
+        int at = i;
+        slots[i].offset = hpmli_slot_fit(placed, i, &slots[i]);
+        for (; at > 0 && placed[at - 1]->offset > slots[i].offset; at--) placed[at] = placed[at - 1];
+        placed[at] = &slots[i];
+    }
+    hpmli_free(ctx, placed);
+    return placed != NULL;
+}
+
+typedef struct hpmli_range {
+    size_t from, to; /* addresses, `to` not included */
+    int    next;     /* number of the next range of its list, which is higher and does not touch; 0: none */
+} hpmli_range;
+
+typedef struct hpmli_times {
+    hpml_ctx    *ctx;
+    hpmli_range *ranges; /* (count of capacity) of all lists; number 0 is none */
+    int64_t      capacity;
+    int          count, spare;     /* spare: list of those no longer used */
+    int         *whole, *part;     /* (2 * times) first range by node; node 1 is the root, 2i and 2i + 1 are below i */
+    int          path[4 * 32 + 4]; /* (path_count) nodes that the life at hand is cut into, and those above */
+    bool         inside[4 * 32 + 4];
+    int          path_count;
+} hpmli_times;
+
+/* Walks from `node`, which stands for the times first to last, down to the nodes that lie inside the life of s. */
+HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_slot *s)
+{
+    int  middle = first + (last - first) / 2;
+    bool inside = s->from <= first && last <= s->to;
+    m->inside[m->path_count] = inside;
+    m->path[m->path_count++] = node;
+    if (!inside && s->from <= middle) hpmli_times_path(m, 2 * node, first, middle, s);
+    if (!inside && s->to > middle) hpmli_times_path(m, 2 * node + 1, middle + 1, last, s);
+}
+
+/* The lowest offset at which `bytes` fit between the ranges of all lists on the path. */
+HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
+{
+    int    list[sizeof m->path / sizeof *m->path], count = 0;
+    size_t at = 0, before;
+    for (int k = 0; k < m->path_count; k++) {
+        int first = m->inside[k] ? m->part[m->path[k]] : m->whole[m->path[k]];
+        if (first) list[count++] = first;
+    }
+    do { /* until no list objects to what the others allow */
+        before = at;
+        for (int k = 0; k < count; k++)
+            for (const hpmli_range *r; r = &m->ranges[list[k]], list[k] && r->from < at + bytes; list[k] = r->next)
+                if (at < r->to) at = r->to;
+    } while (at != before);
+    return at;
+}
+
+/* Adds a range to the list that begins at *head, and joins it with those that it touches or overlaps. */
+HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
+{
+    int before = 0, at = *head;
+    for (; at && m->ranges[at].to < from; at = m->ranges[at].next) before = at;
+    while (at && m->ranges[at].from <= to) {
+        hpmli_range *r    = &m->ranges[at];
+        int          next = r->next;
+        if (r->from < from) from = r->from;
+        if (r->to > to) to = r->to;
+        r->next  = m->spare;
+        m->spare = at;
+        at       = next;
+    }
+    int added = m->spare;
+    if (added) m->spare = m->ranges[added].next;
+    else if (hpmli_grow(m->ctx, &m->ranges, m->count, &m->capacity, sizeof *m->ranges)) added = m->count++;
+    else return false;
+    hpmli_range range = { from, to, at };
+    m->ranges[added] = range;
+    if (before) m->ranges[before].next = added;
+    else *head = added;
+    return true;
+}
+
+HPMLI_FN bool hpmli_place_tree(hpml_ctx *ctx, hpmli_slot *slots, int count, int times)
+{
+    hpmli_times m = HPMLI_ZEROED;
+    m.ctx = ctx, m.count = 1;
+    m.whole = hpmli_new(ctx, int, 4 * (int64_t)times);
+    m.part  = hpmli_new(ctx, int, 4 * (int64_t)times);
+    bool good = m.whole && m.part && hpmli_grow(ctx, &m.ranges, 0, &m.capacity, sizeof *m.ranges);
+    for (int i = 0; i < count && good; i++) {
+        hpmli_slot *s = &slots[i];
+        m.path_count = 0;
+        hpmli_times_path(&m, 1, 0, times - 1, s);
+        s->offset = hpmli_times_fit(&m, s->bytes);
+        for (int k = 0; k < m.path_count && good; k++) {
+            good = hpmli_times_add(&m, &m.part[m.path[k]], s->offset, s->offset + s->bytes);
+            if (m.inside[k]) good = good && hpmli_times_add(&m, &m.whole[m.path[k]], s->offset, s->offset + s->bytes);
+        }
+    }
+    hpmli_free(ctx, m.ranges);
+    hpmli_free(ctx, m.part);
+    hpmli_free(ctx, m.whole);
+    return good;
+}
+
+/* Sorts the slots, gives each its offset, and sets *bytes to what all need, by the faster of the two ways: the tree,
+   where there are at least 1000 slots for each size (measured with random graphs). */
+HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, size_t *bytes)
+{
+    int sizes = 1, times = 1;
+    if (count > 0) qsort(slots, (size_t)count, sizeof *slots, hpmli_slot_order);
+    for (int i = 0; i < count; i++) {
+        if (i > 0 && slots[i].bytes != slots[i - 1].bytes) sizes++;
+        if (slots[i].to >= times) times = slots[i].to + 1;
+    }
+    bool good = count / 1000 < sizes ? hpmli_place_list(ctx, slots, count) : hpmli_place_tree(ctx, slots, count, times);
+    for (int i = 0; i < count && good; i++)
+        if (slots[i].offset + slots[i].bytes > *bytes) *bytes = slots[i].offset + slots[i].bytes;
+    return good;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7918,18 +8456,11 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 
 /* A graph of N ops runs at times 0 .. N - 1 forward and N .. 2N - 1 backward (op i at 2N - 1 - i). Every array between
    is alive from the time that writes it to the last that reads it; what backward reads is said by each op's _needs
-   function. Two arrays may share memory when their lives do not overlap. The arrays are placed largest first, each at
-   the lowest place that is free during its life: simple, and close to the best for chains. All this happens once; a
-   step allocates nothing.
+   function. Two arrays may share memory when their lives do not overlap: see >>place. All this happens once; a step
+   allocates nothing.
 
    Some tensors have no memory of their own: the result of a reshape is its source, and so is the result of an op that
    may work in place on a source that nobody else wants. A node's out_root and grad_root follow such links. */
-
-typedef struct hpmli_slot {
-    size_t   bytes, offset; /* before it has one: its number */
-    int      from, to;   /* alive, both included */
-    void   **place;      /* where the address goes once there is memory */
-} hpmli_slot;
 
 typedef struct hpmli_use {     /* what the planner knows about the tensor made by a node, or about an input */
     int  last;                 /* time until which the value lives */
@@ -7969,6 +8500,12 @@ struct hpml_graph {
     bool           idle;       /* see hpml_run */
 };
 
+/* Is t among the inputs found? Its number, which another graph may have left, is checked by what has that number. */
+HPMLI_FN bool hpmli_graph_leaf(const hpml_graph *g, const hpml_tensor *t)
+{
+    return t->leaf < g->leaf_count && g->leaves[t->leaf] == t;
+}
+
 /* Marks what t depends on, at its place in the order of recording, which is an order of running. */
 HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
 {
@@ -7977,9 +8514,9 @@ HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
         found[t->node->index] = t->node;
         return;
     }
-    for (int l = 0; l < g->leaf_count; l++)
-        if (g->leaves[l] == t) return;
+    if (hpmli_graph_leaf(g, t)) return;
     HPML_ASSERT(g->leaf_count <= (g->ctx->node_count + 1) * HPML_MAX_SRC);
+    t->leaf = g->leaf_count;
     g->leaves[g->leaf_count++] = t;
 }
 
@@ -8004,9 +8541,7 @@ HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->par
 HPMLI_FN hpmli_use *hpmli_use_of(const hpml_graph *g, hpmli_use *uses, const hpml_tensor *t)
 {
     if (t && t->node) return &uses[t->node->index];
-    for (int l = 0; t && l < g->leaf_count; l++)
-        if (g->leaves[l] == t) return &uses[g->ctx->node_count + l];
-    return NULL;
+    return t && hpmli_graph_leaf(g, t) ? &uses[g->ctx->node_count + t->leaf] : NULL;
 }
 
 /* Lives of the values. */
@@ -8084,43 +8619,6 @@ HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void
     g->memory.unshared += s.bytes;
 }
 
-HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
-{
-    const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
-    if (x->bytes != y->bytes) return x->bytes < y->bytes ? 1 : -1;
-    return x->offset < y->offset ? -1 : x->offset > y->offset;
-}
-
-/* Lowest offset at which s fits beside the placed slots that live at the same time; `placed` is sorted by offset. */
-HPMLI_FN size_t hpmli_slot_place(hpmli_slot *const *placed, int count, const hpmli_slot *s)
-{
-    size_t at = 0;
-    for (int i = 0; i < count; i++) {
-        const hpmli_slot *p = placed[i];
-        if (p->to < s->from || s->to < p->from || p->offset + p->bytes <= at) continue;
-        if (at + s->bytes <= p->offset) break;
-        at = p->offset + p->bytes;
-    }
-    return at;
-}
-
-HPMLI_FN bool hpmli_plan_place(hpml_graph *g)
-{
-    hpmli_slot **placed = hpmli_new(g->ctx, hpmli_slot *, g->slot_count + 1);
-    if (!placed) return false;
-    qsort(g->slots, (size_t)g->slot_count, sizeof *g->slots, hpmli_slot_order);
-    for (int i = 0; i < g->slot_count; i++) {
-        hpmli_slot *s  = &g->slots[i];
-        int         at = i;
-        s->offset = hpmli_slot_place(placed, i, s);
-        while (at > 0 && placed[at - 1]->offset > s->offset) placed[at] = placed[at - 1], at--;
-        placed[at] = s;
-        if (s->offset + s->bytes > g->memory.activations) g->memory.activations = s->offset + s->bytes;
-    }
-    hpmli_free(g->ctx, placed);
-    return true;
-}
-
 HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
 {
     int N = g->count;
@@ -8192,7 +8690,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     }
     g->memory.gradients = (size_t)g->grad_count * sizeof(float);
     hpmli_free(ctx, uses);
-    if (!hpmli_plan_place(g)) return false;
+    if (!hpmli_slots_place(ctx, g->slots, g->slot_count, &g->memory.activations)) return false;
     g->memory.scratch = g->scratch_bytes;
     g->memory.total   = g->memory.parameters + g->memory.gradients + g->memory.activations + g->memory.scratch;
     return true;
@@ -9136,6 +9634,12 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
                           hpml_dtype_name(data->x_dtype), (long long)data->y_size, hpml_dtype_name(data->y_dtype),
                           (long long)need, hpml_dtype_name(x->dtype), (long long)learn, hpml_dtype_name(y->dtype));
     if (given) d = *given;
+    if (x->layout == HPML_NHWC && (d.augment.shift > 0 || d.augment.flip || d.augment.cutout > 0 || data->x_crop > 0 ||
+                                   memcmp(data->x_shape, x->shape + 1, 3 * sizeof *x->shape) != 0))
+        return hpmli_null(t->ctx, HPML_ERR_SHAPE, "trainer: input %s is NHWC, a sample of the data is %s, and crops "
+                          "and augmentation are of (C, H, W): take an input of (B, C, H, W) and record "
+                          "hpml_to_layout(input, HPML_NHWC)", hpmli_text(x),
+                          hpmli_shape_text(t->ctx, data->x_ndim, data->x_shape));
     if (d.batch == 0) d.batch = (int32_t)t->graph->batch;
     if (d.batch > t->graph->batch)
         return hpmli_null(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loader's batch %d is larger than the model's %lld",

@@ -5564,6 +5564,22 @@ HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, u
                       "share itself; or, where you have divided the data, a hpml_loader_desc with .ranks = 1");
 }
 
+HPMLC_FN int hpmlc_name_order(const void *a, const void *b)
+{
+    return strcmp((*(hpml_tensor *const *)a)->name, (*(hpml_tensor *const *)b)->name);
+}
+
+/* Fills d->by_name. */
+HPMLC_FN bool hpmlc_dist_names(hpml_distributed *d)
+{
+    hpml_tensor **p = (hpml_tensor **)hpml_ctx_alloc(d->ctx, sizeof *p * (size_t)(d->params + 1), NULL);
+    for (int i = 0; p && i < d->params; i++) p[i] = hpmlc_param(d, i);
+    if (p && d->params > 0) qsort(p, (size_t)d->params, sizeof *p, hpmlc_name_order);
+    for (int i = 0; p && i < d->params; i++) d->by_name[i] = p[i]->param->index;
+    hpml_ctx_release(d->ctx, p);
+    return p != NULL;
+}
+
 HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
 {
     hpml_ctx *ctx  = d->ctx;
@@ -5586,10 +5602,7 @@ HPMLC_FN bool hpmlc_dist_memory(hpml_distributed *d)
     d->row       = (hpml_step_row *)hpml_ctx_alloc(ctx, sizeof *d->row * (size_t)d->d.history, NULL);
     if (d->d.delayed) d->shadow = (float *)hpml_ctx_alloc(ctx, span, NULL);
     if (device && !d->link && !d->d.exact) d->mirror = (float *)hpml_ctx_alloc(ctx, span, NULL);
-    if (hpml_ctx_status(ctx) != HPML_OK) return false;
-    for (int i = 0, k; i < d->params; d->by_name[k] = i++)
-        for (k = i; k > 0 && strcmp(hpmlc_param(d, d->by_name[k - 1])->name, hpmlc_param(d, i)->name) > 0; k--)
-            d->by_name[k] = d->by_name[k - 1];
+    if (hpml_ctx_status(ctx) != HPML_OK || !hpmlc_dist_names(d)) return false;
     d->now = d->before + d->buffer_total;
     return !device || hpmlc_reach_create(&d->reach, ctx, most);
 }

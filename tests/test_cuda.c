@@ -393,9 +393,9 @@ TEST(rows_of_every_length)
 {
     static const one_op ops[] = {
         { "softmax", one_softmax, .accumulate = true },
-        { "log_softmax", one_log_softmax },
+        { "log_softmax", one_log_softmax, .shift = 0 },
         { "layernorm", one_layernorm, .accumulate = true, .shift = 3 },
-        { "layernorm without parameters", one_layernorm_plain },
+        { "layernorm without parameters", one_layernorm_plain, .shift = 0 },
         { "layernorm far from 0", one_layernorm, .shift = 3000 },
         { "log_softmax far from 0", one_log_softmax, .shift = 3000 },
         { "layernorm for its parameters", one_layernorm, .no_dx = true },
@@ -929,6 +929,18 @@ static hpml_status one_by_one(void *user, hpml_trainer *t, int64_t samples, floa
         if (loss) *loss = (i > 0 ? *loss : 0) + part / (float)samples;
     }
     return status;
+}
+
+TEST(convolutions_have_no_limit_of_workspace)
+{
+    if (no_device()) SKIP("no CUDA device");
+    hpml_ctx        *ctx = context(true, HPML_CUDA_F32);
+    hpml_tensor     *x = hpml_input_4d(ctx, 2, 3, 6, 6);
+    hpml_conv2d_desc d = { .kernel_h = 3, .name = "c", .workspace = (size_t)1 << 30 };
+    ENSURE_ERROR(ctx, !hpml_conv2d(x, 4, &d), HPML_ERR_UNSUPPORTED, "\"c\": on \"cuda\" algorithm and workspace");
+    d.workspace = 0, d.algorithm = HPML_CONV_DIRECT;
+    ENSURE_ERROR(ctx, !hpml_conv2d(x, 4, &d), HPML_ERR_UNSUPPORTED, "leave them 0");
+    hpml_ctx_free(ctx);
 }
 
 /* A piece of a batch begins at any address; what cuDNN or cuBLASLt cannot take there, ours do. */
