@@ -223,9 +223,9 @@ HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx); /* calls of allo
 HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx);       /* bytes now held */
 HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx); /* where its memory comes from; ctx NULL: all zero */
 
-/* Called while a large file is written (safetensors, parameters, checkpoints): each time that 64 MB more are on the disk,
-   with the bytes written. Cleared: nobody is called, and the file goes to the disk at its end only. Returns the one
-   before. */
+/* Called while safetensors, parameters or a checkpoint are written: each time that 64 MB more are on the disk, with the
+   bytes of the file so far. Cleared: the callback is off, and a file goes to the disk at its end only. Returns the
+   callback from before. */
 typedef struct hpml_progress {
     void (*fn)(void *user, uint64_t bytes);
     void  *user;
@@ -8510,6 +8510,23 @@ extern "C"
 int fsync(int fd); /* hidden by -std=c99 */
 #endif
 
+/* Large data. Who asks for progress hears of it when the disk has as much: the sync at the end is short then. */
+HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
+{
+    const size_t         piece = (size_t)64 << 20;
+    const hpml_progress *tell  = &w->ctx->progress;
+    for (size_t n; size > 0; data += n, size -= n) {
+        n = size < piece ? size : piece;
+        hpmli_write(w, data, n);
+        if (!tell->fn || w->size - w->synced < piece) continue;
+        w->synced = w->size;
+#if HPMLI_POSIX
+        if (!w->direct && (fflush(w->f) != 0 || fsync(w->fd) != 0)) w->lost = true;
+#endif
+        tell->fn(tell->user, w->size);
+    }
+}
+
 /* The file appears now, or an error says why not; with `keep` false nothing appears. */
 HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
@@ -9651,23 +9668,6 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpml_safetensor *t, int coun
                    wrong, strcmp(wrong, HPMLI_SAFE_META) == 0 ? "the format keeps that for itself" : "there are two");
     hpmli_free(ctx, sorted);
     return ctx->status == HPML_OK;
-}
-
-/* Large data. Who asks for progress hears of it when the disk has as much: the sync at the end is short then. */
-HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
-{
-    const size_t         piece = (size_t)64 << 20;
-    const hpml_progress *tell  = &w->ctx->progress;
-    for (size_t n; size > 0; data += n, size -= n) {
-        n = size < piece ? size : piece;
-        hpmli_write(w, data, n);
-        if (!tell->fn || w->size - w->synced < piece) continue;
-        w->synced = w->size;
-#if HPMLI_POSIX
-        if (!w->direct && (fflush(w->f) != 0 || fsync(w->fd) != 0)) w->lost = true;
-#endif
-        tell->fn(tell->user, w->size);
-    }
 }
 
 /* host NULL: the data are as they will stand in the file; else they are f32 on the device, and come through `host`,
