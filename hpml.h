@@ -244,9 +244,9 @@ HPML_API size_t      hpml_ctx_allocations(const hpml_ctx *ctx); /* calls of allo
 HPML_API size_t      hpml_ctx_bytes(const hpml_ctx *ctx);       /* bytes now held */
 HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx); /* where its memory comes from; ctx NULL: all zero */
 
-/* Called while a large file is written (safetensors, parameters, checkpoints): each time that 64 MB more are on the disk,
-   with the bytes written. Cleared: nobody is called, and the file goes to the disk at its end only. Returns the one
-   before. */
+/* Called while safetensors, parameters or a checkpoint are written: each time that 64 MB more are on the disk, with the
+   bytes of the file so far. Cleared: the callback is off, and a file goes to the disk at its end only. Returns the
+   callback from before. */
 typedef struct hpml_progress {
     void (*fn)(void *user, uint64_t bytes);
     void  *user;
@@ -10058,6 +10058,24 @@ HPMLI_FN void hpmli_write_start(hpmli_writer *w)
     if (!w->error && fseek(w->f, 0, SEEK_SET) != 0) w->error = errno;
 }
 
+/* Writes large data. A progress callback is called each time that 64 MB more are on the disk, so that the sync at the end
+   is short. */
+HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
+{
+    const size_t         piece    = (size_t)64 << 20;
+    const hpml_progress *progress = &w->ctx->progress;
+    for (size_t n; size > 0; data += n, size -= n) {
+        n = size < piece ? size : piece;
+        hpmli_write(w, data, n);
+        if (!progress->fn || w->size - w->synced < piece) continue;
+        w->synced = w->size;
+#if HPMLI_POSIX
+        if (!w->direct && !w->error && (fflush(w->f) != 0 || fsync(w->fd) != 0)) w->error = errno;
+#endif
+        progress->fn(progress->user, w->size);
+    }
+}
+
 /* The file appears now, or an error says why not; with `keep` false nothing appears. */
 HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
@@ -11647,23 +11665,6 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
         hpmli_write_entry(w, i > 0 || meta ? "," : "", &c->t[i], at);
     hpmli_write(w, "}", 1);
     while ((w->size - start) % 8 != 0) hpmli_write(w, " ", 1);
-}
-
-/* Large data. Who asks for progress hears of it when the disk has as much: the sync at the end is short then. */
-HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
-{
-    const size_t         piece = (size_t)64 << 20;
-    const hpml_progress *tell  = &w->ctx->progress;
-    for (size_t n; size > 0; data += n, size -= n) {
-        n = size < piece ? size : piece;
-        hpmli_write(w, data, n);
-        if (!tell->fn || w->size - w->synced < piece) continue;
-        w->synced = w->size;
-#if HPMLI_POSIX
-        if (!w->direct && !w->error && (fflush(w->f) != 0 || fsync(w->fd) != 0)) w->error = errno;
-#endif
-        tell->fn(tell->user, w->size);
-    }
 }
 
 /* host NULL: the data are as they will stand in the file; else they are f32 on the device, and come through `host`,

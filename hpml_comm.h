@@ -28,8 +28,8 @@
 // hpml_comm.h DOES NOT
 //     - need MPI: ranks are threads of one process unless you ask for mpiexec's
 //     - start processes, open sockets or choose a network: that is the launcher's and MPI's
-//     - hang: every wait has a deadline and ends in an error that names rank, peer, operation and step. Only MPI_Init and
-//       MPI_Finalize, which hpml_launch calls, wait as long as MPI likes
+//     - hang: every wait has a deadline and ends in an error that names rank, peer, operation and step (but MPI_Init
+//       and MPI_Finalize, which hpml_launch calls)
 //     - choose between sum and mean, or change a learning rate, without being told
 //
 // OPTIONS, defined before the include that has HPML_IMPLEMENTATION
@@ -53,7 +53,8 @@
 //     world   ranks as threads: inboxes, links, deadlock
 //     threads-transport   messages between threads
 //     mpi   messages between processes, by MPI
-//     mpi-words   who has failed, who has left; creating and closing
+//     mpi-words   words between ranks: who has failed, left, waits or works; waits of all ranks
+//     mpi-create   creating, splitting, closing over MPI; exit
 //     clock   messages in virtual time
 //     create   creating, splitting, freeing communicators; running a function on every rank
 //     moves   the algorithms, as moves; adding up elements
@@ -130,10 +131,10 @@ typedef struct hpml_comm_desc {
     uint32_t            _end;
 } hpml_comm_desc;
 
-/* Collective. NULL on failure, the error on the context: MPI not initialized, a launcher of another MPI, a rank that has
-   not called this within the deadline, ... It goes with its context. A rank whose context has an error tells the others;
-   all have then failed, cleared or not. With MPI, while this call lasts, no receive of yours from any rank with any tag
-   may be open on .mpi_comm, because the ranks find each other there with its highest tag. */
+/* Collective. NULL on failure, the error on the context: MPI not initialized, a launcher of another MPI, a rank that
+   has not called this within the deadline, ... It goes with its context. A rank whose context has an error tells the
+   others; all have then failed, cleared or not. With MPI, while this call lasts, no receive of yours from any rank with
+   any tag may be open on .mpi_comm, because the ranks find each other there with its highest tag. */
 HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc);
 /* Optional, collective: with MPI it waits, within the deadline, until all ranks have called it, or have freed their
    contexts. Free communicators, or their contexts, before MPI_Finalize: later it does no harm, but the other ranks have
@@ -193,7 +194,8 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 
 /* This rank is at work that may take longer than a deadline: it comes back, or calls this again, within `seconds`, and
    ranks that wait for it, or for one that waits for it, wait until then. Call it as often as the work advances (most
-   calls cost nothing), and with 0 at its end: a deadline begins. hpml_distribute_save gives the rank that writes a minute each time that bytes are on the disk. */
+   calls cost nothing), and with 0 at its end: a deadline begins. hpml_distribute_save gives the rank that writes a
+   minute each time that bytes are on the disk. */
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds);
 
 /* What this rank has sent since the last reset. Background work is included: reading waits until it is done. */
@@ -250,8 +252,8 @@ typedef struct hpml_transport {
     hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int dtype, int op); /* optional: native */
     size_t piece; /* AUTO sums large arrays in pieces of as many bytes, which stay in the caches; 0: whole */
     double alpha, beta; /* typical seconds a message, seconds a byte: what AUTO starts from */
-    /* optional: the rank that is at the end of those who wait for one another, beginning with m's peer, and until when it
-       is busy; -1: a test of m says that another rank has failed. NULL: m's peer */
+    /* optional: the rank at the end of a chain of ranks that wait for one another, which begins with m's peer, and
+       until when that rank is busy; -1: a test of m says that another rank has failed. NULL: m's peer */
     int  (*lost)(hpml_comm *c, const hpml_message *m, double *busy);
     void (*busy)(hpml_comm *c, double seconds); /* optional: see hpml_comm_busy */
 } hpml_transport;
@@ -1024,8 +1026,8 @@ HPMLC_FN double hpmlc_overdue(hpml_comm *c, hpml_message *m)
     if (lost < 0) return hpml_now();
     if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* it may be done earlier */
     if (lost != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", lost);
-    hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and in the "
-               "same operation? (.timeout sets the limit)", c->timeout, peer, chain, c->doing, c->round,
+    hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and in "
+               "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, c->doing, c->round,
                (long long)c->step);
     c->t->abandon(c, m);
     m->status = hpml_ctx_status(c->ctx);
@@ -1701,16 +1703,16 @@ HPMLC_FN bool hpmlc_beside(hpml_comm *c HPMLC_UNUSED, int peer HPMLC_UNUSED) { r
 // >>mpi   messages between processes, by MPI
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* No call of MPI is used that waits for another rank, but MPI_Init and MPI_Finalize: sends, receives, MPI_Iallreduce and
-   MPI_Comm_idup are begun, then tested, so that waiting is ours. (Local calls are the probe for words and what asks, sets
-   and frees; MPI_Comm_free, too, sends nothing in MPICH and Open MPI.) Messages travel in pieces of HPMLC_PIECE bytes,
-   two under way at a time: counts beyond 2^31 are no matter, and one piece is added while the next arrives. One lock
-   serves all communicators of a process, which lets a background thread work under MPI_THREAD_SERIALIZED.
+/* Of MPI's calls only MPI_Init and MPI_Finalize wait for another rank: sends, receives, MPI_Iallreduce and
+   MPI_Comm_idup are begun, then tested, so that waiting is ours. (The probe for words, and the calls that ask, set and
+   free are local; MPI_Comm_free sends nothing in MPICH and Open MPI either.) Messages travel in pieces of HPMLC_PIECE
+   bytes, two in flight at a time: counts beyond 2^31 are no matter, and one piece is added while the next arrives. One
+   lock serves all communicators of a process, which lets a background thread work under MPI_THREAD_SERIALIZED.
 
    Words are short messages from each rank to each: "I have failed, because ...", "I have left", "I wait for rank 3, and
-   have done so for half the deadline", "I am at work". They are looked for while a rank sleeps, so a wait for a rank that
-   has failed or left ends at once; the deadline ends those for a rank that was killed without a word, and who waits for
-   whom tells which one that is. */
+   have done so for half the deadline", "I am at work". A rank that waits polls for words, so a wait for a rank that has
+   failed or left ends at once; the deadline ends a wait for a rank that was killed without a word, and the chain of who
+   waits for whom names that rank. */
 
 #ifdef HPML_USE_MPI
 
@@ -1879,7 +1881,7 @@ HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>mpi-words   who has failed, who has left; creating and closing
+// >>mpi-words   words between ranks: who has failed, left, waits or works; waits of all ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
 HPMLC_FN bool hpmlc_mpi_over(void)
@@ -1889,7 +1891,8 @@ HPMLC_FN bool hpmlc_mpi_over(void)
     return over;
 }
 
-/* To all others, where `word` stays as it is until they have it. requests NULL: nobody asks when that is. x is locked. */
+/* Sends `word`, which must stay as it is until it has arrived, to all others. requests NULL: that is never tested,
+   because the word stays for ever. x is locked. */
 HPMLC_FN void hpmlc_mpi_send(hpmlc_shared *x, const void *word, int bytes, MPI_Request *requests)
 {
     for (int i = 0; i < x->size && !hpmlc_mpi_over(); i++) {
@@ -2128,6 +2131,10 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
     return status;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>mpi-create   creating, splitting, closing over MPI; exit
+// ---------------------------------------------------------------------------------------------------------------------
+
 /* A duplicate, asked for by all ranks. After an error its place is never freed, because MPI may still write there. */
 HPMLC_FN hpml_status hpmlc_mpi_duplicate(hpml_comm *c, MPI_Comm from, MPI_Comm *out)
 {
@@ -2199,8 +2206,8 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
     return all ? hpmlc_mpi_duplicate(c, c->mpi->native, &part->mpi->native) : HPML_OK;
 }
 
-/* The one mutable static of this header, because exit passes nothing to its handlers: the communicators that live in
-   this process, those made by hpml_comm_create. */
+/* The one mutable static of this header, because exit passes nothing to its handlers: what the communicators share that
+   hpml_comm_create has made and that live in this process. Its lock is held for moments. */
 static struct { bool locked, handled; pid_t process; hpmlc_shared *first; } hpmlc_mpi_living;
 
 /* Waits to hear from all others, too, that they have left or failed, so that nobody ends MPI under a message. Returns
@@ -2283,8 +2290,8 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     hpmlc_mpi_say(x, failed ? 'F' : 'L', failed ? hpml_ctx_error(c->ctx) : "");
     int absent = hpmlc_mpi_goodbye(x, failed ? 5 : c->timeout < 0 ? 60 : c->timeout);
     if (absent >= 0 && !failed)
-        hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d to free its communicator, step %lld; is that rank alive? "
-                   "(hpml_comm_busy says that it is at work)", c->timeout, absent, (long long)c->step);
+        hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d to free its communicator, step %lld; is that rank "
+                   "alive? (hpml_comm_busy says that it is at work)", c->timeout, absent, (long long)c->step);
     if (absent >= 0 && !failed) hpmlc_say_no(&c->farewell, HPML_ERR_TIMEOUT, "%s", hpml_ctx_error(c->ctx));
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
@@ -2328,7 +2335,8 @@ HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
     MPI_Comm_rank(given, &rank);
     MPI_Comm_size(given, &size);
     MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &most, &found);
-    const size_t  n = (size_t)size + 1 + HPMLC_BUSY, each = 2 * sizeof(double) + sizeof(MPI_Request) + sizeof(int32_t) + 1;
+    const size_t  n    = (size_t)size + 1 + HPMLC_BUSY;
+    const size_t  each = 2 * sizeof(double) + sizeof(MPI_Request) + sizeof(int32_t) + 1;
     hpmlc_shared *x = (hpmlc_shared *)calloc(1, sizeof *x + each * n);
     if (!x) return NULL;
     x->awaits = (double *)(void *)(x + 1);
@@ -3367,7 +3375,7 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element
                          int which)
 {
     static const char *const elements[] = { "f32", "bf16", "i32", "i64", "f64", "bytes" }; /* as hpml_element */
-    static const char *const ops[]      = { "", ", sum", ", mean", ", max" };              /* as hpml_reduce, behind none */
+    static const char *const ops[]      = { "", ", sum", ", mean", ", max" }; /* none, then as hpml_reduce */
     int tag;
     if (hpmlc_failed(c)) return -1;
     if (n < 0) return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s of %lld elements", name, (long long)n), -1;

@@ -19,11 +19,12 @@ static hpml_status sums(hpml_comm *c, void *user)
     return HPML_OK;
 }
 
-/* NATIVE on a part of a communicator: refused, unless all ranks are in it. What was refused fails all: the last check. */
+/* NATIVE on a part of a communicator is refused, unless all ranks are in it in their order. */
 static hpml_status native_parts(hpml_comm *c, void *user)
 {
     float               x = 1;
-    hpml_comm          *all = hpml_comm_split(c, 0, hpml_comm_rank(c)), *turned = hpml_comm_split(c, 0, -hpml_comm_rank(c));
+    hpml_comm          *all    = hpml_comm_split(c, 0, hpml_comm_rank(c));
+    hpml_comm          *turned = hpml_comm_split(c, 0, -hpml_comm_rank(c));
     hpml_allreduce_desc d;
     (void)user;
     memset(&d, 0, sizeof d);
@@ -34,7 +35,7 @@ static hpml_status native_parts(hpml_comm *c, void *user)
     return hpml_allreduce(turned, &x, 1, &d);
 }
 
-/* Parts take numbers by turns, beyond those there are; messages of one do not end up in the next. Too many are refused. */
+/* More parts, one after another, than there are numbers for; then more that live at the same time, which is refused. */
 static hpml_status many_parts(hpml_comm *c, void *user)
 {
     (void)user;

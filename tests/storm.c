@@ -1,9 +1,9 @@
-/* One random fault, drawn from a seed: a rank stops doing its part in the middle of some work, and every other rank must
-   end with an error that names it.
+/* One random fault, drawn from a seed: a rank stops doing its part in the middle of some work, and every other rank
+   must end with an error that names it.
        storm SEED FOLDER          ranks as threads
        storm_ranks SEED FOLDER    the same under mpiexec
-   Each survivor prints "good rank R: ..." or "BAD rank R: ...", the first line says what the fault is. Under mpiexec each
-   rank writes its process into FOLDER/pid.R, and an empty FOLDER/done.R when it has been judged. Run by storm.sh. */
+   Each survivor prints "good rank R: ..." or "BAD rank R: ...", the first line says what the fault is. Under mpiexec
+   each rank writes its process into FOLDER/pid.R, and FOLDER/done.R when it has been judged. Run by storm.sh. */
 #define _GNU_SOURCE /* setitimer */
 #include "../hpml_comm.h"
 #include <signal.h>

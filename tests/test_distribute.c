@@ -832,7 +832,7 @@ TEST(a_checkpoint_slower_than_the_deadline)
 {
     slow_disk   s      = { .deadline = 0.4 };
     hpml_status status = HPML_ERR_TIMEOUT;
-    for (int tries = 0; tries < 3 && status != HPML_OK; tries++, s.deadline *= 2) /* a busy machine, another late rank */
+    for (int tries = 0; tries < 3 && status != HPML_OK; tries++, s.deadline *= 2) /* on a busy machine */
         status = hpml_launch(&(hpml_launch_desc){ .ranks = 3, .timeout = s.deadline }, saves_slowly, &s, NULL, 0);
     remove("build/slow.safetensors");
     ENSURE(status == HPML_OK && s.bytes >= 64 << 20);
