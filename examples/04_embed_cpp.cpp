@@ -56,7 +56,7 @@ static bool one_bit()
     hpml_packing_decode(&packing, decoded.data(), wire.data(), 128);
     double error = 0;
     for (size_t i = 0; i < gradient.size(); i++) error += std::fabs(double(gradient[i]) - decoded[i] - residual[i]);
-    std::printf("1-bit: %zu bytes instead of %zu, decoded + residual - gradient = %g\n", wire.size(),
+    std::printf("1-bit: %zu bytes instead of %zu; decoded + residual - gradient: %g\n", wire.size(),
                 gradient.size() * 4, error);
     return error < 1e-2;
 }

@@ -81,6 +81,7 @@ static hpml_status launch(hpml_launch_desc l, bool threads, hpml_rank_fn *fn, vo
     int         status = HPML_OK, done = 0;
     MPI_Request all;
     if (!threads) l.transport = HPML_TRANSPORT_MPI;
+    l.alone = threads; /* the same job on threads, to compare with */
     if (!threads || me == 0) status = hpml_launch(&l, fn, job, text, room);
     MPI_Ibarrier(MPI_COMM_WORLD, &all);
     while (MPI_Test(&all, &done, MPI_STATUS_IGNORE), !done) usleep(1000); /* MPI's own waiting would take a core */
