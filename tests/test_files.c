@@ -725,5 +725,3 @@ TEST(csv_lines_are_not_lost)
     ENSURE(d && d->count == 2 && ((const float *)d->x)[1] == 3 && ((const int32_t *)d->y)[1] == 4);
     hpml_ctx_free(ctx);
 }
-
-TEST(zz_clean_up) { ENSURE(folder_removed()); }
