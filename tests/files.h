@@ -9,6 +9,13 @@
 
 static char folder[64];
 
+static void folder_remove(void)
+{
+    char command[100];
+    snprintf(command, sizeof command, "rm -rf %s", folder);
+    if (system(command) != 0) printf("%s stays\n", folder);
+}
+
 /* The path of a file, good until four more are asked for. */
 static const char *file(const char *name)
 {
@@ -16,7 +23,7 @@ static const char *file(const char *name)
     static int  turn;
     if (!folder[0]) { /* in memory where that can be: a busy disk takes minutes to sync as many files as tests make */
         strcpy(folder, access("/dev/shm", W_OK) == 0 ? "/dev/shm/hpml_XXXXXX" : "/tmp/hpml_XXXXXX");
-        if (!mkdtemp(folder)) exit(1);
+        if (!mkdtemp(folder) || atexit(folder_remove) != 0) exit(1);
     }
     turn = (turn + 1) % 4;
     snprintf(path[turn], sizeof path[turn], "%s/%s", folder, name);
@@ -37,11 +44,4 @@ static size_t files_like(const char *pattern)
     size_t n = glob(file(pattern), 0, NULL, &g) == 0 ? g.gl_pathc : 0;
     globfree(&g);
     return n;
-}
-
-static bool folder_removed(void)
-{
-    char command[100];
-    snprintf(command, sizeof command, "rm -rf %s", folder);
-    return folder[0] && system(command) == 0;
 }

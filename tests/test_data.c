@@ -757,5 +757,3 @@ TEST(files_do_not_mind_the_locale)
     setlocale(LC_NUMERIC, "C");
     hpml_ctx_free(ctx);
 }
-
-TEST(zz_clean_up) { ENSURE(folder_removed()); }
