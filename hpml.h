@@ -101,12 +101,14 @@
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     run   running a graph forward and backward
 //     trainer   the trainer: settings, creation, one step
-//     step   one step, one epoch, evaluation, prediction
+//     step   one step, and the names of what is not finite in it
+//     fit   passes over data, evaluation, prediction
 //     files   reading whole files, writing files that appear whole, JSON
 //     dataset   datasets, and their readers: IDX, CIFAR, CSV, text
 //     npy   numpy arrays and packed records
 //     loader   batches: shuffled, sharded, augmented, made ahead
-//     safetensors   safetensors files; parameters and whole trainings in them
+//     safetensors   safetensors files
+//     checkpoint   parameters and whole trainings in safetensors files
 //     trace   the timeline; where the time goes, and what a model is
 #ifndef HPML_H_INCLUDED
 #define HPML_H_INCLUDED
@@ -8380,7 +8382,7 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>step   one step, one epoch, evaluation, prediction
+// >>step   one step, and the names of what is not finite in it
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The first n numbers of t, whatever they are stored as, as f32 on the host. */
@@ -8679,6 +8681,10 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     info->skipped   = t->overflowed, info->seconds = hpml_now() - start;
     return HPML_OK;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>fit   passes over data, evaluation, prediction
+// ---------------------------------------------------------------------------------------------------------------------
 
 /* A loader over `data` that fits the trainer. */
 HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
@@ -9903,7 +9909,7 @@ HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
 HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>safetensors   safetensors files; parameters and whole trainings in them
+// >>safetensors   safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* u64 length of the header, the header in JSON, the data. Entry: "name": {"dtype": "F32", "shape": [2, 3],
@@ -10146,15 +10152,17 @@ HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count)
 {
-    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (count < 0 || meta_count < 0 || (count > 0 && !tensors) || (meta_count > 0 && !meta))
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors save: %d tensors at %s and %d pairs of metadata at %s: "
-                          "counts must be 0 or more, and what is counted not NULL", count,
-                          tensors ? "an array" : "NULL", meta_count, meta ? "an array" : "NULL");
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors save: %d tensors, %d pairs of metadata: expected 0 or "
+                          "more, in arrays that are not NULL", count, meta_count);
     return hpmli_safe_save(ctx, path, tensors, count, meta, meta_count, NULL);
 }
 
-/* Parameters, checkpoints: named arrays on the device become a file, and back. All are checked, then changed. */
+// ---------------------------------------------------------------------------------------------------------------------
+// >>checkpoint   parameters and whole trainings in safetensors files
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Named arrays on the device become a file, and back. All are checked, then changed. */
 
 typedef struct hpmli_arrays {
     hpml_safetensor *t;     /* (count) data: on the device, in f32; begins the block that holds the rest */
@@ -10220,9 +10228,8 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, co
     for (int i = 0; i < a.count && ctx->status == HPML_OK; i++) {
         const hpml_safetensor *t = &a.t[i];
         if (!hpml_safetensors_find(f, t->name, &e))
-            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; are the layers named as "
-                       "when the file was saved? (Tensors of other types than F32, BF16, F16, I32, U8, or with more "
-                       "than %d dimensions, are not read.)", path, t->name, HPML_MAX_DIMS);
+            hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; expected the same "
+                       "names, and at most %d dimensions", path, t->name, HPML_MAX_DIMS);
         else if (e.ndim != t->ndim || memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
             hpmli_fail(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, t->name,
                        hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, t->ndim, t->shape));
