@@ -104,7 +104,8 @@
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     run   running a graph forward and backward
 //     trainer   the trainer: settings, creation, one step
-//     step   one step, one epoch, evaluation, prediction
+//     step   one step, and the names of what is not finite in it
+//     fit   passes over data, evaluation, prediction
 //     files   reading files, writing files that appear whole
 //     json   UTF-8, decimal numbers, JSON
 //     dataset   datasets; images as data: IDX, CIFAR
@@ -9322,7 +9323,7 @@ HPMLI_FN hpml_status hpmli_trainer_feed(hpml_trainer *t, const void *x, const vo
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>step   one step, one epoch, evaluation, prediction
+// >>step   one step, and the names of what is not finite in it
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The host waits for what the step tells; where labels are given (what is ignored does not count) for hits, too. */
@@ -9616,6 +9617,10 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     info->skipped   = t->overflowed, info->seconds = hpml_now() - start;
     return HPML_OK;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>fit   passes over data, evaluation, prediction
+// ---------------------------------------------------------------------------------------------------------------------
 
 /* A loader over `data` that fits the trainer. */
 HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
@@ -11697,9 +11702,8 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
     hpmli_safe_content c = { tensors, meta, count, meta_count, NULL };
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (count < 0 || meta_count < 0 || (count > 0 && !tensors) || (meta_count > 0 && !meta))
-        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors save: %d tensors at %s and %d pairs of metadata at %s: "
-                          "counts must be 0 or more, and what is counted not NULL", count,
-                          tensors ? "an array" : "NULL", meta_count, meta ? "an array" : "NULL");
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors save: %d tensors, %d pairs of metadata: expected 0 or "
+                          "more, in arrays that are not NULL", count, meta_count);
     return hpmli_safe_save(ctx, path, &c, NULL);
 }
 
@@ -11808,9 +11812,8 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     int64_t                n = (int64_t)(t->bytes / sizeof(float));
     float                  least = i >= a->squares && i < a->after ? 0 : -FLT_MAX;
     if (!hpml_safetensors_find(f, t->name, &e))
-        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; are the layers named as "
-                           "when the file was saved? (Tensors of other types than F32, BF16, F16, I32, U8, or with more "
-                           "than %d dimensions, are not read.)", path, t->name, HPML_MAX_DIMS);
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; expected the same "
+                           "names, and at most %d dimensions", path, t->name, HPML_MAX_DIMS);
     if (e.ndim != t->ndim || memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
         return hpmli_false(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, t->name,
                            hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, t->ndim, t->shape));
