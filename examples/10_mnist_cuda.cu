@@ -3,7 +3,7 @@
    nvcc -O2 -arch=native examples/10_mnist_cuda.cu -lcublasLt -lcudnn -o mnist_cuda
    ./mnist_cuda [--precision f32|tf32|bf16|f16] [--cpu] [--data DIR] [--model M] [--epochs N] [--batch N] [--lr X]
                 [--seed N] [--json]
-   prints each pass, then accuracy and speed; --cpu trains the same model on the CPU, to compare. */
+   prints each pass, then accuracy and speed, and what ran where; --cpu trains the same model on the CPU, to compare. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_cuda.cuh"
 #include "mnist.h"
@@ -30,6 +30,7 @@ static hpml_tensor *record_model(const char *kind, hpml_tensor *x) /* (B, 1, 28,
 static int train(hpml_ctx *ctx, const options *o, const char *where)
 {
     hpml_dataset     *data = NULL, *test = NULL;
+    char              ran[1024];
     hpml_metrics      m = {};
     hpml_trainer_desc d = {};
     if (!load_data(ctx, o, &data, &test)) return 1;
@@ -51,6 +52,7 @@ static int train(hpml_ctx *ctx, const options *o, const char *where)
         printf("pass %lld: loss %.4f, accuracy %.2f %%, %.0f samples/s\n", (long long)e + 1, m.loss, 100 * m.accuracy,
                (double)(data->count * (e + 1)) / seconds);
     }
+    if (hpml_cuda_text(ctx, ran, sizeof ran) > 0) printf("%s\n", ran);
     if (o->save && hpml_checkpoint_save(t, o->save) != HPML_OK) return 1;
     if (o->json)
         printf("{\"test_accuracy\": %.4f, \"train_seconds\": %.3f, \"samples_per_second\": %.0f, \"parameters\": %lld, "

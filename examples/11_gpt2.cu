@@ -1,10 +1,11 @@
 /* What you learn: training a real language model, GPT-2 with 124 M parameters, on one GPU, and how near it comes to
    what the card can do. Difficulty 3 of 4.
    nvcc -O2 -arch=native examples/11_gpt2.cu -lcublasLt -lcudnn -o gpt2
-   ./gpt2 [--tokens FILE] [--weights model.safetensors]; --help lists all options
+   ./gpt2 [--tokens FILE] [--weights model.safetensors] [--profile]; --help lists all options
    --tokens: 16-bit tokens, bare or with llm.c's header; any other file is read as bytes (default: hpml.h).
    --weights: GPT-2's as published in safetensors; without, random ones. Prints loss, tokens/s and MFU: the part of the
-   card's peak that goes into the model's own arithmetic, 6 parameters + 12 layers width context for each token. */
+   card's peak that goes into the model's own arithmetic, 6 parameters + 12 layers width context for each token; at the
+   end what ran where, and, with --profile, the GPU's time for each layer. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_cuda.cuh"
 #include <math.h>
@@ -18,7 +19,7 @@ typedef struct options {
     const char *tokens, *weights, *save, *precision;
     int64_t     steps, batch, context, layers, width, heads, vocabulary;
     double      lr, peak;
-    int         json;
+    int         json, profile;
 } options;
 
 static int parse(options *o, int argc, char **argv)
@@ -36,6 +37,7 @@ static int parse(options *o, int argc, char **argv)
         { "--precision", OPTION_CHOICE, &o->precision, "f32|tf32|bf16|f16", "how the GPU computes (bf16)" },
         { "--peak", OPTION_REAL, &o->peak, "X", "TFLOP/s of the card (known for some)" },
         { "--save", OPTION_TEXT, &o->save, "FILE", "writes a checkpoint at the end" },
+        { "--profile", OPTION_FLAG, &o->profile, NULL, "GPU time by layer, of three more steps" },
         { "--json", OPTION_FLAG, &o->json, NULL, "a JSON object as last line" } };
     return options_read("Trains GPT-2 on one GPU.", table, sizeof table / sizeof *table, argc, argv);
 }
@@ -104,6 +106,22 @@ static int on_step(const hpml_step_info *i, void *user)
     return 0;
 }
 
+/* What ran where so far, and the GPU's time for each layer: of steps that run op by op, not as recorded passes. */
+static int report(hpml_ctx *ctx, const options *o, hpml_trainer *t, hpml_dataset *data)
+{
+    static char   text[65536];
+    hpml_fit_desc fit = {};
+    hpml_cuda_text(ctx, text, sizeof text);
+    printf("%s\n", text);
+    if (!o->profile) return 0;
+    hpml_profile_enable(hpml_trainer_graph(t), true);
+    fit.epochs = INT32_MAX, fit.max_steps = 3;
+    if (hpml_trainer_fit(t, data, &fit) != HPML_OK) return 1;
+    hpml_profile_text(hpml_trainer_graph(t), text, sizeof text);
+    printf("%s", text);
+    return 0;
+}
+
 static int train(hpml_ctx *ctx, options *o, const char *device)
 {
     hpml_dataset     *data = load_tokens(ctx, o->tokens, o->context);
@@ -131,6 +149,7 @@ static int train(hpml_ctx *ctx, options *o, const char *device)
     fit.epochs = INT32_MAX, fit.max_steps = o->steps, fit.on_step = on_step, fit.user = &m;
     if (hpml_trainer_fit(t, data, &fit) != HPML_OK || (o->save && hpml_checkpoint_save(t, o->save) != HPML_OK))
         return 1;
+    if (report(ctx, o, t, data) != 0) return 1;
     if (o->json)
         printf("{\"loss\": %.5f, \"tokens_per_second\": %.0f, \"mfu\": %.4f, \"parameters\": %lld, "
                "\"precision\": \"%s\", \"device\": \"%s\"}\n",

@@ -63,7 +63,7 @@ static hpml_status train(hpml_comm *comm, void *user)
     hpml_trainer_desc    d    = {};
     hpml_distribute_desc how  = {};
     hpml_metrics         m    = {};
-    char                 line[512];
+    char                 line[1024];
     if (hpml_nccl_attach(comm, NULL) != HPML_OK) return hpml_ctx_status(ctx); /* without it: through host memory */
     d.input         = hpml_input_4d(ctx, o->batch, 1, DIGITS_SIDE, DIGITS_SIDE);
     d.output        = model(d.input);
@@ -85,6 +85,8 @@ static hpml_status train(hpml_comm *comm, void *user)
     o->accuracy = m.accuracy, o->rate = (double)(24000 * timed) / seconds;
     hpml_distribute_text(dist, line, sizeof line);
     printf("%2d GPUs: accuracy %.2f %%, %.0f samples/s\n    %s\n", p, 100 * o->accuracy, o->rate, line);
+    hpml_cuda_text(ctx, line, sizeof line);
+    printf("    rank 0: %s\n", line);
     return hpml_ctx_status(ctx);
 }
 

@@ -11,8 +11,8 @@
 #include <unistd.h>
 
 typedef struct options {
-    const char *data, *model, *precision, *codec, *allreduce, *transport, *network, *save, *load, *out;
-    int64_t     samples, batch, epochs, stop, workers, threads, seed, table;
+    const char *data, *model, *layout, *precision, *codec, *allreduce, *transport, *network, *save, *load, *out;
+    int64_t     samples, batch, epochs, stop, workers, threads, seed, table, workspace;
     double      lr;
     int         json, exact, compare;
 } options;
@@ -32,6 +32,8 @@ static int parse(options *o, const option *extra, int extra_count, int argc, cha
 {
     const option common[] = {
         { "--model", OPTION_CHOICE, &o->model, "linear|mlp|cnn", "what to train (cnn)" },
+        { "--layout", OPTION_CHOICE, &o->layout, "nchw|nhwc", "how the cnn keeps images (nchw)" },
+        { "--workspace", OPTION_COUNT, &o->workspace, "KB", "memory of a convolution beyond x and y (no limit)" },
         { "--data", OPTION_TEXT, &o->data, "DIR", "MNIST's IDX files, gzipped or not (drawn digits)" },
         { "--samples", OPTION_COUNT, &o->samples, "N", "digits to draw (12000)" },
         { "--epochs", OPTION_COUNT, &o->epochs, "N", "passes over the data (files 6, drawn 3)" },
@@ -68,6 +70,13 @@ static int parse(options *o, const option *extra, int extra_count, int argc, cha
     if (o->workers >= 1 && o->batch >= o->workers && o->samples >= 1) return 0;
     return fprintf(stderr, "--workers %lld, --batch %lld: a worker needs a sample of each batch\n",
                    (long long)o->workers, (long long)o->batch), 2;
+}
+
+static inline hpml_codec_kind codec_kind(const char *name)
+{
+    int k = HPML_CODEC_TWOBIT;
+    while (k > 0 && strcmp(hpml_codec_get((hpml_codec_kind)k)->name, name) != 0) k--;
+    return (hpml_codec_kind)k;
 }
 
 /* The IDX pair `name` of a folder, plain or gzipped; NULL when it is not there. */

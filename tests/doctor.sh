@@ -26,7 +26,19 @@ else row mpi none "workers are threads of one process"; fi
 sh tests/probe.sh "$tmp/nvcc.found"
 if have "$nvcc"; then
     cuda=$(dirname "$(dirname "$(readlink -f "$(command -v "$nvcc")")")")
-    row nvcc "$($nvcc --version | grep release | sed 's/.*release/release/')" "ninja cuda builds GPU examples"
+    release=$($nvcc --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
+    printf '#include <cmath>\n__global__ void k(float *x) { *x = sinf(*x); }\n' >"$tmp/two.cu"
+    if $nvcc ${NVCC_CCBIN:+-ccbin="$NVCC_CCBIN"} -c "$tmp/two.cu" -o "$tmp/two.o" >"$tmp/err" 2>&1
+    then row nvcc "release $release compiles a kernel" "ninja cuda builds GPU examples"
+    else
+        row nvcc "release $release" "does not compile a kernel:"
+        if grep -q 'exception specification' "$tmp/err"
+        then cure "$(ldd --version | head -n 1) is too new for CUDA $release, whose headers declare cospi and others \
+differently: a newer CUDA, or a container with an older glibc. $(grep -m 1 'exception spec' "$tmp/err")"
+        elif grep -q 'unsupported.*version' "$tmp/err"
+        then cure "the host compiler is too new for CUDA $release: set NVCC_CCBIN=g++-13, or the newest it knows"
+        else cure "$(grep -m 1 -i error "$tmp/err" || head -n 1 "$tmp/err")"; fi
+    fi
     for name in cublas cudnn; do
         lack=HPML_CUDA_NO_$(echo $name | tr a-z A-Z)
         grep -q "$lack" "$tmp/nvcc.found" && row $name none "hpml's own kernels instead" || row $name header ok

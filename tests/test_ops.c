@@ -516,7 +516,9 @@ TEST(embedding_gradient_and_range)
     ENSURE(hpml_graph_alloc(g) == HPML_OK);
     hpml_tensor_set(x, token, 10);
     fill(t, 4);
-    ENSURE(hpml_check_grad(g, 1e-2f, 36) < 1e-2);
+    ENSURE(hpml_check_grad(g, 1e-2f, 36) < 1e-2 && hpml_check_grad(g, 0, 36) == hpml_check_grad(g, 1e-2f, 36));
+    ENSURE_ERROR(ctx, hpml_check_grad(g, -1, 36) < 0, HPML_ERR_ARGUMENT, "eps -1");
+    ENSURE_ERROR(ctx, hpml_check_grad(g, 0, 0) < 0, HPML_ERR_ARGUMENT, "0 samples");
     token[7] = 9;
     hpml_tensor_set(x, token, 10);
     ENSURE(hpml_graph_forward(g, true, 0) == HPML_ERR_LABEL && strstr(hpml_ctx_error(ctx), "token 7 is 9"));
