@@ -1,4 +1,4 @@
-/* A training whose gradients overflow f16 under the loss scale that it starts with, which finds its place; it learns. */
+/* A training whose gradients overflow f16 under the first loss scale, which finds its place; the training learns. */
 #ifndef HPML_STEEP_H
 #define HPML_STEEP_H
 

@@ -154,7 +154,8 @@ static int64_t gradients(const op_case *c, hpml_dtype kept, int64_t batch, float
    gradients. Their errors have either sign and do not depend on each other, so that their squares add up: sqrt(17) u at
    most, 4 u of a gradient's norm, where no op makes a relative error larger. A logarithm under tanh does, by half:
    log_softmax has 6 u. The limit is 8 u. The loss, a mean of many errors of either sign, is off by less than u. In f16
-   gradients need a scale, as those of many samples are below the smallest number. 3 samples are one block, 600 several. */
+   gradients need a scale, as those of many samples are below the smallest number. 3 samples are one block, 600 are
+   several. */
 TEST(every_op_in_halves)
 {
     static const double u[] = { 0, 1.0 / 256, 1.0 / 2048 };
