@@ -303,8 +303,8 @@ static double ring_on_threads(int ranks, hpml_network net, int64_t bytes)
     return ratio;
 }
 
-/* Rings in which some messages cross nodes and others do not, because a rank that sends goes on at once: where it waited
-   for its receiver, the latencies of all nodes would add up. */
+/* Rings in which some messages cross nodes and others do not. A rank that sends goes on at once; if it waited for its
+   receiver, the latencies of all nodes would add up. */
 TEST(threads_behind_links_take_the_time_forecast)
 {
     hpml_network late = flat(20e-3, 0);
