@@ -10063,8 +10063,8 @@ HPMLI_FN void hpmli_write_start(hpmli_writer *w)
     if (!w->error && fseek(w->f, 0, SEEK_SET) != 0) w->error = errno;
 }
 
-/* Writes large data. A progress callback is called each time that 64 MB more are on the disk, so that the sync at the end
-   is short. */
+/* Writes large data. A progress callback is called each time that 64 MB more are on the disk, so that the sync at the
+   end is short. */
 HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
 {
     const size_t         piece    = (size_t)64 << 20;

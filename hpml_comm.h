@@ -70,7 +70,8 @@
 //     carried   checkpoints of the whole job; the largest batch that does not hurt
 //     mix   averaging with neighbours
 //     timeline   one timeline for all ranks
-//     simulate   moves in virtual time, by a queue or, for rings and all to all, without
+//     simulate   moves in virtual time, by a queue of ranks
+//     simulate-fast   rings and all to all in virtual time without a queue
 //     simulate-step   a step of training in virtual time
 #ifndef HPML_COMM_H_INCLUDED
 #define HPML_COMM_H_INCLUDED
@@ -406,8 +407,8 @@ HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background
    not depend on the order; packed tensors go last. Gives the job with the last tensor, NULL before, or on an error. The
    deadline names a tensor that makes all wait, and its rank. */
 HPML_API hpml_job   *hpml_exchange_ready(hpml_exchange *x, int tensor);
-/* Bytes that this rank sends in one run: by messages exactly (AUTO: as hpml_comm_choose chooses now), by NATIVE or a link
-   as a ring would; what ranks ask one another for hpml_exchange_ready is not in it. */
+/* Bytes that this rank sends in one run: by messages exactly (AUTO: as hpml_comm_choose chooses now), by NATIVE or a
+   link as a ring would; what ranks ask one another for hpml_exchange_ready is not in it. */
 HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x);
 /* Residuals: tensor by tensor, (leaves, rows, cols) of this rank, and its stripe. NULL when the codec keeps none. */
 HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count);
@@ -961,9 +962,9 @@ HPMLC_FN void hpmlc_pause(bool yield)
 #define HPMLC_COSTLY 100e-6 /* seconds: a yield that takes longer has given the core to another program */
 #define HPMLC_EARLY  60e-6  /* seconds before a message arrives at which a sleep ends, because the system wakes late */
 
-/* One turn of a wait for m on this core: keeps it, then offers it to others. False: sleep instead, because there have been
-   enough turns, or the message is on its way and known to take longer, or yielding has cost a program's time slice; then
-   it is not tried again for a hundred times as long. */
+/* One turn of a wait for m on this core: keeps it, then offers it to others. False: sleep instead, because there have
+   been enough turns, or the message is on its way and known to take longer, or yielding has cost a program's time
+   slice; then it is not tried again for a hundred times as long. */
 HPMLC_FN bool hpmlc_linger(hpml_comm *c, const hpml_message *m, int turn)
 {
     const int spin = hpmlc_spin(c);
@@ -991,7 +992,8 @@ HPMLC_FN int  hpmlc_cores(int ranks);
 /* A sender learns from the receiver's thread that its message is done. */
 HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
 
-/* Of the receives of m's rank and tag that are under way, the oldest (furthest on in the list) gets the next message. */
+/* Of the receives of m's rank and tag that are under way, the oldest (furthest on in the list) gets the next message.
+   */
 HPMLC_FN const hpml_message *hpmlc_next(const hpml_message *m)
 {
     const hpml_message *next = m;
@@ -2590,8 +2592,8 @@ HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
     else if (__atomic_load_n(&c->room->world->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_give_up(c, m);
 }
 
-/* Until m's message arrives (an older receive of the same rank and tag gets the next one), or until something is sent to
-   this rank; never until another receive's arrival, because m may be over before. */
+/* Until m's message arrives (an older receive of the same rank and tag gets the next one), or until something is sent
+   to this rank; never until another receive's arrival, because m may be over before. */
 HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
 {
     hpmlc_inbox *in      = &c->room->inbox[c->rank];
@@ -6226,7 +6228,7 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>simulate   moves in virtual time, by a queue or, for rings and all to all, without
+// >>simulate   moves in virtual time, by a queue of ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Every rank has a clock. Ranks that want to send wait in a queue by (clock, rank), as threads do in >>clock, so
@@ -6356,10 +6358,10 @@ HPMLC_FN bool hpmlc_sim_before(hpmlc_sim_event a, hpmlc_sim_event b)
     return a.time < b.time || (a.time <= b.time && a.rank < b.rank);
 }
 
-/* The queue is made of runs: lists of ranks in the order of their turns. A rank goes behind the latest of the runs' ends
-   that is before it, else it begins a run; so the ends stay sorted, and a run that gets empty is the one that ends
-   earliest, the last. Ranks that do the same at the same time need few runs, whose ends stay in the cache; a heap of all
-   ranks misses it at every step. */
+/* The queue is made of runs: lists of ranks in the order of their turns. A rank goes behind the latest of the runs'
+   ends that is before it, else it begins a run; so the ends stay sorted, and a run that gets empty is the one that
+   ends earliest, the last. Ranks that do the same at the same time need few runs, whose ends stay in the cache; a heap
+   of all ranks misses it at every step. */
 HPMLC_FN void hpmlc_sim_push(hpmlc_sim *s, int rank)
 {
     hpmlc_sim_event e;
@@ -6502,6 +6504,10 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
         hpmlc_sim_go_on(s, r, true);
     }
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>simulate-fast   rings and all to all in virtual time without a queue
+// ---------------------------------------------------------------------------------------------------------------------
 
 /* How many ranks stand for all of them in a ring: 1, those of a node, or p. Blocks must be equal, or so many that the
    longest may stand for all (the time is an upper bound then). free_at: (p) when the link from i to i + 1 is free. */

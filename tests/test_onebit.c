@@ -297,9 +297,9 @@ TEST(it_learns_what_f32_learns)
     ENSURE(one->report.bytes <= one->report.plain_bytes / 27);
 }
 
-/* The whole method once more, in plain C and double precision, from the papers alone: four workers, an MLP, 1 bit with a
-   residual at each worker and one at the owner of each row, momentum, and a step that applies the gradients of the step
-   before. */
+/* The whole method once more, in plain C and double precision, from the papers alone: four workers, an MLP, 1 bit with
+   a residual at each worker and one at the owner of each row, momentum, and a step that applies the gradients of the
+   step before. */
 enum { WORKERS = 4, PART = BATCH / WORKERS, WIDE = HIDDEN * 784, NARROW = 10 * HIDDEN };
 enum { W1 = 0, B1 = WIDE, W2 = B1 + HIDDEN, B2 = W2 + NARROW, WEIGHTS = B2 + 10 };
 
@@ -419,8 +419,9 @@ static hpml_status both_ways(hpml_comm *c, void *user)
     return hpml_ctx_status(ctx);
 }
 
-/* g, with momentum: 1 bit, a step's delay and momentum 0.9 at rate 0.05 lose 2 to 5 points of accuracy whoever implements
-   them, so accuracy is no check. The weights of the first steps are, until roundings flip bits, and the mean loss. */
+/* g, with momentum: 1 bit, a step's delay and momentum 0.9 at rate 0.05 lose 2 to 5 points of accuracy whoever
+   implements them, so accuracy is no check. The weights of the first steps are, until roundings flip bits, and the
+   mean loss. */
 TEST(double_buffering_is_the_method)
 {
     twice            both = { { 0, 0 }, 1 };

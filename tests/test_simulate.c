@@ -479,8 +479,8 @@ TEST(thousands_of_ranks)
     ENSURE(seconds(HPML_HALVING, 65536, flat(1e-5, 1e9), 1 << 20) > 0);
 }
 
-/* What AUTO needs to know of 32,768 ranks, and four exchanges of them: nothing takes the square of the ranks. Measured in
-   seconds of a core: some 0.8, which a busy machine may double. */
+/* What AUTO needs to know of 32,768 ranks, and four exchanges of them: nothing takes the square of the ranks. Measured
+   in seconds of a core: some 0.8, which a busy machine may double. */
 TEST(a_model_on_tens_of_thousands_of_ranks)
 {
     hpml_simulate_desc d = { 0 };
