@@ -6082,8 +6082,8 @@ HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr 
     a->conv.algorithm = HPML_CONV_DIRECT;
     if (fits && d->algorithm != HPML_CONV_IM2COL) return true;
     if (d->algorithm == HPML_CONV_DIRECT || row > most)
-        return hpmli_false(x->ctx, HPML_ERR_MEMORY, "conv2d \"%s\": workspace of %zu bytes; direct needs %zu, im2col "
-                           "at least %zu", d->name ? d->name : "", d->workspace, *bytes, row);
+        return hpmli_false(x->ctx, HPML_ERR_ARGUMENT, "conv2d \"%s\": workspace of %zu bytes; direct needs %zu, im2col "
+                           "at least %zu: raise it", d->name ? d->name : "", d->workspace, *bytes, row);
     if (d->workspace == 0) most = (size_t)4 << 20; /* what caches hold */
     a->conv.algorithm = HPML_CONV_IM2COL;
     a->conv.rows      = (int32_t)hpmli_max(hpmli_min((int64_t)(most / row), c.OH), 1);
