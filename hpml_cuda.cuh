@@ -25,7 +25,8 @@
 //
 // hpml_cuda.cuh DOES NOT
 //     - need more than the CUDA runtime: with HPML_CUDA_NO_CUBLAS and HPML_CUDA_NO_CUDNN its own kernels do everything
-//     - take GPU memory behind your back: one arena for each graph, taken when the graph takes its memory
+//     - take GPU memory behind your back: one arena for each graph, taken when the graph takes its memory, and a
+//       workspace for the libraries (hpml_cuda_desc.workspace)
 //     - use cuDNN's attention: its own runs on tensor cores in halves and adds in a fixed order
 //     - spread over several GPUs by itself: a context is one GPU; ranks do the rest (hpml_comm.h)
 //
@@ -101,7 +102,8 @@ typedef struct hpml_cuda_desc {
     hpml_cuda_precision precision;
     bool                no_record;    /* launch every kernel by itself, no CUDA graphs: for debuggers and profilers */
     bool                own_kernels;  /* this header's kernels even where cuBLASLt or cuDNN could do it */
-    size_t              workspace;    /* bytes for cuBLASLt and cuDNN; 0: 64 MiB */
+    size_t              workspace;    /* bytes for cuBLASLt and cuDNN; 0: 64 MiB, which grow while a graph first runs,
+                                         where cuDNN's best algorithm asks for more, to 1/16 of the card at most */
     uint32_t            _end;
 } hpml_cuda_desc;
 
@@ -120,6 +122,18 @@ HPML_API int         hpml_cuda_device_count(void); /* 0: no device, or no driver
 HPML_API hpml_status hpml_cuda_device_info(int device, hpml_cuda_info *out);
 
 HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx); /* the cudaStream_t that ops run on; NULL: not a CUDA context */
+
+/* One line that says what has run where since the context was made, to judge a speed by:
+   - matrix products by cuBLASLt, with the epilogues that they took along (bias, relu, gelu, gelu', bias sums), the
+     numbers of the algorithms, and the epilogues that cuBLASLt refused, so that another kernel follows; products by
+     this header's own kernels, and how many of these cuBLASLt had refused;
+   - the same for convolutions and cuDNN, with the algorithms of each pass;
+   - the workspace, and the largest that an algorithm asks for;
+   - passes that ran op by op, were recorded, replayed (what they repeat is counted each time), and given up because
+     recording failed, so that they run op by op; a pass under a profile or a trace is not counted;
+   - how often the host has waited for the device.
+   Returns the length of the text as snprintf does; 0 and "" for a context that is not on a GPU. */
+HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-nccl   ranks on several GPUs
@@ -230,6 +244,7 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
    elements at a time, 16 or 32 bytes. Sums are taken in an order that depends on the shape alone: no float atomics. */
 
 #include <math.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -426,13 +441,23 @@ HPMLG_DEVICE float hpmlg_group(float v, float *space, int tx, bool maximum)
 // >>gpu-device   the device: errors, launches, memory
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Kernels cannot fail, but data can be wrong: a token or a label out of range. The first kernel that meets one leaves a
-   note in host memory, which is read, and becomes the context's error, when the host waits for the device anyway. */
+/* Kernels cannot fail, but data can be wrong: a token or a label out of range, a gradient that is NaN. The first kernel
+   that meets one leaves a note in host memory, which is read, and becomes the context's error, when the host waits for
+   the device anyway. */
 typedef struct hpmlg_note {
     long long        index;
     int              value;
-    const hpml_node *node;  /* NULL: all is well */
+    int              nonfinite; /* not 0: hpmlg_device.worst names a step and a parameter */
+    const hpml_node *node;      /* whose index and value these are; NULL: no op's */
 } hpmlg_note;
+
+/* Where products and convolutions have run, [0] by a library, [1] by own kernels, and how often the library had refused
+   those; epilogues, [0] that cuBLASLt's products took along, [1] that it refused. */
+enum hpmlg_epilogue { HPMLG_BIAS, HPMLG_RELU, HPMLG_GELU, HPMLG_GELU_BACK, HPMLG_SUMS, HPMLG_EPILOGUES };
+typedef struct hpmlg_ran {
+    long long products[2], convolutions[2], products_refused, convolutions_refused, fused;
+    long long epilogues[2][HPMLG_EPILOGUES];
+} hpmlg_ran;
 
 /* What changes from step to step while a recorded pass stays the same; kernels read it on the device. */
 typedef struct hpmlg_now {
@@ -461,7 +486,9 @@ typedef struct hpmlg_left { /* what one op leaves for others to know, replayed o
 typedef struct hpmlg_pass {
     hpml_pass       key;
     hpmlg_left      left;
+    hpmlg_ran       ran;   /* by one replay */
     bool            tried; /* op by op, without an error: what its ops bring up is there */
+    bool            given_up; /* recording it has failed: it stays op by op */
     cudaGraphExec_t exec;  /* NULL: not recorded yet */
     uint64_t        used;  /* when last */
 } hpmlg_pass;
@@ -502,6 +529,7 @@ typedef struct hpmlg_device {
     hpmlg_note    *note;
     void          *result;         /* HPMLG_RESULT bytes: small downloads land there */
     int           *note_taken;     /* on the device */
+    unsigned long long *worst;     /* on the device: what an update has found that is not finite, see hpmlg_worst_of */
     hpmlg_now     *now, now_host;  /* on the device; what stands there */
     bool           now_known;
     hpmlg_pass     passes[HPMLG_PASSES];
@@ -516,7 +544,13 @@ typedef struct hpmlg_device {
     double         look_time;
     uint64_t       clock;
     hpmlg_weights *weights;
-    void          *workspace;      /* d.workspace bytes */
+    void          *workspace;      /* workspace_bytes, d.workspace at least */
+    size_t         workspace_bytes, workspace_most; /* most: what it may grow to */
+    size_t         workspace_asked;  /* by algorithms in use, the largest */
+    hpmlg_ran      ran, ran_before;  /* before: when the recording that goes on began */
+    hpmlg_left     left_before;      /* the same */
+    long long      passes_ran[4];    /* op by op, recorded, replayed, given up */
+    long long      waits;            /* of the host for the device */
     void          *scratch;        /* HPMLG_SCRATCH bytes for partial sums */
     void          *updates;        /* the table of an optimizer's step */
     size_t         updates_room;   /* its bytes */
@@ -646,6 +680,7 @@ HPMLG_FN void hpmlg_free(void *device, void *p, size_t)
     if (!b) return;
     *at = b->next;
     cudaStreamSynchronize(d->stream);
+    d->waits++;
     cudaFree(b->p);
     hpml_ctx_release(d->ctx, b);
 }
@@ -699,6 +734,7 @@ HPMLG_FN hpml_status hpmlg_upload(hpmlg_device *d, void *dst, const void *host, 
         e       = cudaEventRecord(d->slots[d->slot].free, d->stream);
         d->slot = (d->slot + 1) % HPMLG_SLOTS, d->slot_used = 0;
         HPMLG_TRY(e, cudaEventSynchronize(d->slots[d->slot].free));
+        d->waits++;
         if (e != cudaSuccess) return hpmlg_check(d, e, "waiting for uploads");
     }
     hpmlg_slot *s  = &d->slots[d->slot];
@@ -767,6 +803,7 @@ HPMLG_FN void hpmlg_looks_tell(hpmlg_device *d)
         before = hpml_now();
         cudaEventRecord(d->look_zero, d->stream);
         cudaEventSynchronize(d->look_zero);
+        d->waits++;
         after = hpml_now();
     }
     d->look_time = (before + after) / 2;
@@ -794,16 +831,41 @@ HPMLG_FN void hpmlg_look_at(void *device, const char *name, double *seconds)
     hpmlg_look_mark(d, d->stream, name, seconds, HPML_LANE_GPU);
 }
 
+/* What an update has found that is not finite, in one number to take the largest of: the earliest step first, then the
+   parameter whose gradient the backward pass came to first, and a gradient before a parameter. */
+HPMLG_DEVICE unsigned long long hpmlg_worst_of(uint64_t step, int param, bool gradient)
+{
+    return (unsigned long long)(0xffffffffu - (unsigned)step) << 32 | (unsigned)(2 * (param + 1) + (gradient ? 1 : 0));
+}
+
+/* As an error. */
+HPMLG_FN hpml_status hpmlg_nonfinite(hpmlg_device *d)
+{
+    unsigned long long worst = 0;
+    cudaError_t        e = cudaMemcpyAsync(&worst, d->worst, sizeof worst, cudaMemcpyDeviceToHost, d->stream);
+    HPMLG_TRY(e, cudaMemsetAsync(d->worst, 0, sizeof *d->worst, d->stream));
+    HPMLG_TRY(e, cudaStreamSynchronize(d->stream));
+    if (e != cudaSuccess) return hpmlg_check(d, e, "what an update has found");
+    const hpml_tensor *p = hpml_param_at(d->ctx, (int)(worst & 0xffffffffu) / 2 - 1);
+    return hpml_ctx_fail(d->ctx, HPML_ERR_NONFINITE, "step %llu: the first NaN or infinity is in %s \"%s\"; look at "
+                         "the data, lower the learning rate or set clip_norm. The rest of this step is in the "
+                         "parameters: go on from a checkpoint", 0xffffffffu - (worst >> 32),
+                         worst & 1 ? "the gradient of" : "parameter", p ? p->name : "?");
+}
+
 /* All work is done on return; what kernels have noted becomes an error. */
 HPMLG_FN hpml_status hpmlg_sync(void *device)
 {
     hpmlg_device *d = hpmlg_current(device);
     hpmlg_note    n;
     hpml_status status = hpmlg_check(d, cudaStreamSynchronize(d->stream), "waiting for the device");
+    d->waits++;
     if (status == HPML_OK && d->look_count > 0) hpmlg_looks_tell(d);
-    if (status != HPML_OK || !d->note->node) return status;
+    if (status != HPML_OK || !(d->note->node || d->note->nonfinite)) return status;
     n = *d->note;
     memset(d->note, 0, sizeof *d->note);
+    if (n.nonfinite) status = hpmlg_nonfinite(d);
+    if (!n.node) return status;
     cudaMemsetAsync(d->note_taken, 0, sizeof *d->note_taken, d->stream);
     if (n.node->op == HPML_OP_EMBEDDING)
         return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
@@ -840,7 +902,9 @@ HPMLG_DEVICE void hpmlg_complain(hpmlg_note *note, int *taken, long long index, 
 
 /* A step launches hundreds of small kernels, always the same ones on the same memory. The second time a pass comes by
    it is recorded as a CUDA graph, and from then on it is one launch. The first time goes op by op: libraries take their
-   memory then. What changes from step to step, the number of the step that keys random masks, is read from memory. */
+   memory then. What changes from step to step, the number of the step that keys random masks, is read from memory. A
+   pass that cannot be recorded, whatever the reason, has not run: its ops run by themselves, then and later; an error
+   that is theirs shows again. */
 
 HPMLG_FN void hpmlg_now_set(hpmlg_device *d, const hpml_run *run)
 {
@@ -869,29 +933,65 @@ template <class P, class K, int N> HPMLG_FN P *hpmlg_kept(hpmlg_device *d, P (&a
 HPMLG_FN void hpmlg_drop(hpmlg_pass *p)
 {
     if (p->exec) cudaGraphExecDestroy(p->exec);
+    p->exec = NULL;
 }
 
 HPMLG_FN void hpmlg_weight_refresh(hpmlg_device *d, hpmlg_weights *w);
 
+enum hpmlg_way { HPMLG_OP_BY_OP, HPMLG_RECORDED, HPMLG_REPLAYED, HPMLG_GIVEN_UP };
+
+/* to += from - less, number by number; less NULL: nothing. */
+HPMLG_FN void hpmlg_ran_add(hpmlg_ran *to, const hpmlg_ran *from, const hpmlg_ran *less)
+{
+    long long       *t = (long long *)(void *)to;
+    const long long *f = (const long long *)(const void *)from, *l = (const long long *)(const void *)less;
+    for (size_t i = 0; i < sizeof *to / sizeof *t; i++) t[i] += f[i] - (l ? l[i] : 0);
+}
+
+HPMLG_FN hpml_status hpmlg_replay(hpmlg_device *d, hpmlg_pass *p)
+{
+    d->left = p->left, d->passing = false;
+    d->passes_ran[HPMLG_REPLAYED]++;
+    hpmlg_ran_add(&d->ran, &p->ran, NULL);
+    return hpmlg_check(d, cudaGraphLaunch(p->exec, d->stream), "launching a pass");
+}
+
 HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *key, bool *done)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
-    hpml_status   status;
     hpmlg_now_set(d, run);
     for (hpmlg_weights *w = d->weights; w; w = w->next) hpmlg_weight_refresh(d, w);
     d->passing = !key->backward;
-    if (!hpmlg_well(d) || d->d.no_record) return hpml_ctx_status(d->ctx);
-    hpmlg_pass *p = hpmlg_kept(d, d->passes, *key);
-    *done = p->exec != NULL;
-    if (*done) d->left = p->left, d->passing = false;
-    if (*done) return hpmlg_check(d, cudaGraphLaunch(p->exec, d->stream), "launching a pass");
-    if (!p->tried) return d->trying = p, HPML_OK;
-    status = hpmlg_check(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal), "recording a pass");
-    if (status == HPML_OK) d->recording = p;
-    return status;
+    if (!hpmlg_well(d)) return hpml_ctx_status(d->ctx);
+    hpmlg_pass *p = d->d.no_record ? NULL : hpmlg_kept(d, d->passes, *key);
+    *done = p && p->exec;
+    if (*done) return hpmlg_replay(d, p);
+    if (p && p->tried && !p->given_up) {
+        d->ran_before = d->ran, d->left_before = d->left;
+        p->given_up = cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal) != cudaSuccess;
+        cudaGetLastError();
+        d->passes_ran[HPMLG_GIVEN_UP] += p->given_up;
+        if (!p->given_up) return d->recording = p, HPML_OK;
+    }
+    d->trying = p;
+    d->passes_ran[HPMLG_OP_BY_OP]++;
+    return HPML_OK;
 }
 
-HPMLG_FN hpml_status hpmlg_end(void *, const hpml_run *run, hpml_status status)
+/* The pass that was being recorded has not run, and is given up: all is as before. */
+HPMLG_FN hpml_status hpmlg_give_up(hpmlg_device *d, hpmlg_pass *p)
+{
+    cudaGetLastError();
+    hpml_ctx_clear_error(d->ctx);
+    hpmlg_drop(p);
+    p->given_up = true;
+    d->ran = d->ran_before, d->left = d->left_before;
+    d->passes_ran[HPMLG_GIVEN_UP]++;
+    for (hpmlg_weights *w = d->weights; w; w = w->next) w->fresh = false;
+    return HPML_OK;
+}
+
+HPMLG_FN hpml_status hpmlg_end(void *, const hpml_run *run, hpml_status status, bool *again)
 {
     hpmlg_device *d = hpmlg_enter(run->ctx);
     hpmlg_pass   *p = d->recording;
@@ -904,9 +1004,13 @@ HPMLG_FN hpml_status hpmlg_end(void *, const hpml_run *run, hpml_status status)
     cudaError_t e = cudaStreamEndCapture(d->stream, &graph);
     if (status == HPML_OK && e == cudaSuccess) e = cudaGraphInstantiate(&p->exec, graph, 0);
     if (graph) cudaGraphDestroy(graph);
-    if (status != HPML_OK) return status;
-    if (e == cudaSuccess) e = cudaGraphLaunch(p->exec, d->stream);
-    return hpmlg_check(d, e, "recording a pass");
+    if (status == HPML_OK && e == cudaSuccess) e = cudaGraphLaunch(p->exec, d->stream);
+    *again = status != HPML_OK || e != cudaSuccess;
+    if (*again) return hpmlg_give_up(d, p);
+    memset(&p->ran, 0, sizeof p->ran);
+    hpmlg_ran_add(&p->ran, &d->ran, &d->ran_before);
+    d->passes_ran[HPMLG_RECORDED]++;
+    return HPML_OK;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1628,10 +1732,10 @@ static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t row
             for (int j = 0; j < 8; j++) sum += expf(e[k].v[j] - most);
         }
         sum = hpmlg_group(sum, space, TEAM, false);
-        float shift = log ? most + logf(sum) : most, scale = 1 / sum;
+        float less = logf(sum), scale = 1 / sum; /* most + less would be rounded at the size of most */
         HPMLG_EACH_EIGHT {
             if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
-            for (int j = 0; j < 8; j++) e[k].v[j] = log ? e[k].v[j] - shift : expf(e[k].v[j] - shift) * scale;
+            for (int j = 0; j < 8; j++) e[k].v[j] = log ? e[k].v[j] - most - less : expf(e[k].v[j] - most) * scale;
             hpmlg_row_put(y, row, cols, c, e[k], false);
         }
     }
@@ -1673,8 +1777,9 @@ HPMLG_OP(softmax)
                n->accumulate[0]);
 }
 
-/* xhat = (x - mean) rstd, y = xhat gamma + beta; saved: mean and rstd of each row. rmsnorm: mean = 0. A residual sum
-   right before a norm, x = p + q, is made by the same kernel: x is written and not read again. */
+/* xhat = (x - mean - rest) rstd, y = xhat gamma + beta. The mean is the sum of two floats, so that numbers far from 0
+   lose no digits; saved: mean and rstd of each row, then, behind all of them, rest of each. rmsnorm: both 0. A residual
+   sum right before a norm, x = p + q, is made by the same kernel: x is written and not read again. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p, hpmlg_array q, const float *gamma,
                                     const float *beta, float2 *saved, int64_t rows, int64_t cols, float eps,
@@ -1684,7 +1789,7 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
     const bool       many = cols > 8 * TEAM * G;
     hpmlg_eight      e[G];
     HPMLG_EACH_ROW {
-        float mean = 0, sum = 0;
+        float mean = 0, sum = 0, rest = 0;
         HPMLG_EACH_EIGHT {
             e[k] = hpmlg_row_get(p.p ? p : x, row, cols, c, 0);
             if (p.p) { /* x = p + q comes with it */
@@ -1699,15 +1804,17 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
             if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
             for (int j = 0; j < 8; j++) {
                 float v = c + j < cols ? e[k].v[j] - mean : 0;
-                sum += v * v;
+                sum += v * v, rest += v;
             }
         }
-        float rstd = 1 / sqrtf(hpmlg_group(sum, space, TEAM, false) / (float)cols + eps);
-        if (threadIdx.x % TEAM == 0) saved[row] = make_float2(mean, rstd);
+        rest = centred ? hpmlg_group(rest, space, TEAM, false) / (float)cols : 0;
+        float var = hpmlg_group(sum, space, TEAM, false) / (float)cols - rest * rest;
+        float rstd = 1 / sqrtf((var < 0 ? 0 : var) + eps);
+        if (threadIdx.x % TEAM == 0) saved[row] = make_float2(mean, rstd), ((float *)(saved + rows))[row] = rest;
         HPMLG_EACH_EIGHT {
             if (many) e[k] = hpmlg_row_get(x, row, cols, c, 0);
             hpmlg_eight g = hpmlg_param_get(gamma, cols, c, 1), b = hpmlg_param_get(beta, cols, c, 0);
-            for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean) * rstd * g.v[j] + b.v[j];
+            for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean - rest) * rstd * g.v[j] + b.v[j];
             hpmlg_row_put(y, row, cols, c, e[k], false);
         }
     }
@@ -1729,10 +1836,10 @@ static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_ar
     hpmlg_array dgamma = { teams == 1 ? part : sums, HPML_DTYPE_F32 };
     hpmlg_array dbeta  = { (float *)dgamma.p + cols, HPML_DTYPE_F32 };
     HPMLG_EACH_ROW {
-        float mean = saved[row].x, rstd = saved[row].y, sum = 0, dot = 0;
+        float mean = saved[row].x, rstd = saved[row].y, rest = ((const float *)(saved + rows))[row], sum = 0, dot = 0;
         auto  take = [&](int64_t k, int64_t c) { /* xhat and dy */
             e[k] = hpmlg_row_get(x, row, cols, c, mean), f[k] = hpmlg_row_get(dy, row, cols, c, 0);
-            for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean) * rstd;
+            for (int j = 0; j < 8; j++) e[k].v[j] = (e[k].v[j] - mean - rest) * rstd;
         };
         auto weigh = [&](int64_t k, int64_t c) { /* dy becomes g */
             hpmlg_eight g = hpmlg_param_get(gamma, cols, c, 1);
@@ -1842,8 +1949,9 @@ HPMLG_OP(rmsnorm) { return hpmlg_norm(d, n, back); }
 /* Per channel, N = B P numbers, P = H W: y = gamma (x - mean) rstd + beta. First sums over pieces of a channel, one
    block each, then one thread for a channel joins the pieces in order, then all elements are written. Means and squares
    are kept as (count, mean, sum of squared distances to it) and joined so (Chan, Golub & LeVeque 1979), which loses
-   nothing where the mean is far from zero. Backward the same places hold plain sums: mean is s1 = sum dy and square
-   s2 = sum dy xhat. A block takes one channel, or 32 channels side by side where P is 1. */
+   nothing where the mean is far from zero. A thread joins its own as floats, so they are less the channel's first
+   number. Backward the same places hold plain sums: mean is s1 = sum dy and square that of dy (x - mean), of which s2 =
+   sum dy xhat is made. A block takes one channel, or 32 channels side by side where P is 1. */
 
 #define HPMLG_BN_SPLITS 64
 
@@ -1867,6 +1975,7 @@ typedef struct hpmlg_bn {
     const float *gamma, *beta;      /* (C), or NULL; as their gradients */
     float       *dgamma, *dbeta, *running_mean, *running_var;
     float2      *saved, *means;     /* (C): mean and rstd; s1 / N and s2 / N */
+    float       *rest;              /* (C): the mean is saved[c].x + rest[c], as in layernorm */
     hpmlg_moments<double> *part;    /* (splits, C) */
     float        eps, momentum;
     bool         train, relu, add[3];
@@ -1902,7 +2011,8 @@ template <bool back> static __global__ void hpmlg_k_bn_pieces(hpmlg_bn s)
     int64_t c = (int64_t)blockIdx.x * s.width + threadIdx.x % s.width, units = s.N / s.unit;
     int64_t to = c < s.C ? units * (blockIdx.y + 1) / s.splits : 0;
     int64_t step = (int64_t)(blockDim.x / s.width) * (s.unit == 8 ? 1 : 8);
-    float   mean = back && c < s.C ? s.saved[c].x : 0, rstd = back && c < s.C ? s.saved[c].y : 0;
+    float   mean = back && c < s.C ? s.saved[c].x : 0;
+    float   pivot = !back && units > 0 && c < s.C ? hpmlg_get(s.x, hpmlg_bn_at(s, c, 0)) : 0; /* its first number */
     hpmlg_moments<T> mine = { 0, 0, 0 };
     for (int64_t u = units * blockIdx.y / s.splits + threadIdx.x / s.width; u < to; u += step) {
         hpmlg_eight e, f, z;
@@ -1912,16 +2022,16 @@ template <bool back> static __global__ void hpmlg_k_bn_pieces(hpmlg_bn s)
             if (s.relu) hpmlg_bn_take(s, s.y, c, u, to, &z);
             for (int j = 0; j < 8; j++) { /* what is not there is 0 in dy */
                 float v = s.relu && !(z.v[j] > 0) ? 0 : f.v[j];
-                sum += v, other += v * ((e.v[j] - mean) * rstd);
+                sum += v, other += v * (e.v[j] - mean);
             }
         } else {
-            for (int j = 0; j < 8; j++) sum += e.v[j];
+            for (int j = 0; j < 8; j++) sum += e.v[j] = (float)j < n ? e.v[j] - pivot : 0;
             sum /= n;
             for (int j = 0; j < 8; j++) other += (float)j < n ? (e.v[j] - sum) * (e.v[j] - sum) : 0;
         }
         mine = hpmlg_moments_join<back, T>(mine, { back ? 0 : (T)n, (T)sum, (T)other });
     }
-    all[threadIdx.x] = { (double)mine.n, (double)mine.mean, (double)mine.square };
+    all[threadIdx.x] = { (double)mine.n, (double)mine.mean + (double)pivot, (double)mine.square };
     for (int h = (int)blockDim.x / 2; h >= s.width; h /= 2) {
         __syncthreads();
         if ((int)threadIdx.x < h)
@@ -1940,21 +2050,22 @@ template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
     for (int64_t i = 0; i < s.splits && (back || s.train); i++)
         all = hpmlg_moments_join<back>(all, s.part[i * s.C + c]);
     if (back) {
-        double N = (double)s.N;
-        if (s.dgamma) s.dgamma[c] = (s.add[1] ? s.dgamma[c] : 0) + (float)all.square;
+        double N = (double)s.N, s2 = (double)s.saved[c].y * (all.square - (double)s.rest[c] * all.mean);
+        if (s.dgamma) s.dgamma[c] = (s.add[1] ? s.dgamma[c] : 0) + (float)s2;
         if (s.dbeta) s.dbeta[c] = (s.add[2] ? s.dbeta[c] : 0) + (float)all.mean;
-        s.means[c] = s.train ? make_float2((float)(all.mean / N), (float)(all.square / N)) : make_float2(0, 0);
+        s.means[c] = s.train ? make_float2((float)(all.mean / N), (float)(s2 / N)) : make_float2(0, 0);
         return;
     }
     double mean = s.train ? all.mean : s.running_mean[c], var = s.train ? all.square / all.n : s.running_var[c];
     s.saved[c]  = make_float2((float)mean, (float)(1 / sqrt(var + (double)s.eps)));
+    s.rest[c]   = (float)(mean - (double)s.saved[c].x);
     if (!s.train) return;
     s.running_mean[c] = (1 - s.momentum) * s.running_mean[c] + s.momentum * (float)mean;
     s.running_var[c]  = (1 - s.momentum) * s.running_var[c] + s.momentum * (float)(all.square / fmax(all.n - 1, 1.0));
 }
 
-/* y = a x + b, a = rstd gamma, b = beta - mean a, with a relu if wanted; dx (+)= a (dy - s1 / N - xhat s2 / N). Eights
-   of the whole array; channels change within. */
+/* y = a (x - mean) + b, a = rstd gamma, b = beta - rest a, with a relu if wanted; dx (+)= a (dy - s1 / N - xhat s2 /
+   N). Eights of the whole array; channels change within. */
 template <bool back> static __global__ void hpmlg_k_bn_apply(hpmlg_bn s)
 {
     int64_t n = s.B * s.C * s.P;
@@ -1963,17 +2074,18 @@ template <bool back> static __global__ void hpmlg_k_bn_apply(hpmlg_bn s)
         hpmlg_eight e = hpmlg_row_get(s.x, 0, n, i, 0), f, z;
         if (back) f = hpmlg_row_get(s.dy, 0, n, i, 0);
         if (back && s.relu) z = hpmlg_row_get(s.y, 0, n, i, 0);
-        float a = 0, b = 0, two = 0;
+        float a = 0, b = 0, two = 0, mean = 0;
         for (int j = 0; j < 8; j++, r++) {
             if (r == s.P) r = 0, c = c + 1 == s.C ? 0 : c + 1;
             if (j == 0 || r == 0) {
-                float mean = s.saved[c].x, rstd = s.saved[c].y;
-                a   = rstd * (s.gamma ? s.gamma[c] : 1);
-                two = back ? rstd * s.means[c].y : 0;
-                b   = back ? s.means[c].x - mean * two : (s.beta ? s.beta[c] : 0) - mean * a;
+                float rstd = s.saved[c].y, rest = s.rest[c];
+                mean = s.saved[c].x;
+                a    = rstd * (s.gamma ? s.gamma[c] : 1);
+                two  = back ? rstd * s.means[c].y : 0;
+                b    = back ? s.means[c].x - rest * two : (s.beta ? s.beta[c] : 0) - rest * a;
             }
-            if (back) e.v[j] = a * ((s.relu && !(z.v[j] > 0) ? 0 : f.v[j]) - b - e.v[j] * two);
-            else e.v[j] = hpmlg_act(s.relu ? HPML_ACT_RELU : HPML_ACT_NONE, 0, a * e.v[j] + b);
+            if (back) e.v[j] = a * ((s.relu && !(z.v[j] > 0) ? 0 : f.v[j]) - b - (e.v[j] - mean) * two);
+            else e.v[j] = hpmlg_act(s.relu ? HPML_ACT_RELU : HPML_ACT_NONE, 0, a * (e.v[j] - mean) + b);
         }
         hpmlg_row_put(back ? s.dx : s.y, 0, n, i, e, back && s.add[0]);
     }
@@ -1996,6 +2108,7 @@ HPMLG_FN hpmlg_bn hpmlg_bn_of(const hpmlg_device *d, const hpml_node *n, bool tr
     s.beta  = hpmlg_param_of(n, 2), s.dbeta = hpmlg_param_grad(n, 2);
     s.part  = (hpmlg_moments<double> *)n->scratch, s.means = (float2 *)(s.part + s.C * s.splits);
     s.saved = (float2 *)n->saved, s.running_mean = src[3]->data, s.running_var = src[4]->data;
+    s.rest  = (float *)(s.saved + s.C);
     s.eps   = n->attr.norm.eps, s.momentum = n->attr.norm.momentum, s.train = train;
     s.relu  = n->attr.norm.act == HPML_ACT_RELU;
     for (int i = 0; i < 3; i++) s.add[i] = n->accumulate[i];
@@ -2199,12 +2312,18 @@ HPMLG_OP(dropout)
 
 /* The gradient of the table without float atomics: the positions of each token are brought together and sorted, then
    every row of the table adds its own in order. Places come from integer atomics: which one a position gets first is
-   chance, but ranks among a token's positions put them in order. */
+   chance, but ranks among a token's positions put them in order. A token of more than HPMLG_LONG positions, as blanks
+   are, is cut into pieces of so many, which are added up apart and then joined in order. */
+#define HPMLG_LONG 64
 typedef struct hpmlg_buckets {
     const int *token;              /* (tokens) */
-    int64_t    tokens, vocabulary;
-    int       *count, *start, *used; /* (vocabulary): positions of a token, where they begin in `order`; (1) */
-    int       *slot, *order;         /* (tokens): place of a position within its token, in any order; the positions */
+    int64_t    tokens, vocabulary, most; /* most: pieces of long tokens */
+    int       *count, *used;       /* (vocabulary): positions of a token; (2): of `order`, of pieces */
+    int       *start;              /* (vocabulary): where a token's positions begin in `order` */
+    int       *first;              /* (vocabulary): the first of a long token's pieces */
+    int       *slot, *order;       /* (tokens): place of a position within its token, in any order; the positions */
+    int       *piece;              /* (most): the token of a piece */
+    float     *sums;               /* (most, width) */
 } hpmlg_buckets;
 
 /* y[i] = table[token[i]], a warp for a row; a token out of range is noted, its row zeros. */
@@ -2229,54 +2348,97 @@ static __global__ void hpmlg_k_bucket(hpmlg_buckets b, int step)
     int     t = i < b.tokens ? b.token[i] : -1, rank = 0;
     if (t < 0 || t >= b.vocabulary) return;
     if (step == 0) b.slot[i] = atomicAdd(&b.count[t], 1);
-    if (step == 1 && b.slot[i] == 0) b.start[t] = atomicAdd(b.used, b.count[t]);
+    if (step == 1 && b.slot[i] == 0) {
+        int n = b.count[t], pieces = n > HPMLG_LONG ? (n + HPMLG_LONG - 1) / HPMLG_LONG : 0;
+        b.start[t] = atomicAdd(&b.used[0], n);
+        if (pieces) b.first[t] = atomicAdd(&b.used[1], pieces);
+        for (int j = 0; j < pieces; j++) b.piece[b.first[t] + j] = t;
+    }
     if (step == 2) b.order[b.start[t] + b.slot[i]] = (int)i;
     if (step != 3) return;
     for (int j = 0; j < b.count[t]; j++) rank += b.order[b.start[t] + j] < (int)i;
     b.slot[b.start[t] + rank] = (int)i;
 }
 
-/* Row t of dw (+)= the sum of dy over the positions of token t: a warp for 256 columns of a row. */
-static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_buckets b, int64_t width, bool add)
+/* The sum of columns c to c + 7 of n rows of x, those at[0], at[1], ..., or, at NULL, the first n. */
+HPMLG_DEVICE hpmlg_eight hpmlg_rows_sum(hpmlg_array x, const int *at, int n, int64_t width, int64_t c)
 {
-    int64_t pieces = (width + 255) / 256;
-    HPMLG_WARPS(u, b.vocabulary * pieces) {
-        int64_t     t = hpmlg_quotient(u, pieces), c = (u - t * pieces) * 256 + 8 * (threadIdx.x % HPMLG_WARP);
-        int         n = b.count[t];
-        const int  *at = b.slot + (n ? b.start[t] : 0);
-        hpmlg_eight sum = {}, e[4];
-        if (n == 0 && add) continue;
-        for (int k = 0; k < n; k += 4) { /* four loads at a time are under way */
-            HPMLG_UNROLL for (int q = 0; q < 4; q++)
-                e[q] = hpmlg_row_get(dy, k + q < n ? at[k + q] : 0, k + q < n ? width : 0, c, 0);
-            HPMLG_UNROLL for (int q = 0; q < 4; q++)
-                for (int j = 0; j < 8; j++) sum.v[j] += e[q].v[j];
+    hpmlg_eight sum = {}, e[4];
+    for (int k = 0; k < n; k += 4) { /* four loads at a time are under way */
+        HPMLG_UNROLL for (int q = 0; q < 4; q++) {
+            bool    in  = k + q < n;
+            int64_t row = in && at ? at[k + q] : k + q;
+            e[q] = hpmlg_row_get(x, row, in ? width : 0, c, 0);
         }
-        hpmlg_row_put(dw, t, width, c, sum, add);
+        HPMLG_UNROLL for (int q = 0; q < 4; q++)
+            for (int j = 0; j < 8; j++) sum.v[j] += e[q].v[j];
+    }
+    return sum;
+}
+
+/* The sums of the pieces of long tokens: a warp for 256 columns of a piece. */
+static __global__ void hpmlg_k_embedding_pieces(hpmlg_array dy, hpmlg_buckets b, int64_t width)
+{
+    int64_t     parts = (width + 255) / 256;
+    hpmlg_array sums = { b.sums, HPML_DTYPE_F32 };
+    HPMLG_WARPS(u, b.used[1] * parts) {
+        int64_t p = hpmlg_quotient(u, parts), c = (u - p * parts) * 256 + 8 * (threadIdx.x % HPMLG_WARP);
+        int     t = b.piece[p], from = (int)(p - b.first[t]) * HPMLG_LONG, n = b.count[t] - from;
+        hpmlg_row_put(sums, p, width, c,
+                      hpmlg_rows_sum(dy, b.slot + b.start[t] + from, n < HPMLG_LONG ? n : HPMLG_LONG, width, c), false);
     }
 }
 
-HPMLG_FN size_t hpmlg_embedding_scratch(const hpml_node *n)
+/* Row t of dw (+)= the sum of dy over the positions of token t: a warp for 256 columns of a row. */
+static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hpmlg_buckets b, int64_t width, bool add)
 {
-    return (size_t)(2 * n->src[1]->shape[0] + 1 + 2 * hpml_tensor_count(n->src[0])) * sizeof(int);
+    int64_t parts = (width + 255) / 256;
+    HPMLG_WARPS(u, b.vocabulary * parts) {
+        int64_t     t = hpmlg_quotient(u, parts), c = (u - t * parts) * 256 + 8 * (threadIdx.x % HPMLG_WARP);
+        int         n = b.count[t];
+        bool        cut = n > HPMLG_LONG;
+        const int  *at = n && !cut ? b.slot + b.start[t] : NULL;
+        hpmlg_array from = dy;
+        if (n == 0 && add) continue;
+        if (cut) {
+            from.p = b.sums + b.first[t] * width, from.type = HPML_DTYPE_F32;
+            n      = (n + HPMLG_LONG - 1) / HPMLG_LONG;
+        }
+        hpmlg_row_put(dw, t, width, c, hpmlg_rows_sum(from, at, n, width, c), add);
+    }
+}
+
+/* Lays the arrays out in the node's working space, once there is one; its bytes. */
+HPMLG_FN size_t hpmlg_embedding_layout(const hpml_node *n, hpmlg_buckets *b)
+{
+    b->tokens = hpml_tensor_count(n->src[0]), b->vocabulary = n->src[1]->shape[0];
+    b->most   = 2 * b->tokens / HPMLG_LONG; /* a token of 65 has two pieces */
+    int64_t sums  = b->most * n->src[1]->shape[1];
+    size_t  bytes = (size_t)(sums + 3 * b->vocabulary + 2 + 2 * b->tokens + b->most) * sizeof(int);
+    if (!n->scratch) return bytes;
+    b->sums  = (float *)n->scratch;
+    b->count = (int *)n->scratch + sums, b->used = b->count + b->vocabulary, b->start = b->used + 2;
+    b->first = b->start + b->vocabulary, b->slot = b->first + b->vocabulary, b->order = b->slot + b->tokens;
+    b->piece = b->order + b->tokens;
+    return bytes;
 }
 
 HPMLG_OP(embedding)
 {
     hpmlg_array   table = hpmlg_either(n->src[1], back), y = hpmlg_either(n->out, back);
-    int64_t       count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
+    int64_t       width = n->src[1]->shape[1], parts = (width + 255) / 256;
     hpmlg_buckets b     = {};
-    b.token = (const int *)(const void *)n->src[0]->data, b.tokens = count, b.vocabulary = vocabulary;
+    b.token = (const int *)(const void *)n->src[0]->data;
+    hpmlg_embedding_layout(n, &b);
     if (!back)
-        return HPMLG_DEAL(d, hpmlg_k_embedding, count, 8, y, table, b, width, d->note, d->note_taken,
+        return HPMLG_DEAL(d, hpmlg_k_embedding, b.tokens, 8, y, table, b, width, d->note, d->note_taken,
                           (const hpml_node *)n);
     if (!table.p) return;
-    b.count = (int *)n->scratch, b.used = b.count + vocabulary, b.start = b.used + 1;
-    b.slot = b.start + vocabulary, b.order = b.slot + count;
-    hpmlg_zero(d, b.count, (size_t)(vocabulary + 1) * sizeof(int));
+    hpmlg_zero(d, b.count, (size_t)(b.vocabulary + 2) * sizeof(int));
     for (int step = 0; step < 4; step++)
-        HPMLG_RUN(d, hpmlg_k_bucket, (unsigned)((count + 255) / 256), 256, 0, b, step);
-    HPMLG_DEAL(d, hpmlg_k_embedding_back, vocabulary * ((width + 255) / 256), 8, table, y, b, width, n->accumulate[1]);
+        HPMLG_RUN(d, hpmlg_k_bucket, (unsigned)((b.tokens + 255) / 256), 256, 0, b, step);
+    if (b.most > 0) HPMLG_DEAL(d, hpmlg_k_embedding_pieces, b.most * parts, 8, y, b, width);
+    HPMLG_DEAL(d, hpmlg_k_embedding_back, b.vocabulary * parts, 8, table, y, b, width, n->accumulate[1]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2831,6 +2993,7 @@ HPMLG_FN void hpmlg_product(hpmlg_device *d, hpmlg_gemm *g)
 {
     if (!hpmlg_well(d) || hpmlg_blas_product(d, g)) return;
     g->rode = g->back;
+    d->ran.products[1]++;
     hpmlg_job_run(d, g);
 }
 
@@ -2882,9 +3045,19 @@ HPMLG_FN size_t hpmlg_factor_bytes(const hpmlg_device *d, const hpml_tensor *t)
 /* Row-major matrices are column-major ones, transposed: c = a b is c^T = b^T a^T, so the operands change places. What
    the library said about a shape (its algorithm, or that it will not) is kept. Bias, relu, gelu and gelu' ride on the
    product, and so do sums of a's rows; where the library has no such kernel, an activation follows by itself, and the
-   others are left to the caller. */
+   others are left to the caller. In HPML_CUDA_F32 gelu and gelu' do not ride: the library's have the 11 bits of the
+   hardware's tanh. Its relu is max(z, 0), which turns a NaN into 0: the update finds the NaN in the gradient of the
+   layer's weights, where 0 is multiplied by what was NaN. */
+HPMLG_FN void hpmlg_list_add(int list[16], int *count, int v)
+{
+    int i = 0;
+    while (i < *count && list[i] != v) i++;
+    if (i == *count && i < 16) list[(*count)++] = v;
+}
+
 #ifdef HPML_CUDA_NO_CUBLAS
 HPMLG_FN bool hpmlg_blas_product(hpmlg_device *, hpmlg_gemm *) { return false; }
+HPMLG_FN int  hpmlg_blas_algorithms(const hpmlg_device *, int *) { return 0; }
 HPMLG_FN void hpmlg_blas_open(hpmlg_device *) {}
 HPMLG_FN void hpmlg_blas_close(hpmlg_device *) {}
 #else
@@ -2909,6 +3082,7 @@ typedef struct hpmlg_blas_plan {
     hpmlg_blas_key         key;
     uint64_t               used;
     bool                   set, usable;
+    int                    id; /* the algorithm's number */
     cublasLtMatmulDesc_t   op;
     cublasLtMatrixLayout_t a, b, c;
     cublasLtMatmulAlgo_t   algo;
@@ -2996,12 +3170,29 @@ HPMLG_FN void hpmlg_blas_ask(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_plan 
     HPMLG_TRY(s, cublasLtMatmulAlgoGetHeuristic(blas->handle, p->op, p->a, p->b, p->c, p->c, want, 4, found, &count));
     if (want) cublasLtMatmulPreferenceDestroy(want);
     p->set = true;
-    for (int i = 0; i < count && s == CUBLAS_STATUS_SUCCESS && !p->usable; i++)
-        if (found[i].state == CUBLAS_STATUS_SUCCESS) p->usable = true, p->algo = found[i].algo;
+    for (int i = 0; i < count && s == CUBLAS_STATUS_SUCCESS && !p->usable; i++) {
+        if (found[i].state != CUBLAS_STATUS_SUCCESS) continue;
+        size_t written = 0;
+        p->usable = true, p->algo = found[i].algo, p->id = -1;
+        cublasLtMatmulAlgoConfigGetAttribute(&p->algo, CUBLASLT_ALGO_CONFIG_ID, &p->id, sizeof p->id, &written);
+        if (found[i].workspaceSize > d->workspace_asked) d->workspace_asked = found[i].workspaceSize;
+    }
     if (!hpmlg_blas_refused(s)) hpmlg_blas_check(d, s, "cublasLtMatmulAlgoGetHeuristic");
 }
 
-HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g)
+/* The numbers of the algorithms that products go by. */
+HPMLG_FN int hpmlg_blas_algorithms(const hpmlg_device *d, int list[16])
+{
+    const hpmlg_blas *blas = (const hpmlg_blas *)d->blas;
+    int               count = 0;
+    for (int i = 0; blas && i < HPMLG_BLAS_PLANS; i++)
+        if (blas->plans[i].usable) hpmlg_list_add(list, &count, blas->plans[i].id);
+    return count;
+}
+
+/* line: bias or sums. Where that does not begin at a multiple of 16 bytes the library is not asked, because none of its
+   preferences is about vectors. */
+HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g, const void *line)
 {
     memset(k, 0, sizeof *k);
     if (g->a.x.type != g->b.x.type || (g->c.type != g->a.x.type && g->c.type != HPML_DTYPE_F32)) return false;
@@ -3010,23 +3201,37 @@ HPMLG_FN bool hpmlg_blas_key_of(hpmlg_blas_key *k, const hpmlg_gemm *g)
     if (k->lda < (k->trans_a ? k->m : k->k) || k->ldb < (k->trans_b ? k->k : k->n) || k->ldc < k->n) return false;
     if (k->batch > 1) k->a_batch = g->a.batch, k->b_batch = g->b.batch, k->c_batch = g->c_batch;
     k->a_type = g->a.x.type, k->c_type = g->c.type, k->add = g->add;
-    uintptr_t places = (uintptr_t)g->a.x.p | (uintptr_t)g->b.x.p | (uintptr_t)g->c.p;
+    uintptr_t places = (uintptr_t)g->a.x.p | (uintptr_t)g->b.x.p | (uintptr_t)g->c.p | (uintptr_t)line |
+                       (uintptr_t)g->z.p;
     for (k->align = 256; places % (uintptr_t)k->align; k->align /= 2) {} /* what all are multiples of */
-    return k->batch == 1 || !g->bias;
+    return (k->batch == 1 || !g->bias) && (uintptr_t)line % 16 == 0;
 }
 
 /* What may ride on the product: the library's b is our a. */
-HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_gemm *g, bool act)
+HPMLG_FN cublasLtEpilogue_t hpmlg_blas_epilogue(const hpmlg_device *d, const hpmlg_gemm *g, bool act)
 {
     bool bias = g->bias != NULL, z = g->z.type == g->c.type && (uintptr_t)g->z.p % 16 == 0 && g->ldc % 8 == 0;
+    bool gelu = act && g->act == HPML_ACT_GELU && d->d.precision != HPML_CUDA_F32;
     if (act && g->sums) return CUBLASLT_EPILOGUE_BGRADB;
-    if (act && g->back && g->act == HPML_ACT_GELU && z && !g->add) return CUBLASLT_EPILOGUE_DGELU;
+    if (gelu && g->back && z && !g->add) return CUBLASLT_EPILOGUE_DGELU;
     if (act && g->back) return CUBLASLT_EPILOGUE_DEFAULT;
     if (act && g->act == HPML_ACT_RELU && !g->z.p) return bias ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
-    if (act && g->act == HPML_ACT_GELU && !g->z.p) return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
-    if (act && g->act == HPML_ACT_GELU && z)
-        return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    if (gelu && !g->z.p) return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    if (gelu && z) return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
     return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+}
+
+/* Counts what rode on a product, or was refused. */
+HPMLG_FN void hpmlg_blas_count(hpmlg_device *d, cublasLtEpilogue_t e, bool refused)
+{
+    long long *n = d->ran.epilogues[refused];
+    if (e == CUBLASLT_EPILOGUE_BGRADB) n[HPMLG_SUMS]++;
+    else if (e == CUBLASLT_EPILOGUE_DGELU) n[HPMLG_GELU_BACK]++;
+    else {
+        n[HPMLG_BIAS] += !refused && (e & CUBLASLT_EPILOGUE_BIAS) != 0;
+        n[HPMLG_RELU] += (e & CUBLASLT_EPILOGUE_RELU) != 0;
+        n[HPMLG_GELU] += (e & CUBLASLT_EPILOGUE_GELU) != 0;
+    }
 }
 
 /* With all aboard where the library can, else without, and an activation after. False: by neither. */
@@ -3037,9 +3242,10 @@ HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g)
     const void      *bias = g->c.type == HPML_DTYPE_F32 ? g->bias : g->bias ? g->bias_half : NULL;
     float            beta = g->add ? 1.0f : 0.0f;
     bool             act  = g->act != HPML_ACT_NONE && !g->back, one = g->ldc == g->n && g->batch == 1;
-    if (!blas || !hpmlg_blas_key_of(&key, g) || (g->bias && !bias) || (act && !one)) return false;
+    if (!blas || !hpmlg_blas_key_of(&key, g, g->sums ? g->sums : bias)) return false;
+    if ((g->bias && !bias) || (act && !one)) return false;
     for (int aboard = act || g->back || g->sums; aboard >= 0; aboard--) {
-        cublasLtEpilogue_t e = hpmlg_blas_epilogue(g, aboard);
+        cublasLtEpilogue_t e = hpmlg_blas_epilogue(d, g, aboard);
         bool        plain = e == CUBLASLT_EPILOGUE_BIAS || e == CUBLASLT_EPILOGUE_DEFAULT, after = act && plain;
         void       *z = !plain ? g->z.p : NULL, *c = after && g->z.p ? g->z.p : g->c.p;
         const void *line = e == CUBLASLT_EPILOGUE_BGRADB ? g->sums : bias;
@@ -3052,13 +3258,16 @@ HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g)
         HPMLG_TRY(s, cublasLtMatmul(blas->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b, &beta, c, p->c, c,
                                     p->c, &p->algo, d->workspace, d->d.workspace, d->stream));
         p->usable = !hpmlg_blas_refused(s); /* also where it did not say so when asked */
+        hpmlg_blas_count(d, e, !p->usable);
         if (!p->usable) continue;
         hpmlg_blas_check(d, s, "cublasLtMatmul");
+        d->ran.products[0]++;
         if (after) HPMLG_DEAL(d, hpmlg_k_act, g->m * g->n, 2048, g->c, g->z.p ? g->z : g->c, hpmlg_none(),
                               (int)g->act, g->slope, g->m * g->n, false);
         g->rode = aboard;
         return true;
     }
+    d->ran.products_refused++;
     return false;
 }
 
@@ -3305,6 +3514,7 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
     hpmlg_axis seen = hpmlg_folded(c.OH, c.OW, c.groups * image, 0, 0);      /* where tap (0, 0) of each lies in x, */
     hpmlg_axis taps = hpmlg_folded(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0); /* and how far a tap moves */
     if (!hpmlg_well(d) || hpmlg_dnn_run(d, n, pass, x, w, y, add)) return;
+    d->ran.convolutions[1]++;
     if (pass == HPMLG_DNN_DX) return hpmlg_conv_dx(d, &c, y, w, x, add);
     seen.h0 = (int16_t)-c.padding[0], seen.h = (int16_t)c.stride[0], taps.h = (int16_t)c.dilation[0];
     seen.w0 = (int16_t)-c.padding[1], seen.w = (int16_t)c.stride[1], taps.w = (int16_t)c.dilation[1];
@@ -3346,11 +3556,27 @@ HPMLG_OP(conv2d)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Each convolution and batch size has its descriptors and, for each pass, the algorithm that cuDNN's heuristics put
-   first among those that are deterministic and fit the workspace; where there is none, ours runs. In a half model cuDNN
-   gives the gradient of the weights in halves, which are added to the f32 gradient. */
+   first among those that are deterministic and fit the workspace, which grows for it while the pass is not recorded;
+   where there is none, ours runs. HPML_CUDA_F32 takes no Winograd and no FFT, whose sums are not products of the f32
+   operands. In a half model cuDNN gives the gradient of the weights in halves, which are added to the f32 gradient. */
+
+/* The workspace has so many bytes from now on, or, false, it may not or cannot. Recorded passes hold the address of the
+   smaller one: they are dropped, and recorded anew when they next run. */
+HPMLG_FN bool hpmlg_workspace_grow(hpmlg_device *d, size_t bytes)
+{
+    if (bytes <= d->workspace_bytes) return true;
+    void *larger = bytes <= d->workspace_most && !d->recording ? hpmlg_alloc(d, bytes) : NULL;
+    if (!larger) return false;
+    hpmlg_free(d, d->workspace, d->workspace_bytes);
+    d->workspace = larger, d->workspace_bytes = bytes;
+    for (hpmlg_pass &p : d->passes) hpmlg_drop(&p);
+    return true;
+}
+
 #ifdef HPML_CUDA_NO_CUDNN
 HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *, hpml_node *, hpmlg_dnn_pass, hpmlg_array, hpmlg_array, hpmlg_array, bool)
 { return false; }
+HPMLG_FN int  hpmlg_dnn_algorithms(const hpmlg_device *, int, int *) { return 0; }
 HPMLG_FN void hpmlg_dnn_close(hpmlg_device *) {}
 #else
 HPMLG_FN hpml_status hpmlg_dnn_check(hpmlg_device *d, cudnnStatus_t s, const char *what)
@@ -3432,17 +3658,25 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan 
     return s;
 }
 
+/* Which algorithms of a pass are Winograd's or an FFT. */
+#define HPMLG_DNN_EXACT(pass, a)                                                                                       \
+    ((int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_FFT && (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_FFT_TILING &&      \
+     (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_WINOGRAD &&                                                           \
+     (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_WINOGRAD_NONFUSED)
+
 /* The first that will do. */
-#define HPMLG_DNN_CHOOSE(type, ask, ...)                                                                               \
+#define HPMLG_DNN_CHOOSE(Kind, KIND, Pass, ...)                                                                        \
     do {                                                                                                               \
-        type found[8];                                                                                                 \
-        HPMLG_TRY(s, ask(dnn->handle, __VA_ARGS__, 8, &count, found));                                                 \
+        cudnnConvolution##Kind##AlgoPerf_t found[8];                                                                   \
+        HPMLG_TRY(s, cudnnGetConvolution##Pass##Algorithm_v7(dnn->handle, __VA_ARGS__, 8, &count, found));             \
         for (int i = 0; i < count && s == CUDNN_STATUS_SUCCESS && !p->usable[pass]; i++)                               \
-            if (found[i].status == CUDNN_STATUS_SUCCESS && found[i].memory <= d->d.workspace &&                        \
-                found[i].determinism == CUDNN_DETERMINISTIC &&                                                         \
-                (!f32 || found[i].mathType == CUDNN_FMA_MATH || found[i].mathType == CUDNN_DEFAULT_MATH))              \
-                p->usable[pass] = true, p->algo[pass] = (int)found[i].algo,                                            \
+            if (found[i].status == CUDNN_STATUS_SUCCESS && found[i].determinism == CUDNN_DETERMINISTIC &&              \
+                (!f32 || found[i].mathType == CUDNN_FMA_MATH || found[i].mathType == CUDNN_DEFAULT_MATH) &&            \
+                (!f32 || HPMLG_DNN_EXACT(KIND, found[i].algo)) && hpmlg_workspace_grow(d, found[i].memory)) {          \
+                p->usable[pass] = true, p->algo[pass] = (int)found[i].algo;                                            \
                 p->math[pass] = f32 ? CUDNN_FMA_MATH : found[i].mathType;                                              \
+                if (found[i].memory > d->workspace_asked) d->workspace_asked = found[i].memory;                        \
+            }                                                                                                          \
     } while (0)
 
 HPMLG_FN void hpmlg_dnn_ask(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpmlg_dnn_pass pass)
@@ -3452,14 +3686,11 @@ HPMLG_FN void hpmlg_dnn_ask(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, 
     int           count = 0;
     p->asked[pass] = true;
     if (pass == HPMLG_DNN_Y)
-        HPMLG_DNN_CHOOSE(cudnnConvolutionFwdAlgoPerf_t, cudnnGetConvolutionForwardAlgorithm_v7, p->x, p->w, p->conv,
-                         p->y);
+        HPMLG_DNN_CHOOSE(Fwd, FWD, Forward, p->x, p->w, p->conv, p->y);
     else if (pass == HPMLG_DNN_DX)
-        HPMLG_DNN_CHOOSE(cudnnConvolutionBwdDataAlgoPerf_t, cudnnGetConvolutionBackwardDataAlgorithm_v7, p->w, p->y,
-                         p->conv, p->x);
+        HPMLG_DNN_CHOOSE(BwdData, BWD_DATA, BackwardData, p->w, p->y, p->conv, p->x);
     else
-        HPMLG_DNN_CHOOSE(cudnnConvolutionBwdFilterAlgoPerf_t, cudnnGetConvolutionBackwardFilterAlgorithm_v7, p->x, p->y,
-                         p->conv, p->w);
+        HPMLG_DNN_CHOOSE(BwdFilter, BWD_FILTER, BackwardFilter, p->x, p->y, p->conv, p->w);
     if (!hpmlg_dnn_refused(s)) hpmlg_dnn_check(d, s, "asking cuDNN for an algorithm");
 }
 
@@ -3487,14 +3718,14 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_
         algo == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM) {
         hpmlg_array   b = hpmlg_factor(d, n->src[2], NULL);
         cudnnStatus_t s = cudnnConvolutionBiasActivationForward(dnn->handle, &one, p->x, x.p, p->w, w.p, p->conv, algo,
-                                                                d->workspace, d->d.workspace, &zero, p->y, y.p,
+                                                                d->workspace, d->workspace_bytes, &zero, p->y, y.p,
                                                                 p->bias, b.p, p->act, p->y, y.p);
         *whole     = !hpmlg_dnn_refused(s);
         p->unfused = !*whole;
         if (!p->unfused) return s;
     }
     return cudnnConvolutionForward(dnn->handle, &one, p->x, x.p, p->w, w.p, p->conv, algo, d->workspace,
-                                   d->d.workspace, &zero, p->y, y.p);
+                                   d->workspace_bytes, &zero, p->y, y.p);
 }
 
 /* With the first convolution: cuDNN takes a while to come up. NULL: it did not. */
@@ -3522,24 +3753,38 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
     if (d->d.own_kernels || x.type != (int)d->store || y.type != (int)d->store || places % 16) return false;
     hpmlg_dnn      *dnn = hpmlg_dnn_open(d);
     hpmlg_dnn_plan *p   = dnn ? hpmlg_dnn_plan_of(d, dnn, n, pass) : NULL;
+    d->ran.convolutions_refused += p && !p->usable[pass];
     if (!p || !p->usable[pass]) return false;
     cudnnStatus_t s = cudnnSetConvolutionMathType(p->conv, p->math[pass]);
     if (pass == HPMLG_DNN_Y) HPMLG_TRY(s, hpmlg_dnn_forward(d, dnn, p, n, x, w, y, &whole));
     if (pass == HPMLG_DNN_DW)
         HPMLG_TRY(s, cudnnConvolutionBackwardFilter(dnn->handle, &one, p->x, x.p, p->y, y.p, p->conv,
                                                     (cudnnConvolutionBwdFilterAlgo_t)p->algo[pass], d->workspace,
-                                                    d->d.workspace, narrow ? &zero : &beta, p->w, dw));
+                                                    d->workspace_bytes, narrow ? &zero : &beta, p->w, dw));
     if (pass == HPMLG_DNN_DX)
         HPMLG_TRY(s, cudnnConvolutionBackwardData(dnn->handle, &one, p->w, w.p, p->y, y.p, p->conv,
                                                   (cudnnConvolutionBwdDataAlgo_t)p->algo[pass], d->workspace,
-                                                  d->d.workspace, &beta, p->x, x.p));
+                                                  d->workspace_bytes, &beta, p->x, x.p));
     p->usable[pass] = !hpmlg_dnn_refused(s);
+    d->ran.convolutions_refused += !p->usable[pass];
     if (!p->usable[pass]) return false;
+    d->ran.convolutions[0]++;
+    d->ran.fused += whole && n->src[2] && pass == HPMLG_DNN_Y;
     hpmlg_dnn_check(d, s, "a convolution by cuDNN");
     if (narrow) hpmlg_copy_run(d, w, hpmlg_of(dw, d->store), hpml_tensor_count(n->src[1]), add);
     if (!whole) HPMLG_DEAL(d, hpmlg_k_planes_end, count, 2048, y, hpmlg_param_of(n, 2), (int)n->attr.conv.act,
                            n->out->shape[1], n->out->shape[2] * n->out->shape[3], count);
     return true;
+}
+
+/* The numbers of the algorithms that a pass of convolutions goes by. */
+HPMLG_FN int hpmlg_dnn_algorithms(const hpmlg_device *d, int pass, int list[16])
+{
+    const hpmlg_dnn *dnn = (const hpmlg_dnn *)d->dnn;
+    int              count = 0;
+    for (int i = 0; dnn && i < HPMLG_DNN_PLANS; i++)
+        if (dnn->plans[i].usable[pass]) hpmlg_list_add(list, &count, dnn->plans[i].algo[pass]);
+    return count;
 }
 
 HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
@@ -4129,14 +4374,14 @@ HPMLG_OP(lstm) { return back ? hpmlg_lstm_backward(d, n) : hpmlg_lstm_forward(d,
 // >>gpu-loss   losses
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* As in hpml.h: loss = lse - (1 - s) x_l - s mean(x), dx_i = exp(x_i - lse) - (1 - s) [i = l] - s / V. One group of
-   threads has a row and reads it once: each thread keeps a maximum and the sum of exp(x - maximum), which is rescaled
-   when the maximum grows. Probabilities are not stored; kept are lse and loss of each row and 1 / rows that
-   count. Hits are counted on the way. */
+/* As in hpml.h: with d_i = x_i - max and sum = sum of exp(d_i), loss = log(sum) - (1 - s) d_l - s mean(d), dx_i =
+   exp(d_i) / sum - (1 - s) [i = l] - s / V. One group of threads has a row and reads it once: each thread keeps a
+   maximum and the sum of exp(x - maximum), which is rescaled when the maximum grows. Probabilities are not stored; kept
+   are max, 1 / sum and loss of each row and 1 / rows that count. Hits are counted on the way. */
 typedef struct hpmlg_rows {
     hpmlg_array      x, dx;    /* (rows, V) */
     const int       *labels;   /* (rows) */
-    float           *lse, *loss, *inverse; /* (rows), (rows), (1) */
+    float           *max, *share, *loss, *inverse; /* (rows), 1 / sum (rows), (rows), (1) */
     const float     *dloss;    /* (1) */
     int64_t          rows, V, blocks;
     float            smoothing;
@@ -4176,7 +4421,7 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
         s *= __expf(m - most);
         m = most;
         for (int j = 0; j < 8; j++) s += __expf(e.v[j] - m);
-        for (int j = 0; j < 8 && p.smoothing > 0; j++) all += at + j >= first && at + j < end ? e.v[j] : 0;
+        for (int j = 0; j < 8 && p.smoothing > 0; j++) all += at + j >= first && at + j < end ? e.v[j] - mine : 0;
     }
     float most = hpmlg_group(m, space, p.tx, true);
     s = hpmlg_group(s * __expf(m - most), space, p.tx, false);
@@ -4186,10 +4431,10 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_rows p, const hpml_node *node
     if (counts) atomicAdd(&p.counts[1], 1ull); /* integers may be added in any order */
     if (counts && beaten == 0) atomicAdd(&p.counts[0], 1ull);
     if (!node) return;
-    float lse = most + logf(s);
-    p.lse[row]  = lse;
-    p.loss[row] = 0;
-    if (counts) p.loss[row] = lse - (1 - p.smoothing) * mine - p.smoothing * all / (float)p.V;
+    p.max[row]   = most;
+    p.share[row] = 1 / s;
+    p.loss[row]  = 0;
+    if (counts) p.loss[row] = logf(s) - (mine - most) - p.smoothing * all / (float)p.V; /* all: sum of x - x_l */
     else if (label != p.ignore) hpmlg_complain(p.note, p.taken, row, label, node);
 }
 
@@ -4201,12 +4446,13 @@ static __global__ void hpmlg_k_cross_entropy_back(hpmlg_rows p)
     if (row >= p.rows) return;
     bool    counts = hpmlg_label_counts(p.labels[row], p.ignore, p.V);
     int64_t label = first + p.labels[row];
-    float   scale = p.inverse[0] * p.dloss[0], lse = p.lse[row], rest = scale * p.smoothing / (float)p.V;
+    float   scale = p.inverse[0] * p.dloss[0], rest = scale * p.smoothing / (float)p.V;
+    float   most = p.max[row], share = scale * p.share[row];
     if (!counts && p.add) return;
     for (int64_t at = first / 8 * 8 + lane * 8; at < end; at += p.tx * 8) {
         hpmlg_eight e;
         if (counts) e = hpmlg_get_part(p.x, at, first, end, 0);
-        for (int j = 0; j < 8; j++) e.v[j] = counts ? scale * __expf(e.v[j] - lse) - rest : 0;
+        for (int j = 0; j < 8; j++) e.v[j] = counts ? share * __expf(e.v[j] - most) - rest : 0;
         if (counts && label >= at && label < at + 8)
             for (int j = 0; j < 8; j++)
                 if (at + j == label) e.v[j] -= scale * (1 - p.smoothing);
@@ -4236,7 +4482,7 @@ HPMLG_OP(cross_entropy)
     hpmlg_rows         p = hpmlg_rows_make(hpmlg_value(x), n->src[1]->data, hpml_tensor_count(x) / V, V);
     hpmlg_finish       f = {};
     p.dx = hpmlg_grad(x), p.dloss = n->out->grad, p.add = n->accumulate[0];
-    p.lse = (float *)n->saved, p.loss = p.lse + p.rows, p.inverse = p.loss + p.rows;
+    p.max = (float *)n->saved, p.share = p.max + p.rows, p.loss = p.share + p.rows, p.inverse = p.loss + p.rows;
     p.smoothing = n->attr.cross_entropy.smoothing, p.ignore = n->attr.cross_entropy.ignore;
     p.note = d->note, p.taken = d->note_taken, p.counts = d->counts;
     if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, (unsigned)p.blocks, HPMLG_FOLD, 0, p);
@@ -4311,7 +4557,8 @@ HPMLG_OP(huber) { return hpmlg_term_pass(d, n, back); }
 
 /* The parameters of a model, some of a few numbers and some of millions, are cut into chunks; a block finds the
    parameter of its chunk in a table that is uploaded for each step. LARS and LAMB need the norms of whole parameters:
-   every chunk leaves its sums of squares, and one block for a parameter adds them in order. */
+   every chunk leaves its sums of squares, and one block for a parameter adds them in order. What is not finite in a
+   gradient counts as 0, as on the CPU, and is noted, and so is a new parameter that is not (hpml_update.bad). */
 
 #define HPMLG_CHUNK ((int64_t)4096) /* two turns of a block */
 
@@ -4320,7 +4567,21 @@ typedef struct hpmlg_step {
     float       correction1, correction2; /* 1 - beta^step */
     void       *half;                     /* (n) the copy of w in halves, NULL: none */
     int64_t     chunk, chunks;            /* the first of its chunks, and how many */
+    int         param;                    /* its number in the context; -1: not known */
 } hpmlg_step;
+
+typedef struct hpmlg_finder { /* where to note what is not finite */
+    unsigned long long *worst;
+    hpmlg_note         *note;
+} hpmlg_finder;
+
+HPMLG_DEVICE void hpmlg_note_nonfinite(const hpmlg_finder &f, const hpmlg_step *s, bool gradient)
+{
+    unsigned long long found = hpmlg_worst_of(s->u.step, s->param, gradient);
+    if (atomicMax(f.worst, found) >= found) return;
+    __threadfence_system();
+    f.note->nonfinite = 1;
+}
 
 HPMLG_DEVICE const hpmlg_step *hpmlg_step_find(const hpmlg_step *steps, int count, int64_t chunk)
 {
@@ -4376,7 +4637,7 @@ HPMLG_DEVICE float hpmlg_step_one(const hpml_update *u, float c1, float c2, floa
 /* The step of every chunk. With LARS and LAMB it takes two passes: the first leaves the sums of squares of w and of g,
    or, LAMB, of the direction, which is written over g; the second finds the ratio of the layer in the learning rate. */
 static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_t chunks, double2 *part, int half_type,
-                                      int pass)
+                                      int pass, hpmlg_finder finder)
 {
     __shared__ float space[HPMLG_WARP];
     for (int64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
@@ -4384,31 +4645,34 @@ static __global__ void hpmlg_k_update(const hpmlg_step *steps, int count, int64_
         hpml_update       u = s->u;
         const float       c1 = s->correction1, c2 = s->correction2;
         const bool        lars = u.opt == HPML_OPT_LARS, lamb = u.opt == HPML_OPT_LAMB;
-        const bool        look = lars && pass == 0, apply = lamb && pass == 1;
+        const bool        look = lars && pass == 0, apply = lamb && pass == 1, direction = lamb && pass == 0;
         if (pass == 1 && !lars && !lamb) continue;
         u.grad_scale = hpmlg_step_scale(u);
         hpmlg_array w = { u.w, HPML_DTYPE_F32 }, g = { (void *)u.g, HPML_DTYPE_F32 }, m = { u.m, HPML_DTYPE_F32 };
         hpmlg_array v = { u.v, HPML_DTYPE_F32 }, copy = { s->half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
-        float       ww = 0, gg = 0;
+        float       ww = 0, gg = 0, lost = 0, broken = 0; /* lost, broken: 0, or NaN */
         if (look || apply) m.p = v.p = NULL;
         for (int64_t i = from + 8 * threadIdx.x; i < to; i += 8 * blockDim.x) {
             hpmlg_eight x = hpmlg_row_get(w, 0, u.n, i, 0), d = hpmlg_row_get(g, 0, u.n, i, 0), p = {}, q = {};
             if (m.p) p = hpmlg_row_get(m, 0, u.n, i, 0);
             if (v.p) q = hpmlg_row_get(v, 0, u.n, i, 0);
             for (int j = 0; j < 8; j++) {
+                if (u.bad && !look && !apply && !isfinite(d.v[j] * u.grad_scale)) lost = NAN, d.v[j] = 0;
                 float y = look    ? d.v[j]
                           : apply ? fmaf(-u.lr, d.v[j], x.v[j])
                                   : hpmlg_step_one(&u, c1, c2, x.v[j], d.v[j], &p.v[j], &q.v[j]);
-                ww += x.v[j] * x.v[j], gg += y * y;
+                ww += x.v[j] * x.v[j], gg += y * y, broken += y - y;
                 d.v[j] = y;
             }
             if (look) continue;
             if (m.p) hpmlg_row_put(m, 0, u.n, i, p, false);
             if (v.p) hpmlg_row_put(v, 0, u.n, i, q, false);
-            hpmlg_row_put(lamb && !apply ? g : w, 0, u.n, i, d, false);
-            if (copy.p && (apply || !lamb)) hpmlg_row_put(copy, 0, u.n, i, d, false);
+            hpmlg_row_put(direction ? g : w, 0, u.n, i, d, false);
+            if (copy.p && !direction) hpmlg_row_put(copy, 0, u.n, i, d, false);
         }
+        if (u.bad && lost != 0) hpmlg_note_nonfinite(finder, s, true);
+        if (u.bad && !look && !direction && broken != 0) hpmlg_note_nonfinite(finder, s, false);
         if (pass == 1 || (!lars && !lamb)) continue;
         ww = hpmlg_group(ww, space, 256, false), gg = hpmlg_group(gg, space, 256, false);
         if (threadIdx.x == 0) part[chunk] = make_double2((double)ww, (double)gg);
@@ -4435,6 +4699,7 @@ static __global__ void hpmlg_k_update_rates(hpmlg_step *steps, const double2 *pa
     ww = sqrt(all[0][0]), gg = sqrt(all[1][0]);
     if (!lamb) gg = gg * (double)hpmlg_step_scale(s->u) + (double)s->u.weight_decay * ww;
     if (ww > 0 && gg > 0 && (lamb || s->u.trust > 0)) s->u.lr *= (float)((lamb ? 1 : (double)s->u.trust) * ww / gg);
+    if (s->u.bad && !lamb && !isfinite(gg)) s->u.lr = 0; /* what is not finite has no direction */
     if (lamb) return;
     s->u.grad_scale *= s->u.lr, s->u.weight_decay *= s->u.lr, s->u.lr = 1;
 }
@@ -4451,10 +4716,23 @@ HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
     return NULL;
 }
 
-HPMLG_FN hpmlg_step hpmlg_step_of(hpmlg_device *d, const hpml_update *u, int64_t chunk)
+/* The number of the parameter that w lies in, which mostly follows the one before; -1: none. */
+HPMLG_FN int hpmlg_param_number(const hpml_ctx *ctx, const float *w, int before)
+{
+    int count = hpml_param_count(ctx);
+    for (int k = 1; k <= count; k++) {
+        int                i = (before + k) % count;
+        const hpml_tensor *p = hpml_param_at(ctx, i);
+        if (p->data && w >= p->data && w < p->data + hpml_tensor_count(p)) return i;
+    }
+    return -1;
+}
+
+HPMLG_FN hpmlg_step hpmlg_step_of(hpmlg_device *d, const hpml_update *u, int64_t chunk, int before)
 {
     hpmlg_step s = {};
     s.u           = *u;
+    s.param       = u->bad && u->n > 0 ? hpmlg_param_number(d->ctx, u->w, before) : before;
     s.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
     s.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
     s.half        = u->n > 0 ? hpmlg_update_half(d, u->w, u->n) : NULL;
@@ -4488,13 +4766,18 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
     hpmlg_step *steps  = (hpmlg_step *)d->updates;
     double2    *part   = (double2 *)(void *)((char *)d->updates + table);
     int64_t     chunk  = 0;
+    int         before = -1;
+    hpmlg_finder finder = { d->worst, d->note };
     for (int i = 0; i < count && status == HPML_OK; i += 32) {
         int n = count - i < 32 ? count - i : 32;
-        for (int j = 0; j < n; chunk += some[j].chunks, j++) some[j] = hpmlg_step_of(d, &updates[i + j], chunk);
+        for (int j = 0; j < n; j++) {
+            some[j] = hpmlg_step_of(d, &updates[i + j], chunk, before);
+            chunk += some[j].chunks, before = some[j].param;
+        }
         status = hpmlg_upload(d, steps + i, some, (size_t)n * sizeof *some);
     }
     for (int pass = 0; pass <= (int)twice; pass++) {
-        HPMLG_DEAL(d, hpmlg_k_update, chunks, 1, steps, count, chunks, part, (int)d->store, pass);
+        HPMLG_DEAL(d, hpmlg_k_update, chunks, 1, steps, count, chunks, part, (int)d->store, pass, finder);
         if (pass < (int)twice) HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part);
     }
     for (hpmlg_weights *w = hpmlg_well(d) ? NULL : d->weights; w; w = w->next) w->fresh = false; /* nothing is sure */
@@ -5241,6 +5524,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
     int64_t       cols   = hpmlg_last_dim(n->out);
     hpml_node    *before = d->planned;
     hpmlg_lstm    lstm   = {};
+    hpmlg_buckets buckets = {};
     d->planned = n;
     switch (n->op) {
     case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM:
@@ -5250,7 +5534,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
         break;
     case HPML_OP_BATCHNORM: n->scratch_bytes = hpmlg_bn_scratch(d, n); break;
     case HPML_OP_ATTENTION: n->scratch_bytes = n->saved_bytes; break;
-    case HPML_OP_EMBEDDING: n->scratch_bytes = hpmlg_embedding_scratch(n); break;
+    case HPML_OP_EMBEDDING: n->scratch_bytes = hpmlg_embedding_layout(n, &buckets); break;
     case HPML_OP_LINEAR:
         if (n->saved_bytes) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * hpml_dtype_size(n->out->dtype);
         n->scratch_bytes = hpmlg_factor_bytes(d, n->src[0]);
@@ -5281,6 +5565,7 @@ HPMLG_FN hpml_status hpmlg_open_device(hpmlg_device *d)
     HPMLG_TRY(e, cudaGetDeviceProperties(&p, d->d.device));
     if (e != cudaSuccess) return hpmlg_check(d, e, "opening");
     d->sms = p.multiProcessorCount;
+    if (d->workspace_most == 0) d->workspace_most = p.totalGlobalMem / 16;
     if (d->d.precision != HPML_CUDA_F32 && p.major < 8)
         return hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "cuda: precision %d needs compute capability 8.0, %s has "
                              "%d.%d; take HPML_CUDA_F32", (int)d->d.precision, p.name, p.major, p.minor);
@@ -5304,6 +5589,7 @@ HPMLG_FN hpml_status hpmlg_open_memory(hpmlg_device *d)
     memset(d->note, 0, sizeof *d->note);
     d->scratch    = hpmlg_own(d, HPMLG_SCRATCH, what);
     d->workspace  = hpmlg_own(d, d->d.workspace, what);
+    d->worst      = (unsigned long long *)hpmlg_own(d, sizeof *d->worst, what);
     d->now        = (hpmlg_now *)hpmlg_own(d, sizeof *d->now, what);
     d->counts     = (unsigned long long *)hpmlg_own(d, 2 * sizeof *d->counts, what);
     d->note_taken = (int *)hpmlg_own(d, sizeof *d->note_taken, what);
@@ -5312,6 +5598,71 @@ HPMLG_FN hpml_status hpmlg_open_memory(hpmlg_device *d)
         d->slots[i].device = (unsigned char *)hpmlg_own(d, HPMLG_SLOT_BYTES, what);
     }
     return hpml_ctx_status(d->ctx);
+}
+
+typedef struct hpmlg_line { /* a text that grows; used: its length, also beyond size */
+    char  *text;
+    size_t size, used;
+} hpmlg_line;
+
+HPMLG_FN void hpmlg_line_add(hpmlg_line *l, const char *format, ...)
+{
+    va_list some;
+    size_t  left = l->used < l->size ? l->size - l->used : 0;
+    va_start(some, format);
+    int n = vsnprintf(left ? l->text + l->used : NULL, left, format, some);
+    va_end(some);
+    if (n > 0) l->used += (size_t)n;
+}
+
+HPMLG_FN void hpmlg_line_list(hpmlg_line *l, const char *what, const int *list, int count)
+{
+    if (count > 0) hpmlg_line_add(l, "%s", what);
+    for (int i = 0; i < count; i++) hpmlg_line_add(l, " %d", list[i]);
+}
+
+HPMLG_FN void hpmlg_line_epilogues(hpmlg_line *l, const char *what, const long long n[HPMLG_EPILOGUES])
+{
+    static const char *const names[] = { "bias", "relu", "gelu", "gelu'", "bias sums" };
+    const char              *before = what;
+    for (int i = 0; i < HPMLG_EPILOGUES; i++) {
+        if (n[i] == 0) continue;
+        hpmlg_line_add(l, "%s%s %lld", before, names[i], n[i]);
+        before = ", ";
+    }
+}
+
+HPMLG_FN void hpmlg_line_own(hpmlg_line *l, const long long ran[2], long long refused)
+{
+    hpmlg_line_add(l, ", %lld by own kernels", ran[1]);
+    if (refused) hpmlg_line_add(l, " (%lld refused)", refused);
+}
+
+HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size)
+{
+    static const char *const passes[] = { "; forward", "; dx", "; dw" };
+    hpmlg_line               l = { buffer, size, 0 };
+    int                      list[16];
+    if (size > 0) buffer[0] = 0;
+    if (!hpml_cuda_stream(ctx)) return 0;
+    const hpmlg_device *d = (const hpmlg_device *)hpml_ctx_device(ctx);
+    const hpmlg_ran    *r = &d->ran;
+    hpmlg_line_add(&l, "products: %lld by cuBLASLt", r->products[0]);
+    hpmlg_line_epilogues(&l, " with ", r->epilogues[0]);
+    hpmlg_line_list(&l, "; algorithms", list, hpmlg_blas_algorithms(d, list));
+    hpmlg_line_epilogues(&l, "; refused ", r->epilogues[1]);
+    hpmlg_line_own(&l, r->products, r->products_refused);
+    hpmlg_line_add(&l, " | convolutions: %lld by cuDNN", r->convolutions[0]);
+    if (r->fused) hpmlg_line_add(&l, " with bias and act %lld", r->fused);
+    for (int pass = 0; pass < 3; pass++)
+        hpmlg_line_list(&l, passes[pass], list, hpmlg_dnn_algorithms(d, pass, list));
+    hpmlg_line_own(&l, r->convolutions, r->convolutions_refused);
+    hpmlg_line_add(&l, " | workspace %.1f MiB, %.1f asked for", (double)d->workspace_bytes / (1 << 20),
+                   (double)d->workspace_asked / (1 << 20));
+    hpmlg_line_add(&l, " | passes: %lld op by op, %lld recorded, %lld replayed, %lld given up | %lld waits",
+                   d->passes_ran[HPMLG_OP_BY_OP], d->passes_ran[HPMLG_RECORDED], d->passes_ran[HPMLG_REPLAYED],
+                   d->passes_ran[HPMLG_GIVEN_UP], d->waits);
+    return (int)l.used;
 }
 
 HPMLG_FN void hpmlg_close(void *device)
@@ -5345,7 +5696,9 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
     if (d->d._begin || d->d._end || (int)d->d.precision < 0 || (int)d->d.precision > HPML_CUDA_F16)
         return hpml_ctx_fail(ctx, HPML_ERR_ARGUMENT, "cuda desc: precision %d, or a canary is not zero; zero the "
                              "struct before you set fields", (int)d->d.precision);
+    d->workspace_most = d->d.workspace;
     if (d->d.workspace == 0) d->d.workspace = (size_t)64 << 20;
+    d->workspace_bytes = d->d.workspace;
     d->store = d->d.precision == HPML_CUDA_BF16 ? HPML_DTYPE_BF16
              : d->d.precision == HPML_CUDA_F16 ? HPML_DTYPE_F16 : HPML_DTYPE_F32;
     cudaGetLastError();

@@ -44,13 +44,6 @@ static hpml_trainer *make_trainer(hpml_ctx *ctx, const options *o, int64_t share
     return hpml_trainer_create(ctx, &d);
 }
 
-static hpml_codec_kind codec_kind(const char *name)
-{
-    int k = HPML_CODEC_TWOBIT;
-    while (k > 0 && strcmp(hpml_codec_get((hpml_codec_kind)k)->name, name) != 0) k--;
-    return (hpml_codec_kind)k;
-}
-
 /* The one call that joins it to the other workers; NULL where there is nothing to join. */
 static hpml_distributed *join(hpml_comm *comm, hpml_trainer *t, const options *o, int64_t leaf)
 {
@@ -63,7 +56,7 @@ static hpml_distributed *join(hpml_comm *comm, hpml_trainer *t, const options *o
     return hpml_distribute(t, comm, &d);
 }
 
-/* Rank 0 tells what it has learned. */
+/* Rank 0 tests the model and prints the results. */
 static void summarize(hpml_ctx *ctx, hpml_trainer *t, hpml_dataset *test, job *j)
 {
     int64_t      confusion[100] = { 0 }, n = test->count;
@@ -80,10 +73,12 @@ static void summarize(hpml_ctx *ctx, hpml_trainer *t, hpml_dataset *test, job *j
     free(scores);
     free(x);
     j->accuracy = m.accuracy, j->loss = m.loss, j->hash = hpml_param_hash(ctx);
-    printf("test accuracy %.2f %% on %lld digits; %.2f s of training; %.0f bytes a step and worker, %.1f MB in all\n",
-           100 * m.accuracy, (long long)m.samples, j->seconds, j->bytes, 1e-6 * (double)j->sent);
-    if (!j->o->compare && report_files(&j->r) == 0)
-        printf("wrote build/loss.csv, build/loss.svg (open in a browser), build/trace.json (open in Perfetto)\n");
+    printf("test accuracy %.2f %% on %lld digits after %.2f s of training\n", 100 * m.accuracy, (long long)m.samples,
+           j->seconds);
+    if (j->workers > 1)
+        printf("each worker sent %.0f bytes a step, %.1f MB in all\n", j->bytes, 1e-6 * (double)j->sent);
+    if (!j->o->compare && report_csv(&j->r, j->o->out) == 0 && report_plot(&j->r, NULL, 1, j->o->out) == 0)
+        report_drawn(j->o->out, "loss.csv, loss.svg (loss and accuracy)");
 }
 
 /* Where the time of the last steps went, on each worker. Collective. */
@@ -117,11 +112,12 @@ static hpml_status train(hpml_comm *comm, void *user)
     if (hpml_ctx_status(ctx) != HPML_OK) return hpml_ctx_status(ctx);
     if (o->load) d ? hpml_distribute_load(d, o->load) : hpml_checkpoint_load(t, o->load);
     if (tells)
-        printf("%s, %lld parameters, %lld training digits, batch %lld, %s kernels, %d worker%s (%s) x %d threads, "
-               "gradients as %s\n", o->model, (long long)hpml_param_total(ctx), (long long)data->count,
-               (long long)o->batch, hpml_ctx_cpu(ctx), workers, workers > 1 ? "s" : "", hpml_comm_transport(comm),
-               hpml_ctx_threads(ctx), o->codec);
-    hpml_comm_trace_start(comm, &(hpml_trace_desc){ .first_step = 10, .last_step = 30 });
+        printf("%s, %lld parameters, %lld training digits, batch %lld, %s kernels\n%d worker%s (%s), "
+               "each of %d thread%s, results as %s, gradients as %s\n", o->model, (long long)hpml_param_total(ctx),
+               (long long)data->count, (long long)o->batch, hpml_ctx_cpu(ctx), workers, workers > 1 ? "s" : "",
+               hpml_comm_transport(comm), hpml_ctx_threads(ctx), hpml_ctx_threads(ctx) > 1 ? "s" : "",
+               o->precision, o->codec);
+    hpml_comm_trace_start(comm, &(hpml_trace_desc){ .first_step = 10, .last_step = 30, .arrows = true });
     hpml_comm_counters_reset(comm);
     hpml_distribute_get(d, NULL, true);
     hpml_distribute_report account = { 0 };
@@ -138,8 +134,10 @@ static hpml_status train(hpml_comm *comm, void *user)
     hpml_distribute_get(d, &account, false);
     double seconds = hpml_now() - start;
     if (o->table > 0 && !j->quiet) steps_table(comm, d, o->table);
-    mkdir("build", 0777);
-    hpml_status status = hpml_comm_trace_save(comm, "build/trace.json");
+    char path[1024];
+    snprintf(path, sizeof path, "%s/trace.json", o->out);
+    mkdir(o->out, 0777);
+    hpml_status status = hpml_comm_trace_save(comm, path);
     if (status != HPML_OK || hpml_comm_rank(comm) > 0) return status;
     j->steps  = hpml_trainer_step_count(t) - first, j->seconds = seconds;
     j->sent   = sent.bytes, j->parameters = hpml_param_total(ctx), j->workers = workers;
@@ -159,43 +157,64 @@ static int launch(job *j)
     char             error[768];
     hpml_launch_desc l = { .ranks = (int32_t)o->workers, .ctx = { .seed = (uint64_t)o->seed } };
     l.ctx.threads = (int32_t)o->threads;
+    while (strcmp(hpml_dtype_name(l.ctx.store), o->precision) != 0) l.ctx.store = (hpml_dtype)(l.ctx.store + 1);
     if (strcmp(o->transport, "mpi") == 0) l.transport = HPML_TRANSPORT_MPI, l.ranks = 0;
     for (int n = 0; n < 2 && o->network; n++)
         if (strcmp(o->network, networks[n].name) == 0)
             l.network.ranks_per_node = 1, l.network.between = networks[n].link;
     j->r = (report){ .epochs = (int)o->epochs, .live = isatty(1), .workers = (int)o->workers };
     hpml_status status = hpml_launch(&l, train, j, error, sizeof error);
-    free(j->r.step), free(j->r.raw[0]), free(j->r.raw[1]), free(j->r.loss), free(j->r.accuracy);
     if (status != HPML_OK) fprintf(stderr, "error: %s\n", error);
     return status != HPML_OK;
+}
+
+/* Seconds of a step of this training on a slow network, from 12 steps of it; below 0: it failed. */
+static double slow_step(const options *o, int network)
+{
+    options slow = *o;
+    job     j    = { .o = &slow, .quiet = true, .limit = 12 };
+    slow.network = networks[network].name;
+    int failed = launch(&j);
+    report_free(&j.r);
+    return failed ? -1 : j.step_s;
 }
 
 /* The same training three ways, then some steps of each on slow networks. */
 static int compare(const options *base)
 {
-    static const struct { int workers; const char *codec; } row[] = { { 1, "none" }, { 4, "none" }, { 4, "onebit" } };
-    char   table[2048] = "";
-    size_t at = 0;
-    for (size_t i = 0; i < sizeof row / sizeof row[0]; i++) {
-        options o = *base;
-        job     j = { .o = &o };
-        o.workers = row[i].workers, o.codec = row[i].codec;
-        if (launch(&j)) return 1;
-        at += (size_t)snprintf(table + at, sizeof table - at, "\n%4d  %-7s %8.2f %% %12.0f %9.2f s", row[i].workers,
-                               row[i].codec, 100 * j.accuracy, j.bytes, j.seconds);
-        for (int n = 0; n < 2; n++) {
-            job    slow     = { .o = &o, .quiet = true, .limit = 12 };
-            double forecast = j.step_s + j.bytes / networks[n].link.bandwidth;
-            char   cell[48] = "-";
-            o.network = networks[n].name;
-            if (row[i].workers > 1 && launch(&slow)) return 1;
-            if (row[i].workers > 1) snprintf(cell, sizeof cell, "%.1f %8.1f ms", 1e3 * forecast, 1e3 * slow.step_s);
-            at += (size_t)snprintf(table + at, sizeof table - at, "%22s", cell);
-        }
+    static const struct { int workers; const char *codec, *name; } row[3] = {
+        { 1, "none", "1 worker" }, { 4, "none", "4 workers" }, { 4, "onebit", "4 workers, 1-bit gradients" } };
+    const char *names[3] = { row[0].name, row[1].name, row[2].name };
+    double      measured[3][2] = { { 0 } };
+    options     o[3] = { *base, *base, *base };
+    job         jobs[3] = { { .o = &o[0] }, { .o = &o[1] }, { .o = &o[2] } };
+    report      reports[3];
+    char        text[512];
+    for (int i = 0; i < 3; i++) {
+        o[i].workers = row[i].workers;
+        o[i].codec   = row[i].codec;
+        if (launch(&jobs[i])) return 1;
+        reports[i] = jobs[i].r;
+        for (int n = 0; n < 2 && row[i].workers > 1; n++)
+            if ((measured[i][n] = slow_step(&o[i], n)) < 0) return 1;
     }
-    printf("\n%-58sa step on 1 Gbit/s      a step on 100 Mbit/s\n", "");
-    printf("workers codec   accuracy   bytes a step  training   predicted  measured     predicted  measured");
-    printf("%s\n", table);
+    printf("\n%44s%-18s%s\n", "", "ms on 1 Gbit/s", "ms on 100 Mbit/s");
+    printf("workers codec  accuracy bytes/step training forecast measured forecast measured\n");
+    for (int i = 0; i < 3; i++) {
+        const job *j = &jobs[i];
+        printf("%4d    %-6s %6.2f %% %10.0f %6.2f s", row[i].workers, row[i].codec, 100 * j->accuracy, j->bytes,
+               j->seconds);
+        for (int n = 0; n < 2 && row[i].workers > 1; n++)
+            printf(" %8.1f %8.1f", 1e3 * (j->step_s + j->bytes / networks[n].link.bandwidth), 1e3 * measured[i][n]);
+        printf("\n");
+    }
+    snprintf(text, sizeof text, "\nThe 4 workers share the cores of this machine: %.2f s of training, %.2f s with 1 "
+             "worker. Between machines 1-bit gradients make a step %.1f times as fast on 1 Gbit/s, %.1f times on "
+             "100 Mbit/s.", jobs[1].seconds, jobs[0].seconds, measured[1][0] / measured[2][0],
+             measured[1][1] / measured[2][1]);
+    screen_paragraph(text);
+    if (report_plot(reports, names, 3, base->out) == 0) report_drawn(base->out, "loss.svg (the three losses)");
+    for (int i = 0; i < 3; i++) report_free(&reports[i]);
     return 0;
 }
 
@@ -212,13 +231,15 @@ static void print_json(const job *j)
 
 int main(int argc, char **argv)
 {
-    options o = { .model = "cnn", .layout = "nchw", .codec = "onebit", .allreduce = "auto", .transport = "threads",
-                  .samples = 12000, .batch = 64, .workers = 1, .seed = 1 };
+    options o = { .model = "cnn", .layout = "nchw", .precision = "f32", .allreduce = "auto", .transport = "threads",
+                  .out = "build", .samples = 12000, .batch = 64, .workers = 1, .seed = 1 };
     job     j = { .o = &o };
-    int     failed = parse(&o, argc, argv);
+    option  precision = { "--precision", OPTION_CHOICE, &o.precision, "f32|bf16|f16", "how results are stored (f32)" };
+    int     failed = parse(&o, &precision, 1, argc, argv);
     if (failed) return failed == 1 ? 0 : failed;
     if (o.compare) return compare(&o);
     failed = launch(&j);
     if (o.json && !failed && j.workers > 0) print_json(&j);
+    report_free(&j.r);
     return failed;
 }

@@ -5,6 +5,8 @@
    own. */
 #define HPML_IMPLEMENTATION
 #include "../hpml.h"
+#include "options.h"
+#include "screen.h"
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,36 +14,34 @@
 #include <unistd.h>
 
 typedef struct options {
-    int64_t     steps, batch, context, width, layers, heads, seed, threads, length;
-    double      lr, dropout;
-    int         json, count;
-    const char *paths[64];
+    int64_t      steps, batch, context, width, layers, heads, seed, threads, length;
+    double       lr, dropout;
+    int          json;
+    option_words files;
 } options;
 
 static int parse(options *o, int argc, char **argv)
 {
-    const struct { const char *name; int64_t *value; } table[] = { { "--steps", &o->steps }, { "--batch", &o->batch },
-        { "--context", &o->context }, { "--width", &o->width }, { "--layers", &o->layers }, { "--heads", &o->heads },
-        { "--seed", &o->seed }, { "--threads", &o->threads }, { "--length", &o->length } };
-    for (int i = 1; i < argc; i++) {
-        size_t k = 0, n = sizeof table / sizeof table[0];
-        if (strcmp(argv[i], "--json") == 0) { o->json = 1; continue; }
-        if (argv[i][0] != '-' && o->count < 64) { o->paths[o->count++] = argv[i]; continue; }
-        while (k < n && strcmp(table[k].name, argv[i]) != 0) k++;
-        double *real = strcmp(argv[i], "--lr") == 0 ? &o->lr : strcmp(argv[i], "--dropout") == 0 ? &o->dropout : NULL;
-        char   *end  = NULL;
-        if (i + 1 < argc && k < n) *table[k].value = strtoll(argv[++i], &end, 10);
-        else if (i + 1 < argc && real) *real = strtod(argv[++i], &end);
-        if (!end || end == argv[i] || *end || (k < n && *table[k].value < 0)) {
-            fprintf(stderr, "unknown or incomplete option, or no number: %s\n"
-                    "--steps N --batch N --context N --width N --layers N --heads N --lr X --dropout X "
-                    "--seed N --threads N --length N --json FILES\n", argv[i]);
-            return 2;
-        }
-    }
     static const char *const own[] = { "hpml.h", "hpml_comm.h", "hpml_cuda.cuh" };
-    for (int i = 0, none = o->count == 0; none && i < 3; i++)
-        if (i == 0 || access(own[i], R_OK) == 0) o->paths[o->count++] = own[i];
+    const option             table[] = {
+        { "FILES", OPTION_WORDS, &o->files, NULL, "the text to learn (hpml's headers, where they are)" },
+        { "--steps", OPTION_COUNT, &o->steps, "N", "steps of training (3000)" },
+        { "--batch", OPTION_COUNT, &o->batch, "N", "windows of text in a step (16)" },
+        { "--context", OPTION_COUNT, &o->context, "N", "characters in a window (64)" },
+        { "--width", OPTION_COUNT, &o->width, "N", "numbers for each character (128)" },
+        { "--layers", OPTION_COUNT, &o->layers, "N", "transformer blocks (4)" },
+        { "--heads", OPTION_COUNT, &o->heads, "N", "attention heads (4)" },
+        { "--lr", OPTION_REAL, &o->lr, "X", "learning rate (0.002)" },
+        { "--dropout", OPTION_REAL, &o->dropout, "X", "share of numbers set to 0 while training (0)" },
+        { "--seed", OPTION_COUNT, &o->seed, "N", "of everything random (1)" },
+        { "--threads", OPTION_COUNT, &o->threads, "N", "threads (one for each core)" },
+        { "--length", OPTION_COUNT, &o->length, "N", "characters to generate at the end (400)" },
+        { "--json", OPTION_FLAG, &o->json, NULL, "a JSON object as last line" } };
+    int failed = options_read("Learns to write like the text it is given, character by character.", table,
+                              sizeof table / sizeof *table, argc, argv);
+    if (failed) return failed;
+    for (int i = 0, none = o->files.count == 0; none && i < 3; i++)
+        if (i == 0 || access(own[i], R_OK) == 0) o->files.word[o->files.count++] = own[i];
     if (o->steps < 1) return fprintf(stderr, "--steps: at least 1\n"), 2;
     return 0;
 }
@@ -94,7 +94,7 @@ static void generate(hpml_ctx *ctx, hpml_trainer *t, const options *o, hpml_data
     int32_t *window = (int32_t *)calloc((size_t)o->context, sizeof *window);
     float   *scores = (float *)malloc(sizeof(float) * (size_t)(o->context * V));
     hpml_rng rng    = { .seed = (uint64_t)o->seed, .stream = 99 };
-    int64_t  have   = 1;
+    int64_t  have   = 1, column = 0;
     if (!window || !scores) return;
     window[0] = ((const int32_t *)text->x)[0];
     printf("\n");
@@ -106,6 +106,8 @@ static void generate(hpml_ctx *ctx, hpml_trainer *t, const options *o, hpml_data
         for (int i = 0; i < V; i++) sum += s[i] = expf((s[i] - most) / 0.8f);
         pick = hpml_rng_uniform(&rng) * sum;
         while (c < V - 1 && (pick -= s[c]) > 0) c++;
+        column = vocabulary[c] == '\n' ? 0 : column + 1;
+        if (column >= screen_columns()) column = 1, putchar('\n');
         putchar(vocabulary[c]);
         if (have == o->context) memmove(window, window + 1, sizeof *window * (size_t)--have);
         window[have++] = c;
@@ -118,7 +120,8 @@ static void generate(hpml_ctx *ctx, hpml_trainer *t, const options *o, hpml_data
 static int train(hpml_ctx *ctx, const options *o)
 {
     int                  V = 0;
-    hpml_dataset        *text = hpml_dataset_load_text(ctx, o->paths, o->count, o->context, false), *seen, *rest;
+    const option_words  *files = &o->files;
+    hpml_dataset        *text = hpml_dataset_load_text(ctx, files->word, files->count, o->context, false), *seen, *rest;
     const unsigned char *vocabulary = hpml_dataset_vocabulary(text, &V);
     int64_t              cut = text ? text->count * 9 / 10 : 0;
     hpml_tensor         *tokens = hpml_input_tokens(ctx, o->batch, o->context);
@@ -163,7 +166,7 @@ int main(int argc, char **argv)
                     .length = 400, .lr = 0.002 };
     int       failed = parse(&o, argc, argv);
     hpml_ctx *ctx;
-    if (failed) return failed;
+    if (failed) return failed == 1 ? 0 : failed;
     ctx    = hpml_ctx_create(&(hpml_ctx_desc){ .seed = (uint64_t)o.seed, .threads = (int32_t)o.threads });
     failed = train(ctx, &o);
     if (hpml_ctx_status(ctx) != HPML_OK) fprintf(stderr, "error: %s\n", hpml_ctx_error(ctx)), failed = 1;

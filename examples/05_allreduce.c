@@ -5,11 +5,12 @@
    in main says: serial, threads:4, mpi.
    options: --ranks N (threads), --max BYTES (256M; K, M, G), --algorithm NAME, --json
    prints a table in the style of nccl-tests, a block for each algorithm:
-       algorithm       size (B)     count   time (us)  algbw (GB/s)  busbw (GB/s)  check
-       ring             1048576    262144       163.1          6.43          9.64     ok
+       algorithm       size (B)     count    time (us) algbw (GB/s) busbw (GB/s) check
+       ring             1048576    262144        163.1        6.430        9.640    ok
    algbw is size / time. busbw = algbw * 2 (p-1) / p is what a rank must send at least: compare it with the link's. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
+#include "options.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,9 +18,8 @@
 
 typedef struct options {
     hpml_algorithm only; /* AUTO: all */
-    int            ranks;
-    int64_t        max;
-    bool           json;
+    int64_t        ranks, max;
+    int            json;
 } options;
 
 static float number(int rank, int64_t i) { return (float)((i * 7 + rank * 3) % 11); } /* sums stay exact */
@@ -73,7 +73,7 @@ static void print_line(const options *o, hpml_comm *comm, hpml_algorithm a, int6
                "\"algbw\": %.4f, \"busbw\": %.4f, \"wrong\": %.0f}\n",
                hpml_comm_transport(comm), p, hpml_algorithm_name(a), bytes, seconds * 1e6, algbw, busbw, wrong);
     else
-        printf("%-14s %11.0f %10lld %11.1f %12.3f %12.3f %6s\n", hpml_algorithm_name(a), bytes, (long long)n,
+        printf("%-12s %11.0f %9lld %12.1f %12.3f %12.3f %5s\n", hpml_algorithm_name(a), bytes, (long long)n,
                seconds * 1e6, algbw, busbw, wrong > 0 ? "WRONG" : "ok");
     fflush(stdout);
 }
@@ -89,7 +89,7 @@ static hpml_status rank_main(hpml_comm *comm, void *user)
     hpml_comm_tune(comm); /* measures the links, so that "auto" chooses well */
     if (hpml_comm_rank(comm) == 0 && !o->json) {
         printf("# %d ranks, transport %s, float sum in place\n", hpml_comm_size(comm), hpml_comm_transport(comm));
-        printf("%-14s %11s %10s %11s %12s %12s %6s\n", "algorithm", "size (B)", "count", "time (us)", "algbw (GB/s)",
+        printf("%-12s %11s %9s %12s %12s %12s %5s\n", "algorithm", "size (B)", "count", "time (us)", "algbw (GB/s)",
                "busbw (GB/s)", "check");
     }
     for (int a = HPML_AUTO; a < HPML_ALGORITHM_COUNT; a++) {
@@ -108,36 +108,28 @@ static hpml_status rank_main(hpml_comm *comm, void *user)
     return hpml_ctx_status(ctx);
 }
 
-static int64_t bytes_of(const char *text)
-{
-    char  *unit;
-    double x = strtod(text, &unit);
-    return (int64_t)(x * (*unit == 'K' ? 1024 : *unit == 'M' ? 1 << 20 : *unit == 'G' ? 1 << 30 : 1));
-}
-
 int main(int argc, char **argv)
 {
-    options          o    = { .only = HPML_AUTO, .ranks = 0, .max = (int64_t)256 << 20 };
+    options          o    = { .only = HPML_AUTO, .max = (int64_t)256 << 20 };
     /* mpiexec's or srun's processes, else as many threads as cores; HPML_RUN goes first */
     hpml_launch_desc desc = { .run = "auto" };
-    char             error[768];
-    bool             bad = false;
-    for (int i = 1; i < argc; i++) {
-        const char *value = i + 1 < argc ? argv[i + 1] : NULL;
-        if (strcmp(argv[i], "--json") == 0) { o.json = true; continue; }
-        if (value && strcmp(argv[i], "--ranks") == 0) o.ranks = atoi(value);
-        else if (value && strcmp(argv[i], "--max") == 0) o.max = bytes_of(value);
-        else if (value && strcmp(argv[i], "--algorithm") == 0) o.only = hpml_algorithm_find(value);
-        else { bad = true; break; }
-        i++;
+    const char      *only = "auto";
+    char             names[256] = "", error[768];
+    for (int a = 0; a < HPML_ALGORITHM_COUNT; a++) {
+        if (a > 0) strcat(names, "|");
+        strcat(names, hpml_algorithm_name((hpml_algorithm)a));
     }
-    if (bad || (int)o.only < 0 || o.ranks < 0 || o.max < 4) {
-        fprintf(stderr, "usage: %s [--ranks N] [--max BYTES] [--algorithm NAME] [--json]\nalgorithms:", argv[0]);
-        for (int a = 0; a < HPML_ALGORITHM_COUNT; a++) fprintf(stderr, " %s", hpml_algorithm_name((hpml_algorithm)a));
-        fprintf(stderr, "\n");
-        return 2;
-    }
-    if (o.ranks > 0) desc.run = NULL, desc.ranks = o.ranks;
+    const option table[] = {
+        { "--ranks", OPTION_COUNT, &o.ranks, "N", "threads to run on (as many as cores)" },
+        { "--max", OPTION_BYTES, &o.max, "BYTES", "the largest size, as 4096, 64K, 256M (256M)" },
+        { "--algorithm", OPTION_CHOICE, &only, names, "this one alone (all)" },
+        { "--json", OPTION_FLAG, &o.json, NULL, "a JSON object for each row" } };
+    int failed = options_read("Times every algorithm of allreduce at every size.", table,
+                              sizeof table / sizeof *table, argc, argv);
+    if (failed) return failed == 1 ? 0 : failed;
+    if (o.max < 4 || o.ranks > 65536) return fprintf(stderr, "--max: at least 4; --ranks: at most 65536\n"), 2;
+    o.only = hpml_algorithm_find(only);
+    if (o.ranks > 0) desc.run = NULL, desc.ranks = (int32_t)o.ranks;
     if (hpml_launch(&desc, rank_main, &o, error, sizeof error) == HPML_OK) return 0;
     fprintf(stderr, "%s\n", error);
     return 1;

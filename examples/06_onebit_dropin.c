@@ -66,7 +66,7 @@ static hpml_status train(hpml_comm *comm, hpml_codec_kind codec)
     }
     hpml_comm_counters(comm, &sent);
     if (hpml_comm_rank(comm) == 0)
-        printf("%-7s %d ranks (%s): loss %.4f -> %.4f, %lld bytes sent by each rank\n", hpml_codec_get(codec)->name,
+        printf("%-7s %d ranks (%s): loss %.4f -> %.4f, each rank sent %lld bytes\n", hpml_codec_get(codec)->name,
                hpml_comm_size(comm), hpml_comm_transport(comm), first, last, (long long)sent.bytes);
     free(w);
     free(grad);

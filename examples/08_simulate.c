@@ -1,17 +1,18 @@
 /* What you learn: how long a step takes on machines you do not have, and what limits it. Difficulty 2 of 4.
    cc -O2 examples/08_simulate.c -o simulate -lm -lpthread && ./simulate --model resnet50 --network 10gbit
    prints: step times in ms on 2 to 4,096 ranks, in three tables: f32 and bf16 by each of six algorithms, and the packed
-   ones: 1 bit, 2 bits, top-k, low rank ("  4096 | 4.41e+05* ..."); the last line of each says from how many ranks on
+   ones: 1 bit, 2 bits, top-k, low rank (" 4096| 4.41e+05* ..."); the last line of each says from how many ranks on
    efficiency is below 50 %. Each table is drawn, too: build/simulate_f32.svg, _bf16, _packed. Takes seconds.
-   --model mlp|cnn|resnet50|gpt2, or --layers FILE with lines "forward_s backward_s elements";
-   --network 100mbit|1gbit|10gbit|100gbit|nvlink+ib; --batch N (per rank), --gflops N (what a rank achieves),
-   --bucket BYTES, --no-overlap, --ranks N (the most), --codec-ns N (to pack and unpack a byte of gradient). */
+   --help lists the options: models, networks, or the layers of a model of your own from a file. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
+#include "options.h"
 #include "plot.h"
+#include "screen.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 typedef struct model {
     const char *name;
@@ -75,13 +76,12 @@ static int make_model(model *m, const char *file, double batch, double gflops)
     if (strcmp(m->name, "mlp") == 0) layer(m, 784 * 128 + 128, 1), layer(m, 128 * 10 + 10, 1);
     else if (strcmp(m->name, "cnn") == 0) for (int i = 0; i < 5; i++) layer(m, cnn[i], uses[i]);
     else if (strcmp(m->name, "resnet50") == 0) make_resnet50(m);
-    else if (strcmp(m->name, "gpt2") == 0) make_gpt2(m);
-    else return fprintf(stderr, "there is no model %s\n", m->name), 0;
+    else make_gpt2(m);
     for (int i = 0; i < m->count; i++) m->forward[i] *= batch / gflops / 1e9, m->backward[i] = 2 * m->forward[i];
     return 1;
 }
 
-static int find_network(hpml_network *n, const char *name)
+static void find_network(hpml_network *n, const char *name)
 {
     static const struct { const char *name; int ranks_per_node; hpml_link between; } known[] = {
         { "100mbit", 1, { 100e-6, 12.5e6 } }, { "1gbit", 1, { 50e-6, 125e6 } }, { "10gbit", 1, { 20e-6, 1.25e9 } },
@@ -90,9 +90,7 @@ static int find_network(hpml_network *n, const char *name)
         if (strcmp(name, known[i].name) == 0) {
             n->ranks_per_node = known[i].ranks_per_node, n->between = known[i].between;
             n->inside.latency = 1e-6, n->inside.bandwidth = 200e9;
-            return 1;
         }
-    return fprintf(stderr, "there is no network %s\n", name), 0;
 }
 
 /* How gradients travel: by an allreduce, or as a codec packs them, by stripes. */
@@ -134,78 +132,93 @@ static int simulate(hpml_simulate_desc d, const way *w, model *m, hpml_simulatio
     return hpml_simulate(&d, s, error, sizeof error) == HPML_OK || (fprintf(stderr, "%s\n", error), 0);
 }
 
-static int table(hpml_simulate_desc d, const char *what, const way *w, int count, model *m, int most)
+static int table(hpml_simulate_desc d, const char *what, const way *w, int count, model *m, int most, const char *dir)
 {
     static float    x[16], y[6][16];
     int             rows = 0, low[6] = { 0 };
     plot_series     lines[6];
-    char            path[64], text[512];
+    char            path[1024], text[512], line[600];
+    int             width[6]; /* six columns fit 80 */
     hpml_simulation s;
-    printf("%s: step in ms; *: efficiency below 50 %%, waiting more than computing\n ranks |", what);
-    for (int i = 0; i < count; i++) printf(" %12s", w[i].name);
+    printf("%s: step in ms; *: efficiency below 50 %%, waiting more than computing\nranks|", what);
+    for (int i = 0; i < count; i++) {
+        width[i] = strlen(w[i].name) > 11 ? 12 : 11;
+        printf(" %*s", width[i], w[i].name);
+    }
     for (d.ranks = 2; d.ranks <= most && rows < 16; d.ranks *= 2, rows++) {
-        printf("\n%6d |", d.ranks);
+        printf("\n%5d|", d.ranks);
         for (int i = 0; i < count; i++) {
             if (!simulate(d, &w[i], m, &s)) return 0;
-            printf(" %11.4g%c", s.step_s * 1e3, s.efficiency < 0.5 ? '*' : ' ');
+            printf(" %*.4g%c", width[i] - 1, s.step_s * 1e3, s.efficiency < 0.5 ? '*' : ' ');
             if (s.efficiency < 0.5 && low[i] == 0) low[i] = d.ranks;
             x[rows] = (float)log2(d.ranks), y[i][rows] = (float)log10(s.step_s * 1e3);
         }
     }
-    printf("\n* from |");
+    printf("\n*from|");
     for (int i = 0; i < count; i++) {
-        printf(low[i] ? " %11d " : "           - ", low[i]);
+        snprintf(text, sizeof text, low[i] ? "%d" : "-", low[i]);
+        printf(" %*s ", width[i] - 1, text);
         lines[i].name = w[i].name, lines[i].x = x, lines[i].y = y[i], lines[i].count = rows;
     }
-    snprintf(path, sizeof path, "build/simulate_%s.svg", what), snprintf(text, sizeof text, "%s, %s", m->name, what);
+    snprintf(path, sizeof path, "%s/simulate_%s.svg", dir, what), snprintf(text, sizeof text, "%s, %s", m->name, what);
     if (plot_svg(path, text, "log2 of the number of ranks", "log10 of the step time in ms", lines, count) == 0)
         printf("\n%s is drawn", path);
     d.ranks /= 2; /* the most */
     if (count == 6 && hpml_simulate(&d, &s, text, sizeof text) == HPML_OK &&
-        hpml_simulate_text(&s, text, sizeof text) > 0)
-        printf("\n%d ranks, %s, whatever is best, %s", d.ranks, what, text);
-    return puts("\n") >= 0;
+        hpml_simulate_text(&s, text, sizeof text) > 0) {
+        snprintf(line, sizeof line, "\n%d ranks, %s, by the best algorithm: %s", d.ranks, what, text);
+        screen_paragraph(line);
+    } else printf("\n");
+    return putchar('\n') >= 0;
 }
 
 int main(int argc, char **argv)
 {
     static model       m = { "resnet50", 0, { 0 }, { 0 }, { 0 }, { 0 } };
     hpml_simulate_desc d = { 0 };
-    const char        *file = NULL, *network = "10gbit";
-    double             batch = 0, gflops = 0, codec = 0.05e-9;
-    int                most = 4096;
-    for (int i = 1; i < argc; i++) {
-        const char *value = i + 1 < argc ? argv[i + 1] : "";
-        if (strcmp(argv[i], "--no-overlap") == 0) { d.no_overlap = true; continue; }
-        if (strcmp(argv[i], "--model") == 0) m.name = value;
-        else if (strcmp(argv[i], "--layers") == 0) file = value;
-        else if (strcmp(argv[i], "--network") == 0) network = value;
-        else if (strcmp(argv[i], "--batch") == 0) batch = atof(value);
-        else if (strcmp(argv[i], "--gflops") == 0) gflops = atof(value);
-        else if (strcmp(argv[i], "--bucket") == 0) d.bucket_bytes = (size_t)atof(value);
-        else if (strcmp(argv[i], "--codec-ns") == 0) codec = atof(value) * 1e-9;
-        else if (strcmp(argv[i], "--ranks") == 0) most = atoi(value);
-        else return fprintf(stderr, "%s is not an option; see the first lines of this file\n", argv[i]), 2;
-        i++;
-    }
+    const char        *file = NULL, *network = "10gbit", *dir = "build";
+    double             batch = 0, gflops = 0, codec = 0.05;
+    int64_t            most = 4096, bucket = 0;
+    int                alone = 0;
+    char               text[512];
+    const option       options[] = {
+        { "--model", OPTION_CHOICE, &m.name, "mlp|cnn|resnet50|gpt2", "what is trained (resnet50)" },
+        { "--layers", OPTION_TEXT, &file, "FILE", "or lines of \"forward_s backward_s elements\"" },
+        { "--network", OPTION_CHOICE, &network, "100mbit|1gbit|10gbit|100gbit|nvlink+ib", "between nodes (10gbit)" },
+        { "--ranks", OPTION_COUNT, &most, "N", "the most ranks (4096)" },
+        { "--batch", OPTION_REAL, &batch, "N", "samples of a step, per rank (128; resnet50 64, gpt2 8)" },
+        { "--gflops", OPTION_REAL, &gflops, "N", "what a rank achieves (mlp and cnn 50, else 50000)" },
+        { "--bucket", OPTION_BYTES, &bucket, "BYTES", "gradients of one message (25M)" },
+        { "--codec-ns", OPTION_REAL, &codec, "X", "to pack and unpack a byte of gradient (0.05)" },
+        { "--no-overlap", OPTION_FLAG, &alone, NULL, "messages start after the backward pass" },
+        { "--out", OPTION_TEXT, &dir, "DIR", "where simulate_f32.svg, _bf16, _packed go (build)" } };
+    int failed = options_read("Step times of data-parallel training on machines that you do not have.", options,
+                              sizeof options / sizeof *options, argc, argv);
+    if (failed) return failed == 1 ? 0 : failed;
+    d.no_overlap   = alone;
+    d.bucket_bytes = (size_t)bucket;
     int small = strcmp(m.name, "mlp") == 0 || strcmp(m.name, "cnn") == 0; /* on a CPU core; the others on a GPU */
     if (batch <= 0) batch = small ? 128 : strcmp(m.name, "gpt2") == 0 ? 8 : 64;
     if (gflops <= 0) gflops = small ? 50 : 50000;
-    if (!make_model(&m, file, batch, gflops) || !find_network(&d.network, network)) return 1;
+    if (!make_model(&m, file, batch, gflops) ) return 1;
+    find_network(&d.network, network);
+    mkdir(dir, 0777);
     d.layers = m.count, d.forward_s = m.forward, d.backward_s = m.backward, d.elements = m.elements;
     double total = 0, compute = 0, many = 64, start = hpml_now();
     for (int i = 0; i < m.count; i++) total += (double)m.elements[i], compute += m.forward[i] + m.backward[i];
-    printf("%s: %d layers, %.4g M parameters, %.4g ms of computation a step; network %s\n", m.name, m.count,
-           total / 1e6, compute * 1e3, network);
-    if (!table(d, "f32", ways, 6, &m, most)) return 1;
-    d.codec_s_per_byte = codec, d.element = HPML_ELEMENT_BF16;
-    if (!table(d, "bf16", ways, 6, &m, most)) return 1;
+    snprintf(text, sizeof text, "%s: %d layers, %.4g M parameters, %.4g ms of computation a step; network %s\n", m.name,
+             m.count, total / 1e6, compute * 1e3, network);
+    screen_paragraph(text);
+    if (!table(d, "f32", ways, 6, &m, (int)most, dir)) return 1;
+    d.codec_s_per_byte = codec * 1e-9, d.element = HPML_ELEMENT_BF16;
+    if (!table(d, "bf16", ways, 6, &m, (int)most, dir)) return 1;
     d.element = HPML_ELEMENT_F32;
-    if (!table(d, "packed", ways + 6, 4, &m, most)) return 1;
+    if (!table(d, "packed", ways + 6, 4, &m, (int)most, dir)) return 1;
     double exchange = total * 8 / d.network.between.bandwidth;
-    printf("a batch of %g in all is worth sharing among %.3g ranks with f32, %.3g with 1 bit "
-           "(rule of Seide et al. 2014)\n", many * batch, hpml_optimal_ranks(many * compute, 0, exchange),
-           hpml_optimal_ranks(many * compute, 0, exchange * 9 / 256));
+    snprintf(text, sizeof text, "a batch of %g in all is worth sharing among %.3g ranks with f32, %.3g with 1 bit "
+             "(rule of Seide et al. 2014)", many * batch, hpml_optimal_ranks(many * compute, 0, exchange),
+             hpml_optimal_ranks(many * compute, 0, exchange * 9 / 256));
+    screen_paragraph(text);
     printf("simulated in %.2f s\n", hpml_now() - start);
     return 0;
 }

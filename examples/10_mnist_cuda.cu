@@ -3,7 +3,7 @@
    nvcc -O2 -arch=native examples/10_mnist_cuda.cu -lcublasLt -lcudnn -o mnist_cuda
    ./mnist_cuda [--precision f32|tf32|bf16|f16] [--cpu] [--data DIR] [--model M] [--epochs N] [--batch N] [--lr X]
                 [--seed N] [--json]
-   prints each pass, then accuracy and speed; --cpu trains the same model on the CPU, to compare. */
+   prints each pass, then accuracy and speed, and what ran where; --cpu trains the same model on the CPU, to compare. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_cuda.cuh"
 #include "mnist.h"
@@ -27,26 +27,10 @@ static hpml_tensor *record_model(const char *kind, hpml_tensor *x) /* (B, 1, 28,
     return hpml_linear(hpml_linear(hpml_flatten(x), 128, &relu), 10, NULL);
 }
 
-/* Takes "--precision P" and "--cpu" out of the arguments; the rest is what 02_mnist.c understands. */
-static int take_options(int *argc, char **argv, hpml_cuda_precision *precision, bool *cpu)
-{
-    static const char *const names[] = { "f32", "tf32", "bf16", "f16" };
-    int kept = 1;
-    for (int i = 1; i < *argc; i++) {
-        int p = 0;
-        if (strcmp(argv[i], "--cpu") == 0) { *cpu = true; continue; }
-        if (strcmp(argv[i], "--precision") != 0) { argv[kept++] = argv[i]; continue; }
-        while (p < 4 && i + 1 < *argc && strcmp(argv[i + 1], names[p]) != 0) p++;
-        if (p == 4 || i + 1 == *argc) return fprintf(stderr, "--precision: one of f32 tf32 bf16 f16\n"), 2;
-        *precision = (hpml_cuda_precision)p, i++;
-    }
-    *argc = kept;
-    return 0;
-}
-
 static int train(hpml_ctx *ctx, const options *o, const char *where)
 {
     hpml_dataset     *data = NULL, *test = NULL;
+    char              ran[1024];
     hpml_metrics      m = {};
     hpml_trainer_desc d = {};
     if (!load_data(ctx, o, &data, &test)) return 1;
@@ -68,6 +52,7 @@ static int train(hpml_ctx *ctx, const options *o, const char *where)
         printf("pass %lld: loss %.4f, accuracy %.2f %%, %.0f samples/s\n", (long long)e + 1, m.loss, 100 * m.accuracy,
                (double)(data->count * (e + 1)) / seconds);
     }
+    if (hpml_cuda_text(ctx, ran, sizeof ran) > 0) printf("%s\n", ran);
     if (o->save && hpml_checkpoint_save(t, o->save) != HPML_OK) return 1;
     if (o->json)
         printf("{\"test_accuracy\": %.4f, \"train_seconds\": %.3f, \"samples_per_second\": %.0f, \"parameters\": %lld, "
@@ -82,12 +67,18 @@ int main(int argc, char **argv)
     hpml_cuda_desc gpu  = {};
     hpml_cuda_info info = {};
     hpml_ctx_desc  desc = {};
-    bool           cpu  = false;
+    int            cpu  = 0;
+    static const char *const names[] = { "f32", "tf32", "bf16", "f16" };
+    const char              *precision = "f32";
+    const option             extra[] = {
+        { "--precision", OPTION_CHOICE, &precision, "f32|tf32|bf16|f16", "how the GPU computes (f32)" },
+        { "--cpu", OPTION_FLAG, &cpu, NULL, "trains the same model on the CPU, to compare" } };
     o.model = "cnn", o.codec = "none", o.allreduce = "auto", o.transport = "threads";
     o.samples = 12000, o.batch = 64, o.workers = 1, o.seed = 1;
-    int failed = take_options(&argc, argv, &gpu.precision, &cpu);
-    if (!failed) failed = parse(&o, argc, argv);
+    int failed = parse(&o, extra, 2, argc, argv), p = 0;
     if (failed) return failed == 1 ? 0 : failed;
+    while (strcmp(names[p], precision) != 0) p++;
+    gpu.precision = (hpml_cuda_precision)p;
     desc.seed = (uint64_t)o.seed;
     if (!cpu) desc.backend = hpml_backend_cuda(), desc.backend_desc = &gpu;
     hpml_cuda_device_info(0, &info);

@@ -1,11 +1,11 @@
 /* What you learn: training a real language model, GPT-2 with 124 M parameters, on one GPU, and how near it comes to
    what the card can do. Difficulty 3 of 4.
    nvcc -O2 -arch=native examples/11_gpt2.cu -lcublasLt -lcudnn -o gpt2
-   ./gpt2 [--tokens FILE] [--weights model.safetensors] [--steps N --batch N --context N --layers N --width N --heads N
-           --lr X --precision f32|tf32|bf16|f16 --peak TFLOP/s --save FILE --json]
+   ./gpt2 [--tokens FILE] [--weights model.safetensors] [--profile]; --help lists all options
    --tokens: 16-bit tokens, bare or with llm.c's header; any other file is read as bytes (default: hpml.h).
    --weights: GPT-2's as published in safetensors; without, random ones. Prints loss, tokens/s and MFU: the part of the
-   card's peak that goes into the model's own arithmetic, 6 parameters + 12 layers width context for each token. */
+   card's peak that goes into the model's own arithmetic, 6 parameters + 12 layers width context for each token; at the
+   end what ran where, and, with --profile, the GPU's time for each layer. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_cuda.cuh"
 #include <math.h>
@@ -13,36 +13,33 @@
 #include <stdlib.h>
 #include <string.h>
 #include "gpt2.h" /* reads tokens and weights */
+#include "options.h"
 
 typedef struct options {
     const char *tokens, *weights, *save, *precision;
     int64_t     steps, batch, context, layers, width, heads, vocabulary;
     double      lr, peak;
-    int         json;
+    int         json, profile;
 } options;
 
 static int parse(options *o, int argc, char **argv)
 {
-    const struct { const char *name; const char **text; int64_t *number; double *real; } table[] = {
-        { "--tokens", &o->tokens, NULL, NULL }, { "--weights", &o->weights, NULL, NULL },
-        { "--save", &o->save, NULL, NULL }, { "--precision", &o->precision, NULL, NULL },
-        { "--steps", NULL, &o->steps, NULL }, { "--batch", NULL, &o->batch, NULL },
-        { "--context", NULL, &o->context, NULL }, { "--layers", NULL, &o->layers, NULL },
-        { "--width", NULL, &o->width, NULL }, { "--heads", NULL, &o->heads, NULL },
-        { "--lr", NULL, NULL, &o->lr }, { "--peak", NULL, NULL, &o->peak } };
-    for (int i = 1; i < argc; i++) {
-        size_t k = 0, n = sizeof table / sizeof table[0];
-        if (strcmp(argv[i], "--json") == 0) { o->json = 1; continue; }
-        while (k < n && strcmp(table[k].name, argv[i]) != 0) k++;
-        if (k == n || ++i == argc) {
-            fprintf(stderr, "unknown or incomplete option %s; see the top of 11_gpt2.cu\n", argv[i - (k < n)]);
-            return 2;
-        }
-        if (table[k].text) *table[k].text = argv[i];
-        else if (table[k].number) *table[k].number = atoll(argv[i]);
-        else *table[k].real = atof(argv[i]);
-    }
-    return 0;
+    const option table[] = {
+        { "--tokens", OPTION_TEXT, &o->tokens, "FILE", "16-bit tokens, or any file as bytes (hpml.h)" },
+        { "--weights", OPTION_TEXT, &o->weights, "FILE", "GPT-2's model.safetensors (random weights)" },
+        { "--steps", OPTION_COUNT, &o->steps, "N", "steps of training (100)" },
+        { "--batch", OPTION_COUNT, &o->batch, "N", "windows of tokens in a step (8)" },
+        { "--context", OPTION_COUNT, &o->context, "N", "tokens in a window (1024)" },
+        { "--layers", OPTION_COUNT, &o->layers, "N", "transformer blocks (12)" },
+        { "--width", OPTION_COUNT, &o->width, "N", "numbers for each token (768)" },
+        { "--heads", OPTION_COUNT, &o->heads, "N", "attention heads (12)" },
+        { "--lr", OPTION_REAL, &o->lr, "X", "learning rate (0.0006)" },
+        { "--precision", OPTION_CHOICE, &o->precision, "f32|tf32|bf16|f16", "how the GPU computes (bf16)" },
+        { "--peak", OPTION_REAL, &o->peak, "X", "TFLOP/s of the card (known for some)" },
+        { "--save", OPTION_TEXT, &o->save, "FILE", "writes a checkpoint at the end" },
+        { "--profile", OPTION_FLAG, &o->profile, NULL, "GPU time by layer, of three more steps" },
+        { "--json", OPTION_FLAG, &o->json, NULL, "a JSON object as last line" } };
+    return options_read("Trains GPT-2 on one GPU.", table, sizeof table / sizeof *table, argc, argv);
 }
 
 /* A layer of GPT-2, named as in the published weights. */
@@ -109,6 +106,22 @@ static int on_step(const hpml_step_info *i, void *user)
     return 0;
 }
 
+/* What ran where so far, and the GPU's time for each layer: of steps that run op by op, not as recorded passes. */
+static int report(hpml_ctx *ctx, const options *o, hpml_trainer *t, hpml_dataset *data)
+{
+    static char   text[65536];
+    hpml_fit_desc fit = {};
+    hpml_cuda_text(ctx, text, sizeof text);
+    printf("%s\n", text);
+    if (!o->profile) return 0;
+    hpml_profile_enable(hpml_trainer_graph(t), true);
+    fit.epochs = INT32_MAX, fit.max_steps = 3;
+    if (hpml_trainer_fit(t, data, &fit) != HPML_OK) return 1;
+    hpml_profile_text(hpml_trainer_graph(t), text, sizeof text);
+    printf("%s", text);
+    return 0;
+}
+
 static int train(hpml_ctx *ctx, options *o, const char *device)
 {
     hpml_dataset     *data = load_tokens(ctx, o->tokens, o->context);
@@ -136,6 +149,7 @@ static int train(hpml_ctx *ctx, options *o, const char *device)
     fit.epochs = INT32_MAX, fit.max_steps = o->steps, fit.on_step = on_step, fit.user = &m;
     if (hpml_trainer_fit(t, data, &fit) != HPML_OK || (o->save && hpml_checkpoint_save(t, o->save) != HPML_OK))
         return 1;
+    if (report(ctx, o, t, data) != 0) return 1;
     if (o->json)
         printf("{\"loss\": %.5f, \"tokens_per_second\": %.0f, \"mfu\": %.4f, \"parameters\": %lld, "
                "\"precision\": \"%s\", \"device\": \"%s\"}\n",
@@ -156,9 +170,8 @@ int main(int argc, char **argv)
     o.tokens = "hpml.h", o.precision = "bf16", o.lr = 6e-4, o.vocabulary = 50304;
     o.steps = 100, o.batch = 8, o.context = 1024, o.layers = 12, o.width = 768, o.heads = 12;
     int p = 0, failed = parse(&o, argc, argv);
-    if (failed) return failed;
-    while (p < 4 && strcmp(names[p], o.precision) != 0) p++;
-    if (p == 4) return fprintf(stderr, "--precision %s: expected f32, tf32, bf16 or f16\n", o.precision), 2;
+    if (failed) return failed == 1 ? 0 : failed;
+    while (strcmp(names[p], o.precision) != 0) p++;
     hpml_cuda_device_info(0, &info);
     for (size_t i = 0; i < sizeof cards / sizeof cards[0]; i++)
         if (o.peak == 0 && strstr(info.name, cards[i].name)) o.peak = cards[i].peak;

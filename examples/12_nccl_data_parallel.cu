@@ -1,13 +1,14 @@
 /* What you learn: the digit classifier on all GPUs of a machine, or of many: one rank a GPU, gradients added up by
    NCCL. Difficulty 3 of 4.
    nvcc -O2 -arch=native -DHPML_USE_NCCL examples/12_nccl_data_parallel.cu -lcublasLt -lcudnn -o nccl
-   ./nccl [--gpus N] [--batch N] [--epochs N] [--onebit]        one thread a GPU; first alone, then all together
+   ./nccl     (one thread a GPU; first alone, then all together; --help lists the options)
    With MPI, one process a GPU: nvcc -ccbin mpicxx -DHPML_USE_MPI ... -o nccl && mpiexec -n 8 ./nccl
    prints accuracy and samples per second for 1 and for N GPUs. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h" /* before hpml_cuda.cuh, which then has hpml_nccl_attach */
 #include "../hpml_cuda.cuh"
 #include "digits.h"
+#include "options.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,7 +17,7 @@
 
 struct options {
     int64_t        gpus, batch, epochs; /* batch: samples of a step, for each GPU */
-    bool           onebit;
+    int            onebit;
     hpml_cuda_desc gpu[64];
     double         accuracy, rate; /* results of rank 0 */
 };
@@ -62,7 +63,7 @@ static hpml_status train(hpml_comm *comm, void *user)
     hpml_trainer_desc    d    = {};
     hpml_distribute_desc how  = {};
     hpml_metrics         m    = {};
-    char                 line[512];
+    char                 line[1024];
     if (hpml_nccl_attach(comm, NULL) != HPML_OK) return hpml_ctx_status(ctx); /* without it: through host memory */
     d.input         = hpml_input_4d(ctx, o->batch, 1, DIGITS_SIDE, DIGITS_SIDE);
     d.output        = model(d.input);
@@ -84,6 +85,8 @@ static hpml_status train(hpml_comm *comm, void *user)
     o->accuracy = m.accuracy, o->rate = (double)(24000 * timed) / seconds;
     hpml_distribute_text(dist, line, sizeof line);
     printf("%2d GPUs: accuracy %.2f %%, %.0f samples/s\n    %s\n", p, 100 * o->accuracy, o->rate, line);
+    hpml_cuda_text(ctx, line, sizeof line);
+    printf("    rank 0: %s\n", line);
     return hpml_ctx_status(ctx);
 }
 
@@ -93,15 +96,14 @@ int main(int argc, char **argv)
     hpml_launch_desc l = {};
     char             error[768];
     o.gpus = hpml_cuda_device_count(), o.batch = 128, o.epochs = 4;
-    for (int i = 1; i < argc; i++) {
-        const char *value = i + 1 < argc ? argv[i + 1] : "0";
-        if (strcmp(argv[i], "--onebit") == 0) { o.onebit = true; continue; }
-        if (strcmp(argv[i], "--gpus") == 0) o.gpus = atoll(value);
-        else if (strcmp(argv[i], "--batch") == 0) o.batch = atoll(value);
-        else if (strcmp(argv[i], "--epochs") == 0) o.epochs = atoll(value);
-        else return fprintf(stderr, "usage: nccl [--gpus N] [--batch N] [--epochs N] [--onebit]\n"), 2;
-        i++;
-    }
+    const option table[] = {
+        { "--gpus", OPTION_COUNT, &o.gpus, "N", "ranks, one for each GPU (all GPUs)" },
+        { "--batch", OPTION_COUNT, &o.batch, "N", "samples of a step on each GPU (128)" },
+        { "--epochs", OPTION_COUNT, &o.epochs, "N", "passes over the data (4)" },
+        { "--onebit", OPTION_FLAG, &o.onebit, NULL, "gradients of 1 bit" } };
+    int failed = options_read("Data-parallel training on all GPUs, gradients reduced by NCCL.", table,
+                              sizeof table / sizeof *table, argc, argv);
+    if (failed) return failed == 1 ? 0 : failed;
     l.place = place;
 #ifdef HPML_USE_MPI
     l.transport = HPML_TRANSPORT_MPI; /* mpiexec says how many */

@@ -1,5 +1,5 @@
 /* What you learn: how a matrix product becomes fast on a GPU, one idea at a time. Difficulty 3 of 4.
-   nvcc -O3 -arch=native examples/ladder_matmul.cu -lcublas -o ladder && ./ladder [n, default 4096] [rung, default all]
+   nvcc -O3 -arch=native examples/ladder_matmul.cu -lcublas -o ladder && ./ladder [--size N] [--rung N]
    Every rung computes C = A B, all (n, n) and row-major, is checked against the CPU at 2,000 places, and is timed
    beside cuBLAS. Read them in order: each says what the one before it wastes.
 
@@ -12,6 +12,7 @@
 #include <mma.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include "options.h"
 
 #define CHECK(e) if (cudaError_t bad_ = (e)) return fprintf(stderr, "%s: %s\n", #e, cudaGetErrorString(bad_)), 1
 
@@ -163,10 +164,15 @@ static double check(const bench *b, const float *A, const float *B, float *C)
 int main(int argc, char **argv)
 {
     bench       b = {};
-    int         only = argc > 2 ? atoi(argv[2]) : 0, failed = 0;
+    int64_t     size = 4096, only = 0;
     cudaEvent_t start, stop;
-    b.n = argc > 1 ? (atoi(argv[1]) + BLOCK - 1) / BLOCK * BLOCK : 4096; /* whole tiles, so that no rung needs edges */
-    if (b.n < 1 || b.n > 32768 || only < 0 || only > 7) return fprintf(stderr, "ladder [n 1..32768] [rung 1..7]\n"), 2;
+    const option table[] = {
+        { "--size", OPTION_COUNT, &size, "N", "rows and columns, at most 32768 (4096)" },
+        { "--rung", OPTION_COUNT, &only, "N", "this one alone, 1 to 7 (all)" } };
+    int failed = options_read("Times the rungs of the ladder.", table, sizeof table / sizeof *table, argc, argv);
+    if (failed) return failed == 1 ? 0 : failed;
+    if (size < 1 || size > 32768 || only > 7) return fprintf(stderr, "--size: 1 to 32768; --rung: 1 to 7\n"), 2;
+    b.n = (int)(size + BLOCK - 1) / BLOCK * BLOCK; /* whole tiles, so that no rung needs edges */
     size_t count = (size_t)b.n * b.n, bytes = count * sizeof(float);
     float *h[3], **d[2] = { &b.A, &b.B }; /* A, B and C on the host */
     for (int m = 0; m < 3; m++)

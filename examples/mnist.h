@@ -3,6 +3,7 @@
 #define HPML_MNIST_H
 
 #include "digits.h"
+#include "options.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,92 +11,72 @@
 #include <unistd.h>
 
 typedef struct options {
-    const char *data, *model, *layout, *codec, *allreduce, *transport, *network, *save, *load;
+    const char *data, *model, *layout, *precision, *codec, *allreduce, *transport, *network, *save, *load, *out;
     int64_t     samples, batch, epochs, stop, workers, threads, seed, table, workspace;
     double      lr;
     int         json, exact, compare;
 } options;
 
-static const char usage[] =
-    "--model linear|mlp|cnn    what to train (cnn)\n"
-    "--layout nchw|nhwc        how the cnn keeps images (nchw)\n"
-    "--workspace KB            what a convolution may take beyond inputs and results (0: no limit)\n"
-    "--data DIR                MNIST's IDX files, gzipped or not (drawn digits)\n"
-    "--samples N               digits to draw (12000)\n"
-    "--epochs N                passes over the data (files 6, drawn 3)\n"
-    "--stop N                  leave after pass N of the --epochs\n"
-    "--batch N                 samples of a step, on all workers together (64)\n"
-    "--lr X                    learning rate (cnn 0.03, else 0.05)\n"
-    "--seed N                  of everything random (1)\n"
-    "--workers N               data-parallel workers (1)\n"
-    "--threads N               threads of a worker (the cores shared out)\n"
-    "--transport threads|mpi   how workers talk; with mpi start the program by mpiexec\n"
-    "--codec none|bf16|onebit|twobit   how gradients travel (onebit)\n"
-    "--allreduce auto|central|tree|ring|butterfly|halving|hierarchical|native\n"
-    "--network 1gbit|100mbit   slow the threads' messages down to this, each worker on a machine of its own\n"
-    "--exact                   the same bits for every number of workers, algorithm and transport\n"
-    "--save FILE, --load FILE  a checkpoint\n"
-    "--steps-table N           where the time of the last N steps went, on each worker\n"
-    "--compare                 1 worker, 4 workers, 4 workers with 1 bit; also on slow networks\n"
-    "--json                    a JSON object as last line\n";
-
-/* Words and numbers into the options; 0, or 1: --help was answered, or 2: there is no such option. */
-static int parse_words(options *o, int argc, char **argv)
+/* What depends on other options where it was not given. */
+static void defaults(options *o)
 {
-    enum { TEXT, COUNT, REAL, FLAG };
-    const struct { const char *name; int kind; void *to; } table[] = {
-        { "--data", TEXT, &o->data }, { "--model", TEXT, &o->model }, { "--codec", TEXT, &o->codec },
-        { "--layout", TEXT, &o->layout }, { "--workspace", COUNT, &o->workspace },
-        { "--allreduce", TEXT, &o->allreduce }, { "--transport", TEXT, &o->transport },
-        { "--network", TEXT, &o->network }, { "--save", TEXT, &o->save }, { "--load", TEXT, &o->load },
-        { "--samples", COUNT, &o->samples }, { "--batch", COUNT, &o->batch }, { "--epochs", COUNT, &o->epochs },
-        { "--stop", COUNT, &o->stop }, { "--workers", COUNT, &o->workers }, { "--threads", COUNT, &o->threads },
-        { "--seed", COUNT, &o->seed }, { "--steps-table", COUNT, &o->table }, { "--lr", REAL, &o->lr },
-        { "--json", FLAG, &o->json }, { "--exact", FLAG, &o->exact }, { "--compare", FLAG, &o->compare } };
-    for (int i = 1; i < argc; i++) {
-        size_t k = 0, n = sizeof table / sizeof table[0];
-        if (strcmp(argv[i], "--help") == 0) return printf("%s", usage), 1;
-        while (k < n && strcmp(table[k].name, argv[i]) != 0) k++;
-        if (k == n || (table[k].kind != FLAG && i + 1 == argc))
-            return fprintf(stderr, "unknown or incomplete option %s\n%s", argv[i], usage), 2;
-        if (table[k].kind == FLAG) { *(int *)table[k].to = 1; continue; }
-        const char *word = argv[++i];
-        char       *end  = NULL;
-        double      real = strtod(word, &end);
-        if (table[k].kind == COUNT) *(int64_t *)table[k].to = strtoll(word, &end, 10);
-        if (table[k].kind == TEXT) *(const char **)table[k].to = word;
-        else if (*end || end == word || !(real >= 0))
-            return fprintf(stderr, "%s %s: expected a number from 0\n", argv[i - 1], word), 2;
-        if (table[k].kind == REAL) *(double *)table[k].to = real;
-    }
-    return 0;
-}
-
-/* 0: go on; 1: --help was answered; 2: an option that is none, or has a value that it cannot have. */
-static int parse(options *o, int argc, char **argv)
-{
-    int failed = parse_words(o, argc, argv);
-    if (failed) return failed;
     if (o->epochs == 0) o->epochs = o->data ? 6 : 3;
+    if (!o->codec) o->codec = strcmp(o->precision, "f16") == 0 ? "none" : "onebit"; /* overflows cannot be packed */
     if (o->lr == 0) o->lr = strcmp(o->model, "cnn") == 0 ? 0.03 : 0.05;
     if (o->stop == 0 || o->stop > o->epochs) o->stop = o->epochs;
-    const struct { const char *option, *value, *allowed; } choice[] = {
-        { "--model", o->model, " linear mlp cnn " }, { "--layout", o->layout, " nchw nhwc " },
-        { "--codec", o->codec, " none bf16 onebit twobit " },
-        { "--transport", o->transport, " threads mpi " }, { "--network", o->network, " 1gbit 100mbit " },
-        { "--allreduce", o->allreduce, " auto central tree ring butterfly halving hierarchical native " } };
-    for (size_t k = 0; k < sizeof choice / sizeof choice[0]; k++) {
-        const char *value = choice[k].value;
-        char        word[64];
-        snprintf(word, sizeof word, " %s ", value ? value : "");
-        if (value && !strstr(choice[k].allowed, word))
-            return fprintf(stderr, "%s %s: expected one of%s\n", choice[k].option, value, choice[k].allowed), 2;
-    }
+}
+
+/* Reads the command line: the options below and the `extra` ones of a program of its own. 0: go on; 1: --help was
+   answered; 2: a message says which option is wrong. */
+static int parse(options *o, const option *extra, int extra_count, int argc, char **argv)
+{
+    const option common[] = {
+        { "--model", OPTION_CHOICE, &o->model, "linear|mlp|cnn", "what to train (cnn)" },
+        { "--layout", OPTION_CHOICE, &o->layout, "nchw|nhwc", "how the cnn keeps images (nchw)" },
+        { "--workspace", OPTION_COUNT, &o->workspace, "KB", "memory of a convolution beyond x and y (no limit)" },
+        { "--data", OPTION_TEXT, &o->data, "DIR", "MNIST's IDX files, gzipped or not (drawn digits)" },
+        { "--samples", OPTION_COUNT, &o->samples, "N", "digits to draw (12000)" },
+        { "--epochs", OPTION_COUNT, &o->epochs, "N", "passes over the data (files 6, drawn 3)" },
+        { "--stop", OPTION_COUNT, &o->stop, "N", "leave after pass N of the --epochs" },
+        { "--batch", OPTION_COUNT, &o->batch, "N", "samples of a step, on all workers together (64)" },
+        { "--lr", OPTION_REAL, &o->lr, "X", "learning rate (cnn 0.03, else 0.05)" },
+        { "--seed", OPTION_COUNT, &o->seed, "N", "of everything random (1)" },
+        { "--workers", OPTION_COUNT, &o->workers, "N", "data-parallel workers (1)" },
+        { "--threads", OPTION_COUNT, &o->threads, "N", "threads of a worker (the cores shared out)" },
+        { "--transport", OPTION_CHOICE, &o->transport, "threads|mpi",
+          "how workers exchange messages; mpi needs mpiexec" },
+        { "--codec", OPTION_CHOICE, &o->codec, "none|bf16|onebit|twobit",
+          "how gradients travel (onebit; in f16 none)" },
+        { "--allreduce", OPTION_CHOICE, &o->allreduce,
+          "auto|central|tree|ring|butterfly|halving|hierarchical|native", "how gradients are added up (auto)" },
+        { "--network", OPTION_CHOICE, &o->network, "1gbit|100mbit",
+          "delays messages between threads as this network would" },
+        { "--exact", OPTION_FLAG, &o->exact, NULL, "the same bits for every number of workers" },
+        { "--save", OPTION_TEXT, &o->save, "FILE", "writes a checkpoint at the end" },
+        { "--load", OPTION_TEXT, &o->load, "FILE", "goes on from a checkpoint" },
+        { "--steps-table", OPTION_COUNT, &o->table, "N", "time of the last N steps by worker (at most 100000)" },
+        { "--compare", OPTION_FLAG, &o->compare, NULL, "1 worker, 4, and 4 with 1 bit; on slow networks too" },
+        { "--out", OPTION_TEXT, &o->out, "DIR", "where loss.csv, loss.svg and trace.json go (build)" },
+        { "--json", OPTION_FLAG, &o->json, NULL, "a JSON object as last line" } };
+    option table[32];
+    int    count = (int)(sizeof common / sizeof *common), failed;
+    memcpy(table, common, sizeof common);
+    for (int i = 0; i < extra_count; i++) table[count++] = extra[i];
+    failed = options_read("Trains a classifier of handwritten digits.", table, count, argc, argv);
+    if (failed) return failed;
+    defaults(o);
     if (o->table > 100000)
         return fprintf(stderr, "--steps-table %lld: expected 0 to 100000\n", (long long)o->table), 2;
     if (o->workers >= 1 && o->batch >= o->workers && o->samples >= 1) return 0;
     return fprintf(stderr, "--workers %lld, --batch %lld: a worker needs a sample of each batch\n",
                    (long long)o->workers, (long long)o->batch), 2;
+}
+
+static inline hpml_codec_kind codec_kind(const char *name)
+{
+    int k = HPML_CODEC_TWOBIT;
+    while (k > 0 && strcmp(hpml_codec_get((hpml_codec_kind)k)->name, name) != 0) k--;
+    return (hpml_codec_kind)k;
 }
 
 /* The IDX pair `name` of a folder, plain or gzipped; NULL when it is not there. */

@@ -2,13 +2,16 @@
 # Allreduce on 2 ranks, threads and MPI, against MPI_Allreduce and memcpy; a ring of 4 ranks on too few cores. Rounds
 # are interleaved and the best of each counts. Rows go to build/bench.jsonl; without MPI only the threads' rows.
 rounds=${HPML_BENCH_ROUNDS:-3}
-mpi=0; command -v mpicc >/dev/null && command -v mpiexec >/dev/null &&
-    mpicc -O2 -DHPML_USE_MPI tests/bench_comm.c -o build/bench_comm_mpi -lm -lpthread 2>/dev/null &&
-    timeout 60 mpiexec -n 2 true >/dev/null 2>&1 && mpi=1
+. tests/mpi.sh
+tmp=$(mktemp -d) mpi=0
+trap 'rm -rf "$tmp"' EXIT
+lack=$(mpi_lacks "$tmp")
+if [ -n "$lack" ]; then echo "no rows of MPI: $lack"
+elif "$mpicc" -O2 -DHPML_USE_MPI tests/bench_comm.c -o build/bench_comm_mpi -lm -lpthread 2>/dev/null; then mpi=1; fi
 for round in $(seq "$rounds"); do
     timeout 100 build/bench_comm threads
-    [ $mpi = 0 ] || timeout 100 mpiexec -n 2 build/bench_comm_mpi mpi
-    [ $mpi = 0 ] || timeout 100 mpiexec -n 4 build/bench_comm_mpi ring
+    [ $mpi = 0 ] || timeout 100 "$mpiexec" $mpi_options -n 2 build/bench_comm_mpi mpi
+    [ $mpi = 0 ] || timeout 100 "$mpiexec" $mpi_options -n 4 build/bench_comm_mpi ring
 done >build/bench_comm.txt
 awk '
 function row(name, bytes, ours, peer, theirs) {

@@ -1,8 +1,8 @@
 /* What the GPU reaches: bench_gpu GROUP [PEERS], a group being kernels, matmul, attention or train. Kernels that only
    move memory are measured against a device-to-device copy, products against the fastest algorithm of cuBLASLt,
    attention against what that reaches with large matrices of bf16, and attention and training steps against what
-   PyTorch reached (PEERS, the lines that bench_gpu.py printed). Each result is a row of the table and a line of
-   build/bench.jsonl; what fails says why, and the rest goes on. */
+   PyTorch reached (PEERS, the lines that bench_gpu.py printed). Each result is a row of the table, with what has run
+   where (hpml_cuda_text) below it, and a line of build/bench.jsonl; what fails says why, and the rest goes on. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_cuda.cuh"
 #ifndef HPML_CUDA_NO_CUBLAS
@@ -16,6 +16,7 @@ static const char *const precisions[] = { "f32", "tf32", "bf16", "f16" };
 static char              device_name[256];
 static const char       *peers_path;
 static int               failures;
+static char              ran[1024], shown[1024]; /* hpml_cuda_text of the rows to come, and of those before */
 
 static void failed(const char *name, const char *why)
 {
@@ -39,11 +40,13 @@ static void row(const char *name, const char *unit, double value, const char *pe
         snprintf(ratio, sizeof ratio, "%.3f", value / peer_value);
     }
     printf("%-46s %10.4g %-10s %-18s %10s %7s\n", name, value, unit, peer, theirs, ratio);
+    if (strcmp(ran, shown) != 0) printf("    %s\n", ran); /* once, where a result has several peers */
+    snprintf(shown, sizeof shown, "%s", ran);
     fflush(stdout);
     if (!f) return;
     fprintf(f, "{\"bench\": \"gpu\", \"case\": \"%s\", \"unit\": \"%s\", \"hpml\": %.6g, \"peer\": \"%s\", "
-            "\"peer_value\": %s, \"ratio\": %s, \"device\": \"%s\"}\n",
-            name, unit, value, peer, theirs, ratio, device_name);
+            "\"peer_value\": %s, \"ratio\": %s, \"device\": \"%s\", \"ran\": \"%s\"}\n",
+            name, unit, value, peer, theirs, ratio, device_name, ran);
     fclose(f);
 }
 
@@ -270,6 +273,7 @@ static void bench_kernel(const struct kernel_case *c, hpml_cuda_precision precis
             o.backward = back == 1;
             snprintf(name, sizeof name, "%s %s %s", c->name, back ? "backward" : "forward", precisions[precision]);
             double seconds = seconds_of(name, ctx, stream_of(ctx), run_node, &o);
+            hpml_cuda_text(ctx, ran, sizeof ran);
             if (seconds > 0) row(name, "GB/s", 1e-9 * moved / seconds, "device copy", 1e-9 * copy_ceiling);
         }
     }
@@ -330,7 +334,7 @@ static void bench_kernels(void)
 // --- products --------------------------------------------------------------------------------------------------------
 
 #ifndef HPML_CUDA_NO_CUBLAS
-#define TRIED 16
+#define TRIED 8
 typedef struct product {
     cublasLtHandle_t       lt;
     cublasLtMatmulDesc_t   op;
@@ -417,6 +421,7 @@ static void bench_product(int64_t n, hpml_cuda_precision precision)
         if (prepare(in, y, &o) != HPML_OK) failed(name, hpml_ctx_error(ctx));
         else {
             double seconds = seconds_of(name, ctx, stream_of(ctx), run_node, &o);
+            hpml_cuda_text(ctx, ran, sizeof ran);
             if (seconds > 0)
                 row(name, "TFLOP/s", 1e-12 * flops / seconds, "best of cuBLASLt", peer > 0 ? 1e-12 * flops / peer : 0);
         }
@@ -439,6 +444,7 @@ static void bench_linear(void)
         x = aboard ? hpml_linear(x, 3072, &gelu) : hpml_gelu(hpml_linear(x, 3072, NULL));
         if (prepare(in, hpml_linear(x, 768, &last), &o) != HPML_OK) failed(name, hpml_ctx_error(ctx));
         else o.backward = true, seconds[aboard] = seconds_of(name, ctx, stream_of(ctx), run_node, &o);
+        hpml_cuda_text(ctx, ran, sizeof ran);
         hpml_ctx_free(ctx);
     }
     if (seconds[1] > 0)
@@ -482,6 +488,7 @@ static void bench_attention(void)
                 o.backward = back == 1;
                 seconds = seconds_of(name, ctx, stream_of(ctx), run_node, &o);
                 double speed = seconds > 0 ? 1e-12 * flops * (back ? 2.5 : 1) / seconds : 0;
+                hpml_cuda_text(ctx, ran, sizeof ran);
                 if (seconds > 0)
                     row(name, "TFLOP/s", speed, "best product", ceiling), row_beside_peers(name, "TFLOP/s", speed);
             }
@@ -595,6 +602,7 @@ static void bench_training(const struct train_case *c)
         for (int64_t i = 0; i < labels; i++)
             y[i] = (int32_t)hpml_rng_below(&r, (int)(classes < 50257 ? classes : 50257));
         double seconds = seconds_of_step(ctx, t, x, y, c->batch);
+        hpml_cuda_text(ctx, ran, sizeof ran);
         if (seconds > 0) row_beside_peers(c->name, c->unit, (double)labels / seconds);
     }
     if (hpml_ctx_status(ctx) != HPML_OK) failed(c->name, hpml_ctx_error(ctx));

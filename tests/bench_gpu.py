@@ -1,6 +1,8 @@
 # The training steps and attentions of bench_gpu.cu in PyTorch, eager and compiled: python3 bench_gpu.py [seconds], each
-# result a line {"case": ..., "peer": ..., "value": ...}. Nothing new is compiled when the seconds are over.
-import sys, time
+# result a line {"case": ..., "peer": ..., "value": ...}. Nothing new is compiled when the seconds are over. Attention
+# by FlashAttention-2 and by cuDNN, which is the faster one on Hopper. GPT-2 also by llm.c: LLMC names its binary
+# train_gpt2cu, beside which its data lie; without, its published figure, which is of an A100, is quoted.
+import os, re, subprocess, sys, time
 try:
     import torch, torch.nn as nn, torch.nn.functional as F
 except ImportError:
@@ -36,11 +38,15 @@ def attention(B, T, H, D, causal):
     qkv = torch.randn(B, T, 3 * H * D, device="cuda", dtype=bf16, requires_grad=True)
     flops = 4 * B * H * D * T * T * (0.5 if causal else 1)
     q, k, v = (t.view(B, T, H, D).transpose(1, 2).detach().requires_grad_() for t in qkv.chunk(3, -1))
-    run = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    y = run(); dy = torch.randn_like(y)
-    back = lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
-    tried(name + "forward", "pytorch sdpa", lambda: 1e-12 * flops / seconds_of(run, 0.02))
-    tried(name + "backward", "pytorch sdpa", lambda: 2.5e-12 * flops / seconds_of(back, 0.02))
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    for peer, kernel in (("pytorch flash2", SDPBackend.FLASH_ATTENTION), ("pytorch cudnn", SDPBackend.CUDNN_ATTENTION)):
+        def run():
+            with sdpa_kernel(kernel): return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        def backward():
+            y = run(); dy = torch.randn_like(y)
+            return seconds_of(lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True), 0.02)
+        tried(name + "forward", peer, lambda: 1e-12 * flops / seconds_of(run, 0.02))
+        tried(name + "backward", peer, lambda: 2.5e-12 * flops / backward())
 
 class Residual(nn.Module):
     def __init__(self, i, o, stride):
@@ -104,6 +110,23 @@ def training(case, make, batch, shape, precision, mode):
             print("%s: no time left to compile" % case, file=sys.stderr)
         else: tried(case, peer, measure)
 
+def llmc(batch):
+    """Tokens a second at this batch, the median over the steps after the first five."""
+    case = "gpt2 124M batch %dx1024 bf16" % batch
+    binary = os.environ.get("LLMC")
+    if not binary: # 10 billion tokens in about 90 minutes on 8 A100 80GB (github.com/karpathy/llm.c/discussions/481)
+        return say(case, "llm.c A100, quoted", 10e9 / (90 * 60) / 8)
+    def measure():
+        where = os.path.abspath(binary)
+        out = subprocess.run([where, "-e", "d12", "-b", str(batch), "-t", "1024", "-d", str(batch * 1024), "-x", "30",
+                              "-v", "0", "-s", "0", "-h", "0"], timeout=60, cwd=os.path.dirname(where),
+                             capture_output=True, text=True).stdout
+        speeds = sorted(float(x) for x in re.findall(r"([0-9.]+) tok/s", out)[5:])
+        if not speeds: raise RuntimeError("train_gpt2cu printed no tok/s: " + out[-200:])
+        return speeds[len(speeds) // 2]
+    tried(case, "llm.c", measure)
+
+for batch in (8, 16): llmc(batch)
 for shape in ((8, 1024, 12, 64), (4, 2048, 16, 128), (2, 8192, 12, 64)):
     for causal in (True, False): attention(*shape, causal)
 training("mlp 784-512-256-10 batch 64 tf32", mlp, 64, (784,), "tf32", "reduce-overhead")

@@ -1,7 +1,8 @@
 /* cuBLASLt on a CPU, for tests: the calls that hpml_cuda.cuh makes, after NVIDIA's documentation. Matrices are column
    by column. A shape that does not fit, an algorithm of another problem, an auxiliary matrix or a vector that is
    missing, memory that is not the device's: each is refused, as the library does, or, where that may pass in silence,
-   ends the program. cublas_on_cpu_refuses: epilogues (their bits) that have no algorithm; 1 << 20: one that fails. */
+   ends the program. cublas_on_cpu_refuses: epilogues (their bits) that have no algorithm; 1 << 20: one that fails.
+   libraries_on_cpu: what the library may do, and does on some GPU or in some version. */
 #ifndef CUBLAS_ON_CPU_H
 #define CUBLAS_ON_CPU_H
 
@@ -29,6 +30,47 @@ enum cublasLtMatmulPreferenceAttributes_t {
     CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES
 };
 
+/* In what the emulated libraries are nasty: bits, by name in HPML_LIBRARIES ("relu,tf32"; "kind": none). Without the
+   variable they are as documented: relu kills NaN, and tf32 is rounded. */
+enum library_mode {
+    LIBRARY_RELU = 1,     /* relu is max(x, 0), which makes 0 of a NaN */
+    LIBRARY_TF32 = 2,     /* operands are rounded to 11 bits where tf32 is asked for */
+    LIBRARY_GELU = 4,     /* gelu and gelu' by the hardware's tanh, with errors of 2^-11 */
+    LIBRARY_BGRADB = 8,   /* no sums for a bias where halves come in and f32 goes out */
+    LIBRARY_NCHW = 16,    /* convolutions in bf16 want more than 64 MiB of workspace */
+    LIBRARY_CAPTURE = 32, /* nothing can be recorded */
+    LIBRARY_REFUSE = 64   /* no algorithm for anything */
+};
+inline int library_modes(const char *names)
+{
+    static const char *const all[] = { "relu", "tf32", "gelu", "bgradb", "nchw", "capture", "refuse" };
+    int                      modes = names ? 0 : LIBRARY_RELU | LIBRARY_TF32;
+    for (int i = 0; names && i < 7; i++)
+        if (strstr(names, all[i])) modes |= 1 << i;
+    return modes;
+}
+inline int libraries_on_cpu = library_modes(getenv("HPML_LIBRARIES"));
+inline bool library_is(int mode) { return (libraries_on_cpu & mode) != 0; }
+inline float library_relu(float v) { return library_is(LIBRARY_RELU) ? v > 0 ? v : 0 : v < 0 ? 0 : v; }
+/* x rounded to 11 bits, to even, where `tf32` */
+inline float library_operand(float x, bool tf32)
+{
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    if (!tf32 || !library_is(LIBRARY_TF32) || (u & 0x7f800000u) == 0x7f800000u) return x;
+    u = (u + 0xfffu + (u >> 13 & 1)) & ~0x1fffu;
+    memcpy(&x, &u, sizeof u);
+    return x;
+}
+inline float library_tanh(float x)
+{
+    float t = tanhf(x);
+    if (!library_is(LIBRARY_GELU)) return t;
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    return t * (1 + (u * 2654435761u >> 31 ? 1 : -1) * 0x1p-11f); /* up or down by what x is */
+}
+
 struct cublas_layout {
     cudaDataType_t type;
     int64_t        rows, cols, ld, stride;
@@ -53,6 +95,7 @@ struct cublas_layout {
     }
 };
 struct cublas_op {
+    bool               tf32;
     cublasOperation_t  ta, tb;
     cublasLtEpilogue_t epilogue;
     void              *line, *aux; /* bias or its gradient; what goes into gelu */
@@ -62,6 +105,7 @@ typedef struct cublas_op     *cublasLtMatmulDesc_t;
 typedef struct cublas_layout *cublasLtMatrixLayout_t;
 typedef int *cublasLtHandle_t, *cublasLtMatmulPreference_t;
 struct cublasLtMatmulAlgo_t { uint64_t data[8]; };
+enum cublasLtMatmulAlgoConfigAttributes_t { CUBLASLT_ALGO_CONFIG_ID = 0 };
 struct cublasLtMatmulHeuristicResult_t {
     cublasLtMatmulAlgo_t algo;
     size_t               workspaceSize;
@@ -108,10 +152,11 @@ inline cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t l,
     memcpy(a == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT ? (void *)&l->batch : &l->stride, v, bytes);
     return CUBLAS_STATUS_SUCCESS;
 }
-inline cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *d, cublasComputeType_t, cudaDataType_t scale)
+inline cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *d, cublasComputeType_t type, cudaDataType_t scale)
 {
     cublas_on_cpu_live++;
-    *d = new cublas_op{ CUBLAS_OP_N, CUBLAS_OP_N, CUBLASLT_EPILOGUE_DEFAULT, nullptr, nullptr, 0 };
+    *d = new cublas_op{ type == CUBLAS_COMPUTE_32F_FAST_TF32, CUBLAS_OP_N, CUBLAS_OP_N, CUBLASLT_EPILOGUE_DEFAULT,
+                        nullptr, nullptr, 0 };
     return scale == CUDA_R_32F ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
 }
 inline cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d)
@@ -125,6 +170,15 @@ inline cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cub
                                                           { &d->line, 8 }, { &d->aux, 8 }, { &d->aux_ld, 8 } };
     if (bytes != fields[a].bytes) return CUBLAS_STATUS_INVALID_VALUE;
     return memcpy(fields[a].at, v, bytes), CUBLAS_STATUS_SUCCESS;
+}
+
+inline cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t *,
+                                                           cublasLtMatmulAlgoConfigAttributes_t, void *to,
+                                                           size_t bytes, size_t *written)
+{
+    int id = 21;
+    if (bytes != sizeof id) return CUBLAS_STATUS_INVALID_VALUE;
+    return memcpy(to, &id, *written = sizeof id), CUBLAS_STATUS_SUCCESS;
 }
 
 /* What an algorithm depends on; 0: nothing fits. */
@@ -151,7 +205,11 @@ inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtM
 {
     *count = 0, cublas_on_cpu_ran[0]++;
     if ((d->epilogue & cublas_on_cpu_refuses) && !(cublas_on_cpu_refuses >> 20)) return CUBLAS_STATUS_NOT_SUPPORTED;
-    found[0].state        = CUBLAS_STATUS_SUCCESS;
+    if (library_is(LIBRARY_REFUSE)) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (library_is(LIBRARY_BGRADB) && d->epilogue == CUBLASLT_EPILOGUE_BGRADB && a->type != c->type)
+        return CUBLAS_STATUS_NOT_SUPPORTED;
+    found[0].state         = CUBLAS_STATUS_SUCCESS;
+    found[0].workspaceSize = 1 << 20;
     found[0].algo.data[0] = cublas_problem(*d, *a, *b, *c);
     return *count = 1, found[0].algo.data[0] ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_INVALID_VALUE;
 }
@@ -168,7 +226,8 @@ inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc
     if ((d.epilogue & cublas_on_cpu_refuses) && cublas_on_cpu_refuses >> 20) return CUBLAS_STATUS_NOT_SUPPORTED;
     emu::call call;
     if (cublas_problem(d, a, b, c) != algo->data[0] || !algo->data[0] ||
-        pc != pd || lc != ld || !a.holds(pa) || !b.holds(pb) || !c.holds(pd) ||
+        pc != pd || lc != ld || ((d.epilogue & (4 | 512)) && (uintptr_t)d.line % 16) ||
+        !a.holds(pa) || !b.holds(pb) || !c.holds(pd) ||
         ((d.epilogue & 128) && !emu::memory_holds(d.aux, (size_t)((n - 1) * d.aux_ld + m) * c.size(), true)) ||
         ((d.epilogue & 4) && !emu::memory_holds(d.line, (size_t)m * c.size(), true)) ||
         ((d.epilogue & 512) && !emu::memory_holds(d.line, (size_t)n * c.size(), true)))
@@ -180,17 +239,17 @@ inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc
             int64_t at = g * c.stride + col * c.ld + row, z = col * d.aux_ld + row;
             float   v = 0;
             for (int64_t q = 0; q < k; q++)
-                v += a.get(pa, g * a.stride + (d.ta ? row * a.ld + q : q * a.ld + row)) *
-                     b.get(pb, g * b.stride + (d.tb ? q * b.ld + col : col * b.ld + q));
+                v += library_operand(a.get(pa, g * a.stride + (d.ta ? row * a.ld + q : q * a.ld + row)), d.tf32) *
+                     library_operand(b.get(pb, g * b.stride + (d.tb ? q * b.ld + col : col * b.ld + q)), d.tf32);
             v = al * v + (be != 0 ? be * c.get(pd, at) : 0);
             if (d.epilogue & 4) v += c.get(d.line, row);
             if (d.epilogue == CUBLASLT_EPILOGUE_DGELU) {
-                float x = c.get(d.aux, z), t = tanhf(0.7978845608f * (x + 0.044715f * x * x * x));
+                float x = c.get(d.aux, z), t = library_tanh(0.7978845608f * (x + 0.044715f * x * x * x));
                 v *= 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * 0.7978845608f * (1 + 3 * 0.044715f * x * x);
             } else if (d.epilogue & 32) {
                 if (d.epilogue & 128) c.put(d.aux, z, v);
-                v = 0.5f * v * (1 + tanhf(0.7978845608f * (v + 0.044715f * v * v * v)));
-            } else if (d.epilogue & 2) v = v < 0 ? 0 : v;
+                v = 0.5f * v * (1 + library_tanh(0.7978845608f * (v + 0.044715f * v * v * v)));
+            } else if (d.epilogue & 2) v = library_relu(v);
             c.put(pd, at, v);
         }
         for (int64_t col = 0; col < n && (d.epilogue & 512); col++) {

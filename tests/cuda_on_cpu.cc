@@ -30,12 +30,21 @@ extern "C" void cuda_on_cpu_fault(const char *what, long k)
     else if (strcmp(what, "lazy") == 0) cuda_on_cpu_lazy((unsigned)k);
     else if (strcmp(what, "cublas") == 0) cublas_on_cpu_refuses = (int)k;
     else if (strcmp(what, "cudnn") == 0) cudnn_on_cpu_refuses = (int)k;
-    else cuda_on_cpu_reset(), cublas_on_cpu_refuses = cudnn_on_cpu_refuses = 0;
+    else if (strcmp(what, "memory") == 0) e.memory = (size_t)k;
+    else if (strcmp(what, "libraries") == 0) libraries_on_cpu = (int)k;
+    else if (strcmp(what, "capture") == 0) e.fail_capture = (int)k;
+    else {
+        cuda_on_cpu_reset(), cublas_on_cpu_refuses = cudnn_on_cpu_refuses = 0;
+        libraries_on_cpu = library_modes(getenv("HPML_LIBRARIES"));
+        e.fail_capture   = library_is(LIBRARY_CAPTURE) ? 4 : 0;
+    }
 }
+static const bool cuda_on_cpu_started = (cuda_on_cpu_fault("none", 0), true); /* HPML_LIBRARIES holds from the start */
 
 extern "C" long cuda_on_cpu_count(const char *what)
 {
     auto &e = emu::all;
+    if (strcmp(what, "libraries") == 0) return libraries_on_cpu;
     if (strncmp(what, "cublas ", 7) == 0) return cublas_on_cpu_ran[atoi(what + 7)];
     if (strcmp(what, "cublas") == 0) return cublas_on_cpu_live;
     if (strncmp(what, "cudnn ", 6) == 0) return cudnn_on_cpu_ran[atoi(what + 6)];

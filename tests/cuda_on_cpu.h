@@ -272,6 +272,8 @@ struct state {
     long        fail_malloc = 0, fail_launch = 0;   /* the k-th from now; 0: none */
     cudaError_t absent = cudaSuccess;               /* cudaErrorNoDevice, cudaErrorInsufficientDriver */
     bool        wrong_image = false;
+    int         fail_capture = 0;                   /* bits: its beginning, what is recorded, its end, making it one
+                                                       that can be launched, launching it */
     int         devices = 1, major = 9, minor = 0, sms = 132;
     size_t      memory = (size_t)80 << 30;
     bool        expecting = false;
@@ -1320,6 +1322,7 @@ inline stream *stream_of(cudaStream_t s) { return s ? s : all.null_stream.get();
 inline void push(stream *s, std::function<void()> run)
 {
     if (s->capture) {
+        if (all.fail_capture & 2) s->capture->broken = true, fail(cudaErrorStreamCaptureUnsupported);
         s->capture->nodes.push_back(std::move(run));
         s->captured = s->capture->nodes.size();
         return;
@@ -1726,6 +1729,7 @@ inline cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode 
     emu::call c;
     if (c.refused) return c.refused;
     if (!s || s->capture) return emu::fail(s ? cudaErrorInvalidValue : cudaErrorStreamCaptureUnsupported);
+    if (emu::all.fail_capture & 1) return emu::fail(cudaErrorStreamCaptureUnsupported);
     s->capture = new emu::graph{ {}, s, std::this_thread::get_id(), mode, false };
     emu::all.captures.push_back(s->capture);
     return cudaSuccess;
@@ -1739,7 +1743,7 @@ inline cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *out)
     if (!g || g->origin != s) return emu::fail(e ? e : cudaErrorInvalidValue);
     auto &captures = emu::all.captures;
     captures.erase(std::find(captures.begin(), captures.end(), g));
-    if (!e && g->broken) e = cudaErrorStreamCaptureInvalidated;
+    if (!e && (g->broken || emu::all.fail_capture & 4)) e = cudaErrorStreamCaptureInvalidated;
     for (const auto &o : emu::all.streams) {
         if (o->capture != g) continue;
         o->capture = nullptr;
@@ -1754,6 +1758,7 @@ inline cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *out)
 inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *x, cudaGraph_t g, unsigned long long = 0)
 {
     emu::call c;
+    if (emu::all.fail_capture & 8) return emu::fail(cudaErrorMemoryAllocation);
     if (!c.refused) *x = new std::vector<std::function<void()>>(g->nodes);
     return c.refused;
 }
@@ -1761,6 +1766,7 @@ inline cudaError_t cudaGraphLaunch(cudaGraphExec_t x, cudaStream_t s)
 {
     emu::call c;
     if (c.refused) return c.refused;
+    if (emu::all.fail_capture & 16) return emu::fail(cudaErrorInvalidValue);
     emu::all.count.graph_launches++;
     emu::push(emu::stream_of(s), [nodes = *x] {
         for (const auto &run : nodes)
@@ -1815,6 +1821,7 @@ inline void cuda_on_cpu_reset(void)
     std::lock_guard<std::recursive_mutex> hold(emu::all.mutex);
     emu::state fresh, &all = emu::all;
     all.order = fresh.order, all.lazy = fresh.lazy, all.check = fresh.check, all.fail_malloc = all.fail_launch = 0;
+    all.fail_capture = 0;
     all.absent = cudaSuccess, all.wrong_image = all.expecting = false, all.devices = 1, all.major = 9, all.minor = 0;
     all.sms = fresh.sms, all.memory = fresh.memory, all.count = {}, all.sticky = emu::last = cudaSuccess;
     all.sticky_seen = false;

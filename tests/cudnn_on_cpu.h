@@ -16,9 +16,21 @@ enum cudnnConvolutionMode_t { CUDNN_CONVOLUTION = 0, CUDNN_CROSS_CORRELATION = 1
 enum cudnnActivationMode_t { CUDNN_ACTIVATION_RELU = 1, CUDNN_ACTIVATION_IDENTITY = 5 };
 enum cudnnNanPropagation_t { CUDNN_NOT_PROPAGATE_NAN = 0, CUDNN_PROPAGATE_NAN = 1 };
 enum cudnnDeterminism_t { CUDNN_NON_DETERMINISTIC = 0, CUDNN_DETERMINISTIC = 1 };
-enum cudnnConvolutionFwdAlgo_t { CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM = 1 };
-enum cudnnConvolutionBwdDataAlgo_t { CUDNN_CONVOLUTION_BWD_DATA_ALGO_1 = 1 };
-enum cudnnConvolutionBwdFilterAlgo_t { CUDNN_CONVOLUTION_BWD_FILTER_ALGO_1 = 1 };
+enum cudnnConvolutionFwdAlgo_t {
+    CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM = 1, CUDNN_CONVOLUTION_FWD_ALGO_FFT = 4,
+    CUDNN_CONVOLUTION_FWD_ALGO_FFT_TILING = 5, CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD = 6,
+    CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD_NONFUSED = 7
+};
+enum cudnnConvolutionBwdDataAlgo_t {
+    CUDNN_CONVOLUTION_BWD_DATA_ALGO_1 = 1, CUDNN_CONVOLUTION_BWD_DATA_ALGO_FFT = 2,
+    CUDNN_CONVOLUTION_BWD_DATA_ALGO_FFT_TILING = 3, CUDNN_CONVOLUTION_BWD_DATA_ALGO_WINOGRAD = 4,
+    CUDNN_CONVOLUTION_BWD_DATA_ALGO_WINOGRAD_NONFUSED = 5
+};
+enum cudnnConvolutionBwdFilterAlgo_t {
+    CUDNN_CONVOLUTION_BWD_FILTER_ALGO_1 = 1, CUDNN_CONVOLUTION_BWD_FILTER_ALGO_FFT = 2,
+    CUDNN_CONVOLUTION_BWD_FILTER_ALGO_WINOGRAD = 4, CUDNN_CONVOLUTION_BWD_FILTER_ALGO_WINOGRAD_NONFUSED = 5,
+    CUDNN_CONVOLUTION_BWD_FILTER_ALGO_FFT_TILING = 6
+};
 
 struct cudnn_thing { /* any descriptor, or a handle */
     enum { HANDLE, TENSOR, FILTER, CONVOLUTION, ACTIVATION } kind;
@@ -131,7 +143,14 @@ inline bool cudnn_fits(const cudnn_thing *x, const cudnn_thing *w, const cudnn_t
            y->h == out(0, x->h, w->h) && y->w == out(1, x->w, w->w);
 }
 
-#define CUDNN_OFFERS(Kind, Getter, first, second, third, x, w, v, y)                                                \
+/* What the tensor-core algorithms for NCHW want where the library turns x and y to NHWC: room for both. */
+inline size_t cudnn_wants(const cudnn_thing &x, const cudnn_thing &y)
+{
+    bool turns = library_is(LIBRARY_NCHW) && x.type == CUDNN_DATA_BFLOAT16;
+    return turns ? ((size_t)65 << 20) + (size_t)(x.count() + y.count()) * x.size() : cudnn_on_cpu_wants;
+}
+
+#define CUDNN_OFFERS(Kind, KIND, Getter, first, second, third, x, w, v, y)                                          \
     struct cudnnConvolution##Kind##AlgoPerf_t {                                                                     \
         cudnnConvolution##Kind##Algo_t algo;                                                                        \
         cudnnStatus_t                  status;                                                                      \
@@ -146,22 +165,25 @@ inline bool cudnn_fits(const cudnn_thing *x, const cudnn_thing *w, const cudnn_t
     {                                                                                                               \
         typedef cudnnConvolution##Kind##Algo_t algo;                                                                \
         cudnn_on_cpu_ran[4]++, *count = 0;                                                                          \
-        if (cudnn_refused(2)) return CUDNN_STATUS_NOT_SUPPORTED_SHAPE;                                              \
-        if (!cudnn_fits(x, w, v, y) || asked < 5) return CUDNN_STATUS_BAD_PARAM;                                    \
-        if (v->math == CUDNN_DEFAULT_MATH) return CUDNN_STATUS_BAD_PARAM; /* of an answer, not of a question */      \
+        if (cudnn_refused(2) || library_is(LIBRARY_REFUSE)) return CUDNN_STATUS_NOT_SUPPORTED_SHAPE;                \
+        if (!cudnn_fits(x, w, v, y) || asked < 6) return CUDNN_STATUS_BAD_PARAM;                                    \
+        if (v->math == CUDNN_DEFAULT_MATH) return CUDNN_STATUS_BAD_PARAM; /* of an answer, not of a question */     \
         cudnnMathType_t math = v->math == CUDNN_FMA_MATH ? CUDNN_FMA_MATH : CUDNN_DEFAULT_MATH;                     \
         cudnnMathType_t other = math == CUDNN_FMA_MATH ? CUDNN_TENSOR_OP_MATH : math;                               \
+        const algo      good = (algo)1, winograd = CUDNN_CONVOLUTION_##KIND##_ALGO_WINOGRAD_NONFUSED;               \
+        size_t          space = cudnn_wants(*x, *y);                                                                \
         found[0] = { (algo)2, CUDNN_STATUS_NOT_SUPPORTED, -1, 0, CUDNN_DETERMINISTIC, math };                       \
         found[1] = { (algo)3, CUDNN_STATUS_SUCCESS, -1, 0, CUDNN_NON_DETERMINISTIC, math };                         \
-        found[2] = { (algo)4, CUDNN_STATUS_SUCCESS, -1, (size_t)1 << 40, CUDNN_DETERMINISTIC, math };               \
-        found[3] = { (algo)(other == math ? 1 : 5), CUDNN_STATUS_SUCCESS, -1, cudnn_on_cpu_wants,                   \
-                     CUDNN_DETERMINISTIC, other };                                                                  \
-        found[4] = { (algo)1, CUDNN_STATUS_SUCCESS, -1, cudnn_on_cpu_wants, CUDNN_DETERMINISTIC, math };            \
-        return *count = 5, CUDNN_STATUS_SUCCESS;                                                                    \
+        found[2] = { good, CUDNN_STATUS_SUCCESS, -1, (size_t)1 << 40, CUDNN_DETERMINISTIC, math };                  \
+        found[3] = { other == math ? good : (algo)9, CUDNN_STATUS_SUCCESS, -1, space, CUDNN_DETERMINISTIC, other }; \
+        found[4] = { other == math ? good : winograd, CUDNN_STATUS_SUCCESS, -1, 0, CUDNN_DETERMINISTIC, math };     \
+        found[5] = { good, CUDNN_STATUS_SUCCESS, -1, space, CUDNN_DETERMINISTIC, math };                            \
+        if (other == math) found[4].memory = space;                                                                 \
+        return *count = 6, CUDNN_STATUS_SUCCESS;                                                                    \
     }
-CUDNN_OFFERS(Fwd, cudnnGetConvolutionForwardAlgorithm_v7, x, w, y, x, w, v, y)
-CUDNN_OFFERS(BwdData, cudnnGetConvolutionBackwardDataAlgorithm_v7, w, y, x, x, w, v, y)
-CUDNN_OFFERS(BwdFilter, cudnnGetConvolutionBackwardFilterAlgorithm_v7, x, y, w, x, w, v, y)
+CUDNN_OFFERS(Fwd, FWD, cudnnGetConvolutionForwardAlgorithm_v7, x, w, y, x, w, v, y)
+CUDNN_OFFERS(BwdData, BWD_DATA, cudnnGetConvolutionBackwardDataAlgorithm_v7, w, y, x, x, w, v, y)
+CUDNN_OFFERS(BwdFilter, BWD_FILTER, cudnnGetConvolutionBackwardFilterAlgorithm_v7, x, y, w, x, w, v, y)
 #undef CUDNN_OFFERS
 
 /* One of three is made of the other two: 0 y, 1 x, 2 w. */
@@ -173,11 +195,12 @@ inline cudnnStatus_t cudnn_run(int pass, cudnnHandle_t h, cudnn_thing *px, void 
     emu::call   call;
     cudnn_thing X = *px, W = *pw, V = *pv, Y = *py;
     if (h->kind != cudnn_thing::HANDLE || !h->stream || algo != 1 || V.math == CUDNN_TENSOR_OP_MATH ||
-        !cudnn_fits(px, pw, pv, py) || !X.holds(x) || !W.holds(w) || !Y.holds(y) || bytes < cudnn_on_cpu_wants ||
+        !cudnn_fits(px, pw, pv, py) || !X.holds(x) || !W.holds(w) || !Y.holds(y) || bytes < cudnn_wants(X, Y) ||
         !emu::memory_holds(space, bytes, true) ||
         (bias && !emu::memory_holds(bias, (size_t)Y.c * Y.size(), true)))
         fprintf(stderr, "cudnn: wrong arguments, pass %d\n", pass), abort();
     cudnn_on_cpu_ran[bias ? 3 : pass]++;
+    const bool tf32 = V.math != CUDNN_FMA_MATH && X.type == CUDNN_DATA_FLOAT;
     emu::push(emu::stream_of(h->stream), [=] {
         const cudnn_thing &to = pass == 0 ? Y : pass == 1 ? X : W;
         void              *out = pass == 0 ? y : pass == 1 ? x : w;
@@ -190,14 +213,17 @@ inline cudnnStatus_t cudnn_run(int pass, cudnnHandle_t h, cudnn_thing *px, void 
                     ic = c / (Y.c / V.groups) * W.c + tap / W.w / W.h;
             if (ih < 0 || ih >= X.h || iw < 0 || iw >= X.w) continue;
             int64_t at = ((o / Y.w / Y.h / Y.c * X.c + ic) * X.h + ih) * X.w + iw, k = c * W.c * W.h * W.w + tap;
-            if (pass == 0) sum[(size_t)o] += X.get(x, at) * W.get(w, k);
-            else if (pass == 1) sum[(size_t)at] += Y.get(y, o) * W.get(w, k);
-            else sum[(size_t)k] += Y.get(y, o) * X.get(x, at);
+            auto get = [tf32](const cudnn_thing &t, const void *p, int64_t e) {
+                return library_operand(t.get(p, e), tf32);
+            };
+            if (pass == 0) sum[(size_t)o] += get(X, x, at) * get(W, w, k);
+            else if (pass == 1) sum[(size_t)at] += get(Y, y, o) * get(W, w, k);
+            else sum[(size_t)k] += get(Y, y, o) * get(X, x, at);
         }
         for (int64_t i = 0; i < to.count(); i++) {
             float v = alpha * sum[(size_t)i] + (beta != 0 ? beta * to.get(out, i) : 0);
             if (bias) v += Y.get(bias, i / Y.w / Y.h % Y.c);
-            to.put(out, i, relu && v < 0 ? 0 : v);
+            to.put(out, i, relu ? library_relu(v) : v);
         }
     });
     return CUDNN_STATUS_SUCCESS;

@@ -1,6 +1,6 @@
 #!/bin/sh
-# nvcc.sh OUT ARGUMENTS...: compiles with the nvcc and the flags that probe.sh found, or leaves a program that says SKIP
-# where there is none.
+# nvcc.sh OUT ARGUMENTS...: compiles with the nvcc and the flags that probe.sh found (NVCC_CCBIN: its host compiler), or
+# leaves a program that says SKIP where there is none.
 out=$1; shift
 found=$(cat build/nvcc.found)
 if [ -n "$found" ]; then

@@ -37,7 +37,7 @@ case $1 in
         major=$("$found" --version | sed -n 's/.*release \([0-9]*\).*/\1/p')
         wheels=$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0])' 2>/dev/null)
         case $wheels in *[[:space:]]*) wheels= ;; esac # flags are words
-        found="$found -arch=${CUDA_ARCH:-$arch}"
+        found="$found -arch=${CUDA_ARCH:-$arch}${NVCC_CCBIN:+ -ccbin=$NVCC_CCBIN}"
         cuda cublasLt.h cublas '-lcublasLt -lcublas' -DHPML_CUDA_NO_CUBLAS
         cuda cudnn.h cudnn -lcudnn -DHPML_CUDA_NO_CUDNN
         cuda nccl.h nccl -DHPML_USE_NCCL ''

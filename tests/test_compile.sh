@@ -1,8 +1,10 @@
 #!/bin/sh
 # The headers under every dialect, compiler and option, without a warning; two units link; only hpml_* is visible.
-tmp=$(mktemp -d) passed=0 failed=0 skipped=0
+mpicc=${MPICC:-mpicc} tmp=$(mktemp -d) passed=0 failed=0 skipped=0
 trap 'rm -rf "$tmp"' EXIT
 ok() { passed=$((passed + 1)); }
+# skip N REASON: N checks are left out.
+skip() { skipped=$((skipped + $1)); echo "skip $1 checks ($2)"; }
 bad() { failed=$((failed + 1)); echo "FAIL $1"; head -n 5 "$tmp/err"; }
 strict='-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wstrict-prototypes -Werror'
 cat >"$tmp/body.c" <<'C'
@@ -30,7 +32,7 @@ cp "$tmp/body.c" "$tmp/body.cc"; cp "$tmp/comm.c" "$tmp/comm.cc"; cp "$tmp/comm.
 sed 's/int body(void)/extern "C" int body(void)/' "$tmp/user.c" >"$tmp/user.cc"
 try() { if "$@" >"$tmp/err" 2>&1; then ok; else bad "$*"; fi; }
 for cc in gcc clang; do
-    command -v $cc >/dev/null || { skipped=$((skipped + 6)); continue; }
+    command -v $cc >/dev/null || { skip 6 "no $cc"; continue; }
     for std in c99 c11 c17; do try $cc -std=$std -O0 -fsyntax-only $strict -I. "$tmp/comm.c"; done
     try $cc -std=c99 -O0 -fsyntax-only $strict -I. "$tmp/body.c"
     try $cc -std=c99 -O2 $strict -I. -c "$tmp/comm.c" -o "$tmp/$cc.o"
@@ -38,7 +40,7 @@ for cc in gcc clang; do
     [ -x "$tmp/two" ] && try "$tmp/two"
 done
 for cxx in g++ clang++; do
-    command -v $cxx >/dev/null || { skipped=$((skipped + 3)); continue; }
+    command -v $cxx >/dev/null || { skip 3 "no $cxx"; continue; }
     for unit in body comm; do
         try $cxx -std=c++17 -O0 -fsyntax-only ${strict%% -Wstrict*} -Werror -I. "$tmp/$unit.cc"
     done
@@ -47,6 +49,8 @@ for cxx in g++ clang++; do
 done
 gcc -Ofast -fsyntax-only -I. "$tmp/body.c" >"$tmp/err" 2>&1
 if grep -q 'without -ffast-math' "$tmp/err"; then ok; else bad "gcc -Ofast is refused"; fi # it would not see a NaN
+gcc -U__BYTE_ORDER__ -D__BYTE_ORDER__=__ORDER_BIG_ENDIAN__ -w -fsyntax-only -I. "$tmp/body.c" >"$tmp/err" 2>&1
+if grep -q 'big-endian machines are not supported' "$tmp/err"; then ok; else bad "big-endian machines are refused"; fi
 for option in HPML_NO_THREADS HPML_NO_SIMD HPML_STATIC HPML_DEBUG; do
     try gcc -std=c99 -fsyntax-only $strict -D$option -I. "$tmp/comm.c"
 done
@@ -59,17 +63,17 @@ for example in examples/*.c; do # the bodies are the same for all
     case $example in *01_* | *02_*) apart= ;; *) apart='-DHPMLI_BODY_INCLUDED -DHPML_COMM_BODY' ;; esac
     try gcc -fsyntax-only -Wall -Wextra -Werror $apart $example
 done
-if command -v mpicc >/dev/null; then try mpicc -std=c99 -fsyntax-only $strict -DHPML_USE_MPI -I. "$tmp/comm.c"
-else skipped=$((skipped + 1)); fi
+if command -v "$mpicc" >/dev/null; then try "$mpicc" -std=c99 -fsyntax-only $strict -DHPML_USE_MPI -I. "$tmp/comm.c"
+else skip 1 "no $mpicc"; fi
 if printf '#include <cblas.h>\nint main(void) { return 0; }\n' | gcc -x c - -o /dev/null -lopenblas 2>/dev/null; then
     try gcc -std=gnu11 -O1 -DHPML_IMPLEMENTATION -DHPML_USE_CBLAS tests/test_ops.c -o "$tmp/blas" -lm -lpthread \
         -lopenblas
     try "$tmp/blas" --filter gradients
-else skipped=$((skipped + 2)); fi
+else skip 2 'no OpenBLAS'; fi
 extra=$(nm -g --defined-only "$tmp/gcc.o" 2>/dev/null | awk '{ print $3 }' | grep -vE '^(hpml_|body$)')
 if [ -z "$extra" ]; then ok; else echo "$extra" >"$tmp/err"; bad "visible names that are not hpml_*"; fi
 if command -v nvcc >/dev/null; then # test_cuda.sh makes an object of it
     try nvcc -std=c++17 -Xcompiler -Wall,-Wextra,-Wshadow,-fsyntax-only -I. -c "$tmp/body.cu" -o "$tmp/cu.o"
-else skipped=$((skipped + 1)); fi
+else skip 1 'no nvcc'; fi
 echo "$passed passed, $failed failed, $skipped skipped"
 [ $failed -eq 0 ]

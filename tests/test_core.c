@@ -23,9 +23,11 @@ TEST(failing_allocator_leaks_nothing)
 {
     const float   x[2 * 64] = { 0 };
     const int32_t y[2]      = { 0, 1 };
-    for (size_t k = 1;; k++) {
-        meter         m  = { 0, 0, k };
-        hpml_ctx_desc cd = { .threads = 2, .allocator = { meter_alloc, meter_free, &m } };
+    for (size_t i = 2;; i++) { /* in f32, in halves */
+        size_t        k  = i / 2;
+        meter         m  = { .fail_at = k };
+        hpml_ctx_desc cd = { .threads = 2, .store = i % 2 ? HPML_DTYPE_F16 : HPML_DTYPE_F32,
+                             .allocator = { meter_alloc, meter_free, &m } };
         hpml_ctx     *ctx = hpml_ctx_create(&cd);
         hpml_tensor  *in  = hpml_input_4d(ctx, 2, 1, 8, 8);
         hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = small_model(in),
@@ -36,7 +38,7 @@ TEST(failing_allocator_leaks_nothing)
         else ENSURE(s == HPML_OK);
         hpml_ctx_free(ctx);
         ENSURE(m.live == 0);
-        if (done) break;
+        if (done && i % 2) break;
         ENSURE(k < 5000);
     }
 }
@@ -104,6 +106,9 @@ TEST(errors_stick_and_name_things)
     hpml_ctx_free(ctx);
     ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = "pdp11" });
     ENSURE(hpml_ctx_status(ctx) == HPML_ERR_UNSUPPORTED && strstr(hpml_ctx_error(ctx), "pdp11"));
+    hpml_ctx_free(ctx);
+    ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = -3 });
+    ENSURE(hpml_ctx_status(ctx) == HPML_ERR_ARGUMENT && strstr(hpml_ctx_error(ctx), "-3 threads"));
     hpml_ctx_free(ctx);
     hpml_ctx_desc garbage;
     memset(&garbage, 0xff, sizeof garbage); /* nothing it points to is called */
@@ -198,6 +203,61 @@ TEST(tensors_refuse)
     ENSURE(hpml_tensor_get(t, x, 6) == HPML_OK && x[5] == 6);
     hpml_ctx_free(ctx);
     hpml_ctx_free(other);
+}
+
+/* A result that is stored in halves says so in its dtype, takes half the memory and is f32 on the host; combinations
+   without a meaning are refused by a sentence. */
+TEST(results_in_halves)
+{
+    static const char *const names[] = { "f32", "bf16", "f16" };
+    const float v[8] = { 1, -2.5f, 0.15625f, 100, 1.00390625f, 3e-8f, 70000, 0 };
+    float       back[8];
+    size_t      total[3], activations[3];
+    for (int store = 0; store < 3; store++) {
+        const float  last = store == 1 ? 70144 : 70000; /* the nearest bf16; that of 1.00390625 is 1: ties go to even */
+        hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = (hpml_dtype)store });
+        hpml_tensor *x = hpml_input_2d(ctx, 2, 4), *y = hpml_scale(x, 1, 0), *narrow = hpml_mean(y, 1);
+        hpml_tensor *deep = hpml_input_2d(ctx, 512, 256), *h = deep, *sum = hpml_mean(y, HPML_ALL_DIMS);
+        hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1, .loss = sum });
+        hpml_memory  m;
+        uint16_t     raw;
+        ENSURE(y->dtype == (hpml_dtype)store && sum->dtype == HPML_DTYPE_F32 && strncmp(
+               hpml_tensor_text(y, (char[64]){ 0 }, 64), names[store], strlen(names[store])) == 0);
+        ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, v, 8) == HPML_OK);
+        ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_get(y, back, 8) == HPML_OK);
+        for (int i = 0; i < 4; i++) ENSURE(back[i] == v[i]);
+        ENSURE(back[4] == (store == 1 ? 1 : v[4]) && back[6] == (store == 2 ? INFINITY : last));
+        ENSURE(store == 1 || fabsf(back[5] - v[5]) <= (store == 2 ? 0x1p-25f : 0));
+        memcpy(&raw, y->data, sizeof raw);
+        ENSURE(store == 0 || raw == (store == 1 ? 0x3f80 : 0x3c00));
+        ENSURE(hpml_tensor_set(y, v, 8) == HPML_OK && hpml_tensor_get(y, back, 8) == HPML_OK && back[1] == -2.5f);
+        if (store > 0) {
+            hpml_graph_desc rows = { .loss = hpml_sum(hpml_mean(y, 1), 0) };
+            ENSURE_ERROR(ctx, !hpml_graph_create(ctx, &rows), HPML_ERR_DTYPE, "the loss is");
+            ENSURE_ERROR(ctx, hpml_check_grad(g, 0.01f, 1) < 0, HPML_ERR_UNSUPPORTED, "whose rounding hides");
+            ENSURE_ERROR(ctx, !hpml_relu(hpml_input(ctx, store == 1 ? HPML_DTYPE_F16 : HPML_DTYPE_BF16, 2, x->shape)),
+                         HPML_ERR_DTYPE, store == 1 ? "expected bf16" : "expected f16");
+        }
+        for (int i = 0; i < 8; i++) h = hpml_linear(h, 256, &(hpml_linear_desc){ .activation = HPML_ACT_GELU });
+        hpml_trainer_desc d = { .input = deep, .output = h };
+        ENSURE(narrow && hpml_trainer_memory(ctx, &d, &m) == HPML_OK);
+        total[store] = m.total, activations[store] = m.activations;
+        ENSURE(m.total == m.parameters + m.gradients + m.activations + m.scratch + m.optimizer);
+        hpml_ctx_free(ctx);
+    }
+    size_t given = 512 * 256 * 4 + 64; /* the input stays f32, and labels are i32 */
+    for (int store = 1; store < 3; store++) {
+        ENSURE(activations[store] - given < (activations[0] - given) * 51 / 100);
+        ENSURE(total[store] < total[0] * 7 / 8);
+    }
+    hpml_backend other = *hpml_backend_cpu();
+    other.name = "other";
+    hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = HPML_DTYPE_U8 });
+    ENSURE_ERROR(ctx, true, HPML_ERR_ARGUMENT, ".store is u8 (4), expected f32, bf16 or f16");
+    hpml_ctx_free(ctx);
+    ctx = hpml_ctx_create(&(hpml_ctx_desc){ .store = HPML_DTYPE_F16, .backend = &other });
+    ENSURE_ERROR(ctx, true, HPML_ERR_ARGUMENT, ".store f16 is for the CPU; the backend \"other\" takes its precision");
+    hpml_ctx_free(ctx);
 }
 
 TEST(graphs_refuse)
@@ -318,7 +378,7 @@ TEST(places_without_memory)
     hpml_rng    rng = { 6, 0, 0 };
     lives(slots, 200, 1, 9, &rng);
     for (size_t k = 1;; k++) {
-        meter         m    = { 0, 0, 0 };
+        meter         m    = { .fail_at = 0 };
         hpml_ctx_desc cd   = { .threads = 1, .allocator = { meter_alloc, meter_free, &m } };
         hpml_ctx     *ctx  = hpml_ctx_create(&cd);
         size_t        held = m.live;

@@ -4,6 +4,7 @@
 #include "../hpml_cuda.cuh"
 #include "test.h"
 #include "op_cases.h"
+#include "steep.h"
 
 #include <unistd.h>
 
@@ -34,11 +35,19 @@ __attribute__((weak)) long cuda_on_cpu_count(const char *what);
 
 static bool emulated(void) { return cuda_on_cpu_fault != NULL; }
 
+/* Does the emulated library do this (library_mode in cublas_on_cpu.h)? */
+enum { LIBRARY_RELU = 1, LIBRARY_BGRADB = 8, LIBRARY_NCHW = 16, LIBRARY_CAPTURE = 32, LIBRARY_REFUSE = 64 };
+static bool library_is(long mode) { return emulated() && (cuda_on_cpu_count("libraries") & mode) != 0; }
+
 /* Every other case runs on a device of one multiprocessor: what is dealt out to few blocks goes round in them. */
 static void multiprocessors(size_t i)
 {
     if (emulated()) cuda_on_cpu_fault("multiprocessors", i % 2 ? 1 : 132);
 }
+
+/* With HPML_LIBRARIES the same programs run once for each way in which the libraries may be: own kernels, which do not
+   depend on it, are left out. */
+static bool libraries_only(void) { return emulated() && getenv("HPML_LIBRARIES"); }
 
 /* The libraries' products and convolutions, or our own: the emulation has only cuBLASLt, and tests ours unless told. */
 static enum { AS_EVER, LIBRARIES, OWN } products;
@@ -207,7 +216,7 @@ TEST(a_pass_that_failed_is_recorded_later)
         cuda_on_cpu_fault("none", 0);
         if (i < 2) cuda_on_cpu_fault("other architecture", 1);
         ENSURE(hpml_graph_forward(g, false, 0) == (i < 2 ? HPML_ERR_CUDA : HPML_OK));
-        ENSURE(cuda_on_cpu_count("graphs") == (i > 2));
+        ENSURE(cuda_on_cpu_count("graphs") == (i > 2 && !library_is(LIBRARY_CAPTURE)));
         hpml_ctx_clear_error(ctx);
     }
     hpml_ctx_free(ctx);
@@ -219,8 +228,7 @@ TEST(half_copies_that_failed_are_made_later)
     static const float ones[64] = { 1, 1, 1, 1, 1, 1, 1, 1 }; /* the first output adds up its inputs */
     if (!cuda_on_cpu_fault) SKIP("needs the emulation");
     for (int step = 0; step < 2; step++) {
-        float        y[24];
-        uint16_t     raw[24]; /* what lies between layers and behind them is bf16, too */
+        float        y[24]; /* what lies between layers and behind them is bf16, too */
         hpml_ctx    *ctx = context(true, HPML_CUDA_BF16);
         hpml_tensor *x = hpml_input_2d(ctx, 3, 8), *out = hpml_linear(hpml_linear(x, 8, NULL), 8, NULL);
         hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &out, .output_count = 1 });
@@ -236,8 +244,7 @@ TEST(half_copies_that_failed_are_made_later)
                      : hpml_graph_forward(g, false, 0)) == HPML_ERR_CUDA);
         cuda_on_cpu_fault("none", 0);
         hpml_ctx_clear_error(ctx);
-        ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_get(out, raw, 24) == HPML_OK);
-        ENSURE(hpml_convert(ctx, HPML_DTYPE_F32, y, out->dtype, raw, 24) == HPML_OK);
+        ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_get(out, y, 24) == HPML_OK);
         for (int i = 0; i < 24; i++) ENSURE_NEAR(y[i], i % 8 ? 0 : 8, 1e-6);
         hpml_ctx_free(ctx);
     }
@@ -387,9 +394,11 @@ TEST(rows_of_every_length)
 {
     static const one_op ops[] = {
         { "softmax", one_softmax, .accumulate = true },
-        { "log_softmax", one_log_softmax },
+        { "log_softmax", one_log_softmax, .shift = 0 },
         { "layernorm", one_layernorm, .accumulate = true, .shift = 3 },
-        { "layernorm without parameters", one_layernorm_plain },
+        { "layernorm without parameters", one_layernorm_plain, .shift = 0 },
+        { "layernorm far from 0", one_layernorm, .shift = 3000 },
+        { "log_softmax far from 0", one_log_softmax, .shift = 3000 },
         { "layernorm for its parameters", one_layernorm, .no_dx = true },
         { "rmsnorm", one_rmsnorm, .shift = 1 },
     };
@@ -405,6 +414,7 @@ TEST(channels_of_every_size)
 {
     static const one_op ops[] = {
         { "batchnorm", one_batchnorm, .shift = 30 },
+        { "batchnorm far from 0", one_batchnorm, .shift = 3000 },
         { "batchnorm, accumulating", one_batchnorm_relu, .accumulate = true },
         { "batchnorm in evaluation", one_batchnorm_relu, .eval = true },
         { "batchnorm for its parameters", one_batchnorm, .no_dx = true },
@@ -524,26 +534,40 @@ TEST(masks_are_the_words_of_the_stream)
 
 static void embedding_case(int64_t tokens, int64_t vocabulary, int64_t width, bool accumulate)
 {
-    results  r[2];
+    results  r[3];
     one_op   o = { .name = "embedding", .accumulate = accumulate };
     int32_t *token = (int32_t *)malloc((size_t)tokens * sizeof *token);
+    int     *count = (int *)malloc((size_t)vocabulary * sizeof *count);
     hpml_rng rng = { .seed = 3 };
     for (int64_t i = 0; i < tokens; i++) /* every other one is frequent */
         token[i] = (int32_t)hpml_rng_below(&rng, i % 2 && vocabulary > 3 ? 3 : vocabulary);
-    for (int gpu = 0; gpu < 2; gpu++) {
-        hpml_ctx    *ctx = context(gpu == 1, HPML_CUDA_F32);
+    for (int gpu = 0; gpu < 3; gpu++) {
+        multiprocessors(gpu == 2);
+        hpml_ctx    *ctx = context(gpu > 0, HPML_CUDA_F32);
         hpml_tensor *x = hpml_input_tokens(ctx, 1, tokens), *y = hpml_embedding(x, vocabulary, width, NULL);
         memset(&r[gpu], 0, sizeof r[gpu]);
         run_node(x, y, token, &o, &r[gpu]);
         if (hpml_ctx_status(ctx) != HPML_OK) printf("    %s\n", hpml_ctx_error(ctx)), test_failed = 1;
         hpml_ctx_free(ctx);
     }
+    for (int64_t i = 0; i < vocabulary; i++) count[i] = 0;
+    for (int64_t i = 0; i < tokens; i++) count[token[i]]++;
+    for (int64_t i = 0; i < vocabulary && r[1].count == 2; i++) /* the rows of long tokens have other sums */
+        if (count[i] > 64)
+            for (int64_t k = i * width; k < (i + 1) * width; k++) {
+                if (fabsf(r[1].v[1][k] - r[0].v[1][k]) > 1e-4f) test_failed = 1;
+                r[0].v[1][k] = r[1].v[1][k];
+            }
     for (int i = 0; i < 2; i++) /* sums in order of position: the CPU's bits */
         if (r[1].count != 2 || memcmp(r[0].v[i], r[1].v[i], (size_t)r[0].n[i] * sizeof(float)) != 0)
             printf("    embedding of %dx%d: other bits in array %d\n", (int)vocabulary, (int)width, i), test_failed = 1;
-    drop(&r[0]);
-    drop(&r[1]);
+    for (int i = 0; i < 2; i++) /* and on another number of multiprocessors, the same */
+        if (memcmp(r[1].v[i], r[2].v[i], (size_t)r[1].n[i] * sizeof(float)) != 0)
+            printf("    embedding of %dx%d: its bits change in array %d\n", (int)vocabulary, (int)width, i),
+                test_failed = 1;
+    for (int i = 0; i < 3; i++) drop(&r[i]);
     free(token);
+    free(count);
 }
 
 TEST(embedding_adds_in_order)
@@ -553,6 +577,10 @@ TEST(embedding_adds_in_order)
     embedding_case(300, 1000, 260, false);
     embedding_case(90, 7, 5, false);
     embedding_case(1, 1, 1, false);
+    embedding_case(64, 1, 9, false);
+    embedding_case(65, 1, 9, true); /* two pieces, the second of one position */
+    embedding_case(900, 1, 300, false);
+    embedding_case(900, 2, 16, true);
 }
 
 TEST(a_token_out_of_range_is_an_error)
@@ -816,7 +844,8 @@ static const op_case product_cases[] = { PRODUCTS(PRODUCT_CASE) };
 static void all_products(hpml_cuda_precision precision, double tolerance)
 {
     size_t count = sizeof product_cases / sizeof product_cases[0] - (precision != HPML_CUDA_F32);
-    for (products = OWN; products != AS_EVER; products--) some_cases(product_cases, count, precision, 1, tolerance);
+    for (products = OWN; products != AS_EVER; products--)
+        if (products == LIBRARIES || !libraries_only()) some_cases(product_cases, count, precision, 1, tolerance);
 }
 
 TEST(large_products_in_f32)
@@ -853,8 +882,9 @@ TEST(products_take_slopes_and_sums_along)
             if (strstr(product_cases[c].name, "mlp")) some_cases(&product_cases[c], 1, HPML_CUDA_BF16, 3 - i % 3, 0.1);
         cuda_on_cpu_fault("none", 0);
         products = AS_EVER;
-        ENSURE((cuda_on_cpu_count("cublas 192") > slopes) == (i == 0 || i == 2));
-        ENSURE((cuda_on_cpu_count("cublas 512") > sums) == (i == 0 || i == 1 || i == 4));
+        ENSURE((cuda_on_cpu_count("cublas 192") > slopes) == ((i == 0 || i == 2) && !library_is(LIBRARY_REFUSE)));
+        ENSURE((cuda_on_cpu_count("cublas 512") > sums) ==
+               ((i == 0 || i == 1 || i == 4) && !library_is(LIBRARY_REFUSE | LIBRARY_BGRADB)));
         ENSURE(cuda_on_cpu_count("cublas") == 0);
     }
 }
@@ -883,7 +913,9 @@ TEST(convolutions_are_the_librarys_or_ours)
                 some_cases(&product_cases[c], 1, HPML_CUDA_F32, 3 - (int)i % 3, 1e-4);
         cuda_on_cpu_fault("none", 0);
         products = AS_EVER;
-        for (int k = 0; k < 4; k++) ENSURE((cuda_on_cpu_count(counts[k]) > before[k]) == (ways[i].runs >> k & 1));
+        for (int k = 0; k < 4; k++)
+            ENSURE((cuda_on_cpu_count(counts[k]) > before[k]) ==
+                   ((ways[i].runs >> k & 1) && !library_is(LIBRARY_REFUSE)));
         ENSURE(cuda_on_cpu_count("cudnn") == 0);
     }
 }
@@ -934,7 +966,8 @@ TEST(a_batch_one_by_one)
             ENSURE(hpml_trainer_step(t, x, y, 3, &info) == HPML_OK);
             loss[gpu][i] = info.loss;
         }
-        if (emulated() && gpu) ENSURE(cuda_on_cpu_count("cudnn 3") > ran); /* the first of them it can */
+        if (emulated() && gpu && !library_is(LIBRARY_REFUSE))
+            ENSURE(cuda_on_cpu_count("cudnn 3") > ran); /* the first of them it can */
         hpml_ctx_free(ctx);
         products = AS_EVER;
     }
@@ -1237,7 +1270,7 @@ TEST(a_step_does_not_wait)
     long graphs = cuda_on_cpu_count("graphs");
     for (int i = 0; i < 5; i++) ENSURE(hpml_trainer_step(t, x, y, 4, NULL) == HPML_OK);
     ENSURE(cuda_on_cpu_count("synchronisations") == waits && cuda_on_cpu_count("mallocs") == mallocs);
-    ENSURE(cuda_on_cpu_count("graphs") == graphs + 10);
+    ENSURE(cuda_on_cpu_count("graphs") == graphs + (library_is(LIBRARY_CAPTURE) ? 0 : 10));
     hpml_ctx_free(ctx);
     ENSURE(train_briefly(HPML_CUDA_F32, error, plain) == HPML_OK);
     for (long way = 1; way < 6; way++) {
@@ -1248,9 +1281,18 @@ TEST(a_step_does_not_wait)
     }
 }
 
-/* Whoever looks at ops, by a timeline or the table of layers, waits once a step for the device. What it tells is the
-   device's time by the host's clock: with work held back, all of it after the last launch and before the loss was
-   there. */
+/* The number before `what` in hpml_cuda_text; -1: it is not there. */
+static long long text_number(const hpml_ctx *ctx, const char *what)
+{
+    char        text[1024];
+    const char *at = hpml_cuda_text(ctx, text, sizeof text) > 0 ? strstr(text, what) : NULL;
+    if (!at) return -1;
+    while (at > text && at[-1] >= '0' && at[-1] <= '9') at--;
+    return atoll(at);
+}
+
+/* A timeline or a table of layers costs one more wait for the device in a step, and has every op of every step: spans
+   in order, whose times add up to the table's. */
 TEST(looks_wait_once_a_step)
 {
     enum { LOOKED = 3 };
@@ -1258,46 +1300,39 @@ TEST(looks_wait_once_a_step)
     const int32_t  y[4] = { 0, 1, 1, 0 };
     char           path[] = "/tmp/hpml_trace_XXXXXX", line[512], name[64];
     hpml_step_info info;
-    double         begin[LOOKED], end[LOOKED], at, dur, last = 0, launched = 0, sum = 0, table = 0;
+    double         at, dur, last = 0, sum = 0, table = 0;
     int            fd = mkstemp(path), lane, spans[4] = { 0 };
-    long           fewest = 1000;
+    long long      fewest = 1000;
     if (no_device()) SKIP("no CUDA device");
     hpml_ctx     *ctx = context(true, HPML_CUDA_F32);
     hpml_tensor  *in  = hpml_input_2d(ctx, 4, 2), *out = hpml_linear(hpml_tanh(hpml_linear(in, 8, NULL)), 2, NULL);
     hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out });
     ENSURE(fd >= 0 && hpml_trainer_step(t, x, y, 4, &info) == HPML_OK);
     close(fd);
-    long plain = cuda_on_cpu_fault ? cuda_on_cpu_count("synchronisations") : 0;
+    long long plain = text_number(ctx, " waits");
     ENSURE(hpml_trainer_step(t, x, y, 4, &info) == HPML_OK);
-    plain = cuda_on_cpu_fault ? cuda_on_cpu_count("synchronisations") - plain : 0;
-    double origin = hpml_now();
-    ENSURE(hpml_trace_start(ctx, &(hpml_trace_desc){ .origin = origin }) == HPML_OK);
+    plain = text_number(ctx, " waits") - plain;
+    ENSURE(hpml_trace_start(ctx, NULL) == HPML_OK);
     hpml_profile_enable(hpml_trainer_graph(t), true);
-    if (cuda_on_cpu_fault) cuda_on_cpu_fault("lazy", 1);
+    if (emulated()) cuda_on_cpu_fault("lazy", 1);
     for (int i = 0; i < LOOKED; i++) {
-        long waits = cuda_on_cpu_fault ? cuda_on_cpu_count("synchronisations") : 0;
-        begin[i] = 1e6 * (hpml_now() - origin);
+        long long waits = text_number(ctx, " waits");
         ENSURE(hpml_trainer_step(t, x, y, 4, &info) == HPML_OK);
-        end[i] = 1e6 * (hpml_now() - origin);
-        if (cuda_on_cpu_fault) waits = cuda_on_cpu_count("synchronisations") - waits - plain;
+        waits  = text_number(ctx, " waits") - waits - plain;
         fewest = waits < fewest ? waits : fewest; /* a host that lost its core compares the clocks once more */
     }
-    ENSURE(fewest <= 1);
+    ENSURE(plain == 1 && fewest >= 0 && fewest <= 1);
     ENSURE(hpml_trace_save(ctx, path) == HPML_OK);
-    if (cuda_on_cpu_fault) cuda_on_cpu_fault("none", 0);
+    if (emulated()) cuda_on_cpu_fault("none", 0);
     hpml_profile_row rows[8];
     int ops = hpml_profile(hpml_trainer_graph(t), rows, 8);
     FILE *f = fopen(path, "r");
     while (fgets(line, sizeof line, f)) {
         if (sscanf(line, "{\"name\":\"%63[^\"]\",\"ph\":\"X\",\"pid\":0,\"tid\":%d,\"ts\":%lf,\"dur\":%lf",
-                   name, &lane, &at, &dur) != 4)
+                   name, &lane, &at, &dur) != 4 || lane != HPML_LANE_GPU)
             continue;
-        if (lane == HPML_LANE_COMPUTE && strcmp(name, "step") != 0) launched = at > launched ? at : launched;
-        if (lane != HPML_LANE_GPU) continue;
-        int step = spans[lane]++ / (2 * ops);
-        ENSURE(step < LOOKED && dur >= 0 && at >= last - 0.5); /* microseconds; one after another */
-        ENSURE(at >= begin[step] - 50 && at + dur <= end[step] + 50 && (!cuda_on_cpu_fault || at >= launched - 50));
-        last = at + dur, sum += dur;
+        ENSURE(dur >= 0 && (at >= last - 0.5 || spans[lane] % (2 * ops) == 0)); /* microseconds, by one clock a step */
+        spans[lane]++, last = at + dur, sum += dur;
     }
     fclose(f);
     remove(path);
@@ -1360,7 +1395,8 @@ TEST(hooks_of_gradients_cut_passes_in_pieces)
     }
     ENSURE(seen[0][0] == 2 * LAYERS + 2 && memcmp(seen[0], seen[1], sizeof(int) * (size_t)(seen[0][0] + 1)) == 0);
     ENSURE(hash[0] == hash[1]);
-    if (cuda_on_cpu_fault) ENSURE(graphs == 3 && kernels == 1); /* forward, two pieces of ten ops; the update */
+    if (emulated() && !library_is(LIBRARY_CAPTURE))
+        ENSURE(graphs == 3 && kernels == 1); /* forward, two pieces of ten ops; the update */
 }
 
 /* Where a batch is not the last of an update, no hook waits, and its pass is not cut: it is not taken for the first
@@ -1464,6 +1500,246 @@ TEST(a_nan_is_named)
     }
 }
 
+/* A net whose hidden layer's relu may turn a NaN into 0; `steps` steps of four samples, with a NaN, or an infinity, in
+   one of step `bad`. The status of the last call, and what the context says. */
+typedef struct relu_case {
+    hpml_cuda_precision precision;
+    hpml_opt            opt;
+    float               clip, value;
+    int                 accumulate, recorded, conv;
+} relu_case;
+
+static hpml_status train_behind_relu(const relu_case *c, bool gpu, int steps, int bad, char error[512], int *broken)
+{
+    const int32_t    y[4] = { 0, 1, 1, 0 };
+    hpml_cuda_desc   cuda = { .precision = c->precision, .no_record = !c->recorded };
+    hpml_ctx        *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 4, .backend = gpu ? hpml_backend_cuda() : NULL,
+                                                             .backend_desc = gpu ? &cuda : NULL });
+    hpml_linear_desc relu = { .activation = HPML_ACT_RELU };
+    hpml_conv2d_desc conv = { .kernel_h = 1, .activation = HPML_ACT_RELU };
+    int64_t          shape[4] = { 4, 8, 1, 1 };
+    hpml_tensor     *in = hpml_input(ctx, HPML_DTYPE_F32, c->conv ? 4 : 2, shape);
+    hpml_tensor     *h = c->conv ? hpml_flatten(hpml_conv2d(in, 16, &conv)) : hpml_linear(in, 16, &relu);
+    hpml_trainer    *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+        .input = in, .output = hpml_linear(h, 2, NULL), .optimizer = c->opt, .clip_norm = c->clip, .lr = 0.05f,
+        .accumulate = c->accumulate, .loss_scale = 1, .momentum = c->opt == HPML_OPT_SGD ? 0.9f : 0 });
+    hpml_status      status = HPML_OK;
+    float            w[128];
+    for (int s = 1; s <= steps && status == HPML_OK; s++)
+        for (int b = 0; b < (c->accumulate ? c->accumulate : 1) && status == HPML_OK; b++) {
+            float x[32];
+            for (int i = 0; i < 32; i++) x[i] = sinf((float)(i * (s + 3 * b)));
+            if (s == bad && b == 0) x[11] = c->value;
+            status = hpml_trainer_step(t, x, y, 4, NULL);
+        }
+    if (status == HPML_OK && gpu) status = hpml_ctx_backend(ctx)->sync(hpml_ctx_device(ctx));
+    snprintf(error, 512, "%s", hpml_ctx_error(ctx));
+    hpml_ctx_clear_error(ctx);
+    *broken = 0;
+    for (int p = 0; p < hpml_param_count(ctx); p++) {
+        int64_t n = hpml_tensor_count(hpml_param_at(ctx, p));
+        hpml_tensor_get(hpml_param_at(ctx, p), w, n);
+        for (int64_t i = 0; i < n; i++) *broken += !isfinite(w[i]);
+    }
+    hpml_ctx_free(ctx);
+    return status;
+}
+
+/* cuBLASLt's relu makes 0 of a NaN, and so the loss is finite: the update finds the NaN, names parameter and step, and
+   keeps it out of the parameters, whatever else the step does. The CPU's relu keeps it. */
+TEST(a_nan_behind_a_relu)
+{
+    static const relu_case relus[] = {
+        { HPML_CUDA_F32, HPML_OPT_SGD, 0, NAN, 0, 1, 0 },    { HPML_CUDA_F32, HPML_OPT_ADAMW, 0, NAN, 0, 0, 0 },
+        { HPML_CUDA_BF16, HPML_OPT_ADAM, 0, NAN, 0, 1, 0 },  { HPML_CUDA_TF32, HPML_OPT_RMSPROP, 0, NAN, 3, 1, 0 },
+        { HPML_CUDA_F16, HPML_OPT_SGD, 0, NAN, 2, 1, 0 },    { HPML_CUDA_F32, HPML_OPT_LARS, 0, NAN, 0, 1, 0 },
+        { HPML_CUDA_F32, HPML_OPT_LAMB, 0, NAN, 0, 1, 0 },   { HPML_CUDA_F32, HPML_OPT_SGD, 0.5f, NAN, 0, 1, 0 },
+        { HPML_CUDA_F32, HPML_OPT_ADAGRAD, 0, NAN, 0, 1, 1 }, { HPML_CUDA_BF16, HPML_OPT_SGD, 0, NAN, 0, 1, 1 },
+        { HPML_CUDA_F32, HPML_OPT_SGD, 0, -INFINITY, 0, 1, 0 } };
+    if (no_device()) SKIP("no CUDA device");
+    EACH(relus, i) for (int gpu = 0; gpu < 2; gpu++) for (int steps = 5; steps <= 8; steps += 3) {
+        char error[512];
+        int  broken;
+        hpml_status status = train_behind_relu(&relus[i], gpu == 1, steps, 5, error, &broken);
+        if (status != HPML_ERR_NONFINITE || !strstr(error, "step 5: ") || !strstr(error, "first NaN or infinity is in"))
+            printf("    case %d on the %s, %d steps: %d, %s\n", (int)i, gpu ? "GPU" : "CPU", steps, (int)status, error),
+                test_failed = 1;
+        if (broken)
+            printf("    case %d on the %s: %d numbers of the parameters\n", (int)i, gpu ? "GPU" : "CPU", broken),
+                test_failed = 1;
+        bool killed = gpu && library_is(LIBRARY_RELU) && !library_is(LIBRARY_REFUSE) && isnan(relus[i].value);
+        if (killed && relus[i].clip == 0) /* with clip_norm the gradients' norm finds it before the update */
+            ENSURE(strstr(error, relus[i].conv ? "the gradient of \"conv0." : "the gradient of \"linear0."));
+        ENSURE(train_behind_relu(&relus[i], gpu == 1, steps, 0, error, &broken) == HPML_OK && broken == 0);
+    }
+}
+
+/* What fit has done in its last step is known when it returns. */
+TEST(fit_returns_what_its_last_step_found)
+{
+    static float  x[12 * 8];
+    const int32_t y[12] = { 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0 };
+    const int64_t eight = 8;
+    if (no_device()) SKIP("no CUDA device");
+    for (int i = 0; i < 96; i++) x[i] = sinf((float)i);
+    x[95] = NAN;
+    for (int gpu = 0; gpu < 2; gpu++) {
+        products = LIBRARIES;
+        hpml_ctx         *ctx = context(gpu == 1, HPML_CUDA_F32);
+        hpml_linear_desc  relu = { .activation = HPML_ACT_RELU };
+        hpml_tensor      *in = hpml_input_2d(ctx, 4, 8), *out = hpml_linear(hpml_linear(in, 16, &relu), 2, NULL);
+        hpml_trainer     *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out });
+        hpml_dataset     *data = hpml_dataset_create(ctx, 12, HPML_DTYPE_F32, 1, &eight, x, HPML_DTYPE_I32, 1, y);
+        hpml_loader_desc  ordered = { .in_order = true };
+        products = AS_EVER;
+        ENSURE(hpml_trainer_fit(t, data, &(hpml_fit_desc){ .loader = &ordered }) == HPML_ERR_NONFINITE);
+        ENSURE(strstr(hpml_ctx_error(ctx), "step 3: "));
+        hpml_ctx_free(ctx);
+    }
+}
+
+/* A parameter that the step itself makes infinite is named as well, on the device. */
+TEST(a_parameter_that_overflows_is_named)
+{
+    const float   x[8] = { 1, 2, 3, 4, 5, 6, 7, 8 };
+    const int32_t y[4] = { 0, 1, 1, 0 };
+    if (no_device()) SKIP("no CUDA device");
+    hpml_ctx     *ctx = context(true, HPML_CUDA_F32);
+    hpml_tensor  *in = hpml_input_2d(ctx, 4, 2), *out = hpml_linear(in, 2, NULL);
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 1e29f,
+                                                                     .weight_decay = 1e10f });
+    float         w[4];
+    ENSURE(hpml_trainer_step(t, x, y, 4, NULL) == HPML_OK);
+    ENSURE(hpml_tensor_get(hpml_param_at(ctx, 0), w, 4) == HPML_ERR_NONFINITE);
+    ENSURE(strstr(hpml_ctx_error(ctx), "step 1: the first NaN or infinity is in parameter \"linear0."));
+    hpml_ctx_free(ctx);
+}
+
+/* Recording fails, in each of its steps: the pass runs op by op, with the same bits, then and later. */
+TEST(a_pass_that_cannot_be_recorded_runs_op_by_op)
+{
+    float plain[3];
+    char  error[512];
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    for (int own = 0; own < 2; own++) {
+        products = own ? OWN : LIBRARIES;
+        ENSURE(train_briefly(HPML_CUDA_BF16, error, plain) == HPML_OK);
+        for (int way = 1; way <= 16; way *= 2) {
+            float other[3];
+            cuda_on_cpu_fault("capture", way);
+            long graphs = cuda_on_cpu_count("graphs");
+            ENSURE(train_briefly(HPML_CUDA_BF16, error, other) == HPML_OK && memcmp(plain, other, sizeof plain) == 0);
+            ENSURE(cuda_on_cpu_count("graphs") == graphs);
+            cuda_on_cpu_fault("none", 0);
+            ENSURE(cuda_on_cpu_count("bytes") == 0);
+        }
+    }
+    products = AS_EVER;
+}
+
+/* Aligned products and convolutions are the libraries': what the header's own kernels did is named in one line. */
+static void two_layers(hpml_cuda_precision precision, bool record, char text[1024])
+{
+    float          *x = numbers(1, 16 * 8 * 8 * 8, 0);
+    int32_t         y[16] = { 0, 1, 2, 3, 4, 5, 6, 7 };
+    hpml_cuda_desc  cuda = { .precision = precision, .no_record = !record };
+    hpml_ctx       *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 4, .backend = hpml_backend_cuda(),
+                                                            .backend_desc = &cuda });
+    hpml_conv2d_desc conv = { .kernel_h = 3, .padding_h = 1, .activation = HPML_ACT_RELU };
+    hpml_linear_desc gelu = { .activation = HPML_ACT_GELU };
+    hpml_tensor     *in = hpml_input_4d(ctx, 16, 8, 8, 8), *h = hpml_conv2d(in, 16, &conv);
+    hpml_tensor     *out = hpml_linear(hpml_linear(hpml_flatten(hpml_conv2d(h, 8, &conv)), 64, &gelu), 8, NULL);
+    hpml_trainer    *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out });
+    for (int i = 0; i < 4; i++) hpml_trainer_step(t, x, y, 16, NULL);
+    text[0] = 0;
+    if (hpml_ctx_status(ctx) != HPML_OK) snprintf(text, 1024, "%s", hpml_ctx_error(ctx));
+    else hpml_cuda_text(ctx, text, 1024);
+    hpml_ctx_free(ctx);
+    free(x);
+}
+
+TEST(the_libraries_do_what_is_aligned)
+{
+    char text[1024];
+    if (no_device()) SKIP("no CUDA device");
+    for (int p = HPML_CUDA_F32; p <= HPML_CUDA_F16; p++) {
+        two_layers((hpml_cuda_precision)p, true, text);
+        bool products_own     = strstr(text, "products: 0 by cuBLASLt") != NULL;
+        bool convolutions_own = strstr(text, "convolutions: 0 by cuDNN") != NULL;
+        if (library_is(LIBRARY_REFUSE)) {
+            ENSURE(products_own && strstr(text, "24 by own kernels (24 refused) |"));
+            ENSURE(convolutions_own && strstr(text, "20 by own kernels (20 refused)"));
+            continue;
+        }
+        if (!emulated()) printf("    precision %d: %s\n", p, text); /* the figures of a first run on a GPU */
+        ENSURE(strstr(text, library_is(LIBRARY_CAPTURE) ? "8 op by op, 0 recorded, 0 replayed, 2 given up"
+                                                        : "2 op by op, 2 recorded, 4 replayed, 0 given up"));
+        if (products_own || convolutions_own) {
+            if (emulated()) test_failed = 1;
+            else SKIP("built without cuBLASLt or cuDNN, or they refuse all");
+        }
+        ENSURE(strstr(text, "products: 24 by cuBLASLt") && strstr(text, "convolutions: 20 by cuDNN"));
+        ENSURE((strstr(text, "gelu") != NULL) == (p != HPML_CUDA_F32)); /* F32 is f32: no fast tanh */
+    }
+}
+
+/* One line says that everything, or an epilogue, was refused. */
+TEST(the_text_names_what_is_refused)
+{
+    enum { BGRADB_BIT = 512, ALL = 0xfff, CUDNN_ASK = 2 };
+    char text[1024], own[1024], whole[1024];
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    cuda_on_cpu_fault("libraries", 0);
+    cuda_on_cpu_fault("cublas", BGRADB_BIT);
+    two_layers(HPML_CUDA_BF16, false, text);
+    ENSURE(strstr(text, "; refused bias sums 8, 0 by own kernels |") && strstr(text, "8 op by op, 0 recorded"));
+    ENSURE(strstr(text, "gelu 4") && strstr(text, "; algorithms 21"));
+    cuda_on_cpu_fault("cublas", ALL);
+    cuda_on_cpu_fault("cudnn", CUDNN_ASK);
+    two_layers(HPML_CUDA_BF16, true, own);
+    cuda_on_cpu_fault("none", 0);
+    ENSURE(strstr(own, "products: 0 by cuBLASLt; refused gelu 4") && strstr(own, ", 24 by own kernels (24 refused) |"));
+    ENSURE(strstr(own, "convolutions: 0 by cuDNN, 20 by own kernels (20 refused) |") && !strchr(own, '\n'));
+    hpml_ctx *ctx = context(true, HPML_CUDA_F32);
+    int       n = hpml_cuda_text(ctx, whole, sizeof whole);
+    ENSURE(n == (int)strlen(whole) && hpml_cuda_text(ctx, text, 8) == n && strlen(text) == 7);
+    ENSURE(hpml_cuda_text(ctx, NULL, 0) == n && hpml_cuda_text(NULL, text, sizeof text) == 0 && !text[0]);
+    hpml_ctx_free(ctx);
+}
+
+/* cuDNN asks for more than 64 MiB: the workspace grows in the first pass, where none was set and the card has it; a
+   pass recorded before knows the old one, and is recorded anew. */
+TEST(the_workspace_grows_in_the_first_pass)
+{
+    char text[1024];
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    for (int small = 0; small < 2; small++) {
+        cuda_on_cpu_fault("libraries", LIBRARY_NCHW);
+        if (small) cuda_on_cpu_fault("memory", 1 << 30); /* 1/16 of it is 64 MiB */
+        two_layers(HPML_CUDA_BF16, true, text);
+        cuda_on_cpu_fault("none", 0);
+        ENSURE(strstr(text, small ? "20 by own kernels (20 refused) | workspace 64.0 MiB"
+                                  : "convolutions: 20 by cuDNN"));
+        ENSURE(small || strstr(text, "workspace 65.0 MiB, 65.0 asked for"));
+        ENSURE(cuda_on_cpu_count("bytes") == 0);
+    }
+    cuda_on_cpu_fault("libraries", LIBRARY_NCHW);
+    hpml_cuda_desc cuda = { .precision = HPML_CUDA_BF16 };
+    hpml_ctx      *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .backend = hpml_backend_cuda(), .backend_desc = &cuda });
+    hpml_graph    *g[2];
+    for (int i = 0; i < 2; i++) {
+        hpml_conv2d_desc conv = { .kernel_h = 3 };
+        hpml_tensor     *in = hpml_input_4d(ctx, 2, 8, 8, 8), *x = hpml_dropout(in, 0);
+        hpml_tensor     *out = i ? hpml_conv2d(x, 8, &conv) : hpml_linear(hpml_flatten(x), 8, NULL);
+        g[i] = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &out, .output_count = 1 });
+    }
+    for (int turn = 0; turn < 3; turn++)
+        for (int i = 0; i < 4; i++) ENSURE(hpml_graph_forward(g[turn % 2], false, 0) == HPML_OK);
+    ENSURE(text_number(ctx, " recorded") == 3 && text_number(ctx, " replayed") == 7);
+    hpml_ctx_free(ctx);
+    cuda_on_cpu_fault("none", 0);
+}
+
 /* A NaN, with the bits that the device gives it, is one in all that a product makes of it, and an infinity is not
    finite. */
 TEST(a_nan_goes_through_products)
@@ -1471,7 +1747,6 @@ TEST(a_nan_goes_through_products)
     enum { ROWS = 20, IN = 72, OUT = 24 };
     static const uint32_t nans[] = { 0x7fffffffu, 0xffffffffu, 0x7f800001u, 0x7f800000u };
     float                 v[ROWS * IN], y[ROWS * OUT];
-    uint16_t              raw[ROWS * OUT * 2];
     if (no_device()) SKIP("no CUDA device");
     for (int p = HPML_CUDA_F32; p <= HPML_CUDA_F16; p++)
         EACH(nans, k) {
@@ -1483,33 +1758,17 @@ TEST(a_nan_goes_through_products)
             for (int i = 0; i < ROWS * IN; i++) v[i] = (float)(i % 7 - 3);
             memcpy(&v[IN + 5], &nans[k], sizeof v[0]);
             ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, v, ROWS * IN) == HPML_OK);
-            ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_get(out, raw, ROWS * OUT) == HPML_OK);
-            hpml_convert(ctx, HPML_DTYPE_F32, y, out->dtype, raw, ROWS * OUT);
+            ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_get(out, y, ROWS * OUT) == HPML_OK);
             for (int i = 0; i < ROWS * OUT; i++) ENSURE(!isfinite(y[i]) == (i / OUT == 1));
             hpml_ctx_free(ctx);
         }
 }
 
-/* In f16 the loss scale starts too high for large gradients and finds its place; the training learns. */
 TEST(the_loss_scale_finds_its_place)
 {
-    float          x[64];
-    const int32_t  y[4] = { 0, 1, 1, 0 };
-    int            skipped = 0;
-    hpml_step_info info = { 0 };
     if (no_device()) SKIP("no CUDA device");
-    hpml_ctx     *ctx = context(true, HPML_CUDA_F16);
-    hpml_tensor  *in  = hpml_input_2d(ctx, 4, 16);
-    hpml_tensor  *out = hpml_scale(hpml_linear(hpml_tanh(hpml_linear(in, 8, NULL)), 2, NULL), 16, 0); /* steep */
-    hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.002f });
-    for (int i = 0; i < 64; i++) x[i] = (float)((i / 16 == 1 || i / 16 == 2 ? 3 : -3) + i % 5 - 2);
-    float first = 0;
-    for (int i = 0; i < 40; i++) {
-        ENSURE(hpml_trainer_step(t, x, y, 4, &info) == HPML_OK);
-        skipped += info.skipped;
-        if (i == 0) first = info.loss;
-    }
-    ENSURE(skipped > 0 && skipped < 20 && info.step == 40 - skipped && info.loss < 0.2f * first);
+    hpml_ctx *ctx = context(true, HPML_CUDA_F16);
+    ENSURE(loss_scale_finds_its_place(ctx));
     hpml_ctx_free(ctx);
 }
 
@@ -1604,7 +1863,7 @@ static void train_both(const training *t, const hpml_cuda_precision *precisions,
 {
     float cpu[STEPS], gpu[STEPS];
     if (!train_steps(t, false, false, HPML_CUDA_F32, cpu)) return;
-    for (int own = 0; own < 2; own++)
+    for (int own = 0; own < (libraries_only() ? 1 : 2); own++)
         for (int p = 0; p < count; p++) {
             double first = 0, last = 0;
             if (!train_steps(t, true, own == 1, precisions[p], gpu)) continue;

@@ -5,6 +5,8 @@
 tmp=$(mktemp -d) passed=0 failed=0 skipped=0
 trap 'rm -rf "$tmp"' EXIT
 ok() { passed=$((passed + 1)); }
+# skip N REASON: N checks are left out.
+skip() { skipped=$((skipped + $1)); echo "skip $1 checks ($2)"; }
 bad() { failed=$((failed + 1)); echo "FAIL $1"; head -n 5 "$tmp/err"; }
 try() { if "$@" >"$tmp/err" 2>&1; then ok; else bad "$*"; fi; }
 finish() { echo "$passed passed, $failed failed, $skipped skipped"; [ $failed -eq 0 ]; exit; }
@@ -49,11 +51,11 @@ cat >"$tmp/whole.cu" <<'C'
 extern "C" int unit(void) { return hpml_version(); }
 C
 for cc in gcc clang; do
-    command -v $cc >/dev/null || { skipped=$((skipped + 1)); continue; }
+    command -v $cc >/dev/null || { skip 1 "no $cc"; continue; }
     try $cc -std=c99 -fsyntax-only $strict -Wstrict-prototypes -I. "$tmp/only.c"
 done
 for cxx in g++ clang++; do
-    command -v $cxx >/dev/null || { skipped=$((skipped + 1)); continue; }
+    command -v $cxx >/dev/null || { skip 1 "no $cxx"; continue; }
     try $cxx -std=c++17 -fsyntax-only $strict -I. "$tmp/only.cc"
 done
 if ! gcc -fsyntax-only -I. "$tmp/wrong.c" 2>"$tmp/err" && grep -q 'its body is for nvcc' "$tmp/err"
@@ -73,9 +75,10 @@ printf '#!/bin/sh\nexec gcc -nostdinc "$@"\n' >"$tmp/bin/bare"
 printf '#!/bin/sh\necho "Cuda compilation tools, release $RELEASE, V1"\n' >"$tmp/bin/nvcc"
 chmod +x "$tmp"/bin/*
 probe() {
-    PATH="$tmp/bin:$PATH" CC=bare NVCC=nvcc CUDA_ARCH=sm_90 WHEELS=$1 RELEASE=$2 sh tests/probe.sh "$tmp/nvcc.found"
+    PATH="$tmp/bin:$PATH" CC=bare NVCC=nvcc NVCC_CCBIN=$4 CUDA_ARCH=sm_90 WHEELS=$1 RELEASE=$2 \
+        sh tests/probe.sh "$tmp/nvcc.found"
     sed "s|$tmp/||g; s/ *$//" "$tmp/nvcc.found" >"$tmp/err"
-    if [ "$(cat "$tmp/err")" = "bin/nvcc -arch=sm_90 $3" ]
+    if [ "$(cat "$tmp/err")" = "bin/nvcc -arch=sm_90${4:+ -ccbin=$4} $3" ]
     then ok; else bad "the probe of packages in $1 for CUDA $2"; fi
 }
 one() { echo "-isystem=nvidia/$1/include -Lnvidia/$1/lib -Xlinker=-rpath,nvidia/$1/lib"; }
@@ -84,12 +87,43 @@ nccl="$(one nccl) -DHPML_USE_NCCL"
 probe nvidia 12.8 "$(one cublas) -l:libcublasLt.so.12 -l:libcublas.so.12 $(one cudnn) -l:libcudnn.so.9 $nccl"
 probe nvidia 13.0 "$(one cu13) -l:libcublasLt.so.13 -l:libcublas.so.13 -DHPML_CUDA_NO_CUDNN"
 probe nvidia 11.8 "$none"
+probe nvidia 11.8 "$none" g++-12
 rm "$tmp/nvidia/cudnn/lib/libcudnn.so.9" "$tmp/nvidia/cublas/lib/libcublas.so.12"
 probe nvidia 12.8 "$none $nccl"
 mv "$tmp/nvidia" "$tmp/two words"
 probe 'two words' 13.0 "$none"
 rm -r "$tmp/two words"
 probe nvidia 13.0 "$none"
+# gpu_contact.sh without a GPU and nvcc: what it skips, and what becomes of a stage that fails or is killed.
+mkdir -p "$tmp/contact/build" "$tmp/without"
+ln -s "$PWD/tests" "$tmp/contact/tests"
+printf '#!/bin/sh\nexit 1\n' >"$tmp/without/nvidia-smi"
+printf '#!/bin/sh\necho "begins"; sleep "$SLEEP"; exit "$STATUS"\n' >"$tmp/contact/build/test_libraries"
+chmod +x "$tmp/without/nvidia-smi" "$tmp/contact/build/test_libraries"
+contact() { # STATUS SLEEP LIMIT WANT TEXT
+    (cd "$tmp/contact" && PATH="$tmp/without:$PATH" NVCC=none NINJA=none CC=true CXX=true STATUS=$1 SLEEP=$2 LIMIT=$3 \
+        sh tests/gpu_contact.sh first out) >"$tmp/err" 2>&1
+    code=$?
+    tail -n 8 "$tmp/err" >"$tmp/table"
+    if [ $code -eq "$4" ] && grep -q "smoke_emulated .* $5" "$tmp/table" &&
+        grep -q 'tests .* SKIP: no GPU' "$tmp/table" && grep -q 'build .* SKIP: no nvcc' "$tmp/table" &&
+        grep -q begins "$tmp/contact/out/smoke_emulated.log"
+    then ok; else bad "gpu_contact.sh with a smoke test of exit $1 after $2 s"; fi
+}
+contact 0 0 100 0 ok
+contact 3 0 100 1 'FAILED: exit 1'
+contact 0 20 9 1 'FAILED: not done in'
+# doctor says why an nvcc does not compile.
+doctor() {
+    printf '#!/bin/sh\n[ "$1" = --version ] && exec echo "tools, release 12.4, V1"\necho "%s" >&2; exit 1\n' "$1" \
+        >"$tmp/without/nvcc"
+    chmod +x "$tmp/without/nvcc"
+    CC=true NVCC="$tmp/without/nvcc" sh tests/doctor.sh >"$tmp/err" 2>&1
+    if tr '\n' ' ' <"$tmp/err" | grep -q "$2"; then ok; else bad "doctor with an nvcc that says $1"; fi
+}
+doctor 'mathcalls.h(79): error: exception specification is incompatible with cospi' 'is too new for CUDA 12.4,'
+doctor '#error -- unsupported GNU version! gcc versions later than 13 are not supported!' 'set NVCC_CCBIN'
+doctor 'nvcc fatal: Cannot find compiler, error' 'Cannot find compiler'
 # The examples, their devices emulated. 11's weights: a file as published, all of it 3.0039: the vocabulary's 50,257
 # rows are equally likely, what is padded is not.
 example() {
@@ -106,8 +140,12 @@ says() {
 }
 for name in 10_mnist_cuda 11_gpt2 12_nccl_data_parallel; do example $name; done
 says 'samples_per_second' 0 "$tmp/10_mnist_cuda" --model mlp --samples 400 --epochs 1 --precision bf16 --json
-says '--precision: one of' 2 "$tmp/10_mnist_cuda" --precision half
-says 'usage: nccl' 2 "$tmp/12_nccl_data_parallel" --help
+if grep -q 'products: [1-9][0-9]* by cuBLASLt with .* replayed, 0 given up' "$tmp/err"
+then ok; else bad '10_mnist_cuda says what ran where'; fi
+says '--precision half: expected one of f32|tf32' 2 "$tmp/10_mnist_cuda" --precision half
+for name in 10_mnist_cuda 11_gpt2 12_nccl_data_parallel; do
+    says '^  --batch N ' 0 build/terminal 80 "$tmp/$name" --help
+done
 gpt2="$tmp/11_gpt2 --layers 1 --width 16 --heads 2 --context 8 --batch 1 --steps 2 --precision f32"
 json= at=0
 for a in wte.weight:50257,16 wpe.weight:8,16 h.0.ln_1.weight:16 h.0.ln_1.bias:16 h.0.attn.c_attn.weight:16,48 \
@@ -123,21 +161,23 @@ json=$(printf '%-1500s' "{${json#,}}")
     head -c $at /dev/zero | tr '\0' @
 } >"$tmp/weights"
 says '"loss": [0-9.]*, .*"mfu"' 0 $gpt2 --json
+says '^layer  *op  *fwd us' 0 $gpt2 --profile
 says 'step 1  loss 10.8249' 0 $gpt2 --weights "$tmp/weights"
 says '"wte.weight": the file has 50257x16, the model 50304x8' 1 $gpt2 --weights "$tmp/weights" --width 8
 says 'cannot be read' 1 $gpt2 --tokens /nonexistent
-[ -s build/nvcc.found ] || { echo "nvcc was not found"; skipped=$((skipped + 15)); finish; }
+[ -s build/nvcc.found ] || { skip 15 'no nvcc'; finish; }
 
 found=$(cat build/nvcc.found) nvcc=${found%% *} libs= options=
 for word in ${found#"$nvcc"} $(sed 's/-D[^ ]*//' build/zlib.flags); do
-    case $word in -l* | -L* | -Xlinker=*) libs="$libs $word" ;; -D* | -isystem=*) options="$options $word" ;; esac
+    case $word in -l* | -L* | -Xlinker=*) libs="$libs $word" ;; esac
+    case $word in -D* | -isystem=* | -ccbin=*) options="$options $word" ;; esac
 done
 fast='-Xptxas -O1'
 "$nvcc" --help | grep -q Ofast-compile && fast='-Ofc max'
 archs= first=
 for arch in 80 90 100; do
     "$nvcc" --list-gpu-code | grep -qx "sm_$arch" ||
-        { echo "this nvcc knows no sm_$arch"; skipped=$((skipped + 1)); continue; }
+        { skip 1 "nvcc cannot compile for sm_$arch"; continue; }
     archs="$archs -gencode arch=compute_$arch,code=sm_$arch" first=${first:-sm_$arch}
 done
 cu() { try "$nvcc" -std=c++17 -I. $options $fast -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wshadow,-Werror "$@"; }

@@ -3,18 +3,15 @@
 # program's, and what can go wrong. Skipped (77) where there is no mpicc or no mpiexec that works. MPICC and MPIEXEC
 # choose an MPI, also one beside another:
 # export MPICC=mpicc.openmpi MPIEXEC=mpiexec.openmpi; ninja ranks; sh tests/test_mpi.sh
-tmp=$(mktemp -d) passed=0 failed=0 mpicc=${MPICC:-mpicc} mpiexec=${MPIEXEC:-mpiexec}
+. tests/mpi.sh
+tmp=$(mktemp -d) passed=0 failed=0
 trap 'rm -rf "$tmp"' EXIT
 skip() { echo "skipped: $1"; exit 77; }
-command -v "$mpicc" >/dev/null || skip "no $mpicc"
-command -v "$mpiexec" >/dev/null || skip "no $mpiexec"
+lack=$(mpi_lacks "$tmp")
+[ -z "$lack" ] || skip "$lack"
 "$mpicc" -Wall -Wextra -Werror -DHPML_USE_MPI -fsyntax-only tests/mpi_ranks.c || failed=1
-root= open=$("$mpiexec" --version 2>/dev/null | grep -i 'open')
-if [ "$(id -u)" = 0 ] && [ -n "$open" ]; then root='--allow-run-as-root --oversubscribe'; fi
 limit=30
-on() { ranks=$1; shift; timeout $limit "$mpiexec" $root -n "$ranks" build/mpi_ranks "$@" >"$tmp/out" 2>&1; }
-on 2 traffic || [ $? -ne 124 ] || skip "mpiexec hangs"
-timeout 30 "$mpiexec" $root -n 2 true >/dev/null 2>&1 || skip "mpiexec does not work: $(tail -n 1 "$tmp/out")"
+on() { ranks=$1; shift; timeout $limit "$mpiexec" $mpi_options -n "$ranks" build/mpi_ranks "$@" >"$tmp/out" 2>&1; }
 # check NAME EXIT TEXT: the exit status (0, or not 0 but no time-out) and a text in the output
 check() {
     code=$? good=1
@@ -37,11 +34,11 @@ told() { brief "$1" "$2" 2 "$3"; check "$4" 1 "$5"; [ $lines -ge 2 ]; check "and
 for n in 1 2 3 4; do on $n correct; check "everything on $n ranks" 0 ''; done
 for n in 5 7 8 16; do on $n sums; check "all algorithms on $n ranks" 0 ''; done
 # 1-bit training: as on threads; learning and times where each rank has a core.
-onebit() { timeout 200 "$mpiexec" $root -n $1 build/onebit_ranks --filter "$2" >"$tmp/out" 2>&1; }
+onebit() { timeout 200 "$mpiexec" $mpi_options -n $1 build/onebit_ranks --filter "$2" >"$tmp/out" 2>&1; }
 onebit 2 ''; check "1-bit training on 2 ranks" 0 '^7 passed'
 onebit 4 ''; check "1-bit training on 4 ranks" 0 '^5 passed, 0 failed, 3 skipped'
 for r in 0 1; do
-    HPML_TEST_FAILS=$r timeout 20 "$mpiexec" $root -n 2 build/onebit_ranks --filter ends_the_job >"$tmp/out" 2>&1
+    HPML_TEST_FAILS=$r timeout 20 "$mpiexec" $mpi_options -n 2 build/onebit_ranks --filter ends_the_job >"$tmp/out" 2>&1
     check "a test that fails on rank $r ends the other" 1 'test_onebit.c:[0-9]+: me != atoi'
     [ $r = 1 ] || { grep -q '^0 passed, 1 failed' "$tmp/out"; check "and says how many failed" 0 ''; }
 done
@@ -58,11 +55,21 @@ on 4 part; check "a part of the world" 0 ''
 on 2 before; check "MPI not initialized" 1 'MPI is not initialized; call MPI_Init'
 on 2 after; check "MPI over" 1 'MPI is over'
 on 2 twice; check "a second launch, when the first has ended MPI" 1 'MPI is over; .* or use hpml_launch once'
+on 2 free_late; check "a context freed after MPI_Finalize" 0 ''
+on 2 many_parts; check "150 parts, then too many" 1 'split: 128 communicators live on a rank'
+on 3 native_parts; check "MPI's own allreduce on a part" 1 'a part of a communicator has no MPI communicator'
+brief 3 works 3 'all came'; check "a rank that works for four deadlines" 0 'all came'
+told 3 late 'waited 0.5 s for rank 1 to call hpml_comm_create' "a rank late for hpml_comm_create" \
+    'rank [02] failed: waited 0.5 s for rank 1 to call hpml_comm_create|waited 0.5 s for rank 1'
+late='waited 1 s for rank 1 to free its communicator'
+brief 3 stays 1 "$late"; check "a rank that does not come to the end" 1 "$late"
+chained='for rank 3, in|for rank 3 in|which waits for rank 3,'
+brief 4 chain 1 "$chained"; check "a chain of ranks that wait" 1 "$chained"
 on 2 wrong_number; check "a wrong number of ranks" 1 '3 ranks are wanted, mpiexec started 2'
 told 3 raises 'rank 1 failed: the loss is NaN' "a rank raises an error" 'rank 1 failed: the loss is NaN'
 told 3 leaves 'rank 1 has left' "a rank leaves early" \
     'rank 1 has left while this rank waits for it in allreduce|rank . failed'
-native='waited 1 s for all ranks in allreduce .native.'
+native='waited 1 s for rank 1, which has left, in allreduce .native.'
 told 3 leaves_native "$native, step 0" "a rank leaves early, the others are in MPI's own allreduce" "$native"
 on 2 killed; check "a rank is killed" 1 ''
 # Hydra ends a job with its first dead process, unless told not to; then it sends the others a signal that few expect.
@@ -74,8 +81,10 @@ if "$mpiexec" --version 2>/dev/null | grep -qi hydra; then
     wait
     for what in killed exits; do
         cp "$tmp/$what" "$tmp/out"
+        said='for rank 1.* in allreduce'
+        [ $what = killed ] || said='rank 1 failed: called exit in step 0'
         for me in 0 2 3; do
-            grep -qE "^at once: rank $me: .*for rank 1.* in allreduce" "$tmp/out"
+            grep -qE "^at once: rank $me: .*$said" "$tmp/out"
             check "rank 1 $what: rank $me names it within the deadline" 0 ''
         done
     done
@@ -84,7 +93,7 @@ who='(for rank 1|rank 0, which waits for rank 1,) in allreduce'
 brief 3 stopped 2 "at once: rank [02]: .*$who"; check "a rank is stopped" 1 "at once: rank 0: .*$who"
 grep -qE "at once: rank 2: .*$who" "$tmp/out"
 check "also the one that waits for a rank that waits for it names it" 0 ''
-on 2 exits; check "a rank calls exit" 1 ''
+told 3 exits 'rank 1 failed: called exit in step 0' "a rank calls exit" 'rank 1 failed: called exit in step 0'
 told 2 another 'rank 0 is in broadcast' "another collective" 'rank 0 is in broadcast of 16 .* rank 1 in allreduce of 4'
 told 2 other_count 'all ranks must pass the same counts' "another count" 'all ranks must pass the same counts'
 told 2 other_count_checked 'allreduce of 64' "another count, checked" 'allreduce of 32 .* allreduce of 64'
@@ -92,6 +101,10 @@ late='waited 0.2 s for rank 1 in allreduce'; brief 2 sleeps 1 "$late"; check "a 
 late='waited 0.4 s for tensor 1 "b1" to get ready on rank 1'
 brief 3 not_ready 1 "$late"; check "a tensor that never gets ready" 1 "$late"
 on 2 memory; check "no memory on one rank" 0 ''
+on 2 threads; check "threads in each process" 1 '"threads:2" in each of the 2 processes .* set .run to "auto" or "mpi"'
+on 2 threads_alone; check "threads in each process that are meant" 0 ''
+HPML_RUN=threads:2 on 2 threads; check "and meant by HPML_RUN" 0 ''
+on 1 threads; check "threads in the only process" 0 ''
 export HPML_RUN
 for HPML_RUN in auto mpi mpi:3; do on 3 by_environment; check "HPML_RUN=$HPML_RUN" 0 ''; done
 HPML_RUN=mpi:2; on 3 by_environment; check "HPML_RUN with a wrong number" 1 '2 ranks are wanted, mpiexec started 3'

@@ -1,0 +1,34 @@
+/* What the examples print fits the terminal: its width, and paragraphs broken between words. */
+#ifndef HPML_SCREEN_H
+#define HPML_SCREEN_H
+
+#include <stdio.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+/* Columns of the terminal that stdout is; 80 where it is a file or a pipe. */
+static inline int screen_columns(void)
+{
+    struct winsize size;
+    return ioctl(1, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
+
+/* Prints a text of one or more lines; a line that is too long is broken between words. */
+static inline void screen_paragraph(const char *text)
+{
+    int columns = screen_columns() - 1, at = 0;
+    while (*text) {
+        int length = (int)strcspn(text, " \n");
+        if (at > 0 && at + 1 + length > columns) at = 0, putchar('\n');
+        if (at > 0) putchar(' ');
+        printf("%.*s", length, text);
+        at  += length + (at > 0);
+        text += length;
+        if (*text == '\n') at = 0, putchar('\n');
+        if (*text) text++;
+    }
+    if (at > 0) putchar('\n');
+}
+
+#endif
