@@ -470,7 +470,8 @@ typedef enum hpml_conv_algorithm {
 
 /* Cross-correlation, as the field calls convolution: x (B, C, H, W), w (out, C/groups, kernel, kernel), y
    (B, out, H', W'), H' = (H + 2 padding - dilation (kernel - 1) - 1) / stride + 1, rounded down. groups = C is
-   depthwise. y->node->attr.conv.algorithm and y->node->scratch_bytes say which way was chosen and its workspace. */
+   depthwise. y->node->attr.conv.algorithm and y->node->scratch_bytes say which way was chosen and its workspace; where
+   results are stored in halves, f32 copies of them come on top. */
 typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
     int32_t     kernel_h, kernel_w;     /* required; kernel_w 0: as kernel_h */
