@@ -470,7 +470,8 @@ typedef enum hpml_conv_algorithm {
 
 /* Cross-correlation, as the field calls convolution: x (B, C, H, W), w (out, C/groups, kernel, kernel), y
    (B, out, H', W'), H' = (H + 2 padding - dilation (kernel - 1) - 1) / stride + 1, rounded down. groups = C is
-   depthwise. y->node->attr.conv.algorithm and y->node->scratch_bytes say which way was chosen and its workspace. */
+   depthwise. y->node->attr.conv.algorithm and y->node->scratch_bytes say which way was chosen and its workspace; where
+   results are stored in halves, f32 copies of them come on top. */
 typedef struct hpml_conv2d_desc {
     uint32_t    _begin;
     int32_t     kernel_h, kernel_w;     /* required; kernel_w 0: as kernel_h */
@@ -6616,8 +6617,8 @@ HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr 
     a->conv.algorithm = HPML_CONV_DIRECT;
     if (fits && d->algorithm != HPML_CONV_IM2COL) return true;
     if (d->algorithm == HPML_CONV_DIRECT || row > most)
-        return hpmli_false(x->ctx, HPML_ERR_MEMORY, "conv2d \"%s\": workspace of %zu bytes; direct needs %zu, im2col "
-                           "at least %zu", d->name ? d->name : "", d->workspace, *bytes, row);
+        return hpmli_false(x->ctx, HPML_ERR_ARGUMENT, "conv2d \"%s\": workspace of %zu bytes; direct needs %zu, im2col "
+                           "at least %zu: raise it", d->name ? d->name : "", d->workspace, *bytes, row);
     if (d->workspace == 0) most = (size_t)4 << 20; /* what caches hold */
     a->conv.algorithm = HPML_CONV_IM2COL;
     a->conv.rows      = (int32_t)hpmli_max(hpmli_min((int64_t)(most / row), c.OH), 1);

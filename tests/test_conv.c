@@ -469,11 +469,11 @@ TEST(layout_errors)
     ENSURE_ERROR(ctx, hpml_tensor_set_layout(x, HPML_NHWC), HPML_ERR_STATE, "an op reads it already");
     ENSURE_ERROR(ctx, !hpml_add(hpml_relu(x), hpml_permute(y, (int[]){ 0, 3, 1, 2 })) ||
                  !hpml_add(hpml_input_4d(ctx, 2, 6, 6, 3), y), HPML_ERR_SHAPE, "one is NCHW, one NHWC");
-    ENSURE_ERROR(ctx, !hpml_conv2d(x, 4, &c), HPML_ERR_MEMORY, "\"c\": workspace of 400 bytes; direct needs");
+    ENSURE_ERROR(ctx, !hpml_conv2d(x, 4, &c), HPML_ERR_ARGUMENT, "\"c\": workspace of 400 bytes; direct needs");
     c.workspace = 3 * 9 * 4 * 4;
     ENSURE(hpml_conv2d(x, 4, &c)->node->attr.conv.algorithm == HPML_CONV_IM2COL);
     c.algorithm = HPML_CONV_DIRECT, c.name = "d";
-    ENSURE_ERROR(ctx, !hpml_conv2d(x, 4, &c), HPML_ERR_MEMORY, "im2col at least 432");
+    ENSURE_ERROR(ctx, !hpml_conv2d(x, 4, &c), HPML_ERR_ARGUMENT, "im2col at least 432: raise");
     c.algorithm = (hpml_conv_algorithm)3;
     ENSURE_ERROR(ctx, !hpml_conv2d(x, 4, &c), HPML_ERR_ARGUMENT, "no algorithm 3");
     for (int k = 0; k < 2; k++) { /* samples in another order; samples that a loader would shift by the wrong sides */
